@@ -1,0 +1,480 @@
+"""What the tools do: runners for training and testing, models, merging."""
+import importlib.util
+import os
+import os.path as osp
+import tempfile
+from typing import Iterator, Optional, Union
+
+import torch
+import torch.nn as nn
+from mmengine.config import Config, ConfigDict
+from mmengine.dist import is_main_process
+from mmengine.hooks import Hook
+from mmengine.registry import (MODELS, RUNNERS, VISUALIZERS,
+                               init_default_scope)
+from mmengine.runner import Runner
+from mmengine.runner.checkpoint import load_state_dict, weights_to_cpu
+
+from .reparam import (CheckpointError, has_deploy_form, is_reparameterized,
+                      reparameterize)
+from .utils.checkpoint import (check_pretrained, is_remote, load_checkpoint,
+                               replacing, save_checkpoint)
+from .utils.complexity import count_macs, count_parameters
+from .version import __version__
+
+SCOPES = ('mmdet', 'mmseg', 'mmpretrain')
+FORMS = ('training', 'deploy')
+
+
+def load_config(path: str, cfg_options: Optional[dict] = None) -> Config:
+    """Read a config and make its codebase the default scope.
+
+    Args:
+        path (str): A config of MMDetection, MMSegmentation or MMPretrain.
+        cfg_options (dict, optional): Values to override, by dotted names.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        ValueError: If it is no config, or of no known codebase.
+        ImportError: If its codebase is not installed.
+    """
+    if not osp.isfile(path):
+        raise FileNotFoundError(f'no config at {path!r}')
+    try:
+        cfg = Config.fromfile(path)
+        if cfg_options:
+            cfg.merge_from_dict(cfg_options)
+    except Exception as error:
+        raise ValueError(f'cannot read the config {path!r}: '
+                         f'{type(error).__name__}: {error}') from error
+    scope = cfg.get('default_scope')
+    if scope not in SCOPES:
+        raise ValueError(f'default_scope of {path!r} must be one of '
+                         f'{", ".join(SCOPES)}, but is {scope!r}')
+    if importlib.util.find_spec(scope) is None:
+        raise ImportError(f'{path!r} needs {scope}, which is not installed')
+    for key in ('model', 'test_dataloader'):
+        if key not in cfg:
+            raise ValueError(f'the config {path!r} has no {key!r}')
+    init_default_scope(scope)
+    return cfg
+
+
+def training_runner(config: str,
+                    work_dir: Optional[str] = None,
+                    amp: bool = False,
+                    resume: Union[None, str] = None,
+                    from_scratch: bool = False,
+                    auto_scale_lr: bool = False,
+                    launcher: str = 'none',
+                    cfg_options: Optional[dict] = None) -> Runner:
+    """A runner that is ready for ``runner.train()``.
+
+    Args:
+        config (str): Path of a config.
+        work_dir (str, optional): Where logs and checkpoints go. Defaults to
+            that of the config, or ``work_dirs/<name of the config>``.
+        amp (bool): Train with automatic mixed precision. Defaults to False.
+        resume (str, optional): A checkpoint to resume from, or 'auto' for the
+            latest one in the work dir. Defaults to None.
+        from_scratch (bool): Take no pretrained weights; BatchNorm statistics
+            are then estimated even if the config freezes them.
+            Defaults to False.
+        auto_scale_lr (bool): Scale the learning rate with the batch size.
+            Defaults to False.
+        launcher (str): 'none', 'pytorch', 'slurm' or 'mpi'.
+        cfg_options (dict, optional): Values to override in the config.
+
+    Raises:
+        FileNotFoundError: If the config, a checkpoint or the data set is
+            missing.
+        ValueError: If the config, an option or the data set is unusable.
+        CheckpointError: If a checkpoint is damaged.
+    """
+    cfg = load_config(config, cfg_options)
+    cfg.launcher = launcher
+    _set_work_dir(cfg, config, work_dir)
+    if amp:
+        if not torch.cuda.is_available():
+            raise ValueError('mixed precision training (--amp) needs a GPU')
+        cfg.optim_wrapper.type = 'AmpOptimWrapper'
+        cfg.optim_wrapper.loss_scale = 'dynamic'
+    if auto_scale_lr:
+        if 'base_batch_size' not in cfg.get('auto_scale_lr', {}):
+            raise ValueError('--auto-scale-lr needs '
+                             f'auto_scale_lr.base_batch_size in {config!r}')
+        cfg.auto_scale_lr.enable = True
+    if resume:
+        cfg.resume = True
+        cfg.load_from = None if resume == 'auto' else resume
+    if from_scratch:
+        for owner in _with_pretrained(cfg.model):
+            owner.init_cfg = None
+        if cfg.model.backbone.get('norm_eval'):
+            cfg.model.backbone.norm_eval = False
+    if cfg.get('load_from'):
+        _check_checkpoint(cfg.load_from)
+    elif not resume:
+        for owner in _with_pretrained(cfg.model):
+            check_pretrained(owner.init_cfg)
+    _check_data(cfg, 'train', 'val')
+    if not torch.cuda.is_available():
+        _without_sync_bn(cfg)
+    runner = _build_runner(cfg)
+    _check_not_empty(runner.train_loop.dataloader.dataset, cfg, 'train')
+    return runner
+
+
+def testing_runner(config: str,
+                   checkpoint: str,
+                   work_dir: Optional[str] = None,
+                   form: Optional[str] = None,
+                   out: Optional[str] = None,
+                   show_dir: Optional[str] = None,
+                   tta: bool = False,
+                   launcher: str = 'none',
+                   cfg_options: Optional[dict] = None) -> Runner:
+    """A runner that is ready for ``runner.test()``.
+
+    Args:
+        config (str): Path of a config.
+        checkpoint (str): Path or URL of a checkpoint, in either form.
+        work_dir (str, optional): Where metrics are written. Defaults to that
+            of the config, or ``work_dirs/<name of the config>``.
+        form (str, optional): 'deploy' tests the reparameterized model,
+            'training' does not. Defaults to None: as the config's hooks say.
+        out (str, optional): A ``.pkl`` file for the predictions; for
+            segmentation also a folder, for label maps.
+        show_dir (str, optional): Folder for pictures of the predictions.
+        tta (bool): Test-time augmentation. Defaults to False.
+        launcher (str): 'none', 'pytorch', 'slurm' or 'mpi'.
+        cfg_options (dict, optional): Values to override in the config.
+
+    Raises:
+        FileNotFoundError, ValueError, CheckpointError: As
+            :func:`training_runner`.
+    """
+    cfg = load_config(config, cfg_options)
+    cfg.launcher = launcher
+    _set_work_dir(cfg, config, work_dir)
+    _check_checkpoint(checkpoint)
+    cfg.load_from = checkpoint
+    cfg.resume = False
+    _set_form(cfg, form)
+    if show_dir:
+        _show(cfg, show_dir)
+    if out:
+        _dump(cfg, out)
+    if tta:
+        for key in ('tta_model', 'tta_pipeline'):
+            if key not in cfg:
+                raise ValueError(f'--tta needs {key!r} in {config!r}')
+        _dataset(cfg, 'test').pipeline = cfg.tta_pipeline
+        cfg.model = ConfigDict(**cfg.tta_model, module=cfg.model)
+    _check_data(cfg, 'test')
+    runner = _build_runner(cfg)
+    if out and not osp.isdir(out):
+        runner.register_hook(_RenameHook(_partial(out), out))
+    _check_not_empty(runner.test_loop.dataloader.dataset, cfg, 'test')
+    return runner
+
+
+def init_model(config: Union[str, Config],
+               checkpoint: Optional[str] = None,
+               form: str = 'training',
+               device: Union[str, torch.device] = 'cpu') -> nn.Module:
+    """A model for inference.
+
+    Args:
+        config (str | Config): A config or its path.
+        checkpoint (str, optional): Path of a checkpoint. Defaults to None:
+            random weights.
+        form (str): 'training' or 'deploy'. Defaults to 'training'.
+        device (str | torch.device): Defaults to 'cpu'.
+
+    Returns:
+        nn.Module: The detector, segmentor or classifier in eval mode, with its
+        config in ``cfg`` and the names of its classes in ``dataset_meta``.
+
+    Raises:
+        CheckpointError: If the checkpoint does not fit the model, or is merged
+            and the training form is asked for.
+    """
+    if form not in FORMS:
+        raise ValueError(f'form must be one of {FORMS}, but got {form!r}')
+    cfg = load_config(config) if isinstance(config, str) else config
+    init_default_scope(cfg.default_scope)
+    model = MODELS.build(cfg.model)
+    model.dataset_meta = None
+    if checkpoint:
+        loaded = load_checkpoint(checkpoint)
+        state_dict = {
+            key[key.startswith('module.') * 7:]: value
+            for key, value in loaded['state_dict'].items()
+        }
+        if form == 'deploy' and is_reparameterized(model, state_dict):
+            reparameterize(model, inplace=True)
+        try:
+            load_state_dict(model, state_dict, strict=True)
+        except CheckpointError:
+            raise
+        except RuntimeError as error:
+            text = ' '.join(str(error).split())
+            raise CheckpointError(f'{checkpoint!r} does not fit the model: '
+                                  f'{text[:300]}') from error
+        meta = loaded.get('meta')
+        if isinstance(meta, dict):
+            model.dataset_meta = meta.get('dataset_meta')
+    if form == 'deploy':
+        reparameterize(model, inplace=True)
+    model.cfg = cfg
+    return model.to(device).eval()
+
+
+def reparameterize_checkpoint(config: str,
+                              checkpoint: str,
+                              out: str,
+                              tolerance: float = 1e-4) -> dict:
+    """Write the merged checkpoint of a checkpoint in the training form.
+
+    The features of both backbones are compared on a random image first.
+
+    Args:
+        config (str): Path of the config, of the training form.
+        checkpoint (str): The checkpoint to merge.
+        out (str): The file to write; it is replaced only when complete.
+        tolerance (float): Largest acceptable error, relative to the largest
+            feature. Defaults to 1e-4.
+
+    Returns:
+        dict: ``error`` (relative), and of both forms ``parameters``, ``macs``
+        (of the backbone, for a 224x224 image) and ``bytes`` (of the file).
+
+    Raises:
+        ValueError: If ``out`` is the input, or nothing can be merged.
+        CheckpointError: If the checkpoint does not fit, is merged already, or
+            the error exceeds the tolerance.
+        OSError: If ``out`` cannot be written.
+    """
+    if osp.realpath(out) == osp.realpath(checkpoint):
+        raise ValueError(f'the output {out!r} is the input: choose another '
+                         'name')
+    if osp.isdir(out):
+        raise IsADirectoryError(f'the output {out!r} is a folder')
+    model = init_model(config, checkpoint)
+    if has_deploy_form(model):
+        raise CheckpointError(f'{checkpoint!r} is reparameterized already')
+    deployed = reparameterize(model)
+
+    backbones = [getattr(m, 'backbone', m) for m in (model, deployed)]
+    image = torch.randn(
+        1, 3, 224, 224, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        features = [backbone(image) for backbone in backbones]
+    error = max(
+        ((a - b).abs().max() / a.abs().max()).item()
+        for a, b in zip(*features))
+    if not error <= tolerance:
+        raise CheckpointError(
+            f'merging changes the features by {error:.1e}, more than '
+            f'{tolerance:.0e}: the checkpoint has weights or BatchNorm '
+            'statistics that are not finite or too extreme; nothing is written'
+        )
+    loaded = load_checkpoint(checkpoint)
+    meta = dict(loaded.get('meta') or {}, repa_mm_version=__version__)
+    save_checkpoint(
+        dict(meta=meta, state_dict=weights_to_cpu(deployed.state_dict())), out)
+    return dict(
+        error=error,
+        parameters=[count_parameters(m) for m in (model, deployed)],
+        macs=[count_macs(b, (3, 224, 224)) for b in backbones],
+        bytes=[osp.getsize(f) for f in (checkpoint, out)])
+
+
+def draw_predictions(model: nn.Module,
+                     image: str,
+                     out: str,
+                     score_thr: float = 0.3) -> object:
+    """Run a model on an image file and draw what it predicts.
+
+    Args:
+        model (nn.Module): From :func:`init_model`.
+        image (str): Path of the image.
+        out (str): Path of the picture to write.
+        score_thr (float): Detections below this score are not drawn.
+
+    Returns:
+        The prediction, a data sample of the model's codebase.
+
+    Raises:
+        FileNotFoundError, ValueError: If the image is missing or is none.
+        OSError: If the picture cannot be written.
+    """
+    import mmcv
+    from mmengine.dataset import Compose, pseudo_collate
+
+    if not osp.isfile(image):
+        raise FileNotFoundError(f'no image at {image!r}')
+    pixels = mmcv.imread(image, channel_order='rgb')
+    if pixels is None:
+        raise ValueError(f'{image!r} is not an image that can be read')
+    cfg = model.cfg
+    pipeline = Compose([
+        step for step in _dataset(cfg, 'test').pipeline
+        if 'Annotations' not in step['type']
+    ])
+    data = pipeline(dict(img_path=osp.abspath(image), img_id=0))
+    with torch.no_grad():
+        prediction = model.test_step(pseudo_collate([data]))[0]
+    visualizer = VISUALIZERS.build(
+        dict(cfg.visualizer, name=f'demo_{id(model)}', vis_backends=None))
+    visualizer.dataset_meta = model.dataset_meta or {}
+    kwargs = {}
+    if cfg.default_scope == 'mmdet':
+        kwargs = dict(pred_score_thr=score_thr)
+    if cfg.default_scope == 'mmpretrain':
+        kwargs = dict(draw_score=True)
+    visualizer.add_datasample(
+        'prediction', pixels, data_sample=prediction, draw_gt=False, **kwargs)
+    with replacing(out) as temporary:
+        mmcv.imwrite(
+            mmcv.rgb2bgr(visualizer.get_image()), temporary)
+    return prediction
+
+
+def _set_work_dir(cfg: Config, config: str, work_dir: Optional[str]) -> None:
+    name = osp.splitext(osp.basename(config))[0]
+    cfg.work_dir = work_dir or cfg.get('work_dir') or osp.join(
+        'work_dirs', name)
+    _check_writable(cfg.work_dir)
+
+
+def _check_writable(folder: str) -> None:
+    try:
+        os.makedirs(folder, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise OSError(
+            f'cannot write to {folder!r}: {error.strerror}') from error
+
+
+def _check_checkpoint(path: str) -> None:
+    """Read it the safe way, since MMEngine may fall back to an unsafe one."""
+    if not is_remote(path):
+        load_checkpoint(path)
+
+
+def _with_pretrained(cfg: ConfigDict) -> Iterator[ConfigDict]:
+    """The parts of a model's config that load pretrained weights."""
+    if isinstance(cfg, dict):
+        init_cfg = cfg.get('init_cfg')
+        if isinstance(init_cfg, dict) and init_cfg['type'] == 'Pretrained':
+            yield cfg
+        for value in cfg.values():
+            yield from _with_pretrained(value)
+
+
+def _set_form(cfg: Config, form: Optional[str]) -> None:
+    hooks = cfg.get('custom_hooks') or []
+    has_hook = any(h['type'] == 'ReparameterizeHook' for h in hooks)
+    if form == 'training':
+        cfg.custom_hooks = [
+            h for h in hooks if h['type'] != 'ReparameterizeHook'
+        ]
+    elif form == 'deploy' and not has_hook:
+        cfg.custom_hooks = [*hooks, dict(type='ReparameterizeHook')]
+
+
+def _show(cfg: Config, show_dir: str) -> None:
+    hook = cfg.default_hooks.get('visualization')
+    if hook is None:
+        raise ValueError('--show-dir needs default_hooks.visualization in the '
+                         'config')
+    if cfg.default_scope == 'mmdet':
+        hook.update(draw=True, test_out_dir=show_dir)
+    elif cfg.default_scope == 'mmseg':
+        hook.update(draw=True)
+        cfg.visualizer.save_dir = show_dir
+    else:
+        hook.update(enable=True, out_dir=show_dir)
+
+
+class _RenameHook(Hook):
+    """Gives the file of predictions its name once it is complete."""
+
+    def __init__(self, source: str, target: str) -> None:
+        self.source, self.target = source, target
+
+    def after_test(self, runner) -> None:
+        if is_main_process():
+            os.replace(self.source, self.target)
+
+
+def _partial(out: str) -> str:
+    return osp.join(osp.dirname(out), f'.partial_{osp.basename(out)}')
+
+
+def _dump(cfg: Config, out: str) -> None:
+    """Add what writes the predictions to the evaluators."""
+    if out.endswith(('.pkl', '.pickle')):
+        _check_writable(osp.dirname(osp.abspath(out)))
+        kind = ('mmdet.DumpDetResults'
+                if cfg.default_scope == 'mmdet' else 'mmengine.DumpResults')
+        evaluators = cfg.get('test_evaluator') or []
+        if isinstance(evaluators, dict):
+            evaluators = [evaluators]
+        cfg.test_evaluator = [*evaluators, dict(type=kind, out_file_path=_partial(out))]
+    elif cfg.default_scope == 'mmseg' and isinstance(cfg.test_evaluator, dict):
+        _check_writable(out)
+        cfg.test_evaluator.update(output_dir=out, keep_results=True)
+    else:
+        raise ValueError(f'--out must be a .pkl file, but got {out!r}')
+
+
+def _dataset(cfg: Config, split: str) -> ConfigDict:
+    """The config of the innermost data set of a data loader."""
+    dataset = cfg[f'{split}_dataloader'].dataset
+    while 'dataset' in dataset:
+        dataset = dataset.dataset
+    return dataset
+
+
+def _check_data(cfg: Config, *splits: str) -> None:
+    for split in splits:
+        if not cfg.get(f'{split}_dataloader'):
+            continue
+        dataset = _dataset(cfg, split)
+        root = dataset.get('data_root') or ''
+        paths = [root, osp.join(root, dataset.get('ann_file') or '')]
+        for path in filter(None, paths):
+            if not is_remote(path) and not osp.exists(path):
+                raise FileNotFoundError(
+                    f'no data set at {path!r}: put it there or a link to it, '
+                    f'or set {split}_dataloader.dataset.data_root')
+
+
+def _check_not_empty(dataset, cfg: Config, split: str) -> None:
+    if not len(dataset):
+        inner = _dataset(cfg, split)
+        raise ValueError(
+            f'the {split} data set is empty: no image was found with '
+            f'data_root={inner.get("data_root")!r}, '
+            f'ann_file={inner.get("ann_file")!r}, '
+            f'data_prefix={inner.get("data_prefix")!r}')
+
+
+def _without_sync_bn(cfg) -> None:
+    """SyncBatchNorm does not train on a CPU; plain BatchNorm does the same."""
+    if isinstance(cfg, (dict, Config)):
+        if cfg.get('type') == 'SyncBN':
+            cfg['type'] = 'BN'
+        for value in cfg.values():
+            _without_sync_bn(value)
+    elif isinstance(cfg, (list, tuple)):
+        for value in cfg:
+            _without_sync_bn(value)
+
+
+def _build_runner(cfg: Config) -> Runner:
+    return RUNNERS.build(cfg) if 'runner_type' in cfg else Runner.from_cfg(cfg)

@@ -1,0 +1,253 @@
+"""The demonstration: data, training, a test in each form, a table and a picture."""
+import argparse
+import json
+import os
+import os.path as osp
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from typing import Any, Dict, List, Optional, Sequence
+
+from .report import (closing_table, compare_detections, compare_segmentations, read_metrics,
+                     write_file)
+
+# For each task its name in the picture's title, and the metrics of the closing table.
+TASKS = {
+    'retinanet': ('RetinaNet', {
+        'coco/bbox_mAP': 'box AP',
+        'coco/bbox_mAP_50': 'box AP50',
+    }),
+    'mask_rcnn': ('Mask R-CNN', {
+        'coco/bbox_mAP': 'box AP',
+        'coco/bbox_mAP_50': 'box AP50',
+        'coco/segm_mAP': 'mask AP',
+        'coco/segm_mAP_50': 'mask AP50',
+    }),
+    'upernet': ('UPerNet', {
+        'mIoU': 'mIoU (%)',
+        'aAcc': 'aAcc (%)',
+    }),
+}
+FORMS = ('training', 'deploy')
+
+
+class StepError(Exception):
+    """A command of the demonstration failed; ``status`` is its exit status."""
+
+    def __init__(self, command: str, status: int) -> None:
+        super().__init__(f'this command failed with exit status {status}:\n  {command}')
+        self.status = status
+
+
+def run_demo(task: str,
+             tools: str,
+             work_dir: str,
+             checkpoint: Optional[str] = None,
+             cfg_options: Sequence[str] = ()) -> Dict[str, Any]:
+    """Train a small RePa-Swin on the demo data, test both of its forms and compare them.
+
+    Everything but the comparison is done by the commands a user would type; each is printed
+    before it runs. ``work_dir`` receives the checkpoints, the predictions of both forms,
+    ``summary.json`` and a picture.
+
+    Args:
+        task: 'retinanet', 'mask_rcnn' or 'upernet'.
+        tools: Folder of ``train.py`` and ``test.py``; ``configs`` lies beside it.
+        work_dir: Folder for everything that is written, except the data set (``data/demo``).
+        checkpoint: A checkpoint in training form to test, instead of training one.
+        cfg_options: ``key=value`` pairs that override the config, for training and tests.
+
+    Returns:
+        The content of ``summary.json``.
+
+    Raises:
+        StepError: If one of the commands fails.
+    """
+    start = time.perf_counter()
+    config = osp.join(osp.dirname(osp.abspath(tools)), 'configs', 'demo',
+                      f'{task}_repa_swin_digits.py')
+    options = ['--cfg-options', *cfg_options] if cfg_options else []
+    tool = {name: osp.join(tools, f'{name}.py') for name in ('make_demo_data', 'train', 'test')}
+    os.makedirs(work_dir, exist_ok=True)
+
+    _step('data', tool['make_demo_data'])
+    if checkpoint is None:
+        _step('training', tool['train'], config, '--work-dir', work_dir, *options)
+        with open(osp.join(work_dir, 'last_checkpoint'), encoding='utf-8') as f:
+            checkpoint = f.read().strip()
+    predictions = {form: osp.join(work_dir, f'{form}.pkl') for form in FORMS}
+    test_dirs = {form: osp.join(work_dir, f'test_{form}') for form in FORMS}
+    for form in FORMS:
+        _step(f'test, {form} form', tool['test'], config, checkpoint, '--work-dir',
+              test_dirs[form], '--form', form, '--out', predictions[form], *options)
+
+    _headline('comparison')
+    title, names = TASKS[task]
+    from mmengine.fileio import load
+    loaded = {form: load(predictions[form]) for form in FORMS}
+    compare = compare_segmentations if task == 'upernet' else compare_detections
+    summary: Dict[str, Any] = dict(task=task, checkpoint=checkpoint)
+    summary.update(_measure(config, checkpoint, cfg_options))
+    for form in FORMS:
+        metrics = read_metrics(test_dirs[form])
+        summary[form]['metrics'] = {name: metrics[key] for key, name in names.items()}
+    summary['difference'] = compare(*(loaded[form] for form in FORMS))
+    picture = _draw(task, title, config, cfg_options, loaded['deploy'], work_dir)
+    summary['total_seconds'] = time.perf_counter() - start
+    write_file(osp.join(work_dir, 'summary.json'), json.dumps(summary, indent=2).encode())
+
+    print(closing_table(summary))
+    print(f'Picture: {_short(picture)}', flush=True)
+    return summary
+
+
+def main(tools: str, argv: Optional[Sequence[str]] = None) -> int:
+    """Command line of the demonstration; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        description='Train a small RePa-Swin on digits pasted on photographs, test its training '
+        'form and its deploy form, and compare them.')
+    parser.add_argument('--task', choices=sorted(TASKS), default='retinanet')
+    parser.add_argument('--work-dir', help='default: work_dirs/demo/TASK')
+    parser.add_argument('--checkpoint',
+                        help='test this checkpoint (training form) instead of training one')
+    parser.add_argument('--cfg-options', nargs='+', default=[], metavar='KEY=VALUE',
+                        help='override settings of the config')
+    args = parser.parse_args(argv)
+    try:
+        run_demo(args.task, tools, args.work_dir or osp.join('work_dirs', 'demo', args.task),
+                 args.checkpoint, args.cfg_options)
+    except StepError as e:
+        print(f'\ndemo stopped: {e}', file=sys.stderr)
+        return e.status
+    except KeyboardInterrupt:
+        print('\ndemo stopped: interrupted', file=sys.stderr)
+        return 130
+    return 0
+
+
+def _short(path: str) -> str:
+    """A path as somebody in the current folder would type it."""
+    relative = osp.relpath(path)
+    return path if relative.startswith(os.pardir) else relative
+
+
+def _headline(text: str) -> None:
+    print(f'\n=== {text} ===', flush=True)
+
+
+def _step(name: str, script: str, *arguments: str) -> None:
+    """Run one command, its output passed on as it comes."""
+    _headline(name)
+    shown = shlex.join(['python', *(_short(a) if osp.isabs(a) else a
+                                    for a in (script, *arguments))])
+    print(f'$ {shown}', flush=True)
+    status = subprocess.call([sys.executable, script, *arguments],
+                             env=dict(os.environ, PYTHONUNBUFFERED='1'))
+    if status:
+        # A negative status is the signal that ended the command; shells add it to 128.
+        raise StepError(shown, status if status > 0 else 128 - status)
+
+
+def _load_config(config: str, cfg_options: Sequence[str]) -> Any:
+    from mmengine.config import Config, DictAction
+    cfg = Config.fromfile(config)
+    if cfg_options:
+        parser = argparse.ArgumentParser()
+        parser.add_argument('--cfg-options', nargs='+', action=DictAction)
+        cfg.merge_from_dict(
+            parser.parse_args(['--cfg-options', *cfg_options]).cfg_options)
+    return cfg
+
+
+def _measure(config: str, checkpoint: str, cfg_options: Sequence[str],
+             num_scenes: int = 60) -> Dict[str, Any]:
+    """Sizes and latencies of both forms; the forms take turns on every scene."""
+    import torch
+    from mmengine.dataset import pseudo_collate
+    from mmengine.device import get_device
+    from mmengine.registry import DATASETS, DefaultScope, init_default_scope
+
+    from repa_mm.apis import init_model
+    from repa_mm.utils.complexity import count_macs, count_parameters
+
+    cfg = _load_config(config, cfg_options)
+    device = get_device()
+    models = {form: init_model(cfg, checkpoint, form=form, device=device) for form in FORMS}
+    init_default_scope(cfg.default_scope)
+    assert DefaultScope.get_current_instance()
+    dataset = DATASETS.build(cfg.test_dataloader.dataset)
+    num_scenes = min(num_scenes, len(dataset))
+    samples = [pseudo_collate([dataset[i]]) for i in range(num_scenes)]
+
+    def now() -> float:
+        if device != 'cpu':
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    times: Dict[str, List[float]] = {form: [] for form in FORMS}
+    backbone_times: Dict[str, List[float]] = {form: [] for form in FORMS}
+    handles = []
+    for form, model in models.items():
+        started: List[float] = []
+        handles.append(model.backbone.register_forward_pre_hook(
+            lambda module, inputs, started=started: started.append(now())))
+        handles.append(model.backbone.register_forward_hook(
+            lambda module, inputs, outputs, started=started, form=form:
+            backbone_times[form].append(now() - started.pop())))
+    warm_up = 5
+    with torch.no_grad():
+        for turn in range(-warm_up, num_scenes):
+            for form in FORMS if turn % 2 else reversed(FORMS):
+                begin = now()
+                models[form].test_step(samples[turn % num_scenes])
+                times[form].append(now() - begin)
+    for handle in handles:
+        handle.remove()
+
+    height, width = samples[0]['inputs'][0].shape[-2:]
+    result: Dict[str, Any] = dict(input_size=f'{width}x{height}', latency_scenes=num_scenes,
+                                  device=_device_name(device))
+    for form, model in models.items():
+        result[form] = dict(
+            parameters=count_parameters(model),
+            backbone_parameters=count_parameters(model.backbone),
+            backbone_macs=count_macs(model.backbone, (3, height, width)),
+            latency_ms=1e3 * statistics.median(times[form][warm_up:]),
+            backbone_latency_ms=1e3 * statistics.median(backbone_times[form][warm_up:]))
+    return result
+
+
+def _device_name(device: str) -> str:
+    import torch
+    if device == 'cpu':
+        return f'CPU with {torch.get_num_threads()} threads'
+    return torch.cuda.get_device_name()
+
+
+def _draw(task: str, title: str, config: str, cfg_options: Sequence[str],
+          predictions: List[dict], work_dir: str) -> str:
+    """Draw the deploy form's predictions on scenes spread over the validation set."""
+    import cv2
+
+    from .picture import draw_detections, draw_segmentations
+    title = f'{title} with RePa-Swin, deploy form, on validation scenes'
+    count = min(10 if task == 'upernet' else 12, len(predictions))
+    chosen = [predictions[i * len(predictions) // count] for i in range(count)]
+    if task == 'upernet':
+        picture = draw_segmentations(chosen, title)
+        path = osp.join(work_dir, 'segmentation.png')
+    else:
+        dataset = _load_config(config, cfg_options).test_dataloader.dataset
+        with open(osp.join(dataset.data_root, dataset.ann_file), encoding='utf-8') as f:
+            annotations = json.load(f)['annotations']
+        ground_truth: Dict[int, list] = {p['img_id']: [] for p in predictions}
+        for annotation in annotations:
+            x, y, w, h = annotation['bbox']
+            ground_truth[annotation['image_id']].append(
+                ((x, y, x + w, y + h), annotation['category_id'] - 1))
+        picture = draw_detections(chosen, ground_truth, title)
+        path = osp.join(work_dir, 'detections.png')
+    write_file(path, cv2.imencode('.png', picture)[1].tobytes())
+    return path

@@ -1,0 +1,119 @@
+"""From one FFN to a model."""
+import copy
+
+import torch.nn as nn
+
+from .ffn import (CheckpointError, DeployForm, TrainingForm, _of_deploy_form,
+                  check_weights)
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The model inside DataParallel, DistributedDataParallel, torch.compile.
+
+    Raises:
+        ValueError: If the model's parameters are sharded (FSDP).
+    """
+    while True:
+        if type(model).__name__.endswith('FullyShardedDataParallel'):
+            raise ValueError('the parameters of a FullyShardedDataParallel '
+                             'model are spread over processes: gather them '
+                             'into an ordinary model first')
+        if isinstance(model, (nn.DataParallel,
+                              nn.parallel.DistributedDataParallel)):
+            model = model.module
+        elif hasattr(model, '_orig_mod'):
+            model = model._orig_mod
+        else:
+            return model
+
+
+def has_deploy_form(model: nn.Module) -> bool:
+    """Whether any part of the model is in its deploy form."""
+    return any(isinstance(m, DeployForm) for m in model.modules())
+
+
+def _weights_of(model: nn.Module, state_dict: dict, prefix: str = ''):
+    """Each FFN of a model with its name and its weights in a state dict."""
+    for name, module in model.named_modules():
+        if isinstance(module, (TrainingForm, DeployForm)):
+            name = f'{prefix}{name}' if name else prefix[:-1]
+            weights = {
+                key[len(name) + 1:]: value
+                for key, value in state_dict.items()
+                if key.startswith(f'{name}.')
+            }
+            yield module, name, weights
+
+
+def is_reparameterized(model: nn.Module, state_dict: dict) -> bool:
+    """Whether a state dict for this model, in either form, is merged."""
+    return any(
+        _of_deploy_form(weights)
+        for _, _, weights in _weights_of(model, state_dict))
+
+
+def check_state_dict(model: nn.Module, state_dict: dict, prefix: str = '',
+                     *args) -> None:
+    """Check that a state dict has the weights of all FFNs, in their form.
+
+    Its signature is that of a hook before ``load_state_dict``. A state dict
+    without any weights of the model is left to the caller.
+
+    Raises:
+        CheckpointError: See :func:`~repa_mm.reparam.ffn.check_weights`.
+    """
+    if not any(key.startswith(prefix) for key in state_dict):
+        return
+    names = set()
+    for ffn, name, weights in _weights_of(model, state_dict, prefix):
+        check_weights(ffn, weights, name)
+        names.add(name)
+    suffixes = tuple(f'{name.rpartition(".")[2]}.fc1.weight' for name in names)
+    for key in state_dict:
+        name = key[:-len('.fc1.weight')]
+        if key.startswith(prefix) and key.endswith(
+                suffixes) and name not in names:
+            raise CheckpointError(f'the checkpoint has an FFN {name!r} and the'
+                                  ' model has none: they differ in '
+                                  'architecture')
+
+
+def reparameterize(model: nn.Module, inplace: bool = False) -> nn.Module:
+    """Merge every channel-idle FFN of a model.
+
+    The result computes what the model computes in eval mode, up to rounding.
+    A model that is reparameterized already is returned as it is.
+
+    Args:
+        model (nn.Module): Any model with channel-idle FFNs. DataParallel,
+            DistributedDataParallel and torch.compile wrappers are taken off;
+            an averaged model (EMA) keeps its wrapper.
+        inplace (bool): Change the model itself instead of a copy.
+            Defaults to False.
+
+    Returns:
+        nn.Module: The reparameterized model, in eval mode.
+
+    Raises:
+        ValueError: If nothing in the model can be merged, or it is sharded.
+
+    Examples:
+        >>> deployed = repa_mm.reparameterize(model)
+    """
+    model = unwrap(model)
+    parts = dict(model.named_modules())
+    if not any(isinstance(m, (TrainingForm, DeployForm)) for m in parts.values()):
+        raise ValueError(f'nothing to reparameterize: {type(model).__name__} '
+                         'has no channel-idle FFN')
+    # What is merged takes its place in the copy, instead of being copied.
+    memo = {}
+    for name, module in parts.items():
+        if isinstance(module, TrainingForm):
+            try:
+                if inplace:
+                    module.switch_to_deploy()
+                else:
+                    memo[id(module)] = module.merge()
+            except ValueError as error:
+                raise ValueError(f'cannot merge {name!r}: {error}') from error
+    return (model if inplace else copy.deepcopy(model, memo)).eval()

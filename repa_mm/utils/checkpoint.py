@@ -1,0 +1,181 @@
+"""Reading and writing checkpoints without surprises."""
+import os
+import os.path as osp
+import pickle
+import tempfile
+import types
+import zipfile
+from contextlib import contextmanager
+from typing import Iterator, Union
+
+import torch
+
+from ..reparam import CheckpointError
+
+HOW_TO_GET_WEIGHTS = (
+    'Train the backbone on ImageNet-1k first (configs/repa_swin_*_in1k.py) '
+    'or convert released weights, and put the file there or set '
+    'model.backbone.init_cfg.checkpoint to its path. To train without '
+    'pretrained weights: tools/train.py CONFIG --from-scratch')
+
+
+def is_remote(path: str) -> bool:
+    """Whether a path is a URL or has another MMEngine prefix."""
+    return '://' in path
+
+
+def check_pretrained(init_cfg: Union[dict, list, None]) -> None:
+    """Check that the local files an ``init_cfg`` loads from exist.
+
+    Raises:
+        FileNotFoundError: Naming the file, and what to do.
+    """
+    for cfg in init_cfg if isinstance(init_cfg, (list, tuple)) else [init_cfg]:
+        path = cfg.get('checkpoint') if isinstance(cfg, dict) else None
+        if path and not is_remote(path) and not osp.isfile(path):
+            raise FileNotFoundError(
+                f'no pretrained weights at {path!r}. {HOW_TO_GET_WEIGHTS}')
+
+
+def _safe_globals() -> list:
+    """What MMEngine writes into a checkpoint besides tensors."""
+    import numpy as np
+    from mmengine.logging import HistoryBuffer
+    core = getattr(np, '_core', None) or np.core
+    dtypes = [type(np.dtype(t)) for t in 'fdilqILQB?']
+    return [
+        HistoryBuffer, np.ndarray, np.dtype, core.multiarray._reconstruct,
+        core.multiarray.scalar, slice, *dtypes
+    ]
+
+
+class _Inert:
+    """Stands for any object that is not to be built."""
+
+    def __init__(self, *args, **kwargs):
+        pass
+
+    def __call__(self, *args, **kwargs):
+        return self
+
+    def __setstate__(self, state):
+        pass
+
+
+class _TensorUnpickler(pickle.Unpickler):
+    """Builds tensors and containers; anything else becomes inert.
+
+    For torch before 2.5, whose ``weights_only`` refuses MMEngine's checkpoints
+    and cannot be told what to accept.
+    """
+
+    def find_class(self, module: str, name: str):
+        if (module == 'torch._utils' and name.startswith('_rebuild')
+                or module == 'torch.storage' and name == 'UntypedStorage'
+                or module == 'torch' and
+                (name.endswith('Storage') or name in ('Size', 'device')
+                 or isinstance(getattr(torch, name, None), torch.dtype))
+                or (module, name) == ('collections', 'OrderedDict')):
+            return super().find_class(module, name)
+        return _Inert
+
+
+_tensor_pickle = types.ModuleType('tensor_pickle', 'see _TensorUnpickler')
+_tensor_pickle.Unpickler = _TensorUnpickler
+_tensor_pickle.load = lambda file, **kwargs: _TensorUnpickler(file, **kwargs
+                                                              ).load()
+
+
+def load_checkpoint(path: str) -> dict:
+    """Read a checkpoint onto the CPU, without running code that is in it.
+
+    Args:
+        path (str): A file with a state dict, alone or under 'state_dict'.
+
+    Returns:
+        dict: The checkpoint with, at least, 'state_dict'.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        CheckpointError: If the file is damaged, holds other objects than
+            tensors and what MMEngine saves, or no state dict.
+    """
+    if not osp.isfile(path):
+        raise FileNotFoundError(f'no checkpoint at {path!r}')
+    # Mapped files are read only as far as they are used; torch maps zip files.
+    mmap = zipfile.is_zipfile(path)
+    with open(path, 'rb') as file:
+        if file.read(2) == b'PK' and not mmap:
+            raise CheckpointError(f'{path!r} is truncated: the end of the '
+                                  'file is missing')
+    try:
+        if hasattr(torch.serialization, 'safe_globals'):
+            with torch.serialization.safe_globals(_safe_globals()):
+                checkpoint = torch.load(
+                    path, map_location='cpu', weights_only=True, mmap=mmap)
+        else:
+            checkpoint = torch.load(
+                path,
+                map_location='cpu',
+                pickle_module=_tensor_pickle,
+                mmap=mmap)
+    except pickle.UnpicklingError as error:
+        reason = str(error).strip().splitlines()[0]
+        raise CheckpointError(
+            f'{path!r} is no checkpoint that can be loaded safely, with '
+            f'weights_only=True ({reason})') from error
+    except Exception as error:
+        # torch raises whatever the damaged bytes happen to lead to.
+        raise CheckpointError(f'{path!r} is not a readable checkpoint, perhaps'
+                              f' damaged ({type(error).__name__})') from error
+    if not isinstance(checkpoint, dict):
+        raise CheckpointError(f'{path!r} holds a {type(checkpoint).__name__}, '
+                              'not a checkpoint')
+    if 'state_dict' not in checkpoint:
+        checkpoint = dict(state_dict=checkpoint)
+    state_dict = checkpoint['state_dict']
+    if not (isinstance(state_dict, dict) and state_dict and all(
+            isinstance(v, torch.Tensor) for v in state_dict.values())):
+        raise CheckpointError(f'{path!r} holds no state dict: expected names '
+                              "with tensors, alone or under 'state_dict'")
+    return checkpoint
+
+
+@contextmanager
+def replacing(path: str) -> Iterator[str]:
+    """Yield a temporary path beside ``path``, renamed to it on success.
+
+    An interrupted write leaves neither a damaged nor a stray file.
+
+    Raises:
+        OSError: If the folder cannot be written to.
+    """
+    folder = osp.dirname(osp.abspath(path))
+    try:
+        os.makedirs(folder, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(
+            dir=folder, prefix=f'.{osp.basename(path)}.',
+            suffix=osp.splitext(path)[1])
+    except OSError as error:
+        raise OSError(f'cannot write {path!r}: {error.strerror or error}'
+                      ) from error
+    os.close(handle)
+    try:
+        yield temporary
+        os.chmod(temporary, 0o666 & ~_umask())
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def save_checkpoint(checkpoint: dict, path: str) -> None:
+    """``torch.save`` that never leaves a half-written file at ``path``."""
+    with replacing(path) as temporary:
+        torch.save(checkpoint, temporary)

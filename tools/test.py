@@ -1,0 +1,53 @@
+"""Test a checkpoint, in its deploy form or its training form."""
+import argparse
+import os
+
+from mmengine.config import DictAction
+
+from repa_mm.apis import FORMS, testing_runner
+from repa_mm.utils.cli import clear_errors
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument('config', help='path of the config')
+    parser.add_argument('checkpoint', help='path of the checkpoint')
+    parser.add_argument('--work-dir', help='folder for the metrics')
+    parser.add_argument(
+        '--form',
+        choices=FORMS,
+        help='test the reparameterized model (deploy) or not (training); by '
+        "default, what the config's hooks say: deploy in RePa configs")
+    parser.add_argument(
+        '--out',
+        help='.pkl file for the predictions (segmentation: or a folder for '
+        'label maps)')
+    parser.add_argument('--show-dir', help='folder for painted images')
+    parser.add_argument(
+        '--tta', action='store_true', help='test-time augmentation')
+    parser.add_argument(
+        '--cfg-options',
+        nargs='+',
+        action=DictAction,
+        help='override values of the config: key=value ...')
+    parser.add_argument(
+        '--launcher',
+        choices=['none', 'pytorch', 'slurm', 'mpi'],
+        default='none')
+    parser.add_argument('--local_rank', '--local-rank', type=int, default=0)
+    args = parser.parse_args()
+    os.environ.setdefault('LOCAL_RANK', str(args.local_rank))
+    return args
+
+
+def main() -> None:
+    args = vars(parse_args())
+    del args['local_rank']
+    with clear_errors(Exception):
+        runner = testing_runner(**args)
+    with clear_errors():
+        runner.test()
+
+
+if __name__ == '__main__':
+    main()
