@@ -118,8 +118,6 @@ def training_runner(config: str,
         for owner in _with_pretrained(cfg.model):
             check_pretrained(owner.init_cfg)
     _check_data(cfg, 'train', 'val')
-    if not torch.cuda.is_available():
-        _without_sync_bn(cfg)
     runner = _build_runner(cfg)
     _check_not_empty(runner.train_loop.dataloader.dataset, cfg, 'train')
     return runner
@@ -464,8 +462,27 @@ def _check_not_empty(dataset, cfg: Config, split: str) -> None:
             f'data_prefix={inner.get("data_prefix")!r}')
 
 
+def _build_runner(cfg: Config) -> Runner:
+    if cfg.launcher == 'pytorch' and not torch.cuda.is_available():
+        _distribute_on_cpu(cfg)
+    return RUNNERS.build(cfg) if 'runner_type' in cfg else Runner.from_cfg(cfg)
+
+
+def _distribute_on_cpu(cfg: Config) -> None:
+    """MMEngine's own set-up of several processes asks for GPUs."""
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group('gloo')
+    cfg.model_wrapper_cfg = dict(
+        type='MMDistributedDataParallel',
+        device_ids=None,
+        broadcast_buffers=False,
+        find_unused_parameters=cfg.get('find_unused_parameters', False))
+    cfg.sync_bn = None
+    _without_sync_bn(cfg)
+
+
 def _without_sync_bn(cfg) -> None:
-    """SyncBatchNorm does not train on a CPU; plain BatchNorm does the same."""
+    """torch's SyncBatchNorm does not train on a CPU: use plain BatchNorm."""
     if isinstance(cfg, (dict, Config)):
         if cfg.get('type') == 'SyncBN':
             cfg['type'] = 'BN'
@@ -474,7 +491,3 @@ def _without_sync_bn(cfg) -> None:
     elif isinstance(cfg, (list, tuple)):
         for value in cfg:
             _without_sync_bn(value)
-
-
-def _build_runner(cfg: Config) -> Runner:
-    return RUNNERS.build(cfg) if 'runner_type' in cfg else Runner.from_cfg(cfg)

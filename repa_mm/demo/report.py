@@ -1,7 +1,6 @@
 """Comparison of the predictions of two forms of a model, and the closing table of the demo."""
 import glob
 import json
-import os
 import os.path as osp
 from typing import Any, Dict, List, Sequence, Tuple
 
@@ -121,8 +120,8 @@ def closing_table(summary: Dict[str, Any]) -> str:
         rows.append((name, f'{a:{form}}', f'{b:{form}}', f'{a / b:.2f}' if ratio else ''))
 
     for key in training['metrics']:
-        a, b = training['metrics'][key], deploy['metrics'][key]
-        rows.append((key, f'{a:.3f}', f'{b:.3f}', ''))
+        values = (form['metrics'][key] for form in (training, deploy))
+        rows.append((key, *('none' if v is None else f'{v:.3f}' for v in values), ''))
     row('parameters, model (M)', 'parameters', '.2f', 1e-6, True)
     row('parameters, backbone (M)', 'backbone_parameters', '.2f', 1e-6, True)
     row(f'GMACs, backbone, {summary["input_size"]}', 'backbone_macs', '.3f', 1e-9, True)
@@ -152,18 +151,6 @@ def closing_table(summary: Dict[str, Any]) -> str:
     minutes, seconds = divmod(round(summary['total_seconds']), 60)
     lines += ['', f'Total time: {minutes} min {seconds} s']
     return '\n'.join(lines)
-
-
-def write_file(path: str, content: bytes) -> None:
-    """Write a file under a temporary name and rename it, so that it is whole or not there."""
-    temporary = f'{path}.{os.getpid()}.tmp'
-    try:
-        with open(temporary, 'wb') as f:
-            f.write(content)
-        os.replace(temporary, path)
-    finally:
-        if osp.exists(temporary):
-            os.remove(temporary)
 
 
 def _align(rows: Sequence[Sequence[str]], left: int = 1) -> List[str]:

@@ -10,8 +10,9 @@ import sys
 import time
 from typing import Any, Dict, List, Optional, Sequence
 
-from .report import (closing_table, compare_detections, compare_segmentations, read_metrics,
-                     write_file)
+from ..utils.checkpoint import replacing
+from ..utils.cli import clear_errors
+from .report import closing_table, compare_detections, compare_segmentations, read_metrics
 
 # For each task its name in the picture's title, and the metrics of the closing table.
 TASKS = {
@@ -91,12 +92,15 @@ def run_demo(task: str,
     summary: Dict[str, Any] = dict(task=task, checkpoint=checkpoint)
     summary.update(_measure(config, checkpoint, cfg_options))
     for form in FORMS:
+        # MMDetection reports no AP where there is no detection at all.
         metrics = read_metrics(test_dirs[form])
-        summary[form]['metrics'] = {name: metrics[key] for key, name in names.items()}
+        summary[form]['metrics'] = {name: metrics.get(key) for key, name in names.items()}
     summary['difference'] = compare(*(loaded[form] for form in FORMS))
     picture = _draw(task, title, config, cfg_options, loaded['deploy'], work_dir)
     summary['total_seconds'] = time.perf_counter() - start
-    write_file(osp.join(work_dir, 'summary.json'), json.dumps(summary, indent=2).encode())
+    with replacing(osp.join(work_dir, 'summary.json')) as path, \
+            open(path, 'w', encoding='utf-8') as f:
+        json.dump(summary, f, indent=2)
 
     print(closing_table(summary))
     print(f'Picture: {_short(picture)}', flush=True)
@@ -116,8 +120,9 @@ def main(tools: str, argv: Optional[Sequence[str]] = None) -> int:
                         help='override settings of the config')
     args = parser.parse_args(argv)
     try:
-        run_demo(args.task, tools, args.work_dir or osp.join('work_dirs', 'demo', args.task),
-                 args.checkpoint, args.cfg_options)
+        with clear_errors():
+            run_demo(args.task, tools, args.work_dir or osp.join('work_dirs', 'demo', args.task),
+                     args.checkpoint, args.cfg_options)
     except StepError as e:
         print(f'\ndemo stopped: {e}', file=sys.stderr)
         return e.status
@@ -151,14 +156,14 @@ def _step(name: str, script: str, *arguments: str) -> None:
 
 
 def _load_config(config: str, cfg_options: Sequence[str]) -> Any:
-    from mmengine.config import Config, DictAction
-    cfg = Config.fromfile(config)
-    if cfg_options:
-        parser = argparse.ArgumentParser()
-        parser.add_argument('--cfg-options', nargs='+', action=DictAction)
-        cfg.merge_from_dict(
-            parser.parse_args(['--cfg-options', *cfg_options]).cfg_options)
-    return cfg
+    """The config that the tools saw, read as they read it."""
+    from mmengine.config import DictAction
+
+    from repa_mm.apis import load_config
+    parser = argparse.ArgumentParser()
+    parser.add_argument('--cfg-options', nargs='*', action=DictAction)
+    return load_config(
+        config, parser.parse_args(['--cfg-options', *cfg_options]).cfg_options)
 
 
 def _measure(config: str, checkpoint: str, cfg_options: Sequence[str],
@@ -167,7 +172,7 @@ def _measure(config: str, checkpoint: str, cfg_options: Sequence[str],
     import torch
     from mmengine.dataset import pseudo_collate
     from mmengine.device import get_device
-    from mmengine.registry import DATASETS, DefaultScope, init_default_scope
+    from mmengine.registry import DATASETS
 
     from repa_mm.apis import init_model
     from repa_mm.utils.complexity import count_macs, count_parameters
@@ -175,8 +180,6 @@ def _measure(config: str, checkpoint: str, cfg_options: Sequence[str],
     cfg = _load_config(config, cfg_options)
     device = get_device()
     models = {form: init_model(cfg, checkpoint, form=form, device=device) for form in FORMS}
-    init_default_scope(cfg.default_scope)
-    assert DefaultScope.get_current_instance()
     dataset = DATASETS.build(cfg.test_dataloader.dataset)
     num_scenes = min(num_scenes, len(dataset))
     samples = [pseudo_collate([dataset[i]]) for i in range(num_scenes)]
@@ -249,5 +252,6 @@ def _draw(task: str, title: str, config: str, cfg_options: Sequence[str],
                 ((x, y, x + w, y + h), annotation['category_id'] - 1))
         picture = draw_detections(chosen, ground_truth, title)
         path = osp.join(work_dir, 'detections.png')
-    write_file(path, cv2.imencode('.png', picture)[1].tobytes())
+    with replacing(path) as temporary:
+        cv2.imencode('.png', picture)[1].tofile(temporary)
     return path

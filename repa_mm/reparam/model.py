@@ -116,4 +116,8 @@ def reparameterize(model: nn.Module, inplace: bool = False) -> nn.Module:
                     memo[id(module)] = module.merge()
             except ValueError as error:
                 raise ValueError(f'cannot merge {name!r}: {error}') from error
-    return (model if inplace else copy.deepcopy(model, memo)).eval()
+    if not inplace:
+        model = copy.deepcopy(model, memo)
+    # On a line of its own: the eval() of some backbones returns None.
+    model.eval()
+    return model

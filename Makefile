@@ -1,0 +1,54 @@
+# Everything starts here: `make demo` and `make test` do the set-up they need.
+
+PYTHON ?= python3
+TASK ?= retinanet
+ARGS ?=
+TASKS := retinanet mask_rcnn upernet
+SETUP := $(PYTHON) requirements/setup_env.py
+
+.DEFAULT_GOAL := help
+.PHONY: help env env-openmmlab demo test test-openmmlab clean distclean python task
+
+help:
+	@echo 'make demo             train, test, reparameterize and test again on real images'
+	@echo '                      (TASK=retinanet, the default, mask_rcnn or upernet)'
+	@echo 'make test             run the tests (ARGS="-k ffn" goes to pytest)'
+	@echo 'make env              only the set-up: .venv with the main stack'
+	@echo 'make env-openmmlab    .venv-openmmlab with the last OpenMMLab releases'
+	@echo 'make test-openmmlab   run the tests on those'
+	@echo 'make clean            remove caches and build products'
+	@echo 'make distclean        remove the environments too'
+	@echo
+	@echo 'Variables: PYTHON=python3.11 the Python to build on; MMCV_WHEEL=file a wheel'
+	@echo 'of mmcv to use instead of compiling; MAX_JOBS=n compiler processes at a time.'
+
+env: python
+	@$(SETUP) --stack onedl --venv .venv
+
+env-openmmlab: python
+	@$(SETUP) --stack openmmlab --venv .venv-openmmlab
+
+demo: task env
+	.venv/bin/python tools/demo.py --task $(TASK) $(ARGS)
+
+test: env
+	.venv/bin/python -m pytest tests $(ARGS)
+
+test-openmmlab: env-openmmlab
+	.venv-openmmlab/bin/python -m pytest tests $(ARGS)
+
+# Said before the set-up, not a quarter of an hour later.
+task:
+	@case ' $(TASKS) ' in *' $(TASK) '*) ;; \
+	*) echo 'TASK=$(TASK) is unknown; there are: $(TASKS)' >&2; exit 1;; esac
+
+python:
+	@command -v $(PYTHON) >/dev/null 2>&1 || { \
+	echo 'There is no $(PYTHON). Install Python 3.10, 3.11 or 3.12, or name one: make ... PYTHON=/path/to/python3.11' >&2; exit 1; }
+
+clean:
+	rm -rf build dist repa_mm.egg-info .pytest_cache .hypothesis
+	find repa_mm configs tools tests requirements -name __pycache__ -prune -exec rm -rf {} +
+
+distclean: clean
+	rm -rf .venv .venv-openmmlab repa_mm/.mim

@@ -1,0 +1,14 @@
+_base_ = ['retinanet_swin_s.py', '_base_/reparameterize.py']
+
+pretrained = 'checkpoints/repa_swin_small_in1k.pth'
+model = dict(
+    backbone=dict(
+        type='RePaSwinTransformer',
+        idle_ratio=0.75,
+        # BatchNorm statistics stay those of pretraining, which saw batches of
+        # 4096, as in MMDetection's ResNets: two images padded to one size have
+        # other statistics than the single image of a test. gamma and beta
+        # train. For batch statistics: norm_eval=False, and
+        # ffn_norm_cfg=dict(type='SyncBN') to share them between GPUs.
+        norm_eval=True,
+        init_cfg=dict(checkpoint=pretrained)))

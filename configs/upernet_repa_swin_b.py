@@ -1,0 +1,13 @@
+_base_ = ['upernet_swin_b.py', '_base_/reparameterize.py']
+
+pretrained = 'checkpoints/repa_swin_base_in1k.pth'
+model = dict(
+    backbone=dict(
+        type='RePaSwinTransformer',
+        idle_ratio=0.75,
+        # BatchNorm statistics stay those of pretraining, which saw batches of
+        # 4096: two crops a GPU are too few scenes to estimate them from. gamma
+        # and beta train. For batch statistics: norm_eval=False, and
+        # ffn_norm_cfg=dict(type='SyncBN') to share them between GPUs.
+        norm_eval=True,
+        init_cfg=dict(checkpoint=pretrained)))

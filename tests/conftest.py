@@ -1,0 +1,49 @@
+import pytest
+import torch
+import torch.nn as nn
+
+
+def _randomize(module: nn.Module, seed: int = 0) -> nn.Module:
+    """Parameters and BatchNorm statistics as after training.
+
+    A fresh BatchNorm is nearly the identity, and hides most merge bugs.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def uniform(tensor, low, high):
+        noise = torch.rand(tensor.shape, generator=generator)
+        tensor.data.copy_(noise * (high - low) + low)
+
+    for m in module.modules():
+        if getattr(m, 'running_mean', None) is not None:
+            uniform(m.running_mean, -1, 1)
+            uniform(m.running_var, 0.1, 3)
+        if hasattr(m, 'running_mean') or isinstance(m, nn.LayerNorm):
+            if m.weight is not None:
+                uniform(m.weight, 0.3, 1.5)
+                uniform(m.bias, -0.5, 0.5)
+        elif isinstance(m, nn.Linear) and m.bias is not None:
+            uniform(m.bias, -0.5, 0.5)
+        if isinstance(getattr(m, 'layer_scale', None), nn.Parameter):
+            uniform(m.layer_scale, -1, 1)
+    return module
+
+
+def _relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    error = (actual.double() - expected.double()).abs().max()
+    return (error / expected.double().abs().max()).item()
+
+
+@pytest.fixture
+def randomize():
+    return _randomize
+
+
+@pytest.fixture
+def relative_error():
+    return _relative_error
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)

@@ -1,0 +1,226 @@
+"""The wheel, the editable install, and configs that inherit from either."""
+import email
+import json
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import repa_mm
+from repa_mm.utils import paths
+
+ROOT = Path(repa_mm.__file__).resolve().parents[1]
+PIP = [sys.executable, '-m', 'pip', '--disable-pip-version-check']
+
+pytestmark = pytest.mark.skipif(
+    not (ROOT / 'setup.py').is_file(), reason='needs the repository')
+
+
+def run(command, cwd, **env):
+    """Run a command; its output. A failure shows what it printed."""
+    done = subprocess.run(command, cwd=cwd, env=dict(os.environ, **env),
+                          stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                          universal_newlines=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def shipped(folder):
+    """Files that belong to the package, relative to `folder`."""
+    return {
+        path.relative_to(folder).as_posix()
+        for name in ('configs', 'tools')
+        for path in (folder / name).rglob('*')
+        if path.is_file() and '__pycache__' not in path.parts
+        and path.suffix != '.pyc'
+    } | {'model-index.yml'}
+
+
+def copy_sources(target):
+    """A copy of the repository, so that nothing is built inside of it."""
+    target.mkdir()
+    for name in ('repa_mm', 'configs', 'tools'):
+        shutil.copytree(ROOT / name, target / name,
+                        ignore=shutil.ignore_patterns('__pycache__', '.mim'))
+    for name in ('setup.py', 'MANIFEST.in', 'LICENSE', 'README.md',
+                 'model-index.yml'):
+        if (ROOT / name).exists():
+            shutil.copy(str(ROOT / name), str(target / name))
+    return target
+
+
+@pytest.fixture(scope='session')
+def wheel(tmp_path_factory):
+    """The wheel, built from sources in which there was a build before."""
+    folder = tmp_path_factory.mktemp('wheel')
+    sources = copy_sources(folder / 'sources')
+    stale = sources / 'build' / 'lib' / 'repa_mm' / 'removed.py'
+    stale.parent.mkdir(parents=True)
+    stale.touch()
+    (sources / 'configs' / '__pycache__').mkdir()
+    (sources / 'configs' / '__pycache__' / 'x.pyc').touch()
+    run(PIP + ['wheel', '--no-index', '--no-build-isolation', '--no-deps', '-w',
+               str(folder), str(sources)], folder)
+    found, = folder.glob('*.whl')
+    return found
+
+
+@pytest.fixture(scope='session')
+def installed(wheel, tmp_path_factory):
+    """A folder into which the wheel is installed."""
+    target = tmp_path_factory.mktemp('installed')
+    run(PIP + ['install', '--quiet', '--no-index', '--no-deps', '--target',
+               str(target), str(wheel)], target)
+    return target
+
+
+def test_the_wheel_holds_the_package_and_nothing_beside_it(wheel):
+    assert wheel.name == f'repa_mm-{repa_mm.__version__}-py3-none-any.whl'
+    names = zipfile.ZipFile(str(wheel)).namelist()
+    info = f'repa_mm-{repa_mm.__version__}.dist-info'
+    assert {name.split('/')[0] for name in names} == {'repa_mm', info}
+    modules = {
+        path.relative_to(ROOT).as_posix()
+        for path in (ROOT / 'repa_mm').rglob('*.py')
+        if '.mim' not in path.parts
+    }
+    packed = {name for name in names if name.startswith('repa_mm/')
+              and '/.mim/' not in name}
+    assert modules == packed
+
+
+def test_the_wheel_has_what_mim_looks_for(wheel):
+    names = zipfile.ZipFile(str(wheel)).namelist()
+    start = 'repa_mm/.mim/'
+    packed = {name[len(start):] for name in names if name.startswith(start)}
+    assert packed == shipped(ROOT)
+    assert {'tools/train.py', 'tools/test.py'} <= packed
+
+
+def test_the_wheel_pulls_in_no_mm_package(wheel):
+    archive = zipfile.ZipFile(str(wheel))
+    name, = (n for n in archive.namelist() if n.endswith('.dist-info/METADATA'))
+    meta = email.message_from_bytes(archive.read(name))
+    required = sorted(r for r in meta.get_all('Requires-Dist')
+                      if 'extra ==' not in r)
+    assert required == ['numpy', 'torch>=2.0']
+    assert meta['Requires-Python'] == '>=3.8'
+
+
+def test_configs_inherit_from_the_installed_wheel(installed, tmp_path):
+    """Parsed by MMEngine alone, as MIM and other projects' tools do."""
+    base = "__import__('repa_mm').config_path('retinanet_repa_swin_b.py')"
+    change = '\nmodel = dict(bbox_head=dict(num_classes=3))\n'
+    (tmp_path / 'single.py').write_text(f'_base_ = {base}{change}')
+    (tmp_path / 'other.py').write_text('mine = 1\n')
+    (tmp_path / 'listed.py').write_text(
+        f"_base_ = ['other.py', {base}]{change}")
+    demo = next((ROOT / 'configs' / 'demo').glob('*.py')).name
+    (tmp_path / 'scoped.py').write_text(f"_base_ = 'repa_mm::demo/{demo}'\n")
+    names = sorted(name[len('configs/'):] for name in shipped(ROOT)
+                   if name.startswith('configs/') and name.endswith('.py')
+                   and '_base_' not in name)
+    assert len(names) > 20
+    script = (
+        'import json, sys\n'
+        'from mmengine import Config\n'
+        'assert "repa_mm" not in sys.modules\n'
+        'configs = [Config.fromfile(f"{n}.py")\n'
+        '           for n in ("single", "listed", "scoped")]\n'
+        'import repa_mm\n'
+        f'for name in {names!r}:\n'
+        '    Config.fromfile(repa_mm.config_path(name))\n'
+        'print(json.dumps(dict(file=repa_mm.__file__,\n'
+        '    path=repa_mm.config_path("retinanet_repa_swin_b"),\n'
+        '    classes=[c.model.bbox_head.num_classes for c in configs[:2]],\n'
+        '    backbones=[c.model.backbone.type for c in configs],\n'
+        '    mine=configs[1].mine)))\n')
+    result = json.loads(
+        run([sys.executable, '-c', script], tmp_path,
+            PYTHONPATH=str(installed)).splitlines()[-1])
+    assert Path(result['file']).parent == installed / 'repa_mm'
+    assert Path(result['path']) == (installed / 'repa_mm' / '.mim' / 'configs'
+                                    / 'retinanet_repa_swin_b.py')
+    assert result['classes'] == [3, 3]
+    assert result['backbones'] == ['RePaSwinTransformer'] * 3
+    assert result['mine'] == 1
+
+
+def test_an_editable_install_links_what_mim_looks_for(tmp_path):
+    sources = copy_sources(tmp_path / 'sources')
+    # Left by an older version: a copy where a link belongs.
+    (sources / 'repa_mm' / '.mim' / 'configs').mkdir(parents=True)
+    run(PIP + ['install', '--quiet', '--no-index', '--no-build-isolation',
+               '--no-deps', '--use-pep517', '--prefix', str(tmp_path / 'prefix'),
+               '--editable', str(sources)], tmp_path)
+    linked = sources / 'repa_mm' / '.mim'
+    assert sorted(p.name for p in linked.iterdir()) == [
+        'configs', 'model-index.yml', 'tools']
+    assert (linked / 'configs').is_symlink()
+    assert shipped(linked.resolve()) == shipped(sources)
+
+
+def test_the_model_index_leads_to_configs():
+    mmengine = pytest.importorskip('mmengine')
+    index = mmengine.load(str(ROOT / 'model-index.yml'))
+    models = [model for file in index['Import']
+              for model in mmengine.load(str(ROOT / file))['Models']]
+    assert models
+    for model in models:
+        assert (ROOT / model['Config']).is_file(), model['Name']
+
+
+@pytest.mark.parametrize('name', [
+    'retinanet_repa_swin_b.py', 'retinanet_repa_swin_b',
+    './retinanet_repa_swin_b.py'])
+def test_config_path_in_a_checkout(name):
+    expected = ROOT / 'configs' / 'retinanet_repa_swin_b.py'
+    assert Path(repa_mm.config_path(name)) == expected
+    assert os.path.isabs(repa_mm.config_path(name))
+
+
+def test_config_path_of_a_folder():
+    config = next((ROOT / 'configs' / 'demo').glob('*.py'))
+    assert Path(repa_mm.config_path(f'demo/{config.stem}')) == config
+
+
+@pytest.mark.parametrize('name, hint', [
+    ('retinanet_repa_swin_bb.py', "'retinanet_repa_swin_b.py'"),
+    ('upernet-repa-swin-b', "'upernet_repa_swin_b.py'"),
+    ('somewhere/mask_rcnn_repa_swin_t.py', "'mask_rcnn_repa_swin_t.py'"),
+    ('xyz', 'there are '),
+    ('', 'there are '),
+    ('../setup.py', ''),
+    (str(ROOT / 'setup.py'), ''),
+])
+def test_an_unknown_config_lists_similar_ones(name, hint):
+    with pytest.raises(FileNotFoundError) as info:
+        repa_mm.config_path(name)
+    message = str(info.value)
+    assert repr(name) in message and hint in message
+
+
+def test_configs_that_are_not_there(monkeypatch, tmp_path):
+    """A package folder that was copied by hand."""
+    monkeypatch.setattr(paths, 'PACKAGE', str(tmp_path / 'repa_mm'))
+    with pytest.raises(FileNotFoundError, match='pip install -e'):
+        paths.config_path('retinanet_repa_swin_b')
+    # A stranger's configs beside an installed package are not ours.
+    (tmp_path / 'configs').mkdir()
+    with pytest.raises(FileNotFoundError, match='pip install -e'):
+        paths.config_path('retinanet_repa_swin_b')
+
+
+@pytest.mark.skipif(not shutil.which('make'), reason='needs make')
+def test_make_says_at_once_that_a_task_is_unknown():
+    done = subprocess.run(['make', 'demo', 'TASK=yolo'], cwd=str(ROOT),
+                          stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                          universal_newlines=True)
+    assert done.returncode != 0
+    assert 'TASK=yolo is unknown' in done.stderr
+    assert 'retinanet mask_rcnn upernet' in done.stderr
+    assert not done.stdout

@@ -1,0 +1,185 @@
+import copy
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from repa_mm.reparam import (ChannelIdleFFN, CheckpointError, MergedFFN,
+                             num_active_channels)
+from repa_mm.reparam.ffn import check_weights
+
+RATIOS = (0, 0.1, 0.25, 0.5, 2 / 3, 0.75, 0.9, 1)
+
+
+def literal(ffn, x, act):
+    """Eq. 3 of the paper, channel by channel, with a mask."""
+
+    def batch_norm(bn, x):
+        if ffn.training:
+            mean, var = x.mean(0), x.var(0, unbiased=False)
+        else:
+            mean, var = bn.running_mean, bn.running_var
+        return (x - mean) / (var + bn.eps).sqrt() * bn.weight + bn.bias
+
+    tokens = x.reshape(-1, x.shape[-1])
+    h = batch_norm(ffn.norm1, tokens) @ ffn.fc1.weight.T + ffn.fc1.bias
+    is_active = torch.arange(h.shape[1]) < ffn.num_active
+    a = torch.where(is_active, act(h), h)
+    z = batch_norm(ffn.norm2, a) @ ffn.fc2.weight.T + ffn.fc2.bias
+    if ffn.layer_scale is not None:
+        z = z * ffn.layer_scale
+    return x + z.view(x.shape)
+
+
+@pytest.mark.parametrize('idle_ratio', RATIOS)
+@pytest.mark.parametrize('training', [True, False])
+def test_training_form_is_equation_3(idle_ratio, training, randomize,
+                                     relative_error):
+    ffn = ChannelIdleFFN(
+        16, 64, idle_ratio, layer_scale_init_value=0.5).double()
+    randomize(ffn).train(training)
+    x = torch.randn(2, 9, 16, dtype=torch.double) * 3 + 1
+    expected = literal(ffn, x, F.gelu)
+    assert relative_error(ffn(x, identity=x), expected) < 1e-12
+
+
+@pytest.mark.parametrize('idle_ratio', RATIOS)
+@pytest.mark.parametrize('norm', ['BN', 'SyncBN', 'LN'])
+@pytest.mark.parametrize('expansion', [1, 3, 4])
+@pytest.mark.parametrize('layer_scale', [0, 1e-2])
+def test_merge_is_exact(idle_ratio, norm, expansion, layer_scale, randomize,
+                        relative_error):
+    ffn = ChannelIdleFFN(
+        24,
+        24 * expansion,
+        idle_ratio,
+        norm_cfg=dict(type=norm),
+        drop_path=0.3,
+        layer_scale_init_value=layer_scale)
+    randomize(ffn).eval()
+    x = torch.randn(2, 50, 24) * 2 - 1
+    merged = ffn.merge()
+    assert isinstance(merged, MergedFFN) and not merged.training
+    assert relative_error(merged(x, identity=x), ffn(x)) < 1e-5
+    # In float64 nothing is left of the error: it is rounding.
+    assert relative_error(merged.double()(x.double()),
+                          ffn.double()(x.double())) < 1e-6
+
+
+@pytest.mark.parametrize('act', ['ReLU', 'SiLU', 'Hardswish', 'PReLU'])
+def test_any_elementwise_activation(act, randomize, relative_error):
+    ffn = ChannelIdleFFN(8, 32, act_cfg=dict(type=act))
+    randomize(ffn).eval()
+    x = torch.randn(3, 7, 8)
+    assert relative_error(ffn.merge()(x), ffn(x)) < 1e-5
+    is_active = ffn.merge().act(torch.tensor([-1.]))
+    assert is_active.item() != -1
+
+
+def test_merge_counts_parameters_as_the_paper():
+    # (2 mu + 1) C^2 weights (section 4.3), and C + mu C biases.
+    merged = ChannelIdleFFN(32, 128, 0.75).merge()
+    assert sum(p.numel() for p in merged.parameters()) == 3 * 32**2 + 2 * 32
+
+
+@pytest.mark.parametrize('dtype', [torch.float64, torch.float16,
+                                   torch.bfloat16])
+def test_merge_keeps_dtype_and_rounds_once(dtype, randomize, relative_error):
+    ffn = randomize(ChannelIdleFFN(16, 64)).eval()
+    reference = copy.deepcopy(ffn).to(dtype).double().merge()
+    merged = ffn.to(dtype).merge()
+    for key, value in merged.state_dict().items():
+        assert value.dtype == dtype
+        assert torch.equal(value, reference.state_dict()[key].to(dtype))
+
+
+def test_switch_to_deploy_changes_every_reference(randomize, relative_error):
+    ffn = randomize(ChannelIdleFFN(8, 32)).eval()
+    owner = nn.ModuleList([ffn, ffn])
+    x = torch.randn(1, 5, 8)
+    expected = ffn(x)
+    ffn.switch_to_deploy()
+    assert owner[0] is owner[1] and isinstance(owner[0], MergedFFN)
+    assert relative_error(owner[1](x), expected) < 1e-5
+    before = copy.deepcopy(ffn.state_dict())
+    ffn.switch_to_deploy()
+    assert before.keys() == ffn.state_dict().keys()
+
+
+def test_merge_leaves_the_training_form_and_the_random_state(randomize):
+    ffn = randomize(ChannelIdleFFN(8, 32))
+    before = copy.deepcopy(ffn.state_dict())
+    state = torch.get_rng_state()
+    ffn.merge()
+    assert torch.equal(state, torch.get_rng_state())
+    for key, value in ffn.state_dict().items():
+        assert torch.equal(value, before[key])
+
+
+def test_drop_path_drops_whole_samples():
+    ffn = ChannelIdleFFN(8, 32, drop_path=0.5)
+    x = torch.randn(64, 3, 8)
+    branch = ffn(x) - x
+    dropped = (branch == 0).flatten(1).all(1)
+    assert 10 < dropped.sum() < 54
+    ffn.drop_path.drop_prob = 0.
+    expected = (ffn(x) - x)[~dropped] / 0.5
+    assert torch.allclose(branch[~dropped], expected, atol=1e-5)
+
+
+def test_deploy_form_is_for_inference():
+    merged = ChannelIdleFFN(8, 32).merge().train()
+    with pytest.raises(RuntimeError, match='deploy form.*inference'):
+        merged(torch.randn(1, 2, 8))
+    with torch.no_grad():
+        merged(torch.randn(1, 2, 8))
+
+
+@pytest.mark.parametrize('idle_ratio', [-0.1, 1.01, float('nan'), '0.75',
+                                        None, True, [0.5]])
+def test_bad_idle_ratio(idle_ratio):
+    with pytest.raises(ValueError, match='idle_ratio must be a number'):
+        ChannelIdleFFN(8, 32, idle_ratio)
+
+
+@pytest.mark.parametrize('hidden, ratio, expected', [
+    (1152, 2 / 3, 384), (512, 0.75, 128), (10, 0.75, 3), (7, 0, 7), (7, 1, 0),
+    (480, 0.9, 48)])
+def test_number_of_active_channels(hidden, ratio, expected):
+    assert num_active_channels(hidden, ratio) == expected
+
+
+def test_other_bad_arguments():
+    with pytest.raises(ValueError, match="norm_cfg type .* got 'GN'"):
+        ChannelIdleFFN(8, 32, norm_cfg=dict(type='GN'))
+    with pytest.raises(ValueError, match="'Gelu'"):
+        ChannelIdleFFN(8, 32, act_cfg=dict(type='Gelu'))
+    ffn = ChannelIdleFFN(8, 32)
+    with pytest.raises(ValueError, match=r'\(\.\.\., 8\).*\(1, 2, 9\)'):
+        ffn(torch.randn(1, 2, 9))
+    x = torch.randn(1, 2, 8)
+    with pytest.raises(ValueError, match='identity must be x itself'):
+        ffn(x, identity=x + 1)
+    ffn = ChannelIdleFFN(
+        8, 32, norm_cfg=dict(type='BN', track_running_stats=False))
+    with pytest.raises(ValueError, match='running statistics'):
+        ffn.merge()
+
+
+def test_weights_of_the_wrong_kind():
+    ffn = ChannelIdleFFN(8, 32)
+    merged = ffn.merge()
+    check_weights(ffn, ffn.state_dict(), 'ffn')
+    check_weights(merged, merged.state_dict(), 'ffn')
+    with pytest.raises(CheckpointError, match='is reparameterized'):
+        check_weights(ffn, merged.state_dict(), 'ffn')
+    with pytest.raises(CheckpointError, match='in the training form'):
+        check_weights(merged, ffn.state_dict(), 'ffn')
+    with pytest.raises(CheckpointError, match='vanilla'):
+        check_weights(ffn, {'layers.0.0.weight': 0, 'layers.1.weight': 0}, '')
+    with pytest.raises(CheckpointError, match='another architecture'):
+        check_weights(ffn, {}, 'ffn')
+    with pytest.raises(CheckpointError, match='idle ratio'):
+        check_weights(merged,
+                      ChannelIdleFFN(8, 32, 0.5).merge().state_dict(), 'ffn')

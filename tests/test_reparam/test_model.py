@@ -1,0 +1,127 @@
+import copy
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn as nn
+
+from repa_mm.reparam import (ChannelIdleFFN, CheckpointError, MergedFFN,
+                             check_state_dict, is_reparameterized,
+                             reparameterize)
+
+
+def make_model(num_blocks=3):
+    return nn.Sequential(*[
+        nn.Sequential(nn.Linear(8, 8), ChannelIdleFFN(8, 32))
+        for _ in range(num_blocks)
+    ])
+
+
+def count(model, kind):
+    return sum(isinstance(m, kind) for m in model.modules())
+
+
+@pytest.mark.parametrize('inplace', [False, True])
+def test_reparameterize(inplace, randomize, relative_error):
+    model = randomize(make_model()).eval()
+    x = torch.randn(2, 5, 8)
+    expected = model(x)
+    before = copy.deepcopy(model.state_dict())
+    deployed = reparameterize(model, inplace=inplace)
+    assert (deployed is model) == inplace
+    assert count(deployed, MergedFFN) == 3
+    assert count(deployed, ChannelIdleFFN) == 0
+    assert relative_error(deployed(x), expected) < 1e-5
+    if not inplace:
+        assert count(model, ChannelIdleFFN) == 3
+        for key, value in model.state_dict().items():
+            assert torch.equal(value, before[key])
+        # A copy shares nothing: training the original does not change it.
+        shared = {p.data_ptr() for p in model.parameters()}
+        assert not shared & {p.data_ptr() for p in deployed.parameters()}
+
+
+def test_twice_is_harmless(randomize, relative_error):
+    model = randomize(make_model())
+    once = reparameterize(model)
+    twice = reparameterize(once)
+    assert twice.state_dict().keys() == once.state_dict().keys()
+    assert reparameterize(once, inplace=True) is once
+
+
+def test_result_is_for_inference():
+    assert not reparameterize(make_model().train()).training
+
+
+def test_ffn_alone_and_shared_ffns(randomize, relative_error):
+    ffn = randomize(ChannelIdleFFN(8, 32)).eval()
+    x = torch.randn(1, 3, 8)
+    assert relative_error(reparameterize(ffn)(x), ffn(x)) < 1e-5
+    shared = nn.Sequential(ffn, ffn)
+    deployed = reparameterize(shared)
+    assert deployed[0] is deployed[1]
+    assert relative_error(deployed(x), shared(x)) < 1e-5
+
+
+def test_wrapped_models(randomize, relative_error):
+    model = randomize(make_model()).eval()
+    x = torch.randn(2, 5, 8)
+    averaged = torch.optim.swa_utils.AveragedModel(model).eval()
+    for wrapped in (averaged, nn.DataParallel(model), torch.compile(model)):
+        deployed = reparameterize(wrapped)
+        assert count(deployed, MergedFFN) == 3
+        assert relative_error(deployed(x), model(x)) < 1e-5
+    assert count(model, ChannelIdleFFN) == 3
+
+
+def test_nothing_to_merge():
+    with pytest.raises(ValueError, match='Linear has no channel-idle FFN'):
+        reparameterize(nn.Linear(2, 2))
+
+
+def test_error_names_the_module():
+    model = make_model()
+    model[1][1].norm2.running_mean = None
+    with pytest.raises(ValueError, match="cannot merge '1.1'"):
+        reparameterize(model)
+
+
+def test_state_dict_checks():
+    model, deployed = make_model(), reparameterize(make_model())
+    assert not is_reparameterized(model, model.state_dict())
+    assert is_reparameterized(model, deployed.state_dict())
+    check_state_dict(model, {f'backbone.{k}': v for k, v in
+                             model.state_dict().items()}, 'backbone.')
+    check_state_dict(model, {'head.weight': torch.zeros(1)}, 'backbone.')
+    with pytest.raises(CheckpointError, match="'backbone.0.1'"):
+        check_state_dict(model, {f'backbone.{k}': v for k, v in
+                                 deployed.state_dict().items()}, 'backbone.')
+    with pytest.raises(CheckpointError, match='no 3.1.norm1.weight'):
+        check_state_dict(make_model(4), model.state_dict())
+    with pytest.raises(CheckpointError, match=
+                       "FFN '2.1' and the model has none"):
+        check_state_dict(make_model(2), model.state_dict())
+
+
+def test_usable_without_mm():
+    """The method needs torch only."""
+    code = ('import sys\n'
+            'class Hide:\n'
+            '    def find_spec(self, name, path=None, target=None):\n'
+            '        if name.split(".")[0] in ("mmcv", "mmengine"):\n'
+            '            raise ModuleNotFoundError(name)\n'
+            'sys.meta_path.insert(0, Hide())\n'
+            'import importlib.util\n'
+            'find = importlib.util.find_spec\n'
+            'importlib.util.find_spec = lambda n, p=None: None if n in '
+            '("mmcv", "mmengine") else find(n, p)\n'
+            'import torch, repa_mm\n'
+            'from repa_mm.reparam import ChannelIdleFFN, reparameterize\n'
+            'y = reparameterize(ChannelIdleFFN(8, 32))(torch.ones(1, 2, 8))\n'
+            'print(tuple(y.shape))\n'
+            'assert not any(m.split(".")[0] in ("mmcv", "mmengine") '
+            'for m in sys.modules)')
+    result = subprocess.run([sys.executable, '-c', code],
+                            capture_output=True, text=True)
+    assert result.stdout.strip() == '(1, 2, 8)', result.stderr
