@@ -60,7 +60,7 @@ def load_config(path: str, cfg_options: Optional[dict] = None) -> Config:
     return cfg
 
 
-def training_runner(config: str,
+def runner_for_training(config: str,
                     work_dir: Optional[str] = None,
                     amp: bool = False,
                     resume: Union[None, str] = None,
@@ -119,11 +119,11 @@ def training_runner(config: str,
             check_pretrained(owner.init_cfg)
     _check_data(cfg, 'train', 'val')
     runner = _build_runner(cfg)
-    _check_not_empty(runner.train_loop.dataloader.dataset, cfg, 'train')
+    _check_loop(runner, 'train')
     return runner
 
 
-def testing_runner(config: str,
+def runner_for_testing(config: str,
                    checkpoint: str,
                    work_dir: Optional[str] = None,
                    form: Optional[str] = None,
@@ -150,7 +150,7 @@ def testing_runner(config: str,
 
     Raises:
         FileNotFoundError, ValueError, CheckpointError: As
-            :func:`training_runner`.
+            :func:`runner_for_training`.
     """
     cfg = load_config(config, cfg_options)
     cfg.launcher = launcher
@@ -173,7 +173,7 @@ def testing_runner(config: str,
     runner = _build_runner(cfg)
     if out and not osp.isdir(out):
         runner.register_hook(_RenameHook(_partial(out), out))
-    _check_not_empty(runner.test_loop.dataloader.dataset, cfg, 'test')
+    _check_loop(runner, 'test')
     return runner
 
 
@@ -313,9 +313,10 @@ def draw_predictions(model: nn.Module,
 
     if not osp.isfile(image):
         raise FileNotFoundError(f'no image at {image!r}')
-    pixels = mmcv.imread(image, channel_order='rgb')
+    pixels = mmcv.imread(image)
     if pixels is None:
         raise ValueError(f'{image!r} is not an image that can be read')
+    pixels = mmcv.bgr2rgb(pixels)
     cfg = model.cfg
     pipeline = Compose([
         step for step in _dataset(cfg, 'test').pipeline
@@ -452,14 +453,21 @@ def _check_data(cfg: Config, *splits: str) -> None:
                     f'or set {split}_dataloader.dataset.data_root')
 
 
-def _check_not_empty(dataset, cfg: Config, split: str) -> None:
-    if not len(dataset):
-        inner = _dataset(cfg, split)
+def _check_loop(runner: Runner, split: str) -> None:
+    """Build a loop, and check that it has something to do."""
+    dataset = _dataset(runner.cfg, split)
+    where = ', '.join(f'{key}={dataset.get(key)!r}'
+                      for key in ('data_root', 'ann_file', 'data_prefix'))
+    try:
+        loop = getattr(runner, f'{split}_loop')
+    except Exception as error:
         raise ValueError(
-            f'the {split} data set is empty: no image was found with '
-            f'data_root={inner.get("data_root")!r}, '
-            f'ann_file={inner.get("ann_file")!r}, '
-            f'data_prefix={inner.get("data_prefix")!r}')
+            f'cannot read the {split} data set, with {where} (is it empty, or '
+            'does it have other class names than its metainfo?): '
+            f'{type(error).__name__}: {error}') from error
+    if not len(loop.dataloader.dataset):
+        raise ValueError(f'the {split} data set is empty: no image was found '
+                         f'with {where}')
 
 
 def _build_runner(cfg: Config) -> Runner:

@@ -216,6 +216,9 @@ class _Installation:
     def check_torchvision(self, torch_version: str) -> None:
         """A torchvision that is missing or made for another PyTorch."""
         version = _version('torchvision')
+        # torch.__version__ may name a build (+cu121) that the distribution does
+        # not, and torchvision is compared by its distribution.
+        torch_version = _version('torch') or torch_version
         torch_pin, _, torch_build = torch_version.partition('+')
         wanted = _matching_torchvision(torch_version)
         pin = f'torchvision=={wanted}.*' if wanted else 'torchvision'

@@ -146,7 +146,7 @@ def find_python(supported):
     raise SetupError(
         f'This stack needs Python {versions}; this is Python {this}, and none '
         'of the others was found.\nInstall one of them and name it: '
-        f'make env PYTHON=/path/to/python{supported[0]}')
+        f"make ... PYTHON=/path/to/python{supported[0]}")
 
 
 def package_hint(debian, fedora, macos):
@@ -513,10 +513,10 @@ class Environment:
         """Do what is to be done. Raises SetupError."""
         if not self.pending():
             return False
-        self.venv.mkdir(parents=True, exist_ok=True)
+        self.check(self.pending())
+        self.state.mkdir(parents=True, exist_ok=True)
         with self.locked():
             pending = self.pending()
-            self.check(pending)
             steps = self.steps()
             for number, (name, title, method) in enumerate(steps, 1):
                 if name not in pending:
@@ -549,7 +549,6 @@ class Environment:
     def locked(self):
         """Keep a second run (another terminal) out until this one is done."""
         import fcntl
-        self.state.mkdir(exist_ok=True)
         with open(self.state / 'lock', 'w') as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -625,7 +624,8 @@ class Environment:
         built = next((folder / 'wheel').glob('*.whl'))
         wheel = folder / built.name
         built.rename(wheel)
-        shutil.rmtree(source)
+        for done in (source, source.parent / 'unpacked', built.parent):
+            shutil.rmtree(done)
         print(f'      kept for other machines (MMCV_WHEEL=...): {wheel}')
         return wheel
 

@@ -31,6 +31,7 @@ class World:
         self.versions = dict(versions)
         self.folder = folder
         self.broken = {}  # module: what importing it raises
+        self.reported = {}  # module: its __version__, if it is another one
         self.imported = []
 
     def version(self, distribution):
@@ -46,7 +47,7 @@ class World:
         if module in self.broken:
             raise self.broken[module]
         return SimpleNamespace(
-            __version__=self.versions.get(module),
+            __version__=self.reported.get(module, self.versions.get(module)),
             __file__=str(self.folder / '__init__.py'))
 
 
@@ -208,6 +209,13 @@ def test_torchvision_of_another_torch(world, torch, torchvision):
     assert 'torch==2.13.0 "torchvision==0.28.*"' in message
 
 
+def test_torch_says_more_than_its_distribution(openmmlab):
+    """torch 2.1.2 calls itself '2.1.2+cu121': no reason for any doubt."""
+    openmmlab.reported['torch'] = '2.1.2+cu121'
+    compat.check_installation()
+    assert 'torchvision' not in openmmlab.imported
+
+
 def test_mmcv_without_operators(any_world):
     any_world.broken['mmcv._ext'] = ModuleNotFoundError(
         "No module named 'mmcv._ext'")
@@ -310,6 +318,15 @@ def test_warning_of_a_detector_that_refuses_mmcv(world):
     message = str(record[0].message)
     assert 'mmdet 3.3.0 cannot be imported with onedl-mmcv 2.3.6' in message
     assert 'onedl-mmdetection==' in message
+
+
+def test_importing_repa_mm_leaves_slow_packages_alone():
+    names = ('torchvision', 'mmdet', 'mmseg', 'mmpretrain')
+    output = subprocess.check_output(
+        [sys.executable, '-c', 'import sys, repa_mm; '
+         f'print("imported", [n for n in {names} if n in sys.modules])'],
+        cwd=str(Path(compat.__file__).parents[1]), universal_newlines=True)
+    assert 'imported []' in output.splitlines()
 
 
 def test_the_message_reaches_the_user(tmp_path):

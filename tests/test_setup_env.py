@@ -30,8 +30,9 @@ def setup_env():
 
 
 @pytest.fixture
-def environment(setup_env, tmp_path):
-    """An environment that was never made."""
+def environment(setup_env, tmp_path, monkeypatch):
+    """An environment that was never made, and is not to be made here."""
+    monkeypatch.setattr(setup_env.Environment, 'make_venv', None)
     return setup_env.Environment('onedl', tmp_path / 'env')
 
 

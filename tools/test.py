@@ -4,7 +4,7 @@ import os
 
 from mmengine.config import DictAction
 
-from repa_mm.apis import FORMS, testing_runner
+from repa_mm.apis import FORMS, runner_for_testing
 from repa_mm.utils.cli import clear_errors
 
 
@@ -44,7 +44,7 @@ def main() -> None:
     args = vars(parse_args())
     del args['local_rank']
     with clear_errors(Exception):
-        runner = testing_runner(**args)
+        runner = runner_for_testing(**args)
     with clear_errors():
         runner.test()
 

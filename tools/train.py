@@ -4,7 +4,7 @@ import os
 
 from mmengine.config import DictAction
 
-from repa_mm.apis import training_runner
+from repa_mm.apis import runner_for_training
 from repa_mm.utils.cli import clear_errors
 
 
@@ -47,7 +47,7 @@ def main() -> None:
     args = vars(parse_args())
     del args['local_rank']
     with clear_errors(Exception):
-        runner = training_runner(**args)
+        runner = runner_for_training(**args)
     with clear_errors():
         runner.train()
 

@@ -104,7 +104,7 @@ def write_digit_scenes(root: str,
         first_id = 1
         for split, count in (('train', num_train), ('val', num_val)):
             scenes = (
-                _compose(np.random.default_rng([seed, split == 'val', i]), scans, labels,
+                _compose(np.random.default_rng([seed, int(split == 'val'), i]), scans, labels,
                          splits[split], photographs, split, size) for i in range(count))
             _write_split(unfinished, split, scenes, first_id)
             first_id += count

@@ -1,5 +1,6 @@
 """The demonstration: data, training, a test in each form, a table and a picture."""
 import argparse
+import collections
 import json
 import os
 import os.path as osp
@@ -225,7 +226,8 @@ def _measure(config: str, checkpoint: str, cfg_options: Sequence[str],
 def _device_name(device: str) -> str:
     import torch
     if device == 'cpu':
-        return f'CPU with {torch.get_num_threads()} threads'
+        threads = torch.get_num_threads()
+        return f'CPU ({threads} thread{"s" if threads > 1 else ""})'
     return torch.cuda.get_device_name()
 
 
@@ -245,7 +247,7 @@ def _draw(task: str, title: str, config: str, cfg_options: Sequence[str],
         dataset = _load_config(config, cfg_options).test_dataloader.dataset
         with open(osp.join(dataset.data_root, dataset.ann_file), encoding='utf-8') as f:
             annotations = json.load(f)['annotations']
-        ground_truth: Dict[int, list] = {p['img_id']: [] for p in predictions}
+        ground_truth: Dict[int, list] = collections.defaultdict(list)
         for annotation in annotations:
             x, y, w, h = annotation['bbox']
             ground_truth[annotation['image_id']].append(

@@ -2,6 +2,7 @@
 import os
 import os.path as osp
 import pickle
+import re
 import tempfile
 import types
 import zipfile
@@ -9,6 +10,7 @@ from contextlib import contextmanager
 from typing import Iterator, Union
 
 import torch
+from mmengine.utils import digit_version
 
 from ..reparam import CheckpointError
 
@@ -41,11 +43,19 @@ def _safe_globals() -> list:
     """What MMEngine writes into a checkpoint besides tensors."""
     import numpy as np
     from mmengine.logging import HistoryBuffer
+
+    def method(owner: type, name: str):
+        # Methods are pickled as getattr(class, name), which is allowed for
+        # the one class that is pickled with its methods.
+        if owner is not HistoryBuffer:
+            raise pickle.UnpicklingError(f'getattr of {owner}')
+        return getattr(owner, name)
+
     core = getattr(np, '_core', None) or np.core
-    dtypes = [type(np.dtype(t)) for t in 'fdilqILQB?']
     return [
-        HistoryBuffer, np.ndarray, np.dtype, core.multiarray._reconstruct,
-        core.multiarray.scalar, slice, *dtypes
+        HistoryBuffer, (method, 'builtins.getattr'), np.ndarray, np.dtype,
+        core.multiarray._reconstruct, core.multiarray.scalar, slice,
+        *{type(np.dtype(char)) for char in 'bBhHiIlLqQefd?'}
     ]
 
 
@@ -65,7 +75,7 @@ class _Inert:
 class _TensorUnpickler(pickle.Unpickler):
     """Builds tensors and containers; anything else becomes inert.
 
-    For torch before 2.5, whose ``weights_only`` refuses MMEngine's checkpoints
+    For torch before 2.6, whose ``weights_only`` refuses MMEngine's checkpoints
     and cannot be told what to accept.
     """
 
@@ -109,7 +119,7 @@ def load_checkpoint(path: str) -> dict:
             raise CheckpointError(f'{path!r} is truncated: the end of the '
                                   'file is missing')
     try:
-        if hasattr(torch.serialization, 'safe_globals'):
+        if digit_version(torch.__version__) >= digit_version('2.6'):
             with torch.serialization.safe_globals(_safe_globals()):
                 checkpoint = torch.load(
                     path, map_location='cpu', weights_only=True, mmap=mmap)
@@ -120,10 +130,12 @@ def load_checkpoint(path: str) -> dict:
                 pickle_module=_tensor_pickle,
                 mmap=mmap)
     except pickle.UnpicklingError as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = re.search(r'Unsupported (global: GLOBAL \S+|operand \d+)', str(error))
         raise CheckpointError(
-            f'{path!r} is no checkpoint that can be loaded safely, with '
-            f'weights_only=True ({reason})') from error
+            f'{path!r} is damaged, or holds objects other than tensors that '
+            'are not loaded from a file that may be hostile '
+            f'({reason[0] if reason else "weights_only=True refuses it"})'
+        ) from error
     except Exception as error:
         # torch raises whatever the damaged bytes happen to lead to.
         raise CheckpointError(f'{path!r} is not a readable checkpoint, perhaps'

@@ -1,7 +1,6 @@
 """The comparison of two sets of predictions, the closing table and the pictures."""
 import json
 import os
-import sys
 
 import numpy as np
 import pytest
@@ -163,31 +162,3 @@ def test_pictures(tmp_path):
     segmentation = dict(img_path=path, seg_map_path=seg_path,
                         pred_sem_seg=dict(data=torch.from_numpy(label_map)[None]))
     assert draw_segmentations([segmentation] * 3, 'Title').ndim == 3
-
-
-def fake_tools(tmp_path, monkeypatch, broken, status):
-    """A folder of tools that only print their name, one of which fails."""
-    tools = tmp_path / 'tools'
-    tools.mkdir()
-    for name in ('make_demo_data', 'train', 'test'):
-        (tools / f'{name}.py').write_text(
-            f'print("this is {name}")\n' +
-            (f'import os, sys; {status}\n' if name == broken else ''))
-    monkeypatch.chdir(tmp_path)
-    return str(tools)
-
-
-@pytest.mark.parametrize('broken, status, code', [
-    ('make_demo_data', 'sys.exit(3)', 3),
-    ('train', 'raise ValueError("boom")', 1),
-    pytest.param('train', 'os.kill(os.getpid(), 9)', 137,
-                 marks=pytest.mark.skipif(sys.platform == 'win32', reason='signals')),
-])
-def test_failing_step_stops_the_demo(tmp_path, monkeypatch, capfd, broken, status, code):
-    from repa_mm.demo.run import main
-    assert main(fake_tools(tmp_path, monkeypatch, broken, status), ['--work-dir', 'out']) == code
-    out, err = capfd.readouterr()
-    assert f'$ python {os.path.join("tools", broken)}.py' in out
-    assert f'failed with exit status {code}' in err
-    assert f'{os.path.join("tools", broken)}.py' in err
-    assert 'this is test' not in out

@@ -10,17 +10,15 @@
 #     train_dataloader = dict(dataset=dict(data_root=data_root))
 #     val_dataloader = dict(dataset=dict(data_root=data_root))
 #     test_dataloader = val_dataloader
+#
+# For other classes, use `type='CustomDataset'` with one folder a class, and
+# change `num_classes` of the model's head and of its data_preprocessor.
 dataset_type = 'ImageNet'
 data_root = 'data/imagenet'
-data_preprocessor = dict(
-    num_classes=1000,
-    mean=[123.675, 116.28, 103.53],
-    std=[58.395, 57.12, 57.375],
-    to_rgb=True)
 
 # The pipeline sees BGR images.
-bgr_mean = data_preprocessor['mean'][::-1]
-bgr_std = data_preprocessor['std'][::-1]
+bgr_mean = [103.53, 116.28, 123.675]
+bgr_std = [57.375, 57.12, 58.395]
 
 train_pipeline = [
     dict(type='LoadImageFromFile'),

@@ -1,6 +1,11 @@
 # Swin-T classifier, with the batch augmentation and losses of DeiT and Swin.
 model = dict(
     type='ImageClassifier',
+    data_preprocessor=dict(
+        num_classes=1000,
+        mean=[123.675, 116.28, 103.53],
+        std=[58.395, 57.12, 57.375],
+        to_rgb=True),
     backbone=dict(
         type='mmpretrain.SwinTransformer', arch='tiny', drop_path_rate=0.2),
     neck=dict(type='GlobalAveragePooling'),
