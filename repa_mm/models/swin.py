@@ -44,3 +44,14 @@ class RePaSwinTransformer(RePaBackbone, SwinTransformer):
         idle_channels(self, idle_ratio, idle_schedule, ffn_norm_cfg)
         if deploy:
             self.switch_to_deploy()
+
+    def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs):
+        # The parent translates state dicts of earlier versions (the last norm
+        # had no number, attention masks were saved), but not in subclasses.
+        last = f'{prefix}norm{self.num_layers - 1}.'
+        for key in list(state_dict):
+            if key.startswith(f'{prefix}norm.'):
+                state_dict[last + key.rpartition('.')[2]] = state_dict.pop(key)
+            elif key.startswith(prefix) and key.endswith('.attn_mask'):
+                del state_dict[key]
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)

@@ -243,7 +243,8 @@ class ChannelIdleFFN(TrainingForm):
         self.layer_scale = (
             nn.Parameter(torch.full((embed_dims, ), layer_scale_init_value))
             if layer_scale_init_value else None)
-        self.drop_path = DropPath(drop_path)
+        # Named as in mmcv's FFN.
+        self.dropout_layer = DropPath(drop_path)
 
     def forward(self,
                 x: torch.Tensor,
@@ -266,7 +267,7 @@ class ChannelIdleFFN(TrainingForm):
         z = self.fc2(self.norm2(a)).view(x.shape)
         if self.layer_scale is not None:
             z = z * self.layer_scale
-        return x + self.drop_path(z)
+        return x + self.dropout_layer(z)
 
     @torch.no_grad()
     def merge(self) -> 'MergedFFN':

@@ -123,7 +123,7 @@ def test_drop_path_drops_whole_samples():
     branch = ffn(x) - x
     dropped = (branch == 0).flatten(1).all(1)
     assert 10 < dropped.sum() < 54
-    ffn.drop_path.drop_prob = 0.
+    ffn.dropout_layer.drop_prob = 0.
     expected = (ffn(x) - x)[~dropped] / 0.5
     assert torch.allclose(branch[~dropped], expected, atol=1e-5)
 
