@@ -5,6 +5,8 @@ TASK ?= retinanet
 ARGS ?=
 TASKS := retinanet mask_rcnn upernet
 SETUP := $(PYTHON) requirements/setup_env.py
+# The environment's Python; hides a GPU for which mmcv has no operators.
+run = env $$(cat $(1)/.setup/run-env) $(1)/bin/python
 
 .DEFAULT_GOAL := help
 .PHONY: help env env-openmmlab demo test test-openmmlab clean distclean python task
@@ -29,13 +31,13 @@ env-openmmlab: python
 	@$(SETUP) --stack openmmlab --venv .venv-openmmlab
 
 demo: task env
-	.venv/bin/python tools/demo.py --task $(TASK) $(ARGS)
+	@$(call run,.venv) tools/demo.py --task $(TASK) $(ARGS)
 
 test: env
-	.venv/bin/python -m pytest tests $(ARGS)
+	@$(call run,.venv) -m pytest tests $(ARGS)
 
 test-openmmlab: env-openmmlab
-	.venv-openmmlab/bin/python -m pytest tests $(ARGS)
+	@$(call run,.venv-openmmlab) -m pytest tests $(ARGS)
 
 # Said before the set-up, not a quarter of an hour later.
 task:

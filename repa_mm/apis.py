@@ -418,8 +418,10 @@ def _dump(cfg: Config, out: str) -> None:
     """Add what writes the predictions to the evaluators."""
     if out.endswith(('.pkl', '.pickle')):
         _check_writable(osp.dirname(osp.abspath(out)))
-        kind = ('mmdet.DumpDetResults'
-                if cfg.default_scope == 'mmdet' else 'mmengine.DumpResults')
+        kind = dict(
+            mmdet='mmdet.DumpDetResults',
+            mmseg='mmengine.DumpSegResults',
+            mmpretrain='mmengine.DumpResults')[cfg.default_scope]
         evaluators = cfg.get('test_evaluator') or []
         if isinstance(evaluators, dict):
             evaluators = [evaluators]

@@ -41,7 +41,7 @@ BASE = ('torch', 'torchvision', 'setuptools', 'wheel', 'ninja', 'numpy')
 # of torch (a CPU-only one, say) does not get them.
 WITH_TORCH = ('nvidia-', 'cuda-', 'triton')
 # Minutes that one core of an ordinary machine takes to compile mmcv.
-COMPILE_CORE_MINUTES = 20
+COMPILE_CORE_MINUTES = 16
 # What one compiler process needs on mmcv's largest files.
 COMPILE_GB = 2
 
@@ -59,10 +59,7 @@ for module in (torch, torchvision, mmengine, mmcv, mmdet, mmseg, mmpretrain,
 if torch.cuda.is_available():
     from mmcv.ops import get_compiling_cuda_version
     if get_compiling_cuda_version() == 'not available':
-        print('NOTE: mmcv is compiled without CUDA: on the GPU its operators '
-              '(NMS, RoIAlign) do not run. Hide the GPU '
-              '(CUDA_VISIBLE_DEVICES=) or see the troubleshooting section of '
-              'README.md.')
+        print('hide the GPU')
 '''
 
 PROBE = '''
@@ -76,7 +73,7 @@ print(json.dumps(dict(
 NETWORK = (
     'The network or the package index could not be reached. Check the '
     'connection; behind a proxy set HTTPS_PROXY; where an own certificate '
-    'authority is in use set SSL_CERT_FILE and UV_NATIVE_TLS=1. Then run the '
+    'authority is in use set SSL_CERT_FILE and UV_SYSTEM_CERTS=1. Then run the '
     'same command again: what is already installed stays.')
 
 # What a failed step's log says -> what to do about it.
@@ -398,8 +395,10 @@ def explain(error, log, advice):
     lines = [line.rstrip()[:200] for line in error.output.splitlines()]
     shown = [line for line in lines if re.search(r'\berror\b', line, re.I)][:5]
     shown += [line for line in lines[-12:] if line not in shown]
+    # The end only: a compiler's output is long, and mentions a lot.
+    end = '\n'.join(shown + lines[-40:])
     what = next((text for pattern, text in REMEDIES
-                 if re.search(pattern, error.output, re.I)),
+                 if re.search(pattern, end, re.I)),
                 'Running the same command again repeats this step only. If it '
                 f'keeps failing, remove {advice["venv"]} and start anew.')
     return ('\n'.join('      ' + line for line in shown)
@@ -423,6 +422,11 @@ class Environment:
         self.state = venv / '.setup'
         self.python = venv / 'bin' / 'python'
         self.pins = read_pins(stack)
+        pin = self.pins['mmcv'][0].partition(';')[0].strip()
+        start = pin.replace('-', '_').replace('==', '-') + '-'
+        if mmcv_wheel and not mmcv_wheel.name.startswith(start):
+            raise SetupError(f'This stack needs a wheel of {pin}; '
+                             f'{mmcv_wheel} is another.')
         self.keys = self._keys()
 
     def steps(self):
@@ -617,8 +621,10 @@ class Environment:
         extra.update(
             MMCV_WITH_OPS='1', MAX_JOBS=str(compile_jobs()),
             CXX=' '.join(self.compiler), PYTHONUNBUFFERED='1',
-            # Debug symbols take a third of the time, and nobody looks.
-            CFLAGS=os.environ.get('CFLAGS', '') + ' -g0')
+            # Python's own flags (older versions of setuptools add to them,
+            # newer ones replace them), but without debug symbols, which take
+            # a third of the time.
+            CFLAGS='-DNDEBUG -fwrapv -O3 -g0 ' + os.environ.get('CFLAGS', ''))
         run([*pip, 'wheel', '-v', *build, '-w', folder / 'wheel', source], log,
             **extra)
         built = next((folder / 'wheel').glob('*.whl'))
@@ -637,7 +643,7 @@ class Environment:
                       'torch.version.cuda, torch.cuda.is_available())'],
                      self.log('mmcv'))
         version, available = re.search(r'cuda (\S+) (\S+)', output).groups()
-        if available != 'True':
+        if available != 'True' or version == 'None':
             return {}
         toolkit = cuda_toolkit()
         if toolkit and toolkit.split('.')[0] == version.split('.')[0]:
@@ -664,9 +670,14 @@ class Environment:
         lines = output.splitlines()
         print('      ' + ', '.join(
             line for line in lines if re.fullmatch(r'\w+ \d[\w.+]*', line)))
-        for line in lines:
-            if line.startswith('NOTE'):
-                print('      ' + line)
+        hide = 'hide the GPU' in lines
+        if hide:
+            print('      NOTE: mmcv has no CUDA operators, and without them '
+                  'detectors cannot run on the\n      GPU: `make demo` and '
+                  '`make test` use the CPU. See "When the install fails" in README.md.')
+        # What the Makefile puts before the commands that it runs.
+        (self.state / 'run-env').write_text(
+            'CUDA_VISIBLE_DEVICES=\n' if hide else '')
 
 
 def main():

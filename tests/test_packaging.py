@@ -154,9 +154,10 @@ def test_an_editable_install_links_what_mim_looks_for(tmp_path):
     sources = copy_sources(tmp_path / 'sources')
     # Left by an older version: a copy where a link belongs.
     (sources / 'repa_mm' / '.mim' / 'configs').mkdir(parents=True)
+    # Without --ignore-installed pip would remove the environment's own.
     run(PIP + ['install', '--quiet', '--no-index', '--no-build-isolation',
-               '--no-deps', '--use-pep517', '--prefix', str(tmp_path / 'prefix'),
-               '--editable', str(sources)], tmp_path)
+               '--no-deps', '--use-pep517', '--ignore-installed', '--prefix',
+               str(tmp_path / 'prefix'), '--editable', str(sources)], tmp_path)
     linked = sources / 'repa_mm' / '.mim'
     assert sorted(p.name for p in linked.iterdir()) == [
         'configs', 'model-index.yml', 'tools']

@@ -284,6 +284,16 @@ def test_a_wheel_that_does_not_exist(tmp_path):
     assert not (tmp_path / 'env').exists()
 
 
+def test_a_wheel_of_the_other_stack(setup_env, tmp_path):
+    for name, stack in (('mmcv-2.1.0-cp311-cp311-linux_x86_64.whl', 'onedl'),
+                        ('onedl_mmcv-2.3.6-cp311-cp311-linux_x86_64.whl',
+                         'openmmlab')):
+        other = {'onedl': 'openmmlab', 'openmmlab': 'onedl'}[stack]
+        setup_env.Environment(other, tmp_path, tmp_path / name)
+        with pytest.raises(setup_env.SetupError, match='is another'):
+            setup_env.Environment(stack, tmp_path, tmp_path / name)
+
+
 @pytest.mark.parametrize('cores, memory_gb, jobs', [(8, 64, 8), (8, 5, 2),
                                                     (2, 1, 1)])
 def test_memory_limits_the_compiler_processes(setup_env, monkeypatch, cores,
@@ -325,6 +335,17 @@ def test_a_failure_comes_with_advice(setup_env, tmp_path, output, advice):
     assert advice in text.partition('What to do: ')[2]
 
 
+def test_advice_follows_the_end_of_a_long_output(setup_env, tmp_path):
+    """torch mentions CUDA_HOME at the start of every compilation."""
+    output = ('No CUDA runtime is found, using CUDA_HOME=/usr\n' + 'a line\n' * 50
+              + 'x.cpp:7:1: error: expected ;\n' + 'a line\n' * 50)
+    text = setup_env.explain(
+        subprocess.CalledProcessError(1, ['x'], output), tmp_path / 'x.log',
+        dict(venv='.venv', disk=7, pythons='3.11', headers=''))
+    assert 'x.cpp:7:1: error: expected ;' in text
+    assert 'again repeats this step only' in text
+
+
 def test_a_compilation_shows_how_far_it_is(setup_env, capsys):
     progress = setup_env.Progress()
     for line in ('  creating build\n', '  [3/78] c++ -MMD a.cpp\n',
@@ -353,3 +374,46 @@ def test_stopping_reaches_what_a_command_started(setup_env, tmp_path):
         time.sleep(0.05)
     os.kill(child, signal.SIGKILL)
     pytest.fail('the command went on running')
+
+
+# ------------------------------------------------------------------- with a GPU
+
+
+@pytest.mark.parametrize('available, version, toolkit, hidden', [
+    ('False', '13.0', None, False),  # no GPU: nothing to hide
+    ('True', '13.0', '13.1', False),  # a toolkit that fits: CUDA operators
+    ('True', '13.0', '12.4', True),
+    ('True', '13.0', None, True),
+    ('True', 'None', None, False),  # ROCm: mmcv knows how
+])
+def test_operators_for_the_gpu(setup_env, environment, monkeypatch, available,
+                               version, toolkit, hidden):
+    monkeypatch.delenv('FORCE_CUDA', raising=False)
+    monkeypatch.setattr(setup_env, 'run',
+                        lambda *a, **k: f'cuda {version} {available}\n')
+    monkeypatch.setattr(setup_env, 'cuda_toolkit', lambda: toolkit)
+    assert environment.cuda_env() == (
+        dict(CUDA_VISIBLE_DEVICES='') if hidden else {})
+    monkeypatch.setenv('FORCE_CUDA', '1')
+    assert environment.cuda_env() == {}
+
+
+@pytest.mark.parametrize('said, written', [
+    ('torch 2.13.0\n', ''),
+    ('torch 2.13.0\nhide the GPU\n', 'CUDA_VISIBLE_DEVICES=\n')])
+def test_a_gpu_without_operators_is_hidden(setup_env, environment, monkeypatch,
+                                           capsys, said, written):
+    environment.state.mkdir(parents=True)
+    monkeypatch.setattr(setup_env, 'run', lambda *a, **k: said)
+    environment.verify()
+    assert (environment.state / 'run-env').read_text() == written
+    assert ('use the CPU' in capsys.readouterr().out) == bool(written)
+
+
+def test_cuda_toolkit(setup_env, monkeypatch, tmp_path):
+    nvcc = tmp_path / 'bin' / 'nvcc'
+    nvcc.parent.mkdir()
+    nvcc.write_text('#!/bin/sh\necho "Cuda compilation tools, release 12.4, V1"\n')
+    nvcc.chmod(0o755)
+    monkeypatch.setenv('CUDA_HOME', str(tmp_path))
+    assert setup_env.cuda_toolkit() == '12.4'

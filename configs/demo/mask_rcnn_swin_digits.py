@@ -6,6 +6,8 @@ _base_ = [
     '../_base_/schedules/coco_1x_adamw.py', '../_base_/runtime/mmdet.py'
 ]
 
+# Training from scratch is slow without norms in neck and heads.
+norm_cfg = dict(type='GN', num_groups=16)
 model = dict(
     backbone=dict(
         arch=dict(
@@ -15,7 +17,8 @@ model = dict(
             num_heads=[3, 6, 12, 24]),
         window_size=5,  # 160 pixels: maps of 40, 20, 10 and 5
         drop_path_rate=0.),
-    neck=dict(in_channels=[48, 96, 192, 384], out_channels=96),
+    neck=dict(
+        in_channels=[48, 96, 192, 384], out_channels=96, norm_cfg=norm_cfg),
     # Digits are 20 to 60 pixels tall: anchors of half the usual size.
     rpn_head=dict(
         in_channels=96, feat_channels=96, anchor_generator=dict(scales=[4])),
@@ -24,8 +27,11 @@ model = dict(
         bbox_head=dict(in_channels=96, fc_out_channels=256, num_classes=10),
         mask_roi_extractor=dict(out_channels=96),
         mask_head=dict(
-            num_convs=2, in_channels=96, conv_out_channels=64,
-            num_classes=10)),
+            num_convs=2,
+            in_channels=96,
+            conv_out_channels=64,
+            num_classes=10,
+            norm_cfg=norm_cfg)),
     train_cfg=dict(
         rpn_proposal=dict(nms_pre=500, max_per_img=200),
         rcnn=dict(sampler=dict(num=32))),
@@ -54,7 +60,7 @@ test_pipeline = [
 ]
 
 train_dataloader = dict(
-    batch_size=16,
+    batch_size=8,
     num_workers=0,
     persistent_workers=False,
     dataset=dict(
@@ -85,6 +91,6 @@ param_scheduler = [
 optim_wrapper = dict(optimizer=dict(lr=1e-3))
 
 default_hooks = dict(
-    logger=dict(interval=15), checkpoint=dict(max_keep_ckpts=1))
+    logger=dict(interval=30), checkpoint=dict(max_keep_ckpts=1))
 env_cfg = dict(dist_cfg=dict(backend='gloo'))
 randomness = dict(seed=0)

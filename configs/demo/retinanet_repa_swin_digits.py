@@ -1,5 +1,5 @@
 _base_ = ['retinanet_swin_digits.py', '../_base_/reparameterize.py']
 
-# BatchNorm learns its statistics here: nothing is pretrained, and 16 images of
-# one size are a fair batch.
+# BatchNorm learns its statistics here: nothing is pretrained, and images of one
+# size are a fair batch.
 model = dict(backbone=dict(type='RePaSwinTransformer', idle_ratio=0.75))

@@ -54,7 +54,7 @@ test_pipeline = [
 ]
 
 train_dataloader = dict(
-    batch_size=16,
+    batch_size=8,
     num_workers=0,
     persistent_workers=False,
     dataset=dict(pipeline=train_pipeline, **dataset))
@@ -64,7 +64,7 @@ val_dataloader = dict(
     dataset=dict(pipeline=test_pipeline, **dataset))
 test_dataloader = val_dataloader
 
-max_iters = 450
+max_iters = 600
 train_cfg = dict(max_iters=max_iters, val_interval=max_iters)
 param_scheduler = [
     dict(
@@ -75,7 +75,7 @@ param_scheduler = [
 optim_wrapper = dict(optimizer=dict(lr=1e-3, weight_decay=0.05))
 
 default_hooks = dict(
-    logger=dict(interval=15),
+    logger=dict(interval=30),
     checkpoint=dict(interval=max_iters, max_keep_ckpts=1))
 env_cfg = dict(cudnn_benchmark=False, dist_cfg=dict(backend='gloo'))
 randomness = dict(seed=0)

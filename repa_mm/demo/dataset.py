@@ -42,7 +42,7 @@ LICENSES = (
 
 STAMP = 'dataset.json'
 # Raise FORMAT whenever the scenes change, so that sets written by older code are made anew.
-FORMAT = dict(generator='repa_mm.demo', version=1)
+FORMAT = dict(generator='repa_mm.demo', version=2)
 
 TRAIN_SHARE = 0.7  # left part of each photograph; the rest, on the right, is for validation
 VAL_SCANS = 0.2  # share of the scans of each digit that only validation scenes use
@@ -176,7 +176,7 @@ def _compose(rng: np.random.Generator, scans: np.ndarray, labels: np.ndarray,
     for _ in range(rng.integers(2, 7)):
         digit = int(rng.integers(len(DIGITS)))
         scan = int(rng.choice(split_scans[digit]))
-        height = rng.uniform(size / 8, size * 3 / 8)
+        height = rng.uniform(size / 6, size * 3 / 8)
         placed = None
         # Where a large digit finds no free place, a smaller one does.
         while placed is None and height >= size / 8:
@@ -209,7 +209,8 @@ def _background(rng: np.random.Generator, photograph: np.ndarray, split: str,
         crop = crop[:, ::-1]
     crop = cv2.resize(np.ascontiguousarray(crop), (size, size),
                       interpolation=cv2.INTER_AREA if side > size else cv2.INTER_CUBIC)
-    return (crop.astype(np.float32) * rng.uniform(0.8, 1.1)).clip(0, 255).astype(np.float32)
+    # Dimmed, as by dusk: the digits are bright on every scene.
+    return crop.astype(np.float32) * np.float32(rng.uniform(0.45, 0.65))
 
 
 def _place(rng: np.random.Generator, ink: np.ndarray, height: float,
@@ -234,9 +235,9 @@ def _digit_opacity(rng: np.random.Generator, ink: np.ndarray, height: float) -> 
     """A scan at ``height`` pixels, a little rotated and sheared; opacity in [0, 1]."""
     rows = np.flatnonzero((ink > INK).any(1))
     scale = height / (rows[-1] - rows[0] + 1)
-    angle = np.deg2rad(rng.uniform(-12, 12))
+    angle = np.deg2rad(rng.uniform(-8, 8))
     turn = np.array([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]])
-    shear = np.array([[1, rng.uniform(-0.2, 0.2)], [0, 1]])
+    shear = np.array([[1, rng.uniform(-0.1, 0.1)], [0, 1]])
     matrix = scale * turn @ shear
     canvas = int(np.ceil(ink.shape[0] * scale * 1.5))
     shift = canvas / 2 - matrix @ (np.array(ink.shape[::-1]) / 2)
@@ -250,11 +251,11 @@ def _digit_opacity(rng: np.random.Generator, ink: np.ndarray, height: float) -> 
 
 
 def _ink_colour(rng: np.random.Generator, under: np.ndarray, alpha: np.ndarray) -> np.ndarray:
-    """A random BGR colour that stands out in brightness from what lies under and around it."""
+    """A random bright BGR colour that stands out from what lies under and around it."""
     brightness = under.reshape(-1, 3) @ np.array([0.114, 0.587, 0.299], np.float32)
     best, best_contrast = None, -1.
     for _ in range(16):
-        hue, saturation, value = rng.uniform(0, 180), rng.uniform(0, 255), rng.uniform(20, 255)
+        hue, saturation, value = rng.uniform(0, 180), rng.uniform(0, 110), rng.uniform(215, 255)
         hsv = np.array([[[hue, saturation, value]]]).astype(np.uint8)
         colour = cv2.cvtColor(hsv, cv2.COLOR_HSV2BGR)[0, 0].astype(np.float32)
         # A low percentile and not the mean: on a striped background the mean is far from

@@ -1,4 +1,5 @@
 """What MMEngine's Runner calls."""
 from .hooks import ReparameterizeHook
+from .metrics import DumpSegResults
 
-__all__ = ['ReparameterizeHook']
+__all__ = ['DumpSegResults', 'ReparameterizeHook']
