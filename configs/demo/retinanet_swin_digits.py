@@ -70,7 +70,7 @@ val_evaluator = dict(
     ann_file=data_root + 'annotations/instances_val2017.json')
 test_evaluator = val_evaluator
 
-max_epochs = 6
+max_epochs = 5
 train_cfg = dict(max_epochs=max_epochs, val_interval=max_epochs)
 param_scheduler = [
     dict(
