@@ -17,7 +17,7 @@ FONT = cv2.FONT_HERSHEY_SIMPLEX
 def draw_detections(predictions: Sequence[dict],
                     ground_truth: Dict[int, List[Tuple[Sequence[float], int]]],
                     title: str,
-                    score_thr: float = 0.3,
+                    score_thr: float = 0.5,
                     columns: int = 4,
                     tile: int = 400) -> np.ndarray:
     """A grid of scenes with predicted boxes (and masks), and the true boxes in thin white.
@@ -38,7 +38,9 @@ def draw_detections(predictions: Sequence[dict],
     for prediction in predictions:
         image, scale = _read(prediction['img_path'], tile)
         instances = prediction['pred_instances']
-        keep = [i for i, s in enumerate(instances['scores']) if float(s) >= score_thr]
+        scores = np.asarray(instances['scores'])
+        # The most certain ones come last, so that they lie on top.
+        keep = [i for i in scores.argsort(kind='stable') if scores[i] >= score_thr]
         labels = [int(instances['labels'][i]) for i in keep]
         if 'masks' in instances:
             for i, label in zip(keep, labels):
@@ -54,10 +56,11 @@ def draw_detections(predictions: Sequence[dict],
             _rectangle(image, box, WHITE, 1)
         # Names come last, so that no box runs through one.
         for i, box, label in zip(keep, boxes, labels):
-            text = f'{DIGITS[label]} {float(instances["scores"][i]):.2f}'
+            text = f'{DIGITS[label]} {scores[i]:.2f}'
             _label(image, text, box, COLOURS[label])
         tiles.append(image)
-    legend = [('prediction: class and score', COLOURS[0]), ('ground truth', WHITE)]
+    legend = [(f'prediction, class and score (at least {score_thr:g})', COLOURS[0]),
+              ('ground truth', WHITE)]
     return _page(tiles, columns, title, legend)
 
 
