@@ -22,7 +22,7 @@ def clear_errors(*kinds: type) -> Iterator[None]:
             to; while a program sets up, ``Exception`` is a good choice.
     """
     kinds = kinds or (CheckpointError, ImportError, OSError, ValueError)
-    signal.signal(signal.SIGTERM, _exit)
+    before = signal.signal(signal.SIGTERM, _exit)
     try:
         yield
     except kinds as error:
@@ -32,3 +32,5 @@ def clear_errors(*kinds: type) -> Iterator[None]:
         if not isinstance(error, (CheckpointError, OSError, ValueError)):
             text = f'{type(error).__name__}: {text}'
         sys.exit(f'error: {text} (REPA_MM_TRACEBACK=1 shows where)')
+    finally:
+        signal.signal(signal.SIGTERM, before)
