@@ -71,7 +71,7 @@ val_dataloader = dict(
     dataset=dict(pipeline=test_pipeline, **dataset))
 test_dataloader = val_dataloader
 
-max_iters = 750
+max_iters = 700
 train_cfg = dict(max_iters=max_iters, val_interval=max_iters)
 param_scheduler = [
     dict(
@@ -79,7 +79,7 @@ param_scheduler = [
     dict(
         type='CosineAnnealingLR', by_epoch=False, begin=0, end=max_iters)
 ]
-optim_wrapper = dict(optimizer=dict(lr=1e-3, weight_decay=0.05))
+optim_wrapper = dict(optimizer=dict(lr=2e-3, weight_decay=0.05))
 
 default_hooks = dict(
     logger=dict(interval=30),
