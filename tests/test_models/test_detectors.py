@@ -34,7 +34,6 @@ def test_merge_is_exact(name, options, randomize, relative_error):
     pytest.importorskip(scope)
     cfg = load_config(repa_mm.config_path(name), options)
     model = init_model(cfg)
-    model.init_weights() if scope == 'mmpretrain' else None
     randomize(model.backbone)
     deployed = repa_mm.reparameterize(model)
     height, width = (224, 224) if scope == 'mmpretrain' else (180, 260)
