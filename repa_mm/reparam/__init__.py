@@ -2,10 +2,11 @@
 from .ffn import (ChannelIdleFFN, CheckpointError, DeployForm, MergedFFN,
                   TrainingForm, num_active_channels)
 from .model import (check_state_dict, has_deploy_form, is_reparameterized,
-                    reparameterize, unwrap)
+                    reparameterize, set_training_path, unwrap)
 
 __all__ = [
     'ChannelIdleFFN', 'CheckpointError', 'DeployForm', 'MergedFFN',
     'TrainingForm', 'check_state_dict', 'has_deploy_form',
-    'is_reparameterized', 'num_active_channels', 'reparameterize', 'unwrap'
+    'is_reparameterized', 'num_active_channels', 'reparameterize',
+    'set_training_path', 'unwrap'
 ]

@@ -16,6 +16,8 @@ from typing import Optional, Union
 import torch
 import torch.nn as nn
 
+from .folded import choose_path, folded_forward, recomputing
+
 _NORMS = {
     'BN': nn.BatchNorm1d,
     'BN1d': nn.BatchNorm1d,
@@ -50,14 +52,22 @@ def num_active_channels(feedforward_channels: int, idle_ratio: float) -> int:
 
 def _build_activation(act_cfg: Union[dict, nn.Module]) -> nn.Module:
     if isinstance(act_cfg, nn.Module):
-        return act_cfg
+        return _not_inplace(act_cfg)
     kwargs = dict(act_cfg)
     name = kwargs.pop('type')
     layer = getattr(nn, name, None) if isinstance(name, str) else name
     if not (isinstance(layer, type) and issubclass(layer, nn.Module)):
         raise ValueError(f'act_cfg type {name!r} is neither the name of an '
                          'activation in torch.nn nor a module class')
-    return layer(**kwargs)
+    return _not_inplace(layer(**kwargs))
+
+
+def _not_inplace(act: nn.Module) -> nn.Module:
+    # The input is a part of the hidden channels, and is needed again in the
+    # backward pass.
+    if getattr(act, 'inplace', False):
+        act.inplace = False
+    return act
 
 
 def _build_norm(norm_cfg: dict, num_features: int) -> nn.Module:
@@ -216,10 +226,17 @@ class ChannelIdleFFN(TrainingForm):
         layer_scale_init_value (float): Initial value of the layer scale; 0 for
             none. Defaults to 0.
 
+    In training mode the idle channels are not computed where that is faster,
+    see :mod:`repa_mm.reparam.folded`: outputs, gradients and running
+    statistics are the same. ``training_path`` ('auto', 'literal' or 'folded')
+    forces one or the other.
+
     Raises:
         ValueError: If the idle ratio is not in [0, 1], or the activation or
             the norm is unknown.
     """
+
+    training_path = 'auto'
 
     def __init__(self,
                  embed_dims: int,
@@ -249,7 +266,7 @@ class ChannelIdleFFN(TrainingForm):
     def forward(self,
                 x: torch.Tensor,
                 identity: Optional[torch.Tensor] = None) -> torch.Tensor:
-        """Eq. 3 of the paper, literally.
+        """Eq. 3 of the paper.
 
         Args:
             x (torch.Tensor): Tokens of shape (B, L, C), not normalized.
@@ -260,6 +277,29 @@ class ChannelIdleFFN(TrainingForm):
             torch.Tensor: Of the shape of x.
         """
         _check_input(self, x, identity)
+        if not self.training:
+            return self.forward_literal(x)
+        num_tokens = x.numel() // self.embed_dims
+        if choose_path(self, num_tokens) == 'folded':
+            return folded_forward(self, x)
+        if not recomputing():
+            return self.forward_literal(x)
+        statistics = [(b, b.clone()) for b in self.buffers()]
+        y = self.forward_literal(x)
+        with torch.no_grad():
+            for buffer, value in statistics:
+                buffer.copy_(value)
+        return y
+
+    def forward_literal(self, x: torch.Tensor) -> torch.Tensor:
+        """Eq. 3 of the paper, literally: what every other path must equal.
+
+        Args:
+            x (torch.Tensor): Tokens of shape (B, L, C).
+
+        Returns:
+            torch.Tensor: Of the shape of x.
+        """
         u = self.norm1(x.reshape(-1, self.embed_dims))
         h = self.fc1(u)
         active, idle = h.tensor_split([self.num_active], dim=1)

@@ -3,8 +3,8 @@ import copy
 
 import torch.nn as nn
 
-from .ffn import (CheckpointError, DeployForm, TrainingForm, _of_deploy_form,
-                  check_weights)
+from .ffn import (ChannelIdleFFN, CheckpointError, DeployForm, TrainingForm,
+                  _of_deploy_form, check_weights)
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -25,6 +25,29 @@ def unwrap(model: nn.Module) -> nn.Module:
             model = model._orig_mod
         else:
             return model
+
+
+def set_training_path(model: nn.Module, path: str) -> nn.Module:
+    """Choose how the channel-idle FFNs of a model compute in training mode.
+
+    Args:
+        model (nn.Module): Any model with channel-idle FFNs.
+        path (str): 'auto' (by shape), 'literal' (eq. 3 of the paper as it
+            stands) or 'folded' (see :mod:`repa_mm.reparam.folded`).
+
+    Returns:
+        nn.Module: The same model.
+
+    Raises:
+        ValueError: If the path is unknown.
+    """
+    if path not in ('auto', 'literal', 'folded'):
+        raise ValueError("path must be 'auto', 'literal' or 'folded', but got "
+                         f'{path!r}')
+    for module in model.modules():
+        if isinstance(module, ChannelIdleFFN):
+            module.training_path = path
+    return model
 
 
 def has_deploy_form(model: nn.Module) -> bool:

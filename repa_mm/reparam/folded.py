@@ -1,0 +1,379 @@
+"""Folded training: an FFN's idle channels, trained without computing them.
+
+The idle channels of a :class:`~repa_mm.reparam.ChannelIdleFFN` are linear in
+x during training too, and the batch statistics of a linear map follow from
+the mean and the covariance of its input. So the (N, H - A) idle activations,
+the largest tensor of the block, never have to exist: outputs, gradients and
+running statistics are those of eq. 3, at nearly the cost of the merged form.
+
+Symbols as in :mod:`repa_mm.reparam.ffn`; c marks what is centred over the
+tokens, and for the idle rows I of the first linear map
+
+    mu = mean(x), S = xc^T xc / N, s1 = gamma1 / sqrt(diag(S) + eps),
+    B = W_in,I diag(s1), var(h_I) = diag(B S B^T), s2 as s1 from var(h),
+    L = W_out,I diag(s2,I) B                                       (C x C),
+    z = xc L^T + ac V_A^T + b_out + W_out beta2,   V_A = W_out,A diag(s2,A).
+"""
+from typing import Optional, Tuple
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+
+_ACTIVATION_BACKWARD = {
+    nn.GELU:
+    lambda act, grad, h: torch.ops.aten.gelu_backward(
+        grad, h, approximate=act.approximate),
+    nn.ReLU:
+    lambda act, grad, h: torch.ops.aten.threshold_backward(grad, h, 0),
+    nn.SiLU:
+    lambda act, grad, h: torch.ops.aten.silu_backward(grad, h),
+}
+
+
+def _activation_backward(act: nn.Module, grad: torch.Tensor,
+                         h: torch.Tensor) -> torch.Tensor:
+    if type(act) in _ACTIVATION_BACKWARD:
+        return _ACTIVATION_BACKWARD[type(act)](act, grad, h)
+    with torch.enable_grad():
+        h = h.detach().requires_grad_()
+        return torch.autograd.grad(act(h), h, grad)[0]
+
+
+class _Branch(torch.autograd.Function):
+    """z = x L^T + act(x W^T + b) V^T + c, (N, C), keeping x and the
+    pre-activation for the backward pass, and not the activation."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, linear, out_weight, out_bias, act):
+        h = torch.addmm(bias, x, weight.t())
+        z = torch.addmm(out_bias, x, linear.t())
+        z.addmm_(act(h), out_weight.t())
+        ctx.save_for_backward(x, h, weight, linear, out_weight)
+        ctx.act = act
+        return z
+
+    @staticmethod
+    def backward(ctx, dz):
+        x, h, weight, linear, out_weight = ctx.saved_tensors
+        d_linear = dz.t() @ x
+        d_out_weight = dz.t() @ ctx.act(h)
+        dh = _activation_backward(ctx.act, dz @ out_weight, h)
+        dx = None
+        if ctx.needs_input_grad[0]:
+            dx = (dz @ linear).addmm_(dh, weight)
+        return (dx, dh.t() @ x, dh.sum(0), d_linear, d_out_weight, dz.sum(0),
+                None)
+
+
+class _NormalizedBranch(torch.autograd.Function):
+    """z with both norms in training mode; see the module's docstring.
+
+    Returns z (x + z with ``shortcut``), mean and biased variance of both norms'
+    inputs, and the number of tokens that they were taken over.
+    """
+
+    @staticmethod
+    def forward(ctx, x, w_in, b_in, w_out, b_out, gamma1, beta1, gamma2, beta2,
+                num_active, act, eps1, eps2, shortcut, dtype, group):
+        acc = w_in.dtype
+        x = x.to(acc)
+        w_in_a, w_in_i = w_in.tensor_split([num_active])
+        w_out_a, w_out_i = w_out.tensor_split([num_active], dim=1)
+        gamma2_a, gamma2_i = gamma2.tensor_split([num_active])
+
+        count = _total(x.new_full((1, ), x.shape[0]), group)
+        mean1 = _total(x.sum(0), group) / count
+        xc = x - mean1
+        cov = _total(xc.t() @ xc, group) / count
+        var1 = cov.diagonal()
+        r1 = (var1 + eps1).rsqrt()
+        s1 = gamma1 * r1
+
+        b1 = b_in + w_in @ beta1
+        b = w_in_i * s1
+        var_i = ((b @ cov) * b).sum(1).clamp_min(0)
+        r2_i = (var_i + eps2).rsqrt()
+        linear = (w_out_i * (gamma2_i * r2_i)) @ b
+
+        xc = xc.to(dtype)
+        h = torch.addmm(b1[:num_active].to(dtype), xc,
+                        (w_in_a * s1).t().to(dtype))
+        a = act(h).to(acc)
+        mean_a = _total(a.sum(0), group) / count
+        a = a - mean_a
+        var_a = _total((a * a).sum(0), group) / count
+        r2_a = (var_a + eps2).rsqrt()
+
+        const = b_out + w_out @ beta2
+        if shortcut:
+            linear = linear.clone()
+            linear.diagonal().add_(1)
+            const = const + mean1
+        z = torch.addmm(const.to(dtype), xc, linear.t().to(dtype))
+        z.addmm_(a.to(dtype), (w_out_a * (gamma2_a * r2_a)).t().to(dtype))
+
+        mean2 = torch.cat([mean_a, b1[num_active:]])
+        var2 = torch.cat([var_a, var_i])
+        ctx.save_for_backward(xc, h, w_in, w_out, gamma1, beta1, gamma2, beta2,
+                              count, cov, r1, mean_a, r2_a, r2_i, linear)
+        ctx.num_active, ctx.act = num_active, act
+        ctx.shortcut, ctx.group = shortcut, group
+        ctx.mark_non_differentiable(mean1, var1, mean2, var2, count)
+        return z, mean1, var1, mean2, var2, count
+
+    @staticmethod
+    def backward(ctx, dz, *_):
+        (xc, h, w_in, w_out, gamma1, beta1, gamma2, beta2, count, cov, r1,
+         mean_a, r2_a, r2_i, linear) = ctx.saved_tensors
+        num_active, act, group = ctx.num_active, ctx.act, ctx.group
+        dtype, acc = xc.dtype, w_in.dtype
+        w_in_a, w_in_i = w_in.tensor_split([num_active])
+        w_out_a, w_out_i = w_out.tensor_split([num_active], dim=1)
+        gamma2_a, gamma2_i = gamma2.tensor_split([num_active])
+        s1, s2_a, s2_i = gamma1 * r1, gamma2_a * r2_a, gamma2_i * r2_i
+        b, v_a = w_in_i * s1, w_out_a * s2_a
+        dz = dz.to(dtype)
+
+        # Through the second product, and the norm of the active channels.
+        db2 = dz.sum(0, dtype=acc)
+        a = (act(h).to(acc) - mean_a).to(dtype)
+        d_linear = (dz.t() @ xc).to(acc)
+        dv_a = (dz.t() @ a).to(acc)
+        ds2_a = (dv_a * w_out_a).sum(0)
+        dvar_a = ds2_a * gamma2_a * r2_a**3 * -0.5
+        # What comes from the batch statistics concerns all tokens of all
+        # processes; what goes to the parameters is this process' share.
+        dvar_all, db2_all = _total(torch.cat([dvar_a, db2]),
+                                   group).tensor_split([num_active])
+        dh = torch.addmm((-(db2_all @ v_a) / count).to(dtype), dz,
+                         v_a.to(dtype))
+        dh = dh.addcmul_(a, (2 * dvar_all / count).to(dtype))
+        del a
+        dh = _activation_backward(act, dh, h)
+
+        # Through the first product.
+        d_a = (dh.t() @ xc).to(acc)
+        db1 = dh.sum(0, dtype=acc)
+        dv_i = d_linear @ b.t()
+        ds2_i = (dv_i * w_out_i).sum(0)
+        dvar_i = ds2_i * gamma2_i * r2_i**3 * -0.5
+        db = (w_out_i * s2_i).t() @ d_linear
+        db.addmm_(b * (2 * dvar_i)[:, None], cov)
+        ds1 = (d_a * w_in_a).sum(0) + (db * w_in_i).sum(0)
+        dcov = b.t() @ (b * dvar_i[:, None])
+        dcov.diagonal().add_(ds1 * gamma1 * r1**3 * -0.5)
+
+        dx = None
+        if ctx.needs_input_grad[0]:
+            w_a = w_in_a * s1
+            mean = db2_all @ linear + _total(db1, group) @ w_a
+            if ctx.shortcut:  # which is not centred
+                mean = mean - db2_all
+            dcov = _total(dcov, group) * (2 / count)
+            dx = torch.addmm((-mean / count).to(dtype), dz, linear.to(dtype))
+            dx.addmm_(dh, w_a.to(dtype)).addmm_(xc, dcov.to(dtype))
+
+        dw_in = torch.cat([
+            torch.addr(d_a * s1, db1, beta1),
+            db * s1,
+        ])
+        db_in = torch.cat([db1, db1.new_zeros(len(w_in_i))])
+        dw_out = torch.addr(
+            torch.cat([dv_a * s2_a, dv_i * s2_i], dim=1), db2, beta2)
+        dgamma2 = torch.cat([ds2_a * r2_a, ds2_i * r2_i])
+        return (dx, dw_in, db_in, dw_out, db2, ds1 * r1, db1 @ w_in_a, dgamma2,
+                db2 @ w_out, None, None, None, None, None, None, None)
+
+
+def _statistics(norm: nn.Module) -> Optional[str]:
+    """Where a norm's statistics come from: 'batch', 'running', or 'token'.
+
+    None for a norm whose statistics this module does not know.
+    """
+    if isinstance(norm, (nn.LayerNorm, nn.Identity)):
+        return 'token'
+    if not isinstance(norm, (nn.BatchNorm1d, nn.SyncBatchNorm)):
+        return None
+    if norm.training or norm.running_mean is None:
+        return 'batch'
+    return 'running'
+
+
+def _group(norm: nn.Module):
+    """The processes that share a norm's batch statistics, None for one."""
+    if (isinstance(norm, nn.SyncBatchNorm) and norm.training
+            and dist.is_available() and dist.is_initialized()):
+        group = norm.process_group or dist.group.WORLD
+        if dist.get_world_size(group) > 1:
+            return group
+    return None
+
+
+def choose_path(ffn: nn.Module, num_tokens: int) -> str:
+    """'folded' or 'literal', whichever is faster for so many tokens.
+
+    Raises:
+        ValueError: If ``ffn.training_path`` asks for folded training and the
+            FFN is in a state that only eq. 3 itself describes.
+    """
+    if ffn.training_path not in ('auto', 'literal', 'folded'):
+        raise ValueError("training_path must be 'auto', 'literal' or 'folded',"
+                         f' but got {ffn.training_path!r}')
+    statistics = _statistics(ffn.norm1), _statistics(ffn.norm2)
+    foldable = (
+        statistics in (('batch', 'batch'), ('running', 'running'),
+                       ('token', 'token'))
+        and next(ffn.act.parameters(), None) is None)
+    # One token has no variance; torch's own message about it is good.
+    if ffn.training_path == 'literal' or (statistics[0] == 'batch'
+                                          and num_tokens < 2):
+        return 'literal'
+    if ffn.training_path == 'folded':
+        if not foldable:
+            raise ValueError(
+                'folded training needs an activation without parameters, and '
+                'two norms of torch.nn in the same mode (both train or both '
+                "eval): set training_path='auto'")
+        return 'folded'
+    if not foldable:
+        return 'literal'
+    # Ranks with other numbers of tokens must take the same path.
+    if _group(ffn.norm1) is not None:
+        return 'folded'
+    # Multiply-adds of forward and backward, divided by C.
+    num_channels, num_hidden = ffn.embed_dims, ffn.feedforward_channels
+    num_idle = num_hidden - ffn.num_active
+    small = (3 + 2 * (statistics[0] == 'batch')) * num_idle * num_channels
+    folded = num_tokens * (
+        (3 + 2 * (statistics[0] == 'batch')) * num_channels +
+        6 * ffn.num_active) + small
+    return 'folded' if folded < 6 * num_tokens * num_hidden else 'literal'
+
+
+def folded_forward(ffn: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """What :meth:`ChannelIdleFFN.forward_literal` returns, folded.
+
+    Args:
+        ffn (ChannelIdleFFN): In training mode; :func:`choose_path` said
+            'folded'.
+        x (torch.Tensor): Tokens of shape (B, L, C).
+
+    Returns:
+        torch.Tensor: Of the shape of x.
+    """
+    dtype = _autocast_dtype(x.device.type) or x.dtype
+    # Statistics and everything of the size of a weight in single precision
+    # at least; products with the tokens in what autocast asks for.
+    acc = torch.promote_types(dtype, torch.float32)
+    shortcut = (
+        not isinstance(ffn.norm1, nn.LayerNorm)
+        and ffn.dropout_layer.drop_prob == 0. and dtype == x.dtype == acc)
+    tokens = x.reshape(-1, ffn.embed_dims)
+    with torch.autocast(x.device.type, enabled=False):
+        w_out, b_out = ffn.fc2.weight.to(acc), ffn.fc2.bias.to(acc)
+        if ffn.layer_scale is not None:
+            g = ffn.layer_scale.to(acc)
+            w_out, b_out = g[:, None] * w_out, g * b_out
+        weights = (ffn.fc1.weight.to(acc), ffn.fc1.bias.to(acc), w_out, b_out)
+        if _statistics(ffn.norm1) == 'batch':
+            z, mean1, var1, mean2, var2, count = _NormalizedBranch.apply(
+                tokens, *weights, *_affine(ffn.norm1, weights[0]),
+                *_affine(ffn.norm2, w_out), ffn.num_active, ffn.act,
+                ffn.norm1.eps, ffn.norm2.eps, shortcut, dtype,
+                _group(ffn.norm1))
+            if not recomputing():
+                _track(ffn.norm1, mean1, var1, count)
+                _track(ffn.norm2, mean2, var2, count)
+        else:
+            if isinstance(ffn.norm1, nn.LayerNorm):
+                tokens = ffn.norm1(tokens)
+            z = _Branch.apply(
+                tokens.to(dtype),
+                *(w.to(dtype) for w in _merge(ffn, *weights, shortcut)),
+                ffn.act)
+    z = z.view(x.shape)
+    return z if shortcut else x + ffn.dropout_layer(z)
+
+
+def _merge(ffn, w_in, b_in, w_out, b_out, shortcut):
+    """Weights of :class:`_Branch`, by operations that autograd can follow."""
+    if _statistics(ffn.norm1) == 'running':
+        s1, t1 = _scale_and_shift(ffn.norm1, w_in)
+        s2, t2 = _scale_and_shift(ffn.norm2, w_out)
+        w_in, b_in = w_in * s1, b_in + w_in @ t1
+        w_out, b_out = w_out * s2, b_out + w_out @ t2
+    num_active = ffn.num_active
+    linear = w_out[:, num_active:] @ w_in[num_active:]
+    if shortcut:
+        linear = linear + torch.eye(
+            len(linear), dtype=linear.dtype, device=linear.device)
+    return (w_in[:num_active], b_in[:num_active], linear,
+            w_out[:, :num_active],
+            b_out + w_out[:, num_active:] @ b_in[num_active:])
+
+
+def _affine(norm: nn.Module, like: torch.Tensor):
+    """gamma and beta of a BatchNorm whose input has ``like``'s columns."""
+    if norm.affine:
+        return norm.weight.to(like), norm.bias.to(like)
+    return like.new_ones(like.shape[1]), like.new_zeros(like.shape[1])
+
+
+def _scale_and_shift(norm: nn.Module, like: torch.Tensor):
+    gamma, beta = _affine(norm, like)
+    s = gamma * (norm.running_var.to(like) + norm.eps).rsqrt()
+    return s, beta - s * norm.running_mean.to(like)
+
+
+@torch.no_grad()
+def _track(norm: nn.Module, mean: torch.Tensor, var: torch.Tensor,
+           count: torch.Tensor) -> None:
+    """Update running statistics as torch's BatchNorm does."""
+    if not (norm.training and norm.track_running_stats):
+        return
+    norm.num_batches_tracked.add_(1)
+    momentum = norm.momentum
+    if momentum is None:
+        momentum = 1 / float(norm.num_batches_tracked)
+    var = var * (count / (count - 1))
+    norm.running_mean.lerp_(mean.to(norm.running_mean), momentum)
+    norm.running_var.lerp_(var.to(norm.running_var), momentum)
+
+
+def recomputing() -> bool:
+    """Whether this forward pass repeats an earlier one, for its backward.
+
+    Activation checkpointing runs a block's forward pass a second time inside
+    the backward pass; a batch must not be counted twice for that.
+    """
+    if torch.jit.is_tracing() or is_compiling():
+        return False
+    return torch._C._current_graph_task_id() != -1
+
+
+def is_compiling() -> bool:
+    """Whether ``torch.compile`` or ``torch.export`` is tracing."""
+    compiler = getattr(torch, 'compiler', None)
+    return hasattr(compiler, 'is_compiling') and compiler.is_compiling()
+
+
+def _total(tensor: torch.Tensor, group) -> torch.Tensor:
+    """Sum over the processes whose statistics are synchronized."""
+    if group is not None:
+        tensor = tensor.contiguous()
+        dist.all_reduce(tensor, group=group)
+    return tensor
+
+
+def _autocast_dtype(device_type: str) -> Optional[torch.dtype]:
+    """What matrix products are computed in under autocast, None outside."""
+    if hasattr(torch, 'get_autocast_dtype'):
+        if torch.is_autocast_enabled(device_type):
+            return torch.get_autocast_dtype(device_type)
+    elif device_type == 'cpu':
+        if torch.is_autocast_cpu_enabled():
+            return torch.get_autocast_cpu_dtype()
+    elif torch.is_autocast_enabled():
+        return torch.get_autocast_gpu_dtype()
+    return None
