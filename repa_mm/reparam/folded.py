@@ -92,7 +92,8 @@ class _NormalizedBranch(torch.autograd.Function):
 
         b1 = b_in + w_in @ beta1
         b = w_in_i * s1
-        var_i = ((b @ cov) * b).sum(1).clamp_min(0)
+        b_cov = b @ cov
+        var_i = (b_cov * b).sum(1).clamp_min(0)
         r2_i = (var_i + eps2).rsqrt()
         linear = (w_out_i * (gamma2_i * r2_i)) @ b
 
@@ -116,7 +117,7 @@ class _NormalizedBranch(torch.autograd.Function):
         mean2 = torch.cat([mean_a, b1[num_active:]])
         var2 = torch.cat([var_a, var_i])
         ctx.save_for_backward(xc, h, w_in, w_out, gamma1, beta1, gamma2, beta2,
-                              count, cov, r1, mean_a, r2_a, r2_i, linear)
+                              count, b_cov, r1, mean_a, r2_a, r2_i, linear)
         ctx.num_active, ctx.act = num_active, act
         ctx.shortcut, ctx.group = shortcut, group
         ctx.mark_non_differentiable(mean1, var1, mean2, var2, count)
@@ -124,7 +125,7 @@ class _NormalizedBranch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dz, *_):
-        (xc, h, w_in, w_out, gamma1, beta1, gamma2, beta2, count, cov, r1,
+        (xc, h, w_in, w_out, gamma1, beta1, gamma2, beta2, count, b_cov, r1,
          mean_a, r2_a, r2_i, linear) = ctx.saved_tensors
         num_active, act, group = ctx.num_active, ctx.act, ctx.group
         dtype, acc = xc.dtype, w_in.dtype
@@ -159,7 +160,7 @@ class _NormalizedBranch(torch.autograd.Function):
         ds2_i = (dv_i * w_out_i).sum(0)
         dvar_i = ds2_i * gamma2_i * r2_i**3 * -0.5
         db = (w_out_i * s2_i).t() @ d_linear
-        db.addmm_(b * (2 * dvar_i)[:, None], cov)
+        db.addcmul_(b_cov, (2 * dvar_i)[:, None])
         ds1 = (d_a * w_in_a).sum(0) + (db * w_in_i).sum(0)
         dcov = b.t() @ (b * dvar_i[:, None])
         dcov.diagonal().add_(ds1 * gamma1 * r1**3 * -0.5)
