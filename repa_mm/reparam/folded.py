@@ -83,8 +83,8 @@ class _NormalizedBranch(torch.autograd.Function):
         gamma2_a, gamma2_i = gamma2.tensor_split([num_active])
 
         count = _total(x.new_full((1, ), x.shape[0]), group)
-        mean1 = _total(x.sum(0), group) / count
-        xc = x - mean1
+        mean1, rest, xc = _centre(x, count, group)
+        mean1 = mean1 + rest
         cov = _total(xc.t() @ xc, group) / count
         var1 = cov.diagonal()
         r1 = (var1 + eps1).rsqrt()
@@ -100,9 +100,7 @@ class _NormalizedBranch(torch.autograd.Function):
         xc = xc.to(dtype)
         h = torch.addmm(b1[:num_active].to(dtype), xc,
                         (w_in_a * s1).t().to(dtype))
-        a = act(h).to(acc)
-        mean_a = _total(a.sum(0), group) / count
-        a = a - mean_a
+        mean_a, rest, a = _centre(act(h).to(acc), count, group)
         var_a = _total((a * a).sum(0), group) / count
         r2_a = (var_a + eps2).rsqrt()
 
@@ -114,10 +112,10 @@ class _NormalizedBranch(torch.autograd.Function):
         z = torch.addmm(const.to(dtype), xc, linear.t().to(dtype))
         z.addmm_(a.to(dtype), (w_out_a * (gamma2_a * r2_a)).t().to(dtype))
 
-        mean2 = torch.cat([mean_a, b1[num_active:]])
+        mean2 = torch.cat([mean_a + rest, b1[num_active:]])
         var2 = torch.cat([var_a, var_i])
         ctx.save_for_backward(xc, h, w_in, w_out, gamma1, beta1, gamma2, beta2,
-                              count, b_cov, r1, mean_a, r2_a, r2_i, linear)
+                              count, b_cov, r1, mean_a, rest, r2_a, r2_i, linear)
         ctx.num_active, ctx.act = num_active, act
         ctx.shortcut, ctx.group = shortcut, group
         ctx.mark_non_differentiable(mean1, var1, mean2, var2, count)
@@ -126,7 +124,7 @@ class _NormalizedBranch(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dz, *_):
         (xc, h, w_in, w_out, gamma1, beta1, gamma2, beta2, count, b_cov, r1,
-         mean_a, r2_a, r2_i, linear) = ctx.saved_tensors
+         mean_a, rest, r2_a, r2_i, linear) = ctx.saved_tensors
         num_active, act, group = ctx.num_active, ctx.act, ctx.group
         dtype, acc = xc.dtype, w_in.dtype
         w_in_a, w_in_i = w_in.tensor_split([num_active])
@@ -138,20 +136,19 @@ class _NormalizedBranch(torch.autograd.Function):
 
         # Through the second product, and the norm of the active channels.
         db2 = dz.sum(0, dtype=acc)
-        a = (act(h).to(acc) - mean_a).to(dtype)
+        a = (act(h).to(acc) - mean_a).sub_(rest)
         d_linear = (dz.t() @ xc).to(acc)
-        dv_a = (dz.t() @ a).to(acc)
+        dv_a = (dz.t() @ a.to(dtype)).to(acc)
         ds2_a = (dv_a * w_out_a).sum(0)
         dvar_a = ds2_a * gamma2_a * r2_a**3 * -0.5
+        dh = (dz @ v_a.to(dtype)).to(acc)
         # What comes from the batch statistics concerns all tokens of all
         # processes; what goes to the parameters is this process' share.
-        dvar_all, db2_all = _total(torch.cat([dvar_a, db2]),
-                                   group).tensor_split([num_active])
-        dh = torch.addmm((-(db2_all @ v_a) / count).to(dtype), dz,
-                         v_a.to(dtype))
-        dh = dh.addcmul_(a, (2 * dvar_all / count).to(dtype))
+        mean, dvar_all = _total(torch.stack([dh.sum(0), dvar_a]),
+                                group) / count
+        dh.sub_(mean).addcmul_(a, 2 * dvar_all)
         del a
-        dh = _activation_backward(act, dh, h)
+        dh = _activation_backward(act, dh.to(dtype), h)
 
         # Through the first product.
         d_a = (dh.t() @ xc).to(acc)
@@ -168,12 +165,14 @@ class _NormalizedBranch(torch.autograd.Function):
         dx = None
         if ctx.needs_input_grad[0]:
             w_a = w_in_a * s1
-            mean = db2_all @ linear + _total(db1, group) @ w_a
-            if ctx.shortcut:  # which is not centred
-                mean = mean - db2_all
             dcov = _total(dcov, group) * (2 / count)
-            dx = torch.addmm((-mean / count).to(dtype), dz, linear.to(dtype))
+            dx = dz @ linear.to(dtype)
             dx.addmm_(dh, w_a.to(dtype)).addmm_(xc, dcov.to(dtype))
+            dx = dx.to(acc)
+            mean = dx.sum(0)
+            if ctx.shortcut:  # which is not centred
+                mean = mean - db2
+            dx.sub_(_total(mean, group) / count)
 
         dw_in = torch.cat([
             torch.addr(d_a * s1, db1, beta1),
@@ -237,7 +236,9 @@ def choose_path(ffn: nn.Module, num_tokens: int) -> str:
                 'two norms of torch.nn in the same mode (both train or both '
                 "eval): set training_path='auto'")
         return 'folded'
-    if not foldable:
+    # Autograd inside of a backward pass cannot be compiled.
+    if not foldable or (is_compiling()
+                        and type(ffn.act) not in _ACTIVATION_BACKWARD):
         return 'literal'
     # Ranks with other numbers of tokens must take the same path.
     if _group(ffn.norm1) is not None:
@@ -359,10 +360,22 @@ def is_compiling() -> bool:
     return hasattr(compiler, 'is_compiling') and compiler.is_compiling()
 
 
+def _centre(x: torch.Tensor, count: torch.Tensor, group):
+    """Column means of x in two parts, and x without them.
+
+    The mean of what the first part leaves makes up for its rounding, which
+    otherwise counts where a mean is large against its standard deviation.
+    """
+    mean = _total(x.sum(0), group) / count
+    xc = x - mean
+    rest = _total(xc.sum(0), group) / count
+    return mean, rest, xc.sub_(rest)
+
+
 def _total(tensor: torch.Tensor, group) -> torch.Tensor:
     """Sum over the processes whose statistics are synchronized."""
     if group is not None:
-        tensor = tensor.contiguous()
+        tensor = tensor.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(tensor, group=group)
     return tensor
 

@@ -1,0 +1,351 @@
+"""Folded training against eq. 3: outputs, gradients, running statistics."""
+import copy
+import socket
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+import torch.nn as nn
+from torch.utils.checkpoint import checkpoint
+
+from repa_mm.reparam import ChannelIdleFFN, set_training_path
+from repa_mm.reparam.folded import choose_path
+
+
+def step(ffn, x, path, seed=1):
+    """Everything that one step of training yields."""
+    ffn = set_training_path(copy.deepcopy(ffn), path)
+    x = x.clone().requires_grad_()
+    torch.manual_seed(seed)
+    y = ffn(x)
+    target = torch.arange(y.numel()).double().sin().to(y).view_as(y)
+    (y * target + y**2).sum().backward()
+    return results(ffn, y, x)
+
+
+def results(ffn, y, x):
+    found = {'y': y, 'x.grad': x.grad}
+    found.update((f'{name}.grad', p.grad) for name, p in ffn.named_parameters()
+                 if p.grad is not None)
+    found.update(ffn.named_buffers())
+    # A BatchNorm takes off whatever the idle biases add, and at idle ratio 1
+    # what beta1 does (all is linear): zero, but for rounding.
+    found['fc1.bias.grad'] = found['fc1.bias.grad'][:ffn.num_active]
+    if isinstance(ffn.act, nn.Identity):
+        del found['fc1.bias.grad']
+    is_linear = ffn.num_active == 0 or isinstance(ffn.act, nn.Identity)
+    if is_linear and ffn.norm1.training:
+        found.pop('norm1.bias.grad', None)
+    return {
+        name: value.detach().double()
+        for name, value in found.items() if value.numel()
+    }
+
+
+def worst(actual, expected):
+    assert actual.keys() == expected.keys()
+    errors = {
+        k: ((actual[k] - expected[k]).norm() /
+            expected[k].norm().clamp_min(1e-30)).item()
+        for k in expected
+    }
+    print({k: f'{e:.1e}' for k, e in errors.items()})
+    return max(errors.values())
+
+
+@pytest.mark.parametrize('idle_ratio', [0, 0.1, 0.5, 2 / 3, 0.75, 0.9, 1])
+@pytest.mark.parametrize('norm', ['BN', 'SyncBN', 'LN', 'frozen'])
+@pytest.mark.parametrize('drop_path, layer_scale', [(0, 0), (0.4, 0.5)])
+@pytest.mark.parametrize('dtype, tolerance', [(torch.float32, 1e-5),
+                                              (torch.float64, 1e-10)])
+def test_equals_equation_3(idle_ratio, norm, drop_path, layer_scale, dtype,
+                           tolerance, randomize):
+    ffn = ChannelIdleFFN(
+        24,
+        72,
+        idle_ratio,
+        norm_cfg=dict(type='BN' if norm == 'frozen' else norm),
+        drop_path=drop_path,
+        layer_scale_init_value=layer_scale)
+    randomize(ffn).to(dtype).train()
+    if norm == 'frozen':
+        ffn.norm1.eval(), ffn.norm2.eval()
+    x = torch.randn(4, 50, 24, dtype=dtype) * 2 + 1
+    # In float64, where eq. 3 has no rounding error of its own.
+    exact = step(copy.deepcopy(ffn).double(), x.double(), 'literal')
+    assert worst(step(ffn, x, 'folded'), exact) < tolerance
+
+
+@pytest.mark.parametrize('act', [
+    dict(type='ReLU', inplace=True),
+    dict(type='SiLU'),
+    dict(type='GELU', approximate='tanh'),
+    dict(type='Hardswish'),
+    dict(type='Identity')
+])
+def test_activations(act, randomize):
+    ffn = randomize(ChannelIdleFFN(16, 64, act_cfg=act)).double().train()
+    x = torch.randn(2, 40, 16).double()
+    assert worst(step(ffn, x, 'folded'), step(ffn, x, 'literal')) < 1e-10
+
+
+@pytest.mark.parametrize('kwargs', [
+    dict(affine=False),
+    dict(momentum=None),
+    dict(momentum=0.3, eps=1e-2),
+    dict(track_running_stats=False),
+    dict(requires_grad=False),
+])
+def test_norm_options(kwargs, randomize):
+    ffn = ChannelIdleFFN(16, 64, norm_cfg=dict(type='BN', **kwargs))
+    randomize(ffn).double().train()
+    ffn.fc1.weight.requires_grad_('requires_grad' not in kwargs)
+    x = torch.randn(2, 40, 16).double()
+    assert worst(step(ffn, x, 'folded'), step(ffn, x, 'literal')) < 1e-10
+
+
+@pytest.mark.parametrize('case', [
+    'large means', 'tiny variances', 'large variances', 'constant channels',
+    'all constant', 'few tokens', 'one image', 'spread over magnitudes'
+])
+def test_hostile_values(case, randomize):
+    """As near to float64 as eq. 3 in float32 is, up to a small factor."""
+    ffn = randomize(ChannelIdleFFN(32, 128)).train()
+    x = torch.randn(4, 100, 32)
+    if case == 'large means':
+        x += 1000 * torch.randn(32)
+    elif case == 'tiny variances':
+        x *= 1e-4
+    elif case == 'large variances':
+        x *= 1e4
+    elif case == 'constant channels':
+        x[..., ::2] = torch.randn(16)
+    elif case == 'all constant':
+        x[:] = torch.randn(32)
+    elif case == 'few tokens':
+        x = x[:1, :33]
+    elif case == 'one image':
+        x = x[:1]
+    else:
+        x *= torch.logspace(-4, 4, 32)
+    exact = step(copy.deepcopy(ffn).double(), x.double(), 'literal')
+    literal, folded = step(ffn, x, 'literal'), step(ffn, x, 'folded')
+    scale = exact['y'].abs().max()
+    if case == 'all constant':
+        # Gradients are rounding noise, times 1 / sqrt(eps).
+        exact, literal, folded = ({'y': r['y']} for r in (exact, literal,
+                                                          folded))
+    assert all(torch.isfinite(value).all() for value in folded.values())
+    assert ((folded['y'] - exact['y']).abs().max() / scale) < 1e-5
+    assert worst(folded, exact) < 10 * worst(literal, exact) + 1e-5
+
+
+def test_statistics_of_training_reach_the_merged_form(randomize,
+                                                      relative_error):
+    ffn = randomize(ChannelIdleFFN(16, 64)).double().train()
+    optimizer = torch.optim.SGD(ffn.parameters(), lr=0.01)
+    set_training_path(ffn, 'folded')
+    for _ in range(5):
+        optimizer.zero_grad()
+        ffn(torch.randn(2, 60, 16).double() * 2 + 1).pow(2).sum().backward()
+        optimizer.step()
+    ffn.eval()
+    x = torch.randn(2, 60, 16).double()
+    assert relative_error(ffn.merge()(x), ffn(x)) < 1e-10
+
+
+def test_gradient_accumulation(randomize):
+    ffn = randomize(ChannelIdleFFN(16, 64)).double().train()
+    batches = [torch.randn(2, 40, 16).double() for _ in range(3)]
+    found = []
+    for path in ('folded', 'literal'):
+        model = set_training_path(copy.deepcopy(ffn), path)
+        for x in batches:
+            x = x.clone().requires_grad_()
+            y = model(x)
+            y.pow(3).sum().backward()
+        found.append(results(model, y, x))
+    assert worst(*found) < 1e-10
+
+
+@pytest.mark.parametrize('path', ['folded', 'literal'])
+@pytest.mark.parametrize('reentrant', [True, False])
+def test_checkpointing_counts_a_batch_once(path, reentrant, randomize):
+    ffn = randomize(ChannelIdleFFN(16, 64, drop_path=0.5)).double().train()
+    x = torch.randn(4, 40, 16).double()
+    expected = step(ffn, x, path)
+    model = set_training_path(copy.deepcopy(ffn), path)
+    x = x.clone().requires_grad_()
+    torch.manual_seed(1)
+    y = checkpoint(model, x, use_reentrant=reentrant)
+    target = torch.arange(y.numel()).double().sin().to(y).view_as(y)
+    (y * target + y**2).sum().backward()
+    assert worst(results(model, y, x), expected) < 1e-12
+
+
+@pytest.mark.parametrize('dtype, tolerance', [(torch.bfloat16, 2e-2),
+                                              (torch.float16, 2e-3)])
+@pytest.mark.parametrize('norm', ['BN', 'LN', 'frozen'])
+def test_mixed_precision(dtype, tolerance, norm, randomize):
+    """Errors of the size of eq. 3's own, and statistics in float32."""
+    ffn = ChannelIdleFFN(
+        64, 256, norm_cfg=dict(type='BN' if norm == 'frozen' else norm))
+    randomize(ffn).train()
+    if norm == 'frozen':
+        ffn.norm1.eval(), ffn.norm2.eval()
+    x = torch.randn(4, 200, 64) * 2 + 1
+    exact = step(copy.deepcopy(ffn).double(), x.double(), 'literal')
+    with torch.autocast('cpu', dtype=dtype):
+        folded = step(ffn, x, 'folded')
+        literal = step(ffn, x, 'literal')
+    assert folded['y'].dtype == literal['y'].dtype
+    error = worst(folded, exact)
+    assert error < max(tolerance, 1.5 * worst(literal, exact))
+    if norm == 'BN':
+        for name in ('norm1.running_mean', 'norm1.running_var',
+                     'norm2.running_var'):
+            assert (folded[name] - exact[name]).norm() < (
+                1e-4 * exact[name].norm())
+
+
+def test_model_in_half_precision(randomize):
+    ffn = randomize(ChannelIdleFFN(32, 128)).bfloat16().train()
+    x = torch.randn(2, 100, 32).bfloat16()
+    exact = step(copy.deepcopy(ffn).double(), x.double(), 'literal')
+    literal = worst(step(ffn, x, 'literal'), exact)
+    assert worst(step(ffn, x, 'folded'), exact) < 1.5 * literal
+
+
+@pytest.mark.skipif(
+    not hasattr(torch, 'compiler') or torch.__version__ < '2.2',
+    reason='autograd functions compile since torch 2.2')
+def test_compiles_in_one_graph(randomize):
+    ffn = randomize(ChannelIdleFFN(16, 64)).train()
+    model = set_training_path(copy.deepcopy(ffn), 'folded')
+    compiled = torch.compile(
+        model, fullgraph=True, dynamic=True, backend='aot_eager')
+    for num_tokens in (40, 50):
+        x = torch.randn(2, num_tokens, 16)
+        expected = step(ffn, x, 'folded')
+        model.load_state_dict(ffn.state_dict())
+        model.zero_grad()
+        x.requires_grad_()
+        y = compiled(x)
+        target = torch.arange(y.numel()).double().sin().to(y).view_as(y)
+        (y * target + y**2).sum().backward()
+        assert worst(results(model, y, x), expected) < 1e-5
+
+
+def test_keeps_only_input_and_active_channels():
+    num_tokens, num_channels = 4096, 32
+    ffn = set_training_path(ChannelIdleFFN(num_channels, 128), 'folded')
+    kept = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes(), tensor
+        return tensor
+
+    x = torch.randn(1, num_tokens, num_channels, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        ffn(x)
+    of_tokens = [n for n, _ in kept.values() if n > num_tokens * 4]
+    # x and the active channels, as many as there are channels.
+    assert sum(of_tokens) == 2 * num_tokens * num_channels * 4
+
+
+def test_choice_of_the_path(randomize):
+    ffn = ChannelIdleFFN(64, 256).train()
+    assert choose_path(ffn, 8192) == 'folded'
+    assert choose_path(ffn, 50) == 'literal'
+    assert choose_path(ChannelIdleFFN(64, 256, 0).train(), 8192) == 'literal'
+    # What only eq. 3 describes.
+    assert choose_path(
+        ChannelIdleFFN(64, 256, act_cfg=dict(type='PReLU')), 8192) == 'literal'
+    ffn.norm1.eval()
+    assert choose_path(ffn, 8192) == 'literal'
+    ffn.training_path = 'folded'
+    with pytest.raises(ValueError, match="training_path='auto'"):
+        ffn(torch.randn(1, 8192, 64))
+    ffn.training_path = 'fold'
+    with pytest.raises(ValueError, match="'fold'"):
+        ffn(torch.randn(1, 8192, 64))
+    with pytest.raises(ValueError, match="'fold'"):
+        set_training_path(ffn, 'fold')
+
+
+@pytest.mark.parametrize('path', ['auto', 'folded', 'literal'])
+def test_one_token_and_none(path):
+    ffn = set_training_path(ChannelIdleFFN(8, 32).train(), path)
+    with pytest.raises(ValueError, match='more than 1 value'):
+        ffn(torch.randn(1, 1, 8))
+
+
+def test_training_and_evaluation_differ_only_in_the_statistics(randomize):
+    """In eval mode the path makes no difference."""
+    ffn = randomize(ChannelIdleFFN(8, 32)).eval()
+    x = torch.randn(1, 500, 8)
+    expected = ffn(x)
+    assert torch.equal(set_training_path(ffn, 'folded')(x), expected)
+
+
+def _worker(rank, world_size, port, ffn, x, queue):
+    torch.distributed.init_process_group(
+        'gloo', f'tcp://127.0.0.1:{port}', rank=rank, world_size=world_size)
+    ffn = copy.deepcopy(ffn)  # what is sent is shared
+    # Not the same number of tokens in each process.
+    x = x.split([30, 50], dim=1)[rank].clone().requires_grad_()
+    y = ffn(x)
+    y.pow(3).sum().backward()
+    # By hand, since DistributedDataParallel wants SyncBatchNorm on a GPU.
+    grads = {n: p.grad for n, p in ffn.named_parameters()}
+    for grad in grads.values():
+        torch.distributed.all_reduce(grad)
+    queue.put((rank, y.detach().numpy(), x.grad.numpy(),
+               {n: g.numpy() for n, g in grads.items()},
+               {n: b.numpy() for n, b in ffn.named_buffers()}))
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+def test_synchronized_statistics_are_those_of_the_whole_batch(randomize):
+    ffn = ChannelIdleFFN(8, 32, norm_cfg=dict(type='SyncBN'))
+    randomize(ffn).double().train()
+    x = torch.randn(2, 80, 8).double() * 2 + 1
+
+    whole = set_training_path(copy.deepcopy(ffn), 'literal')
+    x_whole = x.clone().requires_grad_()
+    y_whole = whole(x_whole)
+    y_whole.pow(3).sum().backward()
+
+    with socket.socket() as s:
+        s.bind(('127.0.0.1', 0))
+        port = s.getsockname()[1]
+    context = mp.get_context('spawn')
+    queue = context.SimpleQueue()
+    processes = [
+        context.Process(
+            target=_worker, args=(rank, 2, port, ffn, x, queue), daemon=True)
+        for rank in range(2)
+    ]
+    for p in processes:
+        p.start()
+    found = sorted((queue.get() for _ in processes),
+                   key=lambda r: r[0])
+    for p in processes:
+        p.join()
+
+    def near(actual, expected):
+        expected = expected.detach()
+        actual = torch.as_tensor(actual)
+        return (actual - expected).abs().max() <= 1e-10 * max(
+            expected.abs().max(), 1)
+
+    assert near(torch.cat([torch.as_tensor(r[1]) for r in found], 1), y_whole)
+    assert near(
+        torch.cat([torch.as_tensor(r[2]) for r in found], 1), x_whole.grad)
+    for _, _, _, grads, buffers in found:
+        for name, param in whole.named_parameters():
+            assert near(grads[name], param.grad), name
+        for name, buffer in whole.named_buffers():
+            assert near(buffers[name], buffer), name
