@@ -14,7 +14,8 @@ tokens, and for the idle rows I of the first linear map
     L = W_out,I diag(s2,I) B                                       (C x C),
     z = xc L^T + ac V_A^T + b_out + W_out beta2,   V_A = W_out,A diag(s2,A).
 """
-from typing import Optional, Tuple
+import functools
+from typing import Optional
 
 import torch
 import torch.distributed as dist
@@ -40,6 +41,17 @@ def _activation_backward(act: nn.Module, grad: torch.Tensor,
         return torch.autograd.grad(act(h), h, grad)[0]
 
 
+def _without_autocast(backward):
+    """Everything here says itself in what precision it computes."""
+
+    @functools.wraps(backward)
+    def wrapped(ctx, dz, *args):
+        with torch.autocast(dz.device.type, enabled=False):
+            return backward(ctx, dz, *args)
+
+    return wrapped
+
+
 class _Branch(torch.autograd.Function):
     """z = x L^T + act(x W^T + b) V^T + c, (N, C), keeping x and the
     pre-activation for the backward pass, and not the activation."""
@@ -54,6 +66,7 @@ class _Branch(torch.autograd.Function):
         return z
 
     @staticmethod
+    @_without_autocast
     def backward(ctx, dz):
         x, h, weight, linear, out_weight = ctx.saved_tensors
         d_linear = dz.t() @ x
@@ -122,6 +135,7 @@ class _NormalizedBranch(torch.autograd.Function):
         return z, mean1, var1, mean2, var2, count
 
     @staticmethod
+    @_without_autocast
     def backward(ctx, dz, *_):
         (xc, h, w_in, w_out, gamma1, beta1, gamma2, beta2, count, b_cov, r1,
          mean_a, rest, r2_a, r2_i, linear) = ctx.saved_tensors

@@ -188,6 +188,8 @@ def test_checkpointing_counts_a_batch_once(path, reentrant, randomize):
 @pytest.mark.parametrize('norm', ['BN', 'LN', 'frozen'])
 def test_mixed_precision(dtype, tolerance, norm, randomize):
     """Errors of the size of eq. 3's own, and statistics in float32."""
+    if dtype == torch.float16 and torch.__version__ < '2.2':
+        pytest.skip('no float16 under autocast on a CPU')
     ffn = ChannelIdleFFN(
         64, 256, norm_cfg=dict(type='BN' if norm == 'frozen' else norm))
     randomize(ffn).train()
