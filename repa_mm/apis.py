@@ -211,7 +211,7 @@ def init_model(config: Union[str, Config],
             for key, value in loaded['state_dict'].items()
         }
         if form == 'deploy' and is_reparameterized(model, state_dict):
-            reparameterize(model, inplace=True)
+            reparameterize(model, inplace=True, fuse_conv_bn=False)
         try:
             load_state_dict(model, state_dict, strict=True)
         except CheckpointError:
@@ -262,7 +262,7 @@ def reparameterize_checkpoint(config: str,
     model = init_model(config, checkpoint)
     if has_deploy_form(model):
         raise CheckpointError(f'{checkpoint!r} is reparameterized already')
-    deployed = reparameterize(model)
+    deployed = reparameterize(model, fuse_conv_bn=False)
 
     backbones = [getattr(m, 'backbone', m) for m in (model, deployed)]
     image = torch.randn(

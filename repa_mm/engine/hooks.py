@@ -100,10 +100,11 @@ class ReparameterizeHook(Hook):
             return
         runner.logger.info(f'{path} is reparameterized already: the model '
                            'takes its deploy form.')
-        reparameterize(model, inplace=True)
+        reparameterize(model, inplace=True, fuse_conv_bn=False)
         for hook in runner.hooks:
             if isinstance(hook, EMAHook):
-                reparameterize(hook.ema_model, inplace=True)
+                reparameterize(
+                    hook.ema_model, inplace=True, fuse_conv_bn=False)
 
     def after_load_checkpoint(self, runner, checkpoint: dict) -> None:
         state_dict = checkpoint.get('state_dict', checkpoint)
@@ -165,7 +166,9 @@ class ReparameterizeHook(Hook):
                            f'{figures[1]}')
 
     def _write(self, runner) -> None:
-        model = _innermost(runner.model)
+        # Without what cannot be loaded again.
+        model = _innermost(
+            reparameterize(self._training_form, fuse_conv_bn=False))
         meta = dict(
             cfg=runner.cfg.pretty_text,
             experiment_name=runner.experiment_name,

@@ -12,7 +12,7 @@ class RePaBackbone:
 
     def switch_to_deploy(self) -> None:
         """Merge all FFNs in place; the backbone is in eval mode afterwards."""
-        reparameterize(self, inplace=True)
+        reparameterize(self, inplace=True, fuse_conv_bn=False)
 
     def init_weights(self) -> None:
         """Initialize, with clear words where pretrained weights are missing.

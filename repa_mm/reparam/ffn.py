@@ -394,13 +394,57 @@ class MergedFFN(DeployForm):
         self.embed_dims = embed_dims
         self.num_active = num_active
         self.idle = idle
+        # Whether it is added at run time; in W where there is one to put it in.
         self.shortcut = norm is not None or not idle
+        self._movable = not self.shortcut
         self.norm = nn.Identity() if norm is None else norm
         self.fc1 = nn.Linear(embed_dims, num_active + idle * embed_dims)
         self.act = _build_activation(act_cfg)
         # With idle channels the output bias is in fc1, beside W.
         self.fc2 = nn.Linear(
             num_active, embed_dims, bias=not idle) if num_active else None
+        self._register_state_dict_hook(self._save_inside)
+
+    @torch.no_grad()
+    def set_shortcut(self, where: str) -> None:
+        """Put the shortcut into W, or take it out and add it at run time.
+
+        Inside, it costs nothing. Outside, W keeps all its digits in half
+        precision (bfloat16 resolves 2^-8 next to the 1 on the diagonal), and
+        under autocast the sum is one of float32. Call it before a cast.
+        State dicts always have it inside.
+
+        Args:
+            where (str): 'inside' or 'outside'.
+
+        Raises:
+            ValueError: If ``where`` is something else.
+        """
+        if where not in ('inside', 'outside'):
+            raise ValueError("the shortcut is 'inside' or 'outside', but got "
+                             f'{where!r}')
+        if self._movable and self.shortcut != (where == 'outside'):
+            self.shortcut = not self.shortcut
+            self.fc1.weight.copy_(
+                self._with_identity(self.fc1.weight,
+                                    -1 if self.shortcut else 1))
+
+    def _with_identity(self, weight: torch.Tensor, times: int) -> torch.Tensor:
+        weight = weight.detach().clone()
+        weight[self.num_active:].diagonal().add_(times)
+        return weight
+
+    @staticmethod
+    def _save_inside(self, state_dict, prefix, local_metadata) -> None:
+        if self._movable and self.shortcut:
+            key = f'{prefix}fc1.weight'
+            state_dict[key] = self._with_identity(state_dict[key], 1)
+
+    def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs):
+        key = f'{prefix}fc1.weight'
+        if self._movable and self.shortcut and key in state_dict:
+            state_dict[key] = self._with_identity(state_dict[key], -1)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def inference(self,
                   x: torch.Tensor,

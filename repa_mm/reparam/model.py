@@ -1,10 +1,12 @@
 """From one FFN to a model."""
+import collections
 import copy
+import warnings
 
 import torch.nn as nn
 
-from .ffn import (ChannelIdleFFN, CheckpointError, DeployForm, TrainingForm,
-                  _of_deploy_form, check_weights)
+from .ffn import (ChannelIdleFFN, CheckpointError, DeployForm, MergedFFN,
+                  TrainingForm, _of_deploy_form, check_weights)
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -101,7 +103,43 @@ def check_state_dict(model: nn.Module, state_dict: dict, prefix: str = '',
                                   'architecture')
 
 
-def reparameterize(model: nn.Module, inplace: bool = False) -> nn.Module:
+def _fold_conv_bn(model: nn.Module) -> None:
+    """Fold the BatchNorm of every mmcv ConvModule into its convolution."""
+    try:
+        from mmcv.cnn import ConvModule, fuse_conv_bn
+    except ImportError:  # without mmcv there is no ConvModule either
+        return
+    modules = list(model.modules())
+    owners = collections.Counter(
+        id(child) for m in modules for child in m.children())
+    folded = False
+    for m in modules:
+        if not (isinstance(m, ConvModule) and m.with_norm
+                and isinstance(m.conv, nn.Conv2d)
+                and isinstance(m.norm, (nn.BatchNorm2d, nn.SyncBatchNorm))):
+            continue
+        # Some heads share convolutions between levels and not their norms.
+        if (m.order.index('norm') == m.order.index('conv') + 1
+                and owners[id(m.conv)] == 1 and m.norm.affine
+                and m.norm.running_mean is not None):
+            fuse_conv_bn(m)
+            folded = True
+    if folded:
+        model._register_state_dict_hook(_warn_of_folded_weights)
+
+
+def _warn_of_folded_weights(*args) -> None:
+    warnings.warn(
+        'this model has its BatchNorms folded into convolutions: its weights '
+        'do not load into a model built from the config. For a checkpoint, '
+        'use tools/reparameterize.py or reparameterize(model, '
+        'fuse_conv_bn=False)')
+
+
+def reparameterize(model: nn.Module,
+                   inplace: bool = False,
+                   fuse_conv_bn: bool = True,
+                   shortcut: str = 'inside') -> nn.Module:
     """Merge every channel-idle FFN of a model.
 
     The result computes what the model computes in eval mode, up to rounding.
@@ -113,6 +151,12 @@ def reparameterize(model: nn.Module, inplace: bool = False) -> nn.Module:
             an averaged model (EMA) keeps its wrapper.
         inplace (bool): Change the model itself instead of a copy.
             Defaults to False.
+        fuse_conv_bn (bool): Also fold the BatchNorms of mmcv's ConvModules
+            (of a detector's neck and heads) into their convolutions. The
+            weights of such a model are for running it only; without, they
+            load into a model built with ``deploy=True``. Defaults to True.
+        shortcut (str): Where the FFNs have their shortcut, see
+            :meth:`MergedFFN.set_shortcut`. Defaults to 'inside'.
 
     Returns:
         nn.Module: The reparameterized model, in eval mode.
@@ -143,4 +187,9 @@ def reparameterize(model: nn.Module, inplace: bool = False) -> nn.Module:
         model = copy.deepcopy(model, memo)
     # On a line of its own: the eval() of some backbones returns None.
     model.eval()
+    if fuse_conv_bn:
+        _fold_conv_bn(model)
+    for module in model.modules():
+        if isinstance(module, MergedFFN):
+            module.set_shortcut(shortcut)
     return model

@@ -183,3 +183,43 @@ def test_weights_of_the_wrong_kind():
     with pytest.raises(CheckpointError, match='idle ratio'):
         check_weights(merged,
                       ChannelIdleFFN(8, 32, 0.5).merge().state_dict(), 'ffn')
+
+
+@pytest.mark.parametrize('idle_ratio', [0, 0.5, 0.75, 1])
+def test_shortcut_outside(idle_ratio, randomize, relative_error):
+    ffn = randomize(ChannelIdleFFN(16, 64, idle_ratio)).eval()
+    x = torch.randn(2, 9, 16)
+    inside, outside = ffn.merge(), ffn.merge()
+    outside.set_shortcut('outside')
+    assert relative_error(outside(x), ffn(x)) < 1e-5
+    # State dicts are the same, and go from one to the other.
+    state_dict = inside.state_dict()
+    for key, value in outside.state_dict().items():
+        assert torch.allclose(value, state_dict[key], atol=1e-6)
+    loaded = copy.deepcopy(outside)
+    for p in loaded.parameters():
+        nn.init.zeros_(p)
+    loaded.load_state_dict(state_dict)
+    assert relative_error(loaded(x), ffn(x)) < 1e-5
+    assert torch.equal(state_dict['fc1.weight'], inside.fc1.weight)
+    outside.set_shortcut('inside')
+    assert relative_error(outside(x), ffn(x)) < 1e-5
+    with pytest.raises(ValueError, match="'out'"):
+        outside.set_shortcut('out')
+
+
+def test_shortcut_outside_keeps_the_digits_of_small_weights(randomize):
+    ffn = randomize(ChannelIdleFFN(64, 256)).eval()
+    with torch.no_grad():
+        ffn.fc2.weight.mul_(1e-3)
+        ffn.fc2.bias.mul_(1e-3)
+    x = torch.randn(2, 50, 64).bfloat16()
+    branch = ffn.double()(x.double()) - x.double()
+    errors = []
+    for where in ('inside', 'outside'):
+        merged = ffn.float().merge()
+        merged.set_shortcut(where)
+        with torch.autocast('cpu', dtype=torch.bfloat16):
+            y = merged(x.float())
+        errors.append((y.double() - x.double() - branch).abs().max())
+    assert errors[1] < 0.05 * errors[0]

@@ -125,3 +125,59 @@ def test_usable_without_mm():
     result = subprocess.run([sys.executable, '-c', code],
                             capture_output=True, text=True)
     assert result.stdout.strip() == '(1, 2, 8)', result.stderr
+
+
+class Head(nn.Module):
+    """ConvModules as necks and heads have them."""
+
+    def __init__(self, share_convs=False):
+        super().__init__()
+        from mmcv.cnn import ConvModule
+        self.ffn = ChannelIdleFFN(8, 32)
+        layers = [
+            ConvModule(8, 8, 3, padding=1, norm_cfg=dict(type='BN')),
+            ConvModule(8, 8, 3, padding=1, norm_cfg=dict(type='SyncBN')),
+            ConvModule(
+                8,
+                8,
+                3,
+                padding=1,
+                norm_cfg=dict(type='BN'),
+                order=('norm', 'conv', 'act')),
+            ConvModule(
+                8,
+                8,
+                3,
+                padding=1,
+                norm_cfg=dict(type='GN', num_groups=2)),
+        ]
+        if share_convs:  # as in mmdet's RetinaSepBNHead
+            layers[1].conv = layers[0].conv
+        self.convs = nn.Sequential(*layers)
+
+    def forward(self, x):
+        x = self.ffn(x.flatten(2).transpose(1, 2)).transpose(1, 2).view_as(x)
+        return self.convs(x)
+
+
+@pytest.mark.parametrize('share_convs, folded', [(False, 2), (True, 0)])
+def test_folds_conv_bn(share_convs, folded, randomize, relative_error):
+    model = randomize(Head(share_convs)).eval()
+    x = torch.randn(2, 8, 6, 6)
+    expected = model(x)
+    keys = set(model.state_dict())
+    deployed = reparameterize(model)
+    assert relative_error(deployed(x), expected) < 1e-5
+    assert relative_error(model(x), expected) == 0
+    norms = [m.norm for m in deployed.convs]
+    assert sum(isinstance(m, nn.Identity) for m in norms) == folded
+    # What is written to a file loads into a model with deploy=True.
+    plain = reparameterize(model, fuse_conv_bn=False)
+    assert relative_error(plain(x), expected) < 1e-5
+    convs = {k for k in keys if k.startswith('convs')}
+    assert convs == {k for k in plain.state_dict() if k.startswith('convs')}
+    if folded:
+        with pytest.warns(UserWarning, match='fuse_conv_bn=False'):
+            deployed.state_dict()
+        assert relative_error(
+            reparameterize(deployed)(x), expected) < 1e-5
