@@ -9,7 +9,8 @@ from importlib import import_module
 
 from mmengine.registry import MODELS
 
-BACKBONES = ('RePaSwinTransformer', )
+BACKBONES = ('RePaMlpMixer', 'RePaPoolFormer', 'RePaSwinTransformer',
+             'RePaVisionTransformer')
 
 
 class _LazyModules(dict):
