@@ -20,7 +20,6 @@ PRE_NORM_BLOCKS = {
     'BEiTTransformerEncoderLayer': ('ln2', 'ffn'),
     'ChannelBlock': ('norm2', 'ffn'),  # DaViT
     'DeiT3TransformerEncoderLayer': ('ln2', 'ffn'),
-    'LVViTBlock': ('ln2', 'ffn'),
     'MixMIMBlock': ('ln2', 'ffn'),
     'MixerBlock': ('norm2', 'channel_mix'),
     'PoolFormerBlock': ('norm2', 'mlp'),
