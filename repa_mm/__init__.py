@@ -19,9 +19,9 @@ if find_spec('mmengine') or find_spec('mmcv'):
     check_installation()
 
     from . import engine  # noqa: F401
-    from .registry import register_backbones
+    from .registry import register_lazily
     from .utils.paths import register_config_scope
-    register_backbones()
+    register_lazily()
     register_config_scope()
 
 

@@ -17,6 +17,9 @@ from mmengine.registry import (DATASETS, MODELS, PARAM_SCHEDULERS,
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from repa_mm import config_path, reparameterize
+from repa_mm.apis import runner_for_training
+from repa_mm.benchmark.paper import REPORTED, OnMeta
+from repa_mm.utils.complexity import count_parameters
 from repa_mm.utils.paths import config_root
 
 ROOT = Path(config_root())
@@ -25,11 +28,32 @@ DEMO = sorted(f'demo/{path.stem}' for path in (ROOT / 'demo').glob('*.py'))
 TASKS = ('retinanet', 'mask_rcnn', 'upernet')
 WIDTHS = dict(tiny=96, small=96, base=128)
 
-# RePaFormer table 7: learning rate, its minimum, weight decay, drop path.
+# RePaFormer table 7: learning rate, its minimum, weight decay, drop path; the
+# model in the paper's tables.
 TABLE_7 = dict(
-    t=(5e-3, 5e-5, 0.20, 0.10),
-    s=(6e-3, 5e-5, 0.15, 0.09),
-    b=(4e-3, 2e-5, 0.10, 0.08))
+    deit_t=(2.5e-3, 1e-6, 0.02, 0.02, 'DeiT-Tiny'),
+    deit_s=(3e-3, 4e-5, 0.05, 0.04, 'DeiT-Small'),
+    deit_b=(4e-3, 4e-5, 0.07, 0.10, 'DeiT-Base'),
+    # Of the released commands.
+    vit_l=(1e-3, 5e-5, 0.05, 0.3, 'ViT-Large'),
+    vit_h=(1e-3, 5e-5, 0.05, 0.3, 'ViT-Huge'),
+    swin_t=(5e-3, 5e-5, 0.20, 0.10, 'Swin-Tiny'),
+    swin_s=(6e-3, 5e-5, 0.15, 0.09, 'Swin-Small'),
+    swin_b=(4e-3, 2e-5, 0.10, 0.08, 'Swin-Base'),
+    poolformer_s12=(2.5e-3, 6e-6, 0.16, 0.02, 'PoolFormer-s12'),
+    poolformer_s24=(3.5e-3, 1.5e-6, 0.08, 0.01, 'PoolFormer-s24'),
+    poolformer_s36=(5.5e-3, 3e-6, 0.01, 0.03, 'PoolFormer-s36'),
+    mlp_mixer_b16=(5e-3, 5e-6, 0.13, 0.04, 'MLPMixer-b16'),
+    mlp_mixer_l16=(4e-3, 1e-5, 0.16, 0.05, 'MLPMixer-l16'),
+    lvvit_s=(1e-3, 1e-5, 0.05, 0.10, 'LV-ViT-S'),
+    lvvit_m=(1e-3, 1e-5, 0.05, 0.10, 'LV-ViT-M'))
+TYPES = dict(
+    deit='VisionTransformer', vit='VisionTransformer', swin='SwinTransformer',
+    poolformer='PoolFormer', mlp='MlpMixer', lvvit='LVViT')
+
+
+def is_swin(name):
+    return 'swin' in name
 
 
 @pytest.fixture(autouse=True)
@@ -109,7 +133,7 @@ def test_there_is_every_model_in_every_size():
     expected = {
         f'{task}_{swin}_{size}'
         for task in TASKS for swin in ('swin', 'repa_swin') for size in 'tsb'
-    } | {f'{swin}_{s}_in1k' for swin in ('swin', 'repa_swin') for s in 'tsb'}
+    } | {f'swin_{s}_in1k' for s in 'tsb'} | {f'repa_{m}_in1k' for m in TABLE_7}
     assert set(TOP) == expected
     assert set(DEMO) == {
         f'demo/{task}_{swin}_digits'
@@ -126,9 +150,11 @@ def test_config_is_complete(name):
         retinanet='mmdet', mask='mmdet', upernet='mmseg').get(
             osp.basename(name).split('_')[0], 'mmpretrain')
     assert cfg.custom_imports['imports'] == ['repa_mm']
-    assert backbone.type == ('RePaSwinTransformer'
-                             if repa else 'mmpretrain.SwinTransformer')
-    assert backbone.get('idle_ratio') == (0.75 if repa else None)
+    family = name.split('_')[1] if 'in1k' in name and repa else 'swin'
+    assert backbone.type == ('RePa' if repa else
+                             'mmpretrain.') + TYPES[family]
+    assert backbone.get('idle_ratio') == (
+        None if not repa else 2 / 3 if 'lvvit' in name else 0.75)
     assert cfg.get('custom_hooks') == ([dict(
         type='ReparameterizeHook')] if repa else None)
     assert cfg.optim_wrapper.type == 'OptimWrapper'
@@ -143,6 +169,8 @@ def test_config_is_complete(name):
         for key in vanilla.model:
             assert key == 'backbone' or cfg.model[key] == vanilla.model[key]
 
+    if not is_swin(name):
+        return
     arch = backbone.arch
     width = WIDTHS[arch] if isinstance(arch, str) else arch['embed_dims']
     stages = [width * 2**i for i in range(4)]
@@ -168,7 +196,8 @@ def test_config_is_complete(name):
 
 
 @pytest.mark.parametrize(
-    'name', [n for n in TOP if '_t' in n] +
+    'name', [n for n in TOP if '_t' in n or n in (
+        'repa_poolformer_s12_in1k', 'repa_lvvit_s_in1k')] +
     [n for n in DEMO if 'repa' in n])
 def test_model_trains_a_step(name):
     cfg = load_config(name)
@@ -185,7 +214,8 @@ def test_model_trains_a_step(name):
         m for n, m in model.backbone.named_modules()
         if n.endswith(('ffn.norm1', 'ffn.norm2'))
     ]
-    assert len(norms) == (2 * sum(model.backbone.depths) if repa else 0)
+    if is_swin(name):
+        assert len(norms) == (2 * sum(model.backbone.depths) if repa else 0)
     for norm in norms:
         assert isinstance(norm, _BatchNorm) and norm.weight.requires_grad
         assert norm.training == (not cfg.model.backbone.get('norm_eval'))
@@ -218,7 +248,11 @@ def check_weight_decay(model, optimizer, weight_decay, biases):
         if isinstance(m, (torch.nn.LayerNorm, _BatchNorm))
         for key, _ in m.named_parameters()
     }
-    tables = {n for n in decays if n.endswith('relative_position_bias_table')}
+    tables = {
+        n for n in decays if n.endswith(
+            ('relative_position_bias_table', 'pos_embed', 'cls_token',
+             'layer_scale_1', 'layer_scale'))
+    }
     weights = {
         n
         for n, p in model.named_parameters() if n.endswith('weight')
@@ -247,23 +281,127 @@ def test_batch_norm_is_chosen_by_an_option(option):
     assert isinstance(norm, torch.nn.SyncBatchNorm) == (len(option) == 2)
 
 
-@pytest.mark.parametrize('size', 'tsb')
-def test_imagenet_training_is_that_of_table_7(size):
-    lr, min_lr, weight_decay, drop_path = TABLE_7[size]
-    cfg = load_config(f'repa_swin_{size}_in1k')
+@pytest.mark.parametrize('model', TABLE_7)
+def test_imagenet_training_is_that_of_table_7(model):
+    lr, min_lr, weight_decay, drop_path, paper = TABLE_7[model]
+    cfg = load_config(f'repa_{model}_in1k')
     optimizer_cfg = cfg.optim_wrapper.optimizer
     assert (optimizer_cfg.type, optimizer_cfg.lr,
             optimizer_cfg.weight_decay) == ('Lamb', lr, weight_decay)
     assert cfg.model.backbone.drop_path_rate == drop_path
     assert cfg.train_cfg.max_epochs == 300
-    assert cfg.auto_scale_lr.base_batch_size == 4096
-    assert 32 * cfg.train_dataloader.batch_size == 4096
-    assert cfg.train_dataloader.sampler.type == 'RepeatAugSampler'
+    gpus = 8 if 'lvvit' in model else 32
+    batch_size = gpus * cfg.train_dataloader.batch_size
+    assert cfg.auto_scale_lr == dict(enable=False, base_batch_size=batch_size)
+    assert batch_size == (1024 if 'lvvit' in model else 4096)
+    assert cfg.train_dataloader.sampler.type == (
+        'DefaultSampler' if 'lvvit' in model else 'RepeatAugSampler')
+
+    with OnMeta():
+        classifier = MODELS.build(cfg.model)
+    (_, form, params, _), = [
+        row for row in REPORTED[paper] if row[1] == 'training'
+    ]
+    assert count_parameters(classifier) / 1e6 == pytest.approx(
+        params, abs=0.06)
 
     rates = learning_rates(cfg, lr, epoch_length=4, iters=1200)
     assert rates[0] == pytest.approx(1e-6)
     assert rates[80] == max(rates) == pytest.approx(lr)
     assert rates[-1] == min(rates[80:]) == pytest.approx(min_lr, rel=2e-2)
+
+
+SMALL = dict(
+    VisionTransformer=dict(
+        embed_dims=16, num_layers=2, num_heads=2, feedforward_channels=64),
+    LVViT=dict(
+        embed_dims=16, num_layers=2, num_heads=2, feedforward_channels=48),
+    SwinTransformer=dict(
+        embed_dims=8, depths=[1, 1, 1, 1], num_heads=[1, 1, 2, 2]),
+    PoolFormer=dict(layers=[1, 1, 1, 1], embed_dims=[4, 8, 12, 16]),
+    MlpMixer=dict(
+        embed_dims=16, num_layers=2, tokens_mlp_dims=8,
+        channels_mlp_dims=64))
+
+
+@pytest.fixture(scope='module')
+def imagenet(tmp_path_factory):
+    """Scans of digits in the layout of ImageNet, with label maps."""
+    datasets = pytest.importorskip('sklearn.datasets')
+    root = tmp_path_factory.mktemp('imagenet')
+    digits = datasets.load_digits()
+    for split, chosen in (('train', range(24)), ('val', range(24, 32))):
+        for i in chosen:
+            label = digits.target[i] % 2
+            folder = root / split / f'n0000000{label}'
+            folder.mkdir(parents=True, exist_ok=True)
+            scan = np.kron(digits.images[i], np.ones((6, 6))) * 15
+            cv2.imwrite(
+                str(folder / f'{folder.name}_{i}.JPEG'),
+                np.repeat(scan[..., None], 3, 2).astype(np.uint8))
+            maps = root / 'maps' / folder.name
+            maps.mkdir(parents=True, exist_ok=True)
+            scores = torch.zeros(5, 6, 6) + torch.tensor(
+                [9., 1, 0, 0, 0]).view(5, 1, 1)
+            classes = torch.tensor([label, 1 - label, 2, 3, 4])
+            torch.save(
+                torch.stack([scores,
+                             classes.view(5, 1, 1).expand(5, 6, 6)]).half(),
+                str(maps / f'{folder.name}_{i}.pt'))
+    return root
+
+
+@pytest.mark.parametrize(
+    'model', [*TABLE_7, pytest.param('lvvit_s', id='lvvit_s without maps')])
+def test_imagenet_training_runs(model, imagenet, tmp_path, request):
+    """Two updates of two batches each, validation, test of the merged model."""
+    name = f'repa_{model}_in1k'
+    cfg = load_config(name)
+    family = TYPES[model.split('_')[0]]
+    arch = dict(SMALL[family], _delete_=True)
+    options = {
+        'model.backbone.arch': arch,
+        'model.backbone.idle_ratio': 0.5,
+        'model.head.in_channels': {'SwinTransformer': 64}.get(family, 16),
+        'train_cfg.max_epochs': 1,
+        'train_dataloader.batch_size': 4,
+        'optim_wrapper.accumulative_counts': 2,
+        'default_hooks.logger.interval': 1,
+        'vis_backends': [],
+        'env_cfg.dist_cfg.backend': 'gloo',
+    }
+    pipeline = cfg.train_dataloader.dataset.pipeline
+    if model.startswith('lvvit'):
+        without = 'without' in request.node.name
+        pipeline[1].label_root = None if without else str(imagenet / 'maps')
+    for split in ('train', 'val', 'test'):
+        options[f'{split}_dataloader.num_workers'] = 0
+        options[f'{split}_dataloader.persistent_workers'] = False
+        options[f'{split}_dataloader.dataset'] = dict(
+            _delete_=True,
+            type='CustomDataset',
+            data_root=str(imagenet),
+            data_prefix='train' if split == 'train' else 'val',
+            pipeline=pipeline if split == 'train' else
+            cfg.test_dataloader.dataset.pipeline)
+    runner = runner_for_training(
+        config_path(name), str(tmp_path), cfg_options=options)
+    before = {k: v.clone() for k, v in runner.model.state_dict().items()}
+    runner.train()
+    assert runner.iter == 6
+    changed = {
+        k for k, v in runner.model.state_dict().items()
+        if not torch.equal(v, before[k])
+    }
+    assert changed >= {n for n, p in runner.model.named_parameters()
+                       if p.ndim > 1}
+    losses = [v for k, v in runner.message_hub.log_scalars.items()
+              if 'loss' in k]
+    assert losses and all(
+        np.isfinite(x) for loss in losses for x in loss._log_history)
+    # Through the hook, which merges.
+    metrics = runner.test()
+    assert 0 <= metrics['accuracy/top1'] <= 100
 
 
 def learning_rates(cfg, lr, epoch_length, iters):

@@ -1,11 +1,8 @@
 """RePa-Swin."""
-from typing import Sequence, Union
-
 from mmengine.registry import MODELS
 from mmpretrain.models import SwinTransformer
 
 from .base import RePaBackbone
-from .idle import idle_channels
 
 
 @MODELS.register_module()
@@ -16,34 +13,15 @@ class RePaSwinTransformer(RePaBackbone, SwinTransformer):
     <https://arxiv.org/abs/2103.14030>`_.
 
     Args:
-        *args, **kwargs: Those of mmpretrain's ``SwinTransformer``.
-        idle_ratio (float | Sequence[float]): Share of FFN hidden channels that
-            skip the activation, in [0, 1]: one for all blocks, or one per
-            block. Defaults to 0.75.
-        idle_schedule (str): 'constant', or 'linear' for ratios that grow with
-            depth. Defaults to 'constant'.
-        ffn_norm_cfg (dict): Norm of the FFNs: 'BN', 'SyncBN' or 'LN'.
-            Defaults to ``dict(type='BN')``.
-        deploy (bool): Build the deploy form, for a reparameterized checkpoint.
-            Defaults to False.
+        *args, **kwargs: Those of mmpretrain's ``SwinTransformer``, and
+            ``idle_ratio``, ``idle_schedule``, ``ffn_norm_cfg`` and ``deploy``
+            of :class:`RePaBackbone`.
 
     Examples:
         >>> model = RePaSwinTransformer('base', out_indices=(0, 1, 2, 3))
         >>> features = model(torch.rand(1, 3, 224, 224))
         >>> deployed = repa_mm.reparameterize(model)
     """
-
-    def __init__(self,
-                 *args,
-                 idle_ratio: Union[float, Sequence[float]] = 0.75,
-                 idle_schedule: str = 'constant',
-                 ffn_norm_cfg: dict = dict(type='BN'),
-                 deploy: bool = False,
-                 **kwargs) -> None:
-        super().__init__(*args, **kwargs)
-        idle_channels(self, idle_ratio, idle_schedule, ffn_norm_cfg)
-        if deploy:
-            self.switch_to_deploy()
 
     def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs):
         # The parent translates state dicts of earlier versions (the last norm

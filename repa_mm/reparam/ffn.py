@@ -169,7 +169,9 @@ def check_weights(ffn: nn.Module, weights: dict, name: str) -> None:
         CheckpointError: If they are of the other form, of an ordinary FFN, or
             of other shapes.
     """
-    if 'layers.1.weight' in weights:
+    # mmcv's FFN has `layers`, PoolFormer's has convolutions.
+    if 'layers.1.weight' in weights or (
+            'fc1.weight' in weights and weights['fc1.weight'].ndim == 4):
         raise CheckpointError(
             f'the checkpoint holds an ordinary FFN at {name!r} where the model'
             ' has a channel-idle one: it is of the vanilla backbone, not of '

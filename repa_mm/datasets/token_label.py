@@ -1,0 +1,83 @@
+"""Label maps of images, and which part of them a crop shows."""
+import os.path as osp
+from typing import Optional
+
+import torch
+from mmcv.transforms import BaseTransform
+from mmcv.transforms.utils import cache_random_params
+from mmengine.registry import TRANSFORMS
+from mmpretrain.datasets.transforms import RandomResizedCrop
+
+
+@TRANSFORMS.register_module()
+class LoadTokenLabels(BaseTransform):
+    """Load the label map of an image.
+
+    In the layout of the `token labeling project
+    <https://github.com/zihangJiang/TokenLabeling>`_: for an image
+    ``.../n01440764/n01440764_18.JPEG`` the file
+    ``label_root/n01440764/n01440764_18.pt`` with one tensor of shape
+    (2, 5, H, W): the five highest scores of every place, and their classes.
+
+    Required keys: img_path. Added keys: token_labels.
+
+    Args:
+        label_root (str, optional): The folder. None (default) leaves the
+            images without label maps: their patches learn the image's label.
+    """
+
+    def __init__(self, label_root: Optional[str] = None) -> None:
+        self.label_root = label_root
+
+    def transform(self, results: dict) -> dict:
+        """Add the map.
+
+        Raises:
+            FileNotFoundError: If an image has no label map.
+            ValueError: If the file holds something else.
+        """
+        if self.label_root is None:
+            return results
+        folder, image = osp.split(results['img_path'])
+        path = osp.join(self.label_root, osp.basename(folder),
+                        image.split('.')[0] + '.pt')
+        if not osp.isfile(path):
+            raise FileNotFoundError(
+                f'no label map at {path!r} for the image '
+                f'{results["img_path"]!r}. Label maps for ImageNet are linked '
+                'on https://github.com/zihangJiang/TokenLabeling; to train '
+                'without: label_root=None')
+        try:
+            labels = torch.load(path, map_location='cpu', weights_only=True)
+        except Exception as error:
+            raise ValueError(f'{path!r} is not a readable label map '
+                             f'({type(error).__name__})') from error
+        shape = getattr(labels, 'shape', None)
+        if shape is None or len(shape) != 4 or shape[0] != 2:
+            raise ValueError(
+                f'{path!r} should hold a tensor of shape (2, K, H, W), scores '
+                f'and classes, but holds {shape or type(labels)}')
+        results['token_labels'] = labels
+        return results
+
+    def __repr__(self) -> str:
+        return f'{type(self).__name__}(label_root={self.label_root!r})'
+
+
+@TRANSFORMS.register_module()
+class RandomResizedCropWithBox(RandomResizedCrop):
+    """MMPretrain's ``RandomResizedCrop`` that tells where it has cropped.
+
+    Added keys: crop_box, a (4, ) tensor of left, top, right and bottom as
+    shares of the image's width and height.
+    """
+
+    def transform(self, results: dict) -> dict:
+        height, width = results['img'].shape[:2]
+        with cache_random_params(self):
+            top, left, h, w = self.rand_crop_params(results['img'])
+            results = super().transform(results)
+        results['crop_box'] = torch.tensor([
+            left / width, top / height, (left + w) / width, (top + h) / height
+        ])
+        return results

@@ -1,0 +1,226 @@
+"""LV-ViT and RePa-LV-ViT."""
+from typing import Tuple
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from mmengine.model import BaseModule
+from mmengine.registry import MODELS
+from mmpretrain.models import VisionTransformer
+from mmpretrain.models.utils import resize_pos_embed, to_2tuple
+
+from .base import RePaBackbone
+
+
+class ConvStem(BaseModule):
+    """Three convolutions before the patches are taken.
+
+    Args:
+        img_size (int | tuple): The usual image size.
+        patch_size (int): Even. Defaults to 16.
+        in_channels (int): Defaults to 3.
+        hidden_channels (int): Of the convolutions. Defaults to 64.
+        embed_dims (int): Of the tokens. Defaults to 384.
+    """
+
+    def __init__(self,
+                 img_size=224,
+                 patch_size: int = 16,
+                 in_channels: int = 3,
+                 hidden_channels: int = 64,
+                 embed_dims: int = 384) -> None:
+        super().__init__()
+        self.patch_size = patch_size
+        self.init_out_size = tuple(
+            -(-size // patch_size) for size in to_2tuple(img_size))
+        layers = []
+        for kernel_size, stride in ((7, 2), (3, 1), (3, 1)):
+            layers += [
+                nn.Conv2d(
+                    in_channels,
+                    hidden_channels,
+                    kernel_size,
+                    stride,
+                    kernel_size // 2,
+                    bias=False),
+                nn.BatchNorm2d(hidden_channels),
+                nn.ReLU(inplace=True)
+            ]
+            in_channels = hidden_channels
+        self.stem = nn.Sequential(*layers)
+        self.projection = nn.Conv2d(hidden_channels, embed_dims,
+                                    patch_size // 2, patch_size // 2)
+
+    def forward(self, x: torch.Tensor
+                ) -> Tuple[torch.Tensor, Tuple[int, int]]:
+        """Tokens (B, L, C) of images (B, in_channels, H, W), and their grid.
+
+        Images are padded to whole patches on the right and at the bottom.
+        """
+        h, w = x.shape[2:]
+        x = F.pad(x, (0, -w % self.patch_size, 0, -h % self.patch_size))
+        x = self.projection(self.stem(x))
+        return x.flatten(2).transpose(1, 2), tuple(x.shape[2:])
+
+
+class Scale(nn.Module):
+    """Multiplication by a constant, in the place of a layer scale."""
+
+    def __init__(self, embed_dims: int, value: float) -> None:
+        super().__init__()
+        self.register_buffer(
+            'weight', torch.full((embed_dims, ), value), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight
+
+
+def random_region(height: int, width: int) -> torch.Tensor:
+    """A random rectangle, as CutMix draws it, True in a (height, width) map.
+
+    Its share of the area is uniform before it is cut at the border.
+    """
+    side = torch.rand(()).item()**0.5
+    region = torch.zeros(height, width, dtype=torch.bool)
+    rows, columns = (
+        slice(max(center - int(size * side) // 2, 0),
+              center + int(size * side) // 2)
+        for size, center in ((height, int(torch.randint(height, ()))),
+                             (width, int(torch.randint(width, ())))))
+    region[rows, columns] = True
+    return region
+
+
+@MODELS.register_module()
+class LVViT(VisionTransformer):
+    """LV-ViT, a Vision Transformer made for training with token labels.
+
+    `All Tokens Matter <https://arxiv.org/abs/2104.10858>`_: convolutions
+    before the patches, scaled residual branches, and a training that mixes the
+    tokens of pairs of images.
+
+    Args:
+        arch (str | dict): 's' or 'm', or a dict as mmpretrain's
+            ``VisionTransformer`` takes it. Defaults to 's'.
+        residual_scale (float): Factor of all residual branches.
+            Defaults to 0.5.
+        mix_token (bool): In training, replace a random rectangle of every
+            image's tokens by the same one of another image of the batch; they
+            are put back behind the last block. It needs
+            ``out_type='token_label'``. Defaults to False.
+        out_type (str): One of those of ``VisionTransformer``, or
+            'token_label': all tokens (B, 1 + H * W, C), the class token
+            first, the grid (H, W), and the share (a scalar) of an image's own
+            tokens that its class token has seen. Defaults to 'cls_token'.
+        stem_channels (int): Of the convolutions before the patches.
+            Defaults to 64.
+        **kwargs: Those of mmpretrain's ``VisionTransformer``.
+    """
+    arch_zoo = {
+        **dict.fromkeys(['s', 'small'], dict(
+            embed_dims=384, num_layers=16, num_heads=6,
+            feedforward_channels=384 * 3)),
+        **dict.fromkeys(['m', 'medium'], dict(
+            embed_dims=512, num_layers=20, num_heads=8,
+            feedforward_channels=512 * 3)),
+    }
+    OUT_TYPES = VisionTransformer.OUT_TYPES | {'token_label'}
+
+    def __init__(self,
+                 arch='s',
+                 img_size=224,
+                 patch_size: int = 16,
+                 in_channels: int = 3,
+                 residual_scale: float = 0.5,
+                 mix_token: bool = False,
+                 out_type: str = 'cls_token',
+                 stem_channels: int = 64,
+                 qkv_bias: bool = False,
+                 norm_cfg: dict = dict(type='LN'),
+                 frozen_stages: int = -1,
+                 **kwargs) -> None:
+        if mix_token and out_type != 'token_label':
+            raise ValueError("mix_token=True needs out_type='token_label', "
+                             f'but got {out_type!r}: the loss has to know '
+                             'what was mixed')
+        super().__init__(
+            arch,
+            img_size,
+            patch_size,
+            in_channels,
+            out_type=out_type,
+            qkv_bias=qkv_bias,
+            norm_cfg=norm_cfg,
+            **kwargs)
+        self.mix_token = mix_token
+        self.patch_embed = ConvStem(img_size, patch_size, in_channels,
+                                    stem_channels, self.embed_dims)
+        for layer in self.layers:
+            layer.attn.gamma1 = Scale(self.embed_dims, residual_scale)
+            layer.ffn.gamma2 = Scale(self.embed_dims, residual_scale)
+        self.frozen_stages = frozen_stages
+        if frozen_stages > 0:
+            self._freeze_stages()
+
+    def forward(self, x: torch.Tensor) -> tuple:
+        x, hw = self.patch_embed(x)
+        share = x.new_ones(())
+        region = None
+        if self.mix_token and self.training:
+            region = random_region(*hw).view(1, -1, 1).to(x.device)
+            share = 1 - region.to(x.dtype).mean()
+            x = torch.where(region, x.flip(0), x)
+        if self.cls_token is not None:
+            x = torch.cat([self.cls_token.expand(len(x), -1, -1), x], dim=1)
+        x = x + resize_pos_embed(
+            self.pos_embed,
+            self.patch_resolution,
+            hw,
+            mode=self.interpolate_mode,
+            num_extra_tokens=self.num_extra_tokens)
+        x = self.pre_norm(self.drop_after_pos(x))
+        outs = []
+        for i, layer in enumerate(self.layers):
+            x = layer(x)
+            if i == len(self.layers) - 1 and self.final_norm:
+                x = self.ln1(x)
+            if i in self.out_indices:
+                out = x
+                if region is not None:
+                    extra = self.num_extra_tokens
+                    patches = x[:, extra:]
+                    out = torch.cat([
+                        x[:, :extra],
+                        torch.where(region, patches.flip(0), patches)
+                    ], dim=1)
+                outs.append((out, hw, share) if self.out_type ==
+                            'token_label' else self._format_output(out, hw))
+        return tuple(outs)
+
+    def train(self, mode: bool = True):
+        super().train(mode)
+        # The parent freezes once, which is not enough for BatchNorm.
+        if mode and self.frozen_stages > 0:
+            self._freeze_stages()
+        return self
+
+
+@MODELS.register_module()
+class RePaLVViT(RePaBackbone, LVViT):
+    """LV-ViT with channel-idle FFNs.
+
+    `RePaFormer <https://arxiv.org/abs/2505.21847>`_ applied to `LV-ViT
+    <https://arxiv.org/abs/2104.10858>`_. Its FFNs are only three times as wide
+    as the tokens: with as many active channels as in the paper's model (one
+    for each channel of the tokens) the idle ratio is 2/3.
+
+    Args:
+        *args, **kwargs: Those of :class:`LVViT`, and ``idle_ratio``,
+            ``idle_schedule``, ``ffn_norm_cfg`` and ``deploy`` of
+            :class:`RePaBackbone`.
+
+    Examples:
+        >>> model = RePaLVViT('s', idle_ratio=2 / 3, out_type='featmap')
+        >>> features = model(torch.rand(1, 3, 224, 224))
+        >>> deployed = repa_mm.reparameterize(model)
+    """

@@ -1,0 +1,132 @@
+"""Training with token labels."""
+from typing import Dict, List, Sequence, Tuple
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from mmengine.registry import MODELS
+from mmpretrain.models.heads import ClsHead
+from mmpretrain.structures import DataSample
+from torchvision.ops import roi_align
+
+
+def token_targets(label_maps: Sequence[torch.Tensor],
+                  boxes: Sequence[torch.Tensor],
+                  flips: Sequence[bool],
+                  num_classes: int,
+                  hw: Tuple[int, int]) -> Tuple[torch.Tensor, torch.Tensor]:
+    """What the tokens of image crops should predict, from label maps.
+
+    Args:
+        label_maps (Sequence[torch.Tensor]): Of the whole images, all of shape
+            (2, K, H, W): the K highest scores of every place, and the classes
+            that have them.
+        boxes (Sequence[torch.Tensor]): The crops: left, top, right, bottom,
+            each (4, ), as shares of the image's width and height.
+        flips (Sequence[bool]): Whether the crop was flipped left to right.
+        num_classes (int): Number of classes.
+        hw (tuple): Height and width of the grid of tokens.
+
+    Returns:
+        tuple: Probabilities for the whole crop (B, num_classes), and for its
+        patches, (B, height * width, num_classes).
+    """
+    maps = torch.stack(tuple(label_maps))
+    scores, classes = maps[:, 0].float(), maps[:, 1].long()
+    dense = scores.new_zeros(
+        len(maps), num_classes, *maps.shape[3:]).scatter_(1, classes, scores)
+    size = boxes[0].new_tensor([maps.shape[4], maps.shape[3]] * 2)
+    rois = [(box * size)[None].to(dense) for box in boxes]
+    whole = roi_align(dense, rois, 1, aligned=True).flatten(1)
+    patches = roi_align(dense, rois, hw, aligned=True)
+    flips = torch.as_tensor(flips, device=dense.device).view(-1, 1, 1, 1)
+    patches = torch.where(flips, patches.flip(3), patches)
+    return whole.softmax(1), patches.flatten(2).transpose(1, 2).softmax(2)
+
+
+@MODELS.register_module()
+class TokenLabelHead(ClsHead):
+    """Classifies the class token and every patch.
+
+    The head of `LV-ViT <https://arxiv.org/abs/2104.10858>`_, for
+    ``out_type='token_label'`` of :class:`~repa_mm.models.lvvit.LVViT`. The
+    prediction is the class token's, plus half of the maximum over the patches.
+
+    The patches learn from the label maps of the data samples, ``token_labels``
+    and ``crop_box`` (see :class:`~repa_mm.datasets.LoadTokenLabels`). Without,
+    every patch learns the label of its image.
+
+    Args:
+        num_classes (int): Number of classes.
+        in_channels (int): Number of channels of the tokens.
+        cls_weight (float): Weight of the class token's loss. Defaults to 1.
+        dense_weight (float): Weight of the patches' loss. Defaults to 1.
+        label_smooth_val (float): Defaults to 0.1.
+        topk (int | tuple): Accuracies to compute. Defaults to 1.
+        init_cfg (dict, optional): Defaults to a normal distribution with a
+            standard deviation of 0.02, truncated.
+    """
+
+    def __init__(self,
+                 num_classes: int,
+                 in_channels: int,
+                 cls_weight: float = 1.,
+                 dense_weight: float = 1.,
+                 label_smooth_val: float = 0.1,
+                 topk=(1, ),
+                 init_cfg=dict(type='TruncNormal', layer='Linear', std=.02)):
+        super().__init__(topk=topk, init_cfg=init_cfg)
+        self.num_classes = num_classes
+        self.in_channels = in_channels
+        self.cls_weight = cls_weight
+        self.dense_weight = dense_weight
+        self.label_smooth_val = label_smooth_val
+        self.fc = nn.Linear(in_channels, num_classes)
+        self.aux_fc = nn.Linear(in_channels, num_classes)
+
+    def pre_logits(self, feats: tuple) -> torch.Tensor:
+        """The tokens of the last stage, (B, 1 + L, C)."""
+        return feats[-1][0]
+
+    def forward(self, feats: tuple) -> torch.Tensor:
+        tokens = self.pre_logits(feats)
+        patches = self.aux_fc(tokens[:, 1:]).amax(1)
+        return self.fc(tokens[:, 0]) + 0.5 * patches
+
+    def _targets(self, data_samples: List[DataSample], hw: Tuple[int, int]):
+        """For the class token (B, K), and for the patches, (B, L or 1, K)."""
+        if 'token_labels' in data_samples[0]:
+            whole, patches = token_targets(
+                [s.token_labels for s in data_samples],
+                [s.crop_box for s in data_samples],
+                [bool(s.get('flip', False)) for s in data_samples],
+                self.num_classes, hw)
+        elif 'gt_score' in data_samples[0]:
+            whole = torch.stack([s.gt_score for s in data_samples])
+            patches = whole[:, None]
+        else:
+            labels = torch.cat([s.gt_label for s in data_samples])
+            whole = F.one_hot(labels, self.num_classes).float()
+            patches = whole[:, None]
+        smooth = self.label_smooth_val
+        return ((1 - smooth) * target + smooth / self.num_classes
+                for target in (whole, patches))
+
+    def loss(self, feats: tuple, data_samples: List[DataSample],
+             **kwargs) -> Dict[str, torch.Tensor]:
+        """Losses of the class token and of the patches.
+
+        Args:
+            feats (tuple): The last item: tokens, grid, and the share of their
+                own tokens that class tokens have seen.
+            data_samples (List[DataSample]): With ``token_labels``,
+                ``gt_score`` or ``gt_label``.
+        """
+        tokens, hw, share = feats[-1]
+        whole, patches = self._targets(data_samples, hw)
+        whole = share * whole + (1 - share) * whole.flip(0)
+        scores = self.fc(tokens[:, 0]).float().log_softmax(1)
+        dense = self.aux_fc(tokens[:, 1:]).float().log_softmax(2)
+        return dict(
+            loss_cls=-self.cls_weight * (whole * scores).sum(1).mean(),
+            loss_dense=-self.dense_weight * (patches * dense).sum(2).mean())

@@ -1,0 +1,65 @@
+"""The paper's complexity tables."""
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from repa_mm.benchmark.paper import (REPORTED, Counter, OnMeta, as_printed,
+                                     build, count, format_paper_table,
+                                     paper_table)
+
+# Figures that are not those of the released code: the paper has them from
+# somewhere else, rounded there.
+ELSEWHERE = {('PoolFormer-s12', 'params'), ('MLPMixer-l16', 'gmacs')}
+
+
+@pytest.mark.parametrize('model', REPORTED)
+def test_every_row_of_the_paper(model):
+    rows = list(paper_table([model]))
+    assert [row[1:5] for row in rows] == REPORTED[model]
+    for row in rows:
+        assert row.params == pytest.approx(row.reported_params, abs=0.1)
+        assert row.profiled == pytest.approx(row.reported_gmacs, abs=0.1)
+        assert row.gmacs < row.profiled < 1.02 * row.gmacs
+        vanilla = row.form == 'vanilla'
+        if not (vanilla and (model, 'params') in ELSEWHERE):
+            assert float(as_printed(row.params)) == row.reported_params
+        if not (vanilla and (model, 'gmacs') in ELSEWHERE):
+            assert float(as_printed(row.profiled)) == row.reported_gmacs
+    table = format_paper_table(rows)
+    assert table.count('\n') == len(rows) + 1
+    assert f'| {rows[0].reported_params} |' in table
+
+
+def test_counter():
+    x = torch.zeros(2, 3, 8, 8)
+    for run, macs, profiled in [
+        (lambda: F.conv2d(x, torch.zeros(5, 3, 3, 3), padding=1),
+         2 * 64 * 5 * 27, 2 * 64 * 5 * 27),
+        (lambda: nn.Linear(8, 4)(x), 2 * 24 * 32, 2 * 24 * 36),
+        (lambda: torch.addmm(x[0, 0], x[0, 1], x[0, 2]), 512, 512),
+        (lambda: nn.BatchNorm2d(3)(x), 0, 2 * 384),
+        (lambda: nn.LayerNorm(8)(x), 0, 384),
+        (lambda: nn.GELU()(x), 0, 2 * 384),
+        (lambda: nn.AvgPool2d(2)(x), 0, 2 * 384),
+        (lambda: x @ x, 0, 0),
+    ]:
+        with Counter() as counter:
+            run()
+        assert (counter.macs, counter.profiled) == (macs, profiled)
+
+
+def test_counting_on_meta_leaves_the_model_as_it_is():
+    with OnMeta():
+        model = build('Swin-Tiny', 0.75, 'training')
+    assert all(p.is_meta for p in model.parameters())
+    model.train()
+    model.backbone.stages[0].eval()
+    macs = count(model).macs
+    assert model.training and not model.backbone.stages[0].training
+    assert count(model, (448, 448)).macs > 3.9 * macs
+
+
+def test_unknown_model():
+    with pytest.raises(ValueError, match="DeiT-Tiny.*'Swin-XL'"):
+        build('Swin-XL', None, 'vanilla')
