@@ -1,0 +1,1 @@
+"""Latency, training steps, complexity: what the tools measure."""
