@@ -287,7 +287,11 @@ def accelerated(model: nn.Module,
         extractor = hasattr(module, 'roi_layers')
         if (compiled == 'all' and not extractor
                 or compiled and part == 'backbone'):
-            function = torch.compile(function, dynamic=dynamic)
+            # The number of proposals changes even if the image's size does
+            # not: None becomes dynamic when it has to.
+            function = torch.compile(
+                function, dynamic=dynamic or (None if part == 'head' else
+                                              False))
         if cuda_graphs and part == 'backbone':
             function = _CUDAGraphs(function)
         if amp:

@@ -284,6 +284,9 @@ def measure_forms(forms: Dict[str, nn.Module],
             # Before anything is timed: errors, and what is done only once.
             found = {}
             for name, call in calls.items():
+                if progress:
+                    progress.say(f'first run of the {name} form' +
+                                 ', which compiles' * bool(options.compile))
                 result = _first_call(name, call, inputs(0))
                 if not backbone_only and 'pred_instances' in result[0]:
                     found[name] = sum(len(r.pred_instances) for r in result)

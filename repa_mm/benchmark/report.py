@@ -173,6 +173,88 @@ def _parts_table(run: Dict[str, Any]) -> List[str]:
     return align(rows)
 
 
+def training_text(result: Dict[str, Any]) -> str:
+    """The tables of ``benchmark_training``'s result."""
+    options = result['options']
+    how = f'{options["amp"]} autocast' if options['amp'] else 'float32'
+    what = 'whole model' if options['whole'] else 'backbone'
+    reference = result['reference']
+    lines = [
+        '', f'{what} of {result["config"]}; {options["batch_size"]}x3x'
+        f'{options["size"]}; {how}; optimizer: {options["optimizer"]}; '
+        f'{machine(result["environment"])}', ''
+    ]
+    rows = [(f'step (ms), {result["count"]} steps', 'median', 'p90',
+             'images/s', f'ratio to {reference} [95 %]',
+             'without optimizer', 'saved activations', 'peak memory')]
+    for name, form in result['forms'].items():
+        step, other = form['step'], name != reference
+        rows.append((
+            name, f'{step["median"]:.4g}', f'{step["p90"]:.4g}',
+            f'{form["images_per_second"]:.4g}',
+            interval(form['ratio']) if other else '1',
+            interval(form['ratio_without_optimizer']) if other else '1',
+            f'{form["saved_mib"]:.0f} MiB', f'{form["peak_mib"]:.0f} MiB'))
+    lines += align(rows) + ['']
+    parts = list(next(iter(result['forms'].values()))['parts'])
+    rows = [('mean (ms) of', *parts)]
+    for name, form in result['forms'].items():
+        rows.append((name, *(f'{form["parts"][part]["mean"]:.1f}'
+                             for part in parts)))
+    lines += align(rows) + [
+        '', 'Saved activations: what autograd keeps from the forward pass for '
+        'the backward pass, without weights. Peak memory: weights, their '
+        "gradients, the optimizer's state and everything else at the step's "
+        'most expensive moment.', *(f'Note: {n}.' for n in result['notes'])
+    ]
+    if result['interrupted']:
+        lines.append('Interrupted: this is what was measured until then.')
+    return '\n'.join(lines)
+
+
+def profile_text(result: Dict[str, Any]) -> str:
+    """The table of :func:`~repa_mm.benchmark.profile.profile`'s result."""
+    options = result['options']
+    names = []
+    for model in result['models'].values():
+        names += [layer for layer in model['layers'] if layer not in names]
+    rows = [('mean (ms) of', *names, 'sum', 'share of FFN',
+             'without timers', 'cost of timers')]
+    for name, model in result['models'].items():
+        means = [model['layers'].get(layer, {}).get('mean', 0.)
+                 for layer in names]
+        total, timed = (model[key]['median'] for key in (
+            'total', 'with_timers'))
+        rows.append((name, *(f'{mean:.2f}' for mean in means),
+                     f'{sum(means):.2f}',
+                     f'{100 * model["share"]["FFN"]:.1f} %',
+                     f'{model["total"]["mean"]:.2f}',
+                     f'{100 * (timed / total - 1):+.1f} %'))
+    lines = ['', f'{options["batch_size"]}x3x{options["size"]}, '
+             f'{result["count"]} batches, {machine(result["environment"])}',
+             '', *align(rows), '',
+             'Token mixer and FFN count with the norm before them; the rest '
+             'is downsampling, shortcuts and the last norms. Cost of timers: '
+             'of the medians. Weights are random.']
+    if result['interrupted']:
+        lines.append('Interrupted: this is what was measured until then.')
+    return '\n'.join(lines)
+
+
+def plot_profile(result: Dict[str, Any], path: str) -> None:
+    """Bars of the layers' times, one for each model."""
+    models = result['models']
+    figure, axes = new_figure(height=1.8 + 0.4 * len(models))
+    stacked_bars(
+        axes, {f'{name}\nFFN {100 * model["share"]["FFN"]:.0f} %': {
+            layer: v['mean'] for layer, v in model['layers'].items()}
+            for name, model in models.items()},
+        f'mean latency (ms), {result["options"]["batch_size"]}x3x'
+        f'{result["options"]["size"]}')
+    figure.suptitle(machine(result['environment']), fontsize='medium')
+    save_figure(figure, path)
+
+
 def new_figure(width: float = 8, height: float = 4.5):
     """A figure with one pair of axes, which needs no display."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg

@@ -68,13 +68,14 @@ class Recorder:
                  rest: str = 'rest') -> None:
         self.clock = clock or Clock()
         self.rest = rest
+        self.paused = False
         self._stack: List[str] = []
         self._marks: list = []
 
     @contextmanager
     def section(self, name: str) -> Iterator[None]:
-        """Count what happens inside as ``name``; outside of calls, nothing."""
-        if not self._stack:
+        """Count what happens inside as ``name``; nothing, outside of calls."""
+        if self.paused or not self._stack:
             yield
             return
         self._enter(name)
@@ -305,18 +306,23 @@ class Progress:
         warmup (int): Number of inputs before those.
         title (str): What is measured. Defaults to none.
         unit (str): What an input is. Defaults to 'images'.
+        show (Sequence[str], optional): Callables to show the median of.
+            Defaults to all.
     """
 
     def __init__(self, repeats: int, warmup: int, title: str = '',
-                 unit: str = 'images') -> None:
+                 unit: str = 'images',
+                 show: Optional[Sequence[str]] = None) -> None:
         self.repeats, self.warmup = repeats, warmup
         self.title = f'{title}: ' if title else ''
-        self.unit = unit
+        self.unit, self.show = unit, show
         self.start = None
         self.width = 0
         self.terminal = sys.stderr.isatty()
-        if warmup:
-            self._show(f'{self.title}warm-up 0/{warmup}')
+
+    def say(self, text: str) -> None:
+        """Show what happens before the measurement."""
+        self._show(f'{self.title}{text}')
 
     def __call__(self, turn: int, times: Times) -> None:
         if turn < 0:
@@ -331,7 +337,8 @@ class Progress:
             self.repeats - done)
         medians = ', '.join(
             f'{name} {1e3 * np.median(values):.4g} ms'
-            for name, values in times.totals.items())
+            for name, values in times.totals.items()
+            if self.show is None or name in self.show)
         filled = 20 * done // self.repeats
         text = (f'{self.title}[{"#" * filled}{"." * (20 - filled)}] '
                 f'{done}/{self.repeats} {self.unit}, {left:.0f} s left; '
