@@ -117,7 +117,7 @@ def runner_for_training(config: str,
     elif not resume:
         for owner in _with_pretrained(cfg.model):
             check_pretrained(owner.init_cfg)
-    _check_data(cfg, 'train', 'val')
+    check_data(cfg, 'train', 'val')
     runner = _build_runner(cfg)
     _check_loop(runner, 'train')
     return runner
@@ -167,9 +167,9 @@ def runner_for_testing(config: str,
         for key in ('tta_model', 'tta_pipeline'):
             if key not in cfg:
                 raise ValueError(f'--tta needs {key!r} in {config!r}')
-        _dataset(cfg, 'test').pipeline = cfg.tta_pipeline
+        dataset_config(cfg, 'test').pipeline = cfg.tta_pipeline
         cfg.model = ConfigDict(**cfg.tta_model, module=cfg.model)
-    _check_data(cfg, 'test')
+    check_data(cfg, 'test')
     runner = _build_runner(cfg)
     if out and not osp.isdir(out):
         runner.register_hook(_RenameHook(_partial(out), out))
@@ -319,7 +319,7 @@ def draw_predictions(model: nn.Module,
     pixels = mmcv.bgr2rgb(pixels)
     cfg = model.cfg
     pipeline = Compose([
-        step for step in _dataset(cfg, 'test').pipeline
+        step for step in dataset_config(cfg, 'test').pipeline
         if 'Annotations' not in step['type']
     ])
     data = pipeline(dict(img_path=osp.abspath(image), img_id=0))
@@ -433,7 +433,7 @@ def _dump(cfg: Config, out: str) -> None:
         raise ValueError(f'--out must be a .pkl file, but got {out!r}')
 
 
-def _dataset(cfg: Config, split: str) -> ConfigDict:
+def dataset_config(cfg: Config, split: str) -> ConfigDict:
     """The config of the innermost data set of a data loader."""
     dataset = cfg[f'{split}_dataloader'].dataset
     while 'dataset' in dataset:
@@ -441,11 +441,11 @@ def _dataset(cfg: Config, split: str) -> ConfigDict:
     return dataset
 
 
-def _check_data(cfg: Config, *splits: str) -> None:
+def check_data(cfg: Config, *splits: str) -> None:
     for split in splits:
         if not cfg.get(f'{split}_dataloader'):
             continue
-        dataset = _dataset(cfg, split)
+        dataset = dataset_config(cfg, split)
         root = dataset.get('data_root') or ''
         paths = [root, osp.join(root, dataset.get('ann_file') or '')]
         for path in filter(None, paths):
@@ -457,7 +457,7 @@ def _check_data(cfg: Config, *splits: str) -> None:
 
 def _check_loop(runner: Runner, split: str) -> None:
     """Build a loop, and check that it has something to do."""
-    dataset = _dataset(runner.cfg, split)
+    dataset = dataset_config(runner.cfg, split)
     where = ', '.join(f'{key}={dataset.get(key)!r}'
                       for key in ('data_root', 'ann_file', 'data_prefix'))
     try:

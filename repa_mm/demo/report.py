@@ -6,6 +6,8 @@ from typing import Any, Dict, List, Sequence, Tuple
 
 import numpy as np
 
+from ..utils.cli import align
+
 # Two detections of one label are the same one if their boxes overlap at least this much.
 SAME_IOU = 0.5
 
@@ -127,7 +129,7 @@ def closing_table(summary: Dict[str, Any]) -> str:
     row(f'GMACs, backbone, {summary["input_size"]}', 'backbone_macs', '.3f', 1e-9, True)
     row('latency, model (ms)', 'latency_ms', '.1f', ratio=True)
     row('latency, backbone (ms)', 'backbone_latency_ms', '.1f', ratio=True)
-    lines = _align(rows)
+    lines = align(rows)
     lines.append(f'Latency: median of {summary["latency_scenes"]} validation scenes, batch 1, '
                  f'{summary["device"]}, both forms in turn.')
 
@@ -135,7 +137,7 @@ def closing_table(summary: Dict[str, Any]) -> str:
     lines.append('')
     lines.append('Largest difference between the two forms')
     if 'share' in difference:
-        lines.extend(_align([('  label maps, pixels that differ',
+        lines.extend(align([('  label maps, pixels that differ',
                               f'{difference["different"]} of {difference["pixels"]} '
                               f'({difference["share"]:.1e})')], left=2))
     else:
@@ -147,21 +149,10 @@ def closing_table(summary: Dict[str, Any]) -> str:
                             f'{difference["mask_pixels"]} of {difference["mask_area"]}'))
         details += [('  detections in the training / deploy form', f'{count_a} / {count_b}'),
                     ('  of these without a counterpart', f'{lone_a} / {lone_b}')]
-        lines.extend(_align(details, left=2))
+        lines.extend(align(details, left=2))
     minutes, seconds = divmod(round(summary['total_seconds']), 60)
     lines += ['', f'Total time: {minutes} min {seconds} s']
     return '\n'.join(lines)
-
-
-def _align(rows: Sequence[Sequence[str]], left: int = 1) -> List[str]:
-    """Rows as lines of equal columns, the first ``left`` ones aligned to the left."""
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    lines = []
-    for cells in rows:
-        cells = [c.ljust(w) if i < left else c.rjust(w)
-                 for i, (c, w) in enumerate(zip(cells, widths))]
-        lines.append('   '.join(cells).rstrip())
-    return lines
 
 
 def _by_image(predictions: Sequence[dict], key: str) -> Dict[Any, dict]:

@@ -1,9 +1,9 @@
-"""Errors for people."""
+"""Errors and tables for people."""
 import os
 import signal
 import sys
 from contextlib import contextmanager
-from typing import Iterator
+from typing import Iterator, List, Sequence
 
 from ..reparam import CheckpointError
 
@@ -34,3 +34,20 @@ def clear_errors(*kinds: type) -> Iterator[None]:
         sys.exit(f'error: {text} (REPA_MM_TRACEBACK=1 shows where)')
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def align(rows: Sequence[Sequence[str]], left: int = 1) -> List[str]:
+    """Rows of a table as lines of text, with columns of equal width.
+
+    Args:
+        rows (Sequence[Sequence[str]]): As many cells each.
+        left (int): Number of columns that are aligned to the left; the others
+            are to the right. Defaults to 1.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    lines = []
+    for cells in rows:
+        cells = [c.ljust(w) if i < left else c.rjust(w)
+                 for i, (c, w) in enumerate(zip(cells, widths))]
+        lines.append('   '.join(cells).rstrip())
+    return lines

@@ -1,7 +1,7 @@
 """Parameters and multiply-adds."""
 import copy
 import logging
-from typing import Tuple
+from typing import Any, Dict, Optional, Tuple
 
 import torch
 import torch.nn as nn
@@ -26,19 +26,58 @@ def count_macs(model: nn.Module, input_shape: Tuple[int, ...]) -> int:
         model (nn.Module): A backbone or another model that takes a tensor.
         input_shape (tuple): Shape of one image, (channels, height, width).
     """
+    return macs_by_part(model, input_shape)['']
+
+
+class _Tensors(nn.Module):
+    """A model of OpenMMLab as one that takes an image and gives tensors."""
+
+    def __init__(self, model: nn.Module, data_samples: list) -> None:
+        super().__init__()
+        self.model, self.data_samples = model, data_samples
+
+    def forward(self, x: torch.Tensor):
+        return self.model(x, self.data_samples, mode='tensor')
+
+
+def macs_by_part(model: nn.Module,
+                 input_shape: Tuple[int, ...],
+                 data_samples: Optional[list] = None) -> Dict[str, int]:
+    """As :func:`count_macs`, for a model and each of its children.
+
+    Args:
+        model (nn.Module): A model that takes a tensor; with ``data_samples``
+            a detector, segmentor or classifier.
+        input_shape (tuple): Shape of one image, (channels, height, width).
+        data_samples (list, optional): What a detector needs to know about
+            that image, such as ``img_shape``.
+
+    Returns:
+        dict: Multiply-adds by the child's name; those of the whole model are
+        under the empty name.
+    """
     # Tracing wants inference mode, and leaves nothing behind on a copy.
     model = copy.deepcopy(model).eval()
     param = next(model.parameters())
     x = torch.zeros(1, *input_shape, device=param.device, dtype=param.dtype)
+    children = [name for name, _ in model.named_children()]
+    traced: Any = model
+    if data_samples is not None:
+        traced = _Tensors(model, data_samples)
     with torch.no_grad():
-        analyzer = FlopAnalyzer(model, x)
+        analyzer = FlopAnalyzer(traced, x)
         analyzer.unsupported_ops_warnings(False)
         analyzer.uncalled_modules_warnings(False)
         logger = logging.getLogger('mmengine.analysis')
         level = logger.level
         logger.setLevel(logging.ERROR)
         try:
-            operators = analyzer.by_operator()
+            operators = analyzer.by_module_and_operator()
         finally:
             logger.setLevel(level)
-    return int(sum(operators[op] for op in _WEIGHT_OPERATORS))
+    prefix = '' if traced is model else 'model'
+    result = {}
+    for name in ('', *children):
+        found = operators['.'.join(filter(None, (prefix, name)))]
+        result[name] = int(sum(found[op] for op in _WEIGHT_OPERATORS))
+    return result

@@ -1,0 +1,153 @@
+"""What the measured models look at: data sets, noise, and its shapes."""
+import copy
+import re
+from typing import Any, Callable, List, Tuple
+
+import numpy as np
+import torch
+from mmengine.config import Config
+from mmengine.registry import DATASETS, FUNCTIONS, TRANSFORMS
+
+from ..apis import check_data, dataset_config
+
+# Noise is as good as more noise.
+NUM_NOISE = 4
+
+
+def parse_size(text: str) -> Tuple[int, int]:
+    """Height and width from '800x1344'.
+
+    Raises:
+        ValueError: If it is no size.
+    """
+    match = re.fullmatch(r'(\d+)[x,](\d+)', text.strip().lower())
+    if not match or min(map(int, match.groups())) < 1:
+        raise ValueError(f'{text!r} is no size: write HEIGHTxWIDTH, as '
+                         '800x1344')
+    return int(match[1]), int(match[2])
+
+
+class DatasetInputs:
+    """Batches of a config's test set, through its test pipeline.
+
+    Args:
+        cfg (Config): With a ``test_dataloader``.
+        batch_size (int): Images in a batch. Defaults to 1.
+
+    Raises:
+        FileNotFoundError: If the data set is not there.
+        ValueError: If it is empty or unreadable.
+    """
+    dynamic = True
+    real = True
+
+    def __init__(self, cfg: Config, batch_size: int = 1) -> None:
+        try:
+            check_data(cfg, 'test')
+        except FileNotFoundError as error:
+            raise FileNotFoundError(
+                f'{error}; or measure with noise: --synthetic 800x1344'
+            ) from error
+        self.batch_size = batch_size
+        try:
+            self.dataset = DATASETS.build(cfg.test_dataloader.dataset)
+        except Exception as error:
+            raise ValueError(
+                f'cannot read the test data set ({type(error).__name__}: '
+                f'{error}); to measure with noise: --synthetic 800x1344'
+            ) from error
+        if len(self.dataset) < batch_size:
+            raise ValueError(f'the test data set has {len(self.dataset)} '
+                             f'images, fewer than a batch of {batch_size}')
+        self._collate = _collate(cfg)
+
+    def __len__(self) -> int:
+        return len(self.dataset) // self.batch_size
+
+    def __call__(self, index: int) -> Any:
+        first = index % len(self) * self.batch_size
+        return self._collate(
+            [self.dataset[first + i] for i in range(self.batch_size)])
+
+    def describe(self) -> str:
+        return (f'{type(self.dataset).__name__}, test pipeline, batches of '
+                f'{self.batch_size}')
+
+
+class NoiseInputs:
+    """Batches of noise, packed by the last step of a config's test pipeline.
+
+    Args:
+        cfg (Config): With a ``test_dataloader``.
+        size (tuple): Height and width.
+        batch_size (int): Images in a batch. Defaults to 1.
+    """
+    dynamic = False
+    real = False
+
+    def __init__(self, cfg: Config, size: Tuple[int, int],
+                 batch_size: int = 1) -> None:
+        self.size, self.batch_size = size, batch_size
+        pipeline = dataset_config(cfg, 'test').pipeline
+        steps = [s for s in pipeline if str(s['type']).rpartition('.')[2]
+                 .startswith('Pack')]
+        if not steps:
+            raise ValueError('the test pipeline has no step Pack...Inputs to '
+                             'make an input with')
+        pack = TRANSFORMS.build(steps[-1])
+        generator = np.random.default_rng(0)
+        collate = _collate(cfg)
+        self._batches = []
+        for _ in range(NUM_NOISE):
+            samples = []
+            for i in range(batch_size):
+                noise = generator.integers(0, 256, (*size, 3), np.uint8)
+                samples.append(pack(dict(
+                    img=noise, img_id=i, img_path='noise', seg_map_path=None,
+                    ori_shape=size, img_shape=size, pad_shape=size,
+                    scale=size[::-1], scale_factor=(1., 1.), flip=False,
+                    flip_direction=None, reduce_zero_label=False,
+                    keep_ratio=True)))
+            self._batches.append(collate(samples))
+
+    def __call__(self, index: int) -> Any:
+        return self._batches[index % NUM_NOISE]
+
+    def describe(self) -> str:
+        return (f'noise, {self.batch_size}x3x{self.size[0]}x{self.size[1]}')
+
+
+class TensorInputs:
+    """Normalized noise for a backbone alone, (N, 3, H, W) on a device."""
+    dynamic = False
+    real = False
+
+    def __init__(self, size: Tuple[int, int], batch_size: int = 1,
+                 device='cpu', channels_last: bool = False) -> None:
+        self.size, self.batch_size = size, batch_size
+        generator = torch.Generator().manual_seed(0)
+        self._batches: List[torch.Tensor] = []
+        for _ in range(NUM_NOISE):
+            batch = torch.randn(batch_size, 3, *size, generator=generator)
+            self._batches.append(batch.to(
+                device, memory_format=torch.channels_last if channels_last
+                else torch.contiguous_format))
+
+    __call__ = NoiseInputs.__call__
+    describe = NoiseInputs.describe
+
+
+def _collate(cfg: Config) -> Callable:
+    kwargs = copy.deepcopy(
+        dict(cfg.test_dataloader.get('collate_fn', dict(type='pseudo_collate'))))
+    function = kwargs.pop('type')
+    if isinstance(function, str):
+        function = FUNCTIONS.get(function)
+    return lambda samples: function(samples, **kwargs)
+
+
+def shapes_of(batch: Any) -> List[int]:
+    """Shape (N, 3, H, W) of a batch; H and W are those of the largest image."""
+    images = batch['inputs'] if isinstance(batch, dict) else batch
+    shapes = [tuple(image.shape) for image in images]
+    return [len(shapes), *map(max, zip(*shapes))]

@@ -1,0 +1,88 @@
+"""Memory of tensors: peaks, weights, and what a backward pass needs."""
+import os
+from typing import Callable, Dict, Tuple
+
+import torch
+import torch.nn as nn
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Bytes of parameters and buffers."""
+    return sum(t.numel() * t.element_size()
+               for t in (*model.parameters(), *model.buffers()))
+
+
+def peak_bytes(function: Callable, argument, device='cpu') -> Tuple[object, int]:
+    """Call a function, and find how much its tensors take at most.
+
+    On a GPU that is what CUDA's allocator reports; on a CPU it is added up
+    from the allocations that PyTorch's profiler sees (not those inside other
+    libraries, such as OpenCV). What was allocated before does not count.
+
+    Returns:
+        tuple: What the function returns, and bytes.
+    """
+    device = torch.device(device)
+    if device.type == 'cuda':
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        result = function(argument)
+        torch.cuda.synchronize(device)
+        return result, torch.cuda.max_memory_allocated(device) - before
+    # The profiler reports on itself otherwise.
+    os.environ.setdefault('KINETO_LOG_LEVEL', '99')
+    with torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU],
+            profile_memory=True) as profile:
+        result = function(argument)
+    events = [e for e in profile.profiler.kineto_results.events()
+              if e.name() == '[memory]']
+    # PyTorch changed the unit in 2.2.
+    events.sort(key=lambda e: e.start_ns() if hasattr(e, 'start_ns') else e.
+                start_us())
+    allocated = peak = 0
+    for event in events:
+        allocated += event.nbytes()
+        peak = max(peak, allocated)
+    return result, peak
+
+
+class SavedTensors:
+    """Bytes that a forward pass keeps for the backward pass.
+
+    A context manager. Counts each storage once, and no parameters or buffers.
+
+    Args:
+        model (nn.Module): Whose parameters and buffers do not count.
+
+    Examples:
+        >>> with SavedTensors(model) as saved:
+        ...     loss = model(x).sum()
+        >>> saved.bytes
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._own = {t.untyped_storage().data_ptr()
+                     for t in (*model.parameters(), *model.buffers())}
+        self._storages: Dict[int, int] = {}
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(
+            self._pack, lambda tensor: tensor)
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self._own:
+            self._storages[storage.data_ptr()] = storage.nbytes()
+        # A tensor of its own: to keep an output itself would be a cycle.
+        return tensor.detach()
+
+    @property
+    def bytes(self) -> int:
+        return sum(self._storages.values())
+
+    def __enter__(self) -> 'SavedTensors':
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *error) -> None:
+        self._hooks.__exit__(*error)

@@ -1,0 +1,51 @@
+"""Parameters and multiply-adds of a model, in its training and deploy form."""
+import argparse
+
+from mmengine.config import DictAction
+
+from repa_mm.benchmark.complexity import complexity, complexity_text
+from repa_mm.benchmark.report import check_outputs, write_json
+from repa_mm.utils.cli import clear_errors
+
+EXAMPLES = """examples:
+  %(prog)s configs/repa_swin_b_in1k.py
+  %(prog)s configs/retinanet_repa_swin_b.py --shape 800 1344 \\
+      --baseline configs/retinanet_swin_b.py
+  %(prog)s configs/mask_rcnn_repa_swin_b.py --part backbone --shape 800 1344
+"""
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('config', help='path of the config')
+    parser.add_argument(
+        '--baseline', metavar='CONFIG', help='of the vanilla counterpart')
+    parser.add_argument('--part', choices=('model', 'backbone'),
+                        default='model')
+    parser.add_argument(
+        '--shape', type=int, nargs='+', default=[224, 224],
+        metavar=('HEIGHT', 'WIDTH'), help='of the image (224 224)')
+    parser.add_argument(
+        '--cfg-options', nargs='+', action=DictAction,
+        help='override values of the config: key=value ...')
+    parser.add_argument('--out', metavar='FILE.json')
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = vars(parse_args())
+    out = args.pop('out')
+    with clear_errors(Exception):
+        check_outputs(out)
+        result = complexity(**args)
+        print(complexity_text(result))
+        if out:
+            write_json(result, out)
+            print(f'wrote {out}')
+
+
+if __name__ == '__main__':
+    main()
