@@ -9,7 +9,7 @@ from importlib import import_module
 
 from mmengine.registry import MODELS
 
-BACKBONES = ('RePaSwinTransformer', )
+BACKBONES = ('RePaSwinTransformer', 'FastSwinTransformer')
 
 
 class _LazyModules(dict):

@@ -1,5 +1,9 @@
 """The registered backbones."""
+from .attention import fast_window_attention
 from .idle import idle_channels, linear_idle_ratios
-from .swin import RePaSwinTransformer
+from .swin import FastSwinTransformer, RePaSwinTransformer
 
-__all__ = ['RePaSwinTransformer', 'idle_channels', 'linear_idle_ratios']
+__all__ = [
+    'FastSwinTransformer', 'RePaSwinTransformer', 'fast_window_attention',
+    'idle_channels', 'linear_idle_ratios'
+]

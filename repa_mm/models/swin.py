@@ -4,12 +4,47 @@ from typing import Sequence, Union
 from mmengine.registry import MODELS
 from mmpretrain.models import SwinTransformer
 
+from .attention import swap_attention
 from .base import RePaBackbone
 from .idle import idle_channels
 
 
+class _OldStateDicts:
+    """Mixin before ``SwinTransformer``."""
+
+    def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs):
+        # The parent translates state dicts of earlier versions (the last norm
+        # had no number, attention masks were saved), but not in subclasses.
+        last = f'{prefix}norm{self.num_layers - 1}.'
+        for key in list(state_dict):
+            if key.startswith(f'{prefix}norm.'):
+                state_dict[last + key.rpartition('.')[2]] = state_dict.pop(key)
+            elif key.startswith(prefix) and key.endswith('.attn_mask'):
+                del state_dict[key]
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+
 @MODELS.register_module()
-class RePaSwinTransformer(RePaBackbone, SwinTransformer):
+class FastSwinTransformer(_OldStateDicts, SwinTransformer):
+    """mmpretrain's Swin Transformer with a faster window attention.
+
+    The vanilla backbone to compare :class:`RePaSwinTransformer` with. Its
+    arguments, outputs and state dict are those of mmpretrain's
+    ``SwinTransformer``.
+    """
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        swap_attention(self)
+
+    def train(self, mode: bool = True):
+        # mmpretrain's backbones return None.
+        super().train(mode)
+        return self
+
+
+@MODELS.register_module()
+class RePaSwinTransformer(RePaBackbone, _OldStateDicts, SwinTransformer):
     """Swin Transformer with channel-idle FFNs.
 
     `RePaFormer <https://arxiv.org/abs/2505.21847>`_ applied to `Swin
@@ -24,6 +59,9 @@ class RePaSwinTransformer(RePaBackbone, SwinTransformer):
             depth. Defaults to 'constant'.
         ffn_norm_cfg (dict): Norm of the FFNs: 'BN', 'SyncBN' or 'LN'.
             Defaults to ``dict(type='BN')``.
+        fast_attention (bool): Use the window attention of
+            :func:`~repa_mm.models.fast_window_attention`, which computes the
+            same faster. Defaults to True.
         deploy (bool): Build the deploy form, for a reparameterized checkpoint.
             Defaults to False.
 
@@ -38,20 +76,12 @@ class RePaSwinTransformer(RePaBackbone, SwinTransformer):
                  idle_ratio: Union[float, Sequence[float]] = 0.75,
                  idle_schedule: str = 'constant',
                  ffn_norm_cfg: dict = dict(type='BN'),
+                 fast_attention: bool = True,
                  deploy: bool = False,
                  **kwargs) -> None:
         super().__init__(*args, **kwargs)
+        if fast_attention:
+            swap_attention(self)
         idle_channels(self, idle_ratio, idle_schedule, ffn_norm_cfg)
         if deploy:
             self.switch_to_deploy()
-
-    def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs):
-        # The parent translates state dicts of earlier versions (the last norm
-        # had no number, attention masks were saved), but not in subclasses.
-        last = f'{prefix}norm{self.num_layers - 1}.'
-        for key in list(state_dict):
-            if key.startswith(f'{prefix}norm.'):
-                state_dict[last + key.rpartition('.')[2]] = state_dict.pop(key)
-            elif key.startswith(prefix) and key.endswith('.attn_mask'):
-                del state_dict[key]
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
