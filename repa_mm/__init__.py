@@ -11,7 +11,7 @@ from .version import __version__
 
 __all__ = [
     'ChannelIdleFFN', 'MergedFFN', '__version__', 'config_path',
-    'idle_channels', 'reparameterize'
+    'fast_window_attention', 'idle_channels', 'reparameterize'
 ]
 
 if find_spec('mmengine') or find_spec('mmcv'):
@@ -27,7 +27,7 @@ if find_spec('mmengine') or find_spec('mmcv'):
 
 def __getattr__(name: str):
     # Importing it imports mmpretrain's models, see repa_mm.registry.
-    if name == 'idle_channels':
-        from .models import idle_channels
-        return idle_channels
+    if name in ('fast_window_attention', 'idle_channels'):
+        from . import models
+        return getattr(models, name)
     raise AttributeError(f'module {__name__!r} has no attribute {name!r}')

@@ -9,8 +9,8 @@ from importlib import import_module
 
 from mmengine.registry import MODELS, TRANSFORMS
 
-BACKBONES = ('LVViT', 'RePaLVViT', 'RePaMlpMixer', 'RePaPoolFormer',
-             'RePaSwinTransformer', 'RePaVisionTransformer')
+BACKBONES = ('FastSwinTransformer', 'LVViT', 'RePaLVViT', 'RePaMlpMixer',
+             'RePaPoolFormer', 'RePaSwinTransformer', 'RePaVisionTransformer')
 HEADS = ('TokenLabelHead', )
 DATA_TRANSFORMS = ('LoadTokenLabels', 'RandomResizedCropWithBox')
 

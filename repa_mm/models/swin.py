@@ -2,26 +2,12 @@
 from mmengine.registry import MODELS
 from mmpretrain.models import SwinTransformer
 
+from .attention import swap_attention
 from .base import RePaBackbone
 
 
-@MODELS.register_module()
-class RePaSwinTransformer(RePaBackbone, SwinTransformer):
-    """Swin Transformer with channel-idle FFNs.
-
-    `RePaFormer <https://arxiv.org/abs/2505.21847>`_ applied to `Swin
-    <https://arxiv.org/abs/2103.14030>`_.
-
-    Args:
-        *args, **kwargs: Those of mmpretrain's ``SwinTransformer``, and
-            ``idle_ratio``, ``idle_schedule``, ``ffn_norm_cfg`` and ``deploy``
-            of :class:`RePaBackbone`.
-
-    Examples:
-        >>> model = RePaSwinTransformer('base', out_indices=(0, 1, 2, 3))
-        >>> features = model(torch.rand(1, 3, 224, 224))
-        >>> deployed = repa_mm.reparameterize(model)
-    """
+class _OldStateDicts:
+    """Mixin before ``SwinTransformer``."""
 
     def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs):
         # The parent translates state dicts of earlier versions (the last norm
@@ -33,3 +19,49 @@ class RePaSwinTransformer(RePaBackbone, SwinTransformer):
             elif key.startswith(prefix) and key.endswith('.attn_mask'):
                 del state_dict[key]
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+
+@MODELS.register_module()
+class FastSwinTransformer(_OldStateDicts, SwinTransformer):
+    """mmpretrain's Swin Transformer with a faster window attention.
+
+    The vanilla backbone to compare :class:`RePaSwinTransformer` with. Its
+    arguments, outputs and state dict are those of mmpretrain's
+    ``SwinTransformer``.
+    """
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        swap_attention(self)
+
+    def train(self, mode: bool = True):
+        # mmpretrain's backbones return None.
+        super().train(mode)
+        return self
+
+
+@MODELS.register_module()
+class RePaSwinTransformer(RePaBackbone, _OldStateDicts, SwinTransformer):
+    """Swin Transformer with channel-idle FFNs.
+
+    `RePaFormer <https://arxiv.org/abs/2505.21847>`_ applied to `Swin
+    <https://arxiv.org/abs/2103.14030>`_.
+
+    Args:
+        *args, **kwargs: Those of mmpretrain's ``SwinTransformer``, and
+            ``idle_ratio``, ``idle_schedule``, ``ffn_norm_cfg`` and ``deploy``
+            of :class:`RePaBackbone`.
+        fast_attention (bool): Use the window attention of
+            :func:`~repa_mm.models.fast_window_attention`, which computes the
+            same faster. Defaults to True.
+
+    Examples:
+        >>> model = RePaSwinTransformer('base', out_indices=(0, 1, 2, 3))
+        >>> features = model(torch.rand(1, 3, 224, 224))
+        >>> deployed = repa_mm.reparameterize(model)
+    """
+
+    def __init__(self, *args, fast_attention: bool = True, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        if fast_attention:
+            swap_attention(self)

@@ -1,0 +1,459 @@
+"""Swin's window attention and patch merging without needless copies.
+
+The same function as mmpretrain's ``ShiftWindowMSA``, with the same parameters:
+
+- Padding, cyclic shift and window partition are one gather of rows, and their
+  reversal is another.
+- A shifted window is masked only where it wraps around the map, so that there
+  are four masks (inner, right, bottom, corner) at any map size. The windows
+  are gathered in this order; the relative position bias plus mask of each is
+  broadcast, and cached at inference.
+- On a CPU the windows are processed in chunks that fit its caches, and training
+  keeps of all this only q, k and v.
+"""
+import weakref
+from functools import lru_cache, partial
+from typing import Iterator, List, NamedTuple, Optional, Sequence, Tuple
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from mmcv.cnn.bricks.transformer import PatchMerging
+from mmengine.utils import digit_version
+from mmpretrain.models.utils.attention import ShiftWindowMSA
+from torch.autograd.function import once_differentiable
+
+# Before 2.2, the CPU kernel took no mask.
+_CPU_KERNEL_TAKES_MASK = digit_version(
+    torch.__version__) >= digit_version('2.2.0')
+_is_compiling = getattr(torch.compiler, 'is_compiling',
+                        torch._dynamo.is_compiling)
+# Where the stock modules are defined.
+_ATTENTION = ('mmpretrain.models.utils.attention',
+              'mmdet.models.backbones.swin', 'mmseg.models.backbones.swin')
+_MERGING = ('mmcv.cnn.bricks.transformer',
+            'mmdet.models.layers.transformer.utils',
+            'mmseg.models.utils.embed')
+# Elements of q, k and v of the windows that are processed at a time.
+_CHUNK = 2**20
+
+
+class Windows(NamedTuple):
+    """Where the tokens of a map go.
+
+    ``rows`` (num_windows * N, ) are the tokens of all windows, ``positions``
+    (B * H * W, ) is the inverse; ``padded`` marks the rows that are padding
+    (None if there are none), and ``groups`` are the first and the last + 1 of
+    the windows under each of the four masks, with the number of the mask.
+    """
+    rows: torch.Tensor
+    positions: torch.Tensor
+    padded: Optional[torch.Tensor]
+    groups: List[Tuple[int, int, int]]
+
+
+@lru_cache(maxsize=32)
+def _partition(batch: int, height: int, width: int, window: int, shift: int,
+               device: torch.device) -> Windows:
+    # A tensor made in inference mode could not be used for training later.
+    with torch.inference_mode(False), torch.no_grad():
+        rows = torch.arange(
+            batch * height * width, device=device).view(batch, height, width)
+        rows = F.pad(
+            rows, (0, -width % window, 0, -height % window), value=-1)
+        rows = torch.roll(rows, (-shift, -shift), (1, 2))
+        num_h, num_w = rows.shape[1] // window, rows.shape[2] // window
+        rows = rows.view(batch, num_h, window, num_w, window).transpose(2, 3)
+        if shift:
+            parts = [
+                rows[:, h, w].reshape(-1, window**2)
+                for h in (slice(0, num_h - 1), slice(num_h - 1, num_h))
+                for w in (slice(0, num_w - 1), slice(num_w - 1, num_w))
+            ]
+        else:
+            parts = [rows.reshape(-1, window**2)]
+        rows = torch.cat(parts).flatten()
+        padded = rows < 0
+        positions = torch.empty(
+            batch * height * width, dtype=torch.long, device=device)
+        index = torch.arange(len(rows), device=device)
+        positions[rows[~padded]] = index[~padded]
+    groups, start = [], 0
+    for mask, part in enumerate(parts):
+        if len(part):
+            groups.append((start, start + len(part), mask))
+            start += len(part)
+    is_padded = bool(height % window or width % window)
+    return Windows(
+        rows.clamp_(min=0), positions, padded[:, None] if is_padded else None,
+        groups)
+
+
+@lru_cache(maxsize=32)
+def _masks(window: int, shift: int, device: torch.device) -> torch.Tensor:
+    """Masks (4, 1, N, N) of inner, right, bottom and corner windows."""
+    with torch.inference_mode(False), torch.no_grad():
+        wraps = torch.arange(window, device=device) >= window - shift
+        down, right = torch.meshgrid(wraps, wraps, indexing='ij')
+        down, right = (
+            x.flatten()[:, None] != x.flatten() for x in (down, right))
+        inner = torch.zeros_like(right)
+        masks = torch.stack([inner, right, down, down | right])[:, None]
+        return -100. * masks
+
+
+class _Gather(torch.autograd.Function):
+    """Rows of x; zero where ``padded``. ``positions`` is the inverse."""
+
+    @staticmethod
+    def forward(ctx, x, rows, positions, padded, padded_back):
+        ctx.save_for_backward(rows, positions, padded, padded_back)
+        x = x.index_select(0, rows)
+        return x if padded is None else x.masked_fill_(padded, 0)
+
+    @staticmethod
+    def backward(ctx, grad):
+        rows, positions, padded, padded_back = ctx.saved_tensors
+        grad = _Gather.apply(grad, positions, rows, padded_back, padded)
+        return grad, None, None, None, None
+
+
+def _heads(qkv: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """(n, N, 3 C) to (3, n, heads, N, C / heads), a view."""
+    n, num_tokens, _ = qkv.shape
+    return qkv.view(n, num_tokens, 3, num_heads, -1).permute(2, 0, 3, 1, 4)
+
+
+def _probabilities(q: torch.Tensor, k: torch.Tensor, bias: torch.Tensor,
+                   scale: float) -> torch.Tensor:
+    """softmax(scale q k^T + bias), of (n heads, N, N)."""
+    n, num_heads, num_tokens, _ = q.shape
+    scores = bias.expand(n, num_heads, num_tokens, num_tokens).clone(
+        memory_format=torch.contiguous_format).flatten(0, 1)
+    scores.baddbmm_(
+        q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2), alpha=scale)
+    return scores.softmax(-1)
+
+
+def _use_kernel(x: torch.Tensor) -> bool:
+    """Whether torch's fused kernel is the fastest, as measured on CPUs."""
+    if x.device.type == 'cpu':
+        return _CPU_KERNEL_TAKES_MASK and x.dtype != torch.bfloat16
+    return True
+
+
+def _attend(qkv: torch.Tensor, bias: torch.Tensor, num_heads: int,
+            scale: float) -> torch.Tensor:
+    """Attention in windows (n, N, 3 C) under one bias (heads, N, N)."""
+    n, num_tokens, _ = qkv.shape
+    if _use_kernel(qkv):
+        x = F.scaled_dot_product_attention(
+            *_heads(qkv, num_heads), attn_mask=bias[None], scale=scale)
+    else:
+        q, k, v = _heads(qkv, num_heads).contiguous()
+        x = torch.bmm(_probabilities(q, k, bias, scale), v.flatten(0, 1))
+        x = x.view(q.shape)
+    return x.transpose(1, 2).reshape(n, num_tokens, -1)
+
+
+def _chunks(groups: Sequence[Tuple[int, int, int]],
+            size: int) -> Iterator[Tuple[int, int, int]]:
+    for start, stop, mask in groups:
+        for i in range(start, stop, size):
+            yield i, min(i + size, stop), mask
+
+
+class _Attention(torch.autograd.Function):
+    """Attention that keeps only its inputs for the backward pass."""
+
+    @staticmethod
+    def forward(ctx, qkv, bias, num_heads, scale, chunks):
+        ctx.save_for_backward(qkv, bias)
+        ctx.args = num_heads, scale, chunks
+        x = qkv.new_empty(*qkv.shape[:2], qkv.shape[2] // 3)
+        for start, stop, mask in chunks:
+            x[start:stop] = _attend(qkv[start:stop], bias[mask], num_heads,
+                                    scale)
+        return x
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        qkv, bias = ctx.saved_tensors
+        num_heads, scale, chunks = ctx.args
+        grad_qkv = torch.empty_like(qkv)
+        # Sums over many windows.
+        grad_bias = torch.zeros_like(
+            bias, dtype=torch.promote_types(bias.dtype, torch.float32))
+        for start, stop, mask in chunks:
+            heads = _heads(qkv[start:stop], num_heads).contiguous()
+            p = _probabilities(heads[0], heads[1], bias[mask], scale)
+            q, k, v = heads.flatten(1, 2)
+            grad_x = grad[start:stop].view(
+                stop - start, -1, num_heads,
+                v.shape[-1]).transpose(1, 2).flatten(0, 1)
+            grad_heads = torch.empty_like(heads)
+            grad_q, grad_k, grad_v = grad_heads.flatten(1, 2)
+            torch.bmm(p.transpose(1, 2), grad_x, out=grad_v)
+            grad_scores = torch._softmax_backward_data(
+                torch.bmm(grad_x, v.transpose(1, 2)), p, -1, p.dtype)
+            grad_bias[mask] += grad_scores.view(
+                stop - start, *bias.shape[1:]).sum(0, dtype=grad_bias.dtype)
+            torch.bmm(grad_scores, k, out=grad_q).mul_(scale)
+            torch.bmm(grad_scores.transpose(1, 2), q, out=grad_k).mul_(scale)
+            _heads(grad_qkv[start:stop], num_heads).copy_(grad_heads)
+        return grad_qkv, grad_bias.to(bias), None, None, None
+
+
+# Of each module: its relative position bias table, and the biases made of it.
+# Beside the modules, so that copies, pickles and state dicts are without it.
+_BIASES = weakref.WeakKeyDictionary()
+
+
+class FastShiftWindowMSA(ShiftWindowMSA):
+    """A ``ShiftWindowMSA`` that computes the same in less time and memory.
+
+    It has the arguments, the parameters and the state dict of its parent. Any
+    ``ShiftWindowMSA`` whose ``w_msa`` is a plain ``WindowMSA`` can become one,
+    see :func:`fast_window_attention`.
+    """
+
+    def forward(self, query: torch.Tensor,
+                hw_shape: Sequence[int]) -> torch.Tensor:
+        """Attention in (shifted) windows.
+
+        Args:
+            query (torch.Tensor): Tokens of shape (B, H * W, C).
+            hw_shape (Sequence[int]): Height H and width W of the map.
+
+        Returns:
+            torch.Tensor: Of the shape of ``query``.
+        """
+        height, width = hw_shape
+        assert query.shape[1] == height * width, (
+            f"The query length {query.shape[1]} doesn't match the input shape "
+            f'({height}, {width}).')
+        shift = self.shift_size
+        if not self.pad_small_map:
+            assert min(height, width) >= self.window_size, (
+                f'The input shape ({height}, {width}) is smaller than the '
+                f'window size ({self.window_size}). Please set '
+                '`pad_small_map=True`, or decrease the `window_size`.')
+            if min(height, width) == self.window_size:
+                shift = 0
+        w_msa = self.w_msa
+        if (w_msa.training and w_msa.attn_drop.p
+                or type(query) is not torch.Tensor or _is_traced()):
+            x = self._forward_traceable(query, height, width, shift)
+        else:
+            x = self._forward_eager(query, height, width, shift)
+        return self.drop(w_msa.proj_drop(x))
+
+    def _forward_eager(self, query, height, width, shift):
+        w_msa = self.w_msa
+        batch, length, channels = query.shape
+        rows, positions, padded, groups = _partition(
+            batch, height, width, self.window_size, shift, query.device)
+        num_tokens = self.window_size**2
+        x = query.reshape(-1, channels)
+        attend = partial(
+            _attend, num_heads=w_msa.num_heads, scale=w_msa.scale)
+        size = max(_CHUNK // (3 * channels * num_tokens), 1)
+
+        if torch.is_grad_enabled():
+            windows = _Gather.apply(x, rows, positions, padded, None)
+            qkv = w_msa.qkv(windows.view(-1, num_tokens, channels))
+            bias = self._bias(shift, qkv)
+            if query.device.type == 'cpu':
+                x = _Attention.apply(qkv, bias, w_msa.num_heads, w_msa.scale,
+                                     list(_chunks(groups, size)))
+            else:
+                x = torch.cat([
+                    attend(qkv[start:stop], bias[mask])
+                    for start, stop, mask in groups
+                ])
+            x = w_msa.proj(x).view(-1, channels)
+            x = _Gather.apply(x, positions, rows, None, padded)
+            return x.view(query.shape)
+
+        out = None
+        if query.device.type == 'cpu':
+            groups = _chunks(groups, size)
+        for start, stop, mask in groups:
+            chunk = slice(start * num_tokens, stop * num_tokens)
+            windows = x.index_select(0, rows[chunk])
+            if padded is not None:
+                windows.masked_fill_(padded[chunk], 0)
+            qkv = w_msa.qkv(windows.view(-1, num_tokens, channels))
+            y = w_msa.proj(attend(qkv, self._bias(shift, qkv)[mask]))
+            if out is None:
+                out = y.new_empty(len(rows), channels)
+            out[chunk] = y.flatten(0, 1)
+        return out.index_select(0, positions).view(query.shape)
+
+    def _forward_traceable(self, query, height, width, shift):
+        """The same in operations that compilers see through."""
+        w_msa, window = self.w_msa, self.window_size
+        batch, _, channels = query.shape
+        x = query.view(batch, height, width, channels)
+        x = F.pad(x, (0, 0, 0, -width % window, 0, -height % window))
+        if shift:
+            x = torch.roll(x, (-shift, -shift), (1, 2))
+        num_h, num_w = x.shape[1] // window, x.shape[2] // window
+        x = x.view(batch, num_h, window, num_w, window, channels).transpose(
+            2, 3).reshape(-1, window**2, channels)
+        q, k, v = _heads(w_msa.qkv(x), w_msa.num_heads)
+        bias = self._compute_bias(shift).to(q.dtype)
+        scores = (q * w_msa.scale) @ k.transpose(2, 3)
+        if shift:
+            down = torch.arange(num_h, device=x.device) == num_h - 1
+            right = torch.arange(num_w, device=x.device) == num_w - 1
+            bias = bias[(2 * down[:, None] + right).flatten()]
+        scores = scores.view(-1, len(bias), *scores.shape[1:]) + bias
+        p = w_msa.attn_drop(scores.softmax(-1)).flatten(0, 1)
+        x = w_msa.proj((p @ v).transpose(1, 2).flatten(2))
+        x = x.view(batch, num_h, num_w, window, window, channels).transpose(
+            2, 3).reshape(batch, num_h * window, num_w * window, channels)
+        if shift:
+            x = torch.roll(x, (shift, shift), (1, 2))
+        return x[:, :height, :width].reshape(query.shape)
+
+    def _compute_bias(self, shift: int) -> torch.Tensor:
+        """Biases plus masks (4, heads, N, N); (1, heads, N, N) unshifted."""
+        table = self.w_msa.relative_position_bias_table
+        bias = F.embedding(self.w_msa.relative_position_index, table)
+        bias = bias.permute(2, 0, 1)[None]
+        if shift:
+            masks = (_masks.__wrapped__ if _is_traced() else _masks)(
+                self.window_size, shift, table.device)
+            bias = bias + masks.to(table.dtype)
+        return bias
+
+    def _bias(self, shift: int, like: torch.Tensor) -> torch.Tensor:
+        """The same in the dtype of a tensor, from the cache if possible."""
+        table = self.w_msa.relative_position_bias_table
+        if table.requires_grad and torch.is_grad_enabled():
+            return self._compute_bias(shift).to(like.dtype)
+        key = [shift, like.dtype, table.device]
+        if table.device.type != 'cpu' and not table.is_inference():
+            key += [table.data_ptr(), table._version]
+        cached = _BIASES.get(self)
+        # What is written to param.data leaves no trace in the version. A
+        # comparison is cheap on a CPU, but would make it wait for a GPU.
+        if (cached is None or cached[0] != key or
+            (len(key) == 3 and not torch.equal(cached[1], table))):
+            with torch.inference_mode(False), torch.no_grad():
+                bias = self._compute_bias(shift).to(
+                    like.dtype, memory_format=torch.contiguous_format)
+                cached = key, table.detach().clone(), bias
+            _BIASES[self] = cached
+        return cached[2]
+
+    def train(self, mode: bool = True):
+        _BIASES.pop(self, None)
+        return super().train(mode)
+
+
+class FastPatchMerging(PatchMerging):
+    """mmcv's ``PatchMerging`` for patches that do not overlap.
+
+    One permuted copy in place of ``nn.Unfold``, which needs one before and one
+    after it.
+    """
+
+    def forward(self, x: torch.Tensor, input_size: Sequence[int]):
+        """Concatenate each patch's tokens, normalize and project them.
+
+        Args:
+            x (torch.Tensor): Tokens of shape (B, H * W, C).
+            input_size (Sequence[int]): Height H and width W of the map.
+
+        Returns:
+            tuple: Tokens of the merged map, and its height and width.
+        """
+        batch, length, channels = x.shape
+        height, width = input_size
+        assert length == height * width, 'input feature has wrong size'
+        kernel_h, kernel_w = self.sampler.kernel_size
+        x = x.view(batch, height, width, channels)
+        pad_h, pad_w = -height % kernel_h, -width % kernel_w
+        if pad_h or pad_w:
+            top, left = 0, 0
+            if self.adaptive_padding.padding == 'same':
+                top, left = pad_h // 2, pad_w // 2
+            x = F.pad(x, (0, 0, left, pad_w - left, top, pad_h - top))
+        out_h, out_w = x.shape[1] // kernel_h, x.shape[2] // kernel_w
+        x = x.view(batch, out_h, kernel_h, out_w, kernel_w, channels)
+        # In Unfold's order: the patch changes fastest.
+        x = x.permute(0, 1, 3, 5, 2, 4).reshape(batch, out_h * out_w, -1)
+        if self.norm is not None:
+            x = self.norm(x)
+        return self.reduction(x), (out_h, out_w)
+
+
+def _is_traced() -> bool:
+    return torch.jit.is_tracing() or _is_compiling()
+
+
+def _padding(merging: nn.Module) -> Optional[nn.Module]:
+    return getattr(merging, 'adaptive_padding', None) or getattr(
+        merging, 'adap_padding', None)
+
+
+def _fast_class(module: nn.Module) -> Optional[type]:
+    """The fast class of a stock module, None if it has none."""
+    # By name, as MMDetection and MMSegmentation have copies of their own;
+    # exactly, as a subclass may do something else.
+    def is_stock(module, name, *where):
+        cls = type(module)
+        return cls.__name__ == name and cls.__module__ in where
+
+    if is_stock(module, 'ShiftWindowMSA', *_ATTENTION) and is_stock(
+            module.w_msa, 'WindowMSA', *_ATTENTION):
+        return FastShiftWindowMSA
+    if is_stock(module, 'PatchMerging', *_MERGING):
+        sampler = module.sampler
+        if (sampler.kernel_size == sampler.stride
+                and sampler.dilation == (1, 1) and _padding(module)):
+            return FastPatchMerging
+    return None
+
+
+def swap_attention(model: nn.Module) -> None:
+    """As :func:`fast_window_attention`, but content with nothing to do."""
+    for module in model.modules():
+        cls = _fast_class(module)
+        if cls is not None:
+            # Where MMDetection and MMSegmentation differ.
+            if cls is FastShiftWindowMSA and not hasattr(
+                    module, 'pad_small_map'):
+                module.pad_small_map = True
+            if cls is FastPatchMerging:
+                module.adaptive_padding = _padding(module)
+            module.__class__ = cls
+
+
+def fast_window_attention(model: nn.Module) -> nn.Module:
+    """Make the window attention of a Swin faster, in place.
+
+    Every ``ShiftWindowMSA`` becomes a :class:`FastShiftWindowMSA`, and every
+    ``PatchMerging`` a :class:`FastPatchMerging`. Outputs, gradients and the
+    state dict stay the same.
+
+    Args:
+        model (nn.Module): A Swin of MMPretrain, MMDetection or MMSegmentation,
+            or a model with one.
+
+    Returns:
+        nn.Module: The same model.
+
+    Raises:
+        ValueError: If the model has no stock window attention.
+    """
+    swap_attention(model)
+    if not any(isinstance(m, FastShiftWindowMSA) for m in model.modules()):
+        raise ValueError(
+            f'nothing to make faster: {type(model).__name__} has no window '
+            'attention of the stock Swin of MMPretrain, MMDetection or '
+            'MMSegmentation')
+    return model
