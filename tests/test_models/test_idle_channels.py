@@ -103,6 +103,13 @@ REFUSED = {
     'XCiT': ('mmpretrain', 'XCiT',
              dict(embed_dims=8, depth=1, num_heads=2, patch_size=16),
              r"'xca_layers.0', a XCABlock, is none"),
+    'PCPVT': ('mmpretrain', 'PCPVT', dict(arch='small'),
+              r"'stages.0.0', a GSAEncoderLayer, is none"),
+    'HiViT': ('mmpretrain', 'HiViT', dict(arch='tiny'),
+              r"'blocks.0', a BlockWithRPE, is none"),
+    'PVT': ('mmdet', 'PyramidVisionTransformer',
+            dict(embed_dims=8, num_layers=[1, 1, 1, 1]),
+            r"'layers.0.1.1', a PVTEncoderLayer, is none"),
     'MMSegmentation BEiT': ('mmseg', 'BEiT',
                             dict(img_size=(64, 64), embed_dims=16,
                                  num_layers=2, num_heads=2),
@@ -121,7 +128,7 @@ def build(package, name, kwargs):
         kwargs = dict(dict(img_size=64), **kwargs)
     if name == 'ViTSAM':
         kwargs = dict(kwargs, img_size=64)
-    if name in ('PoolFormer', 'SwinTransformer', 'DaViT'):
+    if name in ('PoolFormer', 'SwinTransformer', 'DaViT', 'PCPVT'):
         kwargs.pop('img_size', None)
     pytest.importorskip(package)
     module = importlib.import_module(
