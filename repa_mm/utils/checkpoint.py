@@ -15,7 +15,7 @@ from mmengine.utils import digit_version
 from ..reparam import CheckpointError
 
 HOW_TO_GET_WEIGHTS = (
-    'Train the backbone on ImageNet-1k first (configs/repa_swin_*_in1k.py) '
+    'Train the backbone on ImageNet-1k first (configs/repa_*_in1k.py) '
     'or convert released weights, and put the file there or set '
     'model.backbone.init_cfg.checkpoint to its path. To train without '
     'pretrained weights: tools/train.py CONFIG --from-scratch')

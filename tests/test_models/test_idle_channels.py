@@ -1,0 +1,250 @@
+"""idle_channels in backbones that are not this project's own."""
+import copy
+import importlib
+
+import pytest
+import torch
+import torch.nn as nn
+from mmengine.registry import MODELS
+
+import repa_mm
+from repa_mm.models import idle_channels
+from repa_mm.reparam import ChannelIdleFFN, MergedFFN
+
+VIT = dict(embed_dims=16, num_layers=2, num_heads=2, feedforward_channels=64)
+
+# Package, class, arguments, and the number of FFNs that become channel-idle.
+# docs/backbones.md lists them.
+CONVERTIBLE = {
+    'ViT': ('mmpretrain', 'VisionTransformer', dict(arch=VIT), 2),
+    'DINOv2': ('mmpretrain', 'VisionTransformer',
+               dict(arch=VIT, layer_scale_init_value=0.3), 2),
+    'DeiT distilled': ('mmpretrain', 'DistilledVisionTransformer',
+                       dict(arch=VIT), 2),
+    'DeiT III': ('mmpretrain', 'DeiT3', dict(arch=VIT), 2),
+    'BEiT': ('mmpretrain', 'BEiTViT', dict(arch=VIT), 2),
+    'BEiT without scale': ('mmpretrain', 'BEiTViT',
+                           dict(arch=VIT, layer_scale_init_value=0.), 2),
+    'MAE': ('mmpretrain', 'MAEViT', dict(arch=VIT), 2),
+    'MoCo v3': ('mmpretrain', 'MoCoV3ViT', dict(arch=VIT, patch_size=16), 2),
+    'SAM': ('mmpretrain', 'ViTSAM',
+            dict(
+                arch=dict(VIT, global_attn_indexes=[1]), window_size=3,
+                out_channels=8, use_rel_pos=True), 2),
+    'Swin': ('mmpretrain', 'SwinTransformer',
+             dict(
+                 arch=dict(
+                     embed_dims=8, depths=[1, 1, 1, 1],
+                     num_heads=[1, 1, 2, 2]), pad_small_map=True), 4),
+    'T2T-ViT': ('mmpretrain', 'T2T_ViT',
+                dict(
+                    t2t_cfg=dict(
+                        token_dims=8, use_performer=False), num_layers=2,
+                    embed_dims=16, layer_cfgs=dict(
+                        num_heads=2, feedforward_channels=32)), 4),
+    'TNT': ('mmpretrain', 'TNT',
+            dict(
+                arch=dict(
+                    embed_dims_outer=16, embed_dims_inner=8, num_layers=2,
+                    num_heads_outer=2, num_heads_inner=2)), 4),
+    'MixMIM': ('mmpretrain', 'MixMIMTransformer',
+               dict(
+                   arch=dict(
+                       embed_dims=8, depths=[1, 1, 1, 1],
+                       num_heads=[1, 1, 2, 2]),
+                   window_size=[2, 2, 2, 2]), 4),
+    'DaViT': ('mmpretrain', 'DaViT',
+              dict(
+                  arch=dict(
+                      embed_dims=8, depths=[1, 1, 1, 1],
+                      num_heads=[1, 1, 2, 2]), pad_small_map=True), 8),
+    'MLP-Mixer': ('mmpretrain', 'MlpMixer',
+                  dict(
+                      arch=dict(
+                          embed_dims=16, num_layers=2, tokens_mlp_dims=8,
+                          channels_mlp_dims=64)), 2),
+    'PoolFormer': ('mmpretrain', 'PoolFormer',
+                   dict(
+                       arch=dict(
+                           layers=[1, 1, 1, 1], embed_dims=[4, 8, 12, 16]),
+                       frozen_stages=-1), 4),
+    'MMDetection Swin': ('mmdet', 'SwinTransformer',
+                         dict(
+                             embed_dims=8, depths=(1, 1, 1, 1),
+                             num_heads=(1, 1, 2, 2)), 4),
+    'MMSegmentation ViT': ('mmseg', 'VisionTransformer',
+                           dict(
+                               img_size=64, embed_dims=16, num_layers=2,
+                               num_heads=2), 2),
+    'MMSegmentation Swin': ('mmseg', 'SwinTransformer',
+                            dict(
+                                embed_dims=8, depths=(1, 1, 1, 1),
+                                num_heads=(1, 1, 2, 2)), 4),
+}
+
+# What the error says, with the name of the block.
+REFUSED = {
+    'Swin V2, post-norm': ('mmpretrain', 'SwinTransformerV2',
+                           dict(arch='tiny', img_size=64, window_size=4),
+                           r"'stages.0.blocks.0', a SwinBlockV2, is none"),
+    'SwiGLU': ('mmpretrain', 'VisionTransformer',
+               dict(arch=VIT, layer_cfgs=dict(ffn_type='swiglu_fused')),
+               r"'layers.0', a TransformerEncoderLayer.*SwiGLUFFNFused"),
+    'EVA-02': ('mmpretrain', 'ViTEVA02', dict(arch=VIT),
+               r"'layers.0', a EVA02EndcoderLayer, is none"),
+    'dropout': ('mmpretrain', 'VisionTransformer',
+                dict(arch=VIT, drop_rate=0.1),
+                r"'layers.0', a TransformerEncoderLayer.*dropout \(0.1\)"),
+    'three linear layers': ('mmpretrain', 'VisionTransformer',
+                            dict(arch=VIT, layer_cfgs=dict(num_fcs=3)),
+                            r"'layers.0'.*3 linear layers, not two"),
+    'RevViT': ('mmpretrain', 'RevVisionTransformer', dict(arch=VIT),
+               r"'layers.0', a RevTransformerEncoderLayer, is none"),
+    'XCiT': ('mmpretrain', 'XCiT',
+             dict(embed_dims=8, depth=1, num_heads=2, patch_size=16),
+             r"'xca_layers.0', a XCABlock, is none"),
+    'PCPVT': ('mmpretrain', 'PCPVT', dict(arch='small'),
+              r"'stages.0.0', a GSAEncoderLayer, is none"),
+    'HiViT': ('mmpretrain', 'HiViT', dict(arch='tiny'),
+              r"'blocks.0', a BlockWithRPE, is none"),
+    'PVT': ('mmdet', 'PyramidVisionTransformer',
+            dict(embed_dims=8, num_layers=[1, 1, 1, 1]),
+            r"'layers.0.1.1', a PVTEncoderLayer, is none"),
+    'MMSegmentation BEiT': ('mmseg', 'BEiT',
+                            dict(img_size=(64, 64), embed_dims=16,
+                                 num_layers=2, num_heads=2),
+                            r"'layers.0', a BEiTTransformerEncoderLayer.*"
+                            'shortcut'),
+    'MMSegmentation MiT': ('mmseg', 'MixVisionTransformer',
+                           dict(embed_dims=8, num_layers=[1, 1, 1, 1],
+                                num_heads=[1, 1, 1, 1]),
+                           r"'layers.0.1.0', a TransformerEncoderLayer.*"
+                           'MixFFN'),
+}
+
+
+def build(package, name, kwargs):
+    if package == 'mmpretrain' and name not in ('ViTSAM', ):
+        kwargs = dict(dict(img_size=64), **kwargs)
+    if name == 'ViTSAM':
+        kwargs = dict(kwargs, img_size=64)
+    if name in ('PoolFormer', 'SwinTransformer', 'DaViT', 'PCPVT'):
+        kwargs.pop('img_size', None)
+    pytest.importorskip(package)
+    module = importlib.import_module(
+        f'{package}.models' if package == 'mmpretrain' else
+        f'{package}.models.backbones')
+    cls = getattr(module, name, None) or module.MODELS.get(name)
+    return cls(**copy.deepcopy(kwargs))
+
+
+def outputs(model, x):
+    if type(model).__name__ in ('MAEViT', 'BEiTPretrainViT'):
+        out = model(x, mask=None)
+    else:
+        out = model(x)
+    out = out if isinstance(out, (tuple, list)) else [out]
+    flat = []
+    for item in out:
+        flat += list(item) if isinstance(item, (tuple, list)) else [item]
+    return flat
+
+
+@pytest.mark.parametrize('case', CONVERTIBLE)
+def test_convert_train_merge_compare(case, randomize, relative_error):
+    package, name, kwargs, number = CONVERTIBLE[case]
+    model = build(package, name, kwargs)
+    linears = {
+        m.weight.flatten(1).sum().item() for m in model.modules()
+        if isinstance(m, (nn.Linear, nn.Conv2d))
+    }
+    assert idle_channels(model, 0.5) is model
+    ffns = [m for m in model.modules() if isinstance(m, ChannelIdleFFN)]
+    assert len(ffns) == number
+    for ffn in ffns:  # the linear layers kept their weights
+        assert {ffn.fc1.weight.sum().item(),
+                ffn.fc2.weight.sum().item()} <= linears
+    x = torch.randn(2, 3, 64, 64)
+    model.train()
+    sum(y.square().mean() for y in outputs(model, x)).backward()
+    for ffn in ffns:
+        for key, param in ffn.named_parameters():
+            assert param.grad is not None and param.grad.isfinite().all(), key
+
+    randomize(model).eval()
+    with torch.no_grad():
+        expected = outputs(model, x)
+        deployed = repa_mm.reparameterize(model)
+        assert sum(isinstance(m, MergedFFN)
+                   for m in deployed.modules()) == number
+        for a, b in zip(outputs(deployed, x), expected):
+            assert relative_error(a, b) < 1e-5
+
+
+@pytest.mark.parametrize('case', REFUSED)
+def test_what_cannot_be_converted_is_named(case):
+    package, name, kwargs, message = REFUSED[case]
+    model = build(package, name, kwargs)
+    before = {n: type(m) for n, m in model.named_modules()}
+    with pytest.raises(ValueError, match=message):
+        idle_channels(model)
+    # And nothing has changed.
+    assert {n: type(m) for n, m in model.named_modules()} == before
+
+
+def test_an_error_in_a_later_block_leaves_the_first_as_it_is():
+    from mmpretrain.models import VisionTransformer
+    model = VisionTransformer(VIT)
+    model.layers[1].ffn.add_identity = False
+    with pytest.raises(ValueError, match="'layers.1'.*shortcut"):
+        idle_channels(model)
+    assert not any(isinstance(m, ChannelIdleFFN) for m in model.modules())
+
+
+def test_twice():
+    model = build('mmpretrain', 'VisionTransformer', dict(arch=VIT))
+    idle_channels(model)
+    with pytest.raises(ValueError, match="already, see 'layers.0.ffn'"):
+        idle_channels(model)
+
+
+def test_layer_scale_drop_path_activation_dtype_are_kept():
+    from mmpretrain.models import VisionTransformer
+    model = VisionTransformer(
+        VIT, layer_scale_init_value=0.3, drop_path_rate=0.2,
+        layer_cfgs=dict(act_cfg=dict(type='ReLU'))).double()
+    model.layers[1].ffn.gamma2.weight.data.uniform_()
+    scale = model.layers[1].ffn.gamma2.weight.clone()
+    ffn = idle_channels(model).layers[1].ffn
+    assert torch.equal(ffn.layer_scale, scale)
+    assert ffn.dropout_layer.drop_prob == 0.2
+    assert isinstance(ffn.act, nn.ReLU)
+    assert ffn.norm1.weight.dtype == torch.float64
+
+
+def test_blocks_that_had_to_be_rewritten(randomize):
+    """They are their own equations, with the channel-idle FFN at the end."""
+    x = torch.randn(2, 17, 16)
+
+    beit = build('mmpretrain', 'BEiTViT', dict(arch=VIT))
+    scale = beit.layers[1].gamma_2.clone()
+    layer = idle_channels(beit).layers[1]
+    assert torch.equal(layer.ffn.layer_scale, scale)
+    assert 'gamma_2' not in dict(layer.named_parameters())
+    randomize(beit).eval()
+    y = x + layer.gamma_1 * layer.attn(layer.ln1(x), rel_pos_bias=None)
+    assert torch.equal(layer(x, None), layer.ffn(y))
+
+    deit = build('mmpretrain', 'DeiT3', dict(arch=VIT))
+    layer = randomize(idle_channels(deit)).layers[1].eval()
+    assert torch.equal(layer(x), layer.ffn(x + layer.attn(layer.ln1(x))))
+
+    pool = MODELS.build(dict(type='mmpretrain.PoolFormer'))
+    layer = randomize(idle_channels(pool)).network[2][1].eval()
+    layer.layer_scale_1.data.uniform_()
+    x = torch.randn(2, 128, 5, 7)
+    pooled = nn.functional.avg_pool2d(
+        layer.norm1(x), 3, 1, 1, count_include_pad=False)
+    y = x + layer.layer_scale_1.view(-1, 1, 1) * (pooled - layer.norm1(x))
+    y = layer.mlp(y.flatten(2).transpose(1, 2))
+    assert torch.allclose(layer(x).flatten(2).transpose(1, 2), y, atol=1e-5)
