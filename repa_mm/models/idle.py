@@ -147,7 +147,11 @@ def _parts_of(block: nn.Module, ffn: nn.Module) -> _Parts:
 def _idle_ffn(block: nn.Module, idle_ratio: float,
               norm_cfg: dict) -> ChannelIdleFFN:
     """The channel-idle FFN that takes the place of a block's norm and FFN."""
-    ffn = getattr(block, PRE_NORM_BLOCKS[type(block).__name__][1])
+    norm_name, ffn_name = PRE_NORM_BLOCKS[type(block).__name__]
+    if not hasattr(block, norm_name):
+        raise ValueError(f'it has no norm {norm_name!r} before its FFN, as '
+                         'blocks of this name in OpenMMLab have')
+    ffn = getattr(block, ffn_name)
     fc1, act, dropout, fc2, scale, drop_path = _parts_of(block, ffn)
     if dropout:
         raise ValueError(f'dropout ({dropout}) inside its FFN would come '
@@ -200,7 +204,8 @@ def _find_blocks(model: nn.Module) -> Dict[str, nn.Module]:
         if isinstance(module, (ChannelIdleFFN, DeployForm)):
             raise ValueError(f'{type(model).__name__} is channel-idle already,'
                              f' see {name!r}')
-        if hasattr(module, PRE_NORM_BLOCKS.get(kind, (None, ' '))[1]):
+        names = PRE_NORM_BLOCKS.get(kind)
+        if names and hasattr(module, names[1]):
             blocks[name] = module
         elif any(child in ('ffn', 'mlp') for child, _ in
                  module.named_children()):
