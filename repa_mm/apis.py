@@ -345,10 +345,10 @@ def _set_work_dir(cfg: Config, config: str, work_dir: Optional[str]) -> None:
     name = osp.splitext(osp.basename(config))[0]
     cfg.work_dir = work_dir or cfg.get('work_dir') or osp.join(
         'work_dirs', name)
-    _check_writable(cfg.work_dir)
+    check_writable(cfg.work_dir)
 
 
-def _check_writable(folder: str) -> None:
+def check_writable(folder: str) -> None:
     try:
         os.makedirs(folder, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -417,7 +417,7 @@ def _partial(out: str) -> str:
 def _dump(cfg: Config, out: str) -> None:
     """Add what writes the predictions to the evaluators."""
     if out.endswith(('.pkl', '.pickle')):
-        _check_writable(osp.dirname(osp.abspath(out)))
+        check_writable(osp.dirname(osp.abspath(out)))
         kind = dict(
             mmdet='mmdet.DumpDetResults',
             mmseg='mmengine.DumpSegResults',
@@ -427,7 +427,7 @@ def _dump(cfg: Config, out: str) -> None:
             evaluators = [evaluators]
         cfg.test_evaluator = [*evaluators, dict(type=kind, out_file_path=_partial(out))]
     elif cfg.default_scope == 'mmseg' and isinstance(cfg.test_evaluator, dict):
-        _check_writable(out)
+        check_writable(out)
         cfg.test_evaluator.update(output_dir=out, keep_results=True)
     else:
         raise ValueError(f'--out must be a .pkl file, but got {out!r}')

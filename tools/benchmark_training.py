@@ -14,7 +14,8 @@ from repa_mm.benchmark.forms import AMP_DTYPES
 from repa_mm.benchmark.report import (check_outputs, training_text,
                                       write_json)
 from repa_mm.benchmark.timing import interruptible
-from repa_mm.benchmark.training import OPTIMIZERS, benchmark_training
+from repa_mm.benchmark.training import (OPTIMIZERS, PATHS,
+                                        benchmark_training)
 from repa_mm.utils.cli import clear_errors
 
 EXAMPLES = """examples:
@@ -42,8 +43,8 @@ def parse_args() -> argparse.Namespace:
         '--optimizer', choices=tuple(OPTIMIZERS), default='adamw',
         help='none for forward and backward alone (%(default)s)')
     parser.add_argument(
-        '--auto', action='store_true',
-        help='measure the default path, which chooses by shape, too')
+        '--paths', nargs='+', choices=PATHS, default=list(PATHS),
+        help='auto chooses by shape, and is what a training does (all)')
     parser.add_argument(
         '--steps', type=int, default=20, help='to measure (%(default)s)')
     parser.add_argument(
@@ -69,8 +70,6 @@ def main() -> None:
         check_outputs(out)
         with interruptible():
             result = benchmark_training(**args)
-        if not result['count']:
-            sys.exit('interrupted before anything was measured')
         print(training_text(result))
         if out:
             write_json(result, out)

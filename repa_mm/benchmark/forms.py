@@ -1,7 +1,8 @@
 """The forms of a model that are measured against each other."""
 import copy
 from contextlib import contextmanager
-from typing import Callable, Dict, Iterator, List, Optional, Tuple
+from typing import (Callable, Dict, Iterator, List, Optional, Sequence,
+                    Tuple)
 
 import torch
 import torch.nn as nn
@@ -173,6 +174,22 @@ def load_configs(config: str, baseline: Optional[str] = None,
     """The config and the baseline's (or None); options are for the first."""
     return (load_config(config, cfg_options),
             load_config(baseline) if baseline else None)
+
+
+@contextmanager
+def explained(name: str, shape: Sequence[int]) -> Iterator[None]:
+    """Say of errors with which form and which input they came.
+
+    Raises:
+        ValueError: Instead of any other error.
+    """
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(
+            f'{name} fails on an input of {"x".join(map(str, shape))} '
+            f'({type(error).__name__}: {" ".join(str(error).split())[:300]})'
+        ) from error
 
 
 def networks(model: nn.Module) -> List[Tuple[str, nn.Module]]:

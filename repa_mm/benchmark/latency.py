@@ -9,8 +9,8 @@ import torch
 import torch.nn as nn
 
 from ..utils.complexity import count_parameters
-from .forms import (accelerated, build_forms, check_device, load_configs,
-                    randomize_norms)
+from .forms import (accelerated, build_forms, check_device, explained,
+                    load_configs)
 from .inputs import (DatasetInputs, NoiseInputs, TensorInputs, parse_size,
                      shapes_of)
 from .memory import peak_bytes, weight_bytes
@@ -103,14 +103,15 @@ def benchmark(config: str,
         quiet (bool): Show no progress. Defaults to False.
 
     Returns:
-        dict: ``environment``, ``options``, ``notes``, ``interrupted``,
-        ``complete``, and ``runs``: one for each point of the sweep, as
+        dict: ``environment``, ``options``, ``notes``, ``interrupted``, the
+        texts of the configs, and ``runs``: one for each point of the sweep, as
         :func:`measure_forms` returns it, with its ``point``.
 
     Raises:
         FileNotFoundError: If a file or the data set is missing.
         ValueError: If options do not fit each other, the model or the machine.
         CheckpointError: If a checkpoint does not fit.
+        KeyboardInterrupt: If it ended before anything was measured.
     """
     options = options or Options()
     points = parse_sweep(options.sweep)
@@ -172,6 +173,8 @@ def benchmark(config: str,
             if run['interrupted']:
                 raise KeyboardInterrupt
     except KeyboardInterrupt:
+        if not result['runs']:
+            raise
         result['interrupted'] = True
     for run in result['runs']:
         for note in run.pop('notes'):
@@ -287,7 +290,9 @@ def measure_forms(forms: Dict[str, nn.Module],
                 if progress:
                     progress.say(f'first run of the {name} form' +
                                  ', which compiles' * bool(options.compile))
-                result = _first_call(name, call, inputs(0))
+                batch = copy.deepcopy(inputs(0))
+                with explained(name, shapes_of(batch)):
+                    result = call(batch)
                 if not backbone_only and 'pred_instances' in result[0]:
                     found[name] = sum(len(r.pred_instances) for r in result)
             if found:
@@ -318,17 +323,6 @@ def measure_forms(forms: Dict[str, nn.Module],
         inputs=inputs.describe(),
         shapes=shapes[:len(times)],
         data=summarize(1e3 * np.array(times.data)) if inputs.real else None)
-
-
-def _first_call(name: str, call: Callable, batch: Any) -> Any:
-    try:
-        return call(copy.deepcopy(batch))
-    except Exception as error:
-        size = 'x'.join(map(str, shapes_of(batch)))
-        raise ValueError(
-            f'the {name} form fails on an input of {size} '
-            f'({type(error).__name__}: {" ".join(str(error).split())[:300]})'
-        ) from error
 
 
 def _num_graphs() -> int:

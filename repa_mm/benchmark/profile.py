@@ -8,7 +8,7 @@ import torch.nn as nn
 
 from ..apis import load_config
 from ..reparam import reparameterize
-from .forms import build_model
+from .forms import build_model, explained
 from .inputs import TensorInputs, parse_size
 from .latency import set_machine
 from .report import environment
@@ -98,6 +98,7 @@ def profile(configs: Sequence[str],
 
     Raises:
         FileNotFoundError, ValueError: If a config or an option is unusable.
+        KeyboardInterrupt: If it ended before anything was measured.
     """
     options = {k: v for k, v in locals().items() if k != 'quiet'}
     if batch_size < 1 or num_images < 1 or warmup < 0:
@@ -135,6 +136,9 @@ def profile(configs: Sequence[str],
     for name, model in models.items():
         calls[name] = without_timers(model)
         calls[f'{name} (timers)'] = model
+    for name, model in models.items():
+        with explained(name, (batch_size, 3, *parsed)), torch.no_grad():
+            model(inputs(0))
     progress = None if quiet else Progress(
         num_images, warmup, unit='batches', show=list(models))
     with ExitStack() as stack:
@@ -144,6 +148,8 @@ def profile(configs: Sequence[str],
         times = measure(calls, inputs, num_images, warmup, recorder, progress)
     if progress:
         progress.close()
+    if not len(times):
+        raise KeyboardInterrupt
     result: Dict[str, Any] = dict(
         tool='profile_latency',
         options=options,
@@ -151,8 +157,6 @@ def profile(configs: Sequence[str],
         interrupted=times.interrupted,
         count=len(times),
         models={})
-    if not len(times):
-        return result
     for name in models:
         timed = 1e3 * np.array(times.totals[f'{name} (timers)'])
         parts = times.parts[f'{name} (timers)']

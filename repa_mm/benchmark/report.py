@@ -9,6 +9,7 @@ from typing import Any, Dict, List, Optional
 
 import torch
 
+from ..apis import check_writable
 from ..utils.checkpoint import replacing
 from ..utils.cli import align
 from ..version import __version__
@@ -80,21 +81,28 @@ def write_json(result: Dict[str, Any], path: str) -> None:
         json.dump(result, file, indent=1, default=str, allow_nan=False)
 
 
-def check_outputs(*paths: Optional[str]) -> None:
-    """Check, before hours of measuring, that files can be written.
+def check_outputs(out: Optional[str] = None,
+                  plot: Optional[str] = None) -> None:
+    """Check, before hours of measuring, that the files can be written.
+
+    Args:
+        out (str, optional): Path of a JSON file.
+        plot (str, optional): Path of a plot.
 
     Raises:
-        OSError: If one cannot.
-        ValueError: If a plot has an unknown format.
+        OSError: If one cannot be written.
+        ValueError: If matplotlib does not know the plot's format.
     """
-    for path in filter(None, paths):
+    for path in filter(None, (out, plot)):
         if os.path.isdir(path):
             raise IsADirectoryError(f'{path!r} is a folder: name a file')
-        folder = os.path.dirname(os.path.abspath(path))
-        while not os.path.exists(folder):
-            folder = os.path.dirname(folder)
-        if not os.access(folder, os.W_OK):
-            raise PermissionError(f'cannot write {path!r}')
+        check_writable(os.path.dirname(os.path.abspath(path)))
+    if plot:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        known = FigureCanvasAgg.get_supported_filetypes()
+        if os.path.splitext(plot)[1][1:].lower() not in known:
+            raise ValueError(f'--plot {plot!r}: name a file that ends in one '
+                             f'of .{", .".join(sorted(known))}')
 
 
 def interval(ratio: Dict[str, Any]) -> str:

@@ -217,7 +217,10 @@ def measure(calls: Dict[str, Callable],
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Let SIGTERM end a measurement as Ctrl-C does."""
+    """Let SIGTERM end a measurement as Ctrl-C does.
+
+    Where there is nothing yet to report, the program ends with a line.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -228,6 +231,9 @@ def interruptible() -> Iterator[None]:
     before = signal.signal(signal.SIGTERM, interrupt)
     try:
         yield
+    except KeyboardInterrupt:
+        print('\ninterrupted before anything was measured', file=sys.stderr)
+        sys.exit(130)
     finally:
         signal.signal(signal.SIGTERM, before)
 

@@ -1,7 +1,7 @@
 """Time and memory of a training step."""
 import copy
 import functools
-from typing import Any, Callable, Dict, Optional, Tuple
+from typing import Any, Callable, Dict, Optional, Sequence, Tuple
 
 import numpy as np
 import torch
@@ -11,9 +11,9 @@ from mmengine.model import revert_sync_batchnorm
 from mmengine.registry import MODELS
 from mmengine.utils.dl_utils.parrots_wrapper import _BatchNorm
 
-from ..reparam import ChannelIdleFFN, has_deploy_form
+from ..reparam import ChannelIdleFFN, has_deploy_form, set_training_path
 from ..utils.complexity import count_parameters
-from .forms import AMP_DTYPES, load_configs, randomize_norms
+from .forms import AMP_DTYPES, explained, load_configs, randomize_norms
 from .inputs import parse_size
 from .latency import set_machine
 from .memory import SavedTensors, peak_bytes, weight_bytes
@@ -24,7 +24,7 @@ OPTIMIZERS: Dict[str, Optional[Callable]] = dict(
     none=None,
     sgd=functools.partial(torch.optim.SGD, lr=1e-6, momentum=0.9),
     adamw=functools.partial(torch.optim.AdamW, lr=1e-6))
-PATHS = ('literal', 'folded')
+PATHS = ('literal', 'folded', 'auto')
 PARTS = ('forward', 'backward', 'optimizer')
 
 
@@ -41,7 +41,7 @@ def benchmark_training(config: str,
                        threads: Optional[int] = None,
                        amp: Optional[str] = None,
                        tf32: bool = False,
-                       auto: bool = False,
+                       paths: Sequence[str] = PATHS,
                        quiet: bool = False) -> Dict[str, Any]:
     """Measure training steps of vanilla, literal and folded FFNs, in turn.
 
@@ -63,7 +63,8 @@ def benchmark_training(config: str,
         threads (int, optional): Of the CPU.
         amp (str, optional): 'bf16' or 'fp16' autocast.
         tf32 (bool): Whether float32 products use TF32.
-        auto (bool): Measure the automatic choice of the path, too.
+        paths (Sequence[str]): Of 'literal', 'folded' and 'auto', the choice
+            by shape that is the default of a training. Defaults to all.
         quiet (bool): Show no progress. Defaults to False.
 
     Returns:
@@ -75,6 +76,7 @@ def benchmark_training(config: str,
 
     Raises:
         ValueError: If options do not fit each other, the model or the machine.
+        KeyboardInterrupt: If it ended before anything was measured.
     """
     options = {k: v for k, v in locals().items()
                if k not in ('config', 'baseline', 'quiet')}
@@ -84,7 +86,7 @@ def benchmark_training(config: str,
     height, width = parse_size(size)
     set_machine(device, threads, tf32, amp)
     cfg, baseline_cfg = load_configs(config, baseline, cfg_options)
-    forms, notes = training_forms(cfg, baseline_cfg, whole, device, auto)
+    forms, notes = training_forms(cfg, baseline_cfg, whole, device, paths)
 
     recorder = Recorder(Clock(device))
     steppers = {
@@ -97,18 +99,17 @@ def benchmark_training(config: str,
                               ).to(device))
     progress = None if quiet else Progress(steps, warmup, unit='steps')
     memory: Dict[str, Tuple[int, int]] = {}
-    times = None
-    try:
-        for name, step in steppers.items():
-            if progress:
-                progress.say(f'first step of {name}')
+    for name, step in steppers.items():
+        if progress:
+            progress.say(f'first step of {name}')
+        with explained(name, (batch_size, 3, height, width)):
             memory[name] = step.memory(batch, device)
-        times = measure(steppers, lambda _: batch, steps, warmup, recorder,
-                        progress)
-    except KeyboardInterrupt:
-        pass
+    times = measure(steppers, lambda _: batch, steps, warmup, recorder,
+                    progress)
     if progress:
         progress.close()
+    if not len(times):
+        raise KeyboardInterrupt
     result: Dict[str, Any] = dict(
         tool='benchmark_training',
         config=config,
@@ -117,12 +118,10 @@ def benchmark_training(config: str,
         environment=environment(device),
         config_text=cfg.pretty_text,
         notes=notes,
-        interrupted=times is None or times.interrupted,
-        count=len(times) if times else 0,
+        interrupted=times.interrupted,
+        count=len(times),
         reference=next(iter(forms)),
         forms={})
-    if not result['count']:
-        return result
     raw = {}
     for name in forms:
         raw[name] = dict(
@@ -149,7 +148,7 @@ def benchmark_training(config: str,
 
 
 def training_forms(cfg: Config, baseline: Optional[Config], whole: bool,
-                   device: str, auto: bool = False):
+                   device: str, paths: Sequence[str] = PATHS):
     """The models to train, in training mode, with the same random weights.
 
     Returns:
@@ -177,8 +176,7 @@ def training_forms(cfg: Config, baseline: Optional[Config], whole: bool,
     if has_deploy_form(model):
         raise ValueError('the config is of the deploy form, which is not '
                          'trained')
-    ffns = _ffns(model)
-    if not ffns:
+    if not _ffns(model):
         raise ValueError('the config has no channel-idle FFN: give the RePa '
                          'config first and the vanilla one as --baseline')
     notes = []
@@ -189,13 +187,8 @@ def training_forms(cfg: Config, baseline: Optional[Config], whole: bool,
             f'{frozen} BatchNorms use running statistics, as the config says '
             '(for batch statistics: --cfg-options '
             'model.backbone.norm_eval=False)')
-    if hasattr(ffns[0], 'training_path'):
-        from ..reparam import set_training_path
-        for path in PATHS + ('auto', ) * auto:
-            forms[path] = copy.deepcopy(model)
-            set_training_path(forms[path], path)
-    else:
-        forms['literal'] = model
+    for path in paths:
+        forms[path] = set_training_path(copy.deepcopy(model), path)
     return forms, notes
 
 

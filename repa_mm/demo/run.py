@@ -5,7 +5,6 @@ import json
 import os
 import os.path as osp
 import shlex
-import statistics
 import subprocess
 import sys
 import time
@@ -170,65 +169,35 @@ def _load_config(config: str, cfg_options: Sequence[str]) -> Any:
 def _measure(config: str, checkpoint: str, cfg_options: Sequence[str],
              num_scenes: int = 60) -> Dict[str, Any]:
     """Sizes and latencies of both forms; the forms take turns on every scene."""
-    import torch
-    from mmengine.dataset import pseudo_collate
     from mmengine.device import get_device
-    from mmengine.registry import DATASETS
 
     from repa_mm.apis import init_model
+    from repa_mm.benchmark.inputs import DatasetInputs
+    from repa_mm.benchmark.latency import Options, measure_forms
+    from repa_mm.benchmark.report import environment, machine
     from repa_mm.utils.complexity import count_macs, count_parameters
 
     cfg = _load_config(config, cfg_options)
     device = get_device()
     models = {form: init_model(cfg, checkpoint, form=form, device=device) for form in FORMS}
-    dataset = DATASETS.build(cfg.test_dataloader.dataset)
-    num_scenes = min(num_scenes, len(dataset))
-    samples = [pseudo_collate([dataset[i]]) for i in range(num_scenes)]
-
-    def now() -> float:
-        if device != 'cpu':
-            torch.cuda.synchronize()
-        return time.perf_counter()
-
-    times: Dict[str, List[float]] = {form: [] for form in FORMS}
-    backbone_times: Dict[str, List[float]] = {form: [] for form in FORMS}
-    handles = []
-    for form, model in models.items():
-        started: List[float] = []
-        handles.append(model.backbone.register_forward_pre_hook(
-            lambda module, inputs, started=started: started.append(now())))
-        handles.append(model.backbone.register_forward_hook(
-            lambda module, inputs, outputs, started=started, form=form:
-            backbone_times[form].append(now() - started.pop())))
-    warm_up = 5
-    with torch.no_grad():
-        for turn in range(-warm_up, num_scenes):
-            for form in FORMS if turn % 2 else reversed(FORMS):
-                begin = now()
-                models[form].test_step(samples[turn % num_scenes])
-                times[form].append(now() - begin)
-    for handle in handles:
-        handle.remove()
-
-    height, width = samples[0]['inputs'][0].shape[-2:]
+    scenes = DatasetInputs(cfg)
+    num_scenes = min(num_scenes, len(scenes))
+    run = measure_forms(models, scenes, Options(num_images=num_scenes, warmup=5, device=device,
+                                                memory=False), quiet=True)
+    if run['interrupted']:
+        raise KeyboardInterrupt
+    height, width = run['shapes'][0][-2:]
     result: Dict[str, Any] = dict(input_size=f'{width}x{height}', latency_scenes=num_scenes,
-                                  device=_device_name(device))
+                                  device=machine(environment(device)))
     for form, model in models.items():
+        measured = run['forms'][form]
         result[form] = dict(
             parameters=count_parameters(model),
             backbone_parameters=count_parameters(model.backbone),
             backbone_macs=count_macs(model.backbone, (3, height, width)),
-            latency_ms=1e3 * statistics.median(times[form][warm_up:]),
-            backbone_latency_ms=1e3 * statistics.median(backbone_times[form][warm_up:]))
+            latency_ms=measured['latency']['median'],
+            backbone_latency_ms=measured['parts']['backbone']['median'])
     return result
-
-
-def _device_name(device: str) -> str:
-    import torch
-    if device == 'cpu':
-        threads = torch.get_num_threads()
-        return f'CPU ({threads} thread{"s" if threads > 1 else ""})'
-    return torch.cuda.get_device_name()
 
 
 def _draw(task: str, title: str, config: str, cfg_options: Sequence[str],

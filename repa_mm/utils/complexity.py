@@ -57,7 +57,9 @@ def macs_by_part(model: nn.Module,
         under the empty name.
     """
     # Tracing wants inference mode, and leaves nothing behind on a copy.
-    model = copy.deepcopy(model).eval()
+    model = copy.deepcopy(model)
+    # On a line of its own: the eval() of some backbones returns None.
+    model.eval()
     param = next(model.parameters())
     x = torch.zeros(1, *input_shape, device=param.device, dtype=param.dtype)
     children = [name for name, _ in model.named_children()]
