@@ -93,7 +93,8 @@ def _partition(batch: int, height: int, width: int, window: int, shift: int,
 def _masks(window: int, shift: int, device: torch.device) -> torch.Tensor:
     """Masks (4, 1, N, N) of inner, right, bottom and corner windows."""
     with torch.inference_mode(False), torch.no_grad():
-        wraps = torch.arange(window, device=device) >= window - shift
+        # As integers: Inductor fails on comparisons of truth values.
+        wraps = (torch.arange(window, device=device) >= window - shift).int()
         down, right = torch.meshgrid(wraps, wraps, indexing='ij')
         down, right = (
             x.flatten()[:, None] != x.flatten() for x in (down, right))
