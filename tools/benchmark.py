@@ -87,6 +87,10 @@ def parse_args() -> argparse.Namespace:
         '--no-memory', dest='memory', action='store_false',
         help='do not find out the peak memory')
     how.add_argument(
+        '--flops', action='store_true',
+        help='with --part backbone: speed as a share of that of a large '
+        'matrix product')
+    how.add_argument(
         '--cfg-options', nargs='+', action=DictAction,
         help='override values of the config: key=value ...')
     out = parser.add_argument_group('output')

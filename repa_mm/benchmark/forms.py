@@ -15,6 +15,7 @@ from .timing import Recorder
 
 AMP_DTYPES = dict(bf16=torch.bfloat16, fp16=torch.float16)
 COMPILE = ('backbone', 'all')
+FAIR = 'vanilla, fast attention'
 
 
 def check_device(device: str, amp: Optional[str] = None) -> torch.device:
@@ -94,7 +95,8 @@ def build_forms(cfg: Config,
                 baseline: Optional[Config] = None,
                 baseline_checkpoint: Optional[str] = None,
                 fair: bool = False,
-                device='cpu') -> Dict[str, nn.Module]:
+                device='cpu',
+                notes: Optional[list] = None) -> Dict[str, nn.Module]:
     """The forms of a model, by name; the first is the one to compare with.
 
     Args:
@@ -106,6 +108,7 @@ def build_forms(cfg: Config,
         fair (bool): Measure the counterpart with the fast window attention
             too. Defaults to False.
         device (str | torch.device): Defaults to 'cpu'.
+        notes (list, optional): Gets a sentence if that cannot be.
 
     Returns:
         dict: Of 'vanilla', 'vanilla, fast attention', 'training' and 'deploy'
@@ -131,8 +134,12 @@ def build_forms(cfg: Config,
     elif fair or baseline_checkpoint:
         raise ValueError('--fair and --baseline-checkpoint need --baseline')
     if fair:
-        forms['vanilla, fast attention'] = _with_fast_attention(
-            forms['vanilla'])
+        try:
+            forms[FAIR] = _with_fast_attention(forms['vanilla'])
+        except (ImportError, ValueError) as error:
+            if notes is not None:
+                notes.append('the baseline is not measured with the fast '
+                             f'window attention: {error}')
 
     model = build_model(cfg, checkpoint, device)
     if not _is_repa(model):
@@ -155,16 +162,9 @@ def _is_repa(model: nn.Module) -> bool:
 
 
 def _with_fast_attention(vanilla: nn.Module) -> nn.Module:
-    try:
-        from ..models import fast_window_attention
-    except ImportError as error:
-        raise ValueError('--fair needs repa_mm.models.fast_window_attention, '
-                         'which this version does not have') from error
+    from ..models import fast_window_attention
     model = copy.deepcopy(vanilla)
-    try:
-        fast_window_attention(model)
-    except ValueError as error:
-        raise ValueError(f'--fair: {error}') from error
+    fast_window_attention(model)
     model.eval()
     return model
 

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 import torch.nn as nn
 
-from ..utils.complexity import count_parameters
-from .forms import (accelerated, build_forms, check_device, explained,
-                    load_configs)
+from ..utils.complexity import count_macs, count_parameters
+from .forms import (AMP_DTYPES, FAIR, accelerated, build_forms, check_device,
+                    explained, load_configs)
 from .inputs import (DatasetInputs, NoiseInputs, TensorInputs, parse_size,
                      shapes_of)
 from .memory import peak_bytes, weight_bytes
@@ -43,6 +43,7 @@ class Options:
     fair: bool = False
     sweep: Optional[str] = None
     memory: bool = True
+    flops: bool = False
 
 
 def parse_sweep(text: Optional[str]) -> List[Dict[str, str]]:
@@ -118,6 +119,9 @@ def benchmark(config: str,
     for name in ('num_images', 'batch_size'):
         if getattr(options, name) < 1:
             raise ValueError(f'--{name.replace("_", "-")} must be at least 1')
+    if options.flops and options.part != 'backbone':
+        raise ValueError('--flops counts those of a backbone: add --part '
+                         'backbone')
     if options.warmup < 0:
         raise ValueError('--warmup must not be negative')
     if options.synthetic:
@@ -160,7 +164,7 @@ def benchmark(config: str,
                     cfg.model.backbone.idle_ratio = _ratio(point['idle-ratio'])
                 forms = build_forms(cfg, checkpoint, baseline_cfg,
                                     baseline_checkpoint, options.fair,
-                                    options.device)
+                                    options.device, notes)
             here = dataclasses.replace(
                 options,
                 synthetic=point.get('size', options.synthetic),
@@ -168,6 +172,8 @@ def benchmark(config: str,
             title = ' '.join(f'{k} {v}' for k, v in point.items())
             run = measure_forms(forms, make_inputs(cfg, here), here, title,
                                 quiet)
+            if options.flops and run['count']:
+                add_flops(run, forms, here)
             if run['count']:
                 result['runs'].append(dict(point=point, **run))
             if run['interrupted']:
@@ -241,8 +247,8 @@ def measure_forms(forms: Dict[str, nn.Module],
         None for noise) and ``forms``: for each one ``latency`` (statistics,
         milliseconds a batch), ``parts`` (the same of every part; their means
         sum to the mean latency), ``images_per_second`` (at the median),
-        ``ratio`` (to the reference, with its interval), ``parameters``,
-        ``weights_mib``, ``peak_mib`` (weights and the most that one call adds)
+        ``ratio`` (to the reference, with its interval), ``ratio_fair`` (to the
+        vanilla with the fast attention), ``parameters``, ``weights_mib``, ``peak_mib`` (weights and the most that one call adds)
         and ``raw``, the times of every batch in milliseconds.
     """
     clock = Clock(options.device)
@@ -331,6 +337,32 @@ def _num_graphs() -> int:
     return counters['stats']['unique_graphs']
 
 
+def add_flops(run: Dict[str, Any], forms: Dict[str, nn.Module],
+              options: Options) -> None:
+    """Add arithmetic speeds to what :func:`measure_forms` returned.
+
+    ``peak_tflops``, that of the product of two large matrices in the same
+    type, and for each form ``macs`` (of one image, weights only) and
+    ``tflops`` (two per multiply-add, at the median).
+    """
+    run['peak_tflops'] = peak_flops(options.device, options.amp) / 1e12
+    for name, form in run['forms'].items():
+        form['macs'] = count_macs(forms[name].backbone,
+                                  (3, *parse_size(options.synthetic)))
+        form['tflops'] = (2e-12 * form['macs'] * form['images_per_second'])
+
+
+def peak_flops(device: str = 'cpu', amp: Optional[str] = None,
+               repeats: int = 9) -> float:
+    """Operations per second in the product of two large matrices."""
+    n = 8192 if torch.device(device).type == 'cuda' else 2048
+    dtype = AMP_DTYPES[amp] if amp else torch.float32
+    a, b = torch.randn(2, n, n, device=device).to(dtype)
+    times = measure(dict(product=lambda _: a @ b), lambda _: None, repeats, 3,
+                    Recorder(Clock(device)))
+    return 2 * n**3 / float(np.median(times.totals['product']))
+
+
 def summarize_times(times: Times, batch_size: int, reference: str,
                     memory: Dict[str, int], forms: Dict[str, nn.Module],
                     only: Optional[str] = None) -> Dict[str, Any]:
@@ -343,8 +375,9 @@ def summarize_times(times: Times, batch_size: int, reference: str,
         forms={})
     if not len(times):
         return result
+    times_of = {n: 1e3 * np.array(v) for n, v in times.totals.items()}
     for name, model in forms.items():
-        total = 1e3 * np.array(times.totals[name])
+        total = times_of[name]
         parts = {
             part: 1e3 * np.array(times.parts[name][part])
             for part in PARTS if part in times.parts[name]
@@ -356,7 +389,9 @@ def summarize_times(times: Times, batch_size: int, reference: str,
             latency=latency,
             parts={part: summarize(v) for part, v in parts.items()},
             images_per_second=1e3 * batch_size / latency['median'],
-            ratio=compare(total, 1e3 * np.array(times.totals[reference])),
+            ratio=compare(total, times_of[reference]),
+            ratio_fair=compare(total, times_of[FAIR])
+            if FAIR in forms else None,
             parameters=count_parameters(part_of),
             weights_mib=weights / 2**20,
             peak_mib=(weights + memory[name]) / 2**20

@@ -13,6 +13,7 @@ from ..apis import check_writable
 from ..utils.checkpoint import replacing
 from ..utils.cli import align
 from ..version import __version__
+from .forms import FAIR
 
 # Of one family, and told apart by people who see few colours too.
 COLOURS = ('#9ecae1', '#08519c', '#41ab5d', '#fdae6b', '#bdbdbd', '#756bb1')
@@ -120,6 +121,8 @@ def benchmark_text(result: Dict[str, Any]) -> str:
         lines += ['', _headline(result, run), '', *_latency_table(run)]
         if any(len(form['parts']) > 1 for form in run['forms'].values()):
             lines += ['', *_parts_table(run)]
+        if 'peak_tflops' in run:
+            lines += ['', *_flops_table(run)]
         if run['data']:
             lines.append(
                 'Loading a batch and its test pipeline, the same for every '
@@ -149,10 +152,11 @@ def _headline(result: Dict[str, Any], run: Dict[str, Any]) -> str:
 
 def _latency_table(run: Dict[str, Any]) -> List[str]:
     confidence = next(iter(run['forms'].values()))['ratio']['confidence']
+    fair = FAIR in run['forms']
     rows = [(f'latency (ms), {run["count"]} batches', 'median', 'p90', 'p99',
              'images/s', f'ratio to {run["reference"]} '
-             f'[{100 * confidence:.0f} %]', 'change', 'peak memory',
-             'parameters')]
+             f'[{100 * confidence:.0f} %]', 'change',
+             *[f'ratio to {FAIR}'] * fair, 'peak memory', 'parameters')]
     for name, form in run['forms'].items():
         latency = form['latency']
         ratio = form['ratio']['ratio']
@@ -164,6 +168,8 @@ def _latency_table(run: Dict[str, Any]) -> List[str]:
             f'{form["images_per_second"]:.4g}',
             interval(form['ratio']) if other else '1',
             f'{100 * (ratio - 1):+.1f} %' if other else '',
+            *([interval(form['ratio_fair']) if name != FAIR else '1']
+              if fair else []),
             f'{peak:.0f} MiB' if peak else '-',
             f'{form["parameters"] / 1e6:.1f} M'))
     return align(rows)
@@ -261,6 +267,19 @@ def plot_profile(result: Dict[str, Any], path: str) -> None:
         f'{result["options"]["size"]}')
     figure.suptitle(machine(result['environment']), fontsize='medium')
     save_figure(figure, path)
+
+
+def _flops_table(run: Dict[str, Any]) -> List[str]:
+    peak = run['peak_tflops']
+    rows = [('arithmetic', 'GMACs an image', 'TFLOP/s',
+             f'of {peak:.3g} TFLOP/s')]
+    for name, form in run['forms'].items():
+        rows.append((name, f'{form["macs"] / 1e9:.2f}',
+                     f'{form["tflops"]:.3g}',
+                     f'{100 * form["tflops"] / peak:.0f} %'))
+    return align(rows) + [
+        'Multiply-adds of weights, without the attention products; the peak '
+        'is that of one large matrix product, measured here.']
 
 
 def new_figure(width: float = 8, height: float = 4.5):

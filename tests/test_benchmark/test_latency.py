@@ -116,6 +116,20 @@ def test_sweeps(sweep, labels, tmp_path):
     assert '<svg' in (tmp_path / 'curves.svg').read_text()
 
 
+def test_arithmetic_speed():
+    result = benchmark(config('retinanet'), quiet=True, options=Options(
+        part='backbone', synthetic='64x64', num_images=4, batch_size=2,
+        warmup=0, memory=False, flops=True))
+    run, = result['runs']
+    assert run['peak_tflops'] > 0
+    for form in run['forms'].values():
+        assert form['tflops'] == pytest.approx(
+            2e-12 * form['macs'] * 2 / (form['latency']['median'] / 1e3))
+    assert (run['forms']['deploy']['macs']
+            < .75 * run['forms']['training']['macs'])
+    assert 'of one large matrix product' in benchmark_text(result)
+
+
 def test_interrupted_sweep_reports_what_it_has(monkeypatch):
     real = NoiseInputs.__call__
     calls = []
@@ -188,6 +202,38 @@ def test_forms():
         build_forms(vanilla, baseline=vanilla)
     with pytest.raises(ValueError, match='need --baseline'):
         build_forms(cfg, fair=True)
+
+
+def test_vanilla_with_the_fast_attention(monkeypatch):
+    import repa_mm.models as models
+    changed = []
+    monkeypatch.setattr(models, 'fast_window_attention', changed.append,
+                        raising=False)
+    options = Options(part='backbone', synthetic='64x64', num_images=5,
+                      warmup=0, fair=True, memory=False)
+
+    def measure():
+        result = benchmark(config('retinanet'), baseline=config(
+            'retinanet', ''), options=options, quiet=True)
+        return result, result['runs'][0]['forms']
+
+    result, forms = measure()
+    assert len(changed) == 1
+    assert list(forms) == [
+        'vanilla', 'vanilla, fast attention', 'training', 'deploy']
+    deploy = forms['deploy']
+    assert deploy['ratio_fair']['ratio'] == pytest.approx(
+        deploy['latency']['median'] /
+        forms['vanilla, fast attention']['latency']['median'])
+    assert 'ratio to vanilla, fast attention' in benchmark_text(result)
+
+    def refuse(model):
+        raise ValueError('no window attention')
+
+    monkeypatch.setattr(models, 'fast_window_attention', refuse)
+    result, forms = measure()
+    assert 'vanilla, fast attention' not in forms
+    assert any('no window attention' in note for note in result['notes'])
 
 
 def test_merged_checkpoint_has_one_form(tmp_path):
@@ -269,7 +315,7 @@ def test_bad_sweeps(text):
     (dict(device='cuda:99'), 'no device'), (dict(tf32=True), 'tf32'),
     (dict(cuda_graphs=True), '--device cuda'), (dict(warmup=-1), '--warmup'),
     (dict(part='backbone', synthetic=None), '--synthetic'),
-    (dict(fair=True), '--baseline')])
+    (dict(fair=True), '--baseline'), (dict(flops=True), '--part backbone')])
 def test_bad_options(options, message):
     options = Options(**{'synthetic': '64x64', **options})
     with pytest.raises(ValueError, match=message):
