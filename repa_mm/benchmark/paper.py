@@ -96,8 +96,10 @@ _FAMILIES = {
     'PoolFormer': ('PoolFormer', dict(pool_size=7)),
     'MLPMixer': ('MlpMixer', {}),
 }
-# What only the RePa model has.
-_REPA = {'MLPMixer': dict(token_norm=True)
+# What only the RePa model has. The released code has the stock attention.
+_REPA = {
+    'MLPMixer': dict(token_norm=True),
+    'Swin': dict(fast_attention=False),
 }
 _ARCHS = {
     'DeiT-Tiny': 'deit-tiny', 'DeiT-Small': 'deit-small',
