@@ -89,34 +89,70 @@ def _partition(batch: int, height: int, width: int, window: int, shift: int,
         groups)
 
 
-@lru_cache(maxsize=32)
 def _masks(window: int, shift: int, device: torch.device) -> torch.Tensor:
     """Masks (4, 1, N, N) of inner, right, bottom and corner windows."""
+    # As integers: Inductor fails on comparisons of truth values.
+    wraps = (torch.arange(window, device=device) >= window - shift).int()
+    down = wraps.repeat_interleave(window)
+    right = wraps.repeat(window)
+    down, right = down[:, None] != down, right[:, None] != right
+    inner = torch.zeros_like(right)
+    return -100. * torch.stack([inner, right, down, down | right])[:, None]
+
+
+@lru_cache(maxsize=32)
+def _cached_masks(*args) -> torch.Tensor:
     with torch.inference_mode(False), torch.no_grad():
-        # As integers: Inductor fails on comparisons of truth values.
-        wraps = (torch.arange(window, device=device) >= window - shift).int()
-        down, right = torch.meshgrid(wraps, wraps, indexing='ij')
-        down, right = (
-            x.flatten()[:, None] != x.flatten() for x in (down, right))
-        inner = torch.zeros_like(right)
-        masks = torch.stack([inner, right, down, down | right])[:, None]
-        return -100. * masks
+        return _masks(*args)
 
 
 class _Gather(torch.autograd.Function):
-    """Rows of x; zero where ``padded``. ``positions`` is the inverse."""
+    """:func:`_gather` whose backward pass gathers, where autograd's adds."""
 
     @staticmethod
-    def forward(ctx, x, rows, positions, padded, padded_back):
-        ctx.save_for_backward(rows, positions, padded, padded_back)
-        x = x.index_select(0, rows)
-        return x if padded is None else x.masked_fill_(padded, 0)
+    def forward(ctx, x, rows, inverse, padded, padded_inverse):
+        ctx.save_for_backward(inverse, padded_inverse)
+        return _select(x, rows, padded)
 
     @staticmethod
     def backward(ctx, grad):
-        rows, positions, padded, padded_back = ctx.saved_tensors
-        grad = _Gather.apply(grad, positions, rows, padded_back, padded)
-        return grad, None, None, None, None
+        inverse, padded_inverse = ctx.saved_tensors
+        return _select(grad, inverse, padded_inverse), None, None, None, None
+
+
+def _select(x: torch.Tensor, rows: torch.Tensor,
+            padded: Optional[torch.Tensor]) -> torch.Tensor:
+    x = x.index_select(1, rows)
+    if padded is None:
+        return x
+    # Inductor of torch 2.1 fails on selections whose condition it can compute.
+    return x * ~padded if _is_traced() else x.masked_fill_(padded, 0)
+
+
+def _gather(x: torch.Tensor,
+            rows: torch.Tensor,
+            inverse: torch.Tensor,
+            padded: Optional[torch.Tensor] = None,
+            padded_inverse: Optional[torch.Tensor] = None) -> torch.Tensor:
+    """Rows of x (B, n, C), zero where ``padded``.
+
+    ``inverse`` and ``padded_inverse`` gather the result back to x.
+    """
+    if torch.is_grad_enabled() and not torch.jit.is_tracing():
+        return _Gather.apply(x, rows, inverse, padded, padded_inverse)
+    return _select(x, rows, padded)
+
+
+def _axis(size: int, window: int, shift: int, device: torch.device):
+    """Along one axis, (n, window) positions and (n, ) whether it is the last.
+
+    Positions from ``size`` on are padding.
+    """
+    n = (size + window - 1) // window
+    starts = torch.arange(n, device=device)
+    positions = starts[:, None] * window + torch.arange(
+        window, device=device) + shift
+    return positions % (n * window), (starts == n - 1).long()
 
 
 def _heads(qkv: torch.Tensor, num_heads: int) -> torch.Tensor:
@@ -262,9 +298,9 @@ class FastShiftWindowMSA(ShiftWindowMSA):
         size = max(_CHUNK // (3 * channels * num_tokens), 1)
 
         if torch.is_grad_enabled():
-            windows = _Gather.apply(x, rows, positions, padded, None)
+            windows = _gather(x[None], rows, positions, padded)
             qkv = w_msa.qkv(windows.view(-1, num_tokens, channels))
-            bias = self._bias(shift, qkv)
+            bias = self._bias(shift, qkv.dtype)
             if query.device.type == 'cpu':
                 x = _Attention.apply(qkv, bias, w_msa.num_heads, w_msa.scale,
                                      list(_chunks(groups, size)))
@@ -273,8 +309,8 @@ class FastShiftWindowMSA(ShiftWindowMSA):
                     attend(qkv[start:stop], bias[mask])
                     for start, stop, mask in groups
                 ])
-            x = w_msa.proj(x).view(-1, channels)
-            x = _Gather.apply(x, positions, rows, None, padded)
+            x = w_msa.proj(x).view(1, -1, channels)
+            x = _gather(x, positions, rows, None, padded)
             return x.view(query.shape)
 
         out = None
@@ -286,7 +322,9 @@ class FastShiftWindowMSA(ShiftWindowMSA):
             if padded is not None:
                 windows.masked_fill_(padded[chunk], 0)
             qkv = w_msa.qkv(windows.view(-1, num_tokens, channels))
-            y = w_msa.proj(attend(qkv, self._bias(shift, qkv)[mask]))
+            if out is None:
+                bias = self._bias(shift, qkv.dtype)
+            y = w_msa.proj(attend(qkv, bias[mask]))
             if out is None:
                 out = y.new_empty(len(rows), channels)
             out[chunk] = y.flatten(0, 1)
@@ -296,57 +334,71 @@ class FastShiftWindowMSA(ShiftWindowMSA):
         """The same in operations that compilers see through."""
         w_msa, window = self.w_msa, self.window_size
         batch, _, channels = query.shape
-        x = query.view(batch, height, width, channels)
-        x = F.pad(x, (0, 0, 0, -width % window, 0, -height % window))
-        if shift:
-            x = torch.roll(x, (-shift, -shift), (1, 2))
-        num_h, num_w = x.shape[1] // window, x.shape[2] // window
-        x = x.view(batch, num_h, window, num_w, window, channels).transpose(
-            2, 3).reshape(-1, window**2, channels)
+        # Indices by arithmetic, since symbolic pads and rolls of the map
+        # itself take minutes to compile.
+        h, last_h = _axis(height, window, shift, query.device)
+        w, last_w = _axis(width, window, shift, query.device)
+        num_h, num_w = len(last_h), len(last_w)
+        num_windows = num_h * num_w
+        h, w = h[:, None, :, None], w[:, None]
+        padded = ((h >= height) | (w >= width)).view(-1, 1)
+        rows = h.clamp(max=height - 1) * width + w.clamp(max=width - 1)
+        rows = rows.flatten()
+        h = torch.arange(height, device=query.device)[:, None]
+        w = torch.arange(width, device=query.device)
+        h = (h + num_h * window - shift) % (num_h * window)
+        w = (w + num_w * window - shift) % (num_w * window)
+        positions = ((h // window * num_w + w // window) * window +
+                     h % window) * window + w % window
+        positions = positions.flatten()
+
+        x = _gather(query, rows, positions, padded)
+        x = x.view(batch * num_windows, window**2, channels)
         q, k, v = _heads(w_msa.qkv(x), w_msa.num_heads)
         bias = self._compute_bias(shift).to(q.dtype)
-        scores = (q * w_msa.scale) @ k.transpose(2, 3)
         if shift:
-            down = torch.arange(num_h, device=x.device) == num_h - 1
-            right = torch.arange(num_w, device=x.device) == num_w - 1
-            bias = bias[(2 * down[:, None] + right).flatten()]
-        scores = scores.view(-1, len(bias), *scores.shape[1:]) + bias
-        p = w_msa.attn_drop(scores.softmax(-1)).flatten(0, 1)
-        x = w_msa.proj((p @ v).transpose(1, 2).flatten(2))
-        x = x.view(batch, num_h, num_w, window, window, channels).transpose(
-            2, 3).reshape(batch, num_h * window, num_w * window, channels)
-        if shift:
-            x = torch.roll(x, (shift, shift), (1, 2))
-        return x[:, :height, :width].reshape(query.shape)
+            bias = bias[(2 * last_h[:, None] + last_w).flatten()]
+        if query.device.type == 'cpu' or w_msa.training and w_msa.attn_drop.p:
+            scores = (q * w_msa.scale) @ k.transpose(2, 3)
+            scores = scores.view(-1, len(bias), *scores.shape[1:]) + bias
+            p = w_msa.attn_drop(scores.softmax(-1)).flatten(0, 1)
+            x = p @ v
+        else:
+            x = F.scaled_dot_product_attention(
+                q, k, v, scale=w_msa.scale, attn_mask=bias.repeat(
+                    batch if shift else 1, 1, 1, 1))
+        x = x.transpose(1, 2).reshape(-1, window**2, channels)
+        x = w_msa.proj(x)
+        x = x.view(batch, -1, channels)
+        return _gather(x, positions, rows, None, padded)
 
-    def _compute_bias(self, shift: int) -> torch.Tensor:
+    def _compute_bias(self, shift: int, masks=_masks) -> torch.Tensor:
         """Biases plus masks (4, heads, N, N); (1, heads, N, N) unshifted."""
         table = self.w_msa.relative_position_bias_table
         bias = F.embedding(self.w_msa.relative_position_index, table)
         bias = bias.permute(2, 0, 1)[None]
         if shift:
-            masks = (_masks.__wrapped__ if _is_traced() else _masks)(
-                self.window_size, shift, table.device)
-            bias = bias + masks.to(table.dtype)
+            bias = bias + masks(self.window_size, shift,
+                                table.device).to(table.dtype)
         return bias
 
-    def _bias(self, shift: int, like: torch.Tensor) -> torch.Tensor:
-        """The same in the dtype of a tensor, from the cache if possible."""
+    def _bias(self, shift: int, dtype: torch.dtype) -> torch.Tensor:
+        """The same in some dtype, from the cache if possible."""
         table = self.w_msa.relative_position_bias_table
-        if table.requires_grad and torch.is_grad_enabled():
-            return self._compute_bias(shift).to(like.dtype)
-        key = [shift, like.dtype, table.device]
-        if table.device.type != 'cpu' and not table.is_inference():
-            key += [table.data_ptr(), table._version]
-        cached = _BIASES.get(self)
+        on_cpu = table.device.type == 'cpu'
+        if (table.requires_grad and torch.is_grad_enabled()
+                or table.is_inference() and not on_cpu):
+            return self._compute_bias(shift, _cached_masks).to(dtype)
         # What is written to param.data leaves no trace in the version. A
         # comparison is cheap on a CPU, but would make it wait for a GPU.
-        if (cached is None or cached[0] != key or
-            (len(key) == 3 and not torch.equal(cached[1], table))):
+        version = None if on_cpu else (table.data_ptr(), table._version)
+        key = shift, dtype, table.device, version
+        cached = _BIASES.get(self)
+        if (cached is None or cached[0] != key
+                or on_cpu and not torch.equal(cached[1], table)):
             with torch.inference_mode(False), torch.no_grad():
-                bias = self._compute_bias(shift).to(
-                    like.dtype, memory_format=torch.contiguous_format)
-                cached = key, table.detach().clone(), bias
+                bias = self._compute_bias(shift, _cached_masks).to(dtype)
+                cached = key, table.detach().clone(), bias.contiguous()
             _BIASES[self] = cached
         return cached[2]
 
@@ -377,13 +429,15 @@ class FastPatchMerging(PatchMerging):
         assert length == height * width, 'input feature has wrong size'
         kernel_h, kernel_w = self.sampler.kernel_size
         x = x.view(batch, height, width, channels)
-        pad_h, pad_w = -height % kernel_h, -width % kernel_w
-        if pad_h or pad_w:
+        out_h = (height + kernel_h - 1) // kernel_h
+        out_w = (width + kernel_w - 1) // kernel_w
+        pad_h, pad_w = out_h * kernel_h - height, out_w * kernel_w - width
+        # Traced, one graph serves odd and even sizes.
+        if _is_traced() or pad_h or pad_w:
             top, left = 0, 0
             if self.adaptive_padding.padding == 'same':
                 top, left = pad_h // 2, pad_w // 2
             x = F.pad(x, (0, 0, left, pad_w - left, top, pad_h - top))
-        out_h, out_w = x.shape[1] // kernel_h, x.shape[2] // kernel_w
         x = x.view(batch, out_h, kernel_h, out_w, kernel_w, channels)
         # In Unfold's order: the patch changes fastest.
         x = x.permute(0, 1, 3, 5, 2, 4).reshape(batch, out_h * out_w, -1)

@@ -1,9 +1,11 @@
 import copy
 import pickle
+import sys
 
 import pytest
 import torch
 from mmcv.cnn.bricks.transformer import PatchMerging
+from mmengine.registry import MODELS
 from mmpretrain.models import SwinTransformer
 from mmpretrain.models.utils.attention import ShiftWindowMSA
 
@@ -61,3 +63,267 @@ def test_equals_the_parent(shift, dtype, tolerance, chunk, relative_error,
             assert relative_error(
                 fast(x, (height, width)), stock(x,
                                                 (height, width))) < tolerance
+
+
+@pytest.mark.parametrize('shift', [0, 3])
+def test_without_padding_of_small_maps(shift, relative_error):
+    """Then a map of one window is not shifted, and a smaller one refused."""
+    stock = ShiftWindowMSA(24, 3, 7, shift)
+    stock.w_msa.relative_position_bias_table.data.normal_()
+    fast = fast_window_attention(copy.deepcopy(stock))
+    for height, width in [(7, 7), (7, 16), (9, 8)]:
+        x = torch.randn(2, height * width, 24)
+        for actual, expected in zip(
+                _run(fast, x, (height, width)),
+                _run(stock, x, (height, width))):
+            assert relative_error(actual, expected) < 1e-5
+    with pytest.raises(AssertionError, match='pad_small_map=True'):
+        fast(torch.randn(1, 18, 24), (3, 6))
+    with pytest.raises(AssertionError, match="doesn't match"):
+        fast(torch.randn(1, 18, 24), (7, 7))
+
+
+def test_traceable_form_equals_the_parent(relative_error, monkeypatch):
+    monkeypatch.setattr(attention, '_is_compiling', lambda: True)
+    for shift in (0, 3):
+        stock, fast = _pair(shift)
+        for size in SIZES:
+            x = torch.randn(2, size[0] * size[1], 24)
+            for actual, expected in zip(
+                    _run(fast, x, size), _run(stock, x, size)):
+                assert relative_error(actual, expected) < 1e-5
+
+
+def _change_by_step(fast):
+    optimizer = torch.optim.SGD(fast.parameters(), lr=1)
+    fast(torch.randn(1, 64, 24), (8, 8)).square().sum().backward()
+    optimizer.step()
+
+
+def _change_by_load(fast):
+    fast.load_state_dict({
+        key: torch.randn(value.shape) if value.is_floating_point() else value
+        for key, value in fast.state_dict().items()
+    })
+
+
+def _change_data(fast):
+    fast.w_msa.relative_position_bias_table.data.copy_(torch.randn(169, 3))
+
+
+def _exchange_data(fast):
+    fast.w_msa.relative_position_bias_table.data = torch.randn(169, 3)
+
+
+@pytest.mark.parametrize('change', [
+    _change_by_step, _change_by_load, _change_data, _exchange_data,
+    torch.nn.Module.double, torch.nn.Module.train,
+    lambda m: fast_window_attention(m)
+])
+def test_cached_biases_follow_the_weights(change, relative_error):
+    stock, fast = _pair(3)
+    x = torch.randn(2, 9 * 15, 24)
+    copies = []
+    with torch.no_grad():
+        fast(x, (9, 15))
+        copies = [copy.deepcopy(fast), pickle.loads(pickle.dumps(fast))]
+        before = stock(x, (9, 15))
+    change(fast)
+    stock.to(fast.w_msa.qkv.weight.dtype).load_state_dict(fast.state_dict())
+    x = x.to(fast.w_msa.qkv.weight.dtype)
+    with torch.no_grad():
+        assert relative_error(fast(x, (9, 15)), stock(x, (9, 15))) < 1e-5
+        for old in copies:
+            assert relative_error(old(x.float(), (9, 15)), before) < 1e-5
+
+
+def test_inference_and_training_alternate(relative_error):
+    """What inference mode cached must not enter an autograd graph."""
+    stock, fast = _pair(3)
+    size = (17, 23)  # of no other test: the caches are shared
+    x = torch.randn(2, 17 * 23, 24)
+    for frozen in (False, True):
+        fast.w_msa.relative_position_bias_table.requires_grad = not frozen
+        for mode in (torch.inference_mode, torch.no_grad):
+            with mode():
+                assert relative_error(fast(x, size), stock(x, size)) < 1e-5
+            for actual, expected in zip(
+                    _run(fast, x, size)[:2], _run(stock, x, size)[:2]):
+                assert relative_error(actual, expected) < 1e-5
+
+
+def test_caches_are_bounded_and_beside_the_module():
+    _, fast = _pair(3)
+    keys, attributes = list(fast.state_dict()), set(vars(fast))
+    entries = len(attention._BIASES)
+    with torch.no_grad():
+        for width in range(2, 90):
+            fast(torch.randn(1, 7 * width, 24), (7, width))
+    for cache in (attention._partition, attention._cached_masks):
+        assert cache.cache_info().currsize <= 32
+    assert len(attention._BIASES) == entries + 1
+    assert list(fast.state_dict()) == keys and set(vars(fast)) == attributes
+    del fast
+    assert len(attention._BIASES) == entries
+
+
+@pytest.mark.parametrize('grad', [False, True])
+def test_reduced_precision(grad, relative_error):
+    """No less exact than the parent; and bfloat16 weights run at all."""
+    stock, fast = _pair(3)
+    x = torch.randn(2, 9 * 15, 24)
+    with torch.set_grad_enabled(grad):
+        expected = stock(x, (9, 15))
+        with torch.autocast('cpu', torch.bfloat16):
+            error = relative_error(stock(x, (9, 15)), expected)
+            actual = fast(x, (9, 15))
+        assert actual.dtype == torch.bfloat16
+        assert relative_error(actual, expected) < max(2 * error, 0.02)
+        actual = fast.bfloat16()(x.bfloat16(), (9, 15))
+        assert relative_error(actual, expected) < max(2 * error, 0.02)
+        if grad:
+            actual.float().sum().backward()
+            assert fast.w_msa.qkv.weight.grad.abs().sum() > 0
+
+
+def test_dropout_of_attention(relative_error):
+    stock, fast = _pair(3, attn_drop=0.5, proj_drop=0.25)
+    x = torch.randn(4, 14 * 14, 24)
+    with torch.no_grad():
+        samples = [
+            torch.stack([m.train()(x, (14, 14)) for _ in range(200)])
+            for m in (stock, stock, fast)
+        ]
+        means = [sample.mean(0) for sample in samples]
+        stds = [sample.std(0).mean() for sample in samples]
+        assert relative_error(means[2], means[0]) < 1.5 * relative_error(
+            means[1], means[0])
+        assert stds[2] == pytest.approx(stds[0].item(), rel=0.03)
+        assert relative_error(
+            fast.eval()(x, (14, 14)),
+            stock.eval()(x, (14, 14))) < 1e-5
+
+
+def test_training_keeps_little():
+    def kept(module):
+        sizes = {}
+
+        def pack(x):
+            sizes[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+            return x
+
+        x = torch.randn(2, 28 * 28, 24, requires_grad=True)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            y = module(x, (28, 28))
+        parameters = sum(p.numel() for p in module.parameters()) * 4
+        return (sum(sizes.values()) - parameters) / (y.numel() * 4)
+
+    stock, fast = _pair(3)
+    # The windows (1), q, k and v (3), what is projected (1); biases, indices.
+    assert kept(fast) < 6.5
+    assert kept(stock) > 10
+
+
+@pytest.mark.parametrize('shift', [0, 3])
+def test_compiles_once_for_all_sizes(shift, relative_error):
+    from torch._dynamo.testing import CompileCounter
+    torch._dynamo.reset()
+    stock, fast = _pair(shift)
+    counter = CompileCounter()
+    compiled = torch.compile(fast, backend=counter, fullgraph=True)
+    with torch.no_grad():
+        for height, width in [(14, 21), (16, 22), (13, 27), (28, 35), (9, 50)]:
+            x = torch.randn(2, height * width, 24)
+            assert relative_error(
+                compiled(x, (height, width)), stock(x,
+                                                    (height, width))) < 1e-5
+    assert counter.frame_count <= 2
+
+
+@pytest.mark.parametrize('kernel_size, padding', [(2, 'corner'), (3, 'corner'),
+                                                  (3, 'same'), ((2, 3), 'same')
+                                                  ])
+def test_patch_merging(kernel_size, padding, relative_error):
+    stock = PatchMerging(8, 16, kernel_size, padding=padding)
+    stock.norm.weight.data.uniform_(0.5, 2)
+    stock.norm.bias.data.normal_()
+    fast = copy.deepcopy(stock)
+    attention.swap_attention(fast)
+    assert type(fast) is FastPatchMerging
+    for size in [(6, 12), (7, 10), (1, 1), (13, 5)]:
+        x = torch.randn(2, size[0] * size[1], 8)
+        assert fast(x, size)[1] == stock(x, size)[1]
+        for actual, expected in zip(_run(fast, x, size), _run(stock, x, size)):
+            assert relative_error(actual, expected) < 1e-5
+
+
+@pytest.mark.parametrize('kwargs', [
+    dict(kernel_size=3, stride=2), dict(dilation=2), dict(padding=0)])
+def test_other_patch_merging_stays(kwargs):
+    module = PatchMerging(8, 16, **kwargs)
+    attention.swap_attention(module)
+    assert type(module) is PatchMerging
+
+
+@pytest.mark.parametrize('package', ['mmpretrain', 'mmdet', 'mmseg'])
+def test_whole_swins(package, randomize, relative_error):
+    pytest.importorskip(f'{package}.models')
+    arch = SMALL
+    if package == 'mmpretrain':
+        arch = dict(arch=SMALL, out_indices=(0, 1, 2, 3), pad_small_map=True)
+    stock = sys.modules[f'{package}.models.backbones'].SwinTransformer(**arch)
+    randomize(stock).eval()
+    model = torch.nn.ModuleDict(dict(backbone=copy.deepcopy(stock)))
+    assert fast_window_attention(model) is model
+    fast = model.backbone
+    assert sum(isinstance(m, FastShiftWindowMSA) for m in fast.modules()) == 8
+    assert sum(isinstance(m, FastPatchMerging) for m in fast.modules()) == 3
+    assert list(fast.state_dict()) == list(stock.state_dict())
+    x = torch.randn(2, 3, 65, 90)
+    with torch.no_grad():
+        for actual, expected in zip(fast(x), stock(x)):
+            assert relative_error(actual, expected) < 1e-5
+    copy.deepcopy(stock).load_state_dict(fast.state_dict())
+    fast_window_attention(fast)  # once more changes nothing
+
+
+def test_fast_swin(relative_error):
+    kwargs = dict(arch=SMALL, pad_small_map=True)
+    stock = SwinTransformer(**kwargs)
+    stock.eval()
+    fast = MODELS.build(dict(type='FastSwinTransformer', **kwargs))
+    assert isinstance(fast, SwinTransformer) and fast.eval() is fast
+    # As MMPretrain's first checkpoints: the last norm without a number.
+    state = {
+        key.replace('norm3.', 'norm.') if key.startswith('norm3.') else key:
+        value for key, value in stock.state_dict().items()}
+    fast.load_state_dict(state)
+    stock.load_state_dict(fast.state_dict())
+    x = torch.randn(1, 3, 40, 90)
+    with torch.no_grad():
+        assert relative_error(fast(x)[0], stock(x)[0]) < 1e-5
+
+
+@pytest.mark.parametrize('deploy', [False, True])
+def test_repa_swin_uses_it(deploy, relative_error):
+    fast, stock = (
+        RePaSwinTransformer(SMALL, deploy=deploy, fast_attention=f).eval()
+        for f in (True, False))
+    assert any(isinstance(m, FastShiftWindowMSA) for m in fast.modules())
+    assert not any(isinstance(m, FastShiftWindowMSA) for m in stock.modules())
+    stock.load_state_dict(fast.state_dict())
+    x = torch.randn(1, 3, 224, 224)
+    with torch.no_grad():
+        assert relative_error(fast(x)[0], stock(x)[0]) < 1e-5
+
+
+def test_nothing_to_make_faster():
+    assert repa_mm.fast_window_attention is fast_window_attention
+    with pytest.raises(ValueError, match='nothing to make faster: Linear'):
+        fast_window_attention(torch.nn.Linear(2, 2))
+
+    class Other(ShiftWindowMSA):
+        pass
+
+    with pytest.raises(ValueError, match='nothing to make faster: Other'):
+        fast_window_attention(Other(24, 3, 7))
