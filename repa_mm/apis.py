@@ -1,4 +1,5 @@
 """What the tools do: runners for training and testing, models, merging."""
+import atexit
 import importlib.util
 import os
 import os.path as osp
@@ -482,6 +483,8 @@ def _distribute_on_cpu(cfg: Config) -> None:
     """MMEngine's own set-up of several processes asks for GPUs."""
     if not torch.distributed.is_initialized():
         torch.distributed.init_process_group('gloo')
+        # Left to the interpreter's end, gloo's threads may abort the process.
+        atexit.register(_leave_process_group)
     cfg.model_wrapper_cfg = dict(
         type='MMDistributedDataParallel',
         device_ids=None,
@@ -489,6 +492,11 @@ def _distribute_on_cpu(cfg: Config) -> None:
         find_unused_parameters=cfg.get('find_unused_parameters', False))
     cfg.sync_bn = None
     _without_sync_bn(cfg)
+
+
+def _leave_process_group() -> None:
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 def _without_sync_bn(cfg) -> None:

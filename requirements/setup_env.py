@@ -340,6 +340,9 @@ def stop(process):
             os.killpg(process.pid, number)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(patience)
+            # Its children may ignore an interrupt, as a shell's do.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             return
 
 

@@ -4,6 +4,7 @@ import argparse
 from mmengine.config import DictAction
 
 from repa_mm.benchmark.complexity import complexity, complexity_text
+from repa_mm.benchmark.paper import format_paper_table, paper_table
 from repa_mm.benchmark.report import check_outputs, write_json
 from repa_mm.utils.cli import clear_errors
 
@@ -12,6 +13,7 @@ EXAMPLES = """examples:
   %(prog)s configs/retinanet_repa_swin_b.py --shape 800 1344 \\
       --baseline configs/retinanet_swin_b.py
   %(prog)s configs/mask_rcnn_repa_swin_b.py --part backbone --shape 800 1344
+  %(prog)s --paper-table
 """
 
 
@@ -20,7 +22,11 @@ def parse_args() -> argparse.Namespace:
         description=__doc__,
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('config', help='path of the config')
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument('config', nargs='?', help='path of the config')
+    what.add_argument(
+        '--paper-table', action='store_true',
+        help="every row of the paper's complexity tables beside ours")
     parser.add_argument(
         '--baseline', metavar='CONFIG', help='of the vanilla counterpart')
     parser.add_argument('--part', choices=('model', 'backbone'),
@@ -38,6 +44,9 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     args = vars(parse_args())
     out = args.pop('out')
+    if args.pop('paper_table'):
+        print(format_paper_table(paper_table()))
+        return
     with clear_errors(Exception):
         check_outputs(out)
         result = complexity(**args)
