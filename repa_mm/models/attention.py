@@ -155,6 +155,14 @@ def _axis(size: int, window: int, shift: int, device: torch.device):
     return positions % (n * window), (starts == n - 1).long()
 
 
+def _buffer(x: torch.Tensor) -> torch.Tensor:
+    """x, stored; else Inductor computes an element anew for each of its uses.
+    """
+    if not _is_compiling() or x.requires_grad and torch.is_grad_enabled():
+        return x
+    return x.as_strided(x.shape, x.stride())
+
+
 def _heads(qkv: torch.Tensor, num_heads: int) -> torch.Tensor:
     """(n, N, 3 C) to (3, n, heads, N, C / heads), a view."""
     n, num_tokens, _ = qkv.shape
@@ -343,19 +351,20 @@ class FastShiftWindowMSA(ShiftWindowMSA):
         h, w = h[:, None, :, None], w[:, None]
         padded = ((h >= height) | (w >= width)).view(-1, 1)
         rows = h.clamp(max=height - 1) * width + w.clamp(max=width - 1)
-        rows = rows.flatten()
+        rows = _buffer(rows.flatten())
         h = torch.arange(height, device=query.device)[:, None]
         w = torch.arange(width, device=query.device)
         h = (h + num_h * window - shift) % (num_h * window)
         w = (w + num_w * window - shift) % (num_w * window)
         positions = ((h // window * num_w + w // window) * window +
                      h % window) * window + w % window
-        positions = positions.flatten()
+        positions = _buffer(positions.flatten())
+        padded = _buffer(padded)
 
         x = _gather(query, rows, positions, padded)
         x = x.view(batch * num_windows, window**2, channels)
         q, k, v = _heads(w_msa.qkv(x), w_msa.num_heads)
-        bias = self._compute_bias(shift).to(q.dtype)
+        bias = _buffer(self._compute_bias(shift).to(q.dtype).contiguous())
         if shift:
             bias = bias[(2 * last_h[:, None] + last_w).flatten()]
         if query.device.type == 'cpu' or w_msa.training and w_msa.attn_drop.p:

@@ -123,7 +123,6 @@ def _exchange_data(fast):
 def test_cached_biases_follow_the_weights(change, relative_error):
     stock, fast = _pair(3)
     x = torch.randn(2, 9 * 15, 24)
-    copies = []
     with torch.no_grad():
         fast(x, (9, 15))
         copies = [copy.deepcopy(fast), pickle.loads(pickle.dumps(fast))]
@@ -238,6 +237,16 @@ def test_compiles_once_for_all_sizes(shift, relative_error):
                 compiled(x, (height, width)), stock(x,
                                                     (height, width))) < 1e-5
     assert counter.frame_count <= 2
+
+
+def test_can_be_traced(relative_error):
+    stock, fast = _pair(3)
+    x = torch.randn(2, 9 * 15, 24)
+    with torch.no_grad():
+        traced = torch.jit.trace(lambda x: fast(x, (9, 15)), x)
+        assert 'PythonOp' not in str(traced.graph)
+        x = torch.randn(2, 9 * 15, 24)
+        assert relative_error(traced(x), stock(x, (9, 15))) < 1e-5
 
 
 @pytest.mark.parametrize('kernel_size, padding', [(2, 'corner'), (3, 'corner'),
