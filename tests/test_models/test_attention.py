@@ -240,13 +240,14 @@ def test_compiles_once_for_all_sizes(shift, relative_error):
 
 
 def test_can_be_traced(relative_error):
-    stock, fast = _pair(3)
-    x = torch.randn(2, 9 * 15, 24)
-    with torch.no_grad():
-        traced = torch.jit.trace(lambda x: fast(x, (9, 15)), x)
+    stock, fast = (m.requires_grad_(False) for m in _pair(3))
+    x = torch.randn(2, 9 * 15, 24, requires_grad=True)
+    for grad in (False, True):
+        with torch.set_grad_enabled(grad):
+            traced = torch.jit.trace(lambda x: fast(x, (9, 15)), x)
         assert 'PythonOp' not in str(traced.graph)
-        x = torch.randn(2, 9 * 15, 24)
-        assert relative_error(traced(x), stock(x, (9, 15))) < 1e-5
+        other = torch.randn(2, 9 * 15, 24)
+        assert relative_error(traced(other), stock(other, (9, 15))) < 1e-5
 
 
 @pytest.mark.parametrize('kernel_size, padding', [(2, 'corner'), (3, 'corner'),
