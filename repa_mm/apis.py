@@ -1,8 +1,8 @@
 """What the tools do: runners for training and testing, models, merging."""
-import atexit
 import importlib.util
 import os
 import os.path as osp
+import sys
 import tempfile
 from typing import Iterator, Optional, Union
 
@@ -483,8 +483,6 @@ def _distribute_on_cpu(cfg: Config) -> None:
     """MMEngine's own set-up of several processes asks for GPUs."""
     if not torch.distributed.is_initialized():
         torch.distributed.init_process_group('gloo')
-        # Left to the interpreter's end, gloo's threads may abort the process.
-        atexit.register(_leave_process_group)
     cfg.model_wrapper_cfg = dict(
         type='MMDistributedDataParallel',
         device_ids=None,
@@ -494,9 +492,19 @@ def _distribute_on_cpu(cfg: Config) -> None:
     _without_sync_bn(cfg)
 
 
-def _leave_process_group() -> None:
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+def end_process() -> None:
+    """End a process that has done its work together with others on a CPU.
+
+    While the interpreter takes down a DistributedDataParallel model on gloo,
+    PyTorch aborts the process every other time (seen with 2.13), and with it
+    a job that has succeeded. Does nothing in any other process.
+    """
+    if (torch.distributed.is_initialized()
+            and torch.distributed.get_backend() == 'gloo'):
+        torch.distributed.barrier()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
 
 
 def _without_sync_bn(cfg) -> None:

@@ -4,7 +4,7 @@ import os
 
 from mmengine.config import DictAction
 
-from repa_mm.apis import FORMS, runner_for_testing
+from repa_mm.apis import FORMS, end_process, runner_for_testing
 from repa_mm.utils.cli import clear_errors
 
 
@@ -47,6 +47,7 @@ def main() -> None:
         runner = runner_for_testing(**args)
     with clear_errors():
         runner.test()
+    end_process()
 
 
 if __name__ == '__main__':

@@ -4,7 +4,7 @@ import os
 
 from mmengine.config import DictAction
 
-from repa_mm.apis import runner_for_training
+from repa_mm.apis import end_process, runner_for_training
 from repa_mm.utils.cli import clear_errors
 
 
@@ -50,6 +50,7 @@ def main() -> None:
         runner = runner_for_training(**args)
     with clear_errors():
         runner.train()
+    end_process()
 
 
 if __name__ == '__main__':

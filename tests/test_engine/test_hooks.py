@@ -195,6 +195,7 @@ from tests.test_engine.toy import *
 from tests.conftest import _randomize
 from mmengine.dist import get_rank
 from mmengine.hooks import EMAHook
+from repa_mm.apis import end_process
 torch.distributed.init_process_group('gloo')
 hooks = [dict(type='ReparameterizeHook'), dict(type='EMAHook', momentum=0.5)]
 spy = Spy()
@@ -210,6 +211,7 @@ assert runner.model is model
 assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items())
 assert ('test', 'deploy') in spy.forms and ('test', 'training') not in spy.forms
 print(f'rank {get_rank()} done')
+end_process()
 '''
 
 
