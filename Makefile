@@ -9,12 +9,13 @@ SETUP := $(PYTHON) requirements/setup_env.py
 run = env $$(cat $(1)/.setup/run-env) $(1)/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help env env-openmmlab demo test test-openmmlab clean distclean python task
+.PHONY: help env env-openmmlab demo test test-all test-openmmlab clean distclean python task
 
 help:
 	@echo 'make demo             train, test, reparameterize and test again on real images'
 	@echo '                      (TASK=retinanet, the default, mask_rcnn or upernet)'
 	@echo 'make test             run the tests (ARGS="-k ffn" goes to pytest)'
+	@echo 'make test-all         the tests that take minutes too'
 	@echo 'make env              only the set-up: .venv with the main stack'
 	@echo 'make env-openmmlab    .venv-openmmlab with the last OpenMMLab releases'
 	@echo 'make test-openmmlab   run the tests on those'
@@ -34,10 +35,13 @@ demo: task env
 	@$(call run,.venv) tools/demo.py --task $(TASK) $(ARGS)
 
 test: env
+	@$(call run,.venv) -m pytest tests -m 'not slow' $(ARGS)
+
+test-all: env
 	@$(call run,.venv) -m pytest tests $(ARGS)
 
 test-openmmlab: env-openmmlab
-	@$(call run,.venv-openmmlab) -m pytest tests $(ARGS)
+	@$(call run,.venv-openmmlab) -m pytest tests -m 'not slow' $(ARGS)
 
 # Said before the set-up, not a quarter of an hour later.
 task:
