@@ -19,13 +19,9 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from mmcv.cnn.bricks.transformer import PatchMerging
-from mmengine.utils import digit_version
 from mmpretrain.models.utils.attention import ShiftWindowMSA
 from torch.autograd.function import once_differentiable
 
-# Before 2.2, the CPU kernel took no mask.
-_CPU_KERNEL_TAKES_MASK = digit_version(
-    torch.__version__) >= digit_version('2.2.0')
 _is_compiling = getattr(torch.compiler, 'is_compiling',
                         torch._dynamo.is_compiling)
 # Where the stock modules are defined.
@@ -34,8 +30,9 @@ _ATTENTION = ('mmpretrain.models.utils.attention',
 _MERGING = ('mmcv.cnn.bricks.transformer',
             'mmdet.models.layers.transformer.utils',
             'mmseg.models.utils.embed')
-# Elements of q, k and v of the windows that are processed at a time.
-_CHUNK = 2**20
+# Tokens that are processed at a time: few enough for the caches, and enough for
+# the matrix products.
+_CHUNK = 2048
 
 
 class Windows(NamedTuple):
@@ -122,7 +119,7 @@ class _Gather(torch.autograd.Function):
 
 def _select(x: torch.Tensor, rows: torch.Tensor,
             padded: Optional[torch.Tensor]) -> torch.Tensor:
-    x = x.index_select(1, rows)
+    x = x.index_select(-2, rows)
     if padded is None:
         return x
     # Inductor of torch 2.1 fails on selections whose condition it can compute.
@@ -134,7 +131,7 @@ def _gather(x: torch.Tensor,
             inverse: torch.Tensor,
             padded: Optional[torch.Tensor] = None,
             padded_inverse: Optional[torch.Tensor] = None) -> torch.Tensor:
-    """Rows of x (B, n, C), zero where ``padded``.
+    """Rows of x (..., n, C), zero where ``padded``.
 
     ``inverse`` and ``padded_inverse`` gather the result back to x.
     """
@@ -180,18 +177,12 @@ def _probabilities(q: torch.Tensor, k: torch.Tensor, bias: torch.Tensor,
     return scores.softmax(-1)
 
 
-def _use_kernel(x: torch.Tensor) -> bool:
-    """Whether torch's fused kernel is the fastest, as measured on CPUs."""
-    if x.device.type == 'cpu':
-        return _CPU_KERNEL_TAKES_MASK and x.dtype != torch.bfloat16
-    return True
-
-
 def _attend(qkv: torch.Tensor, bias: torch.Tensor, num_heads: int,
             scale: float) -> torch.Tensor:
     """Attention in windows (n, N, 3 C) under one bias (heads, N, N)."""
     n, num_tokens, _ = qkv.shape
-    if _use_kernel(qkv):
+    # On a CPU the products are faster, in chunks and for so few tokens.
+    if qkv.device.type != 'cpu':
         x = F.scaled_dot_product_attention(
             *_heads(qkv, num_heads), attn_mask=bias[None], scale=scale)
     else:
@@ -303,10 +294,10 @@ class FastShiftWindowMSA(ShiftWindowMSA):
         x = query.reshape(-1, channels)
         attend = partial(
             _attend, num_heads=w_msa.num_heads, scale=w_msa.scale)
-        size = max(_CHUNK // (3 * channels * num_tokens), 1)
+        size = max(_CHUNK // num_tokens, 1)
 
         if torch.is_grad_enabled():
-            windows = _gather(x[None], rows, positions, padded)
+            windows = _gather(x, rows, positions, padded)
             qkv = w_msa.qkv(windows.view(-1, num_tokens, channels))
             bias = self._bias(shift, qkv.dtype)
             if query.device.type == 'cpu':
@@ -317,7 +308,7 @@ class FastShiftWindowMSA(ShiftWindowMSA):
                     attend(qkv[start:stop], bias[mask])
                     for start, stop, mask in groups
                 ])
-            x = w_msa.proj(x).view(1, -1, channels)
+            x = w_msa.proj(x).view(-1, channels)
             x = _gather(x, positions, rows, None, padded)
             return x.view(query.shape)
 
