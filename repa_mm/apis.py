@@ -109,10 +109,7 @@ def runner_for_training(config: str,
         cfg.resume = True
         cfg.load_from = None if resume == 'auto' else resume
     if from_scratch:
-        for owner in _with_pretrained(cfg.model):
-            owner.init_cfg = None
-        if cfg.model.backbone.get('norm_eval'):
-            cfg.model.backbone.norm_eval = False
+        take_no_pretrained(cfg)
     if cfg.get('load_from'):
         _check_checkpoint(cfg.load_from)
     elif not resume:
@@ -363,6 +360,14 @@ def _check_checkpoint(path: str) -> None:
     """Read it the safe way, since MMEngine may fall back to an unsafe one."""
     if not is_remote(path):
         load_checkpoint(path)
+
+
+def take_no_pretrained(cfg: Config) -> None:
+    """Change a config so that its model begins with random weights."""
+    for owner in _with_pretrained(cfg.model):
+        owner.init_cfg = None
+    if cfg.model.get('backbone', {}).get('norm_eval'):
+        cfg.model.backbone.norm_eval = False
 
 
 def _with_pretrained(cfg: ConfigDict) -> Iterator[ConfigDict]:

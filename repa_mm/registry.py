@@ -16,22 +16,26 @@ DATA_TRANSFORMS = ('LoadTokenLabels', 'RandomResizedCropWithBox')
 
 
 class _LazyModules(dict):
-    """The modules of a registry; those named ``pending`` are yet to import."""
+    """The modules of a registry, and where those yet to import are."""
 
-    def __init__(self, modules: dict, pending: set, location: str) -> None:
+    def __init__(self, modules: dict, locations: dict) -> None:
         super().__init__(modules)
-        self.pending = pending
-        self.location = location
+        self.locations = locations
 
     def __contains__(self, name: str) -> bool:
-        if name in self.pending:
+        if name in self.locations:
             # Emptied first: importing registers, and registering looks here.
-            pending, self.pending = self.pending, set()
+            locations, self.locations = self.locations, {}
             try:
-                import_module(self.location)
+                import_module(locations[name])
             except Exception:
-                self.pending = pending
+                self.locations = locations
                 raise
+            self.locations = {
+                key: location
+                for key, location in locations.items()
+                if location != locations[name]
+            }
         return super().__contains__(name)
 
 
@@ -40,9 +44,12 @@ def register_lazily() -> None:
 
     And the other names above.
     """
-    for registry, names, location in (
-            (MODELS, BACKBONES + HEADS, 'repa_mm.models'),
-            (TRANSFORMS, DATA_TRANSFORMS, 'repa_mm.datasets')):
+    models = dict.fromkeys(BACKBONES + HEADS, 'repa_mm.models')
+    # Alone, since it needs MMSegmentation.
+    models['FastUPerHead'] = 'repa_mm.models.uper_head'
+    for registry, locations in (
+            (MODELS, models),
+            (TRANSFORMS, dict.fromkeys(DATA_TRANSFORMS, 'repa_mm.datasets'))):
         if not isinstance(registry._module_dict, _LazyModules):
             registry._module_dict = _LazyModules(registry._module_dict,
-                                                 set(names), location)
+                                                 locations)

@@ -160,12 +160,16 @@ def test_config_is_complete(name):
     assert cfg.optim_wrapper.type == 'OptimWrapper'
     assert cfg.env_cfg.dist_cfg.backend == ('gloo' if 'demo' in name else
                                             'nccl')
-    # What differs between a RePa model and its counterpart is the backbone.
+    # What differs between a RePa model and its counterpart is the backbone,
+    # and a head that computes the same.
     if repa and 'in1k' not in name:
         vanilla = Config.fromfile(config_path(name.replace('repa_', '')))
         for key in vanilla:
             if key not in ('model', 'pretrained'):
                 assert cfg[key] == vanilla[key], key
+        if 'upernet' in name:
+            assert cfg.model.decode_head.pop('type') == 'FastUPerHead'
+            assert vanilla.model.decode_head.pop('type') == 'UPerHead'
         for key in vanilla.model:
             assert key == 'backbone' or cfg.model[key] == vanilla.model[key]
 

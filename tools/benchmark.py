@@ -48,7 +48,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument('--baseline-checkpoint', metavar='CHECKPOINT')
     parser.add_argument(
         '--fair', action='store_true',
-        help='measure the baseline with the fast window attention, too')
+        help='also measure the baseline with our window attention and UperNet head')
     what = parser.add_argument_group('what is measured')
     what.add_argument(
         '--part', choices=('model', 'backbone'), default=defaults.part)

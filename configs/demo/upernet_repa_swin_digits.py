@@ -2,4 +2,6 @@ _base_ = ['upernet_swin_digits.py', '../_base_/reparameterize.py']
 
 # BatchNorm learns its statistics here: nothing is pretrained, and images of one
 # size are a fair batch.
-model = dict(backbone=dict(type='RePaSwinTransformer', idle_ratio=0.75))
+model = dict(
+    backbone=dict(type='RePaSwinTransformer', idle_ratio=0.75),
+    decode_head=dict(type='FastUPerHead'))

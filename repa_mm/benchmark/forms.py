@@ -1,5 +1,6 @@
 """The forms of a model that are measured against each other."""
 import copy
+import logging
 from contextlib import contextmanager
 from typing import (Callable, Dict, Iterator, List, Optional, Sequence,
                     Tuple)
@@ -8,14 +9,14 @@ import torch
 import torch.nn as nn
 from mmengine.config import Config
 
-from ..apis import init_model, load_config
+from ..apis import init_model, load_config, take_no_pretrained
 from ..reparam import (CheckpointError, TrainingForm, has_deploy_form,
                        reparameterize)
 from .timing import Recorder
 
 AMP_DTYPES = dict(bf16=torch.bfloat16, fp16=torch.float16)
 COMPILE = ('backbone', 'all')
-FAIR = 'vanilla, fast attention'
+FAIR = 'vanilla, fast parts'
 
 
 def check_device(device: str, amp: Optional[str] = None) -> torch.device:
@@ -74,18 +75,28 @@ def build_model(cfg: Config, checkpoint: Optional[str] = None,
                 device='cpu') -> nn.Module:
     """A model in eval mode, in the training form if the checkpoint is.
 
-    Without a checkpoint its weights are random, and the BatchNorms' too.
+    Without a checkpoint its weights are those that training from scratch
+    would begin with, but for the BatchNorms', which are random. A detector
+    then finds next to nothing, and not an object at every anchor.
 
     Raises:
         CheckpointError: If the checkpoint does not fit the model.
     """
     torch.manual_seed(0)
+    if not checkpoint:
+        cfg = copy.deepcopy(cfg)
+        take_no_pretrained(cfg)
     try:
         model = init_model(cfg, checkpoint, device=device)
     except CheckpointError:
         # A merged one fits the deploy form alone; any other fails again.
         model = init_model(cfg, checkpoint, 'deploy', device)
     if not checkpoint:
+        logging.disable(logging.INFO)  # of every parameter
+        try:
+            model.init_weights()
+        finally:
+            logging.disable(logging.NOTSET)
         randomize_norms(model)
     return model
 
@@ -111,7 +122,7 @@ def build_forms(cfg: Config,
         notes (list, optional): Gets a sentence if that cannot be.
 
     Returns:
-        dict: Of 'vanilla', 'vanilla, fast attention', 'training' and 'deploy'
+        dict: Of 'vanilla', 'vanilla, fast parts', 'training' and 'deploy'
         those that there are, in eval mode.
 
     Raises:
@@ -135,7 +146,7 @@ def build_forms(cfg: Config,
         raise ValueError('--fair and --baseline-checkpoint need --baseline')
     if fair:
         try:
-            forms[FAIR] = _with_fast_attention(forms['vanilla'])
+            forms[FAIR] = _with_fast_parts(forms['vanilla'])
         except (ImportError, ValueError) as error:
             if notes is not None:
                 notes.append('the baseline is not measured with the fast '
@@ -161,10 +172,14 @@ def _is_repa(model: nn.Module) -> bool:
         isinstance(m, TrainingForm) for m in model.modules())
 
 
-def _with_fast_attention(vanilla: nn.Module) -> nn.Module:
+def _with_fast_parts(vanilla: nn.Module) -> nn.Module:
+    """With all that RePa configs have besides their FFNs."""
     from ..models import fast_window_attention
     model = copy.deepcopy(vanilla)
     fast_window_attention(model)
+    if hasattr(model, 'decode_head'):
+        from ..models.uper_head import fast_uper_head
+        fast_uper_head(model)
     model.eval()
     return model
 

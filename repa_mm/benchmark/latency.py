@@ -20,8 +20,8 @@ from .timing import (Clock, Progress, Recorder, Times, compare, measure,
 
 PARTS = ('preprocessing', 'backbone', 'neck', 'head', 'post-processing')
 SWEEPS = ('size', 'batch', 'idle-ratio')
-RANDOM_DETECTOR = ('such a detector finds other boxes than a trained one, often '
-                   'as many as it may, so the time of its post-processing is '
+RANDOM_DETECTOR = ('such a detector finds fewer boxes than a trained one, '
+                   'mostly none, so the time of its post-processing is '
                    'not representative')
 
 

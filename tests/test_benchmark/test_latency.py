@@ -204,7 +204,7 @@ def test_forms():
         build_forms(cfg, fair=True)
 
 
-def test_vanilla_with_the_fast_attention(monkeypatch):
+def test_vanilla_with_the_fast_parts(monkeypatch):
     import repa_mm.models as models
     changed = []
     monkeypatch.setattr(models, 'fast_window_attention', changed.append,
@@ -220,19 +220,19 @@ def test_vanilla_with_the_fast_attention(monkeypatch):
     result, forms = measure()
     assert len(changed) == 1
     assert list(forms) == [
-        'vanilla', 'vanilla, fast attention', 'training', 'deploy']
+        'vanilla', 'vanilla, fast parts', 'training', 'deploy']
     deploy = forms['deploy']
     assert deploy['ratio_fair']['ratio'] == pytest.approx(
         deploy['latency']['median'] /
-        forms['vanilla, fast attention']['latency']['median'])
-    assert 'ratio to vanilla, fast attention' in benchmark_text(result)
+        forms['vanilla, fast parts']['latency']['median'])
+    assert 'ratio to vanilla, fast parts' in benchmark_text(result)
 
     def refuse(model):
         raise ValueError('no window attention')
 
     monkeypatch.setattr(models, 'fast_window_attention', refuse)
     result, forms = measure()
-    assert 'vanilla, fast attention' not in forms
+    assert 'vanilla, fast parts' not in forms
     assert any('no window attention' in note for note in result['notes'])
 
 

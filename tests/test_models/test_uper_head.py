@@ -1,0 +1,107 @@
+import copy
+
+import pytest
+import torch
+
+pytest.importorskip('mmseg')
+
+from mmcv.cnn import fuse_conv_bn  # noqa: E402
+from mmengine.registry import MODELS, init_default_scope  # noqa: E402
+from mmseg.models import UPerHead  # noqa: E402
+
+from repa_mm.models.uper_head import (FastUPerHead,  # noqa: E402
+                                      add_conv_of_resized, fast_uper_head)
+
+CHANNELS = [4, 6, 8, 10]
+
+
+def _heads(align_corners=False, **kwargs):
+    head = UPerHead(
+        in_channels=CHANNELS, in_index=[0, 1, 2, 3], channels=5,
+        num_classes=3, norm_cfg=dict(type='BN'), dropout_ratio=0,
+        align_corners=align_corners, **kwargs)
+    for module in head.modules():
+        if isinstance(module, torch.nn.BatchNorm2d):
+            torch.nn.init.uniform_(module.running_mean, -1, 1)
+            torch.nn.init.uniform_(module.running_var, 0.5, 2)
+            torch.nn.init.uniform_(module.weight, 0.5, 2)
+            torch.nn.init.uniform_(module.bias, -1, 1)
+    fast = fast_uper_head(copy.deepcopy(head))
+    assert type(fast) is FastUPerHead
+    return head.double(), fast.double()
+
+
+def _maps(*sizes, batch=2):
+    return [torch.randn(batch, channels, *size).double()
+            for channels, size in zip(CHANNELS, sizes)]
+
+
+SIZES = [
+    [(16, 16), (8, 8), (4, 4), (2, 2)],
+    [(13, 22), (7, 11), (4, 6), (2, 3)],  # of an image of no round size
+    [(9, 5), (9, 5), (5, 3), (1, 1)],
+]
+
+
+@pytest.mark.parametrize('align_corners', [False, True])
+@pytest.mark.parametrize('sizes', SIZES)
+@pytest.mark.filterwarnings('ignore:When align_corners')
+def test_is_the_stock_head(sizes, align_corners, relative_error):
+    stock, fast = (m.eval() for m in _heads(align_corners))
+    for batch in (1, 3):
+        maps = _maps(*sizes, batch=batch)
+        expected = stock(maps)
+        assert relative_error(fast(maps), expected) < 1e-12
+        for head in map(copy.deepcopy, (stock, fast)):
+            folded = fuse_conv_bn(head)
+            assert relative_error(folded(maps), expected) < 1e-12
+
+
+@pytest.mark.parametrize('sizes', SIZES[:2])
+def test_gradients(sizes, relative_error):
+    grads = []
+    maps = _maps(*sizes)
+    for head in _heads():
+        # Where nothing is degenerate: no maps of one pixel to normalize.
+        head.train().psp_modules.eval()
+        inputs = [x.clone().requires_grad_() for x in maps]
+        head(inputs).pow(3).sum().backward()
+        grads.append([x.grad for x in inputs] +
+                     [p.grad for p in head.parameters()] +
+                     [b for b in head.buffers() if b.dim()])
+    assert len(grads[0]) > 40
+    for expected, actual in zip(*grads):
+        assert relative_error(actual, expected) < 1e-10
+
+
+def test_half_precision(relative_error):
+    stock, fast = (m.float().eval() for m in _heads())
+    maps = [x.float() for x in _maps(*SIZES[1])]
+    expected = stock(maps)
+    with torch.no_grad(), torch.autocast('cpu', torch.bfloat16):
+        errors = [relative_error(m(maps).float(), expected)
+                  for m in (stock, fast)]
+    assert errors[1] < max(2 * errors[0], 2e-2)
+
+
+@pytest.mark.parametrize('k', [1, 3, 5])
+def test_any_kernel(k, relative_error):
+    x, weight = torch.randn(2, 3, 4, 6), torch.randn(5, 3, k, k)
+    out = torch.randn(2, 5, 7, 9)
+    resized = torch.nn.functional.interpolate(x, (7, 9), mode='bilinear')
+    expected = out + torch.nn.functional.conv2d(
+        resized, weight, padding=k // 2)
+    assert relative_error(
+        add_conv_of_resized(out, x, weight, False), expected) < 1e-5
+
+
+def test_builds_by_name():
+    init_default_scope('mmseg')
+    head = MODELS.build(dict(
+        type='FastUPerHead', in_channels=CHANNELS, in_index=[0, 1, 2, 3],
+        channels=5, num_classes=3, align_corners=False))
+    stock, _ = _heads()
+    assert type(head) is FastUPerHead
+    assert [k for k in head.state_dict() if 'bn' not in k and 'bias' not in k
+            ] == [k for k in stock.state_dict()
+                  if 'bn' not in k and 'bias' not in k]
