@@ -18,8 +18,8 @@ from mmengine.runner.checkpoint import load_state_dict, weights_to_cpu
 
 from .reparam import (CheckpointError, has_deploy_form, is_reparameterized,
                       reparameterize)
-from .utils.checkpoint import (check_pretrained, is_remote, load_checkpoint,
-                               replacing, save_checkpoint)
+from .utils.checkpoint import (check_pretrained, find_latest, is_remote,
+                               load_checkpoint, replacing, save_checkpoint)
 from .utils.complexity import count_macs, count_parameters
 from .version import __version__
 
@@ -106,13 +106,17 @@ def runner_for_training(config: str,
                              f'auto_scale_lr.base_batch_size in {config!r}')
         cfg.auto_scale_lr.enable = True
     if resume:
-        cfg.resume = True
-        cfg.load_from = None if resume == 'auto' else resume
+        cfg.load_from = (
+            find_latest(cfg.work_dir) if resume == 'auto' else resume)
+        cfg.resume = cfg.load_from is not None
+        if not cfg.resume:
+            print(f'no checkpoint in {cfg.work_dir!r} to resume from: '
+                  'training starts at the beginning')
     if from_scratch:
         take_no_pretrained(cfg)
     if cfg.get('load_from'):
         _check_checkpoint(cfg.load_from)
-    elif not resume:
+    else:
         for owner in _with_pretrained(cfg.model):
             check_pretrained(owner.init_cfg)
     check_data(cfg, 'train', 'val')

@@ -1,5 +1,6 @@
 """What MMEngine's Runner calls."""
+from .checkpoint import SafeCheckpointHook
 from .hooks import ReparameterizeHook
 from .metrics import DumpSegResults
 
-__all__ = ['DumpSegResults', 'ReparameterizeHook']
+__all__ = ['DumpSegResults', 'ReparameterizeHook', 'SafeCheckpointHook']

@@ -7,7 +7,7 @@ import tempfile
 import types
 import zipfile
 from contextlib import contextmanager
-from typing import Iterator, Union
+from typing import Iterator, Optional, Union
 
 import torch
 from mmengine.utils import digit_version
@@ -191,3 +191,46 @@ def save_checkpoint(checkpoint: dict, path: str) -> None:
     """``torch.save`` that never leaves a half-written file at ``path``."""
     with replacing(path) as temporary:
         torch.save(checkpoint, temporary)
+
+
+def find_latest(work_dir: str) -> Optional[str]:
+    """The checkpoint with which a training that was stopped goes on.
+
+    It is the one that ``last_checkpoint`` names. That file may be a moment
+    behind, empty or of another place if the training was killed or moved: then
+    the latest complete one of the folder.
+
+    Args:
+        work_dir (str): Where the training wrote its checkpoints.
+
+    Returns:
+        str | None: Its path; None if there is none.
+
+    Raises:
+        CheckpointError: If there are some, and none is complete.
+    """
+    named = []
+    pointer = osp.join(work_dir, 'last_checkpoint')
+    if osp.isfile(pointer):
+        with open(pointer, errors='replace') as file:
+            path = file.read().strip()
+        if is_remote(path):
+            return path
+        named = [path, osp.join(work_dir, osp.basename(path))]
+    steps = []
+    for name in os.listdir(work_dir) if osp.isdir(work_dir) else []:
+        match = re.fullmatch(r'(?:epoch|iter)_(\d+)\.pth', name)
+        if match:
+            steps.append((int(match[1]), osp.join(work_dir, name)))
+    found = [path for path in named if osp.isfile(path)]
+    found += [path for _, path in sorted(steps, reverse=True)]
+    error = None
+    for path in found:
+        try:
+            load_checkpoint(path)
+            return path
+        except CheckpointError as e:
+            error = error or e
+    if error:
+        raise CheckpointError(f'nothing to resume from: {error}')
+    return None
