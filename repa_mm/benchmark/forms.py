@@ -322,8 +322,10 @@ def accelerated(model: nn.Module,
             # The number of proposals changes even if the image's size does
             # not: None becomes dynamic when it has to.
             function = torch.compile(
-                function, dynamic=dynamic or (None if part == 'head' else
-                                              False))
+                function,
+                dynamic=dynamic or (None if part == 'head' else False),
+                # On a CPU: weights laid out, and cast, once and for all.
+                options=dict(freezing=True) if device == 'cpu' else None)
         if cuda_graphs and part == 'backbone':
             function = _CUDAGraphs(function)
         if amp:

@@ -67,6 +67,7 @@ class ReparameterizeHook(Hook):
         self.out = out
         self.input_shape = tuple(input_shape)
         self._training_form = None
+        self._has_counted = False
 
     def before_run(self, runner) -> None:
         self._check_order(runner)
@@ -149,8 +150,10 @@ class ReparameterizeHook(Hook):
             runner.model, self._training_form = self._training_form, None
 
     def _log(self, runner, deployed: nn.Module, merged: int) -> None:
-        if not is_main_process():
+        # Counting costs more than merging, and finds the same every time.
+        if self._has_counted or not is_main_process():
             return
+        self._has_counted = True
         figures = []
         for model in (runner.model, deployed):
             model = _innermost(model)
