@@ -324,8 +324,10 @@ def accelerated(model: nn.Module,
             function = torch.compile(
                 function,
                 dynamic=dynamic or (None if part == 'head' else False),
-                # On a CPU: weights laid out, and cast, once and for all.
-                options=dict(freezing=True) if device == 'cpu' else None)
+                # On a CPU: weights laid out, and cast, once and for all. With
+                # sizes that change, Inductor compiles that for minutes.
+                options=dict(freezing=True)
+                if device == 'cpu' and not dynamic else None)
         if cuda_graphs and part == 'backbone':
             function = _CUDAGraphs(function)
         if amp:
