@@ -297,6 +297,8 @@ class FastShiftWindowMSA(ShiftWindowMSA):
     def _forward_eager(self, query, height, width, shift):
         w_msa = self.w_msa
         batch, length, channels = query.shape
+        if not batch:  # in the shape and dtype of any other batch
+            return w_msa.proj(query)
         rows, positions, padded, groups = _partition(
             batch, height, width, self.window_size, shift, query.device)
         num_tokens = self.window_size**2
