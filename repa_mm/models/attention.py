@@ -126,7 +126,7 @@ def _select(x: torch.Tensor, rows: torch.Tensor,
     if padded is None:
         return x
     # Inductor of torch 2.1 fails on selections whose condition it can compute.
-    return x * ~padded if _is_traced() else x.masked_fill_(padded, 0)
+    return x * ~padded if is_traced() else x.masked_fill_(padded, 0)
 
 
 def _gather(x: torch.Tensor,
@@ -284,11 +284,15 @@ class FastShiftWindowMSA(ShiftWindowMSA):
                 f'The input shape ({height}, {width}) is smaller than the '
                 f'window size ({self.window_size}). Please set '
                 '`pad_small_map=True`, or decrease the `window_size`.')
-            if min(height, width) == self.window_size:
+            if torch.jit.is_tracing() and isinstance(height, torch.Tensor):
+                # Known when the graph is run.
+                shift = shift * (
+                    torch.minimum(height, width) != self.window_size)
+            elif min(height, width) == self.window_size:
                 shift = 0
         w_msa = self.w_msa
         if (w_msa.training and w_msa.attn_drop.p
-                or type(query) is not torch.Tensor or _is_traced()):
+                or type(query) is not torch.Tensor or is_traced()):
             x = self._forward_traceable(query, height, width, shift)
         else:
             x = self._forward_eager(query, height, width, shift)
@@ -348,7 +352,8 @@ class FastShiftWindowMSA(ShiftWindowMSA):
         # itself take minutes to compile.
         h, last_h = _axis(height, window, shift, query.device)
         w, last_w = _axis(width, window, shift, query.device)
-        num_h, num_w = len(last_h), len(last_w)
+        # len() would be a constant of the traced graph.
+        num_h, num_w = last_h.shape[0], last_w.shape[0]
         num_windows = num_h * num_w
         h, w = h[:, None, :, None], w[:, None]
         padded = ((h >= height) | (w >= width)).view(-1, 1)
@@ -366,18 +371,21 @@ class FastShiftWindowMSA(ShiftWindowMSA):
         x = _gather(query, rows, positions, padded)
         x = x.view(batch * num_windows, window**2, channels)
         q, k, v = _heads(w_msa.qkv(x), w_msa.num_heads)
-        bias = _buffer(self._compute_bias(shift).to(q.dtype).contiguous())
-        if shift:
-            bias = bias[(2 * last_h[:, None] + last_w).flatten()]
+        is_known = not torch.is_tensor(shift)
+        is_shifted = shift if is_known else self.shift_size
+        bias = _buffer(self._compute_bias(is_shifted).to(q.dtype).contiguous())
+        if is_shifted:
+            mask = (2 * last_h[:, None] + last_w).flatten()
+            bias = bias[mask if is_known else mask * (shift > 0)]
         if query.device.type == 'cpu' or w_msa.training and w_msa.attn_drop.p:
             scores = (q * w_msa.scale) @ k.transpose(2, 3)
-            scores = scores.view(-1, len(bias), *scores.shape[1:]) + bias
+            scores = scores.view(-1, bias.shape[0], *scores.shape[1:]) + bias
             p = w_msa.attn_drop(scores.softmax(-1)).flatten(0, 1)
             x = p @ v
         else:
             x = F.scaled_dot_product_attention(
                 q, k, v, scale=w_msa.scale, attn_mask=bias.repeat(
-                    batch if shift else 1, 1, 1, 1))
+                    batch if is_shifted else 1, 1, 1, 1))
         x = x.transpose(1, 2).reshape(-1, window**2, channels)
         x = w_msa.proj(x)
         x = x.view(batch, -1, channels)
@@ -444,7 +452,7 @@ class FastPatchMerging(PatchMerging):
         out_w = (width + kernel_w - 1) // kernel_w
         pad_h, pad_w = out_h * kernel_h - height, out_w * kernel_w - width
         # Traced, one graph serves odd and even sizes.
-        if _is_traced() or pad_h or pad_w:
+        if is_traced() or pad_h or pad_w:
             top, left = 0, 0
             if self.adaptive_padding.padding == 'same':
                 top, left = pad_h // 2, pad_w // 2
@@ -457,7 +465,8 @@ class FastPatchMerging(PatchMerging):
         return self.reduction(x), (out_h, out_w)
 
 
-def _is_traced() -> bool:
+def is_traced() -> bool:
+    """Whether torch.jit.trace, torch.compile or torch.export is at work."""
     return torch.jit.is_tracing() or _is_compiling()
 
 
