@@ -152,7 +152,12 @@ def _axis(size: int, window: int, shift: int, device: torch.device):
     starts = torch.arange(n, device=device)
     positions = starts[:, None] * window + torch.arange(
         window, device=device) + shift
-    return positions % (n * window), (starts == n - 1).long()
+    return _wrap(positions, n * window), (starts == n - 1).long()
+
+
+def _wrap(x: torch.Tensor, size: int) -> torch.Tensor:
+    """x % size, for x below 2 size: ONNX has no % of a size to be known."""
+    return x - (x >= size) * size
 
 
 def _buffer(x: torch.Tensor) -> torch.Tensor:
@@ -361,8 +366,8 @@ class FastShiftWindowMSA(ShiftWindowMSA):
         rows = _buffer(rows.flatten())
         h = torch.arange(height, device=query.device)[:, None]
         w = torch.arange(width, device=query.device)
-        h = (h + num_h * window - shift) % (num_h * window)
-        w = (w + num_w * window - shift) % (num_w * window)
+        h = _wrap(h + num_h * window - shift, num_h * window)
+        w = _wrap(w + num_w * window - shift, num_w * window)
         positions = ((h // window * num_w + w // window) * window +
                      h % window) * window + w % window
         positions = _buffer(positions.flatten())
