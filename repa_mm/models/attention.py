@@ -28,6 +28,7 @@ _CPU_KERNEL_TAKES_MASK = digit_version(
     torch.__version__) >= digit_version('2.2.0')
 _is_compiling = getattr(torch.compiler, 'is_compiling',
                         torch._dynamo.is_compiling)
+_is_exporting = getattr(torch.compiler, 'is_exporting', lambda: False)
 # Where the stock modules are defined.
 _ATTENTION = ('mmpretrain.models.utils.attention',
               'mmdet.models.backbones.swin', 'mmseg.models.backbones.swin')
@@ -155,9 +156,14 @@ def _axis(size: int, window: int, shift: int, device: torch.device):
     return _wrap(positions, n * window), (starts == n - 1).long()
 
 
+def _times(x: torch.Tensor, size: int) -> torch.Tensor:
+    """x * size, as the export to ONNX takes a size that is not a constant."""
+    return x * x.new_full((), size)
+
+
 def _wrap(x: torch.Tensor, size: int) -> torch.Tensor:
-    """x % size, for x below 2 size: ONNX has no % of a size to be known."""
-    return x - (x >= size) * size
+    """x % size, for x below 2 size, likewise."""
+    return x - _times((x >= size).long(), size)
 
 
 def _buffer(x: torch.Tensor) -> torch.Tensor:
@@ -289,10 +295,13 @@ class FastShiftWindowMSA(ShiftWindowMSA):
                 f'The input shape ({height}, {width}) is smaller than the '
                 f'window size ({self.window_size}). Please set '
                 '`pad_small_map=True`, or decrease the `window_size`.')
-            if torch.jit.is_tracing() and isinstance(height, torch.Tensor):
-                # Known when the graph is run.
+        if shift and not self.pad_small_map:
+            if torch.is_tensor(height):  # traced: known when the graph runs
                 shift = shift * (
-                    torch.minimum(height, width) != self.window_size)
+                    torch.minimum(height, width) > self.window_size)
+            elif _is_exporting():  # likewise
+                shift = shift * torch.sym_min(
+                    torch.sym_min(height, width) - self.window_size, 1)
             elif min(height, width) == self.window_size:
                 shift = 0
         w_msa = self.w_msa
@@ -362,13 +371,13 @@ class FastShiftWindowMSA(ShiftWindowMSA):
         num_windows = num_h * num_w
         h, w = h[:, None, :, None], w[:, None]
         padded = ((h >= height) | (w >= width)).view(-1, 1)
-        rows = h.clamp(max=height - 1) * width + w.clamp(max=width - 1)
+        rows = _times(h.clamp(max=height - 1), width) + w.clamp(max=width - 1)
         rows = _buffer(rows.flatten())
         h = torch.arange(height, device=query.device)[:, None]
         w = torch.arange(width, device=query.device)
         h = _wrap(h + num_h * window - shift, num_h * window)
         w = _wrap(w + num_w * window - shift, num_w * window)
-        positions = ((h // window * num_w + w // window) * window +
+        positions = ((_times(h // window, num_w) + w // window) * window +
                      h % window) * window + w % window
         positions = _buffer(positions.flatten())
         padded = _buffer(padded)
@@ -376,12 +385,14 @@ class FastShiftWindowMSA(ShiftWindowMSA):
         x = _gather(query, rows, positions, padded)
         x = x.view(batch * num_windows, window**2, channels)
         q, k, v = _heads(w_msa.qkv(x), w_msa.num_heads)
-        is_known = not torch.is_tensor(shift)
+        is_known = isinstance(shift, int)
         is_shifted = shift if is_known else self.shift_size
         bias = _buffer(self._compute_bias(is_shifted).to(q.dtype).contiguous())
         if is_shifted:
             mask = (2 * last_h[:, None] + last_w).flatten()
-            bias = bias[mask if is_known else mask * (shift > 0)]
+            if not is_known:
+                mask = _times(mask, shift // self.shift_size)
+            bias = bias[mask]
         if query.device.type == 'cpu' or w_msa.training and w_msa.attn_drop.p:
             scores = (q * w_msa.scale) @ k.transpose(2, 3)
             scores = scores.view(-1, bias.shape[0], *scores.shape[1:]) + bias
