@@ -16,8 +16,8 @@ from mmengine.registry import (MODELS, RUNNERS, VISUALIZERS,
 from mmengine.runner import Runner
 from mmengine.runner.checkpoint import load_state_dict, weights_to_cpu
 
-from .reparam import (CheckpointError, has_deploy_form, is_reparameterized,
-                      reparameterize)
+from .reparam import (CheckpointError, check_finite, has_deploy_form,
+                      is_reparameterized, reparameterize)
 from .utils.checkpoint import (check_pretrained, find_latest, is_remote,
                                load_checkpoint, replacing, save_checkpoint)
 from .utils.complexity import count_macs, count_parameters
@@ -264,6 +264,11 @@ def reparameterize_checkpoint(config: str,
     model = init_model(config, checkpoint)
     if has_deploy_form(model):
         raise CheckpointError(f'{checkpoint!r} is reparameterized already')
+    try:
+        check_finite(model)
+    except ValueError as error:
+        raise CheckpointError(f'{checkpoint!r} cannot be merged: {error}'
+                              ) from error
     deployed = reparameterize(model, fuse_conv_bn=False)
 
     backbones = [getattr(m, 'backbone', m) for m in (model, deployed)]
@@ -278,8 +283,7 @@ def reparameterize_checkpoint(config: str,
         raise CheckpointError(
             f'merging changes the features by {error:.1e}, more than '
             f'{tolerance:.0e}: the checkpoint has weights or BatchNorm '
-            'statistics that are not finite or too extreme; nothing is written'
-        )
+            'statistics that are too extreme; nothing is written')
     loaded = load_checkpoint(checkpoint)
     meta = dict(loaded.get('meta') or {}, repa_mm_version=__version__)
     save_checkpoint(

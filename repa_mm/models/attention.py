@@ -24,6 +24,7 @@ from torch.autograd.function import once_differentiable
 
 _is_compiling = getattr(torch.compiler, 'is_compiling',
                         torch._dynamo.is_compiling)
+_is_exporting = getattr(torch.compiler, 'is_exporting', lambda: False)
 # Where the stock modules are defined.
 _ATTENTION = ('mmpretrain.models.utils.attention',
               'mmdet.models.backbones.swin', 'mmseg.models.backbones.swin')
@@ -123,7 +124,7 @@ def _select(x: torch.Tensor, rows: torch.Tensor,
     if padded is None:
         return x
     # Inductor of torch 2.1 fails on selections whose condition it can compute.
-    return x * ~padded if _is_traced() else x.masked_fill_(padded, 0)
+    return x * ~padded if is_traced() else x.masked_fill_(padded, 0)
 
 
 def _gather(x: torch.Tensor,
@@ -149,7 +150,17 @@ def _axis(size: int, window: int, shift: int, device: torch.device):
     starts = torch.arange(n, device=device)
     positions = starts[:, None] * window + torch.arange(
         window, device=device) + shift
-    return positions % (n * window), (starts == n - 1).long()
+    return _wrap(positions, n * window), (starts == n - 1).long()
+
+
+def _times(x: torch.Tensor, size: int) -> torch.Tensor:
+    """x * size, as the export to ONNX takes a size that is not a constant."""
+    return x * x.new_full((), size)
+
+
+def _wrap(x: torch.Tensor, size: int) -> torch.Tensor:
+    """x % size, for x below 2 size, likewise."""
+    return x - _times((x >= size).long(), size)
 
 
 def _buffer(x: torch.Tensor) -> torch.Tensor:
@@ -275,11 +286,18 @@ class FastShiftWindowMSA(ShiftWindowMSA):
                 f'The input shape ({height}, {width}) is smaller than the '
                 f'window size ({self.window_size}). Please set '
                 '`pad_small_map=True`, or decrease the `window_size`.')
-            if min(height, width) == self.window_size:
+        if shift and not self.pad_small_map:
+            if torch.is_tensor(height):  # traced: known when the graph runs
+                shift = shift * (
+                    torch.minimum(height, width) > self.window_size)
+            elif _is_exporting():  # likewise
+                shift = shift * torch.sym_min(
+                    torch.sym_min(height, width) - self.window_size, 1)
+            elif min(height, width) == self.window_size:
                 shift = 0
         w_msa = self.w_msa
         if (w_msa.training and w_msa.attn_drop.p
-                or type(query) is not torch.Tensor or _is_traced()):
+                or type(query) is not torch.Tensor or is_traced()):
             x = self._forward_traceable(query, height, width, shift)
         else:
             x = self._forward_eager(query, height, width, shift)
@@ -288,6 +306,8 @@ class FastShiftWindowMSA(ShiftWindowMSA):
     def _forward_eager(self, query, height, width, shift):
         w_msa = self.w_msa
         batch, length, channels = query.shape
+        if not batch:  # in the shape and dtype of any other batch
+            return w_msa.proj(query)
         rows, positions, padded, groups = _partition(
             batch, height, width, self.window_size, shift, query.device)
         num_tokens = self.window_size**2
@@ -337,17 +357,18 @@ class FastShiftWindowMSA(ShiftWindowMSA):
         # itself take minutes to compile.
         h, last_h = _axis(height, window, shift, query.device)
         w, last_w = _axis(width, window, shift, query.device)
-        num_h, num_w = len(last_h), len(last_w)
+        # len() would be a constant of the traced graph.
+        num_h, num_w = last_h.shape[0], last_w.shape[0]
         num_windows = num_h * num_w
         h, w = h[:, None, :, None], w[:, None]
         padded = ((h >= height) | (w >= width)).view(-1, 1)
-        rows = h.clamp(max=height - 1) * width + w.clamp(max=width - 1)
+        rows = _times(h.clamp(max=height - 1), width) + w.clamp(max=width - 1)
         rows = _buffer(rows.flatten())
         h = torch.arange(height, device=query.device)[:, None]
         w = torch.arange(width, device=query.device)
-        h = (h + num_h * window - shift) % (num_h * window)
-        w = (w + num_w * window - shift) % (num_w * window)
-        positions = ((h // window * num_w + w // window) * window +
+        h = _wrap(h + num_h * window - shift, num_h * window)
+        w = _wrap(w + num_w * window - shift, num_w * window)
+        positions = ((_times(h // window, num_w) + w // window) * window +
                      h % window) * window + w % window
         positions = _buffer(positions.flatten())
         padded = _buffer(padded)
@@ -355,18 +376,23 @@ class FastShiftWindowMSA(ShiftWindowMSA):
         x = _gather(query, rows, positions, padded)
         x = x.view(batch * num_windows, window**2, channels)
         q, k, v = _heads(w_msa.qkv(x), w_msa.num_heads)
-        bias = _buffer(self._compute_bias(shift).to(q.dtype).contiguous())
-        if shift:
-            bias = bias[(2 * last_h[:, None] + last_w).flatten()]
+        is_known = isinstance(shift, int)
+        is_shifted = shift if is_known else self.shift_size
+        bias = _buffer(self._compute_bias(is_shifted).to(q.dtype).contiguous())
+        if is_shifted:
+            mask = (2 * last_h[:, None] + last_w).flatten()
+            if not is_known:
+                mask = _times(mask, shift // self.shift_size)
+            bias = bias[mask]
         if query.device.type == 'cpu' or w_msa.training and w_msa.attn_drop.p:
             scores = (q * w_msa.scale) @ k.transpose(2, 3)
-            scores = scores.view(-1, len(bias), *scores.shape[1:]) + bias
+            scores = scores.view(-1, bias.shape[0], *scores.shape[1:]) + bias
             p = w_msa.attn_drop(scores.softmax(-1)).flatten(0, 1)
             x = p @ v
         else:
             x = F.scaled_dot_product_attention(
                 q, k, v, scale=w_msa.scale, attn_mask=bias.repeat(
-                    batch if shift else 1, 1, 1, 1))
+                    batch if is_shifted else 1, 1, 1, 1))
         x = x.transpose(1, 2).reshape(-1, window**2, channels)
         x = w_msa.proj(x)
         x = x.view(batch, -1, channels)
@@ -433,7 +459,7 @@ class FastPatchMerging(PatchMerging):
         out_w = (width + kernel_w - 1) // kernel_w
         pad_h, pad_w = out_h * kernel_h - height, out_w * kernel_w - width
         # Traced, one graph serves odd and even sizes.
-        if _is_traced() or pad_h or pad_w:
+        if is_traced() or pad_h or pad_w:
             top, left = 0, 0
             if self.adaptive_padding.padding == 'same':
                 top, left = pad_h // 2, pad_w // 2
@@ -446,7 +472,8 @@ class FastPatchMerging(PatchMerging):
         return self.reduction(x), (out_h, out_w)
 
 
-def _is_traced() -> bool:
+def is_traced() -> bool:
+    """Whether torch.jit.trace, torch.compile or torch.export is at work."""
     return torch.jit.is_tracing() or _is_compiling()
 
 

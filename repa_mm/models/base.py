@@ -2,12 +2,31 @@
 import warnings
 from typing import Sequence, Union
 
+import torch
+import torch.nn.functional as F
+from mmcv.cnn.bricks.transformer import AdaptivePadding
 from mmengine.model import initialize
 from mmengine.utils.dl_utils.parrots_wrapper import _BatchNorm
 
 from ..reparam import has_deploy_form, reparameterize
 from ..utils.checkpoint import check_pretrained
+from .attention import is_traced
 from .idle import idle_channels
+
+
+class PatchPadding(AdaptivePadding):
+    """mmcv's ``AdaptivePadding`` to whole patches.
+
+    The same, but a traced graph of it serves images of any size.
+    """
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not is_traced():
+            return super().forward(x)
+        h, w = (-size % stride
+                for size, stride in zip(x.shape[2:], self.stride))
+        top, left = (h // 2, w // 2) if self.padding == 'same' else (0, 0)
+        return F.pad(x, (left, w - left, top, h - top))
 
 
 class RePaBackbone:
@@ -35,6 +54,11 @@ class RePaBackbone:
                  **kwargs) -> None:
         super().__init__(*args, **kwargs)
         idle_channels(self, idle_ratio, idle_schedule, ffn_norm_cfg)
+        for module in self.modules():
+            if (type(module) is AdaptivePadding
+                    and module.kernel_size == module.stride
+                    and module.dilation == (1, 1)):
+                module.__class__ = PatchPadding
         if deploy:
             self.switch_to_deploy()
 

@@ -171,7 +171,7 @@ class LVViT(VisionTransformer):
             share = 1 - region.to(x.dtype).mean()
             x = torch.where(region, x.flip(0), x)
         if self.cls_token is not None:
-            x = torch.cat([self.cls_token.expand(len(x), -1, -1), x], dim=1)
+            x = torch.cat([self.cls_token.expand(x.shape[0], -1, -1), x], dim=1)
         x = x + resize_pos_embed(
             self.pos_embed,
             self.patch_resolution,

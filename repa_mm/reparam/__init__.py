@@ -1,12 +1,12 @@
 """Channel-idle FFNs and their reparameterization, in plain PyTorch."""
 from .ffn import (ChannelIdleFFN, CheckpointError, DeployForm, MergedFFN,
-                  TrainingForm, num_active_channels)
+                  TrainingForm, check_finite, num_active_channels)
 from .model import (check_state_dict, has_deploy_form, is_reparameterized,
                     reparameterize, set_training_path, unwrap)
 
 __all__ = [
     'ChannelIdleFFN', 'CheckpointError', 'DeployForm', 'MergedFFN',
-    'TrainingForm', 'check_state_dict', 'has_deploy_form',
+    'TrainingForm', 'check_finite', 'check_state_dict', 'has_deploy_form',
     'is_reparameterized', 'num_active_channels', 'reparameterize',
     'set_training_path', 'unwrap'
 ]

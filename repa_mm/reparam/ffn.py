@@ -9,6 +9,7 @@ Symbols, used throughout: x (N, C) are the tokens, H the hidden width, A the
 number of active channels, theta = 1 - A/H the idle ratio.
 """
 import copy
+import itertools
 import math
 import numbers
 from typing import Optional, Union
@@ -118,7 +119,9 @@ class TrainingForm(nn.Module):
 
     def switch_to_deploy(self) -> None:
         """Become the deploy form, in place (OpenMMLab's convention)."""
-        merged = self.merge()
+        self._become(self.merge())
+
+    def _become(self, merged: 'DeployForm') -> None:
         # Changing the class instead of replacing the module in its parent
         # needs no knowledge of the parent, and reaches every reference.
         self.__class__, self.__dict__ = type(merged), merged.__dict__
@@ -202,6 +205,37 @@ def check_weights(ffn: nn.Module, weights: dict, name: str) -> None:
                 'in architecture or idle ratio')
 
 
+def _count(tensor: torch.Tensor, wrong: torch.Tensor, what: str) -> str:
+    n = int(wrong.sum())
+    return (f'has {n} value{"s" * (n > 1)} (of {tensor.numel()}) that '
+            f'{"are" if n > 1 else "is"} {what}')
+
+
+def check_finite(module: nn.Module) -> None:
+    """Check the parameters and the BatchNorm statistics of a module.
+
+    Args:
+        module (nn.Module): Any module or model.
+
+    Raises:
+        ValueError: Naming the first one with values that are infinite, not a
+            number, or a variance below 0.
+    """
+    tensors = itertools.chain(module.named_parameters(), (
+        item for item in module.named_buffers()
+        if item[0].endswith(('running_mean', 'running_var', 'layer_scale'))))
+    found = []
+    for name, tensor in tensors:
+        finite = tensor.isfinite()
+        if not finite.all():
+            found.append(f'{name} {_count(tensor, ~finite, "not finite")}')
+        elif name.endswith('running_var') and (tensor < 0).any():
+            found.append(f'{name} {_count(tensor, tensor < 0, "negative")}')
+    if found:
+        more = f' (and {len(found) - 1} more like it)' * (len(found) > 1)
+        raise ValueError(found[0] + more)
+
+
 class ChannelIdleFFN(TrainingForm):
     """Training form of an FFN most of whose channels skip the activation.
 
@@ -260,7 +294,7 @@ class ChannelIdleFFN(TrainingForm):
             _build_norm(norm_cfg, feedforward_channels))
         self.fc2 = nn.Linear(feedforward_channels, embed_dims)
         self.layer_scale = (
-            nn.Parameter(torch.full((embed_dims, ), layer_scale_init_value))
+            nn.Parameter(torch.ones(embed_dims) * layer_scale_init_value)
             if layer_scale_init_value else None)
         # Named as in mmcv's FFN.
         self.dropout_layer = DropPath(drop_path)
@@ -322,8 +356,11 @@ class ChannelIdleFFN(TrainingForm):
             MergedFFN: On the device and of the dtype of ``fc1.weight``.
 
         Raises:
-            ValueError: If a BatchNorm has no running statistics.
+            ValueError: If a BatchNorm has no running statistics; weights or
+                statistics are not finite, or a variance is negative; the
+                merged weights exceed the range of the dtype.
         """
+        check_finite(self)
         w_in, b_in, w_out, b_out = map(_double, (
             self.fc1.weight, self.fc1.bias, self.fc2.weight, self.fc2.bias))
         s1, t1 = _scale_and_shift(self.norm1, w_in)
@@ -491,6 +528,9 @@ def _scale_and_shift(norm: nn.Module, like: torch.Tensor):
         raise ValueError('a BatchNorm without running statistics '
                          '(track_running_stats=False) cannot be merged')
     s = (_double(norm.running_var) + norm.eps).rsqrt()
+    if s.isinf().any():
+        raise ValueError('a BatchNorm with eps=0 and channels of variance 0 '
+                         'cannot be merged')
     if norm.affine:
         s, t = s * _double(norm.weight), _double(norm.bias)
     return s, t - s * _double(norm.running_mean)
@@ -501,6 +541,12 @@ def _assign(source: ChannelIdleFFN,
             weight: torch.Tensor,
             bias: Optional[torch.Tensor] = None) -> None:
     like = source.fc1.weight
-    linear.weight = nn.Parameter(weight.to(like))
-    if bias is not None:
-        linear.bias = nn.Parameter(bias.to(like))
+    for name, value in (('weight', weight), ('bias', bias)):
+        if value is None:
+            continue
+        rounded = value.to(like)
+        if not rounded.isfinite().all():
+            raise ValueError(
+                f'the merged weights, up to {value.abs().max():.1e}, exceed '
+                f'the range of {like.dtype}: merge the model in another dtype')
+        setattr(linear, name, nn.Parameter(rounded))

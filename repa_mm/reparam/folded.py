@@ -239,9 +239,11 @@ def choose_path(ffn: nn.Module, num_tokens: int) -> str:
         statistics in (('batch', 'batch'), ('running', 'running'),
                        ('token', 'token'))
         and next(ffn.act.parameters(), None) is None)
+    # Ranks with other numbers of tokens must take the same path.
+    is_alone = _group(ffn.norm1) is None
     # One token has no variance; torch's own message about it is good.
     if ffn.training_path == 'literal' or (statistics[0] == 'batch'
-                                          and num_tokens < 2):
+                                          and num_tokens < 2 and is_alone):
         return 'literal'
     if ffn.training_path == 'folded':
         if not foldable:
@@ -254,8 +256,7 @@ def choose_path(ffn: nn.Module, num_tokens: int) -> str:
     if not foldable or (is_compiling()
                         and type(ffn.act) not in _ACTIVATION_BACKWARD):
         return 'literal'
-    # Ranks with other numbers of tokens must take the same path.
-    if _group(ffn.norm1) is not None:
+    if not is_alone:
         return 'folded'
     # Multiply-adds of forward and backward, divided by C.
     num_channels, num_hidden = ffn.embed_dims, ffn.feedforward_channels

@@ -6,7 +6,7 @@ import warnings
 import torch.nn as nn
 
 from .ffn import (ChannelIdleFFN, CheckpointError, DeployForm, MergedFFN,
-                  TrainingForm, _of_deploy_form, check_weights)
+                  TrainingForm, _of_deploy_form, check_finite, check_weights)
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -103,17 +103,16 @@ def check_state_dict(model: nn.Module, state_dict: dict, prefix: str = '',
                                   'architecture')
 
 
-def _fold_conv_bn(model: nn.Module) -> None:
-    """Fold the BatchNorm of every mmcv ConvModule into its convolution."""
+def _conv_bns(model: nn.Module):
+    """The mmcv ConvModules, by name, whose BatchNorm can be folded."""
     try:
-        from mmcv.cnn import ConvModule, fuse_conv_bn
+        from mmcv.cnn import ConvModule
     except ImportError:  # without mmcv there is no ConvModule either
         return
-    modules = list(model.modules())
+    modules = dict(model.named_modules())
     owners = collections.Counter(
-        id(child) for m in modules for child in m.children())
-    folded = False
-    for m in modules:
+        id(child) for m in modules.values() for child in m.children())
+    for name, m in modules.items():
         if not (isinstance(m, ConvModule) and m.with_norm
                 and isinstance(m.conv, nn.Conv2d)
                 and isinstance(m.norm, (nn.BatchNorm2d, nn.SyncBatchNorm))):
@@ -122,9 +121,16 @@ def _fold_conv_bn(model: nn.Module) -> None:
         if (m.order.index('norm') == m.order.index('conv') + 1
                 and owners[id(m.conv)] == 1 and m.norm.affine
                 and m.norm.running_mean is not None):
-            fuse_conv_bn(m)
-            folded = True
-    if folded:
+            yield name, m
+
+
+def _fold_conv_bns(model: nn.Module) -> None:
+    """Fold the BatchNorm of every mmcv ConvModule into its convolution."""
+    conv_bns = dict(_conv_bns(model))
+    for m in conv_bns.values():
+        from mmcv.cnn import fuse_conv_bn
+        fuse_conv_bn(m)
+    if conv_bns:
         model._register_state_dict_hook(_warn_of_folded_weights)
 
 
@@ -162,7 +168,9 @@ def reparameterize(model: nn.Module,
         nn.Module: The reparameterized model, in eval mode.
 
     Raises:
-        ValueError: If nothing in the model can be merged, or it is sharded.
+        ValueError: If nothing in the model can be merged, or it is sharded;
+            names the module whose weights or statistics cannot be merged
+            (see :meth:`ChannelIdleFFN.merge`).
 
     Examples:
         >>> deployed = repa_mm.reparameterize(model)
@@ -174,21 +182,26 @@ def reparameterize(model: nn.Module,
                          'has no channel-idle FFN')
     # What is merged takes its place in the copy, instead of being copied.
     memo = {}
+    conv_bns = dict(_conv_bns(model)) if fuse_conv_bn else {}
     for name, module in parts.items():
-        if isinstance(module, TrainingForm):
-            try:
-                if inplace:
-                    module.switch_to_deploy()
-                else:
-                    memo[id(module)] = module.merge()
-            except ValueError as error:
-                raise ValueError(f'cannot merge {name!r}: {error}') from error
+        try:
+            if isinstance(module, TrainingForm):
+                memo[id(module)] = module.merge()
+            elif name in conv_bns:
+                check_finite(module)
+        except ValueError as error:
+            raise ValueError(f'cannot merge {name or type(module).__name__!r}:'
+                             f' {error}') from error
     if not inplace:
         model = copy.deepcopy(model, memo)
+    else:  # only now, so that an error leaves the model as it was
+        for module in parts.values():
+            if id(module) in memo:
+                module._become(memo[id(module)])
     # On a line of its own: the eval() of some backbones returns None.
     model.eval()
     if fuse_conv_bn:
-        _fold_conv_bn(model)
+        _fold_conv_bns(model)
     for module in model.modules():
         if isinstance(module, MergedFFN):
             module.set_shortcut(shortcut)

@@ -1,0 +1,237 @@
+"""Merging and the fast paths under random, extreme and degenerate values.
+
+A larger search of the same kind: ``tools/dev/worst_errors.py``.
+"""
+import copy
+
+import pytest
+import torch
+import torch.nn as nn
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from repa_mm.benchmark import errors
+from repa_mm.models import fast_window_attention
+from repa_mm.reparam import (ChannelIdleFFN, check_finite, folded,
+                             reparameterize, set_training_path)
+from repa_mm.reparam.folded import choose_path
+
+# float16 products on a CPU came with torch 2.2 or so.
+HALF = ['bfloat16'] + ['float16'] * hasattr(torch, 'get_autocast_dtype')
+LAYOUTS = st.sampled_from(errors.FFN['layout'])
+
+
+def cases(check, **fixed):
+    fields = {
+        key: st.sampled_from(values)
+        for key, values in errors.CHECKS[check].fields.items()
+    }
+    if 'idle_ratio' in fields:
+        fields['idle_ratio'] |= st.floats(0, 1)
+    fields.update((k, st.sampled_from(v)) for k, v in fixed.items())
+    return st.fixed_dictionaries(fields)
+
+
+def many(n):
+    return settings(
+        max_examples=n,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck))
+
+
+def check(name, case, roundings):
+    try:
+        found = errors.measure(errors.CHECKS[name], case)
+    except OverflowError:
+        assume(False)
+    for result, error in found.items():
+        assert error.roundings < roundings, (result, error)
+
+
+@many(80)
+@given(cases('merge', dtype=['float64', 'float32']))
+def test_merge(case):
+    check('merge', case, 64)
+
+
+@many(40)
+@given(cases('merge', dtype=HALF))
+def test_merge_in_half_precision(case):
+    check('merge', case, 64)
+
+
+@many(60)
+@given(cases('folded training', dtype=['float32']))
+def test_folded_training(case):
+    check('folded training', case, 5000)
+
+
+# In float64, where 1e6 roundings are 2e-10: as many tokens as there may be.
+@many(60)
+@given(cases('folded training', dtype=['float64'], length=[2, 5, 49, 200]))
+def test_folded_training_is_the_literal_one(case):
+    check('folded training', case, 1e6)
+
+
+@many(60)
+@given(cases('window attention'))
+def test_window_attention(case):
+    check('window attention', case, 200)
+
+
+def all_of(ffn, x, path):
+    """Output, gradients and statistics of a step of training, or its error."""
+    ffn = set_training_path(copy.deepcopy(ffn), path).train()
+    x = x.detach().requires_grad_()
+    try:
+        y = ffn(x)
+    except ValueError as error:
+        return str(error)
+    y.sum().backward()
+    return [y, x.grad, *(p.grad for p in ffn.parameters()), *ffn.buffers()]
+
+
+@many(20)
+@given(
+    shape=st.sampled_from([(1, 1, 8), (0, 5, 8), (2, 0, 8), (0, 8), (1, 8),
+                           (8, ), (2, 1, 8), (2, 3, 1, 8)]),
+    norm=st.sampled_from(['BN', 'LN']),
+    idle_ratio=st.sampled_from([0, 0.75, 1]),
+    eval_norms=st.booleans())
+def test_hardly_any_tokens(shape, norm, idle_ratio, eval_norms):
+    """Folded as literal; BatchNorm says that it needs two."""
+    ffn = ChannelIdleFFN(8, 16, idle_ratio, norm_cfg=dict(type=norm)).double()
+    x = torch.randn(shape, dtype=torch.double)
+    num_tokens = x.numel() // 8
+    ffn.eval()
+    for form in (ffn, ffn.merge()):
+        assert form(x).shape == x.shape
+    ffn.train()
+    literal, found = all_of(ffn, x, 'literal'), all_of(ffn, x, 'folded')
+    if norm == 'BN' and num_tokens == 1:
+        assert found == literal and 'more than 1 value' in found
+        return
+    for actual, expected in zip(found, literal):
+        assert actual.isfinite().all()
+        assert torch.allclose(actual, expected, atol=1e-9)
+    if num_tokens == 0:  # nothing is learned from nothing
+        for before, after in zip(ffn.buffers(), found[-6:]):
+            assert before.ndim == 0 or torch.equal(before, after)
+
+
+def test_processes_with_few_tokens_take_the_path_of_the_others(monkeypatch):
+    """Whatever it is: each of both paths waits for the others in its own way.
+    """
+    ffn = ChannelIdleFFN(8, 32, norm_cfg=dict(type='SyncBN')).train()
+    monkeypatch.setattr(folded, '_group', lambda norm: 'a group')
+    for num_tokens in (0, 1, 2, 1000):
+        assert choose_path(ffn, num_tokens) == 'folded'
+
+
+@pytest.mark.parametrize('grad', [False, True])
+@pytest.mark.parametrize('shift', [0, 3])
+def test_window_attention_without_images(grad, shift):
+    fast = fast_window_attention(_stock_attention(shift))
+    x = torch.randn(0, 63, 8, requires_grad=True)
+    with torch.set_grad_enabled(grad):
+        y = fast(x, (7, 9))
+    assert y.shape == x.shape
+    if grad:
+        y.sum().backward()
+        assert x.grad.shape == x.shape
+
+
+def _stock_attention(shift):
+    from mmpretrain.models.utils.attention import ShiftWindowMSA
+    return ShiftWindowMSA(8, 2, 7, shift, pad_small_map=True)
+
+
+def test_layer_scale_may_be_an_integer():
+    ffn = ChannelIdleFFN(8, 32, layer_scale_init_value=1)
+    assert torch.equal(ffn.layer_scale, torch.ones(8))
+
+
+def model(**kwargs):
+    """With a FFN at 'backbone.blocks.1.ffn'."""
+    blocks = nn.ModuleList([
+        nn.ModuleDict(dict(ffn=ChannelIdleFFN(8, 16, **kwargs)))
+        for _ in range(3)
+    ])
+    return nn.ModuleDict(dict(backbone=nn.ModuleDict(dict(blocks=blocks))))
+
+
+WEIGHTS = [(norm, name) for norm in ('BN', 'LN')
+           for name, weight in ChannelIdleFFN(
+               8, 16, norm_cfg=dict(type=norm),
+               layer_scale_init_value=1).state_dict().items() if weight.ndim]
+
+
+@pytest.mark.parametrize('inplace', [False, True])
+@pytest.mark.parametrize('value', [float('nan'), float('inf'), -float('inf')])
+@many(20)
+@given(weight=st.sampled_from(WEIGHTS), count=st.integers(1, 8))
+def test_what_is_not_finite_is_reported(value, inplace, weight, count):
+    norm, name = weight
+    broken = model(norm_cfg=dict(type=norm), layer_scale_init_value=1)
+    state = broken.state_dict()
+    state[f'backbone.blocks.1.ffn.{name}'].view(-1)[:count] = value
+    before = copy.deepcopy(state)
+    with pytest.raises(ValueError) as error:
+        reparameterize(broken, inplace=inplace)
+    values = f'{count} value{"s" * (count > 1)} '
+    assert str(error.value).startswith(
+        f"cannot merge 'backbone.blocks.1.ffn': {name} has {values}")
+    assert 'not finite' in str(error.value) and '\n' not in str(error.value)
+    # None of it was merged.
+    assert broken.state_dict().keys() == before.keys()
+    with pytest.raises(ValueError, match=f'^{name} has {values}'):
+        broken.backbone.blocks[1].ffn.switch_to_deploy()
+    assert isinstance(broken.backbone.blocks[1].ffn, ChannelIdleFFN)
+
+
+def test_negative_variances_are_reported():
+    broken = model()
+    broken.backbone.blocks[2].ffn.norm2.running_var[3:5] = -1e-9
+    with pytest.raises(ValueError, match=r"'backbone.blocks.2.ffn': norm2."
+                       r'running_var has 2 values \(of 16\) that are negative'
+                       ):
+        reparameterize(broken)
+    broken.backbone.blocks[2].ffn.fc1.weight.data[:] = float('nan')
+    with pytest.raises(ValueError, match=r'fc1.weight has 128 values.*'
+                       r'and 1 more like it'):
+        reparameterize(broken)
+
+
+def test_no_variance_and_no_epsilon():
+    ffn = ChannelIdleFFN(8, 16, norm_cfg=dict(type='BN', eps=0.))
+    ffn.norm1.running_var[0] = 0
+    with pytest.raises(ValueError, match='eps=0 and channels of variance 0'):
+        ffn.merge()
+
+
+@pytest.mark.parametrize('dtype, factor', [(torch.float32, 1e30),
+                                           (torch.float16, 1e3)])
+def test_overflow_of_the_merged_weights_is_reported(dtype, factor):
+    broken = model()
+    ffn = broken.backbone.blocks[0].ffn
+    ffn.fc1.weight.data.mul_(factor)
+    ffn.fc2.weight.data.mul_(factor)
+    broken.to(dtype)
+    check_finite(broken)
+    with pytest.raises(ValueError, match=f"'backbone.blocks.0.ffn': the merged"
+                       f' weights, up to .*, exceed the range of {dtype}'):
+        reparameterize(broken)
+    # In float64 it does fit.
+    assert reparameterize(broken.double())
+
+
+def test_what_is_folded_into_a_convolution_is_checked():
+    from mmcv.cnn import ConvModule
+    broken = model()
+    broken.neck = ConvModule(8, 8, 1, norm_cfg=dict(type='BN'))
+    broken.neck.norm.running_var[0] = float('nan')
+    with pytest.raises(ValueError, match="cannot merge 'neck': bn.running_var "
+                       'has 1 value'):
+        reparameterize(broken)
+    assert reparameterize(broken, fuse_conv_bn=False)

@@ -1,0 +1,40 @@
+"""Search for the inputs with the largest rounding errors.
+
+Prints, for every check of repa_mm.benchmark.errors, the worst errors found and
+the case that has them.
+"""
+import argparse
+
+from repa_mm.benchmark.errors import CHECKS, search
+
+# What a trained model and its data are like.
+ORDINARY = dict(content='random', spread=1, scale=0, mean=1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument('--cases', type=int, default=2000, help='of each row')
+    parser.add_argument('--seed', type=int, default=0)
+    parser.add_argument('--check', choices=list(CHECKS), help='only this one')
+    args = parser.parse_args()
+    for name in [args.check] if args.check else CHECKS:
+        for dtype in CHECKS[name].fields['dtype']:
+            for values, fixed in (('ordinary', ORDINARY), ('any', {})):
+                found = search(
+                    name, args.cases, args.seed, dtype=dtype, **fixed)
+                overflown = found.pop('overflown')
+                print(f'{name}, {dtype}, {values} values: '
+                      f'{args.cases - overflown} cases '
+                      f'({overflown} more exceed the range)')
+                for kind in ('relative', 'roundings'):
+                    # Gradients may be zero but for rounding errors.
+                    results = [r for r, k in found if k == kind and (
+                        kind == 'roundings' or values == 'ordinary'
+                        or not r.endswith('grad'))]
+                    worst = max(results, key=lambda r: found[r, kind][0])
+                    error, case = found[worst, kind]
+                    print(f'  {kind} {error:.1e} in {worst} of {case}')
+
+
+if __name__ == '__main__':
+    main()
