@@ -137,11 +137,7 @@ def to_mm(state_dict: Weights,
     """
     given, left_out = _bare(state_dict)
     family = family_of(given)
-    if any(match(key, f'{family.ffn}.{part}') for key in given
-           for part in ('norm1.running_mean', 'fc1')) and any(
-               match(key, name) for key in given
-               for name in ('stages.#', 'layers.#.ffn', 'patch_embed.stem',
-                            'layers.#.channel_mix', 'norm6')):
+    if _is_ours(family, given):
         raise CheckpointError('the checkpoint is in the layout of RePa-MM '
                               'already')
     weights, origin, dropped = _rename(family, given)
@@ -158,20 +154,12 @@ def to_mm(state_dict: Weights,
     ffns = {key: m for key, m in model.named_modules()
             if isinstance(m, ChannelIdleFFN)}
     if form == 'deploy':
-        ratios, source = _ratios_of_shapes(family, weights, ffns), 'the shapes'
+        ratios, source = _ratios_of_shapes(weights, ffns), 'the shapes'
         _stack(weights, ffns)
     else:
-        ratios, source = _ratios(family, weights, ffns, idle_ratio, args or {})
-    if config and form != 'deploy':
-        own = [1 - f.num_active / f.feedforward_channels
-               for f in ffns.values()]
-        if source != _ASSUMED and not _equal(own, ratios):
-            raise ValueError(
-                f'the idle ratio is {_short(ratios)} by {source}, and '
-                f'{_short(own)} in the config: set model.backbone.idle_ratio')
-        if source == _ASSUMED:
-            ratios, source = own, 'the config'
-    cfg.update(idle_ratio=_short(ratios), deploy=form == 'deploy')
+        ratios, source = _ratios(family, weights, ffns, config, idle_ratio,
+                                 args or {})
+    cfg.update(idle_ratio=ratios, deploy=form == 'deploy')
     cfg.pop('idle_schedule', None)
     if form == 'deploy':
         model = MODELS.build(dict(cfg))
@@ -183,7 +171,7 @@ def to_mm(state_dict: Weights,
     out.update(head)
     # Copies, since a view would be saved with all that it is a view of.
     out = {key: value.detach().clone() for key, value in out.items()}
-    return Conversion(out, cfg, name, form, _short(ratios), source, left_out,
+    return Conversion(out, cfg, name, form, ratios, source, left_out,
                       fresh)
 
 
@@ -210,9 +198,7 @@ def to_repavit(state_dict: Weights,
     """
     weights, left_out = _bare(state_dict)
     family = family_of(weights)
-    if not any(match(key, f'{family.ffn}.fc1') for key in weights) or any(
-            match(key, f'{family.ffn}.fc1.weight') and value.ndim == 4
-            for key, value in weights.items()):
+    if not _is_ours(family, weights):
         raise CheckpointError('the checkpoint has no channel-idle FFN: it is '
                               'not of a RePa backbone of this project')
     form = 'training' if any(
@@ -223,7 +209,6 @@ def to_repavit(state_dict: Weights,
                               "no counterpart in the authors' code")
     head = {key: weights.pop(key) for key in list(weights)
             if key.startswith('head.')}
-    weights = dict(weights)
     # Those of detectors' and segmentors' other outputs.
     for key in list(weights):
         if re.match(r'norm\d+\.', key) and not match(
@@ -234,12 +219,15 @@ def to_repavit(state_dict: Weights,
     ffns = {key: m for key, m in model.named_modules()
             if isinstance(m, ChannelIdleFFN)}
     if form == 'deploy':
-        ratios = _ratios_of_shapes(family, weights, ffns, stacked=True)
-        cfg.update(idle_ratio=_short(ratios), deploy=True)
+        ratios = _ratios_of_shapes(weights, ffns, stacked=True)
+        cfg.update(idle_ratio=ratios, deploy=True)
         model = MODELS.build(dict(cfg))
         source = 'the shapes'
     else:
-        ratios, source = _ratios(family, weights, ffns, None, {})
+        ratios, source = _ratios(family, weights, ffns, config)
+    if family.backbone == 'RePaMlpMixer' and ratios != 0.75:
+        raise CheckpointError("the Mixer of the authors' code has an idle "
+                              f'ratio of 0.75 only, and this one {ratios}')
     _complete(model, weights, {}, form)
     if form == 'deploy':
         _unstack(weights, ffns)
@@ -260,8 +248,16 @@ def to_repavit(state_dict: Weights,
         patch_size = weights['patch_embed.projection.weight'].shape[-1]
         window = model.stages[0].blocks[0].attn.window_size
         out.update(window_buffers(img_size, patch_size, model.depths, window))
-    return Conversion(out, cfg, name, form, _short(ratios), source, left_out,
+    return Conversion(out, cfg, name, form, ratios, source, left_out,
                       [])
+
+
+def _is_ours(family: Family, weights: Weights) -> bool:
+    """Whether there are channel-idle FFNs under our names."""
+    # PoolFormer's have the same names elsewhere, but are convolutions.
+    return any(
+        match(key, f'{family.ffn}.fc1.weight') and value.ndim == 2
+        for key, value in weights.items())
 
 
 def _bare(state_dict: Weights):
@@ -437,44 +433,57 @@ def _backbone_of(path: str) -> dict:
     return backbone
 
 
-_ASSUMED = 'assumption'
-
-
-def _ratios(family: Family, weights: Weights, ffns: dict,
-            idle_ratio: Optional[Sequence[float]], args: dict):
+def _ratios(family: Family, weights: Weights, ffns: Dict[str, ChannelIdleFFN],
+            config: Optional[str], asked: Optional[Sequence[float]] = None,
+            args: Optional[dict] = None):
     """Idle ratio of each FFN of a training form, and where it is from."""
-    num = len(ffns)
-    if idle_ratio:
-        if len(idle_ratio) not in (1, num):
-            raise ValueError(f'{len(idle_ratio)} idle ratios were given: it '
-                             f'takes one, or one for each of {num} FFNs')
-        ratios = list(idle_ratio) * (num // len(idle_ratio))
-        for ratio, ffn in zip(ratios, ffns.values()):
-            num_active_channels(ffn.feedforward_channels, ratio)
-        return ratios, 'request'
-    ratio = args.get('idle_ratio')
-    # The Mixer of the authors takes no ratio.
-    if family.backbone == 'RePaMlpMixer' and any(
-            f'{name}.norm1.running_mean' in weights for name in ffns):
-        return [1 - 1 / family.expansion] * num, "the authors' code"
-    if (isinstance(ratio, numbers.Real) and 0 <= ratio <= 1
-            and args.get('channel_idle')):
-        ratios = [ratio] * num
-        if (family.backbone == 'RePaVisionTransformer'
-                and str(args.get('heuristic')).strip().lower() == 'linear'):
-            ratios = linear_idle_ratios(ratio, num)
-        # Rounded as there, where 1152 * (1 - 2 / 3) makes 385.
-        whole = int if family.backbone == 'RePaPoolFormer' else math.ceil
-        hidden = [f.feedforward_channels for f in ffns.values()]
-        active = [whole(h * (1 - r)) for h, r in zip(hidden, ratios)]
-        return [
-            r if num_active_channels(h, r) == a else 1 - a / h
-            for r, h, a in zip(ratios, hidden, active)
-        ], "the checkpoint's arguments"
+    hidden = [ffn.feedforward_channels for ffn in ffns.values()]
+    own = [ffn.num_active for ffn in ffns.values()]
+    active, source = None, 'assumption'
     estimate = estimate_idle_ratio(weights, list(ffns))
-    if estimate is not None:
-        return [estimate] * num, 'the BatchNorm statistics'
-    return [1 - 1 / family.expansion] * num, _ASSUMED
+    if asked:
+        if len(asked) not in (1, len(ffns)):
+            raise ValueError(f'{len(asked)} idle ratios were given: it takes '
+                             f'one, or one for each of {len(ffns)} FFNs')
+        asked = list(asked) * (len(ffns) // len(asked))
+        active = list(map(num_active_channels, hidden, asked))
+        source = 'request'
+    elif args and _active_by(args, family, hidden):
+        active = _active_by(args, family, hidden)
+        source = "the checkpoint's arguments"
+    elif estimate is not None:
+        active = [num_active_channels(h, estimate) for h in hidden]
+        source = 'the BatchNorm statistics'
+    if config:
+        if active is not None and active != own:
+            raise ValueError(
+                f'the idle ratio is {_shares(active, hidden)} by {source}, and'
+                f' {_shares(own, hidden)} in the config: set '
+                'model.backbone.idle_ratio')
+        active, source = own, 'the config' if active is None else source
+    if active is None:
+        active = [h // family.expansion for h in hidden]
+        if family.backbone == 'RePaMlpMixer':
+            source = "the authors' code"
+    return _shares(active, hidden), source
+
+
+def _active_by(args: dict, family: Family,
+               hidden: List[int]) -> Optional[List[int]]:
+    """Numbers of active channels by the arguments of the authors' code."""
+    ratio = args.get('idle_ratio')
+    if (isinstance(ratio, bool) or not isinstance(ratio, numbers.Real)
+            or not 0 <= ratio <= 1 or not args.get('channel_idle')):
+        return None
+    if family.backbone == 'RePaMlpMixer':  # takes no ratio
+        return [h // family.expansion for h in hidden]
+    ratios = [ratio] * len(hidden)
+    if (family.backbone == 'RePaVisionTransformer'
+            and str(args.get('heuristic')).strip().lower() == 'linear'):
+        ratios = linear_idle_ratios(ratio, len(hidden))
+    # Rounded as there, where 1152 * (1 - 2 / 3) makes 385.
+    whole = int if family.backbone == 'RePaPoolFormer' else math.ceil
+    return [whole(h * (1 - r)) for h, r in zip(hidden, ratios)]
 
 
 def estimate_idle_ratio(weights: Weights,
@@ -514,10 +523,10 @@ def estimate_idle_ratio(weights: Weights,
     return 1 - share
 
 
-def _ratios_of_shapes(family: Family, weights: Weights, ffns: dict,
-                      stacked: bool = False) -> List[float]:
+def _ratios_of_shapes(weights: Weights, ffns: Dict[str, ChannelIdleFFN],
+                      stacked: bool = False) -> Union[float, List[float]]:
     """Idle ratio of each FFN of a deploy form."""
-    ratios = []
+    numbers_active = []
     for name, ffn in ffns.items():
         rows, channels = get(weights, f'{name}.fc1.weight').shape[:2]
         if not stacked:
@@ -532,8 +541,9 @@ def _ratios_of_shapes(family: Family, weights: Weights, ffns: dict,
                 f'{name} has {active} active channels, and the architecture '
                 f'only {ffn.feedforward_channels} hidden ones: the checkpoint '
                 'is damaged or of another architecture')
-        ratios.append(1 - active / ffn.feedforward_channels)
-    return ratios
+        numbers_active.append(active)
+    return _shares(numbers_active,
+                   [ffn.feedforward_channels for ffn in ffns.values()])
 
 
 def _stack(weights: Weights, ffns: dict) -> None:
@@ -636,12 +646,13 @@ def _complete(model, weights: Weights, origin: Dict[str, str],
     return fresh
 
 
-def _equal(a: Sequence[float], b: Sequence[float]) -> bool:
-    return len(a) == len(b) and all(
-        abs(x - y) < 1e-6 for x, y in zip(a, b))
-
-
-def _short(ratios: Sequence[float]) -> Union[float, List[float]]:
-    """One number for ratios that are all the same."""
-    ratios = [round(ratio, 12) for ratio in ratios]
-    return ratios[0] if len(set(ratios)) == 1 else ratios
+def _shares(active: Sequence[int],
+            hidden: Sequence[int]) -> Union[float, List[float]]:
+    """Idle ratios; one number if they are all the same."""
+    ratios = [round(1 - a / h, 12) for a, h in zip(active, hidden)]
+    # 0.9 leaves 308 of 3072 channels active, and 1 - 308 / 3072 is not 0.9.
+    plain, same = round(max(ratios), 2), len(set(ratios)) == 1
+    if list(active) == [num_active_channels(h, plain) for h in hidden
+                        ] and not (same and abs(plain - ratios[0]) > 1e-3):
+        return plain
+    return ratios[0] if same else ratios

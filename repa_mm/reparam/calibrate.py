@@ -97,7 +97,7 @@ def calibrate_batch_norm(model: nn.Module,
         if not num_batches:
             raise ValueError('there is no batch to estimate statistics from')
         for norm, seen in statistics.items():
-            if not (seen.mean.isfinite().all() and seen.square.isfinite().all()):
+            if not (seen.mean + seen.square).isfinite().all():
                 raise ValueError(
                     'the statistics are not finite: the weights or the data '
                     'are not')

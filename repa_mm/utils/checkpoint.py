@@ -56,7 +56,8 @@ def _safe_globals() -> list:
 
     core = getattr(np, '_core', None) or np.core
     return [
-        argparse.Namespace, HistoryBuffer, (method, 'builtins.getattr'), np.ndarray, np.dtype,
+        argparse.Namespace, HistoryBuffer, (method, 'builtins.getattr'),
+        np.ndarray, np.dtype,
         core.multiarray._reconstruct, core.multiarray.scalar, slice,
         *{type(np.dtype(char)) for char in 'bBhHiIlLqQefd?'}
     ]
