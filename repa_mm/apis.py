@@ -1,5 +1,6 @@
 """What the tools do: runners for training and testing, models, merging."""
 import importlib.util
+import itertools
 import os
 import os.path as osp
 import sys
@@ -16,9 +17,11 @@ from mmengine.registry import (MODELS, RUNNERS, VISUALIZERS,
 from mmengine.runner import Runner
 from mmengine.runner.checkpoint import load_state_dict, weights_to_cpu
 
-from .reparam import (CheckpointError, check_finite, has_deploy_form,
-                      is_reparameterized, reparameterize)
-from .utils.checkpoint import (check_pretrained, find_latest, is_remote,
+from .reparam import (ChannelIdleFFN, CheckpointError, calibrate_batch_norm,
+                      check_finite, has_deploy_form, is_reparameterized,
+                      reparameterize)
+from .utils.checkpoint import (check_out, check_pretrained, find_latest,
+                               is_remote,
                                load_checkpoint, replacing, save_checkpoint)
 from .utils.complexity import count_macs, count_parameters
 from .version import __version__
@@ -256,11 +259,7 @@ def reparameterize_checkpoint(config: str,
             the error exceeds the tolerance.
         OSError: If ``out`` cannot be written.
     """
-    if osp.realpath(out) == osp.realpath(checkpoint):
-        raise ValueError(f'the output {out!r} is the input: choose another '
-                         'name')
-    if osp.isdir(out):
-        raise IsADirectoryError(f'the output {out!r} is a folder')
+    check_out(checkpoint, out)
     model = init_model(config, checkpoint)
     if has_deploy_form(model):
         raise CheckpointError(f'{checkpoint!r} is reparameterized already')
@@ -293,6 +292,99 @@ def reparameterize_checkpoint(config: str,
         parameters=[count_parameters(m) for m in (model, deployed)],
         macs=[count_macs(b, (3, 224, 224)) for b in backbones],
         bytes=[osp.getsize(f) for f in (checkpoint, out)])
+
+
+def calibrate_checkpoint(config: str,
+                         checkpoint: str,
+                         out: str,
+                         split: str = 'train',
+                         num_batches: int = 50,
+                         device: Optional[str] = None,
+                         cfg_options: Optional[dict] = None) -> dict:
+    """Estimate the BatchNorm statistics of a backbone's FFNs from data.
+
+    See :func:`~repa_mm.reparam.calibrate_batch_norm`. Nothing else in the
+    checkpoint changes. Mixup and CutMix are left out.
+
+    Args:
+        config (str): Path of the config, of the training form.
+        checkpoint (str): A checkpoint with the weights of its backbone.
+        out (str): The file to write; it is replaced only when complete.
+        split (str): Whose data loader and pipeline: 'train', 'val' or 'test'.
+            Defaults to 'train'.
+        num_batches (int): Number of batches, at most. Defaults to 50.
+        device (str, optional): Defaults to the GPU, if there is one.
+        cfg_options (dict, optional): Values to override in the config.
+
+    Returns:
+        dict: ``ffns`` and ``batches``, their numbers, and ``images``.
+
+    Raises:
+        FileNotFoundError: If the config, checkpoint or data set is missing.
+        ValueError: If ``out`` is the input, or there is nothing to calibrate.
+        CheckpointError: If the checkpoint does not fit, or is merged.
+        OSError: If ``out`` cannot be written.
+    """
+    check_out(checkpoint, out)
+    if num_batches < 1:
+        raise ValueError(f'{num_batches} batches are none')
+    cfg = load_config(config, cfg_options)
+    loader_cfg = cfg.get(f'{split}_dataloader')
+    if not loader_cfg:
+        raise ValueError(f'the config {config!r} has no {split}_dataloader')
+    loaded = load_checkpoint(checkpoint)
+    state_dict = loaded['state_dict']
+    prefix = 'module.' * all(k.startswith('module.') for k in state_dict)
+    prefix += 'backbone.'
+    own = {key[len(prefix):]: value for key, value in state_dict.items()
+           if key.startswith(prefix)}
+    if not own:
+        raise CheckpointError(f'{checkpoint!r} has no weight of a backbone: '
+                              f'none is named {prefix!r}')
+    for owner in _with_pretrained(cfg.model):
+        owner.init_cfg = None
+    (cfg.model.get('train_cfg') or {}).pop('augments', None)
+    _without_sync_bn(cfg.model)
+    model = MODELS.build(cfg.model)
+    backbone = model.backbone
+    if has_deploy_form(backbone) or is_reparameterized(backbone, own):
+        raise CheckpointError('the deploy form has no BatchNorm left: '
+                              'calibrate the checkpoint of the training form')
+    try:
+        load_state_dict(backbone, own, strict=True)
+    except CheckpointError:
+        raise
+    except RuntimeError as error:
+        raise CheckpointError(
+            f'{checkpoint!r} does not fit the backbone: '
+            f'{" ".join(str(error).split())[:300]}') from error
+    check_data(cfg, split)
+    loader = Runner.build_dataloader(loader_cfg, seed=0)
+    device = device or ('cuda' if torch.cuda.is_available() else 'cpu')
+    model.to(device)
+    num_images = 0
+
+    def forward(batch):
+        nonlocal num_images
+        data = model.data_preprocessor(batch, split == 'train')
+        num_images += len(data['inputs'])
+        backbone(data['inputs'])
+
+    done = calibrate_batch_norm(
+        backbone, itertools.islice(loader, num_batches), forward)
+    new = weights_to_cpu(backbone.state_dict())
+    ffns = [name for name, module in backbone.named_modules()
+            if isinstance(module, ChannelIdleFFN)]
+    statistics = {
+        f'{prefix}{key}': new[key]
+        for name in ffns for key in new if key.startswith(f'{name}.norm')
+        and key.rpartition('.')[2] in ('running_mean', 'running_var',
+                                       'num_batches_tracked')
+    }
+    meta = dict(loaded.get('meta') or {}, repa_mm_version=__version__)
+    save_checkpoint(
+        dict(meta=meta, state_dict={**state_dict, **statistics}), out)
+    return dict(ffns=len(ffns), batches=done, images=num_images)
 
 
 def draw_predictions(model: nn.Module,

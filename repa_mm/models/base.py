@@ -1,8 +1,10 @@
 """What all RePa backbones share."""
+import re
 import warnings
 from typing import Sequence, Union
 
 import torch
+import torch.nn as nn
 import torch.nn.functional as F
 from mmcv.cnn.bricks.transformer import AdaptivePadding
 from mmengine.model import initialize
@@ -27,6 +29,37 @@ class PatchPadding(AdaptivePadding):
                 for size, stride in zip(x.shape[2:], self.stride))
         top, left = (h // 2, w // 2) if self.padding == 'same' else (0, 0)
         return F.pad(x, (left, w - left, top, h - top))
+
+
+def adapt_output_norms(model: nn.Module, state_dict: dict, prefix: str,
+                       last: str) -> None:
+    """Make a state dict fit a model with other outputs, in place.
+
+    Every output has its norm. A classifier has one, behind the last stage:
+    those of a detector's other outputs start as they are. What a model does
+    not put out needs no norm.
+
+    Args:
+        model (nn.Module): A backbone with norms 'norm0', 'norm1', ...
+        state_dict (dict): What it is about to load.
+        prefix (str): Of its names.
+        last (str): Name of the norm behind the last stage.
+    """
+    pattern = re.compile(re.escape(prefix) + r'(norm\d+)\.')
+    given = {}
+    for key in state_dict:
+        found = pattern.match(key)
+        if found:
+            given.setdefault(found[1], []).append(key)
+    own = {name: module for name, module in model.named_children()
+           if re.fullmatch(r'norm\d+', name)}
+    if set(given) == {last}:
+        for name in set(own) - {last}:
+            for key, value in own[name].state_dict().items():
+                state_dict[f'{prefix}{name}.{key}'] = value.clone()
+    for name in set(given) - set(own):
+        for key in given[name]:
+            del state_dict[key]
 
 
 class RePaBackbone:

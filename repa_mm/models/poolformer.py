@@ -2,7 +2,7 @@
 from mmengine.registry import MODELS
 from mmpretrain.models import PoolFormer
 
-from .base import RePaBackbone
+from .base import RePaBackbone, adapt_output_norms
 
 
 @MODELS.register_module()
@@ -29,3 +29,8 @@ class RePaPoolFormer(RePaBackbone, PoolFormer):
 
     def __init__(self, *args, frozen_stages: int = -1, **kwargs) -> None:
         super().__init__(*args, frozen_stages=frozen_stages, **kwargs)
+
+    def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs):
+        adapt_output_norms(self, state_dict, prefix,
+                           f'norm{len(self.network) - 1}')
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)

@@ -3,11 +3,11 @@ from mmengine.registry import MODELS
 from mmpretrain.models import SwinTransformer
 
 from .attention import swap_attention
-from .base import RePaBackbone
+from .base import RePaBackbone, adapt_output_norms
 
 
-class _OldStateDicts:
-    """Mixin before ``SwinTransformer``."""
+class _StateDicts:
+    """Mixin before ``SwinTransformer``, for other models' state dicts."""
 
     def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs):
         # The parent translates state dicts of earlier versions (the last norm
@@ -18,11 +18,12 @@ class _OldStateDicts:
                 state_dict[last + key.rpartition('.')[2]] = state_dict.pop(key)
             elif key.startswith(prefix) and key.endswith('.attn_mask'):
                 del state_dict[key]
+        adapt_output_norms(self, state_dict, prefix, last[len(prefix):-1])
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
 
 @MODELS.register_module()
-class FastSwinTransformer(_OldStateDicts, SwinTransformer):
+class FastSwinTransformer(_StateDicts, SwinTransformer):
     """mmpretrain's Swin Transformer with a faster window attention.
 
     The vanilla backbone to compare :class:`RePaSwinTransformer` with. Its
@@ -41,7 +42,7 @@ class FastSwinTransformer(_OldStateDicts, SwinTransformer):
 
 
 @MODELS.register_module()
-class RePaSwinTransformer(RePaBackbone, _OldStateDicts, SwinTransformer):
+class RePaSwinTransformer(RePaBackbone, _StateDicts, SwinTransformer):
     """Swin Transformer with channel-idle FFNs.
 
     `RePaFormer <https://arxiv.org/abs/2505.21847>`_ applied to `Swin

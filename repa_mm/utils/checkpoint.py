@@ -1,4 +1,5 @@
 """Reading and writing checkpoints without surprises."""
+import argparse
 import os
 import os.path as osp
 import pickle
@@ -7,7 +8,7 @@ import tempfile
 import types
 import zipfile
 from contextlib import contextmanager
-from typing import Iterator, Optional, Union
+from typing import Iterator, Optional, Sequence, Union
 
 import torch
 from mmengine.utils import digit_version
@@ -15,9 +16,10 @@ from mmengine.utils import digit_version
 from ..reparam import CheckpointError
 
 HOW_TO_GET_WEIGHTS = (
-    'Train the backbone on ImageNet-1k first (configs/repa_*_in1k.py) '
-    'or convert released weights, and put the file there or set '
-    'model.backbone.init_cfg.checkpoint to its path. To train without '
+    'Convert released weights (huggingface.co/Ackesnal/RePaViT) with '
+    'tools/model_converters/repavit_to_mm.py, or train the backbone on '
+    'ImageNet-1k first (configs/repa_*_in1k.py), and put the file there or '
+    'set model.backbone.init_cfg.checkpoint to its path. To train without '
     'pretrained weights: tools/train.py CONFIG --from-scratch')
 
 
@@ -40,7 +42,8 @@ def check_pretrained(init_cfg: Union[dict, list, None]) -> None:
 
 
 def _safe_globals() -> list:
-    """What MMEngine writes into a checkpoint besides tensors."""
+    """What MMEngine and timm's scripts write into checkpoints besides tensors.
+    """
     import numpy as np
     from mmengine.logging import HistoryBuffer
 
@@ -53,7 +56,8 @@ def _safe_globals() -> list:
 
     core = getattr(np, '_core', None) or np.core
     return [
-        HistoryBuffer, (method, 'builtins.getattr'), np.ndarray, np.dtype,
+        argparse.Namespace, HistoryBuffer, (method, 'builtins.getattr'),
+        np.ndarray, np.dtype,
         core.multiarray._reconstruct, core.multiarray.scalar, slice,
         *{type(np.dtype(char)) for char in 'bBhHiIlLqQefd?'}
     ]
@@ -85,7 +89,8 @@ class _TensorUnpickler(pickle.Unpickler):
                 or module == 'torch' and
                 (name.endswith('Storage') or name in ('Size', 'device')
                  or isinstance(getattr(torch, name, None), torch.dtype))
-                or (module, name) == ('collections', 'OrderedDict')):
+                or (module, name) in (('collections', 'OrderedDict'),
+                                      ('argparse', 'Namespace'))):
             return super().find_class(module, name)
         return _Inert
 
@@ -96,11 +101,14 @@ _tensor_pickle.load = lambda file, **kwargs: _TensorUnpickler(file, **kwargs
                                                               ).load()
 
 
-def load_checkpoint(path: str) -> dict:
+def load_checkpoint(path: str,
+                    keys: Sequence[str] = ('state_dict', )) -> dict:
     """Read a checkpoint onto the CPU, without running code that is in it.
 
     Args:
-        path (str): A file with a state dict, alone or under 'state_dict'.
+        path (str): A file with a state dict, alone or under one of ``keys``.
+        keys (Sequence[str]): The first of these that is there has the state
+            dict. Defaults to ('state_dict', ).
 
     Returns:
         dict: The checkpoint with, at least, 'state_dict'.
@@ -143,14 +151,35 @@ def load_checkpoint(path: str) -> dict:
     if not isinstance(checkpoint, dict):
         raise CheckpointError(f'{path!r} holds a {type(checkpoint).__name__}, '
                               'not a checkpoint')
-    if 'state_dict' not in checkpoint:
-        checkpoint = dict(state_dict=checkpoint)
+    key = next((key for key in keys if key in checkpoint), None)
+    if key != 'state_dict':
+        checkpoint = dict(
+            checkpoint if key else {},
+            state_dict=checkpoint[key] if key else checkpoint)
     state_dict = checkpoint['state_dict']
     if not (isinstance(state_dict, dict) and state_dict and all(
             isinstance(v, torch.Tensor) for v in state_dict.values())):
-        raise CheckpointError(f'{path!r} holds no state dict: expected names '
-                              "with tensors, alone or under 'state_dict'")
+        hint = ''
+        if key is None and isinstance(state_dict.get('model'), dict):
+            hint = (" ('model' may be one of another layout, see "
+                    'tools/model_converters/repavit_to_mm.py)')
+        raise CheckpointError(
+            f'{path!r} holds no state dict: expected names with tensors, alone'
+            f' or under {" or ".join(map(repr, keys))}{hint}')
     return checkpoint
+
+
+def check_out(source: str, out: str) -> None:
+    """Check that an output is neither the input nor a folder.
+
+    Raises:
+        ValueError, IsADirectoryError: If it is.
+    """
+    if osp.realpath(out) == osp.realpath(source):
+        raise ValueError(f'the output {out!r} is the input: choose another '
+                         'name')
+    if osp.isdir(out):
+        raise IsADirectoryError(f'the output {out!r} is a folder')
 
 
 @contextmanager

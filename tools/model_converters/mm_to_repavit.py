@@ -1,0 +1,40 @@
+"""Convert a checkpoint of a RePa backbone for the code of RePaFormer's authors.
+
+Either form; of a detector or segmentor, its backbone. See docs/weights.md.
+"""
+import argparse
+
+from repa_mm.converters import mm_to_repavit
+from repa_mm.converters.report import describe
+from repa_mm.utils.cli import clear_errors
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('src', help='checkpoint to convert')
+    parser.add_argument('dst', help='file to write')
+    parser.add_argument(
+        '--config',
+        help='config with the backbone that it is of (default: recognized by '
+        'the shapes)')
+    parser.add_argument(
+        '--img-size',
+        type=int,
+        default=224,
+        help='of the Swin that will load it: its masks depend on it '
+        '(default: 224)')
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_args()
+    with clear_errors():
+        done = mm_to_repavit(**vars(args))
+    print('\n'.join(describe(done)))
+    print(f"wrote {args.dst}, with the weights under 'model'")
+
+
+if __name__ == '__main__':
+    main()
