@@ -19,8 +19,9 @@ from mmengine.runner.checkpoint import load_state_dict, weights_to_cpu
 from .engine.hooks import innermost
 from .reparam import (CheckpointError, has_deploy_form, is_reparameterized,
                       reparameterize)
-from .utils.checkpoint import (check_fit, check_pretrained, is_remote,
-                               load_checkpoint, load_safely, save_checkpoint)
+from .utils.checkpoint import (check_fit, check_pretrained, check_values,
+                               is_remote, load_checkpoint, load_safely,
+                               save_checkpoint)
 from .utils.complexity import count_macs, count_parameters
 from .utils.data import (AnnotationError, check_image, check_items,
                          checked_annotations, leaves)
@@ -136,7 +137,7 @@ def runner_for_training(config: str,
         cfg.optim_wrapper.type = 'AmpOptimWrapper'
         cfg.optim_wrapper.loss_scale = 'dynamic'
     if auto_scale_lr:
-        if 'base_batch_size' not in cfg.get('auto_scale_lr', {}):
+        if 'base_batch_size' not in (cfg.get('auto_scale_lr') or {}):
             raise ValueError('--auto-scale-lr needs '
                              f'auto_scale_lr.base_batch_size in {config!r}')
         cfg.auto_scale_lr.enable = True
@@ -153,6 +154,7 @@ def runner_for_training(config: str,
     elif not resume:
         for owner in _with_pretrained(cfg.model):
             check_pretrained(owner.init_cfg)
+            _check_checkpoint(owner.init_cfg.checkpoint)
     check_data(cfg, 'train', 'val')
     runner = _build_runner(cfg)
     _check_loop(runner, 'train')
@@ -256,11 +258,9 @@ def init_model(config: Union[str, Config],
         }
         if form == 'deploy' and is_reparameterized(model, state_dict):
             reparameterize(model, inplace=True, fuse_conv_bn=False)
+        _check_fit(model, state_dict, checkpoint, complete=True)
         try:
-            check_fit(model, state_dict, complete=True)
             load_state_dict(model, state_dict, strict=True)
-        except CheckpointError as error:
-            raise CheckpointError(f'{checkpoint!r}: {error}') from error
         except RuntimeError as error:
             text = ' '.join(str(error).split())
             raise CheckpointError(f'{checkpoint!r} does not fit the model: '
@@ -402,6 +402,11 @@ def _check_checkpoint(path: str, resume: bool = False) -> None:
     """Read it early, before a data set or a model is built."""
     if not is_remote(path):
         loaded = load_checkpoint(path)
+        check_values({
+            key: value for key, value in loaded['state_dict'].items()
+            if key.endswith(('.weight', '.bias', '.running_mean',
+                             '.running_var'))
+        })
         if resume:
             _check_resumable(loaded)
 
@@ -416,6 +421,15 @@ def _check_resumable(checkpoint: dict) -> None:
                 'to start from its weights: --cfg-options load_from=FILE')
 
 
+def _check_fit(model: nn.Module, state_dict: dict, path: Optional[str],
+               complete: bool) -> None:
+    try:
+        check_fit(model, state_dict, complete)
+    except CheckpointError as error:
+        raise CheckpointError(f'{path!r}: {error}' if path else str(error)
+                              ) from error
+
+
 class _CheckpointHook(Hook):
     """Checks what MMEngine is about to load, for it only warns."""
 
@@ -428,8 +442,8 @@ class _CheckpointHook(Hook):
             for key, value in checkpoint['state_dict'].items()
         }
         # Training may begin with a part of the weights.
-        check_fit(innermost(runner.model), state_dict,
-                  complete=runner._resume or not training)
+        _check_fit(innermost(runner.model), state_dict, runner._load_from,
+                   complete=runner._resume or not training)
 
 
 def _with_pretrained(cfg: ConfigDict) -> Iterator[ConfigDict]:
@@ -558,9 +572,9 @@ def _check_loop(runner: Runner, split: str) -> None:
                          ) from error
     except Exception as error:
         raise ValueError(
-            f'cannot read the {split} data set, with {where} (is it empty, or '
-            'does it have other class names than its metainfo?): '
-            f'{type(error).__name__}: {error}') from error
+            f'cannot read the {split} data set: {type(error).__name__}: '
+            f'{error} (with {where}; is it empty, or does it have other class '
+            'names than its metainfo?)') from error
     dataset = loop.dataloader.dataset
     for inner in leaves(dataset):
         _check_classes(runner, inner, split)
@@ -590,6 +604,9 @@ def _check_classes(runner: Runner, dataset, split: str) -> None:
     classes = getattr(dataset, 'metainfo', {}).get('classes')
     if not isinstance(classes, (list, tuple)):
         return
+    if not classes:
+        raise ValueError(f'{split}_dataloader.dataset.metainfo.classes is '
+                         'empty')
     found = getattr(dataset, 'cat_ids', None)  # those in a file of COCO's kind
     if isinstance(found, list) and len(found) < len(classes):
         raise ValueError(
@@ -609,12 +626,18 @@ def _check_classes(runner: Runner, dataset, split: str) -> None:
 
 
 def _build_runner(cfg: Config) -> Runner:
+    variable = dict(pytorch='RANK', slurm='SLURM_PROCID',
+                    mpi='OMPI_COMM_WORLD_LOCAL_RANK').get(cfg.launcher)
+    if variable and variable not in os.environ:
+        raise ValueError(f'--launcher {cfg.launcher} needs the environment of '
+                         'such a job: use tools/dist_train.sh, dist_test.sh, '
+                         'slurm_train.sh or slurm_test.sh')
     if cfg.launcher == 'pytorch' and not torch.cuda.is_available():
         _distribute_on_cpu(cfg)
     load_safely()
     runner = (RUNNERS.build(cfg) if 'runner_type' in cfg else
               Runner.from_cfg(cfg))
-    runner.register_hook(_CheckpointHook(), 'VERY_LOW')
+    runner.register_hook(_CheckpointHook(), 'VERY_HIGH')
     return runner
 
 

@@ -1,10 +1,12 @@
 """Reading and writing checkpoints without surprises."""
-import os
+import copy
 import os.path as osp
 import pickle
 import re
 import types
 import zipfile
+from importlib import import_module
+from mmap import ACCESS_READ, mmap
 from typing import Any, Iterator, Union
 
 import torch
@@ -44,6 +46,10 @@ def _safe_globals() -> list:
     """What MMEngine writes into a checkpoint besides tensors."""
     import numpy as np
     from mmengine.logging import HistoryBuffer
+    try:
+        multiarray = import_module('numpy._core.multiarray')
+    except ImportError:  # before NumPy 1.26
+        multiarray = import_module('numpy.core.multiarray')
 
     def method(owner: type, name: str):
         # Methods are pickled as getattr(class, name), which is allowed for
@@ -52,11 +58,16 @@ def _safe_globals() -> list:
             raise pickle.UnpicklingError(f'getattr of {owner}')
         return getattr(owner, name)
 
-    core = getattr(np, '_core', None) or np.core
+    def dtype(code: str, *args):
+        # One value of another type may be gigabytes large.
+        if not re.fullmatch('[biuf][1248]', str(code)):
+            raise pickle.UnpicklingError(f'dtype {code}')
+        return np.dtype(code, *args)
+
     return [
-        HistoryBuffer, (method, 'builtins.getattr'), np.ndarray, np.dtype,
-        core.multiarray._reconstruct, core.multiarray.scalar, slice,
-        *{type(np.dtype(char)) for char in 'bBhHiIlLqQefd?'}
+        HistoryBuffer, (method, 'builtins.getattr'), np.ndarray,
+        (dtype, 'numpy.dtype'), multiarray._reconstruct, multiarray.scalar,
+        slice, *{type(np.dtype(char)) for char in 'bBhHiIlLqQefd?'}
     ]
 
 
@@ -73,6 +84,12 @@ class _Inert:
         pass
 
 
+def _old_name(path: str) -> str:
+    """The name that Python 2 and NumPy 1 had for something."""
+    return path.replace('numpy._core', 'numpy.core').replace(
+        'builtins.', '__builtin__.')
+
+
 class _TensorUnpickler(pickle._Unpickler):
     """Builds tensors, and what MMEngine saves; anything else becomes inert.
 
@@ -85,7 +102,7 @@ class _TensorUnpickler(pickle._Unpickler):
         for safe in _safe_globals():
             safe, path = safe if isinstance(safe, tuple) else (
                 safe, f'{safe.__module__}.{safe.__qualname__}')
-            if path == f'{module}.{name}'.replace('numpy._core', 'numpy.core'):
+            if _old_name(path) == _old_name(f'{module}.{name}'):
                 return safe
         if (module == 'torch._utils' and name.startswith('_rebuild')
                 or module == 'torch.storage' and name == 'UntypedStorage'
@@ -123,6 +140,9 @@ def check_size(path: str) -> bool:
             raise CheckpointError(f'{path!r} is no checkpoint: it begins with '
                                   f'{start!r}, as neither a zip archive nor a '
                                   'pickle does')
+        with open(path, 'rb') as file, mmap(
+                file.fileno(), 0, access=ACCESS_READ) as content:
+            _check_pickle(content, path)
         return False
     if not zipfile.is_zipfile(path):
         raise CheckpointError(f'{path!r} is truncated: the end of the file is '
@@ -130,6 +150,10 @@ def check_size(path: str) -> bool:
     try:
         with zipfile.ZipFile(path) as archive:
             records = archive.infolist()
+            pickles = [archive.read(record) for record in records
+                       if record.filename.endswith('data.pkl')
+                       and record.compress_type == zipfile.ZIP_STORED
+                       and record.file_size <= size]
     except Exception as error:
         raise CheckpointError(f'{path!r} is a damaged archive: {error}'
                               ) from error
@@ -143,7 +167,16 @@ def check_size(path: str) -> bool:
             f'{path!r} is refused: its {size:,} bytes hold compressed parts, '
             f'which are to become {declared:,}; torch.save compresses nothing'
         )
+    for content in pickles:
+        _check_pickle(content, path)
     return True
+
+
+def _check_pickle(content: Union[bytes, mmap], path: str) -> None:
+    # The one thing that torch lets a pickle make in any size.
+    if content.find(b'\nbytearray\n') >= 0:
+        raise CheckpointError(f'{path!r} is refused: it makes a bytearray, '
+                              'which no checkpoint has')
 
 
 def _tensors(value: Any, seen: set) -> Iterator[torch.Tensor]:
@@ -156,13 +189,13 @@ def _tensors(value: Any, seen: set) -> Iterator[torch.Tensor]:
             yield from _tensors(item, seen)
 
 
-def load_checkpoint(path: str, mmap: bool = True) -> dict:
+def load_checkpoint(path: str) -> dict:
     """Read a checkpoint onto the CPU, without running code that is in it.
 
     Args:
         path (str): A file with a state dict, alone or under 'state_dict'.
-        mmap (bool): Read the file only as far as it is used; it must not
-            change meanwhile. Defaults to True.
+            It must not change while the tensors are in use: they are read
+            only as far as they are used.
 
     Returns:
         dict: The checkpoint with, at least, 'state_dict'.
@@ -178,19 +211,20 @@ def load_checkpoint(path: str, mmap: bool = True) -> dict:
                 'device or pipe' if osp.exists(path) else '')
         raise FileNotFoundError(f'no checkpoint at {path!r}'
                                 + (kind and f': it is a {kind}'))
-    # torch maps zip files only.
-    mmap = check_size(path) and mmap
+    # torch maps zip files only. Those that it reads whole, torch 2.1 reads
+    # beyond the end of what they hold.
+    mapped = check_size(path)
     try:
         if digit_version(torch.__version__) >= digit_version('2.6'):
             with torch.serialization.safe_globals(_safe_globals()):
                 checkpoint = torch.load(
-                    path, map_location='cpu', weights_only=True, mmap=mmap)
+                    path, map_location='cpu', weights_only=True, mmap=mapped)
         else:
             checkpoint = torch.load(
                 path,
                 map_location='cpu',
                 pickle_module=_tensor_pickle,
-                mmap=mmap)
+                mmap=mapped)
     except pickle.UnpicklingError as error:
         reason = re.search(r'Unsupported (global: GLOBAL \S+|operand \d+)', str(error))
         raise CheckpointError(
@@ -200,8 +234,10 @@ def load_checkpoint(path: str, mmap: bool = True) -> dict:
         ) from error
     except Exception as error:
         # torch raises whatever the damaged bytes happen to lead to.
-        raise CheckpointError(f'{path!r} is not a readable checkpoint, perhaps'
-                              f' damaged ({type(error).__name__})') from error
+        text = ' '.join(str(error).split())[:100]
+        raise CheckpointError(
+            f'{path!r} is not a readable checkpoint, perhaps damaged '
+            f'({type(error).__name__}: {text})') from error
     if not isinstance(checkpoint, dict):
         raise CheckpointError(f'{path!r} holds a {type(checkpoint).__name__}, '
                               'not a checkpoint')
@@ -226,8 +262,8 @@ def load_checkpoint(path: str, mmap: bool = True) -> dict:
 
 def load_from_local(filename: str, map_location: Any = None) -> dict:
     """How MMEngine is to load local files, see :func:`load_safely`."""
-    # Not mapped: the file may be replaced while its tensors are in use.
-    return load_checkpoint(osp.expanduser(filename), mmap=False)
+    # A copy: the file may be replaced while a training uses its tensors.
+    return copy.deepcopy(load_checkpoint(osp.expanduser(filename)))
 
 
 def load_safely() -> None:
@@ -236,6 +272,24 @@ def load_safely() -> None:
     It would run the code in a pickle, at once or where loading without fails.
     """
     CheckpointLoader.register_scheme('', load_from_local, force=True)
+
+
+def check_values(state_dict: dict) -> None:
+    """Check that weights are numbers that a trained model has.
+
+    Args:
+        state_dict (dict): Parameters and BatchNorm statistics, by name.
+
+    Raises:
+        CheckpointError: If some are not finite or a variance is negative.
+    """
+    for key, value in state_dict.items():
+        if value.is_floating_point() and not value.isfinite().all():
+            raise CheckpointError(f'{key!r} in the checkpoint has values that '
+                                  'are not finite (NaN or infinity)')
+        if key.endswith('.running_var') and (value < 0).any():
+            raise CheckpointError(f'{key!r} in the checkpoint has negative '
+                                  'variances')
 
 
 def check_fit(model: nn.Module, state_dict: dict, complete: bool) -> None:
@@ -260,19 +314,11 @@ def check_fit(model: nn.Module, state_dict: dict, complete: bool) -> None:
             f'{next(iter(own))!r})')
     parameters = dict(model.named_parameters())
     for key, value in state_dict.items():
-        if key not in own:
-            continue
-        if own[key].is_floating_point() != value.is_floating_point():
+        if key in own and own[key].is_floating_point() != value.is_floating_point():
             raise CheckpointError(f'{key!r} is of type {value.dtype} in the '
                                   f'checkpoint, not {own[key].dtype}')
-        if key not in parameters and '.running_' not in key:
-            continue
-        if value.is_floating_point() and not value.isfinite().all():
-            raise CheckpointError(f'{key!r} in the checkpoint has values that '
-                                  'are not finite (NaN or infinity)')
-        if key.endswith('.running_var') and (value < 0).any():
-            raise CheckpointError(f'{key!r} in the checkpoint has negative '
-                                  'variances')
+    check_values({key: value for key, value in state_dict.items()
+                  if key in parameters or key in own and '.running_' in key})
     if not complete:
         return
     try:

@@ -19,14 +19,22 @@ _LONGEST = 600
 
 
 class DictAction(config.DictAction):
-    """MMEngine's ``--cfg-options key=value ...``; others are usage errors."""
+    """MMEngine's ``--cfg-options key=value ...``; others are usage errors.
+
+    A value that is no list keeps its spaces, as a path needs.
+    """
 
     def __call__(self, parser, namespace, values, option_string=None):
         for pair in values:
-            key, equals, _ = pair.partition('=')
+            key, equals, value = pair.partition('=')
             if not equals or not all(key.split('.')):
                 raise argparse.ArgumentError(
                     self, f'{pair!r} is not of the form key=value')
+            value = value.strip()
+            if ' ' in value and ',' not in value and value[0] not in '([':
+                options = dict(getattr(namespace, self.dest) or {})
+                setattr(namespace, self.dest, {**options, key: value})
+                continue
             try:
                 super().__call__(parser, namespace, [pair], option_string)
             except Exception as error:

@@ -52,6 +52,8 @@ def check_output(path: Optional[str], *inputs: Optional[str]) -> None:
         if osp.realpath(path) == osp.realpath(other):
             raise ValueError(f'the output {path!r} is the input: choose '
                              'another name')
+    if len(os.fsencode(osp.basename(path))) > 200:  # 255 with a suffix
+        raise OSError(f'the name of the output {path!r} is too long')
     check_writable(osp.dirname(osp.realpath(path)))
 
 

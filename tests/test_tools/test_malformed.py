@@ -3,7 +3,6 @@
 Each ends with one line that names the cause and a status that is not zero,
 leaves every file as it was, and no new ones (but for a run's own logs).
 """
-import hashlib
 import io
 import json
 import os
@@ -23,6 +22,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from mmengine.config import Config
 
 import repa_mm
 from repa_mm.apis import init_model, load_config
@@ -145,9 +145,30 @@ def write_checkpoints(folder, detector, vanilla):
     (folder / 'lying.pth').write_bytes(
         lying[:at + 20] + struct.pack('<II', 2**32 - 2, 2**32 - 2)
         + lying[at + 28:])
+    # Storages and pickles that ask for more than there is.
+    whole = small.getvalue()
+    (folder / 'storage.pth').write_bytes(rezipped(
+        whole, lambda data: data.replace(b'K\x08', b'J\0\0\0\x40')))
+    (folder / 'bytes.pth').write_bytes(rezipped(
+        whole, lambda data: b'\x80\x02c__builtin__\nbytearray\n'
+        b'J\0\0\0\x40\x85R.'))
     torch.jit.script(torch.nn.Linear(2, 2)).save(str(folder / 'script.pth'))
     (folder / 'folder.pth').mkdir()
     os.mkfifo(folder / 'pipe.pth')
+
+
+def rezipped(archive, change):
+    """An archive of torch's with another pickle."""
+    out = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(archive)) as old, \
+            zipfile.ZipFile(out, 'w') as new:
+        for record in old.infolist():
+            data = old.read(record)
+            if record.filename.endswith('data.pkl'):
+                assert change(data) != data
+                data = change(data)
+            new.writestr(record.filename, data)
+    return out.getvalue()
 
 
 def png(width, height):
@@ -325,6 +346,22 @@ ROWS = {
                       r'refused.* \(1048576, 1048576\)'),
     'bomb in the optimizer': (
         lambda c: c.train() + ['--resume', c / 'expanded2.pth'], 'refused'),
+    'storage larger than the file': (lambda c: c.test('storage.pth'),
+                                     'storage.pth.* not a readable'),
+    'pickle that takes memory': (lambda c: c.merge('bytes.pth'), 'bytearray'),
+    'bad pretrained weights': (
+        lambda c: c.train(config=c.detector(
+            "model = dict(backbone=dict(init_cfg=dict(type='Pretrained', "
+            f"checkpoint={c / 'half.pth'!r})))")), 'half.pth.* truncated'),
+    'NaN in pretrained weights': (
+        lambda c: c.train(config=c.detector(
+            "model = dict(backbone=dict(init_cfg=dict(type='Pretrained', "
+            f"prefix='backbone.', checkpoint={c / 'nan.pth'!r})))")),
+        'norm1.running_mean.* not finite'),
+    'no pretrained weights': (
+        lambda c: c.train(config=c.detector(
+            "model = dict(backbone=dict(init_cfg=dict(type='Pretrained', "
+            "checkpoint='none.pth')))")), "weights at 'none.pth'"),
     'TorchScript': (lambda c: c.merge('script.pth'), 'TorchScript'),
     'hostile pickle': (lambda c: c.draw(checkpoint='hostile_pickle.pth'),
                        'hostile_pickle.pth'),
@@ -451,6 +488,12 @@ ROWS = {
         lambda c: c.train('model.bbox_head.num_classes=3'),
         '10 classes, but bbox_head of the model has 3'),
 
+    'launcher without a job': (
+        lambda c: c.train() + ['--launcher', 'slurm'], '--launcher slurm'),
+    'auto-scaling without a base': (
+        lambda c: c.train(config=c.detector('auto_scale_lr = None')) + [
+            '--auto-scale-lr'], 'base_batch_size'),
+
     # Data sets for detection.
     'no data': (lambda c: c.train(
         'train_dataloader.dataset.data_root=no/where'),
@@ -498,10 +541,15 @@ ROWS = {
            ('mask of other size', edit('annotations', segmentation=dict(
                size=[5, 5], counts=[25])), 'mask.*96x96'),
            ('mask too long', edit('annotations', segmentation=dict(
-               size=[96, 96], counts=[10**9])), 'do not fill'))},
+               size=[96, 96], counts=[10**9])), 'do not fill'),
+           ('mask of text', edit('annotations', segmentation=dict(
+               size=[96, 96], counts='01')), 'do not fill'))},
     'annotations of other classes': (
         lambda c: c.train(*c.coco(edit('categories', name='cat'))),
         'other class names.* 9 of the 10'),
+    'no classes': (
+        lambda c: c.train('train_dataloader.dataset.metainfo.classes=()'),
+        'metainfo.classes is empty'),
     'no annotation in the validation set': (
         lambda c: c.test('good.pth', *c.coco(
             lambda content: content.update(annotations=[]))),
@@ -668,16 +716,17 @@ ROWS = {
 }
 
 
-def snapshot(*folders):
-    """Names and contents of all files, and the folders."""
+def snapshot(*folders, without=()):
+    """What is in folders: a file that is written anew has another number."""
     found = {}
     for folder in folders:
         for path in sorted(Path(folder).rglob('*')):
             status = path.lstat()
-            content = (hashlib.sha1(path.read_bytes()).hexdigest()
-                       if path.is_file() else None)
-            found[str(path)] = oct(status.st_mode), content
-    return found
+            found[str(path)] = status.st_mode, (
+                None if path.is_dir() else
+                (status.st_ino, status.st_size, status.st_mtime_ns))
+    return {path: what for path, what in found.items()
+            if not path.startswith(tuple(map(str, without)))}
 
 
 def call(monkeypatch, capsys, tool, *arguments):
@@ -689,8 +738,9 @@ def call(monkeypatch, capsys, tool, *arguments):
         runpy.run_path(path, run_name='__main__')
     except SystemExit as error:
         code = error.code
-    # As the interpreter does with a text for a status.
     error = capsys.readouterr().err
+    assert 'Traceback' not in error
+    # As the interpreter does with a text for a status.
     if isinstance(code, str):
         return 1, code
     return code or 0, (error.strip().splitlines() or [''])[-1]
@@ -703,6 +753,8 @@ def case(inputs, digits, tmp_path, monkeypatch):
     (tmp_path / 'temporary').mkdir()
     folder.mkdir()
     monkeypatch.setattr(tempfile, 'tempdir', str(tmp_path / 'temporary'))
+    # Formatting a config takes most of the time of setting up a run.
+    monkeypatch.setattr(Config, 'pretty_text', '# a config')
     threads = torch.get_num_threads()
     yield Case(inputs, folder, digits)
     torch.set_num_threads(threads)
@@ -720,7 +772,131 @@ def test_malformed(row, case, inputs, digits, monkeypatch, capsys):
     assert 'Traceback' not in said
     assert re.search(message, said), said
     # MMEngine's visualizer and logger may live on in the next tests.
-    after = snapshot(*folders)
-    assert before == {path: found for path, found in after.items()
-                      if not path.startswith(str(case.work))}
+    assert snapshot(*folders, without=[case.work]) == before
     assert not (inputs / 'owned').exists()
+
+
+def file_size(limit):
+    """As on a full disk: no file grows beyond some bytes."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (
+        limit, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+
+FULL = {
+    'merge': (lambda c: c.merge(out='old'), 2**17, 'old'),
+    'flops': (lambda c: c.flops(c / 'detector.py', '--out', c.folder / 'old'),
+              0, 'cannot write to'),
+    'flops, late': (
+        lambda c: c.flops(c / 'detector.py', '--out', c.folder / 'old'),
+        None, 'old'),
+    'draw': (lambda c: c.draw(out='old.png'), 2**12, 'cannot write'),
+    'predictions': (
+        lambda c: c.test('good.pth', 'model.test_cfg.score_thr=0.',
+                         more=['--out', c.folder / 'old.pkl']),
+        80000, 'old.pkl'),
+    'training': (lambda c: c.train('train_cfg.max_epochs=1', *c.coco(
+        lambda content: content['images'].__delitem__(slice(1, None)) or
+        content.update(annotations=[
+            a for a in content['annotations']
+            if a['image_id'] == content['images'][0]['id']]))), 80000,
+        'File too large'),
+    'demo data': (lambda c: ['make_demo_data', '--root', c.folder / 'new',
+                             '--num-train', 1, '--num-val', 1], 2**10,
+                  'cannot write|requested'),
+}
+
+
+@pytest.mark.parametrize('row', FULL)
+def test_full_disk(row, case, inputs, digits, monkeypatch, capsys):
+    make, limit, message = FULL[row]
+    arguments = make(case)
+    for name in ('old', 'old.png', 'old.pkl'):
+        (case.folder / name).write_text('old')
+    before = snapshot(inputs, digits, case.folder)
+    if limit is None:  # full only when the file is written
+        def dump(*args, **kwargs):
+            file_size(10)
+            args[1].write('x' * 100)
+            args[1].flush()
+
+        monkeypatch.setattr(json, 'dump', dump)
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        if limit is not None:
+            file_size(limit)
+        status, said = call(monkeypatch, capsys, *arguments)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)
+    assert status != 0
+    assert len(said.splitlines()) == 1
+    assert re.search(message, said), said
+    assert snapshot(inputs, digits, case.folder,
+                    without=[case.work]) == before
+
+
+def test_hostile_checkpoints_run_nothing(case, inputs, monkeypatch, capsys):
+    """Whether what is around the weights is refused or left out."""
+    for arguments in (case.test('hostile.pth'), case.merge('hostile.pth'),
+                      case.train(f'load_from={case / "hostile.pth"}',
+                                 'train_cfg.max_epochs=0'),
+                      case.train() + ['--resume', case / 'hostile.pth']):
+        status, said = call(monkeypatch, capsys, *arguments)
+        assert status == 0 or 'hostile.pth' in said or 'max_epochs' in said
+        assert not (inputs / 'owned').exists()
+
+
+def test_paths_with_spaces_and_letters(inputs, digits, tmp_path, monkeypatch,
+                                       capsys):
+    """The whole way, in a folder whose name is not ASCII."""
+    folder = tmp_path / 'ein schöner Ordner 数据 %s {0} [1]'
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(Config, 'pretty_text', '# a config')
+    case = Case(inputs, folder, digits)
+    options = case.coco(None)
+    config = case.config(
+        tiny(**DETECTOR) + 'train_cfg = dict(max_epochs=1, val_interval=1)\n'
+        'model["test_cfg"] = dict(score_thr=0.)\n', 'ä b.py')
+    checkpoint = 'work dir ü/epoch_1.pth'
+    image = folder / 'coco/bild 1 ß.jpg'
+    shutil.copy(inputs / 'image.jpg', image)
+    for arguments, written in (
+            (['train', config, '--work-dir', 'work dir ü', '--cfg-options',
+              *options], checkpoint),
+            (['test', config, checkpoint, '--work-dir', 'x y', '--out',
+              'ö ö.pkl', '--cfg-options', *options], 'ö ö.pkl'),
+            (['reparameterize', config, checkpoint, 'é è.pth'], 'é è.pth'),
+            (['image_demo', image, config, 'é è.pth', '--out', 'ñ.png'],
+             'ñ.png'),
+            (['benchmark', config, checkpoint, '--synthetic', '64x64',
+              '--num-images', 1, '--warmup', 0, '--out', 'ł.json', '--plot',
+              'ł.png'], 'ł.png'),
+            (['make_demo_data', '--root', 'ż ż', '--num-train', 1,
+              '--num-val', 1], 'ż ż/dataset.json')):
+        status, said = call(monkeypatch, capsys, *arguments)
+        assert status == 0, said
+        assert (folder / written).is_file()
+
+
+def test_an_image_missing_in_a_worker(case):
+    """In a process of its own, with another that loads the data."""
+    arguments = case.train('train_dataloader.num_workers=1',
+                           *case.coco(None, [None]))
+    result = subprocess.run(
+        [sys.executable, ROOT / f'tools/{arguments[0]}.py',
+         *map(str, arguments[1:])], capture_output=True, text=True,
+        env=dict(os.environ, PYTHONPATH=str(ROOT), OMP_NUM_THREADS='1'))
+    assert result.returncode == 1
+    last = result.stderr.strip().splitlines()[-1]
+    assert re.match(r"error: cannot load '.*\.jpg' \(LoadImage.*No such file",
+                    last), last
+    assert 'Traceback' not in result.stderr + result.stdout
+    # For who wants to know more.
+    log, = case.work.glob('*/*.log')
+    assert 'Traceback' in log.read_text()
+
+
+def test_the_whole_trace(case, monkeypatch, capsys):
+    monkeypatch.setenv('REPA_MM_TRACEBACK', '1')
+    with pytest.raises(FileNotFoundError, match='none.py'):
+        call(monkeypatch, capsys, 'get_flops', 'none.py')
