@@ -4,30 +4,39 @@ import itertools
 import os
 import os.path as osp
 import sys
-import tempfile
 from typing import Iterator, Optional, Union
 
+import mmengine
 import torch
 import torch.nn as nn
 from mmengine.config import Config, ConfigDict
-from mmengine.dist import is_main_process
+from mmengine.evaluator import DumpResults
 from mmengine.hooks import Hook
-from mmengine.registry import (MODELS, RUNNERS, VISUALIZERS,
+from mmengine.registry import (MODELS, OPTIMIZERS, RUNNERS, VISUALIZERS,
                                init_default_scope)
-from mmengine.runner import Runner
+from mmengine.runner import BaseLoop, Runner
 from mmengine.runner.checkpoint import load_state_dict, weights_to_cpu
 
+from .engine.hooks import innermost
 from .reparam import (ChannelIdleFFN, CheckpointError, calibrate_batch_norm,
                       check_finite, has_deploy_form, is_reparameterized,
                       reparameterize)
-from .utils.checkpoint import (check_out, check_pretrained, find_latest,
-                               is_remote,
-                               load_checkpoint, replacing, save_checkpoint)
+from .utils.checkpoint import (check_fit, check_pretrained, check_values,
+                               find_latest, is_remote, load_checkpoint,
+                               load_safely, save_checkpoint)
 from .utils.complexity import count_macs, count_parameters
+from .utils.data import (AnnotationError, check_image, check_items,
+                         checked_annotations, leaves)
+from .utils.files import check_output, check_writable, replacing
 from .version import __version__
 
 SCOPES = ('mmdet', 'mmseg', 'mmpretrain')
 FORMS = ('training', 'deploy')
+HEADS = ('bbox_head', 'mask_head', 'decode_head', 'auxiliary_head', 'head')
+# Parts of a config that tools look into.
+DICTS = ('model', 'train_dataloader', 'val_dataloader', 'test_dataloader',
+         'train_cfg', 'val_cfg', 'test_cfg', 'optim_wrapper', 'default_hooks',
+         'env_cfg', 'auto_scale_lr', 'tta_model')
 
 
 def load_config(path: str, cfg_options: Optional[dict] = None) -> Config:
@@ -43,13 +52,21 @@ def load_config(path: str, cfg_options: Optional[dict] = None) -> Config:
         ImportError: If its codebase is not installed.
     """
     if not osp.isfile(path):
-        raise FileNotFoundError(f'no config at {path!r}')
+        raise FileNotFoundError(f'no config at {path!r}'
+                                + ': it is a folder' * osp.isdir(path))
     try:
         cfg = Config.fromfile(path)
+    except RecursionError as error:
+        raise ValueError(f'cannot read the config {path!r}: it inherits from '
+                         'itself, perhaps through others') from error
+    except (Exception, SystemExit) as error:
+        raise ValueError(f'cannot read the config {path!r}: '
+                         f'{type(error).__name__}: {error}') from error
+    try:
         if cfg_options:
             cfg.merge_from_dict(cfg_options)
     except Exception as error:
-        raise ValueError(f'cannot read the config {path!r}: '
+        raise ValueError(f'cannot apply --cfg-options to {path!r}: '
                          f'{type(error).__name__}: {error}') from error
     scope = cfg.get('default_scope')
     if scope not in SCOPES:
@@ -60,6 +77,12 @@ def load_config(path: str, cfg_options: Optional[dict] = None) -> Config:
     for key in ('model', 'test_dataloader'):
         if key not in cfg:
             raise ValueError(f'the config {path!r} has no {key!r}')
+    for key in DICTS:
+        if not isinstance(cfg.get(key, {}), (dict, type(None))):
+            raise ValueError(f'{key!r} of {path!r} must be a dict, but is '
+                             f'{cfg[key]!r}')
+    if not isinstance(cfg.model, dict) or 'type' not in cfg.model:
+        raise ValueError(f"'model' of {path!r} has no 'type'")
     init_default_scope(scope)
     return cfg
 
@@ -96,6 +119,18 @@ def runner_for_training(config: str,
         CheckpointError: If a checkpoint is damaged.
     """
     cfg = load_config(config, cfg_options)
+    for key in ('train_dataloader', 'train_cfg', 'optim_wrapper'):
+        if not cfg.get(key):
+            raise ValueError(f'the config {config!r} has no {key!r}, which '
+                             'training needs')
+    optimizer = cfg.optim_wrapper.get('optimizer') or {}
+    kind = optimizer.get('type')
+    if isinstance(kind, str) and OPTIMIZERS.get(kind) is None:
+        raise ValueError(f'optim_wrapper.optimizer.type {kind!r} is unknown')
+    rate = optimizer.get('lr', 0)
+    if not isinstance(rate, (int, float)) or not 0 <= rate < float('inf'):
+        raise ValueError('optim_wrapper.optimizer.lr must be a number of at '
+                         f'least 0, but is {rate!r}')
     cfg.launcher = launcher
     _set_work_dir(cfg, config, work_dir)
     if amp:
@@ -104,7 +139,7 @@ def runner_for_training(config: str,
         cfg.optim_wrapper.type = 'AmpOptimWrapper'
         cfg.optim_wrapper.loss_scale = 'dynamic'
     if auto_scale_lr:
-        if 'base_batch_size' not in cfg.get('auto_scale_lr', {}):
+        if 'base_batch_size' not in (cfg.get('auto_scale_lr') or {}):
             raise ValueError('--auto-scale-lr needs '
                              f'auto_scale_lr.base_batch_size in {config!r}')
         cfg.auto_scale_lr.enable = True
@@ -118,13 +153,17 @@ def runner_for_training(config: str,
     if from_scratch:
         take_no_pretrained(cfg)
     if cfg.get('load_from'):
-        _check_checkpoint(cfg.load_from)
+        _check_checkpoint(cfg.load_from, cfg.resume)
     else:
         for owner in _with_pretrained(cfg.model):
             check_pretrained(owner.init_cfg)
+            _check_checkpoint(owner.init_cfg.checkpoint)
     check_data(cfg, 'train', 'val')
     runner = _build_runner(cfg)
     _check_loop(runner, 'train')
+    # Not only after the first epoch.
+    if runner._val_loop is not None:
+        _check_loop(runner, 'val')
     return runner
 
 
@@ -160,6 +199,10 @@ def runner_for_testing(config: str,
     cfg = load_config(config, cfg_options)
     cfg.launcher = launcher
     _set_work_dir(cfg, config, work_dir)
+    if out and out.endswith(('.pkl', '.pickle')):
+        check_output(out, config, checkpoint)
+    if show_dir:
+        check_writable(show_dir)
     _check_checkpoint(checkpoint)
     cfg.load_from = checkpoint
     cfg.resume = False
@@ -176,9 +219,9 @@ def runner_for_testing(config: str,
         cfg.model = ConfigDict(**cfg.tta_model, module=cfg.model)
     check_data(cfg, 'test')
     runner = _build_runner(cfg)
-    if out and not osp.isdir(out):
-        runner.register_hook(_RenameHook(_partial(out), out))
     _check_loop(runner, 'test')
+    if out:
+        _write_whole(runner, out)
     return runner
 
 
@@ -207,6 +250,7 @@ def init_model(config: Union[str, Config],
         raise ValueError(f'form must be one of {FORMS}, but got {form!r}')
     cfg = load_config(config) if isinstance(config, str) else config
     init_default_scope(cfg.default_scope)
+    load_safely()
     model = MODELS.build(cfg.model)
     model.dataset_meta = None
     if checkpoint:
@@ -217,10 +261,9 @@ def init_model(config: Union[str, Config],
         }
         if form == 'deploy' and is_reparameterized(model, state_dict):
             reparameterize(model, inplace=True, fuse_conv_bn=False)
+        _check_fit(model, state_dict, checkpoint, complete=True)
         try:
             load_state_dict(model, state_dict, strict=True)
-        except CheckpointError:
-            raise
         except RuntimeError as error:
             text = ' '.join(str(error).split())
             raise CheckpointError(f'{checkpoint!r} does not fit the model: '
@@ -259,7 +302,9 @@ def reparameterize_checkpoint(config: str,
             the error exceeds the tolerance.
         OSError: If ``out`` cannot be written.
     """
-    check_out(checkpoint, out)
+    check_output(out, config, checkpoint)
+    if not 0 < tolerance < float('inf'):
+        raise ValueError(f'the tolerance must be positive, but is {tolerance}')
     model = init_model(config, checkpoint)
     if has_deploy_form(model):
         raise CheckpointError(f'{checkpoint!r} is reparameterized already')
@@ -325,7 +370,7 @@ def calibrate_checkpoint(config: str,
         CheckpointError: If the checkpoint does not fit, or is merged.
         OSError: If ``out`` cannot be written.
     """
-    check_out(checkpoint, out)
+    check_output(out, config, checkpoint)
     if num_batches < 1:
         raise ValueError(f'{num_batches} batches are none')
     cfg = load_config(config, cfg_options)
@@ -406,11 +451,18 @@ def draw_predictions(model: nn.Module,
         FileNotFoundError, ValueError: If the image is missing or is none.
         OSError: If the picture cannot be written.
     """
+    import cv2
     import mmcv
     from mmengine.dataset import Compose, pseudo_collate
 
-    if not osp.isfile(image):
-        raise FileNotFoundError(f'no image at {image!r}')
+    check_output(out, image)
+    if not cv2.haveImageWriter(out):
+        raise ValueError(f'{out!r} is not the name of a picture, such as '
+                         'prediction.png')
+    if not 0 <= score_thr <= 1:
+        raise ValueError(f'the score threshold must be from 0 to 1, but is '
+                         f'{score_thr}')
+    check_image(image)
     pixels = mmcv.imread(image)
     if pixels is None:
         raise ValueError(f'{image!r} is not an image that can be read')
@@ -446,20 +498,52 @@ def _set_work_dir(cfg: Config, config: str, work_dir: Optional[str]) -> None:
     check_writable(cfg.work_dir)
 
 
-def check_writable(folder: str) -> None:
-    try:
-        os.makedirs(folder, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise OSError(
-            f'cannot write to {folder!r}: {error.strerror}') from error
-
-
-def _check_checkpoint(path: str) -> None:
-    """Read it the safe way, since MMEngine may fall back to an unsafe one."""
+def _check_checkpoint(path: str, resume: bool = False) -> None:
+    """Read it early, before a data set or a model is built."""
     if not is_remote(path):
-        load_checkpoint(path)
+        loaded = load_checkpoint(path)
+        check_values({
+            key: value for key, value in loaded['state_dict'].items()
+            if key.endswith(('.weight', '.bias', '.running_mean',
+                             '.running_var'))
+        })
+        if resume:
+            _check_resumable(loaded)
+
+
+def _check_resumable(checkpoint: dict) -> None:
+    meta = checkpoint.get('meta')
+    for key, holder in (('epoch', meta), ('iter', meta),
+                        ('message_hub', checkpoint)):
+        if not isinstance(holder, dict) or key not in holder:
+            raise CheckpointError(
+                f'the checkpoint has no {key!r} and cannot be resumed from; '
+                'to start from its weights: --cfg-options load_from=FILE')
+
+
+def _check_fit(model: nn.Module, state_dict: dict, path: Optional[str],
+               complete: bool) -> None:
+    try:
+        check_fit(model, state_dict, complete)
+    except CheckpointError as error:
+        raise CheckpointError(f'{path!r}: {error}' if path else str(error)
+                              ) from error
+
+
+class _CheckpointHook(Hook):
+    """Checks what MMEngine is about to load, for it only warns."""
+
+    def after_load_checkpoint(self, runner, checkpoint: dict) -> None:
+        training = isinstance(runner._train_loop, BaseLoop)
+        if runner._resume and training:
+            _check_resumable(checkpoint)
+        state_dict = {
+            key[key.startswith('module.') * 7:]: value
+            for key, value in checkpoint['state_dict'].items()
+        }
+        # Training may begin with a part of the weights.
+        _check_fit(innermost(runner.model), state_dict, runner._load_from,
+                   complete=runner._resume or not training)
 
 
 def take_no_pretrained(cfg: Config) -> None:
@@ -505,25 +589,22 @@ def _show(cfg: Config, show_dir: str) -> None:
         hook.update(enable=True, out_dir=show_dir)
 
 
-class _RenameHook(Hook):
-    """Gives the file of predictions its name once it is complete."""
+def _write_whole(runner: Runner, out: str) -> None:
+    """Let the predictions replace the file when they are complete."""
 
-    def __init__(self, source: str, target: str) -> None:
-        self.source, self.target = source, target
+    def compute_metrics(results: list) -> dict:
+        with replacing(out) as temporary:
+            mmengine.dump(results, temporary)
+        return {}
 
-    def after_test(self, runner) -> None:
-        if is_main_process():
-            os.replace(self.source, self.target)
-
-
-def _partial(out: str) -> str:
-    return osp.join(osp.dirname(out), f'.partial_{osp.basename(out)}')
+    for metric in runner.test_loop.evaluator.metrics:
+        if isinstance(metric, DumpResults):
+            metric.compute_metrics = compute_metrics
 
 
 def _dump(cfg: Config, out: str) -> None:
     """Add what writes the predictions to the evaluators."""
     if out.endswith(('.pkl', '.pickle')):
-        check_writable(osp.dirname(osp.abspath(out)))
         kind = dict(
             mmdet='mmdet.DumpDetResults',
             mmseg='mmengine.DumpSegResults',
@@ -531,7 +612,7 @@ def _dump(cfg: Config, out: str) -> None:
         evaluators = cfg.get('test_evaluator') or []
         if isinstance(evaluators, dict):
             evaluators = [evaluators]
-        cfg.test_evaluator = [*evaluators, dict(type=kind, out_file_path=_partial(out))]
+        cfg.test_evaluator = [*evaluators, dict(type=kind, out_file_path=out)]
     elif cfg.default_scope == 'mmseg' and isinstance(cfg.test_evaluator, dict):
         check_writable(out)
         cfg.test_evaluator.update(output_dir=out, keep_results=True)
@@ -540,48 +621,132 @@ def _dump(cfg: Config, out: str) -> None:
 
 
 def dataset_config(cfg: Config, split: str) -> ConfigDict:
-    """The config of the innermost data set of a data loader."""
-    dataset = cfg[f'{split}_dataloader'].dataset
-    while 'dataset' in dataset:
-        dataset = dataset.dataset
-    return dataset
+    """The config of the innermost data set of a data loader.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    loader = cfg.get(f'{split}_dataloader') or {}
+    if not isinstance(loader.get('dataset'), dict):
+        raise ValueError(f'the config has no {split}_dataloader.dataset')
+    return next(leaves(loader.dataset))
 
 
 def check_data(cfg: Config, *splits: str) -> None:
+    """Check that the files and folders of data sets are there.
+
+    Raises:
+        FileNotFoundError: If not.
+        ValueError: If a data loader has no data set.
+    """
     for split in splits:
         if not cfg.get(f'{split}_dataloader'):
             continue
-        dataset = dataset_config(cfg, split)
-        root = dataset.get('data_root') or ''
-        paths = [root, osp.join(root, dataset.get('ann_file') or '')]
-        for path in filter(None, paths):
-            if not is_remote(path) and not osp.exists(path):
-                raise FileNotFoundError(
-                    f'no data set at {path!r}: put it there or a link to it, '
-                    f'or set {split}_dataloader.dataset.data_root')
+        dataset_config(cfg, split)
+        for dataset in leaves(cfg[f'{split}_dataloader'].dataset):
+            for path, is_there in _paths_of(dataset):
+                if path and not is_remote(path) and not is_there(path):
+                    raise FileNotFoundError(
+                        f'no data set at {path!r}: put it there or a link to '
+                        f'it, or set {split}_dataloader.dataset.data_root')
+
+
+def _paths_of(dataset: ConfigDict) -> list:
+    """Paths of a data set, and what each must be."""
+    root = dataset.get('data_root') or ''
+    prefixes = dataset.get('data_prefix') or {}
+    if isinstance(prefixes, str):
+        prefixes = dict(img=prefixes)
+    paths = [(root, osp.isdir)]
+    # Not a pipe or a device, which would not end.
+    ann_file = dataset.get('ann_file') or ''
+    paths.append((osp.join(root, ann_file), osp.isfile if ann_file else
+                  osp.isdir))
+    paths += [(osp.join(root, prefix), osp.isdir)
+              for prefix in prefixes.values() if isinstance(prefix, str)]
+    return paths
 
 
 def _check_loop(runner: Runner, split: str) -> None:
     """Build a loop, and check that it has something to do."""
-    dataset = dataset_config(runner.cfg, split)
-    where = ', '.join(f'{key}={dataset.get(key)!r}'
+    config = dataset_config(runner.cfg, split)
+    where = ', '.join(f'{key}={config.get(key)!r}'
                       for key in ('data_root', 'ann_file', 'data_prefix'))
     try:
-        loop = getattr(runner, f'{split}_loop')
+        with checked_annotations(_is_annotated(runner.cfg, split)):
+            loop = getattr(runner, f'{split}_loop')
+    except AnnotationError as error:
+        raise ValueError(f'the {split} data set is damaged: {error}'
+                         ) from error
     except Exception as error:
         raise ValueError(
-            f'cannot read the {split} data set, with {where} (is it empty, or '
-            'does it have other class names than its metainfo?): '
-            f'{type(error).__name__}: {error}') from error
-    if not len(loop.dataloader.dataset):
+            f'cannot read the {split} data set: {type(error).__name__}: '
+            f'{error} (with {where}; is it empty, or does it have other class '
+            'names than its metainfo?)') from error
+    dataset = loop.dataloader.dataset
+    for inner in leaves(dataset):
+        _check_classes(runner, inner, split)
+    if not len(dataset):
         raise ValueError(f'the {split} data set is empty: no image was found '
                          f'with {where}')
+    if not len(loop.dataloader):
+        raise ValueError(f'the {split} data set has {len(dataset)} images, '
+                         'fewer than a batch: set '
+                         f'{split}_dataloader.batch_size')
+    for key in ('max_epochs', 'max_iters'):
+        if split == 'train' and getattr(loop, key, 1) < 1:
+            raise ValueError(f'train_cfg.{key} must be at least 1')
+    check_items(dataset)
+
+
+def _is_annotated(cfg: Config, split: str) -> bool:
+    """Whether a data set is to be compared with its annotations."""
+    evaluators = cfg.get(f'{split}_evaluator') or []
+    if isinstance(evaluators, dict):
+        evaluators = [evaluators]
+    return not any(e.get('format_only') for e in evaluators)
+
+
+def _check_classes(runner: Runner, dataset, split: str) -> None:
+    """Check that a data set has the classes that it and the model name."""
+    classes = getattr(dataset, 'metainfo', {}).get('classes')
+    if not isinstance(classes, (list, tuple)):
+        return
+    if not classes:
+        raise ValueError(f'{split}_dataloader.dataset.metainfo.classes is '
+                         'empty')
+    found = getattr(dataset, 'cat_ids', None)  # those in a file of COCO's kind
+    if isinstance(found, list) and len(found) < len(classes):
+        raise ValueError(
+            f'the {split} data set has other class names than its metainfo: '
+            f'{len(found)} of the {len(classes)} in '
+            f'{split}_dataloader.dataset.metainfo.classes are in '
+            f'{dataset.ann_file!r}')
+    for name, module in innermost(runner.model).named_modules():
+        count = getattr(module, 'num_classes', None)
+        if (name.rpartition('.')[2] in HEADS and isinstance(count, int)
+                and (len(classes) > count or
+                     len(classes) < count and split != 'train')):
+            raise ValueError(
+                f'the {split} data set has {len(classes)} classes, but {name} '
+                f'of the model has {count}: set model.{name}.num_classes, or '
+                f'{split}_dataloader.dataset.metainfo.classes')
 
 
 def _build_runner(cfg: Config) -> Runner:
+    variable = dict(pytorch='RANK', slurm='SLURM_PROCID',
+                    mpi='OMPI_COMM_WORLD_LOCAL_RANK').get(cfg.launcher)
+    if variable and variable not in os.environ:
+        raise ValueError(f'--launcher {cfg.launcher} needs the environment of '
+                         'such a job: use tools/dist_train.sh, dist_test.sh, '
+                         'slurm_train.sh or slurm_test.sh')
     if cfg.launcher == 'pytorch' and not torch.cuda.is_available():
         _distribute_on_cpu(cfg)
-    return RUNNERS.build(cfg) if 'runner_type' in cfg else Runner.from_cfg(cfg)
+    load_safely()
+    runner = (RUNNERS.build(cfg) if 'runner_type' in cfg else
+              Runner.from_cfg(cfg))
+    runner.register_hook(_CheckpointHook(), 'VERY_HIGH')
+    return runner
 
 
 def _distribute_on_cpu(cfg: Config) -> None:

@@ -9,14 +9,13 @@ import argparse
 import sys
 
 import torch
-from mmengine.config import DictAction
 
 from repa_mm.benchmark.forms import AMP_DTYPES, COMPILE
 from repa_mm.benchmark.latency import Options, benchmark
 from repa_mm.benchmark.report import (benchmark_text, check_outputs,
                                       plot_benchmark, write_json)
 from repa_mm.benchmark.timing import interruptible
-from repa_mm.utils.cli import clear_errors
+from repa_mm.utils.cli import DictAction, clear_errors
 
 EXAMPLES = """examples:
   # RetinaNet on COCO val2017, against the vanilla model
@@ -107,8 +106,9 @@ def main() -> None:
     models = {name: args.pop(name) for name in (
         'config', 'checkpoint', 'baseline', 'baseline_checkpoint',
         'cfg_options')}
-    with clear_errors(Exception):
-        check_outputs(out, plot)
+    with clear_errors():
+        check_outputs(out, plot, [models[name] for name in (
+            'config', 'checkpoint', 'baseline', 'baseline_checkpoint')])
         with interruptible():
             result = benchmark(**models, options=Options(**args))
         print(benchmark_text(result))

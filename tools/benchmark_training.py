@@ -8,7 +8,6 @@ import argparse
 import sys
 
 import torch
-from mmengine.config import DictAction
 
 from repa_mm.benchmark.forms import AMP_DTYPES
 from repa_mm.benchmark.report import (check_outputs, training_text,
@@ -16,7 +15,7 @@ from repa_mm.benchmark.report import (check_outputs, training_text,
 from repa_mm.benchmark.timing import interruptible
 from repa_mm.benchmark.training import (OPTIMIZERS, PATHS,
                                         benchmark_training)
-from repa_mm.utils.cli import clear_errors
+from repa_mm.utils.cli import DictAction, clear_errors
 
 EXAMPLES = """examples:
   %(prog)s configs/repa_swin_b_in1k.py --baseline configs/swin_b_in1k.py
@@ -66,8 +65,8 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     args = vars(parse_args())
     out = args.pop('out')
-    with clear_errors(Exception):
-        check_outputs(out)
+    with clear_errors():
+        check_outputs(out, inputs=[args['config'], args['baseline']])
         with interruptible():
             result = benchmark_training(**args)
         print(training_text(result))

@@ -1,12 +1,10 @@
 """Parameters and multiply-adds of a model, in its training and deploy form."""
 import argparse
 
-from mmengine.config import DictAction
-
 from repa_mm.benchmark.complexity import complexity, complexity_text
 from repa_mm.benchmark.paper import format_paper_table, paper_table
 from repa_mm.benchmark.report import check_outputs, write_json
-from repa_mm.utils.cli import clear_errors
+from repa_mm.utils.cli import DictAction, clear_errors
 
 EXAMPLES = """examples:
   %(prog)s configs/repa_swin_b_in1k.py
@@ -44,11 +42,11 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     args = vars(parse_args())
     out = args.pop('out')
-    if args.pop('paper_table'):
-        print(format_paper_table(paper_table()))
-        return
-    with clear_errors(Exception):
-        check_outputs(out)
+    with clear_errors():
+        if args.pop('paper_table'):
+            print(format_paper_table(paper_table()))
+            return
+        check_outputs(out, inputs=[args['config'], args['baseline']])
         result = complexity(**args)
         print(complexity_text(result))
         if out:

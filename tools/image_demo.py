@@ -20,7 +20,7 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
-    with clear_errors(Exception):
+    with clear_errors():
         model = init_model(args.config, args.checkpoint, args.form,
                            args.device)
         draw_predictions(model, args.image, args.out, args.score_thr)

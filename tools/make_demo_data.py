@@ -1,9 +1,9 @@
 """Write the demo data set: handwritten digits on photographs, in COCO's and ADE20K's layout."""
 import argparse
-import sys
 import time
 
 from repa_mm.demo.dataset import write_digit_scenes
+from repa_mm.utils.cli import clear_errors
 
 
 def parse_args() -> argparse.Namespace:
@@ -17,21 +17,17 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def main() -> int:
+def main() -> None:
     args = parse_args()
     start = time.perf_counter()
-    try:
+    with clear_errors():
         written = write_digit_scenes(**vars(args))
-    except (ImportError, OSError, ValueError) as e:
-        print(f'error: {e}', file=sys.stderr)
-        return 1
     if written:
         print(f'Wrote {args.num_train} training and {args.num_val} validation scenes to '
               f'{args.root} in {time.perf_counter() - start:.1f} s.')
     else:
         print(f'{args.root} already has these scenes.')
-    return 0
 
 
 if __name__ == '__main__':
-    sys.exit(main())
+    main()

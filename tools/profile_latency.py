@@ -56,8 +56,8 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     args = vars(parse_args())
     out, plot = args.pop('out'), args.pop('plot')
-    with clear_errors(Exception):
-        check_outputs(out, plot)
+    with clear_errors():
+        check_outputs(out, plot, args['configs'])
         args['configs'] = args['configs'] or list(map(config_path, SWIN))
         with interruptible():
             result = profile(**args)

@@ -20,7 +20,7 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
-    with clear_errors(Exception):
+    with clear_errors():
         result = reparameterize_checkpoint(**vars(args))
     print(f'largest difference of features: {result["error"]:.1e} of the '
           'largest feature')

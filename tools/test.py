@@ -2,10 +2,8 @@
 import argparse
 import os
 
-from mmengine.config import DictAction
-
 from repa_mm.apis import FORMS, end_process, runner_for_testing
-from repa_mm.utils.cli import clear_errors
+from repa_mm.utils.cli import DictAction, clear_errors
 
 
 def parse_args() -> argparse.Namespace:
@@ -43,9 +41,9 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     args = vars(parse_args())
     del args['local_rank']
-    with clear_errors(Exception):
-        runner = runner_for_testing(**args)
     with clear_errors():
+        runner = runner_for_testing(**args)
+    with clear_errors(logger=runner.logger):
         runner.test()
     end_process()
 

@@ -2,10 +2,8 @@
 import argparse
 import os
 
-from mmengine.config import DictAction
-
 from repa_mm.apis import end_process, runner_for_training
-from repa_mm.utils.cli import clear_errors
+from repa_mm.utils.cli import DictAction, clear_errors
 
 
 def parse_args() -> argparse.Namespace:
@@ -46,9 +44,9 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     args = vars(parse_args())
     del args['local_rank']
-    with clear_errors(Exception):
-        runner = runner_for_training(**args)
     with clear_errors():
+        runner = runner_for_training(**args)
+    with clear_errors(logger=runner.logger):
         runner.train()
     end_process()
 

@@ -4,7 +4,7 @@ from typing import Any, Dict, Optional, Sequence
 from ..utils.cli import align
 from ..utils.complexity import count_parameters, macs_by_part
 from .forms import build_forms, load_configs
-from .inputs import NoiseInputs
+from .inputs import NoiseInputs, check_memory
 
 
 def complexity(config: str,
@@ -33,6 +33,7 @@ def complexity(config: str,
         raise ValueError('--shape takes a height and a width in pixels, but '
                          f'got {" ".join(map(str, shape))}')
     height, width = shape[0], shape[-1]
+    check_memory((height, width))
     cfg, baseline_cfg = load_configs(config, baseline, cfg_options)
     forms = build_forms(cfg, baseline=baseline_cfg)
     result: Dict[str, Any] = dict(

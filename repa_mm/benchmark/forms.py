@@ -30,6 +30,8 @@ def check_device(device: str, amp: Optional[str] = None) -> torch.device:
     except RuntimeError as error:
         raise ValueError(f'unknown device {device!r}: use cpu, cuda or '
                          'cuda:1') from error
+    if found.type == 'meta':
+        raise ValueError("the device 'meta' computes nothing: use cpu or cuda")
     if found.type == 'cuda':
         count = torch.cuda.device_count()
         if (found.index or 0) >= count:

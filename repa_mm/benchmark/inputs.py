@@ -1,5 +1,6 @@
 """What the measured models look at: data sets, noise, and its shapes."""
 import copy
+import os
 import re
 from typing import Any, Callable, List, Tuple
 
@@ -9,9 +10,12 @@ from mmengine.config import Config
 from mmengine.registry import DATASETS, FUNCTIONS, TRANSFORMS
 
 from ..apis import check_data, dataset_config
+from ..utils.data import AnnotationError, check_items, checked_annotations
 
 # Noise is as good as more noise.
 NUM_NOISE = 4
+# Of the noise, of this machine's memory: what a model makes of it is larger.
+MEMORY_SHARE = 1 / 8
 
 
 def parse_size(text: str) -> Tuple[int, int]:
@@ -25,6 +29,24 @@ def parse_size(text: str) -> Tuple[int, int]:
         raise ValueError(f'{text!r} is no size: write HEIGHTxWIDTH, as '
                          '800x1344')
     return int(match[1]), int(match[2])
+
+
+def check_memory(size: Tuple[int, int], batch_size: int = 1) -> None:
+    """Check that noise, as float32, leaves memory for a model.
+
+    Raises:
+        ValueError: If it does not.
+    """
+    if not hasattr(os, 'sysconf'):  # Windows
+        return
+    needed = NUM_NOISE * batch_size * 3 * size[0] * size[1] * 4
+    total = os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
+    if needed > MEMORY_SHARE * total:
+        raise ValueError(
+            f'{NUM_NOISE} batches of {batch_size} images of {size[0]}x'
+            f'{size[1]} would take {needed / 2**30:.1f} of the '
+            f'{total / 2**30:.1f} GiB of memory that this machine has, and '
+            'leave too little for the model')
 
 
 class DatasetInputs:
@@ -50,7 +72,10 @@ class DatasetInputs:
             ) from error
         self.batch_size = batch_size
         try:
-            self.dataset = DATASETS.build(cfg.test_dataloader.dataset)
+            with checked_annotations():
+                self.dataset = DATASETS.build(cfg.test_dataloader.dataset)
+        except AnnotationError:
+            raise
         except Exception as error:
             raise ValueError(
                 f'cannot read the test data set ({type(error).__name__}: '
@@ -59,6 +84,7 @@ class DatasetInputs:
         if len(self.dataset) < batch_size:
             raise ValueError(f'the test data set has {len(self.dataset)} '
                              f'images, fewer than a batch of {batch_size}')
+        check_items(self.dataset)
         self._collate = _collate(cfg)
 
     def __len__(self) -> int:
@@ -87,6 +113,7 @@ class NoiseInputs:
 
     def __init__(self, cfg: Config, size: Tuple[int, int],
                  batch_size: int = 1) -> None:
+        check_memory(size, batch_size)
         self.size, self.batch_size = size, batch_size
         pipeline = dataset_config(cfg, 'test').pipeline
         steps = [s for s in pipeline if str(s['type']).rpartition('.')[2]
@@ -124,6 +151,7 @@ class TensorInputs:
 
     def __init__(self, size: Tuple[int, int], batch_size: int = 1,
                  device='cpu', channels_last: bool = False) -> None:
+        check_memory(size, batch_size)
         self.size, self.batch_size = size, batch_size
         generator = torch.Generator().manual_seed(0)
         self._batches: List[torch.Tensor] = []

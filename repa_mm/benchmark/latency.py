@@ -1,6 +1,7 @@
 """Latency of the forms of a model, per image, in one run."""
 import copy
 import dataclasses
+import os
 from contextlib import ExitStack
 from typing import Any, Callable, Dict, List, Optional
 
@@ -11,8 +12,8 @@ import torch.nn as nn
 from ..utils.complexity import count_macs, count_parameters
 from .forms import (AMP_DTYPES, FAIR, accelerated, build_forms, check_device,
                     explained, load_configs)
-from .inputs import (DatasetInputs, NoiseInputs, TensorInputs, parse_size,
-                     shapes_of)
+from .inputs import (DatasetInputs, NoiseInputs, TensorInputs, check_memory,
+                     parse_size, shapes_of)
 from .memory import peak_bytes, weight_bytes
 from .report import environment
 from .timing import (Clock, Progress, Recorder, Times, compare, measure,
@@ -63,7 +64,7 @@ def parse_sweep(text: Optional[str]) -> List[Dict[str, str]]:
     for point in points:
         if key == 'size':
             parse_size(point)
-        elif key == 'batch' and not (point.isdigit() and int(point)):
+        elif key == 'batch' and not (point.isdecimal() and int(point)):
             raise ValueError(f'--sweep batch: {point!r} is no batch size')
         elif key == 'idle-ratio':
             _ratio(point)
@@ -124,8 +125,12 @@ def benchmark(config: str,
                          'backbone')
     if options.warmup < 0:
         raise ValueError('--warmup must not be negative')
-    if options.synthetic:
-        parse_size(options.synthetic)
+    # Before models are built.
+    for point in points:
+        size = point.get('size', options.synthetic)
+        if size:
+            check_memory(parse_size(size),
+                         int(point.get('batch', options.batch_size)))
     set_machine(options.device, options.threads, options.tf32, options.amp)
     if options.cuda_graphs and torch.device(options.device).type != 'cuda':
         raise ValueError('--cuda-graphs needs --device cuda')
@@ -197,8 +202,10 @@ def set_machine(device: str, threads: Optional[int] = None,
         ValueError: If there is no such device, or it lacks the type.
     """
     if threads is not None:
-        if threads < 1:
-            raise ValueError('--threads must be at least 1')
+        most = 8 * (os.cpu_count() or 1)
+        if not 1 <= threads <= most:
+            raise ValueError(f'--threads must be from 1 to {most}, 8 for each '
+                             'core of this machine')
         torch.set_num_threads(threads)
     found = check_device(device, amp)
     if tf32 and found.type != 'cuda':

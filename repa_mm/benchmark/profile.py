@@ -9,7 +9,7 @@ import torch.nn as nn
 from ..apis import load_config
 from ..reparam import reparameterize
 from .forms import build_model, explained
-from .inputs import TensorInputs, parse_size
+from .inputs import TensorInputs, check_memory, parse_size
 from .latency import set_machine
 from .report import environment
 from .timing import Clock, Progress, Recorder, measure, summarize
@@ -105,6 +105,7 @@ def profile(configs: Sequence[str],
         raise ValueError('--batch-size and --num-images must be at least 1, '
                          '--warmup at least 0')
     parsed = parse_size(size)
+    check_memory(parsed, batch_size)
     set_machine(device, threads, tf32)
     models: Dict[str, nn.Module] = {}
     for path in configs:

@@ -5,13 +5,12 @@ import platform
 import sys
 import time
 from importlib import import_module
-from typing import Any, Dict, List, Optional
+from typing import Any, Dict, List, Optional, Sequence
 
 import torch
 
-from ..apis import check_writable
-from ..utils.checkpoint import replacing
 from ..utils.cli import align
+from ..utils.files import check_output, replacing
 from ..version import __version__
 from .forms import FAIR
 
@@ -83,21 +82,22 @@ def write_json(result: Dict[str, Any], path: str) -> None:
 
 
 def check_outputs(out: Optional[str] = None,
-                  plot: Optional[str] = None) -> None:
+                  plot: Optional[str] = None,
+                  inputs: Sequence[Optional[str]] = ()) -> None:
     """Check, before hours of measuring, that the files can be written.
 
     Args:
         out (str, optional): Path of a JSON file.
         plot (str, optional): Path of a plot.
+        inputs (Sequence[str]): Files that must not be replaced.
 
     Raises:
         OSError: If one cannot be written.
-        ValueError: If matplotlib does not know the plot's format.
+        ValueError: If it is an input, both are the same or matplotlib does
+            not know the plot's format.
     """
-    for path in filter(None, (out, plot)):
-        if os.path.isdir(path):
-            raise IsADirectoryError(f'{path!r} is a folder: name a file')
-        check_writable(os.path.dirname(os.path.abspath(path)))
+    check_output(out, *inputs)
+    check_output(plot, out, *inputs)
     if plot:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         known = FigureCanvasAgg.get_supported_filetypes()

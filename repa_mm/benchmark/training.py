@@ -14,7 +14,7 @@ from mmengine.utils.dl_utils.parrots_wrapper import _BatchNorm
 from ..reparam import ChannelIdleFFN, has_deploy_form, set_training_path
 from ..utils.complexity import count_parameters
 from .forms import AMP_DTYPES, explained, load_configs, randomize_norms
-from .inputs import parse_size
+from .inputs import check_memory, parse_size
 from .latency import set_machine
 from .memory import SavedTensors, peak_bytes, weight_bytes
 from .report import environment
@@ -84,6 +84,7 @@ def benchmark_training(config: str,
         raise ValueError('--batch-size and --steps must be at least 1, '
                          '--warmup at least 0')
     height, width = parse_size(size)
+    check_memory((height, width), batch_size)
     set_machine(device, threads, tf32, amp)
     cfg, baseline_cfg = load_configs(config, baseline, cfg_options)
     forms, notes = training_forms(cfg, baseline_cfg, whole, device, paths)

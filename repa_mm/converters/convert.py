@@ -12,7 +12,8 @@ from mmengine.registry import MODELS
 
 from ..models import linear_idle_ratios
 from ..reparam import ChannelIdleFFN, CheckpointError, num_active_channels
-from ..utils.checkpoint import check_out, load_checkpoint, save_checkpoint
+from ..utils.checkpoint import load_checkpoint, save_checkpoint
+from ..utils.files import check_output
 from ..utils.paths import config_path
 from ..version import __version__
 from .families import (Family, Weights, count, family_of, get, listed, match,
@@ -67,7 +68,7 @@ def repavit_to_mm(src: str,
         FileNotFoundError, CheckpointError, ValueError, OSError: If the
             checkpoint cannot be read or converted, or the file not written.
     """
-    check_out(src, dst)
+    check_output(dst, src)
     averaged = ('model_ema', 'state_dict_ema')
     checkpoint = load_checkpoint(
         src, (*averaged, 'state_dict', 'model') if ema else
@@ -104,7 +105,7 @@ def mm_to_repavit(src: str,
         FileNotFoundError, CheckpointError, ValueError, OSError: If the
             checkpoint cannot be read or converted, or the file not written.
     """
-    check_out(src, dst)
+    check_output(dst, src)
     done = to_repavit(load_checkpoint(src)['state_dict'], config, img_size)
     save_checkpoint(dict(model=done.state_dict), dst)
     return done

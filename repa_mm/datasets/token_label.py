@@ -8,6 +8,8 @@ from mmcv.transforms.utils import cache_random_params
 from mmengine.registry import TRANSFORMS
 from mmpretrain.datasets.transforms import RandomResizedCrop
 
+from ..utils.checkpoint import check_size
+
 
 @TRANSFORMS.register_module()
 class LoadTokenLabels(BaseTransform):
@@ -48,12 +50,17 @@ class LoadTokenLabels(BaseTransform):
                 'on https://github.com/zihangJiang/TokenLabeling; to train '
                 'without: label_root=None')
         try:
+            check_size(path)
             labels = torch.load(path, map_location='cpu', weights_only=True)
         except Exception as error:
+            text = str(error).partition('\n')[0][:200]
             raise ValueError(f'{path!r} is not a readable label map '
-                             f'({type(error).__name__})') from error
+                             f'({type(error).__name__}: {text})') from error
         shape = getattr(labels, 'shape', None)
-        if shape is None or len(shape) != 4 or shape[0] != 2:
+        if (shape is None or len(shape) != 4 or shape[0] != 2 or
+                # A view of one number may have any shape.
+                labels.numel() * labels.element_size() >
+                labels.untyped_storage().nbytes()):
             raise ValueError(
                 f'{path!r} should hold a tensor of shape (2, K, H, W), scores '
                 f'and classes, but holds {shape or type(labels)}')

@@ -14,6 +14,8 @@ from typing import Any, Dict, List, Optional, Tuple
 import cv2
 import numpy as np
 
+from ..utils.files import check_writable
+
 DIGITS = ('zero', 'one', 'two', 'three', 'four', 'five', 'six', 'seven', 'eight', 'nine')
 
 # What a person has to install when one of the two sources is missing.
@@ -80,18 +82,23 @@ def write_digit_scenes(root: str,
     Raises:
         ImportError: If scikit-learn or scikit-image is missing.
         FileExistsError: If ``root`` exists and holds something else than a demo set.
+        OSError: If it cannot be written, or the disk is too full.
         ValueError: If a number is out of range.
     """
-    for name, value, least in (('num_train', num_train, 1), ('num_val', num_val, 1),
-                               ('size', size, 64), ('seed', seed, 0)):
-        if not isinstance(value, (int, np.integer)) or value < least:
-            raise ValueError(f'{name} must be an integer of at least {least}, got {value!r}')
+    for name, value, least, most in (('num_train', num_train, 1, 10**7),
+                                     ('num_val', num_val, 1, 10**7),
+                                     ('size', size, 64, 2048), ('seed', seed, 0, 2**64)):
+        if not isinstance(value, (int, np.integer)) or not least <= value <= most:
+            raise ValueError(f'{name} must be an integer from {least} to {most}, got {value!r}')
+    if not root:
+        raise ValueError('the root must be the name of a folder, got an empty one')
     parameters = dict(num_train=int(num_train), num_val=int(num_val), size=int(size),
                       seed=int(seed))
     root = osp.realpath(root)
     if _is_complete(root, parameters):
         return False
     _check_replaceable(root)
+    _check_space(root, (num_train + num_val) * size**2)
 
     scans, labels = _load_scans()
     photographs = _load_photographs()
@@ -377,6 +384,18 @@ def _check_replaceable(root: str) -> None:
         return
     raise FileExistsError(f'{root} exists and is not a demo set written by this program (it has no '
                           f'{STAMP}). Nothing was changed: choose another --root, or remove it.')
+
+
+def _check_space(root: str, pixels: int) -> None:
+    check_writable(osp.dirname(root))
+    nearest = root
+    while not osp.isdir(nearest):
+        nearest = osp.dirname(nearest)
+    free = shutil.disk_usage(nearest).free
+    # A JPEG of photographs has about half a byte a pixel.
+    if pixels / 2 > free:
+        raise OSError(f'no space for the demo set: it takes about {pixels / 2e9:.1f} GB, and '
+                      f'{nearest} has {free / 1e9:.1f} GB')
 
 
 def _move_into_place(finished: str, root: str, parameters: dict) -> None:

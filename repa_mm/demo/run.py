@@ -10,8 +10,9 @@ import sys
 import time
 from typing import Any, Dict, List, Optional, Sequence
 
-from ..utils.checkpoint import replacing
-from ..utils.cli import clear_errors
+from ..utils.checkpoint import load_checkpoint
+from ..utils.cli import DictAction, clear_errors
+from ..utils.files import check_writable, replacing
 from .report import closing_table, compare_detections, compare_segmentations, read_metrics
 
 # For each task its name in the picture's title, and the metrics of the closing table.
@@ -65,12 +66,17 @@ def run_demo(task: str,
 
     Raises:
         StepError: If one of the commands fails.
+        FileNotFoundError, CheckpointError: If the checkpoint cannot be read.
+        OSError: If ``work_dir`` cannot be written to.
     """
     start = time.perf_counter()
     config = osp.join(osp.dirname(osp.abspath(tools)), 'configs', 'demo',
                       f'{task}_repa_swin_digits.py')
     options = ['--cfg-options', *cfg_options] if cfg_options else []
     tool = {name: osp.join(tools, f'{name}.py') for name in ('make_demo_data', 'train', 'test')}
+    if checkpoint is not None:
+        load_checkpoint(checkpoint)  # before anything is done
+    check_writable(work_dir)
     os.makedirs(work_dir, exist_ok=True)
 
     _step('data', tool['make_demo_data'])
@@ -119,13 +125,16 @@ def main(tools: str, argv: Optional[Sequence[str]] = None) -> int:
     parser.add_argument('--cfg-options', nargs='+', default=[], metavar='KEY=VALUE',
                         help='override settings of the config')
     args = parser.parse_args(argv)
+    _parse_options(args.cfg_options)
     try:
         with clear_errors():
-            run_demo(args.task, tools, args.work_dir or osp.join('work_dirs', 'demo', args.task),
-                     args.checkpoint, args.cfg_options)
-    except StepError as e:
-        print(f'\ndemo stopped: {e}', file=sys.stderr)
-        return e.status
+            try:
+                run_demo(args.task, tools,
+                         args.work_dir or osp.join('work_dirs', 'demo', args.task),
+                         args.checkpoint, args.cfg_options)
+            except StepError as e:
+                print(f'\ndemo stopped: {e}', file=sys.stderr)
+                return e.status
     except KeyboardInterrupt:
         print('\ndemo stopped: interrupted', file=sys.stderr)
         return 130
@@ -157,13 +166,14 @@ def _step(name: str, script: str, *arguments: str) -> None:
 
 def _load_config(config: str, cfg_options: Sequence[str]) -> Any:
     """The config that the tools saw, read as they read it."""
-    from mmengine.config import DictAction
-
     from repa_mm.apis import load_config
+    return load_config(config, _parse_options(cfg_options))
+
+
+def _parse_options(cfg_options: Sequence[str]) -> dict:
     parser = argparse.ArgumentParser()
     parser.add_argument('--cfg-options', nargs='*', action=DictAction)
-    return load_config(
-        config, parser.parse_args(['--cfg-options', *cfg_options]).cfg_options)
+    return parser.parse_args(['--cfg-options', *cfg_options]).cfg_options
 
 
 def _measure(config: str, checkpoint: str, cfg_options: Sequence[str],

@@ -18,7 +18,7 @@ from ..utils.complexity import count_macs, count_parameters
 from ..version import __version__
 
 
-def _innermost(model: nn.Module) -> nn.Module:
+def innermost(model: nn.Module) -> nn.Module:
     """The detector, segmentor or classifier inside any wrappers (DDP, TTA)."""
     model = unwrap(model)
     while isinstance(getattr(model, 'module', None), nn.Module):
@@ -96,7 +96,7 @@ class ReparameterizeHook(Hook):
         if (not path or runner._resume or is_remote(path)
                 or not osp.isfile(path) or has_deploy_form(runner.model)):
             return
-        model = _innermost(runner.model)
+        model = innermost(runner.model)
         if not is_reparameterized(model, load_checkpoint(path)['state_dict']):
             return
         runner.logger.info(f'{path} is reparameterized already: the model '
@@ -109,11 +109,11 @@ class ReparameterizeHook(Hook):
 
     def after_load_checkpoint(self, runner, checkpoint: dict) -> None:
         state_dict = checkpoint.get('state_dict', checkpoint)
-        own = _innermost(runner.model).state_dict()
+        own = innermost(runner.model).state_dict()
         if not any(k[k.startswith('module.') * 7:] in own for k in state_dict):
             raise CheckpointError(
                 'the checkpoint has none of the weights of '
-                f'{type(_innermost(runner.model)).__name__}: it is of another '
+                f'{type(innermost(runner.model)).__name__}: it is of another '
                 f'architecture (it has {next(iter(state_dict), "nothing")!r}, '
                 f'the model {next(iter(own))!r})')
 
@@ -156,7 +156,7 @@ class ReparameterizeHook(Hook):
         self._has_counted = True
         figures = []
         for model in (runner.model, deployed):
-            model = _innermost(model)
+            model = innermost(model)
             figures.append(f'{count_parameters(model) / 1e6:.1f} M parameters')
             backbone = getattr(model, 'backbone', None)
             if backbone is not None:
@@ -170,7 +170,7 @@ class ReparameterizeHook(Hook):
 
     def _write(self, runner) -> None:
         # Without what cannot be loaded again.
-        model = _innermost(
+        model = innermost(
             reparameterize(self._training_form, fuse_conv_bn=False))
         meta = dict(
             cfg=runner.cfg.pretty_text,

@@ -1,19 +1,23 @@
 """Reading and writing checkpoints without surprises."""
 import argparse
+import copy
 import os
 import os.path as osp
 import pickle
 import re
-import tempfile
 import types
 import zipfile
-from contextlib import contextmanager
-from typing import Iterator, Optional, Sequence, Union
+from importlib import import_module
+from mmap import ACCESS_READ, mmap
+from typing import Any, Iterator, Optional, Sequence, Union
 
 import torch
+import torch.nn as nn
+from mmengine.runner.checkpoint import CheckpointLoader
 from mmengine.utils import digit_version
 
 from ..reparam import CheckpointError
+from .files import replacing
 
 HOW_TO_GET_WEIGHTS = (
     'Convert released weights (huggingface.co/Ackesnal/RePaViT) with '
@@ -46,6 +50,10 @@ def _safe_globals() -> list:
     """
     import numpy as np
     from mmengine.logging import HistoryBuffer
+    try:
+        multiarray = import_module('numpy._core.multiarray')
+    except ImportError:  # before NumPy 1.26
+        multiarray = import_module('numpy.core.multiarray')
 
     def method(owner: type, name: str):
         # Methods are pickled as getattr(class, name), which is allowed for
@@ -54,12 +62,17 @@ def _safe_globals() -> list:
             raise pickle.UnpicklingError(f'getattr of {owner}')
         return getattr(owner, name)
 
-    core = getattr(np, '_core', None) or np.core
+    def dtype(code: str, *args):
+        # One value of another type may be gigabytes large.
+        if not re.fullmatch('[biuf][1248]', str(code)):
+            raise pickle.UnpicklingError(f'dtype {code}')
+        return np.dtype(code, *args)
+
     return [
         argparse.Namespace, HistoryBuffer, (method, 'builtins.getattr'),
-        np.ndarray, np.dtype,
-        core.multiarray._reconstruct, core.multiarray.scalar, slice,
-        *{type(np.dtype(char)) for char in 'bBhHiIlLqQefd?'}
+        np.ndarray,
+        (dtype, 'numpy.dtype'), multiarray._reconstruct, multiarray.scalar,
+        slice, *{type(np.dtype(char)) for char in 'bBhHiIlLqQefd?'}
     ]
 
 
@@ -76,14 +89,26 @@ class _Inert:
         pass
 
 
-class _TensorUnpickler(pickle.Unpickler):
-    """Builds tensors and containers; anything else becomes inert.
+def _old_name(path: str) -> str:
+    """The name that Python 2 and NumPy 1 had for something."""
+    return path.replace('numpy._core', 'numpy.core').replace(
+        'builtins.', '__builtin__.')
+
+
+class _TensorUnpickler(pickle._Unpickler):
+    """Builds tensors, and what MMEngine saves; anything else becomes inert.
 
     For torch before 2.6, whose ``weights_only`` refuses MMEngine's checkpoints
-    and cannot be told what to accept.
+    and cannot be told what to accept. In Python, since the one in C takes
+    gigabytes when a few bytes of a hostile file ask for them.
     """
 
     def find_class(self, module: str, name: str):
+        for safe in _safe_globals():
+            safe, path = safe if isinstance(safe, tuple) else (
+                safe, f'{safe.__module__}.{safe.__qualname__}')
+            if _old_name(path) == _old_name(f'{module}.{name}'):
+                return safe
         if (module == 'torch._utils' and name.startswith('_rebuild')
                 or module == 'torch.storage' and name == 'UntypedStorage'
                 or module == 'torch' and
@@ -101,12 +126,83 @@ _tensor_pickle.load = lambda file, **kwargs: _TensorUnpickler(file, **kwargs
                                                               ).load()
 
 
+def check_size(path: str) -> bool:
+    """Check that a file holds no more than its size: no bomb.
+
+    Returns:
+        bool: Whether it is a zip archive, as torch writes since 1.6.
+
+    Raises:
+        CheckpointError: If the file is empty, neither an archive nor a pickle,
+            or an archive that torch has not written or that is damaged.
+    """
+    size = osp.getsize(path)
+    with open(path, 'rb') as file:
+        start = file.read(2)
+    if not start:
+        raise CheckpointError(f'{path!r} is empty')
+    if start != b'PK':
+        if start[:1] != b'\x80':
+            raise CheckpointError(f'{path!r} is no checkpoint: it begins with '
+                                  f'{start!r}, as neither a zip archive nor a '
+                                  'pickle does')
+        with open(path, 'rb') as file, mmap(
+                file.fileno(), 0, access=ACCESS_READ) as content:
+            _check_pickle(content, path)
+        return False
+    if not zipfile.is_zipfile(path):
+        raise CheckpointError(f'{path!r} is truncated: the end of the file is '
+                              'missing')
+    try:
+        with zipfile.ZipFile(path) as archive:
+            records = archive.infolist()
+            pickles = [archive.read(record) for record in records
+                       if record.filename.endswith('data.pkl')
+                       and record.compress_type == zipfile.ZIP_STORED
+                       and record.file_size <= size]
+    except Exception as error:
+        raise CheckpointError(f'{path!r} is a damaged archive: {error}'
+                              ) from error
+    if any(record.filename.endswith('/constants.pkl') for record in records):
+        raise CheckpointError(f'{path!r} is a TorchScript archive, not a '
+                              'checkpoint')
+    declared = sum(record.file_size for record in records)
+    if declared > size or any(record.compress_type != zipfile.ZIP_STORED
+                              for record in records):
+        raise CheckpointError(
+            f'{path!r} is refused: its {size:,} bytes hold compressed parts, '
+            f'which are to become {declared:,}; torch.save compresses nothing'
+        )
+    for content in pickles:
+        _check_pickle(content, path)
+    return True
+
+
+def _check_pickle(content: Union[bytes, mmap], path: str) -> None:
+    # The one thing that torch lets a pickle make in any size.
+    if content.find(b'\nbytearray\n') >= 0:
+        raise CheckpointError(f'{path!r} is refused: it makes a bytearray, '
+                              'which no checkpoint has')
+
+
+def _tensors(value: Any, seen: set) -> Iterator[torch.Tensor]:
+    """All tensors in containers."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (dict, list, tuple)) and id(value) not in seen:
+        seen.add(id(value))
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(item, seen)
+
+
 def load_checkpoint(path: str,
                     keys: Sequence[str] = ('state_dict', )) -> dict:
     """Read a checkpoint onto the CPU, without running code that is in it.
 
     Args:
         path (str): A file with a state dict, alone or under one of ``keys``.
+            It must not change while the tensors are in use: they are read
+            only as far as they are used.
         keys (Sequence[str]): The first of these that is there has the state
             dict. Defaults to ('state_dict', ).
 
@@ -116,27 +212,28 @@ def load_checkpoint(path: str,
     Raises:
         FileNotFoundError: If there is no such file.
         CheckpointError: If the file is damaged, holds other objects than
-            tensors and what MMEngine saves, or no state dict.
+            tensors and what MMEngine saves, more than its size allows, or no
+            state dict.
     """
     if not osp.isfile(path):
-        raise FileNotFoundError(f'no checkpoint at {path!r}')
-    # Mapped files are read only as far as they are used; torch maps zip files.
-    mmap = zipfile.is_zipfile(path)
-    with open(path, 'rb') as file:
-        if file.read(2) == b'PK' and not mmap:
-            raise CheckpointError(f'{path!r} is truncated: the end of the '
-                                  'file is missing')
+        kind = ('folder' if osp.isdir(path) else
+                'device or pipe' if osp.exists(path) else '')
+        raise FileNotFoundError(f'no checkpoint at {path!r}'
+                                + (kind and f': it is a {kind}'))
+    # torch maps zip files only. Those that it reads whole, torch 2.1 reads
+    # beyond the end of what they hold.
+    mapped = check_size(path)
     try:
         if digit_version(torch.__version__) >= digit_version('2.6'):
             with torch.serialization.safe_globals(_safe_globals()):
                 checkpoint = torch.load(
-                    path, map_location='cpu', weights_only=True, mmap=mmap)
+                    path, map_location='cpu', weights_only=True, mmap=mapped)
         else:
             checkpoint = torch.load(
                 path,
                 map_location='cpu',
                 pickle_module=_tensor_pickle,
-                mmap=mmap)
+                mmap=mapped)
     except pickle.UnpicklingError as error:
         reason = re.search(r'Unsupported (global: GLOBAL \S+|operand \d+)', str(error))
         raise CheckpointError(
@@ -146,8 +243,10 @@ def load_checkpoint(path: str,
         ) from error
     except Exception as error:
         # torch raises whatever the damaged bytes happen to lead to.
-        raise CheckpointError(f'{path!r} is not a readable checkpoint, perhaps'
-                              f' damaged ({type(error).__name__})') from error
+        text = ' '.join(str(error).split())[:100]
+        raise CheckpointError(
+            f'{path!r} is not a readable checkpoint, perhaps damaged '
+            f'({type(error).__name__}: {text})') from error
     if not isinstance(checkpoint, dict):
         raise CheckpointError(f'{path!r} holds a {type(checkpoint).__name__}, '
                               'not a checkpoint')
@@ -158,7 +257,8 @@ def load_checkpoint(path: str,
             state_dict=checkpoint[key] if key else checkpoint)
     state_dict = checkpoint['state_dict']
     if not (isinstance(state_dict, dict) and state_dict and all(
-            isinstance(v, torch.Tensor) for v in state_dict.values())):
+            isinstance(k, str) and isinstance(v, torch.Tensor)
+            for k, v in state_dict.items())):
         hint = ''
         if key is None and isinstance(state_dict.get('model'), dict):
             hint = (" ('model' may be one of another layout, see "
@@ -166,60 +266,104 @@ def load_checkpoint(path: str,
         raise CheckpointError(
             f'{path!r} holds no state dict: expected names with tensors, alone'
             f' or under {" or ".join(map(repr, keys))}{hint}')
+    for tensor in _tensors(checkpoint, set()):
+        # A view of one number may have any shape, and grows when computed with.
+        if (tensor.layout != torch.strided or tensor.device.type != 'cpu' or
+                tensor.numel() * tensor.element_size() >
+                tensor.untyped_storage().nbytes()):
+            raise CheckpointError(
+                f'{path!r} is refused: it declares a tensor of shape '
+                f'{tuple(tensor.shape)} without holding all its values')
     return checkpoint
 
 
-def check_out(source: str, out: str) -> None:
-    """Check that an output is neither the input nor a folder.
+def load_from_local(filename: str, map_location: Any = None) -> dict:
+    """How MMEngine is to load local files, see :func:`load_safely`."""
+    # A copy: the file may be replaced while a training uses its tensors.
+    return copy.deepcopy(load_checkpoint(osp.expanduser(filename)))
+
+
+def load_safely() -> None:
+    """Let MMEngine load local files with :func:`load_checkpoint`.
+
+    It would run the code in a pickle, at once or where loading without fails.
+    """
+    CheckpointLoader.register_scheme('', load_from_local, force=True)
+
+
+def check_values(state_dict: dict) -> None:
+    """Check that weights are numbers that a trained model has.
+
+    Args:
+        state_dict (dict): Parameters and BatchNorm statistics, by name.
 
     Raises:
-        ValueError, IsADirectoryError: If it is.
+        CheckpointError: If some are not finite or a variance is negative.
     """
-    if osp.realpath(out) == osp.realpath(source):
-        raise ValueError(f'the output {out!r} is the input: choose another '
-                         'name')
-    if osp.isdir(out):
-        raise IsADirectoryError(f'the output {out!r} is a folder')
+    for key, value in state_dict.items():
+        if value.is_floating_point() and not value.isfinite().all():
+            raise CheckpointError(f'{key!r} in the checkpoint has values that '
+                                  'are not finite (NaN or infinity)')
+        if key.endswith('.running_var') and (value < 0).any():
+            raise CheckpointError(f'{key!r} in the checkpoint has negative '
+                                  'variances')
 
 
-@contextmanager
-def replacing(path: str) -> Iterator[str]:
-    """Yield a temporary path beside ``path``, renamed to it on success.
+def check_fit(model: nn.Module, state_dict: dict, complete: bool) -> None:
+    """Check that a state dict is one of this model, and load it.
 
-    An interrupted write leaves neither a damaged nor a stray file.
+    Args:
+        model (nn.Module): Without wrappers.
+        state_dict (dict): The weights.
+        complete (bool): Whether it must have all of the model's weights.
 
     Raises:
-        OSError: If the folder cannot be written to.
+        CheckpointError: If none of the weights is the model's, or some are
+            not numbers that a trained model has, or are missing or of another
+            shape although all are needed.
     """
-    folder = osp.dirname(osp.abspath(path))
+    own = model.state_dict()
+    if not any(key in own for key in state_dict):
+        raise CheckpointError(
+            f'the checkpoint has none of the weights of {type(model).__name__}'
+            f': it is of another architecture (it has '
+            f'{next(iter(state_dict), "nothing")!r}, the model '
+            f'{next(iter(own))!r})')
+    parameters = dict(model.named_parameters())
+    for key, value in state_dict.items():
+        if key in own and own[key].is_floating_point() != value.is_floating_point():
+            raise CheckpointError(f'{key!r} is of type {value.dtype} in the '
+                                  f'checkpoint, not {own[key].dtype}')
+    check_values({key: value for key, value in state_dict.items()
+                  if key in parameters or key in own and '.running_' in key})
+    if not complete:
+        return
     try:
-        os.makedirs(folder, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(
-            dir=folder, prefix=f'.{osp.basename(path)}.',
-            suffix=osp.splitext(path)[1])
-    except OSError as error:
-        raise OSError(f'cannot write {path!r}: {error.strerror or error}'
-                      ) from error
-    os.close(handle)
-    try:
-        yield temporary
-        os.chmod(temporary, 0o666 & ~_umask())
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
+        missing, _ = model.load_state_dict(state_dict, strict=False)
+    except CheckpointError:
         raise
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+    except RuntimeError as error:
+        # The first line only says so.
+        lines = str(error).splitlines()
+        raise CheckpointError(
+            f'the checkpoint is of another model: {lines[-1].strip()}'
+            + f' and {len(lines) - 2} more' * (len(lines) > 2)) from error
+    missing = [k for k in missing if not k.endswith('num_batches_tracked')]
+    if missing:
+        raise CheckpointError(
+            f'the checkpoint is of another model: it lacks {missing[0]!r}'
+            + f' and {len(missing) - 1} more' * (len(missing) > 1))
 
 
 def save_checkpoint(checkpoint: dict, path: str) -> None:
     """``torch.save`` that never leaves a half-written file at ``path``."""
     with replacing(path) as temporary:
-        torch.save(checkpoint, temporary)
+        try:
+            torch.save(checkpoint, temporary)
+        except RuntimeError as error:
+            # torch's writer does not say why.
+            raise OSError(f'cannot write {path!r}: is the disk full? '
+                          f'({str(error)[-100:]})') from error
 
 
 def find_latest(work_dir: str) -> Optional[str]:

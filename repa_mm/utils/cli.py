@@ -1,11 +1,46 @@
-"""Errors and tables for people."""
+"""Options, errors and tables for people."""
+import argparse
+import logging
 import os
+import os.path as osp
 import signal
 import sys
+import traceback
 from contextlib import contextmanager
-from typing import Iterator, List, Sequence
+from typing import Iterator, List, Optional, Sequence
+
+from mmengine import config
 
 from ..reparam import CheckpointError
+
+# Raised with a sentence for people; of others the type says something, too.
+_PLAIN = (CheckpointError, OSError, ValueError)
+_LONGEST = 600
+
+
+class DictAction(config.DictAction):
+    """MMEngine's ``--cfg-options key=value ...``; others are usage errors.
+
+    A value that is no list keeps its spaces, as a path needs.
+    """
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        for pair in values:
+            key, equals, value = pair.partition('=')
+            if not equals or not all(key.split('.')):
+                raise argparse.ArgumentError(
+                    self, f'{pair!r} is not of the form key=value')
+            value = value.strip()
+            if ' ' in value and ',' not in value and value[0] not in '([':
+                options = dict(getattr(namespace, self.dest) or {})
+                setattr(namespace, self.dest, {**options, key: value})
+                continue
+            try:
+                super().__call__(parser, namespace, [pair], option_string)
+            except Exception as error:
+                raise argparse.ArgumentError(
+                    self, f'{pair!r} has no value that can be read '
+                    f'({str(error) or type(error).__name__})') from error
 
 
 def _exit(signum, frame):
@@ -13,26 +48,57 @@ def _exit(signum, frame):
     sys.exit(128 + signum)
 
 
+def one_line(error: BaseException) -> str:
+    """What an error says, in one line of moderate length."""
+    lines = str(error).splitlines()
+    # Errors of a DataLoader's worker arrive with its whole trace.
+    files = [i for i, line in enumerate(lines) if line.startswith('  File "')]
+    if files and 'Traceback' in str(error):
+        lines = [line for line in lines[files[-1] + 1:]
+                 if not line.startswith('  ')]
+        name, _, rest = (lines or ['']).pop(0).partition(': ')
+        plain = {kind.__name__ for kind in _PLAIN}
+        lines.insert(0, rest if name in plain else f'{name}: {rest}')
+        known = True
+    else:
+        known = isinstance(error, _PLAIN) and bool(str(error))
+    text = ' '.join(' '.join(lines).split())
+    if len(text) > _LONGEST:
+        text = f'{text[:_LONGEST]} ...'
+    if not known:
+        text = ': '.join(filter(None, (type(error).__name__, text)))
+        frames = traceback.extract_tb(error.__traceback__)
+        if frames and not isinstance(error, ImportError):
+            text += (f' in {osp.basename(frames[-1].filename)}, '
+                     f'line {frames[-1].lineno}')
+    return text
+
+
 @contextmanager
-def clear_errors(*kinds: type) -> Iterator[None]:
+def clear_errors(*kinds: type,
+                 logger: Optional[logging.Logger] = None) -> Iterator[None]:
     """End the program with one line instead of a stack trace.
 
     Args:
-        *kinds: Exceptions this is for. Defaults to those that bad input leads
-            to; while a program sets up, ``Exception`` is a good choice.
+        *kinds: Exceptions this is for. Defaults to all.
+        logger (logging.Logger, optional): Its files get the stack trace.
     """
-    kinds = kinds or (CheckpointError, ImportError, OSError, ValueError)
     before = signal.signal(signal.SIGTERM, _exit)
+    # A log that cannot be written would print a stack trace for every line.
+    raises, logging.raiseExceptions = logging.raiseExceptions, False
     try:
         yield
-    except kinds as error:
+    except kinds or Exception as error:
         if os.environ.get('REPA_MM_TRACEBACK'):
             raise
-        text = ' '.join(str(error).split()) or type(error).__name__
-        if not isinstance(error, (CheckpointError, OSError, ValueError)):
-            text = f'{type(error).__name__}: {text}'
-        sys.exit(f'error: {text} (REPA_MM_TRACEBACK=1 shows where)')
+        for handler in getattr(logger, 'handlers', ()):
+            if isinstance(handler, logging.FileHandler):
+                handler.handle(logger.makeRecord(
+                    logger.name, logging.ERROR, __file__, 0, 'stopped', (),
+                    sys.exc_info()))
+        sys.exit(f'error: {one_line(error)} (REPA_MM_TRACEBACK=1 shows where)')
     finally:
+        logging.raiseExceptions = raises
         signal.signal(signal.SIGTERM, before)
 
 

@@ -5,14 +5,12 @@ DistributedDataParallel takes SyncBatchNorm on GPUs only.
 """
 import copy
 import os
-import signal
 import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp

@@ -10,7 +10,7 @@ from mmpretrain.models import SwinTransformer
 from mmpretrain.models.utils.attention import ShiftWindowMSA
 
 import repa_mm
-from repa_mm.models import (FastSwinTransformer, RePaSwinTransformer,
+from repa_mm.models import (RePaSwinTransformer,
                             attention, fast_window_attention)
 from repa_mm.models.attention import FastPatchMerging, FastShiftWindowMSA
 

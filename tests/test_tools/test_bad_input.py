@@ -267,7 +267,9 @@ def test_missing_pretrained_weights_and_from_scratch(in_digits):
     with pytest.raises(ValueError, match='other class names'):
         runner_for_training(config, str(in_digits), from_scratch=True,
                             cfg_options=options)
-    options['train_dataloader.dataset.metainfo.classes'] = ('zero', 'one')
+    for split in ('train', 'val'):
+        options[f'{split}_dataloader.dataset.metainfo.classes'] = ('zero', 'one')
+    options['model.bbox_head.num_classes'] = 2
     options['val_evaluator.ann_file'] = (
         annotations + 'annotations/instances_val2017.json')
     with pytest.raises(FileNotFoundError, match='from-scratch'):
