@@ -873,7 +873,8 @@ def test_tools_say_what_they_did(run_tool, tmp_path):
                  'training form', 'idle ratio: 0.75, from assumption',
                  '--idle-ratio', 'head.fc.weight (5, 64)', 'wrote b.pth'):
         assert part in text, text
-    run_tool('model_converters/mm_to_repavit', 'b.pth', 'c.pth')
+    text = run_tool('model_converters/mm_to_repavit', 'b.pth', 'c.pth')
+    assert 'idle ratio: not told' in text and '--idle-ratio' not in text
     back = torch.load(tmp_path / 'c.pth', weights_only=True)['model']
     for key, value in swin_layout('training').items():
         assert torch.equal(back[key], value)

@@ -18,8 +18,13 @@ def describe(done: Conversion) -> List[str]:
         ratio = '[' + ', '.join(f'{r:.4g}' for r in ratio) + ']'
     else:
         ratio = f'{ratio:.4g}'
-    lines.append(f'idle ratio: {ratio}, from {done.idle_ratio_from}')
-    if done.form == 'training' and done.idle_ratio_from == 'assumption':
+    to_mm = any(key.startswith('backbone.') for key in done.state_dict)
+    assumed = done.form == 'training' and done.idle_ratio_from == 'assumption'
+    lines.append(
+        "idle ratio: not told by the weights; the authors' code takes it as "
+        '--idle_ratio' if assumed and not to_mm else
+        f'idle ratio: {ratio}, from {done.idle_ratio_from}')
+    if assumed and to_mm:
         lines.append(
             '    The weights of a training form do not tell it, and this file '
             "has neither its code's arguments nor statistics that do. Give "
@@ -42,7 +47,7 @@ def describe(done: Conversion) -> List[str]:
         lines.append(f'new: {", ".join(others)}, and {statistics} BatchNorm '
                      'statistics, to be estimated by tools/calibrate_bn.py or '
                      'by training with norm_eval=False')
-    if done.form == 'deploy':
+    if done.form == 'deploy' and to_mm:
         lines.append('load it with model.backbone.deploy=True, to run it; it '
                      'cannot be trained')
     return lines
