@@ -58,7 +58,8 @@ def load_config(path: str, cfg_options: Optional[dict] = None) -> Config:
         cfg = Config.fromfile(path)
     except RecursionError as error:
         raise ValueError(f'cannot read the config {path!r}: it inherits from '
-                         'itself, perhaps through others') from error
+                         'itself, perhaps through others, or recurses without '
+                         'end') from error
     except (Exception, SystemExit) as error:
         raise ValueError(f'cannot read the config {path!r}: '
                          f'{type(error).__name__}: {error}') from error
@@ -269,8 +270,9 @@ def init_model(config: Union[str, Config],
             raise CheckpointError(f'{checkpoint!r} does not fit the model: '
                                   f'{text[:300]}') from error
         meta = loaded.get('meta')
-        if isinstance(meta, dict):
-            model.dataset_meta = meta.get('dataset_meta')
+        if isinstance(meta, dict) and isinstance(
+                meta.get('dataset_meta'), dict):
+            model.dataset_meta = meta['dataset_meta']
     if form == 'deploy':
         reparameterize(model, inplace=True)
     model.cfg = cfg
@@ -329,7 +331,9 @@ def reparameterize_checkpoint(config: str,
             f'{tolerance:.0e}: the checkpoint has weights or BatchNorm '
             'statistics that are too extreme; nothing is written')
     loaded = load_checkpoint(checkpoint)
-    meta = dict(loaded.get('meta') or {}, repa_mm_version=__version__)
+    meta = loaded.get('meta')
+    meta = dict(meta if isinstance(meta, dict) else {},
+                repa_mm_version=__version__)
     save_checkpoint(
         dict(meta=meta, state_dict=weights_to_cpu(deployed.state_dict())), out)
     return dict(
@@ -448,7 +452,8 @@ def draw_predictions(model: nn.Module,
         The prediction, a data sample of the model's codebase.
 
     Raises:
-        FileNotFoundError, ValueError: If the image is missing or is none.
+        FileNotFoundError, ValueError: If the image is missing, is none, or
+            of a size that the model cannot take.
         OSError: If the picture cannot be written.
     """
     import cv2
@@ -466,15 +471,21 @@ def draw_predictions(model: nn.Module,
     pixels = mmcv.imread(image)
     if pixels is None:
         raise ValueError(f'{image!r} is not an image that can be read')
+    size = pixels.shape[:2]
     pixels = mmcv.bgr2rgb(pixels)
     cfg = model.cfg
     pipeline = Compose([
         step for step in dataset_config(cfg, 'test').pipeline
         if 'Annotations' not in step['type']
     ])
-    data = pipeline(dict(img_path=osp.abspath(image), img_id=0))
-    with torch.no_grad():
-        prediction = model.test_step(pseudo_collate([data]))[0]
+    try:
+        data = pipeline(dict(img_path=osp.abspath(image), img_id=0))
+        with torch.no_grad():
+            prediction = model.test_step(pseudo_collate([data]))[0]
+    except Exception as error:
+        raise ValueError(
+            f'the model fails on {image!r} of {"x".join(map(str, size))} '
+            f'pixels ({type(error).__name__}: {error})') from error
     visualizer = VISUALIZERS.build(
         dict(cfg.visualizer, name=f'demo_{id(model)}', vis_backends=None))
     visualizer.dataset_meta = model.dataset_meta or {}
@@ -493,6 +504,9 @@ def draw_predictions(model: nn.Module,
 
 def _set_work_dir(cfg: Config, config: str, work_dir: Optional[str]) -> None:
     name = osp.splitext(osp.basename(config))[0]
+    for key in ('work_dir', 'load_from'):
+        if not isinstance(cfg.get(key), (str, type(None))):
+            raise ValueError(f'{key} must be a path, but is {cfg[key]!r}')
     cfg.work_dir = work_dir or cfg.get('work_dir') or osp.join(
         'work_dirs', name)
     check_writable(cfg.work_dir)
@@ -512,10 +526,16 @@ def _check_checkpoint(path: str, resume: bool = False) -> None:
 
 
 def _check_resumable(checkpoint: dict) -> None:
-    meta = checkpoint.get('meta')
-    for key, holder in (('epoch', meta), ('iter', meta),
-                        ('message_hub', checkpoint)):
-        if not isinstance(holder, dict) or key not in holder:
+    meta, optimizer = checkpoint.get('meta'), checkpoint.get('optimizer')
+    meta = meta if isinstance(meta, dict) else {}
+    for key, there in (
+            ('epoch', isinstance(meta.get('epoch'), int)),
+            ('iter', isinstance(meta.get('iter'), int)),
+            # MMEngine's MessageHub, or its state.
+            ('message_hub', not isinstance(checkpoint.get('message_hub', 0),
+                                           (int, float, str, list))),
+            ('optimizer', isinstance(optimizer, dict))):
+        if not there:
             raise CheckpointError(
                 f'the checkpoint has no {key!r} and cannot be resumed from; '
                 'to start from its weights: --cfg-options load_from=FILE')
@@ -637,13 +657,21 @@ def check_data(cfg: Config, *splits: str) -> None:
 
     Raises:
         FileNotFoundError: If not.
-        ValueError: If a data loader has no data set.
+        ValueError: If a data loader has no data set, or too many workers.
     """
     for split in splits:
         if not cfg.get(f'{split}_dataloader'):
             continue
         dataset_config(cfg, split)
-        for dataset in leaves(cfg[f'{split}_dataloader'].dataset):
+        loader = cfg[f'{split}_dataloader']
+        workers = loader.get('num_workers', 0)
+        most = max(64, 8 * (os.cpu_count() or 1))
+        if not isinstance(workers, int) or not 0 <= workers <= most:
+            raise ValueError(f'{split}_dataloader.num_workers must be from 0 '
+                             f'to {most}, but is {workers!r}')
+        for dataset in leaves(loader.dataset):
+            if dataset.get('backend_args'):  # not among the files here
+                continue
             for path, is_there in _paths_of(dataset):
                 if path and not is_remote(path) and not is_there(path):
                     raise FileNotFoundError(
@@ -657,6 +685,12 @@ def _paths_of(dataset: ConfigDict) -> list:
     prefixes = dataset.get('data_prefix') or {}
     if isinstance(prefixes, str):
         prefixes = dict(img=prefixes)
+    for key, value, kind in (('data_root', root, str),
+                             ('ann_file', dataset.get('ann_file') or '', str),
+                             ('data_prefix', prefixes, dict)):
+        if not isinstance(value, kind):
+            raise ValueError(f'{key} of a data set must be a path, but is '
+                             f'{value!r}')
     paths = [(root, osp.isdir)]
     # Not a pipe or a device, which would not end.
     ann_file = dataset.get('ann_file') or ''
@@ -693,7 +727,7 @@ def _check_loop(runner: Runner, split: str) -> None:
         raise ValueError(f'the {split} data set has {len(dataset)} images, '
                          'fewer than a batch: set '
                          f'{split}_dataloader.batch_size')
-    for key in ('max_epochs', 'max_iters'):
+    for key in ('max_epochs', 'max_iters', 'val_interval'):
         if split == 'train' and getattr(loop, key, 1) < 1:
             raise ValueError(f'train_cfg.{key} must be at least 1')
     check_items(dataset)

@@ -2,6 +2,7 @@
 import argparse
 
 from repa_mm.apis import FORMS, draw_predictions, init_model
+from repa_mm.benchmark.forms import check_device
 from repa_mm.utils.cli import clear_errors
 
 
@@ -21,6 +22,7 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     args = parse_args()
     with clear_errors():
+        check_device(args.device)
         model = init_model(args.config, args.checkpoint, args.form,
                            args.device)
         draw_predictions(model, args.image, args.out, args.score_thr)

@@ -7,6 +7,7 @@ import pickle
 import re
 import types
 import zipfile
+from functools import lru_cache
 from importlib import import_module
 from mmap import ACCESS_READ, mmap
 from typing import Any, Iterator, Optional, Sequence, Union
@@ -45,6 +46,7 @@ def check_pretrained(init_cfg: Union[dict, list, None]) -> None:
                 f'no pretrained weights at {path!r}. {HOW_TO_GET_WEIGHTS}')
 
 
+@lru_cache(maxsize=None)
 def _safe_globals() -> list:
     """What MMEngine and timm's scripts write into checkpoints besides tensors.
     """
@@ -68,9 +70,15 @@ def _safe_globals() -> list:
             raise pickle.UnpicklingError(f'dtype {code}')
         return np.dtype(code, *args)
 
+    def encode(text: str, codec: str) -> bytes:
+        # How protocol 2 writes bytes.
+        if codec != 'latin1':
+            raise pickle.UnpicklingError(f'codec {codec}')
+        return text.encode(codec)
+
     return [
         argparse.Namespace, HistoryBuffer, (method, 'builtins.getattr'),
-        np.ndarray,
+        (encode, '_codecs.encode'), np.ndarray,
         (dtype, 'numpy.dtype'), multiarray._reconstruct, multiarray.scalar,
         slice, *{type(np.dtype(char)) for char in 'bBhHiIlLqQefd?'}
     ]

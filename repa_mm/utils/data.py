@@ -77,7 +77,10 @@ class CheckedPipeline(Compose):
                 data = step(data)
             except Exception as error:
                 name = ' and '.join(repr(p) for p in paths if p)
-                text = str(error) or type(error).__name__
+                text = str(error)
+                if not text or not isinstance(error, (
+                        AssertionError, OSError, ValueError)):
+                    text = f'{type(error).__name__} {text}'
                 raise ValueError(f'cannot load {name or "an image"} '
                                  f'({type(step).__name__}: {text})') from error
             if data is None:
@@ -86,11 +89,17 @@ class CheckedPipeline(Compose):
                     and 'gt_seg_map' in data):
                 self._check_labels(data, paths[1])
                 checked = True
+        if not isinstance(data, dict) or 'inputs' not in data:
+            raise ValueError("the data set's pipeline gives no 'inputs': its "
+                             'last step must be a Pack...Inputs')
         return data
 
     def _check_labels(self, data: dict, path: str) -> None:
         labels, size = data['gt_seg_map'], data.get('ori_shape')
-        if size is not None and labels.shape[:2] != tuple(size[:2]):
+        if labels.ndim != 2:
+            raise ValueError(f'the label map {path!r} has {labels.shape[-1]} '
+                             'channels, not one')
+        if size is not None and labels.shape != tuple(size[:2]):
             raise ValueError(
                 f'the label map {path!r} is of {_size(labels.shape)} pixels, '
                 f'its image {data.get("img_path")!r} of {_size(size)}')
@@ -128,12 +137,14 @@ def leaves(dataset: Any) -> Iterator[Any]:
     """The data sets, or their configs, inside any wrappers."""
     get = dataset.get if isinstance(dataset, dict) else (
         lambda key: getattr(dataset, key, None))
-    inner = get('datasets') or get('dataset')
-    if not inner:
+    inner = get('datasets')
+    if inner is None:
+        inner = get('dataset')
+    if inner is None:
         yield dataset
+        return
     for item in inner if isinstance(inner, (list, tuple)) else [inner]:
-        if item:
-            yield from leaves(item)
+        yield from leaves(item)
 
 
 @contextmanager
@@ -155,6 +166,9 @@ def checked_annotations(annotated: bool = False) -> Iterator[None]:
 
     def checked_read(self, annotation_file=None):
         self.annotation_file = annotation_file
+        if annotation_file is not None and not osp.isfile(annotation_file):
+            # A pipe or a device would not end.
+            raise AnnotationError(f'there is no file {annotation_file!r}')
         try:
             read(self, annotation_file)
         except AnnotationError:
@@ -218,14 +232,18 @@ def check_coco(content: dict, path: str, annotated: bool = False) -> None:
     annotations = content.get('annotations', [])
     if not isinstance(annotations, list):
         fail(f'its annotations are {_short(annotations)}, not a list')
-    if annotated and not annotations:
-        fail('there are no annotations')
+    usable = False
     for entry in annotations:
         if not isinstance(entry, dict) or not _is_id(entry.get('id')):
             fail(f'one of the annotations is {_short(entry)}, without an id')
         problem = _problem(entry, images, categories)
         if problem:
             fail(f'the annotation {entry["id"]} has {problem}')
+        usable = usable or (not entry.get('iscrowd') and entry['bbox'][2] > 0
+                            and entry['bbox'][3] > 0)
+    if annotated and not usable:
+        fail('there are no annotations' + ' but crowds and boxes without area'
+             * bool(annotations))
 
 
 def _is_id(value: Any) -> bool:
@@ -255,9 +273,10 @@ def _problem(entry: dict, images: dict, categories: dict) -> Optional[str]:
         return None
     if isinstance(mask, list):
         for polygon in mask:
-            if not isinstance(polygon, list) or not _are_numbers(polygon):
-                return (f'the polygon {_short(polygon)}: it takes finite '
-                        'coordinates')
+            if (not isinstance(polygon, list) or not _are_numbers(polygon)
+                    or len(polygon) % 2):
+                return (f'the polygon {_short(polygon)}: it takes pairs of '
+                        'finite coordinates')
         return None
     image = images[entry['image_id']]
     if not isinstance(mask, dict) or mask.get('size') != [
