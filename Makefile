@@ -7,6 +7,8 @@ TASKS := retinanet mask_rcnn upernet
 SETUP := $(PYTHON) requirements/setup_env.py
 # The environment's Python; hides a GPU for which mmcv has no operators.
 run = env $$(cat $(1)/.setup/run-env) $(1)/bin/python
+# One test per core; more than a few need much memory.
+PYTEST := -m pytest tests --numprocesses auto --maxprocesses 4 --dist worksteal
 
 .DEFAULT_GOAL := help
 .PHONY: help env env-openmmlab demo test test-all test-openmmlab clean distclean python task
@@ -35,13 +37,13 @@ demo: task env
 	@$(call run,.venv) tools/demo.py --task $(TASK) $(ARGS)
 
 test: env
-	@$(call run,.venv) -m pytest tests -m 'not slow' $(ARGS)
+	@OMP_NUM_THREADS=1 $(call run,.venv) $(PYTEST) -m 'not slow' $(ARGS)
 
 test-all: env
-	@$(call run,.venv) -m pytest tests $(ARGS)
+	@OMP_NUM_THREADS=1 $(call run,.venv) $(PYTEST) $(ARGS)
 
 test-openmmlab: env-openmmlab
-	@$(call run,.venv-openmmlab) -m pytest tests -m 'not slow' $(ARGS)
+	@OMP_NUM_THREADS=1 $(call run,.venv-openmmlab) $(PYTEST) -m 'not slow' $(ARGS)
 
 # Said before the set-up, not a quarter of an hour later.
 task:

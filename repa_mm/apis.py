@@ -126,8 +126,10 @@ def runner_for_training(config: str,
                              'training needs')
     optimizer = cfg.optim_wrapper.get('optimizer') or {}
     kind = optimizer.get('type')
-    if isinstance(kind, str) and OPTIMIZERS.get(kind) is None:
-        raise ValueError(f'optim_wrapper.optimizer.type {kind!r} is unknown')
+    with OPTIMIZERS.switch_scope_and_registry(cfg.default_scope) as registry:
+        if isinstance(kind, str) and registry.get(kind) is None:
+            raise ValueError(
+                f'optim_wrapper.optimizer.type {kind!r} is unknown')
     rate = optimizer.get('lr', 0)
     if not isinstance(rate, (int, float)) or not 0 <= rate < float('inf'):
         raise ValueError('optim_wrapper.optimizer.lr must be a number of at '
@@ -758,9 +760,10 @@ def _check_classes(runner: Runner, dataset, split: str) -> None:
             f'{dataset.ann_file!r}')
     for name, module in innermost(runner.model).named_modules():
         count = getattr(module, 'num_classes', None)
-        if (name.rpartition('.')[2] in HEADS and isinstance(count, int)
-                and (len(classes) > count or
-                     len(classes) < count and split != 'train')):
+        # A classifier may be asked about a part of its classes.
+        if (name.rpartition('.')[2] in HEADS and isinstance(count, int) and
+            (len(classes) > count or len(classes) < count and name != 'head'
+             and split != 'train')):
             raise ValueError(
                 f'the {split} data set has {len(classes)} classes, but {name} '
                 f'of the model has {count}: set model.{name}.num_classes, or '

@@ -161,6 +161,7 @@ def test_classifiers(randomize, tmp_path):
     model = MODELS.build(
         dict(
             type='ImageClassifier',
+            _scope_='mmpretrain',
             backbone=dict(
                 type='RePaPoolFormer',
                 **{k: v for k, v in FAMILY['RePaPoolFormer'][1].items()

@@ -211,6 +211,11 @@ def _count(tensor: torch.Tensor, wrong: torch.Tensor, what: str) -> str:
             f'{"are" if n > 1 else "is"} {what}')
 
 
+def _any(mask: torch.Tensor) -> bool:
+    """Whether an element is true; on the meta device there are none."""
+    return not mask.is_meta and bool(mask.any())
+
+
 def check_finite(module: nn.Module) -> None:
     """Check the parameters and the BatchNorm statistics of a module.
 
@@ -226,10 +231,10 @@ def check_finite(module: nn.Module) -> None:
         if item[0].endswith(('running_mean', 'running_var', 'layer_scale'))))
     found = []
     for name, tensor in tensors:
-        finite = tensor.isfinite()
-        if not finite.all():
-            found.append(f'{name} {_count(tensor, ~finite, "not finite")}')
-        elif name.endswith('running_var') and (tensor < 0).any():
+        infinite = ~tensor.isfinite()
+        if _any(infinite):
+            found.append(f'{name} {_count(tensor, infinite, "not finite")}')
+        elif name.endswith('running_var') and _any(tensor < 0):
             found.append(f'{name} {_count(tensor, tensor < 0, "negative")}')
     if found:
         more = f' (and {len(found) - 1} more like it)' * (len(found) > 1)
@@ -528,7 +533,7 @@ def _scale_and_shift(norm: nn.Module, like: torch.Tensor):
         raise ValueError('a BatchNorm without running statistics '
                          '(track_running_stats=False) cannot be merged')
     s = (_double(norm.running_var) + norm.eps).rsqrt()
-    if s.isinf().any():
+    if _any(s.isinf()):
         raise ValueError('a BatchNorm with eps=0 and channels of variance 0 '
                          'cannot be merged')
     if norm.affine:
@@ -545,7 +550,7 @@ def _assign(source: ChannelIdleFFN,
         if value is None:
             continue
         rounded = value.to(like)
-        if not rounded.isfinite().all():
+        if _any(~rounded.isfinite()):
             raise ValueError(
                 f'the merged weights, up to {value.abs().max():.1e}, exceed '
                 f'the range of {like.dtype}: merge the model in another dtype')

@@ -1,7 +1,7 @@
 """Parameters and multiply-adds."""
 import copy
 import logging
-from typing import Any, Dict, Optional, Tuple
+from typing import Any, Dict, Optional, Sequence, Tuple
 
 import torch
 import torch.nn as nn
@@ -77,9 +77,15 @@ def macs_by_part(model: nn.Module,
             operators = analyzer.by_module_and_operator()
         finally:
             logger.setLevel(level)
-    prefix = '' if traced is model else 'model'
-    result = {}
-    for name in ('', *children):
-        found = operators['.'.join(filter(None, (prefix, name)))]
-        result[name] = int(sum(found[op] for op in _WEIGHT_OPERATORS))
+    prefix = '' if traced is model else 'model.'
+
+    def count(name: str, kinds: Sequence[str]) -> int:
+        found = operators[(prefix + name).rstrip('.')]
+        return int(sum(found[kind] for kind in kinds))
+
+    result = {name: count(name, _WEIGHT_OPERATORS) for name in ('', *children)}
+    for name, module in model.named_modules():
+        more = count(name, getattr(module, 'weight_operators', ()))
+        for part in {'', name.partition('.')[0]} if more else ():
+            result[part] += more
     return result
