@@ -1,6 +1,7 @@
 import pytest
 import torch
 import torch.nn as nn
+from mmengine.registry import DefaultScope
 
 
 def _randomize(module: nn.Module, seed: int = 0) -> nn.Module:
@@ -47,3 +48,9 @@ def relative_error():
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _scope():
+    """Forget the default scope that another test has set."""
+    DefaultScope._instance_dict.clear()

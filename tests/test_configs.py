@@ -13,7 +13,7 @@ from mmengine.fileio import dump, load
 from mmengine.model.utils import revert_sync_batchnorm
 from mmengine.optim import build_optim_wrapper
 from mmengine.registry import (DATASETS, MODELS, PARAM_SCHEDULERS,
-                               DefaultScope, init_default_scope)
+                               init_default_scope)
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from repa_mm import config_path, reparameterize
@@ -54,15 +54,6 @@ TYPES = dict(
 
 def is_swin(name):
     return 'swin' in name
-
-
-@pytest.fixture(autouse=True)
-def _scope():
-    """Forget the default scope that a test sets."""
-    before = DefaultScope._instance_dict.copy()
-    yield
-    DefaultScope._instance_dict.clear()
-    DefaultScope._instance_dict.update(before)
 
 
 def load_config(name):

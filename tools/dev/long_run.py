@@ -96,15 +96,11 @@ def train_in_cycles(cycles: int) -> None:
             since = time.perf_counter()
 
             def after_val_epoch(self, runner, metrics=None):
-                if runner.epoch % report == 0:
-                    # A test in the middle of a training.
-                    loop = runner.train_loop
-                    runner.test_loop.run()
-                    assert runner.train_loop is loop
+                runner.test_loop.run()  # in the middle of the training
                 if runner.epoch % report == 0:
                     now = time.perf_counter()
                     print(f'{4 * runner.epoch:6} iterations, '
-                          f'{runner.epoch} validations: '
+                          f'{runner.epoch} validations and tests: '
                           f'{resident_mib():7.1f} MiB, '
                           f'{(now - self.since) / report * 1e3:.0f} ms a '
                           'cycle', flush=True)
