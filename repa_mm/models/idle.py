@@ -153,16 +153,14 @@ def _idle_ffn(block: nn.Module, idle_ratio: float,
                          'blocks of this name in OpenMMLab have')
     ffn = getattr(block, ffn_name)
     fc1, act, dropout, fc2, scale, drop_path = _parts_of(block, ffn)
-    if dropout:
-        raise ValueError(f'dropout ({dropout}) inside its FFN would come '
-                         'between the channels and their merge: set it to 0')
     idle_ffn = ChannelIdleFFN(
         fc1.weight.shape[1],
         fc1.weight.shape[0],
         idle_ratio=idle_ratio,
         act_cfg=act,
         norm_cfg=norm_cfg,
-        drop_path=getattr(drop_path, 'drop_prob', None) or 0.)
+        drop_path=getattr(drop_path, 'drop_prob', None) or 0.,
+        drop_rate=dropout)
     with torch.no_grad():
         for new, old in ((idle_ffn.fc1, fc1), (idle_ffn.fc2, fc2)):
             new.weight.copy_(old.weight.flatten(1))

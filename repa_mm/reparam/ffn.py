@@ -247,7 +247,8 @@ class ChannelIdleFFN(TrainingForm):
     With u = BN1(x), h = u W_in^T + b_in and a = [act(h_A), h_I] (active and
     idle channels), it returns x + DropPath(g * (BN2(a) W_out^T + b_out)): eq. 3
     of the `paper <https://arxiv.org/abs/2505.21847>`_, with the biases that it
-    omits, stochastic depth and the layer scale g.
+    omits, stochastic depth and the layer scale g. Dropout, where asked for,
+    comes before and after the second linear layer.
 
     With ``norm_cfg=dict(type='LN')`` there is a LayerNorm before the FFN and
     no norm inside it. Then only the idle product merges; the LayerNorm and the
@@ -266,6 +267,8 @@ class ChannelIdleFFN(TrainingForm):
         drop_path (float): Stochastic depth rate. Defaults to 0.
         layer_scale_init_value (float): Initial value of the layer scale; 0 for
             none. Defaults to 0.
+        drop_rate (float): Dropout rate; every hidden channel is computed in
+            training if it is not 0. Defaults to 0.
 
     In training mode the idle channels are not computed where that is faster,
     see :mod:`repa_mm.reparam.folded`: outputs, gradients and running
@@ -286,7 +289,8 @@ class ChannelIdleFFN(TrainingForm):
                  act_cfg: Union[dict, nn.Module] = dict(type='GELU'),
                  norm_cfg: dict = dict(type='BN'),
                  drop_path: float = 0.,
-                 layer_scale_init_value: float = 0.) -> None:
+                 layer_scale_init_value: float = 0.,
+                 drop_rate: float = 0.) -> None:
         super().__init__()
         self.embed_dims = embed_dims
         self.feedforward_channels = feedforward_channels
@@ -301,6 +305,8 @@ class ChannelIdleFFN(TrainingForm):
         self.layer_scale = (
             nn.Parameter(torch.ones(embed_dims) * layer_scale_init_value)
             if layer_scale_init_value else None)
+        # After the second norm: its statistics are to be those of inference.
+        self.drop = nn.Dropout(drop_rate)
         # Named as in mmcv's FFN.
         self.dropout_layer = DropPath(drop_path)
 
@@ -348,7 +354,7 @@ class ChannelIdleFFN(TrainingForm):
         h = self.fc1(u)
         active, idle = h.tensor_split([self.num_active], dim=1)
         a = torch.cat([self.act(active), idle], dim=1)
-        z = self.fc2(self.norm2(a)).view(x.shape)
+        z = self.drop(self.fc2(self.drop(self.norm2(a)))).view(x.shape)
         if self.layer_scale is not None:
             z = z * self.layer_scale
         return x + self.dropout_layer(z)

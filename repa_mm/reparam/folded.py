@@ -238,7 +238,7 @@ def choose_path(ffn: nn.Module, num_tokens: int) -> str:
     foldable = (
         statistics in (('batch', 'batch'), ('running', 'running'),
                        ('token', 'token'))
-        and next(ffn.act.parameters(), None) is None)
+        and next(ffn.act.parameters(), None) is None and ffn.drop.p == 0)
     # Ranks with other numbers of tokens must take the same path.
     is_alone = _group(ffn.norm1) is None
     # One token has no variance; torch's own message about it is good.
@@ -248,9 +248,9 @@ def choose_path(ffn: nn.Module, num_tokens: int) -> str:
     if ffn.training_path == 'folded':
         if not foldable:
             raise ValueError(
-                'folded training needs an activation without parameters, and '
-                'two norms of torch.nn in the same mode (both train or both '
-                "eval): set training_path='auto'")
+                'folded training needs an activation without parameters, no '
+                'dropout, and two norms of torch.nn in the same mode (both '
+                "train or both eval): set training_path='auto'")
         return 'folded'
     # Autograd inside of a backward pass cannot be compiled.
     if not foldable or (is_compiling()

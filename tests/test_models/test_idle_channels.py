@@ -92,9 +92,6 @@ REFUSED = {
                r"'layers.0', a TransformerEncoderLayer.*SwiGLUFFNFused"),
     'EVA-02': ('mmpretrain', 'ViTEVA02', dict(arch=VIT),
                r"'layers.0', a EVA02EndcoderLayer, is none"),
-    'dropout': ('mmpretrain', 'VisionTransformer',
-                dict(arch=VIT, drop_rate=0.1),
-                r"'layers.0', a TransformerEncoderLayer.*dropout \(0.1\)"),
     'three linear layers': ('mmpretrain', 'VisionTransformer',
                             dict(arch=VIT, layer_cfgs=dict(num_fcs=3)),
                             r"'layers.0'.*3 linear layers, not two"),
@@ -211,13 +208,14 @@ def test_twice():
 def test_layer_scale_drop_path_activation_dtype_are_kept():
     from mmpretrain.models import VisionTransformer
     model = VisionTransformer(
-        VIT, layer_scale_init_value=0.3, drop_path_rate=0.2,
+        VIT, layer_scale_init_value=0.3, drop_path_rate=0.2, drop_rate=0.1,
         layer_cfgs=dict(act_cfg=dict(type='ReLU'))).double()
     model.layers[1].ffn.gamma2.weight.data.uniform_()
     scale = model.layers[1].ffn.gamma2.weight.clone()
     ffn = idle_channels(model).layers[1].ffn
     assert torch.equal(ffn.layer_scale, scale)
     assert ffn.dropout_layer.drop_prob == 0.2
+    assert ffn.drop.p == 0.1
     assert isinstance(ffn.act, nn.ReLU)
     assert ffn.norm1.weight.dtype == torch.float64
 

@@ -128,6 +128,28 @@ def test_drop_path_drops_whole_samples():
     assert torch.allclose(branch[~dropped], expected, atol=1e-5)
 
 
+def test_dropout_before_and_after_the_second_linear_layer(
+        randomize, relative_error):
+    ffn = randomize(ChannelIdleFFN(64, 256, drop_rate=0.25))
+    assert not [key for key in ffn.state_dict() if 'drop' in key]
+    x = torch.randn(4, 200, 64)
+    u = F.batch_norm(x.view(-1, 64), None, None, ffn.norm1.weight,
+                     ffn.norm1.bias, True)
+    h = ffn.fc1(u)
+    a = torch.cat([F.gelu(h[:, :64]), h[:, 64:]], 1)
+    v = F.batch_norm(a, None, None, ffn.norm2.weight, ffn.norm2.bias, True)
+    torch.manual_seed(1)
+    z = F.dropout(ffn.fc2(F.dropout(v, 0.25)), 0.25)
+    torch.manual_seed(1)
+    assert relative_error(ffn(x), x + z.view(x.shape)) < 1e-5
+    ffn.training_path = 'folded'
+    with pytest.raises(ValueError, match='no dropout'):
+        ffn(x)
+    ffn.eval()
+    assert torch.equal(ffn(x), ffn(x))
+    assert relative_error(ffn.merge()(x), ffn(x)) < 1e-5
+
+
 def test_deploy_form_is_for_inference():
     merged = ChannelIdleFFN(8, 32).merge().train()
     with pytest.raises(RuntimeError, match='deploy form.*inference'):
