@@ -1,7 +1,15 @@
+import signal
+
 import pytest
 import torch
 import torch.nn as nn
 from mmengine.registry import DefaultScope
+
+
+def pytest_configure() -> None:
+    # A shell's background jobs ignore it, and with them what they start.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _randomize(module: nn.Module, seed: int = 0) -> nn.Module:
