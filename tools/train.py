@@ -1,12 +1,11 @@
 """Train a detector, segmentor or classifier."""
 import argparse
-import os
 
 from repa_mm.apis import end_process, runner_for_training
-from repa_mm.utils.cli import DictAction, clear_errors
+from repa_mm.utils.cli import clear_errors, parse_runner_args
 
 
-def parse_args() -> argparse.Namespace:
+def parse_args() -> dict:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument('config', help='path of the config')
     parser.add_argument('--work-dir', help='folder for logs and checkpoints')
@@ -26,24 +25,11 @@ def parse_args() -> argparse.Namespace:
         '--auto-scale-lr',
         action='store_true',
         help='scale the learning rate with the total batch size')
-    parser.add_argument(
-        '--cfg-options',
-        nargs='+',
-        action=DictAction,
-        help='override values of the config: key=value ...')
-    parser.add_argument(
-        '--launcher',
-        choices=['none', 'pytorch', 'slurm', 'mpi'],
-        default='none')
-    parser.add_argument('--local_rank', '--local-rank', type=int, default=0)
-    args = parser.parse_args()
-    os.environ.setdefault('LOCAL_RANK', str(args.local_rank))
-    return args
+    return parse_runner_args(parser)
 
 
 def main() -> None:
-    args = vars(parse_args())
-    del args['local_rank']
+    args = parse_args()
     with clear_errors():
         runner = runner_for_training(**args)
     with clear_errors(logger=runner.logger):

@@ -43,6 +43,30 @@ class DictAction(config.DictAction):
                     f'({str(error) or type(error).__name__})') from error
 
 
+def parse_runner_args(parser: argparse.ArgumentParser) -> dict:
+    """Parse the command line of a tool with a Runner.
+
+    Adds what all of them have: ``--cfg-options``, ``--launcher``, and the
+    ``--local-rank`` of launchers before torchrun, which ends as LOCAL_RANK.
+
+    Returns:
+        dict: The arguments by name, without the rank.
+    """
+    parser.add_argument(
+        '--cfg-options',
+        nargs='+',
+        action=DictAction,
+        help='override values of the config: key=value ...')
+    parser.add_argument(
+        '--launcher',
+        choices=['none', 'pytorch', 'slurm', 'mpi'],
+        default='none')
+    parser.add_argument('--local_rank', '--local-rank', type=int, default=0)
+    args = vars(parser.parse_args())
+    os.environ.setdefault('LOCAL_RANK', str(args.pop('local_rank')))
+    return args
+
+
 def _exit(signum, frame):
     # An exception, so that temporary files are removed.
     sys.exit(128 + signum)
