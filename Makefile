@@ -17,7 +17,7 @@ help:
 	@echo 'make demo             train, test, reparameterize and test again on real images'
 	@echo '                      (TASK=retinanet, the default, mask_rcnn or upernet)'
 	@echo 'make test             run the tests (ARGS="-k ffn" goes to pytest)'
-	@echo 'make test-all         the tests that take minutes too'
+	@echo 'make test-all         the tests that take minutes too, and random cases anew'
 	@echo 'make env              only the set-up: .venv with the main stack'
 	@echo 'make env-openmmlab    .venv-openmmlab with the last OpenMMLab releases'
 	@echo 'make test-openmmlab   run the tests on those'
@@ -40,7 +40,7 @@ test: env
 	@OMP_NUM_THREADS=1 $(call run,.venv) $(PYTEST) -m 'not slow' $(ARGS)
 
 test-all: env
-	@OMP_NUM_THREADS=1 $(call run,.venv) $(PYTEST) $(ARGS)
+	@OMP_NUM_THREADS=1 $(call run,.venv) $(PYTEST) --hypothesis-profile=default $(ARGS)
 
 test-openmmlab: env-openmmlab
 	@OMP_NUM_THREADS=1 $(call run,.venv-openmmlab) $(PYTEST) -m 'not slow' $(ARGS)

@@ -93,7 +93,8 @@ def ffn(w, name, x, active=0.25, scale=1.):
             y = y + linear(w, f'{name}.fc3',
                            F.gelu(linear(w, f'{name}.fc2', x)))
         return y
-    h = linear(w, f'{name}.fc1', norm(w, f'{name}.norm1', x))
+    # LV-ViT's sees the tokens without the residual scale.
+    h = linear(w, f'{name}.fc1', norm(w, f'{name}.norm1', x / scale))
     a = round(h.shape[-1] * active)
     h = torch.cat([F.gelu(h[..., :a]), h[..., a:]], -1)
     z = linear(w, f'{name}.fc2', norm(w, f'{name}.norm2', h))
@@ -382,6 +383,16 @@ def test_same_logits_and_back(family, form, config_of, relative_error):
                        if k.startswith('head')})
         merged = to_repavit(merged, config_of(family), size).state_dict
         assert relative_error(forward(merged, x), forward(weights, x)) < 1e-5
+
+
+def test_merged_lvvit_of_the_authors_is_refused(config_of):
+    """It has a norm that their training form has not, and lacks a factor."""
+    w = Layout('deploy', ratio=2 / 3, expansion=3)
+    w.weights.update(lvvit_layout('deploy', ratio=2 / 3))
+    for i in range(2):
+        w.norm(f'blocks.{i}.mlp.norm', 16, batch=True)
+    with pytest.raises(CheckpointError, match='blocks.0.mlp.fc3.*training'):
+        to_mm(w.weights, config_of('lvvit'))
 
 
 @pytest.mark.parametrize('ratio', [0., 1.])

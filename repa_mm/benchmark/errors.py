@@ -8,9 +8,9 @@ of a computation (output, gradients, running statistics) has two errors:
   reference's largest value;
 - in *roundings*: the same difference over the effect of one rounding: the
   difference of the literal computation in the same dtype, or what rounding
-  input, weights and statistics once does, or what rounding once the terms
-  does that a gradient through batch statistics is a sum of, whichever is
-  most. An ill-conditioned case (a mean of 1000 standard deviations) has a
+  once does to input, weights, statistics and the output of every layer, or
+  to the terms that a gradient through a norm's statistics or a softmax is a
+  sum of, whichever is most. An ill-conditioned case (a mean of 1000 standard deviations) has a
   large relative error in any algorithm; this one is large in a worse
   algorithm than the literal one only.
 """
@@ -208,6 +208,15 @@ def run_folded(*args) -> Results:
     return run_training(*args, path='folded')
 
 
+class _FixedLayerNorm(nn.LayerNorm):
+    """Without a gradient through its statistics."""
+
+    def forward(self, x):
+        var, mean = torch.var_mean(x.detach(), -1, False, keepdim=True)
+        x = (x - mean) * (var + self.eps).rsqrt()
+        return x * self.weight + self.bias
+
+
 def run_without_statistics(ffn: ChannelIdleFFN, x: torch.Tensor,
                            case: dict) -> Results:
     """As :func:`run_training`, but no gradient through the statistics.
@@ -215,15 +224,16 @@ def run_without_statistics(ffn: ChannelIdleFFN, x: torch.Tensor,
     What it does to a gradient is to take the projection on them off it.
     """
     ffn = copy.deepcopy(ffn).train()
-    if not case['frozen']:
+    if case['norm'] == 'LN':
+        ffn.norm1.__class__ = _FixedLayerNorm
+    elif not case['frozen']:
         for norm in (ffn.norm1, ffn.norm2):
             norm.momentum = 1.
         biased = 1 - 1 / (x.shape[0] * x.shape[1])
         with torch.no_grad():
             ffn.forward_literal(x)
             for norm in (ffn.norm1, ffn.norm2):
-                if isinstance(norm, nn.BatchNorm1d):
-                    norm.running_var.mul_(biased)
+                norm.running_var.mul_(biased)
     return run_training(ffn, x, dict(case, frozen=True))
 
 
@@ -277,6 +287,24 @@ def run_attention(msa: nn.Module, x: torch.Tensor, case: dict) -> Results:
     return found
 
 
+class _FixedSoftmax(nn.Softmax):
+    """Without a gradient through the sum that it divides by."""
+
+    def forward(self, x):
+        return super().forward(x).detach() * (1 + x - x.detach())
+
+
+def run_without_sums(msa: nn.Module, x: torch.Tensor, case: dict) -> Results:
+    """As :func:`run_attention`, but no gradient through a softmax's sum.
+
+    What that does to a gradient is to take a mean off it: where all tokens are
+    the same, or each sees one only, nothing is left.
+    """
+    msa = copy.deepcopy(msa)
+    msa.w_msa.softmax.__class__ = _FixedSoftmax
+    return run_attention(msa, x, case)
+
+
 def run_fast_attention(msa: nn.Module, x: torch.Tensor,
                        case: dict) -> Results:
     """As :func:`run_attention`, with the fast one in its place."""
@@ -315,13 +343,21 @@ CHECKS = {
           run_without_statistics),
     'window attention':
     Check(ATTENTION, _attention_and_input, run_fast_attention,
-          run_attention),
+          run_attention, run_without_sums),
 }
 
 
 def _rounded(x: torch.Tensor, eps: float, generator) -> torch.Tensor:
     noise = torch.rand(x.shape, generator=generator, dtype=torch.float64)
     return x * (1 + eps * (noise - 0.5))
+
+
+def _round_outputs(module: nn.Module, eps: float, generator) -> None:
+    """Have every layer of a module round its output."""
+    for layer in module.modules():
+        if not list(layer.children()):
+            layer.register_forward_hook(
+                lambda layer, args, y: _rounded(y, eps, generator))
 
 
 def _in(dtype: torch.dtype, run, module, x, case) -> Results:
@@ -356,6 +392,7 @@ def _roundings(check: Check, module, x, case, exact: Results) -> Results:
         for tensor in (*moved.parameters(), *moved.buffers()):
             if tensor.is_floating_point():
                 tensor.copy_(_rounded(tensor, step, generator))
+    _round_outputs(moved, step, generator)
     moved = check.reference(moved, _rounded(x, step, generator), case)
     return {
         k: torch.maximum(v, eps / step * largest(moved[k] - exact[k]))

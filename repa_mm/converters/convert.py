@@ -160,6 +160,8 @@ def to_mm(state_dict: Weights,
     else:
         ratios, source = _ratios(family, weights, ffns, config, idle_ratio,
                                  args or {})
+    if form == 'training':
+        _scale_statistics(weights, ffns, getattr(model, 'residual_scale', 1.))
     cfg.update(idle_ratio=ratios, deploy=form == 'deploy')
     cfg.pop('idle_schedule', None)
     if form == 'deploy':
@@ -226,6 +228,8 @@ def to_repavit(state_dict: Weights,
         source = 'the shapes'
     else:
         ratios, source = _ratios(family, weights, ffns, config)
+        _scale_statistics(weights, ffns,
+                          1 / getattr(model, 'residual_scale', 1.))
     if family.backbone == 'RePaMlpMixer' and ratios != 0.75:
         raise CheckpointError("the Mixer of the authors' code has an idle "
                               f'ratio of 0.75 only, and this one {ratios}')
@@ -331,6 +335,11 @@ def _form_of(family: Family, weights: Weights, origin: Dict[str, str]) -> str:
             f'the checkpoint has no FFN: it has {listed(origin.values())}')
     forms = {}
     for prefix, names in parts.items():
+        if {'fc3.weight', 'norm1.weight'} <= names:
+            raise CheckpointError(
+                f"{origin[f'{prefix}.fc3.weight']!r} is of a merged FFN that "
+                'has a norm, too: what its code computes is not what it was '
+                'trained for (see docs/weights.md); convert the training form')
         if 'norm1.running_mean' in names:
             form = 'training'
         elif 'norm1.weight' in names:
@@ -581,6 +590,19 @@ def _stack(weights: Weights, ffns: dict) -> None:
                 'fc2.bias': b,
             }
         weights.update({f'{name}.{key}': v for key, v in new.items()})
+
+
+def _scale_statistics(weights: Weights, ffns: dict, scale: float) -> None:
+    """Statistics of the FFNs' inputs for inputs times a scale, in place.
+
+    The authors' LV-ViT has its FFNs see the tokens divided by the residual
+    scale.
+    """
+    for name in ffns:
+        for key, power in (('running_mean', 1), ('running_var', 2)):
+            key = f'{name}.norm1.{key}'
+            if key in weights:
+                weights[key] = weights[key] * scale**power
 
 
 def _unstack(weights: Weights, ffns: dict) -> None:

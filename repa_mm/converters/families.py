@@ -242,6 +242,7 @@ FAMILIES = dict(
         others={
             'blocks.#.attn.norm': 'layers.#.ln1',
             'blocks.#.norm2': 'layers.#.ffn.norm1',
+            'blocks.#.mlp.norm': 'layers.#.ffn.norm1',
         },
         left_out=(),
         vanilla=True,

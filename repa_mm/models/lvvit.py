@@ -9,6 +9,7 @@ from mmengine.registry import MODELS
 from mmpretrain.models import VisionTransformer
 from mmpretrain.models.utils import resize_pos_embed, to_2tuple
 
+from ..reparam import ChannelIdleFFN
 from .base import RePaBackbone
 
 
@@ -153,6 +154,7 @@ class LVViT(VisionTransformer):
             norm_cfg=norm_cfg,
             **kwargs)
         self.mix_token = mix_token
+        self.residual_scale = residual_scale
         self.patch_embed = ConvStem(img_size, patch_size, in_channels,
                                     stem_channels, self.embed_dims)
         for layer in self.layers:
@@ -214,6 +216,9 @@ class RePaLVViT(RePaBackbone, LVViT):
     as the tokens: with as many active channels as in the paper's model (one
     for each channel of the tokens) the idle ratio is 2/3.
 
+    The authors' FFNs see the tokens divided by the residual scale. A BatchNorm
+    takes that away again, all but its ``eps``, which is smaller here instead.
+
     Args:
         *args, **kwargs: Those of :class:`LVViT`, and ``idle_ratio``,
             ``idle_schedule``, ``ffn_norm_cfg`` and ``deploy`` of
@@ -224,3 +229,10 @@ class RePaLVViT(RePaBackbone, LVViT):
         >>> features = model(torch.rand(1, 3, 224, 224))
         >>> deployed = repa_mm.reparameterize(model)
     """
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        for module in self.modules():
+            if (isinstance(module, ChannelIdleFFN)
+                    and not isinstance(module.norm1, nn.LayerNorm)):
+                module.norm1.eps *= self.residual_scale**2

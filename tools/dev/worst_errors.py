@@ -27,11 +27,9 @@ def main() -> None:
                       f'{args.cases - overflown} cases '
                       f'({overflown} more exceed the range)')
                 for kind in ('relative', 'roundings'):
-                    # Gradients may be zero but for rounding errors, and
-                    # those of saturated attention are.
+                    # Gradients may be zero but for rounding errors.
                     results = [r for r, k in found if k == kind and (
-                        not r.endswith('grad') or kind == 'roundings'
-                        and values == 'ordinary')]
+                        kind == 'roundings' or not r.endswith('grad'))]
                     worst = max(results, key=lambda r: found[r, kind][0])
                     error, case = found[worst, kind]
                     print(f'  {kind} {error:.1e} in {worst} of {case}')
