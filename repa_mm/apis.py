@@ -580,7 +580,7 @@ def _with_pretrained(cfg: ConfigDict) -> Iterator[ConfigDict]:
     """The parts of a model's config that load pretrained weights."""
     if isinstance(cfg, dict):
         init_cfg = cfg.get('init_cfg')
-        if isinstance(init_cfg, dict) and init_cfg['type'] == 'Pretrained':
+        if isinstance(init_cfg, dict) and init_cfg.get('type') == 'Pretrained':
             yield cfg
         for value in cfg.values():
             yield from _with_pretrained(value)
@@ -588,10 +588,10 @@ def _with_pretrained(cfg: ConfigDict) -> Iterator[ConfigDict]:
 
 def _set_form(cfg: Config, form: Optional[str]) -> None:
     hooks = cfg.get('custom_hooks') or []
-    has_hook = any(h['type'] == 'ReparameterizeHook' for h in hooks)
+    has_hook = any(h.get('type') == 'ReparameterizeHook' for h in hooks)
     if form == 'training':
         cfg.custom_hooks = [
-            h for h in hooks if h['type'] != 'ReparameterizeHook'
+            h for h in hooks if h.get('type') != 'ReparameterizeHook'
         ]
     elif form == 'deploy' and not has_hook:
         cfg.custom_hooks = [*hooks, dict(type='ReparameterizeHook')]

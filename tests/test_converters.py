@@ -456,6 +456,29 @@ def test_named_architectures():
 
 # Files: what else is in them, what they are wrapped in, what is wrong.
 
+def test_safetensors(tmp_path):
+    save_file = pytest.importorskip('safetensors.torch').save_file
+    src, dst = str(tmp_path / 'model.safetensors'), str(tmp_path / 'dst.pth')
+    weights = swin_layout('training')
+    save_file(weights, src)
+    done = repavit_to_mm(src, dst)
+    expected = to_mm(weights).state_dict
+    assert set(done.state_dict) == set(expected)
+    assert all(torch.equal(done.state_dict[k], v) for k, v in expected.items())
+
+    os.unlink(dst)
+    content = open(src, 'rb').read()
+    for damaged in (content[:-9], b'', b'\xff' * 64, b'PK' + content):
+        with open(src, 'wb') as file:
+            file.write(damaged)
+        with pytest.raises(CheckpointError, match='not a readable safetens'):
+            repavit_to_mm(src, dst)
+    save_file({}, src)
+    with pytest.raises(CheckpointError, match='no tensor'):
+        repavit_to_mm(src, dst)
+    assert not os.path.exists(dst)
+
+
 def test_full_checkpoint_with_arguments_and_averages(tmp_path):
     weights, average = (swin_layout('training') for _ in range(2))
     average['norm.weight'] = average['norm.weight'] + 1

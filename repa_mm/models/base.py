@@ -112,7 +112,7 @@ class RePaBackbone:
             # expect a bias in every linear layer.
             cfgs = self.init_cfg
             for cfg in cfgs if isinstance(cfgs, (list, tuple)) else [cfgs]:
-                if cfg and cfg['type'] == 'Pretrained':
+                if cfg and cfg.get('type') == 'Pretrained':
                     initialize(self, cfg)
             return
         super().init_weights()

@@ -1,4 +1,7 @@
 """RePa-Swin."""
+import math
+
+import torch.nn.functional as F
 from mmengine.registry import MODELS
 from mmpretrain.models import SwinTransformer
 
@@ -20,6 +23,30 @@ class _StateDicts:
                 del state_dict[key]
         adapt_output_norms(self, state_dict, prefix, last[len(prefix):-1])
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    def _prepare_relative_position_bias_table(self, state_dict, prefix, *args,
+                                              **kwargs):
+        """Resize the tables of windows of another size, as Swin's own code.
+
+        The parent's way needs a function that SciPy has no longer.
+        """
+        for name, own in self.named_parameters():
+            key = f'{prefix}{name}'
+            if not (name.endswith('.relative_position_bias_table')
+                    and key in state_dict):
+                continue
+            table = state_dict[key]
+            side, own_side = math.isqrt(len(table)), math.isqrt(len(own))
+            if (len(table) == len(own) or table.shape[1:] != own.shape[1:]
+                    or side**2 != len(table)):
+                continue
+            resized = F.interpolate(
+                table.float().t().reshape(1, -1, side, side),
+                size=(own_side, own_side),
+                mode='bicubic')
+            state_dict[key] = resized.flatten(2)[0].t().to(table)
+            index = name.replace('_bias_table', '_index')
+            state_dict[f'{prefix}{index}'] = self.get_buffer(index)
 
 
 @MODELS.register_module()

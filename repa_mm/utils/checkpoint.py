@@ -203,14 +203,29 @@ def _tensors(value: Any, seen: set) -> Iterator[torch.Tensor]:
             yield from _tensors(item, seen)
 
 
+def _load_safetensors(path: str) -> dict:
+    """The tensors of a file in Hugging Face's format."""
+    try:
+        from safetensors.torch import load_file
+    except ImportError as error:
+        raise CheckpointError(f'{path!r} needs a package to be read: pip '
+                              'install safetensors') from error
+    try:
+        return load_file(path)
+    except Exception as error:
+        raise CheckpointError(f'{path!r} is not a readable safetensors file, '
+                              f'perhaps damaged ({error})') from error
+
+
 def load_checkpoint(path: str,
                     keys: Sequence[str] = ('state_dict', )) -> dict:
     """Read a checkpoint onto the CPU, without running code that is in it.
 
     Args:
-        path (str): A file with a state dict, alone or under one of ``keys``.
-            It must not change while the tensors are in use: they are read
-            only as far as they are used.
+        path (str): A file with a state dict, alone or under one of ``keys``;
+            with the suffix .safetensors, one of that format. It must not
+            change while the tensors are in use: they are read only as far as
+            they are used.
         keys (Sequence[str]): The first of these that is there has the state
             dict. Defaults to ('state_dict', ).
 
@@ -228,6 +243,11 @@ def load_checkpoint(path: str,
                 'device or pipe' if osp.exists(path) else '')
         raise FileNotFoundError(f'no checkpoint at {path!r}'
                                 + (kind and f': it is a {kind}'))
+    if path.endswith('.safetensors'):
+        state_dict = _load_safetensors(path)
+        if not state_dict:
+            raise CheckpointError(f'{path!r} holds no tensor')
+        return dict(state_dict=state_dict)
     # torch maps zip files only. Those that it reads whole, torch 2.1 reads
     # beyond the end of what they hold.
     mapped = check_size(path)

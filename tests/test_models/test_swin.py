@@ -169,6 +169,35 @@ def test_idle_channels_needs_known_blocks():
         idle_channels(torch.nn.Linear(2, 2))
 
 
+def test_weights_for_windows_of_another_size(randomize):
+    """Position tables are resized, head by head; everything else is as it was.
+    """
+    small = randomize(RePaSwinTransformer(SMALL, window_size=4)).eval()
+    for name, table in small.named_parameters():
+        if name.endswith('relative_position_bias_table'):
+            # Of head h: h + 1 for each step down, and -1 for each to the right.
+            y, x = (c.reshape(-1, 1) for c in torch.meshgrid(
+                torch.arange(7.), torch.arange(7.), indexing='ij'))
+            table.data = y * torch.arange(1., table.shape[1] + 1) - x
+    weights = copy.deepcopy(small.state_dict())
+    large = RePaSwinTransformer(SMALL, window_size=7, pad_small_map=True)
+    large.load_state_dict(weights)
+    for name, value in large.state_dict().items():
+        if name.endswith('relative_position_bias_table'):
+            table = value.view(13, 13, -1)[3:-3, 3:-3]  # inside
+            steps = torch.arange(1., table.shape[-1] + 1) * 7 / 13
+            assert torch.allclose(
+                table.diff(dim=0), steps.expand(6, 7, -1), rtol=0.2)
+            assert torch.allclose(
+                table.diff(dim=1), torch.tensor(-7 / 13), rtol=0.2)
+            assert torch.allclose(
+                table[3, 3], 3 * steps * 13 / 7 - 3, atol=1e-4)
+        elif not name.endswith('relative_position_index'):
+            assert torch.equal(value, small.state_dict()[name])
+    # And it runs.
+    large.eval()(torch.rand(1, 3, 64, 96))
+
+
 def test_checkpoints_of_the_wrong_kind_are_refused_even_non_strictly():
     from mmengine.runner.checkpoint import load_state_dict
     from mmpretrain.models import SwinTransformer
