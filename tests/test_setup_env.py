@@ -33,6 +33,7 @@ def setup_env():
 def environment(setup_env, tmp_path, monkeypatch):
     """An environment that was never made, and is not to be made here."""
     monkeypatch.setattr(setup_env.Environment, 'make_venv', None)
+    monkeypatch.delenv('MMCV_WHEEL', raising=False)
     return setup_env.Environment('onedl', tmp_path / 'env')
 
 
@@ -97,14 +98,12 @@ def test_a_finished_environment_has_nothing_to_do(environment):
     assert environment.pending() == []
 
 
-def test_a_finished_environment_costs_nothing(environment):
+def test_a_finished_environment_is_left_alone(environment):
     finish(environment)
-    start = time.monotonic()
     done = subprocess.run(
         [sys.executable, str(SCRIPT), '--venv', str(environment.venv)],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     assert (done.returncode, done.stdout) == (0, b'')
-    assert time.monotonic() - start < 5  # 0.1 s on an idle machine
 
 
 @pytest.mark.parametrize('part, first', [('uv', 'venv'), ('base', 'torch'),

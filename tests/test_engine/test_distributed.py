@@ -137,7 +137,6 @@ end_process()
 def test_a_process_that_dies_ends_the_job(tmp_path):
     script = tmp_path / 'dying.py'
     script.write_text(DYING)
-    start = time.time()
     result = subprocess.run(
         [sys.executable, '-m', 'torch.distributed.run', '--nproc_per_node=2',
          f'--master_port={free_port()}', str(script), str(tmp_path)],
@@ -145,4 +144,3 @@ def test_a_process_that_dies_ends_the_job(tmp_path):
         env=dict(os.environ, PYTHONPATH=str(ROOT), OMP_NUM_THREADS='1'))
     assert result.returncode != 0
     assert 'SIGKILL' in result.stderr and 'dying.py' in result.stderr
-    assert time.time() - start < 150
