@@ -2,7 +2,7 @@
 # tools/make_demo_data.py writes: minutes on two CPU cores.
 _base_ = [
     '../_base_/models/mask_rcnn_swin.py',
-    '../_base_/datasets/coco_instance.py',
+    '../_base_/datasets/digits_instance.py',
     '../_base_/schedules/coco_1x_adamw.py', '../_base_/runtime/mmdet.py'
 ]
 
@@ -36,45 +36,6 @@ model = dict(
         rpn_proposal=dict(nms_pre=500, max_per_img=200),
         rcnn=dict(sampler=dict(num=32))),
     test_cfg=dict(rpn=dict(nms_pre=500, max_per_img=100)))
-
-data_root = 'data/demo/coco/'
-metainfo = dict(
-    classes=('zero', 'one', 'two', 'three', 'four', 'five', 'six', 'seven',
-             'eight', 'nine'))
-
-# No flips: a mirrored digit is none.
-train_pipeline = [
-    dict(type='LoadImageFromFile'),
-    dict(type='LoadAnnotations', with_bbox=True, with_mask=True),
-    dict(type='Resize', scale=(160, 160), keep_ratio=True),
-    dict(type='PackDetInputs')
-]
-test_pipeline = [
-    dict(type='LoadImageFromFile'),
-    dict(type='Resize', scale=(160, 160), keep_ratio=True),
-    dict(type='LoadAnnotations', with_bbox=True, with_mask=True),
-    dict(
-        type='PackDetInputs',
-        meta_keys=('img_id', 'img_path', 'ori_shape', 'img_shape',
-                   'scale_factor'))
-]
-
-train_dataloader = dict(
-    batch_size=8,
-    num_workers=0,
-    persistent_workers=False,
-    dataset=dict(
-        data_root=data_root, metainfo=metainfo, pipeline=train_pipeline))
-val_dataloader = dict(
-    num_workers=0,
-    persistent_workers=False,
-    dataset=dict(
-        data_root=data_root, metainfo=metainfo, pipeline=test_pipeline))
-test_dataloader = val_dataloader
-
-val_evaluator = dict(
-    ann_file=data_root + 'annotations/instances_val2017.json')
-test_evaluator = val_evaluator
 
 max_epochs = 4
 train_cfg = dict(max_epochs=max_epochs, val_interval=max_epochs)

@@ -2,7 +2,7 @@
 # tools/make_demo_data.py writes: minutes on two CPU cores.
 _base_ = [
     '../_base_/models/retinanet_swin.py',
-    '../_base_/datasets/coco_detection.py',
+    '../_base_/datasets/digits_detection.py',
     '../_base_/schedules/coco_1x_adamw.py', '../_base_/runtime/mmdet.py'
 ]
 
@@ -30,45 +30,6 @@ model = dict(
         norm_cfg=norm_cfg,
         # Digits are 20 to 60 pixels tall, and narrow.
         anchor_generator=dict(octave_base_scale=3, strides=[8, 16, 32])))
-
-data_root = 'data/demo/coco/'
-metainfo = dict(
-    classes=('zero', 'one', 'two', 'three', 'four', 'five', 'six', 'seven',
-             'eight', 'nine'))
-
-# No flips: a mirrored digit is none.
-train_pipeline = [
-    dict(type='LoadImageFromFile'),
-    dict(type='LoadAnnotations', with_bbox=True),
-    dict(type='Resize', scale=(160, 160), keep_ratio=True),
-    dict(type='PackDetInputs')
-]
-test_pipeline = [
-    dict(type='LoadImageFromFile'),
-    dict(type='Resize', scale=(160, 160), keep_ratio=True),
-    dict(type='LoadAnnotations', with_bbox=True),
-    dict(
-        type='PackDetInputs',
-        meta_keys=('img_id', 'img_path', 'ori_shape', 'img_shape',
-                   'scale_factor'))
-]
-
-train_dataloader = dict(
-    batch_size=8,
-    num_workers=0,
-    persistent_workers=False,
-    dataset=dict(
-        data_root=data_root, metainfo=metainfo, pipeline=train_pipeline))
-val_dataloader = dict(
-    num_workers=0,
-    persistent_workers=False,
-    dataset=dict(
-        data_root=data_root, metainfo=metainfo, pipeline=test_pipeline))
-test_dataloader = val_dataloader
-
-val_evaluator = dict(
-    ann_file=data_root + 'annotations/instances_val2017.json')
-test_evaluator = val_evaluator
 
 max_epochs = 5
 train_cfg = dict(max_epochs=max_epochs, val_interval=max_epochs)
