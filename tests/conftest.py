@@ -6,10 +6,9 @@ import torch.nn as nn
 from hypothesis import settings
 from mmengine.registry import DefaultScope
 
-
 # The same cases each time; `make test-all` draws others.
-settings.register_profile('same', derandomize=True)
-settings.load_profile('same')
+settings.register_profile('derandomized', derandomize=True)
+settings.load_profile('derandomized')
 
 
 def pytest_configure() -> None:

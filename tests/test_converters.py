@@ -705,6 +705,29 @@ def test_vanilla_swin(layout, randomize):
     assert all('.ffn.norm' in k for k in done.fresh)
 
 
+@pytest.mark.parametrize('norm', ['norm2', 'mlp.norm'])
+def test_vanilla_lvvit(norm, config_of):
+    """TokenLabeling's, and that of the authors' code."""
+    given = {
+        key.replace('mlp.norm1', norm): value
+        for key, value in lvvit_layout('training').items()
+        if 'mlp.norm2' not in key and not (
+            'mlp.norm1' in key and key.split('.')[-1] not in ('weight', 'bias'))
+    }
+    done = to_mm(given, config_of('lvvit'))
+    assert done.form == 'vanilla' and done.left_out == []
+    weights = done.state_dict
+    for i in range(2):
+        ffn = f'backbone.layers.{i}.ffn'
+        for ours, theirs in (('norm1.weight', f'{norm}.weight'),
+                             ('norm1.bias', f'{norm}.bias'),
+                             ('fc1.weight', 'mlp.fc1.weight')):
+            assert torch.equal(weights[f'{ffn}.{ours}'],
+                               given[f'blocks.{i}.{theirs}'])
+        assert (weights[f'{ffn}.norm1.running_mean'] == 0).all()
+        assert (weights[f'{ffn}.norm1.running_var'] == 1).all()
+
+
 @pytest.mark.parametrize('layout', ['mmpretrain', 'timm', 'distilled'])
 @pytest.mark.parametrize('pre_norm', [False, True])
 def test_vanilla_vit(layout, pre_norm, config_of, randomize, relative_error):

@@ -10,9 +10,9 @@ of a computation (output, gradients, running statistics) has two errors:
   difference of the literal computation in the same dtype, or what rounding
   once does to input, weights, statistics and the output of every layer, or
   to the terms that a gradient through a norm's statistics or a softmax is a
-  sum of, whichever is most. An ill-conditioned case (a mean of 1000 standard deviations) has a
-  large relative error in any algorithm; this one is large in a worse
-  algorithm than the literal one only.
+  sum of, whichever is most. An ill-conditioned case (a mean of 1000 standard
+  deviations) has a large relative error in any algorithm; this one is large in
+  a worse algorithm than the literal one only.
 """
 import copy
 import math

@@ -592,19 +592,6 @@ def _stack(weights: Weights, ffns: dict) -> None:
         weights.update({f'{name}.{key}': v for key, v in new.items()})
 
 
-def _scale_statistics(weights: Weights, ffns: dict, scale: float) -> None:
-    """Statistics of the FFNs' inputs for inputs times a scale, in place.
-
-    The authors' LV-ViT has its FFNs see the tokens divided by the residual
-    scale.
-    """
-    for name in ffns:
-        for key, power in (('running_mean', 1), ('running_var', 2)):
-            key = f'{name}.norm1.{key}'
-            if key in weights:
-                weights[key] = weights[key] * scale**power
-
-
 def _unstack(weights: Weights, ffns: dict) -> None:
     """The inverse of :func:`_stack`."""
     for name in ffns:
@@ -620,6 +607,19 @@ def _unstack(weights: Weights, ffns: dict) -> None:
             new = (w1[active:], b1[active:], w1[:active], b1[:active], w2)
         for key, value in zip((*parts, 'fc3.weight'), new):
             weights[f'{name}.{key}'] = value
+
+
+def _scale_statistics(weights: Weights, ffns: dict, scale: float) -> None:
+    """Statistics of the FFNs' inputs for inputs times a scale, in place.
+
+    The authors' LV-ViT has its FFNs see the tokens divided by the residual
+    scale.
+    """
+    for name in ffns:
+        for key, power in (('running_mean', 1), ('running_var', 2)):
+            key = f'{name}.norm1.{key}'
+            if key in weights:
+                weights[key] = weights[key] * scale**power
 
 
 def _complete(model, weights: Weights, origin: Dict[str, str],

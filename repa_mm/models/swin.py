@@ -26,9 +26,10 @@ class _StateDicts:
 
     def _prepare_relative_position_bias_table(self, state_dict, prefix, *args,
                                               **kwargs):
-        """Resize the tables of windows of another size, as Swin's own code.
+        """Resize the tables of windows of another size, bicubically.
 
-        The parent's way needs a function that SciPy has no longer.
+        As Swin's own code does; the parent's way needs a function that SciPy
+        has no longer.
         """
         for name, own in self.named_parameters():
             key = f'{prefix}{name}'
