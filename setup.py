@@ -1,4 +1,5 @@
 """Packaging of RePa-MM. Options and metadata that pip needs are all here."""
+
 import os
 import os.path as osp
 import shutil
@@ -30,8 +31,7 @@ def link_mim_files():
     for name in MIM_FILES:
         link = osp.join(folder, name)
         if osp.lexists(link):
-            shutil.rmtree(link) if osp.isdir(link) and not osp.islink(
-                link) else os.remove(link)
+            shutil.rmtree(link) if osp.isdir(link) and not osp.islink(link) else os.remove(link)
         try:
             os.symlink(osp.join('..', '..', name), link)
         except OSError:  # Windows without the right to make links
@@ -41,8 +41,8 @@ def link_mim_files():
 def copy(source, target):
     if osp.isdir(source):
         shutil.copytree(
-            source, target,
-            ignore=shutil.ignore_patterns('__pycache__', '*.py[co]', '.*'))
+            source, target, ignore=shutil.ignore_patterns('__pycache__', '*.py[co]', '.*')
+        )
     else:
         shutil.copyfile(source, target)
 
@@ -78,8 +78,7 @@ setup(
     description='RePaFormers for OpenMMLab: detectors and segmentors with '
     'Vision Transformer backbones that reparameterize into smaller, faster '
     'ones, exactly',
-    long_description=read('README.md') if osp.exists(
-        osp.join(ROOT, 'README.md')) else '',
+    long_description=read('README.md') if osp.exists(osp.join(ROOT, 'README.md')) else '',
     long_description_content_type='text/markdown',
     author='The RePa-MM authors',
     license='Apache License 2.0',
@@ -102,4 +101,5 @@ setup(
         'tests': ['hypothesis', 'pytest', 'scikit-image', 'scikit-learn'],
     },
     cmdclass={'build_py': BuildPy, 'develop': Develop},
-    zip_safe=False)
+    zip_safe=False,
+)

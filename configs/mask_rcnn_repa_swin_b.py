@@ -11,4 +11,6 @@ model = dict(
         # train. For batch statistics: norm_eval=False, and
         # ffn_norm_cfg=dict(type='SyncBN') to share them between GPUs.
         norm_eval=True,
-        init_cfg=dict(checkpoint=pretrained)))
+        init_cfg=dict(checkpoint=pretrained),
+    )
+)

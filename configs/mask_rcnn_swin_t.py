@@ -1,10 +1,11 @@
 _base_ = [
-    '_base_/models/mask_rcnn_swin.py', '_base_/datasets/coco_instance.py',
-    '_base_/schedules/coco_1x_adamw.py', '_base_/runtime/mmdet.py'
+    '_base_/models/mask_rcnn_swin.py',
+    '_base_/datasets/coco_instance.py',
+    '_base_/schedules/coco_1x_adamw.py',
+    '_base_/runtime/mmdet.py',
 ]
 
 pretrained = 'checkpoints/swin_tiny_in1k.pth'
 model = dict(
-    backbone=dict(
-        init_cfg=dict(
-            type='Pretrained', checkpoint=pretrained, prefix='backbone.')))
+    backbone=dict(init_cfg=dict(type='Pretrained', checkpoint=pretrained, prefix='backbone.'))
+)

@@ -1,14 +1,16 @@
 _base_ = [
-    '_base_/models/vit_classifier.py', '_base_/datasets/imagenet.py',
-    '_base_/schedules/imagenet_lamb.py', '_base_/runtime/mmpretrain.py',
-    '_base_/reparameterize.py'
+    '_base_/models/vit_classifier.py',
+    '_base_/datasets/imagenet.py',
+    '_base_/schedules/imagenet_lamb.py',
+    '_base_/runtime/mmpretrain.py',
+    '_base_/reparameterize.py',
 ]
 
 # The repeated augmentation of DeiT: an epoch is a third of the images, each
 # augmented three times, for three GPUs.
 train_dataloader = dict(
-    batch_size=128,
-    sampler=dict(type='RepeatAugSampler', num_repeats=3, shuffle=True))
+    batch_size=128, sampler=dict(type='RepeatAugSampler', num_repeats=3, shuffle=True)
+)
 
 optim_wrapper = dict(optimizer=dict(lr=2.5e-3, weight_decay=0.02))
 param_scheduler = [
@@ -18,12 +20,14 @@ param_scheduler = [
         by_epoch=True,
         begin=0,
         end=20,
-        convert_to_iter_based=True),
+        convert_to_iter_based=True,
+    ),
     dict(
         type='CosineAnnealingLR',
         eta_min=1e-6,
         by_epoch=True,
         begin=20,
         end=300,
-        convert_to_iter_based=True)
+        convert_to_iter_based=True,
+    ),
 ]

@@ -1,8 +1,9 @@
 _base_ = [
     '_base_/models/lvvit_classifier.py',
     '_base_/datasets/imagenet_token_label.py',
-    '_base_/schedules/imagenet_lamb.py', '_base_/runtime/mmpretrain.py',
-    '_base_/reparameterize.py'
+    '_base_/schedules/imagenet_lamb.py',
+    '_base_/runtime/mmpretrain.py',
+    '_base_/reparameterize.py',
 ]
 
 train_dataloader = dict(batch_size=128)
@@ -15,14 +16,16 @@ param_scheduler = [
         by_epoch=True,
         begin=0,
         end=20,
-        convert_to_iter_based=True),
+        convert_to_iter_based=True,
+    ),
     dict(
         type='CosineAnnealingLR',
         eta_min=1e-5,
         by_epoch=True,
         begin=20,
         end=300,
-        convert_to_iter_based=True)
+        convert_to_iter_based=True,
+    ),
 ]
 
 # 8 GPUs x 128 images

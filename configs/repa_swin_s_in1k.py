@@ -10,12 +10,14 @@ param_scheduler = [
         by_epoch=True,
         begin=0,
         end=20,
-        convert_to_iter_based=True),
+        convert_to_iter_based=True,
+    ),
     dict(
         type='CosineAnnealingLR',
         eta_min=5e-5,
         by_epoch=True,
         begin=20,
         end=300,
-        convert_to_iter_based=True)
+        convert_to_iter_based=True,
+    ),
 ]

@@ -1,9 +1,7 @@
 # With the settings of the released code: the paper's table leaves them out.
 _base_ = 'repa_deit_t_in1k.py'
 
-model = dict(
-    backbone=dict(arch='large', drop_path_rate=0.3),
-    head=dict(in_channels=1024))
+model = dict(backbone=dict(arch='large', drop_path_rate=0.3), head=dict(in_channels=1024))
 
 optim_wrapper = dict(optimizer=dict(lr=1e-3, weight_decay=0.05))
 param_scheduler = [
@@ -13,12 +11,14 @@ param_scheduler = [
         by_epoch=True,
         begin=0,
         end=20,
-        convert_to_iter_based=True),
+        convert_to_iter_based=True,
+    ),
     dict(
         type='CosineAnnealingLR',
         eta_min=5e-5,
         by_epoch=True,
         begin=20,
         end=300,
-        convert_to_iter_based=True)
+        convert_to_iter_based=True,
+    ),
 ]

@@ -1,5 +1,4 @@
 _base_ = 'retinanet_swin_t.py'
 
 pretrained = 'checkpoints/swin_small_in1k.pth'
-model = dict(
-    backbone=dict(arch='small', init_cfg=dict(checkpoint=pretrained)))
+model = dict(backbone=dict(arch='small', init_cfg=dict(checkpoint=pretrained)))

@@ -10,6 +10,8 @@ model = dict(
         # and beta train. For batch statistics: norm_eval=False, and
         # ffn_norm_cfg=dict(type='SyncBN') to share them between GPUs.
         norm_eval=True,
-        init_cfg=dict(checkpoint=pretrained)),
+        init_cfg=dict(checkpoint=pretrained),
+    ),
     # UPerHead with fewer multiplications, the same to rounding
-    decode_head=dict(type='FastUPerHead'))
+    decode_head=dict(type='FastUPerHead'),
+)

@@ -1,10 +1,11 @@
 """What the tools do: runners for training and testing, models, merging."""
+
 import importlib.util
 import itertools
 import os
 import os.path as osp
 import sys
-from typing import Iterator, Optional, Union
+from collections.abc import Iterator
 
 import mmengine
 import torch
@@ -12,21 +13,32 @@ import torch.nn as nn
 from mmengine.config import Config, ConfigDict
 from mmengine.evaluator import DumpResults
 from mmengine.hooks import Hook
-from mmengine.registry import (MODELS, OPTIMIZERS, RUNNERS, VISUALIZERS,
-                               init_default_scope)
+from mmengine.registry import MODELS, OPTIMIZERS, RUNNERS, VISUALIZERS, init_default_scope
 from mmengine.runner import BaseLoop, Runner
 from mmengine.runner.checkpoint import load_state_dict, weights_to_cpu
 
 from .engine.hooks import innermost
-from .reparam import (ChannelIdleFFN, CheckpointError, calibrate_batch_norm,
-                      check_finite, has_deploy_form, is_reparameterized,
-                      reparameterize)
-from .utils.checkpoint import (check_fit, check_pretrained, check_values,
-                               find_latest, is_remote, load_checkpoint,
-                               load_safely, save_checkpoint)
+from .reparam import (
+    ChannelIdleFFN,
+    CheckpointError,
+    calibrate_batch_norm,
+    check_finite,
+    has_deploy_form,
+    is_reparameterized,
+    reparameterize,
+)
+from .utils.checkpoint import (
+    check_fit,
+    check_pretrained,
+    check_values,
+    find_latest,
+    is_remote,
+    load_checkpoint,
+    load_safely,
+    save_checkpoint,
+)
 from .utils.complexity import count_macs, count_parameters
-from .utils.data import (AnnotationError, check_image, check_items,
-                         checked_annotations, leaves)
+from .utils.data import AnnotationError, check_image, check_items, checked_annotations, leaves
 from .utils.files import check_output, check_writable, replacing
 from .version import __version__
 
@@ -34,12 +46,23 @@ SCOPES = ('mmdet', 'mmseg', 'mmpretrain')
 FORMS = ('training', 'deploy')
 HEADS = ('bbox_head', 'mask_head', 'decode_head', 'auxiliary_head', 'head')
 # Parts of a config that tools look into.
-DICTS = ('model', 'train_dataloader', 'val_dataloader', 'test_dataloader',
-         'train_cfg', 'val_cfg', 'test_cfg', 'optim_wrapper', 'default_hooks',
-         'env_cfg', 'auto_scale_lr', 'tta_model')
+DICTS = (
+    'model',
+    'train_dataloader',
+    'val_dataloader',
+    'test_dataloader',
+    'train_cfg',
+    'val_cfg',
+    'test_cfg',
+    'optim_wrapper',
+    'default_hooks',
+    'env_cfg',
+    'auto_scale_lr',
+    'tta_model',
+)
 
 
-def load_config(path: str, cfg_options: Optional[dict] = None) -> Config:
+def load_config(path: str, cfg_options: dict | None = None) -> Config:
     """Read a config and make its codebase the default scope.
 
     Args:
@@ -52,27 +75,31 @@ def load_config(path: str, cfg_options: Optional[dict] = None) -> Config:
         ImportError: If its codebase is not installed.
     """
     if not osp.isfile(path):
-        raise FileNotFoundError(f'no config at {path!r}'
-                                + ': it is a folder' * osp.isdir(path))
+        raise FileNotFoundError(f'no config at {path!r}' + ': it is a folder' * osp.isdir(path))
     try:
         cfg = Config.fromfile(path)
     except RecursionError as error:
-        raise ValueError(f'cannot read the config {path!r}: it inherits from '
-                         'itself, perhaps through others, or recurses without '
-                         'end') from error
+        raise ValueError(
+            f'cannot read the config {path!r}: it inherits from '
+            'itself, perhaps through others, or recurses without '
+            'end'
+        ) from error
     except (Exception, SystemExit) as error:
-        raise ValueError(f'cannot read the config {path!r}: '
-                         f'{type(error).__name__}: {error}') from error
+        raise ValueError(
+            f'cannot read the config {path!r}: {type(error).__name__}: {error}'
+        ) from error
     try:
         if cfg_options:
             cfg.merge_from_dict(cfg_options)
     except Exception as error:
-        raise ValueError(f'cannot apply --cfg-options to {path!r}: '
-                         f'{type(error).__name__}: {error}') from error
+        raise ValueError(
+            f'cannot apply --cfg-options to {path!r}: {type(error).__name__}: {error}'
+        ) from error
     scope = cfg.get('default_scope')
     if scope not in SCOPES:
-        raise ValueError(f'default_scope of {path!r} must be one of '
-                         f'{", ".join(SCOPES)}, but is {scope!r}')
+        raise ValueError(
+            f'default_scope of {path!r} must be one of {", ".join(SCOPES)}, but is {scope!r}'
+        )
     if importlib.util.find_spec(scope) is None:
         raise ImportError(f'{path!r} needs {scope}, which is not installed')
     for key in ('model', 'test_dataloader'):
@@ -80,22 +107,23 @@ def load_config(path: str, cfg_options: Optional[dict] = None) -> Config:
             raise ValueError(f'the config {path!r} has no {key!r}')
     for key in DICTS:
         if not isinstance(cfg.get(key, {}), (dict, type(None))):
-            raise ValueError(f'{key!r} of {path!r} must be a dict, but is '
-                             f'{cfg[key]!r}')
+            raise ValueError(f'{key!r} of {path!r} must be a dict, but is {cfg[key]!r}')
     if not isinstance(cfg.model, dict) or 'type' not in cfg.model:
         raise ValueError(f"'model' of {path!r} has no 'type'")
     init_default_scope(scope)
     return cfg
 
 
-def runner_for_training(config: str,
-                    work_dir: Optional[str] = None,
-                    amp: bool = False,
-                    resume: Union[None, str] = None,
-                    from_scratch: bool = False,
-                    auto_scale_lr: bool = False,
-                    launcher: str = 'none',
-                    cfg_options: Optional[dict] = None) -> Runner:
+def runner_for_training(
+    config: str,
+    work_dir: str | None = None,
+    amp: bool = False,
+    resume: None | str = None,
+    from_scratch: bool = False,
+    auto_scale_lr: bool = False,
+    launcher: str = 'none',
+    cfg_options: dict | None = None,
+) -> Runner:
     """A runner that is ready for ``runner.train()``.
 
     Args:
@@ -122,18 +150,17 @@ def runner_for_training(config: str,
     cfg = load_config(config, cfg_options)
     for key in ('train_dataloader', 'train_cfg', 'optim_wrapper'):
         if not cfg.get(key):
-            raise ValueError(f'the config {config!r} has no {key!r}, which '
-                             'training needs')
+            raise ValueError(f'the config {config!r} has no {key!r}, which training needs')
     optimizer = cfg.optim_wrapper.get('optimizer') or {}
     kind = optimizer.get('type')
     with OPTIMIZERS.switch_scope_and_registry(cfg.default_scope) as registry:
         if isinstance(kind, str) and registry.get(kind) is None:
-            raise ValueError(
-                f'optim_wrapper.optimizer.type {kind!r} is unknown')
+            raise ValueError(f'optim_wrapper.optimizer.type {kind!r} is unknown')
     rate = optimizer.get('lr', 0)
     if not isinstance(rate, (int, float)) or not 0 <= rate < float('inf'):
-        raise ValueError('optim_wrapper.optimizer.lr must be a number of at '
-                         f'least 0, but is {rate!r}')
+        raise ValueError(
+            f'optim_wrapper.optimizer.lr must be a number of at least 0, but is {rate!r}'
+        )
     cfg.launcher = launcher
     _set_work_dir(cfg, config, work_dir)
     if amp:
@@ -143,16 +170,16 @@ def runner_for_training(config: str,
         cfg.optim_wrapper.loss_scale = 'dynamic'
     if auto_scale_lr:
         if 'base_batch_size' not in (cfg.get('auto_scale_lr') or {}):
-            raise ValueError('--auto-scale-lr needs '
-                             f'auto_scale_lr.base_batch_size in {config!r}')
+            raise ValueError(f'--auto-scale-lr needs auto_scale_lr.base_batch_size in {config!r}')
         cfg.auto_scale_lr.enable = True
     if resume:
-        cfg.load_from = (
-            find_latest(cfg.work_dir) if resume == 'auto' else resume)
+        cfg.load_from = find_latest(cfg.work_dir) if resume == 'auto' else resume
         cfg.resume = cfg.load_from is not None
         if not cfg.resume:
-            print(f'no checkpoint in {cfg.work_dir!r} to resume from: '
-                  'training starts at the beginning')
+            print(
+                f'no checkpoint in {cfg.work_dir!r} to resume from: '
+                'training starts at the beginning'
+            )
     if from_scratch:
         take_no_pretrained(cfg)
     if cfg.get('load_from'):
@@ -170,15 +197,17 @@ def runner_for_training(config: str,
     return runner
 
 
-def runner_for_testing(config: str,
-                   checkpoint: str,
-                   work_dir: Optional[str] = None,
-                   form: Optional[str] = None,
-                   out: Optional[str] = None,
-                   show_dir: Optional[str] = None,
-                   tta: bool = False,
-                   launcher: str = 'none',
-                   cfg_options: Optional[dict] = None) -> Runner:
+def runner_for_testing(
+    config: str,
+    checkpoint: str,
+    work_dir: str | None = None,
+    form: str | None = None,
+    out: str | None = None,
+    show_dir: str | None = None,
+    tta: bool = False,
+    launcher: str = 'none',
+    cfg_options: dict | None = None,
+) -> Runner:
     """A runner that is ready for ``runner.test()``.
 
     Args:
@@ -228,10 +257,12 @@ def runner_for_testing(config: str,
     return runner
 
 
-def init_model(config: Union[str, Config],
-               checkpoint: Optional[str] = None,
-               form: str = 'training',
-               device: Union[str, torch.device] = 'cpu') -> nn.Module:
+def init_model(
+    config: str | Config,
+    checkpoint: str | None = None,
+    form: str = 'training',
+    device: str | torch.device = 'cpu',
+) -> nn.Module:
     """A model for inference.
 
     Args:
@@ -259,7 +290,7 @@ def init_model(config: Union[str, Config],
     if checkpoint:
         loaded = load_checkpoint(checkpoint)
         state_dict = {
-            key[key.startswith('module.') * 7:]: value
+            key[key.startswith('module.') * 7 :]: value
             for key, value in loaded['state_dict'].items()
         }
         if form == 'deploy' and is_reparameterized(model, state_dict):
@@ -269,11 +300,9 @@ def init_model(config: Union[str, Config],
             load_state_dict(model, state_dict, strict=True)
         except RuntimeError as error:
             text = ' '.join(str(error).split())
-            raise CheckpointError(f'{checkpoint!r} does not fit the model: '
-                                  f'{text[:300]}') from error
+            raise CheckpointError(f'{checkpoint!r} does not fit the model: {text[:300]}') from error
         meta = loaded.get('meta')
-        if isinstance(meta, dict) and isinstance(
-                meta.get('dataset_meta'), dict):
+        if isinstance(meta, dict) and isinstance(meta.get('dataset_meta'), dict):
             model.dataset_meta = meta['dataset_meta']
     if form == 'deploy':
         reparameterize(model, inplace=True)
@@ -281,10 +310,9 @@ def init_model(config: Union[str, Config],
     return model.to(device).eval()
 
 
-def reparameterize_checkpoint(config: str,
-                              checkpoint: str,
-                              out: str,
-                              tolerance: float = 1e-4) -> dict:
+def reparameterize_checkpoint(
+    config: str, checkpoint: str, out: str, tolerance: float = 1e-4
+) -> dict:
     """Write the merged checkpoint of a checkpoint in the training form.
 
     The features of both backbones are compared on a random image first.
@@ -315,43 +343,41 @@ def reparameterize_checkpoint(config: str,
     try:
         check_finite(model)
     except ValueError as error:
-        raise CheckpointError(f'{checkpoint!r} cannot be merged: {error}'
-                              ) from error
+        raise CheckpointError(f'{checkpoint!r} cannot be merged: {error}') from error
     deployed = reparameterize(model, fuse_conv_bn=False)
 
     backbones = [getattr(m, 'backbone', m) for m in (model, deployed)]
-    image = torch.randn(
-        1, 3, 224, 224, generator=torch.Generator().manual_seed(0))
+    image = torch.randn(1, 3, 224, 224, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         features = [backbone(image) for backbone in backbones]
-    error = max(
-        ((a - b).abs().max() / a.abs().max()).item()
-        for a, b in zip(*features))
+    error = max(((a - b).abs().max() / a.abs().max()).item() for a, b in zip(*features))
     if not error <= tolerance:
         raise CheckpointError(
             f'merging changes the features by {error:.1e}, more than '
             f'{tolerance:.0e}: the checkpoint has weights or BatchNorm '
-            'statistics that are too extreme; nothing is written')
+            'statistics that are too extreme; nothing is written'
+        )
     loaded = load_checkpoint(checkpoint)
     meta = loaded.get('meta')
-    meta = dict(meta if isinstance(meta, dict) else {},
-                repa_mm_version=__version__)
-    save_checkpoint(
-        dict(meta=meta, state_dict=weights_to_cpu(deployed.state_dict())), out)
+    meta = dict(meta if isinstance(meta, dict) else {}, repa_mm_version=__version__)
+    save_checkpoint(dict(meta=meta, state_dict=weights_to_cpu(deployed.state_dict())), out)
     return dict(
         error=error,
         parameters=[count_parameters(m) for m in (model, deployed)],
         macs=[count_macs(b, (3, 224, 224)) for b in backbones],
-        bytes=[osp.getsize(f) for f in (checkpoint, out)])
+        bytes=[osp.getsize(f) for f in (checkpoint, out)],
+    )
 
 
-def calibrate_checkpoint(config: str,
-                         checkpoint: str,
-                         out: str,
-                         split: str = 'train',
-                         num_batches: int = 50,
-                         device: Optional[str] = None,
-                         cfg_options: Optional[dict] = None) -> dict:
+def calibrate_checkpoint(
+    config: str,
+    checkpoint: str,
+    out: str,
+    split: str = 'train',
+    num_batches: int = 50,
+    device: str | None = None,
+    cfg_options: dict | None = None,
+) -> dict:
     """Estimate the BatchNorm statistics of a backbone's FFNs from data.
 
     See :func:`~repa_mm.reparam.calibrate_batch_norm`. Nothing else in the
@@ -387,11 +413,11 @@ def calibrate_checkpoint(config: str,
     state_dict = loaded['state_dict']
     prefix = 'module.' * all(k.startswith('module.') for k in state_dict)
     prefix += 'backbone.'
-    own = {key[len(prefix):]: value for key, value in state_dict.items()
-           if key.startswith(prefix)}
+    own = {key[len(prefix) :]: value for key, value in state_dict.items() if key.startswith(prefix)}
     if not own:
-        raise CheckpointError(f'{checkpoint!r} has no weight of a backbone: '
-                              f'none is named {prefix!r}')
+        raise CheckpointError(
+            f'{checkpoint!r} has no weight of a backbone: none is named {prefix!r}'
+        )
     for owner in _with_pretrained(cfg.model):
         owner.init_cfg = None
     (cfg.model.get('train_cfg') or {}).pop('augments', None)
@@ -399,16 +425,17 @@ def calibrate_checkpoint(config: str,
     model = MODELS.build(cfg.model)
     backbone = model.backbone
     if has_deploy_form(backbone) or is_reparameterized(backbone, own):
-        raise CheckpointError('the deploy form has no BatchNorm left: '
-                              'calibrate the checkpoint of the training form')
+        raise CheckpointError(
+            'the deploy form has no BatchNorm left: calibrate the checkpoint of the training form'
+        )
     try:
         load_state_dict(backbone, own, strict=True)
     except CheckpointError:
         raise
     except RuntimeError as error:
         raise CheckpointError(
-            f'{checkpoint!r} does not fit the backbone: '
-            f'{" ".join(str(error).split())[:300]}') from error
+            f'{checkpoint!r} does not fit the backbone: {" ".join(str(error).split())[:300]}'
+        ) from error
     check_data(cfg, split)
     loader = Runner.build_dataloader(loader_cfg, seed=0)
     device = device or ('cuda' if torch.cuda.is_available() else 'cpu')
@@ -421,27 +448,22 @@ def calibrate_checkpoint(config: str,
         num_images += len(data['inputs'])
         backbone(data['inputs'])
 
-    done = calibrate_batch_norm(
-        backbone, itertools.islice(loader, num_batches), forward)
+    done = calibrate_batch_norm(backbone, itertools.islice(loader, num_batches), forward)
     new = weights_to_cpu(backbone.state_dict())
-    ffns = [name for name, module in backbone.named_modules()
-            if isinstance(module, ChannelIdleFFN)]
+    ffns = [name for name, module in backbone.named_modules() if isinstance(module, ChannelIdleFFN)]
     statistics = {
         f'{prefix}{key}': new[key]
-        for name in ffns for key in new if key.startswith(f'{name}.norm')
-        and key.rpartition('.')[2] in ('running_mean', 'running_var',
-                                       'num_batches_tracked')
+        for name in ffns
+        for key in new
+        if key.startswith(f'{name}.norm')
+        and key.rpartition('.')[2] in ('running_mean', 'running_var', 'num_batches_tracked')
     }
     meta = dict(loaded.get('meta') or {}, repa_mm_version=__version__)
-    save_checkpoint(
-        dict(meta=meta, state_dict={**state_dict, **statistics}), out)
+    save_checkpoint(dict(meta=meta, state_dict={**state_dict, **statistics}), out)
     return dict(ffns=len(ffns), batches=done, images=num_images)
 
 
-def draw_predictions(model: nn.Module,
-                     image: str,
-                     out: str,
-                     score_thr: float = 0.3) -> object:
+def draw_predictions(model: nn.Module, image: str, out: str, score_thr: float = 0.3) -> object:
     """Run a model on an image file and draw what it predicts.
 
     Args:
@@ -464,11 +486,9 @@ def draw_predictions(model: nn.Module,
 
     check_output(out, image)
     if not cv2.haveImageWriter(out):
-        raise ValueError(f'{out!r} is not the name of a picture, such as '
-                         'prediction.png')
+        raise ValueError(f'{out!r} is not the name of a picture, such as prediction.png')
     if not 0 <= score_thr <= 1:
-        raise ValueError(f'the score threshold must be from 0 to 1, but is '
-                         f'{score_thr}')
+        raise ValueError(f'the score threshold must be from 0 to 1, but is {score_thr}')
     check_image(image)
     pixels = mmcv.imread(image)
     if pixels is None:
@@ -476,10 +496,9 @@ def draw_predictions(model: nn.Module,
     size = pixels.shape[:2]
     pixels = mmcv.bgr2rgb(pixels)
     cfg = model.cfg
-    pipeline = Compose([
-        step for step in dataset_config(cfg, 'test').pipeline
-        if 'Annotations' not in step['type']
-    ])
+    pipeline = Compose(
+        [step for step in dataset_config(cfg, 'test').pipeline if 'Annotations' not in step['type']]
+    )
     try:
         data = pipeline(dict(img_path=osp.abspath(image), img_id=0))
         with torch.no_grad():
@@ -487,30 +506,29 @@ def draw_predictions(model: nn.Module,
     except Exception as error:
         raise ValueError(
             f'the model fails on {image!r} of {"x".join(map(str, size))} '
-            f'pixels ({type(error).__name__}: {error})') from error
+            f'pixels ({type(error).__name__}: {error})'
+        ) from error
     visualizer = VISUALIZERS.build(
-        dict(cfg.visualizer, name=f'demo_{id(model)}', vis_backends=None))
+        dict(cfg.visualizer, name=f'demo_{id(model)}', vis_backends=None)
+    )
     visualizer.dataset_meta = model.dataset_meta or {}
     kwargs = {}
     if cfg.default_scope == 'mmdet':
         kwargs = dict(pred_score_thr=score_thr)
     if cfg.default_scope == 'mmpretrain':
         kwargs = dict(draw_score=True)
-    visualizer.add_datasample(
-        'prediction', pixels, data_sample=prediction, draw_gt=False, **kwargs)
+    visualizer.add_datasample('prediction', pixels, data_sample=prediction, draw_gt=False, **kwargs)
     with replacing(out) as temporary:
-        mmcv.imwrite(
-            mmcv.rgb2bgr(visualizer.get_image()), temporary)
+        mmcv.imwrite(mmcv.rgb2bgr(visualizer.get_image()), temporary)
     return prediction
 
 
-def _set_work_dir(cfg: Config, config: str, work_dir: Optional[str]) -> None:
+def _set_work_dir(cfg: Config, config: str, work_dir: str | None) -> None:
     name = osp.splitext(osp.basename(config))[0]
     for key in ('work_dir', 'load_from'):
         if not isinstance(cfg.get(key), (str, type(None))):
             raise ValueError(f'{key} must be a path, but is {cfg[key]!r}')
-    cfg.work_dir = work_dir or cfg.get('work_dir') or osp.join(
-        'work_dirs', name)
+    cfg.work_dir = work_dir or cfg.get('work_dir') or osp.join('work_dirs', name)
     check_writable(cfg.work_dir)
 
 
@@ -518,11 +536,13 @@ def _check_checkpoint(path: str, resume: bool = False) -> None:
     """Read it early, before a data set or a model is built."""
     if not is_remote(path):
         loaded = load_checkpoint(path)
-        check_values({
-            key: value for key, value in loaded['state_dict'].items()
-            if key.endswith(('.weight', '.bias', '.running_mean',
-                             '.running_var'))
-        })
+        check_values(
+            {
+                key: value
+                for key, value in loaded['state_dict'].items()
+                if key.endswith(('.weight', '.bias', '.running_mean', '.running_var'))
+            }
+        )
         if resume:
             _check_resumable(loaded)
 
@@ -531,25 +551,24 @@ def _check_resumable(checkpoint: dict) -> None:
     meta, optimizer = checkpoint.get('meta'), checkpoint.get('optimizer')
     meta = meta if isinstance(meta, dict) else {}
     for key, there in (
-            ('epoch', isinstance(meta.get('epoch'), int)),
-            ('iter', isinstance(meta.get('iter'), int)),
-            # MMEngine's MessageHub, or its state.
-            ('message_hub', not isinstance(checkpoint.get('message_hub', 0),
-                                           (int, float, str, list))),
-            ('optimizer', isinstance(optimizer, dict))):
+        ('epoch', isinstance(meta.get('epoch'), int)),
+        ('iter', isinstance(meta.get('iter'), int)),
+        # MMEngine's MessageHub, or its state.
+        ('message_hub', not isinstance(checkpoint.get('message_hub', 0), (int, float, str, list))),
+        ('optimizer', isinstance(optimizer, dict)),
+    ):
         if not there:
             raise CheckpointError(
                 f'the checkpoint has no {key!r} and cannot be resumed from; '
-                'to start from its weights: --cfg-options load_from=FILE')
+                'to start from its weights: --cfg-options load_from=FILE'
+            )
 
 
-def _check_fit(model: nn.Module, state_dict: dict, path: Optional[str],
-               complete: bool) -> None:
+def _check_fit(model: nn.Module, state_dict: dict, path: str | None, complete: bool) -> None:
     try:
         check_fit(model, state_dict, complete)
     except CheckpointError as error:
-        raise CheckpointError(f'{path!r}: {error}' if path else str(error)
-                              ) from error
+        raise CheckpointError(f'{path!r}: {error}' if path else str(error)) from error
 
 
 class _CheckpointHook(Hook):
@@ -560,12 +579,16 @@ class _CheckpointHook(Hook):
         if runner._resume and training:
             _check_resumable(checkpoint)
         state_dict = {
-            key[key.startswith('module.') * 7:]: value
+            key[key.startswith('module.') * 7 :]: value
             for key, value in checkpoint['state_dict'].items()
         }
         # Training may begin with a part of the weights.
-        _check_fit(innermost(runner.model), state_dict, runner._load_from,
-                   complete=runner._resume or not training)
+        _check_fit(
+            innermost(runner.model),
+            state_dict,
+            runner._load_from,
+            complete=runner._resume or not training,
+        )
 
 
 def take_no_pretrained(cfg: Config) -> None:
@@ -586,13 +609,11 @@ def _with_pretrained(cfg: ConfigDict) -> Iterator[ConfigDict]:
             yield from _with_pretrained(value)
 
 
-def _set_form(cfg: Config, form: Optional[str]) -> None:
+def _set_form(cfg: Config, form: str | None) -> None:
     hooks = cfg.get('custom_hooks') or []
     has_hook = any(h.get('type') == 'ReparameterizeHook' for h in hooks)
     if form == 'training':
-        cfg.custom_hooks = [
-            h for h in hooks if h.get('type') != 'ReparameterizeHook'
-        ]
+        cfg.custom_hooks = [h for h in hooks if h.get('type') != 'ReparameterizeHook']
     elif form == 'deploy' and not has_hook:
         cfg.custom_hooks = [*hooks, dict(type='ReparameterizeHook')]
 
@@ -600,8 +621,7 @@ def _set_form(cfg: Config, form: Optional[str]) -> None:
 def _show(cfg: Config, show_dir: str) -> None:
     hook = cfg.default_hooks.get('visualization')
     if hook is None:
-        raise ValueError('--show-dir needs default_hooks.visualization in the '
-                         'config')
+        raise ValueError('--show-dir needs default_hooks.visualization in the config')
     if cfg.default_scope == 'mmdet':
         hook.update(draw=True, test_out_dir=show_dir)
     elif cfg.default_scope == 'mmseg':
@@ -630,7 +650,8 @@ def _dump(cfg: Config, out: str) -> None:
         kind = dict(
             mmdet='mmdet.DumpDetResults',
             mmseg='mmengine.DumpSegResults',
-            mmpretrain='mmengine.DumpResults')[cfg.default_scope]
+            mmpretrain='mmengine.DumpResults',
+        )[cfg.default_scope]
         evaluators = cfg.get('test_evaluator') or []
         if isinstance(evaluators, dict):
             evaluators = [evaluators]
@@ -669,8 +690,9 @@ def check_data(cfg: Config, *splits: str) -> None:
         workers = loader.get('num_workers', 0)
         most = max(64, 8 * (os.cpu_count() or 1))
         if not isinstance(workers, int) or not 0 <= workers <= most:
-            raise ValueError(f'{split}_dataloader.num_workers must be from 0 '
-                             f'to {most}, but is {workers!r}')
+            raise ValueError(
+                f'{split}_dataloader.num_workers must be from 0 to {most}, but is {workers!r}'
+            )
         for dataset in leaves(loader.dataset):
             if dataset.get('backend_args'):  # not among the files here
                 continue
@@ -678,7 +700,8 @@ def check_data(cfg: Config, *splits: str) -> None:
                 if path and not is_remote(path) and not is_there(path):
                     raise FileNotFoundError(
                         f'no data set at {path!r}: put it there or a link to '
-                        f'it, or set {split}_dataloader.dataset.data_root')
+                        f'it, or set {split}_dataloader.dataset.data_root'
+                    )
 
 
 def _paths_of(dataset: ConfigDict) -> list:
@@ -687,48 +710,53 @@ def _paths_of(dataset: ConfigDict) -> list:
     prefixes = dataset.get('data_prefix') or {}
     if isinstance(prefixes, str):
         prefixes = dict(img=prefixes)
-    for key, value, kind in (('data_root', root, str),
-                             ('ann_file', dataset.get('ann_file') or '', str),
-                             ('data_prefix', prefixes, dict)):
+    for key, value, kind in (
+        ('data_root', root, str),
+        ('ann_file', dataset.get('ann_file') or '', str),
+        ('data_prefix', prefixes, dict),
+    ):
         if not isinstance(value, kind):
-            raise ValueError(f'{key} of a data set must be a path, but is '
-                             f'{value!r}')
+            raise ValueError(f'{key} of a data set must be a path, but is {value!r}')
     paths = [(root, osp.isdir)]
     # Not a pipe or a device, which would not end.
     ann_file = dataset.get('ann_file') or ''
-    paths.append((osp.join(root, ann_file), osp.isfile if ann_file else
-                  osp.isdir))
-    paths += [(osp.join(root, prefix), osp.isdir)
-              for prefix in prefixes.values() if isinstance(prefix, str)]
+    paths.append((osp.join(root, ann_file), osp.isfile if ann_file else osp.isdir))
+    paths += [
+        (osp.join(root, prefix), osp.isdir)
+        for prefix in prefixes.values()
+        if isinstance(prefix, str)
+    ]
     return paths
 
 
 def _check_loop(runner: Runner, split: str) -> None:
     """Build a loop, and check that it has something to do."""
     config = dataset_config(runner.cfg, split)
-    where = ', '.join(f'{key}={config.get(key)!r}'
-                      for key in ('data_root', 'ann_file', 'data_prefix'))
+    where = ', '.join(
+        f'{key}={config.get(key)!r}' for key in ('data_root', 'ann_file', 'data_prefix')
+    )
     try:
         with checked_annotations(_is_annotated(runner.cfg, split)):
             loop = getattr(runner, f'{split}_loop')
     except AnnotationError as error:
-        raise ValueError(f'the {split} data set is damaged: {error}'
-                         ) from error
+        raise ValueError(f'the {split} data set is damaged: {error}') from error
     except Exception as error:
         raise ValueError(
             f'cannot read the {split} data set: {type(error).__name__}: '
             f'{error} (with {where}; is it empty, or does it have other class '
-            'names than its metainfo?)') from error
+            'names than its metainfo?)'
+        ) from error
     dataset = loop.dataloader.dataset
     for inner in leaves(dataset):
         _check_classes(runner, inner, split)
     if not len(dataset):
-        raise ValueError(f'the {split} data set is empty: no image was found '
-                         f'with {where}')
+        raise ValueError(f'the {split} data set is empty: no image was found with {where}')
     if not len(loop.dataloader):
-        raise ValueError(f'the {split} data set has {len(dataset)} images, '
-                         'fewer than a batch: set '
-                         f'{split}_dataloader.batch_size')
+        raise ValueError(
+            f'the {split} data set has {len(dataset)} images, '
+            'fewer than a batch: set '
+            f'{split}_dataloader.batch_size'
+        )
     for key in ('max_epochs', 'max_iters', 'val_interval'):
         if split == 'train' and getattr(loop, key, 1) < 1:
             raise ValueError(f'train_cfg.{key} must be at least 1')
@@ -749,39 +777,46 @@ def _check_classes(runner: Runner, dataset, split: str) -> None:
     if not isinstance(classes, (list, tuple)):
         return
     if not classes:
-        raise ValueError(f'{split}_dataloader.dataset.metainfo.classes is '
-                         'empty')
+        raise ValueError(f'{split}_dataloader.dataset.metainfo.classes is empty')
     found = getattr(dataset, 'cat_ids', None)  # those in a file of COCO's kind
     if isinstance(found, list) and len(found) < len(classes):
         raise ValueError(
             f'the {split} data set has other class names than its metainfo: '
             f'{len(found)} of the {len(classes)} in '
             f'{split}_dataloader.dataset.metainfo.classes are in '
-            f'{dataset.ann_file!r}')
+            f'{dataset.ann_file!r}'
+        )
     for name, module in innermost(runner.model).named_modules():
         count = getattr(module, 'num_classes', None)
         # A classifier may be asked about a part of its classes.
-        if (name.rpartition('.')[2] in HEADS and isinstance(count, int) and
-            (len(classes) > count or len(classes) < count and name != 'head'
-             and split != 'train')):
+        if (
+            name.rpartition('.')[2] in HEADS
+            and isinstance(count, int)
+            and (
+                len(classes) > count or len(classes) < count and name != 'head' and split != 'train'
+            )
+        ):
             raise ValueError(
                 f'the {split} data set has {len(classes)} classes, but {name} '
                 f'of the model has {count}: set model.{name}.num_classes, or '
-                f'{split}_dataloader.dataset.metainfo.classes')
+                f'{split}_dataloader.dataset.metainfo.classes'
+            )
 
 
 def _build_runner(cfg: Config) -> Runner:
-    variable = dict(pytorch='RANK', slurm='SLURM_PROCID',
-                    mpi='OMPI_COMM_WORLD_LOCAL_RANK').get(cfg.launcher)
+    variable = dict(pytorch='RANK', slurm='SLURM_PROCID', mpi='OMPI_COMM_WORLD_LOCAL_RANK').get(
+        cfg.launcher
+    )
     if variable and variable not in os.environ:
-        raise ValueError(f'--launcher {cfg.launcher} needs the environment of '
-                         'such a job: use tools/dist_train.sh, dist_test.sh, '
-                         'slurm_train.sh or slurm_test.sh')
+        raise ValueError(
+            f'--launcher {cfg.launcher} needs the environment of '
+            'such a job: use tools/dist_train.sh, dist_test.sh, '
+            'slurm_train.sh or slurm_test.sh'
+        )
     if cfg.launcher == 'pytorch' and not torch.cuda.is_available():
         _distribute_on_cpu(cfg)
     load_safely()
-    runner = (RUNNERS.build(cfg) if 'runner_type' in cfg else
-              Runner.from_cfg(cfg))
+    runner = RUNNERS.build(cfg) if 'runner_type' in cfg else Runner.from_cfg(cfg)
     runner.register_hook(_CheckpointHook(), 'VERY_HIGH')
     return runner
 
@@ -794,7 +829,8 @@ def _distribute_on_cpu(cfg: Config) -> None:
         type='MMDistributedDataParallel',
         device_ids=None,
         broadcast_buffers=False,
-        find_unused_parameters=cfg.get('find_unused_parameters', False))
+        find_unused_parameters=cfg.get('find_unused_parameters', False),
+    )
     cfg.sync_bn = None
     _without_sync_bn(cfg)
 
@@ -806,8 +842,7 @@ def end_process() -> None:
     PyTorch aborts the process every other time (seen with 2.13), and with it
     a job that has succeeded. Does nothing in any other process.
     """
-    if (torch.distributed.is_initialized()
-            and torch.distributed.get_backend() == 'gloo'):
+    if torch.distributed.is_initialized() and torch.distributed.get_backend() == 'gloo':
         torch.distributed.barrier()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -815,7 +850,7 @@ def end_process() -> None:
 
 
 def _without_sync_bn(cfg) -> None:
-    """torch's SyncBatchNorm does not train on a CPU: use plain BatchNorm."""
+    """Torch's SyncBatchNorm does not train on a CPU: use plain BatchNorm."""
     if isinstance(cfg, (dict, Config)):
         if cfg.get('type') == 'SyncBN':
             cfg['type'] = 'BN'

@@ -5,13 +5,21 @@ is installed. So the backbones are entered in MMEngine's root registry, from
 which those of MMPretrain, MMDetection and MMSegmentation inherit, by name, and
 imported when one is first asked for.
 """
+
 from importlib import import_module
 
 from mmengine.registry import MODELS, TRANSFORMS
 
-BACKBONES = ('FastSwinTransformer', 'LVViT', 'RePaLVViT', 'RePaMlpMixer',
-             'RePaPoolFormer', 'RePaSwinTransformer', 'RePaVisionTransformer')
-HEADS = ('TokenLabelHead', )
+BACKBONES = (
+    'FastSwinTransformer',
+    'LVViT',
+    'RePaLVViT',
+    'RePaMlpMixer',
+    'RePaPoolFormer',
+    'RePaSwinTransformer',
+    'RePaVisionTransformer',
+)
+HEADS = ('TokenLabelHead',)
 DATA_TRANSFORMS = ('LoadTokenLabels', 'RandomResizedCropWithBox')
 
 
@@ -32,9 +40,7 @@ class _LazyModules(dict):
                 self.locations = locations
                 raise
             self.locations = {
-                key: location
-                for key, location in locations.items()
-                if location != locations[name]
+                key: location for key, location in locations.items() if location != locations[name]
             }
         return super().__contains__(name)
 
@@ -48,8 +54,8 @@ def register_lazily() -> None:
     # Alone, since it needs MMSegmentation.
     models['FastUPerHead'] = 'repa_mm.models.uper_head'
     for registry, locations in (
-            (MODELS, models),
-            (TRANSFORMS, dict.fromkeys(DATA_TRANSFORMS, 'repa_mm.datasets'))):
+        (MODELS, models),
+        (TRANSFORMS, dict.fromkeys(DATA_TRANSFORMS, 'repa_mm.datasets')),
+    ):
         if not isinstance(registry._module_dict, _LazyModules):
-            registry._module_dict = _LazyModules(registry._module_dict,
-                                                 locations)
+            registry._module_dict = _LazyModules(registry._module_dict, locations)

@@ -45,7 +45,7 @@ COMPILE_CORE_MINUTES = 16
 # What one compiler process needs on mmcv's largest files.
 COMPILE_GB = 2
 
-VERIFY = '''
+VERIFY = """
 import torch, torchvision, mmengine, mmcv
 import mmcv._ext, mmcv.ops
 import mmdet.models, mmseg.models, mmpretrain.models, repa_mm
@@ -60,51 +60,63 @@ if torch.cuda.is_available():
     from mmcv.ops import get_compiling_cuda_version
     if get_compiling_cuda_version() == 'not available':
         print('hide the GPU')
-'''
+"""
 
-PROBE = '''
+PROBE = """
 import importlib.util as u, json, os, sys, sysconfig
 print(json.dumps(dict(
     version='%d.%d' % sys.version_info[:2], executable=sys.executable,
     header=os.path.join(sysconfig.get_paths()['include'], 'Python.h'),
     venv=bool(u.find_spec('venv') and u.find_spec('ensurepip')))))
-'''
+"""
 
 NETWORK = (
     'The network or the package index could not be reached. Check the '
     'connection; behind a proxy set HTTPS_PROXY; where an own certificate '
     'authority is in use set SSL_CERT_FILE and UV_SYSTEM_CERTS=1. Then run the '
-    'same command again: what is already installed stays.')
+    'same command again: what is already installed stays.'
+)
 
 # What a failed step's log says -> what to do about it.
 REMEDIES = (
-    (r'No space left on device|Disk quota exceeded|os error 28',
-     'The disk is full. Free some space (the whole stack needs about {disk} '
-     'GB, and uv keeps its downloads in ~/.cache/uv) and run the same command '
-     'again.'),
-    (r'Killed signal|signal terminated program|cannot allocate memory|'
-     r'out of memory|MemoryError',
-     'The compiler ran out of memory. Run again with fewer compiler processes '
-     'at a time: MAX_JOBS=1 make ...'),
-    (r'Python\.h: No such file',
-     'The headers of Python are missing: {headers}'),
-    (r'name resolution|resolve host|lookup address|dns error|'
-     r'Network is unreachable|Connection refused|Connection reset|'
-     r'error sending request|[Tt]imed out|CERTIFICATE_VERIFY|invalid peer '
-     r'certificate|NewConnectionError|ProxyError|client error \(Connect\)|'
-     r'tunnel error|Could not connect',
-     NETWORK),
-    (r'No matching distribution|No solution found|not found in the package '
-     r'registry|has no wheels with a matching',
-     'The package index does not offer a pinned package for this Python and '
-     'platform. Supported are Python {pythons} on 64-bit Linux; if a mirror '
-     'is set (pip.conf, UV_INDEX_URL), check that it is up to date.'),
-    (r'CUDA_HOME|nvcc|detected CUDA version',
-     'The CUDA toolkit does not fit PyTorch. To compile the operators for the '
-     'CPU only: CUDA_VISIBLE_DEVICES= FORCE_CUDA=0 make ...'),
-    (r'Permission denied',
-     'A file could not be written. Was an earlier run made by another user '
-     '(sudo)? Then remove {venv} and run the same command again.'),
+    (
+        r'No space left on device|Disk quota exceeded|os error 28',
+        'The disk is full. Free some space (the whole stack needs about {disk} '
+        'GB, and uv keeps its downloads in ~/.cache/uv) and run the same command '
+        'again.',
+    ),
+    (
+        r'Killed signal|signal terminated program|cannot allocate memory|'
+        r'out of memory|MemoryError',
+        'The compiler ran out of memory. Run again with fewer compiler processes '
+        'at a time: MAX_JOBS=1 make ...',
+    ),
+    (r'Python\.h: No such file', 'The headers of Python are missing: {headers}'),
+    (
+        r'name resolution|resolve host|lookup address|dns error|'
+        r'Network is unreachable|Connection refused|Connection reset|'
+        r'error sending request|[Tt]imed out|CERTIFICATE_VERIFY|invalid peer '
+        r'certificate|NewConnectionError|ProxyError|client error \(Connect\)|'
+        r'tunnel error|Could not connect',
+        NETWORK,
+    ),
+    (
+        r'No matching distribution|No solution found|not found in the package '
+        r'registry|has no wheels with a matching',
+        'The package index does not offer a pinned package for this Python and '
+        'platform. Supported are Python {pythons} on 64-bit Linux; if a mirror '
+        'is set (pip.conf, UV_INDEX_URL), check that it is up to date.',
+    ),
+    (
+        r'CUDA_HOME|nvcc|detected CUDA version',
+        'The CUDA toolkit does not fit PyTorch. To compile the operators for the '
+        'CPU only: CUDA_VISIBLE_DEVICES= FORCE_CUDA=0 make ...',
+    ),
+    (
+        r'Permission denied',
+        'A file could not be written. Was an earlier run made by another user '
+        '(sudo)? Then remove {venv} and run the same command again.',
+    ),
 )
 
 
@@ -118,9 +130,13 @@ class SetupError(Exception):
 def probe(python):
     """Ask an interpreter what it is; None if it does not run."""
     try:
-        done = subprocess.run([str(python), '-c', PROBE], timeout=60,
-                              env=child_env(), stdout=subprocess.PIPE,
-                              stderr=subprocess.DEVNULL)
+        done = subprocess.run(
+            [str(python), '-c', PROBE],
+            timeout=60,
+            env=child_env(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
         return json.loads(done.stdout.decode()) if not done.returncode else None
     except (OSError, ValueError, subprocess.SubprocessError):
         return None
@@ -143,7 +159,8 @@ def find_python(supported):
     raise SetupError(
         f'This stack needs Python {versions}; this is Python {this}, and none '
         'of the others was found.\nInstall one of them and name it: '
-        f"make ... PYTHON=/path/to/python{supported[0]}")
+        f'make ... PYTHON=/path/to/python{supported[0]}'
+    )
 
 
 def package_hint(debian, fedora, macos):
@@ -154,9 +171,11 @@ def package_hint(debian, fedora, macos):
 
 
 def headers_hint(version):
-    return package_hint(f'sudo apt install python{version}-dev',
-                        f'sudo dnf install python{version}-devel',
-                        f'brew install python@{version}')
+    return package_hint(
+        f'sudo apt install python{version}-dev',
+        f'sudo dnf install python{version}-devel',
+        f'brew install python@{version}',
+    )
 
 
 def find_compiler(python):
@@ -165,32 +184,45 @@ def find_compiler(python):
         version = python['version']
         raise SetupError(
             f'{python["executable"]} has no C headers ({python["header"]} is '
-            'missing), and mmcv is compiled against them.\nInstall them, '
-            + headers_hint(version))
-    hint = package_hint('sudo apt install build-essential',
-                        'sudo dnf install gcc-c++ make',
-                        'xcode-select --install')
+            'missing), and mmcv is compiled against them.\nInstall them, ' + headers_hint(version)
+        )
+    hint = package_hint(
+        'sudo apt install build-essential',
+        'sudo dnf install gcc-c++ make',
+        'xcode-select --install',
+    )
     names = shlex.split(os.environ.get('CXX', '')) or next(
-        ([name] for name in ('c++', 'g++', 'clang++') if shutil.which(name)),
-        None)
+        ([name] for name in ('c++', 'g++', 'clang++') if shutil.which(name)), None
+    )
     if not names or not shutil.which(names[0]):
         missing = f' (CXX names {names[0]!r})' if names else ''
-        raise SetupError(f'No C++ compiler found{missing}: mmcv has to be '
-                         f'compiled.\nInstall one, {hint}')
+        raise SetupError(
+            f'No C++ compiler found{missing}: mmcv has to be compiled.\nInstall one, {hint}'
+        )
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, 'probe.cpp')
-        source.write_text('#include <Python.h>\n#include <optional>\n'
-                          'int main() { return std::optional<int>(0).value(); }\n')
+        source.write_text(
+            '#include <Python.h>\n#include <optional>\n'
+            'int main() { return std::optional<int>(0).value(); }\n'
+        )
         done = subprocess.run(
-            [*names, '-std=c++17', '-fsyntax-only',
-             '-I' + str(Path(python['header']).parent), str(source)],
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+            [
+                *names,
+                '-std=c++17',
+                '-fsyntax-only',
+                '-I' + str(Path(python['header']).parent),
+                str(source),
+            ],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
     if done.returncode:
-        message = '\n'.join(done.stdout.decode(errors='replace')
-                            .splitlines()[:10])
-        raise SetupError(f'The C++ compiler {names[0]!r} cannot compile a '
-                         f'small C++17 file:\n{message}\n'
-                         f'Install a newer one (GCC 9 or later), {hint}')
+        message = '\n'.join(done.stdout.decode(errors='replace').splitlines()[:10])
+        raise SetupError(
+            f'The C++ compiler {names[0]!r} cannot compile a '
+            f'small C++17 file:\n{message}\n'
+            f'Install a newer one (GCC 9 or later), {hint}'
+        )
     return names
 
 
@@ -204,7 +236,8 @@ def existing_parent(path):
 def check_disk(venv, need):
     """Raise if there is less than `need` GB for the environment or uv."""
     cache = os.environ.get('UV_CACHE_DIR') or Path(
-        os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache', 'uv')
+        os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache', 'uv'
+    )
     seen = set()
     for what, path in (('the environment', venv), ("uv's downloads", cache)):
         place = existing_parent(path)
@@ -214,8 +247,12 @@ def check_disk(venv, need):
             raise SetupError(
                 f'Too little disk space for {what}: about {need} GB are '
                 f'needed, {free:.1f} GB are free at {place}.\nFree some space'
-                + ('.' if what == 'the environment' else
-                   ', or set UV_CACHE_DIR to a folder on another disk.'))
+                + (
+                    '.'
+                    if what == 'the environment'
+                    else ', or set UV_CACHE_DIR to a folder on another disk.'
+                )
+            )
         seen.add(device)
 
 
@@ -276,8 +313,7 @@ def read_pins(stack):
             parts['rest'].append(line)
     for part in ('uv', 'mmcv'):
         if len(parts[part]) != 1:
-            raise SetupError(f'{path} should pin {part} exactly once, but has '
-                             f'{parts[part]}')
+            raise SetupError(f'{path} should pin {part} exactly once, but has {parts[part]}')
     return parts
 
 
@@ -286,8 +322,15 @@ def read_pins(stack):
 
 def child_env(**extra):
     env = dict(os.environ)
-    for name in ('PYTHONPATH', 'PYTHONHOME', 'VIRTUAL_ENV', 'PIP_USER',
-                 'PIP_TARGET', 'PIP_PREFIX', '__PYVENV_LAUNCHER__'):
+    for name in (
+        'PYTHONPATH',
+        'PYTHONHOME',
+        'VIRTUAL_ENV',
+        'PIP_USER',
+        'PIP_TARGET',
+        'PIP_PREFIX',
+        '__PYVENV_LAUNCHER__',
+    ):
         env.pop(name, None)
     env.update(PYTHONNOUSERSITE='1', PIP_DISABLE_PIP_VERSION_CHECK='1', **extra)
     return env
@@ -328,14 +371,12 @@ class Progress:
 
     def close(self):
         if self.tty:
-            print('\r' + ' ' * (shutil.get_terminal_size().columns - 1) + '\r',
-                  end='', flush=True)
+            print('\r' + ' ' * (shutil.get_terminal_size().columns - 1) + '\r', end='', flush=True)
 
 
 def stop(process):
     """End a command and everything that it started."""
-    for number, patience in ((signal.SIGINT, 5), (signal.SIGTERM, 5),
-                             (signal.SIGKILL, 5)):
+    for number, patience in ((signal.SIGINT, 5), (signal.SIGTERM, 5), (signal.SIGKILL, 5)):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -357,9 +398,14 @@ def run(command, log, cwd=None, **extra_env):
         file.flush()
         # A process group of its own lets `stop` reach the compilers too.
         process = subprocess.Popen(
-            [str(c) for c in command], stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, cwd=cwd,
-            env=child_env(**extra_env), start_new_session=True)
+            [str(c) for c in command],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            cwd=cwd,
+            env=child_env(**extra_env),
+            start_new_session=True,
+        )
 
         def read():
             for raw in process.stdout:
@@ -400,12 +446,16 @@ def explain(error, log, advice):
     shown += [line for line in lines[-12:] if line not in shown]
     # The end only: a compiler's output is long, and mentions a lot.
     end = '\n'.join(shown + lines[-40:])
-    what = next((text for pattern, text in REMEDIES
-                 if re.search(pattern, end, re.I)),
-                'Running the same command again repeats this step only. If it '
-                f'keeps failing, remove {advice["venv"]} and start anew.')
-    return ('\n'.join('      ' + line for line in shown)
-            + f'\n      whole log: {log}\nWhat to do: ' + what.format(**advice))
+    what = next(
+        (text for pattern, text in REMEDIES if re.search(pattern, end, re.I)),
+        'Running the same command again repeats this step only. If it '
+        f'keeps failing, remove {advice["venv"]} and start anew.',
+    )
+    return (
+        '\n'.join('      ' + line for line in shown)
+        + f'\n      whole log: {log}\nWhat to do: '
+        + what.format(**advice)
+    )
 
 
 # ----------------------------------------------------------------- the steps
@@ -428,8 +478,7 @@ class Environment:
         pin = self.pins['mmcv'][0].partition(';')[0].strip()
         start = pin.replace('-', '_').replace('==', '-') + '-'
         if mmcv_wheel and not mmcv_wheel.name.startswith(start):
-            raise SetupError(f'This stack needs a wheel of {pin}; '
-                             f'{mmcv_wheel} is another.')
+            raise SetupError(f'This stack needs a wheel of {pin}; {mmcv_wheel} is another.')
         self.keys = self._keys()
 
     def steps(self):
@@ -440,30 +489,36 @@ class Environment:
         else:
             jobs = compile_jobs()
             minutes = max(1, round(COMPILE_CORE_MINUTES / jobs))
-            mmcv = (f'compiling {mmcv} (about {minutes} minutes with {jobs} '
-                    'compiler processes)')
+            mmcv = f'compiling {mmcv} (about {minutes} minutes with {jobs} compiler processes)'
         torch = next(p for p in self.pins['base'] if p.startswith('torch=='))
         return (
             ('venv', f'creating {self.venv}', self.make_venv),
-            ('torch', f'installing {torch.partition(";")[0].strip()} '
-             '(a download of up to 3 GB)', self.install_torch),
+            (
+                'torch',
+                f'installing {torch.partition(";")[0].strip()} (a download of up to 3 GB)',
+                self.install_torch,
+            ),
             ('mmcv', mmcv, self.install_mmcv),
-            ('packages', f'installing {len(self.pins["rest"])} other packages',
-             self.install_packages),
-            ('plugin', 'installing RePa-MM itself (editable)',
-             self.install_plugin),
+            (
+                'packages',
+                f'installing {len(self.pins["rest"])} other packages',
+                self.install_packages,
+            ),
+            ('plugin', 'installing RePa-MM itself (editable)', self.install_plugin),
             ('verify', 'verifying that everything imports', self.verify),
         )
 
     def _keys(self):
         """What each step depends on, as a chain of hashes."""
-        setup = b''.join((ROOT / name).read_bytes()
-                         for name in ('setup.py', 'repa_mm/version.py'))
-        inputs = dict(venv=[self.stack, *self.pins['uv']],
-                      torch=self.pins['base'], mmcv=self.pins['mmcv'],
-                      packages=self.pins['rest'],
-                      plugin=[str(ROOT), hashlib.sha256(setup).hexdigest()],
-                      verify=[VERIFY])
+        setup = b''.join((ROOT / name).read_bytes() for name in ('setup.py', 'repa_mm/version.py'))
+        inputs = dict(
+            venv=[self.stack, *self.pins['uv']],
+            torch=self.pins['base'],
+            mmcv=self.pins['mmcv'],
+            packages=self.pins['rest'],
+            plugin=[str(ROOT), hashlib.sha256(setup).hexdigest()],
+            verify=[VERIFY],
+        )
         keys, key = {}, ''
         for name, content in inputs.items():
             key = hashlib.sha256(json.dumps([key, content]).encode()).hexdigest()
@@ -479,8 +534,7 @@ class Environment:
         names = list(self.keys)
         if not self.python.exists():
             return names
-        return next((names[i:] for i, name in enumerate(names)
-                     if not self.done(name)), [])
+        return next((names[i:] for i, name in enumerate(names) if not self.done(name)), [])
 
     def log(self, name):
         return self.state / f'{name}.log'
@@ -491,30 +545,35 @@ class Environment:
         existing = None
         if self.venv.exists() and any(self.venv.iterdir()):
             if not ((self.venv / 'pyvenv.cfg').is_file() or self.state.is_dir()):
-                raise SetupError(f'{self.venv} exists and is not a virtual '
-                                 'environment. Remove it or choose another '
-                                 'folder with --venv.')
+                raise SetupError(
+                    f'{self.venv} exists and is not a virtual '
+                    'environment. Remove it or choose another '
+                    'folder with --venv.'
+                )
             existing = probe(self.python) if self.python.exists() else None
             if existing and existing['version'] not in supported:
                 raise SetupError(
                     f'{self.venv} is an environment of Python '
                     f'{existing["version"]}, but this stack needs one of '
                     f'{", ".join(sorted(supported))}. Remove it (rm -r '
-                    f'{self.venv}) and run the same command again.')
+                    f'{self.venv}) and run the same command again.'
+                )
         self.base_python = existing or find_python(supported)
         if not existing and not self.base_python['venv']:
             version = self.base_python['version']
             raise SetupError(
                 f'{self.base_python["executable"]} cannot create virtual '
                 'environments (venv or ensurepip is missing).\nInstall them, '
-                + package_hint(f'sudo apt install python{version}-venv',
-                               f'sudo dnf install python{version}',
-                               f'brew install python@{version}'))
+                + package_hint(
+                    f'sudo apt install python{version}-venv',
+                    f'sudo dnf install python{version}',
+                    f'brew install python@{version}',
+                )
+            )
         if 'mmcv' in pending and not self.mmcv_wheel:
             self.compiler = find_compiler(self.base_python)
         disk = STACKS[self.stack]['disk']
-        check_disk(self.venv, disk if 'torch' in pending else
-                   2 if 'mmcv' in pending else 1)
+        check_disk(self.venv, disk if 'torch' in pending else 2 if 'mmcv' in pending else 1)
 
     def make(self):
         """Do what is to be done. Raises SetupError."""
@@ -539,35 +598,39 @@ class Environment:
                 except subprocess.CalledProcessError as error:
                     version = self.base_python['version']
                     advice = dict(
-                        venv=self.venv, disk=STACKS[self.stack]['disk'],
+                        venv=self.venv,
+                        disk=STACKS[self.stack]['disk'],
                         headers=headers_hint(version),
-                        pythons=', '.join(sorted(STACKS[self.stack]['pythons'])))
+                        pythons=', '.join(sorted(STACKS[self.stack]['pythons'])),
+                    )
                     raise SetupError(
                         f'Step [{number}/{len(steps)}] failed: {title} (exit '
                         f'status {error.returncode}, after '
                         f'{clock(time.monotonic() - start)}).\n'
-                        + explain(error, self.log(name), advice)) from None
+                        + explain(error, self.log(name), advice)
+                    ) from None
                 stamp.write_text(self.keys[name])
-                print(f'      done in {clock(time.monotonic() - start)}',
-                      flush=True)
+                print(f'      done in {clock(time.monotonic() - start)}', flush=True)
         return bool(pending)
 
     @contextlib.contextmanager
     def locked(self):
         """Keep a second run (another terminal) out until this one is done."""
         import fcntl
+
         with open(self.state / 'lock', 'w') as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
-                print(f'Another run is setting up {self.venv}: waiting for it '
-                      '...', flush=True)
+                print(f'Another run is setting up {self.venv}: waiting for it ...', flush=True)
                 fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
     def uv(self, step, *arguments):
-        run([self.python, '-m', 'uv', 'pip', 'install', '--python', self.python,
-             *arguments], self.log(step))
+        run(
+            [self.python, '-m', 'uv', 'pip', 'install', '--python', self.python, *arguments],
+            self.log(step),
+        )
 
     def pin_file(self, part):
         path = self.state / f'{part}.txt'
@@ -582,12 +645,12 @@ class Environment:
         run([self.python, '-m', 'pip', 'install', *self.pins['uv']], log)
 
     def install_torch(self):
-        names = '\n'.join(p for p in self.pins['base']
-                          if normalize(re.match(r'[\w.-]+', p)[0]) in BASE)
+        names = '\n'.join(
+            p for p in self.pins['base'] if normalize(re.match(r'[\w.-]+', p)[0]) in BASE
+        )
         wanted = self.state / 'wanted.txt'
         wanted.write_text(names + '\n')
-        self.uv('torch', '-r', wanted, '-c', self.pin_file('base'),
-                '-c', self.pin_file('rest'))
+        self.uv('torch', '-r', wanted, '-c', self.pin_file('base'), '-c', self.pin_file('rest'))
 
     def install_mmcv(self):
         wheel = self.mmcv_wheel or self.compile_mmcv()
@@ -615,21 +678,25 @@ class Environment:
             unpacked = folder / 'unpacked'
             shutil.rmtree(folder, ignore_errors=True)
             unpacked.mkdir(parents=True)
-            run([*pip, 'download', *build, '--no-binary', name, '-d', folder,
-                 *self.pins['mmcv']], log)
+            run(
+                [*pip, 'download', *build, '--no-binary', name, '-d', folder, *self.pins['mmcv']],
+                log,
+            )
             with tarfile.open(next(folder.glob('*.tar.gz'))) as archive:
                 archive.extractall(unpacked)
             next(unpacked.iterdir()).rename(source)
         extra = self.cuda_env()
         extra.update(
-            MMCV_WITH_OPS='1', MAX_JOBS=str(compile_jobs()),
-            CXX=' '.join(self.compiler), PYTHONUNBUFFERED='1',
+            MMCV_WITH_OPS='1',
+            MAX_JOBS=str(compile_jobs()),
+            CXX=' '.join(self.compiler),
+            PYTHONUNBUFFERED='1',
             # Python's own flags (older versions of setuptools add to them,
             # newer ones replace them), but without debug symbols, which take
             # a third of the time.
-            CFLAGS='-DNDEBUG -fwrapv -O3 -g0 ' + os.environ.get('CFLAGS', ''))
-        run([*pip, 'wheel', '-v', *build, '-w', folder / 'wheel', source], log,
-            **extra)
+            CFLAGS='-DNDEBUG -fwrapv -O3 -g0 ' + os.environ.get('CFLAGS', ''),
+        )
+        run([*pip, 'wheel', '-v', *build, '-w', folder / 'wheel', source], log, **extra)
         built = next((folder / 'wheel').glob('*.whl'))
         wheel = folder / built.name
         built.rename(wheel)
@@ -642,20 +709,26 @@ class Environment:
         """Environment variables that choose CUDA or CPU operators."""
         if os.environ.get('FORCE_CUDA') == '1':
             return {}
-        output = run([self.python, '-c', 'import torch; print("cuda", '
-                      'torch.version.cuda, torch.cuda.is_available())'],
-                     self.log('mmcv'))
+        output = run(
+            [
+                self.python,
+                '-c',
+                'import torch; print("cuda", torch.version.cuda, torch.cuda.is_available())',
+            ],
+            self.log('mmcv'),
+        )
         version, available = re.search(r'cuda (\S+) (\S+)', output).groups()
         if available != 'True' or version == 'None':
             return {}
         toolkit = cuda_toolkit()
         if toolkit and toolkit.split('.')[0] == version.split('.')[0]:
-            print(f'      with CUDA operators (nvcc {toolkit}); this takes '
-                  'several times longer', flush=True)
+            print(
+                f'      with CUDA operators (nvcc {toolkit}); this takes several times longer',
+                flush=True,
+            )
             return {}
         found = f'nvcc {toolkit} does not fit' if toolkit else 'nvcc is missing'
-        print(f'      for the CPU only: PyTorch uses CUDA {version} and '
-              f'{found}', flush=True)
+        print(f'      for the CPU only: PyTorch uses CUDA {version} and {found}', flush=True)
         return dict(CUDA_VISIBLE_DEVICES='')
 
     def install_packages(self):
@@ -668,30 +741,35 @@ class Environment:
 
     def verify(self):
         with tempfile.TemporaryDirectory() as folder:
-            output = run([self.python, '-W', 'ignore', '-c', VERIFY],
-                         self.log('verify'), cwd=folder)
+            output = run(
+                [self.python, '-W', 'ignore', '-c', VERIFY], self.log('verify'), cwd=folder
+            )
         lines = output.splitlines()
-        print('      ' + ', '.join(
-            line for line in lines if re.fullmatch(r'\w+ \d[\w.+]*', line)))
+        print('      ' + ', '.join(line for line in lines if re.fullmatch(r'\w+ \d[\w.+]*', line)))
         hide = 'hide the GPU' in lines
         if hide:
-            print('      NOTE: mmcv has no CUDA operators, and without them '
-                  'detectors cannot run on the\n      GPU: `make demo` and '
-                  '`make test` use the CPU. See "When the install fails" in README.md.')
+            print(
+                '      NOTE: mmcv has no CUDA operators, and without them '
+                'detectors cannot run on the\n      GPU: `make demo` and '
+                '`make test` use the CPU. See "When the install fails" in README.md.'
+            )
         # What the Makefile puts before the commands that it runs.
-        (self.state / 'run-env').write_text(
-            'CUDA_VISIBLE_DEVICES=\n' if hide else '')
+        (self.state / 'run-env').write_text('CUDA_VISIBLE_DEVICES=\n' if hide else '')
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument('--stack', choices=sorted(STACKS), default='onedl')
-    parser.add_argument('--venv', type=Path, default=ROOT / '.venv',
-                        help='folder of the environment')
     parser.add_argument(
-        '--mmcv-wheel', type=Path, default=os.environ.get('MMCV_WHEEL') or None,
+        '--venv', type=Path, default=ROOT / '.venv', help='folder of the environment'
+    )
+    parser.add_argument(
+        '--mmcv-wheel',
+        type=Path,
+        default=os.environ.get('MMCV_WHEEL') or None,
         help='a wheel of mmcv, compiled earlier for the same Python and '
-        'PyTorch, to use instead of compiling (or set MMCV_WHEEL)')
+        'PyTorch, to use instead of compiling (or set MMCV_WHEEL)',
+    )
     args = parser.parse_args()
 
     def interrupt(*_):
@@ -703,13 +781,11 @@ def main():
         wheel = args.mmcv_wheel
         if wheel and not wheel.is_file():
             raise SetupError(f'The mmcv wheel {wheel} does not exist.')
-        environment = Environment(args.stack, args.venv.absolute(),
-                                  wheel and wheel.absolute())
+        environment = Environment(args.stack, args.venv.absolute(), wheel and wheel.absolute())
         if environment.make():
             print(f'The environment {args.venv} is ready.')
     except KeyboardInterrupt:
-        print('\nInterrupted. Run the same command again to go on from here.',
-              file=sys.stderr)
+        print('\nInterrupted. Run the same command again to go on from here.', file=sys.stderr)
         return 130
     except (SetupError, OSError) as error:
         print(f'\nThe set-up of {args.venv} failed.\n{error}', file=sys.stderr)

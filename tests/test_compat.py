@@ -1,4 +1,5 @@
 """Every broken installation gets a message that says what to do."""
+
 import os
 import subprocess
 import sys
@@ -12,15 +13,24 @@ import pytest
 from repa_mm import compat
 
 ONEDL = {
-    'torch': '2.13.0', 'torchvision': '0.28.0', 'numpy': '2.4.6',
-    'onedl-mmengine': '0.10.12', 'onedl-mmcv': '2.3.6',
-    'onedl-mmpretrain': '1.3.6', 'onedl-mmdetection': '3.5.1',
-    'onedl-mmsegmentation': '1.4.2'
+    'torch': '2.13.0',
+    'torchvision': '0.28.0',
+    'numpy': '2.4.6',
+    'onedl-mmengine': '0.10.12',
+    'onedl-mmcv': '2.3.6',
+    'onedl-mmpretrain': '1.3.6',
+    'onedl-mmdetection': '3.5.1',
+    'onedl-mmsegmentation': '1.4.2',
 }
 OPENMMLAB = {
-    'torch': '2.1.2', 'torchvision': '0.16.2', 'numpy': '1.26.4',
-    'mmengine': '0.10.7', 'mmcv': '2.1.0', 'mmpretrain': '1.2.0',
-    'mmdet': '3.3.0', 'mmsegmentation': '1.2.2'
+    'torch': '2.1.2',
+    'torchvision': '0.16.2',
+    'numpy': '1.26.4',
+    'mmengine': '0.10.7',
+    'mmcv': '2.1.0',
+    'mmpretrain': '1.2.0',
+    'mmdet': '3.3.0',
+    'mmsegmentation': '1.2.2',
 }
 
 
@@ -38,8 +48,7 @@ class World:
         return self.versions.get(distribution)
 
     def find_spec(self, module):
-        names = (compat.PACKAGES[module].distributions
-                 if module in compat.PACKAGES else (module, ))
+        names = compat.PACKAGES[module].distributions if module in compat.PACKAGES else (module,)
         return any(name in self.versions for name in names) or None
 
     def import_module(self, module):
@@ -48,13 +57,13 @@ class World:
             raise self.broken[module]
         return SimpleNamespace(
             __version__=self.reported.get(module, self.versions.get(module)),
-            __file__=str(self.folder / '__init__.py'))
+            __file__=str(self.folder / '__init__.py'),
+        )
 
 
 @pytest.fixture(params=['onedl', 'openmmlab'])
 def any_world(request, monkeypatch, tmp_path):
-    return _make(ONEDL if request.param == 'onedl' else OPENMMLAB, monkeypatch,
-                 tmp_path)
+    return _make(ONEDL if request.param == 'onedl' else OPENMMLAB, monkeypatch, tmp_path)
 
 
 @pytest.fixture
@@ -71,8 +80,7 @@ def _make(versions, monkeypatch, folder):
     world = World(versions, folder)
     monkeypatch.setattr(compat, '_version', world.version)
     monkeypatch.setattr(compat, 'find_spec', world.find_spec)
-    monkeypatch.setattr(compat, 'importlib',
-                        SimpleNamespace(import_module=world.import_module))
+    monkeypatch.setattr(compat, 'importlib', SimpleNamespace(import_module=world.import_module))
     return world
 
 
@@ -95,8 +103,7 @@ def test_this_installation_is_sound():
 
 
 def test_the_check_is_fast():
-    assert min(timeit.repeat(compat.check_installation, number=1,
-                             repeat=5)) < 0.05
+    assert min(timeit.repeat(compat.check_installation, number=1, repeat=5)) < 0.05
 
 
 def test_sound_installations_pass(any_world, recwarn):
@@ -126,24 +133,30 @@ def test_a_required_package_is_missing(any_world, module):
     assert f' {package.pins[onedl]}' in message
 
 
-@pytest.mark.parametrize('torch, pin', [('2.13.0', 'onedl-mmengine=='),
-                                        ('2.1.2', 'install mmengine==')])
+@pytest.mark.parametrize(
+    'torch, pin', [('2.13.0', 'onedl-mmengine=='), ('2.1.2', 'install mmengine==')]
+)
 def test_the_stack_advised_fits_torch(monkeypatch, tmp_path, torch, pin):
     """With no MM package there, its version decides which to install."""
-    _make({'torch': torch, 'torchvision':
-           {'2.13.0': '0.28.0', '2.1.2': '0.16.2'}[torch]}, monkeypatch,
-          tmp_path)
+    _make(
+        {'torch': torch, 'torchvision': {'2.13.0': '0.28.0', '2.1.2': '0.16.2'}[torch]},
+        monkeypatch,
+        tmp_path,
+    )
     assert pin in failure()
 
 
-@pytest.mark.parametrize('name, version, needs', [
-    ('onedl-mmengine', '0.9.1', 'mmengine >= 0.10.0'),
-    ('onedl-mmcv', '1.7.2', 'mmcv >= 2.0.0'),
-    ('onedl-mmcv', '3.0.0', 'mmcv >= 2.0.0, < 3.0.0'),
-    ('onedl-mmpretrain', '0.25.0', 'mmpretrain >= 1.0.0'),
-    ('onedl-mmdetection', '2.28.2', 'mmdet >= 3.0.0'),
-    ('onedl-mmsegmentation', '0.30.0', 'mmseg >= 1.0.0'),
-])
+@pytest.mark.parametrize(
+    'name, version, needs',
+    [
+        ('onedl-mmengine', '0.9.1', 'mmengine >= 0.10.0'),
+        ('onedl-mmcv', '1.7.2', 'mmcv >= 2.0.0'),
+        ('onedl-mmcv', '3.0.0', 'mmcv >= 2.0.0, < 3.0.0'),
+        ('onedl-mmpretrain', '0.25.0', 'mmpretrain >= 1.0.0'),
+        ('onedl-mmdetection', '2.28.2', 'mmdet >= 3.0.0'),
+        ('onedl-mmsegmentation', '0.30.0', 'mmseg >= 1.0.0'),
+    ],
+)
 def test_a_version_is_out_of_range(world, name, version, needs):
     world.versions[name] = version
     message = failure()
@@ -193,18 +206,15 @@ def test_torchvision_is_missing(world):
     assert '"torchvision==0.28.*" torch==2.13.0' in message
 
 
-@pytest.mark.parametrize('torch, torchvision', [('2.13.0+cpu', '0.28.0'),
-                                                ('2.13.0', '0.27.1')])
+@pytest.mark.parametrize('torch, torchvision', [('2.13.0+cpu', '0.28.0'), ('2.13.0', '0.27.1')])
 def test_torchvision_of_another_torch(world, torch, torchvision):
     world.versions.update(torch=torch, torchvision=torchvision)
     # It works all the same: nothing to complain of.
     compat.check_installation()
     assert 'torchvision' in world.imported
-    world.broken['torchvision'] = RuntimeError(
-        'operator torchvision::nms does not exist')
+    world.broken['torchvision'] = RuntimeError('operator torchvision::nms does not exist')
     message = failure()
-    assert message.startswith(
-        f'torchvision {torchvision} does not fit torch {torch}\n')
+    assert message.startswith(f'torchvision {torchvision} does not fit torch {torch}\n')
     assert 'torchvision::nms' in message
     assert 'torch==2.13.0 "torchvision==0.28.*"' in message
 
@@ -217,8 +227,7 @@ def test_torch_says_more_than_its_distribution(openmmlab):
 
 
 def test_mmcv_without_operators(any_world):
-    any_world.broken['mmcv._ext'] = ModuleNotFoundError(
-        "No module named 'mmcv._ext'")
+    any_world.broken['mmcv._ext'] = ModuleNotFoundError("No module named 'mmcv._ext'")
     message = failure()
     assert message.startswith('mmcv was installed without its compiled oper')
     name = 'onedl-mmcv' if 'onedl-mmcv' in any_world.versions else 'mmcv'
@@ -232,8 +241,7 @@ def test_mmcv_without_operators(any_world):
 def test_mmcv_lite(openmmlab):
     del openmmlab.versions['mmcv']
     openmmlab.versions['mmcv-lite'] = '2.1.0'
-    openmmlab.broken['mmcv._ext'] = ModuleNotFoundError(
-        "No module named 'mmcv._ext'")
+    openmmlab.broken['mmcv._ext'] = ModuleNotFoundError("No module named 'mmcv._ext'")
     message = failure()
     assert message.startswith('mmcv-lite is MMCV without its compiled oper')
     assert 'uninstall -y mmcv-lite' in message
@@ -241,23 +249,26 @@ def test_mmcv_lite(openmmlab):
 
 def test_mmcv_of_another_python(world):
     (world.folder / '_ext.cpython-37m-x86_64-linux-gnu.so').touch()
-    world.broken['mmcv._ext'] = ModuleNotFoundError(
-        "No module named 'mmcv._ext'")
+    world.broken['mmcv._ext'] = ModuleNotFoundError("No module named 'mmcv._ext'")
     message = failure()
     assert message.startswith('mmcv was compiled for another Python')
     assert '_ext.cpython-37m-x86_64-linux-gnu.so' in message
 
 
-@pytest.mark.parametrize('error', [
-    '/x/mmcv/_ext.so: undefined symbol: _ZN3c1017RegisterOperatorsD1Ev',
-    'libtorch_cuda_cu.so: cannot open shared object file',
-    'libcudart.so.11.0: cannot open shared object file',
-])
+@pytest.mark.parametrize(
+    'error',
+    [
+        '/x/mmcv/_ext.so: undefined symbol: _ZN3c1017RegisterOperatorsD1Ev',
+        'libtorch_cuda_cu.so: cannot open shared object file',
+        'libcudart.so.11.0: cannot open shared object file',
+    ],
+)
 def test_mmcv_of_another_torch(world, error):
     world.broken['mmcv._ext'] = ImportError(error)
     message = failure()
     assert message.startswith(
-        'mmcv was compiled for another PyTorch than the installed one, 2.13.0')
+        'mmcv was compiled for another PyTorch than the installed one, 2.13.0'
+    )
     assert error in message
 
 
@@ -270,8 +281,7 @@ def test_operators_that_fail_otherwise(world):
 
 @pytest.mark.parametrize('library', ['libGL.so.1', 'libgthread-2.0.so.0'])
 def test_opencv_without_its_libraries(world, library):
-    world.broken['mmcv'] = ImportError(
-        f'{library}: cannot open shared object file: No such file')
+    world.broken['mmcv'] = ImportError(f'{library}: cannot open shared object file: No such file')
     message = failure()
     assert message.startswith('OpenCV, which mmcv imports, lacks')
     assert library in message
@@ -279,14 +289,14 @@ def test_opencv_without_its_libraries(world, library):
 
 
 def test_setuptools_without_pkg_resources(world):
-    world.broken['mmengine'] = ModuleNotFoundError(
-        "No module named 'pkg_resources'")
+    world.broken['mmengine'] = ModuleNotFoundError("No module named 'pkg_resources'")
     assert 'install "setuptools<81"' in failure()
 
 
-@pytest.mark.parametrize('module, command', [
-    ('mmengine', '--force-reinstall --no-deps onedl-mmengine=='),
-    ('mmcv', 'onedl-mmcv==')])
+@pytest.mark.parametrize(
+    'module, command',
+    [('mmengine', '--force-reinstall --no-deps onedl-mmengine=='), ('mmcv', 'onedl-mmcv==')],
+)
 def test_a_package_that_raises_on_import(world, module, command):
     world.broken[module] = SyntaxError('invalid syntax')
     message = failure()
@@ -323,9 +333,14 @@ def test_warning_of_a_detector_that_refuses_mmcv(world):
 def test_importing_repa_mm_leaves_slow_packages_alone():
     names = ('torchvision', 'mmdet', 'mmseg', 'mmpretrain')
     output = subprocess.check_output(
-        [sys.executable, '-c', 'import sys, repa_mm; '
-         f'print("imported", [n for n in {names} if n in sys.modules])'],
-        cwd=str(Path(compat.__file__).parents[1]), universal_newlines=True)
+        [
+            sys.executable,
+            '-c',
+            f'import sys, repa_mm; print("imported", [n for n in {names} if n in sys.modules])',
+        ],
+        cwd=str(Path(compat.__file__).parents[1]),
+        universal_newlines=True,
+    )
     assert 'imported []' in output.splitlines()
 
 
@@ -335,14 +350,15 @@ def test_the_message_reaches_the_user(tmp_path):
     (tmp_path / 'mmcv' / '__init__.py').write_text("__version__ = '2.1.0'\n")
     info = tmp_path / 'mmcv_lite-2.1.0.dist-info'
     info.mkdir()
-    (info / 'METADATA').write_text(
-        'Metadata-Version: 2.1\nName: mmcv-lite\nVersion: 2.1.0\n')
+    (info / 'METADATA').write_text('Metadata-Version: 2.1\nName: mmcv-lite\nVersion: 2.1.0\n')
     root = Path(compat.__file__).parents[1]
     done = subprocess.run(
-        [sys.executable, '-c', 'import repa_mm'], cwd=tmp_path,
-        env=dict(os.environ, PYTHONPATH=os.pathsep.join([str(tmp_path),
-                                                         str(root)])),
-        stderr=subprocess.PIPE, universal_newlines=True)
+        [sys.executable, '-c', 'import repa_mm'],
+        cwd=tmp_path,
+        env=dict(os.environ, PYTHONPATH=os.pathsep.join([str(tmp_path), str(root)])),
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     assert done.returncode != 0
     assert 'mmcv-lite is MMCV without its compiled operators' in done.stderr
     assert "No module named 'mmcv._ext'" in done.stderr

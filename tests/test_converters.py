@@ -1,4 +1,5 @@
 """Checkpoints in the layouts of others."""
+
 import argparse
 import copy
 import os
@@ -13,8 +14,7 @@ from mmengine.registry import MODELS
 
 import repa_mm
 from repa_mm.apis import calibrate_checkpoint, load_config
-from repa_mm.converters import (estimate_idle_ratio, mm_to_repavit,
-                                repavit_to_mm, to_mm, to_repavit)
+from repa_mm.converters import estimate_idle_ratio, mm_to_repavit, repavit_to_mm, to_mm, to_repavit
 from repa_mm.reparam import ChannelIdleFFN, CheckpointError, reparameterize
 
 ROOT = Path(repa_mm.__file__).resolve().parents[1]
@@ -22,6 +22,7 @@ ROOT = Path(repa_mm.__file__).resolve().parents[1]
 
 # Models in the layout of the authors' repository: a state dict of random
 # numbers, and what their code computes with it, written out.
+
 
 class Layout:
     """Collects names and shapes."""
@@ -37,7 +38,7 @@ class Layout:
         self.weights[name] = noise * (high - low) + low
 
     def linear(self, name, *shape, bias=True):
-        bound = torch.Size(shape[1:]).numel()**-0.5
+        bound = torch.Size(shape[1:]).numel() ** -0.5
         self.add(f'{name}.weight', *shape, low=-2 * bound, high=2 * bound)
         if bias:
             self.add(f'{name}.bias', shape[0])
@@ -71,11 +72,9 @@ class Layout:
 def norm(w, name, x, eps=1e-5):
     """BatchNorm with its running statistics, or LayerNorm; channels last."""
     if f'{name}.running_mean' in w:
-        x = (x - w[f'{name}.running_mean']) / (
-            w[f'{name}.running_var'] + eps).sqrt()
+        x = (x - w[f'{name}.running_mean']) / (w[f'{name}.running_var'] + eps).sqrt()
     else:
-        x = (x - x.mean(-1, keepdim=True)) / (
-            x.var(-1, keepdim=True, unbiased=False) + eps).sqrt()
+        x = (x - x.mean(-1, keepdim=True)) / (x.var(-1, keepdim=True, unbiased=False) + eps).sqrt()
     return x * w[f'{name}.weight'] + w[f'{name}.bias']
 
 
@@ -85,13 +84,12 @@ def linear(w, name, x):
     return y + w[f'{name}.bias'] if f'{name}.bias' in w else y
 
 
-def ffn(w, name, x, active=0.25, scale=1.):
+def ffn(w, name, x, active=0.25, scale=1.0):
     """Of the authors, in either form. x is (..., C)."""
     if f'{name}.norm1.weight' not in w:
         y = linear(w, f'{name}.fc1', x)
         if f'{name}.fc2.weight' in w:
-            y = y + linear(w, f'{name}.fc3',
-                           F.gelu(linear(w, f'{name}.fc2', x)))
+            y = y + linear(w, f'{name}.fc3', F.gelu(linear(w, f'{name}.fc2', x)))
         return y
     # LV-ViT's sees the tokens without the residual scale.
     h = linear(w, f'{name}.fc1', norm(w, f'{name}.norm1', x / scale))
@@ -101,12 +99,11 @@ def ffn(w, name, x, active=0.25, scale=1.):
     return x + scale * z * w.get(f'{name}.ls', torch.ones(()))
 
 
-def attention(w, name, x, heads, bias=0.):
+def attention(w, name, x, heads, bias=0.0):
     """x is (B, N, C)."""
     b, n, c = x.shape
-    q, k, v = linear(w, f'{name}.qkv', x).view(
-        b, n, 3, heads, c // heads).permute(2, 0, 3, 1, 4)
-    p = (q @ k.transpose(2, 3) * (c // heads)**-0.5 + bias).softmax(-1)
+    q, k, v = linear(w, f'{name}.qkv', x).view(b, n, 3, heads, c // heads).permute(2, 0, 3, 1, 4)
+    p = (q @ k.transpose(2, 3) * (c // heads) ** -0.5 + bias).softmax(-1)
     return linear(w, f'{name}.proj', (p @ v).transpose(1, 2).reshape(b, n, c))
 
 
@@ -163,8 +160,11 @@ def lvvit(w, x):
         x = F.conv2d(x, weight, stride=stride, padding=weight.shape[-1] // 2)
         x = norm(w, f'patch_embed.bn{i}', x.permute(0, 2, 3, 1)).relu()
         x = x.permute(0, 3, 1, 2)
-    x = F.conv2d(x, w['patch_embed.proj.weight'], w['patch_embed.proj.bias'],
-                 stride=4).flatten(2).transpose(1, 2)
+    x = (
+        F.conv2d(x, w['patch_embed.proj.weight'], w['patch_embed.proj.bias'], stride=4)
+        .flatten(2)
+        .transpose(1, 2)
+    )
     x = torch.cat([w['cls_token'].expand(len(x), 1, 16), x], 1)
     x = x + w['pos_embed']
     for i in range(2):
@@ -172,8 +172,7 @@ def lvvit(w, x):
         x = x + attention(w, f'{b}.attn', norm(w, f'{b}.norm1', x), 4) / 2
         x = ffn(w, f'{b}.mlp', x, active=1 / 3, scale=0.5)
     x = norm(w, 'norm', x)
-    return (linear(w, 'head', x[:, 0]) +
-            linear(w, 'aux_head', x[:, 1:]).amax(1) / 2)
+    return linear(w, 'head', x[:, 0]) + linear(w, 'aux_head', x[:, 1:]).amax(1) / 2
 
 
 SWIN_DEPTHS = (2, 1, 2, 1)
@@ -194,8 +193,7 @@ def swin_layout(form, **kwargs):
             w.ffn(f'{b}.mlp', c)
         if i < 3:
             w.norm(f'layers.{i}.downsample.norm', 4 * c)
-            w.linear(f'layers.{i}.downsample.reduction', 2 * c, 4 * c,
-                     bias=False)
+            w.linear(f'layers.{i}.downsample.reduction', 2 * c, 4 * c, bias=False)
     w.norm('norm', 64)
     w.linear('head', 5, 64)
     return w.weights
@@ -203,8 +201,9 @@ def swin_layout(form, **kwargs):
 
 def swin(w, x):
     """On 64x64 images, windows of 2x2."""
-    x = F.conv2d(x, w['patch_embed.proj.weight'], w['patch_embed.proj.bias'],
-                 stride=4).permute(0, 2, 3, 1)
+    x = F.conv2d(x, w['patch_embed.proj.weight'], w['patch_embed.proj.bias'], stride=4).permute(
+        0, 2, 3, 1
+    )
     x = norm(w, 'patch_embed.norm', x)
     for i, depth in enumerate(SWIN_DEPTHS):
         for j in range(depth):
@@ -215,27 +214,23 @@ def swin(w, x):
             # apart they are, and whether the shift has wrapped between them.
             place = torch.arange(side)
             moved = (place - shift) % side
-            y0, x0 = (m.flatten() for m in torch.meshgrid(
-                moved, moved, indexing='ij'))
+            y0, x0 = (m.flatten() for m in torch.meshgrid(moved, moved, indexing='ij'))
             dy, dx = y0[:, None] - y0, x0[:, None] - x0
-            same = (y0[:, None] // 2 == y0 // 2) & (
-                x0[:, None] // 2 == x0 // 2)
-            yt, xt = (m.flatten() for m in torch.meshgrid(
-                place, place, indexing='ij'))
+            same = (y0[:, None] // 2 == y0 // 2) & (x0[:, None] // 2 == x0 // 2)
+            yt, xt = (m.flatten() for m in torch.meshgrid(place, place, indexing='ij'))
             for d, t in ((dy, yt), (dx, xt)):
                 same &= (t[:, None] - t) == d
             index = ((dy + 1) * 3 + dx + 1).clamp(0, 8)
             table = w[f'{b}.attn.relative_position_bias_table']
             bias = table[index].permute(2, 0, 1).masked_fill(~same, -1e9)
             tokens = x.flatten(1, 2)
-            tokens = tokens + attention(
-                w, f'{b}.attn', norm(w, f'{b}.norm1', tokens), 2**i, bias)
+            tokens = tokens + attention(w, f'{b}.attn', norm(w, f'{b}.norm1', tokens), 2**i, bias)
             x = ffn(w, f'{b}.mlp', tokens).view(x.shape)
         if i < 3:
-            x = torch.cat([x[:, p::2, q::2] for q in (0, 1) for p in (0, 1)],
-                          -1)
-            x = linear(w, f'layers.{i}.downsample.reduction',
-                       norm(w, f'layers.{i}.downsample.norm', x))
+            x = torch.cat([x[:, p::2, q::2] for q in (0, 1) for p in (0, 1)], -1)
+            x = linear(
+                w, f'layers.{i}.downsample.reduction', norm(w, f'layers.{i}.downsample.norm', x)
+            )
     return linear(w, 'head', norm(w, 'norm', x).mean((1, 2)))
 
 
@@ -261,8 +256,7 @@ def poolformer(w, x):
     def group_norm(name, x):
         return F.group_norm(x, 1, w[f'{name}.weight'], w[f'{name}.bias'])
 
-    x = F.conv2d(x, w['patch_embed.proj.weight'], w['patch_embed.proj.bias'],
-                 stride=4, padding=2)
+    x = F.conv2d(x, w['patch_embed.proj.weight'], w['patch_embed.proj.bias'], stride=4, padding=2)
     for i in range(4):
         for j in range(2 if i == 1 else 1):
             b = f'network.{2 * i}.{j}'
@@ -272,8 +266,7 @@ def poolformer(w, x):
             x = ffn(w, f'{b}.mlp', x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
         if i < 3:
             d = f'network.{2 * i + 1}.proj'
-            x = F.conv2d(x, w[f'{d}.weight'], w[f'{d}.bias'], stride=2,
-                         padding=1)
+            x = F.conv2d(x, w[f'{d}.weight'], w[f'{d}.bias'], stride=2, padding=1)
     return linear(w, 'head', group_norm('norm', x).mean((2, 3)))
 
 
@@ -291,8 +284,11 @@ def mixer_layout(form, **kwargs):
 
 
 def mixer(w, x):
-    x = F.conv2d(x, w['stem.proj.weight'], w['stem.proj.bias'],
-                 stride=16).flatten(2).transpose(1, 2)
+    x = (
+        F.conv2d(x, w['stem.proj.weight'], w['stem.proj.bias'], stride=16)
+        .flatten(2)
+        .transpose(1, 2)
+    )
     for i in range(2):
         t = f'blocks.{i}.mlp_tokens'
         u = norm(w, f'{t}.norm', x.transpose(1, 2))
@@ -306,22 +302,35 @@ def mixer(w, x):
 VIT = dict(embed_dims=16, num_layers=2, num_heads=4, feedforward_channels=64)
 CONFIGS = dict(
     vit=('repa_deit_t_in1k', dict(arch=VIT, img_size=16, patch_size=8)),
-    lvvit=('repa_lvvit_s_in1k', dict(
-        arch=dict(VIT, feedforward_channels=48), img_size=16, patch_size=8)),
-    poolformer=('repa_poolformer_s12_in1k', dict(arch=dict(
-        layers=[1, 2, 1, 1], embed_dims=[8, 16, 24, 32], mlp_ratios=[4] * 4,
-        layer_scale_init_value=1e-5))))
+    lvvit=(
+        'repa_lvvit_s_in1k',
+        dict(arch=dict(VIT, feedforward_channels=48), img_size=16, patch_size=8),
+    ),
+    poolformer=(
+        'repa_poolformer_s12_in1k',
+        dict(
+            arch=dict(
+                layers=[1, 2, 1, 1],
+                embed_dims=[8, 16, 24, 32],
+                mlp_ratios=[4] * 4,
+                layer_scale_init_value=1e-5,
+            )
+        ),
+    ),
+)
 FAMILIES = dict(
     swin=(swin_layout, swin, 64, 0.75),
     vit=(vit_layout, vit, 16, 0.75),
     lvvit=(lvvit_layout, lvvit, 16, 2 / 3),
     poolformer=(poolformer_layout, poolformer, 64, 0.75),
-    mixer=(mixer_layout, mixer, 32, 0.75))
+    mixer=(mixer_layout, mixer, 32, 0.75),
+)
 
 
 @pytest.fixture
 def config_of(tmp_path):
     """Path of the config of a small architecture; None if not needed."""
+
     def write(family, **kwargs):
         if family not in CONFIGS:
             return None
@@ -331,6 +340,7 @@ def config_of(tmp_path):
         path = str(tmp_path / f'{family}.py')
         cfg.dump(path)
         return path
+
     return write
 
 
@@ -339,13 +349,15 @@ def run(done, x):
     backbone = MODELS.build(dict(done.backbone)).eval()
     weights = done.state_dict
     backbone.load_state_dict(
-        {k[9:]: v for k, v in weights.items() if k.startswith('backbone.')},
-        strict=True)
+        {k[9:]: v for k, v in weights.items() if k.startswith('backbone.')}, strict=True
+    )
     with torch.no_grad():
         out = backbone(x)[-1]
     if 'head.aux_fc.weight' in weights:
-        return (linear(weights, 'head.fc', out[0][:, 0]) +
-                linear(weights, 'head.aux_fc', out[0][:, 1:]).amax(1) / 2)
+        return (
+            linear(weights, 'head.fc', out[0][:, 0])
+            + linear(weights, 'head.aux_fc', out[0][:, 1:]).amax(1) / 2
+        )
     if out.ndim == 4:
         out = out.mean((2, 3))
     elif out.ndim == 3:
@@ -374,13 +386,11 @@ def test_same_logits_and_back(family, form, config_of, relative_error):
     # What is merged here is what the layout means by merged.
     if form == 'training':
         backbone = MODELS.build(dict(done.backbone))
-        backbone.load_state_dict({
-            k[9:]: v for k, v in done.state_dict.items()
-            if k.startswith('backbone.')})
-        merged = {f'backbone.{k}': v for k, v in
-                  reparameterize(backbone).state_dict().items()}
-        merged.update({k: v for k, v in done.state_dict.items()
-                       if k.startswith('head')})
+        backbone.load_state_dict(
+            {k[9:]: v for k, v in done.state_dict.items() if k.startswith('backbone.')}
+        )
+        merged = {f'backbone.{k}': v for k, v in reparameterize(backbone).state_dict().items()}
+        merged.update({k: v for k, v in done.state_dict.items() if k.startswith('head')})
         merged = to_repavit(merged, config_of(family), size).state_dict
         assert relative_error(forward(merged, x), forward(weights, x)) < 1e-5
 
@@ -395,9 +405,8 @@ def test_merged_lvvit_of_the_authors_is_refused(config_of):
         to_mm(w.weights, config_of('lvvit'))
 
 
-@pytest.mark.parametrize('ratio', [0., 1.])
-def test_extreme_idle_ratios_in_the_deploy_form(ratio, config_of,
-                                                relative_error):
+@pytest.mark.parametrize('ratio', [0.0, 1.0])
+def test_extreme_idle_ratios_in_the_deploy_form(ratio, config_of, relative_error):
     weights = vit_layout('deploy', ratio=ratio)
     done = to_mm(weights, config_of('vit'))
     assert done.idle_ratio == ratio
@@ -413,19 +422,16 @@ def test_swin_buffers_of_the_original():
     done = to_mm(swin_layout('training'))
     buffers = to_repavit(done.state_dict, img_size=64).state_dict
     index = buffers['layers.0.blocks.0.attn.relative_position_index']
-    assert index.tolist() == [[4, 3, 1, 0], [5, 4, 2, 1], [7, 6, 4, 3],
-                              [8, 7, 5, 4]]
+    assert index.tolist() == [[4, 3, 1, 0], [5, 4, 2, 1], [7, 6, 4, 3], [8, 7, 5, 4]]
     masks = {k for k in buffers if 'attn_mask' in k}
-    assert masks == {'layers.0.blocks.1.attn_mask',
-                     'layers.2.blocks.1.attn_mask'}
+    assert masks == {'layers.0.blocks.1.attn_mask', 'layers.2.blocks.1.attn_mask'}
     mask = buffers['layers.2.blocks.1.attn_mask']  # a 4x4 map
     assert mask.shape == (4, 4, 4)
     assert (mask[0] == 0).all()
-    right = torch.tensor([[0., -100.], [-100., 0.]])
+    right = torch.tensor([[0.0, -100.0], [-100.0, 0.0]])
     assert torch.equal(mask[1], right.repeat(2, 2))
-    assert torch.equal(mask[2], right.repeat_interleave(
-        2, 0).repeat_interleave(2, 1))
-    assert torch.equal(mask[3], -100. * (1 - torch.eye(4)))
+    assert torch.equal(mask[2], right.repeat_interleave(2, 0).repeat_interleave(2, 1))
+    assert torch.equal(mask[3], -100.0 * (1 - torch.eye(4)))
 
 
 def test_named_architectures():
@@ -444,8 +450,7 @@ def test_named_architectures():
             w.ffn(f'{b}.mlp', c)
         if i < 3:
             w.norm(f'layers.{i}.downsample.norm', 4 * c)
-            w.linear(f'layers.{i}.downsample.reduction', 2 * c, 4 * c,
-                     bias=False)
+            w.linear(f'layers.{i}.downsample.reduction', 2 * c, 4 * c, bias=False)
     w.norm('norm', 768)
     done = to_mm(w.weights)
     assert done.config == 'repa_swin_t_in1k.py'
@@ -455,6 +460,7 @@ def test_named_architectures():
 
 
 # Files: what else is in them, what they are wrapped in, what is wrong.
+
 
 def test_safetensors(tmp_path):
     save_file = pytest.importorskip('safetensors.torch').save_file
@@ -482,28 +488,30 @@ def test_safetensors(tmp_path):
 def test_full_checkpoint_with_arguments_and_averages(tmp_path):
     weights, average = (swin_layout('training') for _ in range(2))
     average['norm.weight'] = average['norm.weight'] + 1
-    args = argparse.Namespace(idle_ratio=0.3, channel_idle=True,
-                              heuristic='static', device='cuda')
+    args = argparse.Namespace(idle_ratio=0.3, channel_idle=True, heuristic='static', device='cuda')
     src, dst = str(tmp_path / 'src.pth'), str(tmp_path / 'dst.pth')
-    torch.save(dict(
-        model={f'module.{k}': v for k, v in weights.items()},
-        model_ema=average, epoch=299, args=args, scaler=dict(scale=1.),
-        optimizer=dict(state={0: dict(step=torch.tensor(1))},
-                       param_groups=[dict(lr=1e-3)])), src)
+    torch.save(
+        dict(
+            model={f'module.{k}': v for k, v in weights.items()},
+            model_ema=average,
+            epoch=299,
+            args=args,
+            scaler=dict(scale=1.0),
+            optimizer=dict(state={0: dict(step=torch.tensor(1))}, param_groups=[dict(lr=1e-3)]),
+        ),
+        src,
+    )
     done = repavit_to_mm(src, dst)
     # ceil(32 * 0.7) = 23 active channels of 32, and so on.
     assert done.idle_ratio_from == "the checkpoint's arguments"
     model = MODELS.build(dict(done.backbone))
-    active = [m.num_active for m in model.modules()
-              if isinstance(m, ChannelIdleFFN)]
+    active = [m.num_active for m in model.modules() if isinstance(m, ChannelIdleFFN)]
     assert active == [23, 23, 45, 90, 90, 180]
     saved = torch.load(dst, weights_only=True)
     assert set(saved) == {'meta', 'state_dict'}
-    assert torch.equal(saved['state_dict']['backbone.norm3.weight'],
-                       weights['norm.weight'])
+    assert torch.equal(saved['state_dict']['backbone.norm3.weight'], weights['norm.weight'])
     done = repavit_to_mm(src, dst, ema=True)
-    assert torch.equal(done.state_dict['backbone.norm3.weight'],
-                       average['norm.weight'])
+    assert torch.equal(done.state_dict['backbone.norm3.weight'], average['norm.weight'])
 
     torch.save(dict(model=weights), src)
     with pytest.raises(CheckpointError, match='no averaged weights'):
@@ -518,15 +526,14 @@ def test_linear_idle_ratios_of_the_arguments(config_of):
     args = dict(idle_ratio=0.75, channel_idle=True, heuristic='linear')
     weights = vit_layout('training')
     done = to_mm(weights, config_of('vit', idle_schedule='linear'), args=args)
-    assert done.idle_ratio == [1., 0.]
+    assert done.idle_ratio == [1.0, 0.0]
     with pytest.raises(ValueError, match='idle ratio.*by.*config'):
         to_mm(weights, config_of('vit'), args=args)
 
 
 def test_idle_ratio_that_statistics_tell(relative_error):
     """After a training, with a learning rate that has come down."""
-    ffns = torch.nn.Sequential(*[
-        ChannelIdleFFN(16, 64, idle_ratio=0.625) for _ in range(4)])
+    ffns = torch.nn.Sequential(*[ChannelIdleFFN(16, 64, idle_ratio=0.625) for _ in range(4)])
     ffns.train()
     optimizer = torch.optim.SGD(ffns.parameters(), lr=0.05)
     for step in range(60):
@@ -554,24 +561,29 @@ def replaced(key, value):
     return lambda w: w.update({key: value})
 
 
-@pytest.mark.parametrize('weights, message', [
-    (dict(a=torch.ones(1)), "no known architecture.*'a'"),
-    (bad(lambda w: w.pop('blocks.1.mlp.fc2.weight')),
-     'incomplete.*layers.1.ffn.fc2.weight'),
-    (bad(lambda w: w.pop('norm_pre.bias')), 'incomplete.*pre_norm.bias'),
-    (bad(replaced('blocks.0.gate.weight', torch.ones(1))),
-     "unknown: 'blocks.0.gate.weight'"),
-    (bad(replaced('blocks.0.mlp.gate.weight', torch.ones(1))),
-     "no place for 'blocks.0.mlp.gate.weight'"),
-    (bad(replaced('blocks.1.attn.qkv.bias', torch.ones(3))),
-     r"'blocks.1.attn.qkv.bias' has shape \(3,\), expected is \(48,\)"),
-    (bad(lambda w: [w.pop(k) for k in list(w) if k.startswith(
-        'blocks.1.mlp.norm')]), 'different kinds'),
-    (bad(lambda w: [w.pop(k) for k in list(w) if k.startswith('blocks.1.')]),
-     'has 1 FFNs'),
-    ({k: v for k, v in vit_layout('training').items() if '.mlp.' not in k},
-     'no FFN'),
-])
+@pytest.mark.parametrize(
+    'weights, message',
+    [
+        (dict(a=torch.ones(1)), "no known architecture.*'a'"),
+        (bad(lambda w: w.pop('blocks.1.mlp.fc2.weight')), 'incomplete.*layers.1.ffn.fc2.weight'),
+        (bad(lambda w: w.pop('norm_pre.bias')), 'incomplete.*pre_norm.bias'),
+        (bad(replaced('blocks.0.gate.weight', torch.ones(1))), "unknown: 'blocks.0.gate.weight'"),
+        (
+            bad(replaced('blocks.0.mlp.gate.weight', torch.ones(1))),
+            "no place for 'blocks.0.mlp.gate.weight'",
+        ),
+        (
+            bad(replaced('blocks.1.attn.qkv.bias', torch.ones(3))),
+            r"'blocks.1.attn.qkv.bias' has shape \(3,\), expected is \(48,\)",
+        ),
+        (
+            bad(lambda w: [w.pop(k) for k in list(w) if k.startswith('blocks.1.mlp.norm')]),
+            'different kinds',
+        ),
+        (bad(lambda w: [w.pop(k) for k in list(w) if k.startswith('blocks.1.')]), 'has 1 FFNs'),
+        ({k: v for k, v in vit_layout('training').items() if '.mlp.' not in k}, 'no FFN'),
+    ],
+)
 def test_what_is_refused(weights, message, config_of):
     with pytest.raises(CheckpointError, match=message):
         to_mm(weights, config_of('vit'))
@@ -591,9 +603,13 @@ def test_what_shapes_do_not_tell_and_wrong_configs(config_of):
         to_repavit(swin_layout('training'))
     with pytest.raises(CheckpointError, match='vanilla PoolFormer'):
         weights = poolformer_layout('training')
-        to_mm({k.replace('mlp.norm1', 'norm2'): v for k, v in weights.items()
-               if 'running' not in k and 'num_b' not in k
-               and 'mlp.norm2' not in k})
+        to_mm(
+            {
+                k.replace('mlp.norm1', 'norm2'): v
+                for k, v in weights.items()
+                if 'running' not in k and 'num_b' not in k and 'mlp.norm2' not in k
+            }
+        )
 
 
 def test_a_failure_leaves_the_output_alone(tmp_path):
@@ -616,7 +632,6 @@ def test_a_failure_leaves_the_output_alone(tmp_path):
 
 
 class Hostile:
-
     def __init__(self, path):
         self.path = str(path)
 
@@ -626,8 +641,9 @@ class Hostile:
 
 def test_arguments_are_not_run(tmp_path):
     src, owned = tmp_path / 'src.pth', tmp_path / 'owned'
-    torch.save(dict(model=swin_layout('training'),
-                    args=argparse.Namespace(evil=Hostile(owned))), src)
+    torch.save(
+        dict(model=swin_layout('training'), args=argparse.Namespace(evil=Hostile(owned))), src
+    )
     try:
         repavit_to_mm(str(src), str(tmp_path / 'dst.pth'))
     except CheckpointError as error:
@@ -637,20 +653,25 @@ def test_arguments_are_not_run(tmp_path):
 
 # Vanilla checkpoints.
 
+
 def vanilla(name, **kwargs):
     torch.manual_seed(3)
     return MODELS.build(dict(type=f'mmpretrain.{name}', **kwargs))
 
 
-SWIN = dict(arch=dict(embed_dims=8, depths=[2, 1, 2, 1],
-                      num_heads=[1, 2, 4, 8]), window_size=2)
+SWIN = dict(arch=dict(embed_dims=8, depths=[2, 1, 2, 1], num_heads=[1, 2, 4, 8]), window_size=2)
 
 
 def to_timm(key):
     """Names of timm's Swin, whose order in patch merging is another."""
-    for old, new in (('stages', 'layers'), ('projection', 'proj'),
-                     ('w_msa.', ''), ('ffn.layers.0.0', 'mlp.fc1'),
-                     ('ffn.layers.1', 'mlp.fc2'), ('norm3', 'norm')):
+    for old, new in (
+        ('stages', 'layers'),
+        ('projection', 'proj'),
+        ('w_msa.', ''),
+        ('ffn.layers.0.0', 'mlp.fc1'),
+        ('ffn.layers.1', 'mlp.fc2'),
+        ('norm3', 'norm'),
+    ):
         key = key.replace(old, new)
     return key
 
@@ -663,15 +684,15 @@ def unfolded_to_concatenated(value):
 
 @pytest.mark.parametrize('layout', ['mmpretrain', 'mmdet', 'official', 'timm'])
 def test_vanilla_swin(layout, randomize):
-    outputs = (0, 1, 2, 3) if layout == 'mmdet' else (3, )
+    outputs = (0, 1, 2, 3) if layout == 'mmdet' else (3,)
     model = randomize(vanilla('SwinTransformer', out_indices=outputs, **SWIN))
     state = dict(model.state_dict())
-    expected = {f'backbone.{k}': v.clone() for k, v in
-                repa_mm.idle_channels(model).state_dict().items()}
+    expected = {
+        f'backbone.{k}': v.clone() for k, v in repa_mm.idle_channels(model).state_dict().items()
+    }
     for key in state:
         if '.norm2.' in key:
-            expected['backbone.' + key.replace('norm2', 'ffn.norm1')
-                     ] = state[key]
+            expected['backbone.' + key.replace('norm2', 'ffn.norm1')] = state[key]
     head = dict(weight=torch.rand(5, 64), bias=torch.rand(5))
     if layout in ('mmpretrain', 'mmdet'):
         state = {f'backbone.{k}': v for k, v in state.items()}
@@ -682,26 +703,33 @@ def test_vanilla_swin(layout, randomize):
     else:
         state = {
             to_timm(k): unfolded_to_concatenated(v) if 'downsample' in k else v
-            for k, v in state.items()}
+            for k, v in state.items()
+        }
         name = 'head'
         if layout == 'timm':  # the downsampling begins a stage
             state = {
-                k.replace(f'.{k[7]}.', f'.{int(k[7]) + 1}.', 1)
-                if 'downsample' in k else k: v for k, v in state.items()
-                if 'relative_position_index' not in k}
+                k.replace(f'.{k[7]}.', f'.{int(k[7]) + 1}.', 1) if 'downsample' in k else k: v
+                for k, v in state.items()
+                if 'relative_position_index' not in k
+            }
             name = 'head.fc'
     if layout != 'mmdet':
         state.update({f'{name}.{k}': v for k, v in head.items()})
         expected.update({f'head.fc.{k}': v for k, v in head.items()})
     done = to_mm(state)
     assert done.form == 'vanilla'
-    assert done.left_out == (['neck.convs.0.weight', 'bbox_head.fc.weight']
-                             if layout == 'mmdet' else [])
+    assert done.left_out == (
+        ['neck.convs.0.weight', 'bbox_head.fc.weight'] if layout == 'mmdet' else []
+    )
     assert set(done.state_dict) == set(expected)
     for key, value in expected.items():
         assert torch.equal(done.state_dict[key], value), key
     assert {k.rpartition('.')[2] for k in done.fresh} == {
-        'weight', 'bias', 'running_mean', 'running_var'}
+        'weight',
+        'bias',
+        'running_mean',
+        'running_var',
+    }
     assert all('.ffn.norm' in k for k in done.fresh)
 
 
@@ -711,19 +739,20 @@ def test_vanilla_lvvit(norm, config_of):
     given = {
         key.replace('mlp.norm1', norm): value
         for key, value in lvvit_layout('training').items()
-        if 'mlp.norm2' not in key and not (
-            'mlp.norm1' in key and key.split('.')[-1] not in ('weight', 'bias'))
+        if 'mlp.norm2' not in key
+        and not ('mlp.norm1' in key and key.split('.')[-1] not in ('weight', 'bias'))
     }
     done = to_mm(given, config_of('lvvit'))
     assert done.form == 'vanilla' and done.left_out == []
     weights = done.state_dict
     for i in range(2):
         ffn = f'backbone.layers.{i}.ffn'
-        for ours, theirs in (('norm1.weight', f'{norm}.weight'),
-                             ('norm1.bias', f'{norm}.bias'),
-                             ('fc1.weight', 'mlp.fc1.weight')):
-            assert torch.equal(weights[f'{ffn}.{ours}'],
-                               given[f'blocks.{i}.{theirs}'])
+        for ours, theirs in (
+            ('norm1.weight', f'{norm}.weight'),
+            ('norm1.bias', f'{norm}.bias'),
+            ('fc1.weight', 'mlp.fc1.weight'),
+        ):
+            assert torch.equal(weights[f'{ffn}.{ours}'], given[f'blocks.{i}.{theirs}'])
         assert (weights[f'{ffn}.norm1.running_mean'] == 0).all()
         assert (weights[f'{ffn}.norm1.running_var'] == 1).all()
 
@@ -731,8 +760,7 @@ def test_vanilla_lvvit(norm, config_of):
 @pytest.mark.parametrize('layout', ['mmpretrain', 'timm', 'distilled'])
 @pytest.mark.parametrize('pre_norm', [False, True])
 def test_vanilla_vit(layout, pre_norm, config_of, randomize, relative_error):
-    model = randomize(vanilla('VisionTransformer', arch=VIT, img_size=16,
-                              patch_size=8))
+    model = randomize(vanilla('VisionTransformer', arch=VIT, img_size=16, patch_size=8))
     state = dict(model.state_dict())
     torch.nn.init.normal_(model.pos_embed)
     given = {f'backbone.{k}': v for k, v in state.items()}
@@ -741,12 +769,15 @@ def test_vanilla_vit(layout, pre_norm, config_of, randomize, relative_error):
         for key, value in state.items():
             if key.startswith('ln1'):
                 key = key.replace('ln1', 'norm')
-            for old, new in (('layers.0.', 'blocks.0.'),
-                             ('layers.1.', 'blocks.1.'), ('ln', 'norm'),
-                             ('projection', 'proj'),
-                             ('ffn.blocks.0.0', 'mlp.fc1'),
-                             ('ffn.layers.0.0', 'mlp.fc1'),
-                             ('ffn.layers.1', 'mlp.fc2')):
+            for old, new in (
+                ('layers.0.', 'blocks.0.'),
+                ('layers.1.', 'blocks.1.'),
+                ('ln', 'norm'),
+                ('projection', 'proj'),
+                ('ffn.blocks.0.0', 'mlp.fc1'),
+                ('ffn.layers.0.0', 'mlp.fc1'),
+                ('ffn.layers.1', 'mlp.fc2'),
+            ):
                 key = key.replace(old, new)
             given[key.replace('ffn.blocks.1', 'mlp.fc2')] = value
         assert 'blocks.1.mlp.fc2.weight' in given, given.keys()
@@ -754,9 +785,9 @@ def test_vanilla_vit(layout, pre_norm, config_of, randomize, relative_error):
     if layout == 'distilled':
         given['dist_token'] = torch.randn(1, 1, 16)
         given['head_dist.weight'] = torch.randn(5, 16)
-        given['pos_embed'] = torch.cat([
-            state['pos_embed'][:, :1], torch.randn(1, 1, 16),
-            state['pos_embed'][:, 1:]], 1)
+        given['pos_embed'] = torch.cat(
+            [state['pos_embed'][:, :1], torch.randn(1, 1, 16), state['pos_embed'][:, 1:]], 1
+        )
         left_out = ['dist_token', 'head_dist.weight']
     done = to_mm(given, config_of('vit', pre_norm=pre_norm))
     assert (done.form, done.left_out) == ('vanilla', left_out)
@@ -767,24 +798,27 @@ def test_vanilla_vit(layout, pre_norm, config_of, randomize, relative_error):
     x = torch.randn(2, 3, 16, 16)
     seen = []
     for m in (model, backbone):
-        m.pre_norm.register_forward_pre_hook(
-            lambda _, inputs: seen.append(inputs[0]))
+        m.pre_norm.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
         with torch.no_grad():
             m(x)
     assert relative_error(seen[1], seen[0]) < 1e-6
     for i in range(2):
         for key in ('attn.qkv.weight', 'attn.proj.bias', 'ln1.weight'):
-            assert torch.equal(own[f'layers.{i}.{key}'],
-                               state[f'layers.{i}.{key}'])
-        for old, new in (('ffn.layers.0.0', 'ffn.fc1'),
-                         ('ffn.layers.1', 'ffn.fc2'), ('ln2', 'ffn.norm1')):
+            assert torch.equal(own[f'layers.{i}.{key}'], state[f'layers.{i}.{key}'])
+        for old, new in (
+            ('ffn.layers.0.0', 'ffn.fc1'),
+            ('ffn.layers.1', 'ffn.fc2'),
+            ('ln2', 'ffn.norm1'),
+        ):
             for kind in ('weight', 'bias'):
-                assert torch.equal(own[f'layers.{i}.{new}.{kind}'],
-                                   state[f'layers.{i}.{old}.{kind}'])
+                assert torch.equal(
+                    own[f'layers.{i}.{new}.{kind}'], state[f'layers.{i}.{old}.{kind}']
+                )
     assert ('pre_norm.weight' in done.fresh) == pre_norm
 
 
 # What a converted checkpoint is for.
+
 
 @pytest.fixture
 def small_swin(tmp_path):
@@ -803,8 +837,7 @@ def small_swin(tmp_path):
             w.ffn(f'{b}.mlp', c)
         if i < 3:
             w.norm(f'layers.{i}.downsample.norm', 4 * c)
-            w.linear(f'layers.{i}.downsample.reduction', 2 * c, 4 * c,
-                     bias=False)
+            w.linear(f'layers.{i}.downsample.reduction', 2 * c, 4 * c, bias=False)
     w.norm('norm', 384)
     w.linear('head', 5, 384)
     src, dst = tmp_path / 'authors.pth', tmp_path / 'converted.pth'
@@ -832,20 +865,25 @@ def test_a_detector_is_fine_tuned(small_swin, tmp_path, monkeypatch):
     pytest.importorskip('skimage')
     from repa_mm.apis import runner_for_training
     from repa_mm.demo.dataset import write_digit_scenes
-    write_digit_scenes(str(tmp_path / 'data/demo'), num_train=4, num_val=2,
-                       size=96)
+
+    write_digit_scenes(str(tmp_path / 'data/demo'), num_train=4, num_val=2, size=96)
     monkeypatch.chdir(tmp_path)
     runner = runner_for_training(
         repa_mm.config_path('demo/retinanet_repa_swin_digits.py'),
-        str(tmp_path / 'work'), cfg_options={
-            'train_dataloader.batch_size': 2, 'train_cfg.max_epochs': 1,
-            'train_cfg.val_interval': 5, 'default_hooks.logger.interval': 1,
+        str(tmp_path / 'work'),
+        cfg_options={
+            'train_dataloader.batch_size': 2,
+            'train_cfg.max_epochs': 1,
+            'train_cfg.val_interval': 5,
+            'default_hooks.logger.interval': 1,
             'model.backbone.norm_eval': True,
             'model.backbone.init_cfg': dict(
-                type='Pretrained', checkpoint=small_swin,
-                prefix='backbone.')})
+                type='Pretrained', checkpoint=small_swin, prefix='backbone.'
+            ),
+        },
+    )
     runner.train()
-    log, = (tmp_path / 'work').glob('*/*.log')
+    (log,) = (tmp_path / 'work').glob('*/*.log')
     text = log.read_text()
     assert 'load backbone. in model from' in text
     for word in ('missing', 'unexpected', 'size mismatch', 'do not match'):
@@ -853,52 +891,70 @@ def test_a_detector_is_fine_tuned(small_swin, tmp_path, monkeypatch):
     weights = torch.load(small_swin, weights_only=True)['state_dict']
     own = runner.model.backbone.state_dict()
     key = 'stages.2.blocks.3.ffn.{}'
-    assert torch.equal(own[key.format('norm2.running_var')],
-                       weights['backbone.' + key.format('norm2.running_var')])
-    change = (own[key.format('fc1.weight')] -
-              weights['backbone.' + key.format('fc1.weight')]).abs().max()
+    assert torch.equal(
+        own[key.format('norm2.running_var')], weights['backbone.' + key.format('norm2.running_var')]
+    )
+    change = (
+        (own[key.format('fc1.weight')] - weights['backbone.' + key.format('fc1.weight')])
+        .abs()
+        .max()
+    )
     assert 0 < change < 0.1
 
 
 @pytest.mark.parametrize('split', ['train', 'test'])
-def test_calibrating_a_converted_checkpoint(split, small_swin, tmp_path,
-                                            monkeypatch, relative_error):
+def test_calibrating_a_converted_checkpoint(
+    split, small_swin, tmp_path, monkeypatch, relative_error
+):
     pytest.importorskip('mmdet')
     pytest.importorskip('sklearn')
     pytest.importorskip('skimage')
     from repa_mm.demo.dataset import write_digit_scenes
-    write_digit_scenes(str(tmp_path / 'data/demo'), num_train=4, num_val=2,
-                       size=96)
+
+    write_digit_scenes(str(tmp_path / 'data/demo'), num_train=4, num_val=2, size=96)
     monkeypatch.chdir(tmp_path)
     config = repa_mm.config_path('demo/retinanet_repa_swin_digits.py')
     done = calibrate_checkpoint(
-        config, small_swin, 'out.pth', split=split, num_batches=2,
-        cfg_options={f'{split}_dataloader.batch_size': 2})
-    assert done == dict(ffns=10, batches=2 if split == 'train' else 1,
-                        images=4 if split == 'train' else 2)
-    before, after = (torch.load(f, weights_only=True)['state_dict']
-                     for f in (small_swin, 'out.pth'))
+        config,
+        small_swin,
+        'out.pth',
+        split=split,
+        num_batches=2,
+        cfg_options={f'{split}_dataloader.batch_size': 2},
+    )
+    assert done == dict(
+        ffns=10, batches=2 if split == 'train' else 1, images=4 if split == 'train' else 2
+    )
+    before, after = (
+        torch.load(f, weights_only=True)['state_dict'] for f in (small_swin, 'out.pth')
+    )
     assert list(before) == list(after)
     for key in before:
         changed = not torch.equal(before[key], after[key])
-        assert changed == ('.ffn.norm' in key and
-                           key.rpartition('.')[2] not in ('weight', 'bias')
-                           ), key
+        assert changed == (
+            '.ffn.norm' in key and key.rpartition('.')[2] not in ('weight', 'bias')
+        ), key
     for error, match, args in (
-            (ValueError, 'is the input', dict(out=small_swin)),
-            (ValueError, 'no val', dict(split='vall')),
-            (CheckpointError, 'no weight of a backbone',
-             dict(checkpoint=str(tmp_path / 'authors2.pth')))):
+        (ValueError, 'is the input', dict(out=small_swin)),
+        (ValueError, 'no val', dict(split='vall')),
+        (
+            CheckpointError,
+            'no weight of a backbone',
+            dict(checkpoint=str(tmp_path / 'authors2.pth')),
+        ),
+    ):
         torch.save(dict(a=torch.ones(1)), tmp_path / 'authors2.pth')
         with pytest.raises(error, match=match):
-            calibrate_checkpoint(**{**dict(
-                config=config, checkpoint=small_swin, out='new.pth'), **args})
+            calibrate_checkpoint(
+                **{**dict(config=config, checkpoint=small_swin, out='new.pth'), **args}
+            )
     assert not os.path.exists('new.pth')
 
 
 @pytest.fixture
 def run_tool(tmp_path, monkeypatch, capsys):
     """Runs a tool in a folder of its own; what it prints."""
+
     def run(tool, *args):
         path = str(ROOT / 'tools' / f'{tool}.py')
         monkeypatch.chdir(tmp_path)
@@ -906,17 +962,26 @@ def run_tool(tmp_path, monkeypatch, capsys):
         capsys.readouterr()
         runpy.run_path(path, run_name='__main__')
         return capsys.readouterr().out
+
     return run
 
 
-@pytest.mark.parametrize('tool, args, message', [
-    ('model_converters/repavit_to_mm', ['none.pth', 'o.pth'],
-     "error: no checkpoint at 'none.pth'"),
-    ('model_converters/mm_to_repavit', ['none.pth', 'o.pth'],
-     "error: no checkpoint at 'none.pth'"),
-    ('calibrate_bn', ['none.py', 'none.pth', 'o.pth'],
-     "error: no config at 'none.py'"),
-])
+@pytest.mark.parametrize(
+    'tool, args, message',
+    [
+        (
+            'model_converters/repavit_to_mm',
+            ['none.pth', 'o.pth'],
+            "error: no checkpoint at 'none.pth'",
+        ),
+        (
+            'model_converters/mm_to_repavit',
+            ['none.pth', 'o.pth'],
+            "error: no checkpoint at 'none.pth'",
+        ),
+        ('calibrate_bn', ['none.py', 'none.pth', 'o.pth'], "error: no config at 'none.py'"),
+    ],
+)
 def test_tools_say_what_is_wrong(tool, args, message, run_tool):
     with pytest.raises(SystemExit) as info:
         run_tool(tool, *args)
@@ -926,9 +991,15 @@ def test_tools_say_what_is_wrong(tool, args, message, run_tool):
 def test_tools_say_what_they_did(run_tool, tmp_path):
     torch.save(dict(model=swin_layout('training')), tmp_path / 'a.pth')
     text = run_tool('model_converters/repavit_to_mm', 'a.pth', 'b.pth')
-    for part in ('RePaSwinTransformer', "'depths': [2, 1, 2, 1]",
-                 'training form', 'idle ratio: 0.75, from assumption',
-                 '--idle-ratio', 'head.fc.weight (5, 64)', 'wrote b.pth'):
+    for part in (
+        'RePaSwinTransformer',
+        "'depths': [2, 1, 2, 1]",
+        'training form',
+        'idle ratio: 0.75, from assumption',
+        '--idle-ratio',
+        'head.fc.weight (5, 64)',
+        'wrote b.pth',
+    ):
         assert part in text, text
     text = run_tool('model_converters/mm_to_repavit', 'b.pth', 'c.pth')
     assert 'idle ratio: not told' in text and '--idle-ratio' not in text

@@ -2,6 +2,7 @@
 
 docs/deployment.md has a table of what is tested here.
 """
+
 import copy
 import runpy
 import sys
@@ -25,12 +26,14 @@ SIZES = dict(
     RePaVisionTransformer=[(96, 160), (65, 90), (160, 80)],
     RePaLVViT=[(96, 160), (65, 90), (160, 80)],
     RePaPoolFormer=[(96, 160), (65, 90), (160, 80)],
-    RePaMlpMixer=[(64, 64)])
+    RePaMlpMixer=[(64, 64)],
+)
 # Of traced graphs without guards.
 MORE = dict(
     RePaSwinTransformer=[(224, 224), (224, 300), (112, 448)],
     RePaVisionTransformer=[(64, 64), (64, 96)],
-    RePaLVViT=[(64, 64), (64, 96)])
+    RePaLVViT=[(64, 64), (64, 96)],
+)
 SUFFIXES = ['.pt', '.onnx', '.pt2']
 NEEDS = {'.onnx': ('onnx', 'onnxruntime'), '.pt': (), '.pt2': ()}
 
@@ -53,15 +56,17 @@ def skip_unless_possible(suffix):
     for package in NEEDS[suffix]:
         pytest.importorskip(package)
     if suffix == '.pt2' and not hasattr(
-            getattr(getattr(torch, 'export', None), 'Dim', None), 'AUTO'):
+        getattr(getattr(torch, 'export', None), 'Dim', None), 'AUTO'
+    ):
         pytest.skip('torch.export of dynamic sizes came with torch 2.6')
 
 
 CASES = [(name, suffix) for name in FAMILY for suffix in SUFFIXES]
 # Symbolic algebra.
 CASES = [
-    pytest.param(*case, marks=pytest.mark.slow) if case[1] == '.pt2'
-    and case[0] not in ('RePaVisionTransformer', 'RePaMlpMixer') else case
+    pytest.param(*case, marks=pytest.mark.slow)
+    if case[1] == '.pt2' and case[0] not in ('RePaVisionTransformer', 'RePaMlpMixer')
+    else case
     for case in CASES
 ]
 
@@ -87,8 +92,7 @@ def test_files_agree_with_eager(name, suffix, randomize, tmp_path):
 def test_maps_of_one_window_are_not_shifted(pad, suffix, randomize, tmp_path):
     """Whatever the size that was traced."""
     skip_unless_possible(suffix)
-    model = deploy_form(
-        'RePaSwinTransformer', randomize, arch=SWIN, pad_small_map=pad)
+    model = deploy_form('RePaSwinTransformer', randomize, arch=SWIN, pad_small_map=pad)
     out = str(tmp_path / f'model{suffix}')
     export(model, out, (256, 320), True)
     sizes = [(224, 224), (224, 288), (448, 224), (256, 256)]
@@ -98,8 +102,7 @@ def test_maps_of_one_window_are_not_shifted(pad, suffix, randomize, tmp_path):
 @pytest.mark.parametrize('suffix', ['.pt', '.onnx'])
 def test_stock_attention_is_of_one_size(suffix, randomize, tmp_path):
     skip_unless_possible(suffix)
-    model = deploy_form(
-        'RePaSwinTransformer', randomize, fast_attention=False)
+    model = deploy_form('RePaSwinTransformer', randomize, fast_attention=False)
     out = tmp_path / f'model{suffix}'
     assert export(model, str(out), (96, 160)) < TOLERANCE
     before = out.read_bytes()
@@ -111,8 +114,7 @@ def test_stock_attention_is_of_one_size(suffix, randomize, tmp_path):
 @pytest.mark.slow
 def test_stock_attention_as_a_program(randomize, tmp_path):
     skip_unless_possible('.pt2')
-    model = deploy_form(
-        'RePaSwinTransformer', randomize, fast_attention=False)
+    model = deploy_form('RePaSwinTransformer', randomize, fast_attention=False)
     assert export(model, str(tmp_path / 'model.pt2'), (96, 160)) < TOLERANCE
 
 
@@ -120,7 +122,8 @@ def test_stock_attention_as_a_program(randomize, tmp_path):
 @pytest.mark.parametrize('name', FAMILY)
 @pytest.mark.skipif(
     not hasattr(getattr(getattr(torch, 'export', None), 'Dim', None), 'AUTO'),
-    reason='this exporter of ONNX came with torch 2.5')
+    reason='this exporter of ONNX came with torch 2.5',
+)
 def test_onnx_from_a_program(name, randomize, tmp_path):
     """torch.onnx.export as it is called by default since torch 2.9."""
     pytest.importorskip('onnxscript')
@@ -130,19 +133,17 @@ def test_onnx_from_a_program(name, randomize, tmp_path):
     axes = {0: auto, **({2: auto, 3: auto} if len(sizes) > 1 else {})}
     out = str(tmp_path / 'model.onnx')
     torch.onnx.export(
-        _Tensors(model), (torch.randn(2, 3, *sizes[0]), ),
-        out,
-        dynamo=True,
-        dynamic_shapes=(axes, ))
+        _Tensors(model), (torch.randn(2, 3, *sizes[0]),), out, dynamo=True, dynamic_shapes=(axes,)
+    )
     shapes = shapes_of(sizes + MORE.get(name, []))
     assert largest_error(model, read(out), shapes) < TOLERANCE
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('name, kwargs', [
-    *((name, {}) for name in FAMILY),
-    ('RePaSwinTransformer', dict(fast_attention=False))
-])
+@pytest.mark.parametrize(
+    'name, kwargs',
+    [*((name, {}) for name in FAMILY), ('RePaSwinTransformer', dict(fast_attention=False))],
+)
 def test_compiled(name, kwargs, randomize):
     """By torch's default backend, which generates code."""
     torch._dynamo.reset()
@@ -158,16 +159,19 @@ def test_compiled(name, kwargs, randomize):
 
 def test_classifiers(randomize, tmp_path):
     from mmpretrain.registry import MODELS
+
     model = MODELS.build(
         dict(
             type='ImageClassifier',
             _scope_='mmpretrain',
             backbone=dict(
                 type='RePaPoolFormer',
-                **{k: v for k, v in FAMILY['RePaPoolFormer'][1].items()
-                   if k != 'out_indices'}),
+                **{k: v for k, v in FAMILY['RePaPoolFormer'][1].items() if k != 'out_indices'},
+            ),
             neck=dict(type='GlobalAveragePooling'),
-            head=dict(type='LinearClsHead', num_classes=5, in_channels=32)))
+            head=dict(type='LinearClsHead', num_classes=5, in_channels=32),
+        )
+    )
     model = repa_mm.reparameterize(randomize(model))
     out = str(tmp_path / 'classifier.pt')
     assert export(model, out, (64, 96), dynamic=True) < TOLERANCE
@@ -206,7 +210,6 @@ def test_tool(tmp_path, monkeypatch, capsys):
     run(str(out), '--shape', '256', '320', '--dynamic')
     assert 'wrote the backbone' in capsys.readouterr().out
     deployed = repa_mm.reparameterize(model).backbone
-    assert largest_error(deployed, read(str(out)),
-                         [(1, 3, 288, 352)]) < TOLERANCE
+    assert largest_error(deployed, read(str(out)), [(1, 3, 288, 352)]) < TOLERANCE
     with pytest.raises(SystemExit, match="error: the suffix of 'model.tflite'"):
         run('model.tflite')

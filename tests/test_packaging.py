@@ -1,4 +1,5 @@
 """The wheel, the editable install, and configs that inherit from either."""
+
 import email
 import json
 import os
@@ -16,15 +17,14 @@ from repa_mm.utils import paths
 ROOT = Path(repa_mm.__file__).resolve().parents[1]
 PIP = [sys.executable, '-m', 'pip', '--disable-pip-version-check']
 
-pytestmark = pytest.mark.skipif(
-    not (ROOT / 'setup.py').is_file(), reason='needs the repository')
+pytestmark = pytest.mark.skipif(not (ROOT / 'setup.py').is_file(), reason='needs the repository')
 
 
 def run(command, cwd, **env):
     """Run a command; its output. A failure shows what it printed."""
-    done = subprocess.run(command, cwd=cwd, env=dict(os.environ, **env),
-                          stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                          universal_newlines=True)
+    done = subprocess.run(
+        command, cwd=cwd, env=dict(os.environ, **env), capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -35,8 +35,7 @@ def shipped(folder):
         path.relative_to(folder).as_posix()
         for name in ('configs', 'tools')
         for path in (folder / name).rglob('*')
-        if path.is_file() and '__pycache__' not in path.parts
-        and path.suffix != '.pyc'
+        if path.is_file() and '__pycache__' not in path.parts and path.suffix != '.pyc'
     } | {'model-index.yml'}
 
 
@@ -44,10 +43,10 @@ def copy_sources(target):
     """A copy of the repository, so that nothing is built inside of it."""
     target.mkdir()
     for name in ('repa_mm', 'configs', 'tools'):
-        shutil.copytree(ROOT / name, target / name,
-                        ignore=shutil.ignore_patterns('__pycache__', '.mim'))
-    for name in ('setup.py', 'MANIFEST.in', 'LICENSE', 'README.md',
-                 'model-index.yml'):
+        shutil.copytree(
+            ROOT / name, target / name, ignore=shutil.ignore_patterns('__pycache__', '.mim')
+        )
+    for name in ('setup.py', 'MANIFEST.in', 'LICENSE', 'README.md', 'model-index.yml'):
         if (ROOT / name).exists():
             shutil.copy(str(ROOT / name), str(target / name))
     return target
@@ -63,9 +62,20 @@ def wheel(tmp_path_factory):
     stale.touch()
     (sources / 'configs' / '__pycache__').mkdir()
     (sources / 'configs' / '__pycache__' / 'x.pyc').touch()
-    run(PIP + ['wheel', '--no-index', '--no-build-isolation', '--no-deps', '-w',
-               str(folder), str(sources)], folder)
-    found, = folder.glob('*.whl')
+    run(
+        PIP
+        + [
+            'wheel',
+            '--no-index',
+            '--no-build-isolation',
+            '--no-deps',
+            '-w',
+            str(folder),
+            str(sources),
+        ],
+        folder,
+    )
+    (found,) = folder.glob('*.whl')
     return found
 
 
@@ -73,8 +83,11 @@ def wheel(tmp_path_factory):
 def installed(wheel, tmp_path_factory):
     """A folder into which the wheel is installed."""
     target = tmp_path_factory.mktemp('installed')
-    run(PIP + ['install', '--quiet', '--no-index', '--no-deps', '--target',
-               str(target), str(wheel)], target)
+    run(
+        PIP
+        + ['install', '--quiet', '--no-index', '--no-deps', '--target', str(target), str(wheel)],
+        target,
+    )
     return target
 
 
@@ -88,25 +101,23 @@ def test_the_wheel_holds_the_package_and_nothing_beside_it(wheel):
         for path in (ROOT / 'repa_mm').rglob('*.py')
         if '.mim' not in path.parts
     }
-    packed = {name for name in names if name.startswith('repa_mm/')
-              and '/.mim/' not in name}
+    packed = {name for name in names if name.startswith('repa_mm/') and '/.mim/' not in name}
     assert modules == packed
 
 
 def test_the_wheel_has_what_mim_looks_for(wheel):
     names = zipfile.ZipFile(str(wheel)).namelist()
     start = 'repa_mm/.mim/'
-    packed = {name[len(start):] for name in names if name.startswith(start)}
+    packed = {name[len(start) :] for name in names if name.startswith(start)}
     assert packed == shipped(ROOT)
     assert {'tools/train.py', 'tools/test.py'} <= packed
 
 
 def test_the_wheel_pulls_in_no_mm_package(wheel):
     archive = zipfile.ZipFile(str(wheel))
-    name, = (n for n in archive.namelist() if n.endswith('.dist-info/METADATA'))
+    (name,) = (n for n in archive.namelist() if n.endswith('.dist-info/METADATA'))
     meta = email.message_from_bytes(archive.read(name))
-    required = sorted(r for r in meta.get_all('Requires-Dist')
-                      if 'extra ==' not in r)
+    required = sorted(r for r in meta.get_all('Requires-Dist') if 'extra ==' not in r)
     assert required == ['numpy', 'torch>=2.0']
     assert meta['Requires-Python'] == '>=3.8'
 
@@ -117,13 +128,14 @@ def test_configs_inherit_from_the_installed_wheel(installed, tmp_path):
     change = '\nmodel = dict(bbox_head=dict(num_classes=3))\n'
     (tmp_path / 'single.py').write_text(f'_base_ = {base}{change}')
     (tmp_path / 'other.py').write_text('mine = 1\n')
-    (tmp_path / 'listed.py').write_text(
-        f"_base_ = ['other.py', {base}]{change}")
+    (tmp_path / 'listed.py').write_text(f"_base_ = ['other.py', {base}]{change}")
     demo = next((ROOT / 'configs' / 'demo').glob('*.py')).name
     (tmp_path / 'scoped.py').write_text(f"_base_ = 'repa_mm::demo/{demo}'\n")
-    names = sorted(name[len('configs/'):] for name in shipped(ROOT)
-                   if name.startswith('configs/') and name.endswith('.py')
-                   and '_base_' not in name)
+    names = sorted(
+        name[len('configs/') :]
+        for name in shipped(ROOT)
+        if name.startswith('configs/') and name.endswith('.py') and '_base_' not in name
+    )
     assert len(names) > 20
     script = (
         'import json, sys\n'
@@ -138,13 +150,15 @@ def test_configs_inherit_from_the_installed_wheel(installed, tmp_path):
         '    path=repa_mm.config_path("retinanet_repa_swin_b"),\n'
         '    classes=[c.model.bbox_head.num_classes for c in configs[:2]],\n'
         '    backbones=[c.model.backbone.type for c in configs],\n'
-        '    mine=configs[1].mine)))\n')
+        '    mine=configs[1].mine)))\n'
+    )
     result = json.loads(
-        run([sys.executable, '-c', script], tmp_path,
-            PYTHONPATH=str(installed)).splitlines()[-1])
+        run([sys.executable, '-c', script], tmp_path, PYTHONPATH=str(installed)).splitlines()[-1]
+    )
     assert Path(result['file']).parent == installed / 'repa_mm'
-    assert Path(result['path']) == (installed / 'repa_mm' / '.mim' / 'configs'
-                                    / 'retinanet_repa_swin_b.py')
+    assert Path(result['path']) == (
+        installed / 'repa_mm' / '.mim' / 'configs' / 'retinanet_repa_swin_b.py'
+    )
     assert result['classes'] == [3, 3]
     assert result['backbones'] == ['RePaSwinTransformer'] * 3
     assert result['mine'] == 1
@@ -155,12 +169,25 @@ def test_an_editable_install_links_what_mim_looks_for(tmp_path):
     # Left by an older version: a copy where a link belongs.
     (sources / 'repa_mm' / '.mim' / 'configs').mkdir(parents=True)
     # Without --ignore-installed pip would remove the environment's own.
-    run(PIP + ['install', '--quiet', '--no-index', '--no-build-isolation',
-               '--no-deps', '--use-pep517', '--ignore-installed', '--prefix',
-               str(tmp_path / 'prefix'), '--editable', str(sources)], tmp_path)
+    run(
+        PIP
+        + [
+            'install',
+            '--quiet',
+            '--no-index',
+            '--no-build-isolation',
+            '--no-deps',
+            '--use-pep517',
+            '--ignore-installed',
+            '--prefix',
+            str(tmp_path / 'prefix'),
+            '--editable',
+            str(sources),
+        ],
+        tmp_path,
+    )
     linked = sources / 'repa_mm' / '.mim'
-    assert sorted(p.name for p in linked.iterdir()) == [
-        'configs', 'model-index.yml', 'tools']
+    assert sorted(p.name for p in linked.iterdir()) == ['configs', 'model-index.yml', 'tools']
     assert (linked / 'configs').is_symlink()
     assert shipped(linked.resolve()) == shipped(sources)
 
@@ -168,16 +195,17 @@ def test_an_editable_install_links_what_mim_looks_for(tmp_path):
 def test_the_model_index_leads_to_configs():
     mmengine = pytest.importorskip('mmengine')
     index = mmengine.load(str(ROOT / 'model-index.yml'))
-    models = [model for file in index['Import']
-              for model in mmengine.load(str(ROOT / file))['Models']]
+    models = [
+        model for file in index['Import'] for model in mmengine.load(str(ROOT / file))['Models']
+    ]
     assert models
     for model in models:
         assert (ROOT / model['Config']).is_file(), model['Name']
 
 
-@pytest.mark.parametrize('name', [
-    'retinanet_repa_swin_b.py', 'retinanet_repa_swin_b',
-    './retinanet_repa_swin_b.py'])
+@pytest.mark.parametrize(
+    'name', ['retinanet_repa_swin_b.py', 'retinanet_repa_swin_b', './retinanet_repa_swin_b.py']
+)
 def test_config_path_in_a_checkout(name):
     expected = ROOT / 'configs' / 'retinanet_repa_swin_b.py'
     assert Path(repa_mm.config_path(name)) == expected
@@ -189,15 +217,18 @@ def test_config_path_of_a_folder():
     assert Path(repa_mm.config_path(f'demo/{config.stem}')) == config
 
 
-@pytest.mark.parametrize('name, hint', [
-    ('retinanet_repa_swin_bb.py', "'retinanet_repa_swin_b.py'"),
-    ('upernet-repa-swin-b', "'upernet_repa_swin_b.py'"),
-    ('somewhere/mask_rcnn_repa_swin_t.py', "'mask_rcnn_repa_swin_t.py'"),
-    ('xyz', 'there are '),
-    ('', 'there are '),
-    ('../setup.py', ''),
-    (str(ROOT / 'setup.py'), ''),
-])
+@pytest.mark.parametrize(
+    'name, hint',
+    [
+        ('retinanet_repa_swin_bb.py', "'retinanet_repa_swin_b.py'"),
+        ('upernet-repa-swin-b', "'upernet_repa_swin_b.py'"),
+        ('somewhere/mask_rcnn_repa_swin_t.py', "'mask_rcnn_repa_swin_t.py'"),
+        ('xyz', 'there are '),
+        ('', 'there are '),
+        ('../setup.py', ''),
+        (str(ROOT / 'setup.py'), ''),
+    ],
+)
 def test_an_unknown_config_lists_similar_ones(name, hint):
     with pytest.raises(FileNotFoundError) as info:
         repa_mm.config_path(name)
@@ -219,12 +250,10 @@ def test_configs_that_are_not_there(monkeypatch, tmp_path):
 @pytest.mark.skipif(not shutil.which('make'), reason='needs make')
 def test_make_says_at_once_that_a_task_is_unknown():
     # `make test` hands its own flags down, and they make `make` talkative.
-    env = {name: value for name, value in os.environ.items()
-           if not name.startswith('MAKE')}
-    done = subprocess.run(['make', 'demo', 'TASK=yolo'], cwd=str(ROOT),
-                          env=env,
-                          stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                          universal_newlines=True)
+    env = {name: value for name, value in os.environ.items() if not name.startswith('MAKE')}
+    done = subprocess.run(
+        ['make', 'demo', 'TASK=yolo'], cwd=str(ROOT), env=env, capture_output=True, text=True
+    )
     assert done.returncode != 0
     assert 'TASK=yolo is unknown' in done.stderr
     assert 'retinanet mask_rcnn upernet' in done.stderr

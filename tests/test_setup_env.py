@@ -1,4 +1,5 @@
 """The set-up: its pins, what it does again, and what it says when it fails."""
+
 import importlib.util
 import os
 import re
@@ -17,8 +18,7 @@ from repa_mm import compat
 ROOT = Path(repa_mm.__file__).resolve().parents[1]
 SCRIPT = ROOT / 'requirements' / 'setup_env.py'
 
-pytestmark = pytest.mark.skipif(not SCRIPT.is_file(),
-                                reason='needs the repository')
+pytestmark = pytest.mark.skipif(not SCRIPT.is_file(), reason='needs the repository')
 
 
 @pytest.fixture
@@ -68,8 +68,9 @@ def test_everything_is_pinned(setup_env, stack):
 
 @pytest.mark.parametrize('stack, limit', [('onedl', 81), ('openmmlab', 70)])
 def test_setuptools_still_has_pkg_resources(setup_env, stack, limit):
-    pin, = (line for line in setup_env.read_pins(stack)['base']
-            if line.startswith('setuptools=='))
+    (pin,) = (
+        line for line in setup_env.read_pins(stack)['base'] if line.startswith('setuptools==')
+    )
     assert int(pin.partition('==')[2].split('.')[0]) < limit
 
 
@@ -85,8 +86,7 @@ def test_torch_and_mmcv_come_before_the_rest(setup_env):
     base = {re.match(r'[\w-]+', line)[0] for line in pins['base']}
     assert {'torch', 'torchvision', 'setuptools', 'wheel', 'ninja'} <= base
     assert pins['mmcv'][0].startswith('onedl-mmcv==')
-    assert not any(line.startswith(('torch', 'nvidia', 'onedl-mmcv'))
-                   for line in pins['rest'])
+    assert not any(line.startswith(('torch', 'nvidia', 'onedl-mmcv')) for line in pins['rest'])
 
 
 # --------------------------------------------------- what is done, and what not
@@ -102,20 +102,21 @@ def test_a_finished_environment_is_left_alone(environment):
     finish(environment)
     done = subprocess.run(
         [sys.executable, str(SCRIPT), '--venv', str(environment.venv)],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
     assert (done.returncode, done.stdout) == (0, b'')
 
 
-@pytest.mark.parametrize('part, first', [('uv', 'venv'), ('base', 'torch'),
-                                         ('mmcv', 'mmcv'),
-                                         ('rest', 'packages')])
-def test_a_changed_pin_repeats_its_step_and_those_after(environment, part,
-                                                        first):
+@pytest.mark.parametrize(
+    'part, first', [('uv', 'venv'), ('base', 'torch'), ('mmcv', 'mmcv'), ('rest', 'packages')]
+)
+def test_a_changed_pin_repeats_its_step_and_those_after(environment, part, first):
     finish(environment)
     environment.pins[part][-1] += '.post1'
     environment.keys = environment._keys()
     names = list(environment.keys)
-    assert environment.pending() == names[names.index(first):]
+    assert environment.pending() == names[names.index(first) :]
 
 
 def test_an_interrupted_step_is_repeated(environment):
@@ -124,16 +125,14 @@ def test_an_interrupted_step_is_repeated(environment):
     assert environment.pending() == ['packages', 'plugin', 'verify']
 
 
-def test_a_step_that_fails_leaves_no_stamp(setup_env, environment,
-                                           monkeypatch, capsys):
+def test_a_step_that_fails_leaves_no_stamp(setup_env, environment, monkeypatch, capsys):
     finish(environment)
     (environment.state / 'verify.done').write_text('of another version')
     monkeypatch.setattr(environment, 'check', lambda pending: None)
     environment.base_python = dict(version='3.11')
 
     def verify():
-        setup_env.run([sys.executable, '-c', 'print("so far"); 1 / 0'],
-                      environment.log('verify'))
+        setup_env.run([sys.executable, '-c', 'print("so far"); 1 / 0'], environment.log('verify'))
 
     monkeypatch.setattr(environment, 'verify', verify)
     with pytest.raises(setup_env.SetupError) as info:
@@ -242,15 +241,16 @@ def test_no_python_headers(setup_env, headers):
 
 def test_no_venv_module(setup_env, environment, monkeypatch):
     monkeypatch.setattr(
-        setup_env, 'find_python', lambda supported: dict(
-            version='3.11', executable='/usr/bin/python3.11', venv=False))
+        setup_env,
+        'find_python',
+        lambda supported: dict(version='3.11', executable='/usr/bin/python3.11', venv=False),
+    )
     with pytest.raises(setup_env.SetupError, match='python3.11-venv'):
         environment.check(environment.pending())
 
 
 def test_a_full_disk_is_noticed_first(setup_env, monkeypatch, tmp_path):
-    monkeypatch.setattr(setup_env.shutil, 'disk_usage',
-                        lambda path: SimpleNamespace(free=3.2e9))
+    monkeypatch.setattr(setup_env.shutil, 'disk_usage', lambda path: SimpleNamespace(free=3.2e9))
     with pytest.raises(setup_env.SetupError) as info:
         setup_env.check_disk(tmp_path / 'not' / 'yet', 7)
     assert 'about 7 GB' in str(info.value) and '3.2 GB are free' in str(info.value)
@@ -274,36 +274,46 @@ def test_an_environment_of_another_python(setup_env, environment, monkeypatch):
 
 def test_a_wheel_that_does_not_exist(tmp_path):
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), '--venv', str(tmp_path / 'env'),
-         '--mmcv-wheel', str(tmp_path / 'mmcv.whl')],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        universal_newlines=True)
+        [
+            sys.executable,
+            str(SCRIPT),
+            '--venv',
+            str(tmp_path / 'env'),
+            '--mmcv-wheel',
+            str(tmp_path / 'mmcv.whl'),
+        ],
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 1
     assert 'mmcv.whl does not exist' in done.stderr
     assert not (tmp_path / 'env').exists()
 
 
 def test_a_wheel_of_the_other_stack(setup_env, tmp_path):
-    for name, stack in (('mmcv-2.1.0-cp311-cp311-linux_x86_64.whl', 'onedl'),
-                        ('onedl_mmcv-2.3.6-cp311-cp311-linux_x86_64.whl',
-                         'openmmlab')):
+    for name, stack in (
+        ('mmcv-2.1.0-cp311-cp311-linux_x86_64.whl', 'onedl'),
+        ('onedl_mmcv-2.3.6-cp311-cp311-linux_x86_64.whl', 'openmmlab'),
+    ):
         other = {'onedl': 'openmmlab', 'openmmlab': 'onedl'}[stack]
         setup_env.Environment(other, tmp_path, tmp_path / name)
         with pytest.raises(setup_env.SetupError, match='is another'):
             setup_env.Environment(stack, tmp_path, tmp_path / name)
 
 
-@pytest.mark.parametrize('cores, memory_gb, jobs', [(8, 64, 8), (8, 5, 2),
-                                                    (2, 1, 1)])
-def test_memory_limits_the_compiler_processes(setup_env, monkeypatch, cores,
-                                              memory_gb, jobs):
+@pytest.mark.parametrize('cores, memory_gb, jobs', [(8, 64, 8), (8, 5, 2), (2, 1, 1)])
+def test_memory_limits_the_compiler_processes(setup_env, monkeypatch, cores, memory_gb, jobs):
     monkeypatch.delenv('MAX_JOBS', raising=False)
-    monkeypatch.setattr(setup_env.os, 'sched_getaffinity',
-                        lambda pid: range(cores), raising=False)
+    monkeypatch.setattr(setup_env.os, 'sched_getaffinity', lambda pid: range(cores), raising=False)
     monkeypatch.setattr(
-        setup_env, 'Path', lambda name: SimpleNamespace(
-            read_text=lambda: f'MemAvailable: {memory_gb * 10**6} kB'
-            if 'meminfo' in name else 'max'))
+        setup_env,
+        'Path',
+        lambda name: SimpleNamespace(
+            read_text=lambda: (
+                f'MemAvailable: {memory_gb * 10**6} kB' if 'meminfo' in name else 'max'
+            )
+        ),
+    )
     assert setup_env.compile_jobs() == jobs
     monkeypatch.setenv('MAX_JOBS', '3')
     assert setup_env.compile_jobs() == 3
@@ -312,43 +322,52 @@ def test_memory_limits_the_compiler_processes(setup_env, monkeypatch, cores,
 # ------------------------------------------------------------ while it runs
 
 
-@pytest.mark.parametrize('output, advice', [
-    ('OSError: [Errno 28] No space left on device', 'disk is full'),
-    ('g++: fatal error: Killed signal terminated program cc1plus', 'MAX_JOBS=1'),
-    ('x.cpp:1: fatal error: Python.h: No such file or directory', '3.11-dev'),
-    ('Caused by: dns error: failed to lookup address information', 'HTTPS_PROXY'),
-    ('Temporary failure in name resolution', 'HTTPS_PROXY'),
-    ('invalid peer certificate: UnknownIssuer', 'SSL_CERT_FILE'),
-    ('ERROR: No matching distribution found for uv==0.1', 'package index'),
-    ('The detected CUDA version (11.8) mismatches', 'FORCE_CUDA=0'),
-    ('Permission denied (os error 13)', 'another user'),
-    ('something never seen', 'again repeats this step only'),
-])
+@pytest.mark.parametrize(
+    'output, advice',
+    [
+        ('OSError: [Errno 28] No space left on device', 'disk is full'),
+        ('g++: fatal error: Killed signal terminated program cc1plus', 'MAX_JOBS=1'),
+        ('x.cpp:1: fatal error: Python.h: No such file or directory', '3.11-dev'),
+        ('Caused by: dns error: failed to lookup address information', 'HTTPS_PROXY'),
+        ('Temporary failure in name resolution', 'HTTPS_PROXY'),
+        ('invalid peer certificate: UnknownIssuer', 'SSL_CERT_FILE'),
+        ('ERROR: No matching distribution found for uv==0.1', 'package index'),
+        ('The detected CUDA version (11.8) mismatches', 'FORCE_CUDA=0'),
+        ('Permission denied (os error 13)', 'another user'),
+        ('something never seen', 'again repeats this step only'),
+    ],
+)
 def test_a_failure_comes_with_advice(setup_env, tmp_path, output, advice):
     error = subprocess.CalledProcessError(1, ['x'], 'first\n' + output + '\n')
     text = setup_env.explain(
-        error, tmp_path / 'x.log',
-        dict(venv='.venv', disk=7, pythons='3.10, 3.11',
-             headers=setup_env.headers_hint('3.11')))
+        error,
+        tmp_path / 'x.log',
+        dict(venv='.venv', disk=7, pythons='3.10, 3.11', headers=setup_env.headers_hint('3.11')),
+    )
     assert output in text and str(tmp_path / 'x.log') in text
     assert advice in text.partition('What to do: ')[2]
 
 
 def test_advice_follows_the_end_of_a_long_output(setup_env, tmp_path):
     """torch mentions CUDA_HOME at the start of every compilation."""
-    output = ('No CUDA runtime is found, using CUDA_HOME=/usr\n' + 'a line\n' * 50
-              + 'x.cpp:7:1: error: expected ;\n' + 'a line\n' * 50)
+    output = (
+        'No CUDA runtime is found, using CUDA_HOME=/usr\n'
+        + 'a line\n' * 50
+        + 'x.cpp:7:1: error: expected ;\n'
+        + 'a line\n' * 50
+    )
     text = setup_env.explain(
-        subprocess.CalledProcessError(1, ['x'], output), tmp_path / 'x.log',
-        dict(venv='.venv', disk=7, pythons='3.11', headers=''))
+        subprocess.CalledProcessError(1, ['x'], output),
+        tmp_path / 'x.log',
+        dict(venv='.venv', disk=7, pythons='3.11', headers=''),
+    )
     assert 'x.cpp:7:1: error: expected ;' in text
     assert 'again repeats this step only' in text
 
 
 def test_a_compilation_shows_how_far_it_is(setup_env, capsys):
     progress = setup_env.Progress()
-    for line in ('  creating build\n', '  [3/78] c++ -MMD a.cpp\n',
-                 '  warning: something\n'):
+    for line in ('  creating build\n', '  [3/78] c++ -MMD a.cpp\n', '  warning: something\n'):
         progress.line(line)
     progress.tick(period=0)
     assert '3 of 78 files compiled' in capsys.readouterr().out
@@ -356,8 +375,8 @@ def test_a_compilation_shows_how_far_it_is(setup_env, capsys):
 
 def test_stopping_reaches_what_a_command_started(setup_env, tmp_path):
     process = subprocess.Popen(
-        ['sh', '-c', 'sleep 60 & echo $!; wait'], stdout=subprocess.PIPE,
-        start_new_session=True)
+        ['sh', '-c', 'sleep 60 & echo $!; wait'], stdout=subprocess.PIPE, start_new_session=True
+    )
     child = int(process.stdout.readline())
     setup_env.stop(process)
     assert process.returncode is not None
@@ -378,30 +397,34 @@ def test_stopping_reaches_what_a_command_started(setup_env, tmp_path):
 # ------------------------------------------------------------------- with a GPU
 
 
-@pytest.mark.parametrize('available, version, toolkit, hidden', [
-    ('False', '13.0', None, False),  # no GPU: nothing to hide
-    ('True', '13.0', '13.1', False),  # a toolkit that fits: CUDA operators
-    ('True', '13.0', '12.4', True),
-    ('True', '13.0', None, True),
-    ('True', 'None', None, False),  # ROCm: mmcv knows how
-])
-def test_operators_for_the_gpu(setup_env, environment, monkeypatch, available,
-                               version, toolkit, hidden):
+@pytest.mark.parametrize(
+    'available, version, toolkit, hidden',
+    [
+        ('False', '13.0', None, False),  # no GPU: nothing to hide
+        ('True', '13.0', '13.1', False),  # a toolkit that fits: CUDA operators
+        ('True', '13.0', '12.4', True),
+        ('True', '13.0', None, True),
+        ('True', 'None', None, False),  # ROCm: mmcv knows how
+    ],
+)
+def test_operators_for_the_gpu(
+    setup_env, environment, monkeypatch, available, version, toolkit, hidden
+):
     monkeypatch.delenv('FORCE_CUDA', raising=False)
-    monkeypatch.setattr(setup_env, 'run',
-                        lambda *a, **k: f'cuda {version} {available}\n')
+    monkeypatch.setattr(setup_env, 'run', lambda *a, **k: f'cuda {version} {available}\n')
     monkeypatch.setattr(setup_env, 'cuda_toolkit', lambda: toolkit)
-    assert environment.cuda_env() == (
-        dict(CUDA_VISIBLE_DEVICES='') if hidden else {})
+    assert environment.cuda_env() == (dict(CUDA_VISIBLE_DEVICES='') if hidden else {})
     monkeypatch.setenv('FORCE_CUDA', '1')
     assert environment.cuda_env() == {}
 
 
-@pytest.mark.parametrize('said, written', [
-    ('torch 2.13.0\n', ''),
-    ('torch 2.13.0\nhide the GPU\n', 'CUDA_VISIBLE_DEVICES=\n')])
-def test_a_gpu_without_operators_is_hidden(setup_env, environment, monkeypatch,
-                                           capsys, said, written):
+@pytest.mark.parametrize(
+    'said, written',
+    [('torch 2.13.0\n', ''), ('torch 2.13.0\nhide the GPU\n', 'CUDA_VISIBLE_DEVICES=\n')],
+)
+def test_a_gpu_without_operators_is_hidden(
+    setup_env, environment, monkeypatch, capsys, said, written
+):
     environment.state.mkdir(parents=True)
     monkeypatch.setattr(setup_env, 'run', lambda *a, **k: said)
     environment.verify()

@@ -5,6 +5,7 @@ all of them. Latency is that of a test step: from the loaded images to the
 predictions, split into preprocessing, backbone, neck, head, post-processing.
 Ctrl-C ends it early, with a report of what was measured.
 """
+
 import argparse
 import sys
 
@@ -12,8 +13,7 @@ import torch
 
 from repa_mm.benchmark.forms import AMP_DTYPES, COMPILE
 from repa_mm.benchmark.latency import Options, benchmark
-from repa_mm.benchmark.report import (benchmark_text, check_outputs,
-                                      plot_benchmark, write_json)
+from repa_mm.benchmark.report import benchmark_text, check_outputs, plot_benchmark, write_json
 from repa_mm.benchmark.timing import interruptible
 from repa_mm.utils.cli import DictAction, clear_errors
 
@@ -36,79 +36,98 @@ EXAMPLES = """examples:
 def parse_args() -> argparse.Namespace:
     defaults = Options()
     parser = argparse.ArgumentParser(
-        description=__doc__,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter)
+        description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument('config', help='config of the RePa model')
-    parser.add_argument(
-        'checkpoint', nargs='?', help='its weights; random if left out')
-    parser.add_argument(
-        '--baseline', metavar='CONFIG', help='of the vanilla counterpart')
+    parser.add_argument('checkpoint', nargs='?', help='its weights; random if left out')
+    parser.add_argument('--baseline', metavar='CONFIG', help='of the vanilla counterpart')
     parser.add_argument('--baseline-checkpoint', metavar='CHECKPOINT')
     parser.add_argument(
-        '--fair', action='store_true',
-        help='also measure the baseline with our window attention and UperNet head')
+        '--fair',
+        action='store_true',
+        help='also measure the baseline with our window attention and UperNet head',
+    )
     what = parser.add_argument_group('what is measured')
+    what.add_argument('--part', choices=('model', 'backbone'), default=defaults.part)
     what.add_argument(
-        '--part', choices=('model', 'backbone'), default=defaults.part)
-    what.add_argument(
-        '--synthetic', metavar='HxW',
-        help='noise of that size instead of the test set')
+        '--synthetic', metavar='HxW', help='noise of that size instead of the test set'
+    )
     what.add_argument('--batch-size', type=int, default=defaults.batch_size)
     what.add_argument(
-        '--sweep', metavar='KEY=VALUES',
-        help='size=512x512,800x1344 or batch=1,2,4 or idle-ratio=0.25,0.5')
+        '--sweep',
+        metavar='KEY=VALUES',
+        help='size=512x512,800x1344 or batch=1,2,4 or idle-ratio=0.25,0.5',
+    )
     what.add_argument(
-        '--num-images', type=int, default=defaults.num_images,
-        help='images to measure (%(default)s)')
+        '--num-images',
+        type=int,
+        default=defaults.num_images,
+        help='images to measure (%(default)s)',
+    )
     what.add_argument(
-        '--warmup', type=int, default=defaults.warmup,
-        help='batches before those (%(default)s)')
+        '--warmup', type=int, default=defaults.warmup, help='batches before those (%(default)s)'
+    )
     how = parser.add_argument_group('how it runs')
     how.add_argument(
-        '--device', default='cuda' if torch.cuda.is_available() else 'cpu',
-        help='cpu, cuda, cuda:1, ... (%(default)s)')
+        '--device',
+        default='cuda' if torch.cuda.is_available() else 'cpu',
+        help='cpu, cuda, cuda:1, ... (%(default)s)',
+    )
     how.add_argument('--threads', type=int, help='threads of the CPU')
     how.add_argument(
-        '--amp', choices=tuple(AMP_DTYPES),
-        help='autocast in the networks; post-processing stays in float32')
+        '--amp',
+        choices=tuple(AMP_DTYPES),
+        help='autocast in the networks; post-processing stays in float32',
+    )
     how.add_argument(
-        '--compile', nargs='?', choices=COMPILE, const='backbone',
-        help='torch.compile of the backbone, or of all networks')
+        '--compile',
+        nargs='?',
+        choices=COMPILE,
+        const='backbone',
+        help='torch.compile of the backbone, or of all networks',
+    )
     how.add_argument(
-        '--cuda-graphs', action='store_true',
-        help='replay the backbone from a CUDA graph')
+        '--cuda-graphs', action='store_true', help='replay the backbone from a CUDA graph'
+    )
     how.add_argument('--channels-last', action='store_true')
     how.add_argument(
-        '--tf32', action='store_true',
-        help='let float32 products use TF32 (off by default)')
+        '--tf32', action='store_true', help='let float32 products use TF32 (off by default)'
+    )
     how.add_argument(
-        '--no-memory', dest='memory', action='store_false',
-        help='do not find out the peak memory')
+        '--no-memory', dest='memory', action='store_false', help='do not find out the peak memory'
+    )
     how.add_argument(
-        '--flops', action='store_true',
-        help='with --part backbone: speed as a share of that of a large '
-        'matrix product')
+        '--flops',
+        action='store_true',
+        help='with --part backbone: speed as a share of that of a large matrix product',
+    )
     how.add_argument(
-        '--cfg-options', nargs='+', action=DictAction,
-        help='override values of the config: key=value ...')
+        '--cfg-options',
+        nargs='+',
+        action=DictAction,
+        help='override values of the config: key=value ...',
+    )
     out = parser.add_argument_group('output')
     out.add_argument('--out', metavar='FILE.json', help='everything, as JSON')
     out.add_argument(
-        '--plot', metavar='FILE.png',
-        help='bars of the latencies, or curves over a sweep')
+        '--plot', metavar='FILE.png', help='bars of the latencies, or curves over a sweep'
+    )
     return parser.parse_args()
 
 
 def main() -> None:
     args = vars(parse_args())
     out, plot = args.pop('out'), args.pop('plot')
-    models = {name: args.pop(name) for name in (
-        'config', 'checkpoint', 'baseline', 'baseline_checkpoint',
-        'cfg_options')}
+    models = {
+        name: args.pop(name)
+        for name in ('config', 'checkpoint', 'baseline', 'baseline_checkpoint', 'cfg_options')
+    }
     with clear_errors():
-        check_outputs(out, plot, [models[name] for name in (
-            'config', 'checkpoint', 'baseline', 'baseline_checkpoint')])
+        check_outputs(
+            out,
+            plot,
+            [models[name] for name in ('config', 'checkpoint', 'baseline', 'baseline_checkpoint')],
+        )
         with interruptible():
             result = benchmark(**models, options=Options(**args))
         print(benchmark_text(result))

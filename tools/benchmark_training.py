@@ -4,17 +4,16 @@ The literal path computes every hidden channel, as the paper's equation has
 it; the folded one leaves out the idle ones, and gives the same numbers. The
 forms take turns on every step.
 """
+
 import argparse
 import sys
 
 import torch
 
 from repa_mm.benchmark.forms import AMP_DTYPES
-from repa_mm.benchmark.report import (check_outputs, training_text,
-                                      write_json)
+from repa_mm.benchmark.report import check_outputs, training_text, write_json
 from repa_mm.benchmark.timing import interruptible
-from repa_mm.benchmark.training import (OPTIMIZERS, PATHS,
-                                        benchmark_training)
+from repa_mm.benchmark.training import OPTIMIZERS, PATHS, benchmark_training
 from repa_mm.utils.cli import DictAction, clear_errors
 
 EXAMPLES = """examples:
@@ -27,37 +26,44 @@ EXAMPLES = """examples:
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description=__doc__,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter)
+        description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument('config', help='config of the RePa model')
+    parser.add_argument('--baseline', metavar='CONFIG', help='of the vanilla counterpart')
     parser.add_argument(
-        '--baseline', metavar='CONFIG', help='of the vanilla counterpart')
-    parser.add_argument(
-        '--whole', action='store_true',
-        help='the whole model, on synthetic targets, instead of its backbone')
+        '--whole',
+        action='store_true',
+        help='the whole model, on synthetic targets, instead of its backbone',
+    )
     parser.add_argument('--size', metavar='HxW', default='224x224')
     parser.add_argument('--batch-size', type=int, default=8)
     parser.add_argument(
-        '--optimizer', choices=tuple(OPTIMIZERS), default='adamw',
-        help='none for forward and backward alone (%(default)s)')
+        '--optimizer',
+        choices=tuple(OPTIMIZERS),
+        default='adamw',
+        help='none for forward and backward alone (%(default)s)',
+    )
     parser.add_argument(
-        '--paths', nargs='+', choices=PATHS, default=list(PATHS),
-        help='auto chooses by shape, and is what a training does (all)')
-    parser.add_argument(
-        '--steps', type=int, default=20, help='to measure (%(default)s)')
-    parser.add_argument(
-        '--warmup', type=int, default=3, help='before those (%(default)s)')
-    parser.add_argument(
-        '--device', default='cuda' if torch.cuda.is_available() else 'cpu')
+        '--paths',
+        nargs='+',
+        choices=PATHS,
+        default=list(PATHS),
+        help='auto chooses by shape, and is what a training does (all)',
+    )
+    parser.add_argument('--steps', type=int, default=20, help='to measure (%(default)s)')
+    parser.add_argument('--warmup', type=int, default=3, help='before those (%(default)s)')
+    parser.add_argument('--device', default='cuda' if torch.cuda.is_available() else 'cpu')
     parser.add_argument('--threads', type=int, help='threads of the CPU')
     parser.add_argument('--amp', choices=tuple(AMP_DTYPES))
     parser.add_argument(
-        '--tf32', action='store_true',
-        help='let float32 products use TF32 (off by default)')
+        '--tf32', action='store_true', help='let float32 products use TF32 (off by default)'
+    )
     parser.add_argument(
-        '--cfg-options', nargs='+', action=DictAction,
-        help='override values of the RePa config: key=value ...')
+        '--cfg-options',
+        nargs='+',
+        action=DictAction,
+        help='override values of the RePa config: key=value ...',
+    )
     parser.add_argument('--out', metavar='FILE.json', help='everything')
     return parser.parse_args()
 

@@ -4,6 +4,7 @@ The weights stay. For checkpoints that were converted from vanilla ones, or
 whose data is of another kind than what they were trained on. See
 docs/weights.md.
 """
+
 import argparse
 
 from mmengine.config import DictAction
@@ -14,28 +15,27 @@ from repa_mm.utils.cli import clear_errors
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter)
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument('config', help='config of the training form')
-    parser.add_argument(
-        'checkpoint', help='checkpoint with the weights of its backbone')
+    parser.add_argument('checkpoint', help='checkpoint with the weights of its backbone')
     parser.add_argument('out', help='file to write')
     parser.add_argument(
         '--split',
         choices=['train', 'val', 'test'],
         default='train',
-        help="whose data and pipeline (default: 'train')")
+        help="whose data and pipeline (default: 'train')",
+    )
     parser.add_argument(
-        '--num-batches',
-        type=int,
-        default=50,
-        help='of the data loader of the config (default: 50)')
+        '--num-batches', type=int, default=50, help='of the data loader of the config (default: 50)'
+    )
     parser.add_argument('--device', help='default: a GPU, if there is one')
     parser.add_argument(
         '--cfg-options',
         nargs='+',
         action=DictAction,
-        help='override values of the config: key=value ...')
+        help='override values of the config: key=value ...',
+    )
     return parser.parse_args()
 
 
@@ -43,8 +43,10 @@ def main() -> None:
     args = parse_args()
     with clear_errors(Exception):
         done = calibrate_checkpoint(**vars(args))
-    print(f'estimated the statistics of {done["ffns"]} FFNs from '
-          f'{done["images"]} images in {done["batches"]} batches')
+    print(
+        f'estimated the statistics of {done["ffns"]} FFNs from '
+        f'{done["images"]} images in {done["batches"]} batches'
+    )
     print(f'wrote {args.out}')
 
 

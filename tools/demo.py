@@ -1,4 +1,5 @@
 """Show the whole job on a small data set: train, test in both forms, compare, draw."""
+
 import os.path as osp
 import sys
 

@@ -1,4 +1,5 @@
 """Parameters and multiply-adds of a model, in its training and deploy form."""
+
 import argparse
 
 from repa_mm.benchmark.complexity import complexity, complexity_text
@@ -17,24 +18,31 @@ EXAMPLES = """examples:
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description=__doc__,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter)
+        description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument('config', nargs='?', help='path of the config')
     what.add_argument(
-        '--paper-table', action='store_true',
-        help="every row of the paper's complexity tables beside ours")
+        '--paper-table',
+        action='store_true',
+        help="every row of the paper's complexity tables beside ours",
+    )
+    parser.add_argument('--baseline', metavar='CONFIG', help='of the vanilla counterpart')
+    parser.add_argument('--part', choices=('model', 'backbone'), default='model')
     parser.add_argument(
-        '--baseline', metavar='CONFIG', help='of the vanilla counterpart')
-    parser.add_argument('--part', choices=('model', 'backbone'),
-                        default='model')
+        '--shape',
+        type=int,
+        nargs='+',
+        default=[224, 224],
+        metavar=('HEIGHT', 'WIDTH'),
+        help='of the image (224 224)',
+    )
     parser.add_argument(
-        '--shape', type=int, nargs='+', default=[224, 224],
-        metavar=('HEIGHT', 'WIDTH'), help='of the image (224 224)')
-    parser.add_argument(
-        '--cfg-options', nargs='+', action=DictAction,
-        help='override values of the config: key=value ...')
+        '--cfg-options',
+        nargs='+',
+        action=DictAction,
+        help='override values of the config: key=value ...',
+    )
     parser.add_argument('--out', metavar='FILE.json')
     return parser.parse_args()
 

@@ -1,4 +1,5 @@
 """Draw what a model predicts on an image."""
+
 import argparse
 
 from repa_mm.apis import FORMS, draw_predictions, init_model
@@ -14,8 +15,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument('--out', default='prediction.png')
     parser.add_argument('--form', choices=FORMS, default='deploy')
     parser.add_argument('--device', default='cpu', help='cpu, cuda:0, ...')
-    parser.add_argument(
-        '--score-thr', type=float, default=0.3, help='lowest score to draw')
+    parser.add_argument('--score-thr', type=float, default=0.3, help='lowest score to draw')
     return parser.parse_args()
 
 
@@ -23,8 +23,7 @@ def main() -> None:
     args = parse_args()
     with clear_errors():
         check_device(args.device)
-        model = init_model(args.config, args.checkpoint, args.form,
-                           args.device)
+        model = init_model(args.config, args.checkpoint, args.form, args.device)
         draw_predictions(model, args.image, args.out, args.score_thr)
     print(f'wrote {args.out}')
 

@@ -1,4 +1,5 @@
 """Write the demo data set: handwritten digits on photographs, in COCO's and ADE20K's layout."""
+
 import argparse
 import time
 
@@ -8,7 +9,8 @@ from repa_mm.utils.cli import clear_errors
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+        description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
     parser.add_argument('--root', default='data/demo', help='folder of the set')
     parser.add_argument('--num-train', type=int, default=1200, help='number of training scenes')
     parser.add_argument('--num-val', type=int, default=200, help='number of validation scenes')
@@ -23,8 +25,10 @@ def main() -> None:
     with clear_errors():
         written = write_digit_scenes(**vars(args))
     if written:
-        print(f'Wrote {args.num_train} training and {args.num_val} validation scenes to '
-              f'{args.root} in {time.perf_counter() - start:.1f} s.')
+        print(
+            f'Wrote {args.num_train} training and {args.num_val} validation scenes to '
+            f'{args.root} in {time.perf_counter() - start:.1f} s.'
+        )
     else:
         print(f'{args.root} already has these scenes.')
 

@@ -2,6 +2,7 @@
 
 The paper's figure 3: by default for the Swin family, vanilla and merged.
 """
+
 import argparse
 import sys
 
@@ -9,13 +10,11 @@ import torch
 
 from repa_mm import config_path
 from repa_mm.benchmark.profile import profile
-from repa_mm.benchmark.report import (check_outputs, plot_profile,
-                                      profile_text, write_json)
+from repa_mm.benchmark.report import check_outputs, plot_profile, profile_text, write_json
 from repa_mm.benchmark.timing import interruptible
 from repa_mm.utils.cli import clear_errors
 
-SWIN = [f'{prefix}swin_{size}_in1k.py' for size in 'tsb'
-        for prefix in ('', 'repa_')]
+SWIN = [f'{prefix}swin_{size}_in1k.py' for size in 'tsb' for prefix in ('', 'repa_')]
 EXAMPLES = """examples:
   %(prog)s --plot figure3.png
   %(prog)s configs/swin_b_in1k.py configs/repa_swin_b_in1k.py \\
@@ -25,29 +24,29 @@ EXAMPLES = """examples:
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description=__doc__,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter)
+        description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
-        'configs', nargs='*',
-        help='of vanilla or RePa models (default: Swin-T, S and B, of both)')
+        'configs', nargs='*', help='of vanilla or RePa models (default: Swin-T, S and B, of both)'
+    )
     parser.add_argument(
-        '--forms', nargs='+', choices=('training', 'deploy'),
-        default=['deploy'], help='of the RePa models (deploy)')
+        '--forms',
+        nargs='+',
+        choices=('training', 'deploy'),
+        default=['deploy'],
+        help='of the RePa models (deploy)',
+    )
     parser.add_argument('--size', metavar='HxW', default='224x224')
     parser.add_argument('--batch-size', type=int, default=1)
     parser.add_argument(
-        '--num-images', type=int, default=30,
-        help='batches to measure (%(default)s)')
-    parser.add_argument(
-        '--warmup', type=int, default=5,
-        help='batches before those (%(default)s)')
-    parser.add_argument(
-        '--device', default='cuda' if torch.cuda.is_available() else 'cpu')
+        '--num-images', type=int, default=30, help='batches to measure (%(default)s)'
+    )
+    parser.add_argument('--warmup', type=int, default=5, help='batches before those (%(default)s)')
+    parser.add_argument('--device', default='cuda' if torch.cuda.is_available() else 'cpu')
     parser.add_argument('--threads', type=int, help='threads of the CPU')
     parser.add_argument(
-        '--tf32', action='store_true',
-        help='let float32 products use TF32 (off by default)')
+        '--tf32', action='store_true', help='let float32 products use TF32 (off by default)'
+    )
     parser.add_argument('--out', metavar='FILE.json', help='everything')
     parser.add_argument('--plot', metavar='FILE.png')
     return parser.parse_args()

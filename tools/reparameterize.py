@@ -1,4 +1,5 @@
 """Write the merged checkpoint of a trained model, and check it."""
+
 import argparse
 
 from repa_mm.apis import reparameterize_checkpoint
@@ -14,7 +15,8 @@ def parse_args() -> argparse.Namespace:
         '--tolerance',
         type=float,
         default=1e-4,
-        help='largest relative difference of features to accept')
+        help='largest relative difference of features to accept',
+    )
     return parser.parse_args()
 
 
@@ -22,11 +24,12 @@ def main() -> None:
     args = parse_args()
     with clear_errors():
         result = reparameterize_checkpoint(**vars(args))
-    print(f'largest difference of features: {result["error"]:.1e} of the '
-          'largest feature')
-    for name, scale, unit in (('parameters', 1e6, 'M'),
-                              ('macs', 1e9, 'G (backbone, 224x224)'),
-                              ('bytes', 2**20, 'MiB')):
+    print(f'largest difference of features: {result["error"]:.1e} of the largest feature')
+    for name, scale, unit in (
+        ('parameters', 1e6, 'M'),
+        ('macs', 1e9, 'G (backbone, 224x224)'),
+        ('bytes', 2**20, 'MiB'),
+    ):
         before, after = (value / scale for value in result[name])
         print(f'{name:>10}: {before:8.2f} -> {after:8.2f} {unit}')
     print(f'wrote {args.out}; load it with deploy=True')

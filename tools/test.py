@@ -1,4 +1,5 @@
 """Test a checkpoint, in its deploy form or its training form."""
+
 import argparse
 
 from repa_mm.apis import FORMS, end_process, runner_for_testing
@@ -14,14 +15,13 @@ def parse_args() -> dict:
         '--form',
         choices=FORMS,
         help='test the reparameterized model (deploy) or not (training); by '
-        "default, what the config's hooks say: deploy in RePa configs")
+        "default, what the config's hooks say: deploy in RePa configs",
+    )
     parser.add_argument(
-        '--out',
-        help='.pkl file for the predictions (segmentation: or a folder for '
-        'label maps)')
+        '--out', help='.pkl file for the predictions (segmentation: or a folder for label maps)'
+    )
     parser.add_argument('--show-dir', help='folder for painted images')
-    parser.add_argument(
-        '--tta', action='store_true', help='test-time augmentation')
+    parser.add_argument('--tta', action='store_true', help='test-time augmentation')
     return parse_runner_args(parser)
 
 

@@ -1,4 +1,5 @@
 """Train a detector, segmentor or classifier."""
+
 import argparse
 
 from repa_mm.apis import end_process, runner_for_training
@@ -9,22 +10,21 @@ def parse_args() -> dict:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument('config', help='path of the config')
     parser.add_argument('--work-dir', help='folder for logs and checkpoints')
-    parser.add_argument(
-        '--amp', action='store_true', help='automatic mixed precision (GPU)')
+    parser.add_argument('--amp', action='store_true', help='automatic mixed precision (GPU)')
     parser.add_argument(
         '--resume',
         nargs='?',
         const='auto',
-        help='checkpoint to resume from; without one, the latest in the work '
-        'dir')
+        help='checkpoint to resume from; without one, the latest in the work dir',
+    )
     parser.add_argument(
-        '--from-scratch',
-        action='store_true',
-        help='train without pretrained weights')
+        '--from-scratch', action='store_true', help='train without pretrained weights'
+    )
     parser.add_argument(
         '--auto-scale-lr',
         action='store_true',
-        help='scale the learning rate with the total batch size')
+        help='scale the learning rate with the total batch size',
+    )
     return parse_runner_args(parser)
 
 

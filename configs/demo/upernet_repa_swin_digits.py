@@ -4,4 +4,5 @@ _base_ = ['upernet_swin_digits.py', '../_base_/reparameterize.py']
 # size are a fair batch.
 model = dict(
     backbone=dict(type='RePaSwinTransformer', idle_ratio=0.75),
-    decode_head=dict(type='FastUPerHead'))
+    decode_head=dict(type='FastUPerHead'),
+)

@@ -14,10 +14,12 @@ of a computation (output, gradients, running statistics) has two errors:
   deviations) has a large relative error in any algorithm; this one is large in
   a worse algorithm than the literal one only.
 """
+
 import copy
 import math
 import random
-from typing import Callable, Dict, NamedTuple, Tuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn as nn
@@ -25,11 +27,9 @@ import torch.nn as nn
 from ..reparam import ChannelIdleFFN, set_training_path
 
 DTYPES = dict(
-    float64=torch.float64,
-    float32=torch.float32,
-    bfloat16=torch.bfloat16,
-    float16=torch.float16)
-Results = Dict[str, torch.Tensor]
+    float64=torch.float64, float32=torch.float32, bfloat16=torch.bfloat16, float16=torch.float16
+)
+Results = dict[str, torch.Tensor]
 
 # What the fields of cases are drawn from.
 FFN = dict(
@@ -49,13 +49,15 @@ FFN = dict(
     mean=(0, 1, 30, 1000),
     content=('random', 'constant', 'some constant', 'zero', 'dependent'),
     layout=('contiguous', 'channels first', 'every second', 'expanded'),
-    seed=range(2**16))
+    seed=range(2**16),
+)
 MERGE = dict(
     FFN,
     shortcut=('inside', 'outside'),
     in_place=(False, True),
     zero_variance=(False, True),
-    dtype=('float64', 'float32', 'bfloat16', 'float16'))
+    dtype=('float64', 'float32', 'bfloat16', 'float16'),
+)
 # At least twice as many tokens as channels, as folded training needs to be
 # faster than the literal form and is chosen for.
 FOLDED = dict(
@@ -63,7 +65,8 @@ FOLDED = dict(
     channels=(1, 2, 3, 8, 24),
     length=(49, 200),
     frozen=(False, True),
-    dtype=('float32', 'float64'))
+    dtype=('float32', 'float64'),
+)
 FEW_TOKENS = dict(FOLDED, channels=(3, 8, 24, 64), length=(2, 5))
 ATTENTION = dict(
     heads=(1, 2, 3),
@@ -80,11 +83,13 @@ ATTENTION = dict(
     layout=('contiguous', 'channels first', 'every second', 'expanded'),
     mode=('training', 'inference', 'traced'),
     dtype=('float64', 'float32'),
-    seed=range(2**16))
+    seed=range(2**16),
+)
 
 
 class Error(NamedTuple):
     """See the module's docstring."""
+
     relative: float
     roundings: float
 
@@ -92,7 +97,7 @@ class Error(NamedTuple):
 def _magnitudes(shape, spread: float, generator) -> torch.Tensor:
     """Positive values, spread over orders of magnitude around 1."""
     exponents = torch.rand(shape, generator=generator, dtype=torch.float64)
-    return 10**((exponents - 0.5) * spread)
+    return 10 ** ((exponents - 0.5) * spread)
 
 
 def make_input(case: dict, length: int, channels: int) -> torch.Tensor:
@@ -100,8 +105,7 @@ def make_input(case: dict, length: int, channels: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(case['seed'])
     shape = case['batch'], length, channels
     x = torch.randn(shape, generator=generator, dtype=torch.float64)
-    shift = case['mean'] * torch.randn(
-        channels, generator=generator, dtype=torch.float64)
+    shift = case['mean'] * torch.randn(channels, generator=generator, dtype=torch.float64)
     content = case['content']
     if content == 'constant':
         x = torch.zeros_like(x)
@@ -110,7 +114,7 @@ def make_input(case: dict, length: int, channels: int) -> torch.Tensor:
     elif content == 'dependent':
         x = x[..., :1] + 1e-2 * x
     x = (x + shift) * _magnitudes(channels, case['spread'], generator)
-    x = x * 10.**case['scale'] * (content != 'zero')
+    x = x * 10.0 ** case['scale'] * (content != 'zero')
     x = x.to(DTYPES[case['dtype']]).double()
     return _with_layout(x, case['layout'])
 
@@ -135,11 +139,11 @@ def make_ffn(case: dict) -> ChannelIdleFFN:
         case['idle_ratio'],
         act_cfg=dict(type=case['act']),
         norm_cfg=dict(type=case['norm']),
-        layer_scale_init_value=case['layer_scale']).double()
+        layer_scale_init_value=case['layer_scale'],
+    ).double()
 
     def normal(like):
-        return torch.randn(
-            like.shape, generator=generator, dtype=torch.float64)
+        return torch.randn(like.shape, generator=generator, dtype=torch.float64)
 
     with torch.no_grad():
         for fc in (ffn.fc1, ffn.fc2):
@@ -148,17 +152,17 @@ def make_ffn(case: dict) -> ChannelIdleFFN:
         for norm in (ffn.norm1, ffn.norm2):
             if isinstance(norm, nn.Identity):
                 continue
-            norm.weight.copy_(normal(norm.weight) *
-                              _magnitudes(norm.weight.shape, spread, generator))
+            norm.weight.copy_(
+                normal(norm.weight) * _magnitudes(norm.weight.shape, spread, generator)
+            )
             norm.bias.copy_(normal(norm.bias))
             if isinstance(norm, nn.BatchNorm1d):
                 std = _magnitudes(norm.weight.shape, spread, generator)
                 # As of inputs like the case's.
                 if norm is ffn.norm1:
-                    std = std * 10.**case['scale']
+                    std = std * 10.0 ** case['scale']
                 norm.running_var.copy_(std**2)
-                norm.running_mean.copy_(
-                    normal(std) * std * max(case['mean'], 1))
+                norm.running_mean.copy_(normal(std) * std * max(case['mean'], 1))
                 if case.get('zero_variance'):
                     norm.running_var[::2] = 0
         if case['layer_scale']:
@@ -184,8 +188,9 @@ def run_literal(ffn: ChannelIdleFFN, x: torch.Tensor, case: dict) -> Results:
         return dict(y=ffn.forward_literal(x))
 
 
-def run_training(ffn: ChannelIdleFFN, x: torch.Tensor, case: dict,
-                 path: str = 'literal') -> Results:
+def run_training(
+    ffn: ChannelIdleFFN, x: torch.Tensor, case: dict, path: str = 'literal'
+) -> Results:
     """Output, gradients and running statistics of a step of training."""
     ffn = set_training_path(copy.deepcopy(ffn), path).train()
     if case['frozen']:
@@ -197,7 +202,7 @@ def run_training(ffn: ChannelIdleFFN, x: torch.Tensor, case: dict,
     if not case['frozen'] and case['norm'] == 'BN':
         # The second BatchNorm takes off what biases add to idle channels, so
         # that these gradients are zero: what is computed is rounding errors.
-        found['fc1.bias.grad'] = found['fc1.bias.grad'][:ffn.num_active]
+        found['fc1.bias.grad'] = found['fc1.bias.grad'][: ffn.num_active]
         if not ffn.num_active:  # what beta1 does is one of these biases
             del found['norm1.bias.grad']
     return found
@@ -217,8 +222,7 @@ class _FixedLayerNorm(nn.LayerNorm):
         return x * self.weight + self.bias
 
 
-def run_without_statistics(ffn: ChannelIdleFFN, x: torch.Tensor,
-                           case: dict) -> Results:
+def run_without_statistics(ffn: ChannelIdleFFN, x: torch.Tensor, case: dict) -> Results:
     """As :func:`run_training`, but no gradient through the statistics.
 
     What it does to a gradient is to take the projection on them off it.
@@ -228,7 +232,7 @@ def run_without_statistics(ffn: ChannelIdleFFN, x: torch.Tensor,
         ffn.norm1.__class__ = _FixedLayerNorm
     elif not case['frozen']:
         for norm in (ffn.norm1, ffn.norm2):
-            norm.momentum = 1.
+            norm.momentum = 1.0
         biased = 1 - 1 / (x.shape[0] * x.shape[1])
         with torch.no_grad():
             ffn.forward_literal(x)
@@ -246,24 +250,27 @@ def _backward(module: Callable, x: torch.Tensor):
 
 
 def make_attention(case: dict) -> nn.Module:
-    """mmpretrain's window attention in float64."""
+    """Mmpretrain's window attention in float64."""
     from mmpretrain.models.utils.attention import ShiftWindowMSA
 
     generator = torch.Generator().manual_seed(case['seed'] + 1)
-    msa = ShiftWindowMSA(
-        case['heads'] * case['head_channels'],
-        case['heads'],
-        case['window'],
-        min(case['shift'], case['window'] - 1),
-        pad_small_map=True).double().eval()
+    msa = (
+        ShiftWindowMSA(
+            case['heads'] * case['head_channels'],
+            case['heads'],
+            case['window'],
+            min(case['shift'], case['window'] - 1),
+            pad_small_map=True,
+        )
+        .double()
+        .eval()
+    )
     with torch.no_grad():
         for p in msa.parameters():
-            p.copy_(torch.randn(
-                p.shape, generator=generator, dtype=torch.float64))
+            p.copy_(torch.randn(p.shape, generator=generator, dtype=torch.float64))
             if p.ndim == 2:
-                p.div_(p.shape[1]**0.5)
-                p.mul_(_magnitudes(p.shape[:1], case['spread'],
-                                   generator)[:, None])
+                p.div_(p.shape[1] ** 0.5)
+                p.mul_(_magnitudes(p.shape[:1], case['spread'], generator)[:, None])
     return msa.to(DTYPES[case['dtype']]).double()
 
 
@@ -305,8 +312,7 @@ def run_without_sums(msa: nn.Module, x: torch.Tensor, case: dict) -> Results:
     return run_attention(msa, x, case)
 
 
-def run_fast_attention(msa: nn.Module, x: torch.Tensor,
-                       case: dict) -> Results:
+def run_fast_attention(msa: nn.Module, x: torch.Tensor, case: dict) -> Results:
     """As :func:`run_attention`, with the fast one in its place."""
     from ..models import fast_window_attention
 
@@ -315,8 +321,9 @@ def run_fast_attention(msa: nn.Module, x: torch.Tensor,
 
 class Check(NamedTuple):
     """A computation, its reference, and what it is tried with."""
+
     fields: dict
-    make: Callable[[dict], Tuple[nn.Module, torch.Tensor]]
+    make: Callable[[dict], tuple[nn.Module, torch.Tensor]]
     run: Callable[[nn.Module, torch.Tensor, dict], Results]
     reference: Callable[[nn.Module, torch.Tensor, dict], Results]
     terms: Callable[[nn.Module, torch.Tensor, dict], Results] = lambda *_: {}
@@ -328,22 +335,21 @@ def _ffn_and_input(case):
 
 def _attention_and_input(case):
     return make_attention(case), make_input(
-        case, case['height'] * case['width'],
-        case['heads'] * case['head_channels'])
+        case, case['height'] * case['width'], case['heads'] * case['head_channels']
+    )
 
 
 CHECKS = {
-    'merge':
-    Check(MERGE, _ffn_and_input, run_merged, run_literal),
-    'folded training':
-    Check(FOLDED, _ffn_and_input, run_folded, run_training,
-          run_without_statistics),
-    'folded training, few tokens':
-    Check(FEW_TOKENS, _ffn_and_input, run_folded, run_training,
-          run_without_statistics),
-    'window attention':
-    Check(ATTENTION, _attention_and_input, run_fast_attention,
-          run_attention, run_without_sums),
+    'merge': Check(MERGE, _ffn_and_input, run_merged, run_literal),
+    'folded training': Check(
+        FOLDED, _ffn_and_input, run_folded, run_training, run_without_statistics
+    ),
+    'folded training, few tokens': Check(
+        FEW_TOKENS, _ffn_and_input, run_folded, run_training, run_without_statistics
+    ),
+    'window attention': Check(
+        ATTENTION, _attention_and_input, run_fast_attention, run_attention, run_without_sums
+    ),
 }
 
 
@@ -356,14 +362,11 @@ def _round_outputs(module: nn.Module, eps: float, generator) -> None:
     """Have every layer of a module round its output."""
     for layer in module.modules():
         if not list(layer.children()):
-            layer.register_forward_hook(
-                lambda layer, args, y: _rounded(y, eps, generator))
+            layer.register_forward_hook(lambda layer, args, y: _rounded(y, eps, generator))
 
 
 def _in(dtype: torch.dtype, run, module, x, case) -> Results:
-    return run(
-        copy.deepcopy(module).to(dtype),
-        _with_layout(x.to(dtype), case['layout']), case)
+    return run(copy.deepcopy(module).to(dtype), _with_layout(x.to(dtype), case['layout']), case)
 
 
 def _roundings(check: Check, module, x, case, exact: Results) -> Results:
@@ -377,15 +380,14 @@ def _roundings(check: Check, module, x, case, exact: Results) -> Results:
         raise OverflowError
     scale = eps / torch.finfo(lower).eps
     one = {
-        k: torch.maximum(
-            eps * largest(v), scale * largest(found[k].double() - v))
+        k: torch.maximum(eps * largest(v), scale * largest(found[k].double() - v))
         for k, v in exact.items()
     }
     for k, v in check.terms(module, x, case).items():
         if k in one:
             one[k] = torch.maximum(one[k], eps * largest(v))
     # To be seen above the rounding errors of float64.
-    step = max(eps, 2.**-40)
+    step = max(eps, 2.0**-40)
     generator = torch.Generator().manual_seed(case['seed'] + 2)
     moved = copy.deepcopy(module)
     with torch.no_grad():
@@ -394,17 +396,14 @@ def _roundings(check: Check, module, x, case, exact: Results) -> Results:
                 tensor.copy_(_rounded(tensor, step, generator))
     _round_outputs(moved, step, generator)
     moved = check.reference(moved, _rounded(x, step, generator), case)
-    return {
-        k: torch.maximum(v, eps / step * largest(moved[k] - exact[k]))
-        for k, v in one.items()
-    }
+    return {k: torch.maximum(v, eps / step * largest(moved[k] - exact[k])) for k, v in one.items()}
 
 
 def largest(x: torch.Tensor) -> torch.Tensor:
     return x.abs().max() if x.numel() else x.new_zeros(())
 
 
-def measure(check: Check, case: dict) -> Dict[str, Error]:
+def measure(check: Check, case: dict) -> dict[str, Error]:
     """The errors of a case, of each of its results.
 
     Raises:
@@ -412,8 +411,7 @@ def measure(check: Check, case: dict) -> Dict[str, Error]:
             the range of the dtype.
     """
     module, x = check.make(case)
-    if not all(t.isfinite().all()
-               for t in (x, *module.parameters(), *module.buffers())):
+    if not all(t.isfinite().all() for t in (x, *module.parameters(), *module.buffers())):
         raise OverflowError
     exact = check.reference(module, x, case)
     one = _roundings(check, module, x, case, exact)
@@ -429,9 +427,12 @@ def measure(check: Check, case: dict) -> Dict[str, Error]:
     for key, value in exact.items():
         assert found[key].dtype == dtype and found[key].shape == value.shape
         difference = largest(found[key].double() - value).nan_to_num(math.inf)
-        errors[key] = Error(*(
-            (difference / scale.clamp_min(torch.finfo(dtype).tiny)).item()
-            for scale in (largest(value), one[key])))
+        errors[key] = Error(
+            *(
+                (difference / scale.clamp_min(torch.finfo(dtype).tiny)).item()
+                for scale in (largest(value), one[key])
+            )
+        )
     return errors
 
 
@@ -463,6 +464,6 @@ def search(name: str, num_cases: int, seed: int = 0, **fixed) -> dict:
             continue
         for result, error in errors.items():
             for kind, value in error._asdict().items():
-                if value >= found.get((result, kind), (0, ))[0]:
+                if value >= found.get((result, kind), (0,))[0]:
                     found[result, kind] = value, case
     return found

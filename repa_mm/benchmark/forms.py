@@ -1,17 +1,16 @@
 """The forms of a model that are measured against each other."""
+
 import copy
 import logging
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import (Callable, Dict, Iterator, List, Optional, Sequence,
-                    Tuple)
 
 import torch
 import torch.nn as nn
 from mmengine.config import Config
 
 from ..apis import init_model, load_config, take_no_pretrained
-from ..reparam import (CheckpointError, TrainingForm, has_deploy_form,
-                       reparameterize)
+from ..reparam import CheckpointError, TrainingForm, has_deploy_form, reparameterize
 from .timing import Recorder
 
 AMP_DTYPES = dict(bf16=torch.bfloat16, fp16=torch.float16)
@@ -19,7 +18,7 @@ COMPILE = ('backbone', 'all')
 FAIR = 'vanilla, fast parts'
 
 
-def check_device(device: str, amp: Optional[str] = None) -> torch.device:
+def check_device(device: str, amp: str | None = None) -> torch.device:
     """The device of that name, if it is there and computes in that type.
 
     Raises:
@@ -28,27 +27,27 @@ def check_device(device: str, amp: Optional[str] = None) -> torch.device:
     try:
         found = torch.device(device)
     except RuntimeError as error:
-        raise ValueError(f'unknown device {device!r}: use cpu, cuda or '
-                         'cuda:1') from error
+        raise ValueError(f'unknown device {device!r}: use cpu, cuda or cuda:1') from error
     if found.type == 'meta':
         raise ValueError("the device 'meta' computes nothing: use cpu or cuda")
     if found.type == 'cuda':
         count = torch.cuda.device_count()
         if (found.index or 0) >= count:
-            raise ValueError(f'there is no device {device!r}: PyTorch sees '
-                             f'{count} GPUs; use --device cpu')
+            raise ValueError(
+                f'there is no device {device!r}: PyTorch sees {count} GPUs; use --device cpu'
+            )
     if amp:
         # Which types a CPU's convolutions take depends on PyTorch's version.
         try:
-            with torch.no_grad(), torch.autocast(found.type,
-                                                 AMP_DTYPES[amp]):
+            with torch.no_grad(), torch.autocast(found.type, AMP_DTYPES[amp]):
                 conv = nn.Conv2d(3, 8, 3).to(found)
                 nn.GELU()(conv(torch.rand(1, 3, 8, 8, device=found)))
         except RuntimeError as error:
             other = 'bf16' if amp == 'fp16' else 'fp16'
-            raise ValueError(f'--amp {amp} does not run on {device} with '
-                             f'PyTorch {torch.__version__}; try --amp {other}'
-                             ) from error
+            raise ValueError(
+                f'--amp {amp} does not run on {device} with '
+                f'PyTorch {torch.__version__}; try --amp {other}'
+            ) from error
     return found
 
 
@@ -73,8 +72,7 @@ def randomize_norms(model: nn.Module) -> None:
                 uniform(module.bias, -0.2, 0.2)
 
 
-def build_model(cfg: Config, checkpoint: Optional[str] = None,
-                device='cpu') -> nn.Module:
+def build_model(cfg: Config, checkpoint: str | None = None, device='cpu') -> nn.Module:
     """A model in eval mode, in the training form if the checkpoint is.
 
     Without a checkpoint its weights are those that training from scratch
@@ -103,13 +101,15 @@ def build_model(cfg: Config, checkpoint: Optional[str] = None,
     return model
 
 
-def build_forms(cfg: Config,
-                checkpoint: Optional[str] = None,
-                baseline: Optional[Config] = None,
-                baseline_checkpoint: Optional[str] = None,
-                fair: bool = False,
-                device='cpu',
-                notes: Optional[list] = None) -> Dict[str, nn.Module]:
+def build_forms(
+    cfg: Config,
+    checkpoint: str | None = None,
+    baseline: Config | None = None,
+    baseline_checkpoint: str | None = None,
+    fair: bool = False,
+    device='cpu',
+    notes: list | None = None,
+) -> dict[str, nn.Module]:
     """The forms of a model, by name; the first is the one to compare with.
 
     Args:
@@ -137,12 +137,15 @@ def build_forms(cfg: Config,
         if baseline.default_scope != cfg.default_scope:
             raise ValueError(
                 f'the baseline is a model of {baseline.default_scope}, the '
-                f'config one of {cfg.default_scope}: nothing to compare')
+                f'config one of {cfg.default_scope}: nothing to compare'
+            )
         vanilla = build_model(baseline, baseline_checkpoint, device)
         if _is_repa(vanilla):
-            raise ValueError('the baseline has channel-idle FFNs itself: '
-                             '--baseline takes the config of the vanilla '
-                             'counterpart')
+            raise ValueError(
+                'the baseline has channel-idle FFNs itself: '
+                '--baseline takes the config of the vanilla '
+                'counterpart'
+            )
         forms['vanilla'] = vanilla
     elif fair or baseline_checkpoint:
         raise ValueError('--fair and --baseline-checkpoint need --baseline')
@@ -151,15 +154,18 @@ def build_forms(cfg: Config,
             forms[FAIR] = _with_fast_parts(forms['vanilla'])
         except (ImportError, ValueError) as error:
             if notes is not None:
-                notes.append('the baseline is not measured with the fast '
-                             f'window attention: {error}')
+                notes.append(
+                    f'the baseline is not measured with the fast window attention: {error}'
+                )
 
     model = build_model(cfg, checkpoint, device)
     if not _is_repa(model):
         if forms:
-            raise ValueError('the config has no channel-idle FFN: give the '
-                             'RePa config first and the vanilla one as '
-                             '--baseline')
+            raise ValueError(
+                'the config has no channel-idle FFN: give the '
+                'RePa config first and the vanilla one as '
+                '--baseline'
+            )
         return dict(vanilla=model)
     if has_deploy_form(model):
         forms['deploy'] = model
@@ -170,27 +176,26 @@ def build_forms(cfg: Config,
 
 
 def _is_repa(model: nn.Module) -> bool:
-    return has_deploy_form(model) or any(
-        isinstance(m, TrainingForm) for m in model.modules())
+    return has_deploy_form(model) or any(isinstance(m, TrainingForm) for m in model.modules())
 
 
 def _with_fast_parts(vanilla: nn.Module) -> nn.Module:
     """With all that RePa configs have besides their FFNs."""
     from ..models import fast_window_attention
+
     model = copy.deepcopy(vanilla)
     fast_window_attention(model)
     if hasattr(model, 'decode_head'):
         from ..models.uper_head import fast_uper_head
+
         fast_uper_head(model)
     model.eval()
     return model
 
 
-def load_configs(config: str, baseline: Optional[str] = None,
-                 cfg_options: Optional[dict] = None):
+def load_configs(config: str, baseline: str | None = None, cfg_options: dict | None = None):
     """The config and the baseline's (or None); options are for the first."""
-    return (load_config(config, cfg_options),
-            load_config(baseline) if baseline else None)
+    return (load_config(config, cfg_options), load_config(baseline) if baseline else None)
 
 
 @contextmanager
@@ -209,7 +214,7 @@ def explained(name: str, shape: Sequence[int]) -> Iterator[None]:
         ) from error
 
 
-def networks(model: nn.Module) -> List[Tuple[str, nn.Module]]:
+def networks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """The networks of a detector, segmentor or classifier.
 
     What none of them does, such as NMS, resizing a segmentation or pasting
@@ -219,15 +224,14 @@ def networks(model: nn.Module) -> List[Tuple[str, nn.Module]]:
         list: Pairs of 'preprocessing', 'backbone', 'neck' or 'head' and a
         module whose ``forward`` is called at inference.
     """
-    names = dict(
-        data_preprocessor='preprocessing', backbone='backbone', neck='neck')
+    names = dict(data_preprocessor='preprocessing', backbone='backbone', neck='neck')
     found = []
 
     def heads(module: nn.Module) -> None:
         # A RoI head and a list of heads are not called themselves.
         if isinstance(module, nn.ModuleList) or any(
-                hasattr(module, f'{kind}_roi_extractor')
-                for kind in ('bbox', 'mask')):
+            hasattr(module, f'{kind}_roi_extractor') for kind in ('bbox', 'mask')
+        ):
             for child in module.children():
                 heads(child)
         else:
@@ -265,9 +269,11 @@ class _CUDAGraphs:
         key = tuple(x.shape), x.dtype, x.stride()
         if key not in self.graphs:
             if len(self.graphs) == self.LIMIT:
-                raise ValueError('--cuda-graphs records a graph for each input'
-                                 f' size, and these are more than {self.LIMIT}'
-                                 ': use --synthetic HxW')
+                raise ValueError(
+                    '--cuda-graphs records a graph for each input'
+                    f' size, and these are more than {self.LIMIT}'
+                    ': use --synthetic HxW'
+                )
             self.graphs[key] = self._capture(x)
         graph, static, output = self.graphs[key]
         static.copy_(x)
@@ -289,13 +295,15 @@ class _CUDAGraphs:
 
 
 @contextmanager
-def accelerated(model: nn.Module,
-                amp: Optional[str] = None,
-                compiled: Optional[str] = None,
-                dynamic: bool = False,
-                channels_last: bool = False,
-                cuda_graphs: bool = False,
-                recorder: Optional[Recorder] = None) -> Iterator[None]:
+def accelerated(
+    model: nn.Module,
+    amp: str | None = None,
+    compiled: str | None = None,
+    dynamic: bool = False,
+    channels_last: bool = False,
+    cuda_graphs: bool = False,
+    recorder: Recorder | None = None,
+) -> Iterator[None]:
     """Run the networks of a model in another way, and time them.
 
     Args:
@@ -319,8 +327,7 @@ def accelerated(model: nn.Module,
         if part == 'preprocessing':
             return _channels_last(function) if channels_last else function
         extractor = hasattr(module, 'roi_layers')
-        if (compiled == 'all' and not extractor
-                or compiled and part == 'backbone'):
+        if compiled == 'all' and not extractor or compiled and part == 'backbone':
             # The number of proposals changes even if the image's size does
             # not: None becomes dynamic when it has to.
             function = torch.compile(
@@ -328,15 +335,19 @@ def accelerated(model: nn.Module,
                 dynamic=dynamic or (None if part == 'head' else False),
                 # On a CPU: weights laid out, and cast, once and for all. With
                 # sizes that change, Inductor compiles that for minutes.
-                options=dict(freezing=True)
-                if device == 'cpu' and not dynamic else None)
+                options=dict(freezing=True) if device == 'cpu' and not dynamic else None,
+            )
         if cuda_graphs and part == 'backbone':
             function = _CUDAGraphs(function)
         if amp:
-            function = _autocast(function, device, amp,
-                                 enabled=not extractor,
-                                 to_float=part == 'head',
-                                 cache=not cuda_graphs)
+            function = _autocast(
+                function,
+                device,
+                amp,
+                enabled=not extractor,
+                to_float=part == 'head',
+                cache=not cuda_graphs,
+            )
         return function
 
     try:
@@ -362,21 +373,20 @@ def _channels_last(preprocess: Callable) -> Callable:
 
     def run(*args, **kwargs):
         data = preprocess(*args, **kwargs)
-        data['inputs'] = data['inputs'].contiguous(
-            memory_format=torch.channels_last)
+        data['inputs'] = data['inputs'].contiguous(memory_format=torch.channels_last)
         return data
 
     return run
 
 
-def _autocast(function: Callable, device: str, amp: str, enabled: bool,
-              to_float: bool, cache: bool) -> Callable:
+def _autocast(
+    function: Callable, device: str, amp: str, enabled: bool, to_float: bool, cache: bool
+) -> Callable:
 
     def run(*args, **kwargs):
         if not enabled:
             args, kwargs = _to_float(args), _to_float(kwargs)
-        with torch.autocast(device, AMP_DTYPES[amp], enabled=enabled,
-                            cache_enabled=cache):
+        with torch.autocast(device, AMP_DTYPES[amp], enabled=enabled, cache_enabled=cache):
             result = function(*args, **kwargs)
         return _to_float(result) if to_float else result
 

@@ -1,8 +1,10 @@
 """What the measured models look at: data sets, noise, and its shapes."""
+
 import copy
 import os
 import re
-from typing import Any, Callable, List, Tuple
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +20,7 @@ NUM_NOISE = 4
 MEMORY_SHARE = 1 / 8
 
 
-def parse_size(text: str) -> Tuple[int, int]:
+def parse_size(text: str) -> tuple[int, int]:
     """Height and width from '800x1344'.
 
     Raises:
@@ -26,12 +28,11 @@ def parse_size(text: str) -> Tuple[int, int]:
     """
     match = re.fullmatch(r'(\d+)[x,](\d+)', text.strip().lower())
     if not match or min(map(int, match.groups())) < 1:
-        raise ValueError(f'{text!r} is no size: write HEIGHTxWIDTH, as '
-                         '800x1344')
+        raise ValueError(f'{text!r} is no size: write HEIGHTxWIDTH, as 800x1344')
     return int(match[1]), int(match[2])
 
 
-def check_memory(size: Tuple[int, int], batch_size: int = 1) -> None:
+def check_memory(size: tuple[int, int], batch_size: int = 1) -> None:
     """Check that noise, as float32, leaves memory for a model.
 
     Raises:
@@ -46,7 +47,8 @@ def check_memory(size: Tuple[int, int], batch_size: int = 1) -> None:
             f'{NUM_NOISE} batches of {batch_size} images of {size[0]}x'
             f'{size[1]} would take {needed / 2**30:.1f} of the '
             f'{total / 2**30:.1f} GiB of memory that this machine has, and '
-            'leave too little for the model')
+            'leave too little for the model'
+        )
 
 
 class DatasetInputs:
@@ -60,6 +62,7 @@ class DatasetInputs:
         FileNotFoundError: If the data set is not there.
         ValueError: If it is empty or unreadable.
     """
+
     dynamic = True
     real = True
 
@@ -82,8 +85,10 @@ class DatasetInputs:
                 f'{error}); to measure with noise: --synthetic 800x1344'
             ) from error
         if len(self.dataset) < batch_size:
-            raise ValueError(f'the test data set has {len(self.dataset)} '
-                             f'images, fewer than a batch of {batch_size}')
+            raise ValueError(
+                f'the test data set has {len(self.dataset)} '
+                f'images, fewer than a batch of {batch_size}'
+            )
         check_items(self.dataset)
         self._collate = _collate(cfg)
 
@@ -92,12 +97,10 @@ class DatasetInputs:
 
     def __call__(self, index: int) -> Any:
         first = index % len(self) * self.batch_size
-        return self._collate(
-            [self.dataset[first + i] for i in range(self.batch_size)])
+        return self._collate([self.dataset[first + i] for i in range(self.batch_size)])
 
     def describe(self) -> str:
-        return (f'{type(self.dataset).__name__}, test pipeline, batches of '
-                f'{self.batch_size}')
+        return f'{type(self.dataset).__name__}, test pipeline, batches of {self.batch_size}'
 
 
 class NoiseInputs:
@@ -108,19 +111,17 @@ class NoiseInputs:
         size (tuple): Height and width.
         batch_size (int): Images in a batch. Defaults to 1.
     """
+
     dynamic = False
     real = False
 
-    def __init__(self, cfg: Config, size: Tuple[int, int],
-                 batch_size: int = 1) -> None:
+    def __init__(self, cfg: Config, size: tuple[int, int], batch_size: int = 1) -> None:
         check_memory(size, batch_size)
         self.size, self.batch_size = size, batch_size
         pipeline = dataset_config(cfg, 'test').pipeline
-        steps = [s for s in pipeline if str(s['type']).rpartition('.')[2]
-                 .startswith('Pack')]
+        steps = [s for s in pipeline if str(s['type']).rpartition('.')[2].startswith('Pack')]
         if not steps:
-            raise ValueError('the test pipeline has no step Pack...Inputs to '
-                             'make an input with')
+            raise ValueError('the test pipeline has no step Pack...Inputs to make an input with')
         pack = TRANSFORMS.build(steps[-1])
         generator = np.random.default_rng(0)
         collate = _collate(cfg)
@@ -129,52 +130,69 @@ class NoiseInputs:
             samples = []
             for i in range(batch_size):
                 noise = generator.integers(0, 256, (*size, 3), np.uint8)
-                samples.append(pack(dict(
-                    img=noise, img_id=i, img_path='noise', seg_map_path=None,
-                    ori_shape=size, img_shape=size, pad_shape=size,
-                    scale=size[::-1], scale_factor=(1., 1.), flip=False,
-                    flip_direction=None, reduce_zero_label=False,
-                    keep_ratio=True)))
+                samples.append(
+                    pack(
+                        dict(
+                            img=noise,
+                            img_id=i,
+                            img_path='noise',
+                            seg_map_path=None,
+                            ori_shape=size,
+                            img_shape=size,
+                            pad_shape=size,
+                            scale=size[::-1],
+                            scale_factor=(1.0, 1.0),
+                            flip=False,
+                            flip_direction=None,
+                            reduce_zero_label=False,
+                            keep_ratio=True,
+                        )
+                    )
+                )
             self._batches.append(collate(samples))
 
     def __call__(self, index: int) -> Any:
         return self._batches[index % NUM_NOISE]
 
     def describe(self) -> str:
-        return (f'noise, {self.batch_size}x3x{self.size[0]}x{self.size[1]}')
+        return f'noise, {self.batch_size}x3x{self.size[0]}x{self.size[1]}'
 
 
 class TensorInputs:
     """Normalized noise for a backbone alone, (N, 3, H, W) on a device."""
+
     dynamic = False
     real = False
 
-    def __init__(self, size: Tuple[int, int], batch_size: int = 1,
-                 device='cpu', channels_last: bool = False) -> None:
+    def __init__(
+        self, size: tuple[int, int], batch_size: int = 1, device='cpu', channels_last: bool = False
+    ) -> None:
         check_memory(size, batch_size)
         self.size, self.batch_size = size, batch_size
         generator = torch.Generator().manual_seed(0)
-        self._batches: List[torch.Tensor] = []
+        self._batches: list[torch.Tensor] = []
         for _ in range(NUM_NOISE):
             batch = torch.randn(batch_size, 3, *size, generator=generator)
-            self._batches.append(batch.to(
-                device, memory_format=torch.channels_last if channels_last
-                else torch.contiguous_format))
+            self._batches.append(
+                batch.to(
+                    device,
+                    memory_format=torch.channels_last if channels_last else torch.contiguous_format,
+                )
+            )
 
     __call__ = NoiseInputs.__call__
     describe = NoiseInputs.describe
 
 
 def _collate(cfg: Config) -> Callable:
-    kwargs = copy.deepcopy(
-        dict(cfg.test_dataloader.get('collate_fn', dict(type='pseudo_collate'))))
+    kwargs = copy.deepcopy(dict(cfg.test_dataloader.get('collate_fn', dict(type='pseudo_collate'))))
     function = kwargs.pop('type')
     if isinstance(function, str):
         function = FUNCTIONS.get(function)
     return lambda samples: function(samples, **kwargs)
 
 
-def shapes_of(batch: Any) -> List[int]:
+def shapes_of(batch: Any) -> list[int]:
     """Shape (N, 3, H, W) of a batch; H and W are those of the largest image."""
     images = batch['inputs'] if isinstance(batch, dict) else batch
     shapes = [tuple(image.shape) for image in images]

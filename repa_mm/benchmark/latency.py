@@ -1,53 +1,55 @@
 """Latency of the forms of a model, per image, in one run."""
+
 import copy
 import dataclasses
 import os
+from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any, Callable, Dict, List, Optional
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn as nn
 
 from ..utils.complexity import count_macs, count_parameters
-from .forms import (AMP_DTYPES, FAIR, accelerated, build_forms, check_device,
-                    explained, load_configs)
-from .inputs import (DatasetInputs, NoiseInputs, TensorInputs, check_memory,
-                     parse_size, shapes_of)
+from .forms import AMP_DTYPES, FAIR, accelerated, build_forms, check_device, explained, load_configs
+from .inputs import DatasetInputs, NoiseInputs, TensorInputs, check_memory, parse_size, shapes_of
 from .memory import peak_bytes, weight_bytes
 from .report import environment
-from .timing import (Clock, Progress, Recorder, Times, compare, measure,
-                     summarize)
+from .timing import Clock, Progress, Recorder, Times, compare, measure, summarize
 
 PARTS = ('preprocessing', 'backbone', 'neck', 'head', 'post-processing')
 SWEEPS = ('size', 'batch', 'idle-ratio')
-RANDOM_DETECTOR = ('such a detector finds fewer boxes than a trained one, '
-                   'mostly none, so the time of its post-processing is '
-                   'not representative')
+RANDOM_DETECTOR = (
+    'such a detector finds fewer boxes than a trained one, '
+    'mostly none, so the time of its post-processing is '
+    'not representative'
+)
 
 
 @dataclasses.dataclass
 class Options:
     """How to measure; the fields are the options of tools/benchmark.py."""
+
     part: str = 'model'
-    synthetic: Optional[str] = None
+    synthetic: str | None = None
     batch_size: int = 1
     num_images: int = 100
     warmup: int = 10
     device: str = 'cpu'
-    threads: Optional[int] = None
-    amp: Optional[str] = None
-    compile: Optional[str] = None
+    threads: int | None = None
+    amp: str | None = None
+    compile: str | None = None
     cuda_graphs: bool = False
     channels_last: bool = False
     tf32: bool = False
     fair: bool = False
-    sweep: Optional[str] = None
+    sweep: str | None = None
     memory: bool = True
     flops: bool = False
 
 
-def parse_sweep(text: Optional[str]) -> List[Dict[str, str]]:
+def parse_sweep(text: str | None) -> list[dict[str, str]]:
     """Points of a sweep: 'batch=1,2' gives [{'batch': '1'}, {'batch': '2'}].
 
     Raises:
@@ -58,9 +60,11 @@ def parse_sweep(text: Optional[str]) -> List[Dict[str, str]]:
     key, _, values = text.partition('=')
     points = [value.strip() for value in values.split(',') if value.strip()]
     if key not in SWEEPS or not points:
-        raise ValueError(f'--sweep {text!r} is malformed: write '
-                         'size=512x512,800x1344 or batch=1,2,4 or '
-                         'idle-ratio=0.25,0.5,0.75')
+        raise ValueError(
+            f'--sweep {text!r} is malformed: write '
+            'size=512x512,800x1344 or batch=1,2,4 or '
+            'idle-ratio=0.25,0.5,0.75'
+        )
     for point in points:
         if key == 'size':
             parse_size(point)
@@ -75,20 +79,21 @@ def _ratio(text: str) -> float:
     try:
         value = float(text)
     except ValueError:
-        value = -1.
+        value = -1.0
     if not 0 <= value <= 1:
-        raise ValueError(f'--sweep idle-ratio: {text!r} is no number from 0 '
-                         'to 1')
+        raise ValueError(f'--sweep idle-ratio: {text!r} is no number from 0 to 1')
     return value
 
 
-def benchmark(config: str,
-              checkpoint: Optional[str] = None,
-              baseline: Optional[str] = None,
-              baseline_checkpoint: Optional[str] = None,
-              cfg_options: Optional[dict] = None,
-              options: Optional[Options] = None,
-              quiet: bool = False) -> Dict[str, Any]:
+def benchmark(
+    config: str,
+    checkpoint: str | None = None,
+    baseline: str | None = None,
+    baseline_checkpoint: str | None = None,
+    cfg_options: dict | None = None,
+    options: Options | None = None,
+    quiet: bool = False,
+) -> dict[str, Any]:
     """Measure a model's training form, deploy form and vanilla counterpart.
 
     The forms take turns on every image. Latency is that of ``test_step`` on a
@@ -121,33 +126,33 @@ def benchmark(config: str,
         if getattr(options, name) < 1:
             raise ValueError(f'--{name.replace("_", "-")} must be at least 1')
     if options.flops and options.part != 'backbone':
-        raise ValueError('--flops counts those of a backbone: add --part '
-                         'backbone')
+        raise ValueError('--flops counts those of a backbone: add --part backbone')
     if options.warmup < 0:
         raise ValueError('--warmup must not be negative')
     # Before models are built.
     for point in points:
         size = point.get('size', options.synthetic)
         if size:
-            check_memory(parse_size(size),
-                         int(point.get('batch', options.batch_size)))
+            check_memory(parse_size(size), int(point.get('batch', options.batch_size)))
     set_machine(options.device, options.threads, options.tf32, options.amp)
     if options.cuda_graphs and torch.device(options.device).type != 'cuda':
         raise ValueError('--cuda-graphs needs --device cuda')
     cfg, baseline_cfg = load_configs(config, baseline, cfg_options)
     if 'idle-ratio' in points[0]:
         if checkpoint:
-            raise ValueError('--sweep idle-ratio builds models of other '
-                             'shapes: it goes without a checkpoint')
+            raise ValueError(
+                '--sweep idle-ratio builds models of other shapes: it goes without a checkpoint'
+            )
         if 'idle_ratio' not in cfg.model.get('backbone', {}):
-            raise ValueError('--sweep idle-ratio needs a config whose '
-                             'model.backbone has an idle_ratio')
+            raise ValueError(
+                '--sweep idle-ratio needs a config whose model.backbone has an idle_ratio'
+            )
     notes = []
     if not checkpoint:
         notes.append('weights are random, BatchNorm statistics too')
         if cfg.default_scope == 'mmdet' and options.part == 'model':
             notes.append(RANDOM_DETECTOR)
-    result: Dict[str, Any] = dict(
+    result: dict[str, Any] = dict(
         tool='benchmark',
         config=config,
         checkpoint=checkpoint,
@@ -160,23 +165,30 @@ def benchmark(config: str,
         baseline_text=baseline_cfg.pretty_text if baseline else None,
         notes=notes,
         interrupted=False,
-        runs=[])
+        runs=[],
+    )
     forms = None
     try:
         for point in points:
             if forms is None or 'idle-ratio' in point:
                 if 'idle-ratio' in point:
                     cfg.model.backbone.idle_ratio = _ratio(point['idle-ratio'])
-                forms = build_forms(cfg, checkpoint, baseline_cfg,
-                                    baseline_checkpoint, options.fair,
-                                    options.device, notes)
+                forms = build_forms(
+                    cfg,
+                    checkpoint,
+                    baseline_cfg,
+                    baseline_checkpoint,
+                    options.fair,
+                    options.device,
+                    notes,
+                )
             here = dataclasses.replace(
                 options,
                 synthetic=point.get('size', options.synthetic),
-                batch_size=int(point.get('batch', options.batch_size)))
+                batch_size=int(point.get('batch', options.batch_size)),
+            )
             title = ' '.join(f'{k} {v}' for k, v in point.items())
-            run = measure_forms(forms, make_inputs(cfg, here), here, title,
-                                quiet)
+            run = measure_forms(forms, make_inputs(cfg, here), here, title, quiet)
             if options.flops and run['count']:
                 add_flops(run, forms, here)
             if run['count']:
@@ -194,8 +206,9 @@ def benchmark(config: str,
     return result
 
 
-def set_machine(device: str, threads: Optional[int] = None,
-                tf32: bool = False, amp: Optional[str] = None) -> None:
+def set_machine(
+    device: str, threads: int | None = None, tf32: bool = False, amp: str | None = None
+) -> None:
     """Check the device, and set the process's threads and TF32.
 
     Raises:
@@ -204,13 +217,11 @@ def set_machine(device: str, threads: Optional[int] = None,
     if threads is not None:
         most = 8 * (os.cpu_count() or 1)
         if not 1 <= threads <= most:
-            raise ValueError(f'--threads must be from 1 to {most}, 8 for each '
-                             'core of this machine')
+            raise ValueError(f'--threads must be from 1 to {most}, 8 for each core of this machine')
         torch.set_num_threads(threads)
     found = check_device(device, amp)
     if tf32 and found.type != 'cuda':
-        raise ValueError('--tf32 is about NVIDIA GPUs: use it with --device '
-                         'cuda')
+        raise ValueError('--tf32 is about NVIDIA GPUs: use it with --device cuda')
     # Both, since PyTorch's own defaults differ: off, and on for convolutions.
     torch.backends.cuda.matmul.allow_tf32 = tf32
     torch.backends.cudnn.allow_tf32 = tf32
@@ -220,23 +231,23 @@ def make_inputs(cfg, options: Options) -> Callable:
     """The batches that the options ask for."""
     if options.part == 'backbone':
         if not options.synthetic:
-            raise ValueError('--part backbone takes noise: add --synthetic '
-                             '224x224')
+            raise ValueError('--part backbone takes noise: add --synthetic 224x224')
         return TensorInputs(
-            parse_size(options.synthetic), options.batch_size, options.device,
-            options.channels_last)
+            parse_size(options.synthetic), options.batch_size, options.device, options.channels_last
+        )
     if options.synthetic:
-        return NoiseInputs(cfg, parse_size(options.synthetic),
-                           options.batch_size)
+        return NoiseInputs(cfg, parse_size(options.synthetic), options.batch_size)
     return DatasetInputs(cfg, options.batch_size)
 
 
-def measure_forms(forms: Dict[str, nn.Module],
-                  inputs: Callable,
-                  options: Options,
-                  title: str = '',
-                  quiet: bool = False,
-                  recorder: Optional[Recorder] = None) -> Dict[str, Any]:
+def measure_forms(
+    forms: dict[str, nn.Module],
+    inputs: Callable,
+    options: Options,
+    title: str = '',
+    quiet: bool = False,
+    recorder: Recorder | None = None,
+) -> dict[str, Any]:
     """Measure models on the same inputs, in turn.
 
     Args:
@@ -266,13 +277,12 @@ def measure_forms(forms: Dict[str, nn.Module],
     # As many graphs of one function as sizes, in a sweep.
     if options.compile:
         torch._dynamo.reset()
-    notes: List[str] = []
-    shapes: List[list] = []
-    memory: Dict[str, int] = {}
+    notes: list[str] = []
+    shapes: list[list] = []
+    memory: dict[str, int] = {}
     repeats = -(-options.num_images // inputs.batch_size)
     if inputs.real and repeats > len(inputs):
-        notes.append(f'the data set has {len(inputs)} batches: some are '
-                     'measured more than once')
+        notes.append(f'the data set has {len(inputs)} batches: some are measured more than once')
     times = Times(list(forms))
 
     def call_of(model: nn.Module) -> Callable:
@@ -285,36 +295,49 @@ def measure_forms(forms: Dict[str, nn.Module],
         shapes.append(shapes_of(batch))
         return batch
 
-    progress = None if quiet else Progress(
-        repeats, options.warmup, title,
-        'images' if inputs.batch_size == 1 else 'batches')
+    progress = (
+        None
+        if quiet
+        else Progress(
+            repeats, options.warmup, title, 'images' if inputs.batch_size == 1 else 'batches'
+        )
+    )
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         for model in forms.values():
-            stack.enter_context(accelerated(
-                model, options.amp, options.compile, inputs.dynamic,
-                options.channels_last, options.cuda_graphs,
-                None if backbone_only else recorder))
+            stack.enter_context(
+                accelerated(
+                    model,
+                    options.amp,
+                    options.compile,
+                    inputs.dynamic,
+                    options.channels_last,
+                    options.cuda_graphs,
+                    None if backbone_only else recorder,
+                )
+            )
         calls = {name: call_of(model) for name, model in forms.items()}
         try:
             # Before anything is timed: errors, and what is done only once.
             found = {}
             for name, call in calls.items():
                 if progress:
-                    progress.say(f'first run of the {name} form' +
-                                 ', which compiles' * bool(options.compile))
+                    progress.say(
+                        f'first run of the {name} form' + ', which compiles' * bool(options.compile)
+                    )
                 batch = copy.deepcopy(inputs(0))
                 with explained(name, shapes_of(batch)):
                     result = call(batch)
                 if not backbone_only and 'pred_instances' in result[0]:
                     found[name] = sum(len(r.pred_instances) for r in result)
             if found:
-                notes.append('boxes found in the first batch: ' + ', '.join(
-                    f'{name} {count}' for name, count in found.items()))
+                notes.append(
+                    'boxes found in the first batch: '
+                    + ', '.join(f'{name} {count}' for name, count in found.items())
+                )
             if options.memory:
                 for name, call in calls.items():
-                    memory[name] = peak_bytes(
-                        call, copy.deepcopy(inputs(0)), options.device)[1]
+                    memory[name] = peak_bytes(call, copy.deepcopy(inputs(0)), options.device)[1]
             warm = measure(calls, load, 0, options.warmup, recorder, progress)
             if warm.interrupted:
                 raise KeyboardInterrupt
@@ -324,28 +347,36 @@ def measure_forms(forms: Dict[str, nn.Module],
             if options.compile and _num_graphs() > graphs:
                 notes.append(
                     f'{_num_graphs() - graphs} graphs were compiled while '
-                    'measuring: use a longer --warmup')
+                    'measuring: use a longer --warmup'
+                )
         except KeyboardInterrupt:
             times.interrupted = True
     if progress:
         progress.close()
     return dict(
-        summarize_times(times, inputs.batch_size, next(iter(forms)), memory,
-                        forms, 'backbone' if backbone_only else None),
+        summarize_times(
+            times,
+            inputs.batch_size,
+            next(iter(forms)),
+            memory,
+            forms,
+            'backbone' if backbone_only else None,
+        ),
         notes=notes,
         inputs=inputs.describe(),
-        shapes=shapes[:len(times)],
-        data=summarize(1e3 * np.array(times.data)) if inputs.real else None)
+        shapes=shapes[: len(times)],
+        data=summarize(1e3 * np.array(times.data)) if inputs.real else None,
+    )
 
 
 def _num_graphs() -> int:
     """Graphs that torch.compile has made so far."""
     from torch._dynamo.utils import counters
+
     return counters['stats']['unique_graphs']
 
 
-def add_flops(run: Dict[str, Any], forms: Dict[str, nn.Module],
-              options: Options) -> None:
+def add_flops(run: dict[str, Any], forms: dict[str, nn.Module], options: Options) -> None:
     """Add arithmetic speeds to what :func:`measure_forms` returned.
 
     ``peak_tflops``, that of the product of two large matrices in the same
@@ -354,32 +385,37 @@ def add_flops(run: Dict[str, Any], forms: Dict[str, nn.Module],
     """
     run['peak_tflops'] = peak_flops(options.device, options.amp) / 1e12
     for name, form in run['forms'].items():
-        form['macs'] = count_macs(forms[name].backbone,
-                                  (3, *parse_size(options.synthetic)))
-        form['tflops'] = (2e-12 * form['macs'] * form['images_per_second'])
+        form['macs'] = count_macs(forms[name].backbone, (3, *parse_size(options.synthetic)))
+        form['tflops'] = 2e-12 * form['macs'] * form['images_per_second']
 
 
-def peak_flops(device: str = 'cpu', amp: Optional[str] = None,
-               repeats: int = 9) -> float:
+def peak_flops(device: str = 'cpu', amp: str | None = None, repeats: int = 9) -> float:
     """Operations per second in the product of two large matrices."""
     n = 8192 if torch.device(device).type == 'cuda' else 2048
     dtype = AMP_DTYPES[amp] if amp else torch.float32
     a, b = torch.randn(2, n, n, device=device).to(dtype)
-    times = measure(dict(product=lambda _: a @ b), lambda _: None, repeats, 3,
-                    Recorder(Clock(device)))
+    times = measure(
+        dict(product=lambda _: a @ b), lambda _: None, repeats, 3, Recorder(Clock(device))
+    )
     return 2 * n**3 / float(np.median(times.totals['product']))
 
 
-def summarize_times(times: Times, batch_size: int, reference: str,
-                    memory: Dict[str, int], forms: Dict[str, nn.Module],
-                    only: Optional[str] = None) -> Dict[str, Any]:
+def summarize_times(
+    times: Times,
+    batch_size: int,
+    reference: str,
+    memory: dict[str, int],
+    forms: dict[str, nn.Module],
+    only: str | None = None,
+) -> dict[str, Any]:
     """What :func:`measure_forms` returns about times."""
-    result: Dict[str, Any] = dict(
+    result: dict[str, Any] = dict(
         count=len(times),
         interrupted=times.interrupted,
         batch_size=batch_size,
         reference=reference,
-        forms={})
+        forms={},
+    )
     if not len(times):
         return result
     times_of = {n: 1e3 * np.array(v) for n, v in times.totals.items()}
@@ -387,7 +423,8 @@ def summarize_times(times: Times, batch_size: int, reference: str,
         total = times_of[name]
         parts = {
             part: 1e3 * np.array(times.parts[name][part])
-            for part in PARTS if part in times.parts[name]
+            for part in PARTS
+            if part in times.parts[name]
         }
         part_of = model.backbone if only else model
         weights = weight_bytes(part_of)
@@ -397,13 +434,10 @@ def summarize_times(times: Times, batch_size: int, reference: str,
             parts={part: summarize(v) for part, v in parts.items()},
             images_per_second=1e3 * batch_size / latency['median'],
             ratio=compare(total, times_of[reference]),
-            ratio_fair=compare(total, times_of[FAIR])
-            if FAIR in forms else None,
+            ratio_fair=compare(total, times_of[FAIR]) if FAIR in forms else None,
             parameters=count_parameters(part_of),
             weights_mib=weights / 2**20,
-            peak_mib=(weights + memory[name]) / 2**20
-            if name in memory else None,
-            raw=dict(
-                latency=total.tolist(),
-                **{part: v.tolist() for part, v in parts.items()}))
+            peak_mib=(weights + memory[name]) / 2**20 if name in memory else None,
+            raw=dict(latency=total.tolist(), **{part: v.tolist() for part, v in parts.items()}),
+        )
     return result

@@ -1,6 +1,7 @@
 """Memory of tensors: peaks, weights, and what a backward pass needs."""
+
 import os
-from typing import Callable, Dict, Tuple
+from collections.abc import Callable
 
 import torch
 import torch.nn as nn
@@ -8,11 +9,10 @@ import torch.nn as nn
 
 def weight_bytes(model: nn.Module) -> int:
     """Bytes of parameters and buffers."""
-    return sum(t.numel() * t.element_size()
-               for t in (*model.parameters(), *model.buffers()))
+    return sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))
 
 
-def peak_bytes(function: Callable, argument, device='cpu') -> Tuple[object, int]:
+def peak_bytes(function: Callable, argument, device='cpu') -> tuple[object, int]:
     """Call a function, and find how much its tensors take at most.
 
     On a GPU that is what CUDA's allocator reports; on a CPU it is added up
@@ -33,14 +33,12 @@ def peak_bytes(function: Callable, argument, device='cpu') -> Tuple[object, int]
     # The profiler reports on itself otherwise.
     os.environ.setdefault('KINETO_LOG_LEVEL', '99')
     with torch.profiler.profile(
-            activities=[torch.profiler.ProfilerActivity.CPU],
-            profile_memory=True) as profile:
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
         result = function(argument)
-    events = [e for e in profile.profiler.kineto_results.events()
-              if e.name() == '[memory]']
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == '[memory]']
     # PyTorch changed the unit in 2.2.
-    events.sort(key=lambda e: e.start_ns() if hasattr(e, 'start_ns') else e.
-                start_us())
+    events.sort(key=lambda e: e.start_ns() if hasattr(e, 'start_ns') else e.start_us())
     allocated = peak = 0
     for event in events:
         allocated += event.nbytes()
@@ -63,11 +61,11 @@ class SavedTensors:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._own = {t.untyped_storage().data_ptr()
-                     for t in (*model.parameters(), *model.buffers())}
-        self._storages: Dict[int, int] = {}
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(
-            self._pack, lambda tensor: tensor)
+        self._own = {
+            t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())
+        }
+        self._storages: dict[int, int] = {}
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()

@@ -3,8 +3,10 @@
 ``REPORTED`` holds what the paper says: tables 1, 2, 4 and 8 of `RePaViT
 <https://arxiv.org/abs/2505.21847>`_, at 224x224 with 1000 classes.
 """
+
+from collections.abc import Iterable, Iterator
 from decimal import ROUND_HALF_UP, Decimal
-from typing import Iterable, Iterator, List, NamedTuple, Optional, Tuple
+from typing import NamedTuple
 
 import torch
 import torch.nn as nn
@@ -19,71 +21,99 @@ from ..utils.complexity import count_parameters
 # LV-ViT's idle ratio, 0.75 in the paper, is 2/3: see RePaLVViT.
 REPORTED = {
     'DeiT-Tiny': [
-        (None, 'vanilla', 5.7, 1.1), (1., 'deploy', 2.6, 0.5),
-        (.75, 'training', 5.7, 1.1), (.75, 'deploy', 3.5, 0.6),
-        (.50, 'deploy', 4.4, 0.8), (.25, 'deploy', 5.3, 1.0)
+        (None, 'vanilla', 5.7, 1.1),
+        (1.0, 'deploy', 2.6, 0.5),
+        (0.75, 'training', 5.7, 1.1),
+        (0.75, 'deploy', 3.5, 0.6),
+        (0.50, 'deploy', 4.4, 0.8),
+        (0.25, 'deploy', 5.3, 1.0),
     ],
     'DeiT-Small': [
-        (None, 'vanilla', 22.1, 4.3), (1., 'deploy', 9.6, 1.8),
-        (.75, 'training', 22.1, 4.3), (.75, 'deploy', 13.2, 2.5),
-        (.50, 'deploy', 16.7, 3.2), (.25, 'deploy', 20.3, 3.9)
+        (None, 'vanilla', 22.1, 4.3),
+        (1.0, 'deploy', 9.6, 1.8),
+        (0.75, 'training', 22.1, 4.3),
+        (0.75, 'deploy', 13.2, 2.5),
+        (0.50, 'deploy', 16.7, 3.2),
+        (0.25, 'deploy', 20.3, 3.9),
     ],
     'DeiT-Base': [
-        (None, 'vanilla', 86.6, 16.9), (1., 'deploy', 37.0, 7.1),
-        (.75, 'training', 86.6, 16.9), (.75, 'deploy', 51.1, 9.9),
-        (.50, 'deploy', 65.3, 12.7), (.25, 'deploy', 79.5, 15.5)
+        (None, 'vanilla', 86.6, 16.9),
+        (1.0, 'deploy', 37.0, 7.1),
+        (0.75, 'training', 86.6, 16.9),
+        (0.75, 'deploy', 51.1, 9.9),
+        (0.50, 'deploy', 65.3, 12.7),
+        (0.25, 'deploy', 79.5, 15.5),
     ],
     'ViT-Large': [
-        (None, 'vanilla', 304.3, 59.7), (.75, 'training', 304.5, 59.8),
-        (.75, 'deploy', 178.4, 34.9)
+        (None, 'vanilla', 304.3, 59.7),
+        (0.75, 'training', 304.5, 59.8),
+        (0.75, 'deploy', 178.4, 34.9),
     ],
     'ViT-Huge': [
-        (None, 'vanilla', 632.2, 124.3), (.75, 'training', 632.5, 124.4),
-        (.75, 'deploy', 369.9, 72.6)
+        (None, 'vanilla', 632.2, 124.3),
+        (0.75, 'training', 632.5, 124.4),
+        (0.75, 'deploy', 369.9, 72.6),
     ],
     'Swin-Tiny': [
-        (None, 'vanilla', 28.3, 4.4), (1., 'deploy', 13.2, 1.9),
-        (.75, 'training', 28.3, 4.4), (.75, 'deploy', 17.5, 2.6),
-        (.50, 'deploy', 21.8, 3.3), (.25, 'deploy', 26.1, 4.0)
+        (None, 'vanilla', 28.3, 4.4),
+        (1.0, 'deploy', 13.2, 1.9),
+        (0.75, 'training', 28.3, 4.4),
+        (0.75, 'deploy', 17.5, 2.6),
+        (0.50, 'deploy', 21.8, 3.3),
+        (0.25, 'deploy', 26.1, 4.0),
     ],
     'Swin-Small': [
-        (None, 'vanilla', 49.6, 8.6), (1., 'deploy', 22.1, 3.7),
-        (.75, 'training', 49.7, 8.6), (.75, 'deploy', 29.9, 5.1),
-        (.50, 'deploy', 37.8, 6.5), (.25, 'deploy', 45.7, 7.9)
+        (None, 'vanilla', 49.6, 8.6),
+        (1.0, 'deploy', 22.1, 3.7),
+        (0.75, 'training', 49.7, 8.6),
+        (0.75, 'deploy', 29.9, 5.1),
+        (0.50, 'deploy', 37.8, 6.5),
+        (0.25, 'deploy', 45.7, 7.9),
     ],
     'Swin-Base': [
-        (None, 'vanilla', 87.8, 15.2), (1., 'deploy', 38.8, 6.5),
-        (.75, 'training', 87.9, 15.2), (.75, 'deploy', 52.8, 9.0),
-        (.50, 'deploy', 66.8, 11.5), (.25, 'deploy', 80.8, 14.0)
+        (None, 'vanilla', 87.8, 15.2),
+        (1.0, 'deploy', 38.8, 6.5),
+        (0.75, 'training', 87.9, 15.2),
+        (0.75, 'deploy', 52.8, 9.0),
+        (0.50, 'deploy', 66.8, 11.5),
+        (0.25, 'deploy', 80.8, 14.0),
     ],
     'LV-ViT-S': [
-        (None, 'vanilla', 26.2, 6.1), (2 / 3, 'training', 26.2, 6.1),
-        (2 / 3, 'deploy', 19.1, 4.7)
+        (None, 'vanilla', 26.2, 6.1),
+        (2 / 3, 'training', 26.2, 6.1),
+        (2 / 3, 'deploy', 19.1, 4.7),
     ],
     'LV-ViT-M': [
-        (None, 'vanilla', 55.8, 11.9), (2 / 3, 'training', 55.9, 11.9),
-        (2 / 3, 'deploy', 40.1, 8.8)
+        (None, 'vanilla', 55.8, 11.9),
+        (2 / 3, 'training', 55.9, 11.9),
+        (2 / 3, 'deploy', 40.1, 8.8),
     ],
     'PoolFormer-s12': [
-        (None, 'vanilla', 12.0, 1.8), (.75, 'training', 11.9, 1.8),
-        (.75, 'deploy', 6.0, 0.8), (.50, 'deploy', 8.4, 1.2),
-        (.25, 'deploy', 10.7, 1.6)
+        (None, 'vanilla', 12.0, 1.8),
+        (0.75, 'training', 11.9, 1.8),
+        (0.75, 'deploy', 6.0, 0.8),
+        (0.50, 'deploy', 8.4, 1.2),
+        (0.25, 'deploy', 10.7, 1.6),
     ],
     'PoolFormer-s24': [
-        (None, 'vanilla', 21.4, 3.4), (.75, 'training', 21.4, 3.4),
-        (.75, 'deploy', 9.6, 1.4)
+        (None, 'vanilla', 21.4, 3.4),
+        (0.75, 'training', 21.4, 3.4),
+        (0.75, 'deploy', 9.6, 1.4),
     ],
     'PoolFormer-s36': [
-        (None, 'vanilla', 30.9, 5.0), (.75, 'training', 30.9, 5.1),
-        (.75, 'deploy', 13.1, 2.0)
+        (None, 'vanilla', 30.9, 5.0),
+        (0.75, 'training', 30.9, 5.1),
+        (0.75, 'deploy', 13.1, 2.0),
     ],
     'MLPMixer-b16': [
-        (None, 'vanilla', 59.9, 12.6), (.75, 'training', 59.9, 12.7),
-        (.75, 'deploy', 24.4, 5.7)
+        (None, 'vanilla', 59.9, 12.6),
+        (0.75, 'training', 59.9, 12.7),
+        (0.75, 'deploy', 24.4, 5.7),
     ],
     'MLPMixer-l16': [
-        (None, 'vanilla', 208.2, 44.6), (.75, 'training', 208.4, 44.7),
-        (.75, 'deploy', 82.2, 20.0)
+        (None, 'vanilla', 208.2, 44.6),
+        (0.75, 'training', 208.4, 44.7),
+        (0.75, 'deploy', 82.2, 20.0),
     ],
 }
 
@@ -97,10 +127,7 @@ _FAMILIES = {
     'MLPMixer': ('MlpMixer', {}),
 }
 # What only the RePa model has. The released code has the stock attention.
-_REPA = {
-    'MLPMixer': dict(token_norm=True),
-    'Swin': dict(fast_attention=False),
-}
+_REPA = {'MLPMixer': dict(token_norm=True), 'Swin': dict(fast_attention=False)}
 _ARCHS = {
     'DeiT-Tiny': 'deit-tiny', 'DeiT-Small': 'deit-small',
     'DeiT-Base': 'deit-base', 'ViT-Large': 'large', 'ViT-Huge': 'huge',
@@ -154,8 +181,7 @@ class Counter(TorchFunctionMode):
             weights = out.numel() * args[0].shape[1]
         elif func is F.batch_norm:
             others = 2 * out.numel()
-        elif func is F.layer_norm or func in (F.softmax, torch.softmax,
-                                              torch.Tensor.softmax):
+        elif func is F.layer_norm or func in (F.softmax, torch.softmax, torch.Tensor.softmax):
             others = out.numel()
         elif func in (F.gelu, F.relu, F.avg_pool2d):
             others = 2 * args[0].numel()
@@ -166,8 +192,9 @@ class Counter(TorchFunctionMode):
 
 class Row(NamedTuple):
     """One row of the tables. Parameters in millions, operations in 1e9."""
+
     model: str
-    idle_ratio: Optional[float]
+    idle_ratio: float | None
     form: str
     reported_params: float
     reported_gmacs: float
@@ -176,8 +203,7 @@ class Row(NamedTuple):
     profiled: float
 
 
-def build(model: str, idle_ratio: Optional[float], form: str,
-          num_classes: int = 1000) -> nn.Module:
+def build(model: str, idle_ratio: float | None, form: str, num_classes: int = 1000) -> nn.Module:
     """A model of the paper, with its classifier.
 
     Args:
@@ -193,9 +219,9 @@ def build(model: str, idle_ratio: Optional[float], form: str,
         ValueError: If there is no such model.
     """
     if model not in REPORTED:
-        raise ValueError(f'model must be one of {", ".join(REPORTED)}, but '
-                         f'got {model!r}')
+        raise ValueError(f'model must be one of {", ".join(REPORTED)}, but got {model!r}')
     from mmpretrain.models import ImageClassifier
+
     family = model.rpartition('-')[0]
     kind, kwargs = _FAMILIES[family]
     cfg = dict(arch=_ARCHS[model], **kwargs)
@@ -206,26 +232,32 @@ def build(model: str, idle_ratio: Optional[float], form: str,
             type=f'RePa{kind}',
             idle_ratio=idle_ratio,
             deploy=form == 'deploy',
-            **_REPA.get(family, {}))
+            **_REPA.get(family, {}),
+        )
     backbone = MODELS.build(cfg)
     pools = kind in ('SwinTransformer', 'PoolFormer', 'MlpMixer')
     arch = getattr(backbone, 'arch_settings', None)
     channels = (
-        backbone.num_features[-1] if kind == 'SwinTransformer' else
-        arch[_ARCHS[model]]['embed_dims'][-1] if kind == 'PoolFormer' else
-        backbone.embed_dims)
+        backbone.num_features[-1]
+        if kind == 'SwinTransformer'
+        else arch[_ARCHS[model]]['embed_dims'][-1]
+        if kind == 'PoolFormer'
+        else backbone.embed_dims
+    )
     return ImageClassifier(
         backbone,
-        neck=dict(type='GlobalAveragePooling',
-                  dim=1 if kind == 'MlpMixer' else 2) if pools else None,
+        neck=dict(type='GlobalAveragePooling', dim=1 if kind == 'MlpMixer' else 2)
+        if pools
+        else None,
         head=dict(
             type='TokenLabelHead' if kind == 'LVViT' else 'LinearClsHead',
             num_classes=num_classes,
-            in_channels=channels))
+            in_channels=channels,
+        ),
+    )
 
 
-def count(model: nn.Module, image_size: Tuple[int, int] = (224, 224)
-          ) -> Counter:
+def count(model: nn.Module, image_size: tuple[int, int] = (224, 224)) -> Counter:
     """Count the operations of a classifier for one image.
 
     Args:
@@ -242,12 +274,10 @@ def count(model: nn.Module, image_size: Tuple[int, int] = (224, 224)
         counter.profiled += 2 * idle * (out.numel() // ffn.embed_dims)
 
     handles = [
-        m.register_forward_hook(passed_by) for m in model.modules()
-        if isinstance(m, ChannelIdleFFN)
+        m.register_forward_hook(passed_by) for m in model.modules() if isinstance(m, ChannelIdleFFN)
     ]
     try:
-        x = torch.zeros(
-            1, 3, *image_size, device=next(model.parameters()).device)
+        x = torch.zeros(1, 3, *image_size, device=next(model.parameters()).device)
         with torch.no_grad(), counter:
             model(x, mode='tensor')
     finally:
@@ -258,7 +288,7 @@ def count(model: nn.Module, image_size: Tuple[int, int] = (224, 224)
     return counter
 
 
-def paper_table(models: Optional[List[str]] = None) -> Iterator[Row]:
+def paper_table(models: list[str] | None = None) -> Iterator[Row]:
     """Every row of the paper's complexity tables, counted.
 
     Args:
@@ -272,9 +302,16 @@ def paper_table(models: Optional[List[str]] = None) -> Iterator[Row]:
             with OnMeta():
                 model = build(name, idle_ratio, form)
             counter = count(model)
-            yield Row(name, idle_ratio, form, params, gmacs,
-                      count_parameters(model) / 1e6, counter.macs / 1e9,
-                      counter.profiled / 1e9)
+            yield Row(
+                name,
+                idle_ratio,
+                form,
+                params,
+                gmacs,
+                count_parameters(model) / 1e6,
+                counter.macs / 1e9,
+                counter.profiled / 1e9,
+            )
 
 
 def as_printed(value: float) -> Decimal:
@@ -289,12 +326,13 @@ def format_paper_table(rows: Iterable[Row]) -> str:
     lines = [
         '| model | idle ratio | form | paper: M | ours: M | paper: GMACs | '
         'as profiled there | weights only |',
-        '| --- | --- | --- | --- | --- | --- | --- | --- |'
+        '| --- | --- | --- | --- | --- | --- | --- | --- |',
     ]
     for row in rows:
         ratio = '' if row.idle_ratio is None else f'{row.idle_ratio:.2f}'
         lines.append(
             f'| {row.model} | {ratio} | {row.form} | {row.reported_params} | '
             f'{row.params:.2f} | {row.reported_gmacs} | {row.profiled:.2f} | '
-            f'{row.gmacs:.2f} |')
+            f'{row.gmacs:.2f} |'
+        )
     return '\n'.join(lines)

@@ -1,6 +1,8 @@
 """Which layers the time of a backbone goes to (figure 3 of the paper)."""
+
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, Dict, Iterator, List, Optional, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +24,7 @@ FFNS = ('ffn', 'channel_mix', 'mlp')
 MIXER_NORMS, FFN_NORMS = ('norm1', 'ln1'), ('norm2', 'ln2')
 
 
-def layers(backbone: nn.Module) -> List[tuple]:
+def layers(backbone: nn.Module) -> list[tuple]:
     """The timed modules of a MetaFormer backbone.
 
     Returns:
@@ -37,16 +39,19 @@ def layers(backbone: nn.Module) -> List[tuple]:
         found.append(('patch embedding', patch_embed))
     for block in backbone.modules():
         children = dict(block.named_children())
-        if not (set(TOKEN_MIXERS) & set(children)
-                and set(FFNS) & set(children)):
+        if not (set(TOKEN_MIXERS) & set(children) and set(FFNS) & set(children)):
             continue
-        for names, layer in ((TOKEN_MIXERS + MIXER_NORMS, 'token mixer'),
-                             (FFNS + FFN_NORMS, 'FFN')):
+        for names, layer in (
+            (TOKEN_MIXERS + MIXER_NORMS, 'token mixer'),
+            (FFNS + FFN_NORMS, 'FFN'),
+        ):
             found += [(layer, children[n]) for n in names if n in children]
     if not any(layer == 'FFN' for layer, _ in found):
-        raise ValueError(f'{type(backbone).__name__} has no blocks of a token '
-                         f'mixer ({", ".join(TOKEN_MIXERS)}) and an FFN '
-                         f'({", ".join(FFNS)})')
+        raise ValueError(
+            f'{type(backbone).__name__} has no blocks of a token '
+            f'mixer ({", ".join(TOKEN_MIXERS)}) and an FFN '
+            f'({", ".join(FFNS)})'
+        )
     return found
 
 
@@ -63,16 +68,18 @@ def timed_layers(backbone: nn.Module, recorder: Recorder) -> Iterator[None]:
             del module.forward
 
 
-def profile(configs: Sequence[str],
-            size: str = '224x224',
-            batch_size: int = 1,
-            num_images: int = 30,
-            warmup: int = 5,
-            device: str = 'cpu',
-            threads: Optional[int] = None,
-            tf32: bool = False,
-            forms: Sequence[str] = ('deploy', ),
-            quiet: bool = False) -> Dict[str, Any]:
+def profile(
+    configs: Sequence[str],
+    size: str = '224x224',
+    batch_size: int = 1,
+    num_images: int = 30,
+    warmup: int = 5,
+    device: str = 'cpu',
+    threads: int | None = None,
+    tf32: bool = False,
+    forms: Sequence[str] = ('deploy',),
+    quiet: bool = False,
+) -> dict[str, Any]:
     """Split the time of backbones into layers.
 
     Each model runs with timers around its layers and without, in turn with
@@ -102,12 +109,11 @@ def profile(configs: Sequence[str],
     """
     options = {k: v for k, v in locals().items() if k != 'quiet'}
     if batch_size < 1 or num_images < 1 or warmup < 0:
-        raise ValueError('--batch-size and --num-images must be at least 1, '
-                         '--warmup at least 0')
+        raise ValueError('--batch-size and --num-images must be at least 1, --warmup at least 0')
     parsed = parse_size(size)
     check_memory(parsed, batch_size)
     set_machine(device, threads, tf32)
-    models: Dict[str, nn.Module] = {}
+    models: dict[str, nn.Module] = {}
     for path in configs:
         cfg = load_config(path)
         model = build_model(cfg, device=device).backbone
@@ -140,8 +146,7 @@ def profile(configs: Sequence[str],
     for name, model in models.items():
         with explained(name, (batch_size, 3, *parsed)), torch.no_grad():
             model(inputs(0))
-    progress = None if quiet else Progress(
-        num_images, warmup, unit='batches', show=list(models))
+    progress = None if quiet else Progress(num_images, warmup, unit='batches', show=list(models))
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         for model in models.values():
@@ -151,25 +156,28 @@ def profile(configs: Sequence[str],
         progress.close()
     if not len(times):
         raise KeyboardInterrupt
-    result: Dict[str, Any] = dict(
+    result: dict[str, Any] = dict(
         tool='profile_latency',
         options=options,
         environment=environment(device),
         interrupted=times.interrupted,
         count=len(times),
-        models={})
+        models={},
+    )
     for name in models:
         timed = 1e3 * np.array(times.totals[f'{name} (timers)'])
         parts = times.parts[f'{name} (timers)']
-        raw = {layer: 1e3 * np.array(parts[layer]) for layer in LAYERS
-               if layer in parts}
+        raw = {layer: 1e3 * np.array(parts[layer]) for layer in LAYERS if layer in parts}
         total = 1e3 * np.array(times.totals[name])
         result['models'][name] = dict(
             layers={layer: summarize(v) for layer, v in raw.items()},
-            share={layer: float(v.sum() / timed.sum())
-                   for layer, v in raw.items()},
+            share={layer: float(v.sum() / timed.sum()) for layer, v in raw.items()},
             with_timers=summarize(timed),
             total=summarize(total),
-            raw=dict(total=total.tolist(), with_timers=timed.tolist(),
-                     **{layer: v.tolist() for layer, v in raw.items()}))
+            raw=dict(
+                total=total.tolist(),
+                with_timers=timed.tolist(),
+                **{layer: v.tolist() for layer, v in raw.items()},
+            ),
+        )
     return result

@@ -1,11 +1,13 @@
 """What measurements look like: tables, JSON and plots."""
+
 import json
 import os
 import platform
 import sys
 import time
+from collections.abc import Sequence
 from importlib import import_module
-from typing import Any, Dict, List, Optional, Sequence
+from typing import Any
 
 import torch
 
@@ -16,16 +18,13 @@ from .forms import FAIR
 
 # Of one family, and told apart by people who see few colours too.
 COLOURS = ('#9ecae1', '#08519c', '#41ab5d', '#fdae6b', '#bdbdbd', '#756bb1')
-PACKAGES = ('torchvision', 'mmengine', 'mmcv', 'mmdet', 'mmseg', 'mmpretrain',
-            'numpy')
+PACKAGES = ('torchvision', 'mmengine', 'mmcv', 'mmdet', 'mmseg', 'mmpretrain', 'numpy')
 
 
-def environment(device: str = 'cpu') -> Dict[str, Any]:
+def environment(device: str = 'cpu') -> dict[str, Any]:
     """The machine and the versions that a measurement was taken with."""
     device = torch.device(device)
-    versions = dict(
-        repa_mm=__version__, python=platform.python_version(),
-        torch=torch.__version__)
+    versions = dict(repa_mm=__version__, python=platform.python_version(), torch=torch.__version__)
     for name in PACKAGES:
         try:
             versions[name] = import_module(name).__version__
@@ -40,14 +39,16 @@ def environment(device: str = 'cpu') -> Dict[str, Any]:
         threads=torch.get_num_threads(),
         device=str(device),
         tf32=torch.backends.cuda.matmul.allow_tf32,
-        versions=versions)
+        versions=versions,
+    )
     if device.type == 'cuda':
         properties = torch.cuda.get_device_properties(device)
         result.update(
             gpu=properties.name,
             gpu_memory_gib=properties.total_memory / 2**30,
             cuda=torch.version.cuda,
-            cudnn=torch.backends.cudnn.version())
+            cudnn=torch.backends.cudnn.version(),
+        )
     return result
 
 
@@ -62,28 +63,28 @@ def _cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def machine(environment: Dict[str, Any]) -> str:
+def machine(environment: dict[str, Any]) -> str:
     """The machine in a line."""
     threads = environment['threads']
     name = environment.get('gpu') or (
-        f'{environment["cpu"]}, {threads} thread{"s" * (threads > 1)}')
+        f'{environment["cpu"]}, {threads} thread{"s" * (threads > 1)}'
+    )
     return f'{name}, PyTorch {environment["versions"]["torch"]}'
 
 
-def write_json(result: Dict[str, Any], path: str) -> None:
+def write_json(result: dict[str, Any], path: str) -> None:
     """Write a result, all of it or nothing.
 
     Raises:
         OSError: If it cannot be written.
     """
-    with replacing(path) as temporary, open(
-            temporary, 'w', encoding='utf-8') as file:
+    with replacing(path) as temporary, open(temporary, 'w', encoding='utf-8') as file:
         json.dump(result, file, indent=1, default=str, allow_nan=False)
 
 
-def check_outputs(out: Optional[str] = None,
-                  plot: Optional[str] = None,
-                  inputs: Sequence[Optional[str]] = ()) -> None:
+def check_outputs(
+    out: str | None = None, plot: str | None = None, inputs: Sequence[str | None] = ()
+) -> None:
     """Check, before hours of measuring, that the files can be written.
 
     Args:
@@ -100,13 +101,15 @@ def check_outputs(out: Optional[str] = None,
     check_output(plot, out, *inputs)
     if plot:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
+
         known = FigureCanvasAgg.get_supported_filetypes()
         if os.path.splitext(plot)[1][1:].lower() not in known:
-            raise ValueError(f'--plot {plot!r}: name a file that ends in one '
-                             f'of .{", .".join(sorted(known))}')
+            raise ValueError(
+                f'--plot {plot!r}: name a file that ends in one of .{", .".join(sorted(known))}'
+            )
 
 
-def interval(ratio: Dict[str, Any]) -> str:
+def interval(ratio: dict[str, Any]) -> str:
     """A ratio, with its interval if it has one."""
     text = f'{ratio["ratio"]:.3f}'
     if ratio['low'] is not None:
@@ -114,7 +117,7 @@ def interval(ratio: Dict[str, Any]) -> str:
     return text
 
 
-def benchmark_text(result: Dict[str, Any]) -> str:
+def benchmark_text(result: dict[str, Any]) -> str:
     """The tables of :func:`~repa_mm.benchmark.latency.benchmark`'s result."""
     lines = []
     for run in result['runs']:
@@ -127,165 +130,217 @@ def benchmark_text(result: Dict[str, Any]) -> str:
             lines.append(
                 'Loading a batch and its test pipeline, the same for every '
                 f'form and not counted above: {run["data"]["mean"]:.1f} ms '
-                '(mean).')
+                '(mean).'
+            )
     lines += ['', *(f'Note: {note}.' for note in result['notes'])]
     if result['interrupted']:
         done = sum(run['count'] for run in result['runs'])
-        lines.append(f'Interrupted: this is what was measured until then '
-                     f'({done} batches).')
+        lines.append(f'Interrupted: this is what was measured until then ({done} batches).')
     return '\n'.join(lines)
 
 
-def _headline(result: Dict[str, Any], run: Dict[str, Any]) -> str:
+def _headline(result: dict[str, Any], run: dict[str, Any]) -> str:
     options = result['options']
     point = ', '.join(f'{k} {v}' for k, v in run['point'].items())
     how = [f'{options["amp"]} autocast' if options['amp'] else 'float32']
     if options['compile']:
         how.append(f'torch.compile ({options["compile"]})')
-    how += [name.replace('_', '-') for name in
-            ('channels_last', 'cuda_graphs', 'tf32') if options[name]]
+    how += [
+        name.replace('_', '-') for name in ('channels_last', 'cuda_graphs', 'tf32') if options[name]
+    ]
     what = 'backbone of ' * (options['part'] == 'backbone')
-    return (f'{point}{": " * bool(point)}{what}{result["config"]}; '
-            f'{run["inputs"]}; {", ".join(how)}; '
-            f'{machine(result["environment"])}')
+    return (
+        f'{point}{": " * bool(point)}{what}{result["config"]}; '
+        f'{run["inputs"]}; {", ".join(how)}; '
+        f'{machine(result["environment"])}'
+    )
 
 
-def _latency_table(run: Dict[str, Any]) -> List[str]:
+def _latency_table(run: dict[str, Any]) -> list[str]:
     confidence = next(iter(run['forms'].values()))['ratio']['confidence']
     fair = FAIR in run['forms']
-    rows = [(f'latency (ms), {run["count"]} batches', 'median', 'p90', 'p99',
-             'images/s', f'ratio to {run["reference"]} '
-             f'[{100 * confidence:.0f} %]', 'change',
-             *[f'ratio to {FAIR}'] * fair, 'peak memory', 'parameters')]
+    rows = [
+        (
+            f'latency (ms), {run["count"]} batches',
+            'median',
+            'p90',
+            'p99',
+            'images/s',
+            f'ratio to {run["reference"]} [{100 * confidence:.0f} %]',
+            'change',
+            *[f'ratio to {FAIR}'] * fair,
+            'peak memory',
+            'parameters',
+        )
+    ]
     for name, form in run['forms'].items():
         latency = form['latency']
         ratio = form['ratio']['ratio']
         other = name != run['reference']
         peak = form['peak_mib']
-        rows.append((
-            name, *(f'{latency[key]:.4g}' if latency[key] < 1000 else
-                    f'{latency[key]:.0f}' for key in ('median', 'p90', 'p99')),
-            f'{form["images_per_second"]:.4g}',
-            interval(form['ratio']) if other else '1',
-            f'{100 * (ratio - 1):+.1f} %' if other else '',
-            *([interval(form['ratio_fair']) if name != FAIR else '1']
-              if fair else []),
-            f'{peak:.0f} MiB' if peak else '-',
-            f'{form["parameters"] / 1e6:.1f} M'))
+        rows.append(
+            (
+                name,
+                *(
+                    f'{latency[key]:.4g}' if latency[key] < 1000 else f'{latency[key]:.0f}'
+                    for key in ('median', 'p90', 'p99')
+                ),
+                f'{form["images_per_second"]:.4g}',
+                interval(form['ratio']) if other else '1',
+                f'{100 * (ratio - 1):+.1f} %' if other else '',
+                *([interval(form['ratio_fair']) if name != FAIR else '1'] if fair else []),
+                f'{peak:.0f} MiB' if peak else '-',
+                f'{form["parameters"] / 1e6:.1f} M',
+            )
+        )
     return align(rows)
 
 
-def _parts_table(run: Dict[str, Any]) -> List[str]:
+def _parts_table(run: dict[str, Any]) -> list[str]:
     parts = []
     for form in run['forms'].values():
         parts += [part for part in form['parts'] if part not in parts]
     rows = [('mean (ms) of', *parts, 'sum')]
     for name, form in run['forms'].items():
-        means = [form['parts'].get(part, {}).get('mean', 0.) for part in parts]
-        rows.append((name, *(f'{mean:.1f}' for mean in means),
-                     f'{sum(means):.1f}'))
+        means = [form['parts'].get(part, {}).get('mean', 0.0) for part in parts]
+        rows.append((name, *(f'{mean:.1f}' for mean in means), f'{sum(means):.1f}'))
     return align(rows)
 
 
-def training_text(result: Dict[str, Any]) -> str:
+def training_text(result: dict[str, Any]) -> str:
     """The tables of ``benchmark_training``'s result."""
     options = result['options']
     how = f'{options["amp"]} autocast' if options['amp'] else 'float32'
     what = 'whole model' if options['whole'] else 'backbone'
     reference = result['reference']
     lines = [
-        '', f'{what} of {result["config"]}; {options["batch_size"]}x3x'
+        '',
+        f'{what} of {result["config"]}; {options["batch_size"]}x3x'
         f'{options["size"]}; {how}; optimizer: {options["optimizer"]}; '
-        f'{machine(result["environment"])}', ''
+        f'{machine(result["environment"])}',
+        '',
     ]
-    rows = [(f'step (ms), {result["count"]} steps', 'median', 'p90',
-             'images/s', f'ratio to {reference} [95 %]',
-             'without optimizer', 'saved activations', 'peak memory')]
+    rows = [
+        (
+            f'step (ms), {result["count"]} steps',
+            'median',
+            'p90',
+            'images/s',
+            f'ratio to {reference} [95 %]',
+            'without optimizer',
+            'saved activations',
+            'peak memory',
+        )
+    ]
     for name, form in result['forms'].items():
         step, other = form['step'], name != reference
-        rows.append((
-            name, f'{step["median"]:.4g}', f'{step["p90"]:.4g}',
-            f'{form["images_per_second"]:.4g}',
-            interval(form['ratio']) if other else '1',
-            interval(form['ratio_without_optimizer']) if other else '1',
-            f'{form["saved_mib"]:.0f} MiB', f'{form["peak_mib"]:.0f} MiB'))
+        rows.append(
+            (
+                name,
+                f'{step["median"]:.4g}',
+                f'{step["p90"]:.4g}',
+                f'{form["images_per_second"]:.4g}',
+                interval(form['ratio']) if other else '1',
+                interval(form['ratio_without_optimizer']) if other else '1',
+                f'{form["saved_mib"]:.0f} MiB',
+                f'{form["peak_mib"]:.0f} MiB',
+            )
+        )
     lines += align(rows) + ['']
     parts = list(next(iter(result['forms'].values()))['parts'])
     rows = [('mean (ms) of', *parts)]
     for name, form in result['forms'].items():
-        rows.append((name, *(f'{form["parts"][part]["mean"]:.1f}'
-                             for part in parts)))
+        rows.append((name, *(f'{form["parts"][part]["mean"]:.1f}' for part in parts)))
     lines += align(rows) + [
-        '', 'Saved activations: what autograd keeps from the forward pass for '
+        '',
+        'Saved activations: what autograd keeps from the forward pass for '
         'the backward pass, without weights. Peak memory: weights, their '
         "gradients, the optimizer's state and everything else at the step's "
-        'most expensive moment.', *(f'Note: {n}.' for n in result['notes'])
+        'most expensive moment.',
+        *(f'Note: {n}.' for n in result['notes']),
     ]
     if result['interrupted']:
         lines.append('Interrupted: this is what was measured until then.')
     return '\n'.join(lines)
 
 
-def profile_text(result: Dict[str, Any]) -> str:
+def profile_text(result: dict[str, Any]) -> str:
     """The table of :func:`~repa_mm.benchmark.profile.profile`'s result."""
     options = result['options']
     names = []
     for model in result['models'].values():
         names += [layer for layer in model['layers'] if layer not in names]
-    rows = [('mean (ms) of', *names, 'sum', 'share of FFN',
-             'without timers', 'cost of timers')]
+    rows = [('mean (ms) of', *names, 'sum', 'share of FFN', 'without timers', 'cost of timers')]
     for name, model in result['models'].items():
-        means = [model['layers'].get(layer, {}).get('mean', 0.)
-                 for layer in names]
-        total, timed = (model[key]['median'] for key in (
-            'total', 'with_timers'))
-        rows.append((name, *(f'{mean:.2f}' for mean in means),
-                     f'{sum(means):.2f}',
-                     f'{100 * model["share"]["FFN"]:.1f} %',
-                     f'{model["total"]["mean"]:.2f}',
-                     f'{100 * (timed / total - 1):+.1f} %'))
-    lines = ['', f'{options["batch_size"]}x3x{options["size"]}, '
-             f'{result["count"]} batches, {machine(result["environment"])}',
-             '', *align(rows), '',
-             'Token mixer and FFN count with the norm before them; the rest '
-             'is downsampling, shortcuts and the last norms. Cost of timers: '
-             'of the medians. Weights are random.']
+        means = [model['layers'].get(layer, {}).get('mean', 0.0) for layer in names]
+        total, timed = (model[key]['median'] for key in ('total', 'with_timers'))
+        rows.append(
+            (
+                name,
+                *(f'{mean:.2f}' for mean in means),
+                f'{sum(means):.2f}',
+                f'{100 * model["share"]["FFN"]:.1f} %',
+                f'{model["total"]["mean"]:.2f}',
+                f'{100 * (timed / total - 1):+.1f} %',
+            )
+        )
+    lines = [
+        '',
+        f'{options["batch_size"]}x3x{options["size"]}, '
+        f'{result["count"]} batches, {machine(result["environment"])}',
+        '',
+        *align(rows),
+        '',
+        'Token mixer and FFN count with the norm before them; the rest '
+        'is downsampling, shortcuts and the last norms. Cost of timers: '
+        'of the medians. Weights are random.',
+    ]
     if result['interrupted']:
         lines.append('Interrupted: this is what was measured until then.')
     return '\n'.join(lines)
 
 
-def plot_profile(result: Dict[str, Any], path: str) -> None:
+def plot_profile(result: dict[str, Any], path: str) -> None:
     """Bars of the layers' times, one for each model."""
     models = result['models']
     figure, axes = new_figure(height=1.8 + 0.4 * len(models))
     stacked_bars(
-        axes, {f'{name}\nFFN {100 * model["share"]["FFN"]:.0f} %': {
-            layer: v['mean'] for layer, v in model['layers'].items()}
-            for name, model in models.items()},
-        f'mean latency (ms), {result["options"]["batch_size"]}x3x'
-        f'{result["options"]["size"]}')
+        axes,
+        {
+            f'{name}\nFFN {100 * model["share"]["FFN"]:.0f} %': {
+                layer: v['mean'] for layer, v in model['layers'].items()
+            }
+            for name, model in models.items()
+        },
+        f'mean latency (ms), {result["options"]["batch_size"]}x3x{result["options"]["size"]}',
+    )
     figure.suptitle(machine(result['environment']), fontsize='medium')
     save_figure(figure, path)
 
 
-def _flops_table(run: Dict[str, Any]) -> List[str]:
+def _flops_table(run: dict[str, Any]) -> list[str]:
     peak = run['peak_tflops']
-    rows = [('arithmetic', 'GMACs an image', 'TFLOP/s',
-             f'of {peak:.3g} TFLOP/s')]
+    rows = [('arithmetic', 'GMACs an image', 'TFLOP/s', f'of {peak:.3g} TFLOP/s')]
     for name, form in run['forms'].items():
-        rows.append((name, f'{form["macs"] / 1e9:.2f}',
-                     f'{form["tflops"]:.3g}',
-                     f'{100 * form["tflops"] / peak:.0f} %'))
+        rows.append(
+            (
+                name,
+                f'{form["macs"] / 1e9:.2f}',
+                f'{form["tflops"]:.3g}',
+                f'{100 * form["tflops"] / peak:.0f} %',
+            )
+        )
     return align(rows) + [
         'Multiply-adds of weights, without the attention products; the peak '
-        'is that of one large matrix product, measured here.']
+        'is that of one large matrix product, measured here.'
+    ]
 
 
 def new_figure(width: float = 8, height: float = 4.5):
     """A figure with one pair of axes, which needs no display."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+
     figure = Figure(figsize=(width, height), layout='constrained')
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
@@ -304,7 +359,7 @@ def save_figure(figure, path: str) -> None:
         figure.savefig(temporary, dpi=150)
 
 
-def stacked_bars(axes, bars: Dict[str, Dict[str, float]], unit: str) -> None:
+def stacked_bars(axes, bars: dict[str, dict[str, float]], unit: str) -> None:
     """Horizontal bars of parts, each with its total.
 
     Args:
@@ -312,26 +367,30 @@ def stacked_bars(axes, bars: Dict[str, Dict[str, float]], unit: str) -> None:
         bars (dict): For each bar its parts, by name.
         unit (str): Of the numbers, for the axis.
     """
-    parts: List[str] = []
+    parts: list[str] = []
     for bar in bars.values():
         parts += [part for part in bar if part not in parts]
-    left = [0.] * len(bars)
+    left = [0.0] * len(bars)
     for part, colour in zip(parts, COLOURS):
-        widths = [bar.get(part, 0.) for bar in bars.values()]
+        widths = [bar.get(part, 0.0) for bar in bars.values()]
         axes.barh(list(bars), widths, left=left, color=colour, label=part)
         left = [a + b for a, b in zip(left, widths)]
     for i, total in enumerate(left):
-        axes.annotate(f'{total:.4g}', (total, i), (4, 0), va='center',
-                      textcoords='offset points')
+        axes.annotate(f'{total:.4g}', (total, i), (4, 0), va='center', textcoords='offset points')
     axes.set_xlim(0, 1.12 * max(left))
     axes.invert_yaxis()
     axes.set_xlabel(unit)
     if len(parts) > 1:
-        axes.legend(frameon=False, ncols=len(parts), loc='lower center',
-                    bbox_to_anchor=(0.5, 1), fontsize='small')
+        axes.legend(
+            frameon=False,
+            ncols=len(parts),
+            loc='lower center',
+            bbox_to_anchor=(0.5, 1),
+            fontsize='small',
+        )
 
 
-def plot_benchmark(result: Dict[str, Any], path: str) -> None:
+def plot_benchmark(result: dict[str, Any], path: str) -> None:
     """Bars of a benchmark's latencies, or lines over the points of a sweep."""
     runs = result['runs']
     title = os.path.splitext(os.path.basename(result['config']))[0]
@@ -340,9 +399,13 @@ def plot_benchmark(result: Dict[str, Any], path: str) -> None:
         forms = runs[0]['forms']
         figure, axes = new_figure(height=1.8 + 0.5 * len(forms))
         stacked_bars(
-            axes, {name: {part: v['mean'] for part, v in form['parts'].items()}
-                   for name, form in forms.items()},
-            f'mean latency of a batch (ms), {runs[0]["inputs"]}')
+            axes,
+            {
+                name: {part: v['mean'] for part, v in form['parts'].items()}
+                for name, form in forms.items()
+            },
+            f'mean latency of a batch (ms), {runs[0]["inputs"]}',
+        )
         figure.suptitle(caption, fontsize='medium')
         save_figure(figure, path)
         return
@@ -350,8 +413,7 @@ def plot_benchmark(result: Dict[str, Any], path: str) -> None:
     key = next(iter(runs[0]['point']))
     labels = [run['point'][key] for run in runs]
     if key == 'size':
-        positions = [run['shapes'][0][-1] * run['shapes'][0][-2] / 1e6
-                     for run in runs]
+        positions = [run['shapes'][0][-1] * run['shapes'][0][-2] / 1e6 for run in runs]
         axes.set_xlabel('image size (megapixels)')
     else:
         positions = [float(label) for label in labels]
@@ -360,13 +422,19 @@ def plot_benchmark(result: Dict[str, Any], path: str) -> None:
     for name, colour in zip(runs[0]['forms'], COLOURS[1:]):
         latency = [runs[i]['forms'][name]['latency'] for i in order]
         x = [positions[i] for i in order]
-        axes.plot(x, [v['median'] for v in latency], 'o-', color=colour,
-                  label=name)
-        axes.fill_between(x, [v['min'] for v in latency],
-                          [v['p90'] for v in latency], color=colour, alpha=.2)
+        axes.plot(x, [v['median'] for v in latency], 'o-', color=colour, label=name)
+        axes.fill_between(
+            x, [v['min'] for v in latency], [v['p90'] for v in latency], color=colour, alpha=0.2
+        )
     for i in order:
-        axes.annotate(labels[i], (positions[i], 0), (0, 2), ha='center',
-                      textcoords='offset points', fontsize='x-small')
+        axes.annotate(
+            labels[i],
+            (positions[i], 0),
+            (0, 2),
+            ha='center',
+            textcoords='offset points',
+            fontsize='x-small',
+        )
     axes.set_ylim(bottom=0)
     axes.set_ylabel('latency of a batch (ms): median, min to p90')
     axes.legend(frameon=False)

@@ -1,12 +1,14 @@
 """The timer: several callables in turn, in one run, and statistics of it."""
+
 import copy
 import gc
 import signal
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -64,12 +66,11 @@ class Recorder:
         rest (str): Name of the time in no section. Defaults to 'rest'.
     """
 
-    def __init__(self, clock: Optional[Clock] = None,
-                 rest: str = 'rest') -> None:
+    def __init__(self, clock: Clock | None = None, rest: str = 'rest') -> None:
         self.clock = clock or Clock()
         self.rest = rest
         self.paused = False
-        self._stack: List[str] = []
+        self._stack: list[str] = []
         self._marks: list = []
 
     @contextmanager
@@ -121,10 +122,10 @@ class Recorder:
         self._marks.append((None, clock.mark()))
         clock.synchronize()
         total = clock.now() - begin
-        parts: Dict[str, float] = {}
+        parts: dict[str, float] = {}
         for (name, start), (_, end) in zip(self._marks, self._marks[1:]):
             if name != self.rest:
-                parts[name] = parts.get(name, 0.) + clock.between(start, end)
+                parts[name] = parts.get(name, 0.0) + clock.between(start, end)
         parts[self.rest] = total - sum(parts.values())
         return result, total, parts
 
@@ -141,27 +142,27 @@ class Times:
     """
 
     def __init__(self, names: Sequence[str]) -> None:
-        self.totals: Dict[str, List[float]] = {name: [] for name in names}
-        self.parts: Dict[str, Dict[str, List[float]]] = {n: {} for n in names}
-        self.data: List[float] = []
+        self.totals: dict[str, list[float]] = {name: [] for name in names}
+        self.parts: dict[str, dict[str, list[float]]] = {n: {} for n in names}
+        self.data: list[float] = []
         self.interrupted = False
 
     def __len__(self) -> int:
         return len(self.data)
 
-    def add(self, data: float, row: Dict[str, tuple]) -> None:
+    def add(self, data: float, row: dict[str, tuple]) -> None:
         """Append one input's times: (total, parts) of every callable."""
         before = len(self)
         for name, (total, parts) in row.items():
             self.totals[name].append(total)
             columns = self.parts[name]
             for part in {**columns, **parts}:
-                column = columns.setdefault(part, [0.] * before)
-                column.append(parts.get(part, 0.))
+                column = columns.setdefault(part, [0.0] * before)
+                column.append(parts.get(part, 0.0))
         self.data.append(data)
 
 
-def order_of_turn(names: Sequence[str], turn: int) -> List[str]:
+def order_of_turn(names: Sequence[str], turn: int) -> list[str]:
     """The order in which callables run: rotated, and reversed every other time.
 
     So none always runs first, or always after the same other one.
@@ -172,12 +173,14 @@ def order_of_turn(names: Sequence[str], turn: int) -> List[str]:
     return names[::-1] if turn % 2 else names
 
 
-def measure(calls: Dict[str, Callable],
-            load: Callable[[int], Any],
-            repeats: int,
-            warmup: int = 0,
-            recorder: Optional[Recorder] = None,
-            progress: Optional[Callable[[int, Times], None]] = None) -> Times:
+def measure(
+    calls: dict[str, Callable],
+    load: Callable[[int], Any],
+    repeats: int,
+    warmup: int = 0,
+    recorder: Recorder | None = None,
+    progress: Callable[[int, Times], None] | None = None,
+) -> Times:
     """Time callables on the same inputs, in turn, input by input.
 
     Whatever else the machine does in the meantime meets all of them alike.
@@ -238,7 +241,7 @@ def interruptible() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def summarize(values: Sequence[float]) -> Dict[str, Any]:
+def summarize(values: Sequence[float]) -> dict[str, Any]:
     """Statistics of samples; percentiles interpolate as numpy's do.
 
     Returns:
@@ -257,13 +260,16 @@ def summarize(values: Sequence[float]) -> Dict[str, Any]:
         min=float(values.min()),
         max=float(values.max()),
         p90=float(p90),
-        p99=float(p99))
+        p99=float(p99),
+    )
 
 
-def compare(values: Sequence[float],
-            reference: Sequence[float],
-            confidence: float = 0.95,
-            resamples: int = 2000) -> Dict[str, Any]:
+def compare(
+    values: Sequence[float],
+    reference: Sequence[float],
+    confidence: float = 0.95,
+    resamples: int = 2000,
+) -> dict[str, Any]:
     """The ratio of two medians, with a confidence interval.
 
     The interval is that of a percentile bootstrap over *pairs*: the i-th
@@ -284,23 +290,23 @@ def compare(values: Sequence[float],
     """
     values, reference = np.asarray(values, float), np.asarray(reference, float)
     if values.shape != reference.shape or not len(values):
-        raise ValueError('the samples are not pairs: there are '
-                         f'{len(values)} and {len(reference)} of them')
+        raise ValueError(
+            f'the samples are not pairs: there are {len(values)} and {len(reference)} of them'
+        )
     result = dict(
         ratio=float(np.median(values) / np.median(reference)),
         low=None,
         high=None,
-        confidence=confidence)
+        confidence=confidence,
+    )
     if len(values) >= MIN_SAMPLES:
         generator = np.random.default_rng(0)
         ratios = np.empty(resamples)
         for i in range(resamples):
             chosen = generator.integers(0, len(values), len(values))
-            ratios[i] = np.median(values[chosen]) / np.median(
-                reference[chosen])
+            ratios[i] = np.median(values[chosen]) / np.median(reference[chosen])
         tail = 50 * (1 - confidence)
-        result['low'], result['high'] = map(
-            float, np.percentile(ratios, [tail, 100 - tail]))
+        result['low'], result['high'] = map(float, np.percentile(ratios, [tail, 100 - tail]))
     return result
 
 
@@ -316,9 +322,14 @@ class Progress:
             Defaults to all.
     """
 
-    def __init__(self, repeats: int, warmup: int, title: str = '',
-                 unit: str = 'images',
-                 show: Optional[Sequence[str]] = None) -> None:
+    def __init__(
+        self,
+        repeats: int,
+        warmup: int,
+        title: str = '',
+        unit: str = 'images',
+        show: Sequence[str] | None = None,
+    ) -> None:
         self.repeats, self.warmup = repeats, warmup
         self.title = f'{title}: ' if title else ''
         self.unit, self.show = unit, show
@@ -332,34 +343,34 @@ class Progress:
 
     def __call__(self, turn: int, times: Times) -> None:
         if turn < 0:
-            self._show(f'{self.title}warm-up {turn + self.warmup + 1}/'
-                       f'{self.warmup}')
+            self._show(f'{self.title}warm-up {turn + self.warmup + 1}/{self.warmup}')
             self.start = time.perf_counter()
             return
         if self.start is None:
             self.start = time.perf_counter()
         done = turn + 1
-        left = (time.perf_counter() - self.start) / done * (
-            self.repeats - done)
+        left = (time.perf_counter() - self.start) / done * (self.repeats - done)
         medians = ', '.join(
             f'{name} {1e3 * np.median(values):.4g} ms'
             for name, values in times.totals.items()
-            if self.show is None or name in self.show)
+            if self.show is None or name in self.show
+        )
         filled = 20 * done // self.repeats
-        text = (f'{self.title}[{"#" * filled}{"." * (20 - filled)}] '
-                f'{done}/{self.repeats} {self.unit}, {left:.0f} s left; '
-                f'{medians}')
+        text = (
+            f'{self.title}[{"#" * filled}{"." * (20 - filled)}] '
+            f'{done}/{self.repeats} {self.unit}, {left:.0f} s left; '
+            f'{medians}'
+        )
         # A file or a pipe gets ten lines instead of an animation.
-        if self.terminal or done * 10 // self.repeats != (
-                done - 1) * 10 // self.repeats:
+        if self.terminal or done * 10 // self.repeats != (done - 1) * 10 // self.repeats:
             self._show(text)
 
     def _show(self, text: str) -> None:
         if self.terminal:
             import shutil
-            text = text[:shutil.get_terminal_size().columns - 1]
-            print(f'\r{text.ljust(self.width)}', end='', file=sys.stderr,
-                  flush=True)
+
+            text = text[: shutil.get_terminal_size().columns - 1]
+            print(f'\r{text.ljust(self.width)}', end='', file=sys.stderr, flush=True)
             self.width = len(text)
         else:
             print(text, file=sys.stderr, flush=True)

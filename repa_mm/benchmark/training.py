@@ -1,7 +1,9 @@
 """Time and memory of a training step."""
+
 import copy
 import functools
-from typing import Any, Callable, Dict, Optional, Sequence, Tuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,29 +22,32 @@ from .memory import SavedTensors, peak_bytes, weight_bytes
 from .report import environment
 from .timing import Clock, Progress, Recorder, compare, measure, summarize
 
-OPTIMIZERS: Dict[str, Optional[Callable]] = dict(
+OPTIMIZERS: dict[str, Callable | None] = dict(
     none=None,
     sgd=functools.partial(torch.optim.SGD, lr=1e-6, momentum=0.9),
-    adamw=functools.partial(torch.optim.AdamW, lr=1e-6))
+    adamw=functools.partial(torch.optim.AdamW, lr=1e-6),
+)
 PATHS = ('literal', 'folded', 'auto')
 PARTS = ('forward', 'backward', 'optimizer')
 
 
-def benchmark_training(config: str,
-                       baseline: Optional[str] = None,
-                       cfg_options: Optional[dict] = None,
-                       size: str = '224x224',
-                       batch_size: int = 8,
-                       whole: bool = False,
-                       optimizer: str = 'adamw',
-                       steps: int = 20,
-                       warmup: int = 3,
-                       device: str = 'cpu',
-                       threads: Optional[int] = None,
-                       amp: Optional[str] = None,
-                       tf32: bool = False,
-                       paths: Sequence[str] = PATHS,
-                       quiet: bool = False) -> Dict[str, Any]:
+def benchmark_training(
+    config: str,
+    baseline: str | None = None,
+    cfg_options: dict | None = None,
+    size: str = '224x224',
+    batch_size: int = 8,
+    whole: bool = False,
+    optimizer: str = 'adamw',
+    steps: int = 20,
+    warmup: int = 3,
+    device: str = 'cpu',
+    threads: int | None = None,
+    amp: str | None = None,
+    tf32: bool = False,
+    paths: Sequence[str] = PATHS,
+    quiet: bool = False,
+) -> dict[str, Any]:
     """Measure training steps of vanilla, literal and folded FFNs, in turn.
 
     Weights are random. A step of a backbone is the forward pass on noise, the
@@ -78,11 +83,9 @@ def benchmark_training(config: str,
         ValueError: If options do not fit each other, the model or the machine.
         KeyboardInterrupt: If it ended before anything was measured.
     """
-    options = {k: v for k, v in locals().items()
-               if k not in ('config', 'baseline', 'quiet')}
+    options = {k: v for k, v in locals().items() if k not in ('config', 'baseline', 'quiet')}
     if batch_size < 1 or steps < 1 or warmup < 0:
-        raise ValueError('--batch-size and --steps must be at least 1, '
-                         '--warmup at least 0')
+        raise ValueError('--batch-size and --steps must be at least 1, --warmup at least 0')
     height, width = parse_size(size)
     check_memory((height, width), batch_size)
     set_machine(device, threads, tf32, amp)
@@ -94,24 +97,26 @@ def benchmark_training(config: str,
         name: _Step(model, whole, OPTIMIZERS[optimizer], amp, recorder)
         for name, model in forms.items()
     }
-    batch = (synthetic_batch(cfg, (height, width), batch_size, device) if whole
-             else torch.randn(batch_size, 3, height, width,
-                              generator=torch.Generator().manual_seed(0)
-                              ).to(device))
+    batch = (
+        synthetic_batch(cfg, (height, width), batch_size, device)
+        if whole
+        else torch.randn(
+            batch_size, 3, height, width, generator=torch.Generator().manual_seed(0)
+        ).to(device)
+    )
     progress = None if quiet else Progress(steps, warmup, unit='steps')
-    memory: Dict[str, Tuple[int, int]] = {}
+    memory: dict[str, tuple[int, int]] = {}
     for name, step in steppers.items():
         if progress:
             progress.say(f'first step of {name}')
         with explained(name, (batch_size, 3, height, width)):
             memory[name] = step.memory(batch, device)
-    times = measure(steppers, lambda _: batch, steps, warmup, recorder,
-                    progress)
+    times = measure(steppers, lambda _: batch, steps, warmup, recorder, progress)
     if progress:
         progress.close()
     if not len(times):
         raise KeyboardInterrupt
-    result: Dict[str, Any] = dict(
+    result: dict[str, Any] = dict(
         tool='benchmark_training',
         config=config,
         baseline=baseline,
@@ -122,13 +127,17 @@ def benchmark_training(config: str,
         interrupted=times.interrupted,
         count=len(times),
         reference=next(iter(forms)),
-        forms={})
+        forms={},
+    )
     raw = {}
     for name in forms:
         raw[name] = dict(
             step=1e3 * np.array(times.totals[name]),
-            **{part: 1e3 * np.array(times.parts[name].get(
-                part, [0.] * len(times))) for part in PARTS})
+            **{
+                part: 1e3 * np.array(times.parts[name].get(part, [0.0] * len(times)))
+                for part in PARTS
+            },
+        )
     reference = raw[result['reference']]
     for name, model in forms.items():
         mine = raw[name]
@@ -138,18 +147,20 @@ def benchmark_training(config: str,
             parts={part: summarize(mine[part]) for part in PARTS},
             ratio=compare(mine['step'], reference['step']),
             ratio_without_optimizer=compare(
-                mine['step'] - mine['optimizer'],
-                reference['step'] - reference['optimizer']),
+                mine['step'] - mine['optimizer'], reference['step'] - reference['optimizer']
+            ),
             images_per_second=1e3 * batch_size / np.median(mine['step']),
             saved_mib=saved / 2**20,
             peak_mib=peak / 2**20,
             parameters=count_parameters(model),
-            raw={key: v.tolist() for key, v in mine.items()})
+            raw={key: v.tolist() for key, v in mine.items()},
+        )
     return result
 
 
-def training_forms(cfg: Config, baseline: Optional[Config], whole: bool,
-                   device: str, paths: Sequence[str] = PATHS):
+def training_forms(
+    cfg: Config, baseline: Config | None, whole: bool, device: str, paths: Sequence[str] = PATHS
+):
     """The models to train, in training mode, with the same random weights.
 
     Returns:
@@ -175,19 +186,20 @@ def training_forms(cfg: Config, baseline: Optional[Config], whole: bool,
             raise ValueError('the baseline has channel-idle FFNs itself')
     model = build(cfg)
     if has_deploy_form(model):
-        raise ValueError('the config is of the deploy form, which is not '
-                         'trained')
+        raise ValueError('the config is of the deploy form, which is not trained')
     if not _ffns(model):
-        raise ValueError('the config has no channel-idle FFN: give the RePa '
-                         'config first and the vanilla one as --baseline')
+        raise ValueError(
+            'the config has no channel-idle FFN: give the RePa '
+            'config first and the vanilla one as --baseline'
+        )
     notes = []
-    frozen = sum(not m.training for m in model.modules()
-                 if isinstance(m, _BatchNorm))
+    frozen = sum(not m.training for m in model.modules() if isinstance(m, _BatchNorm))
     if frozen:
         notes.append(
             f'{frozen} BatchNorms use running statistics, as the config says '
             '(for batch statistics: --cfg-options '
-            'model.backbone.norm_eval=False)')
+            'model.backbone.norm_eval=False)'
+        )
     for path in paths:
         forms[path] = set_training_path(copy.deepcopy(model), path)
     return forms, notes
@@ -200,9 +212,14 @@ def _ffns(model: nn.Module) -> list:
 class _Step:
     """A training step of one model, in timed parts."""
 
-    def __init__(self, model: nn.Module, whole: bool,
-                 optimizer: Optional[Callable], amp: Optional[str],
-                 recorder: Recorder) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        whole: bool,
+        optimizer: Callable | None,
+        amp: str | None,
+        recorder: Recorder,
+    ) -> None:
         self.model, self.whole, self.amp = model, whole, amp
         self.recorder = recorder
         parameters = [p for p in model.parameters() if p.requires_grad]
@@ -228,7 +245,7 @@ class _Step:
                 self.optimizer.step()
             self.model.zero_grad(set_to_none=True)
 
-    def memory(self, batch: Any, device: str) -> Tuple[int, int]:
+    def memory(self, batch: Any, device: str) -> tuple[int, int]:
         """Bytes saved for the backward pass, and at the peak of a step."""
         # The peak in a step of its own: to look at what is saved keeps it.
         with SavedTensors(self.model) as saved:
@@ -238,13 +255,18 @@ class _Step:
         self(copy.deepcopy(batch))
         _, peak = peak_bytes(self, copy.deepcopy(batch), device)
         states = self.optimizer.state.values() if self.optimizer else ()
-        state = sum(t.numel() * t.element_size() for s in states
-                    for t in s.values() if isinstance(t, torch.Tensor))
+        state = sum(
+            t.numel() * t.element_size()
+            for s in states
+            for t in s.values()
+            if isinstance(t, torch.Tensor)
+        )
         return count, peak + weight_bytes(self.model) + state
 
 
-def synthetic_batch(cfg: Config, size: Tuple[int, int], batch_size: int,
-                    device: str) -> Dict[str, Any]:
+def synthetic_batch(
+    cfg: Config, size: tuple[int, int], batch_size: int, device: str
+) -> dict[str, Any]:
     """Noise with labels: ten objects, a label map or a class per image.
 
     Raises:
@@ -255,14 +277,19 @@ def synthetic_batch(cfg: Config, size: Tuple[int, int], batch_size: int,
     model = cfg.model
 
     def image() -> torch.Tensor:
-        return torch.randint(0, 256, (3, *size), dtype=torch.uint8,
-                             generator=generator)
+        return torch.randint(0, 256, (3, *size), dtype=torch.uint8, generator=generator)
 
     def integers(high: int, *shape: int) -> torch.Tensor:
         return torch.randint(0, high, shape, generator=generator)
 
-    meta = dict(img_shape=size, ori_shape=size, pad_shape=size,
-                scale_factor=(1., 1.), img_path='noise', img_id=0)
+    meta = dict(
+        img_shape=size,
+        ori_shape=size,
+        pad_shape=size,
+        scale_factor=(1.0, 1.0),
+        img_path='noise',
+        img_id=0,
+    )
     samples = []
     for _ in range(batch_size):
         if cfg.default_scope == 'mmdet':
@@ -270,16 +297,18 @@ def synthetic_batch(cfg: Config, size: Tuple[int, int], batch_size: int,
         elif cfg.default_scope == 'mmseg':
             from mmengine.structures import PixelData
             from mmseg.structures import SegDataSample
+
             head = model.decode_head
             head = head[-1] if isinstance(head, list) else head
             sample = SegDataSample(metainfo=meta)
-            sample.gt_sem_seg = PixelData(
-                data=integers(head.num_classes, 1, height, width))
+            sample.gt_sem_seg = PixelData(data=integers(head.num_classes, 1, height, width))
             samples.append(sample)
         else:
             from mmpretrain.structures import DataSample
-            samples.append(DataSample(metainfo=meta).set_gt_label(
-                integers(model.head.num_classes, 1)))
+
+            samples.append(
+                DataSample(metainfo=meta).set_gt_label(integers(model.head.num_classes, 1))
+            )
     images = [image() for _ in range(batch_size)]
     if cfg.default_scope == 'mmpretrain':
         images = torch.stack(images)
@@ -290,16 +319,16 @@ def _detection_sample(model, size, integers, meta):
     from mmdet.structures import DetDataSample
     from mmdet.structures.mask import BitmapMasks
     from mmengine.structures import InstanceData
+
     head = model.get('bbox_head') or model.roi_head.bbox_head
     head = head[-1] if isinstance(head, list) else head
     height, width = size
-    corner = torch.stack(
-        [integers(width * 3 // 4, 10), integers(height * 3 // 4, 10)], 1)
-    extent = torch.stack([8 + integers(max(width // 4 - 8, 1), 10),
-                          8 + integers(max(height // 4 - 8, 1), 10)], 1)
+    corner = torch.stack([integers(width * 3 // 4, 10), integers(height * 3 // 4, 10)], 1)
+    extent = torch.stack(
+        [8 + integers(max(width // 4 - 8, 1), 10), 8 + integers(max(height // 4 - 8, 1), 10)], 1
+    )
     boxes = torch.cat([corner, corner + extent], 1).float()
-    instances = InstanceData(
-        bboxes=boxes, labels=integers(head.num_classes, 10))
+    instances = InstanceData(bboxes=boxes, labels=integers(head.num_classes, 10))
     if model.get('roi_head', {}).get('mask_head'):
         masks = np.zeros((10, height, width), np.uint8)
         for mask, (x1, y1, x2, y2) in zip(masks, boxes.int().tolist()):
@@ -308,5 +337,6 @@ def _detection_sample(model, size, integers, meta):
     sample = DetDataSample(metainfo=meta)
     sample.gt_instances = instances
     sample.ignored_instances = InstanceData(
-        bboxes=torch.zeros(0, 4), labels=torch.zeros(0, dtype=torch.long))
+        bboxes=torch.zeros(0, 4), labels=torch.zeros(0, dtype=torch.long)
+    )
     return sample

@@ -1,8 +1,19 @@
 """Converting checkpoints."""
-from .convert import (Conversion, estimate_idle_ratio, mm_to_repavit,
-                      repavit_to_mm, to_mm, to_repavit)
+
+from .convert import (
+    Conversion,
+    estimate_idle_ratio,
+    mm_to_repavit,
+    repavit_to_mm,
+    to_mm,
+    to_repavit,
+)
 
 __all__ = [
-    'Conversion', 'estimate_idle_ratio', 'mm_to_repavit', 'repavit_to_mm',
-    'to_mm', 'to_repavit'
+    'Conversion',
+    'estimate_idle_ratio',
+    'mm_to_repavit',
+    'repavit_to_mm',
+    'to_mm',
+    'to_repavit',
 ]

@@ -3,16 +3,18 @@
 The names on the right of the tables are ours, in the training form; '#' stands
 for a number, and a name covers what is below it.
 """
+
 import math
 import re
-from functools import lru_cache
-from typing import Callable, Dict, List, NamedTuple, Optional, Tuple
+from collections.abc import Callable
+from functools import cache
+from typing import NamedTuple
 
 import torch
 
 from ..reparam import CheckpointError
 
-Weights = Dict[str, torch.Tensor]
+Weights = dict[str, torch.Tensor]
 
 
 class Family(NamedTuple):
@@ -33,32 +35,31 @@ class Family(NamedTuple):
         complete: Whether they tell all of it.
         expansion: Hidden channels of an FFN by its channels.
     """
+
     backbone: str
     marker: str
-    configs: Dict[str, str]
+    configs: dict[str, str]
     ffn: str
-    names: Dict[str, str]
-    others: Dict[str, str]
-    left_out: Tuple[str, ...]
+    names: dict[str, str]
+    others: dict[str, str]
+    left_out: tuple[str, ...]
     vanilla: bool
     settings: Callable[[Weights], dict]
     complete: bool
     expansion: int = 4
 
 
-@lru_cache(maxsize=None)
+@cache
 def _pattern(template: str) -> 're.Pattern':
-    return re.compile(
-        re.escape(template).replace('\\#', '#').replace('#', r'(\d+)') +
-        r'(?=\.|$)')
+    return re.compile(re.escape(template).replace('\\#', '#').replace('#', r'(\d+)') + r'(?=\.|$)')
 
 
-def match(key: str, template: str) -> 'Optional[re.Match]':
+def match(key: str, template: str) -> 're.Match | None':
     """Whether a key is, or is below, a name; the numbers are its groups."""
     return _pattern(template).match(key)
 
 
-def rename(key: str, names: Dict[str, str]) -> Optional[str]:
+def rename(key: str, names: dict[str, str]) -> str | None:
     """A key by a table of names, the longest that fits; None if none does."""
     for template in sorted(names, key=len, reverse=True):
         found = match(key, template)
@@ -66,7 +67,7 @@ def rename(key: str, names: Dict[str, str]) -> Optional[str]:
             new = names[template]
             for number in found.groups():
                 new = new.replace('#', number, 1)
-            return new + key[found.end():]
+            return new + key[found.end() :]
     return None
 
 
@@ -86,8 +87,9 @@ def _image(num_patches: int, patch_size: int) -> dict:
     """Arguments for sizes other than 224 and 16."""
     side = math.isqrt(num_patches)
     if side**2 != num_patches:
-        raise CheckpointError(f'{num_patches} patches are not of a square '
-                              'image: give a --config with img_size')
+        raise CheckpointError(
+            f'{num_patches} patches are not of a square image: give a --config with img_size'
+        )
     settings = {}
     if patch_size != 16:
         settings['patch_size'] = patch_size
@@ -106,9 +108,7 @@ def _swin(weights: Weights) -> dict:
         heads.append(num_heads)
         windows.add((math.isqrt(length) + 1) // 2)
     projection = get(weights, 'patch_embed.projection.weight')
-    settings = dict(
-        arch=dict(
-            embed_dims=projection.shape[0], depths=depths, num_heads=heads))
+    settings = dict(arch=dict(embed_dims=projection.shape[0], depths=depths, num_heads=heads))
     # Those of the last stages may be smaller than what the model was given.
     if windows and max(windows) != 7:
         settings['window_size'] = max(windows)
@@ -122,7 +122,8 @@ def _vit(weights: Weights) -> dict:
     _, length, channels = get(weights, 'pos_embed').shape
     return dict(
         arch=dict(embed_dims=channels, num_layers=count(weights, 'layers.#')),
-        **_image(length - 1, patch_size))
+        **_image(length - 1, patch_size),
+    )
 
 
 def _lvvit(weights: Weights) -> dict:
@@ -131,7 +132,8 @@ def _lvvit(weights: Weights) -> dict:
     _, length, channels = get(weights, 'pos_embed').shape
     settings = dict(
         arch=dict(embed_dims=channels, num_layers=count(weights, 'layers.#')),
-        **_image(length - 1, patch_size))
+        **_image(length - 1, patch_size),
+    )
     stem = get(weights, 'patch_embed.stem.0.weight').shape[0]
     if stem != 64:
         settings['stem_channels'] = stem
@@ -140,28 +142,27 @@ def _lvvit(weights: Weights) -> dict:
 
 def _poolformer(weights: Weights) -> dict:
     # Downsampling layers are numbered in between.
-    stages = [i for i in range(count(weights, 'network.#'))
-              if count(weights, f'network.{i}.#.mlp')]
-    return dict(arch=dict(
-        layers=[count(weights, f'network.{i}.#') for i in stages],
-        embed_dims=[
-            get(weights, f'network.{i}.0.norm1.weight').shape[0]
-            for i in stages
-        ]))
+    stages = [i for i in range(count(weights, 'network.#')) if count(weights, f'network.{i}.#.mlp')]
+    return dict(
+        arch=dict(
+            layers=[count(weights, f'network.{i}.#') for i in stages],
+            embed_dims=[get(weights, f'network.{i}.0.norm1.weight').shape[0] for i in stages],
+        )
+    )
 
 
 def _mixer(weights: Weights) -> dict:
-    channels, _, _, patch_size = get(
-        weights, 'patch_embed.projection.weight').shape
-    hidden, tokens = get(
-        weights, 'layers.0.token_mix.layers.0.0.weight').shape
+    channels, _, _, patch_size = get(weights, 'patch_embed.projection.weight').shape
+    hidden, tokens = get(weights, 'layers.0.token_mix.layers.0.0.weight').shape
     return dict(
         arch=dict(
             embed_dims=channels,
             num_layers=count(weights, 'layers.#'),
             tokens_mlp_dims=hidden,
-            channels_mlp_dims=4 * channels),
-        **_image(tokens, patch_size))
+            channels_mlp_dims=4 * channels,
+        ),
+        **_image(tokens, patch_size),
+    )
 
 
 _VIT_NAMES = {
@@ -196,9 +197,8 @@ FAMILIES = dict(
         backbone='RePaSwinTransformer',
         marker='relative_position_bias_table',
         configs=dict(
-            tiny='repa_swin_t_in1k.py',
-            small='repa_swin_s_in1k.py',
-            base='repa_swin_b_in1k.py'),
+            tiny='repa_swin_t_in1k.py', small='repa_swin_s_in1k.py', base='repa_swin_b_in1k.py'
+        ),
         ffn='stages.#.blocks.#.ffn',
         names={
             'patch_embed.proj': 'patch_embed.projection',
@@ -226,7 +226,8 @@ FAMILIES = dict(
         left_out=(),
         vanilla=True,
         settings=_swin,
-        complete=True),
+        complete=True,
+    ),
     LVViT=Family(
         backbone='RePaLVViT',
         marker='patch_embed.conv1|patch_embed.stem',
@@ -235,8 +236,11 @@ FAMILIES = dict(
         names={
             **_VIT_NAMES,
             'blocks.#.norm1': 'layers.#.ln1',
-            **{f'patch_embed.{kind}{i + 1}': f'patch_embed.stem.{3 * i + j}'
-               for i in range(3) for j, kind in enumerate(('conv', 'bn'))},
+            **{
+                f'patch_embed.{kind}{i + 1}': f'patch_embed.stem.{3 * i + j}'
+                for i in range(3)
+                for j, kind in enumerate(('conv', 'bn'))
+            },
             'aux_head': 'head.aux_fc',
         },
         others={
@@ -248,13 +252,12 @@ FAMILIES = dict(
         vanilla=True,
         settings=_lvvit,
         complete=False,
-        expansion=3),
+        expansion=3,
+    ),
     PoolFormer=Family(
         backbone='RePaPoolFormer',
         marker='network.',
-        configs={
-            f's{n}': f'repa_poolformer_s{n}_in1k.py' for n in (12, 24, 36)
-        },
+        configs={f's{n}': f'repa_poolformer_s{n}_in1k.py' for n in (12, 24, 36)},
         ffn='network.#.#.mlp',
         names={
             'patch_embed.proj': 'patch_embed.proj',
@@ -276,13 +279,12 @@ FAMILIES = dict(
         left_out=(),
         vanilla=False,
         settings=_poolformer,
-        complete=False),
+        complete=False,
+    ),
     Mixer=Family(
         backbone='RePaMlpMixer',
         marker='mlp_tokens|token_mix',
-        configs=dict(
-            base='repa_mlp_mixer_b16_in1k.py',
-            large='repa_mlp_mixer_l16_in1k.py'),
+        configs=dict(base='repa_mlp_mixer_b16_in1k.py', large='repa_mlp_mixer_l16_in1k.py'),
         ffn='layers.#.channel_mix',
         names={
             'stem.proj': 'patch_embed.projection',
@@ -301,7 +303,8 @@ FAMILIES = dict(
         left_out=(),
         vanilla=False,
         settings=_mixer,
-        complete=True),
+        complete=True,
+    ),
     ViT=Family(
         backbone='RePaVisionTransformer',
         marker='cls_token',
@@ -310,27 +313,21 @@ FAMILIES = dict(
             'deit-small': 'repa_deit_s_in1k.py',
             'deit-base': 'repa_deit_b_in1k.py',
             'large': 'repa_vit_l_in1k.py',
-            'huge': 'repa_vit_h_in1k.py'
+            'huge': 'repa_vit_h_in1k.py',
         },
         ffn='layers.#.ffn',
-        names={
-            **_VIT_NAMES,
-            'blocks.#.attn.norm': 'layers.#.ln1',
-            'norm_pre': 'pre_norm',
-        },
-        others={
-            **_VIT_OTHERS,
-            'pre_norm': 'pre_norm',
-        },
+        names={**_VIT_NAMES, 'blocks.#.attn.norm': 'layers.#.ln1', 'norm_pre': 'pre_norm'},
+        others={**_VIT_OTHERS, 'pre_norm': 'pre_norm'},
         # Of distilled models.
         left_out=('dist_token', 'head_dist', 'head.layers.head_dist'),
         vanilla=True,
         settings=_vit,
-        complete=False),
+        complete=False,
+    ),
 )
 
 
-def family_of(keys: List[str]) -> Family:
+def family_of(keys: list[str]) -> Family:
     """The family that names belong to, in any layout.
 
     Raises:
@@ -341,7 +338,8 @@ def family_of(keys: List[str]) -> Family:
             return family
     raise CheckpointError(
         'the checkpoint is of no known architecture (known are '
-        f'{", ".join(FAMILIES)}): it has {listed(keys)}')
+        f'{", ".join(FAMILIES)}): it has {listed(keys)}'
+    )
 
 
 def listed(keys) -> str:
@@ -370,8 +368,7 @@ def swap_merged_patches(weights: Weights, to_ours: bool) -> None:
             weights[key] = value.reshape(*rows, columns)
 
 
-def window_buffers(img_size: int, patch_size: int, depths: List[int],
-                   window: int) -> Weights:
+def window_buffers(img_size: int, patch_size: int, depths: list[int], window: int) -> Weights:
     """The buffers of the original Swin, which depend on the image size.
 
     ``relative_position_index`` of every block, and the ``attn_mask`` of those
@@ -391,17 +388,18 @@ def window_buffers(img_size: int, patch_size: int, depths: List[int],
                 # Numbers of the parts that the shift brings together.
                 y, x = _grid(size)
                 shift = side // 2
-                part = sum(k * ((c >= size - side).long() +
-                                (c >= size - shift).long())
-                           for k, c in ((3, y), (1, x)))
+                part = sum(
+                    k * ((c >= size - side).long() + (c >= size - shift).long())
+                    for k, c in ((3, y), (1, x))
+                )
                 part = part.view(size // side, side, size // side, side)
                 part = part.transpose(1, 2).reshape(-1, side**2)
                 mask = part[:, None] != part[:, :, None]
-                buffers[f'{name}.attn_mask'] = -100. * mask
+                buffers[f'{name}.attn_mask'] = -100.0 * mask
     return buffers
 
 
-def _grid(size: int) -> Tuple[torch.Tensor, torch.Tensor]:
+def _grid(size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Row and column of every place of a square."""
     line = torch.arange(size)
     return line[:, None].expand(size, size), line.expand(size, size)

@@ -1,17 +1,19 @@
 """What a conversion found, in words."""
-from typing import List
 
 from .convert import Conversion
 from .families import listed
 
 
-def describe(done: Conversion) -> List[str]:
+def describe(done: Conversion) -> list[str]:
     """Lines for people: what was recognized, and what was done."""
     arch = done.backbone.get('arch')
     config = f' (configs/{done.config})' if done.config else ''
     kind = done.backbone['type'].rpartition('.')[2]
-    form = ('vanilla, as a start for the training form'
-            if done.form == 'vanilla' else f'{done.form} form')
+    form = (
+        'vanilla, as a start for the training form'
+        if done.form == 'vanilla'
+        else f'{done.form} form'
+    )
     lines = [f'architecture: {kind} {arch}{config}', f'form: {form}']
     ratio = done.idle_ratio
     if isinstance(ratio, list):
@@ -21,33 +23,42 @@ def describe(done: Conversion) -> List[str]:
     to_mm = any(key.startswith('backbone.') for key in done.state_dict)
     assumed = done.form == 'training' and done.idle_ratio_from == 'assumption'
     lines.append(
-        "idle ratio: not told by the weights; the authors' code takes it as "
-        '--idle_ratio' if assumed and not to_mm else
-        f'idle ratio: {ratio}, from {done.idle_ratio_from}')
+        "idle ratio: not told by the weights; the authors' code takes it as --idle_ratio"
+        if assumed and not to_mm
+        else f'idle ratio: {ratio}, from {done.idle_ratio_from}'
+    )
     if assumed and to_mm:
         lines.append(
             '    The weights of a training form do not tell it, and this file '
             "has neither its code's arguments nor statistics that do. Give "
             '--idle-ratio if it is another, and build the model with '
-            'model.backbone.idle_ratio.')
-    heads = [f'{key} {tuple(value.shape)}'
-             for key, value in done.state_dict.items()
-             if key.startswith('head') and key.endswith('weight')]
-    lines.append(f'{len(done.state_dict)} keys; ' +
-                 (f'classifier: {", ".join(heads)}' if heads else
-                  'no classifier'))
+            'model.backbone.idle_ratio.'
+        )
+    heads = [
+        f'{key} {tuple(value.shape)}'
+        for key, value in done.state_dict.items()
+        if key.startswith('head') and key.endswith('weight')
+    ]
+    lines.append(
+        f'{len(done.state_dict)} keys; '
+        + (f'classifier: {", ".join(heads)}' if heads else 'no classifier')
+    )
     if done.left_out:
         lines.append(f'left out: {listed(done.left_out)}')
     if done.fresh:
         statistics = sum('running_' in key for key in done.fresh)
-        others = sorted({
-            key.rpartition('.')[0].split('.ffn.')[-1]
-            for key in done.fresh if 'running_' not in key
-        })
-        lines.append(f'new: {", ".join(others)}, and {statistics} BatchNorm '
-                     'statistics, to be estimated by tools/calibrate_bn.py or '
-                     'by training with norm_eval=False')
+        others = sorted(
+            {
+                key.rpartition('.')[0].split('.ffn.')[-1]
+                for key in done.fresh
+                if 'running_' not in key
+            }
+        )
+        lines.append(
+            f'new: {", ".join(others)}, and {statistics} BatchNorm '
+            'statistics, to be estimated by tools/calibrate_bn.py or '
+            'by training with norm_eval=False'
+        )
     if done.form == 'deploy' and to_mm:
-        lines.append('load it with model.backbone.deploy=True, to run it; it '
-                     'cannot be trained')
+        lines.append('load it with model.backbone.deploy=True, to run it; it cannot be trained')
     return lines

@@ -1,6 +1,6 @@
 """Label maps of images, and which part of them a crop shows."""
+
 import os.path as osp
-from typing import Optional
 
 import torch
 from mmcv.transforms import BaseTransform
@@ -28,7 +28,7 @@ class LoadTokenLabels(BaseTransform):
             images without label maps: their patches learn the image's label.
     """
 
-    def __init__(self, label_root: Optional[str] = None) -> None:
+    def __init__(self, label_root: str | None = None) -> None:
         self.label_root = label_root
 
     def transform(self, results: dict) -> dict:
@@ -41,29 +41,35 @@ class LoadTokenLabels(BaseTransform):
         if self.label_root is None:
             return results
         folder, image = osp.split(results['img_path'])
-        path = osp.join(self.label_root, osp.basename(folder),
-                        image.split('.')[0] + '.pt')
+        path = osp.join(self.label_root, osp.basename(folder), image.split('.')[0] + '.pt')
         if not osp.isfile(path):
             raise FileNotFoundError(
                 f'no label map at {path!r} for the image '
                 f'{results["img_path"]!r}. Label maps for ImageNet are linked '
                 'on https://github.com/zihangJiang/TokenLabeling; to train '
-                'without: label_root=None')
+                'without: label_root=None'
+            )
         try:
             check_size(path)
             labels = torch.load(path, map_location='cpu', weights_only=True)
         except Exception as error:
             text = str(error).partition('\n')[0][:200]
-            raise ValueError(f'{path!r} is not a readable label map '
-                             f'({type(error).__name__}: {text})') from error
+            raise ValueError(
+                f'{path!r} is not a readable label map ({type(error).__name__}: {text})'
+            ) from error
         shape = getattr(labels, 'shape', None)
-        if (shape is None or len(shape) != 4 or shape[0] != 2 or
-                # A view of one number may have any shape.
-                labels.numel() * labels.element_size() >
-                labels.untyped_storage().nbytes()):
+        if (
+            shape is None
+            or len(shape) != 4
+            or shape[0] != 2
+            or
+            # A view of one number may have any shape.
+            labels.numel() * labels.element_size() > labels.untyped_storage().nbytes()
+        ):
             raise ValueError(
                 f'{path!r} should hold a tensor of shape (2, K, H, W), scores '
-                f'and classes, but holds {shape or type(labels)}')
+                f'and classes, but holds {shape or type(labels)}'
+            )
         results['token_labels'] = labels
         return results
 
@@ -84,7 +90,7 @@ class RandomResizedCropWithBox(RandomResizedCrop):
         with cache_random_params(self):
             top, left, h, w = self.rand_crop_params(results['img'])
             results = super().transform(results)
-        results['crop_box'] = torch.tensor([
-            left / width, top / height, (left + w) / width, (top + h) / height
-        ])
+        results['crop_box'] = torch.tensor(
+            [left / width, top / height, (left + w) / width, (top + h) / height]
+        )
         return results

@@ -5,11 +5,12 @@ Recognition of Handwritten Digits), the backgrounds are photographs that lie ins
 of scikit-learn and scikit-image. Training and validation share neither a scan nor a part of a
 photograph.
 """
+
 import json
 import os
 import os.path as osp
 import shutil
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any
 
 import cv2
 import numpy as np
@@ -19,9 +20,11 @@ from ..utils.files import check_writable
 DIGITS = ('zero', 'one', 'two', 'three', 'four', 'five', 'six', 'seven', 'eight', 'nine')
 
 # What a person has to install when one of the two sources is missing.
-_INSTALL = ('The demo data is composed from pictures bundled with scikit-learn and scikit-image. '
-            'Install them with `pip install -e .[demo]` (or `pip install scikit-learn '
-            'scikit-image`).')
+_INSTALL = (
+    'The demo data is composed from pictures bundled with scikit-learn and scikit-image. '
+    'Install them with `pip install -e .[demo]` (or `pip install scikit-learn '
+    'scikit-image`).'
+)
 
 # (package, file inside it, licence): only files that are in the wheels, so nothing is fetched.
 PHOTOGRAPHS = (
@@ -34,12 +37,15 @@ PHOTOGRAPHS = (
     ('skimage', 'data/camera.png', 3),
 )
 LICENSES = (
-    dict(id=1, name='Attribution 4.0 International (digit scans)',
-         url='https://creativecommons.org/licenses/by/4.0/'),
-    dict(id=2, name='Attribution 2.0 Generic',
-         url='https://creativecommons.org/licenses/by/2.0/'),
-    dict(id=3, name='Public domain or CC0',
-         url='https://creativecommons.org/publicdomain/zero/1.0/'),
+    dict(
+        id=1,
+        name='Attribution 4.0 International (digit scans)',
+        url='https://creativecommons.org/licenses/by/4.0/',
+    ),
+    dict(id=2, name='Attribution 2.0 Generic', url='https://creativecommons.org/licenses/by/2.0/'),
+    dict(
+        id=3, name='Public domain or CC0', url='https://creativecommons.org/publicdomain/zero/1.0/'
+    ),
 )
 
 STAMP = 'dataset.json'
@@ -52,11 +58,9 @@ UPSAMPLE = 8  # the scans are interpolated to 8 times their size before they are
 INK = 0.5  # ink above this share of full black belongs to the digit
 
 
-def write_digit_scenes(root: str,
-                       num_train: int = 1200,
-                       num_val: int = 200,
-                       size: int = 160,
-                       seed: int = 0) -> bool:
+def write_digit_scenes(
+    root: str, num_train: int = 1200, num_val: int = 200, size: int = 160, seed: int = 0
+) -> bool:
     """Write scenes of two to six digits on photographs, in two layouts.
 
     ``root/coco`` has COCO 2017's layout (boxes and instance masks, as uncompressed RLE because
@@ -85,15 +89,19 @@ def write_digit_scenes(root: str,
         OSError: If it cannot be written, or the disk is too full.
         ValueError: If a number is out of range.
     """
-    for name, value, least, most in (('num_train', num_train, 1, 10**7),
-                                     ('num_val', num_val, 1, 10**7),
-                                     ('size', size, 64, 2048), ('seed', seed, 0, 2**64)):
+    for name, value, least, most in (
+        ('num_train', num_train, 1, 10**7),
+        ('num_val', num_val, 1, 10**7),
+        ('size', size, 64, 2048),
+        ('seed', seed, 0, 2**64),
+    ):
         if not isinstance(value, (int, np.integer)) or not least <= value <= most:
             raise ValueError(f'{name} must be an integer from {least} to {most}, got {value!r}')
     if not root:
         raise ValueError('the root must be the name of a folder, got an empty one')
-    parameters = dict(num_train=int(num_train), num_val=int(num_val), size=int(size),
-                      seed=int(seed))
+    parameters = dict(
+        num_train=int(num_train), num_val=int(num_val), size=int(size), seed=int(seed)
+    )
     root = osp.realpath(root)
     if _is_complete(root, parameters):
         return False
@@ -111,8 +119,17 @@ def write_digit_scenes(root: str,
         first_id = 1
         for split, count in (('train', num_train), ('val', num_val)):
             scenes = (
-                _compose(np.random.default_rng([seed, int(split == 'val'), i]), scans, labels,
-                         splits[split], photographs, split, size) for i in range(count))
+                _compose(
+                    np.random.default_rng([seed, int(split == 'val'), i]),
+                    scans,
+                    labels,
+                    splits[split],
+                    photographs,
+                    split,
+                    size,
+                )
+                for i in range(count)
+            )
             _write_split(unfinished, split, scenes, first_id)
             first_id += count
         _write_json(dict(FORMAT, parameters=parameters), osp.join(unfinished, STAMP), indent=2)
@@ -125,7 +142,7 @@ def write_digit_scenes(root: str,
 # --------------------------------------------------------------------------------- sources
 
 
-def _load_scans() -> Tuple[np.ndarray, np.ndarray]:
+def _load_scans() -> tuple[np.ndarray, np.ndarray]:
     """All scans as smooth ink maps, (N, 80, 80) in [0, 1] with an empty margin, and labels."""
     try:
         from sklearn.datasets import load_digits
@@ -138,7 +155,7 @@ def _load_scans() -> Tuple[np.ndarray, np.ndarray]:
     return ink.clip(0, 1), digits.target
 
 
-def _load_photographs() -> List[Tuple[str, int, np.ndarray]]:
+def _load_photographs() -> list[tuple[str, int, np.ndarray]]:
     """(file name, licence id, BGR image) of every photograph."""
     folders = {}
     for package, name in (('sklearn', 'scikit-learn'), ('skimage', 'scikit-image')):
@@ -150,17 +167,19 @@ def _load_photographs() -> List[Tuple[str, int, np.ndarray]]:
     for package, file, license_id in PHOTOGRAPHS:
         path = osp.join(folders[package], *file.split('/'))
         if not osp.isfile(path):
-            raise FileNotFoundError(f'{path} is missing, though the wheel of {package} contains '
-                                    'it: reinstall the package from its wheel.')
+            raise FileNotFoundError(
+                f'{path} is missing, though the wheel of {package} contains '
+                'it: reinstall the package from its wheel.'
+            )
         image = cv2.imdecode(np.fromfile(path, np.uint8), cv2.IMREAD_COLOR)
         photographs.append((osp.basename(path), license_id, image))
     return photographs
 
 
-def _split_scans(labels: np.ndarray, seed: int) -> Dict[str, List[np.ndarray]]:
+def _split_scans(labels: np.ndarray, seed: int) -> dict[str, list[np.ndarray]]:
     """Indices of the scans of each digit, for training and for validation."""
     rng = np.random.default_rng([seed])
-    splits: Dict[str, List[np.ndarray]] = dict(train=[], val=[])
+    splits: dict[str, list[np.ndarray]] = dict(train=[], val=[])
     for digit in range(len(DIGITS)):
         indices = rng.permutation(np.flatnonzero(labels == digit))
         num_val = round(len(indices) * VAL_SCANS)
@@ -172,13 +191,19 @@ def _split_scans(labels: np.ndarray, seed: int) -> Dict[str, List[np.ndarray]]:
 # ---------------------------------------------------------------------------------- scenes
 
 
-def _compose(rng: np.random.Generator, scans: np.ndarray, labels: np.ndarray,
-             split_scans: List[np.ndarray], photographs: list, split: str,
-             size: int) -> Dict[str, Any]:
+def _compose(
+    rng: np.random.Generator,
+    scans: np.ndarray,
+    labels: np.ndarray,
+    split_scans: list[np.ndarray],
+    photographs: list,
+    split: str,
+    size: int,
+) -> dict[str, Any]:
     """One scene: its image (size, size, 3) in BGR and the digits on it, each with its mask."""
     name, license_id, photograph = photographs[rng.integers(len(photographs))]
     image = _background(rng, photograph, split, size)
-    digits: List[dict] = []
+    digits: list[dict] = []
     taken = np.zeros((size, size), bool)
     for _ in range(rng.integers(2, 7)):
         digit = int(rng.integers(len(DIGITS)))
@@ -192,7 +217,7 @@ def _compose(rng: np.random.Generator, scans: np.ndarray, labels: np.ndarray,
         if placed is None:
             continue
         alpha, (top, left) = placed
-        window = np.s_[top:top + alpha.shape[0], left:left + alpha.shape[1]]
+        window = np.s_[top : top + alpha.shape[0], left : left + alpha.shape[1]]
         colour = _ink_colour(rng, image[window], alpha)
         image[window] += alpha[..., None] * (colour - image[window])
         mask = np.zeros((size, size), bool)
@@ -203,25 +228,30 @@ def _compose(rng: np.random.Generator, scans: np.ndarray, labels: np.ndarray,
     return dict(image=image, digits=digits, photograph=name, license=license_id)
 
 
-def _background(rng: np.random.Generator, photograph: np.ndarray, split: str,
-                size: int) -> np.ndarray:
+def _background(
+    rng: np.random.Generator, photograph: np.ndarray, split: str, size: int
+) -> np.ndarray:
     """A random square of one side of a photograph, float32 of (size, size, 3)."""
     border = round(photograph.shape[1] * TRAIN_SHARE)
     region = photograph[:, :border] if split == 'train' else photograph[:, border:]
     side = min(int(rng.integers(128, 257)), *region.shape[:2])
     top = rng.integers(region.shape[0] - side + 1)
     left = rng.integers(region.shape[1] - side + 1)
-    crop = region[top:top + side, left:left + side]
+    crop = region[top : top + side, left : left + side]
     if rng.random() < 0.5:
         crop = crop[:, ::-1]
-    crop = cv2.resize(np.ascontiguousarray(crop), (size, size),
-                      interpolation=cv2.INTER_AREA if side > size else cv2.INTER_CUBIC)
+    crop = cv2.resize(
+        np.ascontiguousarray(crop),
+        (size, size),
+        interpolation=cv2.INTER_AREA if side > size else cv2.INTER_CUBIC,
+    )
     # Dimmed, as by dusk: the digits are bright on every scene.
     return crop.astype(np.float32) * np.float32(rng.uniform(0.45, 0.65))
 
 
-def _place(rng: np.random.Generator, ink: np.ndarray, height: float,
-           taken: np.ndarray) -> Optional[Tuple[np.ndarray, Tuple[int, int]]]:
+def _place(
+    rng: np.random.Generator, ink: np.ndarray, height: float, taken: np.ndarray
+) -> tuple[np.ndarray, tuple[int, int]] | None:
     """Opacity of a digit, cut to its ink, and a place (top, left) where it hides no other."""
     alpha = _digit_opacity(rng, ink, height)
     h, w = alpha.shape
@@ -232,7 +262,7 @@ def _place(rng: np.random.Generator, ink: np.ndarray, height: float,
         top = int(rng.integers(taken.shape[0] - h + 1))
         left = int(rng.integers(taken.shape[1] - w + 1))
         # Ink never covers ink, so every digit stays readable, but boxes may overlap a little.
-        under = taken[top:top + h, left:left + w]
+        under = taken[top : top + h, left : left + w]
         if under.sum() <= 0.03 * h * w and not (under & body).any():
             return alpha, (top, left)
     return None
@@ -248,19 +278,20 @@ def _digit_opacity(rng: np.random.Generator, ink: np.ndarray, height: float) -> 
     matrix = scale * turn @ shear
     canvas = int(np.ceil(ink.shape[0] * scale * 1.5))
     shift = canvas / 2 - matrix @ (np.array(ink.shape[::-1]) / 2)
-    warped = cv2.warpAffine(ink, np.column_stack([matrix, shift]), (canvas, canvas),
-                            flags=cv2.INTER_LINEAR)
+    warped = cv2.warpAffine(
+        ink, np.column_stack([matrix, shift]), (canvas, canvas), flags=cv2.INTER_LINEAR
+    )
     # The steeper, the sharper the pen; this keeps the edge about two pixels wide at any size.
     steepness = UPSAMPLE * scale / 2
     alpha = ((warped - INK) * steepness + 0.5).clip(0, 1)
     rows, cols = np.flatnonzero((alpha >= 0.5).any(1)), np.flatnonzero((alpha >= 0.5).any(0))
-    return alpha[rows[0]:rows[-1] + 1, cols[0]:cols[-1] + 1]
+    return alpha[rows[0] : rows[-1] + 1, cols[0] : cols[-1] + 1]
 
 
 def _ink_colour(rng: np.random.Generator, under: np.ndarray, alpha: np.ndarray) -> np.ndarray:
     """A random bright BGR colour that stands out from what lies under and around it."""
     brightness = under.reshape(-1, 3) @ np.array([0.114, 0.587, 0.299], np.float32)
-    best, best_contrast = None, -1.
+    best, best_contrast = None, -1.0
     for _ in range(16):
         hue, saturation, value = rng.uniform(0, 180), rng.uniform(0, 110), rng.uniform(215, 255)
         hsv = np.array([[[hue, saturation, value]]]).astype(np.uint8)
@@ -295,36 +326,64 @@ def _write_split(root: str, split: str, scenes: Any, first_id: int) -> None:
         file_name = f'{image_id:012d}.jpg'
         coco_file = osp.join(coco_images, file_name)
         _write_image(scene['image'], coco_file, [cv2.IMWRITE_JPEG_QUALITY, 95])
-        images.append(dict(license=scene['license'], file_name=file_name, height=height,
-                           width=width, date_captured='1998-07-01 00:00:00', id=image_id,
-                           photograph=scene['photograph']))
+        images.append(
+            dict(
+                license=scene['license'],
+                file_name=file_name,
+                height=height,
+                width=width,
+                date_captured='1998-07-01 00:00:00',
+                id=image_id,
+                photograph=scene['photograph'],
+            )
+        )
         label_map = np.ones((height, width), np.uint8)
         for n, digit in enumerate(scene['digits']):
             rows = np.flatnonzero(digit['mask'].any(1))
             cols = np.flatnonzero(digit['mask'].any(0))
             left, top = int(cols[0]), int(rows[0])
             box = [left, top, int(cols[-1]) + 1 - left, int(rows[-1]) + 1 - top]
-            annotations.append(dict(
-                segmentation=_encode(digit['mask']), area=int(digit['mask'].sum()), iscrowd=0,
-                image_id=image_id, bbox=box, category_id=digit['digit'] + 1,
-                id=10 * image_id + n, scan=digit['scan']))
+            annotations.append(
+                dict(
+                    segmentation=_encode(digit['mask']),
+                    area=int(digit['mask'].sum()),
+                    iscrowd=0,
+                    image_id=image_id,
+                    bbox=box,
+                    category_id=digit['digit'] + 1,
+                    id=10 * image_id + n,
+                    scan=digit['scan'],
+                )
+            )
             label_map[digit['mask']] = digit['digit'] + 2
 
         ade_name = f'ADE_{split}_{number:08d}'
         _link(coco_file, osp.join(ade_images, ade_name + '.jpg'))
         _write_image(label_map, osp.join(ade_labels, ade_name + '.png'))
 
-    info = dict(description='Handwritten digits on photographs', url='', version='1.0', year=2017,
-                contributor='scikit-learn, scikit-image', date_created='2017/09/01')
-    categories = [dict(supercategory='digit', id=i, name=name)
-                  for i, name in enumerate(DIGITS, 1)]
+    info = dict(
+        description='Handwritten digits on photographs',
+        url='',
+        version='1.0',
+        year=2017,
+        contributor='scikit-learn, scikit-image',
+        date_created='2017/09/01',
+    )
+    categories = [dict(supercategory='digit', id=i, name=name) for i, name in enumerate(DIGITS, 1)]
     os.makedirs(osp.join(root, 'coco', 'annotations'), exist_ok=True)
-    _write_json(dict(info=info, licenses=list(LICENSES), images=images, annotations=annotations,
-                     categories=categories),
-                osp.join(root, 'coco', 'annotations', f'instances_{split}2017.json'))
+    _write_json(
+        dict(
+            info=info,
+            licenses=list(LICENSES),
+            images=images,
+            annotations=annotations,
+            categories=categories,
+        ),
+        osp.join(root, 'coco', 'annotations', f'instances_{split}2017.json'),
+    )
 
 
-def _encode(mask: np.ndarray) -> Dict[str, List[int]]:
+def _encode(mask: np.ndarray) -> dict[str, list[int]]:
     """COCO's uncompressed RLE of a mask (H, W): column by column, the first run is empty ink."""
     flat = np.concatenate([[0], mask.ravel(order='F').astype(np.int8), [0]])
     edges = np.flatnonzero(np.diff(flat))
@@ -332,13 +391,13 @@ def _encode(mask: np.ndarray) -> Dict[str, List[int]]:
     return dict(counts=[int(r) for r in runs], size=list(mask.shape))
 
 
-def _write_image(image: np.ndarray, path: str, options: Tuple = ()) -> None:
+def _write_image(image: np.ndarray, path: str, options: tuple = ()) -> None:
     # cv2.imwrite reports a full disk by its return value only and fails on some path names.
     _, data = cv2.imencode(osp.splitext(path)[1], image, list(options))
     data.tofile(path)
 
 
-def _write_json(content: dict, path: str, indent: Optional[int] = None) -> None:
+def _write_json(content: dict, path: str, indent: int | None = None) -> None:
     with open(path, 'w', encoding='utf-8') as f:
         json.dump(content, f, indent=indent)
 
@@ -350,7 +409,7 @@ def _link(source: str, target: str) -> None:
         shutil.copyfile(source, target)
 
 
-def _read_stamp(root: str) -> Optional[dict]:
+def _read_stamp(root: str) -> dict | None:
     """The stamp of a set that this module wrote, or None."""
     try:
         with open(osp.join(root, STAMP), encoding='utf-8') as f:
@@ -382,8 +441,10 @@ def _check_replaceable(root: str) -> None:
         return
     if osp.isdir(root) and not os.listdir(root):
         return
-    raise FileExistsError(f'{root} exists and is not a demo set written by this program (it has no '
-                          f'{STAMP}). Nothing was changed: choose another --root, or remove it.')
+    raise FileExistsError(
+        f'{root} exists and is not a demo set written by this program (it has no '
+        f'{STAMP}). Nothing was changed: choose another --root, or remove it.'
+    )
 
 
 def _check_space(root: str, pixels: int) -> None:
@@ -394,8 +455,10 @@ def _check_space(root: str, pixels: int) -> None:
     free = shutil.disk_usage(nearest).free
     # A JPEG of photographs has about half a byte a pixel.
     if pixels / 2 > free:
-        raise OSError(f'no space for the demo set: it takes about {pixels / 2e9:.1f} GB, and '
-                      f'{nearest} has {free / 1e9:.1f} GB')
+        raise OSError(
+            f'no space for the demo set: it takes about {pixels / 2e9:.1f} GB, and '
+            f'{nearest} has {free / 1e9:.1f} GB'
+        )
 
 
 def _move_into_place(finished: str, root: str, parameters: dict) -> None:

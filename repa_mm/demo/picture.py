@@ -1,5 +1,6 @@
 """Pictures of predictions on validation scenes."""
-from typing import Dict, List, Sequence, Tuple
+
+from collections.abc import Sequence
 
 import cv2
 import numpy as np
@@ -7,19 +8,31 @@ import numpy as np
 from .dataset import DIGITS
 
 # One colour (BGR) a digit, bright enough for dark text on it and for dark photographs.
-COLOURS = ((80, 220, 255), (90, 160, 255), (120, 120, 255), (220, 130, 255), (255, 130, 200),
-           (255, 170, 110), (255, 225, 90), (190, 240, 90), (90, 235, 130), (120, 245, 210))
+COLOURS = (
+    (80, 220, 255),
+    (90, 160, 255),
+    (120, 120, 255),
+    (220, 130, 255),
+    (255, 130, 200),
+    (255, 170, 110),
+    (255, 225, 90),
+    (190, 240, 90),
+    (90, 235, 130),
+    (120, 245, 210),
+)
 WHITE, INK, PAPER = (255, 255, 255), (30, 30, 30), (245, 245, 245)
 GAP = 8
 FONT = cv2.FONT_HERSHEY_SIMPLEX
 
 
-def draw_detections(predictions: Sequence[dict],
-                    ground_truth: Dict[int, List[Tuple[Sequence[float], int]]],
-                    title: str,
-                    score_thr: float = 0.5,
-                    columns: int = 4,
-                    tile: int = 400) -> np.ndarray:
+def draw_detections(
+    predictions: Sequence[dict],
+    ground_truth: dict[int, list[tuple[Sequence[float], int]]],
+    title: str,
+    score_thr: float = 0.5,
+    columns: int = 4,
+    tile: int = 400,
+) -> np.ndarray:
     """A grid of scenes with predicted boxes (and masks), and the true boxes in thin white.
 
     Args:
@@ -59,15 +72,16 @@ def draw_detections(predictions: Sequence[dict],
             text = f'{DIGITS[label]} {scores[i]:.2f}'
             _label(image, text, box, COLOURS[label])
         tiles.append(image)
-    legend = [(f'prediction, class and score (at least {score_thr:g})', COLOURS[0]),
-              ('ground truth', WHITE)]
+    legend = [
+        (f'prediction, class and score (at least {score_thr:g})', COLOURS[0]),
+        ('ground truth', WHITE),
+    ]
     return _page(tiles, columns, title, legend)
 
 
-def draw_segmentations(predictions: Sequence[dict],
-                       title: str,
-                       columns: int = 2,
-                       tile: int = 260) -> np.ndarray:
+def draw_segmentations(
+    predictions: Sequence[dict], title: str, columns: int = 2, tile: int = 260
+) -> np.ndarray:
     """Scenes, each as the image, its true labels and its predicted labels side by side.
 
     Args:
@@ -83,16 +97,23 @@ def draw_segmentations(predictions: Sequence[dict],
     tiles = []
     for prediction in predictions:
         image, _ = _read(prediction['img_path'], tile)
-        truth = cv2.imdecode(np.fromfile(prediction['seg_map_path'], np.uint8),
-                             cv2.IMREAD_UNCHANGED).astype(int) - 1
+        truth = (
+            cv2.imdecode(
+                np.fromfile(prediction['seg_map_path'], np.uint8), cv2.IMREAD_UNCHANGED
+            ).astype(int)
+            - 1
+        )
         predicted = np.asarray(prediction['pred_sem_seg']['data'])[0].astype(int)
-        parts = (('scene', image), ('ground truth', _colour_labels(truth, tile)),
-                 ('prediction', _colour_labels(predicted, tile)))
+        parts = (
+            ('scene', image),
+            ('ground truth', _colour_labels(truth, tile)),
+            ('prediction', _colour_labels(predicted, tile)),
+        )
         tiles.append(np.hstack([_captioned(part, name) for name, part in parts]))
     return _page(tiles, columns, title, list(zip(DIGITS, COLOURS)))
 
 
-def _read(path: str, tile: int) -> Tuple[np.ndarray, float]:
+def _read(path: str, tile: int) -> tuple[np.ndarray, float]:
     """A square image at ``tile`` pixels, and the factor by which it grew."""
     image = cv2.imdecode(np.fromfile(path, np.uint8), cv2.IMREAD_COLOR)
     scale = tile / max(image.shape[:2])
@@ -117,6 +138,7 @@ def _label(image: np.ndarray, text: str, box: np.ndarray, colour: tuple) -> None
 
 def _draw_mask(image: np.ndarray, rle: dict, colour: tuple) -> None:
     from pycocotools import mask as mask_utils
+
     mask = mask_utils.decode(rle).astype(np.float32)
     inside = cv2.resize(mask, image.shape[1::-1], interpolation=cv2.INTER_LINEAR) >= 0.5
     image[inside] = (0.4 * image[inside] + 0.6 * np.array(colour)).astype(np.uint8)
@@ -138,14 +160,16 @@ def _captioned(image: np.ndarray, caption: str) -> np.ndarray:
     return image
 
 
-def _page(tiles: List[np.ndarray], columns: int, title: str,
-          legend: List[Tuple[str, tuple]]) -> np.ndarray:
+def _page(
+    tiles: list[np.ndarray], columns: int, title: str, legend: list[tuple[str, tuple]]
+) -> np.ndarray:
     """Tiles of one size in a grid under a title and a legend."""
     height, width = tiles[0].shape[:2]
     rows = -(-len(tiles) // columns)
     head = 76
-    page = np.full((head + rows * (height + GAP), columns * (width + GAP) + GAP, 3), PAPER,
-                   np.uint8)
+    page = np.full(
+        (head + rows * (height + GAP), columns * (width + GAP) + GAP, 3), PAPER, np.uint8
+    )
     cv2.putText(page, title, (GAP, 30), FONT, 0.75, INK, 2, cv2.LINE_AA)
     x = GAP
     for text, colour in legend:
@@ -156,5 +180,5 @@ def _page(tiles: List[np.ndarray], columns: int, title: str,
     for i, tile in enumerate(tiles):
         y = head + i // columns * (height + GAP)
         x = GAP + i % columns * (width + GAP)
-        page[y:y + height, x:x + width] = tile
+        page[y : y + height, x : x + width] = tile
     return page

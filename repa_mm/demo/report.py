@@ -1,8 +1,10 @@
 """Comparison of the predictions of two forms of a model, and the closing table of the demo."""
+
 import glob
 import json
 import os.path as osp
-from typing import Any, Dict, List, Sequence, Tuple
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -12,7 +14,7 @@ from ..utils.cli import align
 SAME_IOU = 0.5
 
 
-def compare_detections(first: Sequence[dict], second: Sequence[dict]) -> Dict[str, Any]:
+def compare_detections(first: Sequence[dict], second: Sequence[dict]) -> dict[str, Any]:
     """Largest differences between two sets of detections on the same images.
 
     Detections are paired image by image, in the order of the first set, each with the free one
@@ -37,10 +39,13 @@ def compare_detections(first: Sequence[dict], second: Sequence[dict]) -> Dict[st
     second_by_id = _by_image(second, 'img_id')
     first_by_id = _by_image(first, 'img_id')
     if first_by_id.keys() != second_by_id.keys():
-        raise ValueError('the two sets of predictions are about different images '
-                         f'({len(first_by_id)} and {len(second_by_id)} of them)')
-    result: Dict[str, Any] = dict(images=len(first_by_id), detections=[0, 0], paired=0,
-                                  unpaired=[0, 0], box=0., score=0.)
+        raise ValueError(
+            'the two sets of predictions are about different images '
+            f'({len(first_by_id)} and {len(second_by_id)} of them)'
+        )
+    result: dict[str, Any] = dict(
+        images=len(first_by_id), detections=[0, 0], paired=0, unpaired=[0, 0], box=0.0, score=0.0
+    )
     for image_id, a in first_by_id.items():
         a, b = a['pred_instances'], second_by_id[image_id]['pred_instances']
         boxes_a, boxes_b = _numpy(a['bboxes']), _numpy(b['bboxes'])
@@ -54,8 +59,8 @@ def compare_detections(first: Sequence[dict], second: Sequence[dict]) -> Dict[st
         ia, ib = np.array(pairs).T
         result['box'] = max(result['box'], float(abs(boxes_a[ia] - boxes_b[ib]).max()))
         result['score'] = max(
-            result['score'],
-            float(abs(_numpy(a['scores'])[ia] - _numpy(b['scores'])[ib]).max()))
+            result['score'], float(abs(_numpy(a['scores'])[ia] - _numpy(b['scores'])[ib]).max())
+        )
         if 'masks' in a:
             different, area = _mask_difference(a['masks'], b['masks'], pairs)
             result['mask_pixels'] = result.get('mask_pixels', 0) + different
@@ -63,7 +68,7 @@ def compare_detections(first: Sequence[dict], second: Sequence[dict]) -> Dict[st
     return result
 
 
-def compare_segmentations(first: Sequence[dict], second: Sequence[dict]) -> Dict[str, Any]:
+def compare_segmentations(first: Sequence[dict], second: Sequence[dict]) -> dict[str, Any]:
     """Number of pixels at which two sets of label maps differ.
 
     Args:
@@ -79,36 +84,46 @@ def compare_segmentations(first: Sequence[dict], second: Sequence[dict]) -> Dict
     """
     first_by_path, second_by_path = _by_image(first, 'img_path'), _by_image(second, 'img_path')
     if first_by_path.keys() != second_by_path.keys():
-        raise ValueError('the two sets of predictions are about different images '
-                         f'({len(first_by_path)} and {len(second_by_path)} of them)')
+        raise ValueError(
+            'the two sets of predictions are about different images '
+            f'({len(first_by_path)} and {len(second_by_path)} of them)'
+        )
     pixels = different = 0
     for path, a in first_by_path.items():
         a = _numpy(a['pred_sem_seg']['data'])
         b = _numpy(second_by_path[path]['pred_sem_seg']['data'])
         if a.shape != b.shape:
-            raise ValueError(f'the label maps of {path} have different sizes: {a.shape} and '
-                             f'{b.shape}')
+            raise ValueError(
+                f'the label maps of {path} have different sizes: {a.shape} and {b.shape}'
+            )
         pixels += a.size
         different += int((a != b).sum())
-    return dict(images=len(first_by_path), pixels=pixels, different=different,
-                share=different / max(pixels, 1))
+    return dict(
+        images=len(first_by_path),
+        pixels=pixels,
+        different=different,
+        share=different / max(pixels, 1),
+    )
 
 
-def read_metrics(work_dir: str) -> Dict[str, float]:
+def read_metrics(work_dir: str) -> dict[str, float]:
     """Metrics of the last test run in a work directory, from the JSON file MMEngine writes.
 
     Raises:
         FileNotFoundError: If there is none.
     """
-    files = [f for f in glob.glob(osp.join(glob.escape(work_dir), '*', '*.json'))
-             if osp.basename(osp.dirname(f)) == osp.splitext(osp.basename(f))[0]]
+    files = [
+        f
+        for f in glob.glob(osp.join(glob.escape(work_dir), '*', '*.json'))
+        if osp.basename(osp.dirname(f)) == osp.splitext(osp.basename(f))[0]
+    ]
     if not files:
         raise FileNotFoundError(f'{work_dir} has no metrics of a test run (<time>/<time>.json)')
     with open(max(files, key=osp.getmtime), encoding='utf-8') as f:
         return json.load(f)
 
 
-def closing_table(summary: Dict[str, Any]) -> str:
+def closing_table(summary: dict[str, Any]) -> str:
     """The summary of a demo run as aligned text.
 
     Args:
@@ -130,32 +145,51 @@ def closing_table(summary: Dict[str, Any]) -> str:
     row('latency, model (ms)', 'latency_ms', '.1f', ratio=True)
     row('latency, backbone (ms)', 'backbone_latency_ms', '.1f', ratio=True)
     lines = align(rows)
-    lines.append(f'Latency: median of {summary["latency_scenes"]} validation scenes, batch 1, '
-                 f'{summary["device"]}, both forms in turn.')
+    lines.append(
+        f'Latency: median of {summary["latency_scenes"]} validation scenes, batch 1, '
+        f'{summary["device"]}, both forms in turn.'
+    )
 
     difference = summary['difference']
     lines.append('')
     lines.append('Largest difference between the two forms')
     if 'share' in difference:
-        lines.extend(align([('  label maps, pixels that differ',
-                              f'{difference["different"]} of {difference["pixels"]} '
-                              f'({difference["share"]:.1e})')], left=2))
+        lines.extend(
+            align(
+                [
+                    (
+                        '  label maps, pixels that differ',
+                        f'{difference["different"]} of {difference["pixels"]} '
+                        f'({difference["share"]:.1e})',
+                    )
+                ],
+                left=2,
+            )
+        )
     else:
         (count_a, count_b), (lone_a, lone_b) = difference['detections'], difference['unpaired']
-        details = [('  boxes (px)', f'{difference["box"]:.1e}'),
-                   ('  scores', f'{difference["score"]:.1e}')]
+        details = [
+            ('  boxes (px)', f'{difference["box"]:.1e}'),
+            ('  scores', f'{difference["score"]:.1e}'),
+        ]
         if 'mask_pixels' in difference:
-            details.append(('  masks, pixels that differ',
-                            f'{difference["mask_pixels"]} of {difference["mask_area"]}'))
-        details += [('  detections in the training / deploy form', f'{count_a} / {count_b}'),
-                    ('  of these without a counterpart', f'{lone_a} / {lone_b}')]
+            details.append(
+                (
+                    '  masks, pixels that differ',
+                    f'{difference["mask_pixels"]} of {difference["mask_area"]}',
+                )
+            )
+        details += [
+            ('  detections in the training / deploy form', f'{count_a} / {count_b}'),
+            ('  of these without a counterpart', f'{lone_a} / {lone_b}'),
+        ]
         lines.extend(align(details, left=2))
     minutes, seconds = divmod(round(summary['total_seconds']), 60)
     lines += ['', f'Total time: {minutes} min {seconds} s']
     return '\n'.join(lines)
 
 
-def _by_image(predictions: Sequence[dict], key: str) -> Dict[Any, dict]:
+def _by_image(predictions: Sequence[dict], key: str) -> dict[Any, dict]:
     by_image = {p[key]: p for p in predictions}
     if len(by_image) != len(predictions):
         raise ValueError('a set of predictions has more than one entry for an image')
@@ -166,8 +200,9 @@ def _numpy(values: Any) -> np.ndarray:
     return values.numpy() if hasattr(values, 'numpy') else np.asarray(values)
 
 
-def _pair(boxes_a: np.ndarray, labels_a: np.ndarray, boxes_b: np.ndarray,
-          labels_b: np.ndarray) -> List[Tuple[int, int]]:
+def _pair(
+    boxes_a: np.ndarray, labels_a: np.ndarray, boxes_b: np.ndarray, labels_b: np.ndarray
+) -> list[tuple[int, int]]:
     """Indices of the same detection in both sets."""
     if not len(boxes_a) or not len(boxes_b):
         return []
@@ -187,9 +222,9 @@ def _pair(boxes_a: np.ndarray, labels_a: np.ndarray, boxes_b: np.ndarray,
     return pairs
 
 
-def _mask_difference(masks_a: list, masks_b: list,
-                     pairs: List[Tuple[int, int]]) -> Tuple[int, int]:
+def _mask_difference(masks_a: list, masks_b: list, pairs: list[tuple[int, int]]) -> tuple[int, int]:
     from pycocotools import mask as mask_utils  # comes with MMDetection, not with MMSegmentation
+
     different = area = 0
     for i, j in pairs:
         a, b = mask_utils.decode(masks_a[i]), mask_utils.decode(masks_b[j])

@@ -1,4 +1,5 @@
 """The demonstration: data, training, a test in each form, a table and a picture."""
+
 import argparse
 import collections
 import json
@@ -8,7 +9,8 @@ import shlex
 import subprocess
 import sys
 import time
-from typing import Any, Dict, List, Optional, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 from ..utils.checkpoint import load_checkpoint
 from ..utils.cli import DictAction, clear_errors
@@ -17,20 +19,17 @@ from .report import closing_table, compare_detections, compare_segmentations, re
 
 # For each task its name in the picture's title, and the metrics of the closing table.
 TASKS = {
-    'retinanet': ('RetinaNet', {
-        'coco/bbox_mAP': 'box AP',
-        'coco/bbox_mAP_50': 'box AP50',
-    }),
-    'mask_rcnn': ('Mask R-CNN', {
-        'coco/bbox_mAP': 'box AP',
-        'coco/bbox_mAP_50': 'box AP50',
-        'coco/segm_mAP': 'mask AP',
-        'coco/segm_mAP_50': 'mask AP50',
-    }),
-    'upernet': ('UPerNet', {
-        'mIoU': 'mIoU (%)',
-        'aAcc': 'aAcc (%)',
-    }),
+    'retinanet': ('RetinaNet', {'coco/bbox_mAP': 'box AP', 'coco/bbox_mAP_50': 'box AP50'}),
+    'mask_rcnn': (
+        'Mask R-CNN',
+        {
+            'coco/bbox_mAP': 'box AP',
+            'coco/bbox_mAP_50': 'box AP50',
+            'coco/segm_mAP': 'mask AP',
+            'coco/segm_mAP_50': 'mask AP50',
+        },
+    ),
+    'upernet': ('UPerNet', {'mIoU': 'mIoU (%)', 'aAcc': 'aAcc (%)'}),
 }
 FORMS = ('training', 'deploy')
 
@@ -43,11 +42,13 @@ class StepError(Exception):
         self.status = status
 
 
-def run_demo(task: str,
-             tools: str,
-             work_dir: str,
-             checkpoint: Optional[str] = None,
-             cfg_options: Sequence[str] = ()) -> Dict[str, Any]:
+def run_demo(
+    task: str,
+    tools: str,
+    work_dir: str,
+    checkpoint: str | None = None,
+    cfg_options: Sequence[str] = (),
+) -> dict[str, Any]:
     """Train a small RePa-Swin on the demo data, test both of its forms and compare them.
 
     Everything but the comparison is done by the commands a user would type; each is printed
@@ -70,8 +71,9 @@ def run_demo(task: str,
         OSError: If ``work_dir`` cannot be written to.
     """
     start = time.perf_counter()
-    config = osp.join(osp.dirname(osp.abspath(tools)), 'configs', 'demo',
-                      f'{task}_repa_swin_digits.py')
+    config = osp.join(
+        osp.dirname(osp.abspath(tools)), 'configs', 'demo', f'{task}_repa_swin_digits.py'
+    )
     options = ['--cfg-options', *cfg_options] if cfg_options else []
     tool = {name: osp.join(tools, f'{name}.py') for name in ('make_demo_data', 'train', 'test')}
     if checkpoint is not None:
@@ -87,15 +89,27 @@ def run_demo(task: str,
     predictions = {form: osp.join(work_dir, f'{form}.pkl') for form in FORMS}
     test_dirs = {form: osp.join(work_dir, f'test_{form}') for form in FORMS}
     for form in FORMS:
-        _step(f'test, {form} form', tool['test'], config, checkpoint, '--work-dir',
-              test_dirs[form], '--form', form, '--out', predictions[form], *options)
+        _step(
+            f'test, {form} form',
+            tool['test'],
+            config,
+            checkpoint,
+            '--work-dir',
+            test_dirs[form],
+            '--form',
+            form,
+            '--out',
+            predictions[form],
+            *options,
+        )
 
     _headline('comparison')
     title, names = TASKS[task]
     from mmengine.fileio import load
+
     loaded = {form: load(predictions[form]) for form in FORMS}
     compare = compare_segmentations if task == 'upernet' else compare_detections
-    summary: Dict[str, Any] = dict(task=task, checkpoint=checkpoint)
+    summary: dict[str, Any] = dict(task=task, checkpoint=checkpoint)
     summary.update(_measure(config, checkpoint, cfg_options))
     for form in FORMS:
         # MMDetection reports no AP where there is no detection at all.
@@ -104,8 +118,10 @@ def run_demo(task: str,
     summary['difference'] = compare(*(loaded[form] for form in FORMS))
     picture = _draw(task, title, config, cfg_options, loaded['deploy'], work_dir)
     summary['total_seconds'] = time.perf_counter() - start
-    with replacing(osp.join(work_dir, 'summary.json')) as path, \
-            open(path, 'w', encoding='utf-8') as f:
+    with (
+        replacing(osp.join(work_dir, 'summary.json')) as path,
+        open(path, 'w', encoding='utf-8') as f,
+    ):
         json.dump(summary, f, indent=2)
 
     print(closing_table(summary))
@@ -113,25 +129,36 @@ def run_demo(task: str,
     return summary
 
 
-def main(tools: str, argv: Optional[Sequence[str]] = None) -> int:
+def main(tools: str, argv: Sequence[str] | None = None) -> int:
     """Command line of the demonstration; returns the exit status."""
     parser = argparse.ArgumentParser(
         description='Train a small RePa-Swin on digits pasted on photographs, test its training '
-        'form and its deploy form, and compare them.')
+        'form and its deploy form, and compare them.'
+    )
     parser.add_argument('--task', choices=sorted(TASKS), default='retinanet')
     parser.add_argument('--work-dir', help='default: work_dirs/demo/TASK')
-    parser.add_argument('--checkpoint',
-                        help='test this checkpoint (training form) instead of training one')
-    parser.add_argument('--cfg-options', nargs='+', default=[], metavar='KEY=VALUE',
-                        help='override settings of the config')
+    parser.add_argument(
+        '--checkpoint', help='test this checkpoint (training form) instead of training one'
+    )
+    parser.add_argument(
+        '--cfg-options',
+        nargs='+',
+        default=[],
+        metavar='KEY=VALUE',
+        help='override settings of the config',
+    )
     args = parser.parse_args(argv)
     _parse_options(args.cfg_options)
     try:
         with clear_errors():
             try:
-                run_demo(args.task, tools,
-                         args.work_dir or osp.join('work_dirs', 'demo', args.task),
-                         args.checkpoint, args.cfg_options)
+                run_demo(
+                    args.task,
+                    tools,
+                    args.work_dir or osp.join('work_dirs', 'demo', args.task),
+                    args.checkpoint,
+                    args.cfg_options,
+                )
             except StepError as e:
                 print(f'\ndemo stopped: {e}', file=sys.stderr)
                 return e.status
@@ -154,11 +181,13 @@ def _headline(text: str) -> None:
 def _step(name: str, script: str, *arguments: str) -> None:
     """Run one command, its output passed on as it comes."""
     _headline(name)
-    shown = shlex.join(['python', *(_short(a) if osp.isabs(a) else a
-                                    for a in (script, *arguments))])
+    shown = shlex.join(
+        ['python', *(_short(a) if osp.isabs(a) else a for a in (script, *arguments))]
+    )
     print(f'$ {shown}', flush=True)
-    status = subprocess.call([sys.executable, script, *arguments],
-                             env=dict(os.environ, PYTHONUNBUFFERED='1'))
+    status = subprocess.call(
+        [sys.executable, script, *arguments], env=dict(os.environ, PYTHONUNBUFFERED='1')
+    )
     if status:
         # A negative status is the signal that ended the command; shells add it to 128.
         raise StepError(shown, status if status > 0 else 128 - status)
@@ -167,6 +196,7 @@ def _step(name: str, script: str, *arguments: str) -> None:
 def _load_config(config: str, cfg_options: Sequence[str]) -> Any:
     """The config that the tools saw, read as they read it."""
     from repa_mm.apis import load_config
+
     return load_config(config, _parse_options(cfg_options))
 
 
@@ -176,8 +206,9 @@ def _parse_options(cfg_options: Sequence[str]) -> dict:
     return parser.parse_args(['--cfg-options', *cfg_options]).cfg_options
 
 
-def _measure(config: str, checkpoint: str, cfg_options: Sequence[str],
-             num_scenes: int = 60) -> Dict[str, Any]:
+def _measure(
+    config: str, checkpoint: str, cfg_options: Sequence[str], num_scenes: int = 60
+) -> dict[str, Any]:
     """Sizes and latencies of both forms; the forms take turns on every scene."""
     from mmengine.device import get_device
 
@@ -192,13 +223,20 @@ def _measure(config: str, checkpoint: str, cfg_options: Sequence[str],
     models = {form: init_model(cfg, checkpoint, form=form, device=device) for form in FORMS}
     scenes = DatasetInputs(cfg)
     num_scenes = min(num_scenes, len(scenes))
-    run = measure_forms(models, scenes, Options(num_images=num_scenes, warmup=5, device=device,
-                                                memory=False), quiet=True)
+    run = measure_forms(
+        models,
+        scenes,
+        Options(num_images=num_scenes, warmup=5, device=device, memory=False),
+        quiet=True,
+    )
     if run['interrupted']:
         raise KeyboardInterrupt
     height, width = run['shapes'][0][-2:]
-    result: Dict[str, Any] = dict(input_size=f'{width}x{height}', latency_scenes=num_scenes,
-                                  device=machine(environment(device)))
+    result: dict[str, Any] = dict(
+        input_size=f'{width}x{height}',
+        latency_scenes=num_scenes,
+        device=machine(environment(device)),
+    )
     for form, model in models.items():
         measured = run['forms'][form]
         result[form] = dict(
@@ -206,16 +244,24 @@ def _measure(config: str, checkpoint: str, cfg_options: Sequence[str],
             backbone_parameters=count_parameters(model.backbone),
             backbone_macs=count_macs(model.backbone, (3, height, width)),
             latency_ms=measured['latency']['median'],
-            backbone_latency_ms=measured['parts']['backbone']['median'])
+            backbone_latency_ms=measured['parts']['backbone']['median'],
+        )
     return result
 
 
-def _draw(task: str, title: str, config: str, cfg_options: Sequence[str],
-          predictions: List[dict], work_dir: str) -> str:
+def _draw(
+    task: str,
+    title: str,
+    config: str,
+    cfg_options: Sequence[str],
+    predictions: list[dict],
+    work_dir: str,
+) -> str:
     """Draw the deploy form's predictions on scenes spread over the validation set."""
     import cv2
 
     from .picture import draw_detections, draw_segmentations
+
     title = f'{title} with RePa-Swin, deploy form, on validation scenes'
     count = min(10 if task == 'upernet' else 12, len(predictions))
     chosen = [predictions[i * len(predictions) // count] for i in range(count)]
@@ -226,11 +272,12 @@ def _draw(task: str, title: str, config: str, cfg_options: Sequence[str],
         dataset = _load_config(config, cfg_options).test_dataloader.dataset
         with open(osp.join(dataset.data_root, dataset.ann_file), encoding='utf-8') as f:
             annotations = json.load(f)['annotations']
-        ground_truth: Dict[int, list] = collections.defaultdict(list)
+        ground_truth: dict[int, list] = collections.defaultdict(list)
         for annotation in annotations:
             x, y, w, h = annotation['bbox']
             ground_truth[annotation['image_id']].append(
-                ((x, y, x + w, y + h), annotation['category_id'] - 1))
+                ((x, y, x + w, y + h), annotation['category_id'] - 1)
+            )
         picture = draw_detections(chosen, ground_truth, title)
         path = osp.join(work_dir, 'detections.png')
     with replacing(path) as temporary:

@@ -1,4 +1,5 @@
 """What MMEngine's Runner calls."""
+
 from .checkpoint import SafeCheckpointHook
 from .hooks import ReparameterizeHook
 from .metrics import DumpSegResults

@@ -1,4 +1,5 @@
 """Checkpoints of a training that may be killed at any moment."""
+
 import os
 import os.path as osp
 from contextlib import contextmanager
@@ -53,8 +54,11 @@ class SafeCheckpointHook(CheckpointHook):
     """
 
     def before_train(self, runner) -> None:
-        if (self.backend_args is None and self.file_client_args is None
-                and '://' not in (self.out_dir or runner.work_dir)):
+        if (
+            self.backend_args is None
+            and self.file_client_args is None
+            and '://' not in (self.out_dir or runner.work_dir)
+        ):
             self.backend_args = dict(backend='atomic')
         super().before_train(runner)
 
@@ -68,8 +72,9 @@ class SafeCheckpointHook(CheckpointHook):
             self.file_backend = backend
         # A file that was written anew under its old name is not outdated.
         current = {
-            self.last_ckpt, getattr(self, 'best_ckpt_path', None),
-            *getattr(self, 'best_ckpt_path_dict', {}).values()
+            self.last_ckpt,
+            getattr(self, 'best_ckpt_path', None),
+            *getattr(self, 'best_ckpt_path_dict', {}).values(),
         }
         for remove, path in keeping.outdated:
             if path not in current:

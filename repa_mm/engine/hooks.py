@@ -1,7 +1,8 @@
 """Testing the deploy form, training the training form."""
+
 import os.path as osp
 import time
-from typing import Optional, Sequence, Union
+from collections.abc import Sequence
 
 import mmengine
 import torch.nn as nn
@@ -11,8 +12,14 @@ from mmengine.registry import HOOKS
 from mmengine.runner import BaseLoop
 from mmengine.runner.checkpoint import weights_to_cpu
 
-from ..reparam import (CheckpointError, TrainingForm, has_deploy_form,
-                       is_reparameterized, reparameterize, unwrap)
+from ..reparam import (
+    CheckpointError,
+    TrainingForm,
+    has_deploy_form,
+    is_reparameterized,
+    reparameterize,
+    unwrap,
+)
 from ..utils.checkpoint import is_remote, load_checkpoint, save_checkpoint
 from ..utils.complexity import count_macs, count_parameters
 from ..version import __version__
@@ -56,14 +63,15 @@ class ReparameterizeHook(Hook):
     # After EMAHook (NORMAL), before CheckpointHook (VERY_LOW).
     priority = 'LOW'
 
-    def __init__(self,
-                 when: Union[str, Sequence[str]] = 'test',
-                 out: Optional[str] = None,
-                 input_shape: Sequence[int] = (224, 224)) -> None:
+    def __init__(
+        self,
+        when: str | Sequence[str] = 'test',
+        out: str | None = None,
+        input_shape: Sequence[int] = (224, 224),
+    ) -> None:
         self.when = {when} if isinstance(when, str) else set(when)
         if not self.when or self.when - {'test', 'val'}:
-            raise ValueError("when must be 'test', 'val' or both, but got "
-                             f'{when!r}')
+            raise ValueError(f"when must be 'test', 'val' or both, but got {when!r}")
         self.out = out
         self.input_shape = tuple(input_shape)
         self._training_form = None
@@ -76,46 +84,56 @@ class ReparameterizeHook(Hook):
             if has_deploy_form(runner.model):
                 raise ValueError(
                     'the model is in its deploy form, which cannot be trained:'
-                    ' set deploy=False in its config')
+                    ' set deploy=False in its config'
+                )
         else:
             self._match_form(runner)
 
     def _check_order(self, runner) -> None:
         index = runner.hooks.index(self)
         for i, hook in enumerate(runner.hooks):
-            if (isinstance(hook, EMAHook) and i > index
-                    or isinstance(hook, CheckpointHook) and i < index):
+            if (
+                isinstance(hook, EMAHook)
+                and i > index
+                or isinstance(hook, CheckpointHook)
+                and i < index
+            ):
                 raise ValueError(
                     'ReparameterizeHook must come after EMAHook and before '
                     f"CheckpointHook (leave its priority at '{self.priority}')"
-                    f': it is on the wrong side of {type(hook).__name__}')
+                    f': it is on the wrong side of {type(hook).__name__}'
+                )
 
     def _match_form(self, runner) -> None:
         """Give the model the deploy form if its checkpoint to test is merged."""
         path = runner._load_from
-        if (not path or runner._resume or is_remote(path)
-                or not osp.isfile(path) or has_deploy_form(runner.model)):
+        if (
+            not path
+            or runner._resume
+            or is_remote(path)
+            or not osp.isfile(path)
+            or has_deploy_form(runner.model)
+        ):
             return
         model = innermost(runner.model)
         if not is_reparameterized(model, load_checkpoint(path)['state_dict']):
             return
-        runner.logger.info(f'{path} is reparameterized already: the model '
-                           'takes its deploy form.')
+        runner.logger.info(f'{path} is reparameterized already: the model takes its deploy form.')
         reparameterize(model, inplace=True, fuse_conv_bn=False)
         for hook in runner.hooks:
             if isinstance(hook, EMAHook):
-                reparameterize(
-                    hook.ema_model, inplace=True, fuse_conv_bn=False)
+                reparameterize(hook.ema_model, inplace=True, fuse_conv_bn=False)
 
     def after_load_checkpoint(self, runner, checkpoint: dict) -> None:
         state_dict = checkpoint.get('state_dict', checkpoint)
         own = innermost(runner.model).state_dict()
-        if not any(k[k.startswith('module.') * 7:] in own for k in state_dict):
+        if not any(k[k.startswith('module.') * 7 :] in own for k in state_dict):
             raise CheckpointError(
                 'the checkpoint has none of the weights of '
                 f'{type(innermost(runner.model)).__name__}: it is of another '
                 f'architecture (it has {next(iter(state_dict), "nothing")!r}, '
-                f'the model {next(iter(own))!r})')
+                f'the model {next(iter(own))!r})'
+            )
 
     def before_test_epoch(self, runner) -> None:
         if 'test' in self.when:
@@ -135,8 +153,7 @@ class ReparameterizeHook(Hook):
         # After an interrupted epoch.
         self._restore(runner)
         deployed = reparameterize(runner.model)
-        merged = sum(
-            isinstance(m, TrainingForm) for m in runner.model.modules())
+        merged = sum(isinstance(m, TrainingForm) for m in runner.model.modules())
         if merged:
             self._log(runner, deployed, merged)
         else:
@@ -164,22 +181,20 @@ class ReparameterizeHook(Hook):
                 figures[-1] += (
                     f' (backbone {count_parameters(backbone) / 1e6:.1f} M, '
                     f'{macs / 1e9:.2f} GMACs at {self.input_shape[0]}x'
-                    f'{self.input_shape[1]})')
-        runner.logger.info(f'Reparameterized {merged} FFNs: {figures[0]} -> '
-                           f'{figures[1]}')
+                    f'{self.input_shape[1]})'
+                )
+        runner.logger.info(f'Reparameterized {merged} FFNs: {figures[0]} -> {figures[1]}')
 
     def _write(self, runner) -> None:
         # Without what cannot be loaded again.
-        model = innermost(
-            reparameterize(self._training_form, fuse_conv_bn=False))
+        model = innermost(reparameterize(self._training_form, fuse_conv_bn=False))
         meta = dict(
             cfg=runner.cfg.pretty_text,
             experiment_name=runner.experiment_name,
             dataset_meta=getattr(runner.visualizer, 'dataset_meta', None),
             time=time.strftime('%Y%m%d_%H%M%S', time.localtime()),
             mmengine_version=mmengine.__version__,
-            repa_mm_version=__version__)
-        save_checkpoint(
-            dict(meta=meta, state_dict=weights_to_cpu(model.state_dict())),
-            self.out)
+            repa_mm_version=__version__,
+        )
+        save_checkpoint(dict(meta=meta, state_dict=weights_to_cpu(model.state_dict())), self.out)
         runner.logger.info(f'Wrote the merged checkpoint to {self.out}')

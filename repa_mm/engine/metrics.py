@@ -1,4 +1,5 @@
 """Keeping predictions for later."""
+
 from mmengine.evaluator import DumpResults
 from mmengine.registry import METRICS
 
@@ -16,7 +17,10 @@ class DumpSegResults(DumpResults):
     """
 
     def process(self, data_batch, data_samples) -> None:
-        super().process(data_batch, [{
-            key: value
-            for key, value in sample.items() if key != 'seg_logits'
-        } for sample in data_samples])
+        super().process(
+            data_batch,
+            [
+                {key: value for key, value in sample.items() if key != 'seg_logits'}
+                for sample in data_samples
+            ],
+        )

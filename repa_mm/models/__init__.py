@@ -1,4 +1,5 @@
 """The registered backbones."""
+
 from .attention import fast_window_attention
 from .idle import idle_channels, linear_idle_ratios
 from .lvvit import LVViT, RePaLVViT
@@ -9,8 +10,15 @@ from .token_label import TokenLabelHead
 from .vit import RePaVisionTransformer
 
 __all__ = [
-    'FastSwinTransformer', 'LVViT', 'RePaLVViT', 'RePaMlpMixer',
-    'RePaPoolFormer', 'RePaSwinTransformer', 'RePaVisionTransformer',
-    'TokenLabelHead', 'fast_window_attention', 'idle_channels',
-    'linear_idle_ratios'
+    'FastSwinTransformer',
+    'LVViT',
+    'RePaLVViT',
+    'RePaMlpMixer',
+    'RePaPoolFormer',
+    'RePaSwinTransformer',
+    'RePaVisionTransformer',
+    'TokenLabelHead',
+    'fast_window_attention',
+    'idle_channels',
+    'linear_idle_ratios',
 ]

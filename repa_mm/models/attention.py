@@ -11,9 +11,11 @@ The same function as mmpretrain's ``ShiftWindowMSA``, with the same parameters:
 - On a CPU the windows are processed in chunks that fit its caches, and training
   keeps of all this only q, k and v.
 """
+
 import weakref
+from collections.abc import Iterator, Sequence
 from functools import lru_cache, partial
-from typing import Iterator, List, NamedTuple, Optional, Sequence, Tuple
+from typing import NamedTuple
 
 import torch
 import torch.nn as nn
@@ -22,15 +24,19 @@ from mmcv.cnn.bricks.transformer import PatchMerging
 from mmpretrain.models.utils.attention import ShiftWindowMSA
 from torch.autograd.function import once_differentiable
 
-_is_compiling = getattr(torch.compiler, 'is_compiling',
-                        torch._dynamo.is_compiling)
+_is_compiling = getattr(torch.compiler, 'is_compiling', torch._dynamo.is_compiling)
 _is_exporting = getattr(torch.compiler, 'is_exporting', lambda: False)
 # Where the stock modules are defined.
-_ATTENTION = ('mmpretrain.models.utils.attention',
-              'mmdet.models.backbones.swin', 'mmseg.models.backbones.swin')
-_MERGING = ('mmcv.cnn.bricks.transformer',
-            'mmdet.models.layers.transformer.utils',
-            'mmseg.models.utils.embed')
+_ATTENTION = (
+    'mmpretrain.models.utils.attention',
+    'mmdet.models.backbones.swin',
+    'mmseg.models.backbones.swin',
+)
+_MERGING = (
+    'mmcv.cnn.bricks.transformer',
+    'mmdet.models.layers.transformer.utils',
+    'mmseg.models.utils.embed',
+)
 # Tokens that are processed at a time: few enough for the caches, and enough for
 # the matrix products.
 _CHUNK = 2048
@@ -44,21 +50,21 @@ class Windows(NamedTuple):
     (None if there are none), and ``groups`` are the first and the last + 1 of
     the windows under each of the four masks, with the number of the mask.
     """
+
     rows: torch.Tensor
     positions: torch.Tensor
-    padded: Optional[torch.Tensor]
-    groups: List[Tuple[int, int, int]]
+    padded: torch.Tensor | None
+    groups: list[tuple[int, int, int]]
 
 
 @lru_cache(maxsize=32)
-def _partition(batch: int, height: int, width: int, window: int, shift: int,
-               device: torch.device) -> Windows:
+def _partition(
+    batch: int, height: int, width: int, window: int, shift: int, device: torch.device
+) -> Windows:
     # A tensor made in inference mode could not be used for training later.
     with torch.inference_mode(False), torch.no_grad():
-        rows = torch.arange(
-            batch * height * width, device=device).view(batch, height, width)
-        rows = F.pad(
-            rows, (0, -width % window, 0, -height % window), value=-1)
+        rows = torch.arange(batch * height * width, device=device).view(batch, height, width)
+        rows = F.pad(rows, (0, -width % window, 0, -height % window), value=-1)
         rows = torch.roll(rows, (-shift, -shift), (1, 2))
         num_h, num_w = rows.shape[1] // window, rows.shape[2] // window
         rows = rows.view(batch, num_h, window, num_w, window).transpose(2, 3)
@@ -72,8 +78,7 @@ def _partition(batch: int, height: int, width: int, window: int, shift: int,
             parts = [rows.reshape(-1, window**2)]
         rows = torch.cat(parts).flatten()
         padded = rows < 0
-        positions = torch.empty(
-            batch * height * width, dtype=torch.long, device=device)
+        positions = torch.empty(batch * height * width, dtype=torch.long, device=device)
         index = torch.arange(len(rows), device=device)
         positions[rows[~padded]] = index[~padded]
     groups, start = [], 0
@@ -82,9 +87,7 @@ def _partition(batch: int, height: int, width: int, window: int, shift: int,
             groups.append((start, start + len(part), mask))
             start += len(part)
     is_padded = bool(height % window or width % window)
-    return Windows(
-        rows.clamp_(min=0), positions, padded[:, None] if is_padded else None,
-        groups)
+    return Windows(rows.clamp_(min=0), positions, padded[:, None] if is_padded else None, groups)
 
 
 def _masks(window: int, shift: int, device: torch.device) -> torch.Tensor:
@@ -95,7 +98,7 @@ def _masks(window: int, shift: int, device: torch.device) -> torch.Tensor:
     right = wraps.repeat(window)
     down, right = down[:, None] != down, right[:, None] != right
     inner = torch.zeros_like(right)
-    return -100. * torch.stack([inner, right, down, down | right])[:, None]
+    return -100.0 * torch.stack([inner, right, down, down | right])[:, None]
 
 
 @lru_cache(maxsize=32)
@@ -118,8 +121,7 @@ class _Gather(torch.autograd.Function):
         return _select(grad, inverse, padded_inverse), None, None, None, None
 
 
-def _select(x: torch.Tensor, rows: torch.Tensor,
-            padded: Optional[torch.Tensor]) -> torch.Tensor:
+def _select(x: torch.Tensor, rows: torch.Tensor, padded: torch.Tensor | None) -> torch.Tensor:
     x = x.index_select(-2, rows)
     if padded is None:
         return x
@@ -127,11 +129,13 @@ def _select(x: torch.Tensor, rows: torch.Tensor,
     return x * ~padded if is_traced() else x.masked_fill_(padded, 0)
 
 
-def _gather(x: torch.Tensor,
-            rows: torch.Tensor,
-            inverse: torch.Tensor,
-            padded: Optional[torch.Tensor] = None,
-            padded_inverse: Optional[torch.Tensor] = None) -> torch.Tensor:
+def _gather(
+    x: torch.Tensor,
+    rows: torch.Tensor,
+    inverse: torch.Tensor,
+    padded: torch.Tensor | None = None,
+    padded_inverse: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Rows of x (..., n, C), zero where ``padded``.
 
     ``inverse`` and ``padded_inverse`` gather the result back to x.
@@ -148,24 +152,22 @@ def _axis(size: int, window: int, shift: int, device: torch.device):
     """
     n = (size + window - 1) // window
     starts = torch.arange(n, device=device)
-    positions = starts[:, None] * window + torch.arange(
-        window, device=device) + shift
+    positions = starts[:, None] * window + torch.arange(window, device=device) + shift
     return _wrap(positions, n * window), (starts == n - 1).long()
 
 
 def _times(x: torch.Tensor, size: int) -> torch.Tensor:
-    """x * size, as the export to ONNX takes a size that is not a constant."""
+    """X * size, as the export to ONNX takes a size that is not a constant."""
     return x * x.new_full((), size)
 
 
 def _wrap(x: torch.Tensor, size: int) -> torch.Tensor:
-    """x % size, for x below 2 size, likewise."""
+    """X % size, for x below 2 size, likewise."""
     return x - _times((x >= size).long(), size)
 
 
 def _buffer(x: torch.Tensor) -> torch.Tensor:
-    """x, stored; else Inductor computes an element anew for each of its uses.
-    """
+    """x, stored; else Inductor computes an element anew for each of its uses."""
     if not _is_compiling() or x.requires_grad and torch.is_grad_enabled():
         return x
     return x.as_strided(x.shape, x.stride())
@@ -177,25 +179,28 @@ def _heads(qkv: torch.Tensor, num_heads: int) -> torch.Tensor:
     return qkv.view(n, num_tokens, 3, num_heads, -1).permute(2, 0, 3, 1, 4)
 
 
-def _probabilities(q: torch.Tensor, k: torch.Tensor, bias: torch.Tensor,
-                   scale: float) -> torch.Tensor:
+def _probabilities(
+    q: torch.Tensor, k: torch.Tensor, bias: torch.Tensor, scale: float
+) -> torch.Tensor:
     """softmax(scale q k^T + bias), of (n heads, N, N)."""
     n, num_heads, num_tokens, _ = q.shape
-    scores = bias.expand(n, num_heads, num_tokens, num_tokens).clone(
-        memory_format=torch.contiguous_format).flatten(0, 1)
-    scores.baddbmm_(
-        q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2), alpha=scale)
+    scores = (
+        bias.expand(n, num_heads, num_tokens, num_tokens)
+        .clone(memory_format=torch.contiguous_format)
+        .flatten(0, 1)
+    )
+    scores.baddbmm_(q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2), alpha=scale)
     return scores.softmax(-1)
 
 
-def _attend(qkv: torch.Tensor, bias: torch.Tensor, num_heads: int,
-            scale: float) -> torch.Tensor:
+def _attend(qkv: torch.Tensor, bias: torch.Tensor, num_heads: int, scale: float) -> torch.Tensor:
     """Attention in windows (n, N, 3 C) under one bias (heads, N, N)."""
     n, num_tokens, _ = qkv.shape
     # On a CPU the products are faster, in chunks and for so few tokens.
     if qkv.device.type != 'cpu':
         x = F.scaled_dot_product_attention(
-            *_heads(qkv, num_heads), attn_mask=bias[None], scale=scale)
+            *_heads(qkv, num_heads), attn_mask=bias[None], scale=scale
+        )
     else:
         q, k, v = _heads(qkv, num_heads).contiguous()
         x = torch.bmm(_probabilities(q, k, bias, scale), v.flatten(0, 1))
@@ -203,8 +208,7 @@ def _attend(qkv: torch.Tensor, bias: torch.Tensor, num_heads: int,
     return x.transpose(1, 2).reshape(n, num_tokens, -1)
 
 
-def _chunks(groups: Sequence[Tuple[int, int, int]],
-            size: int) -> Iterator[Tuple[int, int, int]]:
+def _chunks(groups: Sequence[tuple[int, int, int]], size: int) -> Iterator[tuple[int, int, int]]:
     for start, stop, mask in groups:
         for i in range(start, stop, size):
             yield i, min(i + size, stop), mask
@@ -219,8 +223,7 @@ class _Attention(torch.autograd.Function):
         ctx.args = num_heads, scale, chunks
         x = qkv.new_empty(*qkv.shape[:2], qkv.shape[2] // 3)
         for start, stop, mask in chunks:
-            x[start:stop] = _attend(qkv[start:stop], bias[mask], num_heads,
-                                    scale)
+            x[start:stop] = _attend(qkv[start:stop], bias[mask], num_heads, scale)
         return x
 
     @staticmethod
@@ -230,22 +233,26 @@ class _Attention(torch.autograd.Function):
         num_heads, scale, chunks = ctx.args
         grad_qkv = torch.empty_like(qkv)
         # Sums over many windows.
-        grad_bias = torch.zeros_like(
-            bias, dtype=torch.promote_types(bias.dtype, torch.float32))
+        grad_bias = torch.zeros_like(bias, dtype=torch.promote_types(bias.dtype, torch.float32))
         for start, stop, mask in chunks:
             heads = _heads(qkv[start:stop], num_heads).contiguous()
             p = _probabilities(heads[0], heads[1], bias[mask], scale)
             q, k, v = heads.flatten(1, 2)
-            grad_x = grad[start:stop].view(
-                stop - start, -1, num_heads,
-                v.shape[-1]).transpose(1, 2).flatten(0, 1)
+            grad_x = (
+                grad[start:stop]
+                .view(stop - start, -1, num_heads, v.shape[-1])
+                .transpose(1, 2)
+                .flatten(0, 1)
+            )
             grad_heads = torch.empty_like(heads)
             grad_q, grad_k, grad_v = grad_heads.flatten(1, 2)
             torch.bmm(p.transpose(1, 2), grad_x, out=grad_v)
             grad_scores = torch._softmax_backward_data(
-                torch.bmm(grad_x, v.transpose(1, 2)), p, -1, p.dtype)
-            grad_bias[mask] += grad_scores.view(
-                stop - start, *bias.shape[1:]).sum(0, dtype=grad_bias.dtype)
+                torch.bmm(grad_x, v.transpose(1, 2)), p, -1, p.dtype
+            )
+            grad_bias[mask] += grad_scores.view(stop - start, *bias.shape[1:]).sum(
+                0, dtype=grad_bias.dtype
+            )
             torch.bmm(grad_scores, k, out=grad_q).mul_(scale)
             torch.bmm(grad_scores.transpose(1, 2), q, out=grad_k).mul_(scale)
             _heads(grad_qkv[start:stop], num_heads).copy_(grad_heads)
@@ -265,8 +272,7 @@ class FastShiftWindowMSA(ShiftWindowMSA):
     see :func:`fast_window_attention`.
     """
 
-    def forward(self, query: torch.Tensor,
-                hw_shape: Sequence[int]) -> torch.Tensor:
+    def forward(self, query: torch.Tensor, hw_shape: Sequence[int]) -> torch.Tensor:
         """Attention in (shifted) windows.
 
         Args:
@@ -278,26 +284,24 @@ class FastShiftWindowMSA(ShiftWindowMSA):
         """
         height, width = hw_shape
         assert query.shape[1] == height * width, (
-            f"The query length {query.shape[1]} doesn't match the input shape "
-            f'({height}, {width}).')
+            f"The query length {query.shape[1]} doesn't match the input shape ({height}, {width})."
+        )
         shift = self.shift_size
         if not self.pad_small_map:
             assert min(height, width) >= self.window_size, (
                 f'The input shape ({height}, {width}) is smaller than the '
                 f'window size ({self.window_size}). Please set '
-                '`pad_small_map=True`, or decrease the `window_size`.')
+                '`pad_small_map=True`, or decrease the `window_size`.'
+            )
         if shift and not self.pad_small_map:
             if torch.is_tensor(height):  # traced: known when the graph runs
-                shift = shift * (
-                    torch.minimum(height, width) > self.window_size)
+                shift = shift * (torch.minimum(height, width) > self.window_size)
             elif _is_exporting():  # likewise
-                shift = shift * torch.sym_min(
-                    torch.sym_min(height, width) - self.window_size, 1)
+                shift = shift * torch.sym_min(torch.sym_min(height, width) - self.window_size, 1)
             elif min(height, width) == self.window_size:
                 shift = 0
         w_msa = self.w_msa
-        if (w_msa.training and w_msa.attn_drop.p
-                or type(query) is not torch.Tensor or is_traced()):
+        if w_msa.training and w_msa.attn_drop.p or type(query) is not torch.Tensor or is_traced():
             x = self._forward_traceable(query, height, width, shift)
         else:
             x = self._forward_eager(query, height, width, shift)
@@ -309,11 +313,11 @@ class FastShiftWindowMSA(ShiftWindowMSA):
         if not batch:  # in the shape and dtype of any other batch
             return w_msa.proj(query)
         rows, positions, padded, groups = _partition(
-            batch, height, width, self.window_size, shift, query.device)
+            batch, height, width, self.window_size, shift, query.device
+        )
         num_tokens = self.window_size**2
         x = query.reshape(-1, channels)
-        attend = partial(
-            _attend, num_heads=w_msa.num_heads, scale=w_msa.scale)
+        attend = partial(_attend, num_heads=w_msa.num_heads, scale=w_msa.scale)
         size = max(_CHUNK // num_tokens, 1)
 
         if torch.is_grad_enabled():
@@ -321,13 +325,11 @@ class FastShiftWindowMSA(ShiftWindowMSA):
             qkv = w_msa.qkv(windows.view(-1, num_tokens, channels))
             bias = self._bias(shift, qkv.dtype)
             if query.device.type == 'cpu':
-                x = _Attention.apply(qkv, bias, w_msa.num_heads, w_msa.scale,
-                                     list(_chunks(groups, size)))
+                x = _Attention.apply(
+                    qkv, bias, w_msa.num_heads, w_msa.scale, list(_chunks(groups, size))
+                )
             else:
-                x = torch.cat([
-                    attend(qkv[start:stop], bias[mask])
-                    for start, stop, mask in groups
-                ])
+                x = torch.cat([attend(qkv[start:stop], bias[mask]) for start, stop, mask in groups])
             x = w_msa.proj(x).view(-1, channels)
             x = _gather(x, positions, rows, None, padded)
             return x.view(query.shape)
@@ -368,8 +370,9 @@ class FastShiftWindowMSA(ShiftWindowMSA):
         w = torch.arange(width, device=query.device)
         h = _wrap(h + num_h * window - shift, num_h * window)
         w = _wrap(w + num_w * window - shift, num_w * window)
-        positions = ((_times(h // window, num_w) + w // window) * window +
-                     h % window) * window + w % window
+        positions = (
+            (_times(h // window, num_w) + w // window) * window + h % window
+        ) * window + w % window
         positions = _buffer(positions.flatten())
         padded = _buffer(padded)
 
@@ -391,8 +394,12 @@ class FastShiftWindowMSA(ShiftWindowMSA):
             x = p @ v
         else:
             x = F.scaled_dot_product_attention(
-                q, k, v, scale=w_msa.scale, attn_mask=bias.repeat(
-                    batch if is_shifted else 1, 1, 1, 1))
+                q,
+                k,
+                v,
+                scale=w_msa.scale,
+                attn_mask=bias.repeat(batch if is_shifted else 1, 1, 1, 1),
+            )
         x = x.transpose(1, 2).reshape(-1, window**2, channels)
         x = w_msa.proj(x)
         x = x.view(batch, -1, channels)
@@ -404,24 +411,21 @@ class FastShiftWindowMSA(ShiftWindowMSA):
         bias = F.embedding(self.w_msa.relative_position_index, table)
         bias = bias.permute(2, 0, 1)[None]
         if shift:
-            bias = bias + masks(self.window_size, shift,
-                                table.device).to(table.dtype)
+            bias = bias + masks(self.window_size, shift, table.device).to(table.dtype)
         return bias
 
     def _bias(self, shift: int, dtype: torch.dtype) -> torch.Tensor:
         """The same in some dtype, from the cache if possible."""
         table = self.w_msa.relative_position_bias_table
         on_cpu = table.device.type == 'cpu'
-        if (table.requires_grad and torch.is_grad_enabled()
-                or table.is_inference() and not on_cpu):
+        if table.requires_grad and torch.is_grad_enabled() or table.is_inference() and not on_cpu:
             return self._compute_bias(shift, _cached_masks).to(dtype)
         # What is written to param.data leaves no trace in the version. A
         # comparison is cheap on a CPU, but would make it wait for a GPU.
         version = None if on_cpu else (table.data_ptr(), table._version)
         key = shift, dtype, table.device, version
         cached = _BIASES.get(self)
-        if (cached is None or cached[0] != key
-                or on_cpu and not torch.equal(cached[1], table)):
+        if cached is None or cached[0] != key or on_cpu and not torch.equal(cached[1], table):
             with torch.inference_mode(False), torch.no_grad():
                 bias = self._compute_bias(shift, _cached_masks).to(dtype)
                 cached = key, table.detach().clone(), bias.contiguous()
@@ -477,13 +481,13 @@ def is_traced() -> bool:
     return torch.jit.is_tracing() or _is_compiling()
 
 
-def _padding(merging: nn.Module) -> Optional[nn.Module]:
-    return getattr(merging, 'adaptive_padding', None) or getattr(
-        merging, 'adap_padding', None)
+def _padding(merging: nn.Module) -> nn.Module | None:
+    return getattr(merging, 'adaptive_padding', None) or getattr(merging, 'adap_padding', None)
 
 
-def _fast_class(module: nn.Module) -> Optional[type]:
+def _fast_class(module: nn.Module) -> type | None:
     """The fast class of a stock module, None if it has none."""
+
     # By name, as MMDetection and MMSegmentation have copies of their own;
     # exactly, as a subclass may do something else.
     def is_stock(module, name, *where):
@@ -491,12 +495,16 @@ def _fast_class(module: nn.Module) -> Optional[type]:
         return cls.__name__ == name and cls.__module__ in where
 
     if is_stock(module, 'ShiftWindowMSA', *_ATTENTION) and is_stock(
-            module.w_msa, 'WindowMSA', *_ATTENTION):
+        module.w_msa, 'WindowMSA', *_ATTENTION
+    ):
         return FastShiftWindowMSA
     if is_stock(module, 'PatchMerging', *_MERGING):
         sampler = module.sampler
-        if (sampler.kernel_size == sampler.stride
-                and sampler.dilation == (1, 1) and _padding(module)):
+        if (
+            sampler.kernel_size == sampler.stride
+            and sampler.dilation == (1, 1)
+            and _padding(module)
+        ):
             return FastPatchMerging
     return None
 
@@ -507,8 +515,7 @@ def swap_attention(model: nn.Module) -> None:
         cls = _fast_class(module)
         if cls is not None:
             # Where MMDetection and MMSegmentation differ.
-            if cls is FastShiftWindowMSA and not hasattr(
-                    module, 'pad_small_map'):
+            if cls is FastShiftWindowMSA and not hasattr(module, 'pad_small_map'):
                 module.pad_small_map = True
             if cls is FastPatchMerging:
                 module.adaptive_padding = _padding(module)
@@ -537,5 +544,6 @@ def fast_window_attention(model: nn.Module) -> nn.Module:
         raise ValueError(
             f'nothing to make faster: {type(model).__name__} has no window '
             'attention of the stock Swin of MMPretrain, MMDetection or '
-            'MMSegmentation')
+            'MMSegmentation'
+        )
     return model

@@ -1,7 +1,8 @@
 """What all RePa backbones share."""
+
 import re
 import warnings
-from typing import Sequence, Union
+from collections.abc import Sequence
 
 import torch
 import torch.nn as nn
@@ -25,14 +26,12 @@ class PatchPadding(AdaptivePadding):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not is_traced():
             return super().forward(x)
-        h, w = (-size % stride
-                for size, stride in zip(x.shape[2:], self.stride))
+        h, w = (-size % stride for size, stride in zip(x.shape[2:], self.stride))
         top, left = (h // 2, w // 2) if self.padding == 'same' else (0, 0)
         return F.pad(x, (left, w - left, top, h - top))
 
 
-def adapt_output_norms(model: nn.Module, state_dict: dict, prefix: str,
-                       last: str) -> None:
+def adapt_output_norms(model: nn.Module, state_dict: dict, prefix: str, last: str) -> None:
     """Make a state dict fit a model with other outputs, in place.
 
     Every output has its norm. A classifier has one, behind the last stage:
@@ -51,8 +50,9 @@ def adapt_output_norms(model: nn.Module, state_dict: dict, prefix: str,
         found = pattern.match(key)
         if found:
             given.setdefault(found[1], []).append(key)
-    own = {name: module for name, module in model.named_children()
-           if re.fullmatch(r'norm\d+', name)}
+    own = {
+        name: module for name, module in model.named_children() if re.fullmatch(r'norm\d+', name)
+    }
     if set(given) == {last}:
         for name in set(own) - {last}:
             for key, value in own[name].state_dict().items():
@@ -78,19 +78,23 @@ class RePaBackbone:
             Defaults to False.
     """
 
-    def __init__(self,
-                 *args,
-                 idle_ratio: Union[float, Sequence[float]] = 0.75,
-                 idle_schedule: str = 'constant',
-                 ffn_norm_cfg: dict = dict(type='BN'),
-                 deploy: bool = False,
-                 **kwargs) -> None:
+    def __init__(
+        self,
+        *args,
+        idle_ratio: float | Sequence[float] = 0.75,
+        idle_schedule: str = 'constant',
+        ffn_norm_cfg: dict = dict(type='BN'),
+        deploy: bool = False,
+        **kwargs,
+    ) -> None:
         super().__init__(*args, **kwargs)
         idle_channels(self, idle_ratio, idle_schedule, ffn_norm_cfg)
         for module in self.modules():
-            if (type(module) is AdaptivePadding
-                    and module.kernel_size == module.stride
-                    and module.dilation == (1, 1)):
+            if (
+                type(module) is AdaptivePadding
+                and module.kernel_size == module.stride
+                and module.dilation == (1, 1)
+            ):
                 module.__class__ = PatchPadding
         if deploy:
             self.switch_to_deploy()
@@ -117,12 +121,16 @@ class RePaBackbone:
             return
         super().init_weights()
         norms = [m for m in self.modules() if isinstance(m, _BatchNorm)]
-        if getattr(self, 'norm_eval', False) and norms and all(
-                m.num_batches_tracked == 0 for m in norms):
+        if (
+            getattr(self, 'norm_eval', False)
+            and norms
+            and all(m.num_batches_tracked == 0 for m in norms)
+        ):
             warnings.warn(
                 f'{type(self).__name__}: norm_eval=True freezes BatchNorm '
                 'statistics that were never estimated. Unless a checkpoint is '
-                'loaded later (load_from), set norm_eval=False.')
+                'loaded later (load_from), set norm_eval=False.'
+            )
 
     def train(self, mode: bool = True):
         # mmpretrain's backbones return None.

@@ -1,12 +1,13 @@
 """Putting channel-idle FFNs into the backbones of OpenMMLab."""
-from typing import Dict, List, NamedTuple, Optional, Sequence, Union
+
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn as nn
 from mmcv.cnn.bricks.transformer import FFN
 from mmpretrain.models.backbones.beit import BEiTTransformerEncoderLayer
-from mmpretrain.models.backbones.deit3 import (DeiT3FFN,
-                                               DeiT3TransformerEncoderLayer)
+from mmpretrain.models.backbones.deit3 import DeiT3FFN, DeiT3TransformerEncoderLayer
 from mmpretrain.models.backbones.poolformer import Mlp as ConvFFN
 from mmpretrain.models.backbones.poolformer import PoolFormerBlock
 
@@ -34,8 +35,7 @@ PRE_NORM_BLOCKS = {
 class IdleBEiTLayer(BEiTTransformerEncoderLayer):
     """A BEiT block whose FFN has the shortcut, layer scale and drop path."""
 
-    def forward(self, x: torch.Tensor,
-                rel_pos_bias: Optional[torch.Tensor]) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, rel_pos_bias: torch.Tensor | None) -> torch.Tensor:
         attn = self.attn(self.ln1(x), rel_pos_bias=rel_pos_bias)
         if self.gamma_1 is not None:
             attn = self.gamma_1 * attn
@@ -72,7 +72,7 @@ _COUNTERPARTS = {
 }
 
 
-def linear_idle_ratios(idle_ratio: float, num_blocks: int) -> List[float]:
+def linear_idle_ratios(idle_ratio: float, num_blocks: int) -> list[float]:
     """Idle ratios that grow linearly with depth around a mean; the last is 0.
 
     The ``--heuristic linear`` of the paper's released code.
@@ -82,21 +82,22 @@ def linear_idle_ratios(idle_ratio: float, num_blocks: int) -> List[float]:
         num_blocks (int): Number of FFNs, at least 2.
     """
     step = (2 - 2 * idle_ratio) / (num_blocks - 1)
-    return [2 * idle_ratio - 1 + step * i for i in range(1, num_blocks)] + [0.]
+    return [2 * idle_ratio - 1 + step * i for i in range(1, num_blocks)] + [0.0]
 
 
 def _ratio_of_each_block(idle_ratio, schedule: str, num_blocks: int):
     if schedule not in ('constant', 'linear'):
-        raise ValueError("idle_schedule must be 'constant' or 'linear', but "
-                         f'got {schedule!r}')
+        raise ValueError(f"idle_schedule must be 'constant' or 'linear', but got {schedule!r}")
     if isinstance(idle_ratio, Sequence) and not isinstance(idle_ratio, str):
         if schedule != 'constant':
-            raise ValueError('a list of idle ratios leaves nothing for '
-                             f'idle_schedule={schedule!r} to do')
+            raise ValueError(
+                f'a list of idle ratios leaves nothing for idle_schedule={schedule!r} to do'
+            )
         if len(idle_ratio) != num_blocks:
             raise ValueError(
                 f'idle_ratio has {len(idle_ratio)} entries, but the model has '
-                f'{num_blocks} blocks: give one number, or one per block')
+                f'{num_blocks} blocks: give one number, or one per block'
+            )
         return list(idle_ratio)
     if schedule == 'linear':
         if not isinstance(idle_ratio, (int, float)):
@@ -107,11 +108,12 @@ def _ratio_of_each_block(idle_ratio, schedule: str, num_blocks: int):
 
 class _Parts(NamedTuple):
     """What an ordinary FFN is made of, in the order of its forward pass."""
+
     fc1: nn.Module
     act: nn.Module
     dropout: float
     fc2: nn.Module
-    scale: Optional[torch.Tensor]
+    scale: torch.Tensor | None
     drop_path: nn.Module
 
 
@@ -123,12 +125,12 @@ def _parts_of(block: nn.Module, ffn: nn.Module) -> _Parts:
             shortcut.
     """
     if isinstance(ffn, ConvFFN):
-        return _Parts(ffn.fc1, ffn.act, ffn.drop.p, ffn.fc2,
-                      block.layer_scale_2, block.drop_path)
+        return _Parts(ffn.fc1, ffn.act, ffn.drop.p, ffn.fc2, block.layer_scale_2, block.drop_path)
     # By exact type: what derives from them may compute something else.
     if type(ffn) not in (FFN, DeiT3FFN):
-        raise ValueError(f'its {type(ffn).__name__} is not an FFN of two '
-                         'linear layers around an activation')
+        raise ValueError(
+            f'its {type(ffn).__name__} is not an FFN of two linear layers around an activation'
+        )
     if ffn.num_fcs != 2:
         raise ValueError(f'its FFN has {ffn.num_fcs} linear layers, not two')
     fc1, act, dropout = ffn.layers[0]
@@ -139,18 +141,17 @@ def _parts_of(block: nn.Module, ffn: nn.Module) -> _Parts:
         scale = getattr(ffn.gamma2, 'weight', None)
         drop_path, shortcut = ffn.dropout_layer, ffn.add_identity
     if not shortcut:
-        raise ValueError('the shortcut of its FFN is not where such blocks '
-                         'have it')
+        raise ValueError('the shortcut of its FFN is not where such blocks have it')
     return _Parts(fc1, act, dropout.p, ffn.layers[1], scale, drop_path)
 
 
-def _idle_ffn(block: nn.Module, idle_ratio: float,
-              norm_cfg: dict) -> ChannelIdleFFN:
+def _idle_ffn(block: nn.Module, idle_ratio: float, norm_cfg: dict) -> ChannelIdleFFN:
     """The channel-idle FFN that takes the place of a block's norm and FFN."""
     norm_name, ffn_name = PRE_NORM_BLOCKS[type(block).__name__]
     if not hasattr(block, norm_name):
-        raise ValueError(f'it has no norm {norm_name!r} before its FFN, as '
-                         'blocks of this name in OpenMMLab have')
+        raise ValueError(
+            f'it has no norm {norm_name!r} before its FFN, as blocks of this name in OpenMMLab have'
+        )
     ffn = getattr(block, ffn_name)
     fc1, act, dropout, fc2, scale, drop_path = _parts_of(block, ffn)
     idle_ffn = ChannelIdleFFN(
@@ -159,8 +160,9 @@ def _idle_ffn(block: nn.Module, idle_ratio: float,
         idle_ratio=idle_ratio,
         act_cfg=act,
         norm_cfg=norm_cfg,
-        drop_path=getattr(drop_path, 'drop_prob', None) or 0.,
-        drop_rate=dropout)
+        drop_path=getattr(drop_path, 'drop_prob', None) or 0.0,
+        drop_rate=dropout,
+    )
     with torch.no_grad():
         for new, old in ((idle_ffn.fc1, fc1), (idle_ffn.fc2, fc2)):
             new.weight.copy_(old.weight.flatten(1))
@@ -179,7 +181,7 @@ def _put(idle_ffn: ChannelIdleFFN, block: nn.Module) -> None:
     norm_name, ffn_name = PRE_NORM_BLOCKS[type(block).__name__]
     # ``norm2`` may be a property that looks up ``ln2``.
     norm = getattr(block, norm_name)
-    norm_name, = [name for name, m in block.named_children() if m is norm]
+    (norm_name,) = [name for name, m in block.named_children() if m is norm]
     if type(block) in _COUNTERPARTS:
         block.__class__ = _COUNTERPARTS[type(block)]
         for name in ('gamma_2', 'layer_scale_2'):  # in the FFN from now on
@@ -190,7 +192,7 @@ def _put(idle_ffn: ChannelIdleFFN, block: nn.Module) -> None:
     setattr(block, ffn_name, idle_ffn)
 
 
-def _find_blocks(model: nn.Module) -> Dict[str, nn.Module]:
+def _find_blocks(model: nn.Module) -> dict[str, nn.Module]:
     """The blocks whose FFN becomes channel-idle, by name.
 
     Raises:
@@ -200,27 +202,28 @@ def _find_blocks(model: nn.Module) -> Dict[str, nn.Module]:
     for name, module in model.named_modules():
         kind = type(module).__name__
         if isinstance(module, (ChannelIdleFFN, DeployForm)):
-            raise ValueError(f'{type(model).__name__} is channel-idle already,'
-                             f' see {name!r}')
+            raise ValueError(f'{type(model).__name__} is channel-idle already, see {name!r}')
         names = PRE_NORM_BLOCKS.get(kind)
         if names and hasattr(module, names[1]):
             blocks[name] = module
-        elif any(child in ('ffn', 'mlp') for child, _ in
-                 module.named_children()):
+        elif any(child in ('ffn', 'mlp') for child, _ in module.named_children()):
             others.append(f'{name!r}, a {kind},')
     if not blocks:
         found = f'{others[0]} is none' if others else 'it has none'
         raise ValueError(
             f'{type(model).__name__} has no block whose FFN could become '
             'channel-idle. Known are the pre-norm blocks '
-            f'{", ".join(sorted(PRE_NORM_BLOCKS))}; {found} of these')
+            f'{", ".join(sorted(PRE_NORM_BLOCKS))}; {found} of these'
+        )
     return blocks
 
 
-def idle_channels(model: nn.Module,
-                  idle_ratio: Union[float, Sequence[float]] = 0.75,
-                  idle_schedule: str = 'constant',
-                  norm_cfg: dict = dict(type='BN')) -> nn.Module:
+def idle_channels(
+    model: nn.Module,
+    idle_ratio: float | Sequence[float] = 0.75,
+    idle_schedule: str = 'constant',
+    norm_cfg: dict = dict(type='BN'),
+) -> nn.Module:
     """Put channel-idle FFNs into a backbone, in place.
 
     In every pre-norm block, the norm before the FFN and the FFN become one
@@ -253,13 +256,12 @@ def idle_channels(model: nn.Module,
         try:
             ffns.append(_idle_ffn(block, ratio, norm_cfg))
         except ValueError as error:
-            raise ValueError(f'cannot make the FFN of {name!r}, a '
-                             f'{type(block).__name__}, channel-idle: {error}'
-                             ) from error
+            raise ValueError(
+                f'cannot make the FFN of {name!r}, a {type(block).__name__}, channel-idle: {error}'
+            ) from error
     for ffn, block in zip(ffns, blocks.values()):
         _put(ffn, block)
     # MMEngine loads non-strictly, with only a warning for what is missing; a
     # backbone without the weights of its FFNs is never what was wanted.
-    model._register_load_state_dict_pre_hook(
-        check_state_dict, with_module=True)
+    model._register_load_state_dict_pre_hook(check_state_dict, with_module=True)
     return model

@@ -1,5 +1,4 @@
 """LV-ViT and RePa-LV-ViT."""
-from typing import Tuple
 
 import torch
 import torch.nn as nn
@@ -24,36 +23,31 @@ class ConvStem(BaseModule):
         embed_dims (int): Of the tokens. Defaults to 384.
     """
 
-    def __init__(self,
-                 img_size=224,
-                 patch_size: int = 16,
-                 in_channels: int = 3,
-                 hidden_channels: int = 64,
-                 embed_dims: int = 384) -> None:
+    def __init__(
+        self,
+        img_size=224,
+        patch_size: int = 16,
+        in_channels: int = 3,
+        hidden_channels: int = 64,
+        embed_dims: int = 384,
+    ) -> None:
         super().__init__()
         self.patch_size = patch_size
-        self.init_out_size = tuple(
-            -(-size // patch_size) for size in to_2tuple(img_size))
+        self.init_out_size = tuple(-(-size // patch_size) for size in to_2tuple(img_size))
         layers = []
         for kernel_size, stride in ((7, 2), (3, 1), (3, 1)):
             layers += [
                 nn.Conv2d(
-                    in_channels,
-                    hidden_channels,
-                    kernel_size,
-                    stride,
-                    kernel_size // 2,
-                    bias=False),
+                    in_channels, hidden_channels, kernel_size, stride, kernel_size // 2, bias=False
+                ),
                 nn.BatchNorm2d(hidden_channels),
-                nn.ReLU(inplace=True)
+                nn.ReLU(inplace=True),
             ]
             in_channels = hidden_channels
         self.stem = nn.Sequential(*layers)
-        self.projection = nn.Conv2d(hidden_channels, embed_dims,
-                                    patch_size // 2, patch_size // 2)
+        self.projection = nn.Conv2d(hidden_channels, embed_dims, patch_size // 2, patch_size // 2)
 
-    def forward(self, x: torch.Tensor
-                ) -> Tuple[torch.Tensor, Tuple[int, int]]:
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, tuple[int, int]]:
         """Tokens (B, L, C) of images (B, in_channels, H, W), and their grid.
 
         Images are padded to whole patches on the right and at the bottom.
@@ -69,8 +63,7 @@ class Scale(nn.Module):
 
     def __init__(self, embed_dims: int, value: float) -> None:
         super().__init__()
-        self.register_buffer(
-            'weight', torch.full((embed_dims, ), value), persistent=False)
+        self.register_buffer('weight', torch.full((embed_dims,), value), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * self.weight
@@ -81,13 +74,15 @@ def random_region(height: int, width: int) -> torch.Tensor:
 
     Its share of the area is uniform before it is cut at the border.
     """
-    side = torch.rand(()).item()**0.5
+    side = torch.rand(()).item() ** 0.5
     region = torch.zeros(height, width, dtype=torch.bool)
     rows, columns = (
-        slice(max(center - int(size * side) // 2, 0),
-              center + int(size * side) // 2)
-        for size, center in ((height, int(torch.randint(height, ()))),
-                             (width, int(torch.randint(width, ())))))
+        slice(max(center - int(size * side) // 2, 0), center + int(size * side) // 2)
+        for size, center in (
+            (height, int(torch.randint(height, ()))),
+            (width, int(torch.randint(width, ()))),
+        )
+    )
     region[rows, columns] = True
     return region
 
@@ -117,33 +112,40 @@ class LVViT(VisionTransformer):
             Defaults to 64.
         **kwargs: Those of mmpretrain's ``VisionTransformer``.
     """
+
     arch_zoo = {
-        **dict.fromkeys(['s', 'small'], dict(
-            embed_dims=384, num_layers=16, num_heads=6,
-            feedforward_channels=384 * 3)),
-        **dict.fromkeys(['m', 'medium'], dict(
-            embed_dims=512, num_layers=20, num_heads=8,
-            feedforward_channels=512 * 3)),
+        **dict.fromkeys(
+            ['s', 'small'],
+            dict(embed_dims=384, num_layers=16, num_heads=6, feedforward_channels=384 * 3),
+        ),
+        **dict.fromkeys(
+            ['m', 'medium'],
+            dict(embed_dims=512, num_layers=20, num_heads=8, feedforward_channels=512 * 3),
+        ),
     }
     OUT_TYPES = VisionTransformer.OUT_TYPES | {'token_label'}
 
-    def __init__(self,
-                 arch='s',
-                 img_size=224,
-                 patch_size: int = 16,
-                 in_channels: int = 3,
-                 residual_scale: float = 0.5,
-                 mix_token: bool = False,
-                 out_type: str = 'cls_token',
-                 stem_channels: int = 64,
-                 qkv_bias: bool = False,
-                 norm_cfg: dict = dict(type='LN'),
-                 frozen_stages: int = -1,
-                 **kwargs) -> None:
+    def __init__(
+        self,
+        arch='s',
+        img_size=224,
+        patch_size: int = 16,
+        in_channels: int = 3,
+        residual_scale: float = 0.5,
+        mix_token: bool = False,
+        out_type: str = 'cls_token',
+        stem_channels: int = 64,
+        qkv_bias: bool = False,
+        norm_cfg: dict = dict(type='LN'),
+        frozen_stages: int = -1,
+        **kwargs,
+    ) -> None:
         if mix_token and out_type != 'token_label':
-            raise ValueError("mix_token=True needs out_type='token_label', "
-                             f'but got {out_type!r}: the loss has to know '
-                             'what was mixed')
+            raise ValueError(
+                "mix_token=True needs out_type='token_label', "
+                f'but got {out_type!r}: the loss has to know '
+                'what was mixed'
+            )
         super().__init__(
             arch,
             img_size,
@@ -152,11 +154,13 @@ class LVViT(VisionTransformer):
             out_type=out_type,
             qkv_bias=qkv_bias,
             norm_cfg=norm_cfg,
-            **kwargs)
+            **kwargs,
+        )
         self.mix_token = mix_token
         self.residual_scale = residual_scale
-        self.patch_embed = ConvStem(img_size, patch_size, in_channels,
-                                    stem_channels, self.embed_dims)
+        self.patch_embed = ConvStem(
+            img_size, patch_size, in_channels, stem_channels, self.embed_dims
+        )
         for layer in self.layers:
             layer.attn.gamma1 = Scale(self.embed_dims, residual_scale)
             layer.ffn.gamma2 = Scale(self.embed_dims, residual_scale)
@@ -179,7 +183,8 @@ class LVViT(VisionTransformer):
             self.patch_resolution,
             hw,
             mode=self.interpolate_mode,
-            num_extra_tokens=self.num_extra_tokens)
+            num_extra_tokens=self.num_extra_tokens,
+        )
         x = self.pre_norm(self.drop_after_pos(x))
         outs = []
         for i, layer in enumerate(self.layers):
@@ -191,12 +196,14 @@ class LVViT(VisionTransformer):
                 if region is not None:
                     extra = self.num_extra_tokens
                     patches = x[:, extra:]
-                    out = torch.cat([
-                        x[:, :extra],
-                        torch.where(region, patches.flip(0), patches)
-                    ], dim=1)
-                outs.append((out, hw, share) if self.out_type ==
-                            'token_label' else self._format_output(out, hw))
+                    out = torch.cat(
+                        [x[:, :extra], torch.where(region, patches.flip(0), patches)], dim=1
+                    )
+                outs.append(
+                    (out, hw, share)
+                    if self.out_type == 'token_label'
+                    else self._format_output(out, hw)
+                )
         return tuple(outs)
 
     def train(self, mode: bool = True):
@@ -233,6 +240,5 @@ class RePaLVViT(RePaBackbone, LVViT):
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
         for module in self.modules():
-            if (isinstance(module, ChannelIdleFFN)
-                    and not isinstance(module.norm1, nn.LayerNorm)):
+            if isinstance(module, ChannelIdleFFN) and not isinstance(module.norm1, nn.LayerNorm):
                 module.norm1.eps *= self.residual_scale**2

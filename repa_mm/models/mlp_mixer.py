@@ -1,4 +1,5 @@
 """RePa-MLP-Mixer."""
+
 import torch
 import torch.nn as nn
 from mmengine.registry import MODELS
@@ -40,5 +41,6 @@ class RePaMlpMixer(RePaBackbone, MlpMixer):
         super().__init__(*args, **kwargs)
         if token_norm:
             for layer in self.layers:
-                setattr(layer, layer.norm1_name,
-                        TokenNorm(layer.token_mix.embed_dims, layer.norm1.eps))
+                setattr(
+                    layer, layer.norm1_name, TokenNorm(layer.token_mix.embed_dims, layer.norm1.eps)
+                )

@@ -1,4 +1,5 @@
 """RePa-PoolFormer."""
+
 from mmengine.registry import MODELS
 from mmpretrain.models import PoolFormer
 
@@ -31,6 +32,5 @@ class RePaPoolFormer(RePaBackbone, PoolFormer):
         super().__init__(*args, frozen_stages=frozen_stages, **kwargs)
 
     def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs):
-        adapt_output_norms(self, state_dict, prefix,
-                           f'norm{len(self.network) - 1}')
+        adapt_output_norms(self, state_dict, prefix, f'norm{len(self.network) - 1}')
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)

@@ -1,4 +1,5 @@
 """RePa-Swin."""
+
 import math
 
 import torch.nn.functional as F
@@ -21,11 +22,10 @@ class _StateDicts:
                 state_dict[last + key.rpartition('.')[2]] = state_dict.pop(key)
             elif key.startswith(prefix) and key.endswith('.attn_mask'):
                 del state_dict[key]
-        adapt_output_norms(self, state_dict, prefix, last[len(prefix):-1])
+        adapt_output_norms(self, state_dict, prefix, last[len(prefix) : -1])
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
-    def _prepare_relative_position_bias_table(self, state_dict, prefix, *args,
-                                              **kwargs):
+    def _prepare_relative_position_bias_table(self, state_dict, prefix, *args, **kwargs):
         """Resize the tables of windows of another size, bicubically.
 
         As Swin's own code does; the parent's way needs a function that SciPy
@@ -33,18 +33,17 @@ class _StateDicts:
         """
         for name, own in self.named_parameters():
             key = f'{prefix}{name}'
-            if not (name.endswith('.relative_position_bias_table')
-                    and key in state_dict):
+            if not (name.endswith('.relative_position_bias_table') and key in state_dict):
                 continue
             table = state_dict[key]
             side, own_side = math.isqrt(len(table)), math.isqrt(len(own))
-            if (len(table) == len(own) or table.shape[1:] != own.shape[1:]
-                    or side**2 != len(table)):
+            if len(table) == len(own) or table.shape[1:] != own.shape[1:] or side**2 != len(table):
                 continue
             resized = F.interpolate(
                 table.float().t().reshape(1, -1, side, side),
                 size=(own_side, own_side),
-                mode='bicubic')
+                mode='bicubic',
+            )
             state_dict[key] = resized.flatten(2)[0].t().to(table)
             index = name.replace('_bias_table', '_index')
             state_dict[f'{prefix}{index}'] = self.get_buffer(index)

@@ -1,5 +1,6 @@
 """Training with token labels."""
-from typing import Dict, List, Sequence, Tuple
+
+from collections.abc import Sequence
 
 import torch
 import torch.nn as nn
@@ -10,11 +11,13 @@ from mmpretrain.structures import DataSample
 from torchvision.ops import roi_align
 
 
-def token_targets(label_maps: Sequence[torch.Tensor],
-                  boxes: Sequence[torch.Tensor],
-                  flips: Sequence[bool],
-                  num_classes: int,
-                  hw: Tuple[int, int]) -> Tuple[torch.Tensor, torch.Tensor]:
+def token_targets(
+    label_maps: Sequence[torch.Tensor],
+    boxes: Sequence[torch.Tensor],
+    flips: Sequence[bool],
+    num_classes: int,
+    hw: tuple[int, int],
+) -> tuple[torch.Tensor, torch.Tensor]:
     """What the tokens of image crops should predict, from label maps.
 
     Args:
@@ -33,8 +36,7 @@ def token_targets(label_maps: Sequence[torch.Tensor],
     """
     maps = torch.stack(tuple(label_maps))
     scores, classes = maps[:, 0].float(), maps[:, 1].long()
-    dense = scores.new_zeros(
-        len(maps), num_classes, *maps.shape[3:]).scatter_(1, classes, scores)
+    dense = scores.new_zeros(len(maps), num_classes, *maps.shape[3:]).scatter_(1, classes, scores)
     size = boxes[0].new_tensor([maps.shape[4], maps.shape[3]] * 2)
     rois = [(box * size)[None].to(dense) for box in boxes]
     whole = roi_align(dense, rois, 1, aligned=True).flatten(1)
@@ -67,14 +69,16 @@ class TokenLabelHead(ClsHead):
             standard deviation of 0.02, truncated.
     """
 
-    def __init__(self,
-                 num_classes: int,
-                 in_channels: int,
-                 cls_weight: float = 1.,
-                 dense_weight: float = 1.,
-                 label_smooth_val: float = 0.1,
-                 topk=(1, ),
-                 init_cfg=dict(type='TruncNormal', layer='Linear', std=.02)):
+    def __init__(
+        self,
+        num_classes: int,
+        in_channels: int,
+        cls_weight: float = 1.0,
+        dense_weight: float = 1.0,
+        label_smooth_val: float = 0.1,
+        topk=(1,),
+        init_cfg=dict(type='TruncNormal', layer='Linear', std=0.02),
+    ):
         super().__init__(topk=topk, init_cfg=init_cfg)
         self.num_classes = num_classes
         self.in_channels = in_channels
@@ -93,14 +97,16 @@ class TokenLabelHead(ClsHead):
         patches = self.aux_fc(tokens[:, 1:]).amax(1)
         return self.fc(tokens[:, 0]) + 0.5 * patches
 
-    def _targets(self, data_samples: List[DataSample], hw: Tuple[int, int]):
+    def _targets(self, data_samples: list[DataSample], hw: tuple[int, int]):
         """For the class token (B, K), and for the patches, (B, L or 1, K)."""
         if 'token_labels' in data_samples[0]:
             whole, patches = token_targets(
                 [s.token_labels for s in data_samples],
                 [s.crop_box for s in data_samples],
                 [bool(s.get('flip', False)) for s in data_samples],
-                self.num_classes, hw)
+                self.num_classes,
+                hw,
+            )
         elif 'gt_score' in data_samples[0]:
             whole = torch.stack([s.gt_score for s in data_samples])
             patches = whole[:, None]
@@ -109,11 +115,11 @@ class TokenLabelHead(ClsHead):
             whole = F.one_hot(labels, self.num_classes).float()
             patches = whole[:, None]
         smooth = self.label_smooth_val
-        return ((1 - smooth) * target + smooth / self.num_classes
-                for target in (whole, patches))
+        return ((1 - smooth) * target + smooth / self.num_classes for target in (whole, patches))
 
-    def loss(self, feats: tuple, data_samples: List[DataSample],
-             **kwargs) -> Dict[str, torch.Tensor]:
+    def loss(
+        self, feats: tuple, data_samples: list[DataSample], **kwargs
+    ) -> dict[str, torch.Tensor]:
         """Losses of the class token and of the patches.
 
         Args:
@@ -129,4 +135,5 @@ class TokenLabelHead(ClsHead):
         dense = self.aux_fc(tokens[:, 1:]).float().log_softmax(2)
         return dict(
             loss_cls=-self.cls_weight * (whole * scores).sum(1).mean(),
-            loss_dense=-self.dense_weight * (patches * dense).sum(2).mean())
+            loss_dense=-self.dense_weight * (patches * dense).sum(2).mean(),
+        )

@@ -1,5 +1,6 @@
 """UperNet's head without a convolution of resized maps."""
-from typing import List, Sequence
+
+from collections.abc import Sequence
 
 import torch
 import torch.nn as nn
@@ -9,8 +10,9 @@ from mmengine.registry import MODELS
 from mmseg.models import UPerHead
 
 
-def _taps(size: int, new_size: int, align_corners: bool, kernel_size: int,
-          like: torch.Tensor) -> List[torch.Tensor]:
+def _taps(
+    size: int, new_size: int, align_corners: bool, kernel_size: int, like: torch.Tensor
+) -> list[torch.Tensor]:
     """What each tap of a convolution sees of a resized axis.
 
     Linear maps (new_size, size), with zeros where the tap is outside.
@@ -22,15 +24,16 @@ def _taps(size: int, new_size: int, align_corners: bool, kernel_size: int,
         torch.eye(size, device=like.device, dtype=dtype)[None],
         new_size,
         mode='linear',
-        align_corners=align_corners)[0].t()
+        align_corners=align_corners,
+    )[0].t()
     matrix = F.pad(matrix.to(like.dtype), (0, 0, pad, pad))
-    return [matrix[i:i + new_size] for i in range(kernel_size)]
+    return [matrix[i : i + new_size] for i in range(kernel_size)]
 
 
-def add_conv_of_resized(out: torch.Tensor, x: torch.Tensor,
-                        weight: torch.Tensor,
-                        align_corners: bool) -> torch.Tensor:
-    """out += conv(resize(x)), with the products taken before the resizing.
+def add_conv_of_resized(
+    out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, align_corners: bool
+) -> torch.Tensor:
+    """Out += conv(resize(x)), with the products taken before the resizing.
 
     The taps of a convolution mix channels and bilinear resizing mixes places:
     they commute. Taken at the map's own size, the products are fewer by the
@@ -61,8 +64,7 @@ def add_conv_of_resized(out: torch.Tensor, x: torch.Tensor,
     down = _taps(height, new_height, align_corners, k, x)
     z = out.flatten(0, 1)
     for i in range(k):
-        z = z.baddbmm_(down[i].expand(len(z), -1, -1),
-                       y[:, i].flatten(0, 1).to(z.dtype))
+        z = z.baddbmm_(down[i].expand(len(z), -1, -1), y[:, i].flatten(0, 1).to(z.dtype))
     return z.view(out.shape)
 
 
@@ -70,10 +72,9 @@ class ConvModuleOfResized(ConvModule):
     """A ``ConvModule`` of maps that are resized to the first and stacked."""
 
     #: What multiplies by weights in here, besides convolutions.
-    weight_operators = ('bmm', )
+    weight_operators = ('bmm',)
 
-    def forward(self, maps: Sequence[torch.Tensor],
-                align_corners: bool) -> torch.Tensor:
+    def forward(self, maps: Sequence[torch.Tensor], align_corners: bool) -> torch.Tensor:
         """Maps (B, C, H, W), (B, C, h, w), ... to a map (B, C', H, W)."""
         conv = self.conv
         weights = conv.weight.split([x.shape[1] for x in maps], dim=1)
@@ -101,18 +102,17 @@ class FastUPerHead(UPerHead):
 
     def _forward_feature(self, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
         inputs = self._transform_inputs(inputs)
-        laterals = [
-            conv(x) for conv, x in zip(self.lateral_convs, inputs)
-        ] + [self.psp_forward(inputs)]
+        laterals = [conv(x) for conv, x in zip(self.lateral_convs, inputs)] + [
+            self.psp_forward(inputs)
+        ]
         for i in range(len(laterals) - 1, 0, -1):
             laterals[i - 1] = laterals[i - 1] + F.interpolate(
                 laterals[i],
                 laterals[i - 1].shape[2:],
                 mode='bilinear',
-                align_corners=self.align_corners)
-        maps = [
-            conv(x) for conv, x in zip(self.fpn_convs, laterals)
-        ] + laterals[-1:]
+                align_corners=self.align_corners,
+            )
+        maps = [conv(x) for conv, x in zip(self.fpn_convs, laterals)] + laterals[-1:]
         return self.fpn_bottleneck(maps, self.align_corners)
 
 

@@ -1,4 +1,5 @@
 """RePa-ViT: DeiT and ViT."""
+
 from mmengine.registry import MODELS
 from mmpretrain.models import VisionTransformer
 

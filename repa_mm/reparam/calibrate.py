@@ -1,5 +1,6 @@
 """BatchNorm statistics from data, without training."""
-from typing import Callable, Iterable, Optional
+
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.nn as nn
@@ -34,9 +35,9 @@ class _Statistics:
 
 
 @torch.no_grad()
-def calibrate_batch_norm(model: nn.Module,
-                         batches: Iterable,
-                         forward: Optional[Callable] = None) -> int:
+def calibrate_batch_norm(
+    model: nn.Module, batches: Iterable, forward: Callable | None = None
+) -> int:
     """Estimate the BatchNorm statistics of all channel-idle FFNs from data.
 
     Like `PreciseBN <https://arxiv.org/abs/2105.07576>`_: the weights stay,
@@ -64,13 +65,13 @@ def calibrate_batch_norm(model: nn.Module,
     """
     ffns = [m for m in model.modules() if isinstance(m, ChannelIdleFFN)]
     norms = {
-        ffn: [m for m in (ffn.norm1, ffn.norm2)
-              if getattr(m, 'running_mean', None) is not None]
+        ffn: [m for m in (ffn.norm1, ffn.norm2) if getattr(m, 'running_mean', None) is not None]
         for ffn in ffns
     }
     if not any(norms.values()):
-        raise ValueError(f'{type(model).__name__} has no channel-idle FFN with'
-                         ' BatchNorm in its training form')
+        raise ValueError(
+            f'{type(model).__name__} has no channel-idle FFN with BatchNorm in its training form'
+        )
     modes = {m: m.training for m in model.modules()}
     momenta = {n: n.momentum for group in norms.values() for n in group}
     before = {n: {k: b.clone() for k, b in n.named_buffers()} for n in momenta}
@@ -89,7 +90,7 @@ def calibrate_batch_norm(model: nn.Module,
         for norm in momenta:
             norm.training = True
             # Running statistics are those of the last batch.
-            norm.momentum = 1.
+            norm.momentum = 1.0
             norm.reset_running_stats()
         for batch in batches:
             (forward or model)(batch)
@@ -98,9 +99,7 @@ def calibrate_batch_norm(model: nn.Module,
             raise ValueError('there is no batch to estimate statistics from')
         for norm, seen in statistics.items():
             if not (seen.mean + seen.square).isfinite().all():
-                raise ValueError(
-                    'the statistics are not finite: the weights or the data '
-                    'are not')
+                raise ValueError('the statistics are not finite: the weights or the data are not')
             seen.store(num_batches)
     except BaseException:
         for norm, buffers in before.items():

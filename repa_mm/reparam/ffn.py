@@ -8,11 +8,11 @@ collapse, together with both BatchNorms and the shortcut, into one C x C matrix.
 Symbols, used throughout: x (N, C) are the tokens, H the hidden width, A the
 number of active channels, theta = 1 - A/H the idle ratio.
 """
+
 import copy
 import itertools
 import math
 import numbers
-from typing import Optional, Union
 
 import torch
 import torch.nn as nn
@@ -41,25 +41,31 @@ def num_active_channels(feedforward_channels: int, idle_ratio: float) -> int:
     Raises:
         ValueError: If the idle ratio is not a number in [0, 1].
     """
-    if (isinstance(idle_ratio, bool)
-            or not isinstance(idle_ratio, numbers.Real)
-            or not 0 <= idle_ratio <= 1):
-        raise ValueError('idle_ratio must be a number from 0 (every channel '
-                         'is activated) to 1 (none is), but got '
-                         f'{idle_ratio!r}')
+    if (
+        isinstance(idle_ratio, bool)
+        or not isinstance(idle_ratio, numbers.Real)
+        or not 0 <= idle_ratio <= 1
+    ):
+        raise ValueError(
+            'idle_ratio must be a number from 0 (every channel '
+            'is activated) to 1 (none is), but got '
+            f'{idle_ratio!r}'
+        )
     # 1152 * (1 - 2/3) is 384.00000000000006 in floating point, not 385.
     return math.ceil(round(feedforward_channels * (1 - idle_ratio), 6))
 
 
-def _build_activation(act_cfg: Union[dict, nn.Module]) -> nn.Module:
+def _build_activation(act_cfg: dict | nn.Module) -> nn.Module:
     if isinstance(act_cfg, nn.Module):
         return _not_inplace(act_cfg)
     kwargs = dict(act_cfg)
     name = kwargs.pop('type')
     layer = getattr(nn, name, None) if isinstance(name, str) else name
     if not (isinstance(layer, type) and issubclass(layer, nn.Module)):
-        raise ValueError(f'act_cfg type {name!r} is neither the name of an '
-                         'activation in torch.nn nor a module class')
+        raise ValueError(
+            f'act_cfg type {name!r} is neither the name of an '
+            'activation in torch.nn nor a module class'
+        )
     return _not_inplace(layer(**kwargs))
 
 
@@ -75,8 +81,7 @@ def _build_norm(norm_cfg: dict, num_features: int) -> nn.Module:
     kwargs = dict(norm_cfg)
     name = kwargs.pop('type', None)
     if name not in _NORMS:
-        raise ValueError(f'norm_cfg type must be one of {sorted(_NORMS)}, but '
-                         f'got {name!r}')
+        raise ValueError(f'norm_cfg type must be one of {sorted(_NORMS)}, but got {name!r}')
     requires_grad = kwargs.pop('requires_grad', True)
     norm = _NORMS[name](num_features, **kwargs)
     for param in norm.parameters():
@@ -91,15 +96,15 @@ class DropPath(nn.Module):
         drop_prob (float): Probability of dropping. Defaults to 0.
     """
 
-    def __init__(self, drop_prob: float = 0.) -> None:
+    def __init__(self, drop_prob: float = 0.0) -> None:
         super().__init__()
         self.drop_prob = drop_prob
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.drop_prob == 0. or not self.training:
+        if self.drop_prob == 0.0 or not self.training:
             return x
         keep_prob = 1 - self.drop_prob
-        shape = (x.shape[0], ) + (1, ) * (x.ndim - 1)
+        shape = (x.shape[0],) + (1,) * (x.ndim - 1)
         return x * x.new_empty(shape).bernoulli_(keep_prob).div_(keep_prob)
 
     def extra_repr(self) -> str:
@@ -143,21 +148,19 @@ class DeployForm(nn.Module):
         return self.inference(*args, **kwargs)
 
 
-def _check_input(ffn: nn.Module, x: torch.Tensor,
-                 identity: Optional[torch.Tensor]) -> None:
+def _check_input(ffn: nn.Module, x: torch.Tensor, identity: torch.Tensor | None) -> None:
     if x.shape[-1] != ffn.embed_dims:
-        raise ValueError(f'expected x of shape (..., {ffn.embed_dims}), but '
-                         f'got {tuple(x.shape)}')
+        raise ValueError(f'expected x of shape (..., {ffn.embed_dims}), but got {tuple(x.shape)}')
     if identity is not None and identity is not x:
         raise ValueError(
             'a channel-idle FFN contains its own norm and shortcut: identity '
-            'must be x itself (replace the norm before it by nn.Identity)')
+            'must be x itself (replace the norm before it by nn.Identity)'
+        )
 
 
 def _of_deploy_form(weights: dict) -> bool:
     """Whether an FFN's weights are merged: fc1 without a norm1 before it."""
-    return 'fc1.weight' in weights and not any(
-        key.startswith('norm1.') for key in weights)
+    return 'fc1.weight' in weights and not any(key.startswith('norm1.') for key in weights)
 
 
 def check_weights(ffn: nn.Module, weights: dict, name: str) -> None:
@@ -174,41 +177,46 @@ def check_weights(ffn: nn.Module, weights: dict, name: str) -> None:
     """
     # mmcv's FFN has `layers`, PoolFormer's has convolutions.
     if 'layers.1.weight' in weights or (
-            'fc1.weight' in weights and weights['fc1.weight'].ndim == 4):
+        'fc1.weight' in weights and weights['fc1.weight'].ndim == 4
+    ):
         raise CheckpointError(
             f'the checkpoint holds an ordinary FFN at {name!r} where the model'
             ' has a channel-idle one: it is of the vanilla backbone, not of '
-            'its RePa counterpart')
+            'its RePa counterpart'
+        )
     if _of_deploy_form(weights) and isinstance(ffn, TrainingForm):
         raise CheckpointError(
             f'the checkpoint is reparameterized (merged FFN at {name!r}), but '
             'the model is in its training form: build the model with '
-            'deploy=True to run it; a merged checkpoint cannot be trained')
-    if ('fc1.weight' in weights and not _of_deploy_form(weights)
-            and isinstance(ffn, DeployForm)):
+            'deploy=True to run it; a merged checkpoint cannot be trained'
+        )
+    if 'fc1.weight' in weights and not _of_deploy_form(weights) and isinstance(ffn, DeployForm):
         raise CheckpointError(
             f'the checkpoint is in the training form (at {name!r}), but the '
             'model was built with deploy=True: load it into a model with '
             'deploy=False and reparameterize that, or convert the checkpoint '
-            'with tools/reparameterize.py')
+            'with tools/reparameterize.py'
+        )
     for key, own in ffn.state_dict().items():
         if key.endswith('num_batches_tracked'):
             continue
         if key not in weights:
             raise CheckpointError(
-                f'the checkpoint has no {name}.{key}: it is of another '
-                'architecture than the model')
+                f'the checkpoint has no {name}.{key}: it is of another architecture than the model'
+            )
         if weights[key].shape != own.shape:
             raise CheckpointError(
                 f'{name}.{key} has shape {tuple(weights[key].shape)} in the '
                 f'checkpoint and {tuple(own.shape)} in the model: they differ '
-                'in architecture or idle ratio')
+                'in architecture or idle ratio'
+            )
 
 
 def _count(tensor: torch.Tensor, wrong: torch.Tensor, what: str) -> str:
     n = int(wrong.sum())
-    return (f'has {n} value{"s" * (n > 1)} (of {tensor.numel()}) that '
-            f'{"are" if n > 1 else "is"} {what}')
+    return (
+        f'has {n} value{"s" * (n > 1)} (of {tensor.numel()}) that {"are" if n > 1 else "is"} {what}'
+    )
 
 
 def _any(mask: torch.Tensor) -> bool:
@@ -226,9 +234,14 @@ def check_finite(module: nn.Module) -> None:
         ValueError: Naming the first one with values that are infinite, not a
             number, or a variance below 0.
     """
-    tensors = itertools.chain(module.named_parameters(), (
-        item for item in module.named_buffers()
-        if item[0].endswith(('running_mean', 'running_var', 'layer_scale'))))
+    tensors = itertools.chain(
+        module.named_parameters(),
+        (
+            item
+            for item in module.named_buffers()
+            if item[0].endswith(('running_mean', 'running_var', 'layer_scale'))
+        ),
+    )
     found = []
     for name, tensor in tensors:
         infinite = ~tensor.isfinite()
@@ -282,15 +295,17 @@ class ChannelIdleFFN(TrainingForm):
 
     training_path = 'auto'
 
-    def __init__(self,
-                 embed_dims: int,
-                 feedforward_channels: int,
-                 idle_ratio: float = 0.75,
-                 act_cfg: Union[dict, nn.Module] = dict(type='GELU'),
-                 norm_cfg: dict = dict(type='BN'),
-                 drop_path: float = 0.,
-                 layer_scale_init_value: float = 0.,
-                 drop_rate: float = 0.) -> None:
+    def __init__(
+        self,
+        embed_dims: int,
+        feedforward_channels: int,
+        idle_ratio: float = 0.75,
+        act_cfg: dict | nn.Module = dict(type='GELU'),
+        norm_cfg: dict = dict(type='BN'),
+        drop_path: float = 0.0,
+        layer_scale_init_value: float = 0.0,
+        drop_rate: float = 0.0,
+    ) -> None:
         super().__init__()
         self.embed_dims = embed_dims
         self.feedforward_channels = feedforward_channels
@@ -299,20 +314,22 @@ class ChannelIdleFFN(TrainingForm):
         self.fc1 = nn.Linear(embed_dims, feedforward_channels)
         self.act = _build_activation(act_cfg)
         self.norm2 = (
-            nn.Identity() if isinstance(self.norm1, nn.LayerNorm) else
-            _build_norm(norm_cfg, feedforward_channels))
+            nn.Identity()
+            if isinstance(self.norm1, nn.LayerNorm)
+            else _build_norm(norm_cfg, feedforward_channels)
+        )
         self.fc2 = nn.Linear(feedforward_channels, embed_dims)
         self.layer_scale = (
             nn.Parameter(torch.ones(embed_dims) * layer_scale_init_value)
-            if layer_scale_init_value else None)
+            if layer_scale_init_value
+            else None
+        )
         # After the second norm: its statistics are to be those of inference.
         self.drop = nn.Dropout(drop_rate)
         # Named as in mmcv's FFN.
         self.dropout_layer = DropPath(drop_path)
 
-    def forward(self,
-                x: torch.Tensor,
-                identity: Optional[torch.Tensor] = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, identity: torch.Tensor | None = None) -> torch.Tensor:
         """Eq. 3 of the paper.
 
         Args:
@@ -372,8 +389,9 @@ class ChannelIdleFFN(TrainingForm):
                 merged weights exceed the range of the dtype.
         """
         check_finite(self)
-        w_in, b_in, w_out, b_out = map(_double, (
-            self.fc1.weight, self.fc1.bias, self.fc2.weight, self.fc2.bias))
+        w_in, b_in, w_out, b_out = map(
+            _double, (self.fc1.weight, self.fc1.bias, self.fc2.weight, self.fc2.bias)
+        )
         s1, t1 = _scale_and_shift(self.norm1, w_in)
         s2, t2 = _scale_and_shift(self.norm2, w_out)
         b_in = b_in + w_in @ t1
@@ -396,14 +414,19 @@ class ChannelIdleFFN(TrainingForm):
                 num_active,
                 act_cfg=copy.deepcopy(self.act),
                 norm=copy.deepcopy(norm),
-                idle=num_idle > 0)
+                idle=num_idle > 0,
+            )
         if num_idle:
             w = w_out[:, num_active:] @ w_in[num_active:]
             if norm is None:
                 w.diagonal().add_(1)
             b = w_out[:, num_active:] @ b_in[num_active:] + b_out
-            _assign(self, merged.fc1, torch.cat([w_in[:num_active], w]),
-                    torch.cat([b_in[:num_active], b]))
+            _assign(
+                self,
+                merged.fc1,
+                torch.cat([w_in[:num_active], w]),
+                torch.cat([b_in[:num_active], b]),
+            )
             if num_active:
                 _assign(self, merged.fc2, w_out[:, :num_active])
         else:
@@ -412,8 +435,9 @@ class ChannelIdleFFN(TrainingForm):
         return merged.train(self.training)
 
     def extra_repr(self) -> str:
-        return (f'num_active={self.num_active}, '
-                f'num_idle={self.feedforward_channels - self.num_active}')
+        return (
+            f'num_active={self.num_active}, num_idle={self.feedforward_channels - self.num_active}'
+        )
 
 
 class MergedFFN(DeployForm):
@@ -434,12 +458,14 @@ class MergedFFN(DeployForm):
             Defaults to True.
     """
 
-    def __init__(self,
-                 embed_dims: int,
-                 num_active: int,
-                 act_cfg: Union[dict, nn.Module] = dict(type='GELU'),
-                 norm: Optional[nn.Module] = None,
-                 idle: bool = True) -> None:
+    def __init__(
+        self,
+        embed_dims: int,
+        num_active: int,
+        act_cfg: dict | nn.Module = dict(type='GELU'),
+        norm: nn.Module | None = None,
+        idle: bool = True,
+    ) -> None:
         super().__init__()
         self.embed_dims = embed_dims
         self.num_active = num_active
@@ -451,8 +477,7 @@ class MergedFFN(DeployForm):
         self.fc1 = nn.Linear(embed_dims, num_active + idle * embed_dims)
         self.act = _build_activation(act_cfg)
         # With idle channels the output bias is in fc1, beside W.
-        self.fc2 = nn.Linear(
-            num_active, embed_dims, bias=not idle) if num_active else None
+        self.fc2 = nn.Linear(num_active, embed_dims, bias=not idle) if num_active else None
         self._register_state_dict_hook(self._save_inside)
 
     @torch.no_grad()
@@ -471,17 +496,14 @@ class MergedFFN(DeployForm):
             ValueError: If ``where`` is something else.
         """
         if where not in ('inside', 'outside'):
-            raise ValueError("the shortcut is 'inside' or 'outside', but got "
-                             f'{where!r}')
+            raise ValueError(f"the shortcut is 'inside' or 'outside', but got {where!r}")
         if self._movable and self.shortcut != (where == 'outside'):
             self.shortcut = not self.shortcut
-            self.fc1.weight.copy_(
-                self._with_identity(self.fc1.weight,
-                                    -1 if self.shortcut else 1))
+            self.fc1.weight.copy_(self._with_identity(self.fc1.weight, -1 if self.shortcut else 1))
 
     def _with_identity(self, weight: torch.Tensor, times: int) -> torch.Tensor:
         weight = weight.detach().clone()
-        weight[self.num_active:].diagonal().add_(times)
+        weight[self.num_active :].diagonal().add_(times)
         return weight
 
     @staticmethod
@@ -496,9 +518,7 @@ class MergedFFN(DeployForm):
             state_dict[key] = self._with_identity(state_dict[key], -1)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
-    def inference(self,
-                  x: torch.Tensor,
-                  identity: Optional[torch.Tensor] = None) -> torch.Tensor:
+    def inference(self, x: torch.Tensor, identity: torch.Tensor | None = None) -> torch.Tensor:
         """As :meth:`ChannelIdleFFN.forward`, x of shape (B, L, C)."""
         _check_input(self, x, identity)
         h = self.fc1(self.norm(x).reshape(-1, self.embed_dims))
@@ -507,15 +527,14 @@ class MergedFFN(DeployForm):
         elif self.fc2 is None:
             y = h
         else:
-            y = torch.addmm(h[:, self.num_active:],
-                            self.act(h[:, :self.num_active]),
-                            self.fc2.weight.t())
+            y = torch.addmm(
+                h[:, self.num_active :], self.act(h[:, : self.num_active]), self.fc2.weight.t()
+            )
         y = y.view(x.shape)
         return x + y if self.shortcut else y
 
     def extra_repr(self) -> str:
-        return (f'num_active={self.num_active}, idle={self.idle}, '
-                f'shortcut={self.shortcut}')
+        return f'num_active={self.num_active}, idle={self.idle}, shortcut={self.shortcut}'
 
 
 def _double(tensor: torch.Tensor) -> torch.Tensor:
@@ -526,7 +545,7 @@ def _double(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _scale_and_shift(norm: nn.Module, like: torch.Tensor):
-    """s and t of a BatchNorm, norm(x) = s x + t; 1 and 0 of any other module.
+    """S and t of a BatchNorm, norm(x) = s x + t; 1 and 0 of any other module.
 
     Both are float64 vectors, of as many elements as ``like`` has columns.
     """
@@ -536,21 +555,23 @@ def _scale_and_shift(norm: nn.Module, like: torch.Tensor):
     if not hasattr(norm, 'running_mean'):
         return s, t
     if norm.running_mean is None:
-        raise ValueError('a BatchNorm without running statistics '
-                         '(track_running_stats=False) cannot be merged')
+        raise ValueError(
+            'a BatchNorm without running statistics (track_running_stats=False) cannot be merged'
+        )
     s = (_double(norm.running_var) + norm.eps).rsqrt()
     if _any(s.isinf()):
-        raise ValueError('a BatchNorm with eps=0 and channels of variance 0 '
-                         'cannot be merged')
+        raise ValueError('a BatchNorm with eps=0 and channels of variance 0 cannot be merged')
     if norm.affine:
         s, t = s * _double(norm.weight), _double(norm.bias)
     return s, t - s * _double(norm.running_mean)
 
 
-def _assign(source: ChannelIdleFFN,
-            linear: nn.Linear,
-            weight: torch.Tensor,
-            bias: Optional[torch.Tensor] = None) -> None:
+def _assign(
+    source: ChannelIdleFFN,
+    linear: nn.Linear,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+) -> None:
     like = source.fc1.weight
     for name, value in (('weight', weight), ('bias', bias)):
         if value is None:
@@ -559,5 +580,6 @@ def _assign(source: ChannelIdleFFN,
         if _any(~rounded.isfinite()):
             raise ValueError(
                 f'the merged weights, up to {value.abs().max():.1e}, exceed '
-                f'the range of {like.dtype}: merge the model in another dtype')
+                f'the range of {like.dtype}: merge the model in another dtype'
+            )
         setattr(linear, name, nn.Parameter(rounded))

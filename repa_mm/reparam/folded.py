@@ -14,26 +14,23 @@ tokens, and for the idle rows I of the first linear map
     L = W_out,I diag(s2,I) B                                       (C x C),
     z = xc L^T + ac V_A^T + b_out + W_out beta2,   V_A = W_out,A diag(s2,A).
 """
+
 import functools
-from typing import Optional
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 
 _ACTIVATION_BACKWARD = {
-    nn.GELU:
-    lambda act, grad, h: torch.ops.aten.gelu_backward(
-        grad, h, approximate=act.approximate),
-    nn.ReLU:
-    lambda act, grad, h: torch.ops.aten.threshold_backward(grad, h, 0),
-    nn.SiLU:
-    lambda act, grad, h: torch.ops.aten.silu_backward(grad, h),
+    nn.GELU: lambda act, grad, h: torch.ops.aten.gelu_backward(
+        grad, h, approximate=act.approximate
+    ),
+    nn.ReLU: lambda act, grad, h: torch.ops.aten.threshold_backward(grad, h, 0),
+    nn.SiLU: lambda act, grad, h: torch.ops.aten.silu_backward(grad, h),
 }
 
 
-def _activation_backward(act: nn.Module, grad: torch.Tensor,
-                         h: torch.Tensor) -> torch.Tensor:
+def _activation_backward(act: nn.Module, grad: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
     if type(act) in _ACTIVATION_BACKWARD:
         return _ACTIVATION_BACKWARD[type(act)](act, grad, h)
     with torch.enable_grad():
@@ -54,7 +51,8 @@ def _without_autocast(backward):
 
 class _Branch(torch.autograd.Function):
     """z = x L^T + act(x W^T + b) V^T + c, (N, C), keeping x and the
-    pre-activation for the backward pass, and not the activation."""
+    pre-activation for the backward pass, and not the activation.
+    """
 
     @staticmethod
     def forward(ctx, x, weight, bias, linear, out_weight, out_bias, act):
@@ -75,8 +73,7 @@ class _Branch(torch.autograd.Function):
         dx = None
         if ctx.needs_input_grad[0]:
             dx = (dz @ linear).addmm_(dh, weight)
-        return (dx, dh.t() @ x, dh.sum(0), d_linear, d_out_weight, dz.sum(0),
-                None)
+        return (dx, dh.t() @ x, dh.sum(0), d_linear, d_out_weight, dz.sum(0), None)
 
 
 class _NormalizedBranch(torch.autograd.Function):
@@ -87,15 +84,32 @@ class _NormalizedBranch(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, w_in, b_in, w_out, b_out, gamma1, beta1, gamma2, beta2,
-                num_active, act, eps1, eps2, shortcut, dtype, group):
+    def forward(
+        ctx,
+        x,
+        w_in,
+        b_in,
+        w_out,
+        b_out,
+        gamma1,
+        beta1,
+        gamma2,
+        beta2,
+        num_active,
+        act,
+        eps1,
+        eps2,
+        shortcut,
+        dtype,
+        group,
+    ):
         acc = w_in.dtype
         x = x.to(acc)
         w_in_a, w_in_i = w_in.tensor_split([num_active])
         w_out_a, w_out_i = w_out.tensor_split([num_active], dim=1)
         gamma2_a, gamma2_i = gamma2.tensor_split([num_active])
 
-        count = _total(x.new_full((1, ), x.shape[0]), group)
+        count = _total(x.new_full((1,), x.shape[0]), group)
         mean1, rest, xc = _centre(x, count, group)
         mean1 = mean1 + rest
         cov = _total(xc.t() @ xc, group) / count
@@ -111,8 +125,7 @@ class _NormalizedBranch(torch.autograd.Function):
         linear = (w_out_i * (gamma2_i * r2_i)) @ b
 
         xc = xc.to(dtype)
-        h = torch.addmm(b1[:num_active].to(dtype), xc,
-                        (w_in_a * s1).t().to(dtype))
+        h = torch.addmm(b1[:num_active].to(dtype), xc, (w_in_a * s1).t().to(dtype))
         mean_a, rest, a = _centre(act(h).to(acc), count, group)
         var_a = _total((a * a).sum(0), group) / count
         r2_a = (var_a + eps2).rsqrt()
@@ -127,8 +140,24 @@ class _NormalizedBranch(torch.autograd.Function):
 
         mean2 = torch.cat([mean_a + rest, b1[num_active:]])
         var2 = torch.cat([var_a, var_i])
-        ctx.save_for_backward(xc, h, w_in, w_out, gamma1, beta1, gamma2, beta2,
-                              count, b_cov, r1, mean_a, rest, r2_a, r2_i, linear)
+        ctx.save_for_backward(
+            xc,
+            h,
+            w_in,
+            w_out,
+            gamma1,
+            beta1,
+            gamma2,
+            beta2,
+            count,
+            b_cov,
+            r1,
+            mean_a,
+            rest,
+            r2_a,
+            r2_i,
+            linear,
+        )
         ctx.num_active, ctx.act = num_active, act
         ctx.shortcut, ctx.group = shortcut, group
         ctx.mark_non_differentiable(mean1, var1, mean2, var2, count)
@@ -137,8 +166,24 @@ class _NormalizedBranch(torch.autograd.Function):
     @staticmethod
     @_without_autocast
     def backward(ctx, dz, *_):
-        (xc, h, w_in, w_out, gamma1, beta1, gamma2, beta2, count, b_cov, r1,
-         mean_a, rest, r2_a, r2_i, linear) = ctx.saved_tensors
+        (
+            xc,
+            h,
+            w_in,
+            w_out,
+            gamma1,
+            beta1,
+            gamma2,
+            beta2,
+            count,
+            b_cov,
+            r1,
+            mean_a,
+            rest,
+            r2_a,
+            r2_i,
+            linear,
+        ) = ctx.saved_tensors
         num_active, act, group = ctx.num_active, ctx.act, ctx.group
         dtype, acc = xc.dtype, w_in.dtype
         w_in_a, w_in_i = w_in.tensor_split([num_active])
@@ -158,8 +203,7 @@ class _NormalizedBranch(torch.autograd.Function):
         dh = (dz @ v_a.to(dtype)).to(acc)
         # What comes from the batch statistics concerns all tokens of all
         # processes; what goes to the parameters is this process' share.
-        mean, dvar_all = _total(torch.stack([dh.sum(0), dvar_a]),
-                                group) / count
+        mean, dvar_all = _total(torch.stack([dh.sum(0), dvar_a]), group) / count
         dh.sub_(mean).addcmul_(a, 2 * dvar_all)
         del a
         dh = _activation_backward(act, dh.to(dtype), h)
@@ -188,19 +232,31 @@ class _NormalizedBranch(torch.autograd.Function):
                 mean = mean - db2
             dx.sub_(_total(mean, group) / count)
 
-        dw_in = torch.cat([
-            torch.addr(d_a * s1, db1, beta1),
-            db * s1,
-        ])
+        dw_in = torch.cat([torch.addr(d_a * s1, db1, beta1), db * s1])
         db_in = torch.cat([db1, db1.new_zeros(len(w_in_i))])
-        dw_out = torch.addr(
-            torch.cat([dv_a * s2_a, dv_i * s2_i], dim=1), db2, beta2)
+        dw_out = torch.addr(torch.cat([dv_a * s2_a, dv_i * s2_i], dim=1), db2, beta2)
         dgamma2 = torch.cat([ds2_a * r2_a, ds2_i * r2_i])
-        return (dx, dw_in, db_in, dw_out, db2, ds1 * r1, db1 @ w_in_a, dgamma2,
-                db2 @ w_out, None, None, None, None, None, None, None)
+        return (
+            dx,
+            dw_in,
+            db_in,
+            dw_out,
+            db2,
+            ds1 * r1,
+            db1 @ w_in_a,
+            dgamma2,
+            db2 @ w_out,
+            None,
+            None,
+            None,
+            None,
+            None,
+            None,
+            None,
+        )
 
 
-def _statistics(norm: nn.Module) -> Optional[str]:
+def _statistics(norm: nn.Module) -> str | None:
     """Where a norm's statistics come from: 'batch', 'running', or 'token'.
 
     None for a norm whose statistics this module does not know.
@@ -216,8 +272,12 @@ def _statistics(norm: nn.Module) -> Optional[str]:
 
 def _group(norm: nn.Module):
     """The processes that share a norm's batch statistics, None for one."""
-    if (isinstance(norm, nn.SyncBatchNorm) and norm.training
-            and dist.is_available() and dist.is_initialized()):
+    if (
+        isinstance(norm, nn.SyncBatchNorm)
+        and norm.training
+        and dist.is_available()
+        and dist.is_initialized()
+    ):
         group = norm.process_group or dist.group.WORLD
         if dist.get_world_size(group) > 1:
             return group
@@ -232,29 +292,30 @@ def choose_path(ffn: nn.Module, num_tokens: int) -> str:
             FFN is in a state that only eq. 3 itself describes.
     """
     if ffn.training_path not in ('auto', 'literal', 'folded'):
-        raise ValueError("training_path must be 'auto', 'literal' or 'folded',"
-                         f' but got {ffn.training_path!r}')
+        raise ValueError(
+            f"training_path must be 'auto', 'literal' or 'folded', but got {ffn.training_path!r}"
+        )
     statistics = _statistics(ffn.norm1), _statistics(ffn.norm2)
     foldable = (
-        statistics in (('batch', 'batch'), ('running', 'running'),
-                       ('token', 'token'))
-        and next(ffn.act.parameters(), None) is None and ffn.drop.p == 0)
+        statistics in (('batch', 'batch'), ('running', 'running'), ('token', 'token'))
+        and next(ffn.act.parameters(), None) is None
+        and ffn.drop.p == 0
+    )
     # Ranks with other numbers of tokens must take the same path.
     is_alone = _group(ffn.norm1) is None
     # One token has no variance; torch's own message about it is good.
-    if ffn.training_path == 'literal' or (statistics[0] == 'batch'
-                                          and num_tokens < 2 and is_alone):
+    if ffn.training_path == 'literal' or (statistics[0] == 'batch' and num_tokens < 2 and is_alone):
         return 'literal'
     if ffn.training_path == 'folded':
         if not foldable:
             raise ValueError(
                 'folded training needs an activation without parameters, no '
                 'dropout, and two norms of torch.nn in the same mode (both '
-                "train or both eval): set training_path='auto'")
+                "train or both eval): set training_path='auto'"
+            )
         return 'folded'
     # Autograd inside of a backward pass cannot be compiled.
-    if not foldable or (is_compiling()
-                        and type(ffn.act) not in _ACTIVATION_BACKWARD):
+    if not foldable or (is_compiling() and type(ffn.act) not in _ACTIVATION_BACKWARD):
         return 'literal'
     if not is_alone:
         return 'folded'
@@ -262,9 +323,10 @@ def choose_path(ffn: nn.Module, num_tokens: int) -> str:
     num_channels, num_hidden = ffn.embed_dims, ffn.feedforward_channels
     num_idle = num_hidden - ffn.num_active
     small = (3 + 2 * (statistics[0] == 'batch')) * num_idle * num_channels
-    folded = num_tokens * (
-        (3 + 2 * (statistics[0] == 'batch')) * num_channels +
-        6 * ffn.num_active) + small
+    folded = (
+        num_tokens * ((3 + 2 * (statistics[0] == 'batch')) * num_channels + 6 * ffn.num_active)
+        + small
+    )
     return 'folded' if folded < 6 * num_tokens * num_hidden else 'literal'
 
 
@@ -285,7 +347,9 @@ def folded_forward(ffn: nn.Module, x: torch.Tensor) -> torch.Tensor:
     acc = torch.promote_types(dtype, torch.float32)
     shortcut = (
         not isinstance(ffn.norm1, nn.LayerNorm)
-        and ffn.dropout_layer.drop_prob == 0. and dtype == x.dtype == acc)
+        and ffn.dropout_layer.drop_prob == 0.0
+        and dtype == x.dtype == acc
+    )
     tokens = x.reshape(-1, ffn.embed_dims)
     with torch.autocast(x.device.type, enabled=False):
         w_out, b_out = ffn.fc2.weight.to(acc), ffn.fc2.bias.to(acc)
@@ -295,10 +359,18 @@ def folded_forward(ffn: nn.Module, x: torch.Tensor) -> torch.Tensor:
         weights = (ffn.fc1.weight.to(acc), ffn.fc1.bias.to(acc), w_out, b_out)
         if _statistics(ffn.norm1) == 'batch':
             z, mean1, var1, mean2, var2, count = _NormalizedBranch.apply(
-                tokens, *weights, *_affine(ffn.norm1, weights[0]),
-                *_affine(ffn.norm2, w_out), ffn.num_active, ffn.act,
-                ffn.norm1.eps, ffn.norm2.eps, shortcut, dtype,
-                _group(ffn.norm1))
+                tokens,
+                *weights,
+                *_affine(ffn.norm1, weights[0]),
+                *_affine(ffn.norm2, w_out),
+                ffn.num_active,
+                ffn.act,
+                ffn.norm1.eps,
+                ffn.norm2.eps,
+                shortcut,
+                dtype,
+                _group(ffn.norm1),
+            )
             if not recomputing():
                 _track(ffn.norm1, mean1, var1, count)
                 _track(ffn.norm2, mean2, var2, count)
@@ -306,9 +378,8 @@ def folded_forward(ffn: nn.Module, x: torch.Tensor) -> torch.Tensor:
             if isinstance(ffn.norm1, nn.LayerNorm):
                 tokens = ffn.norm1(tokens)
             z = _Branch.apply(
-                tokens.to(dtype),
-                *(w.to(dtype) for w in _merge(ffn, *weights, shortcut)),
-                ffn.act)
+                tokens.to(dtype), *(w.to(dtype) for w in _merge(ffn, *weights, shortcut)), ffn.act
+            )
     z = z.view(x.shape)
     return z if shortcut else x + ffn.dropout_layer(z)
 
@@ -323,15 +394,18 @@ def _merge(ffn, w_in, b_in, w_out, b_out, shortcut):
     num_active = ffn.num_active
     linear = w_out[:, num_active:] @ w_in[num_active:]
     if shortcut:
-        linear = linear + torch.eye(
-            len(linear), dtype=linear.dtype, device=linear.device)
-    return (w_in[:num_active], b_in[:num_active], linear,
-            w_out[:, :num_active],
-            b_out + w_out[:, num_active:] @ b_in[num_active:])
+        linear = linear + torch.eye(len(linear), dtype=linear.dtype, device=linear.device)
+    return (
+        w_in[:num_active],
+        b_in[:num_active],
+        linear,
+        w_out[:, :num_active],
+        b_out + w_out[:, num_active:] @ b_in[num_active:],
+    )
 
 
 def _affine(norm: nn.Module, like: torch.Tensor):
-    """gamma and beta of a BatchNorm whose input has ``like``'s columns."""
+    """Gamma and beta of a BatchNorm whose input has ``like``'s columns."""
     if norm.affine:
         return norm.weight.to(like), norm.bias.to(like)
     return like.new_ones(like.shape[1]), like.new_zeros(like.shape[1])
@@ -344,8 +418,7 @@ def _scale_and_shift(norm: nn.Module, like: torch.Tensor):
 
 
 @torch.no_grad()
-def _track(norm: nn.Module, mean: torch.Tensor, var: torch.Tensor,
-           count: torch.Tensor) -> None:
+def _track(norm: nn.Module, mean: torch.Tensor, var: torch.Tensor, count: torch.Tensor) -> None:
     """Update running statistics as torch's BatchNorm does."""
     if not (norm.training and norm.track_running_stats):
         return
@@ -395,7 +468,7 @@ def _total(tensor: torch.Tensor, group) -> torch.Tensor:
     return tensor
 
 
-def _autocast_dtype(device_type: str) -> Optional[torch.dtype]:
+def _autocast_dtype(device_type: str) -> torch.dtype | None:
     """What matrix products are computed in under autocast, None outside."""
     if hasattr(torch, 'get_autocast_dtype'):
         if torch.is_autocast_enabled(device_type):

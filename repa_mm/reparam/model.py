@@ -1,12 +1,21 @@
 """From one FFN to a model."""
+
 import collections
 import copy
 import warnings
 
 import torch.nn as nn
 
-from .ffn import (ChannelIdleFFN, CheckpointError, DeployForm, MergedFFN,
-                  TrainingForm, _of_deploy_form, check_finite, check_weights)
+from .ffn import (
+    ChannelIdleFFN,
+    CheckpointError,
+    DeployForm,
+    MergedFFN,
+    TrainingForm,
+    _of_deploy_form,
+    check_finite,
+    check_weights,
+)
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -17,11 +26,12 @@ def unwrap(model: nn.Module) -> nn.Module:
     """
     while True:
         if type(model).__name__.endswith('FullyShardedDataParallel'):
-            raise ValueError('the parameters of a FullyShardedDataParallel '
-                             'model are spread over processes: gather them '
-                             'into an ordinary model first')
-        if isinstance(model, (nn.DataParallel,
-                              nn.parallel.DistributedDataParallel)):
+            raise ValueError(
+                'the parameters of a FullyShardedDataParallel '
+                'model are spread over processes: gather them '
+                'into an ordinary model first'
+            )
+        if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
             model = model.module
         elif hasattr(model, '_orig_mod'):
             model = model._orig_mod
@@ -44,8 +54,7 @@ def set_training_path(model: nn.Module, path: str) -> nn.Module:
         ValueError: If the path is unknown.
     """
     if path not in ('auto', 'literal', 'folded'):
-        raise ValueError("path must be 'auto', 'literal' or 'folded', but got "
-                         f'{path!r}')
+        raise ValueError(f"path must be 'auto', 'literal' or 'folded', but got {path!r}")
     for module in model.modules():
         if isinstance(module, ChannelIdleFFN):
             module.training_path = path
@@ -63,7 +72,7 @@ def _weights_of(model: nn.Module, state_dict: dict, prefix: str = ''):
         if isinstance(module, (TrainingForm, DeployForm)):
             name = f'{prefix}{name}' if name else prefix[:-1]
             weights = {
-                key[len(name) + 1:]: value
+                key[len(name) + 1 :]: value
                 for key, value in state_dict.items()
                 if key.startswith(f'{name}.')
             }
@@ -72,13 +81,10 @@ def _weights_of(model: nn.Module, state_dict: dict, prefix: str = ''):
 
 def is_reparameterized(model: nn.Module, state_dict: dict) -> bool:
     """Whether a state dict for this model, in either form, is merged."""
-    return any(
-        _of_deploy_form(weights)
-        for _, _, weights in _weights_of(model, state_dict))
+    return any(_of_deploy_form(weights) for _, _, weights in _weights_of(model, state_dict))
 
 
-def check_state_dict(model: nn.Module, state_dict: dict, prefix: str = '',
-                     *args) -> None:
+def check_state_dict(model: nn.Module, state_dict: dict, prefix: str = '', *args) -> None:
     """Check that a state dict has the weights of all FFNs, in their form.
 
     Its signature is that of a hook before ``load_state_dict``. A state dict
@@ -95,12 +101,13 @@ def check_state_dict(model: nn.Module, state_dict: dict, prefix: str = '',
         names.add(name)
     suffixes = tuple(f'{name.rpartition(".")[2]}.fc1.weight' for name in names)
     for key in state_dict:
-        name = key[:-len('.fc1.weight')]
-        if key.startswith(prefix) and key.endswith(
-                suffixes) and name not in names:
-            raise CheckpointError(f'the checkpoint has an FFN {name!r} and the'
-                                  ' model has none: they differ in '
-                                  'architecture')
+        name = key[: -len('.fc1.weight')]
+        if key.startswith(prefix) and key.endswith(suffixes) and name not in names:
+            raise CheckpointError(
+                f'the checkpoint has an FFN {name!r} and the'
+                ' model has none: they differ in '
+                'architecture'
+            )
 
 
 def _conv_bns(model: nn.Module):
@@ -110,17 +117,22 @@ def _conv_bns(model: nn.Module):
     except ImportError:  # without mmcv there is no ConvModule either
         return
     modules = dict(model.named_modules())
-    owners = collections.Counter(
-        id(child) for m in modules.values() for child in m.children())
+    owners = collections.Counter(id(child) for m in modules.values() for child in m.children())
     for name, m in modules.items():
-        if not (isinstance(m, ConvModule) and m.with_norm
-                and isinstance(m.conv, nn.Conv2d)
-                and isinstance(m.norm, (nn.BatchNorm2d, nn.SyncBatchNorm))):
+        if not (
+            isinstance(m, ConvModule)
+            and m.with_norm
+            and isinstance(m.conv, nn.Conv2d)
+            and isinstance(m.norm, (nn.BatchNorm2d, nn.SyncBatchNorm))
+        ):
             continue
         # Some heads share convolutions between levels and not their norms.
-        if (m.order.index('norm') == m.order.index('conv') + 1
-                and owners[id(m.conv)] == 1 and m.norm.affine
-                and m.norm.running_mean is not None):
+        if (
+            m.order.index('norm') == m.order.index('conv') + 1
+            and owners[id(m.conv)] == 1
+            and m.norm.affine
+            and m.norm.running_mean is not None
+        ):
             yield name, m
 
 
@@ -129,6 +141,7 @@ def _fold_conv_bns(model: nn.Module) -> None:
     conv_bns = dict(_conv_bns(model))
     for m in conv_bns.values():
         from mmcv.cnn import fuse_conv_bn
+
         fuse_conv_bn(m)
     if conv_bns:
         model._register_state_dict_hook(_warn_of_folded_weights)
@@ -139,13 +152,13 @@ def _warn_of_folded_weights(*args) -> None:
         'this model has its BatchNorms folded into convolutions: its weights '
         'do not load into a model built from the config. For a checkpoint, '
         'use tools/reparameterize.py or reparameterize(model, '
-        'fuse_conv_bn=False)')
+        'fuse_conv_bn=False)'
+    )
 
 
-def reparameterize(model: nn.Module,
-                   inplace: bool = False,
-                   fuse_conv_bn: bool = True,
-                   shortcut: str = 'inside') -> nn.Module:
+def reparameterize(
+    model: nn.Module, inplace: bool = False, fuse_conv_bn: bool = True, shortcut: str = 'inside'
+) -> nn.Module:
     """Merge every channel-idle FFN of a model.
 
     The result computes what the model computes in eval mode, up to rounding.
@@ -178,8 +191,9 @@ def reparameterize(model: nn.Module,
     model = unwrap(model)
     parts = dict(model.named_modules())
     if not any(isinstance(m, (TrainingForm, DeployForm)) for m in parts.values()):
-        raise ValueError(f'nothing to reparameterize: {type(model).__name__} '
-                         'has no channel-idle FFN')
+        raise ValueError(
+            f'nothing to reparameterize: {type(model).__name__} has no channel-idle FFN'
+        )
     # What is merged takes its place in the copy, instead of being copied.
     memo = {}
     conv_bns = dict(_conv_bns(model)) if fuse_conv_bn else {}
@@ -190,8 +204,7 @@ def reparameterize(model: nn.Module,
             elif name in conv_bns:
                 check_finite(module)
         except ValueError as error:
-            raise ValueError(f'cannot merge {name or type(module).__name__!r}:'
-                             f' {error}') from error
+            raise ValueError(f'cannot merge {name or type(module).__name__!r}: {error}') from error
     if not inplace:
         model = copy.deepcopy(model, memo)
     else:  # only now, so that an error leaves the model as it was

@@ -1,4 +1,5 @@
 """Reading and writing checkpoints without surprises."""
+
 import argparse
 import copy
 import os
@@ -7,10 +8,11 @@ import pickle
 import re
 import types
 import zipfile
-from functools import lru_cache
+from collections.abc import Iterator, Sequence
+from functools import cache
 from importlib import import_module
 from mmap import ACCESS_READ, mmap
-from typing import Any, Iterator, Optional, Sequence, Union
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -25,7 +27,8 @@ HOW_TO_GET_WEIGHTS = (
     'tools/model_converters/repavit_to_mm.py, or train the backbone on '
     'ImageNet-1k first (configs/repa_*_in1k.py), and put the file there or '
     'set model.backbone.init_cfg.checkpoint to its path. To train without '
-    'pretrained weights: tools/train.py CONFIG --from-scratch')
+    'pretrained weights: tools/train.py CONFIG --from-scratch'
+)
 
 
 def is_remote(path: str) -> bool:
@@ -33,7 +36,7 @@ def is_remote(path: str) -> bool:
     return '://' in path
 
 
-def check_pretrained(init_cfg: Union[dict, list, None]) -> None:
+def check_pretrained(init_cfg: dict | list | None) -> None:
     """Check that the local files an ``init_cfg`` loads from exist.
 
     Raises:
@@ -42,16 +45,15 @@ def check_pretrained(init_cfg: Union[dict, list, None]) -> None:
     for cfg in init_cfg if isinstance(init_cfg, (list, tuple)) else [init_cfg]:
         path = cfg.get('checkpoint') if isinstance(cfg, dict) else None
         if path and not is_remote(path) and not osp.isfile(path):
-            raise FileNotFoundError(
-                f'no pretrained weights at {path!r}. {HOW_TO_GET_WEIGHTS}')
+            raise FileNotFoundError(f'no pretrained weights at {path!r}. {HOW_TO_GET_WEIGHTS}')
 
 
-@lru_cache(maxsize=None)
+@cache
 def _safe_globals() -> list:
-    """What MMEngine and timm's scripts write into checkpoints besides tensors.
-    """
+    """What MMEngine and timm's scripts write into checkpoints besides tensors."""
     import numpy as np
     from mmengine.logging import HistoryBuffer
+
     try:
         multiarray = import_module('numpy._core.multiarray')
     except ImportError:  # before NumPy 1.26
@@ -77,10 +79,16 @@ def _safe_globals() -> list:
         return text.encode(codec)
 
     return [
-        argparse.Namespace, HistoryBuffer, (method, 'builtins.getattr'),
-        (encode, '_codecs.encode'), np.ndarray,
-        (dtype, 'numpy.dtype'), multiarray._reconstruct, multiarray.scalar,
-        slice, *{type(np.dtype(char)) for char in 'bBhHiIlLqQefd?'}
+        argparse.Namespace,
+        HistoryBuffer,
+        (method, 'builtins.getattr'),
+        (encode, '_codecs.encode'),
+        np.ndarray,
+        (dtype, 'numpy.dtype'),
+        multiarray._reconstruct,
+        multiarray.scalar,
+        slice,
+        *{type(np.dtype(char)) for char in 'bBhHiIlLqQefd?'},
     ]
 
 
@@ -99,8 +107,7 @@ class _Inert:
 
 def _old_name(path: str) -> str:
     """The name that Python 2 and NumPy 1 had for something."""
-    return path.replace('numpy._core', 'numpy.core').replace(
-        'builtins.', '__builtin__.')
+    return path.replace('numpy._core', 'numpy.core').replace('builtins.', '__builtin__.')
 
 
 class _TensorUnpickler(pickle._Unpickler):
@@ -113,25 +120,33 @@ class _TensorUnpickler(pickle._Unpickler):
 
     def find_class(self, module: str, name: str):
         for safe in _safe_globals():
-            safe, path = safe if isinstance(safe, tuple) else (
-                safe, f'{safe.__module__}.{safe.__qualname__}')
+            safe, path = (
+                safe
+                if isinstance(safe, tuple)
+                else (safe, f'{safe.__module__}.{safe.__qualname__}')
+            )
             if _old_name(path) == _old_name(f'{module}.{name}'):
                 return safe
-        if (module == 'torch._utils' and name.startswith('_rebuild')
-                or module == 'torch.storage' and name == 'UntypedStorage'
-                or module == 'torch' and
-                (name.endswith('Storage') or name in ('Size', 'device')
-                 or isinstance(getattr(torch, name, None), torch.dtype))
-                or (module, name) in (('collections', 'OrderedDict'),
-                                      ('argparse', 'Namespace'))):
+        if (
+            module == 'torch._utils'
+            and name.startswith('_rebuild')
+            or module == 'torch.storage'
+            and name == 'UntypedStorage'
+            or module == 'torch'
+            and (
+                name.endswith('Storage')
+                or name in ('Size', 'device')
+                or isinstance(getattr(torch, name, None), torch.dtype)
+            )
+            or (module, name) in (('collections', 'OrderedDict'), ('argparse', 'Namespace'))
+        ):
             return super().find_class(module, name)
         return _Inert
 
 
 _tensor_pickle = types.ModuleType('tensor_pickle', 'see _TensorUnpickler')
 _tensor_pickle.Unpickler = _TensorUnpickler
-_tensor_pickle.load = lambda file, **kwargs: _TensorUnpickler(file, **kwargs
-                                                              ).load()
+_tensor_pickle.load = lambda file, **kwargs: _TensorUnpickler(file, **kwargs).load()
 
 
 def check_size(path: str) -> bool:
@@ -151,32 +166,32 @@ def check_size(path: str) -> bool:
         raise CheckpointError(f'{path!r} is empty')
     if start != b'PK':
         if start[:1] != b'\x80':
-            raise CheckpointError(f'{path!r} is no checkpoint: it begins with '
-                                  f'{start!r}, as neither a zip archive nor a '
-                                  'pickle does')
-        with open(path, 'rb') as file, mmap(
-                file.fileno(), 0, access=ACCESS_READ) as content:
+            raise CheckpointError(
+                f'{path!r} is no checkpoint: it begins with '
+                f'{start!r}, as neither a zip archive nor a '
+                'pickle does'
+            )
+        with open(path, 'rb') as file, mmap(file.fileno(), 0, access=ACCESS_READ) as content:
             _check_pickle(content, path)
         return False
     if not zipfile.is_zipfile(path):
-        raise CheckpointError(f'{path!r} is truncated: the end of the file is '
-                              'missing')
+        raise CheckpointError(f'{path!r} is truncated: the end of the file is missing')
     try:
         with zipfile.ZipFile(path) as archive:
             records = archive.infolist()
-            pickles = [archive.read(record) for record in records
-                       if record.filename.endswith('data.pkl')
-                       and record.compress_type == zipfile.ZIP_STORED
-                       and record.file_size <= size]
+            pickles = [
+                archive.read(record)
+                for record in records
+                if record.filename.endswith('data.pkl')
+                and record.compress_type == zipfile.ZIP_STORED
+                and record.file_size <= size
+            ]
     except Exception as error:
-        raise CheckpointError(f'{path!r} is a damaged archive: {error}'
-                              ) from error
+        raise CheckpointError(f'{path!r} is a damaged archive: {error}') from error
     if any(record.filename.endswith('/constants.pkl') for record in records):
-        raise CheckpointError(f'{path!r} is a TorchScript archive, not a '
-                              'checkpoint')
+        raise CheckpointError(f'{path!r} is a TorchScript archive, not a checkpoint')
     declared = sum(record.file_size for record in records)
-    if declared > size or any(record.compress_type != zipfile.ZIP_STORED
-                              for record in records):
+    if declared > size or any(record.compress_type != zipfile.ZIP_STORED for record in records):
         raise CheckpointError(
             f'{path!r} is refused: its {size:,} bytes hold compressed parts, '
             f'which are to become {declared:,}; torch.save compresses nothing'
@@ -186,11 +201,10 @@ def check_size(path: str) -> bool:
     return True
 
 
-def _check_pickle(content: Union[bytes, mmap], path: str) -> None:
+def _check_pickle(content: bytes | mmap, path: str) -> None:
     # The one thing that torch lets a pickle make in any size.
     if content.find(b'\nbytearray\n') >= 0:
-        raise CheckpointError(f'{path!r} is refused: it makes a bytearray, '
-                              'which no checkpoint has')
+        raise CheckpointError(f'{path!r} is refused: it makes a bytearray, which no checkpoint has')
 
 
 def _tensors(value: Any, seen: set) -> Iterator[torch.Tensor]:
@@ -208,17 +222,18 @@ def _load_safetensors(path: str) -> dict:
     try:
         from safetensors.torch import load_file
     except ImportError as error:
-        raise CheckpointError(f'{path!r} needs a package to be read: pip '
-                              'install safetensors') from error
+        raise CheckpointError(
+            f'{path!r} needs a package to be read: pip install safetensors'
+        ) from error
     try:
         return load_file(path)
     except Exception as error:
-        raise CheckpointError(f'{path!r} is not a readable safetensors file, '
-                              f'perhaps damaged ({error})') from error
+        raise CheckpointError(
+            f'{path!r} is not a readable safetensors file, perhaps damaged ({error})'
+        ) from error
 
 
-def load_checkpoint(path: str,
-                    keys: Sequence[str] = ('state_dict', )) -> dict:
+def load_checkpoint(path: str, keys: Sequence[str] = ('state_dict',)) -> dict:
     """Read a checkpoint onto the CPU, without running code that is in it.
 
     Args:
@@ -239,10 +254,8 @@ def load_checkpoint(path: str,
             state dict.
     """
     if not osp.isfile(path):
-        kind = ('folder' if osp.isdir(path) else
-                'device or pipe' if osp.exists(path) else '')
-        raise FileNotFoundError(f'no checkpoint at {path!r}'
-                                + (kind and f': it is a {kind}'))
+        kind = 'folder' if osp.isdir(path) else 'device or pipe' if osp.exists(path) else ''
+        raise FileNotFoundError(f'no checkpoint at {path!r}' + (kind and f': it is a {kind}'))
     if path.endswith('.safetensors'):
         state_dict = _load_safetensors(path)
         if not state_dict:
@@ -254,14 +267,11 @@ def load_checkpoint(path: str,
     try:
         if digit_version(torch.__version__) >= digit_version('2.6'):
             with torch.serialization.safe_globals(_safe_globals()):
-                checkpoint = torch.load(
-                    path, map_location='cpu', weights_only=True, mmap=mapped)
+                checkpoint = torch.load(path, map_location='cpu', weights_only=True, mmap=mapped)
         else:
             checkpoint = torch.load(
-                path,
-                map_location='cpu',
-                pickle_module=_tensor_pickle,
-                mmap=mapped)
+                path, map_location='cpu', pickle_module=_tensor_pickle, mmap=mapped
+            )
     except pickle.UnpicklingError as error:
         reason = re.search(r'Unsupported (global: GLOBAL \S+|operand \d+)', str(error))
         raise CheckpointError(
@@ -274,34 +284,42 @@ def load_checkpoint(path: str,
         text = ' '.join(str(error).split())[:100]
         raise CheckpointError(
             f'{path!r} is not a readable checkpoint, perhaps damaged '
-            f'({type(error).__name__}: {text})') from error
+            f'({type(error).__name__}: {text})'
+        ) from error
     if not isinstance(checkpoint, dict):
-        raise CheckpointError(f'{path!r} holds a {type(checkpoint).__name__}, '
-                              'not a checkpoint')
+        raise CheckpointError(f'{path!r} holds a {type(checkpoint).__name__}, not a checkpoint')
     key = next((key for key in keys if key in checkpoint), None)
     if key != 'state_dict':
         checkpoint = dict(
-            checkpoint if key else {},
-            state_dict=checkpoint[key] if key else checkpoint)
+            checkpoint if key else {}, state_dict=checkpoint[key] if key else checkpoint
+        )
     state_dict = checkpoint['state_dict']
-    if not (isinstance(state_dict, dict) and state_dict and all(
-            isinstance(k, str) and isinstance(v, torch.Tensor)
-            for k, v in state_dict.items())):
+    if not (
+        isinstance(state_dict, dict)
+        and state_dict
+        and all(isinstance(k, str) and isinstance(v, torch.Tensor) for k, v in state_dict.items())
+    ):
         hint = ''
         if key is None and isinstance(state_dict.get('model'), dict):
-            hint = (" ('model' may be one of another layout, see "
-                    'tools/model_converters/repavit_to_mm.py)')
+            hint = (
+                " ('model' may be one of another layout, see "
+                'tools/model_converters/repavit_to_mm.py)'
+            )
         raise CheckpointError(
             f'{path!r} holds no state dict: expected names with tensors, alone'
-            f' or under {" or ".join(map(repr, keys))}{hint}')
+            f' or under {" or ".join(map(repr, keys))}{hint}'
+        )
     for tensor in _tensors(checkpoint, set()):
         # A view of one number may have any shape, and grows when computed with.
-        if (tensor.layout != torch.strided or tensor.device.type != 'cpu' or
-                tensor.numel() * tensor.element_size() >
-                tensor.untyped_storage().nbytes()):
+        if (
+            tensor.layout != torch.strided
+            or tensor.device.type != 'cpu'
+            or tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes()
+        ):
             raise CheckpointError(
                 f'{path!r} is refused: it declares a tensor of shape '
-                f'{tuple(tensor.shape)} without holding all its values')
+                f'{tuple(tensor.shape)} without holding all its values'
+            )
     return checkpoint
 
 
@@ -330,11 +348,11 @@ def check_values(state_dict: dict) -> None:
     """
     for key, value in state_dict.items():
         if value.is_floating_point() and not value.isfinite().all():
-            raise CheckpointError(f'{key!r} in the checkpoint has values that '
-                                  'are not finite (NaN or infinity)')
+            raise CheckpointError(
+                f'{key!r} in the checkpoint has values that are not finite (NaN or infinity)'
+            )
         if key.endswith('.running_var') and (value < 0).any():
-            raise CheckpointError(f'{key!r} in the checkpoint has negative '
-                                  'variances')
+            raise CheckpointError(f'{key!r} in the checkpoint has negative variances')
 
 
 def check_fit(model: nn.Module, state_dict: dict, complete: bool) -> None:
@@ -356,14 +374,21 @@ def check_fit(model: nn.Module, state_dict: dict, complete: bool) -> None:
             f'the checkpoint has none of the weights of {type(model).__name__}'
             f': it is of another architecture (it has '
             f'{next(iter(state_dict), "nothing")!r}, the model '
-            f'{next(iter(own))!r})')
+            f'{next(iter(own))!r})'
+        )
     parameters = dict(model.named_parameters())
     for key, value in state_dict.items():
         if key in own and own[key].is_floating_point() != value.is_floating_point():
-            raise CheckpointError(f'{key!r} is of type {value.dtype} in the '
-                                  f'checkpoint, not {own[key].dtype}')
-    check_values({key: value for key, value in state_dict.items()
-                  if key in parameters or key in own and '.running_' in key})
+            raise CheckpointError(
+                f'{key!r} is of type {value.dtype} in the checkpoint, not {own[key].dtype}'
+            )
+    check_values(
+        {
+            key: value
+            for key, value in state_dict.items()
+            if key in parameters or key in own and '.running_' in key
+        }
+    )
     if not complete:
         return
     try:
@@ -375,12 +400,14 @@ def check_fit(model: nn.Module, state_dict: dict, complete: bool) -> None:
         lines = str(error).splitlines()
         raise CheckpointError(
             f'the checkpoint is of another model: {lines[-1].strip()}'
-            + f' and {len(lines) - 2} more' * (len(lines) > 2)) from error
+            + f' and {len(lines) - 2} more' * (len(lines) > 2)
+        ) from error
     missing = [k for k in missing if not k.endswith('num_batches_tracked')]
     if missing:
         raise CheckpointError(
             f'the checkpoint is of another model: it lacks {missing[0]!r}'
-            + f' and {len(missing) - 1} more' * (len(missing) > 1))
+            + f' and {len(missing) - 1} more' * (len(missing) > 1)
+        )
 
 
 def save_checkpoint(checkpoint: dict, path: str) -> None:
@@ -390,11 +417,12 @@ def save_checkpoint(checkpoint: dict, path: str) -> None:
             torch.save(checkpoint, temporary)
         except RuntimeError as error:
             # torch's writer does not say why.
-            raise OSError(f'cannot write {path!r}: is the disk full? '
-                          f'({str(error)[-100:]})') from error
+            raise OSError(
+                f'cannot write {path!r}: is the disk full? ({str(error)[-100:]})'
+            ) from error
 
 
-def find_latest(work_dir: str) -> Optional[str]:
+def find_latest(work_dir: str) -> str | None:
     """The checkpoint with which a training that was stopped goes on.
 
     It is the one that ``last_checkpoint`` names. That file may be a moment

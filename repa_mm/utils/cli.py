@@ -1,4 +1,5 @@
 """Options, errors and tables for people."""
+
 import argparse
 import logging
 import os
@@ -6,8 +7,8 @@ import os.path as osp
 import signal
 import sys
 import traceback
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Iterator, List, Optional, Sequence
 
 from mmengine import config
 
@@ -28,8 +29,7 @@ class DictAction(config.DictAction):
         for pair in values:
             key, equals, value = pair.partition('=')
             if not equals or not all(key.split('.')):
-                raise argparse.ArgumentError(
-                    self, f'{pair!r} is not of the form key=value')
+                raise argparse.ArgumentError(self, f'{pair!r} is not of the form key=value')
             value = value.strip()
             if ' ' in value and ',' not in value and value[0] not in '([':
                 options = dict(getattr(namespace, self.dest) or {})
@@ -39,8 +39,10 @@ class DictAction(config.DictAction):
                 super().__call__(parser, namespace, [pair], option_string)
             except Exception as error:
                 raise argparse.ArgumentError(
-                    self, f'{pair!r} has no value that can be read '
-                    f'({str(error) or type(error).__name__})') from error
+                    self,
+                    f'{pair!r} has no value that can be read '
+                    f'({str(error) or type(error).__name__})',
+                ) from error
 
 
 def parse_runner_args(parser: argparse.ArgumentParser) -> dict:
@@ -56,11 +58,9 @@ def parse_runner_args(parser: argparse.ArgumentParser) -> dict:
         '--cfg-options',
         nargs='+',
         action=DictAction,
-        help='override values of the config: key=value ...')
-    parser.add_argument(
-        '--launcher',
-        choices=['none', 'pytorch', 'slurm', 'mpi'],
-        default='none')
+        help='override values of the config: key=value ...',
+    )
+    parser.add_argument('--launcher', choices=['none', 'pytorch', 'slurm', 'mpi'], default='none')
     parser.add_argument('--local_rank', '--local-rank', type=int, default=0)
     args = vars(parser.parse_args())
     os.environ.setdefault('LOCAL_RANK', str(args.pop('local_rank')))
@@ -78,8 +78,7 @@ def one_line(error: BaseException) -> str:
     # Errors of a DataLoader's worker arrive with its whole trace.
     files = [i for i, line in enumerate(lines) if line.startswith('  File "')]
     if files and 'Traceback' in str(error):
-        lines = [line for line in lines[files[-1] + 1:]
-                 if not line.startswith('  ')]
+        lines = [line for line in lines[files[-1] + 1 :] if not line.startswith('  ')]
         name, _, rest = (lines or ['']).pop(0).partition(': ')
         plain = {kind.__name__ for kind in _PLAIN}
         lines.insert(0, rest if name in plain else f'{name}: {rest}')
@@ -93,14 +92,12 @@ def one_line(error: BaseException) -> str:
         text = ': '.join(filter(None, (type(error).__name__, text)))
         frames = traceback.extract_tb(error.__traceback__)
         if frames and not isinstance(error, ImportError):
-            text += (f' in {osp.basename(frames[-1].filename)}, '
-                     f'line {frames[-1].lineno}')
+            text += f' in {osp.basename(frames[-1].filename)}, line {frames[-1].lineno}'
     return text
 
 
 @contextmanager
-def clear_errors(*kinds: type,
-                 logger: Optional[logging.Logger] = None) -> Iterator[None]:
+def clear_errors(*kinds: type, logger: logging.Logger | None = None) -> Iterator[None]:
     """End the program with one line instead of a stack trace.
 
     Args:
@@ -117,16 +114,18 @@ def clear_errors(*kinds: type,
             raise
         for handler in getattr(logger, 'handlers', ()):
             if isinstance(handler, logging.FileHandler):
-                handler.handle(logger.makeRecord(
-                    logger.name, logging.ERROR, __file__, 0, 'stopped', (),
-                    sys.exc_info()))
+                handler.handle(
+                    logger.makeRecord(
+                        logger.name, logging.ERROR, __file__, 0, 'stopped', (), sys.exc_info()
+                    )
+                )
         sys.exit(f'error: {one_line(error)} (REPA_MM_TRACEBACK=1 shows where)')
     finally:
         logging.raiseExceptions = raises
         signal.signal(signal.SIGTERM, before)
 
 
-def align(rows: Sequence[Sequence[str]], left: int = 1) -> List[str]:
+def align(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
     """Rows of a table as lines of text, with columns of equal width.
 
     Args:
@@ -137,7 +136,8 @@ def align(rows: Sequence[Sequence[str]], left: int = 1) -> List[str]:
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = []
     for cells in rows:
-        cells = [c.ljust(w) if i < left else c.rjust(w)
-                 for i, (c, w) in enumerate(zip(cells, widths))]
+        cells = [
+            c.ljust(w) if i < left else c.rjust(w) for i, (c, w) in enumerate(zip(cells, widths))
+        ]
         lines.append('   '.join(cells).rstrip())
     return lines

@@ -1,7 +1,9 @@
 """Parameters and multiply-adds."""
+
 import copy
 import logging
-from typing import Any, Dict, Optional, Sequence, Tuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -16,7 +18,7 @@ def count_parameters(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
-def count_macs(model: nn.Module, input_shape: Tuple[int, ...]) -> int:
+def count_macs(model: nn.Module, input_shape: tuple[int, ...]) -> int:
     """Multiply-adds of linear and convolution layers for one image.
 
     The attention products and the norms are left out, as in the paper's
@@ -40,9 +42,9 @@ class _Tensors(nn.Module):
         return self.model(x, self.data_samples, mode='tensor')
 
 
-def macs_by_part(model: nn.Module,
-                 input_shape: Tuple[int, ...],
-                 data_samples: Optional[list] = None) -> Dict[str, int]:
+def macs_by_part(
+    model: nn.Module, input_shape: tuple[int, ...], data_samples: list | None = None
+) -> dict[str, int]:
     """As :func:`count_macs`, for a model and each of its children.
 
     Args:

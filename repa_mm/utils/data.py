@@ -1,10 +1,13 @@
 """Data sets that are not what they should be."""
+
 import os.path as osp
 import warnings
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Iterator, Optional
+from typing import Any
 
 from mmengine.dataset import Compose
+
 
 class AnnotationError(ValueError):
     """An annotation file with something wrong in it."""
@@ -28,6 +31,7 @@ def check_image(path: str) -> None:
             Pillow allows.
     """
     from PIL import Image, UnidentifiedImageError
+
     if not osp.exists(path):
         raise FileNotFoundError(f'no image at {path!r}')
     if not osp.isfile(path):
@@ -52,7 +56,8 @@ def check_image(path: str) -> None:
         raise ValueError(
             f'the image {path!r} is refused: it declares more pixels than '
             f'{2 * Image.MAX_IMAGE_PIXELS:,}, which PIL.Image.MAX_IMAGE_PIXELS'
-            ' allows') from error
+            ' allows'
+        ) from error
     except Exception as error:
         raise ValueError(f'the image {path!r} is damaged: {error}') from error
 
@@ -62,10 +67,11 @@ class CheckedPipeline(Compose):
 
     Made from a data set's own by :func:`check_items`.
     """
-    num_labels: Optional[int] = None
+
+    num_labels: int | None = None
     ignore_index = 255
 
-    def __call__(self, data: dict) -> Optional[dict]:
+    def __call__(self, data: dict) -> dict | None:
         paths = [data.get(key) for key in ('img_path', 'seg_map_path')]
         for path in paths:
             # Other paths are for another storage backend.
@@ -78,38 +84,38 @@ class CheckedPipeline(Compose):
             except Exception as error:
                 name = ' and '.join(repr(p) for p in paths if p)
                 text = str(error)
-                if not text or not isinstance(error, (
-                        AssertionError, OSError, ValueError)):
+                if not text or not isinstance(error, (AssertionError, OSError, ValueError)):
                     text = f'{type(error).__name__} {text}'
-                raise ValueError(f'cannot load {name or "an image"} '
-                                 f'({type(step).__name__}: {text})') from error
+                raise ValueError(
+                    f'cannot load {name or "an image"} ({type(step).__name__}: {text})'
+                ) from error
             if data is None:
                 return None
-            if (not checked and self.num_labels is not None
-                    and 'gt_seg_map' in data):
+            if not checked and self.num_labels is not None and 'gt_seg_map' in data:
                 self._check_labels(data, paths[1])
                 checked = True
         if not isinstance(data, dict) or 'inputs' not in data:
-            raise ValueError("the data set's pipeline gives no 'inputs': its "
-                             'last step must be a Pack...Inputs')
+            raise ValueError(
+                "the data set's pipeline gives no 'inputs': its last step must be a Pack...Inputs"
+            )
         return data
 
     def _check_labels(self, data: dict, path: str) -> None:
         labels, size = data['gt_seg_map'], data.get('ori_shape')
         if labels.ndim != 2:
-            raise ValueError(f'the label map {path!r} has {labels.shape[-1]} '
-                             'channels, not one')
+            raise ValueError(f'the label map {path!r} has {labels.shape[-1]} channels, not one')
         if size is not None and labels.shape != tuple(size[:2]):
             raise ValueError(
                 f'the label map {path!r} is of {_size(labels.shape)} pixels, '
-                f'its image {data.get("img_path")!r} of {_size(size)}')
-        wrong = labels[(labels >= self.num_labels) &
-                       (labels != self.ignore_index)]
+                f'its image {data.get("img_path")!r} of {_size(size)}'
+            )
+        wrong = labels[(labels >= self.num_labels) & (labels != self.ignore_index)]
         if wrong.size:
             raise ValueError(
                 f'the label map {path!r} has the label {int(wrong.flat[0])}, '
                 f'but there are {self.num_labels} classes (after '
-                'reduce_zero_label, if set)')
+                'reduce_zero_label, if set)'
+            )
 
 
 def _size(shape: Any) -> str:
@@ -128,15 +134,13 @@ def check_items(dataset: Any) -> None:
             continue
         pipeline.__class__ = CheckedPipeline
         if hasattr(inner, 'reduce_zero_label'):  # MMSegmentation's
-            pipeline.num_labels = len(inner.metainfo.get('classes') or ()
-                                      ) or None
+            pipeline.num_labels = len(inner.metainfo.get('classes') or ()) or None
             pipeline.ignore_index = getattr(inner, 'ignore_index', 255)
 
 
 def leaves(dataset: Any) -> Iterator[Any]:
     """The data sets, or their configs, inside any wrappers."""
-    get = dataset.get if isinstance(dataset, dict) else (
-        lambda key: getattr(dataset, key, None))
+    get = dataset.get if isinstance(dataset, dict) else (lambda key: getattr(dataset, key, None))
     inner = get('datasets')
     if inner is None:
         inner = get('dataset')
@@ -174,8 +178,9 @@ def checked_annotations(annotated: bool = False) -> Iterator[None]:
         except AnnotationError:
             raise
         except (ValueError, AssertionError, RecursionError) as error:
-            raise AnnotationError(f'{annotation_file!r} is not an annotation '
-                                  f'file: {error}') from error
+            raise AnnotationError(
+                f'{annotation_file!r} is not an annotation file: {error}'
+            ) from error
 
     def checked_index(self):
         if self.annotation_file is not None:
@@ -209,8 +214,7 @@ def check_coco(content: dict, path: str, annotated: bool = False) -> None:
         raise AnnotationError(f'{path!r}: {problem}')
 
     ids = {}
-    for part, keys in (('images', ('file_name', 'height', 'width')),
-                       ('categories', ('name', ))):
+    for part, keys in (('images', ('file_name', 'height', 'width')), ('categories', ('name',))):
         entries = content.get(part)
         if not isinstance(entries, list) or not entries:
             fail(f'there are no {part}')
@@ -223,11 +227,12 @@ def check_coco(content: dict, path: str, annotated: bool = False) -> None:
             found[entry['id']] = entry
             for key in keys:
                 value = entry.get(key)
-                if not (value and isinstance(value, str)
-                        if key in ('file_name', 'name') else
-                        _is_number(value) and value > 0):
-                    fail(f'{key!r} of the entry {entry["id"]} of {part} is '
-                         f'{_short(value)}')
+                if not (
+                    value and isinstance(value, str)
+                    if key in ('file_name', 'name')
+                    else _is_number(value) and value > 0
+                ):
+                    fail(f'{key!r} of the entry {entry["id"]} of {part} is {_short(value)}')
     images, categories = ids['images'], ids['categories']
     annotations = content.get('annotations', [])
     if not isinstance(annotations, list):
@@ -239,11 +244,11 @@ def check_coco(content: dict, path: str, annotated: bool = False) -> None:
         problem = _problem(entry, images, categories)
         if problem:
             fail(f'the annotation {entry["id"]} has {problem}')
-        usable = usable or (not entry.get('iscrowd') and entry['bbox'][2] > 0
-                            and entry['bbox'][3] > 0)
+        usable = usable or (
+            not entry.get('iscrowd') and entry['bbox'][2] > 0 and entry['bbox'][3] > 0
+        )
     if annotated and not usable:
-        fail('there are no annotations' + ' but crowds and boxes without area'
-             * bool(annotations))
+        fail('there are no annotations' + ' but crowds and boxes without area' * bool(annotations))
 
 
 def _is_id(value: Any) -> bool:
@@ -255,17 +260,21 @@ def _short(value: Any) -> str:
     return text if len(text) <= 80 else f'{text[:80]} ...'
 
 
-def _problem(entry: dict, images: dict, categories: dict) -> Optional[str]:
+def _problem(entry: dict, images: dict, categories: dict) -> str | None:
     """What is wrong with an annotation."""
     for key, known in (('image_id', images), ('category_id', categories)):
         value = entry.get(key)
         if not _is_id(value) or value not in known:
             return f'the {key} {_short(value)}, which is none'
     box = entry.get('bbox')
-    if (not isinstance(box, list) or len(box) != 4
-            or not _are_numbers(box) or box[2] < 0 or box[3] < 0):
-        return (f'the box {_short(box)}: it takes four finite numbers, x, y, '
-                'width and height')
+    if (
+        not isinstance(box, list)
+        or len(box) != 4
+        or not _are_numbers(box)
+        or box[2] < 0
+        or box[3] < 0
+    ):
+        return f'the box {_short(box)}: it takes four finite numbers, x, y, width and height'
     if not _is_number(entry.get('area')):
         return f'the area {_short(entry.get("area"))}'
     mask = entry.get('segmentation')
@@ -273,27 +282,28 @@ def _problem(entry: dict, images: dict, categories: dict) -> Optional[str]:
         return None
     if isinstance(mask, list):
         for polygon in mask:
-            if (not isinstance(polygon, list) or not _are_numbers(polygon)
-                    or len(polygon) % 2):
-                return (f'the polygon {_short(polygon)}: it takes pairs of '
-                        'finite coordinates')
+            if not isinstance(polygon, list) or not _are_numbers(polygon) or len(polygon) % 2:
+                return f'the polygon {_short(polygon)}: it takes pairs of finite coordinates'
         return None
     image = images[entry['image_id']]
-    if not isinstance(mask, dict) or mask.get('size') != [
-            image['height'], image['width']]:
-        return (f'the mask {_short(mask)}, which is not of its image\'s size, '
-                f'{image["height"]}x{image["width"]}')
+    if not isinstance(mask, dict) or mask.get('size') != [image['height'], image['width']]:
+        return (
+            f"the mask {_short(mask)}, which is not of its image's size, "
+            f'{image["height"]}x{image["width"]}'
+        )
     # pycocotools takes what is not covered from memory at random.
     counts = mask.get('counts')
     runs = _decompress(counts) if isinstance(counts, str) else counts
-    if (not isinstance(runs, list)
-            or not all(isinstance(run, int) and run >= 0 for run in runs)
-            or sum(runs) != image['height'] * image['width']):
+    if (
+        not isinstance(runs, list)
+        or not all(isinstance(run, int) and run >= 0 for run in runs)
+        or sum(runs) != image['height'] * image['width']
+    ):
         return f'a mask whose runs, {_short(counts)}, do not fill its image'
     return None
 
 
-def _decompress(text: str) -> Optional[list]:
+def _decompress(text: str) -> list | None:
     """The runs of a mask in COCO's compressed form; None if it is none.
 
     Five bits a character, and one that says whether more follow; from the
@@ -317,8 +327,9 @@ def _decompress(text: str) -> Optional[list]:
 
 
 def _is_number(value: Any) -> bool:
-    return (isinstance(value, (int, float)) and not isinstance(value, bool)
-            and abs(value) < 1e12)  # False for NaN
+    return (
+        isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e12
+    )  # False for NaN
 
 
 def _are_numbers(values: list) -> bool:

@@ -1,18 +1,15 @@
 """Deploy forms in other formats."""
+
 import os.path as osp
 import warnings
-from typing import Callable, List, Sequence, Tuple
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn as nn
 
 from .checkpoint import replacing
 
-FORMATS = {
-    '.onnx': 'ONNX',
-    '.pt2': 'a program of torch.export',
-    '.pt': 'TorchScript, traced'
-}
+FORMATS = {'.onnx': 'ONNX', '.pt2': 'a program of torch.export', '.pt': 'TorchScript, traced'}
 
 
 class _Tensors(nn.Module):
@@ -42,18 +39,16 @@ def _write_onnx(model, image, dynamic, path) -> None:
         opset_version=17,
         input_names=['image'],
         dynamic_axes=dict(image=axes),
-        **kwargs)
+        **kwargs,
+    )
 
 
 def _write_program(model, image, dynamic, path) -> None:
-    if not hasattr(torch.export, 'Dim') or not hasattr(torch.export.Dim,
-                                                       'AUTO'):
-        raise ImportError('.pt2 files need torch 2.6 or later, this is '
-                          f'{torch.__version__}')
+    if not hasattr(torch.export, 'Dim') or not hasattr(torch.export.Dim, 'AUTO'):
+        raise ImportError(f'.pt2 files need torch 2.6 or later, this is {torch.__version__}')
     auto = torch.export.Dim.AUTO
     axes = {0: auto, 2: auto, 3: auto} if dynamic else {}
-    program = torch.export.export(
-        model, (image, ), dynamic_shapes=(axes, ), strict=False)
+    program = torch.export.export(model, (image,), dynamic_shapes=(axes,), strict=False)
     torch.export.save(program, path)
 
 
@@ -66,12 +61,11 @@ def read(path: str) -> Callable[[torch.Tensor], Sequence[torch.Tensor]]:
     suffix = osp.splitext(path)[1]
     if suffix == '.onnx':
         import onnxruntime
-        session = onnxruntime.InferenceSession(
-            path, providers=['CPUExecutionProvider'])
+
+        session = onnxruntime.InferenceSession(path, providers=['CPUExecutionProvider'])
         name = session.get_inputs()[0].name
         return lambda image: [
-            torch.from_numpy(array)
-            for array in session.run(None, {name: image.numpy()})
+            torch.from_numpy(array) for array in session.run(None, {name: image.numpy()})
         ]
     if suffix == '.pt2':
         model = torch.export.load(path).module()
@@ -87,14 +81,12 @@ def read(path: str) -> Callable[[torch.Tensor], Sequence[torch.Tensor]]:
 
 
 @torch.no_grad()
-def largest_error(model: nn.Module, exported: Callable,
-                  shapes: Sequence[Tuple[int, ...]]) -> float:
+def largest_error(model: nn.Module, exported: Callable, shapes: Sequence[tuple[int, ...]]) -> float:
     """Of the outputs, relative to the largest output, on random images."""
     model = _Tensors(model)
-    errors: List[float] = []
+    errors: list[float] = []
     for shape in shapes:
-        image = torch.randn(
-            shape, generator=torch.Generator().manual_seed(0))
+        image = torch.randn(shape, generator=torch.Generator().manual_seed(0))
         expected = model(image)
         if torch.is_tensor(expected):
             expected = [expected]
@@ -105,12 +97,14 @@ def largest_error(model: nn.Module, exported: Callable,
     return max(errors)
 
 
-def export(model: nn.Module,
-           out: str,
-           shape: Sequence[int] = (224, 224),
-           dynamic: bool = False,
-           batch: int = 1,
-           tolerance: float = 1e-4) -> float:
+def export(
+    model: nn.Module,
+    out: str,
+    shape: Sequence[int] = (224, 224),
+    dynamic: bool = False,
+    batch: int = 1,
+    tolerance: float = 1e-4,
+) -> float:
     """Write a backbone or classifier in another format, and check the file.
 
     What it computes there is compared with what the model computes, on random
@@ -146,11 +140,7 @@ def export(model: nn.Module,
     if suffix not in FORMATS:
         kinds = ', '.join(f'{k} ({v})' for k, v in FORMATS.items())
         raise ValueError(f'the suffix of {out!r} is none of {kinds}')
-    write = {
-        '.onnx': _write_onnx,
-        '.pt2': _write_program,
-        '.pt': _write_script
-    }[suffix]
+    write = {'.onnx': _write_onnx, '.pt2': _write_program, '.pt': _write_script}[suffix]
     height, width = shape
     if dynamic:  # what is 1 in the example stays 1
         batch = max(batch, 2)
@@ -165,11 +155,14 @@ def export(model: nn.Module,
         try:
             error = largest_error(model, run, shapes)
         except Exception as failure:  # each format has its own
-            raise ValueError(f'the model as {FORMATS[suffix]} does not take '
-                             'images of other sizes: '
-                             f'{str(failure)[:200]}') from failure
+            raise ValueError(
+                f'the model as {FORMATS[suffix]} does not take '
+                'images of other sizes: '
+                f'{str(failure)[:200]}'
+            ) from failure
         if not error <= tolerance:
             raise ValueError(
                 f'the model as {FORMATS[suffix]} differs by {error:.1e}, more '
-                f'than {tolerance:.0e}: nothing is written')
+                f'than {tolerance:.0e}: nothing is written'
+            )
     return error

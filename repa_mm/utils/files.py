@@ -1,10 +1,11 @@
 """Writing files without surprises."""
+
 import errno
 import os
 import os.path as osp
 import tempfile
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Iterator, Optional
 
 # A quota, a limit or a full or broken disk.
 _NO_SPACE = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EIO, errno.EROFS)
@@ -24,11 +25,10 @@ def check_writable(folder: str) -> None:
         with tempfile.TemporaryFile(dir=nearest) as file:
             file.write(bytes(65536))
     except OSError as error:
-        raise OSError(
-            f'cannot write to {folder!r}: {error.strerror}') from error
+        raise OSError(f'cannot write to {folder!r}: {error.strerror}') from error
 
 
-def check_output(path: Optional[str], *inputs: Optional[str]) -> None:
+def check_output(path: str | None, *inputs: str | None) -> None:
     """Check that a file can be written, or replaced.
 
     Args:
@@ -42,16 +42,13 @@ def check_output(path: Optional[str], *inputs: Optional[str]) -> None:
     if path is None:
         return
     if osp.isdir(path):
-        raise IsADirectoryError(f'the output {path!r} is a folder: name a '
-                                'file')
+        raise IsADirectoryError(f'the output {path!r} is a folder: name a file')
     if osp.exists(path) and not osp.isfile(path):
         # Renaming would replace the device, as /dev/null.
-        raise OSError(f'the output {path!r} is a device or a pipe: name a '
-                      'file')
+        raise OSError(f'the output {path!r} is a device or a pipe: name a file')
     for other in filter(None, inputs):
         if osp.realpath(path) == osp.realpath(other):
-            raise ValueError(f'the output {path!r} is the input: choose '
-                             'another name')
+            raise ValueError(f'the output {path!r} is the input: choose another name')
     if len(os.fsencode(osp.basename(path))) > 200:  # 255 with a suffix
         raise OSError(f'the name of the output {path!r} is too long')
     check_writable(osp.dirname(osp.realpath(path)))
@@ -74,11 +71,10 @@ def replacing(path: str) -> Iterator[str]:
     try:
         os.makedirs(folder, exist_ok=True)
         handle, temporary = tempfile.mkstemp(
-            dir=folder, prefix=f'.{osp.basename(target)}.',
-            suffix=osp.splitext(path)[1])
+            dir=folder, prefix=f'.{osp.basename(target)}.', suffix=osp.splitext(path)[1]
+        )
     except OSError as error:
-        raise OSError(f'cannot write {path!r}: {error.strerror or error}'
-                      ) from error
+        raise OSError(f'cannot write {path!r}: {error.strerror or error}') from error
     os.close(handle)
     try:
         yield temporary
@@ -87,8 +83,7 @@ def replacing(path: str) -> Iterator[str]:
     except BaseException as error:
         os.unlink(temporary)
         if getattr(error, 'errno', None) in _NO_SPACE:
-            raise OSError(f'cannot write {path!r}: {error.strerror}'
-                          ) from error
+            raise OSError(f'cannot write {path!r}: {error.strerror}') from error
         raise
 
 

@@ -1,4 +1,5 @@
 """Where the configs lie, in a checkout and in an installed wheel."""
+
 import difflib
 import os.path as osp
 from glob import glob
@@ -25,7 +26,8 @@ def config_root() -> str:
     raise FileNotFoundError(
         f'the configs of repa_mm are missing: {" and ".join(folders)} do not '
         'exist. Install the package with `pip install -e .` in its '
-        'repository, or from a wheel that `pip wheel --no-deps .` makes there')
+        'repository, or from a wheel that `pip wheel --no-deps .` makes there'
+    )
 
 
 def config_path(name: str) -> str:
@@ -55,12 +57,15 @@ def config_path(name: str) -> str:
         return path
     known = sorted(
         osp.relpath(found, root).replace(osp.sep, '/')
-        for found in glob(osp.join(root, '**', '*.py'), recursive=True))
+        for found in glob(osp.join(root, '**', '*.py'), recursive=True)
+    )
     similar = difflib.get_close_matches(file, known, n=5, cutoff=0.5)
-    similar += [n for n in known
-                if osp.basename(n) == osp.basename(file) and n not in similar]
-    hint = ('did you mean ' + ' or '.join(map(repr, similar)) if similar else
-            'there are ' + ', '.join(n for n in known if '_base_' not in n))
+    similar += [n for n in known if osp.basename(n) == osp.basename(file) and n not in similar]
+    hint = (
+        'did you mean ' + ' or '.join(map(repr, similar))
+        if similar
+        else 'there are ' + ', '.join(n for n in known if '_base_' not in n)
+    )
     raise FileNotFoundError(f'repa_mm has no config {name!r}; {hint}')
 
 
@@ -73,6 +78,7 @@ def register_config_scope() -> None:
     for the way that always works.
     """
     from mmengine.config import utils
+
     # Distribution and module differ in '-' and '_' only, which the look-up of
     # installed packages takes for the same.
     utils.MODULE2PACKAGE.setdefault('repa_mm', 'repa_mm')

@@ -9,9 +9,9 @@ PACKAGE = dict(retinanet='mmdet', mask_rcnn='mmdet', upernet='mmseg')
 def test_classifier_as_in_the_paper():
     result = complexity(repa_mm.config_path('repa_swin_t_in1k.py'))
     training, deploy = (result['forms'][k] for k in ('training', 'deploy'))
-    assert training['parameters'][''] / 1e6 == pytest.approx(28.3, abs=.05)
-    assert deploy['parameters'][''] / 1e6 == pytest.approx(17.5, abs=.05)
-    assert deploy['macs'][''] / 1e9 == pytest.approx(2.6, abs=.05)
+    assert training['parameters'][''] / 1e6 == pytest.approx(28.3, abs=0.05)
+    assert deploy['parameters'][''] / 1e6 == pytest.approx(17.5, abs=0.05)
+    assert deploy['macs'][''] / 1e9 == pytest.approx(2.6, abs=0.05)
     # The head: 768 channels to 1000 classes.
     assert deploy['macs']['head'] == 768 * 1000
     assert deploy['macs'][''] == deploy['macs']['backbone'] + 768 * 1000
@@ -21,8 +21,7 @@ def test_classifier_as_in_the_paper():
 @pytest.mark.parametrize('task', list(PACKAGE))
 def test_whole_models_and_their_parts(task):
     pytest.importorskip(PACKAGE[task])
-    paths = [repa_mm.config_path(f'demo/{task}_{p}swin_digits.py')
-             for p in ('repa_', '')]
+    paths = [repa_mm.config_path(f'demo/{task}_{p}swin_digits.py') for p in ('repa_', '')]
     # Padded to a multiple of 32, or to the size in the config.
     whole = complexity(paths[0], paths[1], shape=(60, 90))
     part = complexity(paths[0], paths[1], 'backbone', whole['input'][1:])
@@ -31,13 +30,11 @@ def test_whole_models_and_their_parts(task):
         children = {k: v for k, v in form['macs'].items() if k}
         assert sum(children.values()) == form['macs']['']
         assert children['backbone'] == part['forms'][name]['macs']['']
-        assert form['parameters']['backbone'] == part['forms'][name][
-            'parameters']['']
+        assert form['parameters']['backbone'] == part['forms'][name]['parameters']['']
         head = 'decode_head' if task == 'upernet' else 'neck'
         assert children[head] > 0
-    training, deploy = (whole['forms'][k]['macs']['backbone']
-                        for k in ('training', 'deploy'))
-    assert deploy < .75 * training
+    training, deploy = (whole['forms'][k]['macs']['backbone'] for k in ('training', 'deploy'))
+    assert deploy < 0.75 * training
     assert 'GMACs' in complexity_text(whole)
 
 

@@ -1,4 +1,5 @@
 """The forms of small models, through the real code but with few images."""
+
 import copy
 import json
 
@@ -7,18 +8,20 @@ import torch
 
 import repa_mm
 from repa_mm.apis import init_model, load_config
-from repa_mm.benchmark.forms import (accelerated, build_forms, check_device,
-                                     networks, randomize_norms)
+from repa_mm.benchmark.forms import (
+    accelerated,
+    build_forms,
+    check_device,
+    networks,
+    randomize_norms,
+)
 from repa_mm.benchmark.inputs import NoiseInputs, parse_size
-from repa_mm.benchmark.latency import (PARTS, Options, benchmark,
-                                       parse_sweep)
-from repa_mm.benchmark.report import (benchmark_text, check_outputs,
-                                      plot_benchmark, write_json)
+from repa_mm.benchmark.latency import PARTS, Options, benchmark, parse_sweep
+from repa_mm.benchmark.report import benchmark_text, check_outputs, plot_benchmark, write_json
 from repa_mm.benchmark.timing import Recorder
 
 PACKAGE = dict(retinanet='mmdet', mask_rcnn='mmdet', upernet='mmseg')
-PARTS_OF = dict(
-    retinanet=set(PARTS), mask_rcnn=set(PARTS), upernet={*PARTS} - {'neck'})
+PARTS_OF = dict(retinanet=set(PARTS), mask_rcnn=set(PARTS), upernet={*PARTS} - {'neck'})
 
 
 def config(task, prefix='repa_'):
@@ -30,13 +33,16 @@ def config(task, prefix='repa_'):
 def measured(request):
     task = request.param
     return task, benchmark(
-        config(task), baseline=config(task, ''), quiet=True,
-        options=Options(synthetic='64x96', num_images=5, warmup=1))
+        config(task),
+        baseline=config(task, ''),
+        quiet=True,
+        options=Options(synthetic='64x96', num_images=5, warmup=1),
+    )
 
 
 def test_parts_sum_to_the_latency(measured):
     task, result = measured
-    run, = result['runs']
+    (run,) = result['runs']
     assert list(run['forms']) == ['vanilla', 'training', 'deploy']
     for form in run['forms'].values():
         assert set(form['parts']) == PARTS_OF[task]
@@ -61,18 +67,17 @@ def test_result_is_complete(measured, tmp_path):
     assert environment['cpu'] and environment['platform']
     assert environment['versions']['torch'] == torch.__version__
     assert environment['versions']['mmcv']
-    run, = loaded['runs']
+    (run,) = loaded['runs']
     assert run['count'] == 5 and run['shapes'] == [[1, 3, 64, 96]] * 5
     for name, form in run['forms'].items():
         assert len(form['raw']['latency']) == form['latency']['count'] == 5
-        assert form['images_per_second'] == pytest.approx(
-            1e3 / form['latency']['median'])
+        assert form['images_per_second'] == pytest.approx(1e3 / form['latency']['median'])
         assert form['peak_mib'] > form['weights_mib'] > 0
         assert {'ratio', 'low', 'high'} <= set(form['ratio'])
         if name != 'vanilla':
             assert form['ratio']['low'] <= form['ratio']['high']
     forms = run['forms']
-    assert forms['deploy']['parameters'] < .8 * forms['training']['parameters']
+    assert forms['deploy']['parameters'] < 0.8 * forms['training']['parameters']
     assert any('random' in note for note in loaded['notes'])
     if PACKAGE[task] == 'mmdet':
         assert any('boxes found' in note for note in loaded['notes'])
@@ -81,8 +86,16 @@ def test_result_is_complete(measured, tmp_path):
 def test_text_and_plot(measured, tmp_path):
     _, result = measured
     text = benchmark_text(result)
-    for word in ('vanilla', 'deploy', 'post-processing', 'p99', 'peak memory',
-                 'noise, 1x3x64x96', 'float32', 'Note: weights are random'):
+    for word in (
+        'vanilla',
+        'deploy',
+        'post-processing',
+        'p99',
+        'peak memory',
+        'noise, 1x3x64x96',
+        'float32',
+        'Note: weights are random',
+    ):
         assert word in text
     assert 'Interrupted' not in text
     assert 'Interrupted' in benchmark_text(dict(result, interrupted=True))
@@ -90,14 +103,22 @@ def test_text_and_plot(measured, tmp_path):
     assert (tmp_path / 'bars.png').stat().st_size > 5000
 
 
-@pytest.mark.parametrize('sweep, labels', [
-    ('size=64x64,96x64', ['64x64', '96x64']), ('batch=2,1', ['2', '1']),
-    ('idle-ratio=0.25,1', ['0.25', '1'])])
+@pytest.mark.parametrize(
+    'sweep, labels',
+    [
+        ('size=64x64,96x64', ['64x64', '96x64']),
+        ('batch=2,1', ['2', '1']),
+        ('idle-ratio=0.25,1', ['0.25', '1']),
+    ],
+)
 def test_sweeps(sweep, labels, tmp_path):
     result = benchmark(
-        config('retinanet'), quiet=True, options=Options(
-            part='backbone', synthetic='64x64', num_images=2, warmup=0,
-            sweep=sweep, memory=False))
+        config('retinanet'),
+        quiet=True,
+        options=Options(
+            part='backbone', synthetic='64x64', num_images=2, warmup=0, sweep=sweep, memory=False
+        ),
+    )
     key = sweep.partition('=')[0]
     assert [run['point'][key] for run in result['runs']] == labels
     first, second = result['runs']
@@ -106,8 +127,7 @@ def test_sweeps(sweep, labels, tmp_path):
     elif key == 'batch':
         assert first['shapes'] == [[2, 3, 64, 64]] and second['count'] == 2
     else:
-        a, b = (run['forms']['deploy']['parameters'] for run in (first,
-                                                                 second))
+        a, b = (run['forms']['deploy']['parameters'] for run in (first, second))
         assert a > 1.5 * b
     form = first['forms']['deploy']
     assert list(form['parts']) == ['backbone'] and form['peak_mib'] is None
@@ -117,16 +137,26 @@ def test_sweeps(sweep, labels, tmp_path):
 
 
 def test_arithmetic_speed():
-    result = benchmark(config('retinanet'), quiet=True, options=Options(
-        part='backbone', synthetic='64x64', num_images=4, batch_size=2,
-        warmup=0, memory=False, flops=True))
-    run, = result['runs']
+    result = benchmark(
+        config('retinanet'),
+        quiet=True,
+        options=Options(
+            part='backbone',
+            synthetic='64x64',
+            num_images=4,
+            batch_size=2,
+            warmup=0,
+            memory=False,
+            flops=True,
+        ),
+    )
+    (run,) = result['runs']
     assert run['peak_tflops'] > 0
     for form in run['forms'].values():
         assert form['tflops'] == pytest.approx(
-            2e-12 * form['macs'] * 2 / (form['latency']['median'] / 1e3))
-    assert (run['forms']['deploy']['macs']
-            < .75 * run['forms']['training']['macs'])
+            2e-12 * form['macs'] * 2 / (form['latency']['median'] / 1e3)
+        )
+    assert run['forms']['deploy']['macs'] < 0.75 * run['forms']['training']['macs']
     assert 'of one large matrix product' in benchmark_text(result)
 
 
@@ -142,17 +172,16 @@ def test_interrupted_sweep_reports_what_it_has(monkeypatch):
         return real(self, index)
 
     monkeypatch.setattr(NoiseInputs, '__call__', interrupting)
-    options = Options(sweep='size=64x64,96x96,128x128', num_images=9, warmup=1,
-                      memory=False)
+    options = Options(sweep='size=64x64,96x96,128x128', num_images=9, warmup=1, memory=False)
     result = benchmark(config('retinanet'), options=options, quiet=True)
     # Of the second point: a first run of both forms and the warm-up, then one.
     assert result['interrupted']
     assert [run['count'] for run in result['runs']] == [9, 1]
     assert 'Interrupted' in benchmark_text(result)
 
-    monkeypatch.setattr(NoiseInputs, '__call__',
-                        lambda self, index: (_ for _ in ()).throw(
-                            KeyboardInterrupt))
+    monkeypatch.setattr(
+        NoiseInputs, '__call__', lambda self, index: (_ for _ in ()).throw(KeyboardInterrupt)
+    )
     with pytest.raises(KeyboardInterrupt):
         benchmark(config('retinanet'), options=options, quiet=True)
 
@@ -162,6 +191,7 @@ def test_real_data(task, request):
     pytest.importorskip('sklearn')
     pytest.importorskip('skimage')
     from repa_mm.demo.dataset import write_digit_scenes
+
     tmp_path = request.getfixturevalue('tmp_path')
     request.getfixturevalue('monkeypatch').chdir(tmp_path)
     path = config(task)
@@ -170,9 +200,13 @@ def test_real_data(task, request):
     write_digit_scenes('data/demo', num_train=4, num_val=4, size=96)
     checkpoint = str(tmp_path / 'weights.pth')
     torch.save(init_model(path).state_dict(), checkpoint)
-    result = benchmark(path, checkpoint, quiet=True, options=Options(
-        num_images=6, warmup=0, batch_size=2, memory=False))
-    run, = result['runs']
+    result = benchmark(
+        path,
+        checkpoint,
+        quiet=True,
+        options=Options(num_images=6, warmup=0, batch_size=2, memory=False),
+    )
+    (run,) = result['runs']
     assert run['count'] == 3 and run['data']['mean'] > 0
     assert run['reference'] == 'training'
     assert not any('random' in note for note in result['notes'])
@@ -194,7 +228,7 @@ def test_forms():
     assert list(forms) == ['vanilla', 'training', 'deploy']
     # BatchNorms must not be the identity that they are at first.
     norm = forms['training'].backbone.stages[0].blocks[0].ffn.norm1
-    assert norm.running_var.std() > .1 and norm.running_mean.std() > .05
+    assert norm.running_var.std() > 0.1 and norm.running_mean.std() > 0.05
     assert list(build_forms(vanilla)) == ['vanilla']
     with pytest.raises(ValueError, match='has channel-idle FFNs itself'):
         build_forms(cfg, baseline=cfg)
@@ -206,25 +240,26 @@ def test_forms():
 
 def test_vanilla_with_the_fast_parts(monkeypatch):
     import repa_mm.models as models
+
     changed = []
-    monkeypatch.setattr(models, 'fast_window_attention', changed.append,
-                        raising=False)
-    options = Options(part='backbone', synthetic='64x64', num_images=5,
-                      warmup=0, fair=True, memory=False)
+    monkeypatch.setattr(models, 'fast_window_attention', changed.append, raising=False)
+    options = Options(
+        part='backbone', synthetic='64x64', num_images=5, warmup=0, fair=True, memory=False
+    )
 
     def measure():
-        result = benchmark(config('retinanet'), baseline=config(
-            'retinanet', ''), options=options, quiet=True)
+        result = benchmark(
+            config('retinanet'), baseline=config('retinanet', ''), options=options, quiet=True
+        )
         return result, result['runs'][0]['forms']
 
     result, forms = measure()
     assert len(changed) == 1
-    assert list(forms) == [
-        'vanilla', 'vanilla, fast parts', 'training', 'deploy']
+    assert list(forms) == ['vanilla', 'vanilla, fast parts', 'training', 'deploy']
     deploy = forms['deploy']
     assert deploy['ratio_fair']['ratio'] == pytest.approx(
-        deploy['latency']['median'] /
-        forms['vanilla, fast parts']['latency']['median'])
+        deploy['latency']['median'] / forms['vanilla, fast parts']['latency']['median']
+    )
     assert 'ratio to vanilla, fast parts' in benchmark_text(result)
 
     def refuse(model):
@@ -239,8 +274,7 @@ def test_vanilla_with_the_fast_parts(monkeypatch):
 def test_merged_checkpoint_has_one_form(tmp_path):
     cfg = load_config(config('retinanet'))
     path = str(tmp_path / 'merged.pth')
-    torch.save(repa_mm.reparameterize(
-        init_model(cfg), fuse_conv_bn=False).state_dict(), path)
+    torch.save(repa_mm.reparameterize(init_model(cfg), fuse_conv_bn=False).state_dict(), path)
     assert list(build_forms(cfg, path)) == ['deploy']
     torch.save(init_model(config('retinanet', '')).state_dict(), path)
     with pytest.raises(repa_mm.reparam.CheckpointError, match='vanilla'):
@@ -248,8 +282,7 @@ def test_merged_checkpoint_has_one_form(tmp_path):
 
 
 @pytest.mark.parametrize('task', list(PACKAGE))
-@pytest.mark.parametrize('how', [
-    dict(), dict(amp='bf16'), dict(channels_last=True)])
+@pytest.mark.parametrize('how', [dict(), dict(amp='bf16'), dict(channels_last=True)])
 def test_accelerated_models_predict_the_same(task, how, relative_error):
     cfg = load_config(config(task))
     model = init_model(cfg)
@@ -257,23 +290,21 @@ def test_accelerated_models_predict_the_same(task, how, relative_error):
     batch = NoiseInputs(cfg, (64, 96))(0)
     features = []
     keep = model.backbone.register_forward_hook(
-        lambda module, args, result: features.append(result[-1].float()))
-    expected_keys = {name: set(m.__dict__) for name, m in
-                     model.named_modules()}
+        lambda module, args, result: features.append(result[-1].float())
+    )
+    expected_keys = {name: set(m.__dict__) for name, m in model.named_modules()}
     recorder = Recorder()
     with torch.no_grad():
-        expected, = model.test_step(copy.deepcopy(batch))
+        (expected,) = model.test_step(copy.deepcopy(batch))
         with accelerated(model, recorder=recorder, **how):
-            (actual, ), _, parts = recorder.run(
-                model.test_step, copy.deepcopy(batch))
+            (actual,), _, parts = recorder.run(model.test_step, copy.deepcopy(batch))
     keep.remove()
     assert set(parts) - {'rest'} == PARTS_OF[task] - {'post-processing'}
-    tolerance = .1 if 'amp' in how else 1e-4
+    tolerance = 0.1 if 'amp' in how else 1e-4
     assert relative_error(features[1], features[0]) < tolerance
     if task == 'upernet':
         assert actual.seg_logits.data.dtype == torch.float32
-        assert relative_error(actual.seg_logits.data,
-                              expected.seg_logits.data) < tolerance
+        assert relative_error(actual.seg_logits.data, expected.seg_logits.data) < tolerance
     else:
         assert actual.pred_instances.bboxes.dtype == torch.float32
         assert len(actual.pred_instances) == len(expected.pred_instances)
@@ -286,12 +317,15 @@ def test_networks_of_a_two_stage_detector():
     model = init_model(config('mask_rcnn'))
     names = {id(m): n for n, m in model.named_modules()}
     assert {(part, names[id(m)]) for part, m in networks(model)} == {
-        ('preprocessing', 'data_preprocessor'), ('backbone', 'backbone'),
-        ('neck', 'neck'), ('head', 'rpn_head'),
+        ('preprocessing', 'data_preprocessor'),
+        ('backbone', 'backbone'),
+        ('neck', 'neck'),
+        ('head', 'rpn_head'),
         ('head', 'roi_head.bbox_roi_extractor'),
         ('head', 'roi_head.bbox_head'),
         ('head', 'roi_head.mask_roi_extractor'),
-        ('head', 'roi_head.mask_head')}
+        ('head', 'roi_head.mask_head'),
+    }
 
 
 @pytest.mark.parametrize('text', ['', '64', '64x', '0x64', '64x64x3', 'axb'])
@@ -300,22 +334,32 @@ def test_bad_sizes(text):
         parse_size(text)
 
 
-@pytest.mark.parametrize('text', [
-    'size', 'size=', 'size=3', 'batch=0', 'batch=a', 'depth=3',
-    'idle-ratio=2', 'idle-ratio=x'])
+@pytest.mark.parametrize(
+    'text',
+    ['size', 'size=', 'size=3', 'batch=0', 'batch=a', 'depth=3', 'idle-ratio=2', 'idle-ratio=x'],
+)
 def test_bad_sweeps(text):
     with pytest.raises(ValueError):
         parse_sweep(text)
     assert parse_sweep(None) == [{}]
 
 
-@pytest.mark.parametrize('options, message', [
-    (dict(num_images=0), '--num-images'), (dict(batch_size=0), '--batch-size'),
-    (dict(threads=0), '--threads'), (dict(device='gpu'), 'unknown device'),
-    (dict(device='cuda:99'), 'no device'), (dict(tf32=True), 'tf32'),
-    (dict(cuda_graphs=True), '--device cuda'), (dict(warmup=-1), '--warmup'),
-    (dict(part='backbone', synthetic=None), '--synthetic'),
-    (dict(fair=True), '--baseline'), (dict(flops=True), '--part backbone')])
+@pytest.mark.parametrize(
+    'options, message',
+    [
+        (dict(num_images=0), '--num-images'),
+        (dict(batch_size=0), '--batch-size'),
+        (dict(threads=0), '--threads'),
+        (dict(device='gpu'), 'unknown device'),
+        (dict(device='cuda:99'), 'no device'),
+        (dict(tf32=True), 'tf32'),
+        (dict(cuda_graphs=True), '--device cuda'),
+        (dict(warmup=-1), '--warmup'),
+        (dict(part='backbone', synthetic=None), '--synthetic'),
+        (dict(fair=True), '--baseline'),
+        (dict(flops=True), '--part backbone'),
+    ],
+)
 def test_bad_options(options, message):
     options = Options(**{'synthetic': '64x64', **options})
     with pytest.raises(ValueError, match=message):
@@ -323,10 +367,12 @@ def test_bad_options(options, message):
 
 
 def test_input_that_the_model_refuses():
-    with pytest.raises(ValueError, match='training fails on an input of '
-                       '1x3x32x32'):
-        benchmark(repa_mm.config_path('repa_swin_t_in1k.py'), quiet=True,
-                  options=Options(synthetic='32x32'))
+    with pytest.raises(ValueError, match='training fails on an input of 1x3x32x32'):
+        benchmark(
+            repa_mm.config_path('repa_swin_t_in1k.py'),
+            quiet=True,
+            options=Options(synthetic='32x32'),
+        )
 
 
 def test_type_that_the_device_lacks(monkeypatch):

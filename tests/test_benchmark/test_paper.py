@@ -1,12 +1,20 @@
 """The paper's complexity tables."""
+
 import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from repa_mm.benchmark.paper import (REPORTED, Counter, OnMeta, as_printed,
-                                     build, count, format_paper_table,
-                                     paper_table)
+from repa_mm.benchmark.paper import (
+    REPORTED,
+    Counter,
+    OnMeta,
+    as_printed,
+    build,
+    count,
+    format_paper_table,
+    paper_table,
+)
 
 # Figures that are not those of the released code: the paper has them from
 # somewhere else, rounded there.
@@ -34,8 +42,7 @@ def test_every_row_of_the_paper(model):
 def test_counter():
     x = torch.zeros(2, 3, 8, 8)
     for run, macs, profiled in [
-        (lambda: F.conv2d(x, torch.zeros(5, 3, 3, 3), padding=1),
-         2 * 64 * 5 * 27, 2 * 64 * 5 * 27),
+        (lambda: F.conv2d(x, torch.zeros(5, 3, 3, 3), padding=1), 2 * 64 * 5 * 27, 2 * 64 * 5 * 27),
         (lambda: nn.Linear(8, 4)(x), 2 * 24 * 32, 2 * 24 * 36),
         (lambda: torch.addmm(x[0, 0], x[0, 1], x[0, 2]), 512, 512),
         (lambda: nn.BatchNorm2d(3)(x), 0, 2 * 384),

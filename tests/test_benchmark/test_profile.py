@@ -13,17 +13,25 @@ pytest.importorskip('mmdet')
 
 
 def test_shares_sum_to_the_whole(tmp_path):
-    result = profile([VANILLA, REPA], size='64x64', num_images=4, warmup=1,
-                     forms=('training', 'deploy'), quiet=True)
+    result = profile(
+        [VANILLA, REPA],
+        size='64x64',
+        num_images=4,
+        warmup=1,
+        forms=('training', 'deploy'),
+        quiet=True,
+    )
     assert list(result['models']) == [
-        'retinanet_swin_digits', 'retinanet_repa_swin_digits, training',
-        'retinanet_repa_swin_digits, deploy']
+        'retinanet_swin_digits',
+        'retinanet_repa_swin_digits, training',
+        'retinanet_repa_swin_digits, deploy',
+    ]
     for model in result['models'].values():
-        assert set(model['layers']) == {
-            'patch embedding', 'token mixer', 'FFN', 'rest'}
+        assert set(model['layers']) == {'patch embedding', 'token mixer', 'FFN', 'rest'}
         assert sum(model['share'].values()) == pytest.approx(1)
-        assert sum(v['mean'] for v in model['layers'].values()
-                   ) == pytest.approx(model['with_timers']['mean'])
+        assert sum(v['mean'] for v in model['layers'].values()) == pytest.approx(
+            model['with_timers']['mean']
+        )
         assert len(model['raw']['total']) == 4
     text = profile_text(result)
     assert 'share of FFN' in text and 'cost of timers' in text
@@ -38,8 +46,12 @@ def test_layers_of_every_block(path):
     names = {id(m): n.rpartition('.')[2] for n, m in backbone.named_modules()}
     found = [(layer, names[id(module)]) for layer, module in layers(backbone)]
     assert found.count(('patch embedding', 'patch_embed')) == 1
-    for pair in (('token mixer', 'attn'), ('token mixer', 'norm1'),
-                 ('FFN', 'ffn'), ('FFN', 'norm2')):
+    for pair in (
+        ('token mixer', 'attn'),
+        ('token mixer', 'norm1'),
+        ('FFN', 'ffn'),
+        ('FFN', 'norm2'),
+    ):
         assert found.count(pair) == 10
     assert len(found) == 41
 

@@ -1,21 +1,28 @@
 """The timer, on a clock that only moves when it is told to."""
+
 import os
 import signal
 
 import numpy as np
 import pytest
 
-from repa_mm.benchmark.timing import (Progress, Recorder, compare,
-                                      interruptible, measure, order_of_turn,
-                                      summarize)
+from repa_mm.benchmark.timing import (
+    Progress,
+    Recorder,
+    compare,
+    interruptible,
+    measure,
+    order_of_turn,
+    summarize,
+)
 
 
 class FakeClock:
     """Seconds pass in :meth:`sleep`; a device also has work in flight."""
 
     def __init__(self):
-        self.seconds = 0.
-        self.pending = 0.
+        self.seconds = 0.0
+        self.pending = 0.0
 
     def now(self):
         return self.seconds
@@ -28,7 +35,7 @@ class FakeClock:
 
     def synchronize(self):
         self.seconds += self.pending
-        self.pending = 0.
+        self.pending = 0.0
 
     def sleep(self, seconds):
         self.seconds += seconds
@@ -53,7 +60,7 @@ def test_sections_are_exclusive_and_sum_to_the_total():
 
     result, total, parts = recorder.run(call, 1)
     assert result == 2
-    assert parts == dict(outer=10., inner=20., other=1.)
+    assert parts == dict(outer=10.0, inner=20.0, other=1.0)
     assert total == sum(parts.values()) == 31
 
 
@@ -69,7 +76,7 @@ def test_work_of_a_device_counts_where_it_was_launched():
             clock.launch(5)
 
     _, total, parts = recorder.run(call)
-    assert (total, parts) == (8, dict(a=3., b=5., rest=0.))
+    assert (total, parts) == (8, dict(a=3.0, b=5.0, rest=0.0))
 
 
 def test_sections_outside_of_calls_and_paused_ones_do_not_count():
@@ -84,7 +91,7 @@ def test_sections_outside_of_calls_and_paused_ones_do_not_count():
             clock.sleep(2)
         recorder.paused = False
 
-    assert recorder.run(call)[1:] == (2, dict(rest=2.))
+    assert recorder.run(call)[1:] == (2, dict(rest=2.0))
 
 
 def test_an_error_leaves_the_recorder_usable():
@@ -97,7 +104,7 @@ def test_an_error_leaves_the_recorder_usable():
 
     with pytest.raises(RuntimeError):
         recorder.run(fail)
-    assert recorder.run(clock.sleep, 1)[1:] == (1, dict(rest=1.))
+    assert recorder.run(clock.sleep, 1)[1:] == (1, dict(rest=1.0))
 
 
 def test_callables_take_turns_on_copies_of_the_same_input():
@@ -118,9 +125,14 @@ def test_callables_take_turns_on_copies_of_the_same_input():
         return [index]
 
     turns = []
-    times = measure(dict(a=call('a', 1), b=call('b', 2), c=call('c', 3)), load,
-                    4, 2, Recorder(clock),
-                    lambda turn, times: turns.append((turn, len(times))))
+    times = measure(
+        dict(a=call('a', 1), b=call('b', 2), c=call('c', 3)),
+        load,
+        4,
+        2,
+        Recorder(clock),
+        lambda turn, times: turns.append((turn, len(times))),
+    )
     inputs = [index for _, index in seen]
     # Two of the warm-up, then all from the first one on.
     assert inputs == [0] * 3 + [1] * 3 + [0] * 3 + [1] * 3 + [2] * 3 + [3] * 3
@@ -154,9 +166,10 @@ def test_parts_that_are_missing_in_some_calls():
     assert times.parts['a'] == dict(rest=[1, 1, 1], rare=[0, 2, 0])
 
 
-@pytest.mark.parametrize('interrupt', [
-    lambda: os.kill(os.getpid(), signal.SIGINT),
-    lambda: os.kill(os.getpid(), signal.SIGTERM)])
+@pytest.mark.parametrize(
+    'interrupt',
+    [lambda: os.kill(os.getpid(), signal.SIGINT), lambda: os.kill(os.getpid(), signal.SIGTERM)],
+)
 def test_interrupted_measurements_keep_complete_rows(interrupt):
     clock = FakeClock()
     calls = []
@@ -173,8 +186,7 @@ def test_interrupted_measurements_keep_complete_rows(interrupt):
 
     before = signal.getsignal(signal.SIGTERM)
     with interruptible():
-        times = measure(dict(a=first, b=second), lambda i: i, 10, 0,
-                        Recorder(clock))
+        times = measure(dict(a=first, b=second), lambda i: i, 10, 0, Recorder(clock))
     assert times.interrupted
     assert times.totals == dict(a=[1, 1], b=[1, 1]) and len(times) == 2
     assert signal.getsignal(signal.SIGTERM) == before
@@ -192,28 +204,32 @@ def test_summary_agrees_with_numpy():
     summary = summarize(values)
     assert summary['count'] == 101
     for key, expected in dict(
-            median=np.median(values), mean=values.mean(), std=values.std(),
-            min=values.min(), max=values.max(),
-            p90=np.quantile(values, .9), p99=np.quantile(values, .99)).items():
+        median=np.median(values),
+        mean=values.mean(),
+        std=values.std(),
+        min=values.min(),
+        max=values.max(),
+        p90=np.quantile(values, 0.9),
+        p99=np.quantile(values, 0.99),
+    ).items():
         assert summary[key] == pytest.approx(expected)
     assert summarize([]) == dict(count=0)
 
 
 def test_ratio_and_its_interval():
     generator = np.random.default_rng(1)
-    reference = generator.lognormal(0, .1, 200)
-    noise = generator.lognormal(0, .02, 200)
-    result = compare(.7 * reference * noise, reference)
-    assert result['ratio'] == np.median(
-        .7 * reference * noise) / np.median(reference)
-    assert .66 < result['low'] < .7 < result['high'] < .74
+    reference = generator.lognormal(0, 0.1, 200)
+    noise = generator.lognormal(0, 0.02, 200)
+    result = compare(0.7 * reference * noise, reference)
+    assert result['ratio'] == np.median(0.7 * reference * noise) / np.median(reference)
+    assert 0.66 < result['low'] < 0.7 < result['high'] < 0.74
     # Paired: the same image is slow for both, which cancels out.
     assert compare(2 * reference, reference)['low'] == pytest.approx(2)
     assert compare(2 * reference, reference)['high'] == pytest.approx(2)
-    few = compare([1., 2.], [2., 4.])
-    assert few['ratio'] == .5 and few['low'] is few['high'] is None
+    few = compare([1.0, 2.0], [2.0, 4.0])
+    assert few['ratio'] == 0.5 and few['low'] is few['high'] is None
     with pytest.raises(ValueError, match='not pairs'):
-        compare([1.], [1., 2.])
+        compare([1.0], [1.0, 2.0])
 
 
 def test_interval_covers_the_true_ratio():
@@ -221,17 +237,16 @@ def test_interval_covers_the_true_ratio():
     generator = np.random.default_rng(2)
     covered = 0
     for _ in range(100):
-        a, b = generator.lognormal(0, .2, (2, 40))
-        result = compare(.8 * a, b, resamples=300)
-        covered += result['low'] <= .8 <= result['high']
+        a, b = generator.lognormal(0, 0.2, (2, 40))
+        result = compare(0.8 * a, b, resamples=300)
+        covered += result['low'] <= 0.8 <= result['high']
     assert covered >= 85
 
 
 def test_progress_on_a_pipe_is_short(capsys):
     clock = FakeClock()
     progress = Progress(100, 2, 'size 9x9')
-    measure(dict(a=lambda i: clock.sleep(.25)), lambda i: i, 100, 2,
-            Recorder(clock), progress)
+    measure(dict(a=lambda i: clock.sleep(0.25)), lambda i: i, 100, 2, Recorder(clock), progress)
     progress.close()
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 2 + 10

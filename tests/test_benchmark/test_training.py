@@ -7,8 +7,13 @@ import repa_mm
 from repa_mm.apis import load_config
 from repa_mm.benchmark.report import training_text, write_json
 from repa_mm.benchmark.timing import Recorder
-from repa_mm.benchmark.training import (OPTIMIZERS, _Step, benchmark_training,
-                                        synthetic_batch, training_forms)
+from repa_mm.benchmark.training import (
+    OPTIMIZERS,
+    _Step,
+    benchmark_training,
+    synthetic_batch,
+    training_forms,
+)
 
 PACKAGE = dict(retinanet='mmdet', mask_rcnn='mmdet', upernet='mmseg')
 
@@ -20,19 +25,24 @@ def config(task, prefix='repa_'):
 
 def test_forms_of_a_backbone(tmp_path):
     result = benchmark_training(
-        config('retinanet'), config('retinanet', ''), size='96x96',
-        batch_size=2, steps=5, warmup=0, quiet=True)
+        config('retinanet'),
+        config('retinanet', ''),
+        size='96x96',
+        batch_size=2,
+        steps=5,
+        warmup=0,
+        quiet=True,
+    )
     forms = result['forms']
     assert list(forms) == ['vanilla', 'literal', 'folded', 'auto']
     assert result['reference'] == 'vanilla' and result['count'] == 5
     for form in forms.values():
         raw = form['raw']
-        for step, *parts in zip(raw['step'], raw['forward'], raw['backward'],
-                                raw['optimizer']):
+        for step, *parts in zip(raw['step'], raw['forward'], raw['backward'], raw['optimizer']):
             assert min(parts) > 0 and sum(parts) <= step
         # Weights, gradients and two moments of each.
         assert form['peak_mib'] > 4 * form['parameters'] * 4 / 2**20
-    assert forms['folded']['saved_mib'] < .9 * forms['literal']['saved_mib']
+    assert forms['folded']['saved_mib'] < 0.9 * forms['literal']['saved_mib']
     assert forms['folded']['parameters'] == forms['literal']['parameters']
     write_json(result, str(tmp_path / 'out.json'))
     assert json.loads((tmp_path / 'out.json').read_text())['forms']
@@ -44,13 +54,12 @@ def test_forms_of_a_backbone(tmp_path):
 @pytest.mark.parametrize('task', list(PACKAGE))
 def test_step_of_a_whole_model(task):
     """The paths see the same targets and change the weights alike."""
-    cfg = load_config(config(task), {'model.backbone.drop_path_rate': 0.})
+    cfg = load_config(config(task), {'model.backbone.drop_path_rate': 0.0})
     # The size that mmseg's preprocessor pads to: mmseg 1.2 cannot weight the
     # classes of labels that are padded.
     batch = synthetic_batch(cfg, (160, 160), 2, 'cpu')
     assert batch['inputs'][0].shape == (3, 160, 160)
-    models, notes = training_forms(cfg, None, True, 'cpu',
-                                   ['literal', 'folded'])
+    models, notes = training_forms(cfg, None, True, 'cpu', ['literal', 'folded'])
     assert not notes
     losses = []
     for model in models.values():
@@ -82,16 +91,16 @@ def test_frozen_norms_are_mentioned():
     assert '24 BatchNorms use running statistics' in notes[0]
 
 
-@pytest.mark.parametrize('prefix, options, message', [
-    ('', {}, 'no channel-idle FFN'),
-    ('repa_', {'model.backbone.deploy': True}, 'deploy form')])
+@pytest.mark.parametrize(
+    'prefix, options, message',
+    [('', {}, 'no channel-idle FFN'), ('repa_', {'model.backbone.deploy': True}, 'deploy form')],
+)
 def test_models_that_are_not_trained(prefix, options, message):
     with pytest.raises(ValueError, match=message):
-        benchmark_training(config('retinanet', prefix), cfg_options=options,
-                           quiet=True)
+        benchmark_training(config('retinanet', prefix), cfg_options=options, quiet=True)
     with pytest.raises(ValueError, match='channel-idle FFNs itself'):
-        benchmark_training(config('retinanet'), config('retinanet'),
-                           quiet=True)
+        benchmark_training(config('retinanet'), config('retinanet'), quiet=True)
     with pytest.raises(ValueError, match='literal fails on an input of 1x3x'):
-        benchmark_training(repa_mm.config_path('repa_swin_t_in1k.py'),
-                           size='32x32', batch_size=1, quiet=True)
+        benchmark_training(
+            repa_mm.config_path('repa_swin_t_in1k.py'), size='32x32', batch_size=1, quiet=True
+        )

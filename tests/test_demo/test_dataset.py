@@ -1,4 +1,5 @@
 """The demo data set: what is in it, and that it is written whole or not at all."""
+
 import hashlib
 import json
 import os
@@ -52,10 +53,7 @@ def decode(rle):
 
 
 def test_layout(root):
-    listing = {
-        osp.relpath(folder, root): len(files)
-        for folder, _, files in os.walk(root) if files
-    }
+    listing = {osp.relpath(folder, root): len(files) for folder, _, files in os.walk(root) if files}
     ade = osp.join('ade', 'images'), osp.join('ade', 'annotations')
     assert listing == {
         '.': 1,
@@ -108,6 +106,7 @@ def test_annotations(root, split):
 
 def test_digit_is_what_the_scan_says(root):
     from sklearn.datasets import load_digits
+
     target = load_digits().target
     for split in ('train', 'val'):
         for a in annotations(root, split)['annotations']:
@@ -132,8 +131,9 @@ def test_train_and_val_share_nothing():
 def test_scans_of_written_splits_are_disjoint(tmp_path):
     root = str(tmp_path / 'demo')
     write_digit_scenes(root, num_train=40, num_val=20, size=64)
-    train, val = ({a['scan'] for a in annotations(root, s)['annotations']}
-                  for s in ('train', 'val'))
+    train, val = (
+        {a['scan'] for a in annotations(root, s)['annotations']} for s in ('train', 'val')
+    )
     assert train and val and not train & val
     image_ids = [{i['id'] for i in annotations(root, s)['images']} for s in ('train', 'val')]
     assert not image_ids[0] & image_ids[1]
@@ -157,13 +157,17 @@ def test_label_maps_agree_with_masks(root):
 
 def test_mmdet_reads_it(root):
     pytest.importorskip('mmdet')
+    from mmcv.transforms import LoadImageFromFile
     from mmdet.datasets import CocoDataset
     from mmdet.datasets.transforms import LoadAnnotations
-    from mmcv.transforms import LoadImageFromFile
+
     data = CocoDataset(
-        data_root=osp.join(root, 'coco'), ann_file='annotations/instances_train2017.json',
-        data_prefix=dict(img='train2017/'), metainfo=dict(classes=DIGITS),
-        pipeline=[LoadImageFromFile(), LoadAnnotations(with_bbox=True, with_mask=True)])
+        data_root=osp.join(root, 'coco'),
+        ann_file='annotations/instances_train2017.json',
+        data_prefix=dict(img='train2017/'),
+        metainfo=dict(classes=DIGITS),
+        pipeline=[LoadImageFromFile(), LoadAnnotations(with_bbox=True, with_mask=True)],
+    )
     content = annotations(root, 'train')
     assert len(data) == 6
     for i, image in enumerate(content['images']):
@@ -181,11 +185,15 @@ def test_mmseg_reads_it(root):
     from mmcv.transforms import LoadImageFromFile
     from mmseg.datasets import BaseSegDataset
     from mmseg.datasets.transforms import LoadAnnotations
+
     data = BaseSegDataset(
-        data_root=osp.join(root, 'ade'), reduce_zero_label=True, seg_map_suffix='.png',
+        data_root=osp.join(root, 'ade'),
+        reduce_zero_label=True,
+        seg_map_suffix='.png',
         data_prefix=dict(img_path='images/validation', seg_map_path='annotations/validation'),
         metainfo=dict(classes=('background', *DIGITS), palette=[[i] * 3 for i in range(11)]),
-        pipeline=[LoadImageFromFile(), LoadAnnotations()])
+        pipeline=[LoadImageFromFile(), LoadAnnotations()],
+    )
     assert len(data) == 6
     for i in range(6):
         labels = data[i]['gt_seg_map']
@@ -250,8 +258,10 @@ def test_interrupted_writing_leaves_nothing(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == ['demo']
 
 
-@pytest.mark.parametrize('arguments', [dict(num_train=0), dict(num_val=-1), dict(size=10),
-                                       dict(num_train=2.5), dict(seed=-1)])
+@pytest.mark.parametrize(
+    'arguments',
+    [dict(num_train=0), dict(num_val=-1), dict(size=10), dict(num_train=2.5), dict(seed=-1)],
+)
 def test_bad_numbers(tmp_path, arguments):
     with pytest.raises(ValueError, match=next(iter(arguments))):
         write_digit_scenes(str(tmp_path / 'demo'), **arguments)
@@ -269,8 +279,18 @@ def test_missing_package_says_what_to_install(tmp_path, monkeypatch, package):
 
 def test_command_line(tmp_path):
     tool = osp.join(osp.dirname(__file__), '..', '..', 'tools', 'make_demo_data.py')
-    command = [sys.executable, tool, '--root', str(tmp_path / 'demo'), '--num-train', '2',
-               '--num-val', '1', '--size', '96']
+    command = [
+        sys.executable,
+        tool,
+        '--root',
+        str(tmp_path / 'demo'),
+        '--num-train',
+        '2',
+        '--num-val',
+        '1',
+        '--size',
+        '96',
+    ]
     first = subprocess.run(command, capture_output=True, text=True, check=True)
     assert 'Wrote 2 training and 1 validation scenes' in first.stdout
     second = subprocess.run(command, capture_output=True, text=True, check=True)

@@ -1,4 +1,5 @@
 """The comparison of two sets of predictions, the closing table and the pictures."""
+
 import json
 import os
 
@@ -6,8 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from repa_mm.demo.report import (closing_table, compare_detections, compare_segmentations,
-                                 read_metrics)
+from repa_mm.demo.report import (
+    closing_table,
+    compare_detections,
+    compare_segmentations,
+    read_metrics,
+)
 
 
 def prediction(image_id, boxes, scores, labels, **more):
@@ -15,10 +20,14 @@ def prediction(image_id, boxes, scores, labels, **more):
         img_id=image_id,
         pred_instances=dict(
             bboxes=torch.tensor(boxes, dtype=torch.float32).reshape(-1, 4),
-            scores=torch.tensor(scores, dtype=torch.float32), labels=torch.tensor(labels), **more))
+            scores=torch.tensor(scores, dtype=torch.float32),
+            labels=torch.tensor(labels),
+            **more,
+        ),
+    )
 
 
-BOXES = [[10., 10., 30., 40.], [50., 60., 70., 90.], [100., 20., 140., 60.]]
+BOXES = [[10.0, 10.0, 30.0, 40.0], [50.0, 60.0, 70.0, 90.0], [100.0, 20.0, 140.0, 60.0]]
 SCORES = [0.9, 0.8, 0.7]
 LABELS = [1, 2, 3]
 
@@ -26,7 +35,8 @@ LABELS = [1, 2, 3]
 def test_equal_predictions():
     a = [prediction(1, BOXES, SCORES, LABELS), prediction(2, [], [], [])]
     assert compare_detections(a, a) == dict(
-        images=2, detections=[3, 3], paired=3, unpaired=[0, 0], box=0., score=0.)
+        images=2, detections=[3, 3], paired=3, unpaired=[0, 0], box=0.0, score=0.0
+    )
 
 
 def test_largest_difference_over_images_in_any_order():
@@ -44,16 +54,14 @@ def test_exchanged_places_are_no_difference():
     """Almost equal scores may change places in the list."""
     a = [prediction(1, BOXES, [0.9, 0.700001, 0.7], LABELS)]
     order = [0, 2, 1]
-    b = [prediction(1, [BOXES[i] for i in order], [0.9, 0.7, 0.699999],
-                    [LABELS[i] for i in order])]
+    b = [prediction(1, [BOXES[i] for i in order], [0.9, 0.7, 0.699999], [LABELS[i] for i in order])]
     difference = compare_detections(a, b)
     assert difference['box'] == 0 and difference['score'] < 1e-5
 
 
 def test_different_counts_are_reported():
     a = [prediction(1, BOXES, SCORES, LABELS), prediction(2, [], [], [])]
-    b = [prediction(1, BOXES[:2], SCORES[:2], LABELS[:2]),
-         prediction(2, BOXES, SCORES, LABELS)]
+    b = [prediction(1, BOXES[:2], SCORES[:2], LABELS[:2]), prediction(2, BOXES, SCORES, LABELS)]
     difference = compare_detections(a, b)
     assert difference['detections'] == [3, 5]
     assert difference['paired'] == 2 and difference['unpaired'] == [1, 3]
@@ -68,7 +76,7 @@ def test_other_label_is_no_counterpart():
 
 
 def test_neighbours_are_not_confused():
-    near = [[10., 10., 30., 30.], [14., 10., 34., 30.]]  # IoU 0.67
+    near = [[10.0, 10.0, 30.0, 30.0], [14.0, 10.0, 34.0, 30.0]]  # IoU 0.67
     a = [prediction(1, near, [0.9, 0.8], [1, 1])]
     b = [prediction(1, near[::-1], [0.9, 0.8], [1, 1])]
     difference = compare_detections(a, b)
@@ -121,19 +129,33 @@ def test_read_metrics_takes_the_last_run(tmp_path):
 
 @pytest.mark.parametrize('task', ['retinanet', 'mask_rcnn', 'upernet'])
 def test_closing_table(task):
-    form = dict(parameters=12e6, backbone_parameters=8e6, backbone_macs=1e9, latency_ms=50.,
-                backbone_latency_ms=30., metrics={'box AP': 0.8125})
+    form = dict(
+        parameters=12e6,
+        backbone_parameters=8e6,
+        backbone_macs=1e9,
+        latency_ms=50.0,
+        backbone_latency_ms=30.0,
+        metrics={'box AP': 0.8125},
+    )
     if task == 'upernet':
         difference = dict(images=2, pixels=1000, different=1, share=1e-3)
     else:
-        difference = dict(images=2, detections=[31, 32], paired=31, unpaired=[0, 1], box=2e-4,
-                          score=3e-6)
+        difference = dict(
+            images=2, detections=[31, 32], paired=31, unpaired=[0, 1], box=2e-4, score=3e-6
+        )
         if task == 'mask_rcnn':
             difference.update(mask_pixels=7, mask_area=10000)
     text = closing_table(
-        dict(training=form, deploy=dict(form, latency_ms=40., backbone_macs=5e8),
-             difference=difference, input_size='160x160', latency_scenes=60, device='CPU',
-             total_seconds=543.2))
+        dict(
+            training=form,
+            deploy=dict(form, latency_ms=40.0, backbone_macs=5e8),
+            difference=difference,
+            input_size='160x160',
+            latency_scenes=60,
+            device='CPU',
+            total_seconds=543.2,
+        )
+    )
     assert '1.25' in text and '2.00' in text and '0.812' in text
     assert 'Total time: 9 min 3 s' in text
     assert ('7 of 10000' in text) == (task == 'mask_rcnn')
@@ -148,6 +170,7 @@ def test_pictures(tmp_path):
     import cv2
 
     from repa_mm.demo.picture import WHITE, draw_detections, draw_segmentations
+
     path, seg_path = str(tmp_path / 'a.jpg'), str(tmp_path / 'a.png')
     cv2.imwrite(path, np.zeros((160, 160, 3), np.uint8))
     cv2.imwrite(seg_path, np.full((160, 160), 3, np.uint8))
@@ -159,6 +182,9 @@ def test_pictures(tmp_path):
     without = draw_detections([detection] * 5, {1: []}, 'Title', columns=4, tile=200)
     assert (picture != without).any()
     label_map = np.zeros((160, 160), np.int64)
-    segmentation = dict(img_path=path, seg_map_path=seg_path,
-                        pred_sem_seg=dict(data=torch.from_numpy(label_map)[None]))
+    segmentation = dict(
+        img_path=path,
+        seg_map_path=seg_path,
+        pred_sem_seg=dict(data=torch.from_numpy(label_map)[None]),
+    )
     assert draw_segmentations([segmentation] * 3, 'Title').ndim == 3

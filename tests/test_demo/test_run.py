@@ -1,4 +1,5 @@
 """The whole demonstration on a handful of scenes, and what happens when a step fails."""
+
 import json
 import os
 import os.path as osp
@@ -17,17 +18,24 @@ def fake_tools(folder, broken, status):
     tools.mkdir()
     for name in ('make_demo_data', 'train', 'test'):
         (tools / f'{name}.py').write_text(
-            f'print("this is {name}")\n' +
-            (f'import os, sys; {status}\n' if name == broken else ''))
+            f'print("this is {name}")\n' + (f'import os, sys; {status}\n' if name == broken else '')
+        )
     return str(tools)
 
 
-@pytest.mark.parametrize('broken, status, code', [
-    ('make_demo_data', 'sys.exit(3)', 3),
-    ('train', 'raise ValueError("boom")', 1),
-    pytest.param('train', 'os.kill(os.getpid(), 9)', 137,
-                 marks=pytest.mark.skipif(sys.platform == 'win32', reason='signals')),
-])
+@pytest.mark.parametrize(
+    'broken, status, code',
+    [
+        ('make_demo_data', 'sys.exit(3)', 3),
+        ('train', 'raise ValueError("boom")', 1),
+        pytest.param(
+            'train',
+            'os.kill(os.getpid(), 9)',
+            137,
+            marks=pytest.mark.skipif(sys.platform == 'win32', reason='signals'),
+        ),
+    ],
+)
 def test_failing_step_stops_the_demo(tmp_path, monkeypatch, capfd, broken, status, code):
     monkeypatch.chdir(tmp_path)
     assert main(fake_tools(tmp_path, broken, status), ['--work-dir', 'out']) == code
@@ -38,18 +46,21 @@ def test_failing_step_stops_the_demo(tmp_path, monkeypatch, capfd, broken, statu
     assert 'this is test' not in out
 
 
-@pytest.mark.parametrize('task, codebase', [('retinanet', 'mmdet'), ('mask_rcnn', 'mmdet'),
-                                            ('upernet', 'mmseg')])
+@pytest.mark.parametrize(
+    'task, codebase', [('retinanet', 'mmdet'), ('mask_rcnn', 'mmdet'), ('upernet', 'mmseg')]
+)
 def test_whole_job(tmp_path, monkeypatch, capfd, task, codebase):
     """The real tools and configs, but eight scenes; only the first task trains."""
     pytest.importorskip(codebase)
     pytest.importorskip('sklearn')
     pytest.importorskip('skimage')
     from repa_mm.demo.dataset import write_digit_scenes
+
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv('OMP_NUM_THREADS', '1')
-    monkeypatch.setenv('PYTHONPATH', os.pathsep.join(
-        [REPOSITORY, *filter(None, [os.environ.get('PYTHONPATH')])]))
+    monkeypatch.setenv(
+        'PYTHONPATH', os.pathsep.join([REPOSITORY, *filter(None, [os.environ.get('PYTHONPATH')])])
+    )
     tools = tmp_path / 'tools'
     tools.mkdir()
     os.symlink(osp.join(REPOSITORY, 'configs'), tmp_path / 'configs')
@@ -60,12 +71,17 @@ def test_whole_job(tmp_path, monkeypatch, capfd, task, codebase):
 
     arguments = ['--task', task, '--work-dir', 'out']
     if task == 'retinanet':
-        arguments += ['--cfg-options', 'train_cfg.max_epochs=1', 'train_dataloader.batch_size=4',
-                      'train_cfg.val_interval=2']
+        arguments += [
+            '--cfg-options',
+            'train_cfg.max_epochs=1',
+            'train_dataloader.batch_size=4',
+            'train_cfg.val_interval=2',
+        ]
     else:
         import torch
 
         from repa_mm.apis import init_model
+
         model = init_model(f'configs/demo/{task}_repa_swin_digits.py')
         torch.save(dict(state_dict=model.state_dict(), meta={}), 'random.pth')
         arguments += ['--checkpoint', 'random.pth']
@@ -73,7 +89,7 @@ def test_whole_job(tmp_path, monkeypatch, capfd, task, codebase):
 
     out = capfd.readouterr().out
     assert out.count('\n$ python ') == (4 if task == 'retinanet' else 3)
-    assert 'Total time: ' in out and 'nan' not in out[out.index('=== comparison'):]
+    assert 'Total time: ' in out and 'nan' not in out[out.index('=== comparison') :]
     with open(osp.join('out', 'summary.json')) as f:
         summary = json.load(f)
     assert summary['task'] == task

@@ -1,4 +1,5 @@
 """Trainings that are killed, and go on."""
+
 import os
 import random
 import signal
@@ -19,15 +20,22 @@ from .toy import make_runner
 
 ROOT = Path(__file__).parents[2]
 CONFIG = dict(
-    default_hooks=dict(checkpoint=dict(
-        type='SafeCheckpointHook', interval=1, max_keep_ckpts=1,
-        save_best='mean', rule='greater')),
+    default_hooks=dict(
+        checkpoint=dict(
+            type='SafeCheckpointHook',
+            interval=1,
+            max_keep_ckpts=1,
+            save_best='mean',
+            rule='greater',
+        )
+    ),
     train_cfg=dict(by_epoch=True, max_epochs=4, val_interval=1),
     optim_wrapper=dict(optimizer=dict(type='SGD', lr=0.1, momentum=0.9)),
-    randomness=dict(seed=0))
+    randomness=dict(seed=0),
+)
 
 # Where the third epoch's checkpoint is being made.
-KILLED = '''
+KILLED = """
 import os, signal, sys
 from unittest import mock
 from tests.test_engine.test_checkpoint import CONFIG
@@ -66,7 +74,7 @@ elif where == 'removing':
     remove = os.remove
     os.remove = lambda path: die() if 'epoch_2' in path else remove(path)
 runner.train()
-'''
+"""
 
 
 def weights_of(path):
@@ -86,8 +94,10 @@ def one_thread():
 def test_killed_while_saving(where, tmp_path, one_thread):
     work_dir = tmp_path / 'killed'
     result = subprocess.run(
-        [sys.executable, '-c', KILLED, str(work_dir), where], cwd=ROOT,
-        env=dict(os.environ, PYTHONPATH=str(ROOT), OMP_NUM_THREADS='1'))
+        [sys.executable, '-c', KILLED, str(work_dir), where],
+        cwd=ROOT,
+        env=dict(os.environ, PYTHONPATH=str(ROOT), OMP_NUM_THREADS='1'),
+    )
     assert result.returncode == -signal.SIGKILL
     files = {p.name for p in work_dir.glob('*.pth')}
     assert ('epoch_3.pth' in files) == (where == 'removing')
@@ -98,8 +108,7 @@ def test_killed_while_saving(where, tmp_path, one_thread):
     whole = make_runner(tmp_path / 'whole', **CONFIG)
     whole.train()
     latest = find_latest(str(work_dir))
-    assert latest.endswith(
-        'epoch_3.pth' if where == 'removing' else 'epoch_2.pth')
+    assert latest.endswith('epoch_3.pth' if where == 'removing' else 'epoch_2.pth')
     resumed = make_runner(work_dir, load_from=latest, resume=True, **CONFIG)
     resumed.train()
     expected = weights_of(tmp_path / 'whole/epoch_4.pth')
@@ -126,7 +135,7 @@ def test_find_latest(tmp_path):
     assert find_latest(str(tmp_path)).endswith('epoch_9.pth')
     pointer.write_text(newest)
     data = Path(newest).read_bytes()
-    Path(newest).write_bytes(data[:len(data) // 2])
+    Path(newest).write_bytes(data[: len(data) // 2])
     assert find_latest(str(tmp_path)).endswith('epoch_9.pth')
     (tmp_path / 'epoch_9.pth').write_bytes(b'')
     with pytest.raises(CheckpointError, match='nothing to resume from'):
@@ -134,13 +143,17 @@ def test_find_latest(tmp_path):
 
 
 def test_user_backend_is_kept(tmp_path):
-    config = dict(CONFIG, default_hooks=dict(checkpoint=dict(
-        type='SafeCheckpointHook', interval=1,
-        backend_args=dict(backend='local'))))
+    config = dict(
+        CONFIG,
+        default_hooks=dict(
+            checkpoint=dict(
+                type='SafeCheckpointHook', interval=1, backend_args=dict(backend='local')
+            )
+        ),
+    )
     runner = make_runner(tmp_path, **config)
     runner.train()
-    hook, = (h for h in runner.hooks
-             if type(h).__name__ == 'SafeCheckpointHook')
+    (hook,) = (h for h in runner.hooks if type(h).__name__ == 'SafeCheckpointHook')
     assert hook.backend_args == dict(backend='local')
     assert len(list(tmp_path.glob('epoch_*.pth'))) == 4
 
@@ -152,20 +165,36 @@ def test_killed_at_any_moment(task, digits, tmp_path):  # noqa: F811
     pytest.importorskip('mmseg' if task == 'upernet' else 'mmdet')
     options = dict(
         retinanet=['train_cfg.max_epochs=4', 'train_cfg.val_interval=2'],
-        upernet=['train_cfg.max_iters=12', 'train_cfg.val_interval=4',
-                 'default_hooks.checkpoint.interval=2'])[task]
-    options += ['train_dataloader.batch_size=4',
-                'default_hooks.checkpoint.max_keep_ckpts=1',
-                'default_hooks.logger.interval=1']
+        upernet=[
+            'train_cfg.max_iters=12',
+            'train_cfg.val_interval=4',
+            'default_hooks.checkpoint.interval=2',
+        ],
+    )[task]
+    options += [
+        'train_dataloader.batch_size=4',
+        'default_hooks.checkpoint.max_keep_ckpts=1',
+        'default_hooks.logger.interval=1',
+    ]
     name = 'epoch_4.pth' if task == 'retinanet' else 'iter_12.pth'
 
     def train(work_dir, *more):
         return subprocess.Popen(
-            [sys.executable, str(ROOT / 'tools/train.py'),
-             repa_mm.config_path(f'demo/{task}_repa_swin_digits.py'),
-             '--work-dir', str(work_dir), *more, '--cfg-options', *options],
-            cwd=digits, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
-            env=dict(os.environ, PYTHONPATH=str(ROOT), OMP_NUM_THREADS='1'))
+            [
+                sys.executable,
+                str(ROOT / 'tools/train.py'),
+                repa_mm.config_path(f'demo/{task}_repa_swin_digits.py'),
+                '--work-dir',
+                str(work_dir),
+                *more,
+                '--cfg-options',
+                *options,
+            ],
+            cwd=digits,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            env=dict(os.environ, PYTHONPATH=str(ROOT), OMP_NUM_THREADS='1'),
+        )
 
     start = time.time()
     process = train(tmp_path / 'whole')

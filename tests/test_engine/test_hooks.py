@@ -29,10 +29,7 @@ def assert_same(state, model):
 def logits_of(model, runner):
     model = copy.deepcopy(model).eval()
     with torch.no_grad():
-        return torch.cat([
-            torch.stack(model.test_step(batch))
-            for batch in runner.test_dataloader
-        ])
+        return torch.cat([torch.stack(model.test_step(batch)) for batch in runner.test_dataloader])
 
 
 def test_train_test_resume_training(tmp_path, relative_error):
@@ -47,8 +44,7 @@ def test_train_test_resume_training(tmp_path, relative_error):
     assert runner.model is model
     assert_same(state, model)
     assert relative_error(KeepLogits.logits, expected) < 1e-5
-    assert runner.optim_wrapper.state_dict()['param_groups'] == \
-        optimizer['param_groups']
+    assert runner.optim_wrapper.state_dict()['param_groups'] == optimizer['param_groups']
 
     runner.train_loop._max_epochs = 3
     runner.train_loop.run()
@@ -73,25 +69,28 @@ def test_best_checkpoint_is_of_the_training_form(tmp_path):
     """CheckpointHook may save in the middle of validation."""
     spy = Spy()
     runner = make_runner(
-        tmp_path, [dict(HOOK, when=['val', 'test']), spy],
+        tmp_path,
+        [dict(HOOK, when=['val', 'test']), spy],
         default_hooks=dict(
-            checkpoint=dict(
-                type='CheckpointHook', interval=1, save_best='mean',
-                rule='greater')))
+            checkpoint=dict(type='CheckpointHook', interval=1, save_best='mean', rule='greater')
+        ),
+    )
     runner.train()
     assert ('save', 'training') in spy.forms
     assert ('save', 'deploy') not in spy.forms
     best = [f for f in os.listdir(tmp_path) if f.startswith('best')]
     model = ToyClassifier()
-    model.load_state_dict(torch.load(tmp_path / best[0],
-                                     weights_only=False)['state_dict'])
+    model.load_state_dict(torch.load(tmp_path / best[0], weights_only=False)['state_dict'])
 
 
-@pytest.mark.parametrize('hooks', [
-    [HOOK, dict(type='EMAHook', momentum=0.5)],
-    [dict(type='EMAHook', momentum=0.5), HOOK],
-    [dict(type='EMAHook', momentum=0.5, update_buffers=True), HOOK],
-])
+@pytest.mark.parametrize(
+    'hooks',
+    [
+        [HOOK, dict(type='EMAHook', momentum=0.5)],
+        [dict(type='EMAHook', momentum=0.5), HOOK],
+        [dict(type='EMAHook', momentum=0.5, update_buffers=True), HOOK],
+    ],
+)
 def test_with_ema(tmp_path, hooks, relative_error):
     runner = make_runner(tmp_path, [*hooks, Spy()])
     runner.train()
@@ -103,10 +102,8 @@ def test_with_ema(tmp_path, hooks, relative_error):
     source_state, ema_state = snapshot(runner.model), snapshot(ema.ema_model)
     # runner.test() would start EMA anew: only its epoch is run.
     runner.test_loop.run()
-    assert relative_error(KeepLogits.logits,
-                          logits_of(averaged, runner)) < 1e-5
-    assert relative_error(logits_of(runner.model, runner),
-                          KeepLogits.logits) > 1e-3
+    assert relative_error(KeepLogits.logits, logits_of(averaged, runner)) < 1e-5
+    assert relative_error(logits_of(runner.model, runner), KeepLogits.logits) > 1e-3
     assert_same(source_state, runner.model)
     assert_same(ema_state, ema.ema_model)
 
@@ -128,11 +125,10 @@ def test_merged_checkpoint(tmp_path, randomize, relative_error):
     for hooks in ([HOOK], [HOOK, dict(type='EMAHook')]):
         for deploy in (False, True):
             runner = make_runner(
-                tmp_path, hooks, load_from=path,
-                model=dict(type='ToyClassifier', deploy=deploy))
+                tmp_path, hooks, load_from=path, model=dict(type='ToyClassifier', deploy=deploy)
+            )
             runner.test()
-            assert relative_error(KeepLogits.logits,
-                                  logits_of(model, runner)) < 1e-5
+            assert relative_error(KeepLogits.logits, logits_of(model, runner)) < 1e-5
 
 
 def test_writes_the_merged_checkpoint(tmp_path, randomize):
@@ -170,8 +166,7 @@ def test_interrupted_test_does_not_cost_the_training_form(tmp_path):
 
 
 def test_training_a_merged_model_is_refused(tmp_path):
-    runner = make_runner(
-        tmp_path, [HOOK], model=dict(type='ToyClassifier', deploy=True))
+    runner = make_runner(tmp_path, [HOOK], model=dict(type='ToyClassifier', deploy=True))
     with pytest.raises(ValueError, match='deploy form.*cannot be trained'):
         runner.train()
 
@@ -182,14 +177,14 @@ def test_refusals(tmp_path):
     runner = make_runner(tmp_path, [HOOK])
     with pytest.raises(CheckpointError, match='none of the weights'):
         runner.call_hook(
-            'after_load_checkpoint',
-            checkpoint=dict(state_dict={'conv1.weight': torch.zeros(1)}))
+            'after_load_checkpoint', checkpoint=dict(state_dict={'conv1.weight': torch.zeros(1)})
+        )
     runner.model.backbone = torch.nn.Sequential(*runner.model.backbone[:3])
     with pytest.raises(ValueError, match='nothing to reparameterize'):
         runner.test()
 
 
-DISTRIBUTED = '''
+DISTRIBUTED = """
 import sys, torch
 from tests.test_engine.toy import *
 from tests.conftest import _randomize
@@ -212,7 +207,7 @@ assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items())
 assert ('test', 'deploy') in spy.forms and ('test', 'training') not in spy.forms
 print(f'rank {get_rank()} done')
 end_process()
-'''
+"""
 
 
 def test_two_processes_with_ema(tmp_path):
@@ -223,10 +218,20 @@ def test_two_processes_with_ema(tmp_path):
         port = s.getsockname()[1]
     root = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
     result = subprocess.run(
-        [sys.executable, '-m', 'torch.distributed.run', '--nproc_per_node=2',
-         f'--master_port={port}', str(script), str(tmp_path)],
-        capture_output=True, text=True, timeout=300,
-        env=dict(os.environ, PYTHONPATH=root, OMP_NUM_THREADS='1'))
+        [
+            sys.executable,
+            '-m',
+            'torch.distributed.run',
+            '--nproc_per_node=2',
+            f'--master_port={port}',
+            str(script),
+            str(tmp_path),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=dict(os.environ, PYTHONPATH=root, OMP_NUM_THREADS='1'),
+    )
     assert result.returncode == 0, result.stderr[-3000:]
     assert 'rank 0 done' in result.stdout and 'rank 1 done' in result.stdout
 
@@ -234,10 +239,11 @@ def test_two_processes_with_ema(tmp_path):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a GPU')
 def test_amp(tmp_path):
     runner = make_runner(
-        tmp_path, [HOOK],
-        optim_wrapper=dict(type='AmpOptimWrapper',
-                           optimizer=dict(type='SGD', lr=0.1)),
-        test_cfg=dict(fp16=True))
+        tmp_path,
+        [HOOK],
+        optim_wrapper=dict(type='AmpOptimWrapper', optimizer=dict(type='SGD', lr=0.1)),
+        test_cfg=dict(fp16=True),
+    )
     runner.train()
     runner.test()
     assert torch.isfinite(KeepLogits.logits).all()

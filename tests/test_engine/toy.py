@@ -1,4 +1,5 @@
 """A small model and data for tests through the real Runner."""
+
 import torch
 import torch.nn as nn
 from mmengine.evaluator import BaseMetric
@@ -13,12 +14,15 @@ from repa_mm.reparam import ChannelIdleFFN, MergedFFN
 
 @MODELS.register_module()
 class ToyClassifier(BaseModel):
-
     def __init__(self, deploy=False):
         super().__init__()
         self.backbone = nn.Sequential(
-            nn.Conv2d(3, 8, 4, stride=4), nn.Flatten(2), Transpose(),
-            ChannelIdleFFN(8, 32), ChannelIdleFFN(8, 32, 0.5))
+            nn.Conv2d(3, 8, 4, stride=4),
+            nn.Flatten(2),
+            Transpose(),
+            ChannelIdleFFN(8, 32),
+            ChannelIdleFFN(8, 32, 0.5),
+        )
         self.head = nn.Linear(8, 2)
         if deploy:
             for m in self.backbone:
@@ -34,7 +38,6 @@ class ToyClassifier(BaseModel):
 
 
 class Transpose(nn.Module):
-
     def forward(self, x):
         return x.transpose(1, 2)
 
@@ -46,14 +49,14 @@ class ToyData(Dataset):
         return 8
 
     def __getitem__(self, index):
-        image = torch.randn(
-            3, 16, 16, generator=torch.Generator().manual_seed(index))
+        image = torch.randn(3, 16, 16, generator=torch.Generator().manual_seed(index))
         return dict(inputs=image + index % 2, labels=index % 2)
 
 
 @METRICS.register_module()
 class KeepLogits(BaseMetric):
     """Reports nothing, and keeps what was predicted last."""
+
     logits = None
 
     def process(self, data_batch, data_samples):
@@ -66,6 +69,7 @@ class KeepLogits(BaseMetric):
 
 class Spy(Hook):
     """Notes which form is used where."""
+
     priority = 'LOWEST'
 
     def __init__(self):
@@ -81,8 +85,7 @@ class Spy(Hook):
     def after_val_iter(self, runner, batch_idx, data_batch=None, outputs=None):
         self.note('val', runner)
 
-    def after_test_iter(self, runner, batch_idx, data_batch=None,
-                        outputs=None):
+    def after_test_iter(self, runner, batch_idx, data_batch=None, outputs=None):
         self.note('test', runner)
 
     def before_save_checkpoint(self, runner, checkpoint):
@@ -94,7 +97,8 @@ def make_runner(work_dir, hooks=(), model=None, **kwargs):
         batch_size=4,
         dataset=ToyData(),
         sampler=dict(type='DefaultSampler', shuffle=False),
-        collate_fn=dict(type='pseudo_collate'))
+        collate_fn=dict(type='pseudo_collate'),
+    )
     cfg = dict(
         model=model or dict(type='ToyClassifier'),
         work_dir=str(work_dir),
@@ -109,6 +113,7 @@ def make_runner(work_dir, hooks=(), model=None, **kwargs):
         optim_wrapper=dict(optimizer=dict(type='SGD', lr=0.1)),
         custom_hooks=list(hooks),
         experiment_name=f'toy_{id(hooks)}_{torch.rand(1).item()}',
-        log_level='WARNING')
+        log_level='WARNING',
+    )
     cfg.update(kwargs)
     return Runner(**cfg)

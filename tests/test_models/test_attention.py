@@ -10,8 +10,7 @@ from mmpretrain.models import SwinTransformer
 from mmpretrain.models.utils.attention import ShiftWindowMSA
 
 import repa_mm
-from repa_mm.models import (RePaSwinTransformer,
-                            attention, fast_window_attention)
+from repa_mm.models import RePaSwinTransformer, attention, fast_window_attention
 from repa_mm.models.attention import FastPatchMerging, FastShiftWindowMSA
 
 SMALL = dict(embed_dims=24, depths=[2, 2, 2, 2], num_heads=[1, 2, 4, 8])
@@ -20,8 +19,7 @@ SIZES = [(14, 21), (13, 20), (8, 15), (7, 7), (14, 7), (3, 5), (30, 2)]
 
 
 def _pair(shift=0, dtype=torch.float32, **kwargs):
-    stock = ShiftWindowMSA(
-        24, 3, 7, shift, pad_small_map=True, **kwargs).to(dtype)
+    stock = ShiftWindowMSA(24, 3, 7, shift, pad_small_map=True, **kwargs).to(dtype)
     for parameter in stock.parameters():
         parameter.data.normal_(std=0.5)
     fast = fast_window_attention(copy.deepcopy(stock))
@@ -45,24 +43,20 @@ def _run(module, x, size):
 
 
 @pytest.mark.parametrize('shift', [0, 3, 5])
-@pytest.mark.parametrize('dtype, tolerance', [(torch.float32, 1e-5),
-                                              (torch.float64, 1e-10)])
+@pytest.mark.parametrize('dtype, tolerance', [(torch.float32, 1e-5), (torch.float64, 1e-10)])
 @pytest.mark.parametrize('chunk', [1, 2**20])
-def test_equals_the_parent(shift, dtype, tolerance, chunk, relative_error,
-                           monkeypatch):
+def test_equals_the_parent(shift, dtype, tolerance, chunk, relative_error, monkeypatch):
     monkeypatch.setattr(attention, '_CHUNK', chunk)
     stock, fast = _pair(shift, dtype)
     for height, width in SIZES * 2:
         x = torch.randn(3, height * width, 24, dtype=dtype)
         for actual, expected in zip(
-                _run(fast, x, (height, width)),
-                _run(stock, x, (height, width))):
+            _run(fast, x, (height, width)), _run(stock, x, (height, width))
+        ):
             assert actual.shape == expected.shape
             assert relative_error(actual, expected) < tolerance
         with torch.no_grad():
-            assert relative_error(
-                fast(x, (height, width)), stock(x,
-                                                (height, width))) < tolerance
+            assert relative_error(fast(x, (height, width)), stock(x, (height, width))) < tolerance
 
 
 @pytest.mark.parametrize('shift', [0, 3])
@@ -74,8 +68,8 @@ def test_without_padding_of_small_maps(shift, relative_error):
     for height, width in [(7, 7), (7, 16), (9, 8)]:
         x = torch.randn(2, height * width, 24)
         for actual, expected in zip(
-                _run(fast, x, (height, width)),
-                _run(stock, x, (height, width))):
+            _run(fast, x, (height, width)), _run(stock, x, (height, width))
+        ):
             assert relative_error(actual, expected) < 1e-5
     with pytest.raises(AssertionError, match='pad_small_map=True'):
         fast(torch.randn(1, 18, 24), (3, 6))
@@ -89,8 +83,7 @@ def test_traceable_form_equals_the_parent(relative_error, monkeypatch):
         stock, fast = _pair(shift)
         for size in SIZES:
             x = torch.randn(2, size[0] * size[1], 24)
-            for actual, expected in zip(
-                    _run(fast, x, size), _run(stock, x, size)):
+            for actual, expected in zip(_run(fast, x, size), _run(stock, x, size)):
                 assert relative_error(actual, expected) < 1e-5
 
 
@@ -101,10 +94,12 @@ def _change_by_step(fast):
 
 
 def _change_by_load(fast):
-    fast.load_state_dict({
-        key: torch.randn(value.shape) if value.is_floating_point() else value
-        for key, value in fast.state_dict().items()
-    })
+    fast.load_state_dict(
+        {
+            key: torch.randn(value.shape) if value.is_floating_point() else value
+            for key, value in fast.state_dict().items()
+        }
+    )
 
 
 def _change_data(fast):
@@ -115,11 +110,18 @@ def _exchange_data(fast):
     fast.w_msa.relative_position_bias_table.data = torch.randn(169, 3)
 
 
-@pytest.mark.parametrize('change', [
-    _change_by_step, _change_by_load, _change_data, _exchange_data,
-    torch.nn.Module.double, torch.nn.Module.train,
-    lambda m: fast_window_attention(m)
-])
+@pytest.mark.parametrize(
+    'change',
+    [
+        _change_by_step,
+        _change_by_load,
+        _change_data,
+        _exchange_data,
+        torch.nn.Module.double,
+        torch.nn.Module.train,
+        lambda m: fast_window_attention(m),
+    ],
+)
 def test_cached_biases_follow_the_weights(change, relative_error):
     stock, fast = _pair(3)
     x = torch.randn(2, 9 * 15, 24)
@@ -146,8 +148,7 @@ def test_inference_and_training_alternate(relative_error):
         for mode in (torch.inference_mode, torch.no_grad):
             with mode():
                 assert relative_error(fast(x, size), stock(x, size)) < 1e-5
-            for actual, expected in zip(
-                    _run(fast, x, size)[:2], _run(stock, x, size)[:2]):
+            for actual, expected in zip(_run(fast, x, size)[:2], _run(stock, x, size)[:2]):
                 assert relative_error(actual, expected) < 1e-5
 
 
@@ -190,17 +191,13 @@ def test_dropout_of_attention(relative_error):
     x = torch.randn(4, 14 * 14, 24)
     with torch.no_grad():
         samples = [
-            torch.stack([m.train()(x, (14, 14)) for _ in range(200)])
-            for m in (stock, stock, fast)
+            torch.stack([m.train()(x, (14, 14)) for _ in range(200)]) for m in (stock, stock, fast)
         ]
         means = [sample.mean(0) for sample in samples]
         stds = [sample.std(0).mean() for sample in samples]
-        assert relative_error(means[2], means[0]) < 1.5 * relative_error(
-            means[1], means[0])
+        assert relative_error(means[2], means[0]) < 1.5 * relative_error(means[1], means[0])
         assert stds[2] == pytest.approx(stds[0].item(), rel=0.03)
-        assert relative_error(
-            fast.eval()(x, (14, 14)),
-            stock.eval()(x, (14, 14))) < 1e-5
+        assert relative_error(fast.eval()(x, (14, 14)), stock.eval()(x, (14, 14))) < 1e-5
 
 
 def test_training_keeps_little():
@@ -226,6 +223,7 @@ def test_training_keeps_little():
 @pytest.mark.parametrize('shift', [0, 3])
 def test_compiles_once_for_all_sizes(shift, relative_error):
     from torch._dynamo.testing import CompileCounter
+
     torch._dynamo.reset()
     stock, fast = _pair(shift)
     counter = CompileCounter()
@@ -233,9 +231,7 @@ def test_compiles_once_for_all_sizes(shift, relative_error):
     with torch.no_grad():
         for height, width in [(14, 21), (16, 22), (13, 27), (28, 35), (9, 50)]:
             x = torch.randn(2, height * width, 24)
-            assert relative_error(
-                compiled(x, (height, width)), stock(x,
-                                                    (height, width))) < 1e-5
+            assert relative_error(compiled(x, (height, width)), stock(x, (height, width))) < 1e-5
     assert counter.frame_count <= 2
 
 
@@ -250,9 +246,9 @@ def test_can_be_traced(relative_error):
         assert relative_error(traced(other), stock(other, (9, 15))) < 1e-5
 
 
-@pytest.mark.parametrize('kernel_size, padding', [(2, 'corner'), (3, 'corner'),
-                                                  (3, 'same'), ((2, 3), 'same')
-                                                  ])
+@pytest.mark.parametrize(
+    'kernel_size, padding', [(2, 'corner'), (3, 'corner'), (3, 'same'), ((2, 3), 'same')]
+)
 def test_patch_merging(kernel_size, padding, relative_error):
     stock = PatchMerging(8, 16, kernel_size, padding=padding)
     stock.norm.weight.data.uniform_(0.5, 2)
@@ -267,8 +263,9 @@ def test_patch_merging(kernel_size, padding, relative_error):
             assert relative_error(actual, expected) < 1e-5
 
 
-@pytest.mark.parametrize('kwargs', [
-    dict(kernel_size=3, stride=2), dict(dilation=2), dict(padding=0)])
+@pytest.mark.parametrize(
+    'kwargs', [dict(kernel_size=3, stride=2), dict(dilation=2), dict(padding=0)]
+)
 def test_other_patch_merging_stays(kwargs):
     module = PatchMerging(8, 16, **kwargs)
     attention.swap_attention(module)
@@ -305,8 +302,9 @@ def test_fast_swin(relative_error):
     assert isinstance(fast, SwinTransformer) and fast.eval() is fast
     # As MMPretrain's first checkpoints: the last norm without a number.
     state = {
-        key.replace('norm3.', 'norm.') if key.startswith('norm3.') else key:
-        value for key, value in stock.state_dict().items()}
+        key.replace('norm3.', 'norm.') if key.startswith('norm3.') else key: value
+        for key, value in stock.state_dict().items()
+    }
     fast.load_state_dict(state)
     stock.load_state_dict(fast.state_dict())
     x = torch.randn(1, 3, 40, 90)
@@ -317,8 +315,8 @@ def test_fast_swin(relative_error):
 @pytest.mark.parametrize('deploy', [False, True])
 def test_repa_swin_uses_it(deploy, relative_error):
     fast, stock = (
-        RePaSwinTransformer(SMALL, deploy=deploy, fast_attention=f).eval()
-        for f in (True, False))
+        RePaSwinTransformer(SMALL, deploy=deploy, fast_attention=f).eval() for f in (True, False)
+    )
     assert any(isinstance(m, FastShiftWindowMSA) for m in fast.modules())
     assert not any(isinstance(m, FastShiftWindowMSA) for m in stock.modules())
     stock.load_state_dict(fast.state_dict())

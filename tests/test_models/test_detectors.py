@@ -1,4 +1,5 @@
 """Whole detectors and segmentors, before and after the merge."""
+
 import pytest
 import torch
 
@@ -7,8 +8,8 @@ from repa_mm.apis import init_model, load_config
 
 # All proposals are kept, so that what is compared is not how ties are broken.
 CONFIGS = [
-    ('retinanet_repa_swin_t.py', {'model.test_cfg.score_thr': 0.}),
-    ('mask_rcnn_repa_swin_t.py', {'model.test_cfg.rcnn.score_thr': 0.}),
+    ('retinanet_repa_swin_t.py', {'model.test_cfg.score_thr': 0.0}),
+    ('mask_rcnn_repa_swin_t.py', {'model.test_cfg.rcnn.score_thr': 0.0}),
     ('upernet_repa_swin_t.py', {}),
     ('repa_swin_t_in1k.py', {}),
 ]
@@ -22,15 +23,23 @@ def sample(cfg, height, width):
     else:
         from mmpretrain.structures import DataSample as Sample
     meta = dict(
-        img_shape=(height, width), ori_shape=(height, width),
-        scale_factor=(1., 1.), pad_shape=(height, width))
+        img_shape=(height, width),
+        ori_shape=(height, width),
+        scale_factor=(1.0, 1.0),
+        pad_shape=(height, width),
+    )
     return Sample(metainfo=meta)
 
 
 @pytest.mark.parametrize('name, options', CONFIGS)
 def test_merge_is_exact(name, options, randomize, relative_error):
-    scope = ('mmdet' if 'rcnn' in name or 'retina' in name else
-             'mmseg' if 'upernet' in name else 'mmpretrain')
+    scope = (
+        'mmdet'
+        if 'rcnn' in name or 'retina' in name
+        else 'mmseg'
+        if 'upernet' in name
+        else 'mmpretrain'
+    )
     pytest.importorskip(scope)
     cfg = load_config(repa_mm.config_path(name), options)
     model = init_model(cfg)
@@ -56,7 +65,7 @@ def test_merge_is_exact(name, options, randomize, relative_error):
     elif scope == 'mmseg':
         expected, actual = expected.seg_logits.data, actual.seg_logits.data
         assert relative_error(actual, expected) < 1e-4
-        assert (actual.argmax(0) == expected.argmax(0)).float().mean() > .999
+        assert (actual.argmax(0) == expected.argmax(0)).float().mean() > 0.999
     else:
         expected, actual = expected.pred_instances, actual.pred_instances
         assert len(expected) == len(actual) > 10
@@ -65,5 +74,4 @@ def test_merge_is_exact(name, options, randomize, relative_error):
         same = (actual.bboxes - expected.bboxes).abs().amax(1) < 1e-2
         assert same.float().mean() > 0.9
         if 'masks' in expected:
-            assert (actual.masks[same] ==
-                    expected.masks[same]).float().mean() > 0.999
+            assert (actual.masks[same] == expected.masks[same]).float().mean() > 0.999

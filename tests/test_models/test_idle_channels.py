@@ -1,4 +1,5 @@
 """idle_channels in backbones that are not this project's own."""
+
 import copy
 import importlib
 
@@ -17,111 +18,173 @@ VIT = dict(embed_dims=16, num_layers=2, num_heads=2, feedforward_channels=64)
 # docs/backbones.md lists them.
 CONVERTIBLE = {
     'ViT': ('mmpretrain', 'VisionTransformer', dict(arch=VIT), 2),
-    'DINOv2': ('mmpretrain', 'VisionTransformer',
-               dict(arch=VIT, layer_scale_init_value=0.3), 2),
-    'DeiT distilled': ('mmpretrain', 'DistilledVisionTransformer',
-                       dict(arch=VIT), 2),
+    'DINOv2': ('mmpretrain', 'VisionTransformer', dict(arch=VIT, layer_scale_init_value=0.3), 2),
+    'DeiT distilled': ('mmpretrain', 'DistilledVisionTransformer', dict(arch=VIT), 2),
     'DeiT III': ('mmpretrain', 'DeiT3', dict(arch=VIT), 2),
     'BEiT': ('mmpretrain', 'BEiTViT', dict(arch=VIT), 2),
-    'BEiT without scale': ('mmpretrain', 'BEiTViT',
-                           dict(arch=VIT, layer_scale_init_value=0.), 2),
+    'BEiT without scale': ('mmpretrain', 'BEiTViT', dict(arch=VIT, layer_scale_init_value=0.0), 2),
     'MAE': ('mmpretrain', 'MAEViT', dict(arch=VIT), 2),
     'MoCo v3': ('mmpretrain', 'MoCoV3ViT', dict(arch=VIT, patch_size=16), 2),
-    'SAM': ('mmpretrain', 'ViTSAM',
-            dict(
-                arch=dict(VIT, global_attn_indexes=[1]), window_size=3,
-                out_channels=8, use_rel_pos=True), 2),
-    'Swin': ('mmpretrain', 'SwinTransformer',
-             dict(
-                 arch=dict(
-                     embed_dims=8, depths=[1, 1, 1, 1],
-                     num_heads=[1, 1, 2, 2]), pad_small_map=True), 4),
-    'T2T-ViT': ('mmpretrain', 'T2T_ViT',
-                dict(
-                    t2t_cfg=dict(
-                        token_dims=8, use_performer=False), num_layers=2,
-                    embed_dims=16, layer_cfgs=dict(
-                        num_heads=2, feedforward_channels=32)), 4),
-    'TNT': ('mmpretrain', 'TNT',
-            dict(
-                arch=dict(
-                    embed_dims_outer=16, embed_dims_inner=8, num_layers=2,
-                    num_heads_outer=2, num_heads_inner=2)), 4),
-    'MixMIM': ('mmpretrain', 'MixMIMTransformer',
-               dict(
-                   arch=dict(
-                       embed_dims=8, depths=[1, 1, 1, 1],
-                       num_heads=[1, 1, 2, 2]),
-                   window_size=[2, 2, 2, 2]), 4),
-    'DaViT': ('mmpretrain', 'DaViT',
-              dict(
-                  arch=dict(
-                      embed_dims=8, depths=[1, 1, 1, 1],
-                      num_heads=[1, 1, 2, 2]), pad_small_map=True), 8),
-    'MLP-Mixer': ('mmpretrain', 'MlpMixer',
-                  dict(
-                      arch=dict(
-                          embed_dims=16, num_layers=2, tokens_mlp_dims=8,
-                          channels_mlp_dims=64)), 2),
-    'PoolFormer': ('mmpretrain', 'PoolFormer',
-                   dict(
-                       arch=dict(
-                           layers=[1, 1, 1, 1], embed_dims=[4, 8, 12, 16]),
-                       frozen_stages=-1), 4),
-    'MMDetection Swin': ('mmdet', 'SwinTransformer',
-                         dict(
-                             embed_dims=8, depths=(1, 1, 1, 1),
-                             num_heads=(1, 1, 2, 2)), 4),
-    'MMSegmentation ViT': ('mmseg', 'VisionTransformer',
-                           dict(
-                               img_size=64, embed_dims=16, num_layers=2,
-                               num_heads=2), 2),
-    'MMSegmentation Swin': ('mmseg', 'SwinTransformer',
-                            dict(
-                                embed_dims=8, depths=(1, 1, 1, 1),
-                                num_heads=(1, 1, 2, 2)), 4),
+    'SAM': (
+        'mmpretrain',
+        'ViTSAM',
+        dict(
+            arch=dict(VIT, global_attn_indexes=[1]), window_size=3, out_channels=8, use_rel_pos=True
+        ),
+        2,
+    ),
+    'Swin': (
+        'mmpretrain',
+        'SwinTransformer',
+        dict(
+            arch=dict(embed_dims=8, depths=[1, 1, 1, 1], num_heads=[1, 1, 2, 2]), pad_small_map=True
+        ),
+        4,
+    ),
+    'T2T-ViT': (
+        'mmpretrain',
+        'T2T_ViT',
+        dict(
+            t2t_cfg=dict(token_dims=8, use_performer=False),
+            num_layers=2,
+            embed_dims=16,
+            layer_cfgs=dict(num_heads=2, feedforward_channels=32),
+        ),
+        4,
+    ),
+    'TNT': (
+        'mmpretrain',
+        'TNT',
+        dict(
+            arch=dict(
+                embed_dims_outer=16,
+                embed_dims_inner=8,
+                num_layers=2,
+                num_heads_outer=2,
+                num_heads_inner=2,
+            )
+        ),
+        4,
+    ),
+    'MixMIM': (
+        'mmpretrain',
+        'MixMIMTransformer',
+        dict(
+            arch=dict(embed_dims=8, depths=[1, 1, 1, 1], num_heads=[1, 1, 2, 2]),
+            window_size=[2, 2, 2, 2],
+        ),
+        4,
+    ),
+    'DaViT': (
+        'mmpretrain',
+        'DaViT',
+        dict(
+            arch=dict(embed_dims=8, depths=[1, 1, 1, 1], num_heads=[1, 1, 2, 2]), pad_small_map=True
+        ),
+        8,
+    ),
+    'MLP-Mixer': (
+        'mmpretrain',
+        'MlpMixer',
+        dict(arch=dict(embed_dims=16, num_layers=2, tokens_mlp_dims=8, channels_mlp_dims=64)),
+        2,
+    ),
+    'PoolFormer': (
+        'mmpretrain',
+        'PoolFormer',
+        dict(arch=dict(layers=[1, 1, 1, 1], embed_dims=[4, 8, 12, 16]), frozen_stages=-1),
+        4,
+    ),
+    'MMDetection Swin': (
+        'mmdet',
+        'SwinTransformer',
+        dict(embed_dims=8, depths=(1, 1, 1, 1), num_heads=(1, 1, 2, 2)),
+        4,
+    ),
+    'MMSegmentation ViT': (
+        'mmseg',
+        'VisionTransformer',
+        dict(img_size=64, embed_dims=16, num_layers=2, num_heads=2),
+        2,
+    ),
+    'MMSegmentation Swin': (
+        'mmseg',
+        'SwinTransformer',
+        dict(embed_dims=8, depths=(1, 1, 1, 1), num_heads=(1, 1, 2, 2)),
+        4,
+    ),
 }
 
 # What the error says, with the name of the block.
 REFUSED = {
-    'Swin V2, post-norm': ('mmpretrain', 'SwinTransformerV2',
-                           dict(arch='tiny', img_size=64, window_size=4),
-                           r"'stages.0.blocks.0', a SwinBlockV2, is none"),
-    'SwiGLU': ('mmpretrain', 'VisionTransformer',
-               dict(arch=VIT, layer_cfgs=dict(ffn_type='swiglu_fused')),
-               r"'layers.0', a TransformerEncoderLayer.*SwiGLUFFNFused"),
-    'EVA-02': ('mmpretrain', 'ViTEVA02', dict(arch=VIT),
-               r"'layers.0', a EVA02EndcoderLayer, is none"),
-    'three linear layers': ('mmpretrain', 'VisionTransformer',
-                            dict(arch=VIT, layer_cfgs=dict(num_fcs=3)),
-                            r"'layers.0'.*3 linear layers, not two"),
-    'RevViT': ('mmpretrain', 'RevVisionTransformer', dict(arch=VIT),
-               r"'layers.0', a RevTransformerEncoderLayer, is none"),
-    'XCiT': ('mmpretrain', 'XCiT',
-             dict(embed_dims=8, depth=1, num_heads=2, patch_size=16),
-             r"'xca_layers.0', a XCABlock, is none"),
-    'PCPVT': ('mmpretrain', 'PCPVT', dict(arch='small'),
-              r"'stages.0.0', a GSAEncoderLayer, is none"),
-    'HiViT': ('mmpretrain', 'HiViT', dict(arch='tiny'),
-              r"'blocks.0', a BlockWithRPE, is none"),
-    'PVT': ('mmdet', 'PyramidVisionTransformer',
-            dict(embed_dims=8, num_layers=[1, 1, 1, 1]),
-            r"'layers.0.1.1', a PVTEncoderLayer, is none"),
-    'MMSegmentation BEiT': ('mmseg', 'BEiT',
-                            dict(img_size=(64, 64), embed_dims=16,
-                                 num_layers=2, num_heads=2),
-                            r"'layers.0', a BEiTTransformerEncoderLayer.*"
-                            'shortcut'),
-    'MMSegmentation MiT': ('mmseg', 'MixVisionTransformer',
-                           dict(embed_dims=8, num_layers=[1, 1, 1, 1],
-                                num_heads=[1, 1, 1, 1]),
-                           r"'layers.0.1.0', a TransformerEncoderLayer.*"
-                           'MixFFN'),
+    'Swin V2, post-norm': (
+        'mmpretrain',
+        'SwinTransformerV2',
+        dict(arch='tiny', img_size=64, window_size=4),
+        r"'stages.0.blocks.0', a SwinBlockV2, is none",
+    ),
+    'SwiGLU': (
+        'mmpretrain',
+        'VisionTransformer',
+        dict(arch=VIT, layer_cfgs=dict(ffn_type='swiglu_fused')),
+        r"'layers.0', a TransformerEncoderLayer.*SwiGLUFFNFused",
+    ),
+    'EVA-02': (
+        'mmpretrain',
+        'ViTEVA02',
+        dict(arch=VIT),
+        r"'layers.0', a EVA02EndcoderLayer, is none",
+    ),
+    'three linear layers': (
+        'mmpretrain',
+        'VisionTransformer',
+        dict(arch=VIT, layer_cfgs=dict(num_fcs=3)),
+        r"'layers.0'.*3 linear layers, not two",
+    ),
+    'RevViT': (
+        'mmpretrain',
+        'RevVisionTransformer',
+        dict(arch=VIT),
+        r"'layers.0', a RevTransformerEncoderLayer, is none",
+    ),
+    'XCiT': (
+        'mmpretrain',
+        'XCiT',
+        dict(embed_dims=8, depth=1, num_heads=2, patch_size=16),
+        r"'xca_layers.0', a XCABlock, is none",
+    ),
+    'PCPVT': (
+        'mmpretrain',
+        'PCPVT',
+        dict(arch='small'),
+        r"'stages.0.0', a GSAEncoderLayer, is none",
+    ),
+    'HiViT': ('mmpretrain', 'HiViT', dict(arch='tiny'), r"'blocks.0', a BlockWithRPE, is none"),
+    'PVT': (
+        'mmdet',
+        'PyramidVisionTransformer',
+        dict(embed_dims=8, num_layers=[1, 1, 1, 1]),
+        r"'layers.0.1.1', a PVTEncoderLayer, is none",
+    ),
+    'MMSegmentation BEiT': (
+        'mmseg',
+        'BEiT',
+        dict(img_size=(64, 64), embed_dims=16, num_layers=2, num_heads=2),
+        r"'layers.0', a BEiTTransformerEncoderLayer.*"
+        'shortcut',
+    ),
+    'MMSegmentation MiT': (
+        'mmseg',
+        'MixVisionTransformer',
+        dict(embed_dims=8, num_layers=[1, 1, 1, 1], num_heads=[1, 1, 1, 1]),
+        r"'layers.0.1.0', a TransformerEncoderLayer.*"
+        'MixFFN',
+    ),
 }
 
 
 def build(package, name, kwargs):
-    if package == 'mmpretrain' and name not in ('ViTSAM', ):
+    if package == 'mmpretrain' and name not in ('ViTSAM',):
         kwargs = dict(dict(img_size=64), **kwargs)
     if name == 'ViTSAM':
         kwargs = dict(kwargs, img_size=64)
@@ -129,8 +192,8 @@ def build(package, name, kwargs):
         kwargs.pop('img_size', None)
     pytest.importorskip(package)
     module = importlib.import_module(
-        f'{package}.models' if package == 'mmpretrain' else
-        f'{package}.models.backbones')
+        f'{package}.models' if package == 'mmpretrain' else f'{package}.models.backbones'
+    )
     cls = getattr(module, name, None) or module.MODELS.get(name)
     return cls(**copy.deepcopy(kwargs))
 
@@ -152,15 +215,15 @@ def test_convert_train_merge_compare(case, randomize, relative_error):
     package, name, kwargs, number = CONVERTIBLE[case]
     model = build(package, name, kwargs)
     linears = {
-        m.weight.flatten(1).sum().item() for m in model.modules()
+        m.weight.flatten(1).sum().item()
+        for m in model.modules()
         if isinstance(m, (nn.Linear, nn.Conv2d))
     }
     assert idle_channels(model, 0.5) is model
     ffns = [m for m in model.modules() if isinstance(m, ChannelIdleFFN)]
     assert len(ffns) == number
     for ffn in ffns:  # the linear layers kept their weights
-        assert {ffn.fc1.weight.sum().item(),
-                ffn.fc2.weight.sum().item()} <= linears
+        assert {ffn.fc1.weight.sum().item(), ffn.fc2.weight.sum().item()} <= linears
     x = torch.randn(2, 3, 64, 64)
     model.train()
     sum(y.square().mean() for y in outputs(model, x)).backward()
@@ -172,8 +235,7 @@ def test_convert_train_merge_compare(case, randomize, relative_error):
     with torch.no_grad():
         expected = outputs(model, x)
         deployed = repa_mm.reparameterize(model)
-        assert sum(isinstance(m, MergedFFN)
-                   for m in deployed.modules()) == number
+        assert sum(isinstance(m, MergedFFN) for m in deployed.modules()) == number
         for a, b in zip(outputs(deployed, x), expected):
             assert relative_error(a, b) < 1e-5
 
@@ -191,6 +253,7 @@ def test_what_cannot_be_converted_is_named(case):
 
 def test_an_error_in_a_later_block_leaves_the_first_as_it_is():
     from mmpretrain.models import VisionTransformer
+
     model = VisionTransformer(VIT)
     model.layers[1].ffn.add_identity = False
     with pytest.raises(ValueError, match="'layers.1'.*shortcut"):
@@ -207,9 +270,14 @@ def test_twice():
 
 def test_layer_scale_drop_path_activation_dtype_are_kept():
     from mmpretrain.models import VisionTransformer
+
     model = VisionTransformer(
-        VIT, layer_scale_init_value=0.3, drop_path_rate=0.2, drop_rate=0.1,
-        layer_cfgs=dict(act_cfg=dict(type='ReLU'))).double()
+        VIT,
+        layer_scale_init_value=0.3,
+        drop_path_rate=0.2,
+        drop_rate=0.1,
+        layer_cfgs=dict(act_cfg=dict(type='ReLU')),
+    ).double()
     model.layers[1].ffn.gamma2.weight.data.uniform_()
     scale = model.layers[1].ffn.gamma2.weight.clone()
     ffn = idle_channels(model).layers[1].ffn
@@ -241,8 +309,7 @@ def test_blocks_that_had_to_be_rewritten(randomize):
     layer = randomize(idle_channels(pool)).network[2][1].eval()
     layer.layer_scale_1.data.uniform_()
     x = torch.randn(2, 128, 5, 7)
-    pooled = nn.functional.avg_pool2d(
-        layer.norm1(x), 3, 1, 1, count_include_pad=False)
+    pooled = nn.functional.avg_pool2d(layer.norm1(x), 3, 1, 1, count_include_pad=False)
     y = x + layer.layer_scale_1.view(-1, 1, 1) * (pooled - layer.norm1(x))
     y = layer.mlp(y.flatten(2).transpose(1, 2))
     assert torch.allclose(layer(x).flatten(2).transpose(1, 2), y, atol=1e-5)

@@ -1,4 +1,5 @@
 """LV-ViT and token labels."""
+
 import cv2
 import numpy as np
 import pytest
@@ -11,8 +12,7 @@ from repa_mm.models import LVViT, TokenLabelHead
 from repa_mm.models.lvvit import random_region
 from repa_mm.models.token_label import token_targets
 
-ARCH = dict(
-    embed_dims=16, num_layers=2, num_heads=2, feedforward_channels=48)
+ARCH = dict(embed_dims=16, num_layers=2, num_heads=2, feedforward_channels=48)
 
 
 def build(**kwargs):
@@ -24,8 +24,7 @@ def test_residual_branches_are_scaled(randomize):
     layer = randomize(build()).eval().layers[0]
     x = torch.randn(2, 5, 16)
     fc1, fc2 = layer.ffn.layers[0][0], layer.ffn.layers[1]
-    q, k, v = layer.attn.qkv(layer.ln1(x)).view(
-        2, 5, 3, 2, 8).permute(2, 0, 3, 1, 4)
+    q, k, v = layer.attn.qkv(layer.ln1(x)).view(2, 5, 3, 2, 8).permute(2, 0, 3, 1, 4)
     attn = (q @ k.transpose(2, 3) / 8**0.5).softmax(-1) @ v
     y = x + layer.attn.proj(attn.transpose(1, 2).reshape(2, 5, 16)) / 2
     z = y + fc2(F.gelu(fc1(layer.ln2(y)))) / 2
@@ -35,16 +34,15 @@ def test_residual_branches_are_scaled(randomize):
 def test_mixed_tokens_are_put_back():
     # Without residual branches, tokens stay what they are before the blocks.
     model = build(
-        residual_scale=0., final_norm=False, mix_token=True,
-        out_type='token_label').train()
+        residual_scale=0.0, final_norm=False, mix_token=True, out_type='token_label'
+    ).train()
     torch.nn.init.normal_(model.pos_embed)
     torch.nn.init.normal_(model.cls_token)
     for norm in model.patch_embed.stem[1::3]:
         norm.eval()
     x = torch.randn(4, 3, 64, 48)
     inputs = []
-    model.layers[0].register_forward_pre_hook(
-        lambda m, args: inputs.append(args[0]))
+    model.layers[0].register_forward_pre_hook(lambda m, args: inputs.append(args[0]))
     for _ in range(20):
         tokens, hw, share = model(x)[-1]
         mixed = inputs.pop()
@@ -57,8 +55,7 @@ def test_mixed_tokens_are_put_back():
     replaced = (mixed != tokens).any(2)
     assert not replaced[:, 0].any()
     assert replaced[:, 1:].float().mean().item() == pytest.approx(1 - share)
-    assert torch.equal((mixed == tokens.flip(0)).all(2)[:, 1:],
-                       replaced[:, 1:])
+    assert torch.equal((mixed == tokens.flip(0)).all(2)[:, 1:], replaced[:, 1:])
 
 
 def test_regions_are_rectangles():
@@ -100,21 +97,18 @@ def dense(labels, classes=10):
 
 def test_targets_are_the_part_of_the_map_that_a_crop_shows():
     labels = [label_map(6, 8, seed=i) for i in range(3)]
-    boxes = [torch.tensor([0., 0, 1, 1]), torch.tensor([0.5, 0, 1, 1]),
-             torch.tensor([0., 1 / 3, 0.5, 1])]
-    whole, patches = token_targets(labels, boxes, [False, False, True], 10,
-                                   (2, 2))
-    crops = [
-        dense(labels[0]),
-        dense(labels[1])[:, :, 4:],
-        dense(labels[2])[:, 2:, :4].flip(2)
+    boxes = [
+        torch.tensor([0.0, 0, 1, 1]),
+        torch.tensor([0.5, 0, 1, 1]),
+        torch.tensor([0.0, 1 / 3, 0.5, 1]),
     ]
+    whole, patches = token_targets(labels, boxes, [False, False, True], 10, (2, 2))
+    crops = [dense(labels[0]), dense(labels[1])[:, :, 4:], dense(labels[2])[:, 2:, :4].flip(2)]
     for i, crop in enumerate(crops):
         # Every cell is a whole number of places: the mean of these.
         cells = F.adaptive_avg_pool2d(crop, 2).flatten(1)
         assert torch.allclose(patches[i], cells.t().softmax(1), atol=1e-5)
-        assert torch.allclose(
-            whole[i], crop.mean((1, 2)).softmax(0), atol=1e-5)
+        assert torch.allclose(whole[i], crop.mean((1, 2)).softmax(0), atol=1e-5)
 
 
 def samples(labels=True):
@@ -138,35 +132,37 @@ def test_losses(labels):
     head = TokenLabelHead(10, 16, cls_weight=0.7, dense_weight=0.3)
     tokens, share = torch.randn(4, 7, 16), torch.tensor(0.8)
     data = samples(labels)
-    losses = head.loss(((tokens, (3, 2), share), ), data)
+    losses = head.loss(((tokens, (3, 2), share),), data)
     if labels:
         whole, patches = token_targets(
-            [s.token_labels for s in data], [s.crop_box for s in data],
-            [s.flip for s in data], 10, (3, 2))
+            [s.token_labels for s in data],
+            [s.crop_box for s in data],
+            [s.flip for s in data],
+            10,
+            (3, 2),
+        )
         assert patches.shape == (4, 6, 10)
     else:
         whole = torch.eye(10)[:4]
         patches = whole[:, None].expand(4, 6, 10)
     whole, patches = 0.9 * whole + 0.01, 0.9 * patches + 0.01
-    mixed = torch.stack([0.8 * whole[i] + 0.2 * whole[3 - i]
-                         for i in range(4)])
+    mixed = torch.stack([0.8 * whole[i] + 0.2 * whole[3 - i] for i in range(4)])
     assert losses['loss_cls'].item() == pytest.approx(
-        0.7 * cross_entropy(head.fc(tokens[:, 0]), mixed).item(), rel=1e-5)
+        0.7 * cross_entropy(head.fc(tokens[:, 0]), mixed).item(), rel=1e-5
+    )
     assert losses['loss_dense'].item() == pytest.approx(
-        0.3 * cross_entropy(head.aux_fc(tokens[:, 1:]), patches).item(),
-        rel=1e-5)
+        0.3 * cross_entropy(head.aux_fc(tokens[:, 1:]), patches).item(), rel=1e-5
+    )
 
 
 def test_prediction():
     head = TokenLabelHead(10, 16)
     tokens = torch.randn(2, 5, 16)
-    expected = head.fc(tokens[:, 0]) + 0.5 * head.aux_fc(
-        tokens[:, 1:]).max(1)[0]
-    feats = ((tokens, (2, 2), torch.ones(())), )
+    expected = head.fc(tokens[:, 0]) + 0.5 * head.aux_fc(tokens[:, 1:]).max(1)[0]
+    feats = ((tokens, (2, 2), torch.ones(())),)
     assert torch.equal(head(feats), expected)
     predictions = head.predict(feats, samples()[:2])
-    assert [p.pred_label.item() for p in predictions
-            ] == expected.argmax(1).tolist()
+    assert [p.pred_label.item() for p in predictions] == expected.argmax(1).tolist()
 
 
 @pytest.mark.parametrize('labels', [False, True])
@@ -175,10 +171,18 @@ def test_classifier_learns_a_batch(labels):
         dict(
             type='mmpretrain.ImageClassifier',
             backbone=dict(
-                type='RePaLVViT', arch=ARCH, img_size=32, patch_size=8,
-                stem_channels=8, idle_ratio=2 / 3, mix_token=True,
-                out_type='token_label'),
-            head=dict(type='TokenLabelHead', num_classes=10, in_channels=16)))
+                type='RePaLVViT',
+                arch=ARCH,
+                img_size=32,
+                patch_size=8,
+                stem_channels=8,
+                idle_ratio=2 / 3,
+                mix_token=True,
+                out_type='token_label',
+            ),
+            head=dict(type='TokenLabelHead', num_classes=10, in_channels=16),
+        )
+    )
     model.init_weights()
     model.train()
     x, data = torch.randn(4, 3, 32, 32), samples(labels)
@@ -200,8 +204,8 @@ def test_crop_box():
     picture[..., 0] = (np.arange(80) + 0.5) / 80
     picture[..., 1] = (np.arange(60)[:, None] + 0.5) / 60
     crop = TRANSFORMS.build(
-        dict(type='RandomResizedCropWithBox', scale=16,
-             crop_ratio_range=(0.2, 0.5)))
+        dict(type='RandomResizedCropWithBox', scale=16, crop_ratio_range=(0.2, 0.5))
+    )
     for _ in range(5):
         results = crop(dict(img=picture.copy()))
         left, top, right, bottom = results['crop_box'].tolist()
@@ -219,8 +223,7 @@ def test_loading_label_maps(tmp_path):
     maps.mkdir(parents=True)
     path = maps / 'n01440764_18.pt'
     results = dict(img_path=str(image))
-    load = TRANSFORMS.build(
-        dict(type='LoadTokenLabels', label_root=str(maps.parent)))
+    load = TRANSFORMS.build(dict(type='LoadTokenLabels', label_root=str(maps.parent)))
     with pytest.raises(FileNotFoundError, match='n01440764_18.pt.*=None'):
         load(dict(results))
     torch.save(label_map(6, 6), path)

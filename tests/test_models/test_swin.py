@@ -17,14 +17,21 @@ SMALL = dict(embed_dims=24, depths=[2, 2, 2, 2], num_heads=[1, 2, 4, 8])
 # Parameters (M) and GMACs at 224x224 with a 1000-class head: tables 1, 4 and 8
 # of the paper, weights only.
 COMPLEXITY = [
-    ('tiny', 1., True, 13.2, 1.9), ('tiny', .75, False, 28.3, 4.4),
-    ('tiny', .75, True, 17.5, 2.6), ('tiny', .5, True, 21.8, 3.3),
-    ('tiny', .25, True, 26.1, 4.0), ('small', 1., True, 22.1, 3.7),
-    ('small', .75, False, 49.7, 8.6), ('small', .75, True, 29.9, 5.1),
-    ('small', .5, True, 37.8, 6.5), ('small', .25, True, 45.7, 7.9),
-    ('base', 1., True, 38.8, 6.5), ('base', .75, False, 87.9, 15.2),
-    ('base', .75, True, 52.8, 9.0), ('base', .5, True, 66.8, 11.5),
-    ('base', .25, True, 80.8, 14.0)
+    ('tiny', 1.0, True, 13.2, 1.9),
+    ('tiny', 0.75, False, 28.3, 4.4),
+    ('tiny', 0.75, True, 17.5, 2.6),
+    ('tiny', 0.5, True, 21.8, 3.3),
+    ('tiny', 0.25, True, 26.1, 4.0),
+    ('small', 1.0, True, 22.1, 3.7),
+    ('small', 0.75, False, 49.7, 8.6),
+    ('small', 0.75, True, 29.9, 5.1),
+    ('small', 0.5, True, 37.8, 6.5),
+    ('small', 0.25, True, 45.7, 7.9),
+    ('base', 1.0, True, 38.8, 6.5),
+    ('base', 0.75, False, 87.9, 15.2),
+    ('base', 0.75, True, 52.8, 9.0),
+    ('base', 0.5, True, 66.8, 11.5),
+    ('base', 0.25, True, 80.8, 14.0),
 ]
 
 
@@ -39,17 +46,23 @@ def test_complexity_of_the_paper(arch, idle_ratio, deploy, params, gmacs):
     assert round(macs / 1e9, 1) == pytest.approx(gmacs, abs=0.101)
 
 
-@pytest.mark.parametrize('kwargs', [
-    dict(), dict(idle_ratio=0.5), dict(idle_ratio=0.), dict(idle_ratio=1.),
-    dict(idle_schedule='linear'),
-    dict(idle_ratio=[0., 1., .5, .75, .1, .9, .3, .6]),
-    dict(ffn_norm_cfg=dict(type='LN')),
-    dict(ffn_norm_cfg=dict(type='SyncBN'), drop_path_rate=0.3)
-])
+@pytest.mark.parametrize(
+    'kwargs',
+    [
+        dict(),
+        dict(idle_ratio=0.5),
+        dict(idle_ratio=0.0),
+        dict(idle_ratio=1.0),
+        dict(idle_schedule='linear'),
+        dict(idle_ratio=[0.0, 1.0, 0.5, 0.75, 0.1, 0.9, 0.3, 0.6]),
+        dict(ffn_norm_cfg=dict(type='LN')),
+        dict(ffn_norm_cfg=dict(type='SyncBN'), drop_path_rate=0.3),
+    ],
+)
 def test_merge_is_exact(kwargs, randomize, relative_error):
     model = randomize(
-        RePaSwinTransformer(
-            SMALL, out_indices=(0, 1, 2, 3), pad_small_map=True, **kwargs))
+        RePaSwinTransformer(SMALL, out_indices=(0, 1, 2, 3), pad_small_map=True, **kwargs)
+    )
     model.eval()
     deployed = repa_mm.reparameterize(model)
     x = torch.randn(2, 3, 65, 90)
@@ -58,16 +71,15 @@ def test_merge_is_exact(kwargs, randomize, relative_error):
             assert relative_error(actual, expected) < 1e-5
 
     built = RePaSwinTransformer(
-        SMALL, out_indices=(0, 1, 2, 3), pad_small_map=True, deploy=True,
-        **kwargs)
+        SMALL, out_indices=(0, 1, 2, 3), pad_small_map=True, deploy=True, **kwargs
+    )
     built.load_state_dict(deployed.state_dict())
     with torch.no_grad():
         for expected, actual in zip(deployed(x), built(x)):
             assert torch.equal(actual, expected)
 
 
-@pytest.mark.parametrize('package', ['mmengine', 'mmpretrain', 'mmdet',
-                                     'mmseg'])
+@pytest.mark.parametrize('package', ['mmengine', 'mmpretrain', 'mmdet', 'mmseg'])
 def test_builds_from_every_registry(package):
     registry = pytest.importorskip(f'{package}.registry').MODELS
     model = registry.build(dict(type='RePaSwinTransformer', arch=SMALL))
@@ -76,11 +88,12 @@ def test_builds_from_every_registry(package):
 
 
 def test_import_leaves_mmdet_and_mmseg_alone():
-    code = ('import sys, repa_mm; from mmengine.registry import MODELS; '
-            'print([m for m in ("mmdet", "mmseg") if m in sys.modules], '
-            '"RePaSwinTransformer" in MODELS)')
-    result = subprocess.run([sys.executable, '-c', code],
-                            capture_output=True, text=True)
+    code = (
+        'import sys, repa_mm; from mmengine.registry import MODELS; '
+        'print([m for m in ("mmdet", "mmseg") if m in sys.modules], '
+        '"RePaSwinTransformer" in MODELS)'
+    )
+    result = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True)
     assert result.stdout.strip() == '[] True', result.stderr
 
 
@@ -102,16 +115,14 @@ def test_idle_channels_in_other_swins(package, randomize, relative_error):
     """MMDetection and MMSegmentation have Swin implementations of their own."""
     pytest.importorskip(f'{package}.models')
     backbones = sys.modules[f'{package}.models.backbones']
-    model = backbones.SwinTransformer(
-        embed_dims=24, depths=(2, 2, 2, 2), num_heads=(1, 2, 4, 8))
+    model = backbones.SwinTransformer(embed_dims=24, depths=(2, 2, 2, 2), num_heads=(1, 2, 4, 8))
     fc1 = model.stages[0].blocks[0].ffn.layers[0][0].weight.clone()
     assert idle_channels(model, 0.5) is model
     assert torch.equal(model.stages[0].blocks[0].ffn.fc1.weight, fc1)
     randomize(model).eval()
     x = torch.randn(1, 3, 64, 64)
     with torch.no_grad():
-        for expected, actual in zip(model(x),
-                                    repa_mm.reparameterize(model)(x)):
+        for expected, actual in zip(model(x), repa_mm.reparameterize(model)(x)):
             assert relative_error(actual, expected) < 1e-5
 
 
@@ -130,10 +141,12 @@ def test_train_returns_self_and_norm_eval_freezes_statistics():
 def test_every_parameter_gets_a_gradient(with_cp):
     model = RePaSwinTransformer(SMALL, with_cp=with_cp, pad_small_map=True)
     model.train()
-    model(torch.randn(2, 3, 64, 64, requires_grad=True))[0].square(
-    ).mean().backward()
-    assert all(p.grad is not None and p.grad.abs().sum() > 0
-               for n, p in model.named_parameters() if 'qkv.bias' not in n)
+    model(torch.randn(2, 3, 64, 64, requires_grad=True))[0].square().mean().backward()
+    assert all(
+        p.grad is not None and p.grad.abs().sum() > 0
+        for n, p in model.named_parameters()
+        if 'qkv.bias' not in n
+    )
 
 
 def test_linear_schedule_of_the_released_code():
@@ -144,16 +157,19 @@ def test_linear_schedule_of_the_released_code():
     assert all(0 <= r <= 1 for r in linear_idle_ratios(0.5, 8))
 
 
-@pytest.mark.parametrize('kwargs, message', [
-    (dict(idle_ratio=1.5), 'idle_ratio must be a number .* 1.5'),
-    (dict(idle_ratio='a lot'), "'a lot'"),
-    (dict(idle_ratio=[0.5] * 7), '7 entries, but the model has 8 blocks'),
-    (dict(idle_ratio=[0.5] * 7 + [2]), 'got 2'),
-    (dict(idle_schedule='cosine'), "'cosine'"),
-    (dict(idle_ratio=[.5] * 8, idle_schedule='linear'), 'leaves nothing'),
-    (dict(idle_ratio=0.2, idle_schedule='linear'), 'idle_ratio must be'),
-    (dict(ffn_norm_cfg=dict(type='GN')), "'GN'"),
-])
+@pytest.mark.parametrize(
+    'kwargs, message',
+    [
+        (dict(idle_ratio=1.5), 'idle_ratio must be a number .* 1.5'),
+        (dict(idle_ratio='a lot'), "'a lot'"),
+        (dict(idle_ratio=[0.5] * 7), '7 entries, but the model has 8 blocks'),
+        (dict(idle_ratio=[0.5] * 7 + [2]), 'got 2'),
+        (dict(idle_schedule='cosine'), "'cosine'"),
+        (dict(idle_ratio=[0.5] * 8, idle_schedule='linear'), 'leaves nothing'),
+        (dict(idle_ratio=0.2, idle_schedule='linear'), 'idle_ratio must be'),
+        (dict(ffn_norm_cfg=dict(type='GN')), "'GN'"),
+    ],
+)
 def test_bad_arguments(kwargs, message):
     with pytest.raises(ValueError, match=message):
         RePaSwinTransformer(SMALL, **kwargs)
@@ -170,28 +186,26 @@ def test_idle_channels_needs_known_blocks():
 
 
 def test_weights_for_windows_of_another_size(randomize):
-    """Position tables are resized, head by head; everything else is as it was.
-    """
+    """Position tables are resized, head by head; everything else is as it was."""
     small = randomize(RePaSwinTransformer(SMALL, window_size=4)).eval()
     for name, table in small.named_parameters():
         if name.endswith('relative_position_bias_table'):
             # Of head h: h + 1 for each step down, and -1 for each to the right.
-            y, x = (c.reshape(-1, 1) for c in torch.meshgrid(
-                torch.arange(7.), torch.arange(7.), indexing='ij'))
-            table.data = y * torch.arange(1., table.shape[1] + 1) - x
+            y, x = (
+                c.reshape(-1, 1)
+                for c in torch.meshgrid(torch.arange(7.0), torch.arange(7.0), indexing='ij')
+            )
+            table.data = y * torch.arange(1.0, table.shape[1] + 1) - x
     weights = copy.deepcopy(small.state_dict())
     large = RePaSwinTransformer(SMALL, window_size=7, pad_small_map=True)
     large.load_state_dict(weights)
     for name, value in large.state_dict().items():
         if name.endswith('relative_position_bias_table'):
             table = value.view(13, 13, -1)[3:-3, 3:-3]  # inside
-            steps = torch.arange(1., table.shape[-1] + 1) * 7 / 13
-            assert torch.allclose(
-                table.diff(dim=0), steps.expand(6, 7, -1), rtol=0.2)
-            assert torch.allclose(
-                table.diff(dim=1), torch.tensor(-7 / 13), rtol=0.2)
-            assert torch.allclose(
-                table[3, 3], 3 * steps * 13 / 7 - 3, atol=1e-4)
+            steps = torch.arange(1.0, table.shape[-1] + 1) * 7 / 13
+            assert torch.allclose(table.diff(dim=0), steps.expand(6, 7, -1), rtol=0.2)
+            assert torch.allclose(table.diff(dim=1), torch.tensor(-7 / 13), rtol=0.2)
+            assert torch.allclose(table[3, 3], 3 * steps * 13 / 7 - 3, atol=1e-4)
         elif not name.endswith('relative_position_index'):
             assert torch.equal(value, small.state_dict()[name])
     # And it runs.
@@ -201,6 +215,7 @@ def test_weights_for_windows_of_another_size(randomize):
 def test_checkpoints_of_the_wrong_kind_are_refused_even_non_strictly():
     from mmengine.runner.checkpoint import load_state_dict
     from mmpretrain.models import SwinTransformer
+
     training = RePaSwinTransformer(SMALL)
     deployed = repa_mm.reparameterize(training)
     vanilla = SwinTransformer(SMALL)
@@ -208,7 +223,8 @@ def test_checkpoints_of_the_wrong_kind_are_refused_even_non_strictly():
     for model, source, message in [
         (training, deployed, 'is reparameterized'),
         (deployed, training, 'in the training form'),
-        (training, vanilla, 'vanilla'), (deployed, vanilla, 'vanilla'),
+        (training, vanilla, 'vanilla'),
+        (deployed, vanilla, 'vanilla'),
         (training, deeper, 'differ in architecture'),
         (deeper, training, 'another architecture'),
     ]:
@@ -221,7 +237,8 @@ def test_checkpoints_of_the_wrong_kind_are_refused_even_non_strictly():
 
 def test_missing_pretrained_weights():
     model = RePaSwinTransformer(
-        SMALL, init_cfg=dict(type='Pretrained', checkpoint='none/there.pth'))
+        SMALL, init_cfg=dict(type='Pretrained', checkpoint='none/there.pth')
+    )
     with pytest.raises(FileNotFoundError, match='there.pth.*from-scratch'):
         model.init_weights()
 

@@ -9,17 +9,22 @@ from mmcv.cnn import fuse_conv_bn  # noqa: E402
 from mmengine.registry import MODELS, init_default_scope  # noqa: E402
 from mmseg.models import UPerHead  # noqa: E402
 
-from repa_mm.models.uper_head import (FastUPerHead,  # noqa: E402
-                                      add_conv_of_resized, fast_uper_head)
+from repa_mm.models.uper_head import FastUPerHead, add_conv_of_resized, fast_uper_head  # noqa: E402
 
 CHANNELS = [4, 6, 8, 10]
 
 
 def _heads(align_corners=False, **kwargs):
     head = UPerHead(
-        in_channels=CHANNELS, in_index=[0, 1, 2, 3], channels=5,
-        num_classes=3, norm_cfg=dict(type='BN'), dropout_ratio=0,
-        align_corners=align_corners, **kwargs)
+        in_channels=CHANNELS,
+        in_index=[0, 1, 2, 3],
+        channels=5,
+        num_classes=3,
+        norm_cfg=dict(type='BN'),
+        dropout_ratio=0,
+        align_corners=align_corners,
+        **kwargs,
+    )
     for module in head.modules():
         if isinstance(module, torch.nn.BatchNorm2d):
             torch.nn.init.uniform_(module.running_mean, -1, 1)
@@ -32,8 +37,7 @@ def _heads(align_corners=False, **kwargs):
 
 
 def _maps(*sizes, batch=2):
-    return [torch.randn(batch, channels, *size).double()
-            for channels, size in zip(CHANNELS, sizes)]
+    return [torch.randn(batch, channels, *size).double() for channels, size in zip(CHANNELS, sizes)]
 
 
 SIZES = [
@@ -66,9 +70,11 @@ def test_gradients(sizes, relative_error):
         head.train().psp_modules.eval()
         inputs = [x.clone().requires_grad_() for x in maps]
         head(inputs).pow(3).sum().backward()
-        grads.append([x.grad for x in inputs] +
-                     [p.grad for p in head.parameters()] +
-                     [b for b in head.buffers() if b.dim()])
+        grads.append(
+            [x.grad for x in inputs]
+            + [p.grad for p in head.parameters()]
+            + [b for b in head.buffers() if b.dim()]
+        )
     assert len(grads[0]) > 40
     for expected, actual in zip(*grads):
         assert relative_error(actual, expected) < 1e-10
@@ -79,8 +85,7 @@ def test_half_precision(relative_error):
     maps = [x.float() for x in _maps(*SIZES[1])]
     expected = stock(maps)
     with torch.no_grad(), torch.autocast('cpu', torch.bfloat16):
-        errors = [relative_error(m(maps).float(), expected)
-                  for m in (stock, fast)]
+        errors = [relative_error(m(maps).float(), expected) for m in (stock, fast)]
     assert errors[1] < max(2 * errors[0], 2e-2)
 
 
@@ -89,19 +94,24 @@ def test_any_kernel(k, relative_error):
     x, weight = torch.randn(2, 3, 4, 6), torch.randn(5, 3, k, k)
     out = torch.randn(2, 5, 7, 9)
     resized = torch.nn.functional.interpolate(x, (7, 9), mode='bilinear')
-    expected = out + torch.nn.functional.conv2d(
-        resized, weight, padding=k // 2)
-    assert relative_error(
-        add_conv_of_resized(out, x, weight, False), expected) < 1e-5
+    expected = out + torch.nn.functional.conv2d(resized, weight, padding=k // 2)
+    assert relative_error(add_conv_of_resized(out, x, weight, False), expected) < 1e-5
 
 
 def test_builds_by_name():
     init_default_scope('mmseg')
-    head = MODELS.build(dict(
-        type='FastUPerHead', in_channels=CHANNELS, in_index=[0, 1, 2, 3],
-        channels=5, num_classes=3, align_corners=False))
+    head = MODELS.build(
+        dict(
+            type='FastUPerHead',
+            in_channels=CHANNELS,
+            in_index=[0, 1, 2, 3],
+            channels=5,
+            num_classes=3,
+            align_corners=False,
+        )
+    )
     stock, _ = _heads()
     assert type(head) is FastUPerHead
-    assert [k for k in head.state_dict() if 'bn' not in k and 'bias' not in k
-            ] == [k for k in stock.state_dict()
-                  if 'bn' not in k and 'bias' not in k]
+    assert [k for k in head.state_dict() if 'bn' not in k and 'bias' not in k] == [
+        k for k in stock.state_dict() if 'bn' not in k and 'bias' not in k
+    ]

@@ -1,25 +1,29 @@
 """BatchNorm statistics from data."""
+
 import copy
 
 import pytest
 import torch
 import torch.nn as nn
 
-from repa_mm.reparam import (ChannelIdleFFN, calibrate_batch_norm,
-                             set_training_path)
+from repa_mm.reparam import ChannelIdleFFN, calibrate_batch_norm, set_training_path
 
 
 @pytest.fixture
 def model(randomize):
-    return randomize(nn.Sequential(
-        nn.BatchNorm1d(6), nn.Dropout(0.5), ChannelIdleFFN(8, 32),
-        ChannelIdleFFN(8, 24, idle_ratio=1.)))
+    return randomize(
+        nn.Sequential(
+            nn.BatchNorm1d(6),
+            nn.Dropout(0.5),
+            ChannelIdleFFN(8, 32),
+            ChannelIdleFFN(8, 24, idle_ratio=1.0),
+        )
+    )
 
 
 def batches():
     """Of different sizes and places."""
-    return [torch.randn(n, 6, 8) * (i + 1) + i for i, n in
-            enumerate((3, 9, 4))]
+    return [torch.randn(n, 6, 8) * (i + 1) + i for i, n in enumerate((3, 9, 4))]
 
 
 @pytest.mark.parametrize('path', ['literal', 'folded'])
@@ -32,8 +36,7 @@ def test_statistics_of_all_tokens(model, path, relative_error):
     norms = [m for ffn in reference[2:] for m in (ffn.norm1, ffn.norm2)]
     seen = {norm: [] for norm in norms}
     for norm in norms:
-        norm.register_forward_pre_hook(
-            lambda m, inputs: seen[m].append(inputs[0].detach()))
+        norm.register_forward_pre_hook(lambda m, inputs: seen[m].append(inputs[0].detach()))
     torch.manual_seed(1)
     for x in batches():
         reference(x.double())
@@ -41,8 +44,11 @@ def test_statistics_of_all_tokens(model, path, relative_error):
     set_training_path(model, path).train()
     model[3].eval()
     modes = [m.training for m in model.modules()]
-    others = {k: v.clone() for k, v in model.state_dict().items()
-              if '.norm' not in k or k.endswith(('weight', 'bias'))}
+    others = {
+        k: v.clone()
+        for k, v in model.state_dict().items()
+        if '.norm' not in k or k.endswith(('weight', 'bias'))
+    }
     momenta = [n.momentum for n in (model[2].norm1, model[3].norm2)]
     torch.manual_seed(1)
     assert calibrate_batch_norm(model, batches()) == 3
@@ -58,11 +64,10 @@ def test_statistics_of_all_tokens(model, path, relative_error):
     assert momenta == [n.momentum for n in (model[2].norm1, model[3].norm2)]
 
 
-@pytest.mark.parametrize('data, message', [
-    ([], 'no batch'),
-    ([torch.ones(2, 6, 8), torch.full((2, 6, 8), float('nan'))],
-     'not finite'),
-])
+@pytest.mark.parametrize(
+    'data, message',
+    [([], 'no batch'), ([torch.ones(2, 6, 8), torch.full((2, 6, 8), float('nan'))], 'not finite')],
+)
 def test_a_failure_changes_nothing(model, data, message):
     before = {k: v.clone() for k, v in model.state_dict().items()}
     with pytest.raises(ValueError, match=message):
@@ -73,8 +78,10 @@ def test_a_failure_changes_nothing(model, data, message):
 
 
 def test_nothing_to_calibrate():
-    for model in (nn.Linear(2, 2),
-                  ChannelIdleFFN(8, 32, norm_cfg=dict(type='LN')),
-                  ChannelIdleFFN(8, 32).merge()):
+    for model in (
+        nn.Linear(2, 2),
+        ChannelIdleFFN(8, 32, norm_cfg=dict(type='LN')),
+        ChannelIdleFFN(8, 32).merge(),
+    ):
         with pytest.raises(ValueError, match='no channel-idle FFN'):
             calibrate_batch_norm(model, [torch.ones(1, 2, 8)])

@@ -5,8 +5,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from repa_mm.reparam import (ChannelIdleFFN, CheckpointError, MergedFFN,
-                             num_active_channels)
+from repa_mm.reparam import ChannelIdleFFN, CheckpointError, MergedFFN, num_active_channels
 from repa_mm.reparam.ffn import check_weights
 
 RATIOS = (0, 0.1, 0.25, 0.5, 2 / 3, 0.75, 0.9, 1)
@@ -34,10 +33,8 @@ def literal(ffn, x, act):
 
 @pytest.mark.parametrize('idle_ratio', RATIOS)
 @pytest.mark.parametrize('training', [True, False])
-def test_training_form_is_equation_3(idle_ratio, training, randomize,
-                                     relative_error):
-    ffn = ChannelIdleFFN(
-        16, 64, idle_ratio, layer_scale_init_value=0.5).double()
+def test_training_form_is_equation_3(idle_ratio, training, randomize, relative_error):
+    ffn = ChannelIdleFFN(16, 64, idle_ratio, layer_scale_init_value=0.5).double()
     randomize(ffn).train(training)
     x = torch.randn(2, 9, 16, dtype=torch.double) * 3 + 1
     expected = literal(ffn, x, F.gelu)
@@ -48,23 +45,22 @@ def test_training_form_is_equation_3(idle_ratio, training, randomize,
 @pytest.mark.parametrize('norm', ['BN', 'SyncBN', 'LN'])
 @pytest.mark.parametrize('expansion', [1, 3, 4])
 @pytest.mark.parametrize('layer_scale', [0, 1e-2])
-def test_merge_is_exact(idle_ratio, norm, expansion, layer_scale, randomize,
-                        relative_error):
+def test_merge_is_exact(idle_ratio, norm, expansion, layer_scale, randomize, relative_error):
     ffn = ChannelIdleFFN(
         24,
         24 * expansion,
         idle_ratio,
         norm_cfg=dict(type=norm),
         drop_path=0.3,
-        layer_scale_init_value=layer_scale)
+        layer_scale_init_value=layer_scale,
+    )
     randomize(ffn).eval()
     x = torch.randn(2, 50, 24) * 2 - 1
     merged = ffn.merge()
     assert isinstance(merged, MergedFFN) and not merged.training
     assert relative_error(merged(x, identity=x), ffn(x)) < 1e-5
     # In float64 nothing is left of the error: it is rounding.
-    assert relative_error(merged.double()(x.double()),
-                          ffn.double()(x.double())) < 1e-6
+    assert relative_error(merged.double()(x.double()), ffn.double()(x.double())) < 1e-6
 
 
 @pytest.mark.parametrize('act', ['ReLU', 'SiLU', 'Hardswish', 'PReLU'])
@@ -73,7 +69,7 @@ def test_any_elementwise_activation(act, randomize, relative_error):
     randomize(ffn).eval()
     x = torch.randn(3, 7, 8)
     assert relative_error(ffn.merge()(x), ffn(x)) < 1e-5
-    is_active = ffn.merge().act(torch.tensor([-1.]))
+    is_active = ffn.merge().act(torch.tensor([-1.0]))
     assert is_active.item() != -1
 
 
@@ -83,8 +79,7 @@ def test_merge_counts_parameters_as_the_paper():
     assert sum(p.numel() for p in merged.parameters()) == 3 * 32**2 + 2 * 32
 
 
-@pytest.mark.parametrize('dtype', [torch.float64, torch.float16,
-                                   torch.bfloat16])
+@pytest.mark.parametrize('dtype', [torch.float64, torch.float16, torch.bfloat16])
 def test_merge_keeps_dtype_and_rounds_once(dtype, randomize, relative_error):
     ffn = randomize(ChannelIdleFFN(16, 64)).eval()
     reference = copy.deepcopy(ffn).to(dtype).double().merge()
@@ -123,18 +118,16 @@ def test_drop_path_drops_whole_samples():
     branch = ffn(x) - x
     dropped = (branch == 0).flatten(1).all(1)
     assert 10 < dropped.sum() < 54
-    ffn.dropout_layer.drop_prob = 0.
+    ffn.dropout_layer.drop_prob = 0.0
     expected = (ffn(x) - x)[~dropped] / 0.5
     assert torch.allclose(branch[~dropped], expected, atol=1e-5)
 
 
-def test_dropout_before_and_after_the_second_linear_layer(
-        randomize, relative_error):
+def test_dropout_before_and_after_the_second_linear_layer(randomize, relative_error):
     ffn = randomize(ChannelIdleFFN(64, 256, drop_rate=0.25))
     assert not [key for key in ffn.state_dict() if 'drop' in key]
     x = torch.randn(4, 200, 64)
-    u = F.batch_norm(x.view(-1, 64), None, None, ffn.norm1.weight,
-                     ffn.norm1.bias, True)
+    u = F.batch_norm(x.view(-1, 64), None, None, ffn.norm1.weight, ffn.norm1.bias, True)
     h = ffn.fc1(u)
     a = torch.cat([F.gelu(h[:, :64]), h[:, 64:]], 1)
     v = F.batch_norm(a, None, None, ffn.norm2.weight, ffn.norm2.bias, True)
@@ -158,16 +151,16 @@ def test_deploy_form_is_for_inference():
         merged(torch.randn(1, 2, 8))
 
 
-@pytest.mark.parametrize('idle_ratio', [-0.1, 1.01, float('nan'), '0.75',
-                                        None, True, [0.5]])
+@pytest.mark.parametrize('idle_ratio', [-0.1, 1.01, float('nan'), '0.75', None, True, [0.5]])
 def test_bad_idle_ratio(idle_ratio):
     with pytest.raises(ValueError, match='idle_ratio must be a number'):
         ChannelIdleFFN(8, 32, idle_ratio)
 
 
-@pytest.mark.parametrize('hidden, ratio, expected', [
-    (1152, 2 / 3, 384), (512, 0.75, 128), (10, 0.75, 3), (7, 0, 7), (7, 1, 0),
-    (480, 0.9, 48)])
+@pytest.mark.parametrize(
+    'hidden, ratio, expected',
+    [(1152, 2 / 3, 384), (512, 0.75, 128), (10, 0.75, 3), (7, 0, 7), (7, 1, 0), (480, 0.9, 48)],
+)
 def test_number_of_active_channels(hidden, ratio, expected):
     assert num_active_channels(hidden, ratio) == expected
 
@@ -183,8 +176,7 @@ def test_other_bad_arguments():
     x = torch.randn(1, 2, 8)
     with pytest.raises(ValueError, match='identity must be x itself'):
         ffn(x, identity=x + 1)
-    ffn = ChannelIdleFFN(
-        8, 32, norm_cfg=dict(type='BN', track_running_stats=False))
+    ffn = ChannelIdleFFN(8, 32, norm_cfg=dict(type='BN', track_running_stats=False))
     with pytest.raises(ValueError, match='running statistics'):
         ffn.merge()
 
@@ -203,8 +195,7 @@ def test_weights_of_the_wrong_kind():
     with pytest.raises(CheckpointError, match='another architecture'):
         check_weights(ffn, {}, 'ffn')
     with pytest.raises(CheckpointError, match='idle ratio'):
-        check_weights(merged,
-                      ChannelIdleFFN(8, 32, 0.5).merge().state_dict(), 'ffn')
+        check_weights(merged, ChannelIdleFFN(8, 32, 0.5).merge().state_dict(), 'ffn')
 
 
 @pytest.mark.parametrize('idle_ratio', [0, 0.5, 0.75, 1])

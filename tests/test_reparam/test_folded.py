@@ -1,4 +1,5 @@
 """Folded training against eq. 3: outputs, gradients, running statistics."""
+
 import copy
 import socket
 
@@ -25,28 +26,25 @@ def step(ffn, x, path, seed=1):
 
 def results(ffn, y, x):
     found = {'y': y, 'x.grad': x.grad}
-    found.update((f'{name}.grad', p.grad) for name, p in ffn.named_parameters()
-                 if p.grad is not None)
+    found.update(
+        (f'{name}.grad', p.grad) for name, p in ffn.named_parameters() if p.grad is not None
+    )
     found.update(ffn.named_buffers())
     # A BatchNorm takes off whatever the idle biases add, and at idle ratio 1
     # what beta1 does (all is linear): zero, but for rounding.
-    found['fc1.bias.grad'] = found['fc1.bias.grad'][:ffn.num_active]
+    found['fc1.bias.grad'] = found['fc1.bias.grad'][: ffn.num_active]
     if isinstance(ffn.act, nn.Identity):
         del found['fc1.bias.grad']
     is_linear = ffn.num_active == 0 or isinstance(ffn.act, nn.Identity)
     if is_linear and ffn.norm1.training:
         found.pop('norm1.bias.grad', None)
-    return {
-        name: value.detach().double()
-        for name, value in found.items() if value.numel()
-    }
+    return {name: value.detach().double() for name, value in found.items() if value.numel()}
 
 
 def worst(actual, expected):
     assert actual.keys() == expected.keys()
     errors = {
-        k: ((actual[k] - expected[k]).norm() /
-            expected[k].norm().clamp_min(1e-30)).item()
+        k: ((actual[k] - expected[k]).norm() / expected[k].norm().clamp_min(1e-30)).item()
         for k in expected
     }
     print({k: f'{e:.1e}' for k, e in errors.items()})
@@ -56,17 +54,16 @@ def worst(actual, expected):
 @pytest.mark.parametrize('idle_ratio', [0, 0.1, 0.5, 2 / 3, 0.75, 0.9, 1])
 @pytest.mark.parametrize('norm', ['BN', 'SyncBN', 'LN', 'frozen'])
 @pytest.mark.parametrize('drop_path, layer_scale', [(0, 0), (0.4, 0.5)])
-@pytest.mark.parametrize('dtype, tolerance', [(torch.float32, 1e-5),
-                                              (torch.float64, 1e-10)])
-def test_equals_equation_3(idle_ratio, norm, drop_path, layer_scale, dtype,
-                           tolerance, randomize):
+@pytest.mark.parametrize('dtype, tolerance', [(torch.float32, 1e-5), (torch.float64, 1e-10)])
+def test_equals_equation_3(idle_ratio, norm, drop_path, layer_scale, dtype, tolerance, randomize):
     ffn = ChannelIdleFFN(
         24,
         72,
         idle_ratio,
         norm_cfg=dict(type='BN' if norm == 'frozen' else norm),
         drop_path=drop_path,
-        layer_scale_init_value=layer_scale)
+        layer_scale_init_value=layer_scale,
+    )
     randomize(ffn).to(dtype).train()
     if norm == 'frozen':
         ffn.norm1.eval(), ffn.norm2.eval()
@@ -76,26 +73,32 @@ def test_equals_equation_3(idle_ratio, norm, drop_path, layer_scale, dtype,
     assert worst(step(ffn, x, 'folded'), exact) < tolerance
 
 
-@pytest.mark.parametrize('act', [
-    dict(type='ReLU', inplace=True),
-    dict(type='SiLU'),
-    dict(type='GELU', approximate='tanh'),
-    dict(type='Hardswish'),
-    dict(type='Identity')
-])
+@pytest.mark.parametrize(
+    'act',
+    [
+        dict(type='ReLU', inplace=True),
+        dict(type='SiLU'),
+        dict(type='GELU', approximate='tanh'),
+        dict(type='Hardswish'),
+        dict(type='Identity'),
+    ],
+)
 def test_activations(act, randomize):
     ffn = randomize(ChannelIdleFFN(16, 64, act_cfg=act)).double().train()
     x = torch.randn(2, 40, 16).double()
     assert worst(step(ffn, x, 'folded'), step(ffn, x, 'literal')) < 1e-10
 
 
-@pytest.mark.parametrize('kwargs', [
-    dict(affine=False),
-    dict(momentum=None),
-    dict(momentum=0.3, eps=1e-2),
-    dict(track_running_stats=False),
-    dict(requires_grad=False),
-])
+@pytest.mark.parametrize(
+    'kwargs',
+    [
+        dict(affine=False),
+        dict(momentum=None),
+        dict(momentum=0.3, eps=1e-2),
+        dict(track_running_stats=False),
+        dict(requires_grad=False),
+    ],
+)
 def test_norm_options(kwargs, randomize):
     ffn = ChannelIdleFFN(16, 64, norm_cfg=dict(type='BN', **kwargs))
     randomize(ffn).double().train()
@@ -104,10 +107,19 @@ def test_norm_options(kwargs, randomize):
     assert worst(step(ffn, x, 'folded'), step(ffn, x, 'literal')) < 1e-10
 
 
-@pytest.mark.parametrize('case', [
-    'large means', 'tiny variances', 'large variances', 'constant channels',
-    'all constant', 'few tokens', 'one image', 'spread over magnitudes'
-])
+@pytest.mark.parametrize(
+    'case',
+    [
+        'large means',
+        'tiny variances',
+        'large variances',
+        'constant channels',
+        'all constant',
+        'few tokens',
+        'one image',
+        'spread over magnitudes',
+    ],
+)
 def test_hostile_values(case, randomize):
     """As near to float64 as eq. 3 in float32 is, up to a small factor."""
     ffn = randomize(ChannelIdleFFN(32, 128)).train()
@@ -133,15 +145,13 @@ def test_hostile_values(case, randomize):
     scale = exact['y'].abs().max()
     if case == 'all constant':
         # Gradients are rounding noise, times 1 / sqrt(eps).
-        exact, literal, folded = ({'y': r['y']} for r in (exact, literal,
-                                                          folded))
+        exact, literal, folded = ({'y': r['y']} for r in (exact, literal, folded))
     assert all(torch.isfinite(value).all() for value in folded.values())
     assert ((folded['y'] - exact['y']).abs().max() / scale) < 1e-5
     assert worst(folded, exact) < 10 * worst(literal, exact) + 1e-5
 
 
-def test_statistics_of_training_reach_the_merged_form(randomize,
-                                                      relative_error):
+def test_statistics_of_training_reach_the_merged_form(randomize, relative_error):
     ffn = randomize(ChannelIdleFFN(16, 64)).double().train()
     optimizer = torch.optim.SGD(ffn.parameters(), lr=0.01)
     set_training_path(ffn, 'folded')
@@ -183,15 +193,13 @@ def test_checkpointing_counts_a_batch_once(path, reentrant, randomize):
     assert worst(results(model, y, x), expected) < 1e-12
 
 
-@pytest.mark.parametrize('dtype, tolerance', [(torch.bfloat16, 2e-2),
-                                              (torch.float16, 2e-3)])
+@pytest.mark.parametrize('dtype, tolerance', [(torch.bfloat16, 2e-2), (torch.float16, 2e-3)])
 @pytest.mark.parametrize('norm', ['BN', 'LN', 'frozen'])
 def test_mixed_precision(dtype, tolerance, norm, randomize):
     """Errors of the size of eq. 3's own, and statistics in float32."""
     if dtype == torch.float16 and torch.__version__ < '2.2':
         pytest.skip('no float16 under autocast on a CPU')
-    ffn = ChannelIdleFFN(
-        64, 256, norm_cfg=dict(type='BN' if norm == 'frozen' else norm))
+    ffn = ChannelIdleFFN(64, 256, norm_cfg=dict(type='BN' if norm == 'frozen' else norm))
     randomize(ffn).train()
     if norm == 'frozen':
         ffn.norm1.eval(), ffn.norm2.eval()
@@ -204,10 +212,8 @@ def test_mixed_precision(dtype, tolerance, norm, randomize):
     error = worst(folded, exact)
     assert error < max(tolerance, 1.5 * worst(literal, exact))
     if norm == 'BN':
-        for name in ('norm1.running_mean', 'norm1.running_var',
-                     'norm2.running_var'):
-            assert (folded[name] - exact[name]).norm() < (
-                1e-4 * exact[name].norm())
+        for name in ('norm1.running_mean', 'norm1.running_var', 'norm2.running_var'):
+            assert (folded[name] - exact[name]).norm() < (1e-4 * exact[name].norm())
 
 
 def test_model_in_half_precision(randomize):
@@ -220,12 +226,12 @@ def test_model_in_half_precision(randomize):
 
 @pytest.mark.skipif(
     not hasattr(torch, 'compiler') or torch.__version__ < '2.2',
-    reason='autograd functions compile since torch 2.2')
+    reason='autograd functions compile since torch 2.2',
+)
 def test_compiles_in_one_graph(randomize):
     ffn = randomize(ChannelIdleFFN(16, 64)).train()
     model = set_training_path(copy.deepcopy(ffn), 'folded')
-    compiled = torch.compile(
-        model, fullgraph=True, dynamic=True, backend='aot_eager')
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend='aot_eager')
     for num_tokens in (40, 50):
         x = torch.randn(2, num_tokens, 16)
         expected = step(ffn, x, 'folded')
@@ -262,8 +268,7 @@ def test_choice_of_the_path(randomize):
     assert choose_path(ffn, 50) == 'literal'
     assert choose_path(ChannelIdleFFN(64, 256, 0).train(), 8192) == 'literal'
     # What only eq. 3 describes.
-    assert choose_path(
-        ChannelIdleFFN(64, 256, act_cfg=dict(type='PReLU')), 8192) == 'literal'
+    assert choose_path(ChannelIdleFFN(64, 256, act_cfg=dict(type='PReLU')), 8192) == 'literal'
     ffn.norm1.eval()
     assert choose_path(ffn, 8192) == 'literal'
     ffn.training_path = 'folded'
@@ -293,7 +298,8 @@ def test_training_and_evaluation_differ_only_in_the_statistics(randomize):
 
 def _worker(rank, world_size, port, ffn, x, queue):
     torch.distributed.init_process_group(
-        'gloo', f'tcp://127.0.0.1:{port}', rank=rank, world_size=world_size)
+        'gloo', f'tcp://127.0.0.1:{port}', rank=rank, world_size=world_size
+    )
     ffn = copy.deepcopy(ffn)  # what is sent is shared
     # Not the same number of tokens in each process.
     x = x.split([30, 50], dim=1)[rank].clone().requires_grad_()
@@ -303,9 +309,15 @@ def _worker(rank, world_size, port, ffn, x, queue):
     grads = {n: p.grad for n, p in ffn.named_parameters()}
     for grad in grads.values():
         torch.distributed.all_reduce(grad)
-    queue.put((rank, y.detach().numpy(), x.grad.numpy(),
-               {n: g.numpy() for n, g in grads.items()},
-               {n: b.numpy() for n, b in ffn.named_buffers()}))
+    queue.put(
+        (
+            rank,
+            y.detach().numpy(),
+            x.grad.numpy(),
+            {n: g.numpy() for n, g in grads.items()},
+            {n: b.numpy() for n, b in ffn.named_buffers()},
+        )
+    )
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
@@ -326,26 +338,22 @@ def test_synchronized_statistics_are_those_of_the_whole_batch(randomize):
     context = mp.get_context('spawn')
     queue = context.SimpleQueue()
     processes = [
-        context.Process(
-            target=_worker, args=(rank, 2, port, ffn, x, queue), daemon=True)
+        context.Process(target=_worker, args=(rank, 2, port, ffn, x, queue), daemon=True)
         for rank in range(2)
     ]
     for p in processes:
         p.start()
-    found = sorted((queue.get() for _ in processes),
-                   key=lambda r: r[0])
+    found = sorted((queue.get() for _ in processes), key=lambda r: r[0])
     for p in processes:
         p.join()
 
     def near(actual, expected):
         expected = expected.detach()
         actual = torch.as_tensor(actual)
-        return (actual - expected).abs().max() <= 1e-10 * max(
-            expected.abs().max(), 1)
+        return (actual - expected).abs().max() <= 1e-10 * max(expected.abs().max(), 1)
 
     assert near(torch.cat([torch.as_tensor(r[1]) for r in found], 1), y_whole)
-    assert near(
-        torch.cat([torch.as_tensor(r[2]) for r in found], 1), x_whole.grad)
+    assert near(torch.cat([torch.as_tensor(r[2]) for r in found], 1), x_whole.grad)
     for _, _, _, grads, buffers in found:
         for name, param in whole.named_parameters():
             assert near(grads[name], param.grad), name

@@ -6,16 +6,20 @@ import pytest
 import torch
 import torch.nn as nn
 
-from repa_mm.reparam import (ChannelIdleFFN, CheckpointError, MergedFFN,
-                             check_state_dict, is_reparameterized,
-                             reparameterize)
+from repa_mm.reparam import (
+    ChannelIdleFFN,
+    CheckpointError,
+    MergedFFN,
+    check_state_dict,
+    is_reparameterized,
+    reparameterize,
+)
 
 
 def make_model(num_blocks=3):
-    return nn.Sequential(*[
-        nn.Sequential(nn.Linear(8, 8), ChannelIdleFFN(8, 32))
-        for _ in range(num_blocks)
-    ])
+    return nn.Sequential(
+        *[nn.Sequential(nn.Linear(8, 8), ChannelIdleFFN(8, 32)) for _ in range(num_blocks)]
+    )
 
 
 def count(model, kind):
@@ -91,39 +95,41 @@ def test_state_dict_checks():
     model, deployed = make_model(), reparameterize(make_model())
     assert not is_reparameterized(model, model.state_dict())
     assert is_reparameterized(model, deployed.state_dict())
-    check_state_dict(model, {f'backbone.{k}': v for k, v in
-                             model.state_dict().items()}, 'backbone.')
+    check_state_dict(
+        model, {f'backbone.{k}': v for k, v in model.state_dict().items()}, 'backbone.'
+    )
     check_state_dict(model, {'head.weight': torch.zeros(1)}, 'backbone.')
     with pytest.raises(CheckpointError, match="'backbone.0.1'"):
-        check_state_dict(model, {f'backbone.{k}': v for k, v in
-                                 deployed.state_dict().items()}, 'backbone.')
+        check_state_dict(
+            model, {f'backbone.{k}': v for k, v in deployed.state_dict().items()}, 'backbone.'
+        )
     with pytest.raises(CheckpointError, match='no 3.1.norm1.weight'):
         check_state_dict(make_model(4), model.state_dict())
-    with pytest.raises(CheckpointError, match=
-                       "FFN '2.1' and the model has none"):
+    with pytest.raises(CheckpointError, match="FFN '2.1' and the model has none"):
         check_state_dict(make_model(2), model.state_dict())
 
 
 def test_usable_without_mm():
     """The method needs torch only."""
-    code = ('import sys\n'
-            'class Hide:\n'
-            '    def find_spec(self, name, path=None, target=None):\n'
-            '        if name.split(".")[0] in ("mmcv", "mmengine"):\n'
-            '            raise ModuleNotFoundError(name)\n'
-            'sys.meta_path.insert(0, Hide())\n'
-            'import importlib.util\n'
-            'find = importlib.util.find_spec\n'
-            'importlib.util.find_spec = lambda n, p=None: None if n in '
-            '("mmcv", "mmengine") else find(n, p)\n'
-            'import torch, repa_mm\n'
-            'from repa_mm.reparam import ChannelIdleFFN, reparameterize\n'
-            'y = reparameterize(ChannelIdleFFN(8, 32))(torch.ones(1, 2, 8))\n'
-            'print(tuple(y.shape))\n'
-            'assert not any(m.split(".")[0] in ("mmcv", "mmengine") '
-            'for m in sys.modules)')
-    result = subprocess.run([sys.executable, '-c', code],
-                            capture_output=True, text=True)
+    code = (
+        'import sys\n'
+        'class Hide:\n'
+        '    def find_spec(self, name, path=None, target=None):\n'
+        '        if name.split(".")[0] in ("mmcv", "mmengine"):\n'
+        '            raise ModuleNotFoundError(name)\n'
+        'sys.meta_path.insert(0, Hide())\n'
+        'import importlib.util\n'
+        'find = importlib.util.find_spec\n'
+        'importlib.util.find_spec = lambda n, p=None: None if n in '
+        '("mmcv", "mmengine") else find(n, p)\n'
+        'import torch, repa_mm\n'
+        'from repa_mm.reparam import ChannelIdleFFN, reparameterize\n'
+        'y = reparameterize(ChannelIdleFFN(8, 32))(torch.ones(1, 2, 8))\n'
+        'print(tuple(y.shape))\n'
+        'assert not any(m.split(".")[0] in ("mmcv", "mmengine") '
+        'for m in sys.modules)'
+    )
+    result = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True)
     assert result.stdout.strip() == '(1, 2, 8)', result.stderr
 
 
@@ -133,23 +139,13 @@ class Head(nn.Module):
     def __init__(self, share_convs=False):
         super().__init__()
         from mmcv.cnn import ConvModule
+
         self.ffn = ChannelIdleFFN(8, 32)
         layers = [
             ConvModule(8, 8, 3, padding=1, norm_cfg=dict(type='BN')),
             ConvModule(8, 8, 3, padding=1, norm_cfg=dict(type='SyncBN')),
-            ConvModule(
-                8,
-                8,
-                3,
-                padding=1,
-                norm_cfg=dict(type='BN'),
-                order=('norm', 'conv', 'act')),
-            ConvModule(
-                8,
-                8,
-                3,
-                padding=1,
-                norm_cfg=dict(type='GN', num_groups=2)),
+            ConvModule(8, 8, 3, padding=1, norm_cfg=dict(type='BN'), order=('norm', 'conv', 'act')),
+            ConvModule(8, 8, 3, padding=1, norm_cfg=dict(type='GN', num_groups=2)),
         ]
         if share_convs:  # as in mmdet's RetinaSepBNHead
             layers[1].conv = layers[0].conv
@@ -179,5 +175,4 @@ def test_folds_conv_bn(share_convs, folded, randomize, relative_error):
     if folded:
         with pytest.warns(UserWarning, match='fuse_conv_bn=False'):
             deployed.state_dict()
-        assert relative_error(
-            reparameterize(deployed)(x), expected) < 1e-5
+        assert relative_error(reparameterize(deployed)(x), expected) < 1e-5

@@ -2,6 +2,7 @@
 
 A larger search of the same kind: ``tools/dev/worst_errors.py``.
 """
+
 import copy
 
 import pytest
@@ -12,8 +13,7 @@ from hypothesis import strategies as st
 
 from repa_mm.benchmark import errors
 from repa_mm.models import fast_window_attention
-from repa_mm.reparam import (ChannelIdleFFN, check_finite, folded,
-                             reparameterize, set_training_path)
+from repa_mm.reparam import ChannelIdleFFN, check_finite, folded, reparameterize, set_training_path
 from repa_mm.reparam.folded import choose_path
 
 # float16 products on a CPU came with torch 2.2 or so.
@@ -22,10 +22,7 @@ LAYOUTS = st.sampled_from(errors.FFN['layout'])
 
 
 def cases(check, **fixed):
-    fields = {
-        key: st.sampled_from(values)
-        for key, values in errors.CHECKS[check].fields.items()
-    }
+    fields = {key: st.sampled_from(values) for key, values in errors.CHECKS[check].fields.items()}
     if 'idle_ratio' in fields:
         fields['idle_ratio'] |= st.floats(0, 1)
     fields.update((k, st.sampled_from(v)) for k, v in fixed.items())
@@ -34,10 +31,8 @@ def cases(check, **fixed):
 
 def many(n):
     return settings(
-        max_examples=n,
-        deadline=None,
-        database=None,
-        suppress_health_check=list(HealthCheck))
+        max_examples=n, deadline=None, database=None, suppress_health_check=list(HealthCheck)
+    )
 
 
 def check(name, case, roundings):
@@ -94,11 +89,13 @@ def all_of(ffn, x, path):
 
 @many(20)
 @given(
-    shape=st.sampled_from([(1, 1, 8), (0, 5, 8), (2, 0, 8), (0, 8), (1, 8),
-                           (8, ), (2, 1, 8), (2, 3, 1, 8)]),
+    shape=st.sampled_from(
+        [(1, 1, 8), (0, 5, 8), (2, 0, 8), (0, 8), (1, 8), (8,), (2, 1, 8), (2, 3, 1, 8)]
+    ),
     norm=st.sampled_from(['BN', 'LN']),
     idle_ratio=st.sampled_from([0, 0.75, 1]),
-    eval_norms=st.booleans())
+    eval_norms=st.booleans(),
+)
 def test_hardly_any_tokens(shape, norm, idle_ratio, eval_norms):
     """Folded as literal; BatchNorm says that it needs two."""
     ffn = ChannelIdleFFN(8, 16, idle_ratio, norm_cfg=dict(type=norm)).double()
@@ -121,8 +118,7 @@ def test_hardly_any_tokens(shape, norm, idle_ratio, eval_norms):
 
 
 def test_processes_with_few_tokens_take_the_path_of_the_others(monkeypatch):
-    """Whatever it is: each of both paths waits for the others in its own way.
-    """
+    """Whatever it is: each of both paths waits for the others in its own way."""
     ffn = ChannelIdleFFN(8, 32, norm_cfg=dict(type='SyncBN')).train()
     monkeypatch.setattr(folded, '_group', lambda norm: 'a group')
     for num_tokens in (0, 1, 2, 1000):
@@ -144,6 +140,7 @@ def test_window_attention_without_images(grad, shift):
 
 def _stock_attention(shift):
     from mmpretrain.models.utils.attention import ShiftWindowMSA
+
     return ShiftWindowMSA(8, 2, 7, shift, pad_small_map=True)
 
 
@@ -154,17 +151,20 @@ def test_layer_scale_may_be_an_integer():
 
 def model(**kwargs):
     """With a FFN at 'backbone.blocks.1.ffn'."""
-    blocks = nn.ModuleList([
-        nn.ModuleDict(dict(ffn=ChannelIdleFFN(8, 16, **kwargs)))
-        for _ in range(3)
-    ])
+    blocks = nn.ModuleList(
+        [nn.ModuleDict(dict(ffn=ChannelIdleFFN(8, 16, **kwargs))) for _ in range(3)]
+    )
     return nn.ModuleDict(dict(backbone=nn.ModuleDict(dict(blocks=blocks))))
 
 
-WEIGHTS = [(norm, name) for norm in ('BN', 'LN')
-           for name, weight in ChannelIdleFFN(
-               8, 16, norm_cfg=dict(type=norm),
-               layer_scale_init_value=1).state_dict().items() if weight.ndim]
+WEIGHTS = [
+    (norm, name)
+    for norm in ('BN', 'LN')
+    for name, weight in ChannelIdleFFN(8, 16, norm_cfg=dict(type=norm), layer_scale_init_value=1)
+    .state_dict()
+    .items()
+    if weight.ndim
+]
 
 
 @pytest.mark.parametrize('inplace', [False, True])
@@ -180,8 +180,7 @@ def test_what_is_not_finite_is_reported(value, inplace, weight, count):
     with pytest.raises(ValueError) as error:
         reparameterize(broken, inplace=inplace)
     values = f'{count} value{"s" * (count > 1)} '
-    assert str(error.value).startswith(
-        f"cannot merge 'backbone.blocks.1.ffn': {name} has {values}")
+    assert str(error.value).startswith(f"cannot merge 'backbone.blocks.1.ffn': {name} has {values}")
     assert 'not finite' in str(error.value) and '\n' not in str(error.value)
     # None of it was merged.
     assert broken.state_dict().keys() == before.keys()
@@ -193,25 +192,29 @@ def test_what_is_not_finite_is_reported(value, inplace, weight, count):
 def test_negative_variances_are_reported():
     broken = model()
     broken.backbone.blocks[2].ffn.norm2.running_var[3:5] = -1e-9
-    with pytest.raises(ValueError, match=r"'backbone.blocks.2.ffn': norm2."
-                       r'running_var has 2 values \(of 16\) that are negative'
-                       ):
+    with pytest.raises(
+        ValueError,
+        match=r"'backbone.blocks.2.ffn': norm2."
+        r'running_var has 2 values \(of 16\) that are negative',
+    ):
         reparameterize(broken)
     broken.backbone.blocks[2].ffn.fc1.weight.data[:] = float('nan')
-    with pytest.raises(ValueError, match=r'fc1.weight has 128 values.*'
-                       r'and 1 more like it'):
+    with pytest.raises(
+        ValueError,
+        match=r'fc1.weight has 128 values.*'
+        r'and 1 more like it',
+    ):
         reparameterize(broken)
 
 
 def test_no_variance_and_no_epsilon():
-    ffn = ChannelIdleFFN(8, 16, norm_cfg=dict(type='BN', eps=0.))
+    ffn = ChannelIdleFFN(8, 16, norm_cfg=dict(type='BN', eps=0.0))
     ffn.norm1.running_var[0] = 0
     with pytest.raises(ValueError, match='eps=0 and channels of variance 0'):
         ffn.merge()
 
 
-@pytest.mark.parametrize('dtype, factor', [(torch.float32, 1e30),
-                                           (torch.float16, 1e3)])
+@pytest.mark.parametrize('dtype, factor', [(torch.float32, 1e30), (torch.float16, 1e3)])
 def test_overflow_of_the_merged_weights_is_reported(dtype, factor):
     broken = model()
     ffn = broken.backbone.blocks[0].ffn
@@ -219,8 +222,10 @@ def test_overflow_of_the_merged_weights_is_reported(dtype, factor):
     ffn.fc2.weight.data.mul_(factor)
     broken.to(dtype)
     check_finite(broken)
-    with pytest.raises(ValueError, match=f"'backbone.blocks.0.ffn': the merged"
-                       f' weights, up to .*, exceed the range of {dtype}'):
+    with pytest.raises(
+        ValueError,
+        match=f"'backbone.blocks.0.ffn': the merged weights, up to .*, exceed the range of {dtype}",
+    ):
         reparameterize(broken)
     # In float64 it does fit.
     assert reparameterize(broken.double())
@@ -228,10 +233,10 @@ def test_overflow_of_the_merged_weights_is_reported(dtype, factor):
 
 def test_what_is_folded_into_a_convolution_is_checked():
     from mmcv.cnn import ConvModule
+
     broken = model()
     broken.neck = ConvModule(8, 8, 1, norm_cfg=dict(type='BN'))
     broken.neck.norm.running_var[0] = float('nan')
-    with pytest.raises(ValueError, match="cannot merge 'neck': bn.running_var "
-                       'has 1 value'):
+    with pytest.raises(ValueError, match="cannot merge 'neck': bn.running_var has 1 value"):
         reparameterize(broken)
     assert reparameterize(broken, fuse_conv_bn=False)

@@ -9,9 +9,9 @@ def digits(tmp_path_factory):
     pytest.importorskip('sklearn')
     pytest.importorskip('skimage')
     from repa_mm.demo.dataset import write_digit_scenes
+
     folder = tmp_path_factory.mktemp('user')
-    write_digit_scenes(
-        str(folder / 'data/demo'), num_train=8, num_val=4, size=96)
+    write_digit_scenes(str(folder / 'data/demo'), num_train=8, num_val=4, size=96)
     return folder
 
 

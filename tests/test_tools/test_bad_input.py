@@ -1,4 +1,5 @@
 """Wrong input is named, and costs nobody a file."""
+
 import os
 import pickle
 import signal
@@ -10,9 +11,14 @@ import pytest
 import torch
 
 import repa_mm
-from repa_mm.apis import (draw_predictions, init_model, load_config,
-                          reparameterize_checkpoint, runner_for_testing,
-                          runner_for_training)
+from repa_mm.apis import (
+    draw_predictions,
+    init_model,
+    load_config,
+    reparameterize_checkpoint,
+    runner_for_testing,
+    runner_for_training,
+)
 from repa_mm.reparam import CheckpointError
 
 pytest.importorskip('mmdet')
@@ -27,8 +33,7 @@ def checkpoints(tmp_path_factory):
     folder = tmp_path_factory.mktemp('checkpoints')
 
     def save(name, model):
-        torch.save(dict(meta={}, state_dict=model.state_dict()),
-                   folder / f'{name}.pth')
+        torch.save(dict(meta={}, state_dict=model.state_dict()), folder / f'{name}.pth')
 
     model = init_model(RETINANET)
     save('good', model)
@@ -38,7 +43,7 @@ def checkpoints(tmp_path_factory):
     save('shallow', init_model(load_config(RETINANET, options)))
     save('resnet', torch.nn.Sequential(torch.nn.Conv2d(3, 64, 7)))
     good = (folder / 'good.pth').read_bytes()
-    (folder / 'truncated.pth').write_bytes(good[:len(good) // 2])
+    (folder / 'truncated.pth').write_bytes(good[: len(good) // 2])
     (folder / 'empty.pth').write_bytes(b'')
     (folder / 'text.pth').write_text('not a checkpoint')
     torch.save([1, 2], folder / 'list.pth')
@@ -48,8 +53,10 @@ def checkpoints(tmp_path_factory):
     save('nan', nan)
     with open(folder / 'hostile.pth', 'wb') as file:
         pickle.dump(Hostile(folder / 'owned'), file)
-    torch.save(dict(state_dict=model.state_dict(),
-                    extra=Hostile(folder / 'owned')), folder / 'hostile2.pth')
+    torch.save(
+        dict(state_dict=model.state_dict(), extra=Hostile(folder / 'owned')),
+        folder / 'hostile2.pth',
+    )
     return folder
 
 
@@ -78,11 +85,11 @@ BAD_CHECKPOINTS = [
 def test_unreadable_checkpoints(name, kind, message, checkpoints, in_digits):
     path = str(checkpoints / f'{name}.pth')
     for use in (
-            lambda: runner_for_testing(RETINANET, path, str(in_digits)),
-            lambda: runner_for_training(RETINANET, str(in_digits), resume=path),
-            lambda: init_model(RETINANET, path),
-            lambda: reparameterize_checkpoint(
-                RETINANET, path, str(in_digits / 'out.pth'))):
+        lambda: runner_for_testing(RETINANET, path, str(in_digits)),
+        lambda: runner_for_training(RETINANET, str(in_digits), resume=path),
+        lambda: init_model(RETINANET, path),
+        lambda: reparameterize_checkpoint(RETINANET, path, str(in_digits / 'out.pth')),
+    ):
         with pytest.raises(kind, match=message):
             use()
     assert not (in_digits / 'out.pth').exists()
@@ -98,13 +105,16 @@ def test_hostile_extras_are_not_run(checkpoints, in_digits):
     assert not (checkpoints / 'owned').exists()
 
 
-@pytest.mark.parametrize('name, message', [
-    ('vanilla', 'vanilla'), ('shallow', 'another architecture'),
-    ('resnet', 'none of the weights'),
-])
+@pytest.mark.parametrize(
+    'name, message',
+    [
+        ('vanilla', 'vanilla'),
+        ('shallow', 'another architecture'),
+        ('resnet', 'none of the weights'),
+    ],
+)
 def test_checkpoints_of_other_models(name, message, checkpoints, in_digits):
-    runner = runner_for_testing(RETINANET, str(checkpoints / f'{name}.pth'),
-                            str(in_digits))
+    runner = runner_for_testing(RETINANET, str(checkpoints / f'{name}.pth'), str(in_digits))
     with pytest.raises(CheckpointError, match=message):
         runner.test()
     with pytest.raises(CheckpointError):
@@ -115,22 +125,19 @@ def test_forms_that_do_not_fit(checkpoints, in_digits):
     good, merged = (str(checkpoints / f'{n}.pth') for n in ('good', 'merged'))
     deploy = {'model.backbone.deploy': True}
     with pytest.raises(CheckpointError, match='training form.*deploy=True'):
-        runner_for_testing(RETINANET, good, str(in_digits),
-                       cfg_options=deploy).test()
+        runner_for_testing(RETINANET, good, str(in_digits), cfg_options=deploy).test()
     with pytest.raises(CheckpointError, match='cannot be trained'):
-        runner_for_training(RETINANET, str(in_digits),
-                        cfg_options=dict(load_from=merged)).train()
+        runner_for_training(RETINANET, str(in_digits), cfg_options=dict(load_from=merged)).train()
     with pytest.raises(ValueError, match='deploy form.*cannot be trained'):
-        runner_for_training(RETINANET, str(in_digits),
-                        cfg_options=deploy).train()
+        runner_for_training(RETINANET, str(in_digits), cfg_options=deploy).train()
     with pytest.raises(CheckpointError, match='is reparameterized'):
-        runner_for_testing(RETINANET, merged, str(in_digits),
-                       form='training').test()
+        runner_for_testing(RETINANET, merged, str(in_digits), form='training').test()
     with pytest.raises(CheckpointError, match='is reparameterized'):
         reparameterize_checkpoint(RETINANET, merged, str(in_digits / 'o.pth'))
     with pytest.raises(ValueError, match='nothing to reparameterize'):
-        reparameterize_checkpoint(VANILLA, str(checkpoints / 'vanilla.pth'),
-                                  str(in_digits / 'o.pth'))
+        reparameterize_checkpoint(
+            VANILLA, str(checkpoints / 'vanilla.pth'), str(in_digits / 'o.pth')
+        )
     assert not os.path.exists(in_digits / 'o.pth')
 
 
@@ -148,8 +155,9 @@ def test_reparameterize_keeps_its_input(checkpoints, tmp_path):
     with pytest.raises(OSError, match='cannot write'):
         reparameterize_checkpoint(RETINANET, str(good), '/proc/none/out.pth')
     with pytest.raises(CheckpointError, match='not finite'):
-        reparameterize_checkpoint(RETINANET, str(checkpoints / 'nan.pth'),
-                                  str(tmp_path / 'out.pth'))
+        reparameterize_checkpoint(
+            RETINANET, str(checkpoints / 'nan.pth'), str(tmp_path / 'out.pth')
+        )
     assert good.read_bytes() == before
     assert os.listdir(tmp_path) == ['link.pth']
 
@@ -158,20 +166,25 @@ def test_killed_while_writing(checkpoints, tmp_path):
     """A signal during torch.save leaves the old file and nothing else."""
     out = tmp_path / 'out.pth'
     out.write_text('old')
-    code = ('import sys, time, torch\n'
-            'from repa_mm.utils.cli import clear_errors\n'
-            'from repa_mm.utils.checkpoint import save_checkpoint\n'
-            'def slow(obj, path):\n'
-            '    open(path, "w").write("half")\n'
-            '    print("writing", flush=True)\n'
-            '    time.sleep(60)\n'
-            'torch.save = slow\n'
-            'with clear_errors():\n'
-            '    save_checkpoint({}, sys.argv[1])\n')
+    code = (
+        'import sys, time, torch\n'
+        'from repa_mm.utils.cli import clear_errors\n'
+        'from repa_mm.utils.checkpoint import save_checkpoint\n'
+        'def slow(obj, path):\n'
+        '    open(path, "w").write("half")\n'
+        '    print("writing", flush=True)\n'
+        '    time.sleep(60)\n'
+        'torch.save = slow\n'
+        'with clear_errors():\n'
+        '    save_checkpoint({}, sys.argv[1])\n'
+    )
     root = str(Path(__file__).parents[2])
     process = subprocess.Popen(
-        [sys.executable, '-c', code, str(out)], stdout=subprocess.PIPE,
-        env=dict(os.environ, PYTHONPATH=root), text=True)
+        [sys.executable, '-c', code, str(out)],
+        stdout=subprocess.PIPE,
+        env=dict(os.environ, PYTHONPATH=root),
+        text=True,
+    )
     assert process.stdout.readline() == 'writing\n'
     process.send_signal(signal.SIGTERM)
     assert process.wait(30) != 0
@@ -179,14 +192,16 @@ def test_killed_while_writing(checkpoints, tmp_path):
     assert os.listdir(tmp_path) == ['out.pth']
 
 
-@pytest.mark.parametrize('text, message', [
-    ('model = dict(', 'cannot read the config'),
-    ('model = dict()\ntest_dataloader = dict()', 'default_scope'),
-    ("default_scope = 'mmpose'\nmodel = dict()\ntest_dataloader = dict()",
-     "is 'mmpose'"),
-    ("default_scope = 'mmdet'", "no 'model'"),
-    ("_base_ = 'not_there.py'", 'not_there.py'),
-])
+@pytest.mark.parametrize(
+    'text, message',
+    [
+        ('model = dict(', 'cannot read the config'),
+        ('model = dict()\ntest_dataloader = dict()', 'default_scope'),
+        ("default_scope = 'mmpose'\nmodel = dict()\ntest_dataloader = dict()", "is 'mmpose'"),
+        ("default_scope = 'mmdet'", "no 'model'"),
+        ("_base_ = 'not_there.py'", 'not_there.py'),
+    ],
+)
 def test_bad_configs(text, message, tmp_path):
     config = tmp_path / 'config.py'
     config.write_text(text)
@@ -194,12 +209,15 @@ def test_bad_configs(text, message, tmp_path):
         load_config(str(config))
 
 
-@pytest.mark.parametrize('options, message', [
-    ({'model.backbone.idle_ratio': 1.5}, 'idle_ratio must be a number'),
-    ({'model.backbone.idle_ratio': 'much'}, 'idle_ratio must be a number'),
-    ({'model.backbone.idle_ratio': [0.5, 0.5]}, '2 entries'),
-    ({'model.backbone.arch': 'gigantic'}, 'gigantic'),
-])
+@pytest.mark.parametrize(
+    'options, message',
+    [
+        ({'model.backbone.idle_ratio': 1.5}, 'idle_ratio must be a number'),
+        ({'model.backbone.idle_ratio': 'much'}, 'idle_ratio must be a number'),
+        ({'model.backbone.idle_ratio': [0.5, 0.5]}, '2 entries'),
+        ({'model.backbone.arch': 'gigantic'}, 'gigantic'),
+    ],
+)
 def test_bad_models(options, message, in_digits):
     with pytest.raises(Exception, match=message):
         runner_for_training(RETINANET, str(in_digits), cfg_options=options)
@@ -208,30 +226,38 @@ def test_bad_models(options, message, in_digits):
 def test_bad_data(in_digits, tmp_path):
     good = repa_mm.config_path('demo/upernet_repa_swin_digits.py')
     with pytest.raises(FileNotFoundError, match="no data set at 'no/where'"):
-        runner_for_training(RETINANET, str(in_digits), cfg_options={
-            'train_dataloader.dataset.data_root': 'no/where'})
+        runner_for_training(
+            RETINANET,
+            str(in_digits),
+            cfg_options={'train_dataloader.dataset.data_root': 'no/where'},
+        )
     with pytest.raises(FileNotFoundError, match='none.json'):
-        runner_for_training(RETINANET, str(in_digits), cfg_options={
-            'train_dataloader.dataset.ann_file': 'none.json'})
+        runner_for_training(
+            RETINANET,
+            str(in_digits),
+            cfg_options={'train_dataloader.dataset.ann_file': 'none.json'},
+        )
     empty = tmp_path / 'empty.json'
     empty.write_text('{"images": [], "annotations": [], "categories": []}')
     with pytest.raises(ValueError, match='train data set.*empty.json'):
-        runner_for_training(RETINANET, str(in_digits), cfg_options={
-            'train_dataloader.dataset.ann_file': str(empty)})
+        runner_for_training(
+            RETINANET, str(in_digits), cfg_options={'train_dataloader.dataset.ann_file': str(empty)}
+        )
     pytest.importorskip('mmseg')
     (tmp_path / 'images').mkdir()
     with pytest.raises((ValueError, FileNotFoundError), match='data set'):
-        runner_for_training(good, str(in_digits), cfg_options={
-            'train_dataloader.dataset.data_root': str(tmp_path)})
+        runner_for_training(
+            good, str(in_digits), cfg_options={'train_dataloader.dataset.data_root': str(tmp_path)}
+        )
 
 
 def test_unwritable_outputs(checkpoints, in_digits):
     good = str(checkpoints / 'good.pth')
     for use in (
-            lambda: runner_for_training(RETINANET, '/proc/none'),
-            lambda: runner_for_testing(RETINANET, good, '/proc/none'),
-            lambda: runner_for_testing(RETINANET, good, str(in_digits),
-                                   out='/proc/none/out.pkl')):
+        lambda: runner_for_training(RETINANET, '/proc/none'),
+        lambda: runner_for_testing(RETINANET, good, '/proc/none'),
+        lambda: runner_for_testing(RETINANET, good, str(in_digits), out='/proc/none/out.pkl'),
+    ):
         with pytest.raises(OSError, match="cannot write to '/proc/none'"):
             use()
     with pytest.raises(ValueError, match='pkl'):
@@ -240,8 +266,7 @@ def test_unwritable_outputs(checkpoints, in_digits):
 
 def test_bad_options(checkpoints, in_digits):
     with pytest.raises(ValueError, match="--tta needs 'tta_model'"):
-        runner_for_testing(RETINANET, str(checkpoints / 'good.pth'),
-                           str(in_digits), tta=True)
+        runner_for_testing(RETINANET, str(checkpoints / 'good.pth'), str(in_digits), tta=True)
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match='needs a GPU'):
             runner_for_training(RETINANET, str(in_digits), amp=True)
@@ -262,20 +287,16 @@ def test_bad_images(checkpoints, tmp_path):
 def test_missing_pretrained_weights_and_from_scratch(in_digits):
     config = repa_mm.config_path('retinanet_repa_swin_t.py')
     annotations = 'data/demo/coco/'
-    options = {f'{s}_dataloader.dataset.data_root': annotations
-               for s in ('train', 'val')}
+    options = {f'{s}_dataloader.dataset.data_root': annotations for s in ('train', 'val')}
     with pytest.raises(ValueError, match='other class names'):
-        runner_for_training(config, str(in_digits), from_scratch=True,
-                            cfg_options=options)
+        runner_for_training(config, str(in_digits), from_scratch=True, cfg_options=options)
     for split in ('train', 'val'):
         options[f'{split}_dataloader.dataset.metainfo.classes'] = ('zero', 'one')
     options['model.bbox_head.num_classes'] = 2
-    options['val_evaluator.ann_file'] = (
-        annotations + 'annotations/instances_val2017.json')
+    options['val_evaluator.ann_file'] = annotations + 'annotations/instances_val2017.json'
     with pytest.raises(FileNotFoundError, match='from-scratch'):
         runner_for_training(config, str(in_digits), cfg_options=options)
-    runner = runner_for_training(config, str(in_digits), from_scratch=True,
-                             cfg_options=options)
+    runner = runner_for_training(config, str(in_digits), from_scratch=True, cfg_options=options)
     assert runner.model.backbone.init_cfg is None
     assert not runner.model.backbone.norm_eval
     assert len(runner.train_loop.dataloader.dataset) > 0

@@ -1,4 +1,5 @@
 """The command lines of what measures."""
+
 import json
 import os
 import re
@@ -21,12 +22,26 @@ TOOLS = ('benchmark', 'benchmark_training', 'profile_latency', 'get_flops')
 
 def test_benchmark(tmp_path):
     result = run_tool(
-        ROOT / 'tools/benchmark.py', REPA, '--baseline', VANILLA,
-        '--synthetic', '64x64', '--num-images', 5, '--warmup', 1, '--threads',
-        1, '--out', 'out.json', '--plot', 'out.png', cwd=tmp_path)
+        ROOT / 'tools/benchmark.py',
+        REPA,
+        '--baseline',
+        VANILLA,
+        '--synthetic',
+        '64x64',
+        '--num-images',
+        5,
+        '--warmup',
+        1,
+        '--threads',
+        1,
+        '--out',
+        'out.json',
+        '--plot',
+        'out.png',
+        cwd=tmp_path,
+    )
     assert result.returncode == 0, result.stderr[-2000:]
-    assert re.search(r'deploy +[\d.]+ +[\d.]+ +[\d.]+ +[\d.]+ +0?\.?\d+',
-                     result.stdout)
+    assert re.search(r'deploy +[\d.]+ +[\d.]+ +[\d.]+ +[\d.]+ +0?\.?\d+', result.stdout)
     assert '5/5 images' in result.stderr
     saved = json.loads((tmp_path / 'out.json').read_text())
     assert saved['environment']['threads'] == 1
@@ -37,11 +52,28 @@ def test_benchmark(tmp_path):
 @pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_benchmark_reports(number, tmp_path):
     process = subprocess.Popen(
-        [sys.executable, ROOT / 'tools/benchmark.py', REPA, '--synthetic',
-         '64x64', '--num-images', '100000', '--warmup', '1', '--out',
-         'out.json', '--sweep', 'batch=1,2', '--no-memory'], cwd=tmp_path,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env=_environment())
+        [
+            sys.executable,
+            ROOT / 'tools/benchmark.py',
+            REPA,
+            '--synthetic',
+            '64x64',
+            '--num-images',
+            '100000',
+            '--warmup',
+            '1',
+            '--out',
+            'out.json',
+            '--sweep',
+            'batch=1,2',
+            '--no-memory',
+        ],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=_environment(),
+    )
     for line in process.stderr:
         if 'warm-up 1/1' in line:
             break
@@ -54,7 +86,7 @@ def test_interrupted_benchmark_reports(number, tmp_path):
     assert 'Interrupted: this is what was measured until then' in out
     saved = json.loads((tmp_path / 'out.json').read_text())
     assert saved['interrupted']
-    run, = saved['runs']
+    (run,) = saved['runs']
     assert 0 < run['count'] < 100000
     assert len(run['forms']['deploy']['raw']['latency']) == run['count']
 
@@ -74,13 +106,35 @@ def run_here(monkeypatch, tool, *arguments):
     return 0
 
 
-@pytest.mark.parametrize('arguments, expected', [
-    (['get_flops', REPA, '--part', 'backbone', '--shape', 64], 'GMACs'),
-    (['profile_latency', VANILLA, REPA, '--size', '64x64', '--num-images', 2,
-      '--warmup', 0], 'share of FFN'),
-    (['benchmark_training', REPA, '--size', '64x64', '--steps', 1, '--warmup',
-      0, '--batch-size', 1, '--optimizer', 'none', '--paths', 'auto'],
-     'saved activations')])
+@pytest.mark.parametrize(
+    'arguments, expected',
+    [
+        (['get_flops', REPA, '--part', 'backbone', '--shape', 64], 'GMACs'),
+        (
+            ['profile_latency', VANILLA, REPA, '--size', '64x64', '--num-images', 2, '--warmup', 0],
+            'share of FFN',
+        ),
+        (
+            [
+                'benchmark_training',
+                REPA,
+                '--size',
+                '64x64',
+                '--steps',
+                1,
+                '--warmup',
+                0,
+                '--batch-size',
+                1,
+                '--optimizer',
+                'none',
+                '--paths',
+                'auto',
+            ],
+            'saved activations',
+        ),
+    ],
+)
 def test_other_tools(arguments, expected, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert run_here(monkeypatch, *arguments, '--out', 'out.json') == 0

@@ -1,4 +1,5 @@
 """Train, test in both forms, merge, test again, draw: as the tools do."""
+
 import json
 import os
 import pickle
@@ -11,9 +12,14 @@ import pytest
 import torch
 
 import repa_mm
-from repa_mm.apis import (draw_predictions, init_model, load_config,
-                          reparameterize_checkpoint, runner_for_testing,
-                          runner_for_training)
+from repa_mm.apis import (
+    draw_predictions,
+    init_model,
+    load_config,
+    reparameterize_checkpoint,
+    runner_for_testing,
+    runner_for_training,
+)
 
 from .conftest import TASKS
 
@@ -22,22 +28,32 @@ PACKAGE = dict(retinanet='mmdet', mask_rcnn='mmdet', upernet='mmseg')
 
 # Two short epochs at a learning rate that lets BatchNorm statistics and
 # weights move away from where they start.
-SHORT = {
-    'train_dataloader.batch_size': 4,
-    'default_hooks.logger.interval': 1,
-}
+SHORT = {'train_dataloader.batch_size': 4, 'default_hooks.logger.interval': 1}
 
 
 def short(task):
     if task == 'upernet':
-        return {**SHORT, 'train_cfg.max_iters': 3,
-                'train_cfg.val_interval': 3,
-                'default_hooks.checkpoint.interval': 3}
-    return {**SHORT, 'train_cfg.max_epochs': 2, 'train_cfg.val_interval': 2,
-            'model.test_cfg.score_thr': 0.} if task == 'retinanet' else {
-                **SHORT, 'train_cfg.max_epochs': 2,
-                'train_cfg.val_interval': 2,
-                'model.test_cfg.rcnn.score_thr': 0.}
+        return {
+            **SHORT,
+            'train_cfg.max_iters': 3,
+            'train_cfg.val_interval': 3,
+            'default_hooks.checkpoint.interval': 3,
+        }
+    return (
+        {
+            **SHORT,
+            'train_cfg.max_epochs': 2,
+            'train_cfg.val_interval': 2,
+            'model.test_cfg.score_thr': 0.0,
+        }
+        if task == 'retinanet'
+        else {
+            **SHORT,
+            'train_cfg.max_epochs': 2,
+            'train_cfg.val_interval': 2,
+            'model.test_cfg.rcnn.score_thr': 0.0,
+        }
+    )
 
 
 def config_of(task):
@@ -53,8 +69,7 @@ def trained(request, digits, tmp_path_factory):
     before = os.getcwd()
     os.chdir(digits)
     try:
-        runner = runner_for_training(
-            config_of(task), str(work_dir), cfg_options=short(task))
+        runner = runner_for_training(config_of(task), str(work_dir), cfg_options=short(task))
         runner.train()
     finally:
         os.chdir(before)
@@ -66,8 +81,8 @@ def trained(request, digits, tmp_path_factory):
 def predictions_of(task, checkpoint, work_dir, form):
     out = work_dir / f'{form}.pkl'
     runner = runner_for_testing(
-        config_of(task), checkpoint, str(work_dir), form=form, out=str(out),
-        cfg_options=short(task))
+        config_of(task), checkpoint, str(work_dir), form=form, out=str(out), cfg_options=short(task)
+    )
     metrics = runner.test()
     assert os.listdir(work_dir).count(out.name) == 1
     assert not [f for f in os.listdir(work_dir) if 'partial' in f]
@@ -100,16 +115,18 @@ def test_both_forms_predict_the_same(trained, in_digits):
     merged = str(in_digits / 'merged.pth')
     result = reparameterize_checkpoint(config_of(task), checkpoint, merged)
     assert result['error'] < 1e-5
-    for before, after in (result['parameters'], result['macs'],
-                          result['bytes']):
+    for before, after in (result['parameters'], result['macs'], result['bytes']):
         assert after < before
     # With the config of the training form, through the hook.
     _, from_file = predictions_of(task, merged, in_digits, 'deploy')
     assert_same_predictions(task, expected, from_file)
     # And with the config of the deploy form.
     runner = runner_for_testing(
-        config_of(task), merged, str(in_digits),
-        cfg_options={**short(task), 'model.backbone.deploy': True})
+        config_of(task),
+        merged,
+        str(in_digits),
+        cfg_options={**short(task), 'model.backbone.deploy': True},
+    )
     assert runner.test()
 
 
@@ -128,12 +145,13 @@ def test_merged_checkpoint_keeps_its_meta(trained, in_digits):
 def test_draw_predictions(trained, in_digits, form):
     task, checkpoint = trained
     import mmcv
+
     folder = Path('data/demo/coco/val2017')
     image = str(next(folder.iterdir()))
     cfg = load_config(config_of(task), short(task))
     model = init_model(cfg, checkpoint, form)
     out = str(in_digits / 'new' / 'picture.png')
-    draw_predictions(model, image, out, score_thr=0.)
+    draw_predictions(model, image, out, score_thr=0.0)
     picture, pixels = mmcv.imread(out), mmcv.imread(image)
     assert picture.shape[:2] == pixels.shape[:2]
     assert (picture != pixels).any()
@@ -146,8 +164,8 @@ def test_resume(trained, in_digits):
         if key in options:
             options[key] += 1
     runner = runner_for_training(
-        config_of(task), str(in_digits), resume=checkpoint,
-        cfg_options=options)
+        config_of(task), str(in_digits), resume=checkpoint, cfg_options=options
+    )
     runner.train()
     loop = runner.train_loop
     assert (loop.iter, loop.epoch) in ((4, 0), (6, 3))
@@ -155,9 +173,12 @@ def test_resume(trained, in_digits):
 
 def run_tool(*args, **kwargs):
     return subprocess.run(
-        [sys.executable, *map(str, args)], capture_output=True, text=True,
-        env=dict(os.environ, PYTHONPATH=str(ROOT), OMP_NUM_THREADS='1',
-                 PYTHON=sys.executable), **kwargs)
+        [sys.executable, *map(str, args)],
+        capture_output=True,
+        text=True,
+        env=dict(os.environ, PYTHONPATH=str(ROOT), OMP_NUM_THREADS='1', PYTHON=sys.executable),
+        **kwargs,
+    )
 
 
 def test_two_processes_through_the_scripts(digits, tmp_path):
@@ -167,41 +188,64 @@ def test_two_processes_through_the_scripts(digits, tmp_path):
         s.bind(('127.0.0.1', 0))
         port = str(s.getsockname()[1])
     config = config_of('retinanet')
-    env = dict(os.environ, PORT=port, PYTHON=sys.executable,
-               OMP_NUM_THREADS='1')
+    env = dict(os.environ, PORT=port, PYTHON=sys.executable, OMP_NUM_THREADS='1')
     options = [f'{k}={v}' for k, v in short('retinanet').items()]
     options += ['train_dataloader.batch_size=2']
     result = subprocess.run(
-        ['bash', ROOT / 'tools/dist_train.sh', config, '2', '--work-dir',
-         tmp_path / 'train', '--cfg-options', *options],
-        capture_output=True, text=True, env=env, cwd=digits)
+        [
+            'bash',
+            ROOT / 'tools/dist_train.sh',
+            config,
+            '2',
+            '--work-dir',
+            tmp_path / 'train',
+            '--cfg-options',
+            *options,
+        ],
+        capture_output=True,
+        text=True,
+        env=env,
+        cwd=digits,
+    )
     assert result.returncode == 0, result.stderr[-6000:]
     checkpoint = tmp_path / 'train/epoch_2.pth'
     result = subprocess.run(
-        ['bash', ROOT / 'tools/dist_test.sh', config, checkpoint, '2',
-         '--work-dir', tmp_path / 'test', '--cfg-options', *options],
-        capture_output=True, text=True, env=env, cwd=digits)
+        [
+            'bash',
+            ROOT / 'tools/dist_test.sh',
+            config,
+            checkpoint,
+            '2',
+            '--work-dir',
+            tmp_path / 'test',
+            '--cfg-options',
+            *options,
+        ],
+        capture_output=True,
+        text=True,
+        env=env,
+        cwd=digits,
+    )
     assert result.returncode == 0, result.stderr[-6000:]
     assert 'Reparameterized 10 FFNs' in result.stdout + result.stderr
-    metrics, = (tmp_path / 'test').glob('*/*.json')
+    (metrics,) = (tmp_path / 'test').glob('*/*.json')
     distributed = json.loads(metrics.read_text())
     os.chdir(digits)
     single = runner_for_testing(
-        config, str(checkpoint), str(tmp_path / 'single'),
-        cfg_options=short('retinanet')).test()
-    assert distributed['coco/bbox_mAP'] == pytest.approx(
-        single['coco/bbox_mAP'], abs=1e-3)
+        config, str(checkpoint), str(tmp_path / 'single'), cfg_options=short('retinanet')
+    ).test()
+    assert distributed['coco/bbox_mAP'] == pytest.approx(single['coco/bbox_mAP'], abs=1e-3)
 
 
-@pytest.mark.parametrize('tool', ['train', 'test', 'reparameterize',
-                                  'image_demo'])
+@pytest.mark.parametrize('tool', ['train', 'test', 'reparameterize', 'image_demo'])
 def test_tools_say_what_is_wrong_in_one_line(tool, tmp_path):
     arguments = dict(
-        train=['none.py'], test=['none.py', 'none.pth'],
+        train=['none.py'],
+        test=['none.py', 'none.pth'],
         reparameterize=['none.py', 'none.pth', 'out.pth'],
-        image_demo=['none.jpg', 'none.py', 'none.pth'])[tool]
+        image_demo=['none.jpg', 'none.py', 'none.pth'],
+    )[tool]
     result = run_tool(ROOT / f'tools/{tool}.py', *arguments, cwd=tmp_path)
     assert result.returncode == 1
-    assert result.stderr.strip().splitlines()[-1].startswith(
-        "error: no config at 'none.py'")
+    assert result.stderr.strip().splitlines()[-1].startswith("error: no config at 'none.py'")
     assert 'Traceback' not in result.stderr

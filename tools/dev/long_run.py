@@ -4,6 +4,7 @@ Trains, validates and tests a small RePa-Swin in cycles through MMEngine's
 Runner, merging a copy each time, then runs its deploy form on images of
 changing sizes. Prints what should not grow.
 """
+
 import argparse
 import ctypes
 import gc
@@ -28,13 +29,16 @@ MODEL = dict(
         arch=dict(embed_dims=16, depths=[2, 2], num_heads=[2, 4]),
         window_size=4,
         pad_small_map=True,
-        out_indices=(1, )),
+        out_indices=(1,),
+    ),
     neck=dict(type='GlobalAveragePooling'),
-    head=dict(type='LinearClsHead', num_classes=2, in_channels=32))
+    head=dict(type='LinearClsHead', num_classes=2, in_channels=32),
+)
 
 
 class Noise(Dataset):
     """Images of noise, bright ones and dark ones."""
+
     metainfo = dict(classes=('dark', 'bright'))
 
     def __len__(self) -> int:
@@ -42,11 +46,9 @@ class Noise(Dataset):
 
     def __getitem__(self, index: int) -> dict:
         from mmpretrain.structures import DataSample
-        image = torch.randn(
-            3, 64, 64, generator=torch.Generator().manual_seed(index))
-        return dict(
-            inputs=image + index % 2,
-            data_samples=DataSample().set_gt_label(index % 2))
+
+        image = torch.randn(3, 64, 64, generator=torch.Generator().manual_seed(index))
+        return dict(inputs=image + index % 2, data_samples=DataSample().set_gt_label(index % 2))
 
 
 def resident_mib() -> float:
@@ -66,7 +68,8 @@ def train_in_cycles(cycles: int) -> None:
         batch_size=4,
         dataset=Noise(),
         sampler=dict(type='DefaultSampler', shuffle=True),
-        collate_fn=dict(type='default_collate'))
+        collate_fn=dict(type='default_collate'),
+    )
     with tempfile.TemporaryDirectory() as work_dir:
         runner = Runner(
             model=MODEL,
@@ -82,13 +85,11 @@ def train_in_cycles(cycles: int) -> None:
             test_evaluator=dict(type='Accuracy'),
             optim_wrapper=dict(optimizer=dict(type='AdamW', lr=1e-4)),
             default_hooks=dict(
-                checkpoint=dict(
-                    type='SafeCheckpointHook', interval=10,
-                    max_keep_ckpts=1)),
-            custom_hooks=[
-                dict(type='ReparameterizeHook', when=('val', 'test'))
-            ],
-            log_level='ERROR')
+                checkpoint=dict(type='SafeCheckpointHook', interval=10, max_keep_ckpts=1)
+            ),
+            custom_hooks=[dict(type='ReparameterizeHook', when=('val', 'test'))],
+            log_level='ERROR',
+        )
         report = max(cycles // 5, 1)
 
         class Report(repa_mm.engine.hooks.Hook):
@@ -99,11 +100,14 @@ def train_in_cycles(cycles: int) -> None:
                 runner.test_loop.run()  # in the middle of the training
                 if runner.epoch % report == 0:
                     now = time.perf_counter()
-                    print(f'{4 * runner.epoch:6} iterations, '
-                          f'{runner.epoch} validations and tests: '
-                          f'{resident_mib():7.1f} MiB, '
-                          f'{(now - self.since) / report * 1e3:.0f} ms a '
-                          'cycle', flush=True)
+                    print(
+                        f'{4 * runner.epoch:6} iterations, '
+                        f'{runner.epoch} validations and tests: '
+                        f'{resident_mib():7.1f} MiB, '
+                        f'{(now - self.since) / report * 1e3:.0f} ms a '
+                        'cycle',
+                        flush=True,
+                    )
                     self.since = now
 
         runner.register_hook(Report())
@@ -126,12 +130,14 @@ def infer(number: int, seed: int) -> None:
         latencies.append(time.perf_counter() - start)
         if i % report == 0:
             info = attention._partition.cache_info()
-            print(f'{i:6} inferences of changing size: '
-                  f'{resident_mib():7.1f} MiB, 128x128 in '
-                  f'{statistics.median(latencies) * 1e3:.2f} ms, '
-                  f'{info.currsize} of at most {info.maxsize} window '
-                  f'partitions and {len(attention._BIASES)} biases cached',
-                  flush=True)
+            print(
+                f'{i:6} inferences of changing size: '
+                f'{resident_mib():7.1f} MiB, 128x128 in '
+                f'{statistics.median(latencies) * 1e3:.2f} ms, '
+                f'{info.currsize} of at most {info.maxsize} window '
+                f'partitions and {len(attention._BIASES)} biases cached',
+                flush=True,
+            )
             latencies.clear()
 
 

@@ -3,6 +3,7 @@
 Prints, for every check of repa_mm.benchmark.errors, the worst errors found and
 the case that has them.
 """
+
 import argparse
 
 from repa_mm.benchmark.errors import CHECKS, search
@@ -20,16 +21,20 @@ def main() -> None:
     for name in [args.check] if args.check else CHECKS:
         for dtype in CHECKS[name].fields['dtype']:
             for values, fixed in (('ordinary', ORDINARY), ('any', {})):
-                found = search(
-                    name, args.cases, args.seed, dtype=dtype, **fixed)
+                found = search(name, args.cases, args.seed, dtype=dtype, **fixed)
                 overflown = found.pop('overflown')
-                print(f'{name}, {dtype}, {values} values: '
-                      f'{args.cases - overflown} cases '
-                      f'({overflown} more exceed the range)')
+                print(
+                    f'{name}, {dtype}, {values} values: '
+                    f'{args.cases - overflown} cases '
+                    f'({overflown} more exceed the range)'
+                )
                 for kind in ('relative', 'roundings'):
                     # Gradients may be zero but for rounding errors.
-                    results = [r for r, k in found if k == kind and (
-                        kind == 'roundings' or not r.endswith('grad'))]
+                    results = [
+                        r
+                        for r, k in found
+                        if k == kind and (kind == 'roundings' or not r.endswith('grad'))
+                    ]
                     worst = max(results, key=lambda r: found[r, kind][0])
                     error, case = found[worst, kind]
                     print(f'  {kind} {error:.1e} in {worst} of {case}')

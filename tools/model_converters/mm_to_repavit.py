@@ -2,6 +2,7 @@
 
 Either form; of a detector or segmentor, its backbone. See docs/weights.md.
 """
+
 import argparse
 
 from repa_mm.converters import mm_to_repavit
@@ -11,20 +12,20 @@ from repa_mm.utils.cli import clear_errors
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter)
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument('src', help='checkpoint to convert')
     parser.add_argument('dst', help='file to write')
     parser.add_argument(
         '--config',
-        help='config with the backbone that it is of (default: recognized by '
-        'the shapes)')
+        help='config with the backbone that it is of (default: recognized by the shapes)',
+    )
     parser.add_argument(
         '--img-size',
         type=int,
         default=224,
-        help='of the Swin that will load it: its masks depend on it '
-        '(default: 224)')
+        help='of the Swin that will load it: its masks depend on it (default: 224)',
+    )
     return parser.parse_args()
 
 

@@ -4,6 +4,7 @@ Of the authors' code (RePaViT), in either form: the result computes the same.
 Of a vanilla Swin, ViT, DeiT or LV-ViT, in the layout of its own repository, of
 timm or of OpenMMLab: the result is a start for training. See docs/weights.md.
 """
+
 import argparse
 
 from repa_mm.converters import repavit_to_mm
@@ -13,25 +14,26 @@ from repa_mm.utils.cli import clear_errors
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter)
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument('src', help='checkpoint to convert')
     parser.add_argument('dst', help='file to write')
     parser.add_argument(
         '--config',
-        help='config with the backbone that it is for (default: recognized by '
-        'the shapes)')
+        help='config with the backbone that it is for (default: recognized by the shapes)',
+    )
     parser.add_argument(
         '--ema',
         action='store_true',
         help="take the averaged weights ('model_ema'); the authors evaluate "
-        "'model', which is the default")
+        "'model', which is the default",
+    )
     parser.add_argument(
         '--idle-ratio',
         type=float,
         nargs='+',
-        help='of a training form: one, or one per FFN (default: what the '
-        'checkpoint tells)')
+        help='of a training form: one, or one per FFN (default: what the checkpoint tells)',
+    )
     return parser.parse_args()
 
 

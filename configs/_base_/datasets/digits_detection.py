@@ -3,15 +3,15 @@ _base_ = './coco_detection.py'
 
 data_root = 'data/demo/coco/'
 metainfo = dict(
-    classes=('zero', 'one', 'two', 'three', 'four', 'five', 'six', 'seven',
-             'eight', 'nine'))
+    classes=('zero', 'one', 'two', 'three', 'four', 'five', 'six', 'seven', 'eight', 'nine')
+)
 
 # No flips: a mirrored digit is none.
 train_pipeline = [
     dict(type='LoadImageFromFile'),
     dict(type='LoadAnnotations', with_bbox=True),
     dict(type='Resize', scale=(160, 160), keep_ratio=True),
-    dict(type='PackDetInputs')
+    dict(type='PackDetInputs'),
 ]
 test_pipeline = [
     dict(type='LoadImageFromFile'),
@@ -19,23 +19,22 @@ test_pipeline = [
     dict(type='LoadAnnotations', with_bbox=True),
     dict(
         type='PackDetInputs',
-        meta_keys=('img_id', 'img_path', 'ori_shape', 'img_shape',
-                   'scale_factor'))
+        meta_keys=('img_id', 'img_path', 'ori_shape', 'img_shape', 'scale_factor'),
+    ),
 ]
 
 train_dataloader = dict(
     batch_size=8,
     num_workers=0,
     persistent_workers=False,
-    dataset=dict(
-        data_root=data_root, metainfo=metainfo, pipeline=train_pipeline))
+    dataset=dict(data_root=data_root, metainfo=metainfo, pipeline=train_pipeline),
+)
 val_dataloader = dict(
     num_workers=0,
     persistent_workers=False,
-    dataset=dict(
-        data_root=data_root, metainfo=metainfo, pipeline=test_pipeline))
+    dataset=dict(data_root=data_root, metainfo=metainfo, pipeline=test_pipeline),
+)
 test_dataloader = val_dataloader
 
-val_evaluator = dict(
-    ann_file=data_root + 'annotations/instances_val2017.json')
+val_evaluator = dict(ann_file=data_root + 'annotations/instances_val2017.json')
 test_evaluator = val_evaluator

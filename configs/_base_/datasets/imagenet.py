@@ -22,11 +22,7 @@ bgr_std = [57.375, 57.12, 58.395]
 
 train_pipeline = [
     dict(type='LoadImageFromFile'),
-    dict(
-        type='RandomResizedCrop',
-        scale=224,
-        backend='pillow',
-        interpolation='bicubic'),
+    dict(type='RandomResizedCrop', scale=224, backend='pillow', interpolation='bicubic'),
     dict(type='RandomFlip', prob=0.5, direction='horizontal'),
     dict(
         type='RandAugment',
@@ -35,8 +31,8 @@ train_pipeline = [
         total_level=10,
         magnitude_level=9,
         magnitude_std=0.5,
-        hparams=dict(
-            pad_val=[round(x) for x in bgr_mean], interpolation='bicubic')),
+        hparams=dict(pad_val=[round(x) for x in bgr_mean], interpolation='bicubic'),
+    ),
     dict(
         type='RandomErasing',
         erase_prob=0.25,
@@ -44,19 +40,15 @@ train_pipeline = [
         min_area_ratio=0.02,
         max_area_ratio=1 / 3,
         fill_color=bgr_mean,
-        fill_std=bgr_std),
-    dict(type='PackInputs')
+        fill_std=bgr_std,
+    ),
+    dict(type='PackInputs'),
 ]
 test_pipeline = [
     dict(type='LoadImageFromFile'),
-    dict(
-        type='ResizeEdge',
-        scale=256,
-        edge='short',
-        backend='pillow',
-        interpolation='bicubic'),
+    dict(type='ResizeEdge', scale=256, edge='short', backend='pillow', interpolation='bicubic'),
     dict(type='CenterCrop', crop_size=224),
-    dict(type='PackInputs')
+    dict(type='PackInputs'),
 ]
 
 train_dataloader = dict(
@@ -67,11 +59,8 @@ train_dataloader = dict(
     drop_last=True,
     collate_fn=dict(type='default_collate'),
     sampler=dict(type='DefaultSampler', shuffle=True),
-    dataset=dict(
-        type=dataset_type,
-        data_root=data_root,
-        split='train',
-        pipeline=train_pipeline))
+    dataset=dict(type=dataset_type, data_root=data_root, split='train', pipeline=train_pipeline),
+)
 val_dataloader = dict(
     batch_size=64,
     num_workers=5,
@@ -79,11 +68,8 @@ val_dataloader = dict(
     pin_memory=True,
     collate_fn=dict(type='default_collate'),
     sampler=dict(type='DefaultSampler', shuffle=False),
-    dataset=dict(
-        type=dataset_type,
-        data_root=data_root,
-        split='val',
-        pipeline=test_pipeline))
+    dataset=dict(type=dataset_type, data_root=data_root, split='val', pipeline=test_pipeline),
+)
 test_dataloader = val_dataloader
 
 val_evaluator = dict(type='Accuracy', topk=(1, 5))

@@ -21,16 +21,12 @@ policies = [
     dict(type='ColorTransform', magnitude_range=(0, 0.9)),
     dict(type='Contrast', magnitude_range=(0, 0.9)),
     dict(type='Brightness', magnitude_range=(0, 0.9)),
-    dict(type='Sharpness', magnitude_range=(0, 0.9))
+    dict(type='Sharpness', magnitude_range=(0, 0.9)),
 ]
 train_pipeline = [
     dict(type='LoadImageFromFile'),
     dict(type='LoadTokenLabels', label_root=label_root),
-    dict(
-        type='RandomResizedCropWithBox',
-        scale=224,
-        backend='pillow',
-        interpolation='bicubic'),
+    dict(type='RandomResizedCropWithBox', scale=224, backend='pillow', interpolation='bicubic'),
     dict(type='RandomFlip', prob=0.5, direction='horizontal'),
     dict(
         type='RandAugment',
@@ -38,7 +34,8 @@ train_pipeline = [
         num_policies=2,
         total_level=10,
         magnitude_level=9,
-        magnitude_std=0.5),
+        magnitude_std=0.5,
+    ),
     dict(
         type='RandomErasing',
         erase_prob=0.25,
@@ -46,7 +43,8 @@ train_pipeline = [
         min_area_ratio=0.02,
         max_area_ratio=1 / 3,
         fill_color=[103.53, 116.28, 123.675],
-        fill_std=[57.375, 57.12, 58.395]),
-    dict(type='PackInputs', algorithm_keys=('token_labels', 'crop_box'))
+        fill_std=[57.375, 57.12, 58.395],
+    ),
+    dict(type='PackInputs', algorithm_keys=('token_labels', 'crop_box')),
 ]
 train_dataloader = dict(dataset=dict(pipeline=train_pipeline))

@@ -12,13 +12,15 @@ model = dict(
         bgr_to_rgb=True,
         pad_val=0,
         seg_pad_val=255,
-        size=(512, 512)),
+        size=(512, 512),
+    ),
     backbone=dict(
         type='mmpretrain.SwinTransformer',
         arch='tiny',
         drop_path_rate=0.3,
         pad_small_map=True,
-        out_indices=(0, 1, 2, 3)),
+        out_indices=(0, 1, 2, 3),
+    ),
     decode_head=dict(
         type='UPerHead',
         in_channels=[96, 192, 384, 768],
@@ -29,8 +31,8 @@ model = dict(
         num_classes=150,
         norm_cfg=norm_cfg,
         align_corners=False,
-        loss_decode=dict(
-            type='CrossEntropyLoss', use_sigmoid=False, loss_weight=1.0)),
+        loss_decode=dict(type='CrossEntropyLoss', use_sigmoid=False, loss_weight=1.0),
+    ),
     auxiliary_head=dict(
         type='FCNHead',
         in_channels=384,
@@ -42,7 +44,8 @@ model = dict(
         num_classes=150,
         norm_cfg=norm_cfg,
         align_corners=False,
-        loss_decode=dict(
-            type='CrossEntropyLoss', use_sigmoid=False, loss_weight=0.4)),
+        loss_decode=dict(type='CrossEntropyLoss', use_sigmoid=False, loss_weight=0.4),
+    ),
     train_cfg=dict(),
-    test_cfg=dict(mode='whole'))
+    test_cfg=dict(mode='whole'),
+)

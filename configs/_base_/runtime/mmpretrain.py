@@ -7,16 +7,17 @@ default_hooks = dict(
     param_scheduler=dict(type='ParamSchedulerHook'),
     checkpoint=dict(type='SafeCheckpointHook', interval=10, max_keep_ckpts=3),
     sampler_seed=dict(type='DistSamplerSeedHook'),
-    visualization=dict(type='VisualizationHook', enable=False))
+    visualization=dict(type='VisualizationHook', enable=False),
+)
 
 env_cfg = dict(
     cudnn_benchmark=False,
     mp_cfg=dict(mp_start_method='fork', opencv_num_threads=0),
-    dist_cfg=dict(backend='nccl'))
+    dist_cfg=dict(backend='nccl'),
+)
 
 vis_backends = [dict(type='LocalVisBackend')]
-visualizer = dict(
-    type='UniversalVisualizer', vis_backends=vis_backends, name='visualizer')
+visualizer = dict(type='UniversalVisualizer', vis_backends=vis_backends, name='visualizer')
 
 log_level = 'INFO'
 load_from = None

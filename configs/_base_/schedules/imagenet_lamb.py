@@ -13,14 +13,16 @@ param_scheduler = [
         by_epoch=True,
         begin=0,
         end=20,
-        convert_to_iter_based=True),
+        convert_to_iter_based=True,
+    ),
     dict(
         type='CosineAnnealingLR',
         eta_min=5e-5,
         by_epoch=True,
         begin=20,
         end=300,
-        convert_to_iter_based=True)
+        convert_to_iter_based=True,
+    ),
 ]
 
 optim_wrapper = dict(
@@ -34,8 +36,10 @@ optim_wrapper = dict(
             '.absolute_pos_embed': dict(decay_mult=0.0),
             '.cls_token': dict(decay_mult=0.0),
             '.pos_embed': dict(decay_mult=0.0),
-            '.relative_position_bias_table': dict(decay_mult=0.0)
-        }))
+            '.relative_position_bias_table': dict(decay_mult=0.0),
+        },
+    ),
+)
 
 # 32 GPUs x 128 images. With fewer, either gather the gradients of several
 # batches (with 8 GPUs, `--cfg-options optim_wrapper.accumulative_counts=4`), or
