@@ -6,9 +6,9 @@ MMCV installed, only the method itself, :mod:`repa_mm.reparam`, is available.
 
 from importlib.util import find_spec
 
-from .reparam import ChannelIdleFFN, MergedFFN, reparameterize
-from .utils.paths import config_path
-from .version import __version__
+from repa_mm.paths import config_path
+from repa_mm.reparam import ChannelIdleFFN, MergedFFN, reparameterize
+from repa_mm.version import __version__
 
 __all__ = [
     'ChannelIdleFFN',
@@ -21,13 +21,13 @@ __all__ = [
 ]
 
 if find_spec('mmengine') or find_spec('mmcv'):
-    from .compat import check_installation
+    from repa_mm.compat import check_installation
 
     check_installation()
 
-    from . import engine  # noqa: F401
-    from .registry import register_lazily
-    from .utils.paths import register_config_scope
+    from repa_mm import engine  # noqa: F401
+    from repa_mm.paths import register_config_scope
+    from repa_mm.registry import register_lazily
 
     register_lazily()
     register_config_scope()
@@ -36,7 +36,7 @@ if find_spec('mmengine') or find_spec('mmcv'):
 def __getattr__(name: str):
     # Importing it imports mmpretrain's models, see repa_mm.registry.
     if name in ('fast_window_attention', 'idle_channels'):
-        from . import models
+        from repa_mm import models
 
         return getattr(models, name)
     raise AttributeError(f'module {__name__!r} has no attribute {name!r}')

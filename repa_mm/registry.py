@@ -52,7 +52,7 @@ def register_lazily() -> None:
     """
     models = dict.fromkeys(BACKBONES + HEADS, 'repa_mm.models')
     # Alone, since it needs MMSegmentation.
-    models['FastUPerHead'] = 'repa_mm.models.uper_head'
+    models['FastUPerHead'] = 'repa_mm.models.heads.uper_head'
     for registry, locations in (
         (MODELS, models),
         (TRANSFORMS, dict.fromkeys(DATA_TRANSFORMS, 'repa_mm.datasets')),

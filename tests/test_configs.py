@@ -17,10 +17,10 @@ from mmengine.registry import DATASETS, MODELS, PARAM_SCHEDULERS, init_default_s
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from repa_mm import config_path, reparameterize
-from repa_mm.apis import runner_for_training
 from repa_mm.benchmark.paper import REPORTED, OnMeta
-from repa_mm.utils.complexity import count_parameters
-from repa_mm.utils.paths import config_root
+from repa_mm.engine.complexity import count_parameters
+from repa_mm.paths import config_root
+from repa_mm.runtime import runner_for_training
 
 ROOT = Path(config_root())
 TOP = sorted(path.stem for path in ROOT.glob('*.py'))

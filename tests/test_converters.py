@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from mmengine.registry import MODELS
 
 import repa_mm
-from repa_mm.apis import calibrate_checkpoint, load_config
 from repa_mm.converters import estimate_idle_ratio, mm_to_repavit, repavit_to_mm, to_mm, to_repavit
 from repa_mm.reparam import ChannelIdleFFN, CheckpointError, reparameterize
+from repa_mm.runtime import calibrate_checkpoint, load_config
 
 ROOT = Path(repa_mm.__file__).resolve().parents[1]
 
@@ -863,8 +863,8 @@ def test_a_detector_is_fine_tuned(small_swin, tmp_path, monkeypatch):
     pytest.importorskip('mmdet')
     pytest.importorskip('sklearn')
     pytest.importorskip('skimage')
-    from repa_mm.apis import runner_for_training
     from repa_mm.demo.dataset import write_digit_scenes
+    from repa_mm.runtime import runner_for_training
 
     write_digit_scenes(str(tmp_path / 'data/demo'), num_train=4, num_val=2, size=96)
     monkeypatch.chdir(tmp_path)

@@ -13,8 +13,8 @@ import torch
 from mmengine.registry import MODELS
 
 import repa_mm
-from repa_mm.apis import init_model
-from repa_mm.utils.export import _Tensors, export, largest_error, read
+from repa_mm.deploy.export import _Tensors, export, largest_error, read
+from repa_mm.runtime import init_model
 
 from .test_models.test_family import FAMILY
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import repa_mm
-from repa_mm.utils import paths
+from repa_mm import paths
 
 ROOT = Path(repa_mm.__file__).resolve().parents[1]
 PIP = [sys.executable, '-m', 'pip', '--disable-pip-version-check']

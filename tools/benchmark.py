@@ -15,7 +15,7 @@ from repa_mm.benchmark.forms import AMP_DTYPES, COMPILE
 from repa_mm.benchmark.latency import Options, benchmark
 from repa_mm.benchmark.report import benchmark_text, check_outputs, plot_benchmark, write_json
 from repa_mm.benchmark.timing import interruptible
-from repa_mm.utils.cli import DictAction, clear_errors
+from repa_mm.runtime.cli import DictAction, clear_errors
 
 EXAMPLES = """examples:
   # RetinaNet on COCO val2017, against the vanilla model

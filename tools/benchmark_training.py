@@ -14,7 +14,7 @@ from repa_mm.benchmark.forms import AMP_DTYPES
 from repa_mm.benchmark.report import check_outputs, training_text, write_json
 from repa_mm.benchmark.timing import interruptible
 from repa_mm.benchmark.training import OPTIMIZERS, PATHS, benchmark_training
-from repa_mm.utils.cli import DictAction, clear_errors
+from repa_mm.runtime.cli import DictAction, clear_errors
 
 EXAMPLES = """examples:
   %(prog)s configs/repa_swin_b_in1k.py --baseline configs/swin_b_in1k.py

@@ -9,8 +9,8 @@ import argparse
 
 from mmengine.config import DictAction
 
-from repa_mm.apis import calibrate_checkpoint
-from repa_mm.utils.cli import clear_errors
+from repa_mm.runtime import calibrate_checkpoint
+from repa_mm.runtime.cli import clear_errors
 
 
 def parse_args() -> argparse.Namespace:

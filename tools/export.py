@@ -2,9 +2,9 @@
 
 import argparse
 
-from repa_mm.apis import FORMS, init_model
-from repa_mm.utils.cli import clear_errors
-from repa_mm.utils.export import export
+from repa_mm.deploy.export import export
+from repa_mm.runtime import FORMS, init_model
+from repa_mm.runtime.cli import clear_errors
 
 
 def parse_args() -> argparse.Namespace:

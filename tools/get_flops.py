@@ -5,7 +5,7 @@ import argparse
 from repa_mm.benchmark.complexity import complexity, complexity_text
 from repa_mm.benchmark.paper import format_paper_table, paper_table
 from repa_mm.benchmark.report import check_outputs, write_json
-from repa_mm.utils.cli import DictAction, clear_errors
+from repa_mm.runtime.cli import DictAction, clear_errors
 
 EXAMPLES = """examples:
   %(prog)s configs/repa_swin_b_in1k.py

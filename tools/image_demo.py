@@ -2,9 +2,9 @@
 
 import argparse
 
-from repa_mm.apis import FORMS, draw_predictions, init_model
 from repa_mm.benchmark.forms import check_device
-from repa_mm.utils.cli import clear_errors
+from repa_mm.runtime import FORMS, draw_predictions, init_model
+from repa_mm.runtime.cli import clear_errors
 
 
 def parse_args() -> argparse.Namespace:

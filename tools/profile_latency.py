@@ -12,7 +12,7 @@ from repa_mm import config_path
 from repa_mm.benchmark.profile import profile
 from repa_mm.benchmark.report import check_outputs, plot_profile, profile_text, write_json
 from repa_mm.benchmark.timing import interruptible
-from repa_mm.utils.cli import clear_errors
+from repa_mm.runtime.cli import clear_errors
 
 SWIN = [f'{prefix}swin_{size}_in1k.py' for size in 'tsb' for prefix in ('', 'repa_')]
 EXAMPLES = """examples:

@@ -2,8 +2,8 @@
 
 import argparse
 
-from repa_mm.apis import reparameterize_checkpoint
-from repa_mm.utils.cli import clear_errors
+from repa_mm.runtime import reparameterize_checkpoint
+from repa_mm.runtime.cli import clear_errors
 
 
 def parse_args() -> argparse.Namespace:

@@ -2,8 +2,8 @@
 
 import argparse
 
-from repa_mm.apis import FORMS, end_process, runner_for_testing
-from repa_mm.utils.cli import clear_errors, parse_runner_args
+from repa_mm.runtime import FORMS, end_process, runner_for_testing
+from repa_mm.runtime.cli import clear_errors, parse_runner_args
 
 
 def parse_args() -> dict:

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from typing import Any
 
-from ..utils.cli import align
-from ..utils.complexity import count_parameters, macs_by_part
-from .forms import build_forms, load_configs
-from .inputs import NoiseInputs, check_memory
+from repa_mm.benchmark.forms import build_forms, load_configs
+from repa_mm.benchmark.inputs import NoiseInputs, check_memory
+from repa_mm.engine.complexity import count_parameters, macs_by_part
+from repa_mm.runtime.cli import align
 
 
 def complexity(

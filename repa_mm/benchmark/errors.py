@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 import torch.nn as nn
 
-from ..reparam import ChannelIdleFFN, set_training_path
+from repa_mm.reparam import ChannelIdleFFN, set_training_path
 
 DTYPES = dict(
     float64=torch.float64, float32=torch.float32, bfloat16=torch.bfloat16, float16=torch.float16
@@ -314,7 +314,7 @@ def run_without_sums(msa: nn.Module, x: torch.Tensor, case: dict) -> Results:
 
 def run_fast_attention(msa: nn.Module, x: torch.Tensor, case: dict) -> Results:
     """As :func:`run_attention`, with the fast one in its place."""
-    from ..models import fast_window_attention
+    from repa_mm.models import fast_window_attention
 
     return run_attention(fast_window_attention(copy.deepcopy(msa)), x, case)
 

@@ -9,9 +9,9 @@ import torch
 import torch.nn as nn
 from mmengine.config import Config
 
-from ..apis import init_model, load_config, take_no_pretrained
-from ..reparam import CheckpointError, TrainingForm, has_deploy_form, reparameterize
-from .timing import Recorder
+from repa_mm.benchmark.timing import Recorder
+from repa_mm.reparam import CheckpointError, has_deploy_form, has_training_form, reparameterize
+from repa_mm.runtime import init_model, load_config, take_no_pretrained
 
 AMP_DTYPES = dict(bf16=torch.bfloat16, fp16=torch.float16)
 COMPILE = ('backbone', 'all')
@@ -176,17 +176,17 @@ def build_forms(
 
 
 def _is_repa(model: nn.Module) -> bool:
-    return has_deploy_form(model) or any(isinstance(m, TrainingForm) for m in model.modules())
+    return has_deploy_form(model) or has_training_form(model)
 
 
 def _with_fast_parts(vanilla: nn.Module) -> nn.Module:
     """With all that RePa configs have besides their FFNs."""
-    from ..models import fast_window_attention
+    from repa_mm.models import fast_window_attention
 
     model = copy.deepcopy(vanilla)
     fast_window_attention(model)
     if hasattr(model, 'decode_head'):
-        from ..models.uper_head import fast_uper_head
+        from repa_mm.models.heads.uper_head import fast_uper_head
 
         fast_uper_head(model)
     model.eval()

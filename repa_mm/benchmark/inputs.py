@@ -11,8 +11,8 @@ import torch
 from mmengine.config import Config
 from mmengine.registry import DATASETS, FUNCTIONS, TRANSFORMS
 
-from ..apis import check_data, dataset_config
-from ..utils.data import AnnotationError, check_items, checked_annotations
+from repa_mm.datasets.checks import AnnotationError, check_items, checked_annotations
+from repa_mm.runtime import check_data, dataset_config
 
 # Noise is as good as more noise.
 NUM_NOISE = 4

@@ -11,12 +11,27 @@ import numpy as np
 import torch
 import torch.nn as nn
 
-from ..utils.complexity import count_macs, count_parameters
-from .forms import AMP_DTYPES, FAIR, accelerated, build_forms, check_device, explained, load_configs
-from .inputs import DatasetInputs, NoiseInputs, TensorInputs, check_memory, parse_size, shapes_of
-from .memory import peak_bytes, weight_bytes
-from .report import environment
-from .timing import Clock, Progress, Recorder, Times, compare, measure, summarize
+from repa_mm.benchmark.forms import (
+    AMP_DTYPES,
+    FAIR,
+    accelerated,
+    build_forms,
+    check_device,
+    explained,
+    load_configs,
+)
+from repa_mm.benchmark.inputs import (
+    DatasetInputs,
+    NoiseInputs,
+    TensorInputs,
+    check_memory,
+    parse_size,
+    shapes_of,
+)
+from repa_mm.benchmark.memory import peak_bytes, weight_bytes
+from repa_mm.benchmark.report import environment
+from repa_mm.benchmark.timing import Clock, Progress, Recorder, Times, compare, measure, summarize
+from repa_mm.engine.complexity import count_macs, count_parameters
 
 PARTS = ('preprocessing', 'backbone', 'neck', 'head', 'post-processing')
 SWEEPS = ('size', 'batch', 'idle-ratio')

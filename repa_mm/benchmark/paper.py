@@ -14,8 +14,7 @@ import torch.nn.functional as F
 from mmengine.registry import MODELS
 from torch.overrides import TorchFunctionMode
 
-from ..reparam import ChannelIdleFFN
-from ..utils.complexity import count_parameters
+from repa_mm.engine.complexity import count_parameters
 
 # idle ratio, form ('vanilla', 'training', 'deploy'), parameters (M), GMACs.
 # LV-ViT's idle ratio, 0.75 in the paper, is 2/3: see RePaLVViT.
@@ -270,11 +269,10 @@ def count(model: nn.Module, image_size: tuple[int, int] = (224, 224)) -> Counter
 
     def passed_by(ffn, args, out):
         # Their training form activates all channels and then selects.
-        idle = ffn.feedforward_channels - ffn.num_active
-        counter.profiled += 2 * idle * (out.numel() // ffn.embed_dims)
+        counter.profiled += 2 * ffn.num_idle * (out.numel() // ffn.embed_dims)
 
     handles = [
-        m.register_forward_hook(passed_by) for m in model.modules() if isinstance(m, ChannelIdleFFN)
+        m.register_forward_hook(passed_by) for m in model.modules() if hasattr(m, 'num_idle')
     ]
     try:
         x = torch.zeros(1, 3, *image_size, device=next(model.parameters()).device)

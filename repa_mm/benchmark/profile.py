@@ -8,13 +8,13 @@ import numpy as np
 import torch
 import torch.nn as nn
 
-from ..apis import load_config
-from ..reparam import reparameterize
-from .forms import build_model, explained
-from .inputs import TensorInputs, check_memory, parse_size
-from .latency import set_machine
-from .report import environment
-from .timing import Clock, Progress, Recorder, measure, summarize
+from repa_mm.benchmark.forms import build_model, explained
+from repa_mm.benchmark.inputs import TensorInputs, check_memory, parse_size
+from repa_mm.benchmark.latency import set_machine
+from repa_mm.benchmark.report import environment
+from repa_mm.benchmark.timing import Clock, Progress, Recorder, measure, summarize
+from repa_mm.reparam import reparameterize
+from repa_mm.runtime import load_config
 
 LAYERS = ('patch embedding', 'token mixer', 'FFN', 'rest')
 # In a block of a MetaFormer, the names of what mixes tokens and of the FFN,

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from ..utils.cli import align
-from ..utils.files import check_output, replacing
-from ..version import __version__
-from .forms import FAIR
+from repa_mm.benchmark.forms import FAIR
+from repa_mm.files import check_output, replacing
+from repa_mm.runtime.cli import align
+from repa_mm.version import __version__
 
 # Of one family, and told apart by people who see few colours too.
 COLOURS = ('#9ecae1', '#08519c', '#41ab5d', '#fdae6b', '#bdbdbd', '#756bb1')

@@ -13,14 +13,14 @@ from mmengine.model import revert_sync_batchnorm
 from mmengine.registry import MODELS
 from mmengine.utils.dl_utils.parrots_wrapper import _BatchNorm
 
-from ..reparam import ChannelIdleFFN, has_deploy_form, set_training_path
-from ..utils.complexity import count_parameters
-from .forms import AMP_DTYPES, explained, load_configs, randomize_norms
-from .inputs import check_memory, parse_size
-from .latency import set_machine
-from .memory import SavedTensors, peak_bytes, weight_bytes
-from .report import environment
-from .timing import Clock, Progress, Recorder, compare, measure, summarize
+from repa_mm.benchmark.forms import AMP_DTYPES, explained, load_configs, randomize_norms
+from repa_mm.benchmark.inputs import check_memory, parse_size
+from repa_mm.benchmark.latency import set_machine
+from repa_mm.benchmark.memory import SavedTensors, peak_bytes, weight_bytes
+from repa_mm.benchmark.report import environment
+from repa_mm.benchmark.timing import Clock, Progress, Recorder, compare, measure, summarize
+from repa_mm.engine.complexity import count_parameters
+from repa_mm.reparam import TrainingForm, has_deploy_form, set_training_path
 
 OPTIMIZERS: dict[str, Callable | None] = dict(
     none=None,
@@ -182,12 +182,12 @@ def training_forms(
     forms = {}
     if baseline is not None:
         forms['vanilla'] = build(baseline)
-        if _ffns(forms['vanilla']):
+        if _training_forms(forms['vanilla']):
             raise ValueError('the baseline has channel-idle FFNs itself')
     model = build(cfg)
     if has_deploy_form(model):
         raise ValueError('the config is of the deploy form, which is not trained')
-    if not _ffns(model):
+    if not _training_forms(model):
         raise ValueError(
             'the config has no channel-idle FFN: give the RePa '
             'config first and the vanilla one as --baseline'
@@ -205,8 +205,8 @@ def training_forms(
     return forms, notes
 
 
-def _ffns(model: nn.Module) -> list:
-    return [m for m in model.modules() if isinstance(m, ChannelIdleFFN)]
+def _training_forms(model: nn.Module) -> list:
+    return [m for m in model.modules() if isinstance(m, TrainingForm)]
 
 
 class _Step:

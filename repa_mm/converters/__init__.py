@@ -1,6 +1,6 @@
 """Converting checkpoints."""
 
-from .convert import (
+from repa_mm.converters.convert import (
     Conversion,
     estimate_idle_ratio,
     mm_to_repavit,

@@ -12,13 +12,8 @@ import torch
 from mmengine.config import Config
 from mmengine.registry import MODELS
 
-from ..models import linear_idle_ratios
-from ..reparam import ChannelIdleFFN, CheckpointError, num_active_channels
-from ..utils.checkpoint import load_checkpoint, save_checkpoint
-from ..utils.files import check_output
-from ..utils.paths import config_path
-from ..version import __version__
-from .families import (
+from repa_mm.checkpoints import load_checkpoint, save_checkpoint
+from repa_mm.converters.families import (
     Family,
     Weights,
     count,
@@ -30,6 +25,11 @@ from .families import (
     swap_merged_patches,
     window_buffers,
 )
+from repa_mm.files import check_output
+from repa_mm.models import linear_idle_ratios
+from repa_mm.paths import config_path
+from repa_mm.reparam import ChannelIdleFFN, CheckpointError, num_active_channels
+from repa_mm.version import __version__
 
 _BUFFERS = re.compile(r'(relative_position_index|attn_mask)$')
 _PARTS = (

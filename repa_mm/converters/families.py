@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..reparam import CheckpointError
+from repa_mm.reparam import CheckpointError
 
 Weights = dict[str, torch.Tensor]
 

@@ -1,7 +1,7 @@
 """What a conversion found, in words."""
 
-from .convert import Conversion
-from .families import listed
+from repa_mm.converters.convert import Conversion
+from repa_mm.converters.families import listed
 
 
 def describe(done: Conversion) -> list[str]:

@@ -8,7 +8,7 @@ from mmcv.transforms.utils import cache_random_params
 from mmengine.registry import TRANSFORMS
 from mmpretrain.datasets.transforms import RandomResizedCrop
 
-from ..utils.checkpoint import check_size
+from repa_mm.checkpoints import check_size
 
 
 @TRANSFORMS.register_module()

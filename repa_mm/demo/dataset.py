@@ -15,7 +15,7 @@ from typing import Any
 import cv2
 import numpy as np
 
-from ..utils.files import check_writable
+from repa_mm.files import check_writable
 
 DIGITS = ('zero', 'one', 'two', 'three', 'four', 'five', 'six', 'seven', 'eight', 'nine')
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import cv2
 import numpy as np
 
-from .dataset import DIGITS
+from repa_mm.demo.dataset import DIGITS
 
 # One colour (BGR) a digit, bright enough for dark text on it and for dark photographs.
 COLOURS = (

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..utils.cli import align
+from repa_mm.runtime.cli import align
 
 # Two detections of one label are the same one if their boxes overlap at least this much.
 SAME_IOU = 0.5

@@ -12,10 +12,15 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from ..utils.checkpoint import load_checkpoint
-from ..utils.cli import DictAction, clear_errors
-from ..utils.files import check_writable, replacing
-from .report import closing_table, compare_detections, compare_segmentations, read_metrics
+from repa_mm.checkpoints import load_checkpoint
+from repa_mm.demo.report import (
+    closing_table,
+    compare_detections,
+    compare_segmentations,
+    read_metrics,
+)
+from repa_mm.files import check_writable, replacing
+from repa_mm.runtime.cli import DictAction, clear_errors
 
 # For each task its name in the picture's title, and the metrics of the closing table.
 TASKS = {
@@ -195,7 +200,7 @@ def _step(name: str, script: str, *arguments: str) -> None:
 
 def _load_config(config: str, cfg_options: Sequence[str]) -> Any:
     """The config that the tools saw, read as they read it."""
-    from repa_mm.apis import load_config
+    from repa_mm.runtime import load_config
 
     return load_config(config, _parse_options(cfg_options))
 
@@ -212,11 +217,11 @@ def _measure(
     """Sizes and latencies of both forms; the forms take turns on every scene."""
     from mmengine.device import get_device
 
-    from repa_mm.apis import init_model
     from repa_mm.benchmark.inputs import DatasetInputs
     from repa_mm.benchmark.latency import Options, measure_forms
     from repa_mm.benchmark.report import environment, machine
-    from repa_mm.utils.complexity import count_macs, count_parameters
+    from repa_mm.engine.complexity import count_macs, count_parameters
+    from repa_mm.runtime import init_model
 
     cfg = _load_config(config, cfg_options)
     device = get_device()
@@ -260,7 +265,7 @@ def _draw(
     """Draw the deploy form's predictions on scenes spread over the validation set."""
     import cv2
 
-    from .picture import draw_detections, draw_segmentations
+    from repa_mm.demo.picture import draw_detections, draw_segmentations
 
     title = f'{title} with RePa-Swin, deploy form, on validation scenes'
     count = min(10 if task == 'upernet' else 12, len(predictions))

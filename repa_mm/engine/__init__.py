@@ -1,7 +1,7 @@
 """What MMEngine's Runner calls."""
 
-from .checkpoint import SafeCheckpointHook
-from .hooks import ReparameterizeHook
-from .metrics import DumpSegResults
+from repa_mm.engine.metrics import DumpSegResults
+from repa_mm.engine.reparameterize import ReparameterizeHook
+from repa_mm.engine.safe_checkpoint import SafeCheckpointHook
 
 __all__ = ['DumpSegResults', 'ReparameterizeHook', 'SafeCheckpointHook']

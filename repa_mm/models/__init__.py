@@ -1,13 +1,13 @@
 """The registered backbones."""
 
-from .attention import fast_window_attention
-from .idle import idle_channels, linear_idle_ratios
-from .lvvit import LVViT, RePaLVViT
-from .mlp_mixer import RePaMlpMixer
-from .poolformer import RePaPoolFormer
-from .swin import FastSwinTransformer, RePaSwinTransformer
-from .token_label import TokenLabelHead
-from .vit import RePaVisionTransformer
+from repa_mm.models.heads.token_label import TokenLabelHead
+from repa_mm.models.lvvit import LVViT, RePaLVViT
+from repa_mm.models.mlp_mixer import RePaMlpMixer
+from repa_mm.models.poolformer import RePaPoolFormer
+from repa_mm.models.surgery.idle import idle_channels, linear_idle_ratios
+from repa_mm.models.surgery.window_attention import fast_window_attention
+from repa_mm.models.swin import FastSwinTransformer, RePaSwinTransformer
+from repa_mm.models.vit import RePaVisionTransformer
 
 __all__ = [
     'FastSwinTransformer',

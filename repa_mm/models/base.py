@@ -11,10 +11,10 @@ from mmcv.cnn.bricks.transformer import AdaptivePadding
 from mmengine.model import initialize
 from mmengine.utils.dl_utils.parrots_wrapper import _BatchNorm
 
-from ..reparam import has_deploy_form, reparameterize
-from ..utils.checkpoint import check_pretrained
-from .attention import is_traced
-from .idle import idle_channels
+from repa_mm.checkpoints import check_pretrained
+from repa_mm.models.surgery.idle import idle_channels
+from repa_mm.models.surgery.window_attention import is_traced
+from repa_mm.reparam import has_deploy_form, reparameterize
 
 
 class PatchPadding(AdaptivePadding):

@@ -8,8 +8,8 @@ from mmengine.registry import MODELS
 from mmpretrain.models import VisionTransformer
 from mmpretrain.models.utils import resize_pos_embed, to_2tuple
 
-from ..reparam import ChannelIdleFFN
-from .base import RePaBackbone
+from repa_mm.models.base import RePaBackbone
+from repa_mm.reparam import TrainingForm
 
 
 class ConvStem(BaseModule):
@@ -240,5 +240,7 @@ class RePaLVViT(RePaBackbone, LVViT):
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
         for module in self.modules():
-            if isinstance(module, ChannelIdleFFN) and not isinstance(module.norm1, nn.LayerNorm):
-                module.norm1.eps *= self.residual_scale**2
+            if isinstance(module, TrainingForm):
+                # The first BatchNorm of each sees the tokens.
+                for norm in module.batch_norms()[:1]:
+                    norm.eps *= self.residual_scale**2

@@ -5,7 +5,7 @@ import torch.nn as nn
 from mmengine.registry import MODELS
 from mmpretrain.models import MlpMixer
 
-from .base import RePaBackbone
+from repa_mm.models.base import RePaBackbone
 
 
 class TokenNorm(nn.LayerNorm):

@@ -3,7 +3,7 @@
 from mmengine.registry import MODELS
 from mmpretrain.models import PoolFormer
 
-from .base import RePaBackbone, adapt_output_norms
+from repa_mm.models.base import RePaBackbone, adapt_output_norms
 
 
 @MODELS.register_module()

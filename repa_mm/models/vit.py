@@ -3,7 +3,7 @@
 from mmengine.registry import MODELS
 from mmpretrain.models import VisionTransformer
 
-from .base import RePaBackbone
+from repa_mm.models.base import RePaBackbone
 
 
 @MODELS.register_module()

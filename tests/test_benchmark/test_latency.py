@@ -7,7 +7,6 @@ import pytest
 import torch
 
 import repa_mm
-from repa_mm.apis import init_model, load_config
 from repa_mm.benchmark.forms import (
     accelerated,
     build_forms,
@@ -19,6 +18,7 @@ from repa_mm.benchmark.inputs import NoiseInputs, parse_size
 from repa_mm.benchmark.latency import PARTS, Options, benchmark, parse_sweep
 from repa_mm.benchmark.report import benchmark_text, check_outputs, plot_benchmark, write_json
 from repa_mm.benchmark.timing import Recorder
+from repa_mm.runtime import init_model, load_config
 
 PACKAGE = dict(retinanet='mmdet', mask_rcnn='mmdet', upernet='mmseg')
 PARTS_OF = dict(retinanet=set(PARTS), mask_rcnn=set(PARTS), upernet={*PARTS} - {'neck'})

@@ -2,10 +2,10 @@ import pytest
 import torch
 
 import repa_mm
-from repa_mm.apis import init_model
 from repa_mm.benchmark.profile import layers, profile, timed_layers
 from repa_mm.benchmark.report import plot_profile, profile_text
 from repa_mm.benchmark.timing import Recorder
+from repa_mm.runtime import init_model
 
 REPA = repa_mm.config_path('demo/retinanet_repa_swin_digits.py')
 VANILLA = repa_mm.config_path('demo/retinanet_swin_digits.py')

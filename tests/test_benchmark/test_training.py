@@ -4,7 +4,6 @@ import pytest
 import torch
 
 import repa_mm
-from repa_mm.apis import load_config
 from repa_mm.benchmark.report import training_text, write_json
 from repa_mm.benchmark.timing import Recorder
 from repa_mm.benchmark.training import (
@@ -14,6 +13,7 @@ from repa_mm.benchmark.training import (
     synthetic_batch,
     training_forms,
 )
+from repa_mm.runtime import load_config
 
 PACKAGE = dict(retinanet='mmdet', mask_rcnn='mmdet', upernet='mmseg')
 

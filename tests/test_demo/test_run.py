@@ -80,7 +80,7 @@ def test_whole_job(tmp_path, monkeypatch, capfd, task, codebase):
     else:
         import torch
 
-        from repa_mm.apis import init_model
+        from repa_mm.runtime import init_model
 
         model = init_model(f'configs/demo/{task}_repa_swin_digits.py')
         torch.save(dict(state_dict=model.state_dict(), meta={}), 'random.pth')

@@ -9,8 +9,8 @@ from mmengine.registry import MODELS, TRANSFORMS
 from mmpretrain.structures import DataSample
 
 from repa_mm.models import LVViT, TokenLabelHead
+from repa_mm.models.heads.token_label import token_targets
 from repa_mm.models.lvvit import random_region
-from repa_mm.models.token_label import token_targets
 
 ARCH = dict(embed_dims=16, num_layers=2, num_heads=2, feedforward_channels=48)
 

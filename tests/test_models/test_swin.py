@@ -7,10 +7,10 @@ import torch
 from mmengine.registry import MODELS
 
 import repa_mm
+from repa_mm.engine.complexity import count_macs, count_parameters
 from repa_mm.models import RePaSwinTransformer, idle_channels
-from repa_mm.models.idle import linear_idle_ratios
+from repa_mm.models.surgery.idle import linear_idle_ratios
 from repa_mm.reparam import ChannelIdleFFN, CheckpointError, MergedFFN
-from repa_mm.utils.complexity import count_macs, count_parameters
 
 SMALL = dict(embed_dims=24, depths=[2, 2, 2, 2], num_heads=[1, 2, 4, 8])
 

@@ -6,7 +6,6 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from repa_mm.reparam import ChannelIdleFFN, CheckpointError, MergedFFN, num_active_channels
-from repa_mm.reparam.ffn import check_weights
 
 RATIOS = (0, 0.1, 0.25, 0.5, 2 / 3, 0.75, 0.9, 1)
 
@@ -184,18 +183,18 @@ def test_other_bad_arguments():
 def test_weights_of_the_wrong_kind():
     ffn = ChannelIdleFFN(8, 32)
     merged = ffn.merge()
-    check_weights(ffn, ffn.state_dict(), 'ffn')
-    check_weights(merged, merged.state_dict(), 'ffn')
+    ffn.check_weights(ffn.state_dict(), 'ffn')
+    merged.check_weights(merged.state_dict(), 'ffn')
     with pytest.raises(CheckpointError, match='is reparameterized'):
-        check_weights(ffn, merged.state_dict(), 'ffn')
+        ffn.check_weights(merged.state_dict(), 'ffn')
     with pytest.raises(CheckpointError, match='in the training form'):
-        check_weights(merged, ffn.state_dict(), 'ffn')
+        merged.check_weights(ffn.state_dict(), 'ffn')
     with pytest.raises(CheckpointError, match='vanilla'):
-        check_weights(ffn, {'layers.0.0.weight': 0, 'layers.1.weight': 0}, '')
+        ffn.check_weights({'layers.0.0.weight': 0, 'layers.1.weight': 0}, '')
     with pytest.raises(CheckpointError, match='another architecture'):
-        check_weights(ffn, {}, 'ffn')
+        ffn.check_weights({}, 'ffn')
     with pytest.raises(CheckpointError, match='idle ratio'):
-        check_weights(merged, ChannelIdleFFN(8, 32, 0.5).merge().state_dict(), 'ffn')
+        merged.check_weights(ChannelIdleFFN(8, 32, 0.5).merge().state_dict(), 'ffn')
 
 
 @pytest.mark.parametrize('idle_ratio', [0, 0.5, 0.75, 1])

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from repa_mm.benchmark import errors
 from repa_mm.models import fast_window_attention
-from repa_mm.reparam import ChannelIdleFFN, check_finite, folded, reparameterize, set_training_path
-from repa_mm.reparam.folded import choose_path
+from repa_mm.reparam import ChannelIdleFFN, check_finite, reparameterize, set_training_path
+from repa_mm.reparam.ffn import folded
+from repa_mm.reparam.ffn.folded import choose_path
 
 # float16 products on a CPU came with torch 2.2 or so.
 HALF = ['bfloat16'] + ['float16'] * hasattr(torch, 'get_autocast_dtype')

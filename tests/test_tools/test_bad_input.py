@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import repa_mm
-from repa_mm.apis import (
+from repa_mm.reparam import CheckpointError
+from repa_mm.runtime import (
     draw_predictions,
     init_model,
     load_config,
@@ -19,7 +20,6 @@ from repa_mm.apis import (
     runner_for_testing,
     runner_for_training,
 )
-from repa_mm.reparam import CheckpointError
 
 pytest.importorskip('mmdet')
 RETINANET = repa_mm.config_path('demo/retinanet_repa_swin_digits.py')
@@ -168,8 +168,8 @@ def test_killed_while_writing(checkpoints, tmp_path):
     out.write_text('old')
     code = (
         'import sys, time, torch\n'
-        'from repa_mm.utils.cli import clear_errors\n'
-        'from repa_mm.utils.checkpoint import save_checkpoint\n'
+        'from repa_mm.runtime.cli import clear_errors\n'
+        'from repa_mm.checkpoints import save_checkpoint\n'
         'def slow(obj, path):\n'
         '    open(path, "w").write("half")\n'
         '    print("writing", flush=True)\n'

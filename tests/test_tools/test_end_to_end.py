@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import repa_mm
-from repa_mm.apis import (
+from repa_mm.runtime import (
     draw_predictions,
     init_model,
     load_config,

@@ -26,7 +26,7 @@ import torch
 from mmengine.config import Config
 
 import repa_mm
-from repa_mm.apis import init_model, load_config
+from repa_mm.runtime import init_model, load_config
 
 pytest.importorskip('mmdet')
 pytest.importorskip('mmseg')

@@ -20,7 +20,7 @@ from mmengine.runner import Runner
 from torch.utils.data import Dataset
 
 import repa_mm
-from repa_mm.models import attention
+from repa_mm.models.surgery import window_attention as attention
 
 MODEL = dict(
     type='ImageClassifier',
@@ -92,7 +92,7 @@ def train_in_cycles(cycles: int) -> None:
         )
         report = max(cycles // 5, 1)
 
-        class Report(repa_mm.engine.hooks.Hook):
+        class Report(repa_mm.engine.reparameterize.Hook):
             priority = 'LOWEST'
             since = time.perf_counter()
 

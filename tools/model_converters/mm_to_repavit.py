@@ -7,7 +7,7 @@ import argparse
 
 from repa_mm.converters import mm_to_repavit
 from repa_mm.converters.report import describe
-from repa_mm.utils.cli import clear_errors
+from repa_mm.runtime.cli import clear_errors
 
 
 def parse_args() -> argparse.Namespace:

@@ -9,7 +9,7 @@ import argparse
 
 from repa_mm.converters import repavit_to_mm
 from repa_mm.converters.report import describe
-from repa_mm.utils.cli import clear_errors
+from repa_mm.runtime.cli import clear_errors
 
 
 def parse_args() -> argparse.Namespace:

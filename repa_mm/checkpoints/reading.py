@@ -1,4 +1,4 @@
-"""Reading and writing checkpoints without surprises."""
+"""Reading checkpoints without running code that is in them."""
 
 import argparse
 import copy
@@ -15,12 +15,10 @@ from mmap import ACCESS_READ, mmap
 from typing import Any
 
 import torch
-import torch.nn as nn
 from mmengine.runner.checkpoint import CheckpointLoader
 from mmengine.utils import digit_version
 
-from ..reparam import CheckpointError
-from .files import replacing
+from repa_mm.reparam import CheckpointError
 
 HOW_TO_GET_WEIGHTS = (
     'Convert released weights (huggingface.co/Ackesnal/RePaViT) with '
@@ -145,7 +143,11 @@ class _TensorUnpickler(pickle._Unpickler):
 
 
 _tensor_pickle = types.ModuleType('tensor_pickle', 'see _TensorUnpickler')
+
+
 _tensor_pickle.Unpickler = _TensorUnpickler
+
+
 _tensor_pickle.load = lambda file, **kwargs: _TensorUnpickler(file, **kwargs).load()
 
 
@@ -335,91 +337,6 @@ def load_safely() -> None:
     It would run the code in a pickle, at once or where loading without fails.
     """
     CheckpointLoader.register_scheme('', load_from_local, force=True)
-
-
-def check_values(state_dict: dict) -> None:
-    """Check that weights are numbers that a trained model has.
-
-    Args:
-        state_dict (dict): Parameters and BatchNorm statistics, by name.
-
-    Raises:
-        CheckpointError: If some are not finite or a variance is negative.
-    """
-    for key, value in state_dict.items():
-        if value.is_floating_point() and not value.isfinite().all():
-            raise CheckpointError(
-                f'{key!r} in the checkpoint has values that are not finite (NaN or infinity)'
-            )
-        if key.endswith('.running_var') and (value < 0).any():
-            raise CheckpointError(f'{key!r} in the checkpoint has negative variances')
-
-
-def check_fit(model: nn.Module, state_dict: dict, complete: bool) -> None:
-    """Check that a state dict is one of this model, and load it.
-
-    Args:
-        model (nn.Module): Without wrappers.
-        state_dict (dict): The weights.
-        complete (bool): Whether it must have all of the model's weights.
-
-    Raises:
-        CheckpointError: If none of the weights is the model's, or some are
-            not numbers that a trained model has, or are missing or of another
-            shape although all are needed.
-    """
-    own = model.state_dict()
-    if not any(key in own for key in state_dict):
-        raise CheckpointError(
-            f'the checkpoint has none of the weights of {type(model).__name__}'
-            f': it is of another architecture (it has '
-            f'{next(iter(state_dict), "nothing")!r}, the model '
-            f'{next(iter(own))!r})'
-        )
-    parameters = dict(model.named_parameters())
-    for key, value in state_dict.items():
-        if key in own and own[key].is_floating_point() != value.is_floating_point():
-            raise CheckpointError(
-                f'{key!r} is of type {value.dtype} in the checkpoint, not {own[key].dtype}'
-            )
-    check_values(
-        {
-            key: value
-            for key, value in state_dict.items()
-            if key in parameters or key in own and '.running_' in key
-        }
-    )
-    if not complete:
-        return
-    try:
-        missing, _ = model.load_state_dict(state_dict, strict=False)
-    except CheckpointError:
-        raise
-    except RuntimeError as error:
-        # The first line only says so.
-        lines = str(error).splitlines()
-        raise CheckpointError(
-            f'the checkpoint is of another model: {lines[-1].strip()}'
-            + f' and {len(lines) - 2} more' * (len(lines) > 2)
-        ) from error
-    missing = [k for k in missing if not k.endswith('num_batches_tracked')]
-    if missing:
-        raise CheckpointError(
-            f'the checkpoint is of another model: it lacks {missing[0]!r}'
-            + f' and {len(missing) - 1} more' * (len(missing) > 1)
-        )
-
-
-def save_checkpoint(checkpoint: dict, path: str) -> None:
-    """``torch.save`` that never leaves a half-written file at ``path``."""
-    with replacing(path) as temporary:
-        try:
-            torch.save(checkpoint, temporary)
-        except RuntimeError as error:
-            # torch's writer does not say why.
-            raise OSError(
-                f'cannot write {path!r}: is the disk full? ({str(error)[-100:]})'
-            ) from error
 
 
 def find_latest(work_dir: str) -> str | None:

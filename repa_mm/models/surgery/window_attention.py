@@ -22,7 +22,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from mmcv.cnn.bricks.transformer import PatchMerging
 from mmpretrain.models.utils.attention import ShiftWindowMSA
-from torch.autograd.function import once_differentiable
+
+from repa_mm.reparam.autograd import first_order_only
 
 _is_compiling = getattr(torch.compiler, 'is_compiling', torch._dynamo.is_compiling)
 _is_exporting = getattr(torch.compiler, 'is_exporting', lambda: False)
@@ -227,7 +228,7 @@ class _Attention(torch.autograd.Function):
         return x
 
     @staticmethod
-    @once_differentiable
+    @first_order_only('fast_attention=False')
     def backward(ctx, grad):
         qkv, bias = ctx.saved_tensors
         num_heads, scale, chunks = ctx.args

@@ -4,7 +4,7 @@ import difflib
 import os.path as osp
 from glob import glob
 
-PACKAGE = osp.dirname(osp.dirname(osp.abspath(__file__)))
+PACKAGE = osp.dirname(osp.abspath(__file__))
 
 
 def config_root() -> str:

@@ -1,5 +1,6 @@
 """Testing the deploy form, training the training form."""
 
+import collections
 import os.path as osp
 import time
 from collections.abc import Sequence
@@ -12,25 +13,18 @@ from mmengine.registry import HOOKS
 from mmengine.runner import BaseLoop
 from mmengine.runner.checkpoint import weights_to_cpu
 
-from ..reparam import (
+from repa_mm.checkpoints import is_remote, load_checkpoint, save_checkpoint
+from repa_mm.engine.complexity import count_macs, count_parameters
+from repa_mm.reparam import (
     CheckpointError,
     TrainingForm,
     has_deploy_form,
+    innermost,
     is_reparameterized,
+    outermost,
     reparameterize,
-    unwrap,
 )
-from ..utils.checkpoint import is_remote, load_checkpoint, save_checkpoint
-from ..utils.complexity import count_macs, count_parameters
-from ..version import __version__
-
-
-def innermost(model: nn.Module) -> nn.Module:
-    """The detector, segmentor or classifier inside any wrappers (DDP, TTA)."""
-    model = unwrap(model)
-    while isinstance(getattr(model, 'module', None), nn.Module):
-        model = unwrap(model.module)
-    return model
+from repa_mm.version import __version__
 
 
 @HOOKS.register_module()
@@ -153,7 +147,9 @@ class ReparameterizeHook(Hook):
         # After an interrupted epoch.
         self._restore(runner)
         deployed = reparameterize(runner.model)
-        merged = sum(isinstance(m, TrainingForm) for m in runner.model.modules())
+        merged = collections.Counter(
+            form.label for _, form in outermost(runner.model, TrainingForm)
+        )
         if merged:
             self._log(runner, deployed, merged)
         else:
@@ -166,7 +162,7 @@ class ReparameterizeHook(Hook):
         if self._training_form is not None:
             runner.model, self._training_form = self._training_form, None
 
-    def _log(self, runner, deployed: nn.Module, merged: int) -> None:
+    def _log(self, runner, deployed: nn.Module, merged: dict) -> None:
         # Counting costs more than merging, and finds the same every time.
         if self._has_counted or not is_main_process():
             return
@@ -183,7 +179,8 @@ class ReparameterizeHook(Hook):
                     f'{macs / 1e9:.2f} GMACs at {self.input_shape[0]}x'
                     f'{self.input_shape[1]})'
                 )
-        runner.logger.info(f'Reparameterized {merged} FFNs: {figures[0]} -> {figures[1]}')
+        what = ', '.join(f'{count} {label}s' for label, count in merged.items())
+        runner.logger.info(f'Reparameterized {what}: {figures[0]} -> {figures[1]}')
 
     def _write(self, runner) -> None:
         # Without what cannot be loaded again.

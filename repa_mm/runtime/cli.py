@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 from mmengine import config
 
-from ..reparam import CheckpointError
+from repa_mm.reparam import CheckpointError
 
 # Raised with a sentence for people; of others the type says something, too.
 _PLAIN = (CheckpointError, OSError, ValueError)

@@ -11,7 +11,7 @@ from mmpretrain.models.backbones.deit3 import DeiT3FFN, DeiT3TransformerEncoderL
 from mmpretrain.models.backbones.poolformer import Mlp as ConvFFN
 from mmpretrain.models.backbones.poolformer import PoolFormerBlock
 
-from ..reparam import ChannelIdleFFN, DeployForm, check_state_dict
+from repa_mm.reparam import ChannelIdleFFN, Form, check_state_dict
 
 # Blocks that end with ``x = ffn(norm(x), identity=x)``, or that have a
 # counterpart below which does, by class name (mmdet and mmseg have their own
@@ -154,6 +154,11 @@ def _idle_ffn(block: nn.Module, idle_ratio: float, norm_cfg: dict) -> ChannelIdl
         )
     ffn = getattr(block, ffn_name)
     fc1, act, dropout, fc2, scale, drop_path = _parts_of(block, ffn)
+    norm = getattr(block, norm_name)
+    if type(block) is DeiT3TransformerEncoderLayer:
+        norm = block.ln1  # which mmpretrain applies before the FFN, too
+    if norm_cfg.get('type') == 'LN' and isinstance(norm, nn.LayerNorm):
+        norm_cfg = dict(eps=norm.eps, **norm_cfg) if 'eps' not in norm_cfg else norm_cfg
     idle_ffn = ChannelIdleFFN(
         fc1.weight.shape[1],
         fc1.weight.shape[0],
@@ -167,6 +172,12 @@ def _idle_ffn(block: nn.Module, idle_ratio: float, norm_cfg: dict) -> ChannelIdl
         for new, old in ((idle_ffn.fc1, fc1), (idle_ffn.fc2, fc2)):
             new.weight.copy_(old.weight.flatten(1))
             new.bias.copy_(old.bias)
+        # Scale and shift mean the same in each kind of norm.
+        new = idle_ffn.norm1
+        for key in ('weight', 'bias'):
+            trained = getattr(norm, key, None)
+            if trained is not None and getattr(new, key, None) is not None:
+                getattr(new, key).copy_(trained)
     if isinstance(scale, nn.Parameter):
         idle_ffn.layer_scale = nn.Parameter(scale.detach().clone())
     elif scale is not None:
@@ -201,7 +212,7 @@ def _find_blocks(model: nn.Module) -> dict[str, nn.Module]:
     blocks, others = {}, []
     for name, module in model.named_modules():
         kind = type(module).__name__
-        if isinstance(module, (ChannelIdleFFN, DeployForm)):
+        if isinstance(module, Form):
             raise ValueError(f'{type(model).__name__} is channel-idle already, see {name!r}')
         names = PRE_NORM_BLOCKS.get(kind)
         if names and hasattr(module, names[1]):

@@ -15,11 +15,13 @@ tokens, and for the idle rows I of the first linear map
     z = xc L^T + ac V_A^T + b_out + W_out beta2,   V_A = W_out,A diag(s2,A).
 """
 
-import functools
-
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+
+from ..autograd import autocast_dtype, first_order_only, is_compiling, recomputing
+from ..numerics import is_plain
+from .weights import fold
 
 _ACTIVATION_BACKWARD = {
     nn.GELU: lambda act, grad, h: torch.ops.aten.gelu_backward(
@@ -38,20 +40,10 @@ def _activation_backward(act: nn.Module, grad: torch.Tensor, h: torch.Tensor) ->
         return torch.autograd.grad(act(h), h, grad)[0]
 
 
-def _without_autocast(backward):
-    """Everything here says itself in what precision it computes."""
-
-    @functools.wraps(backward)
-    def wrapped(ctx, dz, *args):
-        with torch.autocast(dz.device.type, enabled=False):
-            return backward(ctx, dz, *args)
-
-    return wrapped
-
-
 class _Branch(torch.autograd.Function):
-    """z = x L^T + act(x W^T + b) V^T + c, (N, C), keeping x and the
-    pre-activation for the backward pass, and not the activation.
+    """z = x L^T + act(x W^T + b) V^T + c, (N, C).
+
+    It keeps x and the pre-activation for the backward pass. Autograd would keep the activation too.
     """
 
     @staticmethod
@@ -64,7 +56,7 @@ class _Branch(torch.autograd.Function):
         return z
 
     @staticmethod
-    @_without_autocast
+    @first_order_only("repa_mm.reparam.set_training_path(model, 'literal')")
     def backward(ctx, dz):
         x, h, weight, linear, out_weight = ctx.saved_tensors
         d_linear = dz.t() @ x
@@ -164,7 +156,7 @@ class _NormalizedBranch(torch.autograd.Function):
         return z, mean1, var1, mean2, var2, count
 
     @staticmethod
-    @_without_autocast
+    @first_order_only("repa_mm.reparam.set_training_path(model, 'literal')")
     def backward(ctx, dz, *_):
         (
             xc,
@@ -256,6 +248,9 @@ class _NormalizedBranch(torch.autograd.Function):
         )
 
 
+_NORMS = nn.LayerNorm, nn.Identity, nn.BatchNorm1d, nn.SyncBatchNorm
+
+
 def _statistics(norm: nn.Module) -> str | None:
     """Where a norm's statistics come from: 'batch', 'running', or 'token'.
 
@@ -300,6 +295,10 @@ def choose_path(ffn: nn.Module, num_tokens: int) -> str:
         statistics in (('batch', 'batch'), ('running', 'running'), ('token', 'token'))
         and next(ffn.act.parameters(), None) is None
         and ffn.drop.p == 0
+        # Only what these modules are known to compute is computed in another way.
+        and all(is_plain(layer, nn.Linear) for layer in (ffn.fc1, ffn.fc2))
+        and all(is_plain(norm, *_NORMS) for norm in (ffn.norm1, ffn.norm2))
+        and not (ffn.act._forward_hooks or ffn.act._forward_pre_hooks)
     )
     # Ranks with other numbers of tokens must take the same path.
     is_alone = _group(ffn.norm1) is None
@@ -309,9 +308,9 @@ def choose_path(ffn: nn.Module, num_tokens: int) -> str:
     if ffn.training_path == 'folded':
         if not foldable:
             raise ValueError(
-                'folded training needs an activation without parameters, no '
-                'dropout, and two norms of torch.nn in the same mode (both '
-                "train or both eval): set training_path='auto'"
+                'folded training needs an activation without parameters, no dropout, linear layers '
+                'and norms of torch.nn without forward hooks, and both norms in the same mode '
+                "(train or eval): set training_path='auto'"
             )
         return 'folded'
     # Autograd inside of a backward pass cannot be compiled.
@@ -341,7 +340,7 @@ def folded_forward(ffn: nn.Module, x: torch.Tensor) -> torch.Tensor:
     Returns:
         torch.Tensor: Of the shape of x.
     """
-    dtype = _autocast_dtype(x.device.type) or x.dtype
+    dtype = autocast_dtype(x.device.type) or x.dtype
     # Statistics and everything of the size of a weight in single precision
     # at least; products with the tokens in what autocast asks for.
     acc = torch.promote_types(dtype, torch.float32)
@@ -377,31 +376,18 @@ def folded_forward(ffn: nn.Module, x: torch.Tensor) -> torch.Tensor:
         else:
             if isinstance(ffn.norm1, nn.LayerNorm):
                 tokens = ffn.norm1(tokens)
-            z = _Branch.apply(
-                tokens.to(dtype), *(w.to(dtype) for w in _merge(ffn, *weights, shortcut)), ffn.act
+            w, b, w_in, b_in, w_out = fold(
+                *weights,
+                ffn.num_active,
+                _scale_and_shift(ffn.norm1, weights[0]),
+                _scale_and_shift(ffn.norm2, w_out),
             )
+            if shortcut:
+                w = w + torch.eye(len(w), dtype=w.dtype, device=w.device)
+            w_in, b_in, w, w_out, b = (t.to(dtype) for t in (w_in, b_in, w, w_out, b))
+            z = _Branch.apply(tokens.to(dtype), w_in, b_in, w, w_out, b, ffn.act)
     z = z.view(x.shape)
     return z if shortcut else x + ffn.dropout_layer(z)
-
-
-def _merge(ffn, w_in, b_in, w_out, b_out, shortcut):
-    """Weights of :class:`_Branch`, by operations that autograd can follow."""
-    if _statistics(ffn.norm1) == 'running':
-        s1, t1 = _scale_and_shift(ffn.norm1, w_in)
-        s2, t2 = _scale_and_shift(ffn.norm2, w_out)
-        w_in, b_in = w_in * s1, b_in + w_in @ t1
-        w_out, b_out = w_out * s2, b_out + w_out @ t2
-    num_active = ffn.num_active
-    linear = w_out[:, num_active:] @ w_in[num_active:]
-    if shortcut:
-        linear = linear + torch.eye(len(linear), dtype=linear.dtype, device=linear.device)
-    return (
-        w_in[:num_active],
-        b_in[:num_active],
-        linear,
-        w_out[:, :num_active],
-        b_out + w_out[:, num_active:] @ b_in[num_active:],
-    )
 
 
 def _affine(norm: nn.Module, like: torch.Tensor):
@@ -412,6 +398,9 @@ def _affine(norm: nn.Module, like: torch.Tensor):
 
 
 def _scale_and_shift(norm: nn.Module, like: torch.Tensor):
+    """S and t of a BatchNorm in eval mode, differentiable; None for another norm."""
+    if _statistics(norm) != 'running':
+        return None
     gamma, beta = _affine(norm, like)
     s = gamma * (norm.running_var.to(like) + norm.eps).rsqrt()
     return s, beta - s * norm.running_mean.to(like)
@@ -429,23 +418,6 @@ def _track(norm: nn.Module, mean: torch.Tensor, var: torch.Tensor, count: torch.
     var = var * (count / (count - 1))
     norm.running_mean.lerp_(mean.to(norm.running_mean), momentum)
     norm.running_var.lerp_(var.to(norm.running_var), momentum)
-
-
-def recomputing() -> bool:
-    """Whether this forward pass repeats an earlier one, for its backward.
-
-    Activation checkpointing runs a block's forward pass a second time inside
-    the backward pass; a batch must not be counted twice for that.
-    """
-    if torch.jit.is_tracing() or is_compiling():
-        return False
-    return torch._C._current_graph_task_id() != -1
-
-
-def is_compiling() -> bool:
-    """Whether ``torch.compile`` or ``torch.export`` is tracing."""
-    compiler = getattr(torch, 'compiler', None)
-    return hasattr(compiler, 'is_compiling') and compiler.is_compiling()
 
 
 def _centre(x: torch.Tensor, count: torch.Tensor, group):
@@ -466,16 +438,3 @@ def _total(tensor: torch.Tensor, group) -> torch.Tensor:
         tensor = tensor.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(tensor, group=group)
     return tensor
-
-
-def _autocast_dtype(device_type: str) -> torch.dtype | None:
-    """What matrix products are computed in under autocast, None outside."""
-    if hasattr(torch, 'get_autocast_dtype'):
-        if torch.is_autocast_enabled(device_type):
-            return torch.get_autocast_dtype(device_type)
-    elif device_type == 'cpu':
-        if torch.is_autocast_cpu_enabled():
-            return torch.get_autocast_cpu_dtype()
-    elif torch.is_autocast_enabled():
-        return torch.get_autocast_gpu_dtype()
-    return None

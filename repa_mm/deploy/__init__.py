@@ -1,0 +1,1 @@
+"""Deploy forms outside of PyTorch."""

@@ -1,0 +1,63 @@
+"""What autograd, autocast and compilers are doing at the moment."""
+
+import functools
+from collections.abc import Callable
+
+import torch
+
+
+def first_order_only(instead: str) -> Callable:
+    """Decorate the backward pass of an ``autograd.Function`` that has no second derivative.
+
+    Autocast is off inside of the backward pass, and a backward pass with ``create_graph=True`` is
+    refused: autograd would differentiate the operations of the backward pass as if the tensors
+    that it keeps did not depend on the inputs.
+
+    Args:
+        instead (str): What computes the same with second derivatives, for the message.
+    """
+
+    def decorate(backward):
+        @functools.wraps(backward)
+        def wrapped(ctx, grad, *args):
+            if torch.is_grad_enabled():
+                raise RuntimeError(
+                    'there are no second derivatives here (create_graph=True), as the fast path '
+                    f'does not compute the literal equation: use {instead}'
+                )
+            with torch.autocast(grad.device.type, enabled=False):
+                return backward(ctx, grad, *args)
+
+        return wrapped
+
+    return decorate
+
+
+def recomputing() -> bool:
+    """Whether this forward pass repeats an earlier one, for its backward.
+
+    Activation checkpointing runs a block's forward pass a second time inside
+    the backward pass; a batch must not be counted twice for that.
+    """
+    if torch.jit.is_tracing() or is_compiling():
+        return False
+    return torch._C._current_graph_task_id() != -1
+
+
+def is_compiling() -> bool:
+    """Whether ``torch.compile`` or ``torch.export`` is tracing."""
+    compiler = getattr(torch, 'compiler', None)
+    return hasattr(compiler, 'is_compiling') and compiler.is_compiling()
+
+
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """What matrix products are computed in under autocast, None outside."""
+    if hasattr(torch, 'getautocast_dtype'):
+        if torch.is_autocast_enabled(device_type):
+            return torch.getautocast_dtype(device_type)
+    elif device_type == 'cpu':
+        if torch.is_autocast_cpu_enabled():
+            return torch.get_autocast_cpu_dtype()
+    elif torch.is_autocast_enabled():
+        return torch.get_autocast_gpu_dtype()
+    return None

@@ -1,0 +1,68 @@
+"""The BatchNorms of mmcv's ConvModules, folded into their convolutions."""
+
+import collections
+import warnings
+from collections.abc import Iterator
+
+import torch
+import torch.nn as nn
+
+from .numerics import batch_norm_affine, double, is_plain, rounded
+
+
+def foldable_conv_bns(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The ConvModules of a model, by name, whose BatchNorm can be folded.
+
+    Those of which anything is unusual, a hook or a convolution of another kind, stay as they are.
+    """
+    try:
+        from mmcv.cnn import ConvModule
+    except ImportError:  # without mmcv there is no ConvModule either
+        return
+    modules = dict(model.named_modules())
+    owners = collections.Counter(
+        id(child) for module in modules.values() for child in module.children()
+    )
+    for name, module in modules.items():
+        if not (isinstance(module, ConvModule) and module.with_norm):
+            continue
+        conv, norm, order = module.conv, module.norm, module.order
+        if (
+            is_plain(conv, nn.Conv2d)
+            and is_plain(norm, nn.SyncBatchNorm, nn.BatchNorm2d)
+            and order.index('norm') == order.index('conv') + 1
+            # Some heads share convolutions between levels and not their norms.
+            and owners[id(conv)] == 1
+            and norm.affine
+            and norm.running_mean is not None
+        ):
+            yield name, module
+
+
+@torch.no_grad()
+def fold_conv_bns(model: nn.Module) -> None:
+    """Fold the BatchNorm of every ConvModule into its convolution, in place.
+
+    Raises:
+        ValueError: If folded weights exceed the range of their dtype.
+    """
+    found = [module for _, module in foldable_conv_bns(model)]
+    for module in found:
+        conv = module.conv
+        weight = double(conv.weight)
+        s, t = batch_norm_affine(module.norm, weight.new_empty(1, len(weight)))
+        bias = t if conv.bias is None else s * double(conv.bias) + t
+        like = conv.weight
+        conv.weight = rounded(weight * s[:, None, None, None], like)
+        conv.bias = rounded(bias, like)
+        setattr(module, module.norm_name, nn.Identity())
+    if found:
+        model._register_state_dict_hook(_warn_of_folded_weights)
+
+
+def _warn_of_folded_weights(*args) -> None:
+    warnings.warn(
+        'this model has its BatchNorms folded into convolutions: its weights do not load into a '
+        'model built from the config. For a checkpoint, use tools/reparameterize.py or '
+        'reparameterize(model, fuse_conv_bn=False)'
+    )

@@ -1,0 +1,238 @@
+"""The channel-idle FFN: the training form.
+
+`RePaFormer <https://arxiv.org/abs/2505.21847>`_ (RePaViT, ICML 2025) lets only the first A of an
+FFN's H hidden channels pass the activation. The other H - A *idle* channels are linear from input
+to output. After training, the idle channels, both BatchNorms and the shortcut collapse into one
+C x C matrix.
+"""
+
+import copy
+
+import torch
+import torch.nn as nn
+
+from ..autograd import recomputing
+from ..forms import TrainingForm
+from ..numerics import batch_norm_affine, double, rounded
+from .folded import choose_path, folded_forward
+from .layers import DropPath, build_activation, build_norm, check_input, num_active_channels
+from .merged import MergedFFN
+from .weights import FoldedFFN, explain, fold, form_of
+
+
+def _is_known_norm(norm: nn.Module) -> bool:
+    known = nn.BatchNorm1d, nn.SyncBatchNorm, nn.LayerNorm, nn.Identity
+    # mmcv's SyncBatchNorm derives from nn.Module alone.
+    return any(type(norm).forward is kind.forward for kind in known) or type(
+        norm
+    ).__module__.startswith('mmcv.ops.sync_bn')
+
+
+class ChannelIdleFFN(TrainingForm):
+    """Training form of an FFN most of whose channels skip the activation.
+
+    With u = BN1(x), h = u W_in^T + b_in and a = [act(h_A), h_I] (active and
+    idle channels), it returns x + DropPath(g * (BN2(a) W_out^T + b_out)): eq. 3
+    of the `paper <https://arxiv.org/abs/2505.21847>`_, with the biases that it
+    omits, stochastic depth and the layer scale g. Dropout, where asked for,
+    comes before and after the second linear layer.
+
+    With ``norm_cfg=dict(type='LN')`` there is a LayerNorm before the FFN and
+    no norm inside it. Then only the idle product merges; the LayerNorm and the
+    shortcut stay.
+
+    Args:
+        embed_dims (int): Number of channels C.
+        feedforward_channels (int): Hidden width H.
+        idle_ratio (float): Share of hidden channels that skip the activation,
+            in [0, 1]. Defaults to 0.75.
+        act_cfg (dict | nn.Module): An elementwise activation: its name in
+            ``torch.nn`` (or class) as ``type``, and its arguments.
+            Defaults to ``dict(type='GELU')``.
+        norm_cfg (dict): ``type`` 'BN', 'SyncBN' or 'LN', and the norm's
+            arguments. Defaults to ``dict(type='BN')``.
+        drop_path (float): Stochastic depth rate. Defaults to 0.
+        layer_scale_init_value (float): Initial value of the layer scale; 0 for
+            none. Defaults to 0.
+        drop_rate (float): Dropout rate; every hidden channel is computed in
+            training if it is not 0. Defaults to 0.
+
+    In training mode the idle channels are not computed where that is faster,
+    see :mod:`repa_mm.reparam.ffn.folded`: outputs, gradients and running
+    statistics are the same. ``training_path`` ('auto', 'literal' or 'folded')
+    forces one or the other.
+
+    Raises:
+        ValueError: If the idle ratio is not in [0, 1], or the activation or
+            the norm is unknown.
+    """
+
+    label = 'channel-idle FFN'
+    training_paths = ('literal', 'auto', 'folded')
+    training_path = 'auto'
+    computes = ('forward', 'forward_literal')
+
+    def __init__(
+        self,
+        embed_dims: int,
+        feedforward_channels: int,
+        idle_ratio: float = 0.75,
+        act_cfg: dict | nn.Module = dict(type='GELU'),
+        norm_cfg: dict = dict(type='BN'),
+        drop_path: float = 0.0,
+        layer_scale_init_value: float = 0.0,
+        drop_rate: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.embed_dims = embed_dims
+        self.feedforward_channels = feedforward_channels
+        self.num_active = num_active_channels(feedforward_channels, idle_ratio)
+        self.norm1 = build_norm(norm_cfg, embed_dims)
+        self.fc1 = nn.Linear(embed_dims, feedforward_channels)
+        self.act = build_activation(act_cfg)
+        self.norm2 = (
+            nn.Identity()
+            if isinstance(self.norm1, nn.LayerNorm)
+            else build_norm(norm_cfg, feedforward_channels)
+        )
+        self.fc2 = nn.Linear(feedforward_channels, embed_dims)
+        self.layer_scale = (
+            nn.Parameter(torch.ones(embed_dims) * layer_scale_init_value)
+            if layer_scale_init_value
+            else None
+        )
+        # After the second norm: its statistics are to be those of inference.
+        self.drop = nn.Dropout(drop_rate)
+        # Named as in mmcv's FFN.
+        self.dropout_layer = DropPath(drop_path)
+
+    @property
+    def num_idle(self) -> int:
+        """Number of hidden channels that skip the activation."""
+        return self.feedforward_channels - self.num_active
+
+    def forward(self, x: torch.Tensor, identity: torch.Tensor | None = None) -> torch.Tensor:
+        """Eq. 3 of the paper.
+
+        Args:
+            x (torch.Tensor): Tokens of shape (B, L, C), not normalized.
+            identity (torch.Tensor, optional): The shortcut, as mmcv's ``FFN``
+                takes it. It can only be x itself.
+
+        Returns:
+            torch.Tensor: Of the shape of x.
+        """
+        check_input(self, x, identity)
+        if not self.training:
+            return self.forward_literal(x)
+        num_tokens = x.numel() // self.embed_dims
+        is_own = type(self).forward_literal is ChannelIdleFFN.forward_literal
+        if is_own and choose_path(self, num_tokens) == 'folded':
+            return folded_forward(self, x)
+        if not recomputing():
+            return self.forward_literal(x)
+        norms = self.norm1, self.norm2
+        buffers = [dict(norm._buffers) for norm in norms]
+        try:
+            for norm in norms:
+                norm._buffers.update(copy.deepcopy(norm._buffers))
+            return self.forward_literal(x)
+        finally:
+            for norm, own in zip(norms, buffers):
+                norm._buffers.update(own)
+
+    def forward_literal(self, x: torch.Tensor) -> torch.Tensor:
+        """Eq. 3 of the paper, literally: what every other path must equal.
+
+        Args:
+            x (torch.Tensor): Tokens of shape (B, L, C).
+
+        Returns:
+            torch.Tensor: Of the shape of x.
+        """
+        u = self.norm1(x.reshape(-1, self.embed_dims))
+        h = self.fc1(u)
+        active, idle = h.tensor_split([self.num_active], dim=1)
+        a = torch.cat([self.act(active), idle], dim=1)
+        z = self.drop(self.fc2(self.drop(self.norm2(a)))).view(x.shape)
+        if self.layer_scale is not None:
+            z = z * self.layer_scale
+        return x + self.dropout_layer(z)
+
+    def fold(self) -> FoldedFFN:
+        """Norms, layer scale and idle channels folded, in float64 (paper eq. 4-6).
+
+        A LayerNorm before the FFN depends on the sample and is not folded.
+
+        Returns:
+            FoldedFFN: z = x W^T + b + act(x W_in^T + b_in) W_out^T, without the shortcut.
+
+        Raises:
+            ValueError: If a layer is not what it was built as, or a BatchNorm has no statistics.
+        """
+        for name in ('fc1', 'fc2'):
+            layer = getattr(self, name)
+            if type(layer).forward is not nn.Linear.forward:
+                raise ValueError(
+                    f'its {name} is a {type(layer).__name__}, and not an nn.Linear: an adapter is '
+                    'to be merged into the layer first'
+                )
+        for name in ('norm1', 'norm2'):
+            norm = getattr(self, name)
+            if not _is_known_norm(norm):
+                raise ValueError(
+                    f'its {name} is a {type(norm).__name__}, which is none of the norms that merge'
+                )
+        w_in, w_out = double(self.fc1.weight), double(self.fc2.weight)
+        return fold(
+            w_in,
+            double(self.fc1.bias),
+            w_out,
+            double(self.fc2.bias),
+            self.num_active,
+            batch_norm_affine(self.norm1, w_in),
+            batch_norm_affine(self.norm2, w_out),
+            None if self.layer_scale is None else double(self.layer_scale),
+        )
+
+    def merge(self) -> MergedFFN:
+        """The deploy form (paper eq. 4-7), computed in float64.
+
+        Returns:
+            MergedFFN: On the device and of the dtype of ``fc1.weight``.
+
+        Raises:
+            ValueError: As :meth:`TrainingForm.merge` and :meth:`fold`; or if the merged weights
+                exceed the range of the dtype.
+        """
+        folded = self.fold()
+        # A LayerNorm stays, and with it the shortcut from before it.
+        norm = self.norm1 if isinstance(self.norm1, nn.LayerNorm) else None
+        with torch.device('meta'):
+            merged = MergedFFN(
+                self.embed_dims,
+                self.num_active,
+                act_cfg=copy.deepcopy(self.act),
+                norm=copy.deepcopy(norm),
+                idle=self.num_idle > 0,
+            )
+        like = self.fc1.weight
+        fc1, fc2 = merged.fc1, merged.fc2
+        if self.num_idle:
+            w = folded.w
+            if norm is None:
+                w.diagonal().add_(1)
+            fc1.weight = rounded(torch.cat([folded.w_in, w]), like)
+            fc1.bias = rounded(torch.cat([folded.b_in, folded.b]), like)
+        else:
+            fc1.weight, fc1.bias = rounded(folded.w_in, like), rounded(folded.b_in, like)
+            fc2.bias = rounded(folded.b, like)
+        if fc2 is not None:
+            fc2.weight = rounded(folded.w_out, like)
+        return merged
+
+    form_of = staticmethod(form_of)
+    explain = staticmethod(explain)
+
+    def extra_repr(self) -> str:
+        return f'num_active={self.num_active}, num_idle={self.num_idle}'

@@ -1,0 +1,110 @@
+"""The parts that FFNs are made of, and the symbols for their shapes.
+
+x (N, C) are the tokens, H is the hidden width, A the number of active channels, and
+theta = 1 - A/H the idle ratio.
+"""
+
+import math
+import numbers
+
+import torch
+import torch.nn as nn
+
+_NORMS = {
+    'BN': nn.BatchNorm1d,
+    'BN1d': nn.BatchNorm1d,
+    'SyncBN': nn.SyncBatchNorm,
+    'LN': nn.LayerNorm,
+}
+
+
+def num_active_channels(feedforward_channels: int, idle_ratio: float) -> int:
+    """Number of hidden channels that pass the activation, ceil(H (1 - theta)).
+
+    Args:
+        feedforward_channels (int): Hidden width H.
+        idle_ratio (float): Idle ratio theta in [0, 1].
+
+    Raises:
+        ValueError: If the idle ratio is not a number in [0, 1].
+    """
+    if (
+        isinstance(idle_ratio, bool)
+        or not isinstance(idle_ratio, numbers.Real)
+        or not 0 <= idle_ratio <= 1
+    ):
+        raise ValueError(
+            'idle_ratio must be a number from 0 (every channel '
+            'is activated) to 1 (none is), but got '
+            f'{idle_ratio!r}'
+        )
+    # 1152 * (1 - 2/3) is 384.00000000000006 in floating point, not 385.
+    return math.ceil(round(feedforward_channels * (1 - idle_ratio), 6))
+
+
+def build_activation(act_cfg: dict | nn.Module) -> nn.Module:
+    if isinstance(act_cfg, nn.Module):
+        return _not_inplace(act_cfg)
+    kwargs = dict(act_cfg)
+    name = kwargs.pop('type')
+    layer = getattr(nn, name, None) if isinstance(name, str) else name
+    if not (isinstance(layer, type) and issubclass(layer, nn.Module)):
+        raise ValueError(
+            f'act_cfg type {name!r} is neither the name of an '
+            'activation in torch.nn nor a module class'
+        )
+    return _not_inplace(layer(**kwargs))
+
+
+def _not_inplace(act: nn.Module) -> nn.Module:
+    # The input is a part of the hidden channels, and is needed again in the
+    # backward pass.
+    if getattr(act, 'inplace', False):
+        act.inplace = False
+    return act
+
+
+def build_norm(norm_cfg: dict, num_features: int) -> nn.Module:
+    kwargs = dict(norm_cfg)
+    name = kwargs.pop('type', None)
+    if name not in _NORMS:
+        raise ValueError(f'norm_cfg type must be one of {sorted(_NORMS)}, but got {name!r}')
+    requires_grad = kwargs.pop('requires_grad', True)
+    norm = _NORMS[name](num_features, **kwargs)
+    for param in norm.parameters():
+        param.requires_grad = requires_grad
+    return norm
+
+
+class DropPath(nn.Module):
+    """Stochastic depth: drops the whole residual branch of a sample.
+
+    Args:
+        drop_prob (float): Probability of dropping. Defaults to 0.
+    """
+
+    def __init__(self, drop_prob: float = 0.0) -> None:
+        super().__init__()
+        self.drop_prob = drop_prob
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.drop_prob == 0.0 or not self.training:
+            return x
+        keep_prob = 1 - self.drop_prob
+        shape = (x.shape[0],) + (1,) * (x.ndim - 1)
+        return x * x.new_empty(shape).bernoulli_(keep_prob).div_(keep_prob)
+
+    def extra_repr(self) -> str:
+        return f'drop_prob={self.drop_prob}'
+
+
+def check_input(ffn: nn.Module, x: torch.Tensor, identity: torch.Tensor | None) -> None:
+    if x.is_nested:
+        raise ValueError('a nested tensor of tokens is not supported: pad it to (B, L, C)')
+    if x.shape[-1] != ffn.embed_dims:
+        raise ValueError(f'expected x of shape (..., {ffn.embed_dims}), but got {tuple(x.shape)}')
+    if identity is not None and identity is not x:
+        raise ValueError(
+            'a channel-idle FFN contains its own norm and shortcut: identity '
+            'must be x itself (replace the norm before it by nn.Identity)'
+        )

@@ -1,0 +1,80 @@
+"""The weights of an FFN: folding them, and telling their form from their names."""
+
+from typing import NamedTuple
+
+import torch
+
+
+class FoldedFFN(NamedTuple):
+    """An FFN without its norms, z = x W^T + b + act(x W_in^T + b_in) W_out^T, before the shortcut.
+
+    W (C, C) and b (C, ) are what the idle channels and all output biases come to, W_in (A, C),
+    b_in (A, ) and W_out (C, A) belong to the active channels.
+    """
+
+    w: torch.Tensor
+    b: torch.Tensor
+    w_in: torch.Tensor
+    b_in: torch.Tensor
+    w_out: torch.Tensor
+
+
+def fold(
+    w_in: torch.Tensor,
+    b_in: torch.Tensor,
+    w_out: torch.Tensor,
+    b_out: torch.Tensor,
+    num_active: int,
+    affine1: tuple[torch.Tensor, torch.Tensor] | None = None,
+    affine2: tuple[torch.Tensor, torch.Tensor] | None = None,
+    layer_scale: torch.Tensor | None = None,
+) -> FoldedFFN:
+    """Fold norms and layer scale into an FFN, and its idle channels into one matrix (eq. 4-6).
+
+    The operations are differentiable, and of the dtype of the arguments.
+
+    Args:
+        w_in (torch.Tensor): First linear layer, (H, C), with the active channels first.
+        b_in (torch.Tensor): Its bias, (H, ).
+        w_out (torch.Tensor): Second linear layer, (C, H).
+        b_out (torch.Tensor): Its bias, (C, ).
+        num_active (int): Number of active channels A.
+        affine1 (tuple, optional): s and t, each (C, ), of a norm s x + t before the first layer.
+        affine2 (tuple, optional): s and t, each (H, ), of a norm before the second layer.
+        layer_scale (torch.Tensor, optional): Scale g (C, ) of the output.
+
+    Returns:
+        FoldedFFN: The folded weights.
+    """
+    if affine1 is not None:
+        s, t = affine1
+        w_in, b_in = w_in * s, b_in + w_in @ t
+    if affine2 is not None:
+        s, t = affine2
+        w_out, b_out = w_out * s, b_out + w_out @ t
+    if layer_scale is not None:
+        w_out, b_out = layer_scale[:, None] * w_out, layer_scale * b_out
+    idle_in, idle_out = w_in[num_active:], w_out[:, num_active:]
+    return FoldedFFN(
+        w=idle_out @ idle_in,
+        b=idle_out @ b_in[num_active:] + b_out,
+        w_in=w_in[:num_active],
+        b_in=b_in[:num_active],
+        w_out=w_out[:, :num_active],
+    )
+
+
+def form_of(weights: dict) -> str | None:
+    """The form that an FFN's weights are in: merged ones have ``fc1`` and no norm before it."""
+    if 'fc1.weight' not in weights or explain(weights):
+        return None
+    return 'training' if any(key.startswith('norm1.') for key in weights) else 'deploy'
+
+
+def explain(weights: dict) -> str | None:
+    """Whether the weights are those of a vanilla FFN of mmcv (``layers``) or of a PoolFormer."""
+    if 'layers.1.weight' in weights or (
+        'fc1.weight' in weights and weights['fc1.weight'].ndim == 4
+    ):
+        return 'an ordinary FFN'
+    return None
