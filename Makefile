@@ -11,13 +11,14 @@ run = env $$(cat $(1)/.setup/run-env) $(1)/bin/python
 PYTEST := -m pytest tests --numprocesses auto --maxprocesses 4 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help env env-openmmlab demo test test-all test-openmmlab clean distclean python task
+.PHONY: help env env-openmmlab demo lint format test test-all test-openmmlab clean distclean python task
 
 help:
 	@echo 'make demo             train, test, reparameterize and test again on real images'
 	@echo '                      (TASK=retinanet, the default, mask_rcnn or upernet)'
 	@echo 'make test             run the tests (ARGS="-k ffn" goes to pytest)'
 	@echo 'make test-all         the tests that take minutes too, and random cases anew'
+	@echo 'make lint             check the style of the code; make format repairs it'
 	@echo 'make env              only the set-up: .venv with the main stack'
 	@echo 'make env-openmmlab    .venv-openmmlab with the last OpenMMLab releases'
 	@echo 'make test-openmmlab   run the tests on those'
@@ -35,6 +36,12 @@ env-openmmlab: python
 
 demo: task env
 	@$(call run,.venv) tools/demo.py --task $(TASK) $(ARGS)
+
+lint: env
+	@.venv/bin/ruff check . && .venv/bin/ruff format --check .
+
+format: env
+	@.venv/bin/ruff check --fix . && .venv/bin/ruff format .
 
 test: env
 	@OMP_NUM_THREADS=1 $(call run,.venv) $(PYTEST) -m 'not slow' $(ARGS)

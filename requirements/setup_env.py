@@ -171,6 +171,7 @@ def package_hint(debian, fedora, macos):
 
 
 def headers_hint(version):
+    """How to install the C headers of a Python."""
     return package_hint(
         f'sudo apt install python{version}-dev',
         f'sudo dnf install python{version}-devel',
@@ -227,6 +228,7 @@ def find_compiler(python):
 
 
 def existing_parent(path):
+    """The nearest folder above a path that exists, or the path itself."""
     path = Path(path).absolute()
     while not path.exists():
         path = path.parent
@@ -291,6 +293,7 @@ def cuda_toolkit():
 
 
 def normalize(name):
+    """A distribution's name as package indexes spell it."""
     return re.sub(r'[-_.]+', '-', name).lower()
 
 
@@ -321,6 +324,7 @@ def read_pins(stack):
 
 
 def child_env(**extra):
+    """The environment of a command, without what would redirect its Python or pip."""
     env = dict(os.environ)
     for name in (
         'PYTHONPATH',
@@ -337,6 +341,7 @@ def child_env(**extra):
 
 
 def clock(seconds):
+    """A duration as minutes:seconds."""
     return f'{int(seconds) // 60}:{int(seconds) % 60:02d}'
 
 
@@ -758,6 +763,7 @@ class Environment:
 
 
 def main():
+    """Run the command line; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument('--stack', choices=sorted(STACKS), default='onedl')
     parser.add_argument(

@@ -188,7 +188,7 @@ def test_another_supported_python_is_found(setup_env, monkeypatch, tmp_path):
 
 def test_probe(setup_env, tmp_path):
     found = setup_env.probe(sys.executable)
-    assert found['version'] == '%d.%d' % sys.version_info[:2]
+    assert found['version'] == '.'.join(map(str, sys.version_info[:2]))
     assert setup_env.probe('/bin/false') is None
     assert setup_env.probe(tmp_path / 'missing') is None
 

@@ -400,6 +400,7 @@ def _roundings(check: Check, module, x, case, exact: Results) -> Results:
 
 
 def largest(x: torch.Tensor) -> torch.Tensor:
+    """The largest absolute value of a tensor; 0 for an empty one."""
     return x.abs().max() if x.numel() else x.new_zeros(())
 
 
@@ -437,6 +438,7 @@ def measure(check: Check, case: dict) -> dict[str, Error]:
 
 
 def random_case(check: Check, rng: random.Random) -> dict:
+    """Draw a case: one of the possible values for every field of a check."""
     return {field: rng.choice(values) for field, values in check.fields.items()}
 
 

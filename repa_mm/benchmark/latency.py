@@ -281,7 +281,8 @@ def measure_forms(
         milliseconds a batch), ``parts`` (the same of every part; their means
         sum to the mean latency), ``images_per_second`` (at the median),
         ``ratio`` (to the reference, with its interval), ``ratio_fair`` (to the
-        vanilla with the fast attention), ``parameters``, ``weights_mib``, ``peak_mib`` (weights and the most that one call adds)
+        vanilla with the fast attention), ``parameters``, ``weights_mib``,
+        ``peak_mib`` (weights and the most that one call adds)
         and ``raw``, the times of every batch in milliseconds.
     """
     clock = Clock(options.device)

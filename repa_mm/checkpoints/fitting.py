@@ -95,6 +95,12 @@ def check_checkpoint(path: str, resume: bool = False) -> None:
 
 
 def check_resumable(checkpoint: dict) -> None:
+    """Check that a checkpoint holds all that MMEngine needs to go on with a training.
+
+    Raises:
+        CheckpointError: If the epoch, the iteration or the state of the optimizer is missing,
+            or the message hub is unreadable.
+    """
     meta, optimizer = checkpoint.get('meta'), checkpoint.get('optimizer')
     meta = meta if isinstance(meta, dict) else {}
     for key, there in (
@@ -112,6 +118,11 @@ def check_resumable(checkpoint: dict) -> None:
 
 
 def check_fit_of(model: nn.Module, state_dict: dict, path: str | None, complete: bool) -> None:
+    """Run :func:`check_fit`, and name the file in its error.
+
+    Raises:
+        CheckpointError: If the state dict does not fit the model.
+    """
     try:
         check_fit(model, state_dict, complete)
     except CheckpointError as error:

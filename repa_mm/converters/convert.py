@@ -85,7 +85,11 @@ def repavit_to_mm(
         src (str): The checkpoint: a state dict, alone or under 'model',
             'model_ema' or 'state_dict'.
         dst (str): The file to write; it is replaced only when complete.
-        config, ema, idle_ratio: See :func:`to_mm` and the tool.
+        config (str, optional): Path of a config whose backbone the result is for. Defaults to
+            None: the shapes tell the backbone.
+        ema (bool): Whether to take the averaged weights ('model_ema'). Defaults to False.
+        idle_ratio (Sequence[float], optional): One idle ratio, or one for each FFN, of a
+            training form. Defaults to None: see :func:`to_mm`.
 
     Raises:
         FileNotFoundError, CheckpointError, ValueError, OSError: If the
@@ -121,7 +125,10 @@ def mm_to_repavit(src: str, dst: str, config: str | None = None, img_size: int =
         src (str): A checkpoint of a classifier, detector or segmentor.
         dst (str): The file to write, with the state dict under 'model'; it is
             replaced only when complete.
-        config, img_size: See :func:`to_repavit`.
+        config (str, optional): Path of the config that the checkpoint is of. Defaults to None:
+            the shapes tell the backbone.
+        img_size (int): Height and width of the images for the model that will load the result.
+            Defaults to 224.
 
     Raises:
         FileNotFoundError, CheckpointError, ValueError, OSError: If the

@@ -78,6 +78,11 @@ def count(weights: Weights, template: str) -> int:
 
 
 def get(weights: Weights, key: str) -> torch.Tensor:
+    """Look up a tensor of a state dict.
+
+    Raises:
+        CheckpointError: If the state dict has no tensor of this name.
+    """
     if key not in weights:
         raise CheckpointError(f'the checkpoint is incomplete: it has no {key}')
     return weights[key]

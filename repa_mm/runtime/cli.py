@@ -109,7 +109,7 @@ def clear_errors(*kinds: type, logger: logging.Logger | None = None) -> Iterator
     raises, logging.raiseExceptions = logging.raiseExceptions, False
     try:
         yield
-    except kinds or Exception as error:
+    except kinds or Exception as error:  # noqa: B030, a tuple of classes
         if os.environ.get('REPA_MM_TRACEBACK'):
             raise
         for handler in getattr(logger, 'handlers', ()):

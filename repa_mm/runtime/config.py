@@ -89,6 +89,18 @@ def load_config(path: str, cfg_options: dict | None = None) -> Config:
 
 
 def set_work_dir(cfg: Config, config: str, work_dir: str | None) -> None:
+    """Set the folder for logs and checkpoints, and check that it can be written.
+
+    Args:
+        cfg (Config): The config to change.
+        config (str): The config's file; its name is the folder's where nothing else is given.
+        work_dir (str, optional): The folder. Defaults to the config's ``work_dir``, or
+            ``work_dirs/<name of the config>``.
+
+    Raises:
+        ValueError: If ``work_dir`` or ``load_from`` in the config is not a path.
+        OSError: If the folder cannot be written.
+    """
     name = osp.splitext(osp.basename(config))[0]
     for key in ('work_dir', 'load_from'):
         if not isinstance(cfg.get(key), (str, type(None))):
@@ -116,6 +128,13 @@ def with_pretrained(cfg: ConfigDict) -> Iterator[ConfigDict]:
 
 
 def set_form(cfg: Config, form: str | None) -> None:
+    """Change a config's hooks so that tests run this form of the model.
+
+    Args:
+        cfg (Config): The config to change.
+        form (str, optional): 'training' removes ``ReparameterizeHook``, 'deploy' adds one if
+            there is none, None leaves the hooks as they are.
+    """
     hooks = cfg.get('custom_hooks') or []
     has_hook = any(h.get('type') == 'ReparameterizeHook' for h in hooks)
     if form == 'training':
@@ -125,6 +144,11 @@ def set_form(cfg: Config, form: str | None) -> None:
 
 
 def show_pictures(cfg: Config, show_dir: str) -> None:
+    """Change a config so that a test writes pictures of its predictions.
+
+    Raises:
+        ValueError: If the config has no visualization hook.
+    """
     hook = cfg.default_hooks.get('visualization')
     if hook is None:
         raise ValueError('--show-dir needs default_hooks.visualization in the config')

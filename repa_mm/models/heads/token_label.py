@@ -127,6 +127,7 @@ class TokenLabelHead(ClsHead):
                 own tokens that class tokens have seen.
             data_samples (List[DataSample]): With ``token_labels``,
                 ``gt_score`` or ``gt_label``.
+            **kwargs: Not used; heads of MMPretrain take such arguments.
         """
         tokens, hw, share = feats[-1]
         whole, patches = self._targets(data_samples, hw)

@@ -43,6 +43,15 @@ def num_active_channels(feedforward_channels: int, idle_ratio: float) -> int:
 
 
 def build_activation(act_cfg: dict | nn.Module) -> nn.Module:
+    """Build an activation that leaves its input as it is, never in place.
+
+    Args:
+        act_cfg (dict | nn.Module): ``type``, the name of an activation in ``torch.nn`` or a
+            module class, and its arguments; or a module, which is returned itself.
+
+    Raises:
+        ValueError: If the type is neither of these.
+    """
     if isinstance(act_cfg, nn.Module):
         return _not_inplace(act_cfg)
     kwargs = dict(act_cfg)
@@ -65,6 +74,16 @@ def _not_inplace(act: nn.Module) -> nn.Module:
 
 
 def build_norm(norm_cfg: dict, num_features: int) -> nn.Module:
+    """Build a normalization layer.
+
+    Args:
+        norm_cfg (dict): ``type`` ('BN', 'BN1d', 'SyncBN' or 'LN'), ``requires_grad`` of its
+            parameters (True by default), and arguments of the layer.
+        num_features (int): Number of channels.
+
+    Raises:
+        ValueError: If the type is another.
+    """
     kwargs = dict(norm_cfg)
     name = kwargs.pop('type', None)
     if name not in _NORMS:
@@ -99,6 +118,17 @@ class DropPath(nn.Module):
 
 
 def check_input(ffn: nn.Module, x: torch.Tensor, identity: torch.Tensor | None) -> None:
+    """Check the arguments of an FFN's ``forward``.
+
+    Args:
+        ffn (nn.Module): The FFN, with its width as ``embed_dims``.
+        x (torch.Tensor): The tokens, of shape (..., C).
+        identity (torch.Tensor, optional): The shortcut's input, as MMCV's FFN takes it.
+
+    Raises:
+        ValueError: If the tokens are nested or of another width, or the shortcut is to start
+            at another tensor than ``x``.
+    """
     if x.is_nested:
         raise ValueError('a nested tensor of tokens is not supported: pad it to (B, L, C)')
     if x.shape[-1] != ffn.embed_dims:
