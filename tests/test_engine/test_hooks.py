@@ -149,7 +149,7 @@ def test_logs_what_was_merged(tmp_path, caplog):
     runner.logger.info = messages.append
     runner.test()
     text = next(m for m in messages if 'Reparameterized' in m)
-    assert 'Reparameterized 2 FFNs' in text and text.count('GMACs') == 2
+    assert 'Reparameterized 2 channel-idle FFNs' in text and text.count('GMACs') == 2
 
 
 def test_interrupted_test_does_not_cost_the_training_form(tmp_path):
