@@ -55,7 +55,7 @@ def register_lazily() -> None:
     models['FastUPerHead'] = 'repa_mm.models.heads.uper_head'
     for registry, locations in (
         (MODELS, models),
-        (TRANSFORMS, dict.fromkeys(DATA_TRANSFORMS, 'repa_mm.datasets')),
+        (TRANSFORMS, dict.fromkeys(DATA_TRANSFORMS, 'repa_mm.datasets.token_label')),
     ):
         if not isinstance(registry._module_dict, _LazyModules):
             registry._module_dict = _LazyModules(registry._module_dict, locations)

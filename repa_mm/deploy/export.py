@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn as nn
 
-from repa_mm.checkpoints import replacing
+from repa_mm.files import replacing
 
 FORMATS = {'.onnx': 'ONNX', '.pt2': 'a program of torch.export', '.pt': 'TorchScript, traced'}
 

@@ -227,7 +227,7 @@ def test_two_processes_through_the_scripts(digits, tmp_path):
         cwd=digits,
     )
     assert result.returncode == 0, result.stderr[-6000:]
-    assert 'Reparameterized 10 FFNs' in result.stdout + result.stderr
+    assert 'Reparameterized 10 channel-idle FFNs' in result.stdout + result.stderr
     (metrics,) = (tmp_path / 'test').glob('*/*.json')
     distributed = json.loads(metrics.read_text())
     os.chdir(digits)

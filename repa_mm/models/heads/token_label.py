@@ -55,7 +55,7 @@ class TokenLabelHead(ClsHead):
     prediction is the class token's, plus half of the maximum over the patches.
 
     The patches learn from the label maps of the data samples, ``token_labels``
-    and ``crop_box`` (see :class:`~repa_mm.datasets.LoadTokenLabels`). Without,
+    and ``crop_box`` (see :class:`~repa_mm.datasets.token_label.LoadTokenLabels`). Without,
     every patch learns the label of its image.
 
     Args:
