@@ -15,6 +15,7 @@ __all__ = [
     'MergedFFN',
     '__version__',
     'config_path',
+    'convert_pretrained',
     'fast_window_attention',
     'idle_channels',
     'reparameterize',
@@ -35,7 +36,7 @@ if find_spec('mmengine') or find_spec('mmcv'):
 
 def __getattr__(name: str):
     # Importing it imports mmpretrain's models, see repa_mm.registry.
-    if name in ('fast_window_attention', 'idle_channels'):
+    if name in ('convert_pretrained', 'fast_window_attention', 'idle_channels'):
         from repa_mm import models
 
         return getattr(models, name)

@@ -5,6 +5,7 @@ from repa_mm.models.lvvit import LVViT, RePaLVViT
 from repa_mm.models.mlp_mixer import RePaMlpMixer
 from repa_mm.models.poolformer import RePaPoolFormer
 from repa_mm.models.surgery.idle import idle_channels, linear_idle_ratios
+from repa_mm.models.surgery.pretrained import convert_pretrained
 from repa_mm.models.surgery.window_attention import fast_window_attention
 from repa_mm.models.swin import FastSwinTransformer, RePaSwinTransformer
 from repa_mm.models.vit import RePaVisionTransformer
@@ -18,6 +19,7 @@ __all__ = [
     'RePaSwinTransformer',
     'RePaVisionTransformer',
     'TokenLabelHead',
+    'convert_pretrained',
     'fast_window_attention',
     'idle_channels',
     'linear_idle_ratios',
