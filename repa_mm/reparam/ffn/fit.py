@@ -376,6 +376,6 @@ def channel_idle_ffn(ffn: ChannelIdleFFN, fit: FFNFit, count: int) -> ChannelIdl
             new.norm2.running_var.copy_(var * count / max(count - 1, 1))
             new.norm2.weight.copy_((double(new.norm2.running_var).to(var) + new.norm2.eps).sqrt())
             new.norm2.bias.copy_(new.norm2.running_mean)
-    for name, param in new.named_parameters():
+    for param in new.parameters():
         param.requires_grad_(like.requires_grad)
     return new.train(ffn.training)
