@@ -13,6 +13,7 @@ from mmengine.utils.dl_utils.parrots_wrapper import _BatchNorm
 
 from repa_mm.checkpoints import check_pretrained
 from repa_mm.models.surgery.idle import idle_channels
+from repa_mm.models.surgery.replace import replace
 from repa_mm.models.surgery.window_attention import is_traced
 from repa_mm.reparam import has_deploy_form, reparameterize
 
@@ -29,6 +30,15 @@ class PatchPadding(AdaptivePadding):
         h, w = (-size % stride for size, stride in zip(x.shape[2:], self.stride))
         top, left = (h // 2, w // 2) if self.padding == 'same' else (0, 0)
         return F.pad(x, (left, w - left, top, h - top))
+
+
+def _padding_of_patches(module: nn.Module) -> type | None:
+    is_of_patches = (
+        type(module) is AdaptivePadding
+        and module.kernel_size == module.stride
+        and module.dilation == (1, 1)
+    )
+    return PatchPadding if is_of_patches else None
 
 
 def adapt_output_norms(model: nn.Module, state_dict: dict, prefix: str, last: str) -> None:
@@ -89,13 +99,7 @@ class RePaBackbone:
     ) -> None:
         super().__init__(*args, **kwargs)
         idle_channels(self, idle_ratio, idle_schedule, ffn_norm_cfg)
-        for module in self.modules():
-            if (
-                type(module) is AdaptivePadding
-                and module.kernel_size == module.stride
-                and module.dilation == (1, 1)
-            ):
-                module.__class__ = PatchPadding
+        replace(self, _padding_of_patches)
         if deploy:
             self.switch_to_deploy()
 

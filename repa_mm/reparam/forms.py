@@ -47,6 +47,22 @@ from .numerics import check_finite
 _RECOMPUTING = (BasePruningMethod, SpectralNorm, WeightNorm)
 
 
+def become(module: nn.Module, other: type | nn.Module) -> None:
+    """Turn a module into another one, in place.
+
+    In place, since the parent's attribute may not be the only reference to the module.
+
+    Args:
+        module (nn.Module): The module.
+        other (type | nn.Module): A class that computes something else with the parameters of the
+            module, or the module whose parameters, buffers and hooks it gets.
+    """
+    if isinstance(other, nn.Module):
+        module.__class__, module.__dict__ = type(other), other.__dict__
+    else:
+        module.__class__ = other
+
+
 class CheckpointError(RuntimeError):
     """A checkpoint does not hold what the model needs."""
 
@@ -172,11 +188,7 @@ class TrainingForm(Form):
 
     def switch_to_deploy(self) -> None:
         """Become the deploy form, in place (OpenMMLab's convention)."""
-        self._become(self.merge())
-
-    def _become(self, merged: 'DeployForm') -> None:
-        # A changed class, instead of another module in the parent, reaches every reference.
-        self.__class__, self.__dict__ = type(merged), merged.__dict__
+        become(self, self.merge())
 
     def _names_by_form(self) -> dict:
         names = dict(training=_names(self.state_dict()))

@@ -6,7 +6,7 @@ import torch
 import torch.nn as nn
 
 from .convbn import fold_conv_bns, foldable_conv_bns
-from .forms import DeployForm, Form, TrainingForm, outermost
+from .forms import DeployForm, Form, TrainingForm, become, outermost
 from .numerics import check_finite
 
 
@@ -118,7 +118,7 @@ def reparameterize(
     else:  # only now, so that an error leaves the model as it was
         for module in list(model.modules()):
             if id(module) in memo:
-                module._become(memo[id(module)])
+                become(module, memo[id(module)])
     # On a line of its own: the eval() of some backbones returns None.
     model.eval()
     if fuse_conv_bn:
@@ -145,5 +145,5 @@ def _merge(form: TrainingForm) -> Form:
     # A merge may have taken modules over from the training form, which is to stay.
     merged = copy.deepcopy(merged)
     for name, inner in list(outermost(merged, TrainingForm)):
-        inner._become(_naming(name, merged, _merge, inner))
+        become(inner, _naming(name, merged, _merge, inner))
     return merged

@@ -10,6 +10,7 @@ from mmengine.registry import MODELS
 
 import repa_mm
 from repa_mm.models import idle_channels
+from repa_mm.models.surgery import find_blocks, idle_ffn, parts_of, put
 from repa_mm.reparam import ChannelIdleFFN, MergedFFN
 
 VIT = dict(embed_dims=16, num_layers=2, num_heads=2, feedforward_channels=64)
@@ -240,6 +241,58 @@ def test_convert_train_merge_compare(case, randomize, relative_error):
             assert relative_error(a, b) < 1e-5
 
 
+@pytest.mark.parametrize('case', CONVERTIBLE)
+def test_without_idle_channels_and_with_its_norm_a_model_is_the_same(case, randomize):
+    package, name, kwargs, number = CONVERTIBLE[case]
+    model = randomize(build(package, name, kwargs)).double()
+    model.eval()  # which returns None
+    for module in model.modules():  # layer scales that count
+        for key in ('gamma_1', 'gamma_2', 'layer_scale_1', 'layer_scale_2'):
+            if isinstance(getattr(module, key, None), nn.Parameter):
+                getattr(module, key).data.uniform_(0.5, 1.5)
+        if type(module).__name__ == 'LayerScale':
+            module.weight.data.uniform_(0.5, 1.5)
+    x = torch.randn(2, 3, 64, 64).double()
+    with torch.no_grad():
+        expected = outputs(model, x)
+        kept = idle_channels(copy.deepcopy(model), 0, norm_cfg=dict(type='keep'))
+        assert sum(isinstance(m, ChannelIdleFFN) for m in kept.modules()) == number
+        named = dict(type='TokenGN' if case == 'PoolFormer' else 'LN')
+        for other in (
+            kept,
+            repa_mm.reparameterize(kept),
+            idle_channels(copy.deepcopy(model), 0, norm_cfg=named),
+        ):
+            for actual, y in zip(outputs(other, x), expected):
+                assert torch.allclose(actual, y, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize('case', ['ViT', 'Swin', 'DeiT III', 'PoolFormer', 'MLP-Mixer'])
+def test_the_affine_parameters_of_the_norm_stay(case, randomize):
+    package, name, kwargs, _ = CONVERTIBLE[case]
+    model = randomize(build(package, name, kwargs))
+    norms = [parts_of(block).norm for block in find_blocks(model).values()]
+    for norm_cfg in (dict(type='BN'), dict(type='LN'), dict(type='TokenGN')):
+        converted = idle_channels(copy.deepcopy(model), norm_cfg=norm_cfg)
+        ffns = [m for m in converted.modules() if isinstance(m, ChannelIdleFFN)]
+        for ffn, norm in zip(ffns, norms):
+            assert torch.equal(ffn.norm1.weight, norm.weight)
+            assert torch.equal(ffn.norm1.bias, norm.bias)
+
+
+def test_the_epsilon_of_the_norm_stays_unless_another_is_given():
+    model = build('mmpretrain', 'VisionTransformer', dict(arch=VIT))
+    eps = model.layers[0].ln2.eps
+    assert eps != nn.LayerNorm(1).eps
+    for norm_cfg, expected in (
+        (dict(type='LN'), eps),
+        (dict(type='keep'), eps),
+        (dict(type='LN', eps=0.1), 0.1),
+    ):
+        ffn = idle_channels(copy.deepcopy(model), norm_cfg=norm_cfg).layers[0].ffn
+        assert ffn.norm1.eps == expected
+
+
 @pytest.mark.parametrize('case', REFUSED)
 def test_what_cannot_be_converted_is_named(case):
     package, name, kwargs, message = REFUSED[case]
@@ -259,6 +312,66 @@ def test_an_error_in_a_later_block_leaves_the_first_as_it_is():
     with pytest.raises(ValueError, match="'layers.1'.*shortcut"):
         idle_channels(model)
     assert not any(isinstance(m, ChannelIdleFFN) for m in model.modules())
+
+
+class Adapter(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * 2
+
+
+def _adapter(block):
+    block.ffn.layers[1] = Adapter(64, 16)
+
+
+def _hook(block):
+    block.ffn.layers[0][0].register_forward_hook(lambda module, args, y: y * 2)
+
+
+def _dropout(block):
+    block.ffn.dropout_layer = nn.Dropout(0.5)
+
+
+@pytest.mark.parametrize(
+    'change, message',
+    [(_adapter, 'is a Adapter'), (_hook, 'forward hooks'), (_dropout, 'ends with a Dropout')],
+)
+def test_an_ffn_that_computes_something_else_is_refused(change, message):
+    model = build('mmpretrain', 'VisionTransformer', dict(arch=VIT))
+    change(model.layers[1])
+    with pytest.raises(ValueError, match=f"'layers.1'.*{message}"):
+        idle_channels(model)
+    assert not any(isinstance(m, ChannelIdleFFN) for m in model.modules())
+
+
+def test_a_norm_that_cannot_be_kept_is_named():
+    model = build('mmpretrain', 'VisionTransformer', dict(arch=VIT))
+    model.layers[0].ln2 = nn.RMSNorm(16)
+    with pytest.raises(ValueError, match="'layers.0'.* RMSNorm"):
+        idle_channels(model, norm_cfg=dict(type='keep'))
+
+
+@pytest.mark.parametrize('case', ['ViT', 'BEiT', 'DeiT III', 'PoolFormer', 'MMDetection Swin'])
+def test_another_form_in_the_place_of_norm_and_ffn(case):
+    class Plus(nn.Module):
+        def forward(self, x, identity=None):
+            return x + 1
+
+    package, name, kwargs, number = CONVERTIBLE[case]
+    model = build(package, name, kwargs)
+    model.eval()
+    blocks = find_blocks(model)
+    assert len(blocks) == number
+    seen = []
+    for block in blocks.values():
+        form = Plus()
+        form.register_forward_hook(lambda module, args, y: seen.append(args[0].shape[-1]))
+        ffn = idle_ffn(block)
+        put(block, form)
+        assert ffn.embed_dims > 0 and any(m is form for m in block.modules())
+    with torch.no_grad():
+        outputs(model, torch.randn(1, 3, 64, 64))
+    # Called once each, with tokens whose channels come last.
+    assert len(seen) == number and seen == sorted(seen)
 
 
 def test_twice():

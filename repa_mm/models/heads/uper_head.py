@@ -9,6 +9,8 @@ from mmcv.cnn import ConvModule
 from mmengine.registry import MODELS
 from mmseg.models import UPerHead
 
+from repa_mm.reparam import become
+
 
 def _taps(
     size: int, new_size: int, align_corners: bool, kernel_size: int, like: torch.Tensor
@@ -98,7 +100,7 @@ class FastUPerHead(UPerHead):
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
-        self.fpn_bottleneck.__class__ = ConvModuleOfResized
+        become(self.fpn_bottleneck, ConvModuleOfResized)
 
     def _forward_feature(self, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
         inputs = self._transform_inputs(inputs)
@@ -127,6 +129,6 @@ def fast_uper_head(model: nn.Module) -> nn.Module:
     """
     for module in model.modules():
         if type(module) is UPerHead:
-            module.__class__ = FastUPerHead
-            module.fpn_bottleneck.__class__ = ConvModuleOfResized
+            become(module, FastUPerHead)
+            become(module.fpn_bottleneck, ConvModuleOfResized)
     return model

@@ -1,6 +1,16 @@
 """Changes to the modules of an existing backbone."""
 
-from repa_mm.models.surgery.idle import idle_channels, linear_idle_ratios
+from repa_mm.models.surgery.idle import (
+    find_blocks,
+    idle_channels,
+    idle_ffn,
+    linear_idle_ratios,
+    parts_of,
+    put,
+)
 from repa_mm.models.surgery.window_attention import fast_window_attention
 
-__all__ = ['fast_window_attention', 'idle_channels', 'linear_idle_ratios']
+__all__ = [
+    'fast_window_attention', 'find_blocks', 'idle_channels', 'idle_ffn', 'linear_idle_ratios',
+    'parts_of', 'put',
+]  # fmt: skip

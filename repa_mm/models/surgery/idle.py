@@ -1,22 +1,41 @@
-"""Putting channel-idle FFNs into the backbones of OpenMMLab."""
+"""Training forms in the place of the FFNs of a backbone of OpenMMLab.
 
-from collections.abc import Sequence
+A pre-norm block ends with ``x = ffn(norm(x), identity=x)``. A training form takes the place of norm
+and FFN together: ``x = form(x, identity=x)``. :func:`idle_channels` does so in all blocks of a
+model. Its steps are functions of their own::
+
+    for name, block in find_blocks(model).items():
+        parts = parts_of(block)  # norm, fc1, act, ...
+        put(block, idle_ffn(block, idle_ratio=0.75))
+
+How to add a kind of block:
+
+1. An entry in :data:`PRE_NORM_BLOCKS`: the names of its norm and of its FFN.
+2. If its forward pass ends otherwise, a subclass that ends with ``return self.ffn(x)``, registered
+   as its :func:`counterpart`.
+3. If its FFN is not mmcv's ``FFN``, a case in :func:`parts_of`.
+4. A row in ``tests/test_models/test_idle_channels.py`` and in ``docs/backbones.md``.
+"""
+
+import copy
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 import torch.nn as nn
+from mmcv.cnn import Linear
 from mmcv.cnn.bricks.transformer import FFN
 from mmpretrain.models.backbones.beit import BEiTTransformerEncoderLayer
 from mmpretrain.models.backbones.deit3 import DeiT3FFN, DeiT3TransformerEncoderLayer
 from mmpretrain.models.backbones.poolformer import Mlp as ConvFFN
 from mmpretrain.models.backbones.poolformer import PoolFormerBlock
 
-from repa_mm.reparam import ChannelIdleFFN, Form, check_state_dict
+from repa_mm.reparam import ChannelIdleFFN, Form, become, check_state_dict
+from repa_mm.reparam.numerics import is_plain
 
-# Blocks that end with ``x = ffn(norm(x), identity=x)``, or that have a
-# counterpart below which does, by class name (mmdet and mmseg have their own
-# copies): the names of the norm and of the FFN. The attributes alone would
-# not do: post-norm blocks have the same ones.
+# The names of the norm and of the FFN of a block, by the name of its class: MMDetection and
+# MMSegmentation have classes of their own. The attributes alone would not do, since post-norm
+# blocks have them, too.
 PRE_NORM_BLOCKS = {
     'BEiTTransformerEncoderLayer': ('ln2', 'ffn'),
     'ChannelBlock': ('norm2', 'ffn'),  # DaViT
@@ -28,10 +47,22 @@ PRE_NORM_BLOCKS = {
     'SwinBlock': ('norm2', 'ffn'),
     'T2TTransformerLayer': ('ln2', 'ffn'),
     'TransformerBlock': ('norm_ffn', 'ffn'),  # TNT
-    'TransformerEncoderLayer': ('norm2', 'ffn'),  # ViT, SAM, mmseg's ViT
+    'TransformerEncoderLayer': ('norm2', 'ffn'),  # ViT, SAM, MMSegmentation's ViT
 }
+_COUNTERPARTS = {}
 
 
+def counterpart(block: type) -> Callable[[type], type]:
+    """Register a class as what a block becomes when its FFN is replaced."""
+
+    def register(cls: type) -> type:
+        _COUNTERPARTS[block] = cls
+        return cls
+
+    return register
+
+
+@counterpart(BEiTTransformerEncoderLayer)
 class IdleBEiTLayer(BEiTTransformerEncoderLayer):
     """A BEiT block whose FFN has the shortcut, layer scale and drop path."""
 
@@ -42,21 +73,23 @@ class IdleBEiTLayer(BEiTTransformerEncoderLayer):
         return self.ffn(x + self.drop_path(attn))
 
 
+@counterpart(DeiT3TransformerEncoderLayer)
 class IdleDeiT3Layer(DeiT3TransformerEncoderLayer):
     """A DeiT3 block that does not normalize before its FFN.
 
-    mmpretrain's applies ``ln1`` there too, and never ``ln2``.
+    mmpretrain's block applies ``ln1`` there, too, and never ``ln2``.
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.ffn(x + self.attn(self.ln1(x)))
 
 
+@counterpart(PoolFormerBlock)
 class IdlePoolFormerBlock(PoolFormerBlock):
     """A PoolFormer block whose FFN works on tokens.
 
-    After the first block the feature map is in the channels-last memory
-    format, where tokens are a view of it.
+    After the first block the feature map is in the channels-last memory format, where tokens are a
+    view of it.
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -65,149 +98,30 @@ class IdlePoolFormerBlock(PoolFormerBlock):
         return self.mlp(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
 
 
-_COUNTERPARTS = {
-    BEiTTransformerEncoderLayer: IdleBEiTLayer,
-    DeiT3TransformerEncoderLayer: IdleDeiT3Layer,
-    PoolFormerBlock: IdlePoolFormerBlock,
-}
+class Parts(NamedTuple):
+    """A block's norm and FFN, in the order of their forward pass.
 
-
-def linear_idle_ratios(idle_ratio: float, num_blocks: int) -> list[float]:
-    """Idle ratios that grow linearly with depth around a mean; the last is 0.
-
-    The ``--heuristic linear`` of the paper's released code.
-
-    Args:
-        idle_ratio (float): The mean ratio, at least about 0.5.
-        num_blocks (int): Number of FFNs, at least 2.
+    ``drop`` and ``drop_path`` are rates, ``scale`` (C, ) is the layer scale, a parameter or a
+    constant.
     """
-    step = (2 - 2 * idle_ratio) / (num_blocks - 1)
-    return [2 * idle_ratio - 1 + step * i for i in range(1, num_blocks)] + [0.0]
 
-
-def _ratio_of_each_block(idle_ratio, schedule: str, num_blocks: int):
-    if schedule not in ('constant', 'linear'):
-        raise ValueError(f"idle_schedule must be 'constant' or 'linear', but got {schedule!r}")
-    if isinstance(idle_ratio, Sequence) and not isinstance(idle_ratio, str):
-        if schedule != 'constant':
-            raise ValueError(
-                f'a list of idle ratios leaves nothing for idle_schedule={schedule!r} to do'
-            )
-        if len(idle_ratio) != num_blocks:
-            raise ValueError(
-                f'idle_ratio has {len(idle_ratio)} entries, but the model has '
-                f'{num_blocks} blocks: give one number, or one per block'
-            )
-        return list(idle_ratio)
-    if schedule == 'linear':
-        if not isinstance(idle_ratio, (int, float)):
-            raise ValueError(f'idle_ratio must be a number, got {idle_ratio!r}')
-        return linear_idle_ratios(idle_ratio, num_blocks)
-    return [idle_ratio] * num_blocks
-
-
-class _Parts(NamedTuple):
-    """What an ordinary FFN is made of, in the order of its forward pass."""
-
+    norm: nn.Module
     fc1: nn.Module
     act: nn.Module
-    dropout: float
+    drop: float
     fc2: nn.Module
     scale: torch.Tensor | None
-    drop_path: nn.Module
+    drop_path: float
 
 
-def _parts_of(block: nn.Module, ffn: nn.Module) -> _Parts:
-    """The parts of a block's FFN.
+def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """The blocks of a model whose norm and FFN can be replaced, by name.
 
-    Raises:
-        ValueError: If it is not two linear layers around an activation, with a
-            shortcut.
-    """
-    if isinstance(ffn, ConvFFN):
-        return _Parts(ffn.fc1, ffn.act, ffn.drop.p, ffn.fc2, block.layer_scale_2, block.drop_path)
-    # By exact type: what derives from them may compute something else.
-    if type(ffn) not in (FFN, DeiT3FFN):
-        raise ValueError(
-            f'its {type(ffn).__name__} is not an FFN of two linear layers around an activation'
-        )
-    if ffn.num_fcs != 2:
-        raise ValueError(f'its FFN has {ffn.num_fcs} linear layers, not two')
-    fc1, act, dropout = ffn.layers[0]
-    if type(block) is BEiTTransformerEncoderLayer:
-        scale, drop_path = block.gamma_2, block.drop_path
-        shortcut = not ffn.add_identity
-    else:
-        scale = getattr(ffn.gamma2, 'weight', None)
-        drop_path, shortcut = ffn.dropout_layer, ffn.add_identity
-    if not shortcut:
-        raise ValueError('the shortcut of its FFN is not where such blocks have it')
-    return _Parts(fc1, act, dropout.p, ffn.layers[1], scale, drop_path)
-
-
-def _idle_ffn(block: nn.Module, idle_ratio: float, norm_cfg: dict) -> ChannelIdleFFN:
-    """The channel-idle FFN that takes the place of a block's norm and FFN."""
-    norm_name, ffn_name = PRE_NORM_BLOCKS[type(block).__name__]
-    if not hasattr(block, norm_name):
-        raise ValueError(
-            f'it has no norm {norm_name!r} before its FFN, as blocks of this name in OpenMMLab have'
-        )
-    ffn = getattr(block, ffn_name)
-    fc1, act, dropout, fc2, scale, drop_path = _parts_of(block, ffn)
-    norm = getattr(block, norm_name)
-    if type(block) is DeiT3TransformerEncoderLayer:
-        norm = block.ln1  # which mmpretrain applies before the FFN, too
-    if norm_cfg.get('type') == 'LN' and isinstance(norm, nn.LayerNorm):
-        norm_cfg = dict(eps=norm.eps, **norm_cfg) if 'eps' not in norm_cfg else norm_cfg
-    idle_ffn = ChannelIdleFFN(
-        fc1.weight.shape[1],
-        fc1.weight.shape[0],
-        idle_ratio=idle_ratio,
-        act_cfg=act,
-        norm_cfg=norm_cfg,
-        drop_path=getattr(drop_path, 'drop_prob', None) or 0.0,
-        drop_rate=dropout,
-    )
-    with torch.no_grad():
-        for new, old in ((idle_ffn.fc1, fc1), (idle_ffn.fc2, fc2)):
-            new.weight.copy_(old.weight.flatten(1))
-            new.bias.copy_(old.bias)
-        # Scale and shift mean the same in each kind of norm.
-        new = idle_ffn.norm1
-        for key in ('weight', 'bias'):
-            trained = getattr(norm, key, None)
-            if trained is not None and getattr(new, key, None) is not None:
-                getattr(new, key).copy_(trained)
-    if isinstance(scale, nn.Parameter):
-        idle_ffn.layer_scale = nn.Parameter(scale.detach().clone())
-    elif scale is not None:
-        del idle_ffn.layer_scale
-        idle_ffn.register_buffer('layer_scale', scale.clone(), False)
-    if not fc1.weight.requires_grad:  # a frozen stage
-        idle_ffn.requires_grad_(False)
-    return idle_ffn.to(fc1.weight).train(ffn.training)
-
-
-def _put(idle_ffn: ChannelIdleFFN, block: nn.Module) -> None:
-    norm_name, ffn_name = PRE_NORM_BLOCKS[type(block).__name__]
-    # ``norm2`` may be a property that looks up ``ln2``.
-    norm = getattr(block, norm_name)
-    (norm_name,) = [name for name, m in block.named_children() if m is norm]
-    if type(block) in _COUNTERPARTS:
-        block.__class__ = _COUNTERPARTS[type(block)]
-        for name in ('gamma_2', 'layer_scale_2'):  # in the FFN from now on
-            if hasattr(block, name):
-                delattr(block, name)
-    # The channel-idle FFN normalizes by itself.
-    setattr(block, norm_name, nn.Identity())
-    setattr(block, ffn_name, idle_ffn)
-
-
-def _find_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """The blocks whose FFN becomes channel-idle, by name.
+    Args:
+        model (nn.Module): A backbone, or a model with one.
 
     Raises:
-        ValueError: If there is none; names a block that is not known.
+        ValueError: If there is none, or if the model has training or deploy forms already.
     """
     blocks, others = {}, []
     for name, module in model.named_modules():
@@ -229,6 +143,172 @@ def _find_blocks(model: nn.Module) -> dict[str, nn.Module]:
     return blocks
 
 
+def parts_of(block: nn.Module) -> Parts:
+    """What the norm and the FFN of a block are made of.
+
+    Args:
+        block (nn.Module): One of those that :func:`find_blocks` finds.
+
+    Raises:
+        ValueError: If its FFN is not two linear layers around an activation, with a shortcut; or
+            if hooks or replaced layers make it compute something else.
+    """
+    norm_name, ffn_name = PRE_NORM_BLOCKS[type(block).__name__]
+    if not hasattr(block, norm_name):
+        raise ValueError(
+            f'it has no norm {norm_name!r} before its FFN, as blocks of this name in OpenMMLab have'
+        )
+    norm, ffn = getattr(block, norm_name), getattr(block, ffn_name)
+    if type(block) is DeiT3TransformerEncoderLayer:
+        norm = block.ln1
+    # By exact type: a subclass may compute something else.
+    if type(ffn) is ConvFFN:
+        fc1, act, drop, fc2 = ffn.fc1, ffn.act, ffn.drop, ffn.fc2
+        scale, drop_path = block.layer_scale_2, block.drop_path
+    elif type(ffn) not in (FFN, DeiT3FFN):
+        raise ValueError(
+            f'its {type(ffn).__name__} is not an FFN of two linear layers around an activation'
+        )
+    elif ffn.num_fcs != 2:
+        raise ValueError(f'its FFN has {ffn.num_fcs} linear layers, not two')
+    else:
+        (fc1, act, drop), fc2, _ = ffn.layers
+        if type(block) is BEiTTransformerEncoderLayer:
+            scale, drop_path, shortcut = block.gamma_2, block.drop_path, not ffn.add_identity
+        else:
+            scale, drop_path = getattr(ffn.gamma2, 'weight', None), ffn.dropout_layer
+            shortcut = ffn.add_identity
+        if not shortcut:
+            raise ValueError('the shortcut of its FFN is not where such blocks have it')
+    for layer in (fc1, fc2):
+        if not is_plain(layer, Linear, nn.Linear, nn.Conv2d):
+            raise ValueError(
+                f'a linear layer of its FFN is a {type(layer).__name__}, or has forward hooks: '
+                'merge adapters into the layer, and remove hooks first'
+            )
+    rate = getattr(drop_path, 'drop_prob', None)
+    if rate is None and not isinstance(drop_path, nn.Identity):
+        raise ValueError(f'its FFN ends with a {type(drop_path).__name__}, and not with a DropPath')
+    return Parts(norm, fc1, act, drop.p, fc2, scale, rate or 0.0)
+
+
+def idle_ffn(
+    block: nn.Module, idle_ratio: float = 0.75, norm_cfg: dict = dict(type='BN')
+) -> ChannelIdleFFN:
+    """A channel-idle FFN with the weights of a block's norm and FFN, for :func:`put`.
+
+    Args:
+        block (nn.Module): One of those that :func:`find_blocks` finds.
+        idle_ratio (float): Share of hidden channels that skip the activation. Defaults to 0.75.
+        norm_cfg (dict): As for :func:`idle_channels`.
+
+    Raises:
+        ValueError: As :func:`parts_of`; if the idle ratio is not in [0, 1]; or if the norm cannot
+            be kept.
+    """
+    parts = parts_of(block)
+    norm, fc1, fc2 = parts.norm, parts.fc1, parts.fc2
+    if norm_cfg.get('type') == 'keep':
+        if not is_plain(norm, nn.LayerNorm, nn.GroupNorm):
+            raise ValueError(
+                f'its norm is a {type(norm).__name__}, and not a LayerNorm or GroupNorm that can '
+                'be kept'
+            )
+        norm_cfg = dict(norm_cfg, type='LN' if isinstance(norm, nn.LayerNorm) else 'TokenGN')
+    if norm_cfg.get('type') == 'LN' and isinstance(norm, nn.LayerNorm):
+        norm_cfg = dict(dict(eps=norm.eps), **norm_cfg)
+    if norm_cfg.get('type') == 'TokenGN' and isinstance(norm, nn.GroupNorm):
+        norm_cfg = dict(dict(eps=norm.eps, num_groups=norm.num_groups), **norm_cfg)
+    ffn = ChannelIdleFFN(
+        fc1.weight.shape[1],
+        fc1.weight.shape[0],
+        idle_ratio=idle_ratio,
+        act_cfg=copy.deepcopy(parts.act),
+        norm_cfg=norm_cfg,
+        drop_path=parts.drop_path,
+        drop_rate=parts.drop,
+    )
+    with torch.no_grad():
+        for new, old in ((ffn.fc1, fc1), (ffn.fc2, fc2)):
+            new.weight.copy_(old.weight.flatten(1))
+            if old.bias is None:
+                new.bias.zero_()
+            else:
+                new.bias.copy_(old.bias)
+        # Scale and shift mean the same in each kind of norm.
+        for key in ('weight', 'bias'):
+            trained, new = getattr(norm, key, None), getattr(ffn.norm1, key, None)
+            if trained is not None and new is not None:
+                new.copy_(trained)
+    if isinstance(parts.scale, nn.Parameter):
+        ffn.layer_scale = nn.Parameter(parts.scale.detach().clone())
+    elif parts.scale is not None:
+        del ffn.layer_scale
+        ffn.register_buffer('layer_scale', parts.scale.clone(), False)
+    if not fc1.weight.requires_grad:  # a frozen stage
+        ffn.requires_grad_(False)
+    return ffn.to(fc1.weight).train(block.training)
+
+
+def put(block: nn.Module, form: nn.Module) -> None:
+    """Put a training form in the place of a block's norm and FFN.
+
+    Args:
+        block (nn.Module): One of those that :func:`find_blocks` finds.
+        form (nn.Module): A module that takes the tokens (B, L, C) or (B, H, W, C) before the norm,
+            and returns them with its own output added. Most blocks call it with the tokens as
+            ``identity``, too, as they call mmcv's ``FFN``.
+    """
+    norm_name, ffn_name = PRE_NORM_BLOCKS[type(block).__name__]
+    # ``norm2`` may be a property that looks up ``ln2``.
+    norm = getattr(block, norm_name)
+    (norm_name,) = [name for name, m in block.named_children() if m is norm]
+    if type(block) in _COUNTERPARTS:
+        become(block, _COUNTERPARTS[type(block)])
+        for name in ('gamma_2', 'layer_scale_2'):  # in the form from now on
+            if hasattr(block, name):
+                delattr(block, name)
+    # The form normalizes by itself.
+    setattr(block, norm_name, nn.Identity())
+    setattr(block, ffn_name, form)
+
+
+def linear_idle_ratios(idle_ratio: float, num_blocks: int) -> list[float]:
+    """Idle ratios that grow linearly with depth around a mean; the last is 0.
+
+    The ``--heuristic linear`` of the paper's released code.
+
+    Args:
+        idle_ratio (float): The mean ratio, at least about 0.5.
+        num_blocks (int): Number of FFNs, at least 2.
+    """
+    step = (2 - 2 * idle_ratio) / (num_blocks - 1)
+    return [2 * idle_ratio - 1 + step * i for i in range(1, num_blocks)] + [0.0]
+
+
+def _ratio_of_each_block(
+    idle_ratio: float | Sequence[float], schedule: str, num_blocks: int
+) -> list[float]:
+    if schedule not in ('constant', 'linear'):
+        raise ValueError(f"idle_schedule must be 'constant' or 'linear', but got {schedule!r}")
+    if isinstance(idle_ratio, Sequence) and not isinstance(idle_ratio, str):
+        if schedule != 'constant':
+            raise ValueError(
+                f'a list of idle ratios leaves nothing for idle_schedule={schedule!r} to do'
+            )
+        if len(idle_ratio) != num_blocks:
+            raise ValueError(
+                f'idle_ratio has {len(idle_ratio)} entries, but the model has '
+                f'{num_blocks} blocks: give one number, or one per block'
+            )
+        return list(idle_ratio)
+    if schedule == 'linear':
+        if not isinstance(idle_ratio, (int, float)):
+            raise ValueError(f'idle_ratio must be a number, got {idle_ratio!r}')
+        return linear_idle_ratios(idle_ratio, num_blocks)
+    return [idle_ratio] * num_blocks
+
+
 def idle_channels(
     model: nn.Module,
     idle_ratio: float | Sequence[float] = 0.75,
@@ -238,41 +318,42 @@ def idle_channels(
     """Put channel-idle FFNs into a backbone, in place.
 
     In every pre-norm block, the norm before the FFN and the FFN become one
-    :class:`~repa_mm.reparam.ChannelIdleFFN`. The linear layers keep their
-    weights; the BatchNorms are new.
+    :class:`~repa_mm.reparam.ChannelIdleFFN`. The linear layers, the layer scale and the affine
+    parameters of the norm keep their values; the statistics of BatchNorms are new. With the norm
+    kept and ``idle_ratio=0`` the model computes what it did before.
 
     Args:
-        model (nn.Module): A backbone (or a model with one) whose blocks are
-            known, see ``PRE_NORM_BLOCKS``.
-        idle_ratio (float | Sequence[float]): Share of hidden channels that
-            skip the activation, in [0, 1]: one for all, or one per block.
-            Defaults to 0.75.
-        idle_schedule (str): 'constant', or 'linear' for ratios that grow with
-            depth, see :func:`linear_idle_ratios`. Defaults to 'constant'.
-        norm_cfg (dict): Norm of the FFNs: 'BN', 'SyncBN' or 'LN'.
-            Defaults to ``dict(type='BN')``.
+        model (nn.Module): A backbone (or a model with one) whose blocks are known, see
+            :data:`PRE_NORM_BLOCKS`.
+        idle_ratio (float | Sequence[float]): Share of hidden channels that skip the activation, in
+            [0, 1]: one for all, or one per block. Defaults to 0.75.
+        idle_schedule (str): 'constant', or 'linear' for ratios that grow with depth, see
+            :func:`linear_idle_ratios`. Defaults to 'constant'.
+        norm_cfg (dict): Norm of the FFNs: 'BN' or 'SyncBN', which merge, 'LN', or 'keep' for the
+            norm that each block has: a LayerNorm, and a GroupNorm in a PoolFormer. Defaults to
+            ``dict(type='BN')``.
 
     Returns:
         nn.Module: The same model.
 
     Raises:
-        ValueError: If no block is known, an FFN is not of the kind that can
-            be channel-idle, or an idle ratio is not in [0, 1].
+        ValueError: If no block is known, an FFN is not of the kind that can be channel-idle, or an
+            idle ratio is not in [0, 1].
     """
-    blocks = _find_blocks(model)
+    blocks = find_blocks(model)
     ratios = _ratio_of_each_block(idle_ratio, idle_schedule, len(blocks))
     ffns = []
     # All of them before the first is put in: never half a conversion.
     for (name, block), ratio in zip(blocks.items(), ratios):
         try:
-            ffns.append(_idle_ffn(block, ratio, norm_cfg))
+            ffns.append(idle_ffn(block, ratio, norm_cfg))
         except ValueError as error:
             raise ValueError(
                 f'cannot make the FFN of {name!r}, a {type(block).__name__}, channel-idle: {error}'
             ) from error
     for ffn, block in zip(ffns, blocks.values()):
-        _put(ffn, block)
-    # MMEngine loads non-strictly, with only a warning for what is missing; a
-    # backbone without the weights of its FFNs is never what was wanted.
+        put(block, ffn)
+    # MMEngine loads non-strictly, with only a warning for what is missing; a backbone without the
+    # weights of its FFNs is never what was wanted.
     model._register_load_state_dict_pre_hook(check_state_dict, with_module=True)
     return model

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from mmcv.cnn.bricks.transformer import PatchMerging
 from mmpretrain.models.utils.attention import ShiftWindowMSA
 
+from repa_mm.models.surgery.replace import replace
 from repa_mm.reparam.autograd import first_order_only
 
 _is_compiling = getattr(torch.compiler, 'is_compiling', torch._dynamo.is_compiling)
@@ -228,7 +229,9 @@ class _Attention(torch.autograd.Function):
         return x
 
     @staticmethod
-    @first_order_only('fast_attention=False')
+    @first_order_only(
+        'RePaSwinTransformer(fast_attention=False), or a Swin without fast_window_attention()'
+    )
     def backward(ctx, grad):
         qkv, bias = ctx.saved_tensors
         num_heads, scale, chunks = ctx.args
@@ -272,6 +275,9 @@ class FastShiftWindowMSA(ShiftWindowMSA):
     ``ShiftWindowMSA`` whose ``w_msa`` is a plain ``WindowMSA`` can become one,
     see :func:`fast_window_attention`.
     """
+
+    # MMDetection and MMSegmentation do not have the argument, and always pad.
+    pad_small_map = True
 
     def forward(self, query: torch.Tensor, hw_shape: Sequence[int]) -> torch.Tensor:
         """Attention in (shifted) windows.
@@ -466,7 +472,7 @@ class FastPatchMerging(PatchMerging):
         # Traced, one graph serves odd and even sizes.
         if is_traced() or pad_h or pad_w:
             top, left = 0, 0
-            if self.adaptive_padding.padding == 'same':
+            if _padding(self).padding == 'same':
                 top, left = pad_h // 2, pad_w // 2
             x = F.pad(x, (0, 0, left, pad_w - left, top, pad_h - top))
         x = x.view(batch, out_h, kernel_h, out_w, kernel_w, channels)
@@ -512,15 +518,7 @@ def _fast_class(module: nn.Module) -> type | None:
 
 def swap_attention(model: nn.Module) -> None:
     """As :func:`fast_window_attention`, but content with nothing to do."""
-    for module in model.modules():
-        cls = _fast_class(module)
-        if cls is not None:
-            # Where MMDetection and MMSegmentation differ.
-            if cls is FastShiftWindowMSA and not hasattr(module, 'pad_small_map'):
-                module.pad_small_map = True
-            if cls is FastPatchMerging:
-                module.adaptive_padding = _padding(module)
-            module.__class__ = cls
+    replace(model, _fast_class)
 
 
 def fast_window_attention(model: nn.Module) -> nn.Module:

@@ -21,6 +21,7 @@ import torch.nn as nn
 
 from ..autograd import autocast_dtype, first_order_only, is_compiling, recomputing
 from ..numerics import is_plain
+from .layers import KEPT_NORMS
 from .weights import fold
 
 _ACTIVATION_BACKWARD = {
@@ -248,16 +249,16 @@ class _NormalizedBranch(torch.autograd.Function):
         )
 
 
-_NORMS = nn.LayerNorm, nn.Identity, nn.BatchNorm1d, nn.SyncBatchNorm
+_NORMS = *KEPT_NORMS, nn.Identity, nn.BatchNorm1d, nn.SyncBatchNorm
 
 
 def _statistics(norm: nn.Module) -> str | None:
-    """Where a norm's statistics come from: 'batch', 'running', or 'token'.
+    """Where a norm's statistics come from: 'batch', 'running', or 'sample'.
 
     None for a norm whose statistics this module does not know.
     """
-    if isinstance(norm, (nn.LayerNorm, nn.Identity)):
-        return 'token'
+    if isinstance(norm, (*KEPT_NORMS, nn.Identity)):
+        return 'sample'
     if not isinstance(norm, (nn.BatchNorm1d, nn.SyncBatchNorm)):
         return None
     if norm.training or norm.running_mean is None:
@@ -292,7 +293,7 @@ def choose_path(ffn: nn.Module, num_tokens: int) -> str:
         )
     statistics = _statistics(ffn.norm1), _statistics(ffn.norm2)
     foldable = (
-        statistics in (('batch', 'batch'), ('running', 'running'), ('token', 'token'))
+        statistics in (('batch', 'batch'), ('running', 'running'), ('sample', 'sample'))
         and next(ffn.act.parameters(), None) is None
         and ffn.drop.p == 0
         # Only what these modules are known to compute is computed in another way.
@@ -344,12 +345,8 @@ def folded_forward(ffn: nn.Module, x: torch.Tensor) -> torch.Tensor:
     # Statistics and everything of the size of a weight in single precision
     # at least; products with the tokens in what autocast asks for.
     acc = torch.promote_types(dtype, torch.float32)
-    shortcut = (
-        not isinstance(ffn.norm1, nn.LayerNorm)
-        and ffn.dropout_layer.drop_prob == 0.0
-        and dtype == x.dtype == acc
-    )
-    tokens = x.reshape(-1, ffn.embed_dims)
+    shortcut = not ffn.keeps_norm and ffn.dropout_layer.drop_prob == 0.0 and dtype == x.dtype == acc
+    tokens = (ffn.norm1(x) if ffn.keeps_norm else x).reshape(-1, ffn.embed_dims)
     with torch.autocast(x.device.type, enabled=False):
         w_out, b_out = ffn.fc2.weight.to(acc), ffn.fc2.bias.to(acc)
         if ffn.layer_scale is not None:
@@ -374,8 +371,6 @@ def folded_forward(ffn: nn.Module, x: torch.Tensor) -> torch.Tensor:
                 _track(ffn.norm1, mean1, var1, count)
                 _track(ffn.norm2, mean2, var2, count)
         else:
-            if isinstance(ffn.norm1, nn.LayerNorm):
-                tokens = ffn.norm1(tokens)
             w, b, w_in, b_in, w_out = fold(
                 *weights,
                 ffn.num_active,

@@ -15,13 +15,20 @@ from ..autograd import recomputing
 from ..forms import TrainingForm
 from ..numerics import batch_norm_affine, double, rounded
 from .folded import choose_path, folded_forward
-from .layers import DropPath, build_activation, build_norm, check_input, num_active_channels
+from .layers import (
+    KEPT_NORMS,
+    DropPath,
+    build_activation,
+    build_norm,
+    check_input,
+    num_active_channels,
+)
 from .merged import MergedFFN
 from .weights import FoldedFFN, explain, fold, form_of
 
 
 def _is_known_norm(norm: nn.Module) -> bool:
-    known = nn.BatchNorm1d, nn.SyncBatchNorm, nn.LayerNorm, nn.Identity
+    known = nn.BatchNorm1d, nn.SyncBatchNorm, nn.Identity, *KEPT_NORMS
     # mmcv's SyncBatchNorm derives from nn.Module alone.
     return any(type(norm).forward is kind.forward for kind in known) or type(
         norm
@@ -37,9 +44,9 @@ class ChannelIdleFFN(TrainingForm):
     omits, stochastic depth and the layer scale g. Dropout, where asked for,
     comes before and after the second linear layer.
 
-    With ``norm_cfg=dict(type='LN')`` there is a LayerNorm before the FFN and
-    no norm inside it. Then only the idle product merges; the LayerNorm and the
-    shortcut stay.
+    With ``norm_cfg=dict(type='LN')`` or ``'TokenGN'`` there is a LayerNorm or a GroupNorm before
+    the FFN and no norm inside it. Then only the idle product merges; the norm and the shortcut
+    stay.
 
     Args:
         embed_dims (int): Number of channels C.
@@ -49,8 +56,9 @@ class ChannelIdleFFN(TrainingForm):
         act_cfg (dict | nn.Module): An elementwise activation: its name in
             ``torch.nn`` (or class) as ``type``, and its arguments.
             Defaults to ``dict(type='GELU')``.
-        norm_cfg (dict): ``type`` 'BN', 'SyncBN' or 'LN', and the norm's
-            arguments. Defaults to ``dict(type='BN')``.
+        norm_cfg (dict): ``type`` 'BN', 'SyncBN', 'LN' or 'TokenGN' (a GroupNorm, by default of one
+            group, over all tokens of a sample), and the norm's arguments. Defaults to
+            ``dict(type='BN')``.
         drop_path (float): Stochastic depth rate. Defaults to 0.
         layer_scale_init_value (float): Initial value of the layer scale; 0 for
             none. Defaults to 0.
@@ -91,9 +99,7 @@ class ChannelIdleFFN(TrainingForm):
         self.fc1 = nn.Linear(embed_dims, feedforward_channels)
         self.act = build_activation(act_cfg)
         self.norm2 = (
-            nn.Identity()
-            if isinstance(self.norm1, nn.LayerNorm)
-            else build_norm(norm_cfg, feedforward_channels)
+            nn.Identity() if self.keeps_norm else build_norm(norm_cfg, feedforward_channels)
         )
         self.fc2 = nn.Linear(feedforward_channels, embed_dims)
         self.layer_scale = (
@@ -105,6 +111,11 @@ class ChannelIdleFFN(TrainingForm):
         self.drop = nn.Dropout(drop_rate)
         # Named as in mmcv's FFN.
         self.dropout_layer = DropPath(drop_path)
+
+    @property
+    def keeps_norm(self) -> bool:
+        """Whether the norm before the FFN depends on the sample, and stays when the rest merges."""
+        return isinstance(self.norm1, KEPT_NORMS)
 
     @property
     def num_idle(self) -> int:
@@ -150,8 +161,8 @@ class ChannelIdleFFN(TrainingForm):
         Returns:
             torch.Tensor: Of the shape of x.
         """
-        u = self.norm1(x.reshape(-1, self.embed_dims))
-        h = self.fc1(u)
+        u = self.norm1(x if self.keeps_norm else x.reshape(-1, self.embed_dims))
+        h = self.fc1(u.reshape(-1, self.embed_dims))
         active, idle = h.tensor_split([self.num_active], dim=1)
         a = torch.cat([self.act(active), idle], dim=1)
         z = self.drop(self.fc2(self.drop(self.norm2(a)))).view(x.shape)
@@ -162,7 +173,7 @@ class ChannelIdleFFN(TrainingForm):
     def fold(self) -> FoldedFFN:
         """Norms, layer scale and idle channels folded, in float64 (paper eq. 4-6).
 
-        A LayerNorm before the FFN depends on the sample and is not folded.
+        A norm that depends on the sample is not folded.
 
         Returns:
             FoldedFFN: z = x W^T + b + act(x W_in^T + b_in) W_out^T, without the shortcut.
@@ -206,8 +217,8 @@ class ChannelIdleFFN(TrainingForm):
                 exceed the range of the dtype.
         """
         folded = self.fold()
-        # A LayerNorm stays, and with it the shortcut from before it.
-        norm = self.norm1 if isinstance(self.norm1, nn.LayerNorm) else None
+        # Where the norm stays, so does the shortcut from before it.
+        norm = self.norm1 if self.keeps_norm else None
         with torch.device('meta'):
             merged = MergedFFN(
                 self.embed_dims,

@@ -10,11 +10,26 @@ import numbers
 import torch
 import torch.nn as nn
 
+
+class TokenGroupNorm(nn.GroupNorm):
+    """GroupNorm over all tokens of a sample, x of shape (B, ..., C)."""
+
+    def __init__(self, num_channels: int, num_groups: int = 1, **kwargs) -> None:
+        super().__init__(num_groups, num_channels, **kwargs)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.movedim(-1, 1)).movedim(1, -1)
+
+
+# Norms that depend on the sample: they stay in front of the deploy form.
+KEPT_NORMS = nn.LayerNorm, TokenGroupNorm
+
 _NORMS = {
     'BN': nn.BatchNorm1d,
     'BN1d': nn.BatchNorm1d,
     'SyncBN': nn.SyncBatchNorm,
     'LN': nn.LayerNorm,
+    'TokenGN': TokenGroupNorm,
 }
 
 
