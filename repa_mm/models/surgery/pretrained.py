@@ -10,10 +10,10 @@ import torch.nn as nn
 from repa_mm.models.surgery.idle import (
     PRE_NORM_BLOCKS,
     ConvFFN,
-    _find_blocks,
-    _idle_ffn,
-    _put,
     _ratio_of_each_block,
+    find_blocks,
+    idle_ffn,
+    put,
 )
 from repa_mm.reparam import check_state_dict, num_active_channels, unwrap
 from repa_mm.reparam.ffn.fit import channel_idle_ffn, ffn_moments, fit_ffn, norm_as_batch_norm
@@ -105,7 +105,7 @@ class _Probe(nn.Module):
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
         norm_name, ffn_name = PRE_NORM_BLOCKS[type(block).__name__]
-        self.ffn = _idle_ffn(block, 0.0, dict(type='LN'))
+        self.ffn = idle_ffn(block, 0.0, dict(type='LN'))
         # mmpretrain's DeiT3 normalizes its FFN's input by its first norm.
         shared = type(block).__name__ == 'DeiT3TransformerEncoderLayer'
         self.norm = copy.deepcopy(block.ln1 if shared else getattr(block, norm_name))
@@ -368,7 +368,7 @@ def convert_pretrained(
     model = unwrap(model)
     report = ConversionReport()
     probes = {}
-    blocks = _find_blocks(model)
+    blocks = find_blocks(model)
     for name, block in blocks.items():
         try:
             probe = _Probe(block)
@@ -399,7 +399,7 @@ def convert_pretrained(
     done = False
     try:
         for name, block in blocks.items():
-            _put(probes[name], block)
+            put(probes[name], block)
         model.eval()
         walk = _Model(model, blocks, batches, forward or model)
         forms = _fit_blocks(
