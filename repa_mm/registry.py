@@ -12,6 +12,7 @@ from mmengine.registry import MODELS, TRANSFORMS
 
 BACKBONES = (
     'FastSwinTransformer',
+    'IdleChannels',
     'LVViT',
     'RePaLVViT',
     'RePaMlpMixer',

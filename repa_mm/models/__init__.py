@@ -1,6 +1,7 @@
 """The registered backbones."""
 
 from repa_mm.models.heads.token_label import TokenLabelHead
+from repa_mm.models.idle_backbone import build_idle_backbone
 from repa_mm.models.lvvit import LVViT, RePaLVViT
 from repa_mm.models.mlp_mixer import RePaMlpMixer
 from repa_mm.models.poolformer import RePaPoolFormer
@@ -19,6 +20,7 @@ __all__ = [
     'RePaSwinTransformer',
     'RePaVisionTransformer',
     'TokenLabelHead',
+    'build_idle_backbone',
     'convert_pretrained',
     'fast_window_attention',
     'idle_channels',

@@ -1,0 +1,129 @@
+"""Any backbone of OpenMMLab with channel-idle FFNs, from its own config."""
+
+from functools import cache
+
+import torch.nn as nn
+from mmengine.model import initialize
+from mmengine.registry import MODELS
+
+from repa_mm.checkpoints import check_pretrained
+from repa_mm.models.base import RePaBackbone
+from repa_mm.models.surgery.window_attention import swap_attention
+from repa_mm.reparam import TrainingForm
+
+
+class _IdleBackbone(RePaBackbone):
+    """Mixin of the backbones that :func:`build_idle_backbone` makes."""
+
+    freezes_statistics = False
+
+    def init_weights(self) -> None:
+        """Initialize, and load the weights that ``init_cfg`` names.
+
+        The ways in which the parents read vanilla weights do not concern those of channel-idle
+        FFNs.
+
+        Raises:
+            FileNotFoundError: If ``init_cfg`` names a local file that is not there.
+            CheckpointError: If the weights are not those of this backbone.
+        """
+        init_cfg, self.init_cfg = self.init_cfg, None
+        check_pretrained(init_cfg)
+        try:
+            super().init_weights()
+        finally:
+            self.init_cfg = init_cfg
+        if init_cfg:
+            initialize(self, init_cfg)
+
+    def train(self, mode: bool = True):
+        super().train(mode)
+        if mode and self.freezes_statistics:
+            for module in self.modules():
+                if isinstance(module, TrainingForm):
+                    for norm in module.batch_norms():
+                        norm.eval()
+        return self
+
+
+@cache
+def _idle_class(kind: type) -> type:
+    return type(
+        f'Idle{kind.__name__}',
+        (_IdleBackbone, kind),
+        dict(__doc__=kind.__doc__, __module__=__name__),
+    )
+
+
+@MODELS.register_module(name='IdleChannels')
+def build_idle_backbone(
+    backbone: dict,
+    idle_ratio: float | list[float] = 0.75,
+    idle_schedule: str = 'constant',
+    norm_cfg: dict = dict(type='BN'),
+    norm_eval: bool = False,
+    fast_attention: bool = True,
+    deploy: bool = False,
+    init_cfg: dict | None = None,
+) -> nn.Module:
+    """Build a backbone from its config, with channel-idle FFNs in place of its FFNs.
+
+    The names of all other weights are those of the backbone. A config that inherits from any other
+    one uses it like this::
+
+        model = dict(backbone=dict(
+            _delete_=True, type='IdleChannels', idle_ratio=0.75,
+            backbone={{_base_.model.backbone}}))
+
+    Args:
+        backbone (dict): Config of a backbone of MMPretrain, MMDetection or MMSegmentation, whose
+            blocks are known (see :func:`~repa_mm.models.idle_channels`).
+        idle_ratio (float | list[float]): Share of FFN hidden channels that skip the activation, in
+            [0, 1]: one for all blocks, or one per block. Defaults to 0.75.
+        idle_schedule (str): 'constant', or 'linear' for ratios that grow with depth. Defaults to
+            'constant'.
+        norm_cfg (dict): Norm of the FFNs: 'BN', 'SyncBN' or 'LN'. Defaults to ``dict(type='BN')``.
+        norm_eval (bool): Whether BatchNorm statistics in the FFNs stay as they were loaded.
+            Defaults to False.
+        fast_attention (bool): Use the window attention of
+            :func:`~repa_mm.models.fast_window_attention` where the backbone has windows. Defaults
+            to True.
+        deploy (bool): Build the deploy form, for a reparameterized checkpoint. Defaults to False.
+        init_cfg (dict, optional): Where the weights of the channel-idle backbone come from, such
+            as ``dict(type='Pretrained', checkpoint=…, prefix='backbone.')``. The backbone's own
+            ``init_cfg`` has those of the vanilla one and is not used.
+
+    Returns:
+        nn.Module: The backbone.
+
+    Raises:
+        ValueError: If ``backbone`` is no config, or no block of it can become channel-idle.
+    """
+    if not isinstance(backbone, dict) or 'type' not in backbone:
+        raise ValueError(
+            "'backbone' of IdleChannels must be the config of a backbone, a dict with 'type', but "
+            f'is {backbone!r}'
+        )
+    args = {key: value for key, value in backbone.items() if key not in ('init_cfg', 'pretrained')}
+    kind = args.pop('type')
+    if isinstance(kind, str):
+        name, kind = kind, MODELS.get(kind)
+        if kind is None:
+            with MODELS.switch_scope_and_registry(None) as registry:
+                kind = registry.get(name)
+        if kind is None:
+            raise ValueError(f'there is no backbone {name!r} for IdleChannels')
+    if issubclass(kind, RePaBackbone):
+        raise ValueError(f'a {kind.__name__} has channel-idle FFNs already: use it as it is')
+    model = _idle_class(kind)(
+        **args,
+        idle_ratio=idle_ratio,
+        idle_schedule=idle_schedule,
+        ffn_norm_cfg=norm_cfg,
+        deploy=deploy,
+        init_cfg=init_cfg,
+    )
+    model.freezes_statistics = norm_eval
+    if fast_attention:
+        swap_attention(model)
+    return model
