@@ -2,468 +2,176 @@
 
     python3 requirements/setup_env.py --stack onedl --venv .venv
 
-Creates a virtual environment, installs PyTorch, compiles mmcv against it,
-installs the other pinned packages and this project, and verifies the result.
-Steps that are done are skipped, an interrupted step is done again. Needs
-nothing but Python's standard library; ``make env`` calls it.
+The script installs uv, and uv creates the environment and installs PyTorch. Then the script
+compiles MMCV against that PyTorch, installs the other pinned packages and this project, and
+verifies that they work together. A run after a failure goes on where that one ended: uv leaves
+alone what is installed, and MMCV is compiled once. The script needs only Python's standard
+library. ``make env`` calls it.
 """
 
 import argparse
 import contextlib
-import hashlib
-import json
+import fcntl
 import os
-import queue
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
-import tarfile
 import tempfile
-import threading
 import time
 from pathlib import Path
 
-REQUIREMENTS = Path(__file__).resolve().parent
-ROOT = REQUIREMENTS.parent
-
-# `disk` in GB: the finished environment plus the largest downloads and object
-# files that lie beside it while it is being made.
+ROOT = Path(__file__).resolve().parents[1]
+# For each stack MMCV's distribution and the Pythons that all packages have wheels for.
 STACKS = {
-    'onedl': dict(mmcv='onedl-mmcv', pythons=('3.11', '3.12', '3.10'), disk=7),
-    'openmmlab': dict(mmcv='mmcv', pythons=('3.11', '3.10'), disk=7),
+    'onedl': ('onedl-mmcv', ('3.10', '3.11', '3.12')),
+    'openmmlab': ('mmcv', ('3.10', '3.11')),
 }
-# Installed before mmcv, because mmcv is compiled against and with them.
+# MMCV is compiled against and with these, so they come first.
 BASE = ('torch', 'torchvision', 'setuptools', 'wheel', 'ninja', 'numpy')
-# The libraries that torch itself asks for come with it, so that another build
-# of torch (a CPU-only one, say) does not get them.
-WITH_TORCH = ('nvidia-', 'cuda-', 'triton')
-# Minutes that one core of an ordinary machine takes to compile mmcv.
-COMPILE_CORE_MINUTES = 16
-# What one compiler process needs on mmcv's largest files.
-COMPILE_GB = 2
+DISK_GB = 7  # the environment, and the downloads and object files beside it
+COMPILE_GB = 2  # memory of one compiler process on MMCV's largest files
+COMPILE_CORE_MINUTES = 16  # time of one core of an ordinary machine to compile MMCV
+COMPILER = 'on Debian/Ubuntu: sudo apt install build-essential; on Fedora: sudo dnf install gcc-c++'
+PROBE = '#include <Python.h>\n#include <optional>\nstd::optional<int> number;\n'
+
+CUDA = """
+import subprocess, torch
+from torch.utils.cpp_extension import CUDA_HOME
+if torch.cuda.is_available() and torch.version.cuda:
+    nvcc = subprocess.getoutput(f'"{CUDA_HOME}/bin/nvcc" --version')
+    fits = f'release {torch.version.cuda.partition(".")[0]}.' in nvcc
+    print(torch.version.cuda, 'compile' if fits else 'hide')
+"""
 
 VERIFY = """
 import torch, torchvision, mmengine, mmcv
 import mmcv._ext, mmcv.ops
 import mmdet.models, mmseg.models, mmpretrain.models, repa_mm
-from mmcv.ops import nms
 boxes = torch.tensor([[0., 0., 2., 2.], [0., 0., 2., 1.9], [5., 5., 6., 6.]])
-kept = nms(boxes, torch.tensor([.9, .8, .7]), 0.5)[1].tolist()
+kept = mmcv.ops.nms(boxes, torch.tensor([.9, .8, .7]), 0.5)[1].tolist()
 assert kept == [0, 2], f'mmcv.ops.nms keeps {kept} instead of [0, 2]'
-for module in (torch, torchvision, mmengine, mmcv, mmdet, mmseg, mmpretrain,
-               repa_mm):
+for module in (torch, torchvision, mmengine, mmcv, mmdet, mmseg, mmpretrain, repa_mm):
     print(f'{module.__name__} {module.__version__}')
-if torch.cuda.is_available():
-    from mmcv.ops import get_compiling_cuda_version
-    if get_compiling_cuda_version() == 'not available':
-        print('hide the GPU')
+if torch.cuda.is_available() and mmcv.ops.get_compiling_cuda_version() == 'not available':
+    print('hide the GPU')
 """
 
-PROBE = """
-import importlib.util as u, json, os, sys, sysconfig
-print(json.dumps(dict(
-    version='%d.%d' % sys.version_info[:2], executable=sys.executable,
-    header=os.path.join(sysconfig.get_paths()['include'], 'Python.h'),
-    venv=bool(u.find_spec('venv') and u.find_spec('ensurepip')))))
-"""
-
-NETWORK = (
-    'The network or the package index could not be reached. Check the '
-    'connection; behind a proxy set HTTPS_PROXY; where an own certificate '
-    'authority is in use set SSL_CERT_FILE and UV_SYSTEM_CERTS=1. Then run the '
-    'same command again: what is already installed stays.'
-)
-
-# What a failed step's log says -> what to do about it.
-REMEDIES = (
-    (
-        r'No space left on device|Disk quota exceeded|os error 28',
-        'The disk is full. Free some space (the whole stack needs about {disk} '
-        'GB, and uv keeps its downloads in ~/.cache/uv) and run the same command '
-        'again.',
+# What the output of a failed step says -> what to do about it.
+REMEDIES = {
+    'No space left on device|Disk quota exceeded|os error 28': f'The disk is full. Free some '
+    f'space (the whole stack needs about {DISK_GB} GB, and uv keeps its downloads in '
+    '~/.cache/uv) and run the same command again.',
+    'Killed signal|signal terminated program|cannot allocate memory|out of memory|MemoryError': (
+        'The compiler ran out of memory. Run again with fewer compiler processes at a time: '
+        'MAX_JOBS=1 make ...'
     ),
-    (
-        r'Killed signal|signal terminated program|cannot allocate memory|'
-        r'out of memory|MemoryError',
-        'The compiler ran out of memory. Run again with fewer compiler processes '
-        'at a time: MAX_JOBS=1 make ...',
+    r'probe\.cpp': f'The C++ compiler is too old. Install GCC 9 or later, {COMPILER}',
+    'No interpreter found': 'This stack needs Python {pythons}. Install one of them and name it: '
+    'make ... PYTHON=/path/to/python3.11',
+    r'name resolution|resolve host|lookup address|dns error|Network is unreachable|'
+    r'Connection refused|Connection reset|error sending request|timed out|CERTIFICATE_VERIFY|'
+    r'invalid peer certificate|NewConnectionError|ProxyError|\(Connect\)|tunnel error': (
+        'The network or the package index could not be reached. Check the connection; behind a '
+        'proxy set HTTPS_PROXY; where an own certificate authority is in use set SSL_CERT_FILE '
+        'and UV_SYSTEM_CERTS=1. Then run the same command again: what is already installed stays.'
     ),
-    (r'Python\.h: No such file', 'The headers of Python are missing: {headers}'),
-    (
-        r'name resolution|resolve host|lookup address|dns error|'
-        r'Network is unreachable|Connection refused|Connection reset|'
-        r'error sending request|[Tt]imed out|CERTIFICATE_VERIFY|invalid peer '
-        r'certificate|NewConnectionError|ProxyError|client error \(Connect\)|'
-        r'tunnel error|Could not connect',
-        NETWORK,
-    ),
-    (
-        r'No matching distribution|No solution found|not found in the package '
-        r'registry|has no wheels with a matching',
-        'The package index does not offer a pinned package for this Python and '
-        'platform. Supported are Python {pythons} on 64-bit Linux; if a mirror '
-        'is set (pip.conf, UV_INDEX_URL), check that it is up to date.',
-    ),
-    (
-        r'CUDA_HOME|nvcc|detected CUDA version',
-        'The CUDA toolkit does not fit PyTorch. To compile the operators for the '
-        'CPU only: CUDA_VISIBLE_DEVICES= FORCE_CUDA=0 make ...',
-    ),
-    (
-        r'Permission denied',
-        'A file could not be written. Was an earlier run made by another user '
-        '(sudo)? Then remove {venv} and run the same command again.',
-    ),
-)
+    'No matching distribution|No solution found|not found in the package registry|'
+    'has no wheels with a matching': 'The package index does not offer a pinned package for this '
+    'Python and platform. Supported are Python {pythons} on 64-bit Linux; if a mirror is set '
+    '(pip.conf, UV_INDEX_URL), check that it is up to date.',
+    'CUDA_HOME|nvcc|detected CUDA version': 'The CUDA toolkit does not fit PyTorch. To compile '
+    'the operators for the CPU only: CUDA_VISIBLE_DEVICES= FORCE_CUDA=0 make ...',
+    'Permission denied': 'A file could not be written. Was an earlier run made by another user '
+    '(sudo)? Then remove {venv} and run the same command again.',
+    '': 'Running the same command again repeats this step only. If it keeps failing, remove '
+    '{venv} and start anew.',
+}
 
 
 class SetupError(Exception):
     """A step failed; the message says why and what to do."""
 
 
-# --------------------------------------------------------------- the machine
-
-
-def probe(python):
-    """Ask an interpreter what it is; None if it does not run."""
-    try:
-        done = subprocess.run(
-            [str(python), '-c', PROBE],
-            timeout=60,
-            env=child_env(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-        )
-        return json.loads(done.stdout.decode()) if not done.returncode else None
-    except (OSError, ValueError, subprocess.SubprocessError):
-        return None
-
-
-def find_python(supported):
-    """The interpreter to build on: this one, else the first that fits."""
-    names = [sys.executable]
-    names += [shutil.which(f'python{version}') for version in supported]
-    pyenv = Path(os.environ.get('PYENV_ROOT', Path.home() / '.pyenv'))
-    for version in supported:
-        # `python3.11` of pyenv is a shim that need not work.
-        names += sorted(pyenv.glob(f'versions/{version}.*/bin/python3'))
-    for name in filter(None, names):
-        found = probe(name)
-        if found and found['version'] in supported:
-            return found
-    versions = ', '.join(sorted(supported))
-    this = '.'.join(map(str, sys.version_info[:3]))
-    raise SetupError(
-        f'This stack needs Python {versions}; this is Python {this}, and none '
-        'of the others was found.\nInstall one of them and name it: '
-        f'make ... PYTHON=/path/to/python{supported[0]}'
-    )
-
-
-def package_hint(debian, fedora, macos):
-    """How to install something, for the system at hand."""
-    if sys.platform == 'darwin':
-        return f'on macOS: {macos}'
-    return f'on Debian/Ubuntu: {debian}; on Fedora: {fedora}'
-
-
-def headers_hint(version):
-    """How to install the C headers of a Python."""
-    return package_hint(
-        f'sudo apt install python{version}-dev',
-        f'sudo dnf install python{version}-devel',
-        f'brew install python@{version}',
-    )
-
-
-def find_compiler(python):
-    """The C++ compiler, proved by a small file that includes Python.h."""
-    if not Path(python['header']).is_file():
-        version = python['version']
-        raise SetupError(
-            f'{python["executable"]} has no C headers ({python["header"]} is '
-            'missing), and mmcv is compiled against them.\nInstall them, ' + headers_hint(version)
-        )
-    hint = package_hint(
-        'sudo apt install build-essential',
-        'sudo dnf install gcc-c++ make',
-        'xcode-select --install',
-    )
-    names = shlex.split(os.environ.get('CXX', '')) or next(
-        ([name] for name in ('c++', 'g++', 'clang++') if shutil.which(name)), None
-    )
-    if not names or not shutil.which(names[0]):
-        missing = f' (CXX names {names[0]!r})' if names else ''
-        raise SetupError(
-            f'No C++ compiler found{missing}: mmcv has to be compiled.\nInstall one, {hint}'
-        )
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder, 'probe.cpp')
-        source.write_text(
-            '#include <Python.h>\n#include <optional>\n'
-            'int main() { return std::optional<int>(0).value(); }\n'
-        )
-        done = subprocess.run(
-            [
-                *names,
-                '-std=c++17',
-                '-fsyntax-only',
-                '-I' + str(Path(python['header']).parent),
-                str(source),
-            ],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
-    if done.returncode:
-        message = '\n'.join(done.stdout.decode(errors='replace').splitlines()[:10])
-        raise SetupError(
-            f'The C++ compiler {names[0]!r} cannot compile a '
-            f'small C++17 file:\n{message}\n'
-            f'Install a newer one (GCC 9 or later), {hint}'
-        )
-    return names
-
-
-def existing_parent(path):
-    """The nearest folder above a path that exists, or the path itself."""
-    path = Path(path).absolute()
-    while not path.exists():
-        path = path.parent
-    return path
-
-
-def check_disk(venv, need):
-    """Raise if there is less than `need` GB for the environment or uv."""
-    cache = os.environ.get('UV_CACHE_DIR') or Path(
-        os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache', 'uv'
-    )
-    seen = set()
-    for what, path in (('the environment', venv), ("uv's downloads", cache)):
-        place = existing_parent(path)
-        device = place.stat().st_dev
+def check_disk(*paths):
+    """Check that there is room for the environment and for downloads. Raises SetupError."""
+    for path in paths:
+        place = next(p for p in (path, *path.parents) if p.exists())
         free = shutil.disk_usage(place).free / 1e9
-        if device not in seen and free < need:
+        if free < DISK_GB:
             raise SetupError(
-                f'Too little disk space for {what}: about {need} GB are '
-                f'needed, {free:.1f} GB are free at {place}.\nFree some space'
-                + (
-                    '.'
-                    if what == 'the environment'
-                    else ', or set UV_CACHE_DIR to a folder on another disk.'
-                )
+                f'Too little disk space for {path}: about {DISK_GB} GB are needed, {free:.1f} GB '
+                'are free.\nFree some space, or set UV_CACHE_DIR to a folder on another disk.'
             )
-        seen.add(device)
 
 
 def compile_jobs():
-    """Compiler processes at a time: one a core, as far as memory allows."""
+    """Number of compiler processes at a time: one for each core, as far as memory allows."""
     if os.environ.get('MAX_JOBS'):
         return max(1, int(os.environ['MAX_JOBS']))
-    try:
-        cores = len(os.sched_getaffinity(0))
-    except AttributeError:
-        cores = os.cpu_count() or 1
-    limits = []
-    with contextlib.suppress(OSError, AttributeError):
-        text = Path('/proc/meminfo').read_text()
-        limits.append(1024 * int(re.search(r'MemAvailable:\s+(\d+)', text)[1]))
+    limits = [len(os.sched_getaffinity(0)) * COMPILE_GB * 1e9]
+    # The files are not everywhere, and that of a container without a limit says "max".
     with contextlib.suppress(OSError, ValueError):
-        # "max" where the container has no limit
+        meminfo = Path('/proc/meminfo').read_text()
+        limits.append(1024 * int(re.search(r'MemAvailable:\s+(\d+)', meminfo)[1]))
         limits.append(int(Path('/sys/fs/cgroup/memory.max').read_text()))
-    memory = min(limits) if limits else cores * COMPILE_GB * 1e9
-    return max(1, min(cores, int(memory / (COMPILE_GB * 1e9))))
+    return max(1, int(min(limits) / (COMPILE_GB * 1e9)))
 
 
-def cuda_toolkit():
-    """Version of the CUDA compiler, 'major.minor', or None."""
-    homes = [os.environ.get('CUDA_HOME'), os.environ.get('CUDA_PATH')]
-    names = [os.path.join(home, 'bin', 'nvcc') for home in homes if home]
-    for name in names + ['nvcc', '/usr/local/cuda/bin/nvcc']:
-        if shutil.which(name):
-            done = subprocess.run([name, '--version'], stdout=subprocess.PIPE)
-            found = re.search(r'release (\d+\.\d+)', done.stdout.decode())
-            return found and found[1]
-    return None
+def clock(start):
+    """The time since a moment as minutes:seconds."""
+    seconds = int(time.monotonic() - start)
+    return f'{seconds // 60}:{seconds % 60:02d}'
 
 
-# ------------------------------------------------------------------ the pins
-
-
-def normalize(name):
-    """A distribution's name as package indexes spell it."""
-    return re.sub(r'[-_.]+', '-', name).lower()
-
-
-def read_pins(stack):
-    """The stack's pins by part: dict of lists of requirement lines."""
-    parts = dict(uv=[], base=[], mmcv=[], rest=[])
-    path = REQUIREMENTS / f'{stack}.txt'
-    for line in path.read_text().splitlines():
-        line = line.partition('#')[0].strip()
-        if not line:
-            continue
-        name = normalize(re.match(r'[\w.-]+', line)[0])
-        if name == 'uv':
-            parts['uv'].append(line)
-        elif name in BASE or name.startswith(WITH_TORCH):
-            parts['base'].append(line)
-        elif name == STACKS[stack]['mmcv']:
-            parts['mmcv'].append(line)
-        else:
-            parts['rest'].append(line)
-    for part in ('uv', 'mmcv'):
-        if len(parts[part]) != 1:
-            raise SetupError(f'{path} should pin {part} exactly once, but has {parts[part]}')
-    return parts
-
-
-# ------------------------------------------------------- commands, with a log
-
-
-def child_env(**extra):
-    """The environment of a command, without what would redirect its Python or pip."""
-    env = dict(os.environ)
-    for name in (
-        'PYTHONPATH',
-        'PYTHONHOME',
-        'VIRTUAL_ENV',
-        'PIP_USER',
-        'PIP_TARGET',
-        'PIP_PREFIX',
-        '__PYVENV_LAUNCHER__',
-    ):
-        env.pop(name, None)
-    env.update(PYTHONNOUSERSITE='1', PIP_DISABLE_PIP_VERSION_CHECK='1', **extra)
-    return env
-
-
-def clock(seconds):
-    """A duration as minutes:seconds."""
-    return f'{int(seconds) // 60}:{int(seconds) % 60:02d}'
-
-
-class Progress:
-    """Shows that a command moves: in place on a terminal, else in lines."""
-
-    def __init__(self):
-        self.start = self.shown = time.monotonic()
-        self.tty = sys.stdout.isatty()
-        self.text = ''
-
-    def line(self, line):
-        counted = re.search(r'\[(\d+)/(\d+)\] ', line)
-        if counted:
-            self.text = f'{counted[1]} of {counted[2]} files compiled'
-        elif 'bdist_wheel' in line or ' -shared ' in line:
-            self.text = 'linking and packing'
-        elif not self.text.endswith('compiled') and line.strip():
-            self.text = line.strip()
-
-    def tick(self, period=20):
-        now = time.monotonic()
-        if now - self.shown < (0.5 if self.tty else period):
-            return
-        self.shown = now
-        text = f'      {clock(now - self.start)}  {self.text}'
-        if self.tty:
-            width = shutil.get_terminal_size().columns - 1
-            print('\r' + text[:width].ljust(width), end='', flush=True)
-        else:
-            print(text[:120], flush=True)
-
-    def close(self):
-        if self.tty:
-            print('\r' + ' ' * (shutil.get_terminal_size().columns - 1) + '\r', end='', flush=True)
-
-
-def stop(process):
-    """End a command and everything that it started."""
-    for number, patience in ((signal.SIGINT, 5), (signal.SIGTERM, 5), (signal.SIGKILL, 5)):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(patience)
-            # Its children may ignore an interrupt, as a shell's do.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            return
+def progress(output):
+    """What a command does now: how many files it has compiled, else its last line."""
+    counted = re.findall(r'\[(\d+)/(\d+)\] ', output)
+    if counted:
+        return '{} of {} files compiled'.format(*counted[-1])
+    return output.strip().rpartition('\n')[2].strip()
 
 
 def run(command, log, cwd=None, **extra_env):
-    """Run a command with its output in `log`.
+    """Run a command, write its output to a log, and show that it moves.
 
-    Returns its output; raises subprocess.CalledProcessError.
+    Returns the output. Raises subprocess.CalledProcessError.
     """
-    lines, progress = queue.Queue(), Progress()
-    with open(log, 'a', encoding='utf-8', errors='replace') as file:
-        file.write('$ ' + ' '.join(shlex.quote(str(c)) for c in command) + '\n')
+    command, tty, start = list(map(str, command)), sys.stdout.isatty(), time.monotonic()
+    # On a terminal a line takes the place of the line before it.
+    line = '\r\033[K{:.78}' if tty else '{:.120}\n'
+    env = {k: v for k, v in os.environ.items() if k not in ('PYTHONPATH', 'PYTHONHOME')}
+    env.update(extra_env)
+    null, out = subprocess.DEVNULL, subprocess.STDOUT
+    with open(log, 'ab') as file:
+        file.write(f'$ {shlex.join(command)}\n'.encode())
         file.flush()
-        # A process group of its own lets `stop` reach the compilers too.
-        process = subprocess.Popen(
-            [str(c) for c in command],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            cwd=cwd,
-            env=child_env(**extra_env),
-            start_new_session=True,
-        )
-
-        def read():
-            for raw in process.stdout:
-                lines.put(raw.decode(errors='replace'))
-            lines.put(None)
-
-        threading.Thread(target=read, daemon=True).start()
-        output = []
-        try:
-            while True:
-                try:
-                    line = lines.get(timeout=0.5)
-                except queue.Empty:
-                    progress.tick()
-                    continue
-                if line is None:
+        begin = file.tell()
+        with subprocess.Popen(command, stdin=null, stdout=file, stderr=out, cwd=cwd, env=env) as p:
+            while p.poll() is None:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    p.wait(1 if tty else 20)
                     break
-                output.append(line)
-                file.write(line)
-                file.flush()
-                progress.line(line)
-                progress.tick()
-            code = process.wait()
-        except BaseException:
-            stop(process)
-            raise
-        finally:
-            progress.close()
-    if code:
-        raise subprocess.CalledProcessError(code, command, ''.join(output))
-    return ''.join(output)
+                moved = progress(log.read_bytes()[begin:].decode(errors='replace'))
+                print(line.format(f'      {clock(start)}  {moved}'), end='', flush=True)
+    print('\r\033[K' if tty else '', end='', flush=True)
+    output = log.read_bytes()[begin:].decode(errors='replace')
+    if p.returncode:
+        raise subprocess.CalledProcessError(p.returncode, command, output)
+    return output
 
 
-def explain(error, log, advice):
-    """The end of a failed command's output, and what to do."""
-    lines = [line.rstrip()[:200] for line in error.output.splitlines()]
+def explain(output, log, **advice):
+    """The end of a failed command's output, the name of its log, and what to do."""
+    lines = [line.rstrip()[:200] for line in output.splitlines()]
     shown = [line for line in lines if re.search(r'\berror\b', line, re.I)][:5]
     shown += [line for line in lines[-12:] if line not in shown]
-    # The end only: a compiler's output is long, and mentions a lot.
+    # Only the end tells the reason: a compiler's output is long and mentions much.
     end = '\n'.join(shown + lines[-40:])
-    what = next(
-        (text for pattern, text in REMEDIES if re.search(pattern, end, re.I)),
-        'Running the same command again repeats this step only. If it '
-        f'keeps failing, remove {advice["venv"]} and start anew.',
-    )
-    return (
-        '\n'.join('      ' + line for line in shown)
-        + f'\n      whole log: {log}\nWhat to do: '
-        + what.format(**advice)
-    )
-
-
-# ----------------------------------------------------------------- the steps
+    what = next(text for pattern, text in REMEDIES.items() if re.search(pattern, end, re.I))
+    shown = ''.join(f'      {line}\n' for line in shown)
+    return f'{shown}      whole log: {log}\nWhat to do: {what.format(**advice)}'
 
 
 class Environment:
@@ -472,298 +180,203 @@ class Environment:
     Args:
         stack (str): 'onedl' or 'openmmlab'.
         venv (Path): The environment's folder.
-        mmcv_wheel (Path, optional): A compiled mmcv to use.
+        wheel (Path, optional): A compiled MMCV to use.
     """
 
-    def __init__(self, stack, venv, mmcv_wheel=None):
-        self.stack, self.venv, self.mmcv_wheel = stack, venv, mmcv_wheel
-        self.state = venv / '.setup'
-        self.python = venv / 'bin' / 'python'
-        self.pins = read_pins(stack)
-        pin = self.pins['mmcv'][0].partition(';')[0].strip()
-        start = pin.replace('-', '_').replace('==', '-') + '-'
-        if mmcv_wheel and not mmcv_wheel.name.startswith(start):
-            raise SetupError(f'This stack needs a wheel of {pin}; {mmcv_wheel} is another.')
-        self.keys = self._keys()
+    def __init__(self, stack, venv, wheel=None):
+        self.venv, self.state, self.python = venv, venv / '.setup', venv / 'bin' / 'python'
+        self.uv = self.state / 'uv' / 'bin' / 'uv'
+        self.requirements = ROOT / 'requirements' / f'{stack}.txt'
+        name, self.pythons = STACKS[stack]
+        self.mmcv = self.pin(name)
+        if wheel and not wheel.name.startswith(self.mmcv.replace('-', '_').replace('==', '-')):
+            raise SetupError(f'This stack needs a wheel of {self.mmcv}; {wheel} is another.')
+        # MMCV fits only the PyTorch that it was compiled against.
+        self.folder = self.state / f'{self.mmcv}-{self.pin("torch")}'.replace('==', '-')
+        self.wheel = wheel or next(self.folder.glob('*.whl'), None)
+        files = (self.requirements, Path(__file__), ROOT / 'setup.py', ROOT / 'repa_mm/version.py')
+        self.inputs = '\n'.join([str(ROOT), *(file.read_text() for file in files)])
 
-    def steps(self):
-        """(name, title, method) of every step, in their order."""
-        mmcv = self.pins['mmcv'][0].partition(';')[0].strip().replace('==', ' ')
-        if self.mmcv_wheel:
-            mmcv = f'installing {mmcv} from {self.mmcv_wheel.name}'
-        else:
-            jobs = compile_jobs()
-            minutes = max(1, round(COMPILE_CORE_MINUTES / jobs))
-            mmcv = f'compiling {mmcv} (about {minutes} minutes with {jobs} compiler processes)'
-        torch = next(p for p in self.pins['base'] if p.startswith('torch=='))
-        return (
-            ('venv', f'creating {self.venv}', self.make_venv),
-            (
-                'torch',
-                f'installing {torch.partition(";")[0].strip()} (a download of up to 3 GB)',
-                self.install_torch,
-            ),
-            ('mmcv', mmcv, self.install_mmcv),
-            (
-                'packages',
-                f'installing {len(self.pins["rest"])} other packages',
-                self.install_packages,
-            ),
-            ('plugin', 'installing RePa-MM itself (editable)', self.install_plugin),
-            ('verify', 'verifying that everything imports', self.verify),
-        )
+    def pin(self, name):
+        """The pinned version of a package, 'name==version'."""
+        return re.search(f'^{name}==\\S+', self.requirements.read_text(), re.M)[0]
 
-    def _keys(self):
-        """What each step depends on, as a chain of hashes."""
-        setup = b''.join((ROOT / name).read_bytes() for name in ('setup.py', 'repa_mm/version.py'))
-        inputs = dict(
-            venv=[self.stack, *self.pins['uv']],
-            torch=self.pins['base'],
-            mmcv=self.pins['mmcv'],
-            packages=self.pins['rest'],
-            plugin=[str(ROOT), hashlib.sha256(setup).hexdigest()],
-            verify=[VERIFY],
-        )
-        keys, key = {}, ''
-        for name, content in inputs.items():
-            key = hashlib.sha256(json.dumps([key, content]).encode()).hexdigest()
-            keys[name] = key
-        return keys
-
-    def done(self, name):
-        stamp = self.state / f'{name}.done'
-        return stamp.is_file() and stamp.read_text() == self.keys[name]
-
-    def pending(self):
-        """Names of the steps to do: the first that is not done, and on."""
-        names = list(self.keys)
-        if not self.python.exists():
-            return names
-        return next((names[i:] for i, name in enumerate(names) if not self.done(name)), [])
-
-    def log(self, name):
-        return self.state / f'{name}.log'
-
-    def check(self, pending):
-        """Look at the machine before anything is downloaded."""
-        supported = STACKS[self.stack]['pythons']
-        existing = None
-        if self.venv.exists() and any(self.venv.iterdir()):
-            if not ((self.venv / 'pyvenv.cfg').is_file() or self.state.is_dir()):
-                raise SetupError(
-                    f'{self.venv} exists and is not a virtual '
-                    'environment. Remove it or choose another '
-                    'folder with --venv.'
-                )
-            existing = probe(self.python) if self.python.exists() else None
-            if existing and existing['version'] not in supported:
-                raise SetupError(
-                    f'{self.venv} is an environment of Python '
-                    f'{existing["version"]}, but this stack needs one of '
-                    f'{", ".join(sorted(supported))}. Remove it (rm -r '
-                    f'{self.venv}) and run the same command again.'
-                )
-        self.base_python = existing or find_python(supported)
-        if not existing and not self.base_python['venv']:
-            version = self.base_python['version']
-            raise SetupError(
-                f'{self.base_python["executable"]} cannot create virtual '
-                'environments (venv or ensurepip is missing).\nInstall them, '
-                + package_hint(
-                    f'sudo apt install python{version}-venv',
-                    f'sudo dnf install python{version}',
-                    f'brew install python@{version}',
-                )
-            )
-        if 'mmcv' in pending and not self.mmcv_wheel:
-            self.compiler = find_compiler(self.base_python)
-        disk = STACKS[self.stack]['disk']
-        check_disk(self.venv, disk if 'torch' in pending else 2 if 'mmcv' in pending else 1)
+    def is_ready(self):
+        """Whether an earlier run made the environment of just these inputs."""
+        stamp = self.state / 'done'
+        return self.python.exists() and stamp.is_file() and stamp.read_text() == self.inputs
 
     def make(self):
-        """Do what is to be done. Raises SetupError."""
-        if not self.pending():
-            return False
-        self.check(self.pending())
+        """Do all steps, unless the environment is ready. Raises SetupError."""
+        if self.is_ready():
+            return
+        if not self.python.exists():
+            if self.venv.exists() and not self.state.is_dir():
+                raise SetupError(
+                    f'{self.venv} exists and is not a virtual environment. Remove it or choose '
+                    'another folder with --venv.'
+                )
+            caches = Path(os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache')
+            check_disk(self.venv, Path(os.environ.get('UV_CACHE_DIR') or caches / 'uv'))
         self.state.mkdir(parents=True, exist_ok=True)
-        with self.locked():
-            pending = self.pending()
-            steps = self.steps()
-            for number, (name, title, method) in enumerate(steps, 1):
-                if name not in pending:
-                    continue
-                print(f'[{number}/{len(steps)}] {title} ...', flush=True)
-                stamp = self.state / f'{name}.done'
-                for path in (stamp, self.log(name)):
-                    if path.exists():
-                        path.unlink()
-                start = time.monotonic()
-                try:
-                    method()
-                except subprocess.CalledProcessError as error:
-                    version = self.base_python['version']
-                    advice = dict(
-                        venv=self.venv,
-                        disk=STACKS[self.stack]['disk'],
-                        headers=headers_hint(version),
-                        pythons=', '.join(sorted(STACKS[self.stack]['pythons'])),
-                    )
-                    raise SetupError(
-                        f'Step [{number}/{len(steps)}] failed: {title} (exit '
-                        f'status {error.returncode}, after '
-                        f'{clock(time.monotonic() - start)}).\n'
-                        + explain(error, self.log(name), advice)
-                    ) from None
-                stamp.write_text(self.keys[name])
-                print(f'      done in {clock(time.monotonic() - start)}', flush=True)
-        return bool(pending)
-
-    @contextlib.contextmanager
-    def locked(self):
-        """Keep a second run (another terminal) out until this one is done."""
-        import fcntl
-
         with open(self.state / 'lock', 'w') as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 print(f'Another run is setting up {self.venv}: waiting for it ...', flush=True)
                 fcntl.flock(file, fcntl.LOCK_EX)
-            yield
+            steps = self.steps()
+            for number, (method, title) in enumerate(steps.items(), 1):
+                self.step(f'[{number}/{len(steps)}]', title, method)
+            (self.state / 'done').write_text(self.inputs)
+        print(f'The environment {self.venv} is ready.')
 
-    def uv(self, step, *arguments):
-        run(
-            [self.python, '-m', 'uv', 'pip', 'install', '--python', self.python, *arguments],
-            self.log(step),
-        )
+    def steps(self):
+        """The methods of all steps, in their order, and their titles."""
+        jobs = compile_jobs()
+        minutes = max(1, round(COMPILE_CORE_MINUTES / jobs))
+        mmcv = f'compiling {self.mmcv} (about {minutes} minutes with {jobs} compiler processes)'
+        if self.wheel:
+            mmcv = f'installing {self.mmcv} from {self.wheel.name}'
+        return {
+            self.create: f'creating {self.venv}',
+            self.try_compiler: 'trying the C++ compiler',
+            self.install_torch: f'installing {self.pin("torch")} (a download of up to 3 GB)',
+            self.install_mmcv: mmcv,
+            self.install_packages: 'installing the other packages',
+            self.install_plugin: 'installing RePa-MM itself (editable)',
+            self.verify: 'verifying that everything imports',
+        }
 
-    def pin_file(self, part):
-        path = self.state / f'{part}.txt'
-        path.write_text('\n'.join(self.pins[part]) + '\n')
-        return path
+    def step(self, number, title, method):
+        """Do one step. Raises SetupError."""
+        print(f'{number} {title} ...', flush=True)
+        self.log, start = self.state / f'{method.__name__}.log', time.monotonic()
+        self.log.unlink(missing_ok=True)
+        try:
+            method()
+        except subprocess.CalledProcessError as error:
+            advice = dict(venv=self.venv, pythons=', '.join(self.pythons))
+            raise SetupError(
+                f'Step {number} failed: {title} (exit status {error.returncode}, after '
+                f'{clock(start)}).\n{explain(error.output, self.log, **advice)}'
+            ) from None
+        print(f'      done in {clock(start)}', flush=True)
 
-    def make_venv(self):
-        log = self.log('venv')
-        run([self.base_python['executable'], '-m', 'venv', self.venv], log)
-        # uv, because pip may prefer a local CPU build of torch that does not
-        # fit the registry's torchvision.
-        run([self.python, '-m', 'pip', 'install', *self.pins['uv']], log)
+    def run(self, *command, **options):
+        """Run a command with the log of this step."""
+        return run(command, self.log, **options)
+
+    def install(self, *arguments):
+        """Install packages with uv."""
+        self.run(self.uv, 'pip', 'install', '--python', self.python, *arguments)
+
+    def create(self):
+        """Install uv beside the environment, and let uv create the environment."""
+        if not self.uv.exists():
+            self.run(sys.executable, '-m', 'venv', '--clear', self.state / 'uv')
+        self.run(self.uv.parent / 'python', '-m', 'pip', 'install', self.pin('uv'))
+        if not self.python.exists():
+            this = '.'.join(map(str, sys.version_info[:2]))
+            others = f'>={self.pythons[0]},<={self.pythons[-1]}.999'
+            python = sys.executable if this in self.pythons else others
+            options = ('--seed', '--allow-existing', '--no-python-downloads', '--python', python)
+            self.run(self.uv, 'venv', *options, self.venv)
+
+    def try_compiler(self):
+        """Compile a small C++17 file that includes Python.h, before the long downloads."""
+        if self.wheel:
+            return
+        compiler, source = shlex.split(os.environ.get('CXX') or 'c++'), self.state / 'probe.cpp'
+        if not shutil.which(compiler[0]):
+            raise SetupError(
+                f'No C++ compiler found ({compiler[0]!r}): mmcv has to be compiled.\n'
+                f'Install one, {COMPILER}'
+            )
+        query = 'import sysconfig; print(sysconfig.get_path("include"))'
+        include = Path(self.run(self.python, '-c', query).strip())
+        if not (include / 'Python.h').is_file():
+            raise SetupError(
+                f'{self.python} has no C headers ({include}/Python.h is missing), and mmcv is '
+                'compiled against them.\nInstall them, on Debian/Ubuntu: sudo apt install '
+                f'{include.name}-dev; on Fedora: sudo dnf install {include.name}-devel'
+            )
+        source.write_text(PROBE)
+        self.run(*compiler, '-std=c++17', '-fsyntax-only', f'-I{include}', source)
 
     def install_torch(self):
-        names = '\n'.join(
-            p for p in self.pins['base'] if normalize(re.match(r'[\w.-]+', p)[0]) in BASE
-        )
-        wanted = self.state / 'wanted.txt'
-        wanted.write_text(names + '\n')
-        self.uv('torch', '-r', wanted, '-c', self.pin_file('base'), '-c', self.pin_file('rest'))
+        """Install PyTorch and the tools to compile MMCV with."""
+        self.install(*BASE, '-c', self.requirements)
 
     def install_mmcv(self):
-        wheel = self.mmcv_wheel or self.compile_mmcv()
-        self.uv('mmcv', '--no-deps', '--reinstall', wheel)
+        """Install the MMCV that was given or kept, else compile it."""
+        self.folder.mkdir(exist_ok=True)
+        if not self.wheel:
+            self.wheel = self.compile_mmcv()
+        elif self.wheel.parent != self.folder:
+            self.wheel = Path(shutil.copy(self.wheel, self.folder))
+        self.install('--no-deps', self.wheel)
 
     def compile_mmcv(self):
-        """Compile mmcv; returns the wheel's path.
-
-        The folder is named after the torch that it is compiled for, so that a
-        build for another torch is never taken, and object files of an
-        interrupted build are.
-        """
-        folder = self.state / f'mmcv-{self.keys["mmcv"][:12]}'
-        wheels = list(folder.glob('*.whl'))
-        if wheels:
-            return wheels[0]
-        for old in self.state.glob('mmcv-*/'):
-            if old != folder:
-                shutil.rmtree(old)
-        log, name = self.log('mmcv'), STACKS[self.stack]['mmcv']
-        pip = [self.python, '-m', 'pip']
-        build = ['--no-build-isolation', '--no-deps', '--no-cache-dir']
-        source = folder / 'source'
+        """Compile MMCV, with the object files of an interrupted run; returns the wheel's path."""
+        pip = (self.python, '-m', 'pip')
+        build = ('--no-build-isolation', '--no-deps', '--no-cache-dir')
+        source, unpacked = self.folder / 'source', self.folder / 'unpacked'
         if not source.is_dir():
-            unpacked = folder / 'unpacked'
-            shutil.rmtree(folder, ignore_errors=True)
-            unpacked.mkdir(parents=True)
-            run(
-                [*pip, 'download', *build, '--no-binary', name, '-d', folder, *self.pins['mmcv']],
-                log,
-            )
-            with tarfile.open(next(folder.glob('*.tar.gz'))) as archive:
-                archive.extractall(unpacked)
+            name = self.mmcv.partition('==')[0]
+            self.run(*pip, 'download', *build, '--no-binary', name, '-d', self.folder, self.mmcv)
+            shutil.unpack_archive(next(self.folder.glob('*.tar.gz')), unpacked)
             next(unpacked.iterdir()).rename(source)
-        extra = self.cuda_env()
-        extra.update(
-            MMCV_WITH_OPS='1',
-            MAX_JOBS=str(compile_jobs()),
-            CXX=' '.join(self.compiler),
-            PYTHONUNBUFFERED='1',
-            # Python's own flags (older versions of setuptools add to them,
-            # newer ones replace them), but without debug symbols, which take
-            # a third of the time.
-            CFLAGS='-DNDEBUG -fwrapv -O3 -g0 ' + os.environ.get('CFLAGS', ''),
-        )
-        run([*pip, 'wheel', '-v', *build, '-w', folder / 'wheel', source], log, **extra)
-        built = next((folder / 'wheel').glob('*.whl'))
-        wheel = folder / built.name
-        built.rename(wheel)
-        for done in (source, source.parent / 'unpacked', built.parent):
-            shutil.rmtree(done)
+        # Python's own flags (older versions of setuptools add to them, newer versions replace
+        # them) without debug symbols, which take a third of the time.
+        flags = '-DNDEBUG -fwrapv -O3 -g0 ' + os.environ.get('CFLAGS', '')
+        env = dict(MMCV_WITH_OPS='1', MAX_JOBS=str(compile_jobs()), CFLAGS=flags)
+        env.update(self.cuda_env(), PYTHONUNBUFFERED='1')
+        self.run(*pip, 'wheel', '-v', *build, '-w', unpacked, source, **env)
+        built = next(unpacked.glob('*.whl'))
+        wheel = built.rename(self.folder / built.name)
+        shutil.rmtree(source)
         print(f'      kept for other machines (MMCV_WHEEL=...): {wheel}')
         return wheel
 
     def cuda_env(self):
-        """Environment variables that choose CUDA or CPU operators."""
+        """Environment variables that choose operators for CUDA or for the CPU."""
         if os.environ.get('FORCE_CUDA') == '1':
             return {}
-        output = run(
-            [
-                self.python,
-                '-c',
-                'import torch; print("cuda", torch.version.cuda, torch.cuda.is_available())',
-            ],
-            self.log('mmcv'),
-        )
-        version, available = re.search(r'cuda (\S+) (\S+)', output).groups()
-        if available != 'True' or version == 'None':
-            return {}
-        toolkit = cuda_toolkit()
-        if toolkit and toolkit.split('.')[0] == version.split('.')[0]:
-            print(
-                f'      with CUDA operators (nvcc {toolkit}); this takes several times longer',
-                flush=True,
-            )
-            return {}
-        found = f'nvcc {toolkit} does not fit' if toolkit else 'nvcc is missing'
-        print(f'      for the CPU only: PyTorch uses CUDA {version} and {found}', flush=True)
-        return dict(CUDA_VISIBLE_DEVICES='')
+        version, _, choice = self.run(self.python, '-c', CUDA).strip().partition(' ')
+        if choice == 'compile':
+            print('      with CUDA operators: this takes several times longer', flush=True)
+        if choice == 'hide':
+            print(f'      for the CPU only: there is no nvcc for CUDA {version}', flush=True)
+        return dict(CUDA_VISIBLE_DEVICES='') if choice == 'hide' else {}
 
     def install_packages(self):
-        # The list is complete; resolving again would bring in
-        # opencv-python, which needs libGL, beside the headless one.
-        self.uv('packages', '--no-deps', '-r', self.pin_file('rest'))
+        """Install all other pins."""
+        # The list is complete. Resolving it anew would bring in opencv-python, which needs libGL.
+        self.install('--no-deps', '-r', self.requirements)
 
     def install_plugin(self):
-        self.uv('plugin', '--no-deps', '--no-build-isolation', '-e', ROOT)
+        """Install this project in such a way that changes of its files take effect."""
+        self.install('--no-deps', '--no-build-isolation', '-e', ROOT)
 
     def verify(self):
+        """Import everything, and note whether a GPU must be hidden from MMCV."""
         with tempfile.TemporaryDirectory() as folder:
-            output = run(
-                [self.python, '-W', 'ignore', '-c', VERIFY], self.log('verify'), cwd=folder
-            )
-        lines = output.splitlines()
-        print('      ' + ', '.join(line for line in lines if re.fullmatch(r'\w+ \d[\w.+]*', line)))
-        hide = 'hide the GPU' in lines
+            output = self.run(self.python, '-W', 'ignore', '-c', VERIFY, cwd=folder)
+        print('      ' + ', '.join(re.findall(r'^\w+ \d[\w.+]*$', output, re.M)))
+        hide = 'hide the GPU' in output
         if hide:
             print(
-                '      NOTE: mmcv has no CUDA operators, and without them '
-                'detectors cannot run on the\n      GPU: `make demo` and '
-                '`make test` use the CPU. See "When the install fails" in README.md.'
+                '      NOTE: mmcv has no CUDA operators, and without them detectors cannot run on '
+                'the\n      GPU: `make demo` and `make test` use the CPU. See "When the install '
+                'fails" in README.md.'
             )
-        # What the Makefile puts before the commands that it runs.
+        # The Makefile puts this before the commands that it runs.
         (self.state / 'run-env').write_text('CUDA_VISIBLE_DEVICES=\n' if hide else '')
 
 
 def main():
-    """Run the command line; returns the exit status."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument('--stack', choices=sorted(STACKS), default='onedl')
     parser.add_argument(
@@ -777,27 +390,16 @@ def main():
         'PyTorch, to use instead of compiling (or set MMCV_WHEEL)',
     )
     args = parser.parse_args()
-
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
-    signal.signal(signal.SIGTERM, interrupt)
-    signal.signal(signal.SIGHUP, interrupt)
     try:
         wheel = args.mmcv_wheel
         if wheel and not wheel.is_file():
             raise SetupError(f'The mmcv wheel {wheel} does not exist.')
-        environment = Environment(args.stack, args.venv.absolute(), wheel and wheel.absolute())
-        if environment.make():
-            print(f'The environment {args.venv} is ready.')
+        Environment(args.stack, args.venv.absolute(), wheel and wheel.absolute()).make()
     except KeyboardInterrupt:
-        print('\nInterrupted. Run the same command again to go on from here.', file=sys.stderr)
-        return 130
+        sys.exit('\nInterrupted. Run the same command again to go on from here.')
     except (SetupError, OSError) as error:
-        print(f'\nThe set-up of {args.venv} failed.\n{error}', file=sys.stderr)
-        return 1
-    return 0
+        sys.exit(f'\nThe set-up of {args.venv} failed.\n{error}')
 
 
 if __name__ == '__main__':
-    sys.exit(main())
+    main()
