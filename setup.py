@@ -91,11 +91,11 @@ setup(
         'Topic :: Scientific/Engineering :: Artificial Intelligence',
     ],
     packages=find_packages(include=['repa_mm', 'repa_mm.*']),
-    python_requires='>=3.8',
+    python_requires='>=3.10',
     # Neither MMCV nor MMEngine: OpenMMLab's and OneDL's packages install the
     # same modules, and naming one would overwrite the other.
     # repa_mm.compat checks at import what is there.
-    install_requires=['numpy', 'torch>=2.0'],
+    install_requires=['numpy', 'packaging', 'torch>=2.0'],
     extras_require={
         'demo': ['scikit-image', 'scikit-learn'],
         'tests': ['hypothesis', 'pytest', 'scikit-image', 'scikit-learn'],
