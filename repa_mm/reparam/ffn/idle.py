@@ -222,7 +222,7 @@ class ChannelIdleFFN(TrainingForm):
         with torch.device('meta'):
             merged = MergedFFN(
                 self.embed_dims,
-                self.num_active,
+                len(folded.b_in),
                 act_cfg=copy.deepcopy(self.act),
                 norm=copy.deepcopy(norm),
                 idle=self.num_idle > 0,

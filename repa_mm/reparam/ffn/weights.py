@@ -66,7 +66,7 @@ def fold(
 
 def form_of(weights: dict) -> str | None:
     """The form that an FFN's weights are in: merged ones have ``fc1`` and no norm before it."""
-    if 'fc1.weight' not in weights or explain(weights):
+    if not any(key.startswith('fc1.') for key in weights) or explain(weights):
         return None
     return 'training' if any(key.startswith('norm1.') for key in weights) else 'deploy'
 

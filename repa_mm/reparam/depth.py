@@ -1,0 +1,512 @@
+"""Depth: a few blocks of parallel branches in place of many blocks.
+
+`Rethinking Vision Transformer Depth via Structural Reparameterization
+<https://arxiv.org/abs/2511.19718>`_ lays B layers of a transformer side by side, behind one norm
+u = LN(x), and joins them while they train. With z_b for the queries, keys, values and hidden
+channels of branch b, the entries of its nonlinearities, and their mean z' over the branches,
+
+    z~_b = (1 - lambda) z_b + lambda z'
+    y = x + sum_b Attention(q~_b, k~_b, v~_b) Wo_b,    then the same with sum_b act(h~_b) W2_b.
+
+At lambda = 1 all branches compute the same nonlinearity, so that they are one ordinary layer: its
+W^q, W^k, W^v and W1 are the means over the branches, its Wo and W2 the sums.
+
+Two identities make that cheap. The z_b are linear in u, so that joining them is joining rows of
+weights. And the heads of an attention are summed, sum_h P_h (u Wv_h) Wo_h, so that B branches of
+h heads are one attention of B h heads, with all Wo_b side by side in one matrix.
+"""
+
+import copy
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from .ffn import ChannelIdleFFN, DropPath, FoldedFFN, num_active_channels
+from .ffn.layers import build_activation
+from .forms import DeployForm, TrainingForm
+from .numerics import double, is_plain, rounded
+from .schedule import Scheduled, set_lam
+
+
+class JoinedLinear(Scheduled, nn.Linear):
+    """The linear layers of B branches, whose outputs lambda joins.
+
+    As an ``nn.Linear`` it has B times the outputs, those of one branch after those of another, and
+    weight and bias are computed from the branches'.
+
+    Args:
+        in_features (int): Number of inputs.
+        out_features (int): Number of outputs of one branch.
+        num_branches (int): Number of branches B.
+        bias (bool): Whether the layers have a bias. Defaults to True.
+        num_joined (int, optional): How many outputs of each branch lambda joins, the first ones;
+            the others, which enter no nonlinearity, come last, behind the joined ones of all
+            branches. Defaults to None, all.
+
+    Raises:
+        ValueError: If the number of branches is not an integer of at least 1.
+    """
+
+    unfinished = 'the branches are joined to'
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        num_branches: int,
+        bias: bool = True,
+        num_joined: int | None = None,
+    ) -> None:
+        nn.Module.__init__(self)
+        if isinstance(num_branches, bool) or not isinstance(num_branches, int) or num_branches < 1:
+            raise ValueError(f'a block has 1 branch or more, but got num_branches={num_branches!r}')
+        self.in_features, self.out_features = in_features, num_branches * out_features
+        self.num_joined = out_features if num_joined is None else num_joined
+        self.branches = nn.ModuleList(
+            nn.Linear(in_features, out_features, bias) for _ in range(num_branches)
+        )
+        self._add_lam()
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return self._join([branch.weight for branch in self.branches])
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        biases = [branch.bias for branch in self.branches]
+        return None if biases[0] is None else self._join(biases)
+
+    def _join(self, tensors: list[torch.Tensor]) -> torch.Tensor:
+        rows = torch.stack(tensors)
+        joined, own = rows.tensor_split([self.num_joined], dim=1)
+        joined = joined.lerp(joined.mean(0, keepdim=True), self.lam.to(rows.dtype))
+        return torch.cat([joined.flatten(0, 1), own.flatten(0, 1)])
+
+    def mean(self, exact: bool = False) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Weight and bias of the one layer that the branches are at lambda = 1.
+
+        Args:
+            exact (bool): Whether in float64. Defaults to False.
+        """
+
+        def of(name):
+            tensors = [getattr(branch, name) for branch in self.branches]
+            return torch.stack([double(t) for t in tensors] if exact else tensors).mean(0)
+
+        return of('weight'), None if self.branches[0].bias is None else of('bias')
+
+    def check_mergeable(self) -> None:
+        """Check that the branches are one.
+
+        Raises:
+            ValueError: If lambda is not 1, or a branch is another layer than it was built as.
+        """
+        self.check_finished()
+        for branch in self.branches:
+            _check_linear(branch, 'a branch')
+
+    def extra_repr(self) -> str:
+        return f'num_joined={self.num_joined}'
+
+
+def _check_linear(layer: nn.Module, what: str) -> None:
+    if not is_plain(layer, nn.Linear):
+        raise ValueError(
+            f'{what} is a {type(layer).__name__}, and not an nn.Linear: an adapter is to be merged '
+            'into the layer first'
+        )
+
+
+class _Parallel(TrainingForm):
+    """What the parallel forms share: the way out, and what follows it.
+
+    ``proj`` has the output matrices of all branches side by side, (C, B n), and one bias: theirs
+    summed.
+    """
+
+    def _add_exit(
+        self, name: str, features: int, drop_rate: float, drop_path: float, layer_scale: float
+    ) -> None:
+        setattr(self, name, nn.Linear(self.num_branches * features, self.embed_dims))
+        self._exit = name
+        self.layer_scale = (
+            nn.Parameter(torch.full((self.embed_dims,), float(layer_scale)))
+            if layer_scale
+            else None
+        )
+        self.drop = nn.Dropout(drop_rate)
+        self.dropout_layer = DropPath(drop_path)
+
+    def _leave(self, x: torch.Tensor, is_joined: bool) -> torch.Tensor:
+        layer = getattr(self, self._exit)
+        weight = self._summed(layer.weight) if is_joined else layer.weight
+        z = self.drop(F.linear(x, weight, layer.bias))
+        if self.layer_scale is not None:
+            z = z * self.layer_scale
+        return self.dropout_layer(z)
+
+    def _summed(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight.unflatten(1, (self.num_branches, -1)).sum(1)
+
+    def _fill(self, into: nn.Linear, out: nn.Linear, entry: JoinedLinear) -> None:
+        """Put the merged weights into the two linear layers of the deploy form."""
+        layer = getattr(self, self._exit)
+        _check_linear(layer, f'its {self._exit}')
+        entry.check_mergeable()
+        like = layer.weight
+        weight, bias = entry.mean(exact=True)
+        into.weight = rounded(weight, like)
+        if bias is not None:
+            into.bias = rounded(bias, like)
+        weight, bias = self._summed(double(layer.weight)), double(layer.bias)
+        if self.layer_scale is not None:
+            scale = double(self.layer_scale)
+            weight, bias = scale[:, None] * weight, scale * bias
+        out.weight, out.bias = rounded(weight, like), rounded(bias, like)
+
+
+class ParallelAttention(_Parallel):
+    """Multi-head attention in B branches that lambda joins.
+
+    It takes normalized tokens, and returns what is to be added to the shortcut. With a window size
+    it is the attention inside of Swin's windows, whose relative position biases, added where
+    queries meet keys, are joined as those are.
+
+    Args:
+        embed_dims (int): Number of channels C.
+        num_heads (int): Number of heads of each branch.
+        num_branches (int): Number of branches B. Defaults to 2.
+        qkv_bias (bool): Whether queries, keys and values have a bias. Defaults to True.
+        window_size (tuple[int], optional): Height and width of the windows. Defaults to None: no
+            relative position bias.
+        qk_scale (float, optional): Scale of the scores. Defaults to None, 1 / sqrt(C / heads).
+        attn_drop (float): Dropout rate of the attention. Defaults to 0.
+        proj_drop (float): Dropout rate of the output. Defaults to 0.
+        drop_path (float): Stochastic depth rate, of all branches together. Defaults to 0.
+        layer_scale_init_value (float): Initial value of the layer scale; 0 for none. Defaults to 0.
+
+    Raises:
+        ValueError: If the number of branches is below 1, or C is no multiple of the heads.
+    """
+
+    label = 'parallel attention'
+
+    def __init__(
+        self,
+        embed_dims: int,
+        num_heads: int,
+        num_branches: int = 2,
+        qkv_bias: bool = True,
+        window_size: tuple[int, int] | None = None,
+        qk_scale: float | None = None,
+        attn_drop: float = 0.0,
+        proj_drop: float = 0.0,
+        drop_path: float = 0.0,
+        layer_scale_init_value: float = 0.0,
+    ) -> None:
+        super().__init__()
+        if embed_dims % num_heads:
+            raise ValueError(f'{embed_dims} channels are no multiple of {num_heads} heads')
+        self.embed_dims, self.num_heads, self.num_branches = embed_dims, num_heads, num_branches
+        self.window_size = window_size
+        self.scale = qk_scale or (embed_dims // num_heads) ** -0.5
+        self.qkv = JoinedLinear(embed_dims, 3 * embed_dims, num_branches, qkv_bias)
+        _add_position_bias(self, num_branches * num_heads)
+        self.attn_drop = nn.Dropout(attn_drop)
+        self._add_exit('proj', embed_dims, proj_drop, drop_path, layer_scale_init_value)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        """Sum of the branches.
+
+        Args:
+            x (torch.Tensor): Normalized tokens of shape (N, L, C).
+            mask (torch.Tensor, optional): Added to the scores, (M, L, L) with M a divisor of N:
+                sample n has mask n modulo M, as the windows of a map do. A boolean mask is true
+                where a token is attended to. Defaults to None.
+
+        Returns:
+            torch.Tensor: Of the shape of x, without the shortcut.
+        """
+        is_joined = self.qkv.is_finished
+        weight, bias = self.qkv.mean() if is_joined else (self.qkv.weight, self.qkv.bias)
+        qkv = F.linear(x, weight, bias)
+        # (N, L, branches, 3, heads, d): the branches' heads become heads of one attention.
+        qkv = qkv.view(*x.shape[:2], -1, 3, self.num_heads, self.embed_dims // self.num_heads)
+        qkv = qkv.permute(3, 0, 2, 4, 1, 5).flatten(2, 3)
+        x = _attend(*qkv, self._position_bias(is_joined), mask, self.scale, self.attn_drop)
+        return self._leave(x, is_joined)
+
+    def _position_bias(self, is_joined: bool) -> torch.Tensor | None:
+        if self.window_size is None:
+            return None
+        table = self.relative_position_bias_table.unflatten(1, (self.num_branches, -1))
+        mean = table.mean(1, keepdim=True)
+        table = mean if is_joined else table.lerp(mean, self.qkv.lam.to(table.dtype))
+        return table.flatten(1)[self.relative_position_index].permute(2, 0, 1)
+
+    def merge(self) -> 'OrdinaryAttention':
+        """The ordinary attention that the joined branches are, computed in float64.
+
+        Raises:
+            ValueError: As :meth:`TrainingForm.merge`; or if lambda is not 1.
+        """
+        with torch.device('meta'):
+            merged = OrdinaryAttention(
+                self.embed_dims,
+                self.num_heads,
+                self.qkv.branches[0].bias is not None,
+                self.window_size,
+                self.scale,
+            )
+        self._fill(merged.qkv, merged.proj, self.qkv)
+        if self.window_size is not None:
+            table = double(self.relative_position_bias_table)
+            merged.relative_position_bias_table = rounded(
+                table.unflatten(1, (self.num_branches, -1)).mean(1),
+                self.relative_position_bias_table,
+            )
+            merged.relative_position_index = self.relative_position_index.clone()
+        return merged
+
+
+class OrdinaryAttention(DeployForm):
+    """Multi-head attention, with the names of mmpretrain's: what branches merge into.
+
+    Args:
+        embed_dims (int): Number of channels C.
+        num_heads (int): Number of heads.
+        qkv_bias (bool): Whether queries, keys and values have a bias. Defaults to True.
+        window_size (tuple[int], optional): Height and width of the windows, for the names of
+            ``WindowMSA``. Defaults to None, those of ``MultiheadAttention``.
+        scale (float, optional): Scale of the scores. Defaults to None, 1 / sqrt(C / heads).
+    """
+
+    label = 'parallel attention'
+
+    def __init__(
+        self,
+        embed_dims: int,
+        num_heads: int,
+        qkv_bias: bool = True,
+        window_size: tuple[int, int] | None = None,
+        scale: float | None = None,
+    ) -> None:
+        super().__init__()
+        self.embed_dims, self.num_heads = embed_dims, num_heads
+        self.window_size = window_size
+        self.scale = scale or (embed_dims // num_heads) ** -0.5
+        self.qkv = nn.Linear(embed_dims, 3 * embed_dims, qkv_bias)
+        _add_position_bias(self, num_heads)
+        # Window attention asks for both.
+        self.attn_drop = nn.Dropout(0.0)
+        self.proj = nn.Linear(embed_dims, embed_dims)
+        self.proj_drop = nn.Dropout(0.0)
+
+    def inference(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        """As :meth:`ParallelAttention.forward`."""
+        qkv = self.qkv(x).view(*x.shape[:2], 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
+        bias = None
+        if self.window_size is not None:
+            bias = self.relative_position_bias_table[self.relative_position_index].permute(2, 0, 1)
+        return self.proj(_attend(*qkv, bias, mask, self.scale, self.attn_drop))
+
+
+def _add_position_bias(attention: nn.Module, num_heads: int) -> None:
+    """Swin's table of relative position biases, and which entry each pair of tokens has."""
+    if attention.window_size is None:
+        return
+    height, width = attention.window_size
+    shape = (2 * height - 1) * (2 * width - 1), num_heads
+    attention.relative_position_bias_table = nn.Parameter(0.02 * torch.randn(shape))
+    y, x = torch.arange(height * width) // width, torch.arange(height * width) % width
+    index = (y[:, None] - y + height - 1) * (2 * width - 1) + x[:, None] - x + width - 1
+    attention.register_buffer('relative_position_index', index)
+
+
+def _attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    bias: torch.Tensor | None,
+    mask: torch.Tensor | None,
+    scale: float,
+    dropout: nn.Dropout,
+) -> torch.Tensor:
+    """Attention (N, L, heads d) of queries, keys and values (N, heads, L, d)."""
+    n, heads, length, _ = q.shape
+    if mask is not None:
+        if mask.dtype == torch.bool:
+            mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, float('-inf'))
+        mask = mask[:, None] if bias is None else mask[:, None] + bias
+        bias = mask.to(q.dtype).expand(-1, heads, -1, -1).repeat(n // len(mask), 1, 1, 1)
+    elif bias is not None:
+        bias = bias.to(q.dtype)[None].expand(n, -1, -1, -1)
+    x = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=bias, dropout_p=dropout.p if dropout.training else 0.0, scale=scale
+    )
+    return x.transpose(1, 2).reshape(n, length, -1)
+
+
+class ParallelFFN(_Parallel):
+    """An FFN in B branches that lambda joins.
+
+    It takes normalized tokens and the shortcut, as mmcv's ``FFN``.
+
+    Args:
+        embed_dims (int): Number of channels C.
+        feedforward_channels (int): Hidden width H of each branch.
+        num_branches (int): Number of branches B. Defaults to 2.
+        act_cfg (dict | nn.Module): An elementwise activation, as :class:`ChannelIdleFFN` takes it.
+            Defaults to ``dict(type='GELU')``.
+        drop_rate (float): Dropout rate of hidden channels and output. Defaults to 0.
+        drop_path (float): Stochastic depth rate, of all branches together. Defaults to 0.
+        layer_scale_init_value (float): Initial value of the layer scale; 0 for none. Defaults to 0.
+
+    Raises:
+        ValueError: If the number of branches is below 1, or the activation is unknown.
+    """
+
+    label = 'parallel FFN'
+
+    def __init__(
+        self,
+        embed_dims: int,
+        feedforward_channels: int,
+        num_branches: int = 2,
+        act_cfg: dict | nn.Module = dict(type='GELU'),
+        drop_rate: float = 0.0,
+        drop_path: float = 0.0,
+        layer_scale_init_value: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.embed_dims, self.feedforward_channels = embed_dims, feedforward_channels
+        self.num_branches = num_branches
+        self.fc1 = JoinedLinear(embed_dims, feedforward_channels, num_branches)
+        self.act = build_activation(act_cfg)
+        self._add_exit('fc2', feedforward_channels, drop_rate, drop_path, layer_scale_init_value)
+
+    def forward(self, x: torch.Tensor, identity: torch.Tensor | None = None) -> torch.Tensor:
+        """The shortcut plus the sum of the branches.
+
+        Args:
+            x (torch.Tensor): Normalized tokens of shape (B, L, C).
+            identity (torch.Tensor, optional): The shortcut. Defaults to None, x.
+
+        Returns:
+            torch.Tensor: Of the shape of x.
+        """
+        is_joined = self.fc1.is_finished
+        weight, bias = self.fc1.mean() if is_joined else (self.fc1.weight, self.fc1.bias)
+        z = self._leave(self.drop(self.act(F.linear(x, weight, bias))), is_joined)
+        return (x if identity is None else identity) + z
+
+    def merge(self) -> 'OrdinaryFFN':
+        """The ordinary FFN that the joined branches are, computed in float64.
+
+        Raises:
+            ValueError: As :meth:`TrainingForm.merge`; or if lambda is not 1.
+        """
+        with torch.device('meta'):
+            merged = OrdinaryFFN(
+                self.embed_dims, self.feedforward_channels, copy.deepcopy(self.act)
+            )
+        self._fill(merged.layers[0][0], merged.layers[1], self.fc1)
+        return merged
+
+
+class OrdinaryFFN(DeployForm):
+    """An FFN with the names of mmcv's: what branches merge into.
+
+    Args:
+        embed_dims (int): Number of channels C.
+        feedforward_channels (int): Hidden width H.
+        act_cfg (dict | nn.Module): The activation. Defaults to ``dict(type='GELU')``.
+    """
+
+    label = 'parallel FFN'
+
+    def __init__(
+        self,
+        embed_dims: int,
+        feedforward_channels: int,
+        act_cfg: dict | nn.Module = dict(type='GELU'),
+    ) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Sequential(nn.Linear(embed_dims, feedforward_channels), build_activation(act_cfg)),
+            nn.Linear(feedforward_channels, embed_dims),
+        )
+
+    def inference(self, x: torch.Tensor, identity: torch.Tensor | None = None) -> torch.Tensor:
+        """As :meth:`ParallelFFN.forward`."""
+        return (x if identity is None else identity) + self.layers(x)
+
+
+class ParallelIdleFFN(ChannelIdleFFN):
+    """A channel-idle FFN in B branches: depth and width in one.
+
+    B channel-idle FFNs behind one norm are one of B-fold width, with the active channels of all
+    branches first. Lambda joins the active channels. Idle channels enter no nonlinearity: each
+    branch keeps its own, and the products of all of them merge into one C x C matrix.
+
+    Args:
+        embed_dims (int): Number of channels C.
+        feedforward_channels (int): Hidden width H of each branch.
+        num_branches (int): Number of branches B. Defaults to 2.
+        idle_ratio (float): Share of hidden channels that skip the activation, in [0, 1]. Defaults
+            to 0.75.
+        **kwargs: Other arguments of :class:`ChannelIdleFFN`.
+
+    Raises:
+        ValueError: If the number of branches is below 1, and as :class:`ChannelIdleFFN`.
+    """
+
+    def __init__(
+        self,
+        embed_dims: int,
+        feedforward_channels: int,
+        num_branches: int = 2,
+        idle_ratio: float = 0.75,
+        **kwargs,
+    ) -> None:
+        num_active = num_active_channels(feedforward_channels, idle_ratio)
+        fc1 = JoinedLinear(embed_dims, feedforward_channels, num_branches, num_joined=num_active)
+        super().__init__(embed_dims, num_branches * feedforward_channels, idle_ratio, **kwargs)
+        self.num_branches, self.num_active = num_branches, num_branches * num_active
+        self.fc1 = fc1
+
+    def fold(self) -> FoldedFFN:
+        """As :meth:`ChannelIdleFFN.fold`, with the active channels of all branches as one.
+
+        Raises:
+            ValueError: As there; or if lambda is not 1.
+        """
+        self.fc1.check_mergeable()
+        folded = super().fold()
+        branches = self.num_branches, self.fc1.num_joined
+        return folded._replace(
+            w_in=folded.w_in.unflatten(0, branches).mean(0),
+            b_in=folded.b_in.unflatten(0, branches).mean(0),
+            w_out=folded.w_out.unflatten(1, branches).sum(1),
+        )
+
+
+def join_branches(model: nn.Module, lam: float) -> nn.Module:
+    """Join the parallel branches of a model, in place.
+
+    Args:
+        model (nn.Module): A model with parallel branches.
+        lam (float): Lambda in [0, 1]: 0 for branches apart, 1 for branches that merge.
+
+    Returns:
+        nn.Module: The same model.
+
+    Raises:
+        ValueError: If lambda is not a number in [0, 1], or the model has no branches.
+
+    Examples:
+        >>> join_branches(model, 1)
+        >>> deployed = repa_mm.reparameterize(model)
+    """
+    return set_lam(model, lam, JoinedLinear, 'parallel branches to join')

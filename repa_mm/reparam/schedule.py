@@ -1,0 +1,99 @@
+"""Structures that a number lambda takes, during training, to where they merge.
+
+Lambda is state: a buffer, which checkpoints keep and averaged models (EMA) copy. It goes from one
+end of [0, 1] to the other; what sets it is :class:`repa_mm.engine.JoinBranchesHook` and its kind.
+"""
+
+import numbers
+
+import torch
+import torch.nn as nn
+
+
+class Scheduled(nn.Module):
+    """A module with a lambda, which merges exactly when lambda has reached its end.
+
+    Attributes:
+        end (float): The lambda at which the module merges, 0 or 1. Training begins at the other.
+        lam (torch.Tensor): Lambda, a buffer of one number.
+        is_finished (bool): Whether lambda has reached its end, as far as :meth:`set_lam` and the
+            loading of a state dict know. Reading it costs nothing; reading ``lam`` would make the
+            CPU wait for a GPU in every forward pass.
+    """
+
+    end = 1.0
+    # What messages call the state that is not merged.
+    unfinished = 'the schedule is at'
+
+    def _add_lam(self) -> None:
+        self.register_buffer('lam', torch.tensor(1 - self.end))
+        self.is_finished = False
+
+    def set_lam(self, lam: float) -> None:
+        """Set lambda.
+
+        Raises:
+            ValueError: If it is not a number in [0, 1].
+        """
+        if isinstance(lam, bool) or not isinstance(lam, numbers.Real) or not 0 <= lam <= 1:
+            raise ValueError(f'lambda must be a number from 0 to 1, but got {lam!r}')
+        self.lam.fill_(lam)
+        self.is_finished = lam == self.end
+
+    def check_finished(self) -> None:
+        """Check that lambda has reached its end.
+
+        Raises:
+            ValueError: If it has not, with its value.
+        """
+        # A copy on the meta device has shapes and no values.
+        if not self.lam.is_meta and self.lam != self.end:
+            raise ValueError(
+                f'{self.unfinished} lambda = {float(self.lam):g}, and what they compute merges '
+                f'exactly at lambda = {self.end:g} only: train on until the schedule has ended'
+            )
+
+    def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs):
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        self.is_finished = not self.lam.is_meta and bool(self.lam == self.end)
+
+
+def set_lam(model: nn.Module, lam: float, kind: type[Scheduled], what: str) -> nn.Module:
+    """Set the lambda of every module of a kind.
+
+    Args:
+        model (nn.Module): Any model.
+        lam (float): Lambda in [0, 1].
+        kind (type): The class of the modules.
+        what (str): What they are called if there is none.
+
+    Returns:
+        nn.Module: The same model.
+
+    Raises:
+        ValueError: If lambda is not a number in [0, 1], or the model has no such module.
+    """
+    found = [module for module in model.modules() if isinstance(module, kind)]
+    if not found:
+        raise ValueError(f'{type(model).__name__} has no {what}')
+    for module in found:
+        module.set_lam(lam)
+    return model
+
+
+def finish_schedules(model: nn.Module) -> nn.Module:
+    """Take every lambda of a model to its end, so that the model merges.
+
+    For a model whose weights are loaded afterwards, or that is only timed: a half-trained model
+    computes something else afterwards.
+
+    Args:
+        model (nn.Module): Any model.
+
+    Returns:
+        nn.Module: The same model.
+    """
+    for module in model.modules():
+        if isinstance(module, Scheduled):
+            module.set_lam(module.end)
+    return model
