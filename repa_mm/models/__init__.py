@@ -4,6 +4,8 @@ from repa_mm.models.heads.token_label import TokenLabelHead
 from repa_mm.models.idle_backbone import build_idle_backbone
 from repa_mm.models.lvvit import LVViT, RePaLVViT
 from repa_mm.models.mlp_mixer import RePaMlpMixer
+from repa_mm.models.parallel_swin import ParallelSwinTransformer
+from repa_mm.models.parallel_vit import ParallelMAEViT, ParallelVisionTransformer
 from repa_mm.models.poolformer import RePaPoolFormer
 from repa_mm.models.surgery.idle import idle_channels, linear_idle_ratios
 from repa_mm.models.surgery.pretrained import convert_pretrained
@@ -14,6 +16,9 @@ from repa_mm.models.vit import RePaVisionTransformer
 __all__ = [
     'FastSwinTransformer',
     'LVViT',
+    'ParallelMAEViT',
+    'ParallelSwinTransformer',
+    'ParallelVisionTransformer',
     'RePaLVViT',
     'RePaMlpMixer',
     'RePaPoolFormer',

@@ -1,4 +1,4 @@
-"""What all RePa backbones share."""
+"""What all backbones with training forms share."""
 
 import re
 import warnings
@@ -15,7 +15,7 @@ from repa_mm.checkpoints import check_pretrained
 from repa_mm.models.surgery.idle import idle_channels
 from repa_mm.models.surgery.replace import replace
 from repa_mm.models.surgery.window_attention import is_traced
-from repa_mm.reparam import has_deploy_form, reparameterize
+from repa_mm.reparam import finish_schedules, has_deploy_form, reparameterize
 
 
 class PatchPadding(AdaptivePadding):
@@ -72,39 +72,25 @@ def adapt_output_norms(model: nn.Module, state_dict: dict, prefix: str, last: st
             del state_dict[key]
 
 
-class RePaBackbone:
-    """Mixin before the mmpretrain parent of a RePa backbone.
+class ReparamBackbone:
+    """Mixin before the mmpretrain parent of a backbone with training forms.
 
-    Args:
-        *args, **kwargs: Those of the parent.
-        idle_ratio (float | Sequence[float]): Share of FFN hidden channels that
-            skip the activation, in [0, 1]: one for all blocks, or one per
-            block. Defaults to 0.75.
-        idle_schedule (str): 'constant', or 'linear' for ratios that grow with
-            depth. Defaults to 'constant'.
-        ffn_norm_cfg (dict): Norm of the FFNs: 'BN', 'SyncBN' or 'LN'.
-            Defaults to ``dict(type='BN')``.
-        deploy (bool): Build the deploy form, for a reparameterized checkpoint.
-            Defaults to False.
+    A subclass puts the forms in after its parent's ``__init__``, and ends with :meth:`_finish`.
     """
 
-    def __init__(
-        self,
-        *args,
-        idle_ratio: float | Sequence[float] = 0.75,
-        idle_schedule: str = 'constant',
-        ffn_norm_cfg: dict = dict(type='BN'),
-        deploy: bool = False,
-        **kwargs,
-    ) -> None:
-        super().__init__(*args, **kwargs)
-        idle_channels(self, idle_ratio, idle_schedule, ffn_norm_cfg)
+    def _finish(self, deploy: bool) -> None:
+        """What follows on the last form: any image size, and the deploy form.
+
+        Args:
+            deploy (bool): Whether to take the deploy form, for a reparameterized checkpoint.
+        """
         replace(self, _padding_of_patches)
         if deploy:
+            finish_schedules(self)
             self.switch_to_deploy()
 
     def switch_to_deploy(self) -> None:
-        """Merge all FFNs in place; the backbone is in eval mode afterwards."""
+        """Merge all forms in place; the backbone is in eval mode afterwards."""
         reparameterize(self, inplace=True, fuse_conv_bn=False)
 
     def init_weights(self) -> None:
@@ -140,3 +126,33 @@ class RePaBackbone:
         # mmpretrain's backbones return None.
         super().train(mode)
         return self
+
+
+class RePaBackbone(ReparamBackbone):
+    """Mixin before the mmpretrain parent of a RePa backbone.
+
+    Args:
+        *args, **kwargs: Those of the parent.
+        idle_ratio (float | Sequence[float]): Share of FFN hidden channels that
+            skip the activation, in [0, 1]: one for all blocks, or one per
+            block. Defaults to 0.75.
+        idle_schedule (str): 'constant', or 'linear' for ratios that grow with
+            depth. Defaults to 'constant'.
+        ffn_norm_cfg (dict): Norm of the FFNs: 'BN', 'SyncBN' or 'LN'.
+            Defaults to ``dict(type='BN')``.
+        deploy (bool): Build the deploy form, for a reparameterized checkpoint.
+            Defaults to False.
+    """
+
+    def __init__(
+        self,
+        *args,
+        idle_ratio: float | Sequence[float] = 0.75,
+        idle_schedule: str = 'constant',
+        ffn_norm_cfg: dict = dict(type='BN'),
+        deploy: bool = False,
+        **kwargs,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        idle_channels(self, idle_ratio, idle_schedule, ffn_norm_cfg)
+        self._finish(deploy)

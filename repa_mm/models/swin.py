@@ -10,7 +10,7 @@ from repa_mm.models.base import RePaBackbone, adapt_output_norms
 from repa_mm.models.surgery.window_attention import swap_attention
 
 
-class _StateDicts:
+class SwinStateDicts:
     """Mixin before ``SwinTransformer``, for other models' state dicts."""
 
     def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs):
@@ -50,7 +50,7 @@ class _StateDicts:
 
 
 @MODELS.register_module()
-class FastSwinTransformer(_StateDicts, SwinTransformer):
+class FastSwinTransformer(SwinStateDicts, SwinTransformer):
     """mmpretrain's Swin Transformer with a faster window attention.
 
     The vanilla backbone to compare :class:`RePaSwinTransformer` with. Its
@@ -69,7 +69,7 @@ class FastSwinTransformer(_StateDicts, SwinTransformer):
 
 
 @MODELS.register_module()
-class RePaSwinTransformer(RePaBackbone, _StateDicts, SwinTransformer):
+class RePaSwinTransformer(RePaBackbone, SwinStateDicts, SwinTransformer):
     """Swin Transformer with channel-idle FFNs.
 
     `RePaFormer <https://arxiv.org/abs/2505.21847>`_ applied to `Swin

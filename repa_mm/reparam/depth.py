@@ -121,15 +121,21 @@ def _check_linear(layer: nn.Module, what: str) -> None:
 class _Parallel(TrainingForm):
     """What the parallel forms share: the way out, and what follows it.
 
-    ``proj`` has the output matrices of all branches side by side, (C, B n), and one bias: theirs
-    summed.
+    The last linear layer has the output matrices of all branches side by side, (C, B n), and one
+    bias, the sum of theirs.
+
+    Attributes:
+        entry (str): Name of the linear layer whose outputs are joined.
+        exit (str): Name of the last linear layer.
     """
 
+    entry: str
+    exit: str
+
     def _add_exit(
-        self, name: str, features: int, drop_rate: float, drop_path: float, layer_scale: float
+        self, features: int, drop_rate: float, drop_path: float, layer_scale: float
     ) -> None:
-        setattr(self, name, nn.Linear(self.num_branches * features, self.embed_dims))
-        self._exit = name
+        setattr(self, self.exit, nn.Linear(self.num_branches * features, self.embed_dims))
         self.layer_scale = (
             nn.Parameter(torch.full((self.embed_dims,), float(layer_scale)))
             if layer_scale
@@ -139,7 +145,7 @@ class _Parallel(TrainingForm):
         self.dropout_layer = DropPath(drop_path)
 
     def _leave(self, x: torch.Tensor, is_joined: bool) -> torch.Tensor:
-        layer = getattr(self, self._exit)
+        layer = getattr(self, self.exit)
         weight = self._summed(layer.weight) if is_joined else layer.weight
         z = self.drop(F.linear(x, weight, layer.bias))
         if self.layer_scale is not None:
@@ -149,10 +155,11 @@ class _Parallel(TrainingForm):
     def _summed(self, weight: torch.Tensor) -> torch.Tensor:
         return weight.unflatten(1, (self.num_branches, -1)).sum(1)
 
-    def _fill(self, into: nn.Linear, out: nn.Linear, entry: JoinedLinear) -> None:
+    def _fill(self, into: nn.Linear, out: nn.Linear) -> None:
         """Put the merged weights into the two linear layers of the deploy form."""
-        layer = getattr(self, self._exit)
-        _check_linear(layer, f'its {self._exit}')
+        entry = getattr(self, self.entry)
+        layer = getattr(self, self.exit)
+        _check_linear(layer, f'its {self.exit}')
         entry.check_mergeable()
         like = layer.weight
         weight, bias = entry.mean(exact=True)
@@ -191,6 +198,7 @@ class ParallelAttention(_Parallel):
     """
 
     label = 'parallel attention'
+    entry, exit = 'qkv', 'proj'
 
     def __init__(
         self,
@@ -214,7 +222,7 @@ class ParallelAttention(_Parallel):
         self.qkv = JoinedLinear(embed_dims, 3 * embed_dims, num_branches, qkv_bias)
         _add_position_bias(self, num_branches * num_heads)
         self.attn_drop = nn.Dropout(attn_drop)
-        self._add_exit('proj', embed_dims, proj_drop, drop_path, layer_scale_init_value)
+        self._add_exit(embed_dims, proj_drop, drop_path, layer_scale_init_value)
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         """Sum of the branches.
@@ -259,7 +267,7 @@ class ParallelAttention(_Parallel):
                 self.window_size,
                 self.scale,
             )
-        self._fill(merged.qkv, merged.proj, self.qkv)
+        self._fill(merged.qkv, merged.proj)
         if self.window_size is not None:
             table = double(self.relative_position_bias_table)
             merged.relative_position_bias_table = rounded(
@@ -368,6 +376,7 @@ class ParallelFFN(_Parallel):
     """
 
     label = 'parallel FFN'
+    entry, exit = 'fc1', 'fc2'
 
     def __init__(
         self,
@@ -384,7 +393,7 @@ class ParallelFFN(_Parallel):
         self.num_branches = num_branches
         self.fc1 = JoinedLinear(embed_dims, feedforward_channels, num_branches)
         self.act = build_activation(act_cfg)
-        self._add_exit('fc2', feedforward_channels, drop_rate, drop_path, layer_scale_init_value)
+        self._add_exit(feedforward_channels, drop_rate, drop_path, layer_scale_init_value)
 
     def forward(self, x: torch.Tensor, identity: torch.Tensor | None = None) -> torch.Tensor:
         """The shortcut plus the sum of the branches.
@@ -411,7 +420,7 @@ class ParallelFFN(_Parallel):
             merged = OrdinaryFFN(
                 self.embed_dims, self.feedforward_channels, copy.deepcopy(self.act)
             )
-        self._fill(merged.layers[0][0], merged.layers[1], self.fc1)
+        self._fill(merged.layers[0][0], merged.layers[1])
         return merged
 
 
