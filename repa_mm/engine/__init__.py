@@ -3,5 +3,12 @@
 from repa_mm.engine.metrics import DumpSegResults
 from repa_mm.engine.reparameterize import ReparameterizeHook
 from repa_mm.engine.safe_checkpoint import SafeCheckpointHook
+from repa_mm.engine.schedules import JoinBranchesHook, ScheduleHook
 
-__all__ = ['DumpSegResults', 'ReparameterizeHook', 'SafeCheckpointHook']
+__all__ = [
+    'DumpSegResults',
+    'JoinBranchesHook',
+    'ReparameterizeHook',
+    'SafeCheckpointHook',
+    'ScheduleHook',
+]

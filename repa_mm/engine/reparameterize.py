@@ -18,6 +18,7 @@ from repa_mm.engine.complexity import count_macs, count_parameters
 from repa_mm.reparam import (
     CheckpointError,
     TrainingForm,
+    finish_schedules,
     has_deploy_form,
     innermost,
     is_reparameterized,
@@ -113,10 +114,15 @@ class ReparameterizeHook(Hook):
         if not is_reparameterized(model, load_checkpoint(path)['state_dict']):
             return
         runner.logger.info(f'{path} is reparameterized already: the model takes its deploy form.')
-        reparameterize(model, inplace=True, fuse_conv_bn=False)
+        self._take_deploy_form(model)
         for hook in runner.hooks:
             if isinstance(hook, EMAHook):
-                reparameterize(hook.ema_model, inplace=True, fuse_conv_bn=False)
+                self._take_deploy_form(hook.ema_model)
+
+    @staticmethod
+    def _take_deploy_form(model) -> None:
+        # Its weights are loaded afterwards: nothing is lost with a lambda that is not at its end.
+        reparameterize(finish_schedules(model), inplace=True, fuse_conv_bn=False)
 
     def after_load_checkpoint(self, runner, checkpoint: dict) -> None:
         state_dict = checkpoint.get('state_dict', checkpoint)

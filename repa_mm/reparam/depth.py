@@ -48,6 +48,7 @@ class JoinedLinear(Scheduled, nn.Linear):
         ValueError: If the number of branches is not an integer of at least 1.
     """
 
+    scalar = 'joined'
     unfinished = 'the branches are joined to'
 
     def __init__(

@@ -14,6 +14,7 @@ class Scheduled(nn.Module):
     """A module with a lambda, which merges exactly when lambda has reached its end.
 
     Attributes:
+        scalar (str): What logs call its lambda.
         end (float): The lambda at which the module merges, 0 or 1. Training begins at the other.
         lam (torch.Tensor): Lambda, a buffer of one number.
         is_finished (bool): Whether lambda has reached its end, as far as :meth:`set_lam` and the
@@ -21,6 +22,7 @@ class Scheduled(nn.Module):
             CPU wait for a GPU in every forward pass.
     """
 
+    scalar = 'lambda'
     end = 1.0
     # What messages call the state that is not merged.
     unfinished = 'the schedule is at'

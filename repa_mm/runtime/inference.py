@@ -11,7 +11,7 @@ from mmengine.runner.checkpoint import load_state_dict
 from repa_mm.checkpoints import check_fit_of, load_checkpoint, load_safely
 from repa_mm.datasets.checks import check_image
 from repa_mm.files import check_output, replacing
-from repa_mm.reparam import CheckpointError, is_reparameterized, reparameterize
+from repa_mm.reparam import CheckpointError, finish_schedules, is_reparameterized, reparameterize
 from repa_mm.runtime.config import FORMS, dataset_config, load_config
 
 
@@ -45,14 +45,17 @@ def init_model(
     load_safely()
     model = MODELS.build(cfg.model)
     model.dataset_meta = None
-    if checkpoint:
+    if not checkpoint:
+        # Random weights are looked at for their cost, which is that of what is deployed.
+        finish_schedules(model)
+    else:
         loaded = load_checkpoint(checkpoint)
         state_dict = {
             key[key.startswith('module.') * 7 :]: value
             for key, value in loaded['state_dict'].items()
         }
         if form == 'deploy' and is_reparameterized(model, state_dict):
-            reparameterize(model, inplace=True, fuse_conv_bn=False)
+            reparameterize(finish_schedules(model), inplace=True, fuse_conv_bn=False)
         check_fit_of(model, state_dict, checkpoint, complete=True)
         try:
             load_state_dict(model, state_dict, strict=True)
