@@ -16,6 +16,7 @@ from repa_mm.models.surgery.branches import (
 )
 from repa_mm.models.surgery.window_attention import swap_attention
 from repa_mm.models.swin import SwinStateDicts
+from repa_mm.reparam import become
 
 
 @MODELS.register_module()
@@ -89,8 +90,8 @@ class ParallelSwinTransformer(ParallelBackbone, SwinStateDicts, SwinTransformer)
                 continue
             for block in stage.blocks:
                 block.attn.w_msa = parallel_attention(block.attn.w_msa, num_branches)
-                block.attn.__class__ = ParallelShiftWindowMSA
-                block.ffn = parallel_ffn(block.ffn, num_branches, ffn_norm_cfg)
+                become(block.attn, ParallelShiftWindowMSA)
+                block.ffn = parallel_ffn(block, num_branches, ffn_norm_cfg)
         swap_attention(self)
         self._freeze_stages()
 

@@ -112,7 +112,7 @@ class _ParallelViT(ParallelBackbone):
     def _add_branches(self, ffn_norm_cfg):
         for layer in self.layers:
             layer.attn = parallel_attention(layer.attn, self.num_branches)
-            layer.ffn = parallel_ffn(layer.ffn, self.num_branches, ffn_norm_cfg)
+            layer.ffn = parallel_ffn(layer, self.num_branches, ffn_norm_cfg)
         if self.frozen_stages > 0:
             self._freeze_stages()
 

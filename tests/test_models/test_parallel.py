@@ -126,7 +126,7 @@ def test_bad_input(make, message):
 
 
 @pytest.mark.parametrize('kind', ['vit', 'swin'])
-@pytest.mark.parametrize('norm', ['BN', 'LN'])
+@pytest.mark.parametrize('norm', ['BN', 'LN', 'keep'])
 def test_depth_and_width_compose(kind, norm, randomize, relative_error):
     make = parallel_vit if kind == 'vit' else parallel_swin
     model = make(idle_ratio=0.75, ffn_norm_cfg=dict(type=norm), drop_path_rate=0.2)

@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 import torch
 import torch.nn as nn
-from mmcv.cnn.bricks.transformer import FFN
 from mmpretrain.models.utils.attention import MultiheadAttention, ShiftWindowMSA, WindowMSA
 
+from repa_mm.models.surgery.idle import parts_of
 from repa_mm.models.surgery.window_attention import FastShiftWindowMSA
 from repa_mm.reparam import (
     ChannelIdleFFN,
@@ -75,22 +75,26 @@ def parallel_attention(attention: nn.Module, num_branches: int) -> ParallelAtten
         # Around windows, ShiftWindowMSA drops paths.
         drop_path=0.0 if is_window else getattr(attention.out_drop, 'drop_prob', 0.0),
     )
-    _take_layer_scale(parallel, getattr(attention, 'gamma1', None))
+    _take_layer_scale(parallel, getattr(getattr(attention, 'gamma1', None), 'weight', None))
     return parallel
 
 
-def parallel_ffn(ffn: nn.Module, num_branches: int, norm_cfg: dict) -> TrainingForm:
-    """Branches in place of mmcv's ``FFN`` or of a channel-idle FFN.
+def parallel_ffn(block: nn.Module, num_branches: int, norm_cfg: dict) -> TrainingForm:
+    """Branches in place of the FFN of a block, ordinary or channel-idle.
 
     Args:
-        ffn (nn.Module): The FFN.
+        block (nn.Module): The block, one of those that
+            :func:`~repa_mm.models.surgery.idle.find_blocks` finds.
         num_branches (int): Number of branches.
         norm_cfg (dict): Norm of channel-idle FFNs.
 
     Raises:
         ValueError: If the FFN is of another kind.
     """
+    ffn = block.ffn
     if type(ffn) is ChannelIdleFFN:
+        if norm_cfg.get('type') == 'keep':
+            norm_cfg = dict(norm_cfg, type='LN')
         parallel = ParallelIdleFFN(
             ffn.embed_dims,
             ffn.feedforward_channels,
@@ -101,28 +105,24 @@ def parallel_ffn(ffn: nn.Module, num_branches: int, norm_cfg: dict) -> TrainingF
             drop_path=ffn.dropout_layer.drop_prob,
             drop_rate=ffn.drop.p,
         )
-        parallel.layer_scale = ffn.layer_scale
+        parallel.norm1, parallel.layer_scale = ffn.norm1, ffn.layer_scale
         return parallel
-    if type(ffn) is not FFN or ffn.num_fcs != 2 or not ffn.add_identity:
-        raise ValueError(
-            f'a {type(ffn).__name__} is not an FFN of two linear layers around an activation'
-        )
-    fc1, act, dropout = ffn.layers[0]
+    parts = parts_of(block)
     parallel = ParallelFFN(
         ffn.embed_dims,
         ffn.feedforward_channels,
         num_branches,
-        act,
-        drop_rate=dropout.p,
-        drop_path=getattr(ffn.dropout_layer, 'drop_prob', 0.0),
+        parts.act,
+        drop_rate=parts.drop,
+        drop_path=parts.drop_path,
     )
-    _take_layer_scale(parallel, ffn.gamma2)
+    _take_layer_scale(parallel, parts.scale)
     return parallel
 
 
-def _take_layer_scale(parallel: nn.Module, scale: nn.Module | None) -> None:
-    if getattr(scale, 'weight', None) is not None:
-        parallel.layer_scale = nn.Parameter(scale.weight.detach().clone())
+def _take_layer_scale(parallel: nn.Module, scale: torch.Tensor | None) -> None:
+    if scale is not None:
+        parallel.layer_scale = nn.Parameter(scale.detach().clone())
 
 
 def fill_block(
