@@ -399,7 +399,7 @@ def convert_pretrained(
     done = False
     try:
         for name, block in blocks.items():
-            put(probes[name], block)
+            put(block, probes[name])
         model.eval()
         walk = _Model(model, blocks, batches, forward or model)
         forms = _fit_blocks(
