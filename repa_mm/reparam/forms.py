@@ -15,7 +15,7 @@ structure, so that a new one is a file with two classes::
             return self.a(x) + self.b(x)
 
         def merge(self):
-            merged = MergedPair(len(self.a.bias))
+            merged = MergedPair(len(self.a.bias)).to(self.a.weight)
             merged.fc.weight.copy_(self.a.weight.double() + self.b.weight.double())
             merged.fc.bias.copy_(self.a.bias.double() + self.b.bias.double())
             return merged

@@ -140,10 +140,10 @@ def test_number_of_parameters(name, idle_ratio):
     # BatchNorm takes LayerNorm's place, and the second norm is new.
     training = total + sum(2 * h for _, h in widths)
     deploy = total
+    scaled = isinstance(ffns_of(build(name))[0].layer_scale, torch.nn.Parameter)
     for c, h in widths:
-        scale = c if name == 'RePaPoolFormer' else 0
         active = round(h * (1 - idle_ratio))
-        deploy -= 2 * c + (c + 1) * h + (h + 1) * c + scale
+        deploy -= 2 * c + (c + 1) * h + (h + 1) * c + c * scaled
         deploy += (c + 1) * (active + c) + active * c
     assert count_parameters(build(name, idle_ratio=idle_ratio)) == training
     assert count_parameters(build(name, idle_ratio=idle_ratio, deploy=True)) == deploy < total
