@@ -4,10 +4,9 @@ import collections
 import warnings
 from collections.abc import Iterator
 
-import torch
 import torch.nn as nn
 
-from .numerics import batch_norm_affine, double, is_plain, rounded
+from .numerics import batch_norm_affine, check_finite, double, is_plain, rounded
 
 
 def foldable_conv_bns(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -39,28 +38,29 @@ def foldable_conv_bns(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, module
 
 
-@torch.no_grad()
-def fold_conv_bns(model: nn.Module) -> None:
-    """Fold the BatchNorm of every ConvModule into its convolution, in place.
+def folded_conv(module: nn.Module) -> tuple[nn.Parameter, nn.Parameter]:
+    """Weight and bias of a ConvModule's convolution with the BatchNorm folded into it.
 
     Raises:
-        ValueError: If folded weights exceed the range of their dtype.
+        ValueError: If weights or statistics are not finite, not of 16 bits or more, or exceed the
+            range of their dtype once they are folded.
     """
-    found = [module for _, module in foldable_conv_bns(model)]
-    for module in found:
-        conv = module.conv
-        weight = double(conv.weight)
-        s, t = batch_norm_affine(module.norm, weight.new_empty(1, len(weight)))
-        bias = t if conv.bias is None else s * double(conv.bias) + t
-        like = conv.weight
-        conv.weight = rounded(weight * s[:, None, None, None], like)
-        conv.bias = rounded(bias, like)
-        setattr(module, module.norm_name, nn.Identity())
-    if found:
-        model._register_state_dict_hook(_warn_of_folded_weights)
+    check_finite(module)
+    conv = module.conv
+    weight = double(conv.weight)
+    s, t = batch_norm_affine(module.norm, weight.new_empty(1, len(weight)))
+    bias = t if conv.bias is None else s * double(conv.bias) + t
+    return rounded(weight * s[:, None, None, None], conv.weight), rounded(bias, conv.weight)
 
 
-def _warn_of_folded_weights(*args) -> None:
+def set_folded_conv(module: nn.Module, weight: nn.Parameter, bias: nn.Parameter) -> None:
+    """Give a ConvModule what :func:`folded_conv` returns for it, and take its norm away."""
+    module.conv.weight, module.conv.bias = weight, bias
+    setattr(module, module.norm_name, nn.Identity())
+
+
+def warn_of_folded_weights(*args) -> None:
+    """Tell who asks for the state dict that it fits no model; a hook after ``state_dict()``."""
     warnings.warn(
         'this model has its BatchNorms folded into convolutions: its weights do not load into a '
         'model built from the config. For a checkpoint, use tools/reparameterize.py or '

@@ -192,8 +192,13 @@ class TrainingForm(Form):
 
     def _names_by_form(self) -> dict:
         names = dict(training=_names(self.state_dict()))
+        tensors = [*self.parameters(), *self.buffers()]
+        without_values = {id(t): torch.empty_like(t, device='meta') for t in tensors}
+        for param in self.parameters():
+            without_values[id(param)] = nn.Parameter(without_values[id(param)], param.requires_grad)
         try:
-            names['deploy'] = _names(copy.deepcopy(self).to('meta').merge().state_dict())
+            merged = copy.deepcopy(self, without_values).merge()
+            names['deploy'] = _names(merged.state_dict())
         except Exception:  # a merge that looks at values cannot be tried without any
             pass
         return names
@@ -253,16 +258,23 @@ def _checked(merge: Callable) -> Callable:
 
     @functools.wraps(merge)
     def wrapped(self: TrainingForm) -> DeployForm:
-        _check_whole(self)
-        _recompute_weights(self)
-        check_finite(self)
         # Parameters made in inference mode could not be used outside of it.
         with torch.inference_mode(False), torch.no_grad():
+            _check_whole(self)
+            _recompute_weights(self)
+            check_finite(self)
             merged = merge(self)
+            if _parts(merged) & _parts(self):  # training is not to change the deploy form
+                merged = copy.deepcopy(merged)
         merged._training_names = _names(self.state_dict())
         return merged.train(self.training)
 
     return wrapped
+
+
+def _parts(module: nn.Module) -> set[int]:
+    """The identities of all modules, parameters and buffers."""
+    return {id(part) for part in (*module.modules(), *module.parameters(), *module.buffers())}
 
 
 def _check_whole(form: TrainingForm) -> None:
@@ -271,18 +283,20 @@ def _check_whole(form: TrainingForm) -> None:
     Raises:
         ValueError: Naming the subclass, or the module with a hook.
     """
-    for cls in type(form).__mro__:
-        if 'merge' in cls.__dict__:
-            break
-        own = [name for name in form.computes if name in cls.__dict__]
-        if own:
-            raise ValueError(
-                f'{cls.__name__} has its own {own[0]}(), which the merge() that it inherits does '
-                'not know: give it a merge() of its own'
-            )
     for name, module in form.named_modules():
         where = f'{name!r} ({type(module).__name__})' if name else type(form).__name__
-        if any(method in module.__dict__ for method in ('forward', *form.computes)):
+        methods = module.computes if isinstance(module, TrainingForm) else ('forward',)
+        if isinstance(module, TrainingForm):
+            for cls in type(module).__mro__:
+                if 'merge' in cls.__dict__:
+                    break
+                own = [method for method in methods if method in cls.__dict__]
+                if own:
+                    raise ValueError(
+                        f'{cls.__name__} has its own {own[0]}(), which the merge() that it '
+                        'inherits does not know: give it a merge() of its own'
+                    )
+        if any(method in module.__dict__ for method in methods):
             raise ValueError(
                 f'the forward() of {where} is replaced, which the merge does not know: remove '
                 'the replacement first'
@@ -304,7 +318,6 @@ def _recompute_weights(form: TrainingForm) -> None:
             if isinstance(hook, _RECOMPUTING):
                 training, module.training = module.training, False
                 try:
-                    with torch.no_grad():
-                        hook(module, ())
+                    hook(module, ())
                 finally:
                     module.training = training

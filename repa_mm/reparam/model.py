@@ -5,9 +5,8 @@ import copy
 import torch
 import torch.nn as nn
 
-from .convbn import fold_conv_bns, foldable_conv_bns
+from .convbn import foldable_conv_bns, folded_conv, set_folded_conv, warn_of_folded_weights
 from .forms import DeployForm, Form, TrainingForm, become, outermost
-from .numerics import check_finite
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -105,24 +104,28 @@ def reparameterize(
             f'nothing to reparameterize: {type(model).__name__} has no channel-idle FFN or other '
             'module in a training form'
         )
+    # All of it before anything is changed, so that an error leaves the model as it was.
+    forms = dict(outermost(model, TrainingForm))
+    memo = {id(form): _naming(name, model, _merge, form) for name, form in forms.items()}
+    convs = []
     if fuse_conv_bn:
-        for name, module in foldable_conv_bns(model):
-            _naming(name, model, check_finite, module)
-    # What is merged takes its place in the copy, instead of being copied.
-    memo = {
-        id(form): _naming(name, model, _merge, form)
-        for name, form in outermost(model, TrainingForm)
-    }
+        inside = tuple(f'{name}.' if name else '' for name in forms)
+        found = [item for item in foldable_conv_bns(model) if not item[0].startswith(inside)]
+        for merged in memo.values():
+            found += foldable_conv_bns(merged)
+        convs = [(module, _naming(name, model, folded_conv, module)) for name, module in found]
     if not inplace:
+        # What is merged takes its place in the copy, instead of being copied.
         model = copy.deepcopy(model, memo)
-    else:  # only now, so that an error leaves the model as it was
-        for module in list(model.modules()):
-            if id(module) in memo:
-                become(module, memo[id(module)])
+    else:
+        for form in forms.values():
+            become(form, memo[id(form)])
+    for module, weights in convs:
+        set_folded_conv(memo.get(id(module), module), *weights)
+    if convs:
+        model._register_state_dict_hook(warn_of_folded_weights)
     # On a line of its own: the eval() of some backbones returns None.
     model.eval()
-    if fuse_conv_bn:
-        fold_conv_bns(model)
     for module in model.modules():
         if isinstance(module, DeployForm):
             module.set_shortcut(shortcut)
@@ -140,10 +143,6 @@ def _naming(name: str, model: nn.Module, function, module: nn.Module):
 def _merge(form: TrainingForm) -> Form:
     """The deploy form of a form and of all that is inside of it."""
     merged = form.merge()
-    if not any(isinstance(m, TrainingForm) for m in merged.modules()):
-        return merged
-    # A merge may have taken modules over from the training form, which is to stay.
-    merged = copy.deepcopy(merged)
     for name, inner in list(outermost(merged, TrainingForm)):
         become(inner, _naming(name, merged, _merge, inner))
     return merged

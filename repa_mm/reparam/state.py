@@ -17,16 +17,18 @@ def has_training_form(model: nn.Module) -> bool:
     return any(isinstance(m, TrainingForm) for m in model.modules())
 
 
+def _below(start: str, state_dict: dict) -> dict:
+    """The entries whose names begin with ``start``, by the rest of their names."""
+    return {key[len(start) :]: value for key, value in state_dict.items() if key.startswith(start)}
+
+
 def _weights_of_forms(
     model: nn.Module, state_dict: dict, prefix: str = ''
 ) -> Iterator[tuple[Form, str, dict]]:
     """Every outermost form of a model, its name, and its weights in a state dict."""
     for name, form in outermost(model):
         start = f'{prefix}{name}.' if name else prefix
-        weights = {
-            key[len(start) :]: value for key, value in state_dict.items() if key.startswith(start)
-        }
-        yield form, start[:-1], weights
+        yield form, start[:-1], _below(start, state_dict)
 
 
 def is_reparameterized(model: nn.Module, state_dict: dict) -> bool:
@@ -48,25 +50,24 @@ def check_state_dict(model: nn.Module, state_dict: dict, prefix: str = '', *args
     """
     if not any(key.startswith(prefix) for key in state_dict):
         return
-    known = {}
+    found, kinds = set(), {}
     for form, name, weights in _weights_of_forms(model, state_dict, prefix):
         form.check_weights(weights, name)
-        known[name] = form
-    # Blocks that only the checkpoint has.
+        found.add(name)
+        kinds.setdefault(name.rpartition('.')[2], form)
+    # Forms that only the checkpoint has: of a deeper model.
     own = model.state_dict()
-    suffixes = {
-        f'.{name.rpartition(".")[2]}.{key}': form.label
-        for name, form in known.items()
-        if name
-        for key in form.state_dict()
-    }
     for key in state_dict:
         if not key.startswith(prefix) or key[len(prefix) :] in own:
             continue
-        for suffix, label in suffixes.items():
-            name = key[: -len(suffix)] + '.' + suffix.split('.')[1]
-            if key.endswith(suffix) and name not in known:
+        for last, form in kinds.items():
+            before, middle, _ = key.rpartition(f'.{last}.')
+            name = before + middle[:-1]
+            if not middle or name in found:
+                continue
+            if form.form_of(_below(f'{name}.', state_dict)):
                 raise CheckpointError(
-                    f'the checkpoint has a {label} {name!r} and the model has none: they differ '
-                    'in architecture'
+                    f'the checkpoint has a {form.label} {name!r} and the model has none: they '
+                    'differ in architecture'
                 )
+            found.add(name)

@@ -1,4 +1,5 @@
 import copy
+import gc
 import pickle
 import sys
 
@@ -153,19 +154,49 @@ def test_inference_and_training_alternate(relative_error):
                 assert relative_error(actual, expected) < 1e-5
 
 
-def test_caches_are_bounded_and_beside_the_module():
+def _tensors():
+    gc.collect()
+    return sum(isinstance(item, torch.Tensor) for item in gc.get_objects())
+
+
+def test_memory_is_bounded_and_beside_the_module():
     _, fast = _pair(3)
     keys, attributes = list(fast.state_dict()), set(vars(fast))
-    entries = len(attention._BIASES)
+
+    def run(module, widths):
+        for width in widths:
+            module(torch.randn(1, 7 * width, 24), (7, width))
+
     with torch.no_grad():
-        for width in range(2, 90):
-            fast(torch.randn(1, 7 * width, 24), (7, width))
-    for cache in (attention._partition, attention._cached_masks):
-        assert cache.cache_info().currsize <= 32
-    assert len(attention._BIASES) == entries + 1
+        run(fast, range(2, 90))
+        before = _tensors()
+        run(fast, range(90, 180))  # as many sizes that are new
+    assert _tensors() <= before + 5
     assert list(fast.state_dict()) == keys and set(vars(fast)) == attributes
+    before = _tensors()
+    parameters = len(fast.state_dict())
     del fast
-    assert len(attention._BIASES) == entries
+    # The bias that was computed once goes with the module.
+    assert _tensors() < before - parameters
+
+
+def test_second_derivatives(relative_error):
+    """Those of gathering rows are right, those of the attention are refused."""
+    x = torch.randn(1, 12, 3, dtype=torch.double, requires_grad=True)
+    rows = torch.randperm(12)
+    inverse = rows.argsort()
+    padded = (torch.arange(12) < 3)[:, None]
+    args = rows, inverse, padded, padded[inverse]
+    gather = attention._gather
+    assert torch.autograd.gradcheck(lambda x: gather(x, *args).tanh(), x)
+    assert torch.autograd.gradgradcheck(lambda x: gather(x, *args).tanh(), x)
+
+    stock, fast = _pair(3)
+    x = torch.randn(1, 49, 24, requires_grad=True)
+    with pytest.raises(RuntimeError, match='fast_attention=False.*fast_window_attention'):
+        torch.autograd.grad(fast(x, (7, 7)).square().sum(), x, create_graph=True)
+    (grad,) = torch.autograd.grad(stock(x, (7, 7)).square().sum(), x, create_graph=True)
+    assert grad.requires_grad
 
 
 @pytest.mark.parametrize('grad', [False, True])

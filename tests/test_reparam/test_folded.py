@@ -262,6 +262,110 @@ def test_keeps_only_input_and_active_channels():
     assert sum(of_tokens) == 2 * num_tokens * num_channels * 4
 
 
+@pytest.mark.parametrize('norm', ['BN', 'LN', 'frozen'])
+def test_second_derivatives_are_refused_folded_and_right_literally(norm, randomize):
+    ffn = ChannelIdleFFN(4, 12, norm_cfg=dict(type='BN' if norm == 'frozen' else norm))
+    randomize(ffn).double().train()
+    if norm == 'frozen':
+        ffn.norm1.eval(), ffn.norm2.eval()
+    x = torch.randn(1, 9, 4, dtype=torch.double, requires_grad=True)
+    with pytest.raises(RuntimeError, match=r"set_training_path\(model, 'literal'\)"):
+        loss = set_training_path(ffn, 'folded')(x).square().sum()
+        torch.autograd.grad(loss, x, create_graph=True)
+    set_training_path(ffn, 'literal')
+    assert torch.autograd.gradgradcheck(lambda x: ffn(x).tanh(), x)
+    # First derivatives are right after that, too.
+    folded, literal = (step(ffn, x.detach(), path) for path in ('folded', 'literal'))
+    assert worst(folded, literal) < 1e-10
+
+
+class Adapter(nn.Module):
+    """A low-rank update beside a linear layer."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+        self.update = nn.Parameter(torch.randn(layer.out_features, layer.in_features))
+        self.weight, self.bias = layer.weight, layer.bias
+
+    def forward(self, x):
+        return self.layer(x) + x @ self.update.t()
+
+
+class Tripled(nn.Linear):
+    def forward(self, x):
+        return 3 * super().forward(x)
+
+
+def _adapt(ffn):
+    ffn.fc1 = Adapter(ffn.fc1)
+
+
+def _subclass(ffn):
+    ffn.fc2.__class__ = Tripled
+
+
+def _spectral(ffn):
+    nn.utils.spectral_norm(ffn.fc1)
+
+
+def _prune(ffn):
+    nn.utils.prune.random_unstructured(ffn.fc1, 'weight', 0.5)
+
+
+def _hook(ffn):
+    ffn.act.register_forward_hook(lambda module, args, y: 2 * y)
+
+
+def _norm_hook(ffn):
+    ffn.norm2.register_forward_pre_hook(lambda module, args: (2 * args[0],))
+
+
+def _other_drop_path(ffn):
+    ffn.dropout_layer = nn.Identity()
+
+
+@pytest.mark.parametrize(
+    'change', [_adapt, _subclass, _spectral, _prune, _hook, _norm_hook, _other_drop_path]
+)
+@pytest.mark.filterwarnings('ignore')
+def test_only_what_is_known_is_folded(change, randomize):
+    def make(path):  # pruned layers cannot be copied
+        torch.manual_seed(3)
+        ffn = randomize(ChannelIdleFFN(16, 64)).train()
+        change(ffn)
+        return set_training_path(ffn.double(), path)
+
+    x = torch.randn(4, 100, 16).double()
+    results = []
+    for path in ('auto', 'literal'):
+        model = make(path)
+        for _ in range(2):  # prune failed in the second step
+            y = model(x)
+            model.zero_grad()
+            y.square().sum().backward()
+        results.append([y, *(p.grad for p in model.parameters() if p.grad is not None)])
+        assert len(results[-1]) == len(results[0]) > 8
+    for actual, expected in zip(*results):
+        assert torch.allclose(actual, expected, rtol=1e-9)
+    with pytest.raises(ValueError, match="training_path='auto'"):
+        make('folded')(x)
+
+
+@pytest.mark.parametrize('name', ['weight_norm', 'spectral_norm'])
+def test_parametrizations_are_folded(name, randomize):
+    ffn = randomize(ChannelIdleFFN(16, 64)).double().train()
+    getattr(nn.utils.parametrizations, name)(ffn.fc1)
+    x = torch.randn(4, 100, 16).double()
+    assert choose_path(ffn, 400) == 'folded'
+    results = []
+    for path in ('folded', 'literal'):
+        model = set_training_path(copy.deepcopy(ffn), path)
+        model(x).square().sum().backward()
+        results.append({n: p.grad for n, p in model.named_parameters() if n != 'fc1.bias'})
+    assert worst(*results) < 1e-8
+
+
 def test_choice_of_the_path(randomize):
     ffn = ChannelIdleFFN(64, 256).train()
     assert choose_path(ffn, 8192) == 'folded'

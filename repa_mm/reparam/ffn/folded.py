@@ -21,7 +21,7 @@ import torch.nn as nn
 
 from ..autograd import autocast_dtype, first_order_only, is_compiling, recomputing
 from ..numerics import is_plain
-from .layers import KEPT_NORMS
+from .layers import KEPT_NORMS, DropPath
 from .weights import fold
 
 _ACTIVATION_BACKWARD = {
@@ -295,10 +295,13 @@ def choose_path(ffn: nn.Module, num_tokens: int) -> str:
     foldable = (
         statistics in (('batch', 'batch'), ('running', 'running'), ('sample', 'sample'))
         and next(ffn.act.parameters(), None) is None
-        and ffn.drop.p == 0
         # Only what these modules are known to compute is computed in another way.
         and all(is_plain(layer, nn.Linear) for layer in (ffn.fc1, ffn.fc2))
+        and not (ffn.fc1.bias is None or ffn.fc2.bias is None)
         and all(is_plain(norm, *_NORMS) for norm in (ffn.norm1, ffn.norm2))
+        and is_plain(ffn.dropout_layer, DropPath)
+        and is_plain(ffn.drop, nn.Dropout)
+        and ffn.drop.p == 0
         and not (ffn.act._forward_hooks or ffn.act._forward_pre_hooks)
     )
     # Ranks with other numbers of tokens must take the same path.
@@ -310,8 +313,8 @@ def choose_path(ffn: nn.Module, num_tokens: int) -> str:
         if not foldable:
             raise ValueError(
                 'folded training needs an activation without parameters, no dropout, linear layers '
-                'and norms of torch.nn without forward hooks, and both norms in the same mode '
-                "(train or eval): set training_path='auto'"
+                '(with a bias) and norms of torch.nn without forward hooks, and both norms in the '
+                "same mode (train or eval): set training_path='auto'"
             )
         return 'folded'
     # Autograd inside of a backward pass cannot be compiled.

@@ -26,13 +26,11 @@ from .layers import (
 from .merged import MergedFFN
 from .weights import FoldedFFN, explain, fold, form_of
 
+_BATCH_NORMS = nn.BatchNorm1d, nn.SyncBatchNorm, nn.Identity
 
-def _is_known_norm(norm: nn.Module) -> bool:
-    known = nn.BatchNorm1d, nn.SyncBatchNorm, nn.Identity, *KEPT_NORMS
-    # mmcv's SyncBatchNorm derives from nn.Module alone.
-    return any(type(norm).forward is kind.forward for kind in known) or type(
-        norm
-    ).__module__.startswith('mmcv.ops.sync_bn')
+
+def _computes_as(module: nn.Module, kinds: tuple) -> bool:
+    return any(type(module).forward is kind.forward for kind in kinds)
 
 
 class ChannelIdleFFN(TrainingForm):
@@ -183,23 +181,33 @@ class ChannelIdleFFN(TrainingForm):
         """
         for name in ('fc1', 'fc2'):
             layer = getattr(self, name)
-            if type(layer).forward is not nn.Linear.forward:
+            if not _computes_as(layer, (nn.Linear,)):
                 raise ValueError(
                     f'its {name} is a {type(layer).__name__}, and not an nn.Linear: an adapter is '
                     'to be merged into the layer first'
                 )
-        for name in ('norm1', 'norm2'):
+        for name, known in (('norm1', (*_BATCH_NORMS, *KEPT_NORMS)), ('norm2', _BATCH_NORMS)):
             norm = getattr(self, name)
-            if not _is_known_norm(norm):
+            # mmcv's SyncBatchNorm derives from nn.Module alone.
+            is_of_mmcv = type(norm).__module__.startswith('mmcv.ops.sync_bn')
+            if not (is_of_mmcv or _computes_as(norm, known)):
                 raise ValueError(
                     f'its {name} is a {type(norm).__name__}, which is none of the norms that merge'
+                )
+        for name in ('drop', 'dropout_layer'):
+            layer = getattr(self, name)
+            # By name: mmcv and timm have a DropPath each.
+            if type(layer).__name__ not in ('Dropout', 'DropPath', 'Identity'):
+                raise ValueError(
+                    f'its {name} is a {type(layer).__name__}, and not a dropout, which the merge '
+                    'leaves out'
                 )
         w_in, w_out = double(self.fc1.weight), double(self.fc2.weight)
         return fold(
             w_in,
-            double(self.fc1.bias),
+            w_in.new_zeros(len(w_in)) if self.fc1.bias is None else double(self.fc1.bias),
             w_out,
-            double(self.fc2.bias),
+            w_out.new_zeros(len(w_out)) if self.fc2.bias is None else double(self.fc2.bias),
             self.num_active,
             batch_norm_affine(self.norm1, w_in),
             batch_norm_affine(self.norm2, w_out),

@@ -1,0 +1,328 @@
+"""A merge knows all that a training form computes, or says what it does not know."""
+
+import copy
+import io
+import warnings
+
+import pytest
+import torch
+import torch.nn as nn
+from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
+
+from repa_mm.reparam import ChannelIdleFFN, DeployForm, MergedFFN, TrainingForm, reparameterize
+
+X = torch.linspace(-2, 2, 2 * 5 * 8).sin().view(2, 5, 8)
+
+
+class Doubled(ChannelIdleFFN):
+    def forward(self, x, identity=None):
+        return 2 * super().forward(x)
+
+
+class Literal(ChannelIdleFFN):
+    def forward_literal(self, x):
+        return super().forward_literal(x) + 1
+
+
+class Adapted(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) + 0.3 * x.sum(-1, keepdim=True)
+
+
+def _subclass(ffn):
+    ffn.__class__ = Doubled
+
+
+def _literal(ffn):
+    ffn.__class__ = Literal
+
+
+def _replaced(ffn):
+    own = ffn.forward
+    ffn.forward = lambda x, identity=None: 2 * own(x)
+
+
+def _replaced_inside(ffn):
+    own = ffn.fc1.forward
+    ffn.fc1.forward = lambda x: 2 * own(x)
+
+
+def _hook(ffn):
+    ffn.register_forward_hook(lambda module, args, y: 2 * y)
+
+
+def _pre_hook(ffn):
+    ffn.register_forward_pre_hook(lambda module, args: (2 * args[0],))
+
+
+def _hook_inside(ffn):
+    ffn.fc1.register_forward_hook(lambda module, args, y: 2 * y)
+
+
+def _hook_of_the_activation(ffn):
+    ffn.act.register_forward_hook(lambda module, args, y: 2 * y)
+
+
+def _adapter(ffn):
+    layer = Adapted(8, 32)
+    layer.load_state_dict(ffn.fc1.state_dict())
+    ffn.fc1 = layer
+
+
+def _norm(ffn):
+    ffn.norm1 = nn.InstanceNorm1d(8, affine=True)
+
+
+def _second_norm(ffn):
+    ffn.norm2 = nn.LayerNorm(32)
+
+
+def _drop_path(ffn):
+    ffn.dropout_layer = nn.Tanh()
+
+
+@pytest.mark.parametrize(
+    'change, message',
+    [
+        (_subclass, r'Doubled has its own forward\(\)'),
+        (_literal, r'Literal has its own forward_literal\(\)'),
+        (_replaced, r'forward\(\) of ChannelIdleFFN is replaced'),
+        (_replaced_inside, r"forward\(\) of 'fc1' \(Linear\) is replaced"),
+        (_hook, r'ChannelIdleFFN has a forward hook.*handle.remove'),
+        (_pre_hook, r'ChannelIdleFFN has a forward hook.*handle.remove'),
+        (_hook_inside, r"'fc1' \(Linear\) has a forward hook.*handle.remove"),
+        (_hook_of_the_activation, r"'act' \(GELU\) has a forward hook"),
+        (_adapter, 'its fc1 is a Adapted'),
+        (_norm, 'its norm1 is a InstanceNorm1d'),
+        (_second_norm, 'its norm2 is a LayerNorm'),
+        (_drop_path, 'its dropout_layer is a Tanh'),
+    ],
+)
+@pytest.mark.parametrize('inplace', [False, True])
+def test_what_would_be_lost_is_refused(change, message, inplace, randomize):
+    model = nn.Sequential(randomize(ChannelIdleFFN(8, 32)), randomize(ChannelIdleFFN(8, 32)))
+    change(model[1])
+    classes = [type(m) for m in model.modules()]
+    with pytest.raises(ValueError, match=f"cannot merge '1': .*{message}"):
+        reparameterize(model, inplace=inplace)
+    with pytest.raises(ValueError, match=message):
+        model[1].merge()
+    assert [type(m) for m in model.modules()] == classes
+
+
+def test_a_subclass_with_a_merge_of_its_own_is_trusted(randomize, relative_error):
+    class Scaled(Doubled):
+        def merge(self):
+            merged = nn.Module.__new__(MergedTwice)
+            merged.__dict__ = super().merge().__dict__
+            return merged
+
+    class MergedTwice(MergedFFN):
+        def inference(self, x, identity=None):
+            return 2 * super().inference(x)
+
+    ffn = randomize(Scaled(8, 32)).eval()
+    assert relative_error(reparameterize(ffn)(X), ffn(X)) < 1e-5
+
+
+@pytest.mark.parametrize(
+    'wrap',
+    [
+        weight_norm,
+        spectral_norm,
+        lambda layer: prune.random_unstructured(layer, 'weight', 0.4),
+        parametrizations.weight_norm,
+        parametrizations.spectral_norm,
+    ],
+)
+def test_weights_that_torch_computes_are_up_to_date(wrap, randomize, relative_error):
+    ffn = randomize(ChannelIdleFFN(8, 32)).eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')  # of the old ones, which are deprecated
+        wrap(ffn.fc1)
+        wrap(ffn.fc2)
+    with torch.no_grad():
+        for name, param in ffn.named_parameters():
+            if name.startswith('fc'):  # after which the weight is computed anew
+                param.mul_(1.5).add_(0.1)
+    merged = reparameterize(ffn)  # before any forward pass has done so
+    with torch.no_grad():
+        assert relative_error(merged(X), ffn(X)) < 1e-5
+    # And the training form still trains.
+    ffn.train()(X).sum().backward()
+    assert all(p.grad is not None for p in ffn.fc1.parameters())
+
+
+@pytest.mark.parametrize('inplace', [False, True])
+def test_merged_in_inference_mode(inplace, randomize, relative_error):
+    ffn = randomize(ChannelIdleFFN(8, 32)).eval()
+    expected = ffn(X).detach()
+    with torch.inference_mode():
+        model = reparameterize(nn.Sequential(ffn), inplace=inplace)
+        merged = randomize(ChannelIdleFFN(8, 32)).eval().merge()
+    for tensor in (*model.parameters(), *merged.parameters()):
+        assert not tensor.is_inference()
+    x = X.clone().requires_grad_()
+    model(x).sum().backward()
+    assert x.grad.isfinite().all()
+    assert relative_error(copy.deepcopy(model)(X), expected) < 1e-5
+    model[0].set_shortcut('outside')
+    assert relative_error(model(X), expected) < 1e-5
+
+
+class Tokens(nn.Module):
+    """An FFN between other modules, with a class of its own for the trace."""
+
+    def __init__(self, ffn):
+        super().__init__()
+        self.before, self.ffn = nn.Linear(8, 8), ffn
+
+    def forward(self, x):
+        return self.ffn(self.before(x))
+
+
+def _jit(model):
+    traced = torch.jit.trace(model, X)
+    file = io.BytesIO()
+    torch.jit.save(traced, file)
+    file.seek(0)
+    return torch.jit.load(file)
+
+
+def _export(model):
+    return torch.export.export(model, (X,)).module()
+
+
+def _onnx(dynamo):
+    def export(model):
+        onnxruntime = pytest.importorskip('onnxruntime')
+        pytest.importorskip('onnxscript')
+        file = io.BytesIO()
+        if dynamo:
+            torch.onnx.export(model, (X,), dynamo=True).save(file)
+        else:
+            torch.onnx.export(model, (X,), file, dynamo=False)
+        session = onnxruntime.InferenceSession(file.getvalue())
+        name = session.get_inputs()[0].name
+        return lambda x: torch.as_tensor(session.run(None, {name: x.numpy()})[0])
+
+    return export
+
+
+@pytest.mark.parametrize(
+    'convert',
+    [_jit, _export, _onnx(False), _onnx(True)],
+    ids=['jit', 'torch.export', 'onnx', 'onnx of torch.export'],
+)
+@pytest.mark.filterwarnings('ignore')
+def test_the_shortcut_outside_in_other_formats(convert, randomize, relative_error):
+    model = randomize(Tokens(ChannelIdleFFN(8, 32))).eval()
+    expected = model(X).detach()
+    deployed = reparameterize(model, shortcut='outside')
+    assert deployed.ffn.shortcut
+    saved = copy.deepcopy(deployed.state_dict())
+    converted = convert(deployed)
+    with torch.no_grad():
+        assert relative_error(converted(X), expected) < 1e-5
+        assert relative_error(deployed(X), expected) < 1e-5
+    # What is saved has the shortcut inside, before and after.
+    inside = reparameterize(model).state_dict()
+    for state_dict in (saved, deployed.state_dict()):
+        for key, value in inside.items():
+            assert torch.allclose(state_dict[key], value, atol=1e-5), key
+
+
+def test_narrow_types_are_refused_by_name(randomize):
+    ffn = randomize(ChannelIdleFFN(8, 32))
+    ffn.fc1.weight.data = ffn.fc1.weight.data.to(torch.float8_e4m3fn)
+    with pytest.raises(ValueError, match="'0'.* fc1.weight .*float8_e4m3fn.*float32"):
+        reparameterize(nn.Sequential(ffn))
+
+
+@pytest.mark.parametrize('inplace', [False, True])
+def test_a_neck_in_a_narrow_type_is_refused_by_name(inplace, randomize):
+    ConvModule = pytest.importorskip('mmcv.cnn').ConvModule
+    model = nn.Module()
+    model.ffn = randomize(ChannelIdleFFN(8, 32))
+    model.neck = ConvModule(8, 8, 3, norm_cfg=dict(type='BN'))
+    model.neck.conv.weight.data = model.neck.conv.weight.data.to(torch.float8_e5m2)
+    with pytest.raises(ValueError, match="'neck'.* conv.weight .*float8_e5m2"):
+        reparameterize(model, inplace=inplace)
+    # And what could be merged is not merged either.
+    assert isinstance(model.ffn, ChannelIdleFFN)
+    with pytest.raises(ValueError, match='1.0e.*exceed the range'):
+        model.neck = ConvModule(8, 8, 3, norm_cfg=dict(type='BN')).half()
+        model.neck.bn.running_var.fill_(0)
+        model.neck.bn.weight.data.fill_(6e4)
+        model.neck.conv.weight.data.fill_(5e2)
+        model.neck.bn.eps = 9e-2
+        reparameterize(model, inplace=inplace)
+    assert isinstance(model.ffn, ChannelIdleFFN) and model.neck.with_norm
+
+
+def test_arguments_of_another_kind():
+    with pytest.raises(TypeError, match='takes a torch.nn.Module, but got None'):
+        reparameterize(None)
+    nested = torch.nested.nested_tensor([torch.randn(2, 8), torch.randn(3, 8)])
+    for form in (ChannelIdleFFN(8, 32).eval(), ChannelIdleFFN(8, 32).merge().eval()):
+        with pytest.raises(ValueError, match='nested tensor.*pad'):
+            form(nested)
+
+
+def _mmcv_norm(channels):
+    return pytest.importorskip('mmcv.ops').SyncBatchNorm(channels)
+
+
+def _reverted_norm(channels):
+    revert = pytest.importorskip('mmengine.model').revert_sync_batchnorm
+    return revert(nn.SyncBatchNorm(channels))
+
+
+@pytest.mark.parametrize('build', [_mmcv_norm, _reverted_norm])
+def test_batch_norms_of_other_classes_merge(build, randomize, relative_error, monkeypatch):
+    # mmcv's asks for it where it is built, and computes on a GPU only.
+    monkeypatch.setattr(torch.distributed, 'get_world_size', lambda *args: 1)
+    ffn = ChannelIdleFFN(8, 32)
+    ffn.norm1, ffn.norm2 = build(8), build(32)
+    assert not isinstance(ffn.norm1, (nn.BatchNorm1d, nn.SyncBatchNorm))
+    randomize(ffn).eval()
+    plain = ChannelIdleFFN(8, 32).eval()
+    plain.load_state_dict(ffn.state_dict(), strict=False)
+    assert relative_error(ffn.merge()(X), plain(X)) < 1e-5
+
+
+def test_linear_layers_without_a_bias(randomize, relative_error):
+    ffn = randomize(ChannelIdleFFN(8, 32))
+    ffn.fc1.bias = ffn.fc2.bias = None
+    assert ffn(X.repeat(1, 100, 1)).shape == (2, 500, 8)
+    ffn.eval()
+    assert relative_error(ffn.merge()(X), ffn(X)) < 1e-5
+
+
+def test_a_merge_shares_nothing_with_its_training_form(randomize, relative_error):
+    """Even where a form hands modules over as they are."""
+
+    class Kept(TrainingForm):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.ffn = nn.BatchNorm1d(5), ChannelIdleFFN(8, 32)
+
+        def forward(self, x):
+            return self.ffn(self.norm(x))
+
+        def merge(self):
+            return MergedKept(self.norm, self.ffn.merge())
+
+    class MergedKept(DeployForm):
+        def __init__(self, norm, ffn):
+            super().__init__()
+            self.norm, self.ffn = norm, ffn
+
+        def inference(self, x):
+            return self.ffn(self.norm(x))
+
+    form = randomize(Kept()).eval()
+    expected = form(X).detach()
+    deployed = reparameterize(form)
+    form.norm.weight.data.zero_()
+    assert relative_error(deployed(X), expected) < 1e-5
