@@ -1,13 +1,13 @@
-# Everything starts here: `make demo` and `make test` do the set-up they need.
+# The targets set up the environment that they need.
 
 PYTHON ?= python3
 TASK ?= retinanet
 ARGS ?=
 TASKS := retinanet mask_rcnn upernet
 SETUP := $(PYTHON) requirements/setup_env.py
-# The environment's Python; hides a GPU for which mmcv has no operators.
+# The Python of an environment. A GPU for which MMCV has no operators is hidden from it.
 run = env $$(cat $(1)/.setup/run-env) $(1)/bin/python
-# One test per core; more than a few need much memory.
+# One test per core, and at most four: each needs much memory.
 PYTEST := -m pytest tests --numprocesses auto --maxprocesses 4 --dist worksteal
 
 .DEFAULT_GOAL := help
@@ -52,7 +52,7 @@ test-all: env
 test-openmmlab: env-openmmlab
 	@OMP_NUM_THREADS=1 $(call run,.venv-openmmlab) $(PYTEST) -m 'not slow' $(ARGS)
 
-# Said before the set-up, not a quarter of an hour later.
+# An unknown task is refused before the set-up, which takes a quarter of an hour.
 task:
 	@case ' $(TASKS) ' in *' $(TASK) '*) ;; \
 	*) echo 'TASK=$(TASK) is unknown; there are: $(TASKS)' >&2; exit 1;; esac

@@ -1,4 +1,4 @@
-"""Packaging of RePa-MM. Options and metadata that pip needs are all here."""
+"""Packaging of RePa-MM: metadata, and the files that MIM looks for."""
 
 import os
 import os.path as osp
@@ -9,8 +9,10 @@ from setuptools.command.build_py import build_py
 from setuptools.command.develop import develop
 
 ROOT = osp.dirname(osp.abspath(__file__))
-# What MIM (`mim train`, `mim download`, ...) looks for in <package>/.mim.
+# MIM (`mim train`, `mim download`, ...) looks for these in <package>/.mim.
 MIM_FILES = ('configs', 'tools', 'model-index.yml')
+# tools/dev is for work on this repository.
+NOT_PACKED = shutil.ignore_patterns('__pycache__', '*.py[co]', '.*', 'dev')
 
 
 def read(*parts):
@@ -40,9 +42,7 @@ def link_mim_files():
 
 def copy(source, target):
     if osp.isdir(source):
-        shutil.copytree(
-            source, target, ignore=shutil.ignore_patterns('__pycache__', '*.py[co]', '.*')
-        )
+        shutil.copytree(source, target, ignore=NOT_PACKED)
     else:
         shutil.copyfile(source, target)
 
@@ -55,7 +55,7 @@ class BuildPy(build_py):
             link_mim_files()
             super().run()
             return
-        # Of an earlier build nothing may stay: it would go into the wheel.
+        # Files of an earlier build would go into the wheel.
         package = osp.join(self.build_lib, 'repa_mm')
         shutil.rmtree(package, ignore_errors=True)
         super().run()
@@ -92,9 +92,9 @@ setup(
     ],
     packages=find_packages(include=['repa_mm', 'repa_mm.*']),
     python_requires='>=3.10',
-    # Neither MMCV nor MMEngine: OpenMMLab's and OneDL's packages install the
-    # same modules, and naming one would overwrite the other.
-    # repa_mm.compat checks at import what is there.
+    # MMCV and MMEngine are not required here: the packages of OpenMMLab and of OneDL install the
+    # same modules, so that naming one would overwrite the other. `import repa_mm` checks what is
+    # installed.
     install_requires=['numpy', 'packaging', 'torch>=2.0'],
     extras_require={
         'demo': ['scikit-image', 'scikit-learn'],

@@ -30,12 +30,12 @@ def run(command, cwd, **env):
 
 
 def shipped(folder):
-    """Files that belong to the package, relative to `folder`."""
+    """Files that MIM looks for, relative to `folder`."""
     return {
         path.relative_to(folder).as_posix()
         for name in ('configs', 'tools')
         for path in (folder / name).rglob('*')
-        if path.is_file() and '__pycache__' not in path.parts and path.suffix != '.pyc'
+        if path.is_file() and not {'__pycache__', 'dev'} & set(path.parts)
     } | {'model-index.yml'}
 
 
@@ -111,6 +111,7 @@ def test_the_wheel_has_what_mim_looks_for(wheel):
     packed = {name[len(start) :] for name in names if name.startswith(start)}
     assert packed == shipped(ROOT)
     assert {'tools/train.py', 'tools/test.py'} <= packed
+    assert not any(name.startswith('tools/dev/') for name in packed)
 
 
 def test_the_wheel_pulls_in_no_mm_package(wheel):
