@@ -11,7 +11,8 @@ import torch
 from mmengine.config import Config
 from mmengine.registry import DATASETS, FUNCTIONS, TRANSFORMS
 
-from repa_mm.datasets.checks import AnnotationError, check_items, checked_annotations
+from repa_mm.datasets.checks import check_items
+from repa_mm.datasets.coco import AnnotationError, checked_annotations
 from repa_mm.runtime import check_data, dataset_config
 
 # Noise is as good as more noise.

@@ -1,17 +1,16 @@
-"""Data sets that are not what they should be."""
+"""Checks of images and label maps while they are loaded."""
 
+import logging
+import os
 import os.path as osp
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from mmengine.dataset import Compose
-
-
-class AnnotationError(ValueError):
-    """An annotation file with something wrong in it."""
-
+from mmengine.logging import print_log
 
 # The last bytes of a complete file.
 _ENDS = dict(JPEG=b'\xff\xd9', PNG=b'IEND')
@@ -21,14 +20,13 @@ _TAIL = 4096
 def check_image(path: str) -> None:
     """Check an image file by its first and last bytes.
 
-    OpenCV decodes the beginning of a truncated JPEG without an error, and
-    images of up to 2^30 pixels, which a file of some kilobytes may declare.
-    A file that Pillow does not know is left to who decodes it.
+    OpenCV decodes the beginning of a truncated JPEG without an error, and images of up to 2^30
+    pixels, which a file of some kilobytes may declare. A file that Pillow does not know is left to
+    what decodes it.
 
     Raises:
         OSError: If the file is missing or cannot be read.
-        ValueError: If it is empty, truncated, or declares more pixels than
-            Pillow allows.
+        ValueError: If it is empty, truncated, or declares more pixels than Pillow allows.
     """
     from PIL import Image, UnidentifiedImageError
 
@@ -55,11 +53,36 @@ def check_image(path: str) -> None:
     except Image.DecompressionBombError as error:
         raise ValueError(
             f'the image {path!r} is refused: it declares more pixels than '
-            f'{2 * Image.MAX_IMAGE_PIXELS:,}, which PIL.Image.MAX_IMAGE_PIXELS'
-            ' allows'
+            f'{2 * Image.MAX_IMAGE_PIXELS:,}, which PIL.Image.MAX_IMAGE_PIXELS allows'
         ) from error
     except Exception as error:
         raise ValueError(f'the image {path!r} is damaged: {error}') from error
+
+
+_stderr = threading.Lock()
+
+
+@contextmanager
+def _named_stderr(name: str) -> Iterator[None]:
+    """Put a name before what C libraries print meanwhile, such as libjpeg's warnings."""
+    # Where another thread does so at the moment, this one prints without a name.
+    if not _stderr.acquire(blocking=False):
+        yield
+        return
+    stderr, (reader, writer) = os.dup(2), os.pipe()
+    os.set_blocking(writer, False)  # what does not fit is dropped
+    os.dup2(writer, 2)
+    os.close(writer)
+    try:
+        yield
+    finally:
+        os.dup2(stderr, 2)
+        text = b' '.join(os.read(reader, 2**16).split()).decode(errors='replace')
+        os.close(reader)
+        os.close(stderr)
+        _stderr.release()
+        if text:
+            print_log(f'{name}: {text}', 'current', logging.WARNING)
 
 
 class CheckedPipeline(Compose):
@@ -77,28 +100,39 @@ class CheckedPipeline(Compose):
             # Other paths are for another storage backend.
             if isinstance(path, str) and osp.exists(path):
                 check_image(path)
-        checked = False
+        name = ' and '.join(repr(path) for path in paths if path) or 'an image'
+        sized = [data.get(key) for key in ('height', 'width')]
         for step in self.transforms:
+            image, labels = (data.get(key) is None for key in ('img', 'gt_seg_map'))
             try:
-                data = step(data)
+                if image:
+                    with _named_stderr(name):
+                        data = step(data)
+                else:
+                    data = step(data)
             except Exception as error:
-                name = ' and '.join(repr(p) for p in paths if p)
                 text = str(error)
                 if not text or not isinstance(error, (AssertionError, OSError, ValueError)):
                     text = f'{type(error).__name__} {text}'
-                raise ValueError(
-                    f'cannot load {name or "an image"} ({type(step).__name__}: {text})'
-                ) from error
+                raise ValueError(f'cannot load {name} ({type(step).__name__}: {text})') from error
             if data is None:
                 return None
-            if not checked and self.num_labels is not None and 'gt_seg_map' in data:
+            if image and data.get('img') is not None and None not in sized:
+                self._check_size(data['img'], sized, name)
+            if labels and self.num_labels is not None and 'gt_seg_map' in data:
                 self._check_labels(data, paths[1])
-                checked = True
         if not isinstance(data, dict) or 'inputs' not in data:
             raise ValueError(
                 "the data set's pipeline gives no 'inputs': its last step must be a Pack...Inputs"
             )
         return data
+
+    def _check_size(self, image: Any, size: list, name: str) -> None:
+        if list(image.shape[:2]) != size:
+            raise ValueError(
+                f'{name} is of {_size(image.shape)} pixels, but of {_size(size)} in its annotation '
+                '(height x width): its boxes would be somewhere else'
+            )
 
     def _check_labels(self, data: dict, path: str) -> None:
         labels, size = data['gt_seg_map'], data.get('ori_shape')
@@ -112,9 +146,8 @@ class CheckedPipeline(Compose):
         wrong = labels[(labels >= self.num_labels) & (labels != self.ignore_index)]
         if wrong.size:
             raise ValueError(
-                f'the label map {path!r} has the label {int(wrong.flat[0])}, '
-                f'but there are {self.num_labels} classes (after '
-                'reduce_zero_label, if set)'
+                f'the label map {path!r} has the label {int(wrong.flat[0])}, but there are '
+                f'{self.num_labels} classes (after reduce_zero_label, if set)'
             )
 
 
@@ -123,10 +156,10 @@ def _size(shape: Any) -> str:
 
 
 def check_items(dataset: Any) -> None:
-    """From now on, errors while loading an item of a data set name the file.
+    """Let errors while an item of a data set is loaded name the file from now on.
 
     Args:
-        dataset: Of MMEngine's kind, wrapped or not.
+        dataset (BaseDataset): Of MMEngine's kind, wrapped or not.
     """
     for inner in leaves(dataset):
         pipeline = getattr(inner, 'pipeline', None)
@@ -149,192 +182,3 @@ def leaves(dataset: Any) -> Iterator[Any]:
         return
     for item in inner if isinstance(inner, (list, tuple)) else [inner]:
         yield from leaves(item)
-
-
-@contextmanager
-def checked_annotations(annotated: bool = False) -> Iterator[None]:
-    """Check annotation files in COCO's format when pycocotools reads them.
-
-    A second reading would take as long as the first.
-
-    Args:
-        annotated (bool): Whether there must be an annotation at all.
-            Defaults to False.
-    """
-    try:
-        from pycocotools.coco import COCO
-    except ImportError:  # comes with MMDetection
-        yield
-        return
-    read, index = COCO.__init__, COCO.createIndex
-
-    def checked_read(self, annotation_file=None):
-        self.annotation_file = annotation_file
-        if annotation_file is not None and not osp.isfile(annotation_file):
-            # A pipe or a device would not end.
-            raise AnnotationError(f'there is no file {annotation_file!r}')
-        try:
-            read(self, annotation_file)
-        except AnnotationError:
-            raise
-        except (ValueError, AssertionError, RecursionError) as error:
-            raise AnnotationError(
-                f'{annotation_file!r} is not an annotation file: {error}'
-            ) from error
-
-    def checked_index(self):
-        if self.annotation_file is not None:
-            check_coco(self.dataset, self.annotation_file, annotated)
-        index(self)
-
-    COCO.__init__, COCO.createIndex = checked_read, checked_index
-    try:
-        yield
-    finally:
-        COCO.__init__, COCO.createIndex = read, index
-
-
-def check_coco(content: dict, path: str, annotated: bool = False) -> None:
-    """Check the content of an annotation file in COCO's format.
-
-    Args:
-        content (dict): What the JSON file holds.
-        path (str): Its name, for messages.
-        annotated (bool): Whether there must be an annotation at all.
-            Defaults to False.
-
-    Raises:
-        AnnotationError: If it lacks images or categories, or an entry of it
-            is incomplete, refers to none, or has a box or a mask that is none.
-            Boxes without area and polygons of two points are fine, OpenMMLab
-            ignores them.
-    """
-
-    def fail(problem: str) -> None:
-        raise AnnotationError(f'{path!r}: {problem}')
-
-    ids = {}
-    for part, keys in (('images', ('file_name', 'height', 'width')), ('categories', ('name',))):
-        entries = content.get(part)
-        if not isinstance(entries, list) or not entries:
-            fail(f'there are no {part}')
-        found = ids[part] = {}
-        for entry in entries:
-            if not isinstance(entry, dict) or not _is_id(entry.get('id')):
-                fail(f'one of the {part} is {_short(entry)}, without an id')
-            if entry['id'] in found:
-                fail(f'two of the {part} have the id {entry["id"]}')
-            found[entry['id']] = entry
-            for key in keys:
-                value = entry.get(key)
-                if not (
-                    value and isinstance(value, str)
-                    if key in ('file_name', 'name')
-                    else _is_number(value) and value > 0
-                ):
-                    fail(f'{key!r} of the entry {entry["id"]} of {part} is {_short(value)}')
-    images, categories = ids['images'], ids['categories']
-    annotations = content.get('annotations', [])
-    if not isinstance(annotations, list):
-        fail(f'its annotations are {_short(annotations)}, not a list')
-    usable = False
-    for entry in annotations:
-        if not isinstance(entry, dict) or not _is_id(entry.get('id')):
-            fail(f'one of the annotations is {_short(entry)}, without an id')
-        problem = _problem(entry, images, categories)
-        if problem:
-            fail(f'the annotation {entry["id"]} has {problem}')
-        usable = usable or (
-            not entry.get('iscrowd') and entry['bbox'][2] > 0 and entry['bbox'][3] > 0
-        )
-    if annotated and not usable:
-        fail('there are no annotations' + ' but crowds and boxes without area' * bool(annotations))
-
-
-def _is_id(value: Any) -> bool:
-    return isinstance(value, (int, str)) and not isinstance(value, bool)
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f'{text[:80]} ...'
-
-
-def _problem(entry: dict, images: dict, categories: dict) -> str | None:
-    """What is wrong with an annotation."""
-    for key, known in (('image_id', images), ('category_id', categories)):
-        value = entry.get(key)
-        if not _is_id(value) or value not in known:
-            return f'the {key} {_short(value)}, which is none'
-    box = entry.get('bbox')
-    if (
-        not isinstance(box, list)
-        or len(box) != 4
-        or not _are_numbers(box)
-        or box[2] < 0
-        or box[3] < 0
-    ):
-        return f'the box {_short(box)}: it takes four finite numbers, x, y, width and height'
-    if not _is_number(entry.get('area')):
-        return f'the area {_short(entry.get("area"))}'
-    mask = entry.get('segmentation')
-    if not mask:
-        return None
-    if isinstance(mask, list):
-        for polygon in mask:
-            if not isinstance(polygon, list) or not _are_numbers(polygon) or len(polygon) % 2:
-                return f'the polygon {_short(polygon)}: it takes pairs of finite coordinates'
-        return None
-    image = images[entry['image_id']]
-    if not isinstance(mask, dict) or mask.get('size') != [image['height'], image['width']]:
-        return (
-            f"the mask {_short(mask)}, which is not of its image's size, "
-            f'{image["height"]}x{image["width"]}'
-        )
-    # pycocotools takes what is not covered from memory at random.
-    counts = mask.get('counts')
-    runs = _decompress(counts) if isinstance(counts, str) else counts
-    if (
-        not isinstance(runs, list)
-        or not all(isinstance(run, int) and run >= 0 for run in runs)
-        or sum(runs) != image['height'] * image['width']
-    ):
-        return f'a mask whose runs, {_short(counts)}, do not fill its image'
-    return None
-
-
-def _decompress(text: str) -> list | None:
-    """The runs of a mask in COCO's compressed form; None if it is none.
-
-    Five bits a character, and one that says whether more follow; from the
-    third on, the difference to the last but one.
-    """
-    runs: list = []
-    run = shift = 0
-    for character in text:
-        bits = ord(character) - 48
-        if not 0 <= bits < 64 or shift > 60:
-            return None
-        run |= (bits & 31) << shift
-        shift += 5
-        if bits & 32:
-            continue
-        if bits & 16:
-            run |= -1 << shift
-        runs.append(run + (runs[-2] if len(runs) > 2 else 0))
-        run = shift = 0
-    return None if shift else runs
-
-
-def _is_number(value: Any) -> bool:
-    return (
-        isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e12
-    )  # False for NaN
-
-
-def _are_numbers(values: list) -> bool:
-    """Whether all are finite, in one addition: there are millions."""
-    try:
-        return _is_number(sum(values))
-    except (OverflowError, TypeError):
-        return False

@@ -1,38 +1,32 @@
 """Reading a config, and setting what a command line asks for."""
 
+import ast
 import importlib.util
 import os.path as osp
 from collections.abc import Iterator
+from typing import Any
 
 from mmengine.config import Config, ConfigDict
 from mmengine.registry import init_default_scope
 
 from repa_mm.datasets.checks import leaves
 from repa_mm.files import check_writable
+from repa_mm.paths import config_path
 
 SCOPES = ('mmdet', 'mmseg', 'mmpretrain')
-
-
 FORMS = ('training', 'deploy')
-
-
 HEADS = ('bbox_head', 'mask_head', 'decode_head', 'auxiliary_head', 'head')
-
-
+SPLITS = ('train', 'val', 'test')
 # Parts of a config that tools look into.
 DICTS = (
     'model',
-    'train_dataloader',
-    'val_dataloader',
-    'test_dataloader',
-    'train_cfg',
-    'val_cfg',
-    'test_cfg',
+    *(f'{split}_{part}' for split in SPLITS for part in ('dataloader', 'cfg')),
     'optim_wrapper',
     'default_hooks',
     'env_cfg',
     'auto_scale_lr',
     'tta_model',
+    'visualizer',
 )
 
 
@@ -40,7 +34,8 @@ def load_config(path: str, cfg_options: dict | None = None) -> Config:
     """Read a config and make its codebase the default scope.
 
     Args:
-        path (str): A config of MMDetection, MMSegmentation or MMPretrain.
+        path (str): A config of MMDetection, MMSegmentation or MMPretrain, or the name of one that
+            is installed, such as 'mmdet::swin/mask-rcnn_swin-t-p4-w7_fpn_1x_coco.py'.
         cfg_options (dict, optional): Values to override, by dotted names.
 
     Raises:
@@ -48,15 +43,17 @@ def load_config(path: str, cfg_options: dict | None = None) -> Config:
         ValueError: If it is no config, or of no known codebase.
         ImportError: If its codebase is not installed.
     """
+    if '::' in path and not osp.exists(path):
+        path = config_path(path)
     if not osp.isfile(path):
         raise FileNotFoundError(f'no config at {path!r}' + ': it is a folder' * osp.isdir(path))
     try:
+        _check_bases(path, set())
         cfg = Config.fromfile(path)
     except RecursionError as error:
         raise ValueError(
-            f'cannot read the config {path!r}: it inherits from '
-            'itself, perhaps through others, or recurses without '
-            'end'
+            f'cannot read the config {path!r}: it inherits from itself, perhaps through others, or '
+            'its parts are nested too deeply'
         ) from error
     except (Exception, SystemExit) as error:
         raise ValueError(
@@ -79,28 +76,85 @@ def load_config(path: str, cfg_options: dict | None = None) -> Config:
     for key in ('model', 'test_dataloader'):
         if key not in cfg:
             raise ValueError(f'the config {path!r} has no {key!r}')
-    for key in DICTS:
-        if not isinstance(cfg.get(key, {}), (dict, type(None))):
-            raise ValueError(f'{key!r} of {path!r} must be a dict, but is {cfg[key]!r}')
-    if not isinstance(cfg.model, dict) or 'type' not in cfg.model:
-        raise ValueError(f"'model' of {path!r} has no 'type'")
+    try:
+        _check_parts(cfg)
+    except ValueError as error:
+        raise ValueError(f'the config {path!r} is wrong: {error}') from error
     init_default_scope(scope)
     return cfg
 
 
-def set_work_dir(cfg: Config, config: str, work_dir: str | None) -> None:
-    """Set the folder for logs and checkpoints, and check that it can be written.
+def _check_bases(path: str, seen: set[str]) -> None:
+    """Check that a config inherits from files: MMEngine would read a pipe without end.
 
-    Args:
-        cfg (Config): The config to change.
-        config (str): The config's file; its name is the folder's where nothing else is given.
-        work_dir (str, optional): The folder. Defaults to the config's ``work_dir``, or
-            ``work_dirs/<name of the config>``.
-
-    Raises:
-        ValueError: If ``work_dir`` or ``load_from`` in the config is not a path.
-        OSError: If the folder cannot be written.
+    Bases that are not written as plain strings are left to MMEngine.
     """
+    if not osp.exists(path) or osp.realpath(path) in seen:
+        return
+    if not osp.isfile(path):
+        raise ValueError(f'the base {path!r} is not a file')
+    seen.add(osp.realpath(path))
+    if not path.endswith('.py'):
+        return
+    with open(path, encoding='utf-8') as file:
+        statements = ast.parse(file.read()).body
+    for statement in statements:
+        targets = getattr(statement, 'targets', ())
+        if any(isinstance(target, ast.Name) and target.id == '_base_' for target in targets):
+            for node in ast.walk(statement.value):
+                if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    _check_bases(osp.join(osp.dirname(path), node.value), seen)
+
+
+def _check_parts(cfg: Config) -> None:
+    """Check the types of what tools or MMEngine's Runner look into."""
+    for key in DICTS:
+        if not isinstance(cfg.get(key, {}), (dict, type(None))):
+            raise ValueError(f'{key!r} must be a dict, but is {cfg[key]!r}')
+    typed = dict(model=cfg.model)
+    if 'backbone' in cfg.model:
+        typed['model.backbone'] = cfg.model.backbone
+    lists = dict(custom_hooks=cfg.get('custom_hooks') or [])
+    for key, hook in (cfg.get('default_hooks') or {}).items():
+        typed[f'default_hooks.{key}'] = hook or dict(type=None)
+    for split in SPLITS:
+        lists[f'{split}_evaluator'] = evaluators(cfg, split)
+        dataset = (cfg.get(f'{split}_dataloader') or {}).get('dataset')
+        for leaf in leaves(dataset) if isinstance(dataset, dict) else ():
+            lists[f'{split}_dataloader.dataset.pipeline'] = leaf.get('pipeline') or []
+    for name, items in lists.items():
+        if not isinstance(items, (list, tuple)):
+            raise ValueError(f'{name!r} must be a list, but is {items!r}')
+        typed.update((f'{name}[{i}]', item) for i, item in enumerate(items))
+    for name, part in typed.items():
+        if not isinstance(part, dict):
+            raise ValueError(f'{name!r} must be a dict, but is {part!r}')
+        if 'type' not in part:
+            raise ValueError(f"{name!r} has no 'type': {str(part)[:80]}")
+    _check_keys(cfg._cfg_dict)
+
+
+def _check_keys(value: Any, depth: int = 0) -> None:
+    """Check that MMEngine can write a config: what has an empty name or lies deep, it cannot."""
+    if depth > 50:
+        raise ValueError(f'parts are nested too deeply: {str(value)[:80]}')
+    if isinstance(value, dict):
+        if '' in value:
+            raise ValueError(f'an empty key has the value {str(value[""])[:80]}')
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            _check_keys(item, depth + 1)
+
+
+def evaluators(cfg: Config, split: str) -> list[ConfigDict]:
+    """The configs of the metrics of 'val' or 'test'."""
+    found = cfg.get(f'{split}_evaluator') or []
+    return list(found) if isinstance(found, (list, tuple)) else [found]
+
+
+def set_work_dir(cfg: Config, config: str, work_dir: str | None) -> None:
+    """Set the folder of a run: that of the command line, of the config, or its name."""
     name = osp.splitext(osp.basename(config))[0]
     for key in ('work_dir', 'load_from'):
         if not isinstance(cfg.get(key), (str, type(None))):
@@ -128,33 +182,29 @@ def with_pretrained(cfg: ConfigDict) -> Iterator[ConfigDict]:
 
 
 def set_form(cfg: Config, form: str | None) -> None:
-    """Change a config's hooks so that tests run this form of the model.
-
-    Args:
-        cfg (Config): The config to change.
-        form (str, optional): 'training' removes ``ReparameterizeHook``, 'deploy' adds one if
-            there is none, None leaves the hooks as they are.
-    """
-    hooks = cfg.get('custom_hooks') or []
-    has_hook = any(h.get('type') == 'ReparameterizeHook' for h in hooks)
+    """Let tests use one form, whatever hooks a config has. None leaves the hooks as they are."""
+    kind = 'ReparameterizeHook'
+    custom, default = cfg.get('custom_hooks') or [], cfg.get('default_hooks') or {}
+    named = [key for key, hook in default.items() if hook and hook['type'] == kind]
+    others = [hook for hook in custom if hook['type'] != kind]
     if form == 'training':
-        cfg.custom_hooks = [h for h in hooks if h.get('type') != 'ReparameterizeHook']
-    elif form == 'deploy' and not has_hook:
-        cfg.custom_hooks = [*hooks, dict(type='ReparameterizeHook')]
+        cfg.custom_hooks = others
+        for key in named:
+            del default[key]
+    elif form == 'deploy' and not named and len(others) == len(custom):
+        cfg.custom_hooks = [*custom, dict(type=kind)]
 
 
 def show_pictures(cfg: Config, show_dir: str) -> None:
-    """Change a config so that a test writes pictures of its predictions.
-
-    Raises:
-        ValueError: If the config has no visualization hook.
-    """
+    """Let a test draw its predictions."""
     hook = cfg.default_hooks.get('visualization')
     if hook is None:
         raise ValueError('--show-dir needs default_hooks.visualization in the config')
     if cfg.default_scope == 'mmdet':
         hook.update(draw=True, test_out_dir=show_dir)
     elif cfg.default_scope == 'mmseg':
+        if not cfg.get('visualizer'):
+            raise ValueError("--show-dir needs a 'visualizer' in the config")
         hook.update(draw=True)
         cfg.visualizer.save_dir = show_dir
     else:
@@ -169,10 +219,7 @@ def dump_predictions(cfg: Config, out: str) -> None:
             mmseg='mmengine.DumpSegResults',
             mmpretrain='mmengine.DumpResults',
         )[cfg.default_scope]
-        evaluators = cfg.get('test_evaluator') or []
-        if isinstance(evaluators, dict):
-            evaluators = [evaluators]
-        cfg.test_evaluator = [*evaluators, dict(type=kind, out_file_path=out)]
+        cfg.test_evaluator = [*evaluators(cfg, 'test'), dict(type=kind, out_file_path=out)]
     elif cfg.default_scope == 'mmseg' and isinstance(cfg.test_evaluator, dict):
         check_writable(out)
         cfg.test_evaluator.update(output_dir=out, keep_results=True)
@@ -183,6 +230,10 @@ def dump_predictions(cfg: Config, out: str) -> None:
 def dataset_config(cfg: Config, split: str) -> ConfigDict:
     """The config of the innermost data set of a data loader.
 
+    Args:
+        cfg (Config): The config.
+        split (str): 'train', 'val' or 'test'.
+
     Raises:
         ValueError: If there is none.
     """
@@ -192,13 +243,12 @@ def dataset_config(cfg: Config, split: str) -> ConfigDict:
     return next(leaves(loader.dataset))
 
 
-def without_sync_bn(cfg) -> None:
-    """Torch's SyncBatchNorm does not train on a CPU: use plain BatchNorm."""
+def without_sync_bn(cfg: Any) -> None:
+    """Replace SyncBatchNorm in a config by plain BatchNorm, as torch trains it on GPUs only."""
     if isinstance(cfg, (dict, Config)):
         if cfg.get('type') == 'SyncBN':
             cfg['type'] = 'BN'
-        for value in cfg.values():
-            without_sync_bn(value)
-    elif isinstance(cfg, (list, tuple)):
+        cfg = list(cfg.values())
+    if isinstance(cfg, (list, tuple)):
         for value in cfg:
             without_sync_bn(value)

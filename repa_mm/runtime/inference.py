@@ -97,6 +97,8 @@ def draw_predictions(model: nn.Module, image: str, out: str, score_thr: float = 
         raise ValueError(f'{out!r} is not the name of a picture, such as prediction.png')
     if not 0 <= score_thr <= 1:
         raise ValueError(f'the score threshold must be from 0 to 1, but is {score_thr}')
+    if not model.cfg.get('visualizer'):
+        raise ValueError("the config has no 'visualizer', which draws the predictions")
     check_image(image)
     pixels = mmcv.imread(image)
     if pixels is None:

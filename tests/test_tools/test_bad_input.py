@@ -1,5 +1,6 @@
 """Wrong input is named, and costs nobody a file."""
 
+import json
 import os
 import pickle
 import signal
@@ -249,6 +250,35 @@ def test_bad_data(in_digits, tmp_path):
         runner_for_training(
             good, str(in_digits), cfg_options={'train_dataloader.dataset.data_root': str(tmp_path)}
         )
+
+
+def test_an_annotation_with_the_id_0(checkpoints, in_digits):
+    """Predictions without an error have an AP of 1, and one line tells of the id."""
+    content = json.loads(Path('data/demo/coco/annotations/instances_val2017.json').read_text())
+    image = content['images'][0]['id']
+    content['images'] = content['images'][:1]
+    annotations = [a for a in content['annotations'] if a['image_id'] == image]
+    for number, annotation in enumerate(annotations):
+        annotation['id'] = number
+    content['annotations'] = annotations
+    file = in_digits / 'from_0.json'
+    file.write_text(json.dumps(content))
+    options = {'test_dataloader.dataset.ann_file': str(file), 'test_evaluator.ann_file': str(file)}
+    good = str(checkpoints / 'good.pth')
+    runner = runner_for_testing(RETINANET, good, str(in_digits), cfg_options=options)
+    (metric,) = runner.test_loop.evaluator.metrics
+    boxes = torch.tensor([a['bbox'] for a in annotations]).float()
+    boxes[:, 2:] += boxes[:, :2]
+    instances = dict(
+        bboxes=boxes,
+        scores=torch.ones(len(boxes)),
+        labels=torch.tensor([a['category_id'] - 1 for a in annotations]),
+    )
+    metric.process({}, [dict(img_id=image, ori_shape=(96, 96), pred_instances=instances)])
+    assert metric.evaluate(1)['coco/bbox_mAP'] == 1
+    (log,) = in_digits.glob('*/*.log')
+    (line,) = [line for line in log.read_text().splitlines() if 'annotation 0' in line]
+    assert f'{str(file)!r} counts as {len(annotations)} here' in line
 
 
 def test_unwritable_outputs(checkpoints, in_digits):

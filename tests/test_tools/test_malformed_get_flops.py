@@ -1,6 +1,15 @@
 """Malformed input for tools/get_flops.py."""
 
+import os
+
 import pytest
+
+
+def pipe(case):
+    path = case.folder / 'pipe.py'
+    os.mkfifo(path)
+    return str(path)
+
 
 # Identifier: (command line, what the message says).
 ROWS = {
@@ -31,6 +40,59 @@ ROWS = {
         lambda c: c.flops(c / 'detector.py', '--cfg-options', 'model=3'),
         "'model'.*must be a dict",
     ),
+    'base is a pipe': (
+        lambda c: c.flops(c.config(f"_base_ = ['../none.py', {pipe(c)!r}]")),
+        'pipe.py.* is not a file',
+    ),
+    'base of a base is a pipe': (
+        lambda c: c.flops(
+            c.config(f'_base_ = {c.config(f"_base_ = {pipe(c)!r}", "middle.py")!r}', 'top.py')
+        ),
+        'pipe.py.* is not a file',
+    ),
+    **{
+        f'JSON of {depth} levels': (
+            lambda c, depth=depth: c.flops(
+                c.config(
+                    f'{{"_base_": "{c / "detector.py"}", "a": {"[" * depth}0{"]" * depth}}}',
+                    'deep.json',
+                )
+            ),
+            'deep.json.* nested too deeply',
+        )
+        for depth in (60, 300, 3000)
+    },
+    'installed config that is none': (
+        lambda c: c.flops('mmdet::swin/mask-rcnn_swin-t.py'),
+        r'mmdet has no config .*swin/mask-rcnn_swin-t-p4-w7_fpn_1x_coco.py',
+    ),
+    'config of a package that is not installed': (
+        lambda c: c.flops('mmpose::a/b.py'),
+        "'mmpose' is not installed",
+    ),
+    **{
+        f'config with {text}': (lambda c, text=text: c.flops(c.detector(text)), message)
+        for text, message in (
+            ('custom_hooks = 7', "'custom_hooks' must be a list, but is 7"),
+            ('custom_hooks = [7]', r"'custom_hooks\[0\]' must be a dict, but is 7"),
+            ('default_hooks = dict(timer=7)', "'default_hooks.timer' must be a dict, but is 7"),
+            ('default_hooks = dict(a=dict(b=1))', "'default_hooks.a' has no 'type'.*'b': 1"),
+            ('model = dict(backbone=None)', "'model.backbone' must be a dict, but is None"),
+            ('model = dict(backbone=dict(_delete_=True))', "'model.backbone' has no 'type'"),
+            ('visualizer = 7', "'visualizer' must be a dict, but is 7"),
+            ('val_evaluator = 7', r"'val_evaluator\[0\]' must be a dict, but is 7"),
+            (
+                'train_dataloader = dict(dataset=dict(pipeline=[dict(scale=2)]))',
+                r"'train_dataloader.dataset.pipeline\[0\]' has no 'type'.*'scale': 2",
+            ),
+            (
+                'test_dataloader = dict(dataset=dict(pipeline=7))',
+                "'test_dataloader.dataset.pipeline' must be a list, but is 7",
+            ),
+            ("model = {'': 77}", 'empty key.* 77'),
+            ("globals()[''] = 77", 'empty key.* 77'),
+        )
+    },
     'unknown type': (
         lambda c: c.flops(c / 'detector.py', '--cfg-options', 'model.backbone.type=NoSuchBackbone'),
         'NoSuchBackbone',

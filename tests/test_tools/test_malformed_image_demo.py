@@ -47,6 +47,17 @@ ROWS = {
         lambda c: c.draw('image.jpg', 'good.pth', 'out.png', '--score-thr', 'nan'),
         'nan',
     ),
+    'drawn: nothing to draw with': (
+        lambda c: [
+            'image_demo',
+            c / 'image.jpg',
+            c.detector('visualizer = None'),
+            c / 'good.pth',
+            '--out',
+            c.folder / 'out.png',
+        ],
+        "no 'visualizer'",
+    ),
     'output is the image': (
         lambda c: [
             'image_demo',

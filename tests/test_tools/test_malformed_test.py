@@ -1,8 +1,21 @@
 """Malformed input for tools/test.py."""
 
+import json
+
 import pytest
 
 from .cases import old_file
+
+
+def reversed_ground_truth(case):
+    """An option: compare with another file than the one that names the images."""
+    path = case.digits / 'data/demo/coco/annotations/instances_val2017.json'
+    content = json.loads(path.read_text())
+    content['categories'].reverse()
+    changed = case.folder / 'reversed.json'
+    changed.write_text(json.dumps(content))
+    return f'test_evaluator.ann_file={changed}'
+
 
 # Identifier: (command line, what the message says).
 ROWS = {
@@ -42,6 +55,14 @@ ROWS = {
     'no annotation in the validation set': (
         lambda c: c.test('good.pth', *c.coco(lambda content: content.update(annotations=[]))),
         'test data set.*no annotations',
+    ),
+    'categories in another order': (
+        lambda c: c.test('good.pth', *c.coco(lambda content: content['categories'].reverse())),
+        "cannot use the test data set: .*val2017.json.* another order.* 'nine'.* 'zero'",
+    ),
+    'categories to compare with in another order': (
+        lambda c: c.test('good.pth', reversed_ground_truth(c)),
+        "test_evaluator.ann_file: .*reversed.json.* another order.* 'nine'.* 'zero'",
     ),
     'predictions into a folder': (
         lambda c: c.test(more=['--out', (c.folder / 'x.pkl').mkdir() or c.folder / 'x.pkl']),

@@ -9,6 +9,15 @@ import pytest
 
 from .cases import INF, NAN, ROOT, change_all, edit, label_map, old_file, png, replace_all
 
+
+def resize_images(content):
+    """Another height, and no masks, which would be of another size."""
+    for image in content['images']:
+        image['height'] = 95
+    for annotation in content['annotations']:
+        del annotation['segmentation']
+
+
 # Identifier: (command line, what the message says).
 ROWS = {
     'hostile objects to train from': (
@@ -149,7 +158,7 @@ ROWS = {
             ('mask of three numbers', edit('annotations', segmentation=[[1, 2, 3]]), 'polygon'),
             (
                 'mask of text',
-                edit('annotations', segmentation=dict(size=[96, 96], counts='01')),
+                edit('annotations', segmentation=dict(size=[96, 96], counts='0Pb`n0')),
                 'do not fill',
             ),
         )
@@ -157,6 +166,20 @@ ROWS = {
     'annotations of other classes': (
         lambda c: c.train(*c.coco(edit('categories', name='cat'))),
         'other class names.* 9 of the 10',
+    ),
+    'categories in another order': (
+        lambda c: c.train(*c.coco(lambda content: content['categories'].reverse())),
+        "train2017.json.* another order.* label 0 would be 'nine'.* 'zero' in the classes",
+    ),
+    'two categories of one name': (
+        lambda c: c.train(
+            *c.coco(lambda content: content['categories'].append(dict(id=77, name='two')))
+        ),
+        "instances_train2017.json.* 2 categories named 'two'",
+    ),
+    'image of another size': (
+        lambda c: c.train(*c.coco(resize_images)),
+        r'\.jpg.* is of 96x96 pixels, but of 95x96 in its annotation',
     ),
     'no classes': (
         lambda c: c.train('train_dataloader.dataset.metainfo.classes=()'),
