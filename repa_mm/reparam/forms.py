@@ -31,6 +31,7 @@ structure, so that a new one is a file with two classes::
             return self.fc(x)
 """
 
+import contextlib
 import copy
 import functools
 from collections.abc import Callable, Iterator
@@ -143,6 +144,13 @@ class Form(nn.Module):
                     f'{tuple(own.shape)} in the model: they differ in architecture or idle ratio'
                 )
 
+    def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs) -> None:
+        # Loading is often not strict, and random weights are never what was wanted.
+        weights = {k[len(prefix) :]: v for k, v in state_dict.items() if k.startswith(prefix)}
+        if weights:
+            self.check_weights(weights, prefix[:-1])
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
 
 def _names(weights: dict) -> frozenset:
     # torch before 0.4 did not save the number of batches, and nothing depends on it.
@@ -197,7 +205,7 @@ class TrainingForm(Form):
         for param in self.parameters():
             without_values[id(param)] = nn.Parameter(without_values[id(param)], param.requires_grad)
         try:
-            merged = copy.deepcopy(self, without_values).merge()
+            merged = merge_whole(copy.deepcopy(self, without_values), '')
             names['deploy'] = _names(merged.state_dict())
         except Exception:  # a merge that looks at values cannot be tried without any
             pass
@@ -251,6 +259,32 @@ def outermost(model: nn.Module, kind: type = Form) -> Iterator[tuple[str, Form]]
         if isinstance(module, kind):
             inside = f'{name}.' if name else ''
             yield name, module
+
+
+@contextlib.contextmanager
+def naming(name: str) -> Iterator[None]:
+    """Put the name of a module before what an error says about its merge."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f'cannot merge {name!r}: {error}') from error
+
+
+def merge_whole(form: TrainingForm, name: str) -> DeployForm:
+    """The deploy form of a form and of all forms that are inside of it.
+
+    Args:
+        form (TrainingForm): The form, which stays as it is.
+        name (str): Its name in the model, for messages.
+
+    Raises:
+        ValueError: As :meth:`TrainingForm.merge`, with the name.
+    """
+    with naming(name):
+        merged = form.merge()
+    for inner_name, inner in list(outermost(merged, TrainingForm)):
+        become(inner, merge_whole(inner, f'{name}.{inner_name}'))
+    return merged
 
 
 def _checked(merge: Callable) -> Callable:

@@ -6,7 +6,7 @@ import torch
 import torch.nn as nn
 
 from .convbn import foldable_conv_bns, folded_conv, set_folded_conv, warn_of_folded_weights
-from .forms import DeployForm, Form, TrainingForm, become, outermost
+from .forms import DeployForm, TrainingForm, become, merge_whole, naming, outermost
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -106,14 +106,17 @@ def reparameterize(
         )
     # All of it before anything is changed, so that an error leaves the model as it was.
     forms = dict(outermost(model, TrainingForm))
-    memo = {id(form): _naming(name, model, _merge, form) for name, form in forms.items()}
+    own_name = type(model).__name__
+    memo = {id(form): merge_whole(form, name or own_name) for name, form in forms.items()}
     convs = []
     if fuse_conv_bn:
         inside = tuple(f'{name}.' if name else '' for name in forms)
         found = [item for item in foldable_conv_bns(model) if not item[0].startswith(inside)]
         for merged in memo.values():
             found += foldable_conv_bns(merged)
-        convs = [(module, _naming(name, model, folded_conv, module)) for name, module in found]
+        for name, module in found:
+            with naming(name or own_name):
+                convs.append((module, folded_conv(module)))
     if not inplace:
         # What is merged takes its place in the copy, instead of being copied.
         model = copy.deepcopy(model, memo)
@@ -130,19 +133,3 @@ def reparameterize(
         if isinstance(module, DeployForm):
             module.set_shortcut(shortcut)
     return model
-
-
-def _naming(name: str, model: nn.Module, function, module: nn.Module):
-    """Call a function of a module, with the module's name in its errors."""
-    try:
-        return function(module)
-    except ValueError as error:
-        raise ValueError(f'cannot merge {name or type(model).__name__!r}: {error}') from error
-
-
-def _merge(form: TrainingForm) -> Form:
-    """The deploy form of a form and of all that is inside of it."""
-    merged = form.merge()
-    for name, inner in list(outermost(merged, TrainingForm)):
-        become(inner, _naming(name, merged, _merge, inner))
-    return merged
