@@ -24,7 +24,7 @@ from .layers import (
     num_active_channels,
 )
 from .merged import MergedFFN
-from .weights import FoldedFFN, explain, fold, form_of
+from .weights import FoldedFFN, explain, fold, form_of, stack
 
 _BATCH_NORMS = nn.BatchNorm1d, nn.SyncBatchNorm, nn.Identity
 
@@ -235,19 +235,11 @@ class ChannelIdleFFN(TrainingForm):
                 norm=copy.deepcopy(norm),
                 idle=self.num_idle > 0,
             )
-        like = self.fc1.weight
-        fc1, fc2 = merged.fc1, merged.fc2
-        if self.num_idle:
-            w = folded.w
-            if norm is None:
-                w.diagonal().add_(1)
-            fc1.weight = rounded(torch.cat([folded.w_in, w]), like)
-            fc1.bias = rounded(torch.cat([folded.b_in, folded.b]), like)
-        else:
-            fc1.weight, fc1.bias = rounded(folded.w_in, like), rounded(folded.b_in, like)
-            fc2.bias = rounded(folded.b, like)
-        if fc2 is not None:
-            fc2.weight = rounded(folded.w_out, like)
+        if norm is None:
+            folded.w.diagonal().add_(1)
+        for key, value in stack(folded, self.num_idle > 0).items():
+            layer, name = key.split('.')
+            setattr(getattr(merged, layer), name, rounded(value, self.fc1.weight))
         return merged
 
     form_of = staticmethod(form_of)

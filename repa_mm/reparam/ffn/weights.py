@@ -64,6 +64,36 @@ def fold(
     )
 
 
+def stack(folded: FoldedFFN, idle: bool = True) -> dict[str, torch.Tensor]:
+    """The state dict of a :class:`MergedFFN` with these weights.
+
+    Args:
+        folded (FoldedFFN): With the shortcut in W.
+        idle (bool): Whether there are idle channels. Without, W is the shortcut alone, and is left
+            out. Defaults to True.
+    """
+    w, b, w_in, b_in, w_out = folded
+    if idle:
+        state = {'fc1.weight': torch.cat([w_in, w]), 'fc1.bias': torch.cat([b_in, b])}
+    else:
+        state = {'fc1.weight': w_in, 'fc1.bias': b_in, 'fc2.bias': b}
+    if len(w_in):
+        state['fc2.weight'] = w_out
+    return state
+
+
+def unstack(state: dict[str, torch.Tensor]) -> FoldedFFN:
+    """The inverse of :func:`stack`."""
+    w, b = state['fc1.weight'], state['fc1.bias']
+    channels = w.shape[1]
+    if 'fc2.bias' in state:
+        identity = torch.eye(channels).to(w)
+        return FoldedFFN(identity, state['fc2.bias'], w, b, state['fc2.weight'])
+    active = len(w) - channels
+    w_out = state['fc2.weight'] if active else w.new_empty(channels, 0)
+    return FoldedFFN(w[active:], b[active:], w[:active], b[:active], w_out)
+
+
 def form_of(weights: dict) -> str | None:
     """The form that an FFN's weights are in: merged ones have ``fc1`` and no norm before it."""
     if not any(key.startswith('fc1.') for key in weights) or explain(weights):
