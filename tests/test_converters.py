@@ -3,6 +3,7 @@
 import argparse
 import copy
 import os
+import re
 import runpy
 import sys
 from pathlib import Path
@@ -13,7 +14,14 @@ import torch.nn.functional as F
 from mmengine.registry import MODELS
 
 import repa_mm
-from repa_mm.converters import estimate_idle_ratio, mm_to_repavit, repavit_to_mm, to_mm, to_repavit
+from repa_mm.converters import (
+    estimate_idle_ratio,
+    mm_to_repavit,
+    repavit_to_mm,
+    to_mm,
+    to_mmpretrain,
+    to_repavit,
+)
 from repa_mm.reparam import ChannelIdleFFN, CheckpointError, reparameterize
 from repa_mm.runtime import calibrate_checkpoint, load_config
 
@@ -55,6 +63,11 @@ class Layout:
         h = c * self.expansion
         a = round(h * (1 - self.ratio))
         tail = (1, 1) if self.conv else ()
+        if self.form == 'vanilla':
+            self.norm(f'{name.rpartition(".")[0]}.norm2', c)
+            self.linear(f'{name}.fc1', h, c)
+            self.linear(f'{name}.fc2', c, h)
+            return
         if self.form == 'training':
             self.norm(f'{name}.norm1', c, batch=True)
             self.linear(f'{name}.fc1', h, c, *tail)
@@ -85,7 +98,11 @@ def linear(w, name, x):
 
 
 def ffn(w, name, x, active=0.25, scale=1.0):
-    """Of the authors, in either form. x is (..., C)."""
+    """Of the authors, in either form, or of a vanilla block. x is (..., C)."""
+    vanilla_norm = f'{name.rpartition(".")[0]}.norm2'
+    if f'{vanilla_norm}.weight' in w:
+        h = F.gelu(linear(w, f'{name}.fc1', norm(w, vanilla_norm, x)))
+        return x + linear(w, f'{name}.fc2', h)
     if f'{name}.norm1.weight' not in w:
         y = linear(w, f'{name}.fc1', x)
         if f'{name}.fc2.weight' in w:
@@ -178,24 +195,25 @@ def lvvit(w, x):
 SWIN_DEPTHS = (2, 1, 2, 1)
 
 
-def swin_layout(form, **kwargs):
+def swin_layout(form, dims=8, depths=SWIN_DEPTHS, window=2, num_heads=1, **kwargs):
     w = Layout(form, **kwargs)
-    w.linear('patch_embed.proj', 8, 3, 4, 4)
-    w.norm('patch_embed.norm', 8)
-    for i, depth in enumerate(SWIN_DEPTHS):
-        c = 8 * 2**i
+    w.linear('patch_embed.proj', dims, 3, 4, 4)
+    w.norm('patch_embed.norm', dims)
+    for i, depth in enumerate(depths):
+        c = dims * 2**i
         for j in range(depth):
             b = f'layers.{i}.blocks.{j}'
             w.norm(f'{b}.norm1', c)
-            w.add(f'{b}.attn.relative_position_bias_table', 9, 2**i)
+            table = (2 * window - 1) ** 2, num_heads * 2**i
+            w.add(f'{b}.attn.relative_position_bias_table', *table)
             w.linear(f'{b}.attn.qkv', 3 * c, c)
             w.linear(f'{b}.attn.proj', c, c)
             w.ffn(f'{b}.mlp', c)
         if i < 3:
             w.norm(f'layers.{i}.downsample.norm', 4 * c)
             w.linear(f'layers.{i}.downsample.reduction', 2 * c, 4 * c, bias=False)
-    w.norm('norm', 64)
-    w.linear('head', 5, 64)
+    w.norm('norm', c)
+    w.linear('head', 5, c)
     return w.weights
 
 
@@ -436,23 +454,8 @@ def test_swin_buffers_of_the_original():
 
 def test_named_architectures():
     """By its shapes alone, without building one here."""
-    w = Layout('deploy')
-    w.linear('patch_embed.proj', 96, 3, 4, 4)
-    w.norm('patch_embed.norm', 96)
-    for i, depth in enumerate((2, 2, 6, 2)):
-        c = 96 * 2**i
-        for j in range(depth):
-            b = f'layers.{i}.blocks.{j}'
-            w.norm(f'{b}.norm1', c)
-            w.add(f'{b}.attn.relative_position_bias_table', 169, 3 * 2**i)
-            w.linear(f'{b}.attn.qkv', 3 * c, c)
-            w.linear(f'{b}.attn.proj', c, c)
-            w.ffn(f'{b}.mlp', c)
-        if i < 3:
-            w.norm(f'layers.{i}.downsample.norm', 4 * c)
-            w.linear(f'layers.{i}.downsample.reduction', 2 * c, 4 * c, bias=False)
-    w.norm('norm', 768)
-    done = to_mm(w.weights)
+    weights = swin_layout('deploy', 96, (2, 2, 6, 2), window=7, num_heads=3)
+    done = to_mm({k: v for k, v in weights.items() if not k.startswith('head')})
     assert done.config == 'repa_swin_t_in1k.py'
     assert done.backbone['arch'] == 'tiny' and done.backbone['deploy']
     assert done.idle_ratio == 0.75
@@ -480,7 +483,7 @@ def test_safetensors(tmp_path):
         with pytest.raises(CheckpointError, match='not a readable safetens'):
             repavit_to_mm(src, dst)
     save_file({}, src)
-    with pytest.raises(CheckpointError, match='no tensor'):
+    with pytest.raises(CheckpointError, match='no (tensor|state dict)'):
         repavit_to_mm(src, dst)
     assert not os.path.exists(dst)
 
@@ -531,6 +534,21 @@ def test_linear_idle_ratios_of_the_arguments(config_of):
         to_mm(weights, config_of('vit'), args=args)
 
 
+def test_merged_with_linear_idle_ratios(config_of):
+    """Whose config says so, in both directions."""
+    weights = vit_layout('deploy', ratio=0.0)
+    merged = vit_layout('deploy', ratio=1.0)
+    ffn = [k for k in weights if k.startswith('blocks.0.mlp.')]
+    weights = {k: v for k, v in weights.items() if k not in ffn}
+    weights.update({k: v for k, v in merged.items() if k.startswith('blocks.0.mlp.')})
+    config = config_of('vit', idle_schedule='linear')
+    done = to_mm(weights, config)
+    assert done.idle_ratio == [1.0, 0.0]
+    back = to_repavit(done.state_dict, config)
+    assert back.idle_ratio == [1.0, 0.0]
+    assert all(torch.equal(back.state_dict[k], v) for k, v in weights.items())
+
+
 def test_idle_ratio_that_statistics_tell(relative_error):
     """After a training, with a learning rate that has come down."""
     ffns = torch.nn.Sequential(*[ChannelIdleFFN(16, 64, idle_ratio=0.625) for _ in range(4)])
@@ -551,8 +569,8 @@ def test_idle_ratio_that_statistics_tell(relative_error):
     assert estimate_idle_ratio(weights, names) is None
 
 
-def bad(change):
-    weights = vit_layout('training')
+def bad(change, form='training'):
+    weights = vit_layout(form)
     change(weights)
     return weights
 
@@ -578,10 +596,29 @@ def replaced(key, value):
         ),
         (
             bad(lambda w: [w.pop(k) for k in list(w) if k.startswith('blocks.1.mlp.norm')]),
-            'different kinds',
+            'incomplete.*layers.1.ffn.norm1.weight',
         ),
-        (bad(lambda w: [w.pop(k) for k in list(w) if k.startswith('blocks.1.')]), 'has 1 FFNs'),
+        (
+            bad(lambda w: [w.pop(k) for k in list(w) if k.startswith('blocks.1.')]),
+            'incomplete.*layers.1.',
+        ),
+        (bad(replaced('pos_embed', torch.ones(5, 16))), r"'pos_embed' has shape \(5, 16\)"),
+        (
+            bad(replaced('blocks.0.mlp.fc1.running_mean', torch.ones(1)), 'deploy'),
+            "no place for 'blocks.0.mlp.fc1.running_mean'",
+        ),
+        (bad(lambda w: w.pop('blocks.1.mlp.fc3.weight'), 'deploy'), "layers.1.ffn.*'fc3.weight'"),
+        (
+            bad(replaced('blocks.1.mlp.fc2.weight', torch.ones(16, 5)), 'deploy'),
+            'layers.1.ffn is .*damaged',
+        ),
+        (
+            bad(replaced('blocks.1.mlp.fc1.weight', torch.ones(16)), 'deploy'),
+            'layers.1.ffn is .*damaged',
+        ),
         ({k: v for k, v in vit_layout('training').items() if '.mlp.' not in k}, 'no FFN'),
+        (bad(replaced('norm.bias', torch.full((16,), torch.nan))), "'ln1.bias' .*not finite"),
+        (vit_layout('deploy', ratio=-0.5), 'layers.0.ffn .* width is not 64'),
     ],
 )
 def test_what_is_refused(weights, message, config_of):
@@ -601,6 +638,12 @@ def test_what_shapes_do_not_tell_and_wrong_configs(config_of):
         to_mm(done.state_dict)
     with pytest.raises(CheckpointError, match='no channel-idle FFN'):
         to_repavit(swin_layout('training'))
+    merged = to_mm(vit_layout('deploy'), config_of('vit')).state_dict
+    for key in ('fc1.weight', 'fc1.bias'):
+        key = f'backbone.layers.1.ffn.{key}'
+        merged[key] = torch.cat([merged[key]] * 4)
+    with pytest.raises(CheckpointError, match='layers.1.ffn .* 112 active channels, and 64 hidden'):
+        to_repavit(merged, config_of('vit'))
     with pytest.raises(CheckpointError, match='vanilla PoolFormer'):
         weights = poolformer_layout('training')
         to_mm(
@@ -716,7 +759,13 @@ def test_vanilla_swin(layout, randomize):
     if layout != 'mmdet':
         state.update({f'{name}.{k}': v for k, v in head.items()})
         expected.update({f'head.fc.{k}': v for k, v in head.items()})
-    done = to_mm(state)
+    if layout == 'mmdet':
+        with pytest.raises(
+            CheckpointError,
+            match=r'2 weights of bbox_head, neck.*convert_pretrained.*backbone-only',
+        ):
+            to_mm(state)
+    done = to_mm(state, backbone_only=True)
     assert done.form == 'vanilla'
     assert done.left_out == (
         ['neck.convs.0.weight', 'bbox_head.fc.weight'] if layout == 'mmdet' else []
@@ -731,6 +780,100 @@ def test_vanilla_swin(layout, randomize):
         'running_var',
     }
     assert all('.ffn.norm' in k for k in done.fresh)
+
+
+def test_whole_models_lose_nothing_unasked(tmp_path):
+    ours = to_mm(swin_layout('training')).state_dict
+    ours = {k: v for k, v in ours.items() if not k.startswith('head')}
+    parts = {'decode_head.conv_seg.bias': torch.ones(2)}
+    # Statistics of the images are no part that is trained.
+    mean = {'data_preprocessor.mean': torch.ones(3)}
+    assert to_repavit({**ours, **mean}).left_out == list(mean)
+    with pytest.raises(CheckpointError, match='1 weights of decode_head .*--backbone-only'):
+        to_repavit({**ours, **parts})
+    src, dst = str(tmp_path / 'src.pth'), str(tmp_path / 'dst.pth')
+    torch.save(dict(state_dict={**ours, **parts}), src)
+    with pytest.raises(CheckpointError, match='decode_head'):
+        mm_to_repavit(src, dst)
+    assert not os.path.exists(dst)
+    assert mm_to_repavit(src, dst, backbone_only=True).left_out == list(parts)
+    # What is here already is no case for another tool.
+    with pytest.raises(CheckpointError, match='layout of RePa-MM already'):
+        to_mm({**ours, **parts})
+
+
+def swins_of_packages(**kwargs):
+    """The same Swin of the three packages; each needs its package."""
+    arch = dict(embed_dims=8, depths=SWIN_DEPTHS, num_heads=[1, 2, 4, 8])
+    kwargs = dict(window_size=2, **kwargs)
+    for package in ('mmpretrain', 'mmdet', 'mmseg'):
+        pytest.importorskip(package)
+        __import__(f'{package}.models')
+        kind = f'{package}.SwinTransformer'
+        shape = dict(arch=arch, pad_small_map=True) if package == 'mmpretrain' else arch
+        model = MODELS.build(dict(type=kind, **shape, **kwargs))
+        model.eval()  # returns None
+        yield model
+
+
+@pytest.mark.parametrize('layout', ['official', 'timm', 'official detector', 'openmmlab'])
+def test_swin_of_any_layout_in_three_packages(layout, relative_error):
+    weights = swin_layout('vanilla')
+    expected = swin(weights, x := torch.randn(2, 3, 64, 64))
+    if layout == 'timm':
+        weights = {
+            re.sub(r'^layers.(\d).down', lambda m: f'layers.{int(m[1]) + 1}.down', k): v
+            for k, v in weights.items()
+        }
+        weights = {k.replace('head.', 'head.fc.'): v for k, v in weights.items()}
+    elif layout == 'official detector':
+        head = {k: weights.pop(k) for k in ('head.weight', 'head.bias')}
+        weights = {
+            f'backbone.{k.replace("norm.", "norm3.") if k.startswith("norm.") else k}': v
+            for k, v in weights.items()
+        }
+        weights['neck.convs.0.weight'] = torch.ones(1)
+        for i in range(3):
+            weights[f'backbone.norm{i}.weight'] = weights[f'backbone.norm{i}.bias'] = torch.ones(
+                8 << i
+            )
+    elif layout == 'openmmlab':
+        weights = to_mmpretrain(weights)
+    before = dict(weights)
+    converted = to_mmpretrain(weights)
+    assert weights.keys() == before.keys()
+    outputs = (3,)
+    if layout == 'official detector':
+        assert torch.equal(converted.pop('neck.convs.0.weight'), torch.ones(1))
+        converted = {k.removeprefix('backbone.'): v for k, v in converted.items()}
+        converted.update({k.replace('head', 'head.fc'): v for k, v in head.items()})
+        outputs = (0, 1, 2, 3)
+    head = {k: converted.pop(k) for k in list(converted) if k.startswith('head')}
+    for model in swins_of_packages(out_indices=outputs):
+        model.load_state_dict(converted, strict=True)
+        with torch.no_grad():
+            out = model(x)[-1]
+        assert relative_error(linear(head, 'head.fc', out.mean((2, 3))), expected) < 1e-5
+
+
+def test_swin_as_mmdetection_converts_it():
+    convert = pytest.importorskip('mmdet.models.backbones.swin').swin_converter
+    weights = swin_layout('vanilla')
+    theirs = {k[9:]: v for k, v in convert(weights).items()}
+    ours = {k: v for k, v in to_mmpretrain(weights).items() if 'index' not in k and 'head' not in k}
+    theirs['norm3.weight'], theirs['norm3.bias'] = (
+        theirs.pop('norm.weight'),
+        theirs.pop('norm.bias'),
+    )
+    assert ours.keys() == theirs.keys()
+    for key, value in theirs.items():
+        assert torch.equal(ours[key], value), key
+
+
+@pytest.mark.parametrize('form', ['training', 'deploy'])
+def test_only_a_vanilla_swin_becomes_one_of_mmpretrain(form):
+    with pytest.raises(CheckpointError, match="no vanilla Swin has.*'layers.0.blocks.0.mlp."):
+        to_mmpretrain(swin_layout(form))
 
 
 @pytest.mark.parametrize('norm', ['norm2', 'mlp.norm'])
@@ -823,25 +966,9 @@ def test_vanilla_vit(layout, pre_norm, config_of, randomize, relative_error):
 @pytest.fixture
 def small_swin(tmp_path):
     """A converted checkpoint, of the backbone of the demo's configs."""
-    w = Layout('training')
-    w.linear('patch_embed.proj', 48, 3, 4, 4)
-    w.norm('patch_embed.norm', 48)
-    for i, depth in enumerate((2, 2, 4, 2)):
-        c = 48 * 2**i
-        for j in range(depth):
-            b = f'layers.{i}.blocks.{j}'
-            w.norm(f'{b}.norm1', c)
-            w.add(f'{b}.attn.relative_position_bias_table', 81, 3 * 2**i)
-            w.linear(f'{b}.attn.qkv', 3 * c, c)
-            w.linear(f'{b}.attn.proj', c, c)
-            w.ffn(f'{b}.mlp', c)
-        if i < 3:
-            w.norm(f'layers.{i}.downsample.norm', 4 * c)
-            w.linear(f'layers.{i}.downsample.reduction', 2 * c, 4 * c, bias=False)
-    w.norm('norm', 384)
-    w.linear('head', 5, 384)
+    weights = swin_layout('training', 48, (2, 2, 4, 2), window=5, num_heads=3)
     src, dst = tmp_path / 'authors.pth', tmp_path / 'converted.pth'
-    torch.save(dict(model=w.weights), src)
+    torch.save(dict(model=weights), src)
     repavit_to_mm(str(src), str(dst))
     return str(dst)
 
@@ -1001,6 +1128,14 @@ def test_tools_say_what_they_did(run_tool, tmp_path):
         'wrote b.pth',
     ):
         assert part in text, text
+    whole = torch.load(tmp_path / 'b.pth', weights_only=True)['state_dict']
+    whole['bbox_head.fc.weight'] = torch.ones(1)
+    torch.save(dict(state_dict=whole), tmp_path / 'whole.pth')
+    with pytest.raises(SystemExit, match='1 weights of bbox_head .*--backbone-only'):
+        run_tool('model_converters/mm_to_repavit', 'whole.pth', 'c.pth')
+    assert not (tmp_path / 'c.pth').exists()
+    text = run_tool('model_converters/mm_to_repavit', 'whole.pth', 'c.pth', '--backbone-only')
+    assert "left out: 'bbox_head.fc.weight'" in text
     text = run_tool('model_converters/mm_to_repavit', 'b.pth', 'c.pth')
     assert 'idle ratio: not told' in text and '--idle-ratio' not in text
     back = torch.load(tmp_path / 'c.pth', weights_only=True)['model']

@@ -1,6 +1,7 @@
 """Convert a checkpoint of a RePa backbone for the code of RePaFormer's authors.
 
-Either form; of a detector or segmentor, its backbone. See docs/weights.md.
+The checkpoint is of a classifier, in the training or the deploy form; of a detector or segmentor,
+--backbone-only converts the backbone. See docs/weights.md.
 """
 
 import argparse
@@ -17,14 +18,18 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument('src', help='checkpoint to convert')
     parser.add_argument('dst', help='file to write')
     parser.add_argument(
-        '--config',
-        help='config with the backbone that it is of (default: recognized by the shapes)',
+        '--config', help="the checkpoint's config (default: the shapes tell the backbone)"
     )
     parser.add_argument(
         '--img-size',
         type=int,
         default=224,
-        help='of the Swin that will load it: its masks depend on it (default: 224)',
+        help='image size of the Swin that will load it, whose masks depend on it (default: 224)',
+    )
+    parser.add_argument(
+        '--backbone-only',
+        action='store_true',
+        help='leave out the neck and the heads of a detector or segmentor',
     )
     return parser.parse_args()
 

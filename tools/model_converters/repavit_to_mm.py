@@ -1,8 +1,8 @@
 """Convert a checkpoint of RePaFormer's authors, or a vanilla one.
 
-Of the authors' code (RePaViT), in either form: the result computes the same.
-Of a vanilla Swin, ViT, DeiT or LV-ViT, in the layout of its own repository, of
-timm or of OpenMMLab: the result is a start for training. See docs/weights.md.
+A checkpoint of the authors' code (RePaViT), in either form, becomes one that computes the same. A
+vanilla Swin, ViT, DeiT or LV-ViT, in the layout of its own repository, of timm or of OpenMMLab,
+becomes a start for training. See docs/weights.md.
 """
 
 import argparse
@@ -20,7 +20,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument('dst', help='file to write')
     parser.add_argument(
         '--config',
-        help='config with the backbone that it is for (default: recognized by the shapes)',
+        help='config whose backbone the result is for (default: the shapes tell the backbone)',
     )
     parser.add_argument(
         '--ema',
@@ -33,6 +33,11 @@ def parse_args() -> argparse.Namespace:
         type=float,
         nargs='+',
         help='of a training form: one, or one per FFN (default: what the checkpoint tells)',
+    )
+    parser.add_argument(
+        '--backbone-only',
+        action='store_true',
+        help='leave out the neck and the heads of a detector or segmentor',
     )
     return parser.parse_args()
 
