@@ -16,21 +16,16 @@ from repa_mm import reparam
 PACKAGE = Path(repa_mm.__file__).resolve().parent
 SOURCES = sorted(path for path in PACKAGE.rglob('*.py') if '.mim' not in path.parts)
 
-# From the bottom to the top; docs/architecture.md draws it. A package imports those in lower rows.
-LEVELS = (
-    {'version', 'files', 'paths', 'registry', 'compat', 'reparam'},
-    {'checkpoints'},
-    {'models', 'engine', 'deploy', 'datasets'},
-    {'runtime'},
-    {'apis', 'benchmark', 'converters'},
-    {'demo'},
-    {'__init__'},
-)
-LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
+DOCS = PACKAGE.parent / 'docs' / 'architecture.md'
+# Modules that every package may import, and those that collect the packages for users.
+BOTTOM = {'version', 'files', 'paths', 'registry', 'compat'}
+TOP = {'__init__', 'apis'}
 
 # They export channel-idle FFNs, put them into backbones, or translate their weights.
 NAME_CHANNEL_IDLE = ('__init__.py', 'reparam/__init__.py', 'reparam/ffn/', 'models/surgery/')
 NAME_CHANNEL_IDLE += ('converters/', 'benchmark/errors.py')
+
+pytestmark = pytest.mark.skipif(not DOCS.is_file(), reason='needs the repository')
 
 
 def name_of(path):
@@ -54,15 +49,32 @@ def imports_of(path, nodes=None):
             yield from (f'{start}.{alias.name}' for alias in node.names)
 
 
+@pytest.fixture(scope='module')
+def below():
+    """For every package those that its arrows in the docs lead to, directly or not."""
+    arrows = re.findall(r'^ *(\w+) --> (\w+)$', DOCS.read_text(), re.M)
+
+    def reach(package, path=()):
+        assert package not in path, f'the arrows of {package} lead back to it'
+        ends = {end for start, end in arrows if start == package}
+        return ends.union(*(reach(end, (*path, package)) for end in ends))
+
+    return {package: reach(package) for arrow in arrows for package in arrow}
+
+
+def test_the_picture_has_all_packages(below):
+    packages = {path.name for path in PACKAGE.iterdir() if (path / '__init__.py').is_file()}
+    assert packages == below.keys() - {'tools'}
+
+
 @pytest.mark.parametrize('path', SOURCES, ids=name_of)
-def test_imports_point_down(path):
+def test_imports_point_down(path, below):
     room = room_of(path)
     for name in imports_of(path):
         package, _, rest = name.partition('.')
         other = rest.partition('.')[0]
-        if package == 'repa_mm' and other != room:
-            assert {room, other} <= LEVEL.keys(), f'{room} or {other} has no place in LEVELS'
-            assert LEVEL[other] < LEVEL[room], f'{room} imports {name}'
+        if package == 'repa_mm' and other != room and other not in BOTTOM and room not in TOP:
+            assert other in below.get(room, ()), f'{room} imports {name}'
 
 
 @pytest.mark.parametrize('path', (PACKAGE / 'reparam').rglob('*.py'), ids=name_of)
@@ -100,10 +112,7 @@ def test_forms_are_asked_and_not_named(path):
 
 def examples(heading):
     """The code blocks below a heading of docs/architecture.md."""
-    docs = PACKAGE.parent / 'docs' / 'architecture.md'
-    if not docs.is_file():
-        pytest.skip('needs the repository')
-    section = docs.read_text().partition(f'## {heading}')[2].partition('\n## ')[0]
+    section = DOCS.read_text().partition(f'## {heading}')[2].partition('\n## ')[0]
     found = re.findall(r'^ *```python\n(.*?)^ *```', section, re.M | re.S)
     return [textwrap.dedent(block) for block in found]
 
