@@ -53,12 +53,10 @@ class CalibrationImages:
 
     Raises:
         FileNotFoundError: If there is no folder, no image, or no data set.
-        ValueError: If the test pipeline is missing.
+        ValueError: If the config has no data set.
     """
 
     def __init__(self, cfg: Config, num_images: int, folder: str | None = None) -> None:
-        if num_images < 1:
-            raise ValueError(f'{num_images} images are none to calibrate on')
         steps = dataset_config(cfg, 'test').pipeline
         self.dataset = None
         if folder is None:
@@ -151,6 +149,8 @@ def convert_checkpoint(
         CheckpointError: If the checkpoint does not fit the config.
         OSError: If ``out`` cannot be written.
     """
+    if num_images < 1:
+        raise ValueError(f'{num_images} images are none to calibrate on')
     out_config = osp.splitext(out)[0] + '.py'
     for path in (out, out_config):
         check_output(path, config, checkpoint)
