@@ -1,14 +1,35 @@
-"""Writing files without surprises."""
+"""Files that are written whole or not at all."""
 
 import errno
 import os
 import os.path as osp
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
-# A quota, a limit or a full or broken disk.
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
+# A quota, a limit, or a full or broken disk.
 _NO_SPACE = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EIO, errno.EROFS)
+_TEMPORARY = '.incomplete-'
+
+
+@contextmanager
+def naming_full_disk(path: str) -> Iterator[None]:
+    """Let the errors of a full disk name this file or folder.
+
+    Raises:
+        OSError: If the disk is full.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _NO_SPACE:
+            raise OSError(f'cannot write {path!r}: {error.strerror}') from error
+        raise
 
 
 def check_writable(folder: str) -> None:
@@ -21,6 +42,7 @@ def check_writable(folder: str) -> None:
     while not osp.lexists(nearest):
         nearest = osp.dirname(nearest)
     try:
+        remove_strays(nearest)
         # A full disk has room for a file, and not for what is in it.
         with tempfile.TemporaryFile(dir=nearest) as file:
             file.write(bytes(65536))
@@ -49,16 +71,23 @@ def check_output(path: str | None, *inputs: str | None) -> None:
     for other in filter(None, inputs):
         if osp.realpath(path) == osp.realpath(other):
             raise ValueError(f'the output {path!r} is the input: choose another name')
-    if len(os.fsencode(osp.basename(path))) > 200:  # 255 with a suffix
+    if len(os.fsencode(osp.basename(path))) > 200:  # 255 with the temporary file's prefix
         raise OSError(f'the name of the output {path!r} is too long')
     check_writable(osp.dirname(osp.realpath(path)))
 
 
 @contextmanager
-def replacing(path: str) -> Iterator[str]:
+def replacing(path: str, suffix: str | None = None) -> Iterator[str]:
     """Yield a temporary path beside ``path``, renamed to it on success.
 
-    An interrupted write leaves neither a damaged nor a stray file.
+    An error or a signal leaves ``path`` as it was and no other file. What a killed process leaves,
+    the next one that writes to the folder removes. Several processes may write the same file: the
+    last one's is there, whole.
+
+    Args:
+        path (str): The file to write.
+        suffix (str, optional): That of the temporary path. Defaults to the suffix of ``path``, by
+            which many writers choose a format.
 
     Raises:
         OSError: If it cannot be written.
@@ -67,24 +96,65 @@ def replacing(path: str) -> Iterator[str]:
         raise OSError(f'cannot write {path!r}: it is not a file')
     # A link stays one.
     target = osp.realpath(path)
-    folder = osp.dirname(target)
+    folder, name = osp.split(target)
+    if suffix is not None:
+        name = osp.splitext(name)[0] + suffix
     try:
         os.makedirs(folder, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(
-            dir=folder, prefix=f'.{osp.basename(target)}.', suffix=osp.splitext(path)[1]
-        )
+        remove_strays(folder)
+        handle, temporary = _locked_file(folder, name)
     except OSError as error:
         raise OSError(f'cannot write {path!r}: {error.strerror or error}') from error
-    os.close(handle)
     try:
-        yield temporary
+        with naming_full_disk(path):
+            yield temporary
+            os.fsync(handle)
         os.chmod(temporary, 0o666 & ~_umask())
+        if not fcntl:
+            os.close(handle)
         os.replace(temporary, target)
-    except BaseException as error:
-        os.unlink(temporary)
-        if getattr(error, 'errno', None) in _NO_SPACE:
-            raise OSError(f'cannot write {path!r}: {error.strerror}') from error
+    except BaseException:
+        with suppress(FileNotFoundError):
+            os.unlink(temporary)
         raise
+    finally:
+        if fcntl:
+            os.close(handle)
+
+
+def write_bytes(path: str, content: bytes | memoryview) -> None:
+    """Write a file, whole or not at all.
+
+    Raises:
+        OSError: If it cannot be written.
+    """
+    # A stray must not look like a checkpoint.
+    with replacing(path, suffix='') as temporary, open(temporary, 'wb') as file:
+        file.write(content)
+
+
+def remove_strays(folder: str) -> None:
+    """Remove the temporary files that killed processes have left in a folder."""
+    for entry in os.scandir(folder) if fcntl and osp.isdir(folder) else ():
+        if not entry.name.startswith(_TEMPORARY):
+            continue
+        # Another user's, one that is gone, or one that a process is writing.
+        with suppress(OSError), open(entry.path, 'r+b') as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.unlink(entry.path)
+
+
+def _locked_file(folder: str, name: str) -> tuple[int, str]:
+    """A new file that no other process takes for a stray as long as it is open."""
+    while True:
+        handle, path = tempfile.mkstemp(dir=folder, prefix=_TEMPORARY, suffix=f'-{name}')
+        if fcntl:
+            with suppress(OSError):  # a file system without locks
+                fcntl.flock(handle, fcntl.LOCK_EX)
+            if not os.fstat(handle).st_nlink:  # removed before it was locked
+                os.close(handle)
+                continue
+        return handle, path
 
 
 def _umask() -> int:

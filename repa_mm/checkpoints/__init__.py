@@ -1,37 +1,39 @@
-"""Checkpoints: reading, comparing with a model, and writing them."""
+"""Checkpoints: reading them, fitting them to models, writing them. Nothing else opens one."""
 
 from repa_mm.checkpoints.fitting import (
-    check_checkpoint,
-    check_fit,
-    check_fit_of,
+    check_known,
     check_resumable,
     check_values,
+    load_weights,
+    match_form,
 )
 from repa_mm.checkpoints.reading import (
     HOW_TO_GET_WEIGHTS,
     check_pretrained,
-    check_size,
     find_latest,
     is_remote,
+    load_anywhere,
     load_checkpoint,
-    load_from_local,
     load_safely,
+    without_wrappers,
 )
+from repa_mm.checkpoints.unpickling import load_tensors
 from repa_mm.checkpoints.writing import save_checkpoint
 
 __all__ = [
     'HOW_TO_GET_WEIGHTS',
-    'check_checkpoint',
-    'check_fit',
-    'check_fit_of',
+    'check_known',
     'check_pretrained',
     'check_resumable',
-    'check_size',
     'check_values',
     'find_latest',
     'is_remote',
+    'load_anywhere',
     'load_checkpoint',
-    'load_from_local',
     'load_safely',
+    'load_tensors',
+    'load_weights',
+    'match_form',
     'save_checkpoint',
+    'without_wrappers',
 ]

@@ -1,22 +1,146 @@
-"""Whether a checkpoint fits a model."""
+"""Whether a checkpoint fits a model, and in which form."""
 
+import logging
+from collections.abc import Collection
+
+import torch
 import torch.nn as nn
+from mmengine.logging import print_log
+from mmengine.runner.checkpoint import load_state_dict
 
-from repa_mm.checkpoints.reading import is_remote, load_checkpoint
-from repa_mm.reparam import CheckpointError
+from repa_mm.reparam import (
+    CheckpointError,
+    finish_schedules,
+    has_deploy_form,
+    innermost,
+    is_reparameterized,
+    reparameterize,
+)
 
 
-def check_values(state_dict: dict) -> None:
+def match_form(model: nn.Module, state_dict: dict) -> bool:
+    """Give a model the deploy form, in place, if the weights for it are merged.
+
+    Args:
+        model (nn.Module): The model. One in its deploy form stays as it is.
+        state_dict (dict): The weights, in either form.
+
+    Returns:
+        bool: Whether the model has changed.
+    """
+    if has_deploy_form(model) or not is_reparameterized(model, state_dict):
+        return False
+    # The weights are loaded afterwards: nothing is lost with a schedule that is not at its end.
+    reparameterize(finish_schedules(model), inplace=True, fuse_conv_bn=False)
+    return True
+
+
+def load_weights(
+    model: nn.Module,
+    state_dict: dict,
+    path: str | None = None,
+    exact: bool = True,
+    partial: bool = False,
+) -> None:
+    """Load weights into a model that has the form they are in, and refuse what does not fit.
+
+    Args:
+        model (nn.Module): The model, in any wrappers.
+        state_dict (dict): The weights.
+        path (str, optional): Where they are from, for messages.
+        exact (bool): Refuse weights that the model does not have, instead of logging them.
+            Defaults to True.
+        partial (bool): Log weights that are missing or of another shape, as at the start of a
+            training, instead of refusing them. Defaults to False.
+
+    Raises:
+        CheckpointError: If none of the weights is the model's, or some are of the other form, not
+            numbers that a trained model has, or one of those that are refused.
+    """
+    model = innermost(model)
+    try:
+        _check_types(model, state_dict)
+        if partial:
+            load_state_dict(model, state_dict, logger='current')
+            return
+        try:
+            missing, unknown = model.load_state_dict(state_dict, strict=False)
+        except CheckpointError:
+            raise
+        except RuntimeError as error:
+            # Its first line only says so.
+            wrong = [line.strip() for line in str(error).splitlines()[1:]]
+            raise _other_model(wrong[-1], wrong) from error
+        missing = [k for k in missing if not k.endswith('num_batches_tracked')]
+        if missing:
+            raise _other_model(f'it lacks {missing[0]!r}', missing)
+        if unknown and exact:
+            raise _other_model(f'the model has no {unknown[0]!r}', unknown)
+    except CheckpointError as error:
+        raise CheckpointError(f'{path!r}: {error}' if path else str(error)) from error
+    if unknown:
+        text = f'The model has none of these weights of {path!r}: {", ".join(unknown)}'
+        print_log(text, 'current', logging.WARNING)
+
+
+def _other_model(problem: str, all_problems: list) -> CheckpointError:
+    more = f' and {len(all_problems) - 1} more' * (len(all_problems) > 1)
+    return CheckpointError(f'the checkpoint is of another model: {problem}{more}')
+
+
+def _check_types(model: nn.Module, state_dict: dict) -> None:
+    check_known(model, state_dict)
+    own = model.state_dict()
+    for key, value in state_dict.items():
+        if key in own and own[key].is_floating_point() != value.is_floating_point():
+            raise CheckpointError(
+                f'{key!r} is of type {value.dtype} in the checkpoint, not {own[key].dtype}'
+            )
+    known = {key: value for key, value in state_dict.items() if key in own}
+    check_values(known, dict(model.named_parameters()))
+
+
+def check_known(model: nn.Module, state_dict: dict) -> None:
+    """Check that a model has at least one of the weights.
+
+    Raises:
+        CheckpointError: If not.
+    """
+    own = model.state_dict()
+    if not any(key in own for key in state_dict):
+        raise CheckpointError(
+            f'the checkpoint has none of the weights of {type(model).__name__}: it is of another '
+            f'architecture (it has {next(iter(state_dict), "nothing")!r}, the model '
+            f'{next(iter(own))!r})'
+        )
+
+
+def check_values(state_dict: dict, parameters: Collection[str] = ()) -> None:
     """Check that weights are numbers that a trained model has.
 
     Args:
-        state_dict (dict): Parameters and BatchNorm statistics, by name.
+        state_dict (dict): Weights by name. Buffers that are no statistics may be infinite.
+        parameters (Collection[str]): Names of parameters besides weights and biases.
 
     Raises:
-        CheckpointError: If some are not finite or a variance is negative.
+        CheckpointError: If some are not finite, of a type in which torch does not compute, or a
+            negative variance.
     """
     for key, value in state_dict.items():
-        if value.is_floating_point() and not value.isfinite().all():
+        if not (
+            value.is_floating_point()
+            and (
+                key in parameters
+                or key.endswith(('.weight', '.bias', '.running_mean', '.running_var'))
+            )
+        ):
+            continue
+        if torch.finfo(value.dtype).bits < 16:
+            raise CheckpointError(
+                f'{key!r} in the checkpoint is of type {value.dtype}, in which torch does not '
+                'compute: convert the weights to float32 first'
+            )
+        if not value.isfinite().all():
             raise CheckpointError(
                 f'{key!r} in the checkpoint has values that are not finite (NaN or infinity)'
             )
@@ -24,82 +148,11 @@ def check_values(state_dict: dict) -> None:
             raise CheckpointError(f'{key!r} in the checkpoint has negative variances')
 
 
-def check_fit(model: nn.Module, state_dict: dict, complete: bool) -> None:
-    """Check that a state dict is one of this model, and load it.
-
-    Args:
-        model (nn.Module): Without wrappers.
-        state_dict (dict): The weights.
-        complete (bool): Whether it must have all of the model's weights.
-
-    Raises:
-        CheckpointError: If none of the weights is the model's, or some are
-            not numbers that a trained model has, or are missing or of another
-            shape although all are needed.
-    """
-    own = model.state_dict()
-    if not any(key in own for key in state_dict):
-        raise CheckpointError(
-            f'the checkpoint has none of the weights of {type(model).__name__}'
-            f': it is of another architecture (it has '
-            f'{next(iter(state_dict), "nothing")!r}, the model '
-            f'{next(iter(own))!r})'
-        )
-    parameters = dict(model.named_parameters())
-    for key, value in state_dict.items():
-        if key in own and own[key].is_floating_point() != value.is_floating_point():
-            raise CheckpointError(
-                f'{key!r} is of type {value.dtype} in the checkpoint, not {own[key].dtype}'
-            )
-    check_values(
-        {
-            key: value
-            for key, value in state_dict.items()
-            if key in parameters or key in own and '.running_' in key
-        }
-    )
-    if not complete:
-        return
-    try:
-        missing, _ = model.load_state_dict(state_dict, strict=False)
-    except CheckpointError:
-        raise
-    except RuntimeError as error:
-        # The first line only says so.
-        lines = str(error).splitlines()
-        raise CheckpointError(
-            f'the checkpoint is of another model: {lines[-1].strip()}'
-            + f' and {len(lines) - 2} more' * (len(lines) > 2)
-        ) from error
-    missing = [k for k in missing if not k.endswith('num_batches_tracked')]
-    if missing:
-        raise CheckpointError(
-            f'the checkpoint is of another model: it lacks {missing[0]!r}'
-            + f' and {len(missing) - 1} more' * (len(missing) > 1)
-        )
-
-
-def check_checkpoint(path: str, resume: bool = False) -> None:
-    """Read it early, before a data set or a model is built."""
-    if not is_remote(path):
-        loaded = load_checkpoint(path)
-        check_values(
-            {
-                key: value
-                for key, value in loaded['state_dict'].items()
-                if key.endswith(('.weight', '.bias', '.running_mean', '.running_var'))
-            }
-        )
-        if resume:
-            check_resumable(loaded)
-
-
 def check_resumable(checkpoint: dict) -> None:
-    """Check that a checkpoint holds all that MMEngine needs to go on with a training.
+    """Check that a training can go on from a checkpoint.
 
     Raises:
-        CheckpointError: If the epoch, the iteration or the state of the optimizer is missing,
-            or the message hub is unreadable.
+        CheckpointError: If it lacks what MMEngine stores besides the weights.
     """
     meta, optimizer = checkpoint.get('meta'), checkpoint.get('optimizer')
     meta = meta if isinstance(meta, dict) else {}
@@ -115,15 +168,3 @@ def check_resumable(checkpoint: dict) -> None:
                 f'the checkpoint has no {key!r} and cannot be resumed from; '
                 'to start from its weights: --cfg-options load_from=FILE'
             )
-
-
-def check_fit_of(model: nn.Module, state_dict: dict, path: str | None, complete: bool) -> None:
-    """Run :func:`check_fit`, and name the file in its error.
-
-    Raises:
-        CheckpointError: If the state dict does not fit the model.
-    """
-    try:
-        check_fit(model, state_dict, complete)
-    except CheckpointError as error:
-        raise CheckpointError(f'{path!r}: {error}' if path else str(error)) from error

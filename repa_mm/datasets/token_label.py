@@ -8,7 +8,7 @@ from mmcv.transforms.utils import cache_random_params
 from mmengine.registry import TRANSFORMS
 from mmpretrain.datasets.transforms import RandomResizedCrop
 
-from repa_mm.checkpoints import check_size
+from repa_mm.checkpoints import load_tensors
 
 
 @TRANSFORMS.register_module()
@@ -50,22 +50,14 @@ class LoadTokenLabels(BaseTransform):
                 'without: label_root=None'
             )
         try:
-            check_size(path)
-            labels = torch.load(path, map_location='cpu', weights_only=True)
+            labels = load_tensors(path)
         except Exception as error:
             text = str(error).partition('\n')[0][:200]
             raise ValueError(
                 f'{path!r} is not a readable label map ({type(error).__name__}: {text})'
             ) from error
         shape = getattr(labels, 'shape', None)
-        if (
-            shape is None
-            or len(shape) != 4
-            or shape[0] != 2
-            or
-            # A view of one number may have any shape.
-            labels.numel() * labels.element_size() > labels.untyped_storage().nbytes()
-        ):
+        if shape is None or len(shape) != 4 or shape[0] != 2:
             raise ValueError(
                 f'{path!r} should hold a tensor of shape (2, K, H, W), scores '
                 f'and classes, but holds {shape or type(labels)}'

@@ -1,7 +1,6 @@
 """Testing the deploy form, training the training form."""
 
 import collections
-import os.path as osp
 import time
 from collections.abc import Sequence
 
@@ -13,18 +12,9 @@ from mmengine.registry import HOOKS
 from mmengine.runner import BaseLoop
 from mmengine.runner.checkpoint import weights_to_cpu
 
-from repa_mm.checkpoints import is_remote, load_checkpoint, save_checkpoint
+from repa_mm.checkpoints import check_known, match_form, save_checkpoint, without_wrappers
 from repa_mm.engine.complexity import count_macs, count_parameters
-from repa_mm.reparam import (
-    CheckpointError,
-    TrainingForm,
-    finish_schedules,
-    has_deploy_form,
-    innermost,
-    is_reparameterized,
-    outermost,
-    reparameterize,
-)
+from repa_mm.reparam import TrainingForm, has_deploy_form, innermost, outermost, reparameterize
 from repa_mm.version import __version__
 
 
@@ -32,26 +22,24 @@ from repa_mm.version import __version__
 class ReparameterizeHook(Hook):
     """Test with the deploy form of the model.
 
-    Before a test epoch ``runner.model`` is replaced by a reparameterized copy,
-    afterwards the training form is put back, untouched. The copy is made after
-    :class:`EMAHook` has put the averaged weights into the model, and
-    :class:`CheckpointHook` only ever sees the training form.
+    The hook replaces ``runner.model`` by a reparameterized copy before a test epoch, and puts the
+    training form back afterwards, untouched. It makes the copy after :class:`EMAHook` has put the
+    averaged weights into the model, and :class:`CheckpointHook` only ever sees the training form.
 
-    When a merged checkpoint is tested with a config of the training form, the
-    model takes the deploy form before the checkpoint is loaded.
+    If a merged checkpoint is tested with a config of the training form, the model takes the deploy
+    form before the checkpoint is loaded.
 
     Args:
-        when (str | Sequence[str]): 'test', 'val' or both: in which loops the
-            deploy form is used. Defaults to 'test'.
-        out (str, optional): Where to write the merged checkpoint before
-            testing. Defaults to None, nowhere.
-        input_shape (Sequence[int]): Image size (height, width) for which GMACs
-            are logged. Defaults to (224, 224).
+        when (str | Sequence[str]): 'test', 'val' or both: in which loops the deploy form is used.
+            Defaults to 'test'.
+        out (str, optional): Where to write the merged checkpoint before testing. Defaults to None,
+            nowhere.
+        input_shape (Sequence[int]): Image size (height, width) for which GMACs are logged.
+            Defaults to (224, 224).
 
     Raises:
-        ValueError: If nothing can be merged, a model in its deploy form is to
-            be trained, or a custom ``priority`` puts this hook before EMAHook
-            or after CheckpointHook.
+        ValueError: If nothing can be merged, a model in its deploy form is to be trained, or a
+            custom ``priority`` puts this hook before EMAHook or after CheckpointHook.
         CheckpointError: If a checkpoint has no weight of the model.
     """
 
@@ -75,14 +63,15 @@ class ReparameterizeHook(Hook):
     def before_run(self, runner) -> None:
         self._check_order(runner)
         self._restore(runner)
-        if isinstance(runner._train_loop, BaseLoop):
-            if has_deploy_form(runner.model):
-                raise ValueError(
-                    'the model is in its deploy form, which cannot be trained:'
-                    ' set deploy=False in its config'
-                )
-        else:
-            self._match_form(runner)
+        if not isinstance(runner._train_loop, BaseLoop):
+            # MMEngine goes through its list of hooks, and may come to this one again.
+            if not any(isinstance(hook, _MatchForm) for hook in runner.hooks):
+                runner.register_hook(_MatchForm())
+        elif has_deploy_form(runner.model):
+            raise ValueError(
+                'the model is in its deploy form, which cannot be trained: '
+                'set deploy=False in its config'
+            )
 
     def _check_order(self, runner) -> None:
         index = runner.hooks.index(self)
@@ -99,41 +88,9 @@ class ReparameterizeHook(Hook):
                     f': it is on the wrong side of {type(hook).__name__}'
                 )
 
-    def _match_form(self, runner) -> None:
-        """Give the model the deploy form if its checkpoint to test is merged."""
-        path = runner._load_from
-        if (
-            not path
-            or runner._resume
-            or is_remote(path)
-            or not osp.isfile(path)
-            or has_deploy_form(runner.model)
-        ):
-            return
-        model = innermost(runner.model)
-        if not is_reparameterized(model, load_checkpoint(path)['state_dict']):
-            return
-        runner.logger.info(f'{path} is reparameterized already: the model takes its deploy form.')
-        self._take_deploy_form(model)
-        for hook in runner.hooks:
-            if isinstance(hook, EMAHook):
-                self._take_deploy_form(hook.ema_model)
-
-    @staticmethod
-    def _take_deploy_form(model) -> None:
-        # Its weights are loaded afterwards: nothing is lost with a lambda that is not at its end.
-        reparameterize(finish_schedules(model), inplace=True, fuse_conv_bn=False)
-
     def after_load_checkpoint(self, runner, checkpoint: dict) -> None:
         state_dict = checkpoint.get('state_dict', checkpoint)
-        own = innermost(runner.model).state_dict()
-        if not any(k[k.startswith('module.') * 7 :] in own for k in state_dict):
-            raise CheckpointError(
-                'the checkpoint has none of the weights of '
-                f'{type(innermost(runner.model)).__name__}: it is of another '
-                f'architecture (it has {next(iter(state_dict), "nothing")!r}, '
-                f'the model {next(iter(own))!r})'
-            )
+        check_known(innermost(runner.model), without_wrappers(state_dict))
 
     def before_test_epoch(self, runner) -> None:
         if 'test' in self.when:
@@ -201,3 +158,22 @@ class ReparameterizeHook(Hook):
         )
         save_checkpoint(dict(meta=meta, state_dict=weights_to_cpu(model.state_dict())), self.out)
         runner.logger.info(f'Wrote the merged checkpoint to {self.out}')
+
+
+class _MatchForm(Hook):
+    """Gives a model that is tested the deploy form if its checkpoint is merged.
+
+    It comes before :class:`EMAHook`, which loads the checkpoint into the averaged model.
+    """
+
+    priority = 'VERY_HIGH'
+
+    def after_load_checkpoint(self, runner, checkpoint: dict) -> None:
+        if runner._resume or isinstance(runner._train_loop, BaseLoop):
+            return
+        state_dict = without_wrappers(checkpoint.get('state_dict', checkpoint))
+        models = [runner.model]
+        models += [hook.ema_model for hook in runner.hooks if isinstance(hook, EMAHook)]
+        changed = [match_form(innermost(model), state_dict) for model in models]
+        if any(changed):
+            runner.logger.info('The checkpoint is merged: the model takes its deploy form.')

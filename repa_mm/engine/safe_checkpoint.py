@@ -1,12 +1,12 @@
 """Checkpoints of a training that may be killed at any moment."""
 
-import os
-import os.path as osp
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from mmengine.fileio import LocalBackend, register_backend
 from mmengine.hooks import CheckpointHook
 from mmengine.registry import HOOKS
+
+from repa_mm.files import naming_full_disk, write_bytes
 
 
 @register_backend('atomic', force=True)
@@ -14,15 +14,7 @@ class AtomicBackend(LocalBackend):
     """Local files that are replaced only by complete ones."""
 
     def put(self, obj: bytes, filepath: str) -> None:
-        folder, name = osp.split(osp.abspath(filepath))
-        os.makedirs(folder, exist_ok=True)
-        # Of a fixed name: what a killed process left is written over.
-        temporary = osp.join(folder, f'.{name}.incomplete')
-        with open(temporary, 'wb') as file:
-            file.write(obj)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, filepath)
+        write_bytes(filepath, obj)
 
 
 class _Keeping:
@@ -46,11 +38,10 @@ class _Keeping:
 class SafeCheckpointHook(CheckpointHook):
     """A ``CheckpointHook`` after which there is always a complete checkpoint.
 
-    MMEngine's writes into the file itself, and removes the previous checkpoint
-    first: killed in between, it leaves none that can be read. Here, files are
-    written under another name and renamed, and what they replace is removed
-    afterwards. Arguments and files are the same. With a file backend of the
-    user's own, writing is as safe as that is.
+    MMEngine's hook writes into the file itself, and removes the previous checkpoint first: killed
+    in between, it leaves none that can be read. This hook writes each file under another name and
+    renames it, and removes outdated ones afterwards. Arguments and files are the same. With a file
+    backend of the user's own, writing is as safe as that backend is.
     """
 
     def before_train(self, runner) -> None:
@@ -63,11 +54,13 @@ class SafeCheckpointHook(CheckpointHook):
         super().before_train(runner)
 
     @contextmanager
-    def _removing_afterwards(self):
+    def _removing_afterwards(self, runner):
         backend = self.file_backend
         self.file_backend = keeping = _Keeping(backend)
         try:
-            yield
+            # MMEngine writes small files beside the checkpoint.
+            with naming_full_disk(runner.work_dir):
+                yield
         finally:
             self.file_backend = backend
         # A file that was written anew under its old name is not outdated.
@@ -78,12 +71,13 @@ class SafeCheckpointHook(CheckpointHook):
         }
         for remove, path in keeping.outdated:
             if path not in current:
-                remove(path)
+                with suppress(FileNotFoundError):  # another training in the same folder
+                    remove(path)
 
-    def _save_checkpoint_with_step(self, *args, **kwargs) -> None:
-        with self._removing_afterwards():
-            super()._save_checkpoint_with_step(*args, **kwargs)
+    def _save_checkpoint_with_step(self, runner, *args, **kwargs) -> None:
+        with self._removing_afterwards(runner):
+            super()._save_checkpoint_with_step(runner, *args, **kwargs)
 
-    def _save_best_checkpoint(self, *args, **kwargs) -> None:
-        with self._removing_afterwards():
-            super()._save_best_checkpoint(*args, **kwargs)
+    def _save_best_checkpoint(self, runner, *args, **kwargs) -> None:
+        with self._removing_afterwards(runner):
+            super()._save_best_checkpoint(runner, *args, **kwargs)

@@ -6,69 +6,70 @@ import torch
 import torch.nn as nn
 from mmengine.config import Config
 from mmengine.registry import MODELS, VISUALIZERS, init_default_scope
-from mmengine.runner.checkpoint import load_state_dict
 
-from repa_mm.checkpoints import check_fit_of, load_checkpoint, load_safely
+from repa_mm.checkpoints import load_checkpoint, load_safely, load_weights, match_form
 from repa_mm.datasets.checks import check_image
-from repa_mm.files import check_output, replacing
-from repa_mm.reparam import CheckpointError, finish_schedules, is_reparameterized, reparameterize
+from repa_mm.files import check_output, write_bytes
+from repa_mm.reparam import finish_schedules, reparameterize
 from repa_mm.runtime.config import FORMS, dataset_config, load_config
 
 
 def init_model(
     config: str | Config,
     checkpoint: str | None = None,
-    form: str = 'training',
+    form: str | None = 'training',
     device: str | torch.device = 'cpu',
 ) -> nn.Module:
     """A model for inference.
 
     Args:
         config (str | Config): A config or its path.
-        checkpoint (str, optional): Path of a checkpoint. Defaults to None:
-            random weights.
-        form (str): 'training' or 'deploy'. Defaults to 'training'.
+        checkpoint (str, optional): Path of a checkpoint. Defaults to None: random weights.
+        form (str, optional): 'training' or 'deploy'; None for that of the checkpoint. Defaults to
+            'training'.
         device (str | torch.device): Defaults to 'cpu'.
 
     Returns:
-        nn.Module: The detector, segmentor or classifier in eval mode, with its
-        config in ``cfg`` and the names of its classes in ``dataset_meta``.
+        nn.Module: The detector, segmentor or classifier in eval mode, with its config in ``cfg``
+        and the names of its classes in ``dataset_meta``.
 
     Raises:
-        CheckpointError: If the checkpoint does not fit the model, or is merged
-            and the training form is asked for.
+        CheckpointError: If the checkpoint does not fit the model, or is merged and the training
+            form is asked for.
     """
-    if form not in FORMS:
+    return model_and_meta(config, checkpoint, form, device)[0]
+
+
+def model_and_meta(
+    config: str | Config,
+    checkpoint: str | None = None,
+    form: str | None = 'training',
+    device: str | torch.device = 'cpu',
+) -> tuple[nn.Module, dict]:
+    """As :func:`init_model`, with the ``meta`` of the checkpoint."""
+    if form not in (*FORMS, None):
         raise ValueError(f'form must be one of {FORMS}, but got {form!r}')
     cfg = load_config(config) if isinstance(config, str) else config
     init_default_scope(cfg.default_scope)
     load_safely()
     model = MODELS.build(cfg.model)
-    model.dataset_meta = None
+    model.cfg, meta = cfg, {}
     if not checkpoint:
         # Random weights are looked at for their cost, which is that of what is deployed.
         finish_schedules(model)
     else:
         loaded = load_checkpoint(checkpoint)
-        state_dict = {
-            key[key.startswith('module.') * 7 :]: value
-            for key, value in loaded['state_dict'].items()
-        }
-        if form == 'deploy' and is_reparameterized(model, state_dict):
-            reparameterize(finish_schedules(model), inplace=True, fuse_conv_bn=False)
-        check_fit_of(model, state_dict, checkpoint, complete=True)
-        try:
-            load_state_dict(model, state_dict, strict=True)
-        except RuntimeError as error:
-            text = ' '.join(str(error).split())
-            raise CheckpointError(f'{checkpoint!r} does not fit the model: {text[:300]}') from error
-        meta = loaded.get('meta')
-        if isinstance(meta, dict) and isinstance(meta.get('dataset_meta'), dict):
-            model.dataset_meta = meta['dataset_meta']
+        state_dict = loaded['state_dict']
+        if form != 'training':
+            match_form(model, state_dict)
+        load_weights(model, state_dict, checkpoint)
+        if isinstance(loaded.get('meta'), dict):
+            meta = loaded['meta']
+    classes = meta.get('dataset_meta')
+    model.dataset_meta = classes if isinstance(classes, dict) else None
     if form == 'deploy':
         reparameterize(model, inplace=True)
-    model.cfg = cfg
-    return model.to(device).eval()
+    return model.to(device).eval(), meta
 
 
 def draw_predictions(model: nn.Module, image: str, out: str, score_thr: float = 0.3) -> object:
@@ -78,14 +79,14 @@ def draw_predictions(model: nn.Module, image: str, out: str, score_thr: float = 
         model (nn.Module): From :func:`init_model`.
         image (str): Path of the image.
         out (str): Path of the picture to write.
-        score_thr (float): Detections below this score are not drawn.
+        score_thr (float): Detections below this score are not drawn. Defaults to 0.3.
 
     Returns:
         The prediction, a data sample of the model's codebase.
 
     Raises:
-        FileNotFoundError, ValueError: If the image is missing, is none, or
-            of a size that the model cannot take.
+        FileNotFoundError, ValueError: If the image is missing, is none, or of a size that the model
+            cannot take.
         OSError: If the picture cannot be written.
     """
     import cv2
@@ -93,7 +94,9 @@ def draw_predictions(model: nn.Module, image: str, out: str, score_thr: float = 
     from mmengine.dataset import Compose, pseudo_collate
 
     check_output(out, image)
-    if not cv2.haveImageWriter(out):
+    # OpenCV does not survive names that are not in the locale's encoding.
+    suffix = osp.splitext(out)[1].encode(errors='replace').decode()
+    if not cv2.haveImageWriter(f'picture{suffix}'):
         raise ValueError(f'{out!r} is not the name of a picture, such as prediction.png')
     if not 0 <= score_thr <= 1:
         raise ValueError(f'the score threshold must be from 0 to 1, but is {score_thr}')
@@ -128,6 +131,6 @@ def draw_predictions(model: nn.Module, image: str, out: str, score_thr: float = 
     if cfg.default_scope == 'mmpretrain':
         kwargs = dict(draw_score=True)
     visualizer.add_datasample('prediction', pixels, data_sample=prediction, draw_gt=False, **kwargs)
-    with replacing(out) as temporary:
-        mmcv.imwrite(mmcv.rgb2bgr(visualizer.get_image()), temporary)
+    encoded = cv2.imencode(suffix, mmcv.rgb2bgr(visualizer.get_image()))[1]
+    write_bytes(out, encoded.tobytes())
     return prediction

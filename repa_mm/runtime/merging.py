@@ -6,9 +6,9 @@ import os.path as osp
 import torch
 from mmengine.registry import MODELS
 from mmengine.runner import Runner
-from mmengine.runner.checkpoint import load_state_dict, weights_to_cpu
+from mmengine.runner.checkpoint import weights_to_cpu
 
-from repa_mm.checkpoints import load_checkpoint, save_checkpoint
+from repa_mm.checkpoints import load_checkpoint, load_weights, save_checkpoint
 from repa_mm.engine.complexity import count_macs, count_parameters
 from repa_mm.files import check_output
 from repa_mm.reparam import (
@@ -22,7 +22,7 @@ from repa_mm.reparam import (
 )
 from repa_mm.runtime.config import load_config, with_pretrained, without_sync_bn
 from repa_mm.runtime.data import check_data
-from repa_mm.runtime.inference import init_model
+from repa_mm.runtime.inference import model_and_meta
 from repa_mm.version import __version__
 
 
@@ -37,23 +37,23 @@ def reparameterize_checkpoint(
         config (str): Path of the config, of the training form.
         checkpoint (str): The checkpoint to merge.
         out (str): The file to write; it is replaced only when complete.
-        tolerance (float): Largest acceptable error, relative to the largest
-            feature. Defaults to 1e-4.
+        tolerance (float): Largest acceptable error, relative to the largest feature. Defaults to
+            1e-4.
 
     Returns:
-        dict: ``error`` (relative), and of both forms ``parameters``, ``macs``
-        (of the backbone, for a 224x224 image) and ``bytes`` (of the file).
+        dict: ``error`` (relative), and of both forms ``parameters``, ``macs`` (of the backbone,
+        for a 224x224 image) and ``bytes`` (of the file).
 
     Raises:
         ValueError: If ``out`` is the input, or nothing can be merged.
-        CheckpointError: If the checkpoint does not fit, is merged already, or
-            the error exceeds the tolerance.
+        CheckpointError: If the checkpoint does not fit, is merged already, or the error exceeds the
+            tolerance.
         OSError: If ``out`` cannot be written.
     """
     check_output(out, config, checkpoint)
     if not 0 < tolerance < float('inf'):
         raise ValueError(f'the tolerance must be positive, but is {tolerance}')
-    model = init_model(config, checkpoint)
+    model, meta = model_and_meta(config, checkpoint)
     if has_deploy_form(model):
         raise CheckpointError(f'{checkpoint!r} is reparameterized already')
     try:
@@ -69,13 +69,11 @@ def reparameterize_checkpoint(
     error = max(((a - b).abs().max() / a.abs().max()).item() for a, b in zip(*features))
     if not error <= tolerance:
         raise CheckpointError(
-            f'merging changes the features by {error:.1e}, more than '
-            f'{tolerance:.0e}: the checkpoint has weights or BatchNorm '
-            'statistics that are too extreme; nothing is written'
+            f'merging changes the features by {error:.1e}, more than {tolerance:.0e}: the '
+            'checkpoint has weights or BatchNorm statistics that are too extreme; nothing is '
+            'written'
         )
-    loaded = load_checkpoint(checkpoint)
-    meta = loaded.get('meta')
-    meta = dict(meta if isinstance(meta, dict) else {}, repa_mm_version=__version__)
+    meta = dict(meta, repa_mm_version=__version__)
     save_checkpoint(dict(meta=meta, state_dict=weights_to_cpu(deployed.state_dict())), out)
     return dict(
         error=error,
@@ -96,15 +94,14 @@ def calibrate_checkpoint(
 ) -> dict:
     """Estimate the BatchNorm statistics of a backbone's FFNs from data.
 
-    See :func:`~repa_mm.reparam.calibrate_batch_norm`. Nothing else in the
-    checkpoint changes. Mixup and CutMix are left out.
+    See :func:`~repa_mm.reparam.calibrate_batch_norm`. Nothing else in the checkpoint changes. Mixup
+    and CutMix are left out.
 
     Args:
         config (str): Path of the config, of the training form.
         checkpoint (str): A checkpoint with the weights of its backbone.
         out (str): The file to write; it is replaced only when complete.
-        split (str): Whose data loader and pipeline: 'train', 'val' or 'test'.
-            Defaults to 'train'.
+        split (str): Whose data loader and pipeline: 'train', 'val' or 'test'. Defaults to 'train'.
         num_batches (int): Number of batches, at most. Defaults to 50.
         device (str, optional): Defaults to the GPU, if there is one.
         cfg_options (dict, optional): Values to override in the config.
@@ -127,8 +124,7 @@ def calibrate_checkpoint(
         raise ValueError(f'the config {config!r} has no {split}_dataloader')
     loaded = load_checkpoint(checkpoint)
     state_dict = loaded['state_dict']
-    prefix = 'module.' * all(k.startswith('module.') for k in state_dict)
-    prefix += 'backbone.'
+    prefix = 'backbone.'
     own = {key[len(prefix) :]: value for key, value in state_dict.items() if key.startswith(prefix)}
     if not own:
         raise CheckpointError(
@@ -144,14 +140,7 @@ def calibrate_checkpoint(
         raise CheckpointError(
             'the deploy form has no BatchNorm left: calibrate the checkpoint of the training form'
         )
-    try:
-        load_state_dict(backbone, own, strict=True)
-    except CheckpointError:
-        raise
-    except RuntimeError as error:
-        raise CheckpointError(
-            f'{checkpoint!r} does not fit the backbone: {" ".join(str(error).split())[:300]}'
-        ) from error
+    load_weights(backbone, own, checkpoint)
     check_data(cfg, split)
     loader = Runner.build_dataloader(loader_cfg, seed=0)
     device = device or ('cuda' if torch.cuda.is_available() else 'cpu')

@@ -1,26 +1,29 @@
 """MMEngine's Runners for training and testing."""
 
+import copy
 import os
+import os.path as osp
 import sys
 
 import mmengine
 import torch
 from mmengine.config import Config, ConfigDict
 from mmengine.evaluator import DumpResults
-from mmengine.hooks import Hook
 from mmengine.registry import OPTIMIZERS, RUNNERS
 from mmengine.runner import BaseLoop, Runner
 
 from repa_mm.checkpoints import (
-    check_checkpoint,
-    check_fit_of,
     check_pretrained,
     check_resumable,
+    check_values,
     find_latest,
+    is_remote,
+    load_anywhere,
+    load_checkpoint,
     load_safely,
+    load_weights,
 )
 from repa_mm.files import check_output, check_writable, replacing
-from repa_mm.reparam import innermost
 from repa_mm.runtime.config import (
     dataset_config,
     dump_predictions,
@@ -49,22 +52,19 @@ def runner_for_training(
 
     Args:
         config (str): Path of a config.
-        work_dir (str, optional): Where logs and checkpoints go. Defaults to
-            that of the config, or ``work_dirs/<name of the config>``.
+        work_dir (str, optional): Where logs and checkpoints go. Defaults to that of the config, or
+            ``work_dirs/<name of the config>``.
         amp (bool): Train with automatic mixed precision. Defaults to False.
-        resume (str, optional): A checkpoint to resume from, or 'auto' for the
-            latest one in the work dir. Defaults to None.
-        from_scratch (bool): Take no pretrained weights; BatchNorm statistics
-            are then estimated even if the config freezes them.
-            Defaults to False.
-        auto_scale_lr (bool): Scale the learning rate with the batch size.
-            Defaults to False.
+        resume (str, optional): A checkpoint to resume from, or 'auto' for the latest one in the
+            work dir. Defaults to None.
+        from_scratch (bool): Take no pretrained weights; BatchNorm statistics are then estimated
+            even if the config freezes them. Defaults to False.
+        auto_scale_lr (bool): Scale the learning rate with the batch size. Defaults to False.
         launcher (str): 'none', 'pytorch', 'slurm' or 'mpi'.
         cfg_options (dict, optional): Values to override in the config.
 
     Raises:
-        FileNotFoundError: If the config, a checkpoint or the data set is
-            missing.
+        FileNotFoundError: If the config, a checkpoint or the data set is missing.
         ValueError: If the config, an option or the data set is unusable.
         CheckpointError: If a checkpoint is damaged.
     """
@@ -93,24 +93,28 @@ def runner_for_training(
         if 'base_batch_size' not in (cfg.get('auto_scale_lr') or {}):
             raise ValueError(f'--auto-scale-lr needs auto_scale_lr.base_batch_size in {config!r}')
         cfg.auto_scale_lr.enable = True
+    # A checkpoint is read before anything is built from the config.
+    checkpoint = None
     if resume:
-        cfg.load_from = find_latest(cfg.work_dir) if resume == 'auto' else resume
-        cfg.resume = cfg.load_from is not None
-        if not cfg.resume:
-            print(
-                f'no checkpoint in {cfg.work_dir!r} to resume from: '
-                'training starts at the beginning'
-            )
+        found = find_latest(cfg.work_dir) if resume == 'auto' else (resume, None)
+        if not found:
+            print(f'no checkpoint in {cfg.work_dir!r} to resume from: training starts anew')
+        cfg.load_from, checkpoint = found or (None, None)
+        cfg.resume = bool(found)
     if from_scratch:
         take_no_pretrained(cfg)
     if cfg.get('load_from'):
-        check_checkpoint(cfg.load_from, cfg.resume)
+        if not checkpoint and not is_remote(cfg.load_from):
+            checkpoint = load_checkpoint(cfg.load_from)
+        if checkpoint and cfg.resume:
+            check_resumable(checkpoint)
     else:
         for owner in with_pretrained(cfg.model):
             check_pretrained(owner.init_cfg)
-            check_checkpoint(owner.init_cfg.checkpoint)
+            if not is_remote(owner.init_cfg.checkpoint):
+                check_values(load_checkpoint(owner.init_cfg.checkpoint)['state_dict'])
     check_data(cfg, 'train', 'val')
-    runner = _build_runner(cfg)
+    runner = _build_runner(cfg, checkpoint)
     check_loop(runner, 'train')
     # Not only after the first epoch.
     if runner._val_loop is not None:
@@ -134,20 +138,19 @@ def runner_for_testing(
     Args:
         config (str): Path of a config.
         checkpoint (str): Path or URL of a checkpoint, in either form.
-        work_dir (str, optional): Where metrics are written. Defaults to that
-            of the config, or ``work_dirs/<name of the config>``.
-        form (str, optional): 'deploy' tests the reparameterized model,
-            'training' does not. Defaults to None: as the config's hooks say.
-        out (str, optional): A ``.pkl`` file for the predictions; for
-            segmentation also a folder, for label maps.
+        work_dir (str, optional): Where metrics are written. Defaults to that of the config, or
+            ``work_dirs/<name of the config>``.
+        form (str, optional): 'deploy' tests the reparameterized model, 'training' does not.
+            Defaults to None: as the config's hooks say.
+        out (str, optional): A ``.pkl`` file for the predictions; for segmentation also a folder,
+            for label maps.
         show_dir (str, optional): Folder for pictures of the predictions.
         tta (bool): Test-time augmentation. Defaults to False.
         launcher (str): 'none', 'pytorch', 'slurm' or 'mpi'.
         cfg_options (dict, optional): Values to override in the config.
 
     Raises:
-        FileNotFoundError, ValueError, CheckpointError: As
-            :func:`runner_for_training`.
+        FileNotFoundError, ValueError, CheckpointError: As :func:`runner_for_training`.
     """
     cfg = load_config(config, cfg_options)
     cfg.launcher = launcher
@@ -156,7 +159,7 @@ def runner_for_testing(
         check_output(out, config, checkpoint)
     if show_dir:
         check_writable(show_dir)
-    check_checkpoint(checkpoint)
+    loaded = None if is_remote(checkpoint) else load_checkpoint(checkpoint)
     cfg.load_from = checkpoint
     cfg.resume = False
     set_form(cfg, form)
@@ -171,34 +174,45 @@ def runner_for_testing(
         dataset_config(cfg, 'test').pipeline = cfg.tta_pipeline
         cfg.model = ConfigDict(**cfg.tta_model, module=cfg.model)
     check_data(cfg, 'test')
-    runner = _build_runner(cfg)
+    runner = _build_runner(cfg, loaded)
     check_loop(runner, 'test')
     if out:
-        _write_whole(runner, out)
+        _write_predictions(runner, out)
+    if show_dir:
+        _write_pictures(runner, show_dir)
     return runner
 
 
-class _CheckpointHook(Hook):
-    """Checks what MMEngine is about to load, for it only warns."""
+def _load_once(runner: Runner, path: str | None, checkpoint: dict | None) -> None:
+    """Let a runner load a checkpoint that is read already, and refuse one that does not fit.
 
-    def after_load_checkpoint(self, runner, checkpoint: dict) -> None:
+    MMEngine would read the file again, and only warn.
+    """
+    read = {path: checkpoint} if checkpoint else {}
+
+    def load(filename: str, *args, **kwargs) -> dict:
+        checkpoint = read.pop(filename, None) or load_anywhere(filename)
         training = isinstance(runner._train_loop, BaseLoop)
         if runner._resume and training:
             check_resumable(checkpoint)
-        state_dict = {
-            key[key.startswith('module.') * 7 :]: value
-            for key, value in checkpoint['state_dict'].items()
-        }
-        # Training may begin with a part of the weights.
-        check_fit_of(
-            innermost(runner.model),
-            state_dict,
-            runner._load_from,
-            complete=runner._resume or not training,
+            # The optimizer goes on with its tensors.
+            checkpoint = copy.deepcopy(checkpoint)
+        runner.call_hook('after_load_checkpoint', checkpoint=checkpoint)
+        load_weights(
+            runner.model,
+            checkpoint['state_dict'],
+            filename,
+            exact=False,
+            partial=training and not runner._resume,
         )
+        runner._has_loaded = True
+        runner.logger.info(f'Load checkpoint from {filename}')
+        return checkpoint
+
+    runner.load_checkpoint = load
 
 
-def _write_whole(runner: Runner, out: str) -> None:
+def _write_predictions(runner: Runner, out: str) -> None:
     """Let the predictions replace the file when they are complete."""
 
     def compute_metrics(results: list) -> dict:
@@ -211,21 +225,35 @@ def _write_whole(runner: Runner, out: str) -> None:
             metric.compute_metrics = compute_metrics
 
 
-def _build_runner(cfg: Config) -> Runner:
+def _write_pictures(runner: Runner, show_dir: str) -> None:
+    """Let every picture be written whole, or end the test with an error that names it."""
+    is_classifier = runner.cfg.default_scope == 'mmpretrain'
+    method = 'visualize_cls' if is_classifier else 'add_datasample'
+    draw = getattr(runner.visualizer, method)
+
+    def draw_into(*args, out_file: str | None = None, **kwargs) -> None:
+        # MMSegmentation names none, and OpenCV then writes without saying when it fails.
+        name = out_file or f'vis_data/vis_image/{args[0]}_{kwargs["step"]}.png'
+        with replacing(osp.join(show_dir, name)) as temporary:
+            draw(*args, out_file=temporary, **kwargs)
+
+    setattr(runner.visualizer, method, draw_into)
+
+
+def _build_runner(cfg: Config, checkpoint: dict | None) -> Runner:
     variable = dict(pytorch='RANK', slurm='SLURM_PROCID', mpi='OMPI_COMM_WORLD_LOCAL_RANK').get(
         cfg.launcher
     )
     if variable and variable not in os.environ:
         raise ValueError(
-            f'--launcher {cfg.launcher} needs the environment of '
-            'such a job: use tools/dist_train.sh, dist_test.sh, '
-            'slurm_train.sh or slurm_test.sh'
+            f'--launcher {cfg.launcher} needs the environment of such a job: use '
+            'tools/dist_train.sh, dist_test.sh, slurm_train.sh or slurm_test.sh'
         )
     if cfg.launcher == 'pytorch' and not torch.cuda.is_available():
         _distribute_on_cpu(cfg)
     load_safely()
     runner = RUNNERS.build(cfg) if 'runner_type' in cfg else Runner.from_cfg(cfg)
-    runner.register_hook(_CheckpointHook(), 'VERY_HIGH')
+    _load_once(runner, cfg.get('load_from'), checkpoint)
     return runner
 
 
@@ -246,9 +274,9 @@ def _distribute_on_cpu(cfg: Config) -> None:
 def end_process() -> None:
     """End a process that has done its work together with others on a CPU.
 
-    While the interpreter takes down a DistributedDataParallel model on gloo,
-    PyTorch aborts the process every other time (seen with 2.13), and with it
-    a job that has succeeded. Does nothing in any other process.
+    While the interpreter takes down a DistributedDataParallel model on gloo, PyTorch aborts the
+    process every other time (seen with 2.13), and with it a job that has succeeded. Any other
+    process goes on.
     """
     if torch.distributed.is_initialized() and torch.distributed.get_backend() == 'gloo':
         torch.distributed.barrier()

@@ -107,7 +107,7 @@ def test_killed_while_saving(where, tmp_path, one_thread):
 
     whole = make_runner(tmp_path / 'whole', **CONFIG)
     whole.train()
-    latest = find_latest(str(work_dir))
+    latest, _ = find_latest(str(work_dir))
     assert latest.endswith('epoch_3.pth' if where == 'removing' else 'epoch_2.pth')
     resumed = make_runner(work_dir, load_from=latest, resume=True, **CONFIG)
     resumed.train()
@@ -121,25 +121,38 @@ def test_killed_while_saving(where, tmp_path, one_thread):
 
 
 def test_find_latest(tmp_path):
+    def latest():
+        path, checkpoint = find_latest(str(tmp_path))
+        assert checkpoint['state_dict'].keys() == {'a'}
+        return Path(path).name
+
     assert find_latest(str(tmp_path / 'none')) is None
     assert find_latest(str(tmp_path)) is None
     for step in (9, 10):
         torch.save(dict(a=torch.ones(step)), tmp_path / f'epoch_{step}.pth')
     pointer = tmp_path / 'last_checkpoint'
-    newest = str(tmp_path / 'epoch_10.pth')
-    assert find_latest(str(tmp_path)) == newest
-    for text in ('', '/moved/from/epoch_10.pth', newest, '/gone/epoch_11.pth'):
+    newest = tmp_path / 'epoch_10.pth'
+    assert latest() == 'epoch_10.pth'
+    for text in ('', '/moved/from/epoch_10.pth', str(newest), '/gone/epoch_11.pth'):
         pointer.write_text(text)
-        assert find_latest(str(tmp_path)) == newest
+        assert latest() == 'epoch_10.pth'
     pointer.write_text(str(tmp_path / 'epoch_9.pth'))
-    assert find_latest(str(tmp_path)).endswith('epoch_9.pth')
-    pointer.write_text(newest)
-    data = Path(newest).read_bytes()
-    Path(newest).write_bytes(data[: len(data) // 2])
-    assert find_latest(str(tmp_path)).endswith('epoch_9.pth')
+    # A training that began anew at epoch 8 has not come to epoch 10 yet.
+    written = pointer.stat().st_mtime
+    os.utime(newest, (written - 60, written - 60))
+    assert latest() == 'epoch_9.pth'
+    # A training was killed after it wrote epoch 10, and before it said so.
+    os.utime(newest, (written + 60, written + 60))
+    assert latest() == 'epoch_10.pth'
+    data = newest.read_bytes()
+    newest.write_bytes(data[: len(data) // 2])
+    os.utime(newest, (written + 60, written + 60))
+    assert latest() == 'epoch_9.pth'
     (tmp_path / 'epoch_9.pth').write_bytes(b'')
     with pytest.raises(CheckpointError, match='nothing to resume from'):
         find_latest(str(tmp_path))
+    pointer.write_text('s3://bucket/epoch_9.pth')
+    assert find_latest(str(tmp_path)) == ('s3://bucket/epoch_9.pth', None)
 
 
 def test_user_backend_is_kept(tmp_path):
