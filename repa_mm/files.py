@@ -12,22 +12,28 @@ try:
 except ImportError:  # Windows
     fcntl = None
 
-# A quota, a limit, or a full or broken disk.
-_NO_SPACE = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EIO, errno.EROFS)
+# A full disk, a quota, a limit.
+_NO_SPACE = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 _TEMPORARY = '.incomplete-'
 
 
 @contextmanager
-def naming_full_disk(path: str) -> Iterator[None]:
-    """Let the errors of a full disk name this file or folder.
+def naming_full_disk(path: str, temporary: str | None = None) -> Iterator[None]:
+    """Let the errors of a full disk, which name no file, name this one.
+
+    Args:
+        path (str): A file or folder.
+        temporary (str, optional): What is written in its place. Then the errors of a broken disk
+            name ``path``, too.
 
     Raises:
-        OSError: If the disk is full.
+        OSError: If there is no space.
     """
     try:
         yield
     except OSError as error:
-        if error.errno in _NO_SPACE:
+        is_broken = temporary and error.errno in (errno.EIO, errno.EROFS)
+        if error.filename in (None, temporary) and (error.errno in _NO_SPACE or is_broken):
             raise OSError(f'cannot write {path!r}: {error.strerror}') from error
         raise
 
@@ -106,7 +112,7 @@ def replacing(path: str, suffix: str | None = None) -> Iterator[str]:
     except OSError as error:
         raise OSError(f'cannot write {path!r}: {error.strerror or error}') from error
     try:
-        with naming_full_disk(path):
+        with naming_full_disk(path, temporary):
             yield temporary
             os.fsync(handle)
         os.chmod(temporary, 0o666 & ~_umask())

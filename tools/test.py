@@ -2,6 +2,7 @@
 
 import argparse
 
+from repa_mm.files import naming_full_disk
 from repa_mm.runtime import FORMS, end_process, runner_for_testing
 from repa_mm.runtime.cli import clear_errors, parse_runner_args
 
@@ -29,7 +30,7 @@ def main() -> None:
     args = parse_args()
     with clear_errors():
         runner = runner_for_testing(**args)
-    with clear_errors(logger=runner.logger):
+    with clear_errors(logger=runner.logger), naming_full_disk(runner.work_dir):
         runner.test()
     end_process()
 

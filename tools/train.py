@@ -2,6 +2,7 @@
 
 import argparse
 
+from repa_mm.files import naming_full_disk
 from repa_mm.runtime import end_process, runner_for_training
 from repa_mm.runtime.cli import clear_errors, parse_runner_args
 
@@ -32,7 +33,7 @@ def main() -> None:
     args = parse_args()
     with clear_errors():
         runner = runner_for_training(**args)
-    with clear_errors(logger=runner.logger):
+    with clear_errors(logger=runner.logger), naming_full_disk(runner.work_dir):
         runner.train()
     end_process()
 

@@ -6,7 +6,7 @@ from mmengine.fileio import LocalBackend, register_backend
 from mmengine.hooks import CheckpointHook
 from mmengine.registry import HOOKS
 
-from repa_mm.files import naming_full_disk, write_bytes
+from repa_mm.files import write_bytes
 
 
 @register_backend('atomic', force=True)
@@ -54,13 +54,11 @@ class SafeCheckpointHook(CheckpointHook):
         super().before_train(runner)
 
     @contextmanager
-    def _removing_afterwards(self, runner):
+    def _removing_afterwards(self):
         backend = self.file_backend
         self.file_backend = keeping = _Keeping(backend)
         try:
-            # MMEngine writes small files beside the checkpoint.
-            with naming_full_disk(runner.work_dir):
-                yield
+            yield
         finally:
             self.file_backend = backend
         # A file that was written anew under its old name is not outdated.
@@ -74,10 +72,10 @@ class SafeCheckpointHook(CheckpointHook):
                 with suppress(FileNotFoundError):  # another training in the same folder
                     remove(path)
 
-    def _save_checkpoint_with_step(self, runner, *args, **kwargs) -> None:
-        with self._removing_afterwards(runner):
-            super()._save_checkpoint_with_step(runner, *args, **kwargs)
+    def _save_checkpoint_with_step(self, *args, **kwargs) -> None:
+        with self._removing_afterwards():
+            super()._save_checkpoint_with_step(*args, **kwargs)
 
-    def _save_best_checkpoint(self, runner, *args, **kwargs) -> None:
-        with self._removing_afterwards(runner):
-            super()._save_best_checkpoint(runner, *args, **kwargs)
+    def _save_best_checkpoint(self, *args, **kwargs) -> None:
+        with self._removing_afterwards():
+            super()._save_best_checkpoint(*args, **kwargs)

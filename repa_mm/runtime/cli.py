@@ -109,7 +109,12 @@ def clear_errors(*kinds: type, logger: logging.Logger | None = None) -> Iterator
     raises, logging.raiseExceptions = logging.raiseExceptions, False
     try:
         yield
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
     except kinds or Exception as error:  # noqa: B030, a tuple of classes
+        # MMEngine catches signals, too, while it formats a config.
+        if isinstance(error.__context__, KeyboardInterrupt):
+            sys.exit(128 + signal.SIGINT)
         if os.environ.get('REPA_MM_TRACEBACK'):
             raise
         for handler in getattr(logger, 'handlers', ()):
