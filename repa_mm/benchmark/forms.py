@@ -10,7 +10,7 @@ import torch.nn as nn
 from mmengine.config import Config
 
 from repa_mm.benchmark.timing import Recorder
-from repa_mm.reparam import has_deploy_form, has_training_form, reparameterize
+from repa_mm.reparam import CheckpointError, has_deploy_form, has_training_form, reparameterize
 from repa_mm.runtime import init_model, load_config, take_no_pretrained
 
 AMP_DTYPES = dict(bf16=torch.bfloat16, fp16=torch.float16)
@@ -86,7 +86,11 @@ def build_model(cfg: Config, checkpoint: str | None = None, device='cpu') -> nn.
     if not checkpoint:
         cfg = copy.deepcopy(cfg)
         take_no_pretrained(cfg)
-    model = init_model(cfg, checkpoint, form=None, device=device)
+    try:
+        model = init_model(cfg, checkpoint, device=device)
+    except CheckpointError:
+        # A merged one fits the deploy form alone; any other fails again.
+        model = init_model(cfg, checkpoint, 'deploy', device)
     if not checkpoint:
         logging.disable(logging.INFO)  # of every parameter
         try:
