@@ -1,16 +1,13 @@
 """Estimate the BatchNorm statistics of a backbone's FFNs from data.
 
-The weights stay. For checkpoints that were converted from vanilla ones, or
-whose data is of another kind than what they were trained on. See
-docs/weights.md.
+The weights stay. This serves checkpoints that were converted from vanilla ones, or whose data is
+of another kind than what they were trained on. See docs/weights.md.
 """
 
 import argparse
 
-from mmengine.config import DictAction
-
 from repa_mm.runtime import calibrate_checkpoint
-from repa_mm.runtime.cli import clear_errors
+from repa_mm.runtime.cli import DictAction, clear_errors
 
 
 def parse_args() -> argparse.Namespace:
@@ -41,7 +38,7 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
-    with clear_errors(Exception):
+    with clear_errors():
         done = calibrate_checkpoint(**vars(args))
     print(
         f'estimated the statistics of {done["ffns"]} FFNs from '

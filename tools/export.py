@@ -10,8 +10,8 @@ from repa_mm.runtime.cli import clear_errors
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__,
-        epilog='Of a detector or segmentor this is the backbone; whole ones '
-        'are exported by MMDeploy. Images are normalized before.',
+        epilog='Of a detector or segmentor this is the backbone; whole ones are exported by '
+        'MMDeploy. Images are normalized before.',
     )
     parser.add_argument('config', help='config of the training form')
     parser.add_argument('checkpoint', help='checkpoint in either form')
@@ -29,8 +29,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         '--dynamic',
         action='store_true',
-        help='take any number of images '
-        'of any size; --shape is then an example, see docs/deployment.md',
+        help='take any number of images of any size; --shape is then an example, see '
+        'docs/deployment.md',
     )
     parser.add_argument('--batch', type=int, default=1, help='number of images, 1 by default')
     parser.add_argument('--form', choices=FORMS, default='deploy')
@@ -39,7 +39,7 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
-    with clear_errors(Exception):
+    with clear_errors():
         model = init_model(args.config, args.checkpoint, args.form)
         part = 'classifier'
         if model.cfg.default_scope != 'mmpretrain':

@@ -10,6 +10,7 @@ from mmengine.runner.checkpoint import load_state_dict
 
 from repa_mm.reparam import (
     CheckpointError,
+    check_state_dict,
     finish_schedules,
     has_deploy_form,
     innermost,
@@ -68,11 +69,13 @@ def load_weights(
         except CheckpointError:
             raise
         except RuntimeError as error:
-            # Its first line only says so.
+            check_state_dict(model, state_dict)  # may say more
+            # The first line of torch's message only says that there are others.
             wrong = [line.strip() for line in str(error).splitlines()[1:]]
             raise _other_model(wrong[-1], wrong) from error
         missing = [k for k in missing if not k.endswith('num_batches_tracked')]
         if missing:
+            check_state_dict(model, state_dict)
             raise _other_model(f'it lacks {missing[0]!r}', missing)
         if unknown and exact:
             raise _other_model(f'the model has no {unknown[0]!r}', unknown)

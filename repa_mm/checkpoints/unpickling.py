@@ -105,7 +105,8 @@ class _PickleFile(io.BufferedReader):
         return self._counted(super().read(most if size is None or size < 0 else min(size, most)))
 
     def readline(self, size: int = -1) -> bytes:
-        return self._counted(super().readline(2**16))
+        # A line has the name of a class, which ends up in messages.
+        return self._counted(super().readline(1000))
 
     def _counted(self, content: bytes) -> bytes:
         self._left -= len(content)

@@ -70,6 +70,14 @@ if where == 'writing':
     builtins.open = opened
 elif where == 'renaming':
     os.replace = at_third(os.replace)
+elif where == 'pointing':
+    real = open
+    import builtins
+    def opened(path, *args, **kwargs):
+        if str(path).endswith('last_checkpoint') and runner.epoch == 2:
+            die()
+        return real(path, *args, **kwargs)
+    builtins.open = opened
 elif where == 'removing':
     remove = os.remove
     os.remove = lambda path: die() if 'epoch_2' in path else remove(path)
@@ -90,7 +98,7 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize('where', ['writing', 'renaming', 'removing'])
+@pytest.mark.parametrize('where', ['writing', 'renaming', 'pointing', 'removing'])
 def test_killed_while_saving(where, tmp_path, one_thread):
     work_dir = tmp_path / 'killed'
     result = subprocess.run(
@@ -100,7 +108,8 @@ def test_killed_while_saving(where, tmp_path, one_thread):
     )
     assert result.returncode == -signal.SIGKILL
     files = {p.name for p in work_dir.glob('*.pth')}
-    assert ('epoch_3.pth' in files) == (where == 'removing')
+    is_complete = where in ('pointing', 'removing')
+    assert ('epoch_3.pth' in files) == is_complete
     assert 'epoch_2.pth' in files
     for name in files:
         weights_of(work_dir / name)
@@ -108,16 +117,37 @@ def test_killed_while_saving(where, tmp_path, one_thread):
     whole = make_runner(tmp_path / 'whole', **CONFIG)
     whole.train()
     latest, _ = find_latest(str(work_dir))
-    assert latest.endswith('epoch_3.pth' if where == 'removing' else 'epoch_2.pth')
+    assert latest.endswith('epoch_3.pth' if is_complete else 'epoch_2.pth')
     resumed = make_runner(work_dir, load_from=latest, resume=True, **CONFIG)
     resumed.train()
     expected = weights_of(tmp_path / 'whole/epoch_4.pth')
     actual = weights_of(work_dir / 'epoch_4.pth')
     assert all(torch.equal(actual[key], expected[key]) for key in expected)
-    # What the killed process left is written over or is no checkpoint.
+    # What the killed process left is written over, removed, or a whole checkpoint.
     left = {p.name for p in work_dir.glob('epoch_*.pth')}
     assert left <= {'epoch_4.pth', 'epoch_2.pth'}
     assert len(list(work_dir.glob('best_*.pth'))) == 1
+    assert not list(work_dir.glob('.*'))
+
+
+def test_two_trainings_in_one_folder(tmp_path, monkeypatch):
+    """Each writes its own files, and what has a checkpoint's name is always whole."""
+    first, second = (make_runner(tmp_path, **CONFIG) for _ in range(2))
+    fsync = os.fsync
+
+    def train_the_second(handle):
+        monkeypatch.setattr(os, 'fsync', fsync)
+        second.train()
+        for path in tmp_path.glob('*.pth'):
+            weights_of(path)
+        fsync(handle)
+
+    # While the first writes its first file.
+    monkeypatch.setattr(os, 'fsync', train_the_second)
+    first.train()
+    assert second.epoch == first.epoch == 4
+    weights_of(tmp_path / 'epoch_4.pth')
+    assert not list(tmp_path.glob('.*'))
 
 
 def test_find_latest(tmp_path):

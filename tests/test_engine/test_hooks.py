@@ -3,6 +3,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -117,18 +118,27 @@ def test_wrong_order_is_refused(tmp_path):
             make_runner(tmp_path, hooks).test()
 
 
-def test_merged_checkpoint(tmp_path, randomize, relative_error):
+@pytest.mark.parametrize('prefix', ['', 'module.'])
+def test_merged_checkpoint(prefix, tmp_path, randomize, relative_error, monkeypatch):
     """Is tested as it is, and also by a config of the training form."""
     model = randomize(ToyClassifier())
     path = str(tmp_path / 'merged.pth')
-    torch.save(dict(state_dict=reparameterize(model).state_dict()), path)
+    weights = {prefix + k: v for k, v in reparameterize(model).state_dict().items()}
+    torch.save(dict(state_dict=OrderedDict(weights)), path)
+    read, load = [], torch.load
+    monkeypatch.setattr(
+        torch, 'load', lambda f, *args, **kw: read.append(f) or load(f, *args, **kw)
+    )
     for hooks in ([HOOK], [HOOK, dict(type='EMAHook')]):
         for deploy in (False, True):
             runner = make_runner(
                 tmp_path, hooks, load_from=path, model=dict(type='ToyClassifier', deploy=deploy)
             )
             runner.test()
+            runner.test()
             assert relative_error(KeepLogits.logits, logits_of(model, runner)) < 1e-5
+            assert len(read) == 1
+            read.clear()
 
 
 def test_writes_the_merged_checkpoint(tmp_path, randomize):

@@ -142,6 +142,25 @@ def test_forms_that_do_not_fit(checkpoints, in_digits):
     assert not os.path.exists(in_digits / 'o.pth')
 
 
+@pytest.mark.parametrize('name', ['good', 'merged', 'resnet'])
+def test_a_test_reads_and_loads_its_checkpoint_once(name, checkpoints, in_digits, monkeypatch):
+    read, loaded, load = [], [], torch.load
+    monkeypatch.setattr(
+        torch, 'load', lambda f, *args, **kw: read.append(f) or load(f, *args, **kw)
+    )
+    path = str(checkpoints / f'{name}.pth')
+    runner = runner_for_testing(RETINANET, path, str(in_digits))
+    runner.model._register_load_state_dict_pre_hook(lambda *args: loaded.append(args))
+    if name == 'resnet':
+        with pytest.raises(CheckpointError, match='none of the weights'):
+            runner.test()
+        assert not loaded
+    else:
+        runner.test()
+        assert len(loaded) == 1
+    assert read == [path]
+
+
 def test_reparameterize_keeps_its_input(checkpoints, tmp_path):
     good = checkpoints / 'good.pth'
     before = good.read_bytes()

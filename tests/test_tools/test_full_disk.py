@@ -47,8 +47,29 @@ FULL = {
             ),
         ),
         80000,
-        'File too large',
+        "cannot write '.*/work(/epoch_1.pth)?': File too large",
     ),
+    **{
+        f'export as {suffix}': (
+            lambda c, suffix=suffix: [
+                *('export', c / 'detector.py', c / 'good.pth', c.folder / f'old{suffix}'),
+                *('--shape', 64, 64),
+            ],
+            2**17,
+            f"cannot write '.*/old{suffix}': File too large",
+        )
+        for suffix in ('.pt', '.pt2', '.onnx')
+    },
+    **{
+        f'pictures of a {name}': (
+            lambda c, name=name, checkpoint=checkpoint: c.test(
+                checkpoint, config=c / f'{name}.py', more=['--show-dir', c.work / 'show']
+            ),
+            2**13,
+            "cannot write '.*/work/show/.*g': File too large",
+        )
+        for name, checkpoint in (('detector', 'good.pth'), ('segmentor', 'segmentor.pth'))
+    },
     'demo data': (
         lambda c: ['make_demo_data', '--root', c.folder / 'new', '--num-train', 1, '--num-val', 1],
         2**10,

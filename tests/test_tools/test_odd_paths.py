@@ -1,8 +1,11 @@
+import os
 import shutil
+import subprocess
+import sys
 
 from mmengine.config import Config
 
-from .cases import DETECTOR, Case, tiny
+from .cases import DETECTOR, ROOT, Case, tiny
 
 
 def test_paths_with_spaces_and_letters(inputs, digits, tmp_path, monkeypatch, call):
@@ -62,3 +65,28 @@ def test_paths_with_spaces_and_letters(inputs, digits, tmp_path, monkeypatch, ca
         status, said = call(*arguments)
         assert status == 0, said
         assert (folder / written).is_file()
+
+
+def test_names_that_the_locale_does_not_know(inputs, digits, tmp_path):
+    """OpenCV ends the process when it gets such a name."""
+    shutil.copy(inputs / 'image.jpg', tmp_path / 'ä.jpg')
+    environment = dict(LC_ALL='C', PYTHONUTF8='0', PYTHONCOERCECLOCALE='0')
+
+    def draw(out):
+        return subprocess.run(
+            [
+                *(sys.executable, ROOT / 'tools/image_demo.py', tmp_path / 'ä.jpg'),
+                *(inputs / 'detector.py', inputs / 'good.pth', '--out', tmp_path / out),
+            ],
+            cwd=digits,
+            env={**os.environ, **environment, 'PYTHONPATH': str(ROOT), 'OMP_NUM_THREADS': '1'},
+            capture_output=True,
+        )
+
+    result = draw('ñ.png')
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert (tmp_path / 'ñ.png').read_bytes().startswith(b'\x89PNG')
+    result = draw('a.pñg')
+    assert result.returncode == 1
+    assert b'is not the name of a picture' in result.stderr.splitlines()[-1]
+    assert sorted(os.listdir(tmp_path)) == ['ä.jpg', 'ñ.png']
