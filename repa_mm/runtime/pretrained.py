@@ -11,7 +11,7 @@ from mmengine.dataset import Compose, pseudo_collate
 from mmengine.registry import DATASETS, MODELS
 from mmengine.runner.checkpoint import weights_to_cpu
 
-from repa_mm.checkpoints import check_fit_of, is_remote, load_checkpoint, save_checkpoint
+from repa_mm.checkpoints import load_anywhere, load_weights, save_checkpoint
 from repa_mm.datasets.checks import check_image
 from repa_mm.engine.complexity import count_macs
 from repa_mm.files import check_output, replacing
@@ -161,11 +161,10 @@ def convert_checkpoint(
     if not isinstance(original, dict):
         raise ValueError(f"'model' of {config!r} has no 'backbone'")
     original = original.copy()
-    loaded = _load(checkpoint)
+    loaded = load_anywhere(checkpoint)
     take_no_pretrained(cfg)
     model = MODELS.build(cfg.model)
-    check_fit_of(model, loaded['state_dict'], checkpoint, complete=True)
-    model.load_state_dict(loaded['state_dict'], strict=False)
+    load_weights(model, loaded['state_dict'], checkpoint, exact=False)
     num_held_out = max(1, num_images // 8)
     source = CalibrationImages(cfg, num_images + num_held_out, images)
     held_out = _take_every(source, num_held_out)
@@ -211,15 +210,6 @@ def convert_checkpoint(
         held_out=len(held_out),
         config=out_config,
     )
-
-
-def _load(checkpoint: str) -> dict:
-    if is_remote(checkpoint):
-        from mmengine.runner import CheckpointLoader
-
-        loaded = CheckpointLoader.load_checkpoint(checkpoint, map_location='cpu')
-        return loaded if 'state_dict' in loaded else dict(state_dict=loaded)
-    return load_checkpoint(checkpoint)
 
 
 def _take_every(source: CalibrationImages, number: int) -> list:
