@@ -91,6 +91,7 @@ setup(
         'Topic :: Scientific/Engineering :: Artificial Intelligence',
     ],
     packages=find_packages(include=['repa_mm', 'repa_mm.*']),
+    package_data={'repa_mm.benchmark': ['*.csv']},
     python_requires='>=3.10',
     # MMCV and MMEngine are not required here: the packages of OpenMMLab and of OneDL install the
     # same modules, so that naming one would overwrite the other. `import repa_mm` checks what is

@@ -1,21 +1,22 @@
-"""Latency of a model: training form, deploy form and vanilla, in one run.
+"""Latency of a model: training form, deploy form and vanilla, side by side.
 
-The forms take turns on every image, so whatever else the machine does meets
-all of them. Latency is that of a test step: from the loaded images to the
-predictions, split into preprocessing, backbone, neck, head, post-processing.
-Ctrl-C ends it early, with a report of what was measured.
+The forms take turns on every image, so whatever else the machine does meets all of them. Latency
+is that of a test step: from the loaded images to the predictions, split into preprocessing,
+backbone, neck, head, post-processing. Ctrl-C ends the measurement early, with a report of what was
+measured.
 """
 
 import argparse
-import sys
 
 import torch
 
-from repa_mm.benchmark.forms import AMP_DTYPES, COMPILE
-from repa_mm.benchmark.latency import Options, benchmark
-from repa_mm.benchmark.report import benchmark_text, check_outputs, plot_benchmark, write_json
-from repa_mm.benchmark.timing import interruptible
-from repa_mm.runtime.cli import DictAction, clear_errors
+from repa_mm.benchmark.execution import COMPILE
+from repa_mm.benchmark.latency import WHAT, Options, benchmark
+from repa_mm.benchmark.machine import AMP_DTYPES
+from repa_mm.benchmark.output import run_tool
+from repa_mm.benchmark.plots import plot_benchmark
+from repa_mm.benchmark.tables import benchmark_text
+from repa_mm.runtime.cli import DictAction
 
 EXAMPLES = """examples:
   # RetinaNet on COCO val2017, against the vanilla model
@@ -24,6 +25,9 @@ EXAMPLES = """examples:
   # no data set, no weights
   %(prog)s configs/retinanet_repa_swin_b.py --synthetic 800x1344 \\
       --baseline configs/retinanet_swin_b.py --fair --num-images 30
+  # a figure that another run confirms: six processes, timed from outside
+  %(prog)s configs/retinanet_repa_swin_b.py --synthetic 800x1344 \\
+      --baseline configs/retinanet_swin_b.py --part predict --num-images 6 --warmup 2 --runs 6
   # the backbone alone
   %(prog)s configs/repa_swin_b_in1k.py --baseline configs/swin_b_in1k.py \\
       --part backbone --synthetic 224x224 --batch-size 8
@@ -34,7 +38,6 @@ EXAMPLES = """examples:
 
 
 def parse_args() -> argparse.Namespace:
-    defaults = Options()
     parser = argparse.ArgumentParser(
         description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -48,11 +51,18 @@ def parse_args() -> argparse.Namespace:
         help='also measure the baseline with our window attention and UperNet head',
     )
     what = parser.add_argument_group('what is measured')
-    what.add_argument('--part', choices=('model', 'backbone'), default=defaults.part)
+    what.add_argument(
+        '--part',
+        choices=WHAT,
+        default=Options.part,
+        help='a test step; the call model(..., mode="predict") alone, on normalized noise and '
+        'without timers inside, as a script of your own would time it; or the backbone '
+        '(%(default)s)',
+    )
     what.add_argument(
         '--synthetic', metavar='HxW', help='noise of that size instead of the test set'
     )
-    what.add_argument('--batch-size', type=int, default=defaults.batch_size)
+    what.add_argument('--batch-size', type=int, default=Options.batch_size)
     what.add_argument(
         '--sweep',
         metavar='KEY=VALUES',
@@ -61,11 +71,18 @@ def parse_args() -> argparse.Namespace:
     what.add_argument(
         '--num-images',
         type=int,
-        default=defaults.num_images,
-        help='images to measure (%(default)s)',
+        default=Options.num_images,
+        help='images to measure, in each run (%(default)s)',
     )
     what.add_argument(
-        '--warmup', type=int, default=defaults.warmup, help='batches before those (%(default)s)'
+        '--warmup', type=int, default=Options.warmup, help='batches before those (%(default)s)'
+    )
+    what.add_argument(
+        '--runs',
+        type=int,
+        default=Options.runs,
+        help='measure in so many fresh processes, one after the other, and show the range of their '
+        'ratios (%(default)s: in this process)',
     )
     how = parser.add_argument_group('how it runs')
     how.add_argument(
@@ -118,27 +135,11 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     args = vars(parse_args())
     out, plot = args.pop('out'), args.pop('plot')
-    models = {
-        name: args.pop(name)
-        for name in ('config', 'checkpoint', 'baseline', 'baseline_checkpoint', 'cfg_options')
-    }
-    with clear_errors():
-        check_outputs(
-            out,
-            plot,
-            [models[name] for name in ('config', 'checkpoint', 'baseline', 'baseline_checkpoint')],
-        )
-        with interruptible():
-            result = benchmark(**models, options=Options(**args))
-        print(benchmark_text(result))
-        if out:
-            write_json(result, out)
-            print(f'wrote {out}')
-        if plot:
-            plot_benchmark(result, plot)
-            print(f'wrote {plot}')
-    if result['interrupted']:
-        sys.exit(130)
+    options = Options(**args)
+    inputs = options.config, options.checkpoint, options.baseline, options.baseline_checkpoint
+    run_tool(
+        benchmark, dict(options=options), benchmark_text, out, plot, plot_benchmark, inputs=inputs
+    )
 
 
 if __name__ == '__main__':

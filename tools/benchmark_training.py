@@ -1,20 +1,19 @@
-"""Time and memory of a training step: vanilla, literal and folded FFNs.
+"""Time and memory of a training step, by the training path.
 
-The literal path computes every hidden channel, as the paper's equation has
-it; the folded one leaves out the idle ones, and gives the same numbers. The
-forms take turns on every step.
+Of a channel-idle FFN, the literal path computes every hidden channel, as the paper's equation has
+it; the folded one leaves out the idle ones, and gives the same numbers. The paths and the vanilla
+model take turns on every step.
 """
 
 import argparse
-import sys
 
 import torch
 
-from repa_mm.benchmark.forms import AMP_DTYPES
-from repa_mm.benchmark.report import check_outputs, training_text, write_json
-from repa_mm.benchmark.timing import interruptible
-from repa_mm.benchmark.training import OPTIMIZERS, PATHS, benchmark_training
-from repa_mm.runtime.cli import DictAction, clear_errors
+from repa_mm.benchmark.machine import AMP_DTYPES
+from repa_mm.benchmark.output import run_tool
+from repa_mm.benchmark.tables import training_text
+from repa_mm.benchmark.training import OPTIMIZERS, benchmark_training
+from repa_mm.runtime.cli import DictAction
 
 EXAMPLES = """examples:
   %(prog)s configs/repa_swin_b_in1k.py --baseline configs/swin_b_in1k.py
@@ -46,9 +45,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         '--paths',
         nargs='+',
-        choices=PATHS,
-        default=list(PATHS),
-        help='auto chooses by shape, and is what a training does (all)',
+        help='training paths: of a channel-idle FFN literal, folded and auto, which chooses by '
+        'shape and is what a training does (all)',
     )
     parser.add_argument('--steps', type=int, default=20, help='to measure (%(default)s)')
     parser.add_argument('--warmup', type=int, default=3, help='before those (%(default)s)')
@@ -70,17 +68,8 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = vars(parse_args())
-    out = args.pop('out')
-    with clear_errors():
-        check_outputs(out, inputs=[args['config'], args['baseline']])
-        with interruptible():
-            result = benchmark_training(**args)
-        print(training_text(result))
-        if out:
-            write_json(result, out)
-            print(f'wrote {out}')
-    if result['interrupted']:
-        sys.exit(130)
+    inputs = args['config'], args['baseline']
+    run_tool(benchmark_training, args, training_text, args.pop('out'), inputs=inputs)
 
 
 if __name__ == '__main__':

@@ -2,9 +2,10 @@
 
 import argparse
 
-from repa_mm.benchmark.complexity import complexity, complexity_text
-from repa_mm.benchmark.paper import format_paper_table, paper_table
-from repa_mm.benchmark.report import check_outputs, write_json
+from repa_mm.benchmark.flops import complexity
+from repa_mm.benchmark.output import run_tool
+from repa_mm.benchmark.paper import paper_table, paper_table_text
+from repa_mm.benchmark.tables import complexity_text
 from repa_mm.runtime.cli import DictAction, clear_errors
 
 EXAMPLES = """examples:
@@ -50,16 +51,11 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     args = vars(parse_args())
     out = args.pop('out')
-    with clear_errors():
-        if args.pop('paper_table'):
-            print(format_paper_table(paper_table()))
-            return
-        check_outputs(out, inputs=[args['config'], args['baseline']])
-        result = complexity(**args)
-        print(complexity_text(result))
-        if out:
-            write_json(result, out)
-            print(f'wrote {out}')
+    if args.pop('paper_table'):
+        with clear_errors():
+            print(paper_table_text(paper_table()))
+        return
+    run_tool(complexity, args, complexity_text, out, inputs=[args['config'], args['baseline']])
 
 
 if __name__ == '__main__':

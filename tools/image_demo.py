@@ -2,7 +2,7 @@
 
 import argparse
 
-from repa_mm.benchmark.forms import check_device
+from repa_mm.benchmark.machine import check_device
 from repa_mm.runtime import FORMS, draw_predictions, init_model
 from repa_mm.runtime.cli import clear_errors
 

@@ -4,15 +4,15 @@ The paper's figure 3: by default for the Swin family, vanilla and merged.
 """
 
 import argparse
-import sys
 
 import torch
 
 from repa_mm import config_path
+from repa_mm.benchmark.latency import Options
+from repa_mm.benchmark.output import run_tool
+from repa_mm.benchmark.plots import plot_profile
 from repa_mm.benchmark.profile import profile
-from repa_mm.benchmark.report import check_outputs, plot_profile, profile_text, write_json
-from repa_mm.benchmark.timing import interruptible
-from repa_mm.runtime.cli import clear_errors
+from repa_mm.benchmark.tables import profile_text
 
 SWIN = [f'{prefix}swin_{size}_in1k.py' for size in 'tsb' for prefix in ('', 'repa_')]
 EXAMPLES = """examples:
@@ -36,7 +36,7 @@ def parse_args() -> argparse.Namespace:
         default=['deploy'],
         help='of the RePa models (deploy)',
     )
-    parser.add_argument('--size', metavar='HxW', default='224x224')
+    parser.add_argument('--size', dest='synthetic', metavar='HxW', default='224x224')
     parser.add_argument('--batch-size', type=int, default=1)
     parser.add_argument(
         '--num-images', type=int, default=30, help='batches to measure (%(default)s)'
@@ -54,21 +54,10 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = vars(parse_args())
-    out, plot = args.pop('out'), args.pop('plot')
-    with clear_errors():
-        check_outputs(out, plot, args['configs'])
-        args['configs'] = args['configs'] or list(map(config_path, SWIN))
-        with interruptible():
-            result = profile(**args)
-        print(profile_text(result))
-        if out:
-            write_json(result, out)
-            print(f'wrote {out}')
-        if plot:
-            plot_profile(result, plot)
-            print(f'wrote {plot}')
-    if result['interrupted']:
-        sys.exit(130)
+    out, plot, configs = (args.pop(key) for key in ('out', 'plot', 'configs'))
+    arguments = dict(configs=configs or list(map(config_path, SWIN)), forms=args.pop('forms'))
+    arguments['options'] = Options(**args)
+    run_tool(profile, arguments, profile_text, out, plot, plot_profile, inputs=configs)
 
 
 if __name__ == '__main__':

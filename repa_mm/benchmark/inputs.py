@@ -1,4 +1,4 @@
-"""What the measured models look at: data sets, noise, and its shapes."""
+"""What the measured models look at: data sets, noise, and their shapes."""
 
 import copy
 import os
@@ -17,7 +17,7 @@ from repa_mm.runtime import check_data, dataset_config
 
 # Noise is as good as more noise.
 NUM_NOISE = 4
-# Of the noise, of this machine's memory: what a model makes of it is larger.
+# The largest share of this machine's memory for noise: what a model makes of it is larger.
 MEMORY_SHARE = 1 / 8
 
 
@@ -64,7 +64,6 @@ class DatasetInputs:
         ValueError: If it is empty or unreadable.
     """
 
-    dynamic = True
     real = True
 
     def __init__(self, cfg: Config, batch_size: int = 1) -> None:
@@ -104,53 +103,15 @@ class DatasetInputs:
         return f'{type(self.dataset).__name__}, test pipeline, batches of {self.batch_size}'
 
 
-class NoiseInputs:
-    """Batches of noise, packed by the last step of a config's test pipeline.
+class _Noise:
+    """A few batches, over and over again."""
 
-    Args:
-        cfg (Config): With a ``test_dataloader``.
-        size (tuple): Height and width.
-        batch_size (int): Images in a batch. Defaults to 1.
-    """
-
-    dynamic = False
     real = False
 
-    def __init__(self, cfg: Config, size: tuple[int, int], batch_size: int = 1) -> None:
+    def __init__(self, size: tuple[int, int], batch_size: int, make: Callable[[], Any]) -> None:
         check_memory(size, batch_size)
         self.size, self.batch_size = size, batch_size
-        pipeline = dataset_config(cfg, 'test').pipeline
-        steps = [s for s in pipeline if str(s['type']).rpartition('.')[2].startswith('Pack')]
-        if not steps:
-            raise ValueError('the test pipeline has no step Pack...Inputs to make an input with')
-        pack = TRANSFORMS.build(steps[-1])
-        generator = np.random.default_rng(0)
-        collate = _collate(cfg)
-        self._batches = []
-        for _ in range(NUM_NOISE):
-            samples = []
-            for i in range(batch_size):
-                noise = generator.integers(0, 256, (*size, 3), np.uint8)
-                samples.append(
-                    pack(
-                        dict(
-                            img=noise,
-                            img_id=i,
-                            img_path='noise',
-                            seg_map_path=None,
-                            ori_shape=size,
-                            img_shape=size,
-                            pad_shape=size,
-                            scale=size[::-1],
-                            scale_factor=(1.0, 1.0),
-                            flip=False,
-                            flip_direction=None,
-                            reduce_zero_label=False,
-                            keep_ratio=True,
-                        )
-                    )
-                )
-            self._batches.append(collate(samples))
+        self._batches = [make() for _ in range(NUM_NOISE)]
 
     def __call__(self, index: int) -> Any:
         return self._batches[index % NUM_NOISE]
@@ -159,30 +120,48 @@ class NoiseInputs:
         return f'noise, {self.batch_size}x3x{self.size[0]}x{self.size[1]}'
 
 
-class TensorInputs:
-    """Normalized noise for a backbone alone, (N, 3, H, W) on a device."""
+class NoiseInputs(_Noise):
+    """Batches of noise, packed by the last step of a config's test pipeline.
 
-    dynamic = False
-    real = False
+    Args:
+        cfg (Config): With a ``test_dataloader``.
+        size (tuple): Height and width.
+        batch_size (int): Images in a batch. Defaults to 1.
+    """
+
+    def __init__(self, cfg: Config, size: tuple[int, int], batch_size: int = 1) -> None:
+        pipeline = dataset_config(cfg, 'test').pipeline
+        steps = [s for s in pipeline if str(s['type']).rpartition('.')[2].startswith('Pack')]
+        if not steps:
+            raise ValueError('the test pipeline has no step Pack...Inputs to make an input with')
+        pack = TRANSFORMS.build(steps[-1])
+        generator = np.random.default_rng(0)
+        collate = _collate(cfg)
+        meta = dict(img_path='noise', seg_map_path=None, scale=size[::-1], scale_factor=(1.0, 1.0))
+        meta.update(dict.fromkeys(('ori_shape', 'img_shape', 'pad_shape'), size))
+        meta.update(flip=False, flip_direction=None, reduce_zero_label=False, keep_ratio=True)
+
+        def make() -> Any:
+            noise = generator.integers(0, 256, (batch_size, *size, 3), np.uint8)
+            return collate([pack(dict(meta, img=img, img_id=i)) for i, img in enumerate(noise)])
+
+        super().__init__(size, batch_size, make)
+
+
+class TensorInputs(_Noise):
+    """Normalized noise for a backbone alone, (N, 3, H, W) on a device."""
 
     def __init__(
         self, size: tuple[int, int], batch_size: int = 1, device='cpu', channels_last: bool = False
     ) -> None:
-        check_memory(size, batch_size)
-        self.size, self.batch_size = size, batch_size
         generator = torch.Generator().manual_seed(0)
-        self._batches: list[torch.Tensor] = []
-        for _ in range(NUM_NOISE):
-            batch = torch.randn(batch_size, 3, *size, generator=generator)
-            self._batches.append(
-                batch.to(
-                    device,
-                    memory_format=torch.channels_last if channels_last else torch.contiguous_format,
-                )
-            )
+        layout = torch.channels_last if channels_last else torch.contiguous_format
 
-    __call__ = NoiseInputs.__call__
-    describe = NoiseInputs.describe
+        def make() -> torch.Tensor:
+            batch = torch.randn(batch_size, 3, *size, generator=generator)
+            return batch.to(device, memory_format=layout)
+
+        super().__init__(size, batch_size, make)
 
 
 def _collate(cfg: Config) -> Callable:

@@ -15,9 +15,9 @@ def weight_bytes(model: nn.Module) -> int:
 def peak_bytes(function: Callable, argument, device='cpu') -> tuple[object, int]:
     """Call a function, and find how much its tensors take at most.
 
-    On a GPU that is what CUDA's allocator reports; on a CPU it is added up
-    from the allocations that PyTorch's profiler sees (not those inside other
-    libraries, such as OpenCV). What was allocated before does not count.
+    On a GPU that is what CUDA's allocator reports; on a CPU it is added up from the allocations
+    that PyTorch's profiler sees (not those inside other libraries, such as OpenCV). What was
+    allocated before does not count.
 
     Returns:
         tuple: What the function returns, and bytes.
@@ -46,7 +46,7 @@ def peak_bytes(function: Callable, argument, device='cpu') -> tuple[object, int]
     return result, peak
 
 
-class SavedTensors:
+class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
     """Bytes that a forward pass keeps for the backward pass.
 
     A context manager. Counts each storage once, and no parameters or buffers.
@@ -61,26 +61,22 @@ class SavedTensors:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._own = {
-            t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())
-        }
-        self._storages: dict[int, int] = {}
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
+        own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
+        self._sizes: dict[int, int] = {}
 
-    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self._own:
-            self._storages[storage.data_ptr()] = storage.nbytes()
-        # A tensor of its own: to keep an output itself would be a cycle.
-        return tensor.detach()
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in own:
+                self._sizes[storage.data_ptr()] = storage.nbytes()
+            # A tensor of its own: to keep an output itself would be a cycle.
+            return tensor.detach()
+
+        super().__init__(pack, lambda tensor: tensor)
+
+    def __enter__(self) -> 'SavedTensors':
+        super().__enter__()
+        return self
 
     @property
     def bytes(self) -> int:
-        return sum(self._storages.values())
-
-    def __enter__(self) -> 'SavedTensors':
-        self._hooks.__enter__()
-        return self
-
-    def __exit__(self, *error) -> None:
-        self._hooks.__exit__(*error)
+        return sum(self._sizes.values())

@@ -1,30 +1,27 @@
 """Which layers the time of a backbone goes to (figure 3 of the paper)."""
 
+import copy
+import dataclasses
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
-import torch
 import torch.nn as nn
 
-from repa_mm.benchmark.forms import build_model, explained
-from repa_mm.benchmark.inputs import TensorInputs, check_memory, parse_size
-from repa_mm.benchmark.latency import set_machine
-from repa_mm.benchmark.report import environment
-from repa_mm.benchmark.timing import Clock, Progress, Recorder, measure, summarize
-from repa_mm.reparam import reparameterize
+from repa_mm.benchmark.latency import Options, check_options, make_inputs, measure_forms
+from repa_mm.benchmark.machine import environment
+from repa_mm.benchmark.timing import Recorder
+from repa_mm.benchmark.variants import build_variants
 from repa_mm.runtime import load_config
 
-LAYERS = ('patch embedding', 'token mixer', 'FFN', 'rest')
-# In a block of a MetaFormer, the names of what mixes tokens and of the FFN,
-# each with the norm before it.
+# In a block of a MetaFormer, the names of what mixes tokens and of the FFN, each with the norm
+# before it.
 TOKEN_MIXERS = ('attn', 'token_mixer', 'token_mix')
 FFNS = ('ffn', 'channel_mix', 'mlp')
 MIXER_NORMS, FFN_NORMS = ('norm1', 'ln1'), ('norm2', 'ln2')
 
 
-def layers(backbone: nn.Module) -> list[tuple]:
+def timed_modules(backbone: nn.Module) -> list[tuple]:
     """The timed modules of a MetaFormer backbone.
 
     Returns:
@@ -34,23 +31,20 @@ def layers(backbone: nn.Module) -> list[tuple]:
         ValueError: If the backbone has no such blocks.
     """
     found = []
-    patch_embed = getattr(backbone, 'patch_embed', None)
-    if patch_embed is not None:
-        found.append(('patch embedding', patch_embed))
-    for block in backbone.modules():
-        children = dict(block.named_children())
-        if not (set(TOKEN_MIXERS) & set(children) and set(FFNS) & set(children)):
-            continue
-        for names, layer in (
-            (TOKEN_MIXERS + MIXER_NORMS, 'token mixer'),
-            (FFNS + FFN_NORMS, 'FFN'),
-        ):
-            found += [(layer, children[n]) for n in names if n in children]
+    for name, module in backbone.named_modules():
+        if name == 'patch_embed':
+            found.append(('patch embedding', module))
+        children = dict(module.named_children())
+        if set(TOKEN_MIXERS) & set(children) and set(FFNS) & set(children):
+            for names, layer in (
+                (TOKEN_MIXERS + MIXER_NORMS, 'token mixer'),
+                (FFNS + FFN_NORMS, 'FFN'),
+            ):
+                found += [(layer, children[n]) for n in names if n in children]
     if not any(layer == 'FFN' for layer, _ in found):
         raise ValueError(
-            f'{type(backbone).__name__} has no blocks of a token '
-            f'mixer ({", ".join(TOKEN_MIXERS)}) and an FFN '
-            f'({", ".join(FFNS)})'
+            f'{type(backbone).__name__} has no blocks of a token mixer ({", ".join(TOKEN_MIXERS)}) '
+            f'and an FFN ({", ".join(FFNS)})'
         )
     return found
 
@@ -58,7 +52,7 @@ def layers(backbone: nn.Module) -> list[tuple]:
 @contextmanager
 def timed_layers(backbone: nn.Module, recorder: Recorder) -> Iterator[None]:
     """Count the time of a backbone's layers as sections of a recorder."""
-    modules = layers(backbone)
+    modules = timed_modules(backbone)
     for layer, module in modules:
         module.forward = recorder.wrap(module.forward, layer)
     try:
@@ -70,114 +64,71 @@ def timed_layers(backbone: nn.Module, recorder: Recorder) -> Iterator[None]:
 
 def profile(
     configs: Sequence[str],
-    size: str = '224x224',
-    batch_size: int = 1,
-    num_images: int = 30,
-    warmup: int = 5,
-    device: str = 'cpu',
-    threads: int | None = None,
-    tf32: bool = False,
+    options: Options,
     forms: Sequence[str] = ('deploy',),
     quiet: bool = False,
 ) -> dict[str, Any]:
     """Split the time of backbones into layers.
 
-    Each model runs with timers around its layers and without, in turn with
-    all others, so that the cost of the timers shows. Weights are random.
+    Each model runs with timers around its layers and without, in turn with all others, so that the
+    cost of the timers shows. Weights are random.
 
     Args:
         configs (Sequence[str]): Paths of configs, vanilla or RePa.
-        size (str): Of the images, 'HEIGHTxWIDTH'.
-        batch_size (int): Images in a batch.
-        num_images (int): Batches to measure.
-        warmup (int): Batches before that.
-        device (str): 'cpu', 'cuda', ...
-        threads (int, optional): Of the CPU.
-        tf32 (bool): Whether float32 products use TF32.
+        options (Options): Of these, ``synthetic``, ``batch_size``, ``num_images``, ``warmup``,
+            ``device``, ``threads`` and ``tf32``.
         forms (Sequence[str]): Of RePa models: 'training', 'deploy' or both.
         quiet (bool): Show no progress. Defaults to False.
 
     Returns:
-        dict: ``environment``, ``options``, ``interrupted``, ``count`` and
-        ``models``: for each one ``layers`` (statistics, milliseconds; the
-        means sum to ``with_timers``' mean), ``share`` (of each layer, sums to
-        1), ``with_timers`` and ``total`` (statistics with and without them).
+        dict: ``environment``, ``options``, ``interrupted``, ``count`` and ``models``: for each one
+        ``layers`` (statistics, milliseconds; the means sum to ``with_timers``' mean), ``share`` (of
+        each layer, sums to 1), ``with_timers`` and ``total`` (statistics with and without them).
 
     Raises:
         FileNotFoundError, ValueError: If a config or an option is unusable.
         KeyboardInterrupt: If it ended before anything was measured.
     """
-    options = {k: v for k, v in locals().items() if k != 'quiet'}
-    if batch_size < 1 or num_images < 1 or warmup < 0:
-        raise ValueError('--batch-size and --num-images must be at least 1, --warmup at least 0')
-    parsed = parse_size(size)
-    check_memory(parsed, batch_size)
-    set_machine(device, threads, tf32)
+    options = dataclasses.replace(options, part='backbone', memory=False)
+    check_options(options)
     models: dict[str, nn.Module] = {}
     for path in configs:
-        cfg = load_config(path)
-        model = build_model(cfg, device=device).backbone
         name = path.rpartition('/')[2].rpartition('.')[0]
-        try:
-            merged = reparameterize(model)
-        except ValueError:
-            models[name] = model
-            continue
-        for form in forms:
-            models[f'{name}, {form}'] = merged if form == 'deploy' else model
-    inputs = TensorInputs(parsed, batch_size, device)
-    recorder = Recorder(Clock(device))
+        for form, model in build_variants(load_config(path), device=options.device).items():
+            if form == 'vanilla' or form in forms:
+                models[name if form == 'vanilla' else f'{name}, {form}'] = model
+    # In turn with copies, around whose layers the timers are.
+    copies = {f'{name} (timers)': copy.deepcopy(model) for name, model in models.items()}
 
-    def without_timers(model: nn.Module):
+    @contextmanager
+    def sections(model: nn.Module, recorder: Recorder) -> Iterator[None]:
+        if any(model is timed for timed in copies.values()):
+            with timed_layers(model.backbone, recorder):
+                yield
+        else:
+            yield
 
-        def call(x: torch.Tensor):
-            recorder.paused = True
-            try:
-                return model(x)
-            finally:
-                recorder.paused = False
-
-        return call
-
-    calls = {}
-    for name, model in models.items():
-        calls[name] = without_timers(model)
-        calls[f'{name} (timers)'] = model
-    for name, model in models.items():
-        with explained(name, (batch_size, 3, *parsed)), torch.no_grad():
-            model(inputs(0))
-    progress = None if quiet else Progress(num_images, warmup, unit='batches', show=list(models))
-    with ExitStack() as stack:
-        stack.enter_context(torch.no_grad())
-        for model in models.values():
-            stack.enter_context(timed_layers(model, recorder))
-        times = measure(calls, inputs, num_images, warmup, recorder, progress)
-    if progress:
-        progress.close()
-    if not len(times):
+    point = measure_forms(
+        {**models, **copies}, make_inputs(None, options), options, '', quiet, sections
+    )
+    if not point['count']:
         raise KeyboardInterrupt
     result: dict[str, Any] = dict(
         tool='profile_latency',
-        options=options,
-        environment=environment(device),
-        interrupted=times.interrupted,
-        count=len(times),
+        options=dataclasses.asdict(options),
+        environment=environment(options.device),
+        interrupted=point['interrupted'],
+        count=point['count'],
         models={},
     )
     for name in models:
-        timed = 1e3 * np.array(times.totals[f'{name} (timers)'])
-        parts = times.parts[f'{name} (timers)']
-        raw = {layer: 1e3 * np.array(parts[layer]) for layer in LAYERS if layer in parts}
-        total = 1e3 * np.array(times.totals[name])
+        timed, total = (point['forms'][key] for key in (f'{name} (timers)', name))
+        layers = timed['parts']
         result['models'][name] = dict(
-            layers={layer: summarize(v) for layer, v in raw.items()},
-            share={layer: float(v.sum() / timed.sum()) for layer, v in raw.items()},
-            with_timers=summarize(timed),
-            total=summarize(total),
-            raw=dict(
-                total=total.tolist(),
-                with_timers=timed.tolist(),
-                **{layer: v.tolist() for layer, v in raw.items()},
-            ),
+            layers=layers,
+            share={layer: v['mean'] / timed['latency']['mean'] for layer, v in layers.items()},
+            with_timers=timed['latency'],
+            total=total['latency'],
+            raw=dict(total=total['raw'], with_timers=timed['raw']),
         )
     return result

@@ -1,4 +1,4 @@
-"""The timer: several callables in turn, in one run, and statistics of it."""
+"""The timer: several callables in turn, in one process, and statistics of their times."""
 
 import copy
 import gc
@@ -13,6 +13,11 @@ from typing import Any
 import numpy as np
 import torch
 
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None
+
 # Fewer samples than these say nothing about an interval.
 MIN_SAMPLES = 5
 
@@ -20,8 +25,8 @@ MIN_SAMPLES = 5
 class Clock:
     """Wall-clock time of a device.
 
-    On a GPU, :meth:`mark` records an event instead of waiting, so that the
-    split into sections does not disturb what is timed.
+    On a GPU, :meth:`mark` records an event instead of waiting, so that the split into sections
+    does not disturb what is timed.
 
     Args:
         device (str | torch.device): Defaults to 'cpu'.
@@ -69,14 +74,13 @@ class Recorder:
     def __init__(self, clock: Clock | None = None, rest: str = 'rest') -> None:
         self.clock = clock or Clock()
         self.rest = rest
-        self.paused = False
         self._stack: list[str] = []
         self._marks: list = []
 
     @contextmanager
     def section(self, name: str) -> Iterator[None]:
-        """Count what happens inside as ``name``; nothing, outside of calls."""
-        if self.paused or not self._stack:
+        """Count what happens inside as ``name``; outside of :meth:`run`, count nothing."""
+        if not self._stack:
             yield
             return
         self._enter(name)
@@ -100,11 +104,11 @@ class Recorder:
         return timed
 
     def run(self, function: Callable, *args) -> tuple:
-        """Call a function once.
+        """Call a function once, without garbage collection.
 
         Returns:
-            tuple: What it returns; its time in seconds; and the time of every
-            section in it, a dict whose values sum to that time.
+            tuple: What the function returns; its time in seconds; and the time of every section in
+            it, a dict whose values sum to that time.
         """
         clock = self.clock
         collecting = gc.isenabled()
@@ -131,35 +135,35 @@ class Recorder:
 
 
 class Times:
-    """What :func:`measure` measured, in seconds.
+    """What :func:`measure` measured, input by input.
 
     Attributes:
-        totals (dict): For each callable the times of its calls, (n,). The
-            i-th of all callables belong to the same input.
-        parts (dict): For each callable, for each section, its times, (n,).
-        data (list): The time that each input took to load, (n,).
-        interrupted (bool): Whether it stopped before all inputs were measured.
+        raw (dict): For each callable its samples, (n,) each: its time and that of each section in
+            milliseconds, under 'total' and the section's name; and under 'page faults' the pages
+            that the system gave to the process meanwhile.
+        data (list): The milliseconds that each input took to load, (n,).
+        interrupted (bool): Whether the measurement stopped before its last input.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
-        self.totals: dict[str, list[float]] = {name: [] for name in names}
-        self.parts: dict[str, dict[str, list[float]]] = {n: {} for n in names}
+        self.raw: dict[str, dict[str, list[float]]] = {
+            name: {'total': [], 'page faults': []} for name in names
+        }
         self.data: list[float] = []
         self.interrupted = False
 
     def __len__(self) -> int:
         return len(self.data)
 
-    def add(self, data: float, row: dict[str, tuple]) -> None:
-        """Append one input's times: (total, parts) of every callable."""
-        before = len(self)
-        for name, (total, parts) in row.items():
-            self.totals[name].append(total)
-            columns = self.parts[name]
-            for part in {**columns, **parts}:
-                column = columns.setdefault(part, [0.0] * before)
-                column.append(parts.get(part, 0.0))
-        self.data.append(data)
+    def add(self, data: float, row: dict[str, tuple[float, dict[str, float], int]]) -> None:
+        """Append one input: seconds to load it, and of each callable what it took."""
+        for name, (total, parts, faults) in row.items():
+            samples = self.raw[name]
+            new = {'total': 1e3 * total, **{part: 1e3 * parts[part] for part in parts}}
+            new['page faults'] = faults
+            for key in {**samples, **new}:  # a section may be missing in some calls
+                samples.setdefault(key, [0.0] * len(self)).append(new.get(key, 0.0))
+        self.data.append(1e3 * data)
 
 
 def order_of_turn(names: Sequence[str], turn: int) -> list[str]:
@@ -183,20 +187,20 @@ def measure(
 ) -> Times:
     """Time callables on the same inputs, in turn, input by input.
 
-    Whatever else the machine does in the meantime meets all of them alike.
-    Ctrl-C (or SIGTERM, inside :func:`interruptible`) ends it early; what was
-    measured until then is returned.
+    Whatever else the machine does in the meantime meets all callables alike. Ctrl-C (or SIGTERM,
+    inside :func:`interruptible`) ends the measurement early; what was measured until then is
+    returned.
 
     Args:
         calls (dict): Callables of one argument, by name.
         load (Callable): Gives the i-th input. Each callable gets a copy.
         repeats (int): Number of inputs to measure.
-        warmup (int): Number of inputs to run before that, without measuring:
-            the first ones. Defaults to 0.
-        recorder (Recorder, optional): With sections around parts of the
-            callables, for the split. Defaults to a plain one.
-        progress (Callable, optional): Called after every input with its index
-            (negative while warming up) and the times so far.
+        warmup (int): Number of inputs to run before that, without measuring: the first ones.
+            Defaults to 0.
+        recorder (Recorder, optional): With sections around parts of the callables, for the split.
+            Defaults to a plain one.
+        progress (Callable, optional): Called after every input with its index (negative while
+            warming up) and the times so far.
     """
     recorder = recorder or Recorder()
     times = Times(list(calls))
@@ -208,7 +212,9 @@ def measure(
             row = {}
             for name in order_of_turn(list(calls), turn):
                 argument = copy.deepcopy(data)
-                row[name] = recorder.run(calls[name], argument)[1:]
+                faults = page_faults()
+                _, total, parts = recorder.run(calls[name], argument)
+                row[name] = total, parts, page_faults() - faults
             if turn >= 0:
                 times.add(loaded, row)
             if progress:
@@ -216,6 +222,11 @@ def measure(
     except KeyboardInterrupt:
         times.interrupted = True
     return times
+
+
+def page_faults() -> int:
+    """Pages that the system has given to this process so far, where it says so."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt if resource else 0
 
 
 @contextmanager
@@ -245,45 +256,49 @@ def summarize(values: Sequence[float]) -> dict[str, Any]:
     """Statistics of samples; percentiles interpolate as numpy's do.
 
     Returns:
-        dict: ``count``, and if there are samples ``median``, ``mean``,
-        ``std``, ``min``, ``max``, ``p90``, ``p99``.
+        dict: ``count``, and if there are samples ``median``, ``mean``, ``std``, ``min``, ``max``,
+        ``p90``, ``p99``.
     """
     values = np.asarray(values, float)
     if not len(values):
         return dict(count=0)
-    median, p90, p99 = np.percentile(values, [50, 90, 99])
+    median, p90, p99 = map(float, np.percentile(values, [50, 90, 99]))
     return dict(
         count=len(values),
-        median=float(median),
+        median=median,
         mean=float(values.mean()),
         std=float(values.std()),
         min=float(values.min()),
         max=float(values.max()),
-        p90=float(p90),
-        p99=float(p99),
+        p90=p90,
+        p99=p99,
     )
 
 
 def compare(
     values: Sequence[float],
     reference: Sequence[float],
+    runs: Sequence[int] | None = None,
     confidence: float = 0.95,
     resamples: int = 2000,
 ) -> dict[str, Any]:
-    """The ratio of two medians, with a confidence interval.
+    """The ratio of two medians, with confidence intervals.
 
-    The interval is that of a percentile bootstrap over *pairs*: the i-th
-    samples of both belong to the same input, measured one after the other.
+    The interval over inputs is that of a percentile bootstrap over *pairs*: the i-th samples of
+    both belong to the same input, measured one after the other. It says nothing about what another
+    process would find. For that, ``runs`` gives the ratio of each process: the range of N of them
+    holds the median of all processes with probability 1 - 2^(1-N), whatever their distribution.
 
     Args:
         values (Sequence[float]): Samples, (n,).
         reference (Sequence[float]): Samples to divide by, (n,).
-        confidence (float): Of the interval. Defaults to 0.95.
+        runs (Sequence[int], optional): The process that each pair was measured in, (n,).
+        confidence (float): Of the interval over inputs. Defaults to 0.95.
         resamples (int): Of the bootstrap. Defaults to 2000.
 
     Returns:
-        dict: ``ratio``, ``low``, ``high`` (None with fewer than 5 samples)
-        and ``confidence``.
+        dict: ``ratio``, ``low``, ``high`` (None with fewer than 5 samples), ``confidence``, and
+        ``runs``: the ratio of each process.
 
     Raises:
         ValueError: If the samples are not pairs.
@@ -293,89 +308,48 @@ def compare(
         raise ValueError(
             f'the samples are not pairs: there are {len(values)} and {len(reference)} of them'
         )
-    result = dict(
-        ratio=float(np.median(values) / np.median(reference)),
-        low=None,
-        high=None,
-        confidence=confidence,
-    )
+    runs = np.zeros(len(values), int) if runs is None else np.asarray(runs)
+
+    def ratio(chosen) -> np.ndarray:
+        return np.median(values[chosen], -1) / np.median(reference[chosen], -1)
+
+    low = high = None
     if len(values) >= MIN_SAMPLES:
-        generator = np.random.default_rng(0)
-        ratios = np.empty(resamples)
-        for i in range(resamples):
-            chosen = generator.integers(0, len(values), len(values))
-            ratios[i] = np.median(values[chosen]) / np.median(reference[chosen])
+        chosen = np.random.default_rng(0).integers(0, len(values), (resamples, len(values)))
         tail = 50 * (1 - confidence)
-        result['low'], result['high'] = map(float, np.percentile(ratios, [tail, 100 - tail]))
-    return result
+        low, high = map(float, np.percentile(ratio(chosen), [tail, 100 - tail]))
+    return dict(
+        ratio=float(ratio(slice(None))),
+        low=low,
+        high=high,
+        confidence=confidence,
+        runs=[float(ratio(runs == run)) for run in np.unique(runs)],
+    )
 
 
-class Progress:
-    """A line on the terminal about a running measurement.
+def statistics(
+    raw: dict[str, dict[str, list[float]]], reference: str, runs: Sequence[int] | None = None
+) -> dict[str, dict[str, Any]]:
+    """Statistics of all callables.
 
     Args:
-        repeats (int): Number of inputs that will be measured.
-        warmup (int): Number of inputs before those.
-        title (str): What is measured. Defaults to none.
-        unit (str): What an input is. Defaults to 'images'.
-        show (Sequence[str], optional): Callables to show the median of.
-            Defaults to all.
+        raw (dict): The samples of each callable, as :class:`Times` has them.
+        reference (str): The callable to compare with.
+        runs (Sequence[int], optional): The process that each input was measured in, (n,).
+
+    Returns:
+        dict: For each callable ``latency`` and ``page_faults`` (:func:`summarize`), ``parts`` (the
+        same of each section; their means sum to the mean latency), ``ratio`` (:func:`compare`) and
+        ``raw``.
     """
-
-    def __init__(
-        self,
-        repeats: int,
-        warmup: int,
-        title: str = '',
-        unit: str = 'images',
-        show: Sequence[str] | None = None,
-    ) -> None:
-        self.repeats, self.warmup = repeats, warmup
-        self.title = f'{title}: ' if title else ''
-        self.unit, self.show = unit, show
-        self.start = None
-        self.width = 0
-        self.terminal = sys.stderr.isatty()
-
-    def say(self, text: str) -> None:
-        """Show what happens before the measurement."""
-        self._show(f'{self.title}{text}')
-
-    def __call__(self, turn: int, times: Times) -> None:
-        if turn < 0:
-            self._show(f'{self.title}warm-up {turn + self.warmup + 1}/{self.warmup}')
-            self.start = time.perf_counter()
-            return
-        if self.start is None:
-            self.start = time.perf_counter()
-        done = turn + 1
-        left = (time.perf_counter() - self.start) / done * (self.repeats - done)
-        medians = ', '.join(
-            f'{name} {1e3 * np.median(values):.4g} ms'
-            for name, values in times.totals.items()
-            if self.show is None or name in self.show
+    result = {}
+    for name, samples in raw.items():
+        found = {key: summarize(values) for key, values in samples.items()}
+        result[name] = dict(
+            latency=found.pop('total'),
+            page_faults=found.pop('page faults'),
+            parts=found,
+            ratio=compare(samples['total'], raw[reference]['total'], runs),
+            raw=samples,
         )
-        filled = 20 * done // self.repeats
-        text = (
-            f'{self.title}[{"#" * filled}{"." * (20 - filled)}] '
-            f'{done}/{self.repeats} {self.unit}, {left:.0f} s left; '
-            f'{medians}'
-        )
-        # A file or a pipe gets ten lines instead of an animation.
-        if self.terminal or done * 10 // self.repeats != (done - 1) * 10 // self.repeats:
-            self._show(text)
-
-    def _show(self, text: str) -> None:
-        if self.terminal:
-            import shutil
-
-            text = text[: shutil.get_terminal_size().columns - 1]
-            print(f'\r{text.ljust(self.width)}', end='', file=sys.stderr, flush=True)
-            self.width = len(text)
-        else:
-            print(text, file=sys.stderr, flush=True)
-
-    def close(self) -> None:
-        """Leave the line."""
-        if self.terminal and self.width:
-            print(file=sys.stderr)
+    return result

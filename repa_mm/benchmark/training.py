@@ -11,14 +11,16 @@ import torch.nn as nn
 from mmengine.config import Config
 from mmengine.model import revert_sync_batchnorm
 from mmengine.registry import MODELS
+from mmengine.structures import PixelData
 from mmengine.utils.dl_utils.parrots_wrapper import _BatchNorm
 
-from repa_mm.benchmark.forms import AMP_DTYPES, explained, load_configs, randomize_norms
-from repa_mm.benchmark.inputs import check_memory, parse_size
-from repa_mm.benchmark.latency import set_machine
+from repa_mm.benchmark.execution import explained
+from repa_mm.benchmark.inputs import TensorInputs, check_memory, parse_size
+from repa_mm.benchmark.machine import AMP_DTYPES, environment, set_machine
 from repa_mm.benchmark.memory import SavedTensors, peak_bytes, weight_bytes
-from repa_mm.benchmark.report import environment
-from repa_mm.benchmark.timing import Clock, Progress, Recorder, compare, measure, summarize
+from repa_mm.benchmark.progress import Progress
+from repa_mm.benchmark.timing import Clock, Recorder, compare, measure, statistics
+from repa_mm.benchmark.variants import check_pair, load_configs, randomize_norms
 from repa_mm.engine.complexity import count_parameters
 from repa_mm.reparam import TrainingForm, has_deploy_form, set_training_path
 
@@ -27,8 +29,6 @@ OPTIMIZERS: dict[str, Callable | None] = dict(
     sgd=functools.partial(torch.optim.SGD, lr=1e-6, momentum=0.9),
     adamw=functools.partial(torch.optim.AdamW, lr=1e-6),
 )
-PATHS = ('literal', 'folded', 'auto')
-PARTS = ('forward', 'backward', 'optimizer')
 
 
 def benchmark_training(
@@ -45,39 +45,21 @@ def benchmark_training(
     threads: int | None = None,
     amp: str | None = None,
     tf32: bool = False,
-    paths: Sequence[str] = PATHS,
+    paths: Sequence[str] | None = None,
     quiet: bool = False,
 ) -> dict[str, Any]:
-    """Measure training steps of vanilla, literal and folded FFNs, in turn.
+    """Measure training steps of a vanilla model and of the training paths of a RePa model, in turn.
 
-    Weights are random. A step of a backbone is the forward pass on noise, the
-    backward pass from the mean square of its features, and the optimizer's
-    step; with ``whole``, the losses are the model's on synthetic targets.
-
-    Args:
-        config (str): Path of a RePa model's config.
-        baseline (str, optional): Path of the vanilla counterpart's config.
-        cfg_options (dict, optional): Values to override in the config.
-        size (str): Of the images, 'HEIGHTxWIDTH'.
-        batch_size (int): Images in a step.
-        whole (bool): The whole model instead of its backbone.
-        optimizer (str): 'none', 'sgd' or 'adamw'.
-        steps (int): Steps to measure.
-        warmup (int): Steps before that.
-        device (str): 'cpu', 'cuda', ...
-        threads (int, optional): Of the CPU.
-        amp (str, optional): 'bf16' or 'fp16' autocast.
-        tf32 (bool): Whether float32 products use TF32.
-        paths (Sequence[str]): Of 'literal', 'folded' and 'auto', the choice
-            by shape that is the default of a training. Defaults to all.
-        quiet (bool): Show no progress. Defaults to False.
+    Weights are random. A step of a backbone is the forward pass on noise, the backward pass from
+    the mean square of its features, and the optimizer's step; with ``whole``, the losses are the
+    model's on synthetic targets. The arguments are the options of ``tools/benchmark_training.py``;
+    ``paths`` are all that the training forms of the model have, if it is None.
 
     Returns:
-        dict: ``environment``, ``options``, ``notes``, ``interrupted``,
-        ``count``, ``reference`` and ``forms``: for each one ``step``
-        (statistics, milliseconds), ``parts``, ``ratio`` (of the step to the
-        reference), ``ratio_without_optimizer``, ``saved_mib`` (activations
-        kept for the backward pass), ``peak_mib``, ``parameters`` and ``raw``.
+        dict: ``environment``, ``options``, ``notes``, ``interrupted``, ``count``, ``reference``
+        and ``forms``: for each one :func:`~repa_mm.benchmark.timing.statistics` of a step, and
+        ``ratio_without_optimizer``, ``images_per_second``, ``saved_mib`` (activations kept for the
+        backward pass), ``peak_mib``, ``parameters``.
 
     Raises:
         ValueError: If options do not fit each other, the model or the machine.
@@ -86,34 +68,27 @@ def benchmark_training(
     options = {k: v for k, v in locals().items() if k not in ('config', 'baseline', 'quiet')}
     if batch_size < 1 or steps < 1 or warmup < 0:
         raise ValueError('--batch-size and --steps must be at least 1, --warmup at least 0')
-    height, width = parse_size(size)
-    check_memory((height, width), batch_size)
+    pixels = parse_size(size)
+    check_memory(pixels, batch_size)
     set_machine(device, threads, tf32, amp)
     cfg, baseline_cfg = load_configs(config, baseline, cfg_options)
     forms, notes = training_forms(cfg, baseline_cfg, whole, device, paths)
-
     recorder = Recorder(Clock(device))
     steppers = {
-        name: _Step(model, whole, OPTIMIZERS[optimizer], amp, recorder)
+        name: Step(model, whole, OPTIMIZERS[optimizer], amp, recorder)
         for name, model in forms.items()
     }
-    batch = (
-        synthetic_batch(cfg, (height, width), batch_size, device)
-        if whole
-        else torch.randn(
-            batch_size, 3, height, width, generator=torch.Generator().manual_seed(0)
-        ).to(device)
-    )
-    progress = None if quiet else Progress(steps, warmup, unit='steps')
+    if whole:
+        batch: Any = synthetic_batch(cfg, pixels, batch_size)
+    else:
+        batch = TensorInputs(pixels, batch_size, device)(0)
     memory: dict[str, tuple[int, int]] = {}
-    for name, step in steppers.items():
-        if progress:
+    with Progress(steps, warmup, unit='steps', quiet=quiet) as progress:
+        for name, step in steppers.items():
             progress.say(f'first step of {name}')
-        with explained(name, (batch_size, 3, height, width)):
-            memory[name] = step.memory(batch, device)
-    times = measure(steppers, lambda _: batch, steps, warmup, recorder, progress)
-    if progress:
-        progress.close()
+            with explained(name, (batch_size, 3, *pixels)):
+                memory[name] = step.memory(batch, device)
+        times = measure(steppers, lambda _: batch, steps, warmup, recorder, progress)
     if not len(times):
         raise KeyboardInterrupt
     result: dict[str, Any] = dict(
@@ -129,88 +104,73 @@ def benchmark_training(
         reference=next(iter(forms)),
         forms={},
     )
-    raw = {}
-    for name in forms:
-        raw[name] = dict(
-            step=1e3 * np.array(times.totals[name]),
-            **{
-                part: 1e3 * np.array(times.parts[name].get(part, [0.0] * len(times)))
-                for part in PARTS
-            },
-        )
-    reference = raw[result['reference']]
-    for name, model in forms.items():
-        mine = raw[name]
-        saved, peak = memory[name]
+    reference = result['reference']
+    without = {n: np.subtract(r['total'], r['optimizer']) for n, r in times.raw.items()}
+    for name, form in statistics(times.raw, reference).items():
         result['forms'][name] = dict(
-            step=summarize(mine['step']),
-            parts={part: summarize(mine[part]) for part in PARTS},
-            ratio=compare(mine['step'], reference['step']),
-            ratio_without_optimizer=compare(
-                mine['step'] - mine['optimizer'], reference['step'] - reference['optimizer']
-            ),
-            images_per_second=1e3 * batch_size / np.median(mine['step']),
-            saved_mib=saved / 2**20,
-            peak_mib=peak / 2**20,
-            parameters=count_parameters(model),
-            raw={key: v.tolist() for key, v in mine.items()},
+            form,
+            ratio_without_optimizer=compare(without[name], without[reference]),
+            images_per_second=1e3 * batch_size / form['latency']['median'],
+            saved_mib=memory[name][0] / 2**20,
+            peak_mib=memory[name][1] / 2**20,
+            parameters=count_parameters(forms[name]),
         )
     return result
 
 
 def training_forms(
-    cfg: Config, baseline: Config | None, whole: bool, device: str, paths: Sequence[str] = PATHS
-):
+    cfg: Config,
+    baseline: Config | None,
+    whole: bool,
+    device: str,
+    paths: Sequence[str] | None = None,
+) -> tuple[dict[str, nn.Module], list[str]]:
     """The models to train, in training mode, with the same random weights.
 
     Returns:
         tuple: Models by name, the reference first; and notes about them.
 
     Raises:
-        ValueError: If a config has no channel-idle FFN, or the baseline has.
+        ValueError: If a config has no training form, or the baseline has one; if there is no such
+            training path.
     """
 
     def build(cfg: Config) -> nn.Module:
         torch.manual_seed(0)
         model = revert_sync_batchnorm(MODELS.build(cfg.model))
         randomize_norms(model)
-        model = model if whole else model.backbone
-        model.to(device)
+        model = (model if whole else model.backbone).to(device)
         model.train()
         return model
 
-    forms = {}
-    if baseline is not None:
-        forms['vanilla'] = build(baseline)
-        if _training_forms(forms['vanilla']):
-            raise ValueError('the baseline has channel-idle FFNs itself')
+    forms = {} if baseline is None else dict(vanilla=build(baseline))
     model = build(cfg)
+    check_pair(model, forms.get('vanilla', nn.Identity()))
     if has_deploy_form(model):
         raise ValueError('the config is of the deploy form, which is not trained')
-    if not _training_forms(model):
-        raise ValueError(
-            'the config has no channel-idle FFN: give the RePa '
-            'config first and the vanilla one as --baseline'
-        )
     notes = []
     frozen = sum(not m.training for m in model.modules() if isinstance(m, _BatchNorm))
     if frozen:
         notes.append(
-            f'{frozen} BatchNorms use running statistics, as the config says '
-            '(for batch statistics: --cfg-options '
-            'model.backbone.norm_eval=False)'
+            f'{frozen} BatchNorms use running statistics, as the config says (for batch '
+            'statistics: --cfg-options model.backbone.norm_eval=False)'
         )
-    for path in paths:
+    known = [m.training_paths for m in model.modules() if isinstance(m, TrainingForm)]
+    for path in paths or dict.fromkeys(sum(known, ())):
         forms[path] = set_training_path(copy.deepcopy(model), path)
     return forms, notes
 
 
-def _training_forms(model: nn.Module) -> list:
-    return [m for m in model.modules() if isinstance(m, TrainingForm)]
+class Step:
+    """A training step of one model, in timed parts.
 
-
-class _Step:
-    """A training step of one model, in timed parts."""
+    Args:
+        model (nn.Module): A backbone, or a whole model.
+        whole (bool): Which of both it is.
+        optimizer (Callable, optional): Makes the optimizer of parameters.
+        amp (str, optional): 'bf16' or 'fp16' autocast.
+        recorder (Recorder): Gets the parts.
+    """
 
     def __init__(
         self,
@@ -231,8 +191,7 @@ class _Step:
         with torch.autocast(device, dtype, enabled=bool(self.amp)):
             if self.whole:
                 data = self.model.data_preprocessor(batch, True)
-                losses = self.model(**data, mode='loss')
-                return self.model.parse_losses(losses)[0]
+                return self.model.parse_losses(self.model(**data, mode='loss'))[0]
             return sum(f.float().pow(2).mean() for f in self.model(batch))
 
     def __call__(self, batch: Any) -> None:
@@ -255,88 +214,40 @@ class _Step:
         self(copy.deepcopy(batch))
         _, peak = peak_bytes(self, copy.deepcopy(batch), device)
         states = self.optimizer.state.values() if self.optimizer else ()
-        state = sum(
-            t.numel() * t.element_size()
-            for s in states
-            for t in s.values()
-            if isinstance(t, torch.Tensor)
-        )
+        tensors = [t for s in states for t in s.values() if isinstance(t, torch.Tensor)]
+        state = sum(t.numel() * t.element_size() for t in tensors)
         return count, peak + weight_bytes(self.model) + state
 
 
-def synthetic_batch(
-    cfg: Config, size: tuple[int, int], batch_size: int, device: str
-) -> dict[str, Any]:
-    """Noise with labels: ten objects, a label map or a class per image.
-
-    Raises:
-        ValueError: If the model has no number of classes where it is expected.
-    """
+def synthetic_batch(cfg: Config, size: tuple[int, int], batch_size: int) -> dict[str, Any]:
+    """Noise with labels: ten objects with masks, a label map or a class per image."""
     generator = torch.Generator().manual_seed(0)
-    height, width = size
     model = cfg.model
 
-    def image() -> torch.Tensor:
-        return torch.randint(0, 256, (3, *size), dtype=torch.uint8, generator=generator)
+    def integers(high: int, *shape: int, **kwargs) -> torch.Tensor:
+        return torch.randint(0, high, shape, generator=generator, **kwargs)
 
-    def integers(high: int, *shape: int) -> torch.Tensor:
-        return torch.randint(0, high, shape, generator=generator)
+    if cfg.default_scope == 'mmdet':
+        from mmdet.testing import demo_mm_inputs
 
-    meta = dict(
-        img_shape=size,
-        ori_shape=size,
-        pad_shape=size,
-        scale_factor=(1.0, 1.0),
-        img_path='noise',
-        img_id=0,
-    )
-    samples = []
-    for _ in range(batch_size):
-        if cfg.default_scope == 'mmdet':
-            samples.append(_detection_sample(model, size, integers, meta))
-        elif cfg.default_scope == 'mmseg':
-            from mmengine.structures import PixelData
-            from mmseg.structures import SegDataSample
+        head = model.get('bbox_head') or model.roi_head.bbox_head
+        num_classes = (head[-1] if isinstance(head, list) else head).num_classes
+        with_mask = bool(model.get('roi_head', {}).get('mask_head'))
+        batch = demo_mm_inputs(batch_size, (3, *size), [10] * batch_size, with_mask=with_mask)
+        for sample in batch['data_samples']:
+            sample.gt_instances.labels = integers(num_classes, 10)
+        return batch
+    images = integers(256, batch_size, 3, *size, dtype=torch.uint8)
+    if cfg.default_scope == 'mmseg':
+        from mmseg.structures import SegDataSample
 
-            head = model.decode_head
-            head = head[-1] if isinstance(head, list) else head
-            sample = SegDataSample(metainfo=meta)
-            sample.gt_sem_seg = PixelData(data=integers(head.num_classes, 1, height, width))
-            samples.append(sample)
-        else:
-            from mmpretrain.structures import DataSample
+        head = model.decode_head
+        num_classes = (head[-1] if isinstance(head, list) else head).num_classes
+        samples = [SegDataSample(metainfo=dict(img_shape=size)) for _ in images]
+        for sample in samples:
+            sample.gt_sem_seg = PixelData(data=integers(num_classes, 1, *size))
+        return dict(inputs=list(images), data_samples=samples)
+    from mmpretrain.structures import DataSample
 
-            samples.append(
-                DataSample(metainfo=meta).set_gt_label(integers(model.head.num_classes, 1))
-            )
-    images = [image() for _ in range(batch_size)]
-    if cfg.default_scope == 'mmpretrain':
-        images = torch.stack(images)
-    return dict(inputs=images, data_samples=samples)
-
-
-def _detection_sample(model, size, integers, meta):
-    from mmdet.structures import DetDataSample
-    from mmdet.structures.mask import BitmapMasks
-    from mmengine.structures import InstanceData
-
-    head = model.get('bbox_head') or model.roi_head.bbox_head
-    head = head[-1] if isinstance(head, list) else head
-    height, width = size
-    corner = torch.stack([integers(width * 3 // 4, 10), integers(height * 3 // 4, 10)], 1)
-    extent = torch.stack(
-        [8 + integers(max(width // 4 - 8, 1), 10), 8 + integers(max(height // 4 - 8, 1), 10)], 1
-    )
-    boxes = torch.cat([corner, corner + extent], 1).float()
-    instances = InstanceData(bboxes=boxes, labels=integers(head.num_classes, 10))
-    if model.get('roi_head', {}).get('mask_head'):
-        masks = np.zeros((10, height, width), np.uint8)
-        for mask, (x1, y1, x2, y2) in zip(masks, boxes.int().tolist()):
-            mask[y1:y2, x1:x2] = 1
-        instances.masks = BitmapMasks(masks, height, width)
-    sample = DetDataSample(metainfo=meta)
-    sample.gt_instances = instances
-    sample.ignored_instances = InstanceData(
-        bboxes=torch.zeros(0, 4), labels=torch.zeros(0, dtype=torch.long)
-    )
-    return sample
+    labels = integers(model.head.num_classes, batch_size)
+    return dict(inputs=images, data_samples=[DataSample().set_gt_label(x) for x in labels])

@@ -219,7 +219,7 @@ def _measure(
 
     from repa_mm.benchmark.inputs import DatasetInputs
     from repa_mm.benchmark.latency import Options, measure_forms
-    from repa_mm.benchmark.report import environment, machine
+    from repa_mm.benchmark.machine import environment, machine
     from repa_mm.engine.complexity import count_macs, count_parameters
     from repa_mm.runtime import init_model
 

@@ -7,21 +7,21 @@ import pytest
 import torch
 
 import repa_mm
-from repa_mm.benchmark.forms import (
-    accelerated,
-    build_forms,
-    check_device,
-    networks,
-    randomize_norms,
-)
+from repa_mm.benchmark.execution import accelerated, networks
 from repa_mm.benchmark.inputs import NoiseInputs, parse_size
-from repa_mm.benchmark.latency import PARTS, Options, benchmark, parse_sweep
-from repa_mm.benchmark.report import benchmark_text, check_outputs, plot_benchmark, write_json
+from repa_mm.benchmark.latency import Options, parse_sweep
+from repa_mm.benchmark.latency import benchmark as measure
+from repa_mm.benchmark.machine import check_device
+from repa_mm.benchmark.output import check_outputs, write_json
+from repa_mm.benchmark.plots import plot_benchmark
+from repa_mm.benchmark.tables import benchmark_text
 from repa_mm.benchmark.timing import Recorder
+from repa_mm.benchmark.variants import build_variants, randomize_norms
 from repa_mm.runtime import init_model, load_config
 
 PACKAGE = dict(retinanet='mmdet', mask_rcnn='mmdet', upernet='mmseg')
-PARTS_OF = dict(retinanet=set(PARTS), mask_rcnn=set(PARTS), upernet={*PARTS} - {'neck'})
+PARTS = {'preprocessing', 'backbone', 'neck', 'head', 'post-processing'}
+PARTS_OF = dict(retinanet=PARTS, mask_rcnn=PARTS, upernet=PARTS - {'neck'})
 
 
 def config(task, prefix='repa_'):
@@ -29,25 +29,27 @@ def config(task, prefix='repa_'):
     return repa_mm.config_path(f'demo/{task}_{prefix}swin_digits.py')
 
 
+def benchmark(config, *, title='', **options):
+    return measure(Options(config, **options), quiet=True, title=title)
+
+
 @pytest.fixture(scope='module', params=list(PACKAGE))
 def measured(request):
     task = request.param
     return task, benchmark(
-        config(task),
-        baseline=config(task, ''),
-        quiet=True,
-        options=Options(synthetic='64x96', num_images=5, warmup=1),
+        config(task), baseline=config(task, ''), synthetic='64x96', num_images=5, warmup=1
     )
 
 
 def test_parts_sum_to_the_latency(measured):
     task, result = measured
-    (run,) = result['runs']
+    (run,) = result['points']
     assert list(run['forms']) == ['vanilla', 'training', 'deploy']
     for form in run['forms'].values():
         assert set(form['parts']) == PARTS_OF[task]
         raw = dict(form['raw'])
-        for total, *parts in zip(raw.pop('latency'), *raw.values()):
+        del raw['page faults']
+        for total, *parts in zip(raw.pop('total'), *raw.values()):
             assert sum(parts) == pytest.approx(total)
             assert min(parts) > 0
         means = sum(part['mean'] for part in form['parts'].values())
@@ -67,10 +69,10 @@ def test_result_is_complete(measured, tmp_path):
     assert environment['cpu'] and environment['platform']
     assert environment['versions']['torch'] == torch.__version__
     assert environment['versions']['mmcv']
-    (run,) = loaded['runs']
+    (run,) = loaded['points']
     assert run['count'] == 5 and run['shapes'] == [[1, 3, 64, 96]] * 5
     for name, form in run['forms'].items():
-        assert len(form['raw']['latency']) == form['latency']['count'] == 5
+        assert len(form['raw']['total']) == form['latency']['count'] == 5
         assert form['images_per_second'] == pytest.approx(1e3 / form['latency']['median'])
         assert form['peak_mib'] > form['weights_mib'] > 0
         assert {'ratio', 'low', 'high'} <= set(form['ratio'])
@@ -114,14 +116,16 @@ def test_text_and_plot(measured, tmp_path):
 def test_sweeps(sweep, labels, tmp_path):
     result = benchmark(
         config('retinanet'),
-        quiet=True,
-        options=Options(
-            part='backbone', synthetic='64x64', num_images=2, warmup=0, sweep=sweep, memory=False
-        ),
+        part='backbone',
+        synthetic='64x64',
+        num_images=2,
+        warmup=0,
+        sweep=sweep,
+        memory=False,
     )
     key = sweep.partition('=')[0]
-    assert [run['point'][key] for run in result['runs']] == labels
-    first, second = result['runs']
+    assert [run['point'][key] for run in result['points']] == labels
+    first, second = result['points']
     if key == 'size':
         assert second['shapes'][0] == [1, 3, 96, 64]
     elif key == 'batch':
@@ -139,18 +143,15 @@ def test_sweeps(sweep, labels, tmp_path):
 def test_arithmetic_speed():
     result = benchmark(
         config('retinanet'),
-        quiet=True,
-        options=Options(
-            part='backbone',
-            synthetic='64x64',
-            num_images=4,
-            batch_size=2,
-            warmup=0,
-            memory=False,
-            flops=True,
-        ),
+        part='backbone',
+        synthetic='64x64',
+        num_images=4,
+        batch_size=2,
+        warmup=0,
+        memory=False,
+        flops=True,
     )
-    (run,) = result['runs']
+    (run,) = result['points']
     assert run['peak_tflops'] > 0
     for form in run['forms'].values():
         assert form['tflops'] == pytest.approx(
@@ -172,18 +173,57 @@ def test_interrupted_sweep_reports_what_it_has(monkeypatch):
         return real(self, index)
 
     monkeypatch.setattr(NoiseInputs, '__call__', interrupting)
-    options = Options(sweep='size=64x64,96x96,128x128', num_images=9, warmup=1, memory=False)
-    result = benchmark(config('retinanet'), options=options, quiet=True)
+    options = dict(sweep='size=64x64,96x96,128x128', num_images=9, warmup=1, memory=False)
+    result = benchmark(config('retinanet'), **options)
     # Of the second point: a first run of both forms and the warm-up, then one.
     assert result['interrupted']
-    assert [run['count'] for run in result['runs']] == [9, 1]
+    assert [run['count'] for run in result['points']] == [9, 1]
     assert 'Interrupted' in benchmark_text(result)
 
     monkeypatch.setattr(
         NoiseInputs, '__call__', lambda self, index: (_ for _ in ()).throw(KeyboardInterrupt)
     )
     with pytest.raises(KeyboardInterrupt):
-        benchmark(config('retinanet'), options=options, quiet=True)
+        benchmark(config('retinanet'), **options)
+
+
+@pytest.mark.parametrize('task', list(PACKAGE))
+def test_predict_call(task):
+    """What a script of its own would time: nothing is wrapped, and the result is one whole."""
+    result = benchmark(
+        config(task), part='predict', synthetic='64x96', num_images=5, warmup=1, memory=False
+    )
+    (point,) = result['points']
+    for form in point['forms'].values():
+        assert set(form['parts']) == {'predict'}
+        assert form['parts']['predict']['mean'] == pytest.approx(form['latency']['mean'])
+    assert 'predict call of' in benchmark_text(result)
+
+
+def test_runs_are_processes_of_their_own(tmp_path):
+    options = dict(part='backbone', synthetic='64x64', num_images=5, warmup=0)
+    result = benchmark(config('retinanet'), runs=3, **options)
+    assert not result['interrupted'] and result['options']['runs'] == 3
+    (point,) = result['points']
+    assert point['count'] == 15 and point['runs'] == [0] * 5 + [1] * 5 + [2] * 5
+    assert len(point['shapes']) == 15
+    deploy, training = (point['forms'][name] for name in ('deploy', 'training'))
+    ratios = deploy['ratio']['runs']
+    for run, ratio in enumerate(ratios):
+        samples = [
+            sorted(form['raw']['total'][5 * run : 5 * run + 5])[2] for form in (deploy, training)
+        ]
+        assert ratio == pytest.approx(samples[0] / samples[1])
+    text = benchmark_text(result)
+    assert f'{min(ratios):.3f} to {max(ratios):.3f}' in text
+    assert 'The range of 3 runs' in text and '75 %' in text
+    write_json(result, str(tmp_path / 'result.json'))
+    plot_benchmark(result, str(tmp_path / 'bars.png'))
+
+
+def test_an_error_in_a_process_is_that_of_the_tool():
+    with pytest.raises(ValueError, match='training fails on an input of 1x3x32x32'):
+        benchmark(repa_mm.config_path('repa_swin_t_in1k.py'), synthetic='32x32', runs=2)
 
 
 @pytest.mark.parametrize('task', list(PACKAGE))
@@ -196,18 +236,15 @@ def test_real_data(task, request):
     request.getfixturevalue('monkeypatch').chdir(tmp_path)
     path = config(task)
     with pytest.raises(FileNotFoundError, match='--synthetic'):
-        benchmark(path, quiet=True)
+        benchmark(path)
     write_digit_scenes('data/demo', num_train=4, num_val=4, size=96)
     checkpoint = str(tmp_path / 'weights.pth')
     torch.save(init_model(path).state_dict(), checkpoint)
     result = benchmark(
-        path,
-        checkpoint,
-        quiet=True,
-        options=Options(num_images=6, warmup=0, batch_size=2, memory=False),
+        path, checkpoint=checkpoint, num_images=6, warmup=0, batch_size=2, memory=False
     )
-    (run,) = result['runs']
-    assert run['count'] == 3 and run['data']['mean'] > 0
+    (run,) = result['points']
+    assert run['count'] == 3 and len(run['loading']) == 3 and min(run['loading']) > 0
     assert run['reference'] == 'training'
     assert not any('random' in note for note in result['notes'])
     assert any('more than once' in note for note in result['notes'])
@@ -224,18 +261,18 @@ def test_synthetic_inputs_are_packed_as_real_ones():
 
 def test_forms():
     cfg, vanilla = (load_config(config('retinanet', p)) for p in ('repa_', ''))
-    forms = build_forms(cfg, baseline=vanilla)
+    forms = build_variants(cfg, baseline=vanilla)
     assert list(forms) == ['vanilla', 'training', 'deploy']
     # BatchNorms must not be the identity that they are at first.
     norm = forms['training'].backbone.stages[0].blocks[0].ffn.norm1
     assert norm.running_var.std() > 0.1 and norm.running_mean.std() > 0.05
-    assert list(build_forms(vanilla)) == ['vanilla']
+    assert list(build_variants(vanilla)) == ['vanilla']
     with pytest.raises(ValueError, match='has channel-idle FFNs itself'):
-        build_forms(cfg, baseline=cfg)
+        build_variants(cfg, baseline=cfg)
     with pytest.raises(ValueError, match='no channel-idle FFN'):
-        build_forms(vanilla, baseline=vanilla)
+        build_variants(vanilla, baseline=vanilla)
     with pytest.raises(ValueError, match='need --baseline'):
-        build_forms(cfg, fair=True)
+        build_variants(cfg, fair=True)
 
 
 def test_vanilla_with_the_fast_parts(monkeypatch):
@@ -243,17 +280,21 @@ def test_vanilla_with_the_fast_parts(monkeypatch):
 
     changed = []
     monkeypatch.setattr(models, 'fast_window_attention', changed.append, raising=False)
-    options = Options(
-        part='backbone', synthetic='64x64', num_images=5, warmup=0, fair=True, memory=False
-    )
 
-    def measure():
+    def measured():
         result = benchmark(
-            config('retinanet'), baseline=config('retinanet', ''), options=options, quiet=True
+            config('retinanet'),
+            baseline=config('retinanet', ''),
+            part='backbone',
+            synthetic='64x64',
+            num_images=5,
+            warmup=0,
+            fair=True,
+            memory=False,
         )
-        return result, result['runs'][0]['forms']
+        return result, result['points'][0]['forms']
 
-    result, forms = measure()
+    result, forms = measured()
     assert len(changed) == 1
     assert list(forms) == ['vanilla', 'vanilla, fast parts', 'training', 'deploy']
     deploy = forms['deploy']
@@ -266,7 +307,7 @@ def test_vanilla_with_the_fast_parts(monkeypatch):
         raise ValueError('no window attention')
 
     monkeypatch.setattr(models, 'fast_window_attention', refuse)
-    result, forms = measure()
+    result, forms = measured()
     assert 'vanilla, fast parts' not in forms
     assert any('no window attention' in note for note in result['notes'])
 
@@ -275,10 +316,10 @@ def test_merged_checkpoint_has_one_form(tmp_path):
     cfg = load_config(config('retinanet'))
     path = str(tmp_path / 'merged.pth')
     torch.save(repa_mm.reparameterize(init_model(cfg), fuse_conv_bn=False).state_dict(), path)
-    assert list(build_forms(cfg, path)) == ['deploy']
+    assert list(build_variants(cfg, path)) == ['deploy']
     torch.save(init_model(config('retinanet', '')).state_dict(), path)
     with pytest.raises(repa_mm.reparam.CheckpointError, match='vanilla'):
-        build_forms(cfg, path)
+        build_variants(cfg, path)
 
 
 @pytest.mark.parametrize('task', list(PACKAGE))
@@ -339,9 +380,9 @@ def test_bad_sizes(text):
     ['size', 'size=', 'size=3', 'batch=0', 'batch=a', 'depth=3', 'idle-ratio=2', 'idle-ratio=x'],
 )
 def test_bad_sweeps(text):
-    with pytest.raises(ValueError):
-        parse_sweep(text)
-    assert parse_sweep(None) == [{}]
+    with pytest.raises(ValueError, match='--sweep .* is malformed'):
+        parse_sweep(Options(sweep=text))
+    assert parse_sweep(Options()) == [({}, Options())]
 
 
 @pytest.mark.parametrize(
@@ -349,6 +390,7 @@ def test_bad_sweeps(text):
     [
         (dict(num_images=0), '--num-images'),
         (dict(batch_size=0), '--batch-size'),
+        (dict(runs=0), '--runs'),
         (dict(threads=0), '--threads'),
         (dict(device='gpu'), 'unknown device'),
         (dict(device='cuda:99'), 'no device'),
@@ -356,23 +398,19 @@ def test_bad_sweeps(text):
         (dict(cuda_graphs=True), '--device cuda'),
         (dict(warmup=-1), '--warmup'),
         (dict(part='backbone', synthetic=None), '--synthetic'),
+        (dict(part='predict', synthetic=None), '--synthetic'),
         (dict(fair=True), '--baseline'),
         (dict(flops=True), '--part backbone'),
     ],
 )
 def test_bad_options(options, message):
-    options = Options(**{'synthetic': '64x64', **options})
     with pytest.raises(ValueError, match=message):
-        benchmark(config('retinanet'), options=options, quiet=True)
+        benchmark(config('retinanet'), **{'synthetic': '64x64', **options})
 
 
 def test_input_that_the_model_refuses():
     with pytest.raises(ValueError, match='training fails on an input of 1x3x32x32'):
-        benchmark(
-            repa_mm.config_path('repa_swin_t_in1k.py'),
-            quiet=True,
-            options=Options(synthetic='32x32'),
-        )
+        benchmark(repa_mm.config_path('repa_swin_t_in1k.py'), options=Options(synthetic='32x32'))
 
 
 def test_type_that_the_device_lacks(monkeypatch):

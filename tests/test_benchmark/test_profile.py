@@ -2,8 +2,10 @@ import pytest
 import torch
 
 import repa_mm
-from repa_mm.benchmark.profile import layers, profile, timed_layers
-from repa_mm.benchmark.report import plot_profile, profile_text
+from repa_mm.benchmark.latency import Options
+from repa_mm.benchmark.plots import plot_profile
+from repa_mm.benchmark.profile import profile, timed_layers, timed_modules
+from repa_mm.benchmark.tables import profile_text
 from repa_mm.benchmark.timing import Recorder
 from repa_mm.runtime import init_model
 
@@ -15,9 +17,7 @@ pytest.importorskip('mmdet')
 def test_shares_sum_to_the_whole(tmp_path):
     result = profile(
         [VANILLA, REPA],
-        size='64x64',
-        num_images=4,
-        warmup=1,
+        Options(synthetic='64x64', num_images=4, warmup=1),
         forms=('training', 'deploy'),
         quiet=True,
     )
@@ -32,7 +32,7 @@ def test_shares_sum_to_the_whole(tmp_path):
         assert sum(v['mean'] for v in model['layers'].values()) == pytest.approx(
             model['with_timers']['mean']
         )
-        assert len(model['raw']['total']) == 4
+        assert len(model['raw']['total']['total']) == 4
     text = profile_text(result)
     assert 'share of FFN' in text and 'cost of timers' in text
     plot_profile(result, str(tmp_path / 'plot.png'))
@@ -44,7 +44,7 @@ def test_layers_of_every_block(path):
     """Ten blocks: attention with its norm, and FFN with its norm."""
     backbone = init_model(path).backbone
     names = {id(m): n.rpartition('.')[2] for n, m in backbone.named_modules()}
-    found = [(layer, names[id(module)]) for layer, module in layers(backbone)]
+    found = [(layer, names[id(module)]) for layer, module in timed_modules(backbone)]
     assert found.count(('patch embedding', 'patch_embed')) == 1
     for pair in (
         ('token mixer', 'attn'),
@@ -71,4 +71,4 @@ def test_timers_change_nothing():
 
 def test_models_without_blocks():
     with pytest.raises(ValueError, match='Sequential has no blocks'):
-        layers(torch.nn.Sequential(torch.nn.Linear(2, 2)))
+        timed_modules(torch.nn.Sequential(torch.nn.Linear(2, 2)))

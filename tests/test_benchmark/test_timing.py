@@ -6,13 +6,14 @@ import signal
 import numpy as np
 import pytest
 
+from repa_mm.benchmark.progress import Progress
 from repa_mm.benchmark.timing import (
-    Progress,
     Recorder,
     compare,
     interruptible,
     measure,
     order_of_turn,
+    statistics,
     summarize,
 )
 
@@ -79,19 +80,12 @@ def test_work_of_a_device_counts_where_it_was_launched():
     assert (total, parts) == (8, dict(a=3.0, b=5.0, rest=0.0))
 
 
-def test_sections_outside_of_calls_and_paused_ones_do_not_count():
+def test_sections_outside_of_calls_do_not_count():
     clock = FakeClock()
     recorder = Recorder(clock)
     with recorder.section('a'):
         clock.sleep(1)
-
-    def call():
-        recorder.paused = True
-        with recorder.section('a'):
-            clock.sleep(2)
-        recorder.paused = False
-
-    assert recorder.run(call)[1:] == (2, dict(rest=2.0))
+    assert recorder.run(clock.sleep, 2)[1:] == (2, dict(rest=2.0))
 
 
 def test_an_error_leaves_the_recorder_usable():
@@ -136,8 +130,10 @@ def test_callables_take_turns_on_copies_of_the_same_input():
     inputs = [index for _, index in seen]
     # Two of the warm-up, then all from the first one on.
     assert inputs == [0] * 3 + [1] * 3 + [0] * 3 + [1] * 3 + [2] * 3 + [3] * 3
-    assert times.totals == dict(a=[1] * 4, b=[2] * 4, c=[3] * 4)
-    assert times.data == [0.5] * 4 and not times.interrupted
+    assert {n: r['total'] for n, r in times.raw.items()} == dict(
+        a=[1000] * 4, b=[2000] * 4, c=[3000] * 4
+    )
+    assert times.data == [500] * 4 and not times.interrupted
     assert turns == [(-2, 0), (-1, 0), (0, 1), (1, 2), (2, 3), (3, 4)]
     # Nobody always runs first.
     first = {seen[i][0] for i in range(6, 18, 3)}
@@ -163,7 +159,12 @@ def test_parts_that_are_missing_in_some_calls():
                 clock.sleep(2)
 
     times = measure(dict(a=call), lambda i: i, 3, 0, recorder)
-    assert times.parts['a'] == dict(rest=[1, 1, 1], rare=[0, 2, 0])
+    samples = times.raw['a']
+    assert (samples['rest'], samples['rare']) == ([1000] * 3, [0, 2000, 0])
+    found = statistics(times.raw, 'a')['a']
+    assert found['parts']['rest']['mean'] + found['parts']['rare']['mean'] == pytest.approx(
+        found['latency']['mean']
+    )
 
 
 @pytest.mark.parametrize(
@@ -188,7 +189,7 @@ def test_interrupted_measurements_keep_complete_rows(interrupt):
     with interruptible():
         times = measure(dict(a=first, b=second), lambda i: i, 10, 0, Recorder(clock))
     assert times.interrupted
-    assert times.totals == dict(a=[1, 1], b=[1, 1]) and len(times) == 2
+    assert [times.raw[name]['total'] for name in 'ab'] == [[1000] * 2] * 2 and len(times) == 2
     assert signal.getsignal(signal.SIGTERM) == before
 
 
@@ -232,6 +233,21 @@ def test_ratio_and_its_interval():
         compare([1.0], [1.0, 2.0])
 
 
+def test_ratio_of_each_run():
+    values, reference = [1.0, 1.0, 3.0, 9.0, 3.0], [2.0, 2.0, 4.0, 4.0, 4.0]
+    assert compare(values, reference, [0, 0, 1, 1, 1])['runs'] == [0.5, 0.75]
+    assert compare(values, reference)['runs'] == [0.75]
+
+
+def test_pages_that_the_system_gives():
+    def touch(size):
+        return np.ones(size)
+
+    times = measure(dict(touch=touch), lambda i: 2**22, 3)
+    # 32 MiB, which malloc always takes from the system, in pages of at most 2 MiB.
+    assert min(times.raw['touch']['page faults']) >= 16
+
+
 def test_interval_covers_the_true_ratio():
     """About 95 of 100 intervals should; fewer than 85 would be a bug."""
     generator = np.random.default_rng(2)
@@ -245,9 +261,8 @@ def test_interval_covers_the_true_ratio():
 
 def test_progress_on_a_pipe_is_short(capsys):
     clock = FakeClock()
-    progress = Progress(100, 2, 'size 9x9')
-    measure(dict(a=lambda i: clock.sleep(0.25)), lambda i: i, 100, 2, Recorder(clock), progress)
-    progress.close()
+    with Progress(100, 2, 'size 9x9') as progress:
+        measure(dict(a=lambda i: clock.sleep(0.25)), lambda i: i, 100, 2, Recorder(clock), progress)
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 2 + 10
     assert lines[0] == 'size 9x9: warm-up 1/2'

@@ -4,11 +4,12 @@ import pytest
 import torch
 
 import repa_mm
-from repa_mm.benchmark.report import training_text, write_json
+from repa_mm.benchmark.output import write_json
+from repa_mm.benchmark.tables import training_text
 from repa_mm.benchmark.timing import Recorder
 from repa_mm.benchmark.training import (
     OPTIMIZERS,
-    _Step,
+    Step,
     benchmark_training,
     synthetic_batch,
     training_forms,
@@ -34,11 +35,11 @@ def test_forms_of_a_backbone(tmp_path):
         quiet=True,
     )
     forms = result['forms']
-    assert list(forms) == ['vanilla', 'literal', 'folded', 'auto']
+    assert list(forms) == ['vanilla', 'literal', 'auto', 'folded']
     assert result['reference'] == 'vanilla' and result['count'] == 5
     for form in forms.values():
         raw = form['raw']
-        for step, *parts in zip(raw['step'], raw['forward'], raw['backward'], raw['optimizer']):
+        for step, *parts in zip(raw['total'], raw['forward'], raw['backward'], raw['optimizer']):
             assert min(parts) > 0 and sum(parts) <= step
         # Weights, gradients and two moments of each.
         assert form['peak_mib'] > 4 * form['parameters'] * 4 / 2**20
@@ -57,7 +58,7 @@ def test_step_of_a_whole_model(task):
     cfg = load_config(config(task), {'model.backbone.drop_path_rate': 0.0})
     # The size that mmseg's preprocessor pads to: mmseg 1.2 cannot weight the
     # classes of labels that are padded.
-    batch = synthetic_batch(cfg, (160, 160), 2, 'cpu')
+    batch = synthetic_batch(cfg, (160, 160), 2)
     assert batch['inputs'][0].shape == (3, 160, 160)
     models, notes = training_forms(cfg, None, True, 'cpu', ['literal', 'folded'])
     assert not notes
@@ -65,7 +66,7 @@ def test_step_of_a_whole_model(task):
     for model in models.values():
         before = model.backbone.stages[0].blocks[0].ffn.fc2.weight.clone()
         torch.manual_seed(0)
-        step = _Step(model, True, OPTIMIZERS['sgd'], None, Recorder())
+        step = Step(model, True, OPTIMIZERS['sgd'], None, Recorder())
         losses.append(step.forward(batch).item())
         step(batch)
         after = model.backbone.stages[0].blocks[0].ffn.fc2.weight
@@ -78,9 +79,9 @@ def test_step_of_a_whole_model(task):
 
 def test_classifier():
     cfg = load_config(repa_mm.config_path('repa_swin_t_in1k.py'))
-    batch = synthetic_batch(cfg, (224, 224), 2, 'cpu')
+    batch = synthetic_batch(cfg, (224, 224), 2)
     model = training_forms(cfg, None, True, 'cpu', ['auto'])[0]['auto']
-    loss = _Step(model, True, None, None, Recorder()).forward(batch)
+    loss = Step(model, True, None, None, Recorder()).forward(batch)
     assert loss.requires_grad and loss.item() > 0
 
 

@@ -6,12 +6,12 @@ A larger search of the same kind: ``tools/dev/worst_errors.py``.
 import copy
 
 import pytest
+import rounding_errors as errors
 import torch
 import torch.nn as nn
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from repa_mm.benchmark import errors
 from repa_mm.models import fast_window_attention
 from repa_mm.reparam import ChannelIdleFFN, check_finite, reparameterize, set_training_path
 from repa_mm.reparam.ffn import folded

@@ -1,12 +1,15 @@
 """Search for the inputs with the largest rounding errors.
 
-Prints, for every check of repa_mm.benchmark.errors, the worst errors found and
-the case that has them.
+Prints, for every check of tests/test_reparam/rounding_errors.py, the worst errors found and the
+case that has them.
 """
 
 import argparse
+import sys
+from pathlib import Path
 
-from repa_mm.benchmark.errors import CHECKS, search
+sys.path.insert(0, str(Path(__file__).parents[2] / 'tests' / 'test_reparam'))
+from rounding_errors import CHECKS, search  # noqa: E402
 
 # What a trained model and its data are like.
 ORDINARY = dict(content='random', spread=1, scale=0, mean=1)

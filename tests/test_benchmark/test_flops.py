@@ -1,7 +1,8 @@
 import pytest
 
 import repa_mm
-from repa_mm.benchmark.complexity import complexity, complexity_text
+from repa_mm.benchmark.flops import complexity
+from repa_mm.benchmark.tables import complexity_text
 
 PACKAGE = dict(retinanet='mmdet', mask_rcnn='mmdet', upernet='mmseg')
 

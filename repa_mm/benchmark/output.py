@@ -1,0 +1,78 @@
+"""What a tool that measures does with a result: print it, write it, draw it."""
+
+import json
+import os.path as osp
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from repa_mm.benchmark.timing import interruptible
+from repa_mm.files import check_output, replacing
+from repa_mm.runtime.cli import clear_errors
+
+
+def run_tool(
+    measure: Callable[..., dict],
+    arguments: dict[str, Any],
+    text: Callable[[dict], str],
+    out: str | None,
+    plot: str | None = None,
+    draw: Callable[[dict, str], None] | None = None,
+    inputs: Sequence[str | None] = (),
+) -> None:
+    """Measure, print the result and write it; errors end the program with a line.
+
+    An interrupted measurement that has something to report ends with status 130.
+
+    Args:
+        measure (Callable): Returns the result.
+        arguments (dict): Of ``measure``.
+        text (Callable): The result as text.
+        out (str, optional): Path of a JSON file.
+        plot (str, optional): Path of a plot.
+        draw (Callable, optional): Draws a result to a path.
+        inputs (Sequence[str]): Files that must not be replaced.
+    """
+    with clear_errors():
+        check_outputs(out, plot, inputs)
+        with interruptible():
+            result = measure(**arguments)
+        print(text(result))
+        for path, write in ((out, write_json), (plot, draw)):
+            if path:
+                write(result, path)
+                print(f'wrote {path}')
+    if result.get('interrupted'):
+        sys.exit(130)
+
+
+def check_outputs(
+    out: str | None = None, plot: str | None = None, inputs: Sequence[str | None] = ()
+) -> None:
+    """Check, before hours of measuring, that the files can be written.
+
+    Raises:
+        OSError: If one cannot be written.
+        ValueError: If it is an input, both are the same or matplotlib does not know the plot's
+            format.
+    """
+    check_output(out, *inputs)
+    check_output(plot, out, *inputs)
+    if plot:
+        from matplotlib.figure import Figure
+
+        known = Figure().canvas.get_supported_filetypes()
+        if osp.splitext(plot)[1][1:].lower() not in known:
+            raise ValueError(
+                f'--plot {plot!r}: name a file that ends in one of .{", .".join(sorted(known))}'
+            )
+
+
+def write_json(result: dict[str, Any], path: str) -> None:
+    """Write a result, all of it or nothing.
+
+    Raises:
+        OSError: If it cannot be written.
+    """
+    with replacing(path) as temporary, open(temporary, 'w', encoding='utf-8') as file:
+        json.dump(result, file, indent=1, default=str, allow_nan=False)
