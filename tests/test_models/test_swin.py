@@ -97,6 +97,24 @@ def test_import_leaves_mmdet_and_mmseg_alone():
     assert result.stdout.strip() == '[] True', result.stderr
 
 
+@pytest.mark.parametrize('package', ['mmdet', 'mmseg'])
+def test_imported_after_the_modules_of_others(package):
+    """Those stay what they were, and ours are there."""
+    pytest.importorskip(f'{package}.registry')
+    code = (
+        f'from {package}.utils import register_all_modules; register_all_modules()\n'
+        f'from {package}.registry import MODELS\n'
+        'before = MODELS.get("SwinTransformer")\n'
+        'import repa_mm, repa_mm.models, repa_mm.engine\n'
+        'assert MODELS.get("SwinTransformer") is before\n'
+        f'assert before.__module__ == "{package}.models.backbones.swin"\n'
+        'arch = dict(embed_dims=8, depths=[1] * 4, num_heads=[1] * 4)\n'
+        'print(type(MODELS.build(dict(type="RePaSwinTransformer", arch=arch))).__module__)\n'
+    )
+    result = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True)
+    assert result.stdout.splitlines()[-1:] == ['repa_mm.models.swin'], result.stderr
+
+
 def test_switch_to_deploy_under_foreign_walks(randomize, relative_error):
     """mmyolo's hook calls it on everything while walking over the model."""
     model = randomize(RePaSwinTransformer(SMALL, pad_small_map=True)).eval()
