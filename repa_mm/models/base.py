@@ -44,9 +44,8 @@ def _padding_of_patches(module: nn.Module) -> type | None:
 def adapt_output_norms(model: nn.Module, state_dict: dict, prefix: str, last: str) -> None:
     """Make a state dict fit a model with other outputs, in place.
 
-    Every output has its norm. A classifier has one, behind the last stage:
-    those of a detector's other outputs start as they are. What a model does
-    not put out needs no norm.
+    Every output has its norm. A classifier has one, behind the last stage: those of a detector's
+    other outputs start as they are. What a model does not put out needs no norm.
 
     Args:
         model (nn.Module): A backbone with norms 'norm0', 'norm1', ...
@@ -97,13 +96,12 @@ class ReparamBackbone:
         """Initialize, with clear words where pretrained weights are missing.
 
         Raises:
-            FileNotFoundError: If ``init_cfg`` names a local file that is not
-                there.
+            FileNotFoundError: If ``init_cfg`` names a local file that is not there.
         """
         check_pretrained(self.init_cfg)
         if has_deploy_form(self):
-            # It is loaded, never trained; and the blocks of some parents
-            # expect a bias in every linear layer.
+            # It is loaded, never trained; and the blocks of some parents expect a bias in every
+            # linear layer.
             cfgs = self.init_cfg
             for cfg in cfgs if isinstance(cfgs, (list, tuple)) else [cfgs]:
                 if cfg and cfg.get('type') == 'Pretrained':
@@ -133,15 +131,13 @@ class RePaBackbone(ReparamBackbone):
 
     Args:
         *args, **kwargs: Those of the parent.
-        idle_ratio (float | Sequence[float]): Share of FFN hidden channels that
-            skip the activation, in [0, 1]: one for all blocks, or one per
-            block. Defaults to 0.75.
-        idle_schedule (str): 'constant', or 'linear' for ratios that grow with
-            depth. Defaults to 'constant'.
-        ffn_norm_cfg (dict): Norm of the FFNs: 'BN', 'SyncBN' or 'LN'.
-            Defaults to ``dict(type='BN')``.
-        deploy (bool): Build the deploy form, for a reparameterized checkpoint.
-            Defaults to False.
+        idle_ratio (float | Sequence[float]): Share of FFN hidden channels that skip the activation,
+            in [0, 1]: one for all blocks, or one per block. Defaults to 0.75.
+        idle_schedule (str): 'constant', or 'linear' for ratios that grow with depth. Defaults to
+            'constant'.
+        ffn_norm_cfg (dict): Norm of the FFNs: 'BN', 'SyncBN' or 'LN'. Defaults to
+            ``dict(type='BN')``.
+        deploy (bool): Build the deploy form, for a reparameterized checkpoint. Defaults to False.
     """
 
     def __init__(

@@ -91,25 +91,20 @@ def random_region(height: int, width: int) -> torch.Tensor:
 class LVViT(VisionTransformer):
     """LV-ViT, a Vision Transformer made for training with token labels.
 
-    `All Tokens Matter <https://arxiv.org/abs/2104.10858>`_: convolutions
-    before the patches, scaled residual branches, and a training that mixes the
-    tokens of pairs of images.
+    `All Tokens Matter <https://arxiv.org/abs/2104.10858>`_: convolutions before the patches, scaled
+    residual branches, and a training that mixes the tokens of pairs of images.
 
     Args:
-        arch (str | dict): 's' or 'm', or a dict as mmpretrain's
-            ``VisionTransformer`` takes it. Defaults to 's'.
-        residual_scale (float): Factor of all residual branches.
-            Defaults to 0.5.
-        mix_token (bool): In training, replace a random rectangle of every
-            image's tokens by the same one of another image of the batch; they
-            are put back behind the last block. It needs
-            ``out_type='token_label'``. Defaults to False.
-        out_type (str): One of those of ``VisionTransformer``, or
-            'token_label': all tokens (B, 1 + H * W, C), the class token
-            first, the grid (H, W), and the share (a scalar) of an image's own
-            tokens that its class token has seen. Defaults to 'cls_token'.
-        stem_channels (int): Of the convolutions before the patches.
-            Defaults to 64.
+        arch (str | dict): 's' or 'm', or a dict as mmpretrain's ``VisionTransformer`` takes it.
+            Defaults to 's'.
+        residual_scale (float): Factor of all residual branches. Defaults to 0.5.
+        mix_token (bool): In training, replace a random rectangle of every image's tokens by the
+            same one of another image of the batch; they are put back behind the last block. It
+            needs ``out_type='token_label'``. Defaults to False.
+        out_type (str): One of those of ``VisionTransformer``, or 'token_label': all tokens (B, 1 +
+            H * W, C), the class token first, the grid (H, W), and the share (a scalar) of an
+            image's own tokens that its class token has seen. Defaults to 'cls_token'.
+        stem_channels (int): Of the convolutions before the patches. Defaults to 64.
         **kwargs: Those of mmpretrain's ``VisionTransformer``.
     """
 
@@ -219,17 +214,16 @@ class RePaLVViT(RePaBackbone, LVViT):
     """LV-ViT with channel-idle FFNs.
 
     `RePaFormer <https://arxiv.org/abs/2505.21847>`_ applied to `LV-ViT
-    <https://arxiv.org/abs/2104.10858>`_. Its FFNs are only three times as wide
-    as the tokens: with as many active channels as in the paper's model (one
-    for each channel of the tokens) the idle ratio is 2/3.
+    <https://arxiv.org/abs/2104.10858>`_. Its FFNs are only three times as wide as the tokens: with
+    as many active channels as in the paper's model (one for each channel of the tokens) the idle
+    ratio is 2/3.
 
-    The authors' FFNs see the tokens divided by the residual scale. A BatchNorm
-    takes that away again, all but its ``eps``, which is smaller here instead.
+    The authors' FFNs see the tokens divided by the residual scale. A BatchNorm takes that away
+    again, all but its ``eps``, which is smaller here instead.
 
     Args:
-        *args, **kwargs: Those of :class:`LVViT`, and ``idle_ratio``,
-            ``idle_schedule``, ``ffn_norm_cfg`` and ``deploy`` of
-            :class:`RePaBackbone`.
+        *args, **kwargs: Those of :class:`LVViT`, and ``idle_ratio``, ``idle_schedule``,
+            ``ffn_norm_cfg`` and ``deploy`` of :class:`RePaBackbone`.
 
     Examples:
         >>> model = RePaLVViT('s', idle_ratio=2 / 3, out_type='featmap')

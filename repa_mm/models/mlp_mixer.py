@@ -20,16 +20,15 @@ class RePaMlpMixer(RePaBackbone, MlpMixer):
     """MLP-Mixer whose channel-mixing FFNs are channel-idle.
 
     `RePaFormer <https://arxiv.org/abs/2505.21847>`_ applied to `MLP-Mixer
-    <https://arxiv.org/abs/2105.01601>`_. The token-mixing FFNs stay as they
-    are, and with them the fixed image size.
+    <https://arxiv.org/abs/2105.01601>`_. The token-mixing FFNs stay as they are, and with them the
+    fixed image size.
 
     Args:
-        *args, **kwargs: Those of mmpretrain's ``MlpMixer``, and
-            ``idle_ratio``, ``idle_schedule``, ``ffn_norm_cfg`` and ``deploy``
-            of :class:`RePaBackbone`.
-        token_norm (bool): Whether the norm before a token-mixing FFN is over
-            the tokens of each channel, as in RePaFormer's released code,
-            instead of over the channels of each token. Defaults to False.
+        *args, **kwargs: Those of mmpretrain's ``MlpMixer``, and ``idle_ratio``, ``idle_schedule``,
+            ``ffn_norm_cfg`` and ``deploy`` of :class:`RePaBackbone`.
+        token_norm (bool): Whether the norm before a token-mixing FFN is over the tokens of each
+            channel, as in RePaFormer's released code, instead of over the channels of each token.
+            Defaults to False.
 
     Examples:
         >>> model = RePaMlpMixer('base')

@@ -11,16 +11,14 @@ class RePaPoolFormer(RePaBackbone, PoolFormer):
     """PoolFormer with channel-idle FFNs.
 
     `RePaFormer <https://arxiv.org/abs/2505.21847>`_ applied to `PoolFormer
-    <https://arxiv.org/abs/2111.11418>`_. The released weights have
-    ``pool_size=7``, see ``configs/_base_/models/poolformer_classifier.py``.
+    <https://arxiv.org/abs/2111.11418>`_. The released weights have ``pool_size=7``, see
+    ``configs/_base_/models/poolformer_classifier.py``.
 
     Args:
-        *args, **kwargs: Those of mmpretrain's ``PoolFormer``, and
-            ``idle_ratio``, ``idle_schedule``, ``ffn_norm_cfg`` and ``deploy``
-            of :class:`RePaBackbone`.
-        frozen_stages (int): Parts of ``network`` to freeze, and with them the
-            patch embedding, which the parent freezes for 0 too.
-            Defaults to -1, nothing.
+        *args, **kwargs: Those of mmpretrain's ``PoolFormer``, and ``idle_ratio``,
+            ``idle_schedule``, ``ffn_norm_cfg`` and ``deploy`` of :class:`RePaBackbone`.
+        frozen_stages (int): Parts of ``network`` to freeze, and with them the patch embedding,
+            which the parent freezes for 0 too. Defaults to -1, nothing.
 
     Examples:
         >>> model = RePaPoolFormer('s12', out_indices=(0, 2, 4, 6))

@@ -14,8 +14,8 @@ class SwinStateDicts:
     """Mixin before ``SwinTransformer``, for other models' state dicts."""
 
     def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs):
-        # The parent translates state dicts of earlier versions (the last norm
-        # had no number, attention masks were saved), but not in subclasses.
+        # The parent translates state dicts of earlier versions (the last norm had no number,
+        # attention masks were saved), but not in subclasses.
         last = f'{prefix}norm{self.num_layers - 1}.'
         for key in list(state_dict):
             if key.startswith(f'{prefix}norm.'):
@@ -28,8 +28,7 @@ class SwinStateDicts:
     def _prepare_relative_position_bias_table(self, state_dict, prefix, *args, **kwargs):
         """Resize the tables of windows of another size, bicubically.
 
-        As Swin's own code does; the parent's way needs a function that SciPy
-        has no longer.
+        As Swin's own code does; the parent's way needs a function that SciPy has no longer.
         """
         for name, own in self.named_parameters():
             key = f'{prefix}{name}'
@@ -53,9 +52,8 @@ class SwinStateDicts:
 class FastSwinTransformer(SwinStateDicts, SwinTransformer):
     """mmpretrain's Swin Transformer with a faster window attention.
 
-    The vanilla backbone to compare :class:`RePaSwinTransformer` with. Its
-    arguments, outputs and state dict are those of mmpretrain's
-    ``SwinTransformer``.
+    The vanilla backbone to compare :class:`RePaSwinTransformer` with. Its arguments, outputs and
+    state dict are those of mmpretrain's ``SwinTransformer``.
     """
 
     def __init__(self, *args, **kwargs) -> None:
@@ -76,12 +74,11 @@ class RePaSwinTransformer(RePaBackbone, SwinStateDicts, SwinTransformer):
     <https://arxiv.org/abs/2103.14030>`_.
 
     Args:
-        *args, **kwargs: Those of mmpretrain's ``SwinTransformer``, and
-            ``idle_ratio``, ``idle_schedule``, ``ffn_norm_cfg`` and ``deploy``
-            of :class:`RePaBackbone`.
+        *args, **kwargs: Those of mmpretrain's ``SwinTransformer``, and ``idle_ratio``,
+            ``idle_schedule``, ``ffn_norm_cfg`` and ``deploy`` of :class:`RePaBackbone`.
         fast_attention (bool): Use the window attention of
-            :func:`~repa_mm.models.fast_window_attention`, which computes the
-            same faster. Defaults to True.
+            :func:`~repa_mm.models.fast_window_attention`, which computes the same faster. Defaults
+            to True.
 
     Examples:
         >>> model = RePaSwinTransformer('base', out_indices=(0, 1, 2, 3))

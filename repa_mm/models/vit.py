@@ -11,15 +11,14 @@ class RePaVisionTransformer(RePaBackbone, VisionTransformer):
     """Vision Transformer with channel-idle FFNs.
 
     `RePaFormer <https://arxiv.org/abs/2505.21847>`_ applied to `DeiT
-    <https://arxiv.org/abs/2012.12877>`_ ('deit-tiny', 'deit-small',
-    'deit-base') and `ViT <https://arxiv.org/abs/2010.11929>`_ ('large',
-    'huge'). The released weights have ``pre_norm=True`` and a larger epsilon
-    in the blocks, see ``configs/_base_/models/vit_classifier.py``.
+    <https://arxiv.org/abs/2012.12877>`_ ('deit-tiny', 'deit-small', 'deit-base') and `ViT
+    <https://arxiv.org/abs/2010.11929>`_ ('large', 'huge'). The released weights have
+    ``pre_norm=True`` and a larger epsilon in the blocks, see
+    ``configs/_base_/models/vit_classifier.py``.
 
     Args:
-        *args, **kwargs: Those of mmpretrain's ``VisionTransformer``, and
-            ``idle_ratio``, ``idle_schedule``, ``ffn_norm_cfg`` and ``deploy``
-            of :class:`RePaBackbone`.
+        *args, **kwargs: Those of mmpretrain's ``VisionTransformer``, and ``idle_ratio``,
+            ``idle_schedule``, ``ffn_norm_cfg`` and ``deploy`` of :class:`RePaBackbone`.
 
     Examples:
         >>> model = RePaVisionTransformer('deit-base', out_type='featmap')
@@ -29,8 +28,8 @@ class RePaVisionTransformer(RePaBackbone, VisionTransformer):
 
     def train(self, mode: bool = True):
         super().train(mode)
-        # The parent freezes once, which was enough for LayerNorm: BatchNorm
-        # would go on changing its statistics.
+        # The parent freezes once, which was enough for LayerNorm: BatchNorm would go on changing
+        # its statistics.
         if mode and self.frozen_stages > 0:
             self._freeze_stages()
         return self

@@ -10,8 +10,8 @@ def first_order_only(instead: str) -> Callable:
     """Decorate the backward pass of an ``autograd.Function`` that has no second derivative.
 
     Autocast is off inside of the backward pass, and a backward pass with ``create_graph=True`` is
-    refused: autograd would differentiate the operations of the backward pass as if the tensors
-    that it keeps did not depend on the inputs.
+    refused: autograd would differentiate the operations of the backward pass as if the tensors that
+    it keeps did not depend on the inputs.
 
     Args:
         instead (str): What computes the same with second derivatives, for the message.
@@ -36,8 +36,8 @@ def first_order_only(instead: str) -> Callable:
 def recomputing() -> bool:
     """Whether this forward pass repeats an earlier one, for its backward.
 
-    Activation checkpointing runs a block's forward pass a second time inside
-    the backward pass; a batch must not be counted twice for that.
+    Activation checkpointing runs a block's forward pass a second time inside the backward pass; a
+    batch must not be counted twice for that.
     """
     if torch.jit.is_tracing() or is_compiling():
         return False

@@ -45,8 +45,8 @@ def calibrate_batch_norm(
     As in `PreciseBN <https://arxiv.org/abs/2105.07576>`_, the weights stay, every batch is
     normalized with its own statistics, and the statistics of all batches are averaged with equal
     weight for every token, instead of a running average that forgets. The variance is that of all
-    batches taken together. The rest of the model is in eval mode. If anything fails, the
-    statistics are as before.
+    batches taken together. The rest of the model is in eval mode. If anything fails, the statistics
+    are as before.
 
     Args:
         model (nn.Module): With BatchNorms in training forms, such as channel-idle FFNs.

@@ -1,8 +1,8 @@
 """The contract of every structure that trains large and deploys small.
 
 A *training form* merges into a *deploy form* that computes the same in eval mode. The model walk,
-checkpoints, calibration, the hook, the tools and the exporters know nothing else about a
-structure, so that a new one is a file with two classes::
+checkpoints, calibration, the hook, the tools and the exporters know nothing else about a structure,
+so that a new one is a file with two classes::
 
     class Pair(TrainingForm):
         label = 'pair of linear layers'

@@ -77,8 +77,8 @@ def reparameterize(
             wrappers are taken off; an averaged model (EMA) keeps its wrapper.
         inplace (bool): Change the model itself instead of a copy. Defaults to False.
         fuse_conv_bn (bool): Also fold the BatchNorms of mmcv's ConvModules (of a detector's neck
-            and heads) into their convolutions. The weights of such a model are for running it
-            only; without, they load into a model built with ``deploy=True``. Defaults to True.
+            and heads) into their convolutions. The weights of such a model are for running it only;
+            without, they load into a model built with ``deploy=True``. Defaults to True.
         shortcut (str): Where deploy forms that have the choice add their shortcut, 'inside' their
             weights or 'outside', see :meth:`~repa_mm.reparam.MergedFFN.set_shortcut`. Defaults to
             'inside'.

@@ -21,18 +21,17 @@ def token_targets(
     """What the tokens of image crops should predict, from label maps.
 
     Args:
-        label_maps (Sequence[torch.Tensor]): Of the whole images, all of shape
-            (2, K, H, W): the K highest scores of every place, and the classes
-            that have them.
-        boxes (Sequence[torch.Tensor]): The crops: left, top, right, bottom,
-            each (4, ), as shares of the image's width and height.
+        label_maps (Sequence[torch.Tensor]): Of the whole images, all of shape (2, K, H, W): the K
+            highest scores of every place, and the classes that have them.
+        boxes (Sequence[torch.Tensor]): The crops: left, top, right, bottom, each (4, ), as shares
+            of the image's width and height.
         flips (Sequence[bool]): Whether the crop was flipped left to right.
         num_classes (int): Number of classes.
         hw (tuple): Height and width of the grid of tokens.
 
     Returns:
-        tuple: Probabilities for the whole crop (B, num_classes), and for its
-        patches, (B, height * width, num_classes).
+        tuple: Probabilities for the whole crop (B, num_classes), and for its patches, (B, height *
+        width, num_classes).
     """
     maps = torch.stack(tuple(label_maps))
     scores, classes = maps[:, 0].float(), maps[:, 1].long()
@@ -50,13 +49,13 @@ def token_targets(
 class TokenLabelHead(ClsHead):
     """Classifies the class token and every patch.
 
-    The head of `LV-ViT <https://arxiv.org/abs/2104.10858>`_, for
-    ``out_type='token_label'`` of :class:`~repa_mm.models.lvvit.LVViT`. The
-    prediction is the class token's, plus half of the maximum over the patches.
+    The head of `LV-ViT <https://arxiv.org/abs/2104.10858>`_, for ``out_type='token_label'`` of
+    :class:`~repa_mm.models.lvvit.LVViT`. The prediction is the class token's, plus half of the
+    maximum over the patches.
 
-    The patches learn from the label maps of the data samples, ``token_labels``
-    and ``crop_box`` (see :class:`~repa_mm.datasets.token_label.LoadTokenLabels`). Without,
-    every patch learns the label of its image.
+    The patches learn from the label maps of the data samples, ``token_labels`` and ``crop_box``
+    (see :class:`~repa_mm.datasets.token_label.LoadTokenLabels`). Without, every patch learns the
+    label of its image.
 
     Args:
         num_classes (int): Number of classes.
@@ -65,8 +64,8 @@ class TokenLabelHead(ClsHead):
         dense_weight (float): Weight of the patches' loss. Defaults to 1.
         label_smooth_val (float): Defaults to 0.1.
         topk (int | tuple): Accuracies to compute. Defaults to 1.
-        init_cfg (dict, optional): Defaults to a normal distribution with a
-            standard deviation of 0.02, truncated.
+        init_cfg (dict, optional): Defaults to a normal distribution with a standard deviation of
+            0.02, truncated.
     """
 
     def __init__(
@@ -123,10 +122,9 @@ class TokenLabelHead(ClsHead):
         """Losses of the class token and of the patches.
 
         Args:
-            feats (tuple): The last item: tokens, grid, and the share of their
-                own tokens that class tokens have seen.
-            data_samples (List[DataSample]): With ``token_labels``,
-                ``gt_score`` or ``gt_label``.
+            feats (tuple): The last item: tokens, grid, and the share of their own tokens that class
+                tokens have seen.
+            data_samples (List[DataSample]): With ``token_labels``, ``gt_score`` or ``gt_label``.
             **kwargs: Not used; heads of MMPretrain take such arguments.
         """
         tokens, hw, share = feats[-1]

@@ -37,15 +37,14 @@ def add_conv_of_resized(
 ) -> torch.Tensor:
     """Out += conv(resize(x)), with the products taken before the resizing.
 
-    The taps of a convolution mix channels and bilinear resizing mixes places:
-    they commute. Taken at the map's own size, the products are fewer by the
-    square of the scale; the resizing is two small products more.
+    The taps of a convolution mix channels and bilinear resizing mixes places: they commute. Taken
+    at the map's own size, the products are fewer by the square of the scale; the resizing is two
+    small products more.
 
     Args:
         out (torch.Tensor): Map of shape (B, C', H, W), contiguous.
         x (torch.Tensor): Map of shape (B, C, h, w).
-        weight (torch.Tensor): Of shape (C', C, k, k), k odd, for stride 1 and
-            zeros around the map.
+        weight (torch.Tensor): Of shape (C', C, k, k), k odd, for stride 1 and zeros around the map.
         align_corners (bool): As in :func:`torch.nn.functional.interpolate`.
 
     Returns:
@@ -92,10 +91,10 @@ class ConvModuleOfResized(ConvModule):
 class FastUPerHead(UPerHead):
     """A ``UPerHead`` that computes the same in less time.
 
-    The last convolution of the head takes the maps of all levels, resized to
-    the largest: half of the multiplications of a whole UperNet. Here, they
-    are taken level by level, see :func:`add_conv_of_resized`. Arguments,
-    parameters and state dict are those of MMSegmentation's ``UPerHead``.
+    The last convolution of the head takes the maps of all levels, resized to the largest: half of
+    the multiplications of a whole UperNet. Here, they are taken level by level, see
+    :func:`add_conv_of_resized`. Arguments, parameters and state dict are those of MMSegmentation's
+    ``UPerHead``.
     """
 
     def __init__(self, *args, **kwargs) -> None:

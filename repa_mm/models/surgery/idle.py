@@ -150,8 +150,8 @@ def parts_of(block: nn.Module) -> Parts:
         block (nn.Module): One of those that :func:`find_blocks` finds.
 
     Raises:
-        ValueError: If its FFN is not two linear layers around an activation, with a shortcut; or
-            if hooks or replaced layers make it compute something else.
+        ValueError: If its FFN is not two linear layers around an activation, with a shortcut; or if
+            hooks or replaced layers make it compute something else.
     """
     norm_name, ffn_name = PRE_NORM_BLOCKS[type(block).__name__]
     if not hasattr(block, norm_name):

@@ -12,9 +12,9 @@ def replace(model: nn.Module, choose: Callable[[nn.Module], type | nn.Module | N
 
     Args:
         model (nn.Module): Any model.
-        choose (Callable): Gets every module of the model, and returns its replacement: a class
-            that computes something else with the same parameters, another module, or None for a
-            module that stays.
+        choose (Callable): Gets every module of the model, and returns its replacement: a class that
+            computes something else with the same parameters, another module, or None for a module
+            that stays.
 
     Returns:
         list[str]: The names of the modules that were replaced.

@@ -2,14 +2,12 @@
 
 The same function as mmpretrain's ``ShiftWindowMSA``, with the same parameters:
 
-- Padding, cyclic shift and window partition are one gather of rows, and their
-  reversal is another.
-- A shifted window is masked only where it wraps around the map, so that there
-  are four masks (inner, right, bottom, corner) at any map size. The windows
-  are gathered in this order; the relative position bias plus mask of each is
-  broadcast, and cached at inference.
-- On a CPU the windows are processed in chunks that fit its caches, and training
-  keeps of all this only q, k and v.
+- Padding, cyclic shift and window partition are one gather of rows, and their reversal is another.
+- A shifted window is masked only where it wraps around the map, so that there are four masks
+  (inner, right, bottom, corner) at any map size. The windows are gathered in this order; the
+  relative position bias plus mask of each is broadcast, and cached at inference.
+- On a CPU the windows are processed in chunks that fit its caches, and training keeps of all this
+  only q, k and v.
 """
 
 import weakref
@@ -39,18 +37,18 @@ _MERGING = (
     'mmdet.models.layers.transformer.utils',
     'mmseg.models.utils.embed',
 )
-# Tokens that are processed at a time: few enough for the caches, and enough for
-# the matrix products.
+# Tokens that are processed at a time: few enough for the caches, and enough for the matrix
+# products.
 _CHUNK = 2048
 
 
 class Windows(NamedTuple):
     """Where the tokens of a map go.
 
-    ``rows`` (num_windows * N, ) are the tokens of all windows, ``positions``
-    (B * H * W, ) is the inverse; ``padded`` marks the rows that are padding
-    (None if there are none), and ``groups`` are the first and the last + 1 of
-    the windows under each of the four masks, with the number of the mask.
+    ``rows`` (num_windows * N, ) are the tokens of all windows, ``positions`` (B * H * W, ) is the
+    inverse; ``padded`` marks the rows that are padding (None if there are none), and ``groups`` are
+    the first and the last + 1 of the windows under each of the four masks, with the number of the
+    mask.
     """
 
     rows: torch.Tensor
@@ -263,17 +261,16 @@ class _Attention(torch.autograd.Function):
         return grad_qkv, grad_bias.to(bias), None, None, None
 
 
-# Of each module: its relative position bias table, and the biases made of it.
-# Beside the modules, so that copies, pickles and state dicts are without it.
+# Of each module: its relative position bias table, and the biases made of it. Beside the modules,
+# so that copies, pickles and state dicts are without it.
 _BIASES = weakref.WeakKeyDictionary()
 
 
 class FastShiftWindowMSA(ShiftWindowMSA):
     """A ``ShiftWindowMSA`` that computes the same in less time and memory.
 
-    It has the arguments, the parameters and the state dict of its parent. Any
-    ``ShiftWindowMSA`` whose ``w_msa`` is a plain ``WindowMSA`` can become one,
-    see :func:`fast_window_attention`.
+    It has the arguments, the parameters and the state dict of its parent. Any ``ShiftWindowMSA``
+    whose ``w_msa`` is a plain ``WindowMSA`` can become one, see :func:`fast_window_attention`.
     """
 
     # MMDetection and MMSegmentation do not have the argument, and always pad.
@@ -362,8 +359,8 @@ class FastShiftWindowMSA(ShiftWindowMSA):
         """The same in operations that compilers see through."""
         w_msa, window = self.w_msa, self.window_size
         batch, _, channels = query.shape
-        # Indices by arithmetic, since symbolic pads and rolls of the map
-        # itself take minutes to compile.
+        # Indices by arithmetic, since symbolic pads and rolls of the map itself take minutes to
+        # compile.
         h, last_h = _axis(height, window, shift, query.device)
         w, last_w = _axis(width, window, shift, query.device)
         # len() would be a constant of the traced graph.
@@ -427,8 +424,8 @@ class FastShiftWindowMSA(ShiftWindowMSA):
         on_cpu = table.device.type == 'cpu'
         if table.requires_grad and torch.is_grad_enabled() or table.is_inference() and not on_cpu:
             return self._compute_bias(shift, _cached_masks).to(dtype)
-        # What is written to param.data leaves no trace in the version. A
-        # comparison is cheap on a CPU, but would make it wait for a GPU.
+        # What is written to param.data leaves no trace in the version. A comparison is cheap on a
+        # CPU, but would make it wait for a GPU.
         version = None if on_cpu else (table.data_ptr(), table._version)
         key = shift, dtype, table.device, version
         cached = _BIASES.get(self)
@@ -447,8 +444,7 @@ class FastShiftWindowMSA(ShiftWindowMSA):
 class FastPatchMerging(PatchMerging):
     """mmcv's ``PatchMerging`` for patches that do not overlap.
 
-    One permuted copy in place of ``nn.Unfold``, which needs one before and one
-    after it.
+    One permuted copy in place of ``nn.Unfold``, which needs one before and one after it.
     """
 
     def forward(self, x: torch.Tensor, input_size: Sequence[int]):
@@ -495,8 +491,8 @@ def _padding(merging: nn.Module) -> nn.Module | None:
 def _fast_class(module: nn.Module) -> type | None:
     """The fast class of a stock module, None if it has none."""
 
-    # By name, as MMDetection and MMSegmentation have copies of their own;
-    # exactly, as a subclass may do something else.
+    # By name, as MMDetection and MMSegmentation have copies of their own; exactly, as a subclass
+    # may do something else.
     def is_stock(module, name, *where):
         cls = type(module)
         return cls.__name__ == name and cls.__module__ in where
@@ -524,13 +520,11 @@ def swap_attention(model: nn.Module) -> None:
 def fast_window_attention(model: nn.Module) -> nn.Module:
     """Make the window attention of a Swin faster, in place.
 
-    Every ``ShiftWindowMSA`` becomes a :class:`FastShiftWindowMSA`, and every
-    ``PatchMerging`` a :class:`FastPatchMerging`. Outputs, gradients and the
-    state dict stay the same.
+    Every ``ShiftWindowMSA`` becomes a :class:`FastShiftWindowMSA`, and every ``PatchMerging`` a
+    :class:`FastPatchMerging`. Outputs, gradients and the state dict stay the same.
 
     Args:
-        model (nn.Module): A Swin of MMPretrain, MMDetection or MMSegmentation,
-            or a model with one.
+        model (nn.Module): A Swin of MMPretrain, MMDetection or MMSegmentation, or a model with one.
 
     Returns:
         nn.Module: The same model.

@@ -1,13 +1,12 @@
 """Folded training: an FFN's idle channels, trained without computing them.
 
-The idle channels of a :class:`~repa_mm.reparam.ChannelIdleFFN` are linear in
-x during training too, and the batch statistics of a linear map follow from
-the mean and the covariance of its input. So the (N, H - A) idle activations,
-the largest tensor of the block, never have to exist: outputs, gradients and
-running statistics are those of eq. 3, at nearly the cost of the merged form.
+The idle channels of a :class:`~repa_mm.reparam.ChannelIdleFFN` are linear in x during training too,
+and the batch statistics of a linear map follow from the mean and the covariance of its input. So
+the (N, H - A) idle activations, the largest tensor of the block, never have to exist: outputs,
+gradients and running statistics are those of eq. 3, at nearly the cost of the merged form.
 
-Symbols as in :mod:`repa_mm.reparam.ffn`; c marks what is centred over the
-tokens, and for the idle rows I of the first linear map
+Symbols as in :mod:`repa_mm.reparam.ffn`; c marks what is centred over the tokens, and for the idle
+rows I of the first linear map
 
     mu = mean(x), S = xc^T xc / N, s1 = gamma1 / sqrt(diag(S) + eps),
     B = W_in,I diag(s1), var(h_I) = diag(B S B^T), s2 as s1 from var(h),
@@ -72,30 +71,14 @@ class _Branch(torch.autograd.Function):
 class _NormalizedBranch(torch.autograd.Function):
     """z with both norms in training mode; see the module's docstring.
 
-    Returns z (x + z with ``shortcut``), mean and biased variance of both norms'
-    inputs, and the number of tokens that they were taken over.
+    Returns z (x + z with ``shortcut``), mean and biased variance of both norms' inputs, and the
+    number of tokens that they were taken over.
     """
 
     @staticmethod
-    def forward(
-        ctx,
-        x,
-        w_in,
-        b_in,
-        w_out,
-        b_out,
-        gamma1,
-        beta1,
-        gamma2,
-        beta2,
-        num_active,
-        act,
-        eps1,
-        eps2,
-        shortcut,
-        dtype,
-        group,
-    ):
+    def forward(ctx, x, *args):
+        w_in, b_in, w_out, b_out, gamma1, beta1, gamma2, beta2 = args[:8]
+        num_active, act, eps1, eps2, shortcut, dtype, group = args[8:]
         acc = w_in.dtype
         x = x.to(acc)
         w_in_a, w_in_i = w_in.tensor_split([num_active])
@@ -133,24 +116,8 @@ class _NormalizedBranch(torch.autograd.Function):
 
         mean2 = torch.cat([mean_a + rest, b1[num_active:]])
         var2 = torch.cat([var_a, var_i])
-        ctx.save_for_backward(
-            xc,
-            h,
-            w_in,
-            w_out,
-            gamma1,
-            beta1,
-            gamma2,
-            beta2,
-            count,
-            b_cov,
-            r1,
-            mean_a,
-            rest,
-            r2_a,
-            r2_i,
-            linear,
-        )
+        found = xc, h, count, b_cov, r1, mean_a, rest, r2_a, r2_i, linear
+        ctx.save_for_backward(*found, w_in, w_out, gamma1, beta1, gamma2, beta2)
         ctx.num_active, ctx.act = num_active, act
         ctx.shortcut, ctx.group = shortcut, group
         ctx.mark_non_differentiable(mean1, var1, mean2, var2, count)
@@ -159,24 +126,9 @@ class _NormalizedBranch(torch.autograd.Function):
     @staticmethod
     @first_order_only("repa_mm.reparam.set_training_path(model, 'literal')")
     def backward(ctx, dz, *_):
-        (
-            xc,
-            h,
-            w_in,
-            w_out,
-            gamma1,
-            beta1,
-            gamma2,
-            beta2,
-            count,
-            b_cov,
-            r1,
-            mean_a,
-            rest,
-            r2_a,
-            r2_i,
-            linear,
-        ) = ctx.saved_tensors
+        saved = ctx.saved_tensors
+        xc, h, count, b_cov, r1, mean_a, rest, r2_a, r2_i, linear = saved[:10]
+        w_in, w_out, gamma1, beta1, gamma2, beta2 = saved[10:]
         num_active, act, group = ctx.num_active, ctx.act, ctx.group
         dtype, acc = xc.dtype, w_in.dtype
         w_in_a, w_in_i = w_in.tensor_split([num_active])
@@ -194,8 +146,8 @@ class _NormalizedBranch(torch.autograd.Function):
         ds2_a = (dv_a * w_out_a).sum(0)
         dvar_a = ds2_a * gamma2_a * r2_a**3 * -0.5
         dh = (dz @ v_a.to(dtype)).to(acc)
-        # What comes from the batch statistics concerns all tokens of all
-        # processes; what goes to the parameters is this process' share.
+        # What comes from the batch statistics concerns all tokens of all processes; what goes to
+        # the parameters is this process' share.
         mean, dvar_all = _total(torch.stack([dh.sum(0), dvar_a]), group) / count
         dh.sub_(mean).addcmul_(a, 2 * dvar_all)
         del a
@@ -229,24 +181,9 @@ class _NormalizedBranch(torch.autograd.Function):
         db_in = torch.cat([db1, db1.new_zeros(len(w_in_i))])
         dw_out = torch.addr(torch.cat([dv_a * s2_a, dv_i * s2_i], dim=1), db2, beta2)
         dgamma2 = torch.cat([ds2_a * r2_a, ds2_i * r2_i])
-        return (
-            dx,
-            dw_in,
-            db_in,
-            dw_out,
-            db2,
-            ds1 * r1,
-            db1 @ w_in_a,
-            dgamma2,
-            db2 @ w_out,
-            None,
-            None,
-            None,
-            None,
-            None,
-            None,
-            None,
-        )
+        dgamma1, dbeta1, dbeta2 = ds1 * r1, db1 @ w_in_a, db2 @ w_out
+        weights = dw_in, db_in, dw_out, db2, dgamma1, dbeta1, dgamma2, dbeta2
+        return dx, *weights, *[None] * 7
 
 
 _NORMS = *KEPT_NORMS, nn.Identity, nn.BatchNorm1d, nn.SyncBatchNorm
@@ -284,8 +221,8 @@ def choose_path(ffn: nn.Module, num_tokens: int) -> str:
     """'folded' or 'literal', whichever is faster for so many tokens.
 
     Raises:
-        ValueError: If ``ffn.training_path`` asks for folded training and the
-            FFN is in a state that only eq. 3 itself describes.
+        ValueError: If ``ffn.training_path`` asks for folded training and the FFN is in a state that
+            only eq. 3 itself describes.
     """
     if ffn.training_path not in ('auto', 'literal', 'folded'):
         raise ValueError(
@@ -323,30 +260,26 @@ def choose_path(ffn: nn.Module, num_tokens: int) -> str:
     if not is_alone:
         return 'folded'
     # Multiply-adds of forward and backward, divided by C.
-    num_channels, num_hidden = ffn.embed_dims, ffn.feedforward_channels
-    num_idle = num_hidden - ffn.num_active
-    small = (3 + 2 * (statistics[0] == 'batch')) * num_idle * num_channels
-    folded = (
-        num_tokens * ((3 + 2 * (statistics[0] == 'batch')) * num_channels + 6 * ffn.num_active)
-        + small
-    )
-    return 'folded' if folded < 6 * num_tokens * num_hidden else 'literal'
+    products = 3 + 2 * (statistics[0] == 'batch')
+    of_tokens = products * ffn.embed_dims + 6 * ffn.num_active
+    of_weights = products * ffn.num_idle * ffn.embed_dims
+    literal = 6 * num_tokens * ffn.feedforward_channels
+    return 'folded' if num_tokens * of_tokens + of_weights < literal else 'literal'
 
 
 def folded_forward(ffn: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """What :meth:`ChannelIdleFFN.forward_literal` returns, folded.
 
     Args:
-        ffn (ChannelIdleFFN): In training mode; :func:`choose_path` said
-            'folded'.
+        ffn (ChannelIdleFFN): In training mode; :func:`choose_path` said 'folded'.
         x (torch.Tensor): Tokens of shape (B, L, C).
 
     Returns:
         torch.Tensor: Of the shape of x.
     """
     dtype = autocast_dtype(x.device.type) or x.dtype
-    # Statistics and everything of the size of a weight in single precision
-    # at least; products with the tokens in what autocast asks for.
+    # Statistics and everything of the size of a weight in single precision at least; products with
+    # the tokens in what autocast asks for.
     acc = torch.promote_types(dtype, torch.float32)
     shortcut = not ffn.keeps_norm and ffn.dropout_layer.drop_prob == 0.0 and dtype == x.dtype == acc
     tokens = (ffn.norm1(x) if ffn.keeps_norm else x).reshape(-1, ffn.embed_dims)
@@ -357,18 +290,10 @@ def folded_forward(ffn: nn.Module, x: torch.Tensor) -> torch.Tensor:
             w_out, b_out = g[:, None] * w_out, g * b_out
         weights = (ffn.fc1.weight.to(acc), ffn.fc1.bias.to(acc), w_out, b_out)
         if _statistics(ffn.norm1) == 'batch':
+            affine = *_affine(ffn.norm1, weights[0]), *_affine(ffn.norm2, w_out)
+            settings = ffn.num_active, ffn.act, ffn.norm1.eps, ffn.norm2.eps, shortcut, dtype
             z, mean1, var1, mean2, var2, count = _NormalizedBranch.apply(
-                tokens,
-                *weights,
-                *_affine(ffn.norm1, weights[0]),
-                *_affine(ffn.norm2, w_out),
-                ffn.num_active,
-                ffn.act,
-                ffn.norm1.eps,
-                ffn.norm2.eps,
-                shortcut,
-                dtype,
-                _group(ffn.norm1),
+                tokens, *weights, *affine, *settings, _group(ffn.norm1)
             )
             if not recomputing():
                 _track(ffn.norm1, mean1, var1, count)
@@ -421,8 +346,8 @@ def _track(norm: nn.Module, mean: torch.Tensor, var: torch.Tensor, count: torch.
 def _centre(x: torch.Tensor, count: torch.Tensor, group):
     """Column means of x in two parts, and x without them.
 
-    The mean of what the first part leaves makes up for its rounding, which
-    otherwise counts where a mean is large against its standard deviation.
+    The mean of what the first part leaves makes up for its rounding, which otherwise counts where a
+    mean is large against its standard deviation.
     """
     mean = _total(x.sum(0), group) / count
     xc = x - mean

@@ -2,8 +2,8 @@
 
 `RePaFormer <https://arxiv.org/abs/2505.21847>`_ (RePaViT, ICML 2025) lets only the first A of an
 FFN's H hidden channels pass the activation. The other H - A *idle* channels are linear from input
-to output. After training, the idle channels, both BatchNorms and the shortcut collapse into one
-C x C matrix.
+to output. After training, the idle channels, both BatchNorms and the shortcut collapse into one C x
+C matrix.
 """
 
 import copy
@@ -36,11 +36,10 @@ def _computes_as(module: nn.Module, kinds: tuple) -> bool:
 class ChannelIdleFFN(TrainingForm):
     """Training form of an FFN most of whose channels skip the activation.
 
-    With u = BN1(x), h = u W_in^T + b_in and a = [act(h_A), h_I] (active and
-    idle channels), it returns x + DropPath(g * (BN2(a) W_out^T + b_out)): eq. 3
-    of the `paper <https://arxiv.org/abs/2505.21847>`_, with the biases that it
-    omits, stochastic depth and the layer scale g. Dropout, where asked for,
-    comes before and after the second linear layer.
+    With u = BN1(x), h = u W_in^T + b_in and a = [act(h_A), h_I] (active and idle channels), it
+    returns x + DropPath(g * (BN2(a) W_out^T + b_out)): eq. 3 of the `paper
+    <https://arxiv.org/abs/2505.21847>`_, with the biases that it omits, stochastic depth and the
+    layer scale g. Dropout, where asked for, comes before and after the second linear layer.
 
     With ``norm_cfg=dict(type='LN')`` or ``'TokenGN'`` there is a LayerNorm or a GroupNorm before
     the FFN and no norm inside it. Then only the idle product merges; the norm and the shortcut
@@ -49,28 +48,24 @@ class ChannelIdleFFN(TrainingForm):
     Args:
         embed_dims (int): Number of channels C.
         feedforward_channels (int): Hidden width H.
-        idle_ratio (float): Share of hidden channels that skip the activation,
-            in [0, 1]. Defaults to 0.75.
-        act_cfg (dict | nn.Module): An elementwise activation: its name in
-            ``torch.nn`` (or class) as ``type``, and its arguments.
-            Defaults to ``dict(type='GELU')``.
+        idle_ratio (float): Share of hidden channels that skip the activation, in [0, 1]. Defaults
+            to 0.75.
+        act_cfg (dict | nn.Module): An elementwise activation: its name in ``torch.nn`` (or class)
+            as ``type``, and its arguments. Defaults to ``dict(type='GELU')``.
         norm_cfg (dict): ``type`` 'BN', 'SyncBN', 'LN' or 'TokenGN' (a GroupNorm, by default of one
             group, over all tokens of a sample), and the norm's arguments. Defaults to
             ``dict(type='BN')``.
         drop_path (float): Stochastic depth rate. Defaults to 0.
-        layer_scale_init_value (float): Initial value of the layer scale; 0 for
-            none. Defaults to 0.
-        drop_rate (float): Dropout rate; every hidden channel is computed in
-            training if it is not 0. Defaults to 0.
+        layer_scale_init_value (float): Initial value of the layer scale; 0 for none. Defaults to 0.
+        drop_rate (float): Dropout rate; every hidden channel is computed in training if it is not
+            0. Defaults to 0.
 
-    In training mode the idle channels are not computed where that is faster,
-    see :mod:`repa_mm.reparam.ffn.folded`: outputs, gradients and running
-    statistics are the same. ``training_path`` ('auto', 'literal' or 'folded')
-    forces one or the other.
+    In training mode the idle channels are not computed where that is faster, see
+    :mod:`repa_mm.reparam.ffn.folded`: outputs, gradients and running statistics are the same.
+    ``training_path`` ('auto', 'literal' or 'folded') forces one or the other.
 
     Raises:
-        ValueError: If the idle ratio is not in [0, 1], or the activation or
-            the norm is unknown.
+        ValueError: If the idle ratio is not in [0, 1], or the activation or the norm is unknown.
     """
 
     label = 'channel-idle FFN'
@@ -125,8 +120,8 @@ class ChannelIdleFFN(TrainingForm):
 
         Args:
             x (torch.Tensor): Tokens of shape (B, L, C), not normalized.
-            identity (torch.Tensor, optional): The shortcut, as mmcv's ``FFN``
-                takes it. It can only be x itself.
+            identity (torch.Tensor, optional): The shortcut, as mmcv's ``FFN`` takes it. It can only
+                be x itself.
 
         Returns:
             torch.Tensor: Of the shape of x.

@@ -1,7 +1,7 @@
 """The parts that FFNs are made of, and the symbols for their shapes.
 
-x (N, C) are the tokens, H is the hidden width, A the number of active channels, and
-theta = 1 - A/H the idle ratio.
+x (N, C) are the tokens, H is the hidden width, A the number of active channels, and theta = 1 - A/H
+the idle ratio.
 """
 
 import math
@@ -61,8 +61,8 @@ def build_activation(act_cfg: dict | nn.Module) -> nn.Module:
     """Build an activation that leaves its input as it is, never in place.
 
     Args:
-        act_cfg (dict | nn.Module): ``type``, the name of an activation in ``torch.nn`` or a
-            module class, and its arguments; or a module, which is returned itself.
+        act_cfg (dict | nn.Module): ``type``, the name of an activation in ``torch.nn`` or a module
+            class, and its arguments; or a module, which is returned itself.
 
     Raises:
         ValueError: If the type is neither of these.
@@ -81,8 +81,7 @@ def build_activation(act_cfg: dict | nn.Module) -> nn.Module:
 
 
 def _not_inplace(act: nn.Module) -> nn.Module:
-    # The input is a part of the hidden channels, and is needed again in the
-    # backward pass.
+    # The input is a part of the hidden channels, and is needed again in the backward pass.
     if getattr(act, 'inplace', False):
         act.inplace = False
     return act
@@ -141,8 +140,8 @@ def check_input(ffn: nn.Module, x: torch.Tensor, identity: torch.Tensor | None) 
         identity (torch.Tensor, optional): The shortcut's input, as MMCV's FFN takes it.
 
     Raises:
-        ValueError: If the tokens are nested or of another width, or the shortcut is to start
-            at another tensor than ``x``.
+        ValueError: If the tokens are nested or of another width, or the shortcut is to start at
+            another tensor than ``x``.
     """
     if x.is_nested:
         raise ValueError('a nested tensor of tokens is not supported: pad it to (B, L, C)')

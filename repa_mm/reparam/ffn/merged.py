@@ -11,19 +11,18 @@ from .weights import explain, form_of
 class MergedFFN(DeployForm):
     """Deploy form of a :class:`ChannelIdleFFN` (paper eq. 7).
 
-    y = x W^T + b + act(x W_in^T + b_in) W_out^T in two matrix products: W_in
-    (A, C) and W (C, C) are stacked in ``fc1``, and the second product, with
-    W_out (C, A) in ``fc2``, accumulates onto the linear half of the first.
+    y = x W^T + b + act(x W_in^T + b_in) W_out^T in two matrix products: W_in (A, C) and W (C, C)
+    are stacked in ``fc1``, and the second product, with W_out (C, A) in ``fc2``, accumulates onto
+    the linear half of the first.
 
     Args:
         embed_dims (int): Number of channels C.
         num_active (int): Number of activated channels A.
         act_cfg (dict | nn.Module): The activation.
-        norm (nn.LayerNorm, optional): A norm that could not be merged. With
-            it, the shortcut starts before it and is added at run time.
-        idle (bool): Whether there are idle channels, merged into W. Without
-            (idle ratio 0) W is the shortcut alone and is not multiplied by.
-            Defaults to True.
+        norm (nn.LayerNorm, optional): A norm that could not be merged. With it, the shortcut starts
+            before it and is added at run time.
+        idle (bool): Whether there are idle channels, merged into W. Without (idle ratio 0) W is the
+            shortcut alone and is not multiplied by. Defaults to True.
     """
 
     label = 'channel-idle FFN'
@@ -54,10 +53,9 @@ class MergedFFN(DeployForm):
     def set_shortcut(self, where: str) -> None:
         """Put the shortcut into W, or take it out and add it at run time.
 
-        Inside, it costs nothing. Outside, W keeps all its digits in half
-        precision (bfloat16 resolves 2^-8 next to the 1 on the diagonal), and
-        under autocast the sum is one of float32. Call it before a cast.
-        State dicts always have it inside.
+        Inside, it costs nothing. Outside, W keeps all its digits in half precision (bfloat16
+        resolves 2^-8 next to the 1 on the diagonal), and under autocast the sum is one of float32.
+        Call it before a cast. State dicts always have it inside.
 
         Args:
             where (str): 'inside' or 'outside'.

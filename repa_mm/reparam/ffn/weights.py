@@ -8,8 +8,8 @@ import torch
 class FoldedFFN(NamedTuple):
     """An FFN without its norms, z = x W^T + b + act(x W_in^T + b_in) W_out^T, before the shortcut.
 
-    W (C, C) and b (C, ) are what the idle channels and all output biases come to, W_in (A, C),
-    b_in (A, ) and W_out (C, A) belong to the active channels.
+    W (C, C) and b (C, ) are what the idle channels and all output biases come to, W_in (A, C), b_in
+    (A, ) and W_out (C, A) belong to the active channels.
     """
 
     w: torch.Tensor
