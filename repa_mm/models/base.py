@@ -19,10 +19,7 @@ from repa_mm.reparam import finish_schedules, has_deploy_form, reparameterize
 
 
 class PatchPadding(AdaptivePadding):
-    """mmcv's ``AdaptivePadding`` to whole patches.
-
-    The same, but a traced graph of it serves images of any size.
-    """
+    """mmcv's ``AdaptivePadding`` to whole patches, whose traced graph serves images of any size."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not is_traced():
@@ -44,13 +41,14 @@ def _padding_of_patches(module: nn.Module) -> type | None:
 def adapt_output_norms(model: nn.Module, state_dict: dict, prefix: str, last: str) -> None:
     """Make a state dict fit a model with other outputs, in place.
 
-    Every output has its norm. A classifier has one, behind the last stage: those of a detector's
-    other outputs start as they are. What a model does not put out needs no norm.
+    Every output of a backbone has a norm of its own. The state dict of a classifier has one norm,
+    behind the last stage: the norms of other outputs keep their initial values. Norms of outputs
+    that the model does not have are left out.
 
     Args:
         model (nn.Module): A backbone with norms 'norm0', 'norm1', ...
-        state_dict (dict): What it is about to load.
-        prefix (str): Of its names.
+        state_dict (dict): The state dict that the model is about to load.
+        prefix (str): Prefix of the names in the state dict.
         last (str): Name of the norm behind the last stage.
     """
     pattern = re.compile(re.escape(prefix) + r'(norm\d+)\.')
@@ -93,15 +91,15 @@ class ReparamBackbone:
         reparameterize(self, inplace=True, fuse_conv_bn=False)
 
     def init_weights(self) -> None:
-        """Initialize, with clear words where pretrained weights are missing.
+        """Initialize the weights, or load the pretrained ones that ``init_cfg`` names.
 
         Raises:
             FileNotFoundError: If ``init_cfg`` names a local file that is not there.
         """
         check_pretrained(self.init_cfg)
         if has_deploy_form(self):
-            # It is loaded, never trained; and the blocks of some parents expect a bias in every
-            # linear layer.
+            # A deploy form is only loaded. The blocks of some parents would expect a bias in every
+            # linear layer of it.
             cfgs = self.init_cfg
             for cfg in cfgs if isinstance(cfgs, (list, tuple)) else [cfgs]:
                 if cfg and cfg.get('type') == 'Pretrained':

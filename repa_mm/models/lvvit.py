@@ -99,8 +99,8 @@ class LVViT(VisionTransformer):
             Defaults to 's'.
         residual_scale (float): Factor of all residual branches. Defaults to 0.5.
         mix_token (bool): In training, replace a random rectangle of every image's tokens by the
-            same one of another image of the batch; they are put back behind the last block. It
-            needs ``out_type='token_label'``. Defaults to False.
+            same rectangle of another image of the batch, and put the tokens back behind the last
+            block. Needs ``out_type='token_label'``. Defaults to False.
         out_type (str): One of those of ``VisionTransformer``, or 'token_label': all tokens (B, 1 +
             H * W, C), the class token first, the grid (H, W), and the share (a scalar) of an
             image's own tokens that its class token has seen. Defaults to 'cls_token'.
@@ -218,8 +218,8 @@ class RePaLVViT(RePaBackbone, LVViT):
     as many active channels as in the paper's model (one for each channel of the tokens) the idle
     ratio is 2/3.
 
-    The authors' FFNs see the tokens divided by the residual scale. A BatchNorm takes that away
-    again, all but its ``eps``, which is smaller here instead.
+    The authors' FFNs see the tokens divided by the residual scale. A BatchNorm undoes this division
+    except for its ``eps``, so that ``eps`` is smaller here.
 
     Args:
         *args, **kwargs: Those of :class:`LVViT`, and ``idle_ratio``, ``idle_schedule``,

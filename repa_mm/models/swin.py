@@ -11,7 +11,7 @@ from repa_mm.models.surgery.window_attention import swap_attention
 
 
 class SwinStateDicts:
-    """Mixin before ``SwinTransformer``, for other models' state dicts."""
+    """Mixin before ``SwinTransformer`` that reads the state dicts of other Swin Transformers."""
 
     def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs):
         # The parent translates state dicts of earlier versions (the last norm had no number,
@@ -28,7 +28,8 @@ class SwinStateDicts:
     def _prepare_relative_position_bias_table(self, state_dict, prefix, *args, **kwargs):
         """Resize the tables of windows of another size, bicubically.
 
-        As Swin's own code does; the parent's way needs a function that SciPy has no longer.
+        Swin's own code resizes tables so. The parent's method needs a function that SciPy no longer
+        has.
         """
         for name, own in self.named_parameters():
             key = f'{prefix}{name}'

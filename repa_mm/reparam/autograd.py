@@ -1,4 +1,4 @@
-"""What autograd, autocast and compilers are doing at the moment."""
+"""The state of autograd, autocast and compilers, and a guard for backward passes."""
 
 import functools
 from collections.abc import Callable
@@ -51,7 +51,7 @@ def is_compiling() -> bool:
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """What matrix products are computed in under autocast, None outside."""
+    """The type in which matrix products are computed under autocast, None outside of autocast."""
     if hasattr(torch, 'getautocast_dtype'):
         if torch.is_autocast_enabled(device_type):
             return torch.getautocast_dtype(device_type)

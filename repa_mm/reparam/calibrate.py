@@ -9,7 +9,7 @@ from .forms import TrainingForm
 
 
 class _Statistics:
-    """Mean and variance of everything that a BatchNorm has seen, in float64."""
+    """Mean and variance of all inputs of a BatchNorm, in float64."""
 
     def __init__(self, norm: nn.Module) -> None:
         self.norm = norm
@@ -50,7 +50,7 @@ def calibrate_batch_norm(
 
     Args:
         model (nn.Module): With BatchNorms in training forms, such as channel-idle FFNs.
-        batches (Iterable): What ``forward`` takes.
+        batches (Iterable): Batches that ``forward`` takes.
         forward (Callable, optional): Runs the model on a batch. Defaults to ``model``.
 
     Returns:

@@ -12,7 +12,8 @@ from .numerics import batch_norm_affine, check_finite, double, is_plain, rounded
 def foldable_conv_bns(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The ConvModules of a model, by name, whose BatchNorm can be folded.
 
-    Those of which anything is unusual, a hook or a convolution of another kind, stay as they are.
+    A ConvModule stays as it is if it has a hook, shares its convolution with another one, or has a
+    convolution or norm of another kind.
     """
     try:
         from mmcv.cnn import ConvModule

@@ -1,4 +1,4 @@
-"""The form that a model or a state dict has. Every form answers for itself."""
+"""The form of models and of state dicts, as the forms themselves recognize it."""
 
 from collections.abc import Iterator
 

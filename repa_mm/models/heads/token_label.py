@@ -21,8 +21,8 @@ def token_targets(
     """What the tokens of image crops should predict, from label maps.
 
     Args:
-        label_maps (Sequence[torch.Tensor]): Of the whole images, all of shape (2, K, H, W): the K
-            highest scores of every place, and the classes that have them.
+        label_maps (Sequence[torch.Tensor]): Maps of the whole images, all of shape (2, K, H, W):
+            the K highest scores of every place, and the classes with these scores.
         boxes (Sequence[torch.Tensor]): The crops: left, top, right, bottom, each (4, ), as shares
             of the image's width and height.
         flips (Sequence[bool]): Whether the crop was flipped left to right.
@@ -54,8 +54,8 @@ class TokenLabelHead(ClsHead):
     maximum over the patches.
 
     The patches learn from the label maps of the data samples, ``token_labels`` and ``crop_box``
-    (see :class:`~repa_mm.datasets.token_label.LoadTokenLabels`). Without, every patch learns the
-    label of its image.
+    (see :class:`~repa_mm.datasets.token_label.LoadTokenLabels`). Without label maps, every patch
+    learns the label of its image.
 
     Args:
         num_classes (int): Number of classes.

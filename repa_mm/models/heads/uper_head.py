@@ -37,9 +37,9 @@ def add_conv_of_resized(
 ) -> torch.Tensor:
     """Out += conv(resize(x)), with the products taken before the resizing.
 
-    The taps of a convolution mix channels and bilinear resizing mixes places: they commute. Taken
-    at the map's own size, the products are fewer by the square of the scale; the resizing is two
-    small products more.
+    The taps of a convolution mix channels and bilinear resizing mixes places, so that their order
+    can be exchanged. At the map's own size the products are fewer by the square of the scale, and
+    the resizing adds two small products.
 
     Args:
         out (torch.Tensor): Map of shape (B, C', H, W), contiguous.
@@ -72,7 +72,7 @@ def add_conv_of_resized(
 class ConvModuleOfResized(ConvModule):
     """A ``ConvModule`` of maps that are resized to the first and stacked."""
 
-    #: What multiplies by weights in here, besides convolutions.
+    #: Operators that multiply by weights in here, besides convolutions.
     weight_operators = ('bmm',)
 
     def forward(self, maps: Sequence[torch.Tensor], align_corners: bool) -> torch.Tensor:

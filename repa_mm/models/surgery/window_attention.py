@@ -1,13 +1,14 @@
 """Swin's window attention and patch merging without needless copies.
 
-The same function as mmpretrain's ``ShiftWindowMSA``, with the same parameters:
+The modules compute what the window attention of MMPretrain, MMDetection and MMSegmentation
+computes, with the same parameters:
 
 - Padding, cyclic shift and window partition are one gather of rows, and their reversal is another.
 - A shifted window is masked only where it wraps around the map, so that there are four masks
   (inner, right, bottom, corner) at any map size. The windows are gathered in this order; the
   relative position bias plus mask of each is broadcast, and cached at inference.
-- On a CPU the windows are processed in chunks that fit its caches, and training keeps of all this
-  only q, k and v.
+- On a CPU the windows are processed in chunks that fit its caches, and training keeps only q, k and
+  v.
 """
 
 import weakref
@@ -167,7 +168,7 @@ def _wrap(x: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def _buffer(x: torch.Tensor) -> torch.Tensor:
-    """x, stored; else Inductor computes an element anew for each of its uses."""
+    """Store x, since Inductor would compute an element anew for each use of it."""
     if not _is_compiling() or x.requires_grad and torch.is_grad_enabled():
         return x
     return x.as_strided(x.shape, x.stride())
@@ -261,8 +262,8 @@ class _Attention(torch.autograd.Function):
         return grad_qkv, grad_bias.to(bias), None, None, None
 
 
-# Of each module: its relative position bias table, and the biases made of it. Beside the modules,
-# so that copies, pickles and state dicts are without it.
+# The relative position bias table of each module, and the biases made of the table. They are kept
+# beside the modules, so that copies, pickles and state dicts are without them.
 _BIASES = weakref.WeakKeyDictionary()
 
 
@@ -287,16 +288,20 @@ class FastShiftWindowMSA(ShiftWindowMSA):
             torch.Tensor: Of the shape of ``query``.
         """
         height, width = hw_shape
-        assert query.shape[1] == height * width, (
-            f"The query length {query.shape[1]} doesn't match the input shape ({height}, {width})."
-        )
+        # Raised, as `python -OO` removes assertions; of the type that the parent's have.
+        if query.shape[1] != height * width:
+            raise AssertionError(
+                f"The query length {query.shape[1]} doesn't match the input shape "
+                f'({height}, {width}).'
+            )
         shift = self.shift_size
         if not self.pad_small_map:
-            assert min(height, width) >= self.window_size, (
-                f'The input shape ({height}, {width}) is smaller than the '
-                f'window size ({self.window_size}). Please set '
-                '`pad_small_map=True`, or decrease the `window_size`.'
-            )
+            if min(height, width) < self.window_size:
+                raise AssertionError(
+                    f'The input shape ({height}, {width}) is smaller than the '
+                    f'window size ({self.window_size}). Please set '
+                    '`pad_small_map=True`, or decrease the `window_size`.'
+                )
         if shift and not self.pad_small_map:
             if torch.is_tensor(height):  # traced: known when the graph runs
                 shift = shift * (torch.minimum(height, width) > self.window_size)
@@ -356,7 +361,7 @@ class FastShiftWindowMSA(ShiftWindowMSA):
         return out.index_select(0, positions).view(query.shape)
 
     def _forward_traceable(self, query, height, width, shift):
-        """The same in operations that compilers see through."""
+        """The attention in operations that compilers see through."""
         w_msa, window = self.w_msa, self.window_size
         batch, _, channels = query.shape
         # Indices by arithmetic, since symbolic pads and rolls of the map itself take minutes to
@@ -419,13 +424,13 @@ class FastShiftWindowMSA(ShiftWindowMSA):
         return bias
 
     def _bias(self, shift: int, dtype: torch.dtype) -> torch.Tensor:
-        """The same in some dtype, from the cache if possible."""
+        """The biases of :meth:`_compute_bias` in some dtype, from the cache if possible."""
         table = self.w_msa.relative_position_bias_table
         on_cpu = table.device.type == 'cpu'
         if table.requires_grad and torch.is_grad_enabled() or table.is_inference() and not on_cpu:
             return self._compute_bias(shift, _cached_masks).to(dtype)
-        # What is written to param.data leaves no trace in the version. A comparison is cheap on a
-        # CPU, but would make it wait for a GPU.
+        # Writing to param.data leaves no trace in the version. Comparing the values is cheap on a
+        # CPU, but would make the CPU wait for a GPU.
         version = None if on_cpu else (table.data_ptr(), table._version)
         key = shift, dtype, table.device, version
         cached = _BIASES.get(self)
@@ -459,7 +464,8 @@ class FastPatchMerging(PatchMerging):
         """
         batch, length, channels = x.shape
         height, width = input_size
-        assert length == height * width, 'input feature has wrong size'
+        if length != height * width:
+            raise AssertionError('input feature has wrong size')
         kernel_h, kernel_w = self.sampler.kernel_size
         x = x.view(batch, height, width, channels)
         out_h = (height + kernel_h - 1) // kernel_h
@@ -513,7 +519,7 @@ def _fast_class(module: nn.Module) -> type | None:
 
 
 def swap_attention(model: nn.Module) -> None:
-    """As :func:`fast_window_attention`, but content with nothing to do."""
+    """As :func:`fast_window_attention`, without an error if there is nothing to replace."""
     replace(model, _fast_class)
 
 

@@ -346,8 +346,8 @@ def _track(norm: nn.Module, mean: torch.Tensor, var: torch.Tensor, count: torch.
 def _centre(x: torch.Tensor, count: torch.Tensor, group):
     """Column means of x in two parts, and x without them.
 
-    The mean of what the first part leaves makes up for its rounding, which otherwise counts where a
-    mean is large against its standard deviation.
+    The second part is the mean of what the first part leaves. It corrects the rounding error of the
+    first part, which matters where a mean is large against the standard deviation.
     """
     mean = _total(x.sum(0), group) / count
     xc = x - mean

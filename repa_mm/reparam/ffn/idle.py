@@ -60,7 +60,7 @@ class ChannelIdleFFN(TrainingForm):
         drop_rate (float): Dropout rate; every hidden channel is computed in training if it is not
             0. Defaults to 0.
 
-    In training mode the idle channels are not computed where that is faster, see
+    In training mode the FFN does not compute the idle channels where that is faster, see
     :mod:`repa_mm.reparam.ffn.folded`: outputs, gradients and running statistics are the same.
     ``training_path`` ('auto', 'literal' or 'folded') forces one or the other.
 
