@@ -1,0 +1,10 @@
+# Swin-S, 2-2-18-2 layers, as 2-2-6-2 blocks with 3 branches in the third stage, deployed as an
+# ordinary Swin of 2-2-6-2 layers. An ordinary Swin-S can be given as
+# backbone.init_cfg=dict(type='Pretrained', checkpoint=…, prefix='backbone.'): its layers fill the
+# branches.
+_base_ = '../swin_s_in1k.py'
+
+model = dict(
+    backbone=dict(type='ParallelSwinTransformer', arch='small', num_branches=3, drop_path_rate=0.2)
+)
+custom_hooks = [dict(type='JoinBranchesHook', warmup=10000), dict(type='ReparameterizeHook')]

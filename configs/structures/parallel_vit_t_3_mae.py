@@ -1,0 +1,4 @@
+# 3 blocks with 4 branches each.
+_base_ = 'parallel_vit_t_6_mae.py'
+
+model = dict(backbone=dict(num_branches=4))
