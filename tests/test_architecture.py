@@ -23,7 +23,7 @@ TOP = {'__init__', 'apis'}
 
 # They export channel-idle FFNs, put them into backbones, or translate their weights.
 NAME_CHANNEL_IDLE = ('__init__.py', 'reparam/__init__.py', 'reparam/ffn/', 'models/surgery/')
-NAME_CHANNEL_IDLE += ('converters/', 'benchmark/errors.py')
+NAME_CHANNEL_IDLE += ('converters/',)
 
 pytestmark = pytest.mark.skipif(not DOCS.is_file(), reason='needs the repository')
 
