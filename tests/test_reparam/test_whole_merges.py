@@ -291,6 +291,16 @@ def test_batch_norms_of_other_classes_merge(build, randomize, relative_error, mo
     assert relative_error(ffn.merge()(X), plain(X)) < 1e-5
 
 
+@pytest.mark.parametrize('idle_ratio', [0, 0.75])
+def test_a_norm_without_parameters(idle_ratio, randomize, relative_error):
+    cfg = dict(type='LN', elementwise_affine=False)
+    ffn = randomize(ChannelIdleFFN(8, 32, idle_ratio, norm_cfg=cfg)).eval()
+    loaded = ChannelIdleFFN(8, 32, idle_ratio, norm_cfg=cfg).eval()
+    loaded.load_state_dict(ffn.state_dict())
+    assert torch.equal(loaded(X), ffn(X))
+    assert relative_error(ffn.merge()(X), ffn(X)) < 1e-5
+
+
 def test_linear_layers_without_a_bias(randomize, relative_error):
     ffn = randomize(ChannelIdleFFN(8, 32))
     ffn.fc1.bias = ffn.fc2.bias = None
