@@ -6,7 +6,6 @@ import torch
 import torch.nn as nn
 
 from repa_mm.reparam import ChannelIdleFFN
-from repa_mm.reparam.ffn import fit as fitting
 from repa_mm.reparam.ffn.fit import (
     Moments,
     channel_idle_ffn,
@@ -43,9 +42,10 @@ def lstsq(features, t):
 
 def test_moments_are_those_of_all_rows():
     rows = torch.randn(100, 5, dtype=torch.float64) * torch.tensor([1, 2, 3, 4, 1e-3]) + 1e4
-    moments = Moments()
-    for part in rows.split(30):
-        moments.add(part[:, :2], part[:, 2:])
+    moments = [Moments(rows[0]) for _ in range(2)]
+    for i, part in enumerate(rows.split(30)):
+        moments[i % 2].add(part)
+    moments = Moments.of(moments)
     mean, cov = moments.mean_and_covariance()
     assert moments.count == 100
     torch.testing.assert_close(mean, rows.mean(0), rtol=1e-12, atol=0)
@@ -58,7 +58,7 @@ def test_moments_are_those_of_all_rows():
 def test_it_is_the_regression_on_the_chosen_channels(ffn, select, num_active):
     x = tokens()
     y = ffn(x) + 0.1 * torch.randn_like(x)
-    fit = fit_ffn(ffn, ffn_moments(ffn, x, y), num_active, select, ridge=1e-12)
+    fit = fit_ffn(ffn, ffn_moments(ffn, ffn.norm1(x), y - x), num_active, select, ridge=1e-12)
     u, a = hidden(ffn, x)
     expected = lstsq([u, a[:, fit.active]], y - x)
     form = channel_idle_ffn(ffn, fit, len(x))
@@ -78,7 +78,7 @@ def test_fewer_idle_channels_than_the_linear_path_needs(ffn):
     """Then the regression is on what the idle channels can give."""
     x = tokens()
     y = ffn(x) + 0.1 * torch.randn_like(x)
-    fit = fit_ffn(ffn, ffn_moments(ffn, x, y), HIDDEN - 3, ridge=1e-12)
+    fit = fit_ffn(ffn, ffn_moments(ffn, ffn.norm1(x), y - x), HIDDEN - 3, ridge=1e-12)
     u, a = hidden(ffn, x)
     h = ffn.fc1(u)
     form = channel_idle_ffn(ffn, fit, len(x))
@@ -89,3 +89,86 @@ def test_fewer_idle_channels_than_the_linear_path_needs(ffn):
     best = torch.from_numpy(lstsq([u, a[:, fit.active]], y - x))
     gap = (expected - best.numpy()).var(0).sum() / (y - x).numpy().var(0).sum()
     assert fit.shortfall == pytest.approx(gap, rel=1e-4)
+
+
+@torch.no_grad()
+def test_elimination_is_that_of_refitting_from_scratch():
+    features, t = torch.randn(300, 8, dtype=torch.float64), torch.randn(300, 3, dtype=torch.float64)
+    features[:, 3] += features[:, 5]
+    kept = list(range(8))
+
+    def error(columns):
+        chosen = features[:, columns]
+        return (t - chosen @ torch.linalg.lstsq(chosen, t).solution).square().sum()
+
+    gram, full = features.t() @ features, torch.linalg.lstsq(features, t).solution.t()
+    for number in range(7, 0, -1):
+        kept = min(([k for k in kept if k != gone] for gone in kept), key=error)
+        indices, weights = eliminate(gram, full, number)
+        assert indices.tolist() == kept
+        expected = torch.linalg.lstsq(features[:, kept], t).solution.t()
+        torch.testing.assert_close(weights, expected, rtol=1e-9, atol=1e-12)
+    # Several at a time: the solution is still that of what is kept.
+    indices, weights = eliminate(gram, full, 3, step=0.4)
+    expected = torch.linalg.lstsq(features[:, indices], t).solution.t()
+    torch.testing.assert_close(weights, expected, rtol=1e-9, atol=1e-12)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize('norm', ['keep', 'fold'])
+def test_few_tokens_are_not_worse_than_the_affine_solution(ffn, norm):
+    """The ridge is chosen by tokens that the fit has not seen."""
+    many = tokens(4000)
+    few, y = many[:16], ffn(many)
+
+    def left(form):
+        return (y - form(many)).square().sum() / (y - many).square().sum()
+
+    def fitted(ridge):
+        given, u = ffn, ffn.norm1(few)
+        if norm == 'fold':
+            given = norm_as_batch_norm(ffn, few, u, ridge)
+            u = given.norm1(few)
+        fit = fit_ffn(given, ffn_moments(given, u, y[:16] - few), 6, ridge=ridge)
+        return left(channel_idle_ffn(given, fit, 16))
+
+    assert fitted(None) < 1.5 * fitted(1000.0)
+    assert fitted(None) < fitted(1e-9)
+
+
+@torch.no_grad()
+def test_a_norm_that_is_an_affine_map_is_folded_exactly(ffn):
+    x = tokens()
+    u = x @ torch.randn(DIMS, DIMS, dtype=torch.float64) + 1
+    new = norm_as_batch_norm(ffn, x, u, ridge=1e-12)
+    torch.testing.assert_close(new.fc1(new.norm1(x)), ffn.fc1(u), rtol=0, atol=1e-6)
+    assert isinstance(new.norm1, nn.BatchNorm1d) and isinstance(ffn.norm1, nn.LayerNorm)
+    fit = fit_ffn(new, ffn_moments(new, new.norm1(x), ffn(x) - x), 12)
+    form = channel_idle_ffn(new, fit, len(x))
+    # In training mode the second BatchNorm sees the statistics that it has.
+    before = form(x)
+    form.train()
+    torch.testing.assert_close(form.forward_literal(x), before, rtol=0, atol=1e-2)
+
+
+@torch.no_grad()
+def test_scales_next_to_zero_and_constant_tokens(ffn):
+    x = tokens()
+    ffn.layer_scale[2:] = 0
+    y = ffn(x) + 0.5 * x
+    fit = fit_ffn(ffn, ffn_moments(ffn, ffn.norm1(x), y - x), 12)
+    form = channel_idle_ffn(ffn, fit, len(x))
+    assert (form(x) - y).var(0).sum() < 0.05 * y.var(0).sum()
+    assert form.fc2.weight.abs().max() < 1e4
+    x = x[:1].expand(50, -1)
+    fit = fit_ffn(ffn, ffn_moments(ffn, ffn.norm1(x), ffn(x) - x), 12)
+    torch.testing.assert_close(channel_idle_ffn(ffn, fit, 50)(x), ffn(x))
+
+
+def test_what_is_not_a_number(ffn):
+    x = tokens(20)
+    x[3, 2] = torch.nan
+    with torch.no_grad(), pytest.raises(ValueError, match='not finite'):
+        fit_ffn(ffn, ffn_moments(ffn, ffn.norm1(x), x), 3)
+    with torch.no_grad(), pytest.raises(ValueError, match="'score' or 'eliminate'.*'first'"):
+        fit_ffn(ffn, ffn_moments(ffn, ffn.norm1(x), x), 3, select='first')

@@ -40,7 +40,9 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 def normalize(image: np.ndarray) -> torch.Tensor:
-    image = cv2.resize(image, (224, 224), interpolation=cv2.INTER_AREA if len(image) > 224 else cv2.INTER_CUBIC)
+    image = cv2.resize(
+        image, (224, 224), interpolation=cv2.INTER_AREA if len(image) > 224 else cv2.INTER_CUBIC
+    )
     image = (image / np.float32(255) - np.float32(MEAN)) / np.float32(STD)
     return torch.from_numpy(image.astype(np.float32).transpose(2, 0, 1))
 
@@ -71,7 +73,12 @@ def digits(first: int, number: int) -> tuple[torch.Tensor, np.ndarray]:
     order = np.random.default_rng(0).permutation(len(data.target))[first : first + number]
     scans = 255 - data.images[order] * (255 / 16)
     images = [
-        normalize(cv2.cvtColor(cv2.resize(s.astype(np.uint8), (112, 112), interpolation=cv2.INTER_CUBIC), cv2.COLOR_GRAY2RGB))
+        normalize(
+            cv2.cvtColor(
+                cv2.resize(s.astype(np.uint8), (112, 112), interpolation=cv2.INTER_CUBIC),
+                cv2.COLOR_GRAY2RGB,
+            )
+        )
         for s in scans
     ]
     return torch.stack(images), data.target[order]
@@ -102,7 +109,9 @@ def load(path: str) -> tuple[nn.Module, nn.Module]:
     from mmpretrain.models import VisionTransformer
 
     graph = onnx.load(path).graph
-    tensors = {t.name: torch.from_numpy(onnx.numpy_helper.to_array(t).copy()) for t in graph.initializer}
+    tensors = {
+        t.name: torch.from_numpy(onnx.numpy_helper.to_array(t).copy()) for t in graph.initializer
+    }
     # Matrices are named after the nodes that use them.
     for node in graph.node:
         if node.op_type == 'MatMul' and node.input[1] in tensors:
@@ -113,8 +122,12 @@ def load(path: str) -> tuple[nn.Module, nn.Module]:
     )
     state = {
         'cls_token': tensors['backbone.embeddings.cls_token'],
-        'patch_embed.projection.weight': tensors['backbone.embeddings.patch_embeddings.projection.weight'],
-        'patch_embed.projection.bias': tensors['backbone.embeddings.patch_embeddings.projection.bias'],
+        'patch_embed.projection.weight': tensors[
+            'backbone.embeddings.patch_embeddings.projection.weight'
+        ],
+        'patch_embed.projection.bias': tensors[
+            'backbone.embeddings.patch_embeddings.projection.bias'
+        ],
         'ln1.weight': tensors['backbone.layernorm.weight'],
         'ln1.bias': tensors['backbone.layernorm.bias'],
         'pos_embed': _position_embedding(path),
@@ -136,7 +149,10 @@ def load(path: str) -> tuple[nn.Module, nn.Module]:
     vit.load_state_dict(state)
     vit.eval()
     decoder = Decoder()
-    decoder.load_state_dict({k.removeprefix('decoder.'): v for k, v in tensors.items() if k.startswith('decoder.')}, strict=False)
+    decoder.load_state_dict(
+        {k.removeprefix('decoder.'): v for k, v in tensors.items() if k.startswith('decoder.')},
+        strict=False,
+    )
     return vit, decoder.eval()
 
 
@@ -148,11 +164,15 @@ def run_onnx(path: str, images: torch.Tensor, outputs: list[str]) -> list[np.nda
     del model.graph.output[:]
     for name in outputs:
         model.graph.output.append(onnx.helper.make_empty_tensor_value_info(name))
-    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=['CPUExecutionProvider'])
+    session = onnxruntime.InferenceSession(
+        model.SerializeToString(), providers=['CPUExecutionProvider']
+    )
     return session.run(outputs, {'input_image': images.numpy()})
 
 
 def _position_embedding(path: str) -> torch.Tensor:
     # As the file's graph interpolates it to 224 pixels.
-    (value,) = run_onnx(path, torch.zeros(1, 3, 224, 224), ['/backbone/embeddings/Concat_6_output_0'])
+    (value,) = run_onnx(
+        path, torch.zeros(1, 3, 224, 224), ['/backbone/embeddings/Concat_6_output_0']
+    )
     return torch.from_numpy(value)

@@ -9,7 +9,6 @@ import torch.nn as nn
 
 from repa_mm.models.surgery.idle import (
     PRE_NORM_BLOCKS,
-    ConvFFN,
     _ratio_of_each_block,
     find_blocks,
     idle_ffn,
@@ -17,6 +16,7 @@ from repa_mm.models.surgery.idle import (
 )
 from repa_mm.reparam import check_state_dict, num_active_channels, unwrap
 from repa_mm.reparam.ffn.fit import channel_idle_ffn, ffn_moments, fit_ffn, norm_as_batch_norm
+from repa_mm.reparam.numerics import double
 
 
 @dataclass
@@ -31,6 +31,7 @@ class BlockReport:
         unexplained (float): Share that the channel-idle FFN leaves.
         shortfall (float): Share that is left only because the training form has fewer idle
             channels than the linear path needs; 0 if that form is exact.
+        ridge (float): Strength of the ridge.
         gmacs (float): 1e9 multiply-adds of the FFN for one image, before.
         merged_gmacs (float): The same after the merge.
         num_tokens (int): Number of tokens that the fit saw.
@@ -42,6 +43,7 @@ class BlockReport:
     unexplained_affine: float = 0.0
     unexplained: float = 0.0
     shortfall: float = 0.0
+    ridge: float = 0.0
     gmacs: float = 0.0
     merged_gmacs: float = 0.0
     num_tokens: int = 0
@@ -66,13 +68,17 @@ class ConversionReport:
         return [f'{block.name}: {text}' for block in self.blocks for text in block.warnings]
 
     def __str__(self) -> str:
-        head = ('block', 'idle', 'affine alone', 'unexplained', 'training form', 'GMACs', 'merged')
+        head = (
+            'block', 'idle', 'affine alone', 'unexplained', 'ridge', 'training form', 'GMACs',
+            'merged',
+        )  # fmt: skip
         rows = [
             (
                 block.name,
                 f'{block.idle_ratio:.3f}',
                 f'{block.unexplained_affine:.4f}',
                 f'{block.unexplained:.4f}',
+                f'{block.ridge:g}',
                 'exact' if block.shortfall < 1e-6 else f'misses {block.shortfall:.4f}',
                 f'{block.gmacs:.3f}',
                 f'{block.merged_gmacs:.3f}',
@@ -81,7 +87,7 @@ class ConversionReport:
         ]
         total = sum(block.gmacs for block in self.blocks)
         merged = sum(block.merged_gmacs for block in self.blocks)
-        rows.append(('all FFNs', '', '', '', '', f'{total:.3f}', f'{merged:.3f}'))
+        rows.append(('all FFNs', '', '', '', '', '', f'{total:.3f}', f'{merged:.3f}'))
         widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
         lines = ['  '.join(cell.ljust(w) for cell, w in zip(row, widths)) for row in (head, *rows)]
         lines += [f'left as it is: {name}: {why}' for name, why in self.skipped.items()]
@@ -104,28 +110,15 @@ class _Probe(nn.Module):
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
-        norm_name, ffn_name = PRE_NORM_BLOCKS[type(block).__name__]
-        self.ffn = idle_ffn(block, 0.0, dict(type='LN'))
-        # mmpretrain's DeiT3 normalizes its FFN's input by its first norm.
-        shared = type(block).__name__ == 'DeiT3TransformerEncoderLayer'
-        self.norm = copy.deepcopy(block.ln1 if shared else getattr(block, norm_name))
-        self.channels_first = isinstance(getattr(block, ffn_name), ConvFFN)
-        self.keeps_norm = type(self.norm).forward is nn.LayerNorm.forward
-        if self.keeps_norm:
-            self.ffn.norm1 = self.norm
+        self.ffn = idle_ffn(block, 0.0, dict(type='keep'))
         self.exact = True
         self.tokens = self.output = None
-
-    def normalize(self, x: torch.Tensor) -> torch.Tensor:
-        if self.channels_first:
-            return self.norm(x.movedim(-1, 1)).movedim(1, -1)
-        return self.norm(x)
 
     def forward(self, x: torch.Tensor, identity: torch.Tensor | None = None) -> torch.Tensor:
         self.tokens = self.output = x
         if self.exact:
             ffn = self.ffn
-            z = ffn.fc2(ffn.act(ffn.fc1(self.normalize(x))))
+            z = ffn.fc2(ffn.act(ffn.fc1(ffn.norm1(x))))
             self.output = x + (z if ffn.layer_scale is None else z * ffn.layer_scale)
         return self.output
 
@@ -313,7 +306,7 @@ def convert_pretrained(
     inplace: bool = False,
     *,
     select: str = 'eliminate',
-    ridge: float = 1e-4,
+    ridge: float | None = None,
     max_tokens: int = 32768,
     skip_unsupported: bool = False,
     progress: Callable[[BlockReport], None] | None = None,
@@ -341,8 +334,10 @@ def convert_pretrained(
         inplace (bool): Convert the model itself instead of a copy. Defaults to False.
         select (str): How the active channels are chosen, 'eliminate' or 'score', see
             :func:`~repa_mm.reparam.ffn.fit.fit_ffn`. Defaults to 'eliminate'.
-        ridge (float): Strength of the ridge that draws the weights to those of the pretrained FFN
-            whose idle channels are replaced by affine functions. Defaults to 1e-4.
+        ridge (float, optional): Strength of the ridge that draws the weights to those of the
+            pretrained FFN whose idle channels are replaced by affine functions, relative to the
+            mean variance of the tokens. By default it is chosen for each block by
+            cross-validation over the images.
         max_tokens (int): Number of tokens that the regression of a block sees, drawn at random
             from all images. Defaults to 32768.
         skip_unsupported (bool): Leave blocks as they are whose FFN cannot become channel-idle,
@@ -371,13 +366,7 @@ def convert_pretrained(
     blocks = find_blocks(model)
     for name, block in blocks.items():
         try:
-            probe = _Probe(block)
-            if norm == 'keep' and not probe.keeps_norm:
-                raise ValueError(
-                    f'its {type(probe.norm).__name__} cannot be kept (a LayerNorm can): use '
-                    "norm='fold'"
-                )
-            probes[name] = probe
+            probes[name] = _Probe(block)
         except ValueError as error:
             if not skip_unsupported:
                 raise ValueError(
@@ -461,8 +450,7 @@ def _fit_blocks(
                 )
             images += len(x)
             count += x.shape[:-1].numel()
-            columns = [x, y, probe.normalize(x)] if norm == 'fold' else [x, y]
-            columns = [v.flatten(0, -2) for v in columns]
+            columns = [v.flatten(0, -2) for v in (x, y, probe.ffn.norm1(x))]
             chosen = torch.randperm(len(columns[0]), generator=generator)
             chosen = chosen[: -(-max_tokens // len(teacher))].to(x.device)
             sample.append([v[chosen] for v in columns])
@@ -502,18 +490,19 @@ def _fit_blocks(
 
 def _fit_block(probe, sample, norm, select, ridge, row) -> nn.Module:
     """The training form that takes the place of a probe."""
-    tokens, targets = sample[:2]
+    tokens, targets, normalized = sample
     ffn = probe.ffn
     num_active = num_active_channels(ffn.feedforward_channels, row.idle_ratio)
     row.num_tokens = len(tokens)
     if norm == 'keep' and num_active == ffn.feedforward_channels:
         return copy.deepcopy(ffn)
     if norm == 'fold':
-        ffn = norm_as_batch_norm(ffn, tokens, sample[2], ridge)
-    moments = ffn_moments(ffn, tokens, targets)
+        ffn = norm_as_batch_norm(ffn, tokens, normalized, ridge)
+        normalized = ffn.norm1(tokens)
+    moments = ffn_moments(ffn, normalized, double(targets) - double(tokens))
     fit = fit_ffn(ffn, moments, num_active, select, ridge)
     row.unexplained, row.unexplained_affine = fit.unexplained, fit.unexplained_affine
-    row.shortfall = fit.shortfall
+    row.shortfall, row.ridge = fit.shortfall, fit.ridge
     unknowns = ffn.embed_dims + num_active + 1
     if len(tokens) < unknowns:
         row.warnings.append(

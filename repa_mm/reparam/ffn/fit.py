@@ -13,6 +13,7 @@ solution, and not to zero.
 """
 
 import copy
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -22,39 +23,49 @@ from ..numerics import double
 from .idle import ChannelIdleFFN
 
 _CHUNK = 4096  # tokens at a time that are in float64
+_NUM_PARTS = 4  # of the tokens, for cross-validation
+# Strengths of the ridge, relative to the mean variance, from which cross-validation chooses.
+RIDGES = (1e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0, 10.0, 1000.0)
 
 
 class Moments:
     """Mean and covariance of rows that come in parts, summed in float64.
 
+    Args:
+        shift (torch.Tensor): A point (n, ) near the rows: products of values that lie far from
+            zero would hide a small variance.
+
     Attributes:
         count (int): Number of rows.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, shift: torch.Tensor) -> None:
         self.count = 0
+        self.shift = double(shift)
+        self.total = torch.zeros_like(self.shift)
+        self.products = self.shift.new_zeros(len(shift), len(shift))
 
-    def add(self, *columns: torch.Tensor) -> None:
-        """Add rows.
-
-        Args:
-            columns (torch.Tensor): Matrices of shape (N, n_i), which side by side are the rows.
-        """
-        rows = torch.cat([double(part) for part in columns], dim=1)
-        if not self.count:
-            # Products of values that lie far from zero would hide a small variance.
-            self._shift = rows.mean(0)
-            self._sum = torch.zeros_like(self._shift)
-            self._products = rows.new_zeros(rows.shape[1], rows.shape[1])
-        rows -= self._shift
+    def add(self, rows: torch.Tensor) -> None:
+        """Add rows of shape (N, n)."""
+        rows = double(rows) - self.shift
         self.count += len(rows)
-        self._sum += rows.sum(0)
-        self._products.addmm_(rows.t(), rows)
+        self.total += rows.sum(0)
+        self.products.addmm_(rows.t(), rows)
+
+    @classmethod
+    def of(cls, parts: Sequence['Moments']) -> 'Moments':
+        """The moments of the rows of several, which have the same shift."""
+        result = cls(parts[0].shift)
+        for part in parts:
+            result.count += part.count
+            result.total += part.total
+            result.products += part.products
+        return result
 
     def mean_and_covariance(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The mean (n, ) and the covariance (n, n) of all rows."""
-        mean = self._sum / self.count
-        return mean + self._shift, self._products / self.count - mean[:, None] * mean
+        mean = self.total / self.count
+        return mean + self.shift, self.products / self.count - mean[:, None] * mean
 
 
 class FFNFit(NamedTuple):
@@ -68,6 +79,7 @@ class FFNFit(NamedTuple):
         bias (torch.Tensor): Output bias (C, ) beside W u and V_A a_A.
         hidden_mean (torch.Tensor): Mean (H, ) of the hidden channels, the active ones activated.
         hidden_var (torch.Tensor): Their variance (H, ).
+        ridge (float): Strength of the ridge.
         unexplained (float): Share of the variance of the targets that the fit leaves.
         unexplained_affine (float): Share that an affine function alone leaves.
         shortfall (float): Share that is left only because the idle channels do not reach W: they
@@ -81,24 +93,52 @@ class FFNFit(NamedTuple):
     bias: torch.Tensor
     hidden_mean: torch.Tensor
     hidden_var: torch.Tensor
+    ridge: float
     unexplained: float
     unexplained_affine: float
     shortfall: float
 
 
-def ffn_moments(ffn: ChannelIdleFFN, tokens: torch.Tensor, targets: torch.Tensor) -> Moments:
-    """Mean and covariance of [u, a, t], from which :func:`fit_ffn` works.
+def split_moments(
+    rows: Callable[[torch.Tensor], torch.Tensor], number: int, like: torch.Tensor
+) -> list[Moments]:
+    """Moments of rows in some parts, for cross-validation.
+
+    Args:
+        rows (Callable): Gives the rows with some indices, in float64.
+        number (int): How many rows there are.
+        like (torch.Tensor): On whose device.
+    """
+    result: list[Moments] = []
+    for part in torch.arange(number, device=like.device).tensor_split(_NUM_PARTS):
+        for first, index in enumerate(part.split(_CHUNK) if len(part) else ()):
+            values = rows(index)
+            if not first:
+                result.append(Moments(result[0].shift if result else values.mean(0)))
+            result[-1].add(values)
+    return result
+
+
+def ffn_moments(
+    ffn: ChannelIdleFFN, normalized: torch.Tensor, changes: torch.Tensor
+) -> list[Moments]:
+    """Means and covariances of [u, a, t], from which :func:`fit_ffn` works.
 
     Args:
         ffn (ChannelIdleFFN): The pretrained FFN, as one with idle ratio 0.
-        tokens (torch.Tensor): Its inputs x, of shape (N, C).
-        targets (torch.Tensor): The outputs to imitate, shortcut included, of shape (N, C).
+        normalized (torch.Tensor): u, what its first linear layer gets, of shape (N, C), image by
+            image.
+        changes (torch.Tensor): t, what the fitted FFN is to add to its tokens, of shape (N, C).
+
+    Returns:
+        list: The moments of some parts of the tokens.
     """
-    moments = Moments()
-    for x, y in zip(tokens.split(_CHUNK), targets.split(_CHUNK)):
-        u = ffn.norm1(x)
-        moments.add(u, ffn.act(ffn.fc1(u)), double(y) - double(x))
-    return moments
+
+    def rows(index: torch.Tensor) -> torch.Tensor:
+        u = normalized[index]
+        return torch.cat([double(v) for v in (u, ffn.act(ffn.fc1(u)), changes[index])], dim=1)
+
+    return split_moments(rows, len(normalized), normalized)
 
 
 def _ridged(gram: torch.Tensor, strength: float, scale: torch.Tensor | None = None):
@@ -122,7 +162,7 @@ def _solve(gram: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 def eliminate(
     gram: torch.Tensor, weights: torch.Tensor, num_kept: int, step: float = 0.02
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose the features of a least-squares solution by backward elimination.
 
     To remove the features K, and to let the others make up for them, costs
@@ -155,55 +195,147 @@ def eliminate(
     return kept, weights
 
 
-class _Regression:
-    """Regression of targets on features [l, a] from their covariances."""
+class _Problem:
+    """The regression of one FFN, from the moments of [u, a, t]."""
 
-    def __init__(self, cov_ll, cov_la, cov_aa, cov_tl, cov_ta, var_t, ridge: float) -> None:
-        self.gram = torch.cat(
-            [torch.cat([cov_ll, cov_la], dim=1), torch.cat([cov_la.t(), cov_aa], dim=1)]
-        )
-        self.with_t = torch.cat([cov_tl, cov_ta], dim=1)
-        self.var_t, self.ridge, self.n = var_t, ridge, len(cov_ll)
+    def __init__(self, ffn: ChannelIdleFFN, moments: Moments, ridge: float) -> None:
+        self.mean, self.cov = moments.mean_and_covariance()
+        cov, dims, hidden = self.cov, ffn.embed_dims, ffn.feedforward_channels
+        self.u, self.a, self.t = slice(dims), slice(dims, dims + hidden), slice(dims + hidden, None)
+        self.w_in, self.out = double(ffn.fc1.weight).to(cov), double(ffn.fc2.weight).to(cov)
+        if ffn.layer_scale is not None:
+            self.out = double(ffn.layer_scale).to(cov)[:, None] * self.out
+        self.var_t = cov[self.t, self.t].trace()
+        self.use(ridge)
 
-    def solve(self, prior: torch.Tensor) -> torch.Tensor:
-        """Weights (C, n) that a ridge draws towards others.
+    def use(self, ridge: float) -> None:
+        """Set the strength of the ridge, and compute B with it.
 
-        The ridge is that of the features l and r, where a = B l + r: what the weights do in the
-        directions of l costs little there and much in those of r.
+        The ridge draws B to the best affine function of each hidden channel alone.
         """
-        n, gram = self.n, self.gram
-        basis = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
-        basis[n:, :n] = -_solve(_ridged(gram[:n, :n], self.ridge), gram[n:, :n])
-        rotated = basis @ gram @ basis.t()
-        for part in (slice(n), slice(n, None)):
-            scale = gram[part, part].diagonal().mean()
-            rotated[part, part] = _ridged(rotated[part, part], self.ridge, scale)
-        left = (self.with_t - prior @ gram) @ basis.t()
-        return prior + _solve(rotated, left) @ basis
+        self.ridge = ridge
+        cov_uu, cov_au = self.cov[self.u, self.u], self.cov[self.a, self.u]
+        h_var = ((self.w_in @ cov_uu) * self.w_in).sum(1)
+        self.slope = (self.w_in * cov_au).sum(1) / h_var.clamp(min=torch.finfo(h_var.dtype).tiny)
+        self.h_var = h_var
+        alone = self.slope[:, None] * self.w_in
+        self.b = alone + _solve(_ridged(cov_uu, ridge), cov_au - alone @ cov_uu)
 
-    def residual(self, weights: torch.Tensor) -> torch.Tensor:
-        """Variance of the targets that weights leave, summed over the channels."""
-        return self.var_t + ((weights @ self.gram - 2 * self.with_t) * weights).sum()
+    def select(self, num_active: int, how: str) -> torch.Tensor:
+        """Indices of the active channels, increasing."""
+        cov, u, a, t, b = self.cov, self.u, self.a, self.t, self.b
+        half = b @ cov[u, u] - cov[a, u]
+        rest = cov[a, a] - b @ cov[u, a] + half @ b.t()
+        if how == 'score':
+            scores = rest.diagonal() * self.out.square().sum(0)
+            return scores.topk(num_active).indices.sort().values
+        gram = _ridged(rest, self.ridge, cov[a, a].diagonal().mean())
+        # What the pretrained FFN leaves of the targets.
+        left_u, left_a = cov[t, u] - self.out @ cov[a, u], cov[t, a] - self.out @ cov[a, a]
+        weights = self.out + _solve(gram, left_a - left_u @ b.t())
+        return eliminate(gram, weights, num_active)[0]
+
+    def solve(self, active, idle, features) -> torch.Tensor:
+        """Weights (C, n + A) of the features l and a_A.
+
+        The ridge is that of the features l and r, with a = B l + r, and draws the weights to the
+        affine solution.
+
+        Args:
+            active (torch.Tensor): Indices of the active channels.
+            idle (torch.Tensor): Indices of the idle channels.
+            features (torch.Tensor): l = features @ u; None if l = u.
+        """
+        gram, with_t = self.joint(active, features)
+        n = len(gram) - len(active)
+        if features is None:
+            prior = self.out[:, idle] @ self.b[idle]
+            b = self.b[active]
+        else:
+            prior = self.out[:, idle] * self.slope[idle]
+            b = _solve(_ridged(gram[:n, :n], self.ridge), gram[n:, :n])
+        prior = torch.cat([prior, self.out[:, active]], dim=1)
+        cov_ll, cov_la, cov_aa = gram[:n, :n], gram[:n, n:], gram[n:, n:]
+        cov_lr = cov_la - cov_ll @ b.t()
+        cov_rr = cov_aa - b @ cov_la - cov_lr.t() @ b.t()
+        rotated = torch.empty_like(gram)
+        rotated[:n, :n] = _ridged(cov_ll, self.ridge)
+        rotated[:n, n:], rotated[n:, :n] = cov_lr, cov_lr.t()
+        rotated[n:, n:] = _ridged(cov_rr, self.ridge, cov_aa.diagonal().mean())
+        left = with_t - prior @ gram
+        left[:, n:] -= left[:, :n] @ b.t()
+        change = _solve(rotated, left)
+        change[:, :n] -= change[:, n:] @ b
+        return prior + change
+
+    def joint(self, active, features) -> tuple[torch.Tensor, torch.Tensor]:
+        """Covariances of [l, a_A] with themselves and with t."""
+        cov, u, a, t = self.cov, self.u, self.a, self.t
+        cov_ll, cov_la, cov_tl = cov[u, u], cov[u, a][:, active], cov[t, u]
+        if features is not None:
+            cov_ll, cov_la = features @ cov_ll @ features.t(), features @ cov_la
+            cov_tl = cov_tl @ features.t()
+        gram = torch.cat(
+            [
+                torch.cat([cov_ll, cov_la], dim=1),
+                torch.cat([cov_la.t(), cov[a, a][active][:, active]], dim=1),
+            ]
+        )
+        return gram, torch.cat([cov_tl, cov[t, a][:, active]], dim=1)
+
+    def joint_mean(self, active, features) -> torch.Tensor:
+        """Mean of [l, a_A]."""
+        mean_u = self.mean[self.u]
+        linear = mean_u if features is None else features @ mean_u
+        return torch.cat([linear, self.mean[self.a][active]])
+
+    def bias(self, weights, active, features) -> torch.Tensor:
+        return self.mean[self.t] - weights @ self.joint_mean(active, features)
+
+    def residual(self, weights, active, features, bias=None) -> torch.Tensor:
+        """Mean square of t that weights leave, summed over the channels."""
+        gram, with_t = self.joint(active, features)
+        left = self.var_t + ((weights @ gram - 2 * with_t) * weights).sum()
+        if bias is not None:
+            left = left + (self.bias(weights, active, features) - bias).square().sum()
+        return left
+
+
+def _choose_ridge(ffn, parts: Sequence[Moments], active, idle, features) -> float:
+    """The ridge with which each part of the tokens is predicted best from the others."""
+    if len(parts) < 2:
+        return RIDGES[0]
+    errors = torch.zeros(len(RIDGES), dtype=torch.float64)
+    for part in parts:
+        others = _Problem(ffn, Moments.of([p for p in parts if p is not part]), RIDGES[0])
+        left_out = _Problem(ffn, part, RIDGES[0])
+        for i, ridge in enumerate(RIDGES):
+            others.use(ridge)
+            weights = others.solve(active, idle, features)
+            bias = others.bias(weights, active, features)
+            errors[i] += float(left_out.residual(weights, active, features, bias)) * part.count
+    return RIDGES[int(errors.argmin())]
 
 
 def fit_ffn(
     ffn: ChannelIdleFFN,
-    moments: Moments,
+    parts: Sequence[Moments],
     num_active: int,
     select: str = 'eliminate',
-    ridge: float = 1e-4,
+    ridge: float | None = None,
 ) -> FFNFit:
     """Choose the active channels of an FFN and fit the other weights in closed form.
 
     Args:
         ffn (ChannelIdleFFN): The pretrained FFN, as one with idle ratio 0.
-        moments (Moments): Of its tokens, see :func:`ffn_moments`.
+        parts (Sequence[Moments]): Of its tokens, see :func:`ffn_moments`.
         num_active (int): Number of active channels A.
         select (str): How the active channels are chosen. 'score' takes those with the largest
             variance that no affine function of u explains, times their squared output weights;
             'eliminate' eliminates the others backwards from the regression with all channels.
             Defaults to 'eliminate'.
-        ridge (float): Strength of the ridge, relative to the mean variance. Defaults to 1e-4.
+        ridge (float, optional): Strength of the ridge, relative to the mean variance. By default
+            the one of :data:`RIDGES` that predicts each part best from the others.
 
     Returns:
         FFNFit: The weights, in float64.
@@ -213,115 +345,125 @@ def fit_ffn(
     """
     if select not in ('score', 'eliminate'):
         raise ValueError(f"select must be 'score' or 'eliminate', but got {select!r}")
-    mean, cov = moments.mean_and_covariance()
-    if not (mean.isfinite().all() and cov.isfinite().all()):
+    moments = Moments.of(parts)
+    if not (moments.total.isfinite().all() and moments.products.isfinite().all()):
         raise ValueError('its inputs or outputs are not finite numbers')
-    dims, hidden = ffn.embed_dims, ffn.feedforward_channels
-    u, a, t = slice(dims), slice(dims, dims + hidden), slice(dims + hidden, None)
-    w_in, b_in, out = (double(p).to(cov) for p in (ffn.fc1.weight, ffn.fc1.bias, ffn.fc2.weight))
-    if ffn.layer_scale is not None:
-        out = double(ffn.layer_scale).to(cov)[:, None] * out
-    tiny = torch.finfo(cov.dtype).tiny
-    var_t = cov[t, t].trace()
+    problem = _Problem(ffn, moments, RIDGES[0] if ridge is None else ridge)
+    hidden, dims = ffn.feedforward_channels, ffn.embed_dims
+    for attempt in (1, 2):
+        active = problem.select(num_active, select)
+        is_idle = torch.ones(hidden, dtype=torch.bool, device=active.device)
+        is_idle[active] = False
+        idle = is_idle.nonzero().flatten()
+        w_idle = problem.w_in[idle]
+        squares = w_idle.t() @ w_idle
+        eigenvalues = torch.linalg.eigvalsh(squares)
+        # Where the idle channels cannot give any W, the regression is on them instead of on u.
+        reaches = len(idle) >= dims and eigenvalues[0] > 1e-12 * eigenvalues[-1]
+        features = None if reaches else w_idle
+        if ridge is None and attempt == 1:
+            chosen = _choose_ridge(ffn, parts, active, idle, features)
+            problem.use(chosen)
+            if chosen == RIDGES[0]:
+                break
+        else:
+            break
 
-    ridged = _ridged(cov[u, u], ridge)
-    slopes = _solve(ridged, cov[a, u])
-    rest = cov[a, a] - slopes @ cov[u, a]
-    if select == 'score':
-        scores = rest.diagonal() * out.square().sum(0)
-        active = scores.topk(num_active).indices.sort().values
+    weights = problem.solve(active, idle, features)
+    residual = best = problem.residual(weights, active, features)
+    bias = problem.bias(weights, active, features)
+    n = weights.shape[1] - num_active
+    idle_out, active_out = weights[:, :n], weights[:, n:]
+    if reaches:
+        # From the best slope of each channel alone, corrected to give W.
+        start = problem.out[:, idle] * problem.slope[idle]
+        idle_out = start + _solve(squares, idle_out - start @ w_idle) @ w_idle.t()
     else:
-        gram = _ridged(rest, ridge, cov[a, a].diagonal().mean())
-        # What the pretrained FFN leaves of the targets, and an affine function of u does, too.
-        left = (cov[t, a] - out @ cov[a, a]) - (cov[t, u] - out @ cov[a, u]) @ slopes.t()
-        active, _ = eliminate(gram, out + _solve(gram, left), num_active)
-    is_idle = torch.ones(hidden, dtype=torch.bool, device=cov.device)
-    is_idle[active] = False
-    idle = is_idle.nonzero().flatten()
-
-    cov_aa, cov_ta = cov[a, a][active][:, active], cov[t, a][:, active]
-    joint = _Regression(cov[u, u], cov[u, a][:, active], cov_aa, cov[t, u], cov_ta, var_t, ridge)
-    weights = joint.solve(torch.cat([out[:, idle] @ slopes[idle], out[:, active]], dim=1))
-    best = residual = joint.residual(weights)
-    w, active_out = weights[:, :dims], weights[:, dims:]
-
-    # The idle channels start from act(h_j) ~ slope h_j + offset, and are corrected to give W.
-    w_idle = w_in[idle]
-    h_var = ((w_idle @ cov[u, u]) * w_idle).sum(1)
-    slope = (w_idle * cov[a, u][idle]).sum(1) / h_var.clamp(min=tiny)
-    idle_out = out[:, idle] * slope
-    idle_out = idle_out + (w - idle_out @ w_idle) @ torch.linalg.pinv(w_idle)
-    missing = w - idle_out @ w_idle
-    if ((missing @ cov[u, u]) * missing).sum() > 1e-12 * var_t:
-        # Too few idle channels for any W: the regression is on those instead of on u.
-        limited = _Regression(
-            w_idle @ cov[u, u] @ w_idle.t(),
-            w_idle @ cov[u, a][:, active],
-            cov_aa,
-            cov[t, u] @ w_idle.t(),
-            cov_ta,
-            var_t,
-            ridge,
-        )
-        weights = limited.solve(torch.cat([out[:, idle] * slope, out[:, active]], dim=1))
-        residual = limited.residual(weights)
-        idle_out, active_out = weights[:, : len(idle)], weights[:, len(idle) :]
-
-    affine = _solve(ridged, cov[t, u])
-    affine_residual = var_t + ((affine @ cov[u, u] - 2 * cov[t, u]) * affine).sum()
-    hidden_mean, hidden_var = mean[a].clone(), cov[a, a].diagonal().clone()
-    hidden_mean[idle], hidden_var[idle] = w_idle @ mean[u] + b_in[idle], h_var
+        best = problem.residual(problem.solve(active, idle, None), active, None)
+    none = active[:0]
+    affine = problem.residual(
+        problem.solve(none, torch.arange(hidden).to(active), None), none, None
+    )
+    mean_a, cov_aa = problem.mean[problem.a].clone(), problem.cov[problem.a, problem.a]
+    hidden_var = cov_aa.diagonal().clone()
+    b_in = double(ffn.fc1.bias).to(mean_a)
+    mean_a[idle] = w_idle @ problem.mean[problem.u] + b_in[idle]
+    hidden_var[idle] = problem.h_var[idle]
+    var_t = problem.var_t.clamp(min=torch.finfo(mean_a.dtype).tiny)
     return FFNFit(
         active=active,
         idle=idle,
         active_out=active_out,
         idle_out=idle_out,
-        bias=mean[t] - idle_out @ (w_idle @ mean[u]) - active_out @ mean[a][active],
-        hidden_mean=hidden_mean,
+        bias=bias,
+        hidden_mean=mean_a,
         hidden_var=hidden_var,
-        unexplained=float(residual / var_t.clamp(min=tiny)),
-        unexplained_affine=float(affine_residual / var_t.clamp(min=tiny)),
-        shortfall=float((residual - best).clamp(min=0) / var_t.clamp(min=tiny)),
+        ridge=problem.ridge,
+        unexplained=float(residual / var_t),
+        unexplained_affine=float(affine / var_t),
+        shortfall=float((residual - best).clamp(min=0) / var_t),
     )
 
 
 def norm_as_batch_norm(
-    ffn: ChannelIdleFFN, tokens: torch.Tensor, normalized: torch.Tensor, ridge: float = 1e-4
+    ffn: ChannelIdleFFN, tokens: torch.Tensor, normalized: torch.Tensor, ridge: float | None = None
 ) -> ChannelIdleFFN:
-    """A copy of an FFN whose norm is a BatchNorm, and the affine map closest to the norm.
+    """A copy of an FFN with a BatchNorm and an affine map in the place of its norm.
 
-    The map LN(x) ~ M x + c is fitted over the tokens. The BatchNorm holds their statistics, and
-    the first linear layer absorbs M and c.
+    The map M x + c ~ norm(x) is fitted over the tokens. The BatchNorm holds their statistics, and
+    the first linear layer absorbs the map.
 
     Args:
         ffn (ChannelIdleFFN): The pretrained FFN, as one with idle ratio 0.
-        tokens (torch.Tensor): Its inputs x, of shape (N, C).
-        normalized (torch.Tensor): What the norm makes of them, of shape (N, C).
-        ridge (float): Strength of the ridge that draws M to its best diagonal. Defaults to 1e-4.
+        tokens (torch.Tensor): Its inputs x, of shape (N, C), image by image.
+        normalized (torch.Tensor): What its norm makes of them, of shape (N, C).
+        ridge (float, optional): Strength of the ridge that draws M to its best diagonal. By
+            default chosen by cross-validation.
     """
-    moments = Moments()
-    for x, u in zip(tokens.split(_CHUNK), normalized.split(_CHUNK)):
-        moments.add(x, u)
+    x, u = slice(ffn.embed_dims), slice(ffn.embed_dims, None)
+
+    def rows(index: torch.Tensor) -> torch.Tensor:
+        return torch.cat([double(tokens[index]), double(normalized[index])], dim=1)
+
+    def solve(moments: Moments, ridge: float) -> tuple[torch.Tensor, torch.Tensor]:
+        mean, cov = moments.mean_and_covariance()
+        std = cov[x, x].diagonal().clamp(min=torch.finfo(cov.dtype).tiny).sqrt()
+        cov_xx, cov_ux = cov[x, x] / (std[:, None] * std), cov[u, x] / std
+        diagonal = torch.diag(cov_ux.diagonal() / cov_xx.diagonal().clamp(min=1e-12))
+        matrix = (diagonal + _solve(_ridged(cov_xx, ridge), cov_ux - diagonal @ cov_xx)) / std
+        return matrix, mean[u] - matrix @ mean[x]
+
+    parts = split_moments(rows, len(tokens), tokens)
+    if ridge is None:
+        errors = [0.0] * len(RIDGES)
+        for part in parts if len(parts) > 1 else ():
+            others = Moments.of([p for p in parts if p is not part])
+            mean, cov = part.mean_and_covariance()
+            for i, strength in enumerate(RIDGES):
+                matrix, shift = solve(others, strength)
+                left = ((matrix @ cov[x, x] - 2 * cov[u, x]) * matrix).sum()
+                left = left + (mean[u] - matrix @ mean[x] - shift).square().sum()
+                errors[i] += float(left) * part.count
+        ridge = RIDGES[min(range(len(RIDGES)), key=errors.__getitem__)]
+    moments = Moments.of(parts)
+    matrix, shift = solve(moments, ridge)
     mean, cov = moments.mean_and_covariance()
-    dims = ffn.embed_dims
-    x, u = slice(dims), slice(dims, None)
-    norm = nn.BatchNorm1d(dims)
     var = cov[x, x].diagonal()
-    std = (var + norm.eps).sqrt()
-    # In the BatchNorm's output, whose covariance this is.
-    cov_xx, cov_ux = cov[x, x] / (std[:, None] * std), cov[u, x] / std
-    diagonal = torch.diag(cov_ux.diagonal() / cov_xx.diagonal().clamp(min=norm.eps))
-    change = _solve(_ridged(cov_xx, ridge), cov_ux - diagonal @ cov_xx)
-    matrix = diagonal + change
+    dims = ffn.embed_dims
+    norm = nn.BatchNorm1d(dims).to(ffn.fc1.weight).eval()
+    norm.running_mean.copy_(mean[x])
+    norm.running_var.copy_(cov[x, x].diagonal() * moments.count / max(moments.count - 1, 1))
+    std = (double(norm.running_var).to(cov) + norm.eps).sqrt()
     new = copy.copy(ffn)
     new._modules = dict(ffn._modules)
-    new.norm1 = norm.to(ffn.fc1.weight).eval()
-    new.norm1.running_mean.copy_(mean[x])
-    new.norm1.running_var.copy_(var * moments.count / max(moments.count - 1, 1))
+    new.norm1 = norm
     new.fc1 = nn.Linear(dims, ffn.feedforward_channels).to(ffn.fc1.weight)
     w_in = double(ffn.fc1.weight).to(cov)
-    new.fc1.weight.data.copy_(w_in @ matrix)
-    new.fc1.bias.data.copy_(double(ffn.fc1.bias).to(cov) + w_in @ mean[u])
+    new.fc1.weight.data.copy_(w_in @ matrix * std)
+    new.fc1.bias.data.copy_(
+        double(ffn.fc1.bias).to(cov) + w_in @ (matrix @ double(norm.running_mean).to(cov) + shift)
+    )
+    new.fc1.requires_grad_(ffn.fc1.weight.requires_grad)
     return new
 
 
@@ -337,7 +479,7 @@ def channel_idle_ffn(ffn: ChannelIdleFFN, fit: FFNFit, count: int) -> ChannelIdl
         ChannelIdleFFN: With the active channels first, and with the norm of ``ffn``. If that is a
         BatchNorm, the second one has the hidden channels' statistics and is the identity.
     """
-    keeps_norm = not isinstance(ffn.norm1, nn.BatchNorm1d)
+    keeps_norm = ffn.keeps_norm
     like = ffn.fc1.weight
     order = torch.cat([fit.active, fit.idle]).to(like.device)
     new = ChannelIdleFFN(
