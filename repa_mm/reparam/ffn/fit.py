@@ -448,7 +448,6 @@ def norm_as_batch_norm(
     moments = Moments.of(parts)
     matrix, shift = solve(moments, ridge)
     mean, cov = moments.mean_and_covariance()
-    var = cov[x, x].diagonal()
     dims = ffn.embed_dims
     norm = nn.BatchNorm1d(dims).to(ffn.fc1.weight).eval()
     norm.running_mean.copy_(mean[x])
