@@ -21,9 +21,8 @@ DOCS = PACKAGE.parent / 'docs' / 'architecture.md'
 BOTTOM = {'version', 'files', 'paths', 'registry', 'compat'}
 TOP = {'__init__', 'apis'}
 
-# They export channel-idle FFNs, put them into backbones, or translate their weights.
+# They export channel-idle FFNs, or put them into backbones.
 NAME_CHANNEL_IDLE = ('__init__.py', 'reparam/__init__.py', 'reparam/ffn/', 'models/surgery/')
-NAME_CHANNEL_IDLE += ('converters/',)
 
 pytestmark = pytest.mark.skipif(not DOCS.is_file(), reason='needs the repository')
 
