@@ -126,20 +126,21 @@ def test_the_example_of_a_structure(monkeypatch):
     exec(test, names)
     names['test_branches_merge_exactly']()
     exec(place.replace('@MODELS.register_module()', ''), names)
-    model = names['BranchedSwin'](
+    kwargs = dict(
         arch=dict(embed_dims=8, depths=[1, 1], num_heads=[1, 2]),
         out_indices=(0, 1),
         pad_small_map=True,
     )
+    model = names['BranchedSwin'](**kwargs)
     model.eval()
+    loaded = names['BranchedSwin'](**kwargs, deploy=True)
+    loaded.load_state_dict(repa_mm.reparameterize(model).state_dict())
+    assert reparam.has_deploy_form(loaded) and not reparam.has_training_form(loaded)
     x = torch.randn(1, 3, 32, 32)
-    deployed = repa_mm.reparameterize(model)
-    assert reparam.has_deploy_form(deployed) and not reparam.has_training_form(deployed)
-    for ours, theirs in zip(deployed(x), model(x)):
+    for ours, theirs in zip(loaded(x), model(x)):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
-    (weights,) = [m for _, m in reparam.outermost(deployed)][:1]
-    (form,) = [m for _, m in reparam.outermost(model)][:1]
-    assert form.form_of(weights.state_dict()) == 'deploy'
+    with pytest.raises(reparam.CheckpointError, match='merged branched linear layer'):
+        reparam.check_state_dict(model, loaded.state_dict())
 
 
 def test_the_example_of_a_backbone():
