@@ -96,13 +96,13 @@ def test_the_wheel_holds_the_package_and_nothing_beside_it(wheel):
     names = zipfile.ZipFile(str(wheel)).namelist()
     info = f'repa_mm-{repa_mm.__version__}.dist-info'
     assert {name.split('/')[0] for name in names} == {'repa_mm', info}
-    modules = {
+    sources = {
         path.relative_to(ROOT).as_posix()
-        for path in (ROOT / 'repa_mm').rglob('*.py')
-        if '.mim' not in path.parts
+        for path in (ROOT / 'repa_mm').rglob('*')
+        if path.suffix in ('.py', '.csv') and '.mim' not in path.parts
     }
     packed = {name for name in names if name.startswith('repa_mm/') and '/.mim/' not in name}
-    assert modules == packed
+    assert sources == packed
 
 
 def test_the_wheel_has_what_mim_looks_for(wheel):
@@ -237,15 +237,15 @@ def test_an_unknown_config_lists_similar_ones(name, hint):
     assert repr(name) in message and hint in message
 
 
-def test_configs_that_are_not_there(monkeypatch, tmp_path):
+def test_configs_that_are_not_there(tmp_path):
     """A package folder that was copied by hand."""
-    monkeypatch.setattr(paths, 'PACKAGE', str(tmp_path / 'repa_mm'))
+    package = str(tmp_path / 'repa_mm')
     with pytest.raises(FileNotFoundError, match='pip install -e'):
-        paths.config_path('retinanet_repa_swin_b')
+        paths.config_root(package)
     # A stranger's configs beside an installed package are not ours.
     (tmp_path / 'configs').mkdir()
     with pytest.raises(FileNotFoundError, match='pip install -e'):
-        paths.config_path('retinanet_repa_swin_b')
+        paths.config_root(package)
 
 
 @pytest.mark.skipif(not shutil.which('make'), reason='needs make')
