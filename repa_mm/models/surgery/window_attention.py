@@ -20,6 +20,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from mmcv.cnn.bricks.transformer import PatchMerging
+from mmengine.utils import digit_version
 from mmpretrain.models.utils.attention import ShiftWindowMSA
 
 from repa_mm.models.surgery.replace import replace
@@ -38,6 +39,8 @@ _MERGING = (
     'mmdet.models.layers.transformer.utils',
     'mmseg.models.utils.embed',
 )
+# Before, scaled_dot_product_attention with a mask was slower on a CPU than the products.
+_CPU_HAS_MASKED_KERNEL = digit_version(torch.__version__) >= digit_version('2.3')
 # Tokens that are processed at a time: few enough for the caches, and enough for the matrix
 # products.
 _CHUNK = 2048
@@ -197,8 +200,7 @@ def _probabilities(
 def _attend(qkv: torch.Tensor, bias: torch.Tensor, num_heads: int, scale: float) -> torch.Tensor:
     """Attention in windows (n, N, 3 C) under one bias (heads, N, N)."""
     n, num_tokens, _ = qkv.shape
-    # On a CPU the products are faster, in chunks and for so few tokens.
-    if qkv.device.type != 'cpu':
+    if qkv.device.type != 'cpu' or _CPU_HAS_MASKED_KERNEL:
         x = F.scaled_dot_product_attention(
             *_heads(qkv, num_heads), attn_mask=bias[None], scale=scale
         )
