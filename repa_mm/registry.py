@@ -50,10 +50,7 @@ class _LazyModules(dict):
 
 
 def register_lazily() -> None:
-    """Make ``type='RePaSwinTransformer'`` build from every MM registry.
-
-    And the other names above.
-    """
+    """Make the names above, as in ``type='RePaSwinTransformer'``, build from every registry."""
     models = dict.fromkeys(BACKBONES + HEADS, 'repa_mm.models')
     # Alone, since it needs MMSegmentation.
     models['FastUPerHead'] = 'repa_mm.models.heads.uper_head'

@@ -158,7 +158,7 @@ def build_variants(
 
 
 def _with_fast_parts(vanilla: nn.Module) -> nn.Module:
-    """With all that RePa configs have besides their mergeable modules."""
+    """A copy of the vanilla model with all that RePa configs have besides mergeable modules."""
     from repa_mm.models import fast_window_attention
 
     model = copy.deepcopy(vanilla)

@@ -21,7 +21,8 @@ def find_active_channels(
     """Find how many channels of each FFN are active, and say where this comes from.
 
     ``ffns`` are those of the model that the weights are for, built from ``config`` if there is one;
-    ``asked`` and ``args`` are the idle ratios and the arguments that :func:`to_mm` takes.
+    ``asked`` and ``args`` are the idle ratios and the arguments that
+    :func:`~repa_mm.converters.core.to_mm` takes.
 
     Raises:
         ValueError: If the number of ratios is wrong, or the config has others.

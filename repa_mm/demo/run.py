@@ -56,9 +56,9 @@ def run_demo(
 ) -> dict[str, Any]:
     """Train a small RePa-Swin on the demo data, test both of its forms and compare them.
 
-    Everything but the comparison is done by the commands a user would type; each is printed
-    before it runs. ``work_dir`` receives the checkpoints, the predictions of both forms,
-    ``summary.json`` and a picture.
+    The commands that a user would type do all but the comparison; each is printed before it runs.
+    ``work_dir`` receives the checkpoints, the predictions of both forms, ``summary.json`` and a
+    picture.
 
     Args:
         task: 'retinanet', 'mask_rcnn' or 'upernet'.

@@ -133,8 +133,8 @@ class RePaBackbone(ReparamBackbone):
             in [0, 1]: one for all blocks, or one per block. Defaults to 0.75.
         idle_schedule (str): 'constant', or 'linear' for ratios that grow with depth. Defaults to
             'constant'.
-        ffn_norm_cfg (dict): Norm of the FFNs: 'BN', 'SyncBN' or 'LN'. Defaults to
-            ``dict(type='BN')``.
+        ffn_norm_cfg (dict): Norm of the FFNs: 'BN', 'SyncBN', 'LN' or 'keep', see
+            :func:`~repa_mm.models.idle_channels`. Defaults to ``dict(type='BN')``.
         deploy (bool): Build the deploy form, for a reparameterized checkpoint. Defaults to False.
     """
 

@@ -82,7 +82,8 @@ def build_idle_backbone(
             [0, 1]: one for all blocks, or one per block. Defaults to 0.75.
         idle_schedule (str): 'constant', or 'linear' for ratios that grow with depth. Defaults to
             'constant'.
-        norm_cfg (dict): Norm of the FFNs: 'BN', 'SyncBN' or 'LN'. Defaults to ``dict(type='BN')``.
+        norm_cfg (dict): Norm of the FFNs: 'BN', 'SyncBN', 'LN' or 'keep', see
+            :func:`~repa_mm.models.idle_channels`. Defaults to ``dict(type='BN')``.
         norm_eval (bool): Whether BatchNorm statistics in the FFNs stay as they were loaded.
             Defaults to False.
         fast_attention (bool): Use the window attention of

@@ -42,8 +42,8 @@ def calibrate_batch_norm(
 ) -> int:
     """Estimate the BatchNorm statistics of all training forms from data.
 
-    As in `PreciseBN <https://arxiv.org/abs/2105.07576>`_, the weights stay, every batch is
-    normalized with its own statistics, and the statistics of all batches are averaged with equal
+    As in `PreciseBN <https://arxiv.org/abs/2105.07576>`_, the weights stay as they are. Every batch
+    is normalized with its own statistics, and the statistics of all batches are averaged with equal
     weight for every token, instead of a running average that forgets. The variance is that of all
     batches taken together. The rest of the model is in eval mode. If anything fails, the statistics
     are as before.

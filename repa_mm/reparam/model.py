@@ -68,9 +68,11 @@ def reparameterize(
 ) -> nn.Module:
     """Merge everything in a model that is in a training form.
 
-    The result computes what the model computes in eval mode, up to rounding. A model that is
-    reparameterized already is returned as it is. A training form inside of another one is left to
-    the outer one's merge; what that leaves in a training form is merged afterwards.
+    The result computes what the model computes in eval mode, up to rounding. Of a model that is
+    reparameterized already, nothing is merged: the result is a copy (with ``inplace`` the model
+    itself) in eval mode, whose ConvModules are folded and whose shortcut is where ``shortcut``
+    says. A training form inside of another one is left to the outer one's merge; what that leaves
+    in a training form is merged afterwards.
 
     Args:
         model (nn.Module): Any model. DataParallel, DistributedDataParallel and torch.compile

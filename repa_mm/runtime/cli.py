@@ -20,7 +20,7 @@ _LONGEST = 600
 
 
 class DictAction(config.DictAction):
-    """MMEngine's ``--cfg-options key=value ...``; others are usage errors.
+    """MMEngine's ``--cfg-options key=value ...``, where any other argument is a usage error.
 
     A value that is no list keeps its spaces, as a path needs.
     """
@@ -48,8 +48,8 @@ class DictAction(config.DictAction):
 def parse_runner_args(parser: argparse.ArgumentParser) -> dict:
     """Parse the command line of a tool with a Runner.
 
-    Adds what all of them have: ``--cfg-options``, ``--launcher``, and the
-    ``--local-rank`` of launchers before torchrun, which ends as LOCAL_RANK.
+    The function adds the options that all such tools have: ``--cfg-options``, ``--launcher``, and
+    the ``--local-rank`` of launchers before torchrun, whose value becomes LOCAL_RANK.
 
     Returns:
         dict: The arguments by name, without the rank.
@@ -101,8 +101,8 @@ def clear_errors(*kinds: type, logger: logging.Logger | None = None) -> Iterator
     """End the program with one line instead of a stack trace.
 
     Args:
-        *kinds: Exceptions this is for. Defaults to all.
-        logger (logging.Logger, optional): Its files get the stack trace.
+        *kinds: The exceptions that end the program so. Defaults to all.
+        logger (logging.Logger, optional): A logger whose files get the stack trace.
     """
     before = signal.signal(signal.SIGTERM, _exit)
     # A log that cannot be written would print a stack trace for every line.
@@ -135,8 +135,8 @@ def align(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
 
     Args:
         rows (Sequence[Sequence[str]]): As many cells each.
-        left (int): Number of columns that are aligned to the left; the others
-            are to the right. Defaults to 1.
+        left (int): Number of columns that are aligned to the left. The others are aligned to the
+            right. Defaults to 1.
     """
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = []

@@ -30,7 +30,7 @@ def check_data(cfg: Config, *splits: str) -> None:
         *splits (str): 'train', 'val' or 'test'.
 
     Raises:
-        FileNotFoundError: If not.
+        FileNotFoundError: If a file or folder is not there.
         ValueError: If a data loader has no data set, or too many workers.
     """
     for split in splits:

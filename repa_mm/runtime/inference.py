@@ -85,8 +85,8 @@ def draw_predictions(model: nn.Module, image: str, out: str, score_thr: float = 
         The prediction, a data sample of the model's codebase.
 
     Raises:
-        FileNotFoundError, ValueError: If the image is missing, is none, or of a size that the model
-            cannot take.
+        FileNotFoundError, ValueError: If the image is missing, cannot be read, or has a size that
+            the model cannot take.
         OSError: If the picture cannot be written.
     """
     import cv2

@@ -128,7 +128,7 @@ def convert_checkpoint(
         norm (str): 'keep' leaves the LayerNorms before the FFNs; 'fold' merges everything.
             Defaults to 'keep'.
         num_images (int): Number of images to calibrate on. One more for each eight of them is
-            held out, to measure the difference on. Defaults to 64.
+            held out, to measure on it how much the outputs differ. Defaults to 64.
         images (str, optional): A folder of images. Defaults to the config's training data, through
             its test pipeline.
         device (str, optional): Defaults to the GPU, if there is one.
@@ -139,8 +139,8 @@ def convert_checkpoint(
 
     Returns:
         dict: ``report`` (a :class:`~repa_mm.models.surgery.pretrained.ConversionReport`),
-        ``differences`` (of each output of the backbone on the held-out images, relative to its
-        deviation from the mean), ``macs`` (of the backbone before and after, at 224x224),
+        ``differences`` (mean square difference of each output of the backbone on the held-out
+        images, relative to the variance of that output), ``macs`` (of the backbone before and after, at 224x224),
         ``images`` and ``held_out`` (their numbers) and ``config`` (the file that was written).
 
     Raises:
@@ -227,7 +227,7 @@ def _take_every(source: CalibrationImages, number: int) -> list:
 
 
 def _differences(before: list, after: list) -> list[float]:
-    """Of each output, the share of its variance that the difference has, over all images."""
+    """The mean square difference of each output over all images, relative to its variance."""
     result = []
     for pair in zip(zip(*before), zip(*after)):
         error = variance = 0.0

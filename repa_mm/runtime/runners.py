@@ -258,7 +258,7 @@ def _build_runner(cfg: Config, checkpoint: dict | None) -> Runner:
 
 
 def _distribute_on_cpu(cfg: Config) -> None:
-    """MMEngine's own set-up of several processes asks for GPUs."""
+    """Set up several processes on the CPU, since MMEngine's own set-up asks for GPUs."""
     if not torch.distributed.is_initialized():
         torch.distributed.init_process_group('gloo')
     cfg.model_wrapper_cfg = dict(

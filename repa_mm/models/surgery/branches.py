@@ -130,9 +130,9 @@ def fill_block(
 ) -> None:
     """Lay pretrained layers side by side in the branches of a block, in place.
 
-    Each branch computes of the block's input what its layer computes of that: the norm that the
-    branches share neither scales nor shifts, and the layers' norms go into the matrices behind
-    them.
+    Each branch then computes from the block's input what its layer computes from the same input.
+    The norm that the branches share neither scales nor shifts: weight and bias of each layer's norm
+    go into the matrix behind that norm.
 
     Args:
         state_dict (dict): Of an ordinary transformer of mmpretrain. The layers' weights are

@@ -64,7 +64,7 @@ def counterpart(block: type) -> Callable[[type], type]:
 
 @counterpart(BEiTTransformerEncoderLayer)
 class IdleBEiTLayer(BEiTTransformerEncoderLayer):
-    """A BEiT block whose FFN has the shortcut, layer scale and drop path."""
+    """A BEiT block whose FFN contains the shortcut, the layer scale and the drop path."""
 
     def forward(self, x: torch.Tensor, rel_pos_bias: torch.Tensor | None) -> torch.Tensor:
         attn = self.attn(self.ln1(x), rel_pos_bias=rel_pos_bias)
@@ -101,8 +101,8 @@ class IdlePoolFormerBlock(PoolFormerBlock):
 class Parts(NamedTuple):
     """A block's norm and FFN, in the order of their forward pass.
 
-    ``drop`` and ``drop_path`` are rates, ``scale`` (C, ) is the layer scale, a parameter or a
-    constant.
+    ``drop`` and ``drop_path`` are rates. ``scale`` (C, ) is the layer scale, a parameter or a
+    constant; None if there is none.
     """
 
     norm: nn.Module
@@ -121,7 +121,7 @@ def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
         model (nn.Module): A backbone, or a model with one.
 
     Raises:
-        ValueError: If there is none, or if the model has training or deploy forms already.
+        ValueError: If there is no such block, or if the model has training or deploy forms already.
     """
     blocks, others = {}, []
     for name, module in model.named_modules():

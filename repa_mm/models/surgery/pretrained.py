@@ -327,8 +327,8 @@ def convert_pretrained(
             fresh iterator over the same batches each time it is called.
         idle_ratio (float | Sequence[float]): Share of hidden channels that skip the activation, in
             [0, 1]: one for all blocks, or one per block. Defaults to 0.75.
-        norm (str): 'keep' leaves the LayerNorms before the FFNs as they are. 'fold' makes them
-            BatchNorms, and everything merges. Defaults to 'keep'.
+        norm (str): 'keep' leaves the LayerNorms and GroupNorms before the FFNs as they are. 'fold'
+            makes them BatchNorms, and everything merges. Defaults to 'keep'.
         forward (Callable, optional): Runs ``model`` on a batch, or the part of it that holds the
             blocks. Defaults to ``model``.
         inplace (bool): Convert the model itself instead of a copy. Defaults to False.
@@ -343,7 +343,7 @@ def convert_pretrained(
         skip_unsupported (bool): Leave blocks as they are whose FFN cannot become channel-idle,
             instead of raising an error. Defaults to False.
         progress (Callable, optional): Called with the report of each block once it is fitted.
-        seed (int): Of the draw of the tokens. Defaults to 0.
+        seed (int): Seed of the draw of the tokens. Defaults to 0.
 
     Returns:
         tuple: The model in its training form, which trains on and merges with
@@ -351,7 +351,7 @@ def convert_pretrained(
 
     Raises:
         ValueError: If there is no batch, no block is known, a block cannot be converted, or its
-            activations are not finite; names the block. The model is as it was then.
+            activations are not finite. The message names the block, and the model stays as it was.
 
     Examples:
         >>> converted, report = repa_mm.convert_pretrained(backbone, images)

@@ -54,7 +54,7 @@ class Moments:
 
     @classmethod
     def of(cls, parts: Sequence['Moments']) -> 'Moments':
-        """The moments of the rows of several, which have the same shift."""
+        """The moments of the rows of several parts, which have the same shift."""
         result = cls(parts[0].shift)
         for part in parts:
             result.count += part.count
@@ -105,9 +105,9 @@ def split_moments(
     """Moments of rows in some parts, for cross-validation.
 
     Args:
-        rows (Callable): Gives the rows with some indices, in float64.
+        rows (Callable): Takes indices, and returns the rows with these indices in float64.
         number (int): How many rows there are.
-        like (torch.Tensor): On whose device.
+        like (torch.Tensor): A tensor on the device of the rows.
     """
     result: list[Moments] = []
     for part in torch.arange(number, device=like.device).tensor_split(_NUM_PARTS):
@@ -167,8 +167,8 @@ def eliminate(
 
     To remove the features K, and to let the others make up for them, costs
     tr(W_K (P_KK)^-1 W_K^T) with P the inverse Gram matrix (Optimal Brain Surgeon, Hassibi and
-    Stork 1993). The features that are cheapest one by one go first, some at a time; weights and P
-    follow by a downdate of their number.
+    Stork 1993). The features whose removal alone costs least go first, some at a time. A downdate
+    of P and of the weights follows each removal; its rank is the number of removed features.
 
     Args:
         gram (torch.Tensor): Gram matrix (n, n) of the features, ridge included.
@@ -222,7 +222,7 @@ class _Problem:
         self.b = alone + _solve(_ridged(cov_uu, ridge), cov_au - alone @ cov_uu)
 
     def select(self, num_active: int, how: str) -> torch.Tensor:
-        """Indices of the active channels, increasing."""
+        """Indices of the active channels, increasing; ``how`` is ``select`` of :func:`fit_ffn`."""
         cov, u, a, t, b = self.cov, self.u, self.a, self.t, self.b
         half = b @ cov[u, u] - cov[a, u]
         rest = cov[a, a] - b @ cov[u, a] + half @ b.t()
@@ -328,7 +328,8 @@ def fit_ffn(
 
     Args:
         ffn (ChannelIdleFFN): The pretrained FFN, as one with idle ratio 0.
-        parts (Sequence[Moments]): Of its tokens, see :func:`ffn_moments`.
+        parts (Sequence[Moments]): The moments of parts of the FFN's tokens, from
+            :func:`ffn_moments`.
         num_active (int): Number of active channels A.
         select (str): How the active channels are chosen. 'score' takes those with the largest
             variance that no affine function of u explains, times their squared output weights;

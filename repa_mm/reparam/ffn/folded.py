@@ -5,8 +5,8 @@ and the batch statistics of a linear map follow from the mean and the covariance
 the (N, H - A) idle activations, the largest tensor of the block, never have to exist: outputs,
 gradients and running statistics are those of eq. 3, at nearly the cost of the merged form.
 
-Symbols as in :mod:`repa_mm.reparam.ffn`; c marks what is centred over the tokens, and for the idle
-rows I of the first linear map
+Symbols are those of :mod:`repa_mm.reparam.ffn.layers`; c marks what is centred over the tokens. For
+the idle rows I of the first linear map
 
     mu = mean(x), S = xc^T xc / N, s1 = gamma1 / sqrt(diag(S) + eps),
     B = W_in,I diag(s1), var(h_I) = diag(B S B^T), s2 as s1 from var(h),

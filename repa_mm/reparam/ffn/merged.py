@@ -19,8 +19,8 @@ class MergedFFN(DeployForm):
         embed_dims (int): Number of channels C.
         num_active (int): Number of activated channels A.
         act_cfg (dict | nn.Module): The activation.
-        norm (nn.LayerNorm, optional): A norm that could not be merged. With it, the shortcut starts
-            before it and is added at run time.
+        norm (nn.LayerNorm | nn.GroupNorm, optional): A norm that could not be merged. The shortcut
+            then starts before the norm and is added at run time.
         idle (bool): Whether there are idle channels, merged into W. Without (idle ratio 0) W is the
             shortcut alone and is not multiplied by. Defaults to True.
     """
@@ -39,7 +39,7 @@ class MergedFFN(DeployForm):
         self.embed_dims = embed_dims
         self.num_active = num_active
         self.idle = idle
-        # Whether it is added at run time; in W where there is one to put it in.
+        # Whether the shortcut is added at run time. Otherwise it is in W.
         self.shortcut = norm is not None or not idle
         self._movable = not self.shortcut
         self.norm = nn.Identity() if norm is None else norm

@@ -102,7 +102,7 @@ def form_of(weights: dict) -> str | None:
 
 
 def explain(weights: dict) -> str | None:
-    """Whether the weights are those of a vanilla FFN of mmcv (``layers``) or of a PoolFormer."""
+    """What the weights are of, if they are those of a vanilla FFN: mmcv's, or a PoolFormer's."""
     if 'layers.1.weight' in weights or (
         'fc1.weight' in weights and weights['fc1.weight'].ndim == 4
     ):
