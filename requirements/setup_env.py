@@ -369,7 +369,7 @@ class Environment:
             print(
                 '      NOTE: mmcv has no CUDA operators, and without them detectors cannot run on '
                 'the\n      GPU: `make demo` and `make test` use the CPU. See "When the install '
-                'fails" in README.md.'
+                'fails" in docs/install.md.'
             )
         # The Makefile puts this before the commands that it runs.
         (self.state / 'run-env').write_text('CUDA_VISIBLE_DEVICES=\n' if hide else '')
