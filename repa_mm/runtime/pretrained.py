@@ -140,8 +140,9 @@ def convert_checkpoint(
     Returns:
         dict: ``report`` (a :class:`~repa_mm.models.surgery.pretrained.ConversionReport`),
         ``differences`` (mean square difference of each output of the backbone on the held-out
-        images, relative to the variance of that output), ``macs`` (of the backbone before and after, at 224x224),
-        ``images`` and ``held_out`` (their numbers) and ``config`` (the file that was written).
+        images, relative to the variance of that output), ``macs`` (of the backbone before and
+        after, at 224x224), ``images`` and ``held_out`` (their numbers) and ``config`` (the file
+        that was written).
 
     Raises:
         FileNotFoundError: If the config, checkpoint or images are missing.
