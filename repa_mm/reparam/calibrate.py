@@ -20,6 +20,7 @@ class _Statistics:
     def add(self, norm: nn.Module, inputs: tuple) -> None:
         """Add the input of one forward pass; a forward pre-hook of the norm."""
         x = inputs[0].detach().movedim(1, -1).flatten(0, -2)
+        x = x.to(torch.promote_types(x.dtype, torch.float32))
         mean = x.mean(0, dtype=torch.float64)
         # Two passes: the squares of a large mean would hide the variance.
         var = (x - mean.to(x)).square().mean(0, dtype=torch.float64)

@@ -24,7 +24,13 @@ def foldable_conv_bns(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         id(child) for module in modules.values() for child in module.children()
     )
     for name, module in modules.items():
-        if not (isinstance(module, ConvModule) and module.with_norm):
+        if not (
+            isinstance(module, ConvModule)
+            and type(module).forward is ConvModule.forward
+            and 'forward' not in module.__dict__
+            and module.with_norm
+            and not hasattr(module.conv, 'parametrizations')
+        ):
             continue
         conv, norm, order = module.conv, module.norm, module.order
         if (

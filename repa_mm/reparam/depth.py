@@ -161,6 +161,13 @@ class _Parallel(TrainingForm):
         entry = getattr(self, self.entry)
         layer = getattr(self, self.exit)
         _check_linear(layer, f'its {self.exit}')
+        for name in ('drop', 'dropout_layer'):
+            module = getattr(self, name)
+            if type(module).__name__ not in ('Dropout', 'DropPath', 'Identity'):
+                raise ValueError(
+                    f'its {name} is a {type(module).__name__}, and not a dropout, which the merge '
+                    'leaves out'
+                )
         entry.check_mergeable()
         like = layer.weight
         weight, bias = entry.mean(exact=True)

@@ -296,10 +296,18 @@ def _checked(merge: Callable) -> Callable:
         with torch.inference_mode(False), torch.no_grad():
             _check_whole(self)
             _recompute_weights(self)
-            check_finite(self)
-            merged = merge(self)
-            if _parts(merged) & _parts(self):  # training is not to change the deploy form
-                merged = copy.deepcopy(merged)
+            # A parametrization may compute another weight in training mode, or change its state.
+            modes = {module: module.training for module in self.modules()}
+            try:
+                for module in modes:
+                    module.training = False
+                check_finite(self)
+                merged = merge(self)
+                if _parts(merged) & _parts(self):  # training is not to change the deploy form
+                    merged = copy.deepcopy(merged)
+            finally:
+                for module, mode in modes.items():
+                    module.training = mode
         merged._training_names = _names(self.state_dict())
         return merged.train(self.training)
 

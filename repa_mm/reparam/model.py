@@ -64,15 +64,14 @@ def set_training_path(model: nn.Module, path: str) -> nn.Module:
 
 @torch.inference_mode(False)
 def reparameterize(
-    model: nn.Module, inplace: bool = False, fuse_conv_bn: bool = True, shortcut: str = 'inside'
+    model: nn.Module, inplace: bool = False, fuse_conv_bn: bool = True, shortcut: str | None = None
 ) -> nn.Module:
     """Merge everything in a model that is in a training form.
 
     The result computes what the model computes in eval mode, up to rounding. Of a model that is
     reparameterized already, nothing is merged: the result is a copy (with ``inplace`` the model
-    itself) in eval mode, whose ConvModules are folded and whose shortcut is where ``shortcut``
-    says. A training form inside of another one is left to the outer one's merge; what that leaves
-    in a training form is merged afterwards.
+    itself) in eval mode, whose ConvModules are folded. A training form inside of another one is
+    left to the outer one's merge; what that leaves in a training form is merged afterwards.
 
     Args:
         model (nn.Module): Any model. DataParallel, DistributedDataParallel and torch.compile
@@ -81,9 +80,10 @@ def reparameterize(
         fuse_conv_bn (bool): Also fold the BatchNorms of mmcv's ConvModules (of a detector's neck
             and heads) into their convolutions. The weights of such a model are for running it only;
             without, they load into a model built with ``deploy=True``. Defaults to True.
-        shortcut (str): Where deploy forms that have the choice add their shortcut, 'inside' their
-            weights or 'outside', see :meth:`~repa_mm.reparam.MergedFFN.set_shortcut`. Defaults to
-            'inside'.
+        shortcut (str, optional): Where deploy forms that have the choice add their shortcut,
+            'inside' their weights or 'outside', see
+            :meth:`~repa_mm.reparam.MergedFFN.set_shortcut`. Defaults to None: inside of what is
+            merged now, and as it is in what was merged before.
 
     Returns:
         nn.Module: The reparameterized model, in eval mode.
@@ -98,7 +98,7 @@ def reparameterize(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f'reparameterize takes a torch.nn.Module, but got {model!r}')
-    if shortcut not in ('inside', 'outside'):
+    if shortcut not in (None, 'inside', 'outside'):
         raise ValueError(f"the shortcut is 'inside' or 'outside', but got {shortcut!r}")
     model = unwrap(model)
     if next(outermost(model), None) is None:
@@ -132,6 +132,6 @@ def reparameterize(
     # On a line of its own: the eval() of some backbones returns None.
     model.eval()
     for module in model.modules():
-        if isinstance(module, DeployForm):
+        if shortcut and isinstance(module, DeployForm):
             module.set_shortcut(shortcut)
     return model

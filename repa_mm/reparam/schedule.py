@@ -55,6 +55,11 @@ class Scheduled(nn.Module):
                 f'exactly at lambda = {self.end:g} only: train on until the schedule has ended'
             )
 
+    def train(self, mode: bool = True):
+        # Averaged models (EMA) copy and swap buffers.
+        self.is_finished = not self.lam.is_meta and bool(self.lam == self.end)
+        return super().train(mode)
+
     def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs):
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
         self.is_finished = not self.lam.is_meta and bool(self.lam == self.end)

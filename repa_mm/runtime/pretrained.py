@@ -259,7 +259,7 @@ def _config_text(
         _delete_=True,
         type='IdleChannels',
         idle_ratio=ratios,
-        norm_cfg=dict(type='LN' if norm == 'keep' else 'BN'),
+        norm_cfg=dict(type='keep' if norm == 'keep' else 'BN'),
         norm_eval=norm == 'fold',
         backbone=_plain(original),
     )

@@ -165,6 +165,7 @@ def parts_of(block: nn.Module) -> Parts:
     if type(ffn) is ConvFFN:
         fc1, act, drop, fc2 = ffn.fc1, ffn.act, ffn.drop, ffn.fc2
         scale, drop_path = block.layer_scale_2, block.drop_path
+        dropouts = (drop,)
     elif type(ffn) not in (FFN, DeiT3FFN):
         raise ValueError(
             f'its {type(ffn).__name__} is not an FFN of two linear layers around an activation'
@@ -172,7 +173,8 @@ def parts_of(block: nn.Module) -> Parts:
     elif ffn.num_fcs != 2:
         raise ValueError(f'its FFN has {ffn.num_fcs} linear layers, not two')
     else:
-        (fc1, act, drop), fc2, _ = ffn.layers
+        (fc1, act, drop), fc2, last = ffn.layers
+        dropouts = drop, last
         if type(block) is BEiTTransformerEncoderLayer:
             scale, drop_path, shortcut = block.gamma_2, block.drop_path, not ffn.add_identity
         else:
@@ -180,6 +182,16 @@ def parts_of(block: nn.Module) -> Parts:
             shortcut = ffn.add_identity
         if not shortcut:
             raise ValueError('the shortcut of its FFN is not where such blocks have it')
+    if 'forward' in ffn.__dict__ or ffn._forward_hooks or ffn._forward_pre_hooks:
+        raise ValueError(
+            'its FFN has a forward hook or a replaced forward(), which would be lost: remove it '
+            'first'
+        )
+    for layer in dropouts:
+        if not is_plain(layer, nn.Dropout, nn.Identity):
+            raise ValueError(
+                f'a dropout of its FFN is a {type(layer).__name__}, or has forward hooks'
+            )
     for layer in (fc1, fc2):
         if not is_plain(layer, Linear, nn.Linear, nn.Conv2d):
             raise ValueError(

@@ -156,6 +156,11 @@ class _Model:
 
     def __init__(self, model: nn.Module, blocks: dict, batches, forward: Callable) -> None:
         self.model, self.forward = model, forward
+        if not callable(batches) and iter(batches) is batches:
+            raise ValueError(
+                'batches is an iterator, which runs once: give a list, or a function that returns '
+                'a fresh iterator'
+            )
         self.batches = batches if callable(batches) else lambda: batches
         self.device = next(model.parameters()).device
         self.blocks: list[tuple[str, nn.Module]] = []
@@ -366,6 +371,11 @@ def convert_pretrained(
     blocks = find_blocks(model)
     for name, block in blocks.items():
         try:
+            if 'forward' in block.__dict__ or block._forward_hooks or block._forward_pre_hooks:
+                raise ValueError(
+                    'it has a forward hook or a replaced forward(), which the fit does not know: '
+                    'remove it first'
+                )
             probes[name] = _Probe(block)
         except ValueError as error:
             if not skip_unsupported:
@@ -396,7 +406,7 @@ def convert_pretrained(
             progress,
         )  # fmt: skip
         for name, block in blocks.items():
-            setattr(block, names[block], forms[name])
+            setattr(block, names[block], forms[name].train(modes[block]))
         for module, mode in modes.items():
             module.training = mode
         converted = model if inplace else copy.deepcopy(model)
@@ -405,8 +415,13 @@ def convert_pretrained(
         if not (done and inplace):
             for block, (kind, attributes) in before.items():
                 block.__class__ = kind
+                # The dicts themselves stay: handles of hooks refer to them.
                 block.__dict__.clear()
-                block.__dict__.update(attributes)
+                for key, (value, content) in attributes.items():
+                    if isinstance(value, dict):
+                        value.clear()
+                        value.update(content)
+                    block.__dict__[key] = value
         for module, mode in modes.items():
             module.training = mode
     converted._register_load_state_dict_pre_hook(check_state_dict, with_module=True)
@@ -415,7 +430,7 @@ def convert_pretrained(
 
 def _shallow(attributes: dict) -> dict:
     """A module's attributes, with its parameters, buffers and children in dicts of their own."""
-    return {k: copy.copy(v) if isinstance(v, dict) else v for k, v in attributes.items()}
+    return {k: (v, copy.copy(v) if isinstance(v, dict) else None) for k, v in attributes.items()}
 
 
 def _fit_blocks(

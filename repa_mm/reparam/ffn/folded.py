@@ -17,6 +17,7 @@ the idle rows I of the first linear map
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from ..autograd import autocast_dtype, first_order_only, is_compiling, recomputing
 from ..numerics import is_plain
@@ -232,6 +233,8 @@ def choose_path(ffn: nn.Module, num_tokens: int) -> str:
     foldable = (
         statistics in (('batch', 'batch'), ('running', 'running'), ('sample', 'sample'))
         and next(ffn.act.parameters(), None) is None
+        # The backward pass computes the activation again.
+        and not any(isinstance(m, (nn.RReLU, _DropoutNd)) for m in ffn.act.modules())
         # Only what these modules are known to compute is computed in another way.
         and all(is_plain(layer, nn.Linear) for layer in (ffn.fc1, ffn.fc2))
         and not (ffn.fc1.bias is None or ffn.fc2.bias is None)

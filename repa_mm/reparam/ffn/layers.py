@@ -82,8 +82,9 @@ def build_activation(act_cfg: dict | nn.Module) -> nn.Module:
 
 def _not_inplace(act: nn.Module) -> nn.Module:
     # The input is a part of the hidden channels, and is needed again in the backward pass.
-    if getattr(act, 'inplace', False):
-        act.inplace = False
+    for module in act.modules():
+        if getattr(module, 'inplace', False):
+            module.inplace = False
     return act
 
 

@@ -55,7 +55,8 @@ class MergedFFN(DeployForm):
 
         Inside, it costs nothing. Outside, W keeps all its digits in half precision (bfloat16
         resolves 2^-8 next to the 1 on the diagonal), and under autocast the sum is one of float32.
-        Call it before a cast. State dicts always have it inside.
+        Call it before a cast. State dicts always have it inside,
+        but for the parameters themselves that ``state_dict(keep_vars=True)`` returns.
 
         Args:
             where (str): 'inside' or 'outside'.
