@@ -38,11 +38,6 @@ def parse_args() -> argparse.Namespace:
         default='eliminate',
         help='how the active channels are chosen (default: eliminate)',
     )
-    parser.add_argument(
-        '--skip-unsupported',
-        action='store_true',
-        help='leave blocks as they are whose FFN cannot become channel-idle',
-    )
     parser.add_argument('--device', help='default: a GPU, if there is one')
     parser.add_argument(
         '--cfg-options',

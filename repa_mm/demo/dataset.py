@@ -1,15 +1,16 @@
 """Handwritten digits on photographs: a detection and segmentation set made without a download.
 
-The digits are the 1797 real 8x8 scans of ``sklearn.datasets.load_digits`` (UCI, Optical
-Recognition of Handwritten Digits), the backgrounds are photographs that lie inside the wheels
-of scikit-learn and scikit-image. Training and validation share neither a scan nor a part of a
-photograph.
+The digits are the 1797 real 8x8 scans of ``sklearn.datasets.load_digits`` (UCI, Optical Recognition
+of Handwritten Digits), the backgrounds are photographs that lie inside the wheels of scikit-learn
+and scikit-image. Training and validation share neither a scan nor a part of a photograph.
 """
 
 import json
 import os
 import os.path as osp
 import shutil
+from collections.abc import Iterable
+from importlib import import_module
 from typing import Any
 
 import cv2
@@ -19,14 +20,7 @@ from repa_mm.files import check_writable
 
 DIGITS = ('zero', 'one', 'two', 'three', 'four', 'five', 'six', 'seven', 'eight', 'nine')
 
-# What a person has to install when one of the two sources is missing.
-_INSTALL = (
-    'The demo data is composed from pictures bundled with scikit-learn and scikit-image. '
-    'Install them with `pip install -e .[demo]` (or `pip install scikit-learn '
-    'scikit-image`).'
-)
-
-# (package, file inside it, licence): only files that are in the wheels, so nothing is fetched.
+# Package, file inside it, id of the licence: only files that are in the wheels.
 PHOTOGRAPHS = (
     ('sklearn', 'datasets/images/china.jpg', 2),
     ('sklearn', 'datasets/images/flower.jpg', 2),
@@ -36,26 +30,33 @@ PHOTOGRAPHS = (
     ('skimage', 'data/rocket.jpg', 3),
     ('skimage', 'data/camera.png', 3),
 )
+_CC = 'https://creativecommons.org/{}/'
 LICENSES = (
     dict(
-        id=1,
-        name='Attribution 4.0 International (digit scans)',
-        url='https://creativecommons.org/licenses/by/4.0/',
+        id=1, name='Attribution 4.0 International (digit scans)', url=_CC.format('licenses/by/4.0')
     ),
-    dict(id=2, name='Attribution 2.0 Generic', url='https://creativecommons.org/licenses/by/2.0/'),
-    dict(
-        id=3, name='Public domain or CC0', url='https://creativecommons.org/publicdomain/zero/1.0/'
-    ),
+    dict(id=2, name='Attribution 2.0 Generic', url=_CC.format('licenses/by/2.0')),
+    dict(id=3, name='Public domain or CC0', url=_CC.format('publicdomain/zero/1.0')),
+)
+INFO = dict(
+    description='Handwritten digits on photographs',
+    url='',
+    version='1.0',
+    year=2017,
+    contributor='scikit-learn, scikit-image',
+    date_created='2017/09/01',
 )
 
 STAMP = 'dataset.json'
-# Raise FORMAT whenever the scenes change, so that sets written by older code are made anew.
+# Raise the version whenever the scenes change, so that sets of older code are made anew.
 FORMAT = dict(generator='repa_mm.demo', version=2)
 
 TRAIN_SHARE = 0.7  # left part of each photograph; the rest, on the right, is for validation
 VAL_SCANS = 0.2  # share of the scans of each digit that only validation scenes use
 UPSAMPLE = 8  # the scans are interpolated to 8 times their size before they are placed
 INK = 0.5  # ink above this share of full black belongs to the digit
+Rng = np.random.Generator
+LUMA = np.array([0.114, 0.587, 0.299], np.float32)  # brightness of a BGR colour
 
 
 def write_digit_scenes(
@@ -72,83 +73,82 @@ def write_digit_scenes(
     interrupted call leaves no partial set at ``root``.
 
     Args:
-        root: Folder of the set. Created; replaced if it holds a demo set with other parameters
-            or an incomplete one.
-        num_train: Number of training scenes.
-        num_val: Number of validation scenes.
-        size: Width and height of a scene in pixels. Digits are ``size / 8`` to ``size * 3 / 8``
-            pixels tall.
-        seed: Seed of everything that is drawn at random.
+        root (str): Folder of the set. Created; replaced if it holds a demo set with other
+            parameters or an incomplete one.
+        num_train (int): Number of training scenes. Defaults to 1200.
+        num_val (int): Number of validation scenes. Defaults to 200.
+        size (int): Width and height of a scene in pixels. Digits are ``size / 8`` to
+            ``size * 3 / 8`` pixels tall. Defaults to 160.
+        seed (int): Seed of everything that is drawn at random. Defaults to 0.
 
     Returns:
-        True if the set was written, False if it was there already.
+        bool: True if the set was written, False if it was there already.
 
     Raises:
         ImportError: If scikit-learn or scikit-image is missing.
         FileExistsError: If ``root`` exists and holds something else than a demo set.
-        OSError: If it cannot be written, or the disk is too full.
+        OSError: If the set cannot be written, or the disk is too full; names the path.
         ValueError: If a number is out of range.
     """
-    for name, value, least, most in (
-        ('num_train', num_train, 1, 10**7),
-        ('num_val', num_val, 1, 10**7),
-        ('size', size, 64, 2048),
-        ('seed', seed, 0, 2**64),
-    ):
-        if not isinstance(value, (int, np.integer)) or not least <= value <= most:
-            raise ValueError(f'{name} must be an integer from {least} to {most}, got {value!r}')
     if not root:
         raise ValueError('the root must be the name of a folder, got an empty one')
-    parameters = dict(
-        num_train=int(num_train), num_val=int(num_val), size=int(size), seed=int(seed)
-    )
+    parameters = dict(num_train=num_train, num_val=num_val, size=size, seed=seed)
+    ranges = dict(num_train=(1, 10**7), num_val=(1, 10**7), size=(64, 2048), seed=(0, 2**64))
+    for name, value in parameters.items():
+        least, most = ranges[name]
+        if not isinstance(value, (int, np.integer)) or not least <= value <= most:
+            raise ValueError(f'{name} must be an integer from {least} to {most}, got {value!r}')
+        parameters[name] = int(value)
     root = osp.realpath(root)
     if _is_complete(root, parameters):
         return False
-    _check_replaceable(root)
-    _check_space(root, (num_train + num_val) * size**2)
-
+    if (
+        osp.lexists(root)
+        and not _read_stamp(root)
+        and not (osp.isdir(root) and not os.listdir(root))
+    ):
+        raise FileExistsError(
+            f'{root} exists and is not a demo set written by this program (it has no {STAMP}). '
+            'Nothing was changed: choose another --root, or remove it.'
+        )
     scans, labels = _load_scans()
     photographs = _load_photographs()
     splits = _split_scans(labels, seed)
-
-    os.makedirs(osp.dirname(root), exist_ok=True)
+    _check_space(osp.dirname(root), (num_train + num_val) * size**2)
     unfinished = osp.join(osp.dirname(root), f'.{osp.basename(root)}.{os.getpid()}.unfinished')
-    shutil.rmtree(unfinished, ignore_errors=True)
     try:
+        shutil.rmtree(unfinished, ignore_errors=True)
         first_id = 1
         for split, count in (('train', num_train), ('val', num_val)):
-            scenes = (
-                _compose(
-                    np.random.default_rng([seed, int(split == 'val'), i]),
-                    scans,
-                    labels,
-                    splits[split],
-                    photographs,
-                    split,
-                    size,
-                )
-                for i in range(count)
-            )
+            rngs = (np.random.default_rng([seed, int(split == 'val'), i]) for i in range(count))
+            scenes = (_compose(rng, scans, splits[split], photographs, split, size) for rng in rngs)
             _write_split(unfinished, split, scenes, first_id)
             first_id += count
         _write_json(dict(FORMAT, parameters=parameters), osp.join(unfinished, STAMP), indent=2)
         _move_into_place(unfinished, root, parameters)
+    except OSError as error:
+        raise OSError(
+            f'cannot write the demo set to {root!r}: {error.strerror or error}'
+        ) from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     return True
 
 
-# --------------------------------------------------------------------------------- sources
+def _import(package: str, name: str) -> Any:
+    try:
+        return import_module(package)
+    except ImportError as error:
+        raise ImportError(
+            f'{name} is missing. The demo data is composed from pictures bundled with scikit-learn '
+            'and scikit-image. Install them with `pip install -e .[demo]` (or `pip install '
+            'scikit-learn scikit-image`).'
+        ) from error
 
 
 def _load_scans() -> tuple[np.ndarray, np.ndarray]:
     """All scans as smooth ink maps, (N, 80, 80) in [0, 1] with an empty margin, and labels."""
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError as e:
-        raise ImportError(f'scikit-learn is missing. {_INSTALL}') from e
-    digits = load_digits()
+    digits = _import('sklearn.datasets', 'scikit-learn').load_digits()
     ink = np.pad(digits.images.astype(np.float32) / 16, ((0, 0), (1, 1), (1, 1)))
     side = UPSAMPLE * ink.shape[1]
     ink = np.stack([cv2.resize(i, (side, side), interpolation=cv2.INTER_CUBIC) for i in ink])
@@ -157,20 +157,10 @@ def _load_scans() -> tuple[np.ndarray, np.ndarray]:
 
 def _load_photographs() -> list[tuple[str, int, np.ndarray]]:
     """(file name, licence id, BGR image) of every photograph."""
-    folders = {}
-    for package, name in (('sklearn', 'scikit-learn'), ('skimage', 'scikit-image')):
-        try:
-            folders[package] = osp.dirname(__import__(package).__file__)
-        except ImportError as e:
-            raise ImportError(f'{name} is missing. {_INSTALL}') from e
     photographs = []
     for package, file, license_id in PHOTOGRAPHS:
-        path = osp.join(folders[package], *file.split('/'))
-        if not osp.isfile(path):
-            raise FileNotFoundError(
-                f'{path} is missing, though the wheel of {package} contains '
-                'it: reinstall the package from its wheel.'
-            )
+        name = dict(sklearn='scikit-learn', skimage='scikit-image')[package]
+        path = osp.join(osp.dirname(_import(package, name).__file__), *file.split('/'))
         image = cv2.imdecode(np.fromfile(path, np.uint8), cv2.IMREAD_COLOR)
         photographs.append((osp.basename(path), license_id, image))
     return photographs
@@ -188,17 +178,8 @@ def _split_scans(labels: np.ndarray, seed: int) -> dict[str, list[np.ndarray]]:
     return splits
 
 
-# ---------------------------------------------------------------------------------- scenes
-
-
 def _compose(
-    rng: np.random.Generator,
-    scans: np.ndarray,
-    labels: np.ndarray,
-    split_scans: list[np.ndarray],
-    photographs: list,
-    split: str,
-    size: int,
+    rng: Rng, scans: np.ndarray, indices: list[np.ndarray], photographs: list, split: str, size: int
 ) -> dict[str, Any]:
     """One scene: its image (size, size, 3) in BGR and the digits on it, each with its mask."""
     name, license_id, photograph = photographs[rng.integers(len(photographs))]
@@ -207,7 +188,7 @@ def _compose(
     taken = np.zeros((size, size), bool)
     for _ in range(rng.integers(2, 7)):
         digit = int(rng.integers(len(DIGITS)))
-        scan = int(rng.choice(split_scans[digit]))
+        scan = int(rng.choice(indices[digit]))
         height = rng.uniform(size / 6, size * 3 / 8)
         placed = None
         # Where a large digit finds no free place, a smaller one does.
@@ -218,7 +199,7 @@ def _compose(
             continue
         alpha, (top, left) = placed
         window = np.s_[top : top + alpha.shape[0], left : left + alpha.shape[1]]
-        colour = _ink_colour(rng, image[window], alpha)
+        colour = _ink_colour(rng, image[window])
         image[window] += alpha[..., None] * (colour - image[window])
         mask = np.zeros((size, size), bool)
         mask[window] = alpha >= 0.5
@@ -228,9 +209,7 @@ def _compose(
     return dict(image=image, digits=digits, photograph=name, license=license_id)
 
 
-def _background(
-    rng: np.random.Generator, photograph: np.ndarray, split: str, size: int
-) -> np.ndarray:
+def _background(rng: Rng, photograph: np.ndarray, split: str, size: int) -> np.ndarray:
     """A random square of one side of a photograph, float32 of (size, size, 3)."""
     border = round(photograph.shape[1] * TRAIN_SHARE)
     region = photograph[:, :border] if split == 'train' else photograph[:, border:]
@@ -250,7 +229,7 @@ def _background(
 
 
 def _place(
-    rng: np.random.Generator, ink: np.ndarray, height: float, taken: np.ndarray
+    rng: Rng, ink: np.ndarray, height: float, taken: np.ndarray
 ) -> tuple[np.ndarray, tuple[int, int]] | None:
     """Opacity of a digit, cut to its ink, and a place (top, left) where it hides no other."""
     alpha = _digit_opacity(rng, ink, height)
@@ -268,7 +247,7 @@ def _place(
     return None
 
 
-def _digit_opacity(rng: np.random.Generator, ink: np.ndarray, height: float) -> np.ndarray:
+def _digit_opacity(rng: Rng, ink: np.ndarray, height: float) -> np.ndarray:
     """A scan at ``height`` pixels, a little rotated and sheared; opacity in [0, 1]."""
     rows = np.flatnonzero((ink > INK).any(1))
     scale = height / (rows[-1] - rows[0] + 1)
@@ -288,18 +267,18 @@ def _digit_opacity(rng: np.random.Generator, ink: np.ndarray, height: float) -> 
     return alpha[rows[0] : rows[-1] + 1, cols[0] : cols[-1] + 1]
 
 
-def _ink_colour(rng: np.random.Generator, under: np.ndarray, alpha: np.ndarray) -> np.ndarray:
+def _ink_colour(rng: Rng, under: np.ndarray) -> np.ndarray:
     """A random bright BGR colour that stands out from what lies under and around it."""
-    brightness = under.reshape(-1, 3) @ np.array([0.114, 0.587, 0.299], np.float32)
+    brightness = under.reshape(-1, 3) @ LUMA
     best, best_contrast = None, -1.0
     for _ in range(16):
-        hue, saturation, value = rng.uniform(0, 180), rng.uniform(0, 110), rng.uniform(215, 255)
-        hsv = np.array([[[hue, saturation, value]]]).astype(np.uint8)
-        colour = cv2.cvtColor(hsv, cv2.COLOR_HSV2BGR)[0, 0].astype(np.float32)
+        # Hue, saturation and value.
+        hsv = [rng.uniform(0, 180), rng.uniform(0, 110), rng.uniform(215, 255)]
+        colour = cv2.cvtColor(np.array([[hsv]]).astype(np.uint8), cv2.COLOR_HSV2BGR)
+        colour = colour[0, 0].astype(np.float32)
         # A low percentile and not the mean: on a striped background the mean is far from
         # a colour that one of the stripes has.
-        difference = abs(brightness - colour @ np.array([0.114, 0.587, 0.299], np.float32))
-        contrast = float(np.percentile(difference, 20))
+        contrast = float(np.percentile(abs(brightness - colour @ LUMA), 20))
         if contrast > best_contrast:
             best, best_contrast = colour, contrast
         if contrast >= 80:
@@ -307,25 +286,23 @@ def _ink_colour(rng: np.random.Generator, under: np.ndarray, alpha: np.ndarray) 
     return best
 
 
-# ----------------------------------------------------------------------------------- files
-
-
-def _write_split(root: str, split: str, scenes: Any, first_id: int) -> None:
-    """Write one split in both layouts; ``scenes`` is an iterable of ``_compose``'s results."""
-    coco_images = osp.join(root, 'coco', f'{split}2017')
+def _write_split(root: str, split: str, scenes: Iterable[dict], first_id: int) -> None:
+    """Write the scenes of one split in both layouts."""
     ade_split = dict(train='training', val='validation')[split]
-    ade_images = osp.join(root, 'ade', 'images', ade_split)
-    ade_labels = osp.join(root, 'ade', 'annotations', ade_split)
-    for folder in (coco_images, ade_images, ade_labels):
-        os.makedirs(folder)
+    folders = (
+        ['coco', f'{split}2017'],
+        ['ade', 'images', ade_split],
+        ['ade', 'annotations', ade_split],
+    )
+    coco, ade_images, ade_labels = (osp.join(root, *parts) for parts in folders)
+    for folder in (coco, ade_images, ade_labels, osp.join(root, 'coco', 'annotations')):
+        os.makedirs(folder, exist_ok=True)
 
     images, annotations = [], []
     for number, scene in enumerate(scenes, 1):
         image_id = first_id + number - 1
         height, width = scene['image'].shape[:2]
         file_name = f'{image_id:012d}.jpg'
-        coco_file = osp.join(coco_images, file_name)
-        _write_image(scene['image'], coco_file, [cv2.IMWRITE_JPEG_QUALITY, 95])
         images.append(
             dict(
                 license=scene['license'],
@@ -339,81 +316,62 @@ def _write_split(root: str, split: str, scenes: Any, first_id: int) -> None:
         )
         label_map = np.ones((height, width), np.uint8)
         for n, digit in enumerate(scene['digits']):
-            rows = np.flatnonzero(digit['mask'].any(1))
-            cols = np.flatnonzero(digit['mask'].any(0))
-            left, top = int(cols[0]), int(rows[0])
-            box = [left, top, int(cols[-1]) + 1 - left, int(rows[-1]) + 1 - top]
+            mask = digit['mask']
+            left, top, *size = cv2.boundingRect(mask.astype(np.uint8))
             annotations.append(
                 dict(
-                    segmentation=_encode(digit['mask']),
-                    area=int(digit['mask'].sum()),
+                    segmentation=_encode(mask),
+                    area=int(mask.sum()),
                     iscrowd=0,
                     image_id=image_id,
-                    bbox=box,
+                    bbox=[left, top, *size],
                     category_id=digit['digit'] + 1,
                     id=10 * image_id + n,
                     scan=digit['scan'],
                 )
             )
-            label_map[digit['mask']] = digit['digit'] + 2
+            label_map[mask] = digit['digit'] + 2
+        name = f'ADE_{split}_{number:08d}'
+        quality = [cv2.IMWRITE_JPEG_QUALITY, 95]
+        for path in (osp.join(coco, file_name), osp.join(ade_images, f'{name}.jpg')):
+            _write_image(scene['image'], path, quality)
+        _write_image(label_map, osp.join(ade_labels, f'{name}.png'))
 
-        ade_name = f'ADE_{split}_{number:08d}'
-        _link(coco_file, osp.join(ade_images, ade_name + '.jpg'))
-        _write_image(label_map, osp.join(ade_labels, ade_name + '.png'))
-
-    info = dict(
-        description='Handwritten digits on photographs',
-        url='',
-        version='1.0',
-        year=2017,
-        contributor='scikit-learn, scikit-image',
-        date_created='2017/09/01',
-    )
     categories = [dict(supercategory='digit', id=i, name=name) for i, name in enumerate(DIGITS, 1)]
-    os.makedirs(osp.join(root, 'coco', 'annotations'), exist_ok=True)
-    _write_json(
-        dict(
-            info=info,
-            licenses=list(LICENSES),
-            images=images,
-            annotations=annotations,
-            categories=categories,
-        ),
-        osp.join(root, 'coco', 'annotations', f'instances_{split}2017.json'),
+    content = dict(
+        info=INFO,
+        licenses=list(LICENSES),
+        images=images,
+        annotations=annotations,
+        categories=categories,
     )
+    _write_json(content, osp.join(root, 'coco', 'annotations', f'instances_{split}2017.json'))
 
 
 def _encode(mask: np.ndarray) -> dict[str, list[int]]:
     """COCO's uncompressed RLE of a mask (H, W): column by column, the first run is empty ink."""
     flat = np.concatenate([[0], mask.ravel(order='F').astype(np.int8), [0]])
-    edges = np.flatnonzero(np.diff(flat))
-    runs = np.diff(np.concatenate([[0], edges, [mask.size]]))
-    return dict(counts=[int(r) for r in runs], size=list(mask.shape))
+    runs = np.diff(np.concatenate([[0], np.flatnonzero(np.diff(flat)), [mask.size]]))
+    return dict(counts=runs.tolist(), size=list(mask.shape))
 
 
-def _write_image(image: np.ndarray, path: str, options: tuple = ()) -> None:
+def _write_image(image: np.ndarray, path: str, options: Iterable[int] = ()) -> None:
     # cv2.imwrite reports a full disk by its return value only and fails on some path names.
     _, data = cv2.imencode(osp.splitext(path)[1], image, list(options))
-    data.tofile(path)
+    with open(path, 'wb') as file:
+        file.write(data)
 
 
 def _write_json(content: dict, path: str, indent: int | None = None) -> None:
-    with open(path, 'w', encoding='utf-8') as f:
-        json.dump(content, f, indent=indent)
-
-
-def _link(source: str, target: str) -> None:
-    try:
-        os.link(source, target)
-    except OSError:  # a file system without hard links
-        shutil.copyfile(source, target)
+    with open(path, 'w', encoding='utf-8') as file:
+        json.dump(content, file, indent=indent)
 
 
 def _read_stamp(root: str) -> dict | None:
     """The stamp of a set that this module wrote, or None."""
     try:
-        with open(osp.join(root, STAMP), encoding='utf-8') as f:
-            stamp = json.load(f)
+        with open(osp.join(root, STAMP), encoding='utf-8') as file:
+            stamp = json.load(file)
     except (OSError, ValueError):
         return None
     ours = isinstance(stamp, dict) and stamp.get('generator') == FORMAT['generator']
@@ -424,40 +382,20 @@ def _is_complete(root: str, parameters: dict) -> bool:
     """Whether ``root`` holds the set with these parameters and none of its files is missing."""
     if _read_stamp(root) != dict(FORMAT, parameters=parameters):
         return False
-    expected = {
-        ('coco', 'train2017'): parameters['num_train'],
-        ('coco', 'val2017'): parameters['num_val'],
-        ('coco', 'annotations'): 2,
-    }
-    for part in ('images', 'annotations'):
-        expected['ade', part, 'training'] = parameters['num_train']
-        expected['ade', part, 'validation'] = parameters['num_val']
-    folders = {osp.join(root, *parts): count for parts, count in expected.items()}
-    return all(osp.isdir(f) and len(os.listdir(f)) == count for f, count in folders.items())
+    scenes = parameters['num_train'] + parameters['num_val']
+    # Two images and a label map of each scene, two annotation files, and the stamp.
+    return sum(len(files) for _, _, files in os.walk(root)) == 3 * scenes + 3
 
 
-def _check_replaceable(root: str) -> None:
-    if not osp.lexists(root) or _read_stamp(root):
-        return
-    if osp.isdir(root) and not os.listdir(root):
-        return
-    raise FileExistsError(
-        f'{root} exists and is not a demo set written by this program (it has no '
-        f'{STAMP}). Nothing was changed: choose another --root, or remove it.'
-    )
-
-
-def _check_space(root: str, pixels: int) -> None:
-    check_writable(osp.dirname(root))
-    nearest = root
-    while not osp.isdir(nearest):
-        nearest = osp.dirname(nearest)
-    free = shutil.disk_usage(nearest).free
-    # A JPEG of photographs has about half a byte a pixel.
-    if pixels / 2 > free:
+def _check_space(folder: str, pixels: int) -> None:
+    check_writable(folder)
+    os.makedirs(folder, exist_ok=True)
+    free = shutil.disk_usage(folder).free
+    # A JPEG of photographs has about half a byte a pixel, and there are two of each.
+    if pixels > free:
         raise OSError(
-            f'no space for the demo set: it takes about {pixels / 2e9:.1f} GB, and '
-            f'{nearest} has {free / 1e9:.1f} GB'
+            f'no space for the demo set: it takes about {pixels / 1e9:.1f} GB, and {folder} has '
+            f'{free / 1e9:.1f} GB'
         )
 
 

@@ -8,18 +8,10 @@ import numpy as np
 from repa_mm.demo.dataset import DIGITS
 
 # One colour (BGR) a digit, bright enough for dark text on it and for dark photographs.
-COLOURS = (
-    (80, 220, 255),
-    (90, 160, 255),
-    (120, 120, 255),
-    (220, 130, 255),
-    (255, 130, 200),
-    (255, 170, 110),
-    (255, 225, 90),
-    (190, 240, 90),
-    (90, 235, 130),
-    (120, 245, 210),
-)
+COLOURS = [
+    (80, 220, 255), (90, 160, 255), (120, 120, 255), (220, 130, 255), (255, 130, 200),
+    (255, 170, 110), (255, 225, 90), (190, 240, 90), (90, 235, 130), (120, 245, 210),
+]  # fmt: skip
 WHITE, INK, PAPER = (255, 255, 255), (30, 30, 30), (245, 245, 245)
 GAP = 8
 FONT = cv2.FONT_HERSHEY_SIMPLEX
@@ -36,16 +28,17 @@ def draw_detections(
     """A grid of scenes with predicted boxes (and masks), and the true boxes in thin white.
 
     Args:
-        predictions: As :func:`repa_mm.demo.report.compare_detections` takes them, with
-            ``img_path``.
-        ground_truth: Image id to a list of (box as x1, y1, x2, y2 in pixels, label).
-        title: Line above the grid.
-        score_thr: Predictions below this score are left out.
-        columns: Scenes in a row.
-        tile: Width and height of a scene in the picture, in pixels.
+        predictions (Sequence[dict]): As :func:`repa_mm.demo.report.compare_detections` takes them,
+            with ``img_path``.
+        ground_truth (dict[int, list[tuple]]): For each image id, boxes (x1, y1, x2, y2 in pixels)
+            and their labels.
+        title (str): Line above the grid.
+        score_thr (float): Predictions below this score are left out. Defaults to 0.5.
+        columns (int): Scenes in a row. Defaults to 4.
+        tile (int): Width and height of a scene in the picture, in pixels. Defaults to 400.
 
     Returns:
-        BGR image, uint8 of (height, width, 3).
+        np.ndarray: BGR image, uint8 of (height, width, 3).
     """
     tiles = []
     for prediction in predictions:
@@ -55,11 +48,11 @@ def draw_detections(
         # The most certain ones come last, so that they lie on top.
         keep = [i for i in scores.argsort(kind='stable') if scores[i] >= score_thr]
         labels = [int(instances['labels'][i]) for i in keep]
+        boxes = [np.asarray(instances['bboxes'][i], float) * scale for i in keep]
+        true_boxes = [np.asarray(b, float) * scale for b, _ in ground_truth[prediction['img_id']]]
         if 'masks' in instances:
             for i, label in zip(keep, labels):
                 _draw_mask(image, instances['masks'][i], COLOURS[label])
-        boxes = [np.asarray(instances['bboxes'][i], float) * scale for i in keep]
-        true_boxes = [np.asarray(b, float) * scale for b, _ in ground_truth[prediction['img_id']]]
         # The dark edge keeps the box of a missed digit visible on a bright background.
         for box in true_boxes:
             _rectangle(image, box, INK, 3)
@@ -69,14 +62,10 @@ def draw_detections(
             _rectangle(image, box, WHITE, 1)
         # Names come last, so that no box runs through one.
         for i, box, label in zip(keep, boxes, labels):
-            text = f'{DIGITS[label]} {scores[i]:.2f}'
-            _label(image, text, box, COLOURS[label])
+            _label(image, f'{DIGITS[label]} {scores[i]:.2f}', box, COLOURS[label])
         tiles.append(image)
-    legend = [
-        (f'prediction, class and score (at least {score_thr:g})', COLOURS[0]),
-        ('ground truth', WHITE),
-    ]
-    return _page(tiles, columns, title, legend)
+    prediction = f'prediction, class and score (at least {score_thr:g})'
+    return _page(tiles, columns, title, {prediction: COLOURS[0], 'ground truth': WHITE})
 
 
 def draw_segmentations(
@@ -85,32 +74,29 @@ def draw_segmentations(
     """Scenes, each as the image, its true labels and its predicted labels side by side.
 
     Args:
-        predictions: As :func:`repa_mm.demo.report.compare_segmentations` takes them, with
-            ``seg_map_path``, the label map on disk (0 unlabelled, 1 background, 2 to 11 digits).
-        title: Line above the grid.
-        columns: Scenes in a row.
-        tile: Width and height of each of the three parts, in pixels.
+        predictions (Sequence[dict]): As :func:`repa_mm.demo.report.compare_segmentations` takes
+            them, with ``seg_map_path``, the label map on disk (0 unlabelled, 1 background, 2 to 11
+            digits).
+        title (str): Line above the grid.
+        columns (int): Scenes in a row. Defaults to 2.
+        tile (int): Width and height of each of the three parts, in pixels. Defaults to 260.
 
     Returns:
-        BGR image, uint8 of (height, width, 3).
+        np.ndarray: BGR image, uint8 of (height, width, 3).
     """
     tiles = []
     for prediction in predictions:
         image, _ = _read(prediction['img_path'], tile)
-        truth = (
-            cv2.imdecode(
-                np.fromfile(prediction['seg_map_path'], np.uint8), cv2.IMREAD_UNCHANGED
-            ).astype(int)
-            - 1
-        )
+        file = np.fromfile(prediction['seg_map_path'], np.uint8)
+        truth = cv2.imdecode(file, cv2.IMREAD_UNCHANGED).astype(int) - 1
         predicted = np.asarray(prediction['pred_sem_seg']['data'])[0].astype(int)
-        parts = (
-            ('scene', image),
-            ('ground truth', _colour_labels(truth, tile)),
-            ('prediction', _colour_labels(predicted, tile)),
-        )
-        tiles.append(np.hstack([_captioned(part, name) for name, part in parts]))
-    return _page(tiles, columns, title, list(zip(DIGITS, COLOURS)))
+        parts = {
+            'scene': image,
+            'ground truth': _colour_labels(truth, tile),
+            'prediction': _colour_labels(predicted, tile),
+        }
+        tiles.append(np.hstack([_captioned(part, name) for name, part in parts.items()]))
+    return _page(tiles, columns, title, dict(zip(DIGITS, COLOURS)))
 
 
 def _read(path: str, tile: int) -> tuple[np.ndarray, float]:
@@ -160,19 +146,16 @@ def _captioned(image: np.ndarray, caption: str) -> np.ndarray:
     return image
 
 
-def _page(
-    tiles: list[np.ndarray], columns: int, title: str, legend: list[tuple[str, tuple]]
-) -> np.ndarray:
-    """Tiles of one size in a grid under a title and a legend."""
+def _page(tiles: list[np.ndarray], columns: int, title: str, legend: dict) -> np.ndarray:
+    """Tiles of one size in a grid under a title and a legend of texts and their colours."""
     height, width = tiles[0].shape[:2]
     rows = -(-len(tiles) // columns)
     head = 76
-    page = np.full(
-        (head + rows * (height + GAP), columns * (width + GAP) + GAP, 3), PAPER, np.uint8
-    )
+    shape = head + rows * (height + GAP), columns * (width + GAP) + GAP, 3
+    page = np.full(shape, PAPER, np.uint8)
     cv2.putText(page, title, (GAP, 30), FONT, 0.75, INK, 2, cv2.LINE_AA)
     x = GAP
-    for text, colour in legend:
+    for text, colour in legend.items():
         cv2.rectangle(page, (x, 46), (x + 22, 64), colour, -1)
         cv2.rectangle(page, (x, 46), (x + 22, 64), INK, 1)
         cv2.putText(page, text, (x + 30, 61), FONT, 0.55, INK, 1, cv2.LINE_AA)

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
+from torchvision.ops import box_iou
 
 from repa_mm.runtime.cli import align
 
@@ -17,52 +19,43 @@ SAME_IOU = 0.5
 def compare_detections(first: Sequence[dict], second: Sequence[dict]) -> dict[str, Any]:
     """Largest differences between two sets of detections on the same images.
 
-    Detections are paired image by image, in the order of the first set, each with the free one
-    of the same label that overlaps it most. Pairing by position in the list would compare two
+    Detections are paired image by image, in the order of the first set, each with the free one of
+    the same label that overlaps it most. Pairing by position in the list would compare two
     unrelated boxes wherever two almost equal scores change places.
 
     Args:
-        first: Predictions as MMDetection dumps them: per image a dict with ``img_id`` and
-            ``pred_instances`` (``bboxes`` (N, 4) in pixels, ``scores`` (N,), ``labels`` (N,)
-            and, for instance segmentation, ``masks``, a list of N compressed RLEs).
-        second: The same for the other form.
+        first (Sequence[dict]): Predictions as MMDetection dumps them: per image a dict with
+            ``img_id`` and ``pred_instances`` (``bboxes`` (N, 4) in pixels, ``scores`` (N,),
+            ``labels`` (N,) and, for instance segmentation, ``masks``, a list of N compressed RLEs).
+        second (Sequence[dict]): The same for the other form.
 
     Returns:
-        ``images``; ``detections``, the counts of both sets; ``paired``; ``unpaired``, the counts
-        of detections without a counterpart in both sets; ``box`` (pixels) and ``score``, the
+        dict: ``images``; ``detections``, the counts of both sets; ``paired``; ``unpaired``, the
+        counts of detections without a counterpart in both sets; ``box`` (pixels) and ``score``, the
         largest differences over all pairs; with masks also ``mask_pixels``, the number of pixels
         that differ over all pairs, and ``mask_area``, the pixels of the first set's masks.
 
     Raises:
         ValueError: If the two sets are not about the same images.
     """
-    second_by_id = _by_image(second, 'img_id')
-    first_by_id = _by_image(first, 'img_id')
-    if first_by_id.keys() != second_by_id.keys():
-        raise ValueError(
-            'the two sets of predictions are about different images '
-            f'({len(first_by_id)} and {len(second_by_id)} of them)'
-        )
+    images = _same_images(first, second, 'img_id')
     result: dict[str, Any] = dict(
-        images=len(first_by_id), detections=[0, 0], paired=0, unpaired=[0, 0], box=0.0, score=0.0
+        images=len(images), detections=[0, 0], paired=0, unpaired=[0, 0], box=0.0, score=0.0
     )
-    for image_id, a in first_by_id.items():
-        a, b = a['pred_instances'], second_by_id[image_id]['pred_instances']
-        boxes_a, boxes_b = _numpy(a['bboxes']), _numpy(b['bboxes'])
-        pairs = _pair(boxes_a, _numpy(a['labels']), boxes_b, _numpy(b['labels']))
-        for i, count in enumerate((len(boxes_a), len(boxes_b))):
+    for a, b in images.values():
+        a, b = ({k: _array(v) for k, v in p['pred_instances'].items()} for p in (a, b))
+        pairs = _pair(a, b)
+        for i, count in enumerate((len(a['bboxes']), len(b['bboxes']))):
             result['detections'][i] += count
             result['unpaired'][i] += count - len(pairs)
         result['paired'] += len(pairs)
         if not pairs:
             continue
         ia, ib = np.array(pairs).T
-        result['box'] = max(result['box'], float(abs(boxes_a[ia] - boxes_b[ib]).max()))
-        result['score'] = max(
-            result['score'], float(abs(_numpy(a['scores'])[ia] - _numpy(b['scores'])[ib]).max())
-        )
+        for name, key in (('box', 'bboxes'), ('score', 'scores')):
+            result[name] = max(result[name], float(abs(a[key][ia] - b[key][ib]).max()))
         if 'masks' in a:
-            different, area = _mask_difference(a['masks'], b['masks'], pairs)
+            different, area = _mask_difference(a['masks'][ia], b['masks'][ib])
             result['mask_pixels'] = result.get('mask_pixels', 0) + different
             result['mask_area'] = result.get('mask_area', 0) + area
     return result
@@ -72,42 +65,36 @@ def compare_segmentations(first: Sequence[dict], second: Sequence[dict]) -> dict
     """Number of pixels at which two sets of label maps differ.
 
     Args:
-        first: Predictions as MMSegmentation dumps them: per image a dict with ``img_path`` and
-            ``pred_sem_seg``, whose ``data`` is the label map (1, H, W).
-        second: The same for the other form.
+        first (Sequence[dict]): Predictions as MMSegmentation dumps them: per image a dict with
+            ``img_path`` and ``pred_sem_seg``, whose ``data`` is the label map (1, H, W).
+        second (Sequence[dict]): The same for the other form.
 
     Returns:
-        ``images``, ``pixels``, ``different`` (pixels) and ``share`` (``different / pixels``).
+        dict: ``images``, ``pixels``, ``different`` (pixels) and ``share``
+        (``different / pixels``).
 
     Raises:
         ValueError: If the two sets are not about the same images, or an image has another size.
     """
-    first_by_path, second_by_path = _by_image(first, 'img_path'), _by_image(second, 'img_path')
-    if first_by_path.keys() != second_by_path.keys():
-        raise ValueError(
-            'the two sets of predictions are about different images '
-            f'({len(first_by_path)} and {len(second_by_path)} of them)'
-        )
+    images = _same_images(first, second, 'img_path')
     pixels = different = 0
-    for path, a in first_by_path.items():
-        a = _numpy(a['pred_sem_seg']['data'])
-        b = _numpy(second_by_path[path]['pred_sem_seg']['data'])
+    for path, pair in images.items():
+        a, b = (_array(p['pred_sem_seg']['data']) for p in pair)
         if a.shape != b.shape:
             raise ValueError(
                 f'the label maps of {path} have different sizes: {a.shape} and {b.shape}'
             )
         pixels += a.size
         different += int((a != b).sum())
-    return dict(
-        images=len(first_by_path),
-        pixels=pixels,
-        different=different,
-        share=different / max(pixels, 1),
-    )
+    share = different / max(pixels, 1)
+    return dict(images=len(images), pixels=pixels, different=different, share=share)
 
 
 def read_metrics(work_dir: str) -> dict[str, float]:
     """Metrics of the last test run in a work directory, from the JSON file MMEngine writes.
+
+    Args:
+        work_dir (str): The directory.
 
     Raises:
         FileNotFoundError: If there is none.
@@ -127,94 +114,73 @@ def closing_table(summary: dict[str, Any]) -> str:
     """The summary of a demo run as aligned text.
 
     Args:
-        summary: As :func:`repa_mm.demo.run.run_demo` writes it to ``summary.json``.
+        summary (dict): As :func:`repa_mm.demo.run.run_demo` writes it to ``summary.json``.
+
+    Returns:
+        str: The lines.
     """
-    training, deploy = summary['training'], summary['deploy']
+    forms = [summary['training'], summary['deploy']]
     rows = [('', 'training form', 'deploy form', 'ratio')]
-
-    def row(name: str, key: str, form: str, scale: float = 1, ratio: bool = False) -> None:
-        a, b = training[key] * scale, deploy[key] * scale
-        rows.append((name, f'{a:{form}}', f'{b:{form}}', f'{a / b:.2f}' if ratio else ''))
-
-    for key in training['metrics']:
-        values = (form['metrics'][key] for form in (training, deploy))
-        rows.append((key, *('none' if v is None else f'{v:.3f}' for v in values), ''))
-    row('parameters, model (M)', 'parameters', '.2f', 1e-6, True)
-    row('parameters, backbone (M)', 'backbone_parameters', '.2f', 1e-6, True)
-    row(f'GMACs, backbone, {summary["input_size"]}', 'backbone_macs', '.3f', 1e-9, True)
-    row('latency, model (ms)', 'latency_ms', '.1f', ratio=True)
-    row('latency, backbone (ms)', 'backbone_latency_ms', '.1f', ratio=True)
-    lines = align(rows)
-    lines.append(
-        f'Latency: median of {summary["latency_scenes"]} validation scenes, batch 1, '
-        f'{summary["device"]}, both forms in turn.'
+    for name in forms[0]['metrics']:
+        values = (form['metrics'][name] for form in forms)
+        rows.append((name, *('none' if v is None else f'{v:.3f}' for v in values), ''))
+    for name, key, unit, digits in (
+        ('parameters, model (M)', 'parameters', 1e6, 2),
+        ('parameters, backbone (M)', 'backbone_parameters', 1e6, 2),
+        (f'GMACs, backbone, {summary["input_size"]}', 'backbone_macs', 1e9, 3),
+        ('latency, model (ms)', 'latency_ms', 1, 1),
+        ('latency, backbone (ms)', 'backbone_latency_ms', 1, 1),
+    ):
+        a, b = (form[key] / unit for form in forms)
+        rows.append((name, f'{a:.{digits}f}', f'{b:.{digits}f}', f'{a / b:.2f}'))
+    d = summary['difference']
+    if 'share' in d:
+        pixels = f'{d["different"]} of {d["pixels"]} ({d["share"]:.1e})'
+        found = {'label maps, pixels that differ': pixels}
+    else:
+        found = {'boxes (px)': f'{d["box"]:.1e}', 'scores': f'{d["score"]:.1e}'}
+        if 'mask_pixels' in d:
+            found['masks, pixels that differ'] = f'{d["mask_pixels"]} of {d["mask_area"]}'
+        found['detections in the training / deploy form'] = '{} / {}'.format(*d['detections'])
+        found['of these without a counterpart'] = '{} / {}'.format(*d['unpaired'])
+    minutes, seconds = divmod(round(summary['total_seconds']), 60)
+    return '\n'.join(
+        [
+            *align(rows),
+            f'Latency: median of {summary["latency_scenes"]} validation scenes, batch 1, '
+            f'{summary["device"]}, both forms in turn.',
+            '',
+            'Largest difference between the two forms',
+            *align([(f'  {name}', value) for name, value in found.items()], left=2),
+            '',
+            f'Total time: {minutes} min {seconds} s',
+        ]
     )
 
-    difference = summary['difference']
-    lines.append('')
-    lines.append('Largest difference between the two forms')
-    if 'share' in difference:
-        lines.extend(
-            align(
-                [
-                    (
-                        '  label maps, pixels that differ',
-                        f'{difference["different"]} of {difference["pixels"]} '
-                        f'({difference["share"]:.1e})',
-                    )
-                ],
-                left=2,
-            )
-        )
-    else:
-        (count_a, count_b), (lone_a, lone_b) = difference['detections'], difference['unpaired']
-        details = [
-            ('  boxes (px)', f'{difference["box"]:.1e}'),
-            ('  scores', f'{difference["score"]:.1e}'),
-        ]
-        if 'mask_pixels' in difference:
-            details.append(
-                (
-                    '  masks, pixels that differ',
-                    f'{difference["mask_pixels"]} of {difference["mask_area"]}',
-                )
-            )
-        details += [
-            ('  detections in the training / deploy form', f'{count_a} / {count_b}'),
-            ('  of these without a counterpart', f'{lone_a} / {lone_b}'),
-        ]
-        lines.extend(align(details, left=2))
-    minutes, seconds = divmod(round(summary['total_seconds']), 60)
-    lines += ['', f'Total time: {minutes} min {seconds} s']
-    return '\n'.join(lines)
 
-
-def _by_image(predictions: Sequence[dict], key: str) -> dict[Any, dict]:
-    by_image = {p[key]: p for p in predictions}
-    if len(by_image) != len(predictions):
+def _same_images(first: Sequence[dict], second: Sequence[dict], key: str) -> dict[Any, tuple]:
+    """The two predictions of each image, by its id or path."""
+    one, other = ({p[key]: p for p in predictions} for predictions in (first, second))
+    if len(one) != len(first) or len(other) != len(second):
         raise ValueError('a set of predictions has more than one entry for an image')
-    return by_image
+    if one.keys() != other.keys():
+        raise ValueError(
+            'the two sets of predictions are about different images '
+            f'({len(one)} and {len(other)} of them)'
+        )
+    return {image: (one[image], other[image]) for image in one}
 
 
-def _numpy(values: Any) -> np.ndarray:
-    return values.numpy() if hasattr(values, 'numpy') else np.asarray(values)
+def _array(values: Any) -> np.ndarray:
+    return values.numpy() if torch.is_tensor(values) else np.asarray(values)
 
 
-def _pair(
-    boxes_a: np.ndarray, labels_a: np.ndarray, boxes_b: np.ndarray, labels_b: np.ndarray
-) -> list[tuple[int, int]]:
+def _pair(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> list[tuple[int, int]]:
     """Indices of the same detection in both sets."""
-    if not len(boxes_a) or not len(boxes_b):
-        return []
-    top_left = np.maximum(boxes_a[:, None, :2], boxes_b[None, :, :2])
-    bottom_right = np.minimum(boxes_a[:, None, 2:], boxes_b[None, :, 2:])
-    overlap = (bottom_right - top_left).clip(0).prod(-1)
-    areas_a = (boxes_a[:, 2:] - boxes_a[:, :2]).prod(-1)
-    areas_b = (boxes_b[:, 2:] - boxes_b[:, :2]).prod(-1)
-    iou = overlap / np.maximum(areas_a[:, None] + areas_b[None] - overlap, 1e-9)
-    iou[labels_a[:, None] != labels_b[None]] = 0
+    iou = box_iou(*(torch.as_tensor(x['bboxes']).reshape(-1, 4).double() for x in (a, b))).numpy()
+    iou[a['labels'][:, None] != b['labels'][None]] = 0
     pairs = []
-    for i in range(len(iou)):
+    for i in range(len(iou) if iou.size else 0):
         j = int(iou[i].argmax())
         if iou[i, j] >= SAME_IOU:
             pairs.append((i, j))
@@ -222,12 +188,12 @@ def _pair(
     return pairs
 
 
-def _mask_difference(masks_a: list, masks_b: list, pairs: list[tuple[int, int]]) -> tuple[int, int]:
+def _mask_difference(first: Sequence[dict], second: Sequence[dict]) -> tuple[int, int]:
+    """Pixels that differ over all pairs of masks, and the pixels of the first ones."""
     from pycocotools import mask as mask_utils  # comes with MMDetection, not with MMSegmentation
 
-    different = area = 0
-    for i, j in pairs:
-        a, b = mask_utils.decode(masks_a[i]), mask_utils.decode(masks_b[j])
-        different += int((a != b).sum())
-        area += int(a.sum())
-    return different, area
+    areas = [int(mask_utils.area(list(masks)).sum()) for masks in (first, second)]
+    common = sum(
+        int(mask_utils.area(mask_utils.merge([a, b], True))) for a, b in zip(first, second)
+    )
+    return sum(areas) - 2 * common, areas[0]

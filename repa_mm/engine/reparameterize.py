@@ -13,6 +13,7 @@ from mmengine.runner import BaseLoop
 from mmengine.runner.checkpoint import weights_to_cpu
 
 from repa_mm.checkpoints import check_known, match_form, save_checkpoint, without_wrappers
+from repa_mm.engine.channels import check_channels
 from repa_mm.engine.complexity import count_macs, count_parameters
 from repa_mm.reparam import TrainingForm, has_deploy_form, innermost, outermost, reparameterize
 from repa_mm.version import __version__
@@ -38,8 +39,9 @@ class ReparameterizeHook(Hook):
             Defaults to (224, 224).
 
     Raises:
-        ValueError: If nothing can be merged, a model in its deploy form is to be trained, or a
-            custom ``priority`` puts this hook before EMAHook or after CheckpointHook.
+        ValueError: If nothing can be merged, the neck or heads do not fit the backbone, a model in
+            its deploy form is to be trained, or a custom ``priority`` puts this hook before EMAHook
+            or after CheckpointHook.
         CheckpointError: If a checkpoint has no weight of the model.
     """
 
@@ -63,6 +65,7 @@ class ReparameterizeHook(Hook):
     def before_run(self, runner) -> None:
         self._check_order(runner)
         self._restore(runner)
+        check_channels(runner.model)
         if not isinstance(runner._train_loop, BaseLoop):
             # MMEngine goes through its list of hooks, and may come to this one again.
             if not any(isinstance(hook, _MatchForm) for hook in runner.hooks):

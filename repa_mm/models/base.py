@@ -2,7 +2,8 @@
 
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.nn as nn
@@ -15,7 +16,7 @@ from repa_mm.checkpoints import check_pretrained
 from repa_mm.models.surgery.idle import idle_channels
 from repa_mm.models.surgery.replace import replace
 from repa_mm.models.surgery.window_attention import is_traced
-from repa_mm.reparam import finish_schedules, has_deploy_form, reparameterize
+from repa_mm.reparam import CheckpointError, finish_schedules, has_deploy_form, reparameterize
 
 
 class PatchPadding(AdaptivePadding):
@@ -69,6 +70,30 @@ def adapt_output_norms(model: nn.Module, state_dict: dict, prefix: str, last: st
             del state_dict[key]
 
 
+@contextmanager
+def explained_start(init_cfg: dict | list | None) -> Iterator[None]:
+    """Let errors while pretrained weights are loaded name the file, and say what to do.
+
+    Args:
+        init_cfg (dict | list, optional): What a backbone starts from.
+
+    Raises:
+        CheckpointError: If weights that ``init_cfg`` names do not fit.
+    """
+    try:
+        yield
+    except (AssertionError, CheckpointError) as error:
+        cfgs = init_cfg if isinstance(init_cfg, (list, tuple)) else [init_cfg]
+        paths = [cfg['checkpoint'] for cfg in cfgs if cfg and 'checkpoint' in cfg]
+        if not paths:
+            raise
+        raise CheckpointError(
+            f'the backbone cannot start from {paths[0]!r}: {str(error).rstrip(".")}. '
+            "prefix='backbone.' in init_cfg takes the backbone of a whole model, and "
+            'tools/convert_pretrained.py makes channel-idle weights of vanilla ones'
+        ) from error
+
+
 class ReparamBackbone:
     """Mixin before the mmpretrain parent of a backbone with training forms.
 
@@ -95,6 +120,7 @@ class ReparamBackbone:
 
         Raises:
             FileNotFoundError: If ``init_cfg`` names a local file that is not there.
+            CheckpointError: If its weights are not those of this backbone.
         """
         check_pretrained(self.init_cfg)
         if has_deploy_form(self):
@@ -103,9 +129,11 @@ class ReparamBackbone:
             cfgs = self.init_cfg
             for cfg in cfgs if isinstance(cfgs, (list, tuple)) else [cfgs]:
                 if cfg and cfg.get('type') == 'Pretrained':
-                    initialize(self, cfg)
+                    with explained_start(cfg):
+                        initialize(self, cfg)
             return
-        super().init_weights()
+        with explained_start(self.init_cfg):
+            super().init_weights()
         norms = [m for m in self.modules() if isinstance(m, _BatchNorm)]
         if (
             getattr(self, 'norm_eval', False)

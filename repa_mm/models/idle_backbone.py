@@ -1,13 +1,15 @@
 """Any backbone of OpenMMLab with channel-idle FFNs, from its own config."""
 
+import logging
 from functools import cache
 
 import torch.nn as nn
+from mmengine.logging import print_log
 from mmengine.model import initialize
 from mmengine.registry import MODELS
 
 from repa_mm.checkpoints import check_pretrained
-from repa_mm.models.base import RePaBackbone
+from repa_mm.models.base import RePaBackbone, explained_start
 from repa_mm.models.surgery.window_attention import swap_attention
 from repa_mm.reparam import TrainingForm
 
@@ -16,6 +18,7 @@ class _IdleBackbone(RePaBackbone):
     """Mixin of the backbones that :func:`build_idle_backbone` makes."""
 
     freezes_statistics = False
+    vanilla_weights: str | None = None
 
     def init_weights(self) -> None:
         """Initialize, and load the weights that ``init_cfg`` names.
@@ -29,12 +32,22 @@ class _IdleBackbone(RePaBackbone):
         """
         init_cfg, self.init_cfg = self.init_cfg, None
         check_pretrained(init_cfg)
+        if self.vanilla_weights and not init_cfg:
+            print_log(
+                f'The backbone starts from random weights: {self.vanilla_weights!r} has those of '
+                'the vanilla one. tools/convert_pretrained.py makes channel-idle weights of them, '
+                'for init_cfg of IdleChannels, or for load_from. Where load_from or resume is set, '
+                'its weights follow',
+                'current',
+                logging.WARNING,
+            )
         try:
             super().init_weights()
         finally:
             self.init_cfg = init_cfg
         if init_cfg:
-            initialize(self, init_cfg)
+            with explained_start(init_cfg):
+                initialize(self, init_cfg)
 
     def train(self, mode: bool = True):
         super().train(mode)
@@ -92,7 +105,7 @@ def build_idle_backbone(
         deploy (bool): Build the deploy form, for a reparameterized checkpoint. Defaults to False.
         init_cfg (dict, optional): Where the weights of the channel-idle backbone come from, such
             as ``dict(type='Pretrained', checkpoint=…, prefix='backbone.')``. The backbone's own
-            ``init_cfg`` has those of the vanilla one and is not used.
+            ``init_cfg`` has those of the vanilla one and is not used; a warning says so.
 
     Returns:
         nn.Module: The backbone.
@@ -105,7 +118,8 @@ def build_idle_backbone(
             "'backbone' of IdleChannels must be the config of a backbone, a dict with 'type', but "
             f'is {backbone!r}'
         )
-    args = {key: value for key, value in backbone.items() if key not in ('init_cfg', 'pretrained')}
+    args = dict(backbone)
+    vanilla, pretrained = args.pop('init_cfg', None), args.pop('pretrained', None)
     kind = args.pop('type')
     if isinstance(kind, str):
         name, kind = kind, MODELS.get(kind)
@@ -125,6 +139,7 @@ def build_idle_backbone(
         init_cfg=init_cfg,
     )
     model.freezes_statistics = norm_eval
+    model.vanilla_weights = pretrained or isinstance(vanilla, dict) and vanilla.get('checkpoint')
     if fast_attention:
         swap_attention(model)
     return model

@@ -9,6 +9,7 @@ from mmengine.registry import MODELS, VISUALIZERS, init_default_scope
 
 from repa_mm.checkpoints import load_checkpoint, load_safely, load_weights, match_form
 from repa_mm.datasets.checks import check_image
+from repa_mm.engine.channels import check_channels
 from repa_mm.files import check_output, write_bytes
 from repa_mm.reparam import finish_schedules, reparameterize
 from repa_mm.runtime.config import FORMS, dataset_config, load_config
@@ -53,6 +54,7 @@ def model_and_meta(
     init_default_scope(cfg.default_scope)
     load_safely()
     model = MODELS.build(cfg.model)
+    check_channels(model)
     model.cfg, meta = cfg, {}
     if not checkpoint:
         # Random weights are looked at for their cost, which is that of what is deployed.

@@ -108,7 +108,6 @@ def convert_checkpoint(
     num_images: int = 64,
     images: str | None = None,
     device: str | None = None,
-    skip_unsupported: bool = False,
     cfg_options: dict | None = None,
     progress: Callable | None = None,
     **options,
@@ -132,7 +131,6 @@ def convert_checkpoint(
         images (str, optional): A folder of images. Defaults to the config's training data, through
             its test pipeline.
         device (str, optional): Defaults to the GPU, if there is one.
-        skip_unsupported (bool): Leave blocks as they are whose FFN cannot become channel-idle.
         cfg_options (dict, optional): Values to override in the config.
         progress (Callable, optional): Called with the report of each block.
         **options: Others of :func:`~repa_mm.convert_pretrained`.
@@ -184,14 +182,7 @@ def convert_checkpoint(
 
     before = [features(batch) for batch in held_out]
     converted, report = convert_pretrained(
-        backbone,
-        source,
-        idle_ratio,
-        norm,
-        forward=features,
-        skip_unsupported=skip_unsupported,
-        progress=progress,
-        **options,
+        backbone, source, idle_ratio, norm, forward=features, progress=progress, **options
     )
     converted.eval()  # on a line of its own: that of some backbones returns None
     after = [features(batch, converted) for batch in held_out]
@@ -199,10 +190,10 @@ def convert_checkpoint(
     model.backbone = converted.cpu()
     meta = loaded.get('meta')
     meta = dict(meta if isinstance(meta, dict) else {}, repa_mm_version=__version__)
+    text = _config_text(config, out, cfg, original, _ratios(backbone, report), norm)
     save_checkpoint(dict(meta=meta, state_dict=weights_to_cpu(model.state_dict())), out)
     with replacing(out_config) as temporary, open(temporary, 'w', encoding='utf-8') as file:
-        ratios = _ratios(backbone, report)
-        file.write(_config_text(config, out, cfg, original, ratios, norm))
+        file.write(text)
     return dict(
         report=report,
         differences=_differences(before, after),

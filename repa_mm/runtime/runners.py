@@ -23,6 +23,7 @@ from repa_mm.checkpoints import (
     load_safely,
     load_weights,
 )
+from repa_mm.engine.channels import check_channels
 from repa_mm.files import check_output, check_writable, replacing
 from repa_mm.runtime.config import (
     dataset_config,
@@ -253,6 +254,7 @@ def _build_runner(cfg: Config, checkpoint: dict | None) -> Runner:
         _distribute_on_cpu(cfg)
     load_safely()
     runner = RUNNERS.build(cfg) if 'runner_type' in cfg else Runner.from_cfg(cfg)
+    check_channels(runner.model)
     _load_once(runner, cfg.get('load_from'), checkpoint)
     return runner
 
