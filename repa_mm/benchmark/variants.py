@@ -8,14 +8,7 @@ import torch.nn as nn
 from mmengine.config import Config
 from mmengine.logging import MMLogger
 
-from repa_mm.reparam import (
-    CheckpointError,
-    Form,
-    has_deploy_form,
-    has_training_form,
-    outermost,
-    reparameterize,
-)
+from repa_mm.reparam import Form, has_deploy_form, has_training_form, outermost, reparameterize
 from repa_mm.runtime import init_model, load_config, take_no_pretrained
 
 FAIR = 'vanilla, fast parts'
@@ -61,11 +54,7 @@ def build_model(cfg: Config, checkpoint: str | None = None, device='cpu') -> nn.
     if not checkpoint:
         cfg = copy.deepcopy(cfg)
         take_no_pretrained(cfg)
-    try:
-        model = init_model(cfg, checkpoint, device=device)
-    except CheckpointError:
-        # A merged one fits the deploy form alone; any other fails again.
-        model = init_model(cfg, checkpoint, 'deploy', device)
+    model = init_model(cfg, checkpoint, form=None, device=device)
     if not checkpoint:
         logger = MMLogger.get_current_instance()
         level = logger.level

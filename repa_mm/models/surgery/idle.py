@@ -334,6 +334,9 @@ def idle_channels(
     parameters of the norm keep their values; the statistics of BatchNorms are new. With the norm
     kept and ``idle_ratio=0`` the model computes what it did before.
 
+    The result is a start for training. ``tools/convert_pretrained.py`` converts the checkpoint of a
+    whole trained detector, segmentor or classifier.
+
     Args:
         model (nn.Module): A backbone (or a model with one) whose blocks are known, see
             :data:`PRE_NORM_BLOCKS`.
