@@ -114,17 +114,16 @@ def replacing(path: str, suffix: str | None = None) -> Iterator[str]:
     try:
         with naming_full_disk(path, temporary):
             yield temporary
-            os.fsync(handle)
+            if handle:
+                os.fsync(handle)
         os.chmod(temporary, 0o666 & ~_umask())
-        if not fcntl:
-            os.close(handle)
         os.replace(temporary, target)
     except BaseException:
         with suppress(FileNotFoundError):
             os.unlink(temporary)
         raise
     finally:
-        if fcntl:
+        if handle:
             os.close(handle)
 
 
@@ -150,17 +149,19 @@ def remove_strays(folder: str) -> None:
             os.unlink(entry.path)
 
 
-def _locked_file(folder: str, name: str) -> tuple[int, str]:
+def _locked_file(folder: str, name: str) -> tuple[int | None, str]:
     """A new file that no other process takes for a stray as long as it is open."""
     while True:
         handle, path = tempfile.mkstemp(dir=folder, prefix=_TEMPORARY, suffix=f'-{name}')
-        if fcntl:
-            with suppress(OSError):  # a file system without locks
-                fcntl.flock(handle, fcntl.LOCK_EX)
-            if not os.fstat(handle).st_nlink:  # removed before it was locked
-                os.close(handle)
-                continue
-        return handle, path
+        if not fcntl:  # an open file could not be renamed
+            os.close(handle)
+            return None, path
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        if os.fstat(handle).st_nlink:
+            return handle, path
+        # Another process removed the file before it was locked.
+        os.close(handle)
 
 
 def _umask() -> int:

@@ -138,7 +138,8 @@ def calibrate_checkpoint(
     backbone = model.backbone
     if has_deploy_form(backbone) or is_reparameterized(backbone, own):
         raise CheckpointError(
-            'the deploy form has no BatchNorm left: calibrate the checkpoint of the training form'
+            f'{checkpoint!r} or its config is of the deploy form, which has no BatchNorm left: '
+            'calibrate the checkpoint of the training form'
         )
     load_weights(backbone, own, checkpoint)
     check_data(cfg, split)
