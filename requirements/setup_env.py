@@ -276,7 +276,7 @@ class Environment:
         if not self.uv.exists():
             self.run(sys.executable, '-m', 'venv', '--clear', self.state / 'uv')
         self.run(self.uv.parent / 'python', '-m', 'pip', 'install', self.pin('uv'))
-        if not self.python.exists():
+        if not self.python.with_name('pip').exists():  # the last thing that uv puts there
             this = '.'.join(map(str, sys.version_info[:2]))
             others = f'>={self.pythons[0]},<={self.pythons[-1]}.999'
             python = sys.executable if this in self.pythons else others

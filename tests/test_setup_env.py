@@ -43,6 +43,7 @@ class Commands(list):
         if ' venv ' in line and 'uv/bin/uv' in line:
             self.environment.python.parent.mkdir()
             self.environment.python.touch()
+            self.environment.python.with_name('pip').touch()
         if ' download ' in line:
             source = self.environment.folder / 'x' / 'mmcv'
             source.mkdir(parents=True)
