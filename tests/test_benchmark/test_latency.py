@@ -410,7 +410,7 @@ def test_bad_options(options, message):
 
 def test_input_that_the_model_refuses():
     with pytest.raises(ValueError, match='training fails on an input of 1x3x32x32'):
-        benchmark(repa_mm.config_path('repa_swin_t_in1k.py'), options=Options(synthetic='32x32'))
+        benchmark(repa_mm.config_path('repa_swin_t_in1k.py'), synthetic='32x32')
 
 
 def test_type_that_the_device_lacks(monkeypatch):
