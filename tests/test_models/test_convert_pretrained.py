@@ -50,3 +50,123 @@ def test_every_block(case, norm, randomize, relative_error):
         result = outputs(converted, x.double())
         for a, b in zip(outputs(repa_mm.reparameterize(converted), x.double()), result):
             assert relative_error(a, b) < 1e-10
+
+
+VIT = 'DINOv2'
+
+
+def test_in_place_and_what_the_report_says(randomize):
+    model, _ = pretrained(VIT, randomize)
+    x = images()
+    rows = []
+    copied, report = repa_mm.convert_pretrained(model, x, held_out=x[:1], progress=rows.append)
+    assert rows == report.blocks and [row.name for row in rows] == ['layers.0', 'layers.1']
+    converted, _ = repa_mm.convert_pretrained(model, lambda: iter(x), inplace=True)
+    assert converted is model
+    with torch.no_grad():
+        assert torch.equal(outputs(copied, x[0])[0], outputs(model, x[0])[0])
+    text = str(report)
+    assert 'layers.1' in text and 'exact' in text and 'held out' in text
+    assert 0 < report.differences[0] < 0.1
+    for row in rows:
+        assert 0 < row.unexplained < row.unexplained_affine < 1
+        # 16 patches and the class token; A = H/4 = C, so that C x C is half of what is left.
+        assert row.gmacs == pytest.approx(17 * 2 * 16 * 64 / 1e9)
+        assert row.merged_gmacs == pytest.approx(17 * 3 * 16 * 16 / 1e9)
+
+
+def test_one_budget_for_all_blocks(randomize):
+    model, _ = pretrained('ViT', randomize)
+    with torch.no_grad():  # the first FFN computes next to nothing
+        model.layers[0].ffn.layers[1].weight *= 1e-3
+    _, report = repa_mm.convert_pretrained(model, images(), 0.5, allocate='by_error')
+    first, second = (block.idle_ratio for block in report.blocks)
+    assert first > 0.6 > 0.4 > second >= 0.25
+    assert 0.5 <= (first + second) / 2 < 0.55
+
+
+def test_an_interrupted_conversion_goes_on(randomize):
+    model, _ = pretrained(VIT, randomize)
+    x, state = images(), {}
+
+    def stop(row):
+        raise KeyboardInterrupt
+
+    before = {n: type(m) for n, m in model.named_modules()}
+    with pytest.raises(KeyboardInterrupt):
+        repa_mm.convert_pretrained(model, x, resume=state, progress=stop)
+    assert {n: type(m) for n, m in model.named_modules()} == before
+    form = state['layers.0'][1]
+    converted, report = repa_mm.convert_pretrained(model, x, resume=state)
+    whole, expected = repa_mm.convert_pretrained(model, x)
+    assert str(report) == str(expected)
+    assert torch.equal(converted.layers[0].ffn.fc2.weight, form.fc2.weight)
+    with torch.no_grad():
+        assert torch.equal(converted(x[0])[0], whole(x[0])[0])
+    with pytest.raises(ValueError, match='other settings'):
+        repa_mm.convert_pretrained(model, x, 0.5, resume=state)
+
+
+def test_drop_path_scale_and_mode_are_kept(randomize):
+    from mmpretrain.models import VisionTransformer
+
+    arch = CONVERTIBLE[VIT][2]['arch']
+    model = randomize(VisionTransformer(arch, 64, drop_path_rate=0.2, layer_scale_init_value=0.5))
+    model.train()
+    scale = model.layers[1].ffn.gamma2.weight.clone()
+    for norm in ('keep', 'fold'):
+        converted, _ = repa_mm.convert_pretrained(model, images(), norm=norm)
+        ffn = converted.layers[1].ffn
+        assert torch.equal(ffn.layer_scale, scale)
+        assert ffn.dropout_layer.drop_prob == 0.2
+        assert ffn.training and model.layers[1].ffn.training
+        loss = sum(y.square().mean() for y in outputs(converted, images(1)[0]))
+        loss.backward()
+        assert ffn.fc1.weight.grad.isfinite().all() and ffn.layer_scale.grad is not None
+
+
+def test_what_cannot_be_done(randomize):
+    model, _ = pretrained(VIT, randomize)
+    before = {n: type(m) for n, m in model.named_modules()}
+    x = images(1)
+    with pytest.raises(ValueError, match='no image'):
+        repa_mm.convert_pretrained(model, [])
+    with pytest.raises(ValueError, match='is an iterator'):
+        repa_mm.convert_pretrained(model, iter(x))
+    with pytest.raises(ValueError, match="'keep' or 'fold', but got 'none'"):
+        repa_mm.convert_pretrained(model, x, norm='none')
+    with pytest.raises(ValueError, match='idle_ratio'):
+        repa_mm.convert_pretrained(model, x, 1.5)
+    with torch.no_grad():
+        model.layers[1].ffn.layers[1].bias[0] = torch.nan
+    with pytest.raises(ValueError, match="activations of 'layers.1' are not finite"):
+        repa_mm.convert_pretrained(model, x)
+    assert {n: type(m) for n, m in model.named_modules()} == before
+    assert not model.layers[0]._forward_hooks and 'forward' not in model.layers[0].__dict__
+    with torch.no_grad():
+        model.layers[1].ffn.layers[1].bias[0] = 0
+    converted, report = repa_mm.convert_pretrained(model, [torch.ones(1, 3, 64, 64)])
+    assert '17 tokens for 33 unknowns per channel: give more images' in report.warnings[0]
+    assert outputs(converted, x[0])[0].isfinite().all()
+    with pytest.raises(ValueError, match='already'):
+        repa_mm.convert_pretrained(converted, x)
+
+
+def test_other_data_the_second_time(randomize):
+    model, _ = pretrained('Swin', randomize)  # its stages lie apart
+    with pytest.raises(ValueError, match='other data the second time'):
+        repa_mm.convert_pretrained(model, lambda: iter(images(2)))
+
+
+def test_blocks_that_cannot_be_converted_can_stay(randomize):
+    from mmpretrain.models import VisionTransformer
+
+    arch = CONVERTIBLE[VIT][2]['arch']
+    layers = [dict(), dict(ffn_type='swiglu_fused')]
+    model = randomize(VisionTransformer(arch, 64, layer_cfgs=layers))
+    with pytest.raises(ValueError, match="'layers.1'.*SwiGLUFFNFused"):
+        repa_mm.convert_pretrained(model, images())
+    converted, report = repa_mm.convert_pretrained(model, images(), skip_unsupported=True)
+    assert isinstance(converted.layers[0].ffn, ChannelIdleFFN)
+    assert not isinstance(converted.layers[1].ffn, ChannelIdleFFN)
+    assert list(report.skipped) == ['layers.1'] and 'SwiGLUFFNFused' in str(report)

@@ -1,5 +1,7 @@
 """The closed-form fit of one FFN, against plain least squares."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -10,9 +12,11 @@ from repa_mm.reparam.ffn.fit import (
     Moments,
     channel_idle_ffn,
     eliminate,
+    elimination_path,
     ffn_moments,
     fit_ffn,
     norm_as_batch_norm,
+    share_active_channels,
 )
 
 DIMS, HIDDEN = 6, 24
@@ -98,18 +102,20 @@ def test_elimination_is_that_of_refitting_from_scratch():
     kept = list(range(8))
 
     def error(columns):
-        chosen = features[:, columns]
+        chosen = features[:, list(columns)]
         return (t - chosen @ torch.linalg.lstsq(chosen, t).solution).square().sum()
 
     gram, full = features.t() @ features, torch.linalg.lstsq(features, t).solution.t()
     for number in range(7, 0, -1):
         kept = min(([k for k in kept if k != gone] for gone in kept), key=error)
-        indices, weights = eliminate(gram, full, number)
+        indices, weights, path = eliminate(gram, full, number)
         assert indices.tolist() == kept
+        assert [n for n, _ in path] == list(range(8, number - 1, -1))
+        assert path[-1][1] == pytest.approx((error(kept) - error(range(8))).item())
         expected = torch.linalg.lstsq(features[:, kept], t).solution.t()
         torch.testing.assert_close(weights, expected, rtol=1e-9, atol=1e-12)
     # Several at a time: the solution is still that of what is kept.
-    indices, weights = eliminate(gram, full, 3, step=0.4)
+    indices, weights, _ = eliminate(gram, full, 3, step=0.4)
     expected = torch.linalg.lstsq(features[:, indices], t).solution.t()
     torch.testing.assert_close(weights, expected, rtol=1e-9, atol=1e-12)
 
@@ -172,3 +178,35 @@ def test_what_is_not_a_number(ffn):
         fit_ffn(ffn, ffn_moments(ffn, ffn.norm1(x), x), 3)
     with torch.no_grad(), pytest.raises(ValueError, match="'score' or 'eliminate'.*'first'"):
         fit_ffn(ffn, ffn_moments(ffn, ffn.norm1(x), x), 3, select='first')
+
+
+def test_one_budget_for_several_ffns():
+    """The least error of all numbers of active channels that the budget allows."""
+    paths = [[(n, scale * (8 - n) ** 2) for n in range(8, -1, -1)] for scale in (1.0, 4.0, 0.2)]
+    weights, costs, most, budget = [1.0, 1.0, 2.0], [1.0, 2.0, 1.0], [8, 6, 8], 16.0
+    counts = share_active_channels(paths, weights, costs, most, budget)
+
+    def error(counts):
+        return sum(w * dict(path)[n] for w, path, n in zip(weights, paths, counts))
+
+    def cost(counts):
+        return sum(n * c for n, c in zip(counts, costs))
+
+    assert cost(counts) <= budget
+    allowed = itertools.product(range(9), range(7), range(9))
+    same = [c for c in allowed if cost(c) <= cost(counts)]
+    assert error(counts) == min(error(c) for c in same)
+    assert cost(counts) > budget - 4
+
+
+@torch.no_grad()
+def test_the_path_ends_at_the_affine_solution(ffn):
+    x = tokens()
+    parts = ffn_moments(ffn, ffn.norm1(x), ffn(x) - x)
+    path = elimination_path(ffn, parts)
+    assert path[0] == (HIDDEN, 0.0) and path[-1][0] == 0
+    errors = [error for _, error in path]
+    assert errors == sorted(errors)
+    variance = (ffn(x) - x).var(0).sum().item()
+    affine = fit_ffn(ffn, parts, 0).unexplained
+    assert path[-1][1] / variance == pytest.approx(affine, rel=0.5)

@@ -1,8 +1,10 @@
 """Fits channel-idle FFNs to the pretrained FFNs of a model, block by block."""
 
 import copy
+import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 import torch.nn as nn
@@ -15,7 +17,14 @@ from repa_mm.models.surgery.idle import (
     put,
 )
 from repa_mm.reparam import check_state_dict, num_active_channels, unwrap
-from repa_mm.reparam.ffn.fit import channel_idle_ffn, ffn_moments, fit_ffn, norm_as_batch_norm
+from repa_mm.reparam.ffn.fit import (
+    channel_idle_ffn,
+    elimination_path,
+    ffn_moments,
+    fit_ffn,
+    norm_as_batch_norm,
+    share_active_channels,
+)
 from repa_mm.reparam.numerics import double
 
 
@@ -57,10 +66,13 @@ class ConversionReport:
     Attributes:
         blocks (list[BlockReport]): The converted blocks, in order of the forward pass.
         skipped (dict[str, str]): The blocks that stay as they are, and why.
+        differences (list[float]): For each tensor that ``forward`` returns, the share of its
+            variance that the conversion changes, on the batches that were held out.
     """
 
     blocks: list[BlockReport] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
+    differences: list[float] = field(default_factory=list)
 
     @property
     def warnings(self) -> list[str]:
@@ -90,6 +102,9 @@ class ConversionReport:
         rows.append(('all FFNs', '', '', '', '', '', f'{total:.3f}', f'{merged:.3f}'))
         widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
         lines = ['  '.join(cell.ljust(w) for cell, w in zip(row, widths)) for row in (head, *rows)]
+        if self.differences:
+            shares = ', '.join(f'{share:.2%}' for share in self.differences)
+            lines.append(f'held out: the outputs differ by {shares} of their variance')
         lines += [f'left as it is: {name}: {why}' for name, why in self.skipped.items()]
         lines += [f'warning: {text}' for text in self.warnings]
         return '\n'.join(line.rstrip() for line in lines)
@@ -173,8 +188,9 @@ class _Model:
 
     def _trace(self, blocks: dict) -> None:
         """Find the order of the blocks and what lies between them."""
-        batch = next(iter(self.batches()), None)
-        if batch is None:
+        none = object()
+        batch = next(iter(self.batches()), none)
+        if batch is none:
             raise ValueError('there is no image to fit to: batches is empty')
         last: dict = {}
         seen = []
@@ -310,10 +326,13 @@ def convert_pretrained(
     forward: Callable | None = None,
     inplace: bool = False,
     *,
+    allocate: str = 'uniform',
+    held_out: Iterable | Callable[[], Iterable] = (),
     select: str = 'eliminate',
     ridge: float | None = None,
     max_tokens: int = 32768,
     skip_unsupported: bool = False,
+    resume: dict | None = None,
     progress: Callable[[BlockReport], None] | None = None,
     seed: int = 0,
 ) -> tuple[nn.Module, ConversionReport]:
@@ -337,6 +356,11 @@ def convert_pretrained(
         forward (Callable, optional): Runs ``model`` on a batch, or the part of it that holds the
             blocks. Defaults to ``model``.
         inplace (bool): Convert the model itself instead of a copy. Defaults to False.
+        allocate (str): 'uniform' gives all blocks the same idle ratio. 'by_error' gives more
+            active channels to the blocks that gain more by them, at the multiply-adds of the
+            uniform ratio. Defaults to 'uniform'.
+        held_out (Iterable | Callable): Batches to measure the difference on, as ``batches``.
+            Defaults to none.
         select (str): How the active channels are chosen, 'eliminate' or 'score', see
             :func:`~repa_mm.reparam.ffn.fit.fit_ffn`. Defaults to 'eliminate'.
         ridge (float, optional): Strength of the ridge that draws the weights to those of the
@@ -347,6 +371,10 @@ def convert_pretrained(
             from all images. Defaults to 32768.
         skip_unsupported (bool): Leave blocks as they are whose FFN cannot become channel-idle,
             instead of raising an error. Defaults to False.
+        resume (dict, optional): Blocks that are fitted already, which are not fitted again. The
+            dict is filled with each block once it is fitted; what it holds can be saved by
+            ``torch.save``, and belongs to these weights, batches and options. Give an empty one
+            to start.
         progress (Callable, optional): Called with the report of each block once it is fitted.
         seed (int): Seed of the draw of the tokens. Defaults to 0.
 
@@ -365,6 +393,10 @@ def convert_pretrained(
     """
     if norm not in ('keep', 'fold'):
         raise ValueError(f"norm must be 'keep' or 'fold', but got {norm!r}")
+    if allocate not in ('uniform', 'by_error'):
+        raise ValueError(f"allocate must be 'uniform' or 'by_error', but got {allocate!r}")
+    if allocate == 'by_error' and not isinstance(idle_ratio, (int, float)):
+        raise ValueError("with allocate='by_error', idle_ratio is one number: the mean")
     model = unwrap(model)
     report = ConversionReport()
     probes = {}
@@ -387,26 +419,37 @@ def convert_pretrained(
     if not probes:
         raise ValueError(f'no block of {type(model).__name__} can become channel-idle')
     blocks = {name: blocks[name] for name in probes}
-    _ratio_of_each_block(idle_ratio, 'constant', len(blocks))
-
-    ratios = _ratio_of_each_block(idle_ratio, 'constant', len(blocks))
-    for ratio in ratios:
+    ratios = dict(zip(blocks, _ratio_of_each_block(idle_ratio, 'constant', len(blocks))))
+    for ratio in ratios.values():
         num_active_channels(1, ratio)  # checks it
+    resume = {} if resume is None else resume
+    settings = dict(idle_ratio=idle_ratio, norm=norm, allocate=allocate, blocks=list(blocks))
+    if resume.setdefault('settings', settings) != settings:
+        raise ValueError('resume holds blocks that were fitted with other settings')
+
+    forward = forward or model
+    held_out = held_out if callable(held_out) else list(held_out)
     modes = {module: module.training for module in model.modules()}
     before = {block: (block.__class__, _shallow(block.__dict__)) for block in blocks.values()}
     names = {block: PRE_NORM_BLOCKS[type(block).__name__][1] for block in blocks.values()}
     done = False
     try:
+        model.eval()
+        expected = _outputs(forward, held_out)
         for name, block in blocks.items():
             put(block, probes[name])
-        model.eval()
-        walk = _Model(model, blocks, batches, forward or model)
-        forms = _fit_blocks(
-            walk, probes, dict(zip(blocks, ratios)), norm, select, ridge, max_tokens, seed, report,
-            progress,
-        )  # fmt: skip
+        walk = _Model(model, blocks, batches, forward)
+        fit = _Fit(walk, probes, norm, select, ridge, max_tokens, seed)
+        if allocate == 'by_error':
+            if 'ratios' not in resume:
+                resume['ratios'] = fit.share(idle_ratio)
+            ratios = resume['ratios']
+        forms = fit.run(ratios, report, resume, progress)
         for name, block in blocks.items():
-            setattr(block, names[block], forms[name].train(modes[block]))
+            setattr(block, names[block], forms[name].eval())
+        report.differences = _differences(expected, _outputs(forward, held_out))
+        for name, block in blocks.items():
+            forms[name].train(modes[block])
         for module, mode in modes.items():
             module.training = mode
         converted = model if inplace else copy.deepcopy(model)
@@ -428,34 +471,115 @@ def convert_pretrained(
     return converted, report
 
 
+def _outputs(forward: Callable, batches) -> list[list[torch.Tensor]]:
+    """For every batch, the floating-point tensors that ``forward`` returns."""
+    result = []
+    for batch in batches() if callable(batches) else batches:
+        tensors = (v for v in _leaves(forward(batch)) if isinstance(v, torch.Tensor))
+        result.append([v.cpu() for v in tensors if v.is_floating_point()])
+    return result
+
+
+def _differences(before: list, after: list) -> list[float]:
+    """Of each output, the mean square of its change relative to its variance."""
+    result = []
+    for a, b in zip(zip(*before), zip(*after)):
+        change = sum(float((x - y).double().square().sum()) for x, y in zip(a, b))
+        whole = torch.cat([x.flatten().double() for x in a])
+        result.append(change / max(float((whole - whole.mean()).square().sum()), 1e-300))
+    return result
+
+
 def _shallow(attributes: dict) -> dict:
     """A module's attributes, with its parameters, buffers and children in dicts of their own."""
     return {k: (v, copy.copy(v) if isinstance(v, dict) else None) for k, v in attributes.items()}
 
 
-def _fit_blocks(
-    walk, probes, ratios, norm, select, ridge, max_tokens, seed, report, progress
-) -> dict[str, nn.Module]:
-    """Fit all blocks in order; each gets what the fitted ones before it return."""
-    generator = torch.Generator().manual_seed(seed)
-    forms = {}
-    teacher = walk.inputs(0)
-    student = teacher
-    for index, (name, block) in enumerate(walk.blocks):
-        probe = probes[name]
-        row = BlockReport(name, ratios[name])
-        sample, known, outputs, shapes = [], [], [], []
+class _Fit:
+    """The fits of all blocks, in the order of the forward pass."""
+
+    def __init__(self, walk, probes, norm, select, ridge, max_tokens, seed) -> None:
+        self.walk, self.probes, self.norm = walk, probes, norm
+        self.select, self.ridge = select, ridge
+        self.max_tokens, self.seed = max_tokens, seed
+
+    def share(self, idle_ratio: float) -> dict[str, float]:
+        """The idle ratios with the least error at the multiply-adds of a uniform one."""
+        walk, calls = self.walk, self.walk.inputs(0)
+        paths, weights, costs, most, budget = [], [], [], [], 0.0
+        for index, (name, _) in enumerate(walk.blocks):
+            ffn = self.probes[name].ffn
+            part = self.run_block(index, calls, calls)
+            tokens, targets, normalized = part.sample
+            parts = ffn_moments(ffn, normalized, double(targets) - double(tokens))
+            paths.append(elimination_path(ffn, parts))
+            # The next norm divides by the deviation of the tokens.
+            weights.append(1 / max(float(targets.double().var(0).sum()), 1e-300))
+            costs.append(part.tokens_per_image * ffn.embed_dims)
+            hidden = ffn.feedforward_channels
+            # More would leave fewer idle channels than the linear path needs.
+            most.append(hidden - ffn.embed_dims if hidden > ffn.embed_dims else hidden)
+            budget += costs[-1] * num_active_channels(hidden, idle_ratio)
+            if index + 1 < len(walk.blocks):
+                calls = walk.next_inputs(index, calls, part.outputs)
+        counts = share_active_channels(paths, weights, costs, most, budget)
+        walk.shapes.clear()
+        return {
+            name: 1 - count / self.probes[name].ffn.feedforward_channels
+            for (name, _), count in zip(walk.blocks, counts)
+        }
+
+    def run(self, ratios, report, resume, progress) -> dict[str, nn.Module]:
+        """Fit all blocks; each gets what the fitted ones before it return."""
+        walk, forms = self.walk, {}
+        teacher = student = walk.inputs(0)
+        for index, (name, block) in enumerate(walk.blocks):
+            part = self.run_block(index, teacher, student)
+            if name in resume:
+                row, form = BlockReport(**resume[name][0]), copy.deepcopy(resume[name][1])
+            else:
+                row = BlockReport(name, ratios[name])
+                form = self.fit(self.probes[name], part.sample, row)
+            merged = form.merge().eval()
+            if name not in resume:
+                per_image = part.tokens_per_image / 1e9
+                row.gmacs = 2 * form.embed_dims * form.feedforward_channels * per_image
+                row.merged_gmacs = per_image * sum(
+                    m.weight.numel() for m in merged.modules() if isinstance(m, nn.Linear)
+                )
+                resume[name] = dataclasses.asdict(row), copy.deepcopy(form)
+            forms[name] = form
+            report.blocks.append(row)
+            if progress is not None:
+                progress(row)
+            if index + 1 == len(walk.blocks):
+                break
+            if student is teacher and form.num_idle == 0 and form.keeps_norm:
+                teacher = student = walk.next_inputs(index, teacher, part.outputs)
+                continue
+            results = self.outputs_with(block, merged, part.known, student, self.probes[name])
+            student = walk.next_inputs(index, student, results)
+            teacher = walk.next_inputs(index, teacher, part.outputs)
+        return forms
+
+    def run_block(self, index: int, teacher: list, student: list) -> '_Part':
+        """Run one block on what it got in the original model, and on what it gets now."""
+        name, block = self.walk.blocks[index]
+        probe, device = self.probes[name], self.walk.device
+        generator = torch.Generator().manual_seed(self.seed + index)
+        part = _Part([], [], [], 0.0)
+        shapes = []
         count = images = 0
         for n, call in enumerate(teacher):
-            args, kwargs = _move(call, walk.device)
+            args, kwargs = _move(call, device)
             probe.exact = True
             output = block(*args, **kwargs)
             x, y = probe.tokens, probe.output
-            outputs.append(_move(output, 'cpu'))
+            part.outputs.append(_move(output, 'cpu'))
             shapes.append(_move(output, 'meta'))
             ends_with_ffn = output is y
             if student is not teacher:
-                args, kwargs = _move(student[n], walk.device)
+                args, kwargs = _move(student[n], device)
                 probe.exact = False
                 ends_with_ffn = block(*args, **kwargs) is probe.output
                 x = probe.tokens
@@ -467,60 +591,66 @@ def _fit_blocks(
             count += x.shape[:-1].numel()
             columns = [v.flatten(0, -2) for v in (x, y, probe.ffn.norm1(x))]
             chosen = torch.randperm(len(columns[0]), generator=generator)
-            chosen = chosen[: -(-max_tokens // len(teacher))].to(x.device)
-            sample.append([v[chosen] for v in columns])
-            known.append(_move(probe.tokens, 'cpu') if ends_with_ffn else None)
-        walk.shapes.append(shapes)
-        form = _fit_block(probe, [torch.cat(v) for v in zip(*sample)], norm, select, ridge, row)
-        forms[name] = form
-        per_image = count / images / 1e9
-        dims, hidden = form.embed_dims, form.feedforward_channels
-        row.gmacs = 2 * dims * hidden * per_image
-        merged = form.merge().eval()
-        row.merged_gmacs = per_image * sum(
-            m.weight.numel() for m in merged.modules() if isinstance(m, nn.Linear)
-        )
-        report.blocks.append(row)
-        if progress is not None:
-            progress(row)
-        if index + 1 == len(walk.blocks):
-            break
-        if student is teacher and form.num_idle == 0 and norm == 'keep':
-            teacher = student = walk.next_inputs(index, teacher, outputs)
-            continue
+            chosen = chosen[: -(-self.max_tokens // len(teacher))].to(x.device)
+            part.sample.append([v[chosen] for v in columns])
+            # Where the block goes on after its FFN, it is run again.
+            part.known.append(_move(x, 'cpu') if ends_with_ffn else None)
+        probe.tokens = probe.output = None
+        self.walk.shapes.append(shapes)
+        sample = [torch.cat(columns) for columns in zip(*part.sample)]
+        return part._replace(sample=sample, tokens_per_image=count / images)
+
+    def fit(self, probe: _Probe, sample: list[torch.Tensor], row: BlockReport) -> nn.Module:
+        """The training form that takes the place of a probe."""
+        tokens, targets, normalized = sample
+        ffn = probe.ffn
+        num_active = num_active_channels(ffn.feedforward_channels, row.idle_ratio)
+        row.num_tokens = len(tokens)
+        if self.norm == 'keep' and num_active == ffn.feedforward_channels:
+            return copy.deepcopy(ffn)
+        if self.norm == 'fold':
+            ffn = norm_as_batch_norm(ffn, tokens, normalized, self.ridge)
+            normalized = ffn.norm1(tokens)
+        parts = ffn_moments(ffn, normalized, double(targets) - double(tokens))
+        fit = fit_ffn(ffn, parts, num_active, self.select, self.ridge)
+        row.unexplained, row.unexplained_affine = fit.unexplained, fit.unexplained_affine
+        row.shortfall, row.ridge = fit.shortfall, fit.ridge
+        unknowns = ffn.embed_dims + num_active + 1
+        if len(tokens) < unknowns:
+            row.warnings.append(
+                f'{len(tokens)} tokens for {unknowns} unknowns per channel: give more images'
+            )
+        return channel_idle_ffn(ffn, fit, len(tokens))
+
+    def outputs_with(self, block, form, known: list, calls: list, probe: _Probe) -> list:
+        """What a block returns with a form in the place of its probe."""
+        device = self.walk.device
+        ffn_name = next(key for key, child in block.named_children() if child is probe)
         results = []
-        for n, x in enumerate(known):
+        setattr(block, ffn_name, form)
+        for x, call in zip(known, calls):
             if x is not None:
-                results.append(merged(x.to(walk.device)).cpu())
-                continue
-            args, kwargs = _move(student[n], walk.device)
-            ffn_name = next(key for key, m in block.named_children() if m is probe)
-            setattr(block, ffn_name, merged)
-            results.append(_move(block(*args, **kwargs), 'cpu'))
-            setattr(block, ffn_name, probe)
-        student = walk.next_inputs(index, student, results)
-        teacher = walk.next_inputs(index, teacher, outputs)
-    return forms
+                results.append(form(x.to(device)).cpu())
+            else:
+                args, kwargs = _move(call, device)
+                results.append(_move(block(*args, **kwargs), 'cpu'))
+        setattr(block, ffn_name, probe)
+        return results
 
 
-def _fit_block(probe, sample, norm, select, ridge, row) -> nn.Module:
-    """The training form that takes the place of a probe."""
-    tokens, targets, normalized = sample
-    ffn = probe.ffn
-    num_active = num_active_channels(ffn.feedforward_channels, row.idle_ratio)
-    row.num_tokens = len(tokens)
-    if norm == 'keep' and num_active == ffn.feedforward_channels:
-        return copy.deepcopy(ffn)
-    if norm == 'fold':
-        ffn = norm_as_batch_norm(ffn, tokens, normalized, ridge)
-        normalized = ffn.norm1(tokens)
-    moments = ffn_moments(ffn, normalized, double(targets) - double(tokens))
-    fit = fit_ffn(ffn, moments, num_active, select, ridge)
-    row.unexplained, row.unexplained_affine = fit.unexplained, fit.unexplained_affine
-    row.shortfall, row.ridge = fit.shortfall, fit.ridge
-    unknowns = ffn.embed_dims + num_active + 1
-    if len(tokens) < unknowns:
-        row.warnings.append(
-            f'{len(tokens)} tokens for {unknowns} unknowns per channel: give more images'
-        )
-    return channel_idle_ffn(ffn, fit, len(tokens))
+class _Part(NamedTuple):
+    """What a block has got and returned, for all batches.
+
+    Attributes:
+        sample (list): Some tokens of the model as it is now, what the original returned for them,
+            and the tokens normalized, each of shape (N, C).
+        outputs (list): What the original block returned, for every batch.
+        known (list): The tokens in front of its FFN now, for every batch; None if the block does
+            not end with its FFN.
+        tokens_per_image (float): How many tokens an image has.
+    """
+
+    sample: list
+    outputs: list
+    known: list
+    tokens_per_image: float

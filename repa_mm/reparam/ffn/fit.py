@@ -23,6 +23,7 @@ from ..numerics import double
 from .idle import ChannelIdleFFN
 
 _CHUNK = 4096  # tokens at a time that are in float64
+_PATH_RIDGE = 0.1  # where only the order of magnitude of the errors counts
 _NUM_PARTS = 4  # of the tokens, for cross-validation
 # Strengths of the ridge, relative to the mean variance, from which cross-validation chooses.
 RIDGES = (1e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0, 10.0, 1000.0)
@@ -160,9 +161,24 @@ def _solve(gram: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     return torch.cholesky_solve(right.t(), torch.linalg.cholesky(gram)).t()
 
 
+class Elimination(NamedTuple):
+    """What backward elimination leaves.
+
+    Attributes:
+        kept (torch.Tensor): Indices of the kept features, increasing.
+        weights (torch.Tensor): The least-squares solution (m, len(kept)) with them.
+        path (list): Pairs of a number of features and the increase of the squared error down to
+            it, from all features to those that are kept.
+    """
+
+    kept: torch.Tensor
+    weights: torch.Tensor
+    path: list[tuple[int, float]]
+
+
 def eliminate(
     gram: torch.Tensor, weights: torch.Tensor, num_kept: int, step: float = 0.02
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> Elimination:
     """Choose the features of a least-squares solution by backward elimination.
 
     To remove the features K, and to let the others make up for them, costs
@@ -176,23 +192,24 @@ def eliminate(
         num_kept (int): Number of features to keep.
         step (float): Share of the remaining features that go at a time; at least one goes.
             Defaults to 0.02.
-
-    Returns:
-        tuple: Indices of the kept features, increasing, and the solution (m, num_kept) with them.
     """
     kept = torch.arange(len(gram), device=gram.device)
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(gram))
+    path = [(len(kept), 0.0)]
     while len(kept) > num_kept:
         costs = weights.square().sum(0) / inverse.diagonal()
         number = min(max(1, int(step * len(kept))), len(kept) - num_kept)
         order = costs.argsort()
         gone, left = order[:number], order[number:].sort().values
         factor = torch.linalg.cholesky(inverse[gone][:, gone])
+        lost = weights[:, gone]
+        cost = (torch.cholesky_solve(lost.t(), factor) * lost.t()).sum()
         follow = torch.cholesky_solve(inverse[gone][:, left], factor)
-        weights = weights[:, left] - weights[:, gone] @ follow
+        weights = weights[:, left] - lost @ follow
         inverse = inverse[left][:, left] - inverse[left][:, gone] @ follow
         kept = kept[left]
-    return kept, weights
+        path.append((len(kept), path[-1][1] + float(cost)))
+    return Elimination(kept, weights, path)
 
 
 class _Problem:
@@ -223,17 +240,27 @@ class _Problem:
 
     def select(self, num_active: int, how: str) -> torch.Tensor:
         """Indices of the active channels, increasing; ``how`` is ``select`` of :func:`fit_ffn`."""
-        cov, u, a, t, b = self.cov, self.u, self.a, self.t, self.b
-        half = b @ cov[u, u] - cov[a, u]
-        rest = cov[a, a] - b @ cov[u, a] + half @ b.t()
+        rest = self.rest()
         if how == 'score':
             scores = rest.diagonal() * self.out.square().sum(0)
             return scores.topk(num_active).indices.sort().values
+        return self.eliminate(num_active, rest).kept
+
+    def eliminate(self, num_active: int, rest: torch.Tensor | None = None) -> Elimination:
+        """Backward elimination from the regression with all channels; ``rest`` is Cov(r)."""
+        cov, u, a, t, b = self.cov, self.u, self.a, self.t, self.b
+        rest = self.rest() if rest is None else rest
         gram = _ridged(rest, self.ridge, cov[a, a].diagonal().mean())
         # What the pretrained FFN leaves of the targets.
         left_u, left_a = cov[t, u] - self.out @ cov[a, u], cov[t, a] - self.out @ cov[a, a]
         weights = self.out + _solve(gram, left_a - left_u @ b.t())
-        return eliminate(gram, weights, num_active)[0]
+        return eliminate(gram, weights, num_active)
+
+    def rest(self) -> torch.Tensor:
+        """Covariance of r = a - B u."""
+        cov, u, a, b = self.cov, self.u, self.a, self.b
+        half = b @ cov[u, u] - cov[a, u]
+        return cov[a, a] - b @ cov[u, a] + half @ b.t()
 
     def solve(self, active, idle, features) -> torch.Tensor:
         """Weights (C, n + A) of the features l and a_A.
@@ -301,6 +328,14 @@ class _Problem:
         return left
 
 
+def _weakest(errors: Sequence[float]) -> float:
+    """The weakest ridge that is about as good as the best.
+
+    With fewer images than there are in the end, stronger ones seem better than they are.
+    """
+    return RIDGES[next(i for i, error in enumerate(errors) if error <= 1.03 * min(errors))]
+
+
 def _choose_ridge(ffn, parts: Sequence[Moments], active, idle, features) -> float:
     """The ridge with which each part of the tokens is predicted best from the others."""
     if len(parts) < 2:
@@ -314,7 +349,7 @@ def _choose_ridge(ffn, parts: Sequence[Moments], active, idle, features) -> floa
             weights = others.solve(active, idle, features)
             bias = others.bias(weights, active, features)
             errors[i] += float(left_out.residual(weights, active, features, bias)) * part.count
-    return RIDGES[int(errors.argmin())]
+    return _weakest(errors.tolist())
 
 
 def fit_ffn(
@@ -406,6 +441,56 @@ def fit_ffn(
     )
 
 
+def elimination_path(ffn: ChannelIdleFFN, parts: Sequence[Moments]) -> list[tuple[int, float]]:
+    """Squared error per token against the number of active channels, from H to 0.
+
+    Args:
+        ffn (ChannelIdleFFN): The pretrained FFN, as one with idle ratio 0.
+        parts (Sequence[Moments]): Of its tokens, see :func:`ffn_moments`.
+    """
+    return _Problem(ffn, Moments.of(parts), _PATH_RIDGE).eliminate(0).path
+
+
+def share_active_channels(
+    paths: Sequence[list[tuple[int, float]]],
+    weights: Sequence[float],
+    costs: Sequence[float],
+    most: Sequence[int],
+    budget: float,
+) -> list[int]:
+    """Numbers of active channels of some FFNs, with the least error under one budget.
+
+    Every FFN gets the number at which one more unit of cost gains the same everywhere.
+
+    Args:
+        paths (Sequence): For each FFN, pairs of a number of active channels and its error.
+        weights (Sequence[float]): What the error of each counts.
+        costs (Sequence[float]): What an active channel of each costs.
+        most (Sequence[int]): The most active channels that each may have.
+        budget (float): The sum of the costs of all active channels.
+    """
+
+    def numbers(price: float) -> list[int]:
+        return [
+            min(
+                (pair for pair in path if pair[0] <= limit),
+                key=lambda pair: weight * pair[1] + price * cost * pair[0],
+            )[0]
+            for path, weight, cost, limit in zip(paths, weights, costs, most)
+        ]
+
+    def total(counts: list[int]) -> float:
+        return sum(count * cost for count, cost in zip(counts, costs))
+
+    low, high = 0.0, 1.0
+    while total(numbers(high)) > budget and high < 1e30:
+        high *= 10
+    for _ in range(100):
+        middle = (low + high) / 2
+        low, high = (middle, high) if total(numbers(middle)) > budget else (low, middle)
+    return numbers(high)
+
+
 def norm_as_batch_norm(
     ffn: ChannelIdleFFN, tokens: torch.Tensor, normalized: torch.Tensor, ridge: float | None = None
 ) -> ChannelIdleFFN:
@@ -445,7 +530,7 @@ def norm_as_batch_norm(
                 left = ((matrix @ cov[x, x] - 2 * cov[u, x]) * matrix).sum()
                 left = left + (mean[u] - matrix @ mean[x] - shift).square().sum()
                 errors[i] += float(left) * part.count
-        ridge = RIDGES[min(range(len(RIDGES)), key=errors.__getitem__)]
+        ridge = _weakest(errors)
     moments = Moments.of(parts)
     matrix, shift = solve(moments, ridge)
     mean, cov = moments.mean_and_covariance()
