@@ -333,7 +333,8 @@ def _weakest(errors: Sequence[float]) -> float:
 
     With fewer images than there are in the end, stronger ones seem better than they are.
     """
-    return RIDGES[next(i for i, error in enumerate(errors) if error <= 1.03 * min(errors))]
+    limit = 1.03 * max(min(errors), 0.0)
+    return RIDGES[next((i for i, error in enumerate(errors) if error <= limit), 0)]
 
 
 def _choose_ridge(ffn, parts: Sequence[Moments], active, idle, features) -> float:
@@ -527,7 +528,7 @@ def norm_as_batch_norm(
             mean, cov = part.mean_and_covariance()
             for i, strength in enumerate(RIDGES):
                 matrix, shift = solve(others, strength)
-                left = ((matrix @ cov[x, x] - 2 * cov[u, x]) * matrix).sum()
+                left = cov[u, u].trace() + ((matrix @ cov[x, x] - 2 * cov[u, x]) * matrix).sum()
                 left = left + (mean[u] - matrix @ mean[x] - shift).square().sum()
                 errors[i] += float(left) * part.count
         ridge = _weakest(errors)
