@@ -99,6 +99,7 @@ setup(
     install_requires=['numpy', 'packaging', 'torch>=2.0'],
     extras_require={
         'demo': ['scikit-image', 'scikit-learn'],
+        'dino': ['lightly>=1.6'],
         'tests': ['hypothesis', 'pytest', 'scikit-image', 'scikit-learn'],
     },
     cmdclass={'build_py': BuildPy, 'develop': Develop},

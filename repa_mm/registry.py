@@ -24,6 +24,7 @@ BACKBONES = (
     'RePaVisionTransformer',
 )
 HEADS = ('TokenLabelHead',)
+SELF_SUPERVISED = ('ClassTokens', 'DINO', 'DINOHead', 'DINOProjection')
 DATA_TRANSFORMS = ('LoadTokenLabels', 'RandomResizedCropWithBox')
 
 
@@ -52,6 +53,7 @@ class _LazyModules(dict):
 def register_lazily() -> None:
     """Make the names above, as in ``type='RePaSwinTransformer'``, build from every registry."""
     models = dict.fromkeys(BACKBONES + HEADS, 'repa_mm.models')
+    models |= dict.fromkeys(SELF_SUPERVISED, 'repa_mm.models.dino')
     # Alone, since it needs MMSegmentation.
     models['FastUPerHead'] = 'repa_mm.models.heads.uper_head'
     for registry, locations in (

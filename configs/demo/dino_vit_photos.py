@@ -1,0 +1,85 @@
+# DINO on crops of 19 photographs, with a small ViT, for tools/dev/dino_photos.py: 24 epochs take
+# about ten minutes on two CPU cores.
+_base_ = '../vit_s_dino.py'
+
+data_root = 'data/photos'
+color = [
+    dict(type='RandomFlip', prob=0.5, direction='horizontal'),
+    dict(
+        type='RandomApply',
+        transforms=[
+            dict(type='ColorJitter', brightness=0.4, contrast=0.4, saturation=0.2, hue=0.1)
+        ],
+        prob=0.8,
+    ),
+    dict(
+        type='RandomGrayscale',
+        prob=0.2,
+        keep_channels=True,
+        channel_weights=(0.114, 0.587, 0.2989),
+    ),
+]
+train_pipeline = [
+    dict(type='LoadImageFromFile'),
+    dict(
+        type='MultiView',
+        num_views=[2, 4],
+        transforms=[
+            [dict(type='RandomResizedCrop', scale=64, crop_ratio_range=(0.4, 1.0)), *color],
+            [dict(type='RandomResizedCrop', scale=32, crop_ratio_range=(0.1, 0.4)), *color],
+        ],
+    ),
+    dict(type='PackInputs'),
+]
+test_pipeline = [dict(type='LoadImageFromFile'), dict(type='PackInputs')]
+train_dataloader = dict(
+    batch_size=64,
+    num_workers=2,
+    dataset=dict(
+        _delete_=True,
+        type='CustomDataset',
+        data_root=data_root,
+        data_prefix='train',
+        pipeline=train_pipeline,
+    ),
+)
+test_dataloader = dict(
+    num_workers=1,
+    dataset=dict(
+        _delete_=True,
+        type='CustomDataset',
+        data_root=data_root,
+        data_prefix='val',
+        pipeline=test_pipeline,
+    ),
+)
+
+model = dict(
+    backbone=dict(
+        arch=dict(embed_dims=96, num_layers=6, num_heads=3, feedforward_channels=384),
+        img_size=64,
+        patch_size=8,
+        drop_path_rate=0.0,
+    ),
+    neck=dict(in_channels=96, hidden_channels=256, bottleneck_channels=64, out_channels=1024),
+    head=dict(out_channels=1024, teacher_temperature=0.04, warmup_epochs=1),
+)
+
+train_cfg = dict(max_epochs=24)
+param_scheduler = [
+    dict(
+        type='LinearLR', start_factor=1e-3, by_epoch=True, begin=0, end=2, convert_to_iter_based=True
+    ),
+    dict(
+        type='CosineAnnealingLR',
+        eta_min=1e-5,
+        by_epoch=True,
+        begin=2,
+        end=24,
+        convert_to_iter_based=True,
+    ),
+]
+custom_hooks = [dict(type='DINOHook', momentum=0.99, clip=3.0, freeze_last_layer=1)]
+default_hooks = dict(
+    logger=dict(interval=10), checkpoint=dict(interval=6, max_keep_ckpts=-1)
+)

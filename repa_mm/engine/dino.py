@@ -1,0 +1,80 @@
+"""What a training with DINO does around its steps."""
+
+import math
+
+import torch
+import torch.nn as nn
+from mmengine.hooks import Hook
+from mmengine.registry import HOOKS
+
+from repa_mm.reparam import innermost
+
+
+@HOOKS.register_module()
+class DINOHook(Hook):
+    """Let the teacher of :class:`~repa_mm.models.DINO` follow the student.
+
+    `DINO <https://arxiv.org/abs/2104.14294>`_, appendix A and C. Everything is a function of the
+    iteration, so that a resumed training goes on as it would have.
+
+    Args:
+        momentum (float): Share of itself that the teacher keeps in the first step. It rises to 1
+            with a cosine over the training. Defaults to 0.996.
+        clip (float, optional): Largest norm of the gradient of a single parameter. (MMEngine's
+            ``clip_grad`` bounds that of all parameters together.) Defaults to 3.
+        freeze_last_layer (int): Number of epochs at the beginning in which the last layer of the
+            projection stays as it is. Defaults to 1.
+
+    Raises:
+        ValueError: If an argument is of no meaning, or the loss becomes infinite or NaN.
+        TypeError: If the model has no teacher.
+    """
+
+    def __init__(
+        self, momentum: float = 0.996, clip: float | None = 3.0, freeze_last_layer: int = 1
+    ) -> None:
+        if not 0 <= momentum <= 1:
+            raise ValueError(f'momentum of DINOHook must be in [0, 1], but got {momentum}')
+        if clip is not None and clip <= 0:
+            raise ValueError(f'clip of DINOHook must be positive, or None, but got {clip}')
+        self.momentum, self.clip, self.freeze_last_layer = momentum, clip, freeze_last_layer
+
+    def momentum_at(self, iteration: int, max_iters: int) -> float:
+        """Share that the teacher keeps after an iteration, counted from 0."""
+        progress = iteration / max_iters
+        return 1 - (1 - self.momentum) * (1 + math.cos(math.pi * progress)) / 2
+
+    def before_train(self, runner) -> None:
+        model = innermost(runner.model)
+        if not hasattr(model, 'update_teacher'):
+            raise TypeError(f'DINOHook needs a model with a teacher, but got {type(model)}')
+        if runner.iter == 0:
+            model.start_teacher()
+        last = list(model.neck.last_layer.parameters())
+
+        def prepare(optimizer, *_) -> None:
+            # Gradients are unscaled here, under mixed precision, too.
+            if runner.epoch < self.freeze_last_layer:
+                for parameter in last:
+                    parameter.grad = None
+            if self.clip is not None:
+                for group in optimizer.param_groups:
+                    for parameter in group['params']:
+                        if parameter.grad is not None:
+                            nn.utils.clip_grad_norm_([parameter], self.clip)
+
+        self._handle = runner.optim_wrapper.optimizer.register_step_pre_hook(prepare)
+
+    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None) -> None:
+        if not torch.isfinite(outputs['loss']):
+            raise ValueError(
+                f'the loss of iteration {runner.iter + 1} is {float(outputs["loss"])}: training '
+                f'stops, and the checkpoints in {runner.work_dir!r} are of before. Resume from '
+                'one with a smaller learning rate or, under --amp, without it'
+            )
+        if runner.optim_wrapper.should_update():
+            momentum = self.momentum_at(runner.iter, runner.max_iters)
+            innermost(runner.model).update_teacher(momentum)
+
+    def after_train(self, runner) -> None:
+        self._handle.remove()

@@ -1,0 +1,276 @@
+"""DINO: self-supervised pretraining of a vision transformer."""
+
+import copy
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import groupby
+
+import torch
+import torch.nn as nn
+from mmengine.logging import MessageHub
+from mmengine.model import BaseModule
+from mmengine.registry import MODELS
+from mmengine.utils.dl_utils.parrots_wrapper import _BatchNorm
+from mmpretrain.models import BaseSelfSupervisor
+from torch.nn.utils import remove_weight_norm
+from torch.nn.utils.parametrizations import weight_norm
+
+_INSTALL = 'DINO needs the package lightly: pip install "repa-mm[dino]"'
+
+
+@MODELS.register_module()
+class DINOProjection(BaseModule):
+    """The projection head of DINO, by ``lightly``, as the neck of :class:`DINO`.
+
+    Args:
+        in_channels (int): Channels of the backbone's class token.
+        hidden_channels (int): Width of its multilayer perceptron. Defaults to 2048.
+        bottleneck_channels (int): Channels before the last layer. Defaults to 256.
+        out_channels (int): Number of prototypes. Defaults to 65536.
+        norm_last_layer (bool): Keep the length of the last layer's weights at 1. Defaults to True.
+        init_cfg (dict, optional): Initialization of MMEngine.
+
+    Raises:
+        ImportError: If ``lightly`` is not installed.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        hidden_channels: int = 2048,
+        bottleneck_channels: int = 256,
+        out_channels: int = 65536,
+        norm_last_layer: bool = True,
+        init_cfg: dict | None = None,
+    ) -> None:
+        super().__init__(init_cfg)
+        try:
+            from lightly.models.modules import DINOProjectionHead
+        except ImportError as error:
+            raise ImportError(_INSTALL) from error
+        head = DINOProjectionHead(
+            in_channels,
+            hidden_channels,
+            bottleneck_channels,
+            out_channels,
+            norm_last_layer=norm_last_layer,
+        )
+        # As a parametrization: a module with the weight norm of old cannot be copied once it has
+        # computed anything, which hooks and reparameterize() do.
+        last = weight_norm(remove_weight_norm(head.last_layer))
+        length = last.parametrizations.weight.original0
+        length.data.fill_(1)
+        length.requires_grad = not norm_last_layer
+        self.layers, self.last_layer = head.layers, last
+
+    def forward(self, x: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Project the last of a backbone's outputs, of shape (N, C)."""
+        return self.last_layer(nn.functional.normalize(self.layers(x[-1]), dim=-1))
+
+
+@MODELS.register_module()
+class ClassTokens(BaseModule):
+    """A neck that joins a backbone's outputs to one vector, as the linear evaluation of DINO does.
+
+    A backbone normalizes its last output only. Here the others are normalized, too, without an
+    affine map, since a linear classifier follows.
+
+    Args:
+        patch_mean (bool): Join the mean of the last output's patch tokens, too, for backbones with
+            ``out_type='raw'``. Defaults to False.
+        init_cfg (dict, optional): Initialization of MMEngine.
+    """
+
+    def __init__(self, patch_mean: bool = False, init_cfg: dict | None = None) -> None:
+        super().__init__(init_cfg)
+        self.patch_mean = patch_mean
+
+    def forward(self, x: Sequence[torch.Tensor]) -> tuple[torch.Tensor]:
+        """Join outputs, class tokens (N, C) or all tokens (N, L, C), to (N, channels in all)."""
+        tokens = [y[:, 0] if y.dim() == 3 else y for y in x]
+        parts = [nn.functional.layer_norm(y, y.shape[1:]) for y in tokens[:-1]] + tokens[-1:]
+        if self.patch_mean:
+            parts.append(x[-1][:, 1:].mean(1))
+        return (torch.cat(parts, dim=1),)
+
+
+@MODELS.register_module()
+class DINOHead(BaseModule):
+    """The loss of DINO with its center, by ``lightly``.
+
+    Args:
+        out_channels (int): Number of prototypes. Defaults to 65536.
+        student_temperature (float): Defaults to 0.1.
+        teacher_temperature (float): Defaults to 0.07.
+        warmup_teacher_temperature (float): Temperature of the teacher in the first epoch. Defaults
+            to 0.04.
+        warmup_epochs (int): Number of epochs in which it rises linearly. Defaults to 30.
+        center_momentum (float): Share of the former center that a step keeps. Defaults to 0.9.
+        init_cfg (dict, optional): Initialization of MMEngine.
+
+    Raises:
+        ImportError: If ``lightly`` is not installed.
+    """
+
+    def __init__(
+        self,
+        out_channels: int = 65536,
+        student_temperature: float = 0.1,
+        teacher_temperature: float = 0.07,
+        warmup_teacher_temperature: float = 0.04,
+        warmup_epochs: int = 30,
+        center_momentum: float = 0.9,
+        init_cfg: dict | None = None,
+    ) -> None:
+        super().__init__(init_cfg)
+        try:
+            from lightly.loss import DINOLoss
+        except ImportError as error:
+            raise ImportError(_INSTALL) from error
+        self.loss_module = DINOLoss(
+            out_channels,
+            warmup_teacher_temperature,
+            teacher_temperature,
+            warmup_epochs,
+            student_temperature,
+            center_momentum,
+        )
+
+    def loss(self, student: Sequence[torch.Tensor], teacher: Sequence[torch.Tensor]) -> dict:
+        """Cross-entropy of each crop's prediction with the teacher's of every other global crop.
+
+        Args:
+            student (Sequence[torch.Tensor]): Logits (N, K) for each crop, global ones first.
+            teacher (Sequence[torch.Tensor]): Logits (N, K) for each global crop.
+        """
+        epoch = MessageHub.get_current_instance().get_info('epoch', 0)
+        return dict(loss=self.loss_module(list(teacher), list(student), epoch=epoch))
+
+
+@contextmanager
+def _running_statistics_kept(model: nn.Module) -> Iterator[None]:
+    """Let BatchNorms normalize by their batch, and leave their running statistics as they are."""
+    momenta = {m: m.momentum for m in model.modules() if isinstance(m, _BatchNorm)}
+    try:
+        for norm in momenta:
+            norm.momentum = 0.0
+        yield
+    finally:
+        for norm, momentum in momenta.items():
+            norm.momentum = momentum
+
+
+@MODELS.register_module()
+class DINO(BaseSelfSupervisor):
+    """Self-distillation of a vision transformer without labels.
+
+    `Emerging Properties in Self-Supervised Vision Transformers
+    <https://arxiv.org/abs/2104.14294>`_. The student sees all crops of an image, the teacher the
+    global ones. :class:`~repa_mm.engine.DINOHook` lets the teacher follow the student.
+
+    The student's BatchNorms meet the crops of one size at a time, as in the authors' code, and so
+    normalize each size by its own statistics. What tests and the deploy form use, the running
+    statistics, is a matter of ``statistics_of``: a pretrained backbone is used on whole images,
+    whose statistics are those of global crops.
+
+    The teacher has BatchNorm statistics of its own: in training mode it normalizes by its batch,
+    as the authors' teacher does, and gathers running statistics from that.
+
+    Args:
+        backbone (dict): A backbone whose last output is the class token (N, C), such as
+            ``dict(type='RePaVisionTransformer', arch='deit-small', out_type='cls_token')``.
+        neck (dict): :class:`DINOProjection`.
+        head (dict): :class:`DINOHead`.
+        num_global_crops (int): Number of global crops, which are the first of an image's crops.
+            Defaults to 2.
+        statistics_of (str): Crops that count for the running statistics of the student's
+            BatchNorms, 'global' or 'all'. Defaults to 'global'.
+        data_preprocessor (dict, optional): Defaults to MMPretrain's ``SelfSupDataPreprocessor``.
+        init_cfg (dict, optional): Initialization of MMEngine.
+
+    Raises:
+        ValueError: If an argument is of no meaning.
+    """
+
+    def __init__(
+        self,
+        backbone: dict,
+        neck: dict,
+        head: dict,
+        num_global_crops: int = 2,
+        statistics_of: str = 'global',
+        data_preprocessor: dict | None = None,
+        init_cfg: dict | None = None,
+    ) -> None:
+        if statistics_of not in ('global', 'all'):
+            raise ValueError(f"statistics_of must be 'global' or 'all', but got {statistics_of!r}")
+        if num_global_crops < 1:
+            raise ValueError(f'num_global_crops must be at least 1, but got {num_global_crops}')
+        super().__init__(
+            backbone, neck, head, data_preprocessor=data_preprocessor, init_cfg=init_cfg
+        )
+        self.num_global_crops, self.statistics_of = num_global_crops, statistics_of
+        self.teacher = nn.Sequential(
+            OrderedDict(backbone=copy.deepcopy(self.backbone), neck=copy.deepcopy(self.neck))
+        )
+        self.teacher.requires_grad_(False)
+        for module in self.teacher.modules():
+            if hasattr(module, 'drop_prob'):  # drop path is the student's alone
+                module.drop_prob = 0.0
+
+    def start_teacher(self) -> None:
+        """Make the teacher a copy of the student."""
+        self.teacher.backbone.load_state_dict(self.backbone.state_dict())
+        self.teacher.neck.load_state_dict(self.neck.state_dict())
+
+    @torch.no_grad()
+    def update_teacher(self, momentum: float) -> None:
+        """Move the teacher's parameters towards the student's.
+
+        Args:
+            momentum (float): Share of themselves that the teacher's parameters keep.
+        """
+        for name, network in self.teacher.named_children():
+            for old, new in zip(network.parameters(), getattr(self, name).parameters()):
+                old.lerp_(new.detach().to(old.dtype), 1 - momentum)
+
+    def extract_feat(self, inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Features by the teacher, which is the better of both networks."""
+        return self.teacher.backbone(inputs)
+
+    def loss(self, inputs: Sequence[torch.Tensor], data_samples=None) -> dict:
+        """Compute the loss of a batch.
+
+        Args:
+            inputs (Sequence[torch.Tensor]): A batch (N, 3, H, W) for each crop, global ones first.
+            data_samples (list, optional): Not used.
+
+        Raises:
+            ValueError: If there are too few crops, or the global ones differ in size.
+        """
+        if not isinstance(inputs, (list, tuple)) or len(inputs) < max(2, self.num_global_crops):
+            count = len(inputs) if isinstance(inputs, (list, tuple)) else 1
+            raise ValueError(
+                f'DINO needs at least 2 crops of every image, {self.num_global_crops} of them '
+                f"global, but got {count}: use MMPretrain's transform MultiView"
+            )
+        global_crops = inputs[: self.num_global_crops]
+        if len({crop.shape for crop in global_crops}) > 1:
+            raise ValueError(
+                'global crops must be of one size, but are of '
+                + ' and '.join('x'.join(map(str, crop.shape[2:])) for crop in global_crops)
+            )
+        with torch.no_grad():
+            teacher = self.teacher(torch.cat(list(global_crops)))
+        features = []
+        for number, (_, crops) in enumerate(groupby(inputs, key=lambda crop: crop.shape[2:])):
+            crops = torch.cat(list(crops))
+            if number and self.statistics_of == 'global':
+                with _running_statistics_kept(self.backbone):
+                    features.append(self.backbone(crops)[-1])
+            else:
+                features.append(self.backbone(crops)[-1])
+        student = self.neck((torch.cat(features),))
+        batch = len(inputs[0])
+        return self.head.loss(student.split(batch), teacher.split(batch))

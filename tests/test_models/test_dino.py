@@ -1,0 +1,340 @@
+"""DINO against its equations, and through the real Runner."""
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from mmengine.logging import MessageHub
+from mmengine.registry import MODELS
+from mmengine.runner import Runner
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.data import Dataset
+
+import repa_mm  # noqa: F401, registers
+from repa_mm import reparameterize
+from repa_mm.engine import DINOHook
+from repa_mm.models.dino import ClassTokens
+
+pytest.importorskip('lightly')
+
+ARCH = dict(embed_dims=16, num_layers=2, num_heads=2, feedforward_channels=64)
+MODEL = dict(
+    type='DINO',
+    data_preprocessor=dict(type='mmpretrain.SelfSupDataPreprocessor', mean=[127] * 3, std=[60] * 3),
+    backbone=dict(
+        type='RePaVisionTransformer',
+        arch=ARCH,
+        img_size=32,
+        patch_size=8,
+        out_type='cls_token',
+        drop_path_rate=0.1,
+    ),
+    neck=dict(
+        type='DINOProjection',
+        in_channels=16,
+        hidden_channels=32,
+        bottleneck_channels=8,
+        out_channels=24,
+        norm_last_layer=False,
+    ),
+    head=dict(type='DINOHead', out_channels=24, warmup_epochs=3),
+)
+
+
+def build(**changes):
+    torch.manual_seed(0)
+    model = MODELS.build(copy.deepcopy({**MODEL, **changes}))
+    model.init_weights()
+    return model
+
+
+def crops_of(batch=4, sizes=(32, 32, 16, 16, 16), seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(batch, 3, size, size, generator=generator) for size in sizes]
+
+
+def set_epoch(epoch):
+    MessageHub.get_current_instance().update_info('epoch', epoch)
+
+
+def literal_loss(student, teacher, center, student_temperature, teacher_temperature):
+    """Algorithm 1 of the paper, for any number of crops."""
+    total, terms = 0.0, 0
+    for i, t in enumerate(teacher):
+        target = F.softmax((t - center) / teacher_temperature, dim=1)
+        for j, s in enumerate(student):
+            if i != j:
+                total += -(target * F.log_softmax(s / student_temperature, dim=1)).sum(1).mean()
+                terms += 1
+    return total / terms
+
+
+@pytest.mark.parametrize('epoch, temperature', [(0, 0.04), (1, 0.055), (2, 0.07), (9, 0.07)])
+def test_loss_and_center_are_those_of_the_paper(epoch, temperature):
+    head = MODELS.build(MODEL['head'])
+    generator = torch.Generator().manual_seed(1)
+    student = [torch.randn(4, 24, generator=generator) for _ in range(5)]
+    teacher = [torch.randn(4, 24, generator=generator) for _ in range(2)]
+    center = torch.randn(1, 24, generator=generator)
+    head.loss_module.center = center[None].clone()
+    set_epoch(epoch)
+    loss = head.loss(student, teacher)['loss']
+    torch.testing.assert_close(loss, literal_loss(student, teacher, center, 0.1, temperature))
+    expected = 0.9 * center + 0.1 * torch.cat(teacher).mean(0, keepdim=True)
+    torch.testing.assert_close(head.loss_module.center[0], expected)
+
+
+def test_forward_is_crop_by_crop(relative_error):
+    """With frozen statistics, crops do not depend on each other, so each can be run alone."""
+    model = build()
+    for module in model.modules():
+        if isinstance(module, _BatchNorm):
+            module.running_var.uniform_(0.5, 2)
+            module.running_mean.uniform_(-1, 1)
+    model.eval()
+    crops = crops_of()
+    seen = {}
+    model.head.loss = lambda student, teacher: seen.update(student=student, teacher=teacher) or {}
+    model.loss(crops)
+    for crop, found in zip(crops, seen['student']):
+        assert relative_error(found, model.neck(model.backbone(crop))) < 1e-5
+    for crop, found in zip(crops, seen['teacher']):
+        assert relative_error(found, model.teacher(crop)) < 1e-5
+
+
+@pytest.mark.parametrize('statistics_of', ['global', 'all'])
+def test_which_crops_count_for_running_statistics(statistics_of):
+    model = build(statistics_of=statistics_of).train()
+    alone = copy.deepcopy(model)
+    crops = crops_of()
+    torch.manual_seed(3)
+    model.loss(crops)
+    torch.manual_seed(3)
+    alone.backbone(torch.cat(crops[:2]))
+    if statistics_of == 'all':
+        alone.backbone(torch.cat(crops[2:]))
+    names = [n for n, _ in model.backbone.named_buffers() if 'running' in n]
+    assert names
+    for name in names:
+        torch.testing.assert_close(
+            model.backbone.get_buffer(name), alone.backbone.get_buffer(name)
+        )
+    assert {m.momentum for m in model.modules() if isinstance(m, _BatchNorm)} == {0.1}
+
+
+def test_teacher_has_its_own_statistics_and_no_drop_path():
+    model = build().train()
+    before = copy.deepcopy(model)
+    model.loss(crops_of())
+    names = [n for n, _ in model.teacher.named_buffers() if 'running_mean' in n]
+    assert names
+    for name in names:
+        own = model.teacher.get_buffer(name)
+        assert not torch.equal(own, before.teacher.get_buffer(name))
+        assert not torch.equal(own, model.get_buffer(name))
+    rates = {m.drop_prob for m in model.teacher.modules() if hasattr(m, 'drop_prob')}
+    assert rates == {0.0}
+    rates = {m.drop_prob for m in model.backbone.modules() if hasattr(m, 'drop_prob')}
+    assert max(rates) > 0
+
+
+def test_model_is_copied_and_merged_after_a_step():
+    model = build().train()
+    model.loss(crops_of())['loss'].backward()
+    model.zero_grad()
+    copied = copy.deepcopy(model).eval()
+    merged = reparameterize(copied)
+    x = crops_of()[0]
+    with torch.no_grad():
+        torch.testing.assert_close(merged(x)[0], copied(x)[0], rtol=1e-4, atol=1e-5)
+
+
+def test_weight_norm_of_the_last_layer():
+    neck = MODELS.build(MODEL['neck'])
+    length = neck.last_layer.parametrizations.weight.original0
+    direction = neck.last_layer.parametrizations.weight.original1
+    assert length.requires_grad and (length == 1).all()
+    torch.testing.assert_close(neck.last_layer.weight, F.normalize(direction, dim=1))
+    fixed = MODELS.build({**MODEL['neck'], 'norm_last_layer': True})
+    assert not fixed.last_layer.parametrizations.weight.original0.requires_grad
+
+
+def test_class_tokens_are_joined():
+    x = [torch.randn(2, 4) * 3 + 1, torch.randn(2, 4)]
+    (found,) = ClassTokens()(x)
+    torch.testing.assert_close(found[:, :4], F.layer_norm(x[0], (4,)))
+    torch.testing.assert_close(found[:, 4:], x[1])
+    tokens = torch.randn(2, 5, 4)
+    (found,) = ClassTokens(patch_mean=True)([tokens])
+    torch.testing.assert_close(found, torch.cat([tokens[:, 0], tokens[:, 1:].mean(1)], 1))
+
+
+@pytest.mark.parametrize(
+    'inputs, message',
+    [
+        (torch.zeros(2, 3, 32, 32), 'at least 2 crops'),
+        ([torch.zeros(2, 3, 32, 32)], 'at least 2 crops'),
+        ([torch.zeros(2, 3, 32, 32), torch.zeros(2, 3, 16, 16)], 'must be of one size'),
+    ],
+)
+def test_crops_that_are_refused(inputs, message):
+    with pytest.raises(ValueError, match=message):
+        build().loss(inputs)
+
+
+@pytest.mark.parametrize('change', [dict(statistics_of='local'), dict(num_global_crops=0)])
+def test_arguments_that_are_refused(change):
+    with pytest.raises(ValueError, match=next(iter(change))):
+        build(**change)
+
+
+class Crops(Dataset):
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, index):
+        return dict(inputs=[c[0] * 50 + 100 for c in crops_of(1, seed=index)], data_samples=index)
+
+
+def make_runner(work_dir, epochs=2, hook=None, accumulate=1, **kwargs):
+    torch.manual_seed(0)
+    return Runner(
+        build(),
+        str(work_dir),
+        train_dataloader=dict(
+            batch_size=4,
+            sampler=dict(type='DefaultSampler', shuffle=True),
+            collate_fn=dict(type='default_collate'),
+            dataset=Crops(),
+        ),
+        train_cfg=dict(by_epoch=True, max_epochs=epochs),
+        optim_wrapper=dict(
+            optimizer=dict(type='AdamW', lr=1e-2, weight_decay=0.04),
+            accumulative_counts=accumulate,
+        ),
+        param_scheduler=[
+            dict(
+                type='CosineAnnealingParamScheduler',
+                param_name='weight_decay',
+                eta_min_ratio=10.0,
+                end=4,
+            )
+        ],
+        custom_hooks=[dict(type='DINOHook', momentum=0.9, **(hook or {}))],
+        default_hooks=dict(checkpoint=dict(type='SafeCheckpointHook', interval=1)),
+        randomness=dict(seed=0),
+        default_scope='mmpretrain',
+        experiment_name=f'dino_{work_dir.name}_{id(work_dir)}',
+        **kwargs,
+    )
+
+
+def test_hook_moves_the_teacher_as_the_schedule_says(tmp_path):
+    runner = make_runner(tmp_path, epochs=1)
+    steps, original = [], runner.model.update_teacher
+
+    def spy(momentum):
+        teacher = copy.deepcopy(runner.model.teacher)
+        original(momentum)
+        steps.append(momentum)
+        name = 'layers.0.attn.qkv.weight'
+        expected = momentum * teacher.backbone.get_parameter(name)
+        expected += (1 - momentum) * runner.model.backbone.get_parameter(name)
+        torch.testing.assert_close(runner.model.teacher.backbone.get_parameter(name), expected)
+
+    runner.model.update_teacher = spy
+    runner.train()
+    expected = [1 - 0.1 * (1 + math.cos(math.pi * i / 4)) / 2 for i in range(4)]
+    assert steps == pytest.approx(expected)
+
+
+def test_last_layer_is_frozen_first_and_gradients_are_clipped(tmp_path):
+    runner = make_runner(tmp_path, hook=dict(clip=1e-3, freeze_last_layer=1))
+    last = 'neck.last_layer.parametrizations.weight.original1'
+    start = runner.model.get_parameter(last).clone()
+    seen = []
+
+    def record(*_):
+        weights = runner.model.get_parameter(last)
+        seen.append((runner.epoch, torch.equal(weights, start)))
+        norms = [p.grad.norm() for p in runner.model.parameters() if p.grad is not None]
+        assert norms and max(norms) <= 1.001e-3
+
+    runner.build_optim_wrapper
+    train = runner.train
+    runner.register_hook(_AfterHook(record), priority='LOWEST')
+    train()
+    assert [same for epoch, same in seen if epoch == 0] == [True] * 4
+    assert not any(same for epoch, same in seen if epoch == 1)
+
+
+class _AfterHook(DINOHook):
+    """Looks at gradients as the optimizer takes them, after DINOHook has been there."""
+
+    def __init__(self, look):
+        self.look = look
+
+    def before_train(self, runner):
+        runner.optim_wrapper.optimizer.register_step_post_hook(self.look)
+
+    def after_train_iter(self, *args, **kwargs):
+        pass
+
+    def after_train(self, runner):
+        pass
+
+
+def test_accumulated_gradients_are_one_step_of_the_teacher(tmp_path):
+    runner = make_runner(tmp_path, epochs=1, accumulate=2)
+    steps, original = [], runner.model.update_teacher
+    runner.model.update_teacher = lambda momentum: steps.append(runner.iter) or original(momentum)
+    runner.train()
+    assert steps == [1, 3]
+
+
+def test_resumed_training_is_the_same(tmp_path):
+    whole = make_runner(tmp_path / 'whole')
+    for runner in (whole,):
+        _no_chance(runner.model)
+        runner.train()
+    first = make_runner(tmp_path / 'parts')
+    _no_chance(first.model)
+    first.train()
+    second = make_runner(tmp_path / 'again', load_from=str(tmp_path / 'parts/epoch_1.pth'), resume=True)
+    _no_chance(second.model)
+    second.train()
+    for (name, a), b in zip(whole.model.state_dict().items(), second.model.state_dict().values()):
+        assert torch.equal(a, b), name
+
+
+def _no_chance(model):
+    for module in model.modules():
+        if hasattr(module, 'drop_prob'):
+            module.drop_prob = 0.0
+
+
+def test_weight_decay_rises_where_there_is_one(tmp_path):
+    runner = make_runner(tmp_path, epochs=5)
+    runner.train()
+    assert [g['weight_decay'] for g in runner.optim_wrapper.optimizer.param_groups] == [
+        pytest.approx(0.4)
+    ]
+
+
+def test_nan_stops_the_training(tmp_path):
+    runner = make_runner(tmp_path)
+    calls, loss = [], runner.model.loss
+
+    def broken(*args):
+        calls.append(1)
+        losses = loss(*args)
+        return losses if len(calls) < 6 else dict(loss=losses['loss'] * math.nan)
+
+    runner.model.loss = broken
+    with pytest.raises(ValueError, match='loss of iteration 6 is nan.*checkpoints in'):
+        runner.train()
+    saved = torch.load(tmp_path / 'epoch_1.pth', weights_only=False)['state_dict']
+    assert all(torch.isfinite(value.float()).all() for value in saved.values())
+    assert not (tmp_path / 'epoch_2.pth').exists()

@@ -1,0 +1,75 @@
+"""Pretrain a small ViT and a RePa-ViT with DINO on photographs, and plot what k-NN makes of them."""
+
+import argparse
+import json
+import os.path as osp
+import time
+
+import matplotlib
+
+from repa_mm.demo.photos import write_photos
+from repa_mm.runtime import runner_for_training
+from repa_mm.runtime.knn import knn_evaluate
+
+CONFIGS = dict(vanilla='configs/demo/dino_vit_photos.py', RePa='configs/demo/dino_repa_vit_photos.py')
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument('--data', default='data/photos')
+    parser.add_argument('--work-dir', default='work_dirs/dino_photos')
+    parser.add_argument('--epochs', type=int, default=24, help='a multiple of 4')
+    parser.add_argument('--seeds', type=int, nargs='+', default=[0])
+    parser.add_argument('--k', type=int, default=20)
+    parser.add_argument('--plot', default='dino_photos.png')
+    return parser.parse_args()
+
+
+def train(config: str, work_dir: str, args: argparse.Namespace, seed: int) -> dict[int, float]:
+    """Train, and return the accuracy by epoch; the RePa model's is that of its deploy form."""
+    options = {'train_cfg.max_epochs': args.epochs, 'default_hooks.checkpoint.interval': args.epochs // 4}
+    options.update({'randomness.seed': seed, 'train_dataloader.dataset.data_root': args.data})
+    options['param_scheduler.1.end'] = args.epochs
+    runner_for_training(config, work_dir, cfg_options=options).train()
+    form = 'deploy' if 'repa' in config else 'training'
+    found = {}
+    for epoch in (0, args.epochs // 4, args.epochs // 2, args.epochs):
+        checkpoint = osp.join(work_dir, f'epoch_{epoch}.pth') if epoch else None
+        data = {f'{split}_dataloader.dataset.data_root': args.data for split in ('train', 'test')}
+        found[epoch] = knn_evaluate(config, checkpoint, form, [args.k], cfg_options=data)[args.k]
+    return found
+
+
+def main() -> None:
+    args = parse_args()
+    write_photos(args.data)
+    data = {f'{split}_dataloader.dataset.data_root': args.data for split in ('train', 'test')}
+    pixels = knn_evaluate(CONFIGS['vanilla'], None, 'pixels', [args.k], cfg_options=data)[args.k]
+    print(f'pixels: {pixels:.1f} %')
+    curves = {}
+    for seed in args.seeds:
+        for name, config in CONFIGS.items():
+            start = time.perf_counter()
+            work_dir = osp.join(args.work_dir, f'{name}_{seed}')
+            curves[f'{name}, seed {seed}'] = found = train(config, work_dir, args, seed)
+            line = ', '.join(f'epoch {epoch}: {value:.1f} %' for epoch, value in found.items())
+            print(f'{name}, seed {seed}: {line} ({(time.perf_counter() - start) / 60:.1f} min)')
+    with open(osp.splitext(args.plot)[0] + '.json', 'w') as file:
+        json.dump(dict(pixels=pixels, **curves), file, indent=1)
+    matplotlib.use('Agg')
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(6, 4))
+    axes.axhline(pixels, color='grey', linestyle=':', label='pixels')
+    for name, found in curves.items():
+        axes.plot(list(found), list(found.values()), marker='o', label=name)
+    axes.set_xlabel('epoch')
+    axes.set_ylabel(f'accuracy of {args.k} nearest neighbours (%)')
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(args.plot, dpi=120)
+    print(f'wrote {args.plot}')
+
+
+if __name__ == '__main__':
+    main()
