@@ -22,12 +22,7 @@ model = dict(
         drop_path_rate=0.1,
         interpolate_mode='bicubic',
     ),
-    neck=dict(
-        type='DINOProjection',
-        in_channels=384,
-        out_channels=65536,
-        norm_last_layer=False,
-    ),
+    neck=dict(type='DINOProjection', in_channels=384, out_channels=65536, norm_last_layer=False),
     head=dict(
         type='DINOHead',
         out_channels=65536,

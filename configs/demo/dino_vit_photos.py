@@ -13,10 +13,7 @@ color = [
         prob=0.8,
     ),
     dict(
-        type='RandomGrayscale',
-        prob=0.2,
-        keep_channels=True,
-        channel_weights=(0.114, 0.587, 0.2989),
+        type='RandomGrayscale', prob=0.2, keep_channels=True, channel_weights=(0.114, 0.587, 0.2989)
     ),
 ]
 train_pipeline = [
@@ -56,10 +53,13 @@ test_dataloader = dict(
 
 model = dict(
     backbone=dict(
+        _delete_=True,
+        type='VisionTransformer',
         arch=dict(embed_dims=96, num_layers=6, num_heads=3, feedforward_channels=384),
         img_size=64,
         patch_size=8,
-        drop_path_rate=0.0,
+        out_type='cls_token',
+        interpolate_mode='bicubic',
     ),
     neck=dict(in_channels=96, hidden_channels=256, bottleneck_channels=64, out_channels=1024),
     head=dict(out_channels=1024, teacher_temperature=0.04, warmup_epochs=1),
@@ -68,7 +68,12 @@ model = dict(
 train_cfg = dict(max_epochs=24)
 param_scheduler = [
     dict(
-        type='LinearLR', start_factor=1e-3, by_epoch=True, begin=0, end=2, convert_to_iter_based=True
+        type='LinearLR',
+        start_factor=1e-3,
+        by_epoch=True,
+        begin=0,
+        end=2,
+        convert_to_iter_based=True,
     ),
     dict(
         type='CosineAnnealingLR',
@@ -80,6 +85,4 @@ param_scheduler = [
     ),
 ]
 custom_hooks = [dict(type='DINOHook', momentum=0.99, clip=3.0, freeze_last_layer=1)]
-default_hooks = dict(
-    logger=dict(interval=10), checkpoint=dict(interval=6, max_keep_ckpts=-1)
-)
+default_hooks = dict(logger=dict(interval=10), checkpoint=dict(interval=6, max_keep_ckpts=-1))

@@ -5,10 +5,13 @@ import os.path as osp
 from repa_mm.checkpoints import load_checkpoint, save_checkpoint
 from repa_mm.converters.core import Conversion, to_mm
 from repa_mm.files import check_output
+from repa_mm.paths import config_path
 from repa_mm.reparam import CheckpointError
 from repa_mm.version import __version__
 
 NETWORKS = ('teacher', 'student')
+# By the width of the class token. Configs for ImageNet have a norm that DINO's backbones lack.
+_CONFIGS = {384: 'repa_vit_s_dino.py', 768: 'repa_vit_b_dino.py'}
 _OURS = dict(teacher='teacher.backbone.', student='backbone.')
 
 
@@ -23,7 +26,7 @@ def dino_to_mm(
         dst (str): The file to write, which is replaced only when it is complete.
         network (str): 'teacher' or 'student'. Defaults to 'teacher'.
         config (str, optional): Of the backbone that the result is for, see
-            :func:`~repa_mm.converters.to_mm`.
+            :func:`~repa_mm.converters.to_mm`. Defaults to None: one of ``repa_vit_{s,b}_dino.py``.
 
     Returns:
         Conversion | None: What was found out about a checkpoint of the authors' layout; None for
@@ -47,6 +50,8 @@ def dino_to_mm(
         found = {k.removeprefix(prefix): v for k, v in weights.items() if k.startswith(prefix)}
         state_dict, done = {f'backbone.{key}': value.clone() for key, value in found.items()}, None
     else:
+        size = _CONFIGS.get(getattr(weights.get('backbone.cls_token'), 'shape', (0,))[-1])
+        config = config or (size and config_path(size))
         args = checkpoint.get('args')
         args = vars(args) if hasattr(args, '__dict__') else {}
         done = to_mm(weights, config, None, args, backbone_only=True)

@@ -63,9 +63,7 @@ def write_photos(
             file = osp.join(osp.dirname(import_module(package).__file__), path)
             pixels = cv2.imdecode(np.fromfile(file, np.uint8), cv2.IMREAD_COLOR)
             middle = round(TRAIN_SHARE * pixels.shape[1])
-            parts = dict(
-                train=(pixels[:, :middle], num_train), val=(pixels[:, middle:], num_val)
-            )
+            parts = dict(train=(pixels[:, :middle], num_train), val=(pixels[:, middle:], num_val))
             for split, (part, count) in parts.items():
                 name = osp.splitext(osp.basename(path))[0]
                 folder = osp.join(unfinished, split, name)

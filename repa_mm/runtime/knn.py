@@ -11,8 +11,8 @@ from mmengine.config import Config
 from mmengine.runner import Runner
 
 from repa_mm.runtime.config import dataset_config, load_config
-from repa_mm.runtime.inference import init_model
 from repa_mm.runtime.data import check_data
+from repa_mm.runtime.inference import init_model
 
 NETWORKS = ('teacher', 'student')
 
@@ -142,11 +142,11 @@ def _loader(cfg: Config, split: str, data: str | None, batch_size: int):
             raise FileNotFoundError(f'no data set at {folder!r}')
         pipeline = [
             dict(type='LoadImageFromFile'),
-            dict(type='ResizeEdge', scale=256, edge='short', backend='pillow'),
-            dict(type='CenterCrop', crop_size=224),
-            dict(type='PackInputs'),
+            dict(type='mmpretrain.ResizeEdge', scale=256, edge='short', backend='pillow'),
+            dict(type='mmpretrain.CenterCrop', crop_size=224),
+            dict(type='mmpretrain.PackInputs'),
         ]
-        dataset = dict(type='CustomDataset', data_root=folder, pipeline=pipeline)
+        dataset = dict(type='mmpretrain.CustomDataset', data_root=folder, pipeline=pipeline)
     else:
         if cfg.default_scope != 'mmpretrain' or not cfg.get('test_dataloader'):
             raise ValueError(

@@ -144,7 +144,7 @@ def test_attention_is_that_of_the_last_block(randomize):
 
 def test_attention_of_a_model_without_class_token():
     swin = MODELS.build(
-        dict(type='RePaSwinTransformer', arch=dict(embed_dims=8, depths=[1], num_heads=[1]))
+        dict(type='RePaSwinTransformer', arch=dict(embed_dims=8, depths=[1] * 4, num_heads=[1] * 4))
     )
     with pytest.raises(ValueError, match='no class token'):
         class_attention(swin, torch.zeros(1, 3, 32, 32))

@@ -1,4 +1,4 @@
-"""Pretrain a small ViT and a RePa-ViT with DINO on photographs, and plot what k-NN makes of them."""
+"""Pretrain a small ViT and RePa-ViT with DINO on photographs, and plot the accuracy of k-NN."""
 
 import argparse
 import json
@@ -11,7 +11,9 @@ from repa_mm.demo.photos import write_photos
 from repa_mm.runtime import runner_for_training
 from repa_mm.runtime.knn import knn_evaluate
 
-CONFIGS = dict(vanilla='configs/demo/dino_vit_photos.py', RePa='configs/demo/dino_repa_vit_photos.py')
+CONFIGS = dict(
+    vanilla='configs/demo/dino_vit_photos.py', RePa='configs/demo/dino_repa_vit_photos.py'
+)
 
 
 def parse_args() -> argparse.Namespace:
@@ -27,7 +29,10 @@ def parse_args() -> argparse.Namespace:
 
 def train(config: str, work_dir: str, args: argparse.Namespace, seed: int) -> dict[int, float]:
     """Train, and return the accuracy by epoch; the RePa model's is that of its deploy form."""
-    options = {'train_cfg.max_epochs': args.epochs, 'default_hooks.checkpoint.interval': args.epochs // 4}
+    options = {
+        'train_cfg.max_epochs': args.epochs,
+        'default_hooks.checkpoint.interval': args.epochs // 4,
+    }
     options.update({'randomness.seed': seed, 'train_dataloader.dataset.data_root': args.data})
     options['param_scheduler.1.end'] = args.epochs
     runner_for_training(config, work_dir, cfg_options=options).train()

@@ -1,7 +1,7 @@
-"""Take the backbone out of a checkpoint of DINO, ours or its authors', for other models to start from.
+"""Take the backbone out of a checkpoint of DINO, for other models to start from.
 
-A checkpoint of the authors' layout is translated; a vanilla ViT of it becomes a start for the
-training of a RePa-ViT. See docs/self_supervised.md.
+The checkpoint is ours or of DINO's authors. One of theirs is translated; a vanilla ViT of it
+becomes a start for the training of a RePa-ViT. See docs/self_supervised.md.
 """
 
 import argparse

@@ -13,10 +13,7 @@ color = [
         prob=0.8,
     ),
     dict(
-        type='RandomGrayscale',
-        prob=0.2,
-        keep_channels=True,
-        channel_weights=(0.114, 0.587, 0.2989),
+        type='RandomGrayscale', prob=0.2, keep_channels=True, channel_weights=(0.114, 0.587, 0.2989)
     ),
 ]
 global_crop = dict(
@@ -41,19 +38,22 @@ train_pipeline = [
         num_views=[1, 1, 8],
         transforms=[
             [global_crop, *color, blur],
-            [
-                global_crop,
-                *color,
-                dict(blur, prob=0.1),
-                dict(type='Solarize', thr=128, prob=0.2),
-            ],
+            [global_crop, *color, dict(blur, prob=0.1), dict(type='Solarize', thr=128, prob=0.2)],
             [local_crop, *color, dict(blur, prob=0.5)],
         ],
     ),
     dict(type='PackInputs'),
 ]
 train_dataloader = dict(
-    batch_size=64, num_workers=10, dataset=dict(_delete_=True, type='ImageNet', data_root='data/imagenet', split='train', pipeline=train_pipeline)
+    batch_size=64,
+    num_workers=10,
+    dataset=dict(
+        _delete_=True,
+        type='ImageNet',
+        data_root='data/imagenet',
+        split='train',
+        pipeline=train_pipeline,
+    ),
 )
 # Nothing is validated while DINO trains.
 val_dataloader = None
