@@ -6,17 +6,12 @@ backbone, neck, head, post-processing. Ctrl-C ends the measurement early, with a
 measured.
 """
 
-import argparse
-
-import torch
-
 from repa_mm.benchmark.execution import COMPILE
 from repa_mm.benchmark.latency import WHAT, Options, benchmark
-from repa_mm.benchmark.machine import AMP_DTYPES
-from repa_mm.benchmark.output import run_tool
+from repa_mm.benchmark.output import add_machine_options, run_tool
 from repa_mm.benchmark.plots import plot_benchmark
 from repa_mm.benchmark.tables import benchmark_text
-from repa_mm.runtime.cli import DictAction
+from repa_mm.runtime.cli import add_cfg_options, tool_parser
 
 EXAMPLES = """examples:
   # RetinaNet on COCO val2017, against the vanilla model
@@ -37,10 +32,8 @@ EXAMPLES = """examples:
 """
 
 
-def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def parse_args() -> dict:
+    parser = tool_parser(__doc__, EXAMPLES)
     parser.add_argument('config', help='config of the RePa model')
     parser.add_argument('checkpoint', nargs='?', help='its weights; random if left out')
     parser.add_argument('--baseline', metavar='CONFIG', help='of the vanilla counterpart')
@@ -54,7 +47,6 @@ def parse_args() -> argparse.Namespace:
     what.add_argument(
         '--part',
         choices=WHAT,
-        default=Options.part,
         help='a test step; the call model(..., mode="predict") alone, on normalized noise and '
         'without timers inside, as a script of your own would time it; or the backbone '
         '(%(default)s)',
@@ -62,40 +54,22 @@ def parse_args() -> argparse.Namespace:
     what.add_argument(
         '--synthetic', metavar='HxW', help='noise of that size instead of the test set'
     )
-    what.add_argument('--batch-size', type=int, default=Options.batch_size)
+    what.add_argument('--batch-size', type=int)
     what.add_argument(
         '--sweep',
         metavar='KEY=VALUES',
         help='size=512x512,800x1344 or batch=1,2,4 or idle-ratio=0.25,0.5',
     )
-    what.add_argument(
-        '--num-images',
-        type=int,
-        default=Options.num_images,
-        help='images to measure, in each run (%(default)s)',
-    )
-    what.add_argument(
-        '--warmup', type=int, default=Options.warmup, help='batches before those (%(default)s)'
-    )
+    what.add_argument('--num-images', type=int, help='images to measure, in each run (%(default)s)')
+    what.add_argument('--warmup', type=int, help='batches before those (%(default)s)')
     what.add_argument(
         '--runs',
         type=int,
-        default=Options.runs,
         help='measure in so many fresh processes, one after the other, and show the range of their '
         'ratios (%(default)s: in this process)',
     )
     how = parser.add_argument_group('how it runs')
-    how.add_argument(
-        '--device',
-        default='cuda' if torch.cuda.is_available() else 'cpu',
-        help='cpu, cuda, cuda:1, ... (%(default)s)',
-    )
-    how.add_argument('--threads', type=int, help='threads of the CPU')
-    how.add_argument(
-        '--amp',
-        choices=tuple(AMP_DTYPES),
-        help='autocast in the networks; post-processing stays in float32',
-    )
+    add_machine_options(how, amp=True)
     how.add_argument(
         '--compile',
         nargs='?',
@@ -108,9 +82,6 @@ def parse_args() -> argparse.Namespace:
     )
     how.add_argument('--channels-last', action='store_true')
     how.add_argument(
-        '--tf32', action='store_true', help='let float32 products use TF32 (off by default)'
-    )
-    how.add_argument(
         '--no-memory', dest='memory', action='store_false', help='do not find out the peak memory'
     )
     how.add_argument(
@@ -118,22 +89,19 @@ def parse_args() -> argparse.Namespace:
         action='store_true',
         help='with --part backbone: speed as a share of that of a large matrix product',
     )
-    how.add_argument(
-        '--cfg-options',
-        nargs='+',
-        action=DictAction,
-        help='override values of the config: key=value ...',
-    )
+    add_cfg_options(how)
     out = parser.add_argument_group('output')
     out.add_argument('--out', metavar='FILE.json', help='everything, as JSON')
     out.add_argument(
         '--plot', metavar='FILE.png', help='bars of the latencies, or curves over a sweep'
     )
-    return parser.parse_args()
+    defaults = ('part', 'batch_size', 'num_images', 'warmup', 'runs')
+    parser.set_defaults(**{key: getattr(Options, key) for key in defaults})
+    return vars(parser.parse_args())
 
 
 def main() -> None:
-    args = vars(parse_args())
+    args = parse_args()
     out, plot = args.pop('out'), args.pop('plot')
     options = Options(**args)
     inputs = options.config, options.checkpoint, options.baseline, options.baseline_checkpoint

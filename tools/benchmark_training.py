@@ -5,15 +5,10 @@ it; the folded one leaves out the idle ones, and gives the same numbers. The pat
 model take turns on every step.
 """
 
-import argparse
-
-import torch
-
-from repa_mm.benchmark.machine import AMP_DTYPES
-from repa_mm.benchmark.output import run_tool
+from repa_mm.benchmark.output import add_machine_options, run_tool
 from repa_mm.benchmark.tables import training_text
 from repa_mm.benchmark.training import OPTIMIZERS, benchmark_training
-from repa_mm.runtime.cli import DictAction
+from repa_mm.runtime.cli import add_cfg_options, tool_parser
 
 EXAMPLES = """examples:
   %(prog)s configs/repa_swin_b_in1k.py --baseline configs/swin_b_in1k.py
@@ -23,10 +18,8 @@ EXAMPLES = """examples:
 """
 
 
-def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def parse_args() -> dict:
+    parser = tool_parser(__doc__, EXAMPLES)
     parser.add_argument('config', help='config of the RePa model')
     parser.add_argument('--baseline', metavar='CONFIG', help='of the vanilla counterpart')
     parser.add_argument(
@@ -50,24 +43,14 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument('--steps', type=int, default=20, help='to measure (%(default)s)')
     parser.add_argument('--warmup', type=int, default=3, help='before those (%(default)s)')
-    parser.add_argument('--device', default='cuda' if torch.cuda.is_available() else 'cpu')
-    parser.add_argument('--threads', type=int, help='threads of the CPU')
-    parser.add_argument('--amp', choices=tuple(AMP_DTYPES))
-    parser.add_argument(
-        '--tf32', action='store_true', help='let float32 products use TF32 (off by default)'
-    )
-    parser.add_argument(
-        '--cfg-options',
-        nargs='+',
-        action=DictAction,
-        help='override values of the RePa config: key=value ...',
-    )
+    add_machine_options(parser, amp=True)
+    add_cfg_options(parser)
     parser.add_argument('--out', metavar='FILE.json', help='everything')
-    return parser.parse_args()
+    return vars(parser.parse_args())
 
 
 def main() -> None:
-    args = vars(parse_args())
+    args = parse_args()
     inputs = args['config'], args['baseline']
     run_tool(benchmark_training, args, training_text, args.pop('out'), inputs=inputs)
 

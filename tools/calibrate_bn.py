@@ -4,16 +4,12 @@ The weights stay. This serves checkpoints that were converted from vanilla ones,
 of another kind than what they were trained on. See docs/weights.md.
 """
 
-import argparse
-
 from repa_mm.runtime import calibrate_checkpoint
-from repa_mm.runtime.cli import DictAction, clear_errors
+from repa_mm.runtime.cli import add_cfg_options, clear_errors, tool_parser
 
 
-def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def parse_args() -> dict:
+    parser = tool_parser(__doc__)
     parser.add_argument('config', help='config of the training form')
     parser.add_argument('checkpoint', help='checkpoint with the weights of its backbone')
     parser.add_argument('out', help='file to write')
@@ -27,24 +23,19 @@ def parse_args() -> argparse.Namespace:
         '--num-batches', type=int, default=50, help='of the data loader of the config (default: 50)'
     )
     parser.add_argument('--device', help='default: a GPU, if there is one')
-    parser.add_argument(
-        '--cfg-options',
-        nargs='+',
-        action=DictAction,
-        help='override values of the config: key=value ...',
-    )
-    return parser.parse_args()
+    add_cfg_options(parser)
+    return vars(parser.parse_args())
 
 
 def main() -> None:
     args = parse_args()
     with clear_errors():
-        done = calibrate_checkpoint(**vars(args))
+        done = calibrate_checkpoint(**args)
     print(
         f'estimated the statistics of {done["ffns"]} FFNs from '
         f'{done["images"]} images in {done["batches"]} batches'
     )
-    print(f'wrote {args.out}')
+    print(f'wrote {args["out"]}')
 
 
 if __name__ == '__main__':

@@ -1,12 +1,10 @@
 """Parameters and multiply-adds of a model, in its training and deploy form."""
 
-import argparse
-
 from repa_mm.benchmark.flops import complexity
 from repa_mm.benchmark.output import run_tool
 from repa_mm.benchmark.paper import paper_table, paper_table_text
 from repa_mm.benchmark.tables import complexity_text
-from repa_mm.runtime.cli import DictAction, clear_errors
+from repa_mm.runtime.cli import add_cfg_options, clear_errors, tool_parser
 
 EXAMPLES = """examples:
   %(prog)s configs/repa_swin_b_in1k.py
@@ -17,10 +15,8 @@ EXAMPLES = """examples:
 """
 
 
-def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def parse_args() -> dict:
+    parser = tool_parser(__doc__, EXAMPLES)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument('config', nargs='?', help='path of the config')
     what.add_argument(
@@ -38,18 +34,13 @@ def parse_args() -> argparse.Namespace:
         metavar=('HEIGHT', 'WIDTH'),
         help='of the image (224 224)',
     )
-    parser.add_argument(
-        '--cfg-options',
-        nargs='+',
-        action=DictAction,
-        help='override values of the config: key=value ...',
-    )
+    add_cfg_options(parser)
     parser.add_argument('--out', metavar='FILE.json')
-    return parser.parse_args()
+    return vars(parser.parse_args())
 
 
 def main() -> None:
-    args = vars(parse_args())
+    args = parse_args()
     out = args.pop('out')
     if args.pop('paper_table'):
         with clear_errors():

@@ -3,16 +3,13 @@
 The paper's figure 3: by default for the Swin family, vanilla and merged.
 """
 
-import argparse
-
-import torch
-
 from repa_mm import config_path
 from repa_mm.benchmark.latency import Options
-from repa_mm.benchmark.output import run_tool
+from repa_mm.benchmark.output import add_machine_options, run_tool
 from repa_mm.benchmark.plots import plot_profile
 from repa_mm.benchmark.profile import profile
 from repa_mm.benchmark.tables import profile_text
+from repa_mm.runtime.cli import tool_parser
 
 SWIN = [f'{prefix}swin_{size}_in1k.py' for size in 'tsb' for prefix in ('', 'repa_')]
 EXAMPLES = """examples:
@@ -22,10 +19,8 @@ EXAMPLES = """examples:
 """
 
 
-def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def parse_args() -> dict:
+    parser = tool_parser(__doc__, EXAMPLES)
     parser.add_argument(
         'configs', nargs='*', help='of vanilla or RePa models (default: Swin-T, S and B, of both)'
     )
@@ -42,18 +37,14 @@ def parse_args() -> argparse.Namespace:
         '--num-images', type=int, default=30, help='batches to measure (%(default)s)'
     )
     parser.add_argument('--warmup', type=int, default=5, help='batches before those (%(default)s)')
-    parser.add_argument('--device', default='cuda' if torch.cuda.is_available() else 'cpu')
-    parser.add_argument('--threads', type=int, help='threads of the CPU')
-    parser.add_argument(
-        '--tf32', action='store_true', help='let float32 products use TF32 (off by default)'
-    )
+    add_machine_options(parser)
     parser.add_argument('--out', metavar='FILE.json', help='everything')
     parser.add_argument('--plot', metavar='FILE.png')
-    return parser.parse_args()
+    return vars(parser.parse_args())
 
 
 def main() -> None:
-    args = vars(parse_args())
+    args = parse_args()
     out, plot, configs = (args.pop(key) for key in ('out', 'plot', 'configs'))
     arguments = dict(configs=configs or list(map(config_path, SWIN)), forms=args.pop('forms'))
     arguments['options'] = Options(**args)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -17,11 +18,7 @@ MAX_GRAPHS = 8
 
 @contextmanager
 def explained(name: str, shape: Sequence[int]) -> Iterator[None]:
-    """Say of errors with which form and which input they came.
-
-    Raises:
-        ValueError: Instead of any other error.
-    """
+    """Turn any error into a ValueError that says with which form and which input it came."""
     try:
         yield
     except Exception as error:
@@ -89,7 +86,7 @@ def accelerated(
     if channels_last:
         model.to(memory_format=torch.channels_last)
 
-    def run(part: str, module: nn.Module) -> Callable:
+    def changed(part: str, module: nn.Module) -> Callable:
         function = module.forward
         if part == 'preprocessing':
             return _channels_last(function) if channels_last else function
@@ -106,22 +103,26 @@ def accelerated(
             )
         if cuda_graphs and part == 'backbone':
             function = _graphed(function)
-        if amp:
-            function = _autocast(
-                function,
-                device,
-                amp,
-                enabled=not extractor,
-                to_float=part == 'head',
-                cache=not cuda_graphs,
-            )
-        return function
+        if not amp:
+            return function
+        autocast = torch.autocast(
+            device, AMP_DTYPES[amp], enabled=not extractor, cache_enabled=not cuda_graphs
+        )
+
+        def run(*args, **kwargs):
+            if extractor:
+                args, kwargs = _to_float(args), _to_float(kwargs)
+            with autocast:
+                result = function(*args, **kwargs)
+            return _to_float(result) if part == 'head' else result
+
+        return run
 
     try:
         for part, module in networks(model):
-            function = run(part, module)
+            function = changed(part, module)
             if recorder:
-                function = recorder.wrap(function, part)
+                function = recorder.section(part)(function)
             replaced.append((module, module.__dict__.get('forward')))
             # As an attribute of the instance: mmseg calls forward itself, which hooks would not
             # notice.
@@ -165,22 +166,5 @@ def _graphed(function: Callable) -> Callable:
     return run
 
 
-def _autocast(
-    function: Callable, device: str, amp: str, enabled: bool, to_float: bool, cache: bool
-) -> Callable:
-
-    def run(*args, **kwargs):
-        if not enabled:
-            args, kwargs = _to_float(args), _to_float(kwargs)
-        with torch.autocast(device, AMP_DTYPES[amp], enabled=enabled, cache_enabled=cache):
-            result = function(*args, **kwargs)
-        return _to_float(result) if to_float else result
-
-    return run
-
-
-def _to_float(value):
-    def convert(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.float() if tensor.is_floating_point() else tensor
-
-    return apply_to(value, lambda v: isinstance(v, torch.Tensor), convert)
+def _to_float(value: Any) -> Any:
+    return apply_to(value, torch.is_tensor, lambda x: x.float() if x.is_floating_point() else x)

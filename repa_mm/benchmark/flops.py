@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from repa_mm.benchmark.execution import explained
 from repa_mm.benchmark.inputs import NoiseInputs, check_memory
 from repa_mm.benchmark.variants import build_variants, load_configs
 from repa_mm.engine.complexity import count_parameters, macs_by_part
@@ -50,16 +51,10 @@ def complexity(
             # The preprocessor may pad.
             data = model.data_preprocessor(NoiseInputs(cfg, size)(0))
             samples, image = data['data_samples'], tuple(data['inputs'].shape[1:])
-        try:
+        with explained(f'the {name} form', image):
             macs = macs_by_part(model, image, samples)
-        except Exception as error:
-            raise ValueError(
-                f'the {name} form fails on an image of {size[0]}x{size[1]} '
-                f'({type(error).__name__}: {error})'
-            ) from error
         parameters = {child: count_parameters(module) for child, module in model.named_children()}
+        parameters[''] = count_parameters(model)
         result['input'] = list(image)
-        result['forms'][name] = dict(
-            parameters={'': count_parameters(model), **parameters}, macs=macs
-        )
+        result['forms'][name] = dict(parameters=parameters, macs=macs)
     return result

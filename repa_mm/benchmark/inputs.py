@@ -22,11 +22,7 @@ MEMORY_SHARE = 1 / 8
 
 
 def parse_size(text: str) -> tuple[int, int]:
-    """Height and width from '800x1344'.
-
-    Raises:
-        ValueError: If it is no size.
-    """
+    """Height and width from '800x1344'; a ValueError if the text is no size."""
     match = re.fullmatch(r'(\d+)[x,](\d+)', text.strip().lower())
     if not match or min(map(int, match.groups())) < 1:
         raise ValueError(f'{text!r} is no size: write HEIGHTxWIDTH, as 800x1344')
@@ -34,21 +30,16 @@ def parse_size(text: str) -> tuple[int, int]:
 
 
 def check_memory(size: tuple[int, int], batch_size: int = 1) -> None:
-    """Check that noise, as float32, leaves memory for a model.
-
-    Raises:
-        ValueError: If it does not.
-    """
+    """Check that noise, as float32, leaves memory for a model; a ValueError if not."""
     if not hasattr(os, 'sysconf'):  # Windows
         return
     needed = NUM_NOISE * batch_size * 3 * size[0] * size[1] * 4
     total = os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
     if needed > MEMORY_SHARE * total:
         raise ValueError(
-            f'{NUM_NOISE} batches of {batch_size} images of {size[0]}x'
-            f'{size[1]} would take {needed / 2**30:.1f} of the '
-            f'{total / 2**30:.1f} GiB of memory that this machine has, and '
-            'leave too little for the model'
+            f'{NUM_NOISE} batches of {batch_size} images of {size[0]}x{size[1]} would take '
+            f'{needed / 2**30:.1f} of the {total / 2**30:.1f} GiB of memory that this machine has, '
+            'and leave too little for the model'
         )
 
 
@@ -67,27 +58,24 @@ class DatasetInputs:
     real = True
 
     def __init__(self, cfg: Config, batch_size: int = 1) -> None:
+        self.batch_size = batch_size
+        instead = 'measure with noise: --synthetic 800x1344'
         try:
             check_data(cfg, 'test')
-        except FileNotFoundError as error:
-            raise FileNotFoundError(
-                f'{error}; or measure with noise: --synthetic 800x1344'
-            ) from error
-        self.batch_size = batch_size
-        try:
             with checked_annotations():
                 self.dataset = DATASETS.build(cfg.test_dataloader.dataset)
+        except FileNotFoundError as error:
+            raise FileNotFoundError(f'{error}; or {instead}') from error
         except AnnotationError:
             raise
         except Exception as error:
             raise ValueError(
-                f'cannot read the test data set ({type(error).__name__}: '
-                f'{error}); to measure with noise: --synthetic 800x1344'
+                f'cannot read the test data set ({type(error).__name__}: {error}); to {instead}'
             ) from error
         if len(self.dataset) < batch_size:
             raise ValueError(
-                f'the test data set has {len(self.dataset)} '
-                f'images, fewer than a batch of {batch_size}'
+                f'the test data set has {len(self.dataset)} images, fewer than a batch of '
+                f'{batch_size}'
             )
         check_items(self.dataset)
         self._collate = _collate(cfg)
@@ -134,9 +122,8 @@ class NoiseInputs(_Noise):
         steps = [s for s in pipeline if str(s['type']).rpartition('.')[2].startswith('Pack')]
         if not steps:
             raise ValueError('the test pipeline has no step Pack...Inputs to make an input with')
-        pack = TRANSFORMS.build(steps[-1])
+        pack, collate = TRANSFORMS.build(steps[-1]), _collate(cfg)
         generator = np.random.default_rng(0)
-        collate = _collate(cfg)
         meta = dict(img_path='noise', seg_map_path=None, scale=size[::-1], scale_factor=(1.0, 1.0))
         meta.update(dict.fromkeys(('ori_shape', 'img_shape', 'pad_shape'), size))
         meta.update(flip=False, flip_direction=None, reduce_zero_label=False, keep_ratio=True)

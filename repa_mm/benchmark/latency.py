@@ -64,11 +64,7 @@ class Options:
 
 
 def parse_sweep(options: Options) -> list[tuple[dict[str, str], Options]]:
-    """Points of a sweep with their options: 'batch=1,2' gives {'batch': '1'} and {'batch': '2'}.
-
-    Raises:
-        ValueError: If the sweep is malformed.
-    """
+    """Points of a sweep with their options: 'batch=1,2' gives {'batch': '1'} and {'batch': '2'}."""
     if options.sweep is None:
         return [({}, options)]
     key, _, values = options.sweep.partition('=')
@@ -250,7 +246,7 @@ def measure_forms(
     options: Options,
     title: str = '',
     quiet: bool = False,
-    sections: Callable | None = None,
+    sections: dict[str, Callable] = dict(),
 ) -> dict[str, Any]:
     """Measure models on the same inputs, in turn.
 
@@ -258,11 +254,10 @@ def measure_forms(
         forms (dict): Models by name; ratios are against the first.
         inputs (Callable): Gives the i-th batch, see :mod:`.inputs`.
         options (Options): Those that are about more than the input.
-        title (str): What the progress shows.
+        title (str): What the progress shows. Defaults to nothing.
         quiet (bool): Show no progress. Defaults to False.
-        sections (Callable, optional): Called with a model and the recorder, gives a context in
-            which the model's calls have sections. Defaults to those of the networks of a whole
-            model.
+        sections (dict): For names of models, what gives a context in which the calls of a backbone
+            have sections of a recorder. Other models have those of their networks.
 
     Returns:
         dict: ``count`` (batches measured), ``interrupted``, ``notes``, ``inputs`` (in words),
@@ -306,12 +301,12 @@ def measure_forms(
     with ExitStack() as stack:
         progress = stack.enter_context(Progress(repeats, options.warmup, title, unit, quiet=quiet))
         stack.enter_context(torch.no_grad())
-        for model in forms.values():
+        for name, model in forms.items():
             how = options.amp, options.compile, inputs.real, options.channels_last
             parts = recorder if whole else None
             stack.enter_context(accelerated(model, *how, options.cuda_graphs, parts))
-            if sections:
-                stack.enter_context(sections(model, recorder))
+            if name in sections:
+                stack.enter_context(sections[name](model.backbone, recorder))
         calls = {name: call_of(model) for name, model in forms.items()}
         try:
             # Before anything is timed: errors, and what is done only once.

@@ -72,11 +72,7 @@ def machine(environment: dict[str, Any]) -> str:
 
 
 def check_device(device: str, amp: str | None = None) -> torch.device:
-    """The device of that name, if it is there and computes in that type.
-
-    Raises:
-        ValueError: If it is not, or does not.
-    """
+    """The device of that name; a ValueError if it is not there or does not compute in that type."""
     try:
         found = torch.device(device)
     except RuntimeError as error:
@@ -107,11 +103,7 @@ def check_device(device: str, amp: str | None = None) -> torch.device:
 def set_machine(
     device: str, threads: int | None = None, tf32: bool = False, amp: str | None = None
 ) -> None:
-    """Check the device, and set the process's threads and TF32.
-
-    Raises:
-        ValueError: If there is no such device, or it lacks the type.
-    """
+    """Set the process's threads and TF32; a ValueError if the device is not as asked for."""
     if threads is not None:
         most = 8 * (os.cpu_count() or 1)
         if not 1 <= threads <= most:

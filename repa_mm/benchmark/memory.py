@@ -9,7 +9,7 @@ import torch.nn as nn
 
 def weight_bytes(model: nn.Module) -> int:
     """Bytes of parameters and buffers."""
-    return sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))
+    return sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
 
 
 def peak_bytes(function: Callable, argument, device='cpu') -> tuple[object, int]:
@@ -47,17 +47,9 @@ def peak_bytes(function: Callable, argument, device='cpu') -> tuple[object, int]
 
 
 class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
-    """Bytes that a forward pass keeps for the backward pass.
+    """A context manager for a forward pass: the ``bytes`` that it keeps for the backward pass.
 
-    A context manager. Counts each storage once, and no parameters or buffers.
-
-    Args:
-        model (nn.Module): Whose parameters and buffers do not count.
-
-    Examples:
-        >>> with SavedTensors(model) as saved:
-        ...     loss = model(x).sum()
-        >>> saved.bytes
+    Each storage counts once. Parameters and buffers of ``model`` do not count.
     """
 
     def __init__(self, model: nn.Module) -> None:

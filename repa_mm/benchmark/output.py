@@ -6,9 +6,31 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
+from repa_mm.benchmark.machine import AMP_DTYPES
 from repa_mm.benchmark.timing import interruptible
 from repa_mm.files import check_output, replacing
 from repa_mm.runtime.cli import clear_errors
+
+
+def add_machine_options(parser, amp: bool = False) -> None:
+    """Add the options that :func:`~repa_mm.benchmark.machine.set_machine` takes to a parser."""
+    parser.add_argument(
+        '--device',
+        default='cuda' if torch.cuda.is_available() else 'cpu',
+        help='cpu, cuda, cuda:1, ... (%(default)s)',
+    )
+    parser.add_argument('--threads', type=int, help='threads of the CPU')
+    parser.add_argument(
+        '--tf32', action='store_true', help='let float32 products use TF32 (off by default)'
+    )
+    if amp:
+        parser.add_argument(
+            '--amp',
+            choices=tuple(AMP_DTYPES),
+            help='autocast in the networks; post-processing stays in float32',
+        )
 
 
 def run_tool(
@@ -69,10 +91,6 @@ def check_outputs(
 
 
 def write_json(result: dict[str, Any], path: str) -> None:
-    """Write a result, all of it or nothing.
-
-    Raises:
-        OSError: If it cannot be written.
-    """
+    """Write a result, all of it or nothing; an OSError if it cannot be written."""
     with replacing(path) as temporary, open(temporary, 'w', encoding='utf-8') as file:
         json.dump(result, file, indent=1, default=str, allow_nan=False)

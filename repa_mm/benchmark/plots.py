@@ -14,11 +14,7 @@ COLOURS = ('#9ecae1', '#08519c', '#41ab5d', '#fdae6b', '#bdbdbd', '#756bb1')
 
 
 def plot_profile(result: dict[str, Any], path: str) -> None:
-    """Draw the layers' times as bars, one for each model.
-
-    Raises:
-        OSError: If the file cannot be written.
-    """
+    """Draw the layers' times as bars, one for each model."""
     models, options = result['models'], result['options']
     figure, axes = _figure(1.8 + 0.4 * len(models))
     bars = {
@@ -30,11 +26,7 @@ def plot_profile(result: dict[str, Any], path: str) -> None:
 
 
 def plot_benchmark(result: dict[str, Any], path: str) -> None:
-    """Draw latencies as bars, or as lines over the points of a sweep.
-
-    Raises:
-        OSError: If the file cannot be written.
-    """
+    """Draw latencies as bars, or as lines over the points of a sweep."""
     points = result['points']
     title = f'{osp.splitext(osp.basename(result["config"]))[0]}, {machine(result["environment"])}'
     if len(points) > 1:

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch.nn as nn
@@ -18,7 +19,7 @@ from repa_mm.runtime import load_config
 # before it.
 TOKEN_MIXERS = ('attn', 'token_mixer', 'token_mix')
 FFNS = ('ffn', 'channel_mix', 'mlp')
-MIXER_NORMS, FFN_NORMS = ('norm1', 'ln1'), ('norm2', 'ln2')
+LAYERS = {'token mixer': (*TOKEN_MIXERS, 'norm1', 'ln1'), 'FFN': (*FFNS, 'norm2', 'ln2')}
 
 
 def timed_modules(backbone: nn.Module) -> list[tuple]:
@@ -36,10 +37,7 @@ def timed_modules(backbone: nn.Module) -> list[tuple]:
             found.append(('patch embedding', module))
         children = dict(module.named_children())
         if set(TOKEN_MIXERS) & set(children) and set(FFNS) & set(children):
-            for names, layer in (
-                (TOKEN_MIXERS + MIXER_NORMS, 'token mixer'),
-                (FFNS + FFN_NORMS, 'FFN'),
-            ):
+            for layer, names in LAYERS.items():
                 found += [(layer, children[n]) for n in names if n in children]
     if not any(layer == 'FFN' for layer, _ in found):
         raise ValueError(
@@ -54,7 +52,7 @@ def timed_layers(backbone: nn.Module, recorder: Recorder) -> Iterator[None]:
     """Count the time of a backbone's layers as sections of a recorder."""
     modules = timed_modules(backbone)
     for layer, module in modules:
-        module.forward = recorder.wrap(module.forward, layer)
+        module.forward = recorder.section(layer)(module.forward)
     try:
         yield
     finally:
@@ -93,23 +91,14 @@ def profile(
     check_options(options)
     models: dict[str, nn.Module] = {}
     for path in configs:
-        name = path.rpartition('/')[2].rpartition('.')[0]
         for form, model in build_variants(load_config(path), device=options.device).items():
             if form == 'vanilla' or form in forms:
-                models[name if form == 'vanilla' else f'{name}, {form}'] = model
+                models[Path(path).stem + f', {form}' * (form != 'vanilla')] = model
     # In turn with copies, around whose layers the timers are.
     copies = {f'{name} (timers)': copy.deepcopy(model) for name, model in models.items()}
-
-    @contextmanager
-    def sections(model: nn.Module, recorder: Recorder) -> Iterator[None]:
-        if any(model is timed for timed in copies.values()):
-            with timed_layers(model.backbone, recorder):
-                yield
-        else:
-            yield
-
+    sections = dict.fromkeys(copies, timed_layers)
     point = measure_forms(
-        {**models, **copies}, make_inputs(None, options), options, '', quiet, sections
+        {**models, **copies}, make_inputs(None, options), options, quiet=quiet, sections=sections
     )
     if not point['count']:
         raise KeyboardInterrupt

@@ -1,6 +1,7 @@
 """Results as text."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,9 @@ from rich.table import Table
 
 from repa_mm.benchmark.machine import machine
 from repa_mm.benchmark.variants import FAIR
+
+# By its title, what makes the cell of a form.
+Columns = dict[str, Callable[[dict], str]]
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -26,12 +30,10 @@ def markdown(rows: Sequence[Sequence[str]]) -> list[str]:
     return [line.rstrip() for line in capture.get().strip().splitlines()]
 
 
-def interval(ratio: dict[str, Any]) -> str:
-    """A ratio of :func:`~repa_mm.benchmark.timing.compare`, with its interval if it has one."""
-    text = f'{ratio["ratio"]:.3f}'
-    if ratio['low'] is not None:
-        text += f' [{ratio["low"]:.3f}, {ratio["high"]:.3f}]'
-    return text
+def forms_table(title: str, forms: dict[str, dict], columns: Columns) -> list[str]:
+    """A Markdown table with a line for each form, and functions that make the cells of a form."""
+    rows = [[name, *(cell(form) for cell in columns.values())] for name, form in forms.items()]
+    return markdown([[title, *columns], *rows])
 
 
 def means_table(parts: dict[str, dict[str, dict]], digits: int) -> list[list[str]]:
@@ -42,6 +44,14 @@ def means_table(parts: dict[str, dict[str, dict]], digits: int) -> list[list[str
         means = [statistics.get(name, {}).get('mean', 0.0) for name in names]
         rows.append([model, *(f'{mean:.{digits}f}' for mean in (*means, sum(means)))])
     return rows
+
+
+def interval(ratio: dict[str, Any]) -> str:
+    """A ratio of :func:`~repa_mm.benchmark.timing.compare`, with its interval if it has one."""
+    value, low, high = ratio['ratio'], ratio['low'], ratio['high']
+    if low == high == 1:  # of the reference
+        return '1'
+    return f'{value:.3f}' if low is None else f'{value:.3f} [{low:.3f}, {high:.3f}]'
 
 
 def notes_text(result: dict[str, Any]) -> list[str]:
@@ -87,37 +97,31 @@ def _headline(result: dict[str, Any], point: dict[str, Any]) -> str:
 
 
 def _latency_table(point: dict[str, Any]) -> list[str]:
-    forms, reference = point['forms'], point['reference']
     num_runs = len(set(point['runs']))
-    several, fair = num_runs > 1, FAIR in forms
-    rows = [
-        [
-            f'latency (ms), {point["count"]} batches',
-            *('median', 'p90', 'p99', 'images/s', f'ratio to {reference} [95 %]', 'change'),
-            *[f'ratios of {num_runs} runs'] * several,
-            *[f'ratio to {FAIR}'] * fair,
-            *('page faults', 'peak memory', 'parameters'),
-        ]
-    ]
-    for name, form in forms.items():
-        ratio, other = form['ratio'], name != reference
-        times = [form['latency'][key] for key in ('median', 'p90', 'p99')]
-        rows.append(
-            [
-                name,
-                *(f'{t:.4g}' if t < 1000 else f'{t:.0f}' for t in times),
-                f'{form["images_per_second"]:.4g}',
-                interval(ratio) if other else '1',
-                f'{100 * (ratio["ratio"] - 1):+.1f} %' if other else '',
-                *[f'{min(ratio["runs"]):.3f} to {max(ratio["runs"]):.3f}'] * several,
-                *([interval(form['ratio_fair']) if name != FAIR else '1'] if fair else []),
-                f'{form["page_faults"]["median"]:.0f}',
-                f'{form["peak_mib"]:.0f} MiB' if form['peak_mib'] else '-',
-                f'{form["parameters"] / 1e6:.1f} M',
-            ]
+
+    def milliseconds(key: str, form: dict) -> str:
+        time = form['latency'][key]
+        return f'{time:.4g}' if time < 1000 else f'{time:.0f}'
+
+    columns: Columns = {key: partial(milliseconds, key) for key in ('median', 'p90', 'p99')}
+    columns |= {
+        'images/s': lambda form: f'{form["images_per_second"]:.4g}',
+        f'ratio to {point["reference"]} [95 %]': lambda form: interval(form['ratio']),
+        'change': lambda form: f'{100 * (form["ratio"]["ratio"] - 1):+.1f} %',
+    }
+    if num_runs > 1:
+        columns[f'ratios of {num_runs} runs'] = lambda form: ' to '.join(
+            f'{end(form["ratio"]["runs"]):.3f}' for end in (min, max)
         )
-    lines = markdown(rows)
-    if several:
+    if FAIR in point['forms']:
+        columns[f'ratio to {FAIR}'] = lambda form: interval(form['ratio_fair'])
+    columns |= {
+        'page faults': lambda form: f'{form["page_faults"]["median"]:.0f}',
+        'peak memory': lambda form: f'{form["peak_mib"]:.0f} MiB' if form['peak_mib'] else '-',
+        'parameters': lambda form: f'{form["parameters"] / 1e6:.1f} M',
+    }
+    lines = forms_table(f'latency (ms), {point["count"]} batches', point['forms'], columns)
+    if num_runs > 1:
         lines.append(
             f'Each run is a process of its own. The range of {num_runs} runs holds the median of '
             f'all such runs with a probability of {100 * (1 - 2 ** (1 - num_runs)):.0f} %; the '
@@ -128,12 +132,13 @@ def _latency_table(point: dict[str, Any]) -> list[str]:
 
 def _flops_table(point: dict[str, Any]) -> list[str]:
     peak = point['peak_tflops']
-    rows = [['arithmetic', 'GMACs an image', 'TFLOP/s', f'of {peak:.3g} TFLOP/s']]
-    for name, form in point['forms'].items():
-        share = f'{100 * form["tflops"] / peak:.0f} %'
-        rows.append([name, f'{form["macs"] / 1e9:.2f}', f'{form["tflops"]:.3g}', share])
+    columns: Columns = {
+        'GMACs an image': lambda form: f'{form["macs"] / 1e9:.2f}',
+        'TFLOP/s': lambda form: f'{form["tflops"]:.3g}',
+        f'of {peak:.3g} TFLOP/s': lambda form: f'{100 * form["tflops"] / peak:.0f} %',
+    }
     return [
-        *markdown(rows),
+        *forms_table('arithmetic', point['forms'], columns),
         'Multiply-adds of weights, without the attention products; the peak is that of one large '
         'matrix product, measured here.',
     ]
@@ -141,25 +146,16 @@ def _flops_table(point: dict[str, Any]) -> list[str]:
 
 def training_text(result: dict[str, Any]) -> str:
     """The tables of :func:`~repa_mm.benchmark.training.benchmark_training`'s result."""
-    options, reference = result['options'], result['reference']
-    rows = [
-        [
-            f'step (ms), {result["count"]} steps',
-            *('median', 'p90', 'images/s', f'ratio to {reference} [95 %]', 'without optimizer'),
-            *('saved activations', 'peak memory'),
-        ]
-    ]
-    for name, form in result['forms'].items():
-        step, other = form['latency'], name != reference
-        rows.append(
-            [
-                name,
-                *(f'{x:.4g}' for x in (step['median'], step['p90'], form['images_per_second'])),
-                interval(form['ratio']) if other else '1',
-                interval(form['ratio_without_optimizer']) if other else '1',
-                *(f'{form[key]:.0f} MiB' for key in ('saved_mib', 'peak_mib')),
-            ]
-        )
+    options, forms = result['options'], result['forms']
+    columns: Columns = {
+        'median': lambda form: f'{form["latency"]["median"]:.4g}',
+        'p90': lambda form: f'{form["latency"]["p90"]:.4g}',
+        'images/s': lambda form: f'{form["images_per_second"]:.4g}',
+        f'ratio to {result["reference"]} [95 %]': lambda form: interval(form['ratio']),
+        'without optimizer': lambda form: interval(form['ratio_without_optimizer']),
+        'saved activations': lambda form: f'{form["saved_mib"]:.0f} MiB',
+        'peak memory': lambda form: f'{form["peak_mib"]:.0f} MiB',
+    }
     lines = [
         '',
         f'{"whole model" if options["whole"] else "backbone"} of {result["config"]}; '
@@ -167,9 +163,9 @@ def training_text(result: dict[str, Any]) -> str:
         f'{options["amp"] + " autocast" if options["amp"] else "float32"}; '
         f'optimizer: {options["optimizer"]}; {machine(result["environment"])}',
         '',
-        *markdown(rows),
+        *forms_table(f'step (ms), {result["count"]} steps', forms, columns),
         '',
-        *markdown(means_table({n: f['parts'] for n, f in result['forms'].items()}, 1)),
+        *markdown(means_table({name: form['parts'] for name, form in forms.items()}, 1)),
         '',
         'Saved activations: what autograd keeps from the forward pass for the backward pass, '
         "without weights. Peak memory: weights, their gradients, the optimizer's state and "
@@ -205,14 +201,12 @@ def profile_text(result: dict[str, Any]) -> str:
 
 def complexity_text(result: dict[str, Any]) -> str:
     """A table of :func:`~repa_mm.benchmark.flops.complexity`'s result."""
-    forms = result['forms']
+    forms, whole = result['forms'], result['part'] == 'model'
     rows = [[f'input {"x".join(map(str, result["input"]))}']]
     for name in forms:
         rows[0] += [f'{name}: M parameters', 'GMACs']
-    children = list(next(iter(forms.values()))['macs'])
-    if result['part'] != 'model':
-        children = ['']
-    for child in sorted(children, key=lambda child: not child):  # the whole last
+    children = [child for child in next(iter(forms.values()))['macs'] if child and whole]
+    for child in (*children, ''):  # the whole last
         counts = [(f['parameters'].get(child, 0), f['macs'].get(child, 0)) for f in forms.values()]
         if any(parameters for parameters, _ in counts):
             cells = [f'{p / 1e6:.2f} {m / 1e9:.2f}'.split() for p, m in counts]
@@ -221,7 +215,7 @@ def complexity_text(result: dict[str, Any]) -> str:
         'Multiply-adds of linear and convolution layers, as in the paper: without attention '
         'products and norms.'
     ]
-    if result['two_stage'] and result['part'] == 'model':
+    if result['two_stage'] and whole:
         lines.append(
             'Those of the RoI heads depend on the proposals; here they are of random weights.'
         )

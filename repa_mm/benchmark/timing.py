@@ -4,7 +4,6 @@ import copy
 import gc
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ except ImportError:  # Windows
 
 # Fewer samples than these say nothing about an interval.
 MIN_SAMPLES = 5
+CONFIDENCE = 0.95
 
 
 class Clock:
@@ -79,7 +79,10 @@ class Recorder:
 
     @contextmanager
     def section(self, name: str) -> Iterator[None]:
-        """Count what happens inside as ``name``; outside of :meth:`run`, count nothing."""
+        """Count what happens inside as ``name``; outside of :meth:`run`, count nothing.
+
+        A context manager, or a decorator of a function.
+        """
         if not self._stack:
             yield
             return
@@ -93,15 +96,6 @@ class Recorder:
     def _enter(self, name: str) -> None:
         self._stack.append(name)
         self._marks.append((name, self.clock.mark()))
-
-    def wrap(self, function: Callable, name: str) -> Callable:
-        """``function``, whose calls count as the section ``name``."""
-
-        def timed(*args, **kwargs):
-            with self.section(name):
-                return function(*args, **kwargs)
-
-        return timed
 
     def run(self, function: Callable, *args) -> tuple:
         """Call a function once, without garbage collection.
@@ -146,24 +140,20 @@ class Times:
     """
 
     def __init__(self, names: Sequence[str]) -> None:
-        self.raw: dict[str, dict[str, list[float]]] = {
-            name: {'total': [], 'page faults': []} for name in names
-        }
+        self.raw: dict[str, dict[str, list[float]]] = {name: {} for name in names}
         self.data: list[float] = []
         self.interrupted = False
 
     def __len__(self) -> int:
         return len(self.data)
 
-    def add(self, data: float, row: dict[str, tuple[float, dict[str, float], int]]) -> None:
-        """Append one input: seconds to load it, and of each callable what it took."""
-        for name, (total, parts, faults) in row.items():
+    def add(self, loaded: float, row: dict[str, dict[str, float]]) -> None:
+        """Append one input: milliseconds to load it, and one sample of all that ``raw`` has."""
+        for name, new in row.items():
             samples = self.raw[name]
-            new = {'total': 1e3 * total, **{part: 1e3 * parts[part] for part in parts}}
-            new['page faults'] = faults
             for key in {**samples, **new}:  # a section may be missing in some calls
                 samples.setdefault(key, [0.0] * len(self)).append(new.get(key, 0.0))
-        self.data.append(1e3 * data)
+        self.data.append(loaded)
 
 
 def order_of_turn(names: Sequence[str], turn: int) -> list[str]:
@@ -214,9 +204,11 @@ def measure(
                 argument = copy.deepcopy(data)
                 faults = page_faults()
                 _, total, parts = recorder.run(calls[name], argument)
-                row[name] = total, parts, page_faults() - faults
+                faults = page_faults() - faults
+                parts = {part: 1e3 * seconds for part, seconds in parts.items()}
+                row[name] = {'total': 1e3 * total, 'page faults': faults, **parts}
             if turn >= 0:
-                times.add(loaded, row)
+                times.add(1e3 * loaded, row)
             if progress:
                 progress(turn, times)
     except KeyboardInterrupt:
@@ -235,9 +227,6 @@ def interruptible() -> Iterator[None]:
 
     Where there is nothing yet to report, the program ends with a line.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
 
     def interrupt(signum, frame):
         raise KeyboardInterrupt
@@ -256,30 +245,18 @@ def summarize(values: Sequence[float]) -> dict[str, Any]:
     """Statistics of samples; percentiles interpolate as numpy's do.
 
     Returns:
-        dict: ``count``, and if there are samples ``median``, ``mean``, ``std``, ``min``, ``max``,
-        ``p90``, ``p99``.
+        dict: ``count``, ``median``, ``mean``, ``std``, ``min``, ``max``, ``p90`` and ``p99``.
     """
     values = np.asarray(values, float)
-    if not len(values):
-        return dict(count=0)
     median, p90, p99 = map(float, np.percentile(values, [50, 90, 99]))
-    return dict(
-        count=len(values),
-        median=median,
-        mean=float(values.mean()),
-        std=float(values.std()),
-        min=float(values.min()),
-        max=float(values.max()),
-        p90=p90,
-        p99=p99,
-    )
+    others = {name: float(getattr(values, name)()) for name in ('mean', 'std', 'min', 'max')}
+    return dict(count=len(values), median=median, **others, p90=p90, p99=p99)
 
 
 def compare(
     values: Sequence[float],
     reference: Sequence[float],
     runs: Sequence[int] | None = None,
-    confidence: float = 0.95,
     resamples: int = 2000,
 ) -> dict[str, Any]:
     """The ratio of two medians, with confidence intervals.
@@ -293,7 +270,6 @@ def compare(
         values (Sequence[float]): Samples, (n,).
         reference (Sequence[float]): Samples to divide by, (n,).
         runs (Sequence[int], optional): The process that each pair was measured in, (n,).
-        confidence (float): Of the interval over inputs. Defaults to 0.95.
         resamples (int): Of the bootstrap. Defaults to 2000.
 
     Returns:
@@ -316,15 +292,11 @@ def compare(
     low = high = None
     if len(values) >= MIN_SAMPLES:
         chosen = np.random.default_rng(0).integers(0, len(values), (resamples, len(values)))
-        tail = 50 * (1 - confidence)
+        tail = 50 * (1 - CONFIDENCE)
         low, high = map(float, np.percentile(ratio(chosen), [tail, 100 - tail]))
-    return dict(
-        ratio=float(ratio(slice(None))),
-        low=low,
-        high=high,
-        confidence=confidence,
-        runs=[float(ratio(runs == run)) for run in np.unique(runs)],
-    )
+    by_run = [float(ratio(runs == run)) for run in np.unique(runs)]
+    whole = float(ratio(slice(None)))
+    return dict(ratio=whole, low=low, high=high, confidence=CONFIDENCE, runs=by_run)
 
 
 def statistics(

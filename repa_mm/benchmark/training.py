@@ -1,6 +1,7 @@
 """Time and memory of a training step."""
 
 import copy
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -140,7 +141,7 @@ def training_forms(
         model = revert_sync_batchnorm(MODELS.build(cfg.model))
         randomize_norms(model)
         model = (model if whole else model.backbone).to(device)
-        model.train()
+        model.train()  # on a line of its own: that of some backbones returns None
         return model
 
     forms = {} if baseline is None else dict(vanilla=build(baseline))
@@ -161,6 +162,7 @@ def training_forms(
     return forms, notes
 
 
+@dataclasses.dataclass
 class Step:
     """A training step of one model, in timed parts.
 
@@ -172,23 +174,19 @@ class Step:
         recorder (Recorder): Gets the parts.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        whole: bool,
-        optimizer: Callable | None,
-        amp: str | None,
-        recorder: Recorder,
-    ) -> None:
-        self.model, self.whole, self.amp = model, whole, amp
-        self.recorder = recorder
-        parameters = [p for p in model.parameters() if p.requires_grad]
-        self.optimizer = optimizer(parameters) if optimizer else None
+    model: nn.Module
+    whole: bool
+    optimizer: Any
+    amp: str | None
+    recorder: Recorder
+
+    def __post_init__(self) -> None:
+        if self.optimizer:
+            self.optimizer = self.optimizer([p for p in self.model.parameters() if p.requires_grad])
 
     def forward(self, batch: Any) -> torch.Tensor:
         device = next(self.model.parameters()).device.type
-        dtype = AMP_DTYPES[self.amp] if self.amp else None
-        with torch.autocast(device, dtype, enabled=bool(self.amp)):
+        with torch.autocast(device, AMP_DTYPES.get(self.amp), enabled=bool(self.amp)):
             if self.whole:
                 data = self.model.data_preprocessor(batch, True)
                 return self.model.parse_losses(self.model(**data, mode='loss'))[0]
@@ -208,15 +206,12 @@ class Step:
         """Bytes saved for the backward pass, and at the peak of a step."""
         # The peak in a step of its own: to look at what is saved keeps it.
         with SavedTensors(self.model) as saved:
-            loss = self.forward(copy.deepcopy(batch))
-        count = saved.bytes
-        del loss, saved
+            self.forward(copy.deepcopy(batch))
         self(copy.deepcopy(batch))
         _, peak = peak_bytes(self, copy.deepcopy(batch), device)
         states = self.optimizer.state.values() if self.optimizer else ()
-        tensors = [t for s in states for t in s.values() if isinstance(t, torch.Tensor)]
-        state = sum(t.numel() * t.element_size() for t in tensors)
-        return count, peak + weight_bytes(self.model) + state
+        state = sum(t.nbytes for s in states for t in s.values() if torch.is_tensor(t))
+        return saved.bytes, peak + weight_bytes(self.model) + state
 
 
 def synthetic_batch(cfg: Config, size: tuple[int, int], batch_size: int) -> dict[str, Any]:
@@ -227,11 +222,12 @@ def synthetic_batch(cfg: Config, size: tuple[int, int], batch_size: int) -> dict
     def integers(high: int, *shape: int, **kwargs) -> torch.Tensor:
         return torch.randint(0, high, shape, generator=generator, **kwargs)
 
+    head = model.get('roi_head', model)
+    head = next(head[k] for k in ('bbox_head', 'decode_head', 'head') if k in head)
+    num_classes = (head[-1] if isinstance(head, list) else head).num_classes
     if cfg.default_scope == 'mmdet':
         from mmdet.testing import demo_mm_inputs
 
-        head = model.get('bbox_head') or model.roi_head.bbox_head
-        num_classes = (head[-1] if isinstance(head, list) else head).num_classes
         with_mask = bool(model.get('roi_head', {}).get('mask_head'))
         batch = demo_mm_inputs(batch_size, (3, *size), [10] * batch_size, with_mask=with_mask)
         for sample in batch['data_samples']:
@@ -241,13 +237,11 @@ def synthetic_batch(cfg: Config, size: tuple[int, int], batch_size: int) -> dict
     if cfg.default_scope == 'mmseg':
         from mmseg.structures import SegDataSample
 
-        head = model.decode_head
-        num_classes = (head[-1] if isinstance(head, list) else head).num_classes
         samples = [SegDataSample(metainfo=dict(img_shape=size)) for _ in images]
         for sample in samples:
             sample.gt_sem_seg = PixelData(data=integers(num_classes, 1, *size))
         return dict(inputs=list(images), data_samples=samples)
     from mmpretrain.structures import DataSample
 
-    labels = integers(model.head.num_classes, batch_size)
+    labels = integers(num_classes, batch_size)
     return dict(inputs=images, data_samples=[DataSample().set_gt_label(x) for x in labels])

@@ -6,7 +6,6 @@ import logging
 import torch
 import torch.nn as nn
 from mmengine.config import Config
-from mmengine.logging import MMLogger
 
 from repa_mm.reparam import Form, has_deploy_form, has_training_form, outermost, reparameterize
 from repa_mm.runtime import init_model, load_config, take_no_pretrained
@@ -16,7 +15,7 @@ FAIR = 'vanilla, fast parts'
 
 def load_configs(config: str, baseline: str | None = None, cfg_options: dict | None = None):
     """The config and the baseline's (or None); options are for the first."""
-    return (load_config(config, cfg_options), load_config(baseline) if baseline else None)
+    return load_config(config, cfg_options), load_config(baseline) if baseline else None
 
 
 @torch.no_grad()
@@ -27,17 +26,16 @@ def randomize_norms(model: nn.Module) -> None:
     """
     generator = torch.Generator().manual_seed(0)
 
-    def uniform(tensor: torch.Tensor, low: float, high: float) -> None:
-        noise = torch.rand(tensor.shape, generator=generator)
-        tensor.copy_(noise * (high - low) + low)
+    def randomize(tensor: torch.Tensor, low: float, high: float) -> None:
+        tensor.copy_(torch.rand(tensor.shape, generator=generator) * (high - low) + low)
 
     for module in model.modules():
         if getattr(module, 'running_mean', None) is not None:
-            uniform(module.running_mean, -0.2, 0.2)
-            uniform(module.running_var, 0.5, 1.5)
+            randomize(module.running_mean, -0.2, 0.2)
+            randomize(module.running_var, 0.5, 1.5)
             if module.weight is not None:
-                uniform(module.weight, 0.5, 1.5)
-                uniform(module.bias, -0.2, 0.2)
+                randomize(module.weight, 0.5, 1.5)
+                randomize(module.bias, -0.2, 0.2)
 
 
 def build_model(cfg: Config, checkpoint: str | None = None, device='cpu') -> nn.Module:
@@ -45,46 +43,36 @@ def build_model(cfg: Config, checkpoint: str | None = None, device='cpu') -> nn.
 
     Without a checkpoint its weights are those that training from scratch would begin with, but for
     the BatchNorms', which are random. A detector then finds next to nothing, and not an object at
-    every anchor.
-
-    Raises:
-        CheckpointError: If the checkpoint does not fit the model.
+    every anchor. A checkpoint that does not fit is a CheckpointError.
     """
     torch.manual_seed(0)
-    if not checkpoint:
-        cfg = copy.deepcopy(cfg)
-        take_no_pretrained(cfg)
-    model = init_model(cfg, checkpoint, form=None, device=device)
-    if not checkpoint:
-        logger = MMLogger.get_current_instance()
-        level = logger.level
-        logger.setLevel(logging.WARNING)  # it would tell of every parameter
-        try:
-            model.init_weights()
-        finally:
-            logger.setLevel(level)
-        randomize_norms(model)
+    if checkpoint:
+        return init_model(cfg, checkpoint, form=None, device=device)
+    cfg = copy.deepcopy(cfg)
+    take_no_pretrained(cfg)
+    model = init_model(cfg, form=None, device=device)
+    logging.disable(logging.INFO)  # MMEngine would tell of every parameter
+    try:
+        model.init_weights()
+    finally:
+        logging.disable(logging.NOTSET)
+    randomize_norms(model)
     return model
 
 
-def check_pair(model: nn.Module, vanilla: nn.Module | None) -> None:
-    """Check that the one of two models that is to be vanilla is, and the other is not.
-
-    Raises:
-        ValueError: If not.
-    """
-    if vanilla is not None:
-        form = next(outermost(vanilla), None)
-        if form is not None:
-            raise ValueError(
-                f'the baseline has {form[1].label}s itself: --baseline takes the config of the '
-                'vanilla counterpart'
-            )
-        if next(outermost(model), None) is None:
-            raise ValueError(
-                f'the config has no channel-idle FFN, nor another {Form.label}: give the RePa '
-                'config first and the vanilla one as --baseline'
-            )
+def check_pair(model: nn.Module, vanilla: nn.Module) -> None:
+    """Check that of two models only the second is vanilla; a ValueError if not."""
+    form = next(outermost(vanilla), None)
+    if form is not None:
+        raise ValueError(
+            f'the baseline has {form[1].label}s itself: --baseline takes the config of the '
+            'vanilla counterpart'
+        )
+    if next(outermost(model), None) is None:
+        raise ValueError(
+            f'the config has no channel-idle FFN, nor another {Form.label}: give the RePa '
+            'config first and the vanilla one as --baseline'
+        )
 
 
 def build_variants(
@@ -127,7 +115,8 @@ def build_variants(
     elif fair or baseline_checkpoint:
         raise ValueError('--fair and --baseline-checkpoint need --baseline')
     model = build_model(cfg, checkpoint, device)
-    check_pair(model, variants.get('vanilla'))
+    if baseline is not None:
+        check_pair(model, variants['vanilla'])
     if fair:
         try:
             variants[FAIR] = _with_fast_parts(variants['vanilla'])
@@ -136,14 +125,9 @@ def build_variants(
                 notes.append(
                     f'the baseline is not measured with the fast window attention: {error}'
                 )
-    if has_deploy_form(model):
-        variants['deploy'] = model
-    elif has_training_form(model):
-        variants['training'] = model
-        variants['deploy'] = reparameterize(model)
-    else:
-        variants['vanilla'] = model
-    return variants
+    if has_training_form(model):
+        return dict(variants, training=model, deploy=reparameterize(model))
+    return dict(variants, **{'deploy' if has_deploy_form(model) else 'vanilla': model})
 
 
 def _with_fast_parts(vanilla: nn.Module) -> nn.Module:

@@ -1,4 +1,4 @@
-"""Options, errors and tables for people."""
+"""What the command lines share: options, errors in one line, and aligned tables."""
 
 import argparse
 import logging
@@ -14,15 +14,15 @@ from mmengine import config
 
 from repa_mm.reparam import CheckpointError
 
-# Raised with a sentence for people; of others the type says something, too.
+# Errors of these types are raised with a sentence for people; of others the type is shown, too.
 _PLAIN = (CheckpointError, OSError, ValueError)
 _LONGEST = 600
 
 
 class DictAction(config.DictAction):
-    """MMEngine's ``--cfg-options key=value ...``, where any other argument is a usage error.
+    """MMEngine's ``--cfg-options key=value ...``; an argument of another form is a usage error.
 
-    A value that is no list keeps its spaces, as a path needs.
+    A value that is no list may have spaces, as paths do.
     """
 
     def __call__(self, parser, namespace, values, option_string=None):
@@ -38,28 +38,36 @@ class DictAction(config.DictAction):
             try:
                 super().__call__(parser, namespace, [pair], option_string)
             except Exception as error:
+                reason = str(error) or type(error).__name__
                 raise argparse.ArgumentError(
-                    self,
-                    f'{pair!r} has no value that can be read '
-                    f'({str(error) or type(error).__name__})',
+                    self, f'{pair!r} has no value that can be read ({reason})'
                 ) from error
 
 
-def parse_runner_args(parser: argparse.ArgumentParser) -> dict:
-    """Parse the command line of a tool with a Runner.
+def tool_parser(doc: str, examples: str | None = None) -> argparse.ArgumentParser:
+    """A parser whose help is the docstring of a tool, and its examples."""
+    return argparse.ArgumentParser(
+        description=doc, epilog=examples, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
 
-    The function adds the options that all such tools have: ``--cfg-options``, ``--launcher``, and
-    the ``--local-rank`` of launchers before torchrun, whose value becomes LOCAL_RANK.
 
-    Returns:
-        dict: The arguments by name, without the rank.
-    """
+def add_cfg_options(parser) -> None:
+    """Add the option ``--cfg-options`` to a parser or a group of its options."""
     parser.add_argument(
         '--cfg-options',
         nargs='+',
         action=DictAction,
         help='override values of the config: key=value ...',
     )
+
+
+def parse_runner_args(parser: argparse.ArgumentParser) -> dict:
+    """Parse the command line of a tool with a Runner; return the arguments by name.
+
+    The function adds the options that all such tools have: ``--cfg-options``, ``--launcher``, and
+    ``--local-rank``, which launchers before torchrun pass and which becomes LOCAL_RANK.
+    """
+    add_cfg_options(parser)
     parser.add_argument('--launcher', choices=['none', 'pytorch', 'slurm', 'mpi'], default='none')
     parser.add_argument('--local_rank', '--local-rank', type=int, default=0)
     args = vars(parser.parse_args())
@@ -68,12 +76,12 @@ def parse_runner_args(parser: argparse.ArgumentParser) -> dict:
 
 
 def _exit(signum, frame):
-    # An exception, so that temporary files are removed.
+    # sys.exit raises an exception, so that temporary files are removed.
     sys.exit(128 + signum)
 
 
 def one_line(error: BaseException) -> str:
-    """What an error says, in one line of moderate length."""
+    """The text of an error, in one line of moderate length."""
     lines = str(error).splitlines()
     # Errors of a DataLoader's worker arrive with its whole trace.
     files = [i for i, line in enumerate(lines) if line.startswith('  File "')]
@@ -101,29 +109,26 @@ def clear_errors(*kinds: type, logger: logging.Logger | None = None) -> Iterator
     """End the program with one line instead of a stack trace.
 
     Args:
-        *kinds: The exceptions that end the program so. Defaults to all.
-        logger (logging.Logger, optional): A logger whose files get the stack trace.
+        *kinds: The exceptions that are caught. Defaults to all.
+        logger (logging.Logger, optional): The stack trace goes to the files of this logger.
     """
     before = signal.signal(signal.SIGTERM, _exit)
-    # A log that cannot be written would print a stack trace for every line.
+    # Otherwise logging prints a stack trace for every line that it cannot write to a log file.
     raises, logging.raiseExceptions = logging.raiseExceptions, False
     try:
         yield
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
     except kinds or Exception as error:  # noqa: B030, a tuple of classes
-        # MMEngine catches signals, too, while it formats a config.
+        # While MMEngine formats a config, it turns a KeyboardInterrupt into an error of its own.
         if isinstance(error.__context__, KeyboardInterrupt):
             sys.exit(128 + signal.SIGINT)
         if os.environ.get('REPA_MM_TRACEBACK'):
             raise
         for handler in getattr(logger, 'handlers', ()):
             if isinstance(handler, logging.FileHandler):
-                handler.handle(
-                    logger.makeRecord(
-                        logger.name, logging.ERROR, __file__, 0, 'stopped', (), sys.exc_info()
-                    )
-                )
+                args = logger.name, logging.ERROR, __file__, 0, 'stopped', (), sys.exc_info()
+                handler.handle(logger.makeRecord(*args))
         sys.exit(f'error: {one_line(error)} (REPA_MM_TRACEBACK=1 shows where)')
     finally:
         logging.raiseExceptions = raises
@@ -133,10 +138,7 @@ def clear_errors(*kinds: type, logger: logging.Logger | None = None) -> Iterator
 def align(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
     """Rows of a table as lines of text, with columns of equal width.
 
-    Args:
-        rows (Sequence[Sequence[str]]): As many cells each.
-        left (int): Number of columns that are aligned to the left. The others are aligned to the
-            right. Defaults to 1.
+    The first ``left`` columns are aligned to the left, the others to the right.
     """
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = []

@@ -57,7 +57,7 @@ def test_sections_are_exclusive_and_sum_to_the_total():
             with recorder.section('inner'):
                 clock.sleep(4)
             clock.sleep(8)
-        recorder.wrap(clock.sleep, 'inner')(16)
+        recorder.section('inner')(clock.sleep)(16)
         return x + 1
 
     result, total, parts = recorder.run(call, 1)
@@ -215,7 +215,6 @@ def test_summary_agrees_with_numpy():
         p99=np.quantile(values, 0.99),
     ).items():
         assert summary[key] == pytest.approx(expected)
-    assert summarize([]) == dict(count=0)
 
 
 def test_ratio_and_its_interval():
