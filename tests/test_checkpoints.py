@@ -1,15 +1,24 @@
 """Checkpoints that are hostile, and those that only look so."""
 
+import functools
 import os
 import pickle
 import resource
 import struct
+import threading
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import torch
 import torch.nn as nn
 
-from repa_mm.checkpoints import load_checkpoint, load_weights, match_form, save_checkpoint
+from repa_mm.checkpoints import (
+    load_anywhere,
+    load_checkpoint,
+    load_weights,
+    match_form,
+    save_checkpoint,
+)
 from repa_mm.reparam import ChannelIdleFFN, CheckpointError, MergedFFN, reparameterize
 
 HUGE = 50 * 2**30
@@ -165,3 +174,47 @@ def test_the_form_of_the_weights(randomize, tmp_path):
         load_weights(
             nn.Sequential(model[0], nn.Identity()), load_checkpoint(path)['state_dict'], path
         )
+
+
+@pytest.fixture
+def url(tmp_path, monkeypatch):
+    """The address of a folder, and what was downloaded goes to another."""
+    (tmp_path / 'web').mkdir()
+    monkeypatch.setattr(torch.hub, 'get_dir', lambda: str(tmp_path / 'hub'))
+    handler = functools.partial(QuietHandler, directory=str(tmp_path / 'web'))
+    with ThreadingHTTPServer(('127.0.0.1', 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f'http://127.0.0.1:{server.server_port}'
+        server.shutdown()
+
+
+class QuietHandler(SimpleHTTPRequestHandler):
+    def log_message(self, *args):
+        pass
+
+
+class Hostile:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (str(self.path), 'w')
+
+
+def test_a_file_from_the_web_is_read_as_safely_as_others(url, tmp_path):
+    torch.save(dict(state_dict={'module.a': torch.ones(2)}), tmp_path / 'web' / 'good.pth')
+    weights = load_anywhere(f'{url}/good.pth')['state_dict']
+    assert weights.keys() == {'a'} and weights['a'].tolist() == [1, 1]
+    hostile = dict(state_dict={'a': torch.ones(2)}, meta=Hostile(tmp_path / 'written'))
+    torch.save(hostile, tmp_path / 'web' / 'bad.pth')
+    if torch.__version__ == '2.1.2':  # there other objects are left out
+        load_anywhere(f'{url}/bad.pth')
+    else:
+        with pytest.raises(CheckpointError, match='open'):
+            load_anywhere(f'{url}/bad.pth')
+    assert not (tmp_path / 'written').exists()
+
+
+def test_an_address_that_nobody_knows():
+    with pytest.raises(FileNotFoundError, match="'gopher://x/y.pth'"):
+        load_anywhere('gopher://x/y.pth')

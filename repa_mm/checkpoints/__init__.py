@@ -21,19 +21,7 @@ from repa_mm.checkpoints.unpickling import load_tensors
 from repa_mm.checkpoints.writing import save_checkpoint
 
 __all__ = [
-    'HOW_TO_GET_WEIGHTS',
-    'check_known',
-    'check_pretrained',
-    'check_resumable',
-    'check_values',
-    'find_latest',
-    'is_remote',
-    'load_anywhere',
-    'load_checkpoint',
-    'load_safely',
-    'load_tensors',
-    'load_weights',
-    'match_form',
-    'save_checkpoint',
-    'without_wrappers',
-]
+    'HOW_TO_GET_WEIGHTS', 'check_known', 'check_pretrained', 'check_resumable', 'check_values',
+    'find_latest', 'is_remote', 'load_anywhere', 'load_checkpoint', 'load_safely', 'load_tensors',
+    'load_weights', 'match_form', 'save_checkpoint', 'without_wrappers',
+]  # fmt: skip

@@ -60,7 +60,15 @@ def load_weights(
     """
     model = innermost(model)
     try:
-        _check_types(model, state_dict)
+        check_known(model, state_dict)
+        own = model.state_dict()
+        known = {key: value for key, value in state_dict.items() if key in own}
+        for key, value in known.items():
+            if own[key].is_floating_point() != value.is_floating_point():
+                raise CheckpointError(
+                    f'{key!r} is of type {value.dtype} in the checkpoint, not {own[key].dtype}'
+                )
+        check_values(known, dict(model.named_parameters()))
         if partial:
             load_state_dict(model, state_dict, logger='current')
             return
@@ -91,24 +99,8 @@ def _other_model(problem: str, all_problems: list) -> CheckpointError:
     return CheckpointError(f'the checkpoint is of another model: {problem}{more}')
 
 
-def _check_types(model: nn.Module, state_dict: dict) -> None:
-    check_known(model, state_dict)
-    own = model.state_dict()
-    for key, value in state_dict.items():
-        if key in own and own[key].is_floating_point() != value.is_floating_point():
-            raise CheckpointError(
-                f'{key!r} is of type {value.dtype} in the checkpoint, not {own[key].dtype}'
-            )
-    known = {key: value for key, value in state_dict.items() if key in own}
-    check_values(known, dict(model.named_parameters()))
-
-
 def check_known(model: nn.Module, state_dict: dict) -> None:
-    """Check that a model has at least one of the weights.
-
-    Raises:
-        CheckpointError: If not.
-    """
+    """Check that a model has at least one of the weights; a CheckpointError if not."""
     own = model.state_dict()
     if not any(key in own for key in state_dict):
         raise CheckpointError(
@@ -130,13 +122,8 @@ def check_values(state_dict: dict, parameters: Collection[str] = ()) -> None:
             negative variance.
     """
     for key, value in state_dict.items():
-        if not (
-            value.is_floating_point()
-            and (
-                key in parameters
-                or key.endswith(('.weight', '.bias', '.running_mean', '.running_var'))
-            )
-        ):
+        ends = ('.weight', '.bias', '.running_mean', '.running_var')
+        if not value.is_floating_point() or not (key in parameters or key.endswith(ends)):
             continue
         if torch.finfo(value.dtype).bits < 16:
             raise CheckpointError(

@@ -6,7 +6,9 @@ import os.path as osp
 import re
 from collections.abc import Sequence
 from typing import Any
+from urllib.parse import urlparse
 
+import mmengine.runner.checkpoint
 import torch
 from mmengine.runner.checkpoint import CheckpointLoader
 
@@ -15,10 +17,9 @@ from repa_mm.reparam import CheckpointError
 
 HOW_TO_GET_WEIGHTS = (
     'Convert released weights (huggingface.co/Ackesnal/RePaViT) with '
-    'tools/model_converters/repavit_to_mm.py, or train the backbone on '
-    'ImageNet-1k first (configs/repa_*_in1k.py), and put the file there or '
-    'set model.backbone.init_cfg.checkpoint to its path. To train without '
-    'pretrained weights: tools/train.py CONFIG --from-scratch'
+    'tools/model_converters/repavit_to_mm.py, or train the backbone on ImageNet-1k first '
+    '(configs/repa_*_in1k.py), and put the file there or set model.backbone.init_cfg.checkpoint to '
+    'its path. To train without pretrained weights: tools/train.py CONFIG --from-scratch'
 )
 
 
@@ -60,8 +61,7 @@ def load_checkpoint(path: str, keys: Sequence[str] = ('state_dict',)) -> dict:
     if not osp.isfile(path):
         kind = 'folder' if osp.isdir(path) else 'device or pipe' if osp.exists(path) else ''
         raise FileNotFoundError(f'no checkpoint at {path!r}' + (kind and f': it is a {kind}'))
-    load = _load_safetensors if path.endswith('.safetensors') else load_tensors
-    checkpoint = load(path)
+    checkpoint = _load(path)
     if not isinstance(checkpoint, dict):
         raise CheckpointError(f'{path!r} holds a {type(checkpoint).__name__}, not a checkpoint')
     key = next((key for key in keys if key in checkpoint), None)
@@ -71,15 +71,13 @@ def load_checkpoint(path: str, keys: Sequence[str] = ('state_dict',)) -> dict:
         and state_dict
         and all(isinstance(k, str) and isinstance(v, torch.Tensor) for k, v in state_dict.items())
     ):
-        hint = ''
-        if key is None and isinstance(checkpoint.get('model'), dict):
-            hint = (
-                " ('model' may be one of another layout, see "
-                'tools/model_converters/repavit_to_mm.py)'
-            )
+        hint = (
+            " ('model' may be one of another layout, see tools/model_converters/repavit_to_mm.py)"
+        )
+        other = key is None and isinstance(checkpoint.get('model'), dict)
         raise CheckpointError(
-            f'{path!r} holds no state dict: expected names with tensors, alone'
-            f' or under {" or ".join(map(repr, keys))}{hint}'
+            f'{path!r} holds no state dict: expected names with tensors, alone or under '
+            f'{" or ".join(map(repr, keys))}{hint * other}'
         )
     return dict(checkpoint if key else {}, state_dict=without_wrappers(state_dict))
 
@@ -92,8 +90,10 @@ def without_wrappers(state_dict: dict) -> dict:
     return {names[key]: value for key, value in state_dict.items()}
 
 
-def _load_safetensors(path: str) -> dict:
-    """The tensors of a file in Hugging Face's format."""
+def _load(path: str) -> Any:
+    """What is in a file of ``torch.save`` or, by its suffix, of Hugging Face's safetensors."""
+    if not path.endswith('.safetensors'):
+        return load_tensors(path)
     try:
         from safetensors.torch import load_file
     except ImportError as error:
@@ -117,21 +117,40 @@ def load_anywhere(path: str, map_location: Any = None) -> dict:
 
     Returns:
         dict: As from :func:`load_checkpoint`.
+
+    Raises:
+        FileNotFoundError, CheckpointError: As :func:`load_checkpoint`, or if nobody knows the
+            prefix.
     """
-    if is_remote(path):
-        checkpoint = CheckpointLoader.load_checkpoint(path, map_location='cpu')
-        state_dict = checkpoint.get('state_dict', checkpoint)
-        return dict(checkpoint, state_dict=without_wrappers(state_dict))
-    # A copy: the file may be replaced while a training uses its tensors.
-    return copy.deepcopy(load_checkpoint(osp.expanduser(path)))
+    if not is_remote(path):
+        # A copy: the file may be replaced while a training uses its tensors.
+        return copy.deepcopy(load_checkpoint(osp.expanduser(path)))
+    load_safely()
+    if CheckpointLoader._get_checkpoint_loader(path) is load_anywhere:
+        raise FileNotFoundError(f'no checkpoint at {path!r}: it is no address that MMEngine knows')
+    checkpoint = CheckpointLoader.load_checkpoint(path, map_location='cpu')
+    state_dict = checkpoint.get('state_dict', checkpoint)
+    return dict(checkpoint, state_dict=without_wrappers(state_dict))
+
+
+def _load_url(url: str, model_dir: str | None = None, progress: bool = True, **kwargs) -> Any:
+    """Download a file, unless it is there already, and read it without running code in it."""
+    folder = model_dir or osp.join(torch.hub.get_dir(), 'checkpoints')
+    path = osp.join(folder, osp.basename(urlparse(url).path))
+    if not osp.isfile(path):
+        os.makedirs(folder, exist_ok=True)
+        torch.hub.download_url_to_file(url, path, progress=progress)
+    return _load(path)
 
 
 def load_safely() -> None:
-    """Let MMEngine load local files with :func:`load_checkpoint`.
+    """Let MMEngine load local files with :func:`load_checkpoint`, and downloaded ones as safely.
 
     MMEngine would run the code in a pickle, at once or where loading without fails.
     """
     CheckpointLoader.register_scheme('', load_anywhere, force=True)
+    # All of its loaders for URLs and names of models end here.
+    mmengine.runner.checkpoint.load_url = _load_url
 
 
 def find_latest(work_dir: str) -> tuple[str, dict | None] | None:

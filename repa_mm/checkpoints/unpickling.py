@@ -20,6 +20,11 @@ from repa_mm.reparam import CheckpointError
 
 # A pickle of tensors has their names and shapes, and not their values.
 _LARGEST_PICKLE = 2**28
+# What the unpickler for old versions of torch takes from torch.
+_OF_TENSORS = (
+    r'torch\._utils\._rebuild\w*|torch\.storage\.UntypedStorage|torch\.(\w*Storage|Size|device)|'
+    r'collections\.OrderedDict'
+)
 
 
 def load_tensors(path: str) -> Any:
@@ -37,7 +42,8 @@ def load_tensors(path: str) -> Any:
             saves, or more than its size allows.
     """
     if digit_version(torch.__version__) >= digit_version('2.6'):
-        safely = torch.serialization.safe_globals(_safe_globals())
+        allowed = [(value, name) for name, value in _safe_globals().items()]
+        safely = torch.serialization.safe_globals(allowed)
         kwargs = dict(map_location='cpu', weights_only=True)
     else:
         safely = nullcontext()
@@ -161,8 +167,8 @@ def _is_archive(file: _PickleFile, path: str) -> bool:
 
 
 @cache
-def _safe_globals() -> list:
-    """What MMEngine and timm's scripts write into checkpoints besides tensors."""
+def _safe_globals() -> dict[str, Any]:
+    """What MMEngine and timm's scripts write into checkpoints besides tensors, by its name."""
     import numpy as np
     from mmengine.logging import HistoryBuffer
 
@@ -190,18 +196,16 @@ def _safe_globals() -> list:
             raise pickle.UnpicklingError(f'codec {codec}')
         return text.encode(codec)
 
-    return [
-        argparse.Namespace,
-        HistoryBuffer,
-        (method, 'builtins.getattr'),
-        (encode, '_codecs.encode'),
-        np.ndarray,
-        (dtype, 'numpy.dtype'),
-        multiarray._reconstruct,
-        multiarray.scalar,
-        slice,
-        *{type(np.dtype(char)) for char in 'bBhHiIlLqQefd?'},
-    ]
+    numbers = {type(np.dtype(char)) for char in 'bBhHiIlLqQefd?'}
+    own = (argparse.Namespace, HistoryBuffer, np.ndarray, slice, *numbers)
+    return {
+        **{f'{kind.__module__}.{kind.__qualname__}': kind for kind in own},
+        'builtins.getattr': method,
+        '_codecs.encode': encode,
+        'numpy.dtype': dtype,
+        f'{multiarray.__name__}._reconstruct': multiarray._reconstruct,
+        f'{multiarray.__name__}.scalar': multiarray.scalar,
+    }
 
 
 class _Inert:
@@ -237,27 +241,14 @@ class _TensorUnpickler(pickle._Unpickler):
     }
 
     def find_class(self, module: str, name: str):
-        for safe in _safe_globals():
-            if not isinstance(safe, tuple):
-                safe = safe, f'{safe.__module__}.{safe.__qualname__}'
-            safe, path = safe
-            if _old_name(path) == _old_name(f'{module}.{name}'):
-                return safe
-        if (
-            module == 'torch._utils'
-            and name.startswith('_rebuild')
-            or module == 'torch.storage'
-            and name == 'UntypedStorage'
-            or module == 'torch'
-            and (
-                name.endswith('Storage')
-                or name in ('Size', 'device')
-                or isinstance(getattr(torch, name, None), torch.dtype)
-            )
-            or (module, name) in (('collections', 'OrderedDict'), ('argparse', 'Namespace'))
-        ):
-            return super().find_class(module, name)
-        return _Inert
+        path = f'{module}.{name}'
+        for safe, value in _safe_globals().items():
+            if _old_name(safe) == _old_name(path):
+                return value
+        of_tensors = re.fullmatch(_OF_TENSORS, path) or (
+            module == 'torch' and isinstance(getattr(torch, name, None), torch.dtype)
+        )
+        return super().find_class(module, name) if of_tensors else _Inert
 
 
 _tensor_pickle = types.SimpleNamespace(
