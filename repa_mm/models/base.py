@@ -15,7 +15,7 @@ from mmengine.utils.dl_utils.parrots_wrapper import _BatchNorm
 from repa_mm.checkpoints import check_pretrained
 from repa_mm.models.surgery.idle import idle_channels
 from repa_mm.models.surgery.replace import replace
-from repa_mm.models.surgery.window_attention import is_traced
+from repa_mm.models.surgery.windows import is_traced
 from repa_mm.reparam import CheckpointError, finish_schedules, has_deploy_form, reparameterize
 
 
@@ -55,12 +55,9 @@ def adapt_output_norms(model: nn.Module, state_dict: dict, prefix: str, last: st
     pattern = re.compile(re.escape(prefix) + r'(norm\d+)\.')
     given = {}
     for key in state_dict:
-        found = pattern.match(key)
-        if found:
+        if found := pattern.match(key):
             given.setdefault(found[1], []).append(key)
-    own = {
-        name: module for name, module in model.named_children() if re.fullmatch(r'norm\d+', name)
-    }
+    own = {name: m for name, m in model.named_children() if re.fullmatch(r'norm\d+', name)}
     if set(given) == {last}:
         for name in set(own) - {last}:
             for key, value in own[name].state_dict().items():
@@ -135,21 +132,21 @@ class ReparamBackbone:
         with explained_start(self.init_cfg):
             super().init_weights()
         norms = [m for m in self.modules() if isinstance(m, _BatchNorm)]
-        if (
-            getattr(self, 'norm_eval', False)
-            and norms
-            and all(m.num_batches_tracked == 0 for m in norms)
-        ):
+        fresh = norms and all(m.num_batches_tracked == 0 for m in norms)
+        if getattr(self, 'norm_eval', False) and fresh:
             warnings.warn(
-                f'{type(self).__name__}: norm_eval=True freezes BatchNorm '
-                'statistics that were never estimated. Unless a checkpoint is '
-                'loaded later (load_from), set norm_eval=False.'
+                f'{type(self).__name__}: norm_eval=True freezes BatchNorm statistics that were '
+                'never estimated. Unless a checkpoint is loaded later (load_from), set '
+                'norm_eval=False.'
             )
 
     def train(self, mode: bool = True):
-        # mmpretrain's backbones return None.
         super().train(mode)
-        return self
+        # Some parents freeze stages once, which was enough for LayerNorm: BatchNorm would go on
+        # changing its statistics.
+        if mode and getattr(self, 'frozen_stages', -1) > 0 and hasattr(self, '_freeze_stages'):
+            self._freeze_stages()
+        return self  # mmpretrain's backbones return None
 
 
 class RePaBackbone(ReparamBackbone):

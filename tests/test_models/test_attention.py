@@ -13,6 +13,7 @@ from mmpretrain.models.utils.attention import ShiftWindowMSA
 import repa_mm
 from repa_mm.models import RePaSwinTransformer, fast_window_attention
 from repa_mm.models.surgery import window_attention as attention
+from repa_mm.models.surgery import windows
 from repa_mm.models.surgery.window_attention import FastPatchMerging, FastShiftWindowMSA
 
 SMALL = dict(embed_dims=24, depths=[2, 2, 2, 2], num_heads=[1, 2, 4, 8])
@@ -80,7 +81,7 @@ def test_without_padding_of_small_maps(shift, relative_error):
 
 
 def test_traceable_form_equals_the_parent(relative_error, monkeypatch):
-    monkeypatch.setattr(attention, '_is_compiling', lambda: True)
+    monkeypatch.setattr(windows, '_is_compiling', lambda: True)
     for shift in (0, 3):
         stock, fast = _pair(shift)
         for size in SIZES:
@@ -187,7 +188,7 @@ def test_second_derivatives(relative_error):
     inverse = rows.argsort()
     padded = (torch.arange(12) < 3)[:, None]
     args = rows, inverse, padded, padded[inverse]
-    gather = attention._gather
+    gather = windows.gather
     assert torch.autograd.gradcheck(lambda x: gather(x, *args).tanh(), x)
     assert torch.autograd.gradgradcheck(lambda x: gather(x, *args).tanh(), x)
 

@@ -21,6 +21,7 @@ from torch.utils.data import Dataset
 
 import repa_mm
 from repa_mm.models.surgery import window_attention as attention
+from repa_mm.models.surgery import windows
 
 MODEL = dict(
     type='ImageClassifier',
@@ -129,7 +130,7 @@ def infer(number: int, seed: int) -> None:
         model(probe, mode='tensor')
         latencies.append(time.perf_counter() - start)
         if i % report == 0:
-            info = attention._partition.cache_info()
+            info = windows.partition.cache_info()
             print(
                 f'{i:6} inferences of changing size: '
                 f'{resident_mib():7.1f} MiB, 128x128 in '

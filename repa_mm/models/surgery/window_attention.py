@@ -3,18 +3,15 @@
 The modules compute what the window attention of MMPretrain, MMDetection and MMSegmentation
 computes, with the same parameters:
 
-- Padding, cyclic shift and window partition are one gather of rows, and their reversal is another.
-- A shifted window is masked only where it wraps around the map, so that there are four masks
-  (inner, right, bottom, corner) at any map size. The windows are gathered in this order; the
-  relative position bias plus mask of each is broadcast, and cached at inference.
+- Tokens are gathered into windows once, see :mod:`.windows`, in the order of the windows' masks.
+  The relative position bias plus mask of each is broadcast, and cached at inference.
 - On a CPU the windows are processed in chunks that fit its caches, and training keeps only q, k and
   v.
 """
 
 import weakref
 from collections.abc import Iterator, Sequence
-from functools import lru_cache, partial
-from typing import NamedTuple
+from functools import partial
 
 import torch
 import torch.nn as nn
@@ -24,9 +21,18 @@ from mmengine.utils import digit_version
 from mmpretrain.models.utils.attention import ShiftWindowMSA
 
 from repa_mm.models.surgery.replace import replace
+from repa_mm.models.surgery.windows import (
+    buffer,
+    cached_masks,
+    gather,
+    is_traced,
+    masks,
+    partition,
+    times,
+    traceable_partition,
+)
 from repa_mm.reparam.autograd import first_order_only
 
-_is_compiling = getattr(torch.compiler, 'is_compiling', torch._dynamo.is_compiling)
 _is_exporting = getattr(torch.compiler, 'is_exporting', lambda: False)
 # Where the stock modules are defined.
 _ATTENTION = (
@@ -46,137 +52,6 @@ _CPU_HAS_MASKED_KERNEL = digit_version(torch.__version__) >= digit_version('2.3'
 _CHUNK = 2048
 
 
-class Windows(NamedTuple):
-    """Where the tokens of a map go.
-
-    ``rows`` (num_windows * N, ) are the tokens of all windows, ``positions`` (B * H * W, ) is the
-    inverse; ``padded`` marks the rows that are padding (None if there are none), and ``groups`` are
-    the first and the last + 1 of the windows under each of the four masks, with the number of the
-    mask.
-    """
-
-    rows: torch.Tensor
-    positions: torch.Tensor
-    padded: torch.Tensor | None
-    groups: list[tuple[int, int, int]]
-
-
-@lru_cache(maxsize=32)
-def _partition(
-    batch: int, height: int, width: int, window: int, shift: int, device: torch.device
-) -> Windows:
-    # A tensor made in inference mode could not be used for training later.
-    with torch.inference_mode(False), torch.no_grad():
-        rows = torch.arange(batch * height * width, device=device).view(batch, height, width)
-        rows = F.pad(rows, (0, -width % window, 0, -height % window), value=-1)
-        rows = torch.roll(rows, (-shift, -shift), (1, 2))
-        num_h, num_w = rows.shape[1] // window, rows.shape[2] // window
-        rows = rows.view(batch, num_h, window, num_w, window).transpose(2, 3)
-        if shift:
-            parts = [
-                rows[:, h, w].reshape(-1, window**2)
-                for h in (slice(0, num_h - 1), slice(num_h - 1, num_h))
-                for w in (slice(0, num_w - 1), slice(num_w - 1, num_w))
-            ]
-        else:
-            parts = [rows.reshape(-1, window**2)]
-        rows = torch.cat(parts).flatten()
-        padded = rows < 0
-        positions = torch.empty(batch * height * width, dtype=torch.long, device=device)
-        index = torch.arange(len(rows), device=device)
-        positions[rows[~padded]] = index[~padded]
-    groups, start = [], 0
-    for mask, part in enumerate(parts):
-        if len(part):
-            groups.append((start, start + len(part), mask))
-            start += len(part)
-    is_padded = bool(height % window or width % window)
-    return Windows(rows.clamp_(min=0), positions, padded[:, None] if is_padded else None, groups)
-
-
-def _masks(window: int, shift: int, device: torch.device) -> torch.Tensor:
-    """Masks (4, 1, N, N) of inner, right, bottom and corner windows."""
-    # As integers: Inductor fails on comparisons of truth values.
-    wraps = (torch.arange(window, device=device) >= window - shift).int()
-    down = wraps.repeat_interleave(window)
-    right = wraps.repeat(window)
-    down, right = down[:, None] != down, right[:, None] != right
-    inner = torch.zeros_like(right)
-    return -100.0 * torch.stack([inner, right, down, down | right])[:, None]
-
-
-@lru_cache(maxsize=32)
-def _cached_masks(*args) -> torch.Tensor:
-    with torch.inference_mode(False), torch.no_grad():
-        return _masks(*args)
-
-
-class _Gather(torch.autograd.Function):
-    """:func:`_gather` whose backward pass gathers, where autograd's adds."""
-
-    @staticmethod
-    def forward(ctx, x, rows, inverse, padded, padded_inverse):
-        ctx.save_for_backward(inverse, padded_inverse)
-        return _select(x, rows, padded)
-
-    @staticmethod
-    def backward(ctx, grad):
-        inverse, padded_inverse = ctx.saved_tensors
-        return _select(grad, inverse, padded_inverse), None, None, None, None
-
-
-def _select(x: torch.Tensor, rows: torch.Tensor, padded: torch.Tensor | None) -> torch.Tensor:
-    x = x.index_select(-2, rows)
-    if padded is None:
-        return x
-    # Inductor of torch 2.1 fails on selections whose condition it can compute.
-    return x * ~padded if is_traced() else x.masked_fill_(padded, 0)
-
-
-def _gather(
-    x: torch.Tensor,
-    rows: torch.Tensor,
-    inverse: torch.Tensor,
-    padded: torch.Tensor | None = None,
-    padded_inverse: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Rows of x (..., n, C), zero where ``padded``.
-
-    ``inverse`` and ``padded_inverse`` gather the result back to x.
-    """
-    if torch.is_grad_enabled() and not torch.jit.is_tracing():
-        return _Gather.apply(x, rows, inverse, padded, padded_inverse)
-    return _select(x, rows, padded)
-
-
-def _axis(size: int, window: int, shift: int, device: torch.device):
-    """Along one axis, (n, window) positions and (n, ) whether it is the last.
-
-    Positions from ``size`` on are padding.
-    """
-    n = (size + window - 1) // window
-    starts = torch.arange(n, device=device)
-    positions = starts[:, None] * window + torch.arange(window, device=device) + shift
-    return _wrap(positions, n * window), (starts == n - 1).long()
-
-
-def _times(x: torch.Tensor, size: int) -> torch.Tensor:
-    """X * size, as the export to ONNX takes a size that is not a constant."""
-    return x * x.new_full((), size)
-
-
-def _wrap(x: torch.Tensor, size: int) -> torch.Tensor:
-    """X % size, for x below 2 size, likewise."""
-    return x - _times((x >= size).long(), size)
-
-
-def _buffer(x: torch.Tensor) -> torch.Tensor:
-    """Store x, since Inductor would compute an element anew for each use of it."""
-    if not _is_compiling() or x.requires_grad and torch.is_grad_enabled():
-        return x
-    return x.as_strided(x.shape, x.stride())
-
-
 def _heads(qkv: torch.Tensor, num_heads: int) -> torch.Tensor:
     """(n, N, 3 C) to (3, n, heads, N, C / heads), a view."""
     n, num_tokens, _ = qkv.shape
@@ -187,12 +62,8 @@ def _probabilities(
     q: torch.Tensor, k: torch.Tensor, bias: torch.Tensor, scale: float
 ) -> torch.Tensor:
     """softmax(scale q k^T + bias), of (n heads, N, N)."""
-    n, num_heads, num_tokens, _ = q.shape
-    scores = (
-        bias.expand(n, num_heads, num_tokens, num_tokens)
-        .clone(memory_format=torch.contiguous_format)
-        .flatten(0, 1)
-    )
+    scores = bias.expand(len(q), -1, -1, -1).clone(memory_format=torch.contiguous_format)
+    scores = scores.flatten(0, 1)
     scores.baddbmm_(q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2), alpha=scale)
     return scores.softmax(-1)
 
@@ -243,21 +114,14 @@ class _Attention(torch.autograd.Function):
             heads = _heads(qkv[start:stop], num_heads).contiguous()
             p = _probabilities(heads[0], heads[1], bias[mask], scale)
             q, k, v = heads.flatten(1, 2)
-            grad_x = (
-                grad[start:stop]
-                .view(stop - start, -1, num_heads, v.shape[-1])
-                .transpose(1, 2)
-                .flatten(0, 1)
-            )
+            grad_x = grad[start:stop].unflatten(2, (num_heads, -1)).transpose(1, 2).flatten(0, 1)
             grad_heads = torch.empty_like(heads)
             grad_q, grad_k, grad_v = grad_heads.flatten(1, 2)
             torch.bmm(p.transpose(1, 2), grad_x, out=grad_v)
-            grad_scores = torch._softmax_backward_data(
-                torch.bmm(grad_x, v.transpose(1, 2)), p, -1, p.dtype
-            )
-            grad_bias[mask] += grad_scores.view(stop - start, *bias.shape[1:]).sum(
-                0, dtype=grad_bias.dtype
-            )
+            grad_p = torch.bmm(grad_x, v.transpose(1, 2))
+            grad_scores = torch._softmax_backward_data(grad_p, p, -1, p.dtype)
+            sums = grad_scores.view(-1, *bias.shape[1:]).sum(0, dtype=grad_bias.dtype)
+            grad_bias[mask] += sums
             torch.bmm(grad_scores, k, out=grad_q).mul_(scale)
             torch.bmm(grad_scores.transpose(1, 2), q, out=grad_k).mul_(scale)
             _heads(grad_qkv[start:stop], num_heads).copy_(grad_heads)
@@ -297,13 +161,12 @@ class FastShiftWindowMSA(ShiftWindowMSA):
                 f'({height}, {width}).'
             )
         shift = self.shift_size
-        if not self.pad_small_map:
-            if min(height, width) < self.window_size:
-                raise AssertionError(
-                    f'The input shape ({height}, {width}) is smaller than the '
-                    f'window size ({self.window_size}). Please set '
-                    '`pad_small_map=True`, or decrease the `window_size`.'
-                )
+        if not self.pad_small_map and min(height, width) < self.window_size:
+            raise AssertionError(
+                f'The input shape ({height}, {width}) is smaller than the window size '
+                f'({self.window_size}). Please set `pad_small_map=True`, or decrease the '
+                '`window_size`.'
+            )
         if shift and not self.pad_small_map:
             if torch.is_tensor(height):  # traced: known when the graph runs
                 shift = shift * (torch.minimum(height, width) > self.window_size)
@@ -319,35 +182,30 @@ class FastShiftWindowMSA(ShiftWindowMSA):
         return self.drop(w_msa.proj_drop(x))
 
     def _forward_eager(self, query, height, width, shift):
-        w_msa = self.w_msa
-        batch, length, channels = query.shape
-        if not batch:  # in the shape and dtype of any other batch
+        w_msa, num_tokens = self.w_msa, self.window_size**2
+        channels, on_cpu = query.shape[-1], query.device.type == 'cpu'
+        if not len(query):  # in the shape and dtype of any other batch
             return w_msa.proj(query)
-        rows, positions, padded, groups = _partition(
-            batch, height, width, self.window_size, shift, query.device
+        rows, positions, padded, groups = partition(
+            len(query), height, width, self.window_size, shift, query.device
         )
-        num_tokens = self.window_size**2
         x = query.reshape(-1, channels)
         attend = partial(_attend, num_heads=w_msa.num_heads, scale=w_msa.scale)
-        size = max(_CHUNK // num_tokens, 1)
+        if on_cpu:
+            groups = list(_chunks(groups, max(_CHUNK // num_tokens, 1)))
 
         if torch.is_grad_enabled():
-            windows = _gather(x, rows, positions, padded)
+            windows = gather(x, rows, positions, padded)
             qkv = w_msa.qkv(windows.view(-1, num_tokens, channels))
             bias = self._bias(shift, qkv.dtype)
-            if query.device.type == 'cpu':
-                x = _Attention.apply(
-                    qkv, bias, w_msa.num_heads, w_msa.scale, list(_chunks(groups, size))
-                )
+            if on_cpu:
+                x = _Attention.apply(qkv, bias, w_msa.num_heads, w_msa.scale, groups)
             else:
                 x = torch.cat([attend(qkv[start:stop], bias[mask]) for start, stop, mask in groups])
             x = w_msa.proj(x).view(-1, channels)
-            x = _gather(x, positions, rows, None, padded)
-            return x.view(query.shape)
+            return gather(x, positions, rows, None, padded).view(query.shape)
 
         out = None
-        if query.device.type == 'cpu':
-            groups = _chunks(groups, size)
         for start, stop, mask in groups:
             chunk = slice(start * num_tokens, stop * num_tokens)
             windows = x.index_select(0, rows[chunk])
@@ -356,67 +214,38 @@ class FastShiftWindowMSA(ShiftWindowMSA):
             qkv = w_msa.qkv(windows.view(-1, num_tokens, channels))
             if out is None:
                 bias = self._bias(shift, qkv.dtype)
-            y = w_msa.proj(attend(qkv, bias[mask]))
-            if out is None:
-                out = y.new_empty(len(rows), channels)
-            out[chunk] = y.flatten(0, 1)
+                out = qkv.new_empty(len(rows), channels)
+            out[chunk] = w_msa.proj(attend(qkv, bias[mask])).flatten(0, 1)
         return out.index_select(0, positions).view(query.shape)
 
     def _forward_traceable(self, query, height, width, shift):
         """The attention in operations that compilers see through."""
         w_msa, window = self.w_msa, self.window_size
         batch, _, channels = query.shape
-        # Indices by arithmetic, since symbolic pads and rolls of the map itself take minutes to
-        # compile.
-        h, last_h = _axis(height, window, shift, query.device)
-        w, last_w = _axis(width, window, shift, query.device)
-        # len() would be a constant of the traced graph.
-        num_h, num_w = last_h.shape[0], last_w.shape[0]
-        num_windows = num_h * num_w
-        h, w = h[:, None, :, None], w[:, None]
-        padded = ((h >= height) | (w >= width)).view(-1, 1)
-        rows = _times(h.clamp(max=height - 1), width) + w.clamp(max=width - 1)
-        rows = _buffer(rows.flatten())
-        h = torch.arange(height, device=query.device)[:, None]
-        w = torch.arange(width, device=query.device)
-        h = _wrap(h + num_h * window - shift, num_h * window)
-        w = _wrap(w + num_w * window - shift, num_w * window)
-        positions = (
-            (_times(h // window, num_w) + w // window) * window + h % window
-        ) * window + w % window
-        positions = _buffer(positions.flatten())
-        padded = _buffer(padded)
-
-        x = _gather(query, rows, positions, padded)
-        x = x.view(batch * num_windows, window**2, channels)
+        rows, positions, padded, mask = traceable_partition(
+            height, width, window, shift, query.device
+        )
+        x = gather(query, rows, positions, padded)
+        x = x.view(batch * mask.shape[0], window**2, channels)
         q, k, v = _heads(w_msa.qkv(x), w_msa.num_heads)
         is_known = isinstance(shift, int)
         is_shifted = shift if is_known else self.shift_size
-        bias = _buffer(self._compute_bias(is_shifted).to(q.dtype).contiguous())
+        bias = buffer(self._compute_bias(is_shifted).to(q.dtype).contiguous())
         if is_shifted:
-            mask = (2 * last_h[:, None] + last_w).flatten()
             if not is_known:
-                mask = _times(mask, shift // self.shift_size)
+                mask = times(mask, shift // self.shift_size)
             bias = bias[mask]
         if query.device.type == 'cpu' or w_msa.training and w_msa.attn_drop.p:
             scores = (q * w_msa.scale) @ k.transpose(2, 3)
             scores = scores.view(-1, bias.shape[0], *scores.shape[1:]) + bias
-            p = w_msa.attn_drop(scores.softmax(-1)).flatten(0, 1)
-            x = p @ v
+            x = w_msa.attn_drop(scores.softmax(-1)).flatten(0, 1) @ v
         else:
-            x = F.scaled_dot_product_attention(
-                q,
-                k,
-                v,
-                scale=w_msa.scale,
-                attn_mask=bias.repeat(batch if is_shifted else 1, 1, 1, 1),
-            )
-        x = x.transpose(1, 2).reshape(-1, window**2, channels)
-        x = w_msa.proj(x)
-        x = x.view(batch, -1, channels)
-        return _gather(x, positions, rows, None, padded)
+            bias = bias.repeat(batch if is_shifted else 1, 1, 1, 1)
+            x = F.scaled_dot_product_attention(q, k, v, scale=w_msa.scale, attn_mask=bias)
+        x = w_msa.proj(x.transpose(1, 2).reshape(-1, window**2, channels))
+        return gather(x.view(batch, -1, channels), positions, rows, None, padded)
 
-    def _compute_bias(self, shift: int, masks=_masks) -> torch.Tensor:
+    def _compute_bias(self, shift: int, masks=masks) -> torch.Tensor:
         """Biases plus masks (4, heads, N, N); (1, heads, N, N) unshifted."""
         table = self.w_msa.relative_position_bias_table
         bias = F.embedding(self.w_msa.relative_position_index, table)
@@ -430,7 +259,7 @@ class FastShiftWindowMSA(ShiftWindowMSA):
         table = self.w_msa.relative_position_bias_table
         on_cpu = table.device.type == 'cpu'
         if table.requires_grad and torch.is_grad_enabled() or table.is_inference() and not on_cpu:
-            return self._compute_bias(shift, _cached_masks).to(dtype)
+            return self._compute_bias(shift, cached_masks).to(dtype)
         # Writing to param.data leaves no trace in the version. Comparing the values is cheap on a
         # CPU, but would make the CPU wait for a GPU.
         version = None if on_cpu else (table.data_ptr(), table._version)
@@ -438,7 +267,7 @@ class FastShiftWindowMSA(ShiftWindowMSA):
         cached = _BIASES.get(self)
         if cached is None or cached[0] != key or on_cpu and not torch.equal(cached[1], table):
             with torch.inference_mode(False), torch.no_grad():
-                bias = self._compute_bias(shift, _cached_masks).to(dtype)
+                bias = self._compute_bias(shift, cached_masks).to(dtype)
                 cached = key, table.detach().clone(), bias.contiguous()
             _BIASES[self] = cached
         return cached[2]
@@ -487,11 +316,6 @@ class FastPatchMerging(PatchMerging):
         return self.reduction(x), (out_h, out_w)
 
 
-def is_traced() -> bool:
-    """Whether torch.jit.trace, torch.compile or torch.export is at work."""
-    return torch.jit.is_tracing() or _is_compiling()
-
-
 def _padding(merging: nn.Module) -> nn.Module | None:
     return getattr(merging, 'adaptive_padding', None) or getattr(merging, 'adap_padding', None)
 
@@ -501,23 +325,16 @@ def _fast_class(module: nn.Module) -> type | None:
 
     # By name, as MMDetection and MMSegmentation have copies of their own; exactly, as a subclass
     # may do something else.
-    def is_stock(module, name, *where):
-        cls = type(module)
-        return cls.__name__ == name and cls.__module__ in where
+    def is_stock(part, name, where):
+        return type(part).__name__ == name and type(part).__module__ in where
 
-    if is_stock(module, 'ShiftWindowMSA', *_ATTENTION) and is_stock(
-        module.w_msa, 'WindowMSA', *_ATTENTION
-    ):
-        return FastShiftWindowMSA
-    if is_stock(module, 'PatchMerging', *_MERGING):
-        sampler = module.sampler
-        if (
-            sampler.kernel_size == sampler.stride
-            and sampler.dilation == (1, 1)
-            and _padding(module)
-        ):
-            return FastPatchMerging
-    return None
+    if is_stock(module, 'ShiftWindowMSA', _ATTENTION):
+        return FastShiftWindowMSA if is_stock(module.w_msa, 'WindowMSA', _ATTENTION) else None
+    if not is_stock(module, 'PatchMerging', _MERGING) or not _padding(module):
+        return None
+    sampler = module.sampler
+    fits = sampler.kernel_size == sampler.stride and sampler.dilation == (1, 1)
+    return FastPatchMerging if fits else None
 
 
 def swap_attention(model: nn.Module) -> None:
@@ -543,8 +360,7 @@ def fast_window_attention(model: nn.Module) -> nn.Module:
     swap_attention(model)
     if not any(isinstance(m, FastShiftWindowMSA) for m in model.modules()):
         raise ValueError(
-            f'nothing to make faster: {type(model).__name__} has no window '
-            'attention of the stock Swin of MMPretrain, MMDetection or '
-            'MMSegmentation'
+            f'nothing to make faster: {type(model).__name__} has no window attention of the stock '
+            'Swin of MMPretrain, MMDetection or MMSegmentation'
         )
     return model

@@ -1,0 +1,177 @@
+"""Which rows of a map are in which window, and the masks of shifted windows.
+
+Padding, cyclic shift and window partition are one gather of rows, and their reversal is another. A
+shifted window is masked only where it wraps around the map, so that there are four masks (inner,
+right, bottom, corner) at any map size. The windows are gathered in this order.
+"""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+_is_compiling = getattr(torch.compiler, 'is_compiling', torch._dynamo.is_compiling)
+
+
+def is_traced() -> bool:
+    """Whether torch.jit.trace, torch.compile or torch.export is at work."""
+    return torch.jit.is_tracing() or _is_compiling()
+
+
+class Windows(NamedTuple):
+    """Where the tokens of a map go.
+
+    ``rows`` (num_windows * N, ) are the tokens of all windows, ``positions`` (B * H * W, ) is the
+    inverse; ``padded`` marks the rows that are padding (None if there are none), and ``groups`` are
+    the first and the last + 1 of the windows under each of the four masks, with the number of the
+    mask.
+    """
+
+    rows: torch.Tensor
+    positions: torch.Tensor
+    padded: torch.Tensor | None
+    groups: list[tuple[int, int, int]]
+
+
+@lru_cache(maxsize=32)
+def partition(
+    batch: int, height: int, width: int, window: int, shift: int, device: torch.device
+) -> Windows:
+    """The windows of a batch of maps; the rows are those of all its maps."""
+    # A tensor made in inference mode could not be used for training later.
+    with torch.inference_mode(False), torch.no_grad():
+        rows = torch.arange(batch * height * width, device=device).view(batch, height, width)
+        rows = F.pad(rows, (0, -width % window, 0, -height % window), value=-1)
+        rows = torch.roll(rows, (-shift, -shift), (1, 2))
+        num_h, num_w = rows.shape[1] // window, rows.shape[2] // window
+        rows = rows.view(batch, num_h, window, num_w, window).transpose(2, 3)
+        parts = [rows]
+        if shift:
+            halves = rows.tensor_split([num_h - 1], 1)
+            parts = [part for half in halves for part in half.tensor_split([num_w - 1], 2)]
+        parts = [part.reshape(-1, window**2) for part in parts]
+        rows = torch.cat(parts).flatten()
+        padded = rows < 0
+        positions = torch.empty(batch * height * width, dtype=torch.long, device=device)
+        index = torch.arange(len(rows), device=device)
+        positions[rows[~padded]] = index[~padded]
+    groups, start = [], 0
+    for mask, part in enumerate(parts):
+        if len(part):
+            groups.append((start, start + len(part), mask))
+            start += len(part)
+    is_padded = bool(height % window or width % window)
+    return Windows(rows.clamp_(min=0), positions, padded[:, None] if is_padded else None, groups)
+
+
+def traceable_partition(
+    height: int, width: int, window: int, shift: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The windows of one map, by arithmetic that serves a traced graph at any size.
+
+    Symbolic pads and rolls of the map itself would take minutes to compile.
+
+    Returns:
+        tuple: ``rows``, ``positions`` and ``padded`` as in :class:`Windows`, in the order of the
+        map; and the number of the mask of each window.
+    """
+    h, last_h = _axis(height, window, shift, device)
+    w, last_w = _axis(width, window, shift, device)
+    # len() would be a constant of the traced graph.
+    num_h, num_w = last_h.shape[0], last_w.shape[0]
+    h, w = h[:, None, :, None], w[:, None]
+    padded = ((h >= height) | (w >= width)).view(-1, 1)
+    rows = times(h.clamp(max=height - 1), width) + w.clamp(max=width - 1)
+    rows = buffer(rows.flatten())
+    h = torch.arange(height, device=device)[:, None]
+    w = torch.arange(width, device=device)
+    h = _wrap(h + num_h * window - shift, num_h * window)
+    w = _wrap(w + num_w * window - shift, num_w * window)
+    positions = (times(h // window, num_w) + w // window) * window + h % window
+    positions = buffer((positions * window + w % window).flatten())
+    return rows, positions, buffer(padded), (2 * last_h[:, None] + last_w).flatten()
+
+
+def _axis(size: int, window: int, shift: int, device: torch.device):
+    """Along one axis, (n, window) positions and (n, ) whether it is the last.
+
+    Positions from ``size`` on are padding.
+    """
+    n = (size + window - 1) // window
+    starts = torch.arange(n, device=device)
+    positions = starts[:, None] * window + torch.arange(window, device=device) + shift
+    return _wrap(positions, n * window), (starts == n - 1).long()
+
+
+def times(x: torch.Tensor, size: int) -> torch.Tensor:
+    """X * size, as the export to ONNX takes a size that is not a constant."""
+    return x * x.new_full((), size)
+
+
+def _wrap(x: torch.Tensor, size: int) -> torch.Tensor:
+    """X % size, for x below 2 size, likewise."""
+    return x - times((x >= size).long(), size)
+
+
+def buffer(x: torch.Tensor) -> torch.Tensor:
+    """Store x, since Inductor would compute an element anew for each use of it."""
+    if not _is_compiling() or x.requires_grad and torch.is_grad_enabled():
+        return x
+    return x.as_strided(x.shape, x.stride())
+
+
+def masks(window: int, shift: int, device: torch.device) -> torch.Tensor:
+    """Masks (4, 1, N, N) of inner, right, bottom and corner windows."""
+    # As integers: Inductor fails on comparisons of truth values.
+    wraps = (torch.arange(window, device=device) >= window - shift).int()
+    down = wraps.repeat_interleave(window)
+    right = wraps.repeat(window)
+    down, right = down[:, None] != down, right[:, None] != right
+    inner = torch.zeros_like(right)
+    return -100.0 * torch.stack([inner, right, down, down | right])[:, None]
+
+
+@lru_cache(maxsize=32)
+def cached_masks(*args) -> torch.Tensor:
+    """As :func:`masks`, outside of traced graphs."""
+    with torch.inference_mode(False), torch.no_grad():
+        return masks(*args)
+
+
+class _Gather(torch.autograd.Function):
+    """:func:`gather` whose backward pass gathers, where autograd's adds."""
+
+    @staticmethod
+    def forward(ctx, x, rows, inverse, padded, padded_inverse):
+        ctx.save_for_backward(inverse, padded_inverse)
+        return _select(x, rows, padded)
+
+    @staticmethod
+    def backward(ctx, grad):
+        inverse, padded_inverse = ctx.saved_tensors
+        return _select(grad, inverse, padded_inverse), None, None, None, None
+
+
+def _select(x: torch.Tensor, rows: torch.Tensor, padded: torch.Tensor | None) -> torch.Tensor:
+    x = x.index_select(-2, rows)
+    if padded is None:
+        return x
+    # Inductor of torch 2.1 fails on selections whose condition it can compute.
+    return x * ~padded if is_traced() else x.masked_fill_(padded, 0)
+
+
+def gather(
+    x: torch.Tensor,
+    rows: torch.Tensor,
+    inverse: torch.Tensor,
+    padded: torch.Tensor | None = None,
+    padded_inverse: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Rows of x (..., n, C), zero where ``padded``.
+
+    ``inverse`` and ``padded_inverse`` gather the result back to x.
+    """
+    if torch.is_grad_enabled() and not torch.jit.is_tracing():
+        return _Gather.apply(x, rows, inverse, padded, padded_inverse)
+    return _select(x, rows, padded)
