@@ -7,16 +7,7 @@ from repa_mm.runtime.merging import calibrate_checkpoint, reparameterize_checkpo
 from repa_mm.runtime.runners import end_process, runner_for_testing, runner_for_training
 
 __all__ = [
-    'FORMS',
-    'calibrate_checkpoint',
-    'check_data',
-    'dataset_config',
-    'draw_predictions',
-    'end_process',
-    'init_model',
-    'load_config',
-    'reparameterize_checkpoint',
-    'runner_for_testing',
-    'runner_for_training',
-    'take_no_pretrained',
-]
+    'FORMS', 'calibrate_checkpoint', 'check_data', 'dataset_config', 'draw_predictions',
+    'end_process', 'init_model', 'load_config', 'reparameterize_checkpoint', 'runner_for_testing',
+    'runner_for_training', 'take_no_pretrained',
+]  # fmt: skip

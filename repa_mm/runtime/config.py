@@ -19,14 +19,9 @@ HEADS = ('bbox_head', 'mask_head', 'decode_head', 'auxiliary_head', 'head')
 SPLITS = ('train', 'val', 'test')
 # Parts of a config that tools look into.
 DICTS = (
-    'model',
     *(f'{split}_{part}' for split in SPLITS for part in ('dataloader', 'cfg')),
-    'optim_wrapper',
-    'default_hooks',
-    'env_cfg',
-    'auto_scale_lr',
-    'tta_model',
-    'visualizer',
+    *('model', 'optim_wrapper', 'default_hooks', 'env_cfg', 'auto_scale_lr'),
+    *('tta_model', 'visualizer'),
 )
 
 
@@ -214,11 +209,8 @@ def show_pictures(cfg: Config, show_dir: str) -> None:
 def dump_predictions(cfg: Config, out: str) -> None:
     """Add what writes the predictions to the evaluators."""
     if out.endswith(('.pkl', '.pickle')):
-        kind = dict(
-            mmdet='mmdet.DumpDetResults',
-            mmseg='mmengine.DumpSegResults',
-            mmpretrain='mmengine.DumpResults',
-        )[cfg.default_scope]
+        kinds = dict(mmdet='mmdet.DumpDetResults', mmseg='mmengine.DumpSegResults')
+        kind = kinds.get(cfg.default_scope, 'mmengine.DumpResults')
         cfg.test_evaluator = [*evaluators(cfg, 'test'), dict(type=kind, out_file_path=out)]
     elif cfg.default_scope == 'mmseg' and isinstance(cfg.test_evaluator, dict):
         check_writable(out)

@@ -57,18 +57,13 @@ def check_data(cfg: Config, *splits: str) -> None:
 
 def _paths_of(dataset: ConfigDict) -> list:
     """Paths of a data set, and what each must be."""
-    root = dataset.get('data_root') or ''
-    ann_file = dataset.get('ann_file') or ''
+    for key, kinds in (('data_root', str), ('ann_file', str), ('data_prefix', (str, dict))):
+        if not isinstance(dataset.get(key) or '', kinds):
+            raise ValueError(f'{key} of a data set must be a path, but is {dataset[key]!r}')
+    root, ann_file = dataset.get('data_root') or '', dataset.get('ann_file') or ''
     prefixes = dataset.get('data_prefix') or {}
     if isinstance(prefixes, str):
         prefixes = dict(img=prefixes)
-    for key, value, kind in (
-        ('data_root', root, str),
-        ('ann_file', ann_file, str),
-        ('data_prefix', prefixes, dict),
-    ):
-        if not isinstance(value, kind):
-            raise ValueError(f'{key} of a data set must be a path, but is {value!r}')
     return [
         (root, osp.isdir),
         (osp.join(root, ann_file), osp.isfile if ann_file else osp.isdir),

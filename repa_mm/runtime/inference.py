@@ -111,28 +111,22 @@ def draw_predictions(model: nn.Module, image: str, out: str, score_thr: float = 
     size = pixels.shape[:2]
     pixels = mmcv.bgr2rgb(pixels)
     cfg = model.cfg
-    pipeline = Compose(
-        [step for step in dataset_config(cfg, 'test').pipeline if 'Annotations' not in step['type']]
-    )
+    steps = [s for s in dataset_config(cfg, 'test').pipeline if 'Annotations' not in s['type']]
     try:
-        data = pipeline(dict(img_path=osp.abspath(image), img_id=0))
+        data = Compose(steps)(dict(img_path=osp.abspath(image), img_id=0))
         with torch.no_grad():
             prediction = model.test_step(pseudo_collate([data]))[0]
     except Exception as error:
         raise ValueError(
-            f'the model fails on {image!r} of {"x".join(map(str, size))} '
-            f'pixels ({type(error).__name__}: {error})'
+            f'the model fails on {image!r} of {"x".join(map(str, size))} pixels '
+            f'({type(error).__name__}: {error})'
         ) from error
-    visualizer = VISUALIZERS.build(
-        dict(cfg.visualizer, name=f'demo_{id(model)}', vis_backends=None)
-    )
+    settings = dict(cfg.visualizer, name=f'demo_{id(model)}', vis_backends=None)
+    visualizer = VISUALIZERS.build(settings)
     visualizer.dataset_meta = model.dataset_meta or {}
-    kwargs = {}
-    if cfg.default_scope == 'mmdet':
-        kwargs = dict(pred_score_thr=score_thr)
-    if cfg.default_scope == 'mmpretrain':
-        kwargs = dict(draw_score=True)
-    visualizer.add_datasample('prediction', pixels, data_sample=prediction, draw_gt=False, **kwargs)
+    own = dict(mmdet=dict(pred_score_thr=score_thr), mmpretrain=dict(draw_score=True))
+    kwargs = dict(draw_gt=False, **own.get(cfg.default_scope, {}))
+    visualizer.add_datasample('prediction', pixels, data_sample=prediction, **kwargs)
     encoded = cv2.imencode(suffix, mmcv.rgb2bgr(visualizer.get_image()))[1]
     write_bytes(out, encoded.tobytes())
     return prediction

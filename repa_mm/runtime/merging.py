@@ -20,6 +20,7 @@ from repa_mm.reparam import (
     is_reparameterized,
     reparameterize,
 )
+from repa_mm.reparam.state import below
 from repa_mm.runtime.config import load_config, with_pretrained, without_sync_bn
 from repa_mm.runtime.data import check_data
 from repa_mm.runtime.inference import model_and_meta
@@ -125,7 +126,7 @@ def calibrate_checkpoint(
     loaded = load_checkpoint(checkpoint)
     state_dict = loaded['state_dict']
     prefix = 'backbone.'
-    own = {key[len(prefix) :]: value for key, value in state_dict.items() if key.startswith(prefix)}
+    own = below(prefix, state_dict)
     if not own:
         raise CheckpointError(
             f'{checkpoint!r} has no weight of a backbone: none is named {prefix!r}'

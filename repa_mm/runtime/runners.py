@@ -139,8 +139,7 @@ def runner_for_testing(
     Args:
         config (str): Path of a config.
         checkpoint (str): Path or URL of a checkpoint, in either form.
-        work_dir (str, optional): Where metrics are written. Defaults to that of the config, or
-            ``work_dirs/<name of the config>``.
+        work_dir (str, optional): Where metrics go, as for :func:`runner_for_training`.
         form (str, optional): 'deploy' tests the reparameterized model, 'training' does not.
             Defaults to None: as the config's hooks say.
         out (str, optional): A ``.pkl`` file for the predictions; for segmentation also a folder,
@@ -159,6 +158,8 @@ def runner_for_testing(
     if out and out.endswith(('.pkl', '.pickle')):
         check_output(out, config, checkpoint)
     if show_dir:
+        # MMDetection would look for a relative path in a folder of the run.
+        show_dir = osp.abspath(show_dir)
         check_writable(show_dir)
     loaded = None if is_remote(checkpoint) else load_checkpoint(checkpoint)
     cfg.load_from = checkpoint

@@ -140,6 +140,15 @@ def test_forms_that_do_not_fit(checkpoints, in_digits):
     assert not os.path.exists(in_digits / 'o.pth')
 
 
+def test_pictures_lie_where_a_relative_path_says(checkpoints, in_digits):
+    """MMDetection would write into a folder of the run."""
+    folder = in_digits / 'pictures'
+    good, work_dir = str(checkpoints / 'good.pth'), str(in_digits / 'work')
+    runner_for_testing(RETINANET, good, work_dir, show_dir=os.path.relpath(folder)).test()
+    assert len(list(folder.iterdir())) == 4
+    assert not list((in_digits / 'work').rglob('*.png'))
+
+
 @pytest.mark.parametrize('name', ['good', 'merged', 'resnet'])
 def test_a_test_reads_and_loads_its_checkpoint_once(name, checkpoints, in_digits, monkeypatch):
     read, loaded, load = [], [], torch.load
