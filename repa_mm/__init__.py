@@ -1,7 +1,7 @@
 """RePaFormers for OpenMMLab: faster transformer detectors and segmentors.
 
-``import repa_mm`` registers the backbones and the hook. Without MMEngine and
-MMCV installed, only the method itself, :mod:`repa_mm.reparam`, is available.
+``import repa_mm`` registers backbones, heads, transforms, hooks and metrics. Where neither MMEngine
+nor MMCV is installed, only the method itself, :mod:`repa_mm.reparam`, can be used.
 """
 
 from importlib.util import find_spec
@@ -11,15 +11,9 @@ from repa_mm.reparam import ChannelIdleFFN, MergedFFN, reparameterize
 from repa_mm.version import __version__
 
 __all__ = [
-    'ChannelIdleFFN',
-    'MergedFFN',
-    '__version__',
-    'config_path',
-    'convert_pretrained',
-    'fast_window_attention',
-    'idle_channels',
-    'reparameterize',
-]
+    'ChannelIdleFFN', 'MergedFFN', '__version__', 'config_path', 'convert_pretrained',
+    'fast_window_attention', 'idle_channels', 'reparameterize',
+]  # fmt: skip
 
 if find_spec('mmengine') or find_spec('mmcv'):
     from repa_mm.compat import check_installation
@@ -35,7 +29,7 @@ if find_spec('mmengine') or find_spec('mmcv'):
 
 
 def __getattr__(name: str):
-    # Importing it imports mmpretrain's models, see repa_mm.registry.
+    # Not imported above, since repa_mm.models imports mmpretrain's models: see repa_mm.registry.
     if name in ('convert_pretrained', 'fast_window_attention', 'idle_channels'):
         from repa_mm import models
 

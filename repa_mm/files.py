@@ -39,11 +39,7 @@ def naming_full_disk(path: str, temporary: str | None = None) -> Iterator[None]:
 
 
 def check_writable(folder: str) -> None:
-    """Check that files can be written to a folder, there or yet to be made.
-
-    Raises:
-        OSError: If not.
-    """
+    """Check that files can be written to a folder, there or yet to be made; an OSError if not."""
     nearest = osp.abspath(folder)
     while not osp.lexists(nearest):
         nearest = osp.dirname(nearest)
@@ -128,11 +124,7 @@ def replacing(path: str, suffix: str | None = None) -> Iterator[str]:
 
 
 def write_bytes(path: str, content: bytes | memoryview) -> None:
-    """Write a file, whole or not at all.
-
-    Raises:
-        OSError: If it cannot be written.
-    """
+    """Write a file, whole or not at all; an OSError if it cannot be written."""
     # A stray must not look like a checkpoint.
     with replacing(path, suffix='') as temporary, open(temporary, 'wb') as file:
         file.write(content)

@@ -1,9 +1,9 @@
-"""Registration of models without importing what they derive from.
+"""Lazy registration of models and transforms.
 
-``import mmpretrain.models`` takes seconds, and imports MMDetection where that
-is installed. So the backbones are entered in MMEngine's root registry, from
-which those of MMPretrain, MMDetection and MMSegmentation inherit, by name, and
-imported when one is first asked for.
+``import mmpretrain.models`` takes seconds, and imports MMDetection where that is installed. So this
+module enters names without importing anything: into MMEngine's root registries, in which
+MMPretrain, MMDetection and MMSegmentation look, too. A registry imports the module of a name when a
+config first asks for the name.
 """
 
 from importlib import import_module
@@ -29,7 +29,7 @@ DATA_TRANSFORMS = ('LoadTokenLabels', 'RandomResizedCropWithBox')
 
 
 class _LazyModules(dict):
-    """The modules of a registry, and where those yet to import are."""
+    """The registered modules by name, and the places (``locations``) of those not yet imported."""
 
     def __init__(self, modules: dict, locations: dict) -> None:
         super().__init__(modules)
@@ -37,7 +37,7 @@ class _LazyModules(dict):
 
     def __contains__(self, name: str) -> bool:
         if name in self.locations:
-            # Emptied first: importing registers, and registering looks here.
+            # Emptied first: the import registers names, and registering looks them up here.
             locations, self.locations = self.locations, {}
             try:
                 import_module(locations[name])
@@ -51,10 +51,10 @@ class _LazyModules(dict):
 
 
 def register_lazily() -> None:
-    """Make the names above, as in ``type='RePaSwinTransformer'``, build from every registry."""
+    """Register the names above, so that every codebase builds them from a config."""
     models = dict.fromkeys(BACKBONES + HEADS, 'repa_mm.models')
     models |= dict.fromkeys(SELF_SUPERVISED, 'repa_mm.models.dino')
-    # Alone, since it needs MMSegmentation.
+    # A module of its own, since the head needs MMSegmentation.
     models['FastUPerHead'] = 'repa_mm.models.heads.uper_head'
     for registry, locations in (
         (MODELS, models),

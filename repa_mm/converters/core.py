@@ -14,7 +14,7 @@ import torch.nn as nn
 from mmengine.config import Config
 from mmengine.registry import MODELS
 
-from repa_mm.checkpoints import check_values, load_checkpoint, save_checkpoint
+from repa_mm.checkpoints import check_values, load_checkpoint, save_checkpoint, without_wrappers
 from repa_mm.converters.family import Family, Weights, listed, match, rename_all
 from repa_mm.converters.idle_ratio import find_active_channels, shares
 from repa_mm.converters.lvvit import LVViT
@@ -31,7 +31,6 @@ from repa_mm.version import __version__
 # In this order, since an LV-ViT has the marker of a ViT, too.
 FAMILIES: tuple[Family, ...] = (Swin(), LVViT(), PoolFormer(), Mixer(), ViT())
 
-_WRAPPERS = re.compile(r'^((module|_orig_mod)\.)+')
 _BUFFERS = re.compile(r'(relative_position_index|attn_mask)$')
 _CLASSIFIER = re.compile(r'head\.(layers\.head|layers\.head_dist|fc|aux_fc)\.')
 # What a vanilla backbone has not.
@@ -211,7 +210,7 @@ def _open(
     state_dict: Weights, backbone_only: bool, ours: bool
 ) -> tuple[Weights, Family, list[str]]:
     """Take a backbone and a classifier's head out of a model; return names of the rest, too."""
-    weights, others = {_WRAPPERS.sub('', k): v for k, v in state_dict.items()}, []
+    weights, others = without_wrappers(state_dict), []
     if any(key.startswith('backbone.') for key in weights):
         others = [k for k in weights if not (k.startswith('backbone.') or _CLASSIFIER.match(k))]
     weights = {k.removeprefix('backbone.'): v for k, v in weights.items() if k not in others}

@@ -22,10 +22,8 @@ def find_active_channels(
 
     ``ffns`` are those of the model that the weights are for, built from ``config`` if there is one;
     ``asked`` and ``args`` are the idle ratios and the arguments that
-    :func:`~repa_mm.converters.core.to_mm` takes.
-
-    Raises:
-        ValueError: If the number of ratios is wrong, or the config has others.
+    :func:`~repa_mm.converters.core.to_mm` takes. A wrong number of ratios, or others than in the
+    config, are a ValueError.
     """
     hidden = [ffn.feedforward_channels for ffn in ffns.values()]
     own = [ffn.num_active for ffn in ffns.values()]

@@ -12,7 +12,9 @@ import re
 import torch
 import torch.nn as nn
 
+from repa_mm.checkpoints import without_wrappers
 from repa_mm.converters.family import Family, Weights, count, match, rename_all, shape_of
+from repa_mm.reparam.state import below
 
 # From the original layout to OpenMMLab's, where a RePaFormer and a vanilla Swin agree.
 _TO_MM = {
@@ -100,13 +102,11 @@ def to_mmpretrain(state_dict: Weights) -> Weights:
     Raises:
         CheckpointError: If the backbone has a weight that no vanilla Swin has.
     """
+    state_dict = without_wrappers(state_dict)
     prefix = 'backbone.' * any(key.startswith('backbone.') for key in state_dict)
     others = {key: value for key, value in state_dict.items() if not key.startswith(prefix)}
-    given = {
-        key[len(prefix) :]: value
-        for key, value in state_dict.items()
-        if key.startswith(prefix) and not key.endswith('attn_mask')
-    }
+    given = below(prefix, state_dict)
+    given = {key: value for key, value in given.items() if not key.endswith('attn_mask')}
     complaint = 'no vanilla Swin has these weights'
     weights, _ = rename_all(_without_timms_stages(given), _VANILLA_TO_MM, complaint)
     _permute_merged_patches(weights, to_mm=True, unless=given)

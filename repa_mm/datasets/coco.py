@@ -34,9 +34,8 @@ def checked_annotations(annotated: bool = False) -> Iterator[None]:
             except AnnotationError:
                 raise
             except (ValueError, AssertionError, RecursionError) as error:
-                raise AnnotationError(
-                    f'{self.path!r} is not an annotation file: {error}'
-                ) from error
+                problem = f'{self.path!r} is not an annotation file: {error}'
+                raise AnnotationError(problem) from error
 
         def createIndex(self) -> None:
             check_coco(self.dataset, self.path, annotated)
@@ -108,6 +107,7 @@ def check_coco(content: dict, path: str, annotated: bool = False) -> None:
     def fail(problem: str) -> None:
         raise AnnotationError(f'{path!r}: {problem}')
 
+    texts = ('file_name', 'name')
     ids = {}
     for part, keys in (('images', ('file_name', 'height', 'width')), ('categories', ('name',))):
         entries = content.get(part)
@@ -122,11 +122,8 @@ def check_coco(content: dict, path: str, annotated: bool = False) -> None:
             found[entry['id']] = entry
             for key in keys:
                 value = entry.get(key)
-                if not (
-                    value and isinstance(value, str)
-                    if key in ('file_name', 'name')
-                    else _is_number(value) and value > 0
-                ):
+                is_text = value and isinstance(value, str)
+                if not (is_text if key in texts else _is_number(value) and value > 0):
                     fail(f'{key!r} of the entry {entry["id"]} of {part} is {_short(value)}')
     annotations = content.get('annotations', [])
     if not isinstance(annotations, list):
@@ -144,15 +141,12 @@ def check_coco(content: dict, path: str, annotated: bool = False) -> None:
 
 
 def renumber_annotation_0(coco: Any) -> int | None:
-    """Give an annotation with the id 0 another one, in memory.
+    """Give an annotation with the id 0 another one, in memory; return that, or None.
 
     While pycocotools compares detections with annotations, 0 stands for "no annotation".
 
     Args:
         coco (pycocotools.coco.COCO): What an annotation file was read to.
-
-    Returns:
-        int, optional: The new id. None if no annotation has the id 0.
     """
     entry = coco.anns.pop(0, None)
     if entry is None:

@@ -1,4 +1,4 @@
-"""Label maps of images, and which part of them a crop shows."""
+"""Transforms that load the label maps of images, and note which part of an image a crop shows."""
 
 import os.path as osp
 
@@ -9,23 +9,23 @@ from mmengine.registry import TRANSFORMS
 from mmpretrain.datasets.transforms import RandomResizedCrop
 
 from repa_mm.checkpoints import load_tensors
+from repa_mm.reparam import CheckpointError
 
 
 @TRANSFORMS.register_module()
 class LoadTokenLabels(BaseTransform):
     """Load the label map of an image.
 
-    In the layout of the `token labeling project
+    The layout is that of the `token labeling project
     <https://github.com/zihangJiang/TokenLabeling>`_: for an image
-    ``.../n01440764/n01440764_18.JPEG`` the file
-    ``label_root/n01440764/n01440764_18.pt`` with one tensor of shape
-    (2, 5, H, W): the five highest scores of every place, and their classes.
+    ``.../n01440764/n01440764_18.JPEG`` the file ``label_root/n01440764/n01440764_18.pt`` holds one
+    tensor of shape (2, 5, H, W), the five highest scores at every place and their classes.
 
     Required keys: img_path. Added keys: token_labels.
 
     Args:
-        label_root (str, optional): The folder. None (default) leaves the
-            images without label maps: their patches learn the image's label.
+        label_root (str, optional): The folder. None (default) leaves the images without label maps:
+            their patches learn the label of the image.
     """
 
     def __init__(self, label_root: str | None = None) -> None:
@@ -44,23 +44,19 @@ class LoadTokenLabels(BaseTransform):
         path = osp.join(self.label_root, osp.basename(folder), image.split('.')[0] + '.pt')
         if not osp.isfile(path):
             raise FileNotFoundError(
-                f'no label map at {path!r} for the image '
-                f'{results["img_path"]!r}. Label maps for ImageNet are linked '
-                'on https://github.com/zihangJiang/TokenLabeling; to train '
+                f'no label map at {path!r} for the image {results["img_path"]!r}. Label maps for '
+                'ImageNet are linked on https://github.com/zihangJiang/TokenLabeling; to train '
                 'without: label_root=None'
             )
         try:
             labels = load_tensors(path)
-        except Exception as error:
-            text = str(error).partition('\n')[0][:200]
-            raise ValueError(
-                f'{path!r} is not a readable label map ({type(error).__name__}: {text})'
-            ) from error
+        except CheckpointError as error:
+            raise ValueError(f'{path!r} is not a readable label map ({error})') from error
         shape = getattr(labels, 'shape', None)
         if shape is None or len(shape) != 4 or shape[0] != 2:
             raise ValueError(
-                f'{path!r} should hold a tensor of shape (2, K, H, W), scores '
-                f'and classes, but holds {shape or type(labels)}'
+                f'{path!r} should hold a tensor of shape (2, K, H, W), scores and classes, but '
+                f'holds {shape or type(labels)}'
             )
         results['token_labels'] = labels
         return results
@@ -71,10 +67,10 @@ class LoadTokenLabels(BaseTransform):
 
 @TRANSFORMS.register_module()
 class RandomResizedCropWithBox(RandomResizedCrop):
-    """MMPretrain's ``RandomResizedCrop`` that tells where it has cropped.
+    """MMPretrain's ``RandomResizedCrop`` that notes where it has cropped.
 
-    Added keys: crop_box, a (4, ) tensor of left, top, right and bottom as
-    shares of the image's width and height.
+    Added keys: crop_box, a (4, ) tensor of left, top, right and bottom as shares of the image's
+    width and height.
     """
 
     def transform(self, results: dict) -> dict:

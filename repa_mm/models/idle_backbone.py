@@ -91,12 +91,9 @@ def build_idle_backbone(
     Args:
         backbone (dict): Config of a backbone of MMPretrain, MMDetection or MMSegmentation, whose
             blocks are known (see :func:`~repa_mm.models.idle_channels`).
-        idle_ratio (float | list[float]): Share of FFN hidden channels that skip the activation, in
-            [0, 1]: one for all blocks, or one per block. Defaults to 0.75.
-        idle_schedule (str): 'constant', or 'linear' for ratios that grow with depth. Defaults to
-            'constant'.
-        norm_cfg (dict): Norm of the FFNs: 'BN', 'SyncBN', 'LN' or 'keep', see
-            :func:`~repa_mm.models.idle_channels`. Defaults to ``dict(type='BN')``.
+        idle_ratio (float | list[float]): As for :func:`~repa_mm.models.idle_channels`.
+        idle_schedule (str): As there.
+        norm_cfg (dict): As there.
         norm_eval (bool): Whether BatchNorm statistics in the FFNs stay as they were loaded.
             Defaults to False.
         fast_attention (bool): Use the window attention of
@@ -120,12 +117,10 @@ def build_idle_backbone(
         )
     args = dict(backbone)
     vanilla, pretrained = args.pop('init_cfg', None), args.pop('pretrained', None)
-    kind = args.pop('type')
-    if isinstance(kind, str):
-        name, kind = kind, MODELS.get(kind)
-        if kind is None:
-            with MODELS.switch_scope_and_registry(None) as registry:
-                kind = registry.get(name)
+    kind = name = args.pop('type')
+    if isinstance(name, str):
+        with MODELS.switch_scope_and_registry(None) as registry:
+            kind = MODELS.get(name) or registry.get(name)
         if kind is None:
             raise ValueError(f'there is no backbone {name!r} for IdleChannels')
     if issubclass(kind, RePaBackbone):

@@ -34,16 +34,10 @@ class ConvStem(BaseModule):
         super().__init__()
         self.patch_size = patch_size
         self.init_out_size = tuple(-(-size // patch_size) for size in to_2tuple(img_size))
-        layers = []
-        for kernel_size, stride in ((7, 2), (3, 1), (3, 1)):
-            layers += [
-                nn.Conv2d(
-                    in_channels, hidden_channels, kernel_size, stride, kernel_size // 2, bias=False
-                ),
-                nn.BatchNorm2d(hidden_channels),
-                nn.ReLU(inplace=True),
-            ]
-            in_channels = hidden_channels
+        channels, layers = [in_channels, *[hidden_channels] * 3], []
+        for i, (kernel, stride) in enumerate(((7, 2), (3, 1), (3, 1))):
+            conv = nn.Conv2d(*channels[i : i + 2], kernel, stride, kernel // 2, bias=False)
+            layers += [conv, nn.BatchNorm2d(hidden_channels), nn.ReLU(inplace=True)]
         self.stem = nn.Sequential(*layers)
         self.projection = nn.Conv2d(hidden_channels, embed_dims, patch_size // 2, patch_size // 2)
 
@@ -76,14 +70,11 @@ def random_region(height: int, width: int) -> torch.Tensor:
     """
     side = torch.rand(()).item() ** 0.5
     region = torch.zeros(height, width, dtype=torch.bool)
-    rows, columns = (
-        slice(max(center - int(size * side) // 2, 0), center + int(size * side) // 2)
-        for size, center in (
-            (height, int(torch.randint(height, ()))),
-            (width, int(torch.randint(width, ()))),
-        )
-    )
-    region[rows, columns] = True
+    places = []
+    for size in (height, width):
+        center, half = int(torch.randint(size, ())), int(size * side) // 2
+        places.append(slice(max(center - half, 0), center + half))
+    region[tuple(places)] = True
     return region
 
 
@@ -109,14 +100,14 @@ class LVViT(VisionTransformer):
     """
 
     arch_zoo = {
-        **dict.fromkeys(
-            ['s', 'small'],
-            dict(embed_dims=384, num_layers=16, num_heads=6, feedforward_channels=384 * 3),
-        ),
-        **dict.fromkeys(
-            ['m', 'medium'],
-            dict(embed_dims=512, num_layers=20, num_heads=8, feedforward_channels=512 * 3),
-        ),
+        name: dict(
+            embed_dims=channels,
+            num_layers=layers,
+            num_heads=channels // 64,
+            feedforward_channels=3 * channels,
+        )
+        for names, channels, layers in ((('s', 'small'), 384, 16), (('m', 'medium'), 512, 20))
+        for name in names
     }
     OUT_TYPES = VisionTransformer.OUT_TYPES | {'token_label'}
 
@@ -137,9 +128,8 @@ class LVViT(VisionTransformer):
     ) -> None:
         if mix_token and out_type != 'token_label':
             raise ValueError(
-                "mix_token=True needs out_type='token_label', "
-                f'but got {out_type!r}: the loss has to know '
-                'what was mixed'
+                f"mix_token=True needs out_type='token_label', but got {out_type!r}: the loss has "
+                'to know what was mixed'
             )
         super().__init__(
             arch,
@@ -165,40 +155,32 @@ class LVViT(VisionTransformer):
 
     def forward(self, x: torch.Tensor) -> tuple:
         x, hw = self.patch_embed(x)
-        share = x.new_ones(())
-        region = None
+        share, region = x.new_ones(()), None
         if self.mix_token and self.training:
             region = random_region(*hw).view(1, -1, 1).to(x.device)
             share = 1 - region.to(x.dtype).mean()
             x = torch.where(region, x.flip(0), x)
         if self.cls_token is not None:
             x = torch.cat([self.cls_token.expand(x.shape[0], -1, -1), x], dim=1)
-        x = x + resize_pos_embed(
-            self.pos_embed,
-            self.patch_resolution,
-            hw,
-            mode=self.interpolate_mode,
-            num_extra_tokens=self.num_extra_tokens,
+        extra = self.num_extra_tokens
+        position = resize_pos_embed(
+            self.pos_embed, self.patch_resolution, hw, self.interpolate_mode, extra
         )
-        x = self.pre_norm(self.drop_after_pos(x))
+        x = self.pre_norm(self.drop_after_pos(x + position))
         outs = []
         for i, layer in enumerate(self.layers):
             x = layer(x)
             if i == len(self.layers) - 1 and self.final_norm:
                 x = self.ln1(x)
-            if i in self.out_indices:
-                out = x
-                if region is not None:
-                    extra = self.num_extra_tokens
-                    patches = x[:, extra:]
-                    out = torch.cat(
-                        [x[:, :extra], torch.where(region, patches.flip(0), patches)], dim=1
-                    )
-                outs.append(
-                    (out, hw, share)
-                    if self.out_type == 'token_label'
-                    else self._format_output(out, hw)
-                )
+            if i not in self.out_indices:
+                continue
+            out = x
+            if region is not None:
+                patches = x[:, extra:]
+                patches = torch.where(region, patches.flip(0), patches)
+                out = torch.cat([x[:, :extra], patches], dim=1)
+            is_labelled = self.out_type == 'token_label'
+            outs.append((out, hw, share) if is_labelled else self._format_output(out, hw))
         return tuple(outs)
 
     def train(self, mode: bool = True):

@@ -40,6 +40,5 @@ class RePaMlpMixer(RePaBackbone, MlpMixer):
         super().__init__(*args, **kwargs)
         if token_norm:
             for layer in self.layers:
-                setattr(
-                    layer, layer.norm1_name, TokenNorm(layer.token_mix.embed_dims, layer.norm1.eps)
-                )
+                norm = TokenNorm(layer.token_mix.embed_dims, layer.norm1.eps)
+                setattr(layer, layer.norm1_name, norm)

@@ -39,11 +39,8 @@ class SwinStateDicts:
             side, own_side = math.isqrt(len(table)), math.isqrt(len(own))
             if len(table) == len(own) or table.shape[1:] != own.shape[1:] or side**2 != len(table):
                 continue
-            resized = F.interpolate(
-                table.float().t().reshape(1, -1, side, side),
-                size=(own_side, own_side),
-                mode='bicubic',
-            )
+            maps = table.float().t().reshape(1, -1, side, side)
+            resized = F.interpolate(maps, (own_side, own_side), mode='bicubic')
             state_dict[key] = resized.flatten(2)[0].t().to(table)
             index = name.replace('_bias_table', '_index')
             state_dict[f'{prefix}{index}'] = self.get_buffer(index)

@@ -25,11 +25,3 @@ class RePaVisionTransformer(RePaBackbone, VisionTransformer):
         >>> features = model(torch.rand(1, 3, 224, 224))
         >>> deployed = repa_mm.reparameterize(model)
     """
-
-    def train(self, mode: bool = True):
-        super().train(mode)
-        # The parent freezes once, which was enough for LayerNorm: BatchNorm would go on changing
-        # its statistics.
-        if mode and self.frozen_stages > 0:
-            self._freeze_stages()
-        return self

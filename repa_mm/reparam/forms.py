@@ -207,7 +207,7 @@ class TrainingForm(Form):
         try:
             merged = merge_whole(copy.deepcopy(self, without_values), '')
             names['deploy'] = _names(merged.state_dict())
-        except Exception:  # a merge that looks at values cannot be tried without any
+        except (RuntimeError, ValueError):  # a merge that looks at values, or that is refused
             pass
         return names
 

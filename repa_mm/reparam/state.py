@@ -17,7 +17,7 @@ def has_training_form(model: nn.Module) -> bool:
     return any(isinstance(m, TrainingForm) for m in model.modules())
 
 
-def _below(start: str, state_dict: dict) -> dict:
+def below(start: str, state_dict: dict) -> dict:
     """The entries whose names begin with ``start``, by the rest of their names."""
     return {key[len(start) :]: value for key, value in state_dict.items() if key.startswith(start)}
 
@@ -28,7 +28,7 @@ def _weights_of_forms(
     """Every outermost form of a model, its name, and its weights in a state dict."""
     for name, form in outermost(model):
         start = f'{prefix}{name}.' if name else prefix
-        yield form, start[:-1], _below(start, state_dict)
+        yield form, start[:-1], below(start, state_dict)
 
 
 def is_reparameterized(model: nn.Module, state_dict: dict) -> bool:
@@ -65,7 +65,7 @@ def check_state_dict(model: nn.Module, state_dict: dict, prefix: str = '', *args
             name = before + middle[:-1]
             if not middle or name in found:
                 continue
-            if form.form_of(_below(f'{name}.', state_dict)):
+            if form.form_of(below(f'{name}.', state_dict)):
                 raise CheckpointError(
                     f'the checkpoint has a {form.label} {name!r} and the model has none: they '
                     'differ in architecture'

@@ -1,4 +1,4 @@
-"""Training with token labels."""
+"""The head of LV-ViT, which learns a label for every patch (token labels)."""
 
 from collections.abc import Sequence
 
@@ -18,20 +18,20 @@ def token_targets(
     num_classes: int,
     hw: tuple[int, int],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the tokens of image crops should predict, from label maps.
+    """Cut the targets of image crops out of the label maps of the whole images.
 
     Args:
-        label_maps (Sequence[torch.Tensor]): Maps of the whole images, all of shape (2, K, H, W):
-            the K highest scores of every place, and the classes with these scores.
-        boxes (Sequence[torch.Tensor]): The crops: left, top, right, bottom, each (4, ), as shares
-            of the image's width and height.
-        flips (Sequence[bool]): Whether the crop was flipped left to right.
+        label_maps (Sequence[torch.Tensor]): One map for each image, all of shape (2, K, H, W): the
+            K highest scores at every place, and their classes.
+        boxes (Sequence[torch.Tensor]): The crop of each image, (4, ): left, top, right and bottom
+            as shares of the image's width and height.
+        flips (Sequence[bool]): Whether each crop was flipped left to right.
         num_classes (int): Number of classes.
         hw (tuple): Height and width of the grid of tokens.
 
     Returns:
-        tuple: Probabilities for the whole crop (B, num_classes), and for its patches, (B, height *
-        width, num_classes).
+        tuple: Probabilities of the classes for each crop, (B, num_classes), and for each patch of
+        it, (B, height * width, num_classes).
     """
     maps = torch.stack(tuple(label_maps))
     scores, classes = maps[:, 0].float(), maps[:, 1].long()
@@ -47,15 +47,14 @@ def token_targets(
 
 @MODELS.register_module()
 class TokenLabelHead(ClsHead):
-    """Classifies the class token and every patch.
+    """The head of `LV-ViT <https://arxiv.org/abs/2104.10858>`_: it classifies all tokens.
 
-    The head of `LV-ViT <https://arxiv.org/abs/2104.10858>`_, for ``out_type='token_label'`` of
-    :class:`~repa_mm.models.lvvit.LVViT`. The prediction is the class token's, plus half of the
-    maximum over the patches.
+    It takes the tokens of an :class:`~repa_mm.models.lvvit.LVViT` with ``out_type='token_label'``.
+    The score of a class is that of the class token plus half of the highest among the patches.
 
-    The patches learn from the label maps of the data samples, ``token_labels`` and ``crop_box``
-    (see :class:`~repa_mm.datasets.token_label.LoadTokenLabels`). Without label maps, every patch
-    learns the label of its image.
+    Patches learn from label maps, where the data samples have ``token_labels`` and ``crop_box``
+    (:class:`~repa_mm.datasets.token_label.LoadTokenLabels` adds them). Without label maps, every
+    patch learns the label of its image.
 
     Args:
         num_classes (int): Number of classes.
@@ -88,7 +87,7 @@ class TokenLabelHead(ClsHead):
         self.aux_fc = nn.Linear(in_channels, num_classes)
 
     def pre_logits(self, feats: tuple) -> torch.Tensor:
-        """The tokens of the last stage, (B, 1 + L, C)."""
+        """Take the tokens of the last stage, (B, 1 + L, C)."""
         return feats[-1][0]
 
     def forward(self, feats: tuple) -> torch.Tensor:
@@ -97,7 +96,7 @@ class TokenLabelHead(ClsHead):
         return self.fc(tokens[:, 0]) + 0.5 * patches
 
     def _targets(self, data_samples: list[DataSample], hw: tuple[int, int]):
-        """For the class token (B, K), and for the patches, (B, L or 1, K)."""
+        """Smoothed targets of the class tokens, (B, K), and of the patches, (B, L or 1, K)."""
         if 'token_labels' in data_samples[0]:
             whole, patches = token_targets(
                 [s.token_labels for s in data_samples],
@@ -119,11 +118,11 @@ class TokenLabelHead(ClsHead):
     def loss(
         self, feats: tuple, data_samples: list[DataSample], **kwargs
     ) -> dict[str, torch.Tensor]:
-        """Losses of the class token and of the patches.
+        """Compute the cross entropies of the class tokens and of the patches.
 
         Args:
-            feats (tuple): The last item: tokens, grid, and the share of their own tokens that class
-                tokens have seen.
+            feats (tuple): Its last item holds the tokens (B, 1 + L, C), the grid (height, width),
+                and the share of an image's own tokens that its class token has seen.
             data_samples (List[DataSample]): With ``token_labels``, ``gt_score`` or ``gt_label``.
             **kwargs: Not used; heads of MMPretrain take such arguments.
         """

@@ -22,12 +22,8 @@ def _taps(
     pad = kernel_size // 2
     # The weights that F.interpolate computes in half precision are coarser.
     dtype = torch.promote_types(like.dtype, torch.float32)
-    matrix = F.interpolate(
-        torch.eye(size, device=like.device, dtype=dtype)[None],
-        new_size,
-        mode='linear',
-        align_corners=align_corners,
-    )[0].t()
+    unit = torch.eye(size, device=like.device, dtype=dtype)[None]
+    matrix = F.interpolate(unit, new_size, mode='linear', align_corners=align_corners)[0].t()
     matrix = F.pad(matrix.to(like.dtype), (0, 0, pad, pad))
     return [matrix[i : i + new_size] for i in range(kernel_size)]
 
@@ -103,16 +99,12 @@ class FastUPerHead(UPerHead):
 
     def _forward_feature(self, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
         inputs = self._transform_inputs(inputs)
-        laterals = [conv(x) for conv, x in zip(self.lateral_convs, inputs)] + [
-            self.psp_forward(inputs)
-        ]
+        laterals = [conv(x) for conv, x in zip(self.lateral_convs, inputs)]
+        laterals.append(self.psp_forward(inputs))
+        how = dict(mode='bilinear', align_corners=self.align_corners)
         for i in range(len(laterals) - 1, 0, -1):
-            laterals[i - 1] = laterals[i - 1] + F.interpolate(
-                laterals[i],
-                laterals[i - 1].shape[2:],
-                mode='bilinear',
-                align_corners=self.align_corners,
-            )
+            larger = laterals[i - 1]
+            laterals[i - 1] = larger + F.interpolate(laterals[i], larger.shape[2:], **how)
         maps = [conv(x) for conv, x in zip(self.fpn_convs, laterals)] + laterals[-1:]
         return self.fpn_bottleneck(maps, self.align_corners)
 

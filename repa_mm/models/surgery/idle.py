@@ -127,7 +127,8 @@ def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
     for name, module in model.named_modules():
         kind = type(module).__name__
         if isinstance(module, Form):
-            raise ValueError(f'{type(model).__name__} is channel-idle already, see {name!r}')
+            model_name = type(model).__name__
+            raise ValueError(f'{model_name} has a {module.label} already, see {name!r}')
         names = PRE_NORM_BLOCKS.get(kind)
         if names and hasattr(module, names[1]):
             blocks[name] = module
@@ -136,9 +137,8 @@ def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
     if not blocks:
         found = f'{others[0]} is none' if others else 'it has none'
         raise ValueError(
-            f'{type(model).__name__} has no block whose FFN could become '
-            'channel-idle. Known are the pre-norm blocks '
-            f'{", ".join(sorted(PRE_NORM_BLOCKS))}; {found} of these'
+            f'{type(model).__name__} has no block whose norm and FFN could be replaced. Known are '
+            f'the pre-norm blocks {", ".join(sorted(PRE_NORM_BLOCKS))}; {found} of these'
         )
     return blocks
 
@@ -164,8 +164,7 @@ def parts_of(block: nn.Module) -> Parts:
     # By exact type: a subclass may compute something else.
     if type(ffn) is ConvFFN:
         fc1, act, drop, fc2 = ffn.fc1, ffn.act, ffn.drop, ffn.fc2
-        scale, drop_path = block.layer_scale_2, block.drop_path
-        dropouts = (drop,)
+        scale, drop_path, dropouts = block.layer_scale_2, block.drop_path, (drop,)
     elif type(ffn) not in (FFN, DeiT3FFN):
         raise ValueError(
             f'its {type(ffn).__name__} is not an FFN of two linear layers around an activation'
@@ -231,22 +230,15 @@ def idle_ffn(
         norm_cfg = dict(dict(eps=norm.eps), **norm_cfg)
     if norm_cfg.get('type') == 'TokenGN' and isinstance(norm, nn.GroupNorm):
         norm_cfg = dict(dict(eps=norm.eps, num_groups=norm.num_groups), **norm_cfg)
+    hidden, channels = fc1.weight.shape[:2]
+    drops = dict(drop_path=parts.drop_path, drop_rate=parts.drop)
     ffn = ChannelIdleFFN(
-        fc1.weight.shape[1],
-        fc1.weight.shape[0],
-        idle_ratio=idle_ratio,
-        act_cfg=copy.deepcopy(parts.act),
-        norm_cfg=norm_cfg,
-        drop_path=parts.drop_path,
-        drop_rate=parts.drop,
+        channels, hidden, idle_ratio, act_cfg=copy.deepcopy(parts.act), norm_cfg=norm_cfg, **drops
     )
     with torch.no_grad():
         for new, old in ((ffn.fc1, fc1), (ffn.fc2, fc2)):
             new.weight.copy_(old.weight.flatten(1))
-            if old.bias is None:
-                new.bias.zero_()
-            else:
-                new.bias.copy_(old.bias)
+            new.bias.copy_(torch.zeros_like(new.bias) if old.bias is None else old.bias)
         # Scale and shift mean the same in each kind of norm.
         for key in ('weight', 'bias'):
             trained, new = getattr(norm, key, None), getattr(ffn.norm1, key, None)
@@ -303,22 +295,19 @@ def _ratio_of_each_block(
 ) -> list[float]:
     if schedule not in ('constant', 'linear'):
         raise ValueError(f"idle_schedule must be 'constant' or 'linear', but got {schedule!r}")
-    if isinstance(idle_ratio, Sequence) and not isinstance(idle_ratio, str):
-        if schedule != 'constant':
-            raise ValueError(
-                f'a list of idle ratios leaves nothing for idle_schedule={schedule!r} to do'
-            )
-        if len(idle_ratio) != num_blocks:
-            raise ValueError(
-                f'idle_ratio has {len(idle_ratio)} entries, but the model has '
-                f'{num_blocks} blocks: give one number, or one per block'
-            )
-        return list(idle_ratio)
-    if schedule == 'linear':
-        if not isinstance(idle_ratio, (int, float)):
+    linear = schedule == 'linear'
+    if not isinstance(idle_ratio, Sequence) or isinstance(idle_ratio, str):
+        if linear and not isinstance(idle_ratio, (int, float)):
             raise ValueError(f'idle_ratio must be a number, got {idle_ratio!r}')
-        return linear_idle_ratios(idle_ratio, num_blocks)
-    return [idle_ratio] * num_blocks
+        return linear_idle_ratios(idle_ratio, num_blocks) if linear else [idle_ratio] * num_blocks
+    if linear:
+        raise ValueError("a list of idle ratios leaves nothing for idle_schedule='linear' to do")
+    if len(idle_ratio) != num_blocks:
+        raise ValueError(
+            f'idle_ratio has {len(idle_ratio)} entries, but the model has {num_blocks} blocks: '
+            'give one number, or one per block'
+        )
+    return list(idle_ratio)
 
 
 def idle_channels(
