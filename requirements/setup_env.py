@@ -121,8 +121,7 @@ def compile_jobs():
 
 def clock(start):
     """The time since a moment as minutes:seconds."""
-    seconds = int(time.monotonic() - start)
-    return f'{seconds // 60}:{seconds % 60:02d}'
+    return '{}:{:02d}'.format(*divmod(int(time.monotonic() - start), 60))
 
 
 def progress(output):
@@ -379,15 +378,12 @@ def main():
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument('--stack', choices=sorted(STACKS), default='onedl')
-    parser.add_argument(
-        '--venv', type=Path, default=ROOT / '.venv', help='folder of the environment'
-    )
+    parser.add_argument('--venv', type=Path, default=ROOT / '.venv', help='the environment')
     parser.add_argument(
         '--mmcv-wheel',
         type=Path,
         default=os.environ.get('MMCV_WHEEL') or None,
-        help='a wheel of mmcv, compiled earlier for the same Python and '
-        'PyTorch, to use instead of compiling (or set MMCV_WHEEL)',
+        help='one compiled earlier for the same Python and PyTorch (or set MMCV_WHEEL)',
     )
     args = parser.parse_args()
     try:
