@@ -11,12 +11,16 @@ from importlib import import_module
 from mmengine.registry import MODELS, TRANSFORMS
 
 BACKBONES = (
+    'AffineRIFormer',
+    'ExpertsVisionTransformer',
     'FastSwinTransformer',
     'IdleChannels',
     'LVViT',
     'ParallelMAEViT',
     'ParallelSwinTransformer',
     'ParallelVisionTransformer',
+    'ProgressiveSwinTransformer',
+    'ProgressiveVisionTransformer',
     'RePaLVViT',
     'RePaMlpMixer',
     'RePaPoolFormer',

@@ -6,9 +6,10 @@ import pytest
 import torch
 from mmengine.config import Config
 from mmengine.optim import build_optim_wrapper
-from mmengine.registry import MODELS
+from mmengine.registry import HOOKS, MODELS
 
 from repa_mm import config_path, reparameterize
+from repa_mm.engine import ScheduleHook
 from repa_mm.engine.complexity import count_parameters
 from repa_mm.paths import config_root
 from repa_mm.reparam import Scheduled, TrainingForm, finish_schedules
@@ -17,7 +18,8 @@ from .test_configs import batch_of, build, check_weight_decay, load_config
 
 NAMES = sorted(f'structures/{p.stem}' for p in (Path(config_root()) / 'structures').glob('*.py'))
 PRETRAINING = [name for name in NAMES if name.endswith('_mae')]
-TRAINING = [name for name in NAMES if name not in PRETRAINING]
+VANILLA = ['structures/vit_t_in1k']
+TRAINING = [name for name in NAMES if name not in PRETRAINING + VANILLA]
 
 
 def test_there_is_every_model():
@@ -26,6 +28,15 @@ def test_there_is_every_model():
     tasks = ('retinanet', 'mask_rcnn', 'upernet')
     assert names >= {f'{task}_parallel_{k}swin_s' for task in tasks for k in ('', 'repa_')}
     assert names >= {'parallel_swin_s_in1k', 'parallel_repa_swin_s_in1k'}
+    for size in 'ts':
+        assert names >= {f'progressive_{k}swin_{size}_in1k' for k in ('', 'repa_')}
+        assert names >= {
+            f'{task}_progressive_{k}swin_{size}' for task in tasks[:2] for k in ('', 'repa_')
+        }
+    assert names >= {
+        f'{m}_{k}deit_t_in1k' for m in ('progressive', 'experts') for k in ('', 'repa_')
+    }
+    assert 'riformer_s12_in1k' in names
 
 
 @pytest.mark.parametrize('name', NAMES)
@@ -33,14 +44,20 @@ def test_config_is_complete(name):
     cfg = Config.fromfile(config_path(name))
     assert cfg.custom_imports['imports'] == ['repa_mm']
     hooks = [hook['type'] for hook in cfg.get('custom_hooks', [])]
-    assert hooks[-1:] == ([] if name in PRETRAINING else ['ReparameterizeHook'])
+    assert hooks[-1:] == ([] if name in PRETRAINING + VANILLA else ['ReparameterizeHook'])
     init_cfg = cfg.model.backbone.get('init_cfg')
     if init_cfg:
         assert init_cfg.type == 'Pretrained' and init_cfg.prefix == 'backbone.'
         assert init_cfg.checkpoint.startswith('checkpoints/')
 
 
-@pytest.mark.parametrize('name', TRAINING)
+def _large(name):
+    return 'progressive' in name and 'swin_s' in name
+
+
+@pytest.mark.parametrize(
+    'name', [pytest.param(n, marks=pytest.mark.slow if _large(n) else ()) for n in TRAINING]
+)
 def test_model_trains_a_step_and_merges(name, relative_error):
     cfg = load_config(name)
     if 'upernet' in name:
@@ -54,7 +71,7 @@ def test_model_trains_a_step_and_merges(name, relative_error):
     assert sum(len(group['params']) for group in optim_wrapper.optimizer.param_groups) == sum(
         1 for _ in model.parameters()
     )
-    if 'vit' not in name:
+    if not any(kind in name for kind in ('vit', 'riformer')):
         weight_decay = cfg.optim_wrapper.optimizer.weight_decay
         check_weight_decay(model, optim_wrapper.optimizer, weight_decay, biases='in1k' in name)
     size = 224 if 'in1k' in name else 64
@@ -68,16 +85,18 @@ def test_model_trains_a_step_and_merges(name, relative_error):
 
     # Every schedule has a hook that ends it.
     scheduled = {type(m) for m in model.modules() if isinstance(m, Scheduled)}
-    hooks = [hook['type'] for hook in cfg.custom_hooks]
-    assert len(hooks) == 1 + len(scheduled)
+    hooks = [HOOKS.get(hook['type']) for hook in cfg.custom_hooks]
+    ending = [hook.kind for hook in hooks if issubclass(hook, ScheduleHook)]
+    assert len(ending) == len(scheduled) and all(issubclass(m, tuple(ending)) for m in scheduled)
     model.eval()
-    backbone = finish_schedules(model).backbone
-    x = torch.randn(1, 3, size, size)
+    # In float64: after one step BatchNorms do not normalize, and rounding errors grow with depth.
+    backbone = finish_schedules(model).backbone.double()
+    x = torch.randn(1, 3, size, size, dtype=torch.double)
     with torch.no_grad():
         expected, merged = backbone(x), reparameterize(backbone)
         found = merged(x)
     for a, e in zip(found, expected):
-        assert relative_error(a, e) < 1e-5
+        assert relative_error(a, e) < 1e-10
     assert not any(isinstance(m, TrainingForm) for m in merged.modules())
     assert count_parameters(merged) < count_parameters(backbone)
 

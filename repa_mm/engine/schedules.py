@@ -5,7 +5,7 @@ import math
 from mmengine.hooks import EMAHook, Hook
 from mmengine.registry import HOOKS
 
-from repa_mm.reparam import JoinedLinear, Scheduled, set_lam
+from repa_mm.reparam import JoinedLinear, ProgressiveIdleFFN, ProgressiveNorm, Scheduled, set_lam
 
 _CURVES = {
     'linear': lambda progress, _: progress,
@@ -118,3 +118,38 @@ class JoinBranchesHook(ScheduleHook):
 
     def __init__(self, warmup: int = 10000, **kwargs) -> None:
         super().__init__(warmup, **kwargs)
+
+
+@HOOKS.register_module()
+class DecayLayerNormsHook(ScheduleHook):
+    """Lets the LayerNorms of progressive norms fade during the first part of a training.
+
+    Lambda goes from 1 to 0. The default is that of `SLAB <https://arxiv.org/abs/2405.11582>`_ for
+    300 epochs on ImageNet. The authors' code counts every forward pass of every norm; this hook
+    counts iterations.
+
+    Args:
+        warmup (int): Number of iterations in which the LayerNorms fade. Defaults to 300000.
+        **kwargs: ``begin``, ``curve`` and ``num_steps`` of :class:`ScheduleHook`.
+    """
+
+    kind = ProgressiveNorm
+    what = 'progressive norms'
+
+    def __init__(self, warmup: int = 300000, **kwargs) -> None:
+        super().__init__(warmup, **kwargs)
+
+
+@HOOKS.register_module()
+class DecayActivationsHook(ScheduleHook):
+    """Lets the activations of idle channels fade during the first part of a training.
+
+    Lambda goes from 1 to 0.
+
+    Args:
+        warmup (int): Number of iterations in which the activations fade.
+        **kwargs: ``begin``, ``curve`` and ``num_steps`` of :class:`ScheduleHook`.
+    """
+
+    kind = ProgressiveIdleFFN
+    what = 'progressive channel-idle FFNs'

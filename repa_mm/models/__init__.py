@@ -1,5 +1,6 @@
 """The registered backbones."""
 
+from repa_mm.models.experts import ExpertsVisionTransformer
 from repa_mm.models.heads.token_label import TokenLabelHead
 from repa_mm.models.idle_backbone import build_idle_backbone
 from repa_mm.models.lvvit import LVViT, RePaLVViT
@@ -7,6 +8,8 @@ from repa_mm.models.mlp_mixer import RePaMlpMixer
 from repa_mm.models.parallel_swin import ParallelSwinTransformer
 from repa_mm.models.parallel_vit import ParallelMAEViT, ParallelVisionTransformer
 from repa_mm.models.poolformer import RePaPoolFormer
+from repa_mm.models.progressive import ProgressiveSwinTransformer, ProgressiveVisionTransformer
+from repa_mm.models.riformer import AffineRIFormer
 from repa_mm.models.surgery.idle import idle_channels, linear_idle_ratios
 from repa_mm.models.surgery.pretrained import convert_pretrained
 from repa_mm.models.surgery.window_attention import fast_window_attention
@@ -14,11 +17,15 @@ from repa_mm.models.swin import FastSwinTransformer, RePaSwinTransformer
 from repa_mm.models.vit import RePaVisionTransformer
 
 __all__ = [
+    'AffineRIFormer',
+    'ExpertsVisionTransformer',
     'FastSwinTransformer',
     'LVViT',
     'ParallelMAEViT',
     'ParallelSwinTransformer',
     'ParallelVisionTransformer',
+    'ProgressiveSwinTransformer',
+    'ProgressiveVisionTransformer',
     'RePaLVViT',
     'RePaMlpMixer',
     'RePaPoolFormer',

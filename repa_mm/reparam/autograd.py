@@ -1,9 +1,12 @@
 """The state of autograd, autocast and compilers, and a guard for backward passes."""
 
+import contextlib
+import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
+import torch.nn as nn
 
 
 def first_order_only(instead: str) -> Callable:
@@ -61,3 +64,26 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
     elif torch.is_autocast_enabled():
         return torch.get_autocast_gpu_dtype()
     return None
+
+
+def kept_statistics(*norms: nn.Module) -> contextlib.AbstractContextManager:
+    """Keep the statistics of norms while a forward pass is repeated for its backward pass.
+
+    Otherwise, activation checkpointing would count a batch twice, see :func:`recomputing`.
+
+    Args:
+        *norms (nn.Module): Norms, of which some may have no statistics.
+    """
+    return _on_copies(norms) if recomputing() else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _on_copies(norms: tuple[nn.Module, ...]) -> Iterator[None]:
+    buffers = [dict(norm._buffers) for norm in norms]
+    try:
+        for norm in norms:
+            norm._buffers.update(copy.deepcopy(norm._buffers))
+        yield
+    finally:
+        for norm, own in zip(norms, buffers):
+            norm._buffers.update(own)

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from .ffn import ChannelIdleFFN, DropPath, FoldedFFN, num_active_channels
 from .ffn.layers import build_activation
 from .forms import DeployForm, TrainingForm
-from .numerics import double, is_plain, rounded
+from .numerics import double, in_double, is_plain, rounded
 from .schedule import Scheduled, set_lam
 
 
@@ -500,7 +500,8 @@ class ParallelIdleFFN(ChannelIdleFFN):
             ValueError: As there; or if lambda is not 1.
         """
         self.fc1.check_mergeable()
-        folded = super().fold()
+        # In float64 the joined rows are not rounded before they are folded.
+        folded = super(ParallelIdleFFN, in_double(self)).fold()
         branches = self.num_branches, self.fc1.num_joined
         return folded._replace(
             w_in=folded.w_in.unflatten(0, branches).mean(0),

@@ -1,5 +1,6 @@
 """Folding in float64, and checks that what is folded are numbers."""
 
+import copy
 import itertools
 
 import torch
@@ -13,6 +14,14 @@ def double(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().double()
 
 
+def in_double(module: nn.Module) -> nn.Module:
+    """A copy of a module in float64, on the CPU where the device has none (MPS)."""
+    module = copy.deepcopy(module)
+    if any(p.device.type == 'mps' for p in module.parameters()):
+        module = module.cpu()
+    return module.double()
+
+
 def any_of(mask: torch.Tensor) -> bool:
     """Whether an element is true. On the meta device no element is."""
     return not mask.is_meta and bool(mask.any())
@@ -24,7 +33,8 @@ def rounded(value: torch.Tensor, like: torch.Tensor) -> nn.Parameter:
     Raises:
         ValueError: If a value exceeds the range of that dtype.
     """
-    result = value.to(like)
+    # A copy: training is not to change the deploy form.
+    result = value.to(like, copy=True)
     if any_of(~result.isfinite()):
         raise ValueError(
             f'the merged weights, up to {value.abs().max():.1e}, exceed the range of {like.dtype}: '

@@ -1,11 +1,7 @@
 """Lambda by iterations, in real trainings: stopped and resumed, averaged, distributed."""
 
 import copy
-import os
 import re
-import socket
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -25,7 +21,7 @@ from repa_mm.reparam import (
     reparameterize,
 )
 
-from .toy import KeepLogits, Transpose, make_runner
+from .toy import KeepLogits, Transpose, make_runner, run_in_two_processes
 
 # 2 iterations an epoch.
 JOIN = dict(type='JoinBranchesHook', warmup=4)
@@ -246,19 +242,4 @@ end_process()
 
 @pytest.mark.parametrize('broadcast_buffers', [False, True])
 def test_two_processes(tmp_path, broadcast_buffers):
-    script = tmp_path / 'run.py'
-    script.write_text(DISTRIBUTED)
-    with socket.socket() as s:
-        s.bind(('127.0.0.1', 0))
-        port = s.getsockname()[1]
-    root = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
-    command = [sys.executable, '-m', 'torch.distributed.run', '--nproc_per_node=2']
-    result = subprocess.run(
-        [*command, f'--master_port={port}', str(script), str(tmp_path), str(broadcast_buffers)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=dict(os.environ, PYTHONPATH=root, OMP_NUM_THREADS='1'),
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
-    assert 'rank 0 done' in result.stdout and 'rank 1 done' in result.stdout
+    run_in_two_processes(DISTRIBUTED, tmp_path, broadcast_buffers)

@@ -1,5 +1,10 @@
 """A small model and data for tests through the real Runner."""
 
+import os
+import socket
+import subprocess
+import sys
+
 import torch
 import torch.nn as nn
 from mmengine.evaluator import BaseMetric
@@ -117,3 +122,26 @@ def make_runner(work_dir, hooks=(), model=None, **kwargs):
     )
     cfg.update(kwargs)
     return Runner(**cfg)
+
+
+def run_in_two_processes(script, folder, *arguments):
+    """Run a script in two processes, which are to say 'rank 0 done' and 'rank 1 done'.
+
+    Its arguments are the folder and those given.
+    """
+    path = folder / 'run.py'
+    path.write_text(script)
+    with socket.socket() as s:
+        s.bind(('127.0.0.1', 0))
+        port = s.getsockname()[1]
+    root = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
+    command = [sys.executable, '-m', 'torch.distributed.run', '--nproc_per_node=2']
+    result = subprocess.run(
+        [*command, f'--master_port={port}', str(path), str(folder), *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=dict(os.environ, PYTHONPATH=root, OMP_NUM_THREADS='1'),
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert 'rank 0 done' in result.stdout and 'rank 1 done' in result.stdout

@@ -181,6 +181,10 @@ class FastShiftWindowMSA(ShiftWindowMSA):
             x = self._forward_eager(query, height, width, shift)
         return self.drop(w_msa.proj_drop(x))
 
+    def _qkv(self, windows: torch.Tensor, padded: torch.Tensor | None) -> torch.Tensor:
+        """Queries, keys and values of windows (n, N, C), whose rows ``padded`` marks as padding."""
+        return self.w_msa.qkv(windows)
+
     def _forward_eager(self, query, height, width, shift):
         w_msa, num_tokens = self.w_msa, self.window_size**2
         channels, on_cpu = query.shape[-1], query.device.type == 'cpu'
@@ -196,7 +200,7 @@ class FastShiftWindowMSA(ShiftWindowMSA):
 
         if torch.is_grad_enabled():
             windows = gather(x, rows, positions, padded)
-            qkv = w_msa.qkv(windows.view(-1, num_tokens, channels))
+            qkv = self._qkv(windows.view(-1, num_tokens, channels), padded)
             bias = self._bias(shift, qkv.dtype)
             if on_cpu:
                 x = _Attention.apply(qkv, bias, w_msa.num_heads, w_msa.scale, groups)
@@ -209,9 +213,10 @@ class FastShiftWindowMSA(ShiftWindowMSA):
         for start, stop, mask in groups:
             chunk = slice(start * num_tokens, stop * num_tokens)
             windows = x.index_select(0, rows[chunk])
+            is_padded = None if padded is None else padded[chunk]
             if padded is not None:
-                windows.masked_fill_(padded[chunk], 0)
-            qkv = w_msa.qkv(windows.view(-1, num_tokens, channels))
+                windows.masked_fill_(is_padded, 0)
+            qkv = self._qkv(windows.view(-1, num_tokens, channels), is_padded)
             if out is None:
                 bias = self._bias(shift, qkv.dtype)
                 out = qkv.new_empty(len(rows), channels)
@@ -227,7 +232,7 @@ class FastShiftWindowMSA(ShiftWindowMSA):
         )
         x = gather(query, rows, positions, padded)
         x = x.view(batch * mask.shape[0], window**2, channels)
-        q, k, v = _heads(w_msa.qkv(x), w_msa.num_heads)
+        q, k, v = _heads(self._qkv(x, padded), w_msa.num_heads)
         is_known = isinstance(shift, int)
         is_shifted = shift if is_known else self.shift_size
         bias = buffer(self._compute_bias(is_shifted).to(q.dtype).contiguous())

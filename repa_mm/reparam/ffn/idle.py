@@ -11,7 +11,7 @@ import copy
 import torch
 import torch.nn as nn
 
-from ..autograd import recomputing
+from ..autograd import kept_statistics
 from ..forms import TrainingForm
 from ..numerics import batch_norm_affine, double, rounded
 from .folded import choose_path, folded_forward
@@ -71,7 +71,7 @@ class ChannelIdleFFN(TrainingForm):
     label = 'channel-idle FFN'
     training_paths = ('literal', 'auto', 'folded')
     training_path = 'auto'
-    computes = ('forward', 'forward_literal')
+    computes = ('forward', 'forward_literal', '_hidden')
 
     def __init__(
         self,
@@ -133,17 +133,8 @@ class ChannelIdleFFN(TrainingForm):
         is_own = type(self).forward_literal is ChannelIdleFFN.forward_literal
         if is_own and choose_path(self, num_tokens) == 'folded':
             return folded_forward(self, x)
-        if not recomputing():
+        with kept_statistics(self.norm1, self.norm2):
             return self.forward_literal(x)
-        norms = self.norm1, self.norm2
-        buffers = [dict(norm._buffers) for norm in norms]
-        try:
-            for norm in norms:
-                norm._buffers.update(copy.deepcopy(norm._buffers))
-            return self.forward_literal(x)
-        finally:
-            for norm, own in zip(norms, buffers):
-                norm._buffers.update(own)
 
     def forward_literal(self, x: torch.Tensor) -> torch.Tensor:
         """Eq. 3 of the paper, literally: what every other path must equal.
@@ -155,13 +146,16 @@ class ChannelIdleFFN(TrainingForm):
             torch.Tensor: Of the shape of x.
         """
         u = self.norm1(x if self.keeps_norm else x.reshape(-1, self.embed_dims))
-        h = self.fc1(u.reshape(-1, self.embed_dims))
-        active, idle = h.tensor_split([self.num_active], dim=1)
-        a = torch.cat([self.act(active), idle], dim=1)
+        a = self._hidden(u.reshape(-1, self.embed_dims))
         z = self.drop(self.fc2(self.drop(self.norm2(a)))).view(x.shape)
         if self.layer_scale is not None:
             z = z * self.layer_scale
         return x + self.dropout_layer(z)
+
+    def _hidden(self, u: torch.Tensor) -> torch.Tensor:
+        """Hidden channels (N, H) of normalized tokens (N, C), the active ones activated."""
+        active, idle = self.fc1(u).tensor_split([self.num_active], dim=1)
+        return torch.cat([self.act(active), idle], dim=1)
 
     def fold(self) -> FoldedFFN:
         """Norms, layer scale and idle channels folded, in float64 (paper eq. 4-6).

@@ -1,0 +1,216 @@
+"""Norms: LayerNorms that become BatchNorms while they train, and merge.
+
+`SLAB <https://arxiv.org/abs/2405.11582>`_ replaces LayerNorm by RepBN(x) = BN(x) + eta x, and goes
+from one to the other while it trains:
+
+    norm(x) = lambda LN(x) + (1 - lambda) RepBN(x),    lambda from 1 to 0.
+
+At lambda = 0 and with the statistics of inference that is s x + t. It merges into the linear layer
+that follows, W (s x + t) + b = (W diag(s)) x + (W t + b), and is an affine map where none does.
+"""
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from .autograd import kept_statistics
+from .ffn.layers import build_norm
+from .forms import DeployForm, TrainingForm
+from .numerics import batch_norm_affine, double, is_plain, rounded
+from .schedule import Scheduled, set_lam
+
+
+class RepBN(nn.Module):
+    """BN(x) + eta x on tokens, with eta a number that is trained.
+
+    Args:
+        num_features (int): Number of channels C.
+        norm_cfg (dict): 'BN' or 'SyncBN', and its arguments. Defaults to ``dict(type='BN')``.
+    """
+
+    def __init__(self, num_features: int, norm_cfg: dict = dict(type='BN')) -> None:
+        super().__init__()
+        self.bn = build_norm(norm_cfg, num_features)
+        if not hasattr(self.bn, 'running_mean'):
+            raise ValueError(f"RepBN takes 'BN' or 'SyncBN', but got {norm_cfg.get('type')!r}")
+        self.eta = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalized tokens of shape (..., C)."""
+        with kept_statistics(self.bn):
+            return self.bn(x.reshape(-1, x.shape[-1])).view(x.shape) + self.eta * x
+
+    def affine(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """S and t, each (C, ) in float64, of the map s x + t that it is in eval mode.
+
+        Raises:
+            ValueError: If the BatchNorm has no running statistics.
+        """
+        if type(self.bn).forward not in (nn.BatchNorm1d.forward, nn.SyncBatchNorm.forward):
+            raise ValueError(f'its BatchNorm is a {type(self.bn).__name__}, which does not merge')
+        eta = double(self.eta)
+        s, t = batch_norm_affine(self.bn, eta.expand(1, self.bn.num_features))
+        return s + eta, t
+
+
+class ProgressiveNorm(Scheduled, TrainingForm):
+    """lambda LN(x) + (1 - lambda) RepBN(x), which merges into an affine map at lambda = 0.
+
+    Args:
+        num_features (int): Number of channels C.
+        norm_cfg (dict): Norm of the RepBN, 'BN' or 'SyncBN'. Defaults to ``dict(type='BN')``.
+        eps (float): Epsilon of the LayerNorm. Defaults to 1e-5.
+    """
+
+    label = 'progressive norm'
+    end = 0.0
+    scalar = 'layer_norm'
+    unfinished = 'the LayerNorms have the weight'
+
+    def __init__(
+        self, num_features: int, norm_cfg: dict = dict(type='BN'), eps: float = 1e-5
+    ) -> None:
+        super().__init__()
+        self.ln = nn.LayerNorm(num_features, eps=eps)
+        self.rep = RepBN(num_features, norm_cfg)
+        self._add_lam()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalized tokens of shape (..., C)."""
+        if not self.is_finished:
+            lam = self.lam.to(x.dtype)
+            return lam * self.ln(x) + (1 - lam) * self.rep(x)
+        y = self.rep(x)
+        if self.training:
+            # Distributed training waits for a gradient of every parameter.
+            y = y + 0 * (self.ln.weight.sum() + self.ln.bias.sum())
+        return y
+
+    def affine(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """S and t as those of :meth:`RepBN.affine`.
+
+        Raises:
+            ValueError: If lambda is not 0, and as there.
+        """
+        self.check_finished()
+        return self.rep.affine()
+
+    def merge(self) -> 'AffineMap':
+        """The affine map that the norm is at lambda = 0, computed in float64.
+
+        Raises:
+            ValueError: As :meth:`TrainingForm.merge`; or if lambda is not 0.
+        """
+        s, t = self.affine()
+        with torch.device('meta'):
+            merged = AffineMap(len(s))
+        like = self.rep.eta
+        merged.scale, merged.shift = rounded(s, like), rounded(t, like)
+        return merged
+
+
+class AffineMap(DeployForm):
+    """s x + t for every channel: a progressive norm that no linear layer follows.
+
+    Its weights are not named as those of a LayerNorm, which would be taken for them.
+
+    Args:
+        num_features (int): Number of channels C.
+    """
+
+    label = 'progressive norm'
+
+    def __init__(self, num_features: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(num_features))
+        self.shift = nn.Parameter(torch.zeros(num_features))
+
+    def inference(self, x: torch.Tensor) -> torch.Tensor:
+        """As :meth:`ProgressiveNorm.forward`."""
+        return torch.addcmul(self.shift, x, self.scale)
+
+
+class NormedLinear(TrainingForm):
+    """A progressive norm and the linear layer that follows it, which merge into one linear layer.
+
+    Where zeros come between both, as around the maps of window attention, :attr:`norm` and
+    :attr:`linear` are called one by one.
+
+    Args:
+        norm (ProgressiveNorm): The norm.
+        linear (nn.Linear): The linear layer.
+    """
+
+    label = 'linear layer with a progressive norm'
+
+    def __init__(self, norm: ProgressiveNorm, linear: nn.Linear) -> None:
+        super().__init__()
+        self.norm, self.linear = norm, linear
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The linear layer's outputs (..., out) for tokens (..., C)."""
+        return self.linear(self.norm(x))
+
+    def merge(self) -> 'MergedLinear':
+        """The linear layer that both are at lambda = 0, computed in float64.
+
+        Raises:
+            ValueError: As :meth:`TrainingForm.merge`; if lambda is not 0, or the layer is none of
+                torch's.
+        """
+        linear = self.linear
+        if not is_plain(linear, nn.Linear):
+            raise ValueError(
+                f'its linear layer is a {type(linear).__name__}, and not an nn.Linear: an adapter '
+                'is to be merged into the layer first'
+            )
+        s, t = self.norm.affine()
+        weight = double(linear.weight)
+        own = weight.new_zeros(len(weight)) if linear.bias is None else double(linear.bias)
+        with torch.device('meta'):
+            merged = MergedLinear(linear.in_features, linear.out_features)
+        merged.weight = rounded(weight * s, linear.weight)
+        merged.bias = rounded(weight @ t + own, linear.weight)
+        merged.padding = own.to(linear.weight, copy=True)
+        return merged
+
+
+class MergedLinear(DeployForm):
+    """A linear layer with the norm before it.
+
+    Args:
+        in_features (int): Number of inputs.
+        out_features (int): Number of outputs.
+
+    Attributes:
+        padding (torch.Tensor): What a zero behind the norm becomes, the bias of the layer alone.
+            Its name also tells these weights from those of an ordinary linear layer.
+    """
+
+    label = 'linear layer with a progressive norm'
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(out_features, in_features))
+        self.bias = nn.Parameter(torch.zeros(out_features))
+        self.register_buffer('padding', torch.zeros(out_features))
+
+    def inference(self, x: torch.Tensor) -> torch.Tensor:
+        """As :meth:`NormedLinear.forward`."""
+        return F.linear(x, self.weight, self.bias)
+
+
+def decay_layer_norms(model: nn.Module, lam: float) -> nn.Module:
+    """Set the weight lambda of the LayerNorms in a model's progressive norms, in place.
+
+    Args:
+        model (nn.Module): A model with progressive norms.
+        lam (float): Lambda in [0, 1]: 1 for LayerNorms, 0 for norms that merge.
+
+    Returns:
+        nn.Module: The same model.
+
+    Raises:
+        ValueError: If lambda is not a number in [0, 1], or the model has no progressive norm.
+    """
+    return set_lam(model, lam, ProgressiveNorm, 'progressive norms')

@@ -1,0 +1,190 @@
+"""Experts and affine mixers: trained apart, averaged, merged."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from repa_mm.reparam import (
+    CheckpointError,
+    ExpertLinear,
+    ExpertsFFN,
+    ExpertsIdleFFN,
+    MergedFFN,
+    MergedNorm,
+    NormedAffine,
+    OrdinaryFFN,
+    average_experts,
+    calibrate_batch_norm,
+    check_state_dict,
+    reparameterize,
+)
+
+FORMS = dict(
+    ffn=(lambda e: ExpertsFFN(16, 40, e, layer_scale_init_value=0.5), OrdinaryFFN),
+    idle=(lambda e: ExpertsIdleFFN(16, 40, e, 0.75, layer_scale_init_value=0.5), MergedFFN),
+    idle_gn=(lambda e: ExpertsIdleFFN(16, 40, e, 0.5, norm_cfg=dict(type='TokenGN')), MergedFFN),
+    mixer=(lambda e: NormedAffine(16), MergedNorm),
+)
+
+
+def tokens(name, batch=4, **kwargs):
+    return (
+        torch.randn(batch, 16, 3, 4, **kwargs)
+        if name == 'mixer'
+        else torch.randn(batch, 12, 16, **kwargs)
+    )
+
+
+def scattered(form, randomize, seed=0):
+    randomize(form, seed)
+    for m in form.modules():
+        if isinstance(m, nn.GroupNorm):
+            nn.init.uniform_(m.weight, 0.3, 1.5)
+            nn.init.uniform_(m.bias, -0.5, 0.5)
+    return form
+
+
+@settings(max_examples=50, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@given(
+    name=st.sampled_from(sorted(FORMS)),
+    experts=st.integers(1, 5),
+    seed=st.integers(0, 10**6),
+    hostile=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+)
+def test_merge_is_exact(name, experts, seed, hostile, dtype, randomize, relative_error):
+    torch.manual_seed(seed)
+    make, kind = FORMS[name]
+    form = scattered(make(experts), randomize, seed).to(dtype).eval()
+    for norm in form.modules() if hostile else ():
+        if isinstance(norm, nn.BatchNorm1d):
+            norm.running_mean.mul_(100)
+            norm.running_var.copy_(10 ** torch.empty_like(norm.running_var).uniform_(-6, 6))
+    merged = form.merge()
+    assert type(merged) is kind
+    x = tokens(name, dtype=dtype)
+    exact = copy.deepcopy(form).double()(x.double())
+    own = relative_error(form(x), exact)
+    assert relative_error(merged(x), exact) < max(
+        1e-6 if dtype == torch.float32 else 1e-14, 4 * own
+    )
+
+
+@pytest.mark.parametrize('name', FORMS)
+def test_a_step_moves_every_parameter(name, randomize):
+    form = scattered(FORMS[name][0](3), randomize).train()
+    before = {key: p.clone() for key, p in form.named_parameters()}
+    optimizer = torch.optim.Adam(form.parameters(), 1e-2)
+    x = tokens(name)
+    (form(x) * torch.randn_like(x)).sum().backward()
+    optimizer.step()
+    for key, p in form.named_parameters():
+        assert (p != before[key]).any(), key
+
+
+def test_every_token_goes_to_one_expert_in_equal_parts():
+    ffn = ExpertsFFN(4, 8, 3).train()
+    for e, expert in enumerate(ffn.fc2.experts):
+        nn.init.zeros_(expert.weight)
+        nn.init.constant_(expert.bias, float(e))
+    x = torch.randn(5, 6, 4)
+    counts = torch.zeros(30, 3)
+    for _ in range(200):
+        chosen = (ffn(x) - x).round()[..., 0].flatten().long()
+        assert torch.bincount(chosen, minlength=3).tolist() == [10, 10, 10]
+        counts[torch.arange(30), chosen] += 1
+    # At random: every token meets every expert.
+    assert counts.min() > 30
+    # Fewer tokens than experts leave no parameter without a gradient.
+    ffn(x[:1, :2]).sum().backward()
+    assert all(p.grad is not None for p in ffn.parameters())
+
+
+@pytest.mark.parametrize('idle', [False, True])
+def test_equal_experts_are_one_ffn(idle, randomize, relative_error):
+    form = scattered(FORMS['idle' if idle else 'ffn'][0](4), randomize).double().train()
+    average_experts(form, 0.75)  # of 4, each is the mean afterwards
+    form.drop.p = 0.0
+    x = tokens('ffn', dtype=torch.double)
+    other = copy.deepcopy(form)
+    if idle:
+        u = other.norm1(x.flatten(0, 1))
+        active, rest = other.fc1(u).tensor_split([10], 1)
+        z = other.fc2(other.norm2(torch.cat([F.gelu(active), rest], 1))).view(x.shape)
+    else:
+        z = other.fc2(F.gelu(other.fc1(x)))
+    assert relative_error(form(x), x + z * other.layer_scale) < 1e-12
+
+
+def test_statistics_are_calibrated_for_the_mean(randomize, relative_error):
+    form = randomize(FORMS['idle'][0](4))
+    for expert in form.fc1.experts:
+        nn.init.normal_(expert.weight)
+    x = tokens('ffn', 64)
+    calibrate_batch_norm(form, [x])
+    u = x.flatten(0, 1)
+    u = (u - u.mean(0)) / (u.var(0, unbiased=False) + form.norm1.eps).sqrt()
+    active, idle = form.fc1(u * form.norm1.weight + form.norm1.bias).tensor_split([10], 1)
+    a = torch.cat([F.gelu(active), idle], 1)
+    assert relative_error(form.norm2.running_mean, a.mean(0)) < 1e-5
+    assert relative_error(form.norm2.running_var, a.var(0)) < 1e-5
+
+
+@pytest.mark.parametrize('rate', [0.0, 0.1, 1.0])
+def test_averaging(rate):
+    layer = ExpertLinear(3, 5, 4).double()
+    before = [expert.weight.clone() for expert in layer.experts]
+    mean = layer.weight.clone()
+    average_experts(layer, rate)
+    for e, expert in enumerate(layer.experts):
+        others = sum(before[j] for j in range(4) if j != e) / 3
+        assert torch.allclose(expert.weight, (1 - rate) * before[e] + rate * others)
+    assert torch.allclose(layer.weight, mean)
+    single = ExpertLinear(3, 5, 1)
+    weight = single.weight.clone()
+    assert torch.equal(average_experts(single, rate).weight, weight)
+
+
+@pytest.mark.parametrize('name', FORMS)
+def test_checkpoints_of_the_other_form_are_refused(name, randomize):
+    training = nn.ModuleDict(dict(part=scattered(FORMS[name][0](2), randomize)))
+    deployed = reparameterize(training)
+    with pytest.raises(CheckpointError, match='reparameterized'):
+        check_state_dict(training, deployed.state_dict())
+    with pytest.raises(CheckpointError, match='training form'):
+        check_state_dict(deployed, training.state_dict())
+    check_state_dict(training, training.state_dict())
+    check_state_dict(deployed, deployed.state_dict())
+
+
+def test_bad_input():
+    for kind in (ExpertsFFN, ExpertsIdleFFN):
+        for experts in (0, -1, 2.0, True):
+            with pytest.raises(ValueError, match='1 expert or more'):
+                kind(8, 16, experts)
+    with pytest.raises(ValueError, match='no experts to average'):
+        average_experts(nn.Linear(2, 2), 0.5)
+    for rate in (-0.1, 1.5, float('nan'), 'x', True):
+        with pytest.raises(ValueError, match='rate must be a number from 0 to 1'):
+            average_experts(ExpertsFFN(8, 16), rate)
+
+
+def test_what_the_merge_does_not_know_is_refused():
+    class Adapter(nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    for kind in (ExpertsFFN, ExpertsIdleFFN):
+        form = kind(8, 16, 2)
+        form.fc1.experts[1] = Adapter(8, 16)
+        with pytest.raises(ValueError, match='an expert is a Adapter'):
+            form.merge()
+    form = NormedAffine(8)
+    form.norm = nn.InstanceNorm2d(8, affine=True)
+    with pytest.raises(ValueError, match='its parts are a InstanceNorm2d'):
+        form.merge()

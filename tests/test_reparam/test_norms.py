@@ -1,0 +1,186 @@
+"""Progressive norms and activations against their equations, and merged."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from repa_mm.reparam import (
+    AffineMap,
+    CheckpointError,
+    MergedFFN,
+    MergedLinear,
+    NormedLinear,
+    ProgressiveIdleFFN,
+    ProgressiveNorm,
+    check_state_dict,
+    decay_activations,
+    decay_layer_norms,
+    finish_schedules,
+    reparameterize,
+)
+
+FORMS = dict(
+    norm=lambda: ProgressiveNorm(16),
+    linear=lambda: NormedLinear(ProgressiveNorm(16), nn.Linear(16, 24)),
+    without_bias=lambda: NormedLinear(ProgressiveNorm(16), nn.Linear(16, 24, bias=False)),
+    idle=lambda: ProgressiveIdleFFN(16, 40, 0.75, layer_scale_init_value=0.5),
+    idle_ln=lambda: ProgressiveIdleFFN(16, 40, 0.5, norm_cfg=dict(type='LN')),
+    idle_gn=lambda: ProgressiveIdleFFN(16, 40, 0.5, norm_cfg=dict(type='TokenGN')),
+)
+DECAYS = dict(norm=decay_layer_norms, linear=decay_layer_norms, idle=decay_activations)
+
+
+@pytest.fixture
+def scattered(randomize):
+    """Every parameter and statistic as after training, eta and slopes too."""
+
+    def scatter(form, seed=0):
+        randomize(form, seed)
+        generator = torch.Generator().manual_seed(seed)
+        for name, p in form.named_parameters():
+            if name.endswith(('eta', 'slope', 'offset')):
+                p.data.copy_(torch.rand(p.shape, generator=generator) * 2 - 1)
+        return form
+
+    return scatter
+
+
+def rep_bn(rep, x, training):
+    tokens = x.flatten(0, -2)
+    mean, var = rep.bn.running_mean, rep.bn.running_var
+    if training:
+        mean, var = tokens.mean(0), tokens.var(0, unbiased=False)
+    return (x - mean) / (var + rep.bn.eps).sqrt() * rep.bn.weight + rep.bn.bias + rep.eta * x
+
+
+@pytest.mark.parametrize('lam', [0.0, 0.3, 1.0])
+@pytest.mark.parametrize('training', [True, False])
+def test_forms_are_the_equations(lam, training, scattered, relative_error):
+    x = torch.randn(3, 7, 16, dtype=torch.double) * 2 + 1
+    norm = decay_layer_norms(scattered(ProgressiveNorm(16)).double(), lam).train(training)
+    layer_norm = F.layer_norm(x, (16,), norm.ln.weight, norm.ln.bias, norm.ln.eps)
+    expected = lam * layer_norm + (1 - lam) * rep_bn(norm.rep, x, training)
+    assert relative_error(norm(x), expected) < 1e-12
+    for path in ('literal', 'folded'):
+        ffn = scattered(FORMS['idle']()).double()
+        decay_activations(ffn, lam).train(training)
+        ffn.training_path = path
+        other = copy.deepcopy(ffn)
+        h = other.fc1.linear(other.norm1(x.flatten(0, 1)))
+        active, idle = h.tensor_split([10], 1)
+        idle = lam * F.gelu(idle) + (1 - lam) * (other.fc1.slope * idle + other.fc1.offset)
+        z = other.fc2(other.norm2(torch.cat([F.gelu(active), idle], 1))) * other.layer_scale
+        assert relative_error(ffn(x), x + z.view(x.shape)) < 1e-12
+
+
+@settings(max_examples=60, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@given(
+    name=st.sampled_from(sorted(FORMS)),
+    seed=st.integers(0, 10**6),
+    scale=st.sampled_from([1e-3, 1, 30]),
+    hostile=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+)
+def test_merge_is_exact(name, seed, scale, hostile, dtype, scattered, relative_error):
+    torch.manual_seed(seed)
+    form = finish_schedules(scattered(FORMS[name](), seed)).to(dtype).eval()
+    for norm in form.modules() if hostile else ():
+        if isinstance(norm, nn.BatchNorm1d):
+            norm.running_mean.mul_(100)
+            norm.running_var.copy_(10 ** torch.empty_like(norm.running_var).uniform_(-6, 6))
+    x = torch.randn(2, 9, 16, dtype=dtype) * scale
+    exact = copy.deepcopy(form).double()(x.double())
+    error, own = relative_error(form.merge()(x), exact), relative_error(form(x), exact)
+    assert error < max(1e-6 if dtype == torch.float32 else 1e-14, 4 * own)
+
+
+def test_what_they_merge_into(scattered):
+    kinds = dict(norm=AffineMap, idle=MergedFFN, idle_ln=MergedFFN, idle_gn=MergedFFN)
+    for name, make in FORMS.items():
+        merged = finish_schedules(scattered(make())).merge()
+        assert type(merged) is kinds.get(name, MergedLinear)
+    form = finish_schedules(scattered(FORMS['linear']()))
+    # Padding comes behind the norm: zeros, of which the bias is left.
+    assert torch.equal(form.merge().padding, form.linear.bias)
+
+
+@pytest.mark.parametrize('name', FORMS)
+@pytest.mark.parametrize('lam', [0.0, 0.5, 1.0])
+def test_a_step_gives_every_parameter_a_gradient(name, lam, scattered):
+    form = scattered(FORMS[name]()).train()
+    DECAYS.get(name.partition('_')[0], decay_layer_norms)(form, lam)
+    y = form(torch.randn(4, 9, 16))
+    (y * torch.randn(y.shape)).sum().backward()
+    for key, p in form.named_parameters():
+        assert p.grad is not None, key
+        # What has no weight has no gradient.
+        moves = bool((p.grad != 0).any())
+        idle_at = key.endswith(('slope', 'offset')) or '.rep.' in f'.{key}'
+        off = (lam == 0 and '.ln.' in f'.{key}') or (lam == 1 and idle_at)
+        # BatchNorm takes the offset of idle channels away, once they are affine.
+        free = name == 'idle' and key == 'fc1.offset' and lam == 0
+        assert free or moves != off, key
+
+
+@pytest.mark.parametrize('name', FORMS)
+def test_merging_too_early_is_refused(name, scattered):
+    form = scattered(FORMS[name]())
+    with pytest.raises(ValueError, match='the weight lambda = 1, .* at lambda = 0 only'):
+        form.merge()
+    DECAYS.get(name.partition('_')[0], decay_layer_norms)(form, 0.01)
+    with pytest.raises(ValueError, match=r"cannot merge '0': .*lambda = 0\.01"):
+        reparameterize(nn.Sequential(form))
+
+
+@pytest.mark.parametrize('norm', ['LN', 'TokenGN'])
+@pytest.mark.parametrize('training', [True, False])
+def test_a_pretrained_ffn_begins_as_what_it_is(norm, training, relative_error, scattered):
+    """At lambda = 1 and with its own norm a progressive FFN is an ordinary one."""
+    ffn = scattered(ProgressiveIdleFFN(16, 40, 0.75, norm_cfg=dict(type=norm))).train(training)
+    x = torch.randn(2, 9, 16)
+    expected = x + ffn.fc2(F.gelu(ffn.fc1.linear(ffn.norm1(x))))
+    assert relative_error(ffn(x), expected) < 1e-6
+
+
+@pytest.mark.parametrize('name', FORMS)
+def test_checkpoints_of_the_other_form_are_refused(name, scattered):
+    training = nn.ModuleDict(dict(part=scattered(FORMS[name]())))
+    deployed = reparameterize(finish_schedules(copy.deepcopy(training)))
+    with pytest.raises(CheckpointError, match='reparameterized'):
+        check_state_dict(training, deployed.state_dict())
+    with pytest.raises(CheckpointError, match='training form'):
+        check_state_dict(deployed, training.state_dict())
+    check_state_dict(training, training.state_dict())
+    check_state_dict(deployed, deployed.state_dict())
+
+
+def test_statistics_are_counted_once_under_checkpointing(scattered):
+    for make in (FORMS['linear'], FORMS['idle']):
+        form = scattered(make()).train()
+        other = copy.deepcopy(form)
+        x = torch.randn(2, 9, 16, requires_grad=True)
+        form(x).sum().backward()
+        torch.utils.checkpoint.checkpoint(other, x, use_reentrant=True).sum().backward()
+        for (key, a), b in zip(form.named_buffers(), other.buffers()):
+            assert torch.equal(a, b), key
+
+
+def test_bad_input():
+    norm = ProgressiveNorm(8)
+    for lam in (-1, 2, float('nan'), 'x'):
+        with pytest.raises(ValueError, match='lambda must be'):
+            decay_layer_norms(norm, lam)
+    with pytest.raises(ValueError, match='no progressive norm'):
+        decay_layer_norms(nn.Linear(2, 2), 0)
+    with pytest.raises(ValueError, match='no progressive channel-idle FFN'):
+        decay_activations(norm, 0)
+    with pytest.raises(ValueError, match="RepBN takes 'BN' or 'SyncBN', but got 'LN'"):
+        ProgressiveNorm(8, dict(type='LN'))
+    decay_layer_norms(norm, 0).rep.bn.running_mean = None
+    with pytest.raises(ValueError, match='without running statistics'):
+        norm.merge()
