@@ -44,7 +44,7 @@ class NormedShiftWindowMSA(FastShiftWindowMSA):
             return qkv
         rows = qkv.view(-1, padded.shape[0], qkv.shape[-1])
         padding = layer.padding.to(qkv.dtype)
-        # As the zeros are selected.
+        # Inductor of torch 2.1 fails on selections whose condition it can compute.
         if is_traced():
             rows = rows * ~padded + padding * padded
         else:
