@@ -1,38 +1,52 @@
-"""Write the deploy form of a backbone or classifier as ONNX, .pt2 or .pt."""
+"""Write a whole detector, segmentor or classifier as ONNX, or a backbone as ONNX, .pt2 or .pt."""
 
 import argparse
 
-from repa_mm.deploy.export import export
-from repa_mm.runtime import FORMS, init_model
+from repa_mm.deploy.export import OPSET
+from repa_mm.runtime import FORMS
 from repa_mm.runtime.cli import clear_errors
+from repa_mm.runtime.exported import export_checkpoint
 
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description=__doc__,
-        epilog='Of a detector or segmentor this is the backbone; whole ones are exported by '
-        'MMDeploy. Images are normalized before.',
+        description=__doc__, epilog='docs/deployment.md has inputs and outputs of what is written.'
     )
     parser.add_argument('config', help='config of the training form')
     parser.add_argument('checkpoint', help='checkpoint in either form')
     parser.add_argument(
-        'out', help='file to write: .onnx, .pt2 (torch.export) or .pt (TorchScript)'
+        'out',
+        help='file to write: .onnx; or .pt2 (torch.export) or .pt (TorchScript) for a backbone or '
+        'the logits of a classifier',
+    )
+    parser.add_argument(
+        '--backbone',
+        action='store_true',
+        help='only the backbone, of a classifier all up to the logits, also to .onnx',
+    )
+    parser.add_argument(
+        '--preprocessing',
+        action='store_true',
+        help='of a whole model: images are of type uint8, (B, H, W, 3), as OpenCV reads them, and '
+        'normalized in the graph',
     )
     parser.add_argument(
         '--shape',
         type=int,
         nargs=2,
-        default=(224, 224),
         metavar=('HEIGHT', 'WIDTH'),
-        help='of images, 224 224 by default',
+        help='of images, 224 224 by default; with --dynamic an example, by default one that suits '
+        'the model',
     )
     parser.add_argument(
         '--dynamic',
-        action='store_true',
-        help='take any number of images of any size; --shape is then an example, see '
-        'docs/deployment.md',
+        action=argparse.BooleanOptionalAction,
+        help='take any number of images of any size: the default for whole models',
     )
     parser.add_argument('--batch', type=int, default=1, help='number of images, 1 by default')
+    parser.add_argument(
+        '--opset', type=int, default=OPSET, help=f"version of ONNX's operators, {OPSET} by default"
+    )
     parser.add_argument('--form', choices=FORMS, default='deploy')
     return parser.parse_args()
 
@@ -40,15 +54,11 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     args = parse_args()
     with clear_errors():
-        model = init_model(args.config, args.checkpoint, args.form)
-        part = 'classifier'
-        if model.cfg.default_scope != 'mmpretrain':
-            model, part = model.backbone, 'backbone'
-        error = export(model, args.out, args.shape, args.dynamic, args.batch)
-    print(
-        f'wrote the {part} to {args.out}; largest difference from PyTorch: '
-        f'{error:.1e} of the largest output'
-    )
+        part, error = export_checkpoint(**vars(args))
+    what = 'of the largest output'
+    if part.startswith('whole'):
+        what = 'the share of objects, of pixels of label maps, or of a score'
+    print(f'wrote the {part} to {args.out}; largest difference from PyTorch: {error:.1e} {what}')
 
 
 if __name__ == '__main__':

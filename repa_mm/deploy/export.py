@@ -5,11 +5,19 @@ import os.path as osp
 import warnings
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 import torch.nn as nn
 
+from repa_mm.deploy.session import Session
+from repa_mm.deploy.whole import WholeModel
 from repa_mm.files import check_output, write_bytes
 
+# RoiAlign knows half pixels from 16 on; the last is that of torch's exporter.
+OPSETS = range(16, 21)
+OPSET = 17
+# Largest acceptable share of objects or pixels that differ, or difference of a score.
+TOLERANCES = dict(detection=0.02, segmentation=1e-3, classification=1e-4)
 FORMATS = {'.onnx': 'ONNX', '.pt2': 'a program of torch.export', '.pt': 'TorchScript, traced'}
 
 
@@ -27,21 +35,17 @@ class _Tensors(nn.Module):
         return out if torch.is_tensor(out) else tuple(out)
 
 
-def _write_onnx(model: nn.Module, image: torch.Tensor, dynamic: bool, file: io.BytesIO) -> None:
-    axes = {0: 'batch', 2: 'height', 3: 'width'} if dynamic else {}
-    kwargs = {}
+def _to_onnx(model: nn.Module, inputs: tuple, file: io.BytesIO, **kwargs) -> None:
     # The exporter that does not need onnxscript, and takes a second.
     if 'dynamo' in torch.onnx.export.__code__.co_varnames:
-        kwargs = dict(dynamo=False)
-    torch.onnx.export(
-        model,
-        image,
-        file,
-        opset_version=17,
-        input_names=['image'],
-        dynamic_axes=dict(image=axes),
-        **kwargs,
-    )
+        kwargs['dynamo'] = False
+    torch.onnx.export(model, inputs, file, **kwargs)
+
+
+def _write_onnx(model: nn.Module, image: torch.Tensor, dynamic: bool, file: io.BytesIO) -> None:
+    axes = {0: 'batch', 2: 'height', 3: 'width'} if dynamic else {}
+    names = dict(input_names=['image'], dynamic_axes=dict(image=axes))
+    _to_onnx(model, (image,), file, opset_version=OPSET, **names)
 
 
 def _write_program(model: nn.Module, image: torch.Tensor, dynamic: bool, file: io.BytesIO) -> None:
@@ -180,3 +184,143 @@ def _checked_error(
             'nothing is written'
         )
     return error
+
+
+def export_whole(
+    model: WholeModel,
+    out: str,
+    shape: Sequence[int],
+    dynamic: bool = True,
+    batch: int = 1,
+    opset: int = OPSET,
+) -> float:
+    """Write a whole model as ONNX, and check the file.
+
+    What it predicts there, on random images, is compared with what the model predicts; with
+    ``dynamic`` also on images of other sizes. The file holds what a program has to know about it
+    as metadata, see :class:`~repa_mm.deploy.session.Session`.
+
+    Args:
+        model (WholeModel): From :func:`~repa_mm.deploy.whole.whole_model`, on the CPU.
+        out (str): A file with the suffix '.onnx'. It is written only if it agrees.
+        shape (Sequence[int]): Height and width of images, an example if ``dynamic``.
+        dynamic (bool): Take images of other sizes, and other numbers of them. Defaults to True.
+        batch (int): Number of images, of the example if ``dynamic``. Defaults to 1.
+        opset (int): Version of ONNX's operators. Defaults to 17.
+
+    Returns:
+        float: The largest share of objects (pixels of label maps; for classifiers, difference of a
+        score) that differ.
+
+    Raises:
+        ValueError: If the suffix or the opset is not supported, the model cannot be exported so,
+            or the file does not agree with the model.
+        ImportError: If a package is missing.
+        OSError: If the file cannot be written.
+    """
+    if osp.splitext(out)[1] != '.onnx':
+        raise ValueError(f'whole models are written as .onnx, but the output is {out!r}')
+    if opset not in OPSETS:
+        raise ValueError(
+            f'opset {opset} is not supported: choose one from {OPSETS[0]} to {OPSETS[-1]}'
+        )
+    check_output(out)
+    shapes = [(batch, *shape)]
+    if dynamic:
+        # What is 1 in the example stays 1.
+        height, width = shape
+        shapes = [(max(batch, 2), *shape), (1, height + 64, width + 32), (3, width + 65, height)]
+    file = whole_onnx(model, shapes[0], dynamic, opset)
+    session = Session(file)
+    try:
+        errors = [disagreement(model, session, model.example(*size)) for size in shapes]
+    except ValueError as error:
+        raise ValueError(f'the exported model does not take other images: {error}') from error
+    if not max(errors) <= TOLERANCES[model.task]:
+        raise ValueError(
+            f'the exported model differs from PyTorch by {max(errors):.1e}, more than '
+            f'{TOLERANCES[model.task]:.0e}: nothing is written'
+        )
+    write_bytes(out, file.getbuffer())
+    return max(errors)
+
+
+def whole_onnx(model: WholeModel, shape: Sequence[int], dynamic: bool, opset: int) -> io.BytesIO:
+    """The content of an ONNX file."""
+    import onnx
+
+    inputs, names = [model.example(*shape)], ['image']
+    batch, (height, width) = 'batch', (1, 2) if model.preprocessing.in_graph else (2, 3)
+    axes = dict(image={0: batch, height: 'height', width: 'width'}) if dynamic else {}
+    if dynamic:
+        axes.update((name, {0: batch}) for name in model.outputs)
+    if model.option:
+        name, value = model.option
+        inputs.append(torch.tensor(value))
+        names.append(name)
+        if model.task == 'detection':  # one size for all images, or one each
+            axes[name] = {0: 'sizes'}
+    # In memory: on a full disk, torch's own writers end the process.
+    file = io.BytesIO()
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter('ignore')
+        _to_onnx(
+            model,
+            tuple(inputs),
+            file,
+            opset_version=opset,
+            input_names=names,
+            output_names=list(model.outputs),
+            dynamic_axes=axes,
+        )
+    proto = onnx.load_from_string(file.getvalue())
+    if model.option:  # an input with an initial value can be left out
+        value = np.array(model.option[1], np.int64)
+        proto.graph.initializer.append(onnx.numpy_helper.from_array(value, model.option[0]))
+    onnx.helper.set_model_props(proto, model.metadata())
+    return io.BytesIO(proto.SerializeToString())
+
+
+@torch.no_grad()
+def disagreement(model: WholeModel, session: Session, image: torch.Tensor) -> float:
+    """How much an exported model differs from the model on images.
+
+    Args:
+        model (WholeModel): The model.
+        session (Session): The exported model.
+        image (torch.Tensor): Images, as the model takes them.
+
+    Returns:
+        float: For detectors, the share of objects without a counterpart: of the same label, with a
+        score that differs by less than 1e-3 and sides that differ by less than 0.1 pixels. For
+        segmentors, the share of pixels. For classifiers, the largest difference of a score.
+    """
+    option = (torch.tensor(model.option[1]),) if model.option else ()
+    expected = model(image, *option)
+    if torch.is_tensor(expected):
+        expected = (expected,)
+    found = session(image.numpy())
+    actual = [torch.from_numpy(np.asarray(found[name])) for name in model.outputs]
+    if any(a.shape != b.shape for a, b in zip(actual, expected)):
+        return float('inf')
+    if model.task == 'classification':
+        return (actual[0] - expected[0]).abs().max().item()
+    if model.task == 'segmentation':
+        return (actual[0] != expected[0]).float().mean().item()
+    return max(lost_objects(actual, expected), lost_objects(expected, actual))
+
+
+def lost_objects(found: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> float:
+    """The share of objects without a counterpart among others, see :func:`disagreement`.
+
+    Args:
+        found (Sequence[torch.Tensor]): Boxes (B, N, 4), scores (B, N) and labels (B, N).
+        others (Sequence[torch.Tensor]): Likewise.
+    """
+    boxes, scores, labels = found[:3]
+    is_object = labels >= 0
+    fits = (boxes[:, :, None] - others[0][:, None]).abs().amax(-1) < 0.1
+    fits &= (scores[:, :, None] - others[1][:, None]).abs() < 1e-3
+    fits &= labels[:, :, None] == others[2][:, None]
+    lost = is_object & ~fits.any(2)
+    return (lost.sum() / is_object.sum().clamp(min=1)).item()

@@ -15,6 +15,7 @@ from mmengine.utils.dl_utils.parrots_wrapper import _BatchNorm
 from repa_mm.checkpoints import check_pretrained
 from repa_mm.models.surgery.idle import idle_channels
 from repa_mm.models.surgery.replace import replace
+from repa_mm.models.surgery.window_attention import swap_attention
 from repa_mm.models.surgery.windows import is_traced
 from repa_mm.reparam import CheckpointError, finish_schedules, has_deploy_form, reparameterize
 
@@ -37,6 +38,17 @@ def _padding_of_patches(module: nn.Module) -> type | None:
         and module.dilation == (1, 1)
     )
     return PatchPadding if is_of_patches else None
+
+
+def trace_any_size(model: nn.Module) -> None:
+    """Let a graph that is traced of a model serve images of any size, in place.
+
+    What MMPretrain, MMDetection and MMSegmentation compute in Python, for the size that is traced,
+    is replaced in vanilla backbones: the attention and patch merging of Swin, and the padding to
+    whole patches.
+    """
+    swap_attention(model)
+    replace(model, _padding_of_patches)
 
 
 def adapt_output_norms(model: nn.Module, state_dict: dict, prefix: str, last: str) -> None:

@@ -20,10 +20,17 @@ def _taps(
     Linear maps (new_size, size), with zeros where the tap is outside.
     """
     pad = kernel_size // 2
-    # The weights that F.interpolate computes in half precision are coarser.
+    # By arithmetic, as exporters do not resize identity matrices of any size; weights in half
+    # precision would be coarse.
     dtype = torch.promote_types(like.dtype, torch.float32)
-    unit = torch.eye(size, device=like.device, dtype=dtype)[None]
-    matrix = F.interpolate(unit, new_size, mode='linear', align_corners=align_corners)[0].t()
+    columns = torch.arange(size, device=like.device).to(dtype)
+    rows = torch.arange(new_size, device=like.device).to(dtype)
+    if align_corners:
+        source = rows * ((columns.shape[0] - 1) / (rows.shape[0] - 1 + 1e-30))
+    else:
+        source = (rows + 0.5) * (columns.shape[0] / rows.shape[0]) - 0.5
+    source = source.clamp(min=0).clamp(max=columns.shape[0] - 1)
+    matrix = (1 - (source[:, None] - columns).abs()).clamp(min=0)
     matrix = F.pad(matrix.to(like.dtype), (0, 0, pad, pad))
     return [matrix[i : i + new_size] for i in range(kernel_size)]
 
@@ -61,7 +68,7 @@ def add_conv_of_resized(
     down = _taps(height, new_height, align_corners, k, x)
     z = out.flatten(0, 1)
     for i in range(k):
-        z = z.baddbmm_(down[i].expand(len(z), -1, -1), y[:, i].flatten(0, 1).to(z.dtype))
+        z = z.baddbmm_(down[i].expand(z.shape[0], -1, -1), y[:, i].flatten(0, 1).to(z.dtype))
     return z.view(out.shape)
 
 
