@@ -15,7 +15,8 @@ class DINOHook(Hook):
     """Let the teacher of :class:`~repa_mm.models.DINO` follow the student.
 
     `DINO <https://arxiv.org/abs/2104.14294>`_, appendix A and C. Everything is a function of the
-    iteration, so that a resumed training goes on as it would have.
+    iteration, so that a resumed training goes on as it would have. A training that is not resumed
+    begins with the student as its own teacher, whatever weights the student starts from.
 
     Args:
         momentum (float): Share of itself that the teacher keeps in the first step. It rises to 1

@@ -239,6 +239,16 @@ class DINO(BaseSelfSupervisor):
         """Features by the teacher, which is the better of both networks."""
         return self.teacher.backbone(inputs)
 
+    def forward(self, inputs, data_samples=None, mode: str = 'tensor'):
+        """As of MMPretrain's ``BaseSelfSupervisor``.
+
+        Raises:
+            ValueError: If a prediction is asked for.
+        """
+        if mode == 'predict':
+            raise ValueError('DINO predicts nothing: tools/knn.py evaluates what it has learned')
+        return super().forward(inputs, data_samples, mode)
+
     def loss(self, inputs: Sequence[torch.Tensor], data_samples=None) -> dict:
         """Compute the loss of a batch.
 

@@ -182,6 +182,11 @@ def test_crops_that_are_refused(inputs, message):
         build().loss(inputs)
 
 
+def test_there_is_nothing_to_predict():
+    with pytest.raises(ValueError, match='tools/knn.py'):
+        build()(crops_of()[0], mode='predict')
+
+
 @pytest.mark.parametrize('change', [dict(statistics_of='local'), dict(num_global_crops=0)])
 def test_arguments_that_are_refused(change):
     with pytest.raises(ValueError, match=next(iter(change))):
