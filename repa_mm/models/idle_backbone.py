@@ -78,6 +78,7 @@ def build_idle_backbone(
     fast_attention: bool = True,
     deploy: bool = False,
     init_cfg: dict | None = None,
+    pretrained: str | None = None,
 ) -> nn.Module:
     """Build a backbone from its config, with channel-idle FFNs in place of its FFNs.
 
@@ -103,6 +104,8 @@ def build_idle_backbone(
         init_cfg (dict, optional): Where the weights of the channel-idle backbone come from, such
             as ``dict(type='Pretrained', checkpoint=…, prefix='backbone.')``. The backbone's own
             ``init_cfg`` has those of the vanilla one and is not used; a warning says so.
+        pretrained (str, optional): Weights of the vanilla backbone, which MMSegmentation's models
+            hand on to their backbones. They are not used either.
 
     Returns:
         nn.Module: The backbone.
@@ -116,7 +119,7 @@ def build_idle_backbone(
             f'is {backbone!r}'
         )
     args = dict(backbone)
-    vanilla, pretrained = args.pop('init_cfg', None), args.pop('pretrained', None)
+    vanilla, pretrained = args.pop('init_cfg', None), args.pop('pretrained', None) or pretrained
     kind = name = args.pop('type')
     if isinstance(name, str):
         with MODELS.switch_scope_and_registry(None) as registry:

@@ -80,6 +80,30 @@ def test_pretrained_weights_are_those_of_the_idle_backbone(tmp_path):
     assert torch.equal(model.state_dict()[key], idle.state_dict()[key])
 
 
+@pytest.mark.parametrize('where', ['model', 'backbone'])
+def test_vanilla_weights_are_not_read(where, monkeypatch):
+    """MMSegmentation's models hand their ``pretrained`` on to the backbone."""
+    pytest.importorskip('mmseg')
+    init_default_scope('mmseg')
+    given = dict(pretrained='vanilla.pth')
+    backbone = copy.deepcopy(SWINS['mmseg']) | (given if where == 'backbone' else {})
+    head = dict(type='FCNHead', in_channels=64, in_index=1, channels=8, num_classes=3, num_convs=1)
+    model = MODELS.build(
+        dict(
+            type='EncoderDecoder',
+            backbone=dict(type='IdleChannels', backbone=backbone),
+            decode_head=head,
+            **(given if where == 'model' else {}),
+        )
+    )
+    said = []
+    monkeypatch.setattr(
+        'repa_mm.models.idle_backbone.print_log', lambda text, *args: said.append(text)
+    )
+    model.init_weights()
+    assert len(said) == 1 and "random weights: 'vanilla.pth' has those of the vanilla" in said[0]
+
+
 def test_what_is_no_backbone():
     for backbone, message in (
         ('swin', 'must be the config'),
