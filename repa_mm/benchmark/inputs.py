@@ -1,6 +1,7 @@
 """What the measured models look at: data sets, noise, and their shapes."""
 
 import copy
+import math
 import os
 import re
 from collections.abc import Callable
@@ -33,7 +34,7 @@ def check_memory(size: tuple[int, int], batch_size: int = 1) -> None:
     """Check that noise, as float32, leaves memory for a model; a ValueError if not."""
     if not hasattr(os, 'sysconf'):  # Windows
         return
-    needed = NUM_NOISE * batch_size * 3 * size[0] * size[1] * 4
+    needed = NUM_NOISE * batch_size * 3 * math.prod(size) * 4
     total = os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
     if needed > MEMORY_SHARE * total:
         raise ValueError(
@@ -46,13 +47,7 @@ def check_memory(size: tuple[int, int], batch_size: int = 1) -> None:
 class DatasetInputs:
     """Batches of a config's test set, through its test pipeline.
 
-    Args:
-        cfg (Config): With a ``test_dataloader``.
-        batch_size (int): Images in a batch. Defaults to 1.
-
-    Raises:
-        FileNotFoundError: If the data set is not there.
-        ValueError: If it is empty or unreadable.
+    A data set that is not there is a FileNotFoundError, an empty or unreadable one a ValueError.
     """
 
     real = True
@@ -109,13 +104,7 @@ class _Noise:
 
 
 class NoiseInputs(_Noise):
-    """Batches of noise, packed by the last step of a config's test pipeline.
-
-    Args:
-        cfg (Config): With a ``test_dataloader``.
-        size (tuple): Height and width.
-        batch_size (int): Images in a batch. Defaults to 1.
-    """
+    """Batches of noise (height and width ``size``), packed as by a config's test pipeline."""
 
     def __init__(self, cfg: Config, size: tuple[int, int], batch_size: int = 1) -> None:
         pipeline = dataset_config(cfg, 'test').pipeline

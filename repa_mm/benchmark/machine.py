@@ -65,9 +65,7 @@ def _read(path: str) -> str:
 def machine(environment: dict[str, Any]) -> str:
     """The machine of an :func:`environment`, in a line."""
     threads = environment['threads']
-    name = environment.get('gpu') or (
-        f'{environment["cpu"]}, {threads} thread{"s" * (threads > 1)}'
-    )
+    name = environment.get('gpu') or f'{environment["cpu"]}, {threads} thread{"s" * (threads > 1)}'
     return f'{name}, PyTorch {environment["versions"]["torch"]}'
 
 
@@ -79,12 +77,11 @@ def check_device(device: str, amp: str | None = None) -> torch.device:
         raise ValueError(f'unknown device {device!r}: use cpu, cuda or cuda:1') from error
     if found.type == 'meta':
         raise ValueError("the device 'meta' computes nothing: use cpu or cuda")
-    if found.type == 'cuda':
-        count = torch.cuda.device_count()
-        if (found.index or 0) >= count:
-            raise ValueError(
-                f'there is no device {device!r}: PyTorch sees {count} GPUs; use --device cpu'
-            )
+    count = torch.cuda.device_count()
+    if found.type == 'cuda' and (found.index or 0) >= count:
+        raise ValueError(
+            f'there is no device {device!r}: PyTorch sees {count} GPUs; use --device cpu'
+        )
     if amp:
         # Which types a CPU's convolutions take depends on PyTorch's version.
         try:

@@ -44,16 +44,9 @@ def run_tool(
 ) -> None:
     """Measure, print the result and write it; errors end the program with a line.
 
-    An interrupted measurement that has something to report ends with status 130.
-
-    Args:
-        measure (Callable): Returns the result.
-        arguments (dict): Of ``measure``.
-        text (Callable): The result as text.
-        out (str, optional): Path of a JSON file.
-        plot (str, optional): Path of a plot.
-        draw (Callable, optional): Draws a result to a path.
-        inputs (Sequence[str]): Files that must not be replaced.
+    ``measure(**arguments)`` is the result, ``text`` makes it readable, and ``draw`` draws it to the
+    path ``plot``; ``out`` is the path of a JSON file. Neither may be one of ``inputs``. An
+    interrupted measurement that has something to report ends with status 130.
     """
     with clear_errors():
         check_outputs(out, plot, inputs)
@@ -73,10 +66,8 @@ def check_outputs(
 ) -> None:
     """Check, before hours of measuring, that the files can be written.
 
-    Raises:
-        OSError: If one cannot be written.
-        ValueError: If it is an input, both are the same or matplotlib does not know the plot's
-            format.
+    A ValueError says that one is an input, that both are the same, or that matplotlib does not know
+    the plot's format; other problems are an OSError.
     """
     check_output(out, *inputs)
     check_output(plot, out, *inputs)

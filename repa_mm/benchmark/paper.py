@@ -161,13 +161,8 @@ def paper_table(models: Iterable[str] = REPORTED) -> Iterator[Row]:
                 model = build(name, reported.idle_ratio, reported.form)
             counter = PaperCounter()
             run_counted(model, (3, 224, 224), counter=counter)
-            yield Row(
-                name,
-                reported,
-                count_parameters(model) / 1e6,
-                counter.macs[''] / 1e9,
-                counter.profiled / 1e9,
-            )
+            gmacs, profiled = counter.macs[''] / 1e9, counter.profiled / 1e9
+            yield Row(name, reported, count_parameters(model) / 1e6, gmacs, profiled)
 
 
 def paper_table_text(rows: Iterable[Row]) -> str:

@@ -10,16 +10,9 @@ from repa_mm.benchmark.timing import Times
 
 
 class Progress:
-    """Shows how far a measurement is; a context manager.
+    """A context manager that shows how many inputs of ``repeats``, or of ``warmup``, are done.
 
-    A terminal gets a bar that moves, a file or a pipe ten lines.
-
-    Args:
-        repeats (int): Number of inputs that will be measured.
-        warmup (int): Number of inputs before those.
-        title (str): What is measured. Defaults to none.
-        unit (str): What an input is. Defaults to 'images'.
-        quiet (bool): Show nothing. Defaults to False.
+    A terminal gets a bar that moves, a file or a pipe ten lines. ``unit`` is what an input is.
     """
 
     def __init__(

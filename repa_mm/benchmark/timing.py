@@ -186,9 +186,7 @@ def measure(
         load (Callable): Gives the i-th input. Each callable gets a copy.
         repeats (int): Number of inputs to measure.
         warmup (int): Number of inputs to run before that, without measuring: the first ones.
-            Defaults to 0.
         recorder (Recorder, optional): With sections around parts of the callables, for the split.
-            Defaults to a plain one.
         progress (Callable, optional): Called after every input with its index (negative while
             warming up) and the times so far.
     """
@@ -307,7 +305,7 @@ def statistics(
     Args:
         raw (dict): The samples of each callable, as :class:`Times` has them.
         reference (str): The callable to compare with.
-        runs (Sequence[int], optional): The process that each input was measured in, (n,).
+        runs (Sequence[int], optional): As for :func:`compare`.
 
     Returns:
         dict: For each callable ``latency`` and ``page_faults`` (:func:`summarize`), ``parts`` (the
@@ -316,12 +314,8 @@ def statistics(
     """
     result = {}
     for name, samples in raw.items():
-        found = {key: summarize(values) for key, values in samples.items()}
-        result[name] = dict(
-            latency=found.pop('total'),
-            page_faults=found.pop('page faults'),
-            parts=found,
-            ratio=compare(samples['total'], raw[reference]['total'], runs),
-            raw=samples,
-        )
+        parts = {key: summarize(values) for key, values in samples.items()}
+        total, pages = parts.pop('total'), parts.pop('page faults')
+        ratio = compare(samples['total'], raw[reference]['total'], runs)
+        result[name] = dict(latency=total, page_faults=pages, parts=parts, ratio=ratio, raw=samples)
     return result

@@ -92,7 +92,7 @@ def build_variants(
             to None: random weights.
         baseline (Config, optional): Of its vanilla counterpart.
         baseline_checkpoint (str, optional): The counterpart's weights.
-        fair (bool): Measure the counterpart with the fast window attention too. Defaults to False.
+        fair (bool): Add the counterpart with the fast window attention.
         device (str | torch.device): Defaults to 'cpu'.
         notes (list, optional): Gets a sentence if that cannot be.
 
