@@ -138,7 +138,7 @@ def to_mm(
             a head would be lost.
     """
     given, family, left_out = _open(state_dict, backbone_only, ours=False)
-    dropped = [key for key in given if any(match(key, name) for name in family.left_out)]
+    left_out += [key for key in given if any(match(key, name) for name in family.left_out)]
     weights, origin = family.rename({k: v for k, v in given.items() if not _BUFFERS.search(k)})
     form = _form_of(family, weights, origin)
     if form == 'vanilla' and not family.vanilla:
@@ -146,15 +146,14 @@ def to_mm(
             f'a vanilla {family.backbone[4:]} does not become a {family.backbone}: its other parts '
             'differ too (see docs/weights.md)'
         )
-    model, merged, facts = _find_backbone(
-        family, weights, form, config, _merged_to_ours, idle_ratio, args
-    )
+    found = family, weights, form, config
+    model, merged, facts = _find_backbone(*found, _merged_to_ours, idle_ratio, args)
     _replace(weights, merged)
     family.to_ours(weights, model)
     head = {key: weights.pop(key) for key in list(weights) if key.startswith('head.')}
     fresh = _complete(model, weights, origin, form)
     out = {**{f'backbone.{key}': weights[key] for key in model.state_dict()}, **head}
-    return Conversion(_copied(out), left_out=left_out + dropped, fresh=fresh, **facts)
+    return Conversion(_copied(out), left_out=left_out, fresh=fresh, **facts)
 
 
 def to_repavit(

@@ -6,7 +6,7 @@ import os.path as osp
 import threading
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from mmengine.dataset import Compose
@@ -105,10 +105,7 @@ class CheckedPipeline(Compose):
         for step in self.transforms:
             image, labels = (data.get(key) is None for key in ('img', 'gt_seg_map'))
             try:
-                if image:
-                    with _named_stderr(name):
-                        data = step(data)
-                else:
+                with _named_stderr(name) if image else nullcontext():
                     data = step(data)
             except Exception as error:
                 text = str(error)
@@ -174,9 +171,7 @@ def check_items(dataset: Any) -> None:
 def leaves(dataset: Any) -> Iterator[Any]:
     """The data sets, or their configs, inside any wrappers."""
     get = dataset.get if isinstance(dataset, dict) else (lambda key: getattr(dataset, key, None))
-    inner = get('datasets')
-    if inner is None:
-        inner = get('dataset')
+    inner = next((get(key) for key in ('datasets', 'dataset') if get(key) is not None), None)
     if inner is None:
         yield dataset
         return

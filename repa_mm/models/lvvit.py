@@ -131,21 +131,12 @@ class LVViT(VisionTransformer):
                 f"mix_token=True needs out_type='token_label', but got {out_type!r}: the loss has "
                 'to know what was mixed'
             )
-        super().__init__(
-            arch,
-            img_size,
-            patch_size,
-            in_channels,
-            out_type=out_type,
-            qkv_bias=qkv_bias,
-            norm_cfg=norm_cfg,
-            **kwargs,
-        )
+        kwargs.update(out_type=out_type, qkv_bias=qkv_bias, norm_cfg=norm_cfg)
+        super().__init__(arch, img_size, patch_size, in_channels, **kwargs)
         self.mix_token = mix_token
         self.residual_scale = residual_scale
-        self.patch_embed = ConvStem(
-            img_size, patch_size, in_channels, stem_channels, self.embed_dims
-        )
+        widths = in_channels, stem_channels, self.embed_dims
+        self.patch_embed = ConvStem(img_size, patch_size, *widths)
         for layer in self.layers:
             layer.attn.gamma1 = Scale(self.embed_dims, residual_scale)
             layer.ffn.gamma2 = Scale(self.embed_dims, residual_scale)

@@ -200,13 +200,8 @@ def _load_once(runner: Runner, path: str | None, checkpoint: dict | None) -> Non
             # The optimizer goes on with its tensors.
             checkpoint = copy.deepcopy(checkpoint)
         runner.call_hook('after_load_checkpoint', checkpoint=checkpoint)
-        load_weights(
-            runner.model,
-            checkpoint['state_dict'],
-            filename,
-            exact=False,
-            partial=training and not runner._resume,
-        )
+        starts = training and not runner._resume
+        load_weights(runner.model, checkpoint['state_dict'], filename, exact=False, partial=starts)
         runner._has_loaded = True
         runner.logger.info(f'Load checkpoint from {filename}')
         return checkpoint

@@ -60,21 +60,17 @@ def parallel_attention(attention: nn.Module, num_branches: int) -> ParallelAtten
     Raises:
         ValueError: If the attention is of another kind.
     """
-    is_window = type(attention) is WindowMSA
-    if not is_window and (type(attention) is not MultiheadAttention or attention.v_shortcut):
+    if type(attention) is WindowMSA:  # around windows, ShiftWindowMSA drops paths
+        own = dict(window_size=attention.window_size, qk_scale=attention.scale)
+        own.update(attn_drop=attention.attn_drop.p)
+    elif type(attention) is MultiheadAttention and not attention.v_shortcut:
+        drop_path = getattr(attention.out_drop, 'drop_prob', 0.0)
+        own = dict(attn_drop=attention.attn_drop, drop_path=drop_path)
+    else:
         raise ValueError(f'a {type(attention).__name__} is no attention that can have branches')
-    parallel = ParallelAttention(
-        attention.embed_dims,
-        attention.num_heads,
-        num_branches,
-        qkv_bias=attention.qkv.bias is not None,
-        window_size=attention.window_size if is_window else None,
-        qk_scale=attention.scale if is_window else None,
-        attn_drop=attention.attn_drop.p if is_window else attention.attn_drop,
-        proj_drop=attention.proj_drop.p,
-        # Around windows, ShiftWindowMSA drops paths.
-        drop_path=0.0 if is_window else getattr(attention.out_drop, 'drop_prob', 0.0),
-    )
+    own.update(qkv_bias=attention.qkv.bias is not None, proj_drop=attention.proj_drop.p)
+    dims = attention.embed_dims, attention.num_heads
+    parallel = ParallelAttention(*dims, num_branches, **own)
     _take_layer_scale(parallel, getattr(getattr(attention, 'gamma1', None), 'weight', None))
     return parallel
 
@@ -95,27 +91,18 @@ def parallel_ffn(block: nn.Module, num_branches: int, norm_cfg: dict) -> Trainin
     if type(ffn) is ChannelIdleFFN:
         if norm_cfg.get('type') == 'keep':
             norm_cfg = dict(norm_cfg, type='LN')
+        dims = ffn.embed_dims, ffn.feedforward_channels
+        ratio = ffn.num_idle / ffn.feedforward_channels
+        drops = dict(drop_path=ffn.dropout_layer.drop_prob, drop_rate=ffn.drop.p)
         parallel = ParallelIdleFFN(
-            ffn.embed_dims,
-            ffn.feedforward_channels,
-            num_branches,
-            ffn.num_idle / ffn.feedforward_channels,
-            act_cfg=ffn.act,
-            norm_cfg=norm_cfg,
-            drop_path=ffn.dropout_layer.drop_prob,
-            drop_rate=ffn.drop.p,
+            *dims, num_branches, ratio, act_cfg=ffn.act, norm_cfg=norm_cfg, **drops
         )
         parallel.norm1, parallel.layer_scale = ffn.norm1, ffn.layer_scale
         return parallel
     parts = parts_of(block)
-    parallel = ParallelFFN(
-        ffn.embed_dims,
-        ffn.feedforward_channels,
-        num_branches,
-        parts.act,
-        drop_rate=parts.drop,
-        drop_path=parts.drop_path,
-    )
+    dims = ffn.embed_dims, ffn.feedforward_channels
+    drops = dict(drop_path=parts.drop_path, drop_rate=parts.drop)
+    parallel = ParallelFFN(*dims, num_branches, parts.act, **drops)
     _take_layer_scale(parallel, parts.scale)
     return parallel
 
