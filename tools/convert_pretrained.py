@@ -4,15 +4,11 @@ The FFNs of the backbone are fitted to what they compute on some images, in clos
 not needed. The tool writes a checkpoint, and a config beside it that inherits CONFIG.
 """
 
-import argparse
-
-from repa_mm.runtime.cli import DictAction, clear_errors
+from repa_mm.runtime.cli import add_cfg_options, clear_errors, tool_parser
 
 
-def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def parse_args() -> dict:
+    parser = tool_parser(__doc__)
     parser.add_argument('config', help="the model's config, or an installed one: mmdet::swin/….py")
     parser.add_argument('checkpoint', help="the model's checkpoint, a file or a URL")
     parser.add_argument('out', help='checkpoint to write, ….pth; its config becomes ….py')
@@ -39,17 +35,12 @@ def parse_args() -> argparse.Namespace:
         help='how the active channels are chosen (default: eliminate)',
     )
     parser.add_argument('--device', help='default: a GPU, if there is one')
-    parser.add_argument(
-        '--cfg-options',
-        nargs='+',
-        action=DictAction,
-        help='override values of the config: key=value ...',
-    )
-    return parser.parse_args()
+    add_cfg_options(parser)
+    return vars(parser.parse_args())
 
 
 def main() -> None:
-    args = vars(parse_args())
+    args = parse_args()
     with clear_errors():
         from repa_mm.runtime.pretrained import convert_checkpoint
 
@@ -59,12 +50,10 @@ def main() -> None:
             **args, progress=lambda row: print(f'{row.name}: {row.unexplained:.4f}', flush=True)
         )
     print(result['report'])
-    print(
-        f'fitted on {result["images"]} images; on {result["held_out"]} others the outputs of the '
-        'backbone differ by '
-        + ', '.join(f'{value:.1%}' for value in result['differences'])
-        + ' of their variance'
-    )
+    print(f'fitted on {result["images"]} images')
+    if result['held_out']:
+        values = ', '.join(f'{value:.1%}' for value in result['differences'])
+        print(f'on {result["held_out"]} others the outputs differ by {values} of their variance')
     before, after = (value / 1e9 for value in result['macs'])
     print(f'backbone, 224x224: {before:.2f} -> {after:.2f} GMACs, reparameterized')
     print(f'wrote {args["out"]} and {result["config"]}')

@@ -1,8 +1,8 @@
 """Memory and latency of one process over a long time.
 
-Trains, validates and tests a small RePa-Swin in cycles through MMEngine's
-Runner, merging a copy each time, then runs its deploy form on images of
-changing sizes. Prints what should not grow.
+The script trains, validates and tests a small RePa-Swin in cycles through MMEngine's Runner, and
+merges a copy each time. Then it runs the deploy form on images of changing sizes. It prints what
+should not grow.
 """
 
 import argparse
@@ -76,14 +76,11 @@ def train_in_cycles(cycles: int) -> None:
             model=MODEL,
             work_dir=work_dir,
             default_scope='mmpretrain',
-            train_dataloader=loader,
-            val_dataloader=loader,
-            test_dataloader=loader,
+            **{f'{split}_dataloader': loader for split in ('train', 'val', 'test')},
+            **{f'{split}_evaluator': dict(type='Accuracy') for split in ('val', 'test')},
             train_cfg=dict(by_epoch=True, max_epochs=cycles, val_interval=1),
             val_cfg=dict(),
             test_cfg=dict(),
-            val_evaluator=dict(type='Accuracy'),
-            test_evaluator=dict(type='Accuracy'),
             optim_wrapper=dict(optimizer=dict(type='AdamW', lr=1e-4)),
             default_hooks=dict(
                 checkpoint=dict(type='SafeCheckpointHook', interval=10, max_keep_ckpts=1)
@@ -101,14 +98,9 @@ def train_in_cycles(cycles: int) -> None:
                 runner.test_loop.run()  # in the middle of the training
                 if runner.epoch % report == 0:
                     now = time.perf_counter()
-                    print(
-                        f'{4 * runner.epoch:6} iterations, '
-                        f'{runner.epoch} validations and tests: '
-                        f'{resident_mib():7.1f} MiB, '
-                        f'{(now - self.since) / report * 1e3:.0f} ms a '
-                        'cycle',
-                        flush=True,
-                    )
+                    done = f'{4 * runner.epoch:6} iterations, {runner.epoch} validations and tests'
+                    each = f'{(now - self.since) / report * 1e3:.0f} ms a cycle'
+                    print(f'{done}: {resident_mib():7.1f} MiB, {each}', flush=True)
                     self.since = now
 
         runner.register_hook(Report())
@@ -131,12 +123,11 @@ def infer(number: int, seed: int) -> None:
         latencies.append(time.perf_counter() - start)
         if i % report == 0:
             info = windows.partition.cache_info()
+            latency = f'128x128 in {statistics.median(latencies) * 1e3:.2f} ms'
             print(
-                f'{i:6} inferences of changing size: '
-                f'{resident_mib():7.1f} MiB, 128x128 in '
-                f'{statistics.median(latencies) * 1e3:.2f} ms, '
-                f'{info.currsize} of at most {info.maxsize} window '
-                f'partitions and {len(attention._BIASES)} biases cached',
+                f'{i:6} inferences of changing size: {resident_mib():7.1f} MiB, {latency}, '
+                f'{info.currsize} of at most {info.maxsize} window partitions and '
+                f'{len(attention._BIASES)} biases cached',
                 flush=True,
             )
             latencies.clear()

@@ -4,17 +4,13 @@ The checkpoint is of a classifier, in the training or the deploy form; of a dete
 --backbone-only converts the backbone. See docs/weights.md.
 """
 
-import argparse
-
 from repa_mm.converters import mm_to_repavit
 from repa_mm.converters.report import describe
-from repa_mm.runtime.cli import clear_errors
+from repa_mm.runtime.cli import clear_errors, tool_parser
 
 
-def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def parse_args() -> dict:
+    parser = tool_parser(__doc__)
     parser.add_argument('src', help='checkpoint to convert')
     parser.add_argument('dst', help='file to write')
     parser.add_argument(
@@ -31,15 +27,15 @@ def parse_args() -> argparse.Namespace:
         action='store_true',
         help='leave out the neck and the heads of a detector or segmentor',
     )
-    return parser.parse_args()
+    return vars(parser.parse_args())
 
 
 def main() -> None:
     args = parse_args()
     with clear_errors():
-        done = mm_to_repavit(**vars(args))
+        done = mm_to_repavit(**args)
     print('\n'.join(describe(done)))
-    print(f"wrote {args.dst}, with the weights under 'model'")
+    print(f"wrote {args['dst']}, with the weights under 'model'")
 
 
 if __name__ == '__main__':

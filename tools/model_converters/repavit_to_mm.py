@@ -5,17 +5,13 @@ vanilla Swin, ViT, DeiT or LV-ViT, in the layout of its own repository, of timm 
 becomes a start for training. See docs/weights.md.
 """
 
-import argparse
-
 from repa_mm.converters import repavit_to_mm
 from repa_mm.converters.report import describe
-from repa_mm.runtime.cli import clear_errors
+from repa_mm.runtime.cli import clear_errors, tool_parser
 
 
-def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def parse_args() -> dict:
+    parser = tool_parser(__doc__)
     parser.add_argument('src', help='checkpoint to convert')
     parser.add_argument('dst', help='file to write')
     parser.add_argument(
@@ -39,15 +35,15 @@ def parse_args() -> argparse.Namespace:
         action='store_true',
         help='leave out the neck and the heads of a detector or segmentor',
     )
-    return parser.parse_args()
+    return vars(parser.parse_args())
 
 
 def main() -> None:
     args = parse_args()
     with clear_errors():
-        done = repavit_to_mm(**vars(args))
+        done = repavit_to_mm(**args)
     print('\n'.join(describe(done)))
-    print(f'wrote {args.dst}')
+    print(f'wrote {args["dst"]}')
 
 
 if __name__ == '__main__':
