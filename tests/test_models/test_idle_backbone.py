@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from mmengine.config import Config
+from mmengine.config import Config, ConfigDict
 from mmengine.registry import MODELS, init_default_scope
 
 from repa_mm import reparameterize
@@ -91,7 +91,7 @@ def test_vanilla_weights_are_not_read(where, monkeypatch):
     model = MODELS.build(
         dict(
             type='EncoderDecoder',
-            backbone=dict(type='IdleChannels', backbone=backbone),
+            backbone=ConfigDict(type='IdleChannels', backbone=backbone),
             decode_head=head,
             **(given if where == 'model' else {}),
         )
