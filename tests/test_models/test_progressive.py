@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn as nn
+from mmengine.model.utils import revert_sync_batchnorm
 from mmengine.runner.checkpoint import load_state_dict
 from mmpretrain.models import SwinTransformer, VisionTransformer
 
@@ -82,6 +83,16 @@ def test_merged_without_norms(kind, kwargs, size, randomize, relative_error):
     built.eval()
     with torch.no_grad():
         check_same(built(x), expected, relative_error)
+
+
+@pytest.mark.parametrize('change', [revert_sync_batchnorm, nn.SyncBatchNorm.convert_sync_batchnorm])
+def test_synchronized_norms_merge(change, randomize, relative_error):
+    sync = change is revert_sync_batchnorm
+    model = ProgressiveVisionTransformer(**VIT, bn_cfg=dict(type='SyncBN' if sync else 'BN'))
+    model = finish_schedules(scattered(change(model), randomize))
+    x = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        check_same(reparameterize(model)(x), model(x), relative_error)
 
 
 def test_padding_is_not_normalized_in_a_traced_graph(randomize, relative_error):

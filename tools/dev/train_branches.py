@@ -85,7 +85,7 @@ def train(num_branches: int, seed: int, iterations: int, width: int) -> tuple[fl
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument('--seeds', type=int, nargs='+', default=[0, 1, 2])
-    parser.add_argument('--iterations', type=int, default=800)
+    parser.add_argument('--iterations', type=int, default=600)
     parser.add_argument('--width', type=int, default=32)
     parser.add_argument('--branches', type=int, nargs='+', default=[1, 2, 3, 4])
     args = parser.parse_args()
