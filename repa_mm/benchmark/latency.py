@@ -256,8 +256,9 @@ def measure_forms(
         options (Options): Those that are about more than the input.
         title (str): What the progress shows. Defaults to nothing.
         quiet (bool): Show no progress. Defaults to False.
-        sections (dict): For names of models, what gives a context in which the calls of a backbone
-            have sections of a recorder. Other models have those of their networks.
+        sections (dict): By the name of a model, a function that takes its backbone and a recorder,
+            and returns a context in which parts of the backbone are timed. Defaults to none; of
+            whole models the networks are timed.
 
     Returns:
         dict: ``count`` (batches measured), ``interrupted``, ``notes``, ``inputs`` (in words),

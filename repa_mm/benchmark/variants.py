@@ -6,6 +6,7 @@ import logging
 import torch
 import torch.nn as nn
 from mmengine.config import Config
+from mmengine.logging import MMLogger
 
 from repa_mm.reparam import Form, has_deploy_form, has_training_form, outermost, reparameterize
 from repa_mm.runtime import init_model, load_config, take_no_pretrained
@@ -51,11 +52,13 @@ def build_model(cfg: Config, checkpoint: str | None = None, device='cpu') -> nn.
     cfg = copy.deepcopy(cfg)
     take_no_pretrained(cfg)
     model = init_model(cfg, form=None, device=device)
-    logging.disable(logging.INFO)  # MMEngine would tell of every parameter
+    logger = MMLogger.get_current_instance()
+    level = logger.level
+    logger.setLevel(logging.WARNING)  # it would tell of every parameter
     try:
         model.init_weights()
     finally:
-        logging.disable(logging.NOTSET)
+        logger.setLevel(level)
     randomize_norms(model)
     return model
 
