@@ -27,7 +27,7 @@ def main() -> None:
     print(f'largest difference of features: {result["error"]:.1e} of the largest feature')
     for name, scale, unit in (
         ('parameters', 1e6, 'M'),
-        ('macs', 1e9, 'G (backbone, 224x224)'),
+        ('macs', 1e9, 'G (backbone, {}x{})'.format(*result['size'])),
         ('bytes', 2**20, 'MiB'),
     ):
         before, after = (value / scale for value in result[name])

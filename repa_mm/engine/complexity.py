@@ -126,3 +126,24 @@ class OperationCounter(TorchFunctionMode):
         if func in (torch.mm, torch.Tensor.mm) or getattr(func, '__name__', '') in operators:
             return out.numel() * args[0].shape[-1]
         return 0
+
+
+@torch.no_grad()
+def image_size(backbone: nn.Module) -> tuple[int, int]:
+    """Height and width of the image that a backbone is looked at with.
+
+    Args:
+        backbone (nn.Module): In eval mode.
+
+    Returns:
+        tuple: 224x224. If the backbone takes only images of the size that it was built for, as a
+        Mixer does, that size.
+    """
+    built_for = getattr(backbone, 'img_size', 224)
+    height, width = built_for if isinstance(built_for, (tuple, list)) else (built_for, built_for)
+    if (height, width) != (224, 224):
+        try:
+            count_macs(backbone, (3, 224, 224))
+        except Exception:  # backbones have assertions and errors of all kinds for it
+            return height, width
+    return 224, 224

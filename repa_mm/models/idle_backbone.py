@@ -71,7 +71,7 @@ def _idle_class(kind: type) -> type:
 @MODELS.register_module(name='IdleChannels')
 def build_idle_backbone(
     backbone: dict,
-    idle_ratio: float | list[float] = 0.75,
+    idle_ratio: float | list[float | None] = 0.75,
     idle_schedule: str = 'constant',
     norm_cfg: dict = dict(type='BN'),
     norm_eval: bool = False,
@@ -92,7 +92,7 @@ def build_idle_backbone(
     Args:
         backbone (dict): Config of a backbone of MMPretrain, MMDetection or MMSegmentation, whose
             blocks are known (see :func:`~repa_mm.models.idle_channels`).
-        idle_ratio (float | list[float]): As for :func:`~repa_mm.models.idle_channels`.
+        idle_ratio (float | list): As for :func:`~repa_mm.models.idle_channels`.
         idle_schedule (str): As there.
         norm_cfg (dict): As there.
         norm_eval (bool): Whether BatchNorm statistics in the FFNs stay as they were loaded.

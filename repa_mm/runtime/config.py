@@ -96,7 +96,7 @@ def _check_bases(path: str, seen: set[str]) -> None:
     for statement in statements:
         targets = getattr(statement, 'targets', ())
         if any(isinstance(target, ast.Name) and target.id == '_base_' for target in targets):
-            for node in ast.walk(statement.value):
+            for node in getattr(statement.value, 'elts', [statement.value]):
                 if isinstance(node, ast.Constant) and isinstance(node.value, str):
                     _check_bases(osp.join(osp.dirname(path), node.value), seen)
 
@@ -244,3 +244,12 @@ def without_sync_bn(cfg: Any) -> None:
     if isinstance(cfg, (list, tuple)):
         for value in cfg:
             without_sync_bn(value)
+
+
+def plain(value: Any) -> Any:
+    """Config values as ordinary dicts, lists and tuples, for writing them."""
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(plain(item) for item in value)
+    return value

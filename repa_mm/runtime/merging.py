@@ -9,7 +9,7 @@ from mmengine.runner import Runner
 from mmengine.runner.checkpoint import weights_to_cpu
 
 from repa_mm.checkpoints import load_checkpoint, load_weights, save_checkpoint
-from repa_mm.engine.complexity import count_macs, count_parameters
+from repa_mm.engine.complexity import count_macs, count_parameters, image_size
 from repa_mm.files import check_output
 from repa_mm.reparam import (
     CheckpointError,
@@ -43,7 +43,8 @@ def reparameterize_checkpoint(
 
     Returns:
         dict: ``error`` (relative), and of both forms ``parameters``, ``macs`` (of the backbone,
-        for a 224x224 image) and ``bytes`` (of the file).
+        for an image of ``size``) and ``bytes`` (of the file); ``size`` is the image's height and
+        width.
 
     Raises:
         ValueError: If ``out`` is the input, or nothing can be merged.
@@ -64,7 +65,8 @@ def reparameterize_checkpoint(
     deployed = reparameterize(model, fuse_conv_bn=False)
 
     backbones = [getattr(m, 'backbone', m) for m in (model, deployed)]
-    image = torch.randn(1, 3, 224, 224, generator=torch.Generator().manual_seed(0))
+    size = image_size(backbones[0])
+    image = torch.randn(1, 3, *size, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         features = [backbone(image) for backbone in backbones]
     error = max(((a - b).abs().max() / a.abs().max()).item() for a, b in zip(*features))
@@ -79,7 +81,8 @@ def reparameterize_checkpoint(
     return dict(
         error=error,
         parameters=[count_parameters(m) for m in (model, deployed)],
-        macs=[count_macs(b, (3, 224, 224)) for b in backbones],
+        macs=[count_macs(b, (3, *size)) for b in backbones],
+        size=size,
         bytes=[osp.getsize(f) for f in (checkpoint, out)],
     )
 

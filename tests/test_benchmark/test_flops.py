@@ -43,3 +43,14 @@ def test_whole_models_and_their_parts(task):
 def test_bad_shapes(shape):
     with pytest.raises(ValueError, match='--shape'):
         complexity(repa_mm.config_path('repa_swin_t_in1k.py'), shape=shape)
+
+
+def test_image_size_of_backbones_that_take_only_one():
+    from mmpretrain.models import MlpMixer, VisionTransformer
+
+    from repa_mm.engine.complexity import image_size
+
+    arch = dict(embed_dims=16, num_layers=1, tokens_mlp_dims=8, channels_mlp_dims=64)
+    assert image_size(MlpMixer(arch, img_size=96)) == (96, 96)
+    arch = dict(embed_dims=16, num_layers=1, num_heads=2, feedforward_channels=64)
+    assert image_size(VisionTransformer(arch, img_size=96)) == (224, 224)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from mmengine.registry import MODELS
 
 import repa_mm
 from repa_mm.reparam import ChannelIdleFFN
@@ -85,26 +86,41 @@ def test_one_budget_for_all_blocks(randomize):
     assert 0.5 <= (first + second) / 2 < 0.55
 
 
-def test_an_interrupted_conversion_goes_on(randomize):
-    model, _ = pretrained(VIT, randomize)
+@pytest.mark.parametrize('norm', ['keep', 'fold'])
+@pytest.mark.parametrize('case', [VIT, 'BEiT', 'PoolFormer'])
+def test_an_interrupted_conversion_goes_on(case, norm, randomize, tmp_path):
+    model, _ = pretrained(case, randomize)
     x, state = images(), {}
+    options = dict(idle_ratio=0.75, norm=norm, forward=forward_of(model))
 
     def stop(row):
         raise KeyboardInterrupt
 
     before = {n: type(m) for n, m in model.named_modules()}
     with pytest.raises(KeyboardInterrupt):
-        repa_mm.convert_pretrained(model, x, resume=state, progress=stop)
+        repa_mm.convert_pretrained(model, x, resume=state, progress=stop, **options)
     assert {n: type(m) for n, m in model.named_modules()} == before
-    form = state['layers.0'][1]
-    converted, report = repa_mm.convert_pretrained(model, x, resume=state)
-    whole, expected = repa_mm.convert_pretrained(model, x)
+    # Nothing but tensors and numbers.
+    torch.save(state, tmp_path / 'state')
+    state = torch.load(tmp_path / 'state', weights_only=True)
+    assert len([key for key in state if key in before]) == 1
+    converted, report = repa_mm.convert_pretrained(model, x, resume=state, **options)
+    whole, expected = repa_mm.convert_pretrained(model, x, **options)
     assert str(report) == str(expected)
-    assert torch.equal(converted.layers[0].ffn.fc2.weight, form.fc2.weight)
     with torch.no_grad():
-        assert torch.equal(converted(x[0])[0], whole(x[0])[0])
+        for a, b in zip(outputs(converted, x[0]), outputs(whole, x[0])):
+            assert torch.equal(a, b)
+    state = torch.load(tmp_path / 'state', weights_only=True)
     with pytest.raises(ValueError, match='other settings'):
-        repa_mm.convert_pretrained(model, x, 0.5, resume=state)
+        repa_mm.convert_pretrained(model, x, resume=state, **dict(options, idle_ratio=0.5))
+    with pytest.raises(ValueError, match='conversion that is resumed'):
+        repa_mm.convert_pretrained(model, images(), resume=state, **options)
+    first = next(m for n, m in model.named_modules() if n.endswith(('ffn', 'mlp')))
+    with torch.no_grad():
+        for p in first.parameters():
+            p += 1
+    with pytest.raises(ValueError, match='other weights'):
+        repa_mm.convert_pretrained(model, x, resume=state, **options)
 
 
 def test_drop_path_scale_and_mode_are_kept(randomize):
@@ -170,3 +186,40 @@ def test_blocks_that_cannot_be_converted_can_stay(randomize):
     assert isinstance(converted.layers[0].ffn, ChannelIdleFFN)
     assert not isinstance(converted.layers[1].ffn, ChannelIdleFFN)
     assert list(report.skipped) == ['layers.1'] and 'SwiGLUFFNFused' in str(report)
+    # A config says it, too.
+    ratios = [block.idle_ratio for block in report.blocks] + [None]
+    config = dict(type='mmpretrain.VisionTransformer', arch=arch, img_size=64, layer_cfgs=layers)
+    built = MODELS.build(
+        dict(
+            type='IdleChannels', backbone=config, idle_ratio=ratios, norm_cfg=dict(type='keep'),
+            fast_attention=False,
+        )
+    )  # fmt: skip
+    built.load_state_dict(converted.state_dict())
+    built.eval(), converted.eval()
+    x = images(1)[0]
+    with torch.no_grad():
+        for a, b in zip(built(x), converted(x)):
+            assert torch.equal(a, b)
+    merged = repa_mm.reparameterize(built)
+    with torch.no_grad():
+        torch.testing.assert_close(merged(x), built(x), rtol=1e-4, atol=1e-5)
+
+
+def test_blocks_can_be_left_out(randomize):
+    model, _ = pretrained(VIT, randomize)
+    converted, report = repa_mm.convert_pretrained(model, images(), [None, 0.5])
+    assert not isinstance(converted.layers[0].ffn, ChannelIdleFFN)
+    assert converted.layers[1].ffn.num_idle == 32
+    assert report.skipped == {'layers.0': 'idle_ratio leaves it out'}
+    with pytest.raises(ValueError, match='no block .* can become channel-idle.*leaves it out'):
+        repa_mm.convert_pretrained(model, images(), [None, None])
+
+
+def test_a_constant_image(randomize):
+    """Every token of a model without position embeddings is the same: nothing can be fitted."""
+    model, _ = pretrained('PoolFormer', randomize)
+    x = [torch.full((1, 3, 256, 256), 0.7)]
+    converted, report = repa_mm.convert_pretrained(model, x, forward=forward_of(model))
+    with torch.no_grad():
+        assert all(y.isfinite().all() for y in outputs(converted, x[0]))

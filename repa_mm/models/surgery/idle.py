@@ -290,9 +290,19 @@ def linear_idle_ratios(idle_ratio: float, num_blocks: int) -> list[float]:
     return [2 * idle_ratio - 1 + step * i for i in range(1, num_blocks)] + [0.0]
 
 
-def _ratio_of_each_block(
-    idle_ratio: float | Sequence[float], schedule: str, num_blocks: int
-) -> list[float]:
+def ratio_of_each_block(
+    idle_ratio: float | Sequence[float | None], schedule: str, num_blocks: int
+) -> list[float | None]:
+    """The idle ratio of each block, as ``idle_ratio`` and ``idle_schedule`` say.
+
+    Args:
+        idle_ratio (float | Sequence): One for all blocks, or one per block.
+        schedule (str): 'constant' or 'linear', see :func:`idle_channels`.
+        num_blocks (int): Number of blocks.
+
+    Raises:
+        ValueError: If there are not as many ratios as blocks, or the schedule is unknown.
+    """
     if schedule not in ('constant', 'linear'):
         raise ValueError(f"idle_schedule must be 'constant' or 'linear', but got {schedule!r}")
     linear = schedule == 'linear'
@@ -312,7 +322,7 @@ def _ratio_of_each_block(
 
 def idle_channels(
     model: nn.Module,
-    idle_ratio: float | Sequence[float] = 0.75,
+    idle_ratio: float | Sequence[float | None] = 0.75,
     idle_schedule: str = 'constant',
     norm_cfg: dict = dict(type='BN'),
 ) -> nn.Module:
@@ -329,8 +339,9 @@ def idle_channels(
     Args:
         model (nn.Module): A backbone (or a model with one) whose blocks are known, see
             :data:`PRE_NORM_BLOCKS`.
-        idle_ratio (float | Sequence[float]): Share of hidden channels that skip the activation, in
-            [0, 1]: one for all, or one per block. Defaults to 0.75.
+        idle_ratio (float | Sequence): Share of hidden channels that skip the activation, in [0, 1]:
+            one for all, or one per block, of which None leaves its block as it is. Defaults to
+            0.75.
         idle_schedule (str): 'constant', or 'linear' for ratios that grow with depth, see
             :func:`linear_idle_ratios`. Defaults to 'constant'.
         norm_cfg (dict): Norm of the FFNs: 'BN' or 'SyncBN', which merge, 'LN', or 'keep' for the
@@ -345,17 +356,19 @@ def idle_channels(
             idle ratio is not in [0, 1].
     """
     blocks = find_blocks(model)
-    ratios = _ratio_of_each_block(idle_ratio, idle_schedule, len(blocks))
-    ffns = []
+    ratios = ratio_of_each_block(idle_ratio, idle_schedule, len(blocks))
+    ffns = {}
     # All of them before the first is put in: never half a conversion.
     for (name, block), ratio in zip(blocks.items(), ratios):
+        if ratio is None:
+            continue
         try:
-            ffns.append(idle_ffn(block, ratio, norm_cfg))
+            ffns[block] = idle_ffn(block, ratio, norm_cfg)
         except ValueError as error:
             raise ValueError(
                 f'cannot make the FFN of {name!r}, a {type(block).__name__}, channel-idle: {error}'
             ) from error
-    for ffn, block in zip(ffns, blocks.values()):
+    for block, ffn in ffns.items():
         put(block, ffn)
     # MMEngine loads non-strictly, with only a warning for what is missing; a backbone without the
     # weights of its FFNs is never what was wanted.

@@ -2,7 +2,9 @@
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -11,15 +13,17 @@ import torch.nn as nn
 
 from repa_mm.models.surgery.idle import (
     PRE_NORM_BLOCKS,
-    _ratio_of_each_block,
     find_blocks,
     idle_ffn,
     put,
+    ratio_of_each_block,
 )
+from repa_mm.models.surgery.walk import BlockWalk, move, tensors
 from repa_mm.reparam import check_state_dict, num_active_channels, unwrap
 from repa_mm.reparam.ffn.fit import (
     channel_idle_ffn,
     elimination_path,
+    empty_ffn,
     ffn_moments,
     fit_ffn,
     norm_as_batch_norm,
@@ -110,10 +114,6 @@ class ConversionReport:
         return '\n'.join(line.rstrip() for line in lines)
 
 
-class _Reached(Exception):
-    """A forward pass has come to the block whose inputs are wanted."""
-
-
 class _Probe(nn.Module):
     """A pretrained FFN in the place of a block's norm and FFN, which notes its tokens.
 
@@ -138,190 +138,11 @@ class _Probe(nn.Module):
         return self.output
 
 
-def _leaves(value) -> list:
-    """What nested tuples, lists and dicts hold."""
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, (tuple, list)):
-        return [leaf for item in value for leaf in _leaves(item)]
-    return [value]
-
-
-def _map(function: Callable, value):
-    """Nested tuples, lists and dicts with a function applied to what they hold."""
-    if isinstance(value, dict):
-        return {key: _map(function, item) for key, item in value.items()}
-    if isinstance(value, (tuple, list)):
-        items = [_map(function, item) for item in value]
-        return type(value)(*items) if hasattr(value, '_fields') else type(value)(items)
-    return function(value)
-
-
-def _move(value, device):
-    return _map(lambda v: v.to(device) if isinstance(v, torch.Tensor) else v, value)
-
-
-class _Model:
-    """A model whose blocks can be run one by one.
-
-    The forward pass of the model is run for its first block and where something else than a block
-    lies between two blocks. The blocks before are not computed then: they return zeros, or what
-    they are known to return.
-    """
-
-    def __init__(self, model: nn.Module, blocks: dict, batches, forward: Callable) -> None:
-        self.model, self.forward = model, forward
-        if not callable(batches) and iter(batches) is batches:
-            raise ValueError(
-                'batches is an iterator, which runs once: give a list, or a function that returns '
-                'a fresh iterator'
-            )
-        self.batches = batches if callable(batches) else lambda: batches
-        self.device = next(model.parameters()).device
-        self.blocks: list[tuple[str, nn.Module]] = []
-        # How the inputs of each block follow from the inputs and outputs of the one before.
-        self.links: list[list | None] = []
-        # Of each block and batch: what it returns, as tensors without values.
-        self.shapes: list[list] = []
-        self.first: list[float] = []
-        self._trace(blocks)
-
-    def _trace(self, blocks: dict) -> None:
-        """Find the order of the blocks and what lies between them."""
-        none = object()
-        batch = next(iter(self.batches()), none)
-        if batch is none:
-            raise ValueError('there is no image to fit to: batches is empty')
-        last: dict = {}
-        seen = []
-
-        def before(name, block, args, kwargs):
-            if name in seen:
-                raise ValueError(
-                    f'{name!r} runs more than once in a forward pass: give a forward that runs '
-                    'the backbone once'
-                )
-            inputs, links = _leaves((args, kwargs)), []
-            for i, leaf in enumerate(inputs):
-                link = None
-                if isinstance(leaf, torch.Tensor):
-                    for kind in ('outputs', 'inputs'):
-                        for j, other in enumerate(last.get(kind, ())):
-                            same = other is leaf and leaf._version == last['versions'][id(leaf)]
-                            link = link or ((kind, j) if same else None)
-                elif last and i < len(last['inputs']) and leaf == last['inputs'][i]:
-                    link = ('inputs', i)
-                links.append(link)
-            is_linked = last and len(inputs) == len(last['inputs']) and None not in links
-            self.links.append(links if is_linked else None)
-            self.blocks.append((name, block))
-            seen.append(name)
-
-        def after(args, kwargs, output):
-            last['inputs'], last['outputs'] = _leaves((args, kwargs)), _leaves(output)
-            tensors = (v for v in last['inputs'] + last['outputs'] if isinstance(v, torch.Tensor))
-            last['versions'] = {id(v): v._version for v in tensors}
-
-        handles = []
-        for name, block in blocks.items():
-            handles += [
-                block.register_forward_pre_hook(
-                    lambda m, a, k, name=name, block=block: before(name, block, a, k),
-                    with_kwargs=True,
-                ),
-                block.register_forward_hook(lambda m, a, k, o: after(a, k, o), with_kwargs=True),
-            ]
-        try:
-            self.forward(batch)
-        finally:
-            for handle in handles:
-                handle.remove()
-        missing = [name for name in blocks if name not in seen]
-        if missing:
-            raise ValueError(f'the forward pass does not reach {missing[0]!r}')
-
-    def inputs(self, index: int, outputs: list | None = None) -> list:
-        """The inputs of a block for every batch, by the model's forward pass.
-
-        Args:
-            index (int): Number of the block.
-            outputs (list, optional): What the block before it returns, for every batch.
-        """
-        calls = []
-        current = 0
-
-        def stub(i):
-            def run(*args, **kwargs):
-                if i == 0:
-                    self._check_same(current, args, kwargs)
-                if i == index - 1:
-                    return _move(outputs[current], self.device)
-                return _map(
-                    lambda v: (
-                        torch.zeros_like(v, device=self.device)
-                        if isinstance(v, torch.Tensor)
-                        else v
-                    ),
-                    self.shapes[i][current],
-                )
-
-            return run
-
-        def stop(*args, **kwargs):
-            if index == 0:
-                self._check_same(current, args, kwargs)
-            calls.append(_move((args, kwargs), 'cpu'))
-            raise _Reached
-
-        for i, (_, block) in enumerate(self.blocks[: index + 1]):
-            block.forward = stop if i == index else stub(i)
-        try:
-            for current, batch in enumerate(self.batches()):
-                if outputs is not None and current >= len(outputs):
-                    raise ValueError('batches gives more data the second time than the first')
-                try:
-                    self.forward(batch)
-                except _Reached:
-                    pass
-        finally:
-            for _, block in self.blocks[: index + 1]:
-                del block.forward
-        if outputs is not None and len(calls) < len(outputs):
-            raise ValueError(
-                'batches gives less data the second time than the first: give a list, or a '
-                'function that returns a fresh iterator'
-            )
-        return calls
-
-    def _check_same(self, current: int, args, kwargs) -> None:
-        tensors = [v for v in _leaves((args, kwargs)) if isinstance(v, torch.Tensor)]
-        total = float(sum(v.double().abs().sum() for v in tensors))
-        if current == len(self.first):
-            self.first.append(total)
-        elif not abs(total - self.first[current]) <= 1e-4 * abs(total):
-            raise ValueError(
-                'batches gives other data the second time: it has to return the same batches '
-                'every time, without random augmentation'
-            )
-
-    def next_inputs(self, index: int, calls: list, outputs: list) -> list:
-        """The inputs of the block after one, from its own inputs and outputs."""
-        links = self.links[index + 1]
-        if links is None:
-            return self.inputs(index + 1, outputs)
-        result = []
-        for call, output in zip(calls, outputs):
-            sources = dict(inputs=_leaves(call), outputs=_leaves(output))
-            leaves = iter([sources[kind][j] for kind, j in links])
-            result.append(_map(lambda _, leaves=leaves: next(leaves), call))
-        return result
-
-
 @torch.no_grad()
 def convert_pretrained(
     model: nn.Module,
     batches: Iterable | Callable[[], Iterable],
-    idle_ratio: float | Sequence[float] = 0.75,
+    idle_ratio: float | Sequence[float | None] = 0.75,
     norm: str = 'keep',
     forward: Callable | None = None,
     inplace: bool = False,
@@ -349,8 +170,9 @@ def convert_pretrained(
             ``PRE_NORM_BLOCKS``.
         batches (Iterable | Callable): What ``forward`` takes: a list, or a function that returns a
             fresh iterator over the same batches each time it is called.
-        idle_ratio (float | Sequence[float]): Share of hidden channels that skip the activation, in
-            [0, 1]: one for all blocks, or one per block. Defaults to 0.75.
+        idle_ratio (float | Sequence): Share of hidden channels that skip the activation, in [0, 1]:
+            one for all blocks, or one per known block, of which None leaves its block as it is.
+            Defaults to 0.75.
         norm (str): 'keep' leaves the LayerNorms and GroupNorms before the FFNs as they are. 'fold'
             makes them BatchNorms, and everything merges. Defaults to 'keep'.
         forward (Callable, optional): Runs ``model`` on a batch, or the part of it that holds the
@@ -372,7 +194,7 @@ def convert_pretrained(
         skip_unsupported (bool): Leave blocks as they are whose FFN cannot become channel-idle,
             instead of raising an error. Defaults to False.
         resume (dict, optional): Blocks that are fitted already, which are not fitted again. The
-            dict is filled with each block once it is fitted; what it holds can be saved by
+            dict is filled with each block once it is fitted. It holds tensors and numbers, for
             ``torch.save``, and belongs to these weights, batches and options. Give an empty one
             to start.
         progress (Callable, optional): Called with the report of each block once it is fitted.
@@ -398,10 +220,65 @@ def convert_pretrained(
     if allocate == 'by_error' and not isinstance(idle_ratio, (int, float)):
         raise ValueError("with allocate='by_error', idle_ratio is one number: the mean")
     model = unwrap(model)
-    report = ConversionReport()
-    probes = {}
     blocks = find_blocks(model)
+    ratios = dict(zip(blocks, ratio_of_each_block(idle_ratio, 'constant', len(blocks))))
+    for ratio in ratios.values():
+        num_active_channels(1, 0.0 if ratio is None else ratio)  # checks it
+    probes, skipped = _make_probes(blocks, ratios, skip_unsupported)
+    if not probes:
+        raise ValueError(
+            f'no block of {type(model).__name__} can become channel-idle: '
+            + '; '.join(f'{name!r}: {why}' for name, why in list(skipped.items())[:1])
+        )
+    report = ConversionReport(skipped=skipped)
+    blocks = {name: blocks[name] for name in probes}
+    resume = {} if resume is None else resume
+    settings = dict(
+        idle_ratio=idle_ratio, norm=norm, allocate=allocate, select=select, ridge=ridge,
+        max_tokens=max_tokens, seed=seed, blocks=list(blocks), weights=_checksums(probes),
+    )  # fmt: skip
+    if resume.setdefault('settings', settings) != settings:
+        raise ValueError(
+            'resume holds blocks that were fitted with other settings, or to other weights'
+        )
+
+    forward = forward or model
+    held_out = held_out if callable(held_out) else list(held_out)
+    names = {block: PRE_NORM_BLOCKS[type(block).__name__][1] for block in blocks.values()}
+    with _restored(model, blocks.values()) as (modes, keep):
+        expected = run_batches(forward, held_out)
+        for name, block in blocks.items():
+            put(block, probes[name])
+        walk = BlockWalk(model, blocks, batches, forward, resume.get('images'))
+        fit = _Fit(walk, probes, norm, select, ridge, max_tokens, seed)
+        if allocate == 'by_error':
+            if 'ratios' not in resume:
+                resume['ratios'] = fit.share(idle_ratio)
+            ratios = resume['ratios']
+        forms = fit.run(ratios, report, resume, progress)
+        for name, block in blocks.items():
+            setattr(block, names[block], forms[name].eval())
+        report.differences = differences(expected, run_batches(forward, held_out))
+        for name, block in blocks.items():
+            forms[name].train(modes[block])
+        for module, mode in modes.items():
+            module.training = mode
+        converted = model if inplace else copy.deepcopy(model)
+        if inplace:
+            keep()
+    converted._register_load_state_dict_pre_hook(check_state_dict, with_module=True)
+    return converted, report
+
+
+def _make_probes(
+    blocks: dict, ratios: dict, skip_unsupported: bool
+) -> tuple[dict[str, _Probe], dict[str, str]]:
+    """A probe for every block that is to be converted, and why the others are not."""
+    probes, skipped = {}, {}
     for name, block in blocks.items():
+        if ratios[name] is None:
+            skipped[name] = 'idle_ratio leaves it out'
+            continue
         try:
             if 'forward' in block.__dict__ or block._forward_hooks or block._forward_pre_hooks:
                 raise ValueError(
@@ -415,227 +292,74 @@ def convert_pretrained(
                     f'cannot make the FFN of {name!r}, a {type(block).__name__}, channel-idle: '
                     f'{error}'
                 ) from error
-            report.skipped[name] = str(error)
-    if not probes:
-        raise ValueError(f'no block of {type(model).__name__} can become channel-idle')
-    blocks = {name: blocks[name] for name in probes}
-    ratios = dict(zip(blocks, _ratio_of_each_block(idle_ratio, 'constant', len(blocks))))
-    for ratio in ratios.values():
-        num_active_channels(1, ratio)  # checks it
-    resume = {} if resume is None else resume
-    settings = dict(idle_ratio=idle_ratio, norm=norm, allocate=allocate, blocks=list(blocks))
-    if resume.setdefault('settings', settings) != settings:
-        raise ValueError('resume holds blocks that were fitted with other settings')
+            skipped[name] = str(error)
+    return probes, skipped
 
-    forward = forward or model
-    held_out = held_out if callable(held_out) else list(held_out)
+
+def _checksums(probes: dict[str, _Probe]) -> list[int]:
+    """What tells the weights of FFNs from others."""
+    weights = (probe.ffn.fc2.weight.detach().cpu().contiguous() for probe in probes.values())
+    return [zlib.crc32(w.view(torch.uint8).numpy()) for w in weights]
+
+
+@contextmanager
+def _restored(
+    model: nn.Module, blocks: Iterable[nn.Module]
+) -> Iterator[tuple[dict[nn.Module, bool], Callable]]:
+    """Put a model in eval mode for a while, and give its blocks back what they were.
+
+    Yields:
+        tuple: The modes that all modules had before, and a function that lets the blocks stay as
+        they have become.
+    """
     modes = {module: module.training for module in model.modules()}
-    before = {block: (block.__class__, _shallow(block.__dict__)) for block in blocks.values()}
-    names = {block: PRE_NORM_BLOCKS[type(block).__name__][1] for block in blocks.values()}
-    done = False
+    before = {
+        block: (
+            block.__class__,
+            {k: (v, copy.copy(v) if isinstance(v, dict) else None) for k, v in vars(block).items()},
+        )
+        for block in blocks
+    }
     try:
         model.eval()
-        expected = _outputs(forward, held_out)
-        for name, block in blocks.items():
-            put(block, probes[name])
-        walk = _Model(model, blocks, batches, forward)
-        fit = _Fit(walk, probes, norm, select, ridge, max_tokens, seed)
-        if allocate == 'by_error':
-            if 'ratios' not in resume:
-                resume['ratios'] = fit.share(idle_ratio)
-            ratios = resume['ratios']
-        forms = fit.run(ratios, report, resume, progress)
-        for name, block in blocks.items():
-            setattr(block, names[block], forms[name].eval())
-        report.differences = _differences(expected, _outputs(forward, held_out))
-        for name, block in blocks.items():
-            forms[name].train(modes[block])
-        for module, mode in modes.items():
-            module.training = mode
-        converted = model if inplace else copy.deepcopy(model)
-        done = True
+        yield modes, before.clear
     finally:
-        if not (done and inplace):
-            for block, (kind, attributes) in before.items():
-                block.__class__ = kind
-                # The dicts themselves stay: handles of hooks refer to them.
-                block.__dict__.clear()
-                for key, (value, content) in attributes.items():
-                    if isinstance(value, dict):
-                        value.clear()
-                        value.update(content)
-                    block.__dict__[key] = value
+        for block, (kind, attributes) in before.items():
+            block.__class__ = kind
+            # The dicts of parameters, children, hooks themselves stay: handles refer to them.
+            block.__dict__.clear()
+            for key, (value, content) in attributes.items():
+                if isinstance(value, dict):
+                    value.clear()
+                    value.update(content)
+                block.__dict__[key] = value
         for module, mode in modes.items():
             module.training = mode
-    converted._register_load_state_dict_pre_hook(check_state_dict, with_module=True)
-    return converted, report
 
 
-def _outputs(forward: Callable, batches) -> list[list[torch.Tensor]]:
+def run_batches(forward: Callable, batches) -> list[list[torch.Tensor]]:
     """For every batch, the floating-point tensors that ``forward`` returns."""
+    return [
+        [v.cpu() for v in tensors(forward(batch)) if v.is_floating_point()]
+        for batch in (batches() if callable(batches) else batches)
+    ]
+
+
+def differences(before: list, after: list) -> list[float]:
+    """Of each output, the mean square of its change relative to the variance of its channels."""
+
+    def rows(x: torch.Tensor) -> torch.Tensor:
+        x = x.movedim(1, -1) if x.ndim == 4 else x
+        return x.reshape(-1, x.shape[-1] if x.ndim else 1).double()
+
     result = []
-    for batch in batches() if callable(batches) else batches:
-        tensors = (v for v in _leaves(forward(batch)) if isinstance(v, torch.Tensor))
-        result.append([v.cpu() for v in tensors if v.is_floating_point()])
+    for pairs in zip(*(zip(a, b) for a, b in zip(before, after))):
+        change = sum(float((rows(a) - rows(b)).square().sum()) for a, b in pairs)
+        count = sum(len(rows(a)) for a, _ in pairs)
+        mean = sum(rows(a).sum(0) for a, _ in pairs) / count
+        variance = sum(float((rows(a) - mean).square().sum()) for a, _ in pairs)
+        result.append(change / max(variance, 1e-300))
     return result
-
-
-def _differences(before: list, after: list) -> list[float]:
-    """Of each output, the mean square of its change relative to its variance."""
-    result = []
-    for a, b in zip(zip(*before), zip(*after)):
-        change = sum(float((x - y).double().square().sum()) for x, y in zip(a, b))
-        whole = torch.cat([x.flatten().double() for x in a])
-        result.append(change / max(float((whole - whole.mean()).square().sum()), 1e-300))
-    return result
-
-
-def _shallow(attributes: dict) -> dict:
-    """A module's attributes, with its parameters, buffers and children in dicts of their own."""
-    return {k: (v, copy.copy(v) if isinstance(v, dict) else None) for k, v in attributes.items()}
-
-
-class _Fit:
-    """The fits of all blocks, in the order of the forward pass."""
-
-    def __init__(self, walk, probes, norm, select, ridge, max_tokens, seed) -> None:
-        self.walk, self.probes, self.norm = walk, probes, norm
-        self.select, self.ridge = select, ridge
-        self.max_tokens, self.seed = max_tokens, seed
-
-    def share(self, idle_ratio: float) -> dict[str, float]:
-        """The idle ratios with the least error at the multiply-adds of a uniform one."""
-        walk, calls = self.walk, self.walk.inputs(0)
-        paths, weights, costs, most, budget = [], [], [], [], 0.0
-        for index, (name, _) in enumerate(walk.blocks):
-            ffn = self.probes[name].ffn
-            part = self.run_block(index, calls, calls)
-            tokens, targets, normalized = part.sample
-            parts = ffn_moments(ffn, normalized, double(targets) - double(tokens))
-            paths.append(elimination_path(ffn, parts))
-            # The next norm divides by the deviation of the tokens.
-            weights.append(1 / max(float(targets.double().var(0).sum()), 1e-300))
-            costs.append(part.tokens_per_image * ffn.embed_dims)
-            hidden = ffn.feedforward_channels
-            # More would leave fewer idle channels than the linear path needs.
-            most.append(hidden - ffn.embed_dims if hidden > ffn.embed_dims else hidden)
-            budget += costs[-1] * num_active_channels(hidden, idle_ratio)
-            if index + 1 < len(walk.blocks):
-                calls = walk.next_inputs(index, calls, part.outputs)
-        counts = share_active_channels(paths, weights, costs, most, budget)
-        walk.shapes.clear()
-        return {
-            name: 1 - count / self.probes[name].ffn.feedforward_channels
-            for (name, _), count in zip(walk.blocks, counts)
-        }
-
-    def run(self, ratios, report, resume, progress) -> dict[str, nn.Module]:
-        """Fit all blocks; each gets what the fitted ones before it return."""
-        walk, forms = self.walk, {}
-        teacher = student = walk.inputs(0)
-        for index, (name, block) in enumerate(walk.blocks):
-            part = self.run_block(index, teacher, student)
-            if name in resume:
-                row, form = BlockReport(**resume[name][0]), copy.deepcopy(resume[name][1])
-            else:
-                row = BlockReport(name, ratios[name])
-                form = self.fit(self.probes[name], part.sample, row)
-            merged = form.merge().eval()
-            if name not in resume:
-                per_image = part.tokens_per_image / 1e9
-                row.gmacs = 2 * form.embed_dims * form.feedforward_channels * per_image
-                row.merged_gmacs = per_image * sum(
-                    m.weight.numel() for m in merged.modules() if isinstance(m, nn.Linear)
-                )
-                resume[name] = dataclasses.asdict(row), copy.deepcopy(form)
-            forms[name] = form
-            report.blocks.append(row)
-            if progress is not None:
-                progress(row)
-            if index + 1 == len(walk.blocks):
-                break
-            if student is teacher and form.num_idle == 0 and form.keeps_norm:
-                teacher = student = walk.next_inputs(index, teacher, part.outputs)
-                continue
-            results = self.outputs_with(block, merged, part.known, student, self.probes[name])
-            student = walk.next_inputs(index, student, results)
-            teacher = walk.next_inputs(index, teacher, part.outputs)
-        return forms
-
-    def run_block(self, index: int, teacher: list, student: list) -> '_Part':
-        """Run one block on what it got in the original model, and on what it gets now."""
-        name, block = self.walk.blocks[index]
-        probe, device = self.probes[name], self.walk.device
-        generator = torch.Generator().manual_seed(self.seed + index)
-        part = _Part([], [], [], 0.0)
-        shapes = []
-        count = images = 0
-        for n, call in enumerate(teacher):
-            args, kwargs = _move(call, device)
-            probe.exact = True
-            output = block(*args, **kwargs)
-            x, y = probe.tokens, probe.output
-            part.outputs.append(_move(output, 'cpu'))
-            shapes.append(_move(output, 'meta'))
-            ends_with_ffn = output is y
-            if student is not teacher:
-                args, kwargs = _move(student[n], device)
-                probe.exact = False
-                ends_with_ffn = block(*args, **kwargs) is probe.output
-                x = probe.tokens
-            if not (x.isfinite().all() and y.isfinite().all()):
-                raise ValueError(
-                    f'the activations of {name!r} are not finite: its weights or the images are not'
-                )
-            images += len(x)
-            count += x.shape[:-1].numel()
-            columns = [v.flatten(0, -2) for v in (x, y, probe.ffn.norm1(x))]
-            chosen = torch.randperm(len(columns[0]), generator=generator)
-            chosen = chosen[: -(-self.max_tokens // len(teacher))].to(x.device)
-            part.sample.append([v[chosen] for v in columns])
-            # Where the block goes on after its FFN, it is run again.
-            part.known.append(_move(x, 'cpu') if ends_with_ffn else None)
-        probe.tokens = probe.output = None
-        self.walk.shapes.append(shapes)
-        sample = [torch.cat(columns) for columns in zip(*part.sample)]
-        return part._replace(sample=sample, tokens_per_image=count / images)
-
-    def fit(self, probe: _Probe, sample: list[torch.Tensor], row: BlockReport) -> nn.Module:
-        """The training form that takes the place of a probe."""
-        tokens, targets, normalized = sample
-        ffn = probe.ffn
-        num_active = num_active_channels(ffn.feedforward_channels, row.idle_ratio)
-        row.num_tokens = len(tokens)
-        if self.norm == 'keep' and num_active == ffn.feedforward_channels:
-            return copy.deepcopy(ffn)
-        if self.norm == 'fold':
-            ffn = norm_as_batch_norm(ffn, tokens, normalized, self.ridge)
-            normalized = ffn.norm1(tokens)
-        parts = ffn_moments(ffn, normalized, double(targets) - double(tokens))
-        fit = fit_ffn(ffn, parts, num_active, self.select, self.ridge)
-        row.unexplained, row.unexplained_affine = fit.unexplained, fit.unexplained_affine
-        row.shortfall, row.ridge = fit.shortfall, fit.ridge
-        unknowns = ffn.embed_dims + num_active + 1
-        if len(tokens) < unknowns:
-            row.warnings.append(
-                f'{len(tokens)} tokens for {unknowns} unknowns per channel: give more images'
-            )
-        return channel_idle_ffn(ffn, fit, len(tokens))
-
-    def outputs_with(self, block, form, known: list, calls: list, probe: _Probe) -> list:
-        """What a block returns with a form in the place of its probe."""
-        device = self.walk.device
-        ffn_name = next(key for key, child in block.named_children() if child is probe)
-        results = []
-        setattr(block, ffn_name, form)
-        for x, call in zip(known, calls):
-            if x is not None:
-                results.append(form(x.to(device)).cpu())
-            else:
-                args, kwargs = _move(call, device)
-                results.append(_move(block(*args, **kwargs), 'cpu'))
-        setattr(block, ffn_name, probe)
-        return results
 
 
 class _Part(NamedTuple):
@@ -654,3 +378,171 @@ class _Part(NamedTuple):
     outputs: list
     known: list
     tokens_per_image: float
+
+
+class _Fit:
+    """The fits of all blocks, in the order of the forward pass.
+
+    Two sets of calls go from block to block: those of the original model (the *teacher*), and
+    those of the model whose earlier blocks are fitted (the *student*). They are one list up to the
+    first block that changes.
+
+    Args:
+        walk (BlockWalk): The blocks, with probes in them.
+        probes (dict): The probe of each block.
+        norm, select, ridge, max_tokens, seed: As for :func:`convert_pretrained`.
+    """
+
+    def __init__(self, walk, probes, norm, select, ridge, max_tokens, seed) -> None:
+        self.walk, self.probes, self.norm = walk, probes, norm
+        self.select, self.ridge = select, ridge
+        self.max_tokens, self.seed = max_tokens, seed
+
+    def share(self, idle_ratio: float) -> dict[str, float]:
+        """The idle ratios with the least error at the multiply-adds of a uniform one."""
+        walk, calls = self.walk, self.walk.calls(0)
+        paths, weights, costs, most, budget = [], [], [], [], 0.0
+        for index, (name, _) in enumerate(walk.blocks):
+            ffn = self.probes[name].ffn
+            part = self.run_block(index, calls, calls)
+            tokens, targets, normalized = part.sample
+            parts = ffn_moments(ffn, normalized, double(targets) - double(tokens))
+            paths.append(elimination_path(ffn, parts))
+            # The next norm divides by the deviation of the tokens.
+            weights.append(1 / max(float(targets.double().var(0).sum()), 1e-300))
+            costs.append(part.tokens_per_image * ffn.embed_dims)
+            hidden = ffn.feedforward_channels
+            # More would leave fewer idle channels than the linear path needs.
+            most.append(hidden - ffn.embed_dims if hidden > ffn.embed_dims else hidden)
+            budget += costs[-1] * num_active_channels(hidden, idle_ratio)
+            if index + 1 < len(walk.blocks):
+                calls = walk.next_calls(index, calls, part.outputs)
+        counts = share_active_channels(paths, weights, costs, most, budget)
+        walk.shapes.clear()
+        return {
+            name: 1 - count / self.probes[name].ffn.feedforward_channels
+            for (name, _), count in zip(walk.blocks, counts)
+        }
+
+    def run(self, ratios, report, resume, progress) -> dict[str, nn.Module]:
+        """Fit all blocks; each gets what the fitted ones before it return."""
+        walk, forms = self.walk, {}
+        teacher = student = walk.calls(0)
+        resume['images'] = walk.sums
+        for index, (name, block) in enumerate(walk.blocks):
+            part = self.run_block(index, teacher, student)
+            probe = self.probes[name]
+            if name in resume:
+                row, form = BlockReport(**resume[name][0]), self.restore(probe, *resume[name])
+            else:
+                row = BlockReport(name, ratios[name])
+                form = self.fit(probe, part.sample, row)
+            merged = form.merge().eval()
+            if name not in resume:
+                per_image = part.tokens_per_image / 1e9
+                row.gmacs = 2 * form.embed_dims * form.feedforward_channels * per_image
+                row.merged_gmacs = per_image * sum(
+                    m.weight.numel() for m in merged.modules() if isinstance(m, nn.Linear)
+                )
+                weights = {key: value.clone() for key, value in form.state_dict().items()}
+                resume[name] = dataclasses.asdict(row), weights
+            forms[name] = form
+            report.blocks.append(row)
+            if progress is not None:
+                progress(row)
+            if index + 1 == len(walk.blocks):
+                break
+            if student is teacher and form.num_idle == 0 and form.keeps_norm:
+                teacher = student = walk.next_calls(index, teacher, part.outputs)
+                continue
+            results = self.outputs_with(block, merged, part.known, student, probe)
+            student = walk.next_calls(index, student, results)
+            teacher = walk.next_calls(index, teacher, part.outputs)
+        return forms
+
+    def run_block(self, index: int, teacher: list, student: list) -> _Part:
+        """Run one block on what it got in the original model, and on what it gets now."""
+        name, block = self.walk.blocks[index]
+        probe, device = self.probes[name], self.walk.device
+        generator = torch.Generator().manual_seed(self.seed + index)
+        part = _Part([], [], [], 0.0)
+        shapes = []
+        count = images = 0
+        for n, call in enumerate(teacher):
+            args, kwargs = move(call, device)
+            probe.exact = True
+            output = block(*args, **kwargs)
+            x, y = probe.tokens, probe.output
+            part.outputs.append(move(output, 'cpu'))
+            shapes.append(move(output, 'meta'))
+            ends_with_ffn = output is y
+            if student is not teacher:
+                args, kwargs = move(student[n], device)
+                probe.exact = False
+                ends_with_ffn = block(*args, **kwargs) is probe.output
+                x = probe.tokens
+            if not (x.isfinite().all() and y.isfinite().all()):
+                raise ValueError(
+                    f'the activations of {name!r} are not finite: its weights or the images are not'
+                )
+            images += len(x)
+            count += x.shape[:-1].numel()
+            columns = [v.flatten(0, -2) for v in (x, y, probe.ffn.norm1(x))]
+            chosen = torch.randperm(len(columns[0]), generator=generator)
+            chosen = chosen[: -(-self.max_tokens // len(teacher))].to(x.device)
+            part.sample.append([v[chosen] for v in columns])
+            # Where the block goes on after its FFN, it is run again.
+            part.known.append(move(x, 'cpu') if ends_with_ffn else None)
+        probe.tokens = probe.output = None
+        self.walk.shapes.append(shapes)
+        sample = [torch.cat(columns) for columns in zip(*part.sample)]
+        return part._replace(sample=sample, tokens_per_image=count / images)
+
+    def fit(self, probe: _Probe, sample: list[torch.Tensor], row: BlockReport) -> nn.Module:
+        """The training form that takes the place of a probe; its figures go into the report."""
+        tokens, targets, normalized = sample
+        ffn = probe.ffn
+        num_active = num_active_channels(ffn.feedforward_channels, row.idle_ratio)
+        row.num_tokens = len(tokens)
+        if self.norm == 'keep' and num_active == ffn.feedforward_channels:
+            return copy.deepcopy(ffn)
+        if self.norm == 'fold':
+            ffn = norm_as_batch_norm(ffn, tokens, normalized, self.ridge)
+            normalized = ffn.norm1(tokens)
+        parts = ffn_moments(ffn, normalized, double(targets) - double(tokens))
+        fit = fit_ffn(ffn, parts, num_active, self.select, self.ridge)
+        row.unexplained, row.unexplained_affine = fit.unexplained, fit.unexplained_affine
+        row.shortfall, row.ridge = fit.shortfall, fit.ridge
+        unknowns = ffn.embed_dims + num_active + 1
+        if len(tokens) < unknowns:
+            row.warnings.append(
+                f'{len(tokens)} tokens for {unknowns} unknowns per channel: give more images'
+            )
+        if not targets.var(0).any():
+            row.warnings.append('all tokens are the same: give other images')
+        return channel_idle_ffn(ffn, fit, len(tokens))
+
+    def restore(self, probe: _Probe, row: dict, weights: dict) -> nn.Module:
+        """The training form that was fitted earlier."""
+        ffn = probe.ffn
+        num_active = num_active_channels(ffn.feedforward_channels, row['idle_ratio'])
+        if self.norm == 'keep' and num_active == ffn.feedforward_channels:
+            return copy.deepcopy(ffn)
+        form = empty_ffn(ffn, num_active, self.norm == 'keep')
+        form.load_state_dict(weights)
+        return form
+
+    def outputs_with(self, block, form, known: list, calls: list, probe: _Probe) -> list:
+        """What a block returns with a form in the place of its probe, for every batch."""
+        device = self.walk.device
+        ffn_name = next(key for key, child in block.named_children() if child is probe)
+        results = []
+        setattr(block, ffn_name, form)
+        for x, call in zip(known, calls):
+            if x is not None:
+                results.append(form(x.to(device)).cpu())
+            else:
+                args, kwargs = move(call, device)
+                results.append(move(block(*args, **kwargs), 'cpu'))
+        setattr(block, ffn_name, probe)
+        return results

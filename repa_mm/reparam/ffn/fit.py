@@ -212,14 +212,34 @@ def eliminate(
     return Elimination(kept, weights, path)
 
 
+class Channels(NamedTuple):
+    """The active and the idle channels of an FFN, and what the regression is on.
+
+    Attributes:
+        active (torch.Tensor): Indices (A, ) of the active channels, increasing.
+        idle (torch.Tensor): Indices of the other channels, increasing.
+        features (torch.Tensor, optional): The regression is on l = features @ u and a_A; on
+            l = u if None.
+    """
+
+    active: torch.Tensor
+    idle: torch.Tensor
+    features: torch.Tensor | None
+
+
 class _Problem:
-    """The regression of one FFN, from the moments of [u, a, t]."""
+    """The regression of one FFN, from the moments of [u, a, t].
+
+    Weights (C, n + A) belong to the n features l and the A active channels of a
+    :class:`Channels`.
+    """
 
     def __init__(self, ffn: ChannelIdleFFN, moments: Moments, ridge: float) -> None:
         self.mean, self.cov = moments.mean_and_covariance()
         cov, dims, hidden = self.cov, ffn.embed_dims, ffn.feedforward_channels
         self.u, self.a, self.t = slice(dims), slice(dims, dims + hidden), slice(dims + hidden, None)
         self.w_in, self.out = double(ffn.fc1.weight).to(cov), double(ffn.fc2.weight).to(cov)
+        self.b_in = double(ffn.fc1.bias).to(cov)
         if ffn.layer_scale is not None:
             self.out = double(ffn.layer_scale).to(cov)[:, None] * self.out
         self.var_t = cov[self.t, self.t].trace()
@@ -238,13 +258,22 @@ class _Problem:
         alone = self.slope[:, None] * self.w_in
         self.b = alone + _solve(_ridged(cov_uu, ridge), cov_au - alone @ cov_uu)
 
-    def select(self, num_active: int, how: str) -> torch.Tensor:
-        """Indices of the active channels, increasing; ``how`` is ``select`` of :func:`fit_ffn`."""
+    def choose(self, num_active: int, how: str) -> Channels:
+        """Choose the active channels; ``how`` is ``select`` of :func:`fit_ffn`."""
         rest = self.rest()
         if how == 'score':
             scores = rest.diagonal() * self.out.square().sum(0)
-            return scores.topk(num_active).indices.sort().values
-        return self.eliminate(num_active, rest).kept
+            active = scores.topk(num_active).indices.sort().values
+        else:
+            active = self.eliminate(num_active, rest).kept
+        is_idle = torch.ones(len(self.out[0]), dtype=torch.bool, device=active.device)
+        is_idle[active] = False
+        idle = is_idle.nonzero().flatten()
+        w_idle = self.w_in[idle]
+        eigenvalues = torch.linalg.eigvalsh(w_idle.t() @ w_idle)
+        # Where the idle channels cannot give any W, the regression is on them instead of on u.
+        reaches = len(idle) >= w_idle.shape[1] and eigenvalues[0] > 1e-12 * eigenvalues[-1]
+        return Channels(active, idle, None if reaches else w_idle)
 
     def eliminate(self, num_active: int, rest: torch.Tensor | None = None) -> Elimination:
         """Backward elimination from the regression with all channels; ``rest`` is Cov(r)."""
@@ -262,18 +291,14 @@ class _Problem:
         half = b @ cov[u, u] - cov[a, u]
         return cov[a, a] - b @ cov[u, a] + half @ b.t()
 
-    def solve(self, active, idle, features) -> torch.Tensor:
-        """Weights (C, n + A) of the features l and a_A.
+    def solve(self, channels: Channels) -> torch.Tensor:
+        """The weights of the ridge regression.
 
         The ridge is that of the features l and r, with a = B l + r, and draws the weights to the
         affine solution.
-
-        Args:
-            active (torch.Tensor): Indices of the active channels.
-            idle (torch.Tensor): Indices of the idle channels.
-            features (torch.Tensor): l = features @ u; None if l = u.
         """
-        gram, with_t = self.joint(active, features)
+        active, idle, features = channels
+        gram, with_t = self.joint(channels)
         n = len(gram) - len(active)
         if features is None:
             prior = self.out[:, idle] @ self.b[idle]
@@ -295,9 +320,10 @@ class _Problem:
         change[:, :n] -= change[:, n:] @ b
         return prior + change
 
-    def joint(self, active, features) -> tuple[torch.Tensor, torch.Tensor]:
+    def joint(self, channels: Channels) -> tuple[torch.Tensor, torch.Tensor]:
         """Covariances of [l, a_A] with themselves and with t."""
         cov, u, a, t = self.cov, self.u, self.a, self.t
+        active, _, features = channels
         cov_ll, cov_la, cov_tl = cov[u, u], cov[u, a][:, active], cov[t, u]
         if features is not None:
             cov_ll, cov_la = features @ cov_ll @ features.t(), features @ cov_la
@@ -310,22 +336,63 @@ class _Problem:
         )
         return gram, torch.cat([cov_tl, cov[t, a][:, active]], dim=1)
 
-    def joint_mean(self, active, features) -> torch.Tensor:
-        """Mean of [l, a_A]."""
-        mean_u = self.mean[self.u]
-        linear = mean_u if features is None else features @ mean_u
-        return torch.cat([linear, self.mean[self.a][active]])
+    def bias(self, weights: torch.Tensor, channels: Channels) -> torch.Tensor:
+        """The bias (C, ) with which the mean of t is met."""
+        linear = self.mean[self.u]
+        if channels.features is not None:
+            linear = channels.features @ linear
+        return self.mean[self.t] - weights @ torch.cat([linear, self.mean[self.a][channels.active]])
 
-    def bias(self, weights, active, features) -> torch.Tensor:
-        return self.mean[self.t] - weights @ self.joint_mean(active, features)
+    def residual(
+        self, weights: torch.Tensor, channels: Channels, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Mean square of t that weights leave, summed over the channels.
 
-    def residual(self, weights, active, features, bias=None) -> torch.Tensor:
-        """Mean square of t that weights leave, summed over the channels."""
-        gram, with_t = self.joint(active, features)
+        Without a bias, with the best one.
+        """
+        gram, with_t = self.joint(channels)
         left = self.var_t + ((weights @ gram - 2 * with_t) * weights).sum()
         if bias is not None:
-            left = left + (self.bias(weights, active, features) - bias).square().sum()
+            left = left + (self.bias(weights, channels) - bias).square().sum()
         return left
+
+    def fit(self, channels: Channels) -> FFNFit:
+        """Solve the regression, and measure what it leaves."""
+        active, idle, features = channels
+        weights = self.solve(channels)
+        residual = best = self.residual(weights, channels)
+        n = weights.shape[1] - len(active)
+        idle_out = weights[:, :n]
+        if features is None:
+            # From the best slope of each channel alone, corrected to give W.
+            w_idle = self.w_in[idle]
+            start = self.out[:, idle] * self.slope[idle]
+            squares = w_idle.t() @ w_idle
+            idle_out = start + _solve(squares, idle_out - start @ w_idle) @ w_idle.t()
+        else:
+            any_map = channels._replace(features=None)
+            best = self.residual(self.solve(any_map), any_map)
+        everything = torch.arange(self.out.shape[1], device=active.device)
+        none_active = Channels(active[:0], everything, None)
+        affine = self.residual(self.solve(none_active), none_active)
+        hidden_mean = self.mean[self.a].clone()
+        hidden_var = self.cov[self.a, self.a].diagonal().clone()
+        hidden_mean[idle] = self.w_in[idle] @ self.mean[self.u] + self.b_in[idle]
+        hidden_var[idle] = self.h_var[idle]
+        var_t = self.var_t.clamp(min=torch.finfo(self.var_t.dtype).tiny)
+        return FFNFit(
+            active=active,
+            idle=idle,
+            active_out=weights[:, n:],
+            idle_out=idle_out,
+            bias=self.bias(weights, channels),
+            hidden_mean=hidden_mean,
+            hidden_var=hidden_var,
+            ridge=self.ridge,
+            unexplained=float(residual / var_t),
+            unexplained_affine=float(affine / var_t),
+            shortfall=float((residual - best).clamp(min=0) / var_t),
+        )
 
 
 def _weakest(errors: Sequence[float]) -> float:
@@ -337,7 +404,7 @@ def _weakest(errors: Sequence[float]) -> float:
     return RIDGES[next((i for i, error in enumerate(errors) if error <= limit), 0)]
 
 
-def _choose_ridge(ffn, parts: Sequence[Moments], active, idle, features) -> float:
+def _choose_ridge(ffn: ChannelIdleFFN, parts: Sequence[Moments], channels: Channels) -> float:
     """The ridge with which each part of the tokens is predicted best from the others."""
     if len(parts) < 2:
         return RIDGES[0]
@@ -347,9 +414,9 @@ def _choose_ridge(ffn, parts: Sequence[Moments], active, idle, features) -> floa
         left_out = _Problem(ffn, part, RIDGES[0])
         for i, ridge in enumerate(RIDGES):
             others.use(ridge)
-            weights = others.solve(active, idle, features)
-            bias = others.bias(weights, active, features)
-            errors[i] += float(left_out.residual(weights, active, features, bias)) * part.count
+            weights = others.solve(channels)
+            bias = others.bias(weights, channels)
+            errors[i] += float(left_out.residual(weights, channels, bias)) * part.count
     return _weakest(errors.tolist())
 
 
@@ -386,60 +453,13 @@ def fit_ffn(
     if not (moments.total.isfinite().all() and moments.products.isfinite().all()):
         raise ValueError('its inputs or outputs are not finite numbers')
     problem = _Problem(ffn, moments, RIDGES[0] if ridge is None else ridge)
-    hidden, dims = ffn.feedforward_channels, ffn.embed_dims
-    for attempt in (1, 2):
-        active = problem.select(num_active, select)
-        is_idle = torch.ones(hidden, dtype=torch.bool, device=active.device)
-        is_idle[active] = False
-        idle = is_idle.nonzero().flatten()
-        w_idle = problem.w_in[idle]
-        squares = w_idle.t() @ w_idle
-        eigenvalues = torch.linalg.eigvalsh(squares)
-        # Where the idle channels cannot give any W, the regression is on them instead of on u.
-        reaches = len(idle) >= dims and eigenvalues[0] > 1e-12 * eigenvalues[-1]
-        features = None if reaches else w_idle
-        if ridge is None and attempt == 1:
-            chosen = _choose_ridge(ffn, parts, active, idle, features)
+    channels = problem.choose(num_active, select)
+    if ridge is None:
+        chosen = _choose_ridge(ffn, parts, channels)
+        if chosen != problem.ridge:
             problem.use(chosen)
-            if chosen == RIDGES[0]:
-                break
-        else:
-            break
-
-    weights = problem.solve(active, idle, features)
-    residual = best = problem.residual(weights, active, features)
-    bias = problem.bias(weights, active, features)
-    n = weights.shape[1] - num_active
-    idle_out, active_out = weights[:, :n], weights[:, n:]
-    if reaches:
-        # From the best slope of each channel alone, corrected to give W.
-        start = problem.out[:, idle] * problem.slope[idle]
-        idle_out = start + _solve(squares, idle_out - start @ w_idle) @ w_idle.t()
-    else:
-        best = problem.residual(problem.solve(active, idle, None), active, None)
-    none = active[:0]
-    affine = problem.residual(
-        problem.solve(none, torch.arange(hidden).to(active), None), none, None
-    )
-    mean_a, cov_aa = problem.mean[problem.a].clone(), problem.cov[problem.a, problem.a]
-    hidden_var = cov_aa.diagonal().clone()
-    b_in = double(ffn.fc1.bias).to(mean_a)
-    mean_a[idle] = w_idle @ problem.mean[problem.u] + b_in[idle]
-    hidden_var[idle] = problem.h_var[idle]
-    var_t = problem.var_t.clamp(min=torch.finfo(mean_a.dtype).tiny)
-    return FFNFit(
-        active=active,
-        idle=idle,
-        active_out=active_out,
-        idle_out=idle_out,
-        bias=bias,
-        hidden_mean=mean_a,
-        hidden_var=hidden_var,
-        ridge=problem.ridge,
-        unexplained=float(residual / var_t),
-        unexplained_affine=float(affine / var_t),
-        shortfall=float((residual - best).clamp(min=0) / var_t),
-    )
+            channels = problem.choose(num_active, select)
+    return problem.fit(channels)
 
 
 def elimination_path(ffn: ChannelIdleFFN, parts: Sequence[Moments]) -> list[tuple[int, float]]:
@@ -553,33 +573,28 @@ def norm_as_batch_norm(
     return new
 
 
-def channel_idle_ffn(ffn: ChannelIdleFFN, fit: FFNFit, count: int) -> ChannelIdleFFN:
-    """The training form that computes what a fit says.
+def empty_ffn(ffn: ChannelIdleFFN, num_active: int, keeps_norm: bool) -> ChannelIdleFFN:
+    """A channel-idle FFN with the sizes, activation and layer scale of another FFN.
+
+    Its linear layers have random weights.
 
     Args:
-        ffn (ChannelIdleFFN): The FFN that was fitted, as one with idle ratio 0.
-        fit (FFNFit): From :func:`fit_ffn`.
-        count (int): Number of tokens behind the fit.
-
-    Returns:
-        ChannelIdleFFN: With the active channels first, and with the norm of ``ffn``. If that is a
-        BatchNorm, the second one has the hidden channels' statistics and is the identity.
+        ffn (ChannelIdleFFN): The other FFN.
+        num_active (int): Number of active channels.
+        keeps_norm (bool): Whether it has the norm of ``ffn``, or new BatchNorms.
     """
-    keeps_norm = ffn.keeps_norm
     like = ffn.fc1.weight
-    order = torch.cat([fit.active, fit.idle]).to(like.device)
     new = ChannelIdleFFN(
         ffn.embed_dims,
         ffn.feedforward_channels,
-        idle_ratio=len(fit.idle) / ffn.feedforward_channels,
+        idle_ratio=1 - num_active / ffn.feedforward_channels,
         act_cfg=copy.deepcopy(ffn.act),
         norm_cfg=dict(type='LN' if keeps_norm else 'BN'),
         drop_path=ffn.dropout_layer.drop_prob,
         drop_rate=ffn.drop.p,
     ).to(like)
-    new.norm1 = copy.deepcopy(ffn.norm1)
-    out = torch.cat([fit.active_out, fit.idle_out], dim=1)
-    bias = fit.bias - fit.idle_out @ double(ffn.fc1.bias).to(out)[fit.idle]
+    if keeps_norm:
+        new.norm1 = copy.deepcopy(ffn.norm1)
     scale = ffn.layer_scale
     if scale is not None:
         # The scale stays; where it is next to nothing, the weights could not have any effect.
@@ -592,18 +607,42 @@ def channel_idle_ffn(ffn: ChannelIdleFFN, fit: FFNFit, count: int) -> ChannelIdl
         else:
             del new.layer_scale
             new.register_buffer('layer_scale', scale.clone(), False)
-        out, bias = out / double(scale).to(out)[:, None], bias / double(scale).to(out)
+    for param in new.parameters():
+        param.requires_grad_(like.requires_grad)
+    return new.train(ffn.training)
+
+
+def channel_idle_ffn(ffn: ChannelIdleFFN, fit: FFNFit, count: int) -> ChannelIdleFFN:
+    """The training form that computes what a fit says.
+
+    Args:
+        ffn (ChannelIdleFFN): The FFN that was fitted, as one with idle ratio 0.
+        fit (FFNFit): From :func:`fit_ffn`.
+        count (int): Number of tokens behind the fit.
+
+    Returns:
+        ChannelIdleFFN: With the active channels first, and with the norm of ``ffn``. If that is a
+        BatchNorm, the second one has the hidden channels' statistics and is the identity.
+    """
+    new = empty_ffn(ffn, len(fit.active), ffn.keeps_norm)
+    like = ffn.fc1.weight
+    order = torch.cat([fit.active, fit.idle]).to(like.device)
+    out = torch.cat([fit.active_out, fit.idle_out], dim=1)
+    bias = fit.bias - fit.idle_out @ double(ffn.fc1.bias).to(out)[fit.idle]
+    if new.layer_scale is not None:
+        scale = double(new.layer_scale).to(out)
+        out, bias = out / scale[:, None], bias / scale
     with torch.no_grad():
         new.fc1.weight.copy_(like[order])
         new.fc1.bias.copy_(ffn.fc1.bias[order])
         new.fc2.weight.copy_(out)
         new.fc2.bias.copy_(bias)
-        if not keeps_norm:
+        if not ffn.keeps_norm:
+            new.norm1.load_state_dict(ffn.norm1.state_dict())
+            new.norm1.eps = ffn.norm1.eps
             var = fit.hidden_var[order].clamp(min=0)
             new.norm2.running_mean.copy_(fit.hidden_mean[order])
             new.norm2.running_var.copy_(var * count / max(count - 1, 1))
             new.norm2.weight.copy_((double(new.norm2.running_var).to(var) + new.norm2.eps).sqrt())
             new.norm2.bias.copy_(new.norm2.running_mean)
-    for param in new.parameters():
-        param.requires_grad_(like.requires_grad)
-    return new.train(ffn.training)
+    return new
