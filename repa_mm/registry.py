@@ -8,7 +8,7 @@ config first asks for the name.
 
 from importlib import import_module
 
-from mmengine.registry import MODELS, TRANSFORMS
+from mmengine.registry import DATASETS, MODELS, TRANSFORMS
 
 BACKBONES = (
     'AffineRIFormer',
@@ -28,6 +28,7 @@ BACKBONES = (
     'RePaVisionTransformer',
 )
 HEADS = ('TokenLabelHead',)
+DISTILLERS = ('FeatureDistiller',)
 SELF_SUPERVISED = ('ClassTokens', 'DINO', 'DINOHead', 'DINOProjection')
 DATA_TRANSFORMS = ('LoadTokenLabels', 'RandomResizedCropWithBox')
 
@@ -56,13 +57,14 @@ class _LazyModules(dict):
 
 def register_lazily() -> None:
     """Register the names above, so that every codebase builds them from a config."""
-    models = dict.fromkeys(BACKBONES + HEADS, 'repa_mm.models')
+    models = dict.fromkeys(BACKBONES + HEADS + DISTILLERS, 'repa_mm.models')
     models |= dict.fromkeys(SELF_SUPERVISED, 'repa_mm.models.dino')
     # A module of its own, since the head needs MMSegmentation.
     models['FastUPerHead'] = 'repa_mm.models.heads.uper_head'
     for registry, locations in (
         (MODELS, models),
         (TRANSFORMS, dict.fromkeys(DATA_TRANSFORMS, 'repa_mm.datasets.token_label')),
+        (DATASETS, dict(ImageFolder='repa_mm.datasets.folder')),
     ):
         if not isinstance(registry._module_dict, _LazyModules):
             registry._module_dict = _LazyModules(registry._module_dict, locations)

@@ -4,6 +4,7 @@ from repa_mm.engine.dino import DINOHook
 from repa_mm.engine.experts import AverageExpertsHook
 from repa_mm.engine.imitation import ImitateMixersHook
 from repa_mm.engine.metrics import DumpSegResults
+from repa_mm.engine.optimizers import RelativeAdamW
 from repa_mm.engine.reparameterize import ReparameterizeHook
 from repa_mm.engine.safe_checkpoint import SafeCheckpointHook
 from repa_mm.engine.schedules import (
@@ -21,6 +22,7 @@ __all__ = [
     'DumpSegResults',
     'ImitateMixersHook',
     'JoinBranchesHook',
+    'RelativeAdamW',
     'ReparameterizeHook',
     'SafeCheckpointHook',
     'ScheduleHook',

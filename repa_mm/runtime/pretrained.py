@@ -1,44 +1,32 @@
 """From a trained checkpoint of a vanilla model to one with channel-idle FFNs."""
 
+import copy
 import os
 import os.path as osp
-import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 import torch
+import torch.nn as nn
 from mmengine.config import Config
-from mmengine.dataset import Compose, pseudo_collate
+from mmengine.dataset import pseudo_collate
 from mmengine.registry import DATASETS, MODELS
 from mmengine.runner.checkpoint import weights_to_cpu
 
-from repa_mm.checkpoints import load_anywhere, load_weights, save_checkpoint
-from repa_mm.datasets.checks import check_image
-from repa_mm.engine.complexity import count_macs
+from repa_mm.checkpoints import load_anywhere, load_tensors, load_weights, save_checkpoint
+from repa_mm.datasets.folder import ImageFolder
+from repa_mm.engine.complexity import count_macs, image_size
 from repa_mm.files import check_output, replacing
-from repa_mm.models import convert_pretrained, fast_window_attention
-from repa_mm.models.surgery.idle import find_blocks
-from repa_mm.reparam import reparameterize
-from repa_mm.runtime.config import dataset_config, load_config, take_no_pretrained
+from repa_mm.models import convert_pretrained, idle_channels
+from repa_mm.models.surgery.idle import find_blocks, parts_of
+from repa_mm.models.surgery.pretrained import ConversionReport, differences, run_batches
+from repa_mm.models.surgery.window_attention import swap_attention
+from repa_mm.reparam import CheckpointError, reparameterize
+from repa_mm.runtime.config import dataset_config, load_config, plain, take_no_pretrained
 from repa_mm.runtime.data import check_data
+from repa_mm.runtime.distillation import distill_checkpoint, write_distillation
+from repa_mm.runtime.inference import init_model
 from repa_mm.version import __version__
-
-IMAGES = ('.jpg', '.jpeg', '.png', '.bmp', '.tif', '.tiff', '.webp')
-
-
-def load_any_config(config: str, cfg_options: dict | None = None) -> Config:
-    """Read a config by its path, or an installed one by its name ('mmdet::swin/….py').
-
-    Raises:
-        FileNotFoundError, ValueError, ImportError: As
-            :func:`~repa_mm.runtime.config.load_config`.
-    """
-    if '::' not in config:
-        return load_config(config, cfg_options)
-    with tempfile.TemporaryDirectory() as folder:
-        path = osp.join(folder, 'installed.py')
-        with open(path, 'w') as file:
-            file.write(f'_base_ = {config!r}\n')
-        return load_config(path, cfg_options)
 
 
 class CalibrationImages:
@@ -58,7 +46,6 @@ class CalibrationImages:
 
     def __init__(self, cfg: Config, num_images: int, folder: str | None = None) -> None:
         steps = dataset_config(cfg, 'test').pipeline
-        self.dataset = None
         if folder is None:
             check_data(cfg, 'train')
             source = dataset_config(cfg, 'train').copy()
@@ -66,22 +53,11 @@ class CalibrationImages:
             # All images that there are, with or without objects, in the order of the file.
             source.pop('filter_cfg', None)
             self.dataset = DATASETS.build(source)
-            available = len(self.dataset)
         else:
-            if not osp.isdir(folder):
-                raise FileNotFoundError(f'no folder of images at {folder!r}')
-            self.paths = sorted(
-                osp.join(root, name)
-                for root, _, names in os.walk(folder)
-                for name in names
-                if name.lower().endswith(IMAGES)
-            )
-            self.pipeline = Compose([s for s in steps if 'Annotations' not in s['type']])
-            available = len(self.paths)
+            self.dataset = ImageFolder(folder, steps)
+        available = len(self.dataset)
         if not available:
-            raise FileNotFoundError(
-                f'no image to calibrate on: {folder or "the training data"} is empty'
-            )
+            raise FileNotFoundError('no image to calibrate on: the training data is empty')
         num_images = min(num_images, available)
         self.indices = [i * available // num_images for i in range(num_images)]
 
@@ -90,26 +66,33 @@ class CalibrationImages:
 
     def __iter__(self) -> Iterator[dict]:
         for index in self.indices:
-            if self.dataset is not None:
-                item = self.dataset[index]
-            else:
-                path = self.paths[index]
-                check_image(path)
-                item = self.pipeline(dict(img_path=osp.abspath(path), img_id=index))
-            yield pseudo_collate([item])
+            yield pseudo_collate([self.dataset[index]])
+
+    def take(self, number: int) -> list:
+        """Take some images out of these, spread evenly, as a list of batches; one stays."""
+        number = min(number, len(self) - 1)
+        chosen = {int((i + 0.5) * len(self) / number) for i in range(number)}
+        rest = [index for i, index in enumerate(self.indices) if i not in chosen]
+        self.indices = [index for i, index in enumerate(self.indices) if i in chosen]
+        batches = list(self)
+        self.indices = rest
+        return batches
 
 
 def convert_checkpoint(
     config: str,
     checkpoint: str,
     out: str,
-    idle_ratio: float | list[float] = 0.75,
+    idle_ratio: float | list[float | None] = 0.75,
     norm: str = 'keep',
     num_images: int = 64,
     images: str | None = None,
     device: str | None = None,
     cfg_options: dict | None = None,
     progress: Callable | None = None,
+    target_gmacs: float | None = None,
+    resume: bool = False,
+    distill: int = 0,
     **options,
 ) -> dict:
     """Give the backbone of a trained model channel-idle FFNs, without training or labels.
@@ -121,9 +104,10 @@ def convert_checkpoint(
         config (str): The model's own config: a path, or the name of an installed one
             ('mmdet::swin/….py').
         checkpoint (str): The model's checkpoint: a path or a URL.
-        out (str): The checkpoint to write, '….pth'. The config is '….py'.
-        idle_ratio (float | list[float]): Share of FFN hidden channels that skip the activation.
-            Defaults to 0.75.
+        out (str): The checkpoint to write, '….pth'. The config is '….py'. What an interrupted
+            conversion has fitted is in '….partial'.
+        idle_ratio (float | list): Share of FFN hidden channels that skip the activation: one for
+            all blocks, or one per block, of which None leaves its block as it is. Defaults to 0.75.
         norm (str): 'keep' leaves the LayerNorms before the FFNs; 'fold' merges everything.
             Defaults to 'keep'.
         num_images (int): Number of images to calibrate on. One more for each eight of them is
@@ -133,29 +117,37 @@ def convert_checkpoint(
         device (str, optional): Defaults to the GPU, if there is one.
         cfg_options (dict, optional): Values to override in the config.
         progress (Callable, optional): Called with the report of each block.
+        target_gmacs (float, optional): 1e9 multiply-adds that the reparameterized backbone is to
+            have, in place of an idle ratio; for the image size that is returned.
+        resume (bool): Go on with an interrupted conversion of the same model. Defaults to False.
+        distill (int): Number of iterations of a distillation afterwards, see
+            :mod:`repa_mm.runtime.distillation`. Defaults to 0.
         **options: Others of :func:`~repa_mm.convert_pretrained`.
 
     Returns:
         dict: ``report`` (a :class:`~repa_mm.models.surgery.pretrained.ConversionReport`),
         ``differences`` (mean square difference of each output of the backbone on the held-out
-        images, relative to the variance of that output), ``macs`` (of the backbone before and
-        after, at 224x224), ``images`` and ``held_out`` (their numbers) and ``config`` (the file
-        that was written).
+        images, relative to the variance of that output), ``distilled`` (the same after the
+        distillation, if there is one), ``macs`` (of the backbone before and after), ``size``
+        (height and width of the image for that), ``images`` and ``held_out`` (their numbers) and
+        ``config`` (the file that was written).
 
     Raises:
         FileNotFoundError: If the config, checkpoint or images are missing.
-        ValueError: If there is nothing to convert, or an option is out of range.
+        ValueError: If there is nothing to convert, an option is out of range, or the memory does
+            not suffice.
         CheckpointError: If the checkpoint does not fit the config.
         OSError: If ``out`` cannot be written.
     """
     if num_images < 1:
         raise ValueError(f'{num_images} images are none to calibrate on')
-    out_config = osp.splitext(out)[0] + '.py'
-    for path in (out, out_config):
+    stem = osp.splitext(out)[0]
+    out_config, partial = f'{stem}.py', f'{stem}.partial'
+    for path in (out, out_config, partial):
         check_output(path, config, checkpoint)
-    if out == out_config:
+    if out in (out_config, partial):
         raise ValueError(f'the output {out!r} is to be a checkpoint: name it ….pth')
-    cfg = load_any_config(config, cfg_options)
+    cfg = load_config(config, cfg_options)
     original = cfg.model.get('backbone')
     if not isinstance(original, dict):
         raise ValueError(f"'model' of {config!r} has no 'backbone'")
@@ -166,27 +158,37 @@ def convert_checkpoint(
     load_weights(model, loaded['state_dict'], checkpoint, exact=False)
     num_held_out = max(1, num_images // 8)
     source = CalibrationImages(cfg, num_images + num_held_out, images)
-    held_out = _take_every(source, num_held_out)
+    held_out = source.take(num_held_out)
 
     device = device or ('cuda' if torch.cuda.is_available() else 'cpu')
-    model.to(device).eval()
-    backbone = model.backbone
-    try:
-        fast_window_attention(backbone)
-    except ValueError:  # it has no windows
-        pass
+    model.eval()  # on a line of its own: that of some models returns None
+    backbone = model.to(device).backbone
+    swap_attention(backbone)
+    size = image_size(backbone)
+    if target_gmacs is not None:
+        if not isinstance(idle_ratio, (int, float)):
+            raise ValueError('target_gmacs finds one idle ratio: give none for each block')
+        idle_ratio = _ratio_for(backbone, target_gmacs, norm, size, options)
+    state = _Saved(partial, resume)
 
     @torch.no_grad()
     def features(batch, backbone=backbone):
         return backbone(model.data_preprocessor(batch, False)['inputs'])
 
-    before = [features(batch) for batch in held_out]
-    converted, report = convert_pretrained(
-        backbone, source, idle_ratio, norm, forward=features, progress=progress, **options
-    )
-    converted.eval()  # on a line of its own: that of some backbones returns None
-    after = [features(batch, converted) for batch in held_out]
-    macs = [count_macs(b, (3, 224, 224)) for b in (backbone, reparameterize(converted))]
+    def note(row):
+        state.save()
+        if progress is not None:
+            progress(row)
+
+    with _explained_memory(num_images):
+        before = run_batches(features, held_out)
+        converted, report = convert_pretrained(
+            backbone, source, idle_ratio, norm,
+            forward=features, progress=note, resume=state.blocks, **options,
+        )  # fmt: skip
+        converted.eval()
+        after = run_batches(lambda batch: features(batch, converted), held_out)
+        macs = [count_macs(b, (3, *size)) for b in (backbone, reparameterize(converted))]
     model.backbone = converted.cpu()
     meta = loaded.get('meta')
     meta = dict(meta if isinstance(meta, dict) else {}, repa_mm_version=__version__)
@@ -194,56 +196,119 @@ def convert_checkpoint(
     save_checkpoint(dict(meta=meta, state_dict=weights_to_cpu(model.state_dict())), out)
     with replacing(out_config) as temporary, open(temporary, 'w', encoding='utf-8') as file:
         file.write(text)
-    return dict(
+    state.remove()
+    result = dict(
         report=report,
-        differences=_differences(before, after),
+        differences=differences(before, after),
         macs=macs,
+        size=size,
         images=len(source),
         held_out=len(held_out),
         config=out_config,
     )
-
-
-def _take_every(source: CalibrationImages, number: int) -> list:
-    """Take some images out of a source, spread evenly, as a list of batches."""
-    number = min(number, len(source) - 1)
-    if number < 1:
-        return []
-    every = len(source.indices) / number
-    chosen = {int((i + 0.5) * every) for i in range(number)}
-    rest = [index for i, index in enumerate(source.indices) if i not in chosen]
-    source.indices = [index for i, index in enumerate(source.indices) if i in chosen]
-    batches = list(source)
-    source.indices = rest
-    return batches
-
-
-def _differences(before: list, after: list) -> list[float]:
-    """The mean square difference of each output over all images, relative to its variance."""
-    result = []
-    for pair in zip(zip(*before), zip(*after)):
-        error = variance = 0.0
-        for a, b in zip(*pair):
-            error += float((a - b).double().square().sum())
-            centred = a - a.mean(dim=tuple(i for i in range(a.ndim) if i != 1), keepdim=True)
-            variance += float(centred.double().square().sum())
-        result.append(error / max(variance, 1e-30))
+    if distill:
+        path = write_distillation(out_config, checkpoint, distill, images)
+        distill_checkpoint(path, out)
+        distilled = init_model(out_config, out, device=device).backbone
+        after = run_batches(lambda batch: features(batch, distilled), held_out)
+        result['distilled'] = differences(before, after)
     return result
 
 
-def _ratios(backbone, report) -> list[float] | float:
+class _Saved:
+    """What an interrupted conversion has fitted, in a file.
+
+    Args:
+        path (str): The file.
+        resume (bool): Whether to read it, if it is there.
+    """
+
+    def __init__(self, path: str, resume: bool) -> None:
+        self.path = path
+        # A copy: the file is replaced while its tensors are in use.
+        self.blocks = copy.deepcopy(load_tensors(path)) if resume and osp.isfile(path) else {}
+        if not isinstance(self.blocks, dict):
+            raise CheckpointError(f'{path!r} is not of an interrupted conversion: remove it')
+
+    def save(self) -> None:
+        save_checkpoint(self.blocks, self.path)
+
+    def remove(self) -> None:
+        with suppress(FileNotFoundError):
+            os.unlink(self.path)
+
+
+@contextmanager
+def _explained_memory(num_images: int) -> Iterator[None]:
+    """Let an error for want of memory say what to lower."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        # torch's errors have no class of their own on a CPU.
+        text = str(error).lower()
+        known = 'out of memory' in text or "can't allocate memory" in text
+        if not (known or isinstance(error, MemoryError)):
+            raise
+        raise ValueError(
+            f'the memory does not suffice for {num_images} images at a time: lower --num-images, '
+            'or the image size in the test pipeline of the config; --resume goes on only with the '
+            'same images'
+        ) from error
+
+
+def _ratio_for(
+    backbone: nn.Module, gmacs: float, norm: str, size: tuple[int, int], options: dict
+) -> float:
+    """The idle ratio with which a reparameterized backbone has so many multiply-adds.
+
+    Raises:
+        ValueError: If none has.
+    """
+
+    def cost(ratio: float) -> float:
+        ratios = [
+            None if options.get('skip_unsupported') and not _is_convertible(block) else ratio
+            for block in find_blocks(backbone).values()
+        ]
+        norm_cfg = dict(type='keep' if norm == 'keep' else 'BN')
+        model = idle_channels(copy.deepcopy(backbone), ratios, norm_cfg=norm_cfg)
+        model.eval()
+        return count_macs(reparameterize(model, inplace=True), (3, *size)) / 1e9
+
+    # The multiply-adds are linear in the idle ratio.
+    least, half, most = cost(1.0), cost(0.5), count_macs(backbone, (3, *size)) / 1e9
+    if not least <= gmacs <= most:
+        raise ValueError(
+            f'no idle ratio gives the backbone {gmacs:g} GMACs at {size[0]}x{size[1]}: it has '
+            f'{most:.3g}, and {least:.3g} with idle ratio 1'
+        )
+    return min(max(1 - 0.5 * (gmacs - least) / (half - least), 0.0), 1.0)
+
+
+def _is_convertible(block: nn.Module) -> bool:
+    try:
+        parts_of(block)
+    except ValueError:
+        return False
+    return True
+
+
+def _ratios(backbone: nn.Module, report: ConversionReport) -> list[float | None] | float:
     """The idle ratio of each block, in the order of the backbone's modules; one if all agree."""
     fitted = {block.name: block.idle_ratio for block in report.blocks}
-    ratios = [fitted[name] for name in find_blocks(backbone) if name in fitted]
+    ratios = [fitted.get(name) for name in find_blocks(backbone)]
     return ratios[0] if len(set(ratios)) == 1 else ratios
 
 
 def _config_text(
-    config: str, out: str, cfg: Config, original: dict, ratios: list, norm: str
+    config: str, out: str, cfg: Config, original: dict, ratios: list | float, norm: str
 ) -> str:
     """The config of the converted model, which inherits that of the original."""
-    folder = osp.dirname(osp.realpath(out))
-    base = config if '::' in config else osp.relpath(osp.realpath(config), folder)
+    if '::' in config and not osp.exists(config):
+        # MMEngine's own notation knows few packages, and these not by all their names.
+        base = f"__import__('repa_mm').config_path({config!r})"
+    else:
+        base = repr(osp.relpath(osp.realpath(config), osp.dirname(osp.realpath(out))))
     imports = list((cfg.get('custom_imports') or {}).get('imports') or [])
     hooks = [h for h in cfg.get('custom_hooks') or [] if h.get('type') != 'ReparameterizeHook']
     backbone = dict(
@@ -252,7 +317,7 @@ def _config_text(
         idle_ratio=ratios,
         norm_cfg=dict(type='keep' if norm == 'keep' else 'BN'),
         norm_eval=norm == 'fold',
-        backbone=_plain(original),
+        backbone=plain(original),
     )
     lines = Config(
         dict(
@@ -260,7 +325,7 @@ def _config_text(
                 imports=[*(i for i in imports if i != 'repa_mm'), 'repa_mm'],
                 allow_failed_imports=False,
             ),
-            custom_hooks=_plain([*hooks, dict(type='ReparameterizeHook')]),
+            custom_hooks=plain([*hooks, dict(type='ReparameterizeHook')]),
             load_from=osp.realpath(out),
             model=dict(backbone=backbone),
         )
@@ -268,14 +333,29 @@ def _config_text(
     return (
         f'# {osp.basename(config)} with channel-idle FFNs, by tools/convert_pretrained.py.\n'
         f'# Its weights are in {osp.basename(out)}.\n'
-        f'_base_ = {base!r}\n\n{lines.pretty_text}'
+        f'_base_ = {base}\n\n{lines.pretty_text}'
     )
 
 
-def _plain(value):
-    """Config values as ordinary dicts, lists and tuples."""
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_plain(item) for item in value)
-    return value
+def result_text(result: dict, out: str) -> str:
+    """What :func:`convert_checkpoint` has done, in words and as a table."""
+
+    def percent(values: list[float]) -> str:
+        return ', '.join(f'{value:.1%}' for value in values)
+
+    before, after = (value / 1e9 for value in result['macs'])
+    lines = [
+        str(result['report']),
+        f'fitted on {result["images"]} images; on {result["held_out"]} others the outputs of the '
+        f'backbone differ by {percent(result["differences"])} of their variance',
+    ]
+    if 'distilled' in result:
+        lines.append(f'after the distillation they differ by {percent(result["distilled"])}')
+    return '\n'.join(
+        [
+            *lines,
+            'backbone, {}x{}: '.format(*result['size'])
+            + f'{before:.2f} -> {after:.2f} GMACs, reparameterized',
+            f'wrote {out} and {result["config"]}',
+        ]
+    )

@@ -1,0 +1,53 @@
+"""Images without annotations."""
+
+import os
+import os.path as osp
+from collections.abc import Sequence
+
+from mmengine.dataset import Compose
+from mmengine.registry import DATASETS
+from torch.utils.data import Dataset
+
+from repa_mm.datasets.checks import check_image
+
+SUFFIXES = ('.jpg', '.jpeg', '.png', '.bmp', '.tif', '.tiff', '.webp')
+
+
+@DATASETS.register_module()
+class ImageFolder(Dataset):
+    """The images of a folder and of the folders in it, in the order of their names.
+
+    Args:
+        data_root (str): The folder.
+        pipeline (Sequence[dict]): That of any data set; steps that load annotations are left out.
+
+    Raises:
+        FileNotFoundError: If there is no folder, or no image in it.
+    """
+
+    def __init__(self, data_root: str, pipeline: Sequence[dict]) -> None:
+        if not osp.isdir(data_root):
+            raise FileNotFoundError(f'no folder of images at {data_root!r}')
+        self.paths = sorted(
+            osp.abspath(osp.join(root, name))
+            for root, _, names in os.walk(data_root)
+            for name in names
+            if name.lower().endswith(SUFFIXES)
+        )
+        if not self.paths:
+            raise FileNotFoundError(
+                f'no image to calibrate on: {data_root!r} has none of {", ".join(SUFFIXES)}'
+            )
+        self.pipeline = Compose([step for step in pipeline if 'Annotations' not in step['type']])
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, index: int) -> dict:
+        """An image through the pipeline.
+
+        Raises:
+            OSError, ValueError: If the file is damaged.
+        """
+        check_image(self.paths[index])
+        return self.pipeline(dict(img_path=self.paths[index], img_id=index, seg_fields=[]))
