@@ -3,7 +3,7 @@
 PYTHON ?= python3
 TASK ?= retinanet
 ARGS ?=
-TASKS := retinanet mask_rcnn upernet
+TASKS := retinanet mask_rcnn upernet convert
 SETUP := $(PYTHON) requirements/setup_env.py
 # The Python of an environment. A GPU for which MMCV has no operators is hidden from it.
 run = env $$(cat $(1)/.setup/run-env) $(1)/bin/python
@@ -15,7 +15,7 @@ PYTEST := -m pytest tests --numprocesses auto --maxprocesses 4 --dist worksteal
 
 help:
 	@echo 'make demo             train, test, reparameterize and test again on real images'
-	@echo '                      (TASK=retinanet, the default, mask_rcnn or upernet)'
+	@echo '                      (TASK=retinanet, the default, mask_rcnn, upernet or convert)'
 	@echo 'make test             run the tests (ARGS="-k ffn" goes to pytest)'
 	@echo 'make test-all         the tests that take minutes too, and random cases anew'
 	@echo 'make lint             check the style of the code; make format repairs it'

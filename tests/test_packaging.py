@@ -257,5 +257,5 @@ def test_make_says_at_once_that_a_task_is_unknown():
     )
     assert done.returncode != 0
     assert 'TASK=yolo is unknown' in done.stderr
-    assert 'retinanet mask_rcnn upernet' in done.stderr
+    assert 'retinanet mask_rcnn upernet convert' in done.stderr
     assert not done.stdout

@@ -11,14 +11,28 @@ def parse_args() -> dict:
     parser = tool_parser(__doc__)
     parser.add_argument('config', help="the model's config, or an installed one: mmdet::swin/….py")
     parser.add_argument('checkpoint', help="the model's checkpoint, a file or a URL")
-    parser.add_argument('out', help='checkpoint to write, ….pth; its config becomes ….py')
     parser.add_argument(
+        'out', help='checkpoint to write, ….pth; its config becomes ….py. With --sweep, a folder'
+    )
+    how_much = parser.add_mutually_exclusive_group()
+    how_much.add_argument(
         '--idle-ratio',
         type=float,
         nargs='+',
-        default=[0.75],
         help='share of FFN channels that skip the activation: one, or one for each block '
-        '(default: 0.75)',
+        '(default: 0.75); with --sweep, those to try (default: 0 0.25 0.5 0.75 0.9 1)',
+    )
+    how_much.add_argument(
+        '--target-gmacs',
+        type=float,
+        help='multiply-adds of the reparameterized backbone, in 1e9, in place of an idle ratio',
+    )
+    parser.add_argument(
+        '--allocate',
+        choices=['uniform', 'by_error'],
+        default='uniform',
+        help='the same idle ratio for all blocks, or lower ones for blocks that lose more, at the '
+        'same multiply-adds (default: uniform)',
     )
     parser.add_argument(
         '--norm',
@@ -34,29 +48,55 @@ def parse_args() -> dict:
         default='eliminate',
         help='how the active channels are chosen (default: eliminate)',
     )
+    parser.add_argument(
+        '--skip-unsupported',
+        action='store_true',
+        help='leave blocks as they are whose FFN cannot become channel-idle',
+    )
+    parser.add_argument(
+        '--distill',
+        type=int,
+        default=0,
+        metavar='ITERS',
+        help='imitate the original model for so many iterations afterwards, without labels',
+    )
+    parser.add_argument(
+        '--resume', action='store_true', help='go on with an interrupted conversion'
+    )
+    sweep = parser.add_argument_group('a table of trade-offs')
+    sweep.add_argument(
+        '--sweep',
+        action='store_true',
+        help='convert with several idle ratios, and compare quality and latency',
+    )
+    sweep.add_argument('--test', action='store_true', help='with --sweep: test each model, too')
     parser.add_argument('--device', help='default: a GPU, if there is one')
     add_cfg_options(parser)
-    return vars(parser.parse_args())
+    args = parser.parse_args()
+    if args.test and not args.sweep:
+        parser.error('--test goes with --sweep')
+    return vars(args)
 
 
 def main() -> None:
     args = parse_args()
-    with clear_errors():
-        from repa_mm.runtime.pretrained import convert_checkpoint
+    sweep, test, ratios = (args.pop(key) for key in ('sweep', 'test', 'idle_ratio'))
 
-        if len(args['idle_ratio']) == 1:
-            args['idle_ratio'] = args['idle_ratio'][0]
-        result = convert_checkpoint(
-            **args, progress=lambda row: print(f'{row.name}: {row.unexplained:.4f}', flush=True)
-        )
-    print(result['report'])
-    print(f'fitted on {result["images"]} images')
-    if result['held_out']:
-        values = ', '.join(f'{value:.1%}' for value in result['differences'])
-        print(f'on {result["held_out"]} others the outputs differ by {values} of their variance')
-    before, after = (value / 1e9 for value in result['macs'])
-    print(f'backbone, 224x224: {before:.2f} -> {after:.2f} GMACs, reparameterized')
-    print(f'wrote {args["out"]} and {result["config"]}')
+    def progress(row) -> None:
+        print(f'{row.name}: {row.unexplained:.4f}', flush=True)
+
+    with clear_errors():
+        if sweep:
+            from repa_mm.benchmark.sweep import RATIOS, sweep_conversions, sweep_text
+
+            result = sweep_conversions(**args, ratios=ratios or RATIOS, test=test)
+            print(sweep_text(result))
+            return
+        from repa_mm.runtime.pretrained import convert_checkpoint, result_text
+
+        ratios = ratios or [0.75]
+        args['idle_ratio'] = ratios[0] if len(ratios) == 1 else ratios
+        print(result_text(convert_checkpoint(**args, progress=progress), args['out']))
 
 
 if __name__ == '__main__':

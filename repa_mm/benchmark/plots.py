@@ -97,3 +97,41 @@ def _lines(axes: Axes, points: list[dict[str, Any]]) -> None:
     axes.set_ylim(bottom=0)
     axes.set_ylabel('latency of a batch (ms): median, min to p90')
     axes.legend(frameon=False)
+
+
+def plot_sweep(result: dict[str, Any], path: str) -> None:
+    """Draw quality against latency for conversions with several idle ratios.
+
+    Args:
+        result (dict): As :func:`repa_mm.benchmark.sweep.sweep_conversions` returns it. Quality is
+            the first metric, or the difference of the features where nothing was tested.
+        path (str): The picture.
+
+    Raises:
+        OSError: If the file cannot be written.
+    """
+    figure, axes = _figure(4.5)
+    rows = result['rows']
+    metric = next(iter(rows[0]['metrics']), None)
+
+    def quality(row: dict) -> float:
+        return row['metrics'][metric] if metric else row['difference']
+
+    axes.plot(rows[0]['latency_ms'], quality(rows[0]), 's', color='black', label='original')
+    for distilled, label, colour in (
+        (False, 'converted', COLOURS[1]),
+        (True, 'distilled', COLOURS[3]),
+    ):
+        chosen = [row for row in rows[1:] if row['distilled'] == distilled]
+        if not chosen:
+            continue
+        points = [(row['latency_ms'], quality(row)) for row in chosen]
+        axes.plot(*zip(*points), 'o-', color=colour, label=label)
+        for row, point in zip(chosen, points):
+            style = dict(textcoords='offset points', fontsize='x-small')
+            axes.annotate(f'{row["idle_ratio"]:g}', point, (4, 4), **style)
+    axes.set_xlabel('latency of the backbone (ms), with the idle ratio at each point')
+    axes.set_ylabel(metric or 'difference of features (share of their variance)')
+    axes.legend(frameon=False)
+    name = osp.splitext(osp.basename(result['config']))[0]
+    _save(figure, path, f'{name}, {result["machine"]}')

@@ -124,13 +124,7 @@ def closing_table(summary: dict[str, Any]) -> str:
     for name in forms[0]['metrics']:
         values = (form['metrics'][name] for form in forms)
         rows.append((name, *('none' if v is None else f'{v:.3f}' for v in values), ''))
-    for name, key, unit, digits in (
-        ('parameters, model (M)', 'parameters', 1e6, 2),
-        ('parameters, backbone (M)', 'backbone_parameters', 1e6, 2),
-        (f'GMACs, backbone, {summary["input_size"]}', 'backbone_macs', 1e9, 3),
-        ('latency, model (ms)', 'latency_ms', 1, 1),
-        ('latency, backbone (ms)', 'backbone_latency_ms', 1, 1),
-    ):
+    for name, key, unit, digits in _sizes(summary):
         a, b = (form[key] / unit for form in forms)
         rows.append((name, f'{a:.{digits}f}', f'{b:.{digits}f}', f'{a / b:.2f}'))
     d = summary['difference']
@@ -155,6 +149,46 @@ def closing_table(summary: dict[str, Any]) -> str:
             '',
             f'Total time: {minutes} min {seconds} s',
         ]
+    )
+
+
+def conversion_table(summary: dict[str, Any]) -> str:
+    """The summary of a demo of a conversion as aligned text.
+
+    Args:
+        summary (dict): As :func:`repa_mm.demo.convert.run_conversion` writes it to
+            ``summary.json``.
+
+    Returns:
+        str: The lines.
+    """
+    models = summary['models']
+    rows = [('', *models)]
+    for name in next(iter(models.values()))['metrics']:
+        values = (row['metrics'][name] for row in models.values())
+        rows.append((name, *('none' if v is None else f'{v:.3f}' for v in values)))
+    for name, key, unit, digits in _sizes(summary):
+        rows.append((name, *(f'{row[key] / unit:.{digits}f}' for row in models.values())))
+    minutes, seconds = divmod(round(summary['total_seconds']), 60)
+    return '\n'.join(
+        [
+            *align(rows),
+            f'Latency: median of {summary["latency_scenes"]} validation scenes, batch 1, '
+            f'{summary["device"]}, all in turn. The converted ones are reparameterized.',
+            '',
+            f'Total time: {minutes} min {seconds} s',
+        ]
+    )
+
+
+def _sizes(summary: dict[str, Any]) -> tuple[tuple[str, str, float, int], ...]:
+    """What tables say about sizes and latencies: title, key, unit, and number of digits."""
+    return (
+        ('parameters, model (M)', 'parameters', 1e6, 2),
+        ('parameters, backbone (M)', 'backbone_parameters', 1e6, 2),
+        (f'GMACs, backbone, {summary["input_size"]}', 'backbone_macs', 1e9, 3),
+        ('latency, model (ms)', 'latency_ms', 1, 1),
+        ('latency, backbone (ms)', 'backbone_latency_ms', 1, 1),
     )
 
 

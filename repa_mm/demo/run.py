@@ -12,7 +12,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import torch.nn as nn
 from mmengine.config import Config
+from mmengine.device import get_device
 from mmengine.fileio import load
 
 from repa_mm.checkpoints import load_checkpoint
@@ -83,7 +85,7 @@ def run_demo(
     os.makedirs(work_dir, exist_ok=True)
 
     def step(name: str, tool: str, *arguments: str) -> None:
-        _step(name, osp.join(tools, f'{tool}.py'), *arguments)
+        run_step(name, osp.join(tools, f'{tool}.py'), *arguments)
 
     step('data', 'make_demo_data')
     if checkpoint is None:
@@ -97,23 +99,27 @@ def run_demo(
         step(f'test, {form} form', 'test', config, checkpoint, *more)
         predictions[form], metrics[form] = out, read_metrics(test_dir)
 
-    _headline('comparison')
+    headline('comparison')
     title, names = TASKS[task]
-    cfg = load_config(config, _parse_options(cfg_options))
+    cfg = load_config(config, parse_options(cfg_options))
     first, second = (load(predictions[form]) for form in FORMS)
-    summary: dict[str, Any] = dict(task=task, checkpoint=checkpoint, **_measure(cfg, checkpoint))
+    device = get_device()
+    models = {form: init_model(cfg, checkpoint, form=form, device=device) for form in FORMS}
+    measured = measure(cfg, models, device)
+    summary: dict[str, Any] = dict(task=task, checkpoint=checkpoint, **measured)
     for form in FORMS:
         # MMDetection reports no AP where there is no detection at all.
         summary[form]['metrics'] = {name: metrics[form].get(key) for key, name in names.items()}
     compare = compare_segmentations if task == 'upernet' else compare_detections
     summary['difference'] = compare(first, second)
-    picture = _draw(cfg, title, second, work_dir)
+    title = f'{title} with RePa-Swin, deploy form, on validation scenes'
+    picture = draw(cfg, title, second, work_dir)
     summary['total_seconds'] = time.perf_counter() - start
     with replacing(osp.join(work_dir, 'summary.json')) as path, open(path, 'w') as f:
         json.dump(summary, f, indent=2)
 
     print(closing_table(summary))
-    print(f'Picture: {_short(picture)}', flush=True)
+    print(f'Picture: {short(picture)}', flush=True)
     return summary
 
 
@@ -128,13 +134,16 @@ def main(tools: str, argv: Sequence[str] | None = None) -> int:
         int: The exit status.
     """
     parser = argparse.ArgumentParser(
-        description='Train a small RePa-Swin on digits pasted on photographs, test its training '
-        'form and its deploy form, and compare them.'
+        description='Train a small model on digits pasted on photographs, test its training '
+        'form and its deploy form, and compare them; or convert a trained vanilla one (convert).'
     )
-    parser.add_argument('--task', choices=sorted(TASKS), default='retinanet')
+    parser.add_argument('--task', choices=['convert', *sorted(TASKS)], default='retinanet')
     parser.add_argument('--work-dir', help='default: work_dirs/demo/TASK')
     parser.add_argument(
         '--checkpoint', help='test this checkpoint (training form) instead of training one'
+    )
+    parser.add_argument(
+        '--vanilla', help='with --task convert: this vanilla checkpoint instead of training one'
     )
     parser.add_argument(
         '--cfg-options',
@@ -144,12 +153,20 @@ def main(tools: str, argv: Sequence[str] | None = None) -> int:
         help='override settings of the config',
     )
     args = parser.parse_args(argv)
-    _parse_options(args.cfg_options)
+    unused = 'checkpoint' if args.task == 'convert' else 'vanilla'
+    if getattr(args, unused) is not None:
+        parser.error(f'--{unused} does not go with --task {args.task}')
+    parse_options(args.cfg_options)
     work_dir = args.work_dir or osp.join('work_dirs', 'demo', args.task)
     try:
         with clear_errors():
             try:
-                run_demo(args.task, tools, work_dir, args.checkpoint, args.cfg_options)
+                if args.task == 'convert':
+                    from repa_mm.demo.convert import run_conversion
+
+                    run_conversion(tools, work_dir, args.vanilla, args.cfg_options)
+                else:
+                    run_demo(args.task, tools, work_dir, args.checkpoint, args.cfg_options)
             except StepError as error:
                 print(f'\ndemo stopped: {error}', file=sys.stderr)
                 return error.status
@@ -159,21 +176,22 @@ def main(tools: str, argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _short(path: str) -> str:
+def short(path: str) -> str:
     """A path as somebody in the current folder would type it."""
     relative = osp.relpath(path)
     return path if relative.startswith(os.pardir) else relative
 
 
-def _headline(text: str) -> None:
+def headline(text: str) -> None:
+    """Print a line that a step begins with."""
     print(f'\n=== {text} ===', flush=True)
 
 
-def _step(name: str, script: str, *arguments: str) -> None:
+def run_step(name: str, script: str, *arguments: str) -> None:
     """Run one command, its output passed on as it comes."""
-    _headline(name)
+    headline(name)
     command = [script, *arguments]
-    shown = shlex.join(['python', *(_short(a) if osp.isabs(a) else a for a in command)])
+    shown = shlex.join(['python', *(short(a) if osp.isabs(a) else a for a in command)])
     print(f'$ {shown}', flush=True)
     status = subprocess.call(
         [sys.executable, *command], env={**os.environ, 'PYTHONUNBUFFERED': '1'}
@@ -183,23 +201,22 @@ def _step(name: str, script: str, *arguments: str) -> None:
         raise StepError(shown, status if status > 0 else 128 - status)
 
 
-def _parse_options(cfg_options: Sequence[str]) -> dict:
+def parse_options(cfg_options: Sequence[str]) -> dict:
+    """The values of ``key=value`` pairs, by their keys."""
     parser = argparse.ArgumentParser()
     parser.add_argument('--cfg-options', nargs='*', action=DictAction)
     return parser.parse_args(['--cfg-options', *cfg_options]).cfg_options
 
 
-def _measure(cfg: Config, checkpoint: str, num_scenes: int = 60) -> dict[str, Any]:
-    """Sizes and latencies of both forms; the forms take turns on every scene."""
-    from mmengine.device import get_device
-
+def measure(
+    cfg: Config, models: dict[str, nn.Module], device: str, num_scenes: int = 60
+) -> dict[str, Any]:
+    """Sizes and latencies of models on validation scenes; the models take turns on every scene."""
     from repa_mm.benchmark.inputs import DatasetInputs
     from repa_mm.benchmark.latency import Options, measure_forms
     from repa_mm.benchmark.machine import environment, machine
     from repa_mm.engine.complexity import count_macs, count_parameters
 
-    device = get_device()
-    models = {form: init_model(cfg, checkpoint, form=form, device=device) for form in FORMS}
     scenes = DatasetInputs(cfg)
     num_scenes = min(num_scenes, len(scenes))
     options = Options(num_images=num_scenes, warmup=5, device=device, memory=False)
@@ -224,13 +241,12 @@ def _measure(cfg: Config, checkpoint: str, num_scenes: int = 60) -> dict[str, An
     return result
 
 
-def _draw(cfg: Config, title: str, predictions: list[dict], work_dir: str) -> str:
+def draw(cfg: Config, title: str, predictions: list[dict], work_dir: str) -> str:
     """Draw the deploy form's predictions on scenes spread over the validation set."""
     import cv2
 
     from repa_mm.demo.picture import draw_detections, draw_segmentations
 
-    title = f'{title} with RePa-Swin, deploy form, on validation scenes'
     segments = cfg.default_scope == 'mmseg'
     count = min(10 if segments else 12, len(predictions))
     chosen = [predictions[i * len(predictions) // count] for i in range(count)]

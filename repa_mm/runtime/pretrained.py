@@ -71,6 +71,8 @@ class CalibrationImages:
     def take(self, number: int) -> list:
         """Take some images out of these, spread evenly, as a list of batches; one stays."""
         number = min(number, len(self) - 1)
+        if number < 1:
+            return []
         chosen = {int((i + 0.5) * len(self) / number) for i in range(number)}
         rest = [index for i, index in enumerate(self.indices) if i not in chosen]
         self.indices = [index for i, index in enumerate(self.indices) if i in chosen]
@@ -344,12 +346,13 @@ def result_text(result: dict, out: str) -> str:
         return ', '.join(f'{value:.1%}' for value in values)
 
     before, after = (value / 1e9 for value in result['macs'])
-    lines = [
-        str(result['report']),
-        f'fitted on {result["images"]} images; on {result["held_out"]} others the outputs of the '
-        f'backbone differ by {percent(result["differences"])} of their variance',
-    ]
-    if 'distilled' in result:
+    lines = [str(result['report']), f'fitted on {result["images"]} images']
+    if result['held_out']:
+        lines.append(
+            f'on {result["held_out"]} others the outputs of the backbone differ by '
+            f'{percent(result["differences"])} of their variance'
+        )
+    if result.get('distilled'):
         lines.append(f'after the distillation they differ by {percent(result["distilled"])}')
     return '\n'.join(
         [

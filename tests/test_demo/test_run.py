@@ -46,6 +46,21 @@ def test_failing_step_stops_the_demo(tmp_path, monkeypatch, capfd, broken, statu
     assert 'this is test' not in out
 
 
+def linked_tools(folder, monkeypatch):
+    """A folder of the real tools, but for the one that makes the data set."""
+    monkeypatch.setenv('OMP_NUM_THREADS', '1')
+    monkeypatch.setenv(
+        'PYTHONPATH', os.pathsep.join([REPOSITORY, *filter(None, [os.environ.get('PYTHONPATH')])])
+    )
+    tools = folder / 'tools'
+    tools.mkdir()
+    os.symlink(osp.join(REPOSITORY, 'configs'), folder / 'configs')
+    for name in ('train', 'test', 'convert_pretrained'):
+        os.symlink(osp.join(REPOSITORY, 'tools', f'{name}.py'), tools / f'{name}.py')
+    (tools / 'make_demo_data.py').write_text('')
+    return str(tools)
+
+
 @pytest.mark.parametrize(
     'task, codebase', [('retinanet', 'mmdet'), ('mask_rcnn', 'mmdet'), ('upernet', 'mmseg')]
 )
@@ -57,16 +72,7 @@ def test_whole_job(tmp_path, monkeypatch, capfd, task, codebase):
     from repa_mm.demo.dataset import write_digit_scenes
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv('OMP_NUM_THREADS', '1')
-    monkeypatch.setenv(
-        'PYTHONPATH', os.pathsep.join([REPOSITORY, *filter(None, [os.environ.get('PYTHONPATH')])])
-    )
-    tools = tmp_path / 'tools'
-    tools.mkdir()
-    os.symlink(osp.join(REPOSITORY, 'configs'), tmp_path / 'configs')
-    for name in ('train', 'test'):
-        os.symlink(osp.join(REPOSITORY, 'tools', f'{name}.py'), tools / f'{name}.py')
-    (tools / 'make_demo_data.py').write_text('')
+    tools = linked_tools(tmp_path, monkeypatch)
     write_digit_scenes('data/demo', num_train=8, num_val=4)
 
     arguments = ['--task', task, '--work-dir', 'out']
@@ -85,7 +91,7 @@ def test_whole_job(tmp_path, monkeypatch, capfd, task, codebase):
         model = init_model(f'configs/demo/{task}_repa_swin_digits.py')
         torch.save(dict(state_dict=model.state_dict(), meta={}), 'random.pth')
         arguments += ['--checkpoint', 'random.pth']
-    assert main(str(tools), arguments) == 0
+    assert main(tools, arguments) == 0
 
     out = capfd.readouterr().out
     assert out.count('\n$ python ') == (4 if task == 'retinanet' else 3)
@@ -101,3 +107,32 @@ def test_whole_job(tmp_path, monkeypatch, capfd, task, codebase):
     assert osp.getsize(osp.join('out', picture)) > 10000
     left = [name for name in os.listdir('out') if name.startswith('.') or name.endswith('.tmp')]
     assert not left
+
+
+def test_conversion(tmp_path, monkeypatch, capfd):
+    """A given vanilla model is converted, fine-tuned, and compared on four scenes."""
+    pytest.importorskip('mmdet')
+    pytest.importorskip('sklearn')
+    pytest.importorskip('skimage')
+    import torch
+
+    from repa_mm.demo.dataset import write_digit_scenes
+    from repa_mm.runtime import init_model
+
+    monkeypatch.chdir(tmp_path)
+    tools = linked_tools(tmp_path, monkeypatch)
+    write_digit_scenes('data/demo', num_train=8, num_val=4)
+    model = init_model('configs/demo/retinanet_swin_digits.py')
+    torch.save(dict(state_dict=model.state_dict(), meta={}), 'vanilla.pth')
+    arguments = ['--task', 'convert', '--work-dir', 'out', '--vanilla', 'vanilla.pth']
+    assert main(tools, [*arguments, '--cfg-options', 'train_dataloader.batch_size=4']) == 0
+    out = capfd.readouterr().out
+    assert out.count('\n$ python ') == 6
+    with open(osp.join('out', 'summary.json')) as f:
+        models = json.load(f)['models']
+    assert list(models) == ['vanilla', 'converted', 'fine-tuned']
+    sizes = [row['backbone_macs'] for row in models.values()]
+    assert sizes[0] > 1.2 * sizes[1] == 1.2 * sizes[2]
+    assert osp.getsize(osp.join('out', 'detections.png')) > 10000
+    with pytest.raises(SystemExit):
+        main(tools, ['--task', 'retinanet', '--vanilla', 'vanilla.pth'])

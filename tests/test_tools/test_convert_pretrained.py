@@ -1,6 +1,9 @@
 """A trained vanilla model becomes one with channel-idle FFNs, by the tool and its files."""
 
+import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -141,3 +144,119 @@ def test_bad_input_leaves_nothing(in_digits, call):
         status, said = call('convert_pretrained', *map(str, arguments))
         assert status != 0 and message in said and 'Traceback' not in said, said
         assert not out.exists() and not Path(out).with_suffix('.py').exists()
+
+
+def test_multiply_adds_instead_of_a_ratio(in_digits, call):
+    config, checkpoint = trained('retinanet', in_digits)
+    out = in_digits / 'idle.pth'
+    found = convert_checkpoint(
+        config, checkpoint, str(out), num_images=2, target_gmacs=0.7, allocate='by_error'
+    )
+    assert found['size'] == (224, 224)
+    assert found['macs'][1] == pytest.approx(0.7e9, rel=0.02)
+    ratios = Config.fromfile(found['config']).model.backbone.idle_ratio
+    assert len(ratios) == 10 and len(set(ratios)) > 1
+    init_model(found['config'], str(out))
+    status, said = call('convert_pretrained', config, checkpoint, out, '--target-gmacs', '9')
+    assert status != 0 and 'no idle ratio gives the backbone 9 GMACs at 224x224' in said
+
+
+def test_an_interrupted_conversion_goes_on(in_digits):
+    config, checkpoint = trained('retinanet', in_digits)
+    out, whole = in_digits / 'idle.pth', in_digits / 'whole.pth'
+    seen = []
+
+    def stop(row):
+        seen.append(row.name)
+        if len(seen) == 3:
+            raise KeyboardInterrupt
+
+    arguments = dict(num_images=3, images=os.path.join('data', 'demo', 'coco', 'val2017'))
+    with pytest.raises(KeyboardInterrupt):
+        convert_checkpoint(config, checkpoint, str(out), progress=stop, **arguments)
+    assert sorted(path.name for path in in_digits.iterdir()) == ['idle.partial', 'retinanet.pth']
+    convert_checkpoint(config, checkpoint, str(out), resume=True, **arguments)
+    convert_checkpoint(config, checkpoint, str(whole), resume=True, **arguments)
+    weights = [torch.load(p, weights_only=False)['state_dict'] for p in (out, whole)]
+    assert all(torch.equal(value, weights[1][key]) for key, value in weights[0].items())
+    assert not list(in_digits.glob('*.partial'))
+
+
+def test_too_little_memory(in_digits, call, monkeypatch):
+    config, checkpoint = trained('retinanet', in_digits)
+    from repa_mm.runtime import pretrained
+
+    for error in (MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")):
+
+        def fail(*args, error=error, **kwargs):
+            raise error
+
+        monkeypatch.setattr(pretrained, 'convert_pretrained', fail)
+        status, said = call('convert_pretrained', config, checkpoint, in_digits / 'idle.pth')
+        assert status != 0 and 'lower --num-images' in said
+        assert not (in_digits / 'idle.pth').exists()
+
+
+@pytest.mark.parametrize('images', [None, os.path.join('data', 'demo', 'coco', 'val2017')])
+def test_distillation(images, in_digits, call):
+    config, checkpoint = trained('retinanet', in_digits)
+    out = in_digits / 'idle.pth'
+    more = ['--images', images] if images else []
+    status, said = call(
+        'convert_pretrained', config, checkpoint, out, '--num-images', '3', '--distill', '4',
+        '--idle-ratio', '0.9', '--cfg-options', 'train_dataloader.batch_size=2', *more,
+    )  # fmt: skip
+    assert status == 0, said
+    # Its config trains further, with MMEngine's own means.
+    work = str(in_digits / 'work')
+    runner = runner_for_training(str(in_digits / 'idle_distill.py'), work)
+    assert runner.model.state_dict().keys() == torch.load(out)['state_dict'].keys()
+    assert runner.max_iters == 4
+    model = init_model(str(in_digits / 'idle.py'), str(out))
+    assert has_training_form(model)
+    assert runner_for_testing(str(in_digits / 'idle.py'), str(out), work, 'deploy').test()
+
+
+def test_sweep(in_digits, call):
+    config, checkpoint = trained('retinanet', in_digits)
+    out = in_digits / 'sweep'
+    arguments = (
+        'convert_pretrained', config, checkpoint, out, '--sweep', '--idle-ratio', '0', '1',
+        '--num-images', '2', '--test', '--select', 'score',
+    )  # fmt: skip
+    status, said = call(*arguments)
+    assert status == 0, said
+    found = json.loads((out / 'sweep.json').read_text())['rows']
+    assert [row['name'] for row in found] == ['original', 'idle_0', 'idle_1']
+    assert found[1]['difference'] < 1e-8 < 1e-3 < found[2]['difference']
+    assert found[1]['gmacs'] == found[0]['gmacs'] > 1.5 * found[2]['gmacs']
+    assert found[1]['metrics'] == pytest.approx(found[0]['metrics'], abs=1e-3)
+    assert all(row['latency_ms'] > 0 for row in found)
+    assert (out / 'sweep.png').stat().st_size > 5000
+    status, said = call(*arguments[:-4], '--target-gmacs', '1')
+    assert status != 0
+
+
+@pytest.mark.slow
+def test_trains_on_in_mmdetections_own_tool(in_digits):
+    mmdet = pytest.importorskip('mmdet')
+    tool = Path(mmdet.__file__).parent / '.mim' / 'tools' / 'train.py'
+    if not tool.exists():
+        pytest.skip('MMDetection was installed without its tools')
+    config, checkpoint = trained('retinanet', in_digits)
+    out = in_digits / 'idle.pth'
+    convert_checkpoint(config, checkpoint, str(out), num_images=2)
+    path = os.pathsep.join(
+        [str(Path(repa_mm.__file__).parents[1]), os.environ.get('PYTHONPATH', '')]
+    )
+    done = subprocess.run(
+        [sys.executable, str(tool), str(in_digits / 'idle.py'), '--work-dir', str(in_digits / 'w'),
+         '--cfg-options', 'train_cfg.max_epochs=1', 'train_dataloader.batch_size=4'],
+        env=dict(os.environ, PYTHONPATH=path, OMP_NUM_THREADS='1'), capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    weights = torch.load(in_digits / 'w' / 'epoch_1.pth', weights_only=False)['state_dict']
+    start = torch.load(out, weights_only=False)['state_dict']
+    assert weights.keys() == start.keys()
+    key = 'backbone.stages.0.blocks.0.ffn.fc2.weight'
+    assert 0 < (weights[key] - start[key]).abs().max() < 0.1

@@ -11,6 +11,7 @@ import argparse
 import importlib.util
 import itertools
 import resource
+import tempfile
 import time
 import zlib
 from pathlib import Path
@@ -21,6 +22,7 @@ import torch
 import torch.nn as nn
 
 from repa_mm import convert_pretrained, reparameterize
+from repa_mm.runtime.distillation import distillation_settings
 
 PHOTOGRAPHS = {
     'astronaut': 'skimage/data/astronaut.png',
@@ -221,6 +223,68 @@ def classify(train: torch.Tensor, test: torch.Tensor, labels: list) -> tuple[flo
     return tuple(scores)
 
 
+CONFIG = dict(
+    type='VisionTransformer',
+    arch='dinov2-small',
+    img_size=224,
+    patch_size=14,
+    layer_scale_init_value=1e-5,
+    out_type='raw',
+)
+
+
+class Crops(torch.utils.data.Dataset):
+    """Images for MMEngine's Runner, as one tensor."""
+
+    def __init__(self, images: torch.Tensor) -> None:
+        self.images = images
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> dict:
+        return dict(inputs=self.images[index])
+
+
+def distill(vit: nn.Module, converted: nn.Module, report, norm: str, images, args) -> nn.Module:
+    """Let a converted transformer imitate the original one, under MMEngine's Runner."""
+    from mmengine.runner import Runner
+
+    with tempfile.TemporaryDirectory() as folder:
+        paths = [str(Path(folder, name)) for name in ('vanilla.pth', 'idle.pth')]
+        for path, model in zip(paths, (vit, converted)):
+            state = {f'backbone.{key}': value for key, value in model.state_dict().items()}
+            torch.save(dict(state_dict=state, meta={}), path)
+        idle = dict(
+            type='IdleChannels',
+            backbone=CONFIG,
+            idle_ratio=[block.idle_ratio for block in report.blocks],
+            norm_cfg=dict(type='keep' if norm == 'keep' else 'BN'),
+        )
+        settings = distillation_settings(args.distill, args.lr)
+        runner = Runner(
+            model=dict(
+                type='FeatureDistiller',
+                student=dict(type='ImageClassifier', backbone=idle),
+                teacher_checkpoint=paths[0],
+                block_iters=int(args.distill * args.block_share),
+            ),
+            work_dir=folder,
+            train_dataloader=dict(
+                batch_size=8,
+                num_workers=0,
+                sampler=dict(type='InfiniteSampler', shuffle=True),
+                dataset=Crops(images),
+            ),
+            load_from=paths[1],
+            default_scope='mmpretrain',
+            randomness=dict(seed=0),
+            **settings,
+        )
+        runner.train()
+    return runner.model.backbone
+
+
 def stacked(names, first: int, number: int) -> torch.Tensor:
     return torch.stack([crop for n in names for crop in crops(n, first, number).values()])
 
@@ -236,6 +300,10 @@ def main() -> None:
     parser.add_argument('--foreign', nargs='+', default=FOREIGN, help='photographs to leave out')
     parser.add_argument('--digits', action='store_true', help='120 digits to calibrate on, too')
     parser.add_argument('--names', action='store_true', help='print the names of all crops')
+    parser.add_argument('--distill', type=int, default=0, metavar='ITERS', help='of 8 crops each')
+    parser.add_argument('--lr', type=float, default=1e-3, help='of the distillation')
+    parser.add_argument('--block-share', type=float, default=0.5, help='of it, block by block')
+    parser.add_argument('--seeds', type=int, default=1, help='draws of tokens')
     args = parser.parse_args()
     vit, decoder = load(args.onnx)
     own = [name for name in PHOTOGRAPHS if name not in args.foreign]
@@ -260,24 +328,39 @@ def main() -> None:
     print(f'{len(images)} images to calibrate on, {len(tests[0])} other, {len(tests[1])} foreign')
     knn, linear = classify(expected[2], expected[3], labels)
     print(f'{"original":<24} digits: {knn:.3f} (k-NN) {linear:.3f} (linear)')
-    for norm, allocate, ratio in itertools.product(args.norm, args.allocate, args.idle_ratio):
-        start = time.process_time()
-        converted, report = convert_pretrained(
-            vit, list(images.split(10)), ratio, norm, allocate=allocate
-        )
-        seconds = time.process_time() - start
-        model = reparameterize(converted)
+
+    def report_on(name: str, model: nn.Module, seconds: float, more: str) -> None:
+        model = reparameterize(model)
         found = [features(model, x) for x in tests]
         knn, linear = classify(found[2], found[3], labels)
         print(
-            f'{norm} {allocate} {ratio:<10} cosine: {cosine(found[0], expected[0]):.4f} (other) '
+            f'{name:<28} cosine: {cosine(found[0], expected[0]):.4f} (other) '
             f'{cosine(found[1], expected[1]):.4f} (foreign) saliency: '
             f'{correlation(decoder, found[1], expected[1]):.4f} (foreign) digits: '
-            f'{knn:.3f} (k-NN) {linear:.3f} (linear) {seconds:.0f} s of CPU, ratios '
-            f'{" ".join(f"{block.idle_ratio:.2f}" for block in report.blocks)}, ridges '
-            f'{" ".join(f"{block.ridge:g}" for block in report.blocks)}',
+            f'{knn:.3f} (k-NN) {linear:.3f} (linear) {seconds:.0f} s of CPU{more}',
             flush=True,
         )
+
+    cases = itertools.product(args.norm, args.allocate, args.idle_ratio, range(args.seeds))
+    for norm, allocate, ratio, seed in cases:
+        start = time.process_time()
+        converted, report = convert_pretrained(
+            vit, list(images.split(10)), ratio, norm, allocate=allocate, seed=seed
+        )
+        more = ', '.join(
+            f'{name} ' + ' '.join(f'{value:{kind}}' for value in values)
+            for name, kind, values in (
+                ('ratios', '.2f', [block.idle_ratio for block in report.blocks]),
+                ('ridges', 'g', [block.ridge for block in report.blocks]),
+            )
+        )
+        name = f'{norm} {allocate} {ratio:g} seed {seed}'
+        report_on(name, converted, time.process_time() - start, f', {more}')
+        if args.distill:
+            start = time.process_time()
+            pool = torch.cat([stacked(own, 100, 60), images[70:]])
+            distilled = distill(vit, converted, report, norm, pool, args)
+            report_on(f'{name} distilled', distilled, time.process_time() - start, '')
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     print(f'{memory:.1f} GB at the peak')
 

@@ -1,0 +1,156 @@
+"""What conversions with several idle ratios cost and gain."""
+
+import json
+import os
+import os.path as osp
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from repa_mm.benchmark.inputs import TensorInputs
+from repa_mm.benchmark.latency import Options, measure_forms
+from repa_mm.benchmark.machine import environment, machine
+from repa_mm.benchmark.output import write_json
+from repa_mm.benchmark.plots import plot_sweep
+from repa_mm.engine.complexity import count_macs
+from repa_mm.files import check_writable
+from repa_mm.models.surgery.window_attention import swap_attention
+from repa_mm.runtime import init_model, runner_for_testing
+from repa_mm.runtime.cli import align
+from repa_mm.runtime.config import load_config
+from repa_mm.runtime.pretrained import CalibrationImages, convert_checkpoint
+
+RATIOS = (0.0, 0.25, 0.5, 0.75, 0.9, 1.0)
+
+
+def sweep_conversions(
+    config: str,
+    checkpoint: str,
+    out: str,
+    ratios: Sequence[float] = RATIOS,
+    distill: int = 0,
+    test: bool = False,
+    images: str | None = None,
+    device: str | None = None,
+    cfg_options: dict | None = None,
+    num_runs: int = 20,
+    resume: bool = False,
+    **options,
+) -> dict[str, Any]:
+    """Convert a model with several idle ratios, and compare quality and latency.
+
+    Args:
+        config (str): The model's own config.
+        checkpoint (str): The model's checkpoint.
+        out (str): The folder for the converted checkpoints and their configs, 'sweep.json' and
+            'sweep.png'.
+        ratios (Sequence[float]): Idle ratios. Defaults to 0, 0.25, 0.5, 0.75, 0.9 and 1.
+        distill (int): Number of iterations of a distillation after each conversion. Defaults to 0.
+        test (bool): Also test each model with the config's metrics. Defaults to False.
+        images (str, optional): A folder of images to calibrate on.
+        device (str, optional): Defaults to the GPU, if there is one.
+        cfg_options (dict, optional): Values to override in the config.
+        num_runs (int): How often each backbone runs for its latency, all in turn. Defaults to 20.
+        resume (bool): Go on with an interrupted sweep. Defaults to False.
+        **options: Others of :func:`~repa_mm.runtime.pretrained.convert_checkpoint`.
+
+    Returns:
+        dict: ``rows``, one for the original model and one for each conversion: ``name``,
+        ``idle_ratio``, ``distilled`` (whether), ``difference`` (of the backbone's outputs on the
+        held-out images, relative to their variance), ``gmacs`` and ``latency_ms`` (of the
+        reparameterized backbone), ``metrics``; ``size`` of the image for these, and ``machine``.
+
+    Raises:
+        FileNotFoundError, ValueError, CheckpointError, OSError: As convert_checkpoint.
+    """
+    if options.pop('target_gmacs', None) is not None:
+        raise ValueError('--sweep tries idle ratios: it goes without --target-gmacs')
+    check_writable(out)
+    os.makedirs(out, exist_ok=True)
+    done_path = osp.join(out, 'conversions.json')
+    done: dict[str, list] = {}
+    if resume and osp.isfile(done_path):
+        with open(done_path, encoding='utf-8') as file:
+            done = json.load(file)
+    device = device or ('cuda' if torch.cuda.is_available() else 'cpu')
+    common = dict(images=images, device=device, cfg_options=cfg_options, **options)
+
+    def metrics(config: str, checkpoint: str, form: str | None) -> dict[str, float]:
+        if not test:
+            return {}
+        work_dir = osp.join(out, 'test')
+        values = runner_for_testing(config, checkpoint, work_dir, form, cfg_options=cfg_options)
+        return {key: float(value) for key, value in values.test().items()}
+
+    if 'original' not in done:
+        done['original'] = [metrics(config, checkpoint, None), 0.0]
+    rows = [dict(name='original', idle_ratio=None, distilled=False, difference=0.0)]
+    for ratio in ratios:
+        for iters in (0, distill) if distill else (0,):
+            name = f'idle_{ratio:g}' + '_distilled' * bool(iters)
+            path = osp.join(out, f'{name}.pth')
+            if name not in done:
+                print(f'{name}: converting', flush=True)
+                found = convert_checkpoint(
+                    config, checkpoint, path, ratio, distill=iters, resume=resume, **common
+                )
+                values = found['distilled'] if iters else found['differences']
+                # Nothing is held out of a single image.
+                difference = sum(values) / len(values) if values else None
+                done[name] = [metrics(found['config'], path, 'deploy'), difference]
+                write_json(done, done_path)
+            rows.append(
+                dict(name=name, idle_ratio=ratio, distilled=bool(iters), difference=done[name][1])
+            )
+
+    cfg = load_config(config, cfg_options)
+    models = {'original': init_model(cfg, checkpoint, device=device)}
+    swap_attention(models['original'].backbone)
+    for row in rows[1:]:
+        path = osp.join(out, row['name'])
+        models[row['name']] = init_model(f'{path}.py', f'{path}.pth', 'deploy', device)
+    batch = next(iter(CalibrationImages(cfg, 1, images)))
+    batch = models['original'].data_preprocessor(batch, False)['inputs']
+    size = tuple(batch.shape[-2:])
+    run = Options(part='backbone', num_images=num_runs, warmup=2, device=device, memory=False)
+    measured = measure_forms(models, TensorInputs(size, 1, device), run, quiet=True)
+    if measured['interrupted']:
+        raise KeyboardInterrupt
+    for row in rows:
+        row['metrics'] = done[row['name']][0]
+        row['gmacs'] = count_macs(models[row['name']].backbone, (3, *size)) / 1e9
+        row['latency_ms'] = measured['forms'][row['name']]['latency']['median']
+    result = dict(config=config, rows=rows, size=size, machine=machine(environment(device)))
+    write_json(result, osp.join(out, 'sweep.json'))
+    plot_sweep(result, osp.join(out, 'sweep.png'))
+    return dict(result, out=out)
+
+
+def sweep_text(result: dict[str, Any]) -> str:
+    """The rows of a sweep as a table."""
+    names = list(result['rows'][0]['metrics'])
+    table = [('', 'GMACs', 'latency (ms)', 'speed', 'difference', *names)]
+    first = result['rows'][0]['latency_ms']
+    for row in result['rows']:
+        table.append(
+            (
+                row['name'].replace('_', ' '),
+                f'{row["gmacs"]:.2f}',
+                f'{row["latency_ms"]:.1f}',
+                f'{first / row["latency_ms"]:.2f}x',
+                'none' if row['difference'] is None else f'{row["difference"]:.2%}',
+                *(f'{row["metrics"][name]:.3f}' for name in names),
+            )
+        )
+    size = 'x'.join(map(str, result['size']))
+    return '\n'.join(
+        [
+            *align(table),
+            f'Backbone, reparameterized, one image of {size}, median; {result["machine"]}.',
+            'All have the fast window attention.',
+            'Difference: of the outputs of the backbone on held-out images, relative to their '
+            'variance.',
+            f'wrote {osp.join(result["out"], "sweep.json")}, sweep.png, and the models',
+        ]
+    )
