@@ -53,7 +53,7 @@ def test_random_weights_convert(config, tmp_path, monkeypatch):
     cfg = load_config(config)
     # Weights whose values hardly matter.
     for name in ('kaiming_uniform_', 'xavier_uniform_', 'trunc_normal_'):
-        monkeypatch.setattr(torch.nn.init, name, lambda t, *args, **kwargs: t.normal_(0, 0.02))
+        monkeypatch.setattr(torch.nn.init, name, lambda t, *args, **kwargs: t.data.normal_(0, 0.02))
     model = MODELS.build(cfg.model)
     for key, value in model.state_dict().items():
         if key.startswith('backbone.') and value.is_floating_point():

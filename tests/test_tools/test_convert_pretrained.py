@@ -69,7 +69,9 @@ def test_ratio_zero_is_the_same_model(task, in_digits):
 def test_trains_on_tests_and_merges(norm, in_digits):
     config, checkpoint = trained('retinanet', in_digits)
     out = in_digits / 'idle.pth'
-    result = convert_checkpoint(config, checkpoint, str(out), 0.5, norm, num_images=6)
+    result = convert_checkpoint(
+        config, checkpoint, str(out), 0.5, norm, num_images=6, select='score'
+    )
     assert result['images'] + result['held_out'] == 7
     assert result['macs'][1] < 0.8 * result['macs'][0]
     work = str(in_digits / 'work')
@@ -171,7 +173,8 @@ def test_an_interrupted_conversion_goes_on(in_digits):
         if len(seen) == 3:
             raise KeyboardInterrupt
 
-    arguments = dict(num_images=3, images=os.path.join('data', 'demo', 'coco', 'val2017'))
+    folder = os.path.join('data', 'demo', 'coco', 'val2017')
+    arguments = dict(num_images=2, images=folder, select='score')
     with pytest.raises(KeyboardInterrupt):
         convert_checkpoint(config, checkpoint, str(out), progress=stop, **arguments)
     assert sorted(path.name for path in in_digits.iterdir()) == ['idle.partial', 'retinanet.pth']
@@ -204,7 +207,8 @@ def test_distillation(images, in_digits, call):
     more = ['--images', images] if images else []
     status, said = call(
         'convert_pretrained', config, checkpoint, out, '--num-images', '3', '--distill', '4',
-        '--idle-ratio', '0.9', '--cfg-options', 'train_dataloader.batch_size=2', *more,
+        '--idle-ratio', '0.9', '--select', 'score', '--cfg-options',
+        'train_dataloader.batch_size=2', *more,
     )  # fmt: skip
     assert status == 0, said
     # Its config trains further, with MMEngine's own means.
@@ -245,7 +249,7 @@ def test_trains_on_in_mmdetections_own_tool(in_digits):
         pytest.skip('MMDetection was installed without its tools')
     config, checkpoint = trained('retinanet', in_digits)
     out = in_digits / 'idle.pth'
-    convert_checkpoint(config, checkpoint, str(out), num_images=2)
+    convert_checkpoint(config, checkpoint, str(out), num_images=2, select='score')
     path = os.pathsep.join(
         [str(Path(repa_mm.__file__).parents[1]), os.environ.get('PYTHONPATH', '')]
     )
