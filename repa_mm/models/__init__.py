@@ -1,7 +1,7 @@
 """The registered backbones."""
 
-from repa_mm.models.experts import ExpertsVisionTransformer
 from repa_mm.models.distill import build_distiller
+from repa_mm.models.experts import ExpertsVisionTransformer
 from repa_mm.models.heads.token_label import TokenLabelHead
 from repa_mm.models.idle_backbone import build_idle_backbone
 from repa_mm.models.lvvit import LVViT, RePaLVViT
