@@ -11,14 +11,14 @@ model. Its steps are functions of their own::
 How to add a kind of block:
 
 1. An entry in :data:`PRE_NORM_BLOCKS`: the names of its norm and of its FFN.
-2. If its forward pass ends otherwise, a subclass that ends with ``return self.ffn(x)``, registered
-   as its :func:`counterpart`.
+2. If its forward pass ends otherwise, a subclass that ends with ``return self.ffn(x)``, and an
+   entry in :data:`COUNTERPARTS`.
 3. If its FFN is not mmcv's ``FFN``, a case in :func:`parts_of`.
 4. A row in ``tests/test_models/test_idle_channels.py`` and in ``docs/backbones.md``.
 """
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -49,20 +49,8 @@ PRE_NORM_BLOCKS = {
     'TransformerBlock': ('norm_ffn', 'ffn'),  # TNT
     'TransformerEncoderLayer': ('norm2', 'ffn'),  # ViT, SAM, MMSegmentation's ViT
 }
-_COUNTERPARTS = {}
 
 
-def counterpart(block: type) -> Callable[[type], type]:
-    """Register a class as what a block becomes when its FFN is replaced."""
-
-    def register(cls: type) -> type:
-        _COUNTERPARTS[block] = cls
-        return cls
-
-    return register
-
-
-@counterpart(BEiTTransformerEncoderLayer)
 class IdleBEiTLayer(BEiTTransformerEncoderLayer):
     """A BEiT block whose FFN contains the shortcut, the layer scale and the drop path."""
 
@@ -73,7 +61,6 @@ class IdleBEiTLayer(BEiTTransformerEncoderLayer):
         return self.ffn(x + self.drop_path(attn))
 
 
-@counterpart(DeiT3TransformerEncoderLayer)
 class IdleDeiT3Layer(DeiT3TransformerEncoderLayer):
     """A DeiT3 block that does not normalize before its FFN.
 
@@ -84,7 +71,6 @@ class IdleDeiT3Layer(DeiT3TransformerEncoderLayer):
         return self.ffn(x + self.attn(self.ln1(x)))
 
 
-@counterpart(PoolFormerBlock)
 class IdlePoolFormerBlock(PoolFormerBlock):
     """A PoolFormer block whose FFN works on tokens.
 
@@ -96,6 +82,14 @@ class IdlePoolFormerBlock(PoolFormerBlock):
         mixed = self.token_mixer(self.norm1(x))
         x = x + self.drop_path(self.layer_scale_1[:, None, None] * mixed)
         return self.mlp(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
+# What a block of a class becomes when its FFN is replaced.
+COUNTERPARTS = {
+    BEiTTransformerEncoderLayer: IdleBEiTLayer,
+    DeiT3TransformerEncoderLayer: IdleDeiT3Layer,
+    PoolFormerBlock: IdlePoolFormerBlock,
+}
 
 
 class Parts(NamedTuple):
@@ -267,8 +261,8 @@ def put(block: nn.Module, form: nn.Module) -> None:
     # ``norm2`` may be a property that looks up ``ln2``.
     norm = getattr(block, norm_name)
     (norm_name,) = [name for name, m in block.named_children() if m is norm]
-    if type(block) in _COUNTERPARTS:
-        become(block, _COUNTERPARTS[type(block)])
+    if type(block) in COUNTERPARTS:
+        become(block, COUNTERPARTS[type(block)])
         for name in ('gamma_2', 'layer_scale_2'):  # in the form from now on
             if hasattr(block, name):
                 delattr(block, name)
