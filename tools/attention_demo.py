@@ -3,9 +3,10 @@
 import argparse
 
 from repa_mm.benchmark.machine import check_device
-from repa_mm.runtime import FORMS, init_model
+from repa_mm.runtime import FORMS, init_any_model
 from repa_mm.runtime.attention import draw_attention
 from repa_mm.runtime.cli import clear_errors
+from repa_mm.runtime.knn import NETWORKS
 
 
 def parse_args() -> argparse.Namespace:
@@ -15,6 +16,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument('checkpoint', help='path of the checkpoint')
     parser.add_argument('--out', default='attention.png')
     parser.add_argument('--form', choices=FORMS, default='deploy')
+    parser.add_argument('--network', choices=NETWORKS, default='teacher', help='of DINO')
     parser.add_argument('--size', type=int, default=480, help='side in pixels (%(default)s)')
     parser.add_argument('--device', default='cpu', help='cpu, cuda:0, ...')
     return parser.parse_args()
@@ -24,8 +26,8 @@ def main() -> None:
     args = parse_args()
     with clear_errors():
         check_device(args.device)
-        model = init_model(args.config, args.checkpoint, args.form, args.device)
-        draw_attention(model, args.image, args.out, args.size)
+        model = init_any_model(args.config, args.checkpoint, args.form, args.device)
+        draw_attention(model, args.image, args.out, args.size, args.network)
     print(f'wrote {args.out}')
 
 

@@ -1,5 +1,4 @@
-# DINO on crops of 19 photographs, with a small ViT, for tools/dev/dino_photos.py: 24 epochs take
-# about ten minutes on two CPU cores.
+# DINO on crops of 19 photographs, with a small ViT, for tools/dev/dino_photos.py.
 _base_ = '../vit_s_dino.py'
 
 data_root = 'data/photos'

@@ -43,7 +43,10 @@ def dino_to_mm(
     weights = checkpoint['state_dict']
     ours = any(key.startswith('teacher.backbone.') for key in weights)
     if not ours and network not in checkpoint:
-        raise CheckpointError(f'{src!r} is not of DINO: it has no {network}')
+        raise CheckpointError(
+            f'{src!r} is no checkpoint of a training with DINO: it has no {network}. A backbone '
+            'alone is a matter of tools/model_converters/repavit_to_mm.py'
+        )
     meta = dict(converted_from=osp.basename(src), network=network, repa_mm_version=__version__)
     if ours:
         prefix = _OURS[network]

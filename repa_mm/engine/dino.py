@@ -50,6 +50,11 @@ class DINOHook(Hook):
         if not hasattr(model, 'update_teacher'):
             raise TypeError(f'DINOHook needs a model with a teacher, but got {type(model)}')
         if runner.iter == 0:
+            if runner._load_from:
+                runner.logger.warning(
+                    f'DINOHook: the teacher begins as the student of {runner._load_from!r}. To go '
+                    'on with the teacher there, resume that training'
+                )
             model.start_teacher()
         last = list(model.neck.last_layer.parameters())
 

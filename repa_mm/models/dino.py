@@ -3,7 +3,7 @@
 import copy
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import groupby
 
 import torch
@@ -151,14 +151,16 @@ class DINOHead(BaseModule):
 @contextmanager
 def _running_statistics_kept(model: nn.Module) -> Iterator[None]:
     """Let BatchNorms normalize by their batch, and leave their running statistics as they are."""
-    momenta = {m: m.momentum for m in model.modules() if isinstance(m, _BatchNorm)}
+    norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
+    before = [(norm.momentum, norm.num_batches_tracked.clone()) for norm in norms]
     try:
-        for norm in momenta:
+        for norm in norms:
             norm.momentum = 0.0
         yield
     finally:
-        for norm, momentum in momenta.items():
+        for norm, (momentum, count) in zip(norms, before):
             norm.momentum = momentum
+            norm.num_batches_tracked.copy_(count)
 
 
 @MODELS.register_module()
@@ -273,14 +275,12 @@ class DINO(BaseSelfSupervisor):
             )
         with torch.no_grad():
             teacher = self.teacher(torch.cat(list(global_crops)))
-        features = []
-        for number, (_, crops) in enumerate(groupby(inputs, key=lambda crop: crop.shape[2:])):
-            crops = torch.cat(list(crops))
-            if number and self.statistics_of == 'global':
-                with _running_statistics_kept(self.backbone):
-                    features.append(self.backbone(crops)[-1])
-            else:
-                features.append(self.backbone(crops)[-1])
+        features = [self.backbone(torch.cat(list(global_crops)))[-1]]
+        kept = _running_statistics_kept if self.statistics_of == 'global' else nullcontext
+        local_crops = inputs[self.num_global_crops :]
+        for _, crops in groupby(local_crops, key=lambda crop: crop.shape[2:]):
+            with kept(self.backbone):
+                features.append(self.backbone(torch.cat(list(crops)))[-1])
         student = self.neck((torch.cat(features),))
         batch = len(inputs[0])
         return self.head.loss(student.split(batch), teacher.split(batch))

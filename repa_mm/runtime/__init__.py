@@ -2,12 +2,12 @@
 
 from repa_mm.runtime.config import FORMS, dataset_config, load_config, take_no_pretrained
 from repa_mm.runtime.data import check_data
-from repa_mm.runtime.inference import draw_predictions, init_model
+from repa_mm.runtime.inference import draw_predictions, init_any_model, init_model
 from repa_mm.runtime.merging import calibrate_checkpoint, reparameterize_checkpoint
 from repa_mm.runtime.runners import end_process, runner_for_testing, runner_for_training
 
 __all__ = [
     'FORMS', 'calibrate_checkpoint', 'check_data', 'dataset_config', 'draw_predictions',
-    'end_process', 'init_model', 'load_config', 'reparameterize_checkpoint', 'runner_for_testing',
+    'end_process', 'init_any_model', 'init_model', 'load_config', 'reparameterize_checkpoint', 'runner_for_testing',
     'runner_for_training', 'take_no_pretrained',
 ]  # fmt: skip

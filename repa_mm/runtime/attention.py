@@ -10,6 +10,7 @@ import torch.nn as nn
 
 from repa_mm.datasets.checks import check_image
 from repa_mm.files import check_output, write_bytes
+from repa_mm.runtime.knn import backbone_of
 
 GAP = 8
 
@@ -46,21 +47,30 @@ def class_attention(backbone: nn.Module, images: torch.Tensor) -> torch.Tensor:
     finally:
         for handle in handles:
             handle.remove()
+    if not taken:
+        raise ValueError(
+            f'a {type(attention).__name__} does not compute queries and keys with its layer qkv: '
+            'the deploy form of parallel branches does'
+        )
     (h, w), qkv = sizes[0], taken[0]
     heads = attention.num_heads
     query, key, _ = qkv.unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4)
-    scores = query[:, :, :1] @ key.transpose(-1, -2) / query.shape[-1] ** 0.5
+    scale = getattr(attention, 'scale', None) or query.shape[-1] ** -0.5
+    scores = scale * query[:, :, :1] @ key.transpose(-1, -2)
     return scores.softmax(-1)[:, :, 0, -h * w :].unflatten(-1, (h, w))
 
 
-def draw_attention(model: nn.Module, image: str, out: str, size: int = 480) -> np.ndarray:
+def draw_attention(
+    model: nn.Module, image: str, out: str, size: int = 480, network: str = 'teacher'
+) -> np.ndarray:
     """Draw the attention of the class token, one tile for each head, beside the image.
 
     Args:
-        model (nn.Module): From :func:`~repa_mm.runtime.init_model`; of DINO, the teacher counts.
+        model (nn.Module): From :func:`~repa_mm.runtime.init_model`.
         image (str): Path of the image.
         out (str): Picture to write.
         size (int): Side of the square that the image is resized to, in pixels. Defaults to 480.
+        network (str): 'teacher' or 'student', of a model that has both. Defaults to 'teacher'.
 
     Returns:
         np.ndarray: The picture, BGR.
@@ -75,7 +85,7 @@ def draw_attention(model: nn.Module, image: str, out: str, size: int = 480) -> n
     pixels = mmcv.imread(image)
     if pixels is None:
         raise ValueError(f'{image!r} is not an image that can be read')
-    backbone = getattr(model, 'teacher', model).backbone
+    backbone = backbone_of(model, network)
     patch = getattr(backbone, 'patch_embed', None)
     stride = patch.projection.stride[0] if hasattr(patch, 'projection') else 1
     if size < stride:

@@ -11,7 +11,7 @@ from repa_mm.checkpoints import load_checkpoint, load_safely, load_weights, matc
 from repa_mm.datasets.checks import check_image
 from repa_mm.engine.channels import check_channels
 from repa_mm.files import check_output, write_bytes
-from repa_mm.reparam import finish_schedules, reparameterize
+from repa_mm.reparam import finish_schedules, outermost, reparameterize
 from repa_mm.runtime.config import FORMS, dataset_config, load_config
 
 
@@ -39,6 +39,19 @@ def init_model(
             form is asked for.
     """
     return model_and_meta(config, checkpoint, form, device)[0]
+
+
+def init_any_model(
+    config: str | Config,
+    checkpoint: str | None = None,
+    form: str = 'deploy',
+    device: str | torch.device = 'cpu',
+) -> nn.Module:
+    """As :func:`init_model`, and a vanilla model, which has nothing to merge, as it is."""
+    model = init_model(config, checkpoint, None if form == 'deploy' else form)
+    if form == 'deploy' and next(outermost(model), None):
+        reparameterize(model, inplace=True)
+    return model.to(device)
 
 
 def model_and_meta(

@@ -9,12 +9,26 @@ import torch.nn as nn
 import torch.nn.functional as F
 from mmengine.config import Config
 from mmengine.runner import Runner
+from torch.utils.data import DataLoader
 
 from repa_mm.runtime.config import dataset_config, load_config
 from repa_mm.runtime.data import check_data
-from repa_mm.runtime.inference import init_model
+from repa_mm.runtime.inference import init_any_model
 
 NETWORKS = ('teacher', 'student')
+# Of images in folders: as in configs/_base_/datasets/imagenet.py.
+_PIPELINE = [
+    dict(type='LoadImageFromFile'),
+    dict(
+        type='mmpretrain.ResizeEdge',
+        scale=256,
+        edge='short',
+        backend='pillow',
+        interpolation='bicubic',
+    ),
+    dict(type='mmpretrain.CenterCrop', crop_size=224),
+    dict(type='mmpretrain.PackInputs'),
+]
 
 
 def knn_predict(
@@ -48,13 +62,7 @@ def knn_predict(
     """
     if not len(gallery) or not len(queries):
         raise ValueError(f'{len(gallery)} and {len(queries)} images: there is nothing to compare')
-    if not k or min(k) < 1 or max(k) > len(gallery):
-        raise ValueError(
-            f'numbers of neighbours must be from 1 to {len(gallery)}, the number of training '
-            f'images, but are {", ".join(map(str, k))}'
-        )
-    if not temperature > 0:
-        raise ValueError(f'the temperature must be positive, but is {temperature}')
+    _check_votes(k, len(gallery), temperature)
     gallery = F.normalize(gallery, dim=1)
     classes = int(labels.max()) + 1
     found = {number: [] for number in k}
@@ -67,6 +75,16 @@ def knn_predict(
             votes.scatter_add_(1, labels[index[:, :number]], weights[:, :number])
             found[number].append(votes.argmax(1))
     return {number: torch.cat(parts) for number, parts in found.items()}
+
+
+def _check_votes(k: Sequence[int], count: int, temperature: float) -> None:
+    if not k or min(k) < 1 or max(k) > count:
+        raise ValueError(
+            f'numbers of neighbours must be from 1 to {count}, the number of training images, but '
+            f'are {", ".join(map(str, k))}: choose them with --k'
+        )
+    if not temperature > 0:
+        raise ValueError(f'the temperature must be positive, but is {temperature}')
 
 
 def knn_evaluate(
@@ -90,7 +108,7 @@ def knn_evaluate(
         config (str): Path of any config that has a backbone.
         checkpoint (str, optional): Defaults to None: random weights.
         form (str): 'deploy' or 'training', or 'pixels' for the images themselves, as a yardstick.
-            Defaults to 'deploy'.
+            A vanilla backbone, which has nothing to merge, is taken as it is. Defaults to 'deploy'.
         k (Sequence[int]): Numbers of neighbours. Defaults to (10, 20, 100, 200).
         temperature (float): See :func:`knn_predict`.
         data (str, optional): A folder with the folders ``train`` and ``val``, each with one folder
@@ -112,9 +130,10 @@ def knn_evaluate(
     if network not in NETWORKS:
         raise ValueError(f'network must be one of {NETWORKS}, but got {network!r}')
     cfg = load_config(config, cfg_options)
-    loaders = {split: _loader(cfg, split, data, batch_size) for split in ('train', 'test')}
-    model = init_model(cfg, checkpoint, 'training' if form == 'pixels' else form, device)
-    backbone = _backbone(model, network) if form != 'pixels' else _pixels
+    loaders = _loaders(cfg, data, batch_size)
+    _check_votes(k, len(loaders['train'].dataset), temperature)
+    model = init_any_model(cfg, checkpoint, 'training' if form == 'pixels' else form, device)
+    backbone = backbone_of(model, network) if form != 'pixels' else _pixels
     features = {}
     for split, loader in loaders.items():
         done, parts, labels = 0, [], []
@@ -134,44 +153,46 @@ def knn_evaluate(
     return {number: float((p == truth).float().mean()) * 100 for number, p in predicted.items()}
 
 
-def _loader(cfg: Config, split: str, data: str | None, batch_size: int):
-    """A loader of a split's images as they are tested, in order."""
-    if data:
-        folder = osp.join(data, 'train' if split == 'train' else 'val')
-        if not osp.isdir(folder):
-            raise FileNotFoundError(f'no data set at {folder!r}')
-        pipeline = [
-            dict(type='LoadImageFromFile'),
-            dict(type='mmpretrain.ResizeEdge', scale=256, edge='short', backend='pillow'),
-            dict(type='mmpretrain.CenterCrop', crop_size=224),
-            dict(type='mmpretrain.PackInputs'),
-        ]
-        dataset = dict(type='mmpretrain.CustomDataset', data_root=folder, pipeline=pipeline)
-    else:
-        if cfg.default_scope != 'mmpretrain' or not cfg.get('test_dataloader'):
+def _loaders(cfg: Config, data: str | None, batch_size: int) -> dict[str, DataLoader]:
+    """Loaders of the training and the test images as they are tested, in order."""
+    loaders = {}
+    for split in ('train', 'test'):
+        if data:
+            folder = osp.join(data, 'train' if split == 'train' else 'val')
+            if not osp.isdir(folder):
+                raise FileNotFoundError(f'no data set at {folder!r}')
+            dataset = dict(type='mmpretrain.CustomDataset', data_root=folder, pipeline=_PIPELINE)
+        else:
+            if cfg.default_scope != 'mmpretrain' or not cfg.get('test_dataloader'):
+                raise ValueError(
+                    'the config has no data set with a class for each image: name a folder with '
+                    'the folders train and val'
+                )
+            check_data(cfg, split)
+            dataset = copy.deepcopy(dataset_config(cfg, split))
+            dataset.pipeline = dataset_config(cfg, 'test').pipeline
+        loader = dict(
+            batch_size=batch_size,
+            num_workers=min(4, (cfg.get('test_dataloader') or {}).get('num_workers', 0)),
+            sampler=dict(type='DefaultSampler', shuffle=False),
+            collate_fn=dict(type='default_collate'),
+            dataset=dataset,
+        )
+        try:
+            loaders[split] = Runner.build_dataloader(loader, seed=0)
+        except Exception as error:
             raise ValueError(
-                'the config has no data set with a class for each image: name a folder with the '
-                'folders train and val'
-            )
-        check_data(cfg, split)
-        dataset = copy.deepcopy(dataset_config(cfg, split))
-        dataset.pipeline = dataset_config(cfg, 'test').pipeline
-    loader = dict(
-        batch_size=batch_size,
-        num_workers=min(4, cfg.get('test_dataloader', {}).get('num_workers', 0)),
-        sampler=dict(type='DefaultSampler', shuffle=False),
-        collate_fn=dict(type='default_collate'),
-        dataset=dataset,
-    )
-    try:
-        return Runner.build_dataloader(loader, seed=0)
-    except Exception as error:
-        raise ValueError(
-            f'cannot read the {split} data set: {type(error).__name__}: {error}'
-        ) from error
+                f'cannot read the {split} data set: {type(error).__name__}: {error}'
+            ) from error
+    known, asked = (loader.dataset.metainfo.get('classes') for loader in loaders.values())
+    if known and asked and tuple(known) != tuple(asked):
+        differ = sorted(set(known) ^ set(asked)) or 'in their order'
+        raise ValueError(f'the classes of the training and the test images differ: {differ}')
+    return loaders
 
 
-def _backbone(model: nn.Module, network: str) -> nn.Module:
+def backbone_of(model: nn.Module, network: str = 'teacher') -> nn.Module:
+    """The backbone of a model, or that of DINO's 'teacher' or 'student'."""
     teacher = getattr(model, 'teacher', None)
     owner = teacher if teacher is not None and network == 'teacher' else model
     return owner.backbone
@@ -184,4 +205,11 @@ def _pixels(images: torch.Tensor) -> torch.Tensor:
 def _vector(output: torch.Tensor | Sequence) -> torch.Tensor:
     """One vector for an image: the class token, or the mean of the last feature map."""
     x = output[-1] if isinstance(output, (list, tuple)) else output
-    return x.float().flatten(2).mean(2) if x.dim() == 4 else x.float().flatten(1)
+    if not (torch.is_tensor(x) and x.is_floating_point() and x.dim() in (2, 3, 4)):
+        raise ValueError(
+            'the last output of the backbone is no feature map, nor class tokens: use the config '
+            'of a classifier, detector, segmentor or of DINO'
+        )
+    if x.dim() == 4:
+        return x.float().flatten(2).mean(2)
+    return x.float() if x.dim() == 2 else x[:, 0].float()

@@ -122,6 +122,18 @@ def test_which_crops_count_for_running_statistics(statistics_of):
     assert {m.momentum for m in model.modules() if isinstance(m, _BatchNorm)} == {0.1}
 
 
+def test_local_crops_of_the_same_size_do_not_count_either():
+    model = build().train()
+    alone = copy.deepcopy(model)
+    crops = crops_of(sizes=(32, 32, 32, 16))
+    torch.manual_seed(3)
+    model.loss(crops)
+    torch.manual_seed(3)
+    alone.backbone(torch.cat(crops[:2]))
+    for name, buffer in model.backbone.named_buffers():
+        torch.testing.assert_close(buffer, alone.backbone.get_buffer(name))
+
+
 def test_teacher_has_its_own_statistics_and_no_drop_path():
     model = build().train()
     before = copy.deepcopy(model)

@@ -1,5 +1,8 @@
 """Nearest neighbours, attention maps and checkpoints of DINO."""
 
+import shutil
+from pathlib import Path
+
 import cv2
 import numpy as np
 import pytest
@@ -9,7 +12,7 @@ from sklearn.neighbors import KNeighborsClassifier
 
 import repa_mm  # noqa: F401, registers
 from repa_mm.runtime.attention import class_attention
-from repa_mm.runtime.knn import knn_evaluate, knn_predict
+from repa_mm.runtime.knn import _vector, knn_evaluate, knn_predict
 
 BACKBONE = dict(
     type='RePaVisionTransformer',
@@ -109,6 +112,38 @@ def test_both_forms_have_the_same_accuracy(config, tmp_path, randomize):
     assert found['training'] == found['deploy']
     assert found['deploy'][5] > 50  # colours are told apart by random features
     assert knn_evaluate(config, None, 'pixels', (1,))[1] == 100
+
+
+def test_classes_of_both_splits_are_the_same(folder, config):
+    shutil.rmtree(Path(folder) / 'val' / 'green')
+    for data in (None, folder):
+        with pytest.raises(ValueError, match="classes .* differ: .'green'"):
+            knn_evaluate(config, None, k=(1,), data=data)
+
+
+def test_vanilla_model_is_taken_as_it_is(config):
+    text = Path(config).read_text().replace('RePaVisionTransformer', 'VisionTransformer')
+    Path(config).write_text(text)
+    assert 0 <= knn_evaluate(config, None, 'deploy', (1,))[1] <= 100
+
+
+def test_numbers_are_checked_before_the_images_are_looked_at(config):
+    with pytest.raises(ValueError, match='from 1 to 24.*--k'):
+        knn_evaluate(config, None, k=(25,), progress=lambda *_: pytest.fail('looked'))
+
+
+@pytest.mark.parametrize(
+    'output, expected',
+    [
+        (torch.arange(6.0).reshape(1, 3, 2), [0, 1]),
+        ((torch.zeros(1), torch.tensor([[1.0, 2.0]])), [1, 2]),
+        (torch.arange(8.0).reshape(1, 2, 2, 2), [1.5, 5.5]),
+    ],
+)
+def test_vector_of_an_output(output, expected):
+    assert _vector(output)[0].tolist() == expected
+    with pytest.raises(ValueError, match='no feature map'):
+        _vector((torch.zeros(2, 2), torch.zeros(2, 2, dtype=torch.long)))
 
 
 def test_folder_and_detector(folder, tmp_path):

@@ -24,7 +24,10 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument('--seeds', type=int, nargs='+', default=[0])
     parser.add_argument('--k', type=int, default=20)
     parser.add_argument('--plot', default='dino_photos.png')
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.epochs < 4 or args.epochs % 4:
+        parser.error(f'--epochs must be a multiple of 4, but is {args.epochs}')
+    return args
 
 
 def train(config: str, work_dir: str, args: argparse.Namespace, seed: int) -> dict[int, float]:
@@ -36,12 +39,11 @@ def train(config: str, work_dir: str, args: argparse.Namespace, seed: int) -> di
     options.update({'randomness.seed': seed, 'train_dataloader.dataset.data_root': args.data})
     options['param_scheduler.1.end'] = args.epochs
     runner_for_training(config, work_dir, cfg_options=options).train()
-    form = 'deploy' if 'repa' in config else 'training'
     found = {}
     for epoch in (0, args.epochs // 4, args.epochs // 2, args.epochs):
         checkpoint = osp.join(work_dir, f'epoch_{epoch}.pth') if epoch else None
         data = {f'{split}_dataloader.dataset.data_root': args.data for split in ('train', 'test')}
-        found[epoch] = knn_evaluate(config, checkpoint, form, [args.k], cfg_options=data)[args.k]
+        found[epoch] = knn_evaluate(config, checkpoint, k=[args.k], cfg_options=data)[args.k]
     return found
 
 
