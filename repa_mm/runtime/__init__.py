@@ -8,6 +8,6 @@ from repa_mm.runtime.runners import end_process, runner_for_testing, runner_for_
 
 __all__ = [
     'FORMS', 'calibrate_checkpoint', 'check_data', 'dataset_config', 'draw_predictions',
-    'end_process', 'init_any_model', 'init_model', 'load_config', 'reparameterize_checkpoint', 'runner_for_testing',
-    'runner_for_training', 'take_no_pretrained',
+    'end_process', 'init_any_model', 'init_model', 'load_config', 'reparameterize_checkpoint',
+    'runner_for_testing', 'runner_for_training', 'take_no_pretrained',
 ]  # fmt: skip
