@@ -43,7 +43,9 @@ def shifted(images: torch.Tensor) -> torch.Tensor:
     return padded[n, 0, rows[:, :, None], columns[:, None]][:, None]
 
 
-def train(num_branches: int, seed: int, iterations: int, width: int) -> tuple[float, float]:
+def train(
+    num_branches: int, seed: int, iterations: int, width: int, shift: bool
+) -> tuple[float, float]:
     """Accuracy of the merged model, and how far its logits are from those before merging."""
     torch.manual_seed(seed)
     arch = dict(
@@ -68,7 +70,8 @@ def train(num_branches: int, seed: int, iterations: int, width: int) -> tuple[fl
         if num_branches > 1:
             join_branches(backbone, hook.lam_at(i))
         chosen = torch.randint(len(labels), (BATCH,))
-        loss = F.cross_entropy(head(backbone(shifted(images[chosen]))[-1]), labels[chosen])
+        batch = shifted(images[chosen]) if shift else images[chosen]
+        loss = F.cross_entropy(head(backbone(batch)[-1]), labels[chosen])
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
@@ -85,8 +88,9 @@ def train(num_branches: int, seed: int, iterations: int, width: int) -> tuple[fl
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument('--seeds', type=int, nargs='+', default=[0, 1, 2])
-    parser.add_argument('--iterations', type=int, default=600)
+    parser.add_argument('--iterations', type=int, default=500)
     parser.add_argument('--width', type=int, default=32)
+    parser.add_argument('--shift', action='store_true', help='move images by up to one pixel')
     parser.add_argument('--branches', type=int, nargs='+', default=[1, 2, 3, 4])
     args = parser.parse_args()
     MMLogger.get_current_instance().setLevel('WARNING')  # of where weights are from
@@ -94,7 +98,8 @@ def main() -> None:
     print('| --- | --- | --- | --- | --- |', flush=True)
     start = time.time()
     for num_branches in args.branches:
-        runs = [train(num_branches, seed, args.iterations, args.width) for seed in args.seeds]
+        settings = args.iterations, args.width, args.shift
+        runs = [train(num_branches, seed, *settings) for seed in args.seeds]
         accuracies = [accuracy for accuracy, _ in runs]
         print(
             f'| {LAYERS // num_branches} x {num_branches} '
