@@ -100,6 +100,8 @@ setup(
     extras_require={
         'demo': ['scikit-image', 'scikit-learn'],
         'dino': ['lightly>=1.6'],
+        'deploy': ['onnx', 'onnxruntime'],
+        'quantize': ['nncf', 'onnx', 'onnxruntime', 'openvino'],
         'tests': ['hypothesis', 'pytest', 'scikit-image', 'scikit-learn'],
     },
     cmdclass={'build_py': BuildPy, 'develop': Develop},

@@ -73,8 +73,8 @@ class Session:
 
         core = openvino.Core()
         model = core.read_model(file)
-        info = model.get_rt_info().get('repa_mm')
-        self.metadata = {k: v.astype(str) for k, v in info.value.items()} if info else {}
+        known = model.has_rt_info(['repa_mm'])
+        self.metadata = dict(model.get_rt_info(['repa_mm']).value) if known else {}
         config = {'INFERENCE_PRECISION_HINT': precision} if precision else {}
         compiled = core.compile_model(model, 'CPU', config)
         shape = model.inputs[0].get_partial_shape()

@@ -1,0 +1,111 @@
+"""Which layers of a model lose most when they compute in 8 bits."""
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+LEVELS = 255
+
+
+def round_activations(x: torch.Tensor) -> torch.Tensor:
+    """X on a grid of 8 bits, from its smallest to its largest value and zero."""
+    low, high = x.amin().clamp(max=0), x.amax().clamp(min=0)
+    scale = ((high - low) / LEVELS).clamp(min=1e-12)
+    return ((x - low) / scale).round() * scale + low
+
+
+def round_weights(weight: torch.Tensor, axis: int = 0) -> torch.Tensor:
+    """Weights on a symmetric grid of 8 bits, one for each channel along an axis."""
+    others = tuple(i for i in range(weight.ndim) if i != axis)
+    scale = (weight.abs().amax(others, keepdim=True) / (LEVELS // 2)).clamp(min=1e-12)
+    return (weight / scale).round() * scale
+
+
+class _Rounding(TorchFunctionMode):
+    """Rounds the operands of products with weights, of one layer or of all.
+
+    A layer is a product with weights: a module, or the part of one (``addmm`` of a merged FFN).
+    """
+
+    def __init__(self, path: list, chosen: str | None) -> None:
+        super().__init__()
+        self.path, self.chosen, self.seen = path, chosen, {}
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        name = self.path[-1] if self.path else ''
+        if func in (F.linear, torch.conv2d, F.conv2d):
+            self.seen[name] = True
+            if name == self.chosen:
+                args = (round_activations(args[0]), round_weights(args[1]), *args[2:])
+        elif func is torch.addmm:
+            name = f'{name}.addmm'.lstrip('.')
+            self.seen[name] = True
+            if name == self.chosen:
+                args = (args[0], round_activations(args[1]), round_weights(args[2], 1), *args[3:])
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def _tracked(model: nn.Module):
+    """The names of the modules that are being run, outermost first."""
+    path, handles = [], []
+
+    def leave(*_) -> None:  # what a hook returns would replace the output
+        path.pop()
+
+    for name, module in model.named_modules():
+        handles += [
+            module.register_forward_pre_hook(lambda *_, name=name: path.append(name)),
+            module.register_forward_hook(leave, always_call=True),
+        ]
+    try:
+        yield path
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@torch.no_grad()
+def sensitivities(
+    model: nn.Module,
+    outputs: Callable[[nn.Module, torch.Tensor], Sequence[torch.Tensor]],
+    images: Iterable[torch.Tensor],
+    progress: Callable | None = None,
+) -> dict[str, float]:
+    """What 8 bits in one layer alone cost, for every layer.
+
+    The operands of the layer are rounded: its input to a grid of 8 bits for the whole tensor, its
+    weights to one for each output channel.
+
+    Args:
+        model (nn.Module): The model, in eval mode.
+        outputs (Callable): From the model and images to the outputs that count.
+        images (Iterable[torch.Tensor]): Batches that the model takes.
+        progress (Callable, optional): Called with the name of every layer and its error.
+
+    Returns:
+        dict: By the name of each layer the squared error of all outputs, relative to their squares,
+        from the largest to the smallest.
+    """
+    images = list(images)
+    with _tracked(model) as path:
+        probe = _Rounding(path, None)
+        with probe:
+            expected = [outputs(model, image) for image in images]
+        errors = {}
+        for name in probe.seen:
+            error = total = 0.0
+            with _Rounding(path, name):
+                actual = [outputs(model, image) for image in images]
+            for a, b in zip(actual, expected):
+                error += sum((x - y).square().sum().item() for x, y in zip(a, b))
+                total += sum(y.square().sum().item() for y in b)
+            errors[name] = error / max(total, 1e-30)
+            if progress:
+                progress(name, errors[name])
+    return dict(sorted(errors.items(), key=lambda item: -item[1]))

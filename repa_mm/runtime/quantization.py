@@ -1,0 +1,104 @@
+"""Quantization of a checkpoint, calibrated on images."""
+
+import os.path as osp
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn as nn
+
+from repa_mm.deploy.export import OPSET, whole_onnx
+from repa_mm.deploy.quantize import MIN_IMAGES, import_nncf, quantize
+from repa_mm.deploy.sensitivity import sensitivities
+from repa_mm.deploy.session import RUNTIMES
+from repa_mm.deploy.whole import whole_model
+from repa_mm.runtime.config import load_config
+from repa_mm.runtime.exported import example_shape, model_to_export
+from repa_mm.runtime.pretrained import CalibrationImages
+
+#: Images that the table of sensitivities is made on.
+TABLE_IMAGES = 2
+
+
+def quantize_checkpoint(
+    config: str,
+    checkpoint: str,
+    out: str,
+    num_images: int = 64,
+    images: str | None = None,
+    shortcut: str = 'outside',
+    keep_float: int = 4,
+    preprocessing: bool = False,
+    shape: Sequence[int] | None = None,
+    progress: Callable | None = None,
+) -> dict:
+    """Write a whole model with products of 8 bits, for OpenVINO.
+
+    Args:
+        config (str): Path of the config.
+        checkpoint (str): Path of a checkpoint, of floats, in either form.
+        out (str): The file to write, '.xml'; its weights are in '.bin'.
+        num_images (int): Number of images to calibrate on. Defaults to 64.
+        images (str, optional): A folder of images. Defaults to the config's training data, through
+            its test pipeline.
+        shortcut (str): 'outside' the merged matrices, or 'inside'. Defaults to 'outside', since a 1
+            on the diagonal of a matrix takes most of the range of its 8 bits.
+        keep_float (int): Number of layers that stay in float, those that cost most. Defaults to 4.
+        preprocessing (bool): Normalize images in the graph. Defaults to False.
+        shape (Sequence[int], optional): Height and width of images, if they are of one size.
+            Defaults to None: any.
+        progress (Callable, optional): Called with the name of every layer and its error.
+
+    Returns:
+        dict: ``errors`` (see :func:`~repa_mm.deploy.sensitivity.sensitivities`), ``kept`` (names of
+        the layers in float), ``images`` (their number) and ``quantizers`` (theirs).
+
+    Raises:
+        FileNotFoundError, CheckpointError: If something is missing, or does not fit.
+        ValueError: If the images are too few, or an option is out of range.
+        ImportError: If OpenVINO or NNCF is not installed.
+        OSError: If ``out`` cannot be written.
+    """
+    if osp.splitext(checkpoint)[1] in RUNTIMES:
+        raise ValueError(
+            f'{checkpoint!r} is an exported or quantized model: quantization begins with a '
+            'checkpoint, a .pth file'
+        )
+    if keep_float < 0:
+        raise ValueError(f'--keep-float must not be negative, but is {keep_float}')
+    if num_images < MIN_IMAGES:
+        raise ValueError(
+            f'{num_images} image{"s" * (num_images != 1)} to calibrate on are too few: at least '
+            f'{MIN_IMAGES}, better 64'
+        )
+    import_nncf()
+    source = CalibrationImages(load_config(config), num_images, images)
+    model = model_to_export(config, checkpoint, shortcut=shortcut)
+    whole = whole_model(model, preprocessing)
+    batches, tensors = [], []
+    for batch in source:
+        normalized = model.data_preprocessor(batch, False)['inputs']
+        if len(tensors) < TABLE_IMAGES:
+            tensors.append(normalized)
+        if preprocessing:
+            pixels = batch['inputs'][0].permute(1, 2, 0)[None].byte().contiguous()
+            batches.append(pixels.numpy())
+        else:
+            batches.append(normalized.numpy())
+    errors = sensitivities(model, what_counts, tensors, progress)
+    kept = list(errors)[:keep_float]
+    content = whole_onnx(whole, (2, *(shape or example_shape(whole))), shape is None, OPSET)
+    quantizers = quantize(content, batches, out, kept)
+    return dict(errors=errors, kept=kept, images=len(batches), quantizers=quantizers)
+
+
+def what_counts(model: nn.Module, image: torch.Tensor) -> list[torch.Tensor]:
+    """The maps of scores and boxes of a detector, or the scores of another model."""
+    if hasattr(model, 'decode_head'):
+        return [model.decode_head(model.extract_feat(image))]
+    head = getattr(model, 'bbox_head', None) or getattr(model, 'rpn_head', None)
+    if head is None:
+        return [model(image)]
+    features = model.extract_feat(image)
+    maps = [x for group in head(features) for x in group]
+    # Of the second stage only its inputs count: what it looks at depends on the first.
+    return maps if hasattr(model, 'bbox_head') else [*features, *maps]
