@@ -10,8 +10,10 @@ import torch
 import torch.nn as nn
 
 import repa_mm
+from repa_mm.deploy.quantize import products_of
 from repa_mm.deploy.sensitivity import round_activations, round_weights, sensitivities
 from repa_mm.reparam import ChannelIdleFFN
+from repa_mm.runtime.quantization import costliest
 
 from .test_whole_models import exported  # noqa: F401, a fixture
 
@@ -59,6 +61,34 @@ def test_a_shortcut_inside_costs_more(randomize):
     assert errors[0] > 3 * errors[1]
 
 
+def test_as_few_layers_as_needed_stay_in_float():
+    errors = dict(a=4e-3, b=1e-3, c=2e-3, d=5e-4)
+    for max_error, kept in ((1, []), (4e-3, ['a']), (2e-3, ['a', 'c']), (0, ['a', 'c', 'b', 'd'])):
+        assert costliest(errors, max_error) == kept
+
+
+def test_products_of_layers_are_found():
+    names = [
+        '/backbone/stages.0/blocks.1/attn/qkv/MatMul',
+        '/backbone/stages.0/blocks.1/attn/MatMul',
+        '/backbone/stages.0/blocks.1/ffn/fc1/Gemm/WithoutBiases',
+        '/backbone/stages.0/blocks.1/ffn/Gemm/WithoutBiases',
+        '/backbone/stages.0/blocks.10/ffn/Gemm/WithoutBiases',
+        '/backbone/downsample/reduction_2/MatMul',
+        '/predict/bbox_head/retina_cls/Conv/WithoutBiases',
+        '/predict/bbox_head/retina_cls_1/Conv',
+    ]
+    for layer, found in (
+        ('backbone.stages.0.blocks.1.attn.qkv', names[:1]),
+        ('backbone.stages.0.blocks.1.ffn.fc1', names[2:3]),
+        ('backbone.stages.0.blocks.1.ffn.addmm', names[3:4]),
+        ('backbone.stages.1.downsample.reduction', names[5:6]),
+        ('bbox_head.retina_cls', names[6:]),
+        ('neck.lateral_convs.0.conv', []),
+    ):
+        assert products_of(layer, names) == found
+
+
 @pytest.fixture
 def run_tool(monkeypatch):
     def run(tool, *args):
@@ -92,10 +122,10 @@ def test_quantized_models(task, exported, photos, tmp_path, run_tool, capsys):  
 
     config, checkpoint, model, file = exported(task)
     out = tmp_path / 'model.xml'
-    args = ('--images', photos, '--keep-float', 2, '--num-images', 4)
+    args = ('--images', photos, '--num-images', 4)
     run_tool('quantize.py', config, checkpoint, out, *args)
     printed = capsys.readouterr().out
-    assert 'calibrated on 4 images, 2 of' in printed and printed.count(' float') >= 2
+    assert 'calibrated on 4 images' in printed and 'int8' in printed
     quantized, expected = Session(str(out)), Session(file)
     assert quantized.metadata['precision'] == 'int8'
     assert quantized.metadata['task'] == expected.metadata['task']
@@ -116,7 +146,7 @@ def test_bad_requests(exported, photos, tmp_path, run_tool):  # noqa: F811
     cases = [
         (file, out, (), 'is an exported or quantized model: quantization begins with a checkpoint'),
         (checkpoint, out, ('--num-images', 1), '1 image to calibrate on are too few'),
-        (checkpoint, out, ('--keep-float', -1), '--keep-float must not be negative'),
+        (checkpoint, out, ('--max-error', -1), '--max-error must not be negative'),
     ]
     try:
         import nncf  # noqa: F401

@@ -25,11 +25,12 @@ def parse_args() -> argparse.Namespace:
         help='where merged FFNs add their shortcut (default: outside)',
     )
     parser.add_argument(
-        '--keep-float',
-        type=int,
-        default=4,
-        metavar='N',
-        help='keep the N layers in float that cost most (default: 4)',
+        '--max-error',
+        type=float,
+        default=2e-3,
+        metavar='SHARE',
+        help='keep layers in float, those that cost most first, until the errors of the others add '
+        'up to this share of the outputs (default: 2e-3)',
     )
     parser.add_argument(
         '--preprocessing',

@@ -15,6 +15,8 @@ from repa_mm.runtime.config import load_config
 from repa_mm.runtime.exported import example_shape, model_to_export
 from repa_mm.runtime.pretrained import CalibrationImages
 
+#: What all layers in 8 bits may cost: a cosine of 1 - 1e-3.
+MAX_ERROR = 2e-3
 #: Images that the table of sensitivities is made on.
 TABLE_IMAGES = 2
 
@@ -26,7 +28,7 @@ def quantize_checkpoint(
     num_images: int = 64,
     images: str | None = None,
     shortcut: str = 'outside',
-    keep_float: int = 4,
+    max_error: float = MAX_ERROR,
     preprocessing: bool = False,
     shape: Sequence[int] | None = None,
     progress: Callable | None = None,
@@ -42,7 +44,9 @@ def quantize_checkpoint(
             its test pipeline.
         shortcut (str): 'outside' the merged matrices, or 'inside'. Defaults to 'outside', since a 1
             on the diagonal of a matrix takes most of the range of its 8 bits.
-        keep_float (int): Number of layers that stay in float, those that cost most. Defaults to 4.
+        max_error (float): What the layers in 8 bits may cost together, as a share of the squares
+            of the outputs; those that cost most stay in float until the others do. Defaults to
+            2e-3: a cosine of 0.999 between the outputs and those of float.
         preprocessing (bool): Normalize images in the graph. Defaults to False.
         shape (Sequence[int], optional): Height and width of images, if they are of one size.
             Defaults to None: any.
@@ -63,8 +67,8 @@ def quantize_checkpoint(
             f'{checkpoint!r} is an exported or quantized model: quantization begins with a '
             'checkpoint, a .pth file'
         )
-    if keep_float < 0:
-        raise ValueError(f'--keep-float must not be negative, but is {keep_float}')
+    if not max_error >= 0:
+        raise ValueError(f'--max-error must not be negative, but is {max_error}')
     if num_images < MIN_IMAGES:
         raise ValueError(
             f'{num_images} image{"s" * (num_images != 1)} to calibrate on are too few: at least '
@@ -85,10 +89,21 @@ def quantize_checkpoint(
         else:
             batches.append(normalized.numpy())
     errors = sensitivities(model, what_counts, tensors, progress)
-    kept = list(errors)[:keep_float]
+    kept = costliest(errors, max_error)
     content = whole_onnx(whole, (2, *(shape or example_shape(whole))), shape is None, OPSET)
     quantizers = quantize(content, batches, out, kept)
     return dict(errors=errors, kept=kept, images=len(batches), quantizers=quantizers)
+
+
+def costliest(errors: dict[str, float], max_error: float) -> list[str]:
+    """The fewest layers without which the errors of the others add up to no more than an error."""
+    rest, kept = sum(errors.values()), []
+    for name, error in sorted(errors.items(), key=lambda item: -item[1]):
+        if rest <= max_error:
+            break
+        kept.append(name)
+        rest -= error
+    return kept
 
 
 def what_counts(model: nn.Module, image: torch.Tensor) -> list[torch.Tensor]:
