@@ -20,7 +20,7 @@ pytest.importorskip('mmdet')
 pytest.importorskip('mmseg')
 
 from repa_mm.deploy.detection import decode, suppress  # noqa: E402
-from repa_mm.deploy.export import OPSETS, export_whole  # noqa: E402
+from repa_mm.deploy.export import OPSETS, export_whole, lost_objects  # noqa: E402
 from repa_mm.deploy.session import Session, paste_masks  # noqa: E402
 from repa_mm.deploy.whole import AveragePool, whole_model  # noqa: E402
 from repa_mm.runtime.exported import (  # noqa: E402
@@ -441,3 +441,46 @@ def test_files_of_another_config(exported, digits_for_tests, monkeypatch, tmp_pa
     )
     with pytest.raises(SystemExit, match=r'knows 10 classes .* has 2 \(cat, dog'):
         run_tool('test_exported.py', other, exported('retinanet')[3])
+
+
+def test_a_precision_is_of_openvino(exported):
+    with pytest.raises(ValueError, match='a precision is for .xml files'):
+        Session(exported('retinanet')[3], 'bf16')
+
+
+def test_objects_without_counterparts_are_counted():
+    boxes = torch.tensor([[[0.0, 0.0, 9.0, 9.0], [5.0, 5.0, 20.0, 20.0], [0.0] * 4]])
+    scores, labels = torch.tensor([[0.9, 0.5, 0.0]]), torch.tensor([[1, 2, -1]])
+    found = [boxes, scores, labels, torch.rand(1, 3, 4, 4)]
+    assert lost_objects(found, found) == 0
+    for i, change in ((0, 1.0), (1, 0.1), (2, 1), (3, 0.5)):
+        others = [x.clone() for x in found]
+        others[i][0, 1] += change
+        assert lost_objects(found, others) == 0.5
+    others = [x.clone() for x in found]
+    others[1][0, 0] = torch.nan
+    assert lost_objects(found, others) == 0.5
+
+
+@pytest.mark.parametrize('bias', ['boxes', 'scores'])
+def test_trained_detectors_are_compared_too(bias, exported, tmp_path):
+    """A file that differs is refused, even if no box is above the threshold of the scores."""
+    config, checkpoint, *_ = exported('retinanet')
+    whole = whole_model(model_to_export(config, checkpoint))
+    whole.predict.cfg['score_thr'] = 0.99
+    out = tmp_path / 'model.onnx'
+    assert export_whole(whole, str(out), (128, 160)) <= 0.02
+    assert (Session(str(out))(np.zeros((1, 3, 64, 64), np.float32))['labels'] == -1).all()
+    out.unlink()
+    head = whole.predict.head
+    layer = head.retina_reg if bias == 'boxes' else head.retina_cls
+    calls = []
+
+    def drift(module, args, output):  # another model than was traced, from the second run on
+        calls.append(module)
+        return output + 0.1 * (len(calls) > 3)
+
+    layer.register_forward_hook(drift)
+    with pytest.raises(ValueError, match='differs from PyTorch by .*nothing is written'):
+        export_whole(whole, str(out), (128, 160))
+    assert not out.exists()

@@ -36,6 +36,8 @@ class Session:
             raise ValueError(f'the suffix of {file!r} is none of {kinds}')
         if isinstance(file, str) and not osp.isfile(file):
             raise FileNotFoundError(f'no exported model at {file!r}')
+        if precision and suffix != '.xml':
+            raise ValueError(f'a precision is for .xml files (OpenVINO), but the model is {file!r}')
         open_file = self._open_onnx if suffix == '.onnx' else self._open_openvino
         try:
             open_file(file, precision)

@@ -11,7 +11,7 @@ from mmengine.model import BaseModel
 from mmengine.registry import DATASETS, MODELS
 from mmengine.runner import Runner
 
-from repa_mm.deploy.export import OPSET, export, export_whole
+from repa_mm.deploy.export import OPSET, export, export_whole, import_onnx
 from repa_mm.deploy.session import Session, paste_masks
 from repa_mm.deploy.whole import whole_model
 from repa_mm.models.base import trace_any_size
@@ -117,6 +117,7 @@ def export_checkpoint(
     if not is_whole and opset != OPSET:
         raise ValueError(f'--opset is for whole models: backbones are written in opset {OPSET}')
     if is_whole:
+        import_onnx()
         whole = whole_model(model_to_export(config, checkpoint, form), preprocessing)
         dynamic = dynamic is not False
         shape = shape or (example_shape(whole) if dynamic else (224, 224))
