@@ -194,7 +194,8 @@ def convert_checkpoint(
     model.backbone = converted.cpu()
     meta = loaded.get('meta')
     meta = dict(meta if isinstance(meta, dict) else {}, repa_mm_version=__version__)
-    text = _config_text(config, out, cfg, original, _ratios(backbone, report), norm)
+    overrides = _overrides(cfg, cfg_options or {})
+    text = _config_text(config, out, cfg, original, _ratios(backbone, report), norm, overrides)
     save_checkpoint(dict(meta=meta, state_dict=weights_to_cpu(model.state_dict())), out)
     with replacing(out_config) as temporary, open(temporary, 'w', encoding='utf-8') as file:
         file.write(text)
@@ -302,8 +303,32 @@ def _ratios(backbone: nn.Module, report: ConversionReport) -> list[float | None]
     return ratios[0] if len(set(ratios)) == 1 else ratios
 
 
+def _overrides(cfg: Config, cfg_options: dict) -> dict:
+    """The values of a config that options have set, as a config that inherits it has them."""
+    result: dict = {}
+    for key in cfg_options:
+        value, path = cfg, []
+        # A list is inherited as a whole.
+        for part in key.split('.'):
+            if isinstance(value, (list, tuple)):
+                break
+            value = value[part]
+            path.append(part)
+        node = result
+        for part in path[:-1]:
+            node = node.setdefault(part, {})
+        node[path[-1]] = plain(value)
+    return result
+
+
 def _config_text(
-    config: str, out: str, cfg: Config, original: dict, ratios: list | float, norm: str
+    config: str,
+    out: str,
+    cfg: Config,
+    original: dict,
+    ratios: list | float,
+    norm: str,
+    overrides: dict,
 ) -> str:
     """The config of the converted model, which inherits that of the original."""
     if '::' in config and not osp.exists(config):
@@ -323,18 +348,19 @@ def _config_text(
     )
     lines = Config(
         dict(
+            overrides,
             custom_imports=dict(
                 imports=[*(i for i in imports if i != 'repa_mm'), 'repa_mm'],
                 allow_failed_imports=False,
             ),
             custom_hooks=plain([*hooks, dict(type='ReparameterizeHook')]),
             load_from=osp.realpath(out),
-            model=dict(backbone=backbone),
+            model=dict(overrides.get('model', {}), backbone=backbone),
         )
     )
     return (
         f'# {osp.basename(config)} with channel-idle FFNs, by tools/convert_pretrained.py.\n'
-        f'# Its weights are in {osp.basename(out)}.\n'
+        f'# Its weights are in {osp.basename(out)}: load_from is where that was written.\n'
         f'_base_ = {base}\n\n{lines.pretty_text}'
     )
 

@@ -110,11 +110,14 @@ def test_a_folder_of_images_and_a_users_own_config(in_digits, digits, monkeypatc
     result = convert_checkpoint(
         str(own), checkpoint, str(out), [0.9, 0.5] * 5, num_images=3, images=folder,
         select='score',
+        cfg_options={'model.bbox_head.loss_cls.gamma': 1.5, 'param_scheduler.0.end': 7},
     )  # fmt: skip
     cfg = Config.fromfile(result['config'])
     assert cfg.custom_imports.imports == ['json', 'repa_mm']
     assert [h.type for h in cfg.custom_hooks] == ['NumClassCheckHook', 'ReparameterizeHook']
     assert cfg.model.backbone.idle_ratio == [0.9, 0.5] * 5
+    assert cfg.model.bbox_head.loss_cls.gamma == 1.5 and cfg.model.bbox_head.num_classes == 10
+    assert cfg.param_scheduler[0].end == 7 and len(cfg.param_scheduler) == 2
     # Both folders move together.
     os.rename(in_digits / 'elsewhere', in_digits / 'moved')
     os.rename(in_digits / 'mine', in_digits / 'elsewhere')

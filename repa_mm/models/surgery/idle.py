@@ -194,7 +194,7 @@ def parts_of(block: nn.Module) -> Parts:
     rate = getattr(drop_path, 'drop_prob', None)
     if rate is None and not isinstance(drop_path, nn.Identity):
         raise ValueError(f'its FFN ends with a {type(drop_path).__name__}, and not with a DropPath')
-    return Parts(norm, fc1, act, drop.p, fc2, scale, rate or 0.0)
+    return Parts(norm, fc1, act, getattr(drop, 'p', 0.0), fc2, scale, rate or 0.0)
 
 
 def idle_ffn(

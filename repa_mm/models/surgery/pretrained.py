@@ -489,7 +489,8 @@ class _Fit:
             count += x.shape[:-1].numel()
             columns = [v.flatten(0, -2) for v in (x, y, probe.ffn.norm1(x))]
             chosen = torch.randperm(len(columns[0]), generator=generator)
-            chosen = chosen[: -(-self.max_tokens // len(teacher))].to(x.device)
+            # In the order of the images, by which the tokens are split for cross-validation.
+            chosen = chosen[: -(-self.max_tokens // len(teacher))].sort().values.to(x.device)
             part.sample.append([v[chosen] for v in columns])
             # Where the block goes on after its FFN, it is run again.
             part.known.append(move(x, 'cpu') if ends_with_ffn else None)

@@ -156,9 +156,23 @@ def _ridged(gram: torch.Tensor, strength: float, scale: torch.Tensor | None = No
     return gram
 
 
+def _cholesky(gram: torch.Tensor) -> torch.Tensor:
+    """The Cholesky factor of a positive definite matrix.
+
+    Where tokens hardly differ, rounding errors can make a Gram matrix indefinite. The diagonal
+    then grows until it is not.
+    """
+    factor, info = torch.linalg.cholesky_ex(gram)
+    amount = 1e-15 * gram.diagonal().abs().max() + torch.finfo(gram.dtype).tiny
+    while info and amount.isfinite():
+        amount = 10 * amount
+        factor, info = torch.linalg.cholesky_ex(gram + torch.diag(amount.expand(len(gram))))
+    return factor
+
+
 def _solve(gram: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """X with X gram = right, of a positive definite matrix."""
-    return torch.cholesky_solve(right.t(), torch.linalg.cholesky(gram)).t()
+    return torch.cholesky_solve(right.t(), _cholesky(gram)).t()
 
 
 class Elimination(NamedTuple):
@@ -194,14 +208,14 @@ def eliminate(
             Defaults to 0.02.
     """
     kept = torch.arange(len(gram), device=gram.device)
-    inverse = torch.cholesky_inverse(torch.linalg.cholesky(gram))
+    inverse = torch.cholesky_inverse(_cholesky(gram))
     path = [(len(kept), 0.0)]
     while len(kept) > num_kept:
         costs = weights.square().sum(0) / inverse.diagonal()
         number = min(max(1, int(step * len(kept))), len(kept) - num_kept)
         order = costs.argsort()
         gone, left = order[:number], order[number:].sort().values
-        factor = torch.linalg.cholesky(inverse[gone][:, gone])
+        factor = _cholesky(inverse[gone][:, gone])
         lost = weights[:, gone]
         cost = (torch.cholesky_solve(lost.t(), factor) * lost.t()).sum()
         follow = torch.cholesky_solve(inverse[gone][:, left], factor)
