@@ -274,6 +274,8 @@ class TwoStage(nn.Module):
         boxes = decode(head.bbox_coder, proposals[:, None], deltas, size[:, None])
         # Every class has boxes of its own: a group of the suppression.
         boxes = boxes.expand(-1, classes, -1, -1).reshape(batch * classes, num, 4)
+        # OpenVINO does not know the size of the last axis otherwise.
+        boxes = torch.stack([boxes[..., i] for i in range(4)], -1)
         count = self.cfg['max_per_img']
         scores = suppress(
             boxes,

@@ -82,7 +82,8 @@ class Session:
         shape = model.inputs[0].get_partial_shape()
         self.shape = [n.get_length() if n.is_static else None for n in shape]
         self.options = {}
-        self.outputs = [output.get_any_name() for output in compiled.outputs]
+        # In their order, since OpenVINO may rename them.
+        self.outputs = self.metadata.get('outputs', '').split(',')
         self._run = lambda inputs: [compiled(inputs)[output] for output in compiled.outputs]
 
     @property

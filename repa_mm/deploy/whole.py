@@ -146,6 +146,7 @@ class WholeModel(nn.Module):
             task=self.task,
             preprocessing=str(int(self.preprocessing.in_graph)),
             classes=json.dumps(list(classes)),
+            outputs=','.join(self.outputs),
         )
         return found
 
