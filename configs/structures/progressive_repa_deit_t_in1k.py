@@ -4,7 +4,7 @@ _base_ = '../repa_deit_t_in1k.py'
 
 model = dict(backbone=dict(type='ProgressiveVisionTransformer', progressive_activations=True))
 custom_hooks = [
-    dict(type='DecayLayerNormsHook', warmup=75000),
-    dict(type='DecayActivationsHook', warmup=75000),
+    dict(type='DecayLayerNormsHook', warmup=0.8),
+    dict(type='DecayActivationsHook', warmup=0.8),
     dict(type='ReparameterizeHook'),
 ]

@@ -22,7 +22,9 @@ class ScheduleHook(Hook):
     however often the model runs in it. Averaged models (EMA) get it too, rather than its average.
 
     Args:
-        warmup (int): Number of iterations in which lambda goes from its beginning to its end.
+        warmup (int | float): Number of iterations in which lambda goes from its beginning to its
+            end; a number between 0 and 1 is a share of the training's iterations. Every batch is
+            an iteration, those whose gradients are accumulated, too.
         begin (int): Iteration with which it starts to go. Defaults to 0.
         curve (str): How it goes, 'linear', 'cosine' or 'step'. Defaults to 'linear'.
         num_steps (int): Number of equal steps of 'step'. Defaults to 10.
@@ -41,10 +43,11 @@ class ScheduleHook(Hook):
     what: str
 
     def __init__(
-        self, warmup: int, begin: int = 0, curve: str = 'linear', num_steps: int = 10
+        self, warmup: int | float, begin: int = 0, curve: str = 'linear', num_steps: int = 10
     ) -> None:
+        is_share = isinstance(warmup, float) and 0 < warmup < 1
         for name, value, least in (
-            ('warmup', warmup, 0),
+            ('warmup', 0 if is_share else warmup, 0),
             ('begin', begin, 0),
             ('num_steps', num_steps, 1),
         ):
@@ -69,6 +72,8 @@ class ScheduleHook(Hook):
         return progress if self.kind.end == 1 else 1 - progress
 
     def before_train(self, runner) -> None:
+        if isinstance(self.warmup, float):
+            self.warmup = round(self.warmup * runner.max_iters)
         self._set(runner.model, runner.iter)
         last = self.lam_at(runner.max_iters - 1)
         if last != self.kind.end:

@@ -183,8 +183,10 @@ class ExpertsIdleFFN(ChannelIdleFFN):
 
     def add_experts(self, num_experts: int) -> None:
         """Give both linear layers experts: what a channel-idle FFN lacks of this one."""
-        self.fc1 = ExpertLinear(self.embed_dims, self.feedforward_channels, num_experts)
-        self.fc2 = ExpertLinear(self.feedforward_channels, self.embed_dims, num_experts)
+        dims, hidden = self.embed_dims, self.feedforward_channels
+        like, training = self.fc1.weight, self.training
+        self.fc1 = ExpertLinear(dims, hidden, num_experts).to(like).train(training)
+        self.fc2 = ExpertLinear(hidden, dims, num_experts).to(like).train(training)
 
     def forward(self, x: torch.Tensor, identity: torch.Tensor | None = None) -> torch.Tensor:
         """As :meth:`ChannelIdleFFN.forward`, by one expert a token in training."""

@@ -26,6 +26,9 @@ class RepBN(nn.Module):
     Args:
         num_features (int): Number of channels C.
         norm_cfg (dict): 'BN' or 'SyncBN', and its arguments. Defaults to ``dict(type='BN')``.
+
+    Raises:
+        ValueError: If ``norm_cfg`` is of another norm.
     """
 
     def __init__(self, num_features: int, norm_cfg: dict = dict(type='BN')) -> None:

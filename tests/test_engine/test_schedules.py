@@ -81,6 +81,7 @@ def runner_of(work_dir, hooks, epochs=4, **kwargs):
         (dict(begin=2), [0, 0, 0, 0.25, 0.5, 0.75, 1, 1]),
         (dict(curve='cosine'), [0, 0.146447, 0.5, 0.853553, 1, 1, 1, 1]),
         (dict(curve='step', num_steps=2), [0, 0, 0.5, 0.5, 1, 1, 1, 1]),
+        (dict(warmup=0.5), [0, 0.25, 0.5, 0.75, 1, 1, 1, 1]),
         (dict(warmup=0), [1] * 8),
         (dict(warmup=0, begin=3), [0, 0, 0, 1, 1, 1, 1, 1]),
     ],

@@ -9,6 +9,8 @@ from repa_mm.reparam import ChannelIdleFFN, ExpertsFFN, ExpertsIdleFFN, Training
 def experts_ffn(block: nn.Module, num_experts: int) -> TrainingForm:
     """Experts in place of the FFN of a block, ordinary or channel-idle.
 
+    The experts have random weights. Only the norms and the layer scale of the FFN are kept.
+
     Args:
         block (nn.Module): The block, one of those that
             :func:`~repa_mm.models.surgery.idle.find_blocks` finds.
@@ -33,4 +35,4 @@ def experts_ffn(block: nn.Module, num_experts: int) -> TrainingForm:
     )
     if parts.scale is not None:
         experts.layer_scale = nn.Parameter(parts.scale.detach().clone())
-    return experts
+    return experts.to(parts.fc1.weight).train(ffn.training)

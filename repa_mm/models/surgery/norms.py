@@ -108,6 +108,7 @@ def progressive_norms(model: nn.Module, norm_cfg: dict = dict(type='BN')) -> lis
 def _put_norm(block: nn.Module, child: str, norm: nn.LayerNorm, norm_cfg: dict) -> str:
     """Put a progressive norm in the place of a LayerNorm; the linear layer that it went into."""
     progressive = ProgressiveNorm(len(norm.weight), norm_cfg, norm.eps)
+    progressive.to(norm.weight).train(norm.training)
     progressive.ln = norm
     attention, ffn = getattr(block, 'attn', None), getattr(block, 'ffn', None)
     if child.endswith('1'):

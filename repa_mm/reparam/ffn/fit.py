@@ -414,7 +414,7 @@ def _weakest(errors: Sequence[float]) -> float:
 
     With fewer images than there are in the end, stronger ones seem better than they are.
     """
-    limit = 1.03 * max(min(errors), 0.0)
+    limit = 1.08 * max(min(errors), 0.0)
     return RIDGES[next((i for i, error in enumerate(errors) if error <= limit), 0)]
 
 
