@@ -409,12 +409,12 @@ class _Problem:
         )
 
 
-def _weakest(errors: Sequence[float]) -> float:
-    """The weakest ridge that is about as good as the best.
+def _weakest(errors: Sequence[float], slack: float) -> float:
+    """The weakest ridge whose error is at most that of the best, plus a share ``slack`` of it.
 
     With fewer images than there are in the end, stronger ones seem better than they are.
     """
-    limit = 1.08 * max(min(errors), 0.0)
+    limit = (1 + slack) * max(min(errors), 0.0)
     return RIDGES[next((i for i, error in enumerate(errors) if error <= limit), 0)]
 
 
@@ -431,7 +431,7 @@ def _choose_ridge(ffn: ChannelIdleFFN, parts: Sequence[Moments], channels: Chann
             weights = others.solve(channels)
             bias = others.bias(weights, channels)
             errors[i] += float(left_out.residual(weights, channels, bias)) * part.count
-    return _weakest(errors.tolist())
+    return _weakest(errors.tolist(), 0.07)
 
 
 def fit_ffn(
@@ -565,7 +565,7 @@ def norm_as_batch_norm(
                 left = cov[u, u].trace() + ((matrix @ cov[x, x] - 2 * cov[u, x]) * matrix).sum()
                 left = left + (mean[u] - matrix @ mean[x] - shift).square().sum()
                 errors[i] += float(left) * part.count
-        ridge = _weakest(errors)
+        ridge = _weakest(errors, 0.03)
     moments = Moments.of(parts)
     matrix, shift = solve(moments, ridge)
     mean, cov = moments.mean_and_covariance()
