@@ -301,7 +301,7 @@ def ratio_of_each_block(
         raise ValueError(f"idle_schedule must be 'constant' or 'linear', but got {schedule!r}")
     linear = schedule == 'linear'
     if not isinstance(idle_ratio, Sequence) or isinstance(idle_ratio, str):
-        if linear and not isinstance(idle_ratio, (int, float)):
+        if idle_ratio is None or linear and not isinstance(idle_ratio, (int, float)):
             raise ValueError(f'idle_ratio must be a number, got {idle_ratio!r}')
         return linear_idle_ratios(idle_ratio, num_blocks) if linear else [idle_ratio] * num_blocks
     if linear:
