@@ -42,8 +42,9 @@ def parse_args() -> argparse.Namespace:
         type=int,
         nargs=2,
         metavar=('HEIGHT', 'WIDTH'),
-        help='of images, if they are of one size (default: any)',
+        help='the size of images that the file is fixed to, which is faster (default: any)',
     )
+    parser.add_argument('--batch', type=int, default=1, help='of a fixed shape (default: 1)')
     parser.add_argument(
         '--rows', type=int, default=20, help='rows of the table to print (default: 20)'
     )

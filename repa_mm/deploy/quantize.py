@@ -40,7 +40,11 @@ def products_of(layer: str, names: Sequence[str]) -> list[str]:
 
 
 def quantize(
-    content: io.BytesIO, images: Sequence[np.ndarray], out: str, keep_float: Sequence[str] = ()
+    content: io.BytesIO,
+    images: Sequence[np.ndarray],
+    out: str,
+    keep_float: Sequence[str] = (),
+    shape: Sequence[int] | None = None,
 ) -> int:
     """Write a whole model with products of 8 bits, for OpenVINO.
 
@@ -52,6 +56,8 @@ def quantize(
         images (Sequence[np.ndarray]): Batches of images that the model takes.
         out (str): A file with the suffix '.xml'. The weights are in '.bin' beside it.
         keep_float (Sequence[str]): Names of layers to keep in float.
+        shape (Sequence[int], optional): Batch size, height and width that the file is to be fixed
+            to. Defaults to None: any.
 
     Returns:
         int: Number of products in 8 bits.
@@ -88,6 +94,11 @@ def quantize(
         model_type=nncf.ModelType.TRANSFORMER,
         ignored_scope=nncf.IgnoredScope(names=ignored),
     )
+    if shape is not None:
+        batch, height, width = shape
+        in_graph = metadata['preprocessing'] == '1'
+        image = (height, width, 3) if in_graph else (3, height, width)
+        quantized.reshape([batch, *image])
     for key, value in dict(metadata, precision='int8').items():
         quantized.set_rt_info(value, ['repa_mm', key])
     with tempfile.TemporaryDirectory() as folder:

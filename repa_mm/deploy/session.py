@@ -84,7 +84,7 @@ class Session:
         self.options = {}
         # In their order, since OpenVINO may rename them.
         self.outputs = self.metadata.get('outputs', '').split(',')
-        self._run = lambda inputs: [compiled(inputs)[output] for output in compiled.outputs]
+        self._run = lambda inputs: list(compiled(inputs).values())
 
     @property
     def classes(self) -> list[str]:

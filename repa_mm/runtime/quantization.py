@@ -31,6 +31,7 @@ def quantize_checkpoint(
     max_error: float = MAX_ERROR,
     preprocessing: bool = False,
     shape: Sequence[int] | None = None,
+    batch: int = 1,
     progress: Callable | None = None,
 ) -> dict:
     """Write a whole model with products of 8 bits, for OpenVINO.
@@ -48,8 +49,9 @@ def quantize_checkpoint(
             of the outputs; those that cost most stay in float until the others do. Defaults to
             2e-3: a cosine of 0.999 between the outputs and those of float.
         preprocessing (bool): Normalize images in the graph. Defaults to False.
-        shape (Sequence[int], optional): Height and width of images, if they are of one size.
-            Defaults to None: any.
+        shape (Sequence[int], optional): Height and width that the file is to be fixed to, whatever
+            the size of the images to calibrate on. Defaults to None: any.
+        batch (int): Number of images that the file is fixed to, if there is a shape. Defaults to 1.
         progress (Callable, optional): Called with the name of every layer and its error.
 
     Returns:
@@ -74,24 +76,27 @@ def quantize_checkpoint(
             f'{num_images} image{"s" * (num_images != 1)} to calibrate on are too few: at least '
             f'{MIN_IMAGES}, better 64'
         )
+    if batch < 1:
+        raise ValueError(f'--batch must be at least 1, but is {batch}')
     import_nncf()
     source = CalibrationImages(load_config(config), num_images, images)
     model = model_to_export(config, checkpoint, shortcut=shortcut)
     whole = whole_model(model, preprocessing)
     batches, tensors = [], []
-    for batch in source:
-        normalized = model.data_preprocessor(batch, False)['inputs']
+    for sample in source:
+        normalized = model.data_preprocessor(sample, False)['inputs']
         if len(tensors) < TABLE_IMAGES:
             tensors.append(normalized)
         if preprocessing:
-            pixels = batch['inputs'][0].permute(1, 2, 0)[None].byte().contiguous()
+            pixels = sample['inputs'][0].permute(1, 2, 0)[None].byte().contiguous()
             batches.append(pixels.numpy())
         else:
             batches.append(normalized.numpy())
     errors = sensitivities(model, what_counts, tensors, progress)
     kept = costliest(errors, max_error)
-    content = whole_onnx(whole, (2, *(shape or example_shape(whole))), shape is None, OPSET)
-    quantizers = quantize(content, batches, out, kept)
+    content = whole_onnx(whole, (2, *example_shape(whole)), True, OPSET)
+    fixed = None if shape is None else (batch, *shape)
+    quantizers = quantize(content, batches, out, kept, fixed)
     return dict(errors=errors, kept=kept, images=len(batches), quantizers=quantizers)
 
 
