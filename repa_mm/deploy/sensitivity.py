@@ -70,6 +70,17 @@ def _tracked(model: nn.Module):
             handle.remove()
 
 
+def _share(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """The squared error of an output, relative to the variance of its channels.
+
+    The mean of a channel is not counted, since biases alone make it: a detector's scores lie about
+    that of the background.
+    """
+    axes = (0, *range(2, expected.ndim)) if expected.ndim > 2 else (-1,)
+    variation = (expected - expected.mean(axes, keepdim=True)).square().sum()
+    return ((actual - expected).square().sum() / variation.clamp(min=1e-30)).item()
+
+
 @torch.no_grad()
 def sensitivities(
     model: nn.Module,
@@ -89,8 +100,8 @@ def sensitivities(
         progress (Callable, optional): Called with the name of every layer and its error.
 
     Returns:
-        dict: By the name of each layer the squared error of all outputs, relative to their squares,
-        from the largest to the smallest.
+        dict: By the name of each layer the squared error of an output, relative to the variance of
+        its channels, on average over the outputs; from the largest to the smallest.
     """
     images = list(images)
     with _tracked(model) as path:
@@ -99,13 +110,10 @@ def sensitivities(
             expected = [outputs(model, image) for image in images]
         errors = {}
         for name in probe.seen:
-            error = total = 0.0
             with _Rounding(path, name):
                 actual = [outputs(model, image) for image in images]
-            for a, b in zip(actual, expected):
-                error += sum((x - y).square().sum().item() for x, y in zip(a, b))
-                total += sum(y.square().sum().item() for y in b)
-            errors[name] = error / max(total, 1e-30)
+            shares = [_share(x, y) for a, b in zip(actual, expected) for x, y in zip(a, b)]
+            errors[name] = sum(shares) / len(shares)
             if progress:
                 progress(name, errors[name])
     return dict(sorted(errors.items(), key=lambda item: -item[1]))

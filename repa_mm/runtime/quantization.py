@@ -17,8 +17,9 @@ from repa_mm.runtime.pretrained import CalibrationImages
 
 #: What all layers in 8 bits may cost: a cosine of 1 - 1e-3.
 MAX_ERROR = 2e-3
-#: Images that the table of sensitivities is made on.
-TABLE_IMAGES = 2
+#: Images that the table of sensitivities is made on, and the most pixels of their sides: every
+#: layer runs the model once.
+TABLE_IMAGES, TABLE_SIDE = 2, 448
 
 
 def quantize_checkpoint(
@@ -86,7 +87,10 @@ def quantize_checkpoint(
     for sample in source:
         normalized = model.data_preprocessor(sample, False)['inputs']
         if len(tensors) < TABLE_IMAGES:
-            tensors.append(normalized)
+            top, left = (max(size - TABLE_SIDE, 0) // 2 for size in normalized.shape[2:])
+            tensors.append(
+                normalized[..., top : top + TABLE_SIDE, left : left + TABLE_SIDE].contiguous()
+            )
         if preprocessing:
             pixels = sample['inputs'][0].permute(1, 2, 0)[None].byte().contiguous()
             batches.append(pixels.numpy())
