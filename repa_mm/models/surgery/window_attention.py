@@ -240,12 +240,12 @@ class FastShiftWindowMSA(ShiftWindowMSA):
             if not is_known:
                 mask = times(mask, shift // self.shift_size)
             bias = bias[mask]
+        bias = bias.repeat(batch if is_shifted else 1, 1, 1, 1)
         if query.device.type == 'cpu' or w_msa.training and w_msa.attn_drop.p:
-            scores = (q * w_msa.scale) @ k.transpose(2, 3)
-            scores = scores.view(-1, bias.shape[0], *scores.shape[1:]) + bias
-            x = w_msa.attn_drop(scores.softmax(-1)).flatten(0, 1) @ v
+            # In four dimensions, the form that OpenVINO makes one operation of.
+            scores = (q * w_msa.scale) @ k.transpose(2, 3) + bias
+            x = w_msa.attn_drop(scores.softmax(-1)) @ v
         else:
-            bias = bias.repeat(batch if is_shifted else 1, 1, 1, 1)
             x = F.scaled_dot_product_attention(q, k, v, scale=w_msa.scale, attn_mask=bias)
         x = w_msa.proj(x.transpose(1, 2).reshape(-1, window**2, channels))
         return gather(x.view(batch, -1, channels), positions, rows, None, padded)
