@@ -18,10 +18,10 @@ from repa_mm.files import check_writable, replacing
 from repa_mm.runtime import init_model, load_config
 
 CONFIG = 'retinanet_swin_digits.py'
-# One epoch with a small step, over what the command line says.
+# One epoch with a small step and without a validation, over what the command line says.
 FINE_TUNING = (
     'train_cfg.max_epochs=1',
-    'train_cfg.val_interval=2',
+    'train_cfg.val_begin=2',
     'param_scheduler.1.end=1',
     'optim_wrapper.optimizer.lr=1e-4',
 )
