@@ -1,5 +1,7 @@
 """convert_pretrained in backbones of the three packages."""
 
+import copy
+
 import pytest
 import torch
 from mmengine.registry import MODELS
@@ -223,3 +225,73 @@ def test_a_constant_image(randomize):
     converted, report = repa_mm.convert_pretrained(model, x, forward=forward_of(model))
     with torch.no_grad():
         assert all(y.isfinite().all() for y in outputs(converted, x[0]))
+
+
+def test_a_block_of_a_known_name_that_computes_something_else(randomize):
+    """Copies of a backbone's file with changes are common; the fit would not notice."""
+    model, _ = pretrained(VIT, randomize)
+    x = images()
+    kind = type(model.layers[1])
+
+    class TransformerEncoderLayer(kind):
+        def forward(self, x):
+            x = x + self.attn(self.ln1(x))
+            return self.ln2(self.ffn(x, identity=x))  # post-norm
+
+    for name, layer in (('layers.1', model.layers[1]), ('layers.0', model.layers[0])):
+        layer.__class__ = TransformerEncoderLayer
+        with pytest.raises(ValueError, match=f"'{name}', a TransformerEncoderLayer, does not add"):
+            repa_mm.convert_pretrained(model, x)
+        assert type(layer) is TransformerEncoderLayer and not layer._forward_hooks
+    for layer in model.layers:
+        layer.__class__ = kind
+    repa_mm.convert_pretrained(model, x)
+
+
+@pytest.mark.parametrize('case', [VIT, 'Swin'])
+def test_wrapped_models_and_other_types(case, randomize, relative_error):
+    model, _ = pretrained(case, randomize)
+    x = images()
+    expected, report = repa_mm.convert_pretrained(model, x, forward=forward_of(model))
+    with torch.no_grad():
+        y = outputs(expected, x[0])
+        wrapped = torch.nn.DataParallel(copy.deepcopy(model))
+        converted, _ = repa_mm.convert_pretrained(wrapped, x, forward=forward_of(wrapped.module))
+        for a, b in zip(outputs(converted, x[0]), y):
+            assert torch.equal(a, b)
+        last = copy.deepcopy(model).to(memory_format=torch.channels_last)
+        batches = [v.to(memory_format=torch.channels_last) for v in x]
+        converted, _ = repa_mm.convert_pretrained(last, batches, forward=forward_of(last))
+        for a, b in zip(outputs(converted, batches[0]), y):
+            assert relative_error(a, b) < 1e-3
+        half = copy.deepcopy(model).bfloat16()
+        batches = [v.bfloat16() for v in x]
+        converted, rows = repa_mm.convert_pretrained(half, batches, forward=forward_of(half))
+        assert {p.dtype for p in converted.parameters()} == {torch.bfloat16}
+        for row, known in zip(rows.blocks, report.blocks):
+            assert row.unexplained == pytest.approx(known.unexplained, rel=0.3, abs=0.02)
+
+
+@pytest.mark.parametrize('norm', ['keep', 'fold'])
+def test_the_report_says_what_the_deploy_form_leaves(norm, randomize):
+    """The unexplained share of the first block, measured by running that block."""
+    model, _ = pretrained(VIT, randomize)
+    x = images()
+    tokens, targets, found = [], [], []
+    kept = model.layers[0].register_forward_pre_hook(lambda m, args: tokens.append(args[0]))
+    after = model.layers[0].register_forward_hook(lambda m, args, out: targets.append(out))
+    with torch.no_grad():
+        for batch in x:
+            model(batch)
+        kept.remove(), after.remove()
+        converted, report = repa_mm.convert_pretrained(model, x, norm=norm)
+        block = repa_mm.reparameterize(converted).layers[0]
+        for t in tokens:
+            found.append(block(t))
+            # What comes before the FFN is as it was.
+        middle = [t + model.layers[0].attn(model.layers[0].ln1(t)) for t in tokens]
+    changes = torch.cat([b - m for b, m in zip(targets, middle)]).double().flatten(0, 1)
+    errors = torch.cat([a - b for a, b in zip(found, targets)]).double().flatten(0, 1)
+    share = float(errors.square().sum() / (changes - changes.mean(0)).square().sum())
+    assert report.blocks[0].num_tokens == len(changes)
+    assert share == pytest.approx(report.blocks[0].unexplained, rel=1e-3)

@@ -205,7 +205,8 @@ def convert_pretrained(
         :func:`~repa_mm.reparameterize`, and a :class:`ConversionReport`.
 
     Raises:
-        ValueError: If there is no batch, no block is known, a block cannot be converted, or its
+        ValueError: If there is no batch, no block is known, a block cannot be converted (one of a
+            user's own class may have the name of a known one, and compute something else), or its
             activations are not finite. The message names the block, and the model stays as it was.
 
     Examples:
@@ -247,9 +248,10 @@ def convert_pretrained(
     names = {block: PRE_NORM_BLOCKS[type(block).__name__][1] for block in blocks.values()}
     with _restored(model, blocks.values()) as (modes, keep):
         expected = run_batches(forward, held_out)
+        walk = BlockWalk(model, blocks, batches, forward, resume.get('images'))
         for name, block in blocks.items():
             put(block, probes[name])
-        walk = BlockWalk(model, blocks, batches, forward, resume.get('images'))
+        walk.check()
         fit = _Fit(walk, probes, norm, select, ridge, max_tokens, seed)
         if allocate == 'by_error':
             if 'ratios' not in resume:

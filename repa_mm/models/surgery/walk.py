@@ -85,6 +85,8 @@ class BlockWalk:
         self.blocks: list[tuple[str, nn.Module]] = []
         self.links: list[list | None] = []
         self.shapes: list[list] = []
+        # The first batch, and what each block returns for the first image of it.
+        self._first: tuple[Any, dict[str, torch.Tensor]] = (None, {})
         self._trace(blocks)
 
     def _trace(self, blocks: dict) -> None:
@@ -93,6 +95,7 @@ class BlockWalk:
         batch = next(iter(self.batches()), none)
         if batch is none:
             raise ValueError('there is no image to fit to: batches is empty')
+        self._first = batch, {}
         # Of the block that ran last: the leaves of its call and output, and the versions of the
         # tensors among them. A tensor that was changed in place since then is another one.
         last: dict = {}
@@ -120,7 +123,8 @@ class BlockWalk:
             self.links.append(links if is_linked else None)
             self.blocks.append((name, block))
 
-        def after(args: tuple, kwargs: dict, output: Any) -> None:
+        def after(name: str, args: tuple, kwargs: dict, output: Any) -> None:
+            self._first[1][name] = tensors(output)[0][:1].clone()
             last.update(inputs=leaves((args, kwargs)), outputs=leaves(output))
             last['versions'] = {id(v): v._version for v in tensors([*last.values()])}
 
@@ -130,7 +134,9 @@ class BlockWalk:
                 block.register_forward_pre_hook(
                     lambda m, a, k, name=name: before(name, m, a, k), with_kwargs=True
                 ),
-                block.register_forward_hook(lambda m, a, k, o: after(a, k, o), with_kwargs=True),
+                block.register_forward_hook(
+                    lambda m, a, k, o, name=name: after(name, a, k, o), with_kwargs=True
+                ),
             ]
         try:
             self.forward(batch)
@@ -141,6 +147,35 @@ class BlockWalk:
         missing = [name for name in blocks if name not in reached]
         if missing:
             raise ValueError(f'the forward pass does not reach {missing[0]!r}')
+
+    def check(self) -> None:
+        """Check that every block still returns what it returned when the walk was made.
+
+        Raises:
+            ValueError: If one does not; names it.
+        """
+        batch, expected = self._first
+
+        def compare(name: str, block: nn.Module, output: Any) -> None:
+            found, known = tensors(output)[0][:1].double(), expected[name].double()
+            change = float((found - known).norm() / known.norm().clamp(min=1e-300))
+            if change > (0.05 if tensors(output)[0].element_size() < 4 else 1e-3):
+                raise ValueError(
+                    f'{name!r}, a {type(block).__name__}, does not add its FFN of its norm to its '
+                    'tokens, as the blocks of this name in OpenMMLab do: what it returns would '
+                    f'change by {change:.1%}'
+                )
+
+        handles = [
+            block.register_forward_hook(lambda m, a, o, name=name: compare(name, m, o))
+            for name, block in self.blocks
+        ]
+        try:
+            self.forward(batch)
+        finally:
+            for handle in handles:
+                handle.remove()
+        self._first = (None, {})
 
     def calls(self, index: int, outputs: list | None = None) -> list:
         """What a block gets, by the model's forward pass.
