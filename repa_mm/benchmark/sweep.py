@@ -69,10 +69,19 @@ def sweep_conversions(
     check_writable(out)
     os.makedirs(out, exist_ok=True)
     done_path = osp.join(out, 'conversions.json')
-    done: dict[str, list] = {}
+    settings = dict(config=config, checkpoint=checkpoint, distill=distill, test=test, images=images)
+    settings.update(cfg_options=cfg_options, **options)
+    settings.pop('progress', None)
+    settings = json.loads(json.dumps(settings, default=str))
+    done: dict[str, Any] = dict(settings=settings)
     if resume and osp.isfile(done_path):
         with open(done_path, encoding='utf-8') as file:
             done = json.load(file)
+        if done.get('settings') != settings:
+            raise ValueError(
+                f'the sweep in {out!r} was made with other settings: resume it with the same ones, '
+                'or choose another folder'
+            )
     device = device or ('cuda' if torch.cuda.is_available() else 'cpu')
     common = dict(images=images, device=device, cfg_options=cfg_options, **options)
 
