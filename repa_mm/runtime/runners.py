@@ -98,16 +98,21 @@ def runner_for_training(
     checkpoint = None
     if resume:
         found = find_latest(cfg.work_dir) if resume == 'auto' else (resume, None)
-        if not found:
-            print(f'no checkpoint in {cfg.work_dir!r} to resume from: training starts anew')
-        cfg.load_from, checkpoint = found or (None, None)
         cfg.resume = bool(found)
+        if found:
+            cfg.load_from, checkpoint = found
+        else:
+            start = cfg.get('load_from')
+            begins = f'begins with {start!r}' if start else 'starts anew'
+            print(f'no checkpoint in {cfg.work_dir!r} to resume from: training {begins}')
     if from_scratch:
         take_no_pretrained(cfg)
+        if not cfg.get('resume'):
+            cfg.load_from = None
     if cfg.get('load_from'):
         if not checkpoint and not is_remote(cfg.load_from):
             checkpoint = load_checkpoint(cfg.load_from)
-        if checkpoint and cfg.resume:
+        if checkpoint and cfg.get('resume'):
             check_resumable(checkpoint)
     else:
         for owner in with_pretrained(cfg.model):
