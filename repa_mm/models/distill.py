@@ -117,7 +117,11 @@ def _distilled_class(kind: type) -> type:
 
 @MODELS.register_module(name='FeatureDistiller')
 def build_distiller(
-    student: dict, teacher_checkpoint: str, teacher: dict | None = None, block_iters: int = 0
+    student: dict,
+    teacher_checkpoint: str,
+    teacher: dict | None = None,
+    block_iters: int = 0,
+    data_preprocessor: dict | None = None,
 ) -> nn.Module:
     """Build a model whose training lets its training forms imitate the original model.
 
@@ -142,6 +146,8 @@ def build_distiller(
         teacher (dict, optional): Config of the original model. Defaults to the student's with the
             backbone that its ``IdleChannels`` names.
         block_iters (int): How many iterations the blocks learn each alone. Defaults to 0.
+        data_preprocessor (dict, optional): That of a student whose config has none: MMEngine's
+            Runner hands on the one that stands beside ``model`` in a config.
 
     Returns:
         nn.Module: The model.
@@ -151,8 +157,11 @@ def build_distiller(
         CheckpointError: If the weights do not fit the teacher.
     """
     student = copy.deepcopy(student)
-    # Mixed images would need labels to mix.
-    (student.get('train_cfg') or {}).pop('augments', None)
+    if data_preprocessor is not None:
+        student.setdefault('data_preprocessor', copy.deepcopy(data_preprocessor))
+    # Mixed images would need labels to mix, resized ones boxes to resize.
+    for part, key in (('train_cfg', 'augments'), ('data_preprocessor', 'batch_augments')):
+        (student.get(part) or {}).pop(key, None)
     if teacher is None:
         inner = student.get('backbone', {}).get('backbone')
         if inner is None:

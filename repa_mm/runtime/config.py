@@ -1,6 +1,7 @@
 """Reading a config, and setting what a command line asks for."""
 
 import ast
+import copy
 import importlib.util
 import os.path as osp
 from collections.abc import Iterator
@@ -75,6 +76,9 @@ def load_config(path: str, cfg_options: dict | None = None) -> Config:
         _check_parts(cfg)
     except ValueError as error:
         raise ValueError(f'the config {path!r} is wrong: {error}') from error
+    # MMEngine's Runner does so, and a model that is built without one needs its normalization, too.
+    if cfg.get('data_preprocessor'):
+        cfg.model.setdefault('data_preprocessor', copy.deepcopy(cfg.data_preprocessor))
     init_default_scope(scope)
     return cfg
 

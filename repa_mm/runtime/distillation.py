@@ -5,11 +5,16 @@ import os.path as osp
 from mmengine.config import Config
 from mmengine.runner.checkpoint import weights_to_cpu
 
-from repa_mm.checkpoints import is_remote, load_checkpoint, save_checkpoint
+from repa_mm.checkpoints import check_values, is_remote, load_checkpoint, save_checkpoint
 from repa_mm.files import replacing
-from repa_mm.reparam import innermost
+from repa_mm.reparam import CheckpointError, innermost
 from repa_mm.runtime.config import dataset_config, load_config, plain
 from repa_mm.runtime.runners import runner_for_training
+
+# Parts of a config that inherit nothing.
+_REPLACED = (
+    'optim_wrapper', 'train_cfg', 'train_dataloader', 'log_processor', 'logger', 'checkpoint',
+)  # fmt: skip
 
 
 def distillation_settings(iters: int, lr: float = 1e-3) -> dict:
@@ -65,13 +70,13 @@ def write_distillation(
     """
     if not is_remote(teacher_checkpoint):
         teacher_checkpoint = osp.realpath(teacher_checkpoint)
-    more = distillation_settings(iters)
-    replaced = [more[key] for key in ('optim_wrapper', 'train_cfg', 'log_processor')]
+    cfg, more = load_config(config), distillation_settings(iters)
     # There need not be labels.
     more.update(dict.fromkeys(('val_cfg', 'val_dataloader', 'val_evaluator')))
     more['find_unused_parameters'] = True
+    # The learning rate is a share of the parameters, whatever the number of GPUs.
+    more['auto_scale_lr'] = None
     if images is not None:
-        cfg = load_config(config)
         more['train_dataloader'] = dict(
             batch_size=1,  # images of any size
             num_workers=(cfg.get('train_dataloader') or {}).get('num_workers', 0),
@@ -82,10 +87,12 @@ def write_distillation(
                 pipeline=plain(dataset_config(cfg, 'test').pipeline),
             ),
         )
-        replaced.append(more['train_dataloader'])
-    # Nothing of what the base has in these places.
-    for part in (*replaced, *more['default_hooks'].values()):
-        part['_delete_'] = True
+    # Nothing of what the base has in these places. MMEngine forgets the key where it has nothing.
+    hooks = cfg.get('default_hooks') or {}
+    for base, own in ((cfg, more), (hooks, more['default_hooks'])):
+        for key in own:
+            if key in base and key in _REPLACED:
+                own[key]['_delete_'] = True
     name = osp.basename(config)
     path = f'{osp.splitext(config)[0]}_distill.py'
     with replacing(path) as temporary, open(temporary, 'w', encoding='utf-8') as file:
@@ -112,6 +119,9 @@ def distill_checkpoint(config: str, checkpoint: str, work_dir: str | None = None
         checkpoint (str): The converted checkpoint.
         work_dir (str, optional): Folder for logs and checkpoints. Defaults to that of the config
             without its suffix.
+
+    Raises:
+        CheckpointError: If weights have become infinite or NaN; the checkpoint stays as it was.
     """
     runner = runner_for_training(
         config, work_dir or osp.splitext(config)[0], cfg_options=dict(load_from=checkpoint)
@@ -119,4 +129,10 @@ def distill_checkpoint(config: str, checkpoint: str, work_dir: str | None = None
     runner.train()
     meta = load_checkpoint(checkpoint).get('meta', {})
     weights = weights_to_cpu(innermost(runner.model).state_dict())
+    try:
+        check_values(weights)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f'the distillation has failed, and {checkpoint!r} is as it was without it: {error}'
+        ) from error
     save_checkpoint(dict(meta=meta, state_dict=weights), checkpoint)

@@ -24,7 +24,11 @@ from repa_mm.models.surgery.window_attention import swap_attention
 from repa_mm.reparam import CheckpointError, reparameterize
 from repa_mm.runtime.config import dataset_config, load_config, plain, take_no_pretrained
 from repa_mm.runtime.data import check_data
-from repa_mm.runtime.distillation import distill_checkpoint, write_distillation
+from repa_mm.runtime.distillation import (
+    distill_checkpoint,
+    distillation_settings,
+    write_distillation,
+)
 from repa_mm.runtime.inference import init_model
 from repa_mm.version import __version__
 
@@ -143,13 +147,21 @@ def convert_checkpoint(
     """
     if num_images < 1:
         raise ValueError(f'{num_images} images are none to calibrate on')
+    if distill:
+        distillation_settings(distill)  # checks it
     stem = osp.splitext(out)[0]
     out_config, partial = f'{stem}.py', f'{stem}.partial'
-    for path in (out, out_config, partial):
+    for path in (out, out_config, partial, *[f'{stem}_distill.py'] * bool(distill)):
         check_output(path, config, checkpoint)
     if out in (out_config, partial):
         raise ValueError(f'the output {out!r} is to be a checkpoint: name it ….pth')
     cfg = load_config(config, cfg_options)
+    if Config._is_lazy_import(cfg.filename):
+        raise ValueError(
+            f'{config!r} is written in pure Python (read_base, imported classes), and the config '
+            'of the converted model could not inherit from it: write it as an ordinary one, by '
+            "Config.fromfile(PATH).dump('NEW.py')"
+        )
     original = cfg.model.get('backbone')
     if not isinstance(original, dict):
         raise ValueError(f"'model' of {config!r} has no 'backbone'")
@@ -335,7 +347,9 @@ def _config_text(
         # MMEngine's own notation knows few packages, and these not by all their names.
         base = f"__import__('repa_mm').config_path({config!r})"
     else:
-        base = repr(osp.relpath(osp.realpath(config), osp.dirname(osp.realpath(out))))
+        # MMEngine takes ".." off a path before it follows links.
+        path, folder = osp.abspath(config), osp.dirname(osp.abspath(out))
+        base = repr(osp.relpath(path, folder) if osp.realpath(folder) == folder else path)
     imports = list((cfg.get('custom_imports') or {}).get('imports') or [])
     hooks = [h for h in cfg.get('custom_hooks') or [] if h.get('type') != 'ReparameterizeHook']
     backbone = dict(

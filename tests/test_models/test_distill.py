@@ -156,6 +156,50 @@ def test_under_a_runner(models, tmp_path):
     assert resumed.iter == 60
 
 
+def test_resumed_in_the_middle_it_ends_the_same(models, tmp_path):
+    from mmengine.hooks import Hook
+
+    class Stop(Hook):
+        def after_train_iter(self, runner, *args, **kwargs):
+            if runner.iter == 12:
+                raise KeyboardInterrupt
+
+    whole = runner(models, tmp_path / 'whole', 20)
+    whole.train()
+    with pytest.raises(KeyboardInterrupt):
+        runner(models, tmp_path / 'part', 20, custom_hooks=[Stop()]).train()
+    path = str(tmp_path / 'part' / 'iter_10.pth')
+    resumed = runner(models, tmp_path / 'part', 20, resume=True, load_from=path)
+    resumed.train()
+    expected = whole.model.state_dict()
+    for key, value in resumed.model.state_dict().items():
+        assert torch.equal(value, expected[key]), key
+
+
+def test_nothing_but_the_forms_changes(models, tmp_path):
+    """Nor do statistics and what a backbone freezes."""
+    student, weights, *_ = models
+    student['backbone']['backbone'] = dict(BACKBONE, frozen_stages=0, with_cp=True)
+    run = runner(models, tmp_path / 'run', 4)
+    run.train()
+    changed = {
+        key for key, value in run.model.state_dict().items() if not torch.equal(value, weights[key])
+    }
+    assert changed and all('.ffn.fc' in key or '.ffn.norm' in key for key in changed)
+    assert any('stages.0' in key for key in changed)
+
+
+def test_the_data_preprocessor_beside_the_model(models, tmp_path):
+    """MMPretrain's configs have it there, and the Runner hands it on."""
+    augments = [dict(type='Mixup', alpha=0.5)]
+    given = dict(mean=[100.0], std=[50.0], batch_augments=dict(augments=augments))
+    run = runner(models, tmp_path / 'run', 4, data_preprocessor=given)
+    preprocessor = run.model.data_preprocessor
+    assert preprocessor.mean.item() == 100 and preprocessor.batch_augments is None
+    run.train()
+    assert given['batch_augments']
+
+
 def test_what_cannot_be_distilled(models):
     student, _, _, vanilla = models
     config = dict(type='FeatureDistiller', teacher_checkpoint=vanilla)

@@ -92,6 +92,12 @@ def test_trains_on_tests_and_merges(norm, in_digits):
     key = 'backbone.stages.0.blocks.0.ffn.fc2.weight'
     moved = (model.state_dict()[key] - start[key]).abs().max()
     assert 0 < moved < 0.1
+    # Where there is nothing to resume from, the converted weights are what training begins with.
+    for more, loaded in ((dict(resume='auto'), True), (dict(from_scratch=True), False)):
+        work = str(in_digits / 'new')
+        new = runner_for_training(result['config'], work, cfg_options=options, **more)
+        new.load_or_resume()
+        assert torch.equal(new.model.state_dict()[key], start[key]) == loaded and new.iter == 0
 
 
 def test_a_folder_of_images_and_a_users_own_config(in_digits, digits, monkeypatch):
@@ -125,6 +131,74 @@ def test_a_folder_of_images_and_a_users_own_config(in_digits, digits, monkeypatc
     init_model(str(in_digits / 'moved' / 'idle.py'), str(in_digits / 'moved' / 'idle.pth'))
 
 
+def test_a_config_and_a_folder_that_are_links(in_digits):
+    config, checkpoint = trained('retinanet', in_digits)
+    deep, mine, shared = (in_digits / name for name in ('real/deep', 'mine', 'shared'))
+    for folder in (deep, mine, shared):
+        folder.mkdir(parents=True)
+    (in_digits / 'link').symlink_to(deep)
+    (mine / 'base.py').write_text(f'_base_ = {config!r}')
+    (shared / 'model.py').write_text("_base_ = 'base.py'")
+    (mine / 'model.py').symlink_to(shared / 'model.py')
+    out = in_digits / 'link' / 'idle.pth'
+    convert_checkpoint(str(mine / 'model.py'), checkpoint, str(out), 0.0, num_images=1)
+    for folder in ('link', 'real/deep'):
+        init_model(str(in_digits / folder / 'idle.py'), str(in_digits / folder / 'idle.pth'))
+
+
+CLASSIFIER = """
+default_scope = 'mmpretrain'
+data_preprocessor = dict(mean=[100, 110, 120], std=[50, 60, 70], to_rgb=True, num_classes=2)
+arch = dict(embed_dims=16, depths=[1, 1], num_heads=[1, 2])
+model = dict(
+    type='ImageClassifier',
+    backbone=dict(type='SwinTransformer', img_size=64, arch=arch, out_indices=(1,)),
+    neck=dict(type='GlobalAveragePooling'),
+    head=dict(type='LinearClsHead', num_classes=2, in_channels=32),
+)
+pipeline = [
+    dict(type='LoadImageFromFile'), dict(type='Resize', scale=(64, 64)), dict(type='PackInputs')
+]
+test_dataloader = dict(
+    batch_size=1,
+    num_workers=0,
+    sampler=dict(type='DefaultSampler', shuffle=False),
+    dataset=dict(type='CustomDataset', data_root='data', pipeline=pipeline),
+)
+test_cfg = dict()
+test_evaluator = dict(type='Accuracy')
+"""
+
+
+def classifier(folder, head=''):
+    pytest.importorskip('mmpretrain')
+    config, checkpoint = folder / 'classifier.py', folder / 'classifier.pth'
+    config.write_text(CLASSIFIER)
+    torch.manual_seed(0)
+    model = MODELS.build(load_config(str(config)).model)
+    torch.save(dict(state_dict=model.state_dict(), meta={}), checkpoint)
+    config.write_text(head + CLASSIFIER)
+    return str(config), str(checkpoint)
+
+
+def test_a_classifier_whose_normalization_is_beside_the_model(in_digits, call):
+    """As in MMPretrain's own configs, which leave the log to MMEngine's defaults, too."""
+    config, checkpoint = classifier(in_digits)
+    mean = [100, 110, 120]
+    assert load_config(config).model.data_preprocessor.mean == mean
+    out = in_digits / 'idle.pth'
+    folder = os.path.join('data', 'demo', 'coco', 'val2017')
+    status, said = call(
+        'convert_pretrained', config, checkpoint, out, '--images', folder, '--num-images', '3',
+        '--select', 'score', '--distill', '4',
+    )  # fmt: skip
+    assert status == 0, said
+    model = init_model(str(in_digits / 'idle.py'), str(out))
+    runner = runner_for_training(str(in_digits / 'idle_distill.py'), str(in_digits / 'work'))
+    for found in (model, runner.model):
+        assert found.data_preprocessor.mean.flatten().tolist() == mean
+
+
 def test_bad_input_leaves_nothing(in_digits, call):
     config, checkpoint = trained('retinanet', in_digits)
     out = in_digits / 'out' / 'idle.pth'
@@ -134,11 +208,20 @@ def test_bad_input_leaves_nothing(in_digits, call):
     nan['state_dict']['backbone.stages.1.blocks.0.ffn.layers.1.bias'][0] = float('nan')
     torch.save(nan, in_digits / 'nan.pth')
     idle = repa_mm.config_path('demo/retinanet_repa_swin_digits.py')
+    (in_digits / 'lazy').mkdir()
+    lazy, weights = classifier(
+        in_digits / 'lazy', 'from mmpretrain.models import ImageClassifier\n'
+    )
+    own = in_digits / 'idle_distill.py'
+    own.write_text(f'_base_ = {config!r}')
     for arguments, message in (
         ((config, checkpoint, out, '--images', empty), 'no image to calibrate on'),
         ((config, checkpoint, out, '--images', in_digits / 'none'), 'no folder of images'),
         ((config, checkpoint, out, '--num-images', 0), '0 images'),
         ((config, checkpoint, out, '--idle-ratio', 1.5), 'from 0'),
+        ((config, checkpoint, out, '--distill', 1), 'at least 2 iterations'),
+        ((own, checkpoint, in_digits / 'idle.pth', '--distill', 4), 'is the input'),
+        ((lazy, weights, out), 'pure Python'),
         ((config, checkpoint, out, '--idle-ratio', 0.5, 0.5), '10 blocks'),
         ((config, in_digits / 'nan.pth', out), 'ffn.layers.1.bias'),
         ((config, checkpoint, checkpoint), 'is the input'),
@@ -242,6 +325,10 @@ def test_sweep(in_digits, call):
     assert (out / 'sweep.png').stat().st_size > 5000
     status, said = call(*arguments[:-4], '--target-gmacs', '1')
     assert status != 0
+    status, said = call(*arguments[:-1], 'eliminate', '--resume')
+    assert status != 0 and 'other settings' in said
+    status, said = call(*arguments, '--resume')
+    assert status == 0 and 'converting' not in said
 
 
 @pytest.mark.slow
