@@ -57,8 +57,8 @@ def main() -> None:
         part, error = export_checkpoint(**vars(args))
     what = 'of the largest output'
     if part.startswith('whole'):
-        what = 'the share of objects, of pixels of label maps, or of a score'
-    print(f'wrote the {part} to {args.out}; largest difference from PyTorch: {error:.1e} {what}')
+        what = 'of objects, of pixels, or of a score'
+    print(f'wrote the {part} to {args.out}, which differs from PyTorch by {error:.1e} {what}')
 
 
 if __name__ == '__main__':

@@ -1,13 +1,13 @@
 """Evaluate the features of a backbone by a weighted vote of nearest neighbours."""
 
 import argparse
-import sys
+from functools import partial
 
 import torch
 
 from repa_mm.benchmark.machine import check_device
 from repa_mm.runtime import FORMS
-from repa_mm.runtime.cli import DictAction, clear_errors
+from repa_mm.runtime.cli import DictAction, clear_errors, show_progress
 from repa_mm.runtime.knn import NETWORKS, knn_evaluate
 
 
@@ -33,17 +33,11 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def show(split: str, done: int, total: int) -> None:
-    end = '\n' if done == total else '\r'
-    if sys.stderr.isatty() or done == total:
-        print(f'{split}: {done} of {total} images', end=end, file=sys.stderr, flush=True)
-
-
 def main() -> None:
     args = parse_args()
     with clear_errors():
         check_device(args.device)
-        accuracy = knn_evaluate(**vars(args), progress=show)
+        accuracy = knn_evaluate(**vars(args), progress=partial(show_progress, unit='images'))
     for k, percent in accuracy.items():
         print(f'{k:4d} neighbours: {percent:.2f} %')
 

@@ -5,8 +5,9 @@ The tool prints what 8 bits in one layer alone cost, and keeps the layers that c
 """
 
 import argparse
+from functools import partial
 
-from repa_mm.runtime.cli import align, clear_errors
+from repa_mm.runtime.cli import align, clear_errors, show_progress
 
 
 def parse_args() -> argparse.Namespace:
@@ -57,7 +58,7 @@ def main() -> None:
     with clear_errors():
         from repa_mm.runtime.quantization import quantize_checkpoint
 
-        result = quantize_checkpoint(**args)
+        result = quantize_checkpoint(**args, progress=partial(show_progress, unit='layers'))
     table = [('layer', 'error', 'computes in')]
     for name, error in list(result['errors'].items())[:rows]:
         table.append((name, f'{error:.1e}', 'float' if name in result['kept'] else 'int8'))

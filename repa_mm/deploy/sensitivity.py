@@ -97,7 +97,8 @@ def sensitivities(
         model (nn.Module): The model, in eval mode.
         outputs (Callable): From the model and images to the outputs that count.
         images (Iterable[torch.Tensor]): Batches that the model takes.
-        progress (Callable, optional): Called with the name of every layer and its error.
+        progress (Callable, optional): Called with 'sensitivity', the number of layers that are
+            done, and their number.
 
     Returns:
         dict: By the name of each layer the squared error of an output, relative to the variance of
@@ -109,11 +110,11 @@ def sensitivities(
         with probe:
             expected = [outputs(model, image) for image in images]
         errors = {}
-        for name in probe.seen:
+        for done, name in enumerate(probe.seen, 1):
             with _Rounding(path, name):
                 actual = [outputs(model, image) for image in images]
             shares = [_share(x, y) for a, b in zip(actual, expected) for x, y in zip(a, b)]
             errors[name] = sum(shares) / len(shares)
             if progress:
-                progress(name, errors[name])
+                progress('sensitivity', done, len(probe.seen))
     return dict(sorted(errors.items(), key=lambda item: -item[1]))

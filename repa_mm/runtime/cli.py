@@ -51,6 +51,13 @@ def tool_parser(doc: str, examples: str | None = None) -> argparse.ArgumentParse
     )
 
 
+def show_progress(what: str, done: int, total: int, unit: str) -> None:
+    """Count in one line of a terminal; elsewhere only tell the end."""
+    end = '\n' if done == total else '\r'
+    if sys.stderr.isatty() or done == total:
+        print(f'{what}: {done} of {total} {unit}', end=end, file=sys.stderr, flush=True)
+
+
 def add_cfg_options(parser) -> None:
     """Add the option ``--cfg-options`` to a parser or a group of its options."""
     parser.add_argument(

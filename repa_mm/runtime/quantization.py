@@ -53,7 +53,8 @@ def quantize_checkpoint(
         shape (Sequence[int], optional): Height and width that the file is to be fixed to, whatever
             the size of the images to calibrate on. Defaults to None: any.
         batch (int): Number of images that the file is fixed to, if there is a shape. Defaults to 1.
-        progress (Callable, optional): Called with the name of every layer and its error.
+        progress (Callable, optional): Called with 'sensitivity', the number of layers that are
+            done, and their number.
 
     Returns:
         dict: ``errors`` (see :func:`~repa_mm.deploy.sensitivity.sensitivities`), ``kept`` (names of
