@@ -15,7 +15,14 @@ from mmengine.runner.checkpoint import weights_to_cpu
 from repa_mm.checkpoints import check_known, match_form, save_checkpoint, without_wrappers
 from repa_mm.engine.channels import check_channels
 from repa_mm.engine.complexity import count_macs, count_parameters
-from repa_mm.reparam import TrainingForm, has_deploy_form, innermost, outermost, reparameterize
+from repa_mm.reparam import (
+    TrainingForm,
+    has_deploy_form,
+    innermost,
+    outermost,
+    reparameterize,
+    schedules_have_ended,
+)
 from repa_mm.version import __version__
 
 
@@ -66,11 +73,10 @@ class ReparameterizeHook(Hook):
         self._check_order(runner)
         self._restore(runner)
         check_channels(runner.model)
-        if not isinstance(runner._train_loop, BaseLoop):
-            # MMEngine goes through its list of hooks, and may come to this one again.
-            if not any(isinstance(hook, _MatchForm) for hook in runner.hooks):
-                runner.register_hook(_MatchForm())
-        elif has_deploy_form(runner.model):
+        # MMEngine goes through its list of hooks, and may come to this one again.
+        if not any(isinstance(hook, _Before) for hook in runner.hooks):
+            runner.register_hook(_Before(self))
+        if isinstance(runner._train_loop, BaseLoop) and has_deploy_form(runner.model):
             raise ValueError(
                 'the model is in its deploy form, which cannot be trained: '
                 'set deploy=False in its config'
@@ -103,7 +109,8 @@ class ReparameterizeHook(Hook):
         self._restore(runner)
 
     def before_val_epoch(self, runner) -> None:
-        if 'val' in self.when:
+        # In the middle of a schedule nothing merges, and the training form is validated.
+        if 'val' in self.when and schedules_have_ended(runner.model):
             self._swap(runner)
 
     def after_val_epoch(self, runner, metrics=None) -> None:
@@ -163,13 +170,24 @@ class ReparameterizeHook(Hook):
         runner.logger.info(f'Wrote the merged checkpoint to {self.out}')
 
 
-class _MatchForm(Hook):
-    """Gives a model that is tested the deploy form if its checkpoint is merged.
+class _Before(Hook):
+    """What :class:`ReparameterizeHook` does before :class:`EMAHook` does its part.
 
-    It comes before :class:`EMAHook`, which loads the checkpoint into the averaged model.
+    It gives a model that is tested the deploy form if its checkpoint is merged: EMAHook loads the
+    checkpoint into the averaged model. And it puts the training form back after an epoch:
+    MMPretrain's EMAHook may evaluate the weights that are not averaged then.
     """
 
     priority = 'VERY_HIGH'
+
+    def __init__(self, hook: ReparameterizeHook) -> None:
+        self.hook = hook
+
+    def after_val_epoch(self, runner, metrics=None) -> None:
+        self.hook._restore(runner)
+
+    def after_test_epoch(self, runner, metrics=None) -> None:
+        self.hook._restore(runner)
 
     def after_load_checkpoint(self, runner, checkpoint: dict) -> None:
         if runner._resume or isinstance(runner._train_loop, BaseLoop):

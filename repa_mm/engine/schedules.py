@@ -20,6 +20,8 @@ class ScheduleHook(Hook):
     Lambda is a function of the iteration alone, so that a resumed training goes on where it was,
     and a buffer of the model, so that checkpoints keep it. It is set before each iteration, once,
     however often the model runs in it. Averaged models (EMA) get it too, rather than its average.
+    It never goes back: where the weights that a training begins with, or those of a teacher in the
+    model, have come further than the schedule, it waits until the schedule has come as far.
 
     Args:
         warmup (int | float): Number of iterations in which lambda goes from its beginning to its
@@ -72,28 +74,55 @@ class ScheduleHook(Hook):
         return progress if self.kind.end == 1 else 1 - progress
 
     def before_train(self, runner) -> None:
+        name, kind = type(self).__name__, self.kind
+        if sum(isinstance(hook, ScheduleHook) and hook.kind is kind for hook in runner.hooks) > 1:
+            raise ValueError(f'two hooks set the lambda of {self.what}: leave one {name}')
         if isinstance(self.warmup, float):
             self.warmup = round(self.warmup * runner.max_iters)
+        lams = {m: float(m.lam) for m in runner.model.modules() if isinstance(m, kind)}
+        self._first = (min if kind.end == 1 else max)(lams.values(), default=1 - kind.end)
         self._set(runner.model, runner.iter)
-        last = self.lam_at(runner.max_iters - 1)
-        if last != self.kind.end:
+        planned = self.lam_at(runner.iter)
+        if abs(self._lam(runner.iter) - planned) > 1e-6:
             runner.logger.warning(
-                f'{type(self).__name__}: lambda goes to {self.kind.end:g} in the {self.warmup} '
+                f'{name}: the weights that the training begins with have lambda = '
+                f'{self._first:g}, further than the schedule at iteration {runner.iter} '
+                f'({planned:g}): it does not go back'
+            )
+        last = self._lam(runner.max_iters - 1)
+        if last != kind.end:
+            runner.logger.warning(
+                f'{name}: lambda goes to {kind.end:g} in the {self.warmup} '
                 f'iterations from {self.begin} on, and the training has {runner.max_iters}: it '
                 f'ends with lambda = {last:g}, where the model does not merge'
+            )
+        frozen = sum(
+            lam != kind.end and not any(p.requires_grad for p in module.parameters())
+            for module, lam in lams.items()
+        )
+        if frozen:
+            runner.logger.warning(
+                f'{name}: {frozen} of the {len(lams)} modules with a lambda are frozen. Lambda '
+                'changes what they compute, and they do not train to make up for it: train them, '
+                'too, or begin with weights whose schedule has ended'
             )
 
     def before_train_iter(self, runner, batch_idx, data_batch=None) -> None:
         self._set(runner.model, runner.iter)
-        runner.message_hub.update_scalar(f'train/{self.kind.scalar}', self.lam_at(runner.iter))
+        runner.message_hub.update_scalar(f'train/{self.kind.scalar}', self._lam(runner.iter))
 
     def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None) -> None:
         for hook in runner.hooks:
             if isinstance(hook, EMAHook):
                 self._set(hook.ema_model, runner.iter)
 
+    def _lam(self, iteration: int) -> float:
+        """Lambda during an iteration, never before that of the first weights."""
+        lams = self.lam_at(iteration), self._first
+        return max(lams) if self.kind.end == 1 else min(lams)
+
     def _set(self, model, iteration: int) -> None:
-        set_lam(model, self.lam_at(iteration), self.kind, self.what)
+        set_lam(model, self.lam_at(iteration), self.kind, self.what, back=False)
 
 
 @HOOKS.register_module()
@@ -105,8 +134,8 @@ class JoinBranchesHook(ScheduleHook):
     10,000 iterations of joining and a linear lambda best (its figures 2 and 3).
 
     Args:
-        warmup (int): Number of iterations in which the branches are joined; 0 for branches that
-            are joined from the start. Defaults to 10000.
+        warmup (int | float): Number of iterations, or share of them, in which the branches are
+            joined; 0 for branches that are joined from the start. Defaults to 10000.
         begin (int): Iteration with which joining starts. Defaults to 0.
         curve (str): How lambda goes, 'linear', 'cosine' or 'step'. Defaults to 'linear'.
         num_steps (int): Number of equal steps of 'step'. Defaults to 10.
@@ -121,7 +150,7 @@ class JoinBranchesHook(ScheduleHook):
     kind = JoinedLinear
     what = 'parallel branches to join'
 
-    def __init__(self, warmup: int = 10000, **kwargs) -> None:
+    def __init__(self, warmup: int | float = 10000, **kwargs) -> None:
         super().__init__(warmup, **kwargs)
 
 
@@ -134,14 +163,15 @@ class DecayLayerNormsHook(ScheduleHook):
     counts iterations.
 
     Args:
-        warmup (int): Number of iterations in which the LayerNorms fade. Defaults to 300000.
+        warmup (int | float): Number of iterations, or share of them, in which the LayerNorms fade.
+            Defaults to 300000.
         **kwargs: ``begin``, ``curve`` and ``num_steps`` of :class:`ScheduleHook`.
     """
 
     kind = ProgressiveNorm
     what = 'progressive norms'
 
-    def __init__(self, warmup: int = 300000, **kwargs) -> None:
+    def __init__(self, warmup: int | float = 300000, **kwargs) -> None:
         super().__init__(warmup, **kwargs)
 
 
@@ -152,7 +182,7 @@ class DecayActivationsHook(ScheduleHook):
     Lambda goes from 1 to 0.
 
     Args:
-        warmup (int): Number of iterations in which the activations fade.
+        warmup (int | float): Number of iterations, or share of them, in which the activations fade.
         **kwargs: ``begin``, ``curve`` and ``num_steps`` of :class:`ScheduleHook`.
     """
 

@@ -18,7 +18,7 @@ from .mixer import MergedNorm, NormedAffine
 from .model import innermost, reparameterize, set_training_path, unwrap
 from .norms import AffineMap, MergedLinear, NormedLinear, ProgressiveNorm, RepBN, decay_layer_norms
 from .numerics import check_finite
-from .schedule import Scheduled, finish_schedules, set_lam
+from .schedule import Scheduled, finish_schedules, schedules_have_ended, set_lam
 from .state import check_state_dict, has_deploy_form, has_training_form, is_reparameterized
 
 __all__ = [
@@ -29,5 +29,6 @@ __all__ = [
     'TrainingForm', 'average_experts', 'become', 'calibrate_batch_norm', 'check_finite',
     'check_state_dict', 'decay_activations', 'decay_layer_norms', 'finish_schedules',
     'has_deploy_form', 'has_training_form', 'innermost', 'is_reparameterized', 'join_branches',
-    'num_active_channels', 'outermost', 'reparameterize', 'set_lam', 'set_training_path', 'unwrap',
+    'num_active_channels', 'outermost', 'reparameterize', 'schedules_have_ended', 'set_lam',
+    'set_training_path', 'unwrap',
 ]  # fmt: skip

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from .ffn import ChannelIdleFFN, DropPath, FoldedFFN, num_active_channels
 from .ffn.layers import build_activation
 from .forms import DeployForm, TrainingForm
-from .numerics import double, in_double, is_plain, rounded
+from .numerics import check_dropouts, check_linear, double, in_double, rounded
 from .schedule import Scheduled, set_lam
 
 
@@ -105,18 +105,10 @@ class JoinedLinear(Scheduled, nn.Linear):
         """
         self.check_finished()
         for branch in self.branches:
-            _check_linear(branch, 'a branch')
+            check_linear(branch, 'a branch')
 
     def extra_repr(self) -> str:
         return f'num_joined={self.num_joined}'
-
-
-def _check_linear(layer: nn.Module, what: str) -> None:
-    if not is_plain(layer, nn.Linear):
-        raise ValueError(
-            f'{what} is a {type(layer).__name__}, and not an nn.Linear: an adapter is to be merged '
-            'into the layer first'
-        )
 
 
 class _Parallel(TrainingForm):
@@ -160,14 +152,8 @@ class _Parallel(TrainingForm):
         """Put the merged weights into the two linear layers of the deploy form."""
         entry = getattr(self, self.entry)
         layer = getattr(self, self.exit)
-        _check_linear(layer, f'its {self.exit}')
-        for name in ('drop', 'dropout_layer'):
-            module = getattr(self, name)
-            if type(module).__name__ not in ('Dropout', 'DropPath', 'Identity'):
-                raise ValueError(
-                    f'its {name} is a {type(module).__name__}, and not a dropout, which the merge '
-                    'leaves out'
-                )
+        check_linear(layer, f'its {self.exit}')
+        check_dropouts(self)
         entry.check_mergeable()
         like = layer.weight
         weight, bias = entry.mean(exact=True)
@@ -248,7 +234,8 @@ class ParallelAttention(_Parallel):
         weight, bias = self.qkv.mean() if is_joined else (self.qkv.weight, self.qkv.bias)
         qkv = F.linear(x, weight, bias)
         # (N, L, branches, 3, heads, d): the branches' heads become heads of one attention.
-        qkv = qkv.view(*x.shape[:2], -1, 3, self.num_heads, self.embed_dims // self.num_heads)
+        sizes = 1 if is_joined else self.num_branches, 3, self.num_heads
+        qkv = qkv.view(*x.shape[:2], *sizes, self.embed_dims // self.num_heads)
         qkv = qkv.permute(3, 0, 2, 4, 1, 5).flatten(2, 3)
         x = _attend(*qkv, self._position_bias(is_joined), mask, self.scale, self.attn_drop)
         return self._leave(x, is_joined)
@@ -321,7 +308,8 @@ class OrdinaryAttention(DeployForm):
 
     def inference(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         """As :meth:`ParallelAttention.forward`."""
-        qkv = self.qkv(x).view(*x.shape[:2], 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
+        sizes = 3, self.num_heads, self.embed_dims // self.num_heads
+        qkv = self.qkv(x).view(*x.shape[:2], *sizes).permute(2, 0, 3, 1, 4)
         bias = None
         if self.window_size is not None:
             bias = self.relative_position_bias_table[self.relative_position_index].permute(2, 0, 1)
@@ -350,7 +338,7 @@ def _attend(
     dropout: nn.Dropout,
 ) -> torch.Tensor:
     """Attention (N, L, heads d) of queries, keys and values (N, heads, L, d)."""
-    n, heads, length, _ = q.shape
+    n, heads = q.shape[:2]
     if mask is not None:
         if mask.dtype == torch.bool:
             mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, float('-inf'))
@@ -361,7 +349,7 @@ def _attend(
     x = F.scaled_dot_product_attention(
         q, k, v, attn_mask=bias, dropout_p=dropout.p if dropout.training else 0.0, scale=scale
     )
-    return x.transpose(1, 2).reshape(n, length, -1)
+    return x.transpose(1, 2).flatten(2)
 
 
 class ParallelFFN(_Parallel):

@@ -89,6 +89,48 @@ def is_plain(module: nn.Module, *kinds: type) -> bool:
     )
 
 
+def check_linear(layer: nn.Module, what: str) -> None:
+    """Check that a linear layer is one of torch's, as it was built.
+
+    Args:
+        layer (nn.Module): The layer.
+        what (str): What messages call it.
+
+    Raises:
+        ValueError: If something else is in its place, or a hook changes what it computes.
+    """
+    if not is_plain(layer, nn.Linear):
+        raise ValueError(
+            f'{what} is a {type(layer).__name__}, and not a plain nn.Linear: an adapter is to be '
+            'merged into the layer, and hooks are to be removed first'
+        )
+
+
+def check_dropouts(form: nn.Module) -> None:
+    """Check the modules that a merge leaves out, ``drop`` and ``dropout_layer`` of a form.
+
+    Raises:
+        ValueError: If one of them is no dropout.
+    """
+    for name in ('drop', 'dropout_layer'):
+        module = getattr(form, name)
+        # By name: mmcv and timm have a DropPath each.
+        if type(module).__name__ not in ('Dropout', 'DropPath', 'Identity'):
+            raise ValueError(
+                f'its {name} is a {type(module).__name__}, and not a dropout, which the merge '
+                'leaves out'
+            )
+
+
+def is_batch_norm(norm: nn.Module) -> bool:
+    """Whether a module computes what torch's BatchNorms compute in eval mode."""
+    # mmcv's SyncBatchNorm derives from nn.Module alone.
+    return type(norm).__module__.startswith('mmcv.ops.sync_bn') or type(norm).forward in (
+        nn.BatchNorm1d.forward,
+        nn.SyncBatchNorm.forward,
+    )
+
+
 def _count(tensor: torch.Tensor, wrong: torch.Tensor, what: str) -> str:
     n = int(wrong.sum())
     return (

@@ -31,16 +31,24 @@ class Scheduled(nn.Module):
         self.register_buffer('lam', torch.tensor(1 - self.end))
         self.is_finished = False
 
-    def set_lam(self, lam: float) -> None:
+    def set_lam(self, lam: float, back: bool = True) -> None:
         """Set lambda.
+
+        Args:
+            lam (float): Lambda in [0, 1].
+            back (bool): Whether it may move away from its end. Defaults to True.
 
         Raises:
             ValueError: If it is not a number in [0, 1].
         """
         if isinstance(lam, bool) or not isinstance(lam, numbers.Real) or not 0 <= lam <= 1:
             raise ValueError(f'lambda must be a number from 0 to 1, but got {lam!r}')
-        self.lam.fill_(lam)
-        self.is_finished = lam == self.end
+        if back:
+            self.lam.fill_(lam)
+            self.is_finished = lam == self.end
+        else:  # without reading lambda, for which the CPU would wait for a GPU
+            self.lam.clamp_(**{'min' if self.end == 1 else 'max': lam})
+            self.is_finished = self.is_finished or lam == self.end
 
     def check_finished(self) -> None:
         """Check that lambda has reached its end.
@@ -50,8 +58,11 @@ class Scheduled(nn.Module):
         """
         # A copy on the meta device has shapes and no values.
         if not self.lam.is_meta and self.lam != self.end:
+            lam = float(self.lam)
+            # An average of lambdas (EMA) may be all but at the end.
+            text = f'{lam:g}' if float(f'{lam:g}') != self.end else repr(lam)
             raise ValueError(
-                f'{self.unfinished} lambda = {float(self.lam):g}, and what they compute merges '
+                f'{self.unfinished} lambda = {text}, and what they compute merges '
                 f'exactly at lambda = {self.end:g} only: train on until the schedule has ended'
             )
 
@@ -65,7 +76,9 @@ class Scheduled(nn.Module):
         self.is_finished = not self.lam.is_meta and bool(self.lam == self.end)
 
 
-def set_lam(model: nn.Module, lam: float, kind: type[Scheduled], what: str) -> nn.Module:
+def set_lam(
+    model: nn.Module, lam: float, kind: type[Scheduled], what: str, back: bool = True
+) -> nn.Module:
     """Set the lambda of every module of a kind.
 
     Args:
@@ -73,6 +86,7 @@ def set_lam(model: nn.Module, lam: float, kind: type[Scheduled], what: str) -> n
         lam (float): Lambda in [0, 1].
         kind (type): The class of the modules.
         what (str): What they are called if there is none.
+        back (bool): Whether a lambda may move away from its end. Defaults to True.
 
     Returns:
         nn.Module: The same model.
@@ -84,7 +98,7 @@ def set_lam(model: nn.Module, lam: float, kind: type[Scheduled], what: str) -> n
     if not found:
         raise ValueError(f'{type(model).__name__} has no {what}')
     for module in found:
-        module.set_lam(lam)
+        module.set_lam(lam, back)
     return model
 
 
@@ -104,3 +118,12 @@ def finish_schedules(model: nn.Module) -> nn.Module:
         if isinstance(module, Scheduled):
             module.set_lam(module.end)
     return model
+
+
+def schedules_have_ended(model: nn.Module) -> bool:
+    """Whether every lambda of a model is at its end, so that the model merges.
+
+    Args:
+        model (nn.Module): Any model.
+    """
+    return all(m.lam == m.end for m in model.modules() if isinstance(m, Scheduled))

@@ -109,6 +109,25 @@ def test_with_ema(tmp_path, hooks, relative_error):
     assert_same(ema_state, ema.ema_model)
 
 
+@pytest.mark.parametrize('loop', ['test', 'val'])
+def test_with_mmpretrains_ema_that_evaluates_both(loop, tmp_path):
+    """What it calls origin are the weights that are not averaged, not the merged average."""
+    from mmpretrain.engine import EMAHook as BothHook
+
+    hooks = [BothHook(momentum=0.3, evaluate_on_origin=True), dict(HOOK, when=('val', 'test'))]
+    runner = make_runner(tmp_path, hooks)
+    runner.train()
+    ema = next(h for h in runner.hooks if isinstance(h, EMAHook))
+    averaged = copy.deepcopy(ema.ema_model.module)
+    for own, source in zip(averaged.buffers(), runner.model.buffers()):
+        own.copy_(source)
+    means = [logits_of(model, runner).mean().item() for model in (averaged, runner.model)]
+    assert abs(means[0] - means[1]) > 1e-3
+    metrics = getattr(runner, f'{loop}_loop').run()
+    origin = runner.message_hub.get_scalar(f'{loop}/mean_origin').current()
+    assert [metrics['mean'], origin] == pytest.approx(means, abs=1e-5)
+
+
 def test_wrong_order_is_refused(tmp_path):
     for hooks, other in (
         [[dict(HOOK, priority='HIGH'), dict(type='EMAHook')], 'EMAHook'],

@@ -1,7 +1,12 @@
 """Lambda by iterations, in real trainings: stopped and resumed, averaged, distributed."""
 
 import copy
+import os
 import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -140,6 +145,127 @@ def test_averaged_models_have_the_same_lambda(tmp_path, update_buffers, relative
     (hook,) = [h for h in resumed.hooks if isinstance(h, EMAHook)]
     assert hook.ema_model.module.backbone[4].qkv.lam == 1
     assert resumed.iter == 10
+
+
+KILLED = """
+import os, signal, sys
+from tests.test_engine.test_schedules import *
+
+class Kill(Hook):
+    def before_train_iter(self, runner, batch_idx, data_batch=None):
+        if runner.iter == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+by_iterations(sys.argv[1], [Kill()]).train()
+"""
+
+
+def by_iterations(work_dir, hooks=(), **kwargs):
+    """A training by iterations, whose lambda is on its way from the 1st to the 7th."""
+    hooks = [dict(JOIN, warmup=6), dict(type='EMAHook', momentum=0.3), *hooks]
+    return make_runner(
+        work_dir,
+        hooks,
+        model=dict(type='ToyParallel'),
+        train_cfg=dict(by_epoch=False, max_iters=8, val_interval=8),
+        default_hooks=dict(checkpoint=dict(type='CheckpointHook', interval=2, by_epoch=False)),
+        optim_wrapper=dict(optimizer=dict(type='AdamW', lr=0.01)),
+        randomness=dict(seed=0),
+        **kwargs,
+    )
+
+
+def test_killed_and_resumed(tmp_path):
+    whole = by_iterations(tmp_path / 'whole')
+    whole.train()
+    result = subprocess.run(
+        [sys.executable, '-c', KILLED, tmp_path / 'part'],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=dict(os.environ, PYTHONPATH=str(Path(__file__).parents[2]), OMP_NUM_THREADS='1'),
+    )
+    assert result.returncode == -signal.SIGKILL, result.stderr[-3000:]
+    assert (tmp_path / 'part' / 'iter_4.pth').is_file()
+    lambdas = Lambdas()
+    resumed = by_iterations(tmp_path / 'part', [lambdas], resume=True)
+    resumed.train()
+    assert lambdas.seen == [round(4 / 6, 6), round(5 / 6, 6), 1, 1]
+    averages = [[h for h in r.hooks if isinstance(h, EMAHook)][0] for r in (whole, resumed)]
+    for one, other in ((whole.model, resumed.model), (h.ema_model for h in averages)):
+        for key, value in one.state_dict().items():
+            assert torch.equal(value, other.state_dict()[key]), key
+
+
+def warnings_of(runner):
+    messages = []
+    runner.logger.warning = messages.append
+    runner.train()
+    return [m for m in messages if 'lambda' in m]
+
+
+@pytest.mark.parametrize(
+    'first, expected', [(1, [1] * 8), (0.6, [0.6, 0.6, 0.6, 0.75, 1, 1, 1, 1])]
+)
+def test_lambda_does_not_go_back(first, expected, tmp_path):
+    """A model whose branches are joined is not taken apart by its fine-tuning."""
+    path = tmp_path / 'joined.pth'
+    torch.save(dict(state_dict=join_branches(ToyParallel(), first).state_dict()), path)
+    lambdas = Lambdas()
+    runner = runner_of(tmp_path, [JOIN, MERGE, lambdas], load_from=str(path))
+    (message,) = warnings_of(runner)
+    assert f'begins with have lambda = {first}, further than the schedule at iteration 0' in message
+    assert lambdas.seen == expected
+    runner.test()
+
+
+def test_joined_branches_of_another_part_stay(tmp_path):
+    """Those of a teacher, say."""
+    seen = []
+
+    class Note(Hook):
+        def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
+            attention, ffn = runner.model.backbone[4].qkv, runner.model.backbone[6].fc1
+            assert attention.is_finished and ffn.is_finished == (ffn.lam == 1)
+            seen.append((float(attention.lam), float(ffn.lam)))
+
+    runner = runner_of(tmp_path, [JOIN, Note()])
+    join_branches(runner.model.backbone[4], 1)
+    runner.train()
+    assert seen == [(1, lam) for lam in (0, 0.25, 0.5, 0.75, 1, 1, 1, 1)]
+
+
+def test_two_hooks_for_one_lambda_are_refused(tmp_path):
+    with pytest.raises(ValueError, match='two hooks set the lambda of parallel branches'):
+        runner_of(tmp_path, [JOIN, dict(JOIN, warmup=8)]).train()
+
+
+def test_frozen_branches_are_reported(tmp_path):
+    runner = runner_of(tmp_path, [JOIN])
+    runner.model.backbone[4].requires_grad_(False)
+    (message,) = warnings_of(runner)
+    assert '1 of the 2 modules with a lambda are frozen' in message
+
+
+def test_validated_in_the_middle_of_a_schedule(tmp_path):
+    """In the training form, which is all that there is, and merged afterwards."""
+    forms = []
+
+    class Note(Hook):
+        def after_val_iter(self, runner, batch_idx, data_batch=None, outputs=None):
+            forms.append(type(runner.model.backbone[6]))
+
+    train_cfg = dict(by_epoch=True, max_epochs=4, val_interval=1)
+    runner = make_runner(
+        tmp_path,
+        [JOIN, dict(MERGE, when=('val', 'test')), Note()],
+        model=dict(type='ToyParallel'),
+        train_cfg=train_cfg,
+    )
+    runner.train()
+    # 2 batches an epoch, of which the third is the first that ends with joined branches.
+    assert forms == [ParallelFFN] * 4 + [OrdinaryFFN] * 4
+    assert isinstance(runner.model.backbone[6], ParallelFFN)
 
 
 def test_too_long_a_schedule_is_reported(tmp_path):

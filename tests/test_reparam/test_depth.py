@@ -236,11 +236,12 @@ def test_merging_too_early_is_refused(name):
     form = FORMS[name](2)
     with pytest.raises(ValueError, match='joined to lambda = 0, .*exactly at lambda = 1'):
         form.merge()
-    join_branches(form, 0.999)
-    with pytest.raises(ValueError, match='lambda = 0.999.*train on'):
-        form.switch_to_deploy()
+    for lam, text in ((0.999, '0.999'), (1 - 2**-24, '0.9999999')):
+        join_branches(form, lam)
+        with pytest.raises(ValueError, match=f'lambda = {text}.*train on'):
+            form.switch_to_deploy()
     model = nn.Sequential(form)
-    with pytest.raises(ValueError, match=r"cannot merge '0': .*lambda = 0\.999"):
+    with pytest.raises(ValueError, match=r"cannot merge '0': .*lambda = 0\.9999999"):
         reparameterize(model)
     assert model[0] is form and isinstance(form, type(FORMS[name](2)))
     reparameterize(finish_schedules(model))
@@ -339,3 +340,13 @@ def test_idle_branches_are_of_one_channel_idle_ffn():
     assert merged.num_active == 10 and merged.fc1.weight.shape == (26, 16)
     form = join_branches(ParallelIdleFFN(16, 40, 3, 1.0), 1)
     assert form.merge().fc2 is None
+
+
+@pytest.mark.parametrize('name', FORMS)
+def test_empty_batches(name):
+    """As of a detector without proposals."""
+    form = FORMS[name](2).eval()
+    x = torch.randn(0, 12, 16)
+    assert form(x).shape == x.shape
+    join_branches(form, 1)
+    assert form(x).shape == form.merge()(x).shape == x.shape
