@@ -14,6 +14,7 @@ from mmengine.registry import MODELS
 
 import repa_mm
 from repa_mm.deploy.export import _Tensors, export, largest_error, read
+from repa_mm.reparam import finish_schedules
 from repa_mm.runtime import init_model
 
 from .test_models.test_family import FAMILY
@@ -85,6 +86,34 @@ def test_files_agree_with_eager(name, suffix, randomize, tmp_path):
     print(f'{name} {suffix} {error:.1e}')
     assert error < TOLERANCE
     assert [p.name for p in tmp_path.iterdir()] == [f'model{suffix}']
+
+
+VIT = dict(
+    arch=dict(embed_dims=16, num_layers=2, num_heads=2, feedforward_channels=32),
+    img_size=64,
+    patch_size=16,
+    out_type='featmap',
+)
+STRUCTURES = dict(
+    ParallelVisionTransformer=dict(VIT, num_branches=2),
+    ParallelSwinTransformer=dict(arch=SWIN, num_branches=(1, 1, 2, 1)),
+    ProgressiveVisionTransformer=VIT,
+    ProgressiveSwinTransformer=dict(arch=SWIN),
+    ExpertsVisionTransformer=VIT,
+    AffineRIFormer=dict(arch=dict(layers=[1, 1, 1, 1], embed_dims=[8, 16, 24, 32])),
+)
+
+
+@pytest.mark.parametrize('suffix', ['.pt', '.onnx'])
+@pytest.mark.parametrize('name', STRUCTURES)
+def test_other_structures(name, suffix, randomize, tmp_path):
+    skip_unless_possible(suffix)
+    model = finish_schedules(randomize(MODELS.build(dict(type=name, **STRUCTURES[name]))))
+    out = str(tmp_path / f'model{suffix}')
+    sizes = SIZES['RePaSwinTransformer' if 'Swin' in name else 'RePaVisionTransformer']
+    model = repa_mm.reparameterize(model)
+    assert export(model, out, sizes[0], dynamic=True) < TOLERANCE
+    assert largest_error(model, read(out), shapes_of(sizes)) < TOLERANCE
 
 
 @pytest.mark.parametrize('suffix', ['.pt', '.onnx'])

@@ -108,13 +108,17 @@ def test_pretraining_leads_to_the_classifier(name, tmp_path):
     model = MODELS.build(cfg.model)
     model.init_weights()
     model.train()
-    build_optim_wrapper(model, cfg.optim_wrapper)
+    optim_wrapper = build_optim_wrapper(model, cfg.optim_wrapper)
+    before = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
     images = torch.randint(256, (2, 3, 224, 224), dtype=torch.uint8)
     data = model.data_preprocessor(dict(inputs=images, data_samples=[None] * 2), training=True)
     losses = model(data['inputs'], None, mode='loss')
-    losses['loss'].backward()
+    optim_wrapper.backward(losses['loss'])
     without = [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]
     assert not without
+    optim_wrapper.step()
+    own = dict(model.named_parameters())
+    assert not [n for n, value in before.items() if torch.equal(value, own[n])]
     path = str(tmp_path / 'mae.pth')
     torch.save(dict(state_dict=model.state_dict()), path)
     cfg = load_config(name.replace('_mae', '_in1k'))

@@ -54,6 +54,7 @@ class ImitateMixersHook(Hook):
     # Only around an iteration: what is validated, averaged and saved is the model as it is.
     def before_train_iter(self, runner, batch_idx, data_batch=None) -> None:
         model = innermost(runner.model)
+        vars(model).pop('loss', None)  # of an iteration that was interrupted
         self._loss, model.loss = model.loss, self._loss_with_imitation
 
     def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None) -> None:
@@ -64,10 +65,17 @@ class ImitateMixersHook(Hook):
         state_dict = load_checkpoint(self.checkpoint)['state_dict']
         start = 'backbone.' * any(key.startswith('backbone.') for key in state_dict)
         own = {k[len(start) :]: v for k, v in state_dict.items() if k.startswith(start)}
-        missing, _ = teacher.load_state_dict(own, strict=False)
+        missing, unknown = teacher.load_state_dict(own, strict=False)
         if missing:
             raise CheckpointError(
                 f'{self.checkpoint!r} is not of the teacher: it lacks {missing[0]!r}'
+            )
+        # But for norms of other outputs, and a head.
+        unknown = [key for key in unknown if not key.startswith(('norm', 'head.'))]
+        if unknown:
+            raise CheckpointError(
+                f'{self.checkpoint!r} is not of the teacher: it has {unknown[0]!r}, of a deeper '
+                'model'
             )
         # On a line of its own: the eval() of some backbones returns None.
         teacher.eval()
@@ -89,6 +97,11 @@ class ImitateMixersHook(Hook):
         finally:
             for handle in handles:
                 handle.remove()
+        if len(seen[0]) != len(seen[1]):
+            raise ValueError(
+                f'{len(seen[0])} token mixers of the teacher ran, and {len(seen[1])} affine ones: '
+                'the model is to run once for a loss'
+            )
         terms = []
         for (x, mixed), (u, affine) in zip(*seen):
             if mixed.shape != affine.shape:

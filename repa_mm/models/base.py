@@ -17,7 +17,13 @@ from repa_mm.models.surgery.idle import idle_channels
 from repa_mm.models.surgery.replace import replace
 from repa_mm.models.surgery.window_attention import swap_attention
 from repa_mm.models.surgery.windows import is_traced
-from repa_mm.reparam import CheckpointError, finish_schedules, has_deploy_form, reparameterize
+from repa_mm.reparam import (
+    CheckpointError,
+    check_state_dict,
+    finish_schedules,
+    has_deploy_form,
+    reparameterize,
+)
 
 
 class PatchPadding(AdaptivePadding):
@@ -110,12 +116,17 @@ class ReparamBackbone:
     """
 
     def _finish(self, deploy: bool) -> None:
-        """What follows on the last form: any image size, and the deploy form.
+        """What follows on the last form: any image size, frozen stages, checks, the deploy form.
 
         Args:
             deploy (bool): Whether to take the deploy form, for a reparameterized checkpoint.
         """
         replace(self, _padding_of_patches)
+        # What is new in a stage is frozen where its parent freezes the stage.
+        self.train()
+        # MMEngine loads non-strictly, with only a warning for what is missing; a backbone without
+        # the weights of its forms is never what was wanted.
+        self._register_load_state_dict_pre_hook(check_state_dict, with_module=True)
         if deploy:
             finish_schedules(self)
             self.switch_to_deploy()

@@ -4,9 +4,8 @@ from mmengine.registry import MODELS
 from mmpretrain.models import VisionTransformer
 
 from repa_mm.models.base import ReparamBackbone
-from repa_mm.models.surgery.experts import experts_ffn
+from repa_mm.models.surgery.experts import experts_ffn, fill_experts
 from repa_mm.models.surgery.idle import idle_channels
-from repa_mm.reparam import check_state_dict
 
 
 @MODELS.register_module()
@@ -16,6 +15,9 @@ class ExpertsVisionTransformer(ReparamBackbone, VisionTransformer):
     `Experts Weights Averaging <https://arxiv.org/abs/2308.06093>`_: see
     :mod:`repa_mm.reparam.experts`. Merged, it has, name by name, the weights of mmpretrain's
     ``VisionTransformer``, with the layer scale of the FFNs in their matrices.
+
+    The weights of an ordinary ViT, given as ``init_cfg``, fill every expert: the backbone then
+    begins as that ViT. Channel-idle experts are filled by a ``RePaVisionTransformer``.
 
     Args:
         *args, **kwargs: Those of mmpretrain's ``VisionTransformer``.
@@ -44,8 +46,22 @@ class ExpertsVisionTransformer(ReparamBackbone, VisionTransformer):
             idle_channels(self, idle_ratio, norm_cfg=ffn_norm_cfg)
         for layer in self.layers:
             layer.ffn = experts_ffn(layer, num_experts)
-        # MMEngine loads non-strictly, with only a warning for what is missing.
-        self._register_load_state_dict_pre_hook(check_state_dict, with_module=True)
-        if self.frozen_stages > 0:
-            self._freeze_stages()
         self._finish(deploy)
+
+    # Merged weights have the names of an ordinary ViT. Only where a training is to begin are they
+    # taken for one: elsewhere, weights in the wrong form are refused.
+    _fills = False
+
+    def init_weights(self) -> None:
+        """As :meth:`ReparamBackbone.init_weights`, also from a ViT without experts."""
+        self._fills = True
+        try:
+            super().init_weights()
+        finally:
+            self._fills = False
+
+    def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs):
+        if self._fills:
+            for name, layer in self.layers.named_children():
+                fill_experts(state_dict, f'{prefix}layers.{name}.ffn.', layer.ffn)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)

@@ -93,7 +93,6 @@ class ParallelSwinTransformer(ParallelBackbone, SwinStateDicts, SwinTransformer)
                 become(block.attn, ParallelShiftWindowMSA)
                 block.ffn = parallel_ffn(block, num_branches, ffn_norm_cfg)
         swap_attention(self)
-        self._freeze_stages()
 
     def _fill_branches(self, state_dict, prefix):
         for i, (stage, n) in enumerate(zip(self.stages, self.num_branches)):

@@ -13,7 +13,7 @@ from repa_mm.models.surgery.branches import (
     parallel_ffn,
 )
 from repa_mm.models.surgery.idle import idle_channels
-from repa_mm.reparam import CheckpointError, check_state_dict, has_deploy_form
+from repa_mm.reparam import CheckpointError, has_deploy_form
 
 
 def share_out(num_layers: int, num_branches: int, what: str) -> int:
@@ -66,8 +66,6 @@ class ParallelBackbone(ReparamBackbone):
         if idle_ratio is not None:
             idle_channels(self, idle_ratio, norm_cfg=ffn_norm_cfg)
         self._add_branches(ffn_norm_cfg)
-        # MMEngine loads non-strictly, with only a warning for what is missing.
-        self._register_load_state_dict_pre_hook(check_state_dict, with_module=True)
         self._finish(deploy)
 
     def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs):
@@ -113,8 +111,6 @@ class _ParallelViT(ParallelBackbone):
         for layer in self.layers:
             layer.attn = parallel_attention(layer.attn, self.num_branches)
             layer.ffn = parallel_ffn(layer, self.num_branches, ffn_norm_cfg)
-        if self.frozen_stages > 0:
-            self._freeze_stages()
 
     def _fill_branches(self, state_dict, prefix):
         layers, n = f'{prefix}layers.', self.num_branches

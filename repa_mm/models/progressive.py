@@ -9,7 +9,6 @@ from repa_mm.models.surgery.norms import progressive_activations as fade_activat
 from repa_mm.models.surgery.norms import progressive_norms
 from repa_mm.models.surgery.window_attention import swap_attention
 from repa_mm.models.swin import SwinStateDicts
-from repa_mm.reparam import check_state_dict
 
 
 class ProgressiveBackbone(ReparamBackbone):
@@ -46,10 +45,6 @@ class ProgressiveBackbone(ReparamBackbone):
         if progressive_activations:
             fade_activations(self)
         self._places = progressive_norms(self, bn_cfg)
-        # MMEngine loads non-strictly, with only a warning for what is missing.
-        self._register_load_state_dict_pre_hook(check_state_dict, with_module=True)
-        if getattr(self, 'frozen_stages', -1) > 0:
-            self._freeze_stages()
         self._finish(deploy)
 
     def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs):

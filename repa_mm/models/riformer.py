@@ -6,7 +6,7 @@ from mmpretrain.models.backbones.riformer import RIFormerBlock
 from torch import nn
 
 from repa_mm.models.base import ReparamBackbone, adapt_output_norms
-from repa_mm.reparam import NormedAffine, check_state_dict, has_deploy_form
+from repa_mm.reparam import NormedAffine, has_deploy_form
 
 
 @MODELS.register_module()
@@ -42,9 +42,6 @@ class AffineRIFormer(ReparamBackbone, RIFormer):
             # Under the name of the norm that both become.
             block.norm_reparam = form
             self._mixers.append(name)
-        # MMEngine loads non-strictly, with only a warning for what is missing.
-        self._register_load_state_dict_pre_hook(check_state_dict, with_module=True)
-        self._freeze_stages()
         self._finish(deploy)
 
     def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs):

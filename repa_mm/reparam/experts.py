@@ -19,7 +19,7 @@ from .depth import OrdinaryFFN
 from .ffn import ChannelIdleFFN, DropPath, FoldedFFN
 from .ffn.layers import build_activation, check_input
 from .forms import TrainingForm
-from .numerics import double, in_double, is_plain, rounded
+from .numerics import check_dropouts, check_linear, double, in_double, rounded
 
 
 class ExpertLinear(nn.Linear):
@@ -73,8 +73,7 @@ class ExpertLinear(nn.Linear):
             ValueError: If not.
         """
         for expert in self.experts:
-            if not is_plain(expert, nn.Linear):
-                raise ValueError(f'an expert is a {type(expert).__name__}, and not an nn.Linear')
+            check_linear(expert, 'an expert')
 
 
 class ExpertsFFN(TrainingForm):
@@ -146,6 +145,7 @@ class ExpertsFFN(TrainingForm):
         """
         self.fc1.check_mergeable()
         self.fc2.check_mergeable()
+        check_dropouts(self)
         with torch.device('meta'):
             merged = OrdinaryFFN(
                 self.embed_dims, self.feedforward_channels, copy.deepcopy(self.act)
@@ -222,7 +222,7 @@ def _shuffled(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def average_experts(model: nn.Module, rate: float) -> nn.Module:
-    """Move every expert of a model towards the mean of the others, in place.
+    """Move every expert of a model that is not frozen towards the mean of the others, in place.
 
     Args:
         model (nn.Module): A model with experts.
@@ -240,5 +240,6 @@ def average_experts(model: nn.Module, rate: float) -> nn.Module:
     if not found:
         raise ValueError(f'{type(model).__name__} has no experts to average')
     for module in found:
-        module.share(rate)
+        if any(p.requires_grad for p in module.parameters()):
+            module.share(rate)
     return model

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from .autograd import kept_statistics
 from .ffn.layers import build_norm
 from .forms import DeployForm, TrainingForm
-from .numerics import batch_norm_affine, double, is_plain, rounded
+from .numerics import batch_norm_affine, check_linear, double, is_batch_norm, rounded
 from .schedule import Scheduled, set_lam
 
 
@@ -28,14 +28,16 @@ class RepBN(nn.Module):
         norm_cfg (dict): 'BN' or 'SyncBN', and its arguments. Defaults to ``dict(type='BN')``.
 
     Raises:
-        ValueError: If ``norm_cfg`` is of another norm.
+        ValueError: If ``norm_cfg`` is of another norm, or of one without running statistics.
     """
 
     def __init__(self, num_features: int, norm_cfg: dict = dict(type='BN')) -> None:
         super().__init__()
         self.bn = build_norm(norm_cfg, num_features)
-        if not hasattr(self.bn, 'running_mean'):
-            raise ValueError(f"RepBN takes 'BN' or 'SyncBN', but got {norm_cfg.get('type')!r}")
+        if getattr(self.bn, 'running_mean', None) is None:
+            raise ValueError(
+                f"RepBN takes 'BN' or 'SyncBN', with running statistics, but got {norm_cfg!r}"
+            )
         self.eta = nn.Parameter(torch.ones(1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -47,9 +49,9 @@ class RepBN(nn.Module):
         """S and t, each (C, ) in float64, of the map s x + t that it is in eval mode.
 
         Raises:
-            ValueError: If the BatchNorm has no running statistics.
+            ValueError: If the BatchNorm has no running statistics, or is something else.
         """
-        if type(self.bn).forward not in (nn.BatchNorm1d.forward, nn.SyncBatchNorm.forward):
+        if not is_batch_norm(self.bn):
             raise ValueError(f'its BatchNorm is a {type(self.bn).__name__}, which does not merge')
         eta = double(self.eta)
         s, t = batch_norm_affine(self.bn, eta.expand(1, self.bn.num_features))
@@ -162,11 +164,7 @@ class NormedLinear(TrainingForm):
                 torch's.
         """
         linear = self.linear
-        if not is_plain(linear, nn.Linear):
-            raise ValueError(
-                f'its linear layer is a {type(linear).__name__}, and not an nn.Linear: an adapter '
-                'is to be merged into the layer first'
-            )
+        check_linear(linear, 'its linear layer')
         s, t = self.norm.affine()
         weight = double(linear.weight)
         own = weight.new_zeros(len(weight)) if linear.bias is None else double(linear.bias)

@@ -71,3 +71,18 @@ def check_state_dict(model: nn.Module, state_dict: dict, prefix: str = '', *args
                     'differ in architecture'
                 )
             found.add(name)
+    # Blocks that only the checkpoint has, of a deeper model in whose other blocks all is found.
+    lists = {
+        f'{prefix}{name}.': module
+        for name, module in model.named_modules()
+        if isinstance(module, (nn.ModuleList, nn.Sequential))
+        and any(isinstance(m, Form) for m in module.modules())
+    }
+    for key in state_dict:
+        for start, blocks in lists.items():
+            number = key[len(start) :].partition('.')[0]
+            if key.startswith(start) and number.isdigit() and int(number) >= len(blocks):
+                raise CheckpointError(
+                    f'the checkpoint has {start}{number} and the model {len(blocks)} of these '
+                    'blocks: they differ in architecture'
+                )

@@ -284,6 +284,12 @@ def test_imitation(tmp_path):
         teacher=dict(type='ToyTeacher', blocks=3),
         checkpoint=str(tmp_path / 'three.pth'),
     )
+    # Of the blocks of a deeper teacher it would be the first ones.
+    refused(
+        CheckpointError,
+        'is not of the teacher: it has .*of a deeper model',
+        checkpoint=str(tmp_path / 'three.pth'),
+    )
     torch.save(ToyTeacher(2, 4).state_dict(), tmp_path / 'narrow.pth')
     refused(
         ValueError,
@@ -291,6 +297,52 @@ def test_imitation(tmp_path):
         teacher=dict(type='ToyTeacher', channels=4),
         checkpoint=str(tmp_path / 'narrow.pth'),
     )
+
+
+def test_imitation_goes_on_after_an_interruption(tmp_path):
+    path = str(tmp_path / 'teacher.pth')
+    torch.save(ToyTeacher().state_dict(), path)
+
+    class Interrupt(Hook):
+        priority = 'VERY_LOW'
+        done = False
+
+        def before_train_iter(self, runner, batch_idx, data_batch=None):
+            if not self.done and runner.iter == 1:
+                self.done = True
+                raise KeyboardInterrupt
+
+    hook = dict(type='ImitateMixersHook', teacher=dict(type='ToyTeacher'), checkpoint=path)
+    runner = make_runner(tmp_path, [hook, Interrupt()], model=dict(type='ToyStudent'))
+    with pytest.raises(KeyboardInterrupt):
+        runner.train()
+    runner.train_loop.run()
+    assert 'loss' not in vars(runner.model)
+
+
+def test_a_student_that_runs_twice_is_refused(tmp_path):
+    path = str(tmp_path / 'teacher.pth')
+    torch.save(ToyTeacher().state_dict(), path)
+    hook = dict(type='ImitateMixersHook', teacher=dict(type='ToyTeacher'), checkpoint=path)
+    runner = make_runner(tmp_path, [hook], model=dict(type='ToyStudent'))
+
+    def twice(module, args):
+        module.forward(*args)
+
+    runner.model.backbone.register_forward_pre_hook(twice)
+    with pytest.raises(ValueError, match='2 token mixers of the teacher ran, and 4 affine ones'):
+        runner.train()
+
+
+def test_frozen_experts_stay(tmp_path):
+    runner = runner_of(tmp_path, [dict(type='AverageExpertsHook', rate=0.5)])
+    frozen, trained = runner.model.backbone[5], runner.model.backbone[6]
+    frozen.requires_grad_(False)
+    before = [copy.deepcopy(m.state_dict()) for m in (frozen, trained)]
+    runner.train()
+    assert all(torch.equal(value, before[0][key]) for key, value in frozen.state_dict().items())
+    key = 'fc1.experts.0.weight'
+    assert not torch.equal(trained.state_dict()[key], before[1][key])
 
 
 def test_bad_input(tmp_path):

@@ -5,8 +5,8 @@ import torch
 from mmengine.runner.checkpoint import load_state_dict
 from mmpretrain.models import PoolFormer, RIFormer, VisionTransformer
 
-from repa_mm.models import AffineRIFormer, ExpertsVisionTransformer
-from repa_mm.reparam import CheckpointError, MergedFFN, NormedAffine, reparameterize
+from repa_mm.models import AffineRIFormer, ExpertsVisionTransformer, RePaVisionTransformer
+from repa_mm.reparam import CheckpointError, ExpertLinear, MergedFFN, NormedAffine, reparameterize
 
 VIT = dict(
     arch=dict(embed_dims=16, num_layers=2, num_heads=2, feedforward_channels=40),
@@ -77,6 +77,53 @@ def test_weights_of_riformer_and_poolformer_load(randomize, relative_error):
     load_state_dict(model, pool.state_dict(), strict=True)
     for key in ('network.0.0.mlp.fc1.weight', 'network.4.1.norm2.weight'):
         assert torch.equal(model.state_dict()[key], pool.state_dict()[key])
+    deeper = dict(POOL, arch=dict(POOL['arch'], layers=[1, 1, 3, 1]))
+    with pytest.raises(CheckpointError, match='has network.4.2 and the model 2 of these blocks'):
+        load_state_dict(model, PoolFormer(**deeper).state_dict())
+
+
+@pytest.mark.parametrize('layer_scale', [0.0, 0.1])
+@pytest.mark.parametrize('start', ['ordinary', 'scaled', 'idle'])
+def test_begins_as_an_ordinary_vit(start, layer_scale, randomize, relative_error, tmp_path):
+    kwargs = dict(VIT, num_experts=3, layer_scale_init_value=layer_scale)
+    if start == 'idle':
+        kwargs['idle_ratio'] = 0.5
+        ordinary = RePaVisionTransformer(**VIT, idle_ratio=0.5, layer_scale_init_value=layer_scale)
+    else:
+        ordinary = VisionTransformer(**VIT, layer_scale_init_value=0.1 * (start == 'scaled'))
+    scattered(ordinary, randomize)
+    if start == 'scaled':
+        for layer in ordinary.layers:  # which the attention would miss without layer scale
+            torch.nn.init.ones_(layer.attn.gamma1.weight)
+            torch.nn.init.uniform_(layer.ffn.gamma2.weight, 0.3, 1.5)
+    path = str(tmp_path / 'vit.pth')
+    weights = {f'backbone.{key}': value for key, value in ordinary.state_dict().items()}
+    torch.save(dict(state_dict=weights), path)
+    init_cfg = dict(type='Pretrained', checkpoint=path, prefix='backbone.')
+    model = ExpertsVisionTransformer(**kwargs, init_cfg=init_cfg)
+    model.init_weights()
+    if start == 'ordinary' and layer_scale:
+        for layer in model.layers:
+            torch.nn.init.ones_(layer.attn.gamma1.weight)
+    model.eval()
+    x = torch.randn(2, 3, 32, 32)
+    check_same(model(x), ordinary(x), relative_error)
+    check_same(reparameterize(model)(x), ordinary(x), relative_error)
+    for m in model.modules():
+        if isinstance(m, ExpertLinear):
+            assert len(m.experts) == 3
+            assert torch.equal(m.experts[0].weight, m.experts[2].weight)
+    # A training that goes on, or a test, has weights of experts.
+    if start != 'idle':
+        with pytest.raises(CheckpointError, match='reparameterized|another architecture'):
+            ExpertsVisionTransformer(**kwargs).load_state_dict(ordinary.state_dict())
+
+
+def test_a_frozen_stage_computes_with_the_mean():
+    model = ExpertsVisionTransformer(**VIT, num_experts=2, frozen_stages=1).train()
+    x = torch.randn(2, 17, 16)
+    first, second = model.layers[0].ffn, model.layers[1].ffn
+    assert torch.equal(first(x), first(x)) and not torch.equal(second(x), second(x))
 
 
 @pytest.mark.parametrize(

@@ -176,6 +176,30 @@ def test_checkpoints_that_do_not_fit(kind):
             load_state_dict(built, weights, strict=False)
 
 
+@pytest.mark.parametrize('kind', KINDS)
+def test_a_deeper_ordinary_backbone_is_refused(kind):
+    """Its first blocks would fit, and MMEngine drops the others with a warning."""
+    make, ordinary, args = KINDS[kind]
+    arch = dict(args['arch'])
+    arch.update(dict(num_layers=3) if kind == 'vit' else dict(depths=[2, 2, 6, 2]))
+    weights = ordinary(**dict(args, arch=arch)).state_dict()
+    name = 'layers.2' if kind == 'vit' else 'stages.2.blocks.2'
+    with pytest.raises(CheckpointError, match=f'has {name} and the model 2 of these blocks'):
+        load_state_dict(make(**args), weights, strict=False)
+
+
+@pytest.mark.parametrize('stages', [0, 1])
+def test_frozen_stages(stages):
+    """From the start, so that DistributedDataParallel knows of it."""
+    model = ProgressiveSwinTransformer(**SWIN, frozen_stages=stages)
+    frozen = {n for n, p in model.named_parameters() if not p.requires_grad}
+    expected = {n for n, _ in model.named_parameters() if n.startswith('stages.0.')}
+    assert expected <= frozen and any('.rep.eta' in n for n in frozen)
+    before = {k: v.clone() for k, v in model.stages[0].named_buffers()}
+    model.train()(torch.randn(2, 3, 64, 64))
+    assert all(torch.equal(v, before[k]) for k, v in model.stages[0].named_buffers())
+
+
 def test_bad_input():
     with pytest.raises(ValueError, match='has no channel-idle FFN'):
         ProgressiveVisionTransformer(**VIT, progressive_activations=True)

@@ -184,6 +184,12 @@ def test_what_the_merge_does_not_know_is_refused():
         form.fc1.experts[1] = Adapter(8, 16)
         with pytest.raises(ValueError, match='an expert is a Adapter'):
             form.merge()
+    for kind in (ExpertsFFN, ExpertsIdleFFN):
+        for name in ('drop', 'dropout_layer'):
+            form = kind(8, 16, 2)
+            setattr(form, name, nn.Tanh())
+            with pytest.raises(ValueError, match=f'its {name} is a Tanh'):
+                form.merge()
     form = NormedAffine(8)
     form.norm = nn.InstanceNorm2d(8, affine=True)
     with pytest.raises(ValueError, match='its parts are a InstanceNorm2d'):

@@ -127,6 +127,42 @@ def test_a_step_gives_every_parameter_a_gradient(name, lam, scattered):
         assert free or moves != off, key
 
 
+@pytest.mark.parametrize('kwargs', [dict(affine=False), dict(momentum=None), {}])
+def test_merges_with_other_batch_norms(kwargs, scattered, relative_error):
+    """Also where a channel is constant."""
+    form = NormedLinear(ProgressiveNorm(16, dict(type='BN', **kwargs)), nn.Linear(16, 24))
+    finish_schedules(scattered(form)).double().train()
+    x = torch.randn(4, 9, 16, dtype=torch.double)
+    x[..., 3] = 2.5
+    for _ in range(3):
+        form(x)
+    form.norm.rep.bn.running_var[3] = 0
+    form.eval()
+    assert relative_error(form.merge()(x), form(x)) < 1e-12
+    form.norm.rep.bn.eps = 0
+    with pytest.raises(ValueError, match='eps=0 and channels of variance 0'):
+        form.merge()
+
+
+def test_mmcvs_synchronized_norms_merge(scattered, relative_error):
+    """They do not derive from torch's."""
+
+    class SyncBatchNorm(nn.Module):
+        __module__ = 'mmcv.ops.sync_bn'
+
+        def __init__(self, bn):
+            super().__init__()
+            self.__dict__.update(copy.deepcopy(bn).__dict__)
+
+        def forward(self, x):
+            return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias)
+
+    form = finish_schedules(scattered(FORMS['linear']())).eval()
+    form.norm.rep.bn = SyncBatchNorm(form.norm.rep.bn)
+    x = torch.randn(2, 9, 16)
+    assert relative_error(form.merge()(x), form(x)) < 1e-6
+
+
 @pytest.mark.parametrize('name', FORMS)
 def test_merging_too_early_is_refused(name, scattered):
     form = scattered(FORMS[name]())
@@ -179,8 +215,9 @@ def test_bad_input():
         decay_layer_norms(nn.Linear(2, 2), 0)
     with pytest.raises(ValueError, match='no progressive channel-idle FFN'):
         decay_activations(norm, 0)
-    with pytest.raises(ValueError, match="RepBN takes 'BN' or 'SyncBN', but got 'LN'"):
-        ProgressiveNorm(8, dict(type='LN'))
+    for norm_cfg in (dict(type='LN'), dict(type='BN', track_running_stats=False)):
+        with pytest.raises(ValueError, match="takes 'BN' or 'SyncBN', with running statistics"):
+            ProgressiveNorm(8, norm_cfg)
     decay_layer_norms(norm, 0).rep.bn.running_mean = None
     with pytest.raises(ValueError, match='without running statistics'):
         norm.merge()

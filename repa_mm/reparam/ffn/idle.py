@@ -13,7 +13,7 @@ import torch.nn as nn
 
 from ..autograd import kept_statistics
 from ..forms import TrainingForm
-from ..numerics import batch_norm_affine, double, rounded
+from ..numerics import batch_norm_affine, check_dropouts, double, is_batch_norm, rounded
 from .folded import choose_path, folded_forward
 from .layers import (
     KEPT_NORMS,
@@ -25,8 +25,6 @@ from .layers import (
 )
 from .merged import MergedFFN
 from .weights import FoldedFFN, explain, fold, form_of, stack
-
-_BATCH_NORMS = nn.BatchNorm1d, nn.SyncBatchNorm, nn.Identity
 
 
 def _computes_as(module: nn.Module, kinds: tuple) -> bool:
@@ -175,22 +173,13 @@ class ChannelIdleFFN(TrainingForm):
                     f'its {name} is a {type(layer).__name__}, and not an nn.Linear: an adapter is '
                     'to be merged into the layer first'
                 )
-        for name, known in (('norm1', (*_BATCH_NORMS, *KEPT_NORMS)), ('norm2', _BATCH_NORMS)):
+        for name, others in (('norm1', (nn.Identity, *KEPT_NORMS)), ('norm2', (nn.Identity,))):
             norm = getattr(self, name)
-            # mmcv's SyncBatchNorm derives from nn.Module alone.
-            is_of_mmcv = type(norm).__module__.startswith('mmcv.ops.sync_bn')
-            if not (is_of_mmcv or _computes_as(norm, known)):
+            if not (is_batch_norm(norm) or _computes_as(norm, others)):
                 raise ValueError(
                     f'its {name} is a {type(norm).__name__}, which is none of the norms that merge'
                 )
-        for name in ('drop', 'dropout_layer'):
-            layer = getattr(self, name)
-            # By name: mmcv and timm have a DropPath each.
-            if type(layer).__name__ not in ('Dropout', 'DropPath', 'Identity'):
-                raise ValueError(
-                    f'its {name} is a {type(layer).__name__}, and not a dropout, which the merge '
-                    'leaves out'
-                )
+        check_dropouts(self)
         w_in, w_out = double(self.fc1.weight), double(self.fc2.weight)
         return fold(
             w_in,

@@ -12,7 +12,7 @@ import torch
 import torch.nn as nn
 
 from ..autograd import kept_statistics
-from ..numerics import in_double, is_plain
+from ..numerics import check_linear, in_double
 from ..schedule import Scheduled, set_lam
 from .idle import ChannelIdleFFN
 from .layers import check_input
@@ -65,6 +65,7 @@ class ProgressiveIdleFFN(Scheduled, ChannelIdleFFN):
         """Let idle channels start with an activation: what a channel-idle FFN lacks of this one."""
         self.fc1 = _AffineRows(self.fc1, self.num_idle)
         self._add_lam()
+        self.lam = self.lam.to(self.fc1.slope.device)
 
     def forward(self, x: torch.Tensor, identity: torch.Tensor | None = None) -> torch.Tensor:
         """As :meth:`ChannelIdleFFN.forward`."""
@@ -90,8 +91,7 @@ class ProgressiveIdleFFN(Scheduled, ChannelIdleFFN):
             ValueError: As there; or if lambda is not 0.
         """
         self.check_finished()
-        if not is_plain(self.fc1.linear, nn.Linear):
-            raise ValueError(f'its fc1 is a {type(self.fc1.linear).__name__}, and not an nn.Linear')
+        check_linear(self.fc1.linear, 'its fc1')
         # In float64 the affine rows are not rounded before they are folded.
         return super(ProgressiveIdleFFN, in_double(self)).fold()
 
