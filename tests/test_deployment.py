@@ -217,7 +217,7 @@ def test_bad_requests(randomize, tmp_path):
         export(model, str(out), (64, 64), tolerance=-1)
     # Position embeddings are not resized in what is traced at their own size.
     model = deploy_form('RePaVisionTransformer', randomize)
-    with pytest.raises(ValueError, match='does not take images of other'):
+    with pytest.raises(ValueError, match='of other sizes, since it was traced with 64x64'):
         export(model, str(out), (64, 64), dynamic=True)
     with pytest.raises(OSError, match='cannot write'):
         export(model, '/proc/none/model.pt')

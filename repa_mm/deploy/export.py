@@ -179,8 +179,15 @@ def _checked_error(
     try:
         error = largest_error(model, exported, shapes)
     except Exception as failure:  # each format has its own
+        made_for, example = getattr(model, 'img_size', None), tuple(shapes[0][2:])
+        hint = ''
+        if isinstance(made_for, (tuple, list)) and tuple(made_for) == example:
+            hint = (
+                f', since it was traced with {example[0]}x{example[1]}, the size that it is made '
+                'for, at which position embeddings are not resized (give another example)'
+            )
         raise ValueError(
-            f'the model as {FORMATS[suffix]} does not take images of other sizes: '
+            f'the model as {FORMATS[suffix]} does not take images of other sizes{hint}: '
             f'{str(failure)[:200]}'
         ) from failure
     if not error <= tolerance:
