@@ -174,3 +174,26 @@ def test_quantized_files_are_no_checkpoints(exported, tmp_path, run_tool):  # no
     file.write_text('<net/>')
     with pytest.raises(SystemExit, match='error: .*model.xml'):
         run_tool('test.py', config, file)
+
+
+def test_quantized_for_one_shape(exported, photos, tmp_path, run_tool, monkeypatch):  # noqa: F811
+    """Whatever the size of the images to calibrate on; all outputs come from one call."""
+    openvino = pytest.importorskip('openvino')
+    pytest.importorskip('nncf')
+    from repa_mm.deploy.session import Session
+
+    config, checkpoint, _, _ = exported('retinanet')
+    out = tmp_path / 'model.xml'
+    args = ('--images', photos, '--num-images', 4, '--max-error', 1)
+    run_tool('quantize.py', config, checkpoint, out, *args, '--shape', 96, 160, '--batch', 2)
+    quantized = Session(str(out))
+    assert quantized.shape == [2, 3, 96, 160]
+    calls, call = [], openvino.CompiledModel.__call__
+    monkeypatch.setattr(
+        openvino.CompiledModel, '__call__', lambda *args: calls.append(args) or call(*args)
+    )
+    found = quantized(np.zeros((2, 3, 96, 160), np.float32))
+    assert set(found) == {'boxes', 'scores', 'labels'} and len(calls) == 1
+    assert found['boxes'].shape[::2] == (2, 4) and found['labels'].dtype.kind == 'i'
+    with pytest.raises(ValueError, match='was exported for images of shape'):
+        quantized(np.zeros((1, 3, 96, 160), np.float32))
