@@ -270,6 +270,10 @@ def test_wrapped_models_and_other_types(case, randomize, relative_error):
         assert {p.dtype for p in converted.parameters()} == {torch.bfloat16}
         for row, known in zip(rows.blocks, report.blocks):
             assert row.unexplained == pytest.approx(known.unexplained, rel=0.3, abs=0.02)
+    with torch.inference_mode():
+        converted, _ = repa_mm.convert_pretrained(model, images(), forward=forward_of(model))
+    converted.train()
+    sum(v.square().mean() for v in outputs(converted, x[0])).backward()
 
 
 @pytest.mark.parametrize('norm', ['keep', 'fold'])

@@ -13,7 +13,7 @@ from mmengine.registry import MODELS
 
 import repa_mm
 from repa_mm.models.surgery.pretrained import ConversionReport
-from repa_mm.reparam import has_training_form
+from repa_mm.reparam import CheckpointError, has_training_form
 from repa_mm.runtime import (
     init_model,
     load_config,
@@ -21,6 +21,7 @@ from repa_mm.runtime import (
     runner_for_testing,
     runner_for_training,
 )
+from repa_mm.runtime.distillation import distill_checkpoint
 from repa_mm.runtime.pretrained import convert_checkpoint
 
 from .conftest import TASKS
@@ -197,6 +198,17 @@ def test_a_classifier_whose_normalization_is_beside_the_model(in_digits, call):
     runner = runner_for_training(str(in_digits / 'idle_distill.py'), str(in_digits / 'work'))
     for found in (model, runner.model):
         assert found.data_preprocessor.mean.flatten().tolist() == mean
+    # Steps that are far too large: what was fitted stays.
+    wild = in_digits / 'wild.py'
+    wild.write_text(
+        "_base_ = 'idle_distill.py'\n"
+        'optim_wrapper = dict(optimizer=dict(lr=1e20))\n'
+        "param_scheduler = [dict(type='ConstantLR', factor=1.0, by_epoch=False)]\n"
+    )
+    before = out.read_bytes()
+    with pytest.raises(CheckpointError, match='distillation has failed.*not finite'):
+        distill_checkpoint(str(wild), str(out))
+    assert out.read_bytes() == before
 
 
 def test_bad_input_leaves_nothing(in_digits, call):

@@ -53,6 +53,7 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument('--task', choices=list(METRICS), default='retinanet')
     parser.add_argument('--seeds', type=int, nargs='*', default=[0, 1, 2])
+    parser.add_argument('--vanilla', help='a vanilla checkpoint, instead of training one')
     parser.add_argument('--epochs', type=int, help="of the trainings (default: the config's own)")
     parser.add_argument('--work-dir', default='work_dirs/demo_accuracy')
     parser.add_argument('--ratios', type=float, nargs='*', default=[0.75, 0.5])
@@ -116,7 +117,10 @@ class Seed:
         settings = dict(
             epochs=args.epochs, num_images=args.num_images, cfg_options=args.cfg_options or {}
         )
-        self.found: dict = dict(task=args.task, seed=seed, settings=settings, rows={}, files={})
+        files = {}
+        if args.vanilla:
+            settings['vanilla'] = files['vanilla'] = osp.abspath(args.vanilla)
+        self.found: dict = dict(task=args.task, seed=seed, settings=settings, rows={}, files=files)
         if osp.isfile(self.path):
             with open(self.path, encoding='utf-8') as file:
                 self.found = json.load(file)

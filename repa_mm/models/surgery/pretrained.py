@@ -138,6 +138,7 @@ class _Probe(nn.Module):
         return self.output
 
 
+@torch.inference_mode(False)
 @torch.no_grad()
 def convert_pretrained(
     model: nn.Module,
