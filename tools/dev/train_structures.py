@@ -44,10 +44,10 @@ FROM_TEACHER, IMITATING = 'RIFormer from the PoolFormer', 'the same, which imita
 VIT = dict(img_size=8, patch_size=2, in_channels=1, out_type='avg_featmap', final_norm=False)
 POOL = dict(
     in_patch_size=3,
-    in_stride=1,
+    in_stride=2,
     in_pad=1,
     arch=dict(
-        layers=[3, 3, 3, 3],
+        layers=[3, 3, 1, 1],
         embed_dims=[24, 28, 30, 32],
         mlp_ratios=[2, 2, 2, 2],
         layer_scale_init_value=0.1,
@@ -165,8 +165,10 @@ def train(
                 imitation.before_train(runner)
     model.train()
     parameters = [*model.parameters()]
-    optimizer = torch.optim.AdamW(parameters, 2e-3, weight_decay=0.05)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, args.iterations, pct_start=0.1)
+    optimizer = torch.optim.AdamW(parameters, args.lr, weight_decay=0.05)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, args.lr, args.iterations, pct_start=0.1
+    )
     images, labels, test_images, test_labels = load()
     channels = 3 if args.table == 'mixers' else 1  # PoolFormers take images in color
     for i in range(args.iterations):
@@ -202,6 +204,7 @@ def main() -> None:
     parser.add_argument('--seeds', type=int, nargs='+', default=[0, 1, 2])
     parser.add_argument('--iterations', type=int, default=500)
     parser.add_argument('--width', type=int, default=32)
+    parser.add_argument('--lr', type=float, default=2e-3, help='the highest learning rate')
     parser.add_argument('--rate', type=float, default=0.01, help='of averaging experts')
     parser.add_argument('--shift', action='store_true', help='move images by up to one pixel')
     parser.add_argument('--models', nargs='+', help='names of some models of the table')
