@@ -12,7 +12,7 @@ from repa_mm.version import __version__
 
 __all__ = [
     'ChannelIdleFFN', 'MergedFFN', '__version__', 'config_path', 'convert_pretrained',
-    'fast_window_attention', 'idle_channels', 'reparameterize',
+    'fast_window_attention', 'idle_channels', 'reduce_tokens', 'reparameterize',
 ]  # fmt: skip
 
 if find_spec('mmengine') or find_spec('mmcv'):
@@ -30,7 +30,7 @@ if find_spec('mmengine') or find_spec('mmcv'):
 
 def __getattr__(name: str):
     # Not imported above, since repa_mm.models imports mmpretrain's models: see repa_mm.registry.
-    if name in ('convert_pretrained', 'fast_window_attention', 'idle_channels'):
+    if name in ('convert_pretrained', 'fast_window_attention', 'idle_channels', 'reduce_tokens'):
         from repa_mm import models
 
         return getattr(models, name)

@@ -13,6 +13,7 @@ from repa_mm.models.progressive import ProgressiveSwinTransformer, ProgressiveVi
 from repa_mm.models.riformer import AffineRIFormer
 from repa_mm.models.surgery.idle import idle_channels, linear_idle_ratios
 from repa_mm.models.surgery.pretrained import convert_pretrained
+from repa_mm.models.surgery.tokens import reduce_tokens
 from repa_mm.models.surgery.window_attention import fast_window_attention
 from repa_mm.models.swin import FastSwinTransformer, RePaSwinTransformer
 from repa_mm.models.vit import RePaVisionTransformer
@@ -39,4 +40,5 @@ __all__ = [
     'fast_window_attention',
     'idle_channels',
     'linear_idle_ratios',
+    'reduce_tokens',
 ]

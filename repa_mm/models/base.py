@@ -15,6 +15,7 @@ from mmengine.utils.dl_utils.parrots_wrapper import _BatchNorm
 from repa_mm.checkpoints import check_pretrained
 from repa_mm.models.surgery.idle import idle_channels
 from repa_mm.models.surgery.replace import replace
+from repa_mm.models.surgery.tokens import reduce_tokens
 from repa_mm.models.surgery.window_attention import swap_attention
 from repa_mm.models.surgery.windows import is_traced
 from repa_mm.reparam import (
@@ -184,6 +185,8 @@ class RePaBackbone(ReparamBackbone):
         ffn_norm_cfg (dict): Norm of the FFNs: 'BN', 'SyncBN', 'LN' or 'keep', see
             :func:`~repa_mm.models.idle_channels`. Defaults to ``dict(type='BN')``.
         deploy (bool): Build the deploy form, for a reparameterized checkpoint. Defaults to False.
+        keep_tokens (float | Sequence): Share of the windows or patches that blocks compute in
+            full in eval mode, see :func:`~repa_mm.reduce_tokens`. Defaults to 1.
     """
 
     def __init__(
@@ -193,8 +196,11 @@ class RePaBackbone(ReparamBackbone):
         idle_schedule: str = 'constant',
         ffn_norm_cfg: dict = dict(type='BN'),
         deploy: bool = False,
+        keep_tokens: float | Sequence[float] = 1.0,
         **kwargs,
     ) -> None:
         super().__init__(*args, **kwargs)
         idle_channels(self, idle_ratio, idle_schedule, ffn_norm_cfg)
+        if keep_tokens != 1:
+            reduce_tokens(self, keep_tokens, inplace=True)
         self._finish(deploy)

@@ -79,6 +79,7 @@ def build_idle_backbone(
     deploy: bool = False,
     init_cfg: dict | None = None,
     pretrained: str | None = None,
+    keep_tokens: float | list[float] = 1.0,
 ) -> nn.Module:
     """Build a backbone from its config, with channel-idle FFNs in place of its FFNs.
 
@@ -106,6 +107,8 @@ def build_idle_backbone(
             ``init_cfg`` has those of the vanilla one and is not used; a warning says so.
         pretrained (str, optional): Weights of the vanilla backbone, which MMSegmentation's models
             hand on to their backbones. They are not used either.
+        keep_tokens (float | list): Share of the windows or patches that blocks compute in
+            full in eval mode, see :func:`~repa_mm.reduce_tokens`. Defaults to 1.
 
     Returns:
         nn.Module: The backbone.
@@ -134,6 +137,7 @@ def build_idle_backbone(
         idle_schedule=idle_schedule,
         ffn_norm_cfg=norm_cfg,
         deploy=deploy,
+        keep_tokens=keep_tokens,
         init_cfg=init_cfg,
     )
     model.freezes_statistics = norm_eval

@@ -55,7 +55,10 @@ def reparameterize_checkpoint(
     check_output(out, config, checkpoint)
     if not 0 < tolerance < float('inf'):
         raise ValueError(f'the tolerance must be positive, but is {tolerance}')
-    model, meta = model_and_meta(config, checkpoint)
+    cfg = load_config(config)
+    if isinstance(cfg.model.get('backbone'), dict):  # what is compared is the merge alone
+        cfg.model.backbone.pop('keep_tokens', None)
+    model, meta = model_and_meta(cfg, checkpoint)
     if has_deploy_form(model):
         raise CheckpointError(f'{checkpoint!r} is reparameterized already')
     try:

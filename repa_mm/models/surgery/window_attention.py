@@ -154,6 +154,25 @@ class FastShiftWindowMSA(ShiftWindowMSA):
             torch.Tensor: Of the shape of ``query``.
         """
         height, width = hw_shape
+        shift = self.shift_of(query, hw_shape)
+        w_msa = self.w_msa
+        if w_msa.training and w_msa.attn_drop.p or type(query) is not torch.Tensor or is_traced():
+            x = self._forward_traceable(query, height, width, shift)
+        else:
+            x = self._forward_eager(query, height, width, shift)
+        return self.drop(w_msa.proj_drop(x))
+
+    def shift_of(self, query: torch.Tensor, hw_shape: Sequence[int]):
+        """How far the windows of a map are shifted; a tensor or a symbol if a graph decides.
+
+        Args:
+            query (torch.Tensor): As for :meth:`forward`.
+            hw_shape (Sequence[int]): Likewise.
+
+        Raises:
+            AssertionError: If the tokens are not those of the map, or the map is too small.
+        """
+        height, width = hw_shape
         # Raised, as `python -OO` removes assertions; of the type that the parent's have.
         if query.shape[1] != height * width:
             raise AssertionError(
@@ -174,12 +193,7 @@ class FastShiftWindowMSA(ShiftWindowMSA):
                 shift = shift * torch.sym_min(torch.sym_min(height, width) - self.window_size, 1)
             elif min(height, width) == self.window_size:
                 shift = 0
-        w_msa = self.w_msa
-        if w_msa.training and w_msa.attn_drop.p or type(query) is not torch.Tensor or is_traced():
-            x = self._forward_traceable(query, height, width, shift)
-        else:
-            x = self._forward_eager(query, height, width, shift)
-        return self.drop(w_msa.proj_drop(x))
+        return shift
 
     def _qkv(self, windows: torch.Tensor, padded: torch.Tensor | None) -> torch.Tensor:
         """Queries, keys and values of windows (n, N, C), whose rows ``padded`` marks as padding."""
@@ -325,7 +339,7 @@ def _padding(merging: nn.Module) -> nn.Module | None:
     return getattr(merging, 'adaptive_padding', None) or getattr(merging, 'adap_padding', None)
 
 
-def _fast_class(module: nn.Module) -> type | None:
+def fast_class(module: nn.Module) -> type | None:
     """The fast class of a stock module, None if it has none."""
 
     # By name, as MMDetection and MMSegmentation have copies of their own; exactly, as a subclass
@@ -344,7 +358,7 @@ def _fast_class(module: nn.Module) -> type | None:
 
 def swap_attention(model: nn.Module) -> None:
     """As :func:`fast_window_attention`, without an error if there is nothing to replace."""
-    replace(model, _fast_class)
+    replace(model, fast_class)
 
 
 def fast_window_attention(model: nn.Module) -> nn.Module:
