@@ -269,7 +269,7 @@ def test_equal_patches_are_exact(randomize, relative_error):
         assert (relative_error(layer(x), expected) < 1e-5) is equal
 
 
-@pytest.mark.parametrize('keep', [0, -0.5, 1.01, float('nan'), True, '0.5', None])
+@pytest.mark.parametrize('keep', [0, -0.5, 1.01, float('nan'), True, '0.5', None, [0.5, 0, 1]])
 def test_shares_that_are_none(keep):
     with pytest.raises(ValueError, match='above 0 and at most 1, but is'):
         reduce_tokens(SwinTransformer(**SWIN), keep)
@@ -281,19 +281,31 @@ def test_models_without_such_blocks():
         reduce_tokens(PoolFormer(arch), 0.5)
 
 
-@pytest.mark.parametrize('suffix', ['.onnx', '.pt', '.pt2'])
+@pytest.mark.parametrize('suffix', ['.onnx', '.pt', pytest.param('.pt2', marks=pytest.mark.slow)])
 @pytest.mark.parametrize('kind', KINDS)
 def test_exported(kind, suffix, randomize, tmp_path):
-    """Of any size and batch."""
+    """Of any size and batch, but for programs of torch.export."""
     if suffix == '.onnx':
         pytest.importorskip('onnxruntime')
     if suffix == '.pt2' and not hasattr(torch.export.Dim, 'AUTO'):
         pytest.skip('torch.export of dynamic sizes came with torch 2.6')
     model = reduce_tokens(repa_mm.reparameterize(build(kind, randomize)), 0.6)
-    assert export(model, str(tmp_path / f'model{suffix}'), (128, 160), dynamic=True) < 1e-4
+    assert export(model, str(tmp_path / f'model{suffix}'), (128, 160), suffix != '.pt2') < 1e-4
 
 
 def test_reduced_blocks_have_no_state():
     block = reduce_tokens(SwinBlock(16, 2, 5), 0.5)
     assert type(block) is ReducedSwinBlock
     torch.save(block, io.BytesIO())
+
+
+def test_a_share_for_each_stage(randomize):
+    model = reduce_tokens(build('swin', randomize), [0.6, 0.5, 1])
+    assert [[b.keep for b in stage.blocks] for stage in model.stages] == [
+        [0.6] * 2,
+        [0.5] * 2,
+        [1] * 2,
+    ]
+    with pytest.raises(ValueError, match='keep has 2 entries, but the model has 3 stages'):
+        reduce_tokens(model, [0.6, 0.5], inplace=True)
+    assert model.stages[0].blocks[0].keep == 0.6

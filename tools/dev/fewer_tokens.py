@@ -16,22 +16,29 @@ import io
 import json
 import os.path as osp
 import tempfile
+import time
 
 import cv2
 import numpy as np
 import torch
 
 from repa_mm import convert_pretrained, reduce_tokens, reparameterize
-from repa_mm.benchmark.inputs import DatasetInputs
-from repa_mm.benchmark.latency import Options, measure_forms
+from repa_mm.benchmark.inputs import DatasetInputs, shapes_of
 from repa_mm.benchmark.machine import environment, machine
 from repa_mm.benchmark.plots import COLOURS
-from repa_mm.benchmark.timing import measure, statistics
+from repa_mm.benchmark.timing import Clock, Recorder, measure, statistics
 from repa_mm.files import replacing
 from repa_mm.runtime import init_model, load_config
 from repa_mm.runtime.cli import align
 
-KEEPS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.3)
+KEEPS = '1', '0.9', '0.8', '0.7', '0.6', '0.5'
+
+
+class CpuTime(Clock):
+    """The time that this process computes, on a machine that does other things, too."""
+
+    def now(self) -> float:
+        return time.process_time()
 
 
 def tile(cfg, tiles: int, folder: str) -> None:
@@ -82,10 +89,20 @@ def average_precision(model, inputs, evaluator_cfg) -> float:
         return evaluator.evaluate(len(inputs))['coco/bbox_mAP']
 
 
+def reduced(model, keeps) -> dict:
+    """The model with several shares: one number, or one for each stage, as '0.6,0.6,0.4,0.4'."""
+    shares = [[float(share) for share in keep.split(',')] for keep in keeps]
+    shares = [share if len(share) > 1 else share[0] for share in shares]
+    return {keep: reduce_tokens(model, share) for keep, share in zip(keeps, shares)}
+
+
 def detector(args) -> dict:
     cfg = load_config(args.config)
     full = reparameterize(init_model(cfg, args.checkpoint, None), inplace=True)
-    models = {f'{keep:g}': reduce_tokens(full, keep) for keep in args.keep}
+    models = reduced(full, args.keep)
+    recorder = Recorder(CpuTime() if args.cpu_time else Clock())
+    for model in models.values():
+        model.backbone.forward = recorder.section('backbone')(model.backbone.forward)
     curves = []
     for tiles in args.tiles:
         with tempfile.TemporaryDirectory() as folder:
@@ -95,17 +112,18 @@ def detector(args) -> dict:
             inputs = DatasetInputs(here)
             scores = [average_precision(m, inputs, here.test_evaluator) for m in models.values()]
             number = min(args.num_images, len(inputs))
-            options = Options(num_images=number, warmup=2, memory=False)
-            run = measure_forms(models, inputs, options, quiet=True)
+            calls = {name: model.test_step for name, model in models.items()}
+            with torch.no_grad():
+                times = measure(calls, inputs, number, 2, recorder)
+            size = 'x'.join(map(str, shapes_of(inputs(0))[-2:]))
         rows = []
-        for (name, form), score in zip(run['forms'].items(), scores):
+        for (name, form), score in zip(statistics(times.raw, args.keep[0]).items(), scores):
             latency, ratio = form['latency']['median'], form['ratio']
             ratio = [ratio['ratio'], ratio['low'], ratio['high']]
             backbone = form['parts']['backbone']['median']
-            row = dict(keep=float(name), quality=score, ms=latency, ratio=ratio, backbone=backbone)
+            row = dict(keep=name, quality=score, ms=latency, ratio=ratio, backbone=backbone)
             rows.append(row)
-        size = 'x'.join(map(str, run['shapes'][0][-2:]))
-        curves.append(dict(name=f'RetinaNet, {size}', rows=rows, count=run['count']))
+        curves.append(dict(name=f'RetinaNet, {size}', rows=rows, count=len(times)))
     return dict(quality='box AP', curves=curves)
 
 
@@ -117,7 +135,7 @@ def dinov2(args) -> dict:
     batches = list(stacked(own, 0, 5).split(10))
     converted, _ = convert_pretrained(vit, batches, args.idle_ratio, 'keep')
     full = reparameterize(converted)
-    models = {f'{keep:g}': reduce_tokens(full, keep) for keep in args.keep}
+    models = reduced(full, args.keep)
     curves, images = [], stacked(FOREIGN, 20, 8)
     for size in args.size:
         scaled = torch.nn.functional.interpolate(images, size=(size, size), mode='bicubic')
@@ -125,15 +143,18 @@ def dinov2(args) -> dict:
         scores = [cosine(features(m, scaled), expected) for m in models.values()]
         with torch.no_grad():
             ones = scaled.split(1)
-            times = measure(models, lambda i, ones=ones: ones[i % len(ones)], args.num_images, 3)
+            recorder = Recorder(CpuTime() if args.cpu_time else Clock())
+            times = measure(
+                models, lambda i, ones=ones: ones[i % len(ones)], args.num_images, 3, recorder
+            )
         rows = [
             dict(
-                keep=float(name),
+                keep=name,
                 quality=score,
                 ms=found['latency']['median'],
                 ratio=[found['ratio'][key] for key in ('ratio', 'low', 'high')],
             )
-            for (name, found), score in zip(statistics(times.raw, '1').items(), scores)
+            for (name, found), score in zip(statistics(times.raw, args.keep[0]).items(), scores)
         ]
         curves.append(dict(name=f'DINOv2 ViT-S, {size}x{size}', rows=rows, count=len(times)))
     return dict(quality='cosine of patches to the full model', curves=curves)
@@ -141,12 +162,21 @@ def dinov2(args) -> dict:
 
 def show(result: dict) -> None:
     for curve in result['curves']:
-        table = [('keep', result['quality'], 'ms', 'change', '[95 %]', 'backbone (ms)')]
+        table = [
+            (
+                'keep',
+                result['quality'],
+                f'{result["time"]} (ms)',
+                'change',
+                '[95 %]',
+                'backbone (ms)',
+            )
+        ]
         for row in curve['rows']:
             change = [f'{100 * (value - 1):+.1f} %' for value in row['ratio'] if value is not None]
             table.append(
                 (
-                    f'{row["keep"]:g}',
+                    row['keep'],
                     f'{row["quality"]:.4f}',
                     f'{row["ms"]:.2f}',
                     change[0],
@@ -172,9 +202,9 @@ def plot(args) -> None:
             axes.plot(*zip(*points), 'o-', color=colour, label=curve['name'])
             for row, point in zip(curve['rows'], points):
                 style = dict(textcoords='offset points', fontsize='x-small')
-                axes.annotate(f'{row["keep"]:g}', point, (4, 4), **style)
+                axes.annotate(row['keep'], point, (4, 4), **style)
         axes.axvline(-15, color='grey', linewidth=0.5, linestyle=':')
-        axes.set_xlabel('change of the latency (%), with keep at each point')
+        axes.set_xlabel(f'change of the {result["time"]} (%), with keep at each point')
         axes.set_ylabel(result['quality'])
         axes.spines[['top', 'right']].set_visible(False)
         axes.legend(frameon=False)
@@ -197,9 +227,10 @@ def main() -> None:
     two.add_argument('--idle-ratio', type=float, default=0.75)
     two.add_argument('--size', type=int, nargs='+', default=[224])
     for command in (one, two):
-        command.add_argument('--keep', type=float, nargs='+', default=KEEPS)
+        command.add_argument('--keep', nargs='+', default=KEEPS)
         command.add_argument('--num-images', type=int, default=60, help='to measure latency with')
         command.add_argument('--threads', type=int)
+        command.add_argument('--cpu-time', action='store_true', help='of one thread, not latency')
     three = commands.add_parser('plot')
     three.add_argument('results', nargs='+', help='what the others have written')
     for command in (one, two, three):
@@ -207,11 +238,12 @@ def main() -> None:
     args = parser.parse_args()
     if args.command == 'plot':
         return plot(args)
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    args.keep = sorted({1.0, *args.keep}, reverse=True)
+    if args.threads or args.cpu_time:
+        torch.set_num_threads(args.threads or 1)
+    args.keep = list(dict.fromkeys(['1', *args.keep]))
     result = detector(args) if args.command == 'detector' else dinov2(args)
     result['machine'] = machine(environment('cpu'))
+    result['time'] = 'CPU time' if args.cpu_time else 'latency'
     show(result)
     if args.out:
         with replacing(args.out) as path, open(path, 'w', encoding='utf-8') as file:

@@ -158,7 +158,7 @@ class ReducedSwinBlock(SwinBlock):
         """
         size = self.attn.window_size
         rows = rows.view(-1, size, size)[:, ::2, ::2].flatten(1)
-        tokens = x.index_select(1, rows.flatten()).view(len(x), *rows.shape, -1)
+        tokens = x.index_select(1, rows.flatten()).view(x.shape[0], *rows.shape, -1)
         normed = self.norm1(tokens)
         change = torch.linalg.vector_norm(normed - normed.mean(2, keepdim=True), dim=(2, 3))
         if padded is not None:  # padding is a change of its own
@@ -290,7 +290,7 @@ def merge_neighbours(
 
 def restore(x: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
     """For each token what is at its place in x (B, n, C): (B, L, C)."""
-    images = torch.arange(len(place), device=place.device)
+    images = torch.arange(place.shape[0], device=place.device)
     index = place + times(images, x.shape[1])[:, None]
     return x.flatten(0, 1).index_select(0, index.flatten()).view(*place.shape, -1)
 
