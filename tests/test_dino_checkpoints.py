@@ -13,7 +13,8 @@ from repa_mm import config_path, reparameterize
 from repa_mm.converters import to_repavit
 from repa_mm.converters.dino import dino_to_mm
 from repa_mm.reparam import CheckpointError
-from repa_mm.runtime import init_model, runner_for_training
+from repa_mm.runtime import init_any_model, init_model, runner_for_training
+from repa_mm.runtime.knn import backbone_of
 
 from .test_models.test_dino import MODEL, build
 
@@ -71,12 +72,16 @@ def test_checkpoint_without_teacher(tmp_path):
 
 
 def test_merged_checkpoint_is_loaded(tmp_path, randomize):
-    model = randomize(build()).eval()
+    config = config_path('demo/dino_repa_vit_photos.py')
+    model = randomize(init_model(config))
     merged = reparameterize(model)
     torch.save(dict(state_dict=merged.state_dict()), tmp_path / 'merged.pth')
-    x = torch.randn(1, 3, 32, 32)
+    loaded = init_any_model(config, str(tmp_path / 'merged.pth'))
+    x = torch.randn(1, 3, 64, 64)
     with torch.no_grad():
-        torch.testing.assert_close(merged(x)[0], model(x)[0], rtol=1e-4, atol=1e-5)
+        for network in ('teacher', 'student'):
+            found, expected = (backbone_of(m, network)(x)[0] for m in (loaded, model))
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 def photos(root, count):

@@ -4,8 +4,10 @@ import math
 
 import torch
 import torch.nn as nn
+from mmengine.dist import all_reduce
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
+from mmengine.runner import IterBasedTrainLoop
 
 from repa_mm.reparam import innermost
 
@@ -27,7 +29,8 @@ class DINOHook(Hook):
             projection stays as it is. Defaults to 1.
 
     Raises:
-        ValueError: If an argument is of no meaning, or the loss becomes infinite or NaN.
+        ValueError: If an argument is of no meaning, the training has no epochs, or the loss becomes
+            infinite or NaN in any process.
         TypeError: If the model has no teacher.
     """
 
@@ -42,13 +45,19 @@ class DINOHook(Hook):
 
     def momentum_at(self, iteration: int, max_iters: int) -> float:
         """Share that the teacher keeps after an iteration, counted from 0."""
-        progress = iteration / max_iters
+        # A training that was resumed within an epoch repeats that epoch, and has more iterations.
+        progress = min(iteration / max_iters, 1)
         return 1 - (1 - self.momentum) * (1 + math.cos(math.pi * progress)) / 2
 
     def before_train(self, runner) -> None:
         model = innermost(runner.model)
         if not hasattr(model, 'update_teacher'):
             raise TypeError(f'DINOHook needs a model with a teacher, but got {type(model)}')
+        if isinstance(runner.train_loop, IterBasedTrainLoop):
+            raise ValueError(
+                'DINO trains by epochs, of which the temperature of its teacher and its frozen '
+                'last layer are functions: set train_cfg.by_epoch=True and train_cfg.max_epochs'
+            )
         if runner.iter == 0:
             if runner._load_from:
                 runner.logger.warning(
@@ -59,22 +68,32 @@ class DINOHook(Hook):
         last = list(model.neck.last_layer.parameters())
 
         def prepare(optimizer, *_) -> None:
-            # Gradients are unscaled here, under mixed precision, too.
+            # Under mixed precision gradients are unscaled here, but those of a fused optimizer.
+            scale = getattr(optimizer, 'grad_scale', None)
             if runner.epoch < self.freeze_last_layer:
                 for parameter in last:
                     parameter.grad = None
             if self.clip is not None:
+                clip = self.clip if scale is None else self.clip * float(scale)
                 for group in optimizer.param_groups:
                     for parameter in group['params']:
                         if parameter.grad is not None:
-                            nn.utils.clip_grad_norm_([parameter], self.clip)
+                            nn.utils.clip_grad_norm_([parameter], clip)
 
         self._handle = runner.optim_wrapper.optimizer.register_step_pre_hook(prepare)
 
+    def before_train_epoch(self, runner) -> None:
+        innermost(runner.model).head.epoch = runner.epoch
+
     def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None) -> None:
-        if not torch.isfinite(outputs['loss']):
+        # Each process has a loss of its own, and all have to stop: the weights are broken in all.
+        broken = (~torch.isfinite(outputs['loss'])).float()
+        all_reduce(broken)
+        if broken:
+            loss = float(outputs['loss'])
+            loss = 'infinite or NaN in another process' if math.isfinite(loss) else loss
             raise ValueError(
-                f'the loss of iteration {runner.iter + 1} is {float(outputs["loss"])}: training '
+                f'the loss of iteration {runner.iter + 1} is {loss}: training '
                 f'stops, and the checkpoints in {runner.work_dir!r} are of before. Resume from '
                 'one with a smaller learning rate or, under --amp, without it'
             )

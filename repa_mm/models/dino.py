@@ -8,7 +8,6 @@ from itertools import groupby
 
 import torch
 import torch.nn as nn
-from mmengine.logging import MessageHub
 from mmengine.model import BaseModule
 from mmengine.registry import MODELS
 from mmengine.utils.dl_utils.parrots_wrapper import _BatchNorm
@@ -109,6 +108,10 @@ class DINOHead(BaseModule):
         center_momentum (float): Share of the former center that a step keeps. Defaults to 0.9.
         init_cfg (dict, optional): Initialization of MMEngine.
 
+    Attributes:
+        epoch (int, optional): The epoch of the training, from 0, which
+            :class:`~repa_mm.engine.DINOHook` sets.
+
     Raises:
         ImportError: If ``lightly`` is not installed.
     """
@@ -136,6 +139,7 @@ class DINOHead(BaseModule):
             student_temperature,
             center_momentum,
         )
+        self.epoch: int | None = None
 
     def loss(self, student: Sequence[torch.Tensor], teacher: Sequence[torch.Tensor]) -> dict:
         """Cross-entropy of each crop's prediction with the teacher's of every other global crop.
@@ -143,9 +147,18 @@ class DINOHead(BaseModule):
         Args:
             student (Sequence[torch.Tensor]): Logits (N, K) for each crop, global ones first.
             teacher (Sequence[torch.Tensor]): Logits (N, K) for each global crop.
+
+        Raises:
+            ValueError: If no epoch is set.
         """
-        epoch = MessageHub.get_current_instance().get_info('epoch', 0)
-        return dict(loss=self.loss_module(list(teacher), list(student), epoch=epoch))
+        if self.epoch is None:  # nor would the teacher move
+            raise ValueError(
+                "DINO does not train without DINOHook: add dict(type='DINOHook') to custom_hooks"
+            )
+        # lightly sums products over all prototypes, which autocast would do in half precision.
+        with torch.autocast(student[0].device.type, enabled=False):
+            teacher, student = ([x.float() for x in logits] for logits in (teacher, student))
+            return dict(loss=self.loss_module(teacher, student, epoch=self.epoch))
 
 
 @contextmanager

@@ -2,11 +2,13 @@
 
 import copy
 import math
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
-from mmengine.logging import MessageHub
+from mmengine.hooks import Hook
 from mmengine.registry import MODELS
 from mmengine.runner import Runner
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -16,6 +18,8 @@ import repa_mm  # noqa: F401, registers
 from repa_mm import reparameterize
 from repa_mm.engine import DINOHook
 from repa_mm.models.dino import ClassTokens
+from repa_mm.reparam import Scheduled, set_training_path
+from tests.test_engine.toy import run_in_two_processes
 
 pytest.importorskip('lightly')
 
@@ -47,16 +51,13 @@ def build(**changes):
     torch.manual_seed(0)
     model = MODELS.build(copy.deepcopy({**MODEL, **changes}))
     model.init_weights()
+    model.head.epoch = 0  # what DINOHook sets
     return model
 
 
 def crops_of(batch=4, sizes=(32, 32, 16, 16, 16), seed=0):
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(batch, 3, size, size, generator=generator) for size in sizes]
-
-
-def set_epoch(epoch):
-    MessageHub.get_current_instance().update_info('epoch', epoch)
 
 
 def literal_loss(student, teacher, center, student_temperature, teacher_temperature):
@@ -71,19 +72,48 @@ def literal_loss(student, teacher, center, student_temperature, teacher_temperat
     return total / terms
 
 
-@pytest.mark.parametrize('epoch, temperature', [(0, 0.04), (1, 0.055), (2, 0.07), (9, 0.07)])
-def test_loss_and_center_are_those_of_the_paper(epoch, temperature):
+@pytest.mark.parametrize('num_global', [1, 2])
+def test_loss_and_center_are_those_of_the_paper(num_global):
+    """Over epochs: what a step leaves of the center is what the next one subtracts."""
+    from lightly.loss import DINOLoss
+
     head = MODELS.build(MODEL['head'])
+    reference = DINOLoss(24, 0.04, 0.07, 3)
     generator = torch.Generator().manual_seed(1)
-    student = [torch.randn(4, 24, generator=generator) for _ in range(5)]
-    teacher = [torch.randn(4, 24, generator=generator) for _ in range(2)]
-    center = torch.randn(1, 24, generator=generator)
-    head.loss_module.center = center[None].clone()
-    set_epoch(epoch)
-    loss = head.loss(student, teacher)['loss']
-    torch.testing.assert_close(loss, literal_loss(student, teacher, center, 0.1, temperature))
-    expected = 0.9 * center + 0.1 * torch.cat(teacher).mean(0, keepdim=True)
-    torch.testing.assert_close(head.loss_module.center[0], expected)
+    center = torch.zeros(1, 24)
+    for epoch, temperature in ((0, 0.04), (1, 0.055), (1, 0.055), (2, 0.07), (9, 0.07)):
+        student = [3 * torch.randn(4, 24, generator=generator) for _ in range(5)]
+        teacher = [3 * torch.randn(4, 24, generator=generator) + 1 for _ in range(num_global)]
+        head.epoch = epoch
+        loss = head.loss(student, teacher)['loss']
+        expected = literal_loss(student, teacher, center, 0.1, temperature)
+        torch.testing.assert_close(loss, expected)
+        torch.testing.assert_close(loss, reference(teacher, student, epoch=epoch))
+        center = 0.9 * center + 0.1 * torch.cat(teacher).mean(0, keepdim=True)
+        torch.testing.assert_close(head.loss_module.center[0], center)
+        assert torch.equal(head.loss_module.center, reference.center)
+
+
+def test_loss_is_not_computed_in_half_precision():
+    """Autocast would take the products over all prototypes for those of a layer."""
+    heads = [MODELS.build(MODEL['head']) for _ in range(2)]
+    generator = torch.Generator().manual_seed(1)
+    student = [torch.randn(4, 24, generator=generator).bfloat16() for _ in range(5)]
+    teacher = [torch.randn(4, 24, generator=generator).bfloat16() for _ in range(2)]
+    heads[0].epoch = heads[1].epoch = 0
+    with torch.autocast('cpu', torch.bfloat16):
+        loss = heads[0].loss(student, teacher)['loss']
+    student, teacher = ([x.float() for x in logits] for logits in (student, teacher))
+    assert torch.equal(loss, heads[1].loss(student, teacher)['loss'])
+    assert torch.equal(heads[0].loss_module.center, heads[1].loss_module.center)
+
+
+def test_training_without_the_hook_is_refused():
+    """Its teacher would never move."""
+    model = build()
+    model.head.epoch = None
+    with pytest.raises(ValueError, match="add dict.type='DINOHook'. to custom_hooks"):
+        model.loss(crops_of())
 
 
 def test_forward_is_crop_by_crop(relative_error):
@@ -213,10 +243,11 @@ class Crops(Dataset):
         return dict(inputs=[c[0] * 50 + 100 for c in crops_of(1, seed=index)], data_samples=index)
 
 
-def make_runner(work_dir, epochs=2, hook=None, accumulate=1, **kwargs):
+def make_runner(work_dir, epochs=2, hook=None, accumulate=1, hooks=(), changes=None, **kwargs):
     torch.manual_seed(0)
+    kwargs.setdefault('train_cfg', dict(by_epoch=True, max_epochs=epochs))
     return Runner(
-        build(),
+        build(**(changes or {})),
         str(work_dir),
         train_dataloader=dict(
             batch_size=4,
@@ -224,7 +255,6 @@ def make_runner(work_dir, epochs=2, hook=None, accumulate=1, **kwargs):
             collate_fn=dict(type='default_collate'),
             dataset=Crops(),
         ),
-        train_cfg=dict(by_epoch=True, max_epochs=epochs),
         optim_wrapper=dict(
             optimizer=dict(type='AdamW', lr=1e-2, weight_decay=0.04),
             accumulative_counts=accumulate,
@@ -238,7 +268,7 @@ def make_runner(work_dir, epochs=2, hook=None, accumulate=1, **kwargs):
                 end=4,
             )
         ],
-        custom_hooks=[dict(type='DINOHook', momentum=0.9, **(hook or {}))],
+        custom_hooks=[dict(type='DINOHook', momentum=0.9, **(hook or {})), *hooks],
         default_hooks=dict(checkpoint=dict(type='SafeCheckpointHook', interval=1)),
         randomness=dict(seed=0),
         default_scope='mmpretrain',
@@ -308,20 +338,87 @@ def test_accumulated_gradients_are_one_step_of_the_teacher(tmp_path):
     assert steps == [1, 3]
 
 
-def test_resumed_training_is_the_same(tmp_path):
-    whole = make_runner(tmp_path / 'whole')
-    _no_chance(whole.model)
-    whole.train()
-    first = make_runner(tmp_path / 'parts')
-    _no_chance(first.model)
-    first.train()
-    second = make_runner(
-        tmp_path / 'again', load_from=str(tmp_path / 'parts/epoch_1.pth'), resume=True
-    )
-    _no_chance(second.model)
-    second.train()
-    for (name, a), b in zip(whole.model.state_dict().items(), second.model.state_dict().values()):
-        assert torch.equal(a, b), name
+class Schedules(Hook):
+    """Notes what each iteration was done with."""
+
+    priority = 'LOWEST'
+
+    def __init__(self):
+        self.seen = []
+
+    def before_train(self, runner):
+        update = runner.model.update_teacher
+
+        def spy(momentum):
+            self.momentum = momentum
+            update(momentum)
+
+        runner.model.update_teacher = spy
+
+    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
+        groups = runner.optim_wrapper.optimizer.param_groups
+        settings = sorted({(group['lr'], group['weight_decay']) for group in groups})
+        lams = {float(m.lam) for m in runner.model.modules() if isinstance(m, Scheduled)}
+        epoch, loss = runner.model.head.epoch, float(outputs['loss'])
+        self.seen.append((runner.iter, epoch, self.momentum, settings, lams, loss))
+
+
+PROGRESSIVE = dict(
+    changes=dict(
+        backbone=dict(
+            type='ProgressiveVisionTransformer',
+            idle_ratio=0.75,
+            progressive_activations=True,
+            **{key: MODEL['backbone'][key] for key in ('arch', 'img_size', 'patch_size')},
+            out_type='cls_token',
+        )
+    ),
+    hooks=[
+        dict(type='DecayLayerNormsHook', warmup=10),
+        dict(type='DecayActivationsHook', warmup=10),
+    ],
+)
+
+
+@pytest.mark.parametrize('options', [{}, PROGRESSIVE], ids=['RePa', 'progressive'])
+def test_resumed_training_is_the_same(options, tmp_path):
+    """Bit for bit: student, teacher, center, optimizer, and what every schedule says."""
+
+    def run(name, epochs=3, stop=None, **kwargs):
+        schedules = Schedules()
+        hooks = [*options.get('hooks', ()), schedules, *([_StopAfter(stop)] if stop else [])]
+        changes = options.get('changes')
+        runner = make_runner(tmp_path / name, epochs, hooks=hooks, changes=changes, **kwargs)
+        _no_chance(runner.model)
+        with pytest.raises(KeyboardInterrupt) if stop else nullcontext():
+            runner.train()
+        return schedules.seen, str(tmp_path / name)
+
+    expected, whole = run('whole')
+    first, path = run('killed', stop=2)
+    second, again = run('again', load_from=f'{path}/epoch_2.pth', resume=True)
+    assert len(expected) == 12 and len(first) == 8 and first + second == expected
+    a, b = (torch.load(f'{p}/epoch_3.pth', weights_only=False) for p in (whole, again))
+    assert a['state_dict'].keys() == b['state_dict'].keys()
+    for name, value in a['state_dict'].items():
+        assert torch.equal(value, b['state_dict'][name]), name
+    assert a['state_dict']['head.loss_module.center'].any()
+    states = [ckpt['optimizer']['state'] for ckpt in (a, b)]
+    for index, state in states[0].items():
+        assert all(torch.equal(state[key], states[1][index][key]) for key in state), index
+
+
+class _StopAfter(Hook):
+    """Ends a training as Ctrl-C does, after an epoch's checkpoint."""
+
+    priority = 'LOWEST'
+
+    def __init__(self, epochs):
+        self.epochs = epochs
+
+    def after_train_epoch(self, runner):
+        if runner.epoch + 1 == self.epochs:
+            raise KeyboardInterrupt
 
 
 def _no_chance(model):
@@ -353,3 +450,116 @@ def test_nan_stops_the_training(tmp_path):
     saved = torch.load(tmp_path / 'epoch_1.pth', weights_only=False)['state_dict']
     assert all(torch.isfinite(value.float()).all() for value in saved.values())
     assert not (tmp_path / 'epoch_2.pth').exists()
+
+
+def test_a_process_whose_loss_is_finite_stops_too(tmp_path):
+    """Its weights are as broken, and it may be the one that writes checkpoints."""
+    run_in_two_processes(ONE_LOSS_IS_NAN, tmp_path)
+
+
+ONE_LOSS_IS_NAN = """
+import sys, pytest
+from pathlib import Path
+from tests.test_models.test_dino import *
+from mmengine.dist import get_rank
+from repa_mm.runtime import end_process
+torch.distributed.init_process_group('gloo')
+wrapper = dict(type='MMDistributedDataParallel', device_ids=None, broadcast_buffers=False)
+runner = make_runner(Path(sys.argv[1]), launcher='pytorch', cfg=dict(model_wrapper_cfg=wrapper))
+model = runner.model.module
+calls, loss = [], model.loss
+
+def broken(*args):
+    calls.append(1)
+    losses = loss(*args)
+    is_broken = len(calls) == 4 and get_rank() == 1  # the last of the second epoch
+    return dict(loss=losses['loss'] * math.nan) if is_broken else losses
+
+model.loss = broken
+message = 'nan' if get_rank() else 'infinite or NaN in another process'
+with pytest.raises(ValueError, match=f'the loss of iteration 4 is {message}'):
+    runner.train()
+assert not (Path(sys.argv[1]) / 'epoch_2.pth').exists()
+print(f'rank {get_rank()} done')
+end_process()
+"""
+
+
+def test_two_processes_are_one_with_their_batches_together(tmp_path):
+    """Synchronized norms, by hand, since DistributedDataParallel takes them on GPUs only."""
+    expected = _step(_synchronized('BN'), crops_of(8))
+    torch.save(expected, tmp_path / 'expected.pth')
+    run_in_two_processes(TWO_PROCESSES, tmp_path)
+
+
+def _synchronized(norm):
+    backbone = dict(MODEL['backbone'], ffn_norm_cfg=dict(type=norm), drop_path_rate=0.0)
+    model = build(backbone=backbone).train()
+    model.start_teacher()
+    return set_training_path(model, 'folded')
+
+
+def _step(model, crops):
+    """Gradients, and buffers (the center, statistics of student and teacher) after two steps."""
+    for seed in range(2):
+        model.zero_grad()
+        model.loss([crop.roll(seed, -1) for crop in crops])['loss'].backward()
+    grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return grads, {n: b.clone() for n, b in model.named_buffers()}
+
+
+TWO_PROCESSES = """
+import sys
+from tests.test_models.test_dino import *
+from tests.test_models.test_dino import _step, _synchronized
+from mmengine.dist import get_rank
+from repa_mm.runtime import end_process
+torch.distributed.init_process_group('gloo')
+grads, buffers = _step(_synchronized('SyncBN'), [c.chunk(2)[get_rank()] for c in crops_of(8)])
+expected = torch.load(sys.argv[1] + '/expected.pth')
+assert buffers['head.loss_module.center'].any()
+assert [n for n in buffers if 'running_mean' in n]
+for key, grad in grads.items():
+    torch.distributed.all_reduce(grad)
+    torch.testing.assert_close(grad / 2, expected[0][key], rtol=1e-3, atol=1e-6)
+for key, buffer in buffers.items():
+    torch.testing.assert_close(buffer, expected[1][key], rtol=1e-4, atol=1e-6)
+print(f'rank {get_rank()} done')
+end_process()
+"""
+
+
+def test_iterations_without_epochs_are_refused(tmp_path):
+    """The last layer would stay frozen for good."""
+    train_cfg = dict(by_epoch=False, max_iters=4)
+    with pytest.raises(ValueError, match='DINO trains by epochs'):
+        make_runner(tmp_path, train_cfg=train_cfg).train()
+
+
+def test_momentum_stays_1_in_iterations_beyond_the_last():
+    hook = DINOHook(momentum=0.9)
+    assert hook.momentum_at(0, 10) == pytest.approx(0.9)
+    assert hook.momentum_at(12, 10) == hook.momentum_at(10, 10) == 1
+
+
+@pytest.mark.parametrize('fused', [False, True])
+def test_scaled_gradients_are_clipped_unscaled(fused):
+    """As AmpOptimWrapper steps: the scaler unscales, or leaves it to a fused optimizer."""
+    weight = torch.nn.Parameter(torch.ones(4))
+    model = torch.nn.Module()
+    model.update_teacher = model.start_teacher = lambda *_: None
+    model.neck, model.head = torch.nn.Module(), torch.nn.Module()
+    model.neck.last_layer = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.AdamW([weight], lr=0.0, betas=(0.0, 0.0), fused=fused)
+    runner = SimpleNamespace(
+        model=model, iter=1, epoch=1, train_loop=None, optim_wrapper=SimpleNamespace()
+    )
+    runner.optim_wrapper.optimizer = optimizer
+    DINOHook(clip=3.0).before_train(runner)
+    scaler = torch.amp.GradScaler('cpu', init_scale=2.0**10)
+    scaler.scale((weight * torch.tensor([30.0, 40.0, 0.0, 0.0])).sum()).backward()
+    scaler.step(optimizer)
+    # What Adam has remembered of the gradient, its norm of 50 clipped to 3.
+    torch.testing.assert_close(
+        optimizer.state[weight]['exp_avg'], torch.tensor([1.8, 2.4, 0.0, 0.0])
+    )

@@ -6,6 +6,7 @@ import os.path as osp
 import time
 
 import matplotlib
+from mmengine.hooks import Hook
 
 from repa_mm.demo.photos import write_photos
 from repa_mm.runtime import runner_for_training
@@ -16,12 +17,22 @@ CONFIGS = dict(
 )
 
 
+class SaveStart(Hook):
+    """Keeps what a training starts from."""
+
+    priority = 'LOWEST'  # after DINOHook
+
+    def before_train(self, runner) -> None:
+        runner.save_checkpoint(runner.work_dir, 'epoch_0.pth', save_optimizer=False)
+
+
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument('--data', default='data/photos')
     parser.add_argument('--work-dir', default='work_dirs/dino_photos')
     parser.add_argument('--epochs', type=int, default=24, help='a multiple of 4')
     parser.add_argument('--seeds', type=int, nargs='+', default=[0])
+    parser.add_argument('--models', nargs='+', choices=CONFIGS, default=list(CONFIGS))
     parser.add_argument('--k', type=int, default=20)
     parser.add_argument('--plot', default='dino_photos.png')
     args = parser.parse_args()
@@ -38,10 +49,12 @@ def train(config: str, work_dir: str, args: argparse.Namespace, seed: int) -> di
     }
     options.update({'randomness.seed': seed, 'train_dataloader.dataset.data_root': args.data})
     options['param_scheduler.1.end'] = args.epochs
-    runner_for_training(config, work_dir, cfg_options=options).train()
+    runner = runner_for_training(config, work_dir, cfg_options=options)
+    runner.register_hook(SaveStart())
+    runner.train()
     found = {}
     for epoch in (0, args.epochs // 4, args.epochs // 2, args.epochs):
-        checkpoint = osp.join(work_dir, f'epoch_{epoch}.pth') if epoch else None
+        checkpoint = osp.join(work_dir, f'epoch_{epoch}.pth')
         data = {f'{split}_dataloader.dataset.data_root': args.data for split in ('train', 'test')}
         found[epoch] = knn_evaluate(config, checkpoint, k=[args.k], cfg_options=data)[args.k]
     return found
@@ -52,15 +65,16 @@ def main() -> None:
     write_photos(args.data)
     data = {f'{split}_dataloader.dataset.data_root': args.data for split in ('train', 'test')}
     pixels = knn_evaluate(CONFIGS['vanilla'], None, 'pixels', [args.k], cfg_options=data)[args.k]
-    print(f'pixels: {pixels:.1f} %')
+    print(f'pixels: {pixels:.1f} %', flush=True)
     curves = {}
     for seed in args.seeds:
-        for name, config in CONFIGS.items():
+        for name in args.models:
             start = time.perf_counter()
             work_dir = osp.join(args.work_dir, f'{name}_{seed}')
-            curves[f'{name}, seed {seed}'] = found = train(config, work_dir, args, seed)
+            curves[f'{name}, seed {seed}'] = found = train(CONFIGS[name], work_dir, args, seed)
             line = ', '.join(f'epoch {epoch}: {value:.1f} %' for epoch, value in found.items())
-            print(f'{name}, seed {seed}: {line} ({(time.perf_counter() - start) / 60:.1f} min)')
+            minutes = (time.perf_counter() - start) / 60
+            print(f'{name}, seed {seed}: {line} ({minutes:.1f} min)', flush=True)
     with open(osp.splitext(args.plot)[0] + '.json', 'w') as file:
         json.dump(dict(pixels=pixels, **curves), file, indent=1)
     matplotlib.use('Agg')
