@@ -441,6 +441,13 @@ def test_files_of_another_config(exported, digits_for_tests, monkeypatch, tmp_pa
     )
     with pytest.raises(SystemExit, match=r'knows 10 classes .* has 2 \(cat, dog'):
         run_tool('test_exported.py', other, exported('retinanet')[3])
+    names = init_model(config).cfg.test_dataloader.dataset.metainfo.classes
+    other.write_text(
+        f'_base_ = {config!r}\ntest_dataloader = dict(dataset=dict(metainfo=dict('
+        f'classes={tuple(reversed(names))!r})))\n'
+    )
+    with pytest.raises(SystemExit, match=f'in another order .* class 0 is {names[0]!r} in the fi'):
+        run_tool('test_exported.py', other, exported('retinanet')[3])
 
 
 def test_a_precision_is_of_openvino(exported):

@@ -146,7 +146,7 @@ class ExportedModel(BaseModel):
     ) -> None:
         session = Session(file, precision)
         if data_preprocessor and session.metadata['task'] == 'classification':
-            data_preprocessor = dict(type='mmpretrain.ClsDataPreprocessor', **data_preprocessor)
+            data_preprocessor = {'type': 'mmpretrain.ClsDataPreprocessor', **data_preprocessor}
         super().__init__(data_preprocessor)
         self.session = session
 
@@ -271,6 +271,12 @@ def runner_for_exported(
         raise ValueError(
             f'{file!r} knows {len(own)} classes ({", ".join(own[:3])} ...), but the test data set '
             f'of {config!r} has {len(known)} ({", ".join(known[:3])} ...)'
+        )
+    if known != own and sorted(known) == sorted(own):
+        first = next(i for i, names in enumerate(zip(own, known)) if names[0] != names[1])
+        raise ValueError(
+            f'{file!r} numbers the classes in another order than the test data set of {config!r}: '
+            f'class {first} is {own[first]!r} in the file, but {known[first]!r} in the data set'
         )
     set_work_dir(cfg, config, work_dir)
     set_form(cfg, 'training')  # there is nothing to merge

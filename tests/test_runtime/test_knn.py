@@ -114,6 +114,35 @@ def test_both_forms_have_the_same_accuracy(config, tmp_path, randomize):
     assert knn_evaluate(config, None, 'pixels', (1,))[1] == 100
 
 
+@pytest.mark.parametrize('where', ['model', 'top'])
+def test_accuracy_is_that_of_scikit_learn_on_the_same_features(config, folder, where, randomize):
+    """Features of normalized images, wherever the config says how to normalize them."""
+    from repa_mm.runtime import init_model
+
+    if where == 'top':  # as MMPretrain's own configs
+        line = next(x for x in CONFIG.splitlines(True) if 'data_preprocessor' in x)
+        text = Path(config).read_text().replace(line, '')
+        Path(config).write_text(text + line.strip().rstrip(',') + '\n')
+    torch.manual_seed(0)
+    model = randomize(init_model(config))
+    path = str(Path(folder).parent / 'model.pth')
+    torch.save(dict(state_dict=model.state_dict()), path)
+    data = {}
+    for split in ('train', 'val'):
+        files = sorted((Path(folder) / split).rglob('*.png'))
+        images = [cv2.resize(cv2.imread(str(f)), (32, 32)) for f in files]
+        images = torch.from_numpy(np.stack(images)[..., ::-1].copy()).permute(0, 3, 1, 2)
+        with torch.no_grad():
+            features = model.backbone((images.float() - 127) / 60)[-1].numpy()
+        data[split] = features, [f.parent.name for f in files]
+    found = knn_evaluate(config, path, 'training', (1, 5, 10))
+    for k, accuracy in found.items():
+        reference = KNeighborsClassifier(
+            k, metric='cosine', weights=lambda d: np.exp((1 - d) / 0.07)
+        ).fit(*data['train'])
+        assert accuracy == pytest.approx(100 * reference.score(*data['val']))
+
+
 def test_classes_of_both_splits_are_the_same(folder, config):
     shutil.rmtree(Path(folder) / 'val' / 'green')
     for data in (None, folder):
