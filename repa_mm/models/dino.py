@@ -88,7 +88,8 @@ class ClassTokens(BaseModule):
     def forward(self, x: Sequence[torch.Tensor]) -> tuple[torch.Tensor]:
         """Join outputs, class tokens (N, C) or all tokens (N, L, C), to (N, channels in all)."""
         tokens = [y[:, 0] if y.dim() == 3 else y for y in x]
-        parts = [nn.functional.layer_norm(y, y.shape[1:]) for y in tokens[:-1]] + tokens[-1:]
+        # int(): exporters to ONNX want to know the size.
+        parts = [nn.functional.layer_norm(y, [int(y.shape[1])]) for y in tokens[:-1]] + tokens[-1:]
         if self.patch_mean:
             parts.append(x[-1][:, 1:].mean(1))
         return (torch.cat(parts, dim=1),)

@@ -1,6 +1,7 @@
 """DINO against its equations, and through the real Runner."""
 
 import copy
+import io
 import math
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -209,6 +210,20 @@ def test_class_tokens_are_joined():
     tokens = torch.randn(2, 5, 4)
     (found,) = ClassTokens(patch_mean=True)([tokens])
     torch.testing.assert_close(found, torch.cat([tokens[:, 0], tokens[:, 1:].mean(1)], 1))
+
+
+def test_class_tokens_are_exported():
+    pytest.importorskip('onnx')
+    from repa_mm.deploy.export import _to_onnx
+
+    class Model(torch.nn.Module):
+        def forward(self, x):
+            return ClassTokens()([x, 2 * x])[0]
+
+    file, axes = io.BytesIO(), dict(x={0: 'batch', 1: 'tokens'})
+    x = torch.randn(2, 5, 4)
+    _to_onnx(Model(), (x,), file, input_names=['x'], dynamic_axes=axes, opset_version=17)
+    assert file.getvalue()
 
 
 @pytest.mark.parametrize(
