@@ -200,7 +200,10 @@ def plot(args) -> None:
     for axes, result in zip(figure.subplots(1, len(results), squeeze=False)[0], results):
         for curve, colour in zip(result['curves'], COLOURS[1:]):
             points = [(100 * (row['ratio'][0] - 1), row['quality']) for row in curve['rows']]
-            axes.plot(*zip(*points), 'o-', color=colour, label=curve['name'])
+            # The line is that of one share for all stages.
+            line = [p for p, row in zip(points, curve['rows']) if ',' not in row['keep']]
+            axes.plot(*zip(*points), 'o', color=colour, label=curve['name'])
+            axes.plot(*zip(*line), color=colour)
             for row, point in zip(curve['rows'], points):
                 style = dict(textcoords='offset points', fontsize='x-small')
                 axes.annotate(row['keep'], point, (4, 4), **style)
