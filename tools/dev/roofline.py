@@ -4,8 +4,8 @@ Every product of the deploy form (linear layers, convolutions, the two products 
 timed by itself on operands of its shape. The sum is what the model would take if it did nothing
 else. Of exported models OpenVINO tells the time of every operation.
 
-    python tools/dev/roofline.py configs/repa_swin_b_in1k.py --batch-size 8 --compile \
-        deploy.xml:f32 deploy.xml:bf16 int8.xml:bf16
+    python tools/dev/roofline.py configs/repa_swin_b_in1k.py deploy.onnx:f32 deploy.onnx:bf16 \
+        int8.xml:bf16 --batch-size 8 --compile
 """
 
 import argparse
