@@ -491,3 +491,15 @@ def test_trained_detectors_are_compared_too(bias, exported, tmp_path):
     with pytest.raises(ValueError, match='differs from PyTorch by .*nothing is written'):
         export_whole(whole, str(out), (128, 160))
     assert not out.exists()
+
+
+def test_masks_of_probabilities_have_no_metric(exported, tmp_path):
+    import onnx
+
+    model = onnx.load(exported('mask_rcnn')[3])
+    (threshold,) = (x for x in model.metadata_props if x.key == 'mask_thr_binary')
+    threshold.value = '-1'
+    file = str(tmp_path / 'soft.onnx')
+    onnx.save(model, file)
+    with pytest.raises(ValueError, match='mask_thr_binary=-1, for masks of probabilities'):
+        ExportedModel(file)

@@ -139,6 +139,9 @@ class ExportedModel(BaseModel):
         file (str): The file, see :class:`~repa_mm.deploy.session.Session`.
         data_preprocessor (dict): That of the model that was exported.
         precision (str, optional): As for the session.
+
+    Raises:
+        ValueError: If masks are not to become binary (a negative ``mask_thr_binary``).
     """
 
     def __init__(
@@ -149,6 +152,13 @@ class ExportedModel(BaseModel):
             data_preprocessor = {'type': 'mmpretrain.ClsDataPreprocessor', **data_preprocessor}
         super().__init__(data_preprocessor)
         self.session = session
+        self.mask_threshold = float(session.metadata.get('mask_thr_binary', 0.5))
+        if self.mask_threshold < 0:
+            raise ValueError(
+                f'{file!r} has mask_thr_binary={self.mask_threshold:g}, for masks of '
+                'probabilities, but metrics need binary masks: export it from a config with '
+                'test_cfg.rcnn.mask_thr_binary=0.5'
+            )
 
     def test_step(self, data: dict) -> list:
         """Predict a batch from a data loader.
@@ -178,7 +188,6 @@ class ExportedModel(BaseModel):
     def _predict_detection(self, images, samples):
         from mmengine.structures import InstanceData
 
-        threshold = float(self.session.metadata.get('mask_thr_binary', 0.5))
         for result, sample in zip(self._run_padded(images, samples), samples):
             is_object = result['labels'] >= 0
             result = {k: torch.from_numpy(v[is_object]) for k, v in result.items()}
@@ -188,7 +197,7 @@ class ExportedModel(BaseModel):
             )
             if 'masks' in result:
                 found.masks = paste_masks(
-                    result['masks'], found.bboxes, *sample.ori_shape[:2], threshold
+                    result['masks'], found.bboxes, *sample.ori_shape[:2], self.mask_threshold
                 )
             sample.pred_instances = found
         return samples
