@@ -2,15 +2,10 @@
 _base_ = '../vit_s_dino.py'
 
 data_root = 'data/photos'
+# Stronger than the light of the crops differs: see repa_mm/demo/photos.py.
 color = [
     dict(type='RandomFlip', prob=0.5, direction='horizontal'),
-    dict(
-        type='RandomApply',
-        transforms=[
-            dict(type='ColorJitter', brightness=0.4, contrast=0.4, saturation=0.2, hue=0.1)
-        ],
-        prob=0.8,
-    ),
+    dict(type='ColorJitter', brightness=0.6, contrast=0.6, saturation=0.6, hue=0.2, backend='cv2'),
     dict(
         type='RandomGrayscale', prob=0.2, keep_channels=True, channel_weights=(0.114, 0.587, 0.2989)
     ),
@@ -29,8 +24,8 @@ train_pipeline = [
 ]
 test_pipeline = [dict(type='LoadImageFromFile'), dict(type='PackInputs')]
 train_dataloader = dict(
-    batch_size=64,
-    num_workers=2,
+    batch_size=32,
+    num_workers=1,
     dataset=dict(
         _delete_=True,
         type='CustomDataset',
@@ -56,7 +51,7 @@ model = dict(
         type='VisionTransformer',
         arch=dict(embed_dims=96, num_layers=6, num_heads=3, feedforward_channels=384),
         img_size=64,
-        patch_size=8,
+        patch_size=16,
         out_type='cls_token',
         interpolate_mode='bicubic',
     ),
@@ -64,7 +59,7 @@ model = dict(
     head=dict(out_channels=1024, teacher_temperature=0.04, warmup_epochs=1),
 )
 
-train_cfg = dict(max_epochs=24)
+train_cfg = dict(max_epochs=40)
 param_scheduler = [
     dict(
         type='LinearLR',
@@ -79,9 +74,9 @@ param_scheduler = [
         eta_min=1e-5,
         by_epoch=True,
         begin=2,
-        end=24,
+        end=40,
         convert_to_iter_based=True,
     ),
 ]
-custom_hooks = [dict(type='DINOHook', momentum=0.99, clip=3.0, freeze_last_layer=1)]
-default_hooks = dict(logger=dict(interval=10), checkpoint=dict(interval=6, max_keep_ckpts=-1))
+custom_hooks = [dict(type='DINOHook', momentum=0.98, clip=3.0, freeze_last_layer=1)]
+default_hooks = dict(logger=dict(interval=10), checkpoint=dict(interval=10, max_keep_ckpts=-1))

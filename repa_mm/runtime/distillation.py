@@ -17,12 +17,12 @@ _REPLACED = (
 )  # fmt: skip
 
 
-def distillation_settings(iters: int, lr: float = 1e-3) -> dict:
+def distillation_settings(iters: int, lr: float = 1e-4) -> dict:
     """The parts of a config that a distillation changes, whatever the model and the data.
 
     Args:
         iters (int): Number of iterations.
-        lr (float): Largest step, as a share of the size of each parameter. Defaults to 1e-3.
+        lr (float): Largest step, as a share of the size of each parameter. Defaults to 1e-4.
 
     Raises:
         ValueError: If there are fewer than two iterations.
@@ -32,7 +32,8 @@ def distillation_settings(iters: int, lr: float = 1e-3) -> dict:
     warm_up = max(1, iters // 20)
     return dict(
         optim_wrapper=dict(
-            type='OptimWrapper', optimizer=dict(type='RelativeAdamW', lr=lr, weight_decay=0.0)
+            type='OptimWrapper',
+            optimizer=dict(type='RelativeAdamW', lr=lr, betas=(0.9, 0.95), weight_decay=0.0),
         ),
         param_scheduler=[
             dict(type='LinearLR', start_factor=0.01, by_epoch=False, begin=0, end=warm_up),
@@ -62,7 +63,8 @@ def write_distillation(
         config (str): The config of the converted model, '….py'. The other one is
             '…_distill.py', and inherits from it.
         teacher_checkpoint (str): The checkpoint of the original model.
-        iters (int): Number of iterations: each block learns alone in the first half of them.
+        iters (int): Number of iterations. All blocks learn together in all of them: the fit has
+            done what blocks alone can learn.
         images (str, optional): A folder of images. Defaults to the config's training data.
 
     Returns:
@@ -104,7 +106,6 @@ def write_distillation(
             "    type='FeatureDistiller',\n"
             '    student={{_base_.model}},\n'
             f'    teacher_checkpoint={teacher_checkpoint!r},\n'
-            f'    block_iters={iters // 2},\n'
             ')\n'
             f'{Config(more).pretty_text}'
         )

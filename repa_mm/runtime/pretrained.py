@@ -383,7 +383,7 @@ def result_text(result: dict, out: str) -> str:
     """What :func:`convert_checkpoint` has done, in words and as a table."""
 
     def percent(values: list[float]) -> str:
-        return ', '.join(f'{value:.1%}' for value in values)
+        return ', '.join(f'{100 * value:.2g} %' for value in values)
 
     before, after = (value / 1e9 for value in result['macs'])
     lines = [str(result['report']), f'fitted on {result["images"]} images']

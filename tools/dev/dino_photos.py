@@ -30,7 +30,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument('--data', default='data/photos')
     parser.add_argument('--work-dir', default='work_dirs/dino_photos')
-    parser.add_argument('--epochs', type=int, default=24, help='a multiple of 4')
+    parser.add_argument('--epochs', type=int, default=40, help='a multiple of 4')
     parser.add_argument('--seeds', type=int, nargs='+', default=[0])
     parser.add_argument('--models', nargs='+', choices=CONFIGS, default=list(CONFIGS))
     parser.add_argument('--k', type=int, default=20)
