@@ -60,6 +60,21 @@ def train(config: str, work_dir: str, args: argparse.Namespace, seed: int) -> di
     return found
 
 
+def plot(pixels: float, curves: dict[str, dict[int, float]], path: str, k: int) -> None:
+    """Draw the accuracies by epoch, beside that of the pixels."""
+    matplotlib.use('Agg')
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(6, 4))
+    axes.axhline(pixels, color='grey', linestyle=':', label='pixels')
+    for name, found in curves.items():
+        axes.plot(list(found), list(found.values()), marker='o', label=name)
+    axes.set(xlabel='epoch', ylabel=f'accuracy of {k} nearest neighbours (%)', ylim=(0, None))
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
 def main() -> None:
     args = parse_args()
     write_photos(args.data)
@@ -77,18 +92,7 @@ def main() -> None:
             print(f'{name}, seed {seed}: {line} ({minutes:.1f} min)', flush=True)
     with open(osp.splitext(args.plot)[0] + '.json', 'w') as file:
         json.dump(dict(pixels=pixels, **curves), file, indent=1)
-    matplotlib.use('Agg')
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(6, 4))
-    axes.axhline(pixels, color='grey', linestyle=':', label='pixels')
-    for name, found in curves.items():
-        axes.plot(list(found), list(found.values()), marker='o', label=name)
-    axes.set_xlabel('epoch')
-    axes.set_ylabel(f'accuracy of {args.k} nearest neighbours (%)')
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(args.plot, dpi=120)
+    plot(pixels, curves, args.plot, args.k)
     print(f'wrote {args.plot}')
 
 
