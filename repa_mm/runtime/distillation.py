@@ -33,6 +33,7 @@ def distillation_settings(iters: int, lr: float = 1e-4) -> dict:
     return dict(
         optim_wrapper=dict(
             type='OptimWrapper',
+            # Distillations are short: 0.999 would average over more steps than many have.
             optimizer=dict(type='RelativeAdamW', lr=lr, betas=(0.9, 0.95), weight_decay=0.0),
         ),
         param_scheduler=[
@@ -63,8 +64,8 @@ def write_distillation(
         config (str): The config of the converted model, '….py'. The other one is
             '…_distill.py', and inherits from it.
         teacher_checkpoint (str): The checkpoint of the original model.
-        iters (int): Number of iterations. All blocks learn together in all of them: the fit has
-            done what blocks alone can learn.
+        iters (int): Number of iterations. All blocks learn together: the fit has done what
+            each can learn alone.
         images (str, optional): A folder of images. Defaults to the config's training data.
 
     Returns:
