@@ -20,20 +20,26 @@ class ImageFolder(Dataset):
     Args:
         data_root (str): The folder.
         pipeline (Sequence[dict]): That of any data set; steps that load annotations are left out.
+        leave_out (Sequence[str]): Paths of images in the folder that do not count, relative to it.
+            Defaults to none.
 
     Raises:
         FileNotFoundError: If there is no folder, or no image in it.
     """
 
-    def __init__(self, data_root: str, pipeline: Sequence[dict]) -> None:
+    def __init__(
+        self, data_root: str, pipeline: Sequence[dict], leave_out: Sequence[str] = ()
+    ) -> None:
         if not osp.isdir(data_root):
             raise FileNotFoundError(f'no folder of images at {data_root!r}')
-        self.paths = sorted(
+        paths = {
             osp.abspath(osp.join(root, name))
             for root, _, names in os.walk(data_root)
             for name in names
             if name.lower().endswith(SUFFIXES)
-        )
+        }
+        without = {osp.abspath(osp.join(data_root, path)) for path in leave_out}
+        self.paths = sorted(paths - without)
         if not self.paths:
             raise FileNotFoundError(
                 f'no image to calibrate on: {data_root!r} has none of {", ".join(SUFFIXES)}'

@@ -1,6 +1,7 @@
 """Distillation of a converted checkpoint, under MMEngine's Runner."""
 
 import os.path as osp
+from collections.abc import Sequence
 
 from mmengine.config import Config
 from mmengine.runner.checkpoint import weights_to_cpu
@@ -56,7 +57,11 @@ def distillation_settings(iters: int, lr: float = 1e-4) -> dict:
 
 
 def write_distillation(
-    config: str, teacher_checkpoint: str, iters: int, images: str | None = None
+    config: str,
+    teacher_checkpoint: str,
+    iters: int,
+    images: str | None = None,
+    leave_out: Sequence[str] = (),
 ) -> str:
     """Write the config of a distillation beside that of a converted model.
 
@@ -67,6 +72,8 @@ def write_distillation(
         iters (int): Number of iterations. All blocks learn together: the fit has done what
             each can learn alone.
         images (str, optional): A folder of images. Defaults to the config's training data.
+        leave_out (Sequence[str]): Images of the folder that are for something else, see
+            :class:`~repa_mm.datasets.folder.ImageFolder`.
 
     Returns:
         str: The path of the file.
@@ -88,6 +95,7 @@ def write_distillation(
                 type='ImageFolder',
                 data_root=osp.abspath(images),
                 pipeline=plain(dataset_config(cfg, 'test').pipeline),
+                leave_out=list(leave_out),
             ),
         )
     # Nothing of what the base has in these places. MMEngine forgets the key where it has nothing.

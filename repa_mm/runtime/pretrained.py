@@ -43,6 +43,9 @@ class CalibrationImages:
         num_images (int): How many images, spread evenly over what there is.
         folder (str, optional): A folder of images to take instead of the training data.
 
+    Attributes:
+        taken (list[str]): Paths, relative to the folder, of the images that were taken out of it.
+
     Raises:
         FileNotFoundError: If there is no folder, no image, or no data set.
         ValueError: If the config has no data set.
@@ -64,6 +67,7 @@ class CalibrationImages:
             raise FileNotFoundError('no image to calibrate on: the training data is empty')
         num_images = min(num_images, available)
         self.indices = [i * available // num_images for i in range(num_images)]
+        self.folder, self.taken = folder, []
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -81,6 +85,9 @@ class CalibrationImages:
         rest = [index for i, index in enumerate(self.indices) if i not in chosen]
         self.indices = [index for i, index in enumerate(self.indices) if i in chosen]
         batches = list(self)
+        if self.folder is not None:
+            root = osp.abspath(self.folder)
+            self.taken += [osp.relpath(self.dataset.paths[i], root) for i in self.indices]
         self.indices = rest
         return batches
 
@@ -134,9 +141,10 @@ def convert_checkpoint(
         dict: ``report`` (a :class:`~repa_mm.models.surgery.pretrained.ConversionReport`),
         ``differences`` (mean square difference of each output of the backbone on the held-out
         images, relative to the variance of that output), ``distilled`` (the same after the
-        distillation, if there is one), ``macs`` (of the backbone before and after), ``size``
-        (height and width of the image for that), ``images`` and ``held_out`` (their numbers) and
-        ``config`` (the file that was written).
+        distillation, if there is one), ``seen`` (whether the distillation has learned from the
+        held-out images, too: from those of a folder it has not), ``macs`` (of the backbone before
+        and after), ``size`` (height and width of the image for that), ``images`` and ``held_out``
+        (their numbers) and ``config`` (the file that was written).
 
     Raises:
         FileNotFoundError: If the config, checkpoint or images are missing.
@@ -222,11 +230,12 @@ def convert_checkpoint(
         config=out_config,
     )
     if distill:
-        path = write_distillation(out_config, checkpoint, distill, images)
+        path = write_distillation(out_config, checkpoint, distill, images, source.taken)
         distill_checkpoint(path, out)
         distilled = init_model(out_config, out, device=device).backbone
         after = run_batches(lambda batch: features(batch, distilled), held_out)
         result['distilled'] = differences(before, after)
+        result['seen'] = images is None
     return result
 
 
@@ -393,7 +402,9 @@ def result_text(result: dict, out: str) -> str:
             f'{percent(result["differences"])} of their variance'
         )
     if result.get('distilled'):
-        lines.append(f'after the distillation they differ by {percent(result["distilled"])}')
+        seen = ' (the training data, which it learns from, has these images)' * result['seen']
+        text = percent(result['distilled'])
+        lines.append(f'after the distillation they differ by {text}{seen}')
     return '\n'.join(
         [
             *lines,

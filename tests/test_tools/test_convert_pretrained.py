@@ -22,7 +22,7 @@ from repa_mm.runtime import (
     runner_for_training,
 )
 from repa_mm.runtime.distillation import distill_checkpoint
-from repa_mm.runtime.pretrained import convert_checkpoint
+from repa_mm.runtime.pretrained import CalibrationImages, convert_checkpoint
 
 from .conftest import TASKS
 
@@ -314,6 +314,12 @@ def test_distillation(images, in_digits, call):
     runner = runner_for_training(str(in_digits / 'idle_distill.py'), work)
     assert runner.model.state_dict().keys() == torch.load(out)['state_dict'].keys()
     assert runner.max_iters == 4
+    data = runner.train_dataloader.dataset
+    if images:
+        # What the difference is measured on is not learned from.
+        held_out = CalibrationImages(load_config(config), 4, images).dataset.paths
+        assert len(data) == len(held_out) - 1 and set(data.paths) < set(held_out)
+    assert ('which it learns from' in said) == (images is None)
     model = init_model(str(in_digits / 'idle.py'), str(out))
     assert has_training_form(model)
     assert runner_for_testing(str(in_digits / 'idle.py'), str(out), work, 'deploy').test()

