@@ -22,7 +22,7 @@ from repa_mm.runtime import (
     runner_for_training,
 )
 from repa_mm.runtime.distillation import distill_checkpoint
-from repa_mm.runtime.pretrained import CalibrationImages, convert_checkpoint
+from repa_mm.runtime.pretrained import CalibrationImages, convert_checkpoint, result_text
 
 from .conftest import TASKS
 
@@ -54,6 +54,10 @@ def test_ratio_zero_is_the_same_model(task, in_digits):
     result = convert_checkpoint(config, checkpoint, str(out), idle_ratio=0.0, num_images=2)
     assert isinstance(result['report'], ConversionReport)
     assert max(result['differences']) < 1e-8
+    for seen in (False, True):
+        said = result_text(dict(result, distilled=[0.123], seen=seen), str(out))
+        assert 'after the distillation they differ by 12 %' in said
+        assert ('which it learns from' in said) == seen
     before, after = init_model(config, checkpoint), init_model(result['config'], str(out))
     image = torch.randn(2, 3, 96, 96)
     with torch.no_grad():
@@ -319,7 +323,6 @@ def test_distillation(images, in_digits, call):
         # What the difference is measured on is not learned from.
         held_out = CalibrationImages(load_config(config), 4, images).dataset.paths
         assert len(data) == len(held_out) - 1 and set(data.paths) < set(held_out)
-    assert ('which it learns from' in said) == (images is None)
     model = init_model(str(in_digits / 'idle.py'), str(out))
     assert has_training_form(model)
     assert runner_for_testing(str(in_digits / 'idle.py'), str(out), work, 'deploy').test()
