@@ -30,6 +30,20 @@ def test_the_table_names_installed_configs():
         assert sum(config.startswith(last) for config, *_ in ROWS) >= 4, package
 
 
+@pytest.mark.parametrize('package', ['mmdet', 'mmseg', 'mmpretrain'])
+def test_the_addresses_are_those_of_the_metafiles(package):
+    """Up to the host: OneDL's packages name a mirror."""
+    if find_spec(package) is None:
+        pytest.skip('not installed')
+    files = Path(find_spec(package).origin).parent.glob('.mim/configs/**/metafile.y*ml')
+    known = ''.join(file.read_text() for file in files)
+    if not known:
+        pytest.skip('installed without its configs')
+    for config, _, url in ROWS:
+        if config.startswith(f'{package}::'):
+            assert f'/{url.split("/", 3)[3]}\n' in known, url
+
+
 def small_images(steps):
     """A test pipeline whose images are small."""
     for step in steps:

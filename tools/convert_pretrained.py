@@ -25,7 +25,8 @@ def parse_args() -> dict:
     how_much.add_argument(
         '--target-gmacs',
         type=float,
-        help='multiply-adds of the reparameterized backbone, in 1e9, in place of an idle ratio',
+        help='multiply-adds of the reparameterized backbone, in 1e9, in place of an idle ratio; '
+        'for an image of 224x224, or of the only size it takes',
     )
     parser.add_argument(
         '--allocate',
@@ -40,13 +41,14 @@ def parse_args() -> dict:
         default='keep',
         help='keep the LayerNorms before the FFNs, or fold them (default: keep)',
     )
-    parser.add_argument('--num-images', type=int, default=64, help='to calibrate on (default: 64)')
+    parser.add_argument('--num-images', type=int, default=64, help='of calibration (default: 64)')
     parser.add_argument('--images', help="folder of images (default: the config's training data)")
     parser.add_argument(
         '--select',
         choices=['eliminate', 'score'],
         default='eliminate',
-        help='how the active channels are chosen (default: eliminate)',
+        help='how the active channels are chosen: by backward elimination from all channels, or '
+        'by what no affine function explains of each (default: eliminate)',
     )
     parser.add_argument(
         '--skip-unsupported',
@@ -70,7 +72,11 @@ def parse_args() -> dict:
         help='convert with several idle ratios, and compare quality and latency',
     )
     sweep.add_argument('--test', action='store_true', help='with --sweep: test each model, too')
-    parser.add_argument('--device', help='default: a GPU, if there is one')
+    parser.add_argument(
+        '--device',
+        help='for fits and latencies (default: a GPU, if there is one); distillations and tests '
+        'run where MMEngine puts them',
+    )
     add_cfg_options(parser)
     args = parser.parse_args()
     if args.test and not args.sweep:
@@ -83,7 +89,7 @@ def main() -> None:
     sweep, test, ratios = (args.pop(key) for key in ('sweep', 'test', 'idle_ratio'))
 
     def progress(row) -> None:
-        print(f'{row.name}: {row.unexplained:.4f}', flush=True)
+        print(f'{row.name}: the fit leaves {row.unexplained:.2%} of the variance', flush=True)
 
     with clear_errors():
         if sweep:

@@ -114,10 +114,12 @@ def plot_sweep(result: dict[str, Any], path: str) -> None:
     rows = result['rows']
     metric = next(iter(rows[0]['metrics']), None)
 
-    def quality(row: dict) -> float:
-        return row['metrics'][metric] if metric else row['difference']
+    def quality(row: dict) -> float | None:
+        return row['metrics'].get(metric) if metric else row['difference']
 
-    axes.plot(rows[0]['latency_ms'], quality(rows[0]), 's', color='black', label='original')
+    rows = [row for row in rows if quality(row) is not None]
+    for row in rows[:1]:
+        axes.plot(row['latency_ms'], quality(row), 's', color='black', label='original')
     for distilled, label, colour in (
         (False, 'converted', COLOURS[1]),
         (True, 'distilled', COLOURS[3]),

@@ -7,18 +7,21 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from mmengine.registry import MODELS
 
 from repa_mm.benchmark.inputs import TensorInputs
 from repa_mm.benchmark.latency import Options, measure_forms
 from repa_mm.benchmark.machine import environment, machine
 from repa_mm.benchmark.output import write_json
 from repa_mm.benchmark.plots import plot_sweep
+from repa_mm.checkpoints import load_anywhere, load_weights
 from repa_mm.engine.complexity import count_macs
 from repa_mm.files import check_writable
 from repa_mm.models.surgery.window_attention import swap_attention
-from repa_mm.runtime import init_model, runner_for_testing
+from repa_mm.reparam import num_active_channels
+from repa_mm.runtime import init_model, load_config, runner_for_testing, take_no_pretrained
 from repa_mm.runtime.cli import align
-from repa_mm.runtime.config import load_config
+from repa_mm.runtime.distillation import distillation_settings
 from repa_mm.runtime.pretrained import CalibrationImages, convert_checkpoint
 
 RATIOS = (0.0, 0.25, 0.5, 0.75, 0.9, 1.0)
@@ -66,6 +69,10 @@ def sweep_conversions(
     """
     if options.pop('target_gmacs', None) is not None:
         raise ValueError('--sweep tries idle ratios: it goes without --target-gmacs')
+    if distill:
+        distillation_settings(distill)  # checks it
+    for ratio in ratios:
+        num_active_channels(1, ratio)  # checks it
     check_writable(out)
     os.makedirs(out, exist_ok=True)
     done_path = osp.join(out, 'conversions.json')
@@ -92,6 +99,11 @@ def sweep_conversions(
         values = runner_for_testing(config, checkpoint, work_dir, form, cfg_options=cfg_options)
         return {key: float(value) for key, value in values.test().items()}
 
+    cfg = load_config(config, cfg_options)
+    take_no_pretrained(cfg)
+    # As the conversions read it: from anywhere, with weights that the model does not have.
+    original, loaded = MODELS.build(cfg.model), load_anywhere(checkpoint)
+    load_weights(original, loaded['state_dict'], checkpoint, exact=False)
     if 'original' not in done:
         done['original'] = [metrics(config, checkpoint, None), 0.0]
     rows = [dict(name='original', idle_ratio=None, distilled=False, difference=0.0)]
@@ -113,8 +125,8 @@ def sweep_conversions(
                 dict(name=name, idle_ratio=ratio, distilled=bool(iters), difference=done[name][1])
             )
 
-    cfg = load_config(config, cfg_options)
-    models = {'original': init_model(cfg, checkpoint, device=device)}
+    original.eval()  # on a line of its own: that of some models returns None
+    models = {'original': original.to(device)}
     swap_attention(models['original'].backbone)
     for row in rows[1:]:
         path = osp.join(out, row['name'])
@@ -138,7 +150,8 @@ def sweep_conversions(
 
 def sweep_text(result: dict[str, Any]) -> str:
     """The rows of a sweep as a table."""
-    names = list(result['rows'][0]['metrics'])
+    # A model that finds nothing has no average precision.
+    names = list(dict.fromkeys(name for row in result['rows'] for name in row['metrics']))
     table = [('', 'GMACs', 'latency (ms)', 'speed', 'difference', *names)]
     first = result['rows'][0]['latency_ms']
     for row in result['rows']:
@@ -149,7 +162,7 @@ def sweep_text(result: dict[str, Any]) -> str:
                 f'{row["latency_ms"]:.1f}',
                 f'{first / row["latency_ms"]:.2f}x',
                 'none' if row['difference'] is None else f'{row["difference"]:.2%}',
-                *(f'{row["metrics"][name]:.3f}' for name in names),
+                *(f'{row["metrics"].get(name, float("nan")):.3f}' for name in names),
             )
         )
     size = 'x'.join(map(str, result['size']))
@@ -157,7 +170,7 @@ def sweep_text(result: dict[str, Any]) -> str:
         [
             *align(table),
             f'Backbone, reparameterized, one image of {size}, median; {result["machine"]}.',
-            'All have the fast window attention.',
+            'Where there is window attention, all have the fast one.',
             'Difference: of the outputs of the backbone on held-out images, relative to their '
             'variance.',
             f'wrote {osp.join(result["out"], "sweep.json")}, sweep.png, and the models',

@@ -34,21 +34,21 @@ class _Distilled:
             data_samples (list, optional): Not used.
 
         Returns:
-            dict: ``loss_blocks`` in the first iterations, and ``loss_features`` afterwards. The
-            other one is there without 'loss' in its name, for the log.
+            dict: ``loss_blocks`` in the first iterations, with ``features`` for the log, and
+            ``loss_features`` afterwards.
         """
         if next(self.teacher.parameters()).device != inputs.device:
             self.teacher.to(inputs.device)
         by_block = MessageHub.get_current_instance().get_info('iter', 0) < self.block_iters
-        with torch.no_grad(), _recorded(self.teacher, self.blocks) as expected:
-            expected['features'] = tensors(self.teacher.extract_feat(inputs))
-        with _recorded(self, self.blocks, apart=by_block) as found:
-            found['features'] = tensors(self.extract_feat(inputs))
-        features = _distance(found.pop('features'), expected.pop('features'))
-        blocks = sum(_distance(found[name], expected[name]) for name in found) / len(found)
-        if by_block:
-            return dict(loss_blocks=blocks, features=features.detach())
-        return dict(loss_features=features, blocks=blocks.detach())
+        names = self.blocks if by_block else []
+        with torch.no_grad(), _recorded(self.teacher, names) as expected:
+            target = tensors(self.teacher.extract_feat(inputs))
+        with _recorded(self, names) as found:
+            features = _distance(tensors(self.extract_feat(inputs)), target)
+        if not by_block:
+            return dict(loss_features=features)
+        blocks = sum(_distance(found[name], expected[name]) for name in names) / len(names)
+        return dict(loss_blocks=blocks, features=features.detach())
 
     def train(self, mode: bool = True):
         """Stay in eval mode: the teacher has neither dropout nor statistics of a batch."""
@@ -61,16 +61,8 @@ class _Distilled:
 
 
 @contextmanager
-def _recorded(
-    model: nn.Module, names: Sequence[str], apart: bool = False
-) -> Iterator[dict[str, list[torch.Tensor]]]:
-    """Yield what the named modules return, by name.
-
-    Args:
-        model (nn.Module): The model.
-        names (Sequence[str]): The names of the modules.
-        apart (bool): No gradients go from one module to the one before. Defaults to False.
-    """
+def _recorded(model: nn.Module, names: Sequence[str]) -> Iterator[dict[str, list[torch.Tensor]]]:
+    """Yield what the named modules return, by name; no gradients go from one to another."""
     outputs: dict[str, list[torch.Tensor]] = {}
     handles = []
     for name in names:
@@ -83,8 +75,7 @@ def _recorded(
             return tuple(v.detach() if isinstance(v, torch.Tensor) else v for v in args)
 
         handles.append(module.register_forward_hook(note))
-        if apart:
-            handles.append(module.register_forward_pre_hook(detach))
+        handles.append(module.register_forward_pre_hook(detach))
     try:
         yield outputs
     finally:
@@ -93,7 +84,10 @@ def _recorded(
 
 
 def _distance(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Mean square difference of tensors, relative to the variance of their channels."""
+    """Mean square difference of tensors, relative to the variance of their channels.
+
+    Of tensors with one vector per image, relative to their mean square.
+    """
     total = 0.0
     for a, b in zip(found, expected):
         a, b = a.float(), b.float()

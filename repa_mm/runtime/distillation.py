@@ -34,7 +34,7 @@ def distillation_settings(iters: int, lr: float = 1e-4) -> dict:
     return dict(
         optim_wrapper=dict(
             type='OptimWrapper',
-            # Distillations are short: 0.999 would average over more steps than many have.
+            # Distillations are short: the usual 0.999 would average over more steps than they have.
             optimizer=dict(type='RelativeAdamW', lr=lr, betas=(0.9, 0.95), weight_decay=0.0),
         ),
         param_scheduler=[
@@ -86,6 +86,8 @@ def write_distillation(
     more['find_unused_parameters'] = True
     # The learning rate is a share of the parameters, whatever the number of GPUs.
     more['auto_scale_lr'] = None
+    path = f'{osp.splitext(config)[0]}_distill.py'
+    more['work_dir'] = osp.splitext(osp.abspath(path))[0]
     if images is not None:
         more['train_dataloader'] = dict(
             batch_size=1,  # images of any size
@@ -98,14 +100,14 @@ def write_distillation(
                 leave_out=list(leave_out),
             ),
         )
-    # Nothing of what the base has in these places. MMEngine forgets the key where it has nothing.
+    # Nothing of what the base has in these places. MMEngine removes '_delete_' only from parts
+    # that the base has.
     hooks = cfg.get('default_hooks') or {}
     for base, own in ((cfg, more), (hooks, more['default_hooks'])):
         for key in own:
             if key in base and key in _REPLACED:
                 own[key]['_delete_'] = True
     name = osp.basename(config)
-    path = f'{osp.splitext(config)[0]}_distill.py'
     with replacing(path) as temporary, open(temporary, 'w', encoding='utf-8') as file:
         file.write(
             f'# The distillation of {name}: python tools/train.py {osp.basename(path)}\n'
@@ -127,15 +129,12 @@ def distill_checkpoint(config: str, checkpoint: str, work_dir: str | None = None
     Args:
         config (str): From :func:`write_distillation`.
         checkpoint (str): The converted checkpoint.
-        work_dir (str, optional): Folder for logs and checkpoints. Defaults to that of the config
-            without its suffix.
+        work_dir (str, optional): Folder for logs and checkpoints. Defaults to that of the config.
 
     Raises:
         CheckpointError: If weights have become infinite or NaN; the checkpoint stays as it was.
     """
-    runner = runner_for_training(
-        config, work_dir or osp.splitext(config)[0], cfg_options=dict(load_from=checkpoint)
-    )
+    runner = runner_for_training(config, work_dir, cfg_options=dict(load_from=checkpoint))
     runner.train()
     meta = load_checkpoint(checkpoint).get('meta', {})
     weights = weights_to_cpu(innermost(runner.model).state_dict())

@@ -18,8 +18,8 @@ from repa_mm.datasets.folder import ImageFolder
 from repa_mm.engine.complexity import count_macs, image_size
 from repa_mm.files import check_output, replacing
 from repa_mm.models import convert_pretrained, idle_channels
-from repa_mm.models.surgery.idle import find_blocks, parts_of
-from repa_mm.models.surgery.pretrained import ConversionReport, differences, run_batches
+from repa_mm.models.surgery.idle import find_blocks, idle_ffn
+from repa_mm.models.surgery.pretrained import ConversionReport, differences, percent, run_batches
 from repa_mm.models.surgery.window_attention import swap_attention
 from repa_mm.reparam import CheckpointError, reparameterize
 from repa_mm.runtime.config import dataset_config, load_config, plain, take_no_pretrained
@@ -81,15 +81,13 @@ class CalibrationImages:
         number = min(number, len(self) - 1)
         if number < 1:
             return []
-        chosen = {int((i + 0.5) * len(self) / number) for i in range(number)}
-        rest = [index for i, index in enumerate(self.indices) if i not in chosen]
-        self.indices = [index for i, index in enumerate(self.indices) if i in chosen]
-        batches = list(self)
+        chosen = [self.indices[int((i + 0.5) * len(self) / number)] for i in range(number)]
+        rest = [index for index in self.indices if index not in chosen]
         if self.folder is not None:
             root = osp.abspath(self.folder)
-            self.taken += [osp.relpath(self.dataset.paths[i], root) for i in self.indices]
+            self.taken += [osp.relpath(self.dataset.paths[i], root) for i in chosen]
         self.indices = rest
-        return batches
+        return [pseudo_collate([self.dataset[i]]) for i in chosen]
 
 
 def convert_checkpoint(
@@ -154,16 +152,17 @@ def convert_checkpoint(
         OSError: If ``out`` cannot be written.
     """
     if num_images < 1:
-        raise ValueError(f'{num_images} images are none to calibrate on')
+        raise ValueError(f'the number of images must be at least 1, but is {num_images}')
     if distill:
         distillation_settings(distill)  # checks it
-    stem = osp.splitext(out)[0]
+    stem, suffix = osp.splitext(out)
     out_config, partial = f'{stem}.py', f'{stem}.partial'
     for path in (out, out_config, partial, *[f'{stem}_distill.py'] * bool(distill)):
         check_output(path, config, checkpoint)
-    if out in (out_config, partial):
-        raise ValueError(f'the output {out!r} is to be a checkpoint: name it ….pth')
+    if suffix in ('.py', '.partial', '.safetensors'):
+        raise ValueError(f'the output {out!r} is to be a checkpoint of PyTorch: name it ….pth')
     cfg = load_config(config, cfg_options)
+    overrides = _overrides(cfg, cfg_options or {})
     if Config._is_lazy_import(cfg.filename):
         raise ValueError(
             f'{config!r} is written in pure Python (read_base, imported classes), and the config '
@@ -178,9 +177,8 @@ def convert_checkpoint(
     take_no_pretrained(cfg)
     model = MODELS.build(cfg.model)
     load_weights(model, loaded['state_dict'], checkpoint, exact=False)
-    num_held_out = max(1, num_images // 8)
-    source = CalibrationImages(cfg, num_images + num_held_out, images)
-    held_out = source.take(num_held_out)
+    source = CalibrationImages(cfg, num_images + max(1, num_images // 8), images)
+    held_out = source.take(max(1, len(source) // 9))
 
     device = device or ('cuda' if torch.cuda.is_available() else 'cpu')
     model.eval()  # on a line of its own: that of some models returns None
@@ -189,7 +187,10 @@ def convert_checkpoint(
     size = image_size(backbone)
     if target_gmacs is not None:
         if not isinstance(idle_ratio, (int, float)):
-            raise ValueError('target_gmacs finds one idle ratio: give none for each block')
+            raise ValueError(
+                f'target_gmacs finds one idle ratio for all blocks: leave out idle_ratio, which '
+                f'is {idle_ratio!r}'
+            )
         idle_ratio = _ratio_for(backbone, target_gmacs, norm, size, options)
     state = _Saved(partial, resume)
 
@@ -203,18 +204,16 @@ def convert_checkpoint(
             progress(row)
 
     with _explained_memory(num_images):
-        before = run_batches(features, held_out)
+        before = run_batches(features, held_out) if distill else []
         converted, report = convert_pretrained(
             backbone, source, idle_ratio, norm,
-            forward=features, progress=note, resume=state.blocks, **options,
+            forward=features, held_out=held_out, progress=note, resume=state.blocks, **options,
         )  # fmt: skip
         converted.eval()
-        after = run_batches(lambda batch: features(batch, converted), held_out)
         macs = [count_macs(b, (3, *size)) for b in (backbone, reparameterize(converted))]
     model.backbone = converted.cpu()
     meta = loaded.get('meta')
     meta = dict(meta if isinstance(meta, dict) else {}, repa_mm_version=__version__)
-    overrides = _overrides(cfg, cfg_options or {})
     text = _config_text(config, out, cfg, original, _ratios(backbone, report), norm, overrides)
     save_checkpoint(dict(meta=meta, state_dict=weights_to_cpu(model.state_dict())), out)
     with replacing(out_config) as temporary, open(temporary, 'w', encoding='utf-8') as file:
@@ -222,7 +221,7 @@ def convert_checkpoint(
     state.remove()
     result = dict(
         report=report,
-        differences=differences(before, after),
+        differences=report.differences,
         macs=macs,
         size=size,
         images=len(source),
@@ -248,14 +247,17 @@ class _Saved:
     """
 
     def __init__(self, path: str, resume: bool) -> None:
-        self.path = path
+        self.path, self.size = path, 0
         # A copy: the file is replaced while its tensors are in use.
         self.blocks = copy.deepcopy(load_tensors(path)) if resume and osp.isfile(path) else {}
         if not isinstance(self.blocks, dict):
             raise CheckpointError(f'{path!r} is not of an interrupted conversion: remove it')
+        self.size = len(self.blocks)
 
     def save(self) -> None:
-        save_checkpoint(self.blocks, self.path)
+        if len(self.blocks) > self.size:
+            save_checkpoint(self.blocks, self.path)
+            self.size = len(self.blocks)
 
     def remove(self) -> None:
         with suppress(FileNotFoundError):
@@ -311,7 +313,7 @@ def _ratio_for(
 
 def _is_convertible(block: nn.Module) -> bool:
     try:
-        parts_of(block)
+        idle_ffn(block, 0.0, dict(type='keep'))
     except ValueError:
         return False
     return True
@@ -390,17 +392,11 @@ def _config_text(
 
 def result_text(result: dict, out: str) -> str:
     """What :func:`convert_checkpoint` has done, in words and as a table."""
-
-    def percent(values: list[float]) -> str:
-        return ', '.join(f'{100 * value:.2g} %' for value in values)
-
     before, after = (value / 1e9 for value in result['macs'])
-    lines = [str(result['report']), f'fitted on {result["images"]} images']
-    if result['held_out']:
-        lines.append(
-            f'on {result["held_out"]} others the outputs of the backbone differ by '
-            f'{percent(result["differences"])} of their variance'
-        )
+    lines = [
+        str(result['report']),
+        f'fitted on {result["images"]} images, {result["held_out"]} held out',
+    ]
     if result.get('distilled'):
         seen = ' (the training data, which it learns from, has these images)' * result['seen']
         text = percent(result['distilled'])

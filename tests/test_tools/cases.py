@@ -362,7 +362,7 @@ def call_tool(monkeypatch, capsys, tool, *arguments):
     except SystemExit as error:
         code = error.code
     error = capsys.readouterr().err
-    assert 'Traceback' not in error
+    assert 'Traceback' not in error, error
     # As the interpreter does with a text for a status.
     if isinstance(code, str):
         return 1, code

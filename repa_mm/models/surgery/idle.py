@@ -174,7 +174,10 @@ def parts_of(block: nn.Module) -> Parts:
             scale, drop_path = getattr(ffn.gamma2, 'weight', None), ffn.dropout_layer
             shortcut = ffn.add_identity
         if not shortcut:
-            raise ValueError('the shortcut of its FFN is not where such blocks have it')
+            raise ValueError(
+                f'its FFN has add_identity={ffn.add_identity}, where blocks of this kind have '
+                f'{not ffn.add_identity}'
+            )
     if 'forward' in ffn.__dict__ or ffn._forward_hooks or ffn._forward_pre_hooks:
         raise ValueError(
             'its FFN has a forward hook or a replaced forward(), which would be lost: remove it '
@@ -279,7 +282,15 @@ def linear_idle_ratios(idle_ratio: float, num_blocks: int) -> list[float]:
     Args:
         idle_ratio (float): The mean ratio, at least about 0.5.
         num_blocks (int): Number of FFNs, at least 2.
+
+    Raises:
+        ValueError: If there are fewer blocks, or the first ratio would be below 0.
     """
+    if num_blocks < 2 or 2 * idle_ratio - 1 + (2 - 2 * idle_ratio) / (num_blocks - 1) < 0:
+        raise ValueError(
+            "idle_schedule='linear' needs at least 2 blocks, and an idle_ratio of at least about "
+            f'0.5, or the first block has less than 0: got {num_blocks} blocks and {idle_ratio}'
+        )
     step = (2 - 2 * idle_ratio) / (num_blocks - 1)
     return [2 * idle_ratio - 1 + step * i for i in range(1, num_blocks)] + [0.0]
 

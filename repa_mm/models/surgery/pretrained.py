@@ -107,8 +107,8 @@ class ConversionReport:
         widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
         lines = ['  '.join(cell.ljust(w) for cell, w in zip(row, widths)) for row in (head, *rows)]
         if self.differences:
-            shares = ', '.join(f'{share:.2%}' for share in self.differences)
-            lines.append(f'held out: the outputs differ by {shares} of their variance')
+            shares = percent(self.differences)
+            lines.append(f'on held-out images the outputs differ by {shares} of their variance')
         lines += [f'left as it is: {name}: {why}' for name, why in self.skipped.items()]
         lines += [f'warning: {text}' for text in self.warnings]
         return '\n'.join(line.rstrip() for line in lines)
@@ -220,7 +220,10 @@ def convert_pretrained(
     if allocate not in ('uniform', 'by_error'):
         raise ValueError(f"allocate must be 'uniform' or 'by_error', but got {allocate!r}")
     if allocate == 'by_error' and not isinstance(idle_ratio, (int, float)):
-        raise ValueError("with allocate='by_error', idle_ratio is one number: the mean")
+        raise ValueError(
+            "with allocate='by_error', idle_ratio is one number, whose multiply-adds the blocks "
+            f'share, but got {idle_ratio!r}'
+        )
     model = unwrap(model)
     blocks = find_blocks(model)
     ratios = dict(zip(blocks, ratio_of_each_block(idle_ratio, 'constant', len(blocks))))
@@ -237,11 +240,14 @@ def convert_pretrained(
     resume = {} if resume is None else resume
     settings = dict(
         idle_ratio=idle_ratio, norm=norm, allocate=allocate, select=select, ridge=ridge,
-        max_tokens=max_tokens, seed=seed, blocks=list(blocks), weights=_checksums(probes),
+        max_tokens=max_tokens, seed=seed, blocks=list(blocks), weights=_checksum(model),
     )  # fmt: skip
-    if resume.setdefault('settings', settings) != settings:
+    known = resume.setdefault('settings', settings)
+    changed = [key for key, value in settings.items() if known.get(key) != value]
+    if changed:
         raise ValueError(
-            'resume holds blocks that were fitted with other settings, or to other weights'
+            f'cannot resume: {", ".join(changed)} differ from those of the interrupted '
+            'conversion; give the same ones, or start anew without resuming'
         )
 
     forward = forward or model
@@ -299,10 +305,13 @@ def _make_probes(
     return probes, skipped
 
 
-def _checksums(probes: dict[str, _Probe]) -> list[int]:
-    """What tells the weights of FFNs from others."""
-    weights = (probe.ffn.fc2.weight.detach().cpu().contiguous() for probe in probes.values())
-    return [zlib.crc32(w.view(torch.uint8).numpy()) for w in weights]
+def _checksum(model: nn.Module) -> int:
+    """What tells the weights of a model from others."""
+    result = 0
+    for value in model.state_dict().values():
+        flat = value.detach().cpu().contiguous().reshape(-1)
+        result = zlib.crc32(flat.view(torch.uint8).numpy(), result)
+    return result
 
 
 @contextmanager
@@ -348,8 +357,16 @@ def run_batches(forward: Callable, batches) -> list[list[torch.Tensor]]:
     ]
 
 
+def percent(values: Iterable[float]) -> str:
+    """Shares with two digits each."""
+    return ', '.join(f'{100 * value:.2g} %' for value in values)
+
+
 def differences(before: list, after: list) -> list[float]:
-    """Of each output, the mean square of its change relative to the variance of its channels."""
+    """Of each output, the mean square of its change relative to the variance of its channels.
+
+    A single vector has none, and its change is relative to its mean square.
+    """
 
     def rows(x: torch.Tensor) -> torch.Tensor:
         x = x.movedim(1, -1) if x.ndim == 4 else x
@@ -361,6 +378,7 @@ def differences(before: list, after: list) -> list[float]:
         count = sum(len(rows(a)) for a, _ in pairs)
         mean = sum(rows(a).sum(0) for a, _ in pairs) / count
         variance = sum(float((rows(a) - mean).square().sum()) for a, _ in pairs)
+        variance = variance or sum(float(rows(a).square().sum()) for a, _ in pairs)
         result.append(change / max(variance, 1e-300))
     return result
 
@@ -411,13 +429,15 @@ class _Fit:
             tokens, targets, normalized = part.sample
             parts = ffn_moments(ffn, normalized, double(targets) - double(tokens))
             paths.append(elimination_path(ffn, parts))
-            # The next norm divides by the deviation of the tokens.
+            # Relative to the variance of the tokens: the next norm divides by their deviation.
             weights.append(1 / max(float(targets.double().var(0).sum()), 1e-300))
             costs.append(part.tokens_per_image * ffn.embed_dims)
             hidden = ffn.feedforward_channels
+            uniform = num_active_channels(hidden, idle_ratio)
             # More would leave fewer idle channels than the linear path needs.
-            most.append(hidden - ffn.embed_dims if hidden > ffn.embed_dims else hidden)
-            budget += costs[-1] * num_active_channels(hidden, idle_ratio)
+            exact = hidden - ffn.embed_dims if hidden > ffn.embed_dims else hidden
+            most.append(max(uniform, exact))
+            budget += costs[-1] * uniform
             if index + 1 < len(walk.blocks):
                 calls = walk.next_calls(index, calls, part.outputs)
         counts = share_active_channels(paths, weights, costs, most, budget)
@@ -488,7 +508,7 @@ class _Fit:
                 raise ValueError(
                     f'the activations of {name!r} are not finite: its weights or the images are not'
                 )
-            images += len(x)
+            images += len(x) / self.walk.rows_per_image[name]
             count += x.shape[:-1].numel()
             columns = [v.flatten(0, -2) for v in (x, y, probe.ffn.norm1(x))]
             chosen = torch.randperm(len(columns[0]), generator=generator)

@@ -64,6 +64,8 @@ class BlockWalk:
             'outputs' of the block before and a position in it; None if something else lies
             between.
         sums (list): For every batch the sum of the magnitudes of what the first block gets.
+        rows_per_image (dict): How long the first dimension of what a block returns is for one
+            image, by its name: 1, but for the inner blocks of a TNT, which get patches.
         shapes (list): For each block that has been run, its outputs for every batch, as tensors
             without values. Whoever runs a block appends them.
 
@@ -86,6 +88,7 @@ class BlockWalk:
         self.links: list[list | None] = []
         self.shapes: list[list] = []
         # The first batch, and what each block returns for the first image of it.
+        self.rows_per_image: dict[str, int] = {}
         self._first: tuple[Any, dict[str, torch.Tensor]] = (None, {})
         self._trace(blocks)
 
@@ -124,7 +127,9 @@ class BlockWalk:
             self.blocks.append((name, block))
 
         def after(name: str, args: tuple, kwargs: dict, output: Any) -> None:
-            self._first[1][name] = tensors(output)[0][:1].clone()
+            first = tensors(output)[0]
+            self.rows_per_image[name] = len(first)
+            self._first[1][name] = first[:1].clone()
             last.update(inputs=leaves((args, kwargs)), outputs=leaves(output))
             last['versions'] = {id(v): v._version for v in tensors([*last.values()])}
 
@@ -143,6 +148,8 @@ class BlockWalk:
         finally:
             for handle in handles:
                 handle.remove()
+        number = min(self.rows_per_image.values(), default=1)
+        self.rows_per_image = {key: rows // number for key, rows in self.rows_per_image.items()}
         reached = dict(self.blocks)
         missing = [name for name in blocks if name not in reached]
         if missing:
@@ -161,9 +168,9 @@ class BlockWalk:
             change = float((found - known).norm() / known.norm().clamp(min=1e-300))
             if change > (0.05 if tensors(output)[0].element_size() < 4 else 1e-3):
                 raise ValueError(
-                    f'{name!r}, a {type(block).__name__}, does not add its FFN of its norm to its '
-                    'tokens, as the blocks of this name in OpenMMLab do: what it returns would '
-                    f'change by {change:.1%}'
+                    f'{name!r}, a {type(block).__name__}, does not end with x + ffn(norm(x)), as '
+                    f'the blocks of this name in OpenMMLab do: its output would change by '
+                    f'{change:.1%}. Give None for it in idle_ratio, or another name to its class'
                 )
 
         handles = [
@@ -263,5 +270,6 @@ class BlockWalk:
         elif number >= len(self.sums) or not abs(total - self.sums[number]) <= 1e-4 * abs(total):
             raise ValueError(
                 'batches gives other data the second time, or other data than the conversion that '
-                'is resumed had: it has to give the same batches every time, without augmentation'
+                'is resumed had: it has to give the same batches every time, without augmentation '
+                '(with the tool: the same --images and --num-images)'
             )

@@ -145,8 +145,8 @@ def ffn_moments(
 def _ridged(gram: torch.Tensor, strength: float, scale: torch.Tensor | None = None):
     """A Gram matrix with a multiple of its mean diagonal added to the diagonal.
 
-    ``scale`` is the mean diagonal of the matrix that ``gram`` is what is left of, whose rounding
-    errors may be larger than what is left.
+    ``scale`` is the mean diagonal of the matrix from which a subtraction has left ``gram``: the
+    rounding errors are of its size.
     """
     mean = gram.diagonal().mean()
     amount = strength * mean + 1e-10 * (mean if scale is None else scale)
@@ -412,7 +412,8 @@ class _Problem:
 def _weakest(errors: Sequence[float], slack: float) -> float:
     """The weakest ridge whose error is at most that of the best, plus a share ``slack`` of it.
 
-    With fewer images than there are in the end, stronger ones seem better than they are.
+    Cross-validation fits to fewer images than the final fit, so that strong ridges look better than
+    they are.
     """
     limit = (1 + slack) * max(min(errors), 0.0)
     return RIDGES[next((i for i, error in enumerate(errors) if error <= limit), 0)]
@@ -614,7 +615,7 @@ def empty_ffn(ffn: ChannelIdleFFN, num_active: int, keeps_norm: bool) -> Channel
         new.norm1 = copy.deepcopy(ffn.norm1)
     scale = ffn.layer_scale
     if scale is not None:
-        # The scale stays; where it is next to nothing, the weights could not have any effect.
+        # The scale stays, except next to zero, where the weights could not have any effect.
         floor = 1e-3 * scale.detach().abs().max()
         scale = torch.where(scale.detach().abs() < floor, floor, scale.detach())
         if not floor:
@@ -656,7 +657,6 @@ def channel_idle_ffn(ffn: ChannelIdleFFN, fit: FFNFit, count: int) -> ChannelIdl
         new.fc2.bias.copy_(bias)
         if not ffn.keeps_norm:
             new.norm1.load_state_dict(ffn.norm1.state_dict())
-            new.norm1.eps = ffn.norm1.eps
             var = fit.hidden_var[order].clamp(min=0)
             new.norm2.running_mean.copy_(fit.hidden_mean[order])
             new.norm2.running_var.copy_(var * count / max(count - 1, 1))
