@@ -17,6 +17,7 @@ from repa_mm.benchmark.plots import plot_sweep
 from repa_mm.checkpoints import load_anywhere, load_weights
 from repa_mm.engine.complexity import count_macs
 from repa_mm.files import check_writable
+from repa_mm.models.surgery.pretrained import checksum
 from repa_mm.models.surgery.window_attention import swap_attention
 from repa_mm.reparam import num_active_channels
 from repa_mm.runtime import init_model, load_config, runner_for_testing, take_no_pretrained
@@ -73,11 +74,16 @@ def sweep_conversions(
         distillation_settings(distill)  # checks it
     for ratio in ratios:
         num_active_channels(1, ratio)  # checks it
+    cfg = load_config(config, cfg_options)
+    take_no_pretrained(cfg)
+    # As the conversions read it: from anywhere, with weights that the model does not have.
+    original, loaded = MODELS.build(cfg.model), load_anywhere(checkpoint)
+    load_weights(original, loaded['state_dict'], checkpoint, exact=False)
     check_writable(out)
     os.makedirs(out, exist_ok=True)
     done_path = osp.join(out, 'conversions.json')
     settings = dict(config=config, checkpoint=checkpoint, distill=distill, test=test, images=images)
-    settings.update(cfg_options=cfg_options, **options)
+    settings.update(cfg_options=cfg_options, weights=checksum(original), **options)
     settings.pop('progress', None)
     settings = json.loads(json.dumps(settings, default=str))
     done: dict[str, Any] = dict(settings=settings)
@@ -92,20 +98,14 @@ def sweep_conversions(
     device = device or ('cuda' if torch.cuda.is_available() else 'cpu')
     common = dict(images=images, device=device, cfg_options=cfg_options, **options)
 
-    def metrics(config: str, checkpoint: str, form: str | None) -> dict[str, float]:
+    def metrics(config: str, checkpoint: str, form: str | None, **more) -> dict[str, float]:
         if not test:
             return {}
-        work_dir = osp.join(out, 'test')
-        values = runner_for_testing(config, checkpoint, work_dir, form, cfg_options=cfg_options)
+        values = runner_for_testing(config, checkpoint, osp.join(out, 'test'), form, **more)
         return {key: float(value) for key, value in values.test().items()}
 
-    cfg = load_config(config, cfg_options)
-    take_no_pretrained(cfg)
-    # As the conversions read it: from anywhere, with weights that the model does not have.
-    original, loaded = MODELS.build(cfg.model), load_anywhere(checkpoint)
-    load_weights(original, loaded['state_dict'], checkpoint, exact=False)
     if 'original' not in done:
-        done['original'] = [metrics(config, checkpoint, None), 0.0]
+        done['original'] = [metrics(config, checkpoint, None, cfg_options=cfg_options), 0.0]
     rows = [dict(name='original', idle_ratio=None, distilled=False, difference=0.0)]
     for ratio in ratios:
         for iters in (0, distill) if distill else (0,):

@@ -105,7 +105,8 @@ class OperationCounter(TorchFunctionMode):
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         name, module = self._inside[-1] if self._inside else ('', None)
-        macs = self._macs(func, args, out, getattr(module, 'weight_operators', ()))
+        operators = getattr(module, 'weight_operators', ())
+        macs = self._macs(func, (*args, *kwargs.values()), out, operators)
         if macs:
             for part in {'', name}:
                 self.macs[part] += macs
@@ -129,21 +130,26 @@ class OperationCounter(TorchFunctionMode):
 
 
 @torch.no_grad()
-def image_size(backbone: nn.Module) -> tuple[int, int]:
+def image_size(backbone: nn.Module, other: tuple[int, int] | None = None) -> tuple[int, int]:
     """Height and width of the image that a backbone is looked at with.
 
     Args:
         backbone (nn.Module): In eval mode.
+        other (tuple, optional): A size that it takes. Not all backbones have an ``img_size``.
 
     Returns:
         tuple: 224x224. If the backbone takes only images of the size that it was built for, as a
         Mixer does, that size.
     """
-    built_for = getattr(backbone, 'img_size', 224)
-    height, width = built_for if isinstance(built_for, (tuple, list)) else (built_for, built_for)
-    if (height, width) != (224, 224):
+    sizes = [(224, 224)]
+    built_for = getattr(backbone, 'img_size', None) or other
+    if built_for is not None:
+        sizes.append(
+            tuple(built_for) if isinstance(built_for, (tuple, list)) else (built_for, built_for)
+        )
+    if len(set(sizes)) > 1:
         try:
             count_macs(backbone, (3, 224, 224))
         except Exception:  # backbones have assertions and errors of all kinds for it
-            return height, width
+            return sizes[1]
     return 224, 224

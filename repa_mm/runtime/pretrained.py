@@ -3,6 +3,7 @@
 import copy
 import os
 import os.path as osp
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
@@ -31,6 +32,8 @@ from repa_mm.runtime.distillation import (
 )
 from repa_mm.runtime.inference import init_model
 from repa_mm.version import __version__
+
+_HEADER = re.compile(r'^# (.* by tools/convert_pretrained\.py\.$|The distillation of )')
 
 
 class CalibrationImages:
@@ -159,8 +162,10 @@ def convert_checkpoint(
     out_config, partial = f'{stem}.py', f'{stem}.partial'
     for path in (out, out_config, partial, *[f'{stem}_distill.py'] * bool(distill)):
         check_output(path, config, checkpoint)
-    if suffix in ('.py', '.partial', '.safetensors'):
+    if suffix not in ('.pth', '.pt'):
         raise ValueError(f'the output {out!r} is to be a checkpoint of PyTorch: name it ….pth')
+    for path in (out_config, f'{stem}_distill.py'):
+        _check_own(path)
     cfg = load_config(config, cfg_options)
     overrides = _overrides(cfg, cfg_options or {})
     if Config._is_lazy_import(cfg.filename):
@@ -184,7 +189,9 @@ def convert_checkpoint(
     model.eval()  # on a line of its own: that of some models returns None
     backbone = model.to(device).backbone
     swap_attention(backbone)
-    size = image_size(backbone)
+    with torch.no_grad():
+        shape = model.data_preprocessor(next(iter(source)), False)['inputs'].shape
+    size = image_size(backbone, tuple(shape[-2:]))
     if target_gmacs is not None:
         if not isinstance(idle_ratio, (int, float)):
             raise ValueError(
@@ -236,6 +243,17 @@ def convert_checkpoint(
         result['distilled'] = differences(before, after)
         result['seen'] = images is None
     return result
+
+
+def _check_own(path: str) -> None:
+    """Check that a config that is written replaces none but one that was written before."""
+    if osp.isfile(path):
+        with open(path, encoding='utf-8', errors='replace') as file:
+            if not _HEADER.search(file.readline()):
+                raise ValueError(
+                    f'{path!r} is there, and was not written by this tool: give the output '
+                    'another name'
+                )
 
 
 class _Saved:
@@ -341,6 +359,8 @@ def _overrides(cfg: Config, cfg_options: dict) -> dict:
         for part in path[:-1]:
             node = node.setdefault(part, {})
         node[path[-1]] = plain(value)
+        if isinstance(value, dict) and dict(cfg_options[key] or {}).get('_delete_'):
+            node[path[-1]]['_delete_'] = True
     return result
 
 
@@ -361,7 +381,8 @@ def _config_text(
         # MMEngine takes ".." off a path before it follows links.
         path, folder = osp.abspath(config), osp.dirname(osp.abspath(out))
         base = repr(osp.relpath(path, folder) if osp.realpath(folder) == folder else path)
-    imports = list((cfg.get('custom_imports') or {}).get('imports') or [])
+    imports = (cfg.get('custom_imports') or {}).get('imports') or []
+    imports = [imports] if isinstance(imports, str) else list(imports)
     hooks = [h for h in cfg.get('custom_hooks') or [] if h.get('type') != 'ReparameterizeHook']
     backbone = dict(
         _delete_=True,
@@ -380,6 +401,7 @@ def _config_text(
             ),
             custom_hooks=plain([*hooks, dict(type='ReparameterizeHook')]),
             load_from=osp.realpath(out),
+            resume=False,
             model=dict(overrides.get('model', {}), backbone=backbone),
         )
     )

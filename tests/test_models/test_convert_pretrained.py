@@ -7,6 +7,8 @@ import torch
 from mmengine.registry import MODELS
 
 import repa_mm
+from repa_mm.models.surgery.idle import find_blocks
+from repa_mm.models.surgery.walk import BlockWalk
 from repa_mm.reparam import ChannelIdleFFN
 from tests.test_models.test_idle_channels import CONVERTIBLE, build, outputs
 
@@ -69,7 +71,7 @@ def test_in_place_and_what_the_report_says(randomize):
     with torch.no_grad():
         assert torch.equal(outputs(copied, x[0])[0], outputs(model, x[0])[0])
     text = str(report)
-    assert 'layers.1' in text and 'exact' in text and 'held out' in text
+    assert 'layers.1' in text and 'exact' in text and 'held-out images' in text
     assert 0 < report.differences[0] < 0.1
     for row in rows:
         assert 0 < row.unexplained < row.unexplained_affine < 1
@@ -239,7 +241,7 @@ def test_a_block_of_a_known_name_that_computes_something_else(randomize):
 
     for name, layer in (('layers.1', model.layers[1]), ('layers.0', model.layers[0])):
         layer.__class__ = TransformerEncoderLayer
-        with pytest.raises(ValueError, match=f"'{name}', a TransformerEncoderLayer, does not add"):
+        with pytest.raises(ValueError, match=f"'{name}', a TransformerEncoderLayer, does not end"):
             repa_mm.convert_pretrained(model, x)
         assert type(layer) is TransformerEncoderLayer and not layer._forward_hooks
     for layer in model.layers:
@@ -298,3 +300,115 @@ def test_the_report_says_what_the_deploy_form_leaves(norm, randomize):
     share = float(errors.square().sum() / (changes - changes.mean(0)).square().sum())
     assert report.blocks[0].num_tokens == len(changes)
     assert share == pytest.approx(report.blocks[0].unexplained, rel=1e-3)
+
+
+def changed_layers(model, forward):
+    """A ViT whose layers compute something else."""
+    for layer in model.layers:
+        kind = type('TransformerEncoderLayer', (type(layer),), dict(forward=forward))
+        layer.__class__ = kind
+    return model
+
+
+def in_place_afterwards(layer, x):
+    x = x + layer.attn(layer.ln1(x))
+    x = layer.ffn(layer.ln2(x), identity=x)
+    x += 0.5 * layer.attn(layer.ln1(x))
+    return x
+
+
+def in_place_before(layer, x):
+    x += layer.attn(layer.ln1(x))
+    return layer.ffn(layer.ln2(x), identity=x).clone()
+
+
+def twice(layer, x):
+    x = x + layer.attn(layer.ln1(x))
+    x = layer.ffn(layer.ln2(x), identity=x)
+    return layer.ffn(layer.ln2(x), identity=x)
+
+
+@pytest.mark.parametrize('forward', [in_place_afterwards, in_place_before])
+def test_blocks_that_change_tensors_in_place(forward, randomize, relative_error):
+    model, _ = pretrained(VIT, randomize)
+    changed_layers(model, forward)
+    x = images()
+    with torch.no_grad():
+        expected = outputs(model, x[0])[0].clone()
+    converted, report = repa_mm.convert_pretrained(model, x, 0.25, held_out=x[:1])
+    assert report.differences[0] < 0.05
+    with torch.no_grad():
+        assert torch.equal(outputs(model, x[0])[0], expected)
+
+
+def test_blocks_whose_ffn_cannot_be_fitted(randomize):
+    model, _ = pretrained(VIT, randomize)
+    with pytest.raises(ValueError, match="'layers.0': it runs its FFN 2 times"):
+        repa_mm.convert_pretrained(changed_layers(model, twice), images())
+    model, _ = pretrained(VIT, randomize)
+    model.layers[1].ffn.layers[0][1] = torch.nn.Softmax(dim=-1)
+    with pytest.raises(ValueError, match="'layers.1'.*Softmax, mixes channels"):
+        repa_mm.convert_pretrained(model, images())
+
+
+def walked(model, batches, forward):
+    """What each block gets on a walk, beside what it gets in the model's own forward pass."""
+    blocks = find_blocks(model)
+    walk = BlockWalk(model, blocks, batches, forward)
+    real = {name: [] for name in blocks}
+    handles = [
+        block.register_forward_pre_hook(lambda m, args, name=name: real[name].append(args[0]))
+        for name, block in blocks.items()
+    ]
+    for batch in batches:
+        forward(batch)
+    for handle in handles:
+        handle.remove()
+    history, found = [], {}
+    calls = walk.calls(history)
+    for index, (name, block) in enumerate(walk.blocks):
+        found[name] = [args[0] for args, _ in calls]
+        results = [block(*args, **kwargs) for args, kwargs in calls]
+        walk.shapes.append([torch.empty_like(y, device='meta') for y in results])
+        if index + 1 < len(walk.blocks):
+            history = walk.remember(history, results)
+            calls = walk.next_calls(calls, history)
+    return walk, found, real
+
+
+@pytest.mark.parametrize('sizes', [(64, 64), (64, 48)])
+@torch.no_grad()
+def test_blocks_that_go_on_from_an_earlier_one(sizes, randomize):
+    """As the inner blocks of a TNT do, or those of a U-shaped ViT."""
+    model, _ = pretrained(VIT, randomize)
+    model.layers.append(copy.deepcopy(model.layers[1]))
+
+    def forward(batch):
+        tokens = model.patch_embed(batch)[0]
+        first = model.layers[0](tokens)
+        # Only where images are large does something lie between.
+        second = model.layers[1](first if batch.shape[-1] < 64 else first + tokens)
+        return model.layers[2](first + 0.3 * second.flip(1))
+
+    batches = [torch.randn(2, 3, size, size) for size in reversed(sizes)]
+    walk, found, real = walked(model, batches, forward)
+    assert walk.replays and [link is None for link in walk.links] == [True, True, True]
+    for name, inputs in real.items():
+        assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(found[name], inputs))
+
+
+def test_a_state_that_blocks_leave(randomize):
+    """As where tokens are pruned by the scores of the last attention."""
+    model, _ = pretrained(VIT, randomize)
+
+    def forward(batch):
+        first = model.layers[0](model.patch_embed(batch)[0])
+        return model.layers[1](first * model.layers[0].score)
+
+    def scoring(layer, x):
+        x = layer.ffn(layer.ln2(x + layer.attn(layer.ln1(x))), identity=x)
+        layer.score = x.std()
+        return x
+
+    with pytest.raises(ValueError, match="what 'layers.1' gets depends on more"):
+        repa_mm.convert_pretrained(changed_layers(model, scoring), images(), forward=forward)

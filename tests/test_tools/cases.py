@@ -357,6 +357,7 @@ def call_tool(monkeypatch, capsys, tool, *arguments):
     path = str(ROOT / f'tools/{tool}.py')
     monkeypatch.setattr(sys, 'argv', [path, *map(str, arguments)])
     code = 0
+    capsys.readouterr()  # what the test itself has printed, or a logger of an earlier one
     try:
         runpy.run_path(path, run_name='__main__')
     except SystemExit as error:

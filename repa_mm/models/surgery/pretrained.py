@@ -18,7 +18,7 @@ from repa_mm.models.surgery.idle import (
     put,
     ratio_of_each_block,
 )
-from repa_mm.models.surgery.walk import BlockWalk, move, tensors
+from repa_mm.models.surgery.walk import BlockWalk, copied, move, tensors, version
 from repa_mm.reparam import check_state_dict, num_active_channels, unwrap
 from repa_mm.reparam.ffn.fit import (
     channel_idle_ffn,
@@ -119,8 +119,11 @@ class _Probe(nn.Module):
 
     Attributes:
         exact (bool): Whether it computes the FFN, or returns its input.
-        tokens (torch.Tensor): What it got last.
-        output (torch.Tensor): What it returned last.
+        tokens (torch.Tensor): A copy of what it got last.
+        output (torch.Tensor): A copy of what it returned last.
+
+    Raises:
+        ValueError: If the FFN of the block cannot become channel-idle.
     """
 
     def __init__(self, block: nn.Module) -> None:
@@ -128,14 +131,48 @@ class _Probe(nn.Module):
         self.ffn = idle_ffn(block, 0.0, dict(type='keep'))
         self.exact = True
         self.tokens = self.output = None
+        self._returned: list[tuple[torch.Tensor, int | None]] = []
+        _check_elementwise(self.ffn.act, self.ffn.fc1.weight)
 
     def forward(self, x: torch.Tensor, identity: torch.Tensor | None = None) -> torch.Tensor:
-        self.tokens = self.output = x
+        # Copies: the block may change its tokens in place, before or afterwards.
+        self.tokens, output = x.clone(), x
         if self.exact:
             ffn = self.ffn
             z = ffn.fc2(ffn.act(ffn.fc1(ffn.norm1(x))))
-            self.output = x + (z if ffn.layer_scale is None else z * ffn.layer_scale)
-        return self.output
+            output = x + (z if ffn.layer_scale is None else z * ffn.layer_scale)
+        self.output = output.clone()
+        self._returned.append((output, version(output)))
+        return output
+
+    def start(self, exact: bool) -> None:
+        """Before the block runs."""
+        self.exact = exact
+        self._returned.clear()
+
+    def ends(self, output) -> bool:
+        """Whether what the block has returned is what its FFN has returned.
+
+        Raises:
+            ValueError: If the block has not run its FFN just once.
+        """
+        if len(self._returned) != 1:
+            raise ValueError(f'it runs its FFN {len(self._returned)} times, and not once')
+        own, number = self._returned.pop()
+        return output is own and number is not None and number == version(own)
+
+
+def _check_elementwise(act: nn.Module, like: torch.Tensor) -> None:
+    """Check that an activation takes each channel alone, and all in the same way."""
+    hidden = torch.linspace(-3, 3, 32).to(like).reshape(4, 8)
+    try:
+        same = torch.allclose(act(hidden)[:, ::3], act(hidden[:, ::3]), atol=1e-3)
+    except RuntimeError:
+        same = False
+    if not same:
+        raise ValueError(
+            f'its activation, a {type(act).__name__}, mixes channels, or treats them differently'
+        )
 
 
 @torch.inference_mode(False)
@@ -240,7 +277,7 @@ def convert_pretrained(
     resume = {} if resume is None else resume
     settings = dict(
         idle_ratio=idle_ratio, norm=norm, allocate=allocate, select=select, ridge=ridge,
-        max_tokens=max_tokens, seed=seed, blocks=list(blocks), weights=_checksum(model),
+        max_tokens=max_tokens, seed=seed, blocks=list(blocks), weights=checksum(model),
     )  # fmt: skip
     known = resume.setdefault('settings', settings)
     changed = [key for key, value in settings.items() if known.get(key) != value]
@@ -305,10 +342,11 @@ def _make_probes(
     return probes, skipped
 
 
-def _checksum(model: nn.Module) -> int:
+def checksum(model: nn.Module) -> int:
     """What tells the weights of a model from others."""
     result = 0
-    for value in model.state_dict().values():
+    # Modules may have other states than tensors.
+    for value in filter(torch.is_tensor, model.state_dict().values()):
         flat = value.detach().cpu().contiguous().reshape(-1)
         result = zlib.crc32(flat.view(torch.uint8).numpy(), result)
     return result
@@ -421,7 +459,8 @@ class _Fit:
 
     def share(self, idle_ratio: float) -> dict[str, float]:
         """The idle ratios with the least error at the multiply-adds of a uniform one."""
-        walk, calls = self.walk, self.walk.calls(0)
+        walk, history = self.walk, []
+        calls = walk.calls(history)
         paths, weights, costs, most, budget = [], [], [], [], 0.0
         for index, (name, _) in enumerate(walk.blocks):
             ffn = self.probes[name].ffn
@@ -439,7 +478,8 @@ class _Fit:
             most.append(max(uniform, exact))
             budget += costs[-1] * uniform
             if index + 1 < len(walk.blocks):
-                calls = walk.next_calls(index, calls, part.outputs)
+                history = walk.remember(history, part.outputs)
+                calls = walk.next_calls(calls, history)
         counts = share_active_channels(paths, weights, costs, most, budget)
         walk.shapes.clear()
         return {
@@ -450,7 +490,8 @@ class _Fit:
     def run(self, ratios, report, resume, progress) -> dict[str, nn.Module]:
         """Fit all blocks; each gets what the fitted ones before it return."""
         walk, forms = self.walk, {}
-        teacher = student = walk.calls(0)
+        past = past_now = []
+        teacher = student = walk.calls(past)
         resume['images'] = walk.sums
         for index, (name, block) in enumerate(walk.blocks):
             part = self.run_block(index, teacher, student)
@@ -476,11 +517,14 @@ class _Fit:
             if index + 1 == len(walk.blocks):
                 break
             if student is teacher and form.num_idle == 0 and form.keeps_norm:
-                teacher = student = walk.next_calls(index, teacher, part.outputs)
+                past = past_now = walk.remember(past, part.outputs)
+                teacher = student = walk.next_calls(teacher, past)
                 continue
             results = self.outputs_with(block, merged, part.known, student, probe)
-            student = walk.next_calls(index, student, results)
-            teacher = walk.next_calls(index, teacher, part.outputs)
+            past_now = walk.remember(past_now, results)
+            student = walk.next_calls(student, past_now)
+            past = walk.remember(past, part.outputs)
+            teacher = walk.next_calls(teacher, past)
         return forms
 
     def run_block(self, index: int, teacher: list, student: list) -> _Part:
@@ -492,17 +536,20 @@ class _Fit:
         shapes = []
         count = images = 0
         for n, call in enumerate(teacher):
-            args, kwargs = move(call, device)
-            probe.exact = True
+            args, kwargs = copied(move(call, device))
+            probe.start(exact=True)
             output = block(*args, **kwargs)
-            x, y = probe.tokens, probe.output
             part.outputs.append(move(output, 'cpu'))
             shapes.append(move(output, 'meta'))
-            ends_with_ffn = output is y
+            try:
+                ends_with_ffn = probe.ends(output)
+            except ValueError as error:
+                raise ValueError(f'cannot fit the FFN of {name!r}: {error}') from error
+            x, y = probe.tokens, probe.output
             if student is not teacher:
-                args, kwargs = move(student[n], device)
-                probe.exact = False
-                ends_with_ffn = block(*args, **kwargs) is probe.output
+                args, kwargs = copied(move(student[n], device))
+                probe.start(exact=False)
+                ends_with_ffn = probe.ends(block(*args, **kwargs))
                 x = probe.tokens
             if not (x.isfinite().all() and y.isfinite().all()):
                 raise ValueError(
@@ -566,7 +613,7 @@ class _Fit:
             if x is not None:
                 results.append(form(x.to(device)).cpu())
             else:
-                args, kwargs = move(call, device)
+                args, kwargs = copied(move(call, device))
                 results.append(move(block(*args, **kwargs), 'cpu'))
         setattr(block, ffn_name, probe)
         return results

@@ -1,8 +1,8 @@
 """Runs the blocks of a model one by one, each on all batches."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
@@ -41,6 +41,50 @@ def move(value: Any, device: torch.device | str) -> Any:
     return map_leaves(lambda v: v.to(device) if isinstance(v, torch.Tensor) else v, value)
 
 
+def copied(value: Any) -> Any:
+    """Nested tuples, lists and dicts with copies of their tensors."""
+    return map_leaves(lambda v: v.clone() if isinstance(v, torch.Tensor) else v, value)
+
+
+def _same(call: Any, other: Any) -> bool:
+    """Whether two calls have the same tensors, up to rounding errors."""
+    pairs = list(zip(tensors(call), tensors(other)))
+    # Whoever runs the blocks tells of values that are not finite.
+    return len(tensors(call)) == len(tensors(other)) and all(
+        a.shape == b.shape
+        and not float((a.double() - b.double()).norm()) > 1e-3 * float(b.double().norm())
+        for a, b in pairs
+    )
+
+
+def _sum(value: torch.Tensor) -> float:
+    """The magnitudes in a tensor, those of later images with more weight."""
+    rows = value.detach().double().abs().reshape(len(value), -1).sum(1) if value.ndim else value
+    return float((rows * torch.arange(1, rows.numel() + 1, device=rows.device)).sum())
+
+
+def version(tensor: torch.Tensor) -> int | None:
+    """Changes when a tensor is changed in place; None of those that do not tell."""
+    return None if tensor.is_inference() else tensor._version
+
+
+class _Trace(NamedTuple):
+    """What the blocks of a model do with one batch.
+
+    Attributes:
+        batch (Any): The batch.
+        links (dict): By the name of each block, in the order of the forward pass, its entry of
+            ``BlockWalk.links``.
+        calls (dict): What each block gets that has no links.
+        outputs (dict): What each block returns.
+    """
+
+    batch: Any
+    links: dict[str, list | None]
+    calls: dict[str, tuple]
+    outputs: dict[str, Any]
+
+
 class BlockWalk:
     """The blocks of a model in the order of its forward pass, and what each of them gets.
 
@@ -48,7 +92,11 @@ class BlockWalk:
     Where one block follows directly on another, the call follows from the call and the output of
     the block before. Where something else lies between them (the downsampling between the stages
     of a Swin), the model's own forward pass is run up to the block. The blocks before it are not
-    computed then: they return zeros, and the last of them what it is known to return.
+    computed then: the last of them returns what it is known to return. So do all of them if that
+    changes anything, as in a TNT, whose inner blocks go on beside the outer ones; else they return
+    zeros, which takes less memory.
+
+    All this is found out with two batches, of different sizes if there are such.
 
     Args:
         model (nn.Module): The model.
@@ -63,14 +111,17 @@ class BlockWalk:
         links (list): For each block, where the leaves of its call come from: pairs of 'inputs' or
             'outputs' of the block before and a position in it; None if something else lies
             between.
-        sums (list): For every batch the sum of the magnitudes of what the first block gets.
+        replays (bool): Whether all blocks before return what they are known to return, where the
+            model's own forward pass is run.
+        sums (list): For every batch a number that tells what the first block gets.
         rows_per_image (dict): How long the first dimension of what a block returns is for one
             image, by its name: 1, but for the inner blocks of a TNT, which get patches.
         shapes (list): For each block that has been run, its outputs for every batch, as tensors
             without values. Whoever runs a block appends them.
 
     Raises:
-        ValueError: If there is no batch, or a block is not reached, or reached twice.
+        ValueError: If there is no batch; if a block is not reached, or reached twice; or if what a
+            block gets depends on more than the batch and what the blocks before it return.
     """
 
     def __init__(self, model: nn.Module, blocks: dict, batches, forward: Callable, sums=None):
@@ -84,21 +135,51 @@ class BlockWalk:
         self.device = next(model.parameters()).device
         self.sums = list(sums or ())
         self._complete = bool(sums)
-        self.blocks: list[tuple[str, nn.Module]] = []
-        self.links: list[list | None] = []
         self.shapes: list[list] = []
-        # The first batch, and what each block returns for the first image of it.
-        self.rows_per_image: dict[str, int] = {}
-        self._first: tuple[Any, dict[str, torch.Tensor]] = (None, {})
-        self._trace(blocks)
+        traces = [self._trace(blocks, batch) for batch in self._samples()]
+        links = traces[0].links
+        for name in blocks:
+            if name not in links:
+                raise ValueError(f'the forward pass does not reach {name!r}')
+        for trace in traces[1:]:
+            if list(trace.links) != list(links):
+                raise ValueError('the blocks run in another order, or not all, in some batches')
+        self.blocks = [(name, blocks[name]) for name in links]
+        self.links = [
+            link if all(trace.links[name] == link for trace in traces) else None
+            for name, link in links.items()
+        ]
+        rows = {name: len(tensors(output)[0]) for name, output in traces[0].outputs.items()}
+        self.rows_per_image = {name: number // min(rows.values()) for name, number in rows.items()}
+        self.replays = False
+        # After all traces: a state that a batch leaves behind must not make a difference.
+        for trace in traces:
+            self._check_calls(trace)
+        # What each block returns for the first image of a batch.
+        self._known = [
+            (trace.batch, {name: tensors(o)[0][:1].clone() for name, o in trace.outputs.items()})
+            for trace in traces
+        ]
 
-    def _trace(self, blocks: dict) -> None:
-        """Run the first batch, to find the order of the blocks and what lies between them."""
-        none = object()
-        batch = next(iter(self.batches()), none)
-        if batch is none:
+    def _samples(self) -> list:
+        """The first batch, and the next one of another size, or else the second one."""
+        result: list = []
+        for batch in self.batches():
+            shapes = [v.shape for v in tensors(batch)]
+            if not result:
+                first = shapes
+            if len(result) < 2:
+                result.append(batch)
+            if shapes != first:
+                result[1] = batch
+                break
+        if not result:
             raise ValueError('there is no image to fit to: batches is empty')
-        self._first = batch, {}
+        return result
+
+    def _trace(self, blocks: dict, batch: Any) -> _Trace:
+        """Run a batch, to find the order of the blocks and what lies between them."""
+        trace = _Trace(batch, {}, {}, {})
         # Of the block that ran last: the leaves of its call and output, and the versions of the
         # tensors among them. A tensor that was changed in place since then is another one.
         last: dict = {}
@@ -108,14 +189,15 @@ class BlockWalk:
                 inputs = last['inputs']
                 same = position < len(inputs) and not isinstance(inputs[position], torch.Tensor)
                 return ('inputs', position) if same and inputs[position] == leaf else None
+            number = version(leaf)
             for kind in ('outputs', 'inputs'):
                 for i, other in enumerate(last[kind]):
-                    if other is leaf and leaf._version == last['versions'][id(leaf)]:
-                        return kind, i
+                    if other is leaf and number is not None:
+                        return (kind, i) if number == last['versions'][id(leaf)] else None
             return None
 
-        def before(name: str, block: nn.Module, args: tuple, kwargs: dict) -> None:
-            if any(name == other for other, _ in self.blocks):
+        def before(name: str, args: tuple, kwargs: dict) -> None:
+            if name in trace.links:
                 raise ValueError(
                     f'{name!r} runs more than once in a forward pass: give a forward that runs '
                     'the backbone once'
@@ -123,21 +205,20 @@ class BlockWalk:
             call = leaves((args, kwargs))
             links = [source(leaf, i) for i, leaf in enumerate(call)] if last else [None]
             is_linked = last and len(call) == len(last['inputs']) and None not in links
-            self.links.append(links if is_linked else None)
-            self.blocks.append((name, block))
+            trace.links[name] = links if is_linked else None
+            if not is_linked:
+                trace.calls[name] = copied((args, kwargs))
 
         def after(name: str, args: tuple, kwargs: dict, output: Any) -> None:
-            first = tensors(output)[0]
-            self.rows_per_image[name] = len(first)
-            self._first[1][name] = first[:1].clone()
+            trace.outputs[name] = copied(output)
             last.update(inputs=leaves((args, kwargs)), outputs=leaves(output))
-            last['versions'] = {id(v): v._version for v in tensors([*last.values()])}
+            last['versions'] = {id(v): version(v) for v in tensors([*last.values()])}
 
         handles = []
         for name, block in blocks.items():
             handles += [
                 block.register_forward_pre_hook(
-                    lambda m, a, k, name=name: before(name, m, a, k), with_kwargs=True
+                    lambda m, a, k, name=name: before(name, a, k), with_kwargs=True
                 ),
                 block.register_forward_hook(
                     lambda m, a, k, o, name=name: after(name, a, k, o), with_kwargs=True
@@ -148,12 +229,28 @@ class BlockWalk:
         finally:
             for handle in handles:
                 handle.remove()
-        number = min(self.rows_per_image.values(), default=1)
-        self.rows_per_image = {key: rows // number for key, rows in self.rows_per_image.items()}
-        reached = dict(self.blocks)
-        missing = [name for name in blocks if name not in reached]
-        if missing:
-            raise ValueError(f'the forward pass does not reach {missing[0]!r}')
+        return trace
+
+    def _check_calls(self, trace: _Trace) -> None:
+        """Check what the blocks get when the model's own forward pass is run up to them."""
+        outputs = [trace.outputs[name] for name, _ in self.blocks]
+        shapes = [move(output, 'meta') for output in outputs]
+        for index, (name, _) in enumerate(self.blocks):
+            if index == 0 or name not in trace.calls:
+                continue
+            while True:
+                known = outputs[:index]
+                if not self.replays:
+                    known[:-1] = [None] * (index - 1)
+                call = self._call(trace.batch, known, shapes)
+                if _same(call, trace.calls[name]):
+                    break
+                if self.replays:
+                    raise ValueError(
+                        f'what {name!r} gets depends on more than the batch and what the blocks '
+                        'before it return, such as a state that they leave: it cannot be fitted'
+                    )
+                self.replays = True
 
     def check(self) -> None:
         """Check that every block still returns what it returned when the walk was made.
@@ -161,36 +258,66 @@ class BlockWalk:
         Raises:
             ValueError: If one does not; names it.
         """
-        batch, expected = self._first
+        for batch, expected in self._known:
 
-        def compare(name: str, block: nn.Module, output: Any) -> None:
-            found, known = tensors(output)[0][:1].double(), expected[name].double()
-            change = float((found - known).norm() / known.norm().clamp(min=1e-300))
-            if change > (0.05 if tensors(output)[0].element_size() < 4 else 1e-3):
-                raise ValueError(
-                    f'{name!r}, a {type(block).__name__}, does not end with x + ffn(norm(x)), as '
-                    f'the blocks of this name in OpenMMLab do: its output would change by '
-                    f'{change:.1%}. Give None for it in idle_ratio, or another name to its class'
-                )
+            def compare(name: str, block: nn.Module, output: Any, expected=expected) -> None:
+                found, known = tensors(output)[0][:1].double(), expected[name].double()
+                change = float((found - known).norm() / known.norm().clamp(min=1e-300))
+                if change > (0.05 if tensors(output)[0].element_size() < 4 else 1e-3):
+                    raise ValueError(
+                        f'{name!r}, a {type(block).__name__}, does not end with x + ffn(norm(x)), '
+                        'as the blocks of this name in OpenMMLab do: its output would change by '
+                        f'{change:.1%}. Give None for it in idle_ratio, or another name to its '
+                        'class'
+                    )
 
-        handles = [
-            block.register_forward_hook(lambda m, a, o, name=name: compare(name, m, o))
-            for name, block in self.blocks
-        ]
-        try:
-            self.forward(batch)
-        finally:
-            for handle in handles:
-                handle.remove()
-        self._first = (None, {})
+            handles = [
+                block.register_forward_hook(lambda m, a, o, name=name: compare(name, m, o))
+                for name, block in self.blocks
+            ]
+            try:
+                self.forward(batch)
+            finally:
+                for handle in handles:
+                    handle.remove()
+        self._known = []
 
-    def calls(self, index: int, outputs: list | None = None) -> list:
+    def _call(self, batch: Any, known: list, shapes: list) -> Any:
+        """What a block gets for a batch, by the model's forward pass.
+
+        Args:
+            batch (Any): The batch.
+            known (list): What the blocks before it return; None for those that return zeros.
+            shapes (list): What the blocks return, without values.
+        """
+        found: list = []
+
+        def stop(*args, **kwargs):
+            found.append((args, kwargs))
+            raise _Reached
+
+        def run(i: int) -> Callable:
+            if known[i] is None:
+                return lambda *args, **kwargs: map_leaves(self._zeros, shapes[i])
+            # A copy: what follows may change it in place.
+            return lambda *args, **kwargs: copied(move(known[i], self.device))
+
+        with self._replaced([*map(run, range(len(known))), stop]):
+            try:
+                self.forward(batch)
+            except _Reached:
+                pass
+        if not found:
+            name, _ = self.blocks[len(known)]
+            raise ValueError(f'the forward pass of one of the batches does not reach {name!r}')
+        return found[0]
+
+    def calls(self, history: Sequence[list | None]) -> list:
         """What a block gets, by the model's forward pass.
 
         Args:
-            index (int): Number of the block.
-            outputs (list, optional): What the block before it returns, for every batch. Not for
-                the first block.
+            history (Sequence): What the blocks before it return, for every batch; None for those
+                that :meth:`remember` has forgotten.
 
         Returns:
             list: The call of each batch, on the CPU.
@@ -199,33 +326,16 @@ class BlockWalk:
             ValueError: If the batches are others than before.
         """
         found: list = []
-
-        def stop(*args, **kwargs):
-            if index == 0:
-                self._check_same(len(found), (args, kwargs))
-            found.append(move((args, kwargs), 'cpu'))
-            raise _Reached
-
-        def known(i: int) -> Callable:
-            def run(*args, **kwargs):
-                if i == 0:
-                    self._check_same(len(found), (args, kwargs))
-                if i == index - 1:
-                    return move(outputs[len(found)], self.device)
-                return map_leaves(self._zeros, self.shapes[i][len(found)])
-
-            return run
-
-        functions = [*map(known, range(index)), stop]
-        with self._replaced(functions):
+        expected = len(history[-1]) if history else None
+        with self._checked():
             for number, batch in enumerate(self.batches()):
-                if outputs is not None and number >= len(outputs):
+                if expected is not None and number >= expected:
                     raise ValueError('batches gives more data the second time than the first')
-                try:
-                    self.forward(batch)
-                except _Reached:
-                    pass
-        if len(found) < len(self.sums if outputs is None else outputs):
+                self._number = number
+                known = [outputs and outputs[number] for outputs in history]
+                shapes = [shapes[number] for shapes in self.shapes[: len(history)]]
+                found.append(move(self._call(batch, known, shapes), 'cpu'))
+        if len(found) < (len(self.sums) if expected is None else expected):
             raise ValueError(
                 'batches gives less data the second time than the first: give a list, or a '
                 'function that returns a fresh iterator'
@@ -233,13 +343,17 @@ class BlockWalk:
         self._complete = True
         return found
 
-    def next_calls(self, index: int, calls: list, outputs: list) -> list:
-        """What the block after one gets, from the calls and outputs of that one."""
-        links = self.links[index + 1]
+    def remember(self, history: Sequence[list | None], outputs: list) -> list:
+        """A history with one block more, without what is not needed any more."""
+        return [*(history if self.replays else [None] * len(history)), outputs]
+
+    def next_calls(self, calls: list, history: Sequence[list | None]) -> list:
+        """What a block gets, from the calls of the block before it and a history."""
+        links = self.links[len(history)]
         if links is None:
-            return self.calls(index + 1, outputs)
+            return self.calls(history)
         result = []
-        for call, output in zip(calls, outputs):
+        for call, output in zip(calls, history[-1]):
             sources = dict(inputs=leaves(call), outputs=leaves(output))
             values = iter([sources[kind][i] for kind, i in links])
             result.append(map_leaves(lambda _, values=values: next(values), call))
@@ -262,14 +376,26 @@ class BlockWalk:
             return torch.zeros_like(value, device=self.device)
         return value
 
-    def _check_same(self, number: int, call: Any) -> None:
-        """Check that the first block gets for a batch what it got before."""
-        total = float(sum(v.double().abs().sum() for v in tensors(call)))
-        if number == len(self.sums) and not self._complete:
-            self.sums.append(total)
-        elif number >= len(self.sums) or not abs(total - self.sums[number]) <= 1e-4 * abs(total):
-            raise ValueError(
-                'batches gives other data the second time, or other data than the conversion that '
-                'is resumed had: it has to give the same batches every time, without augmentation '
-                '(with the tool: the same --images and --num-images)'
-            )
+    @contextmanager
+    def _checked(self) -> Iterator[None]:
+        """Check that the first block gets for each batch what it got before."""
+        _, block = self.blocks[0]
+
+        def check(module: nn.Module, args: tuple, kwargs: dict) -> None:
+            total = sum(_sum(v) for v in tensors((args, kwargs)))
+            if self._number == len(self.sums) and not self._complete:
+                self.sums.append(total)
+            elif self._number >= len(self.sums) or not (
+                abs(total - self.sums[self._number]) <= 1e-4 * abs(total)
+            ):
+                raise ValueError(
+                    'batches gives other data the second time, or other data than the conversion '
+                    'that is resumed had: it has to give the same batches every time, without '
+                    'augmentation (with the tool: the same --images and --num-images)'
+                )
+
+        handle = block.register_forward_pre_hook(check, with_kwargs=True)
+        try:
+            yield
+        finally:
+            handle.remove()
