@@ -174,15 +174,42 @@ test_evaluator = dict(type='Accuracy')
 """
 
 
-def classifier(folder, head=''):
+def classifier(folder, head='', text=CLASSIFIER):
     pytest.importorskip('mmpretrain')
     config, checkpoint = folder / 'classifier.py', folder / 'classifier.pth'
-    config.write_text(CLASSIFIER)
+    config.write_text(text)
     torch.manual_seed(0)
     model = MODELS.build(load_config(str(config)).model)
     torch.save(dict(state_dict=model.state_dict(), meta={}), checkpoint)
-    config.write_text(head + CLASSIFIER)
+    config.write_text(head + text)
     return str(config), str(checkpoint)
+
+
+@pytest.mark.parametrize(
+    'backbone',
+    [
+        "type='BEiTViT', img_size=64, patch_size=16, out_type='avg_featmap', "
+        'arch=dict(embed_dims=16, num_layers=1, num_heads=2, feedforward_channels=64)',
+        "type='TNT', img_size=64, arch=dict(embed_dims_outer=16, embed_dims_inner=8, "
+        'num_layers=2, num_heads_outer=2, num_heads_inner=2)',
+    ],
+)
+def test_backbones_that_take_one_size(backbone, in_digits):
+    """Not all say which."""
+    text = CLASSIFIER.replace(
+        "type='SwinTransformer', img_size=64, arch=arch, out_indices=(1,)", backbone
+    )
+    text = text.replace("neck=dict(type='GlobalAveragePooling'),", '').replace('=32', '=16')
+    config, checkpoint = classifier(in_digits, text=text)
+    images = os.path.join('data', 'demo', 'coco', 'val2017')
+    found = convert_checkpoint(
+        config, checkpoint, str(in_digits / 'idle.pth'), num_images=2, images=images, select='score'
+    )
+    assert found['size'] == (64, 64) and found['macs'][1] < found['macs'][0]
+    # The rows of an inner block of a TNT are patches: there are 16 of them in an image.
+    rows = {row.name: row for row in found['report'].blocks}
+    inner = rows.get('layers.0.inner_block')
+    assert inner is None or inner.gmacs == pytest.approx(16 * 16 * 2 * 8 * 32 / 1e9)
 
 
 def test_a_classifier_whose_normalization_is_beside_the_model(in_digits, call):
@@ -242,6 +269,8 @@ def test_bad_input_leaves_nothing(in_digits, call):
         ((config, checkpoint, checkpoint), 'is the input'),
         ((config, checkpoint, out.with_suffix('.py')), 'name it'),
         ((config, checkpoint, out.with_suffix('.safetensors')), 'name it'),
+        ((config, checkpoint, in_digits / 'idle_0.5'), 'name it'),
+        ((config, checkpoint, in_digits / 'lazy' / 'classifier.pt'), 'not written by this tool'),
         ((config, checkpoint, out, '--sweep', '--idle-ratio', 0.5, 1.5), 'from 0'),
         ((config, checkpoint, out, '--sweep', '--distill', 1), 'at least 2 iterations'),
         ((idle, checkpoint, out), 'vanilla'),
