@@ -397,6 +397,15 @@ def test_blocks_that_go_on_from_an_earlier_one(sizes, randomize):
         assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(found[name], inputs))
 
 
+def test_in_inference_mode(randomize):
+    model, _ = pretrained(VIT, randomize)
+    x = images()
+    expected, _ = repa_mm.convert_pretrained(model, x)
+    converted, _ = repa_mm.convert_pretrained(model, x, forward=torch.inference_mode()(model))
+    for key, value in expected.state_dict().items():
+        assert torch.equal(converted.state_dict()[key], value)
+
+
 def test_a_state_that_blocks_leave(randomize):
     """As where tokens are pruned by the scores of the last attention."""
     model, _ = pretrained(VIT, randomize)

@@ -241,6 +241,27 @@ def test_a_classifier_whose_normalization_is_beside_the_model(in_digits, call):
     assert out.read_bytes() == before
 
 
+def test_the_config_that_is_written(in_digits):
+    """What MMEngine allows in the original one."""
+    config, checkpoint = classifier(
+        in_digits,
+        "custom_imports = dict(imports='json')\n"
+        'resume = True\n'
+        "optim_wrapper = dict(optimizer=dict(type='AdamW', lr=1e-3, betas=(0.8, 0.9)))\n",
+    )
+    optimizer = dict(_delete_=True, type='SGD', lr=0.1)
+    images = os.path.join('data', 'demo', 'coco', 'val2017')
+    found = convert_checkpoint(
+        config, checkpoint, str(in_digits / 'idle.pth'), 1.0, num_images=2, images=images,
+        cfg_options={'optim_wrapper.optimizer': optimizer},
+    )  # fmt: skip
+    cfg = load_config(found['config'])
+    assert cfg.custom_imports.imports == ['json', 'repa_mm'] and not cfg.resume
+    assert cfg.optim_wrapper.optimizer == dict(type='SGD', lr=0.1)
+    # A second conversion replaces its own config.
+    convert_checkpoint(config, checkpoint, str(in_digits / 'idle.pth'), 1.0, images=images)
+
+
 def test_bad_input_leaves_nothing(in_digits, call):
     config, checkpoint = trained('retinanet', in_digits)
     out = in_digits / 'out' / 'idle.pth'
@@ -403,7 +424,8 @@ def test_sweep(in_digits, call):
     out = in_digits / 'sweep'
     arguments = (
         'convert_pretrained', config, checkpoint, out, '--sweep', '--idle-ratio', '0', '1',
-        '--num-images', '2', '--test', '--select', 'score',
+        '--num-images', '2', '--cfg-options', 'model.backbone.drop_path_rate=0.1', '--test',
+        '--select', 'score',
     )  # fmt: skip
     status, said = call(*arguments)
     assert status == 0, said
@@ -420,6 +442,10 @@ def test_sweep(in_digits, call):
     assert status != 0 and 'other settings' in said
     status, said = call(*arguments, '--resume')
     assert status == 0 and 'converting' not in said
+    loaded['state_dict']['backbone.stages.0.blocks.0.ffn.layers.1.bias'] += 1
+    torch.save(loaded, checkpoint)
+    status, said = call(*arguments, '--resume')
+    assert status != 0 and 'other settings' in said
     # A model without a detection has no average precision.
     found[2]['metrics'].clear()
     result = dict(config=config, rows=found, size=(160, 160), machine='', out=str(out))
