@@ -175,8 +175,8 @@ def parts_of(block: nn.Module) -> Parts:
             shortcut = ffn.add_identity
         if not shortcut:
             raise ValueError(
-                f'its FFN has add_identity={ffn.add_identity}, where blocks of this kind have '
-                f'{not ffn.add_identity}'
+                f'its FFN has add_identity={ffn.add_identity}, so that the shortcut is not where '
+                'such blocks have it'
             )
     if 'forward' in ffn.__dict__ or ffn._forward_hooks or ffn._forward_pre_hooks:
         raise ValueError(
