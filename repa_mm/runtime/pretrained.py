@@ -13,8 +13,10 @@ from mmengine.config import Config
 from mmengine.dataset import pseudo_collate
 from mmengine.registry import DATASETS, MODELS
 from mmengine.runner.checkpoint import weights_to_cpu
+from torch.utils.data import ConcatDataset
 
 from repa_mm.checkpoints import load_anywhere, load_tensors, load_weights, save_checkpoint
+from repa_mm.datasets.checks import leaves
 from repa_mm.datasets.folder import ImageFolder
 from repa_mm.engine.complexity import count_macs, image_size
 from repa_mm.files import check_output, replacing
@@ -58,11 +60,15 @@ class CalibrationImages:
         steps = dataset_config(cfg, 'test').pipeline
         if folder is None:
             check_data(cfg, 'train')
-            source = dataset_config(cfg, 'train').copy()
-            source.pipeline = steps
-            # All images that there are, with or without objects, in the order of the file.
-            source.pop('filter_cfg', None)
-            self.dataset = DATASETS.build(source)
+            dataset_config(cfg, 'train')  # checks that there is one
+            parts = []
+            for source in leaves(cfg.train_dataloader.dataset):
+                source = source.copy()
+                source.pipeline = steps
+                # All images that there are, with or without objects, in the order of the file.
+                source.pop('filter_cfg', None)
+                parts.append(DATASETS.build(source))
+            self.dataset = ConcatDataset(parts)
         else:
             self.dataset = ImageFolder(folder, steps)
         available = len(self.dataset)

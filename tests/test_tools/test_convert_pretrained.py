@@ -262,6 +262,20 @@ def test_the_config_that_is_written(in_digits):
     convert_checkpoint(config, checkpoint, str(in_digits / 'idle.pth'), 1.0, images=images)
 
 
+def test_images_of_all_training_data(in_digits):
+    cfg = load_config(repa_mm.config_path('demo/retinanet_swin_digits.py'))
+    single = cfg.train_dataloader.dataset
+    number = len(CalibrationImages(cfg, 10**6))
+    other = dict(
+        single, data_prefix=dict(img='val2017/'), ann_file='annotations/instances_val2017.json'
+    )
+    cfg.train_dataloader.dataset = dict(type='ConcatDataset', datasets=[single, other])
+    images = CalibrationImages(cfg, 10**6)
+    assert len(images) > number
+    names = [batch['data_samples'][0].img_path for batch in images]
+    assert len(set(names)) == len(names) and any('val2017' in name for name in names)
+
+
 def test_bad_input_leaves_nothing(in_digits, call):
     config, checkpoint = trained('retinanet', in_digits)
     out = in_digits / 'out' / 'idle.pth'
