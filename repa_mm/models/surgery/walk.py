@@ -151,7 +151,8 @@ class BlockWalk:
         ]
         rows = {name: len(tensors(output)[0]) for name, output in traces[0].outputs.items()}
         self.rows_per_image = {name: number // min(rows.values()) for name, number in rows.items()}
-        self.replays = False
+        # Where batches differ in what lies between blocks, nothing is known of others.
+        self.replays = any(trace.links != links for trace in traces)
         # After all traces: a state that a batch leaves behind must not make a difference.
         for trace in traces:
             self._check_calls(trace)
