@@ -129,9 +129,7 @@ class _Probe(nn.Module):
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
         self.ffn = idle_ffn(block, 0.0, dict(type='keep'))
-        self.exact = True
-        self.tokens = self.output = None
-        self._returned: list[tuple[torch.Tensor, int | None]] = []
+        self.start(exact=True)
         _check_elementwise(self.ffn.act, self.ffn.fc1.weight)
 
     def forward(self, x: torch.Tensor, identity: torch.Tensor | None = None) -> torch.Tensor:
@@ -146,9 +144,10 @@ class _Probe(nn.Module):
         return output
 
     def start(self, exact: bool) -> None:
-        """Before the block runs."""
+        """Before the block runs, or where nothing is needed any more."""
         self.exact = exact
-        self._returned.clear()
+        self.tokens = self.output = None
+        self._returned: list[tuple[torch.Tensor, int | None]] = []
 
     def ends(self, output) -> bool:
         """Whether what the block has returned is what its FFN has returned.
@@ -296,6 +295,8 @@ def convert_pretrained(
         for name, block in blocks.items():
             put(block, probes[name])
         walk.check()
+        for probe in probes.values():
+            probe.start(exact=True)
         fit = _Fit(walk, probes, norm, select, ridge, max_tokens, seed)
         if allocate == 'by_error':
             if 'ratios' not in resume:
@@ -564,7 +565,7 @@ class _Fit:
             part.sample.append([v[chosen] for v in columns])
             # Where the block goes on after its FFN, it is run again.
             part.known.append(move(x, 'cpu') if ends_with_ffn else None)
-        probe.tokens = probe.output = None
+        probe.start(exact=True)
         self.walk.shapes.append(shapes)
         sample = [torch.cat(columns) for columns in zip(*part.sample)]
         return part._replace(sample=sample, tokens_per_image=count / images)
