@@ -1135,7 +1135,7 @@ def test_tools_say_what_they_did(run_tool, tmp_path):
     text = run_tool('model_converters/mm_to_repavit', 'whole.pth', 'c.pth', '--backbone-only')
     assert "left out: 'bbox_head.fc.weight'" in text
     text = run_tool('model_converters/mm_to_repavit', 'b.pth', 'c.pth')
-    assert 'idle ratio: not told' in text and '--idle-ratio' not in text
+    assert 'idle ratio: 0.75, from the checkpoint' in text and '--idle-ratio' not in text
     back = torch.load(tmp_path / 'c.pth', weights_only=True)['model']
     for key, value in swin_layout('training').items():
         assert torch.equal(back[key], value)

@@ -125,16 +125,21 @@ class NoiseInputs(_Noise):
 
 
 class TensorInputs(_Noise):
-    """Normalized noise for a backbone alone, (N, 3, H, W) on a device."""
+    """Normalized noise for a backbone alone, (N, C, H, W) on a device."""
 
     def __init__(
-        self, size: tuple[int, int], batch_size: int = 1, device='cpu', channels_last: bool = False
+        self,
+        size: tuple[int, int],
+        batch_size: int = 1,
+        device='cpu',
+        channels_last: bool = False,
+        channels: int = 3,
     ) -> None:
         generator = torch.Generator().manual_seed(0)
         layout = torch.channels_last if channels_last else torch.contiguous_format
 
         def make() -> torch.Tensor:
-            batch = torch.randn(batch_size, 3, *size, generator=generator)
+            batch = torch.randn(batch_size, channels, *size, generator=generator)
             return batch.to(device, memory_format=layout)
 
         super().__init__(size, batch_size, make)

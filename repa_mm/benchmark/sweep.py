@@ -108,14 +108,23 @@ def sweep_conversions(
         done['original'] = [metrics(config, checkpoint, None, cfg_options=cfg_options), 0.0]
     rows = [dict(name='original', idle_ratio=None, distilled=False, difference=0.0)]
     for ratio in ratios:
+        fitted = None
         for iters in (0, distill) if distill else (0,):
             name = f'idle_{ratio:g}' + '_distilled' * bool(iters)
             path = osp.join(out, f'{name}.pth')
             if name not in done:
                 print(f'{name}: converting', flush=True)
                 found = convert_checkpoint(
-                    config, checkpoint, path, ratio, distill=iters, resume=resume, **common
+                    config,
+                    checkpoint,
+                    path,
+                    ratio,
+                    distill=iters,
+                    resume=resume,
+                    fitted=fitted,
+                    **common,
                 )
+                fitted = found['fitted']
                 values = found['distilled'] if iters else found['differences']
                 # Nothing is held out of a single image.
                 difference = sum(values) / len(values) if values else None
@@ -135,12 +144,13 @@ def sweep_conversions(
     batch = models['original'].data_preprocessor(batch, False)['inputs']
     size = tuple(batch.shape[-2:])
     run = Options(part='backbone', num_images=num_runs, warmup=2, device=device, memory=False)
-    measured = measure_forms(models, TensorInputs(size, 1, device), run, quiet=True)
+    inputs = TensorInputs(size, 1, device, channels=batch.shape[1])
+    measured = measure_forms(models, inputs, run, quiet=True)
     if measured['interrupted']:
         raise KeyboardInterrupt
     for row in rows:
         row['metrics'] = done[row['name']][0]
-        row['gmacs'] = count_macs(models[row['name']].backbone, (3, *size)) / 1e9
+        row['gmacs'] = count_macs(models[row['name']].backbone, tuple(batch.shape[1:])) / 1e9
         row['latency_ms'] = measured['forms'][row['name']]['latency']['median']
     result = dict(config=config, rows=rows, size=size, machine=machine(environment(device)))
     write_json(result, osp.join(out, 'sweep.json'))

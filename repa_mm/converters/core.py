@@ -31,7 +31,7 @@ from repa_mm.version import __version__
 # In this order, since an LV-ViT has the marker of a ViT, too.
 FAMILIES: tuple[Family, ...] = (Swin(), LVViT(), PoolFormer(), Mixer(), ViT())
 
-_BUFFERS = re.compile(r'(relative_position_index|attn_mask)$')
+_BUFFERS = re.compile(r'(relative_position_index|attn_mask|num_active_channels)$')
 _CLASSIFIER = re.compile(r'head\.(layers\.head|layers\.head_dist|fc|aux_fc)\.')
 # What a vanilla backbone has not.
 _NEW = re.compile(r'(norm2\.(weight|bias|running_\w+)|norm1\.running_\w+|^pre_norm\.\w+)$')
@@ -291,8 +291,7 @@ def _find_backbone(
     ratios = shares(active, hidden)
     cfg.update(idle_ratio=ratios, deploy=form == 'deploy')
     cfg.pop('idle_schedule', None)
-    if form == 'deploy':
-        model = MODELS.build(dict(cfg))
+    model = MODELS.build(dict(cfg))
     facts = dict(backbone=cfg, config=name, form=form, idle_ratio=ratios, idle_ratio_from=source)
     return model, merged, facts
 

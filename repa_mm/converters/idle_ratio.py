@@ -30,6 +30,7 @@ def find_active_channels(
     active, source = None, 'assumption'
     args = args if args and args.get('channel_idle') else {}
     ratio = args.get('idle_ratio')
+    known = [weights.get(f'{name}.num_active_channels') for name in ffns]
     estimate = estimate_idle_ratio(weights, list(ffns))
     if asked:
         if len(asked) not in (1, len(ffns)):
@@ -39,6 +40,8 @@ def find_active_channels(
             )
         ratios = list(asked) * (len(ffns) // len(asked))
         active, source = list(map(num_active_channels, hidden, ratios)), 'request'
+    elif all(number is not None for number in known):
+        active, source = list(map(int, known)), 'the checkpoint'
     elif isinstance(ratio, (int, float)) and 0 <= ratio <= 1:
         active, source = family.active_channels(ratio, hidden, args), "the checkpoint's arguments"
     elif estimate is not None:

@@ -129,6 +129,11 @@ class OperationCounter(TorchFunctionMode):
         return 0
 
 
+def image_channels(backbone: nn.Module) -> int:
+    """Number of channels of the images that a backbone takes: those of its first convolution."""
+    return next((m.in_channels for m in backbone.modules() if isinstance(m, nn.Conv2d)), 3)
+
+
 @torch.no_grad()
 def image_size(backbone: nn.Module, other: tuple[int, int] | None = None) -> tuple[int, int]:
     """Height and width of the image that a backbone is looked at with.
@@ -149,7 +154,7 @@ def image_size(backbone: nn.Module, other: tuple[int, int] | None = None) -> tup
         )
     if len(set(sizes)) > 1:
         try:
-            count_macs(backbone, (3, 224, 224))
+            count_macs(backbone, (image_channels(backbone), 224, 224))
         except Exception:  # backbones have assertions and errors of all kinds for it
             return sizes[1]
     return 224, 224

@@ -14,7 +14,7 @@ from mmengine.runner.checkpoint import weights_to_cpu
 
 from repa_mm.checkpoints import check_known, match_form, save_checkpoint, without_wrappers
 from repa_mm.engine.channels import check_channels
-from repa_mm.engine.complexity import count_macs, count_parameters
+from repa_mm.engine.complexity import count_macs, count_parameters, image_channels
 from repa_mm.reparam import (
     TrainingForm,
     has_deploy_form,
@@ -146,7 +146,7 @@ class ReparameterizeHook(Hook):
             figures.append(f'{count_parameters(model) / 1e6:.1f} M parameters')
             backbone = getattr(model, 'backbone', None)
             if backbone is not None:
-                macs = count_macs(backbone, (3, *self.input_shape))
+                macs = count_macs(backbone, (image_channels(backbone), *self.input_shape))
                 figures[-1] += (
                     f' (backbone {count_parameters(backbone) / 1e6:.1f} M, '
                     f'{macs / 1e9:.2f} GMACs at {self.input_shape[0]}x'

@@ -1,5 +1,6 @@
 """Any backbone of OpenMMLab with channel-idle FFNs, from its own config."""
 
+import copy
 import logging
 from functools import cache
 
@@ -124,22 +125,24 @@ def build_idle_backbone(
     args = dict(backbone)
     vanilla, pretrained = args.pop('init_cfg', None), args.pop('pretrained', None) or pretrained
     kind = name = args.pop('type')
-    if isinstance(name, str):
-        with MODELS.switch_scope_and_registry(None) as registry:
+    with MODELS.switch_scope_and_registry(args.pop('_scope_', None)) as registry:
+        if isinstance(name, str):
             kind = MODELS.get(name) or registry.get(name)
-        if kind is None:
-            raise ValueError(f'there is no backbone {name!r} for IdleChannels')
-    if issubclass(kind, RePaBackbone):
-        raise ValueError(f'a {kind.__name__} has channel-idle FFNs already: use it as it is')
-    model = _idle_class(kind)(
-        **args,
-        idle_ratio=idle_ratio,
-        idle_schedule=idle_schedule,
-        ffn_norm_cfg=norm_cfg,
-        deploy=deploy,
-        keep_tokens=keep_tokens,
-        init_cfg=init_cfg,
-    )
+        if not isinstance(kind, type):
+            what = 'is no class' if kind else 'is not registered'
+            raise ValueError(f'there is no backbone {name!r} for IdleChannels: it {what}')
+        if issubclass(kind, RePaBackbone):
+            raise ValueError(f'a {kind.__name__} has channel-idle FFNs already: use it as it is')
+        model = _idle_class(kind)(
+            **args,
+            idle_ratio=idle_ratio,
+            idle_schedule=idle_schedule,
+            ffn_norm_cfg=norm_cfg,
+            deploy=deploy,
+            keep_tokens=keep_tokens,
+        )
+    # Afterwards: not every backbone of a user has this argument.
+    model.init_cfg = copy.deepcopy(init_cfg)
     model.freezes_statistics = norm_eval
     model.vanilla_weights = pretrained or isinstance(vanilla, dict) and vanilla.get('checkpoint')
     if fast_attention:

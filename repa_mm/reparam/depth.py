@@ -479,6 +479,7 @@ class ParallelIdleFFN(ChannelIdleFFN):
         fc1 = JoinedLinear(embed_dims, feedforward_channels, num_branches, num_joined=num_active)
         super().__init__(embed_dims, num_branches * feedforward_channels, idle_ratio, **kwargs)
         self.num_branches, self.num_active = num_branches, num_branches * num_active
+        self.num_active_channels.fill_(self.num_active)
         self.fc1 = fc1
 
     def fold(self) -> FoldedFFN:

@@ -44,6 +44,9 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from .numerics import check_finite
 
+# Endings of names that a checkpoint may lack: by torch before 0.4, or with the FFNs of the
+# paper's authors, which do not say how many channels are active.
+OPTIONAL = ('num_batches_tracked', 'num_active_channels')
 # Forward pre-hooks with which torch computes a weight from others before each forward pass.
 _RECOMPUTING = (BasePruningMethod, SpectralNorm, WeightNorm)
 
@@ -89,7 +92,7 @@ class Form(nn.Module):
         Returns:
             str | None: 'training', 'deploy', or None if they are of neither.
         """
-        found = _names(weights)
+        found = names_of(weights)
         for form, names in self._names_by_form().items():
             if found == names:
                 return form
@@ -131,7 +134,7 @@ class Form(nn.Module):
                 'or convert the checkpoint with tools/reparameterize.py'
             )
         for key, own in self.state_dict().items():
-            if key.endswith('num_batches_tracked'):
+            if key.endswith(OPTIONAL):
                 continue
             if key not in weights:
                 raise CheckpointError(
@@ -152,9 +155,9 @@ class Form(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
 
-def _names(weights: dict) -> frozenset:
-    # torch before 0.4 did not save the number of batches, and nothing depends on it.
-    return frozenset(key for key in weights if not key.endswith('num_batches_tracked'))
+def names_of(weights: dict) -> frozenset:
+    """The names that tell of what kind weights are."""
+    return frozenset(key for key in weights if not key.endswith(OPTIONAL))
 
 
 class TrainingForm(Form):
@@ -199,14 +202,14 @@ class TrainingForm(Form):
         become(self, self.merge())
 
     def _names_by_form(self) -> dict:
-        names = dict(training=_names(self.state_dict()))
+        names = dict(training=names_of(self.state_dict()))
         tensors = [*self.parameters(), *self.buffers()]
         without_values = {id(t): torch.empty_like(t, device='meta') for t in tensors}
         for param in self.parameters():
             without_values[id(param)] = nn.Parameter(without_values[id(param)], param.requires_grad)
         try:
             merged = merge_whole(copy.deepcopy(self, without_values), '')
-            names['deploy'] = _names(merged.state_dict())
+            names['deploy'] = names_of(merged.state_dict())
         except (RuntimeError, ValueError):  # a merge that looks at values, or that is refused
             pass
         return names
@@ -244,7 +247,7 @@ class DeployForm(Form):
         return self.inference(*args, **kwargs)
 
     def _names_by_form(self) -> dict:
-        return dict(deploy=_names(self.state_dict()), training=self._training_names)
+        return dict(deploy=names_of(self.state_dict()), training=self._training_names)
 
 
 def outermost(model: nn.Module, kind: type = Form) -> Iterator[tuple[str, Form]]:
@@ -308,7 +311,7 @@ def _checked(merge: Callable) -> Callable:
             finally:
                 for module, mode in modes.items():
                     module.training = mode
-        merged._training_names = _names(self.state_dict())
+        merged._training_names = names_of(self.state_dict())
         return merged.train(self.training)
 
     return wrapped

@@ -81,6 +81,8 @@ def write_distillation(
     if not is_remote(teacher_checkpoint):
         teacher_checkpoint = osp.realpath(teacher_checkpoint)
     cfg, more = load_config(config), distillation_settings(iters)
+    if (cfg.get('randomness') or {}).get('seed') is None:
+        more['randomness'] = dict(seed=0)
     # There need not be labels.
     more.update(dict.fromkeys(('val_cfg', 'val_dataloader', 'val_evaluator')))
     more['find_unused_parameters'] = True

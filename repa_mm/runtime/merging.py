@@ -1,5 +1,6 @@
 """From a checkpoint to a merged or calibrated one."""
 
+import copy
 import itertools
 import os.path as osp
 
@@ -9,8 +10,9 @@ from mmengine.runner import Runner
 from mmengine.runner.checkpoint import weights_to_cpu
 
 from repa_mm.checkpoints import load_checkpoint, load_weights, save_checkpoint
-from repa_mm.engine.complexity import count_macs, count_parameters, image_size
+from repa_mm.engine.complexity import count_macs, count_parameters, image_channels, image_size
 from repa_mm.files import check_output
+from repa_mm.models.base import ReparamBackbone
 from repa_mm.reparam import (
     CheckpointError,
     TrainingForm,
@@ -56,6 +58,7 @@ def reparameterize_checkpoint(
     if not 0 < tolerance < float('inf'):
         raise ValueError(f'the tolerance must be positive, but is {tolerance}')
     cfg = load_config(config)
+    own = copy.deepcopy(cfg)
     if isinstance(cfg.model.get('backbone'), dict):  # what is compared is the merge alone
         cfg.model.backbone.pop('keep_tokens', None)
     model, meta = model_and_meta(cfg, checkpoint)
@@ -69,7 +72,8 @@ def reparameterize_checkpoint(
 
     backbones = [getattr(m, 'backbone', m) for m in (model, deployed)]
     size = image_size(backbones[0])
-    image = torch.randn(1, 3, *size, generator=torch.Generator().manual_seed(0))
+    shape = image_channels(backbones[0]), *size
+    image = torch.randn(1, *shape, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         features = [backbone(image) for backbone in backbones]
     error = max(((a - b).abs().max() / a.abs().max()).item() for a, b in zip(*features))
@@ -80,11 +84,15 @@ def reparameterize_checkpoint(
             'written'
         )
     meta = dict(meta, repa_mm_version=__version__)
+    if isinstance(backbones[0], ReparamBackbone):
+        # MMEngine's inferencers take it where they are given weights alone.
+        own.model.backbone.deploy = True
+        meta['cfg'] = own.pretty_text
     save_checkpoint(dict(meta=meta, state_dict=weights_to_cpu(deployed.state_dict())), out)
     return dict(
         error=error,
         parameters=[count_parameters(m) for m in (model, deployed)],
-        macs=[count_macs(b, (3, *size)) for b in backbones],
+        macs=[count_macs(b, shape) for b in backbones],
         size=size,
         bytes=[osp.getsize(f) for f in (checkpoint, out)],
     )

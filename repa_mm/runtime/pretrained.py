@@ -4,6 +4,7 @@ import copy
 import os
 import os.path as osp
 import re
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
@@ -21,8 +22,14 @@ from repa_mm.datasets.folder import ImageFolder
 from repa_mm.engine.complexity import count_macs, image_size
 from repa_mm.files import check_output, replacing
 from repa_mm.models import convert_pretrained, idle_channels
-from repa_mm.models.surgery.idle import find_blocks, idle_ffn
-from repa_mm.models.surgery.pretrained import ConversionReport, differences, percent, run_batches
+from repa_mm.models.surgery.idle import find_blocks, ratio_of_each_block
+from repa_mm.models.surgery.pretrained import (
+    ConversionReport,
+    differences,
+    make_probes,
+    percent,
+    run_batches,
+)
 from repa_mm.models.surgery.window_attention import swap_attention
 from repa_mm.reparam import CheckpointError, reparameterize
 from repa_mm.runtime.config import dataset_config, load_config, plain, take_no_pretrained
@@ -113,6 +120,7 @@ def convert_checkpoint(
     target_gmacs: float | None = None,
     resume: bool = False,
     distill: int = 0,
+    fitted: dict | None = None,
     **options,
 ) -> dict:
     """Give the backbone of a trained model channel-idle FFNs, without training or labels.
@@ -142,6 +150,8 @@ def convert_checkpoint(
         resume (bool): Go on with an interrupted conversion of the same model. Defaults to False.
         distill (int): Number of iterations of a distillation afterwards, see
             :mod:`repa_mm.runtime.distillation`. Defaults to 0.
+        fitted (dict, optional): What the same conversion has returned as ``fitted``, to fit nothing
+            again.
         **options: Others of :func:`~repa_mm.convert_pretrained`.
 
     Returns:
@@ -151,7 +161,7 @@ def convert_checkpoint(
         distillation, if there is one), ``seen`` (whether the distillation has learned from the
         held-out images, too: from those of a folder it has not), ``macs`` (of the backbone before
         and after), ``size`` (height and width of the image for that), ``images`` and ``held_out``
-        (their numbers) and ``config`` (the file that was written).
+        (their numbers), ``config`` (the file that was written) and ``fitted`` (the blocks).
 
     Raises:
         FileNotFoundError: If the config, checkpoint or images are missing.
@@ -184,6 +194,8 @@ def convert_checkpoint(
     if not isinstance(original, dict):
         raise ValueError(f"'model' of {config!r} has no 'backbone'")
     original = original.copy()
+    if cfg.model.get('init_cfg'):  # weights of the original
+        overrides.setdefault('model', {})['init_cfg'] = None
     loaded = load_anywhere(checkpoint)
     take_no_pretrained(cfg)
     model = MODELS.build(cfg.model)
@@ -204,8 +216,21 @@ def convert_checkpoint(
                 f'target_gmacs finds one idle ratio for all blocks: leave out idle_ratio, which '
                 f'is {idle_ratio!r}'
             )
-        idle_ratio = _ratio_for(backbone, target_gmacs, norm, size, options)
-    state = _Saved(partial, resume)
+        idle_ratio = _ratio_for(backbone, target_gmacs, (shape[1], *size), options)
+
+    def text_for(ratios: list | float) -> str:
+        return _config_text(config, out, cfg, original, ratios, norm, overrides)
+
+    # What is wrong with the config is to show before the fit.
+    ratios = _possible_ratios(backbone, idle_ratio, options)
+    try:
+        MODELS.build(_loaded(text_for(ratios), out_config).model)
+    except Exception as error:
+        raise ValueError(
+            f'{config!r} with channel-idle FFNs would be a config that cannot be used: '
+            f'{type(error).__name__}: {error}'
+        ) from error
+    state = _Saved(partial, resume, fitted)
 
     @torch.no_grad()
     def features(batch, backbone=backbone):
@@ -223,11 +248,13 @@ def convert_checkpoint(
             forward=features, held_out=held_out, progress=note, resume=state.blocks, **options,
         )  # fmt: skip
         converted.eval()
-        macs = [count_macs(b, (3, *size)) for b in (backbone, reparameterize(converted))]
+        macs = [count_macs(b, (shape[1], *size)) for b in (backbone, reparameterize(converted))]
     model.backbone = converted.cpu()
     meta = loaded.get('meta')
     meta = dict(meta if isinstance(meta, dict) else {}, repa_mm_version=__version__)
-    text = _config_text(config, out, cfg, original, _ratios(backbone, report), norm, overrides)
+    text = text_for(_ratios(backbone, report))
+    # MMEngine's inferencers take it where they are given weights alone.
+    meta['cfg'] = _loaded(text, out_config).pretty_text
     save_checkpoint(dict(meta=meta, state_dict=weights_to_cpu(model.state_dict())), out)
     with replacing(out_config) as temporary, open(temporary, 'w', encoding='utf-8') as file:
         file.write(text)
@@ -240,8 +267,11 @@ def convert_checkpoint(
         images=len(source),
         held_out=len(held_out),
         config=out_config,
+        fitted=state.blocks,
     )
     if distill:
+        with suppress(FileNotFoundError):  # an earlier one is not gone on with
+            os.unlink(f'{stem}_distill/last_checkpoint')
         path = write_distillation(out_config, checkpoint, distill, images, source.taken)
         distill_checkpoint(path, out)
         distilled = init_model(out_config, out, device=device).backbone
@@ -249,6 +279,16 @@ def convert_checkpoint(
         result['distilled'] = differences(before, after)
         result['seen'] = images is None
     return result
+
+
+def _loaded(text: str, path: str) -> Config:
+    """The config that a text would be at a path."""
+    folder = osp.dirname(osp.abspath(path))
+    os.makedirs(folder, exist_ok=True)
+    with tempfile.NamedTemporaryFile('w', suffix='.py', dir=folder, encoding='utf-8') as file:
+        file.write(text)
+        file.flush()
+        return Config.fromfile(file.name)
 
 
 def _check_own(path: str) -> None:
@@ -268,12 +308,14 @@ class _Saved:
     Args:
         path (str): The file.
         resume (bool): Whether to read it, if it is there.
+        blocks (dict, optional): What it has, if that is known.
     """
 
-    def __init__(self, path: str, resume: bool) -> None:
-        self.path, self.size = path, 0
-        # A copy: the file is replaced while its tensors are in use.
-        self.blocks = copy.deepcopy(load_tensors(path)) if resume and osp.isfile(path) else {}
+    def __init__(self, path: str, resume: bool, blocks: dict | None = None) -> None:
+        self.path, self.blocks = path, {} if blocks is None else blocks
+        if blocks is None and resume and osp.isfile(path):
+            # A copy: the file is replaced while its tensors are in use.
+            self.blocks = copy.deepcopy(load_tensors(path))
         if not isinstance(self.blocks, dict):
             raise CheckpointError(f'{path!r} is not of an interrupted conversion: remove it')
         self.size = len(self.blocks)
@@ -306,8 +348,22 @@ def _explained_memory(num_images: int) -> Iterator[None]:
         ) from error
 
 
+def _possible_ratios(
+    backbone: nn.Module, idle_ratio: float | list[float | None], options: dict
+) -> list[float | None]:
+    """The idle ratio of each block, None for those that stay as they are.
+
+    Raises:
+        ValueError: If a block that is to be converted cannot be.
+    """
+    blocks = find_blocks(backbone)
+    ratios = dict(zip(blocks, ratio_of_each_block(idle_ratio, 'constant', len(blocks))))
+    probes, _ = make_probes(blocks, ratios, options.get('skip_unsupported', False))
+    return [ratio if name in probes else None for name, ratio in ratios.items()]
+
+
 def _ratio_for(
-    backbone: nn.Module, gmacs: float, norm: str, size: tuple[int, int], options: dict
+    backbone: nn.Module, gmacs: float, shape: tuple[int, int, int], options: dict
 ) -> float:
     """The idle ratio with which a reparameterized backbone has so many multiply-adds.
 
@@ -316,31 +372,19 @@ def _ratio_for(
     """
 
     def cost(ratio: float) -> float:
-        ratios = [
-            None if options.get('skip_unsupported') and not _is_convertible(block) else ratio
-            for block in find_blocks(backbone).values()
-        ]
-        norm_cfg = dict(type='keep' if norm == 'keep' else 'BN')
-        model = idle_channels(copy.deepcopy(backbone), ratios, norm_cfg=norm_cfg)
+        ratios = _possible_ratios(backbone, ratio, options)
+        model = idle_channels(copy.deepcopy(backbone), ratios)
         model.eval()
-        return count_macs(reparameterize(model, inplace=True), (3, *size)) / 1e9
+        return count_macs(reparameterize(model, inplace=True), shape) / 1e9
 
     # The multiply-adds are linear in the idle ratio.
-    least, half, most = cost(1.0), cost(0.5), count_macs(backbone, (3, *size)) / 1e9
+    least, half, most = cost(1.0), cost(0.5), count_macs(backbone, shape) / 1e9
     if not least <= gmacs <= most:
         raise ValueError(
-            f'no idle ratio gives the backbone {gmacs:g} GMACs at {size[0]}x{size[1]}: it has '
+            f'no idle ratio gives the backbone {gmacs:g} GMACs at {shape[1]}x{shape[2]}: it has '
             f'{most:.3g}, and {least:.3g} with idle ratio 1'
         )
     return min(max(1 - 0.5 * (gmacs - least) / (half - least), 0.0), 1.0)
-
-
-def _is_convertible(block: nn.Module) -> bool:
-    try:
-        idle_ffn(block, 0.0, dict(type='keep'))
-    except ValueError:
-        return False
-    return True
 
 
 def _ratios(backbone: nn.Module, report: ConversionReport) -> list[float | None] | float:
@@ -387,7 +431,8 @@ def _config_text(
         # MMEngine takes ".." off a path before it follows links.
         path, folder = osp.abspath(config), osp.dirname(osp.abspath(out))
         base = repr(osp.relpath(path, folder) if osp.realpath(folder) == folder else path)
-    imports = (cfg.get('custom_imports') or {}).get('imports') or []
+    given = cfg.get('custom_imports') or {}
+    imports = given.get('imports') or []
     imports = [imports] if isinstance(imports, str) else list(imports)
     hooks = [h for h in cfg.get('custom_hooks') or [] if h.get('type') != 'ReparameterizeHook']
     backbone = dict(
@@ -398,17 +443,24 @@ def _config_text(
         norm_eval=norm == 'fold',
         backbone=plain(original),
     )
+    changes = copy.deepcopy(overrides)
+    if cfg.get('work_dir'):  # the checkpoints there are of the original
+        changes['work_dir'] = osp.splitext(osp.abspath(out))[0]
+    saving = (cfg.get('default_hooks') or {}).get('checkpoint') or {}
+    if saving.get('out_dir'):
+        hooks_now = changes.setdefault('default_hooks', {})
+        hooks_now.setdefault('checkpoint', {})['out_dir'] = None
     lines = Config(
         dict(
-            overrides,
+            changes,
             custom_imports=dict(
                 imports=[*(i for i in imports if i != 'repa_mm'), 'repa_mm'],
-                allow_failed_imports=False,
+                allow_failed_imports=given.get('allow_failed_imports', False),
             ),
             custom_hooks=plain([*hooks, dict(type='ReparameterizeHook')]),
             load_from=osp.realpath(out),
             resume=False,
-            model=dict(overrides.get('model', {}), backbone=backbone),
+            model=dict(changes.get('model', {}), backbone=backbone),
         )
     )
     return (

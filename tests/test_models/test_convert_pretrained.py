@@ -1,6 +1,7 @@
 """convert_pretrained in backbones of the three packages."""
 
 import copy
+from math import nan
 
 import pytest
 import torch
@@ -35,13 +36,13 @@ def test_every_block(case, norm, randomize, relative_error):
     x = torch.randn(1, 3, 64, 64)
     with torch.no_grad():
         expected = outputs(model, x)
-    if norm == 'keep':
-        converted, report = repa_mm.convert_pretrained(
-            model, images(), 0.0, norm, forward=forward_of(model)
-        )
-        with torch.no_grad():
-            for a, b in zip(outputs(converted, x), expected):
-                assert relative_error(a, b) < 1e-6
+    converted, report = repa_mm.convert_pretrained(
+        model, images(), 0.0, norm, forward=forward_of(model)
+    )
+    assert all(row.unexplained < (1e-12 if norm == 'keep' else 0.5) for row in report.blocks)
+    with torch.no_grad():
+        for a, b in zip(outputs(converted, x), expected):
+            assert norm == 'fold' or relative_error(a, b) < 1e-6
     converted, report = repa_mm.convert_pretrained(
         model, images(), 0.5, norm, forward=forward_of(model)
     )
@@ -152,10 +153,14 @@ def test_what_cannot_be_done(randomize):
         repa_mm.convert_pretrained(model, [])
     with pytest.raises(ValueError, match='is an iterator'):
         repa_mm.convert_pretrained(model, iter(x))
-    with pytest.raises(ValueError, match="'keep' or 'fold', but got 'none'"):
-        repa_mm.convert_pretrained(model, x, norm='none')
-    with pytest.raises(ValueError, match='idle_ratio'):
-        repa_mm.convert_pretrained(model, x, 1.5)
+    with pytest.raises(ValueError, match='batches must be a list of batches'):
+        repa_mm.convert_pretrained(model, x[0])
+    for option, value in (
+        ('norm', 'none'), ('allocate', 'all'), ('select', 'first'), ('ridge', -1), ('ridge', nan),
+        ('max_tokens', 0), ('idle_ratio', 1.5),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=f'^{option} must be .*{value}'):
+            repa_mm.convert_pretrained(model, x, **{option: value})
     with torch.no_grad():
         model.layers[1].ffn.layers[1].bias[0] = torch.nan
     with pytest.raises(ValueError, match="activations of 'layers.1' are not finite"):

@@ -5,7 +5,14 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from repa_mm.reparam import ChannelIdleFFN, CheckpointError, MergedFFN, num_active_channels
+from repa_mm.reparam import (
+    ChannelIdleFFN,
+    CheckpointError,
+    ExpertsIdleFFN,
+    MergedFFN,
+    ParallelIdleFFN,
+    num_active_channels,
+)
 
 RATIOS = (0, 0.1, 0.25, 0.5, 2 / 3, 0.75, 0.9, 1)
 
@@ -195,6 +202,20 @@ def test_weights_of_the_wrong_kind():
         ffn.check_weights({}, 'ffn')
     with pytest.raises(CheckpointError, match='idle ratio'):
         merged.check_weights(ChannelIdleFFN(8, 32, 0.5).merge().state_dict(), 'ffn')
+
+
+@pytest.mark.parametrize('kind', [ChannelIdleFFN, ParallelIdleFFN, ExpertsIdleFFN])
+def test_weights_of_another_idle_ratio(kind):
+    """Their shapes are the same."""
+    ffn = nn.Sequential(kind(8, 32))
+    others = nn.Sequential(kind(8, 32, idle_ratio=0.5)).state_dict()
+    with pytest.raises(CheckpointError, match="active at '0'.*idle_ratio=0.5"):
+        ffn.load_state_dict(others)
+    # Of other software, they do not say which it is.
+    del others['0.num_active_channels']
+    ffn.load_state_dict(others)
+    assert ffn[0].num_active_channels == ffn[0].num_active
+    assert torch.equal(ffn.state_dict()['0.norm1.weight'], others['0.norm1.weight'])
 
 
 @pytest.mark.parametrize('idle_ratio', [0, 0.5, 0.75, 1])

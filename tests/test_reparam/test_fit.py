@@ -44,6 +44,30 @@ def lstsq(features, t):
     return features @ np.linalg.lstsq(features, t.numpy(), rcond=None)[0]
 
 
+@pytest.mark.parametrize('norm', ['LN', 'BN'])
+@pytest.mark.parametrize('decades', [1, 4, 9])
+def test_idle_rows_that_are_almost_dependent(norm, decades, ffn):
+    """The training form is as exact, and no weights in it are large and cancel."""
+    x = tokens()
+    with torch.no_grad():
+        u, _, v = torch.linalg.svd(ffn.fc1.weight, full_matrices=False)
+        ffn.fc1.weight.copy_(u * torch.logspace(0, -decades, DIMS, dtype=u.dtype) @ v)
+        t = ffn(x) - x
+        if norm == 'BN':
+            ffn = norm_as_batch_norm(ffn, x, ffn.norm1(x), 1e-3)
+        fit = fit_ffn(ffn, ffn_moments(ffn, ffn.norm1(x), t), 6, ridge=1e-3)
+        form = channel_idle_ffn(ffn, fit, len(x)).eval()
+        left = (form(x) - x - t).square().mean() / t.var(0, unbiased=False).mean()
+        assert left.item() == pytest.approx(fit.unexplained, rel=1e-4) and fit.shortfall == 0
+        w = fit.idle_out @ fit.idle_in
+        sizes = [matrix.norm() for matrix in (fit.idle_out, fit.idle_in, w)]
+        assert sizes[0] * sizes[1] < 300 * sizes[2]
+        kept = torch.equal(fit.idle_in, ffn.fc1.weight[fit.idle])
+        assert norm == 'BN' or kept == (decades == 1)
+        found, expected = form.merge()(x) - x, form(x) - x
+        assert (found - expected).abs().max() < 1e-9 * expected.abs().max()
+
+
 def test_moments_are_those_of_all_rows():
     rows = torch.randn(100, 5, dtype=torch.float64) * torch.tensor([1, 2, 3, 4, 1e-3]) + 1e4
     moments = [Moments(rows[0]) for _ in range(2)]

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -185,6 +186,83 @@ def classifier(folder, head='', text=CLASSIFIER):
     return str(config), str(checkpoint)
 
 
+def meta_of(path):
+    return torch.load(path, weights_only=False)['meta']
+
+
+PARTS_OF_A_USER = """
+import torch.nn as nn
+from mmpretrain.models import SwinTransformer
+from mmengine.registry import MODELS
+
+
+@MODELS.register_module()
+class WithoutInitCfg(SwinTransformer):
+    def __init__(self, arch, img_size, out_indices):
+        super().__init__(arch, img_size, out_indices=out_indices)
+
+
+@MODELS.register_module()
+class WithDeploy(SwinTransformer):
+    def __init__(self, *args, deploy, **kwargs):
+        super().__init__(*args, **kwargs)
+"""
+
+
+def test_configs_of_users(in_digits, monkeypatch):
+    (in_digits / 'parts_of_a_user.py').write_text(PARTS_OF_A_USER)
+    monkeypatch.syspath_prepend(in_digits)
+    images = os.path.join('data', 'demo', 'coco', 'val2017')
+    out = in_digits / 'idle.pth'
+
+    def converted(tail='', old='', new=''):
+        config, checkpoint = classifier(in_digits, text=CLASSIFIER.replace(old, new) + tail)
+        found = convert_checkpoint(
+            config, checkpoint, str(out), num_images=2, images=images, select='score'
+        )
+        assert has_training_form(init_model(found['config'], str(out)))
+        return load_config(found['config'])
+
+    kind = "type='SwinTransformer'"
+    imports = "\ncustom_imports = dict(imports='parts_of_a_user')\n"
+    converted(old=kind, new=f"_scope_='mmpretrain', {kind}")
+    converted(imports, kind, "type='WithoutInitCfg'")
+    absent = "\ncustom_imports = dict(imports=['no_such_module'], allow_failed_imports=True)\n"
+    converted(absent)
+    # Training on must not replace the original checkpoint, nor start from it.
+    cfg = converted(
+        "\nwork_dir = 'work_dirs/mine'\n"
+        "default_hooks = dict(checkpoint=dict(type='CheckpointHook', out_dir='work_dirs/mine'))\n"
+        "model['init_cfg'] = dict(type='Pretrained', checkpoint='classifier.pth')\n"
+    )
+    assert cfg.work_dir == str(in_digits / 'idle') and cfg.default_hooks.checkpoint.out_dir is None
+    assert cfg.model.init_cfg is None
+    # What cannot be written is refused before any fit, and leaves what was there.
+    before = out.read_bytes()
+    monkeypatch.setattr('repa_mm.runtime.pretrained.convert_pretrained', None)
+    for case in (
+        dict(tail=imports, old=kind, new="type='WithDeploy', deploy=False"),
+        dict(tail="\ncustom_hooks = [dict(type='CheckpointHook', interval=float('inf'))]\n"),
+    ):
+        with pytest.raises(ValueError, match='would be a config that cannot be used'):
+            converted(**case)
+    assert out.read_bytes() == before and not list(in_digits.glob('tmp*'))
+
+
+def test_images_of_one_channel(in_digits):
+    text = CLASSIFIER.replace('img_size=64', 'img_size=64, in_channels=1').replace(
+        "dict(type='LoadImageFromFile')", "dict(type='LoadImageFromFile', color_type='grayscale')"
+    )
+    text = re.sub(r'mean=.*?std=\[[^]]*\]', 'mean=[100], std=[50]', text, flags=re.DOTALL)
+    text = text.replace('to_rgb=True', 'to_rgb=False')
+    config, checkpoint = classifier(in_digits, text=text)
+    out = str(in_digits / 'idle.pth')
+    images = os.path.join('data', 'demo', 'coco', 'val2017')
+    found = convert_checkpoint(config, checkpoint, out, num_images=2, images=images, select='score')
+    assert found['macs'][1] < found['macs'][0]
+    assert reparameterize_checkpoint(found['config'], out, 'merged.pth')['error'] < 1e-5
+
+
 @pytest.mark.parametrize(
     'backbone',
     [
@@ -258,6 +336,12 @@ def test_the_config_that_is_written(in_digits):
     cfg = load_config(found['config'])
     assert cfg.custom_imports.imports == ['json', 'repa_mm'] and not cfg.resume
     assert cfg.optim_wrapper.optimizer == dict(type='SGD', lr=0.1)
+    # MMEngine's inferencers build this one if they get the weights alone.
+    model = MODELS.build(Config.fromstring(meta_of(in_digits / 'idle.pth')['cfg'], '.py').model)
+    assert has_training_form(model)
+    reparameterize_checkpoint(found['config'], str(in_digits / 'idle.pth'), 'merged.pth')
+    merged = MODELS.build(Config.fromstring(meta_of('merged.pth')['cfg'], '.py').model)
+    merged.load_state_dict(torch.load('merged.pth')['state_dict'])
     # A second conversion replaces its own config.
     convert_checkpoint(config, checkpoint, str(in_digits / 'idle.pth'), 1.0, images=images)
 
@@ -429,6 +513,22 @@ def test_distillation(images, in_digits, call):
     assert runner_for_testing(str(in_digits / 'idle.py'), str(out), work, 'deploy').test()
 
 
+def test_an_earlier_distillation_is_not_gone_on_with(in_digits, monkeypatch):
+    config, checkpoint = trained('retinanet', in_digits)
+    out = str(in_digits / 'idle.pth')
+    earlier = in_digits / 'idle_distill' / 'last_checkpoint'
+    earlier.parent.mkdir()
+    earlier.write_text('iter_9.pth')
+
+    def stopped(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr('repa_mm.runtime.pretrained.distill_checkpoint', stopped)
+    with pytest.raises(KeyboardInterrupt):
+        convert_checkpoint(config, checkpoint, out, num_images=1, select='score', distill=4)
+    assert (in_digits / 'idle_distill.py').exists() and not earlier.exists()
+
+
 def test_sweep(in_digits, call):
     config, checkpoint = trained('retinanet', in_digits)
     # As an ordinary conversion, with weights that the model does not have.
@@ -450,8 +550,8 @@ def test_sweep(in_digits, call):
     assert found[1]['metrics'] == pytest.approx(found[0]['metrics'], abs=1e-3)
     assert all(row['latency_ms'] > 0 for row in found)
     assert (out / 'sweep.png').stat().st_size > 5000
-    status, said = call(*arguments[:-4], '--target-gmacs', '1')
-    assert status != 0
+    status, said = call(*arguments[:4], '--sweep', '--target-gmacs', '1')
+    assert status != 0 and 'without --target-gmacs' in said
     status, said = call(*arguments[:-1], 'eliminate', '--resume')
     assert status != 0 and 'other settings' in said
     status, said = call(*arguments, '--resume')

@@ -273,7 +273,7 @@ def table(task: str, work_dir: str) -> str:
     # The trained ones first, and those of one more epoch last.
     names.sort(key=lambda name: (name.endswith(ONE_MORE), 'converted' in name, name != 'vanilla'))
     lines = [
-        '| model | metric | seeds | mean and standard deviation | minus vanilla, same seed |',
+        '| model | metric | by seed | mean and standard deviation | minus vanilla, same seed |',
         '| --- | --- | --- | --- | --- |',
     ]
     for name in names:
@@ -286,8 +286,8 @@ def table(task: str, work_dir: str) -> str:
                 for seed in own
                 if reference in seed['rows'] and name != reference
             ]
-            which = ', '.join(str(seed['seed']) for seed in own)
-            cells = name, metric, which, spread(values), spread(pairs, '+') if pairs else ''
+            each = ', '.join(f'{seed["seed"]}: {value:.1f}' for seed, value in zip(own, values))
+            cells = name, metric, each, spread(values), spread(pairs, '+') if pairs else ''
             lines.append(f'| {" | ".join(cells)} |')
     return '\n'.join(lines)
 

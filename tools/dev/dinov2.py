@@ -53,6 +53,14 @@ PHOTOGRAPHS = {
 }
 FOREIGN = ('chelsea', 'china', 'coffee')
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+CONFIG = dict(
+    type='VisionTransformer',
+    arch='dinov2-small',
+    img_size=224,
+    patch_size=14,
+    layer_scale_init_value=1e-5,
+    out_type='raw',
+)
 
 
 def normalize(image: np.ndarray) -> torch.Tensor:
@@ -126,7 +134,7 @@ class Decoder(nn.Module):
 def load(path: str) -> tuple[nn.Module, nn.Module]:
     """The transformer, as MMPretrain's VisionTransformer, and the decoder."""
     import onnx
-    from mmpretrain.models import VisionTransformer
+    from mmpretrain.registry import MODELS
 
     graph = onnx.load(path).graph
     tensors = {
@@ -137,9 +145,7 @@ def load(path: str) -> tuple[nn.Module, nn.Module]:
         if node.op_type == 'MatMul' and node.input[1] in tensors:
             name = node.name.strip('/').replace('/MatMul', '').replace('/', '.') + '.weight'
             tensors[name] = tensors[node.input[1]].t()
-    vit = VisionTransformer(
-        'dinov2-small', img_size=224, patch_size=14, layer_scale_init_value=1e-5, out_type='raw'
-    )
+    vit = MODELS.build(CONFIG)
     state = {
         'cls_token': tensors['backbone.embeddings.cls_token'],
         'patch_embed.projection.weight': tensors[
@@ -233,16 +239,6 @@ def classify(train: torch.Tensor, test: torch.Tensor, labels: list) -> tuple[flo
         model = make_pipeline(StandardScaler(), model) if scores else model
         scores.append(model.fit(train, labels[0]).score(test, labels[1]))
     return tuple(scores)
-
-
-CONFIG = dict(
-    type='VisionTransformer',
-    arch='dinov2-small',
-    img_size=224,
-    patch_size=14,
-    layer_scale_init_value=1e-5,
-    out_type='raw',
-)
 
 
 class Crops(torch.utils.data.Dataset):

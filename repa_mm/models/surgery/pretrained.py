@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -251,10 +252,20 @@ def convert_pretrained(
         >>> print(report)
         >>> deployed = repa_mm.reparameterize(converted)
     """
-    if norm not in ('keep', 'fold'):
-        raise ValueError(f"norm must be 'keep' or 'fold', but got {norm!r}")
-    if allocate not in ('uniform', 'by_error'):
-        raise ValueError(f"allocate must be 'uniform' or 'by_error', but got {allocate!r}")
+    for option, value, values in (
+        ('norm', norm, ('keep', 'fold')),
+        ('allocate', allocate, ('uniform', 'by_error')),
+        ('select', select, ('eliminate', 'score')),
+    ):
+        if value not in values:
+            raise ValueError(f'{option} must be one of {values}, but got {value!r}')
+    if ridge is not None and not 0 <= ridge < math.inf:
+        raise ValueError(f'ridge must be a number of at least 0, but got {ridge!r}')
+    if max_tokens < 1:
+        raise ValueError(f'max_tokens must be at least 1, but got {max_tokens!r}')
+    for option, value in (('batches', batches), ('held_out', held_out)):
+        if isinstance(value, torch.Tensor):
+            raise ValueError(f'{option} must be a list of batches: give [images] for one batch')
     if allocate == 'by_error' and not isinstance(idle_ratio, (int, float)):
         raise ValueError(
             "with allocate='by_error', idle_ratio is one number, whose multiply-adds the blocks "
@@ -265,7 +276,7 @@ def convert_pretrained(
     ratios = dict(zip(blocks, ratio_of_each_block(idle_ratio, 'constant', len(blocks))))
     for ratio in ratios.values():
         num_active_channels(1, 0.0 if ratio is None else ratio)  # checks it
-    probes, skipped = _make_probes(blocks, ratios, skip_unsupported)
+    probes, skipped = make_probes(blocks, ratios, skip_unsupported)
     if not probes:
         raise ValueError(
             f'no block of {type(model).__name__} can become channel-idle: '
@@ -317,10 +328,20 @@ def convert_pretrained(
     return converted, report
 
 
-def _make_probes(
+def make_probes(
     blocks: dict, ratios: dict, skip_unsupported: bool
 ) -> tuple[dict[str, _Probe], dict[str, str]]:
-    """A probe for every block that is to be converted, and why the others are not."""
+    """A probe for every block that is to be converted, and why the others are not.
+
+    Args:
+        blocks (dict): The known blocks by name, see
+            :func:`~repa_mm.models.surgery.idle.find_blocks`.
+        ratios (dict): The idle ratio of each, None for those to leave out.
+        skip_unsupported (bool): Whether others that cannot be converted are left out.
+
+    Raises:
+        ValueError: If a block cannot be converted and is not to be left out.
+    """
     probes, skipped = {}, {}
     for name, block in blocks.items():
         if ratios[name] is None:
@@ -398,7 +419,7 @@ def run_batches(forward: Callable, batches) -> list[list[torch.Tensor]]:
 
 def percent(values: Iterable[float]) -> str:
     """Shares with two digits each."""
-    return ', '.join(f'{100 * value:.2g} %' for value in values)
+    return ', '.join(f'{100 * value:.{2 if value < 1 else 3}g} %' for value in values)
 
 
 def differences(before: list, after: list) -> list[float]:

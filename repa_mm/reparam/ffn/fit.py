@@ -24,6 +24,8 @@ from .idle import ChannelIdleFFN
 
 _CHUNK = 4096  # tokens at a time that are in float64
 _PATH_RIDGE = 0.1  # where only the order of magnitude of the errors counts
+# Of the input weights of idle channels, up to which they stay: bfloat16 has three digits.
+_CONDITION = 100
 _NUM_PARTS = 4  # of the tokens, for cross-validation
 # Strengths of the ridge, relative to the mean variance, from which cross-validation chooses.
 RIDGES = (1e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0, 10.0, 1000.0)
@@ -76,6 +78,8 @@ class FFNFit(NamedTuple):
         active (torch.Tensor): Indices (A, ) of the active channels, increasing.
         idle (torch.Tensor): Indices (H - A, ) of the idle channels, increasing.
         active_out (torch.Tensor): Output weights V_A (C, A) of the active channels.
+        idle_in (torch.Tensor): Input weights (H - A, C) of the idle channels.
+        idle_bias (torch.Tensor): Their biases (H - A, ).
         idle_out (torch.Tensor): Output weights (C, H - A) of the idle channels.
         bias (torch.Tensor): Output bias (C, ) beside W u and V_A a_A.
         hidden_mean (torch.Tensor): Mean (H, ) of the hidden channels, the active ones activated.
@@ -90,6 +94,8 @@ class FFNFit(NamedTuple):
     active: torch.Tensor
     idle: torch.Tensor
     active_out: torch.Tensor
+    idle_in: torch.Tensor
+    idle_bias: torch.Tensor
     idle_out: torch.Tensor
     bias: torch.Tensor
     hidden_mean: torch.Tensor
@@ -163,7 +169,7 @@ def _cholesky(gram: torch.Tensor) -> torch.Tensor:
     then grows until it is not.
     """
     factor, info = torch.linalg.cholesky_ex(gram)
-    amount = 1e-15 * gram.diagonal().abs().max() + torch.finfo(gram.dtype).tiny
+    amount = 1e-15 * gram.diagonal().abs().sum() + torch.finfo(gram.dtype).tiny
     while info and amount.isfinite():
         amount = 10 * amount
         factor, info = torch.linalg.cholesky_ex(gram + torch.diag(amount.expand(len(gram))))
@@ -284,10 +290,8 @@ class _Problem:
         is_idle[active] = False
         idle = is_idle.nonzero().flatten()
         w_idle = self.w_in[idle]
-        eigenvalues = torch.linalg.eigvalsh(w_idle.t() @ w_idle)
         # Where the idle channels cannot give any W, the regression is on them instead of on u.
-        reaches = len(idle) >= w_idle.shape[1] and eigenvalues[0] > 1e-12 * eigenvalues[-1]
-        return Channels(active, idle, None if reaches else w_idle)
+        return Channels(active, idle, None if len(idle) >= w_idle.shape[1] else w_idle)
 
     def eliminate(self, num_active: int, rest: torch.Tensor | None = None) -> Elimination:
         """Backward elimination from the regression with all channels; ``rest`` is Cov(r)."""
@@ -376,13 +380,9 @@ class _Problem:
         weights = self.solve(channels)
         residual = best = self.residual(weights, channels)
         n = weights.shape[1] - len(active)
-        idle_out = weights[:, :n]
+        idle_in, idle_bias, idle_out = self.w_in[idle], self.b_in[idle], weights[:, :n]
         if features is None:
-            # From the best slope of each channel alone, corrected to give W.
-            w_idle = self.w_in[idle]
-            start = self.out[:, idle] * self.slope[idle]
-            squares = w_idle.t() @ w_idle
-            idle_out = start + _solve(squares, idle_out - start @ w_idle) @ w_idle.t()
+            idle_in, idle_bias, idle_out = self.idle_layers(idle, idle_out)
         else:
             any_map = channels._replace(features=None)
             best = self.residual(self.solve(any_map), any_map)
@@ -391,13 +391,15 @@ class _Problem:
         affine = self.residual(self.solve(none_active), none_active)
         hidden_mean = self.mean[self.a].clone()
         hidden_var = self.cov[self.a, self.a].diagonal().clone()
-        hidden_mean[idle] = self.w_in[idle] @ self.mean[self.u] + self.b_in[idle]
-        hidden_var[idle] = self.h_var[idle]
+        hidden_mean[idle] = idle_in @ self.mean[self.u] + idle_bias
+        hidden_var[idle] = ((idle_in @ self.cov[self.u, self.u]) * idle_in).sum(1)
         var_t = self.var_t.clamp(min=torch.finfo(self.var_t.dtype).tiny)
         return FFNFit(
             active=active,
             idle=idle,
             active_out=weights[:, n:],
+            idle_in=idle_in,
+            idle_bias=idle_bias,
             idle_out=idle_out,
             bias=self.bias(weights, channels),
             hidden_mean=hidden_mean,
@@ -407,6 +409,30 @@ class _Problem:
             unexplained_affine=float(affine / var_t),
             shortfall=float((residual - best).clamp(min=0) / var_t),
         )
+
+    def idle_layers(
+        self, idle: torch.Tensor, w: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Input weights, biases and output weights of idle channels whose product is W (C, C)."""
+        w_idle, dims = self.w_in[idle], len(w)
+        squares = w_idle.t() @ w_idle
+        eigenvalues = torch.linalg.eigvalsh(squares)
+        if eigenvalues[0] > _CONDITION**-2 * eigenvalues[-1]:
+            # From the best slope of each channel alone, corrected to give W.
+            start = self.out[:, idle] * self.slope[idle]
+            idle_out = start + _solve(squares, w - start @ w_idle) @ w_idle.t()
+            return w_idle, self.b_in[idle], idle_out
+        # Large output weights would cancel each other, and rounding would show. W by its singular
+        # vectors instead, with input weights as large as they were.
+        left, values, right = torch.linalg.svd(w)
+        root = values.sqrt()
+        size = (w_idle.square().mean() / values.mean().clamp(min=1e-30) * dims).sqrt()
+        size = size if size > 0 else 1.0
+        idle_in, idle_bias, idle_out = w_idle.clone(), self.b_in[idle], w.new_zeros(dims, len(idle))
+        idle_in[:dims] = size * root[:, None] * right
+        idle_bias[:dims] = 0
+        idle_out[:, :dims] = left * root / size
+        return idle_in, idle_bias, idle_out
 
 
 def _weakest(errors: Sequence[float], slack: float) -> float:
@@ -646,13 +672,13 @@ def channel_idle_ffn(ffn: ChannelIdleFFN, fit: FFNFit, count: int) -> ChannelIdl
     like = ffn.fc1.weight
     order = torch.cat([fit.active, fit.idle]).to(like.device)
     out = torch.cat([fit.active_out, fit.idle_out], dim=1)
-    bias = fit.bias - fit.idle_out @ double(ffn.fc1.bias).to(out)[fit.idle]
+    bias = fit.bias - fit.idle_out @ fit.idle_bias
     if new.layer_scale is not None:
         scale = double(new.layer_scale).to(out)
         out, bias = out / scale[:, None], bias / scale
     with torch.no_grad():
-        new.fc1.weight.copy_(like[order])
-        new.fc1.bias.copy_(ffn.fc1.bias[order])
+        new.fc1.weight.copy_(torch.cat([like[fit.active], fit.idle_in.to(like)]))
+        new.fc1.bias.copy_(torch.cat([ffn.fc1.bias[fit.active], fit.idle_bias.to(like)]))
         new.fc2.weight.copy_(out)
         new.fc2.bias.copy_(bias)
         if not ffn.keeps_norm:

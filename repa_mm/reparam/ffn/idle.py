@@ -12,7 +12,7 @@ import torch
 import torch.nn as nn
 
 from ..autograd import kept_statistics
-from ..forms import TrainingForm
+from ..forms import CheckpointError, TrainingForm, names_of
 from ..numerics import batch_norm_affine, check_dropouts, double, is_batch_norm, rounded
 from .folded import choose_path, folded_forward
 from .layers import (
@@ -86,6 +86,8 @@ class ChannelIdleFFN(TrainingForm):
         self.embed_dims = embed_dims
         self.feedforward_channels = feedforward_channels
         self.num_active = num_active_channels(feedforward_channels, idle_ratio)
+        # The shapes of the weights are those of every idle ratio: checkpoints say which it is.
+        self.register_buffer('num_active_channels', torch.tensor(self.num_active))
         self.norm1 = build_norm(norm_cfg, embed_dims)
         self.fc1 = nn.Linear(embed_dims, feedforward_channels)
         self.act = build_activation(act_cfg)
@@ -225,9 +227,27 @@ class ChannelIdleFFN(TrainingForm):
     def form_of(self, weights: dict) -> str | None:
         own = self.state_dict()
         # A norm without parameters leaves no trace in the names.
-        if weights.keys() == own.keys() and all(weights[k].shape == own[k].shape for k in own):
+        same = names_of(weights) == names_of(own)
+        if same and all(own[k].shape == value.shape for k, value in weights.items() if k in own):
             return 'training'
         return form_of(weights)
+
+    def check_weights(self, weights: dict, name: str) -> None:
+        super().check_weights(weights, name)
+        number = weights.get('num_active_channels')
+        if number is not None and not number.is_meta and int(number) != self.num_active:
+            hidden = self.feedforward_channels
+            raise CheckpointError(
+                f'the checkpoint has {int(number)} of {hidden} hidden channels active at {name!r}, '
+                f'and the model {self.num_active}: build the model with idle_ratio='
+                f'{1 - int(number) / hidden:g} there, as in the config of the checkpoint'
+            )
+
+    def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs) -> None:
+        if any(key.startswith(prefix) for key in state_dict):
+            known = torch.tensor(self.num_active)
+            state_dict.setdefault(f'{prefix}num_active_channels', known)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def extra_repr(self) -> str:
         return f'num_active={self.num_active}, num_idle={self.num_idle}'
