@@ -1,6 +1,5 @@
 """From a checkpoint to a merged or calibrated one."""
 
-import copy
 import itertools
 import os.path as osp
 
@@ -12,7 +11,6 @@ from mmengine.runner.checkpoint import weights_to_cpu
 from repa_mm.checkpoints import load_checkpoint, load_weights, save_checkpoint
 from repa_mm.engine.complexity import count_macs, count_parameters, image_channels, image_size
 from repa_mm.files import check_output
-from repa_mm.models.base import ReparamBackbone
 from repa_mm.reparam import (
     CheckpointError,
     TrainingForm,
@@ -58,7 +56,6 @@ def reparameterize_checkpoint(
     if not 0 < tolerance < float('inf'):
         raise ValueError(f'the tolerance must be positive, but is {tolerance}')
     cfg = load_config(config)
-    own = copy.deepcopy(cfg)
     if isinstance(cfg.model.get('backbone'), dict):  # what is compared is the merge alone
         cfg.model.backbone.pop('keep_tokens', None)
     model, meta = model_and_meta(cfg, checkpoint)
@@ -84,10 +81,6 @@ def reparameterize_checkpoint(
             'written'
         )
     meta = dict(meta, repa_mm_version=__version__)
-    if isinstance(backbones[0], ReparamBackbone):
-        # MMEngine's inferencers take it where they are given weights alone.
-        own.model.backbone.deploy = True
-        meta['cfg'] = own.pretty_text
     save_checkpoint(dict(meta=meta, state_dict=weights_to_cpu(deployed.state_dict())), out)
     return dict(
         error=error,

@@ -340,8 +340,9 @@ def test_the_config_that_is_written(in_digits):
     model = MODELS.build(Config.fromstring(meta_of(in_digits / 'idle.pth')['cfg'], '.py').model)
     assert has_training_form(model)
     reparameterize_checkpoint(found['config'], str(in_digits / 'idle.pth'), 'merged.pth')
-    merged = MODELS.build(Config.fromstring(meta_of('merged.pth')['cfg'], '.py').model)
-    merged.load_state_dict(torch.load('merged.pth')['state_dict'])
+    model = MODELS.build(Config.fromstring(meta_of('merged.pth')['cfg'], '.py').model)
+    with pytest.raises(CheckpointError, match='is reparameterized'):
+        model.load_state_dict(torch.load('merged.pth')['state_dict'])
     # A second conversion replaces its own config.
     convert_checkpoint(config, checkpoint, str(in_digits / 'idle.pth'), 1.0, images=images)
 

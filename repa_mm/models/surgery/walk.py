@@ -267,9 +267,9 @@ class BlockWalk:
                 if change > (0.05 if tensors(output)[0].element_size() < 4 else 1e-3):
                     raise ValueError(
                         f'{name!r}, a {type(block).__name__}, does not end with x + ffn(norm(x)), '
-                        'as the blocks of this name in OpenMMLab do: its output would change by '
-                        f'{change:.1%}. Give None for it in idle_ratio, or another name to its '
-                        'class'
+                        'as the blocks of this name in OpenMMLab do, or the forward pass is '
+                        f'random: its output would change by {change:.1%}. Give None for it in '
+                        'idle_ratio, or another name to its class'
                     )
 
             handles = [
