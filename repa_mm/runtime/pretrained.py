@@ -158,9 +158,10 @@ def convert_checkpoint(
         dict: ``report`` (a :class:`~repa_mm.models.surgery.pretrained.ConversionReport`),
         ``differences`` (mean square difference of each output of the backbone on the held-out
         images, relative to the variance of that output), ``distilled`` (the same after the
-        distillation, if there is one), ``seen`` (whether the distillation has learned from the
-        held-out images, too: from those of a folder it has not), ``macs`` (of the backbone before
-        and after), ``size`` (height and width of the image for that), ``images`` and ``held_out``
+        distillation, if there is one), ``for_heads`` (the same for the features that the heads
+        get, before and after a distillation), ``seen`` (whether the distillation has learned from
+        the held-out images, too: from those of a folder it has not), ``macs`` (of the backbone
+        before and after), ``size`` (height and width of the image for that), ``images`` and ``held_out``
         (their numbers), ``config`` (the file that was written) and ``fitted`` (the blocks).
 
     Raises:
@@ -236,20 +237,26 @@ def convert_checkpoint(
     def features(batch, backbone=backbone):
         return backbone(model.data_preprocessor(batch, False)['inputs'])
 
+    @torch.no_grad()
+    def for_heads(batch, model=model):
+        return model.extract_feat(model.data_preprocessor(batch, False)['inputs'])
+
     def note(row):
         state.save()
         if progress is not None:
             progress(row)
 
     with _explained_memory(num_images):
-        before = run_batches(features, held_out) if distill else []
+        before = [run_batches(f, held_out) for f in (features, for_heads) if distill]
         converted, report = convert_pretrained(
             backbone, source, idle_ratio, norm,
             forward=features, held_out=held_out, progress=note, resume=state.blocks, **options,
         )  # fmt: skip
         converted.eval()
         macs = [count_macs(b, (shape[1], *size)) for b in (backbone, reparameterize(converted))]
-    model.backbone = converted.cpu()
+    model.backbone = converted
+    fitted_for_heads = run_batches(for_heads, held_out) if distill else []
+    model.cpu()
     meta = loaded.get('meta')
     meta = dict(meta if isinstance(meta, dict) else {}, repa_mm_version=__version__)
     text = text_for(_ratios(backbone, report))
@@ -274,9 +281,11 @@ def convert_checkpoint(
             os.unlink(f'{stem}_distill/last_checkpoint')
         path = write_distillation(out_config, checkpoint, distill, images, source.taken)
         distill_checkpoint(path, out)
-        distilled = init_model(out_config, out, device=device).backbone
-        after = run_batches(lambda batch: features(batch, distilled), held_out)
-        result['distilled'] = differences(before, after)
+        distilled = init_model(out_config, out, device=device)
+        after = run_batches(lambda batch: features(batch, distilled.backbone), held_out)
+        result['distilled'] = differences(before[0], after)
+        after = run_batches(lambda batch: for_heads(batch, distilled), held_out)
+        result['for_heads'] = [differences(before[1], x) for x in (fitted_for_heads, after)]
         result['seen'] = images is None
     return result
 
@@ -481,6 +490,11 @@ def result_text(result: dict, out: str) -> str:
         seen = ' (the training data, which it learns from, has these images)' * result['seen']
         text = percent(result['distilled'])
         lines.append(f'after the distillation they differ by {text}{seen}')
+        fitted, distilled = map(percent, result['for_heads'])
+        lines.append(
+            f'the features for the heads, which it imitates, differed by {fitted} before, and by '
+            f'{distilled} after it'
+        )
     return '\n'.join(
         [
             *lines,

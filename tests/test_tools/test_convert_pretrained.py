@@ -456,11 +456,12 @@ def test_too_little_memory(in_digits, call, monkeypatch):
 def test_what_is_said_of_a_distillation():
     result = dict(
         report=ConversionReport(), images=8, held_out=1, macs=(2e9, 1e9), size=(224, 224),
-        config='idle.py', distilled=[0.123],
+        config='idle.py', distilled=[0.123], for_heads=([0.2], [0.1]),
     )  # fmt: skip
     for seen in (False, True):
         said = result_text(dict(result, seen=seen), 'idle.pth')
         assert 'after the distillation they differ by 12 %' in said
+        assert 'differed by 20 % before, and by 10 % after it' in said
         assert ('which it learns from' in said) == seen
 
 
@@ -512,6 +513,17 @@ def test_distillation(images, in_digits, call):
     model = init_model(str(in_digits / 'idle.py'), str(out))
     assert has_training_form(model)
     assert runner_for_testing(str(in_digits / 'idle.py'), str(out), work, 'deploy').test()
+
+
+def test_a_distillation_brings_the_features_for_the_heads_nearer(in_digits):
+    pytest.importorskip('mmpretrain')
+    config, checkpoint = classifier(in_digits)
+    images = os.path.join('data', 'demo', 'coco', 'val2017')
+    found = convert_checkpoint(
+        config, checkpoint, str(in_digits / 'idle.pth'), 1.0, 'fold', 4, images, distill=30
+    )
+    fitted, distilled = found['for_heads']
+    assert len(fitted) == 1 and 0 < distilled[0] < fitted[0]
 
 
 def test_an_earlier_distillation_is_not_gone_on_with(in_digits, monkeypatch):
