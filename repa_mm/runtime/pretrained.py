@@ -161,8 +161,9 @@ def convert_checkpoint(
         distillation, if there is one), ``for_heads`` (the same for the features that the heads
         get, before and after a distillation), ``seen`` (whether the distillation has learned from
         the held-out images, too: from those of a folder it has not), ``macs`` (of the backbone
-        before and after), ``size`` (height and width of the image for that), ``images`` and ``held_out``
-        (their numbers), ``config`` (the file that was written) and ``fitted`` (the blocks).
+        before and after), ``size`` (height and width of the image for that), ``images`` and
+        ``held_out`` (their numbers), ``config`` (the file that was written) and ``fitted`` (the
+        blocks).
 
     Raises:
         FileNotFoundError: If the config, checkpoint or images are missing.
