@@ -295,10 +295,13 @@ def _loaded(text: str, path: str) -> Config:
     """The config that a text would be at a path."""
     folder = osp.dirname(osp.abspath(path))
     os.makedirs(folder, exist_ok=True)
-    with tempfile.NamedTemporaryFile('w', suffix='.py', dir=folder, encoding='utf-8') as file:
-        file.write(text)
-        file.flush()
-        return Config.fromfile(file.name)
+    handle, name = tempfile.mkstemp(suffix='.py', dir=folder)
+    try:
+        with open(handle, 'w', encoding='utf-8') as file:
+            file.write(text)
+        return Config.fromfile(name)
+    finally:
+        os.unlink(name)
 
 
 def _check_own(path: str) -> None:
