@@ -13,7 +13,7 @@ solution, and not to zero.
 """
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -435,33 +435,48 @@ class _Problem:
         return idle_in, idle_bias, idle_out
 
 
-def _weakest(errors: Sequence[float], slack: float) -> float:
-    """The weakest ridge whose error is at most that of the best, plus a share ``slack`` of it.
+def _cross_validated(
+    parts: Sequence[Moments],
+    errors: Callable[[Moments, Moments], Iterable[torch.Tensor]],
+    slack: float,
+) -> float:
+    """The ridge with which each part of the tokens is predicted best from the others.
 
-    Cross-validation fits to fewer images than the final fit, so that strong ridges look better than
+    It is the weakest one whose error is at most the best, plus a share ``slack`` of that:
+    cross-validation fits to fewer images than the final fit, so that strong ridges look better than
     they are.
+
+    Args:
+        parts (Sequence[Moments]): The parts.
+        errors (Callable): Takes the moments of the others and of a part, and gives the mean square
+            error on the part for each of :data:`RIDGES`.
+        slack (float): The share.
     """
-    limit = (1 + slack) * max(min(errors), 0.0)
-    return RIDGES[next((i for i, error in enumerate(errors) if error <= limit), 0)]
+    if len(parts) < 2:
+        return RIDGES[0]
+    total = [0.0] * len(RIDGES)
+    for part in parts:
+        others = Moments.of([p for p in parts if p is not part])
+        for i, error in enumerate(errors(others, part)):
+            total[i] += float(error) * part.count
+    limit = (1 + slack) * max(min(total), 0.0)
+    return RIDGES[next((i for i, error in enumerate(total) if error <= limit), 0)]
 
 
 def _choose_ridge(ffn: ChannelIdleFFN, parts: Sequence[Moments], channels: Channels) -> float:
-    """The ridge with which each part of the tokens is predicted best from the others."""
-    if len(parts) < 2:
-        return RIDGES[0]
-    errors = torch.zeros(len(RIDGES), dtype=torch.float64)
-    for part in parts:
-        others = _Problem(ffn, Moments.of([p for p in parts if p is not part]), RIDGES[0])
-        left_out = _Problem(ffn, part, RIDGES[0])
-        for i, ridge in enumerate(RIDGES):
-            others.use(ridge)
-            weights = others.solve(channels)
-            bias = others.bias(weights, channels)
-            errors[i] += float(left_out.residual(weights, channels, bias)) * part.count
+    """The ridge for the regression of an FFN."""
+
+    def errors(others: Moments, part: Moments) -> Iterator[torch.Tensor]:
+        problem, left_out = (_Problem(ffn, m, RIDGES[0]) for m in (others, part))
+        for ridge in RIDGES:
+            problem.use(ridge)
+            weights = problem.solve(channels)
+            yield left_out.residual(weights, channels, problem.bias(weights, channels))
+
     # A few tokens do not tell how much weaker the ridge may be.
     unknowns = ffn.embed_dims + len(channels.active)
     are_many = sum(part.count for part in parts) >= 10 * unknowns
-    return _weakest(errors.tolist(), 0.08 if are_many else 0.03)
+    return _cross_validated(parts, errors, 0.08 if are_many else 0.03)
 
 
 def fit_ffn(
@@ -584,18 +599,16 @@ def norm_as_batch_norm(
         matrix = (diagonal + _solve(_ridged(cov_xx, ridge), cov_ux - diagonal @ cov_xx)) / std
         return matrix, mean[u] - matrix @ mean[x]
 
+    def errors(others: Moments, part: Moments) -> Iterator[torch.Tensor]:
+        mean, cov = part.mean_and_covariance()
+        for strength in RIDGES:
+            matrix, shift = solve(others, strength)
+            left = cov[u, u].trace() + ((matrix @ cov[x, x] - 2 * cov[u, x]) * matrix).sum()
+            yield left + (mean[u] - matrix @ mean[x] - shift).square().sum()
+
     parts = split_moments(rows, len(tokens), tokens)
     if ridge is None:
-        errors = [0.0] * len(RIDGES)
-        for part in parts if len(parts) > 1 else ():
-            others = Moments.of([p for p in parts if p is not part])
-            mean, cov = part.mean_and_covariance()
-            for i, strength in enumerate(RIDGES):
-                matrix, shift = solve(others, strength)
-                left = cov[u, u].trace() + ((matrix @ cov[x, x] - 2 * cov[u, x]) * matrix).sum()
-                left = left + (mean[u] - matrix @ mean[x] - shift).square().sum()
-                errors[i] += float(left) * part.count
-        ridge = _weakest(errors, 0.03)
+        ridge = _cross_validated(parts, errors, 0.03)
     moments = Moments.of(parts)
     matrix, shift = solve(moments, ridge)
     mean, cov = moments.mean_and_covariance()
