@@ -104,3 +104,5 @@ def test_random_weights_convert(config, tmp_path, monkeypatch):
     for key, value in model.state_dict().items():
         if not key.startswith('backbone.'):
             assert torch.equal(weights[key], value)
+    for file in tmp_path.glob('*.pth'):  # all together, tens of gigabytes
+        file.unlink()
