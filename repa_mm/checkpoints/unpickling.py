@@ -20,10 +20,11 @@ from repa_mm.reparam import CheckpointError
 
 # A pickle of tensors has their names and shapes, and not their values.
 _LARGEST_PICKLE = 2**28
-# What the unpickler for old versions of torch takes from torch.
-_OF_TENSORS = (
+# What the unpickler for old versions of torch builds besides what MMEngine saves.
+_ORDINARY = (
     r'torch\._utils\._rebuild\w*|torch\.storage\.UntypedStorage|torch\.(\w*Storage|Size|device)|'
-    r'collections\.OrderedDict'
+    r'torch\.nn\.parameter\.Parameter|collections\.(OrderedDict|Counter)|'
+    r'(__builtin__|builtins)\.(set|complex)'
 )
 
 
@@ -208,26 +209,13 @@ def _safe_globals() -> dict[str, Any]:
     }
 
 
-class _Inert:
-    """Stands for any object that is not to be built."""
-
-    def __init__(self, *args, **kwargs):
-        pass
-
-    def __call__(self, *args, **kwargs):
-        return self
-
-    def __setstate__(self, state):
-        pass
-
-
 def _old_name(path: str) -> str:
     """The name that Python 2 and NumPy 1 had for something."""
     return path.replace('numpy._core', 'numpy.core').replace('builtins.', '__builtin__.')
 
 
 class _TensorUnpickler(pickle._Unpickler):
-    """Builds tensors, and what MMEngine saves; anything else becomes inert.
+    """Builds tensors, and what MMEngine saves; anything else is refused.
 
     It serves torch before 2.6, whose ``weights_only`` refuses MMEngine's checkpoints and cannot be
     told what to accept. It is in Python, since the unpickler in C takes gigabytes when a few bytes
@@ -245,10 +233,12 @@ class _TensorUnpickler(pickle._Unpickler):
         for safe, value in _safe_globals().items():
             if _old_name(safe) == _old_name(path):
                 return value
-        of_tensors = re.fullmatch(_OF_TENSORS, path) or (
+        is_ordinary = re.fullmatch(_ORDINARY, path) or (
             module == 'torch' and isinstance(getattr(torch, name, None), torch.dtype)
         )
-        return super().find_class(module, name) if of_tensors else _Inert
+        if not is_ordinary:
+            raise pickle.UnpicklingError(f'Unsupported global: GLOBAL {path}')
+        return super().find_class(module, name)
 
 
 _tensor_pickle = types.SimpleNamespace(

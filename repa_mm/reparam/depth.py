@@ -237,7 +237,8 @@ class ParallelAttention(_Parallel):
         sizes = 1 if is_joined else self.num_branches, 3, self.num_heads
         qkv = qkv.view(*x.shape[:2], *sizes, self.embed_dims // self.num_heads)
         qkv = qkv.permute(3, 0, 2, 4, 1, 5).flatten(2, 3)
-        x = _attend(*qkv, self._position_bias(is_joined), mask, self.scale, self.attn_drop)
+        bias = self._position_bias(is_joined)
+        x = _attend(*qkv, bias, mask, unusual_scale(self), self.attn_drop)
         return self._leave(x, is_joined)
 
     def _position_bias(self, is_joined: bool) -> torch.Tensor | None:
@@ -313,7 +314,7 @@ class OrdinaryAttention(DeployForm):
         bias = None
         if self.window_size is not None:
             bias = self.relative_position_bias_table[self.relative_position_index].permute(2, 0, 1)
-        return self.proj(_attend(*qkv, bias, mask, self.scale, self.attn_drop))
+        return self.proj(_attend(*qkv, bias, mask, unusual_scale(self), self.attn_drop))
 
 
 def _add_position_bias(attention: nn.Module, num_heads: int) -> None:
@@ -328,13 +329,22 @@ def _add_position_bias(attention: nn.Module, num_heads: int) -> None:
     attention.register_buffer('relative_position_index', index)
 
 
+def unusual_scale(attention: nn.Module) -> float | None:
+    """The scale of the scores, or None for the usual one.
+
+    torch 2.1 exports ``scaled_dot_product_attention`` to ONNX without another scale only.
+    """
+    usual = (attention.embed_dims // attention.num_heads) ** -0.5
+    return None if attention.scale == usual else attention.scale
+
+
 def _attend(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     bias: torch.Tensor | None,
     mask: torch.Tensor | None,
-    scale: float,
+    scale: float | None,
     dropout: nn.Dropout,
 ) -> torch.Tensor:
     """Attention (N, L, heads d) of queries, keys and values (N, heads, L, d)."""

@@ -32,6 +32,7 @@ from mmpretrain.models.utils.attention import MultiheadAttention
 from repa_mm.models.surgery.window_attention import FastShiftWindowMSA, fast_class, swap_attention
 from repa_mm.models.surgery.windows import is_traced, times, traceable_partition
 from repa_mm.reparam import become
+from repa_mm.reparam.depth import unusual_scale
 
 # Where the stock blocks are defined.
 _SWIN_BLOCKS = (
@@ -182,7 +183,8 @@ class ReducedSwinBlock(SwinBlock):
         else:
             qkv = qkv.unflatten(-1, (3, w_msa.num_heads, -1)).permute(2, 0, 3, 1, 4)
             bias = bias.to(qkv.dtype)
-            mixed = F.scaled_dot_product_attention(*qkv, attn_mask=bias, scale=w_msa.scale)
+            scale = unusual_scale(w_msa)
+            mixed = F.scaled_dot_product_attention(*qkv, attn_mask=bias, scale=scale)
             mixed = mixed.transpose(1, 2).flatten(2)
         x = x + w_msa.proj(mixed)
         return self.ffn(self.norm2(x), identity=x)
