@@ -30,6 +30,7 @@ from repa_mm.reparam import (
     reparameterize,
 )
 from repa_mm.runtime import init_model, runner_for_testing
+from tests.conftest import skip_unless_exportable
 from tests.test_engine.toy import KeepLogits, Transpose, make_runner
 
 ROOT = Path(__file__).parents[1]
@@ -358,11 +359,7 @@ def test_counted_by_the_tool(config, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize('suffix', ['.pt', '.pt2', '.onnx'])
 def test_exported(suffix, tmp_path, randomize):
-    if suffix == '.onnx':
-        pytest.importorskip('onnx')
-        pytest.importorskip('onnxruntime')
-    if suffix == '.pt2' and not hasattr(getattr(torch.export, 'Dim', None), 'AUTO'):
-        pytest.skip('torch.export of dynamic sizes came with torch 2.6')
+    skip_unless_exportable(suffix)
     model = reparameterize(randomize(PairBackbone()))
     path = tmp_path / f'pairs{suffix}'
     assert export(model, str(path), (64, 96)) < 1e-5

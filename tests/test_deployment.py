@@ -17,6 +17,7 @@ from repa_mm.deploy.export import _Tensors, export, largest_error, read
 from repa_mm.reparam import finish_schedules
 from repa_mm.runtime import init_model
 
+from .conftest import skip_unless_exportable
 from .test_models.test_family import FAMILY
 
 TOLERANCE = 1e-5
@@ -36,7 +37,6 @@ MORE = dict(
     RePaLVViT=[(64, 64), (64, 96)],
 )
 SUFFIXES = ['.pt', '.onnx', '.pt2']
-NEEDS = {'.onnx': ('onnx', 'onnxruntime'), '.pt': (), '.pt2': ()}
 
 
 # (112, 448) has maps of one window in its third stage.
@@ -53,15 +53,6 @@ def shapes_of(sizes):
     return [(batch, 3, *size) for size, batch in zip(sizes, [2, 1, 3] * 2)]
 
 
-def skip_unless_possible(suffix):
-    for package in NEEDS[suffix]:
-        pytest.importorskip(package)
-    if suffix == '.pt2' and not hasattr(
-        getattr(getattr(torch, 'export', None), 'Dim', None), 'AUTO'
-    ):
-        pytest.skip('torch.export of dynamic sizes came with torch 2.6')
-
-
 CASES = [(name, suffix) for name in FAMILY for suffix in SUFFIXES]
 # Symbolic algebra.
 CASES = [
@@ -74,7 +65,7 @@ CASES = [
 
 @pytest.mark.parametrize('name, suffix', CASES)
 def test_files_agree_with_eager(name, suffix, randomize, tmp_path):
-    skip_unless_possible(suffix)
+    skip_unless_exportable(suffix)
     model = deploy_form(name, randomize)
     out = str(tmp_path / f'model{suffix}')
     sizes = SIZES[name]
@@ -107,7 +98,7 @@ STRUCTURES = dict(
 @pytest.mark.parametrize('suffix', ['.pt', '.onnx'])
 @pytest.mark.parametrize('name', STRUCTURES)
 def test_other_structures(name, suffix, randomize, tmp_path):
-    skip_unless_possible(suffix)
+    skip_unless_exportable(suffix)
     model = finish_schedules(randomize(MODELS.build(dict(type=name, **STRUCTURES[name]))))
     out = str(tmp_path / f'model{suffix}')
     sizes = SIZES['RePaSwinTransformer' if 'Swin' in name else 'RePaVisionTransformer']
@@ -120,7 +111,7 @@ def test_other_structures(name, suffix, randomize, tmp_path):
 @pytest.mark.parametrize('pad', [False, True])
 def test_maps_of_one_window_are_not_shifted(pad, suffix, randomize, tmp_path):
     """Whatever the size that was traced."""
-    skip_unless_possible(suffix)
+    skip_unless_exportable(suffix)
     model = deploy_form('RePaSwinTransformer', randomize, arch=SWIN, pad_small_map=pad)
     out = str(tmp_path / f'model{suffix}')
     export(model, out, (256, 320), True)
@@ -130,7 +121,7 @@ def test_maps_of_one_window_are_not_shifted(pad, suffix, randomize, tmp_path):
 
 @pytest.mark.parametrize('suffix', ['.pt', '.onnx'])
 def test_stock_attention_is_of_one_size(suffix, randomize, tmp_path):
-    skip_unless_possible(suffix)
+    skip_unless_exportable(suffix)
     model = deploy_form('RePaSwinTransformer', randomize, fast_attention=False)
     out = tmp_path / f'model{suffix}'
     assert export(model, str(out), (96, 160)) < TOLERANCE
@@ -142,7 +133,7 @@ def test_stock_attention_is_of_one_size(suffix, randomize, tmp_path):
 
 @pytest.mark.slow
 def test_stock_attention_as_a_program(randomize, tmp_path):
-    skip_unless_possible('.pt2')
+    skip_unless_exportable('.pt2')
     model = deploy_form('RePaSwinTransformer', randomize, fast_attention=False)
     assert export(model, str(tmp_path / 'model.pt2'), (96, 160)) < TOLERANCE
 

@@ -23,8 +23,7 @@ _LARGEST_PICKLE = 2**28
 # What the unpickler for old versions of torch builds besides what MMEngine saves.
 _ORDINARY = (
     r'torch\._utils\._rebuild\w*|torch\.storage\.UntypedStorage|torch\.(\w*Storage|Size|device)|'
-    r'torch\.nn\.parameter\.Parameter|collections\.(OrderedDict|Counter)|'
-    r'(__builtin__|builtins)\.(set|complex)'
+    r'collections\.(OrderedDict|Counter)|(__builtin__|builtins)\.(set|complex)'
 )
 
 

@@ -236,9 +236,9 @@ class ParallelAttention(_Parallel):
         # (N, L, branches, 3, heads, d): the branches' heads become heads of one attention.
         sizes = 1 if is_joined else self.num_branches, 3, self.num_heads
         qkv = qkv.view(*x.shape[:2], *sizes, self.embed_dims // self.num_heads)
-        qkv = qkv.permute(3, 0, 2, 4, 1, 5).flatten(2, 3)
         bias = self._position_bias(is_joined)
-        x = _attend(*qkv, bias, mask, unusual_scale(self), self.attn_drop)
+        q, k, v = qkv.permute(3, 0, 2, 4, 1, 5).flatten(2, 3)
+        x = _attend(scale_queries(q, self), k, v, bias, mask, self.attn_drop)
         return self._leave(x, is_joined)
 
     def _position_bias(self, is_joined: bool) -> torch.Tensor | None:
@@ -310,11 +310,12 @@ class OrdinaryAttention(DeployForm):
     def inference(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         """As :meth:`ParallelAttention.forward`."""
         sizes = 3, self.num_heads, self.embed_dims // self.num_heads
-        qkv = self.qkv(x).view(*x.shape[:2], *sizes).permute(2, 0, 3, 1, 4)
+        q, k, v = self.qkv(x).view(*x.shape[:2], *sizes).permute(2, 0, 3, 1, 4)
         bias = None
         if self.window_size is not None:
             bias = self.relative_position_bias_table[self.relative_position_index].permute(2, 0, 1)
-        return self.proj(_attend(*qkv, bias, mask, unusual_scale(self), self.attn_drop))
+        q = scale_queries(q, self)
+        return self.proj(_attend(q, k, v, bias, mask, self.attn_drop))
 
 
 def _add_position_bias(attention: nn.Module, num_heads: int) -> None:
@@ -329,13 +330,13 @@ def _add_position_bias(attention: nn.Module, num_heads: int) -> None:
     attention.register_buffer('relative_position_index', index)
 
 
-def unusual_scale(attention: nn.Module) -> float | None:
-    """The scale of the scores, or None for the usual one.
+def scale_queries(q: torch.Tensor, attention: nn.Module) -> torch.Tensor:
+    """Queries (…, L, d) whose scores, times 1 / sqrt(d), are those of the attention's own scale.
 
     torch 2.1 exports ``scaled_dot_product_attention`` to ONNX without another scale only.
     """
     usual = (attention.embed_dims // attention.num_heads) ** -0.5
-    return None if attention.scale == usual else attention.scale
+    return q if attention.scale == usual else q * (attention.scale / usual)
 
 
 def _attend(
@@ -344,7 +345,6 @@ def _attend(
     v: torch.Tensor,
     bias: torch.Tensor | None,
     mask: torch.Tensor | None,
-    scale: float | None,
     dropout: nn.Dropout,
 ) -> torch.Tensor:
     """Attention (N, L, heads d) of queries, keys and values (N, heads, L, d)."""
@@ -357,7 +357,7 @@ def _attend(
     elif bias is not None:
         bias = bias.to(q.dtype)[None].expand(n, -1, -1, -1)
     x = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=bias, dropout_p=dropout.p if dropout.training else 0.0, scale=scale
+        q, k, v, attn_mask=bias, dropout_p=dropout.p if dropout.training else 0.0
     )
     return x.transpose(1, 2).flatten(2)
 

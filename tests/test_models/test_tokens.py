@@ -16,12 +16,14 @@ from repa_mm.deploy.export import export
 from repa_mm.engine.complexity import count_macs
 from repa_mm.models import RePaSwinTransformer, RePaVisionTransformer, reduce_tokens
 from repa_mm.models.surgery.tokens import ReducedSwinBlock, _layout, merge_neighbours
+from tests.conftest import skip_unless_exportable
 
 SWIN = dict(
     arch=dict(embed_dims=16, depths=[2, 2, 2], num_heads=[2, 2, 4]),
     out_indices=(0, 1, 2),
     pad_small_map=True,
     window_size=5,
+    stage_cfgs=dict(block_cfgs=dict(attn_cfgs=dict(qk_scale=0.5))),
 )
 VIT = dict(
     arch=dict(embed_dims=32, num_layers=3, num_heads=4, feedforward_channels=96),
@@ -37,9 +39,9 @@ def build(kind, randomize, **kwargs):
     cls, args = KINDS[kind]
     model = randomize(cls(**copy.deepcopy(args), **kwargs))
     generator = torch.Generator().manual_seed(1)
-    for name, parameter in model.named_parameters():
-        if name.endswith('relative_position_bias_table'):
-            parameter.data.normal_(generator=generator)
+    for module in model.modules():
+        if hasattr(module, 'relative_position_bias_table'):
+            module.relative_position_bias_table.data.normal_(generator=generator)
     return model.eval()
 
 
@@ -51,7 +53,7 @@ def images(*shape):
 
 
 def block_of(window, shift, randomize):
-    block = SwinBlock(16, 2, window, shift=shift, pad_small_map=True)
+    block = SwinBlock(16, 2, window, shift=shift, pad_small_map=True, attn_cfgs=dict(qk_scale=0.5))
     block.attn.w_msa.relative_position_bias_table.data.normal_()
     return randomize(reduce_tokens(block, 0.5)).eval()
 
@@ -285,10 +287,7 @@ def test_models_without_such_blocks():
 @pytest.mark.parametrize('kind', KINDS)
 def test_exported(kind, suffix, randomize, tmp_path):
     """Of any size and batch, but for programs of torch.export."""
-    if suffix == '.onnx':
-        pytest.importorskip('onnxruntime')
-    if suffix == '.pt2' and not hasattr(torch.export.Dim, 'AUTO'):
-        pytest.skip('torch.export of dynamic sizes came with torch 2.6')
+    skip_unless_exportable(suffix)
     model = reduce_tokens(repa_mm.reparameterize(build(kind, randomize)), 0.6)
     assert export(model, str(tmp_path / f'model{suffix}'), (128, 160), suffix != '.pt2') < 1e-4
 

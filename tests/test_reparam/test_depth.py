@@ -28,7 +28,7 @@ from repa_mm.reparam import (
 LAMS = (0.0, 0.3, 0.7, 1.0)
 FORMS = dict(
     attention=lambda b: ParallelAttention(16, 4, b, layer_scale_init_value=0.5),
-    windows=lambda b: ParallelAttention(16, 4, b, window_size=(3, 4)),
+    windows=lambda b: ParallelAttention(16, 4, b, window_size=(3, 4), qk_scale=0.3),
     ffn=lambda b: ParallelFFN(16, 40, b, layer_scale_init_value=0.5),
     idle=lambda b: ParallelIdleFFN(16, 40, b, layer_scale_init_value=0.5),
 )

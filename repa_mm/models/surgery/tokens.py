@@ -32,7 +32,7 @@ from mmpretrain.models.utils.attention import MultiheadAttention
 from repa_mm.models.surgery.window_attention import FastShiftWindowMSA, fast_class, swap_attention
 from repa_mm.models.surgery.windows import is_traced, times, traceable_partition
 from repa_mm.reparam import become
-from repa_mm.reparam.depth import unusual_scale
+from repa_mm.reparam.depth import scale_queries
 
 # Where the stock blocks are defined.
 _SWIN_BLOCKS = (
@@ -181,10 +181,9 @@ class ReducedSwinBlock(SwinBlock):
         if bias is None:
             mixed = qkv[..., -x.shape[-1] :]
         else:
-            qkv = qkv.unflatten(-1, (3, w_msa.num_heads, -1)).permute(2, 0, 3, 1, 4)
-            bias = bias.to(qkv.dtype)
-            scale = unusual_scale(w_msa)
-            mixed = F.scaled_dot_product_attention(*qkv, attn_mask=bias, scale=scale)
+            q, k, v = qkv.unflatten(-1, (3, w_msa.num_heads, -1)).permute(2, 0, 3, 1, 4)
+            q, bias = scale_queries(q, w_msa), bias.to(q.dtype)
+            mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
             mixed = mixed.transpose(1, 2).flatten(2)
         x = x + w_msa.proj(mixed)
         return self.ffn(self.norm2(x), identity=x)
