@@ -4,7 +4,9 @@ import pytest
 import torch
 import torch.nn as nn
 from hypothesis import settings
+from mmengine.logging import MMLogger
 from mmengine.registry import DefaultScope
+from mmengine.visualization import Visualizer
 
 # The same cases each time; `make test-all` draws others.
 settings.register_profile('derandomized', derandomize=True)
@@ -72,6 +74,10 @@ def _seed():
 
 
 @pytest.fixture(autouse=True)
-def _scope():
-    """Forget the default scope that another test has set."""
-    DefaultScope._instance_dict.clear()
+def _instances():
+    """Forget the default scope that another test has set, its logs and its visualizers.
+
+    Runs of one name that begin in the same second share both.
+    """
+    for kind in (DefaultScope, MMLogger, Visualizer, *Visualizer.__subclasses__()):
+        kind._instance_dict.clear()

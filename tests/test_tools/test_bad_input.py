@@ -289,11 +289,7 @@ def test_an_annotation_with_the_id_0(checkpoints, in_digits):
     content['annotations'] = annotations
     file = in_digits / 'from_0.json'
     file.write_text(json.dumps(content))
-    options = {
-        'test_dataloader.dataset.ann_file': str(file),
-        'test_evaluator.ann_file': str(file),
-        'experiment_name': 'from_0',  # runs of one name and second share a log
-    }
+    options = {'test_dataloader.dataset.ann_file': str(file), 'test_evaluator.ann_file': str(file)}
     good = str(checkpoints / 'good.pth')
     runner = runner_for_testing(RETINANET, good, str(in_digits), cfg_options=options)
     (metric,) = runner.test_loop.evaluator.metrics
