@@ -20,7 +20,7 @@ from repa_mm import config_path, reparameterize
 from repa_mm.benchmark.paper import REPORTED, OnMeta
 from repa_mm.engine.complexity import count_parameters
 from repa_mm.paths import config_root
-from repa_mm.runtime import runner_for_training
+from repa_mm.run import runner_for_training
 
 ROOT = Path(config_root())
 # Those of DINO: test_dino_configs.py.

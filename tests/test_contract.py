@@ -18,7 +18,7 @@ from mmengine.model import BaseModel, BaseModule
 from mmengine.registry import MODELS
 
 import repa_mm
-from repa_mm.deploy.export import export
+from repa_mm.export.export import export
 from repa_mm.reparam import (
     ChannelIdleFFN,
     CheckpointError,
@@ -29,7 +29,7 @@ from repa_mm.reparam import (
     is_reparameterized,
     reparameterize,
 )
-from repa_mm.runtime import init_model, runner_for_testing
+from repa_mm.run import init_model, runner_for_testing
 from tests.conftest import skip_unless_exportable
 from tests.test_engine.toy import KeepLogits, Transpose, make_runner
 

@@ -12,7 +12,7 @@ from mmengine.registry import HOOKS, MODELS, PARAM_SCHEDULERS, TRANSFORMS, init_
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from repa_mm import config_path, reparameterize
-from repa_mm.runtime import load_config
+from repa_mm.run import load_config
 
 from .test_configs import batch_of
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from repa_mm.checkpoints import save_checkpoint
 from repa_mm.files import check_writable, replacing, write_bytes
+from repa_mm.weights import save_checkpoint
 
 ROOT = Path(__file__).parents[1]
 pytest.importorskip('fcntl')

@@ -14,7 +14,7 @@ import repa_mm
 from repa_mm.engine.channels import check_channels
 from repa_mm.paths import config_root
 from repa_mm.reparam import ChannelIdleFFN, CheckpointError
-from repa_mm.runtime import init_model, load_config
+from repa_mm.run import init_model, load_config
 
 README = (Path(__file__).parents[1] / 'README.md').read_text()
 MASK_RCNN = 'mmdet::swin/mask-rcnn_swin-t-p4-w7_fpn_1x_coco.py'

@@ -11,7 +11,7 @@ from repa_mm.benchmark.latency import WHAT, Options, benchmark
 from repa_mm.benchmark.output import add_machine_options, run_tool
 from repa_mm.benchmark.plots import plot_benchmark
 from repa_mm.benchmark.tables import benchmark_text
-from repa_mm.runtime.cli import add_cfg_options, tool_parser
+from repa_mm.run.cli import add_cfg_options, tool_parser
 
 EXAMPLES = """examples:
   # RetinaNet on COCO val2017, against the vanilla model

@@ -8,7 +8,7 @@ model take turns on every step.
 from repa_mm.benchmark.output import add_machine_options, run_tool
 from repa_mm.benchmark.tables import training_text
 from repa_mm.benchmark.training import OPTIMIZERS, benchmark_training
-from repa_mm.runtime.cli import add_cfg_options, tool_parser
+from repa_mm.run.cli import add_cfg_options, tool_parser
 
 EXAMPLES = """examples:
   %(prog)s configs/repa_swin_b_in1k.py --baseline configs/swin_b_in1k.py

@@ -4,8 +4,8 @@ The weights stay. This serves checkpoints that were converted from vanilla ones,
 of another kind than what they were trained on. See docs/weights.md.
 """
 
-from repa_mm.runtime import calibrate_checkpoint
-from repa_mm.runtime.cli import add_cfg_options, clear_errors, tool_parser
+from repa_mm.run import calibrate_checkpoint
+from repa_mm.run.cli import add_cfg_options, clear_errors, tool_parser
 
 
 def parse_args() -> dict:

@@ -4,7 +4,7 @@ The FFNs of the backbone are fitted to what they compute on some images, in clos
 not needed. The tool writes a checkpoint, and a config beside it that inherits CONFIG.
 """
 
-from repa_mm.runtime.cli import add_cfg_options, clear_errors, tool_parser
+from repa_mm.run.cli import add_cfg_options, clear_errors, tool_parser
 
 
 def parse_args() -> dict:
@@ -98,7 +98,7 @@ def main() -> None:
             result = sweep_conversions(**args, ratios=ratios or RATIOS, test=test)
             print(sweep_text(result))
             return
-        from repa_mm.runtime.pretrained import convert_checkpoint, result_text
+        from repa_mm.fit.pretrained import convert_checkpoint, result_text
 
         ratios = ratios or [0.75]
         args['idle_ratio'] = ratios[0] if len(ratios) == 1 else ratios

@@ -2,10 +2,10 @@
 
 import argparse
 
-from repa_mm.deploy.export import OPSET
-from repa_mm.runtime import FORMS
-from repa_mm.runtime.cli import clear_errors
-from repa_mm.runtime.exported import export_checkpoint
+from repa_mm.export.export import OPSET
+from repa_mm.export.exported import export_checkpoint
+from repa_mm.run import FORMS
+from repa_mm.run.cli import clear_errors
 
 
 def parse_args() -> argparse.Namespace:

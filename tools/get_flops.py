@@ -4,7 +4,7 @@ from repa_mm.benchmark.flops import complexity
 from repa_mm.benchmark.output import run_tool
 from repa_mm.benchmark.paper import paper_table, paper_table_text
 from repa_mm.benchmark.tables import complexity_text
-from repa_mm.runtime.cli import add_cfg_options, clear_errors, tool_parser
+from repa_mm.run.cli import add_cfg_options, clear_errors, tool_parser
 
 EXAMPLES = """examples:
   %(prog)s configs/repa_swin_b_in1k.py

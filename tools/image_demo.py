@@ -3,8 +3,8 @@
 import argparse
 
 from repa_mm.benchmark.machine import check_device
-from repa_mm.runtime import FORMS, draw_predictions, init_model
-from repa_mm.runtime.cli import clear_errors
+from repa_mm.run import FORMS, draw_predictions, init_model
+from repa_mm.run.cli import clear_errors
 
 
 def parse_args() -> argparse.Namespace:

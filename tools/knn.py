@@ -6,9 +6,9 @@ from functools import partial
 import torch
 
 from repa_mm.benchmark.machine import check_device
-from repa_mm.runtime import FORMS
-from repa_mm.runtime.cli import DictAction, clear_errors, show_progress
-from repa_mm.runtime.knn import NETWORKS, knn_evaluate
+from repa_mm.run import FORMS
+from repa_mm.run.cli import DictAction, clear_errors, show_progress
+from repa_mm.run.knn import NETWORKS, knn_evaluate
 
 
 def parse_args() -> argparse.Namespace:

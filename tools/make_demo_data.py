@@ -4,7 +4,7 @@ import argparse
 import time
 
 from repa_mm.demo.dataset import write_digit_scenes
-from repa_mm.runtime.cli import clear_errors
+from repa_mm.run.cli import clear_errors
 
 
 def parse_args() -> argparse.Namespace:

@@ -9,7 +9,7 @@ from repa_mm.benchmark.output import add_machine_options, run_tool
 from repa_mm.benchmark.plots import plot_profile
 from repa_mm.benchmark.profile import profile
 from repa_mm.benchmark.tables import profile_text
-from repa_mm.runtime.cli import tool_parser
+from repa_mm.run.cli import tool_parser
 
 SWIN = [f'{prefix}swin_{size}_in1k.py' for size in 'tsb' for prefix in ('', 'repa_')]
 EXAMPLES = """examples:

@@ -7,7 +7,7 @@ The tool prints what 8 bits in one layer alone cost, and keeps the layers that c
 import argparse
 from functools import partial
 
-from repa_mm.runtime.cli import align, clear_errors, show_progress
+from repa_mm.run.cli import align, clear_errors, show_progress
 
 
 def parse_args() -> argparse.Namespace:
@@ -56,7 +56,7 @@ def main() -> None:
     args = vars(parse_args())
     rows = args.pop('rows')
     with clear_errors():
-        from repa_mm.runtime.quantization import quantize_checkpoint
+        from repa_mm.export.quantization import quantize_checkpoint
 
         result = quantize_checkpoint(**args, progress=partial(show_progress, unit='layers'))
     table = [('layer', 'error', 'computes in')]

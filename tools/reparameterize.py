@@ -2,8 +2,8 @@
 
 import argparse
 
-from repa_mm.runtime import reparameterize_checkpoint
-from repa_mm.runtime.cli import clear_errors
+from repa_mm.run import reparameterize_checkpoint
+from repa_mm.run.cli import clear_errors
 
 
 def parse_args() -> argparse.Namespace:

@@ -3,8 +3,8 @@
 import argparse
 
 from repa_mm.files import naming_full_disk
-from repa_mm.runtime import FORMS, end_process, runner_for_testing
-from repa_mm.runtime.cli import clear_errors, parse_runner_args
+from repa_mm.run import FORMS, end_process, runner_for_testing
+from repa_mm.run.cli import clear_errors, parse_runner_args
 
 
 def parse_args() -> dict:

@@ -2,9 +2,9 @@
 
 import argparse
 
+from repa_mm.export.exported import runner_for_exported
 from repa_mm.files import naming_full_disk
-from repa_mm.runtime.cli import clear_errors, parse_runner_args
-from repa_mm.runtime.exported import runner_for_exported
+from repa_mm.run.cli import clear_errors, parse_runner_args
 
 
 def parse_args() -> dict:

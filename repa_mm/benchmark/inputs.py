@@ -14,7 +14,7 @@ from mmengine.registry import DATASETS, FUNCTIONS, TRANSFORMS
 
 from repa_mm.datasets.checks import check_items
 from repa_mm.datasets.coco import AnnotationError, checked_annotations
-from repa_mm.runtime import check_data, dataset_config
+from repa_mm.run import check_data, dataset_config
 
 # Noise is as good as more noise.
 NUM_NOISE = 4

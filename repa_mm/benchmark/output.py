@@ -11,7 +11,7 @@ import torch
 from repa_mm.benchmark.machine import AMP_DTYPES
 from repa_mm.benchmark.timing import interruptible
 from repa_mm.files import check_output, replacing
-from repa_mm.runtime.cli import clear_errors
+from repa_mm.run.cli import clear_errors
 
 
 def add_machine_options(parser, amp: bool = False) -> None:

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from repa_mm.benchmark.tables import markdown
 from repa_mm.engine.complexity import OperationCounter, count_parameters, run_counted
 from repa_mm.paths import config_path
-from repa_mm.runtime import load_config
+from repa_mm.run import load_config
 
 
 class Reported(NamedTuple):

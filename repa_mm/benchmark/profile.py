@@ -13,7 +13,7 @@ from repa_mm.benchmark.latency import Options, check_options, make_inputs, measu
 from repa_mm.benchmark.machine import environment
 from repa_mm.benchmark.timing import Recorder
 from repa_mm.benchmark.variants import build_variants
-from repa_mm.runtime import load_config
+from repa_mm.run import load_config
 
 # In a block of a MetaFormer, the names of what mixes tokens and of the FFN, each with the norm
 # before it.

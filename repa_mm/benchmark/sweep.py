@@ -14,16 +14,16 @@ from repa_mm.benchmark.latency import Options, measure_forms
 from repa_mm.benchmark.machine import environment, machine
 from repa_mm.benchmark.output import write_json
 from repa_mm.benchmark.plots import plot_sweep
-from repa_mm.checkpoints import load_anywhere, load_weights
 from repa_mm.engine.complexity import count_macs
 from repa_mm.files import check_writable
-from repa_mm.models.surgery.pretrained import checksum
-from repa_mm.models.surgery.window_attention import swap_attention
+from repa_mm.fit.conversion import checksum
+from repa_mm.fit.distillation import distillation_settings
+from repa_mm.fit.pretrained import CalibrationImages, convert_checkpoint
+from repa_mm.models.attention import swap_attention
 from repa_mm.reparam import num_active_channels
-from repa_mm.runtime import init_model, load_config, runner_for_testing, take_no_pretrained
-from repa_mm.runtime.cli import align
-from repa_mm.runtime.distillation import distillation_settings
-from repa_mm.runtime.pretrained import CalibrationImages, convert_checkpoint
+from repa_mm.run import init_model, load_config, runner_for_testing, take_no_pretrained
+from repa_mm.run.cli import align
+from repa_mm.weights import load_anywhere, load_weights
 
 RATIOS = (0.0, 0.25, 0.5, 0.75, 0.9, 1.0)
 
@@ -57,7 +57,7 @@ def sweep_conversions(
         cfg_options (dict, optional): Values to override in the config.
         num_runs (int): How often each backbone runs for its latency, all in turn. Defaults to 20.
         resume (bool): Go on with an interrupted sweep. Defaults to False.
-        **options: Others of :func:`~repa_mm.runtime.pretrained.convert_checkpoint`.
+        **options: Others of :func:`~repa_mm.fit.pretrained.convert_checkpoint`.
 
     Returns:
         dict: ``rows``, one for the original model and one for each conversion: ``name``,

@@ -9,7 +9,7 @@ from mmengine.config import Config
 from mmengine.logging import MMLogger
 
 from repa_mm.reparam import Form, has_deploy_form, has_training_form, outermost, reparameterize
-from repa_mm.runtime import init_model, load_config, take_no_pretrained
+from repa_mm.run import init_model, load_config, take_no_pretrained
 
 FAIR = 'vanilla, fast parts'
 

@@ -8,8 +8,8 @@ from mmcv.transforms.utils import cache_random_params
 from mmengine.registry import TRANSFORMS
 from mmpretrain.datasets.transforms import RandomResizedCrop
 
-from repa_mm.checkpoints import load_tensors
 from repa_mm.reparam import CheckpointError
+from repa_mm.weights import load_tensors
 
 
 @TRANSFORMS.register_module()

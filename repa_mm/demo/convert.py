@@ -11,11 +11,11 @@ from typing import Any
 from mmengine.device import get_device
 from mmengine.fileio import load
 
-from repa_mm.checkpoints import load_checkpoint
 from repa_mm.demo.report import conversion_table, read_metrics
 from repa_mm.demo.run import BOX, draw, headline, measure, parse_options, run_step, short
 from repa_mm.files import check_writable, replacing
-from repa_mm.runtime import init_model, load_config
+from repa_mm.run import init_model, load_config
+from repa_mm.weights import load_checkpoint
 
 CONFIG = 'retinanet_swin_digits.py'
 # One epoch with a small step and without a validation, over what the command line says.

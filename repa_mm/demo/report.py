@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torchvision.ops import box_iou
 
-from repa_mm.runtime.cli import align
+from repa_mm.run.cli import align
 
 # Two detections of one label are the same one if their boxes overlap at least this much.
 SAME_IOU = 0.5

@@ -17,7 +17,6 @@ from mmengine.config import Config
 from mmengine.device import get_device
 from mmengine.fileio import load
 
-from repa_mm.checkpoints import load_checkpoint
 from repa_mm.demo.report import (
     closing_table,
     compare_detections,
@@ -25,8 +24,9 @@ from repa_mm.demo.report import (
     read_metrics,
 )
 from repa_mm.files import check_writable, replacing
-from repa_mm.runtime import FORMS, init_model, load_config
-from repa_mm.runtime.cli import DictAction, clear_errors
+from repa_mm.run import FORMS, init_model, load_config
+from repa_mm.run.cli import DictAction, clear_errors
+from repa_mm.weights import load_checkpoint
 
 # For each task its name in the picture's title, and the metrics of the closing table.
 BOX = {'coco/bbox_mAP': 'box AP', 'coco/bbox_mAP_50': 'box AP50'}

@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS, MODELS
 
-from repa_mm.checkpoints import load_checkpoint
 from repa_mm.reparam import CheckpointError, NormedAffine, innermost
+from repa_mm.weights import load_checkpoint
 
 
 @HOOKS.register_module()

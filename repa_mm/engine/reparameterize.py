@@ -12,7 +12,6 @@ from mmengine.registry import HOOKS
 from mmengine.runner import BaseLoop
 from mmengine.runner.checkpoint import weights_to_cpu
 
-from repa_mm.checkpoints import check_known, match_form, save_checkpoint, without_wrappers
 from repa_mm.engine.channels import check_channels
 from repa_mm.engine.complexity import count_macs, count_parameters, image_channels
 from repa_mm.reparam import (
@@ -24,6 +23,7 @@ from repa_mm.reparam import (
     schedules_have_ended,
 )
 from repa_mm.version import __version__
+from repa_mm.weights import check_known, match_form, save_checkpoint, without_wrappers
 
 
 @HOOKS.register_module()

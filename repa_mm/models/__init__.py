@@ -1,8 +1,9 @@
 """The registered backbones."""
 
-from repa_mm.models.distill import build_distiller
+from repa_mm.models.attention import fast_window_attention
+from repa_mm.models.dino import DINO, ClassTokens, DINOHead, DINOProjection
 from repa_mm.models.experts import ExpertsVisionTransformer
-from repa_mm.models.heads.token_label import TokenLabelHead
+from repa_mm.models.heads import TokenLabelHead
 from repa_mm.models.idle_backbone import build_idle_backbone
 from repa_mm.models.lvvit import LVViT, RePaLVViT
 from repa_mm.models.mlp_mixer import RePaMlpMixer
@@ -12,14 +13,16 @@ from repa_mm.models.poolformer import RePaPoolFormer
 from repa_mm.models.progressive import ProgressiveSwinTransformer, ProgressiveVisionTransformer
 from repa_mm.models.riformer import AffineRIFormer
 from repa_mm.models.surgery.idle import idle_channels, linear_idle_ratios
-from repa_mm.models.surgery.pretrained import convert_pretrained
-from repa_mm.models.surgery.tokens import reduce_tokens
-from repa_mm.models.surgery.window_attention import fast_window_attention
 from repa_mm.models.swin import FastSwinTransformer, RePaSwinTransformer
+from repa_mm.models.tokens import reduce_tokens
 from repa_mm.models.vit import RePaVisionTransformer
 
 __all__ = [
+    'DINO',
     'AffineRIFormer',
+    'ClassTokens',
+    'DINOHead',
+    'DINOProjection',
     'ExpertsVisionTransformer',
     'FastSwinTransformer',
     'LVViT',
@@ -34,9 +37,7 @@ __all__ = [
     'RePaSwinTransformer',
     'RePaVisionTransformer',
     'TokenLabelHead',
-    'build_distiller',
     'build_idle_backbone',
-    'convert_pretrained',
     'fast_window_attention',
     'idle_channels',
     'linear_idle_ratios',

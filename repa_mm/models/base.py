@@ -12,12 +12,11 @@ from mmcv.cnn.bricks.transformer import AdaptivePadding
 from mmengine.model import initialize
 from mmengine.utils.dl_utils.parrots_wrapper import _BatchNorm
 
-from repa_mm.checkpoints import check_pretrained
+from repa_mm.models.attention import swap_attention
 from repa_mm.models.surgery.idle import idle_channels
 from repa_mm.models.surgery.replace import replace
-from repa_mm.models.surgery.tokens import reduce_tokens
-from repa_mm.models.surgery.window_attention import swap_attention
-from repa_mm.models.surgery.windows import is_traced
+from repa_mm.models.tokens import reduce_tokens
+from repa_mm.models.windows import is_traced
 from repa_mm.reparam import (
     CheckpointError,
     check_state_dict,
@@ -25,6 +24,7 @@ from repa_mm.reparam import (
     has_deploy_form,
     reparameterize,
 )
+from repa_mm.weights import check_pretrained
 
 
 class PatchPadding(AdaptivePadding):

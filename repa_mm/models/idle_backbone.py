@@ -9,10 +9,10 @@ from mmengine.logging import print_log
 from mmengine.model import initialize
 from mmengine.registry import MODELS
 
-from repa_mm.checkpoints import check_pretrained
+from repa_mm.models.attention import swap_attention
 from repa_mm.models.base import RePaBackbone, explained_start
-from repa_mm.models.surgery.window_attention import swap_attention
 from repa_mm.reparam import TrainingForm
+from repa_mm.weights import check_pretrained
 
 
 class _IdleBackbone(RePaBackbone):

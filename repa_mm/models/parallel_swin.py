@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from mmengine.registry import MODELS
 from mmpretrain.models import SwinTransformer
 
+from repa_mm.models.attention import swap_attention
 from repa_mm.models.parallel_vit import ParallelBackbone, check_number, share_out
 from repa_mm.models.surgery.branches import (
     SWIN,
@@ -14,7 +15,6 @@ from repa_mm.models.surgery.branches import (
     parallel_attention,
     parallel_ffn,
 )
-from repa_mm.models.surgery.window_attention import swap_attention
 from repa_mm.models.swin import SwinStateDicts
 from repa_mm.reparam import become
 

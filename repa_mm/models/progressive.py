@@ -3,11 +3,11 @@
 from mmengine.registry import MODELS
 from mmpretrain.models import SwinTransformer, VisionTransformer
 
+from repa_mm.models.attention import swap_attention
 from repa_mm.models.base import ReparamBackbone
 from repa_mm.models.surgery.idle import idle_channels
 from repa_mm.models.surgery.norms import progressive_activations as fade_activations
 from repa_mm.models.surgery.norms import progressive_norms
-from repa_mm.models.surgery.window_attention import swap_attention
 from repa_mm.models.swin import SwinStateDicts
 
 

@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from mmengine.registry import MODELS
 from mmpretrain.models import SwinTransformer
 
+from repa_mm.models.attention import swap_attention
 from repa_mm.models.base import RePaBackbone, adapt_output_norms
-from repa_mm.models.surgery.window_attention import swap_attention
 
 
 class SwinStateDicts:

@@ -17,7 +17,7 @@ from repa_mm.benchmark.plots import plot_benchmark
 from repa_mm.benchmark.tables import benchmark_text
 from repa_mm.benchmark.timing import Recorder
 from repa_mm.benchmark.variants import build_variants, randomize_norms
-from repa_mm.runtime import init_model, load_config
+from repa_mm.run import init_model, load_config
 
 PACKAGE = dict(retinanet='mmdet', mask_rcnn='mmdet', upernet='mmseg')
 PARTS = {'preprocessing', 'backbone', 'neck', 'head', 'post-processing'}

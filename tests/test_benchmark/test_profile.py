@@ -7,7 +7,7 @@ from repa_mm.benchmark.plots import plot_profile
 from repa_mm.benchmark.profile import profile, timed_layers, timed_modules
 from repa_mm.benchmark.tables import profile_text
 from repa_mm.benchmark.timing import Recorder
-from repa_mm.runtime import init_model
+from repa_mm.run import init_model
 
 REPA = repa_mm.config_path('demo/retinanet_repa_swin_digits.py')
 VANILLA = repa_mm.config_path('demo/retinanet_swin_digits.py')

@@ -14,7 +14,7 @@ from repa_mm.benchmark.training import (
     synthetic_batch,
     training_forms,
 )
-from repa_mm.runtime import load_config
+from repa_mm.run import load_config
 
 PACKAGE = dict(retinanet='mmdet', mask_rcnn='mmdet', upernet='mmseg')
 

@@ -86,7 +86,7 @@ def test_whole_job(tmp_path, monkeypatch, capfd, task, codebase):
     else:
         import torch
 
-        from repa_mm.runtime import init_model
+        from repa_mm.run import init_model
 
         model = init_model(f'configs/demo/{task}_repa_swin_digits.py')
         torch.save(dict(state_dict=model.state_dict(), meta={}), 'random.pth')
@@ -117,7 +117,7 @@ def test_conversion(tmp_path, monkeypatch, capfd):
     import torch
 
     from repa_mm.demo.dataset import write_digit_scenes
-    from repa_mm.runtime import init_model
+    from repa_mm.run import init_model
 
     monkeypatch.chdir(tmp_path)
     tools = linked_tools(tmp_path, monkeypatch)

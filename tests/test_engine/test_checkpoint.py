@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import repa_mm
-from repa_mm.checkpoints import find_latest, load_checkpoint
 from repa_mm.reparam import CheckpointError
+from repa_mm.weights import find_latest, load_checkpoint
 
 from ..test_tools.conftest import digits  # noqa: F401
 from .toy import make_runner

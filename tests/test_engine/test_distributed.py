@@ -48,7 +48,7 @@ def _worker(rank, port, models, x, queue):
         )
     queue.put((rank, found))
     dist.barrier()
-    os._exit(0)  # see repa_mm.runtime.end_process
+    os._exit(0)  # see repa_mm.run.end_process
 
 
 def two_processes(models, x):
@@ -124,7 +124,7 @@ def test_two_processes(randomize, relative_error):
 DYING = """
 import os, signal, sys, torch
 from tests.test_engine.toy import *
-from repa_mm.runtime import end_process
+from repa_mm.run import end_process
 torch.distributed.init_process_group('gloo')
 
 class Dies(Hook):

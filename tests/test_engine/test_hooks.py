@@ -219,7 +219,7 @@ from tests.test_engine.toy import *
 from tests.conftest import _randomize
 from mmengine.dist import get_rank
 from mmengine.hooks import EMAHook
-from repa_mm.runtime import end_process
+from repa_mm.run import end_process
 torch.distributed.init_process_group('gloo')
 hooks = [dict(type='ReparameterizeHook'), dict(type='EMAHook', momentum=0.5)]
 spy = Spy()

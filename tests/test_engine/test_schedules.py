@@ -350,7 +350,7 @@ DISTRIBUTED = """
 import sys, torch
 from tests.test_engine.test_schedules import *
 from mmengine.dist import all_gather_object, get_rank
-from repa_mm.runtime import end_process
+from repa_mm.run import end_process
 torch.distributed.init_process_group('gloo')
 lambdas = Lambdas()
 broadcast = sys.argv[2] == 'True'

@@ -235,7 +235,7 @@ DISTRIBUTED = """
 import sys, torch
 from tests.test_engine.test_structure_hooks import *
 from mmengine.dist import all_gather_object, get_rank
-from repa_mm.runtime import end_process
+from repa_mm.run import end_process
 torch.distributed.init_process_group('gloo')
 values = Values()
 hooks = [NORMS, ACTIVATIONS, dict(type='AverageExpertsHook', rate=0.5), MERGE, values,

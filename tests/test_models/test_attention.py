@@ -12,9 +12,9 @@ from mmpretrain.models.utils.attention import ShiftWindowMSA
 
 import repa_mm
 from repa_mm.models import RePaSwinTransformer, fast_window_attention
+from repa_mm.models.attention import FastPatchMerging, FastShiftWindowMSA
 from repa_mm.models.surgery import window_attention as attention
 from repa_mm.models.surgery import windows
-from repa_mm.models.surgery.window_attention import FastPatchMerging, FastShiftWindowMSA
 
 SMALL = dict(embed_dims=24, depths=[2, 2, 2, 2], num_heads=[1, 2, 4, 8])
 # Divisible by the window, padded by 1 and by 6, of one window, smaller than it.

@@ -214,7 +214,7 @@ def test_class_tokens_are_joined():
 
 def test_class_tokens_are_exported():
     pytest.importorskip('onnx')
-    from repa_mm.deploy.export import _to_onnx
+    from repa_mm.export.export import _to_onnx
 
     class Model(torch.nn.Module):
         def forward(self, x):
@@ -477,7 +477,7 @@ import sys, pytest
 from pathlib import Path
 from tests.test_models.test_dino import *
 from mmengine.dist import get_rank
-from repa_mm.runtime import end_process
+from repa_mm.run import end_process
 torch.distributed.init_process_group('gloo')
 wrapper = dict(type='MMDistributedDataParallel', device_ids=None, broadcast_buffers=False)
 runner = make_runner(Path(sys.argv[1]), launcher='pytorch', cfg=dict(model_wrapper_cfg=wrapper))
@@ -528,7 +528,7 @@ import sys
 from tests.test_models.test_dino import *
 from tests.test_models.test_dino import _step, _synchronized
 from mmengine.dist import get_rank
-from repa_mm.runtime import end_process
+from repa_mm.run import end_process
 torch.distributed.init_process_group('gloo')
 grads, buffers = _step(_synchronized('SyncBN'), [c.chunk(2)[get_rank()] for c in crops_of(8)])
 expected = torch.load(sys.argv[1] + '/expected.pth')

@@ -6,11 +6,11 @@ import pytest
 import torch
 from mmengine.registry import MODELS
 from mmengine.runner.checkpoint import load_state_dict
+from repa_mm.registry import BACKBONES
 from torch.nn.modules.batchnorm import _BatchNorm
 
 import repa_mm
 from repa_mm.engine.complexity import count_parameters
-from repa_mm.registry import BACKBONES
 from repa_mm.reparam import ChannelIdleFFN, CheckpointError, MergedFFN, set_training_path
 
 VIT = dict(embed_dims=32, num_layers=3, num_heads=4, feedforward_channels=96)

@@ -8,7 +8,7 @@ from mmpretrain.models import SwinTransformer, VisionTransformer
 
 from repa_mm.benchmark.paper import OnMeta
 from repa_mm.models import ParallelMAEViT, ParallelSwinTransformer, ParallelVisionTransformer
-from repa_mm.models.surgery.window_attention import FastShiftWindowMSA
+from repa_mm.models.attention import FastShiftWindowMSA
 from repa_mm.reparam import (
     CheckpointError,
     Form,

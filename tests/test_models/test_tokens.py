@@ -12,10 +12,10 @@ from mmpretrain.models import PoolFormer, SwinTransformer
 from mmpretrain.models.backbones.swin_transformer import SwinBlock
 
 import repa_mm
-from repa_mm.deploy.export import export
 from repa_mm.engine.complexity import count_macs
+from repa_mm.export.export import export
 from repa_mm.models import RePaSwinTransformer, RePaVisionTransformer, reduce_tokens
-from repa_mm.models.surgery.tokens import ReducedSwinBlock, _layout, merge_neighbours
+from repa_mm.models.tokens import ReducedSwinBlock, _layout, merge_neighbours
 from tests.conftest import skip_unless_exportable
 
 SWIN = dict(

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 import repa_mm
-from repa_mm.runtime import init_model, load_config
+from repa_mm.run import init_model, load_config
 
 ROOT = Path(__file__).parents[2]
 NAN, INF = float('nan'), float('inf')

@@ -13,7 +13,7 @@ import torch
 
 import repa_mm
 from repa_mm.reparam import CheckpointError
-from repa_mm.runtime import (
+from repa_mm.run import (
     draw_predictions,
     init_model,
     load_config,
@@ -196,8 +196,8 @@ def test_killed_while_writing(checkpoints, tmp_path):
     code = (
         'import sys, time, torch\n'
         'import os\n'
-        'from repa_mm.runtime.cli import clear_errors\n'
-        'from repa_mm.checkpoints import save_checkpoint\n'
+        'from repa_mm.run.cli import clear_errors\n'
+        'from repa_mm.weights import save_checkpoint\n'
         'def slow(file):\n'
         '    print("writing", flush=True)\n'
         '    time.sleep(60)\n'

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import repa_mm
-from repa_mm.runtime import (
+from repa_mm.run import (
     draw_predictions,
     init_model,
     load_config,

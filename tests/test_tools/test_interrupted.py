@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from repa_mm.runtime.cli import clear_errors
+from repa_mm.run.cli import clear_errors
 
 from .cases import ROOT
 

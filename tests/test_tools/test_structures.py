@@ -106,7 +106,7 @@ def test_every_tool_takes_the_structure(name, in_digits, call):
 @pytest.mark.parametrize('name', ['parallel', 'progressive', 'progressive_idle'])
 def test_merging_before_the_end_is_refused(name, in_digits, call):
     pytest.importorskip('mmdet')
-    from repa_mm.runtime import init_model
+    from repa_mm.run import init_model
 
     config = config_of(name, in_digits)
     model = init_model(config)

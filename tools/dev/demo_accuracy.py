@@ -31,9 +31,9 @@ from repa_mm.benchmark.output import write_json
 from repa_mm.demo.convert import FINE_TUNING
 from repa_mm.demo.dataset import write_digit_scenes
 from repa_mm.demo.run import parse_options
-from repa_mm.runtime import runner_for_testing, runner_for_training
-from repa_mm.runtime.cli import add_cfg_options
-from repa_mm.runtime.pretrained import convert_checkpoint
+from repa_mm.fit.pretrained import convert_checkpoint
+from repa_mm.run import runner_for_testing, runner_for_training
+from repa_mm.run.cli import add_cfg_options
 
 DATA = 'data/demo'
 EPOCH = 150  # iterations: 1200 scenes in batches of 8

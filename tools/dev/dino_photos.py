@@ -9,8 +9,8 @@ import matplotlib
 from mmengine.hooks import Hook
 
 from repa_mm.demo.photos import write_photos
-from repa_mm.runtime import runner_for_training
-from repa_mm.runtime.knn import knn_evaluate
+from repa_mm.run import runner_for_training
+from repa_mm.run.knn import knn_evaluate
 
 CONFIGS = dict(
     vanilla='configs/demo/dino_vit_photos.py', RePa='configs/demo/dino_repa_vit_photos.py'

@@ -30,7 +30,7 @@ import torch
 import torch.nn as nn
 
 from repa_mm import convert_pretrained, reparameterize
-from repa_mm.runtime.distillation import distillation_settings
+from repa_mm.fit.distillation import distillation_settings
 
 PHOTOGRAPHS = {
     'astronaut': 'skimage/data/astronaut.png',

@@ -16,9 +16,9 @@ import torch
 
 from repa_mm.benchmark.inputs import DatasetInputs, NoiseInputs, parse_size
 from repa_mm.benchmark.variants import build_model
-from repa_mm.runtime import load_config
-from repa_mm.runtime.cli import align, clear_errors
-from repa_mm.runtime.exported import ExportedModel
+from repa_mm.export.exported import ExportedModel
+from repa_mm.run import load_config
+from repa_mm.run.cli import align, clear_errors
 
 
 def exported(name: str, cfg, folder: str) -> ExportedModel:
@@ -27,7 +27,7 @@ def exported(name: str, cfg, folder: str) -> ExportedModel:
     if how.startswith('openvino'):  # an ONNX file in OpenVINO
         import openvino
 
-        from repa_mm.deploy.session import Session
+        from repa_mm.export.session import Session
 
         model = openvino.convert_model(file)
         for key, value in Session(file).metadata.items():

@@ -28,8 +28,8 @@ from repa_mm.benchmark.machine import environment, machine
 from repa_mm.benchmark.plots import COLOURS
 from repa_mm.benchmark.timing import Clock, Recorder, measure, statistics
 from repa_mm.files import replacing
-from repa_mm.runtime import init_model, load_config
-from repa_mm.runtime.cli import align
+from repa_mm.run import init_model, load_config
+from repa_mm.run.cli import align
 
 KEEPS = '1', '0.9', '0.8', '0.7', '0.6', '0.5'
 

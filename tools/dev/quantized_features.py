@@ -18,14 +18,14 @@ import torch
 
 import repa_mm
 from repa_mm.benchmark.variants import build_model
-from repa_mm.deploy.export import _to_onnx
-from repa_mm.deploy.quantize import products_of
-from repa_mm.deploy.sensitivity import sensitivities
+from repa_mm.export.export import _to_onnx
+from repa_mm.export.quantization import costliest
+from repa_mm.export.quantize import products_of
+from repa_mm.export.sensitivity import sensitivities
 from repa_mm.models.base import trace_any_size
 from repa_mm.reparam import calibrate_batch_norm
-from repa_mm.runtime import load_config
-from repa_mm.runtime.cli import align
-from repa_mm.runtime.quantization import costliest
+from repa_mm.run import load_config
+from repa_mm.run.cli import align
 
 # Shortcut (None for the vanilla model), SmoothQuant, errors of the layers in 8 bits.
 WAYS = [

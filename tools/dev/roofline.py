@@ -20,8 +20,8 @@ from torch.overrides import TorchFunctionMode
 import repa_mm
 from repa_mm.benchmark.inputs import parse_size
 from repa_mm.benchmark.variants import build_model
-from repa_mm.runtime import load_config
-from repa_mm.runtime.cli import align, clear_errors
+from repa_mm.run import load_config
+from repa_mm.run.cli import align, clear_errors
 
 #: Types of OpenVINO's operations that are products.
 PRODUCTS = ('FullyConnected', 'FullyConnectedQuantizedLegacy', 'MatMul', 'Convolution')

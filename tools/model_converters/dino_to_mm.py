@@ -6,9 +6,9 @@ becomes a start for the training of a RePa-ViT. See docs/self_supervised.md.
 
 import argparse
 
-from repa_mm.converters.dino import NETWORKS, dino_to_mm
-from repa_mm.converters.report import describe
-from repa_mm.runtime.cli import clear_errors
+from repa_mm.run.cli import clear_errors
+from repa_mm.weights.layout_dino import NETWORKS, dino_to_mm
+from repa_mm.weights.layout_report import describe
 
 
 def parse_args() -> argparse.Namespace:

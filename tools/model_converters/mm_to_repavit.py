@@ -4,9 +4,9 @@ The checkpoint is of a classifier, in the training or the deploy form; of a dete
 --backbone-only converts the backbone. See docs/weights.md.
 """
 
-from repa_mm.converters import mm_to_repavit
-from repa_mm.converters.report import describe
-from repa_mm.runtime.cli import clear_errors, tool_parser
+from repa_mm.run.cli import clear_errors, tool_parser
+from repa_mm.weights.layout_report import describe
+from repa_mm.weights.layouts import mm_to_repavit
 
 
 def parse_args() -> dict:

@@ -5,9 +5,9 @@ vanilla Swin, ViT, DeiT or LV-ViT, in the layout of its own repository, of timm 
 becomes a start for training. See docs/weights.md.
 """
 
-from repa_mm.converters import repavit_to_mm
-from repa_mm.converters.report import describe
-from repa_mm.runtime.cli import clear_errors, tool_parser
+from repa_mm.run.cli import clear_errors, tool_parser
+from repa_mm.weights.layout_report import describe
+from repa_mm.weights.layouts import repavit_to_mm
 
 
 def parse_args() -> dict:

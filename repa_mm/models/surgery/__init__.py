@@ -1,5 +1,6 @@
 """Changes to the modules of an existing backbone."""
 
+from repa_mm.models.attention import fast_window_attention
 from repa_mm.models.surgery.idle import (
     find_blocks,
     idle_channels,
@@ -8,7 +9,6 @@ from repa_mm.models.surgery.idle import (
     parts_of,
     put,
 )
-from repa_mm.models.surgery.window_attention import fast_window_attention
 
 __all__ = [
     'fast_window_attention', 'find_blocks', 'idle_channels', 'idle_ffn', 'linear_idle_ratios',

@@ -8,8 +8,8 @@ import torch
 import torch.nn as nn
 from mmpretrain.models.utils.attention import MultiheadAttention, ShiftWindowMSA, WindowMSA
 
+from repa_mm.models.attention import FastShiftWindowMSA
 from repa_mm.models.surgery.idle import parts_of
-from repa_mm.models.surgery.window_attention import FastShiftWindowMSA
 from repa_mm.reparam import (
     ChannelIdleFFN,
     CheckpointError,

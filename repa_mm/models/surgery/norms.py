@@ -8,8 +8,8 @@ from mmcv.cnn import Linear
 from mmcv.cnn.bricks.transformer import FFN
 from mmpretrain.models.utils.attention import MultiheadAttention, ShiftWindowMSA, WindowMSA
 
-from repa_mm.models.surgery.window_attention import FastShiftWindowMSA
-from repa_mm.models.surgery.windows import is_traced
+from repa_mm.models.attention import FastShiftWindowMSA
+from repa_mm.models.windows import is_traced
 from repa_mm.reparam import (
     ChannelIdleFFN,
     NormedLinear,

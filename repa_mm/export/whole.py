@@ -1,0 +1,274 @@
+"""Whole models in operations that exporters see through: from images to predictions."""
+
+import copy
+import json
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from repa_mm.export.detection import SingleStage, TwoStage, is_own
+
+# Larger than any image: "the whole image" for the optional input image_size.
+WHOLE = 2**30
+
+
+class AveragePool(nn.Module):
+    """``nn.AdaptiveAvgPool2d`` by two products with matrices, which ONNX has for maps of any size.
+
+    Args:
+        output_size (tuple[int, int]): Height and width.
+    """
+
+    def __init__(self, output_size: tuple[int, int]) -> None:
+        super().__init__()
+        self.output_size = output_size
+
+    @staticmethod
+    def _matrix(size: int, new_size: int, like: torch.Tensor) -> torch.Tensor:
+        """Averages (n, size) over the rows from floor(i size / n) to ceil((i + 1) size / n)."""
+        rows = torch.arange(size, device=like.device)
+        cells = torch.arange(new_size, device=like.device)[:, None]
+        size = torch.ones_like(cells) * rows.shape[0]
+        start = cells * size // new_size
+        stop = ((cells + 1) * size + new_size - 1) // new_size
+        inside = ((rows >= start) & (rows < stop)).to(like)
+        return inside / (stop - start).to(like)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(B, C, H, W) to (B, C, height, width)."""
+        height, width = self.output_size
+        down = self._matrix(x.shape[2], height, x)
+        across = self._matrix(x.shape[3], width, x)
+        return down @ (x @ across.t())
+
+
+def _with_traceable_pools(model: nn.Module) -> None:
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if type(child) is nn.AdaptiveAvgPool2d:
+                size = child.output_size
+                size = (size, size) if isinstance(size, int) else tuple(size)
+                if None not in size and size != (1, 1):
+                    setattr(module, name, AveragePool(size))
+
+
+class Preprocessing(nn.Module):
+    """Images as OpenCV reads them to what a model takes.
+
+    Args:
+        config (nn.Module): The ``data_preprocessor`` of a model.
+        in_graph (bool): Whether images are of type uint8 and shape (B, H, W, 3), in the order of
+            channels of ``LoadImageFromFile`` (BGR), and normalized here. Otherwise they are
+            normalized before, (B, 3, H, W).
+    """
+
+    def __init__(self, config: nn.Module, in_graph: bool) -> None:
+        super().__init__()
+        self.in_graph = in_graph
+        self.flip = bool(
+            getattr(config, '_channel_conversion', False) or getattr(config, 'to_rgb', False)
+        )
+        self.normalize = bool(getattr(config, '_enable_normalize', False))
+        if self.normalize:
+            self.register_buffer('mean', config.mean.clone())
+            self.register_buffer('std', config.std.clone())
+        self.divisor = max(int(getattr(config, 'pad_size_divisor', 1) or 1), 1)
+        self.pad_value = float(getattr(config, 'pad_value', 0))
+        if getattr(config, 'test_cfg', None):
+            raise ValueError(
+                f'data_preprocessor.test_cfg is not supported: {dict(config.test_cfg)}'
+            )
+        if 'SegData' in type(config).__name__:
+            self.divisor = 1  # a matter of training
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        """Normalized images (B, 3, H, W)."""
+        if not self.in_graph:
+            return image
+        image = image.permute(0, 3, 1, 2)
+        if self.flip:
+            image = image.flip(1)
+        image = image.float()
+        return (image - self.mean) / self.std if self.normalize else image
+
+    def pad(self, image: torch.Tensor, size: torch.Tensor) -> torch.Tensor:
+        """Pad images to a multiple of the divisor.
+
+        Args:
+            image (torch.Tensor): (B, 3, H, W).
+            size (torch.Tensor): Height and width of what is not padding yet, (B, 2).
+        """
+        height, width = image.shape[2:]
+        if self.in_graph:
+            rows = torch.arange(height, device=image.device) < size[:, :1]
+            columns = torch.arange(width, device=image.device) < size[:, 1:]
+            inside = rows[:, None, :, None] & columns[:, None, None]
+            image = torch.where(inside, image, torch.full_like(image, self.pad_value))
+        if self.divisor > 1:
+            right, below = -width % self.divisor, -height % self.divisor
+            image = F.pad(image, (0, right, 0, below), value=self.pad_value)
+        return image
+
+
+class WholeModel(nn.Module):
+    """A model from images to predictions.
+
+    Attributes:
+        task (str): 'detection', 'segmentation' or 'classification'.
+        outputs (tuple[str]): Names of the outputs.
+        option (tuple, optional): Name and default value of a second input that may be left out.
+    """
+
+    task: str
+    outputs: tuple[str, ...]
+    option: tuple[str, list] | None = None
+
+    def __init__(self, model: nn.Module, preprocessing: bool) -> None:
+        super().__init__()
+        self.model = model
+        self.preprocessing = Preprocessing(model.data_preprocessor, preprocessing)
+        self.training = model.training
+
+    def example(self, batch: int, height: int, width: int, seed: int = 0) -> torch.Tensor:
+        """Random images: smooth, and unlike each other."""
+        generator = torch.Generator().manual_seed(seed)
+        coarse = torch.randn(batch, 3, 1 + height // 16, 1 + width // 16, generator=generator)
+        image = F.interpolate(coarse, (height, width), mode='bicubic', align_corners=False)
+        if self.preprocessing.in_graph:
+            return (image * 60 + 128).clamp(0, 255).permute(0, 2, 3, 1).contiguous().byte()
+        return image
+
+    def metadata(self) -> dict[str, str]:
+        """What is to be known about the file, as strings."""
+        classes = (getattr(self.model, 'dataset_meta', None) or {}).get('classes') or ()
+        found = dict(
+            task=self.task,
+            preprocessing=str(int(self.preprocessing.in_graph)),
+            classes=json.dumps(list(classes)),
+            outputs=','.join(self.outputs),
+        )
+        return found
+
+
+class WholeDetector(WholeModel):
+    """A detector: images (B, 3, H, W), and image_size (B, 2) or (1, 2), to boxes.
+
+    The second input is the height and width of what is not padding, if images of several sizes are
+    padded to one. Boxes are in pixels of the images that go in.
+    """
+
+    task = 'detection'
+    option = 'image_size', [[WHOLE, WHOLE]]
+
+    def __init__(self, model: nn.Module, preprocessing: bool) -> None:
+        super().__init__(model, preprocessing)
+        # The class of the method that predicts, since names of detectors are many.
+        if is_own(model, 'predict', 'SingleStageDetector'):
+            self.predict = SingleStage(model)
+        elif is_own(model, 'predict', 'TwoStageDetector') and model.with_rpn:
+            self.predict = TwoStage(model)
+        else:
+            raise ValueError(
+                f'a {type(model).__name__} is not supported as a whole: only detectors that '
+                'predict as RetinaNet, Faster R-CNN and Mask R-CNN do are (the backbone alone: '
+                '--backbone)'
+            )
+        self.outputs = self.predict.outputs
+
+    def forward(self, image: torch.Tensor, image_size: torch.Tensor):
+        image = self.preprocessing(image)
+        own = torch._shape_as_tensor(image)[2:][None].to(image_size)
+        size = torch.minimum(image_size, own).expand(image.shape[0], 2)
+        features = self.model.extract_feat(self.preprocessing.pad(image, size))
+        size = size.flip(1).repeat(1, 2)[:, None].to(features[0])
+        return self.predict(features, size)
+
+    def metadata(self) -> dict[str, str]:
+        found = super().metadata()
+        if 'masks' in self.outputs:
+            found['mask_thr_binary'] = str(self.predict.cfg['mask_thr_binary'])
+        return found
+
+
+class WholeSegmentor(WholeModel):
+    """An ``EncoderDecoder``: images (B, 3, H, W), and output_size (2, ), to label maps.
+
+    The second input is the height and width of the label maps, if they are not to be those of the
+    images: as in MMSegmentation, scores are resized to them before the best one is taken.
+    """
+
+    task = 'segmentation'
+    outputs = ('labels',)
+    option = 'output_size', [0, 0]
+
+    def __init__(self, model: nn.Module, preprocessing: bool) -> None:
+        super().__init__(model, preprocessing)
+        head = model.decode_head
+        if type(model).__name__ != 'EncoderDecoder':
+            raise ValueError(f'a {type(model).__name__} is not supported as a whole')
+        if not all(is_own(head, name, 'BaseDecodeHead') for name in ('predict', 'predict_by_feat')):
+            raise ValueError(f'decode_head of type {type(head).__name__} is not supported')
+        if model.test_cfg.get('mode', 'whole') != 'whole':
+            raise ValueError(
+                f"test_cfg.mode {model.test_cfg.mode!r} is not supported: only 'whole' is (a "
+                'sliding window is a loop around the exported model)'
+            )
+        if head.out_channels == 1:
+            raise ValueError('decode_head.out_channels=1 is not supported')
+
+    def forward(self, image: torch.Tensor, output_size: torch.Tensor):
+        image = self.preprocessing(image)
+        own = torch._shape_as_tensor(image)[2:].to(output_size)
+        features = self.model.extract_feat(image)
+        logits = self.model.decode_head(features)
+        kwargs = dict(mode='bilinear', align_corners=self.model.align_corners)
+        logits = F.interpolate(logits, image.shape[2:], **kwargs)
+        height, width = torch.where(output_size > 0, output_size, own).unbind()
+        if not torch.jit.is_tracing():
+            height, width = int(height), int(width)
+        return F.interpolate(logits, (height, width), **kwargs).argmax(1).int()
+
+
+class WholeClassifier(WholeModel):
+    """An ``ImageClassifier``: images (B, 3, H, W) to scores (B, classes) and labels (B, )."""
+
+    task = 'classification'
+    outputs = ('scores', 'labels')
+
+    def __init__(self, model: nn.Module, preprocessing: bool) -> None:
+        super().__init__(model, preprocessing)
+        if type(model).__name__ != 'ImageClassifier' or not model.with_head:
+            raise ValueError(f'a {type(model).__name__} is not supported as a whole')
+        head = model.head
+        if not all(is_own(head, name, 'ClsHead') for name in ('predict', '_get_predictions')):
+            raise ValueError(f'head of type {type(head).__name__} is not supported')
+
+    def forward(self, image: torch.Tensor):
+        image = self.preprocessing(image)
+        if self.preprocessing.divisor > 1:
+            image = self.preprocessing.pad(image, torch._shape_as_tensor(image)[2:][None])
+        scores = self.model(image).softmax(1)
+        return scores, scores.argmax(1)
+
+
+def whole_model(model: nn.Module, preprocessing: bool = False) -> WholeModel:
+    """A model that predicts what ``model.test_step`` does, and that can be exported.
+
+    Args:
+        model (nn.Module): A detector, segmentor or classifier in eval mode, which stays as it is.
+        preprocessing (bool): Whether it takes images of type uint8 as OpenCV reads them, (B, H, W,
+            3), and normalizes them. Defaults to False: normalized images (B, 3, H, W).
+
+    Raises:
+        ValueError: Naming a part that is not supported.
+    """
+    model = copy.deepcopy(model)
+    _with_traceable_pools(model)
+    if hasattr(model, 'decode_head'):
+        return WholeSegmentor(model, preprocessing)
+    if hasattr(model, 'bbox_head') or hasattr(model, 'roi_head'):
+        return WholeDetector(model, preprocessing)
+    if hasattr(model, 'head'):
+        return WholeClassifier(model, preprocessing)
+    raise ValueError(f'a {type(model).__name__} is not supported as a whole')

@@ -1,0 +1,385 @@
+"""Swin's window attention and patch merging without needless copies.
+
+The modules compute what the window attention of MMPretrain, MMDetection and MMSegmentation
+computes, with the same parameters:
+
+- Tokens are gathered into windows once, see :mod:`.windows`, in the order of the windows' masks.
+  The relative position bias plus mask of each is broadcast, and cached at inference.
+- On a CPU the windows are processed in chunks that fit its caches, and training keeps only q, k and
+  v.
+"""
+
+import weakref
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from mmcv.cnn.bricks.transformer import PatchMerging
+from mmengine.utils import digit_version
+from mmpretrain.models.utils.attention import ShiftWindowMSA
+
+from repa_mm.models.surgery.replace import replace
+from repa_mm.models.windows import (
+    buffer,
+    cached_masks,
+    gather,
+    is_traced,
+    masks,
+    partition,
+    times,
+    traceable_partition,
+)
+from repa_mm.reparam.autograd import first_order_only
+
+_is_exporting = getattr(torch.compiler, 'is_exporting', lambda: False)
+# Where the stock modules are defined.
+_ATTENTION = (
+    'mmpretrain.models.utils.attention',
+    'mmdet.models.backbones.swin',
+    'mmseg.models.backbones.swin',
+)
+_MERGING = (
+    'mmcv.cnn.bricks.transformer',
+    'mmdet.models.layers.transformer.utils',
+    'mmseg.models.utils.embed',
+)
+# Before, scaled_dot_product_attention with a mask was slower on a CPU than the products.
+_CPU_HAS_MASKED_KERNEL = digit_version(torch.__version__) >= digit_version('2.3')
+# Tokens that are processed at a time: few enough for the caches, and enough for the matrix
+# products.
+_CHUNK = 2048
+
+
+def _heads(qkv: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """(n, N, 3 C) to (3, n, heads, N, C / heads), a view."""
+    n, num_tokens, _ = qkv.shape
+    return qkv.view(n, num_tokens, 3, num_heads, -1).permute(2, 0, 3, 1, 4)
+
+
+def _probabilities(
+    q: torch.Tensor, k: torch.Tensor, bias: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """softmax(scale q k^T + bias), of (n heads, N, N)."""
+    scores = bias.expand(len(q), -1, -1, -1).clone(memory_format=torch.contiguous_format)
+    scores = scores.flatten(0, 1)
+    scores.baddbmm_(q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2), alpha=scale)
+    return scores.softmax(-1)
+
+
+def _attend(qkv: torch.Tensor, bias: torch.Tensor, num_heads: int, scale: float) -> torch.Tensor:
+    """Attention in windows (n, N, 3 C) under one bias (heads, N, N)."""
+    n, num_tokens, _ = qkv.shape
+    if qkv.device.type != 'cpu' or _CPU_HAS_MASKED_KERNEL:
+        x = F.scaled_dot_product_attention(
+            *_heads(qkv, num_heads), attn_mask=bias[None], scale=scale
+        )
+    else:
+        q, k, v = _heads(qkv, num_heads).contiguous()
+        x = torch.bmm(_probabilities(q, k, bias, scale), v.flatten(0, 1))
+        x = x.view(q.shape)
+    return x.transpose(1, 2).reshape(n, num_tokens, -1)
+
+
+def _chunks(groups: Sequence[tuple[int, int, int]], size: int) -> Iterator[tuple[int, int, int]]:
+    for start, stop, mask in groups:
+        for i in range(start, stop, size):
+            yield i, min(i + size, stop), mask
+
+
+class _Attention(torch.autograd.Function):
+    """Attention that keeps only its inputs for the backward pass."""
+
+    @staticmethod
+    def forward(ctx, qkv, bias, num_heads, scale, chunks):
+        ctx.save_for_backward(qkv, bias)
+        ctx.args = num_heads, scale, chunks
+        x = qkv.new_empty(*qkv.shape[:2], qkv.shape[2] // 3)
+        for start, stop, mask in chunks:
+            x[start:stop] = _attend(qkv[start:stop], bias[mask], num_heads, scale)
+        return x
+
+    @staticmethod
+    @first_order_only(
+        'RePaSwinTransformer(fast_attention=False), or a Swin without fast_window_attention()'
+    )
+    def backward(ctx, grad):
+        qkv, bias = ctx.saved_tensors
+        num_heads, scale, chunks = ctx.args
+        grad_qkv = torch.empty_like(qkv)
+        # Sums over many windows.
+        grad_bias = torch.zeros_like(bias, dtype=torch.promote_types(bias.dtype, torch.float32))
+        for start, stop, mask in chunks:
+            heads = _heads(qkv[start:stop], num_heads).contiguous()
+            p = _probabilities(heads[0], heads[1], bias[mask], scale)
+            q, k, v = heads.flatten(1, 2)
+            grad_x = grad[start:stop].unflatten(2, (num_heads, -1)).transpose(1, 2).flatten(0, 1)
+            grad_heads = torch.empty_like(heads)
+            grad_q, grad_k, grad_v = grad_heads.flatten(1, 2)
+            torch.bmm(p.transpose(1, 2), grad_x, out=grad_v)
+            grad_p = torch.bmm(grad_x, v.transpose(1, 2))
+            grad_scores = torch._softmax_backward_data(grad_p, p, -1, p.dtype)
+            sums = grad_scores.view(-1, *bias.shape[1:]).sum(0, dtype=grad_bias.dtype)
+            grad_bias[mask] += sums
+            torch.bmm(grad_scores, k, out=grad_q).mul_(scale)
+            torch.bmm(grad_scores.transpose(1, 2), q, out=grad_k).mul_(scale)
+            _heads(grad_qkv[start:stop], num_heads).copy_(grad_heads)
+        return grad_qkv, grad_bias.to(bias), None, None, None
+
+
+# The relative position bias table of each module, and the biases made of the table. They are kept
+# beside the modules, so that copies, pickles and state dicts are without them.
+_BIASES = weakref.WeakKeyDictionary()
+
+
+class FastShiftWindowMSA(ShiftWindowMSA):
+    """A ``ShiftWindowMSA`` that computes the same in less time and memory.
+
+    It has the arguments, the parameters and the state dict of its parent. Any ``ShiftWindowMSA``
+    whose ``w_msa`` is a plain ``WindowMSA`` can become one, see :func:`fast_window_attention`.
+    """
+
+    # MMDetection and MMSegmentation do not have the argument, and always pad.
+    pad_small_map = True
+
+    def forward(self, query: torch.Tensor, hw_shape: Sequence[int]) -> torch.Tensor:
+        """Attention in (shifted) windows.
+
+        Args:
+            query (torch.Tensor): Tokens of shape (B, H * W, C).
+            hw_shape (Sequence[int]): Height H and width W of the map.
+
+        Returns:
+            torch.Tensor: Of the shape of ``query``.
+        """
+        height, width = hw_shape
+        shift = self.shift_of(query, hw_shape)
+        w_msa = self.w_msa
+        if w_msa.training and w_msa.attn_drop.p or type(query) is not torch.Tensor or is_traced():
+            x = self._forward_traceable(query, height, width, shift)
+        else:
+            x = self._forward_eager(query, height, width, shift)
+        return self.drop(w_msa.proj_drop(x))
+
+    def shift_of(self, query: torch.Tensor, hw_shape: Sequence[int]):
+        """How far the windows of a map are shifted; a tensor or a symbol if a graph decides.
+
+        Args:
+            query (torch.Tensor): As for :meth:`forward`.
+            hw_shape (Sequence[int]): Likewise.
+
+        Raises:
+            AssertionError: If the tokens are not those of the map, or the map is too small.
+        """
+        height, width = hw_shape
+        # Raised, as `python -OO` removes assertions; of the type that the parent's have.
+        if query.shape[1] != height * width:
+            raise AssertionError(
+                f"The query length {query.shape[1]} doesn't match the input shape "
+                f'({height}, {width}).'
+            )
+        shift = self.shift_size
+        if not self.pad_small_map and min(height, width) < self.window_size:
+            raise AssertionError(
+                f'The input shape ({height}, {width}) is smaller than the window size '
+                f'({self.window_size}). Please set `pad_small_map=True`, or decrease the '
+                '`window_size`.'
+            )
+        if shift and not self.pad_small_map:
+            if torch.is_tensor(height):  # traced: known when the graph runs
+                shift = shift * (torch.minimum(height, width) > self.window_size)
+            elif _is_exporting():  # likewise
+                shift = shift * torch.sym_min(torch.sym_min(height, width) - self.window_size, 1)
+            elif min(height, width) == self.window_size:
+                shift = 0
+        return shift
+
+    def _qkv(self, windows: torch.Tensor, padded: torch.Tensor | None) -> torch.Tensor:
+        """Queries, keys and values of windows (n, N, C), whose rows ``padded`` marks as padding."""
+        return self.w_msa.qkv(windows)
+
+    def _forward_eager(self, query, height, width, shift):
+        w_msa, num_tokens = self.w_msa, self.window_size**2
+        channels, on_cpu = query.shape[-1], query.device.type == 'cpu'
+        if not len(query):  # in the shape and dtype of any other batch
+            return w_msa.proj(query)
+        rows, positions, padded, groups = partition(
+            len(query), height, width, self.window_size, shift, query.device
+        )
+        x = query.reshape(-1, channels)
+        attend = partial(_attend, num_heads=w_msa.num_heads, scale=w_msa.scale)
+        if on_cpu:
+            groups = list(_chunks(groups, max(_CHUNK // num_tokens, 1)))
+
+        if torch.is_grad_enabled():
+            windows = gather(x, rows, positions, padded)
+            qkv = self._qkv(windows.view(-1, num_tokens, channels), padded)
+            bias = self._bias(shift, qkv.dtype)
+            if on_cpu:
+                x = _Attention.apply(qkv, bias, w_msa.num_heads, w_msa.scale, groups)
+            else:
+                x = torch.cat([attend(qkv[start:stop], bias[mask]) for start, stop, mask in groups])
+            x = w_msa.proj(x).view(-1, channels)
+            return gather(x, positions, rows, None, padded).view(query.shape)
+
+        out = None
+        for start, stop, mask in groups:
+            chunk = slice(start * num_tokens, stop * num_tokens)
+            windows = x.index_select(0, rows[chunk])
+            is_padded = None if padded is None else padded[chunk]
+            if padded is not None:
+                windows.masked_fill_(is_padded, 0)
+            qkv = self._qkv(windows.view(-1, num_tokens, channels), is_padded)
+            if out is None:
+                bias = self._bias(shift, qkv.dtype)
+                out = qkv.new_empty(len(rows), channels)
+            out[chunk] = w_msa.proj(attend(qkv, bias[mask])).flatten(0, 1)
+        return out.index_select(0, positions).view(query.shape)
+
+    def _forward_traceable(self, query, height, width, shift):
+        """The attention in operations that compilers see through."""
+        w_msa, window = self.w_msa, self.window_size
+        batch, _, channels = query.shape
+        rows, positions, padded, mask = traceable_partition(
+            height, width, window, shift, query.device
+        )
+        x = gather(query, rows, positions, padded)
+        x = x.view(batch * mask.shape[0], window**2, channels)
+        q, k, v = _heads(self._qkv(x, padded), w_msa.num_heads)
+        is_known = isinstance(shift, int)
+        is_shifted = shift if is_known else self.shift_size
+        bias = buffer(self._compute_bias(is_shifted).to(q.dtype).contiguous())
+        if is_shifted:
+            if not is_known:
+                mask = times(mask, shift // self.shift_size)
+            bias = bias[mask]
+        bias = bias.repeat(batch if is_shifted else 1, 1, 1, 1)
+        if query.device.type == 'cpu' or w_msa.training and w_msa.attn_drop.p:
+            # In four dimensions, the form that OpenVINO makes one operation of.
+            scores = (q * w_msa.scale) @ k.transpose(2, 3) + bias
+            x = w_msa.attn_drop(scores.softmax(-1)) @ v
+        else:
+            x = F.scaled_dot_product_attention(q, k, v, scale=w_msa.scale, attn_mask=bias)
+        x = w_msa.proj(x.transpose(1, 2).reshape(-1, window**2, channels))
+        return gather(x.view(batch, -1, channels), positions, rows, None, padded)
+
+    def _compute_bias(self, shift: int, masks=masks) -> torch.Tensor:
+        """Biases plus masks (4, heads, N, N); (1, heads, N, N) unshifted."""
+        table = self.w_msa.relative_position_bias_table
+        bias = F.embedding(self.w_msa.relative_position_index, table)
+        bias = bias.permute(2, 0, 1)[None]
+        if shift:
+            bias = bias + masks(self.window_size, shift, table.device).to(table.dtype)
+        return bias
+
+    def _bias(self, shift: int, dtype: torch.dtype) -> torch.Tensor:
+        """The biases of :meth:`_compute_bias` in some dtype, from the cache if possible."""
+        table = self.w_msa.relative_position_bias_table
+        on_cpu = table.device.type == 'cpu'
+        if table.requires_grad and torch.is_grad_enabled() or table.is_inference() and not on_cpu:
+            return self._compute_bias(shift, cached_masks).to(dtype)
+        # Writing to param.data leaves no trace in the version. Comparing the values is cheap on a
+        # CPU, but would make the CPU wait for a GPU.
+        version = None if on_cpu else (table.data_ptr(), table._version)
+        key = shift, dtype, table.device, version
+        cached = _BIASES.get(self)
+        if cached is None or cached[0] != key or on_cpu and not torch.equal(cached[1], table):
+            with torch.inference_mode(False), torch.no_grad():
+                bias = self._compute_bias(shift, cached_masks).to(dtype)
+                cached = key, table.detach().clone(), bias.contiguous()
+            _BIASES[self] = cached
+        return cached[2]
+
+    def train(self, mode: bool = True):
+        _BIASES.pop(self, None)
+        return super().train(mode)
+
+
+class FastPatchMerging(PatchMerging):
+    """mmcv's ``PatchMerging`` for patches that do not overlap.
+
+    One permuted copy in place of ``nn.Unfold``, which needs one before and one after it.
+    """
+
+    def forward(self, x: torch.Tensor, input_size: Sequence[int]):
+        """Concatenate each patch's tokens, normalize and project them.
+
+        Args:
+            x (torch.Tensor): Tokens of shape (B, H * W, C).
+            input_size (Sequence[int]): Height H and width W of the map.
+
+        Returns:
+            tuple: Tokens of the merged map, and its height and width.
+        """
+        batch, length, channels = x.shape
+        height, width = input_size
+        if length != height * width:
+            raise AssertionError('input feature has wrong size')
+        kernel_h, kernel_w = self.sampler.kernel_size
+        x = x.view(batch, height, width, channels)
+        out_h = (height + kernel_h - 1) // kernel_h
+        out_w = (width + kernel_w - 1) // kernel_w
+        pad_h, pad_w = out_h * kernel_h - height, out_w * kernel_w - width
+        # Traced, one graph serves odd and even sizes.
+        if is_traced() or pad_h or pad_w:
+            top, left = 0, 0
+            if _padding(self).padding == 'same':
+                top, left = pad_h // 2, pad_w // 2
+            x = F.pad(x, (0, 0, left, pad_w - left, top, pad_h - top))
+        x = x.view(batch, out_h, kernel_h, out_w, kernel_w, channels)
+        # In Unfold's order: the patch changes fastest.
+        x = x.permute(0, 1, 3, 5, 2, 4).reshape(batch, out_h * out_w, -1)
+        if self.norm is not None:
+            x = self.norm(x)
+        return self.reduction(x), (out_h, out_w)
+
+
+def _padding(merging: nn.Module) -> nn.Module | None:
+    return getattr(merging, 'adaptive_padding', None) or getattr(merging, 'adap_padding', None)
+
+
+def fast_class(module: nn.Module) -> type | None:
+    """The fast class of a stock module, None if it has none."""
+
+    # By name, as MMDetection and MMSegmentation have copies of their own; exactly, as a subclass
+    # may do something else.
+    def is_stock(part, name, where):
+        return type(part).__name__ == name and type(part).__module__ in where
+
+    if is_stock(module, 'ShiftWindowMSA', _ATTENTION):
+        return FastShiftWindowMSA if is_stock(module.w_msa, 'WindowMSA', _ATTENTION) else None
+    if not is_stock(module, 'PatchMerging', _MERGING) or not _padding(module):
+        return None
+    sampler = module.sampler
+    fits = sampler.kernel_size == sampler.stride and sampler.dilation == (1, 1)
+    return FastPatchMerging if fits else None
+
+
+def swap_attention(model: nn.Module) -> None:
+    """As :func:`fast_window_attention`, without an error if there is nothing to replace."""
+    replace(model, fast_class)
+
+
+def fast_window_attention(model: nn.Module) -> nn.Module:
+    """Make the window attention of a Swin faster, in place.
+
+    Every ``ShiftWindowMSA`` becomes a :class:`FastShiftWindowMSA`, and every ``PatchMerging`` a
+    :class:`FastPatchMerging`. Outputs, gradients and the state dict stay the same.
+
+    Args:
+        model (nn.Module): A Swin of MMPretrain, MMDetection or MMSegmentation, or a model with one.
+
+    Returns:
+        nn.Module: The same model.
+
+    Raises:
+        ValueError: If the model has no stock window attention.
+    """
+    swap_attention(model)
+    if not any(isinstance(m, FastShiftWindowMSA) for m in model.modules()):
+        raise ValueError(
+            f'nothing to make faster: {type(model).__name__} has no window attention of the stock '
+            'Swin of MMPretrain, MMDetection or MMSegmentation'
+        )
+    return model
