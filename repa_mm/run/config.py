@@ -1,29 +1,21 @@
-"""Reading a config, and setting what a command line asks for."""
+"""Configs, and the models that they describe."""
 
-import ast
 import copy
-import importlib.util
 import os.path as osp
 from collections.abc import Iterator
 from typing import Any
 
+import torch.nn as nn
 from mmengine.config import Config, ConfigDict
-from mmengine.registry import init_default_scope
+from mmengine.registry import MODELS, init_default_scope
 
-from repa_mm.datasets.checks import leaves
 from repa_mm.files import check_writable
 from repa_mm.paths import config_path
+from repa_mm.reparam import finish_schedules
+from repa_mm.weights import load_checkpoint, load_weights, match_form
 
-SCOPES = ('mmdet', 'mmseg', 'mmpretrain')
 FORMS = ('training', 'deploy')
 HEADS = ('bbox_head', 'mask_head', 'decode_head', 'auxiliary_head', 'head')
-SPLITS = ('train', 'val', 'test')
-# Parts of a config that tools look into.
-DICTS = (
-    *(f'{split}_{part}' for split in SPLITS for part in ('dataloader', 'cfg')),
-    *('model', 'optim_wrapper', 'default_hooks', 'env_cfg', 'auto_scale_lr'),
-    *('tta_model', 'visualizer'),
-)
 
 
 def load_config(path: str, cfg_options: dict | None = None) -> Config:
@@ -34,116 +26,50 @@ def load_config(path: str, cfg_options: dict | None = None) -> Config:
             is installed, such as 'mmdet::swin/mask-rcnn_swin-t-p4-w7_fpn_1x_coco.py'.
         cfg_options (dict, optional): Values to override, by dotted names.
 
-    Raises:
-        FileNotFoundError: If there is no such file.
-        ValueError: If it is no config, or of no known codebase.
-        ImportError: If its codebase is not installed.
+    Returns:
+        Config: The config. A data preprocessor beside the model stands in ``model``, too.
     """
-    if '::' in path and not osp.exists(path):
-        path = config_path(path)
-    if not osp.isfile(path):
-        raise FileNotFoundError(f'no config at {path!r}' + ': it is a folder' * osp.isdir(path))
-    try:
-        _check_bases(path, set())
-        cfg = Config.fromfile(path)
-    except RecursionError as error:
-        raise ValueError(
-            f'cannot read the config {path!r}: it inherits from itself, perhaps through others, or '
-            'its parts are nested too deeply'
-        ) from error
-    except (Exception, SystemExit) as error:
-        raise ValueError(
-            f'cannot read the config {path!r}: {type(error).__name__}: {error}'
-        ) from error
-    try:
-        if cfg_options:
-            cfg.merge_from_dict(cfg_options)
-    except Exception as error:
-        raise ValueError(
-            f'cannot apply --cfg-options to {path!r}: {type(error).__name__}: {error}'
-        ) from error
-    scope = cfg.get('default_scope')
-    if scope not in SCOPES:
-        raise ValueError(
-            f'default_scope of {path!r} must be one of {", ".join(SCOPES)}, but is {scope!r}'
-        )
-    if importlib.util.find_spec(scope) is None:
-        raise ImportError(f'{path!r} needs {scope}, which is not installed')
-    for key in ('model', 'test_dataloader'):
-        if key not in cfg:
-            raise ValueError(f'the config {path!r} has no {key!r}')
-    try:
-        _check_parts(cfg)
-    except ValueError as error:
-        raise ValueError(f'the config {path!r} is wrong: {error}') from error
+    cfg = Config.fromfile(config_path(path) if '::' in path else path)
+    if cfg_options:
+        cfg.merge_from_dict(cfg_options)
     # MMEngine's Runner does so, and a model that is built without one needs its normalization, too.
     if cfg.get('data_preprocessor'):
         cfg.model.setdefault('data_preprocessor', copy.deepcopy(cfg.data_preprocessor))
-    init_default_scope(scope)
+    init_default_scope(cfg.get('default_scope', 'mmengine'))
     return cfg
 
 
-def _check_bases(path: str, seen: set[str]) -> None:
-    """Check that a config inherits from files: MMEngine would read a pipe without end.
+def build_model(cfg: Config, checkpoint: str | None = None) -> nn.Module:
+    """A model in eval mode, on the CPU.
 
-    Bases that are not written as plain strings are left to MMEngine.
+    Args:
+        cfg (Config): From :func:`load_config`.
+        checkpoint (str, optional): Path of a checkpoint; the model takes the form that its weights
+            are in. Defaults to None: random weights, with every schedule at its end, so that the
+            model can be merged.
+
+    Returns:
+        nn.Module: The detector, segmentor or classifier, with its config in ``cfg`` and the names
+        of its classes in ``dataset_meta``.
+
+    Raises:
+        CheckpointError: If the checkpoint does not fit the model.
     """
-    if not osp.exists(path) or osp.realpath(path) in seen:
-        return
-    if not osp.isfile(path):
-        raise ValueError(f'the base {path!r} is not a file')
-    seen.add(osp.realpath(path))
-    if not path.endswith('.py'):
-        return
-    with open(path, encoding='utf-8') as file:
-        statements = ast.parse(file.read()).body
-    for statement in statements:
-        targets = getattr(statement, 'targets', ())
-        if any(isinstance(target, ast.Name) and target.id == '_base_' for target in targets):
-            for node in getattr(statement.value, 'elts', [statement.value]):
-                if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                    _check_bases(osp.join(osp.dirname(path), node.value), seen)
-
-
-def _check_parts(cfg: Config) -> None:
-    """Check the types of what tools or MMEngine's Runner look into."""
-    for key in DICTS:
-        if not isinstance(cfg.get(key, {}), (dict, type(None))):
-            raise ValueError(f'{key!r} must be a dict, but is {cfg[key]!r}')
-    typed = dict(model=cfg.model)
-    if 'backbone' in cfg.model:
-        typed['model.backbone'] = cfg.model.backbone
-    lists = dict(custom_hooks=cfg.get('custom_hooks') or [])
-    for key, hook in (cfg.get('default_hooks') or {}).items():
-        typed[f'default_hooks.{key}'] = hook or dict(type=None)
-    for split in SPLITS:
-        lists[f'{split}_evaluator'] = evaluators(cfg, split)
-        dataset = (cfg.get(f'{split}_dataloader') or {}).get('dataset')
-        for leaf in leaves(dataset) if isinstance(dataset, dict) else ():
-            lists[f'{split}_dataloader.dataset.pipeline'] = leaf.get('pipeline') or []
-    for name, items in lists.items():
-        if not isinstance(items, (list, tuple)):
-            raise ValueError(f'{name!r} must be a list, but is {items!r}')
-        typed.update((f'{name}[{i}]', item) for i, item in enumerate(items))
-    for name, part in typed.items():
-        if not isinstance(part, dict):
-            raise ValueError(f'{name!r} must be a dict, but is {part!r}')
-        if 'type' not in part:
-            raise ValueError(f"{name!r} has no 'type': {str(part)[:80]}")
-    _check_keys(cfg._cfg_dict)
-
-
-def _check_keys(value: Any, depth: int = 0) -> None:
-    """Check that MMEngine can write a config: what has an empty name or lies deep, it cannot."""
-    if depth > 50:
-        raise ValueError(f'parts are nested too deeply: {str(value)[:80]}')
-    if isinstance(value, dict):
-        if '' in value:
-            raise ValueError(f'an empty key has the value {str(value[""])[:80]}')
-        value = list(value.values())
-    if isinstance(value, (list, tuple)):
-        for item in value:
-            _check_keys(item, depth + 1)
+    init_default_scope(cfg.get('default_scope', 'mmengine'))
+    model = MODELS.build(cfg.model)
+    meta = {}
+    if checkpoint:
+        loaded = load_checkpoint(checkpoint)
+        match_form(model, loaded['state_dict'])
+        load_weights(model, loaded['state_dict'], checkpoint)
+        meta = (loaded.get('meta') or {}).get('dataset_meta') or {}
+    else:
+        finish_schedules(model)
+    if not meta and cfg.get('test_dataloader'):
+        meta = dataset_config(cfg, 'test').get('metainfo') or {}
+    model.cfg, model.dataset_meta = cfg, dict(meta)
+    model.eval()
+    return model
 
 
 def evaluators(cfg: Config, split: str) -> list[ConfigDict]:
@@ -224,19 +150,18 @@ def dump_predictions(cfg: Config, out: str) -> None:
 
 
 def dataset_config(cfg: Config, split: str) -> ConfigDict:
-    """The config of the innermost data set of a data loader.
+    """The config of the (first) data set of a data loader, inside any wrappers.
 
     Args:
         cfg (Config): The config.
         split (str): 'train', 'val' or 'test'.
-
-    Raises:
-        ValueError: If there is none.
     """
-    loader = cfg.get(f'{split}_dataloader') or {}
-    if not isinstance(loader.get('dataset'), dict):
-        raise ValueError(f'the config has no {split}_dataloader.dataset')
-    return next(leaves(loader.dataset))
+    dataset = cfg[f'{split}_dataloader'].dataset
+    while True:
+        inner = dataset.get('datasets') or dataset.get('dataset')
+        if not inner:
+            return dataset
+        dataset = inner[0] if isinstance(inner, (list, tuple)) else inner
 
 
 def without_sync_bn(cfg: Any) -> None:

@@ -1,6 +1,5 @@
 """Changes to the modules of an existing backbone."""
 
-from repa_mm.models.attention import fast_window_attention
 from repa_mm.models.surgery.idle import (
     find_blocks,
     idle_channels,
@@ -11,6 +10,6 @@ from repa_mm.models.surgery.idle import (
 )
 
 __all__ = [
-    'fast_window_attention', 'find_blocks', 'idle_channels', 'idle_ffn', 'linear_idle_ratios',
+    'find_blocks', 'idle_channels', 'idle_ffn', 'linear_idle_ratios',
     'parts_of', 'put',
 ]  # fmt: skip
