@@ -19,7 +19,7 @@ from repa_mm.paths import config_path
 from repa_mm.reparam import CheckpointError, TrainingForm, outermost
 from repa_mm.reparam.ffn import FoldedFFN, form_of, stack, unstack
 from repa_mm.version import __version__
-from repa_mm.weights import check_values, load_checkpoint, save_checkpoint, without_wrappers
+from repa_mm.weights import check_values, save_checkpoint
 from repa_mm.weights.layout_family import Family, Weights, listed, match, rename_all
 from repa_mm.weights.layout_idle_ratio import find_active_channels, shares
 from repa_mm.weights.layout_lvvit import LVViT
@@ -27,6 +27,7 @@ from repa_mm.weights.layout_mixer import Mixer
 from repa_mm.weights.layout_poolformer import PoolFormer
 from repa_mm.weights.layout_swin import Swin
 from repa_mm.weights.layout_vit import ViT
+from repa_mm.weights.reading import load_checkpoint, without_wrappers
 
 # In this order, since an LV-ViT has the marker of a ViT, too.
 FAMILIES: tuple[Family, ...] = (Swin(), LVViT(), PoolFormer(), Mixer(), ViT())

@@ -6,8 +6,9 @@ from repa_mm.files import check_output
 from repa_mm.paths import config_path
 from repa_mm.reparam import CheckpointError
 from repa_mm.version import __version__
-from repa_mm.weights import load_checkpoint, save_checkpoint
+from repa_mm.weights import save_checkpoint
 from repa_mm.weights.layout_core import Conversion, to_mm
+from repa_mm.weights.reading import load_checkpoint
 
 NETWORKS = ('teacher', 'student')
 # By the width of the class token. Configs for ImageNet have a norm that DINO's backbones lack.

@@ -1,0 +1,110 @@
+"""Checkpoints: reading them, fitting them to models, writing them."""
+
+import argparse
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn as nn
+from mmengine.logging import HistoryBuffer
+from mmengine.runner.checkpoint import CheckpointLoader
+from mmengine.utils import digit_version
+
+from repa_mm.files import replacing
+from repa_mm.reparam import (
+    CheckpointError,
+    finish_schedules,
+    has_deploy_form,
+    innermost,
+    is_reparameterized,
+    reparameterize,
+)
+
+
+def _method(owner: type, name: str) -> Any:
+    # A history's methods are pickled as getattr(class, name), which other classes do not get.
+    if owner is not HistoryBuffer:
+        raise CheckpointError(f'the checkpoint is not to have an attribute of {owner}')
+    return getattr(owner, name)
+
+
+def _safe_globals() -> list:
+    """What MMEngine, and RePaFormer's authors, write into checkpoints besides tensors."""
+    dtypes = {type(np.dtype(code)) for code in '?bBhHiIlLqQefd'}
+    functions = np.zeros(0).__reduce__()[0], np.float64().__reduce__()[0]
+    return [
+        *(argparse.Namespace, HistoryBuffer, slice, np.ndarray, np.dtype, *dtypes),
+        # NumPy 1 and 2 have them in different modules.
+        *(
+            (f, f'numpy.{core}.multiarray.{f.__name__}')
+            for f in functions
+            for core in ('core', '_core')
+        ),
+        (_method, 'builtins.getattr'),
+    ]
+
+
+def load_checkpoint(path: str) -> dict:
+    """Read a checkpoint onto the CPU.
+
+    With PyTorch 2.6 or later, no code that is in a local file is run. URLs are read as MMEngine
+    reads them, and so are all files with an older PyTorch.
+
+    Args:
+        path (str): A file, or a URL or another address that MMEngine knows, with a state dict,
+            alone or under 'state_dict'.
+
+    Returns:
+        dict: What is there, with the state dict under 'state_dict'.
+    """
+    if '://' in path or digit_version(torch.__version__) < digit_version('2.6'):
+        checkpoint = CheckpointLoader.load_checkpoint(path, map_location='cpu')
+    else:
+        with torch.serialization.safe_globals(_safe_globals()):
+            checkpoint = torch.load(path, map_location='cpu', weights_only=True)
+    return checkpoint if 'state_dict' in checkpoint else dict(state_dict=checkpoint)
+
+
+def save_checkpoint(checkpoint: dict, path: str) -> None:
+    """``torch.save`` to a file that is whole, or is not written."""
+    with replacing(path) as temporary:
+        torch.save(checkpoint, temporary)
+
+
+def match_form(model: nn.Module, state_dict: dict) -> bool:
+    """Give a model the deploy form, in place, if the weights for it are merged.
+
+    Args:
+        model (nn.Module): The model. One in its deploy form stays as it is.
+        state_dict (dict): The weights, in either form.
+
+    Returns:
+        bool: Whether the model has changed.
+    """
+    if has_deploy_form(model) or not is_reparameterized(model, state_dict):
+        return False
+    # The weights are loaded afterwards: nothing is lost with a schedule that is not at its end.
+    reparameterize(finish_schedules(model), inplace=True, fuse_conv_bn=False)
+    return True
+
+
+def load_weights(model: nn.Module, state_dict: dict, path: str | None = None) -> None:
+    """Load weights into a model, which takes the form that they are in.
+
+    Args:
+        model (nn.Module): The model, in any wrappers.
+        state_dict (dict): Its weights. Only those may be missing that tell nothing about the model:
+            how many batches its norms have seen, how many channels are active.
+        path (str, optional): Where they are from, for messages.
+
+    Raises:
+        CheckpointError: If the weights are not exactly those of the model.
+    """
+    model = innermost(model)
+    match_form(model, state_dict)
+    optional = ('num_batches_tracked', 'num_active_channels')
+    own = {key: value for key, value in model.state_dict().items() if key.endswith(optional)}
+    try:
+        model.load_state_dict({**own, **state_dict})
+    except RuntimeError as error:
+        raise CheckpointError(f'{path or "the checkpoint"}: {error}') from error
