@@ -1,0 +1,60 @@
+"""Parameters and multiply-adds of a model."""
+
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.utils.flop_counter import FlopCounterMode
+
+_aten = torch.ops.aten
+# With weights. Batched products are those of attention, which the paper's tables leave out.
+_PRODUCTS = _aten.mm, _aten.addmm, _aten.convolution
+_BATCHED = _aten.bmm, _aten.baddbmm
+
+
+@torch.no_grad()
+def count(model: nn.Module, inputs: Any) -> tuple[int, int]:
+    """Parameters of a model, and the multiply-adds of its linear layers and convolutions.
+
+    The products of attention, norms and activations are left out: so the counts come nearest to
+    the tables of `RePaFormer <https://arxiv.org/abs/2505.21847>`_. A module that multiplies by its
+    weights in batched products says so by an attribute ``weight_operators``.
+
+    Args:
+        model (nn.Module): In eval mode, on any device ('meta' included).
+        inputs (Tensor | tuple | dict): What the model is called with: one tensor, positional or
+            keyword arguments.
+
+    Returns:
+        tuple: Number of parameters (without buffers), and of multiply-adds for all of ``inputs``.
+    """
+    counter = FlopCounterMode(display=False)
+
+    def flops(operators: tuple) -> int:
+        found = counter.get_flop_counts().get('Global', {})
+        return sum(found.get(operator, 0) for operator in operators)
+
+    batched = 0
+
+    def add_batched(sign: int) -> None:
+        nonlocal batched
+        batched += sign * flops(_BATCHED)
+
+    handles = []
+    for module in model.modules():
+        if hasattr(module, 'weight_operators'):
+            handles += [
+                module.register_forward_pre_hook(lambda *_: add_batched(-1)),
+                module.register_forward_hook(lambda *_: add_batched(1)),
+            ]
+    try:
+        with counter:
+            if isinstance(inputs, dict):
+                model(**inputs)
+            else:
+                model(*(inputs if isinstance(inputs, tuple) else (inputs,)))
+    finally:
+        for handle in handles:
+            handle.remove()
+    parameters = sum(p.numel() for p in model.parameters())
+    return parameters, (flops(_PRODUCTS) + batched) // 2
