@@ -1,3 +1,3 @@
 _base_ = 'dino_vit_photos.py'
 
-model = dict(backbone=dict(type='RePaVisionTransformer', idle_ratio=0.75), statistics_of='global')
+model = dict(backbone=dict(type='RePaVisionTransformer', idle_ratio=0.75))

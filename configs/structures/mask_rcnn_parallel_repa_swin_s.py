@@ -12,6 +12,6 @@ model = dict(
 )
 custom_hooks = [
     # The branches are joined since pretraining.
-    dict(type='JoinBranchesHook', warmup=0),
+    dict(type='ScheduleHook', warmup=0),
     dict(type='ReparameterizeHook'),
 ]

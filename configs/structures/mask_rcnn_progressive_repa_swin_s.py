@@ -9,6 +9,6 @@ model = dict(
 )
 custom_hooks = [
     # The LayerNorms have faded in pretraining.
-    dict(type='DecayLayerNormsHook', warmup=0),
+    dict(type='ScheduleHook', warmup=0),
     dict(type='ReparameterizeHook'),
 ]

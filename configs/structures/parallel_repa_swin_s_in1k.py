@@ -3,4 +3,4 @@
 _base_ = '../repa_swin_s_in1k.py'
 
 model = dict(backbone=dict(type='ParallelSwinTransformer', num_branches=3, idle_ratio=0.75))
-custom_hooks = [dict(type='JoinBranchesHook', warmup=10000), dict(type='ReparameterizeHook')]
+custom_hooks = [dict(type='ScheduleHook', warmup=10000), dict(type='ReparameterizeHook')]

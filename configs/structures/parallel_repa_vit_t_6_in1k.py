@@ -7,4 +7,4 @@ model = dict(
         type='ParallelVisionTransformer', arch='vit-tiny', num_branches=2, idle_ratio=0.75
     )
 )
-custom_hooks = [dict(type='JoinBranchesHook', warmup=10000), dict(type='ReparameterizeHook')]
+custom_hooks = [dict(type='ScheduleHook', warmup=10000), dict(type='ReparameterizeHook')]

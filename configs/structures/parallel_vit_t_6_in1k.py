@@ -32,7 +32,7 @@ model = dict(
 # 8 GPUs x 128 images, 1251 iterations an epoch: the branches are joined in the first 8 epochs.
 train_dataloader = dict(batch_size=128)
 auto_scale_lr = dict(enable=False, base_batch_size=1024)
-custom_hooks = [dict(type='JoinBranchesHook', warmup=10000), dict(type='ReparameterizeHook')]
+custom_hooks = [dict(type='ScheduleHook', warmup=10000), dict(type='ReparameterizeHook')]
 
 train_cfg = dict(by_epoch=True, max_epochs=100, val_interval=1)
 val_cfg = dict()

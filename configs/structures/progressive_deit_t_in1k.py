@@ -6,4 +6,4 @@ _base_ = '../repa_deit_t_in1k.py'
 model = dict(backbone=dict(type='ProgressiveVisionTransformer', idle_ratio=None))
 optim_wrapper = dict(optimizer=dict(type='AdamW', lr=5e-4, weight_decay=0.05))
 auto_scale_lr = dict(enable=False, base_batch_size=1024)
-custom_hooks = [dict(type='DecayLayerNormsHook', warmup=0.8), dict(type='ReparameterizeHook')]
+custom_hooks = [dict(type='ScheduleHook', warmup=0.8), dict(type='ReparameterizeHook')]

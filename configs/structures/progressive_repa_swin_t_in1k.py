@@ -3,4 +3,4 @@
 _base_ = '../repa_swin_t_in1k.py'
 
 model = dict(backbone=dict(type='ProgressiveSwinTransformer', idle_ratio=0.75))
-custom_hooks = [dict(type='DecayLayerNormsHook', warmup=0.8), dict(type='ReparameterizeHook')]
+custom_hooks = [dict(type='ScheduleHook', warmup=0.8), dict(type='ReparameterizeHook')]

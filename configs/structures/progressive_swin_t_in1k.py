@@ -4,4 +4,4 @@
 _base_ = '../swin_t_in1k.py'
 
 model = dict(backbone=dict(type='ProgressiveSwinTransformer'))
-custom_hooks = [dict(type='DecayLayerNormsHook', warmup=0.8), dict(type='ReparameterizeHook')]
+custom_hooks = [dict(type='ScheduleHook', warmup=0.8), dict(type='ReparameterizeHook')]

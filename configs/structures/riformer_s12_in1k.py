@@ -7,8 +7,11 @@ model = dict(backbone=dict(_delete_=True, type='AffineRIFormer', arch='s12', dro
 custom_hooks = [
     dict(
         type='ImitateMixersHook',
-        teacher=dict(type='mmpretrain.PoolFormer', arch='s12'),
-        checkpoint=teacher,
+        teacher=dict(
+            type='mmpretrain.PoolFormer',
+            arch='s12',
+            init_cfg=dict(type='Pretrained', checkpoint=teacher, prefix='backbone.'),
+        ),
     ),
     dict(type='ReparameterizeHook'),
 ]

@@ -1,27 +1,16 @@
 """What MMEngine's Runner calls."""
 
-from repa_mm.engine.dino import DINOHook
-from repa_mm.engine.experts import AverageExpertsHook
-from repa_mm.engine.imitation import ImitateMixersHook
-from repa_mm.engine.metrics import DumpSegResults
 from repa_mm.engine.optimizers import RelativeAdamW
 from repa_mm.engine.reparameterize import ReparameterizeHook
 from repa_mm.engine.safe_checkpoint import SafeCheckpointHook
-from repa_mm.engine.schedules import (
-    DecayActivationsHook,
-    DecayLayerNormsHook,
-    JoinBranchesHook,
-    ScheduleHook,
-)
+from repa_mm.engine.schedules import ScheduleHook
+from repa_mm.engine.self_distillation import DINOHook
+from repa_mm.engine.structures import AverageExpertsHook, ImitateMixersHook
 
 __all__ = [
     'AverageExpertsHook',
-    'DecayActivationsHook',
-    'DecayLayerNormsHook',
     'DINOHook',
-    'DumpSegResults',
     'ImitateMixersHook',
-    'JoinBranchesHook',
     'RelativeAdamW',
     'ReparameterizeHook',
     'SafeCheckpointHook',

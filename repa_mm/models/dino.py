@@ -3,7 +3,7 @@
 import copy
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from itertools import groupby
 
 import torch
@@ -14,8 +14,6 @@ from mmengine.utils.dl_utils.parrots_wrapper import _BatchNorm
 from mmpretrain.models import BaseSelfSupervisor
 from torch.nn.utils import remove_weight_norm
 from torch.nn.utils.parametrizations import weight_norm
-
-_INSTALL = 'DINO needs the package lightly: pip install "repa-mm[dino]"'
 
 
 @MODELS.register_module()
@@ -44,10 +42,8 @@ class DINOProjection(BaseModule):
         init_cfg: dict | None = None,
     ) -> None:
         super().__init__(init_cfg)
-        try:
-            from lightly.models.modules import DINOProjectionHead
-        except ImportError as error:
-            raise ImportError(_INSTALL) from error
+        from lightly.models.modules import DINOProjectionHead  # not needed but for DINO
+
         head = DINOProjectionHead(
             in_channels,
             hidden_channels,
@@ -128,10 +124,8 @@ class DINOHead(BaseModule):
         init_cfg: dict | None = None,
     ) -> None:
         super().__init__(init_cfg)
-        try:
-            from lightly.loss import DINOLoss
-        except ImportError as error:
-            raise ImportError(_INSTALL) from error
+        from lightly.loss import DINOLoss
+
         self.loss_module = DINOLoss(
             out_channels,
             warmup_teacher_temperature,
@@ -150,9 +144,9 @@ class DINOHead(BaseModule):
             teacher (Sequence[torch.Tensor]): Logits (N, K) for each global crop.
 
         Raises:
-            ValueError: If no epoch is set.
+            ValueError: If no epoch is set: without the hook, the teacher would never move.
         """
-        if self.epoch is None:  # nor would the teacher move
+        if self.epoch is None:
             raise ValueError(
                 "DINO does not train without DINOHook: add dict(type='DINOHook') to custom_hooks"
             )
@@ -165,16 +159,15 @@ class DINOHead(BaseModule):
 @contextmanager
 def _running_statistics_kept(model: nn.Module) -> Iterator[None]:
     """Let BatchNorms normalize by their batch, and leave their running statistics as they are."""
-    norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
-    before = [(norm.momentum, norm.num_batches_tracked.clone()) for norm in norms]
+    norms = [m for m in model.modules() if isinstance(m, _BatchNorm)]
+    before = [norm.momentum for norm in norms]
     try:
         for norm in norms:
             norm.momentum = 0.0
         yield
     finally:
-        for norm, (momentum, count) in zip(norms, before):
+        for norm, momentum in zip(norms, before):
             norm.momentum = momentum
-            norm.num_batches_tracked.copy_(count)
 
 
 @MODELS.register_module()
@@ -186,9 +179,9 @@ class DINO(BaseSelfSupervisor):
     global ones. :class:`~repa_mm.engine.DINOHook` lets the teacher follow the student.
 
     The student's BatchNorms meet the crops of one size at a time, as in the authors' code, and so
-    normalize each size by its own statistics. What tests and the deploy form use, the running
-    statistics, is a matter of ``statistics_of``: a pretrained backbone is used on whole images,
-    whose statistics are those of global crops.
+    normalize each size by its own statistics. The running statistics, which tests and the deploy
+    form use, are those of global crops alone (in the authors' code, of all crops): a pretrained
+    backbone is used on whole images.
 
     The teacher has BatchNorm statistics of its own: in training mode it normalizes by its batch,
     as the authors' teacher does, and gathers running statistics from that.
@@ -200,13 +193,8 @@ class DINO(BaseSelfSupervisor):
         head (dict): :class:`DINOHead`.
         num_global_crops (int): Number of global crops, which are the first of an image's crops.
             Defaults to 2.
-        statistics_of (str): Crops that count for the running statistics of the student's
-            BatchNorms, 'global' or 'all'. Defaults to 'global'.
         data_preprocessor (dict, optional): Defaults to MMPretrain's ``SelfSupDataPreprocessor``.
         init_cfg (dict, optional): Initialization of MMEngine.
-
-    Raises:
-        ValueError: If an argument is of no meaning.
     """
 
     def __init__(
@@ -215,18 +203,13 @@ class DINO(BaseSelfSupervisor):
         neck: dict,
         head: dict,
         num_global_crops: int = 2,
-        statistics_of: str = 'global',
         data_preprocessor: dict | None = None,
         init_cfg: dict | None = None,
     ) -> None:
-        if statistics_of not in ('global', 'all'):
-            raise ValueError(f"statistics_of must be 'global' or 'all', but got {statistics_of!r}")
-        if num_global_crops < 1:
-            raise ValueError(f'num_global_crops must be at least 1, but got {num_global_crops}')
         super().__init__(
             backbone, neck, head, data_preprocessor=data_preprocessor, init_cfg=init_cfg
         )
-        self.num_global_crops, self.statistics_of = num_global_crops, statistics_of
+        self.num_global_crops = num_global_crops
         self.teacher = nn.Sequential(
             OrderedDict(backbone=copy.deepcopy(self.backbone), neck=copy.deepcopy(self.neck))
         )
@@ -255,45 +238,20 @@ class DINO(BaseSelfSupervisor):
         """Features by the teacher, which is the better of both networks."""
         return self.teacher.backbone(inputs)
 
-    def forward(self, inputs, data_samples=None, mode: str = 'tensor'):
-        """As of MMPretrain's ``BaseSelfSupervisor``.
-
-        Raises:
-            ValueError: If a prediction is asked for.
-        """
-        if mode == 'predict':
-            raise ValueError('DINO predicts nothing: tools/knn.py evaluates what it has learned')
-        return super().forward(inputs, data_samples, mode)
-
     def loss(self, inputs: Sequence[torch.Tensor], data_samples=None) -> dict:
         """Compute the loss of a batch.
 
         Args:
             inputs (Sequence[torch.Tensor]): A batch (N, 3, H, W) for each crop, global ones first.
             data_samples (list, optional): Not used.
-
-        Raises:
-            ValueError: If there are too few crops, or the global ones differ in size.
         """
-        if not isinstance(inputs, (list, tuple)) or len(inputs) < max(2, self.num_global_crops):
-            count = len(inputs) if isinstance(inputs, (list, tuple)) else 1
-            raise ValueError(
-                f'DINO needs at least 2 crops of every image, {self.num_global_crops} of them '
-                f"global, but got {count}: use MMPretrain's transform MultiView"
-            )
-        global_crops = inputs[: self.num_global_crops]
-        if len({crop.shape for crop in global_crops}) > 1:
-            raise ValueError(
-                'global crops must be of one size, but are of '
-                + ' and '.join('x'.join(map(str, crop.shape[2:])) for crop in global_crops)
-            )
+        images = torch.cat(list(inputs[: self.num_global_crops]))
         with torch.no_grad():
-            teacher = self.teacher(torch.cat(list(global_crops)))
-        features = [self.backbone(torch.cat(list(global_crops)))[-1]]
-        kept = _running_statistics_kept if self.statistics_of == 'global' else nullcontext
+            teacher = self.teacher(images)
+        features = [self.backbone(images)[-1]]
         local_crops = inputs[self.num_global_crops :]
         for _, crops in groupby(local_crops, key=lambda crop: crop.shape[2:]):
-            with kept(self.backbone):
+            with _running_statistics_kept(self.backbone):
                 features.append(self.backbone(torch.cat(list(crops)))[-1])
         student = self.neck((torch.cat(features),))
         batch = len(inputs[0])

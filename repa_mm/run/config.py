@@ -139,7 +139,7 @@ def show_pictures(cfg: Config, show_dir: str) -> None:
 def dump_predictions(cfg: Config, out: str) -> None:
     """Add what writes the predictions to the evaluators."""
     if out.endswith(('.pkl', '.pickle')):
-        kinds = dict(mmdet='mmdet.DumpDetResults', mmseg='mmengine.DumpSegResults')
+        kinds = dict(mmdet='mmdet.DumpDetResults')
         kind = kinds.get(cfg.default_scope, 'mmengine.DumpResults')
         cfg.test_evaluator = [*evaluators(cfg, 'test'), dict(type=kind, out_file_path=out)]
     elif cfg.default_scope == 'mmseg' and isinstance(cfg.test_evaluator, dict):

@@ -10,7 +10,7 @@ import torch.nn as nn
 from mmengine.evaluator import BaseMetric
 from mmengine.hooks import Hook
 from mmengine.model import BaseModel
-from mmengine.registry import METRICS, MODELS
+from mmengine.registry import DATASETS, METRICS, MODELS
 from mmengine.runner import Runner
 from torch.utils.data import Dataset
 
@@ -47,6 +47,7 @@ class Transpose(nn.Module):
         return x.transpose(1, 2)
 
 
+@DATASETS.register_module()
 class ToyData(Dataset):
     metainfo = dict(classes=('dark', 'light'))
 
@@ -119,18 +120,16 @@ def make_runner(work_dir, hooks=(), model=None, **kwargs):
         custom_hooks=list(hooks),
         experiment_name=f'toy_{id(hooks)}_{torch.rand(1).item()}',
         log_level='WARNING',
+        randomness=dict(seed=0),
     )
     cfg.update(kwargs)
     return Runner(**cfg)
 
 
 def run_in_two_processes(script, folder, *arguments):
-    """Run a script in two processes, which are to say 'rank 0 done' and 'rank 1 done'.
-
-    Its arguments are the folder and those given.
-    """
+    """Run a script in two processes of a gloo group, with the folder and others as arguments."""
     path = folder / 'run.py'
-    path.write_text(script)
+    path.write_text(f'{BEGIN}{script}{END}')
     with socket.socket() as s:
         s.bind(('127.0.0.1', 0))
         port = s.getsockname()[1]
@@ -145,3 +144,16 @@ def run_in_two_processes(script, folder, *arguments):
     )
     assert result.returncode == 0, result.stderr[-3000:]
     assert 'rank 0 done' in result.stdout and 'rank 1 done' in result.stdout
+
+
+BEGIN = """
+import os, sys, torch
+torch.distributed.init_process_group('gloo')
+rank = torch.distributed.get_rank()
+"""
+# Without the interpreter's own end, in which PyTorch aborts every other process on gloo.
+END = """
+print(f'rank {rank} done', flush=True)
+torch.distributed.barrier()
+os._exit(0)
+"""

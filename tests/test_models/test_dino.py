@@ -284,7 +284,7 @@ def make_runner(work_dir, epochs=2, hook=None, accumulate=1, hooks=(), changes=N
             )
         ],
         custom_hooks=[dict(type='DINOHook', momentum=0.9, **(hook or {})), *hooks],
-        default_hooks=dict(checkpoint=dict(type='SafeCheckpointHook', interval=1)),
+        default_hooks=dict(checkpoint=dict(type='CheckpointHook', interval=1)),
         randomness=dict(seed=0),
         default_scope='mmpretrain',
         experiment_name=f'dino_{work_dir.name}_{id(work_dir)}',
@@ -383,15 +383,11 @@ PROGRESSIVE = dict(
         backbone=dict(
             type='ProgressiveVisionTransformer',
             idle_ratio=0.75,
-            progressive_activations=True,
             **{key: MODEL['backbone'][key] for key in ('arch', 'img_size', 'patch_size')},
             out_type='cls_token',
         )
     ),
-    hooks=[
-        dict(type='DecayLayerNormsHook', warmup=10),
-        dict(type='DecayActivationsHook', warmup=10),
-    ],
+    hooks=[dict(type='ScheduleHook', warmup=10)],
 )
 
 

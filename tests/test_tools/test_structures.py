@@ -32,10 +32,9 @@ STRUCTURES = dict(
     ),
 )
 HOOKS = dict(
-    parallel="dict(type='JoinBranchesHook', warmup=1), ",
-    progressive="dict(type='DecayLayerNormsHook', warmup=1), ",
-    progressive_idle="dict(type='DecayLayerNormsHook', warmup=1), "
-    "dict(type='DecayActivationsHook', warmup=1), ",
+    parallel="dict(type='ScheduleHook', warmup=1), ",
+    progressive="dict(type='ScheduleHook', warmup=1), ",
+    progressive_idle="dict(type='ScheduleHook', warmup=1), ",
     experts="dict(type='AverageExpertsHook'), ",
     experts_idle="dict(type='AverageExpertsHook'), ",
     mixers='',

@@ -2,9 +2,7 @@
 
 import math
 
-import torch
 import torch.nn as nn
-from mmengine.dist import all_reduce
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 from mmengine.runner import IterBasedTrainLoop
@@ -29,18 +27,12 @@ class DINOHook(Hook):
             projection stays as it is. Defaults to 1.
 
     Raises:
-        ValueError: If an argument is of no meaning, the training has no epochs, or the loss becomes
-            infinite or NaN in any process.
-        TypeError: If the model has no teacher.
+        ValueError: Before the training, if it has no epochs.
     """
 
     def __init__(
         self, momentum: float = 0.996, clip: float | None = 3.0, freeze_last_layer: int = 1
     ) -> None:
-        if not 0 <= momentum <= 1:
-            raise ValueError(f'momentum of DINOHook must be in [0, 1], but got {momentum}')
-        if clip is not None and clip <= 0:
-            raise ValueError(f'clip of DINOHook must be positive, or None, but got {clip}')
         self.momentum, self.clip, self.freeze_last_layer = momentum, clip, freeze_last_layer
 
     def momentum_at(self, iteration: int, max_iters: int) -> float:
@@ -50,35 +42,27 @@ class DINOHook(Hook):
         return 1 - (1 - self.momentum) * (1 + math.cos(math.pi * progress)) / 2
 
     def before_train(self, runner) -> None:
-        model = innermost(runner.model)
-        if not hasattr(model, 'update_teacher'):
-            raise TypeError(f'DINOHook needs a model with a teacher, but got {type(model)}')
         if isinstance(runner.train_loop, IterBasedTrainLoop):
             raise ValueError(
                 'DINO trains by epochs, of which the temperature of its teacher and its frozen '
                 'last layer are functions: set train_cfg.by_epoch=True and train_cfg.max_epochs'
             )
+        model = innermost(runner.model)
         if runner.iter == 0:
-            if runner._load_from:
-                runner.logger.warning(
-                    f'DINOHook: the teacher begins as the student of {runner._load_from!r}. To go '
-                    'on with the teacher there, resume that training'
-                )
             model.start_teacher()
-        last = list(model.neck.last_layer.parameters())
 
         def prepare(optimizer, *_) -> None:
-            # Under mixed precision gradients are unscaled here, but those of a fused optimizer.
-            scale = getattr(optimizer, 'grad_scale', None)
             if runner.epoch < self.freeze_last_layer:
-                for parameter in last:
+                for parameter in model.neck.last_layer.parameters():
                     parameter.grad = None
             if self.clip is not None:
+                # Under mixed precision, gradients are unscaled here, but those of a fused
+                # optimizer.
+                scale = getattr(optimizer, 'grad_scale', None)
                 clip = self.clip if scale is None else self.clip * float(scale)
                 for group in optimizer.param_groups:
                     for parameter in group['params']:
-                        if parameter.grad is not None:
-                            nn.utils.clip_grad_norm_([parameter], clip)
+                        nn.utils.clip_grad_norm_([parameter], clip)
 
         self._handle = runner.optim_wrapper.optimizer.register_step_pre_hook(prepare)
 
@@ -86,17 +70,6 @@ class DINOHook(Hook):
         innermost(runner.model).head.epoch = runner.epoch
 
     def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None) -> None:
-        # Each process has a loss of its own, and all have to stop: the weights are broken in all.
-        broken = (~torch.isfinite(outputs['loss'])).float()
-        all_reduce(broken)
-        if broken:
-            loss = float(outputs['loss'])
-            loss = 'infinite or NaN in another process' if math.isfinite(loss) else loss
-            raise ValueError(
-                f'the loss of iteration {runner.iter + 1} is {loss}: training '
-                f'stops, and the checkpoints in {runner.work_dir!r} are of before. Resume from '
-                'one with a smaller learning rate or, under --amp, without it'
-            )
         if runner.optim_wrapper.should_update():
             momentum = self.momentum_at(runner.iter, runner.max_iters)
             innermost(runner.model).update_teacher(momentum)

@@ -1,0 +1,188 @@
+"""The hook in real tests: what it tests, and what it leaves behind."""
+
+import copy
+import os
+from collections import OrderedDict
+from pathlib import Path
+
+import pytest
+import torch
+from mmengine.hooks import EMAHook
+
+from repa_mm.engine import ReparameterizeHook
+from repa_mm.reparam import CheckpointError, reparameterize
+
+from .toy import KeepLogits, Spy, ToyClassifier, make_runner
+
+HOOK = dict(type='ReparameterizeHook')
+
+
+def snapshot(model):
+    return {k: v.clone() for k, v in model.state_dict().items()}
+
+
+def assert_same(state, model):
+    assert state.keys() == model.state_dict().keys()
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, state[key]), key
+
+
+def logits_of(model, runner):
+    model = copy.deepcopy(model).eval()
+    with torch.no_grad():
+        return torch.cat([torch.stack(model.test_step(batch)) for batch in runner.test_dataloader])
+
+
+def averaged_model(runner):
+    """What EMAHook tests: averaged parameters, and by default the buffers of the source."""
+    ema = next(h for h in runner.hooks if isinstance(h, EMAHook))
+    averaged = copy.deepcopy(ema.ema_model.module)
+    if not ema.ema_model.update_buffers:
+        for own, source in zip(averaged.buffers(), runner.model.buffers()):
+            own.copy_(source)
+    return averaged
+
+
+@pytest.mark.parametrize('when', ['test', 'val', ('val', 'test')])
+def test_train_test_resume_training(when, tmp_path, relative_error):
+    spy, messages = Spy(), []
+    runner = make_runner(tmp_path, [dict(HOOK, when=when), spy])
+    runner.logger.info = messages.append
+    runner.train()
+    model, state = runner.model, snapshot(runner.model)
+    expected = logits_of(model, runner)
+    runner.test()
+    assert runner.model is model
+    assert_same(state, model)
+    assert relative_error(KeepLogits.logits, expected) < 1e-5
+    runner.train_loop._max_epochs = 3
+    runner.train_loop.run()
+    assert not torch.equal(state['head.weight'], model.head.weight)
+    forms = {name: {form for at, form in spy.forms if at == name} for name, _ in spy.forms}
+    assert forms['train'] == forms['save'] == {'training'}
+    for loop in ('val', 'test'):
+        assert forms[loop] == {'deploy' if loop in when else 'training'}
+    count = sum(p.numel() for p in reparameterize(model).parameters()) / 1e6
+    text = next(m for m in messages if 'Reparameterized' in m)
+    assert '2 channel-idle FFNs: 0.0 M -> ' in text and text.endswith(f'{count:.1f} M parameters')
+
+
+def test_best_checkpoint_is_of_the_training_form(tmp_path):
+    """CheckpointHook may save in the middle of validation."""
+    spy = Spy()
+    checkpoint = dict(type='CheckpointHook', interval=1, save_best='mean', rule='greater')
+    runner = make_runner(
+        tmp_path, [dict(HOOK, when=['val', 'test']), spy], default_hooks=dict(checkpoint=checkpoint)
+    )
+    runner.train()
+    assert ('save', 'training') in spy.forms
+    assert ('save', 'deploy') not in spy.forms
+    (best,) = [f for f in os.listdir(tmp_path) if f.startswith('best')]
+    ToyClassifier().load_state_dict(torch.load(tmp_path / best, weights_only=False)['state_dict'])
+
+
+@pytest.mark.parametrize('update_buffers', [False, True])
+def test_with_ema(update_buffers, tmp_path, relative_error):
+    ema = dict(type='EMAHook', momentum=0.5, update_buffers=update_buffers)
+    runner = make_runner(tmp_path, [HOOK, ema, Spy()])
+    runner.train()
+    ema = next(h for h in runner.hooks if isinstance(h, EMAHook))
+    expected = logits_of(averaged_model(runner), runner)
+    source_state, ema_state = snapshot(runner.model), snapshot(ema.ema_model)
+    # runner.test() would start EMA anew: only its epoch is run.
+    runner.test_loop.run()
+    assert relative_error(KeepLogits.logits, expected) < 1e-5
+    assert relative_error(logits_of(runner.model, runner), KeepLogits.logits) > 1e-3
+    assert_same(source_state, runner.model)
+    assert_same(ema_state, ema.ema_model)
+
+
+@pytest.mark.parametrize('loop', ['test', 'val'])
+def test_with_mmpretrains_ema_that_evaluates_both(loop, tmp_path):
+    """What it calls origin are the weights that are not averaged, not the merged average."""
+    from mmpretrain.engine import EMAHook as BothHook
+
+    hooks = [BothHook(momentum=0.3, evaluate_on_origin=True), dict(HOOK, when=('val', 'test'))]
+    runner = make_runner(tmp_path, hooks)
+    runner.train()
+    models = averaged_model(runner), runner.model
+    means = [logits_of(model, runner).mean().item() for model in models]
+    assert abs(means[0] - means[1]) > 1e-3
+    metrics = getattr(runner, f'{loop}_loop').run()
+    origin = runner.message_hub.get_scalar(f'{loop}/mean_origin').current()
+    assert [metrics['mean'], origin] == pytest.approx(means, abs=1e-5)
+
+
+@pytest.mark.parametrize('ema', [[], [dict(type='EMAHook')]])
+@pytest.mark.parametrize('deploy', [False, True])
+def test_merged_checkpoint(deploy, ema, tmp_path, randomize, relative_error):
+    """Is tested as it is, and also by a config of the training form."""
+    model = randomize(ToyClassifier())
+    path = str(tmp_path / 'merged.pth')
+    torch.save(dict(state_dict=OrderedDict(reparameterize(model).state_dict())), path)
+    runner = make_runner(
+        tmp_path, [HOOK, *ema], load_from=path, model=dict(type='ToyClassifier', deploy=deploy)
+    )
+    for _ in range(2):
+        runner.test()
+        assert relative_error(KeepLogits.logits, logits_of(model, runner)) < 1e-5
+    trained = make_runner(tmp_path, [HOOK, *ema], load_from=path)
+    with pytest.raises(CheckpointError, match='a merged checkpoint cannot be trained'):
+        trained.train()
+
+
+def test_interrupted_test_does_not_cost_the_training_form(tmp_path):
+    runner = make_runner(tmp_path, [HOOK])
+    model, state = runner.model, snapshot(runner.model)
+    step = model.head.forward
+    model.head.forward = lambda x: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        runner.test()
+    model.head.forward = step
+    runner.test()
+    assert runner.model is model
+    assert_same(state, model)
+
+
+def test_refusals(tmp_path):
+    with pytest.raises(ValueError, match="'train'"):
+        ReparameterizeHook(when='train')
+    runner = make_runner(tmp_path, [HOOK])
+    runner.model.backbone = torch.nn.Sequential(*runner.model.backbone[:3])
+    with pytest.raises(ValueError, match='nothing to reparameterize'):
+        runner.test()
+
+
+CONFIG = """
+custom_imports = dict(imports=['repa_mm', 'tests.test_engine.toy'])
+model = dict(type='ToyClassifier')
+test_dataloader = dict(
+    batch_size=4,
+    dataset=dict(type='ToyData'),
+    sampler=dict(type='DefaultSampler', shuffle=False),
+    collate_fn=dict(type='pseudo_collate'),
+)
+test_cfg = dict()
+test_evaluator = dict(type='KeepLogits')
+custom_hooks = [dict(type='ReparameterizeHook')]
+"""
+
+
+def test_merged_checkpoint_in_mmdetections_own_tool(
+    tmp_path, monkeypatch, randomize, relative_error
+):
+    mmdet = pytest.importorskip('mmdet')
+    import runpy
+
+    model = randomize(ToyClassifier())
+    torch.save(dict(state_dict=reparameterize(model).state_dict()), tmp_path / 'merged.pth')
+    (tmp_path / 'config.py').write_text(CONFIG)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr('sys.argv', ['test.py', 'config.py', 'merged.pth'])
+    runpy.run_path(
+        str(Path(mmdet.__file__).parent / '.mim' / 'tools' / 'test.py'), run_name='__main__'
+    )
+    images = make_runner(tmp_path).test_dataloader.dataset
+    with torch.no_grad():
+        expected = model.eval()([images[i]['inputs'] for i in range(8)], None)
+    assert relative_error(KeepLogits.logits, torch.stack(expected)) < 1e-5
