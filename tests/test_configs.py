@@ -118,20 +118,18 @@ def test_no_name_is_mistaken(name):
             assert cfg.model[key] == vanilla.model[key], key
 
 
-SMALL = [name for name in NAMES if name.startswith('demo/') and 'repa' in name]
-SMALL += ['retinanet_repa_swin_t', 'mask_rcnn_swin_t', 'upernet_repa_swin_t']
-SMALL += ['swin_t_in1k', 'repa_deit_t_in1k', 'repa_lvvit_s_in1k', 'repa_mlp_mixer_b16_in1k']
-STRUCTURES = [n for n in NAMES if n.startswith('structures/') and '_mae' not in n]
-SMALL += [n for n in STRUCTURES if '_t_in1k' in n or '_3_in1k' in n or 'riformer' in n]
+QUICK = [name for name in NAMES if name.startswith('demo/') and 'repa' in name]
+QUICK += ['swin_t_in1k', 'repa_deit_t_in1k', 'repa_poolformer_s12_in1k', 'repa_lvvit_s_in1k']
+STRUCTURES = [
+    n for n in NAMES if n.startswith('structures/') and '_mae' not in n and '/vit' not in n
+]
+QUICK += [n for n in STRUCTURES if 'deit_t' in n or 'vit_t_3' in n or 'riformer' in n]
+QUICK += ['structures/progressive_repa_swin_t_in1k']
+SLOW = ['retinanet_repa_swin_t', 'mask_rcnn_swin_t', 'upernet_repa_swin_t', *STRUCTURES]
 
 
 @pytest.mark.parametrize(
-    'name',
-    [
-        pytest.param(n, marks=() if n in SMALL else pytest.mark.slow)
-        for n in NAMES
-        if n in SMALL or n in STRUCTURES and '/vit' not in n
-    ],
+    'name', QUICK + [pytest.param(n, marks=pytest.mark.slow) for n in SLOW if n not in QUICK]
 )
 def test_model_trains_a_step_and_merges(name, relative_error):
     cfg = load(name)
@@ -166,6 +164,8 @@ def test_model_trains_a_step_and_merges(name, relative_error):
     with torch.no_grad():
         merged = reparameterize(backbone)
         for found, expected in zip(merged(x), backbone(x)):
+            if isinstance(found, tuple):  # of LV-ViT, with the box that was mixed
+                found, expected = found[0], expected[0]
             assert relative_error(found, expected) < 1e-10
     assert not any(isinstance(m, TrainingForm) for m in merged.modules())
     numbers = [sum(p.numel() for p in m.parameters()) for m in (merged, backbone)]
@@ -258,7 +258,7 @@ def test_dense_schedules_are_those_of_the_codebases():
 
 
 @pytest.mark.parametrize('maps', [True, False])
-def test_imagenet_training_runs(maps, tmp_path):
+def test_imagenet_training_runs(maps, tmp_path, monkeypatch):
     """By MMEngine's Runner: LV-ViT with label maps and without, validation, the merged test."""
     for split, numbers in (('train', range(8)), ('val', range(4))):
         for i in numbers:
@@ -272,10 +272,8 @@ def test_imagenet_training_runs(maps, tmp_path):
             path = tmp_path / 'maps' / folder.name / f'{folder.name}_{i}.pt'
             torch.save(torch.stack([scores, classes]).half(), path)
     cfg = load('repa_lvvit_s_in1k')
-    cfg.model.backbone.arch = dict(
-        embed_dims=16, num_layers=2, num_heads=2, feedforward_channels=48, _delete_=True
-    )
-    cfg.model.backbone.arch.pop('_delete_')
+    arch = dict(embed_dims=16, num_layers=2, num_heads=2, feedforward_channels=48)
+    cfg.model.backbone.arch = arch
     cfg.model.head.in_channels = 16
     train = cfg.train_dataloader.dataset.pipeline
     train[1].label_root = str(tmp_path / 'maps') if maps else None
@@ -290,6 +288,7 @@ def test_imagenet_training_runs(maps, tmp_path):
                 pipeline=train if split == 'train' else cfg.test_dataloader.dataset.pipeline,
             )
         )._cfg_dict
+    monkeypatch.setattr(Config, 'pretty_text', '')  # takes seconds
     cfg.work_dir = str(tmp_path / 'work')
     cfg.train_cfg.max_epochs = 1
     cfg.vis_backends = []
@@ -342,30 +341,6 @@ test_evaluator = val_evaluator
     model = build(cfg)
     assert model.backbone.stages[0].blocks[0].ffn.num_active == 384 / 2
     assert model.roi_head.bbox_head.num_classes == 2
-
-
-@pytest.mark.parametrize('name', ['retinanet_repa_swin_t', 'upernet_swin_t'])
-def test_test_time_augmentation(name, tmp_path):
-    from mmengine.dataset import Compose, pseudo_collate
-
-    cfg = load(name)
-    cfg.tta_model.module = build(cfg).eval()
-    tta_model = MODELS.build(cfg.tta_model)
-    image = str(tmp_path / '1.jpg')
-    cv2.imwrite(image, np.zeros((64, 96, 3), np.uint8))
-    for step in cfg.tta_pipeline[1].transforms[0]:
-        small = (
-            dict(scale=(96, 64)) if 'scale' in step else dict(scale_factor=step['scale_factor'] / 2)
-        )
-        step.update(small)
-    # Without the ground truth, which only drawing needs.
-    steps = cfg.tta_pipeline[1].transforms
-    cfg.tta_pipeline[1].transforms = [s for s in steps if 'Annotations' not in s[0]['type']]
-    data = Compose(cfg.tta_pipeline)(dict(img_path=image, img_id=1))
-    assert len(data['inputs']) == (2 if 'retinanet' in name else 12)
-    with torch.no_grad():
-        (sample,) = tta_model.test_step(pseudo_collate([data]))
-    assert 'pred_instances' in sample or sample.pred_sem_seg.data.shape[-2:] == (64, 96)
 
 
 @pytest.mark.parametrize('swin', ['repa_swin_t', 'swin_t'])
