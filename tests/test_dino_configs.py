@@ -42,9 +42,8 @@ def test_model_trains_a_step_on_its_crops(name, tmp_path):
             assert not parameter.requires_grad or bool(group['weight_decay']) == (
                 parameter.dim() > 1
             )
-    data = dict(
-        inputs=[torch.stack([crop, crop]) for crop in results['inputs'][::3]], data_samples=[]
-    )
+    crops = results['inputs'][:2] + results['inputs'][-1:]
+    data = dict(inputs=[torch.stack([crop, crop]) for crop in crops], data_samples=[])
     loss, _ = model.parse_losses(model(**model.data_preprocessor(data, training=True), mode='loss'))
     optim_wrapper.backward(loss)
     without = [n for n, p in model.named_parameters() if p.grad is None and p.requires_grad]
