@@ -1,8 +1,9 @@
-# DINO on crops of 19 photographs, with a small ViT, for tools/dev/dino_photos.py.
+# DINO with a small ViT, to be tried on a few images of 64 pixels: data/photos/train/CLASS/*.png
+# and data/photos/val/CLASS/*.png.
 _base_ = '../vit_s_dino.py'
 
 data_root = 'data/photos'
-# Stronger than the light of the crops differs: see repa_mm/demo/photos.py.
+# Strong: with few images, colours alone would tell them apart.
 color = [
     dict(type='RandomFlip', prob=0.5, direction='horizontal'),
     dict(type='ColorJitter', brightness=0.6, contrast=0.6, saturation=0.6, hue=0.2, backend='cv2'),

@@ -1,5 +1,5 @@
 # RetinaNet with a small Swin, from scratch on the scenes of digits that
-# tools/make_demo_data.py writes: minutes on two CPU cores.
+# `python tools/demo.py --task data` writes: minutes on two CPU cores.
 _base_ = [
     '../_base_/models/retinanet_swin.py',
     '../_base_/datasets/digits_detection.py',

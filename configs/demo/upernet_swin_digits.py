@@ -1,5 +1,5 @@
 # UperNet with a small Swin, from scratch on the scenes of digits that
-# tools/make_demo_data.py writes: minutes on two CPU cores.
+# `python tools/demo.py --task data` writes: minutes on two CPU cores.
 _base_ = [
     '../_base_/models/upernet_swin.py',
     '../_base_/datasets/ade20k.py',
@@ -43,6 +43,7 @@ model = dict(
 )
 
 data_root = 'data/demo/ade'
+digits = ['zero', 'one', 'two', 'three', 'four', 'five', 'six', 'seven', 'eight', 'nine']
 # ADE20KDataset accepts ADE20K's classes only.
 dataset = dict(
     type='BaseSegDataset',
@@ -51,34 +52,13 @@ dataset = dict(
     img_suffix='.jpg',
     seg_map_suffix='.png',
     metainfo=dict(
-        classes=(
-            'background',
-            'zero',
-            'one',
-            'two',
-            'three',
-            'four',
-            'five',
-            'six',
-            'seven',
-            'eight',
-            'nine',
-        ),
+        classes=['background', *digits],
         palette=[
-            [0, 0, 0],
-            [230, 25, 75],
-            [60, 180, 75],
-            [255, 225, 25],
-            [0, 130, 200],
-            [245, 130, 48],
-            [145, 30, 180],
-            [70, 240, 240],
-            [240, 50, 230],
-            [210, 245, 60],
-            [250, 190, 212],
+            [0, 0, 0], [230, 25, 75], [60, 180, 75], [255, 225, 25], [0, 130, 200], [245, 130, 48],
+            [145, 30, 180], [70, 240, 240], [240, 50, 230], [210, 245, 60], [250, 190, 212],
         ],
     ),
-)
+)  # fmt: skip
 
 # No flips: a mirrored digit is none.
 train_pipeline = [

@@ -16,8 +16,6 @@ from typing import Any
 import cv2
 import numpy as np
 
-from repa_mm.files import check_writable
-
 DIGITS = ('zero', 'one', 'two', 'three', 'four', 'five', 'six', 'seven', 'eight', 'nine')
 
 # Package, file inside it, id of the licence: only files that are in the wheels.
@@ -30,14 +28,12 @@ PHOTOGRAPHS = (
     ('skimage', 'data/rocket.jpg', 3),
     ('skimage', 'data/camera.png', 3),
 )
-_CC = 'https://creativecommons.org/{}/'
-LICENSES = (
-    dict(
-        id=1, name='Attribution 4.0 International (digit scans)', url=_CC.format('licenses/by/4.0')
-    ),
-    dict(id=2, name='Attribution 2.0 Generic', url=_CC.format('licenses/by/2.0')),
-    dict(id=3, name='Public domain or CC0', url=_CC.format('publicdomain/zero/1.0')),
-)
+_CC = 'https://creativecommons.org/'
+LICENSES = [
+    dict(id=1, name='Attribution 4.0 International (digit scans)', url=f'{_CC}licenses/by/4.0/'),
+    dict(id=2, name='Attribution 2.0 Generic', url=f'{_CC}licenses/by/2.0/'),
+    dict(id=3, name='Public domain or CC0', url=f'{_CC}publicdomain/zero/1.0/'),
+]
 INFO = dict(
     description='Handwritten digits on photographs',
     url='',
@@ -46,10 +42,6 @@ INFO = dict(
     contributor='scikit-learn, scikit-image',
     date_created='2017/09/01',
 )
-
-STAMP = 'dataset.json'
-# Raise the version whenever the scenes change, so that sets of older code are made anew.
-FORMAT = dict(generator='repa_mm.demo', version=2)
 
 TRAIN_SHARE = 0.7  # left part of each photograph; the rest, on the right, is for validation
 VAL_SCANS = 0.2  # share of the scans of each digit that only validation scenes use
@@ -60,115 +52,65 @@ LUMA = np.array([0.114, 0.587, 0.299], np.float32)  # brightness of a BGR colour
 
 
 def write_digit_scenes(
-    root: str, num_train: int = 1200, num_val: int = 200, size: int = 160, seed: int = 0
-) -> bool:
-    """Write scenes of two to six digits on photographs, in two layouts.
+    root: str, num_train: int = 1200, num_val: int = 200, size: int = 160
+) -> None:
+    """Write scenes of two to six digits on photographs, in two layouts, unless ``root`` exists.
 
     ``root/coco`` has COCO 2017's layout (boxes and instance masks, as uncompressed RLE because
     digits have holes), ``root/ade`` has that of ADE20K's ``ADEChallengeData2016`` (label maps:
     0 unlabelled, 1 background, 2 to 11 the digits 0 to 9). Both hold the same images. The same
     arguments and library versions give the same bytes.
 
-    The set is written to a folder beside ``root`` and renamed when it is complete, so an
-    interrupted call leaves no partial set at ``root``.
-
     Args:
-        root (str): Folder of the set. Created; replaced if it holds a demo set with other
-            parameters or an incomplete one.
+        root (str): Folder of the set. It appears when the set is complete.
         num_train (int): Number of training scenes. Defaults to 1200.
         num_val (int): Number of validation scenes. Defaults to 200.
         size (int): Width and height of a scene in pixels. Digits are ``size / 8`` to
             ``size * 3 / 8`` pixels tall. Defaults to 160.
-        seed (int): Seed of everything that is drawn at random. Defaults to 0.
-
-    Returns:
-        bool: True if the set was written, False if it was there already.
-
-    Raises:
-        ImportError: If scikit-learn or scikit-image is missing.
-        FileExistsError: If ``root`` exists and holds something else than a demo set.
-        OSError: If the set cannot be written, or the disk is too full; names the path.
-        ValueError: If a number is out of range.
     """
-    if not root:
-        raise ValueError('the root must be the name of a folder, got an empty one')
-    parameters = dict(num_train=num_train, num_val=num_val, size=size, seed=seed)
-    ranges = dict(num_train=(1, 10**7), num_val=(1, 10**7), size=(64, 2048), seed=(0, 2**64))
-    for name, value in parameters.items():
-        least, most = ranges[name]
-        if not isinstance(value, (int, np.integer)) or not least <= value <= most:
-            raise ValueError(f'{name} must be an integer from {least} to {most}, got {value!r}')
-        parameters[name] = int(value)
-    root = osp.realpath(root)
-    if _is_complete(root, parameters):
-        return False
-    if (
-        osp.lexists(root)
-        and not _read_stamp(root)
-        and not (osp.isdir(root) and not os.listdir(root))
-    ):
-        raise FileExistsError(
-            f'{root} exists and is not a demo set written by this program (it has no {STAMP}). '
-            'Nothing was changed: choose another --root, or remove it.'
-        )
+    if osp.isdir(root):
+        return
     scans, labels = _load_scans()
-    photographs = _load_photographs()
-    splits = _split_scans(labels, seed)
-    _check_space(osp.dirname(root), (num_train + num_val) * size**2)
-    unfinished = osp.join(osp.dirname(root), f'.{osp.basename(root)}.{os.getpid()}.unfinished')
-    try:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        first_id = 1
-        for split, count in (('train', num_train), ('val', num_val)):
-            rngs = (np.random.default_rng([seed, int(split == 'val'), i]) for i in range(count))
-            scenes = (_compose(rng, scans, splits[split], photographs, split, size) for rng in rngs)
-            _write_split(unfinished, split, scenes, first_id)
-            first_id += count
-        _write_json(dict(FORMAT, parameters=parameters), osp.join(unfinished, STAMP), indent=2)
-        _move_into_place(unfinished, root, parameters)
-    except OSError as error:
-        raise OSError(
-            f'cannot write the demo set to {root!r}: {error.strerror or error}'
-        ) from error
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
-    return True
+    photographs = [
+        (osp.basename(file), license_id, _load_photograph(package, file))
+        for package, file, license_id in PHOTOGRAPHS
+    ]
+    splits = _split_scans(labels)
+    unfinished = osp.normpath(root) + '.unfinished'
+    shutil.rmtree(unfinished, ignore_errors=True)
+    first_id = 1
+    for split, count in (('train', num_train), ('val', num_val)):
+        rngs = (np.random.default_rng([0, int(split == 'val'), i]) for i in range(count))
+        scenes = (_compose(rng, scans, splits[split], photographs, split, size) for rng in rngs)
+        _write_split(unfinished, split, scenes, first_id)
+        first_id += count
+    os.replace(unfinished, root)
 
 
-def _import(package: str, name: str) -> Any:
-    try:
-        return import_module(package)
-    except ImportError as error:
-        raise ImportError(
-            f'{name} is missing. The demo data is composed from pictures bundled with scikit-learn '
-            'and scikit-image. Install them with `pip install -e .[demo]` (or `pip install '
-            'scikit-learn scikit-image`).'
-        ) from error
+def _load_photograph(package: str, file: str) -> np.ndarray:
+    """A photograph that lies inside a package, as BGR pixels (height, width, 3).
+
+    Args:
+        package (str): 'sklearn' or 'skimage'.
+        file (str): Path inside the package.
+    """
+    return cv2.imread(osp.join(osp.dirname(import_module(package).__file__), file))
 
 
 def _load_scans() -> tuple[np.ndarray, np.ndarray]:
     """All scans as smooth ink maps, (N, 80, 80) in [0, 1] with an empty margin, and labels."""
-    digits = _import('sklearn.datasets', 'scikit-learn').load_digits()
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
     ink = np.pad(digits.images.astype(np.float32) / 16, ((0, 0), (1, 1), (1, 1)))
     side = UPSAMPLE * ink.shape[1]
     ink = np.stack([cv2.resize(i, (side, side), interpolation=cv2.INTER_CUBIC) for i in ink])
     return ink.clip(0, 1), digits.target
 
 
-def _load_photographs() -> list[tuple[str, int, np.ndarray]]:
-    """(file name, licence id, BGR image) of every photograph."""
-    photographs = []
-    for package, file, license_id in PHOTOGRAPHS:
-        name = dict(sklearn='scikit-learn', skimage='scikit-image')[package]
-        path = osp.join(osp.dirname(_import(package, name).__file__), *file.split('/'))
-        image = cv2.imdecode(np.fromfile(path, np.uint8), cv2.IMREAD_COLOR)
-        photographs.append((osp.basename(path), license_id, image))
-    return photographs
-
-
-def _split_scans(labels: np.ndarray, seed: int) -> dict[str, list[np.ndarray]]:
+def _split_scans(labels: np.ndarray) -> dict[str, list[np.ndarray]]:
     """Indices of the scans of each digit, for training and for validation."""
-    rng = np.random.default_rng([seed])
+    rng = np.random.default_rng([0])
     splits: dict[str, list[np.ndarray]] = dict(train=[], val=[])
     for digit in range(len(DIGITS)):
         indices = rng.permutation(np.flatnonzero(labels == digit))
@@ -289,13 +231,13 @@ def _ink_colour(rng: Rng, under: np.ndarray) -> np.ndarray:
 def _write_split(root: str, split: str, scenes: Iterable[dict], first_id: int) -> None:
     """Write the scenes of one split in both layouts."""
     ade_split = dict(train='training', val='validation')[split]
-    folders = (
-        ['coco', f'{split}2017'],
-        ['ade', 'images', ade_split],
-        ['ade', 'annotations', ade_split],
-    )
-    coco, ade_images, ade_labels = (osp.join(root, *parts) for parts in folders)
-    for folder in (coco, ade_images, ade_labels, osp.join(root, 'coco', 'annotations')):
+    coco, ade_images, ade_labels, coco_annotations = folders = [
+        osp.join(root, 'coco', f'{split}2017'),
+        osp.join(root, 'ade', 'images', ade_split),
+        osp.join(root, 'ade', 'annotations', ade_split),
+        osp.join(root, 'coco', 'annotations'),
+    ]
+    for folder in folders:
         os.makedirs(folder, exist_ok=True)
 
     images, annotations = [], []
@@ -317,14 +259,13 @@ def _write_split(root: str, split: str, scenes: Iterable[dict], first_id: int) -
         label_map = np.ones((height, width), np.uint8)
         for n, digit in enumerate(scene['digits']):
             mask = digit['mask']
-            left, top, *size = cv2.boundingRect(mask.astype(np.uint8))
             annotations.append(
                 dict(
                     segmentation=_encode(mask),
                     area=int(mask.sum()),
                     iscrowd=0,
                     image_id=image_id,
-                    bbox=[left, top, *size],
+                    bbox=list(cv2.boundingRect(mask.astype(np.uint8))),
                     category_id=digit['digit'] + 1,
                     id=10 * image_id + n,
                     scan=digit['scan'],
@@ -332,20 +273,16 @@ def _write_split(root: str, split: str, scenes: Iterable[dict], first_id: int) -
             )
             label_map[mask] = digit['digit'] + 2
         name = f'ADE_{split}_{number:08d}'
-        quality = [cv2.IMWRITE_JPEG_QUALITY, 95]
         for path in (osp.join(coco, file_name), osp.join(ade_images, f'{name}.jpg')):
-            _write_image(scene['image'], path, quality)
-        _write_image(label_map, osp.join(ade_labels, f'{name}.png'))
+            cv2.imwrite(path, scene['image'], [cv2.IMWRITE_JPEG_QUALITY, 95])
+        cv2.imwrite(osp.join(ade_labels, f'{name}.png'), label_map)
 
     categories = [dict(supercategory='digit', id=i, name=name) for i, name in enumerate(DIGITS, 1)]
     content = dict(
-        info=INFO,
-        licenses=list(LICENSES),
-        images=images,
-        annotations=annotations,
-        categories=categories,
+        info=INFO, licenses=LICENSES, images=images, annotations=annotations, categories=categories
     )
-    _write_json(content, osp.join(root, 'coco', 'annotations', f'instances_{split}2017.json'))
+    with open(osp.join(coco_annotations, f'instances_{split}2017.json'), 'w') as file:
+        json.dump(content, file)
 
 
 def _encode(mask: np.ndarray) -> dict[str, list[int]]:
@@ -353,65 +290,3 @@ def _encode(mask: np.ndarray) -> dict[str, list[int]]:
     flat = np.concatenate([[0], mask.ravel(order='F').astype(np.int8), [0]])
     runs = np.diff(np.concatenate([[0], np.flatnonzero(np.diff(flat)), [mask.size]]))
     return dict(counts=runs.tolist(), size=list(mask.shape))
-
-
-def _write_image(image: np.ndarray, path: str, options: Iterable[int] = ()) -> None:
-    # cv2.imwrite reports a full disk by its return value only and fails on some path names.
-    _, data = cv2.imencode(osp.splitext(path)[1], image, list(options))
-    with open(path, 'wb') as file:
-        file.write(data)
-
-
-def _write_json(content: dict, path: str, indent: int | None = None) -> None:
-    with open(path, 'w', encoding='utf-8') as file:
-        json.dump(content, file, indent=indent)
-
-
-def _read_stamp(root: str) -> dict | None:
-    """The stamp of a set that this module wrote, or None."""
-    try:
-        with open(osp.join(root, STAMP), encoding='utf-8') as file:
-            stamp = json.load(file)
-    except (OSError, ValueError):
-        return None
-    ours = isinstance(stamp, dict) and stamp.get('generator') == FORMAT['generator']
-    return stamp if ours else None
-
-
-def _is_complete(root: str, parameters: dict) -> bool:
-    """Whether ``root`` holds the set with these parameters and none of its files is missing."""
-    if _read_stamp(root) != dict(FORMAT, parameters=parameters):
-        return False
-    scenes = parameters['num_train'] + parameters['num_val']
-    # Two images and a label map of each scene, two annotation files, and the stamp.
-    return sum(len(files) for _, _, files in os.walk(root)) == 3 * scenes + 3
-
-
-def _check_space(folder: str, pixels: int) -> None:
-    check_writable(folder)
-    os.makedirs(folder, exist_ok=True)
-    free = shutil.disk_usage(folder).free
-    # A JPEG of photographs has about half a byte a pixel, and there are two of each.
-    if pixels > free:
-        raise OSError(
-            f'no space for the demo set: it takes about {pixels / 1e9:.1f} GB, and {folder} has '
-            f'{free / 1e9:.1f} GB'
-        )
-
-
-def _move_into_place(finished: str, root: str, parameters: dict) -> None:
-    """Rename ``finished`` to ``root``; a set that is there is moved away first."""
-    old = finished + '.old'
-    try:
-        if osp.isdir(root):
-            os.rename(root, old)
-        os.rename(finished, root)
-    except OSError:
-        # Another process may have written the same set meanwhile.
-        if not _is_complete(root, parameters):
-            raise
-    finally:
-        if osp.isdir(old):
-            if not osp.isdir(root):
-                os.rename(old, root)
-            shutil.rmtree(old, ignore_errors=True)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import cv2
 import numpy as np
+from mmengine.structures import BaseDataElement
 
 from repa_mm.demo.dataset import DIGITS
 
@@ -15,93 +16,68 @@ COLOURS = [
 WHITE, INK, PAPER = (255, 255, 255), (30, 30, 30), (245, 245, 245)
 GAP = 8
 FONT = cv2.FONT_HERSHEY_SIMPLEX
+SCORE_THR = 0.5  # detections below it are left out
 
 
-def draw_detections(
-    predictions: Sequence[dict],
-    ground_truth: dict[int, list[tuple[Sequence[float], int]]],
-    title: str,
-    score_thr: float = 0.5,
-    columns: int = 4,
-    tile: int = 400,
-) -> np.ndarray:
-    """A grid of scenes with predicted boxes (and masks), and the true boxes in thin white.
+def draw(samples: Sequence[BaseDataElement], title: str, path: str) -> None:
+    """Write a picture of predictions, beside or over what is true.
 
     Args:
-        predictions (Sequence[dict]): As :func:`repa_mm.demo.report.compare_detections` takes them,
-            with ``img_path``.
-        ground_truth (dict[int, list[tuple]]): For each image id, boxes (x1, y1, x2, y2 in pixels)
-            and their labels.
-        title (str): Line above the grid.
-        score_thr (float): Predictions below this score are left out. Defaults to 0.5.
-        columns (int): Scenes in a row. Defaults to 4.
-        tile (int): Width and height of a scene in the picture, in pixels. Defaults to 400.
-
-    Returns:
-        np.ndarray: BGR image, uint8 of (height, width, 3).
+        samples (Sequence[BaseDataElement]): Scenes as detectors or segmentors of the demo's configs
+            return them, with ``gt_instances`` and ``pred_instances`` or ``gt_sem_seg`` and
+            ``pred_sem_seg``, and as NumPy arrays.
+        title (str): Line above the scenes.
+        path (str): The picture to write.
     """
-    tiles = []
-    for prediction in predictions:
-        image, scale = _read(prediction['img_path'], tile)
-        instances = prediction['pred_instances']
-        scores = np.asarray(instances['scores'])
-        # The most certain ones come last, so that they lie on top.
-        keep = [i for i in scores.argsort(kind='stable') if scores[i] >= score_thr]
-        labels = [int(instances['labels'][i]) for i in keep]
-        boxes = [np.asarray(instances['bboxes'][i], float) * scale for i in keep]
-        true_boxes = [np.asarray(b, float) * scale for b, _ in ground_truth[prediction['img_id']]]
-        if 'masks' in instances:
-            for i, label in zip(keep, labels):
-                _draw_mask(image, instances['masks'][i], COLOURS[label])
-        # The dark edge keeps the box of a missed digit visible on a bright background.
-        for box in true_boxes:
-            _rectangle(image, box, INK, 3)
-        for box, label in zip(boxes, labels):
-            _rectangle(image, box, COLOURS[label], 3)
-        for box in true_boxes:
-            _rectangle(image, box, WHITE, 1)
-        # Names come last, so that no box runs through one.
-        for i, box, label in zip(keep, boxes, labels):
-            _label(image, f'{DIGITS[label]} {scores[i]:.2f}', box, COLOURS[label])
-        tiles.append(image)
-    prediction = f'prediction, class and score (at least {score_thr:g})'
-    return _page(tiles, columns, title, {prediction: COLOURS[0], 'ground truth': WHITE})
+    if 'pred_sem_seg' in samples[0]:
+        tiles = [_segmentation_tile(sample, 260) for sample in samples]
+        page = _page(tiles, 2, title, dict(zip(DIGITS, COLOURS)))
+    else:
+        tiles = [_detection_tile(sample, 400) for sample in samples]
+        text = f'prediction, class and score (at least {SCORE_THR:g})'
+        page = _page(tiles, 4, title, {text: COLOURS[0], 'ground truth': WHITE})
+    cv2.imwrite(path, page)
 
 
-def draw_segmentations(
-    predictions: Sequence[dict], title: str, columns: int = 2, tile: int = 260
-) -> np.ndarray:
-    """Scenes, each as the image, its true labels and its predicted labels side by side.
+def _detection_tile(sample: BaseDataElement, tile: int) -> np.ndarray:
+    """A scene with predicted boxes (and masks), and the true boxes in thin white."""
+    image, scale = _read(sample.img_path, tile)
+    predicted = sample.pred_instances
+    scores = predicted.scores
+    # The most certain ones come last, so that they lie on top.
+    keep = [i for i in scores.argsort(kind='stable') if scores[i] >= SCORE_THR]
+    colours = [COLOURS[predicted.labels[i]] for i in keep]
+    boxes = [predicted.bboxes[i].astype(float) * scale for i in keep]
+    true_boxes = [box.astype(float) * scale for box in sample.gt_instances.bboxes]
+    if 'masks' in predicted:
+        for i, colour in zip(keep, colours):
+            _draw_mask(image, predicted.masks[i], colour)
+    # The dark edge keeps the box of a missed digit visible on a bright background.
+    for box in true_boxes:
+        _rectangle(image, box, INK, 3)
+    for box, colour in zip(boxes, colours):
+        _rectangle(image, box, colour, 3)
+    for box in true_boxes:
+        _rectangle(image, box, WHITE, 1)
+    # Names come last, so that no box runs through one.
+    for i, box, colour in zip(keep, boxes, colours):
+        _label(image, f'{DIGITS[predicted.labels[i]]} {scores[i]:.2f}', box, colour)
+    return image
 
-    Args:
-        predictions (Sequence[dict]): As :func:`repa_mm.demo.report.compare_segmentations` takes
-            them, with ``seg_map_path``, the label map on disk (0 unlabelled, 1 background, 2 to 11
-            digits).
-        title (str): Line above the grid.
-        columns (int): Scenes in a row. Defaults to 2.
-        tile (int): Width and height of each of the three parts, in pixels. Defaults to 260.
 
-    Returns:
-        np.ndarray: BGR image, uint8 of (height, width, 3).
-    """
-    tiles = []
-    for prediction in predictions:
-        image, _ = _read(prediction['img_path'], tile)
-        file = np.fromfile(prediction['seg_map_path'], np.uint8)
-        truth = cv2.imdecode(file, cv2.IMREAD_UNCHANGED).astype(int) - 1
-        predicted = np.asarray(prediction['pred_sem_seg']['data'])[0].astype(int)
-        parts = {
-            'scene': image,
-            'ground truth': _colour_labels(truth, tile),
-            'prediction': _colour_labels(predicted, tile),
-        }
-        tiles.append(np.hstack([_captioned(part, name) for name, part in parts.items()]))
-    return _page(tiles, columns, title, dict(zip(DIGITS, COLOURS)))
+def _segmentation_tile(sample: BaseDataElement, tile: int) -> np.ndarray:
+    """A scene, its true labels and its predicted labels, side by side."""
+    parts = {
+        'scene': _read(sample.img_path, tile)[0],
+        'ground truth': _colour_labels(sample.gt_sem_seg.data[0], tile),
+        'prediction': _colour_labels(sample.pred_sem_seg.data[0], tile),
+    }
+    return np.hstack([_captioned(part, name) for name, part in parts.items()])
 
 
 def _read(path: str, tile: int) -> tuple[np.ndarray, float]:
     """A square image at ``tile`` pixels, and the factor by which it grew."""
-    image = cv2.imdecode(np.fromfile(path, np.uint8), cv2.IMREAD_COLOR)
+    image = cv2.imread(path)
     scale = tile / max(image.shape[:2])
     return cv2.resize(image, None, fx=scale, fy=scale, interpolation=cv2.INTER_CUBIC), scale
 
@@ -122,10 +98,8 @@ def _label(image: np.ndarray, text: str, box: np.ndarray, colour: tuple) -> None
     cv2.putText(image, text, (x + 3, y + height + 2), FONT, 0.5, INK, 1, cv2.LINE_AA)
 
 
-def _draw_mask(image: np.ndarray, rle: dict, colour: tuple) -> None:
-    from pycocotools import mask as mask_utils
-
-    mask = mask_utils.decode(rle).astype(np.float32)
+def _draw_mask(image: np.ndarray, mask: np.ndarray, colour: tuple) -> None:
+    mask = mask.astype(np.float32)
     inside = cv2.resize(mask, image.shape[1::-1], interpolation=cv2.INTER_LINEAR) >= 0.5
     image[inside] = (0.4 * image[inside] + 0.6 * np.array(colour)).astype(np.uint8)
     outline, _ = cv2.findContours(inside.astype(np.uint8), cv2.RETR_LIST, cv2.CHAIN_APPROX_NONE)
@@ -133,10 +107,7 @@ def _draw_mask(image: np.ndarray, rle: dict, colour: tuple) -> None:
 
 
 def _colour_labels(labels: np.ndarray, tile: int) -> np.ndarray:
-    palette = np.array([(60, 60, 60), *COLOURS], np.uint8)
-    image = np.zeros((*labels.shape, 3), np.uint8)
-    known = (labels >= 0) & (labels < len(palette))
-    image[known] = palette[labels[known]]
+    image = np.array([(60, 60, 60), *COLOURS], np.uint8)[labels]
     return cv2.resize(image, (tile, tile), interpolation=cv2.INTER_NEAREST)
 
 

@@ -1,268 +1,260 @@
-"""The demonstration: data, training, a test in each form, a table and a picture."""
+"""The demonstration: data, training, tests, a table and a picture."""
 
 import argparse
-import collections
-import json
-import os
+import copy
 import os.path as osp
-import shlex
-import subprocess
-import sys
+import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import mmengine
+import torch
 import torch.nn as nn
-from mmengine.config import Config
-from mmengine.device import get_device
-from mmengine.fileio import load
+from mmengine.config import Config, DictAction
+from mmengine.runner import Runner, find_latest_checkpoint
+from rich.console import Console
+from rich.table import Table
 
-from repa_mm.demo.report import (
-    closing_table,
-    compare_detections,
-    compare_segmentations,
-    read_metrics,
-)
-from repa_mm.files import check_writable, replacing
-from repa_mm.run import FORMS, init_model, load_config
-from repa_mm.run.cli import DictAction, clear_errors
-from repa_mm.weights import load_checkpoint
+from repa_mm.benchmark.complexity import count
+from repa_mm.demo.dataset import write_digit_scenes
+from repa_mm.demo.picture import draw
+from repa_mm.fit.pretrained import convert_checkpoint, result_text
+from repa_mm.paths import config_path
+from repa_mm.reparam import reparameterize
+from repa_mm.run import load_config
 
-# For each task its name in the picture's title, and the metrics of the closing table.
+DATA = 'data/demo'
+# For each task its name in the picture's title, and the metrics of the table.
 BOX = {'coco/bbox_mAP': 'box AP', 'coco/bbox_mAP_50': 'box AP50'}
 MASK = {'coco/segm_mAP': 'mask AP', 'coco/segm_mAP_50': 'mask AP50'}
+SEMANTIC = {'mIoU': 'mIoU (%)', 'aAcc': 'aAcc (%)'}
 TASKS = {
-    'retinanet': ('RetinaNet', BOX),
-    'mask_rcnn': ('Mask R-CNN', BOX | MASK),
-    'upernet': ('UPerNet', {'mIoU': 'mIoU (%)', 'aAcc': 'aAcc (%)'}),
+    'retinanet': ('RetinaNet with RePa-Swin, deploy form', BOX),
+    'mask_rcnn': ('Mask R-CNN with RePa-Swin, deploy form', BOX | MASK),
+    'upernet': ('UPerNet with RePa-Swin, deploy form', SEMANTIC),
+    'convert': ('RetinaNet, converted from a vanilla Swin without training', BOX),
 }
-
-
-class StepError(Exception):
-    """A command of the demonstration failed; ``status`` is its exit status."""
-
-    def __init__(self, command: str, status: int) -> None:
-        super().__init__(f'this command failed with exit status {status}:\n  {command}')
-        self.status = status
+# One epoch with a small step and without a validation.
+FINE_TUNING = {
+    'train_cfg.max_epochs': 1,
+    'train_cfg.val_begin': 2,
+    'param_scheduler.1.end': 1,
+    'optim_wrapper.optimizer.lr': 1e-4,
+}
+NUM_TIMED, NUM_WARMUP = 60, 5  # scenes
 
 
 def run_demo(
     task: str,
-    tools: str,
     work_dir: str,
     checkpoint: str | None = None,
-    cfg_options: Sequence[str] = (),
-) -> dict[str, Any]:
-    """Train a small RePa-Swin on the demo data, test both of its forms and compare them.
+    cfg_options: dict[str, Any] | None = None,
+) -> dict[str, dict[str, float]]:
+    """Train a small model on the demo's data, test it, and compare its forms.
 
-    The commands that a user would type do all but the comparison; each is printed before it runs.
-    ``work_dir`` receives the checkpoints, the predictions of both forms, ``summary.json`` and a
-    picture.
+    'retinanet', 'mask_rcnn' and 'upernet' train a RePa-Swin and test its training form and its
+    deploy form. 'convert' trains a vanilla RetinaNet, converts it, fine-tunes the result for one
+    epoch, and tests the vanilla model and the deploy forms of the other two.
 
     Args:
-        task (str): 'retinanet', 'mask_rcnn' or 'upernet'.
-        tools (str): Folder of ``train.py`` and ``test.py``; ``configs`` lies beside it.
-        work_dir (str): Folder for everything that is written, except the data set (``data/demo``).
-        checkpoint (str, optional): A checkpoint in training form to test, instead of training one.
-        cfg_options (Sequence[str]): ``key=value`` pairs that override the config, for training and
-            tests.
+        task (str): A key of :data:`TASKS`.
+        work_dir (str): Folder for checkpoints, logs, ``summary.json`` and the picture. The data set
+            is written to ``data/demo``.
+        checkpoint (str, optional): The trained model (training form, or vanilla for 'convert').
+            Defaults to None: train one.
+        cfg_options (dict, optional): Values to override in the config, by dotted names.
 
     Returns:
-        dict: The content of ``summary.json``.
-
-    Raises:
-        StepError: If one of the commands fails.
-        FileNotFoundError, CheckpointError: If the checkpoint cannot be read.
-        OSError: If ``work_dir`` cannot be written to.
+        dict: The content of ``summary.json``: for each tested model its metrics, millions of
+        parameters, multiply-adds (1e9) and latencies (ms), by the names that the table has.
     """
     start = time.perf_counter()
-    root = osp.dirname(osp.abspath(tools))
-    config = osp.join(root, 'configs', 'demo', f'{task}_repa_swin_digits.py')
-    options = ['--cfg-options', *cfg_options] if cfg_options else []
-    if checkpoint is not None:
-        load_checkpoint(checkpoint)  # before anything is done
-    check_writable(work_dir)
-    os.makedirs(work_dir, exist_ok=True)
-
-    def step(name: str, tool: str, *arguments: str) -> None:
-        run_step(name, osp.join(tools, f'{tool}.py'), *arguments)
-
-    step('data', 'make_demo_data')
-    if checkpoint is None:
-        step('training', 'train', config, '--work-dir', work_dir, *options)
-        with open(osp.join(work_dir, 'last_checkpoint'), encoding='utf-8') as f:
-            checkpoint = f.read().strip()
-    predictions, metrics = {}, {}
-    for form in FORMS:
-        out, test_dir = (osp.join(work_dir, name) for name in (f'{form}.pkl', f'test_{form}'))
-        more = ['--work-dir', test_dir, '--form', form, '--out', out, *options]
-        step(f'test, {form} form', 'test', config, checkpoint, *more)
-        predictions[form], metrics[form] = out, read_metrics(test_dir)
-
-    headline('comparison')
+    write_digit_scenes(DATA)
+    model = 'retinanet_swin' if task == 'convert' else f'{task}_repa_swin'
+    config = config_path(f'demo/{model}_digits.py')
+    cfg = load_config(config, cfg_options)
+    checkpoint = checkpoint or train(cfg, work_dir)
+    if task == 'convert':
+        converted = osp.join(work_dir, 'converted.pth')
+        result = convert_checkpoint(config, checkpoint, converted, cfg_options=cfg_options)
+        print(result_text(result, converted))
+        own = load_config(osp.join(work_dir, 'converted.py'))  # has the options
+        tuning = copy.deepcopy(own)
+        tuning.merge_from_dict(FINE_TUNING)
+        tuned = train(tuning, osp.join(work_dir, 'fine-tuning'))
+        cases = {
+            'vanilla': (cfg, checkpoint, False),
+            'converted': (own, converted, True),
+            'fine-tuned': (own, tuned, True),
+        }
+    else:
+        cases = {'training form': (cfg, checkpoint, False), 'deploy form': (cfg, checkpoint, True)}
     title, names = TASKS[task]
-    cfg = load_config(config, parse_options(cfg_options))
-    first, second = (load(predictions[form]) for form in FORMS)
-    device = get_device()
-    models = {form: init_model(cfg, checkpoint, form=form, device=device) for form in FORMS}
-    measured = measure(cfg, models, device)
-    summary: dict[str, Any] = dict(task=task, checkpoint=checkpoint, **measured)
-    for form in FORMS:
-        # MMDetection reports no AP where there is no detection at all.
-        summary[form]['metrics'] = {name: metrics[form].get(key) for key, name in names.items()}
-    compare = compare_segmentations if task == 'upernet' else compare_detections
-    summary['difference'] = compare(first, second)
-    title = f'{title} with RePa-Swin, deploy form, on validation scenes'
-    picture = draw(cfg, title, second, work_dir)
-    summary['total_seconds'] = time.perf_counter() - start
-    with replacing(osp.join(work_dir, 'summary.json')) as path, open(path, 'w') as f:
-        json.dump(summary, f, indent=2)
+    rows: dict[str, dict[str, float]] = {}
+    models = {}
+    for name, case in cases.items():
+        metrics, models[name] = test(*case, osp.join(work_dir, f'test_{name.replace(" ", "_")}'))
+        rows[name] = {label: metrics.get(key, float('nan')) for key, label in names.items()}
 
-    print(closing_table(summary))
-    print(f'Picture: {short(picture)}', flush=True)
-    return summary
+    scenes = list(Runner.build_dataloader(cfg.test_dataloader))
+    chosen = spread(scenes, NUM_TIMED)
+    measured, samples = measure(models, chosen)
+    for name, values in measured.items():
+        rows[name].update(values)
+    mmengine.dump(rows, osp.join(work_dir, 'summary.json'), indent=2)
+    what, number = ('segmentation', 10) if task == 'upernet' else ('detections', 12)
+    picture = osp.join(work_dir, f'{what}.png')
+    drawn = samples['converted' if task == 'convert' else 'deploy form']
+    draw(spread(drawn, number), f'{title}, on validation scenes', picture)
+
+    table = Table('', *rows)
+    for label in next(iter(rows.values())):
+        table.add_row(label, *(f'{row[label]:.4g}' for row in rows.values()))
+    Console().print(table)
+    if task != 'convert':
+        found = difference(*models.values(), chosen)
+        print(f'Largest difference of the features, relative to the largest feature: {found:.1e}')
+    minutes, seconds = divmod(round(time.perf_counter() - start), 60)
+    print(f'Picture: {picture}\nTotal time: {minutes} min {seconds} s', flush=True)
+    return rows
 
 
-def main(tools: str, argv: Sequence[str] | None = None) -> int:
-    """Run the command line of the demonstration.
+def train(cfg: Config, work_dir: str) -> str:
+    """Train as a config says.
 
     Args:
-        tools (str): Folder of ``train.py`` and ``test.py``.
-        argv (Sequence[str], optional): The arguments. Defaults to those of the process.
+        cfg (Config): The config.
+        work_dir (str): Folder for checkpoints and logs.
 
     Returns:
-        int: The exit status.
+        str: The path of the last checkpoint.
     """
+    _runner(cfg, work_dir).train()
+    return find_latest_checkpoint(work_dir)
+
+
+def test(
+    cfg: Config, checkpoint: str, deploy: bool, work_dir: str
+) -> tuple[dict[str, float], nn.Module]:
+    """Test a checkpoint in one form.
+
+    Args:
+        cfg (Config): Its config.
+        checkpoint (str): Its path.
+        deploy (bool): Whether :class:`~repa_mm.engine.ReparameterizeHook` merges the model for the
+            test.
+        work_dir (str): Folder for logs.
+
+    Returns:
+        tuple: The metrics, and the model in the form that was tested, in eval mode.
+    """
+    hooks = [dict(type='ReparameterizeHook')] if deploy else []
+    runner = _runner(cfg, work_dir, load_from=checkpoint, custom_hooks=hooks)
+    metrics = runner.test()
+    model = reparameterize(runner.model) if deploy else runner.model
+    return metrics, model.eval()
+
+
+def _runner(cfg: Config, work_dir: str, **changes: Any) -> Runner:
+    cfg = copy.deepcopy(cfg)
+    # Runs of one process share a log and a visualizer unless these have names of their own.
+    cfg.visualizer.pop('name', None)
+    cfg.merge_from_dict(
+        dict(changes, work_dir=work_dir, experiment_name=osp.basename(osp.normpath(work_dir)))
+    )
+    return Runner.from_cfg(cfg)
+
+
+def spread(items: Sequence, count: int) -> list:
+    """At most ``count`` items, evenly spread over all of them."""
+    count = min(count, len(items))
+    return [items[i * len(items) // count] for i in range(count)]
+
+
+@torch.no_grad()
+def measure(
+    models: dict[str, nn.Module], scenes: Sequence[dict]
+) -> tuple[dict[str, dict[str, float]], dict[str, list]]:
+    """Sizes and median latencies of models that take turns on every scene.
+
+    Args:
+        models (dict[str, nn.Module]): Detectors or segmentors in eval mode, by name.
+        scenes (Sequence[dict]): Batches of one image.
+
+    Returns:
+        tuple: Sizes and latencies for each model, and its predictions, as NumPy arrays.
+    """
+    times: dict[str, tuple[list, list]] = {name: ([], []) for name in models}
+    samples: dict[str, list] = {name: [] for name in models}
+    for number, scene in enumerate([*scenes[:NUM_WARMUP], *scenes]):
+        for name, model in models.items():
+            inputs = model.data_preprocessor(scene, False)['inputs']
+            predictions, whole = _timed(model.test_step, scene)
+            _, part = _timed(model.backbone, inputs)
+            if number >= NUM_WARMUP:
+                times[name][0].append(whole)
+                times[name][1].append(part)
+                samples[name].append(predictions[0].numpy())
+    rows = {}
+    for name, model in models.items():
+        parameters, macs = count(model.backbone, inputs)
+        whole, part = (1e3 * statistics.median(values) for values in times[name])
+        rows[name] = {
+            'parameters, model (M)': sum(p.numel() for p in model.parameters()) / 1e6,
+            'parameters, backbone (M)': parameters / 1e6,
+            'GMACs, backbone, {}x{}'.format(*inputs.shape[2:]): macs / 1e9,
+            'latency, model (ms)': whole,
+            'latency, backbone (ms)': part,
+        }
+    return rows, samples
+
+
+def _timed(function: Callable, *args) -> tuple[Any, float]:
+    start = time.perf_counter()
+    result = function(*args)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return result, time.perf_counter() - start
+
+
+@torch.no_grad()
+def difference(first: nn.Module, second: nn.Module, scenes: Sequence[dict]) -> float:
+    """The largest difference of two models' features for the heads, relative to the largest one.
+
+    Args:
+        first (nn.Module): A detector or segmentor in eval mode.
+        second (nn.Module): Another.
+        scenes (Sequence[dict]): Batches of images.
+    """
+    largest = 0.0
+    for scene in scenes:
+        inputs = first.data_preprocessor(scene, False)['inputs']
+        for a, b in zip(first.extract_feat(inputs), second.extract_feat(inputs), strict=True):
+            largest = max(largest, float((a - b).abs().max() / a.abs().max()))
+    return largest
+
+
+def main() -> None:
+    """Run the command line of the demonstration."""
     parser = argparse.ArgumentParser(
         description='Train a small model on digits pasted on photographs, test its training '
         'form and its deploy form, and compare them; or convert a trained vanilla one (convert).'
     )
-    parser.add_argument('--task', choices=['convert', *sorted(TASKS)], default='retinanet')
+    parser.add_argument(
+        '--task', choices=[*TASKS, 'data'], default='retinanet', help='data: write data/demo alone'
+    )
     parser.add_argument('--work-dir', help='default: work_dirs/demo/TASK')
     parser.add_argument(
-        '--checkpoint', help='test this checkpoint (training form) instead of training one'
+        *('--checkpoint', '--vanilla'),
+        help='a trained model to test or to convert, instead of training one',
     )
     parser.add_argument(
-        '--vanilla', help='with --task convert: this vanilla checkpoint instead of training one'
+        '--cfg-options', nargs='+', action=DictAction, help='override settings of the config'
     )
-    parser.add_argument(
-        '--cfg-options',
-        nargs='+',
-        default=[],
-        metavar='KEY=VALUE',
-        help='override settings of the config',
-    )
-    args = parser.parse_args(argv)
-    unused = 'checkpoint' if args.task == 'convert' else 'vanilla'
-    if getattr(args, unused) is not None:
-        parser.error(f'--{unused} does not go with --task {args.task}')
-    parse_options(args.cfg_options)
-    work_dir = args.work_dir or osp.join('work_dirs', 'demo', args.task)
-    try:
-        with clear_errors():
-            try:
-                if args.task == 'convert':
-                    from repa_mm.demo.convert import run_conversion
-
-                    run_conversion(tools, work_dir, args.vanilla, args.cfg_options)
-                else:
-                    run_demo(args.task, tools, work_dir, args.checkpoint, args.cfg_options)
-            except StepError as error:
-                print(f'\ndemo stopped: {error}', file=sys.stderr)
-                return error.status
-    except KeyboardInterrupt:
-        print('\ndemo stopped: interrupted', file=sys.stderr)
-        return 130
-    return 0
-
-
-def short(path: str) -> str:
-    """A path as somebody in the current folder would type it."""
-    relative = osp.relpath(path)
-    return path if relative.startswith(os.pardir) else relative
-
-
-def headline(text: str) -> None:
-    """Print a line that a step begins with."""
-    print(f'\n=== {text} ===', flush=True)
-
-
-def run_step(name: str, script: str, *arguments: str) -> None:
-    """Run one command, its output passed on as it comes."""
-    headline(name)
-    command = [script, *arguments]
-    shown = shlex.join(['python', *(short(a) if osp.isabs(a) else a for a in command)])
-    print(f'$ {shown}', flush=True)
-    status = subprocess.call(
-        [sys.executable, *command], env={**os.environ, 'PYTHONUNBUFFERED': '1'}
-    )
-    if status:
-        # A negative status is the signal that ended the command; shells add it to 128.
-        raise StepError(shown, status if status > 0 else 128 - status)
-
-
-def parse_options(cfg_options: Sequence[str]) -> dict:
-    """The values of ``key=value`` pairs, by their keys."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument('--cfg-options', nargs='*', action=DictAction)
-    return parser.parse_args(['--cfg-options', *cfg_options]).cfg_options
-
-
-def measure(
-    cfg: Config, models: dict[str, nn.Module], device: str, num_scenes: int = 60
-) -> dict[str, Any]:
-    """Sizes and latencies of models on validation scenes; the models take turns on every scene."""
-    from repa_mm.benchmark.inputs import DatasetInputs
-    from repa_mm.benchmark.latency import Options, measure_forms
-    from repa_mm.benchmark.machine import environment, machine
-    from repa_mm.engine.complexity import count_macs, count_parameters
-
-    scenes = DatasetInputs(cfg)
-    num_scenes = min(num_scenes, len(scenes))
-    options = Options(num_images=num_scenes, warmup=5, device=device, memory=False)
-    run = measure_forms(models, scenes, options, quiet=True)
-    if run['interrupted']:
-        raise KeyboardInterrupt
-    height, width = run['shapes'][0][-2:]
-    result: dict[str, Any] = dict(
-        input_size=f'{width}x{height}',
-        latency_scenes=num_scenes,
-        device=machine(environment(device)),
-    )
-    for form, model in models.items():
-        measured = run['forms'][form]
-        result[form] = dict(
-            parameters=count_parameters(model),
-            backbone_parameters=count_parameters(model.backbone),
-            backbone_macs=count_macs(model.backbone, (3, height, width)),
-            latency_ms=measured['latency']['median'],
-            backbone_latency_ms=measured['parts']['backbone']['median'],
-        )
-    return result
-
-
-def draw(cfg: Config, title: str, predictions: list[dict], work_dir: str) -> str:
-    """Draw the deploy form's predictions on scenes spread over the validation set."""
-    import cv2
-
-    from repa_mm.demo.picture import draw_detections, draw_segmentations
-
-    segments = cfg.default_scope == 'mmseg'
-    count = min(10 if segments else 12, len(predictions))
-    chosen = [predictions[i * len(predictions) // count] for i in range(count)]
-    if segments:
-        picture = draw_segmentations(chosen, title)
+    args = parser.parse_args()
+    if args.task == 'data':
+        write_digit_scenes(DATA)
     else:
-        dataset = cfg.test_dataloader.dataset
-        with open(osp.join(dataset.data_root, dataset.ann_file), encoding='utf-8') as f:
-            annotations = json.load(f)['annotations']
-        truth: dict[int, list] = collections.defaultdict(list)
-        for annotation in annotations:
-            x, y, w, h = annotation['bbox']
-            box, label = (x, y, x + w, y + h), annotation['category_id'] - 1
-            truth[annotation['image_id']].append((box, label))
-        picture = draw_detections(chosen, truth, title)
-    path = osp.join(work_dir, 'segmentation.png' if segments else 'detections.png')
-    with replacing(path) as temporary:
-        cv2.imencode('.png', picture)[1].tofile(temporary)
-    return path
+        work_dir = args.work_dir or osp.join('work_dirs', 'demo', args.task)
+        run_demo(args.task, work_dir, args.checkpoint, args.cfg_options)

@@ -1,11 +1,9 @@
-"""The demo data set: what is in it, and that it is written whole or not at all."""
+"""The demo's data set: what is in it, and that it is written whole or not at all."""
 
 import hashlib
 import json
 import os
 import os.path as osp
-import subprocess
-import sys
 
 import cv2
 import numpy as np
@@ -23,7 +21,7 @@ SIX = dict(num_train=6, num_val=6)
 @pytest.fixture(scope='module')
 def root(tmp_path_factory):
     root = str(tmp_path_factory.mktemp('data') / 'demo')
-    assert write_digit_scenes(root, **SIX)
+    write_digit_scenes(root, **SIX)
     return root
 
 
@@ -56,7 +54,6 @@ def test_layout(root):
     listing = {osp.relpath(folder, root): len(files) for folder, _, files in os.walk(root) if files}
     ade = osp.join('ade', 'images'), osp.join('ade', 'annotations')
     assert listing == {
-        '.': 1,
         osp.join('coco', 'annotations'): 2,
         osp.join('coco', 'train2017'): 6,
         osp.join('coco', 'val2017'): 6,
@@ -65,18 +62,14 @@ def test_layout(root):
 
 
 def test_same_arguments_same_bytes(root, tmp_path):
+    write_digit_scenes(str(tmp_path), **SIX)  # is there: nothing is written
+    assert not os.listdir(tmp_path)
     write_digit_scenes(str(tmp_path / 'again'), **SIX)
     assert digest(str(tmp_path / 'again')) == digest(root)
-    write_digit_scenes(str(tmp_path / 'other'), **SIX, seed=1)
-    assert digest(str(tmp_path / 'other')) != digest(root)
-
-
-def test_scenes_do_not_depend_on_their_number(root, tmp_path):
-    more = str(tmp_path / 'more')
-    write_digit_scenes(more, num_train=7, num_val=6)
-    name = osp.join('coco', 'train2017', f'{6:012d}.jpg')
-    with open(osp.join(root, name), 'rb') as a, open(osp.join(more, name), 'rb') as b:
-        assert a.read() == b.read()
+    # A scene does not depend on how many there are.
+    write_digit_scenes(str(tmp_path / 'fewer'), num_train=2, num_val=1)
+    name = osp.join('coco', 'train2017', f'{2:012d}.jpg')
+    assert (tmp_path / 'fewer' / name).read_bytes() == (tmp_path / 'again' / name).read_bytes()
 
 
 @pytest.mark.parametrize('split', ['train', 'val'])
@@ -104,18 +97,9 @@ def test_annotations(root, split):
     assert per_scene.min() >= 2 and per_scene.max() <= 6
 
 
-def test_digit_is_what_the_scan_says(root):
-    from sklearn.datasets import load_digits
-
-    target = load_digits().target
-    for split in ('train', 'val'):
-        for a in annotations(root, split)['annotations']:
-            assert target[a['scan']] == a['category_id'] - 1
-
-
 def test_train_and_val_share_nothing():
     labels = np.arange(500) % 10
-    splits = dataset._split_scans(labels, seed=0)
+    splits = dataset._split_scans(labels)
     train, val = (set(np.concatenate(splits[s]).tolist()) for s in ('train', 'val'))
     assert not train & val and len(train | val) == 500
     assert len(val) == 100
@@ -128,15 +112,18 @@ def test_train_and_val_share_nothing():
         assert dataset._background(rng, photograph, 'val', 64).max() == 0
 
 
-def test_scans_of_written_splits_are_disjoint(tmp_path):
-    root = str(tmp_path / 'demo')
+def test_scans_of_written_splits(tmp_path):
+    from sklearn.datasets import load_digits
+
+    root, target = str(tmp_path / 'demo'), load_digits().target
     write_digit_scenes(root, num_train=40, num_val=20, size=64)
-    train, val = (
-        {a['scan'] for a in annotations(root, s)['annotations']} for s in ('train', 'val')
-    )
-    assert train and val and not train & val
-    image_ids = [{i['id'] for i in annotations(root, s)['images']} for s in ('train', 'val')]
-    assert not image_ids[0] & image_ids[1]
+    scans, image_ids = [], []
+    for split in ('train', 'val'):
+        content = annotations(root, split)
+        scans.append({a['scan'] for a in content['annotations']})
+        image_ids.append({i['id'] for i in content['images']})
+        assert all(target[a['scan']] == a['category_id'] - 1 for a in content['annotations'])
+    assert all(scans) and not scans[0] & scans[1] and not image_ids[0] & image_ids[1]
 
 
 def test_label_maps_agree_with_masks(root):
@@ -201,101 +188,20 @@ def test_mmseg_reads_it(root):
         assert set(np.unique(labels)) <= set(range(11)) and labels.min() == 0
 
 
-def test_written_once(root, monkeypatch):
-    before = digest(root)
-    monkeypatch.setattr(dataset, '_load_scans', lambda: pytest.fail('written again'))
-    assert not write_digit_scenes(root, **SIX)
-    assert digest(root) == before
-
-
-def test_other_parameters_or_missing_files_are_made_anew(tmp_path):
-    root = str(tmp_path / 'demo')
-    write_digit_scenes(root, num_train=1, num_val=1)
-    assert write_digit_scenes(root, num_train=2, num_val=1)
-    assert len(annotations(root, 'train')['images']) == 2
-    os.remove(osp.join(root, 'coco', 'train2017', f'{1:012d}.jpg'))
-    assert write_digit_scenes(root, num_train=2, num_val=1)
-    assert len(os.listdir(osp.join(root, 'coco', 'train2017'))) == 2
-    assert os.listdir(tmp_path) == ['demo']
-
-
-@pytest.mark.parametrize('content', ['notes.txt', 'coco', dataset.STAMP])
-def test_foreign_folder_is_left_alone(tmp_path, content):
-    root = tmp_path / 'demo'
-    root.mkdir()
-    if content == 'coco':
-        (root / content).mkdir()
-    else:
-        (root / content).write_text('{"generator": "somebody else"}')
-    with pytest.raises(FileExistsError, match='not a demo set'):
-        write_digit_scenes(str(root), **SIX)
-    assert os.listdir(root) == [content] and os.listdir(tmp_path) == ['demo']
-
-
-def test_empty_folder_is_used(tmp_path):
-    assert write_digit_scenes(str(tmp_path), num_train=1, num_val=1)
-    assert osp.isfile(tmp_path / dataset.STAMP)
-
-
-def test_interrupted_writing_leaves_nothing(tmp_path, monkeypatch):
-    root = tmp_path / 'demo'
-    write_digit_scenes(str(root), num_train=1, num_val=1)
-    before = digest(str(root))
-    compose, calls = dataset._compose, []
+def test_complete_or_absent(tmp_path, monkeypatch):
+    """A set that was interrupted is made anew; one that is there is left alone."""
+    root, write = tmp_path / 'new' / 'demo', dataset._write_split
 
     def interrupted(*args):
-        calls.append(None)
-        if len(calls) == 4:
-            raise KeyboardInterrupt
-        return compose(*args)
+        write(*args)
+        raise KeyboardInterrupt
 
-    monkeypatch.setattr(dataset, '_compose', interrupted)
-    for target in (root, tmp_path / 'fresh'):
-        calls.clear()
-        with pytest.raises(KeyboardInterrupt):
-            write_digit_scenes(str(target), **SIX)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(dataset, '_write_split', interrupted)
+        write_digit_scenes(str(root), num_train=2, num_val=1)
+    assert not root.exists()
+    write_digit_scenes(str(root), num_train=1, num_val=1)
+    assert os.listdir(root.parent) == ['demo']
+    before = digest(str(root))
+    write_digit_scenes(str(root), **SIX)
     assert digest(str(root)) == before
-    assert os.listdir(tmp_path) == ['demo']
-
-
-@pytest.mark.parametrize(
-    'arguments',
-    [dict(num_train=0), dict(num_val=-1), dict(size=10), dict(num_train=2.5), dict(seed=-1)],
-)
-def test_bad_numbers(tmp_path, arguments):
-    with pytest.raises(ValueError, match=next(iter(arguments))):
-        write_digit_scenes(str(tmp_path / 'demo'), **arguments)
-    assert not os.listdir(tmp_path)
-
-
-@pytest.mark.parametrize('package', ['sklearn', 'skimage'])
-def test_missing_package_says_what_to_install(tmp_path, monkeypatch, package):
-    for name in [n for n in sys.modules if n.split('.')[0] == package]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(ImportError, match=r'pip install -e \.\[demo\]'):
-        write_digit_scenes(str(tmp_path / 'demo'), **SIX)
-
-
-def test_command_line(tmp_path):
-    tool = osp.join(osp.dirname(__file__), '..', '..', 'tools', 'make_demo_data.py')
-    command = [
-        sys.executable,
-        tool,
-        '--root',
-        str(tmp_path / 'demo'),
-        '--num-train',
-        '2',
-        '--num-val',
-        '1',
-        '--size',
-        '96',
-    ]
-    first = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert 'Wrote 2 training and 1 validation scenes' in first.stdout
-    second = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert 'already has these scenes' in second.stdout
-    command[3] = str(tmp_path)
-    refused = subprocess.run(command, capture_output=True, text=True)
-    assert refused.returncode == 1 and 'not a demo set' in refused.stderr
-    assert 'Traceback' not in refused.stderr

@@ -1,138 +1,105 @@
-"""The whole demonstration on a handful of scenes, and what happens when a step fails."""
+"""The whole demonstration on a handful of scenes."""
 
-import json
-import os
-import os.path as osp
-import sys
-
+import cv2
+import numpy as np
 import pytest
+import torch
+from mmengine.structures import InstanceData
 
-from repa_mm.demo.run import main
+pytest.importorskip('mmdet')
+pytest.importorskip('sklearn')
+pytest.importorskip('skimage')
 
-REPOSITORY = osp.abspath(osp.join(osp.dirname(__file__), '..', '..'))
+from repa_mm import config_path  # noqa: E402
+from repa_mm.demo import run  # noqa: E402
+from repa_mm.demo.dataset import write_digit_scenes  # noqa: E402
+from repa_mm.demo.picture import WHITE, draw  # noqa: E402
+from repa_mm.run import build_model, load_config  # noqa: E402
+
+# One block for each stage, and one epoch.
+OPTIONS = {
+    'model.backbone.arch.depths': [1, 1, 1, 1],
+    'train_dataloader.batch_size': 4,
+    'train_cfg.max_epochs': 1,
+    'train_cfg.val_interval': 2,
+}
 
 
-def fake_tools(folder, broken, status):
-    """A folder of tools that only print their name, one of which fails."""
-    tools = folder / 'tools'
-    tools.mkdir()
-    for name in ('make_demo_data', 'train', 'test'):
-        (tools / f'{name}.py').write_text(
-            f'print("this is {name}")\n' + (f'import os, sys; {status}\n' if name == broken else '')
-        )
-    return str(tools)
-
-
-@pytest.mark.parametrize(
-    'broken, status, code',
-    [
-        ('make_demo_data', 'sys.exit(3)', 3),
-        ('train', 'raise ValueError("boom")', 1),
-        pytest.param(
-            'train',
-            'os.kill(os.getpid(), 9)',
-            137,
-            marks=pytest.mark.skipif(sys.platform == 'win32', reason='signals'),
-        ),
-    ],
-)
-def test_failing_step_stops_the_demo(tmp_path, monkeypatch, capfd, broken, status, code):
+@pytest.fixture
+def scenes(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert main(fake_tools(tmp_path, broken, status), ['--work-dir', 'out']) == code
-    out, err = capfd.readouterr()
-    assert f'$ python {osp.join("tools", broken)}.py' in out
-    assert f'failed with exit status {code}' in err
-    assert f'{osp.join("tools", broken)}.py' in err
-    assert 'this is test' not in out
+    write_digit_scenes('data/demo', num_train=8, num_val=4)
+    return tmp_path
 
 
-def linked_tools(folder, monkeypatch):
-    """A folder of the real tools, but for the one that makes the data set."""
-    monkeypatch.setenv('OMP_NUM_THREADS', '1')
-    monkeypatch.setenv(
-        'PYTHONPATH', os.pathsep.join([REPOSITORY, *filter(None, [os.environ.get('PYTHONPATH')])])
+@pytest.mark.parametrize('task', ['retinanet', 'mask_rcnn', 'upernet', 'convert'])
+def test_demo(task, scenes, capsys):
+    """A trained model, or one of random weights, is tested in its forms, measured and drawn."""
+    checkpoint = None
+    options = dict(OPTIONS)
+    if task == 'upernet':
+        pytest.importorskip('mmseg')
+        options = {'model.backbone.arch.depths': [1, 1, 1, 1]}
+    if task != 'retinanet':
+        name = 'retinanet_swin' if task == 'convert' else f'{task}_repa_swin'
+        model = build_model(load_config(config_path(f'demo/{name}_digits.py'), options))
+        checkpoint = 'random.pth'
+        torch.save(dict(state_dict=model.state_dict(), meta={}), checkpoint)
+    rows = run.run_demo(task, 'out', checkpoint, options)
+    out = capsys.readouterr().out
+    assert 'latency, backbone (ms)' in out and 'Total time: ' in out
+    before, *after = rows.values()
+    assert len(after) == (2 if task == 'convert' else 1)
+    for row in after:
+        assert row.keys() == before.keys()
+        for key in ('parameters, model (M)', 'GMACs, backbone, 160x160'):
+            assert before[key] > 1.2 * row[key]
+    if task != 'convert':
+        assert float(out.split('largest feature: ')[1].split()[0]) < 1e-4
+    name = 'segmentation' if task == 'upernet' else 'detections'
+    assert cv2.imread(f'out/{name}.png').shape[1] > 1000
+    assert (scenes / 'out' / 'summary.json').is_file()
+
+
+def test_metrics_of_the_table(scenes):
+    """The two forms of one checkpoint are tested as asked, and give the same metrics."""
+    cfg = load_config(config_path('demo/mask_rcnn_repa_swin_digits.py'), OPTIONS)
+    torch.save(dict(state_dict=build_model(cfg).state_dict(), meta={}), 'random.pth')
+    (first, training), (second, deploy) = (
+        run.test(cfg, 'random.pth', form, f'out_{form}') for form in (False, True)
     )
-    tools = folder / 'tools'
-    tools.mkdir()
-    os.symlink(osp.join(REPOSITORY, 'configs'), folder / 'configs')
-    for name in ('train', 'test', 'convert_pretrained'):
-        os.symlink(osp.join(REPOSITORY, 'tools', f'{name}.py'), tools / f'{name}.py')
-    (tools / 'make_demo_data.py').write_text('')
-    return str(tools)
+    assert first == second
+    assert set(run.TASKS['mask_rcnn'][1]) <= first.keys()
+    sizes = [sum(p.numel() for p in model.parameters()) for model in (training, deploy)]
+    assert sizes[0] > 1.2 * sizes[1]
 
 
-@pytest.mark.parametrize(
-    'task, codebase', [('retinanet', 'mmdet'), ('mask_rcnn', 'mmdet'), ('upernet', 'mmseg')]
-)
-def test_whole_job(tmp_path, monkeypatch, capfd, task, codebase):
-    """The real tools and configs, but eight scenes; only the first task trains."""
-    pytest.importorskip(codebase)
-    pytest.importorskip('sklearn')
-    pytest.importorskip('skimage')
-    from repa_mm.demo.dataset import write_digit_scenes
-
-    monkeypatch.chdir(tmp_path)
-    tools = linked_tools(tmp_path, monkeypatch)
-    write_digit_scenes('data/demo', num_train=8, num_val=4)
-
-    arguments = ['--task', task, '--work-dir', 'out']
-    if task == 'retinanet':
-        arguments += [
-            '--cfg-options',
-            'train_cfg.max_epochs=1',
-            'train_dataloader.batch_size=4',
-            'train_cfg.val_interval=2',
-        ]
-    else:
-        import torch
-
-        from repa_mm.run import init_model
-
-        model = init_model(f'configs/demo/{task}_repa_swin_digits.py')
-        torch.save(dict(state_dict=model.state_dict(), meta={}), 'random.pth')
-        arguments += ['--checkpoint', 'random.pth']
-    assert main(tools, arguments) == 0
-
-    out = capfd.readouterr().out
-    assert out.count('\n$ python ') == (4 if task == 'retinanet' else 3)
-    assert 'Total time: ' in out and 'nan' not in out[out.index('=== comparison') :]
-    with open(osp.join('out', 'summary.json')) as f:
-        summary = json.load(f)
-    assert summary['task'] == task
-    assert summary['training']['parameters'] > 1.2 * summary['deploy']['parameters']
-    assert summary['training']['backbone_macs'] > 1.2 * summary['deploy']['backbone_macs']
-    assert summary['training']['metrics'].keys() == summary['deploy']['metrics'].keys()
-    assert summary['latency_scenes'] == summary['difference']['images'] == 4
-    picture = 'segmentation.png' if task == 'upernet' else 'detections.png'
-    assert osp.getsize(osp.join('out', picture)) > 10000
-    left = [name for name in os.listdir('out') if name.startswith('.') or name.endswith('.tmp')]
-    assert not left
+def test_spread():
+    assert run.spread(range(200), 4) == [0, 50, 100, 150]
+    assert run.spread(range(3), 4) == [0, 1, 2]
 
 
-def test_conversion(tmp_path, monkeypatch, capfd):
-    """A given vanilla model is converted, fine-tuned, and compared on four scenes."""
-    pytest.importorskip('mmdet')
-    pytest.importorskip('sklearn')
-    pytest.importorskip('skimage')
-    import torch
+def test_detections_are_drawn(tmp_path):
+    from mmdet.structures import DetDataSample
 
-    from repa_mm.demo.dataset import write_digit_scenes
-    from repa_mm.run import init_model
+    path, out = str(tmp_path / 'a.jpg'), str(tmp_path / 'out.png')
+    cv2.imwrite(path, np.zeros((160, 160, 3), np.uint8))
+    boxes = np.array([[10.0, 10.0, 30.0, 40.0], [50.0, 60.0, 70.0, 90.0]], np.float32)
 
-    monkeypatch.chdir(tmp_path)
-    tools = linked_tools(tmp_path, monkeypatch)
-    write_digit_scenes('data/demo', num_train=8, num_val=4)
-    model = init_model('configs/demo/retinanet_swin_digits.py')
-    torch.save(dict(state_dict=model.state_dict(), meta={}), 'vanilla.pth')
-    arguments = ['--task', 'convert', '--work-dir', 'out', '--vanilla', 'vanilla.pth']
-    assert main(tools, [*arguments, '--cfg-options', 'train_dataloader.batch_size=4']) == 0
-    out = capfd.readouterr().out
-    assert out.count('\n$ python ') == 6
-    with open(osp.join('out', 'summary.json')) as f:
-        models = json.load(f)['models']
-    assert list(models) == ['vanilla', 'converted', 'fine-tuned']
-    sizes = [row['backbone_macs'] for row in models.values()]
-    assert sizes[0] > 1.2 * sizes[1] == 1.2 * sizes[2]
-    assert osp.getsize(osp.join('out', 'detections.png')) > 10000
-    with pytest.raises(SystemExit):
-        main(tools, ['--task', 'retinanet', '--vanilla', 'vanilla.pth'])
+    def picture(scores, true_boxes, **more):
+        sample = DetDataSample(metainfo=dict(img_path=path))
+        sample.gt_instances = InstanceData(bboxes=true_boxes)
+        labels = np.array([1, 2])
+        sample.pred_instances = InstanceData(bboxes=boxes, scores=scores, labels=labels, **more)
+        draw([sample] * 5, 'Title', out)
+        return cv2.imread(out)
+
+    certain = np.array([0.9, 0.8], np.float32)
+    full = picture(certain, boxes[:1])
+    assert full.shape[1] == 4 * 408 + 8 and (full == WHITE).all(-1).any()
+    for other in (
+        picture(certain, boxes[:0]),
+        picture(np.array([0.9, 0.4], np.float32), boxes[:1]),
+        picture(certain, boxes[:1], masks=np.ones((2, 160, 160), bool)),
+    ):
+        assert other.shape == full.shape and (other != full).any()

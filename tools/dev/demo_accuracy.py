@@ -28,9 +28,8 @@ import torch
 
 import repa_mm
 from repa_mm.benchmark.output import write_json
-from repa_mm.demo.convert import FINE_TUNING
 from repa_mm.demo.dataset import write_digit_scenes
-from repa_mm.demo.run import parse_options
+from repa_mm.demo.run import FINE_TUNING
 from repa_mm.fit.pretrained import convert_checkpoint
 from repa_mm.run import runner_for_testing, runner_for_training
 from repa_mm.run.cli import add_cfg_options
@@ -90,7 +89,7 @@ def iterations(number: int) -> dict:
 
 def fine_tuning_options(task: str, seed: int) -> dict:
     """The settings of the one epoch more: those of the demo of a conversion."""
-    options = parse_options(FINE_TUNING)
+    options = dict(FINE_TUNING)
     if task == 'upernet':
         rate = options['optim_wrapper.optimizer.lr']
         options = {'optim_wrapper.optimizer.lr': rate, **iterations(EPOCH)}

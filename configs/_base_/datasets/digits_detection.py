@@ -1,4 +1,4 @@
-# The demo's scenes of digits, which tools/make_demo_data.py writes.
+# The demo's scenes of digits, which `python tools/demo.py --task data` writes.
 _base_ = './coco_detection.py'
 
 data_root = 'data/demo/coco/'
