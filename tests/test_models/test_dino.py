@@ -1,10 +1,9 @@
 """DINO against its equations, and through the real Runner."""
 
 import copy
-import io
 import math
 from contextlib import nullcontext
-from types import SimpleNamespace
+from unittest.mock import MagicMock, patch  # noqa: F401, for TWO_PROCESSES, too
 
 import pytest
 import torch
@@ -15,11 +14,10 @@ from mmengine.runner import Runner
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import Dataset
 
-import repa_mm  # noqa: F401, registers
 from repa_mm import reparameterize
 from repa_mm.engine import DINOHook
 from repa_mm.models.dino import ClassTokens
-from repa_mm.reparam import Scheduled, set_training_path
+from repa_mm.reparam import set_training_path  # noqa: F401, for TWO_PROCESSES
 from tests.test_engine.toy import run_in_two_processes
 
 pytest.importorskip('lightly')
@@ -135,34 +133,20 @@ def test_forward_is_crop_by_crop(relative_error):
         assert relative_error(found, model.teacher(crop)) < 1e-5
 
 
-@pytest.mark.parametrize('statistics_of', ['global', 'all'])
-def test_which_crops_count_for_running_statistics(statistics_of):
-    model = build(statistics_of=statistics_of).train()
+@pytest.mark.parametrize('sizes', [(32, 32, 16, 16, 16), (32, 32, 32, 16)])
+def test_global_crops_alone_count_for_running_statistics(sizes):
+    model = build().train()
     alone = copy.deepcopy(model)
-    crops = crops_of()
+    crops = crops_of(sizes=sizes)
     torch.manual_seed(3)
     model.loss(crops)
     torch.manual_seed(3)
     alone.backbone(torch.cat(crops[:2]))
-    if statistics_of == 'all':
-        alone.backbone(torch.cat(crops[2:]))
     names = [n for n, _ in model.backbone.named_buffers() if 'running' in n]
     assert names
     for name in names:
         torch.testing.assert_close(model.backbone.get_buffer(name), alone.backbone.get_buffer(name))
     assert {m.momentum for m in model.modules() if isinstance(m, _BatchNorm)} == {0.1}
-
-
-def test_local_crops_of_the_same_size_do_not_count_either():
-    model = build().train()
-    alone = copy.deepcopy(model)
-    crops = crops_of(sizes=(32, 32, 32, 16))
-    torch.manual_seed(3)
-    model.loss(crops)
-    torch.manual_seed(3)
-    alone.backbone(torch.cat(crops[:2]))
-    for name, buffer in model.backbone.named_buffers():
-        torch.testing.assert_close(buffer, alone.backbone.get_buffer(name))
 
 
 def test_teacher_has_its_own_statistics_and_no_drop_path():
@@ -212,44 +196,6 @@ def test_class_tokens_are_joined():
     torch.testing.assert_close(found, torch.cat([tokens[:, 0], tokens[:, 1:].mean(1)], 1))
 
 
-def test_class_tokens_are_exported():
-    pytest.importorskip('onnx')
-    from repa_mm.export.export import _to_onnx
-
-    class Model(torch.nn.Module):
-        def forward(self, x):
-            return ClassTokens()([x, 2 * x])[0]
-
-    file, axes = io.BytesIO(), dict(x={0: 'batch', 1: 'tokens'})
-    x = torch.randn(2, 5, 4)
-    _to_onnx(Model(), (x,), file, input_names=['x'], dynamic_axes=axes, opset_version=17)
-    assert file.getvalue()
-
-
-@pytest.mark.parametrize(
-    'inputs, message',
-    [
-        (torch.zeros(2, 3, 32, 32), 'at least 2 crops'),
-        ([torch.zeros(2, 3, 32, 32)], 'at least 2 crops'),
-        ([torch.zeros(2, 3, 32, 32), torch.zeros(2, 3, 16, 16)], 'must be of one size'),
-    ],
-)
-def test_crops_that_are_refused(inputs, message):
-    with pytest.raises(ValueError, match=message):
-        build().loss(inputs)
-
-
-def test_there_is_nothing_to_predict():
-    with pytest.raises(ValueError, match='tools/knn.py'):
-        build()(crops_of()[0], mode='predict')
-
-
-@pytest.mark.parametrize('change', [dict(statistics_of='local'), dict(num_global_crops=0)])
-def test_arguments_that_are_refused(change):
-    with pytest.raises(ValueError, match=next(iter(change))):
-        build(**change)
-
-
 class Crops(Dataset):
     def __len__(self):
         return 16
@@ -258,12 +204,14 @@ class Crops(Dataset):
         return dict(inputs=[c[0] * 50 + 100 for c in crops_of(1, seed=index)], data_samples=index)
 
 
-def make_runner(work_dir, epochs=2, hook=None, accumulate=1, hooks=(), changes=None, **kwargs):
+def make_runner(work_dir, epochs=2, hook=None, accumulate=1, hooks=(), **kwargs):
+    """A training of 4 iterations an epoch, whose weight decay rises over 4 epochs."""
     torch.manual_seed(0)
-    kwargs.setdefault('train_cfg', dict(by_epoch=True, max_epochs=epochs))
+    decay = dict(type='CosineAnnealingParamScheduler', param_name='weight_decay')
     return Runner(
-        build(**(changes or {})),
+        build(),
         str(work_dir),
+        train_cfg=dict(by_epoch=True, max_epochs=epochs),
         train_dataloader=dict(
             batch_size=4,
             sampler=dict(type='DefaultSampler', shuffle=True),
@@ -275,16 +223,8 @@ def make_runner(work_dir, epochs=2, hook=None, accumulate=1, hooks=(), changes=N
             accumulative_counts=accumulate,
             paramwise_cfg=dict(bias_decay_mult=0.0),
         ),
-        param_scheduler=[
-            dict(
-                type='CosineAnnealingParamScheduler',
-                param_name='weight_decay',
-                eta_min_ratio=10.0,
-                end=4,
-            )
-        ],
+        param_scheduler=[dict(decay, eta_min_ratio=10.0, end=4)],
         custom_hooks=[dict(type='DINOHook', momentum=0.9, **(hook or {})), *hooks],
-        default_hooks=dict(checkpoint=dict(type='CheckpointHook', interval=1)),
         randomness=dict(seed=0),
         default_scope='mmpretrain',
         experiment_name=f'dino_{work_dir.name}_{id(work_dir)}',
@@ -292,121 +232,89 @@ def make_runner(work_dir, epochs=2, hook=None, accumulate=1, hooks=(), changes=N
     )
 
 
-def test_hook_moves_the_teacher_as_the_schedule_says(tmp_path):
-    runner = make_runner(tmp_path, epochs=1)
-    steps, original = [], runner.model.update_teacher
-
-    def spy(momentum):
-        teacher = copy.deepcopy(runner.model.teacher)
-        original(momentum)
-        steps.append(momentum)
-        name = 'layers.0.attn.qkv.weight'
-        expected = momentum * teacher.backbone.get_parameter(name)
-        expected += (1 - momentum) * runner.model.backbone.get_parameter(name)
-        torch.testing.assert_close(runner.model.teacher.backbone.get_parameter(name), expected)
-
-    runner.model.update_teacher = spy
-    runner.train()
-    expected = [1 - 0.1 * (1 + math.cos(math.pi * i / 4)) / 2 for i in range(4)]
-    assert steps == pytest.approx(expected)
-
-
-def test_last_layer_is_frozen_first_and_gradients_are_clipped(tmp_path):
-    runner = make_runner(tmp_path, hook=dict(clip=1e-3, freeze_last_layer=1))
-    last = 'neck.last_layer.parametrizations.weight.original1'
-    start = runner.model.get_parameter(last).clone()
-    seen = []
-
-    def record(*_):
-        weights = runner.model.get_parameter(last)
-        seen.append((runner.epoch, torch.equal(weights, start)))
-        norms = [p.grad.norm() for p in runner.model.parameters() if p.grad is not None]
-        assert norms and max(norms) <= 1.001e-3
-
-    runner.register_hook(_AfterHook(record), priority='LOWEST')
-    runner.train()
-    assert [same for epoch, same in seen if epoch == 0] == [True] * 4
-    assert not any(same for epoch, same in seen if epoch == 1)
-
-
-class _AfterHook(DINOHook):
-    """Looks at gradients as the optimizer takes them, after DINOHook has been there."""
-
-    def __init__(self, look):
-        self.look = look
-
-    def before_train(self, runner):
-        runner.optim_wrapper.optimizer.register_step_post_hook(self.look)
-
-    def after_train_iter(self, *args, **kwargs):
-        pass
-
-    def after_train(self, runner):
-        pass
-
-
-def test_accumulated_gradients_are_one_step_of_the_teacher(tmp_path):
-    runner = make_runner(tmp_path, epochs=1, accumulate=2)
-    steps, original = [], runner.model.update_teacher
-    runner.model.update_teacher = lambda momentum: steps.append(runner.iter) or original(momentum)
-    runner.train()
-    assert steps == [1, 3]
-
-
-class Schedules(Hook):
-    """Notes what each iteration was done with."""
+class Notes(Hook):
+    """Notes what each iteration was done with, and may end the training after an epoch."""
 
     priority = 'LOWEST'
 
-    def __init__(self):
-        self.seen = []
+    def __init__(self, stop_after=None):
+        self.seen, self.momenta, self.stop_after = [], [], stop_after
 
     def before_train(self, runner):
-        update = runner.model.update_teacher
+        update, name = runner.model.update_teacher, 'layers.0.attn.qkv.weight'
 
         def spy(momentum):
-            self.momentum = momentum
+            before = runner.model.teacher.backbone.get_parameter(name).clone()
             update(momentum)
+            self.momenta.append(momentum)
+            student = runner.model.backbone.get_parameter(name)
+            torch.testing.assert_close(
+                runner.model.teacher.backbone.get_parameter(name),
+                momentum * before + (1 - momentum) * student,
+            )
 
         runner.model.update_teacher = spy
 
     def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
         groups = runner.optim_wrapper.optimizer.param_groups
-        settings = sorted({(group['lr'], group['weight_decay']) for group in groups})
-        lams = {float(m.lam) for m in runner.model.modules() if isinstance(m, Scheduled)}
+        settings = sorted({(group['lr'], round(group['weight_decay'], 6)) for group in groups})
+        momentum = self.momenta[-1] if self.momenta else None
         epoch, loss = runner.model.head.epoch, float(outputs['loss'])
-        self.seen.append((runner.iter, epoch, self.momentum, settings, lams, loss))
+        self.seen.append((runner.iter, epoch, momentum, settings, loss))
+
+    def after_train_epoch(self, runner):
+        if runner.epoch + 1 == self.stop_after:
+            raise KeyboardInterrupt
 
 
-PROGRESSIVE = dict(
-    changes=dict(
-        backbone=dict(
-            type='ProgressiveVisionTransformer',
-            idle_ratio=0.75,
-            **{key: MODEL['backbone'][key] for key in ('arch', 'img_size', 'patch_size')},
-            out_type='cls_token',
-        )
-    ),
-    hooks=[dict(type='ScheduleHook', warmup=10)],
-)
+@pytest.mark.parametrize('accumulate, steps', [(1, range(8)), (2, (1, 3, 5, 7))])
+def test_schedules_of_a_training(accumulate, steps, tmp_path):
+    notes = Notes()
+    make_runner(tmp_path, accumulate=accumulate, hooks=[notes]).train()
+    momenta = [1 - 0.1 * (1 + math.cos(math.pi * i / 8)) / 2 for i in steps]
+    assert notes.momenta == pytest.approx(momenta)
+    assert [epoch for _, epoch, *_ in notes.seen] == [0] * 4 + [1] * 4
+    risen = 0.4 + (0.04 - 0.4) * (1 + math.cos(math.pi / 4)) / 2
+    assert [decay for _, decay in notes.seen[-1][3]] == [0, round(risen, 6)]
 
 
-@pytest.mark.parametrize('options', [{}, PROGRESSIVE], ids=['RePa', 'progressive'])
-def test_resumed_training_is_the_same(options, tmp_path):
+def test_last_layer_is_frozen_first_and_gradients_are_clipped(tmp_path):
+    last = 'neck.last_layer.parametrizations.weight.original1'
+    seen = []
+
+    class Look(Hook):
+        priority = 'LOWEST'
+
+        def before_train(self, runner):
+            start = runner.model.get_parameter(last).clone()
+
+            def look(*_):
+                norms = [p.grad.norm() for p in runner.model.parameters() if p.grad is not None]
+                assert norms and max(norms) <= 1.001e-3
+                seen.append((runner.epoch, torch.equal(runner.model.get_parameter(last), start)))
+
+            runner.optim_wrapper.optimizer.register_step_post_hook(look)
+
+    make_runner(tmp_path, hook=dict(clip=1e-3, freeze_last_layer=1), hooks=[Look()]).train()
+    assert [same for epoch, same in seen if epoch == 0] == [True] * 4
+    assert not any(same for epoch, same in seen if epoch == 1)
+
+
+def test_resumed_training_is_the_same(tmp_path):
     """Bit for bit: student, teacher, center, optimizer, and what every schedule says."""
 
-    def run(name, epochs=3, stop=None, **kwargs):
-        schedules = Schedules()
-        hooks = [*options.get('hooks', ()), schedules, *([_StopAfter(stop)] if stop else [])]
-        changes = options.get('changes')
-        runner = make_runner(tmp_path / name, epochs, hooks=hooks, changes=changes, **kwargs)
-        _no_chance(runner.model)
-        with pytest.raises(KeyboardInterrupt) if stop else nullcontext():
+    def run(name, stop_after=None, **kwargs):
+        notes = Notes(stop_after)
+        runner = make_runner(tmp_path / name, 3, hooks=[notes], **kwargs)
+        for module in runner.model.modules():
+            if hasattr(module, 'drop_prob'):
+                module.drop_prob = 0.0
+        with pytest.raises(KeyboardInterrupt) if stop_after else nullcontext():
             runner.train()
-        return schedules.seen, str(tmp_path / name)
+        return notes.seen, str(tmp_path / name)
 
     expected, whole = run('whole')
-    first, path = run('killed', stop=2)
+    first, path = run('killed', stop_after=2)
     second, again = run('again', load_from=f'{path}/epoch_2.pth', resume=True)
     assert len(expected) == 12 and len(first) == 8 and first + second == expected
     a, b = (torch.load(f'{p}/epoch_3.pth', weights_only=False) for p in (whole, again))
@@ -419,132 +327,49 @@ def test_resumed_training_is_the_same(options, tmp_path):
         assert all(torch.equal(state[key], states[1][index][key]) for key in state), index
 
 
-class _StopAfter(Hook):
-    """Ends a training as Ctrl-C does, after an epoch's checkpoint."""
-
-    priority = 'LOWEST'
-
-    def __init__(self, epochs):
-        self.epochs = epochs
-
-    def after_train_epoch(self, runner):
-        if runner.epoch + 1 == self.epochs:
-            raise KeyboardInterrupt
-
-
-def _no_chance(model):
-    for module in model.modules():
-        if hasattr(module, 'drop_prob'):
-            module.drop_prob = 0.0
-
-
-def test_weight_decay_rises_where_there_is_one(tmp_path):
-    runner = make_runner(tmp_path, epochs=3)
-    runner.train()
-    found = {round(g['weight_decay'], 6) for g in runner.optim_wrapper.optimizer.param_groups}
-    risen = 0.4 + (0.04 - 0.4) * (1 + math.cos(math.pi * 3 / 4)) / 2
-    assert found == {0.0, round(risen, 6)}
-
-
-def test_nan_stops_the_training(tmp_path):
-    runner = make_runner(tmp_path)
-    calls, loss = [], runner.model.loss
-
-    def broken(*args):
-        calls.append(1)
-        losses = loss(*args)
-        return losses if len(calls) < 6 else dict(loss=losses['loss'] * math.nan)
-
-    runner.model.loss = broken
-    with pytest.raises(ValueError, match='loss of iteration 6 is nan.*checkpoints in'):
-        runner.train()
-    saved = torch.load(tmp_path / 'epoch_1.pth', weights_only=False)['state_dict']
-    assert all(torch.isfinite(value.float()).all() for value in saved.values())
-    assert not (tmp_path / 'epoch_2.pth').exists()
-
-
-def test_a_process_whose_loss_is_finite_stops_too(tmp_path):
-    """Its weights are as broken, and it may be the one that writes checkpoints."""
-    run_in_two_processes(ONE_LOSS_IS_NAN, tmp_path)
-
-
-ONE_LOSS_IS_NAN = """
-import sys, pytest
-from pathlib import Path
+TWO_PROCESSES = """
 from tests.test_models.test_dino import *
-from mmengine.dist import get_rank
-from repa_mm.run import end_process
-torch.distributed.init_process_group('gloo')
-wrapper = dict(type='MMDistributedDataParallel', device_ids=None, broadcast_buffers=False)
-runner = make_runner(Path(sys.argv[1]), launcher='pytorch', cfg=dict(model_wrapper_cfg=wrapper))
-model = runner.model.module
-calls, loss = [], model.loss
 
-def broken(*args):
-    calls.append(1)
-    losses = loss(*args)
-    is_broken = len(calls) == 4 and get_rank() == 1  # the last of the second epoch
-    return dict(loss=losses['loss'] * math.nan) if is_broken else losses
 
-model.loss = broken
-message = 'nan' if get_rank() else 'infinite or NaN in another process'
-with pytest.raises(ValueError, match=f'the loss of iteration 4 is {message}'):
-    runner.train()
-assert not (Path(sys.argv[1]) / 'epoch_2.pth').exists()
-print(f'rank {get_rank()} done')
-end_process()
+def step(norm, crops):
+    # Gradients, and buffers (the center, statistics of student and teacher) after two steps.
+    backbone = dict(MODEL['backbone'], ffn_norm_cfg=dict(type=norm), drop_path_rate=0.0)
+    model = build(backbone=backbone).train()
+    model.start_teacher()
+    set_training_path(model, 'folded')
+    for seed in range(2):
+        model.zero_grad()
+        model.loss([crop.roll(seed, -1) for crop in crops])['loss'].backward()
+    grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return grads, dict(model.named_buffers())
+
+
+grads, buffers = step('SyncBN', [c.chunk(2)[rank] for c in crops_of(8)])
+for grad in grads.values():
+    torch.distributed.all_reduce(grad)
+torch.distributed.barrier()
+with patch('torch.distributed.is_initialized', return_value=False):  # lightly averages centers
+    expected = step('BN', crops_of(8))
+assert buffers['head.loss_module.center'].any()
+assert [n for n in buffers if 'running_mean' in n]
+for key, grad in grads.items():
+    torch.testing.assert_close(grad / 2, expected[0][key], rtol=1e-3, atol=1e-6)
+for key, buffer in buffers.items():
+    torch.testing.assert_close(buffer, expected[1][key], rtol=1e-4, atol=1e-6)
 """
 
 
 def test_two_processes_are_one_with_their_batches_together(tmp_path):
     """Synchronized norms, by hand, since DistributedDataParallel takes them on GPUs only."""
-    expected = _step(_synchronized('BN'), crops_of(8))
-    torch.save(expected, tmp_path / 'expected.pth')
     run_in_two_processes(TWO_PROCESSES, tmp_path)
-
-
-def _synchronized(norm):
-    backbone = dict(MODEL['backbone'], ffn_norm_cfg=dict(type=norm), drop_path_rate=0.0)
-    model = build(backbone=backbone).train()
-    model.start_teacher()
-    return set_training_path(model, 'folded')
-
-
-def _step(model, crops):
-    """Gradients, and buffers (the center, statistics of student and teacher) after two steps."""
-    for seed in range(2):
-        model.zero_grad()
-        model.loss([crop.roll(seed, -1) for crop in crops])['loss'].backward()
-    grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    return grads, {n: b.clone() for n, b in model.named_buffers()}
-
-
-TWO_PROCESSES = """
-import sys
-from tests.test_models.test_dino import *
-from tests.test_models.test_dino import _step, _synchronized
-from mmengine.dist import get_rank
-from repa_mm.run import end_process
-torch.distributed.init_process_group('gloo')
-grads, buffers = _step(_synchronized('SyncBN'), [c.chunk(2)[get_rank()] for c in crops_of(8)])
-expected = torch.load(sys.argv[1] + '/expected.pth')
-assert buffers['head.loss_module.center'].any()
-assert [n for n in buffers if 'running_mean' in n]
-for key, grad in grads.items():
-    torch.distributed.all_reduce(grad)
-    torch.testing.assert_close(grad / 2, expected[0][key], rtol=1e-3, atol=1e-6)
-for key, buffer in buffers.items():
-    torch.testing.assert_close(buffer, expected[1][key], rtol=1e-4, atol=1e-6)
-print(f'rank {get_rank()} done')
-end_process()
-"""
 
 
 def test_iterations_without_epochs_are_refused(tmp_path):
     """The last layer would stay frozen for good."""
-    train_cfg = dict(by_epoch=False, max_iters=4)
+    runner = make_runner(tmp_path)
+    runner._train_loop = dict(by_epoch=False, max_iters=4)
     with pytest.raises(ValueError, match='DINO trains by epochs'):
-        make_runner(tmp_path, train_cfg=train_cfg).train()
+        runner.train()
 
 
 def test_momentum_stays_1_in_iterations_beyond_the_last():
@@ -557,15 +382,9 @@ def test_momentum_stays_1_in_iterations_beyond_the_last():
 def test_scaled_gradients_are_clipped_unscaled(fused):
     """As AmpOptimWrapper steps: the scaler unscales, or leaves it to a fused optimizer."""
     weight = torch.nn.Parameter(torch.ones(4))
-    model = torch.nn.Module()
-    model.update_teacher = model.start_teacher = lambda *_: None
-    model.neck, model.head = torch.nn.Module(), torch.nn.Module()
-    model.neck.last_layer = torch.nn.Linear(1, 1)
     optimizer = torch.optim.AdamW([weight], lr=0.0, betas=(0.0, 0.0), fused=fused)
-    runner = SimpleNamespace(
-        model=model, iter=1, epoch=1, train_loop=None, optim_wrapper=SimpleNamespace()
-    )
-    runner.optim_wrapper.optimizer = optimizer
+    runner = MagicMock(iter=1, epoch=1)
+    runner.model, runner.optim_wrapper.optimizer = build(), optimizer
     DINOHook(clip=3.0).before_train(runner)
     scaler = torch.amp.GradScaler('cpu', init_scale=2.0**10)
     scaler.scale((weight * torch.tensor([30.0, 40.0, 0.0, 0.0])).sum()).backward()
