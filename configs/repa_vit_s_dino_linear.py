@@ -1,6 +1,6 @@
 # A linear classifier on the frozen class tokens of the last 4 blocks of a RePa-ViT-S that DINO has
 # pretrained, for 100 epochs: the linear evaluation of DINO. The backbone is the teacher of
-# work_dirs/repa_vit_s_dino, see docs/self_supervised.md.
+# work_dirs/repa_vit_s_dino, see docs/train.md.
 _base_ = ['_base_/datasets/imagenet.py', '_base_/runtime/mmpretrain.py']
 
 model = dict(

@@ -372,10 +372,10 @@ def test_not_exported_files(exported, tmp_path):
 
 
 def test_an_example_without_openmmlab(exported, tmp_path):
-    """The program of docs/deployment.md, in a process that cannot import mm* or torch."""
+    """The program of docs/deploy.md, in a process that cannot import mm* or torch."""
     import cv2
 
-    docs = (ROOT / 'docs' / 'deployment.md').read_text()
+    docs = (ROOT / 'docs' / 'deploy.md').read_text()
     program = docs.split('<!-- served -->')[1].split('```python\n')[1].split('```')[0]
     assert program.count('\n') <= 20
     cv2.imwrite(
