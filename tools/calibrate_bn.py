@@ -1,15 +1,15 @@
-"""Estimate the BatchNorm statistics of a backbone's FFNs from data.
+"""Estimate the BatchNorm statistics of a backbone's training forms from data; the weights stay."""
 
-The weights stay. This serves checkpoints that were converted from vanilla ones, or whose data is
-of another kind than what they were trained on. See docs/weights.md.
-"""
+import argparse
+
+from mmengine import DictAction
+from mmengine.device import get_device
 
 from repa_mm.run import calibrate_checkpoint
-from repa_mm.run.cli import add_cfg_options, clear_errors, tool_parser
 
 
-def parse_args() -> dict:
-    parser = tool_parser(__doc__)
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument('config', help='config of the training form')
     parser.add_argument('checkpoint', help='checkpoint with the weights of its backbone')
     parser.add_argument('out', help='file to write')
@@ -17,25 +17,27 @@ def parse_args() -> dict:
         '--split',
         choices=['train', 'val', 'test'],
         default='train',
-        help="whose data and pipeline (default: 'train')",
+        help='whose data and pipeline (default: %(default)s)',
     )
     parser.add_argument(
-        '--num-batches', type=int, default=50, help='of the data loader of the config (default: 50)'
+        '--num-batches',
+        type=int,
+        default=50,
+        help="of the config's data loader (default: %(default)s)",
     )
-    parser.add_argument('--device', help='default: a GPU, if there is one')
-    add_cfg_options(parser)
-    return vars(parser.parse_args())
+    parser.add_argument('--device', default=get_device())
+    parser.add_argument('--cfg-options', nargs='+', action=DictAction, help='key=value ...')
+    return parser.parse_args()
 
 
 def main() -> None:
     args = parse_args()
-    with clear_errors():
-        done = calibrate_checkpoint(**args)
+    done = calibrate_checkpoint(**vars(args))
     print(
-        f'estimated the statistics of {done["ffns"]} FFNs from '
+        f'estimated the statistics of {done["forms"]} training forms from '
         f'{done["images"]} images in {done["batches"]} batches'
     )
-    print(f'wrote {args["out"]}')
+    print(f'wrote {args.out}')
 
 
 if __name__ == '__main__':

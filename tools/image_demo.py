@@ -1,31 +1,45 @@
-"""Draw what a model predicts on an image."""
+"""Draw what a model predicts on images, with the inferencer of the config's codebase."""
 
 import argparse
 
-from repa_mm.benchmark.machine import check_device
-from repa_mm.run import FORMS, draw_predictions, init_model
-from repa_mm.run.cli import clear_errors
+from mmengine import DictAction
+
+from repa_mm import reparameterize
+from repa_mm.reparam import has_training_form
+from repa_mm.run import load_config
 
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument('image', help='path of the image')
+    parser.add_argument('inputs', help='an image or a folder of images')
     parser.add_argument('config', help='path of the config')
-    parser.add_argument('checkpoint', help='path of the checkpoint')
-    parser.add_argument('--out', default='prediction.png')
-    parser.add_argument('--form', choices=FORMS, default='deploy')
-    parser.add_argument('--device', default='cpu', help='cpu, cuda:0, ...')
+    parser.add_argument('checkpoint', help='path of the checkpoint, in the form of the config')
+    parser.add_argument('--out-dir', default='outputs', help='folder for the pictures (outputs)')
+    parser.add_argument('--device', help='cpu, cuda:0, ... (default: a GPU, if there is one)')
     parser.add_argument('--score-thr', type=float, default=0.3, help='lowest score to draw')
+    parser.add_argument('--cfg-options', nargs='+', action=DictAction, help='key=value ...')
     return parser.parse_args()
 
 
 def main() -> None:
     args = parse_args()
-    with clear_errors():
-        check_device(args.device)
-        model = init_model(args.config, args.checkpoint, args.form, args.device)
-        draw_predictions(model, args.image, args.out, args.score_thr)
-    print(f'wrote {args.out}')
+    cfg = load_config(args.config, args.cfg_options)
+    if cfg.default_scope == 'mmdet':
+        from mmdet.apis import DetInferencer as Inferencer
+
+        options = dict(out_dir=args.out_dir, pred_score_thr=args.score_thr)
+    elif cfg.default_scope == 'mmseg':
+        from mmseg.apis import MMSegInferencer as Inferencer
+
+        options = dict(out_dir=args.out_dir)
+    else:
+        from mmpretrain import ImageClassificationInferencer as Inferencer
+
+        options = dict(show_dir=args.out_dir)
+    inferencer = Inferencer(cfg, args.checkpoint, device=args.device)
+    if has_training_form(inferencer.model):
+        reparameterize(inferencer.model, inplace=True)
+    inferencer(args.inputs, **options)
 
 
 if __name__ == '__main__':

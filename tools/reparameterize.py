@@ -1,9 +1,10 @@
-"""Write the merged checkpoint of a trained model, and check it."""
+"""Write the merged checkpoint of a trained model, and compare both forms first."""
 
 import argparse
 
+from mmengine import DictAction
+
 from repa_mm.run import reparameterize_checkpoint
-from repa_mm.run.cli import clear_errors
 
 
 def parse_args() -> argparse.Namespace:
@@ -15,23 +16,18 @@ def parse_args() -> argparse.Namespace:
         '--tolerance',
         type=float,
         default=1e-4,
-        help='largest relative difference of features to accept',
+        help='largest relative difference of features to accept (default: %(default)s)',
     )
+    parser.add_argument('--cfg-options', nargs='+', action=DictAction, help='key=value ...')
     return parser.parse_args()
 
 
 def main() -> None:
     args = parse_args()
-    with clear_errors():
-        result = reparameterize_checkpoint(**vars(args))
+    result = reparameterize_checkpoint(**vars(args))
+    before, after = (count / 1e6 for count in result['parameters'])
     print(f'largest difference of features: {result["error"]:.1e} of the largest feature')
-    for name, scale, unit in (
-        ('parameters', 1e6, 'M'),
-        ('macs', 1e9, 'G (backbone, {}x{})'.format(*result['size'])),
-        ('bytes', 2**20, 'MiB'),
-    ):
-        before, after = (value / scale for value in result[name])
-        print(f'{name:>10}: {before:8.2f} -> {after:8.2f} {unit}')
+    print(f'parameters: {before:.2f} M -> {after:.2f} M')
     print(f'wrote {args.out}; load it with deploy=True')
 
 

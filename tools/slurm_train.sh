@@ -1,25 +1,24 @@
 #!/usr/bin/env bash
-# Usage: [GPUS=8] [GPUS_PER_NODE=8] [CPUS_PER_TASK=5] [SRUN_ARGS=...] \
-#        tools/slurm_train.sh PARTITION JOB_NAME CONFIG [options of tools/train.py]
-set -euo pipefail
-if [ $# -lt 3 ]; then
-    sed -n 2,3p "$0" >&2
-    exit 2
-fi
+
+set -x
+
 PARTITION=$1
 JOB_NAME=$2
-shift 2
+CONFIG=$3
+WORK_DIR=$4
 GPUS=${GPUS:-8}
 GPUS_PER_NODE=${GPUS_PER_NODE:-8}
+CPUS_PER_TASK=${CPUS_PER_TASK:-5}
+SRUN_ARGS=${SRUN_ARGS:-""}
+PY_ARGS=${@:5}
 
-# shellcheck disable=SC2086
-PYTHONPATH="$(dirname "$0")/..:${PYTHONPATH:-}" \
-exec srun -p "$PARTITION" \
-    --job-name="$JOB_NAME" \
-    --gres=gpu:"$GPUS_PER_NODE" \
-    --ntasks="$GPUS" \
-    --ntasks-per-node="$GPUS_PER_NODE" \
-    --cpus-per-task="${CPUS_PER_TASK:-5}" \
+PYTHONPATH="$(dirname $0)/..":$PYTHONPATH \
+srun -p ${PARTITION} \
+    --job-name=${JOB_NAME} \
+    --gres=gpu:${GPUS_PER_NODE} \
+    --ntasks=${GPUS} \
+    --ntasks-per-node=${GPUS_PER_NODE} \
+    --cpus-per-task=${CPUS_PER_TASK} \
     --kill-on-bad-exit=1 \
-    ${SRUN_ARGS:-} \
-    "${PYTHON:-python}" -u "$(dirname "$0")/train.py" --launcher slurm "$@"
+    ${SRUN_ARGS} \
+    python -u tools/train.py ${CONFIG} --work-dir=${WORK_DIR} --launcher="slurm" ${PY_ARGS}

@@ -1,42 +1,20 @@
-"""Train a detector, segmentor or classifier."""
+"""Train a detector, segmentor or classifier.
 
-import argparse
+    python tools/train.py CONFIG [options]
 
-from repa_mm.files import naming_full_disk
-from repa_mm.run import end_process, runner_for_training
-from repa_mm.run.cli import clear_errors, parse_runner_args
+runs the tools/train.py of the config's codebase (MMDetection, MMSegmentation or MMPretrain), which
+knows this package afterwards. CONFIG comes first; `python tools/train.py CONFIG --help` lists the
+options.
+"""
 
+import runpy
+import sys
 
-def parse_args() -> dict:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument('config', help='path of the config')
-    parser.add_argument('--work-dir', help='folder for logs and checkpoints')
-    parser.add_argument('--amp', action='store_true', help='automatic mixed precision (GPU)')
-    parser.add_argument(
-        '--resume',
-        nargs='?',
-        const='auto',
-        help='checkpoint to resume from; without one, the latest in the work dir',
-    )
-    parser.add_argument(
-        '--from-scratch', action='store_true', help='train without pretrained weights'
-    )
-    parser.add_argument(
-        '--auto-scale-lr',
-        action='store_true',
-        help='scale the learning rate with the total batch size',
-    )
-    return parse_runner_args(parser)
-
-
-def main() -> None:
-    args = parse_args()
-    with clear_errors():
-        runner = runner_for_training(**args)
-    with clear_errors(logger=runner.logger), naming_full_disk(runner.work_dir):
-        runner.train()
-    end_process()
-
+from repa_mm.run import codebase_tool
 
 if __name__ == '__main__':
-    main()
+    # Launchers may put --local-rank before the config.
+    configs = [argument for argument in sys.argv[1:] if not argument.startswith('-')]
+    if not configs:
+        sys.exit(__doc__)
+    runpy.run_path(codebase_tool(configs[0], 'train.py'), run_name='__main__')

@@ -8,8 +8,6 @@ from mmengine.dataset import Compose
 from mmengine.registry import DATASETS
 from torch.utils.data import Dataset
 
-from repa_mm.datasets.checks import check_image
-
 SUFFIXES = ('.jpg', '.jpeg', '.png', '.bmp', '.tif', '.tiff', '.webp')
 
 
@@ -24,14 +22,12 @@ class ImageFolder(Dataset):
             Defaults to none.
 
     Raises:
-        FileNotFoundError: If there is no folder, or no image in it.
+        FileNotFoundError: If there is no image.
     """
 
     def __init__(
         self, data_root: str, pipeline: Sequence[dict], leave_out: Sequence[str] = ()
     ) -> None:
-        if not osp.isdir(data_root):
-            raise FileNotFoundError(f'no folder of images at {data_root!r}')
         paths = {
             osp.abspath(osp.join(root, name))
             for root, _, names in os.walk(data_root)
@@ -42,7 +38,7 @@ class ImageFolder(Dataset):
         self.paths = sorted(paths - without)
         if not self.paths:
             raise FileNotFoundError(
-                f'no image to calibrate on: {data_root!r} has none of {", ".join(SUFFIXES)}'
+                f'no image in the folder {data_root!r}: none of {", ".join(SUFFIXES)}'
             )
         self.pipeline = Compose([step for step in pipeline if 'Annotations' not in step['type']])
 
@@ -50,10 +46,4 @@ class ImageFolder(Dataset):
         return len(self.paths)
 
     def __getitem__(self, index: int) -> dict:
-        """An image through the pipeline.
-
-        Raises:
-            OSError, ValueError: If the file is damaged.
-        """
-        check_image(self.paths[index])
         return self.pipeline(dict(img_path=self.paths[index], img_id=index, seg_fields=[]))

@@ -8,9 +8,6 @@ from mmcv.transforms.utils import cache_random_params
 from mmengine.registry import TRANSFORMS
 from mmpretrain.datasets.transforms import RandomResizedCrop
 
-from repa_mm.reparam import CheckpointError
-from repa_mm.weights import load_tensors
-
 
 @TRANSFORMS.register_module()
 class LoadTokenLabels(BaseTransform):
@@ -32,33 +29,12 @@ class LoadTokenLabels(BaseTransform):
         self.label_root = label_root
 
     def transform(self, results: dict) -> dict:
-        """Add the map.
-
-        Raises:
-            FileNotFoundError: If an image has no label map.
-            ValueError: If the file holds something else.
-        """
+        """Add the map."""
         if self.label_root is None:
             return results
         folder, image = osp.split(results['img_path'])
         path = osp.join(self.label_root, osp.basename(folder), image.split('.')[0] + '.pt')
-        if not osp.isfile(path):
-            raise FileNotFoundError(
-                f'no label map at {path!r} for the image {results["img_path"]!r}. Label maps for '
-                'ImageNet are linked on https://github.com/zihangJiang/TokenLabeling; to train '
-                'without: label_root=None'
-            )
-        try:
-            labels = load_tensors(path)
-        except CheckpointError as error:
-            raise ValueError(f'{path!r} is not a readable label map ({error})') from error
-        shape = getattr(labels, 'shape', None)
-        if shape is None or len(shape) != 4 or shape[0] != 2:
-            raise ValueError(
-                f'{path!r} should hold a tensor of shape (2, K, H, W), scores and classes, but '
-                f'holds {shape or type(labels)}'
-            )
-        results['token_labels'] = labels
+        results['token_labels'] = torch.load(path, weights_only=True)
         return results
 
     def __repr__(self) -> str:

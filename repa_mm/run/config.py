@@ -10,9 +10,9 @@ from mmengine.config import Config, ConfigDict
 from mmengine.registry import MODELS, init_default_scope
 
 from repa_mm.files import check_writable
-from repa_mm.paths import config_path
+from repa_mm.paths import config_path, config_root
 from repa_mm.reparam import finish_schedules
-from repa_mm.weights import load_checkpoint, load_weights, match_form
+from repa_mm.weights import load_checkpoint, load_weights
 
 FORMS = ('training', 'deploy')
 HEADS = ('bbox_head', 'mask_head', 'decode_head', 'auxiliary_head', 'head')
@@ -60,7 +60,6 @@ def build_model(cfg: Config, checkpoint: str | None = None) -> nn.Module:
     meta = {}
     if checkpoint:
         loaded = load_checkpoint(checkpoint)
-        match_form(model, loaded['state_dict'])
         load_weights(model, loaded['state_dict'], checkpoint)
         meta = (loaded.get('meta') or {}).get('dataset_meta') or {}
     else:
@@ -70,6 +69,32 @@ def build_model(cfg: Config, checkpoint: str | None = None) -> nn.Module:
     model.cfg, model.dataset_meta = cfg, dict(meta)
     model.eval()
     return model
+
+
+def dataset_config(cfg: Config, split: str) -> ConfigDict:
+    """The config of the (first) data set of a data loader, inside any wrappers.
+
+    Args:
+        cfg (Config): The config.
+        split (str): 'train', 'val' or 'test'.
+    """
+    dataset = cfg[f'{split}_dataloader'].dataset
+    while True:
+        inner = dataset.get('datasets') or dataset.get('dataset')
+        if not inner:
+            return dataset
+        dataset = inner[0] if isinstance(inner, (list, tuple)) else inner
+
+
+def codebase_tool(config: str, name: str) -> str:
+    """Path of a tool of the codebase that a config is for.
+
+    Args:
+        config (str): Path of the config.
+        name (str): The tool's, 'train.py' or 'test.py'.
+    """
+    scope = Config.fromfile(config).default_scope
+    return osp.join(osp.dirname(config_root(scope)), 'tools', name)
 
 
 def evaluators(cfg: Config, split: str) -> list[ConfigDict]:
@@ -147,21 +172,6 @@ def dump_predictions(cfg: Config, out: str) -> None:
         cfg.test_evaluator.update(output_dir=out, keep_results=True)
     else:
         raise ValueError(f'--out must be a .pkl file, but got {out!r}')
-
-
-def dataset_config(cfg: Config, split: str) -> ConfigDict:
-    """The config of the (first) data set of a data loader, inside any wrappers.
-
-    Args:
-        cfg (Config): The config.
-        split (str): 'train', 'val' or 'test'.
-    """
-    dataset = cfg[f'{split}_dataloader'].dataset
-    while True:
-        inner = dataset.get('datasets') or dataset.get('dataset')
-        if not inner:
-            return dataset
-        dataset = inner[0] if isinstance(inner, (list, tuple)) else inner
 
 
 def without_sync_bn(cfg: Any) -> None:

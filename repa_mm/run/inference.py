@@ -8,7 +8,6 @@ from mmengine.config import Config
 from mmengine.registry import MODELS, VISUALIZERS, init_default_scope
 
 from repa_mm.datasets.checks import check_image
-from repa_mm.engine.channels import check_channels
 from repa_mm.files import check_output, write_bytes
 from repa_mm.reparam import finish_schedules, outermost, reparameterize
 from repa_mm.run.config import FORMS, dataset_config, load_config
@@ -67,7 +66,6 @@ def model_and_meta(
     init_default_scope(cfg.default_scope)
     load_safely()
     model = MODELS.build(cfg.model)
-    check_channels(model)
     model.cfg, meta = cfg, {}
     if not checkpoint:
         # Random weights are looked at for their cost, which is that of what is deployed.

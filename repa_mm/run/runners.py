@@ -12,7 +12,6 @@ from mmengine.evaluator import DumpResults
 from mmengine.registry import OPTIMIZERS, RUNNERS
 from mmengine.runner import BaseLoop, Runner
 
-from repa_mm.engine.channels import check_channels
 from repa_mm.files import check_output, check_writable, replacing
 from repa_mm.run.config import (
     dataset_config,
@@ -255,7 +254,6 @@ def _build_runner(cfg: Config, checkpoint: dict | None) -> Runner:
         _distribute_on_cpu(cfg)
     load_safely()
     runner = RUNNERS.build(cfg) if 'runner_type' in cfg else Runner.from_cfg(cfg)
-    check_channels(runner.model)
     _load_once(runner, cfg.get('load_from'), checkpoint)
     return runner
 

@@ -1,11 +1,10 @@
 """LV-ViT and token labels."""
 
-import cv2
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from mmengine.registry import MODELS, TRANSFORMS
+from mmengine.registry import MODELS
 from mmpretrain.structures import DataSample
 
 from repa_mm.models import LVViT, TokenLabelHead
@@ -196,43 +195,3 @@ def test_classifier_learns_a_batch(labels):
         totals.append(total.item())
     assert all(p.grad is not None for p in model.parameters())
     assert np.mean(totals[-5:]) < 0.9 * totals[0]
-
-
-def test_crop_box():
-    """A picture of its own coordinates tells what was cropped."""
-    picture = np.zeros((60, 80, 3), np.float32)
-    picture[..., 0] = (np.arange(80) + 0.5) / 80
-    picture[..., 1] = (np.arange(60)[:, None] + 0.5) / 60
-    crop = TRANSFORMS.build(
-        dict(type='RandomResizedCropWithBox', scale=16, crop_ratio_range=(0.2, 0.5))
-    )
-    for _ in range(5):
-        results = crop(dict(img=picture.copy()))
-        left, top, right, bottom = results['crop_box'].tolist()
-        x, y, _ = results['img'].reshape(-1, 3).mean(0)
-        assert x == pytest.approx((left + right) / 2, abs=0.02)
-        assert y == pytest.approx((top + bottom) / 2, abs=0.02)
-        assert 0.15 < (right - left) * (bottom - top) < 0.55
-
-
-def test_loading_label_maps(tmp_path):
-    image = tmp_path / 'train' / 'n01440764' / 'n01440764_18.JPEG'
-    image.parent.mkdir(parents=True)
-    cv2.imwrite(str(image.with_suffix('.jpg')), np.zeros((9, 9, 3), np.uint8))
-    maps = tmp_path / 'maps' / 'n01440764'
-    maps.mkdir(parents=True)
-    path = maps / 'n01440764_18.pt'
-    results = dict(img_path=str(image))
-    load = TRANSFORMS.build(dict(type='LoadTokenLabels', label_root=str(maps.parent)))
-    with pytest.raises(FileNotFoundError, match='n01440764_18.pt.*=None'):
-        load(dict(results))
-    torch.save(label_map(6, 6), path)
-    assert torch.equal(load(dict(results))['token_labels'], label_map(6, 6))
-    torch.save(torch.zeros(5, 6, 6), path)
-    with pytest.raises(ValueError, match=r'\(2, K, H, W\).*5, 6, 6'):
-        load(dict(results))
-    path.write_bytes(b'no tensor')
-    with pytest.raises(ValueError, match='not a readable label map'):
-        load(dict(results))
-    none = TRANSFORMS.build(dict(type='LoadTokenLabels'))
-    assert none(dict(results)) == results

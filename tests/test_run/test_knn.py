@@ -1,4 +1,4 @@
-"""Nearest neighbours, attention maps and checkpoints of DINO."""
+"""Features of backbones, and their nearest neighbours."""
 
 import shutil
 from pathlib import Path
@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 import torch
 from mmengine.registry import MODELS
-from repa_mm.run.attention import class_attention
 from sklearn.neighbors import KNeighborsClassifier
 
-import repa_mm  # noqa: F401, registers
-from repa_mm.run.knn import _vector, knn_evaluate, knn_predict
+from repa_mm.run import build_model, load_config
+from repa_mm.run.knn import image_features, knn_evaluate, knn_predict
 
 BACKBONE = dict(
     type='RePaVisionTransformer',
@@ -43,21 +42,6 @@ def test_votes_are_those_of_scikit_learn(temperature):
 def test_small_temperature_does_not_overflow():
     x = torch.eye(3)
     assert knn_predict(x, torch.arange(3), x, (3,), 1e-3)[3].tolist() == [0, 1, 2]
-
-
-@pytest.mark.parametrize(
-    'change, message',
-    [
-        (dict(k=(4,)), 'from 1 to 3'),
-        (dict(k=(0,)), 'from 1 to 3'),
-        (dict(temperature=0.0), 'temperature'),
-        (dict(queries=torch.zeros(0, 3)), 'nothing to compare'),
-    ],
-)
-def test_votes_that_are_refused(change, message):
-    arguments = dict(gallery=torch.eye(3), labels=torch.arange(3), queries=torch.eye(3), k=(1,))
-    with pytest.raises(ValueError, match=message):
-        knn_predict(**{**arguments, **change})
 
 
 @pytest.fixture
@@ -102,29 +86,15 @@ def config(tmp_path, folder):
     return str(path)
 
 
-def test_both_forms_have_the_same_accuracy(config, tmp_path, randomize):
-    from repa_mm.run import init_model
-
-    model = randomize(init_model(config))
-    path = str(tmp_path / 'model.pth')
-    torch.save(dict(state_dict=model.state_dict()), path)
-    found = {form: knn_evaluate(config, path, form, (1, 5)) for form in ('training', 'deploy')}
-    assert found['training'] == found['deploy']
-    assert found['deploy'][5] > 50  # colours are told apart by random features
-    assert knn_evaluate(config, None, 'pixels', (1,))[1] == 100
-
-
 @pytest.mark.parametrize('where', ['model', 'top'])
 def test_accuracy_is_that_of_scikit_learn_on_the_same_features(config, folder, where, randomize):
     """Features of normalized images, wherever the config says how to normalize them."""
-    from repa_mm.run import init_model
-
     if where == 'top':  # as MMPretrain's own configs
         line = next(x for x in CONFIG.splitlines(True) if 'data_preprocessor' in x)
         text = Path(config).read_text().replace(line, '')
         Path(config).write_text(text + line.strip().rstrip(',') + '\n')
     torch.manual_seed(0)
-    model = randomize(init_model(config))
+    model = randomize(build_model(load_config(config)))
     path = str(Path(folder).parent / 'model.pth')
     torch.save(dict(state_dict=model.state_dict()), path)
     data = {}
@@ -135,7 +105,8 @@ def test_accuracy_is_that_of_scikit_learn_on_the_same_features(config, folder, w
         with torch.no_grad():
             features = model.backbone((images.float() - 127) / 60)[-1].numpy()
         data[split] = features, [f.parent.name for f in files]
-    found = knn_evaluate(config, path, 'training', (1, 5, 10))
+    found = knn_evaluate(config, path, (1, 5, 10))
+    assert found[5] > 50  # colours are told apart by random features
     for k, accuracy in found.items():
         reference = KNeighborsClassifier(
             k, metric='cosine', weights=lambda d: np.exp((1 - d) / 0.07)
@@ -150,65 +121,55 @@ def test_classes_of_both_splits_are_the_same(folder, config):
             knn_evaluate(config, None, k=(1,), data=data)
 
 
-def test_vanilla_model_is_taken_as_it_is(config):
+def test_a_vanilla_model_on_a_folder(config, folder):
     text = Path(config).read_text().replace('RePaVisionTransformer', 'VisionTransformer')
     Path(config).write_text(text)
-    assert 0 <= knn_evaluate(config, None, 'deploy', (1,))[1] <= 100
+    assert knn_evaluate(config, k=(3,), data=folder)[3] > 50
 
 
-def test_numbers_are_checked_before_the_images_are_looked_at(config):
-    with pytest.raises(ValueError, match='from 1 to 24.*--k'):
-        knn_evaluate(config, None, k=(25,), progress=lambda *_: pytest.fail('looked'))
+VIT = dict(
+    BACKBONE, type='VisionTransformer', out_type='raw', final_norm=False, with_cls_token=False
+)
+MIXER = dict(
+    type='RePaMlpMixer',
+    arch=dict(embed_dims=16, num_layers=1, tokens_mlp_dims=8, channels_mlp_dims=32),
+    img_size=32,
+    patch_size=8,
+)
+POOL = dict(type='GlobalAveragePooling', dim=1)
+
+
+class Transposed(torch.nn.Module):
+    """Pools tokens (N, L, C), as MMPretrain's pools (N, C, L)."""
+
+    def forward(self, x):
+        return tuple(y.mean(1) for y in x)
 
 
 @pytest.mark.parametrize(
-    'output, expected',
+    'backbone, neck, expected',
     [
-        (torch.arange(6.0).reshape(1, 3, 2), [0, 1]),
-        ((torch.zeros(1), torch.tensor([[1.0, 2.0]])), [1, 2]),
-        (torch.arange(8.0).reshape(1, 2, 2, 2), [1.5, 5.5]),
+        (BACKBONE, None, lambda x: x),
+        (dict(BACKBONE, out_type='raw'), None, lambda x: x[:, 0]),
+        (dict(BACKBONE, out_type='featmap'), None, lambda x: x.mean((2, 3))),
+        (MIXER, POOL, lambda x: x.mean(2)),
+        (VIT, Transposed, lambda x: x.mean(1)),
+        (VIT, None, None),
+        (MIXER, None, None),
     ],
 )
-def test_vector_of_an_output(output, expected):
-    assert _vector(output)[0].tolist() == expected
-    with pytest.raises(ValueError, match='no feature map'):
-        _vector((torch.zeros(2, 2), torch.zeros(2, 2, dtype=torch.long)))
-
-
-def test_folder_and_detector(folder, tmp_path):
-    from repa_mm import config_path
-
-    found = knn_evaluate(
-        config_path('demo/retinanet_repa_swin_digits.py'), None, k=(3,), data=folder
-    )
-    assert 0 <= found[3] <= 100
-    with pytest.raises(ValueError, match='a class for each image'):
-        knn_evaluate(config_path('demo/retinanet_repa_swin_digits.py'), None, k=(3,))
-    with pytest.raises(FileNotFoundError, match='train'):
-        knn_evaluate(
-            config_path('demo/retinanet_repa_swin_digits.py'), None, data=str(tmp_path / 'none')
-        )
-
-
-def test_attention_is_that_of_the_last_block(randomize):
-    backbone = randomize(MODELS.build(BACKBONE)).eval()
-    x = torch.randn(2, 3, 32, 48)
-    maps = class_attention(backbone, x)
-    assert maps.shape == (2, 2, 4, 6)
-    # Replayed from the tokens that the last block sees.
-    block, seen = backbone.layers[-1], []
-    handle = block.attn.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+def test_one_vector_of_the_backbone_s_outputs(backbone, neck, expected, randomize):
+    model = torch.nn.Module()
+    model.backbone = randomize(MODELS.build(dict(backbone, _scope_='mmpretrain')))
+    model.eval()
+    if neck is not None:
+        model.neck = MODELS.build(dict(neck, _scope_='mmpretrain')) if neck is POOL else neck()
+    images = torch.randn(2, 3, 32, 32)
     with torch.no_grad():
-        backbone(x)
-        handle.remove()
-        query, key, _ = block.attn.qkv(seen[0]).reshape(2, -1, 3, 2, 8).permute(2, 0, 3, 1, 4)
-    weights = (query @ key.transpose(-1, -2) / 8**0.5).softmax(-1)
-    torch.testing.assert_close(maps, weights[:, :, 0, 1:].reshape(2, 2, 4, 6))
-
-
-def test_attention_of_a_model_without_class_token():
-    swin = MODELS.build(
-        dict(type='RePaSwinTransformer', arch=dict(embed_dims=8, depths=[1] * 4, num_heads=[1] * 4))
-    )
-    with pytest.raises(ValueError, match='no class token'):
-        class_attention(swin, torch.zeros(1, 3, 32, 32))
+        if expected is None:
+            with pytest.raises(ValueError, match='no neck that pools'):
+                image_features(model, images)
+            return
+        found = image_features(model, images)
+        torch.testing.assert_close(found, expected(model.backbone(images)[-1]))
+    assert found.shape == (2, 16)

@@ -1,0 +1,115 @@
+"""Merged and calibrated checkpoints."""
+
+import mmcv
+import numpy as np
+import pytest
+import torch
+from mmengine.runner import Runner
+
+from repa_mm.reparam import ChannelIdleFFN, CheckpointError, has_deploy_form
+from repa_mm.run import build_model, calibrate_checkpoint, load_config, reparameterize_checkpoint
+
+CONFIG = """
+default_scope = 'mmpretrain'
+custom_imports = dict(imports=['repa_mm'])
+model = dict(
+    type='ImageClassifier',
+    data_preprocessor=dict(num_classes=2),
+    backbone=dict(
+        type='RePaVisionTransformer',
+        arch=dict(embed_dims=16, num_layers=2, num_heads=2, feedforward_channels=64),
+        img_size=32, patch_size=8,
+    ),
+    head=dict(type='LinearClsHead', num_classes=2, in_channels=16),
+    train_cfg=dict(augments=dict(type='Mixup', alpha=0.8)),
+)
+train_dataloader = dict(
+    batch_size=3,
+    num_workers=0,
+    sampler=dict(type='DefaultSampler', shuffle=False),
+    dataset=dict(type='CustomDataset', data_root={root!r}, pipeline=[
+        dict(type='LoadImageFromFile'), dict(type='Resize', scale=32), dict(type='PackInputs')]),
+)
+"""
+
+
+@pytest.fixture
+def config(tmp_path):
+    rng = np.random.default_rng(0)
+    for i in range(7):
+        name = str(tmp_path / 'images' / 'ab'[i % 2] / f'{i}.png')
+        mmcv.imwrite(rng.integers(0, 256, (32, 32, 3), np.uint8), name)
+    path = tmp_path / 'config.py'
+    path.write_text(CONFIG.replace('{root!r}', repr(str(tmp_path / 'images'))))
+    return str(path)
+
+
+@pytest.fixture
+def checkpoint(config, tmp_path, randomize):
+    model = randomize(build_model(load_config(config)))
+    path = str(tmp_path / 'model.pth')
+    torch.save(dict(meta=dict(epoch=3), state_dict=model.state_dict(), optimizer={}), path)
+    return path
+
+
+def test_a_merged_checkpoint(config, checkpoint, tmp_path, relative_error):
+    out = str(tmp_path / 'merged.pth')
+    result = reparameterize_checkpoint(config, checkpoint, out)
+    assert result['error'] < 1e-5 and result['parameters'][1] < result['parameters'][0]
+    saved = torch.load(out, weights_only=True)
+    assert set(saved) == {'meta', 'state_dict'} and saved['meta']['epoch'] == 3
+    models = [build_model(load_config(config), path) for path in (checkpoint, out)]
+    assert [has_deploy_form(m) for m in models] == [False, True]
+    with torch.no_grad():
+        expected, found = (m(torch.ones(1, 3, 32, 32)) for m in models)
+    assert relative_error(found, expected) < 1e-5
+    with pytest.raises(CheckpointError, match='is reparameterized already'):
+        reparameterize_checkpoint(config, out, str(tmp_path / 'twice.pth'))
+
+
+@pytest.mark.parametrize(
+    'arguments, change, message',
+    [
+        (dict(tolerance=1e-12), {}, 'changes the features by'),
+        ({}, {'backbone.layers.0.ffn.fc1.weight': float('nan')}, 'not finite'),
+        (dict(cfg_options={'model.backbone.idle_ratio': 0.5}), {}, ''),
+    ],
+)
+def test_a_wrong_merge_is_not_written(arguments, change, message, config, checkpoint, tmp_path):
+    saved = torch.load(checkpoint)
+    for key, value in change.items():
+        saved['state_dict'][key][0] = value
+    torch.save(saved, checkpoint)
+    out = tmp_path / 'merged.pth'
+    if 'cfg_options' in arguments:  # the training form of another idle ratio has the same weights
+        reparameterize_checkpoint(config, checkpoint, str(out))
+        checkpoint, out = str(out), tmp_path / 'other.pth'
+    with pytest.raises((CheckpointError, ValueError), match=message):
+        reparameterize_checkpoint(config, checkpoint, str(out), **arguments)
+    assert not out.exists()
+
+
+def test_calibrated_statistics_are_those_of_the_images(config, checkpoint, tmp_path):
+    out = str(tmp_path / 'calibrated.pth')
+    done = calibrate_checkpoint(config, checkpoint, out, num_batches=2)
+    assert done == dict(forms=2, batches=2, images=6)
+    before, after = (torch.load(path)['state_dict'] for path in (checkpoint, out))
+    changed = {k for k in before if not torch.equal(before[k], after[k])}
+    statistics = ('running_mean', 'running_var', 'num_batches_tracked')
+    assert list(before) == list(after)
+    assert changed == {k for k in before if '.ffn.norm' in k and k.endswith(statistics)}
+    # The first norm sees the same tokens whatever the other statistics are.
+    cfg = load_config(config)
+    model = build_model(cfg, checkpoint)
+    ffn = next(m for m in model.modules() if isinstance(m, ChannelIdleFFN))
+    seen = []
+    ffn.register_forward_pre_hook(lambda _, args: seen.append(args[0].flatten(0, -2)))
+    for _, batch in zip(range(2), Runner.build_dataloader(cfg.train_dataloader)):
+        with torch.no_grad():
+            model.backbone(model.data_preprocessor(batch)['inputs'])
+    mean = after['backbone.layers.0.ffn.norm1.running_mean']
+    torch.testing.assert_close(mean, torch.cat(seen).mean(0))
+    with pytest.raises(CheckpointError):
+        merged = str(tmp_path / 'merged.pth')
+        reparameterize_checkpoint(config, checkpoint, merged)
+        calibrate_checkpoint(config, merged, out)
