@@ -1,17 +1,17 @@
-# The targets set up the environment that they need.
+# The targets set up the environment that they need, once.
 
 PYTHON ?= python3
 TASK ?= retinanet
 ARGS ?=
-TASKS := retinanet mask_rcnn upernet convert
-SETUP := $(PYTHON) requirements/setup_env.py
-# The Python of an environment. A GPU for which MMCV has no operators is hidden from it.
-run = env $$(cat $(1)/.setup/run-env) $(1)/bin/python
+# A compiled mmcv to take instead of compiling it.
+MMCV_WHEEL ?=
+# Python's own flags without debug symbols, which take a third of the time.
+MMCV_CFLAGS := -DNDEBUG -fwrapv -O3 -g0 $(CFLAGS)
 # One test per core, and at most four: each needs much memory.
 PYTEST := -m pytest tests --numprocesses auto --maxprocesses 4 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help env env-openmmlab demo lint format test test-all test-openmmlab clean distclean python task
+.PHONY: help env env-openmmlab demo lint format test test-all test-openmmlab clean distclean
 
 help:
 	@echo 'make demo             train, test, reparameterize and test again on real images'
@@ -28,14 +28,35 @@ help:
 	@echo 'Variables: PYTHON=python3.11 the Python to build on; MMCV_WHEEL=file a wheel'
 	@echo 'of mmcv to use instead of compiling; MAX_JOBS=n compiler processes at a time.'
 
-env: python
-	@$(SETUP) --stack onedl --venv .venv
+env: .venv/ready
+.venv/ready: requirements/onedl.txt setup.py repa_mm/version.py
+	$(call install,.venv,$<,onedl-mmcv)
 
-env-openmmlab: python
-	@$(SETUP) --stack openmmlab --venv .venv-openmmlab
+env-openmmlab: .venv-openmmlab/ready
+.venv-openmmlab/ready: requirements/openmmlab.txt setup.py repa_mm/version.py
+	$(call install,.venv-openmmlab,$<,mmcv)
 
-demo: task env
-	@$(call run,.venv) tools/demo.py --task $(TASK) $(ARGS)
+# Install a stack: $(1) its folder, $(2) its pins, $(3) its mmcv. mmcv fits only the PyTorch that it
+# is compiled against, which therefore comes first; the wheel stays in the environment. The pins are
+# complete: with their dependencies would come opencv-python, which needs libGL.
+define install
+	$(PYTHON) -m venv $(1)
+	$(1)/bin/pip install --quiet --constraint $(2) uv
+	$(1)/bin/uv pip install --python $(1) --constraint $(2) torch torchvision numpy setuptools wheel ninja
+	set -e; wheels=$(1)/mmcv-for-$$(grep --only-matching '^torch==[^ ]*' $(2)); \
+	if [ -n '$(MMCV_WHEEL)' ]; then mkdir -p $$wheels; cp '$(MMCV_WHEEL)' $$wheels; fi; \
+	ls $$wheels/*.whl >/dev/null 2>&1 || MMCV_WITH_OPS=1 CFLAGS='$(MMCV_CFLAGS)' \
+	$(1)/bin/pip wheel --verbose --no-build-isolation --no-deps --no-cache-dir \
+	--no-binary $(3) --wheel-dir $$wheels $$(grep --only-matching '^$(3)==[^ ]*' $(2)); \
+	$(1)/bin/uv pip install --python $(1) --no-deps $$wheels/*.whl
+	$(1)/bin/uv pip install --python $(1) --no-deps --requirement $(2)
+	$(1)/bin/uv pip install --python $(1) --no-deps --no-build-isolation --editable .
+	$(1)/bin/python -c 'import repa_mm; print("repa_mm", repa_mm.__version__)'
+	@touch $@
+endef
+
+demo: env
+	@.venv/bin/python tools/demo.py --task $(TASK) $(ARGS)
 
 lint: env
 	@.venv/bin/ruff check . && .venv/bin/ruff format --check .
@@ -44,26 +65,17 @@ format: env
 	@.venv/bin/ruff check --fix . && .venv/bin/ruff format .
 
 test: env
-	@OMP_NUM_THREADS=1 $(call run,.venv) $(PYTEST) -m 'not slow' $(ARGS)
+	@OMP_NUM_THREADS=1 .venv/bin/python $(PYTEST) -m 'not slow' $(ARGS)
 
 test-all: env
-	@OMP_NUM_THREADS=1 $(call run,.venv) $(PYTEST) --hypothesis-profile=default $(ARGS)
+	@OMP_NUM_THREADS=1 .venv/bin/python $(PYTEST) --hypothesis-profile=default $(ARGS)
 
 test-openmmlab: env-openmmlab
-	@OMP_NUM_THREADS=1 $(call run,.venv-openmmlab) $(PYTEST) -m 'not slow' $(ARGS)
-
-# An unknown task is refused before the set-up, which takes a quarter of an hour.
-task:
-	@case ' $(TASKS) ' in *' $(TASK) '*) ;; \
-	*) echo 'TASK=$(TASK) is unknown; there are: $(TASKS)' >&2; exit 1;; esac
-
-python:
-	@command -v $(PYTHON) >/dev/null 2>&1 || { \
-	echo 'There is no $(PYTHON). Install Python 3.10, 3.11 or 3.12, or name one: make ... PYTHON=/path/to/python3.11' >&2; exit 1; }
+	@OMP_NUM_THREADS=1 .venv-openmmlab/bin/python $(PYTEST) -m 'not slow' $(ARGS)
 
 clean:
 	rm -rf build dist repa_mm.egg-info .pytest_cache .hypothesis
-	find repa_mm configs tools tests requirements -name __pycache__ -prune -exec rm -rf {} +
+	find repa_mm configs tools tests -name __pycache__ -prune -exec rm -rf {} +
 
 distclean: clean
 	rm -rf .venv .venv-openmmlab repa_mm/.mim

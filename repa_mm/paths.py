@@ -1,36 +1,23 @@
 """Where configs lie: those of this package, and those of installed codebases."""
 
-import difflib
 import os.path as osp
-from glob import glob
-from importlib.util import find_spec
-
-PACKAGE = osp.dirname(osp.abspath(__file__))
+from importlib import import_module
 
 
-def config_root(package: str = PACKAGE) -> str:
-    """Folder of the configs of a package: a checkout's own, or those inside the wheel.
+def config_root(package: str = 'repa_mm') -> str:
+    """Folder of the configs that come with a package.
 
     Args:
-        package (str): The folder of the package. Defaults to that of repa_mm.
+        package (str): 'repa_mm', 'mmdet', 'mmseg' or 'mmpretrain'. Defaults to 'repa_mm'.
 
     Raises:
-        FileNotFoundError: If there is neither.
+        ImportError: If the package is not installed.
     """
-    # Beside the package first: in a checkout that is where they are edited. There, and only there,
-    # setup.py lies beside them too: next to an installed package may lie anybody's `configs`.
-    checkout = osp.dirname(package)
-    folders = [osp.join(package, '.mim', 'configs')]
-    if osp.isfile(osp.join(checkout, 'setup.py')):
-        folders.insert(0, osp.join(checkout, 'configs'))
-    for folder in folders:
-        if osp.isdir(folder):
-            return folder
-    raise FileNotFoundError(
-        f'the configs of {osp.basename(package)} are missing: {" and ".join(folders)} do not '
-        'exist. Install the package with `pip install -e .` in its '
-        'repository, or from a wheel that `pip wheel --no-deps .` makes there'
-    )
+    folder = osp.dirname(osp.abspath(import_module(package).__file__))
+    # A checkout has them beside the package. There, and only there, setup.py lies beside it, too.
+    checkout = osp.dirname(folder)
+    is_checkout = osp.isfile(osp.join(checkout, 'setup.py'))
+    return osp.join(checkout if is_checkout else osp.join(folder, '.mim'), 'configs')
 
 
 def config_path(name: str) -> str:
@@ -52,42 +39,11 @@ def config_path(name: str) -> str:
         str: The absolute path.
 
     Raises:
-        FileNotFoundError: If there is no such config; names similar ones.
+        FileNotFoundError: If there is no such config.
     """
     package, _, inner = name.rpartition('::')
-    root = config_root()
-    if package:
-        found = find_spec(package)
-        if found is None or not found.origin:
-            raise FileNotFoundError(f'no config {name!r}: {package!r} is not installed')
-        root = config_root(osp.dirname(found.origin))
     file = inner if inner.endswith('.py') else inner + '.py'
-    path = osp.normpath(osp.join(root, file))
-    if path.startswith(root + osp.sep) and osp.isfile(path):
-        return path
-    known = sorted(
-        osp.relpath(found, root).replace(osp.sep, '/')
-        for found in glob(osp.join(root, '**', '*.py'), recursive=True)
-    )
-    similar = difflib.get_close_matches(file, known, n=5, cutoff=0.5)
-    similar += [n for n in known if osp.basename(n) == osp.basename(file) and n not in similar]
-    hint = (
-        'did you mean ' + ' or '.join(map(repr, similar))
-        if similar
-        else 'there are ' + ', '.join([n for n in known if '_base_' not in n][:100])
-    )
-    raise FileNotFoundError(f'{package or "repa_mm"} has no config {inner!r}; {hint}')
-
-
-def register_config_scope() -> None:
-    """Let ``_base_ = 'repa_mm::folder/file.py'`` work from now on.
-
-    MMEngine knows the packages that may stand before '::' from a fixed table, reads it while it
-    parses a config, and asks for a slash in what follows. So this serves tools that import repa_mm
-    first; see :func:`config_path` for the way that always works.
-    """
-    from mmengine.config import utils
-
-    # Distribution and module differ in '-' and '_' only, which the look-up of installed packages
-    # takes for the same.
-    utils.MODULE2PACKAGE.setdefault('repa_mm', 'repa_mm')
+    path = osp.normpath(osp.join(config_root(package or 'repa_mm'), file))
+    if not osp.isfile(path):
+        raise FileNotFoundError(f'{package or "repa_mm"} has no config {inner!r}: no file {path!r}')
+    return path

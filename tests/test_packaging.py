@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 import repa_mm
-from repa_mm import paths
 
 ROOT = Path(repa_mm.__file__).resolve().parents[1]
 PIP = [sys.executable, '-m', 'pip', '--disable-pip-version-check']
@@ -119,7 +118,7 @@ def test_the_wheel_pulls_in_no_mm_package(wheel):
     (name,) = (n for n in archive.namelist() if n.endswith('.dist-info/METADATA'))
     meta = email.message_from_bytes(archive.read(name))
     required = sorted(r for r in meta.get_all('Requires-Dist') if 'extra ==' not in r)
-    assert required == ['numpy', 'packaging', 'torch>=2.0']
+    assert required == ['greenlet', 'numpy', 'torch>=2.0']
     assert meta['Requires-Python'] == '>=3.10'
 
 
@@ -130,26 +129,16 @@ def test_configs_inherit_from_the_installed_wheel(installed, tmp_path):
     (tmp_path / 'single.py').write_text(f'_base_ = {base}{change}')
     (tmp_path / 'other.py').write_text('mine = 1\n')
     (tmp_path / 'listed.py').write_text(f"_base_ = ['other.py', {base}]{change}")
-    demo = next((ROOT / 'configs' / 'demo').glob('*.py')).name
-    (tmp_path / 'scoped.py').write_text(f"_base_ = 'repa_mm::demo/{demo}'\n")
-    names = sorted(
-        name[len('configs/') :]
-        for name in shipped(ROOT)
-        if name.startswith('configs/') and name.endswith('.py') and '_base_' not in name
-    )
-    assert len(names) > 20
     script = (
         'import json, sys\n'
         'from mmengine import Config\n'
         'assert "repa_mm" not in sys.modules\n'
         'configs = [Config.fromfile(f"{n}.py")\n'
-        '           for n in ("single", "listed", "scoped")]\n'
+        '           for n in ("single", "listed")]\n'
         'import repa_mm\n'
-        f'for name in {names!r}:\n'
-        '    Config.fromfile(repa_mm.config_path(name))\n'
         'print(json.dumps(dict(file=repa_mm.__file__,\n'
         '    path=repa_mm.config_path("retinanet_repa_swin_b"),\n'
-        '    classes=[c.model.bbox_head.num_classes for c in configs[:2]],\n'
+        '    classes=[c.model.bbox_head.num_classes for c in configs],\n'
         '    backbones=[c.model.backbone.type for c in configs],\n'
         '    mine=configs[1].mine)))\n'
     )
@@ -161,7 +150,7 @@ def test_configs_inherit_from_the_installed_wheel(installed, tmp_path):
         installed / 'repa_mm' / '.mim' / 'configs' / 'retinanet_repa_swin_b.py'
     )
     assert result['classes'] == [3, 3]
-    assert result['backbones'] == ['RePaSwinTransformer'] * 3
+    assert result['backbones'] == ['RePaSwinTransformer'] * 2
     assert result['mine'] == 1
 
 
@@ -204,58 +193,9 @@ def test_the_model_index_leads_to_configs():
         assert (ROOT / model['Config']).is_file(), model['Name']
 
 
-@pytest.mark.parametrize(
-    'name', ['retinanet_repa_swin_b.py', 'retinanet_repa_swin_b', './retinanet_repa_swin_b.py']
-)
-def test_config_path_in_a_checkout(name):
-    expected = ROOT / 'configs' / 'retinanet_repa_swin_b.py'
-    assert Path(repa_mm.config_path(name)) == expected
-    assert os.path.isabs(repa_mm.config_path(name))
-
-
-def test_config_path_of_a_folder():
-    config = next((ROOT / 'configs' / 'demo').glob('*.py'))
-    assert Path(repa_mm.config_path(f'demo/{config.stem}')) == config
-
-
-@pytest.mark.parametrize(
-    'name, hint',
-    [
-        ('retinanet_repa_swin_bb.py', "'retinanet_repa_swin_b.py'"),
-        ('upernet-repa-swin-b', "'upernet_repa_swin_b.py'"),
-        ('somewhere/mask_rcnn_repa_swin_t.py', "'mask_rcnn_repa_swin_t.py'"),
-        ('xyz', 'there are '),
-        ('', 'there are '),
-        ('../setup.py', ''),
-        (str(ROOT / 'setup.py'), ''),
-    ],
-)
-def test_an_unknown_config_lists_similar_ones(name, hint):
-    with pytest.raises(FileNotFoundError) as info:
-        repa_mm.config_path(name)
-    message = str(info.value)
-    assert repr(name) in message and hint in message
-
-
-def test_configs_that_are_not_there(tmp_path):
-    """A package folder that was copied by hand."""
-    package = str(tmp_path / 'repa_mm')
-    with pytest.raises(FileNotFoundError, match='pip install -e'):
-        paths.config_root(package)
-    # A stranger's configs beside an installed package are not ours.
-    (tmp_path / 'configs').mkdir()
-    with pytest.raises(FileNotFoundError, match='pip install -e'):
-        paths.config_root(package)
-
-
-@pytest.mark.skipif(not shutil.which('make'), reason='needs make')
-def test_make_says_at_once_that_a_task_is_unknown():
-    # `make test` hands its own flags down, and they make `make` talkative.
-    env = {name: value for name, value in os.environ.items() if not name.startswith('MAKE')}
-    done = subprocess.run(
-        ['make', 'demo', 'TASK=yolo'], cwd=str(ROOT), env=env, capture_output=True, text=True
-    )
-    assert done.returncode != 0
-    assert 'TASK=yolo is unknown' in done.stderr
-    assert 'retinanet mask_rcnn upernet convert' in done.stderr
-    assert not done.stdout
+def test_config_path_in_a_checkout():
+    for name in ('retinanet_repa_swin_b.py', 'retinanet_repa_swin_b'):
+        assert repa_mm.config_path(name) == str(ROOT / 'configs' / 'retinanet_repa_swin_b.py')
+    assert Path(repa_mm.config_path('demo/retinanet_swin_digits')).parent == ROOT / 'configs/demo'
+    with pytest.raises(FileNotFoundError, match="repa_mm has no config 'swin'"):
+        repa_mm.config_path('swin')
