@@ -1,36 +1,31 @@
-"""Take the backbone out of a checkpoint of DINO, for other models to start from.
+"""Translate the backbone in a checkpoint of the code of DINO's authors, for a config here.
 
-The checkpoint is ours or of DINO's authors. One of theirs is translated; a vanilla ViT of it
-becomes a start for the training of a RePa-ViT. See docs/self_supervised.md.
+The backbone is a ViT (config vit_s_dino.py, for example) or a RePa-ViT of RePaFormer's authors.
+Checkpoints that were trained here need no translation. See docs/weights.md.
 """
 
 import argparse
 
-from repa_mm.run.cli import clear_errors
-from repa_mm.weights.layout_dino import NETWORKS, dino_to_mm
-from repa_mm.weights.layout_report import describe
+from mmengine import DictAction
+
+from repa_mm.run import load_config
+from repa_mm.weights.authors import translate_file
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument('src', help='checkpoint to convert')
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument('config', help='config with the backbone that the result is for')
+    parser.add_argument('src', help='checkpoint to translate')
     parser.add_argument('dst', help='file to write')
-    parser.add_argument('--network', choices=NETWORKS, default='teacher')
-    parser.add_argument(
-        '--config',
-        help='config whose backbone the result is for (default: the shapes tell the backbone)',
-    )
+    parser.add_argument('--network', choices=['teacher', 'student'], default='teacher')
+    parser.add_argument('--cfg-options', nargs='+', action=DictAction, help='changes of the config')
     return parser.parse_args()
 
 
 def main() -> None:
     args = parse_args()
-    with clear_errors():
-        done = dino_to_mm(**vars(args))
-    if done:
-        print('\n'.join(describe(done)))
+    cfg = load_config(args.config, args.cfg_options)
+    translate_file(args.src, args.dst, cfg.model.backbone, args.network)
     print(f'wrote {args.dst}, the backbone of the {args.network}')
 
 

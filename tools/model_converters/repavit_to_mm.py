@@ -1,49 +1,35 @@
-"""Convert a checkpoint of RePaFormer's authors, or a vanilla one.
+"""Translate a checkpoint of the code of RePaFormer's authors, for a config here.
 
-A checkpoint of the authors' code (RePaViT), in either form, becomes one that computes the same. A
-vanilla Swin, ViT, DeiT or LV-ViT, in the layout of its own repository, of timm or of OpenMMLab,
-becomes a start for training. See docs/weights.md.
+The checkpoint is in the training form or merged, and the result computes the same. See
+docs/weights.md.
 """
 
-from repa_mm.run.cli import clear_errors, tool_parser
-from repa_mm.weights.layout_report import describe
-from repa_mm.weights.layouts import repavit_to_mm
+import argparse
+
+from mmengine import DictAction
+
+from repa_mm.run import load_config
+from repa_mm.weights.authors import translate_file
 
 
-def parse_args() -> dict:
-    parser = tool_parser(__doc__)
-    parser.add_argument('src', help='checkpoint to convert')
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument('config', help='config of the classifier that the result is for')
+    parser.add_argument('src', help='checkpoint to translate')
     parser.add_argument('dst', help='file to write')
     parser.add_argument(
-        '--config',
-        help='config whose backbone the result is for (default: the shapes tell the backbone)',
+        '--ema', action='store_true', help="take the averaged weights, not those the authors test"
     )
-    parser.add_argument(
-        '--ema',
-        action='store_true',
-        help="take the averaged weights ('model_ema'); the authors evaluate "
-        "'model', which is the default",
-    )
-    parser.add_argument(
-        '--idle-ratio',
-        type=float,
-        nargs='+',
-        help='of a training form: one, or one per FFN (default: what the checkpoint tells)',
-    )
-    parser.add_argument(
-        '--backbone-only',
-        action='store_true',
-        help='leave out the neck and the heads of a detector or segmentor',
-    )
-    return vars(parser.parse_args())
+    parser.add_argument('--cfg-options', nargs='+', action=DictAction, help='changes of the config')
+    return parser.parse_args()
 
 
 def main() -> None:
     args = parse_args()
-    with clear_errors():
-        done = repavit_to_mm(**args)
-    print('\n'.join(describe(done)))
-    print(f'wrote {args["dst"]}')
+    cfg = load_config(args.config, args.cfg_options)
+    keys = ('model_ema', 'state_dict_ema') if args.ema else ('model', 'state_dict')
+    translate_file(args.src, args.dst, cfg.model.backbone, *keys)
+    print(f'wrote {args.dst}')
 
 
 if __name__ == '__main__':
