@@ -111,7 +111,7 @@ def translate(state_dict: dict, cfg: dict, args: Namespace | None = None) -> dic
         elif key.endswith(('attn_mask', 'relative_position_index')):
             continue
         weights[key] = value
-    for name in [key.removesuffix('fc1.weight') for key in weights if key.endswith('.fc1.weight')]:
+    for name in [key.removesuffix('fc1.weight') for key in weights if key.endswith('fc1.weight')]:
         hidden, channels = weights[f'{name}fc1.weight'].shape
         if f'{name}norm1.weight' not in weights and hidden == channels:
             _stack(weights, name)
