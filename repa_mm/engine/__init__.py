@@ -5,7 +5,7 @@ from repa_mm.engine.reparameterize import ReparameterizeHook
 from repa_mm.engine.safe_checkpoint import SafeCheckpointHook
 from repa_mm.engine.schedules import ScheduleHook
 from repa_mm.engine.self_distillation import DINOHook
-from repa_mm.engine.structures import AverageExpertsHook, ImitateMixersHook
+from repa_mm.engine.structure_hooks import AverageExpertsHook, ImitateMixersHook
 
 __all__ = [
     'AverageExpertsHook',

@@ -27,14 +27,10 @@ class RelativeAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure=None):
-        """Take a step; a closure computes the loss anew."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        params = [p for group in self.param_groups for p in group['params'] if p.grad is not None]
+        """Take a step, as ``torch.optim.AdamW.step``."""
+        params = [p for g in self.param_groups for p in g['params'] if p.requires_grad]
         before = [p.clone() for p in params]
-        super().step()
+        loss = super().step(closure)
         for param, old in zip(params, before):
             size = old.square().mean().sqrt().clamp(min=self.floor)
             param.copy_(old + (param - old) * size)

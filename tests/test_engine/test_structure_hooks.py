@@ -12,7 +12,6 @@ from mmengine.registry import MODELS
 from repa_mm.reparam import (
     ExpertLinear,
     ExpertsFFN,
-    ExpertsIdleFFN,
     NormedAffine,
     has_training_form,
     reparameterize,
@@ -39,7 +38,7 @@ class _Toy(BaseModel):
 @MODELS.register_module()
 class ToyExperts(_Toy):
     def __init__(self):
-        experts = ExpertsFFN(8, 16, 3), ExpertsIdleFFN(8, 16, 3)
+        experts = ExpertsFFN(8, 16, 3), ExpertsFFN(8, 16, 3)
         super().__init__(nn.Flatten(2), Transpose(), *experts, Transpose())
 
 
