@@ -15,7 +15,7 @@ from repa_mm.export.export import OPSET, export, export_whole, import_onnx
 from repa_mm.export.session import Session, paste_masks
 from repa_mm.export.whole import whole_model
 from repa_mm.models.attention import FastShiftWindowMSA
-from repa_mm.models.base import trace_any_size
+from repa_mm.models.tracing import trace_any_size
 from repa_mm.reparam import outermost, reparameterize
 from repa_mm.run.config import dataset_config, load_config, set_form, set_work_dir
 from repa_mm.run.data import check_data, check_loop

@@ -1,45 +1,42 @@
-"""The registered backbones."""
+"""The registered backbones, and the structures that are put into models."""
 
-from repa_mm.models.attention import fast_window_attention
+from repa_mm.models.attention import fast_window_attention, swap_attention
+from repa_mm.models.builder import (
+    Restructured,
+    add_structures,
+    build_idle_backbone,
+    idle_channels,
+    restructure,
+)
+from repa_mm.models.channel_idle import (
+    RePaMlpMixer,
+    RePaPoolFormer,
+    RePaSwinTransformer,
+    RePaVisionTransformer,
+    build_fast_swin,
+)
 from repa_mm.models.dino import DINO, ClassTokens, DINOHead, DINOProjection
-from repa_mm.models.experts import ExpertsVisionTransformer
+from repa_mm.models.fusing import fuse_conv_bn
 from repa_mm.models.heads import TokenLabelHead
-from repa_mm.models.idle_backbone import build_idle_backbone
 from repa_mm.models.lvvit import LVViT, RePaLVViT
-from repa_mm.models.mlp_mixer import RePaMlpMixer
-from repa_mm.models.parallel_swin import ParallelSwinTransformer
-from repa_mm.models.parallel_vit import ParallelMAEViT, ParallelVisionTransformer
-from repa_mm.models.poolformer import RePaPoolFormer
-from repa_mm.models.progressive import ProgressiveSwinTransformer, ProgressiveVisionTransformer
-from repa_mm.models.riformer import AffineRIFormer
-from repa_mm.models.surgery.idle import idle_channels, linear_idle_ratios
-from repa_mm.models.swin import FastSwinTransformer, RePaSwinTransformer
+from repa_mm.models.restructured import (
+    AffineRIFormer,
+    ExpertsVisionTransformer,
+    ParallelMAEViT,
+    ParallelSwinTransformer,
+    ParallelVisionTransformer,
+    ProgressiveSwinTransformer,
+    ProgressiveVisionTransformer,
+)
+from repa_mm.models.structures import STRUCTURES, Structure
 from repa_mm.models.tokens import reduce_tokens
-from repa_mm.models.vit import RePaVisionTransformer
 
 __all__ = [
-    'DINO',
-    'AffineRIFormer',
-    'ClassTokens',
-    'DINOHead',
-    'DINOProjection',
-    'ExpertsVisionTransformer',
-    'FastSwinTransformer',
-    'LVViT',
-    'ParallelMAEViT',
-    'ParallelSwinTransformer',
-    'ParallelVisionTransformer',
-    'ProgressiveSwinTransformer',
-    'ProgressiveVisionTransformer',
-    'RePaLVViT',
-    'RePaMlpMixer',
-    'RePaPoolFormer',
-    'RePaSwinTransformer',
-    'RePaVisionTransformer',
-    'TokenLabelHead',
-    'build_idle_backbone',
-    'fast_window_attention',
-    'idle_channels',
-    'linear_idle_ratios',
-    'reduce_tokens',
-]
+    'AffineRIFormer', 'ClassTokens', 'DINO', 'DINOHead', 'DINOProjection',
+    'ExpertsVisionTransformer', 'LVViT', 'ParallelMAEViT', 'ParallelSwinTransformer',
+    'ParallelVisionTransformer', 'ProgressiveSwinTransformer', 'ProgressiveVisionTransformer',
+    'RePaLVViT', 'RePaMlpMixer', 'RePaPoolFormer', 'RePaSwinTransformer', 'RePaVisionTransformer',
+    'Restructured', 'STRUCTURES', 'Structure', 'TokenLabelHead', 'add_structures',
+    'build_fast_swin', 'build_idle_backbone', 'fast_window_attention', 'fuse_conv_bn',
+    'idle_channels', 'reduce_tokens', 'restructure', 'swap_attention',
+]  # fmt: skip

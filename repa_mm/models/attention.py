@@ -20,7 +20,7 @@ from mmcv.cnn.bricks.transformer import PatchMerging
 from mmengine.utils import digit_version
 from mmpretrain.models.utils.attention import ShiftWindowMSA
 
-from repa_mm.models.surgery.replace import replace
+from repa_mm.models.replace import replace
 from repa_mm.models.windows import (
     buffer,
     cached_masks,
@@ -31,6 +31,7 @@ from repa_mm.models.windows import (
     times,
     traceable_partition,
 )
+from repa_mm.reparam import NormedLinear, TrainingForm
 from repa_mm.reparam.autograd import first_order_only
 
 _is_exporting = getattr(torch.compiler, 'is_exporting', lambda: False)
@@ -138,6 +139,8 @@ class FastShiftWindowMSA(ShiftWindowMSA):
 
     It has the arguments, the parameters and the state dict of its parent. Any ``ShiftWindowMSA``
     whose ``w_msa`` is a plain ``WindowMSA`` can become one, see :func:`fast_window_attention`.
+    Branches may take the place of ``w_msa``, and a progressive norm may be in ``w_msa.qkv``: a map
+    is padded behind the norm, with zeros that are not normalized.
     """
 
     # MMDetection and MMSegmentation do not have the argument, and always pad.
@@ -153,9 +156,13 @@ class FastShiftWindowMSA(ShiftWindowMSA):
         Returns:
             torch.Tensor: Of the shape of ``query``.
         """
+        w_msa = self.w_msa
+        if isinstance(w_msa, TrainingForm):  # branches, until they are merged
+            return super().forward(query, hw_shape)
+        if isinstance(w_msa.qkv, NormedLinear):
+            query = w_msa.qkv.norm(query)
         height, width = hw_shape
         shift = self.shift_of(query, hw_shape)
-        w_msa = self.w_msa
         if w_msa.training and w_msa.attn_drop.p or type(query) is not torch.Tensor or is_traced():
             x = self._forward_traceable(query, height, width, shift)
         else:
@@ -197,7 +204,21 @@ class FastShiftWindowMSA(ShiftWindowMSA):
 
     def _qkv(self, windows: torch.Tensor, padded: torch.Tensor | None) -> torch.Tensor:
         """Queries, keys and values of windows (n, N, C), whose rows ``padded`` marks as padding."""
-        return self.w_msa.qkv(windows)
+        layer = self.w_msa.qkv
+        if isinstance(layer, NormedLinear):
+            return layer.linear(windows)
+        qkv = layer(windows)
+        if padded is None or not hasattr(layer, 'padding'):
+            return qkv
+        # A norm is merged into the layer: what is padding behind the norm is none before it.
+        rows = qkv.view(-1, padded.shape[0], qkv.shape[-1])
+        padding = layer.padding.to(qkv.dtype)
+        # Inductor of torch 2.1 fails on selections whose condition it can compute.
+        if is_traced():
+            rows = rows * ~padded + padding * padded
+        else:
+            rows = torch.where(padded, padding, rows)
+        return rows.view(qkv.shape)
 
     def _forward_eager(self, query, height, width, shift):
         w_msa, num_tokens = self.w_msa, self.window_size**2

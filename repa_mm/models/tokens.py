@@ -31,7 +31,7 @@ from mmpretrain.models.utils.attention import MultiheadAttention
 
 from repa_mm.models.attention import FastShiftWindowMSA, fast_class, swap_attention
 from repa_mm.models.windows import is_traced, times, traceable_partition
-from repa_mm.reparam import become
+from repa_mm.reparam import TrainingForm, become
 from repa_mm.reparam.depth import scale_queries
 
 # Where the stock blocks are defined.
@@ -310,7 +310,7 @@ def reduce_tokens(
         model (nn.Module): A model with the stock Swin of MMPretrain, MMDetection or MMSegmentation,
             or with MMPretrain's ``VisionTransformer``. A window attention becomes the one of
             :func:`~repa_mm.models.fast_window_attention`.
-        keep (float | Sequence[float]): Share of what is computed in full, above 0 and at most 1: of
+        keep (float | Sequence[float]): Share of what is computed in full, from 0.1 to 1: of
             a Swin the windows of each image, of a ViT the patches. One for all blocks, or one for
             each stage of a Swin. 1 leaves blocks as they are, and gives reduced ones their full
             computation back. Defaults to 0.7.
@@ -328,10 +328,10 @@ def reduce_tokens(
     """
     for share in keep if isinstance(keep, (list, tuple)) else [keep]:
         is_number = isinstance(share, (int, float)) and not isinstance(share, bool)
-        if not is_number or not 0 < share <= 1:
+        # Below, the patches that are left over from the last group would be most of what is kept.
+        if not is_number or not 0.1 <= share <= 1:
             raise ValueError(
-                'keep is the share of what is computed in full, above 0 and at most 1, but is '
-                f'{share!r}'
+                f'keep is the share of what is computed in full, from 0.1 to 1, but is {share!r}'
             )
     if not inplace:
         model = copy.deepcopy(model)
@@ -367,7 +367,10 @@ def _reducible(model: nn.Module) -> list[list[tuple[nn.Module, type]]]:
         # By exact type, as a subclass may do something else.
         kind, where = type(block).__name__, type(block).__module__
         if kind == 'SwinBlock' and where in _SWIN_BLOCKS or type(block) is ReducedSwinBlock:
-            if FastShiftWindowMSA in (type(block.attn), fast_class(block.attn)):
+            # A norm inside of the attention would see what is padding behind the norm.
+            is_plain = type(block.attn.w_msa.qkv) is nn.Linear
+            is_plain = is_plain and not isinstance(block.attn.w_msa, TrainingForm)
+            if is_plain and FastShiftWindowMSA in (type(block.attn), fast_class(block.attn)):
                 stages.setdefault(name.rpartition('.')[0], []).append((block, ReducedSwinBlock))
         elif isinstance(block, VisionTransformer):
             for layer in block.layers:

@@ -71,15 +71,13 @@ def calibrate_batch_norm(
             f'{type(model).__name__} has no channel-idle FFN or other training form with BatchNorm'
         )
     modes = {m: m.training for m in model.modules()}
-    paths = {form: form.training_path for form in forms}
     before = {norm: {k: b.clone() for k, b in norm.named_buffers()} for norm in statistics}
     hooks = [norm.register_forward_pre_hook(seen.add) for norm, seen in statistics.items()]
     num_batches = 0
     try:
         model.eval()
         for form in forms:
-            # On the literal path every norm sees its input.
-            form.training_path = form.training_paths[0]
+            # A norm with a hook is called, so that it sees its input on every training path.
             form.training = True
         for norm in statistics:
             norm.training = True
@@ -102,8 +100,6 @@ def calibrate_batch_norm(
     finally:
         for hook in hooks:
             hook.remove()
-        for form, path in paths.items():
-            form.training_path = path
         for module, mode in modes.items():
             module.training = mode
     return num_batches

@@ -22,10 +22,11 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from .ffn import ChannelIdleFFN, DropPath, FoldedFFN, num_active_channels
-from .ffn.layers import build_activation
+from .ffn import ChannelIdleFFN, DropPath
+from .ffn.layers import build_activation, build_norm
 from .forms import DeployForm, TrainingForm
-from .numerics import check_dropouts, check_linear, double, in_double, rounded
+from .numerics import check_dropouts, double, exact, rounded
+from .parts import AttentionParts, FFNParts, copy_matrix, fold_norm, matrix
 from .schedule import Scheduled, set_lam
 
 
@@ -84,28 +85,45 @@ class JoinedLinear(Scheduled, nn.Linear):
         joined = joined.lerp(joined.mean(0, keepdim=True), self.lam.to(rows.dtype))
         return torch.cat([joined.flatten(0, 1), own.flatten(0, 1)])
 
-    def mean(self, exact: bool = False) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Weight and bias of the one layer that the branches are at lambda = 1.
+    def mean(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Weight and bias of the one layer that the branches are at lambda = 1."""
+        weight = torch.stack([branch.weight for branch in self.branches]).mean(0)
+        if self.branches[0].bias is None:
+            return weight, None
+        return weight, torch.stack([branch.bias for branch in self.branches]).mean(0)
 
-        Args:
-            exact (bool): Whether in float64. Defaults to False.
-        """
+    def fill(self, *layers: tuple[torch.Tensor, torch.Tensor | None]) -> None:
+        """Give each branch the weight and bias of one layer."""
+        for branch, (weight, bias) in zip(self.branches, layers, strict=True):
+            copy_matrix(branch, weight, bias)
 
-        def of(name):
-            tensors = [getattr(branch, name) for branch in self.branches]
-            return torch.stack([double(t) for t in tensors] if exact else tensors).mean(0)
-
-        return of('weight'), None if self.branches[0].bias is None else of('bias')
-
-    def check_mergeable(self) -> None:
-        """Check that the branches are one.
+    def exact(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weight and bias in float64.
 
         Raises:
-            ValueError: If lambda is not 1, or a branch is another layer than it was built as.
+            ValueError: If lambda is not 1, or a branch is not the layer that it was built as.
         """
         self.check_finished()
-        for branch in self.branches:
-            check_linear(branch, 'a branch')
+        weights, biases = zip(*(exact(branch, 'a branch') for branch in self.branches))
+        return self._join(weights), self._join(biases)
+
+    def collapse(self, w_in: torch.Tensor, b_in: torch.Tensor, w_out: torch.Tensor) -> dict:
+        """One branch's part of the joined outputs, which are the same in all branches.
+
+        Args:
+            w_in (torch.Tensor): The joined rows of all branches, (B n, in).
+            b_in (torch.Tensor): Their bias, (B n, ).
+            w_out (torch.Tensor): What multiplies the joined outputs, (out, B n).
+
+        Returns:
+            dict: The three by name, with n in the place of B n.
+        """
+        branches = len(self.branches), self.num_joined
+        return dict(
+            w_in=w_in.unflatten(0, branches).mean(0),
+            b_in=b_in.unflatten(0, branches).mean(0),
+            w_out=w_out.unflatten(1, branches).sum(1),
+        )
 
     def extra_repr(self) -> str:
         return f'num_joined={self.num_joined}'
@@ -120,10 +138,12 @@ class _Parallel(TrainingForm):
     Attributes:
         entry (str): Name of the linear layer whose outputs are joined.
         exit (str): Name of the last linear layer.
+        sources (tuple[str]): Names of both in the parts of an ordinary layer.
     """
 
     entry: str
     exit: str
+    sources: tuple[str, str]
 
     def _add_exit(
         self, features: int, drop_rate: float, drop_path: float, layer_scale: float
@@ -148,23 +168,45 @@ class _Parallel(TrainingForm):
     def _summed(self, weight: torch.Tensor) -> torch.Tensor:
         return weight.unflatten(1, (self.num_branches, -1)).sum(1)
 
-    def _fill(self, into: nn.Linear, out: nn.Linear) -> None:
+    def fill(self, *parts: FFNParts | AttentionParts) -> None:
+        """Lay ordinary layers side by side in the branches.
+
+        Each branch then computes from the block's input what its layer computes from the same
+        input, behind a norm that neither scales nor shifts: weight and bias of each layer's norm go
+        into the matrix behind the norm.
+
+        Args:
+            *parts (FFNParts | AttentionParts): One layer for each branch.
+
+        Raises:
+            ValueError: If a norm shifts its output and the linear layer behind it has no bias.
+        """
+        layers = [[getattr(p, name) for p in parts] for name in self.sources]
+        getattr(self, self.entry).fill(*map(fold_norm, [p.norm for p in parts], layers[0]))
+        weights, biases = zip(*map(matrix, layers[1]))
+        scales = [torch.ones_like(biases[0]) if p.scale is None else double(p.scale) for p in parts]
+        if self.layer_scale is not None:
+            common = torch.stack(scales).abs().amax(0)
+            self.layer_scale.copy_(common)
+            scales = [torch.where(common > 0, scale / common, 0.0) for scale in scales]
+        weight = torch.cat([s[:, None] * w for s, w in zip(scales, weights)], 1)
+        copy_matrix(getattr(self, self.exit), weight, sum(s * b for s, b in zip(scales, biases)))
+
+    def _set_merged(self, into: nn.Linear, out: nn.Linear) -> None:
         """Put the merged weights into the two linear layers of the deploy form."""
-        entry = getattr(self, self.entry)
-        layer = getattr(self, self.exit)
-        check_linear(layer, f'its {self.exit}')
+        entry, layer = getattr(self, self.entry), getattr(self, self.exit)
         check_dropouts(self)
-        entry.check_mergeable()
         like = layer.weight
-        weight, bias = entry.mean(exact=True)
-        into.weight = rounded(weight, like)
-        if bias is not None:
-            into.bias = rounded(bias, like)
-        weight, bias = self._summed(double(layer.weight)), double(layer.bias)
+        w_out, b_out = exact(layer, f'its {self.exit}')
+        merged = entry.collapse(*entry.exact(), w_out)
+        w_out = merged['w_out']
         if self.layer_scale is not None:
             scale = double(self.layer_scale)
-            weight, bias = scale[:, None] * weight, scale * bias
-        out.weight, out.bias = rounded(weight, like), rounded(bias, like)
+            w_out, b_out = scale[:, None] * w_out, scale * b_out
+        into.weight = rounded(merged['w_in'], like)
+        if into.bias is not None:
+            into.bias = rounded(merged['b_in'], like)
+        out.weight, out.bias = rounded(w_out, like), rounded(b_out, like)
 
 
 class ParallelAttention(_Parallel):
@@ -192,7 +234,7 @@ class ParallelAttention(_Parallel):
     """
 
     label = 'parallel attention'
-    entry, exit = 'qkv', 'proj'
+    entry, exit = sources = 'qkv', 'proj'
 
     def __init__(
         self,
@@ -249,6 +291,12 @@ class ParallelAttention(_Parallel):
         table = mean if is_joined else table.lerp(mean, self.qkv.lam.to(table.dtype))
         return table.flatten(1)[self.relative_position_index].permute(2, 0, 1)
 
+    def fill(self, *parts: AttentionParts) -> None:
+        """As :meth:`_Parallel.fill`, with the relative position biases of windows."""
+        super().fill(*parts)
+        if self.window_size is not None:
+            self.relative_position_bias_table.copy_(torch.cat([p.table for p in parts], 1))
+
     def merge(self) -> 'OrdinaryAttention':
         """The ordinary attention that the joined branches are, computed in float64.
 
@@ -263,7 +311,7 @@ class ParallelAttention(_Parallel):
                 self.window_size,
                 self.scale,
             )
-        self._fill(merged.qkv, merged.proj)
+        self._set_merged(merged.qkv, merged.proj)
         if self.window_size is not None:
             table = double(self.relative_position_bias_table)
             merged.relative_position_bias_table = rounded(
@@ -382,7 +430,7 @@ class ParallelFFN(_Parallel):
     """
 
     label = 'parallel FFN'
-    entry, exit = 'fc1', 'fc2'
+    entry, exit = sources = 'fc1', 'fc2'
 
     def __init__(
         self,
@@ -426,7 +474,7 @@ class ParallelFFN(_Parallel):
             merged = OrdinaryFFN(
                 self.embed_dims, self.feedforward_channels, copy.deepcopy(self.act)
             )
-        self._fill(merged.layers[0][0], merged.layers[1])
+        self._set_merged(merged.layers[0][0], merged.layers[1])
         return merged
 
 
@@ -458,55 +506,29 @@ class OrdinaryFFN(DeployForm):
         return (x if identity is None else identity) + self.layers(x)
 
 
-class ParallelIdleFFN(ChannelIdleFFN):
-    """A channel-idle FFN in B branches: depth and width in one.
+def add_branches(ffn: ChannelIdleFFN, num_branches: int) -> ChannelIdleFFN:
+    """Widen a channel-idle FFN to B branches, in place: depth and width in one.
 
     B channel-idle FFNs behind one norm are one of B-fold width, with the active channels of all
     branches first. Lambda joins the active channels. Idle channels enter no nonlinearity: each
     branch keeps its own, and the products of all of them merge into one C x C matrix.
 
     Args:
-        embed_dims (int): Number of channels C.
-        feedforward_channels (int): Hidden width H of each branch.
-        num_branches (int): Number of branches B. Defaults to 2.
-        idle_ratio (float): Share of hidden channels that skip the activation, in [0, 1]. Defaults
-            to 0.75.
-        **kwargs: Other arguments of :class:`ChannelIdleFFN`.
+        ffn (ChannelIdleFFN): The FFN of one branch. The new linear layers have random weights.
+        num_branches (int): Number of branches B.
 
-    Raises:
-        ValueError: If the number of branches is below 1, and as :class:`ChannelIdleFFN`.
+    Returns:
+        ChannelIdleFFN: The same FFN.
     """
-
-    def __init__(
-        self,
-        embed_dims: int,
-        feedforward_channels: int,
-        num_branches: int = 2,
-        idle_ratio: float = 0.75,
-        **kwargs,
-    ) -> None:
-        num_active = num_active_channels(feedforward_channels, idle_ratio)
-        fc1 = JoinedLinear(embed_dims, feedforward_channels, num_branches, num_joined=num_active)
-        super().__init__(embed_dims, num_branches * feedforward_channels, idle_ratio, **kwargs)
-        self.num_branches, self.num_active = num_branches, num_branches * num_active
-        self.num_active_channels.fill_(self.num_active)
-        self.fc1 = fc1
-
-    def fold(self) -> FoldedFFN:
-        """As :meth:`ChannelIdleFFN.fold`, with the active channels of all branches as one.
-
-        Raises:
-            ValueError: As there; or if lambda is not 1.
-        """
-        self.fc1.check_mergeable()
-        # In float64 the joined rows are not rounded before they are folded.
-        folded = super(ParallelIdleFFN, in_double(self)).fold()
-        branches = self.num_branches, self.fc1.num_joined
-        return folded._replace(
-            w_in=folded.w_in.unflatten(0, branches).mean(0),
-            b_in=folded.b_in.unflatten(0, branches).mean(0),
-            w_out=folded.w_out.unflatten(1, branches).sum(1),
-        )
+    like, dims, hidden = ffn.fc1.weight, ffn.embed_dims, ffn.feedforward_channels
+    ffn.fc1 = JoinedLinear(dims, hidden, num_branches, num_joined=ffn.num_active)
+    ffn.fc2 = nn.Linear(num_branches * hidden, dims)
+    if not ffn.keeps_norm:
+        ffn.norm2 = build_norm(ffn.norm_cfg, num_branches * hidden)
+    ffn.feedforward_channels = num_branches * hidden
+    ffn.num_active *= num_branches
+    ffn.num_active_channels.fill_(ffn.num_active)
+    return ffn.to(like).train(ffn.training)
 
 
 def join_branches(model: nn.Module, lam: float) -> nn.Module:

@@ -14,31 +14,49 @@ import copy
 import torch
 import torch.nn as nn
 
-from .autograd import kept_statistics
 from .depth import OrdinaryFFN
-from .ffn import ChannelIdleFFN, DropPath, FoldedFFN
-from .ffn.layers import build_activation, check_input
+from .ffn import ChannelIdleFFN, DropPath
+from .ffn.layers import build_activation
 from .forms import TrainingForm
-from .numerics import check_dropouts, check_linear, double, in_double, rounded
+from .numerics import check_dropouts, double, exact, rounded
+from .parts import FFNParts, copy_matrix, matrix
+
+
+class _Order:
+    """The random order of an FFN's tokens: its first linear layer shuffles, its last one undoes."""
+
+    indices: torch.Tensor
 
 
 class ExpertLinear(nn.Linear):
-    """The linear layers of E experts; as an ``nn.Linear`` it is their mean.
+    """The linear layers of E experts; in eval mode it is their mean.
+
+    In training mode, the first N / E of tokens (N, in) go to the first expert, and so on.
 
     Args:
         in_features (int): Number of inputs.
         out_features (int): Number of outputs.
         num_experts (int): Number of experts E.
+        shuffles (_Order, optional): Shuffle the tokens before, and note the order here.
+        restores (_Order, optional): Bring the tokens back from this order afterwards.
 
     Raises:
         ValueError: If the number of experts is not an integer of at least 1.
     """
 
-    def __init__(self, in_features: int, out_features: int, num_experts: int) -> None:
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        num_experts: int,
+        shuffles: _Order | None = None,
+        restores: _Order | None = None,
+    ) -> None:
         nn.Module.__init__(self)
         if isinstance(num_experts, bool) or not isinstance(num_experts, int) or num_experts < 1:
             raise ValueError(f'an FFN has 1 expert or more, but got num_experts={num_experts!r}')
         self.in_features, self.out_features = in_features, out_features
+        self.shuffles, self.restores = shuffles, restores
         self.experts = nn.ModuleList(
             nn.Linear(in_features, out_features) for _ in range(num_experts)
         )
@@ -51,10 +69,30 @@ class ExpertLinear(nn.Linear):
     def bias(self) -> torch.Tensor:
         return torch.stack([expert.bias for expert in self.experts]).mean(0)
 
-    def each(self, x: torch.Tensor) -> torch.Tensor:
-        """Of tokens (N, C), the first N / E by the first expert, and so on."""
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Outputs (N, out) for tokens (N, in)."""
+        if not self.training:
+            return nn.functional.linear(x, self.weight, self.bias)
+        if self.shuffles:
+            self.shuffles.indices = torch.randperm(len(x), device=x.device)
+            x = x[self.shuffles.indices]
         parts = x.tensor_split(len(self.experts))
-        return torch.cat([expert(part) for expert, part in zip(self.experts, parts)])
+        x = torch.cat([expert(part) for expert, part in zip(self.experts, parts)])
+        return x[self.restores.indices.argsort()] if self.restores else x
+
+    def fill(self, *layers: tuple[torch.Tensor, torch.Tensor | None]) -> None:
+        """Give every expert the weight and bias of a layer: of its own, or of the same one."""
+        for e, expert in enumerate(self.experts):
+            copy_matrix(expert, *layers[e % len(layers)])
+
+    def exact(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The mean weight and bias in float64.
+
+        Raises:
+            ValueError: If an expert is not the layer that it was built as.
+        """
+        weights, biases = zip(*(exact(expert, 'an expert') for expert in self.experts))
+        return torch.stack(weights).mean(0), torch.stack(biases).mean(0)
 
     @torch.no_grad()
     def share(self, rate: float) -> None:
@@ -65,15 +103,6 @@ class ExpertLinear(nn.Linear):
             total = torch.stack(tensors).sum(0)
             for tensor in tensors:
                 tensor.lerp_((total - tensor) / (n - 1), rate)
-
-    def check_mergeable(self) -> None:
-        """Check that the experts are the layers that they were built as.
-
-        Raises:
-            ValueError: If not.
-        """
-        for expert in self.experts:
-            check_linear(expert, 'an expert')
 
 
 class ExpertsFFN(TrainingForm):
@@ -106,9 +135,8 @@ class ExpertsFFN(TrainingForm):
     ) -> None:
         super().__init__()
         self.embed_dims, self.feedforward_channels = embed_dims, feedforward_channels
-        self.fc1 = ExpertLinear(embed_dims, feedforward_channels, num_experts)
         self.act = build_activation(act_cfg)
-        self.fc2 = ExpertLinear(feedforward_channels, embed_dims, num_experts)
+        add_experts(self, num_experts)
         self.layer_scale = (
             nn.Parameter(torch.full((embed_dims,), float(layer_scale_init_value)))
             if layer_scale_init_value
@@ -127,15 +155,28 @@ class ExpertsFFN(TrainingForm):
         Returns:
             torch.Tensor: Of the shape of x.
         """
-        if self.fc1.training:
-            tokens, back = _shuffled(x.reshape(-1, self.embed_dims))
-            z = self.fc2.each(self.drop(self.act(self.fc1.each(tokens))))[back].view(x.shape)
-        else:
-            z = self.fc2(self.act(self.fc1(x)))
+        h = self.fc1(x.reshape(-1, self.embed_dims))
+        z = self.fc2(self.drop(self.act(h))).view(x.shape)
         z = self.drop(z)
         if self.layer_scale is not None:
             z = z * self.layer_scale
         return (x if identity is None else identity) + self.dropout_layer(z)
+
+    def fill(self, *ffns: FFNParts) -> None:
+        """Give every expert the weights of an ordinary FFN: of its own, or all of the same one.
+
+        A layer scale that this FFN does not have goes into the weights.
+        """
+        self.fc1.fill(*(matrix(part.fc1) for part in ffns))
+        outs = []
+        for part in ffns:
+            weight, bias = matrix(part.fc2)
+            if part.scale is not None and self.layer_scale is None:
+                weight, bias = double(part.scale)[:, None] * weight, double(part.scale) * bias
+            elif part.scale is not None:
+                self.layer_scale.copy_(part.scale)
+            outs.append((weight, bias))
+        self.fc2.fill(*outs)
 
     def merge(self) -> OrdinaryFFN:
         """The ordinary FFN with the mean weights, computed in float64.
@@ -143,82 +184,43 @@ class ExpertsFFN(TrainingForm):
         Raises:
             ValueError: As :meth:`TrainingForm.merge`.
         """
-        self.fc1.check_mergeable()
-        self.fc2.check_mergeable()
         check_dropouts(self)
         with torch.device('meta'):
             merged = OrdinaryFFN(
                 self.embed_dims, self.feedforward_channels, copy.deepcopy(self.act)
             )
         merged.label = self.label
-        exact, like = in_double(self), self.fc1.experts[0].weight
-        weight, bias = exact.fc2.weight, exact.fc2.bias
+        like = self.fc1.experts[0].weight
+        w_in, b_in = self.fc1.exact()
+        weight, bias = self.fc2.exact()
         if self.layer_scale is not None:
             scale = double(self.layer_scale)
             weight, bias = scale[:, None] * weight, scale * bias
         (into, _), out = merged.layers
-        into.weight, into.bias = rounded(exact.fc1.weight, like), rounded(exact.fc1.bias, like)
+        into.weight, into.bias = rounded(w_in, like), rounded(b_in, like)
         out.weight, out.bias = rounded(weight, like), rounded(bias, like)
         return merged
 
 
-class ExpertsIdleFFN(ChannelIdleFFN):
-    """A channel-idle FFN whose linear layers have E experts, behind common norms.
+def add_experts(ffn: ChannelIdleFFN | ExpertsFFN, num_experts: int) -> nn.Module:
+    """Give both linear layers of an FFN experts with random weights, in place.
 
     Args:
-        embed_dims (int): Number of channels C.
-        feedforward_channels (int): Hidden width H of each expert.
-        num_experts (int): Number of experts E. Defaults to 4.
-        *args, **kwargs: Other arguments of :class:`ChannelIdleFFN`.
+        ffn (ChannelIdleFFN | ExpertsFFN): The FFN, of width C = ``embed_dims`` and hidden width H =
+            ``feedforward_channels``.
+        num_experts (int): Number of experts E.
+
+    Returns:
+        nn.Module: The same FFN.
 
     Raises:
-        ValueError: If the number of experts is below 1, and as there.
+        ValueError: If the number of experts is below 1.
     """
-
-    def __init__(
-        self, embed_dims: int, feedforward_channels: int, num_experts: int = 4, *args, **kwargs
-    ) -> None:
-        super().__init__(embed_dims, feedforward_channels, *args, **kwargs)
-        self.add_experts(num_experts)
-
-    def add_experts(self, num_experts: int) -> None:
-        """Give both linear layers experts: what a channel-idle FFN lacks of this one."""
-        dims, hidden = self.embed_dims, self.feedforward_channels
-        like, training = self.fc1.weight, self.training
-        self.fc1 = ExpertLinear(dims, hidden, num_experts).to(like).train(training)
-        self.fc2 = ExpertLinear(hidden, dims, num_experts).to(like).train(training)
-
-    def forward(self, x: torch.Tensor, identity: torch.Tensor | None = None) -> torch.Tensor:
-        """As :meth:`ChannelIdleFFN.forward`, by one expert a token in training."""
-        # Not this module's own mode: statistics are calibrated for the mean.
-        if not self.fc1.training:
-            return super().forward(x, identity)
-        check_input(self, x, identity)
-        with kept_statistics(self.norm1, self.norm2):
-            u = self.norm1(x if self.keeps_norm else x.reshape(-1, self.embed_dims))
-            u, back = _shuffled(u.reshape(-1, self.embed_dims))
-            active, idle = self.fc1.each(u).tensor_split([self.num_active], dim=1)
-            a = self.drop(self.norm2(torch.cat([self.act(active), idle], dim=1)))
-            z = self.drop(self.fc2.each(a))[back].view(x.shape)
-        if self.layer_scale is not None:
-            z = z * self.layer_scale
-        return x + self.dropout_layer(z)
-
-    def fold(self) -> FoldedFFN:
-        """As :meth:`ChannelIdleFFN.fold`, of the mean weights."""
-        self.fc1.check_mergeable()
-        self.fc2.check_mergeable()
-        return super(ExpertsIdleFFN, in_double(self)).fold()
-
-    def merge(self):
-        """As :meth:`ChannelIdleFFN.merge`, of the mean weights."""
-        return super().merge()
-
-
-def _shuffled(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens in random order, and the indices that put them back."""
-    order = torch.randperm(len(tokens), device=tokens.device)
-    return tokens[order], order.argsort()
+    dims, hidden, order = ffn.embed_dims, ffn.feedforward_channels, _Order()
+    like = next(ffn.parameters(), torch.empty(0))
+    ffn.fc1 = ExpertLinear(dims, hidden, num_experts, shuffles=order)
+    ffn.fc2 = ExpertLinear(hidden, dims, num_experts, restores=order)
+    return ffn.to(like).train(ffn.training)
 
 
 def average_experts(model: nn.Module, rate: float) -> nn.Module:

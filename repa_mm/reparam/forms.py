@@ -1,8 +1,9 @@
 """The contract of every structure that trains large and deploys small.
 
-A *training form* merges into a *deploy form* that computes the same in eval mode. The model walk,
-checkpoints, calibration, the hook, the tools and the exporters know nothing else about a structure,
-so that a new one is a file with two classes::
+A *training form* takes the weights of ordinary modules (``fill``), trains (``forward``), and merges
+into a *deploy form* that computes the same in eval mode (``merge``). The model walk, checkpoints,
+calibration, the hook, the tools and the exporters know nothing else about a structure, so that a
+new one is a file with two classes::
 
     class Pair(TrainingForm):
         label = 'pair of linear layers'
@@ -10,6 +11,11 @@ so that a new one is a file with two classes::
         def __init__(self, dims):
             super().__init__()
             self.a, self.b = nn.Linear(dims, dims), nn.Linear(dims, dims)
+
+        def fill(self, linear):
+            for half in (self.a, self.b):
+                half.weight.copy_(linear.weight / 2)
+                half.bias.copy_(linear.bias / 2)
 
         def forward(self, x):
             return self.a(x) + self.b(x)
@@ -44,9 +50,6 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from .numerics import check_finite
 
-# Endings of names that a checkpoint may lack: by torch before 0.4, or with the FFNs of the
-# paper's authors, which do not say how many channels are active.
-OPTIONAL = ('num_batches_tracked', 'num_active_channels')
 # Forward pre-hooks with which torch computes a weight from others before each forward pass.
 _RECOMPUTING = (BasePruningMethod, SpectralNorm, WeightNorm)
 
@@ -72,37 +75,21 @@ class CheckpointError(RuntimeError):
 
 
 class Form(nn.Module):
-    """What training and deploy forms share: they know the weights of both.
+    """What training and deploy forms share: they load the weights of their own form only.
+
+    Two forms of one structure must not have the same names of weights.
 
     Attributes:
         label (str): What messages call such a module.
+        optional (tuple[str]): Endings of names that a checkpoint may lack.
     """
 
     label = 'mergeable module'
+    optional = ('num_batches_tracked',)  # torch before 0.4 did not save it
 
-    def form_of(self, weights: dict) -> str | None:
-        """The form that weights for this place in a model are in.
-
-        By default the names decide. A form overrides this method if names alone do not tell, or if
-        weights of another size are to be recognized too.
-
-        Args:
-            weights (dict): Tensors by their names inside this module.
-
-        Returns:
-            str | None: 'training', 'deploy', or None if they are of neither.
-        """
-        found = names_of(weights)
-        for form, names in self._names_by_form().items():
-            if found == names:
-                return form
-        return None
-
-    def _names_by_form(self) -> dict:
-        raise NotImplementedError
-
-    def explain(self, weights: dict) -> str | None:
-        """What the weights are of, if the form knows weights that are often taken for its own."""
+    def names(self, weights: dict) -> frozenset:
+        """The names that tell of which form weights (names inside this module) are."""
+        return frozenset(key for key in weights if not key.endswith(self.optional))
 
     def check_weights(self, weights: dict, name: str) -> None:
         """Check that weights are those of this module, in the form that it has.
@@ -114,38 +101,29 @@ class Form(nn.Module):
         Raises:
             CheckpointError: If the weights are in the other form, or of something else.
         """
-        known = self.explain(weights)
-        if known:
+        own = self.state_dict()
+        lacking = sorted(self.names(own) - self.names(weights))
+        foreign = sorted(self.names(weights) - self.names(own))
+        if lacking or foreign:
+            form, hint = self._form
+            differences = [f'lacks {lacking[0]!r}'] * bool(lacking)
+            differences += [f'has {foreign[0]!r}'] * bool(foreign)
             raise CheckpointError(
-                f'the checkpoint holds {known} at {name!r} where the model has a {self.label}: it '
-                'is of the vanilla backbone, not of its RePa counterpart'
+                f'the model has a {self.label} in its {form} form at {name!r}, and the checkpoint '
+                f'is of something else there: it {" and ".join(differences)}. {hint}'
             )
-        found = self.form_of(weights)
-        if found == 'deploy' and isinstance(self, TrainingForm):
-            raise CheckpointError(
-                f'the checkpoint is reparameterized (merged {self.label} at {name!r}), but the '
-                'model is in its training form: build the model with deploy=True to run it; a '
-                'merged checkpoint cannot be trained'
-            )
-        if found == 'training' and isinstance(self, DeployForm):
-            raise CheckpointError(
-                f'the checkpoint is in the training form (at {name!r}), but the model was built '
-                'with deploy=True: load it into a model with deploy=False and reparameterize that, '
-                'or convert the checkpoint with tools/reparameterize.py'
-            )
-        for key, own in self.state_dict().items():
-            if key.endswith(OPTIONAL):
-                continue
-            if key not in weights:
-                raise CheckpointError(
-                    f'the checkpoint has no {name}.{key}: it is of another architecture than the '
-                    'model'
-                )
-            if weights[key].shape != own.shape:
+        for key, value in own.items():
+            if key in weights and weights[key].shape != value.shape:
                 raise CheckpointError(
                     f'{name}.{key} has shape {tuple(weights[key].shape)} in the checkpoint and '
-                    f'{tuple(own.shape)} in the model: they differ in architecture or idle ratio'
+                    f'{tuple(value.shape)} in the model: they differ in architecture or idle ratio'
                 )
+
+    _form = (
+        'training',
+        'A reparameterized checkpoint needs deploy=True, and cannot be trained; weights of the '
+        'ordinary model are for init_cfg, or for tools/convert_pretrained.py',
+    )
 
     def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs) -> None:
         # Loading is often not strict, and random weights are never what was wanted.
@@ -155,31 +133,55 @@ class Form(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
 
-def names_of(weights: dict) -> frozenset:
-    """The names that tell of what kind weights are."""
-    return frozenset(key for key in weights if not key.endswith(OPTIONAL))
+def check_state_dict(model: nn.Module, state_dict: dict, prefix: str = '', *args) -> None:
+    """Check that a state dict has weights of every form of a model.
+
+    The signature is that of a hook before ``load_state_dict``. A state dict without any weight of
+    the model is left to the caller, and wrong weights of a form to :meth:`Form.check_weights`.
+
+    Raises:
+        CheckpointError: Naming the form that the state dict has no weights of.
+    """
+    if not any(key.startswith(prefix) for key in state_dict):
+        return
+    for name, form in outermost(model):
+        start = f'{prefix}{name}.'
+        if name and not any(key.startswith(start) for key in state_dict):
+            raise CheckpointError(
+                f'the model has a {form.label} at {start[:-1]!r}, and the checkpoint has nothing '
+                'there: it is of another architecture, or of the ordinary model'
+            )
 
 
 class TrainingForm(Form):
     """A module that trains, and merges into a smaller one afterwards.
 
-    A subclass implements ``forward`` and :meth:`merge`. Around every :meth:`merge`, this class
-    checks that the merge knows all that the module computes.
+    A subclass implements :meth:`fill`, ``forward`` and :meth:`merge`. Around every :meth:`merge`,
+    this class checks that the merge knows all that the module computes.
 
     Attributes:
-        training_paths (tuple[str]): Ways to compute the same in training mode, of which
-            ``training_path`` is one. The first is the literal equation.
         computes (tuple[str]): The methods whose result :meth:`merge` reproduces.
     """
 
-    training_paths = ('literal',)
-    training_path = 'literal'
     computes = ('forward',)
 
     def __init_subclass__(cls, **kwargs) -> None:
         super().__init_subclass__(**kwargs)
         if 'merge' in cls.__dict__:
             cls.merge = _checked(cls.merge)
+        if 'fill' in cls.__dict__:
+            cls.fill = torch.no_grad()(cls.fill)
+
+    def fill(self, *parts) -> None:
+        """Take the weights of ordinary modules, in place.
+
+        In place, since MMEngine builds the optimizer before the weights are initialized.
+
+        Args:
+            *parts: What stands at the site in an ordinary model, such as
+                :class:`~repa_mm.reparam.parts.FFNParts`: one, or one for each branch or expert.
+        """
+        raise NotImplementedError(f'{type(self).__name__} cannot be filled from ordinary weights')
 
     def merge(self) -> 'DeployForm':
         """A new module that computes what this one computes in eval mode.
@@ -201,19 +203,6 @@ class TrainingForm(Form):
         """Become the deploy form, in place (OpenMMLab's convention)."""
         become(self, self.merge())
 
-    def _names_by_form(self) -> dict:
-        names = dict(training=names_of(self.state_dict()))
-        tensors = [*self.parameters(), *self.buffers()]
-        without_values = {id(t): torch.empty_like(t, device='meta') for t in tensors}
-        for param in self.parameters():
-            without_values[id(param)] = nn.Parameter(without_values[id(param)], param.requires_grad)
-        try:
-            merged = merge_whole(copy.deepcopy(self, without_values), '')
-            names['deploy'] = names_of(merged.state_dict())
-        except (RuntimeError, ValueError):  # a merge that looks at values, or that is refused
-            pass
-        return names
-
 
 class DeployForm(Form):
     """What a :class:`TrainingForm` merges into, for inference only.
@@ -221,17 +210,13 @@ class DeployForm(Form):
     A subclass implements :meth:`inference`.
     """
 
-    # Names of the weights of the training form, if a merge has made this module.
-    _training_names: frozenset | None = None
+    _form = (
+        'deploy',
+        'A checkpoint in the training form needs deploy=False, or tools/reparameterize.py first',
+    )
 
     def switch_to_deploy(self) -> None:
         """Do nothing: this is the deploy form."""
-
-    def set_shortcut(self, where: str) -> None:
-        """Put the shortcut into the weights ('inside') or add it at run time ('outside').
-
-        A form without such a choice stays as it is.
-        """
 
     def inference(self, *args, **kwargs) -> torch.Tensor:
         """The forward pass."""
@@ -245,9 +230,6 @@ class DeployForm(Form):
                 'call model.eval()'
             )
         return self.inference(*args, **kwargs)
-
-    def _names_by_form(self) -> dict:
-        return dict(deploy=names_of(self.state_dict()), training=self._training_names)
 
 
 def outermost(model: nn.Module, kind: type = Form) -> Iterator[tuple[str, Form]]:
@@ -311,7 +293,6 @@ def _checked(merge: Callable) -> Callable:
             finally:
                 for module, mode in modes.items():
                     module.training = mode
-        merged._training_names = names_of(self.state_dict())
         return merged.train(self.training)
 
     return wrapped

@@ -13,6 +13,7 @@ import torch.nn as nn
 
 from .forms import DeployForm, TrainingForm
 from .numerics import double, is_plain, rounded
+from .parts import MixerParts, copy_affine
 
 
 class NormedAffine(TrainingForm):
@@ -36,6 +37,11 @@ class NormedAffine(TrainingForm):
         """What is added to a feature map x (B, C, H, W)."""
         u = self.norm(x)
         return self.affine(u) - u
+
+    def fill(self, parts: MixerParts) -> None:
+        """Take the weights of a norm and of the affine map behind it."""
+        copy_affine(self.norm, parts.norm)
+        copy_affine(self.affine, parts.affine)
 
     def merge(self) -> 'MergedNorm':
         """The norm that both are, computed in float64.

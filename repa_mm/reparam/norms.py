@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from .autograd import kept_statistics
 from .ffn.layers import build_norm
 from .forms import DeployForm, TrainingForm
-from .numerics import batch_norm_affine, check_linear, double, is_batch_norm, rounded
+from .numerics import batch_norm_affine, double, exact, is_batch_norm, rounded
+from .parts import NormParts, copy_affine, copy_matrix
 from .schedule import Scheduled, set_lam
 
 
@@ -91,6 +92,10 @@ class ProgressiveNorm(Scheduled, TrainingForm):
             y = y + 0 * (self.ln.weight.sum() + self.ln.bias.sum())
         return y
 
+    def fill(self, parts: NormParts) -> None:
+        """Take scale and shift of a LayerNorm: at lambda = 1 this module is that norm."""
+        copy_affine(self.ln, parts.norm)
+
     def affine(self) -> tuple[torch.Tensor, torch.Tensor]:
         """S and t as those of :meth:`RepBN.affine`.
 
@@ -156,6 +161,11 @@ class NormedLinear(TrainingForm):
         """The linear layer's outputs (..., out) for tokens (..., C)."""
         return self.linear(self.norm(x))
 
+    def fill(self, parts: NormParts) -> None:
+        """Take the weights of a LayerNorm and of the linear layer behind it."""
+        self.norm.fill(parts)
+        copy_matrix(self.linear, parts.linear.weight, parts.linear.bias)
+
     def merge(self) -> 'MergedLinear':
         """The linear layer that both are at lambda = 0, computed in float64.
 
@@ -164,10 +174,8 @@ class NormedLinear(TrainingForm):
                 torch's.
         """
         linear = self.linear
-        check_linear(linear, 'its linear layer')
+        weight, own = exact(linear, 'its linear layer')
         s, t = self.norm.affine()
-        weight = double(linear.weight)
-        own = weight.new_zeros(len(weight)) if linear.bias is None else double(linear.bias)
         with torch.device('meta'):
             merged = MergedLinear(linear.in_features, linear.out_features)
         merged.weight = rounded(weight * s, linear.weight)

@@ -1,6 +1,5 @@
 """Folding in float64, and checks that what is folded are numbers."""
 
-import copy
 import itertools
 
 import torch
@@ -12,14 +11,6 @@ def double(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.device.type == 'mps':
         tensor = tensor.cpu()
     return tensor.detach().double()
-
-
-def in_double(module: nn.Module) -> nn.Module:
-    """A copy of a module in float64, on the CPU where the device has none (MPS)."""
-    module = copy.deepcopy(module)
-    if any(p.device.type == 'mps' for p in module.parameters()):
-        module = module.cpu()
-    return module.double()
 
 
 def any_of(mask: torch.Tensor) -> bool:
@@ -89,21 +80,27 @@ def is_plain(module: nn.Module, *kinds: type) -> bool:
     )
 
 
-def check_linear(layer: nn.Module, what: str) -> None:
-    """Check that a linear layer is one of torch's, as it was built.
+def exact(layer: nn.Module, what: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weight and bias of a linear layer in float64; a bias that is not there is 0.
 
     Args:
-        layer (nn.Module): The layer.
+        layer (nn.Module): The layer. One that computes its weight from those of several layers does
+            so in float64, in a method of this name.
         what (str): What messages call it.
 
     Raises:
-        ValueError: If something else is in its place, or a hook changes what it computes.
+        ValueError: If something else is in its place, a hook changes what it computes, or it is not
+            ready to be merged.
     """
+    if hasattr(layer, 'exact'):
+        return layer.exact()
     if not is_plain(layer, nn.Linear):
         raise ValueError(
             f'{what} is a {type(layer).__name__}, and not a plain nn.Linear: an adapter is to be '
             'merged into the layer, and hooks are to be removed first'
         )
+    weight = double(layer.weight)
+    return weight, weight.new_zeros(len(weight)) if layer.bias is None else double(layer.bias)
 
 
 def check_dropouts(form: nn.Module) -> None:

@@ -32,7 +32,7 @@ def match_form(model: nn.Module, state_dict: dict) -> bool:
     if has_deploy_form(model) or not is_reparameterized(model, state_dict):
         return False
     # The weights are loaded afterwards: nothing is lost with a schedule that is not at its end.
-    reparameterize(finish_schedules(model), inplace=True, fuse_conv_bn=False)
+    reparameterize(finish_schedules(model), inplace=True)
     return True
 
 

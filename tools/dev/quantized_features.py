@@ -22,7 +22,7 @@ from repa_mm.export.export import _to_onnx
 from repa_mm.export.quantization import costliest
 from repa_mm.export.quantize import products_of
 from repa_mm.export.sensitivity import sensitivities
-from repa_mm.models.base import trace_any_size
+from repa_mm.models.tracing import trace_any_size
 from repa_mm.reparam import calibrate_batch_norm
 from repa_mm.run import load_config
 from repa_mm.run.cli import align

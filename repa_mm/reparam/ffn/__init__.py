@@ -1,11 +1,12 @@
 """Channel-idle FFNs."""
 
+from .folded import set_training_path
 from .idle import ChannelIdleFFN
 from .layers import DropPath, num_active_channels
-from .merged import MergedFFN
-from .weights import FoldedFFN, fold, form_of, stack, unstack
+from .merged import MergedFFN, set_shortcut
+from .weights import FoldedFFN, fold, stack
 
 __all__ = [
-    'ChannelIdleFFN', 'DropPath', 'FoldedFFN', 'MergedFFN', 'fold', 'form_of',
-    'num_active_channels', 'stack', 'unstack',
+    'ChannelIdleFFN', 'DropPath', 'FoldedFFN', 'MergedFFN', 'fold', 'num_active_channels',
+    'set_shortcut', 'set_training_path', 'stack',
 ]  # fmt: skip

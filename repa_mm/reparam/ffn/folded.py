@@ -225,10 +225,6 @@ def choose_path(ffn: nn.Module, num_tokens: int) -> str:
         ValueError: If ``ffn.training_path`` asks for folded training and the FFN is in a state that
             only eq. 3 itself describes.
     """
-    if ffn.training_path not in ('auto', 'literal', 'folded'):
-        raise ValueError(
-            f"training_path must be 'auto', 'literal' or 'folded', but got {ffn.training_path!r}"
-        )
     statistics = _statistics(ffn.norm1), _statistics(ffn.norm2)
     foldable = (
         statistics in (('batch', 'batch'), ('running', 'running'), ('sample', 'sample'))
@@ -364,3 +360,24 @@ def _total(tensor: torch.Tensor, group) -> torch.Tensor:
         tensor = tensor.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(tensor, group=group)
     return tensor
+
+
+def set_training_path(model: nn.Module, path: str) -> nn.Module:
+    """Choose how the channel-idle FFNs of a model compute in training mode.
+
+    Args:
+        model (nn.Module): Any model.
+        path (str): 'auto' (by shape), 'literal' (eq. 3 of the paper as it stands) or 'folded'.
+
+    Returns:
+        nn.Module: The same model.
+
+    Raises:
+        ValueError: If there is no such path.
+    """
+    if path not in ('auto', 'literal', 'folded'):
+        raise ValueError(f"the path must be 'auto', 'literal' or 'folded', but is {path!r}")
+    for module in model.modules():
+        if hasattr(module, 'training_path'):
+            module.training_path = path
+    return model

@@ -12,8 +12,9 @@ import torch
 import torch.nn as nn
 
 from ..autograd import kept_statistics
-from ..forms import CheckpointError, TrainingForm, names_of
-from ..numerics import batch_norm_affine, check_dropouts, double, is_batch_norm, rounded
+from ..forms import CheckpointError, TrainingForm
+from ..numerics import batch_norm_affine, check_dropouts, double, exact, is_batch_norm, rounded
+from ..parts import FFNParts, copy_affine, copy_matrix, fold_norm, matrix
 from .folded import choose_path, folded_forward
 from .layers import (
     KEPT_NORMS,
@@ -24,7 +25,7 @@ from .layers import (
     num_active_channels,
 )
 from .merged import MergedFFN
-from .weights import FoldedFFN, explain, fold, form_of, stack
+from .weights import FoldedFFN, fold, stack
 
 
 def _computes_as(module: nn.Module, kinds: tuple) -> bool:
@@ -60,14 +61,19 @@ class ChannelIdleFFN(TrainingForm):
 
     In training mode the FFN does not compute the idle channels where that is faster, see
     :mod:`repa_mm.reparam.ffn.folded`: outputs, gradients and running statistics are the same.
-    ``training_path`` ('auto', 'literal' or 'folded') forces one or the other.
+    ``training_path`` ('auto', 'literal' or 'folded') forces one or the other, see
+    :func:`set_training_path`.
+
+    The linear layers may be made of several ones, see :mod:`repa_mm.reparam.depth` and
+    :mod:`repa_mm.reparam.experts`.
 
     Raises:
         ValueError: If the idle ratio is not in [0, 1], or the activation or the norm is unknown.
     """
 
     label = 'channel-idle FFN'
-    training_paths = ('literal', 'auto', 'folded')
+    # The authors' files do not say how many channels are active.
+    optional = (*TrainingForm.optional, 'num_active_channels')
     training_path = 'auto'
     computes = ('forward', 'forward_literal', '_hidden')
 
@@ -88,6 +94,7 @@ class ChannelIdleFFN(TrainingForm):
         self.num_active = num_active_channels(feedforward_channels, idle_ratio)
         # The shapes of the weights are those of every idle ratio: checkpoints say which it is.
         self.register_buffer('num_active_channels', torch.tensor(self.num_active))
+        self.norm_cfg = norm_cfg
         self.norm1 = build_norm(norm_cfg, embed_dims)
         self.fc1 = nn.Linear(embed_dims, feedforward_channels)
         self.act = build_activation(act_cfg)
@@ -129,9 +136,8 @@ class ChannelIdleFFN(TrainingForm):
         check_input(self, x, identity)
         if not self.training:
             return self.forward_literal(x)
-        num_tokens = x.numel() // self.embed_dims
         is_own = type(self).forward_literal is ChannelIdleFFN.forward_literal
-        if is_own and choose_path(self, num_tokens) == 'folded':
+        if is_own and choose_path(self, x.numel() // self.embed_dims) == 'folded':
             return folded_forward(self, x)
         with kept_statistics(self.norm1, self.norm2):
             return self.forward_literal(x)
@@ -168,13 +174,6 @@ class ChannelIdleFFN(TrainingForm):
         Raises:
             ValueError: If a layer is not what it was built as, or a BatchNorm has no statistics.
         """
-        for name in ('fc1', 'fc2'):
-            layer = getattr(self, name)
-            if not _computes_as(layer, (nn.Linear,)):
-                raise ValueError(
-                    f'its {name} is a {type(layer).__name__}, and not an nn.Linear: an adapter is '
-                    'to be merged into the layer first'
-                )
         for name, others in (('norm1', (nn.Identity, *KEPT_NORMS)), ('norm2', (nn.Identity,))):
             norm = getattr(self, name)
             if not (is_batch_norm(norm) or _computes_as(norm, others)):
@@ -182,17 +181,60 @@ class ChannelIdleFFN(TrainingForm):
                     f'its {name} is a {type(norm).__name__}, which is none of the norms that merge'
                 )
         check_dropouts(self)
-        w_in, w_out = double(self.fc1.weight), double(self.fc2.weight)
-        return fold(
+        w_in, b_in = exact(self.fc1, 'its fc1')
+        w_out, b_out = exact(self.fc2, 'its fc2')
+        folded = fold(
             w_in,
-            w_in.new_zeros(len(w_in)) if self.fc1.bias is None else double(self.fc1.bias),
+            b_in,
             w_out,
-            w_out.new_zeros(len(w_out)) if self.fc2.bias is None else double(self.fc2.bias),
+            b_out,
             self.num_active,
             batch_norm_affine(self.norm1, w_in),
             batch_norm_affine(self.norm2, w_out),
             None if self.layer_scale is None else double(self.layer_scale),
         )
+        # Joined branches activate the same channels.
+        collapse = getattr(self.fc1, 'collapse', None)
+        return folded._replace(**collapse(*folded[2:])) if collapse else folded
+
+    def fill(self, *ffns: FFNParts) -> None:
+        """Take the weights of ordinary FFNs, whose first channels become the active ones.
+
+        The statistics of BatchNorms stay as they are. With the norm kept and no idle channel, the
+        form then computes what the FFN does; otherwise it is a start for training.
+
+        Args:
+            *ffns (FFNParts): One FFN, or one for each branch: then the norm, which the branches
+                share, has a scale of 1 and a shift of 0, and the layer scale is 1.
+        """
+        scales = [None if p.scale is None else double(p.scale) for p in ffns]
+        own_scale = isinstance(self.layer_scale, nn.Parameter)
+        if len(ffns) == 1 and own_scale and scales[0] is not None:
+            self.layer_scale.copy_(scales[0])
+            scales = [None]
+        elif own_scale:
+            self.layer_scale.fill_(1)
+        elif self.layer_scale is not None:  # a constant, which the parts have, too
+            scales = [None if s is None else s / double(self.layer_scale) for s in scales]
+        copy_affine(self.norm1, ffns[0].norm if len(ffns) == 1 else None)
+        ins = [matrix(ffns[0].fc1)] if len(ffns) == 1 else [fold_norm(p.norm, p.fc1) for p in ffns]
+        outs = []
+        for part, scale in zip(ffns, scales):
+            weight, bias = matrix(part.fc2)
+            bias = weight.new_zeros(len(weight)) if bias is None else bias
+            outs.append(
+                (weight, bias) if scale is None else (scale[:, None] * weight, scale * bias)
+            )
+        if len(ffns) > 1:
+            active = self.num_active // len(ffns)
+            halves = zip(*(weight.tensor_split([active], dim=1) for weight, _ in outs))
+            weight = torch.cat([torch.cat(half, dim=1) for half in halves], dim=1)
+            outs = [(weight, sum(bias for _, bias in outs))]
+        for layer, pairs in ((self.fc1, ins), (self.fc2, outs)):
+            if hasattr(layer, 'fill'):
+                layer.fill(*pairs)
+            else:
+                copy_matrix(layer, *pairs[0])
 
     def merge(self) -> MergedFFN:
         """The deploy form (paper eq. 4-7), computed in float64.
@@ -221,16 +263,6 @@ class ChannelIdleFFN(TrainingForm):
             layer, name = key.split('.')
             setattr(getattr(merged, layer), name, rounded(value, self.fc1.weight))
         return merged
-
-    explain = staticmethod(explain)
-
-    def form_of(self, weights: dict) -> str | None:
-        own = self.state_dict()
-        # A norm without parameters leaves no trace in the names.
-        same = names_of(weights) == names_of(own)
-        if same and all(own[k].shape == value.shape for k, value in weights.items() if k in own):
-            return 'training'
-        return form_of(weights)
 
     def check_weights(self, weights: dict, name: str) -> None:
         super().check_weights(weights, name)

@@ -5,7 +5,6 @@ import torch.nn as nn
 
 from ..forms import DeployForm
 from .layers import build_activation, check_input
-from .weights import explain, form_of
 
 
 class MergedFFN(DeployForm):
@@ -103,8 +102,24 @@ class MergedFFN(DeployForm):
         y = y.view(x.shape)
         return x + y if self.shortcut else y
 
-    form_of = staticmethod(form_of)
-    explain = staticmethod(explain)
-
     def extra_repr(self) -> str:
         return f'num_active={self.num_active}, idle={self.idle}, shortcut={self.shortcut}'
+
+
+def set_shortcut(model: nn.Module, where: str) -> nn.Module:
+    """:meth:`MergedFFN.set_shortcut` for every FFN of a model.
+
+    Args:
+        model (nn.Module): Any model.
+        where (str): 'inside' or 'outside'.
+
+    Returns:
+        nn.Module: The same model.
+
+    Raises:
+        ValueError: If ``where`` is something else.
+    """
+    for module in model.modules():
+        if isinstance(module, MergedFFN):
+            module.set_shortcut(where)
+    return model

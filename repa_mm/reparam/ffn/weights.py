@@ -1,4 +1,4 @@
-"""The weights of an FFN: folding them, and telling their form from their names."""
+"""Folding the weights of an FFN."""
 
 from typing import NamedTuple
 
@@ -80,31 +80,3 @@ def stack(folded: FoldedFFN, idle: bool = True) -> dict[str, torch.Tensor]:
     if len(w_in):
         state['fc2.weight'] = w_out
     return state
-
-
-def unstack(state: dict[str, torch.Tensor]) -> FoldedFFN:
-    """The inverse of :func:`stack`."""
-    w, b = state['fc1.weight'], state['fc1.bias']
-    channels = w.shape[1]
-    if 'fc2.bias' in state:
-        identity = torch.eye(channels).to(w)
-        return FoldedFFN(identity, state['fc2.bias'], w, b, state['fc2.weight'])
-    active = len(w) - channels
-    w_out = state['fc2.weight'] if active else w.new_empty(channels, 0)
-    return FoldedFFN(w[active:], b[active:], w[:active], b[:active], w_out)
-
-
-def form_of(weights: dict) -> str | None:
-    """The form that an FFN's weights are in: merged ones have ``fc1`` and no norm before it."""
-    if not any(key.startswith('fc1.') for key in weights) or explain(weights):
-        return None
-    return 'training' if any(key.startswith('norm1.') for key in weights) else 'deploy'
-
-
-def explain(weights: dict) -> str | None:
-    """What the weights are of, if they are those of a vanilla FFN: mmcv's, or a PoolFormer's."""
-    if 'layers.1.weight' in weights or (
-        'fc1.weight' in weights and weights['fc1.weight'].ndim == 4
-    ):
-        return 'an ordinary FFN'
-    return None

@@ -1,0 +1,366 @@
+"""Building models with structures, from configs of ordinary backbones or whole models."""
+
+import copy
+import logging
+import warnings
+from collections.abc import Sequence
+from functools import cache, partial
+
+import torch
+import torch.nn as nn
+from mmengine.logging import print_log
+from mmengine.model import initialize
+from mmengine.registry import MODELS
+from mmengine.runner.checkpoint import CheckpointLoader
+from mmengine.utils.dl_utils.parrots_wrapper import _BatchNorm
+
+from repa_mm.models.attention import swap_attention
+from repa_mm.models.structures import STRUCTURES, ChannelIdle, Structure
+from repa_mm.models.tokens import reduce_tokens
+from repa_mm.models.tracing import pad_any_size
+from repa_mm.reparam import (
+    CheckpointError,
+    TrainingForm,
+    check_state_dict,
+    finish_schedules,
+    has_deploy_form,
+    outermost,
+    reparameterize,
+)
+
+
+def _structure(type: str, **kwargs) -> Structure:
+    # Registry.build would look for the structure in the scope of a codebase.
+    kind = STRUCTURES.get(type)
+    if kind is None:
+        raise ValueError(
+            f'there is no structure {type!r}: known are {sorted(STRUCTURES.module_dict)}'
+        )
+    return kind(**kwargs)
+
+
+def add_structures(model: nn.Module, structures: Sequence[dict | Structure]) -> list[Structure]:
+    """Put structures into a backbone or a whole model, one after the other, in place.
+
+    Afterwards the model refuses weights of another form, whoever loads them.
+
+    Args:
+        model (nn.Module): Any model with blocks of a family in
+            :data:`repa_mm.models.sites.FAMILIES`.
+        structures (Sequence[dict | Structure]): Configs, such as ``dict(type='ChannelIdle',
+            idle_ratio=0.75)``, see :mod:`repa_mm.models.structures`.
+
+    Returns:
+        list[Structure]: The structures.
+
+    Raises:
+        ValueError: If the model has no site for a structure, or a form cannot stand at one.
+    """
+    built = [_structure(**s) if isinstance(s, dict) else s for s in structures]
+    for structure in built:
+        structure.put(model)
+    model._register_load_state_dict_pre_hook(check_state_dict, with_module=True)
+    return built
+
+
+def idle_channels(
+    model: nn.Module,
+    idle_ratio: float | Sequence[float | None] = 0.75,
+    idle_schedule: str = 'constant',
+    norm_cfg: dict = dict(type='BN'),
+) -> nn.Module:
+    """Put channel-idle FFNs into a backbone, in place.
+
+    In every pre-norm block, the norm before the FFN and the FFN become one
+    :class:`~repa_mm.reparam.ChannelIdleFFN`. The linear layers, the layer scale and the affine
+    parameters of the norm keep their values; the statistics of BatchNorms are new. With the norm
+    kept and ``idle_ratio=0`` the model computes what it did before.
+
+    The result is a start for training. ``tools/convert_pretrained.py`` converts the checkpoint of a
+    whole trained detector, segmentor or classifier.
+
+    Args:
+        model (nn.Module): A backbone, or a model with one.
+        idle_ratio (float | Sequence): As for :class:`~repa_mm.models.structures.ChannelIdle`.
+        idle_schedule (str): As there.
+        norm_cfg (dict): As there.
+
+    Returns:
+        nn.Module: The same model.
+
+    Raises:
+        ValueError: As :func:`add_structures`, or if an idle ratio is not in [0, 1].
+    """
+    add_structures(model, [ChannelIdle(idle_ratio, idle_schedule, norm_cfg)])
+    return model
+
+
+class Restructured:
+    """Mixin before the class of a backbone or a whole model: its ``structures`` are put in.
+
+    Args:
+        *args, **kwargs: Those of the class.
+        structures (Sequence[dict]): As for :func:`add_structures`.
+        deploy (bool): Build the deploy form, for a reparameterized checkpoint. Defaults to False.
+        fast_attention (bool): Use the window attention of
+            :func:`~repa_mm.models.fast_window_attention` where there are windows. Defaults to True.
+        keep_tokens (float | Sequence): Share of the windows or patches that blocks compute in
+            full in eval mode, see :func:`~repa_mm.reduce_tokens`. Defaults to 1.
+        ordinary (Callable, optional): Builds the model without structures whose weights fill the
+            forms. Defaults to None, the class with the same arguments.
+    """
+
+    def __init__(
+        self,
+        *args,
+        structures: Sequence[dict],
+        deploy: bool = False,
+        fast_attention: bool = True,
+        keep_tokens: float | Sequence[float] = 1.0,
+        ordinary=None,
+        **kwargs,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        kind = next(c for c in type(self).__mro__ if not issubclass(c, Restructured))
+        self._ordinary = ordinary or partial(kind, *copy.deepcopy(args), **copy.deepcopy(kwargs))
+        if fast_attention:
+            swap_attention(self)
+        self.structures = add_structures(self, structures)
+        if keep_tokens != 1:
+            reduce_tokens(self, keep_tokens, inplace=True)
+        pad_any_size(self)
+        # What is new in a stage is frozen where the class freezes the stage.
+        self.train()
+        if deploy:
+            finish_schedules(self)
+            self.switch_to_deploy()
+
+    def switch_to_deploy(self) -> None:
+        """Merge all forms in place; the model is in eval mode afterwards."""
+        reparameterize(self, inplace=True)
+
+    def init_weights(self) -> None:
+        """Initialize the weights, or load the pretrained ones that ``init_cfg`` names.
+
+        Weights of this model are loaded. Those of the ordinary model are loaded into an ordinary
+        model, in the ways of its class, and fill the forms from there.
+
+        Raises:
+            CheckpointError: If the weights are of neither, or merged.
+        """
+        cfgs = self.init_cfg if isinstance(self.init_cfg, (list, tuple)) else [self.init_cfg]
+        own = [cfg for cfg in cfgs if cfg and cfg['type'] == 'Pretrained']
+        if has_deploy_form(self):  # only loaded: a class may initialize what is not there any more
+            for cfg in own:
+                initialize(self, cfg)
+        elif own and self._is_own(own[0]):
+            self.init_cfg, init_cfg = None, self.init_cfg
+            super().init_weights()
+            self.init_cfg = init_cfg
+            initialize(self, own)
+        elif any(_pretrained(module) for module in self.modules()):
+            ordinary = self._ordinary()
+            self._require_sites(ordinary)
+            ordinary.init_weights()
+            self.fill(ordinary)
+        else:
+            super().init_weights()
+        norms = [m for m in self.modules() if isinstance(m, _BatchNorm)]
+        fresh = norms and all(m.num_batches_tracked == 0 for m in norms)
+        if getattr(self, 'norm_eval', False) and fresh:
+            warnings.warn(
+                f'{type(self).__name__}: norm_eval=True freezes BatchNorm statistics that were '
+                'never estimated. Unless a checkpoint is loaded later (load_from), set '
+                'norm_eval=False.'
+            )
+
+    def _is_own(self, init_cfg: dict) -> bool:
+        """Whether pretrained weights have the names of this model's forms."""
+        checkpoint = CheckpointLoader.load_checkpoint(init_cfg['checkpoint'], map_location='cpu')
+        prefix = init_cfg.get('prefix', '').rstrip('.')
+        name, form = next(outermost(self, TrainingForm))
+        start = f'{prefix}.{name}.' if prefix else f'{name}.'
+        keys = checkpoint.get('state_dict', checkpoint)
+        found = {key[len(start) :]: None for key in keys if key.startswith(start)}
+        return form.names(found) == form.names(form.state_dict())
+
+    def _require_sites(self, ordinary: nn.Module) -> None:
+        """Let an ordinary model refuse weights that lack those of a site: they fill forms."""
+        needed = {}
+        for structure in self.structures:
+            sites = {site.name: site for site in structure.sites(ordinary)}
+            for name in structure.placed:
+                for site in (sites[source] for source in structure.sources(name)):
+                    needed.setdefault(site.block, (site.block_name, set()))[1].update(
+                        site.required()
+                    )
+
+        for block, (block_name, names) in needed.items():
+
+            def check(state_dict, prefix, *args, block_name=block_name, names=names):
+                lacking = sorted(name for name in names if f'{prefix}{name}' not in state_dict)
+                if lacking:
+                    raise CheckpointError(
+                        f'the pretrained weights lack {lacking[0]!r} of {block_name!r}: they are '
+                        f'neither those of this {type(self).__name__} in its training form, nor '
+                        'those of the ordinary model that fills it. A reparameterized checkpoint '
+                        'needs deploy=True'
+                    )
+
+            block._register_load_state_dict_pre_hook(check)
+
+    @torch.no_grad()
+    def fill(self, ordinary: nn.Module) -> None:
+        """Take the weights of an ordinary model, in place: into the forms, and everywhere else.
+
+        Args:
+            ordinary (nn.Module): The model without structures.
+        """
+        inside = tuple(f'{name}.' for name, _ in outermost(self))
+        theirs = {**dict(ordinary.named_parameters()), **dict(ordinary.named_buffers())}
+        for name, value in (*self.named_parameters(), *self.named_buffers()):
+            other = theirs.get(name)
+            if not name.startswith(inside) and other is not None and other.shape == value.shape:
+                value.copy_(other)
+        later: set[str] = set()
+        for structure in reversed(self.structures):
+            structure.fill(self, ordinary, skip=later)
+            later.update(structure.placed.values())
+        names = ', '.join(type(structure).__name__ for structure in self.structures)
+        print_log(
+            f'Ordinary pretrained weights fill the forms of {names}. Where channels lose their '
+            'activation, tools/convert_pretrained.py gives a better start',
+            'current',
+            logging.INFO,
+        )
+
+    def train(self, mode: bool = True):
+        super().train(mode)
+        # Some classes freeze stages once, which was enough for LayerNorm: BatchNorm would go on
+        # changing its statistics.
+        if mode and getattr(self, 'frozen_stages', -1) > 0 and hasattr(self, '_freeze_stages'):
+            self._freeze_stages()
+        return self  # mmpretrain's backbones return None
+
+
+def _pretrained(module: nn.Module) -> bool:
+    cfgs = getattr(module, 'init_cfg', None)
+    cfgs = cfgs if isinstance(cfgs, (list, tuple)) else [cfgs]
+    return any(isinstance(cfg, dict) and cfg.get('type') == 'Pretrained' for cfg in cfgs)
+
+
+@cache
+def _restructured_class(kind: type) -> type:
+    return type(
+        f'Restructured{kind.__name__}',
+        (_Restructured, kind),
+        dict(__doc__=kind.__doc__, __module__=__name__),
+    )
+
+
+class _Restructured(Restructured):
+    """Mixin of the classes that :func:`restructure` makes."""
+
+    freezes_statistics = False
+
+    def train(self, mode: bool = True):
+        super().train(mode)
+        if mode and self.freezes_statistics:
+            for module in self.modules():
+                if isinstance(module, TrainingForm):
+                    for norm in module.batch_norms():
+                        norm.eval()
+        return self
+
+
+@MODELS.register_module(name='Restructured')
+def restructure(
+    model: dict,
+    structures: Sequence[dict],
+    deploy: bool = False,
+    fast_attention: bool = True,
+    keep_tokens: float | Sequence[float] = 1.0,
+    norm_eval: bool = False,
+    init_cfg: dict | None = None,
+    **kwargs,
+) -> nn.Module:
+    """Build a backbone or a whole model from its config, with structures in its sites.
+
+    The names of all other weights are those of the model. A config that inherits from any other one
+    uses it like this::
+
+        model = dict(backbone=dict(
+            _delete_=True, type='Restructured', model={{_base_.model.backbone}},
+            structures=[dict(type='ChannelIdle', idle_ratio=0.75)]))
+
+    Args:
+        model (dict): Config of a backbone, detector, segmentor or classifier.
+        structures (Sequence[dict]): As for :func:`add_structures`.
+        deploy (bool): As for :class:`Restructured`.
+        fast_attention (bool): As there.
+        keep_tokens (float | Sequence): As there.
+        norm_eval (bool): Whether BatchNorm statistics in the forms stay as they were loaded.
+            Defaults to False.
+        init_cfg (dict, optional): Where weights come from, in the place of the model's own
+            ``init_cfg``: those of the result, or of the ordinary model.
+        **kwargs: What a whole model hands on to its backbone, or a Runner to a whole model.
+
+    Returns:
+        nn.Module: The model, of a class that derives from that of the config.
+
+    Raises:
+        ValueError: If there is no such model, or as :func:`add_structures`.
+    """
+    args = {**copy.deepcopy(model), **{k: v for k, v in kwargs.items() if v is not None}}
+    if init_cfg is not None:
+        args['init_cfg'] = init_cfg
+    kind = args.pop('type')
+    with MODELS.switch_scope_and_registry(args.pop('_scope_', None)) as registry:
+        if isinstance(kind, str):
+            name, kind = kind, registry.get(kind)
+        if not isinstance(kind, type):
+            raise ValueError(f'Restructured takes the config of a model, and {name!r} is no class')
+        built = _restructured_class(kind)(
+            **args,
+            structures=structures,
+            deploy=deploy,
+            fast_attention=fast_attention,
+            keep_tokens=keep_tokens,
+        )
+    built.freezes_statistics = norm_eval
+    return built.train(built.training)
+
+
+@MODELS.register_module(name='IdleChannels')
+def build_idle_backbone(
+    backbone: dict,
+    idle_ratio: float | Sequence[float | None] = 0.75,
+    idle_schedule: str = 'constant',
+    norm_cfg: dict = dict(type='BN'),
+    **kwargs,
+) -> nn.Module:
+    """Build a backbone from its config, with channel-idle FFNs in place of its FFNs.
+
+    A config that inherits from any other one uses it like this::
+
+        model = dict(backbone=dict(
+            _delete_=True, type='IdleChannels', idle_ratio=0.75,
+            backbone={{_base_.model.backbone}}))
+
+    Args:
+        backbone (dict): Config of a backbone of MMPretrain, MMDetection or MMSegmentation.
+        idle_ratio (float | Sequence): As for :class:`~repa_mm.models.structures.ChannelIdle`.
+        idle_schedule (str): As there.
+        norm_cfg (dict): As there.
+        **kwargs: Other arguments of :func:`restructure`.
+
+    Returns:
+        nn.Module: The backbone.
+
+    Raises:
+        ValueError: As :func:`restructure`.
+    """
+    structure = dict(
+        type='ChannelIdle', idle_ratio=idle_ratio, idle_schedule=idle_schedule, norm_cfg=norm_cfg
+    )
+    return restructure(backbone, [structure], **kwargs)

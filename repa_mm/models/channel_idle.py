@@ -1,0 +1,150 @@
+"""RePa backbones: DeiT and ViT, Swin, PoolFormer, MLP-Mixer with channel-idle FFNs.
+
+`RePaFormer <https://arxiv.org/abs/2505.21847>`_ applied to the backbones of MMPretrain. LV-ViT,
+which MMPretrain does not have, is in :mod:`repa_mm.models.lvvit`.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn as nn
+from mmengine.registry import MODELS
+from mmpretrain.models import MlpMixer, PoolFormer, SwinTransformer, VisionTransformer
+
+from repa_mm.models.attention import swap_attention
+from repa_mm.models.builder import Restructured
+
+
+class RePaBackbone(Restructured):
+    """Mixin before the mmpretrain parent of a RePa backbone.
+
+    Args:
+        *args: Those of the parent.
+        idle_ratio (float | Sequence[float]): Share of FFN hidden channels that skip the activation,
+            in [0, 1]: one for all blocks, or one per block. Defaults to 0.75.
+        idle_schedule (str): 'constant', or 'linear' for ratios that grow with depth. Defaults to
+            'constant'.
+        ffn_norm_cfg (dict): Norm of the FFNs: 'BN', 'SyncBN', 'LN' or 'keep', see
+            :class:`~repa_mm.models.structures.ChannelIdle`. Defaults to ``dict(type='BN')``.
+        **kwargs: Those of the parent, and ``deploy``, ``fast_attention`` and ``keep_tokens`` of
+            :class:`~repa_mm.models.builder.Restructured`.
+    """
+
+    def __init__(
+        self,
+        *args,
+        idle_ratio: float | Sequence[float] = 0.75,
+        idle_schedule: str = 'constant',
+        ffn_norm_cfg: dict = dict(type='BN'),
+        **kwargs,
+    ) -> None:
+        structure = dict(
+            type='ChannelIdle',
+            idle_ratio=idle_ratio,
+            idle_schedule=idle_schedule,
+            norm_cfg=ffn_norm_cfg,
+        )
+        super().__init__(*args, structures=[structure], **kwargs)
+
+
+@MODELS.register_module()
+class RePaVisionTransformer(RePaBackbone, VisionTransformer):
+    """Vision Transformer with channel-idle FFNs.
+
+    RePaFormer applied to `DeiT <https://arxiv.org/abs/2012.12877>`_ ('deit-tiny', 'deit-small',
+    'deit-base') and `ViT <https://arxiv.org/abs/2010.11929>`_ ('large', 'huge'). The released
+    weights have ``pre_norm=True`` and a larger epsilon in the blocks, see
+    ``configs/_base_/models/vit_classifier.py``.
+
+    Args:
+        *args, **kwargs: Those of mmpretrain's ``VisionTransformer``, and of :class:`RePaBackbone`.
+
+    Examples:
+        >>> model = RePaVisionTransformer('deit-base', out_type='featmap')
+        >>> features = model(torch.rand(1, 3, 224, 224))
+        >>> deployed = repa_mm.reparameterize(model)
+    """
+
+
+@MODELS.register_module()
+class RePaSwinTransformer(RePaBackbone, SwinTransformer):
+    """Swin Transformer with channel-idle FFNs.
+
+    RePaFormer applied to `Swin <https://arxiv.org/abs/2103.14030>`_.
+
+    Args:
+        *args, **kwargs: Those of mmpretrain's ``SwinTransformer``, and of :class:`RePaBackbone`.
+
+    Examples:
+        >>> model = RePaSwinTransformer('base', out_indices=(0, 1, 2, 3))
+        >>> features = model(torch.rand(1, 3, 224, 224))
+        >>> deployed = repa_mm.reparameterize(model)
+    """
+
+
+@MODELS.register_module(name='FastSwinTransformer')
+def build_fast_swin(*args, **kwargs) -> SwinTransformer:
+    """Mmpretrain's Swin Transformer with a faster window attention.
+
+    The vanilla backbone to compare :class:`RePaSwinTransformer` with: its arguments, outputs and
+    state dict are those of mmpretrain's ``SwinTransformer``.
+    """
+    model = SwinTransformer(*args, **kwargs)
+    swap_attention(model)
+    return model
+
+
+@MODELS.register_module()
+class RePaPoolFormer(RePaBackbone, PoolFormer):
+    """PoolFormer with channel-idle FFNs.
+
+    RePaFormer applied to `PoolFormer <https://arxiv.org/abs/2111.11418>`_. The released weights
+    have ``pool_size=7``, see ``configs/_base_/models/poolformer_classifier.py``.
+
+    Args:
+        *args, **kwargs: Those of mmpretrain's ``PoolFormer``, and of :class:`RePaBackbone`.
+        frozen_stages (int): Parts of ``network`` to freeze, and with them the patch embedding,
+            which the parent freezes for 0 too. Defaults to -1, nothing.
+
+    Examples:
+        >>> model = RePaPoolFormer('s12', out_indices=(0, 2, 4, 6))
+        >>> features = model(torch.rand(1, 3, 224, 224))
+        >>> deployed = repa_mm.reparameterize(model)
+    """
+
+    def __init__(self, *args, frozen_stages: int = -1, **kwargs) -> None:
+        super().__init__(*args, frozen_stages=frozen_stages, **kwargs)
+
+
+class TokenNorm(nn.LayerNorm):
+    """LayerNorm over the tokens of each channel, x of shape (B, L, C)."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.transpose(1, 2)).transpose(1, 2)
+
+
+@MODELS.register_module()
+class RePaMlpMixer(RePaBackbone, MlpMixer):
+    """MLP-Mixer whose channel-mixing FFNs are channel-idle.
+
+    RePaFormer applied to `MLP-Mixer <https://arxiv.org/abs/2105.01601>`_. The token-mixing FFNs
+    stay as they are, and with them the fixed image size.
+
+    Args:
+        *args, **kwargs: Those of mmpretrain's ``MlpMixer``, and of :class:`RePaBackbone`.
+        token_norm (bool): Whether the norm before a token-mixing FFN is over the tokens of each
+            channel, as in RePaFormer's released code, instead of over the channels of each token.
+            Defaults to False.
+
+    Examples:
+        >>> model = RePaMlpMixer('base')
+        >>> features = model(torch.rand(1, 3, 224, 224))
+        >>> deployed = repa_mm.reparameterize(model)
+    """
+
+    def __init__(self, *args, token_norm: bool = False, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        if token_norm:
+            for layer in self.layers:
+                norm = TokenNorm(layer.token_mix.embed_dims, layer.norm1.eps)
+                setattr(layer, layer.norm1_name, norm)

@@ -1,0 +1,391 @@
+"""Sites: where in a model a form can stand, and the ordinary modules that stand there.
+
+:data:`FAMILIES` is the one table of block families. A site is made from it, gives the ordinary
+modules at its place (:meth:`Site.parts`), and takes a form in their place (:meth:`Site.put`).
+
+How to add a kind of block:
+
+1. An entry in :data:`FAMILIES`: the names of its norms, FFN and attention.
+2. If its forward pass does not end with ``x = ffn(norm(x), identity=x)``, a subclass that ends with
+   ``return self.ffn(x)``, and an entry in :data:`COUNTERPARTS`.
+3. If its FFN is not mmcv's ``FFN``, a case in :meth:`FFNSite.parts`.
+4. A row in ``tests/test_models/test_sites.py`` and in ``docs/train.md``.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+import torch.nn as nn
+from mmcv.cnn import Linear
+from mmcv.cnn.bricks.transformer import FFN
+from mmpretrain.models.backbones.beit import BEiTTransformerEncoderLayer
+from mmpretrain.models.backbones.deit3 import DeiT3FFN, DeiT3TransformerEncoderLayer
+from mmpretrain.models.backbones.poolformer import Mlp as ConvFFN
+from mmpretrain.models.backbones.poolformer import PoolFormerBlock
+from mmpretrain.models.utils.attention import MultiheadAttention, WindowMSA
+
+from repa_mm.models.attention import swap_attention
+from repa_mm.reparam import (
+    AttentionParts,
+    FFNParts,
+    Form,
+    MixerParts,
+    NormParts,
+    TrainingForm,
+    become,
+)
+from repa_mm.reparam.numerics import is_plain
+
+
+class Family(NamedTuple):
+    """Names of the parts of a pre-norm block.
+
+    ``norm`` is the norm before the FFN ``ffn``, ``attn_norm`` that before the attention ``attn``,
+    ``mixer_norm`` that before the affine map ``mixer`` in the place of a token mixer. Successive
+    blocks repeat after ``period``: Swin shifts the windows of every second one.
+    """
+
+    norm: str = ''
+    ffn: str = ''
+    attn_norm: str = ''
+    attn: str = ''
+    mixer_norm: str = ''
+    mixer: str = ''
+    period: int = 1
+
+
+# By the name of the block's class: MMDetection and MMSegmentation have classes of their own. The
+# attributes alone would not do, since post-norm blocks have them, too.
+FAMILIES = {
+    'BEiTTransformerEncoderLayer': Family('ln2', 'ffn'),
+    'ChannelBlock': Family('norm2', 'ffn'),  # DaViT
+    'DeiT3TransformerEncoderLayer': Family('ln2', 'ffn'),
+    'MixMIMBlock': Family('ln2', 'ffn'),
+    'MixerBlock': Family('norm2', 'channel_mix'),
+    'PoolFormerBlock': Family('norm2', 'mlp'),
+    'RIFormerBlock': Family(mixer_norm='norm1', mixer='token_mixer.affine'),
+    'SpatialBlock': Family('norm2', 'ffn'),  # DaViT
+    'SwinBlock': Family('norm2', 'ffn', 'norm1', 'attn.w_msa', period=2),
+    'T2TTransformerLayer': Family('ln2', 'ffn'),
+    'TransformerBlock': Family('norm_ffn', 'ffn'),  # TNT
+    # ViT, SAM, MMSegmentation's ViT
+    'TransformerEncoderLayer': Family('norm2', 'ffn', 'norm1', 'attn'),
+}
+
+
+class IdleBEiTLayer(BEiTTransformerEncoderLayer):
+    """A BEiT block whose FFN contains the shortcut, the layer scale and the drop path."""
+
+    def forward(self, x: torch.Tensor, rel_pos_bias: torch.Tensor | None) -> torch.Tensor:
+        attn = self.attn(self.ln1(x), rel_pos_bias=rel_pos_bias)
+        if self.gamma_1 is not None:
+            attn = self.gamma_1 * attn
+        return self.ffn(x + self.drop_path(attn))
+
+
+class IdleDeiT3Layer(DeiT3TransformerEncoderLayer):
+    """A DeiT3 block that does not normalize before its FFN.
+
+    mmpretrain's block applies ``ln1`` there, too, and never ``ln2``.
+    """
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.ffn(x + self.attn(self.ln1(x)))
+
+
+class IdlePoolFormerBlock(PoolFormerBlock):
+    """A PoolFormer block whose FFN works on tokens.
+
+    After the first block the feature map is in the channels-last memory format, where tokens are a
+    view of it.
+    """
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mixed = self.token_mixer(self.norm1(x))
+        x = x + self.drop_path(self.layer_scale_1[:, None, None] * mixed)
+        return self.mlp(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
+# What a block becomes when a form takes the place of its norm and FFN.
+COUNTERPARTS = {
+    BEiTTransformerEncoderLayer: IdleBEiTLayer,
+    DeiT3TransformerEncoderLayer: IdleDeiT3Layer,
+    PoolFormerBlock: IdlePoolFormerBlock,
+}
+
+
+class Site:
+    """A place in a model where a form can stand.
+
+    Args:
+        name (str): The name of the module there, in the model.
+        block (nn.Module): The block that the module is in.
+        path (str): The name of the module in the block.
+        family (Family): The names of the block's parts.
+    """
+
+    def __init__(self, name: str, block: nn.Module, path: str, family: Family) -> None:
+        self.name, self.block, self.path, self.family = name, block, path, family
+
+    @property
+    def module(self) -> nn.Module:
+        """What stands there now, a form or the ordinary module."""
+        return self.block.get_submodule(self.path)
+
+    @property
+    def block_name(self) -> str:
+        """The name of the block in the model."""
+        return self.name[: -len(self.path) - 1]
+
+    def parts(self) -> NamedTuple:
+        """The ordinary modules of the site, for :meth:`~repa_mm.reparam.TrainingForm.fill`.
+
+        Raises:
+            ValueError: If they are none of those that are known, or hooks or replaced layers make
+                them compute something else.
+        """
+        raise NotImplementedError
+
+    def put(self, form: TrainingForm) -> str:
+        """Put a form there; its name in the model."""
+        self._adapt(form)
+        parent, _, child = self.path.rpartition('.')
+        setattr(self.block.get_submodule(parent), child, form)
+        return self.name
+
+    def _adapt(self, form: TrainingForm) -> None:
+        """Give a form the dtype, device, mode and frozen parameters of the ordinary module."""
+        like = next(self.module.parameters())
+        form.to(like).train(self.block.training)
+        if not like.requires_grad:  # a frozen stage
+            form.requires_grad_(False)
+
+    def required(self) -> set[str]:
+        """Names in the block of the weights that a checkpoint must have to fill a form."""
+        ids = {
+            id(p) for part in self.parts() if isinstance(part, nn.Module) for p in part.parameters()
+        }
+        return {name for name, p in self.block.named_parameters() if id(p) in ids}
+
+
+class FFNSite(Site):
+    """The norm and the FFN of a block."""
+
+    @property
+    def norm(self) -> nn.Module:
+        """The norm before the FFN."""
+        return getattr(self.block, self.family.norm)
+
+    def parts(self) -> FFNParts:
+        block, ffn = self.block, self.module
+        if not hasattr(block, self.family.norm):
+            raise ValueError(
+                f'it has no norm {self.family.norm!r} before its FFN, as blocks of this name in '
+                'OpenMMLab have'
+            )
+        norm = block.ln1 if type(block) is DeiT3TransformerEncoderLayer else self.norm
+        # By exact type: a subclass may compute something else.
+        if type(ffn) is ConvFFN:
+            fc1, act, drop, fc2 = ffn.fc1, ffn.act, ffn.drop, ffn.fc2
+            scale, drop_path, dropouts = block.layer_scale_2, block.drop_path, (drop,)
+        elif type(ffn) not in (FFN, DeiT3FFN):
+            raise ValueError(
+                f'its {type(ffn).__name__} is not an FFN of two linear layers around an activation'
+            )
+        elif ffn.num_fcs != 2:
+            raise ValueError(f'its FFN has {ffn.num_fcs} linear layers, not two')
+        else:
+            (fc1, act, drop), fc2, last = ffn.layers
+            dropouts = drop, last
+            if type(block) is BEiTTransformerEncoderLayer:
+                scale, drop_path, shortcut = block.gamma_2, block.drop_path, not ffn.add_identity
+            else:
+                scale, drop_path = getattr(ffn.gamma2, 'weight', None), ffn.dropout_layer
+                shortcut = ffn.add_identity
+            if not shortcut:
+                raise ValueError(
+                    f'its FFN has add_identity={ffn.add_identity}, so that the shortcut is not '
+                    'where such blocks have it'
+                )
+        if 'forward' in ffn.__dict__ or ffn._forward_hooks or ffn._forward_pre_hooks:
+            raise ValueError(
+                'its FFN has a forward hook or a replaced forward(), which would be lost: remove '
+                'it first'
+            )
+        for layer in dropouts:
+            if not is_plain(layer, nn.Dropout, nn.Identity):
+                raise ValueError(
+                    f'a dropout of its FFN is a {type(layer).__name__}, or has forward hooks'
+                )
+        for layer in (fc1, fc2):
+            if not is_plain(layer, Linear, nn.Linear, nn.Conv2d):
+                raise ValueError(
+                    f'a linear layer of its FFN is a {type(layer).__name__}, or has forward hooks: '
+                    'merge adapters into the layer, and remove hooks first'
+                )
+        rate = getattr(drop_path, 'drop_prob', None)
+        if rate is None and not isinstance(drop_path, nn.Identity):
+            raise ValueError(
+                f'its FFN ends with a {type(drop_path).__name__}, and not with a DropPath'
+            )
+        return FFNParts(norm, fc1, act, fc2, scale, getattr(drop, 'p', 0.0), rate or 0.0)
+
+    def put(self, form: TrainingForm, norm: bool = True) -> str:
+        """Put a form there.
+
+        Args:
+            form (TrainingForm): A module that takes tokens (B, L, C) or (B, H, W, C) and returns
+                them with its own output added. Most blocks call it with the tokens before the norm
+                as ``identity``, too, as they call mmcv's ``FFN``.
+            norm (bool): Whether the form takes the place of the norm, too, and gets tokens that are
+                not normalized. Defaults to True.
+
+        Raises:
+            ValueError: If ``norm`` is False and the block calls its FFN in another way.
+        """
+        block = self.block
+        if not norm and (type(block) in COUNTERPARTS or not isinstance(self.module, (FFN, Form))):
+            raise ValueError(
+                f'a {type(block).__name__} does not call its FFN as ffn(norm(x), identity=x)'
+            )
+        self._adapt(form)
+        if norm and not isinstance(self.module, Form):
+            # ``norm2`` may be a property that looks up ``ln2``.
+            (child,) = [name for name, m in block.named_children() if m is self.norm]
+            if type(block) in COUNTERPARTS:
+                become(block, COUNTERPARTS[type(block)])
+                for name in ('gamma_2', 'layer_scale_2'):  # in the form from now on
+                    if hasattr(block, name):
+                        delattr(block, name)
+            setattr(block, child, nn.Identity())
+        setattr(block, self.path, form)
+        return self.name
+
+
+class AttentionSite(Site):
+    """The norm and the attention of a block of a ViT or Swin."""
+
+    @property
+    def norm(self) -> nn.Module:
+        """The norm before the attention."""
+        return getattr(self.block, self.family.attn_norm)
+
+    def parts(self) -> AttentionParts:
+        attention = self.module
+        if type(attention) is not WindowMSA and not (
+            type(attention) is MultiheadAttention and not attention.v_shortcut
+        ):
+            raise ValueError(f'its {type(attention).__name__} is none of those that are known')
+        return AttentionParts(
+            self.norm,
+            attention.qkv,
+            attention.proj,
+            getattr(getattr(attention, 'gamma1', None), 'weight', None),
+            getattr(attention, 'relative_position_bias_table', None),
+        )
+
+
+class NormSite(Site):
+    """A LayerNorm of a block of a ViT or Swin, and the linear layer that it merges into, if any.
+
+    Attributes:
+        linear (str): The name of that linear layer in the block; '' if there is none.
+    """
+
+    @property
+    def linear(self) -> str:
+        """The name of the linear layer that alone reads the norm's output, '' for none."""
+        block, family = self.block, self.family
+        if self.module is getattr(block, family.attn_norm):
+            attention = block.get_submodule(family.attn)
+            is_plain_vit = type(attention) is MultiheadAttention and not attention.v_shortcut
+            return f'{family.attn}.qkv' if is_plain_vit or type(attention) is WindowMSA else ''
+        ffn = getattr(block, family.ffn)
+        return f'{family.ffn}.layers.0.0' if type(ffn) is FFN and ffn.num_fcs == 2 else ''
+
+    def parts(self) -> NormParts:
+        return NormParts(
+            self.module, self.block.get_submodule(self.linear) if self.linear else None
+        )
+
+    def put(self, form: TrainingForm) -> str:
+        """Put a progressive norm, or one with its linear layer, there; its name in the model."""
+        self._adapt(form)
+        path = self.linear or self.path
+        if self.linear:
+            # A map is padded behind the norm, which the stock window attention cannot do.
+            swap_attention(self.block)
+            setattr(self.block, self.path, nn.Identity())
+        parent, _, child = path.rpartition('.')
+        setattr(self.block.get_submodule(parent), child, form)
+        return f'{self.block_name}.{path}'
+
+
+class MixerSite(Site):
+    """The norm of a RIFormer block, and the affine map in the place of its token mixer."""
+
+    def parts(self) -> MixerParts:
+        return MixerParts(
+            getattr(self.block, self.family.mixer_norm), self.block.get_submodule(self.family.mixer)
+        )
+
+    def put(self, form: TrainingForm) -> str:
+        """Put the form under the name of the norm that both become; its name in the model."""
+        self._adapt(form)
+        name = self.block_name
+        delattr(self.block, self.family.mixer_norm)
+        delattr(self.block, self.family.mixer.partition('.')[0])
+        self.block.norm_reparam = form
+        return f'{name}.norm_reparam'
+
+    def required(self) -> set[str]:
+        """Those of the norm: a PoolFormer has no affine maps."""
+        return {f'{self.family.mixer_norm}.{key}' for key in ('weight', 'bias')}
+
+
+def _blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module, Family]]:
+    for name, block in model.named_modules():
+        kind = type(block)
+        if kind.__module__.startswith('repa_mm.'):  # what a stock block has become
+            kind = kind.__mro__[1]
+        if kind.__name__ in FAMILIES:
+            yield f'{name}.' if name else '', block, FAMILIES[kind.__name__]
+
+
+def ffn_sites(model: nn.Module) -> list[FFNSite]:
+    """The sites of a model's FFNs, with forms or ordinary modules there."""
+    return [
+        FFNSite(f'{name}{family.ffn}', block, family.ffn, family)
+        for name, block, family in _blocks(model)
+        if family.ffn and hasattr(block, family.ffn)
+    ]
+
+
+def attention_sites(model: nn.Module) -> list[AttentionSite]:
+    """The sites of a model's attentions, with forms or ordinary modules there."""
+    return [
+        AttentionSite(f'{name}{family.attn}', block, family.attn, family)
+        for name, block, family in _blocks(model)
+        if family.attn
+    ]
+
+
+def norm_sites(model: nn.Module) -> list[NormSite]:
+    """The sites of LayerNorms in the blocks of a ViT or Swin."""
+    return [
+        NormSite(f'{name}{child}', block, child, family)
+        for name, block, family in _blocks(model)
+        if family.attn
+        for child, norm in block.named_children()
+        if type(norm) is nn.LayerNorm
+    ]
+
+
+def mixer_sites(model: nn.Module) -> list[MixerSite]:
+    """The sites of affine maps in the place of token mixers."""
+    return [
+        MixerSite(f'{name}{family.mixer_norm}', block, family.mixer_norm, family)
+        for name, block, family in _blocks(model)
+        if family.mixer and hasattr(block, family.mixer_norm)
+    ]

@@ -1,0 +1,384 @@
+"""Structures: which form, with which arguments, goes into which sites of a model.
+
+A structure is config data, ``dict(type='ChannelIdle', idle_ratio=0.75)``. Several of them go into a
+model one after the other, and the later ones find the forms of the earlier ones in their sites:
+``[dict(type='ChannelIdle'), dict(type='Experts', num_experts=4)]`` makes experts of channel-idle
+FFNs. :mod:`repa_mm.models.builder` puts them into models.
+"""
+
+import copy
+from collections.abc import Collection, Sequence
+
+import torch
+import torch.nn as nn
+from mmengine.registry import Registry
+from mmpretrain.models.utils.attention import WindowMSA
+
+from repa_mm.models.sites import (
+    AttentionSite,
+    FFNSite,
+    MixerSite,
+    NormSite,
+    Site,
+    attention_sites,
+    ffn_sites,
+    mixer_sites,
+    norm_sites,
+)
+from repa_mm.reparam import (
+    ChannelIdleFFN,
+    ExpertsFFN,
+    Form,
+    NormedAffine,
+    NormedLinear,
+    ParallelAttention,
+    ParallelFFN,
+    ProgressiveNorm,
+    TrainingForm,
+    add_branches,
+    add_experts,
+)
+from repa_mm.reparam.numerics import is_plain
+from repa_mm.reparam.parts import copy_affine
+
+STRUCTURES = Registry('structure')
+
+
+class Structure:
+    """Base of the structures. A subclass says which form stands at a site.
+
+    Attributes:
+        placed (dict[str, str]): The names of the forms, by those of their sites.
+    """
+
+    def sites(self, model: nn.Module) -> Sequence[Site]:
+        """The sites of the structure in a model. By default those of its FFNs."""
+        return ffn_sites(model)
+
+    def form(self, site: Site) -> TrainingForm | None:
+        """The form for a site; None leaves the site as it is.
+
+        Raises:
+            ValueError: If the modules there are none of those that the form can stand for.
+        """
+        raise NotImplementedError
+
+    def put_form(self, site: Site, form: TrainingForm) -> str:
+        """Put a form at a site; its name in the model."""
+        return site.put(form)
+
+    def put(self, model: nn.Module) -> None:
+        """Put the forms into a model, in place.
+
+        Raises:
+            ValueError: If the model has no site for them, or a form cannot stand at one.
+        """
+        sites = self.sites(model)
+        if not sites:
+            raise ValueError(
+                f'{type(model).__name__} has no site for {type(self).__name__}: no block of a '
+                'family in repa_mm.models.sites.FAMILIES'
+            )
+        forms = {}
+        # All of them before the first is put in: never half a structure.
+        for site in sites:
+            try:
+                forms[site] = self.form(site)
+            except ValueError as error:
+                raise ValueError(
+                    f'cannot put {type(self).__name__} at {site.name!r}, in a '
+                    f'{type(site.block).__name__}: {error}'
+                ) from error
+        self.placed = {s.name: self.put_form(s, form) for s, form in forms.items() if form}
+
+    def sources(self, name: str) -> list[str]:
+        """The names of the sites in an ordinary model that fill the form of a site."""
+        return [name]
+
+    def fill(self, model: nn.Module, ordinary: nn.Module, skip: Collection[str] = ()) -> None:
+        """Fill the forms from an ordinary model, in place.
+
+        Args:
+            model (nn.Module): With the forms.
+            ordinary (nn.Module): The model without structures, with its weights.
+            skip (Collection[str]): Names of forms that are not filled, since a later structure
+                fills them.
+        """
+        found = {site.name: site for site in self.sites(ordinary)}
+        for name, form in self.placed.items():
+            if form not in skip:
+                model.get_submodule(form).fill(*(found[s].parts() for s in self.sources(name)))
+
+
+def _share(value, sites: Sequence[Site], what: str) -> dict[str, object]:
+    """What each block gets, by name: one value for all, or one for each block."""
+    blocks = list(dict.fromkeys(site.block_name for site in sites))
+    values = list(value) if isinstance(value, (list, tuple)) else [value] * len(blocks)
+    if len(values) != len(blocks):
+        raise ValueError(
+            f'{what} has {len(values)} entries, but the model has {len(blocks)} blocks: give one '
+            'number, or one per block'
+        )
+    return dict(zip(blocks, values))
+
+
+def linear_idle_ratios(idle_ratio: float, num_blocks: int) -> list[float]:
+    """Idle ratios that grow linearly with depth around a mean; the last is 0.
+
+    The ``--heuristic linear`` of the paper's released code.
+
+    Args:
+        idle_ratio (float): The mean ratio, at least about 0.5.
+        num_blocks (int): Number of FFNs, at least 2.
+
+    Raises:
+        ValueError: If there are fewer blocks, or the first ratio would be below 0.
+    """
+    if num_blocks < 2 or 2 * idle_ratio - 1 + (2 - 2 * idle_ratio) / (num_blocks - 1) < 0:
+        raise ValueError(
+            "idle_schedule='linear' needs at least 2 blocks, and an idle_ratio of at least about "
+            f'0.5, or the first block has less than 0: got {num_blocks} blocks and {idle_ratio}'
+        )
+    step = (2 - 2 * idle_ratio) / (num_blocks - 1)
+    return [2 * idle_ratio - 1 + step * i for i in range(1, num_blocks)] + [0.0]
+
+
+@STRUCTURES.register_module()
+class ChannelIdle(Structure):
+    """Channel-idle FFNs, see :class:`~repa_mm.reparam.ChannelIdleFFN`.
+
+    Args:
+        idle_ratio (float | Sequence): Share of hidden channels that skip the activation, in [0, 1]:
+            one for all, or one per block, of which None leaves its block as it is. Defaults to
+            0.75.
+        idle_schedule (str): 'constant', or 'linear' for ratios that grow with depth, see
+            :func:`linear_idle_ratios`. Defaults to 'constant'.
+        norm_cfg (dict): Norm of the FFNs: 'BN' or 'SyncBN', which merge, 'LN', or 'keep' for the
+            norm that each block has: a LayerNorm, and a GroupNorm in a PoolFormer. Defaults to
+            ``dict(type='BN')``.
+    """
+
+    def __init__(
+        self,
+        idle_ratio: float | Sequence[float | None] = 0.75,
+        idle_schedule: str = 'constant',
+        norm_cfg: dict = dict(type='BN'),
+    ) -> None:
+        if idle_schedule not in ('constant', 'linear'):
+            raise ValueError(f"idle_schedule is 'constant' or 'linear', but got {idle_schedule!r}")
+        self.idle_ratio, self.schedule, self.norm_cfg = idle_ratio, idle_schedule, norm_cfg
+
+    def put(self, model: nn.Module) -> None:
+        sites, ratios = self.sites(model), self.idle_ratio
+        if self.schedule == 'linear':
+            ratios = linear_idle_ratios(ratios, len(sites))
+        self.ratios = _share(ratios, sites, 'idle_ratio')
+        super().put(model)
+
+    def form(self, site: FFNSite) -> ChannelIdleFFN | None:
+        ratio = self.ratios[site.block_name]
+        if isinstance(site.module, Form):
+            raise ValueError(f'there is a {site.module.label} already')
+        return None if ratio is None else idle_ffn(site, ratio, self.norm_cfg)
+
+
+def idle_ffn(
+    site: FFNSite, idle_ratio: float = 0.75, norm_cfg: dict = dict(type='BN')
+) -> ChannelIdleFFN:
+    """A channel-idle FFN with the weights of a site's norm and FFN.
+
+    Args:
+        site (FFNSite): The site, with ordinary modules.
+        idle_ratio (float): Share of hidden channels that skip the activation. Defaults to 0.75.
+        norm_cfg (dict): As for :class:`ChannelIdle`.
+
+    Raises:
+        ValueError: As :meth:`FFNSite.parts`; if the idle ratio is not in [0, 1]; or if the norm
+            cannot be kept.
+    """
+    parts = site.parts()
+    norm, kind = parts.norm, norm_cfg.get('type')
+    if kind == 'keep':
+        if not is_plain(norm, nn.LayerNorm, nn.GroupNorm):
+            raise ValueError(
+                f'its norm is a {type(norm).__name__}, and not a LayerNorm or GroupNorm that can '
+                'be kept'
+            )
+        kind = 'LN' if isinstance(norm, nn.LayerNorm) else 'TokenGN'
+    own = {}
+    if kind == 'LN' and isinstance(norm, nn.LayerNorm):
+        own = dict(eps=norm.eps)
+    if kind == 'TokenGN' and isinstance(norm, nn.GroupNorm):
+        own = dict(eps=norm.eps, num_groups=norm.num_groups)
+    hidden, channels = parts.fc1.weight.shape[:2]
+    ffn = ChannelIdleFFN(
+        channels,
+        hidden,
+        idle_ratio,
+        act_cfg=copy.deepcopy(parts.act),
+        norm_cfg={**own, **norm_cfg, 'type': kind},
+        drop_path=parts.drop_path,
+        drop_rate=parts.drop,
+    )
+    if isinstance(parts.scale, nn.Parameter):
+        ffn.layer_scale = nn.Parameter(parts.scale.detach().clone())
+    elif parts.scale is not None:
+        del ffn.layer_scale
+        ffn.register_buffer('layer_scale', parts.scale.clone(), False)
+    ffn.to(parts.fc1.weight).fill(parts)
+    return ffn.train(site.block.training)
+
+
+@STRUCTURES.register_module()
+class Branches(Structure):
+    """Parallel branches of attention and FFN, see :mod:`repa_mm.reparam.depth`.
+
+    Pretrained layers are laid side by side: those that follow each other, and in a Swin, whose
+    windows alternate between two grids, those of one grid.
+
+    Args:
+        num_branches (int | Sequence[int]): Number of branches B: one for all blocks, or one for
+            each. Blocks of one branch stay ordinary. Defaults to 2.
+    """
+
+    def __init__(self, num_branches: int | Sequence[int] = 2) -> None:
+        self.num_branches = num_branches
+
+    def sites(self, model: nn.Module) -> list[Site]:
+        return [*attention_sites(model), *ffn_sites(model)]
+
+    def put(self, model: nn.Module) -> None:
+        sites = self.sites(model)
+        self.branches = _share(self.num_branches, sites, 'num_branches')
+        self.periods = {site.block_name: site.family.period for site in sites}
+        super().put(model)
+
+    def form(self, site: Site) -> TrainingForm | None:
+        number = self.branches[site.block_name]
+        if number == 1:
+            return None
+        if isinstance(site.module, ChannelIdleFFN):
+            return add_branches(site.module, number)
+        if isinstance(site, AttentionSite):
+            return parallel_attention(site, number)
+        parts = site.parts()
+        form = ParallelFFN(
+            parts.fc1.in_features,
+            parts.fc1.out_features,
+            number,
+            copy.deepcopy(parts.act),
+            drop_rate=parts.drop,
+            drop_path=parts.drop_path,
+        )
+        return _with_scale(form, parts.scale)
+
+    def put_form(self, site: Site, form: TrainingForm) -> str:
+        own_norm = isinstance(form, ChannelIdleFFN)
+        return site.put(form, own_norm) if isinstance(site, FFNSite) else site.put(form)
+
+    def sources(self, name: str) -> list[str]:
+        block = next(b for b in self.branches if name.startswith(f'{b}.'))
+        start, _, index = block.rpartition('.')
+        n, period, k = self.branches[block], self.periods[block], int(index)
+        first = period * n * (k // period) + k % period
+        return [f'{start}.{first + period * b}{name[len(block) :]}' for b in range(n)]
+
+    def fill(self, model: nn.Module, ordinary: nn.Module, skip: Collection[str] = ()) -> None:
+        super().fill(model, ordinary, skip)
+        for site in self.sites(model):
+            if site.name in self.placed and site.name not in skip:
+                copy_affine(site.norm)  # scales and shifts are in the matrices of the branches
+
+
+def parallel_attention(site: AttentionSite, num_branches: int) -> ParallelAttention:
+    """Branches in place of the attention at a site, with random weights."""
+    parts, attention = site.parts(), site.module
+    if type(attention) is WindowMSA:  # around windows, ShiftWindowMSA drops paths
+        own = dict(window_size=attention.window_size, qk_scale=attention.scale)
+        own.update(attn_drop=attention.attn_drop.p)
+    else:
+        drop_path = getattr(attention.out_drop, 'drop_prob', 0.0)
+        own = dict(attn_drop=attention.attn_drop, drop_path=drop_path)
+    own.update(qkv_bias=attention.qkv.bias is not None, proj_drop=attention.proj_drop.p)
+    form = ParallelAttention(attention.embed_dims, attention.num_heads, num_branches, **own)
+    return _with_scale(form, parts.scale)
+
+
+def _with_scale(form: TrainingForm, scale: torch.Tensor | None) -> TrainingForm:
+    if scale is not None:
+        form.layer_scale = nn.Parameter(scale.detach().clone())
+    return form
+
+
+@STRUCTURES.register_module()
+class Experts(Structure):
+    """FFNs of experts, see :mod:`repa_mm.reparam.experts`. They begin with random weights.
+
+    Args:
+        num_experts (int): Number of experts E of each FFN. Defaults to 4.
+    """
+
+    def __init__(self, num_experts: int = 4) -> None:
+        self.num_experts = num_experts
+
+    def form(self, site: FFNSite) -> TrainingForm:
+        if isinstance(site.module, ChannelIdleFFN):
+            return add_experts(site.module, self.num_experts)
+        parts = site.parts()
+        form = ExpertsFFN(
+            parts.fc1.in_features,
+            parts.fc1.out_features,
+            self.num_experts,
+            copy.deepcopy(parts.act),
+            drop_rate=parts.drop,
+            drop_path=parts.drop_path,
+        )
+        return _with_scale(form, parts.scale)
+
+    def put_form(self, site: FFNSite, form: TrainingForm) -> str:
+        return site.put(form, norm=isinstance(form, ChannelIdleFFN))
+
+
+@STRUCTURES.register_module()
+class ProgressiveNorms(Structure):
+    """Progressive norms in the place of LayerNorms, see :mod:`repa_mm.reparam.norms`.
+
+    A norm before an attention or an ordinary FFN merges into its first linear layer, any other one
+    into an affine map.
+
+    Args:
+        norm_cfg (dict): The norm that merges, 'BN' or 'SyncBN'. Defaults to ``dict(type='BN')``.
+    """
+
+    def __init__(self, norm_cfg: dict = dict(type='BN')) -> None:
+        self.norm_cfg = norm_cfg
+
+    def sites(self, model: nn.Module) -> list[NormSite]:
+        return norm_sites(model)
+
+    def form(self, site: NormSite) -> TrainingForm:
+        norm, linear = parts = site.parts()
+        form = ProgressiveNorm(len(norm.weight), self.norm_cfg, norm.eps)
+        if linear is not None:
+            has_bias = linear.bias is not None
+            new = nn.Linear(linear.in_features, linear.out_features, bias=has_bias)
+            form = NormedLinear(form, new)
+        form.fill(parts)
+        return form
+
+
+@STRUCTURES.register_module()
+class AffineMixers(Structure):
+    """Affine maps in the place of token mixers, see :mod:`repa_mm.reparam.mixer`."""
+
+    def sites(self, model: nn.Module) -> list[MixerSite]:
+        return mixer_sites(model)
+
+    def form(self, site: MixerSite) -> NormedAffine:
+        parts = site.parts()
+        norm = parts.norm
+        if type(norm) is not nn.GroupNorm:
+            raise ValueError(f'its norm is a {type(norm).__name__}, and not a GroupNorm')
+        form = NormedAffine(norm.num_channels, norm.num_groups, norm.eps)
+        form.fill(parts)
+        return form

@@ -1,0 +1,46 @@
+"""Graphs that are traced of a model and serve images of any size."""
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from mmcv.cnn.bricks.transformer import AdaptivePadding
+
+from repa_mm.models.attention import swap_attention
+from repa_mm.models.replace import replace
+from repa_mm.models.windows import is_traced
+
+
+class PatchPadding(AdaptivePadding):
+    """mmcv's ``AdaptivePadding`` to whole patches, whose traced graph serves images of any size."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not is_traced():
+            return super().forward(x)
+        h, w = (-size % stride for size, stride in zip(x.shape[2:], self.stride))
+        top, left = (h // 2, w // 2) if self.padding == 'same' else (0, 0)
+        return F.pad(x, (left, w - left, top, h - top))
+
+
+def _padding_of_patches(module: nn.Module) -> type | None:
+    is_of_patches = (
+        type(module) is AdaptivePadding
+        and module.kernel_size == module.stride
+        and module.dilation == (1, 1)
+    )
+    return PatchPadding if is_of_patches else None
+
+
+def pad_any_size(model: nn.Module) -> None:
+    """Let the padding to whole patches be traced for any size, in place."""
+    replace(model, _padding_of_patches)
+
+
+def trace_any_size(model: nn.Module) -> None:
+    """Let a graph that is traced of a model serve images of any size, in place.
+
+    What MMPretrain, MMDetection and MMSegmentation compute in Python, for the size that is traced,
+    is replaced in ordinary backbones: the attention and patch merging of Swin, and the padding to
+    whole patches.
+    """
+    swap_attention(model)
+    pad_any_size(model)
