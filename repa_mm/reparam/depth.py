@@ -113,12 +113,13 @@ class JoinedLinear(Scheduled, nn.Linear):
         Args:
             w_in (torch.Tensor): The joined rows of all branches, (B n, in).
             b_in (torch.Tensor): Their bias, (B n, ).
-            w_out (torch.Tensor): What multiplies the joined outputs, (out, B n).
+            w_out (torch.Tensor): What multiplies the joined outputs, or what an attention makes of
+                them, (out, B m).
 
         Returns:
-            dict: The three by name, with n in the place of B n.
+            dict: The three by name, with n and m in the place of B n and B m.
         """
-        branches = len(self.branches), self.num_joined
+        branches = len(self.branches), -1
         return dict(
             w_in=w_in.unflatten(0, branches).mean(0),
             b_in=b_in.unflatten(0, branches).mean(0),

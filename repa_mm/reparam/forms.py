@@ -106,8 +106,8 @@ class Form(nn.Module):
         foreign = sorted(self.names(weights) - self.names(own))
         if lacking or foreign:
             form, hint = self._form
-            differences = [f'lacks {lacking[0]!r}'] * bool(lacking)
-            differences += [f'has {foreign[0]!r}'] * bool(foreign)
+            differences = [f'lacks {name!r}' for name in lacking[:1]]
+            differences += [f'has {name!r}' for name in foreign[:1]]
             raise CheckpointError(
                 f'the model has a {self.label} in its {form} form at {name!r}, and the checkpoint '
                 f'is of something else there: it {" and ".join(differences)}. {hint}'

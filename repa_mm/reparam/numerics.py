@@ -89,15 +89,14 @@ def exact(layer: nn.Module, what: str) -> tuple[torch.Tensor, torch.Tensor]:
         what (str): What messages call it.
 
     Raises:
-        ValueError: If something else is in its place, a hook changes what it computes, or it is not
-            ready to be merged.
+        ValueError: If something else is in its place, or it is not ready to be merged.
     """
     if hasattr(layer, 'exact'):
         return layer.exact()
-    if not is_plain(layer, nn.Linear):
+    if not isinstance(layer, nn.Linear) or type(layer).forward is not nn.Linear.forward:
         raise ValueError(
-            f'{what} is a {type(layer).__name__}, and not a plain nn.Linear: an adapter is to be '
-            'merged into the layer, and hooks are to be removed first'
+            f'{what} is a {type(layer).__name__}, and not an nn.Linear: an adapter is to be merged '
+            'into the layer first'
         )
     weight = double(layer.weight)
     return weight, weight.new_zeros(len(weight)) if layer.bias is None else double(layer.bias)

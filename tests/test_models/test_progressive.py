@@ -6,9 +6,9 @@ import torch.nn as nn
 from mmengine.model.utils import revert_sync_batchnorm
 from mmengine.runner.checkpoint import load_state_dict
 from mmpretrain.models import SwinTransformer, VisionTransformer
+from repa_mm.models.surgery.norms import progressive_activations, progressive_norms
 
 from repa_mm.models import ProgressiveSwinTransformer, ProgressiveVisionTransformer
-from repa_mm.models.surgery.norms import progressive_activations, progressive_norms
 from repa_mm.reparam import (
     AffineMap,
     CheckpointError,

@@ -26,7 +26,7 @@ def batches():
     return [torch.randn(n, 6, 8) * (i + 1) + i for i, n in enumerate((3, 9, 4))]
 
 
-@pytest.mark.parametrize('path', ['literal', 'folded'])
+@pytest.mark.parametrize('path', ['literal', 'auto'])
 def test_statistics_of_all_tokens(model, path, relative_error):
     # What the norms see when every batch is normalized by itself.
     reference = copy.deepcopy(set_training_path(model, 'literal')).double()

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from repa_mm.reparam import (
     ChannelIdleFFN,
     CheckpointError,
-    ExpertsIdleFFN,
     MergedFFN,
-    ParallelIdleFFN,
+    add_branches,
+    add_experts,
     num_active_channels,
 )
 
@@ -192,19 +192,26 @@ def test_weights_of_the_wrong_kind():
     merged = ffn.merge()
     ffn.check_weights(ffn.state_dict(), 'ffn')
     merged.check_weights(merged.state_dict(), 'ffn')
-    with pytest.raises(CheckpointError, match='is reparameterized'):
+    with pytest.raises(CheckpointError, match='in its training form'):
         ffn.check_weights(merged.state_dict(), 'ffn')
-    with pytest.raises(CheckpointError, match='in the training form'):
+    with pytest.raises(CheckpointError, match='in its deploy form'):
         merged.check_weights(ffn.state_dict(), 'ffn')
-    with pytest.raises(CheckpointError, match='vanilla'):
+    with pytest.raises(CheckpointError, match='init_cfg'):
         ffn.check_weights({'layers.0.0.weight': 0, 'layers.1.weight': 0}, '')
-    with pytest.raises(CheckpointError, match='another architecture'):
+    with pytest.raises(CheckpointError, match='something else there'):
         ffn.check_weights({}, 'ffn')
     with pytest.raises(CheckpointError, match='idle ratio'):
         merged.check_weights(ChannelIdleFFN(8, 32, 0.5).merge().state_dict(), 'ffn')
 
 
-@pytest.mark.parametrize('kind', [ChannelIdleFFN, ParallelIdleFFN, ExpertsIdleFFN])
+@pytest.mark.parametrize(
+    'kind',
+    [
+        ChannelIdleFFN,
+        lambda *args, **kwargs: add_branches(ChannelIdleFFN(*args, **kwargs), 2),
+        lambda *args, **kwargs: add_experts(ChannelIdleFFN(*args, **kwargs), 4),
+    ],
+)
 def test_weights_of_another_idle_ratio(kind):
     """Their shapes are the same."""
     ffn = nn.Sequential(kind(8, 32))

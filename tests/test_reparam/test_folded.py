@@ -378,9 +378,6 @@ def test_choice_of_the_path(randomize):
     ffn.training_path = 'folded'
     with pytest.raises(ValueError, match="training_path='auto'"):
         ffn(torch.randn(1, 8192, 64))
-    ffn.training_path = 'fold'
-    with pytest.raises(ValueError, match="'fold'"):
-        ffn(torch.randn(1, 8192, 64))
     with pytest.raises(ValueError, match="'fold'"):
         set_training_path(ffn, 'fold')
 

@@ -12,13 +12,9 @@ from hypothesis import strategies as st
 from repa_mm.reparam import (
     AffineMap,
     CheckpointError,
-    MergedFFN,
     MergedLinear,
     NormedLinear,
-    ProgressiveIdleFFN,
     ProgressiveNorm,
-    check_state_dict,
-    decay_activations,
     decay_layer_norms,
     finish_schedules,
     reparameterize,
@@ -28,11 +24,8 @@ FORMS = dict(
     norm=lambda: ProgressiveNorm(16),
     linear=lambda: NormedLinear(ProgressiveNorm(16), nn.Linear(16, 24)),
     without_bias=lambda: NormedLinear(ProgressiveNorm(16), nn.Linear(16, 24, bias=False)),
-    idle=lambda: ProgressiveIdleFFN(16, 40, 0.75, layer_scale_init_value=0.5),
-    idle_ln=lambda: ProgressiveIdleFFN(16, 40, 0.5, norm_cfg=dict(type='LN')),
-    idle_gn=lambda: ProgressiveIdleFFN(16, 40, 0.5, norm_cfg=dict(type='TokenGN')),
 )
-DECAYS = dict(norm=decay_layer_norms, linear=decay_layer_norms, idle=decay_activations)
+DECAYS = dict(norm=decay_layer_norms, linear=decay_layer_norms)
 
 
 @pytest.fixture
@@ -66,16 +59,6 @@ def test_forms_are_the_equations(lam, training, scattered, relative_error):
     layer_norm = F.layer_norm(x, (16,), norm.ln.weight, norm.ln.bias, norm.ln.eps)
     expected = lam * layer_norm + (1 - lam) * rep_bn(norm.rep, x, training)
     assert relative_error(norm(x), expected) < 1e-12
-    for path in ('literal', 'folded'):
-        ffn = scattered(FORMS['idle']()).double()
-        decay_activations(ffn, lam).train(training)
-        ffn.training_path = path
-        other = copy.deepcopy(ffn)
-        h = other.fc1.linear(other.norm1(x.flatten(0, 1)))
-        active, idle = h.tensor_split([10], 1)
-        idle = lam * F.gelu(idle) + (1 - lam) * (other.fc1.slope * idle + other.fc1.offset)
-        z = other.fc2(other.norm2(torch.cat([F.gelu(active), idle], 1))) * other.layer_scale
-        assert relative_error(ffn(x), x + z.view(x.shape)) < 1e-12
 
 
 @settings(max_examples=60, deadline=None, database=None, suppress_health_check=list(HealthCheck))
@@ -100,7 +83,7 @@ def test_merge_is_exact(name, seed, scale, hostile, dtype, scattered, relative_e
 
 
 def test_what_they_merge_into(scattered):
-    kinds = dict(norm=AffineMap, idle=MergedFFN, idle_ln=MergedFFN, idle_gn=MergedFFN)
+    kinds = dict(norm=AffineMap)
     for name, make in FORMS.items():
         merged = finish_schedules(scattered(make())).merge()
         assert type(merged) is kinds.get(name, MergedLinear)
@@ -173,30 +156,20 @@ def test_merging_too_early_is_refused(name, scattered):
         reparameterize(nn.Sequential(form))
 
 
-@pytest.mark.parametrize('norm', ['LN', 'TokenGN'])
-@pytest.mark.parametrize('training', [True, False])
-def test_a_pretrained_ffn_begins_as_what_it_is(norm, training, relative_error, scattered):
-    """At lambda = 1 and with its own norm a progressive FFN is an ordinary one."""
-    ffn = scattered(ProgressiveIdleFFN(16, 40, 0.75, norm_cfg=dict(type=norm))).train(training)
-    x = torch.randn(2, 9, 16)
-    expected = x + ffn.fc2(F.gelu(ffn.fc1.linear(ffn.norm1(x))))
-    assert relative_error(ffn(x), expected) < 1e-6
-
-
 @pytest.mark.parametrize('name', FORMS)
 def test_checkpoints_of_the_other_form_are_refused(name, scattered):
     training = nn.ModuleDict(dict(part=scattered(FORMS[name]())))
     deployed = reparameterize(finish_schedules(copy.deepcopy(training)))
-    with pytest.raises(CheckpointError, match='reparameterized'):
-        check_state_dict(training, deployed.state_dict())
-    with pytest.raises(CheckpointError, match='training form'):
-        check_state_dict(deployed, training.state_dict())
-    check_state_dict(training, training.state_dict())
-    check_state_dict(deployed, deployed.state_dict())
+    with pytest.raises(CheckpointError, match='in its training form'):
+        training.load_state_dict(deployed.state_dict(), strict=False)
+    with pytest.raises(CheckpointError, match='in its deploy form'):
+        deployed.load_state_dict(training.state_dict(), strict=False)
+    training.load_state_dict(training.state_dict(), strict=False)
+    deployed.load_state_dict(deployed.state_dict(), strict=False)
 
 
 def test_statistics_are_counted_once_under_checkpointing(scattered):
-    for make in (FORMS['linear'], FORMS['idle']):
+    for make in (FORMS['linear'],):
         form = scattered(make()).train()
         other = copy.deepcopy(form)
         x = torch.randn(2, 9, 16, requires_grad=True)
@@ -213,8 +186,6 @@ def test_bad_input():
             decay_layer_norms(norm, lam)
     with pytest.raises(ValueError, match='no progressive norm'):
         decay_layer_norms(nn.Linear(2, 2), 0)
-    with pytest.raises(ValueError, match='no progressive channel-idle FFN'):
-        decay_activations(norm, 0)
     for norm_cfg in (dict(type='LN'), dict(type='BN', track_running_stats=False)):
         with pytest.raises(ValueError, match="takes 'BN' or 'SyncBN', with running statistics"):
             ProgressiveNorm(8, norm_cfg)

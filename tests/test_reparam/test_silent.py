@@ -8,7 +8,13 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import repa_mm
-from repa_mm.reparam import ChannelIdleFFN, calibrate_batch_norm, join_branches, reparameterize
+from repa_mm.reparam import (
+    ChannelIdleFFN,
+    calibrate_batch_norm,
+    join_branches,
+    reparameterize,
+    set_shortcut,
+)
 from repa_mm.reparam.depth import ParallelFFN
 
 GENERATOR = torch.Generator().manual_seed(0)
@@ -109,10 +115,10 @@ def test_what_is_merged_keeps_its_shortcut():
     ffn = scrambled(ChannelIdleFFN(8, 32)).eval()
     with torch.no_grad():
         ffn.fc2.weight.mul_(1e-3)
-    outside = reparameterize(ffn, shortcut='outside').bfloat16()
+    outside = set_shortcut(reparameterize(ffn), 'outside').bfloat16()
     again = reparameterize(outside)
     assert torch.equal(again.fc1.weight, outside.fc1.weight) and again.shortcut
-    assert not reparameterize(outside.float(), shortcut='inside').shortcut
+    assert not set_shortcut(outside.float(), 'inside').shortcut
 
 
 class TestConversion:

@@ -1,6 +1,6 @@
 """Bridge for repa_mm.fit, to be removed: use repa_mm.models.sites and .structures."""
 
-from repa_mm.models.sites import ffn_sites
+from repa_mm.models.sites import FAMILIES, ffn_sites
 from repa_mm.models.structures import idle_ffn as _idle_ffn
 from repa_mm.models.structures import linear_idle_ratios
 
@@ -37,3 +37,6 @@ def ratio_of_each_block(idle_ratio, schedule, num_blocks):
     if len(idle_ratio) != num_blocks:
         raise ValueError(f'idle_ratio has {len(idle_ratio)} entries for {num_blocks} blocks')
     return list(idle_ratio)
+
+
+PRE_NORM_BLOCKS = {name: (f.norm, f.ffn) for name, f in FAMILIES.items() if f.ffn}
