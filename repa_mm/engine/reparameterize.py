@@ -7,6 +7,7 @@ from mmengine.hooks import EMAHook, Hook
 from mmengine.registry import HOOKS
 from mmengine.runner import BaseLoop
 
+from repa_mm.models import fuse_conv_bn
 from repa_mm.reparam import TrainingForm, innermost, outermost, reparameterize, schedules_have_ended
 from repa_mm.weights import match_form
 
@@ -74,7 +75,8 @@ class ReparameterizeHook(Hook):
     before_val_iter, after_val_epoch = before_test_iter, after_test_epoch
 
     def _merge(self, runner) -> None:
-        self._training_form, runner.model = runner.model, reparameterize(runner.model)
+        deployed = fuse_conv_bn(reparameterize(runner.model))
+        self._training_form, runner.model = runner.model, deployed
         merged = Counter(f.label for _, f in outermost(self._training_form, TrainingForm))
         what = ', '.join(f'{count} {label}s' for label, count in merged.items())
         before, after = (

@@ -48,7 +48,7 @@ def reparameterize_checkpoint(
     load_weights(model, loaded['state_dict'], checkpoint)
     if has_deploy_form(model):
         raise CheckpointError(f'{checkpoint!r} is reparameterized already')
-    deployed = reparameterize(model, fuse_conv_bn=False)
+    deployed = reparameterize(model)
 
     backbones = [getattr(m, 'backbone', m) for m in (model, deployed)]
     size = getattr(backbones[0], 'img_size', 224)

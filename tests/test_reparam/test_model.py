@@ -11,6 +11,7 @@ from repa_mm.reparam import (
     ChannelIdleFFN,
     CheckpointError,
     MergedFFN,
+    check_state_dict,
     is_reparameterized,
     reparameterize,
 )
