@@ -53,7 +53,7 @@ def test_data_sets_inside_of_wrappers(config):
 def test_a_model_takes_the_form_of_its_weights(config, tmp_path, randomize):
     cfg = load_config(config)
     model = randomize(build_model(cfg))
-    deployed = repa_mm.reparameterize(model, fuse_conv_bn=False)
+    deployed = repa_mm.reparameterize(model)
     images = torch.randn(2, 3, 64, 64)
     for name, saved in dict(training=model, deploy=deployed).items():
         path = str(tmp_path / f'{name}.pth')
