@@ -60,7 +60,7 @@ dataset = dict(
     ),
 )  # fmt: skip
 
-# No flips: a mirrored digit is none.
+# No flips: a mirrored digit is not a digit.
 train_pipeline = [
     dict(type='LoadImageFromFile'),
     dict(type='LoadAnnotations', reduce_zero_label=True),

@@ -42,7 +42,6 @@ FINE_TUNING = {
     'param_scheduler.1.end': 1,
     'optim_wrapper.optimizer.lr': 1e-4,
 }
-NUM_TIMED, NUM_WARMUP = 60, 5  # scenes
 
 
 def run_demo(
@@ -98,22 +97,23 @@ def run_demo(
         rows[name] = {label: metrics.get(key, float('nan')) for key, label in names.items()}
 
     scenes = list(Runner.build_dataloader(cfg.test_dataloader))
-    chosen = spread(scenes, NUM_TIMED)
-    measured, samples = measure(models, chosen)
-    for name, values in measured.items():
-        rows[name].update(values)
-    mmengine.dump(rows, osp.join(work_dir, 'summary.json'), indent=2)
+    timed = _spread(scenes, 60)
     what, number = ('segmentation', 10) if task == 'upernet' else ('detections', 12)
+    with torch.no_grad():
+        for name, values in _measure(models, timed).items():
+            rows[name].update(values)
+        drawn = models['converted' if task == 'convert' else 'deploy form']
+        samples = [drawn.test_step(scene)[0].numpy() for scene in _spread(scenes, number)]
+        found = _difference(*models.values(), timed) if task != 'convert' else None
     picture = osp.join(work_dir, f'{what}.png')
-    drawn = samples['converted' if task == 'convert' else 'deploy form']
-    draw(spread(drawn, number), f'{title}, on validation scenes', picture)
+    draw(samples, f'{title}, on validation scenes', picture)
+    mmengine.dump(rows, osp.join(work_dir, 'summary.json'), indent=2)
 
     table = Table('', *rows)
-    for label in next(iter(rows.values())):
+    for label in rows[name]:
         table.add_row(label, *(f'{row[label]:.4g}' for row in rows.values()))
     Console().print(table)
-    if task != 'convert':
-        found = difference(*models.values(), chosen)
+    if found is not None:
         print(f'Largest difference of the features, relative to the largest feature: {found:.1e}')
     minutes, seconds = divmod(round(time.perf_counter() - start), 60)
     print(f'Picture: {picture}\nTotal time: {minutes} min {seconds} s', flush=True)
@@ -166,40 +166,25 @@ def _runner(cfg: Config, work_dir: str, **changes: Any) -> Runner:
     return Runner.from_cfg(cfg)
 
 
-def spread(items: Sequence, count: int) -> list:
+def _spread(items: Sequence, count: int) -> list:
     """At most ``count`` items, evenly spread over all of them."""
     count = min(count, len(items))
     return [items[i * len(items) // count] for i in range(count)]
 
 
-@torch.no_grad()
-def measure(
-    models: dict[str, nn.Module], scenes: Sequence[dict]
-) -> tuple[dict[str, dict[str, float]], dict[str, list]]:
-    """Sizes and median latencies of models that take turns on every scene.
-
-    Args:
-        models (dict[str, nn.Module]): Detectors or segmentors in eval mode, by name.
-        scenes (Sequence[dict]): Batches of one image.
-
-    Returns:
-        tuple: Sizes and latencies for each model, and its predictions, as NumPy arrays.
-    """
+def _measure(models: dict[str, nn.Module], scenes: Sequence[dict]) -> dict[str, dict[str, float]]:
+    """Sizes and median latencies of models that take turns on every scene, of one image each."""
     times: dict[str, tuple[list, list]] = {name: ([], []) for name in models}
-    samples: dict[str, list] = {name: [] for name in models}
-    for number, scene in enumerate([*scenes[:NUM_WARMUP], *scenes]):
+    warmup = scenes[:5]
+    for scene in [*warmup, *scenes]:
         for name, model in models.items():
             inputs = model.data_preprocessor(scene, False)['inputs']
-            predictions, whole = _timed(model.test_step, scene)
-            _, part = _timed(model.backbone, inputs)
-            if number >= NUM_WARMUP:
-                times[name][0].append(whole)
-                times[name][1].append(part)
-                samples[name].append(predictions[0].numpy())
+            times[name][0].append(_milliseconds(model.test_step, scene))
+            times[name][1].append(_milliseconds(model.backbone, inputs))
     rows = {}
     for name, model in models.items():
         parameters, macs = count(model.backbone, inputs)
-        whole, part = (1e3 * statistics.median(values) for values in times[name])
+        whole, part = (statistics.median(values[len(warmup) :]) for values in times[name])
         rows[name] = {
             'parameters, model (M)': sum(p.numel() for p in model.parameters()) / 1e6,
             'parameters, backbone (M)': parameters / 1e6,
@@ -207,30 +192,23 @@ def measure(
             'latency, model (ms)': whole,
             'latency, backbone (ms)': part,
         }
-    return rows, samples
+    return rows
 
 
-def _timed(function: Callable, *args) -> tuple[Any, float]:
+def _milliseconds(function: Callable, argument: Any) -> float:
     start = time.perf_counter()
-    result = function(*args)
+    function(argument)
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-    return result, time.perf_counter() - start
+    return 1e3 * (time.perf_counter() - start)
 
 
-@torch.no_grad()
-def difference(first: nn.Module, second: nn.Module, scenes: Sequence[dict]) -> float:
-    """The largest difference of two models' features for the heads, relative to the largest one.
-
-    Args:
-        first (nn.Module): A detector or segmentor in eval mode.
-        second (nn.Module): Another.
-        scenes (Sequence[dict]): Batches of images.
-    """
+def _difference(first: nn.Module, second: nn.Module, scenes: Sequence[dict]) -> float:
+    """The largest difference of two models' features for the heads, relative to the largest one."""
     largest = 0.0
     for scene in scenes:
         inputs = first.data_preprocessor(scene, False)['inputs']
-        for a, b in zip(first.extract_feat(inputs), second.extract_feat(inputs), strict=True):
+        for a, b in zip(first.extract_feat(inputs), second.extract_feat(inputs)):
             largest = max(largest, float((a - b).abs().max() / a.abs().max()))
     return largest
 

@@ -49,6 +49,8 @@ def test_demo(task, scenes, capsys):
     out = capsys.readouterr().out
     assert 'latency, backbone (ms)' in out and 'Total time: ' in out
     before, *after = rows.values()
+    if task == 'mask_rcnn':  # RetinaNet finds nothing here
+        assert after[0]['mask AP'] == before['mask AP'] >= 0
     assert len(after) == (2 if task == 'convert' else 1)
     for row in after:
         assert row.keys() == before.keys()
@@ -59,24 +61,6 @@ def test_demo(task, scenes, capsys):
     name = 'segmentation' if task == 'upernet' else 'detections'
     assert cv2.imread(f'out/{name}.png').shape[1] > 1000
     assert (scenes / 'out' / 'summary.json').is_file()
-
-
-def test_metrics_of_the_table(scenes):
-    """The two forms of one checkpoint are tested as asked, and give the same metrics."""
-    cfg = load_config(config_path('demo/mask_rcnn_repa_swin_digits.py'), OPTIONS)
-    torch.save(dict(state_dict=build_model(cfg).state_dict(), meta={}), 'random.pth')
-    (first, training), (second, deploy) = (
-        run.test(cfg, 'random.pth', form, f'out_{form}') for form in (False, True)
-    )
-    assert first == second
-    assert set(run.TASKS['mask_rcnn'][1]) <= first.keys()
-    sizes = [sum(p.numel() for p in model.parameters()) for model in (training, deploy)]
-    assert sizes[0] > 1.2 * sizes[1]
-
-
-def test_spread():
-    assert run.spread(range(200), 4) == [0, 50, 100, 150]
-    assert run.spread(range(3), 4) == [0, 1, 2]
 
 
 def test_detections_are_drawn(tmp_path):

@@ -6,7 +6,7 @@ metainfo = dict(
     classes=('zero', 'one', 'two', 'three', 'four', 'five', 'six', 'seven', 'eight', 'nine')
 )
 
-# No flips: a mirrored digit is none.
+# No flips: a mirrored digit is not a digit.
 train_pipeline = [
     dict(type='LoadImageFromFile'),
     dict(type='LoadAnnotations', with_bbox=True),
