@@ -62,18 +62,18 @@ class ScheduleHook(Hook):
             self.warmup = round(self.warmup * runner.max_iters)
         first = min(1 - abs(m.end - float(m.lam)) for m in modules)
         text = (
-            f'ScheduleHook: lambda goes its way in {self.warmup} iterations from {self.begin} on, '
-            f'of {runner.max_iters}'
+            f'ScheduleHook: lambda takes {self.warmup} iterations from {self.begin} on, and the '
+            f'training has {runner.max_iters}'
         )
         if first > self._progress(runner.iter) + 1e-6:
             runner.logger.warning(
-                f'{text}. In the weights that the training begins with, it has come further '
-                f'({first:.0%}) than at iteration {runner.iter}: it does not go back'
+                f'{text}. The weights that the training begins with have come further ({first:g} '
+                f'of the way) than iteration {runner.iter} of the schedule: lambda does not go back'
             )
         last = max(first, self._progress(runner.max_iters - 1))
         if last < 1:
             runner.logger.warning(
-                f'{text}. It comes only {last:.0%} of it: the model will not merge'
+                f'{text}: it ends at {last:g} of the way, where the model does not merge'
             )
 
     def before_train_iter(self, runner, batch_idx, data_batch=None) -> None:
