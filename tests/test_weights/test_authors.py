@@ -442,7 +442,7 @@ def without(weights, key):
     'family, weights, message',
     [
         ('vit', dict(a=torch.ones(1)), 'no known architecture'),
-        ('vit', without(vit_layout('training'), 'blocks.1.mlp.fc2.weight'), 'layers.1.ffn.fc2'),
+        ('vit', without(vit_layout('training'), 'blocks.1.mlp.fc2.weight'), 'layers.1.ffn'),
         ('vit', without(vit_layout('training'), 'norm_pre.bias'), 'Missing.*pre_norm.bias'),
         ('vit', {**vit_layout('training'), 'gate.weight': torch.ones(1)}, 'Unexpected.*gate'),
         ('vit', vit_layout('deploy', ratio=0.5), 'idle.ratio'),
