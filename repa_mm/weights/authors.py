@@ -68,79 +68,82 @@ def translate(state_dict: dict, cfg: dict, args: Namespace | None = None) -> dic
     """Translate weights of a classifier, or of a network that DINO trains, with its backbone.
 
     Args:
-        state_dict (dict): The weights, in the training form, merged by the authors' code, or of an
+        state_dict (dict): The weights of a RePaFormer, in the training form or merged, or of an
             ordinary ViT or Swin.
-        cfg (dict): Config of the backbone that the result is for. It says which channels are
-            active, which the weights of a training form do not.
-        args (Namespace, optional): What the authors' code was called with. Idle ratios are rounded
-            as there, and compared with the config's.
+        cfg (dict): Config of the backbone that the result is for: a RePaFormer for one, an ordinary
+            backbone for the others. It tells the idle ratio, which the training form's weights do
+            not.
+        args (Namespace, optional): What the authors' code was called with, if it says how many
+            channels are active: the config has to agree.
 
     Returns:
         dict: The weights of the backbone, whose names begin with 'backbone.', and of a classifier's
         layers, with 'head.'.
 
     Raises:
-        CheckpointError: If the weights are not exactly those of this backbone.
+        CheckpointError: If the weights are not exactly those of this backbone, for example if they
+            are a merged LV-ViT's: the authors' code gives it a norm that its training form lacks.
     """
     backbone = MODELS.build(cfg)
     own = backbone.state_dict()
     given = {k.rpartition('backbone.')[2]: v for k, v in state_dict.items() if 'backbone.' in k}
     given = {key.removeprefix('module.'): v for key, v in (given or state_dict).items()}
-    found = [marker for marker in _FAMILIES if any(marker in key for key in given)]
-    if not found:
+    family = next((mark for mark in _FAMILIES if any(mark in key for key in given)), None)
+    if family is None:
         raise CheckpointError(
-            f'weights of no known architecture, such as {next(iter(given), None)}'
+            f'weights of no known architecture: {", ".join(list(given)[:3])}, ...'
         )
-    names = dict(_FAMILIES[found[0]])
+    names = _FAMILIES[family]
     if any('.ffn.layers.' in key for key in own):
-        names |= {r'\bffn\.fc1\b': 'ffn.layers.0.0', r'\bffn\.fc2\b': 'ffn.layers.1'}
+        names = {**names, r'\bffn\.fc1\b': 'ffn.layers.0.0', r'\bffn\.fc2\b': 'ffn.layers.1'}
     scale, weights = getattr(backbone, 'residual_scale', 1), {}
     for key, value in given.items():
         for theirs, ours in names.items():
             key = re.sub(theirs, ours, key)
-        if 'downsample' in key:
-            *rows, columns = value.shape
-            value = value.view(*rows, 4, columns // 4)[..., [0, 2, 1, 3], :]
-            value = value.transpose(-2, -1).reshape(*rows, columns)
-        elif '.mlp.' in key and value.ndim == 4:
-            value = value.flatten(1)
-        elif key.endswith('ffn.norm1.running_mean'):
-            value = value * scale
-        elif key.endswith('ffn.norm1.running_var'):
-            value = value * scale**2
-        elif key.endswith(('attn_mask', 'relative_position_index')):
-            continue
-        weights[key] = value
+        weights[key] = _value(key, value, scale)
     for name in [key.removesuffix('fc1.weight') for key in weights if key.endswith('fc1.weight')]:
         hidden, channels = weights[f'{name}fc1.weight'].shape
         if f'{name}norm1.weight' not in weights and hidden == channels:
             _stack(weights, name)
         elif hasattr(args, 'idle_ratio') and getattr(args, 'heuristic', 'static') == 'static':
-            active = _num_active(hidden, args.idle_ratio, found[0])
-            weights[f'{name}num_active_channels'] = torch.tensor(active)
+            active = torch.tensor(_num_active(hidden, args.idle_ratio, family))
+            weights[f'{name}num_active_channels'] = active
     head = {key: weights.pop(key) for key in list(weights) if key.startswith('head.')}
-    # Indices into tables are not learned.
-    weights |= {k: v for k, v in own.items() if k.endswith('relative_position_index')}
+    # What is not learned depends on the size of the images there, and on the windows alone here.
+    fixed = ('relative_position_index', 'attn_mask')
+    weights = {key: value for key, value in weights.items() if not key.endswith(fixed)}
+    weights |= {key: value for key, value in own.items() if key.endswith(fixed)}
     load_weights(backbone, weights)
-    return {**{f'backbone.{k}': v for k, v in backbone.state_dict().items()}, **head}
+    return {**{f'backbone.{key}': v for key, v in backbone.state_dict().items()}, **head}
+
+
+def _value(key: str, value: torch.Tensor, scale: float) -> torch.Tensor:
+    """What a weight with this name is here."""
+    if 'downsample' in key:
+        *rows, columns = value.shape
+        value = value.view(*rows, 4, columns // 4)[..., [0, 2, 1, 3], :]
+        return value.transpose(-2, -1).reshape(*rows, columns)
+    if key.endswith('ffn.norm1.running_mean'):
+        return value * scale
+    if key.endswith('ffn.norm1.running_var'):
+        return value * scale**2
+    return value.flatten(1) if '.mlp.' in key and value.ndim == 4 else value
 
 
 def _stack(weights: dict, name: str) -> None:
     """Give a merged FFN the two layers that it has here, in place."""
-    layers = [
-        f'{name}{layer}'
-        for layer in ('fc1.weight', 'fc1.bias', 'fc2.weight', 'fc2.bias', 'fc3.weight')
-    ]
-    w, b, w_in, b_in, w_out = (weights.pop(layer, None) for layer in layers)
+    names = 'fc1.weight', 'fc1.bias', 'fc2.weight', 'fc2.bias', 'fc3.weight'
+    w, b, w_in, b_in, w_out = (weights.pop(name + layer, None) for layer in names)
     if w_in is None:
         w_in, b_in, w_out = w[:0], b[:0], w[:, :0]
-    # An FFN without idle channels has the shortcut alone there.
-    merged = stack(FoldedFFN(w, b, w_in, b_in, w_out), not torch.equal(w, torch.eye(len(w)).to(w)))
-    weights.update({f'{name}{key}': value for key, value in merged.items()})
+    # Without idle channels, W is the shortcut alone.
+    idle = not torch.equal(w, torch.eye(len(w)).to(w))
+    merged = stack(FoldedFFN(w, b, w_in, b_in, w_out), idle)
+    weights.update({name + layer: value for layer, value in merged.items()})
 
 
 def _num_active(hidden: int, ratio: float, family: str) -> int:
-    """How many channels are active in the authors' code."""
+    """How many channels are active in the authors' code, whose roundings differ."""
     if family == 'mlp_tokens':
         return hidden // 4
     return int(hidden * (1 - ratio)) if family == 'network' else math.ceil(hidden * (1 - ratio))
