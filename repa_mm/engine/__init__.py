@@ -2,7 +2,6 @@
 
 from repa_mm.engine.optimizers import RelativeAdamW
 from repa_mm.engine.reparameterize import ReparameterizeHook
-from repa_mm.engine.safe_checkpoint import SafeCheckpointHook
 from repa_mm.engine.schedules import ScheduleHook
 from repa_mm.engine.self_distillation import DINOHook
 from repa_mm.engine.structure_hooks import AverageExpertsHook, ImitateMixersHook
@@ -13,6 +12,5 @@ __all__ = [
     'ImitateMixersHook',
     'RelativeAdamW',
     'ReparameterizeHook',
-    'SafeCheckpointHook',
     'ScheduleHook',
 ]

@@ -45,10 +45,7 @@ def distillation_settings(iters: int, lr: float = 1e-4) -> dict:
         default_hooks=dict(
             logger=dict(type='LoggerHook', interval=max(1, min(50, iters // 10))),
             checkpoint=dict(
-                type='SafeCheckpointHook',
-                interval=max(1, iters // 5),
-                by_epoch=False,
-                max_keep_ckpts=1,
+                type='CheckpointHook', interval=max(1, iters // 5), by_epoch=False, max_keep_ckpts=2
             ),
         ),
         custom_hooks=[],
