@@ -33,9 +33,8 @@ def _structure(type: str, **kwargs) -> Structure:
     # Registry.build would look for the structure in the scope of a codebase.
     kind = STRUCTURES.get(type)
     if kind is None:
-        raise ValueError(
-            f'there is no structure {type!r}: known are {sorted(STRUCTURES.module_dict)}'
-        )
+        known = ', '.join(sorted(STRUCTURES.module_dict))
+        raise ValueError(f'there is no structure {type!r}; there are {known}')
     return kind(**kwargs)
 
 
@@ -320,6 +319,8 @@ def restructure(
             name, kind = kind, registry.get(kind)
         if not isinstance(kind, type):
             raise ValueError(f'Restructured takes the config of a model, and {name!r} is no class')
+        if issubclass(kind, Restructured):
+            raise ValueError(f'a {kind.__name__} has structures already: use it as it is')
         built = _restructured_class(kind)(
             **args,
             structures=structures,

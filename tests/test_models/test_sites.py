@@ -1,4 +1,4 @@
-"""idle_channels in backbones that are not this project's own."""
+"""Channel-idle FFNs in every family of blocks, and families that cannot have them."""
 
 import copy
 import importlib
@@ -10,13 +10,13 @@ from mmengine.registry import MODELS
 
 import repa_mm
 from repa_mm.models import idle_channels
-from repa_mm.models.surgery import find_blocks, idle_ffn, parts_of, put
+from repa_mm.models.sites import ffn_sites
 from repa_mm.reparam import ChannelIdleFFN, MergedFFN
 
 VIT = dict(embed_dims=16, num_layers=2, num_heads=2, feedforward_channels=64)
 
 # Package, class, arguments, and the number of FFNs that become channel-idle.
-# docs/backbones.md lists them.
+# docs/train.md lists them.
 CONVERTIBLE = {
     'ViT': ('mmpretrain', 'VisionTransformer', dict(arch=VIT), 2),
     'DINOv2': ('mmpretrain', 'VisionTransformer', dict(arch=VIT, layer_scale_init_value=0.3), 2),
@@ -122,63 +122,48 @@ REFUSED = {
         'mmpretrain',
         'SwinTransformerV2',
         dict(arch='tiny', img_size=64, window_size=4),
-        r"'stages.0.blocks.0', a SwinBlockV2, is none",
+        'no site',
     ),
     'SwiGLU': (
         'mmpretrain',
         'VisionTransformer',
         dict(arch=VIT, layer_cfgs=dict(ffn_type='swiglu_fused')),
-        r"'layers.0', a TransformerEncoderLayer.*SwiGLUFFNFused",
+        r"'layers.0.ffn', in a TransformerEncoderLayer.*SwiGLUFFNFused",
     ),
-    'EVA-02': (
-        'mmpretrain',
-        'ViTEVA02',
-        dict(arch=VIT),
-        r"'layers.0', a EVA02EndcoderLayer, is none",
-    ),
+    'EVA-02': ('mmpretrain', 'ViTEVA02', dict(arch=VIT), 'no site'),
     'three linear layers': (
         'mmpretrain',
         'VisionTransformer',
         dict(arch=VIT, layer_cfgs=dict(num_fcs=3)),
-        r"'layers.0'.*3 linear layers, not two",
+        r"'layers.0.ffn'.*3 linear layers, not two",
     ),
-    'RevViT': (
-        'mmpretrain',
-        'RevVisionTransformer',
-        dict(arch=VIT),
-        r"'layers.0', a RevTransformerEncoderLayer, is none",
-    ),
+    'RevViT': ('mmpretrain', 'RevVisionTransformer', dict(arch=VIT), 'no site'),
     'XCiT': (
         'mmpretrain',
         'XCiT',
         dict(embed_dims=8, depth=1, num_heads=2, patch_size=16),
-        r"'xca_layers.0', a XCABlock, is none",
+        'no site',
     ),
-    'PCPVT': (
-        'mmpretrain',
-        'PCPVT',
-        dict(arch='small'),
-        r"'stages.0.0', a GSAEncoderLayer, is none",
-    ),
-    'HiViT': ('mmpretrain', 'HiViT', dict(arch='tiny'), r"'blocks.0', a BlockWithRPE, is none"),
+    'PCPVT': ('mmpretrain', 'PCPVT', dict(arch='small'), 'no site'),
+    'HiViT': ('mmpretrain', 'HiViT', dict(arch='tiny'), 'no site'),
     'PVT': (
         'mmdet',
         'PyramidVisionTransformer',
         dict(embed_dims=8, num_layers=[1, 1, 1, 1]),
-        r"'layers.0.1.1', a PVTEncoderLayer, is none",
+        'no site',
     ),
     'MMSegmentation BEiT': (
         'mmseg',
         'BEiT',
         dict(img_size=(64, 64), embed_dims=16, num_layers=2, num_heads=2),
-        r"'layers.0', a BEiTTransformerEncoderLayer.*"
+        r"'layers.0.ffn', in a BEiTTransformerEncoderLayer.*"
         'shortcut',
     ),
     'MMSegmentation MiT': (
         'mmseg',
         'MixVisionTransformer',
         dict(embed_dims=8, num_layers=[1, 1, 1, 1], num_heads=[1, 1, 1, 1]),
-        r"'layers.0.1.0', a TransformerEncoderLayer.*"
+        r"'layers.0.1.0.ffn', in a TransformerEncoderLayer.*"
         'MixFFN',
     ),
 }
@@ -271,7 +256,7 @@ def test_without_idle_channels_and_with_its_norm_a_model_is_the_same(case, rando
 def test_the_affine_parameters_of_the_norm_stay(case, randomize):
     package, name, kwargs, _ = CONVERTIBLE[case]
     model = randomize(build(package, name, kwargs))
-    norms = [parts_of(block).norm for block in find_blocks(model).values()]
+    norms = [site.parts().norm for site in ffn_sites(model)]
     for norm_cfg in (dict(type='BN'), dict(type='LN'), dict(type='TokenGN')):
         converted = idle_channels(copy.deepcopy(model), norm_cfg=norm_cfg)
         ffns = [m for m in converted.modules() if isinstance(m, ChannelIdleFFN)]
@@ -309,7 +294,7 @@ def test_an_error_in_a_later_block_leaves_the_first_as_it_is():
 
     model = VisionTransformer(VIT)
     model.layers[1].ffn.add_identity = False
-    with pytest.raises(ValueError, match="'layers.1'.*shortcut"):
+    with pytest.raises(ValueError, match="'layers.1.ffn'.*shortcut"):
         idle_channels(model)
     assert not any(isinstance(m, ChannelIdleFFN) for m in model.modules())
 
@@ -338,7 +323,7 @@ def _dropout(block):
 def test_an_ffn_that_computes_something_else_is_refused(change, message):
     model = build('mmpretrain', 'VisionTransformer', dict(arch=VIT))
     change(model.layers[1])
-    with pytest.raises(ValueError, match=f"'layers.1'.*{message}"):
+    with pytest.raises(ValueError, match=f"'layers.1.ffn'.*{message}"):
         idle_channels(model)
     assert not any(isinstance(m, ChannelIdleFFN) for m in model.modules())
 
@@ -346,38 +331,14 @@ def test_an_ffn_that_computes_something_else_is_refused(change, message):
 def test_a_norm_that_cannot_be_kept_is_named():
     model = build('mmpretrain', 'VisionTransformer', dict(arch=VIT))
     model.layers[0].ln2 = type('RMSNorm', (nn.Module,), {})()
-    with pytest.raises(ValueError, match="'layers.0'.* RMSNorm"):
+    with pytest.raises(ValueError, match="'layers.0.ffn'.* RMSNorm"):
         idle_channels(model, norm_cfg=dict(type='keep'))
-
-
-@pytest.mark.parametrize('case', ['ViT', 'BEiT', 'DeiT III', 'PoolFormer', 'MMDetection Swin'])
-def test_another_form_in_the_place_of_norm_and_ffn(case):
-    class Plus(nn.Module):
-        def forward(self, x, identity=None):
-            return x + 1
-
-    package, name, kwargs, number = CONVERTIBLE[case]
-    model = build(package, name, kwargs)
-    model.eval()
-    blocks = find_blocks(model)
-    assert len(blocks) == number
-    seen = []
-    for block in blocks.values():
-        form = Plus()
-        form.register_forward_hook(lambda module, args, y: seen.append(args[0].shape[-1]))
-        ffn = idle_ffn(block)
-        put(block, form)
-        assert ffn.embed_dims > 0 and any(m is form for m in block.modules())
-    with torch.no_grad():
-        outputs(model, torch.randn(1, 3, 64, 64))
-    # Called once each, with tokens whose channels come last.
-    assert len(seen) == number and seen == sorted(seen)
 
 
 def test_twice():
     model = build('mmpretrain', 'VisionTransformer', dict(arch=VIT))
     idle_channels(model)
-    with pytest.raises(ValueError, match="already, see 'layers.0.ffn'"):
+    with pytest.raises(ValueError, match="'layers.0.ffn'.* already"):
         idle_channels(model)
 
 

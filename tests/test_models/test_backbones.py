@@ -1,0 +1,415 @@
+"""One table of backbones with structures, through the same tests."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn as nn
+from mmengine.config import ConfigDict
+from mmengine.registry import MODELS
+from mmengine.runner.checkpoint import load_state_dict
+from torch.nn.modules.batchnorm import _BatchNorm
+
+import repa_mm
+from repa_mm.models import RePaPoolFormer
+from repa_mm.reparam import (
+    ChannelIdleFFN,
+    CheckpointError,
+    Form,
+    TrainingForm,
+    finish_schedules,
+    reparameterize,
+)
+
+VIT = dict(
+    arch=dict(embed_dims=32, num_layers=2, num_heads=4, feedforward_channels=96),
+    img_size=32,
+    patch_size=8,
+    out_type='featmap',
+)
+SWIN = dict(
+    arch=dict(embed_dims=8, depths=[1, 1, 2, 1], num_heads=[1, 2, 2, 4]),
+    window_size=4,
+    out_indices=(0, 1, 2, 3),
+    pad_small_map=True,
+)
+POOL = dict(
+    arch=dict(
+        layers=[1, 1, 2, 1],
+        embed_dims=[8, 16, 24, 32],
+        mlp_ratios=[4] * 4,
+        layer_scale_init_value=0.1,
+    ),
+    out_indices=(0, 2, 4, 6),
+)
+MIXER = dict(
+    arch=dict(embed_dims=32, num_layers=2, tokens_mlp_dims=24, channels_mlp_dims=96),
+    img_size=32,
+    patch_size=8,
+)
+OTHER_SWIN = dict(embed_dims=8, depths=(1, 1, 2, 1), num_heads=(1, 1, 2, 2), window_size=4)
+DEEP_SWIN = dict(SWIN, arch=dict(SWIN['arch'], depths=[2, 2, 4, 2]))
+
+# The config, the ordinary backbone of the same shape ('' where only a structure knows it), and
+# whether ordinary weights make a backbone that computes what the ordinary one does.
+BACKBONES = dict(
+    swin=(dict(type='RePaSwinTransformer', **SWIN), 'mmpretrain.SwinTransformer', False),
+    vit=(dict(type='RePaVisionTransformer', **VIT), 'mmpretrain.VisionTransformer', False),
+    vit_0=(dict(type='RePaVisionTransformer', idle_ratio=0.0, **VIT), '', False),
+    vit_1=(dict(type='RePaVisionTransformer', idle_ratio=1.0, **VIT), '', False),
+    vit_linear=(dict(type='RePaVisionTransformer', idle_schedule='linear', **VIT), '', False),
+    vit_ln=(dict(type='RePaVisionTransformer', ffn_norm_cfg=dict(type='LN'), **VIT), '', False),
+    vit_keep=(
+        dict(type='RePaVisionTransformer', idle_ratio=0.0, ffn_norm_cfg=dict(type='keep'), **VIT),
+        'mmpretrain.VisionTransformer',
+        True,
+    ),
+    lvvit=(dict(type='RePaLVViT', stem_channels=8, **VIT), 'LVViT', False),
+    poolformer=(dict(type='RePaPoolFormer', **POOL), 'mmpretrain.PoolFormer', False),
+    mixer=(dict(type='RePaMlpMixer', **MIXER), 'mmpretrain.MlpMixer', False),
+    mmdet=(
+        dict(type='IdleChannels', backbone=dict(type='mmdet.SwinTransformer', **OTHER_SWIN)),
+        '',
+        False,
+    ),
+    mmseg=(
+        dict(type='IdleChannels', backbone=dict(type='mmseg.SwinTransformer', **OTHER_SWIN)),
+        '',
+        False,
+    ),
+    parallel_vit=(dict(type='ParallelVisionTransformer', num_branches=3, **VIT), '', False),
+    parallel_swin=(
+        dict(type='ParallelSwinTransformer', num_branches=[1, 1, 2, 1], **DEEP_SWIN),
+        '',
+        False,
+    ),
+    parallel_idle=(
+        dict(type='ParallelVisionTransformer', num_branches=2, idle_ratio=0.75, **VIT),
+        '',
+        False,
+    ),
+    parallel_idle_swin=(
+        dict(
+            type='ParallelSwinTransformer',
+            num_branches=3,
+            idle_ratio=0.75,
+            ffn_norm_cfg=dict(type='LN'),
+            **DEEP_SWIN,
+        ),
+        '',
+        False,
+    ),
+    experts=(
+        dict(type='ExpertsVisionTransformer', num_experts=3, **VIT),
+        'mmpretrain.VisionTransformer',
+        True,
+    ),
+    experts_idle=(
+        dict(type='ExpertsVisionTransformer', num_experts=3, idle_ratio=0.75, **VIT),
+        'mmpretrain.VisionTransformer',
+        False,
+    ),
+    progressive_vit=(
+        dict(type='ProgressiveVisionTransformer', **VIT),
+        'mmpretrain.VisionTransformer',
+        True,
+    ),
+    progressive_swin=(
+        dict(type='ProgressiveSwinTransformer', **SWIN),
+        'mmpretrain.SwinTransformer',
+        True,
+    ),
+    progressive_idle=(
+        dict(type='ProgressiveSwinTransformer', idle_ratio=0.75, **SWIN),
+        'mmpretrain.SwinTransformer',
+        False,
+    ),
+    riformer=(dict(type='AffineRIFormer', **POOL), 'mmpretrain.RIFormer', True),
+)
+# What merges into the ordinary backbone itself, name by name.
+BECOME_ORDINARY = dict(
+    parallel_vit='mmpretrain.VisionTransformer',
+    parallel_swin='mmpretrain.SwinTransformer',
+    experts='mmpretrain.VisionTransformer',
+    riformer='mmpretrain.RIFormer',
+)
+OWN = ('num_branches', 'num_experts', 'idle_ratio', 'idle_schedule', 'ffn_norm_cfg')
+
+every = pytest.mark.parametrize('name', BACKBONES)
+
+
+def build(name, **kwargs):
+    return MODELS.build(dict(copy.deepcopy(BACKBONES[name][0]), **kwargs))
+
+
+def build_ordinary(name, kind, **kwargs):
+    cfg = {k: v for k, v in BACKBONES[name][0].items() if k not in OWN}
+    return MODELS.build(dict(copy.deepcopy(cfg), type=kind, **kwargs))
+
+
+def images(name, odd=True):
+    """Of another size than the backbone is made for, where other sizes are possible."""
+    fixed = name == 'mixer' or not odd
+    return torch.randn(2, 3, *((32, 32) if fixed else (72, 88)))
+
+
+@pytest.fixture
+def scattered(randomize):
+    """A model as after training, whose schedules have ended, in eval mode."""
+
+    def scatter(model):
+        randomize(model)
+        for key, p in model.named_parameters():
+            if key.endswith(('eta', 'bias_table')) or '.affine.' in key or 'layer_scale' in key:
+                nn.init.uniform_(p, -1, 1)
+        model.eval()  # mmpretrain's returns None
+        return finish_schedules(model)
+
+    return scatter
+
+
+@pytest.fixture
+def check_same(relative_error):
+    def check(actual, expected, bound=1e-5):
+        for a, e in zip(actual, expected, strict=True):
+            assert relative_error(a, e) < bound
+
+    return check
+
+
+def pretrained(model, path):
+    torch.save({f'backbone.{k}': v for k, v in model.state_dict().items()}, path)
+    return ConfigDict(type='Pretrained', checkpoint=str(path), prefix='backbone.')
+
+
+@every
+def test_merge_is_exact(name, scattered, check_same):
+    model = scattered(build(name))
+    x = images(name)
+    with torch.no_grad():
+        expected = model(x)
+        deployed = reparameterize(model)
+        check_same(deployed(x), expected)
+        # The deploy form that is built as such takes the weights.
+        built = build(name, deploy=True)
+        built.init_weights()
+        built.load_state_dict(deployed.state_dict(), strict=True)
+        check_same(built.eval()(x), expected)
+        model.switch_to_deploy()
+        check_same(model(x), expected)
+    # Window attention has another path for gradients.
+    check_same(deployed(x), expected)
+
+
+@pytest.mark.parametrize('name, kind', BECOME_ORDINARY.items())
+def test_merges_into_the_ordinary_backbone(name, kind, scattered, check_same):
+    model = scattered(build(name))
+    deploy = dict(deploy=True) if name == 'riformer' else {}
+    ordinary = build_ordinary(name, kind, **deploy)
+    ordinary.load_state_dict(reparameterize(model).state_dict(), strict=True)
+    ordinary.eval()
+    x = images(name)
+    with torch.no_grad():
+        check_same(ordinary(x), model(x))
+
+
+@every
+def test_trains(name):
+    model = build(name)
+    model.init_weights()
+    for end in (False, True):
+        if end:
+            finish_schedules(model)
+        assert model.train() is model
+        model.zero_grad()
+        sum(y.square().mean() for y in model(images(name))).backward()
+        for key, param in model.named_parameters():
+            assert param.grad is not None and param.grad.isfinite().all(), key
+
+
+@every
+def test_the_wrong_form_is_refused_whoever_loads(name):
+    training = finish_schedules(build(name))
+    deployed = reparameterize(training)
+    for model, source in ((training, deployed), (deployed, training)):
+        form = 'training' if model is training else 'deploy'
+        for load in (load_state_dict, nn.Module.load_state_dict):
+            with pytest.raises(CheckpointError, match=f'in its {form} form at'):
+                load(model, source.state_dict(), strict=False)
+        model.load_state_dict(model.state_dict(), strict=True)
+
+
+@pytest.mark.parametrize('name', [name for name, row in BACKBONES.items() if row[1]])
+def test_ordinary_weights_are_refused_and_fill(name, scattered, check_same, tmp_path):
+    kind, is_same = BACKBONES[name][1:]
+    scale = dict(layer_scale_init_value=0.5) if name == 'experts' else {}
+    ordinary = scattered(build_ordinary(name, kind, **scale))
+    model = build(name, **scale)
+    with pytest.raises(CheckpointError, match='in its training form at|has nothing there'):
+        load_state_dict(model, ordinary.state_dict(), strict=False)
+    model = build(name, init_cfg=pretrained(ordinary, tmp_path / 'ordinary.pth'), **scale)
+    before = {key: value.data_ptr() for key, value in model.state_dict(keep_vars=True).items()}
+    model.init_weights()
+    for key, value in model.state_dict(keep_vars=True).items():  # optimizers have the parameters
+        assert value.data_ptr() == before[key]
+    model.eval()
+    x = images(name)
+    with torch.no_grad():
+        if is_same:
+            check_same(model(x), ordinary(x))
+        # What is outside of the forms is the ordinary model's.
+        inside = tuple(n for n, m in model.named_modules() if isinstance(m, Form))
+        for key, value in ordinary.state_dict().items():
+            if not key.startswith(inside) and key in model.state_dict():
+                assert torch.equal(model.state_dict()[key], value), key
+
+
+@every
+def test_own_weights_in_both_forms(name, scattered, tmp_path):
+    model = scattered(build(name))
+    for source, deploy in ((model, False), (reparameterize(model), True)):
+        init_cfg = pretrained(source, tmp_path / f'{deploy}.pth')
+        loaded = build(name, deploy=deploy, init_cfg=init_cfg)
+        loaded.init_weights()
+        for key, value in source.state_dict().items():
+            assert torch.equal(loaded.state_dict()[key], value), key
+        # A merged checkpoint is no start for training, unless it is an ordinary model's.
+        if deploy and name != 'experts':
+            with pytest.raises(CheckpointError, match='needs deploy=True'):
+                build(name, init_cfg=init_cfg).init_weights()
+
+
+@pytest.mark.parametrize('package', ['mmpretrain', 'mmdet', 'mmseg'])
+def test_every_registry_builds_them(package):
+    registry = pytest.importorskip(f'{package}.registry').MODELS
+    for name in ('swin', 'vit', 'lvvit', 'poolformer', 'mixer', 'parallel_vit', 'experts'):
+        cfg = copy.deepcopy(BACKBONES[name][0])
+        assert type(registry.build(cfg)).__name__ == BACKBONES[name][0]['type']
+
+
+@pytest.mark.parametrize('name', ['swin', 'vit', 'lvvit', 'poolformer', 'parallel_idle'])
+def test_frozen_stages_keep_their_statistics(name):
+    model = build(name, frozen_stages=1).train()
+    first, *_, last = [m for m in model.modules() if isinstance(m, ChannelIdleFFN)]
+    assert not any(p.requires_grad for p in first.parameters())
+    assert all(p.requires_grad for p in last.parameters())
+    norms = [m for m in model.modules() if isinstance(m, _BatchNorm)]
+    before = [m.running_var.clone() for m in norms]
+    finish_schedules(model)(images(name))
+    changed = {id(m) for m, b in zip(norms, before) if not torch.equal(m.running_var, b)}
+    assert id(first.norm1) not in changed and id(first.norm2) not in changed
+    assert id(last.norm1) in changed and id(last.norm2) in changed
+    if name == 'lvvit':
+        assert not changed & {id(m) for m in model.patch_embed.modules()}
+
+
+def test_statistics_that_stay():
+    model = build('mmdet', norm_eval=True).train()
+    ffn = model.stages[0].blocks[0].ffn
+    assert model.training and ffn.training and not ffn.norm1.training
+    assert build('mmdet').train().stages[0].blocks[0].ffn.norm1.training
+    # mmpretrain's Swin has the argument itself; fresh statistics would be frozen.
+    with pytest.warns(UserWarning, match='never estimated'):
+        build('swin', norm_eval=True).init_weights()
+
+
+def test_whole_models_take_structures(scattered, relative_error):
+    """A builder for any model, with structures in a list."""
+    classifier = dict(
+        type='mmpretrain.ImageClassifier',
+        backbone=dict(type='mmpretrain.VisionTransformer', **dict(VIT, out_type='cls_token')),
+        head=dict(type='mmpretrain.LinearClsHead', num_classes=3, in_channels=32),
+    )
+    structures = [dict(type='ChannelIdle', idle_ratio=0.5), dict(type='Experts', num_experts=2)]
+    model = MODELS.build(dict(type='Restructured', model=classifier, structures=structures))
+    assert isinstance(model, MODELS.get('mmpretrain.ImageClassifier'))
+    scattered(model)
+    x = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        deployed = reparameterize(model)
+        assert not any(isinstance(m, TrainingForm) for m in deployed.modules())
+        actual, expected = (m.head(m.extract_feat(x)) for m in (deployed, model))
+        assert relative_error(actual, expected) < 1e-5
+
+
+def test_what_cannot_be_built_is_named():
+    for cfg, message in (
+        (dict(type='IdleChannels', backbone=dict(type='Swim')), "'Swim' is no class"),
+        (dict(type='IdleChannels', backbone=BACKBONES['vit'][0]), 'has structures already'),
+        (dict(type='IdleChannels', backbone=dict(type='mmdet.ResNet', depth=18)), 'no site'),
+        (
+            dict(type='Restructured', model=dict(type='mmpretrain.VisionTransformer', **VIT),
+                 structures=[dict(type='Channels')]),
+            "no structure 'Channels'; there are .*ChannelIdle",
+        ),
+        (dict(BACKBONES['vit'][0], idle_ratio=[0.5]), '1 entries, but the model has 2 blocks'),
+        (dict(BACKBONES['vit'][0], idle_ratio=1.5), 'idle_ratio must be a number'),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            MODELS.build(copy.deepcopy(cfg))
+
+
+def test_switch_to_deploy_under_foreign_walks(scattered, check_same):
+    """MMYOLO's hook calls it on everything while walking over the model."""
+    model = scattered(build('swin'))
+    x = images('swin')
+    with torch.no_grad():
+        expected = model(x)
+        for layer in model.modules():
+            if hasattr(layer, 'switch_to_deploy'):
+                layer.switch_to_deploy()
+        check_same(model(x), expected)
+
+
+def test_poolformer_trains_its_patch_embedding_and_sees_views():
+    """Its parent freezes it by default; tokens are views of channels-last maps."""
+    model = build('poolformer').eval()
+    assert isinstance(model, RePaPoolFormer) and model.patch_embed.proj.weight.requires_grad
+    assert not build('poolformer', frozen_stages=0).patch_embed.proj.weight.requires_grad
+    seen = []
+    for ffn in (m for m in model.modules() if isinstance(m, ChannelIdleFFN)):
+        ffn.register_forward_pre_hook(lambda m, args: seen.append(args[0].is_contiguous()))
+    with torch.no_grad():
+        model(torch.randn(2, 3, 64, 96).contiguous(memory_format=torch.channels_last))
+    assert seen and all(seen)
+
+
+def test_norm_over_tokens_in_the_mixer():
+    layer = build('mixer', token_norm=True).layers[0]
+    x = torch.randn(2, 16, 32)
+    norm = layer.norm1
+    expected = nn.functional.layer_norm(x.transpose(1, 2), (16,), norm.weight, norm.bias)
+    assert torch.allclose(norm(x).transpose(1, 2), expected)
+    assert build('mixer').layers[0].norm1.normalized_shape == (32,)
+
+
+def test_masked_autoencoder_begins_a_classifier():
+    args = dict(VIT, num_branches=2)
+    args.pop('out_type')
+    model = MODELS.build(dict(type='ParallelMAEViT', **args))
+    model.init_weights()
+    latent, mask, _ = model.train()(torch.randn(2, 3, 32, 32))
+    assert latent.shape == (2, 5, 32) and mask.mean() == 0.75
+    classifier = build('parallel_vit', num_branches=2)
+    classifier.load_state_dict(model.state_dict(), strict=True)
+
+
+def test_activation_checkpointing_gives_the_same_gradients(check_same):
+    model = build('parallel_idle_swin', with_cp=True, drop_path_rate=0.0).double().train()
+    other = build('parallel_idle_swin', drop_path_rate=0.0).double().train()
+    other.load_state_dict(model.state_dict())
+    x = torch.randn(1, 3, 64, 64, dtype=torch.double, requires_grad=True)
+    grads = []
+    for each in (model, other):
+        sum(out.square().sum() for out in each(x)).backward()
+        grads.append([p.grad for p in each.parameters()])
+    check_same(*grads, bound=1e-9)
+
+
+def test_padding_is_not_normalized_in_a_traced_graph(scattered, check_same):
+    model = scattered(build('progressive_swin'))
+    deployed = repa_mm.reparameterize(model)
+    x = torch.randn(2, 3, 50, 50)
+    with torch.no_grad():
+        traced = torch.jit.trace(deployed, x, check_trace=False)
+        check_same(traced(x), model(x))
