@@ -1,113 +1,144 @@
-"""Latency of a model: training form, deploy form and vanilla, side by side.
+"""Latency and training steps of models, timed in turn in one process.
 
-The forms take turns on every image, so whatever else the machine does meets all of them. Latency
-is that of a test step: from the loaded images to the predictions, split into preprocessing,
-backbone, neck, head, post-processing. Ctrl-C ends the measurement early, with a report of what was
-measured.
+Of a RePa model the deploy form is measured, beside its vanilla counterpart (--baseline) and the
+counterpart with our window attention: the table shows how much of the gain is due to the merge.
+Images are noise; without checkpoints, weights are random.
 """
 
-from repa_mm.benchmark.execution import COMPILE
-from repa_mm.benchmark.latency import WHAT, Options, benchmark
-from repa_mm.benchmark.output import add_machine_options, run_tool
-from repa_mm.benchmark.plots import plot_benchmark
-from repa_mm.benchmark.tables import benchmark_text
-from repa_mm.run.cli import add_cfg_options, tool_parser
+import argparse
+
+import torch
+from mmengine.config import DictAction
+from mmengine.logging import MMLogger
+
+from repa_mm.benchmark.profile import measure_shares
+from repa_mm.benchmark.tables import latency_rows, ratios, share_rows, show, show_machine
+from repa_mm.benchmark.timing import measure
+from repa_mm.benchmark.training import FFN_SHAPES, Step, measure_ffn
+from repa_mm.benchmark.variants import exported, noise, synthetic_batch, training_variants, variants
+from repa_mm.run import load_config
 
 EXAMPLES = """examples:
-  # RetinaNet on COCO val2017, against the vanilla model
-  %(prog)s configs/retinanet_repa_swin_b.py CHECKPOINT \\
-      --baseline configs/retinanet_swin_b.py --baseline-checkpoint VANILLA
-  # no data set, no weights
-  %(prog)s configs/retinanet_repa_swin_b.py --synthetic 800x1344 \\
-      --baseline configs/retinanet_swin_b.py --fair --num-images 30
-  # a figure that another run confirms: six processes, timed from outside
-  %(prog)s configs/retinanet_repa_swin_b.py --synthetic 800x1344 \\
-      --baseline configs/retinanet_swin_b.py --part predict --num-images 6 --warmup 2 --runs 6
-  # the backbone alone
+  %(prog)s configs/retinanet_repa_swin_b.py --baseline configs/retinanet_swin_b.py
   %(prog)s configs/repa_swin_b_in1k.py --baseline configs/swin_b_in1k.py \\
-      --part backbone --synthetic 224x224 --batch-size 8
-  # how cost grows with the image
-  %(prog)s configs/upernet_repa_swin_t.py --plot cost.png \\
-      --sweep size=256x256,512x512,768x768
+      --part backbone --input-shape 224 224 --batch-size 8
+  # training steps of a whole model, or of its backbone
+  %(prog)s configs/retinanet_repa_swin_b.py --baseline configs/retinanet_swin_b.py --train
+  # one FFN alone, of several sizes: deploy form, and training paths
+  %(prog)s --part ffn
+  # figure 3 of the paper: the share of FFNs in the time of a backbone
+  %(prog)s configs/repa_swin_b_in1k.py --baseline configs/swin_b_in1k.py \\
+      --part backbone --input-shape 224 224 --ffn-share
 """
 
 
-def parse_args() -> dict:
-    parser = tool_parser(__doc__, EXAMPLES)
-    parser.add_argument('config', help='config of the RePa model')
-    parser.add_argument('checkpoint', nargs='?', help='its weights; random if left out')
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument('config', nargs='?', help='config of the RePa model')
+    parser.add_argument('checkpoint', nargs='?', help='its weights, in either form')
     parser.add_argument('--baseline', metavar='CONFIG', help='of the vanilla counterpart')
     parser.add_argument('--baseline-checkpoint', metavar='CHECKPOINT')
     parser.add_argument(
-        '--fair',
-        action='store_true',
-        help='also measure the baseline with our window attention and UperNet head',
-    )
-    what = parser.add_argument_group('what is measured')
-    what.add_argument(
         '--part',
-        choices=WHAT,
-        help='a test step; the call model(..., mode="predict") alone, on normalized noise and '
-        'without timers inside, as a script of your own would time it; or the backbone '
-        '(%(default)s)',
+        choices=('predict', 'backbone', 'ffn'),
+        default='predict',
+        help='the whole model with post-processing, its backbone, or one FFN (%(default)s)',
     )
-    what.add_argument(
-        '--synthetic', metavar='HxW', help='noise of that size instead of the test set'
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument('--train', action='store_true', help='training steps, on synthetic targets')
+    mode.add_argument('--ffn-share', action='store_true', help='the share of the FFNs')
+    parser.add_argument(
+        '--exported',
+        nargs='+',
+        default=[],
+        metavar='FILE[:TYPE]',
+        help='also run exported files: .onnx by ONNX Runtime; .xml, and both with :f32 or :bf16, '
+        'by OpenVINO',
     )
-    what.add_argument('--batch-size', type=int)
-    what.add_argument(
-        '--sweep',
-        metavar='KEY=VALUES',
-        help='size=512x512,800x1344 or batch=1,2,4 or idle-ratio=0.25,0.5',
+    parser.add_argument(
+        '--input-shape', type=int, nargs=2, default=[800, 1344], metavar=('HEIGHT', 'WIDTH')
     )
-    what.add_argument('--num-images', type=int, help='images to measure, in each run (%(default)s)')
-    what.add_argument('--warmup', type=int, help='batches before those (%(default)s)')
-    what.add_argument(
-        '--runs',
-        type=int,
-        help='measure in so many fresh processes, one after the other, and show the range of their '
-        'ratios (%(default)s: in this process)',
-    )
-    how = parser.add_argument_group('how it runs')
-    add_machine_options(how, amp=True)
-    how.add_argument(
-        '--compile',
-        nargs='?',
-        choices=COMPILE,
-        const='backbone',
-        help='torch.compile of the backbone, or of all networks',
-    )
-    how.add_argument(
-        '--cuda-graphs', action='store_true', help='replay the backbone from a CUDA graph'
-    )
-    how.add_argument('--channels-last', action='store_true')
-    how.add_argument(
-        '--no-memory', dest='memory', action='store_false', help='do not find out the peak memory'
-    )
-    how.add_argument(
-        '--flops',
-        action='store_true',
-        help='with --part backbone: speed as a share of that of a large matrix product',
-    )
-    add_cfg_options(how)
-    out = parser.add_argument_group('output')
-    out.add_argument('--out', metavar='FILE.json', help='everything, as JSON')
-    out.add_argument(
-        '--plot', metavar='FILE.png', help='bars of the latencies, or curves over a sweep'
-    )
-    defaults = ('part', 'batch_size', 'num_images', 'warmup', 'runs')
-    parser.set_defaults(**{key: getattr(Options, key) for key in defaults})
-    return vars(parser.parse_args())
+    parser.add_argument('--batch-size', type=int, default=1)
+    parser.add_argument('--repeats', type=int, default=10, help='to measure (%(default)s)')
+    parser.add_argument('--warmup', type=int, default=1, help='before those (%(default)s)')
+    parser.add_argument('--device', default='cuda' if torch.cuda.is_available() else 'cpu')
+    parser.add_argument('--cfg-options', nargs='+', action=DictAction, help='of the config')
+    args = parser.parse_args()
+    if args.config is None and args.part != 'ffn':
+        parser.error('a config is missing')
+    return args
+
+
+def benchmark_ffn(args: argparse.Namespace) -> None:
+    columns = 'N, C', 'deploy', 'training: literal', 'folded', 'auto'
+    rows = []
+    for shape in FFN_SHAPES:
+        inference, training = measure_ffn(*shape, args.repeats, args.warmup, args.device)
+        found = {**ratios(inference), **ratios(training)}
+        rows.append(['{}, {}'.format(*shape)])
+        rows[-1] += [found[name] for name in ('deploy', 'literal', 'folded', 'auto')]
+    show('Time of one FFN, ratio to an ordinary one with LayerNorm', columns, rows)
+
+
+def benchmark_training(args: argparse.Namespace, cfg, baseline, title: str) -> None:
+    models = training_variants(cfg, baseline)
+    whole = args.part == 'predict'
+    steps = {
+        name: Step((model if whole else model.backbone).to(args.device), whole)
+        for name, model in models.items()
+    }
+    if whole:
+        batch = synthetic_batch(cfg, args.input_shape, args.batch_size)
+        batch = next(iter(models.values())).data_preprocessor(batch, True)
+    else:
+        batch = noise(args.input_shape, args.batch_size).to(args.device)
+    times = measure(steps, batch, args.repeats, args.warmup)
+    rows = [[*row[:4], ''] for row in latency_rows(times, args.batch_size)]
+    for row in rows:
+        peak = steps[row[0]].peak_mib
+        row[4] = '' if peak is None else f'{peak:.0f}'
+    show(title, ('training step', 'ms', 'images/s', 'change', 'peak memory, MiB'), rows)
+
+
+@torch.no_grad()
+def benchmark_latency(args: argparse.Namespace, cfg, baseline, title: str) -> None:
+    models = variants(cfg, args.checkpoint, baseline, args.baseline_checkpoint)
+    models = {name: model.to(args.device) for name, model in models.items()}
+    images = noise(args.input_shape, args.batch_size).to(args.device)
+    backbones = {name: model.backbone for name, model in models.items()}
+    if args.ffn_share:
+        rows = share_rows(*measure_shares(backbones, images, args.repeats, args.warmup))
+        return show(title, ('backbone', 'ms', 'FFNs, ms', 'share of FFNs'), rows)
+    if args.part == 'backbone':
+        calls, argument = backbones, images
+    else:
+        batch = synthetic_batch(cfg, args.input_shape, args.batch_size)
+        argument = next(iter(models.values())).data_preprocessor(batch)
+        calls = {
+            name: lambda batch, model=model: model(**batch, mode='predict')
+            for name, model in models.items()
+        }
+    for file in args.exported:
+        calls[file] = exported(file, args.input_shape, args.batch_size)
+    rows = latency_rows(measure(calls, argument, args.repeats, args.warmup), args.batch_size)
+    show(title, ('model', 'ms', 'images/s', 'against stock', 'of it by the merge'), rows)
 
 
 def main() -> None:
     args = parse_args()
-    out, plot = args.pop('out'), args.pop('plot')
-    options = Options(**args)
-    inputs = options.config, options.checkpoint, options.baseline, options.baseline_checkpoint
-    run_tool(
-        benchmark, dict(options=options), benchmark_text, out, plot, plot_benchmark, inputs=inputs
-    )
+    args.input_shape = tuple(args.input_shape)
+    show_machine()
+    if args.part == 'ffn':
+        return benchmark_ffn(args)
+    MMLogger.get_current_instance().setLevel('WARNING')  # of where each weight is from
+    cfg = load_config(args.config, args.cfg_options)
+    baseline = load_config(args.baseline) if args.baseline else None
+    size = 'x'.join(map(str, (args.batch_size, 3, *args.input_shape)))
+    title = f'{args.config}, {args.part}, {size}, medians of {args.repeats} turns [95 %]'
+    run = benchmark_training if args.train else benchmark_latency
+    run(args, cfg, baseline, title)
 
 
 if __name__ == '__main__':

@@ -1,52 +1,49 @@
 """Parameters and multiply-adds of a model, in its training and deploy form."""
 
-from repa_mm.benchmark.flops import complexity
-from repa_mm.benchmark.output import run_tool
-from repa_mm.benchmark.paper import paper_table, paper_table_text
-from repa_mm.benchmark.tables import complexity_text
-from repa_mm.run.cli import add_cfg_options, clear_errors, tool_parser
+import argparse
 
-EXAMPLES = """examples:
-  %(prog)s configs/repa_swin_b_in1k.py
-  %(prog)s configs/retinanet_repa_swin_b.py --shape 800 1344 \\
-      --baseline configs/retinanet_swin_b.py
-  %(prog)s configs/mask_rcnn_repa_swin_b.py --part backbone --shape 800 1344
-  %(prog)s --paper-table
-"""
+import torch
+from mmengine.config import DictAction
+
+from repa_mm.benchmark.complexity import count
+from repa_mm.benchmark.tables import show
+from repa_mm.benchmark.variants import synthetic_batch
+from repa_mm.reparam import has_training_form, reparameterize
+from repa_mm.run import build_model, load_config
 
 
-def parse_args() -> dict:
-    parser = tool_parser(__doc__, EXAMPLES)
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument('config', nargs='?', help='path of the config')
-    what.add_argument(
-        '--paper-table',
-        action='store_true',
-        help="every row of the paper's complexity tables beside ours",
-    )
-    parser.add_argument('--baseline', metavar='CONFIG', help='of the vanilla counterpart')
-    parser.add_argument('--part', choices=('model', 'backbone'), default='model')
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument('config', help='path of the config')
     parser.add_argument(
-        '--shape',
-        type=int,
-        nargs='+',
-        default=[224, 224],
-        metavar=('HEIGHT', 'WIDTH'),
-        help='of the image (224 224)',
+        '--part', choices=('model', 'backbone'), default='model', help='(%(default)s)'
     )
-    add_cfg_options(parser)
-    parser.add_argument('--out', metavar='FILE.json')
-    return vars(parser.parse_args())
+    parser.add_argument(
+        '--input-shape', type=int, nargs=2, default=[224, 224], metavar=('HEIGHT', 'WIDTH')
+    )
+    parser.add_argument('--cfg-options', nargs='+', action=DictAction)
+    return parser.parse_args()
 
 
 def main() -> None:
     args = parse_args()
-    out = args.pop('out')
-    if args.pop('paper_table'):
-        with clear_errors():
-            print(paper_table_text(paper_table()))
-        return
-    run_tool(complexity, args, complexity_text, out, inputs=[args['config'], args['baseline']])
+    cfg = load_config(args.config, args.cfg_options)
+    shape = tuple(args.input_shape)
+    model = build_model(cfg)
+    if args.part == 'backbone':
+        model, inputs = model.backbone, torch.zeros(1, 3, *shape)
+    else:
+        batch = model.data_preprocessor(synthetic_batch(cfg, shape, 1))
+        inputs = dict(batch, mode='tensor')
+    forms = {'training' if has_training_form(model) else 'as it is': model}
+    if has_training_form(model):
+        forms['deploy'] = reparameterize(model)
+    rows = []
+    for name, form in forms.items():
+        parameters, macs = count(form, inputs)
+        rows.append([name, f'{parameters / 1e6:.2f}', f'{macs / 1e9:.2f}'])
+    title = '{}, {}, {}x{}'.format(args.config, args.part, *shape)
+    show(title, ('form', 'parameters, M', 'GMACs'), rows)
 
 
 if __name__ == '__main__':

@@ -1,147 +1,164 @@
-"""The variants of a model that are measured against each other: vanilla, training, deploy."""
+"""The models that are measured beside each other, and what they are called with."""
 
 import copy
-import logging
+from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import torch
 import torch.nn as nn
 from mmengine.config import Config
-from mmengine.logging import MMLogger
+from mmengine.model import revert_sync_batchnorm
 
-from repa_mm.reparam import Form, has_deploy_form, has_training_form, outermost, reparameterize
-from repa_mm.run import init_model, load_config, take_no_pretrained
+from repa_mm.models.attention import swap_attention
+from repa_mm.reparam import has_training_form, reparameterize, set_training_path
+from repa_mm.run import build_model
 
-FAIR = 'vanilla, fast parts'
-
-
-def load_configs(config: str, baseline: str | None = None, cfg_options: dict | None = None):
-    """The config and the baseline's (or None); options are for the first."""
-    return load_config(config, cfg_options), load_config(baseline) if baseline else None
+VANILLA, OURS, DEPLOY = 'vanilla', 'vanilla, our attention', 'deploy'
 
 
-@torch.no_grad()
-def randomize_norms(model: nn.Module) -> None:
-    """Give BatchNorms statistics and weights like those after training.
+def build(cfg: Config, checkpoint: str | None = None) -> nn.Module:
+    """A model in eval mode.
 
-    Fresh ones are nearly the identity: nothing would be left to merge.
-    """
-    generator = torch.Generator().manual_seed(0)
-
-    def randomize(tensor: torch.Tensor, low: float, high: float) -> None:
-        tensor.copy_(torch.rand(tensor.shape, generator=generator) * (high - low) + low)
-
-    for module in model.modules():
-        if getattr(module, 'running_mean', None) is not None:
-            randomize(module.running_mean, -0.2, 0.2)
-            randomize(module.running_var, 0.5, 1.5)
-            if module.weight is not None:
-                randomize(module.weight, 0.5, 1.5)
-                randomize(module.bias, -0.2, 0.2)
-
-
-def build_model(cfg: Config, checkpoint: str | None = None, device='cpu') -> nn.Module:
-    """A model in eval mode, in the training form if the checkpoint is.
-
-    Without a checkpoint its weights are those that training from scratch would begin with, but for
-    the BatchNorms', which are random. A detector then finds next to nothing, and not an object at
-    every anchor. A checkpoint that does not fit is a CheckpointError.
+    Without a checkpoint, its weights are those that a training from scratch begins with: a
+    detector then finds next to nothing, and not an object at every anchor.
     """
     torch.manual_seed(0)
-    if checkpoint:
-        return init_model(cfg, checkpoint, form=None, device=device)
-    cfg = copy.deepcopy(cfg)
-    take_no_pretrained(cfg)
-    model = init_model(cfg, form=None, device=device)
-    logger = MMLogger.get_current_instance()
-    level = logger.level
-    logger.setLevel(logging.WARNING)  # it would tell of every parameter
-    try:
+    model = build_model(cfg, checkpoint)
+    if not checkpoint:
+        for module in model.modules():
+            init_cfg = getattr(module, 'init_cfg', None)
+            if isinstance(init_cfg, dict) and init_cfg['type'] == 'Pretrained':
+                module.init_cfg = None
         model.init_weights()
-    finally:
-        logger.setLevel(level)
-    randomize_norms(model)
+    model.eval()  # on a line of its own: that of some backbones returns None
     return model
 
 
-def check_pair(model: nn.Module, vanilla: nn.Module) -> None:
-    """Check that of two models only the second is vanilla; a ValueError if not."""
-    form = next(outermost(vanilla), None)
-    if form is not None:
-        raise ValueError(
-            f'the baseline has {form[1].label}s itself: --baseline takes the config of the '
-            'vanilla counterpart'
-        )
-    if next(outermost(model), None) is None:
-        raise ValueError(
-            f'the config has no channel-idle FFN, nor another {Form.label}: give the RePa '
-            'config first and the vanilla one as --baseline'
-        )
-
-
-def build_variants(
+def variants(
     cfg: Config,
     checkpoint: str | None = None,
     baseline: Config | None = None,
     baseline_checkpoint: str | None = None,
-    fair: bool = False,
-    device='cpu',
-    notes: list | None = None,
 ) -> dict[str, nn.Module]:
-    """The variants of a model, by name; the first is the one to compare with.
+    """The models to compare, in eval mode, by name.
 
     Args:
-        cfg (Config): Of a RePa model, or of a vanilla one alone.
-        checkpoint (str, optional): Its weights. A merged one gives the deploy form alone. Defaults
-            to None: random weights.
+        cfg (Config): Of a RePa model, or of any other.
+        checkpoint (str, optional): Its weights, in either form. Defaults to random ones.
         baseline (Config, optional): Of its vanilla counterpart.
-        baseline_checkpoint (str, optional): The counterpart's weights.
-        fair (bool): Add the counterpart with the fast window attention.
-        device (str | torch.device): Defaults to 'cpu'.
-        notes (list, optional): Gets a sentence if that cannot be.
+        baseline_checkpoint (str, optional): The counterpart's weights. Defaults to random ones.
 
     Returns:
-        dict: Of 'vanilla', 'vanilla, fast parts', 'training' and 'deploy' those that there are, in
-        eval mode.
-
-    Raises:
-        ValueError: If the two configs are of different codebases, or a form cannot be built.
-        CheckpointError: If a checkpoint does not fit.
+        dict: The counterpart as it is and, if that has any, with our parts besides the FFNs (window
+        attention, UperNet's head); the model of ``cfg``, merged.
     """
-    variants = {}
+    models = {}
     if baseline is not None:
-        if baseline.default_scope != cfg.default_scope:
-            raise ValueError(
-                f'the baseline is a model of {baseline.default_scope}, the '
-                f'config one of {cfg.default_scope}: nothing to compare'
-            )
-        variants['vanilla'] = build_model(baseline, baseline_checkpoint, device)
-    elif fair or baseline_checkpoint:
-        raise ValueError('--fair and --baseline-checkpoint need --baseline')
-    model = build_model(cfg, checkpoint, device)
-    if baseline is not None:
-        check_pair(model, variants['vanilla'])
-    if fair:
-        try:
-            variants[FAIR] = _with_fast_parts(variants['vanilla'])
-        except (ImportError, ValueError) as error:
-            if notes is not None:
-                notes.append(
-                    f'the baseline is not measured with the fast window attention: {error}'
-                )
+        models[VANILLA] = build(baseline, baseline_checkpoint)
+        ours = copy.deepcopy(models[VANILLA])
+        swap_parts(ours)
+        if {type(m) for m in ours.modules()} != {type(m) for m in models[VANILLA].modules()}:
+            models[OURS] = ours
+    model = build(cfg, checkpoint)
     if has_training_form(model):
-        return dict(variants, training=model, deploy=reparameterize(model))
-    return dict(variants, **{'deploy' if has_deploy_form(model) else 'vanilla': model})
+        model = reparameterize(model, inplace=True)
+    models[DEPLOY] = model
+    return models
 
 
-def _with_fast_parts(vanilla: nn.Module) -> nn.Module:
-    """A copy of the vanilla model with all that RePa configs have besides mergeable modules."""
-    from repa_mm.models import fast_window_attention
-
-    model = copy.deepcopy(vanilla)
-    fast_window_attention(model)
+def swap_parts(model: nn.Module) -> None:
+    """Give a vanilla model what RePa configs have besides mergeable modules, in place."""
+    swap_attention(model)
     if hasattr(model, 'decode_head'):
         from repa_mm.models.heads.uper_head import fast_uper_head
 
         fast_uper_head(model)
-    model.eval()
-    return model
+
+
+def training_variants(cfg: Config, baseline: Config | None = None) -> dict[str, nn.Module]:
+    """The models to train, in training mode, with random weights.
+
+    Returns:
+        dict: The vanilla counterpart; the model of ``cfg`` by the 'literal' training path, which
+        computes every hidden channel, and by 'auto', which a training takes.
+    """
+    models = {} if baseline is None else {VANILLA: build(baseline)}
+    model = build(cfg)
+    for path in ('literal', 'auto'):
+        models[path] = set_training_path(copy.deepcopy(model), path)
+    for name, model in models.items():
+        models[name] = revert_sync_batchnorm(model)
+        models[name].train()
+    return models
+
+
+def noise(shape: tuple[int, int], batch_size: int) -> torch.Tensor:
+    """Normalized images of noise, (B, 3, H, W)."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(batch_size, 3, *shape, generator=generator)
+
+
+def synthetic_batch(cfg: Config, shape: tuple[int, int], batch_size: int) -> dict[str, Any]:
+    """Noise with targets, as a data preprocessor takes it: ten objects, a label map or a class.
+
+    Args:
+        cfg (Config): Of a detector, segmentor or classifier.
+        shape (tuple): Height and width of the images in pixels.
+        batch_size (int): Number of images.
+
+    Returns:
+        dict: ``inputs``, a list of images (3, H, W) of type uint8, and ``data_samples``.
+    """
+    if cfg.default_scope == 'mmdet':
+        from mmdet.testing import demo_mm_inputs
+
+        with_mask = bool(cfg.model.get('roi_head', {}).get('mask_head'))
+        return demo_mm_inputs(batch_size, (3, *shape), [10] * batch_size, with_mask=with_mask)
+    rng = np.random.default_rng(0)
+    images = [
+        torch.from_numpy(image) for image in rng.integers(0, 256, (batch_size, 3, *shape), np.uint8)
+    ]
+    if cfg.default_scope == 'mmseg':
+        from mmengine.structures import PixelData
+        from mmseg.structures import SegDataSample
+
+        meta = dict(img_shape=shape, ori_shape=shape, pad_shape=shape)
+        samples = [SegDataSample(metainfo=meta) for _ in images]
+        for sample in samples:
+            labels = rng.integers(0, cfg.model.decode_head.num_classes, (1, *shape))
+            sample.gt_sem_seg = PixelData(data=torch.from_numpy(labels))
+        return dict(inputs=images, data_samples=samples)
+    from mmpretrain.structures import DataSample
+
+    labels = rng.integers(0, cfg.model.head.num_classes, batch_size)
+    samples = [DataSample().set_gt_label(int(label)) for label in labels]
+    return dict(inputs=torch.stack(images), data_samples=samples)
+
+
+def exported(name: str, shape: tuple[int, int], batch_size: int) -> Callable:
+    """A call that runs an exported file on noise.
+
+    Args:
+        name (str): Path of an .onnx file, for ONNX Runtime; or of an .xml file, for OpenVINO. With
+            ':f32' or ':bf16' behind it, OpenVINO runs either file, and computes in that type.
+        shape (tuple): Height and width of the images in pixels.
+        batch_size (int): Number of images.
+    """
+    file, _, precision = name.partition(':')
+    images = noise(shape, batch_size).numpy()
+    # For files that normalize images themselves.
+    pixels = (64 * images + 128).clip(0, 255).transpose(0, 2, 3, 1).astype(np.uint8)
+    if file.endswith('.onnx') and not precision:
+        import onnxruntime
+
+        session = onnxruntime.InferenceSession(file, providers=['CPUExecutionProvider'])
+        image = session.get_inputs()[0]
+        feed = {image.name: pixels if 'uint8' in image.type else images}
+        return lambda _: session.run(None, feed)
+    import openvino
+
+    hint = {'INFERENCE_PRECISION_HINT': precision} if precision else {}
+    compiled = openvino.Core().compile_model(file, 'CPU', hint)
+    is_pixels = compiled.input(0).element_type == openvino.Type.u8
+    return lambda _: compiled({0: pixels if is_pixels else images})

