@@ -11,6 +11,7 @@ from repa_mm.benchmark.timing import measure
 from repa_mm.benchmark.variants import DEPLOY, VANILLA
 from repa_mm.reparam import ChannelIdleFFN, reparameterize, set_training_path
 
+PATHS = 'literal', 'folded', 'auto'
 # (N, C): tokens and channels of one FFN, as in the stages of Swins.
 FFN_SHAPES = (8192, 128), (8192, 256), (8192, 512), (2048, 1024), (1568, 512), (392, 1024)
 
@@ -84,7 +85,7 @@ def measure_ffn(
     vanilla = VanillaFFN(embed_dims, 4 * embed_dims).to(device)
     ffn = ChannelIdleFFN(embed_dims, 4 * embed_dims, 0.75).to(device)
     x = torch.randn(1, num_tokens, embed_dims, device=device)
-    paths = {path: set_training_path(copy.deepcopy(ffn), path) for path in ffn.training_paths}
+    paths = {path: set_training_path(copy.deepcopy(ffn), path) for path in PATHS}
     with torch.no_grad():
         calls = {VANILLA: vanilla, DEPLOY: reparameterize(ffn.eval())}
         inference = measure(calls, x, repeats, warmup)

@@ -10,7 +10,7 @@ import torch.nn as nn
 from mmengine.config import Config
 from mmengine.model import revert_sync_batchnorm
 
-from repa_mm.models.attention import swap_attention
+from repa_mm.models import fuse_conv_bn, swap_attention
 from repa_mm.reparam import has_training_form, reparameterize, set_training_path
 from repa_mm.run import build_model
 
@@ -50,8 +50,9 @@ def variants(
         baseline_checkpoint (str, optional): The counterpart's weights. Defaults to random ones.
 
     Returns:
-        dict: The counterpart as it is and, if that has any, with our parts besides the FFNs (window
-        attention, UperNet's head); the model of ``cfg``, merged.
+        dict: The counterpart as it is; the counterpart with all that a merged model has besides its
+        FFNs (window attention, UperNet's head, folded BatchNorms of convolutions), if that makes it
+        another; the model of ``cfg``, merged as for a test.
     """
     models = {}
     if baseline is not None:
@@ -62,18 +63,19 @@ def variants(
             models[OURS] = ours
     model = build(cfg, checkpoint)
     if has_training_form(model):
-        model = reparameterize(model, inplace=True)
+        model = fuse_conv_bn(reparameterize(model, inplace=True))
     models[DEPLOY] = model
     return models
 
 
 def swap_parts(model: nn.Module) -> None:
-    """Give a vanilla model what RePa configs have besides mergeable modules, in place."""
+    """Give a vanilla model what a merged one has besides merged FFNs, in place."""
     swap_attention(model)
     if hasattr(model, 'decode_head'):
         from repa_mm.models.heads.uper_head import fast_uper_head
 
         fast_uper_head(model)
+    fuse_conv_bn(model)
 
 
 def training_variants(cfg: Config, baseline: Config | None = None) -> dict[str, nn.Module]:
