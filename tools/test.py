@@ -2,9 +2,8 @@
 
     python tools/test.py CONFIG CHECKPOINT [options]
 
-runs the tools/test.py of the config's codebase (MMDetection, MMSegmentation or MMPretrain), which
-knows this package afterwards. CONFIG comes first; `python tools/test.py CONFIG --help` lists the
-options.
+imports repa_mm and runs the tools/test.py of the config's codebase (MMDetection, MMSegmentation or
+MMPretrain). CONFIG comes first; `python tools/test.py CONFIG --help` lists the options.
 """
 
 import runpy

@@ -2,9 +2,8 @@
 
     python tools/train.py CONFIG [options]
 
-runs the tools/train.py of the config's codebase (MMDetection, MMSegmentation or MMPretrain), which
-knows this package afterwards. CONFIG comes first; `python tools/train.py CONFIG --help` lists the
-options.
+imports repa_mm and runs the tools/train.py of the config's codebase (MMDetection, MMSegmentation or
+MMPretrain). CONFIG comes first; `python tools/train.py CONFIG --help` lists the options.
 """
 
 import runpy

@@ -99,8 +99,8 @@ def knn_evaluate(
         dict[int, float]: Accuracy in percent, by number of neighbours.
 
     Raises:
-        ValueError: If both data sets have other classes, or the backbone gives one vector for each
-            patch and nothing in the model pools them.
+        ValueError: If the data sets differ in their classes, or the backbone gives one vector for
+            each patch and nothing in the model pools them.
     """
     cfg = load_config(config, cfg_options)
     loaders = {split: _loader(cfg, split, data, batch_size) for split in ('train', 'test')}
