@@ -75,18 +75,7 @@ def run_demo(
     cfg = load_config(config, cfg_options)
     checkpoint = checkpoint or train(cfg, work_dir)
     if task == 'convert':
-        converted = osp.join(work_dir, 'converted.pth')
-        result = convert_checkpoint(config, checkpoint, converted, cfg_options=cfg_options)
-        print(result_text(result, converted))
-        own = load_config(osp.join(work_dir, 'converted.py'))  # has the options
-        tuning = copy.deepcopy(own)
-        tuning.merge_from_dict(FINE_TUNING)
-        tuned = train(tuning, osp.join(work_dir, 'fine-tuning'))
-        cases = {
-            'vanilla': (cfg, checkpoint, False),
-            'converted': (own, converted, True),
-            'fine-tuned': (own, tuned, True),
-        }
+        cases = _convert(config, checkpoint, work_dir, cfg_options)
     else:
         cases = {'training form': (cfg, checkpoint, False), 'deploy form': (cfg, checkpoint, True)}
     title, names = TASKS[task]
@@ -118,6 +107,24 @@ def run_demo(
     minutes, seconds = divmod(round(time.perf_counter() - start), 60)
     print(f'Picture: {picture}\nTotal time: {minutes} min {seconds} s', flush=True)
     return rows
+
+
+def _convert(
+    config: str, checkpoint: str, work_dir: str, cfg_options: dict | None
+) -> dict[str, tuple[Config, str, bool]]:
+    """Convert and fine-tune: for each model that results what :func:`test` takes."""
+    converted = osp.join(work_dir, 'converted.pth')
+    result = convert_checkpoint(config, checkpoint, converted, cfg_options=cfg_options)
+    print(result_text(result, converted))
+    cfg = load_config(osp.join(work_dir, 'converted.py'))  # has the options
+    tuning = copy.deepcopy(cfg)
+    tuning.merge_from_dict(FINE_TUNING)
+    tuned = train(tuning, osp.join(work_dir, 'fine-tuning'))
+    return {
+        'vanilla': (load_config(config, cfg_options), checkpoint, False),
+        'converted': (cfg, converted, True),
+        'fine-tuned': (cfg, tuned, True),
+    }
 
 
 def train(cfg: Config, work_dir: str) -> str:
