@@ -1,35 +1,157 @@
-"""Distillation of a converted checkpoint, under MMEngine's Runner."""
+"""A converted model imitates the original one, without labels, under MMEngine's Runner."""
 
+import copy
 import os.path as osp
 from collections.abc import Sequence
+from functools import cache
 
+import torch
+import torch.nn as nn
 from mmengine.config import Config
+from mmengine.registry import MODELS
+from mmengine.runner import Runner
 from mmengine.runner.checkpoint import weights_to_cpu
 
 from repa_mm.files import replacing
-from repa_mm.reparam import CheckpointError, innermost
-from repa_mm.run.config import dataset_config, load_config, plain
-from repa_mm.run.runners import runner_for_training
-from repa_mm.weights import check_values, is_remote, load_checkpoint, save_checkpoint
+from repa_mm.fit.conversion import channels_last, has_channels_first, tensors
+from repa_mm.models.attention import swap_attention
+from repa_mm.reparam import CheckpointError, TrainingForm, become, outermost
+from repa_mm.run import dataset_config, load_config
+from repa_mm.weights import load_checkpoint, save_checkpoint
 
-# Parts of a config that inherit nothing.
-_REPLACED = (
-    'optim_wrapper', 'train_cfg', 'train_dataloader', 'log_processor', 'logger', 'checkpoint',
-)  # fmt: skip
+
+class _Distilled:
+    """Mixin of the models that :func:`build_distiller` makes.
+
+    Attributes:
+        teacher (nn.Module): The original model. It is no child: checkpoints, optimizers and
+            wrappers see the student alone.
+        channels_first (bool): Whether its tokens are (B, C, N).
+    """
+
+    def loss(self, inputs: torch.Tensor, data_samples: list | None = None) -> dict:
+        """How far the features for the heads are from the teacher's, as ``loss_features``.
+
+        Args:
+            inputs (torch.Tensor): Normalized images (B, 3, H, W).
+            data_samples (list, optional): Not used.
+        """
+        if next(self.teacher.parameters()).device != inputs.device:
+            self.teacher.to(inputs.device)
+        with torch.no_grad():
+            target = tensors(self.teacher.extract_feat(inputs))
+        found = tensors(self.extract_feat(inputs))
+        return dict(loss_features=_distance(found, target, self.channels_first))
+
+    def train(self, mode: bool = True):
+        """Stay in eval mode: the teacher has neither dropout nor statistics of a batch."""
+        super().train(False)
+        # Backbones with frozen stages freeze them here.
+        self.requires_grad_(False)
+        for _, form in outermost(self, TrainingForm):
+            form.requires_grad_(True)
+        return self
+
+
+def _distance(
+    found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], channels_first: bool
+) -> torch.Tensor:
+    """Mean square difference of features, relative to the variance of their channels.
+
+    Of features with one vector per image, relative to their mean square.
+    """
+    total = 0.0
+    for a, b in zip(found, expected):
+        a, b = (channels_last(v, channels_first).float() for v in (a, b))
+        # Pooled features vary over the images of a batch only, and one image has one of them.
+        varies = b.numel() > b.shape[-1] * max(len(b), 1)
+        centred = b - b.mean(tuple(range(b.ndim - 1)), keepdim=True) if varies else b
+        total = total + (a - b).square().mean() / centred.square().mean().clamp(min=1e-12)
+    return total / len(found)
+
+
+@cache
+def _distilled_class(kind: type) -> type:
+    return type(
+        f'Distilled{kind.__name__}',
+        (_Distilled, kind),
+        dict(__doc__=kind.__doc__, __module__=__name__),
+    )
+
+
+@MODELS.register_module(name='FeatureDistiller')
+def build_distiller(
+    student: dict, teacher_checkpoint: str, data_preprocessor: dict | None = None
+) -> nn.Module:
+    """Build a model whose training lets its training forms imitate the original model.
+
+    It is the student itself with another ``loss()``: its checkpoints, predictions and metrics are
+    those of the student, and everything of MMEngine's Runner works with it. A config that inherits
+    from that of the student trains it::
+
+        model = dict(
+            _delete_=True, type='FeatureDistiller', student={{_base_.model}},
+            teacher_checkpoint='vanilla.pth')
+        load_from = 'idle.pth'
+
+    The student learns to give the heads the same features: the outputs of ``extract_feat``. Errors
+    are squared, and relative to the variance of the channels. Weights outside of the training
+    forms, BatchNorm statistics, and which channels are idle stay as they are.
+
+    Args:
+        student (dict): Config of a detector, segmentor or classifier whose backbone is of the type
+            ``IdleChannels``. The teacher has the backbone that this one names.
+        teacher_checkpoint (str): Weights of the original model: a path or a URL.
+        data_preprocessor (dict, optional): That of a student whose config has none: MMEngine's
+            Runner hands on the one that stands beside ``model`` in a config.
+
+    Returns:
+        nn.Module: The model.
+
+    Raises:
+        CheckpointError: If the weights do not fit the teacher.
+    """
+    student = copy.deepcopy(student)
+    if data_preprocessor is not None:
+        student.setdefault('data_preprocessor', copy.deepcopy(data_preprocessor))
+    # Mixed images would need labels to mix, resized ones boxes to resize.
+    for part, key in (('train_cfg', 'augments'), ('data_preprocessor', 'batch_augments')):
+        (student.get(part) or {}).pop(key, None)
+    model = MODELS.build(student)
+    teacher = MODELS.build(dict(copy.deepcopy(student), backbone=student['backbone']['backbone']))
+    load_original(teacher, load_checkpoint(teacher_checkpoint)['state_dict'], teacher_checkpoint)
+    swap_attention(teacher.backbone)
+    teacher.requires_grad_(False).eval()
+    become(model, _distilled_class(type(model)))
+    model.__dict__['teacher'] = teacher
+    model.channels_first = has_channels_first(model)
+    return model.train()
+
+
+def load_original(model: nn.Module, state_dict: dict, path: str) -> None:
+    """Load the weights of a vanilla model. Others than its own in the file do not matter.
+
+    Args:
+        model (nn.Module): The model.
+        state_dict (dict): The weights.
+        path (str): Where they are from.
+
+    Raises:
+        CheckpointError: If some are missing.
+    """
+    missing = model.load_state_dict(state_dict, strict=False).missing_keys
+    missing = [key for key in missing if not key.endswith('num_batches_tracked')]
+    if missing:
+        raise CheckpointError(f'{path} is of another model: it lacks {", ".join(missing[:3])} …')
 
 
 def distillation_settings(iters: int, lr: float = 1e-4) -> dict:
-    """The parts of a config that a distillation changes, whatever the model and the data.
+    """The parts of a config that a distillation replaces, whatever the model and the data.
 
     Args:
         iters (int): Number of iterations.
         lr (float): Largest step, as a share of the size of each parameter. Defaults to 1e-4.
-
-    Raises:
-        ValueError: If there are fewer than two iterations.
     """
-    if iters < 2:
-        raise ValueError(f'a distillation needs at least 2 iterations, got {iters}')
     warm_up = max(1, iters // 20)
     return dict(
         optim_wrapper=dict(
@@ -63,11 +185,9 @@ def write_distillation(
     """Write the config of a distillation beside that of a converted model.
 
     Args:
-        config (str): The config of the converted model, '….py'. The other one is
-            '…_distill.py', and inherits from it.
+        config (str): The config of the converted model, '….py'. The other one is '…_distill.py'.
         teacher_checkpoint (str): The checkpoint of the original model.
-        iters (int): Number of iterations. All blocks learn together: the fit has done what
-            each can learn alone.
+        iters (int): Number of iterations.
         images (str, optional): A folder of images. Defaults to the config's training data.
         leave_out (Sequence[str]): Images of the folder that are for something else, see
             :class:`~repa_mm.datasets.folder.ImageFolder`.
@@ -75,72 +195,57 @@ def write_distillation(
     Returns:
         str: The path of the file.
     """
-    if not is_remote(teacher_checkpoint):
-        teacher_checkpoint = osp.realpath(teacher_checkpoint)
-    cfg, more = load_config(config), distillation_settings(iters)
-    if (cfg.get('randomness') or {}).get('seed') is None:
-        more['randomness'] = dict(seed=0)
+    cfg, settings = load_config(config), distillation_settings(iters)
+    if '://' not in teacher_checkpoint:
+        teacher_checkpoint = osp.abspath(teacher_checkpoint)
+    cfg.model = dict(
+        type='FeatureDistiller', student=cfg.model, teacher_checkpoint=teacher_checkpoint
+    )
+    settings['default_hooks'] = {**(cfg.get('default_hooks') or {}), **settings['default_hooks']}
+    for key, value in settings.items():
+        cfg[key] = value
     # There need not be labels.
-    more.update(dict.fromkeys(('val_cfg', 'val_dataloader', 'val_evaluator')))
-    more['find_unused_parameters'] = True
-    # The learning rate is a share of the parameters, whatever the number of GPUs.
-    more['auto_scale_lr'] = None
+    cfg.val_cfg = cfg.val_dataloader = cfg.val_evaluator = None
+    cfg.find_unused_parameters = True
+    if cfg.get('randomness') is None:
+        cfg.randomness = dict(seed=0)
     path = f'{osp.splitext(config)[0]}_distill.py'
-    more['work_dir'] = osp.splitext(osp.abspath(path))[0]
+    cfg.work_dir = osp.splitext(osp.abspath(path))[0]
     if images is not None:
-        more['train_dataloader'] = dict(
+        cfg.train_dataloader = dict(
             batch_size=1,  # images of any size
             num_workers=(cfg.get('train_dataloader') or {}).get('num_workers', 0),
             sampler=dict(type='InfiniteSampler', shuffle=True),
             dataset=dict(
                 type='ImageFolder',
                 data_root=osp.abspath(images),
-                pipeline=plain(dataset_config(cfg, 'test').pipeline),
+                pipeline=dataset_config(cfg, 'test').pipeline,
                 leave_out=list(leave_out),
             ),
         )
-    # Nothing of what the base has in these places. MMEngine removes '_delete_' only from parts
-    # that the base has.
-    hooks = cfg.get('default_hooks') or {}
-    for base, own in ((cfg, more), (hooks, more['default_hooks'])):
-        for key in own:
-            if key in base and key in _REPLACED:
-                own[key]['_delete_'] = True
-    name = osp.basename(config)
     with replacing(path) as temporary, open(temporary, 'w', encoding='utf-8') as file:
-        file.write(
-            f'# The distillation of {name}: python tools/train.py {osp.basename(path)}\n'
-            f'_base_ = {name!r}\n\n'
-            'model = dict(\n'
-            '    _delete_=True,\n'
-            "    type='FeatureDistiller',\n"
-            '    student={{_base_.model}},\n'
-            f'    teacher_checkpoint={teacher_checkpoint!r},\n'
-            ')\n'
-            f'{Config(more).pretty_text}'
-        )
+        file.write(f'# The distillation of {osp.basename(config)}.\n{cfg.pretty_text}')
     return path
 
 
-def distill_checkpoint(config: str, checkpoint: str, work_dir: str | None = None) -> None:
+def distill_checkpoint(config: str, checkpoint: str) -> None:
     """Run a distillation, and replace the checkpoint that it starts from.
 
     Args:
         config (str): From :func:`write_distillation`.
         checkpoint (str): The converted checkpoint.
-        work_dir (str, optional): Folder for logs and checkpoints. Defaults to that of the config.
 
     Raises:
         CheckpointError: If weights have become infinite or NaN; the checkpoint stays as it was.
     """
-    runner = runner_for_training(config, work_dir, cfg_options=dict(load_from=checkpoint))
-    runner.train()
-    meta = load_checkpoint(checkpoint).get('meta', {})
-    weights = weights_to_cpu(innermost(runner.model).state_dict())
-    try:
-        check_values(weights)
-    except CheckpointError as error:
-        raise CheckpointError(
-            f'the distillation has failed, and {checkpoint!r} is as it was without it: {error}'
-        ) from error
-    save_checkpoint(dict(meta=meta, state_dict=weights), checkpoint)
+    cfg = Config.fromfile(config)
+    cfg.load_from = checkpoint
+    model = Runner.from_cfg(cfg).train()
+    weights = weights_to_cpu(model.state_dict())
+    for name, value in weights.items():
+        if value.is_floating_point() and not value.isfinite().all():
+            raise CheckpointError(
+                f'the distillation has failed, and {checkpoint!r} is as it was without it: '
+                f'{name!r} has values that are not finite'
+            )
+    save_checkpoint(dict(load_checkpoint(checkpoint), state_dict=weights), checkpoint)

@@ -7,7 +7,6 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-import repa_mm
 from repa_mm.reparam import (
     ChannelIdleFFN,
     calibrate_batch_norm,
@@ -119,53 +118,6 @@ def test_what_is_merged_keeps_its_shortcut():
     again = reparameterize(outside)
     assert torch.equal(again.fc1.weight, outside.fc1.weight) and again.shortcut
     assert not set_shortcut(outside.float(), 'inside').shortcut
-
-
-class TestConversion:
-    """Of a ViT, with what users attach to it."""
-
-    @pytest.fixture
-    def vit(self):
-        mmpretrain = pytest.importorskip('mmpretrain.models')
-        arch = dict(embed_dims=32, num_layers=2, num_heads=2, feedforward_channels=64)
-        return scrambled(
-            mmpretrain.VisionTransformer(arch, img_size=32, patch_size=8, drop_path_rate=0.1)
-        )
-
-    images = [torch.randn(2, 3, 32, 32, generator=GENERATOR) for _ in range(2)]
-
-    def test_modes(self, vit):
-        vit.train()
-        converted, _ = repa_mm.convert_pretrained(vit, self.images, 0.5)
-        assert all(m.training for m in converted.modules() if not isinstance(m, nn.Identity))
-
-    def test_handles_of_hooks_stay_alive(self, vit):
-        block = vit.layers[0]
-        before = block.ffn
-        handle = before.register_forward_hook(lambda m, i, o: None)
-        with pytest.raises(ValueError, match='forward hook'):
-            repa_mm.convert_pretrained(vit, self.images, 0.5)
-        with pytest.raises(ValueError, match='forward hook'):
-            repa_mm.idle_channels(vit)
-        handle.remove()
-        assert not before._forward_hooks and block.ffn is before
-        attention = block.attn.register_forward_hook(lambda m, i, o: o)
-        repa_mm.convert_pretrained(vit, self.images, 0.5)
-        attention.remove()
-        assert not block.attn._forward_hooks
-
-    def test_replaced_parts(self, vit):
-        vit.layers[1].forward = vit.layers[1].forward
-        with pytest.raises(ValueError, match=r'replaced forward'):
-            repa_mm.convert_pretrained(vit, self.images, 0.0)
-        del vit.layers[1].forward
-        vit.layers[1].ffn.layers[2] = nn.Tanh()
-        with pytest.raises(ValueError, match='Tanh'):
-            repa_mm.convert_pretrained(vit, self.images, 0.0)
-
-    def test_an_iterator_runs_once(self, vit):
-        with pytest.raises(ValueError, match='runs once'):
-            repa_mm.convert_pretrained(vit, iter(self.images), 0.5)
 
 
 def test_nested_inplace_activation():

@@ -1,0 +1,218 @@
+"""Passes that meet at every FFN."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.nn as nn
+
+import repa_mm
+
+VIT = dict(embed_dims=16, num_layers=3, num_heads=2, feedforward_channels=64)
+
+
+@pytest.fixture
+def vit(randomize):
+    models = pytest.importorskip('mmpretrain.models')
+    model = randomize(models.VisionTransformer(VIT, img_size=32, patch_size=8))
+    model.eval()
+    return model
+
+
+def images(n=3):
+    return list(torch.randn(n, 4, 3, 32, 32))
+
+
+def tokens_of(model, x):
+    return model.patch_embed(x)[0]
+
+
+def state(model):
+    """What a conversion must leave as it was."""
+    return {n: (type(m), m.training, len(m._forward_hooks)) for n, m in model.named_modules()}
+
+
+def as_class(layer, forward):
+    """A block of the same name with another forward pass."""
+    layer.__class__ = type('TransformerEncoderLayer', (type(layer),), dict(forward=forward))
+
+
+def usual(layer, x):
+    x = x + layer.attn(layer.ln1(x))
+    return layer.ffn(layer.ln2(x), identity=x)
+
+
+def in_place_afterwards(layer, x):
+    x = x + layer.attn(layer.ln1(x))
+    x = layer.ffn(layer.ln2(x), identity=x)
+    x += 0.5 * layer.attn(layer.ln1(x))
+    return x
+
+
+def in_place_before(layer, x):
+    x += layer.attn(layer.ln1(x))
+    return layer.ffn(layer.ln2(x), identity=x).clone()
+
+
+@pytest.mark.parametrize('forward', [in_place_afterwards, in_place_before])
+def test_blocks_that_change_tensors_in_place(forward, vit):
+    for layer in vit.layers:
+        as_class(layer, forward)
+    x = images()
+    with torch.no_grad():
+        expected = vit(x[0])[0]
+    _, report = repa_mm.convert_pretrained(vit, x, 0.25, held_out=x[:1])
+    assert report.differences[0] < 0.05
+    with torch.no_grad():
+        assert torch.equal(vit(x[0])[0], expected)
+
+
+def test_nothing_is_assumed_of_what_lies_between(vit):
+    """Connections past blocks, images of other sizes that go other ways."""
+
+    def forward(batch):
+        tokens = tokens_of(vit, batch)
+        first = vit.layers[0](tokens)
+        second = vit.layers[1](first if batch.shape[-1] < 32 else first + tokens)
+        return vit.layers[2](first + 0.3 * second.flip(1))
+
+    x = [*images(2), torch.randn(4, 3, 24, 24), torch.randn(4, 3, 16, 32)]
+    converted, report = repa_mm.convert_pretrained(vit, x, [0.0, 0.75, 0.75], forward=forward)
+    assert [row.name for row in report.blocks] == ['layers.0', 'layers.1', 'layers.2']
+
+    # The third FFN by hand: what the original returned, given what the fitted second one returns.
+    def run(model, batch):
+        inputs = []
+        handle = model.layers[2].ffn.register_forward_pre_hook(
+            lambda m, args, kwargs: inputs.append(kwargs['identity']), with_kwargs=True
+        )
+        tokens = tokens_of(model, batch)
+        first = model.layers[0](tokens)
+        second = model.layers[1](first if batch.shape[-1] < 32 else first + tokens)
+        y = model.layers[2](first + 0.3 * second.flip(1))
+        handle.remove()
+        return inputs[0].flatten(0, 1).double(), y.flatten(0, 1).double()
+
+    merged = repa_mm.reparameterize(converted)
+    with torch.no_grad():
+        pairs = [(run(vit, batch)[1], *run(merged, batch)) for batch in x]
+    target, given, found = (torch.cat(values) for values in zip(*pairs))
+    change = target - given
+    left = (target - found).square().sum() / (change - change.mean(0)).square().sum()
+    assert float(left) == pytest.approx(report.blocks[2].unexplained, rel=1e-3)
+
+
+def twice(layer, x):
+    x = usual(layer, x)
+    return layer.ffn(layer.ln2(x), identity=x)
+
+
+def post_norm(layer, x):
+    x = x + layer.attn(layer.ln1(x))
+    return layer.ln2(layer.ffn(x, identity=x))
+
+
+def scored(layer, x):
+    """As where tokens are pruned by the scores of an attention."""
+    layer.score = x.std(dim=(1, 2), keepdim=True)
+    return usual(layer, x)
+
+
+def test_what_cannot_be_fitted_is_named(vit):
+    def by_score(batch):
+        first = vit.layers[0](tokens_of(vit, batch))
+        return vit.layers[2](vit.layers[1](first * vit.layers[0].score))
+
+    def shorter(batch):
+        return vit.layers[2](vit.layers[0](tokens_of(vit, batch)))
+
+    def other_order(batch):
+        first, second, third = vit.layers if batch.shape[0] == 4 else vit.layers[::-1]
+        return third(second(first(tokens_of(vit, batch))))
+
+    def one_less(batch):
+        first = vit.layers[1](vit.layers[0](tokens_of(vit, batch)))
+        return vit.layers[2](first) if batch.shape[0] == 4 else first
+
+    kind = type(vit.layers[0])
+    x = [*images(), torch.randn(2, 3, 32, 32)]
+    for layer_forward, forward, message in (
+        (twice, None, "FFN of 'layers.0' runs more than once"),
+        (post_norm, None, "'layers.0', a TransformerEncoderLayer, does not end with x"),
+        (scored, by_score, "'layers.1', .*depends on what other images have left behind"),
+        (None, shorter, "does not reach the FFN of 'layers.1'"),
+        (None, other_order, "other FFNs in some batches.*'layers.0', 'layers.2'"),
+        (None, one_less, "other FFNs in some batches.*'layers.2', its end"),
+    ):
+        for layer in vit.layers:
+            layer.__class__ = kind
+            if layer_forward:
+                as_class(layer, layer_forward)
+        before = state(vit)
+        with pytest.raises(ValueError, match=message):
+            repa_mm.convert_pretrained(vit, x[:-1] if layer_forward else x, forward=forward)
+        assert state(vit) == before
+
+
+def test_an_error_in_a_pass_leaves_nothing(vit):
+    alive = []
+
+    class Broken(Exception):
+        pass
+
+    def forward(batch):
+        batch = batch.clone()
+        alive.append(weakref.ref(batch))
+        tokens = vit.layers[1](vit.layers[0](tokens_of(vit, batch)))
+        if len(alive) > 7:  # two plain passes, three teachers, and students of whom two go on
+            raise Broken('from the model itself')
+        return vit.layers[2](tokens) + batch.mean()
+
+    before = state(vit)
+    try:
+        repa_mm.convert_pretrained(vit, images(), forward=forward)
+    except Broken as error:
+        traceback = error.__traceback__
+        while traceback.tb_next:
+            traceback = traceback.tb_next
+        assert traceback.tb_frame.f_code is forward.__code__
+        del traceback
+    else:
+        raise AssertionError('it was to fail')
+    gc.collect()
+    assert len(alive) == 8 and not any(ref() is not None for ref in alive)
+    assert state(vit) == before
+    repa_mm.convert_pretrained(vit, images())
+
+
+@pytest.mark.parametrize('mode', [torch.inference_mode, torch.enable_grad])
+def test_modes_of_a_pass_stay_in_it(mode, vit):
+    x = images()
+    expected, _ = repa_mm.convert_pretrained(vit, x)
+    with torch.inference_mode():
+        converted, _ = repa_mm.convert_pretrained(vit, x, forward=mode()(vit))
+    for key, value in expected.state_dict().items():
+        assert torch.equal(converted.state_dict()[key], value)
+    assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+    converted.train()
+    converted(x[0])[0].square().mean().backward()
+    assert converted.layers[0].ffn.fc1.weight.grad.isfinite().all()
+
+
+def test_the_fit_does_not_see_the_autocast_of_a_pass(vit):
+    def forward(batch):
+        with torch.autocast('cpu', torch.bfloat16):
+            return vit(batch)
+
+    _, expected = repa_mm.convert_pretrained(vit, images())
+    _, report = repa_mm.convert_pretrained(vit, images(), forward=forward)
+    for row, known in zip(report.blocks, expected.blocks):
+        assert row.unexplained == pytest.approx(known.unexplained, rel=0.3, abs=0.02)
+    assert not torch.is_autocast_enabled('cpu')
+
+
+def test_activations_that_mix_channels(vit):
+    vit.layers[1].ffn.layers[0][1] = nn.Softmax(dim=-1)
+    with pytest.raises(ValueError, match="'layers.1'.*Softmax, mixes channels"):
+        repa_mm.convert_pretrained(vit, images())
