@@ -330,7 +330,7 @@ def test_fast_swin(relative_error):
     stock = SwinTransformer(**kwargs)
     stock.eval()
     fast = MODELS.build(dict(type='FastSwinTransformer', **kwargs))
-    assert isinstance(fast, SwinTransformer) and fast.eval() is fast
+    fast.eval()
     # As MMPretrain's first checkpoints: the last norm without a number.
     state = {
         key.replace('norm3.', 'norm.') if key.startswith('norm3.') else key: value

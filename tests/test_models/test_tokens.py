@@ -271,9 +271,9 @@ def test_equal_patches_are_exact(randomize, relative_error):
         assert (relative_error(layer(x), expected) < 1e-5) is equal
 
 
-@pytest.mark.parametrize('keep', [0, -0.5, 1.01, float('nan'), True, '0.5', None, [0.5, 0, 1]])
-def test_shares_that_are_none(keep):
-    with pytest.raises(ValueError, match='above 0 and at most 1, but is'):
+@pytest.mark.parametrize('keep', [0, 0.05, 1.01, float('nan'), '0.5', [0.5, 0, 1]])
+def test_a_share_is_from_a_tenth_to_all(keep):
+    with pytest.raises(ValueError, match='from 0.1 to 1, but is'):
         reduce_tokens(SwinTransformer(**SWIN), keep)
 
 
@@ -308,3 +308,15 @@ def test_a_share_for_each_stage(randomize):
     with pytest.raises(ValueError, match='keep has 2 entries, but the model has 3 stages'):
         reduce_tokens(model, [0.6, 0.5], inplace=True)
     assert model.stages[0].blocks[0].keep == 0.6
+
+
+def test_a_smaller_share_keeps_fewer_patches():
+    """To within the patches that are left over from the last group."""
+    for number in (49, 64, 100, 196):
+        x, kept = torch.randn(1, number, 8), []
+        for keep in (1.0, 0.7, 0.5, 0.34, 0.25, 0.2, 0.1):
+            tokens, place, sizes = merge_neighbours(x, keep)
+            assert sizes.sum() == number and place.max() == tokens.shape[1] - 1
+            kept.append(tokens.shape[1])
+            assert kept[-1] <= keep * number + 1 / keep
+        assert kept == sorted(kept, reverse=True)
