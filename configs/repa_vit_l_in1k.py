@@ -1,4 +1,4 @@
-# With the settings of the released code: the paper's table leaves them out.
+# The settings are those of the authors' released code: the paper's table leaves them out.
 _base_ = 'repa_deit_t_in1k.py'
 
 model = dict(backbone=dict(arch='large', drop_path_rate=0.3), head=dict(in_channels=1024))

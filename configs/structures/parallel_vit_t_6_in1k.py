@@ -1,6 +1,6 @@
-# A ViT-T of 6 blocks with 2 branches each (12 layers), deployed as 6 ordinary layers: the second half
-# of the road of https://arxiv.org/abs/2511.19718, from the masked autoencoder of
-# parallel_vit_t_6_mae.py. Its schedule of lambda; the rest of the recipe is MMPretrain's for MAE.
+# A ViT-T of 6 blocks with 2 branches each (12 layers), deployed as 6 ordinary layers: the second step
+# of https://arxiv.org/abs/2511.19718, from the masked autoencoder of parallel_vit_t_6_mae.py. The
+# schedule of lambda is the paper's, the rest of the recipe is MMPretrain's for MAE.
 _base_ = ['../_base_/datasets/imagenet.py', '../_base_/runtime/mmpretrain.py']
 
 # An ordinary ViT-T of 12 layers can be given, too: its layers fill the branches.
@@ -61,7 +61,7 @@ optim_wrapper = dict(
     optimizer=dict(type='AdamW', lr=2e-3, weight_decay=0.05, betas=(0.9, 0.999)),
     constructor='LearningRateDecayOptimWrapperConstructor',
     paramwise_cfg=dict(
-        # of MMPretrain's 12 layers, over 6 blocks
+        # MMPretrain's for 12 layers, here for 6 blocks
         layer_decay_rate=0.75,
         norm_decay_mult=0.0,
         bias_decay_mult=0.0,

@@ -1,5 +1,5 @@
 # A ViT-T of 6 blocks with 2 branches each (12 layers), pretrained as a masked autoencoder: the first
-# half of the road of https://arxiv.org/abs/2511.19718. The branches stay apart (lambda = 0);
+# step of https://arxiv.org/abs/2511.19718. The branches stay apart (lambda = 0);
 # parallel_vit_t_6_in1k.py joins them while it fine-tunes. The recipe is that of MAE in MMPretrain.
 _base_ = ['../_base_/datasets/imagenet_mae.py', '../_base_/runtime/mmpretrain.py']
 

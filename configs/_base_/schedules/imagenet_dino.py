@@ -26,7 +26,7 @@ param_scheduler = [
         end=300,
         convert_to_iter_based=True,
     ),
-    # As a ratio: parameters that do not decay go on not to.
+    # A ratio, so that parameters without weight decay stay without it.
     dict(
         type='CosineAnnealingParamScheduler',
         param_name='weight_decay',
