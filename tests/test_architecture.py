@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from mmengine.registry import MODELS
 
 import repa_mm
 from repa_mm import reparam
@@ -94,11 +95,8 @@ def code_of(path):
                 yield text
 
 
-# They export channel-idle FFNs, or put them into models.
-# The benchmark measures one such FFN alone.
-NAME_CHANNEL_IDLE = (
-    '__init__.py', 'reparam/__init__.py', 'reparam/ffn/', 'models/', 'benchmark/training.py',
-)  # fmt: skip
+# They are channel-idle FFNs, put them into models, fit them, or measure one alone.
+NAME_CHANNEL_IDLE = ('__init__.py', 'reparam/', 'models/', 'fit/', 'benchmark/training.py')
 
 
 @pytest.mark.parametrize('path', SOURCES, ids=name_of)
@@ -115,9 +113,15 @@ def test_the_example_of_a_structure():
     for block in blocks:
         exec(block, names)
     names['test_branches_merge_exactly']()
-    form = names['LinearBranches'](4, num_branches=2)
-    form.fill(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
-    model = torch.nn.Sequential(form)
-    merged = repa_mm.reparameterize(model.eval())
+    arch = dict(embed_dims=16, num_layers=2, num_heads=2, feedforward_channels=32)
+    vit = dict(type='mmpretrain.VisionTransformer', arch=arch, img_size=32)
+    cfg = dict(type='Restructured', model=vit, structures=[dict(type='LinearFFNs')])
+    model = MODELS.build(cfg).eval()
+    merged = repa_mm.reparameterize(model).state_dict()
+    loaded = MODELS.build(dict(cfg, deploy=True))
+    loaded.load_state_dict(merged)
+    x = torch.randn(1, 3, 32, 32)
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(x), model(x), rtol=1e-4, atol=1e-5)
     with pytest.raises(reparam.CheckpointError, match='branched linear layer'):
-        reparam.check_state_dict(model, merged.state_dict())
+        model.load_state_dict(merged, strict=False)
