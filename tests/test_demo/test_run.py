@@ -1,5 +1,7 @@
 """The whole demonstration on a handful of scenes."""
 
+import os.path as osp
+
 import cv2
 import numpy as np
 import pytest
@@ -63,6 +65,22 @@ def test_demo(task, scenes, capsys):
     name = 'segmentation' if task == 'upernet' else 'detections'
     assert cv2.imread(f'out/{name}.png').shape[1] > 1000
     assert (scenes / 'out' / 'summary.json').is_file()
+
+
+def test_command_line(monkeypatch):
+    calls = []
+    monkeypatch.setattr(run, 'run_demo', lambda *args: calls.append(args))
+    monkeypatch.setattr(run, 'write_digit_scenes', calls.append)
+    command = ['demo.py', '--task', 'convert', '--vanilla', 'v.pth', '--cfg-options', 'a.b=3']
+    for argv in (command, ['demo.py', '--work-dir', 'x'], ['demo.py', '--task', 'data']):
+        monkeypatch.setattr('sys.argv', argv)
+        run.main()
+    folder = osp.join('work_dirs', 'demo', 'convert')
+    assert calls == [
+        ('convert', folder, 'v.pth', {'a.b': 3}),
+        ('retinanet', 'x', None, None),
+        'data/demo',
+    ]
 
 
 def test_detections_are_drawn(tmp_path):
