@@ -131,7 +131,6 @@ def warnings_of(runner):
 @pytest.mark.parametrize(
     'options, expected',
     [
-        ({}, [0, 0.25, 0.5, 0.75, 1, 1, 1, 1]),
         (dict(begin=2), [0, 0, 0, 0.25, 0.5, 0.75, 1, 1]),
         (dict(curve='cosine'), [0, 0.146447, 0.5, 0.853553, 1, 1, 1, 1]),
         (dict(warmup=0.5), [0, 0.25, 0.5, 0.75, 1, 1, 1, 1]),
@@ -150,35 +149,32 @@ def test_lambda_by_iterations(tmp_path, options, expected):
     runner.test()
 
 
-def test_several_schedules(tmp_path, relative_error):
-    """Of structures that merge at 1 and at 0, one of which is defined here alone."""
-    lambdas = Lambdas()
-    hooks = [
-        dict(SCHEDULE, scalar='joined'),
-        dict(SCHEDULE, scalar='fading', warmup=2),
-        dict(SCHEDULE, scalar='layer_norm', begin=2),
-    ]
-    model = dict(with_norms=True, with_toys=True)
+FADING = [1, 0.75, 0.5, 0.25, 0, 0, 0, 0]
+JOINED = [1 - lam for lam in FADING]
+SEVERAL = [
+    dict(SCHEDULE, scalar='joined'),
+    dict(SCHEDULE, scalar='fading', warmup=2),
+    dict(SCHEDULE, scalar='layer_norm', begin=2),
+]
+
+
+@pytest.mark.parametrize(
+    'hooks, fading, layer_norm',
+    [
+        ([SCHEDULE], FADING, FADING),
+        (SEVERAL, [1, 0.5, 0, 0, 0, 0, 0, 0], [1, 1, 1, 0.75, 0.5, 0.25, 0, 0]),
+    ],
+)
+def test_several_structures(hooks, fading, layer_norm, tmp_path, relative_error):
+    """Which merge at 1 and at 0, and of which one is defined here alone."""
+    lambdas, model = Lambdas(), dict(with_norms=True, with_toys=True)
     runner = runner_of(tmp_path, [*hooks, MERGE, lambdas], model=model)
     runner.train()
-    assert lambdas.seen == dict(
-        joined=[0, 0.25, 0.5, 0.75, 1, 1, 1, 1],
-        fading=[1, 0.5, 0, 0, 0, 0, 0, 0],
-        layer_norm=[1, 1, 1, 0.75, 0.5, 0.25, 0, 0],
-    )
+    assert lambdas.seen == dict(joined=JOINED, fading=fading, layer_norm=layer_norm)
     runner.test()
     model = copy.deepcopy(runner.model).eval()
     assert relative_error(KeepLogits.logits, predict(model, runner)) < 1e-5
     assert isinstance(reparameterize(model).backbone[5], Faded)
-
-
-def test_one_hook_for_all(tmp_path):
-    lambdas = Lambdas()
-    model = dict(with_norms=True, with_toys=True)
-    runner_of(tmp_path, [SCHEDULE, lambdas], model=model).train()
-    fading = [1, 0.75, 0.5, 0.25, 0, 0, 0, 0]
-    joined = [1 - lam for lam in fading]
-    assert lambdas.seen == dict(joined=joined, fading=fading, layer_norm=fading)
 
 
 def test_stopped_and_resumed(tmp_path):

@@ -354,6 +354,7 @@ for key, buffer in buffers.items():
 """
 
 
+@pytest.mark.slow
 def test_two_processes_are_one_with_their_batches_together(tmp_path):
     """Synchronized norms, by hand, since DistributedDataParallel takes them on GPUs only."""
     run_in_two_processes(TWO_PROCESSES, tmp_path)
@@ -365,12 +366,6 @@ def test_iterations_without_epochs_are_refused(tmp_path):
     runner._train_loop = dict(by_epoch=False, max_iters=4)
     with pytest.raises(ValueError, match='DINO trains by epochs'):
         runner.train()
-
-
-def test_momentum_stays_1_in_iterations_beyond_the_last():
-    hook = DINOHook(momentum=0.9)
-    assert hook.momentum_at(0, 10) == pytest.approx(0.9)
-    assert hook.momentum_at(12, 10) == hook.momentum_at(10, 10) == 1
 
 
 @pytest.mark.parametrize('fused', [False, True])
