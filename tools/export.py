@@ -1,28 +1,23 @@
-"""Write a whole detector, segmentor or classifier as ONNX, or a backbone as ONNX, .pt2 or .pt."""
+"""Write a whole detector, segmentor or classifier, or a backbone, as ONNX.
+
+The file is compared with PyTorch, and written only if they agree. docs/deployment.md has the inputs
+and outputs of what is written.
+"""
 
 import argparse
 
-from repa_mm.export.export import OPSET
-from repa_mm.export.exported import export_checkpoint
-from repa_mm.run import FORMS
-from repa_mm.run.cli import clear_errors
+from repa_mm.export.export import export_checkpoint
 
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description=__doc__, epilog='docs/deployment.md has inputs and outputs of what is written.'
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument('config', help='config of the training form')
     parser.add_argument('checkpoint', help='checkpoint in either form')
+    parser.add_argument('out', help='file to write, .onnx')
     parser.add_argument(
-        'out',
-        help='file to write: .onnx; or .pt2 (torch.export) or .pt (TorchScript) for a backbone or '
-        'the logits of a classifier',
-    )
-    parser.add_argument(
-        '--backbone',
-        action='store_true',
-        help='only the backbone, of a classifier all up to the logits, also to .onnx',
+        '--backbone', action='store_true', help='only the backbone, of a classifier the logits'
     )
     parser.add_argument(
         '--preprocessing',
@@ -45,20 +40,16 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument('--batch', type=int, default=1, help='number of images, 1 by default')
     parser.add_argument(
-        '--opset', type=int, default=OPSET, help=f"version of ONNX's operators, {OPSET} by default"
+        '--images', help="folder of images to compare on (default: the config's test data)"
     )
-    parser.add_argument('--form', choices=FORMS, default='deploy')
     return parser.parse_args()
 
 
 def main() -> None:
     args = parse_args()
-    with clear_errors():
-        part, error = export_checkpoint(**vars(args))
-    what = 'of the largest output'
-    if part.startswith('whole'):
-        what = 'of objects, of pixels, or of a score'
-    print(f'wrote the {part} to {args.out}, which differs from PyTorch by {error:.1e} {what}')
+    what, error = export_checkpoint(**vars(args))
+    unit = 'the largest feature' if args.backbone else 'objects, of pixels, or of a score'
+    print(f'wrote {args.out}: {what}, differs from PyTorch by {error:.1e} of {unit}')
 
 
 if __name__ == '__main__':

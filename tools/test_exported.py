@@ -2,14 +2,14 @@
 
 import argparse
 
+from mmengine.config import DictAction
+
 from repa_mm.export.exported import runner_for_exported
-from repa_mm.files import naming_full_disk
-from repa_mm.run.cli import clear_errors, parse_runner_args
 
 
-def parse_args() -> dict:
+def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument('config', help='path of the config that was exported')
+    parser.add_argument('config', help='config that was exported')
     parser.add_argument(
         'file', help='the model: .onnx (ONNX Runtime) or .xml (OpenVINO), on the CPU'
     )
@@ -19,16 +19,9 @@ def parse_args() -> dict:
         choices=('f32', 'bf16'),
         help="what OpenVINO computes in; by default OpenVINO's choice",
     )
-    return parse_runner_args(parser)
-
-
-def main() -> None:
-    args = parse_args()
-    with clear_errors():
-        runner = runner_for_exported(**args)
-    with clear_errors(logger=runner.logger), naming_full_disk(runner.work_dir):
-        runner.test()
+    parser.add_argument('--cfg-options', nargs='+', action=DictAction, help='override the config')
+    return parser.parse_args()
 
 
 if __name__ == '__main__':
-    main()
+    runner_for_exported(**vars(parse_args())).test()

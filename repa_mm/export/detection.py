@@ -3,18 +3,15 @@
 MMDetection's own post-processing treats one image after another, and its results have as many rows
 as there are objects, which a traced graph cannot follow. Here all images are treated at a time, in
 tensors of fixed numbers of rows: rows without an object have the score -1 inside, and in the
-outputs the label -1.
+outputs the label -1. The modules are for tracing: what suppresses boxes is ONNX's operator alone.
 """
-
-import math
 
 import torch
 import torch.nn as nn
-from torchvision.ops import nms, roi_align
+from torchvision.ops import roi_align
 
 # The score of rows without an object.
 NONE = -1.0
-_MAX_RATIO = abs(math.log(16 / 1000))  # of DeltaXYWHBBoxCoder.decode
 
 
 class _NonMaxSuppression(torch.autograd.Function):
@@ -26,15 +23,7 @@ class _NonMaxSuppression(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, boxes, scores, iou_threshold, score_threshold, count):
-        found = [torch.zeros(0, 3, dtype=torch.long, device=boxes.device)]
-        valid = scores > score_threshold
-        for group, label in valid.any(2).nonzero().tolist():
-            index = valid[group, label].nonzero()[:, 0]
-            keep = nms(boxes[group, index], scores[group, label, index], iou_threshold)[:count]
-            index = index[keep]
-            place = index.new_tensor([group, label]).expand(len(index), 2)
-            found.append(torch.cat([place, index[:, None]], 1))
-        return torch.cat(found)
+        return torch.zeros(1, 3, dtype=torch.long)  # for the tracer
 
     @staticmethod
     def symbolic(g, boxes, scores, iou_threshold, score_threshold, count):
@@ -73,11 +62,7 @@ def suppress(
 
 def best(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The ``count`` best scores of each row of (B, N), or all if there are fewer, and where."""
-    if torch.jit.is_tracing():  # known when the graph runs
-        count = torch.minimum(torch.tensor(count), torch._shape_as_tensor(scores)[1])
-    else:
-        count = min(count, scores.shape[1])
-    return scores.topk(count, 1)
+    return scores.topk(torch.minimum(torch.tensor(count), torch._shape_as_tensor(scores)[1]), 1)
 
 
 def _take(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -88,25 +73,19 @@ def _take(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 def decode(
     coder: nn.Module, boxes: torch.Tensor, deltas: torch.Tensor, size: torch.Tensor
 ) -> torch.Tensor:
-    """What ``DeltaXYWHBBoxCoder.decode`` computes.
+    """Boxes that a head predicts.
 
     Args:
-        coder: The coder.
-        boxes (torch.Tensor): Anchors or proposals (..., 4).
-        deltas (torch.Tensor): What the head predicts for them (..., 4).
-        size (torch.Tensor): Width, height, width, height of each image, (..., 4), to clip to.
+        coder (nn.Module): A ``DeltaXYWHBBoxCoder``.
+        boxes (torch.Tensor): Anchors or proposals (B, N, 4).
+        deltas (torch.Tensor): What the head predicts for them, for C classes (B, N, C * 4).
+        size (torch.Tensor): Width, height, width, height of each image, (B, 1, 1, 4), to clip to.
+
+    Returns:
+        torch.Tensor: (B, N, C, 4).
     """
-    deltas = deltas * deltas.new_tensor(coder.stds) + deltas.new_tensor(coder.means)
-    extent = boxes[..., 2:] - boxes[..., :2]
-    shift, scale = extent * deltas[..., :2], deltas[..., 2:]
-    if coder.add_ctr_clamp:
-        shift = shift.clamp(-coder.ctr_clamp, coder.ctr_clamp)
-        scale = scale.clamp(max=_MAX_RATIO)
-    else:
-        scale = scale.clamp(-_MAX_RATIO, _MAX_RATIO)
-    center = (boxes[..., :2] + boxes[..., 2:]) * 0.5 + shift
-    half = extent * scale.exp() * 0.5
-    decoded = torch.cat([center - half, center + half], -1)
+    # Not with a max_shape: in a graph, the coder would clip by a function of MMDetection 2.
+    decoded = coder.decode(boxes, deltas).reshape(*deltas.shape[:2], -1, 4)
     return torch.minimum(decoded.clamp(min=0), size) if coder.clip_border else decoded
 
 
@@ -119,15 +98,14 @@ def candidates(
         head (nn.Module): An ``AnchorHead``.
         cfg (dict): Its ``test_cfg``, with ``nms_pre``.
         features (tuple): Maps of all levels.
-        size (torch.Tensor): (B, 1, 4), as for :func:`decode`.
+        size (torch.Tensor): As for :func:`decode`.
 
     Returns:
         tuple: Boxes (B, N, 4), scores (B, N), classes (B, N) and levels (N, ).
     """
     maps = head(features)
-    priors = head.prior_generator.grid_priors(
-        [scores.shape[-2:] for scores in maps[0]], device=size.device
-    )
+    sizes = [scores.shape[-2:] for scores in maps[0]]
+    priors = head.prior_generator.grid_priors(sizes, device='cpu')
     found = []
     for level, (scores, deltas, anchors) in enumerate(zip(*maps, priors)):
         batch = scores.shape[0]
@@ -140,7 +118,7 @@ def candidates(
             scores = scores.sigmoid()
         anchor = index if num_classes == 1 else index // num_classes
         deltas = _take(deltas.permute(0, 2, 3, 1).reshape(batch, -1, 4), anchor)
-        boxes = decode(head.bbox_coder, anchors[anchor], deltas, size)
+        boxes = decode(head.bbox_coder, anchors[anchor], deltas, size)[:, :, 0]
         found.append(
             (boxes, scores, index - anchor * num_classes, torch.full_like(index[0], level))
         )
@@ -155,7 +133,7 @@ def candidates(
 
 def one_hot_scores(scores: torch.Tensor, labels: torch.Tensor, num_classes: int) -> torch.Tensor:
     """Scores (B, N) of boxes of one class each as (B, C, N), -1 for the other classes."""
-    classes = torch.arange(num_classes, device=scores.device)[:, None]
+    classes = torch.arange(num_classes)[:, None]
     scores = scores[:, None]
     return torch.where(labels[:, None] == classes, scores, torch.full_like(scores, NONE))
 
@@ -176,27 +154,17 @@ def pool(
     features = features[: extractor.num_inputs]
     levels = extractor.map_roi_levels(rois, len(features))
     layers = extractor.roi_layers
-    shape = rois.shape[0], extractor.out_channels, *layers[0].output_size
-    out = rois.new_zeros(shape)
+    out = rois.new_zeros(rois.shape[0], extractor.out_channels, *layers[0].output_size)
     for level, (x, layer) in enumerate(zip(features, layers)):
         index = (levels == level).nonzero()[:, 0]
-        pooled = roi_align(
-            x,
-            rois[index],
-            layer.output_size,
-            layer.spatial_scale,
-            layer.sampling_ratio,
-            layer.aligned,
-        )
-        out = out.index_put((index,), pooled)
+        how = layer.output_size, layer.spatial_scale, layer.sampling_ratio, layer.aligned
+        out = out.index_put((index,), roi_align(x, rois[index], *how))
     return out
 
 
-def to_rois(boxes: torch.Tensor) -> torch.Tensor:
-    """Boxes (B, N, 4) as (B * N, 5) with the number of the image."""
-    image = torch.arange(boxes.shape[0], device=boxes.device).to(boxes)
-    image = image[:, None, None].expand(-1, boxes.shape[1], 1)
-    return torch.cat([image, boxes], 2).flatten(0, 1)
+def to_rois(boxes: torch.Tensor, image: torch.Tensor) -> torch.Tensor:
+    """Boxes (n, 4) and the numbers of their images (n, ) as (n, 5)."""
+    return torch.cat([image[:, None].to(boxes), boxes], 1)
 
 
 class SingleStage(nn.Module):
@@ -207,12 +175,6 @@ class SingleStage(nn.Module):
     def __init__(self, detector: nn.Module) -> None:
         super().__init__()
         self.head, self.cfg = detector.bbox_head, detector.bbox_head.test_cfg
-        check_anchor_head(self.head, 'bbox_head', 'BaseDenseHead', self.cfg)
-        if self.cfg.get('min_bbox_size', -1) > 0:
-            raise ValueError(
-                'test_cfg.min_bbox_size above 0 is not supported: it counts pixels of the image '
-                'before its resizing'
-            )
 
     def forward(self, features, size):
         boxes, scores, labels, _ = candidates(self.head, self.cfg, features, size)
@@ -239,8 +201,6 @@ class TwoStage(nn.Module):
         super().__init__()
         self.rpn, self.rpn_cfg = detector.rpn_head, detector.rpn_head.test_cfg
         self.roi, self.cfg = detector.roi_head, detector.roi_head.test_cfg
-        check_anchor_head(self.rpn, 'rpn_head', 'RPNHead', self.rpn_cfg)
-        check_roi_head(self.roi, self.cfg)
         self.outputs = ('boxes', 'scores', 'labels', *['masks'] * self.roi.with_mask)
 
     def forward(self, features, size):
@@ -265,13 +225,13 @@ class TwoStage(nn.Module):
     def _detect(self, features, proposals, is_proposal, size):
         head = self.roi.bbox_head
         batch, num, classes = proposals.shape[0], proposals.shape[1], head.num_classes
-        rois = to_rois(proposals)
+        image = torch.arange(batch)[:, None].expand(-1, num)
+        rois = to_rois(proposals.flatten(0, 1), image.flatten())
         scores, deltas = head(pool(self.roi.bbox_roi_extractor, features, rois))
         scores = scores.softmax(-1)[:, :-1].reshape(batch, num, classes)
         scores = torch.where(is_proposal[..., None], scores, torch.full_like(scores, NONE))
-        scores = scores.transpose(1, 2)
-        deltas = deltas.reshape(batch, num, -1, 4).transpose(1, 2)
-        boxes = decode(head.bbox_coder, proposals[:, None], deltas, size[:, None])
+        deltas = deltas.reshape(batch, num, -1)
+        boxes = decode(head.bbox_coder, proposals, deltas, size).transpose(1, 2)
         # Every class has boxes of its own: a group of the suppression.
         boxes = boxes.expand(-1, classes, -1, -1).reshape(batch * classes, num, 4)
         # OpenVINO does not know the size of the last axis otherwise.
@@ -279,7 +239,7 @@ class TwoStage(nn.Module):
         count = self.cfg['max_per_img']
         scores = suppress(
             boxes,
-            scores.reshape(batch * classes, 1, num),
+            scores.transpose(1, 2).reshape(batch * classes, 1, num),
             self.cfg['nms']['iou_threshold'],
             self.cfg['score_thr'],
             count,
@@ -292,20 +252,16 @@ class TwoStage(nn.Module):
         head = self.roi.mask_head
         # The masks of objects only, and of one more, as runtimes differ in what they make of none.
         is_object = scores > NONE / 2
-        first = torch.arange(scores.shape[1], device=scores.device)[None] == 0
+        first = torch.arange(scores.shape[1])[None] == 0
         image, row = (is_object | first).nonzero().unbind(1)
-        masks = head(pool(self.roi.mask_roi_extractor, features, _rois_at(boxes, image, row)))
+        rois = to_rois(boxes[image, row], image)
+        masks = head(pool(self.roi.mask_roi_extractor, features, rois))
         if not head.class_agnostic:
             index = labels[image, row].clamp(min=0)[:, None, None, None]
             index = index.expand(-1, 1, masks.shape[2], masks.shape[3])
             masks = masks.gather(1, index)
         masks = masks.sigmoid()[:, 0] * is_object[image, row][:, None, None].to(masks)
-        shape = scores.shape[0], scores.shape[1], masks.shape[1], masks.shape[2]
-        return masks.new_zeros(shape).index_put((image, row), masks)
-
-
-def _rois_at(boxes: torch.Tensor, image: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
-    return torch.cat([image[:, None].to(boxes), boxes[image, row]], 1)
+        return masks.new_zeros(*scores.shape, *masks.shape[1:]).index_put((image, row), masks)
 
 
 def _finish(boxes, scores, labels):
@@ -316,103 +272,3 @@ def _finish(boxes, scores, labels):
         scores * is_object.to(scores),
         torch.where(is_object, labels, torch.full_like(labels, -1)),
     )
-
-
-def is_own(module: nn.Module, method: str, *names: str) -> bool:
-    """Whether a method is that of one of the classes with these names."""
-    for cls in type(module).__mro__:
-        if method in cls.__dict__:
-            return cls.__name__ in names
-    return False
-
-
-def check_nms(cfg: dict, where: str) -> None:
-    """Check what a ``test_cfg`` asks of the non-maximum suppression.
-
-    Raises:
-        ValueError: Naming what is not supported.
-    """
-    nms_cfg = cfg.get('nms') or {}
-    kind = nms_cfg.get('type', 'nms')
-    if kind != 'nms':
-        raise ValueError(f"{where}.nms.type {kind!r} is not supported: only 'nms' is")
-    # split_thr only bounds the memory.
-    unknown = set(nms_cfg) - {'type', 'iou_threshold', 'split_thr'}
-    if nms_cfg.get('class_agnostic') is False:
-        unknown -= {'class_agnostic'}
-    if unknown or 'iou_threshold' not in nms_cfg:
-        raise ValueError(
-            f'{where}.nms is not supported: it must have iou_threshold and no '
-            f'{", ".join(sorted(unknown)) or "other key"}, but is {dict(nms_cfg)}'
-        )
-    if not cfg.get('max_per_img', -1) > 0:
-        raise ValueError(f'{where}.max_per_img must be positive, but is {cfg.get("max_per_img")}')
-
-
-def check_anchor_head(head: nn.Module, where: str, base: str, cfg: dict) -> None:
-    """Check that a head predicts as :func:`candidates` does.
-
-    Raises:
-        ValueError: Naming what is not supported.
-    """
-    kind = type(head).__name__
-    kinds = {cls.__name__ for cls in type(head).__mro__}
-    # A forward() of its own puts out more than scores and boxes.
-    own = [(name, ('BaseDenseHead', 'AnchorHead')) for name in ('forward', 'predict_by_feat')]
-    own += [(name, (base,)) for name in ('_predict_by_feat_single', '_bbox_post_process')]
-    if 'AnchorHead' not in kinds or not all(is_own(head, name, *names) for name, names in own):
-        raise ValueError(
-            f'{where} of type {kind} is not supported: only heads with anchors that predict as '
-            f'{"RetinaHead" if base == "BaseDenseHead" else base} does are'
-        )
-    for part, expected in (
-        (head.bbox_coder, 'DeltaXYWHBBoxCoder'),
-        (head.prior_generator, 'AnchorGenerator'),
-    ):
-        if type(part).__name__ != expected:
-            raise ValueError(
-                f'{where} with a {type(part).__name__} is not supported: only {expected} is'
-            )
-    if getattr(head.loss_cls, 'custom_cls_channels', False):
-        raise ValueError(f'{where} with {type(head.loss_cls).__name__} is not supported')
-    if not cfg.get('nms_pre', -1) > 0:
-        raise ValueError(f'test_cfg.nms_pre of {where} must be positive')
-    check_nms(cfg, f'test_cfg of {where}')
-
-
-def check_roi_head(roi: nn.Module, cfg: dict) -> None:
-    """Check that an RoI head predicts as :class:`TwoStage` does.
-
-    Raises:
-        ValueError: Naming what is not supported.
-    """
-    if type(roi).__name__ != 'StandardRoIHead':
-        raise ValueError(
-            f'roi_head of type {type(roi).__name__} is not supported: only StandardRoIHead is'
-        )
-    if roi.with_shared_head:
-        raise ValueError('roi_head with a shared_head is not supported')
-    head = roi.bbox_head
-    own = all(is_own(head, n, 'BBoxHead') for n in ('predict_by_feat', '_predict_by_feat_single'))
-    if not own or not head.with_reg or not head.with_cls or head.custom_cls_channels:
-        raise ValueError(
-            f'roi_head.bbox_head of type {type(head).__name__} with '
-            f'{type(head.loss_cls).__name__} is not supported'
-        )
-    if type(head.bbox_coder).__name__ != 'DeltaXYWHBBoxCoder':
-        raise ValueError(
-            f'roi_head.bbox_head with a {type(head.bbox_coder).__name__} is not supported'
-        )
-    check_nms(cfg, 'test_cfg.rcnn')
-    extractors = [roi.bbox_roi_extractor]
-    if roi.with_mask:
-        extractors.append(roi.mask_roi_extractor)
-        mask = roi.mask_head
-        if type(mask).__name__ != 'FCNMaskHead':
-            raise ValueError(f'roi_head.mask_head of type {type(mask).__name__} is not supported')
-    for extractor in extractors:
-        if type(extractor).__name__ != 'SingleRoIExtractor':
-            raise ValueError(f'a roi_extractor of type {type(extractor).__name__} is not supported')
-        layer = extractor.roi_layers[0]
-        if type(layer).__name__ != 'RoIAlign' or layer.pool_mode != 'avg':
-            raise ValueError(f'the roi_layer {layer} is not supported: only RoIAlign by average is')

@@ -1,311 +1,239 @@
-"""Deploy forms in other formats."""
+"""Models as ONNX, compared with PyTorch before they are written."""
 
+import copy
 import io
 import os.path as osp
+import tempfile
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
+import cv2
 import numpy as np
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
+from mmengine.config import Config
+from mmengine.dataset import pseudo_collate
+from mmengine.registry import DATASETS
+from mmengine.structures import InstanceData
 
-from repa_mm.export.session import Session
-from repa_mm.export.whole import WholeModel
-from repa_mm.files import check_output, write_bytes
+from repa_mm.export.exported import ExportedModel
+from repa_mm.export.whole import WholeModel, whole_model
+from repa_mm.files import replacing
+from repa_mm.models.attention import FastShiftWindowMSA
+from repa_mm.models.base import trace_any_size
+from repa_mm.reparam import outermost, reparameterize
+from repa_mm.run import build_model, dataset_config, load_config
 
-# RoiAlign knows half pixels from 16 on; the last is that of torch's exporter.
-OPSETS = range(16, 21)
 OPSET = 17
 # Largest acceptable share of objects or pixels that differ, or difference of a score.
 TOLERANCES = dict(detection=0.02, segmentation=1e-3, classification=1e-4)
-FORMATS = {'.onnx': 'ONNX', '.pt2': 'a program of torch.export', '.pt': 'TorchScript, traced'}
+# The same for the features of a backbone, relative to the largest.
+TOLERANCE = 1e-4
+NUM_IMAGES = 3
 
 
-class _Tensors(nn.Module):
-    """A model whose output is a flat tuple of tensors."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-        # Exporters put the mode of the outermost module back.
-        self.training = model.training
-
-    def forward(self, image: torch.Tensor):
-        out = self.model(image)
-        return out if torch.is_tensor(out) else tuple(out)
-
-
-def _to_onnx(model: nn.Module, inputs: tuple, file: io.BytesIO, **kwargs) -> None:
-    # The exporter that does not need onnxscript, and takes a second.
-    if 'dynamo' in torch.onnx.export.__code__.co_varnames:
-        kwargs['dynamo'] = False
-    torch.onnx.export(model, inputs, file, **kwargs)
-
-
-def _write_onnx(model: nn.Module, image: torch.Tensor, dynamic: bool, file: io.BytesIO) -> None:
-    axes = {0: 'batch', 2: 'height', 3: 'width'} if dynamic else {}
-    names = dict(input_names=['image'], dynamic_axes=dict(image=axes))
-    _to_onnx(model, (image,), file, opset_version=OPSET, **names)
-
-
-def _write_program(model: nn.Module, image: torch.Tensor, dynamic: bool, file: io.BytesIO) -> None:
-    if not hasattr(torch.export, 'Dim') or not hasattr(torch.export.Dim, 'AUTO'):
-        raise ImportError(f'.pt2 files need torch 2.6 or later, this is {torch.__version__}')
-    auto = torch.export.Dim.AUTO
-    axes = {0: auto, 2: auto, 3: auto} if dynamic else {}
-    program = torch.export.export(model, (image,), dynamic_shapes=(axes,), strict=False)
-    torch.export.save(program, file)
-
-
-def _write_script(model: nn.Module, image: torch.Tensor, dynamic: bool, file: io.BytesIO) -> None:
-    torch.jit.save(torch.jit.trace(model, image, check_trace=False), file)
-
-
-_WRITERS = {'.onnx': _write_onnx, '.pt2': _write_program, '.pt': _write_script}
-
-
-def read(
-    file: str | io.BytesIO, suffix: str | None = None
-) -> Callable[[torch.Tensor], Sequence[torch.Tensor]]:
-    """A function of an exported file: from images to a list of tensors.
-
-    Args:
-        file (str | io.BytesIO): The file, or its content.
-        suffix (str, optional): Its format, one of ``FORMATS``. Defaults to that of its name.
-    """
-    suffix = suffix or osp.splitext(file)[1]
-    if suffix == '.onnx':
-        import onnxruntime
-
-        content = file if isinstance(file, str) else file.getvalue()
-        session = onnxruntime.InferenceSession(content, providers=['CPUExecutionProvider'])
-        name = session.get_inputs()[0].name
-        return lambda image: [
-            torch.from_numpy(array) for array in session.run(None, {name: image.numpy()})
-        ]
-    model = torch.export.load(file).module() if suffix == '.pt2' else torch.jit.load(file)
-
-    @torch.no_grad()
-    def run(image):
-        out = model(image)
-        return [out] if torch.is_tensor(out) else list(out)
-
-    return run
-
-
-def _largest(errors: Sequence[float]) -> float:
-    """The largest number; NaN if one is, which Python's max() would lose."""
-    return torch.tensor(errors).max().item()
-
-
-@torch.no_grad()
-def largest_error(model: nn.Module, exported: Callable, shapes: Sequence[tuple[int, ...]]) -> float:
-    """The largest error of outputs, relative to the largest output, on random images."""
-    model = _Tensors(model)
-    errors: list[float] = []
-    for shape in shapes:
-        image = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-        expected = model(image)
-        if torch.is_tensor(expected):
-            expected = [expected]
-        for a, b in zip(exported(image), expected, strict=True):
-            if a.shape != b.shape:
-                return float('inf')
-            errors.append(((a - b).abs().max() / b.abs().max()).item())
-    return _largest(errors)
-
-
-def export(
-    model: nn.Module,
+def export_checkpoint(
+    config: str,
+    checkpoint: str,
     out: str,
-    shape: Sequence[int] = (224, 224),
-    dynamic: bool = False,
+    shape: Sequence[int] | None = None,
+    dynamic: bool | None = None,
     batch: int = 1,
-    tolerance: float = 1e-4,
-) -> float:
-    """Write a backbone or classifier in another format, and check the file.
-
-    What it computes there is compared with what the model computes, on random images; with
-    ``dynamic`` also on images of other sizes.
+    backbone: bool = False,
+    preprocessing: bool = False,
+    images: str | None = None,
+) -> tuple[str, float]:
+    """Write the deploy form of a model, or a model that has nothing to merge, as ONNX.
 
     Args:
-        model (nn.Module): In eval mode and usually in its deploy form, on the CPU. It takes
-            normalized images (B, 3, H, W) and returns a tensor or a tuple of tensors.
-        out (str): A file with the suffix '.onnx', '.pt2' (``torch.export``) or '.pt'
-            (TorchScript). It is written only if it agrees.
-        shape (Sequence[int]): Height and width of images. Defaults to (224, 224).
-        dynamic (bool): Take images of other sizes, and other numbers of them. Then ``shape`` is an
-            example: not the size that the model is made for (position embeddings would not be
-            resized), and for a Swin more than one window in the last stage (above 224). Defaults
-            to False.
-        batch (int): Number of images, of the example if ``dynamic``. Defaults to 1.
-        tolerance (float): Largest acceptable error, relative to the largest output. Defaults to
-            1e-4.
+        config (str): Path of the config of the training form.
+        checkpoint (str): Path of a checkpoint in either form.
+        out (str): The file to write.
+        shape (Sequence[int], optional): Height and width of images. Defaults to 224 by 224, or to
+            an example that suits the model if ``dynamic``.
+        dynamic (bool, optional): Take images of any size, and any number of them. Defaults to what
+            is written: whole models do, backbones do not.
+        batch (int): Number of images. Defaults to 1.
+        backbone (bool): Write the backbone alone, of a classifier all up to the logits.
+        preprocessing (bool): Normalize images in the graph. Defaults to False.
+        images (str, optional): A folder of images to compare on. Defaults to the config's test
+            data, or to noise if there is none.
 
     Returns:
-        float: The largest error.
-
-    Raises:
-        ValueError: If the suffix is unknown, the model cannot be exported so, or the file does not
-            agree with the model.
-        ImportError: If a package or PyTorch is too old or missing.
-        OSError: If the file cannot be written.
+        tuple: What is written, and on what it was compared; and how much it differs from PyTorch,
+        see :func:`export` and :func:`export_whole`.
     """
-    suffix = osp.splitext(out)[1]
-    if suffix not in FORMATS:
-        kinds = ', '.join(f'{k} ({v})' for k, v in FORMATS.items())
-        raise ValueError(f'the suffix of {out!r} is none of {kinds}')
-    check_output(out)
-    height, width = shape
-    if dynamic:  # what is 1 in the example stays 1
-        batch = max(batch, 2)
-    shapes = [(batch, 3, height, width)]
-    if dynamic:
-        shapes += [(1, 3, height + 64, width + 32), (3, 3, width + 65, height)]
-    # In memory: on a full disk, torch's own writers end the process.
-    file = io.BytesIO()
-    with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter('ignore')
-        _WRITERS[suffix](_Tensors(model), torch.randn(shapes[0]), dynamic, file)
-    file.seek(0)
-    error = _checked_error(model, read(file, suffix), shapes, suffix, tolerance)
-    write_bytes(out, file.getbuffer())
-    return error
-
-
-def _checked_error(
-    model: nn.Module, exported: Callable, shapes: Sequence, suffix: str, tolerance: float
-) -> float:
+    cfg = load_config(config)
+    model = model_to_export(cfg, checkpoint)
+    if dynamic is None:
+        dynamic = not backbone
+    shape = shape or (example_shape(model) if dynamic else (224, 224))
+    if backbone:
+        is_classifier = cfg.default_scope == 'mmpretrain'
+        error = export(model if is_classifier else model.backbone, out, shape, dynamic, batch)
+        return f'{"classifier" if is_classifier else "backbone"}, compared on noise', error
+    source = 'images'
     try:
-        error = largest_error(model, exported, shapes)
-    except Exception as failure:  # each format has its own
-        made_for, example = getattr(model, 'img_size', None), tuple(shapes[0][2:])
-        hint = ''
-        if isinstance(made_for, (tuple, list)) and tuple(made_for) == example:
-            hint = (
-                f', since it was traced with {example[0]}x{example[1]}, the size that it is made '
-                'for, at which position embeddings are not resized (give another example)'
-            )
-        raise ValueError(
-            f'the model as {FORMATS[suffix]} does not take images of other sizes{hint}: '
-            f'{str(failure)[:200]}'
-        ) from failure
-    if not error <= tolerance:
-        raise ValueError(
-            f'the model as {FORMATS[suffix]} differs by {error:.1e}, more than {tolerance:.0e}: '
-            'nothing is written'
-        )
-    return error
+        images = images_of(cfg, 'test', NUM_IMAGES, images)
+    except FileNotFoundError:
+        if images:
+            raise
+        source = 'noise, as the test data is not there'
+        images = noise(cfg)
+    error = export_whole(model, out, images, shape, dynamic, batch, preprocessing)
+    return f'{type(model).__name__}, compared on {source}', error
+
+
+def model_to_export(cfg: Config, checkpoint: str, shortcut: str = 'inside') -> nn.Module:
+    """The deploy form of a model; a vanilla model, which has nothing to merge, as it is.
+
+    Args:
+        cfg (Config): The config.
+        checkpoint (str): Path of a checkpoint in either form.
+        shortcut (str): 'inside' or 'outside', where deploy forms have their shortcut.
+    """
+    model = build_model(cfg, checkpoint)
+    if next(outermost(model), None):
+        reparameterize(model, inplace=True, shortcut=shortcut)
+    return model
+
+
+def example_shape(model: nn.Module) -> tuple[int, int]:
+    """Height and width of images to trace a model of any size with.
+
+    A size that the model is not made for, so that position embeddings are resized, and with more
+    than one window in the last stage of a Swin.
+    """
+    side = 224
+    for module in model.modules():
+        if isinstance(module, FastShiftWindowMSA):
+            side = max(side, 32 * module.window_size)
+    made_for = getattr(getattr(model, 'backbone', None), 'img_size', None)
+    if isinstance(made_for, (list, tuple)):
+        side = max(side, *made_for)
+    return side + 32, side + 64
+
+
+def images_of(cfg: Config, split: str, number: int, folder: str | None = None) -> list[dict]:
+    """Images as a model gets them when it is tested.
+
+    Args:
+        cfg (Config): Whose test pipeline.
+        split (str): Whose data set, 'train' or 'test'.
+        number (int): Number of images, spread evenly over what there is.
+        folder (str, optional): A folder of images to take instead.
+
+    Returns:
+        list[dict]: Batches of one image.
+    """
+    source = dict(type='ImageFolder', data_root=folder) if folder else dataset_config(cfg, split)
+    dataset = DATASETS.build(dict(source, pipeline=dataset_config(cfg, 'test').pipeline))
+    number = min(number, len(dataset))
+    return [pseudo_collate([dataset[i * len(dataset) // number]]) for i in range(number)]
+
+
+def noise(cfg: Config) -> list[dict]:
+    """Smooth random images through a config's test pipeline, as from :func:`images_of`."""
+    generator = np.random.default_rng(0)
+    with tempfile.TemporaryDirectory() as folder:
+        for i in range(NUM_IMAGES):
+            coarse = generator.integers(0, 256, (9, 12, 3), np.uint8)
+            cv2.imwrite(osp.join(folder, f'{i}.png'), cv2.resize(coarse, (640, 480)))
+        return images_of(cfg, 'test', NUM_IMAGES, folder)
 
 
 def export_whole(
-    model: WholeModel,
+    model: nn.Module,
     out: str,
+    images: Sequence[dict],
     shape: Sequence[int],
     dynamic: bool = True,
     batch: int = 1,
-    opset: int = OPSET,
+    preprocessing: bool = False,
 ) -> float:
-    """Write a whole model as ONNX, and check the file.
+    """Write a whole model as ONNX, from images to predictions.
 
-    What it predicts there, on random images, is compared with what the model predicts; with
-    ``dynamic`` also on images of other sizes. The file holds what a program has to know about it
-    as metadata, see :class:`~repa_mm.export.session.Session`.
+    What the file predicts is compared with what ``model.test_step`` does, every box of a detector
+    counting. The file holds what a program has to know about it as metadata, see
+    :class:`~repa_mm.export.session.Session`.
 
     Args:
-        model (WholeModel): From :func:`~repa_mm.export.whole.whole_model`, on the CPU.
-        out (str): A file with the suffix '.onnx'. It is written only if it agrees.
+        model (nn.Module): A detector, segmentor or classifier in eval mode, on the CPU.
+        out (str): The file. It is written only if it agrees.
+        images (Sequence[dict]): Batches of one image from a data loader, to compare on.
         shape (Sequence[int]): Height and width of images, an example if ``dynamic``.
-        dynamic (bool): Take images of other sizes, and other numbers of them. Defaults to True.
+        dynamic (bool): Take images of other sizes, and other numbers of them; all of these are
+            tried. Defaults to True.
         batch (int): Number of images, of the example if ``dynamic``. Defaults to 1.
-        opset (int): Version of ONNX's operators. Defaults to 17.
+        preprocessing (bool): Take images of type uint8 as OpenCV reads them, (B, H, W, 3), and
+            normalize them in the graph. Defaults to False: normalized images (B, 3, H, W).
 
     Returns:
-        float: The largest share of objects (pixels of label maps; for classifiers, difference of a
-        score) that differ.
+        float: How much the file differs, see :func:`disagreement`.
 
     Raises:
-        ValueError: If the suffix or the opset is not supported, the model cannot be exported so,
-            or the file does not agree with the model.
-        ImportError: If a package is missing.
-        OSError: If the file cannot be written.
+        ValueError: If the file does not agree with the model.
     """
-    if osp.splitext(out)[1] != '.onnx':
-        raise ValueError(f'whole models are written as .onnx, but the output is {out!r}')
-    if opset not in OPSETS:
-        raise ValueError(
-            f'opset {opset} is not supported: choose one from {OPSETS[0]} to {OPSETS[-1]}'
-        )
-    check_output(out)
-    shapes = [(batch, *shape)]
+    content, error = agreeing_onnx(model, images, shape, dynamic, batch, preprocessing)
+    with replacing(out) as path, open(path, 'wb') as file:
+        file.write(content)
+    return error
+
+
+def agreeing_onnx(
+    model: nn.Module,
+    images: Sequence[dict],
+    shape: Sequence[int],
+    dynamic: bool,
+    batch: int,
+    preprocessing: bool,
+) -> tuple[bytes, float]:
+    """The content of the file, and how much it differs; as for :func:`export_whole`."""
+    whole = whole_model(model, preprocessing)
+    height, width = shape
     if dynamic:
-        # What is 1 in the example stays 1.
-        height, width = shape
-        shapes = [(max(batch, 2), *shape), (1, height + 64, width + 32), (3, width + 65, height)]
-    import_onnx()
-    file = whole_onnx(model, shapes[0], dynamic, opset)
-    error = _checked_disagreement(model, file, shapes)
-    write_bytes(out, file.getbuffer())
-    return error
+        batch = max(batch, 2)  # what is 1 in the example stays 1
+        larger, other = (height + 64, width + 32), (width + 65, height)
+        mixed = [shape, larger if whole.task == 'detection' else shape]
+        batches = [images[0], *(resized(images, s) for s in (mixed, [larger], [other] * 3))]
+    else:
+        batches = [resized(images, [shape] * batch)]
+    content = whole_onnx(whole, (batch, height, width), dynamic)
+    check = content
+    if whole.task == 'detection':
+        # Trained detectors find nothing in noise: every box counts.
+        check, model = _without_threshold(content), copy.deepcopy(model)
+        head = model.roi_head if hasattr(model, 'roi_head') else model.bbox_head
+        head.test_cfg['score_thr'] = 0.0
+    exported = ExportedModel(check, model.data_preprocessor)
+    error = _largest([disagreement(model, exported, data) for data in batches])
+    _check(error, TOLERANCES[whole.task])
+    return content, error
 
 
-def import_onnx() -> None:
-    """Check that ONNX and ONNX Runtime are there.
-
-    Raises:
-        ImportError: If not.
-    """
-    try:
-        import onnx  # noqa: F401
-        import onnxruntime  # noqa: F401
-    except ImportError as error:
-        raise ImportError(
-            f'the export needs ONNX and ONNX Runtime ({error}): pip install onnx onnxruntime'
-        ) from error
-
-
-def _checked_disagreement(model: WholeModel, file: io.BytesIO, shapes: Sequence) -> float:
-    threshold = None
-    if model.task == 'detection':
-        # Trained detectors find nothing in random images: every box counts.
-        threshold, file = model.predict.cfg.get('score_thr'), _without_threshold(file)
-        model.predict.cfg['score_thr'] = 0.0
-    try:
-        session = Session(file)
-        errors = [disagreement(model, session, model.example(*size)) for size in shapes]
-    except ValueError as error:
-        raise ValueError(f'the exported model does not take other images: {error}') from error
-    finally:
-        if threshold is not None:
-            model.predict.cfg['score_thr'] = threshold
-    error, tolerance = _largest(errors), TOLERANCES[model.task]
-    if not error <= tolerance:
-        raise ValueError(
-            f'the exported model differs from PyTorch by {error:.1e}, more than {tolerance:.0e}: '
-            'nothing is written'
+def resized(images: Sequence[dict], sizes: Sequence[tuple[int, int]]) -> dict:
+    """Some images, in these sizes (height, width), as a batch of a data loader."""
+    inputs, samples = [], []
+    for i, size in enumerate(sizes):
+        data = images[i % len(images)]
+        pixels = F.interpolate(data['inputs'][0][None].float(), tuple(size), mode='bilinear')
+        inputs.append(pixels[0].byte())
+        samples.append(copy.deepcopy(data['data_samples'][0]))
+        samples[-1].set_metainfo(
+            dict(img_shape=tuple(size), ori_shape=tuple(size), scale_factor=(1.0, 1.0))
         )
-    return error
+    return dict(inputs=inputs, data_samples=samples)
 
 
-def _without_threshold(file: io.BytesIO) -> io.BytesIO:
-    """The model with 0 for every positive threshold of the scores."""
-    import onnx
+def whole_onnx(model: WholeModel, shape: Sequence[int], dynamic: bool = True) -> bytes:
+    """The content of an ONNX file.
 
-    proto = onnx.load_from_string(file.getvalue())
-    names = {n.input[4] for n in proto.graph.node if n.op_type == 'NonMaxSuppression'}
-    constants = [(t.name, t) for t in proto.graph.initializer]
-    constants += [
-        (n.output[0], n.attribute[0].t) for n in proto.graph.node if n.op_type == 'Constant'
-    ]
-    for name, tensor in constants:
-        if name in names:
-            value = np.minimum(onnx.numpy_helper.to_array(tensor), 0)
-            tensor.CopyFrom(onnx.numpy_helper.from_array(value, tensor.name))
-    return io.BytesIO(proto.SerializeToString())
-
-
-def whole_onnx(model: WholeModel, shape: Sequence[int], dynamic: bool, opset: int) -> io.BytesIO:
-    """The content of an ONNX file."""
+    Args:
+        model (WholeModel): From :func:`~repa_mm.export.whole.whole_model`.
+        shape (Sequence[int]): Number of images, height and width.
+        dynamic (bool): Take any others, too. Defaults to True.
+    """
     import onnx
 
     inputs, names = [model.example(*shape)], ['image']
@@ -319,76 +247,186 @@ def whole_onnx(model: WholeModel, shape: Sequence[int], dynamic: bool, opset: in
         names.append(name)
         if model.task == 'detection':  # one size for all images, or one each
             axes[name] = {0: 'sizes'}
-    # In memory: on a full disk, torch's own writers end the process.
-    file = io.BytesIO()
-    with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter('ignore')
-        _to_onnx(
-            model,
-            tuple(inputs),
-            file,
-            opset_version=opset,
-            input_names=names,
-            output_names=list(model.outputs),
-            dynamic_axes=axes,
-        )
-    proto = onnx.load_from_string(file.getvalue())
+    content = to_onnx(
+        model, tuple(inputs), input_names=names, output_names=list(model.outputs), dynamic_axes=axes
+    )
+    proto = onnx.load_from_string(content)
     if model.option:  # an input with an initial value can be left out
         value = np.array(model.option[1], np.int64)
         proto.graph.initializer.append(onnx.numpy_helper.from_array(value, model.option[0]))
     onnx.helper.set_model_props(proto, model.metadata())
-    return io.BytesIO(proto.SerializeToString())
+    return proto.SerializeToString()
+
+
+def to_onnx(model: nn.Module, inputs: tuple, **kwargs) -> bytes:
+    """The content of an ONNX file, by PyTorch's exporter that traces."""
+    # It needs no onnxscript, and takes a second.
+    if 'dynamo' in torch.onnx.export.__code__.co_varnames:
+        kwargs['dynamo'] = False
+    file = io.BytesIO()
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter('ignore')
+        torch.onnx.export(model, inputs, file, opset_version=OPSET, **kwargs)
+    return file.getvalue()
+
+
+def _without_threshold(content: bytes) -> bytes:
+    """The model with 0 for every positive threshold of the scores."""
+    import onnx
+
+    proto = onnx.load_from_string(content)
+    names = {n.input[4] for n in proto.graph.node if n.op_type == 'NonMaxSuppression'}
+    constants = [(t.name, t) for t in proto.graph.initializer]
+    constants += [
+        (n.output[0], n.attribute[0].t) for n in proto.graph.node if n.op_type == 'Constant'
+    ]
+    for name, tensor in constants:
+        if name in names:
+            value = np.minimum(onnx.numpy_helper.to_array(tensor), 0)
+            tensor.CopyFrom(onnx.numpy_helper.from_array(value, tensor.name))
+    return proto.SerializeToString()
 
 
 @torch.no_grad()
-def disagreement(model: WholeModel, session: Session, image: torch.Tensor) -> float:
-    """How much an exported model differs from the model on images.
+def disagreement(model: nn.Module, exported: ExportedModel, data: dict) -> float:
+    """How much an exported model differs from the model on a batch of images.
 
     Args:
-        model (WholeModel): The model.
-        session (Session): The exported model.
-        image (torch.Tensor): Images, as the model takes them.
+        model (nn.Module): The model.
+        exported (ExportedModel): The exported model.
+        data (dict): From a data loader.
 
     Returns:
         float: For detectors, the share of objects without a counterpart: of the same label, with a
         score that differs by less than 1e-3, sides that differ by less than 0.1 pixels and a mask
-        that differs by less than 0.01 on average; NaN if there is no object. For
+        of which less than 2 % of the box and 4 pixels differ; NaN if there is no object. For
         segmentors, the share of pixels. For classifiers, the largest difference of a score.
     """
-    option = (torch.tensor(model.option[1]),) if model.option else ()
-    expected = model(image, *option)
-    if torch.is_tensor(expected):
-        expected = (expected,)
-    found = session(image.numpy())
-    actual = [torch.from_numpy(np.asarray(found[name])) for name in model.outputs]
-    if any(a.shape != b.shape for a, b in zip(actual, expected, strict=True)):
-        return float('inf')
-    if model.task == 'classification':
-        return (actual[0] - expected[0]).abs().max().item()
-    if model.task == 'segmentation':
-        return (actual[0] != expected[0]).float().mean().item()
-    if not (expected[2] >= 0).any():
-        return float('nan')  # nothing is compared
-    return max(lost_objects(actual, expected), lost_objects(expected, actual))
+    pairs = list(zip(exported.test_step(copy.deepcopy(data)), model.test_step(copy.deepcopy(data))))
+    if 'pred_instances' in pairs[0][0]:
+        pairs = [(a.pred_instances, b.pred_instances) for a, b in pairs]
+        lost = sum(lost_objects(a, b) + lost_objects(b, a) for a, b in pairs)
+        return lost / sum(len(a) + len(b) for a, b in pairs)
+    if 'pred_sem_seg' in pairs[0][0]:
+        return _largest(
+            (a.pred_sem_seg.data != b.pred_sem_seg.data).float().mean() for a, b in pairs
+        )
+    return _largest((a.pred_score - b.pred_score).abs().max() for a, b in pairs)
 
 
-def lost_objects(found: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> float:
-    """The share of objects without a counterpart among others, see :func:`disagreement`.
+def lost_objects(found: InstanceData, others: InstanceData) -> int:
+    """The number of objects without a counterpart among others, see :func:`disagreement`.
 
     Args:
-        found (Sequence[torch.Tensor]): Boxes (B, N, 4), scores (B, N), labels (B, N) and perhaps
-            masks (B, N, h, w).
-        others (Sequence[torch.Tensor]): Likewise.
+        found (InstanceData): With bboxes (N, 4), scores (N, ), labels (N, ) and perhaps masks
+            (N, H, W).
+        others (InstanceData): Likewise.
     """
-    boxes, scores, labels = found[:3]
-    is_object = labels >= 0
-    fits = (boxes[:, :, None] - others[0][:, None]).abs().amax(-1) < 0.1
-    fits &= (scores[:, :, None] - others[1][:, None]).abs() < 1e-3
-    fits &= labels[:, :, None] == others[2][:, None]
-    if len(found) > 3:
-        for i, (masks, other) in enumerate(zip(found[3], others[3], strict=True)):
-            fits[i] &= (
-                torch.cdist(masks.flatten(1), other.flatten(1), p=1) < 0.01 * masks[0].numel()
-            )
-    lost = is_object & ~fits.any(2)
-    return (lost.sum() / is_object.sum().clamp(min=1)).item()
+    fits = (found.bboxes[:, None] - others.bboxes).abs().amax(-1) < 0.1
+    fits &= (found.scores[:, None] - others.scores).abs() < 1e-3
+    fits &= found.labels[:, None] == others.labels
+    if 'masks' in found:
+        areas = (found.bboxes[:, 2:] - found.bboxes[:, :2]).prod(1)
+        for i, j in fits.nonzero().tolist():
+            differing = (found.masks[i] != others.masks[j]).sum()
+            fits[i, j] = differing < 0.02 * areas[i] + 4
+    return int((~fits.any(1)).sum())
+
+
+def _largest(errors: Iterable) -> float:
+    """The largest number; NaN if one is, which Python's max() would lose."""
+    return torch.tensor(list(errors)).max().item()
+
+
+def _check(error: float, tolerance: float) -> None:
+    if not error <= tolerance:
+        raise ValueError(
+            f'the exported model differs from PyTorch by {error:.1e}, more than {tolerance:.0e}: '
+            'nothing is written'
+        )
+
+
+class _Tensors(nn.Module):
+    """A model whose output is a flat tuple of tensors."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        # Exporters put the mode of the outermost module back.
+        self.training = model.training
+
+    def forward(self, image: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        out = self.model(image)
+        return (out,) if torch.is_tensor(out) else tuple(out)
+
+
+def read(file: str | bytes) -> Callable[[torch.Tensor], list[torch.Tensor]]:
+    """A function of a backbone's file, or of its content: from images to tensors."""
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(file, providers=['CPUExecutionProvider'])
+    return lambda image: [torch.from_numpy(x) for x in session.run(None, dict(image=image.numpy()))]
+
+
+@torch.no_grad()
+def largest_error(model: nn.Module, exported: Callable, shapes: Sequence[tuple[int, ...]]) -> float:
+    """The largest error of outputs on noise, relative to the largest output.
+
+    Args:
+        model (nn.Module): From images to a tuple of tensors.
+        exported (Callable): Likewise.
+        shapes (Sequence[tuple[int]]): Of the images, (B, 3, H, W).
+    """
+    errors = []
+    for shape in shapes:
+        image = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        for a, b in zip(exported(image), model(image), strict=True):
+            errors.append((a - b).abs().max() / b.abs().max())
+    return _largest(errors)
+
+
+@torch.no_grad()
+def export(
+    model: nn.Module,
+    out: str,
+    shape: Sequence[int] = (224, 224),
+    dynamic: bool = False,
+    batch: int = 1,
+) -> float:
+    """Write a backbone or classifier as ONNX.
+
+    What the file computes is compared with what the model computes, on noise; with ``dynamic`` also
+    of other sizes.
+
+    Args:
+        model (nn.Module): In eval mode and usually in its deploy form, on the CPU. It takes
+            normalized images (B, 3, H, W) and returns a tensor or a tuple of tensors.
+        out (str): The file. It is written only if it agrees.
+        shape (Sequence[int]): Height and width of images. Defaults to (224, 224).
+        dynamic (bool): Take images of other sizes, and other numbers of them. Then ``shape`` is an
+            example: not the size that the model is made for (position embeddings would not be
+            resized), and for a Swin more than one window in the last stage (above 224). Defaults
+            to False.
+        batch (int): Number of images, of the example if ``dynamic``. Defaults to 1.
+
+    Returns:
+        float: The largest error, relative to the largest output.
+
+    Raises:
+        ValueError: If the file does not agree with the model.
+    """
+    height, width = shape
+    model = _Tensors(copy.deepcopy(model))
+    trace_any_size(model)
+    shapes = [(batch, 3, height, width)]
+    if dynamic:  # what is 1 in the example stays 1
+        shapes = [(max(batch, 2), 3, height, width), (1, 3, height + 64, width + 32)]
+        shapes.append((3, 3, width + 65, height))
+    axes = {0: 'batch', 2: 'height', 3: 'width'} if dynamic else {}
+    names = dict(input_names=['image'], dynamic_axes=dict(image=axes))
+    content = to_onnx(model, (torch.randn(shapes[0]),), **names)
+    error = largest_error(model, read(content), shapes)
+    _check(error, TOLERANCE)
+    with replacing(out) as path, open(path, 'wb') as file:
+        file.write(content)
+    return error

@@ -7,7 +7,9 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from repa_mm.export.detection import SingleStage, TwoStage, is_own
+from repa_mm.export.detection import SingleStage, TwoStage
+from repa_mm.models.base import trace_any_size
+from repa_mm.models.surgery.replace import replace
 
 # Larger than any image: "the whole image" for the optional input image_size.
 WHOLE = 2**30
@@ -27,8 +29,7 @@ class AveragePool(nn.Module):
     @staticmethod
     def _matrix(size: int, new_size: int, like: torch.Tensor) -> torch.Tensor:
         """Averages (n, size) over the rows from floor(i size / n) to ceil((i + 1) size / n)."""
-        rows = torch.arange(size, device=like.device)
-        cells = torch.arange(new_size, device=like.device)[:, None]
+        rows, cells = torch.arange(size), torch.arange(new_size)[:, None]
         size = torch.ones_like(cells) * rows.shape[0]
         start = cells * size // new_size
         stop = ((cells + 1) * size + new_size - 1) // new_size
@@ -43,14 +44,11 @@ class AveragePool(nn.Module):
         return down @ (x @ across.t())
 
 
-def _with_traceable_pools(model: nn.Module) -> None:
-    for module in list(model.modules()):
-        for name, child in module.named_children():
-            if type(child) is nn.AdaptiveAvgPool2d:
-                size = child.output_size
-                size = (size, size) if isinstance(size, int) else tuple(size)
-                if None not in size and size != (1, 1):
-                    setattr(module, name, AveragePool(size))
+def _average_pool(module: nn.Module) -> AveragePool | None:
+    if type(module) is nn.AdaptiveAvgPool2d and module.output_size not in (1, (1, 1)):
+        size = module.output_size
+        return AveragePool((size, size) if isinstance(size, int) else size)
+    return None
 
 
 class Preprocessing(nn.Module):
@@ -66,21 +64,14 @@ class Preprocessing(nn.Module):
     def __init__(self, config: nn.Module, in_graph: bool) -> None:
         super().__init__()
         self.in_graph = in_graph
-        self.flip = bool(
-            getattr(config, '_channel_conversion', False) or getattr(config, 'to_rgb', False)
-        )
-        self.normalize = bool(getattr(config, '_enable_normalize', False))
+        # MMPretrain has another name for it.
+        self.flip = getattr(config, '_channel_conversion', getattr(config, 'to_rgb', False))
+        self.normalize = config._enable_normalize
         if self.normalize:
             self.register_buffer('mean', config.mean.clone())
             self.register_buffer('std', config.std.clone())
-        self.divisor = max(int(getattr(config, 'pad_size_divisor', 1) or 1), 1)
+        self.divisor = getattr(config, 'pad_size_divisor', 1) or 1
         self.pad_value = float(getattr(config, 'pad_value', 0))
-        if getattr(config, 'test_cfg', None):
-            raise ValueError(
-                f'data_preprocessor.test_cfg is not supported: {dict(config.test_cfg)}'
-            )
-        if 'SegData' in type(config).__name__:
-            self.divisor = 1  # a matter of training
 
     def forward(self, image: torch.Tensor) -> torch.Tensor:
         """Normalized images (B, 3, H, W)."""
@@ -101,8 +92,7 @@ class Preprocessing(nn.Module):
         """
         height, width = image.shape[2:]
         if self.in_graph:
-            rows = torch.arange(height, device=image.device) < size[:, :1]
-            columns = torch.arange(width, device=image.device) < size[:, 1:]
+            rows, columns = torch.arange(height) < size[:, :1], torch.arange(width) < size[:, 1:]
             inside = rows[:, None, :, None] & columns[:, None, None]
             image = torch.where(inside, image, torch.full_like(image, self.pad_value))
         if self.divisor > 1:
@@ -130,25 +120,21 @@ class WholeModel(nn.Module):
         self.preprocessing = Preprocessing(model.data_preprocessor, preprocessing)
         self.training = model.training
 
-    def example(self, batch: int, height: int, width: int, seed: int = 0) -> torch.Tensor:
-        """Random images: smooth, and unlike each other."""
-        generator = torch.Generator().manual_seed(seed)
-        coarse = torch.randn(batch, 3, 1 + height // 16, 1 + width // 16, generator=generator)
-        image = F.interpolate(coarse, (height, width), mode='bicubic', align_corners=False)
+    def example(self, batch: int, height: int, width: int) -> torch.Tensor:
+        """Images to trace the model with."""
         if self.preprocessing.in_graph:
-            return (image * 60 + 128).clamp(0, 255).permute(0, 2, 3, 1).contiguous().byte()
-        return image
+            return torch.full((batch, height, width, 3), 128, dtype=torch.uint8)
+        return torch.randn(batch, 3, height, width)
 
     def metadata(self) -> dict[str, str]:
         """What is to be known about the file, as strings."""
         classes = (getattr(self.model, 'dataset_meta', None) or {}).get('classes') or ()
-        found = dict(
+        return dict(
             task=self.task,
             preprocessing=str(int(self.preprocessing.in_graph)),
             classes=json.dumps(list(classes)),
             outputs=','.join(self.outputs),
         )
-        return found
 
 
 class WholeDetector(WholeModel):
@@ -163,17 +149,7 @@ class WholeDetector(WholeModel):
 
     def __init__(self, model: nn.Module, preprocessing: bool) -> None:
         super().__init__(model, preprocessing)
-        # The class of the method that predicts, since names of detectors are many.
-        if is_own(model, 'predict', 'SingleStageDetector'):
-            self.predict = SingleStage(model)
-        elif is_own(model, 'predict', 'TwoStageDetector') and model.with_rpn:
-            self.predict = TwoStage(model)
-        else:
-            raise ValueError(
-                f'a {type(model).__name__} is not supported as a whole: only detectors that '
-                'predict as RetinaNet, Faster R-CNN and Mask R-CNN do are (the backbone alone: '
-                '--backbone)'
-            )
+        self.predict = (TwoStage if hasattr(model, 'roi_head') else SingleStage)(model)
         self.outputs = self.predict.outputs
 
     def forward(self, image: torch.Tensor, image_size: torch.Tensor):
@@ -181,7 +157,7 @@ class WholeDetector(WholeModel):
         own = torch._shape_as_tensor(image)[2:][None].to(image_size)
         size = torch.minimum(image_size, own).expand(image.shape[0], 2)
         features = self.model.extract_feat(self.preprocessing.pad(image, size))
-        size = size.flip(1).repeat(1, 2)[:, None].to(features[0])
+        size = size.flip(1).repeat(1, 2)[:, None, None].to(features[0])
         return self.predict(features, size)
 
     def metadata(self) -> dict[str, str]:
@@ -202,21 +178,6 @@ class WholeSegmentor(WholeModel):
     outputs = ('labels',)
     option = 'output_size', [0, 0]
 
-    def __init__(self, model: nn.Module, preprocessing: bool) -> None:
-        super().__init__(model, preprocessing)
-        head = model.decode_head
-        if type(model).__name__ != 'EncoderDecoder':
-            raise ValueError(f'a {type(model).__name__} is not supported as a whole')
-        if not all(is_own(head, name, 'BaseDecodeHead') for name in ('predict', 'predict_by_feat')):
-            raise ValueError(f'decode_head of type {type(head).__name__} is not supported')
-        if model.test_cfg.get('mode', 'whole') != 'whole':
-            raise ValueError(
-                f"test_cfg.mode {model.test_cfg.mode!r} is not supported: only 'whole' is (a "
-                'sliding window is a loop around the exported model)'
-            )
-        if head.out_channels == 1:
-            raise ValueError('decode_head.out_channels=1 is not supported')
-
     def forward(self, image: torch.Tensor, output_size: torch.Tensor):
         image = self.preprocessing(image)
         own = torch._shape_as_tensor(image)[2:].to(output_size)
@@ -225,8 +186,6 @@ class WholeSegmentor(WholeModel):
         kwargs = dict(mode='bilinear', align_corners=self.model.align_corners)
         logits = F.interpolate(logits, image.shape[2:], **kwargs)
         height, width = torch.where(output_size > 0, output_size, own).unbind()
-        if not torch.jit.is_tracing():
-            height, width = int(height), int(width)
         return F.interpolate(logits, (height, width), **kwargs).argmax(1).int()
 
 
@@ -236,14 +195,6 @@ class WholeClassifier(WholeModel):
     task = 'classification'
     outputs = ('scores', 'labels')
 
-    def __init__(self, model: nn.Module, preprocessing: bool) -> None:
-        super().__init__(model, preprocessing)
-        if type(model).__name__ != 'ImageClassifier' or not model.with_head:
-            raise ValueError(f'a {type(model).__name__} is not supported as a whole')
-        head = model.head
-        if not all(is_own(head, name, 'ClsHead') for name in ('predict', '_get_predictions')):
-            raise ValueError(f'head of type {type(head).__name__} is not supported')
-
     def forward(self, image: torch.Tensor):
         image = self.preprocessing(image)
         if self.preprocessing.divisor > 1:
@@ -252,8 +203,19 @@ class WholeClassifier(WholeModel):
         return scores, scores.argmax(1)
 
 
+WHOLE_MODELS = dict(
+    decode_head=WholeSegmentor,
+    roi_head=WholeDetector,
+    bbox_head=WholeDetector,
+    head=WholeClassifier,
+)
+
+
 def whole_model(model: nn.Module, preprocessing: bool = False) -> WholeModel:
-    """A model that predicts what ``model.test_step`` does, and that can be exported.
+    """A model whose trace predicts what ``model.test_step`` does, for images of any size.
+
+    Only heads that predict as those of RetinaNet, Faster R-CNN, Mask R-CNN, ``EncoderDecoder`` and
+    ``ImageClassifier`` do are known; :func:`~repa_mm.export.export.export_whole` finds out.
 
     Args:
         model (nn.Module): A detector, segmentor or classifier in eval mode, which stays as it is.
@@ -261,14 +223,12 @@ def whole_model(model: nn.Module, preprocessing: bool = False) -> WholeModel:
             3), and normalizes them. Defaults to False: normalized images (B, 3, H, W).
 
     Raises:
-        ValueError: Naming a part that is not supported.
+        ValueError: If the model is neither a detector, nor a segmentor, nor a classifier.
     """
+    kinds = [kind for name, kind in WHOLE_MODELS.items() if hasattr(model, name)]
+    if not kinds:
+        raise ValueError(f'a {type(model).__name__} has no head that is known')
     model = copy.deepcopy(model)
-    _with_traceable_pools(model)
-    if hasattr(model, 'decode_head'):
-        return WholeSegmentor(model, preprocessing)
-    if hasattr(model, 'bbox_head') or hasattr(model, 'roi_head'):
-        return WholeDetector(model, preprocessing)
-    if hasattr(model, 'head'):
-        return WholeClassifier(model, preprocessing)
-    raise ValueError(f'a {type(model).__name__} is not supported as a whole')
+    trace_any_size(model)
+    replace(model, _average_pool)
+    return kinds[0](model, preprocessing)

@@ -1,0 +1,245 @@
+"""Whole models with products of 8 bits, for OpenVINO, by NNCF."""
+
+import logging
+import os
+import os.path as osp
+import re
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from mmengine.utils import track_iter_progress
+from torch.overrides import TorchFunctionMode
+
+from repa_mm.export.export import agreeing_onnx, example_shape, images_of, model_to_export
+from repa_mm.export.session import Session
+from repa_mm.run import load_config
+
+#: What all layers in 8 bits may cost: a cosine of 1 - 1e-3.
+MAX_ERROR = 2e-3
+#: Images that the errors of layers are measured on, and the most pixels of their sides: every layer
+#: runs the model once.
+NUM_TABLE, TABLE_SIDE = 2, 448
+
+
+def quantize_checkpoint(
+    config: str,
+    checkpoint: str,
+    out: str,
+    num_images: int = 64,
+    images: str | None = None,
+    max_error: float = MAX_ERROR,
+    preprocessing: bool = False,
+    shape: Sequence[int] | None = None,
+    batch: int = 1,
+) -> tuple[dict[str, float], list[str]]:
+    """Write a whole model with products of 8 bits.
+
+    Weights have a scale for each output channel and activations one for the tensor, from what they
+    are on some images. Merged FFNs have their shortcut outside of their matrices, since a 1 on the
+    diagonal of a matrix takes most of the range of its 8 bits.
+
+    Args:
+        config (str): Path of the config.
+        checkpoint (str): Path of a checkpoint, of floats, in either form.
+        out (str): The file to write, '.xml'; its weights are in '.bin'.
+        num_images (int): Number of images to calibrate on. Defaults to 64.
+        images (str, optional): A folder of images. Defaults to the config's training data, through
+            its test pipeline.
+        max_error (float): What the layers in 8 bits may cost together, as a share of the squares
+            of the outputs; those that cost most stay in float until the others do. Defaults to
+            2e-3: a cosine of 0.999 between the outputs and those of float.
+        preprocessing (bool): Normalize images in the graph. Defaults to False.
+        shape (Sequence[int], optional): Height and width that the file is to be fixed to, whatever
+            the size of the images to calibrate on. Defaults to None: any.
+        batch (int): Number of images that the file is fixed to, if there is a shape. Defaults to 1.
+
+    Returns:
+        tuple: The errors of all layers, see :func:`sensitivities`, and the names of those that stay
+        in float.
+
+    Raises:
+        ValueError: If the model as ONNX, in float, does not agree with PyTorch.
+    """
+    import nncf
+    import openvino
+
+    cfg = load_config(config)
+    batches = images_of(cfg, 'train', num_images, images)
+    model = model_to_export(cfg, checkpoint, shortcut='outside')
+    content, _ = agreeing_onnx(model, batches[:3], example_shape(model), True, 1, preprocessing)
+    normalized = [model.data_preprocessor(data, False)['inputs'] for data in batches]
+    errors = sensitivities(model, what_counts, [centre(x) for x in normalized[:NUM_TABLE]])
+    kept = costliest(errors, max_error)
+    inputs = [x.numpy() for x in normalized]
+    if preprocessing:
+        inputs = [data['inputs'][0].permute(1, 2, 0)[None].byte().numpy() for data in batches]
+    graph = openvino.Core().read_model(content, b'')
+    names = [op.get_friendly_name() for op in graph.get_ops()]
+    nncf.set_log_level(logging.ERROR)
+    quantized = nncf.quantize(
+        graph,
+        nncf.Dataset(inputs, lambda image: {'image': image}),
+        subset_size=len(inputs),
+        model_type=nncf.ModelType.TRANSFORMER,
+        ignored_scope=nncf.IgnoredScope([op for name in kept for op in products_of(name, names)]),
+    )
+    if shape is not None:
+        quantized.reshape([batch, *shape, 3] if preprocessing else [batch, 3, *shape])
+    for key, value in dict(Session(content).metadata, precision='int8').items():
+        quantized.set_rt_info(value, ['repa_mm', key])
+    folder, name = osp.split(osp.abspath(out))
+    with tempfile.TemporaryDirectory(dir=folder) as temporary:
+        openvino.save_model(quantized, osp.join(temporary, name), compress_to_fp16=False)
+        # The weights first: a reader that finds the .xml finds its weights.
+        for name in sorted(os.listdir(temporary)):
+            os.replace(osp.join(temporary, name), osp.join(folder, name))
+    return errors, kept
+
+
+def centre(image: torch.Tensor) -> torch.Tensor:
+    """The centre of images (B, 3, H, W), of at most ``TABLE_SIDE`` pixels."""
+    top, left = (max(size - TABLE_SIDE, 0) // 2 for size in image.shape[2:])
+    return image[..., top : top + TABLE_SIDE, left : left + TABLE_SIDE].contiguous()
+
+
+def what_counts(model: nn.Module, image: torch.Tensor) -> Sequence[torch.Tensor]:
+    """The maps of scores and boxes of a detector, or the scores of another model."""
+    if hasattr(model, 'decode_head'):
+        return [model.decode_head(model.extract_feat(image))]
+    head = getattr(model, 'bbox_head', None) or getattr(model, 'rpn_head', None)
+    if head is None:
+        return [model(image)]
+    features = model.extract_feat(image)
+    maps = [x for group in head(features) for x in group]
+    # Of the second stage only its inputs count: what it looks at depends on the first.
+    return maps if hasattr(model, 'bbox_head') else [*features, *maps]
+
+
+def costliest(errors: dict[str, float], max_error: float) -> list[str]:
+    """The fewest layers without which the errors of the others add up to no more than an error."""
+    rest, kept = sum(errors.values()), []
+    for name, error in sorted(errors.items(), key=lambda item: -item[1]):
+        if rest <= max_error:
+            break
+        kept.append(name)
+        rest -= error
+    return kept
+
+
+def products_of(layer: str, names: Sequence[str]) -> list[str]:
+    """The products of a layer among the names of an exported model's operations.
+
+    Args:
+        layer (str): Its name in the model, from :func:`sensitivities`.
+        names (Sequence[str]): Such as '/backbone/stages.0/blocks.0/ffn/fc1/Gemm'.
+    """
+    # A module in a container has the container's name, too: blocks.0.
+    parts = re.findall(r'[^.]+(?:\.\d+)*', layer.removesuffix('.addmm'))
+    for start in (0, -2):  # a tracer leaves out containers that it does not call
+        path = '/'.join(map(re.escape, parts[start:]))
+        # A module or product that is run several times is numbered.
+        pattern = re.compile(rf'(.*/)?{path}(_\d+)?/(Gemm|MatMul|Conv)(_\d+)?(/WithoutBiases)?')
+        if found := [name for name in names if pattern.fullmatch(name)]:
+            return found
+    return []
+
+
+def round_activations(x: torch.Tensor) -> torch.Tensor:
+    """Values on a grid of 8 bits, from the smallest to the largest of them and zero."""
+    low, high = x.amin().clamp(max=0), x.amax().clamp(min=0)
+    scale = ((high - low) / 255).clamp(min=1e-12)
+    return ((x - low) / scale).round() * scale + low
+
+
+def round_weights(weight: torch.Tensor, axis: int = 0) -> torch.Tensor:
+    """Weights on a symmetric grid of 8 bits, one for each channel along an axis."""
+    others = tuple(i for i in range(weight.ndim) if i != axis)
+    scale = (weight.abs().amax(others, keepdim=True) / 127).clamp(min=1e-12)
+    return (weight / scale).round() * scale
+
+
+class _Rounding(TorchFunctionMode):
+    """Rounds the operands of the products with weights of one layer.
+
+    A layer is a module, or the part of one (``addmm`` of a merged FFN). ``seen`` has them all.
+    """
+
+    def __init__(self, path: list, chosen: str | None = None) -> None:
+        super().__init__()
+        self.path, self.chosen, self.seen = path, chosen, {}
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func in (F.linear, torch.conv2d, F.conv2d, torch.addmm):
+            is_addmm = func is torch.addmm
+            name = '.'.join([*self.path[-1:], *['addmm'] * is_addmm])
+            self.seen[name] = True
+            if name == self.chosen:
+                i = int(is_addmm)
+                rounded = round_activations(args[i]), round_weights(args[i + 1], i)
+                args = (*args[:i], *rounded, *args[i + 2 :])
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _tracked(model: nn.Module) -> Iterator[list[str]]:
+    """The names of the modules that are being run, outermost first."""
+    path, handles = [], []
+
+    def leave(*_) -> None:  # what a hook returns would replace the output
+        path.pop()
+
+    for name, module in model.named_modules():
+        if name:
+            handles += [
+                module.register_forward_pre_hook(lambda *_, name=name: path.append(name)),
+                module.register_forward_hook(leave, always_call=True),
+            ]
+    try:
+        yield path
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _share(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    # The mean of a channel is not counted, since biases alone make it: a detector's scores lie
+    # about that of the background.
+    axes = (0, *range(2, expected.ndim)) if expected.ndim > 2 else (-1,)
+    variation = (expected - expected.mean(axes, keepdim=True)).square().sum()
+    return ((actual - expected).square().sum() / variation.clamp(min=1e-30)).item()
+
+
+@torch.no_grad()
+def sensitivities(
+    model: nn.Module,
+    outputs: Callable[[nn.Module, torch.Tensor], Sequence[torch.Tensor]],
+    images: Sequence[torch.Tensor],
+) -> dict[str, float]:
+    """What 8 bits in one layer alone cost, for every layer.
+
+    The operands of the layer are rounded: its input to a grid of 8 bits for the whole tensor, its
+    weights to one for each output channel.
+
+    Args:
+        model (nn.Module): The model, in eval mode.
+        outputs (Callable): From the model and images to the outputs that count.
+        images (Sequence[torch.Tensor]): Batches that the model takes.
+
+    Returns:
+        dict: By the name of each layer the squared error of an output, relative to the variance of
+        its channels, on average over the outputs; from the largest to the smallest.
+    """
+    with _tracked(model) as path:
+        with _Rounding(path) as probe:
+            expected = [outputs(model, image) for image in images]
+        errors = {}
+        for name in track_iter_progress(list(probe.seen)):
+            with _Rounding(path, name):
+                actual = [outputs(model, image) for image in images]
+            shares = [_share(x, y) for a, b in zip(actual, expected) for x, y in zip(a, b)]
+            errors[name] = sum(shares) / len(shares)
+    return dict(sorted(errors.items(), key=lambda item: -item[1]))
