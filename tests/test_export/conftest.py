@@ -1,0 +1,72 @@
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import repa_mm
+from repa_mm.run import build_model, load_config
+
+# Very small models on the demo's.
+HEADS = dict(
+    retinanet='neck=dict(in_channels=[48, 96, 192], out_channels=32), '
+    'bbox_head=dict(in_channels=32, feat_channels=32)',
+    mask_rcnn='neck=dict(in_channels=[24, 48, 96, 192], out_channels=32), '
+    'rpn_head=dict(in_channels=32, feat_channels=32), '
+    'roi_head=dict(bbox_roi_extractor=dict(out_channels=32), '
+    'bbox_head=dict(in_channels=32, fc_out_channels=32), '
+    'mask_roi_extractor=dict(out_channels=32), '
+    'mask_head=dict(in_channels=32, conv_out_channels=32)), '
+    'test_cfg=dict(rpn=dict(nms_pre=200, max_per_img=60), rcnn=dict(score_thr=0.02))',
+    upernet='decode_head=dict(in_channels=[24, 48, 96, 192], channels=16), '
+    'auxiliary_head=dict(in_channels=96, channels=16)',
+    classifier='head=dict(num_classes=7, in_channels=192)',
+)
+
+
+def write_config(task, folder, repa=True):
+    """The path of a config of a very small model."""
+    kind = 'repa_swin' if repa else 'swin'
+    base = f'{kind}_t_in1k.py' if task == 'classifier' else f'demo/{task}_{kind}_digits.py'
+    path = folder / f'{task}_{kind}.py'
+    path.write_text(
+        f'_base_ = {repa_mm.config_path(base)!r}\n'
+        'model = dict(backbone=dict(arch=dict(_delete_=True, embed_dims=24, depths=[1, 1, 1, 1], '
+        f'num_heads=[1, 2, 2, 2])), {HEADS[task]})\n'
+    )
+    return str(path)
+
+
+@pytest.fixture(scope='session')
+def exported(tmp_path_factory):
+    """A function: config, checkpoint, model in its training form and file, made once."""
+    from repa_mm.export.export import export_checkpoint
+    from tests.conftest import _randomize
+
+    folder, made = tmp_path_factory.mktemp('exported'), {}
+
+    def get(task, repa=True, preprocessing=False):
+        key = task, repa, preprocessing
+        if key not in made:
+            config = write_config(task, folder, repa)
+            torch.manual_seed(0)
+            model = _randomize(build_model(load_config(config)))
+            name = '_'.join(map(str, key))
+            checkpoint, out = (str(folder / f'{name}.{suffix}') for suffix in ('pth', 'onnx'))
+            torch.save(dict(state_dict=model.state_dict()), checkpoint)
+            export_checkpoint(config, checkpoint, out, preprocessing=preprocessing)
+            made[key] = config, checkpoint, model, out
+        return made[key]
+
+    return get
+
+
+@pytest.fixture
+def run_tool(monkeypatch):
+    import runpy
+
+    def run(tool, *args):
+        monkeypatch.setattr(sys, 'argv', [tool, *map(str, args)])
+        runpy.run_path(str(Path(__file__).parents[2] / 'tools' / tool), run_name='__main__')
+
+    return run

@@ -1,0 +1,56 @@
+"""Boxes in operations that ONNX has."""
+
+import pytest
+import torch
+
+from repa_mm.export.detection import decode, suppress
+from repa_mm.export.export import to_onnx
+
+pytest.importorskip('onnxruntime')
+pytest.importorskip('mmdet')
+
+
+def test_boxes_are_decoded_as_by_the_coder():
+    from mmdet.models.task_modules.coders import DeltaXYWHBBoxCoder
+
+    generator = torch.Generator().manual_seed(0)
+    boxes = torch.rand(50, 4, generator=generator).cumsum(1)[:, [0, 1, 2, 3]] * 60
+    boxes = torch.cat([boxes[:, :2], boxes[:, :2] + boxes[:, 2:]], 1)
+    deltas = torch.randn(50, 12, generator=generator) * 5
+    size = torch.tensor([120.0, 90.0, 120.0, 90.0])
+    for options in (
+        dict(),
+        dict(target_means=(0.1, 0.2, 0.3, 0.4), target_stds=(0.1, 0.1, 0.2, 0.2)),
+        dict(clip_border=False),
+        dict(add_ctr_clamp=True, ctr_clamp=8),
+    ):
+        coder = DeltaXYWHBBoxCoder(**options)
+        expected = coder.decode(boxes, deltas, max_shape=(90, 120)).reshape(1, 50, 3, 4)
+        found = decode(coder, boxes[None], deltas[None], size)
+        torch.testing.assert_close(found, expected)
+
+
+class Suppress(torch.nn.Module):
+    def forward(self, boxes, scores):
+        return suppress(boxes, scores, 0.5, 0.1, 80)
+
+
+def test_suppression_is_that_of_mmcv():
+    import onnxruntime
+    from mmcv.ops import batched_nms
+
+    generator = torch.Generator().manual_seed(0)
+    boxes = torch.rand(1, 80, 4, generator=generator) * 40
+    boxes[..., 2:] += boxes[..., :2]
+    scores = torch.rand(1, 3, 80, generator=generator)
+    content = to_onnx(Suppress(), (boxes, scores), input_names=['boxes', 'scores'])
+    inputs = dict(boxes=boxes.numpy(), scores=scores.numpy())
+    kept = torch.from_numpy(onnxruntime.InferenceSession(content).run(None, inputs)[0])
+    flat = scores.flatten()
+    index = (flat > 0.1).nonzero()[:, 0]
+    found, keep = batched_nms(
+        boxes[0].repeat(3, 1)[index], flat[index], index // 80, dict(type='nms', iou_threshold=0.5)
+    )
+    expected = torch.full((240,), -1.0)
+    expected[index[keep]] = found[:, 4]
+    assert torch.equal(kept.flatten(), expected) and 0 < len(keep) < 240

@@ -1,0 +1,128 @@
+"""Exported whole models predict what ``model.test_step`` does."""
+
+import copy
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from repa_mm.export.export import resized
+from repa_mm.export.exported import ExportedModel, runner_for_exported
+from repa_mm.run import load_config
+
+pytest.importorskip('onnxruntime')
+pytest.importorskip('mmdet')
+pytest.importorskip('mmseg')
+
+# Height and width of the images of each batch.
+BATCHES = dict(
+    detection=[[(150, 200)], [(128, 96), (101, 160), (160, 130)], [(260, 170)] * 2],
+    segmentation=[[(150, 200)], [(97, 133)] * 3],
+    classification=[[(256, 224)], [(230, 300)] * 3],
+)
+
+
+def check_objects(actual, expected):
+    """Every object has a counterpart."""
+    assert len(actual) == len(expected) > 5
+    boxes = (expected.bboxes[:, None] - actual.bboxes).abs().amax(2)
+    fits = (boxes < 1e-2) & (expected.labels[:, None] == actual.labels)
+    fits &= (expected.scores[:, None] - actual.scores).abs() < 1e-4
+    assert fits.any(1).all() and fits.any(0).all()
+    if 'masks' in expected:
+        actual_masks = actual.masks[fits.int().argmax(1)]
+        assert expected.masks.any()
+        assert (actual_masks != expected.masks).float().mean() < 1e-3
+
+
+TASKS = ('retinanet', 'mask_rcnn', 'upernet', 'classifier')
+# Task, preprocessing in the graph, RePa or vanilla.
+CASES = [
+    pytest.param(task, *how, marks=[] if task == 'retinanet' or how == (1, 1) else pytest.mark.slow)
+    for task in TASKS
+    for how in ((0, 1), (1, 1), (0, 0))
+]
+
+
+@pytest.mark.parametrize('task, preprocessing, repa', CASES)
+def test_agrees_with_test_step(task, preprocessing, repa, exported):
+    from repa_mm.export.export import noise
+
+    config, _, model, file = exported(task, bool(repa), preprocessing=bool(preprocessing))
+    deployed = ExportedModel(file, model.data_preprocessor)
+    images = noise(load_config(config))
+    kind = deployed.session.metadata['task']
+    for sizes in BATCHES[kind]:
+        data = resized(images, sizes)
+        for sample, (height, width) in zip(data['data_samples'], sizes):
+            ori_shape = round(height / 0.8), round(width / 0.8)
+            sample.set_metainfo(dict(ori_shape=ori_shape, scale_factor=(0.8, 0.8)))
+        with torch.no_grad():
+            expected = model.test_step(copy.deepcopy(data))
+        for a, b in zip(deployed.test_step(data), expected, strict=True):
+            if kind == 'detection':
+                check_objects(a.pred_instances, b.pred_instances)
+            elif kind == 'segmentation':
+                a, b = a.pred_sem_seg.data, b.pred_sem_seg.data
+                assert len(b.unique()) > 1
+                assert a.shape == b.shape and (a != b).float().mean() <= 1e-3
+            else:
+                assert torch.allclose(a.pred_score, b.pred_score, atol=1e-5)
+                assert a.pred_label == b.pred_label
+
+
+def write_scenes(folder):
+    """A folder with a few scenes of digits where the demo configs look."""
+    pytest.importorskip('sklearn')
+    pytest.importorskip('skimage')
+    from repa_mm.demo.dataset import write_digit_scenes
+
+    write_digit_scenes(str(folder / 'data/demo'), num_train=4, num_val=4, size=160)
+    return folder
+
+
+@pytest.mark.parametrize(
+    'task', ['retinanet', *(pytest.param(t, marks=pytest.mark.slow) for t in TASKS[1:3])]
+)
+def test_metrics_are_those_of_the_model(task, exported, monkeypatch, tmp_path):
+    from mmengine.runner import Runner
+
+    monkeypatch.chdir(write_scenes(tmp_path))
+    config, checkpoint, _, file = exported(task)
+    cfg = load_config(config)
+    cfg.work_dir, cfg.load_from = str(tmp_path / 'work'), checkpoint
+    expected = Runner.from_cfg(cfg).test()
+    actual = runner_for_exported(config, file, cfg.work_dir).test()
+    assert expected.keys() == actual.keys()
+    for key, value in expected.items():
+        assert abs(actual[key] - value) <= (0.5 if task == 'upernet' else 1e-3), key
+
+
+def test_an_example_without_openmmlab(exported, tmp_path):
+    """The program of docs/deployment.md, in a process that cannot import mm* or torch."""
+    import cv2
+
+    docs = (Path(__file__).parents[2] / 'docs' / 'deployment.md').read_text()
+    program = docs.split('<!-- served -->')[1].split('```python\n')[1].split('```')[0]
+    assert program.count('\n') <= 20
+    image = np.random.default_rng(0).integers(0, 255, (180, 240, 3), np.uint8)
+    cv2.imwrite(str(tmp_path / 'image.jpg'), image)
+    file = exported('mask_rcnn', preprocessing=True)[3]
+    program = program.replace("'model.onnx'", repr(file))
+    refuse = (
+        'import sys\n'
+        'class Refuse:\n'
+        '    def find_spec(self, name, path=None, target=None):\n'
+        "        if name.split('.')[0] in ('torch', 'repa_mm') or name.startswith('mm'):\n"
+        '            raise ImportError(name)\n'
+        'sys.meta_path.insert(0, Refuse())\n'
+    )
+    result = subprocess.run(
+        [sys.executable, '-I', '-c', refuse + program], cwd=tmp_path, text=True,
+        capture_output=True, check=False,
+    )  # fmt: skip
+    assert not result.returncode, result.stderr
+    assert result.stdout.strip()
