@@ -37,25 +37,28 @@ class _NonMaxSuppression(torch.autograd.Function):
 
 
 def suppress(
-    boxes: torch.Tensor,
-    scores: torch.Tensor,
-    iou_threshold: float,
-    score_threshold: float,
-    count: int,
+    boxes: torch.Tensor, scores: torch.Tensor, nms: dict, score_threshold: float, count: int
 ) -> torch.Tensor:
     """Greedy non-maximum suppression, in every group and class for itself.
 
     Args:
         boxes (torch.Tensor): (G, N, 4) in G groups.
         scores (torch.Tensor): (G, C, N) of C classes.
-        iou_threshold (float): A box is removed if its overlap with a better one is larger.
+        nms (dict): MMDetection's config of it. A box is removed if its overlap with a better one is
+            larger than the ``iou_threshold``.
         score_threshold (float): A box stays only if its score is larger.
         count (int): Number of boxes that stay in a group and class at most.
 
     Returns:
         torch.Tensor: The scores (G, C, N), -1 where the box is removed.
+
+    Raises:
+        ValueError: If the suppression is of another kind: where few boxes overlap, a comparison of
+            predictions would not tell.
     """
-    args = float(iou_threshold), float(score_threshold), int(count)
+    if nms.get('type', 'nms') != 'nms' or nms.get('class_agnostic'):
+        raise ValueError(f'ONNX has no such suppression of boxes: {dict(nms)}')
+    args = float(nms['iou_threshold']), float(score_threshold), int(count)
     group, label, box = _NonMaxSuppression.apply(boxes, scores, *args).unbind(1)
     return torch.full_like(scores, NONE).index_put((group, label, box), scores[group, label, box])
 
@@ -180,13 +183,8 @@ class SingleStage(nn.Module):
         boxes, scores, labels, _ = candidates(self.head, self.cfg, features, size)
         classes = self.head.cls_out_channels - (not self.head.use_sigmoid_cls)
         count = self.cfg['max_per_img']
-        scores = suppress(
-            boxes,
-            one_hot_scores(scores, labels, classes),
-            self.cfg['nms']['iou_threshold'],
-            self.cfg.get('score_thr', 0),
-            count,
-        )
+        by_class = one_hot_scores(scores, labels, classes)
+        scores = suppress(boxes, by_class, self.cfg['nms'], self.cfg.get('score_thr', 0), count)
         scores, index = best(scores.amax(1), count)
         return _finish(_take(boxes, index), scores, labels.gather(1, index))
 
@@ -215,10 +213,8 @@ class TwoStage(nn.Module):
         boxes, scores, _, levels = candidates(self.rpn, self.rpn_cfg, features, size)
         count = self.rpn_cfg['max_per_img']
         by_level = one_hot_scores(scores, levels[None], len(features))
-        iou_threshold = self.rpn_cfg['nms']['iou_threshold']
-        scores, index = best(
-            suppress(boxes, by_level, iou_threshold, NONE / 2, count).amax(1), count
-        )
+        scores = suppress(boxes, by_level, self.rpn_cfg['nms'], NONE / 2, count)
+        scores, index = best(scores.amax(1), count)
         is_proposal = scores > NONE / 2
         return _take(boxes, index) * is_proposal[..., None].to(boxes), is_proposal
 
@@ -237,13 +233,8 @@ class TwoStage(nn.Module):
         # OpenVINO does not know the size of the last axis otherwise.
         boxes = torch.stack([boxes[..., i] for i in range(4)], -1)
         count = self.cfg['max_per_img']
-        scores = suppress(
-            boxes,
-            scores.transpose(1, 2).reshape(batch * classes, 1, num),
-            self.cfg['nms']['iou_threshold'],
-            self.cfg['score_thr'],
-            count,
-        )
+        scores = scores.transpose(1, 2).reshape(batch * classes, 1, num)
+        scores = suppress(boxes, scores, self.cfg['nms'], self.cfg['score_thr'], count)
         scores, index = best(scores.reshape(batch, classes * num), count)
         boxes = _take(boxes.reshape(batch, classes * num, 4), index)
         return boxes, scores, index // num

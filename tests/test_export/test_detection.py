@@ -32,7 +32,7 @@ def test_boxes_are_decoded_as_by_the_coder():
 
 class Suppress(torch.nn.Module):
     def forward(self, boxes, scores):
-        return suppress(boxes, scores, 0.5, 0.1, 80)
+        return suppress(boxes, scores, dict(type='nms', iou_threshold=0.5), 0.1, 80)
 
 
 def test_suppression_is_that_of_mmcv():
@@ -54,3 +54,9 @@ def test_suppression_is_that_of_mmcv():
     expected = torch.full((240,), -1.0)
     expected[index[keep]] = found[:, 4]
     assert torch.equal(kept.flatten(), expected) and 0 < len(keep) < 240
+
+
+@pytest.mark.parametrize('options', [dict(type='soft_nms'), dict(class_agnostic=True)])
+def test_other_suppressions_are_refused(options):
+    with pytest.raises(ValueError, match='ONNX has no such suppression'):
+        suppress(torch.rand(1, 2, 4), torch.rand(1, 3, 2), dict(iou_threshold=0.5, **options), 0, 9)

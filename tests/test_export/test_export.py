@@ -1,4 +1,4 @@
-"""Files agree with PyTorch, or are not written. docs/deployment.md has a table of what is tested."""
+"""Files agree with PyTorch, or are not written."""
 
 import copy
 
@@ -24,8 +24,6 @@ from repa_mm.export.session import Session
 from repa_mm.reparam import finish_schedules
 from repa_mm.run import load_config
 
-from ..test_models.test_family import FAMILY
-
 pytest.importorskip('onnx')
 pytest.importorskip('onnxruntime')
 
@@ -40,13 +38,24 @@ VIT = dict(
     patch_size=16,
     out_type='featmap',
 )
-SWIN = dict(embed_dims=8, depths=[1, 1, 2, 2], num_heads=[1, 2, 2, 4])
-BACKBONES = {name: family[1] for name, family in FAMILY.items()}
-BACKBONES.update(
+SWIN = dict(arch=dict(embed_dims=8, depths=[1, 1, 2, 2], num_heads=[1, 2, 2, 4]))
+POOL = dict(layers=[1, 1, 1, 1], embed_dims=[8, 16, 24, 32])
+MIXER = dict(embed_dims=32, num_layers=2, tokens_mlp_dims=24, channels_mlp_dims=96)
+FAMILY = dict(
+    RePaSwinTransformer=dict(SWIN, out_indices=(0, 1, 2, 3), pad_small_map=True),
+    RePaVisionTransformer=dict(VIT, pre_norm=True, out_indices=[0, 1]),
+    RePaLVViT=dict(VIT, stem_channels=8),
+    RePaPoolFormer=dict(
+        arch=dict(POOL, mlp_ratios=[4] * 4, layer_scale_init_value=0.1), out_indices=(0, 2, 4, 6)
+    ),
+    RePaMlpMixer=dict(arch=MIXER, img_size=64, patch_size=16),
+)
+BACKBONES = dict(
+    FAMILY,
     ParallelVisionTransformer=dict(VIT, num_branches=2),
-    ParallelSwinTransformer=dict(arch=SWIN, num_branches=(1, 1, 2, 1)),
+    ParallelSwinTransformer=dict(SWIN, num_branches=(1, 1, 2, 1), pad_small_map=True),
     ExpertsVisionTransformer=VIT,
-    AffineRIFormer=dict(arch=dict(layers=[1, 1, 1, 1], embed_dims=[8, 16, 24, 32])),
+    AffineRIFormer=dict(arch=POOL),
 )
 
 
@@ -79,7 +88,7 @@ def test_backbones_agree(name, randomize, tmp_path):
 @pytest.mark.parametrize('options', [dict(pad_small_map=False), dict(fast_attention=False)])
 def test_swins_of_any_size(options, randomize, tmp_path):
     """Maps of one window are not shifted, whatever was traced; stock attention is replaced."""
-    model = deploy_form('RePaSwinTransformer', randomize, arch=SWIN, **options)
+    model = deploy_form('RePaSwinTransformer', randomize, **options)
     out = str(tmp_path / 'model.onnx')
     assert export(model, out, (256, 320), True) < TOLERANCE
     shapes = shapes_of([(224, 224), (224, 288), (448, 224), (256, 256)])
@@ -137,8 +146,7 @@ def test_backbones_that_differ_are_not_written(randomize, tmp_path):
 
 # What the exporter does not know predicts something else: MMDetection's own post-processing tells.
 UNKNOWN = [
-    ('retinanet', {'model.test_cfg.nms.type': 'soft_nms'}),
-    ('retinanet', {'model.test_cfg.nms.class_agnostic': True}),
+    # Pixels of the image before its resizing.
     ('retinanet', {'model.test_cfg.min_bbox_size': 20}),
     ('mask_rcnn', {'model.roi_head.bbox_roi_extractor.roi_layer.pool_mode': 'max'}),
     ('mask_rcnn', {'model.test_cfg.rcnn.mask_thr_binary': -1}),
@@ -151,7 +159,14 @@ UNKNOWN = [
         },
     ),
     ('upernet', {'model.data_preprocessor.test_cfg.size_divisor': 50}),
-    ('classifier', {'model.head.type': 'MultiLabelLinearClsHead'}),
+    (
+        'classifier',
+        {
+            'model.head': dict(
+                _delete_=True, type='MultiLabelLinearClsHead', num_classes=7, in_channels=192
+            )
+        },
+    ),
 ]
 
 
@@ -160,10 +175,9 @@ def test_what_predicts_otherwise_is_not_written(task, options, exported, tmp_pat
     config, checkpoint, *_ = exported(task)
     cfg = load_config(config, options)
     model = model_to_export(cfg, checkpoint)
-    if 'min_bbox_size' in str(options):  # pixels of the image before its resizing
-        model.bbox_head.test_cfg.min_bbox_size = 20
+    shape = (256, 288) if task == 'classifier' else (128, 160)
     with pytest.raises(ValueError, match='differs from PyTorch by .*nothing is written'):
-        export_whole(model, str(tmp_path / 'model.onnx'), noise(cfg), (128, 160))
+        export_whole(model, str(tmp_path / 'model.onnx'), noise(cfg), shape)
     assert not list(tmp_path.iterdir())
 
 
