@@ -1,6 +1,6 @@
 """Write a whole detector, segmentor or classifier, or a backbone, as ONNX.
 
-The file is compared with PyTorch, and written only if they agree. docs/deployment.md has the inputs
+The file is compared with PyTorch, and written only if they agree. docs/deploy.md has the inputs
 and outputs of what is written.
 """
 

@@ -21,7 +21,7 @@ from repa_mm.export.exported import ExportedModel
 from repa_mm.export.whole import WholeModel, whole_model
 from repa_mm.files import replacing
 from repa_mm.models.attention import FastShiftWindowMSA
-from repa_mm.models.base import trace_any_size
+from repa_mm.models.tracing import trace_any_size
 from repa_mm.reparam import outermost, reparameterize
 from repa_mm.run import build_model, dataset_config, load_config
 
@@ -85,17 +85,16 @@ def export_checkpoint(
     return f'{type(model).__name__}, compared on {source}', error
 
 
-def model_to_export(cfg: Config, checkpoint: str, shortcut: str = 'inside') -> nn.Module:
+def model_to_export(cfg: Config, checkpoint: str) -> nn.Module:
     """The deploy form of a model; a vanilla model, which has nothing to merge, as it is.
 
     Args:
         cfg (Config): The config.
         checkpoint (str): Path of a checkpoint in either form.
-        shortcut (str): 'inside' or 'outside', where deploy forms have their shortcut.
     """
     model = build_model(cfg, checkpoint)
     if next(outermost(model), None):
-        reparameterize(model, inplace=True, shortcut=shortcut)
+        reparameterize(model, inplace=True)
     return model
 
 

@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from repa_mm.export.export import agreeing_onnx, example_shape, images_of, model_to_export
 from repa_mm.export.session import Session
+from repa_mm.reparam import set_shortcut
 from repa_mm.run import load_config
 
 #: What all layers in 8 bits may cost: a cosine of 1 - 1e-3.
@@ -69,7 +70,8 @@ def quantize_checkpoint(
 
     cfg = load_config(config)
     batches = images_of(cfg, 'train', num_images, images)
-    model = model_to_export(cfg, checkpoint, shortcut='outside')
+    model = model_to_export(cfg, checkpoint)
+    set_shortcut(model, 'outside')
     content, _ = agreeing_onnx(model, batches[:3], example_shape(model), True, 1, preprocessing)
     normalized = [model.data_preprocessor(data, False)['inputs'] for data in batches]
     errors = sensitivities(model, what_counts, [centre(x) for x in normalized[:NUM_TABLE]])

@@ -8,8 +8,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from repa_mm.export.detection import SingleStage, TwoStage
-from repa_mm.models.base import trace_any_size
-from repa_mm.models.surgery.replace import replace
+from repa_mm.models.replace import replace
+from repa_mm.models.tracing import trace_any_size
 
 # Larger than any image: "the whole image" for the optional input image_size.
 WHOLE = 2**30

@@ -102,10 +102,10 @@ def test_metrics_are_those_of_the_model(task, exported, monkeypatch, tmp_path):
 
 
 def test_an_example_without_openmmlab(exported, tmp_path):
-    """The program of docs/deployment.md, in a process that cannot import mm* or torch."""
+    """The program of docs/deploy.md, in a process that cannot import mm* or torch."""
     import cv2
 
-    docs = (Path(__file__).parents[2] / 'docs' / 'deployment.md').read_text()
+    docs = (Path(__file__).parents[2] / 'docs' / 'deploy.md').read_text()
     program = docs.split('<!-- served -->')[1].split('```python\n')[1].split('```')[0]
     assert program.count('\n') <= 20
     image = np.random.default_rng(0).integers(0, 255, (180, 240, 3), np.uint8)

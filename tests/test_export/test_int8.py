@@ -14,7 +14,7 @@ from repa_mm.export.int8 import (
     sensitivities,
 )
 from repa_mm.export.session import Session
-from repa_mm.reparam import ChannelIdleFFN
+from repa_mm.reparam import ChannelIdleFFN, set_shortcut
 
 
 def outputs(model, image):
@@ -51,7 +51,7 @@ def test_a_shortcut_inside_costs_more(randomize):
         ffn.fc2.weight *= 0.05
     errors = []
     for shortcut in ('inside', 'outside'):
-        merged = repa_mm.reparameterize(ffn, shortcut=shortcut)
+        merged = set_shortcut(repa_mm.reparameterize(ffn), shortcut)
         found = sensitivities(merged, outputs, [torch.randn(1, 64, 32)])
         assert set(found) == {'fc1', 'addmm'}
         errors.append(found['fc1'])
