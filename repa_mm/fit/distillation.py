@@ -145,103 +145,91 @@ def load_original(model: nn.Module, state_dict: dict, path: str) -> None:
         raise CheckpointError(f'{path} is of another model: it lacks {", ".join(missing[:3])} …')
 
 
-def distillation_settings(iters: int, lr: float = 1e-4) -> dict:
-    """The parts of a config that a distillation replaces, whatever the model and the data.
-
-    Args:
-        iters (int): Number of iterations.
-        lr (float): Largest step, as a share of the size of each parameter. Defaults to 1e-4.
-    """
-    warm_up = max(1, iters // 20)
-    return dict(
-        optim_wrapper=dict(
-            type='OptimWrapper',
-            # Distillations are short: the usual 0.999 would average over more steps than they have.
-            optimizer=dict(type='RelativeAdamW', lr=lr, betas=(0.9, 0.95), weight_decay=0.0),
-        ),
-        param_scheduler=[
-            dict(type='LinearLR', start_factor=0.01, by_epoch=False, begin=0, end=warm_up),
-            dict(type='CosineAnnealingLR', by_epoch=False, begin=warm_up, end=iters, eta_min=0.0),
-        ],
-        train_cfg=dict(type='IterBasedTrainLoop', max_iters=iters),
-        default_hooks=dict(
-            logger=dict(type='LoggerHook', interval=max(1, min(50, iters // 10))),
-            checkpoint=dict(
-                type='CheckpointHook', interval=max(1, iters // 5), by_epoch=False, max_keep_ckpts=2
-            ),
-        ),
-        custom_hooks=[],
-        log_processor=dict(type='LogProcessor', window_size=max(1, iters // 10), by_epoch=False),
-    )
-
-
-def write_distillation(
-    config: str,
+def distillation_config(
+    cfg: Config,
     teacher_checkpoint: str,
     iters: int,
     images: str | None = None,
     leave_out: Sequence[str] = (),
-) -> str:
-    """Write the config of a distillation beside that of a converted model.
+) -> Config:
+    """The config of a distillation, which needs no labels.
 
     Args:
-        config (str): The config of the converted model, '….py'. The other one is '…_distill.py'.
+        cfg (Config): That of the converted model.
         teacher_checkpoint (str): The checkpoint of the original model.
         iters (int): Number of iterations.
         images (str, optional): A folder of images. Defaults to the config's training data.
         leave_out (Sequence[str]): Images of the folder that are for something else, see
             :class:`~repa_mm.datasets.folder.ImageFolder`.
-
-    Returns:
-        str: The path of the file.
     """
-    cfg, settings = load_config(config), distillation_settings(iters)
-    if '://' not in teacher_checkpoint:
-        teacher_checkpoint = osp.abspath(teacher_checkpoint)
+    cfg, warm_up = copy.deepcopy(cfg), max(1, iters // 20)
     cfg.model = dict(
         type='FeatureDistiller', student=cfg.model, teacher_checkpoint=teacher_checkpoint
     )
-    settings['default_hooks'] = {**(cfg.get('default_hooks') or {}), **settings['default_hooks']}
-    for key, value in settings.items():
-        cfg[key] = value
-    # There need not be labels.
+    cfg.optim_wrapper = dict(
+        type='OptimWrapper',
+        # Distillations are short: the usual 0.999 would average over more steps than they have.
+        # The learning rate is a share of the size of each parameter.
+        optimizer=dict(type='RelativeAdamW', lr=1e-4, betas=(0.9, 0.95), weight_decay=0.0),
+    )
+    cfg.param_scheduler = [
+        dict(type='LinearLR', start_factor=0.01, by_epoch=False, begin=0, end=warm_up),
+        dict(type='CosineAnnealingLR', by_epoch=False, begin=warm_up, end=iters, eta_min=0.0),
+    ]
+    cfg.train_cfg = dict(type='IterBasedTrainLoop', max_iters=iters)
     cfg.val_cfg = cfg.val_dataloader = cfg.val_evaluator = None
+    cfg.custom_hooks = []
+    interval = max(1, iters // 5)
+    cfg.default_hooks = dict(
+        cfg.get('default_hooks') or {},
+        logger=dict(type='LoggerHook', interval=max(1, min(50, iters // 10))),
+        checkpoint=dict(type='CheckpointHook', interval=interval, by_epoch=False, max_keep_ckpts=2),
+    )
+    cfg.log_processor = dict(type='LogProcessor', window_size=max(1, iters // 10), by_epoch=False)
     cfg.find_unused_parameters = True
     if cfg.get('randomness') is None:
         cfg.randomness = dict(seed=0)
-    path = f'{osp.splitext(config)[0]}_distill.py'
-    cfg.work_dir = osp.splitext(osp.abspath(path))[0]
     if images is not None:
+        dataset = dict(
+            type='ImageFolder',
+            data_root=osp.abspath(images),
+            pipeline=dataset_config(cfg, 'test').pipeline,
+            leave_out=list(leave_out),
+        )
         cfg.train_dataloader = dict(
             batch_size=1,  # images of any size
             num_workers=(cfg.get('train_dataloader') or {}).get('num_workers', 0),
             sampler=dict(type='InfiniteSampler', shuffle=True),
-            dataset=dict(
-                type='ImageFolder',
-                data_root=osp.abspath(images),
-                pipeline=dataset_config(cfg, 'test').pipeline,
-                leave_out=list(leave_out),
-            ),
+            dataset=dataset,
         )
-    with replacing(path) as temporary, open(temporary, 'w', encoding='utf-8') as file:
-        file.write(f'# The distillation of {osp.basename(config)}.\n{cfg.pretty_text}')
-    return path
+    return cfg
 
 
-def distill_checkpoint(config: str, checkpoint: str) -> None:
+def distill_checkpoint(
+    config: str, checkpoint: str, teacher_checkpoint: str, iters: int, **data
+) -> None:
     """Run a distillation, and replace the checkpoint that it starts from.
 
+    Its config is written as '…_distill.py' beside that of the model.
+
     Args:
-        config (str): From :func:`write_distillation`.
+        config (str): The config of the converted model, '….py'.
         checkpoint (str): The converted checkpoint.
+        teacher_checkpoint (str): The checkpoint of the original model.
+        iters (int): Number of iterations.
+        **data: ``images`` and ``leave_out`` of :func:`distillation_config`.
 
     Raises:
         CheckpointError: If weights have become infinite or NaN; the checkpoint stays as it was.
     """
-    cfg = Config.fromfile(config)
-    cfg.load_from = checkpoint
-    model = Runner.from_cfg(cfg).train()
-    weights = weights_to_cpu(model.state_dict())
+    if '://' not in teacher_checkpoint:
+        teacher_checkpoint = osp.abspath(teacher_checkpoint)
+    cfg = distillation_config(load_config(config), teacher_checkpoint, iters, **data)
+    stem = f'{osp.splitext(osp.abspath(config))[0]}_distill'
+    cfg.work_dir, cfg.load_from = stem, osp.abspath(checkpoint)
+    with replacing(f'{stem}.py') as temporary, open(temporary, 'w', encoding='utf-8') as file:
+        file.write(f'# The distillation of {osp.basename(config)}.\n{cfg.pretty_text}')
+    weights = weights_to_cpu(Runner.from_cfg(cfg).train().state_dict())
     for name, value in weights.items():
         if value.is_floating_point() and not value.isfinite().all():
             raise CheckpointError(

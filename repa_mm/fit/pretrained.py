@@ -20,7 +20,7 @@ from repa_mm.fit.conversion import (
     percent,
     run_batches,
 )
-from repa_mm.fit.distillation import distill_checkpoint, load_original, write_distillation
+from repa_mm.fit.distillation import distill_checkpoint, load_original
 from repa_mm.models.attention import swap_attention
 from repa_mm.run import build_model, dataset_config, load_config
 from repa_mm.version import __version__
@@ -124,6 +124,7 @@ def convert_checkpoint(
     # What is wrong with the config is to show before the fit.
     ratios, ffns, _ = find_ffns(model.backbone, idle_ratio, skip_unsupported)
     possible = [ratio if name in ffns else None for name, ratio in ratios.items()]
+    del ffns  # copies of weights
     MODELS.build(Config.fromstring(config_text(possible), '.py').model)
 
     def batches(indices: list[int]) -> list[torch.Tensor]:
@@ -152,8 +153,7 @@ def convert_checkpoint(
     if distill:
         root = osp.abspath(images) if images else ''
         left_out = [osp.relpath(dataset.paths[i], root) for i in held_out] if images else []
-        path = write_distillation(out_config, checkpoint, distill, images, left_out)
-        distill_checkpoint(path, out)
+        distill_checkpoint(out_config, out, checkpoint, distill, images=images, leave_out=left_out)
         distilled = build_model(load_config(out_config), out)
         features.append(for_heads(distilled.to(next(model.parameters()).device)))
     return dict(
