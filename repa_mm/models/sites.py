@@ -9,7 +9,7 @@ How to add a kind of block:
 2. If its forward pass does not end with ``x = ffn(norm(x), identity=x)``, a subclass that ends with
    ``return self.ffn(x)``, and an entry in :data:`COUNTERPARTS`.
 3. If its FFN is not mmcv's ``FFN``, a case in :meth:`FFNSite.parts`.
-4. A row in ``tests/test_models/test_sites.py`` and in ``docs/train.md``.
+4. A row in ``tests/test_models/test_sites.py`` and in ``docs/structures.md``.
 """
 
 from collections.abc import Iterator

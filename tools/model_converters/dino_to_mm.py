@@ -1,7 +1,7 @@
 """Translate the backbone in a checkpoint of the code of DINO's authors, for a config here.
 
 The backbone is a ViT (config vit_s_dino.py, for example) or a RePa-ViT of RePaFormer's authors.
-Checkpoints that were trained here need no translation. See docs/weights.md.
+Checkpoints that were trained here need no translation. See docs/train.md.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Translate a checkpoint of the code of RePaFormer's authors, for a config here.
 
 The checkpoint is in the training form or merged, and the result computes the same. See
-docs/weights.md.
+docs/train.md.
 """
 
 import argparse
