@@ -1,7 +1,7 @@
 """Structures that a number lambda takes, during training, to where they merge.
 
 Lambda is state: a buffer, which checkpoints keep and averaged models (EMA) copy. It goes from one
-end of [0, 1] to the other; what sets it is :class:`repa_mm.engine.JoinBranchesHook` and its kind.
+end of [0, 1] to the other; what sets it is :class:`repa_mm.engine.ScheduleHook`.
 """
 
 import numbers

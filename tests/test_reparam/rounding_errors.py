@@ -1,7 +1,7 @@
 """How far from float64 the merged form and the fast paths can be.
 
 A *case* is a dict of plain values, from which the module and its input are
-made, so that a case that was found can be printed and run again. Each result
+made, so that a case can be printed and run again. Each result
 of a computation (output, gradients, running statistics) has two errors:
 
 - *relative*: its largest difference from the reference in float64, over the
@@ -17,7 +17,6 @@ of a computation (output, gradients, running statistics) has two errors:
 
 import copy
 import math
-import random
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -435,37 +434,3 @@ def measure(check: Check, case: dict) -> dict[str, Error]:
             )
         )
     return errors
-
-
-def random_case(check: Check, rng: random.Random) -> dict:
-    """Draw a case: one of the possible values for every field of a check."""
-    return {field: rng.choice(values) for field, values in check.fields.items()}
-
-
-def search(name: str, num_cases: int, seed: int = 0, **fixed) -> dict:
-    """Try random cases, and keep the worst ones.
-
-    Args:
-        name (str): One of :data:`CHECKS`.
-        num_cases (int): How many to try.
-        seed (int): Of the cases. Defaults to 0.
-        **fixed: Values for fields of the cases that are not to be drawn.
-
-    Returns:
-        dict: ``overflown``, the number of cases beyond the range of their
-        dtype, and for each result and kind of error the worst, (error, case).
-    """
-    check, rng = CHECKS[name], random.Random(seed)
-    found = dict(overflown=0)
-    for _ in range(num_cases):
-        case = dict(random_case(check, rng), **fixed)
-        try:
-            errors = measure(check, case)
-        except OverflowError:
-            found['overflown'] += 1
-            continue
-        for result, error in errors.items():
-            for kind, value in error._asdict().items():
-                if value >= found.get((result, kind), (0,))[0]:
-                    found[result, kind] = value, case
-    return found

@@ -1,7 +1,4 @@
-"""Merging and the fast paths under random, extreme and degenerate values.
-
-A larger search of the same kind: ``tools/dev/worst_errors.py``.
-"""
+"""Merging and the fast paths under random, extreme and degenerate values."""
 
 import copy
 
