@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import repa_mm
-from repa_mm.run import init_model, load_config
+from repa_mm.run import build_model, load_config
 
 # All proposals are kept, so that what is compared is not how ties are broken.
 CONFIGS = [
@@ -42,7 +42,7 @@ def test_merge_is_exact(name, options, randomize, relative_error):
     )
     pytest.importorskip(scope)
     cfg = load_config(repa_mm.config_path(name), options)
-    model = init_model(cfg)
+    model = build_model(cfg)
     randomize(model.backbone)
     deployed = repa_mm.reparameterize(model)
     height, width = (224, 224) if scope == 'mmpretrain' else (180, 260)
