@@ -53,7 +53,7 @@ class TokenLabelHead(ClsHead):
     The score of a class is that of the class token plus half of the highest among the patches.
 
     Patches learn from label maps, where the data samples have ``token_labels`` and ``crop_box``
-    (:class:`~repa_mm.datasets.token_label.LoadTokenLabels` adds them). Without label maps, every
+    (:class:`~repa_mm.datasets.label_maps.LoadTokenLabels` adds them). Without label maps, every
     patch learns the label of its image.
 
     Args:
