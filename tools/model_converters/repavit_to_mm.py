@@ -18,7 +18,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument('src', help='checkpoint to translate')
     parser.add_argument('dst', help='file to write')
     parser.add_argument(
-        '--ema', action='store_true', help="take the averaged weights, not those the authors test"
+        '--ema', action='store_true', help='take the averaged weights, not those the authors test'
     )
     parser.add_argument('--cfg-options', nargs='+', action=DictAction, help='changes of the config')
     return parser.parse_args()
