@@ -8,7 +8,6 @@ import torch
 from mmengine.config import Config
 
 ROOT = Path(__file__).parents[2]
-TASKS = ('retinanet', 'mask_rcnn', 'upernet')
 
 
 @pytest.fixture(scope='session')

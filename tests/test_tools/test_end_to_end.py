@@ -13,7 +13,7 @@ import torch
 import repa_mm
 from repa_mm.run import codebase_tool
 
-from .conftest import ROOT, TASKS
+from .conftest import ROOT
 
 SHORT = {
     'retinanet': {
@@ -51,7 +51,10 @@ def config_of(task):
     return repa_mm.config_path(f'demo/{task}_repa_swin_digits.py')
 
 
-@pytest.fixture(scope='session', params=TASKS)
+SLOW = pytest.param('mask_rcnn', marks=pytest.mark.slow)
+
+
+@pytest.fixture(scope='session', params=['retinanet', SLOW, 'upernet'])
 def trained(request, digits, tmp_path_factory, run_tool):
     """A task and the checkpoint of a short training."""
     task = request.param
