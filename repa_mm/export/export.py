@@ -70,7 +70,7 @@ def export_checkpoint(
         dynamic = not backbone
     shape = shape or (example_shape(model) if dynamic else (224, 224))
     if backbone:
-        is_classifier = cfg.default_scope == 'mmpretrain'
+        is_classifier = cfg.get('default_scope') == 'mmpretrain'
         error = export(model if is_classifier else model.backbone, out, shape, dynamic, batch)
         return f'{"classifier" if is_classifier else "backbone"}, compared on noise', error
     source = 'images'
@@ -91,8 +91,17 @@ def model_to_export(cfg: Config, checkpoint: str) -> nn.Module:
     Args:
         cfg (Config): The config.
         checkpoint (str): Path of a checkpoint in either form.
+
+    Returns:
+        nn.Module: With the names of its classes, or those of the data set, in ``dataset_meta``.
     """
     model = build_model(cfg, checkpoint)
+    if not model.dataset_meta.get('classes'):
+        kind = dataset_config(cfg, 'test').type
+        if isinstance(kind, str):
+            with DATASETS.switch_scope_and_registry(cfg.default_scope) as registry:
+                kind = registry.get(kind)
+        model.dataset_meta = kind.METAINFO
     if next(outermost(model), None):
         reparameterize(model, inplace=True)
     return model

@@ -151,7 +151,7 @@ def runner_for_exported(
     name = osp.splitext(osp.basename(config))[0]
     cfg.work_dir = work_dir or cfg.get('work_dir') or osp.join('work_dirs', name)
     preprocessor = dict(cfg.model.get('data_preprocessor') or {})
-    if cfg.default_scope == 'mmpretrain':  # the type that its classifiers add
+    if cfg.get('default_scope') == 'mmpretrain':  # the type that its classifiers add
         preprocessor.setdefault('type', 'ClsDataPreprocessor')
     cfg.model = dict(
         type='ExportedModel', file=file, precision=precision, data_preprocessor=preprocessor

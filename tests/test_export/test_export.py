@@ -170,7 +170,10 @@ UNKNOWN = [
 ]
 
 
-@pytest.mark.parametrize('task, options', UNKNOWN)
+SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in UNKNOWN[1:4]]
+
+
+@pytest.mark.parametrize('task, options', [UNKNOWN[0], *SLOW, *UNKNOWN[4:]])
 def test_what_predicts_otherwise_is_not_written(task, options, exported, tmp_path):
     config, checkpoint, *_ = exported(task)
     cfg = load_config(config, options)

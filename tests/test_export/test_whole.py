@@ -3,7 +3,10 @@
 import pytest
 import torch
 
+from repa_mm.export.export import model_to_export
+from repa_mm.export.session import Session
 from repa_mm.export.whole import AveragePool
+from repa_mm.run import load_config
 
 pytest.importorskip('onnx')
 
@@ -24,3 +27,12 @@ def test_only_standard_operators(exported):
     assert {'NonMaxSuppression', 'RoiAlign'} <= kinds
     assert {node.domain for node in proto.graph.node} == {''}
     assert proto.opset_import[0].version == 17
+
+
+def test_names_of_classes(exported):
+    """Those of the config, or of its data set."""
+    config, checkpoint, _, file = exported('retinanet')
+    assert Session(file).classes[:2] == ['zero', 'one']
+    cfg = load_config(config)
+    del cfg.test_dataloader.dataset['metainfo']
+    assert len(model_to_export(cfg, checkpoint).dataset_meta['classes']) == 80
