@@ -1,0 +1,283 @@
+"""One table of forms through the same tests."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from repa_mm.reparam import (
+    AffineMap,
+    AttentionParts,
+    ChannelIdleFFN,
+    CheckpointError,
+    ExpertsFFN,
+    FFNParts,
+    MergedFFN,
+    MergedLinear,
+    MergedNorm,
+    MixerParts,
+    NormedAffine,
+    NormedLinear,
+    NormParts,
+    OrdinaryAttention,
+    OrdinaryFFN,
+    ParallelAttention,
+    ParallelFFN,
+    ProgressiveNorm,
+    Scheduled,
+    add_branches,
+    add_experts,
+    finish_schedules,
+    is_reparameterized,
+    reparameterize,
+)
+
+C, H = 16, 40
+
+
+def idle(**kwargs):
+    return lambda: ChannelIdleFFN(C, H, layer_scale_init_value=0.5, **kwargs)
+
+
+def branched(**kwargs):
+    return lambda: add_branches(idle(**kwargs)(), 3)
+
+
+def experts(**kwargs):
+    return lambda: add_experts(idle(**kwargs)(), 3)
+
+
+# What makes a training form, what it merges into, and how many ordinary parts fill it.
+FORMS = dict(
+    idle=(idle(), MergedFFN, 1),
+    idle_0=(idle(idle_ratio=0), MergedFFN, 1),
+    idle_1=(idle(idle_ratio=1), MergedFFN, 1),
+    idle_ln=(idle(norm_cfg=dict(type='LN')), MergedFFN, 1),
+    idle_gn=(idle(norm_cfg=dict(type='TokenGN'), idle_ratio=0.5), MergedFFN, 1),
+    branches=(lambda: ParallelFFN(C, H, 3, layer_scale_init_value=0.5), OrdinaryFFN, 3),
+    branches_idle=(branched(), MergedFFN, 3),
+    branches_idle_ln=(branched(norm_cfg=dict(type='LN')), MergedFFN, 3),
+    attention=(
+        lambda: ParallelAttention(C, 4, 2, layer_scale_init_value=0.5),
+        OrdinaryAttention,
+        2,
+    ),
+    windows=(
+        lambda: ParallelAttention(C, 4, 2, window_size=(3, 4), qk_scale=0.3),
+        OrdinaryAttention,
+        2,
+    ),
+    experts=(lambda: ExpertsFFN(C, H, 3, layer_scale_init_value=0.5), OrdinaryFFN, 1),
+    experts_idle=(experts(), MergedFFN, 1),
+    experts_idle_gn=(experts(norm_cfg=dict(type='TokenGN')), MergedFFN, 1),
+    norm=(lambda: ProgressiveNorm(C), AffineMap, 1),
+    linear=(lambda: NormedLinear(ProgressiveNorm(C), nn.Linear(C, 24)), MergedLinear, 1),
+    linear_without_bias=(
+        lambda: NormedLinear(ProgressiveNorm(C), nn.Linear(C, 24, bias=False)),
+        MergedLinear,
+        1,
+    ),
+    mixer=(lambda: NormedAffine(C), MergedNorm, 1),
+)
+SCHEDULED = [
+    name
+    for name, (make, *_) in FORMS.items()
+    if any(isinstance(m, Scheduled) for m in make().modules())
+]
+
+every = pytest.mark.parametrize('name', FORMS)
+
+
+@pytest.fixture
+def make(randomize):
+    """A form as after training, whose schedule has ended."""
+
+    def build(name, seed=0):
+        form = randomize(FORMS[name][0](), seed)
+        generator = torch.Generator().manual_seed(seed)
+        for key, p in form.named_parameters():
+            if key.endswith(('eta', 'table')) or '.norm.' in f'.{key}' or 'affine' in key:
+                p.data.copy_(torch.rand(p.shape, generator=generator) * 2 - 1)
+        return finish_schedules(form)
+
+    return build
+
+
+def tokens(name, batch=4, **kwargs):
+    shape = (C, 3, 4) if name == 'mixer' else (12, C)
+    return torch.randn(batch, *shape, **kwargs)
+
+
+@settings(max_examples=120, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@given(
+    name=st.sampled_from(sorted(FORMS)),
+    seed=st.integers(0, 10**6),
+    scale=st.sampled_from([1e-3, 1, 30]),
+    hostile=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+)
+def test_merge_is_exact(name, seed, scale, hostile, dtype, make, relative_error):
+    torch.manual_seed(seed)
+    form = make(name, seed).to(dtype).eval()
+    for norm in form.modules() if hostile else ():
+        if isinstance(norm, nn.BatchNorm1d):
+            norm.running_mean.mul_(100)
+            norm.running_var.copy_(10 ** torch.empty_like(norm.running_var).uniform_(-6, 6))
+    x = tokens(name, dtype=dtype) * scale
+    exact = copy.deepcopy(form).double()(x.double())
+    merged = form.merge()
+    assert type(merged) is FORMS[name][1]
+    # Large values round more, merged or not.
+    error, own = relative_error(merged(x), exact), relative_error(form(x), exact)
+    assert error < max(2e-6 if dtype == torch.float32 else 1e-14, 4 * own)
+
+
+@every
+def test_a_step_moves_every_parameter(name, make):
+    form, start = make(name).train(), FORMS[name][0]().train()
+    for each in (form, start):
+        before = {key: value.clone() for key, value in each.named_parameters()}
+        optimizer = torch.optim.Adam(each.parameters(), 1e-2)
+        y = each(tokens(name))
+        (y * torch.randn_like(y)).sum().backward()
+        optimizer.step()
+        for key, value in each.named_parameters():
+            assert value.grad is not None, key  # distributed training waits for all of them
+            ended = each is form
+            without_weight = '.ln.' in f'.{key}' if ended else '.rep.' in f'.{key}'
+            # A BatchNorm takes the bias of what is linear before it away, a softmax that of keys.
+            free = key.endswith('bias') and ('qkv' in key or 'fc1' in key or name == 'idle_1')
+            assert without_weight or free or (value != before[key]).any(), key
+
+
+@every
+def test_the_weights_of_the_other_form_are_refused(name, make):
+    training = nn.ModuleDict(dict(part=make(name)))
+    deployed = reparameterize(training)
+    assert is_reparameterized(training, deployed.state_dict())
+    assert not is_reparameterized(training, training.state_dict())
+    for model, other, form in ((training, deployed, 'training'), (deployed, training, 'deploy')):
+        model.load_state_dict(model.state_dict(), strict=True)
+        with pytest.raises(CheckpointError, match=f"in its {form} form at 'part'"):
+            model.load_state_dict(other.state_dict(), strict=False)
+
+
+@pytest.mark.parametrize('name', SCHEDULED)
+def test_merging_before_the_schedule_has_ended_is_refused(name, make):
+    form = FORMS[name][0]()
+    (scheduled,) = [m for m in form.modules() if isinstance(m, Scheduled)]
+    start, end = 1 - scheduled.end, scheduled.end
+    with pytest.raises(ValueError, match=f'lambda = {start:g}, .* at lambda = {end:g} only'):
+        form.merge()
+    for lam, text in ((abs(end - 0.001), ''), (abs(end - 2**-24), '')):
+        scheduled.set_lam(lam)
+        with pytest.raises(ValueError, match=rf"cannot merge '0': .*lambda = {text}"):
+            reparameterize(nn.Sequential(form))
+    # Lambda is state: checkpoints have it, in half precision, too.
+    loaded = FORMS[name][0]()
+    loaded.load_state_dict(finish_schedules(form).state_dict())
+    assert loaded.bfloat16().merge() and copy.deepcopy(form).merge()
+
+
+def ordinary(name):
+    """Ordinary parts with random weights, and what the block computes of them."""
+    norm = nn.LayerNorm(C)
+    nn.init.uniform_(norm.weight, 0.5, 1.5)
+    nn.init.uniform_(norm.bias, -0.5, 0.5)
+    scale = torch.rand(C) + 0.5
+    if name in ('attention', 'windows'):
+        table = torch.randn(35, 4) if name == 'windows' else None
+        parts = AttentionParts(norm, nn.Linear(C, 3 * C), nn.Linear(C, C), scale, table)
+
+        def attend(x):
+            q, k, v = parts.qkv(norm(x)).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
+            bias = 0
+            if table is not None:
+                index = FORMS[name][0]().relative_position_index
+                bias = table[index].permute(2, 0, 1)
+            factor = 0.3 if name == 'windows' else 0.5
+            p = (q @ k.transpose(2, 3) * factor + bias).softmax(-1)
+            return parts.proj((p @ v).transpose(1, 2).flatten(2)) * scale
+
+        return parts, attend
+    if name in ('norm', 'linear', 'linear_without_bias'):
+        linear = nn.Linear(C, 24, bias=name == 'linear')
+        parts = NormParts(norm, None if name == 'norm' else linear)
+        return parts, lambda x: norm(x) if name == 'norm' else linear(norm(x))
+    if name == 'mixer':
+        parts = MixerParts(nn.GroupNorm(1, C), nn.Conv2d(C, C, 1, groups=C))
+        return parts, lambda x: parts.affine(parts.norm(x)) - parts.norm(x)
+    parts = FFNParts(norm, nn.Linear(C, H), nn.GELU(), nn.Linear(H, C), scale)
+    return parts, lambda x: parts.fc2(F.gelu(parts.fc1(norm(x)))) * scale
+
+
+# Idle channels or a BatchNorm compute something else than the ordinary FFN.
+@pytest.mark.parametrize(
+    'name', [n for n in FORMS if 'idle' not in n and n != 'windows' or n == 'windows']
+)
+def test_filled_with_ordinary_weights_it_computes_what_they_do(name, relative_error):
+    form = FORMS[name][0]().eval()
+    sources = [ordinary(name) for _ in range(FORMS[name][2])]
+    before = [p.data_ptr() for p in form.parameters()]
+    form.fill(*(parts for parts, _ in sources))
+    assert [p.data_ptr() for p in form.parameters()] == before
+    assert all(p.grad_fn is None and p.requires_grad for p in form.parameters())
+    x = tokens(name)
+    expected = sum(function(x) for _, function in sources)
+    if name in ('branches', 'experts'):  # behind a norm, with the shortcut
+        norm = sources[0][0].norm
+        u = F.layer_norm(x, (C,)) if name == 'branches' else norm(x)
+        actual = form(u, x) - x
+    elif name in ('attention', 'windows'):
+        actual = form(F.layer_norm(x, (C,)))
+    else:
+        actual = form(x)
+    assert relative_error(actual, expected) < 1e-5
+
+
+@pytest.mark.parametrize('kind', ['one', 'branches', 'experts'])
+def test_channel_idle_forms_are_filled(kind, relative_error):
+    """With the norm kept and no idle channel they compute what the ordinary FFNs do."""
+    cfg = dict(norm_cfg=dict(type='LN'), idle_ratio=0)
+    form = dict(one=idle, branches=branched, experts=experts)[kind](**cfg)().eval()
+    sources = [ordinary('ffn') for _ in range(3 if kind == 'branches' else 1)]
+    form.fill(*(parts for parts, _ in sources))
+    x = tokens('ffn')
+    assert relative_error(form(x) - x, sum(function(x) for _, function in sources)) < 1e-5
+    assert relative_error(reparameterize(finish_schedules(form))(x), form(x)) < 1e-5
+
+
+class Adapter(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+@every
+def test_what_the_merge_does_not_know_is_refused(name, make):
+    kinds = nn.Linear, nn.GroupNorm, nn.Dropout
+    for key, module in make(name).named_modules():
+        if type(module) not in kinds or 'attn_drop' in key:
+            continue
+        form = make(name)
+        parent, _, child = key.rpartition('.')
+        other = nn.Tanh()
+        if type(module) is nn.Linear:
+            other = Adapter(module.in_features, module.out_features, module.bias is not None)
+        setattr(form.get_submodule(parent), child, other)
+        with pytest.raises(ValueError, match=f'(is|are) a .*{type(other).__name__}'):
+            form.merge()
+        form = make(name)
+        form.get_submodule(key).register_forward_hook(lambda module, args, y: y)
+        with pytest.raises(ValueError, match='has a forward hook'):
+            form.merge()
+
+
+@every
+def test_empty_batches(name, make):
+    form = make(name).eval()
+    x = tokens(name, batch=0)
+    assert form(x).shape == form.merge()(x).shape
