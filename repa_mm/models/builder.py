@@ -310,7 +310,8 @@ def restructure(
     Raises:
         ValueError: If there is no such model, or as :func:`add_structures`.
     """
-    args = {**copy.deepcopy(model), **{k: v for k, v in kwargs.items() if v is not None}}
+    args = dict(copy.deepcopy(model))
+    args.update((k, v) for k, v in kwargs.items() if args.get(k) is None)
     if init_cfg is not None:
         args['init_cfg'] = init_cfg
     kind = args.pop('type')

@@ -321,7 +321,10 @@ def test_whole_models_take_structures(scattered, relative_error):
         head=dict(type='mmpretrain.LinearClsHead', num_classes=3, in_channels=32),
     )
     structures = [dict(type='ChannelIdle', idle_ratio=0.5), dict(type='Experts', num_experts=2)]
-    model = MODELS.build(dict(type='Restructured', model=classifier, structures=structures))
+    cfg = dict(type='Restructured', model=classifier, structures=structures)
+    # MMEngine's Runner hands the preprocessor beside a model on to it.
+    model = MODELS.build(dict(cfg, data_preprocessor=dict(mean=[1.0] * 3, std=[2.0] * 3)))
+    assert model.data_preprocessor.mean.flatten().tolist() == [1.0] * 3
     assert isinstance(model, MODELS.get('mmpretrain.ImageClassifier'))
     scattered(model)
     x = torch.randn(2, 3, 32, 32)
