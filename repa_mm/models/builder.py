@@ -147,23 +147,28 @@ class Restructured:
         Raises:
             CheckpointError: If the weights are of neither, or merged.
         """
+        if self._is_init:  # once, as MMEngine's modules: weights may have been loaded or trained
+            return
         cfgs = self.init_cfg if isinstance(self.init_cfg, (list, tuple)) else [self.init_cfg]
         own = [cfg for cfg in cfgs if cfg and cfg['type'] == 'Pretrained']
         if has_deploy_form(self):  # only loaded: a class may initialize what is not there any more
             for cfg in own:
                 initialize(self, cfg)
         elif own and self._is_own(own[0]):
-            self.init_cfg, init_cfg = None, self.init_cfg
+            others = [cfg for cfg in cfgs if cfg not in own]
+            self.init_cfg, init_cfg = others or None, self.init_cfg
             super().init_weights()
             self.init_cfg = init_cfg
             initialize(self, own)
         elif any(_pretrained(module) for module in self.modules()):
             ordinary = self._ordinary()
+            ordinary.init_cfg = self.init_cfg  # which may have been set since
             self._require_sites(ordinary)
             ordinary.init_weights()
             self.fill(ordinary)
         else:
             super().init_weights()
+        self._is_init = True
         norms = [m for m in self.modules() if isinstance(m, _BatchNorm)]
         fresh = norms and all(m.num_batches_tracked == 0 for m in norms)
         if getattr(self, 'norm_eval', False) and fresh:
@@ -237,8 +242,9 @@ class Restructured:
         super().train(mode)
         # Some classes freeze stages once, which was enough for LayerNorm: BatchNorm would go on
         # changing its statistics.
-        if mode and getattr(self, 'frozen_stages', -1) > 0 and hasattr(self, '_freeze_stages'):
-            self._freeze_stages()
+        for module in self.modules() if mode else ():
+            if getattr(module, 'frozen_stages', -1) > 0 and hasattr(module, '_freeze_stages'):
+                module._freeze_stages()
         return self  # mmpretrain's backbones return None
 
 

@@ -154,18 +154,18 @@ class Site:
         setattr(self.block.get_submodule(parent), child, form)
         return self.name
 
-    def _adapt(self, form: TrainingForm) -> None:
-        """Give a form the dtype, device, mode and frozen parameters of the ordinary module."""
-        like = next(self.module.parameters())
-        form.to(like).train(self.block.training)
-        if not like.requires_grad:  # a frozen stage
+    def _adapt(self, form: TrainingForm, *others: nn.Module) -> None:
+        """Give a form the dtype, device, mode and frozen parameters of the ordinary modules."""
+        form.to(next(self.module.parameters())).train(self.block.training)
+        parts = (self.module, *others)
+        if not any(p.requires_grad for part in parts for p in part.parameters()):  # a frozen stage
             form.requires_grad_(False)
 
     def required(self) -> set[str]:
         """Names in the block of the weights that a checkpoint must have to fill a form."""
-        ids = {
-            id(p) for part in self.parts() if isinstance(part, nn.Module) for p in part.parameters()
-        }
+        parts = self.parts()
+        ids = {id(p) for part in parts if isinstance(part, nn.Module) for p in part.parameters()}
+        ids.update(id(part) for part in parts if isinstance(part, nn.Parameter))
         return {name for name, p in self.block.named_parameters() if id(p) in ids}
 
 
@@ -311,7 +311,7 @@ class NormSite(Site):
 
     def put(self, form: TrainingForm) -> str:
         """Put a progressive norm, or one with its linear layer, there; its name in the model."""
-        self._adapt(form)
+        self._adapt(form, *filter(None, self.parts()))
         path = self.linear or self.path
         if self.linear:
             # A map is padded behind the norm, which the stock window attention cannot do.

@@ -281,13 +281,19 @@ class Branches(Structure):
         start, _, index = block.rpartition('.')
         n, period, k = self.branches[block], self.periods[block], int(index)
         first = period * n * (k // period) + k % period
+        if any(b.rpartition('.')[0] == start and m != n for b, m in self.branches.items()):
+            raise ValueError(
+                f'ordinary layers fill branches of as many in each block of {start!r}, but not of '
+                f'{list(self.branches.values())}'
+            )
         return [f'{start}.{first + period * b}{name[len(block) :]}' for b in range(n)]
 
     def fill(self, model: nn.Module, ordinary: nn.Module, skip: Collection[str] = ()) -> None:
         super().fill(model, ordinary, skip)
         for site in self.sites(model):
             if site.name in self.placed and site.name not in skip:
-                copy_affine(site.norm)  # scales and shifts are in the matrices of the branches
+                # Scales and shifts are in the matrices of the branches.
+                copy_affine(getattr(site.norm, 'ln', site.norm))
 
 
 def parallel_attention(site: AttentionSite, num_branches: int) -> ParallelAttention:

@@ -507,6 +507,12 @@ class OrdinaryFFN(DeployForm):
         return (x if identity is None else identity) + self.layers(x)
 
 
+def check_single(ffn: nn.Module) -> None:
+    """Check that an FFN has one first linear layer; a ValueError if it has branches or experts."""
+    if hasattr(getattr(ffn, 'fc1', None), 'exact'):
+        raise ValueError(f'its linear layers are a {type(ffn.fc1).__name__} already')
+
+
 def add_branches(ffn: ChannelIdleFFN, num_branches: int) -> ChannelIdleFFN:
     """Widen a channel-idle FFN to B branches, in place: depth and width in one.
 
@@ -520,8 +526,12 @@ def add_branches(ffn: ChannelIdleFFN, num_branches: int) -> ChannelIdleFFN:
 
     Returns:
         ChannelIdleFFN: The same FFN.
+
+    Raises:
+        ValueError: If the number of branches is below 1, or the FFN has branches or experts.
     """
     like, dims, hidden = ffn.fc1.weight, ffn.embed_dims, ffn.feedforward_channels
+    check_single(ffn)
     ffn.fc1 = JoinedLinear(dims, hidden, num_branches, num_joined=ffn.num_active)
     ffn.fc2 = nn.Linear(num_branches * hidden, dims)
     if not ffn.keeps_norm:
@@ -529,7 +539,8 @@ def add_branches(ffn: ChannelIdleFFN, num_branches: int) -> ChannelIdleFFN:
     ffn.feedforward_channels = num_branches * hidden
     ffn.num_active *= num_branches
     ffn.num_active_channels.fill_(ffn.num_active)
-    return ffn.to(like).train(ffn.training)
+    ffn.to(like).train(ffn.training)
+    return ffn if like.requires_grad else ffn.requires_grad_(False)  # a frozen stage
 
 
 def join_branches(model: nn.Module, lam: float) -> nn.Module:

@@ -14,7 +14,7 @@ import copy
 import torch
 import torch.nn as nn
 
-from .depth import OrdinaryFFN
+from .depth import OrdinaryFFN, check_single
 from .ffn import ChannelIdleFFN, DropPath
 from .ffn.layers import build_activation
 from .forms import TrainingForm
@@ -165,16 +165,17 @@ class ExpertsFFN(TrainingForm):
     def fill(self, *ffns: FFNParts) -> None:
         """Give every expert the weights of an ordinary FFN: of its own, or all of the same one.
 
-        A layer scale that this FFN does not have goes into the weights.
+        A layer scale that this FFN does not have, or one of each expert, goes into the weights.
         """
         self.fc1.fill(*(matrix(part.fc1) for part in ffns))
+        if self.layer_scale is not None:
+            scale = ffns[0].scale if len(ffns) == 1 else None
+            self.layer_scale.copy_(torch.ones_like(self.layer_scale) if scale is None else scale)
         outs = []
         for part in ffns:
             weight, bias = matrix(part.fc2)
-            if part.scale is not None and self.layer_scale is None:
+            if part.scale is not None and (self.layer_scale is None or len(ffns) > 1):
                 weight, bias = double(part.scale)[:, None] * weight, double(part.scale) * bias
-            elif part.scale is not None:
-                self.layer_scale.copy_(part.scale)
             outs.append((weight, bias))
         self.fc2.fill(*outs)
 
@@ -214,13 +215,16 @@ def add_experts(ffn: ChannelIdleFFN | ExpertsFFN, num_experts: int) -> nn.Module
         nn.Module: The same FFN.
 
     Raises:
-        ValueError: If the number of experts is below 1.
+        ValueError: If the number of experts is below 1, or the FFN has branches or experts.
     """
+    check_single(ffn)
     dims, hidden, order = ffn.embed_dims, ffn.feedforward_channels, _Order()
     like = next(ffn.parameters(), torch.empty(0))
+    is_trained = not hasattr(ffn, 'fc1') or ffn.fc1.weight.requires_grad
     ffn.fc1 = ExpertLinear(dims, hidden, num_experts, shuffles=order)
     ffn.fc2 = ExpertLinear(hidden, dims, num_experts, restores=order)
-    return ffn.to(like).train(ffn.training)
+    ffn.to(like).train(ffn.training)
+    return ffn if is_trained else ffn.requires_grad_(False)  # a frozen stage
 
 
 def average_experts(model: nn.Module, rate: float) -> nn.Module:

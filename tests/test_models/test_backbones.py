@@ -279,6 +279,30 @@ def test_own_weights_in_both_forms(name, scattered, tmp_path):
                 build(name, init_cfg=init_cfg).init_weights()
 
 
+def test_weights_are_initialized_once_from_what_init_cfg_says_then(scattered, tmp_path):
+    ordinary = scattered(build_ordinary('vit', 'mmpretrain.VisionTransformer'))
+    model = build('vit')
+    model.init_cfg = pretrained(ordinary, tmp_path / 'ordinary.pth')
+    model.init_weights()
+    weight = model.layers[0].ffn.fc1.weight
+    assert torch.equal(weight, ordinary.layers[0].ffn.layers[0][0].weight)
+    nn.init.zeros_(weight)
+    model.init_weights()  # as a Runner does with a model that it is given
+    assert not weight.any()
+
+
+def test_own_weights_beside_other_ways_to_initialize(scattered, tmp_path):
+    source = scattered(build('vit')).state_dict()
+    key = 'patch_embed.projection.bias'
+    del source[key]
+    torch.save(source, tmp_path / 'own.pth')
+    own = dict(type='Pretrained', checkpoint=str(tmp_path / 'own.pth'))
+    model = build('vit', init_cfg=[own, dict(type='Constant', layer='Conv2d', val=0.0, bias=7.0)])
+    model.init_weights()
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, source.get(name, torch.full_like(value, 7))), name
+
+
 @pytest.mark.parametrize('package', ['mmpretrain', 'mmdet', 'mmseg'])
 def test_every_registry_builds_them(package):
     registry = pytest.importorskip(f'{package}.registry').MODELS
@@ -287,9 +311,15 @@ def test_every_registry_builds_them(package):
         assert type(registry.build(cfg)).__name__ == BACKBONES[name][0]['type']
 
 
-@pytest.mark.parametrize('name', ['swin', 'vit', 'lvvit', 'poolformer', 'parallel_idle'])
+@pytest.mark.parametrize('name', ['swin', 'vit', 'lvvit', 'poolformer', 'parallel_idle', 'whole'])
 def test_frozen_stages_keep_their_statistics(name):
-    model = build(name, frozen_stages=1).train()
+    if name == 'whole':  # a model whose backbone freezes stages
+        backbone = dict(type='mmpretrain.VisionTransformer', frozen_stages=1, **VIT)
+        model = dict(type='mmpretrain.ImageClassifier', backbone=backbone)
+        structures = [dict(type='ChannelIdle')]
+        model = MODELS.build(dict(type='Restructured', model=model, structures=structures)).train()
+    else:
+        model = build(name, frozen_stages=1).train()
     first, *_, last = [m for m in model.modules() if isinstance(m, ChannelIdleFFN)]
     assert not any(p.requires_grad for p in first.parameters())
     assert all(p.requires_grad for p in last.parameters())

@@ -1,16 +1,27 @@
 """Branches: which layers they take, and what they compute of them."""
 
+from functools import partial
+
 import pytest
 import torch
 from mmpretrain.models import SwinTransformer, VisionTransformer
 
-from repa_mm.models import ParallelSwinTransformer, ParallelVisionTransformer
+from repa_mm.models import (
+    ExpertsVisionTransformer,
+    ParallelSwinTransformer,
+    ParallelVisionTransformer,
+)
 from repa_mm.models.attention import FastShiftWindowMSA
+from repa_mm.models.builder import Restructured
 from repa_mm.models.structures import linear_idle_ratios
-from repa_mm.reparam import CheckpointError, ParallelAttention
+from repa_mm.reparam import CheckpointError, ParallelAttention, reparameterize
 
 VIT = dict(img_size=32, patch_size=8, out_type='featmap')
 SWIN = dict(window_size=4, img_size=64, pad_small_map=True, out_indices=(0, 1, 2, 3))
+
+
+class RestructuredViT(Restructured, VisionTransformer):
+    """Any structures."""
 
 
 def vit_arch(num_layers):
@@ -134,3 +145,65 @@ def test_linear_idle_ratios():
     for ratio, blocks in ((0.75, 1), (0.2, 5)):
         with pytest.raises(ValueError, match="idle_schedule='linear' needs"):
             linear_idle_ratios(ratio, blocks)
+
+
+def test_norms_that_go_behind_branches_are_filled_once(relative_error, randomize, tmp_path):
+    """Scales and shifts of the norms are in the matrices of the branches."""
+    kept = dict(type='ChannelIdle', idle_ratio=0.0, norm_cfg=dict(type='keep'))
+    ordinary = randomize(VisionTransformer(vit_arch(4), **VIT))
+    torch.save(ordinary.state_dict(), tmp_path / 'vit.pth')
+    kwargs = dict(VIT, init_cfg=dict(type='Pretrained', checkpoint=str(tmp_path / 'vit.pth')))
+    models = []
+    for structures in ([], [dict(type='ProgressiveNorms')]):
+        model = RestructuredViT(
+            vit_arch(2),
+            structures=[kept, dict(type='Branches'), *structures],
+            ordinary=partial(VisionTransformer, vit_arch(4), **kwargs),
+            **kwargs,
+        )
+        model.init_weights()
+        models.append(model.eval())
+    x = torch.randn(2, 3, 32, 32)
+    assert relative_error(models[1](x)[0], models[0](x)[0]) < 1e-5
+
+
+@pytest.mark.parametrize(
+    'structures, message',
+    [
+        (['Experts', 'Branches'], 'an? ExpertLinear already'),
+        (['Branches', 'Experts'], 'an? JoinedLinear already'),
+    ],
+)
+def test_branches_and_experts_do_not_take_each_others_place(structures, message):
+    idle = dict(type='ChannelIdle')
+    with pytest.raises(ValueError, match=message):
+        RestructuredViT(vit_arch(2), structures=[idle, *(dict(type=s) for s in structures)], **VIT)
+
+
+def test_branches_of_other_numbers_in_each_block_are_not_filled(tmp_path):
+    torch.save(VisionTransformer(vit_arch(4), **VIT).state_dict(), tmp_path / 'vit.pth')
+    structures = [dict(type='Branches', num_branches=[2, 2, 1, 1])]
+    init_cfg = dict(type='Pretrained', checkpoint=str(tmp_path / 'vit.pth'))
+    model = RestructuredViT(vit_arch(4), structures=structures, init_cfg=init_cfg, **VIT)
+    with pytest.raises(ValueError, match='as many in each block'):
+        model.init_weights()
+
+
+def test_a_frozen_norm_freezes_no_linear_layer():
+    idle = dict(type='ChannelIdle', norm_cfg=dict(type='BN', requires_grad=False))
+    for structures in ([idle, dict(type='Experts')], [idle, dict(type='Branches')]):
+        ffn = RestructuredViT(vit_arch(1), structures=structures, **VIT).layers[0].ffn
+        assert all(p.requires_grad for p in (*ffn.fc1.parameters(), *ffn.fc2.parameters()))
+        frozen = RestructuredViT(vit_arch(1), structures=structures, frozen_stages=1, **VIT)
+        assert not any(p.requires_grad for p in frozen.layers[0].parameters())
+    norms, plain = [dict(type='ProgressiveNorms')], dict(type='LN', requires_grad=False)
+    model = RestructuredViT(vit_arch(1), structures=norms, norm_cfg=plain, **VIT)
+    assert model.layers[0].attn.qkv.linear.weight.requires_grad
+
+
+def test_weights_without_the_layer_scale_do_not_fill(tmp_path):
+    """As those of merged experts, whose matrices have it."""
+    kwargs = dict(num_experts=2, layer_scale_init_value=1e-5, **VIT)
+    merged = reparameterize(ExpertsVisionTransformer(vit_arch(1), **kwargs))
+    with pytest.raises(CheckpointError, match='lack .*gamma2'):
+        filled(ExpertsVisionTransformer, vit_arch(1), merged, tmp_path / 'vit.pth', **kwargs)

@@ -11,6 +11,7 @@ from repa_mm.reparam import (
     ChannelIdleFFN,
     ExpertLinear,
     ExpertsFFN,
+    FFNParts,
     MergedFFN,
     MergedNorm,
     NormedAffine,
@@ -123,3 +124,26 @@ def test_bad_input():
     for rate in (-0.1, 1.5, float('nan'), 'x', True):
         with pytest.raises(ValueError, match='rate must be a number from 0 to 1'):
             average_experts(ExpertsFFN(8, 16), rate)
+
+
+@pytest.mark.parametrize('number', [1, 2])
+@pytest.mark.parametrize('own, scaled', [(0.5, True), (0.5, False), (0.0, True)])
+def test_layer_scales_of_what_fills_experts(number, own, scaled, relative_error):
+    def part():
+        fc1, fc2, scale = nn.Linear(8, 12), nn.Linear(12, 8), torch.rand(8)
+        return FFNParts(nn.LayerNorm(8), fc1, nn.GELU(), fc2, scale if scaled else None)
+
+    parts = [part() for _ in range(number)]
+    ffn = ExpertsFFN(8, 12, 2, layer_scale_init_value=own).eval()
+    ffn.fill(*parts)
+    x = torch.randn(2, 3, 8)
+    w1, b1, w2, b2 = (
+        sum(getattr(getattr(p, fc), key) * s for p, s in zip(parts, scales)) / number
+        for fc in ('fc1', 'fc2')
+        for key, scales in (
+            ('weight', [1 if fc == 'fc1' or not scaled else p.scale[:, None] for p in parts]),
+            ('bias', [1 if fc == 'fc1' or not scaled else p.scale for p in parts]),
+        )
+    )
+    expected = x + F.linear(F.gelu(F.linear(x, w1, b1)), w2, b2)
+    assert relative_error(ffn(x), expected) < 1e-5
