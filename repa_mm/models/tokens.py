@@ -31,7 +31,7 @@ from mmpretrain.models.utils.attention import MultiheadAttention
 
 from repa_mm.models.attention import FastShiftWindowMSA, fast_class, swap_attention
 from repa_mm.models.windows import is_traced, times, traceable_partition
-from repa_mm.reparam import TrainingForm, become
+from repa_mm.reparam import Form, Scheduled, TrainingForm, become
 from repa_mm.reparam.depth import scale_queries
 
 # Where the stock blocks are defined.
@@ -40,6 +40,7 @@ _SWIN_BLOCKS = (
     'mmdet.models.backbones.swin',
     'mmseg.models.backbones.swin',
 )
+_OTHERS = Form, Scheduled
 # Tokens that are processed at a time on a CPU: few enough for its caches.
 _CHUNK = 2048
 
@@ -101,9 +102,10 @@ class ReducedSwinBlock(SwinBlock):
         Returns:
             torch.Tensor: Of the shape of ``x``.
         """
-        if self.training or self.keep == 1:
-            return super().forward(x, hw_shape)
         attn, size = self.attn, self.attn.window_size
+        # Another structure has come into the attention since: it computes in its own way.
+        if self.training or self.keep == 1 or isinstance(attn.w_msa.qkv, _OTHERS):
+            return super().forward(x, hw_shape)
         shift = attn.shift_of(x, hw_shape)
         eager = type(x) is torch.Tensor and not is_traced()
         layout = (_cached_layout if eager else _layout)(*hw_shape, size, shift, x.device)

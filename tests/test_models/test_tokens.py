@@ -15,6 +15,7 @@ import repa_mm
 from repa_mm.benchmark.complexity import count
 from repa_mm.export.export import export
 from repa_mm.models import RePaSwinTransformer, RePaVisionTransformer, reduce_tokens
+from repa_mm.models.builder import add_structures
 from repa_mm.models.tokens import ReducedSwinBlock, _layout, merge_neighbours
 from tests.conftest import skip_unless_exportable
 
@@ -320,3 +321,18 @@ def test_a_smaller_share_keeps_fewer_patches():
             kept.append(tokens.shape[1])
             assert kept[-1] <= keep * number + 1 / keep
         assert kept == sorted(kept, reverse=True)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize('structure', ['ProgressiveNorms', 'Branches'])
+def test_structures_in_reduced_blocks(structure, randomize):
+    """Where another structure has come into the attention, nothing is reduced."""
+    model = SwinTransformer(**copy.deepcopy(SWIN))
+    reduced = reduce_tokens(model, 0.5)
+    x = images(2, 3, 72, 88)
+    for each in (model, reduced):
+        add_structures(each, [dict(type=structure)])
+        randomize(each).eval()
+    reduced.load_state_dict(model.state_dict())
+    for a, b in zip(reduced(x), model(x)):
+        assert torch.allclose(a, b, atol=1e-5)
