@@ -4,6 +4,7 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.nn as nn
@@ -103,9 +104,8 @@ def convert_pretrained(
     batches: Iterable,
     idle_ratio: float | Sequence[float | None] = 0.75,
     norm: str = 'keep',
-    forward: Callable | None = None,
-    inplace: bool = False,
     *,
+    forward: Callable | None = None,
     allocate: str = 'uniform',
     held_out: Iterable = (),
     ridge: float | None = None,
@@ -132,9 +132,8 @@ def convert_pretrained(
             Defaults to 0.75.
         norm (str): 'keep' leaves the LayerNorms and GroupNorms before the FFNs as they are. 'fold'
             makes them BatchNorms, and everything merges. Defaults to 'keep'.
-        forward (Callable, optional): Runs ``model`` on a batch, or the part of it that holds the
-            blocks. Defaults to ``model``.
-        inplace (bool): Convert the model itself instead of a copy. Defaults to False.
+        forward (Callable, optional): Called with a model and a batch, runs the model, or the part
+            of it that holds the blocks. Defaults to calling the model with the batch.
         allocate (str): 'uniform' gives all blocks the same idle ratio. 'by_error' gives more
             active channels to the blocks that gain more by them, at the multiply-adds of the
             uniform ratio. Defaults to 'uniform'.
@@ -151,13 +150,13 @@ def convert_pretrained(
         seed (int): Seed of the draw of the tokens. Defaults to 0.
 
     Returns:
-        tuple: The model in its training form, which trains on and merges with
+        tuple: A copy of the model in its training form, which trains on and merges with
         :func:`~repa_mm.reparameterize`, and a :class:`ConversionReport`.
 
     Raises:
         ValueError: If there is no batch, no block is known, a block cannot be converted (one of a
             user's own class may have the name of a known one, and compute something else), or its
-            activations are not finite. The message names the block, and the model stays as it was.
+            activations are not finite. The message names the block.
 
     Examples:
         >>> converted, report = repa_mm.convert_pretrained(backbone, images)
@@ -170,39 +169,38 @@ def convert_pretrained(
     ):
         if value not in values:
             raise ValueError(f'{option} must be one of {values}, but got {value!r}')
-    model = unwrap(model)
-    forward, batches, held_out = forward or model, list(batches), list(held_out)
+    model = copy.deepcopy(unwrap(model))
+    forward = partial(forward, model) if forward else model
+    batches, held_out = list(batches), list(held_out)
     if not batches:
         raise ValueError('there is no image to fit to: batches is empty')
     ratios, ffns, skipped = find_ffns(model, idle_ratio, skip_unsupported)
     sites = {site.block_name: site for site in ffn_sites(model) if site.block_name in ffns}
     fit = _Fit(ratios, norm, ridge, -(-max_tokens // len(batches)), seed, progress)
-    with _restored(model, [site.block for site in sites.values()]) as (modes, keep):
-        expected = run_batches(forward, held_out)
-        with _checked(sites, forward, batches[0]):
-            for name, site in sites.items():
-                site.put(ffns[name])
-            reached: list[str] = []
-            in_lockstep(forward, batches[:1], lambda s, _: reached.append(s.name), students=False)
-            for name in sites:
-                if name not in reached:
-                    raise ValueError(f'the forward pass does not reach the FFN of {name!r}')
-            if allocate == 'by_error':
-                fit.share(forward, batches, idle_ratio)
-            in_lockstep(forward, batches, fit)
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    expected = run_batches(forward, held_out)
+    with _checked(sites, forward, batches[0]):
         for name, site in sites.items():
-            site.put(fit.forms[name])
-        after = run_batches(forward, held_out)
-        for name, site in sites.items():
-            fit.forms[name].train(modes[site.block])
-        for module, mode in modes.items():
-            module.training = mode
-        converted = model if inplace else copy.deepcopy(model)
-        if inplace:
-            keep()
-    converted._register_load_state_dict_pre_hook(check_state_dict, with_module=True)
+            site.put(ffns[name])
+        reached: list[str] = []
+        in_lockstep(forward, batches[:1], lambda s, _: reached.append(s.name), students=False)
+        for name in sites:
+            if name not in reached:
+                raise ValueError(f'the forward pass does not reach the FFN of {name!r}')
+        if allocate == 'by_error':
+            fit.share(forward, batches, idle_ratio)
+        in_lockstep(forward, batches, fit)
+    for name, site in sites.items():
+        site.put(fit.forms[name])
+    after = run_batches(forward, held_out)
+    for name, site in sites.items():
+        fit.forms[name].train(modes[site.block])
+    for module, mode in modes.items():
+        module.training = mode
+    model._register_load_state_dict_pre_hook(check_state_dict, with_module=True)
     changes = differences(expected, after, has_channels_first(model))
-    return converted, ConversionReport(fit.finished_rows(), skipped, changes)
+    return model, ConversionReport(fit.finished_rows(), skipped, changes)
 
 
 def find_ffns(
@@ -275,41 +273,6 @@ def _checked(sites: dict[str, FFNSite], forward: Callable, batch) -> Iterator[No
 
     with watched(blocks, compare):
         yield
-
-
-@contextmanager
-def _restored(
-    model: nn.Module, blocks: Iterable[nn.Module]
-) -> Iterator[tuple[dict[nn.Module, bool], Callable]]:
-    """Put a model in eval mode for a while, and give its blocks back what they were.
-
-    Yields:
-        tuple: The modes that all modules had before, and a function that lets the blocks stay as
-        they have become.
-    """
-    modes = {module: module.training for module in model.modules()}
-    before = {
-        block: (
-            block.__class__,
-            {k: (v, copy.copy(v) if isinstance(v, dict) else None) for k, v in vars(block).items()},
-        )
-        for block in blocks
-    }
-    try:
-        model.eval()
-        yield modes, before.clear
-    finally:
-        for block, (kind, attributes) in before.items():
-            block.__class__ = kind
-            # The dicts of parameters, children, hooks themselves stay: handles refer to them.
-            block.__dict__.clear()
-            for key, (value, content) in attributes.items():
-                if isinstance(value, dict):
-                    value.clear()
-                    value.update(content)
-                block.__dict__[key] = value
-        for module, mode in modes.items():
-            module.training = mode
 
 
 class _Fit:

@@ -82,10 +82,6 @@ def pretrained(case, randomize):
     return model, number
 
 
-def forward_of(model):
-    return lambda x: outputs(model, x)
-
-
 @pytest.mark.parametrize('case', CASES)
 @pytest.mark.parametrize('norm', ['keep', 'fold'])
 def test_every_block(case, norm, randomize, relative_error):
@@ -93,7 +89,7 @@ def test_every_block(case, norm, randomize, relative_error):
     x = torch.randn(1, 3, 64, 64)
     with torch.no_grad():
         expected = outputs(model, x)
-    convert = dict(norm=norm, forward=forward_of(model), ridge=0.1)
+    convert = dict(norm=norm, forward=outputs, ridge=0.1)
     converted, report = repa_mm.convert_pretrained(model, images(2), 0.0, **convert)
     assert all(row.unexplained < (1e-12 if norm == 'keep' else 0.5) for row in report.blocks)
     with torch.no_grad():
@@ -112,15 +108,13 @@ def test_every_block(case, norm, randomize, relative_error):
             assert relative_error(a, b) < 1e-10
 
 
-def test_in_place_and_what_the_report_says(randomize):
+def test_what_the_report_says(randomize):
     model, _ = pretrained(VIT, randomize)
     x, rows = images(), []
-    copied, report = repa_mm.convert_pretrained(model, x, held_out=x[:1], progress=rows.append)
+    converted, report = repa_mm.convert_pretrained(
+        model, iter(x), held_out=x[:1], progress=rows.append
+    )
     assert rows == report.blocks and [row.name for row in rows] == ['layers.0', 'layers.1']
-    converted, _ = repa_mm.convert_pretrained(model, iter(x), inplace=True)
-    assert converted is model
-    with torch.no_grad():
-        assert torch.equal(outputs(copied, x[0])[0], outputs(model, x[0])[0])
     text = str(report)
     assert 'layers.1' in text and 'exact' in text and 'held-out images' in text
     assert 0 < report.differences[0] < 0.1
@@ -136,7 +130,7 @@ def test_in_place_and_what_the_report_says(randomize):
 def test_multiply_adds_of_inner_blocks_are_those_of_an_image(randomize):
     """The rows of an inner block of a TNT are patches: there are 16 of them in an image."""
     model, _ = pretrained('TNT', randomize)
-    _, report = repa_mm.convert_pretrained(model, images(), forward=forward_of(model))
+    _, report = repa_mm.convert_pretrained(model, images(), forward=outputs)
     inner = [row for row in report.blocks if 'inner' in row.name]
     assert inner and all(row.gmacs == pytest.approx(16 * 16 * 2 * 8 * 32 / 1e9) for row in inner)
 
@@ -168,7 +162,6 @@ def test_drop_path_scale_and_mode_are_kept(norm, randomize):
 
 def test_what_cannot_be_done(randomize):
     model, _ = pretrained(VIT, randomize)
-    before = {n: type(m) for n, m in model.named_modules()}
     x = images(1)
     for kwargs, message in (
         (dict(batches=[]), 'no image'),
@@ -184,26 +177,23 @@ def test_what_cannot_be_done(randomize):
         bias[0] = torch.nan
     with pytest.raises(ValueError, match="activations of 'layers.1' are not finite"):
         repa_mm.convert_pretrained(model, x)
-    assert {n: type(m) for n, m in model.named_modules()} == before
     handle = model.layers[0].ffn.register_forward_hook(lambda m, i, o: None)
     with pytest.raises(ValueError, match='forward hook'):
         repa_mm.convert_pretrained(model, x)
     handle.remove()
     with torch.no_grad():
         bias[0] = 0
-    handle = model.layers[0].register_forward_hook(lambda m, i, o: o)
+    model.layers[0].register_forward_hook(lambda m, i, o: o)  # the block's stays
     converted, report = repa_mm.convert_pretrained(model, [torch.ones(1, 3, 64, 64)])
     assert '17 tokens for 33 unknowns per channel: give more images' in report.warnings[0]
     assert outputs(converted, x[0])[0].isfinite().all()
-    handle.remove()  # those of a block still refer to it
-    assert not model.layers[0]._forward_hooks
 
 
 def test_a_constant_image(randomize):
     """Every token of a model without position embeddings is the same: nothing can be fitted."""
     model, _ = pretrained('PoolFormer', randomize)
     x = [torch.full((1, 3, 256, 256), 0.7)]
-    converted, report = repa_mm.convert_pretrained(model, x, forward=forward_of(model))
+    converted, report = repa_mm.convert_pretrained(model, x, forward=outputs)
     with torch.no_grad():
         assert all(y.isfinite().all() for y in outputs(converted, x[0]))
 
@@ -241,16 +231,16 @@ def test_blocks_that_stay_as_they_are(randomize):
 def test_wrapped_models_and_other_types(case, randomize, relative_error):
     model, _ = pretrained(case, randomize)
     x = images()
-    expected, report = repa_mm.convert_pretrained(model, x, forward=forward_of(model))
+    expected, report = repa_mm.convert_pretrained(model, x, forward=outputs)
     with torch.no_grad():
         y = outputs(expected, x[0])
         wrapped = torch.nn.DataParallel(copy.deepcopy(model))
-        converted, _ = repa_mm.convert_pretrained(wrapped, x, forward=forward_of(wrapped.module))
+        converted, _ = repa_mm.convert_pretrained(wrapped, x, forward=outputs)
         for a, b in zip(outputs(converted, x[0]), y):
             assert torch.equal(a, b)
         half = copy.deepcopy(model).bfloat16()
         batches = [v.bfloat16() for v in x]
-        converted, rows = repa_mm.convert_pretrained(half, batches, forward=forward_of(half))
+        converted, rows = repa_mm.convert_pretrained(half, batches, forward=outputs)
     assert {p.dtype for p in converted.parameters()} == {torch.bfloat16}
     for row, known in zip(rows.blocks, report.blocks):
         assert row.unexplained == pytest.approx(known.unexplained, rel=0.3, abs=0.02)
@@ -289,7 +279,7 @@ def test_differences_are_shares_of_the_variance_of_channels(case, randomize):
     if case == 'MLP-Mixer':
         model.patch_embed.projection.bias.copy_(9 * torch.randn(16))  # channels of other means
     converted, report = repa_mm.convert_pretrained(
-        model, images(), 0.9, forward=forward_of(model), held_out=[held_out]
+        model, images(), 0.9, forward=outputs, held_out=[held_out]
     )
     axes = (0, 1) if case == 'ViT' else (0, 2, 3) if case == 'PoolFormer' else (0, 2)
     for a, b, found in zip(

@@ -71,11 +71,11 @@ def test_blocks_that_change_tensors_in_place(forward, vit):
 def test_nothing_is_assumed_of_what_lies_between(vit):
     """Connections past blocks, images of other sizes that go other ways."""
 
-    def forward(batch):
-        tokens = tokens_of(vit, batch)
-        first = vit.layers[0](tokens)
-        second = vit.layers[1](first if batch.shape[-1] < 32 else first + tokens)
-        return vit.layers[2](first + 0.3 * second.flip(1))
+    def forward(model, batch):
+        tokens = tokens_of(model, batch)
+        first = model.layers[0](tokens)
+        second = model.layers[1](first if batch.shape[-1] < 32 else first + tokens)
+        return model.layers[2](first + 0.3 * second.flip(1))
 
     x = [*images(2), torch.randn(4, 3, 24, 24), torch.randn(4, 3, 16, 32)]
     converted, report = repa_mm.convert_pretrained(vit, x, [0.0, 0.75, 0.75], forward=forward)
@@ -120,20 +120,20 @@ def scored(layer, x):
 
 
 def test_what_cannot_be_fitted_is_named(vit):
-    def by_score(batch):
-        first = vit.layers[0](tokens_of(vit, batch))
-        return vit.layers[2](vit.layers[1](first * vit.layers[0].score))
+    def by_score(model, batch):
+        first = model.layers[0](tokens_of(model, batch))
+        return model.layers[2](model.layers[1](first * model.layers[0].score))
 
-    def shorter(batch):
-        return vit.layers[2](vit.layers[0](tokens_of(vit, batch)))
+    def shorter(model, batch):
+        return model.layers[2](model.layers[0](tokens_of(model, batch)))
 
-    def other_order(batch):
-        first, second, third = vit.layers if batch.shape[0] == 4 else vit.layers[::-1]
-        return third(second(first(tokens_of(vit, batch))))
+    def other_order(model, batch):
+        first, second, third = model.layers if batch.shape[0] == 4 else model.layers[::-1]
+        return third(second(first(tokens_of(model, batch))))
 
-    def one_less(batch):
-        first = vit.layers[1](vit.layers[0](tokens_of(vit, batch)))
-        return vit.layers[2](first) if batch.shape[0] == 4 else first
+    def one_less(model, batch):
+        first = model.layers[1](model.layers[0](tokens_of(model, batch)))
+        return model.layers[2](first) if batch.shape[0] == 4 else first
 
     kind = type(vit.layers[0])
     x = [*images(), torch.randn(2, 3, 32, 32)]
@@ -161,13 +161,13 @@ def test_an_error_in_a_pass_leaves_nothing(vit):
     class Broken(Exception):
         pass
 
-    def forward(batch):
+    def forward(model, batch):
         batch = batch.clone()
         alive.append(weakref.ref(batch))
-        tokens = vit.layers[1](vit.layers[0](tokens_of(vit, batch)))
+        tokens = model.layers[1](model.layers[0](tokens_of(model, batch)))
         if len(alive) > 7:  # two plain passes, three teachers, and students of whom two go on
             raise Broken('from the model itself')
-        return vit.layers[2](tokens) + batch.mean()
+        return model.layers[2](tokens) + batch.mean()
 
     before = state(vit)
     try:
@@ -191,7 +191,7 @@ def test_modes_of_a_pass_stay_in_it(mode, vit):
     x = images()
     expected, _ = repa_mm.convert_pretrained(vit, x)
     with torch.inference_mode():
-        converted, _ = repa_mm.convert_pretrained(vit, x, forward=mode()(vit))
+        converted, _ = repa_mm.convert_pretrained(vit, x, forward=mode()(lambda m, x: m(x)))
     for key, value in expected.state_dict().items():
         assert torch.equal(converted.state_dict()[key], value)
     assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
@@ -201,9 +201,9 @@ def test_modes_of_a_pass_stay_in_it(mode, vit):
 
 
 def test_the_fit_does_not_see_the_autocast_of_a_pass(vit):
-    def forward(batch):
+    def forward(model, batch):
         with torch.autocast('cpu', torch.bfloat16):
-            return vit(batch)
+            return model(batch)
 
     _, expected = repa_mm.convert_pretrained(vit, images())
     _, report = repa_mm.convert_pretrained(vit, images(), forward=forward)
