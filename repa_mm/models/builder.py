@@ -65,7 +65,6 @@ def add_structures(model: nn.Module, structures: Sequence[dict | Structure]) -> 
 def idle_channels(
     model: nn.Module,
     idle_ratio: float | Sequence[float | None] = 0.75,
-    idle_schedule: str = 'constant',
     norm_cfg: dict = dict(type='BN'),
 ) -> nn.Module:
     """Put channel-idle FFNs into a backbone, in place.
@@ -81,7 +80,6 @@ def idle_channels(
     Args:
         model (nn.Module): A backbone, or a model with one.
         idle_ratio (float | Sequence): As for :class:`~repa_mm.models.structures.ChannelIdle`.
-        idle_schedule (str): As there.
         norm_cfg (dict): As there.
 
     Returns:
@@ -90,7 +88,7 @@ def idle_channels(
     Raises:
         ValueError: As :func:`add_structures`, or if an idle ratio is not in [0, 1].
     """
-    add_structures(model, [ChannelIdle(idle_ratio, idle_schedule, norm_cfg)])
+    add_structures(model, [ChannelIdle(idle_ratio, norm_cfg)])
     return model
 
 
@@ -343,7 +341,6 @@ def restructure(
 def build_idle_backbone(
     backbone: dict,
     idle_ratio: float | Sequence[float | None] = 0.75,
-    idle_schedule: str = 'constant',
     norm_cfg: dict = dict(type='BN'),
     **kwargs,
 ) -> nn.Module:
@@ -358,7 +355,6 @@ def build_idle_backbone(
     Args:
         backbone (dict): Config of a backbone of MMPretrain, MMDetection or MMSegmentation.
         idle_ratio (float | Sequence): As for :class:`~repa_mm.models.structures.ChannelIdle`.
-        idle_schedule (str): As there.
         norm_cfg (dict): As there.
         **kwargs: Other arguments of :func:`restructure`.
 
@@ -368,7 +364,5 @@ def build_idle_backbone(
     Raises:
         ValueError: As :func:`restructure`.
     """
-    structure = dict(
-        type='ChannelIdle', idle_ratio=idle_ratio, idle_schedule=idle_schedule, norm_cfg=norm_cfg
-    )
+    structure = dict(type='ChannelIdle', idle_ratio=idle_ratio, norm_cfg=norm_cfg)
     return restructure(backbone, [structure], **kwargs)

@@ -22,8 +22,6 @@ class RePaBackbone(Restructured):
         *args: Those of the parent.
         idle_ratio (float | Sequence[float]): Share of FFN hidden channels that skip the activation,
             in [0, 1]: one for all blocks, or one per block. Defaults to 0.75.
-        idle_schedule (str): 'constant', or 'linear' for ratios that grow with depth. Defaults to
-            'constant'.
         ffn_norm_cfg (dict): Norm of the FFNs: 'BN', 'SyncBN', 'LN' or 'keep', see
             :class:`~repa_mm.models.structures.ChannelIdle`. Defaults to ``dict(type='BN')``.
         **kwargs: Those of the parent, and ``deploy``, ``fast_attention`` and ``keep_tokens`` of
@@ -34,16 +32,10 @@ class RePaBackbone(Restructured):
         self,
         *args,
         idle_ratio: float | Sequence[float] = 0.75,
-        idle_schedule: str = 'constant',
         ffn_norm_cfg: dict = dict(type='BN'),
         **kwargs,
     ) -> None:
-        structure = dict(
-            type='ChannelIdle',
-            idle_ratio=idle_ratio,
-            idle_schedule=idle_schedule,
-            norm_cfg=ffn_norm_cfg,
-        )
+        structure = dict(type='ChannelIdle', idle_ratio=idle_ratio, norm_cfg=ffn_norm_cfg)
         super().__init__(*args, structures=[structure], **kwargs)
 
 

@@ -195,8 +195,7 @@ class RePaLVViT(RePaBackbone, LVViT):
     except for its ``eps``, so that ``eps`` is smaller here.
 
     Args:
-        *args, **kwargs: Those of :class:`LVViT`, and ``idle_ratio``, ``idle_schedule``,
-            ``ffn_norm_cfg`` and ``deploy`` of :class:`RePaBackbone`.
+        *args, **kwargs: Those of :class:`LVViT`, and of :class:`RePaBackbone`.
 
     Examples:
         >>> model = RePaLVViT('s', idle_ratio=2 / 3, out_type='featmap')

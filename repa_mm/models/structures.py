@@ -122,27 +122,6 @@ def _share(value, sites: Sequence[Site], what: str) -> dict[str, object]:
     return dict(zip(blocks, values))
 
 
-def linear_idle_ratios(idle_ratio: float, num_blocks: int) -> list[float]:
-    """Idle ratios that grow linearly with depth around a mean; the last is 0.
-
-    The ``--heuristic linear`` of the paper's released code.
-
-    Args:
-        idle_ratio (float): The mean ratio, at least about 0.5.
-        num_blocks (int): Number of FFNs, at least 2.
-
-    Raises:
-        ValueError: If there are fewer blocks, or the first ratio would be below 0.
-    """
-    if num_blocks < 2 or 2 * idle_ratio - 1 + (2 - 2 * idle_ratio) / (num_blocks - 1) < 0:
-        raise ValueError(
-            "idle_schedule='linear' needs at least 2 blocks, and an idle_ratio of at least about "
-            f'0.5, or the first block has less than 0: got {num_blocks} blocks and {idle_ratio}'
-        )
-    step = (2 - 2 * idle_ratio) / (num_blocks - 1)
-    return [2 * idle_ratio - 1 + step * i for i in range(1, num_blocks)] + [0.0]
-
-
 @STRUCTURES.register_module()
 class ChannelIdle(Structure):
     """Channel-idle FFNs, see :class:`~repa_mm.reparam.ChannelIdleFFN`.
@@ -151,8 +130,6 @@ class ChannelIdle(Structure):
         idle_ratio (float | Sequence): Share of hidden channels that skip the activation, in [0, 1]:
             one for all, or one per block, of which None leaves its block as it is. Defaults to
             0.75.
-        idle_schedule (str): 'constant', or 'linear' for ratios that grow with depth, see
-            :func:`linear_idle_ratios`. Defaults to 'constant'.
         norm_cfg (dict): Norm of the FFNs: 'BN' or 'SyncBN', which merge, 'LN', or 'keep' for the
             norm that each block has: a LayerNorm, and a GroupNorm in a PoolFormer. Defaults to
             ``dict(type='BN')``.
@@ -161,18 +138,12 @@ class ChannelIdle(Structure):
     def __init__(
         self,
         idle_ratio: float | Sequence[float | None] = 0.75,
-        idle_schedule: str = 'constant',
         norm_cfg: dict = dict(type='BN'),
     ) -> None:
-        if idle_schedule not in ('constant', 'linear'):
-            raise ValueError(f"idle_schedule is 'constant' or 'linear', but got {idle_schedule!r}")
-        self.idle_ratio, self.schedule, self.norm_cfg = idle_ratio, idle_schedule, norm_cfg
+        self.idle_ratio, self.norm_cfg = idle_ratio, norm_cfg
 
     def put(self, model: nn.Module) -> None:
-        sites, ratios = self.sites(model), self.idle_ratio
-        if self.schedule == 'linear':
-            ratios = linear_idle_ratios(ratios, len(sites))
-        self.ratios = _share(ratios, sites, 'idle_ratio')
+        self.ratios = _share(self.idle_ratio, self.sites(model), 'idle_ratio')
         super().put(model)
 
     def form(self, site: FFNSite) -> ChannelIdleFFN | None:

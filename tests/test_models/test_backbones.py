@@ -57,7 +57,6 @@ BACKBONES = dict(
     vit=(dict(type='RePaVisionTransformer', **VIT), 'mmpretrain.VisionTransformer', False),
     vit_0=(dict(type='RePaVisionTransformer', idle_ratio=0.0, **VIT), '', False),
     vit_1=(dict(type='RePaVisionTransformer', idle_ratio=1.0, **VIT), '', False),
-    vit_linear=(dict(type='RePaVisionTransformer', idle_schedule='linear', **VIT), '', False),
     vit_ln=(dict(type='RePaVisionTransformer', ffn_norm_cfg=dict(type='LN'), **VIT), '', False),
     vit_keep=(
         dict(type='RePaVisionTransformer', idle_ratio=0.0, ffn_norm_cfg=dict(type='keep'), **VIT),
@@ -133,7 +132,7 @@ BECOME_ORDINARY = dict(
     experts='mmpretrain.VisionTransformer',
     riformer='mmpretrain.RIFormer',
 )
-OWN = ('num_branches', 'num_experts', 'idle_ratio', 'idle_schedule', 'ffn_norm_cfg')
+OWN = ('num_branches', 'num_experts', 'idle_ratio', 'ffn_norm_cfg')
 
 every = pytest.mark.parametrize('name', BACKBONES)
 

@@ -13,7 +13,6 @@ from repa_mm.models import (
 )
 from repa_mm.models.attention import FastShiftWindowMSA
 from repa_mm.models.builder import Restructured
-from repa_mm.models.structures import linear_idle_ratios
 from repa_mm.reparam import CheckpointError, ParallelAttention, reparameterize
 
 VIT = dict(img_size=32, patch_size=8, out_type='featmap')
@@ -137,14 +136,6 @@ def test_arch_counts_layers_by_name_and_blocks_in_a_dict():
 def test_branches_that_cannot_be(make, message):
     with pytest.raises(ValueError, match=message):
         make()
-
-
-def test_linear_idle_ratios():
-    ratios = linear_idle_ratios(0.75, 5)
-    assert ratios == [0.625, 0.75, 0.875, 1.0, 0.0]
-    for ratio, blocks in ((0.75, 1), (0.2, 5)):
-        with pytest.raises(ValueError, match="idle_schedule='linear' needs"):
-            linear_idle_ratios(ratio, blocks)
 
 
 def test_norms_that_go_behind_branches_are_filled_once(relative_error, randomize, tmp_path):
