@@ -1,40 +1,37 @@
-"""The demonstration: data, training, tests, a table and a picture."""
+"""The demonstration: data, training, tests, a table and pictures."""
 
 import argparse
 import copy
 import os.path as osp
-import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+import mmcv
 import mmengine
+import numpy as np
 import torch
 import torch.nn as nn
 from mmengine.config import Config, DictAction
+from mmengine.registry import VISUALIZERS
 from mmengine.runner import Runner, find_latest_checkpoint
 from rich.console import Console
 from rich.table import Table
 
 from repa_mm.benchmark.complexity import count
+from repa_mm.benchmark.timing import measure
 from repa_mm.demo.dataset import write_digit_scenes
-from repa_mm.demo.picture import draw
 from repa_mm.fit.pretrained import convert_checkpoint, result_text
 from repa_mm.paths import config_path
 from repa_mm.reparam import reparameterize
 from repa_mm.run import load_config
 
 DATA = 'data/demo'
-# For each task its name in the picture's title, and the metrics of the table.
+# For each task the metrics of the table.
 BOX = {'coco/bbox_mAP': 'box AP', 'coco/bbox_mAP_50': 'box AP50'}
 MASK = {'coco/segm_mAP': 'mask AP', 'coco/segm_mAP_50': 'mask AP50'}
 SEMANTIC = {'mIoU': 'mIoU (%)', 'aAcc': 'aAcc (%)'}
-TASKS = {
-    'retinanet': ('RetinaNet with RePa-Swin, deploy form', BOX),
-    'mask_rcnn': ('Mask R-CNN with RePa-Swin, deploy form', BOX | MASK),
-    'upernet': ('UPerNet with RePa-Swin, deploy form', SEMANTIC),
-    'convert': ('RetinaNet, converted from a vanilla Swin without training', BOX),
-}
+TASKS = {'retinanet': BOX, 'mask_rcnn': BOX | MASK, 'upernet': SEMANTIC, 'convert': BOX}
 # One epoch with a small step and without a validation.
 FINE_TUNING = {
     'train_cfg.max_epochs': 1,
@@ -58,8 +55,8 @@ def run_demo(
 
     Args:
         task (str): A key of :data:`TASKS`.
-        work_dir (str): Folder for checkpoints, logs, ``summary.json`` and the picture. The data set
-            is written to ``data/demo``.
+        work_dir (str): Folder for checkpoints, logs, ``summary.json`` and ``pictures``. The data
+            set is written to ``data/demo``.
         checkpoint (str, optional): The trained model (training form, or vanilla for 'convert').
             Defaults to None: train one.
         cfg_options (dict, optional): Values to override in the config, by dotted names.
@@ -78,24 +75,22 @@ def run_demo(
         cases = _convert(config, checkpoint, work_dir, cfg_options)
     else:
         cases = {'training form': (cfg, checkpoint, False), 'deploy form': (cfg, checkpoint, True)}
-    title, names = TASKS[task]
     rows: dict[str, dict[str, float]] = {}
     models = {}
     for name, case in cases.items():
         metrics, models[name] = test(*case, osp.join(work_dir, f'test_{name.replace(" ", "_")}'))
-        rows[name] = {label: metrics.get(key, float('nan')) for key, label in names.items()}
+        rows[name] = {label: metrics.get(key, float('nan')) for key, label in TASKS[task].items()}
 
-    scenes = list(Runner.build_dataloader(cfg.test_dataloader))
-    timed = _spread(scenes, 60)
-    what, number = ('segmentation', 10) if task == 'upernet' else ('detections', 12)
+    loader = Runner.build_dataloader(cfg.test_dataloader)
+    scenes = list(loader)
+    scenes = scenes[:: -(-len(scenes) // 12)]  # some of all of them
     with torch.no_grad():
-        for name, values in _measure(models, timed).items():
+        for name, values in _measure(models, scenes[0]).items():
             rows[name].update(values)
+        found = _difference(*models.values(), scenes) if task != 'convert' else None
         drawn = models['converted' if task == 'convert' else 'deploy form']
-        samples = [drawn.test_step(scene)[0].numpy() for scene in _spread(scenes, number)]
-        found = _difference(*models.values(), timed) if task != 'convert' else None
-    picture = osp.join(work_dir, f'{what}.png')
-    draw(samples, f'{title}, on validation scenes', picture)
+        pictures = osp.join(work_dir, 'pictures')
+        _draw(drawn, scenes, dict(cfg.visualizer, name=work_dir), loader.dataset.metainfo, pictures)
     mmengine.dump(rows, osp.join(work_dir, 'summary.json'), indent=2)
 
     table = Table('', *rows)
@@ -105,7 +100,7 @@ def run_demo(
     if found is not None:
         print(f'Largest difference of the features, relative to the largest feature: {found:.1e}')
     minutes, seconds = divmod(round(time.perf_counter() - start), 60)
-    print(f'Picture: {picture}\nTotal time: {minutes} min {seconds} s', flush=True)
+    print(f'Pictures: {pictures}\nTotal time: {minutes} min {seconds} s', flush=True)
     return rows
 
 
@@ -173,41 +168,35 @@ def _runner(cfg: Config, work_dir: str, **changes: Any) -> Runner:
     return Runner.from_cfg(cfg)
 
 
-def _spread(items: Sequence, count: int) -> list:
-    """At most ``count`` items, evenly spread over all of them."""
-    count = min(count, len(items))
-    return [items[i * len(items) // count] for i in range(count)]
+def _draw(
+    model: nn.Module, scenes: Sequence[dict], visualizer: dict, metainfo: dict, folder: str
+) -> None:
+    """Write what is true of scenes and what a model predicts, as its codebase draws both."""
+    drawing = VISUALIZERS.build(dict(visualizer, vis_backends=None))
+    drawing.dataset_meta = metainfo
+    for scene in scenes:
+        (sample,) = model.test_step(scene)
+        image = mmcv.imread(sample.img_path, channel_order='rgb')
+        path = osp.join(folder, osp.basename(sample.img_path))
+        drawing.add_datasample('scene', image, sample.cpu(), out_file=path)
 
 
-def _measure(models: dict[str, nn.Module], scenes: Sequence[dict]) -> dict[str, dict[str, float]]:
-    """Sizes and median latencies of models that take turns on every scene, of one image each."""
-    times: dict[str, tuple[list, list]] = {name: ([], []) for name in models}
-    warmup = scenes[:5]
-    for scene in [*warmup, *scenes]:
-        for name, model in models.items():
-            inputs = model.data_preprocessor(scene, False)['inputs']
-            times[name][0].append(_milliseconds(model.test_step, scene))
-            times[name][1].append(_milliseconds(model.backbone, inputs))
+def _measure(models: dict[str, nn.Module], scene: dict) -> dict[str, dict[str, float]]:
+    """Sizes of models, and their median latencies on a scene, by the names in the table."""
+    inputs = next(iter(models.values())).data_preprocessor(scene, False)['inputs']
+    whole = measure({name: m.test_step for name, m in models.items()}, scene, 60, 5)
+    part = measure({name: m.backbone for name, m in models.items()}, inputs, 60, 5)
     rows = {}
     for name, model in models.items():
         parameters, macs = count(model.backbone, inputs)
-        whole, part = (statistics.median(values[len(warmup) :]) for values in times[name])
         rows[name] = {
             'parameters, model (M)': sum(p.numel() for p in model.parameters()) / 1e6,
             'parameters, backbone (M)': parameters / 1e6,
             'GMACs, backbone, {}x{}'.format(*inputs.shape[2:]): macs / 1e9,
-            'latency, model (ms)': whole,
-            'latency, backbone (ms)': part,
+            'latency, model (ms)': float(np.median(whole[name])),
+            'latency, backbone (ms)': float(np.median(part[name])),
         }
     return rows
-
-
-def _milliseconds(function: Callable, argument: Any) -> float:
-    start = time.perf_counter()
-    function(argument)
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return 1e3 * (time.perf_counter() - start)
 
 
 def _difference(first: nn.Module, second: nn.Module, scenes: Sequence[dict]) -> float:
