@@ -107,27 +107,8 @@ def digits(first: int, number: int) -> tuple[torch.Tensor, np.ndarray]:
     return torch.stack(images), data.target[order]
 
 
-class Decoder(nn.Module):
-    """The saliency decoder: patch tokens to a map of importance."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        dims = (384, 256, 128, 64)
-        for i in (1, 2, 3):
-            setattr(self, f'upconv{i}', nn.ConvTranspose2d(dims[i - 1], dims[i], 4, 2, 1))
-            setattr(self, f'bn{i}', nn.BatchNorm2d(dims[i]))
-        self.final_conv = nn.Conv2d(64, 1, 1)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = tokens[:, 1:].transpose(1, 2).unflatten(2, (16, 16))
-        for i in (1, 2, 3):
-            x = getattr(self, f'bn{i}')(getattr(self, f'upconv{i}')(x)).relu()
-        x = nn.functional.interpolate(self.final_conv(x), size=224, mode='bilinear')
-        return x.sigmoid()
-
-
-def load(path: str) -> tuple[nn.Module, nn.Module]:
-    """The transformer, as MMPretrain's VisionTransformer, and the decoder."""
+def load(path: str) -> nn.Module:
+    """The transformer, as MMPretrain's VisionTransformer."""
     import onnx
     from mmpretrain.registry import MODELS
 
@@ -169,12 +150,7 @@ def load(path: str) -> tuple[nn.Module, nn.Module]:
         state[f'{new}ffn.gamma2.weight'] = tensors[f'{old}layer_scale2.lambda1']
     vit.load_state_dict(state)
     vit.eval()
-    decoder = Decoder()
-    decoder.load_state_dict(
-        {k.removeprefix('decoder.'): v for k, v in tensors.items() if k.startswith('decoder.')},
-        strict=False,
-    )
-    return vit, decoder.eval()
+    return vit
 
 
 def run_onnx(path: str, images: torch.Tensor, outputs: list[str]) -> list[np.ndarray]:
@@ -210,30 +186,15 @@ def cosine(a: torch.Tensor, b: torch.Tensor) -> float:
     return nn.functional.cosine_similarity(a[:, 1:], b[:, 1:], dim=-1).mean().item()
 
 
-@torch.no_grad()
-def correlation(decoder: nn.Module, a: torch.Tensor, b: torch.Tensor) -> float:
-    """Mean correlation of the saliency maps."""
-    maps = [decoder(tokens).flatten(1) for tokens in (a, b)]
-    maps = [m - m.mean(1, keepdim=True) for m in maps]
-    return nn.functional.cosine_similarity(*maps, dim=1).mean().item()
-
-
-def classify(train: torch.Tensor, test: torch.Tensor, labels: list) -> tuple[float, float]:
-    """Accuracy of a k-NN classifier and of a linear one, on class token and mean patch."""
+def classify(train: torch.Tensor, test: torch.Tensor, labels: list) -> float:
+    """Accuracy of a linear classifier on class token and mean patch."""
     from sklearn.linear_model import LogisticRegression
-    from sklearn.neighbors import KNeighborsClassifier
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import StandardScaler
 
     train, test = (torch.cat([x[:, 0], x[:, 1:].mean(1)], 1).numpy() for x in (train, test))
-    scores = []
-    for model in (
-        KNeighborsClassifier(10, metric='cosine'),
-        LogisticRegression(C=0.01, max_iter=2000),
-    ):
-        model = make_pipeline(StandardScaler(), model) if scores else model
-        scores.append(model.fit(train, labels[0]).score(test, labels[1]))
-    return tuple(scores)
+    model = make_pipeline(StandardScaler(), LogisticRegression(C=0.01, max_iter=2000))
+    return model.fit(train, labels[0]).score(test, labels[1])
 
 
 def photographs(folder: str | None) -> list[str]:
@@ -262,7 +223,7 @@ def main() -> None:
     parser.add_argument('--more', metavar='FOLDER', help='more photographs, in JPEG files')
     parser.add_argument('--seeds', type=int, default=1, help='draws of tokens')
     args = parser.parse_args()
-    vit, decoder = load(args.onnx)
+    vit = load(args.onnx)
     own = [name for name in PHOTOGRAPHS if name not in args.foreign]
     more = photographs(args.more)
     written = [digits(600, 120)[0]] if args.digits else []
@@ -276,8 +237,7 @@ def main() -> None:
     error = np.abs(reference - expected[1].numpy()).max() / np.abs(reference).max()
     print(f'agrees with ONNX Runtime to {error:.0e}')
     print(f'{len(images)} images to calibrate on, {len(tests[0])} other, {len(tests[1])} foreign')
-    knn, linear = classify(expected[2], expected[3], labels)
-    print(f'{"original":<24} digits: {knn:.3f} (k-NN) {linear:.3f} (linear)')
+    print(f'{"original":<28} digits: {classify(expected[2], expected[3], labels):.3f}')
 
     cases = itertools.product(args.norm, args.allocate, args.idle_ratio, range(args.seeds))
     for norm, allocate, ratio, seed in cases:
@@ -288,15 +248,13 @@ def main() -> None:
         seconds = time.process_time() - start
         model = reparameterize(converted)
         found = [features(model, x) for x in tests]
-        knn, linear = classify(found[2], found[3], labels)
         ratios = ' '.join(f'{block.idle_ratio:.2f}' for block in report.blocks)
         ridges = ' '.join(f'{block.ridge:g}' for block in report.blocks)
         name = f'{norm} {allocate} {ratio:g} seed {seed}'
         print(
             f'{name:<28} cosine: {cosine(found[0], expected[0]):.4f} (other) '
-            f'{cosine(found[1], expected[1]):.4f} (foreign) saliency: '
-            f'{correlation(decoder, found[1], expected[1]):.4f} (foreign) digits: '
-            f'{knn:.3f} (k-NN) {linear:.3f} (linear) {seconds:.0f} s of CPU, '
+            f'{cosine(found[1], expected[1]):.4f} (foreign) digits: '
+            f'{classify(found[2], found[3], labels):.3f} {seconds:.0f} s of CPU, '
             f'ratios {ratios}, ridges {ridges}',
             flush=True,
         )
