@@ -18,7 +18,7 @@ VANILLA, OURS, DEPLOY = 'vanilla', 'vanilla, our attention', 'deploy'
 
 
 def build(cfg: Config, checkpoint: str | None = None) -> nn.Module:
-    """A model in eval mode.
+    """Build a model in eval mode.
 
     Without a checkpoint, its weights are those that a training from scratch begins with: a
     detector then finds next to nothing, and not an object at every anchor.
@@ -41,7 +41,7 @@ def variants(
     baseline: Config | None = None,
     baseline_checkpoint: str | None = None,
 ) -> dict[str, nn.Module]:
-    """The models to compare, in eval mode, by name.
+    """Build the models to compare, in eval mode, by name.
 
     Args:
         cfg (Config): Of a RePa model, or of any other.
@@ -51,7 +51,7 @@ def variants(
 
     Returns:
         dict: The counterpart as it is; the counterpart with all that a merged model has besides its
-        FFNs (window attention, UperNet's head, folded BatchNorms of convolutions), if that makes it
+        FFNs (window attention, UperNet's head, fused convolutions and BatchNorms), if that makes it
         another; the model of ``cfg``, merged as for a test.
     """
     models = {}
@@ -79,7 +79,7 @@ def swap_parts(model: nn.Module) -> None:
 
 
 def training_variants(cfg: Config, baseline: Config | None = None) -> dict[str, nn.Module]:
-    """The models to train, in training mode, with random weights.
+    """Build the models to train, in training mode, with random weights.
 
     Returns:
         dict: The vanilla counterpart; the model of ``cfg`` by the 'literal' training path, which
@@ -139,7 +139,7 @@ def synthetic_batch(cfg: Config, shape: tuple[int, int], batch_size: int) -> dic
 
 
 def exported(name: str, shape: tuple[int, int], batch_size: int) -> Callable:
-    """A call that runs an exported file on noise.
+    """Return a call that runs an exported file on noise.
 
     Args:
         name (str): Path of an .onnx file, for ONNX Runtime; or of an .xml file, for OpenVINO. With

@@ -37,9 +37,7 @@ class ImageFolder(Dataset):
         without = {osp.abspath(osp.join(data_root, path)) for path in leave_out}
         self.paths = sorted(paths - without)
         if not self.paths:
-            raise FileNotFoundError(
-                f'no image in the folder {data_root!r}: none of {", ".join(SUFFIXES)}'
-            )
+            raise FileNotFoundError(f'no image in the folder {data_root!r} ({", ".join(SUFFIXES)})')
         self.pipeline = Compose([step for step in pipeline if 'Annotations' not in step['type']])
 
     def __len__(self) -> int:

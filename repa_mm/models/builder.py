@@ -34,7 +34,7 @@ def _structure(type: str, **kwargs) -> Structure:
     kind = STRUCTURES.get(type)
     if kind is None:
         known = ', '.join(sorted(STRUCTURES.module_dict))
-        raise ValueError(f'there is no structure {type!r}; there are {known}')
+        raise ValueError(f'unknown structure {type!r}; known are {known}')
     return kind(**kwargs)
 
 
@@ -320,8 +320,7 @@ def restructure(
         args['init_cfg'] = init_cfg
     kind = args.pop('type')
     with MODELS.switch_scope_and_registry(args.pop('_scope_', None)) as registry:
-        if isinstance(kind, str):
-            name, kind = kind, registry.get(kind)
+        name, kind = kind, registry.get(kind) if isinstance(kind, str) else kind
         if not isinstance(kind, type):
             raise ValueError(f'Restructured takes the config of a model, and {name!r} is no class')
         if issubclass(kind, Restructured):

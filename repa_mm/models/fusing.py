@@ -1,4 +1,4 @@
-"""The BatchNorms of mmcv's ConvModules (of necks and heads), folded into their convolutions."""
+"""Fusing the BatchNorms of mmcv's ConvModules (of necks and heads) with their convolutions."""
 
 import collections
 
@@ -9,7 +9,7 @@ from mmcv.cnn import ConvModule
 from repa_mm.reparam.numerics import batch_norm_affine, check_finite, double, is_plain, rounded
 
 
-def _is_foldable(module: nn.Module, owners: collections.Counter) -> bool:
+def _can_fuse(module: nn.Module, owners: collections.Counter) -> bool:
     if not (
         isinstance(module, ConvModule)
         and type(module).forward is ConvModule.forward
@@ -33,7 +33,7 @@ def _is_foldable(module: nn.Module, owners: collections.Counter) -> bool:
 @torch.inference_mode(False)
 @torch.no_grad()
 def fuse_conv_bn(model: nn.Module) -> nn.Module:
-    """Fold the BatchNorms of a model's ConvModules into their convolutions, in place.
+    """Fuse the BatchNorms of a model's ConvModules with their convolutions, in place.
 
     A ConvModule stays as it is if it has a hook, shares its convolution with another one, or has a
     convolution or norm of another kind. The weights of the result are for running it only: they do
@@ -47,12 +47,12 @@ def fuse_conv_bn(model: nn.Module) -> nn.Module:
 
     Raises:
         ValueError: If weights or statistics are not finite, not of 16 bits or more, or exceed the
-            range of their dtype once they are folded.
+            range of their dtype once they are fused.
     """
     modules = list(model.modules())
     owners = collections.Counter(id(child) for module in modules for child in module.children())
     for module in modules:
-        if not _is_foldable(module, owners):
+        if not _can_fuse(module, owners):
             continue
         check_finite(module)
         conv = module.conv

@@ -88,7 +88,7 @@ def calibrate_batch_norm(
             raise ValueError('there is no batch to estimate statistics from')
         for seen in statistics.values():
             if not (seen.mean + seen.square).isfinite().all():
-                raise ValueError('the statistics are not finite: the weights or the data are not')
+                raise ValueError('the statistics are not finite: check the weights and the data')
             if not seen.count:
                 raise ValueError('a BatchNorm was not used: the batches do not reach it')
             seen.store(num_batches)

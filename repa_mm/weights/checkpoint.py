@@ -24,7 +24,7 @@ from repa_mm.reparam import (
 def _method(owner: type, name: str) -> Any:
     # A history's methods are pickled as getattr(class, name), which other classes do not get.
     if owner is not HistoryBuffer:
-        raise CheckpointError(f'the checkpoint is not to have an attribute of {owner}')
+        raise CheckpointError(f'the checkpoint takes an attribute of {owner}, which is not allowed')
     return getattr(owner, name)
 
 

@@ -372,7 +372,7 @@ def test_what_cannot_be_built_is_named():
         (
             dict(type='Restructured', model=dict(type='mmpretrain.VisionTransformer', **VIT),
                  structures=[dict(type='Channels')]),
-            "no structure 'Channels'; there are .*ChannelIdle",
+            "unknown structure 'Channels'; known are .*ChannelIdle",
         ),
         (dict(BACKBONES['vit'][0], idle_ratio=[0.5]), '1 entries, but the model has 2 blocks'),
         (dict(BACKBONES['vit'][0], idle_ratio=1.5), 'idle_ratio must be a number'),

@@ -480,6 +480,6 @@ def test_tools(tool, tmp_path, monkeypatch):
         assert all(torch.equal(found['state_dict'][k], v) for k, v in expected.items())
     torch.save(weights, 'src.pth')
     Path('dst.pth').write_text('precious')
-    with pytest.raises(CheckpointError, match='src.pth has none of'):
+    with pytest.raises(CheckpointError, match='src.pth has no weights under'):
         runpy.run_path(path, run_name='__main__')
     assert Path('dst.pth').read_text() == 'precious'
