@@ -5,7 +5,7 @@ from importlib import import_module
 
 
 def config_root(package: str = 'repa_mm') -> str:
-    """Folder of the configs that come with a package.
+    """Return the folder of the configs that come with a package.
 
     Args:
         package (str): 'repa_mm', 'mmdet', 'mmseg' or 'mmpretrain'. Defaults to 'repa_mm'.
@@ -21,7 +21,7 @@ def config_root(package: str = 'repa_mm') -> str:
 
 
 def config_path(name: str) -> str:
-    """Absolute path of a config that comes with this package, or with an installed codebase.
+    """Return the path of a config that comes with this package, or with an installed codebase.
 
     A config anywhere inherits from it with::
 

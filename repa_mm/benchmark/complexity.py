@@ -14,7 +14,7 @@ _BATCHED = _aten.bmm, _aten.baddbmm
 
 @torch.no_grad()
 def count(model: nn.Module, inputs: Any) -> tuple[int, int]:
-    """Parameters of a model, and the multiply-adds of its linear layers and convolutions.
+    """Count the parameters of a model, and the multiply-adds of its linear layers and convolutions.
 
     The products of attention, norms and activations are left out: so the counts come nearest to
     the tables of `RePaFormer <https://arxiv.org/abs/2505.21847>`_. A module that multiplies by its

@@ -14,7 +14,7 @@ FFNS = {'ffn', 'channel_mix', 'mlp', 'norm2', 'ln2'}
 
 
 def ffn_modules(backbone: nn.Module) -> list[nn.Module]:
-    """The FFNs of a MetaFormer backbone, and the norms before them.
+    """Return the FFNs of a MetaFormer backbone, and the norms before them.
 
     Raises:
         ValueError: If the backbone has no blocks of a token mixer and an FFN.

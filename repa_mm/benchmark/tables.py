@@ -33,13 +33,13 @@ def show_machine() -> None:
 
 
 def change(values: np.ndarray, reference: np.ndarray) -> str:
-    """The change of the median in percent, with its interval: '-40.0 % [-41.2, -38.9]'."""
+    """Return the change of the median in percent, with its interval: '-40.0 % [-41.2, -38.9]'."""
     ratio, low, high = (100 * (value - 1) for value in compare(values, reference))
     return f'{ratio:+.1f} % [{low:+.1f}, {high:+.1f}]'
 
 
 def latency_rows(times: dict[str, np.ndarray], batch_size: int) -> list[list[str]]:
-    """Rows of name, milliseconds, images a second and two changes.
+    """Return rows of name, milliseconds, images a second and two changes.
 
     The first change is against the first model. The second is the part of it that is due to the
     merge: that of the deploy form against the vanilla model with our attention.
@@ -56,7 +56,7 @@ def latency_rows(times: dict[str, np.ndarray], batch_size: int) -> list[list[str
 
 
 def share_rows(times: dict[str, np.ndarray], spent: dict[str, np.ndarray]) -> list[list[str]]:
-    """Rows of name, milliseconds, those of the FFNs, and their share."""
+    """Return rows of name, milliseconds, those of the FFNs, and their share."""
     rows = []
     for name, values in times.items():
         total, ffns = np.median(values), np.median(spent[name])
@@ -65,6 +65,6 @@ def share_rows(times: dict[str, np.ndarray], spent: dict[str, np.ndarray]) -> li
 
 
 def ratios(times: dict[str, np.ndarray]) -> dict[str, str]:
-    """Of each callable but the first, its time as a ratio to that of the first."""
+    """Return the time of each callable but the first, as a ratio to that of the first."""
     first, *others = times
     return {name: f'{compare(times[name], times[first])[0]:.2f}' for name in others}

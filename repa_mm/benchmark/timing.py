@@ -17,7 +17,7 @@ def synchronize() -> None:
 
 
 def order_of_turn(names: Sequence[str], turn: int) -> list[str]:
-    """The order in which callables run: rotated, and reversed every other time.
+    """Return the order in which callables run: rotated, and reversed every other time.
 
     So none always runs first, or always after the same other one.
     """
@@ -60,7 +60,7 @@ def measure(
 def compare(
     values: np.ndarray, reference: np.ndarray, resamples: int = 2000
 ) -> tuple[float, float, float]:
-    """The ratio of two medians, with a confidence interval.
+    """Compute the ratio of two medians, with a confidence interval.
 
     The interval is that of a percentile bootstrap over *pairs*: the i-th times of both were
     measured one after the other. It says nothing about what another process would find: for that,

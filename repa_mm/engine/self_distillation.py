@@ -36,7 +36,7 @@ class DINOHook(Hook):
         self.momentum, self.clip, self.freeze_last_layer = momentum, clip, freeze_last_layer
 
     def momentum_at(self, iteration: int, max_iters: int) -> float:
-        """Share that the teacher keeps after an iteration, counted from 0."""
+        """Return the share that the teacher keeps after an iteration, counted from 0."""
         # A training that was resumed within an epoch repeats that epoch, and has more iterations.
         progress = min(iteration / max_iters, 1)
         return 1 - (1 - self.momentum) * (1 + math.cos(math.pi * progress)) / 2

@@ -39,7 +39,7 @@ class _NonMaxSuppression(torch.autograd.Function):
 def suppress(
     boxes: torch.Tensor, scores: torch.Tensor, nms: dict, score_threshold: float, count: int
 ) -> torch.Tensor:
-    """Greedy non-maximum suppression, in every group and class for itself.
+    """Suppress boxes that overlap better ones, greedily, in every group and class for itself.
 
     Args:
         boxes (torch.Tensor): (G, N, 4) in G groups.
@@ -64,7 +64,7 @@ def suppress(
 
 
 def best(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The ``count`` best scores of each row of (B, N), or all if there are fewer, and where."""
+    """Return the ``count`` best scores of each row of (B, N), at most all, and where they are."""
     return scores.topk(torch.minimum(torch.tensor(count), torch._shape_as_tensor(scores)[1]), 1)
 
 
@@ -76,7 +76,7 @@ def _take(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 def decode(
     coder: nn.Module, boxes: torch.Tensor, deltas: torch.Tensor, size: torch.Tensor
 ) -> torch.Tensor:
-    """Boxes that a head predicts.
+    """Decode the boxes that a head predicts.
 
     Args:
         coder (nn.Module): A ``DeltaXYWHBBoxCoder``.
@@ -95,7 +95,7 @@ def decode(
 def candidates(
     head: nn.Module, cfg: dict, features: tuple[torch.Tensor, ...], size: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The best anchors of every level.
+    """Return the best anchors of every level.
 
     Args:
         head (nn.Module): An ``AnchorHead``.
@@ -135,7 +135,7 @@ def candidates(
 
 
 def one_hot_scores(scores: torch.Tensor, labels: torch.Tensor, num_classes: int) -> torch.Tensor:
-    """Scores (B, N) of boxes of one class each as (B, C, N), -1 for the other classes."""
+    """Spread scores (B, N) of boxes of one class each to (B, C, N), -1 for the other classes."""
     classes = torch.arange(num_classes)[:, None]
     scores = scores[:, None]
     return torch.where(labels[:, None] == classes, scores, torch.full_like(scores, NONE))
@@ -144,7 +144,7 @@ def one_hot_scores(scores: torch.Tensor, labels: torch.Tensor, num_classes: int)
 def pool(
     extractor: nn.Module, features: tuple[torch.Tensor, ...], rois: torch.Tensor
 ) -> torch.Tensor:
-    """What a ``SingleRoIExtractor`` computes.
+    """Compute what a ``SingleRoIExtractor`` does.
 
     Args:
         extractor (nn.Module): The extractor.
@@ -166,7 +166,7 @@ def pool(
 
 
 def to_rois(boxes: torch.Tensor, image: torch.Tensor) -> torch.Tensor:
-    """Boxes (n, 4) and the numbers of their images (n, ) as (n, 5)."""
+    """Join the numbers of images (n, ) and boxes in them (n, 4) to regions (n, 5)."""
     return torch.cat([image[:, None].to(boxes), boxes], 1)
 
 

@@ -86,7 +86,7 @@ def export_checkpoint(
 
 
 def model_to_export(cfg: Config, checkpoint: str) -> nn.Module:
-    """The deploy form of a model; a vanilla model, which has nothing to merge, as it is.
+    """Return the deploy form of a model; a vanilla model, which has nothing to merge, as it is.
 
     Args:
         cfg (Config): The config.
@@ -108,7 +108,7 @@ def model_to_export(cfg: Config, checkpoint: str) -> nn.Module:
 
 
 def example_shape(model: nn.Module) -> tuple[int, int]:
-    """Height and width of images to trace a model of any size with.
+    """Return the height and width of images to trace a model of any size with.
 
     A size that the model is not made for, so that position embeddings are resized, and with more
     than one window in the last stage of a Swin.
@@ -124,7 +124,7 @@ def example_shape(model: nn.Module) -> tuple[int, int]:
 
 
 def images_of(cfg: Config, split: str, number: int, folder: str | None = None) -> list[dict]:
-    """Images as a model gets them when it is tested.
+    """Read images as a model gets them when it is tested.
 
     Args:
         cfg (Config): Whose test pipeline.
@@ -197,7 +197,7 @@ def agreeing_onnx(
     batch: int,
     preprocessing: bool,
 ) -> tuple[bytes, float]:
-    """The content of the file, and how much it differs; as for :func:`export_whole`."""
+    """Return the content of the file, and how much it differs; as for :func:`export_whole`."""
     whole = whole_model(model, preprocessing)
     height, width = shape
     if dynamic:
@@ -221,7 +221,7 @@ def agreeing_onnx(
 
 
 def resized(images: Sequence[dict], sizes: Sequence[tuple[int, int]]) -> dict:
-    """Some images, in these sizes (height, width), as a batch of a data loader."""
+    """Return some images, in these sizes (height, width), as a batch of a data loader."""
     inputs, samples = [], []
     for i, size in enumerate(sizes):
         data = images[i % len(images)]
@@ -235,7 +235,7 @@ def resized(images: Sequence[dict], sizes: Sequence[tuple[int, int]]) -> dict:
 
 
 def whole_onnx(model: WholeModel, shape: Sequence[int], dynamic: bool = True) -> bytes:
-    """The content of an ONNX file.
+    """Return the content of an ONNX file.
 
     Args:
         model (WholeModel): From :func:`~repa_mm.export.whole.whole_model`.
@@ -267,7 +267,7 @@ def whole_onnx(model: WholeModel, shape: Sequence[int], dynamic: bool = True) ->
 
 
 def to_onnx(model: nn.Module, inputs: tuple, **kwargs) -> bytes:
-    """The content of an ONNX file, by PyTorch's exporter that traces."""
+    """Return the content of an ONNX file, by PyTorch's exporter that traces."""
     # It needs no onnxscript, and takes a second.
     if 'dynamo' in torch.onnx.export.__code__.co_varnames:
         kwargs['dynamo'] = False
@@ -297,7 +297,7 @@ def _without_threshold(content: bytes) -> bytes:
 
 @torch.no_grad()
 def disagreement(model: nn.Module, exported: ExportedModel, data: dict) -> float:
-    """How much an exported model differs from the model on a batch of images.
+    """Measure how much an exported model differs from the model on a batch of images.
 
     Args:
         model (nn.Module): The model.
@@ -323,7 +323,7 @@ def disagreement(model: nn.Module, exported: ExportedModel, data: dict) -> float
 
 
 def lost_objects(found: InstanceData, others: InstanceData) -> int:
-    """The number of objects without a counterpart among others, see :func:`disagreement`.
+    """Return the number of objects without a counterpart among others, see :func:`disagreement`.
 
     Args:
         found (InstanceData): With bboxes (N, 4), scores (N, ), labels (N, ) and perhaps masks
@@ -369,7 +369,7 @@ class _Tensors(nn.Module):
 
 
 def read(file: str | bytes) -> Callable[[torch.Tensor], list[torch.Tensor]]:
-    """A function of a backbone's file, or of its content: from images to tensors."""
+    """Return a function of a backbone's file, or of its content: from images to tensors."""
     import onnxruntime
 
     session = onnxruntime.InferenceSession(file, providers=['CPUExecutionProvider'])
@@ -378,7 +378,7 @@ def read(file: str | bytes) -> Callable[[torch.Tensor], list[torch.Tensor]]:
 
 @torch.no_grad()
 def largest_error(model: nn.Module, exported: Callable, shapes: Sequence[tuple[int, ...]]) -> float:
-    """The largest error of outputs on noise, relative to the largest output.
+    """Measure the largest error of outputs on noise, relative to the largest output.
 
     Args:
         model (nn.Module): From images to a tuple of tensors.

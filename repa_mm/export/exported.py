@@ -137,7 +137,7 @@ def runner_for_exported(
     precision: str | None = None,
     cfg_options: dict | None = None,
 ) -> Runner:
-    """A runner that is ready for ``runner.test()`` of an exported model.
+    """Build a runner that is ready for ``runner.test()`` of an exported model.
 
     Args:
         config (str): Path of the config that was exported.

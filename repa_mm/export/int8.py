@@ -103,13 +103,13 @@ def quantize_checkpoint(
 
 
 def centre(image: torch.Tensor) -> torch.Tensor:
-    """The centre of images (B, 3, H, W), of at most ``TABLE_SIDE`` pixels."""
+    """Return the centre of images (B, 3, H, W), of at most ``TABLE_SIDE`` pixels."""
     top, left = (max(size - TABLE_SIDE, 0) // 2 for size in image.shape[2:])
     return image[..., top : top + TABLE_SIDE, left : left + TABLE_SIDE].contiguous()
 
 
 def what_counts(model: nn.Module, image: torch.Tensor) -> Sequence[torch.Tensor]:
-    """The maps of scores and boxes of a detector, or the scores of another model."""
+    """Return the maps of scores and boxes of a detector, or the scores of another model."""
     if hasattr(model, 'decode_head'):
         return [model.decode_head(model.extract_feat(image))]
     head = getattr(model, 'bbox_head', None) or getattr(model, 'rpn_head', None)
@@ -122,7 +122,7 @@ def what_counts(model: nn.Module, image: torch.Tensor) -> Sequence[torch.Tensor]
 
 
 def costliest(errors: dict[str, float], max_error: float) -> list[str]:
-    """The fewest layers without which the errors of the others add up to no more than an error."""
+    """Choose the fewest layers whose rest has errors that add up to no more than an error."""
     rest, kept = sum(errors.values()), []
     for name, error in sorted(errors.items(), key=lambda item: -item[1]):
         if rest <= max_error:
@@ -133,7 +133,7 @@ def costliest(errors: dict[str, float], max_error: float) -> list[str]:
 
 
 def products_of(layer: str, names: Sequence[str]) -> list[str]:
-    """The products of a layer among the names of an exported model's operations.
+    """Return the products of a layer among the names of an exported model's operations.
 
     Args:
         layer (str): Its name in the model, from :func:`sensitivities`.
@@ -151,14 +151,14 @@ def products_of(layer: str, names: Sequence[str]) -> list[str]:
 
 
 def round_activations(x: torch.Tensor) -> torch.Tensor:
-    """Values on a grid of 8 bits, from the smallest to the largest of them and zero."""
+    """Round values to a grid of 8 bits, from the smallest to the largest of them and zero."""
     low, high = x.amin().clamp(max=0), x.amax().clamp(min=0)
     scale = ((high - low) / 255).clamp(min=1e-12)
     return ((x - low) / scale).round() * scale + low
 
 
 def round_weights(weight: torch.Tensor, axis: int = 0) -> torch.Tensor:
-    """Weights on a symmetric grid of 8 bits, one for each channel along an axis."""
+    """Round weights to a symmetric grid of 8 bits, one for each channel along an axis."""
     others = tuple(i for i in range(weight.ndim) if i != axis)
     scale = (weight.abs().amax(others, keepdim=True) / 127).clamp(min=1e-12)
     return (weight / scale).round() * scale
@@ -221,7 +221,7 @@ def sensitivities(
     outputs: Callable[[nn.Module, torch.Tensor], Sequence[torch.Tensor]],
     images: Sequence[torch.Tensor],
 ) -> dict[str, float]:
-    """What 8 bits in one layer alone cost, for every layer.
+    """Measure what 8 bits in one layer alone cost, for every layer.
 
     The operands of the layer are rounded: its input to a grid of 8 bits for the whole tensor, its
     weights to one for each output channel.

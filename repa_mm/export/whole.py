@@ -121,7 +121,7 @@ class WholeModel(nn.Module):
         self.training = model.training
 
     def example(self, batch: int, height: int, width: int) -> torch.Tensor:
-        """Images to trace the model with."""
+        """Return images to trace the model with."""
         if self.preprocessing.in_graph:
             return torch.full((batch, height, width, 3), 128, dtype=torch.uint8)
         return torch.randn(batch, 3, height, width)
@@ -212,7 +212,7 @@ WHOLE_MODELS = dict(
 
 
 def whole_model(model: nn.Module, preprocessing: bool = False) -> WholeModel:
-    """A model whose trace predicts what ``model.test_step`` does, for images of any size.
+    """Build a model whose trace predicts what ``model.test_step`` does, for images of any size.
 
     Only heads that predict as those of RetinaNet, Faster R-CNN, Mask R-CNN, ``EncoderDecoder`` and
     ``ImageClassifier`` do are known; :func:`~repa_mm.export.export.export_whole` finds out.

@@ -206,7 +206,7 @@ def convert_pretrained(
 def find_ffns(
     model: nn.Module, idle_ratio: float | Sequence[float | None], skip_unsupported: bool
 ) -> tuple[dict[str, float | None], dict[str, PretrainedFFN], dict[str, str]]:
-    """The FFN of every block of a model that is to be converted, and why the others are not.
+    """Return the FFN of every block of a model that is to be converted, and why the others are not.
 
     Args:
         model (nn.Module): The model.
@@ -224,7 +224,7 @@ def find_ffns(
     if not sites or len(given) != len(sites):
         raise ValueError(
             f'{type(model).__name__} has {len(sites)} blocks of a family in '
-            f'repa_mm.models.sites.FAMILIES, and idle_ratio is {idle_ratio}'
+            f'repa_mm.models.sites.FAMILIES, and idle_ratio is for {len(given)}'
         )
     ratios = {site.block_name: ratio for site, ratio in zip(sites, given)}
     for site in sites:
@@ -312,8 +312,8 @@ class _Fit:
         for x, y in tokens:
             if not (x.isfinite().all() and y.isfinite().all()):
                 raise ValueError(
-                    f'the activations of {site.name!r} are not finite: its weights or the images '
-                    'are not'
+                    f'the activations of {site.name!r} are not finite: check its weights and the '
+                    'images'
                 )
             columns = [v.flatten(0, -2) for v in (x, y, site.ffn.norm1(x))]
             chosen = torch.randperm(len(columns[0]), generator=generator)
@@ -380,7 +380,7 @@ class _Fit:
         normalized: torch.Tensor,
         row: BlockReport,
     ) -> ChannelIdleFFN:
-        """The training form that takes the place of an FFN; its figures go into the report."""
+        """Build the training form for the place of an FFN; its figures go into the report."""
         num_active = num_active_channels(ffn.feedforward_channels, row.idle_ratio)
         row.num_tokens = len(tokens)
         if self.norm == 'keep' and num_active == ffn.feedforward_channels:
@@ -402,7 +402,7 @@ class _Fit:
         return channel_idle_ffn(ffn, fit, len(tokens))
 
     def finished_rows(self) -> list[BlockReport]:
-        """The reports, with multiply-adds for one image instead of one token."""
+        """Return the reports, with multiply-adds for one image instead of one token."""
         for row in self.rows:
             row.gmacs *= self.tokens_per_image(row.name)
             row.merged_gmacs *= self.tokens_per_image(row.name)
@@ -410,12 +410,12 @@ class _Fit:
 
 
 def run_batches(forward: Callable, batches: Iterable) -> list[list[torch.Tensor]]:
-    """For every batch, the floating-point tensors that ``forward`` returns."""
+    """Return the floating-point tensors that ``forward`` returns, for every batch."""
     return [[v.cpu() for v in tensors(forward(batch))] for batch in batches]
 
 
 def tensors(value) -> list[torch.Tensor]:
-    """The floating-point tensors in nested tuples, lists and dicts."""
+    """Return the floating-point tensors in nested tuples, lists and dicts."""
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, (tuple, list)):
@@ -424,23 +424,23 @@ def tensors(value) -> list[torch.Tensor]:
 
 
 def percent(values: Iterable[float]) -> str:
-    """Shares with two digits each."""
+    """Format shares in percent, with two digits each."""
     return ', '.join(f'{100 * value:.{2 if value < 1 else 3}g} %' for value in values)
 
 
 def has_channels_first(model: nn.Module) -> bool:
-    """Whether the tokens that a backbone returns are (B, C, N), as those of an MLP-Mixer."""
+    """Return whether the tokens that a backbone returns are (B, C, N), as those of an MLP-Mixer."""
     return any(isinstance(module, MixerBlock) for module in model.modules())
 
 
 def channels_last(features: torch.Tensor, channels_first: bool) -> torch.Tensor:
-    """Maps (B, C, H, W), tokens or vectors with their channels in the last dimension."""
+    """Move the channels of maps (B, C, H, W), tokens or vectors to the last dimension."""
     moves = features.ndim == 4 or features.ndim == 3 and channels_first
     return features.movedim(1, -1) if moves else features
 
 
 def differences(before: list, after: list, channels_first: bool = False) -> list[float]:
-    """Of each output, the mean square of its change relative to the variance of its channels.
+    """Return the mean square change of each output, relative to the variance of its channels.
 
     A single vector has none, and its change is relative to its mean square.
 

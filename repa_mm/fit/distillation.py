@@ -30,7 +30,7 @@ class _Distilled:
     """
 
     def loss(self, inputs: torch.Tensor, data_samples: list | None = None) -> dict:
-        """How far the features for the heads are from the teacher's, as ``loss_features``.
+        """Measure how far the features for the heads are from the teacher's, as ``loss_features``.
 
         Args:
             inputs (torch.Tensor): Normalized images (B, 3, H, W).
@@ -152,7 +152,7 @@ def distillation_config(
     images: str | None = None,
     leave_out: Sequence[str] = (),
 ) -> Config:
-    """The config of a distillation, which needs no labels.
+    """Return the config of a distillation, which needs no labels.
 
     Args:
         cfg (Config): That of the converted model.

@@ -30,7 +30,7 @@ from repa_mm.weights import load_checkpoint, save_checkpoint
 def calibration_images(
     cfg: Config, num_images: int, folder: str | None = None
 ) -> tuple[Dataset, list[int], list[int]]:
-    """Images as a model gets them when it is tested, spread evenly over what there is.
+    """Read images as a model gets them when it is tested, spread evenly over what there is.
 
     Args:
         cfg (Config): Whose test pipeline, and whose (first) training data.
@@ -167,7 +167,7 @@ def convert_checkpoint(
 
 
 def converted_config(cfg: Config, ratios: Sequence[float | None], norm: str, out: str) -> Config:
-    """The config of a converted model.
+    """Return the config of a converted model.
 
     Args:
         cfg (Config): That of the original model.
@@ -199,7 +199,7 @@ def converted_config(cfg: Config, ratios: Sequence[float | None], norm: str, out
 
 
 def result_text(result: dict, out: str) -> str:
-    """What :func:`convert_checkpoint` has done, in words and as a table."""
+    """Describe what :func:`convert_checkpoint` has done, in words and as a table."""
     lines = [
         str(result['report']),
         f'fitted on {result["images"]} images, {result["held_out"]} held out',

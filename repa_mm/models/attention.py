@@ -378,7 +378,7 @@ def fast_class(module: nn.Module) -> type | None:
 
 
 def swap_attention(model: nn.Module) -> None:
-    """As :func:`fast_window_attention`, without an error if there is nothing to replace."""
+    """Do as :func:`fast_window_attention`, without an error if there is nothing to replace."""
     replace(model, fast_class)
 
 

@@ -64,7 +64,7 @@ class Scale(nn.Module):
 
 
 def random_region(height: int, width: int) -> torch.Tensor:
-    """A random rectangle, as CutMix draws it, True in a (height, width) map.
+    """Return a random rectangle, as CutMix draws it, True in a (height, width) map.
 
     Its share of the area is uniform before it is cut at the border.
     """

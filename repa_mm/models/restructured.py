@@ -17,7 +17,7 @@ def _idle(idle_ratio: float | None, norm_cfg: dict) -> list[dict]:
 
 
 def share_out(num_layers: int, num_branches: int, what: str) -> int:
-    """The number of blocks in which so many layers have so many branches.
+    """Return the number of blocks in which so many layers have so many branches.
 
     Raises:
         ValueError: If the layers cannot be shared out.

@@ -139,7 +139,7 @@ class Site:
         return self.name[: -len(self.path) - 1]
 
     def parts(self) -> NamedTuple:
-        """The ordinary modules of the site, for :meth:`~repa_mm.reparam.TrainingForm.fill`.
+        """Return the ordinary modules of the site, for :meth:`~repa_mm.reparam.TrainingForm.fill`.
 
         Raises:
             ValueError: If they are none of those that are known, or hooks or replaced layers make
@@ -148,7 +148,7 @@ class Site:
         raise NotImplementedError
 
     def put(self, form: TrainingForm) -> str:
-        """Put a form there; its name in the model."""
+        """Put a form there, and return its name in the model."""
         self._adapt(form)
         parent, _, child = self.path.rpartition('.')
         setattr(self.block.get_submodule(parent), child, form)
@@ -162,7 +162,7 @@ class Site:
             form.requires_grad_(False)
 
     def required(self) -> set[str]:
-        """Names in the block of the weights that a checkpoint must have to fill a form."""
+        """Return names in the block of the weights that a checkpoint must have to fill a form."""
         parts = self.parts()
         ids = {id(p) for part in parts if isinstance(part, nn.Module) for p in part.parameters()}
         ids.update(id(part) for part in parts if isinstance(part, nn.Parameter))
@@ -310,7 +310,7 @@ class NormSite(Site):
         )
 
     def put(self, form: TrainingForm) -> str:
-        """Put a progressive norm, or one with its linear layer, there; its name in the model."""
+        """Put a progressive norm, alone or with its linear layer, there; return its name."""
         self._adapt(form, *filter(None, self.parts()))
         path = self.linear or self.path
         if self.linear:
@@ -331,7 +331,7 @@ class MixerSite(Site):
         )
 
     def put(self, form: TrainingForm) -> str:
-        """Put the form under the name of the norm that both become; its name in the model."""
+        """Put the form under the name of the norm that both become, and return the form's name."""
         self._adapt(form)
         name = self.block_name
         delattr(self.block, self.family.mixer_norm)
@@ -354,7 +354,7 @@ def _blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module, Family]]:
 
 
 def ffn_sites(model: nn.Module) -> list[FFNSite]:
-    """The sites of a model's FFNs, with forms or ordinary modules there."""
+    """Return the sites of a model's FFNs, with forms or ordinary modules there."""
     return [
         FFNSite(f'{name}{family.ffn}', block, family.ffn, family)
         for name, block, family in _blocks(model)
@@ -363,7 +363,7 @@ def ffn_sites(model: nn.Module) -> list[FFNSite]:
 
 
 def attention_sites(model: nn.Module) -> list[AttentionSite]:
-    """The sites of a model's attentions, with forms or ordinary modules there."""
+    """Return the sites of a model's attentions, with forms or ordinary modules there."""
     return [
         AttentionSite(f'{name}{family.attn}', block, family.attn, family)
         for name, block, family in _blocks(model)
@@ -372,7 +372,7 @@ def attention_sites(model: nn.Module) -> list[AttentionSite]:
 
 
 def norm_sites(model: nn.Module) -> list[NormSite]:
-    """The sites of LayerNorms in the blocks of a ViT or Swin."""
+    """Return the sites of LayerNorms in the blocks of a ViT or Swin."""
     return [
         NormSite(f'{name}{child}', block, child, family)
         for name, block, family in _blocks(model)
@@ -383,7 +383,7 @@ def norm_sites(model: nn.Module) -> list[NormSite]:
 
 
 def mixer_sites(model: nn.Module) -> list[MixerSite]:
-    """The sites of affine maps in the place of token mixers."""
+    """Return the sites of affine maps in the place of token mixers."""
     return [
         MixerSite(f'{name}{family.mixer_norm}', block, family.mixer_norm, family)
         for name, block, family in _blocks(model)

@@ -52,11 +52,11 @@ class Structure:
     """
 
     def sites(self, model: nn.Module) -> Sequence[Site]:
-        """The sites of the structure in a model. By default those of its FFNs."""
+        """Return the sites of the structure in a model. By default those of its FFNs."""
         return ffn_sites(model)
 
     def form(self, site: Site) -> TrainingForm | None:
-        """The form for a site; None leaves the site as it is.
+        """Return the form for a site; None leaves the site as it is.
 
         Raises:
             ValueError: If the modules there are none of those that the form can stand for.
@@ -64,7 +64,7 @@ class Structure:
         raise NotImplementedError
 
     def put_form(self, site: Site, form: TrainingForm) -> str:
-        """Put a form at a site; its name in the model."""
+        """Put a form at a site, and return its name in the model."""
         return site.put(form)
 
     def put(self, model: nn.Module) -> None:
@@ -92,7 +92,7 @@ class Structure:
         self.placed = {s.name: self.put_form(s, form) for s, form in forms.items() if form}
 
     def sources(self, name: str) -> list[str]:
-        """The names of the sites in an ordinary model that fill the form of a site."""
+        """Return the names of the sites in an ordinary model that fill the form of a site."""
         return [name]
 
     def fill(self, model: nn.Module, ordinary: nn.Module, skip: Collection[str] = ()) -> None:
@@ -136,9 +136,7 @@ class ChannelIdle(Structure):
     """
 
     def __init__(
-        self,
-        idle_ratio: float | Sequence[float | None] = 0.75,
-        norm_cfg: dict = dict(type='BN'),
+        self, idle_ratio: float | Sequence[float | None] = 0.75, norm_cfg: dict = dict(type='BN')
     ) -> None:
         self.idle_ratio, self.norm_cfg = idle_ratio, norm_cfg
 
@@ -156,7 +154,7 @@ class ChannelIdle(Structure):
 def idle_ffn(
     site: FFNSite, idle_ratio: float = 0.75, norm_cfg: dict = dict(type='BN')
 ) -> ChannelIdleFFN:
-    """A channel-idle FFN with the weights of a site's norm and FFN.
+    """Build a channel-idle FFN with the weights of a site's norm and FFN.
 
     Args:
         site (FFNSite): The site, with ordinary modules.

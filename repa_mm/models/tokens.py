@@ -292,7 +292,7 @@ def merge_neighbours(
 
 
 def restore(x: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
-    """For each token what is at its place in x (B, n, C): (B, L, C)."""
+    """Return for each token what is at its place in x (B, n, C): (B, L, C)."""
     images = torch.arange(place.shape[0], device=place.device)
     index = place + times(images, x.shape[1])[:, None]
     return x.flatten(0, 1).index_select(0, index.flatten()).view(*place.shape, -1)

@@ -15,7 +15,7 @@ _is_compiling = getattr(torch.compiler, 'is_compiling', torch._dynamo.is_compili
 
 
 def is_traced() -> bool:
-    """Whether torch.jit.trace, torch.compile or torch.export is at work."""
+    """Return whether torch.jit.trace, torch.compile or torch.export is at work."""
     return torch.jit.is_tracing() or _is_compiling()
 
 
@@ -38,7 +38,7 @@ class Windows(NamedTuple):
 def partition(
     batch: int, height: int, width: int, window: int, shift: int, device: torch.device
 ) -> Windows:
-    """The windows of a batch of maps; the rows are those of all its maps."""
+    """Return the windows of a batch of maps; the rows are those of all its maps."""
     # A tensor made in inference mode could not be used for training later.
     with torch.inference_mode(False), torch.no_grad():
         rows = torch.arange(batch * height * width, device=device).view(batch, height, width)
@@ -68,7 +68,7 @@ def partition(
 def traceable_partition(
     height: int, width: int, window: int, shift: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The windows of one map, by arithmetic that serves a traced graph at any size.
+    """Return the windows of one map, by arithmetic that serves a traced graph at any size.
 
     Symbolic pads and rolls of the map itself would take minutes to compile.
 
@@ -105,7 +105,7 @@ def _axis(size: int, window: int, shift: int, device: torch.device):
 
 
 def times(x: torch.Tensor, size: int) -> torch.Tensor:
-    """X * size, as the export to ONNX takes a size that is not a constant."""
+    """Return x * size, as the export to ONNX takes a size that is not a constant."""
     return x * x.new_full((), size)
 
 
@@ -122,7 +122,7 @@ def buffer(x: torch.Tensor) -> torch.Tensor:
 
 
 def masks(window: int, shift: int, device: torch.device) -> torch.Tensor:
-    """Masks (4, 1, N, N) of inner, right, bottom and corner windows."""
+    """Return the masks (4, 1, N, N) of inner, right, bottom and corner windows."""
     # As integers: Inductor fails on comparisons of truth values.
     wraps = (torch.arange(window, device=device) >= window - shift).int()
     down = wraps.repeat_interleave(window)
@@ -168,7 +168,7 @@ def gather(
     padded: torch.Tensor | None = None,
     padded_inverse: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Rows of x (..., n, C), zero where ``padded``.
+    """Gather rows of x (..., n, C), zero where ``padded``.
 
     ``inverse`` and ``padded_inverse`` gather the result back to x.
     """

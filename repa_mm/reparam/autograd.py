@@ -37,7 +37,7 @@ def first_order_only(instead: str) -> Callable:
 
 
 def recomputing() -> bool:
-    """Whether this forward pass repeats an earlier one, for its backward.
+    """Return whether this forward pass repeats an earlier one, for its backward.
 
     Activation checkpointing runs a block's forward pass a second time inside the backward pass; a
     batch must not be counted twice for that.
@@ -48,13 +48,13 @@ def recomputing() -> bool:
 
 
 def is_compiling() -> bool:
-    """Whether ``torch.compile`` or ``torch.export`` is tracing."""
+    """Return whether ``torch.compile`` or ``torch.export`` is tracing."""
     compiler = getattr(torch, 'compiler', None)
     return hasattr(compiler, 'is_compiling') and compiler.is_compiling()
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """The type in which matrix products are computed under autocast, None outside of autocast."""
+    """Return the type of matrix products under autocast, None outside of autocast."""
     if hasattr(torch, 'getautocast_dtype'):
         if torch.is_autocast_enabled(device_type):
             return torch.getautocast_dtype(device_type)

@@ -86,7 +86,7 @@ class JoinedLinear(Scheduled, nn.Linear):
         return torch.cat([joined.flatten(0, 1), own.flatten(0, 1)])
 
     def mean(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Weight and bias of the one layer that the branches are at lambda = 1."""
+        """Return weight and bias of the one layer that the branches are at lambda = 1."""
         weight = torch.stack([branch.weight for branch in self.branches]).mean(0)
         if self.branches[0].bias is None:
             return weight, None
@@ -98,7 +98,7 @@ class JoinedLinear(Scheduled, nn.Linear):
             copy_matrix(branch, weight, bias)
 
     def exact(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Weight and bias in float64.
+        """Return weight and bias in float64.
 
         Raises:
             ValueError: If lambda is not 1, or a branch is not the layer that it was built as.
@@ -108,7 +108,7 @@ class JoinedLinear(Scheduled, nn.Linear):
         return self._join(weights), self._join(biases)
 
     def collapse(self, w_in: torch.Tensor, b_in: torch.Tensor, w_out: torch.Tensor) -> dict:
-        """One branch's part of the joined outputs, which are the same in all branches.
+        """Return one branch's part of the joined outputs, which are the same in all branches.
 
         Args:
             w_in (torch.Tensor): The joined rows of all branches, (B n, in).
@@ -299,7 +299,7 @@ class ParallelAttention(_Parallel):
             self.relative_position_bias_table.copy_(torch.cat([p.table for p in parts], 1))
 
     def merge(self) -> 'OrdinaryAttention':
-        """The ordinary attention that the joined branches are, computed in float64.
+        """Compute the ordinary attention that the joined branches are, in float64.
 
         Raises:
             ValueError: As :meth:`TrainingForm.merge`; or if lambda is not 1.
@@ -380,7 +380,7 @@ def _add_position_bias(attention: nn.Module, num_heads: int) -> None:
 
 
 def scale_queries(q: torch.Tensor, attention: nn.Module) -> torch.Tensor:
-    """Queries (…, L, d) whose scores, times 1 / sqrt(d), are those of the attention's own scale.
+    """Scale queries (…, L, d) so that 1 / sqrt(d) gives the scores of the attention's own scale.
 
     torch 2.1 exports ``scaled_dot_product_attention`` to ONNX without another scale only.
     """
@@ -466,7 +466,7 @@ class ParallelFFN(_Parallel):
         return (x if identity is None else identity) + z
 
     def merge(self) -> 'OrdinaryFFN':
-        """The ordinary FFN that the joined branches are, computed in float64.
+        """Compute the ordinary FFN that the joined branches are, in float64.
 
         Raises:
             ValueError: As :meth:`TrainingForm.merge`; or if lambda is not 1.

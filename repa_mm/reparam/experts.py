@@ -86,7 +86,7 @@ class ExpertLinear(nn.Linear):
             copy_matrix(expert, *layers[e % len(layers)])
 
     def exact(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The mean weight and bias in float64.
+        """Return the mean weight and bias in float64.
 
         Raises:
             ValueError: If an expert is not the layer that it was built as.
@@ -180,7 +180,7 @@ class ExpertsFFN(TrainingForm):
         self.fc2.fill(*outs)
 
     def merge(self) -> OrdinaryFFN:
-        """The ordinary FFN with the mean weights, computed in float64.
+        """Compute the ordinary FFN with the mean weights, in float64.
 
         Raises:
             ValueError: As :meth:`TrainingForm.merge`.

@@ -88,7 +88,7 @@ class Form(nn.Module):
     optional = ('num_batches_tracked',)  # torch before 0.4 did not save it
 
     def names(self, weights: dict) -> frozenset:
-        """The names that tell of which form weights (names inside this module) are."""
+        """Return the names that tell of which form weights (names inside this module) are."""
         return frozenset(key for key in weights if not key.endswith(self.optional))
 
     def check_weights(self, weights: dict, name: str) -> None:
@@ -184,7 +184,7 @@ class TrainingForm(Form):
         raise NotImplementedError(f'{type(self).__name__} cannot be filled from ordinary weights')
 
     def merge(self) -> 'DeployForm':
-        """A new module that computes what this one computes in eval mode.
+        """Return a new module that computes what this one computes in eval mode.
 
         Every product and sum is to be computed in float64 and rounded once.
 
@@ -196,7 +196,7 @@ class TrainingForm(Form):
         raise NotImplementedError
 
     def batch_norms(self) -> list[nn.Module]:
-        """The norms whose statistics are estimated from data (calibration)."""
+        """Return the norms whose statistics are estimated from data (calibration)."""
         return [m for m in self.modules() if getattr(m, 'running_mean', None) is not None]
 
     def switch_to_deploy(self) -> None:
@@ -233,7 +233,7 @@ class DeployForm(Form):
 
 
 def outermost(model: nn.Module, kind: type = Form) -> Iterator[tuple[str, Form]]:
-    """The forms of a model, by name, that are not inside of another form.
+    """Return the forms of a model, by name, that are not inside of another form.
 
     A form inside of another one is a matter of the outer one's merge.
     """
@@ -256,7 +256,7 @@ def naming(name: str) -> Iterator[None]:
 
 
 def merge_whole(form: TrainingForm, name: str) -> DeployForm:
-    """The deploy form of a form and of all forms that are inside of it.
+    """Return the deploy form of a form and of all forms that are inside of it.
 
     Args:
         form (TrainingForm): The form, which stays as it is.

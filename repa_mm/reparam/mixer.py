@@ -44,7 +44,7 @@ class NormedAffine(TrainingForm):
         copy_affine(self.affine, parts.affine)
 
     def merge(self) -> 'MergedNorm':
-        """The norm that both are, computed in float64.
+        """Compute the norm that both are, in float64.
 
         Raises:
             ValueError: As :meth:`TrainingForm.merge`; or if a part is not what it was built as.

@@ -10,7 +10,7 @@ from .schedule import finish_schedules
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The model inside DataParallel, DistributedDataParallel, torch.compile.
+    """Return the model inside DataParallel, DistributedDataParallel, torch.compile.
 
     Raises:
         ValueError: If the model's parameters are sharded (FSDP).
@@ -30,7 +30,7 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def innermost(model: nn.Module) -> nn.Module:
-    """The detector, segmentor or classifier inside any wrappers (DDP, TTA, EMA)."""
+    """Return the detector, segmentor or classifier inside any wrappers (DDP, TTA, EMA)."""
     model = unwrap(model)
     while isinstance(getattr(model, 'module', None), nn.Module):
         model = unwrap(model.module)
@@ -38,17 +38,17 @@ def innermost(model: nn.Module) -> nn.Module:
 
 
 def has_deploy_form(model: nn.Module) -> bool:
-    """Whether a part of the model is in its deploy form."""
+    """Return whether a part of the model is in its deploy form."""
     return any(isinstance(m, DeployForm) for m in model.modules())
 
 
 def has_training_form(model: nn.Module) -> bool:
-    """Whether a part of the model is in its training form, and can be merged."""
+    """Return whether a part of the model is in its training form, and can be merged."""
     return any(isinstance(m, TrainingForm) for m in model.modules())
 
 
 def is_reparameterized(model: nn.Module, state_dict: dict) -> bool:
-    """Whether weights for a model in its training form are merged.
+    """Return whether weights for a model in its training form are merged.
 
     The first form whose weights are not those of its training form decides: they are merged if they
     have the names of its deploy form.

@@ -106,7 +106,7 @@ class ProgressiveNorm(Scheduled, TrainingForm):
         return self.rep.affine()
 
     def merge(self) -> 'AffineMap':
-        """The affine map that the norm is at lambda = 0, computed in float64.
+        """Compute the affine map that the norm is at lambda = 0, in float64.
 
         Raises:
             ValueError: As :meth:`TrainingForm.merge`; or if lambda is not 0.
@@ -167,7 +167,7 @@ class NormedLinear(TrainingForm):
         copy_matrix(self.linear, parts.linear.weight, parts.linear.bias)
 
     def merge(self) -> 'MergedLinear':
-        """The linear layer that both are at lambda = 0, computed in float64.
+        """Compute the linear layer that both are at lambda = 0, in float64.
 
         Raises:
             ValueError: As :meth:`TrainingForm.merge`; if lambda is not 0, or the layer is none of

@@ -1,4 +1,4 @@
-"""Folding in float64, and checks that what is folded are numbers."""
+"""Merging in float64, and checks of what is merged."""
 
 import itertools
 
@@ -7,19 +7,19 @@ import torch.nn as nn
 
 
 def double(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor in float64, on the CPU where the device has none (MPS)."""
+    """Cast a tensor to float64, on the CPU where the device has none (MPS)."""
     if tensor.device.type == 'mps':
         tensor = tensor.cpu()
     return tensor.detach().double()
 
 
 def any_of(mask: torch.Tensor) -> bool:
-    """Whether an element is true. On the meta device no element is."""
+    """Return whether an element is true. On the meta device no element is."""
     return not mask.is_meta and bool(mask.any())
 
 
 def rounded(value: torch.Tensor, like: torch.Tensor) -> nn.Parameter:
-    """A float64 tensor as a parameter of another one's dtype and device.
+    """Round a float64 tensor to a parameter of another one's dtype and device.
 
     Raises:
         ValueError: If a value exceeds the range of that dtype.
@@ -35,7 +35,7 @@ def rounded(value: torch.Tensor, like: torch.Tensor) -> nn.Parameter:
 
 
 def batch_norm_affine(norm: nn.Module, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The affine map s x + t that a BatchNorm is in eval mode.
+    """Return the affine map s x + t that a BatchNorm is in eval mode.
 
     Args:
         norm (nn.Module): A BatchNorm, or a module that leaves its input as it is.
@@ -81,7 +81,7 @@ def is_plain(module: nn.Module, *kinds: type) -> bool:
 
 
 def exact(layer: nn.Module, what: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weight and bias of a linear layer in float64; a bias that is not there is 0.
+    """Return weight and bias of a linear layer in float64; a bias that is not there is 0.
 
     Args:
         layer (nn.Module): The layer. One that computes its weight from those of several layers does
@@ -119,7 +119,7 @@ def check_dropouts(form: nn.Module) -> None:
 
 
 def is_batch_norm(norm: nn.Module) -> bool:
-    """Whether a module computes what torch's BatchNorms compute in eval mode."""
+    """Return whether a module computes what torch's BatchNorms compute in eval mode."""
     # mmcv's SyncBatchNorm derives from nn.Module alone.
     return type(norm).__module__.startswith('mmcv.ops.sync_bn') or type(norm).forward in (
         nn.BatchNorm1d.forward,
@@ -157,7 +157,7 @@ def check_finite(module: nn.Module) -> None:
         if not tensor.is_floating_point() or torch.finfo(tensor.dtype).bits < 16:
             raise ValueError(
                 f'{name} is of type {tensor.dtype}, in which torch does not compute: merge the '
-                'model in float32, bfloat16 or float16, and convert it afterwards'
+                'model in float32, bfloat16 or float16, and cast it afterwards'
             )
         infinite = ~tensor.isfinite()
         if any_of(infinite):

@@ -54,12 +54,12 @@ class MixerParts(NamedTuple):
 
 
 def matrix(layer: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Weight (out, in) and bias of a linear layer or a 1 x 1 convolution, in float64."""
+    """Return weight (out, in) and bias of a linear layer or a 1 x 1 convolution, in float64."""
     return double(layer.weight).flatten(1), None if layer.bias is None else double(layer.bias)
 
 
 def fold_norm(norm: nn.Module, layer: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Weight and bias of a layer with scale and shift of the norm before it, in float64.
+    """Return weight and bias of a layer with scale and shift of the norm before it, in float64.
 
     Raises:
         ValueError: If the norm shifts its output, and the layer has no bias for the shift.

@@ -121,7 +121,7 @@ def finish_schedules(model: nn.Module) -> nn.Module:
 
 
 def schedules_have_ended(model: nn.Module) -> bool:
-    """Whether every lambda of a model is at its end, so that the model merges.
+    """Return whether every lambda of a model is at its end, so that the model merges.
 
     Args:
         model (nn.Module): Any model.

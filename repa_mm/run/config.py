@@ -34,7 +34,7 @@ def load_config(path: str, cfg_options: dict | None = None) -> Config:
 
 
 def build_model(cfg: Config, checkpoint: str | None = None) -> nn.Module:
-    """A model in eval mode, on the CPU.
+    """Build a model in eval mode, on the CPU.
 
     Args:
         cfg (Config): From :func:`load_config`.
@@ -66,7 +66,7 @@ def build_model(cfg: Config, checkpoint: str | None = None) -> nn.Module:
 
 
 def dataset_config(cfg: Config, split: str) -> ConfigDict:
-    """The config of the (first) data set of a data loader, inside any wrappers.
+    """Return the config of the (first) data set of a data loader, inside any wrappers.
 
     Args:
         cfg (Config): The config.
@@ -81,7 +81,7 @@ def dataset_config(cfg: Config, split: str) -> ConfigDict:
 
 
 def codebase_tool(config: str, name: str) -> str:
-    """Path of a tool of the codebase that a config is for.
+    """Return the path of a tool of the codebase that a config is for.
 
     Args:
         config (str): Path of the config.

@@ -79,7 +79,7 @@ def knn_evaluate(
     device: str = 'cpu',
     cfg_options: dict | None = None,
 ) -> dict[int, float]:
-    """Accuracy of a backbone's features under a vote of nearest neighbours.
+    """Measure the accuracy of a backbone's features under a vote of nearest neighbours.
 
     The training images, without augmentation, are the gallery; the test images are classified. What
     can be merged is merged first.
@@ -128,7 +128,7 @@ def knn_evaluate(
 
 
 def image_features(model: nn.Module, images: torch.Tensor) -> torch.Tensor:
-    """One vector for each image, from the last output of a backbone.
+    """Return one vector for each image, from the last output of a backbone.
 
     This is the mean of a feature map, or the class token. The outputs of a backbone that has one
     vector for each patch and no class token are pooled by the neck of the classifier, since they

@@ -164,7 +164,7 @@ class ChannelIdleFFN(TrainingForm):
         return torch.cat([self.act(active), idle], dim=1)
 
     def fold(self) -> FoldedFFN:
-        """Norms, layer scale and idle channels folded, in float64 (paper eq. 4-6).
+        """Fold norms, layer scale and idle channels in float64 (paper eq. 4-6).
 
         A norm that depends on the sample is not folded.
 
@@ -237,7 +237,7 @@ class ChannelIdleFFN(TrainingForm):
                 copy_matrix(layer, *pairs[0])
 
     def merge(self) -> MergedFFN:
-        """The deploy form (paper eq. 4-7), computed in float64.
+        """Compute the deploy form (paper eq. 4-7) in float64.
 
         Returns:
             MergedFFN: On the device and of the dtype of ``fc1.weight``.

@@ -34,7 +34,7 @@ _NORMS = {
 
 
 def num_active_channels(feedforward_channels: int, idle_ratio: float) -> int:
-    """Number of hidden channels that pass the activation, ceil(H (1 - theta)).
+    """Return the number of hidden channels that pass the activation, ceil(H (1 - theta)).
 
     Args:
         feedforward_channels (int): Hidden width H.

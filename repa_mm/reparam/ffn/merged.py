@@ -107,7 +107,7 @@ class MergedFFN(DeployForm):
 
 
 def set_shortcut(model: nn.Module, where: str) -> nn.Module:
-    """:meth:`MergedFFN.set_shortcut` for every FFN of a model.
+    """Call :meth:`MergedFFN.set_shortcut` for every FFN of a model.
 
     Args:
         model (nn.Module): Any model.

@@ -65,7 +65,7 @@ def fold(
 
 
 def stack(folded: FoldedFFN, idle: bool = True) -> dict[str, torch.Tensor]:
-    """The state dict of a :class:`MergedFFN` with these weights.
+    """Return the state dict of a :class:`MergedFFN` with these weights.
 
     Args:
         folded (FoldedFFN): With the shortcut in W.
