@@ -30,7 +30,7 @@ from .model import (
     reparameterize,
     unwrap,
 )
-from .norms import AffineMap, MergedLinear, NormedLinear, ProgressiveNorm, RepBN, decay_layer_norms
+from .norms import AffineMap, MergedLinear, NormedLinear, ProgressiveNorm, RepBN
 from .numerics import check_finite
 from .parts import AttentionParts, FFNParts, MixerParts, NormParts
 from .schedule import Scheduled, finish_schedules, schedules_have_ended, set_lam
@@ -41,7 +41,7 @@ __all__ = [
     'MergedNorm', 'MixerParts', 'NormParts', 'NormedAffine', 'NormedLinear', 'OrdinaryAttention',
     'OrdinaryFFN', 'ParallelAttention', 'ParallelFFN', 'ProgressiveNorm', 'RepBN', 'Scheduled',
     'TrainingForm', 'add_branches', 'add_experts', 'average_experts', 'become',
-    'calibrate_batch_norm', 'check_finite', 'check_state_dict', 'decay_layer_norms',
+    'calibrate_batch_norm', 'check_finite', 'check_state_dict',
     'finish_schedules', 'has_deploy_form', 'has_training_form', 'innermost', 'is_reparameterized',
     'join_branches', 'num_active_channels', 'outermost', 'reparameterize', 'schedules_have_ended',
     'set_lam', 'set_shortcut', 'set_training_path', 'unwrap',

@@ -560,4 +560,4 @@ def join_branches(model: nn.Module, lam: float) -> nn.Module:
         >>> join_branches(model, 1)
         >>> deployed = repa_mm.reparameterize(model)
     """
-    return set_lam(model, lam, JoinedLinear, 'parallel branches to join')
+    return set_lam(model, lam, JoinedLinear)

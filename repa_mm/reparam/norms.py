@@ -18,7 +18,7 @@ from .ffn.layers import build_norm
 from .forms import DeployForm, TrainingForm
 from .numerics import batch_norm_affine, double, exact, is_batch_norm, rounded
 from .parts import NormParts, copy_affine, copy_matrix
-from .schedule import Scheduled, set_lam
+from .schedule import Scheduled
 
 
 class RepBN(nn.Module):
@@ -207,19 +207,3 @@ class MergedLinear(DeployForm):
     def inference(self, x: torch.Tensor) -> torch.Tensor:
         """As :meth:`NormedLinear.forward`."""
         return F.linear(x, self.weight, self.bias)
-
-
-def decay_layer_norms(model: nn.Module, lam: float) -> nn.Module:
-    """Set the weight lambda of the LayerNorms in a model's progressive norms, in place.
-
-    Args:
-        model (nn.Module): A model with progressive norms.
-        lam (float): Lambda in [0, 1]: 1 for LayerNorms, 0 for norms that merge.
-
-    Returns:
-        nn.Module: The same model.
-
-    Raises:
-        ValueError: If lambda is not a number in [0, 1], or the model has no progressive norm.
-    """
-    return set_lam(model, lam, ProgressiveNorm, 'progressive norms')

@@ -76,17 +76,13 @@ class Scheduled(nn.Module):
         self.is_finished = not self.lam.is_meta and bool(self.lam == self.end)
 
 
-def set_lam(
-    model: nn.Module, lam: float, kind: type[Scheduled], what: str, back: bool = True
-) -> nn.Module:
-    """Set the lambda of every module of a kind.
+def set_lam(model: nn.Module, lam: float, kind: type[Scheduled] = Scheduled) -> nn.Module:
+    """Set the lambda of every scheduled module of a model, in place.
 
     Args:
         model (nn.Module): Any model.
         lam (float): Lambda in [0, 1].
-        kind (type): The class of the modules.
-        what (str): What they are called if there is none.
-        back (bool): Whether a lambda may move away from its end. Defaults to True.
+        kind (type): The class of the modules. Defaults to all that are scheduled.
 
     Returns:
         nn.Module: The same model.
@@ -96,9 +92,9 @@ def set_lam(
     """
     found = [module for module in model.modules() if isinstance(module, kind)]
     if not found:
-        raise ValueError(f'{type(model).__name__} has no {what}')
+        raise ValueError(f'{type(model).__name__} has no {kind.__name__}')
     for module in found:
-        module.set_lam(lam, back)
+        module.set_lam(lam)
     return model
 
 

@@ -163,7 +163,7 @@ def test_bad_input():
     for lam in (-0.1, 1.1, float('nan'), 'one', True, None):
         with pytest.raises(ValueError, match='lambda must be a number from 0 to 1'):
             join_branches(form, lam)
-    with pytest.raises(ValueError, match='Linear has no parallel branches'):
+    with pytest.raises(ValueError, match='Linear has no JoinedLinear'):
         join_branches(nn.Linear(2, 2), 0.5)
     for kind, args in ((ParallelAttention, (16, 4)), (ParallelFFN, (16, 40)), (branched, (16, 40))):
         for num_branches in (0, -1, 1.5, True, '2'):

@@ -7,14 +7,13 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from repa_mm.reparam import NormedLinear, ProgressiveNorm, decay_layer_norms, finish_schedules
+from repa_mm.reparam import NormedLinear, ProgressiveNorm, finish_schedules, set_lam
 
 FORMS = dict(
     norm=lambda: ProgressiveNorm(16),
     linear=lambda: NormedLinear(ProgressiveNorm(16), nn.Linear(16, 24)),
     without_bias=lambda: NormedLinear(ProgressiveNorm(16), nn.Linear(16, 24, bias=False)),
 )
-DECAYS = dict(norm=decay_layer_norms, linear=decay_layer_norms)
 
 
 @pytest.fixture
@@ -44,7 +43,7 @@ def rep_bn(rep, x, training):
 @pytest.mark.parametrize('training', [True, False])
 def test_forms_are_the_equations(lam, training, scattered, relative_error):
     x = torch.randn(3, 7, 16, dtype=torch.double) * 2 + 1
-    norm = decay_layer_norms(scattered(ProgressiveNorm(16)).double(), lam).train(training)
+    norm = set_lam(scattered(ProgressiveNorm(16)).double(), lam).train(training)
     layer_norm = F.layer_norm(x, (16,), norm.ln.weight, norm.ln.bias, norm.ln.eps)
     expected = lam * layer_norm + (1 - lam) * rep_bn(norm.rep, x, training)
     assert relative_error(norm(x), expected) < 1e-12
@@ -101,12 +100,12 @@ def test_bad_input():
     norm = ProgressiveNorm(8)
     for lam in (-1, 2, float('nan'), 'x'):
         with pytest.raises(ValueError, match='lambda must be'):
-            decay_layer_norms(norm, lam)
-    with pytest.raises(ValueError, match='no progressive norm'):
-        decay_layer_norms(nn.Linear(2, 2), 0)
+            set_lam(norm, lam)
+    with pytest.raises(ValueError, match='Linear has no Scheduled'):
+        set_lam(nn.Linear(2, 2), 0)
     for norm_cfg in (dict(type='LN'), dict(type='BN', track_running_stats=False)):
         with pytest.raises(ValueError, match="takes 'BN' or 'SyncBN', with running statistics"):
             ProgressiveNorm(8, norm_cfg)
-    decay_layer_norms(norm, 0).rep.bn.running_mean = None
+    set_lam(norm, 0).rep.bn.running_mean = None
     with pytest.raises(ValueError, match='without running statistics'):
         norm.merge()
