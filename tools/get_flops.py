@@ -16,12 +16,17 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument('config', help='path of the config')
     parser.add_argument(
-        '--part', choices=('model', 'backbone'), default='model', help='(%(default)s)'
+        '--part', choices=('model', 'backbone'), default='model', help='what counts (%(default)s)'
     )
     parser.add_argument(
-        '--input-shape', type=int, nargs=2, default=[224, 224], metavar=('HEIGHT', 'WIDTH')
+        '--input-shape',
+        type=int,
+        nargs=2,
+        default=[224, 224],
+        metavar=('HEIGHT', 'WIDTH'),
+        help='of images (224 224)',
     )
-    parser.add_argument('--cfg-options', nargs='+', action=DictAction)
+    parser.add_argument('--cfg-options', nargs='+', action=DictAction, help='key=value ...')
     return parser.parse_args()
 
 

@@ -85,7 +85,7 @@ def run_demo(
     scenes = list(loader)
     scenes = scenes[:: -(-len(scenes) // 12)]  # some of all of them
     with torch.no_grad():
-        for name, values in _measure(models, scenes[0]).items():
+        for name, values in _measure(models, scenes).items():
             rows[name].update(values)
         found = _difference(*models.values(), scenes) if task != 'convert' else None
         drawn = models['converted' if task == 'convert' else 'deploy form']
@@ -181,11 +181,12 @@ def _draw(
         drawing.add_datasample('scene', image, sample.cpu(), out_file=path)
 
 
-def _measure(models: dict[str, nn.Module], scene: dict) -> dict[str, dict[str, float]]:
-    """Sizes of models, and their median latencies on a scene, by the names in the table."""
-    inputs = next(iter(models.values())).data_preprocessor(scene, False)['inputs']
-    whole = measure({name: m.test_step for name, m in models.items()}, scene, 60, 5)
-    part = measure({name: m.backbone for name, m in models.items()}, inputs, 60, 5)
+def _measure(models: dict[str, nn.Module], scenes: Sequence[dict]) -> dict[str, dict[str, float]]:
+    """Sizes of models, and their median latencies on the first scene, as rows of the table."""
+    inputs = next(iter(models.values())).data_preprocessor(scenes[0], False)['inputs']
+    turns = 5 * len(scenes)
+    whole = measure({name: m.test_step for name, m in models.items()}, scenes[0], turns)
+    part = measure({name: m.backbone for name, m in models.items()}, inputs, turns)
     rows = {}
     for name, model in models.items():
         parameters, macs = count(model.backbone, inputs)
