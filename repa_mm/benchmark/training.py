@@ -23,7 +23,7 @@ class Step:
         model (nn.Module): In training mode, on its device. A whole model takes a batch of its data
             preprocessor, and its losses are the model's. Of a backbone or another module the loss
             is the mean square of what it returns.
-        whole (bool): Which of both it is.
+        whole (bool): Whether the model is a whole one.
 
     Attributes:
         peak_mib (float | None): Peak memory of the last step on a GPU, weights included.

@@ -328,7 +328,7 @@ def lost_objects(found: InstanceData, others: InstanceData) -> int:
     Args:
         found (InstanceData): With bboxes (N, 4), scores (N, ), labels (N, ) and perhaps masks
             (N, H, W).
-        others (InstanceData): Likewise.
+        others (InstanceData): With the same fields.
     """
     fits = (found.bboxes[:, None] - others.bboxes).abs().amax(-1) < 0.1
     fits &= (found.scores[:, None] - others.scores).abs() < 1e-3
@@ -382,7 +382,7 @@ def largest_error(model: nn.Module, exported: Callable, shapes: Sequence[tuple[i
 
     Args:
         model (nn.Module): From images to a tuple of tensors.
-        exported (Callable): Likewise.
+        exported (Callable): The exported model, from images to a sequence of tensors.
         shapes (Sequence[tuple[int]]): Of the images, (B, 3, H, W).
     """
     errors = []

@@ -24,6 +24,9 @@ from repa_mm.models.structures import idle_ffn
 from repa_mm.reparam import ChannelIdleFFN, Form, check_state_dict, num_active_channels, unwrap
 from repa_mm.reparam.numerics import double
 
+# Number of tokens that the regression of a block sees, drawn at random from all images.
+MAX_TOKENS = 32768
+
 
 @dataclass
 class BlockReport:
@@ -109,7 +112,6 @@ def convert_pretrained(
     allocate: str = 'uniform',
     held_out: Iterable = (),
     ridge: float | None = None,
-    max_tokens: int = 32768,
     skip_unsupported: bool = False,
     progress: Callable[[BlockReport], None] | None = None,
     seed: int = 0,
@@ -142,8 +144,6 @@ def convert_pretrained(
             pretrained FFN whose idle channels are replaced by affine functions, relative to the
             mean variance of the tokens. By default it is chosen for each block by
             cross-validation over the images.
-        max_tokens (int): Number of tokens that the regression of a block sees, drawn at random
-            from all images. Defaults to 32768.
         skip_unsupported (bool): Leave blocks as they are whose FFN cannot become channel-idle,
             instead of raising an error. Defaults to False.
         progress (Callable, optional): Called with the report of each block once it is fitted.
@@ -176,7 +176,7 @@ def convert_pretrained(
         raise ValueError('there is no image to fit to: batches is empty')
     ratios, ffns, skipped = find_ffns(model, idle_ratio, skip_unsupported)
     sites = {site.block_name: site for site in ffn_sites(model) if site.block_name in ffns}
-    fit = _Fit(ratios, norm, ridge, -(-max_tokens // len(batches)), seed, progress)
+    fit = _Fit(ratios, norm, ridge, -(-MAX_TOKENS // len(batches)), seed, progress)
     modes = {module: module.training for module in model.modules()}
     model.eval()
     expected = run_batches(forward, held_out)
@@ -442,11 +442,11 @@ def channels_last(features: torch.Tensor, channels_first: bool) -> torch.Tensor:
 def differences(before: list, after: list, channels_first: bool = False) -> list[float]:
     """Return the mean square change of each output, relative to the variance of its channels.
 
-    A single vector has none, and its change is relative to its mean square.
+    A single vector has no variance, and its change is relative to its mean square.
 
     Args:
         before (list): For each batch, the outputs of the original model.
-        after (list): The same of the converted one.
+        after (list): For each batch, the outputs of the converted model.
         channels_first (bool): Whether tokens are (B, C, N). Defaults to False.
     """
 

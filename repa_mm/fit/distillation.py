@@ -129,7 +129,7 @@ def build_distiller(
 
 
 def load_original(model: nn.Module, state_dict: dict, path: str) -> None:
-    """Load the weights of a vanilla model. Others than its own in the file do not matter.
+    """Load the weights of a vanilla model. Further weights in the file do not matter.
 
     Args:
         model (nn.Module): The model.

@@ -80,7 +80,7 @@ def idle_channels(
     Args:
         model (nn.Module): A backbone, or a model with one.
         idle_ratio (float | Sequence): As for :class:`~repa_mm.models.structures.ChannelIdle`.
-        norm_cfg (dict): As there.
+        norm_cfg (dict): As for :class:`~repa_mm.models.structures.ChannelIdle`.
 
     Returns:
         nn.Module: The same model.
@@ -300,8 +300,8 @@ def restructure(
         model (dict): Config of a backbone, detector, segmentor or classifier.
         structures (Sequence[dict]): As for :func:`add_structures`.
         deploy (bool): As for :class:`Restructured`.
-        fast_attention (bool): As there.
-        keep_tokens (float | Sequence): As there.
+        fast_attention (bool): As for :class:`Restructured`.
+        keep_tokens (float | Sequence): As for :class:`Restructured`.
         norm_eval (bool): Whether BatchNorm statistics in the forms stay as they were loaded.
             Defaults to False.
         init_cfg (dict, optional): Where weights come from, in the place of the model's own
@@ -354,7 +354,7 @@ def build_idle_backbone(
     Args:
         backbone (dict): Config of a backbone of MMPretrain, MMDetection or MMSegmentation.
         idle_ratio (float | Sequence): As for :class:`~repa_mm.models.structures.ChannelIdle`.
-        norm_cfg (dict): As there.
+        norm_cfg (dict): As for :class:`~repa_mm.models.structures.ChannelIdle`.
         **kwargs: Other arguments of :func:`restructure`.
 
     Returns:

@@ -76,7 +76,7 @@ class RePaSwinTransformer(RePaBackbone, SwinTransformer):
 
 @MODELS.register_module(name='FastSwinTransformer')
 def build_fast_swin(*args, **kwargs) -> SwinTransformer:
-    """Mmpretrain's Swin Transformer with a faster window attention.
+    """Build mmpretrain's Swin Transformer with a faster window attention.
 
     The vanilla backbone to compare :class:`RePaSwinTransformer` with: its arguments, outputs and
     state dict are those of mmpretrain's ``SwinTransformer``.

@@ -235,7 +235,7 @@ class DINO(BaseSelfSupervisor):
                 old.lerp_(new.detach().to(old.dtype), 1 - momentum)
 
     def extract_feat(self, inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Features by the teacher, which is the better of both networks."""
+        """Return features of the teacher, which is the better network."""
         return self.teacher.backbone(inputs)
 
     def loss(self, inputs: Sequence[torch.Tensor], data_samples=None) -> dict:

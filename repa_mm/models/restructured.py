@@ -120,7 +120,7 @@ class ParallelMAEViT(_ParallelViT, MAEViT):
     """:class:`ParallelVisionTransformer` for pretraining as a masked autoencoder.
 
     Args:
-        arch (str | dict): As there.
+        arch (str | dict): As for :class:`ParallelVisionTransformer`.
         *args, **kwargs: Those of mmpretrain's ``MAEViT``, and of :class:`ParallelBackbone`.
     """
 

@@ -142,8 +142,8 @@ class Site:
         """Return the ordinary modules of the site, for :meth:`~repa_mm.reparam.TrainingForm.fill`.
 
         Raises:
-            ValueError: If they are none of those that are known, or hooks or replaced layers make
-                them compute something else.
+            ValueError: If a module is not of a known kind, or hooks or replaced layers make it
+                compute something else.
         """
         raise NotImplementedError
 
@@ -276,7 +276,7 @@ class AttentionSite(Site):
         if type(attention) is not WindowMSA and not (
             type(attention) is MultiheadAttention and not attention.v_shortcut
         ):
-            raise ValueError(f'its {type(attention).__name__} is none of those that are known')
+            raise ValueError(f'its {type(attention).__name__} is not an attention that is known')
         return AttentionParts(
             self.norm,
             attention.qkv,

@@ -59,7 +59,7 @@ class Structure:
         """Return the form for a site; None leaves the site as it is.
 
         Raises:
-            ValueError: If the modules there are none of those that the form can stand for.
+            ValueError: If the form cannot stand for the modules there.
         """
         raise NotImplementedError
 

@@ -3,10 +3,10 @@
 A block y = f(x) becomes y = x + R (f(M x) - M x). M averages groups of similar tokens, one token
 for each group, and leaves all other tokens as they are. R gives the update of a group's token to
 all tokens of the group. No weight changes, nothing is trained, and every token stays in its place,
-so that a neck or a head gets maps as ever.
+so that necks and heads get maps of the usual shapes.
 
 - In a Swin (:class:`ReducedSwinBlock`), windows whose tokens differ least become one token each,
-  the others are processed as ever. Every block decides by itself, as the windows are its own.
+  the others are computed in full. Every block decides for its own windows.
 - In a plain ViT (:class:`ReducedViTLayer`), neighbouring patches that differ least become one
   token. In the attention it weighs as much as all of them.
 
@@ -235,7 +235,7 @@ class ReducedViTLayer(TransformerEncoderLayer):
         return x + restore(update, place)
 
     def _attend(self, x: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
-        """The attention, in which a token weighs as so many."""
+        """The attention, in which each token weighs as many as the tokens it stands for."""
         attn = self.attn
         qkv = attn.qkv(x).unflatten(-1, (3, attn.num_heads, -1)).permute(2, 0, 3, 1, 4)
         mask = sizes.to(qkv.dtype).log()[None, None, None]
@@ -304,9 +304,9 @@ def reduce_tokens(
     """Let the blocks of a trained model compute their updates for fewer tokens.
 
     No weight changes and the state dict stays the same, but outputs do: the smaller ``keep``, the
-    faster and the coarser. Blocks with merged FFNs gain most, and any form will do: merging
-    afterwards, with :func:`~repa_mm.reparameterize`, is as exact as ever. In training mode nothing
-    is reduced. The docstring of :mod:`repa_mm.models.tokens` says what is computed.
+    faster and the coarser. Blocks with merged FFNs gain most; merging afterwards, with
+    :func:`~repa_mm.reparameterize`, is exact, too. In training mode nothing is reduced.
+    The docstring of :mod:`repa_mm.models.tokens` says what is computed.
 
     Args:
         model (nn.Module): A model with the stock Swin of MMPretrain, MMDetection or MMSegmentation,

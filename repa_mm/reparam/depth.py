@@ -139,7 +139,7 @@ class _Parallel(TrainingForm):
     Attributes:
         entry (str): Name of the linear layer whose outputs are joined.
         exit (str): Name of the last linear layer.
-        sources (tuple[str]): Names of both in the parts of an ordinary layer.
+        sources (tuple[str]): Names of these two layers in the parts of an ordinary layer.
     """
 
     entry: str

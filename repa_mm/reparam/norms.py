@@ -47,7 +47,7 @@ class RepBN(nn.Module):
             return self.bn(x.reshape(-1, x.shape[-1])).view(x.shape) + self.eta * x
 
     def affine(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """S and t, each (C, ) in float64, of the map s x + t that it is in eval mode.
+        """Return s and t, each (C, ) in float64, of the map s x + t of eval mode.
 
         Raises:
             ValueError: If the BatchNorm has no running statistics, or is something else.
@@ -97,10 +97,10 @@ class ProgressiveNorm(Scheduled, TrainingForm):
         copy_affine(self.ln, parts.norm)
 
     def affine(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """S and t as those of :meth:`RepBN.affine`.
+        """Return s and t at lambda = 0, as :meth:`RepBN.affine`.
 
         Raises:
-            ValueError: If lambda is not 0, and as there.
+            ValueError: If lambda is not 0, or as :meth:`RepBN.affine`.
         """
         self.check_finished()
         return self.rep.affine()
@@ -170,8 +170,8 @@ class NormedLinear(TrainingForm):
         """Compute the linear layer that both are at lambda = 0, in float64.
 
         Raises:
-            ValueError: As :meth:`TrainingForm.merge`; if lambda is not 0, or the layer is none of
-                torch's.
+            ValueError: As :meth:`TrainingForm.merge`; if lambda is not 0, or the layer is no
+                ``nn.Linear``.
         """
         linear = self.linear
         weight, own = exact(linear, 'its linear layer')

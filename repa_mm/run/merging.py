@@ -22,7 +22,7 @@ def reparameterize_checkpoint(
 ) -> dict:
     """Write the merged checkpoint of a checkpoint in the training form.
 
-    The features of both backbones are compared on a random image first.
+    The features of the two forms are compared on a random image first.
 
     Args:
         config (str): Path of the config, of the training form.

@@ -159,7 +159,7 @@ def translate_file(src: str, dst: str, cfg: dict, *keys: str) -> None:
         *keys (str): Where the weights may be in the file; the first that is there is taken.
 
     Raises:
-        CheckpointError: If the file has none of the keys, or its weights do not fit.
+        CheckpointError: If the file has no weights under these keys, or its weights do not fit.
     """
     found = load_checkpoint(src)
     found = {**found['state_dict'], **found}

@@ -178,7 +178,7 @@ class ChannelIdleFFN(TrainingForm):
             norm = getattr(self, name)
             if not (is_batch_norm(norm) or _computes_as(norm, others)):
                 raise ValueError(
-                    f'its {name} is a {type(norm).__name__}, which is none of the norms that merge'
+                    f'its {name} is a {type(norm).__name__}, which is not a norm that merges'
                 )
         check_dropouts(self)
         w_in, b_in = exact(self.fc1, 'its fc1')
