@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from mmengine.utils import digit_version
 
 from repa_mm.export.export import resized
 from repa_mm.export.exported import ExportedModel, runner_for_exported
@@ -51,6 +52,12 @@ CASES = [
 def test_agrees_with_test_step(task, preprocessing, repa, exported):
     from repa_mm.export.export import noise
 
+    if (
+        task == 'upernet'
+        and preprocessing
+        and digit_version(torch.__version__) < digit_version('2.2')
+    ):
+        pytest.skip('PyTorch 2.1 writes no file that agrees; the export refuses it')
     config, _, model, file = exported(task, bool(repa), preprocessing=bool(preprocessing))
     deployed = ExportedModel(file, model.data_preprocessor)
     images = noise(load_config(config))
