@@ -9,7 +9,7 @@ import json
 import os
 import os.path as osp
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from importlib import import_module
 from typing import Any
 
@@ -34,19 +34,24 @@ LICENSES = [
     dict(id=2, name='Attribution 2.0 Generic', url=f'{_CC}licenses/by/2.0/'),
     dict(id=3, name='Public domain or CC0', url=f'{_CC}publicdomain/zero/1.0/'),
 ]
-INFO = dict(
-    description='Handwritten digits on photographs',
-    url='',
-    version='1.0',
-    year=2017,
-    contributor='scikit-learn, scikit-image',
-    date_created='2017/09/01',
+# Of the annotation files, what does not depend on the scenes.
+DESCRIPTION = dict(
+    info=dict(
+        description='Handwritten digits on photographs',
+        url='',
+        version='1.0',
+        year=2017,
+        contributor='scikit-learn, scikit-image',
+        date_created='2017/09/01',
+    ),
+    licenses=LICENSES,
+    categories=[dict(supercategory='digit', id=i, name=name) for i, name in enumerate(DIGITS, 1)],
 )
 
 TRAIN_SHARE = 0.7  # left part of each photograph; the rest, on the right, is for validation
 VAL_SCANS = 0.2  # share of the scans of each digit that only validation scenes use
-UPSAMPLE = 8  # the scans are interpolated to 8 times their size before they are placed
-INK = 0.5  # ink above this share of full black belongs to the digit
+UPSAMPLE = 8  # an object is interpolated to 8 times its size before it is placed
+INK = 0.5  # where there is more ink than this share of full black, there is the object
 Rng = np.random.Generator
 LUMA = np.array([0.114, 0.587, 0.299], np.float32)  # brightness of a BGR colour
 
@@ -68,21 +73,45 @@ def write_digit_scenes(
         size (int): Width and height of a scene in pixels. Digits are ``size / 8`` to
             ``size * 3 / 8`` pixels tall. Defaults to 160.
     """
-    if osp.isdir(root):
-        return
     scans, labels = _load_scans()
     photographs = [
         (osp.basename(file), license_id, _load_photograph(package, file))
         for package, file, license_id in PHOTOGRAPHS
     ]
     splits = _split_scans(labels)
+    shade = np.ones_like(scans[0])
+
+    def compose(rng: Rng, split: str) -> dict[str, Any]:
+        sides = [(n, license_id, _side(p, split)) for n, license_id, p in photographs]
+        return compose_scene(rng, lambda scan: (scans[scan], shade), splits[split], sides, size)
+
+    write_scenes(root, dict(train=num_train, val=num_val), compose, DESCRIPTION)
+
+
+def write_scenes(
+    root: str,
+    counts: dict[str, int],
+    compose: Callable[[Rng, str], dict[str, Any]],
+    description: dict[str, Any],
+) -> None:
+    """Write scenes in COCO's and ADE20K's layouts, unless ``root`` exists.
+
+    Args:
+        root (str): Folder of the set. It appears when the set is complete.
+        counts (dict): Number of scenes of 'train' and of 'val'.
+        compose (Callable): Makes a scene of :func:`compose_scene` from random numbers of its own
+            and the name of its split.
+        description (dict): ``info``, ``licenses`` and ``categories`` of the annotation files.
+    """
+    if osp.isdir(root):
+        return
     unfinished = osp.normpath(root) + '.unfinished'
     shutil.rmtree(unfinished, ignore_errors=True)
     first_id = 1
-    for split, count in (('train', num_train), ('val', num_val)):
+    for split, count in counts.items():
         rngs = (np.random.default_rng([0, int(split == 'val'), i]) for i in range(count))
-        scenes = (_compose(rng, scans, splits[split], photographs, split, size) for rng in rngs)
-        _write_split(unfinished, split, scenes, first_id)
+        scenes = (compose(rng, split) for rng in rngs)
+        _write_split(unfinished, split, scenes, first_id, description)
         first_id += count
     os.replace(unfinished, root)
 
@@ -102,10 +131,14 @@ def _load_scans() -> tuple[np.ndarray, np.ndarray]:
     from sklearn.datasets import load_digits
 
     digits = load_digits()
-    ink = np.pad(digits.images.astype(np.float32) / 16, ((0, 0), (1, 1), (1, 1)))
-    side = UPSAMPLE * ink.shape[1]
-    ink = np.stack([cv2.resize(i, (side, side), interpolation=cv2.INTER_CUBIC) for i in ink])
-    return ink.clip(0, 1), digits.target
+    return np.stack([upsample(i) for i in digits.images / 16]), digits.target
+
+
+def upsample(values: np.ndarray) -> np.ndarray:
+    """A map in [0, 1] with a margin of a pixel, smoothly enlarged: (H, W) to (8H + 16, 8W + 16)."""
+    values = np.pad(values.astype(np.float32), 1)
+    sides = UPSAMPLE * values.shape[1], UPSAMPLE * values.shape[0]
+    return cv2.resize(values, sides, interpolation=cv2.INTER_CUBIC).clip(0, 1)
 
 
 def _split_scans(labels: np.ndarray) -> dict[str, list[np.ndarray]]:
@@ -120,45 +153,68 @@ def _split_scans(labels: np.ndarray) -> dict[str, list[np.ndarray]]:
     return splits
 
 
-def _compose(
-    rng: Rng, scans: np.ndarray, indices: list[np.ndarray], photographs: list, split: str, size: int
+def compose_scene(
+    rng: Rng,
+    load: Callable[[int], tuple[np.ndarray, np.ndarray]],
+    indices: list[np.ndarray],
+    photographs: list[tuple[str, int, np.ndarray]],
+    size: int,
+    saturation: float = 110,
 ) -> dict[str, Any]:
-    """One scene: its image (size, size, 3) in BGR and the digits on it, each with its mask."""
+    """Compose a scene of two to six objects that do not hide one another.
+
+    Args:
+        rng (numpy.random.Generator): Where all chance comes from.
+        load (Callable): The opacity and the shade of an object by its index, both (H, W) in [0, 1].
+        indices (list[numpy.ndarray]): Indices of the objects of each class.
+        photographs (list): Name, id of the licence and BGR pixels of each background.
+        size (int): Width and height of the scene in pixels.
+        saturation (float): Of an object's colour at most, of 255. Defaults to 110: pale.
+
+    Returns:
+        dict: ``image`` (size, size, 3) in BGR, ``objects`` (for each its ``category`` from 0, its
+        index as ``scan``, its ``mask``), ``photograph`` (a name) and ``license`` (an id).
+    """
     name, license_id, photograph = photographs[rng.integers(len(photographs))]
-    image = _background(rng, photograph, split, size)
-    digits: list[dict] = []
+    image = _background(rng, photograph, size)
+    objects: list[dict] = []
     taken = np.zeros((size, size), bool)
     for _ in range(rng.integers(2, 7)):
-        digit = int(rng.integers(len(DIGITS)))
-        scan = int(rng.choice(indices[digit]))
-        height = rng.uniform(size / 6, size * 3 / 8)
+        category = int(rng.integers(len(indices)))
+        scan = int(rng.choice(indices[category]))
+        opacity, shade = load(scan)
+        length = rng.uniform(size / 6, size * 3 / 8)
         placed = None
-        # Where a large digit finds no free place, a smaller one does.
-        while placed is None and height >= size / 8:
-            placed = _place(rng, scans[scan], height, taken)
-            height *= 0.8
+        # Where a large object finds no free place, a smaller one does.
+        while placed is None and length >= size / 8:
+            placed = _place(rng, opacity, shade, length, taken)
+            length *= 0.8
         if placed is None:
             continue
-        alpha, (top, left) = placed
+        alpha, shade, (top, left) = placed
         window = np.s_[top : top + alpha.shape[0], left : left + alpha.shape[1]]
-        colour = _ink_colour(rng, image[window])
+        colour = shade[..., None] * _ink_colour(rng, image[window], saturation)
         image[window] += alpha[..., None] * (colour - image[window])
         mask = np.zeros((size, size), bool)
         mask[window] = alpha >= 0.5
-        digits.append(dict(digit=digit, scan=scan, mask=mask))
+        objects.append(dict(category=category, scan=scan, mask=mask))
         taken |= mask
     image = image.round().clip(0, 255).astype(np.uint8)
-    return dict(image=image, digits=digits, photograph=name, license=license_id)
+    return dict(image=image, objects=objects, photograph=name, license=license_id)
 
 
-def _background(rng: Rng, photograph: np.ndarray, split: str, size: int) -> np.ndarray:
-    """A random square of one side of a photograph, float32 of (size, size, 3)."""
+def _side(photograph: np.ndarray, split: str) -> np.ndarray:
+    """The side of a photograph that one split has its backgrounds from."""
     border = round(photograph.shape[1] * TRAIN_SHARE)
-    region = photograph[:, :border] if split == 'train' else photograph[:, border:]
-    side = min(int(rng.integers(128, 257)), *region.shape[:2])
-    top = rng.integers(region.shape[0] - side + 1)
-    left = rng.integers(region.shape[1] - side + 1)
-    crop = region[top : top + side, left : left + side]
+    return photograph[:, :border] if split == 'train' else photograph[:, border:]
+
+
+def _background(rng: Rng, photograph: np.ndarray, size: int) -> np.ndarray:
+    """A random square of a photograph, float32 of (size, size, 3)."""
+    side = min(int(rng.integers(128, 257)), *photograph.shape[:2])
+    top = rng.integers(photograph.shape[0] - side + 1)
+    left = rng.integers(photograph.shape[1] - side + 1)
+    crop = photograph[top : top + side, left : left + side]
     if rng.random() < 0.5:
         crop = crop[:, ::-1]
     crop = cv2.resize(
@@ -166,15 +222,15 @@ def _background(rng: Rng, photograph: np.ndarray, split: str, size: int) -> np.n
         (size, size),
         interpolation=cv2.INTER_AREA if side > size else cv2.INTER_CUBIC,
     )
-    # Dimmed, as by dusk: the digits are bright on every scene.
+    # Dimmed, as by dusk: the objects are bright on every scene.
     return crop.astype(np.float32) * np.float32(rng.uniform(0.45, 0.65))
 
 
 def _place(
-    rng: Rng, ink: np.ndarray, height: float, taken: np.ndarray
-) -> tuple[np.ndarray, tuple[int, int]] | None:
-    """Opacity of a digit, cut to its ink, and a place (top, left) where it hides no other."""
-    alpha = _digit_opacity(rng, ink, height)
+    rng: Rng, opacity: np.ndarray, shade: np.ndarray, length: float, taken: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, tuple[int, int]] | None:
+    """An object, cut to its body: opacity, shade, and a place (top, left) that hides no other."""
+    alpha, shade = _warp(rng, opacity, shade, length)
     h, w = alpha.shape
     if h > taken.shape[0] or w > taken.shape[1]:
         return None
@@ -182,40 +238,42 @@ def _place(
     for _ in range(40):
         top = int(rng.integers(taken.shape[0] - h + 1))
         left = int(rng.integers(taken.shape[1] - w + 1))
-        # Ink never covers ink, so every digit stays readable, but boxes may overlap a little.
+        # Ink never covers ink, so every object stays visible, but boxes may overlap a little.
         under = taken[top : top + h, left : left + w]
         if under.sum() <= 0.03 * h * w and not (under & body).any():
-            return alpha, (top, left)
+            return alpha, shade, (top, left)
     return None
 
 
-def _digit_opacity(rng: Rng, ink: np.ndarray, height: float) -> np.ndarray:
-    """A scan at ``height`` pixels, a little rotated and sheared; opacity in [0, 1]."""
-    rows = np.flatnonzero((ink > INK).any(1))
-    scale = height / (rows[-1] - rows[0] + 1)
+def _warp(
+    rng: Rng, ink: np.ndarray, shade: np.ndarray, length: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """Opacity and shade of an object of ``length`` pixels, a little rotated and sheared."""
+    body = ink > INK
+    scale = length / max(np.ptp(np.flatnonzero(body.any(axis))) + 1 for axis in (0, 1))
     angle = np.deg2rad(rng.uniform(-8, 8))
     turn = np.array([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]])
     shear = np.array([[1, rng.uniform(-0.1, 0.1)], [0, 1]])
     matrix = scale * turn @ shear
     canvas = int(np.ceil(ink.shape[0] * scale * 1.5))
     shift = canvas / 2 - matrix @ (np.array(ink.shape[::-1]) / 2)
-    warped = cv2.warpAffine(
-        ink, np.column_stack([matrix, shift]), (canvas, canvas), flags=cv2.INTER_LINEAR
-    )
-    # The steeper, the sharper the pen; this keeps the edge about two pixels wide at any size.
+    matrix = np.column_stack([matrix, shift])
+    warped, shade = (cv2.warpAffine(m, matrix, (canvas, canvas)) for m in (ink, shade))
+    # The steeper, the sharper the edge; this keeps the edge about two pixels wide at any size.
     steepness = UPSAMPLE * scale / 2
     alpha = ((warped - INK) * steepness + 0.5).clip(0, 1)
     rows, cols = np.flatnonzero((alpha >= 0.5).any(1)), np.flatnonzero((alpha >= 0.5).any(0))
-    return alpha[rows[0] : rows[-1] + 1, cols[0] : cols[-1] + 1]
+    window = np.s_[rows[0] : rows[-1] + 1, cols[0] : cols[-1] + 1]
+    return alpha[window], shade[window]
 
 
-def _ink_colour(rng: Rng, under: np.ndarray) -> np.ndarray:
+def _ink_colour(rng: Rng, under: np.ndarray, saturation: float) -> np.ndarray:
     """A random bright BGR colour that stands out from what lies under and around it."""
     brightness = under.reshape(-1, 3) @ LUMA
     best, best_contrast = None, -1.0
     for _ in range(16):
         # Hue, saturation and value.
-        hsv = [rng.uniform(0, 180), rng.uniform(0, 110), rng.uniform(215, 255)]
+        hsv = [rng.uniform(0, 180), rng.uniform(0, saturation), rng.uniform(215, 255)]
         colour = cv2.cvtColor(np.array([[hsv]]).astype(np.uint8), cv2.COLOR_HSV2BGR)
         colour = colour[0, 0].astype(np.float32)
         # A low percentile and not the mean: on a striped background the mean is far from
@@ -228,7 +286,9 @@ def _ink_colour(rng: Rng, under: np.ndarray) -> np.ndarray:
     return best
 
 
-def _write_split(root: str, split: str, scenes: Iterable[dict], first_id: int) -> None:
+def _write_split(
+    root: str, split: str, scenes: Iterable[dict], first_id: int, description: dict[str, Any]
+) -> None:
     """Write the scenes of one split in both layouts."""
     ade_split = dict(train='training', val='validation')[split]
     coco, ade_images, ade_labels, coco_annotations = folders = [
@@ -257,8 +317,8 @@ def _write_split(root: str, split: str, scenes: Iterable[dict], first_id: int) -
             )
         )
         label_map = np.ones((height, width), np.uint8)
-        for n, digit in enumerate(scene['digits']):
-            mask = digit['mask']
+        for n, thing in enumerate(scene['objects']):
+            mask = thing['mask']
             annotations.append(
                 dict(
                     segmentation=_encode(mask),
@@ -266,21 +326,18 @@ def _write_split(root: str, split: str, scenes: Iterable[dict], first_id: int) -
                     iscrowd=0,
                     image_id=image_id,
                     bbox=list(cv2.boundingRect(mask.astype(np.uint8))),
-                    category_id=digit['digit'] + 1,
+                    category_id=thing['category'] + 1,
                     id=10 * image_id + n,
-                    scan=digit['scan'],
+                    scan=thing['scan'],
                 )
             )
-            label_map[mask] = digit['digit'] + 2
+            label_map[mask] = thing['category'] + 2
         name = f'ADE_{split}_{number:08d}'
         for path in (osp.join(coco, file_name), osp.join(ade_images, f'{name}.jpg')):
             cv2.imwrite(path, scene['image'], [cv2.IMWRITE_JPEG_QUALITY, 95])
         cv2.imwrite(osp.join(ade_labels, f'{name}.png'), label_map)
 
-    categories = [dict(supercategory='digit', id=i, name=name) for i, name in enumerate(DIGITS, 1)]
-    content = dict(
-        info=INFO, licenses=LICENSES, images=images, annotations=annotations, categories=categories
-    )
+    content = dict(description, images=images, annotations=annotations)
     with open(osp.join(coco_annotations, f'instances_{split}2017.json'), 'w') as file:
         json.dump(content, file)
 
