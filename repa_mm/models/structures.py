@@ -29,6 +29,7 @@ from repa_mm.reparam import (
     ChannelIdleFFN,
     ExpertsFFN,
     Form,
+    LinearPathFFN,
     NormedAffine,
     NormedLinear,
     ParallelAttention,
@@ -135,8 +136,12 @@ class ChannelIdle(Structure):
             ``dict(type='BN')``.
     """
 
+    ffn: type[TrainingForm] = ChannelIdleFFN
+
     def __init__(
-        self, idle_ratio: float | Sequence[float | None] = 0.75, norm_cfg: dict = dict(type='BN')
+        self,
+        idle_ratio: float | Sequence[float | None] = 0.75,
+        norm_cfg: dict | None = dict(type='BN'),
     ) -> None:
         self.idle_ratio, self.norm_cfg = idle_ratio, norm_cfg
 
@@ -144,29 +149,48 @@ class ChannelIdle(Structure):
         self.ratios = _share(self.idle_ratio, self.sites(model), 'idle_ratio')
         super().put(model)
 
-    def form(self, site: FFNSite) -> ChannelIdleFFN | None:
+    def form(self, site: FFNSite) -> TrainingForm | None:
         ratio = self.ratios[site.block_name]
         if isinstance(site.module, Form):
             raise ValueError(f'there is a {site.module.label} already')
-        return None if ratio is None else idle_ffn(site, ratio, self.norm_cfg)
+        return None if ratio is None else idle_ffn(site, ratio, self.norm_cfg, self.ffn)
+
+
+@STRUCTURES.register_module()
+class LinearPath(ChannelIdle):
+    """FFNs that train what :class:`ChannelIdle` deploys, to compare it with.
+
+    See :class:`~repa_mm.reparam.LinearPathFFN`.
+
+    Args:
+        idle_ratio (float | Sequence): As for :class:`ChannelIdle`. Defaults to 0.75.
+        norm_cfg (dict, optional): Norm of the FFNs, 'BN' or 'SyncBN'; None for FFNs without norms.
+            Defaults to ``dict(type='BN')``.
+    """
+
+    ffn = LinearPathFFN
 
 
 def idle_ffn(
-    site: FFNSite, idle_ratio: float = 0.75, norm_cfg: dict = dict(type='BN')
-) -> ChannelIdleFFN:
-    """Build a channel-idle FFN with the weights of a site's norm and FFN.
+    site: FFNSite,
+    idle_ratio: float = 0.75,
+    norm_cfg: dict | None = dict(type='BN'),
+    form: type[TrainingForm] = ChannelIdleFFN,
+) -> TrainingForm:
+    """Build a channel-idle FFN, or one of its kind, with the weights of a site's norm and FFN.
 
     Args:
         site (FFNSite): The site, with ordinary modules.
         idle_ratio (float): Share of hidden channels that skip the activation. Defaults to 0.75.
-        norm_cfg (dict): As for :class:`ChannelIdle`.
+        norm_cfg (dict, optional): As for the structure.
+        form (type): The class of the FFN. Defaults to :class:`~repa_mm.reparam.ChannelIdleFFN`.
 
     Raises:
         ValueError: As :meth:`FFNSite.parts`; if the idle ratio is not in [0, 1]; or if the norm
             cannot be kept.
     """
     parts = site.parts()
-    norm, kind = parts.norm, norm_cfg.get('type')
+    norm, kind = parts.norm, (norm_cfg or {}).get('type')
     if kind == 'keep':
         if not is_plain(norm, nn.LayerNorm, nn.GroupNorm):
             raise ValueError(
@@ -180,12 +204,12 @@ def idle_ffn(
     if kind == 'TokenGN' and isinstance(norm, nn.GroupNorm):
         own = dict(eps=norm.eps, num_groups=norm.num_groups)
     hidden, channels = parts.fc1.weight.shape[:2]
-    ffn = ChannelIdleFFN(
+    ffn = form(
         channels,
         hidden,
         idle_ratio,
         act_cfg=copy.deepcopy(parts.act),
-        norm_cfg={**own, **norm_cfg, 'type': kind},
+        norm_cfg=norm_cfg and {**own, **norm_cfg, 'type': kind},
         drop_path=parts.drop_path,
         drop_rate=parts.drop,
     )

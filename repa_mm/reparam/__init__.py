@@ -11,7 +11,14 @@ from .depth import (
     join_branches,
 )
 from .experts import ExpertLinear, ExpertsFFN, add_experts, average_experts
-from .ffn import ChannelIdleFFN, MergedFFN, num_active_channels, set_shortcut, set_training_path
+from .ffn import (
+    ChannelIdleFFN,
+    LinearPathFFN,
+    MergedFFN,
+    num_active_channels,
+    set_shortcut,
+    set_training_path,
+)
 from .forms import (
     CheckpointError,
     DeployForm,
@@ -37,12 +44,12 @@ from .schedule import Scheduled, finish_schedules, schedules_have_ended, set_lam
 
 __all__ = [
     'AffineMap', 'AttentionParts', 'ChannelIdleFFN', 'CheckpointError', 'DeployForm',
-    'ExpertLinear', 'ExpertsFFN', 'FFNParts', 'Form', 'JoinedLinear', 'MergedFFN', 'MergedLinear',
-    'MergedNorm', 'MixerParts', 'NormParts', 'NormedAffine', 'NormedLinear', 'OrdinaryAttention',
-    'OrdinaryFFN', 'ParallelAttention', 'ParallelFFN', 'ProgressiveNorm', 'RepBN', 'Scheduled',
-    'TrainingForm', 'add_branches', 'add_experts', 'average_experts', 'become',
-    'calibrate_batch_norm', 'check_finite', 'check_state_dict',
-    'finish_schedules', 'has_deploy_form', 'has_training_form', 'innermost', 'is_reparameterized',
-    'join_branches', 'num_active_channels', 'outermost', 'reparameterize', 'schedules_have_ended',
-    'set_lam', 'set_shortcut', 'set_training_path', 'unwrap',
+    'ExpertLinear', 'ExpertsFFN', 'FFNParts', 'Form', 'JoinedLinear', 'LinearPathFFN', 'MergedFFN',
+    'MergedLinear', 'MergedNorm', 'MixerParts', 'NormParts', 'NormedAffine', 'NormedLinear',
+    'OrdinaryAttention', 'OrdinaryFFN', 'ParallelAttention', 'ParallelFFN', 'ProgressiveNorm',
+    'RepBN', 'Scheduled', 'TrainingForm', 'add_branches', 'add_experts', 'average_experts',
+    'become', 'calibrate_batch_norm', 'check_finite', 'check_state_dict', 'finish_schedules',
+    'has_deploy_form', 'has_training_form', 'innermost', 'is_reparameterized', 'join_branches',
+    'num_active_channels', 'outermost', 'reparameterize', 'schedules_have_ended', 'set_lam',
+    'set_shortcut', 'set_training_path', 'unwrap',
 ]  # fmt: skip

@@ -124,6 +124,24 @@ BACKBONES = dict(
         False,
     ),
     riformer=(dict(type='AffineRIFormer', **POOL), 'mmpretrain.RIFormer', True),
+    path_lvvit=(
+        dict(
+            type='Restructured',
+            model=dict(type='LVViT', stem_channels=8, **VIT),
+            structures=[dict(type='LinearPath', idle_ratio=0.5)],
+        ),
+        '',
+        False,
+    ),
+    path_poolformer=(
+        dict(
+            type='Restructured',
+            model=dict(type='mmpretrain.PoolFormer', frozen_stages=-1, **POOL),
+            structures=[dict(type='LinearPath', norm_cfg=None)],
+        ),
+        '',
+        False,
+    ),
 )
 # What merges into the ordinary backbone itself, name by name.
 BECOME_ORDINARY = dict(

@@ -198,3 +198,22 @@ def test_weights_without_the_layer_scale_do_not_fill(tmp_path):
     merged = reparameterize(ExpertsVisionTransformer(vit_arch(1), **kwargs))
     with pytest.raises(CheckpointError, match='lack .*gamma2'):
         filled(ExpertsVisionTransformer, vit_arch(1), merged, tmp_path / 'vit.pth', **kwargs)
+
+
+def test_the_linear_path_takes_pretrained_weights(tmp_path):
+    ordinary = VisionTransformer(vit_arch(2), **VIT)
+    torch.save(ordinary.state_dict(), tmp_path / 'vit.pth')
+    structures = [dict(type='LinearPath', idle_ratio=[0.5, None])]
+    init_cfg = dict(type='Pretrained', checkpoint=str(tmp_path / 'vit.pth'))
+    model = RestructuredViT(vit_arch(2), structures=structures, init_cfg=init_cfg, **VIT)
+    model.init_weights()
+    first, second = (model.layers[i].ffn for i in range(2))
+    fc1, fc2 = ordinary.layers[0].ffn.layers[0][0], ordinary.layers[0].ffn.layers[1]
+    assert torch.equal(first.fc1.weight, fc1.weight[:20])
+    torch.testing.assert_close(first.linear.weight, fc2.weight[:, 20:] @ fc1.weight[20:])
+    assert torch.equal(second.layers[1].weight, ordinary.layers[1].ffn.layers[1].weight)
+    # Not a place for the structures that are made of channel-idle FFNs.
+    with pytest.raises(ValueError, match='LinearPathFFN is not an FFN of two linear layers'):
+        RestructuredViT(
+            vit_arch(2), structures=[dict(type='LinearPath'), dict(type='Experts')], **VIT
+        )

@@ -1,12 +1,13 @@
-"""Channel-idle FFNs."""
+"""Channel-idle FFNs, and what they are compared with."""
 
 from .folded import set_training_path
 from .idle import ChannelIdleFFN
 from .layers import DropPath, num_active_channels
+from .linear_path import LinearPathFFN
 from .merged import MergedFFN, set_shortcut
 from .weights import FoldedFFN, fold, stack
 
 __all__ = [
-    'ChannelIdleFFN', 'DropPath', 'FoldedFFN', 'MergedFFN', 'fold', 'num_active_channels',
-    'set_shortcut', 'set_training_path', 'stack',
+    'ChannelIdleFFN', 'DropPath', 'FoldedFFN', 'LinearPathFFN', 'MergedFFN', 'fold',
+    'num_active_channels', 'set_shortcut', 'set_training_path', 'stack',
 ]  # fmt: skip

@@ -6,14 +6,12 @@ to output. After training, the idle channels, both BatchNorms and the shortcut c
 C matrix.
 """
 
-import copy
-
 import torch
 import torch.nn as nn
 
 from ..autograd import kept_statistics
 from ..forms import CheckpointError, TrainingForm
-from ..numerics import batch_norm_affine, check_dropouts, double, exact, is_batch_norm, rounded
+from ..numerics import batch_norm_affine, check_dropouts, double, exact, is_batch_norm
 from ..parts import FFNParts, copy_affine, copy_matrix, fold_norm, matrix
 from .folded import choose_path, folded_forward
 from .layers import (
@@ -25,7 +23,7 @@ from .layers import (
     num_active_channels,
 )
 from .merged import MergedFFN
-from .weights import FoldedFFN, fold, stack
+from .weights import FoldedFFN, fold
 
 
 def _computes_as(module: nn.Module, kinds: tuple) -> bool:
@@ -249,20 +247,7 @@ class ChannelIdleFFN(TrainingForm):
         folded = self.fold()
         # Where the norm stays, so does the shortcut from before it.
         norm = self.norm1 if self.keeps_norm else None
-        with torch.device('meta'):
-            merged = MergedFFN(
-                self.embed_dims,
-                len(folded.b_in),
-                act_cfg=copy.deepcopy(self.act),
-                norm=copy.deepcopy(norm),
-                idle=self.num_idle > 0,
-            )
-        if norm is None:
-            folded.w.diagonal().add_(1)
-        for key, value in stack(folded, self.num_idle > 0).items():
-            layer, name = key.split('.')
-            setattr(getattr(merged, layer), name, rounded(value, self.fc1.weight))
-        return merged
+        return MergedFFN.of(folded, self.act, self.fc1.weight, norm, self.num_idle > 0)
 
     def check_weights(self, weights: dict, name: str) -> None:
         super().check_weights(weights, name)

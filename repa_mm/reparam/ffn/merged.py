@@ -1,14 +1,18 @@
 """The deploy form of a channel-idle FFN."""
 
+import copy
+
 import torch
 import torch.nn as nn
 
 from ..forms import DeployForm
+from ..numerics import rounded
 from .layers import build_activation, check_input
+from .weights import FoldedFFN, stack
 
 
 class MergedFFN(DeployForm):
-    """Deploy form of a :class:`ChannelIdleFFN` (paper eq. 7).
+    """Deploy form of a :class:`ChannelIdleFFN` (paper eq. 7), and of a :class:`LinearPathFFN`.
 
     y = x W^T + b + act(x W_in^T + b_in) W_out^T in two matrix products: W_in (A, C) and W (C, C)
     are stacked in ``fc1``, and the second product, with W_out (C, A) in ``fc2``, accumulates onto
@@ -47,6 +51,37 @@ class MergedFFN(DeployForm):
         # With idle channels the output bias is in fc1, beside W.
         self.fc2 = nn.Linear(num_active, embed_dims, bias=not idle) if num_active else None
         self._register_state_dict_hook(self._save_inside)
+
+    @classmethod
+    def of(
+        cls,
+        folded: FoldedFFN,
+        act: nn.Module,
+        like: torch.Tensor,
+        norm: nn.Module | None = None,
+        idle: bool = True,
+    ) -> 'MergedFFN':
+        """Return the form that has folded weights, rounded once.
+
+        Args:
+            folded (FoldedFFN): In float64, without the shortcut.
+            act (nn.Module): The activation, of which the form gets a copy.
+            like (torch.Tensor): Of the form's device and dtype.
+            norm (nn.Module, optional): As for the class; the form gets a copy.
+            idle (bool): As for the class.
+
+        Raises:
+            ValueError: If the weights exceed the range of the dtype.
+        """
+        with torch.device('meta'):
+            width, active = len(folded.w), len(folded.b_in)
+            merged = cls(width, active, copy.deepcopy(act), copy.deepcopy(norm), idle)
+        if norm is None:
+            folded.w.diagonal().add_(1)
+        for key, value in stack(folded, idle).items():
+            layer, name = key.split('.')
+            setattr(getattr(merged, layer), name, rounded(value, like))
+        return merged
 
     @torch.no_grad()
     def set_shortcut(self, where: str) -> None:
