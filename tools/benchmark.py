@@ -10,7 +10,9 @@ import argparse
 import torch
 from mmengine.config import DictAction
 from mmengine.logging import MMLogger
+from rich.progress import track
 
+from repa_mm.benchmark.paper import COLUMNS, measure_pairs, paper_configs
 from repa_mm.benchmark.profile import measure_shares
 from repa_mm.benchmark.tables import latency_rows, ratios, share_rows, show, show_machine
 from repa_mm.benchmark.timing import measure
@@ -29,6 +31,10 @@ EXAMPLES = """examples:
   # figure 3 of the paper: the share of FFNs in the time of a backbone
   %(prog)s configs/repa_swin_b_in1k.py --baseline configs/swin_b_in1k.py \\
       --part backbone --input-shape 224 224 --ffn-share
+  # the paper's table 2 and figure 3, its table 3, its table 4: beside the vanilla counterparts
+  %(prog)s --paper
+  %(prog)s --paper configs/structures/progressive_{deit,swin}_b_in1k.py
+  %(prog)s --paper configs/repa_{deit,swin}_b_in1k.py --idle-ratios 0.25 0.5 0.75 1
 """
 
 
@@ -49,6 +55,16 @@ def parse_args() -> argparse.Namespace:
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument('--train', action='store_true', help='training steps, on synthetic targets')
     mode.add_argument('--ffn-share', action='store_true', help='the share of the FFNs')
+    mode.add_argument(
+        '--paper',
+        nargs='*',
+        metavar='CONFIG',
+        help="parameters, GMACs, latency and the FFNs' share of models beside their vanilla "
+        "counterparts: by default, of the paper's 15",
+    )
+    parser.add_argument(
+        '--idle-ratios', type=float, nargs='+', default=[], help='of the models of --paper'
+    )
     parser.add_argument(
         '--exported',
         nargs='+',
@@ -58,7 +74,11 @@ def parse_args() -> argparse.Namespace:
         'by OpenVINO',
     )
     parser.add_argument(
-        '--input-shape', type=int, nargs=2, default=[800, 1344], metavar=('HEIGHT', 'WIDTH')
+        '--input-shape',
+        type=int,
+        nargs=2,
+        metavar=('HEIGHT', 'WIDTH'),
+        help='of images (800 1344; with --paper 224 224)',
     )
     parser.add_argument('--batch-size', type=int, default=1)
     parser.add_argument('--repeats', type=int, default=10, help='to measure (%(default)s)')
@@ -66,9 +86,21 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument('--device', default='cuda' if torch.cuda.is_available() else 'cpu')
     parser.add_argument('--cfg-options', nargs='+', action=DictAction, help='of the config')
     args = parser.parse_args()
-    if args.config is None and args.part != 'ffn':
+    if args.config is None and args.part != 'ffn' and args.paper is None:
         parser.error('a config is missing')
+    usual = (800, 1344) if args.paper is None else (224, 224)
+    args.input_shape = tuple(args.input_shape or usual)
     return args
+
+
+def benchmark_paper(args: argparse.Namespace, size: str) -> None:
+    images = noise(args.input_shape, args.batch_size).to(args.device)
+    rows = []
+    for config in track(args.paper or paper_configs()):
+        cfg = load_config(config, args.cfg_options)
+        rows += measure_pairs(cfg, args.idle_ratios, images, args.repeats, args.warmup)
+    title = f'vanilla / training form / deploy form, {size}, medians of {args.repeats} turns [95 %]'
+    show(title, COLUMNS, rows)
 
 
 def benchmark_ffn(args: argparse.Namespace) -> None:
@@ -128,14 +160,15 @@ def benchmark_latency(args: argparse.Namespace, cfg, baseline, title: str) -> No
 
 def main() -> None:
     args = parse_args()
-    args.input_shape = tuple(args.input_shape)
     show_machine()
     if args.part == 'ffn':
         return benchmark_ffn(args)
     MMLogger.get_current_instance().setLevel('WARNING')  # of where each weight is from
+    size = 'x'.join(map(str, (args.batch_size, 3, *args.input_shape)))
+    if args.paper is not None:
+        return benchmark_paper(args, size)
     cfg = load_config(args.config, args.cfg_options)
     baseline = load_config(args.baseline) if args.baseline else None
-    size = 'x'.join(map(str, (args.batch_size, 3, *args.input_shape)))
     title = f'{args.config}, {args.part}, {size}, medians of {args.repeats} turns [95 %]'
     run = benchmark_training if args.train else benchmark_latency
     run(args, cfg, baseline, title)

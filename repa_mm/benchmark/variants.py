@@ -54,17 +54,22 @@ def variants(
         FFNs (window attention, UperNet's head, fused convolutions and BatchNorms), if that makes it
         another; the model of ``cfg``, merged as for a test.
     """
-    models = {}
-    if baseline is not None:
-        models[VANILLA] = build(baseline, baseline_checkpoint)
-        ours = copy.deepcopy(models[VANILLA])
-        swap_parts(ours)
-        if {type(m) for m in ours.modules()} != {type(m) for m in models[VANILLA].modules()}:
-            models[OURS] = ours
-    model = build(cfg, checkpoint)
-    if has_training_form(model):
-        model = fuse_conv_bn(reparameterize(model, inplace=True))
-    models[DEPLOY] = model
+    models = {} if baseline is None else with_our_parts(build(baseline, baseline_checkpoint))
+    models[DEPLOY] = merged(build(cfg, checkpoint))
+    return models
+
+
+def merged(model: nn.Module) -> nn.Module:
+    """Merge a model in place, as for a test, if it is in its training form."""
+    return fuse_conv_bn(reparameterize(model, inplace=True)) if has_training_form(model) else model
+
+
+def with_our_parts(vanilla: nn.Module) -> dict[str, nn.Module]:
+    """Return a vanilla model, and a copy with our parts if that is another, by name."""
+    models, ours = {VANILLA: vanilla}, copy.deepcopy(vanilla)
+    swap_parts(ours)
+    if {type(m) for m in ours.modules()} != {type(m) for m in vanilla.modules()}:
+        models[OURS] = ours
     return models
 
 

@@ -105,6 +105,9 @@ class Restructured:
             full in eval mode, see :func:`~repa_mm.reduce_tokens`. Defaults to 1.
         ordinary (Callable, optional): Builds the model without structures whose weights fill the
             forms. Defaults to None, the class with the same arguments.
+
+    Attributes:
+        build_ordinary (Callable): Builds the model without structures, as ``ordinary``.
     """
 
     def __init__(
@@ -119,7 +122,9 @@ class Restructured:
     ) -> None:
         super().__init__(*args, **kwargs)
         kind = next(c for c in type(self).__mro__ if not issubclass(c, Restructured))
-        self._ordinary = ordinary or partial(kind, *copy.deepcopy(args), **copy.deepcopy(kwargs))
+        self.build_ordinary = ordinary or partial(
+            kind, *copy.deepcopy(args), **copy.deepcopy(kwargs)
+        )
         if fast_attention:
             swap_attention(self)
         self.structures = add_structures(self, structures)
@@ -159,7 +164,7 @@ class Restructured:
             self.init_cfg = init_cfg
             initialize(self, own)
         elif any(_pretrained(module) for module in self.modules()):
-            ordinary = self._ordinary()
+            ordinary = self.build_ordinary()
             ordinary.init_cfg = self.init_cfg  # which may have been set since
             self._require_sites(ordinary)
             ordinary.init_weights()

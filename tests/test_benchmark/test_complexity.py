@@ -1,20 +1,17 @@
-import csv
 from fractions import Fraction
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from mmengine.registry import MODELS
 from torch.overrides import TorchFunctionMode
 
 import repa_mm
 from repa_mm.benchmark.complexity import count
-from repa_mm.run import load_config
+from repa_mm.benchmark.paper import counterpart, paper_rows
+from repa_mm.run import build_model, load_config
 
-with open(Path(repa_mm.__file__).with_name('benchmark') / 'paper_tables.csv') as file:
-    ROWS = list(csv.DictReader(file))
+ROWS = paper_rows()
 
 
 class OnMeta(TorchFunctionMode):
@@ -26,22 +23,14 @@ class OnMeta(TorchFunctionMode):
 
 
 def build(config, idle_ratio, form):
-    cfg = load_config(repa_mm.config_path(config)).model
-    backbone = cfg.backbone
-    if form == 'vanilla':
-        for key in ('idle_ratio', 'token_norm'):
-            backbone.pop(key, None)
-        backbone.type = backbone.type.removeprefix('RePa')
-        if backbone.type != 'LVViT':  # which MMPretrain has not
-            backbone.type = f'mmpretrain.{backbone.type}'
-    else:
-        backbone.update(idle_ratio=float(Fraction(idle_ratio)), deploy=form == 'deploy')
+    cfg = load_config(repa_mm.config_path(config))
+    backbone = cfg.model.backbone
     if backbone.type == 'RePaSwinTransformer':
         backbone.fast_attention = False  # looks at its mask
+    if form != 'vanilla':
+        backbone.update(idle_ratio=float(Fraction(idle_ratio)), deploy=form == 'deploy')
     with OnMeta():
-        model = MODELS.build(cfg)
-    model.eval()
-    return model
+        return counterpart(cfg) if form == 'vanilla' else build_model(cfg)
 
 
 @pytest.mark.parametrize('name', dict.fromkeys(row['model'] for row in ROWS))

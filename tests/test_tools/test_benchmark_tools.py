@@ -13,6 +13,7 @@ pytest.importorskip('mmdet')
 REPA, VANILLA = (
     repa_mm.config_path(f'demo/retinanet_{name}_digits.py') for name in ('repa_swin', 'swin')
 )
+PAPER = '--paper', REPA, '--input-shape', 64, 96, '--repeats', 1
 BOTH = REPA, '--baseline', VANILLA, '--input-shape', 64, 96, '--repeats', 2
 
 
@@ -25,6 +26,7 @@ BOTH = REPA, '--baseline', VANILLA, '--input-shape', 64, 96, '--repeats', 2
         ('benchmark', (*BOTH, '--train'), ['| literal ', '| auto ', 'peak memory']),
         ('benchmark', (*BOTH, '--train', '--part', 'backbone'), ['| literal ', '| auto ']),
         ('benchmark', ('--part', 'ffn', '--repeats', 1), ['folded', '| 64, 16 |']),
+        ('benchmark', (*PAPER, '--idle-ratios', 0.5), ['of it by the merge', ' 0.5 |', 'digits']),
         ('get_flops', (REPA, '--input-shape', 64, 64), ['GMACs', '| training', '| deploy']),
         ('get_flops', (VANILLA, '--part', 'backbone'), ['GMACs', '| as it is']),
     ],
