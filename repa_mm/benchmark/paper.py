@@ -1,6 +1,7 @@
 """The paper's tables 2, 3 and 4 and its figure 3: models beside their vanilla counterparts."""
 
 import csv
+import gc
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -45,6 +46,7 @@ def counterpart(cfg: Config) -> nn.Module:
     """
     model = build_model(cfg)
     model.backbone = model.backbone.build_ordinary()
+    gc.collect()  # references of mmpretrain's backbones go in circles
     model.eval()
     return model
 
@@ -67,24 +69,26 @@ def measure_pairs(
         image, are those of the vanilla model, the training form and the deploy form; times, and
         shares of the FFNs in them, those of the vanilla model and the deploy form.
     """
-    models = with_our_parts(counterpart(cfg).to(images.device))
-    vanilla = count(models[VANILLA], images[:1])
-    sizes = {}
+    gc.collect()  # the models of another pair
+    deployed, sizes = {}, {}
     for ratio in idle_ratios or [cfg.model.backbone.get('idle_ratio')]:
         if idle_ratios:
             cfg.model.backbone.idle_ratio = ratio
         model = build_model(cfg).to(images.device)
         name = '' if ratio is None else f'{ratio:.3g}'
         training = count(model, images[:1])
-        models[name] = merged(model)
-        sizes[name] = vanilla, training, count(models[name], images[:1])
+        deployed[name] = merged(model)
+        sizes[name] = training, count(model, images[:1])
+    models = with_our_parts(counterpart(cfg).to(images.device))
+    vanilla = count(models[VANILLA], images[:1])
+    models.update(deployed)
     times = measure(models, images, repeats, warmup)
     ours = times.get(OURS, times[VANILLA])
     models.pop(OURS, None)
     whole, spent = measure_shares(models, images, repeats, warmup)
     rows = []
-    for name, counts in sizes.items():
-        pair = VANILLA, name
+    for name, forms in sizes.items():
+        pair, counts = (VANILLA, name), (vanilla, *forms)
         rows.append(
             [
                 Path(cfg.filename).stem,
