@@ -93,7 +93,7 @@ def measure_pairs(
             [
                 Path(cfg.filename).stem,
                 name,
-                ' / '.join(f'{parameters / 1e6:.1f}' for parameters, _ in counts),
+                ' / '.join(f'{parameters / 1e6:.2f}' for parameters, _ in counts),
                 ' / '.join(f'{macs / 1e9:.2f}' for _, macs in counts),
                 ' / '.join(f'{np.median(times[one]):.1f}' for one in pair),
                 change(times[name], times[VANILLA]),

@@ -21,7 +21,7 @@ def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> N
     for row in rows:
         table.add_row(*row)
     print(f'\n{title}')
-    Console(width=170).print(table)
+    Console(width=200).print(table)
 
 
 def show_machine() -> None:

@@ -9,6 +9,7 @@ import torch
 import torch.nn as nn
 from mmengine.config import Config
 from mmengine.model import revert_sync_batchnorm
+from mmpretrain.models import PoolFormer
 
 from repa_mm.models import fuse_conv_bn, swap_attention
 from repa_mm.reparam import has_training_form, reparameterize, set_training_path
@@ -51,8 +52,8 @@ def variants(
 
     Returns:
         dict: The counterpart as it is; the counterpart with all that a merged model has besides its
-        FFNs (window attention, UperNet's head, fused convolutions and BatchNorms), if that makes it
-        another; the model of ``cfg``, merged as for a test.
+        FFNs (window attention, UperNet's head, a PoolFormer's memory format, fused convolutions and
+        BatchNorms), if that makes it another; the model of ``cfg``, merged as for a test.
     """
     models = {} if baseline is None else with_our_parts(build(baseline, baseline_checkpoint))
     models[DEPLOY] = merged(build(cfg, checkpoint))
@@ -68,7 +69,8 @@ def with_our_parts(vanilla: nn.Module) -> dict[str, nn.Module]:
     """Return a vanilla model, and a copy with our parts if that is another, by name."""
     models, ours = {VANILLA: vanilla}, copy.deepcopy(vanilla)
     swap_parts(ours)
-    if {type(m) for m in ours.modules()} != {type(m) for m in vanilla.modules()}:
+    types = {type(m) for m in vanilla.modules()}
+    if PoolFormer in types or {type(m) for m in ours.modules()} != types:
         models[OURS] = ours
     return models
 
@@ -80,6 +82,9 @@ def swap_parts(model: nn.Module) -> None:
         from repa_mm.models.heads.uper_head import fast_uper_head
 
         fast_uper_head(model)
+    if any(type(m) is PoolFormer for m in model.modules()):
+        # Maps have this format behind the first FFN that works on tokens.
+        model.to(memory_format=torch.channels_last)
     fuse_conv_bn(model)
 
 
