@@ -1,7 +1,7 @@
-"""Give a trained detector, segmentor or classifier channel-idle FFNs, without training.
+"""Narrow the FFNs of a trained detector, segmentor or classifier.
 
-The FFNs of the backbone are fitted to what they compute on some images, in closed form. Labels are
-not needed. The tool writes a checkpoint, and its config beside it.
+The FFNs of the backbone keep some of their hidden channels, and are fitted to what they compute on
+some images. Labels are not needed. The tool writes a checkpoint, and its config beside it.
 """
 
 import argparse
@@ -19,32 +19,26 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument('checkpoint', help="the model's checkpoint, a file or a URL")
     parser.add_argument('out', help='checkpoint to write, ….pth; its config becomes ….py')
     parser.add_argument(
-        '--idle-ratio',
+        '--keep',
         type=float,
         nargs='+',
-        default=[0.75],
-        help='share of FFN channels that skip the activation: one, or one for each block '
-        '(default: 0.75)',
+        default=[0.375],
+        help='share of the hidden channels of FFNs that stays: one, or one for each block '
+        '(default: 0.375, the multiply-adds of channel-idle FFNs with an idle ratio of 0.75)',
     )
     parser.add_argument(
         '--allocate',
         choices=['uniform', 'by_error'],
         default='uniform',
-        help='the same idle ratio for all blocks, or lower ones for blocks that lose more, at the '
-        'same multiply-adds (default: uniform)',
-    )
-    parser.add_argument(
-        '--norm',
-        choices=['keep', 'fold'],
-        default='keep',
-        help='keep the LayerNorms before the FFNs, or fold them (default: keep)',
+        help='the same share for all blocks, or larger ones for blocks that lose more, at the same '
+        'multiply-adds (default: uniform)',
     )
     parser.add_argument('--num-images', type=int, default=64, help='of calibration (default: 64)')
     parser.add_argument('--images', help="folder of images (default: the config's training data)")
     parser.add_argument(
         '--skip-unsupported',
         action='store_true',
-        help='leave blocks as they are whose FFN cannot become channel-idle',
+        help='leave blocks as they are whose FFN cannot be narrowed',
     )
     parser.add_argument(
         '--distill',
@@ -62,8 +56,8 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = vars(parse_args())
-    if len(args['idle_ratio']) == 1:
-        (args['idle_ratio'],) = args['idle_ratio']
+    if len(args['keep']) == 1:
+        (args['keep'],) = args['keep']
 
     def progress(row) -> None:
         print(f'{row.name}: the fit leaves {row.unexplained:.2%} of the variance', flush=True)

@@ -117,8 +117,8 @@ def _convert(
     tuned = train(tuning, osp.join(work_dir, 'fine-tuning'))
     return {
         'vanilla': (load_config(config, cfg_options), checkpoint, False),
-        'converted': (cfg, converted, True),
-        'fine-tuned': (cfg, tuned, True),
+        'converted': (cfg, converted, False),
+        'fine-tuned': (cfg, tuned, False),
     }
 
 

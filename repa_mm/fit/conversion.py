@@ -1,4 +1,4 @@
-"""Fits channel-idle FFNs to the pretrained FFNs of a model."""
+"""Narrows the FFNs of a pretrained model."""
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -12,20 +12,21 @@ from mmpretrain.models.backbones.mlp_mixer import MixerBlock
 
 from repa_mm.fit.lockstep import PretrainedFFN, in_lockstep, watched
 from repa_mm.fit.regression import (
-    channel_idle_ffn,
+    NarrowFFN,
     elimination_path,
     ffn_moments,
     fit_ffn,
-    norm_as_batch_norm,
-    share_active_channels,
+    refine,
+    share_channels,
 )
 from repa_mm.models.sites import FFNSite, ffn_sites
 from repa_mm.models.structures import idle_ffn
-from repa_mm.reparam import ChannelIdleFFN, Form, check_state_dict, num_active_channels, unwrap
+from repa_mm.reparam import Form, unwrap
 from repa_mm.reparam.numerics import double
 
 # Number of tokens that the regression of a block sees, drawn at random from all images.
 MAX_TOKENS = 32768
+_NUM_PARTS = 4  # of the images, for cross-validation
 
 
 @dataclass
@@ -34,28 +35,24 @@ class BlockReport:
 
     Attributes:
         name (str): The block.
-        idle_ratio (float): Its share of idle channels.
-        unexplained_affine (float): Share of the variance of the targets that an affine function
-            alone leaves.
-        unexplained (float): Share that the channel-idle FFN leaves.
-        shortfall (float): Share that is left only because the training form has fewer idle
-            channels than the linear path needs; 0 if that form is exact.
+        hidden (int): Its number of hidden channels before.
+        width (int): The number of those that stay.
+        unexplained (float): Share of the variance of the targets that the narrower FFN leaves.
         ridge (float): Strength of the ridge.
         gmacs (float): 1e9 multiply-adds of the FFN for one image, before. Known, as the next one,
             when all blocks are fitted.
-        merged_gmacs (float): The same after the merge.
+        narrow_gmacs (float): The same after the conversion.
         num_tokens (int): Number of tokens that the fit saw.
         warnings (list[str]): What to know about this fit.
     """
 
     name: str
-    idle_ratio: float
-    unexplained_affine: float = 0.0
+    hidden: int
+    width: int
     unexplained: float = 0.0
-    shortfall: float = 0.0
     ridge: float = 0.0
     gmacs: float = 0.0
-    merged_gmacs: float = 0.0
+    narrow_gmacs: float = 0.0
     num_tokens: int = 0
     warnings: list[str] = field(default_factory=list)
 
@@ -81,15 +78,12 @@ class ConversionReport:
         return [f'{block.name}: {text}' for block in self.blocks for text in block.warnings]
 
     def __str__(self) -> str:
-        head = 'block', 'idle', 'affine alone', 'unexplained', 'ridge', 'training form', 'GMACs'
-        rows = [(*head, 'merged')]
+        rows = [('block', 'channels', 'of', 'unexplained', 'ridge', 'GMACs', 'before')]
         for b in self.blocks:
-            form = 'exact' if b.shortfall < 1e-6 else f'misses {b.shortfall:.4f}'
-            shares = f'{b.unexplained_affine:.4f}', f'{b.unexplained:.4f}', f'{b.ridge:g}', form
-            costs = f'{b.gmacs:.3f}', f'{b.merged_gmacs:.3f}'
-            rows.append((b.name, f'{b.idle_ratio:.3f}', *shares, *costs))
-        total = (sum(costs) for costs in zip(*((b.gmacs, b.merged_gmacs) for b in self.blocks)))
-        rows.append(('all FFNs', *[''] * 5, *(f'{value:.3f}' for value in total)))
+            fit = f'{b.width}', f'{b.hidden}', f'{b.unexplained:.4f}', f'{b.ridge:g}'
+            rows.append((b.name, *fit, f'{b.narrow_gmacs:.3f}', f'{b.gmacs:.3f}'))
+        total = (sum(costs) for costs in zip(*((b.narrow_gmacs, b.gmacs) for b in self.blocks)))
+        rows.append(('all FFNs', *[''] * 4, *(f'{value:.3f}' for value in total)))
         widths = [max(map(len, column)) for column in zip(*rows)]
         lines = ['  '.join(cell.ljust(w) for cell, w in zip(row, widths)) for row in rows]
         if self.differences:
@@ -105,9 +99,8 @@ class ConversionReport:
 def convert_pretrained(
     model: nn.Module,
     batches: Iterable,
-    idle_ratio: float | Sequence[float | None] = 0.75,
-    norm: str = 'keep',
     *,
+    keep: float | Sequence[float | None] = 0.375,
     forward: Callable | None = None,
     allocate: str = 'uniform',
     held_out: Iterable = (),
@@ -116,42 +109,40 @@ def convert_pretrained(
     progress: Callable[[BlockReport], None] | None = None,
     seed: int = 0,
 ) -> tuple[nn.Module, ConversionReport]:
-    """Fit channel-idle FFNs to the pretrained FFNs of a model, without training or labels.
+    """Narrow the FFNs of a pretrained model, without labels.
 
-    One block after the other, in the order of the forward pass, the norm and the FFN become a
-    :class:`~repa_mm.reparam.ChannelIdleFFN` that imitates what they returned before, given what
-    the blocks before return now. Which channels stay active and all weights of the deploy form
-    follow from a regression over the tokens of some images, see :mod:`repa_mm.fit.regression`. All
-    batches go through the model together, see :mod:`repa_mm.fit.lockstep`, so that the memory
-    grows with their number.
+    One block after the other, in the order of the forward pass, an FFN keeps a share of its hidden
+    channels, and is fitted to what the pretrained block returns, given what the blocks before
+    return now, see :mod:`repa_mm.fit.regression`. The result is an ordinary model with narrower
+    FFNs. All batches go through the model together, see :mod:`repa_mm.fit.lockstep`, so that the
+    memory grows with their number.
 
     Args:
         model (nn.Module): A backbone, or a model with one, whose blocks are known, see
             :func:`~repa_mm.models.idle_channels`.
-        batches (Iterable): What ``forward`` takes, such as images (B, 3, H, W).
-        idle_ratio (float | Sequence): Share of hidden channels that skip the activation, in [0, 1]:
-            one for all blocks, or one per known block, of which None leaves its block as it is.
-            Defaults to 0.75.
-        norm (str): 'keep' leaves the LayerNorms and GroupNorms before the FFNs as they are. 'fold'
-            makes them BatchNorms, and everything merges. Defaults to 'keep'.
+        batches (Iterable): What ``forward`` takes, such as images (B, 3, H, W). Cross-validation
+            leaves out whole batches: images that share something, as crops of one photograph do,
+            belong into one batch.
+        keep (float | Sequence): Share of hidden channels, and so of the multiply-adds of the FFNs,
+            that stays, in (0, 1]: one for all blocks, or one per known block, of which None leaves
+            its block as it is. Defaults to 0.375, the cost of channel-idle FFNs with an idle ratio
+            of 0.75 where H = 4 C.
         forward (Callable, optional): Called with a model and a batch, runs the model, or the part
             of it that holds the blocks. Defaults to calling the model with the batch.
-        allocate (str): 'uniform' gives all blocks the same idle ratio. 'by_error' gives more
-            active channels to the blocks that gain more by them, at the multiply-adds of the
-            uniform ratio. Defaults to 'uniform'.
+        allocate (str): 'uniform' keeps the same share in all blocks. 'by_error' keeps more of the
+            blocks that lose more without, at the multiply-adds of the one share. Defaults to
+            'uniform'.
         held_out (Iterable): Batches to measure the difference on. Defaults to none.
-        ridge (float, optional): Strength of the ridge that draws the weights to those of the
-            pretrained FFN whose idle channels are replaced by affine functions, relative to the
-            mean variance of the tokens. By default it is chosen for each block by
-            cross-validation over the images.
-        skip_unsupported (bool): Leave blocks as they are whose FFN cannot become channel-idle,
-            instead of raising an error. Defaults to False.
+        ridge (float, optional): Strength of the ridge that draws the output weights to the
+            pretrained ones, relative to the mean variance of a channel. By default
+            cross-validation chooses it for each block.
+        skip_unsupported (bool): Leave blocks as they are whose FFN is not two linear layers around
+            an activation, instead of raising an error. Defaults to False.
         progress (Callable, optional): Called with the report of each block once it is fitted.
-        seed (int): Seed of the draw of the tokens. Defaults to 0.
+        seed (int): Seed of the draws of tokens. Defaults to 0.
 
     Returns:
-        tuple: A copy of the model in its training form, which trains on and merges with
-        :func:`~repa_mm.reparameterize`, and a :class:`ConversionReport`.
+        tuple: A copy of the model, and a :class:`ConversionReport`.
 
     Raises:
         ValueError: If there is no batch, no block is known, a block cannot be converted (one of a
@@ -159,97 +150,91 @@ def convert_pretrained(
             activations are not finite. The message names the block.
 
     Examples:
-        >>> converted, report = repa_mm.convert_pretrained(backbone, images)
+        >>> narrow, report = repa_mm.convert_pretrained(backbone, images)
         >>> print(report)
-        >>> deployed = repa_mm.reparameterize(converted)
     """
-    for option, value, values in (
-        ('norm', norm, ('keep', 'fold')),
-        ('allocate', allocate, ('uniform', 'by_error')),
-    ):
-        if value not in values:
-            raise ValueError(f'{option} must be one of {values}, but got {value!r}')
-    model = copy.deepcopy(unwrap(model))
-    forward = partial(forward, model) if forward else model
+    if allocate not in ('uniform', 'by_error'):
+        raise ValueError(f"allocate must be 'uniform' or 'by_error', but got {allocate!r}")
+    result = copy.deepcopy(unwrap(model))
+    model = copy.deepcopy(result)
+    model.eval()  # on a line of its own: of some backbones it returns None
+    run, after = (partial(forward, m) if forward else m for m in (model, result))
     batches, held_out = list(batches), list(held_out)
     if not batches:
         raise ValueError('there is no image to fit to: batches is empty')
-    ratios, ffns, skipped = find_ffns(model, idle_ratio, skip_unsupported)
+    ffns, widths, skipped = find_ffns(model, keep, skip_unsupported)
     sites = {site.block_name: site for site in ffn_sites(model) if site.block_name in ffns}
-    fit = _Fit(ratios, norm, ridge, -(-MAX_TOKENS // len(batches)), seed, progress)
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    expected = run_batches(forward, held_out)
-    with _checked(sites, forward, batches[0]):
+    fit = Fit(widths, ridge, -(-MAX_TOKENS // len(batches)), seed, progress)
+    expected = run_batches(run, held_out)
+    with _checked(sites, run, batches[0]):
         for name, site in sites.items():
             site.put(ffns[name])
         reached: list[str] = []
-        in_lockstep(forward, batches[:1], lambda s, _: reached.append(s.name), students=False)
+        in_lockstep(run, batches[:1], lambda s, _: reached.append(s.name), students=False)
         for name in sites:
             if name not in reached:
                 raise ValueError(f'the forward pass does not reach the FFN of {name!r}')
         if allocate == 'by_error':
-            fit.share(forward, batches, idle_ratio)
-        in_lockstep(forward, batches, fit)
-    for name, site in sites.items():
-        site.put(fit.forms[name])
-    after = run_batches(forward, held_out)
-    for name, site in sites.items():
-        fit.forms[name].train(modes[site.block])
+            fit.share(run, batches)
+        in_lockstep(run, batches, fit)
+    for site in ffn_sites(result):
+        if site.block_name in fit.fits:
+            site.set_weights(*fit.fits[site.block_name][:4])
+    modes = {module: module.training for module in result.modules()}
+    result.eval()
+    changes = differences(expected, run_batches(after, held_out), has_channels_first(result))
     for module, mode in modes.items():
         module.training = mode
-    model._register_load_state_dict_pre_hook(check_state_dict, with_module=True)
-    changes = differences(expected, after, has_channels_first(model))
-    return model, ConversionReport(fit.finished_rows(), skipped, changes)
+    return result, ConversionReport(fit.finished_rows(), skipped, changes)
 
 
 def find_ffns(
-    model: nn.Module, idle_ratio: float | Sequence[float | None], skip_unsupported: bool
-) -> tuple[dict[str, float | None], dict[str, PretrainedFFN], dict[str, str]]:
+    model: nn.Module, keep: float | Sequence[float | None], skip_unsupported: bool
+) -> tuple[dict[str, PretrainedFFN], dict[str, int], dict[str, str]]:
     """Return the FFN of every block of a model that is to be converted, and why the others are not.
 
     Args:
         model (nn.Module): The model.
-        idle_ratio (float | Sequence): As for :func:`convert_pretrained`.
+        keep (float | Sequence): As for :func:`convert_pretrained`.
         skip_unsupported (bool): Whether blocks that cannot be converted are left out.
 
     Returns:
-        tuple: The idle ratio of each known block; the FFNs; why the other blocks have none.
+        tuple: The FFNs by the names of their blocks; how many channels of each stay; why the other
+        blocks have none.
 
     Raises:
         ValueError: If a block cannot be converted and is not to be left out, or if none is left.
     """
-    sites, ffns, skipped = ffn_sites(model), {}, {}
-    given = idle_ratio if isinstance(idle_ratio, Sequence) else [idle_ratio] * len(sites)
+    sites, ffns, widths, skipped = ffn_sites(model), {}, {}, {}
+    given = keep if isinstance(keep, Sequence) else [keep] * len(sites)
     if not sites or len(given) != len(sites):
         raise ValueError(
             f'{type(model).__name__} has {len(sites)} blocks of a family in '
-            f'repa_mm.models.sites.FAMILIES, and idle_ratio is for {len(given)}'
+            f'repa_mm.models.sites.FAMILIES, and keep is for {len(given)}'
         )
-    ratios = {site.block_name: ratio for site, ratio in zip(sites, given)}
-    for site in sites:
-        name, ratio = site.block_name, ratios[site.block_name]
+    for site, share in zip(sites, given):
+        name = site.block_name
         if isinstance(site.module, Form):
-            raise ValueError(f'{name!r} has a {site.module.label} already')
-        if ratio is None:
-            skipped[name] = 'idle_ratio leaves it out'
+            raise ValueError(f'{name!r} has a {site.module.label}, and no ordinary FFN')
+        if share is None:
+            skipped[name] = 'keep leaves it out'
             continue
-        num_active_channels(1, ratio)  # checks it
+        if not 0 < share <= 1:
+            raise ValueError(f'keep must be a share in (0, 1], but got {share!r}')
         try:
             ffns[name] = PretrainedFFN(name, idle_ffn(site, 0.0, dict(type='keep')))
         except ValueError as error:
             if not skip_unsupported:
                 raise ValueError(
-                    f'cannot make the FFN of {name!r}, a {type(site.block).__name__}, '
-                    f'channel-idle: {error}'
+                    f'cannot narrow the FFN of {name!r}, a {type(site.block).__name__}: {error}'
                 ) from error
             skipped[name] = str(error)
+            continue
+        widths[name] = max(1, round(share * ffns[name].ffn.feedforward_channels))
     if not ffns:
         name, why = next(iter(skipped.items()))
-        raise ValueError(
-            f'no block of {type(model).__name__} can become channel-idle: {name!r}: {why}'
-        )
-    return ratios, ffns, skipped
+        raise ValueError(f'no FFN of {type(model).__name__} can be narrowed: {name!r}: {why}')
+    return ffns, widths, skipped
 
 
 @contextmanager
@@ -268,144 +253,121 @@ def _checked(sites: dict[str, FFNSite], forward: Callable, batch) -> Iterator[No
                 f'{name!r}, a {type(blocks[name]).__name__}, does not end with x + ffn(norm(x)), '
                 'as the blocks of this name in OpenMMLab do, or the forward pass is random, or '
                 f'depends on what other images have left behind: its output changes by {change:.1%}'
-                '. Give None for it in idle_ratio, or another name to its class'
+                '. Give None for it in keep, or another name to its class'
             )
 
     with watched(blocks, compare):
         yield
 
 
-class _Fit:
+class Fit:
     """Fits the FFN at which all passes have met.
 
     Args:
-        ratios (dict): The idle ratio of each block by its name.
+        widths (dict): The number of channels that stay, by the name of the block.
         max_tokens (int): Number of tokens of a batch that count.
-        norm, ridge, seed, progress: As for :func:`convert_pretrained`.
+        ridge, seed, progress: As for :func:`convert_pretrained`.
 
     Attributes:
-        forms (dict): The training forms of the blocks that are fitted.
+        fits (dict): What is fitted so far, by the name of the block.
         rows (list): Their reports.
     """
 
-    def __init__(self, ratios, norm, ridge, max_tokens, seed, progress) -> None:
-        self.ratios, self.norm, self.ridge = dict(ratios), norm, ridge
-        self.max_tokens, self.seed, self.progress = max_tokens, seed, progress
+    def __init__(self, widths, ridge, max_tokens, seed, progress) -> None:
+        self.widths, self.ridge, self.max_tokens = dict(widths), ridge, max_tokens
+        self.seed, self.progress = seed, progress
         self.restart()
 
     def restart(self) -> None:
-        self.forms: dict[str, ChannelIdleFFN] = {}
+        self.fits: dict[str, NarrowFFN] = {}
         self.rows: list[BlockReport] = []
         self.num_tokens: dict[str, int] = {}
         self.num_rows: dict[str, int] = {}
         self.same_so_far = True
 
-    def sample(self, site: PretrainedFFN, tokens: list) -> list[torch.Tensor]:
+    def sample(
+        self, site: PretrainedFFN, tokens: list
+    ) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         """Draw tokens of all batches.
 
         Returns:
-            list: The tokens, what the original FFN returned for them, and the tokens normalized,
-            each of shape (N, C).
+            list: For each part of the batches the tokens normalized, what the fitted FFN is to add
+            to them, and what the block is to return, each of shape (N, C).
         """
         generator = torch.Generator().manual_seed(self.seed + len(self.num_tokens))
-        parts = []
+        drawn = []
         for x, y in tokens:
             if not (x.isfinite().all() and y.isfinite().all()):
                 raise ValueError(
                     f'the activations of {site.name!r} are not finite: check its weights and the '
                     'images'
                 )
-            columns = [v.flatten(0, -2) for v in (x, y, site.ffn.norm1(x))]
-            chosen = torch.randperm(len(columns[0]), generator=generator)
-            # In the order of the images, by which the tokens are split for cross-validation.
-            chosen = chosen[: self.max_tokens].sort().values.to(x.device)
-            parts.append([v[chosen] for v in columns])
+            u, x, y = (v.flatten(0, -2) for v in (site.ffn.norm1(x), x, y))
+            chosen = torch.randperm(len(x), generator=generator)[: self.max_tokens].to(x.device)
+            drawn.append((u[chosen], double(y[chosen]) - double(x[chosen]), y[chosen]))
         self.num_tokens[site.name] = sum(x.shape[:-1].numel() for x, _ in tokens)
         self.num_rows[site.name] = sum(len(x) for x, _ in tokens)
-        return [torch.cat(columns) for columns in zip(*parts)]
+        number = min(_NUM_PARTS, len(drawn))
+        ends = [i * len(drawn) // number for i in range(number + 1)]
+        return [
+            tuple(torch.cat(columns) for columns in zip(*drawn[start:end]))
+            for start, end in zip(ends, ends[1:])
+        ]
 
     def tokens_per_image(self, name: str) -> float:
         # The first dimension of an inner block of a TNT counts patches, and not images.
         return self.num_tokens[name] / min(self.num_rows.values())
 
-    def share(self, forward: Callable, batches: list, idle_ratio: float) -> None:
-        """Set the idle ratios with the least error at the multiply-adds of a uniform one."""
-        ffns, paths, weights, most = [], [], [], []
+    def share(self, forward: Callable, batches: list) -> None:
+        """Set the widths with the least error at the same multiply-adds."""
+        paths, weights, dims = [], [], []
 
         def measure(site: PretrainedFFN, tokens: list) -> None:
-            ffn = site.ffn
-            x, y, normalized = self.sample(site, tokens)
-            paths.append(elimination_path(ffn, ffn_moments(ffn, normalized, double(y) - double(x))))
+            parts = self.sample(site, tokens)
+            paths.append(elimination_path(site.ffn, ffn_moments(site.ffn, [p[:2] for p in parts])))
             # Relative to the variance of the tokens: the next norm divides by their deviation.
-            weights.append(1 / max(float(y.double().var(0).sum()), 1e-300))
-            hidden = ffn.feedforward_channels
-            # More would leave fewer idle channels than the linear path needs.
-            exact = hidden - ffn.embed_dims if hidden > ffn.embed_dims else hidden
-            most.append(max(num_active_channels(hidden, idle_ratio), exact))
-            ffns.append(ffn)
+            returned = torch.cat([y for _, _, y in parts]).double()
+            weights.append(1 / max(float(returned.var(0).sum()), 1e-300))
+            dims.append(site.ffn.embed_dims)
 
         in_lockstep(forward, batches, measure, students=False)
         names = list(self.num_tokens)
-        costs = [self.tokens_per_image(n) * ffn.embed_dims for n, ffn in zip(names, ffns)]
-        budget = sum(
-            cost * num_active_channels(ffn.feedforward_channels, idle_ratio)
-            for cost, ffn in zip(costs, ffns)
-        )
-        counts = share_active_channels(paths, weights, costs, most, budget)
-        for name, ffn, count in zip(names, ffns, counts):
-            self.ratios[name] = 1 - count / ffn.feedforward_channels
+        costs = [self.tokens_per_image(n) * c for n, c in zip(names, dims)]
+        budget = sum(cost * self.widths[n] for cost, n in zip(costs, names))
+        self.widths = dict(zip(names, share_channels(paths, weights, costs, budget)))
         self.restart()
 
     def __call__(self, site: PretrainedFFN, tokens: list) -> Callable:
-        """Fit an FFN, and return what computes its deploy form."""
-        row = BlockReport(site.name, self.ratios[site.name])
-        form = self.form(site.ffn, *self.sample(site, tokens), row)
-        merged = form.merge().eval()
-        self.forms[site.name] = form
+        """Fit an FFN, and return what computes the block's end with the narrower one."""
+        ffn, width, parts = site.ffn, self.widths[site.name], self.sample(site, tokens)
+        row = BlockReport(site.name, ffn.feedforward_channels, width)
+        row.num_tokens = sum(len(u) for u, _, _ in parts)
+        row.gmacs, row.narrow_gmacs = (
+            2 * ffn.embed_dims * h / 1e9 for h in (ffn.feedforward_channels, width)
+        )
         self.rows.append(row)
-        row.gmacs = 2 * form.embed_dims * form.feedforward_channels / 1e9
-        linears = (m for m in merged.modules() if isinstance(m, nn.Linear))
-        row.merged_gmacs = sum(m.weight.numel() for m in linears) / 1e9
+        self.same_so_far &= width == ffn.feedforward_channels
+        if not self.same_so_far:
+            u, t, y = (torch.cat(columns) for columns in zip(*parts))
+            fit = fit_ffn(ffn, ffn_moments(ffn, [p[:2] for p in parts]), width, self.ridge)
+            fit = refine(fit, u, t, seed=self.seed)
+            row.unexplained, row.ridge = fit.unexplained, fit.ridge
+            if row.num_tokens <= width:
+                row.warnings.append(
+                    f'{row.num_tokens} tokens for {width} channels: give more images'
+                )
+            if not y.var(0).any():
+                row.warnings.append('all tokens are the same: give other images')
+            self.fits[site.name] = fit
         if self.progress is not None:
             self.progress(row)
-        self.same_so_far &= form.num_idle == 0 and form.keeps_norm
-        # Without the rounding errors of a merge that changes nothing.
-        return site.original if self.same_so_far else merged
-
-    def form(
-        self,
-        ffn: ChannelIdleFFN,
-        tokens: torch.Tensor,
-        targets: torch.Tensor,
-        normalized: torch.Tensor,
-        row: BlockReport,
-    ) -> ChannelIdleFFN:
-        """Build the training form for the place of an FFN; its figures go into the report."""
-        num_active = num_active_channels(ffn.feedforward_channels, row.idle_ratio)
-        row.num_tokens = len(tokens)
-        if self.norm == 'keep' and num_active == ffn.feedforward_channels:
-            return copy.deepcopy(ffn)
-        if self.norm == 'fold':
-            ffn = norm_as_batch_norm(ffn, tokens, normalized, self.ridge)
-            normalized = ffn.norm1(tokens)
-        parts = ffn_moments(ffn, normalized, double(targets) - double(tokens))
-        fit = fit_ffn(ffn, parts, num_active, ridge=self.ridge)
-        row.unexplained, row.unexplained_affine = fit.unexplained, fit.unexplained_affine
-        row.shortfall, row.ridge = fit.shortfall, fit.ridge
-        unknowns = ffn.embed_dims + num_active + 1
-        if len(tokens) < unknowns:
-            row.warnings.append(
-                f'{len(tokens)} tokens for {unknowns} unknowns per channel: give more images'
-            )
-        if not targets.var(0).any():
-            row.warnings.append('all tokens are the same: give other images')
-        return channel_idle_ffn(ffn, fit, len(tokens))
+        return site.original if self.same_so_far else lambda x: x + fit(ffn.norm1(x))
 
     def finished_rows(self) -> list[BlockReport]:
         """Return the reports, with multiply-adds for one image instead of one token."""
         for row in self.rows:
             row.gmacs *= self.tokens_per_image(row.name)
-            row.merged_gmacs *= self.tokens_per_image(row.name)
+            row.narrow_gmacs *= self.tokens_per_image(row.name)
         return self.rows
 
 

@@ -15,7 +15,8 @@ from mmengine.runner.checkpoint import weights_to_cpu
 from repa_mm.files import replacing
 from repa_mm.fit.conversion import channels_last, has_channels_first, tensors
 from repa_mm.models.attention import swap_attention
-from repa_mm.reparam import CheckpointError, TrainingForm, become, outermost
+from repa_mm.models.sites import ffn_sites
+from repa_mm.reparam import CheckpointError, become
 from repa_mm.run import dataset_config, load_config
 from repa_mm.weights import load_checkpoint, save_checkpoint
 
@@ -48,8 +49,8 @@ class _Distilled:
         super().train(False)
         # Backbones with frozen stages freeze them here.
         self.requires_grad_(False)
-        for _, form in outermost(self, TrainingForm):
-            form.requires_grad_(True)
+        for site in ffn_sites(self):
+            site.module.requires_grad_(True)
         return self
 
 
@@ -81,9 +82,12 @@ def _distilled_class(kind: type) -> type:
 
 @MODELS.register_module(name='FeatureDistiller')
 def build_distiller(
-    student: dict, teacher_checkpoint: str, data_preprocessor: dict | None = None
+    student: dict,
+    teacher_checkpoint: str,
+    teacher_backbone: dict | None = None,
+    data_preprocessor: dict | None = None,
 ) -> nn.Module:
-    """Build a model whose training lets its training forms imitate the original model.
+    """Build a model that learns to imitate the original one, from which it was converted.
 
     It is the student itself with another ``loss()``: its checkpoints, predictions and metrics are
     those of the student, and everything of MMEngine's Runner works with it. A config that inherits
@@ -91,17 +95,17 @@ def build_distiller(
 
         model = dict(
             _delete_=True, type='FeatureDistiller', student={{_base_.model}},
-            teacher_checkpoint='vanilla.pth')
-        load_from = 'idle.pth'
+            teacher_checkpoint='original.pth', teacher_backbone=dict(type=..., ...))
+        load_from = 'narrow.pth'
 
     The student learns to give the heads the same features: the outputs of ``extract_feat``. Errors
-    are squared, and relative to the variance of the channels. Weights outside of the training
-    forms, BatchNorm statistics, and which channels are idle stay as they are.
+    are squared, and relative to the variance of the channels. Only the FFNs of the backbone learn.
 
     Args:
-        student (dict): Config of a detector, segmentor or classifier whose backbone is of the type
-            ``IdleChannels``. The teacher has the backbone that this one names.
+        student (dict): Config of a detector, segmentor or classifier.
         teacher_checkpoint (str): Weights of the original model: a path or a URL.
+        teacher_backbone (dict, optional): Config of the original backbone. Defaults to the one that
+            the ``IdleChannels`` of the student name.
         data_preprocessor (dict, optional): That of a student whose config has none: MMEngine's
             Runner hands on the one that stands beside ``model`` in a config.
 
@@ -118,7 +122,8 @@ def build_distiller(
     for part, key in (('train_cfg', 'augments'), ('data_preprocessor', 'batch_augments')):
         (student.get(part) or {}).pop(key, None)
     model = MODELS.build(student)
-    teacher = MODELS.build(dict(copy.deepcopy(student), backbone=student['backbone']['backbone']))
+    backbone = copy.deepcopy(teacher_backbone or student['backbone']['backbone'])
+    teacher = MODELS.build(dict(copy.deepcopy(student), backbone=backbone))
     load_original(teacher, load_checkpoint(teacher_checkpoint)['state_dict'], teacher_checkpoint)
     swap_attention(teacher.backbone)
     teacher.requires_grad_(False).eval()
@@ -147,6 +152,7 @@ def load_original(model: nn.Module, state_dict: dict, path: str) -> None:
 
 def distillation_config(
     cfg: Config,
+    teacher_backbone: dict,
     teacher_checkpoint: str,
     iters: int,
     images: str | None = None,
@@ -156,6 +162,7 @@ def distillation_config(
 
     Args:
         cfg (Config): That of the converted model.
+        teacher_backbone (dict): The config of the original backbone.
         teacher_checkpoint (str): The checkpoint of the original model.
         iters (int): Number of iterations.
         images (str, optional): A folder of images. Defaults to the config's training data.
@@ -164,7 +171,10 @@ def distillation_config(
     """
     cfg, warm_up = copy.deepcopy(cfg), max(1, iters // 20)
     cfg.model = dict(
-        type='FeatureDistiller', student=cfg.model, teacher_checkpoint=teacher_checkpoint
+        type='FeatureDistiller',
+        student=cfg.model,
+        teacher_checkpoint=teacher_checkpoint,
+        teacher_backbone=teacher_backbone,
     )
     cfg.optim_wrapper = dict(
         type='OptimWrapper',
@@ -206,7 +216,12 @@ def distillation_config(
 
 
 def distill_checkpoint(
-    config: str, checkpoint: str, teacher_checkpoint: str, iters: int, **data
+    config: str,
+    checkpoint: str,
+    teacher_backbone: dict,
+    teacher_checkpoint: str,
+    iters: int,
+    **data,
 ) -> None:
     """Run a distillation, and replace the checkpoint that it starts from.
 
@@ -215,6 +230,7 @@ def distill_checkpoint(
     Args:
         config (str): The config of the converted model, '….py'.
         checkpoint (str): The converted checkpoint.
+        teacher_backbone (dict): The config of the original backbone.
         teacher_checkpoint (str): The checkpoint of the original model.
         iters (int): Number of iterations.
         **data: ``images`` and ``leave_out`` of :func:`distillation_config`.
@@ -224,7 +240,8 @@ def distill_checkpoint(
     """
     if '://' not in teacher_checkpoint:
         teacher_checkpoint = osp.abspath(teacher_checkpoint)
-    cfg = distillation_config(load_config(config), teacher_checkpoint, iters, **data)
+    cfg = load_config(config)
+    cfg = distillation_config(cfg, teacher_backbone, teacher_checkpoint, iters, **data)
     stem = f'{osp.splitext(osp.abspath(config))[0]}_distill'
     cfg.work_dir, cfg.load_from = stem, osp.abspath(checkpoint)
     with replacing(f'{stem}.py') as temporary, open(temporary, 'w', encoding='utf-8') as file:

@@ -1,11 +1,13 @@
-"""From a trained checkpoint of a vanilla model to one with channel-idle FFNs."""
+"""From a trained checkpoint to one with narrower FFNs, and its config."""
 
 import copy
+import inspect
 import os.path as osp
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
-from mmengine.config import Config
+import torch.nn as nn
+from mmengine.config import Config, ConfigDict
 from mmengine.dataset import pseudo_collate
 from mmengine.registry import DATASETS, MODELS
 from mmengine.runner.checkpoint import weights_to_cpu
@@ -22,6 +24,8 @@ from repa_mm.fit.conversion import (
 )
 from repa_mm.fit.distillation import distill_checkpoint, load_original
 from repa_mm.models.attention import swap_attention
+from repa_mm.models.sites import FFNSite, ffn_sites
+from repa_mm.models.structures import Widths
 from repa_mm.run import build_model, dataset_config, load_config
 from repa_mm.version import __version__
 from repa_mm.weights import load_checkpoint, save_checkpoint
@@ -58,8 +62,7 @@ def convert_checkpoint(
     config: str,
     checkpoint: str,
     out: str,
-    idle_ratio: float | list[float | None] = 0.75,
-    norm: str = 'keep',
+    keep: float | list[float | None] = 0.375,
     num_images: int = 64,
     images: str | None = None,
     device: str | None = None,
@@ -68,20 +71,19 @@ def convert_checkpoint(
     skip_unsupported: bool = False,
     **options,
 ) -> dict:
-    """Give the backbone of a trained model channel-idle FFNs, without training or labels.
+    """Narrow the FFNs in the backbone of a trained model, without labels.
 
     Neck and heads stay as they are. Beside the checkpoint, a config of the same name is written, so
-    that both are ready for training, testing and merging.
+    that both are ready for tests and training. The codebase loads them without this package where
+    its backbone takes the widths of FFNs.
 
     Args:
         config (str): The model's own config: a path, or the name of an installed one
             ('mmdet::swin/….py').
         checkpoint (str): The model's checkpoint: a path or a URL.
         out (str): The checkpoint to write, '….pth'. The config is '….py'.
-        idle_ratio (float | list): Share of FFN hidden channels that skip the activation: one for
-            all blocks, or one per block, of which None leaves its block as it is. Defaults to 0.75.
-        norm (str): 'keep' leaves the LayerNorms before the FFNs; 'fold' merges everything.
-            Defaults to 'keep'.
+        keep (float | list): Share of the FFNs' hidden channels that stays: one for all blocks, or
+            one per block, of which None leaves its block as it is. Defaults to 0.375.
         num_images (int): Number of images to calibrate on. One more for each eight of them is
             held out, to measure on it how much the outputs differ. Defaults to 64.
         images (str, optional): A folder of images. Defaults to the config's training data, through
@@ -90,7 +92,7 @@ def convert_checkpoint(
         cfg_options (dict, optional): Values to override in the config.
         distill (int): Number of iterations of a distillation afterwards, see
             :mod:`repa_mm.fit.distillation`. Defaults to 0.
-        skip_unsupported (bool): Leave blocks as they are whose FFN cannot become channel-idle.
+        skip_unsupported (bool): Leave blocks as they are whose FFN cannot be narrowed.
             Defaults to False.
         **options: Others of :func:`~repa_mm.convert_pretrained`.
 
@@ -116,16 +118,9 @@ def convert_checkpoint(
     dataset, chosen, held_out = calibration_images(cfg, num_images, images)
     model.to(device or ('cuda' if torch.cuda.is_available() else 'cpu'))
     swap_attention(model.backbone)
-
-    def config_text(ratios: Sequence[float | None]) -> str:
-        text = converted_config(cfg, ratios, norm, out).pretty_text
-        return f'# {osp.basename(config)} with channel-idle FFNs.\n{text}'
-
     # What is wrong with the config is to show before the fit.
-    ratios, ffns, _ = find_ffns(model.backbone, idle_ratio, skip_unsupported)
-    possible = [ratio if name in ffns else None for name, ratio in ratios.items()]
-    del ffns  # copies of weights
-    MODELS.build(Config.fromstring(config_text(possible), '.py').model)
+    _, widths, _ = find_ffns(model.backbone, keep, skip_unsupported)
+    MODELS.build(converted_config(cfg, model.backbone, widths, out).model)
 
     def batches(indices: list[int]) -> list[torch.Tensor]:
         images = (pseudo_collate([dataset[i]]) for i in indices)
@@ -137,12 +132,13 @@ def convert_checkpoint(
 
     before = for_heads() if distill else []
     model.backbone, report = convert_pretrained(
-        model.backbone, batches(chosen), idle_ratio, norm,
+        model.backbone, batches(chosen), keep=keep,
         held_out=batches(held_out), skip_unsupported=skip_unsupported, **options,
     )  # fmt: skip
     model.backbone.eval()
-    fitted = {block.name: block.idle_ratio for block in report.blocks}
-    text = config_text([fitted.get(name) for name in ratios])
+    widths = {block.name: block.width for block in report.blocks}
+    text = converted_config(cfg, model.backbone, widths, out).pretty_text
+    text = f'# {osp.basename(config)} with narrower FFNs.\n{text}'
     # MMEngine's inferencers take the config from there where they are given weights alone.
     meta = dict(loaded.get('meta') or {}, repa_mm_version=__version__, cfg=text)
     state_dict = weights_to_cpu(model.state_dict())
@@ -153,7 +149,15 @@ def convert_checkpoint(
     if distill:
         root = osp.abspath(images) if images else ''
         left_out = [osp.relpath(dataset.paths[i], root) for i in held_out] if images else []
-        distill_checkpoint(out_config, out, checkpoint, distill, images=images, leave_out=left_out)
+        distill_checkpoint(
+            out_config,
+            out,
+            cfg.model.backbone,
+            checkpoint,
+            distill,
+            images=images,
+            leave_out=left_out,
+        )
         distilled = build_model(load_config(out_config), out)
         features.append(for_heads(distilled.to(next(model.parameters()).device)))
     return dict(
@@ -166,36 +170,72 @@ def convert_checkpoint(
     )
 
 
-def converted_config(cfg: Config, ratios: Sequence[float | None], norm: str, out: str) -> Config:
+def converted_config(cfg: Config, backbone: nn.Module, widths: dict[str, int], out: str) -> Config:
     """Return the config of a converted model.
 
     Args:
         cfg (Config): That of the original model.
-        ratios (Sequence): The idle ratio of each block, None for those that stay as they are.
-        norm (str): As for :func:`convert_checkpoint`.
+        backbone (nn.Module): The original backbone, or the converted one.
+        widths (dict): The widths of its FFNs, by the names of the blocks that are converted.
         out (str): The converted checkpoint, which trainings start from.
     """
     cfg = copy.deepcopy(cfg)
-    backbone = cfg.model.backbone
-    for part in (cfg.model, backbone):
+    for part in (cfg.model, cfg.model.backbone):
         for key in ('init_cfg', 'pretrained'):  # weights of the original
             part.pop(key, None)
-    cfg.model.backbone = dict(
-        type='IdleChannels',
-        idle_ratio=ratios[0] if len(set(ratios)) == 1 else list(ratios),
-        norm_cfg=dict(type='keep' if norm == 'keep' else 'BN'),
-        norm_eval=norm == 'fold',
-        backbone=backbone,
-    )
+    cfg.model.backbone = backbone_config(cfg.model.backbone, backbone, widths)
     cfg.load_from, cfg.resume = osp.abspath(out), False
     cfg.pop('work_dir', None)  # the checkpoints there are of the original
-    given = cfg.get('custom_imports') or {}
-    imports = given.get('imports') or []
-    imports = [imports] if isinstance(imports, str) else list(imports)
-    cfg.custom_imports = dict(given, imports=list(dict.fromkeys([*imports, 'repa_mm'])))
-    hooks = [h for h in cfg.get('custom_hooks') or [] if h.get('type') != 'ReparameterizeHook']
-    cfg.custom_hooks = [*hooks, dict(type='ReparameterizeHook')]
+    if cfg.model.backbone.type == 'Restructured':
+        given = cfg.get('custom_imports') or {}
+        imports = given.get('imports') or []
+        imports = [imports] if isinstance(imports, str) else list(imports)
+        cfg.custom_imports = dict(given, imports=list(dict.fromkeys([*imports, 'repa_mm'])))
     return cfg
+
+
+def backbone_config(cfg: dict, backbone: nn.Module, widths: dict[str, int]) -> dict:
+    """Return a config of a backbone with FFNs of other widths than its own config says.
+
+    It is one of the codebase alone where the arguments of the backbone's class can say the widths.
+
+    Args:
+        cfg (dict): Of the original backbone.
+        backbone (nn.Module): The backbone, of any widths.
+        widths (dict): The new widths, by the names of the blocks that change.
+    """
+    sites = ffn_sites(backbone)
+    structure = Widths([widths.get(site.block_name) for site in sites])
+    backbone = copy.deepcopy(backbone)
+    structure.put(backbone)
+    shapes = {key: value.shape for key, value in backbone.state_dict().items()}
+    for candidate in _stock_configs(cfg, type(MODELS.build(copy.deepcopy(cfg))), sites, structure):
+        built = MODELS.build(copy.deepcopy(candidate))
+        if {key: value.shape for key, value in built.state_dict().items()} == shapes:
+            return candidate
+    structures = [dict(type='Widths', widths=structure.widths)]
+    return ConfigDict(type='Restructured', model=cfg, structures=structures)
+
+
+def _stock_configs(
+    cfg: dict, kind: type, sites: Sequence[FFNSite], structure: Widths
+) -> Iterator[dict]:
+    """Configs of a codebase's backbone that may give its FFNs the widths of a structure."""
+    arguments = inspect.signature(kind).parameters
+    if 'mlp_ratio' in arguments and None not in structure.widths:
+        # Of MMDetection's and MMSegmentation's Swin, and MMSegmentation's ViT.
+        dims = [site.parts().fc1.weight.shape[1] for site in sites]
+        ratios = {width / c for width, c in zip(structure.widths, dims)}
+        if len(ratios) == 1:
+            yield ConfigDict(cfg, mlp_ratio=ratios.pop())
+    ffns = [{} if w is None else dict(feedforward_channels=w) for w in structure.widths]
+    if 'layer_cfgs' in arguments and not cfg.get('layer_cfgs'):  # MMPretrain's ViTs
+        yield ConfigDict(cfg, layer_cfgs=ffns)
+    if 'stage_cfgs' in arguments and not cfg.get('stage_cfgs'):  # MMPretrain's Swins
+        stages: dict[str, list] = {}
+        for site, ffn in zip(sites, ffns):
+            stages.setdefault(site.name.split('.')[1], []).append(dict(ffn_cfgs=ffn))
+        yield ConfigDict(cfg, stage_cfgs=[dict(block_cfgs=blocks) for blocks in stages.values()])
 
 
 def result_text(result: dict, out: str) -> str:

@@ -185,7 +185,9 @@ class Restructured:
         """Whether pretrained weights have the names of this model's forms."""
         checkpoint = CheckpointLoader.load_checkpoint(init_cfg['checkpoint'], map_location='cpu')
         prefix = init_cfg.get('prefix', '').rstrip('.')
-        name, form = next(outermost(self, TrainingForm))
+        name, form = next(outermost(self, TrainingForm), ('', None))
+        if form is None:  # ordinary FFNs of other widths
+            return True
         start = f'{prefix}.{name}.' if prefix else f'{name}.'
         keys = checkpoint.get('state_dict', checkpoint)
         found = {key[len(start) :]: None for key in keys if key.startswith(start)}

@@ -35,7 +35,7 @@ from repa_mm.reparam import (
     TrainingForm,
     become,
 )
-from repa_mm.reparam.numerics import is_plain
+from repa_mm.reparam.numerics import double, is_plain
 
 
 class Family(NamedTuple):
@@ -261,6 +261,38 @@ class FFNSite(Site):
             setattr(block, child, nn.Identity())
         setattr(block, self.path, form)
         return self.name
+
+    @torch.no_grad()
+    def set_weights(
+        self, w_in: torch.Tensor, b_in: torch.Tensor, w_out: torch.Tensor, b_out: torch.Tensor
+    ) -> None:
+        """Give the ordinary FFN other weights, of another hidden width A, in place.
+
+        Args:
+            w_in (torch.Tensor): Input weights (A, C).
+            b_in (torch.Tensor): Their biases (A, ).
+            w_out (torch.Tensor): Output weights (C, A), with the layer scale multiplied in.
+            b_out (torch.Tensor): Output bias (C, ), with the layer scale multiplied in.
+        """
+        parts = self.parts()
+        if parts.scale is not None:
+            scale = double(parts.scale)
+            # Next to zero the weights could not have any effect.
+            floor = 1e-3 * scale.abs().max()
+            scale = torch.where(scale.abs() < floor, floor, scale) if floor else scale + 1
+            parts.scale.copy_(scale)
+            w_out, b_out = w_out / scale.to(w_out)[:, None], b_out / scale.to(b_out)
+        for layer, weight, bias in ((parts.fc1, w_in, b_in), (parts.fc2, w_out, b_out)):
+            weight = weight.reshape(*weight.shape, *layer.weight.shape[2:])
+            for name, value in (('weight', weight), ('bias', bias)):
+                trains = layer.weight.requires_grad
+                setattr(layer, name, nn.Parameter(value.to(layer.weight), trains))
+            sizes = ('out', len(bias)), ('in', weight.shape[1])
+            for name, size in sizes:
+                kind = 'features' if isinstance(layer, nn.Linear) else 'channels'
+                setattr(layer, f'{name}_{kind}', size)
+        if hasattr(self.module, 'feedforward_channels'):
+            self.module.feedforward_channels = len(b_in)
 
 
 class AttentionSite(Site):

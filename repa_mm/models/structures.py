@@ -223,6 +223,26 @@ def idle_ffn(
 
 
 @STRUCTURES.register_module()
+class Widths(Structure):
+    """Ordinary FFNs of other hidden widths, as a conversion leaves them. There is no form.
+
+    Args:
+        widths (Sequence[int | None]): Hidden width of each block; None leaves its block as it is.
+    """
+
+    def __init__(self, widths: Sequence[int | None]) -> None:
+        self.widths, self.placed = widths, {}
+
+    def put(self, model: nn.Module) -> None:
+        sites = self.sites(model)
+        for site, width in zip(sites, _share(self.widths, sites, 'widths').values()):
+            if width is not None:
+                dims, like = site.parts().fc1.weight.shape[1], site.parts().fc1.weight
+                shapes = (width, dims), (width,), (dims, width), (dims,)
+                site.set_weights(*(0.02 * torch.randn(shape).to(like) for shape in shapes))
+
+
+@STRUCTURES.register_module()
 class Branches(Structure):
     """Parallel branches of attention and FFN, see :mod:`repa_mm.reparam.depth`.
 
