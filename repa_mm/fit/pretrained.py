@@ -223,11 +223,11 @@ def _stock_configs(
     """Configs of a codebase's backbone that may give its FFNs the widths of a structure."""
     arguments = inspect.signature(kind).parameters
     if 'mlp_ratio' in arguments and None not in structure.widths:
-        # Of MMDetection's and MMSegmentation's Swin, and MMSegmentation's ViT.
+        # Of MMDetection's and MMSegmentation's Swin, and MMSegmentation's ViT: a whole number.
         dims = [site.parts().fc1.weight.shape[1] for site in sites]
-        ratios = {width / c for width, c in zip(structure.widths, dims)}
-        if len(ratios) == 1:
-            yield ConfigDict(cfg, mlp_ratio=ratios.pop())
+        ratio = structure.widths[0] // dims[0]
+        if structure.widths == [ratio * c for c in dims]:
+            yield ConfigDict(cfg, mlp_ratio=ratio)
     ffns = [{} if w is None else dict(feedforward_channels=w) for w in structure.widths]
     if 'layer_cfgs' in arguments and not cfg.get('layer_cfgs'):  # MMPretrain's ViTs
         yield ConfigDict(cfg, layer_cfgs=ffns)

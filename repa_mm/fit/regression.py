@@ -285,6 +285,8 @@ def refine(
     """
     u, t = u.float(), t.float()
     variance = t.var(0).sum()
+    if not variance > 0:  # tokens that are all the same
+        return fit
     # One learning rate for weights of size 1: rows of small layer scales are small.
     sizes = [
         w.square().mean(dims, keepdim=True).sqrt().clamp(min=1e-30).float()
@@ -311,7 +313,7 @@ def refine(
     left = sum(
         float((moved(a) - b).square().sum()) for a, b in zip(u.split(_CHUNK), t.split(_CHUNK))
     )
-    return moved._replace(unexplained=left / max(float(variance) * (len(u) - 1), 1e-300))
+    return moved._replace(unexplained=left / (float(variance) * (len(u) - 1)))
 
 
 def elimination_path(ffn: ChannelIdleFFN, parts: Sequence[Moments]) -> list[tuple[int, float]]:

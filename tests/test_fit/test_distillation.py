@@ -11,7 +11,8 @@ from mmengine.runner import Runner
 
 import repa_mm
 from repa_mm.fit.distillation import distill_checkpoint, distillation_config
-from repa_mm.reparam import ChannelIdleFFN, CheckpointError
+from repa_mm.models.sites import ffn_sites
+from repa_mm.reparam import CheckpointError
 
 ARCH = dict(embed_dims=16, depths=[1, 2], num_heads=[1, 2])
 BACKBONE = dict(type='SwinTransformer', arch=ARCH, out_indices=(0, 1), pad_small_map=True)
@@ -37,16 +38,15 @@ def models(tmp_path, randomize):
     teacher = randomize(MODELS.build(VANILLA)).eval()
     torch.save(teacher.state_dict(), tmp_path / 'vanilla.pth')
     images = [torch.randn(4, 3, 64, 64) for _ in range(2)]
-    backbone, _ = repa_mm.convert_pretrained(teacher.backbone, images, 0.9, ridge=0.1)
+    structure = dict(type='Widths', widths=[8, 16, 16])
     student = dict(
         type='ImageClassifier',
-        backbone=dict(
-            type='IdleChannels', backbone=BACKBONE, idle_ratio=0.9, norm_cfg=dict(type='keep')
-        ),
+        backbone=dict(type='Restructured', model=BACKBONE, structures=[structure]),
     )
+    backbone, _ = repa_mm.convert_pretrained(teacher.backbone, images, keep=0.125, ridge=0.1)
     weights = {f'backbone.{k}': v for k, v in backbone.state_dict().items()}
     for key, value in weights.items():  # worse than the fit
-        if key.endswith('fc2.weight'):
+        if key.endswith('ffn.layers.1.weight'):
             value += 0.5 * value.std() * torch.randn_like(value)
     torch.save(dict(state_dict=weights, meta=dict(epoch=3)), tmp_path / 'idle.pth')
     return student, weights, str(tmp_path / 'vanilla.pth')
@@ -54,7 +54,14 @@ def models(tmp_path, randomize):
 
 def distiller(models):
     student, weights, vanilla = models
-    model = MODELS.build(dict(type='FeatureDistiller', student=student, teacher_checkpoint=vanilla))
+    model = MODELS.build(
+        dict(
+            type='FeatureDistiller',
+            student=student,
+            teacher_checkpoint=vanilla,
+            teacher_backbone=BACKBONE,
+        )
+    )
     model.load_state_dict(weights)
     return model
 
@@ -64,8 +71,8 @@ def test_the_student_alone_is_in_the_checkpoint_and_trained(models):
     assert model.state_dict().keys() == models[1].keys()
     trained = {n for n, p in model.named_parameters() if p.requires_grad}
     assert trained and all('.ffn.' in name for name in trained)
-    forms = [m for m in model.modules() if isinstance(m, ChannelIdleFFN)]
-    assert sum(len(list(form.parameters())) for form in forms) == len(trained)
+    ffns = [site.module for site in ffn_sites(model)]
+    assert sum(len(list(ffn.parameters())) for ffn in ffns) == len(trained)
     assert not any(m.training for m in model.train().modules())
     assert not any(p.requires_grad for p in model.teacher.parameters())
     copy.deepcopy(model)
@@ -84,7 +91,7 @@ def test_the_loss_is_the_share_of_the_variance(models):
     assert loss.item() == pytest.approx(share / len(pairs), rel=1e-4)
     loss.backward()
     blocks = [b for stage in model.backbone.stages for b in stage.blocks]
-    assert all(b.ffn.fc2.weight.grad.abs().max() > 0 for b in blocks)
+    assert all(b.ffn.layers[1].weight.grad.abs().max() > 0 for b in blocks)
     with torch.autocast('cpu', torch.bfloat16):
         assert model(x, None, mode='loss')['loss_features'].dtype == torch.float32
 
@@ -93,7 +100,7 @@ def settings(models, work_dir, iters, lr=5e-3, **changes):
     """A config without data, and the arguments of a Runner that it gives."""
     student, _, vanilla = models
     given = Config(dict(model=student, default_scope='mmpretrain', **changes))
-    cfg = distillation_config(given, vanilla, iters)
+    cfg = distillation_config(given, BACKBONE, vanilla, iters)
     cfg.optim_wrapper.optimizer.lr = lr
     loader = dict(batch_size=4, num_workers=0, sampler=dict(type='InfiniteSampler', shuffle=True),
                   dataset=Images())  # fmt: skip
@@ -130,10 +137,10 @@ def test_under_a_runner(models, tmp_path):
     assert error(model, models) < 0.6 * start
 
 
-def test_nothing_but_the_forms_changes(models, tmp_path):
+def test_nothing_but_the_ffns_changes(models, tmp_path):
     """Nor do statistics and what a backbone freezes."""
     student, weights, _ = models
-    student['backbone']['backbone'] = dict(BACKBONE, frozen_stages=0, with_cp=True)
+    student['backbone']['model'] = dict(BACKBONE, frozen_stages=0, with_cp=True)
     # MMPretrain's configs have the preprocessor beside the model, and the Runner hands it on.
     augments = [dict(type='Mixup', alpha=0.5)]
     given = dict(mean=[100.0], std=[50.0], batch_augments=dict(augments=augments))
@@ -144,7 +151,7 @@ def test_nothing_but_the_forms_changes(models, tmp_path):
     changed = {
         key for key, value in run.model.state_dict().items() if not torch.equal(value, weights[key])
     }
-    assert changed and all('.ffn.fc' in key or '.ffn.norm' in key for key in changed)
+    assert changed and all('.ffn.' in key for key in changed)
     assert any('stages.0' in key for key in changed)
 
 
@@ -170,5 +177,22 @@ def test_what_diverges_is_not_kept(models, tmp_path, monkeypatch):
 
     monkeypatch.setattr(Runner, 'from_cfg', build)
     with pytest.raises(CheckpointError, match='distillation has failed.*not finite'):
-        distill_checkpoint(str(tmp_path / 'idle.py'), str(tmp_path / 'idle.pth'), vanilla, 4)
+        files = (str(tmp_path / name) for name in ('idle.py', 'idle.pth'))
+        distill_checkpoint(*files, BACKBONE, vanilla, 4)
     assert (tmp_path / 'idle.pth').read_bytes() == before
+
+
+def test_what_older_conversions_left(models):
+    """A student with channel-idle FFNs names the original backbone itself."""
+    backbone = dict(
+        type='IdleChannels', backbone=BACKBONE, idle_ratio=0.9, norm_cfg=dict(type='keep')
+    )
+    model = MODELS.build(
+        dict(
+            type='FeatureDistiller',
+            student=dict(type='ImageClassifier', backbone=backbone),
+            teacher_checkpoint=models[2],
+        )
+    )
+    trained = {n for n, p in model.named_parameters() if p.requires_grad}
+    assert trained and all('.ffn.' in name for name in trained)

