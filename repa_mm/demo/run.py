@@ -51,7 +51,7 @@ def run_demo(
 
     'retinanet', 'mask_rcnn' and 'upernet' train a RePa-Swin and test its training form and its
     deploy form. 'convert' trains a vanilla RetinaNet, converts it, fine-tunes the result for one
-    epoch, and tests the vanilla model and the deploy forms of the other two.
+    epoch, and tests all three.
 
     Args:
         task (str): A key of :data:`TASKS`.

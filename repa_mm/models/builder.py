@@ -74,8 +74,7 @@ def idle_channels(
     parameters of the norm keep their values; the statistics of BatchNorms are new. With the norm
     kept and ``idle_ratio=0`` the model computes what it did before.
 
-    The result is a start for training. ``tools/convert_pretrained.py`` converts the checkpoint of a
-    whole trained detector, segmentor or classifier.
+    The result is a start for training.
 
     Args:
         model (nn.Module): A backbone, or a model with one.
@@ -237,8 +236,7 @@ class Restructured:
             later.update(structure.placed.values())
         names = ', '.join(type(structure).__name__ for structure in self.structures)
         print_log(
-            f'Ordinary pretrained weights fill the forms of {names}. Where channels lose their '
-            'activation, tools/convert_pretrained.py gives a better start',
+            f'Ordinary pretrained weights fill the forms of {names}: a start for training',
             'current',
             logging.INFO,
         )

@@ -122,7 +122,7 @@ class Form(nn.Module):
     _form = (
         'training',
         'A reparameterized checkpoint needs deploy=True, and cannot be trained; weights of the '
-        'ordinary model are for init_cfg, or for tools/convert_pretrained.py',
+        'ordinary model are for init_cfg',
     )
 
     def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs) -> None:

@@ -1,6 +1,6 @@
 """Accuracy of the demo's models over seeds: vanilla, RePa from scratch, converted, fine-tuned.
 
-For each seed the vanilla model is trained, converted without training, and fine-tuned for one more
+For each seed the vanilla model is trained, converted without labels, and fine-tuned for one more
 epoch; so are the converted ones, and the RePa model is trained from scratch. RePa models are tested
 in their deploy form. The data set is ``data/demo`` of the current folder::
 
@@ -51,8 +51,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument('--seeds', type=int, nargs='*', default=[0, 1, 2])
     parser.add_argument('--epochs', type=int, help="of the trainings (default: the config's own)")
     parser.add_argument('--work-dir', default='work_dirs/demo_accuracy')
-    parser.add_argument('--ratios', type=float, nargs='*', default=[0.75, 0.5])
-    parser.add_argument('--norms', choices=['keep', 'fold'], nargs='*', default=['keep', 'fold'])
+    parser.add_argument('--keep', type=float, nargs='*', default=[0.375, 0.2])
     parser.add_argument('--structures', action='store_true', help='the ablation of structures')
     parser.add_argument('--cfg-options', nargs='+', action=DictAction, default={})
     return parser.parse_args()
@@ -111,15 +110,12 @@ def run(args: argparse.Namespace, seed: int, folder: Path) -> dict[str, dict[str
         return rows
     tested('RePa', repa, trained('RePa', repa, epochs=args.epochs))
     tuned('vanilla', vanilla, checkpoint, False)
-    for ratio in args.ratios:
-        for norm in args.norms:
-            out = folder / f'{norm}_{round(1000 * ratio)}.pth'  # no dot in the name of a config
-            convert_checkpoint(
-                vanilla, checkpoint, str(out), ratio, norm, cfg_options=args.cfg_options
-            )
-            name, config = f'converted, {norm}, {ratio:g}', str(out.with_suffix('.py'))
-            tested(name, config, str(out))
-            tuned(name, config, str(out))
+    for keep in args.keep:
+        out = folder / f'keep_{round(1000 * keep)}.pth'  # no dot in the name of a config
+        convert_checkpoint(vanilla, checkpoint, str(out), keep, cfg_options=args.cfg_options)
+        name, config = f'converted, {keep:g}', str(out.with_suffix('.py'))
+        tested(name, config, str(out), False)
+        tuned(name, config, str(out), False)
     return rows
 
 
