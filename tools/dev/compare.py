@@ -195,9 +195,9 @@ def on_model(args: argparse.Namespace) -> None:
         model.data_preprocessor(pseudo_collate([dataset[i]]), False)['inputs'] for i in chosen
     ]
     runner = Runner.from_cfg(cfg)
+    runner.model.load_state_dict(model.state_dict())
 
     def evaluate(backbone: nn.Module) -> dict:
-        runner.model.load_state_dict(model.state_dict())
         runner.model.backbone = backbone
         return {key: float(value) for key, value in runner.test().items()}
 
