@@ -1,4 +1,4 @@
-"""Closed-form conversion of pretrained models."""
+"""Narrower FFNs for pretrained models."""
 
 from repa_mm.fit.conversion import convert_pretrained
 from repa_mm.fit.distillation import build_distiller

@@ -7,8 +7,8 @@ regression that draws V' to V_K: both need only the mean and the covariance of [
 tokens of some images, where t is the output to imitate. Afterwards, some steps of gradient descent
 let the input weights of the kept channels move, too.
 
-A linear path W u beside the channels, as a channel-idle FFN has it, is worth less than the C / 2
-channels that cost as much when it is fitted, and not trained.
+A linear path W u beside the channels, as a channel-idle FFN has it, is left out: fitted and not
+trained, it was worth less on foreign images than the C / 2 channels that cost as much.
 """
 
 import math
