@@ -1,7 +1,8 @@
 """Narrow the FFNs of a trained detector, segmentor or classifier.
 
-The FFNs of the backbone keep some of their hidden channels, and are fitted to what they compute on
-some images. Labels are not needed. The tool writes a checkpoint, and its config beside it.
+The FFNs of backbone and encoder keep some of their hidden channels, and are fitted to what they
+compute on some images. Labels are not needed. The tool writes a checkpoint, and its config beside
+it.
 """
 
 import argparse
@@ -27,11 +28,9 @@ def parse_args() -> argparse.Namespace:
         '(default: 0.375, the multiply-adds of channel-idle FFNs with an idle ratio of 0.75)',
     )
     parser.add_argument(
-        '--allocate',
-        choices=['uniform', 'by_error'],
-        default='uniform',
-        help='the same share for all blocks, or larger ones for blocks that lose more, at the same '
-        'multiply-adds (default: uniform)',
+        '--where',
+        help='the module whose FFNs are meant: backbone, encoder, decoder (default: all but those '
+        'of decoder layers, which work on few tokens)',
     )
     parser.add_argument('--num-images', type=int, default=64, help='of calibration (default: 64)')
     parser.add_argument('--images', help="folder of images (default: the config's training data)")

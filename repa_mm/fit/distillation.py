@@ -13,12 +13,12 @@ from mmengine.runner import Runner
 from mmengine.runner.checkpoint import weights_to_cpu
 
 from repa_mm.files import replacing
-from repa_mm.fit.conversion import channels_last, has_channels_first, tensors
+from repa_mm.fit.features import channels_last, has_channels_first, head_inputs, tensors
 from repa_mm.models.attention import swap_attention
 from repa_mm.models.sites import ffn_sites
 from repa_mm.reparam import CheckpointError, become
 from repa_mm.run import dataset_config, load_config
-from repa_mm.weights import load_checkpoint, save_checkpoint
+from repa_mm.weights import load_checkpoint, load_original, save_checkpoint
 
 
 class _Distilled:
@@ -35,13 +35,14 @@ class _Distilled:
 
         Args:
             inputs (torch.Tensor): Normalized images (B, 3, H, W).
-            data_samples (list, optional): Not used.
+            data_samples (list, optional): Their sizes, for models that mask padding.
         """
+        data = dict(inputs=inputs, data_samples=data_samples)
         if next(self.teacher.parameters()).device != inputs.device:
             self.teacher.to(inputs.device)
         with torch.no_grad():
-            target = tensors(self.teacher.extract_feat(inputs))
-        found = tensors(self.extract_feat(inputs))
+            target = tensors(head_inputs(self.teacher, data))
+        found = tensors(head_inputs(self, data))
         return dict(loss_features=_distance(found, target, self.channels_first))
 
     def train(self, mode: bool = True):
@@ -84,7 +85,7 @@ def _distilled_class(kind: type) -> type:
 def build_distiller(
     student: dict,
     teacher_checkpoint: str,
-    teacher_backbone: dict | None = None,
+    teacher: dict | None = None,
     data_preprocessor: dict | None = None,
 ) -> nn.Module:
     """Build a model that learns to imitate the original one, from which it was converted.
@@ -95,17 +96,18 @@ def build_distiller(
 
         model = dict(
             _delete_=True, type='FeatureDistiller', student={{_base_.model}},
-            teacher_checkpoint='original.pth', teacher_backbone=dict(type=..., ...))
+            teacher_checkpoint='original.pth', teacher=dict(type=..., ...))
         load_from = 'narrow.pth'
 
-    The student learns to give the heads the same features: the outputs of ``extract_feat``. Errors
-    are squared, and relative to the variance of the channels. Only the FFNs of the backbone learn.
+    The student learns to give the heads the same features, see
+    :func:`~repa_mm.fit.features.head_inputs`. Errors are squared, and relative to the variance of
+    the channels. Only the FFNs of backbone and encoder learn.
 
     Args:
         student (dict): Config of a detector, segmentor or classifier.
         teacher_checkpoint (str): Weights of the original model: a path or a URL.
-        teacher_backbone (dict, optional): Config of the original backbone. Defaults to the one that
-            the ``IdleChannels`` of the student name.
+        teacher (dict, optional): Config of the original model. Defaults to the student with the
+            backbone that its ``IdleChannels`` name.
         data_preprocessor (dict, optional): That of a student whose config has none: MMEngine's
             Runner hands on the one that stands beside ``model`` in a config.
 
@@ -122,10 +124,11 @@ def build_distiller(
     for part, key in (('train_cfg', 'augments'), ('data_preprocessor', 'batch_augments')):
         (student.get(part) or {}).pop(key, None)
     model = MODELS.build(student)
-    backbone = copy.deepcopy(teacher_backbone or student['backbone']['backbone'])
-    teacher = MODELS.build(dict(copy.deepcopy(student), backbone=backbone))
+    if teacher is None:
+        teacher = dict(student, backbone=student['backbone']['backbone'])
+    teacher = MODELS.build(copy.deepcopy(teacher))
     load_original(teacher, load_checkpoint(teacher_checkpoint)['state_dict'], teacher_checkpoint)
-    swap_attention(teacher.backbone)
+    swap_attention(teacher)
     teacher.requires_grad_(False).eval()
     become(model, _distilled_class(type(model)))
     model.__dict__['teacher'] = teacher
@@ -133,26 +136,9 @@ def build_distiller(
     return model.train()
 
 
-def load_original(model: nn.Module, state_dict: dict, path: str) -> None:
-    """Load the weights of a vanilla model. Further weights in the file do not matter.
-
-    Args:
-        model (nn.Module): The model.
-        state_dict (dict): The weights.
-        path (str): Where they are from.
-
-    Raises:
-        CheckpointError: If some are missing.
-    """
-    missing = model.load_state_dict(state_dict, strict=False).missing_keys
-    missing = [key for key in missing if not key.endswith('num_batches_tracked')]
-    if missing:
-        raise CheckpointError(f'{path} is of another model: it lacks {", ".join(missing[:3])} …')
-
-
 def distillation_config(
     cfg: Config,
-    teacher_backbone: dict,
+    teacher: dict,
     teacher_checkpoint: str,
     iters: int,
     images: str | None = None,
@@ -162,7 +148,7 @@ def distillation_config(
 
     Args:
         cfg (Config): That of the converted model.
-        teacher_backbone (dict): The config of the original backbone.
+        teacher (dict): The config of the original model.
         teacher_checkpoint (str): The checkpoint of the original model.
         iters (int): Number of iterations.
         images (str, optional): A folder of images. Defaults to the config's training data.
@@ -174,7 +160,7 @@ def distillation_config(
         type='FeatureDistiller',
         student=cfg.model,
         teacher_checkpoint=teacher_checkpoint,
-        teacher_backbone=teacher_backbone,
+        teacher=teacher,
     )
     cfg.optim_wrapper = dict(
         type='OptimWrapper',
@@ -216,12 +202,7 @@ def distillation_config(
 
 
 def distill_checkpoint(
-    config: str,
-    checkpoint: str,
-    teacher_backbone: dict,
-    teacher_checkpoint: str,
-    iters: int,
-    **data,
+    config: str, checkpoint: str, teacher: dict, teacher_checkpoint: str, iters: int, **data
 ) -> None:
     """Run a distillation, and replace the checkpoint that it starts from.
 
@@ -230,7 +211,7 @@ def distill_checkpoint(
     Args:
         config (str): The config of the converted model, '….py'.
         checkpoint (str): The converted checkpoint.
-        teacher_backbone (dict): The config of the original backbone.
+        teacher (dict): The config of the original model.
         teacher_checkpoint (str): The checkpoint of the original model.
         iters (int): Number of iterations.
         **data: ``images`` and ``leave_out`` of :func:`distillation_config`.
@@ -241,7 +222,7 @@ def distill_checkpoint(
     if '://' not in teacher_checkpoint:
         teacher_checkpoint = osp.abspath(teacher_checkpoint)
     cfg = load_config(config)
-    cfg = distillation_config(cfg, teacher_backbone, teacher_checkpoint, iters, **data)
+    cfg = distillation_config(cfg, teacher, teacher_checkpoint, iters, **data)
     stem = f'{osp.splitext(osp.abspath(config))[0]}_distill'
     cfg.work_dir, cfg.load_from = stem, osp.abspath(checkpoint)
     with replacing(f'{stem}.py') as temporary, open(temporary, 'w', encoding='utf-8') as file:

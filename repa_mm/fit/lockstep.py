@@ -23,7 +23,7 @@ class PretrainedFFN(nn.Module):
 
     Args:
         name (str): The name of the block.
-        ffn (ChannelIdleFFN): Norm and FFN, as one with idle ratio 0.
+        ffn (ChannelIdleFFN): Norm, FFN and shortcut, as one with idle ratio 0.
 
     Raises:
         ValueError: If the activation mixes channels, or treats them differently.
@@ -47,7 +47,15 @@ class PretrainedFFN(nn.Module):
         """What the pretrained block's norm, FFN and shortcut make of tokens (..., C)."""
         ffn = self.ffn
         z = ffn.fc2(ffn.act(ffn.fc1(ffn.norm1(x))))
-        return x + (z if ffn.layer_scale is None else z * ffn.layer_scale)
+        return self.whole(x, z if ffn.layer_scale is None else z * ffn.layer_scale)
+
+    def whole(self, x: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        """What stands there returns for tokens x, if its FFN returns z without the shortcut."""
+        return x + z if self.ffn.shortcut else z
+
+    def part(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """The z with which y = whole(x, z), in float64."""
+        return y.double() - x.double() if self.ffn.shortcut else y.double()
 
     def forward(self, x: torch.Tensor, identity: torch.Tensor | None = None) -> torch.Tensor:
         current = getcurrent()

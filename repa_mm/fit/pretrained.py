@@ -4,6 +4,7 @@ import copy
 import inspect
 import os.path as osp
 from collections.abc import Iterator, Sequence
+from functools import partial, reduce
 
 import torch
 import torch.nn as nn
@@ -14,21 +15,15 @@ from mmengine.runner.checkpoint import weights_to_cpu
 from torch.utils.data import Dataset
 
 from repa_mm.files import replacing
-from repa_mm.fit.conversion import (
-    convert_pretrained,
-    differences,
-    find_ffns,
-    has_channels_first,
-    percent,
-    run_batches,
-)
-from repa_mm.fit.distillation import distill_checkpoint, load_original
+from repa_mm.fit.conversion import convert_pretrained, find_ffns
+from repa_mm.fit.distillation import distill_checkpoint
+from repa_mm.fit.features import differences, has_channels_first, head_inputs, percent, run_batches
 from repa_mm.models.attention import swap_attention
 from repa_mm.models.sites import FFNSite, ffn_sites
 from repa_mm.models.structures import Widths
 from repa_mm.run import build_model, dataset_config, load_config
 from repa_mm.version import __version__
-from repa_mm.weights import load_checkpoint, save_checkpoint
+from repa_mm.weights import load_checkpoint, load_original, save_checkpoint
 
 
 def calibration_images(
@@ -63,6 +58,7 @@ def convert_checkpoint(
     checkpoint: str,
     out: str,
     keep: float | list[float | None] = 0.375,
+    where: str | None = None,
     num_images: int = 64,
     images: str | None = None,
     device: str | None = None,
@@ -71,11 +67,11 @@ def convert_checkpoint(
     skip_unsupported: bool = False,
     **options,
 ) -> dict:
-    """Narrow the FFNs in the backbone of a trained model, without labels.
+    """Narrow the FFNs in backbone and encoder of a trained model, without labels.
 
     Neck and heads stay as they are. Beside the checkpoint, a config of the same name is written, so
     that both are ready for tests and training. The codebase loads them without this package where
-    its backbone takes the widths of FFNs.
+    its config can say the widths of FFNs.
 
     Args:
         config (str): The model's own config: a path, or the name of an installed one
@@ -84,6 +80,9 @@ def convert_checkpoint(
         out (str): The checkpoint to write, '….pth'. The config is '….py'.
         keep (float | list): Share of the FFNs' hidden channels that stays: one for all blocks, or
             one per block, of which None leaves its block as it is. Defaults to 0.375.
+        where (str, optional): The module of the model whose blocks are converted: 'backbone',
+            'encoder', 'decoder', see :func:`~repa_mm.models.sites.ffn_sites`. Defaults to all but
+            decoder layers.
         num_images (int): Number of images to calibrate on. One more for each eight of them is
             held out, to measure on it how much the outputs differ. Defaults to 64.
         images (str, optional): A folder of images. Defaults to the config's training data, through
@@ -97,9 +96,9 @@ def convert_checkpoint(
         **options: Others of :func:`~repa_mm.convert_pretrained`.
 
     Returns:
-        dict: ``report`` (a :class:`~repa_mm.fit.conversion.ConversionReport`), ``for_heads`` (after
-        a distillation, the differences of the features that the heads get before and after it,
-        measured as those of the report; else empty), ``seen`` (whether the distillation learned
+        dict: ``report`` (a :class:`~repa_mm.fit.conversion.ConversionReport`, whose differences are
+        those of the features that the heads get), ``distilled`` (these differences after a
+        distillation, else empty), ``seen`` (whether the distillation learned
         from the held-out images, too: from those of a folder it does not), ``images`` and
         ``held_out`` (their numbers), and ``config`` (the file that was written).
 
@@ -117,52 +116,43 @@ def convert_checkpoint(
     load_original(model, loaded['state_dict'], checkpoint)
     dataset, chosen, held_out = calibration_images(cfg, num_images, images)
     model.to(device or ('cuda' if torch.cuda.is_available() else 'cpu'))
-    swap_attention(model.backbone)
+    swap_attention(model)
     # What is wrong with the config is to show before the fit.
-    _, widths, _ = find_ffns(model.backbone, keep, skip_unsupported)
-    MODELS.build(converted_config(cfg, model.backbone, widths, out).model)
+    _, widths, _ = find_ffns(model, keep, where, skip_unsupported)
+    MODELS.build(converted_config(cfg, model, widths, where, out).model)
 
-    def batches(indices: list[int]) -> list[torch.Tensor]:
-        images = (pseudo_collate([dataset[i]]) for i in indices)
-        return [model.data_preprocessor(image, False)['inputs'] for image in images]
+    def batches(indices: list[int]) -> list[dict]:
+        return [model.data_preprocessor(pseudo_collate([dataset[i]]), False) for i in indices]
 
-    @torch.no_grad()
-    def for_heads(model=model):
-        return run_batches(model.extract_feat, batches(held_out))
-
-    before = for_heads() if distill else []
-    model.backbone, report = convert_pretrained(
-        model.backbone, batches(chosen), keep=keep,
+    narrow, report = convert_pretrained(
+        model, batches(chosen), keep=keep, where=where, forward=head_inputs,
         held_out=batches(held_out), skip_unsupported=skip_unsupported, **options,
     )  # fmt: skip
-    model.backbone.eval()
     widths = {block.name: block.width for block in report.blocks}
-    text = converted_config(cfg, model.backbone, widths, out).pretty_text
+    text = converted_config(cfg, model, widths, where, out).pretty_text
     text = f'# {osp.basename(config)} with narrower FFNs.\n{text}'
     # MMEngine's inferencers take the config from there where they are given weights alone.
     meta = dict(loaded.get('meta') or {}, repa_mm_version=__version__, cfg=text)
-    state_dict = weights_to_cpu(model.state_dict())
+    state_dict = weights_to_cpu(narrow.state_dict())
     save_checkpoint(dict(meta=meta, state_dict=state_dict), out)
     with replacing(out_config) as temporary, open(temporary, 'w', encoding='utf-8') as file:
         file.write(text)
-    features = [before, for_heads()] if distill else []
+    distilled = []
     if distill:
         root = osp.abspath(images) if images else ''
         left_out = [osp.relpath(dataset.paths[i], root) for i in held_out] if images else []
         distill_checkpoint(
-            out_config,
-            out,
-            cfg.model.backbone,
-            checkpoint,
-            distill,
-            images=images,
-            leave_out=left_out,
+            out_config, out, cfg.model, checkpoint, distill, images=images, leave_out=left_out
         )
-        distilled = build_model(load_config(out_config), out)
-        features.append(for_heads(distilled.to(next(model.parameters()).device)))
+        student = build_model(load_config(out_config), out).to(next(model.parameters()).device)
+        with torch.no_grad():
+            before, after = (
+                run_batches(partial(head_inputs, m), batches(held_out)) for m in (model, student)
+            )
+        distilled = differences(before, after, has_channels_first(model))
     return dict(
         report=report,
-        for_heads=[differences(before, after, has_channels_first(model)) for after in features[1:]],
+        distilled=distilled,
         seen=images is None,
         images=len(chosen),
         held_out=len(held_out),
@@ -170,23 +160,35 @@ def convert_checkpoint(
     )
 
 
-def converted_config(cfg: Config, backbone: nn.Module, widths: dict[str, int], out: str) -> Config:
+def converted_config(
+    cfg: Config, model: nn.Module, widths: dict[str, int], where: str | None, out: str
+) -> Config:
     """Return the config of a converted model.
 
     Args:
         cfg (Config): That of the original model.
-        backbone (nn.Module): The original backbone, or the converted one.
+        model (nn.Module): The original model.
         widths (dict): The widths of its FFNs, by the names of the blocks that are converted.
+        where (str, optional): As for :func:`convert_checkpoint`.
         out (str): The converted checkpoint, which trainings start from.
     """
     cfg = copy.deepcopy(cfg)
     for part in (cfg.model, cfg.model.backbone):
         for key in ('init_cfg', 'pretrained'):  # weights of the original
             part.pop(key, None)
-    cfg.model.backbone = backbone_config(cfg.model.backbone, backbone, widths)
+    start = 'backbone.'
+    inside = {name[len(start) :]: w for name, w in widths.items() if name.startswith(start)}
+    if inside:
+        cfg.model.backbone = backbone_config(cfg.model.backbone, model.backbone, inside)
+    others = {name: w for name, w in widths.items() if not name.startswith(start)}
+    left = _with_stock_layers(cfg.model, others)
+    if left:
+        names = [site.block_name for site in ffn_sites(model, where)]
+        structure = dict(type='Widths', widths=[left.get(name) for name in names], where=where)
+        cfg.model = dict(type='Restructured', model=cfg.model, structures=[structure])
     cfg.load_from, cfg.resume = osp.abspath(out), False
     cfg.pop('work_dir', None)  # the checkpoints there are of the original
-    if cfg.model.backbone.type == 'Restructured':
+    if 'Restructured' in (cfg.model.type, cfg.model.get('backbone', cfg.model).type):
         given = cfg.get('custom_imports') or {}
         imports = given.get('imports') or []
         imports = [imports] if isinstance(imports, str) else list(imports)
@@ -210,11 +212,30 @@ def backbone_config(cfg: dict, backbone: nn.Module, widths: dict[str, int]) -> d
     structure.put(backbone)
     shapes = {key: value.shape for key, value in backbone.state_dict().items()}
     for candidate in _stock_configs(cfg, type(MODELS.build(copy.deepcopy(cfg))), sites, structure):
-        built = MODELS.build(copy.deepcopy(candidate))
+        try:
+            built = MODELS.build(copy.deepcopy(candidate))
+        except (TypeError, AssertionError):  # its blocks have no such argument
+            continue
         if {key: value.shape for key, value in built.state_dict().items()} == shapes:
             return candidate
     structures = [dict(type='Widths', widths=structure.widths)]
     return ConfigDict(type='Restructured', model=cfg, structures=structures)
+
+
+def _with_stock_layers(cfg: ConfigDict, widths: dict[str, int]) -> dict[str, int]:
+    """Set the widths of layers that share one config, as in an encoder; return the other widths."""
+    groups: dict[str, dict] = {}
+    for name, width in widths.items():
+        groups.setdefault(name.rpartition('.layers.')[0], {})[name] = width
+    left = {}
+    for owner, found in groups.items():
+        part = reduce(lambda part, key: part.get(key) or {}, owner.split('.'), cfg)
+        ffn = (part.get('layer_cfg') or {}).get('ffn_cfg')
+        if ffn and len(found) == part.get('num_layers') and len({*found.values()}) == 1:
+            ffn.feedforward_channels = next(iter(found.values()))
+        else:
+            left.update(found)
+    return left
 
 
 def _stock_configs(
@@ -244,11 +265,8 @@ def result_text(result: dict, out: str) -> str:
         str(result['report']),
         f'fitted on {result["images"]} images, {result["held_out"]} held out',
     ]
-    if result['for_heads']:
-        fitted, distilled = map(percent, result['for_heads'])
+    if result['distilled']:
         seen = ' (the training data, which it learns from, has these images)' * result['seen']
-        lines.append(
-            f'on them the features for the heads, which the distillation imitates, differed by '
-            f'{fitted} before it, and by {distilled} after it{seen}'
-        )
+        shares = percent(result['distilled'])
+        lines.append(f'after the distillation the outputs differ by {shares} on them{seen}')
     return '\n'.join([*lines, f'wrote {out} and {result["config"]}'])

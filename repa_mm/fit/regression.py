@@ -129,24 +129,9 @@ def _solve(gram: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     return torch.cholesky_solve(right.t(), torch.linalg.cholesky(gram)).t()
 
 
-class Elimination(NamedTuple):
-    """What backward elimination leaves.
-
-    Attributes:
-        kept (torch.Tensor): Indices of the kept features, increasing.
-        weights (torch.Tensor): The least-squares solution (m, len(kept)) with them.
-        path (list): Pairs of a number of features and the increase of the squared error down to
-            it, from all features to those that are kept.
-    """
-
-    kept: torch.Tensor
-    weights: torch.Tensor
-    path: list[tuple[int, float]]
-
-
 def eliminate(
     gram: torch.Tensor, weights: torch.Tensor, num_kept: int, step: float = 0.02
-) -> Elimination:
+) -> torch.Tensor:
     """Choose the features of a least-squares solution by backward elimination.
 
     To remove the features K, and to let the others make up for them, costs
@@ -160,10 +145,12 @@ def eliminate(
         num_kept (int): Number of features to keep.
         step (float): Share of the remaining features that go at a time; at least one goes.
             Defaults to 0.02.
+
+    Returns:
+        torch.Tensor: Indices of the kept features, increasing.
     """
     kept = torch.arange(len(gram), device=gram.device)
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(gram))
-    path = [(len(kept), 0.0)]
     while len(kept) > num_kept:
         costs = weights.square().sum(0) / inverse.diagonal()
         number = min(max(1, int(step * len(kept))), len(kept) - num_kept)
@@ -171,13 +158,11 @@ def eliminate(
         gone, left = order[:number], order[number:].sort().values
         factor = torch.linalg.cholesky(inverse[gone][:, gone])
         lost = weights[:, gone]
-        cost = (torch.cholesky_solve(lost.t(), factor) * lost.t()).sum()
         follow = torch.cholesky_solve(inverse[gone][:, left], factor)
         weights = weights[:, left] - lost @ follow
         inverse = inverse[left][:, left] - inverse[left][:, gone] @ follow
         kept = kept[left]
-        path.append((len(kept), path[-1][1] + float(cost)))
-    return Elimination(kept, weights, path)
+    return kept
 
 
 class _Problem:
@@ -189,9 +174,7 @@ class _Problem:
         self.mean_a, self.mean_t = mean[:hidden], mean[hidden:]
         self.gram, self.with_t = cov[:hidden, :hidden], cov[hidden:, :hidden]
         self.var_t = cov[hidden:, hidden:].trace()
-        self.out = double(ffn.fc2.weight).to(cov)
-        if ffn.layer_scale is not None:
-            self.out = double(ffn.layer_scale).to(cov)[:, None] * self.out
+        self.out = ffn.fold().w_out
 
     def solve(self, kept: torch.Tensor, ridge: float) -> torch.Tensor:
         """Output weights of the kept channels, drawn to the pretrained ones."""
@@ -211,8 +194,8 @@ class _Problem:
             left = left + (self.bias(kept, weights) - bias).square().sum()
         return left
 
-    def eliminate(self, number: int) -> Elimination:
-        """Backward elimination from the regression with all channels."""
+    def eliminate(self, number: int) -> torch.Tensor:
+        """The channels that backward elimination leaves of the regression with all of them."""
         everything = torch.arange(len(self.gram), device=self.gram.device)
         weights = self.solve(everything, RIDGES[0])
         return eliminate(_ridged(self.gram, RIDGES[0]), weights, number)
@@ -233,17 +216,13 @@ def _cross_validated(ffn: ChannelIdleFFN, parts: Sequence[Moments], kept: torch.
     return min(total, key=total.get)
 
 
-def fit_ffn(
-    ffn: ChannelIdleFFN, parts: Sequence[Moments], width: int, ridge: float | None = None
-) -> NarrowFFN:
+def fit_ffn(ffn: ChannelIdleFFN, parts: Sequence[Moments], width: int) -> NarrowFFN:
     """Choose the channels of a narrower FFN, and fit its output weights in closed form.
 
     Args:
         ffn (ChannelIdleFFN): The pretrained FFN, as one with idle ratio 0.
         parts (Sequence[Moments]): The moments of parts of the images, from :func:`ffn_moments`.
         width (int): Number of channels that stay.
-        ridge (float, optional): Strength of the ridge, relative to the mean variance of a channel.
-            By default the one of :data:`RIDGES` that predicts each part best from the others.
 
     Returns:
         NarrowFFN: In float64.
@@ -255,9 +234,8 @@ def fit_ffn(
     if not (moments.total.isfinite().all() and moments.products.isfinite().all()):
         raise ValueError('its inputs or outputs are not finite numbers')
     problem = _Problem(ffn, moments)
-    kept = problem.eliminate(width).kept
-    if ridge is None:
-        ridge = _cross_validated(ffn, parts, kept)
+    kept = problem.eliminate(width)
+    ridge = _cross_validated(ffn, parts, kept)
     weights = problem.solve(kept, ridge)
     var_t = problem.var_t.clamp(min=torch.finfo(weights.dtype).tiny)
     return NarrowFFN(
@@ -271,9 +249,7 @@ def fit_ffn(
     )
 
 
-def refine(
-    fit: NarrowFFN, u: torch.Tensor, t: torch.Tensor, steps: int = 200, seed: int = 0
-) -> NarrowFFN:
+def refine(fit: NarrowFFN, u: torch.Tensor, t: torch.Tensor, steps: int = 200) -> NarrowFFN:
     """Let all weights of a fitted FFN move, by Adam on random tokens.
 
     Args:
@@ -281,7 +257,6 @@ def refine(
         u (torch.Tensor): Normalized tokens (N, C).
         t (torch.Tensor): What the FFN is to add to them, (N, C).
         steps (int): Number of steps, of 2048 tokens each. Defaults to 200.
-        seed (int): Of the draw of the tokens. Defaults to 0.
     """
     u, t = u.float(), t.float()
     variance = t.var(0).sum()
@@ -297,7 +272,7 @@ def refine(
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda k: min(1, (k + 1) / 10) * (1 + math.cos(math.pi * k / steps)) / 2
     )
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     for _ in range(steps):
         index = torch.randint(len(u), (2048,), generator=generator).to(u.device)
         with torch.enable_grad():
@@ -314,48 +289,3 @@ def refine(
         float((moved(a) - b).square().sum()) for a, b in zip(u.split(_CHUNK), t.split(_CHUNK))
     )
     return moved._replace(unexplained=left / (float(variance) * (len(u) - 1)))
-
-
-def elimination_path(ffn: ChannelIdleFFN, parts: Sequence[Moments]) -> list[tuple[int, float]]:
-    """Squared error per token against the number of channels, from H to 1.
-
-    Args:
-        ffn (ChannelIdleFFN): The pretrained FFN, as one with idle ratio 0.
-        parts (Sequence[Moments]): Of its tokens, see :func:`ffn_moments`.
-    """
-    return _Problem(ffn, Moments.of(parts)).eliminate(1).path
-
-
-def share_channels(
-    paths: Sequence[list[tuple[int, float]]],
-    weights: Sequence[float],
-    costs: Sequence[float],
-    budget: float,
-) -> list[int]:
-    """Widths of some FFNs, with the least error under one budget.
-
-    Every FFN gets the width at which one more unit of cost gains the same everywhere.
-
-    Args:
-        paths (Sequence): For each FFN, pairs of a width and its error.
-        weights (Sequence[float]): What the error of each counts.
-        costs (Sequence[float]): What a channel of each costs.
-        budget (float): The sum of the costs of all channels.
-    """
-
-    def widths(price: float) -> list[int]:
-        return [
-            min(path, key=lambda pair: weight * pair[1] + price * cost * pair[0])[0]
-            for path, weight, cost in zip(paths, weights, costs)
-        ]
-
-    def total(counts: list[int]) -> float:
-        return sum(count * cost for count, cost in zip(counts, costs))
-
-    low, high = 0.0, 1.0
-    while total(widths(high)) > budget and high < 1e30:
-        high *= 10
-    for _ in range(100):
-        middle = (low + high) / 2
-        low, high = (middle, high) if total(widths(middle)) > budget else (low, middle)
-    return widths(high)

@@ -66,10 +66,11 @@ def idle_channels(
     model: nn.Module,
     idle_ratio: float | Sequence[float | None] = 0.75,
     norm_cfg: dict = dict(type='BN'),
+    where: str | None = None,
 ) -> nn.Module:
-    """Put channel-idle FFNs into a backbone, in place.
+    """Put channel-idle FFNs into a model, in place.
 
-    In every pre-norm block, the norm before the FFN and the FFN become one
+    In every known block, the norm before the FFN, if there is one, and the FFN become one
     :class:`~repa_mm.reparam.ChannelIdleFFN`. The linear layers, the layer scale and the affine
     parameters of the norm keep their values; the statistics of BatchNorms are new. With the norm
     kept and ``idle_ratio=0`` the model computes what it did before.
@@ -77,9 +78,10 @@ def idle_channels(
     The result is a start for training.
 
     Args:
-        model (nn.Module): A backbone, or a model with one.
+        model (nn.Module): A backbone, or a whole model, such as a DETR.
         idle_ratio (float | Sequence): As for :class:`~repa_mm.models.structures.ChannelIdle`.
         norm_cfg (dict): As for :class:`~repa_mm.models.structures.ChannelIdle`.
+        where (str, optional): As for :class:`~repa_mm.models.structures.ChannelIdle`.
 
     Returns:
         nn.Module: The same model.
@@ -87,7 +89,7 @@ def idle_channels(
     Raises:
         ValueError: As :func:`add_structures`, or if an idle ratio is not in [0, 1].
     """
-    add_structures(model, [ChannelIdle(idle_ratio, norm_cfg)])
+    add_structures(model, [ChannelIdle(idle_ratio, norm_cfg, where)])
     return model
 
 
@@ -162,7 +164,7 @@ class Restructured:
             super().init_weights()
             self.init_cfg = init_cfg
             initialize(self, own)
-        elif any(_pretrained(module) for module in self.modules()):
+        elif any(outermost(self, TrainingForm)) and any(map(_pretrained, self.modules())):
             ordinary = self.build_ordinary()
             ordinary.init_cfg = self.init_cfg  # which may have been set since
             self._require_sites(ordinary)

@@ -6,8 +6,9 @@ modules at its place (:meth:`Site.parts`), and takes a form in their place (:met
 How to add a kind of block:
 
 1. An entry in :data:`FAMILIES`: the names of its norms, FFN and attention.
-2. If its forward pass does not end with ``x = ffn(norm(x), identity=x)``, a subclass that ends with
-   ``return self.ffn(x)``, and an entry in :data:`COUNTERPARTS`.
+2. If it has a norm before its FFN, and its forward pass does not end with ``x = ffn(norm(x),
+   identity=x)``, a subclass that ends with ``return self.ffn(x)``, and an entry in
+   :data:`COUNTERPARTS`.
 3. If its FFN is not mmcv's ``FFN``, a case in :meth:`FFNSite.parts`.
 4. A row in ``tests/test_models/test_sites.py`` and in ``docs/structures.md``.
 """
@@ -39,11 +40,14 @@ from repa_mm.reparam.numerics import double, is_plain
 
 
 class Family(NamedTuple):
-    """Names of the parts of a pre-norm block.
+    """Names of the parts of a block.
 
     ``norm`` is the norm before the FFN ``ffn``, ``attn_norm`` that before the attention ``attn``,
-    ``mixer_norm`` that before the affine map ``mixer`` in the place of a token mixer. Successive
-    blocks repeat after ``period``: Swin shifts the windows of every second one.
+    ``mixer_norm`` that before the affine map ``mixer`` in the place of a token mixer. Where the
+    norm comes after the FFN, ``norm`` is empty: it stays as it is. ``shortcut`` says whether the
+    FFN contains the shortcut. Successive blocks repeat after ``period``: Swin shifts the windows of
+    every second one. ``few`` marks decoder layers, which work on some hundred queries: they are
+    sites on request only.
     """
 
     norm: str = ''
@@ -53,24 +57,40 @@ class Family(NamedTuple):
     mixer_norm: str = ''
     mixer: str = ''
     period: int = 1
+    shortcut: bool = True
+    few: bool = False
 
+
+_ENCODER, _DECODER = Family(ffn='ffn'), Family(ffn='ffn', few=True)
 
 # By the name of the block's class: MMDetection and MMSegmentation have classes of their own. The
 # attributes alone would not do, since post-norm blocks have them, too.
 FAMILIES = {
     'BEiTTransformerEncoderLayer': Family('ln2', 'ffn'),
     'ChannelBlock': Family('norm2', 'ffn'),  # DaViT
+    # The norm before its two linear layers stays.
+    'ConvNeXtBlock': Family(ffn='pointwise_conv1', shortcut=False),
     'DeiT3TransformerEncoderLayer': Family('ln2', 'ffn'),
     'MixMIMBlock': Family('ln2', 'ffn'),
     'MixerBlock': Family('norm2', 'channel_mix'),
     'PoolFormerBlock': Family('norm2', 'mlp'),
     'RIFormerBlock': Family(mixer_norm='norm1', mixer='token_mixer.affine'),
     'SpatialBlock': Family('norm2', 'ffn'),  # DaViT
+    'SwinBlockV2': Family(ffn='ffn', shortcut=False),
     'SwinBlock': Family('norm2', 'ffn', 'norm1', 'attn.w_msa', period=2),
     'T2TTransformerLayer': Family('ln2', 'ffn'),
     'TransformerBlock': Family('norm_ffn', 'ffn'),  # TNT
     # ViT, SAM, MMSegmentation's ViT
     'TransformerEncoderLayer': Family('norm2', 'ffn', 'norm1', 'attn'),
+    # DETR and its kin, and the pixel decoders of MaskFormer and Mask2Former
+    'DetrTransformerEncoderLayer': _ENCODER,
+    'DeformableDetrTransformerEncoderLayer': _ENCODER,
+    'DetrTransformerDecoderLayer': _DECODER,
+    'ConditionalDetrTransformerDecoderLayer': _DECODER,
+    'DABDetrTransformerDecoderLayer': _DECODER,
+    'DeformableDetrTransformerDecoderLayer': _DECODER,
+    'GroundingDinoTransformerDecoderLayer': _DECODER,
+    'Mask2FormerTransformerDecoderLayer': _DECODER,
 }
 
 
@@ -170,16 +190,16 @@ class Site:
 
 
 class FFNSite(Site):
-    """The norm and the FFN of a block."""
+    """The FFN of a block, with the norm before it, if there is one."""
 
     @property
     def norm(self) -> nn.Module:
         """The norm before the FFN."""
-        return getattr(self.block, self.family.norm)
+        return getattr(self.block, self.family.norm) if self.family.norm else nn.Identity()
 
     def parts(self) -> FFNParts:
         block, ffn = self.block, self.module
-        if not hasattr(block, self.family.norm):
+        if self.family.norm and not hasattr(block, self.family.norm):
             raise ValueError(
                 f'it has no norm {self.family.norm!r} before its FFN, as blocks of this name in '
                 'OpenMMLab have'
@@ -189,6 +209,12 @@ class FFNSite(Site):
         if type(ffn) is ConvFFN:
             fc1, act, drop, fc2 = ffn.fc1, ffn.act, ffn.drop, ffn.fc2
             scale, drop_path, dropouts = block.layer_scale_2, block.drop_path, (drop,)
+        elif self.path == 'pointwise_conv1':
+            if block.grn is not None or not block.linear_pw_conv:
+                raise ValueError('it has a GRN, which mixes hidden channels, or no linear layers')
+            # Layer scale and drop path stay in the block.
+            fc1, act, fc2 = ffn, block.act, block.pointwise_conv2
+            drop, dropouts, scale, drop_path = None, (), None, nn.Identity()
         elif type(ffn) not in (FFN, DeiT3FFN):
             raise ValueError(
                 f'its {type(ffn).__name__} is not an FFN of two linear layers around an activation'
@@ -203,7 +229,7 @@ class FFNSite(Site):
             else:
                 scale, drop_path = getattr(ffn.gamma2, 'weight', None), ffn.dropout_layer
                 shortcut = ffn.add_identity
-            if not shortcut:
+            if shortcut != self.family.shortcut:
                 raise ValueError(
                     f'its FFN has add_identity={ffn.add_identity}, so that the shortcut is not '
                     'where such blocks have it'
@@ -244,13 +270,15 @@ class FFNSite(Site):
         Raises:
             ValueError: If ``norm`` is False and the block calls its FFN in another way.
         """
-        block = self.block
-        if not norm and (type(block) in COUNTERPARTS or not isinstance(self.module, (FFN, Form))):
+        block, calls_usual = self.block, isinstance(self.module, (FFN, Form)) and self.family.norm
+        if not norm and (type(block) in COUNTERPARTS or not calls_usual):
             raise ValueError(
                 f'a {type(block).__name__} does not call its FFN as ffn(norm(x), identity=x)'
             )
         self._adapt(form)
-        if norm and not isinstance(self.module, Form):
+        if self.path == 'pointwise_conv1':
+            block.act = block.pointwise_conv2 = nn.Identity()
+        elif norm and self.family.norm and not isinstance(self.module, Form):
             # ``norm2`` may be a property that looks up ``ln2``.
             (child,) = [name for name, m in block.named_children() if m is self.norm]
             if type(block) in COUNTERPARTS:
@@ -385,12 +413,20 @@ def _blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module, Family]]:
             yield f'{name}.' if name else '', block, FAMILIES[kind.__name__]
 
 
-def ffn_sites(model: nn.Module) -> list[FFNSite]:
-    """Return the sites of a model's FFNs, with forms or ordinary modules there."""
+def ffn_sites(model: nn.Module, where: str | None = None) -> list[FFNSite]:
+    """Return the sites of a model's FFNs, with forms or ordinary modules there.
+
+    Args:
+        model (nn.Module): A backbone or a whole model.
+        where (str, optional): The module of the model whose sites are meant, or the end of its
+            name: 'backbone', 'encoder' (that of a pixel decoder, too), 'decoder'. Defaults to the
+            whole model without decoder layers, which work on some hundred queries.
+    """
     return [
         FFNSite(f'{name}{family.ffn}', block, family.ffn, family)
         for name, block, family in _blocks(model)
         if family.ffn and hasattr(block, family.ffn)
+        if (f'.{where}.' in f'.{name}' if where else not family.few)
     ]
 
 

@@ -76,9 +76,10 @@ class Structure:
         """
         sites = self.sites(model)
         if not sites:
+            where = f' in {self.where!r}' if getattr(self, 'where', None) else ''
             raise ValueError(
-                f'{type(model).__name__} has no site for {type(self).__name__}: no block of a '
-                'family in repa_mm.models.sites.FAMILIES'
+                f'{type(model).__name__} has no site for {type(self).__name__}{where}: no block of '
+                'a family in repa_mm.models.sites.FAMILIES'
             )
         forms = {}
         # All of them before the first is put in: never half a structure.
@@ -132,8 +133,11 @@ class ChannelIdle(Structure):
             one for all, or one per block, of which None leaves its block as it is. Defaults to
             0.75.
         norm_cfg (dict): Norm of the FFNs: 'BN' or 'SyncBN', which merge, 'LN', or 'keep' for the
-            norm that each block has: a LayerNorm, and a GroupNorm in a PoolFormer. Defaults to
-            ``dict(type='BN')``.
+            norm that each block has: a LayerNorm, and a GroupNorm in a PoolFormer. FFNs without a
+            norm before them, as those of a DETR, get none. Defaults to ``dict(type='BN')``.
+        where (str, optional): The module of the model that the blocks are in, as for
+            :func:`~repa_mm.models.sites.ffn_sites`: 'backbone', 'encoder', 'decoder'. Defaults to
+            the whole model without decoder layers.
     """
 
     ffn: type[TrainingForm] = ChannelIdleFFN
@@ -142,8 +146,12 @@ class ChannelIdle(Structure):
         self,
         idle_ratio: float | Sequence[float | None] = 0.75,
         norm_cfg: dict | None = dict(type='BN'),
+        where: str | None = None,
     ) -> None:
-        self.idle_ratio, self.norm_cfg = idle_ratio, norm_cfg
+        self.idle_ratio, self.norm_cfg, self.where = idle_ratio, norm_cfg, where
+
+    def sites(self, model: nn.Module) -> list[FFNSite]:
+        return ffn_sites(model, self.where)
 
     def put(self, model: nn.Module) -> None:
         self.ratios = _share(self.idle_ratio, self.sites(model), 'idle_ratio')
@@ -166,6 +174,7 @@ class LinearPath(ChannelIdle):
         idle_ratio (float | Sequence): As for :class:`ChannelIdle`. Defaults to 0.75.
         norm_cfg (dict, optional): Norm of the FFNs, 'BN' or 'SyncBN'; None for FFNs without norms.
             Defaults to ``dict(type='BN')``.
+        where (str, optional): As for :class:`ChannelIdle`.
     """
 
     ffn = LinearPathFFN
@@ -182,7 +191,7 @@ def idle_ffn(
     Args:
         site (FFNSite): The site, with ordinary modules.
         idle_ratio (float): Share of hidden channels that skip the activation. Defaults to 0.75.
-        norm_cfg (dict, optional): As for the structure.
+        norm_cfg (dict, optional): As for the structure; None for no norm.
         form (type): The class of the FFN. Defaults to :class:`~repa_mm.reparam.ChannelIdleFFN`.
 
     Raises:
@@ -190,6 +199,7 @@ def idle_ffn(
             cannot be kept.
     """
     parts = site.parts()
+    norm_cfg = norm_cfg if site.family.norm else None
     norm, kind = parts.norm, (norm_cfg or {}).get('type')
     if kind == 'keep':
         if not is_plain(norm, nn.LayerNorm, nn.GroupNorm):
@@ -212,6 +222,7 @@ def idle_ffn(
         norm_cfg=norm_cfg and {**own, **norm_cfg, 'type': kind},
         drop_path=parts.drop_path,
         drop_rate=parts.drop,
+        shortcut=site.family.shortcut,
     )
     if isinstance(parts.scale, nn.Parameter):
         ffn.layer_scale = nn.Parameter(parts.scale.detach().clone())
@@ -228,18 +239,26 @@ class Widths(Structure):
 
     Args:
         widths (Sequence[int | None]): Hidden width of each block; None leaves its block as it is.
+        where (str, optional): As for :class:`ChannelIdle`.
     """
 
-    def __init__(self, widths: Sequence[int | None]) -> None:
-        self.widths, self.placed = widths, {}
+    def __init__(self, widths: Sequence[int | None], where: str | None = None) -> None:
+        self.widths, self.where, self.placed = widths, where, {}
+
+    def sites(self, model: nn.Module) -> list[FFNSite]:
+        return ffn_sites(model, self.where)
 
     def put(self, model: nn.Module) -> None:
         sites = self.sites(model)
         for site, width in zip(sites, _share(self.widths, sites, 'widths').values()):
             if width is not None:
-                dims, like = site.parts().fc1.weight.shape[1], site.parts().fc1.weight
+                parts = site.parts()
+                dims, like = parts.fc1.weight.shape[1], parts.fc1.weight
                 shapes = (width, dims), (width,), (dims, width), (dims,)
-                site.set_weights(*(0.02 * torch.randn(shape).to(like) for shape in shapes))
+                weights = [0.02 * torch.randn(shape).to(like) for shape in shapes]
+                if parts.scale is not None:  # by which set_weights divides
+                    weights[2:] = [(w.t() * parts.scale.detach()).t() for w in weights[2:]]
+                site.set_weights(*weights)
 
 
 @STRUCTURES.register_module()
@@ -258,7 +277,7 @@ class Branches(Structure):
         self.num_branches = num_branches
 
     def sites(self, model: nn.Module) -> list[Site]:
-        return [*attention_sites(model), *ffn_sites(model)]
+        return [*attention_sites(model), *(s for s in ffn_sites(model) if s.family.attn)]
 
     def put(self, model: nn.Module) -> None:
         sites = self.sites(model)
@@ -339,6 +358,9 @@ class Experts(Structure):
 
     def __init__(self, num_experts: int = 4) -> None:
         self.num_experts = num_experts
+
+    def sites(self, model: nn.Module) -> list[FFNSite]:
+        return [site for site in ffn_sites(model) if site.family.norm]
 
     def form(self, site: FFNSite) -> TrainingForm:
         if isinstance(site.module, ChannelIdleFFN):

@@ -11,6 +11,7 @@ from .numerics import double
 class FFNParts(NamedTuple):
     """A norm and the FFN behind it: x + scale * fc2(act(fc1(norm(x)))).
 
+    ``norm`` is ``nn.Identity()`` where no norm comes before the FFN.
     ``fc1`` (H, C) and ``fc2`` (C, H) are linear layers or 1 x 1 convolutions, ``scale`` (C, ) is
     the layer scale, a parameter or a constant, None if there is none; ``drop`` and ``drop_path``
     are the rates of dropout and of stochastic depth.

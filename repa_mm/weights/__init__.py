@@ -1,5 +1,11 @@
 """Checkpoints: reading them, fitting them to models, writing them."""
 
-from repa_mm.weights.checkpoint import load_checkpoint, load_weights, match_form, save_checkpoint
+from repa_mm.weights.checkpoint import (
+    load_checkpoint,
+    load_original,
+    load_weights,
+    match_form,
+    save_checkpoint,
+)
 
-__all__ = ['load_checkpoint', 'load_weights', 'match_form', 'save_checkpoint']
+__all__ = ['load_checkpoint', 'load_original', 'load_weights', 'match_form', 'save_checkpoint']

@@ -108,3 +108,20 @@ def load_weights(model: nn.Module, state_dict: dict, path: str | None = None) ->
         model.load_state_dict({**own, **state_dict})
     except RuntimeError as error:
         raise CheckpointError(f'{path or "the checkpoint"}: {error}') from error
+
+
+def load_original(model: nn.Module, state_dict: dict, path: str) -> None:
+    """Load the weights of a vanilla model. Further weights in the file do not matter.
+
+    Args:
+        model (nn.Module): The model.
+        state_dict (dict): The weights.
+        path (str): Where they are from.
+
+    Raises:
+        CheckpointError: If some are missing.
+    """
+    missing = model.load_state_dict(state_dict, strict=False).missing_keys
+    missing = [key for key in missing if not key.endswith('num_batches_tracked')]
+    if missing:
+        raise CheckpointError(f'{path} is of another model: it lacks {", ".join(missing[:3])} …')

@@ -7,7 +7,7 @@ import torch
 from mmengine.registry import MODELS
 
 import repa_mm
-from repa_mm.fit.conversion import differences, tensors
+from repa_mm.fit.features import differences, tensors
 from repa_mm.models.sites import ffn_sites
 from repa_mm.models.structures import Widths
 
@@ -93,7 +93,7 @@ def test_every_block(case, randomize, relative_error):
     x = torch.randn(1, 3, 64, 64)
     with torch.no_grad():
         expected = outputs(model, x)
-    convert = dict(forward=outputs, ridge=0.1)
+    convert = dict(forward=outputs)
     same, report = repa_mm.convert_pretrained(model, images(2), keep=1.0, **convert)
     assert all(row.unexplained == 0 for row in report.blocks)
     with torch.no_grad():
@@ -142,17 +142,11 @@ def test_multiply_adds_of_inner_blocks_are_those_of_an_image(randomize):
     model, _ = pretrained('TNT', randomize)
     _, report = repa_mm.convert_pretrained(model, images(), forward=outputs)
     inner = [row for row in report.blocks if 'inner' in row.name]
-    assert inner and all(row.gmacs == pytest.approx(16 * 16 * 2 * 8 * 32 / 1e9) for row in inner)
-
-
-def test_one_budget_for_all_blocks(randomize):
-    model, _ = pretrained('ViT', randomize)
-    with torch.no_grad():  # the first FFN computes next to nothing
-        model.layers[0].ffn.layers[1].weight *= 1e-3
-    _, report = repa_mm.convert_pretrained(model, images(), keep=0.5, allocate='by_error')
-    first, second = (block.width for block in report.blocks)
-    assert first < 26 < 38 < second
-    assert 60 < first + second <= 64
+    expected = pytest.approx(16 * 16 * 2 * 8 * 32 / 1e9)
+    assert inner and all(row.gmacs == expected for row in inner)
+    keep = [0.5 if row in inner else None for row in report.blocks]
+    _, report = repa_mm.convert_pretrained(model, images(), keep=keep, forward=outputs)
+    assert [row.gmacs for row in report.blocks] == [expected] * len(inner)
 
 
 def test_drop_path_scale_and_mode_are_kept(randomize):
@@ -179,7 +173,6 @@ def test_what_cannot_be_done(randomize):
     x = images(1)
     for kwargs, message in (
         (dict(batches=[]), 'no image'),
-        (dict(allocate='all'), "allocate must be 'uniform' or 'by_error', but got 'all'"),
         (dict(keep=1.5), 'a share in .*1.5'),
         (dict(keep=[None, None]), 'no FFN .* can be narrowed.*leaves it out'),
     ):

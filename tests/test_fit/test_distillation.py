@@ -43,7 +43,7 @@ def models(tmp_path, randomize):
         type='ImageClassifier',
         backbone=dict(type='Restructured', model=BACKBONE, structures=[structure]),
     )
-    backbone, _ = repa_mm.convert_pretrained(teacher.backbone, images, keep=0.125, ridge=0.1)
+    backbone, _ = repa_mm.convert_pretrained(teacher.backbone, images, keep=0.125)
     weights = {f'backbone.{k}': v for k, v in backbone.state_dict().items()}
     for key, value in weights.items():  # worse than the fit
         if key.endswith('ffn.layers.1.weight'):
@@ -55,12 +55,7 @@ def models(tmp_path, randomize):
 def distiller(models):
     student, weights, vanilla = models
     model = MODELS.build(
-        dict(
-            type='FeatureDistiller',
-            student=student,
-            teacher_checkpoint=vanilla,
-            teacher_backbone=BACKBONE,
-        )
+        dict(type='FeatureDistiller', student=student, teacher_checkpoint=vanilla, teacher=VANILLA)
     )
     model.load_state_dict(weights)
     return model
@@ -100,7 +95,7 @@ def settings(models, work_dir, iters, lr=5e-3, **changes):
     """A config without data, and the arguments of a Runner that it gives."""
     student, _, vanilla = models
     given = Config(dict(model=student, default_scope='mmpretrain', **changes))
-    cfg = distillation_config(given, BACKBONE, vanilla, iters)
+    cfg = distillation_config(given, VANILLA, vanilla, iters)
     cfg.optim_wrapper.optimizer.lr = lr
     loader = dict(batch_size=4, num_workers=0, sampler=dict(type='InfiniteSampler', shuffle=True),
                   dataset=Images())  # fmt: skip
@@ -178,7 +173,7 @@ def test_what_diverges_is_not_kept(models, tmp_path, monkeypatch):
     monkeypatch.setattr(Runner, 'from_cfg', build)
     with pytest.raises(CheckpointError, match='distillation has failed.*not finite'):
         files = (str(tmp_path / name) for name in ('idle.py', 'idle.pth'))
-        distill_checkpoint(*files, BACKBONE, vanilla, 4)
+        distill_checkpoint(*files, VANILLA, vanilla, 4)
     assert (tmp_path / 'idle.pth').read_bytes() == before
 
 

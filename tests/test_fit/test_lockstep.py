@@ -139,7 +139,7 @@ def test_what_cannot_be_fitted_is_named(vit):
     x = [*images(), torch.randn(2, 3, 32, 32)]
     for layer_forward, forward, message in (
         (twice, None, "FFN of 'layers.0' runs more than once"),
-        (post_norm, None, "'layers.0', a TransformerEncoderLayer, does not end with x"),
+        (post_norm, None, "'layers.0', a TransformerEncoderLayer, does not use its FFN"),
         (scored, by_score, "'layers.1', .*depends on what other images have left behind"),
         (None, shorter, "does not reach the FFN of 'layers.1'"),
         (None, other_order, "other FFNs in some batches.*'layers.0', 'layers.2'"),
@@ -153,6 +153,12 @@ def test_what_cannot_be_fitted_is_named(vit):
         with pytest.raises(ValueError, match=message):
             repa_mm.convert_pretrained(vit, x[:-1] if layer_forward else x, forward=forward)
         assert state(vit) == before
+
+
+def test_an_ffn_of_two_blocks_is_named(vit):
+    vit.layers[2].ffn = vit.layers[0].ffn
+    with pytest.raises(ValueError, match="'layers.2' shares its FFN with 'layers.0'"):
+        repa_mm.convert_pretrained(vit, images(), keep=[0.5, 0.5, None])
 
 
 def test_an_error_in_a_pass_leaves_nothing(vit):

@@ -96,6 +96,26 @@ CONVERTIBLE = {
         dict(arch=dict(layers=[1, 1, 1, 1], embed_dims=[4, 8, 12, 16]), frozen_stages=-1),
         4,
     ),
+    'Swin V2': (
+        'mmpretrain',
+        'SwinTransformerV2',
+        dict(
+            arch=dict(
+                embed_dims=8,
+                depths=[1, 1, 1, 1],
+                num_heads=[1, 1, 2, 2],
+                extra_norm_every_n_blocks=0,
+            ),
+            window_size=2,
+        ),
+        4,
+    ),
+    'ConvNeXt': (
+        'mmpretrain',
+        'ConvNeXt',
+        dict(arch=dict(depths=[1, 1, 1, 1], channels=[4, 8, 12, 16])),
+        4,
+    ),
     'MMDetection Swin': (
         'mmdet',
         'SwinTransformer',
@@ -118,11 +138,11 @@ CONVERTIBLE = {
 
 # What the error says, with the name of the block.
 REFUSED = {
-    'Swin V2, post-norm': (
+    'ConvNeXt V2': (
         'mmpretrain',
-        'SwinTransformerV2',
-        dict(arch='tiny', img_size=64, window_size=4),
-        'no site',
+        'ConvNeXt',
+        dict(arch=dict(depths=[1] * 4, channels=[4] * 4), use_grn=True, layer_scale_init_value=0.0),
+        r"'stages.0.0.pointwise_conv1', in a ConvNeXtBlock.*GRN",
     ),
     'SwiGLU': (
         'mmpretrain',
@@ -174,7 +194,7 @@ def build(package, name, kwargs):
         kwargs = dict(dict(img_size=64), **kwargs)
     if name == 'ViTSAM':
         kwargs = dict(kwargs, img_size=64)
-    if name in ('PoolFormer', 'SwinTransformer', 'DaViT', 'PCPVT'):
+    if name in ('PoolFormer', 'SwinTransformer', 'DaViT', 'PCPVT', 'ConvNeXt'):
         kwargs.pop('img_size', None)
     pytest.importorskip(package)
     module = importlib.import_module(
@@ -232,7 +252,7 @@ def test_without_idle_channels_and_with_its_norm_a_model_is_the_same(case, rando
     model = randomize(build(package, name, kwargs)).double()
     model.eval()  # which returns None
     for module in model.modules():  # layer scales that count
-        for key in ('gamma_1', 'gamma_2', 'layer_scale_1', 'layer_scale_2'):
+        for key in ('gamma', 'gamma_1', 'gamma_2', 'layer_scale_1', 'layer_scale_2'):
             if isinstance(getattr(module, key, None), nn.Parameter):
                 getattr(module, key).data.uniform_(0.5, 1.5)
         if type(module).__name__ == 'LayerScale':

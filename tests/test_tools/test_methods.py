@@ -23,8 +23,8 @@ def ffn():
         return torch.randn(*shape) / shape[-1] ** 0.5
 
     zero = torch.zeros(DIMS, DIMS)
-    weights = draw(DIMS), draw(WIDTH, DIMS), 0.3 * torch.randn(WIDTH), draw(DIMS, WIDTH)
-    return LIB.PretrainedFFN(zero, *weights, nn.GELU())
+    weights = zero, draw(DIMS), draw(WIDTH, DIMS), 0.3 * torch.randn(WIDTH), draw(DIMS, WIDTH)
+    return LIB.Weights(*(w.double() for w in weights), nn.GELU())
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def compute(ffn, u, act):
 
 def convert(name, ffn, u, width):
     out = compute(ffn, u, ffn.act)
-    fitted = LIB.METHODS[name](ffn, u, out, width, seed=0)
+    fitted = LIB.METHODS[name](ffn, u, out, width)
     assert all(x.dtype == torch.float64 and x.isfinite().all() for x in fitted)
     return fitted, (compute(fitted, u, ffn.act) - out).square().mean()
 
@@ -87,5 +87,6 @@ def test_magnitude_keeps_the_largest_weights(ffn, u):
 
 def test_shared_widths():
     scores = [torch.tensor([1.0, 2, 3, 4]), torch.tensor([10.0, 0, 20, 30])]
-    assert LIB.shared_widths(scores, 5) == [2, 3]
-    assert LIB.shared_widths(scores, 2) == [1, 1]
+    assert LIB.shared_widths(scores, [1, 1], 5) == [2, 3]
+    assert LIB.shared_widths(scores, [1, 1], 2) == [1, 1]
+    assert LIB.shared_widths(scores, [1, 3], 12) == [3, 3]

@@ -23,6 +23,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import dinov2
@@ -30,18 +31,17 @@ import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from methods import METHODS, PretrainedFFN, shared_widths
+from methods import METHODS, Weights, shared_widths
 from methods import statistics as statistics_of
 
 from repa_mm import convert_pretrained
 from repa_mm.benchmark.timing import measure
-from repa_mm.fit.conversion import MAX_TOKENS, Fit, find_ffns
+from repa_mm.fit.conversion import MAX_TOKENS, find_ffns, sample_tokens
 from repa_mm.fit.lockstep import in_lockstep
 from repa_mm.fit.pretrained import calibration_images
 from repa_mm.models.sites import ffn_sites
 
 COSTS = [0.9, 0.75, 0.5, 0.375, 0.25, 0.15]
-OURS = {'ours': dict(), 'ours, shared budget': dict(allocate='by_error')}
 
 
 class Fitted(nn.Module):
@@ -61,55 +61,42 @@ class Fitted(nn.Module):
         return y + F.linear(self.act(F.linear(u, w_in, b_in)), w_out) if len(b_in) else y
 
 
-def as_folded(ffn) -> PretrainedFFN:
-    """The weights of a pretrained FFN, as methods take them."""
-    scale = 1.0 if ffn.layer_scale is None else ffn.layer_scale
-    w_out, b = (ffn.fc2.weight.t() * scale).t(), ffn.fc2.bias * scale
-    return PretrainedFFN(
-        b.new_zeros(len(b), len(b)), b, ffn.fc1.weight, ffn.fc1.bias, w_out, ffn.act
-    )
-
-
-def vbp_widths(model: nn.Module, batches: list, forward: Callable, keep: float) -> list[int]:
-    """Widths by which VBP ranks the channels of all FFNs together, on the original model."""
-    model, scores = copy.deepcopy(model), []
-    ffns, widths, _ = find_ffns(model, keep, False)
-    fit = Fit(widths, None, -(-MAX_TOKENS // len(batches)), 0, None)
-    for site in ffn_sites(model):
-        site.put(ffns[site.block_name])
-
-    def score(site, tokens: list) -> None:
-        u = torch.cat([part[0] for part in fit.sample(site, tokens)])
-        _, covariance = statistics_of(as_folded(site.ffn), u).mean_and_covariance
-        scores.append(covariance.diagonal())
-
-    in_lockstep(lambda batch: forward(model, batch), batches, score, students=False)
-    return shared_widths(scores, sum(widths.values()))
-
-
-def by_method(
+def compressed(
     model: nn.Module, batches: list, forward: Callable, name: str, keep: float
 ) -> nn.Module:
     """A copy of a model with FFNs of a published method."""
-    equal = len({site.parts().fc1.weight.shape for site in ffn_sites(model)}) == 1
-    own = vbp_widths(model, batches, forward, keep) if name == 'VBP' and equal else None
     model = copy.deepcopy(model)
     model.eval()
-    ffns, widths, _ = find_ffns(model, keep, False)
-    widths = dict(zip(widths, own)) if own else widths
-    fit = Fit(widths, None, -(-MAX_TOKENS // len(batches)), 0, None)
+    ffns, widths, _ = find_ffns(model, keep, None, False)
     sites = {site.block_name: site for site in ffn_sites(model)}
-    ends = {}
+    number, run = -(-MAX_TOKENS // len(batches)), partial(forward, model)
     for block, site in sites.items():
         site.put(ffns[block])
 
+    def sample(site, tokens: list) -> list[torch.Tensor]:
+        return [torch.cat(columns) for columns in zip(*sample_tokens(site, tokens, number))]
+
+    if name == 'VBP':  # ranks the channels of all FFNs together, on the original model
+        scores, costs = [], []
+
+        def score(site, tokens: list) -> None:
+            u, _ = sample(site, tokens)
+            moments = statistics_of(Weights(*site.ffn.fold(), site.ffn.act), u).moments
+            scores.append(moments.mean_and_covariance()[1].diagonal())
+            costs.append(sum(x.numel() for x, _ in tokens))
+
+        in_lockstep(run, batches, score, students=False)
+        budget = sum(cost * width for cost, width in zip(costs, widths.values()))
+        widths = dict(zip(widths, shared_widths(scores, costs, budget)))
+    ends = {}
+
     def meet(site, tokens: list) -> Callable:
-        u, out, _ = (torch.cat(columns) for columns in zip(*fit.sample(site, tokens)))
-        found = METHODS[name](as_folded(site.ffn), u, out, widths[site.name], 0)
+        weights = Weights(*site.ffn.fold(), site.ffn.act)
+        found = METHODS[name](weights, *sample(site, tokens), widths[site.name])
         ends[site.name] = Fitted(site.ffn.norm1, site.ffn.act, found)
         return ends[site.name]
 
-    in_lockstep(lambda batch: forward(model, batch), batches, meet)
+    in_lockstep(run, batches, meet)
     for block, site in sites.items():
         site.put(ends[block])
     return model
@@ -125,14 +112,12 @@ def converted(
             if name == 'linear map' and keep != min(args.keep):
                 continue  # it has one cost, C^2
             start = time.perf_counter()
-            if name in OURS:
-                found, _ = convert_pretrained(
-                    model, batches, keep=keep, forward=forward, **OURS[name]
-                )
+            if name == 'ours':
+                found, _ = convert_pretrained(model, batches, keep=keep, forward=forward)
             else:
-                found = by_method(model, batches, forward, name, keep)
+                found = compressed(model, batches, forward, name, keep)
             found.eval()
-            cost = keep if name != 'linear map' else 0.125
+            cost = keep if name != 'linear map' else 0.125  # C^2 of 8 C^2
             row = dict(method=name, keep=cost, seconds=round(time.perf_counter() - start))
             yield row, found
 
@@ -150,7 +135,7 @@ def on_dinov2(args: argparse.Namespace) -> None:
     own = [name for name in dinov2.PHOTOGRAPHS if name not in args.foreign]
     more = dinov2.photographs(args.photographs)
     split = len(more) if args.calibrate_on_all else 0
-    groups = [dinov2.stacked([name], 0, 5) for name in own]
+    groups = [dinov2.stacked([name], 0, args.crops) for name in own]
     groups += [dinov2.stacked([name], 0, 2) for name in more[:split]]
     # Crops of one photograph are one batch: they share too much for cross-validation.
     tests = {'near': dinov2.stacked(own, 20, 2), 'foreign': dinov2.stacked(args.foreign, 20, 8)}
@@ -230,7 +215,7 @@ def draw(args: argparse.Namespace) -> None:
                 if row['method'] == method:
                     points.setdefault(row['keep'], []).append(row[key])
             means = [(keep, statistics.fmean(v)) for keep, v in sorted(points.items())]
-            style = 'o-' if method in OURS else '.--'
+            style = 'o-' if method == 'ours' else '.--'
             axis.plot(*zip(*means), style, label=method, color=f'C{number}') if means else None
         axis.axhline(best, color='grey', linewidth=0.8)
         axis.set(title=f'{data}: {key}', xlabel="share of the FFNs' multiply-adds")
@@ -248,7 +233,7 @@ def main() -> None:
         command = commands.add_parser(name)
         command.add_argument('model', help='the ONNX file, or the config of a model')
         command.add_argument('--keep', type=float, nargs='+', default=COSTS)
-        command.add_argument('--methods', nargs='+', default=[*OURS, *METHODS])
+        command.add_argument('--methods', nargs='+', default=['ours', *METHODS])
         command.add_argument('--name', default=name, help='of the data, in the results')
         command.add_argument('--seed', type=int, default=0, help='to write beside the results')
         command.add_argument('--out', default='results.jsonl')
@@ -260,6 +245,7 @@ def main() -> None:
             command.add_argument('--foreign', nargs='+', default=dinov2.FOREIGN)
             command.add_argument('--photographs', help='a folder with more of them')
             command.add_argument('--calibrate-on-all', action='store_true')
+            command.add_argument('--crops', type=int, default=15, help='of a photograph')
     command = commands.add_parser('draw')
     command.add_argument('files', nargs='+')
     command.add_argument('--out', required=True)

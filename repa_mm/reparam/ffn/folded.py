@@ -280,7 +280,9 @@ def folded_forward(ffn: nn.Module, x: torch.Tensor) -> torch.Tensor:
     # Statistics and everything of the size of a weight in single precision at least; products with
     # the tokens in what autocast asks for.
     acc = torch.promote_types(dtype, torch.float32)
-    shortcut = not ffn.keeps_norm and ffn.dropout_layer.drop_prob == 0.0 and dtype == x.dtype == acc
+    # Whether the shortcut goes through the products, and is not added to them.
+    shortcut = ffn.shortcut and not ffn.keeps_norm and dtype == x.dtype == acc
+    shortcut = shortcut and ffn.dropout_layer.drop_prob == 0.0
     tokens = (ffn.norm1(x) if ffn.keeps_norm else x).reshape(-1, ffn.embed_dims)
     with torch.autocast(x.device.type, enabled=False):
         w_out, b_out = ffn.fc2.weight.to(acc), ffn.fc2.bias.to(acc)
@@ -309,7 +311,9 @@ def folded_forward(ffn: nn.Module, x: torch.Tensor) -> torch.Tensor:
             w_in, b_in, w, w_out, b = (t.to(dtype) for t in (w_in, b_in, w, w_out, b))
             z = _Branch.apply(tokens.to(dtype), w_in, b_in, w, w_out, b, ffn.act)
     z = z.view(x.shape)
-    return z if shortcut else x + ffn.dropout_layer(z)
+    if not shortcut:
+        z = ffn.dropout_layer(z)
+    return x + z if ffn.shortcut and not shortcut else z
 
 
 def _affine(norm: nn.Module, like: torch.Tensor):

@@ -40,7 +40,8 @@ class ChannelIdleFFN(TrainingForm):
 
     With ``norm_cfg=dict(type='LN')`` or ``'TokenGN'`` there is a LayerNorm or a GroupNorm before
     the FFN and no norm inside it. Then only the idle product merges; the norm and the shortcut
-    stay.
+    stay. With ``norm_cfg=None`` there is no norm: where a block has its norm behind the shortcut,
+    as in a DETR, all of the FFN merges.
 
     Args:
         embed_dims (int): Number of channels C.
@@ -49,13 +50,14 @@ class ChannelIdleFFN(TrainingForm):
             to 0.75.
         act_cfg (dict | nn.Module): An elementwise activation: its name in ``torch.nn`` (or class)
             as ``type``, and its arguments. Defaults to ``dict(type='GELU')``.
-        norm_cfg (dict): ``type`` 'BN', 'SyncBN', 'LN' or 'TokenGN' (a GroupNorm, by default of one
-            group, over all tokens of a sample), and the norm's arguments. Defaults to
-            ``dict(type='BN')``.
+        norm_cfg (dict, optional): ``type`` 'BN', 'SyncBN', 'LN' or 'TokenGN' (a GroupNorm, by
+            default of one group, over all tokens of a sample), and the norm's arguments; None for
+            no norm. Defaults to ``dict(type='BN')``.
         drop_path (float): Stochastic depth rate. Defaults to 0.
         layer_scale_init_value (float): Initial value of the layer scale; 0 for none. Defaults to 0.
         drop_rate (float): Dropout rate; every hidden channel is computed in training if it is not
             0. Defaults to 0.
+        shortcut (bool): Whether the FFN adds its input to its output. Defaults to True.
 
     In training mode the FFN does not compute the idle channels where that is faster, see
     :mod:`repa_mm.reparam.ffn.folded`: outputs, gradients and running statistics are the same.
@@ -81,10 +83,11 @@ class ChannelIdleFFN(TrainingForm):
         feedforward_channels: int,
         idle_ratio: float = 0.75,
         act_cfg: dict | nn.Module = dict(type='GELU'),
-        norm_cfg: dict = dict(type='BN'),
+        norm_cfg: dict | None = dict(type='BN'),
         drop_path: float = 0.0,
         layer_scale_init_value: float = 0.0,
         drop_rate: float = 0.0,
+        shortcut: bool = True,
     ) -> None:
         super().__init__()
         self.embed_dims = embed_dims
@@ -92,7 +95,7 @@ class ChannelIdleFFN(TrainingForm):
         self.num_active = num_active_channels(feedforward_channels, idle_ratio)
         # The shapes of the weights are those of every idle ratio: checkpoints say which it is.
         self.register_buffer('num_active_channels', torch.tensor(self.num_active))
-        self.norm_cfg = norm_cfg
+        self.norm_cfg, self.shortcut = norm_cfg, shortcut
         self.norm1 = build_norm(norm_cfg, embed_dims)
         self.fc1 = nn.Linear(embed_dims, feedforward_channels)
         self.act = build_activation(act_cfg)
@@ -154,7 +157,8 @@ class ChannelIdleFFN(TrainingForm):
         z = self.drop(self.fc2(self.drop(self.norm2(a)))).view(x.shape)
         if self.layer_scale is not None:
             z = z * self.layer_scale
-        return x + self.dropout_layer(z)
+        z = self.dropout_layer(z)
+        return x + z if self.shortcut else z
 
     def _hidden(self, u: torch.Tensor) -> torch.Tensor:
         """Hidden channels (N, H) of normalized tokens (N, C), the active ones activated."""
@@ -215,7 +219,8 @@ class ChannelIdleFFN(TrainingForm):
         elif self.layer_scale is not None:  # a constant, which the parts have, too
             scales = [None if s is None else s / double(self.layer_scale) for s in scales]
         copy_affine(self.norm1, ffns[0].norm if len(ffns) == 1 else None)
-        ins = [matrix(ffns[0].fc1)] if len(ffns) == 1 else [fold_norm(p.norm, p.fc1) for p in ffns]
+        own_norm = len(ffns) == 1 and not isinstance(self.norm1, nn.Identity)
+        ins = [matrix(p.fc1) if own_norm else fold_norm(p.norm, p.fc1) for p in ffns]
         outs = []
         for part, scale in zip(ffns, scales):
             weight, bias = matrix(part.fc2)
@@ -247,7 +252,8 @@ class ChannelIdleFFN(TrainingForm):
         folded = self.fold()
         # Where the norm stays, so does the shortcut from before it.
         norm = self.norm1 if self.keeps_norm else None
-        return MergedFFN.of(folded, self.act, self.fc1.weight, norm, self.num_idle > 0)
+        idle = self.num_idle > 0
+        return MergedFFN.of(folded, self.act, self.fc1.weight, norm, idle, self.shortcut)
 
     def check_weights(self, weights: dict, name: str) -> None:
         super().check_weights(weights, name)

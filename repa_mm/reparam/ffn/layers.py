@@ -88,17 +88,19 @@ def _not_inplace(act: nn.Module) -> nn.Module:
     return act
 
 
-def build_norm(norm_cfg: dict, num_features: int) -> nn.Module:
-    """Build a normalization layer.
+def build_norm(norm_cfg: dict | None, num_features: int) -> nn.Module:
+    """Build a normalization layer, ``nn.Identity`` for None.
 
     Args:
-        norm_cfg (dict): ``type`` ('BN', 'BN1d', 'SyncBN' or 'LN'), ``requires_grad`` of its
-            parameters (True by default), and arguments of the layer.
+        norm_cfg (dict, optional): ``type`` ('BN', 'BN1d', 'SyncBN', 'LN' or 'TokenGN'),
+            ``requires_grad`` of its parameters (True by default), and arguments of the layer.
         num_features (int): Number of channels.
 
     Raises:
         ValueError: If the type is another.
     """
+    if norm_cfg is None:
+        return nn.Identity()
     kwargs = dict(norm_cfg)
     name = kwargs.pop('type', None)
     if name not in _NORMS:

@@ -32,6 +32,7 @@ class LinearPathFFN(TrainingForm):
         drop_path (float): Stochastic depth rate. Defaults to 0.
         layer_scale_init_value (float): Initial value of the layer scale; 0 for none. Defaults to 0.
         drop_rate (float): Dropout rate of active channels and output. Defaults to 0.
+        shortcut (bool): Whether the FFN adds its input to its output. Defaults to True.
 
     Raises:
         ValueError: If the idle ratio is not in [0, 1), or the norm is no BatchNorm.
@@ -49,17 +50,14 @@ class LinearPathFFN(TrainingForm):
         drop_path: float = 0.0,
         layer_scale_init_value: float = 0.0,
         drop_rate: float = 0.0,
+        shortcut: bool = True,
     ) -> None:
         super().__init__()
-        self.embed_dims = embed_dims
+        self.embed_dims, self.shortcut = embed_dims, shortcut
         self.num_active = num_active_channels(feedforward_channels, idle_ratio)
         if not self.num_active:
             raise ValueError(f'no channel would be active with idle_ratio={idle_ratio!r}')
-        norms = [
-            nn.Identity() if norm_cfg is None else build_norm(norm_cfg, width)
-            for width in (embed_dims, self.num_active)
-        ]
-        self.norm1, self.norm2 = norms
+        self.norm1, self.norm2 = (build_norm(norm_cfg, n) for n in (embed_dims, self.num_active))
         self._check_norms()
         self.linear = nn.Linear(embed_dims, embed_dims)
         self.fc1 = nn.Linear(embed_dims, self.num_active)
@@ -87,7 +85,8 @@ class LinearPathFFN(TrainingForm):
         z = self.drop(self.linear(u) + self.fc2(h)).view(x.shape)
         if self.layer_scale is not None:
             z = z * self.layer_scale
-        return x + self.dropout_layer(z)
+        z = self.dropout_layer(z)
+        return x + z if self.shortcut else z
 
     def fill(self, ffn: FFNParts) -> None:
         """Take the weights of an ordinary FFN without the activation of its last channels.
@@ -134,7 +133,7 @@ class LinearPathFFN(TrainingForm):
             batch_norm_affine(self.norm1, w_in),
             layer_scale=None if self.layer_scale is None else double(self.layer_scale),
         )
-        return MergedFFN.of(folded, self.act, self.fc1.weight)
+        return MergedFFN.of(folded, self.act, self.fc1.weight, shortcut=self.shortcut)
 
     def extra_repr(self) -> str:
         return f'num_active={self.num_active}'

@@ -26,6 +26,7 @@ class MergedFFN(DeployForm):
             then starts before the norm and is added at run time.
         idle (bool): Whether there are idle channels, merged into W. Without (idle ratio 0) W is the
             shortcut alone and is not multiplied by. Defaults to True.
+        shortcut (bool): Whether there is a shortcut. Defaults to True.
     """
 
     label = 'channel-idle FFN'
@@ -37,14 +38,15 @@ class MergedFFN(DeployForm):
         act_cfg: dict | nn.Module = dict(type='GELU'),
         norm: nn.Module | None = None,
         idle: bool = True,
+        shortcut: bool = True,
     ) -> None:
         super().__init__()
         self.embed_dims = embed_dims
         self.num_active = num_active
         self.idle = idle
-        # Whether the shortcut is added at run time. Otherwise it is in W.
-        self.shortcut = norm is not None or not idle
-        self._movable = not self.shortcut
+        # Whether a shortcut is added at run time. Otherwise it is in W.
+        self.shortcut = shortcut and (norm is not None or not idle)
+        self._movable = shortcut and not self.shortcut
         self.norm = nn.Identity() if norm is None else norm
         self.fc1 = nn.Linear(embed_dims, num_active + idle * embed_dims)
         self.act = build_activation(act_cfg)
@@ -60,6 +62,7 @@ class MergedFFN(DeployForm):
         like: torch.Tensor,
         norm: nn.Module | None = None,
         idle: bool = True,
+        shortcut: bool = True,
     ) -> 'MergedFFN':
         """Return the form that has folded weights, rounded once.
 
@@ -69,14 +72,15 @@ class MergedFFN(DeployForm):
             like (torch.Tensor): Of the form's device and dtype.
             norm (nn.Module, optional): As for the class; the form gets a copy.
             idle (bool): As for the class.
+            shortcut (bool): As for the class.
 
         Raises:
             ValueError: If the weights exceed the range of the dtype.
         """
         with torch.device('meta'):
             width, active = len(folded.w), len(folded.b_in)
-            merged = cls(width, active, copy.deepcopy(act), copy.deepcopy(norm), idle)
-        if norm is None:
+            merged = cls(width, active, copy.deepcopy(act), copy.deepcopy(norm), idle, shortcut)
+        if shortcut and norm is None:
             folded.w.diagonal().add_(1)
         for key, value in stack(folded, idle).items():
             layer, name = key.split('.')

@@ -1,0 +1,89 @@
+"""The features that heads get, and how far those of a converted model are from the original's."""
+
+import inspect
+from collections.abc import Callable, Iterable
+
+import torch
+import torch.nn as nn
+from mmpretrain.models.backbones.mlp_mixer import MixerBlock
+
+
+def head_inputs(model: nn.Module, data: dict):
+    """Compute what the heads of a model get.
+
+    Of a DETR that is the memory of the encoder, of a MaskFormer or Mask2Former what the pixel
+    decoder returns, of other models the maps of ``extract_feat``.
+
+    Args:
+        model (nn.Module): A detector, segmentor or classifier.
+        data (dict): ``inputs``, normalized images (B, 3, H, W), and ``data_samples``, as the
+            model's data preprocessor returns them.
+
+    Returns:
+        Tensors, in nested tuples and lists.
+    """
+    features, samples = model.extract_feat(data['inputs']), data.get('data_samples')
+    if hasattr(model, 'forward_encoder'):
+        return model.forward_encoder(**model.pre_transformer(features, samples)[0])['memory']
+    heads = (getattr(model, name, None) for name in ('panoptic_head', 'decode_head'))
+    for decoder in (getattr(head, 'pixel_decoder', None) for head in heads):
+        if decoder is not None:
+            takes_sizes = 'batch_img_metas' in inspect.signature(decoder.forward).parameters
+            return decoder(features, *[[s.metainfo for s in samples]] * takes_sizes)
+    return features
+
+
+def run_batches(forward: Callable, batches: Iterable) -> list[list[torch.Tensor]]:
+    """Return the floating-point tensors that ``forward`` returns, for every batch."""
+    return [[v.cpu() for v in tensors(forward(batch))] for batch in batches]
+
+
+def tensors(value) -> list[torch.Tensor]:
+    """Return the floating-point tensors in nested tuples, lists and dicts."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (tuple, list)):
+        return [tensor for item in value for tensor in tensors(item)]
+    return [value] if isinstance(value, torch.Tensor) and value.is_floating_point() else []
+
+
+def percent(values: Iterable[float]) -> str:
+    """Format shares in percent, with two digits each."""
+    return ', '.join(f'{100 * value:.{2 if value < 1 else 3}g} %' for value in values)
+
+
+def has_channels_first(model: nn.Module) -> bool:
+    """Return whether the tokens that a backbone returns are (B, C, N), as those of an MLP-Mixer."""
+    return any(isinstance(module, MixerBlock) for module in model.modules())
+
+
+def channels_last(features: torch.Tensor, channels_first: bool) -> torch.Tensor:
+    """Move the channels of maps (B, C, H, W), tokens or vectors to the last dimension."""
+    moves = features.ndim == 4 or features.ndim == 3 and channels_first
+    return features.movedim(1, -1) if moves else features
+
+
+def differences(before: list, after: list, channels_first: bool = False) -> list[float]:
+    """Return the mean square change of each output, relative to the variance of its channels.
+
+    That of an output with one vector in all is relative to its mean square.
+
+    Args:
+        before (list): For each batch, the outputs of the original model.
+        after (list): For each batch, the outputs of the converted model.
+        channels_first (bool): Whether tokens are (B, C, N). Defaults to False.
+    """
+
+    def rows(x: torch.Tensor) -> torch.Tensor:
+        x = channels_last(x, channels_first)
+        return x.reshape(-1, x.shape[-1] if x.ndim else 1).double()
+
+    result = []
+    for pairs in zip(*(zip(a, b) for a, b in zip(before, after))):
+        change = sum(float((rows(a) - rows(b)).square().sum()) for a, b in pairs)
+        count = sum(len(rows(a)) for a, _ in pairs)
+        mean = sum(rows(a).sum(0) for a, _ in pairs) / count
+        variance = sum(float((rows(a) - mean).square().sum()) for a, _ in pairs)
+        variance = variance or sum(float(rows(a).square().sum()) for a, _ in pairs)
+        result.append(change / max(variance, 1e-300))
+    return result

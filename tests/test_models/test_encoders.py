@@ -1,0 +1,186 @@
+"""FFNs behind which a norm comes, in encoders and pixel decoders of whole models."""
+
+import copy
+
+import pytest
+import torch
+from mmengine.config import Config
+from mmengine.registry import MODELS
+
+import repa_mm
+from repa_mm.fit.features import head_inputs, tensors
+from repa_mm.fit.pretrained import converted_config
+from repa_mm.models.sites import ffn_sites
+from repa_mm.reparam import ChannelIdleFFN, MergedFFN, set_training_path
+from repa_mm.run import load_config
+
+pytest.importorskip('mmdet')
+
+# An installed config, and the name of its decoder.
+CASES = {
+    'DETR': ('mmdet::detr/detr_r50_8xb2-150e_coco.py', 'decoder'),
+    'Conditional DETR': (
+        'mmdet::conditional_detr/conditional-detr_r50_8xb2-50e_coco.py',
+        'decoder',
+    ),
+    'DAB-DETR': ('mmdet::dab_detr/dab-detr_r50_8xb2-50e_coco.py', 'decoder'),
+    'Deformable DETR': ('mmdet::deformable_detr/deformable-detr_r50_16xb2-50e_coco.py', 'decoder'),
+    'DINO': ('mmdet::dino/dino-4scale_r50_8xb2-12e_coco.py', 'decoder'),
+    'DDQ': ('mmdet::ddq/ddq-detr-4scale_r50_8xb2-12e_coco.py', 'decoder'),
+    'MaskFormer': ('mmdet::maskformer/maskformer_r50_ms-16xb1-75e_coco.py', 'transformer_decoder'),
+    'Mask2Former': (
+        'mmdet::mask2former/mask2former_r50_8xb2-lsj-50e_coco.py',
+        'transformer_decoder',
+    ),
+}
+
+
+def model_config(case):
+    cfg = load_config(CASES[case][0])
+    model = cfg.model
+    model.backbone.update(depth=18, init_cfg=None)
+    channels = [64, 128, 256, 512]
+    head = model.get('panoptic_head')
+    if head:
+        head.in_channels = channels
+        head.pixel_decoder.encoder.num_layers = 2
+        model.panoptic_head.transformer_decoder.num_layers = 2
+    else:
+        model.neck.in_channels = [channels[i] for i in model.backbone.out_indices]
+        model.encoder.num_layers = model.decoder.num_layers = 2
+        model.num_queries = 30
+    model.pop('init_cfg', None)
+    return model
+
+
+def build(case, randomize):
+    model = randomize(MODELS.build(copy.deepcopy(model_config(case))))
+    if hasattr(model, 'level_embed'):  # which is uninitialized memory
+        torch.nn.init.normal_(model.level_embed)
+    model.eval()
+    return model
+
+
+def data(model, *sizes):
+    """Images of several sizes, padded to one batch."""
+    from mmdet.structures import DetDataSample
+
+    images, samples = [], []
+    for height, width in sizes or [(96, 128), (80, 100)]:
+        images.append(torch.randint(0, 256, (3, height, width), dtype=torch.uint8))
+        meta = dict(img_shape=(height, width), ori_shape=(height, width), scale_factor=(1, 1))
+        samples.append(DetDataSample(metainfo=meta))
+    return model.data_preprocessor(dict(inputs=images, data_samples=samples), False)
+
+
+def outputs(model, batch):
+    """What the decoder and the heads make of images, too, where MMDetection computes in float64."""
+    found = tensors(head_inputs(model, batch))
+    if type(model).__name__ in ('ConditionalDETR', 'DABDETR', 'DDQDETR'):
+        return found
+    return [*found, *tensors(model(**copy.deepcopy(batch), mode='tensor'))]
+
+
+@pytest.mark.parametrize('case', CASES)
+def test_the_merged_model_computes_what_was_trained(case, randomize, relative_error):
+    model, decoder = build(case, randomize), CASES[case][1]
+    assert len(ffn_sites(model)) == len(ffn_sites(model, 'encoder')) == 2
+    assert len(ffn_sites(model, decoder)) == 2
+    repa_mm.idle_channels(model, 0.875)
+    repa_mm.idle_channels(model, [0.5, None], where=decoder)
+    ffns = [m for m in model.modules() if isinstance(m, ChannelIdleFFN)]
+    assert len(ffns) == 3 and not any(ffn.batch_norms() for ffn in ffns)
+    batch = data(model)
+    with torch.no_grad():
+        expected = tensors(head_inputs(model, batch))
+        merged = repa_mm.reparameterize(model)
+        forms = [m for m in merged.modules() if isinstance(m, MergedFFN)]
+        assert [form.num_active for form in forms] == [ffn.num_active for ffn in ffns]
+        assert not any(form.shortcut for form in forms)  # it is in the matrix
+        for a, b in zip(tensors(head_inputs(merged, batch)), expected):
+            assert relative_error(a, b) < 1e-5
+        model.double(), merged.double()
+        batch['inputs'] = batch['inputs'].double()
+        merged = repa_mm.reparameterize(model)
+        for a, b in zip(outputs(merged, batch), outputs(model, batch)):
+            assert relative_error(a, b) < 1e-9
+
+
+@pytest.mark.parametrize('case', CASES)
+def test_without_idle_channels_the_model_is_the_same(case, randomize, relative_error):
+    model = build(case, randomize)
+    batch, same = data(model), repa_mm.idle_channels(copy.deepcopy(model), 0)
+    with torch.no_grad():
+        for other in (same, repa_mm.reparameterize(same)):
+            for a, b in zip(tensors(head_inputs(other, batch)), tensors(head_inputs(model, batch))):
+                assert relative_error(a, b) < 1e-5
+
+
+def test_both_training_paths_of_an_ffn_without_norms(randomize):
+    """Against the literal equation, gradients too."""
+    model = build('DINO', randomize)
+    ffn = repa_mm.idle_channels(model, 0.75).encoder.layers[1].ffn.double().train()
+    x = torch.randn(2, 400, 256, dtype=torch.float64, requires_grad=True)
+    h = x @ ffn.fc1.weight.t() + ffn.fc1.bias
+    h = torch.cat([h[..., : ffn.num_active].relu(), h[..., ffn.num_active :]], -1)
+    literal = x + h @ ffn.fc2.weight.t() + ffn.fc2.bias
+    weight, params = torch.randn_like(x), [x, *ffn.parameters()]
+    expected = torch.autograd.grad((literal * weight).sum(), params)
+    for path in ('literal', 'folded'):
+        y = set_training_path(ffn, path)(x)
+        torch.testing.assert_close(y, literal)
+        found = torch.autograd.grad((y * weight).sum(), params)
+        for a, b in zip(found, expected):
+            torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize('case', ['DETR', 'DINO', 'MaskFormer', 'Mask2Former'])
+def test_a_conversion_and_its_config(case, randomize):
+    model = build(case, randomize)
+    batches = [data(model), data(model, (128, 96))]
+    narrow, report = repa_mm.convert_pretrained(
+        model, batches, keep=0.25, forward=head_inputs, held_out=[data(model)]
+    )
+    assert len(report.blocks) == 2 and all(share < 0.1 for share in report.differences)
+    widths = [len(site.parts().fc1.bias) for site in ffn_sites(narrow)]
+    cfg = Config(dict(model=model_config(case)))
+    given = {block.name: block.width for block in report.blocks}
+    found = converted_config(cfg, model, given, None, 'narrow.pth').model
+    assert found.type == cfg.model.type  # MMDetection's own
+    built = MODELS.build(found)
+    built.load_state_dict(narrow.state_dict())
+    assert [len(site.parts().fc1.bias) for site in ffn_sites(built)] == widths
+    # Unequal widths need a structure.
+    name = report.blocks[1].name
+    found = converted_config(cfg, model, {name: 7}, None, 'narrow.pth').model
+    assert found.type == 'Restructured'
+    sites = ffn_sites(MODELS.build(found))
+    assert [len(site.parts().fc1.bias) for site in sites] == [4 * widths[0], 7]
+
+
+def test_a_backbone_and_an_encoder_of_two_ratios(randomize):
+    swin = dict(type='mmdet.SwinTransformer', embed_dims=8, depths=(1, 1, 1, 1))
+    swin.update(num_heads=(1, 1, 2, 2), out_indices=(1, 2, 3))
+    cfg = model_config('Deformable DETR')
+    cfg.backbone, cfg.neck.in_channels = swin, [16, 32, 64]
+    structures = [
+        dict(type='ChannelIdle', where='backbone', idle_ratio=0.75),
+        dict(type='ChannelIdle', where='encoder', idle_ratio=[0.5, 0.9]),
+    ]
+    model = MODELS.build(dict(type='Restructured', model=cfg, structures=structures))
+    shares = [site.module.num_idle / site.module.feedforward_channels for site in ffn_sites(model)]
+    assert shares == pytest.approx([0.75] * 4 + [0.5, 0.9], abs=1e-3)
+    batch = data(model)
+    model.train()
+    losses = tensors(head_inputs(model, batch))
+    sum(loss.square().mean() for loss in losses).backward()
+    assert all(p.grad is not None for site in ffn_sites(model) for p in site.module.parameters())
+    with pytest.raises(ValueError, match="no site for ChannelIdle in 'neck'"):
+        repa_mm.idle_channels(build('DETR', randomize), where='neck')
+
+
+def test_an_ffn_with_another_shortcut_is_refused(randomize):
+    model = build('DETR', randomize)
+    model.encoder.layers[1].ffn.add_identity = False
+    with pytest.raises(ValueError, match="'encoder.layers.1.ffn'.*shortcut"):
+        repa_mm.idle_channels(model)
