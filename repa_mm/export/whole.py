@@ -8,6 +8,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from repa_mm.export.detection import SingleStage, TwoStage
+from repa_mm.export.transformers import Queries
 from repa_mm.models.replace import replace
 from repa_mm.models.tracing import trace_any_size
 
@@ -149,14 +150,23 @@ class WholeDetector(WholeModel):
 
     def __init__(self, model: nn.Module, preprocessing: bool) -> None:
         super().__init__(model, preprocessing)
-        self.predict = (TwoStage if hasattr(model, 'roi_head') else SingleStage)(model)
+        self.predict = self.predictor(model)
         self.outputs = self.predict.outputs
+
+    @staticmethod
+    def predictor(model: nn.Module) -> nn.Module:
+        """What predicts objects from features."""
+        return (TwoStage if hasattr(model, 'roi_head') else SingleStage)(model)
 
     def forward(self, image: torch.Tensor, image_size: torch.Tensor):
         image = self.preprocessing(image)
         own = torch._shape_as_tensor(image)[2:][None].to(image_size)
         size = torch.minimum(image_size, own).expand(image.shape[0], 2)
-        features = self.model.extract_feat(self.preprocessing.pad(image, size))
+        return self.detect(self.preprocessing.pad(image, size), size)
+
+    def detect(self, image: torch.Tensor, size: torch.Tensor):
+        """Boxes in padded images (B, 3, H, W), of which height and width (B, 2) are no padding."""
+        features = self.model.extract_feat(image)
         size = size.flip(1).repeat(1, 2)[:, None, None].to(features[0])
         return self.predict(features, size)
 
@@ -165,6 +175,16 @@ class WholeDetector(WholeModel):
         if 'masks' in self.outputs:
             found['mask_thr_binary'] = str(self.predict.cfg['mask_thr_binary'])
         return found
+
+
+class WholeTransformer(WholeDetector):
+    """The same of a ``DetectionTransformer``: DETR, Deformable DETR, DINO."""
+
+    predictor = Queries
+
+    def detect(self, image, size):
+        shape = torch._shape_as_tensor(image)[2:]
+        return self.predict(self.model.extract_feat(image), shape, size)
 
 
 class WholeSegmentor(WholeModel):
@@ -204,6 +224,7 @@ class WholeClassifier(WholeModel):
 
 
 WHOLE_MODELS = dict(
+    forward_transformer=WholeTransformer,
     decode_head=WholeSegmentor,
     roi_head=WholeDetector,
     bbox_head=WholeDetector,

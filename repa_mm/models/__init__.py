@@ -15,6 +15,7 @@ from repa_mm.models.channel_idle import (
     RePaVisionTransformer,
     build_fast_swin,
 )
+from repa_mm.models.deformable import swap_deformable_attention
 from repa_mm.models.dino import DINO, ClassTokens, DINOHead, DINOProjection
 from repa_mm.models.fusing import fuse_conv_bn
 from repa_mm.models.heads import TokenLabelHead
@@ -39,4 +40,5 @@ __all__ = [
     'Restructured', 'STRUCTURES', 'Structure', 'TokenLabelHead', 'add_structures',
     'build_fast_swin', 'build_idle_backbone', 'fast_window_attention', 'fuse_conv_bn',
     'idle_channels', 'reduce_tokens', 'restructure', 'swap_attention',
+    'swap_deformable_attention',
 ]  # fmt: skip

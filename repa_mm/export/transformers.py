@@ -1,0 +1,150 @@
+"""DETR-like models in operations that ONNX has, from features to boxes and masks.
+
+MMDetection fills masks of padding image by image, and leaves them out of every file. Here they are
+computed from the sizes of the images. What else it computes in Python for the size that is traced
+is replaced in the copy of the model that is traced.
+"""
+
+import torch
+import torch.nn as nn
+
+from repa_mm.export.detection import best
+from repa_mm.models.deformable import swap_deformable_attention
+from repa_mm.reparam import become
+
+
+def padding_mask(
+    feature: torch.Tensor, image_shape: torch.Tensor, size: torch.Tensor
+) -> torch.Tensor:
+    """Return which cells of a map are padding, (B, h, w), as the nearest pixels of the image are.
+
+    Args:
+        feature (torch.Tensor): The map, (B, C, h, w).
+        image_shape (torch.Tensor): Height and width of the padded images.
+        size (torch.Tensor): Height and width of what is not padding, (B, 2).
+    """
+    # In floats, as F.interpolate does.
+    scale = image_shape.float() / torch._shape_as_tensor(feature)[2:].float()
+    rows, columns = (torch.arange(n).float() for n in feature.shape[2:])
+    below = (rows * scale[0]).floor() >= size[:, :1]
+    right = (columns * scale[1]).floor() >= size[:, 1:]
+    return below[:, :, None] | right[:, None]
+
+
+def centres(shape: torch.Tensor) -> torch.Tensor:
+    """Return x and y of the centres of all cells of a map of a height and width, (h * w, 2)."""
+    height, width = shape
+    y, x = torch.arange(height) + 0.5, torch.arange(width) + 0.5
+    return torch.stack([x.repeat(height), y[:, None].expand(-1, width).flatten()], 1)
+
+
+def _tokens(x: torch.Tensor) -> torch.Tensor:
+    return x.flatten(2).transpose(1, 2)
+
+
+class _Padded:
+    """Of a DETR: ``batch_data_samples`` are the sizes of the padded images and of the images."""
+
+    def pre_transformer(self, features, sizes):
+        mask = padding_mask(features[-1], *sizes)
+        position = _tokens(self.positional_encoding(mask))
+        mask = mask.flatten(1)
+        encoder = dict(feat=_tokens(features[-1]), feat_mask=mask, feat_pos=position)
+        return encoder, dict(memory_mask=mask, memory_pos=position)
+
+
+class _PaddedLevels:
+    """The same of a Deformable DETR."""
+
+    def pre_transformer(self, features, sizes):
+        masks = [padding_mask(x, *sizes) for x in features]
+        position = [
+            _tokens(self.positional_encoding(mask)) + level
+            for mask, level in zip(masks, self.level_embed)
+        ]
+        both = dict(
+            spatial_shapes=torch.stack([torch._shape_as_tensor(x)[2:] for x in features]),
+            level_start_index=None,
+            valid_ratios=torch.stack([self.get_valid_ratio(mask) for mask in masks], 1),
+        )
+        mask = torch.cat([mask.flatten(1) for mask in masks], 1)
+        feat, position = torch.cat([_tokens(x) for x in features], 1), torch.cat(position, 1)
+        encoder = dict(feat=feat, feat_mask=mask, feat_pos=position, **both)
+        return encoder, dict(memory_mask=mask, **both)
+
+    def gen_encoder_output_proposals(self, memory, memory_mask, spatial_shapes):
+        proposals, start = [], 0
+        for level, shape in enumerate(spatial_shapes):
+            stop = start + shape[0] * shape[1]
+            inside = ~memory_mask[:, start:stop].unflatten(1, (shape[0], shape[1]))
+            valid = torch.stack([inside[:, 0].sum(1), inside[:, :, 0].sum(1)], 1)
+            centre = centres(shape) / valid[:, None].float()
+            proposals.append(torch.cat([centre, torch.full_like(centre, 0.05 * 2**level)], 2))
+            start = stop
+        proposals = torch.cat(proposals, 1)
+        is_inside = ((proposals > 0.01) & (proposals < 0.99)).all(2, True)
+        is_inside = is_inside & ~memory_mask[..., None]
+        proposals = torch.log(proposals / (1 - proposals)).masked_fill(~is_inside, torch.inf)
+        memory = self.memory_trans_fc(memory.masked_fill(~is_inside, 0.0))
+        return self.memory_trans_norm(memory), proposals
+
+
+class _AnySizeEncoder:
+    """Of a Deformable DETR's encoder: the linspace of ONNX fails where a map has one row."""
+
+    @staticmethod
+    def get_encoder_reference_points(spatial_shapes, valid_ratios, device):
+        points = [
+            centres(shape) / (valid_ratios[:, level, None] * shape.flip(0).float())
+            for level, shape in enumerate(spatial_shapes)
+        ]
+        return torch.cat(points, 1)[:, :, None] * valid_ratios[:, None]
+
+
+def _mix_in(module: nn.Module, mixin: type) -> None:
+    become(module, type(type(module).__name__, (mixin, type(module)), {}))
+
+
+def trace_transformer(model: nn.Module) -> None:
+    """Let a graph that is traced of a DETR serve images of any size, in place.
+
+    Args:
+        model (nn.Module): A ``DetectionTransformer`` of MMDetection, whose ``forward_transformer``
+            takes height and width of the padded images, and those of what is not padding (B, 2),
+            from then on.
+    """
+    swap_deformable_attention(model)
+    has_levels = hasattr(model, 'gen_encoder_output_proposals')
+    _mix_in(model, _PaddedLevels if has_levels else _Padded)
+    if has_levels:
+        _mix_in(model.encoder, _AnySizeEncoder)
+
+
+class Queries(nn.Module):
+    """From features to boxes, as a ``DetectionTransformer`` predicts them."""
+
+    outputs = ('boxes', 'scores', 'labels')
+
+    def __init__(self, detector: nn.Module) -> None:
+        super().__init__()
+        trace_transformer(detector)
+        self.detector, self.head = detector, detector.bbox_head
+
+    def forward(self, features, image_shape, size):
+        """Boxes (B, N, 4), scores and labels (B, N)."""
+        inputs = self.detector.forward_transformer(features, (image_shape, size))
+        scores, boxes = (x[-1] for x in self.head(**inputs))
+        count = self.head.test_cfg.get('max_per_img', boxes.shape[1])
+        if self.head.loss_cls.use_sigmoid:
+            scores, index = best(scores.sigmoid().flatten(1), count)
+            query = index // self.head.num_classes
+            labels = index - query * self.head.num_classes
+        else:
+            scores, labels = scores.softmax(-1)[..., :-1].max(-1)
+            scores, query = best(scores, count)
+            labels = labels.gather(1, query)
+        boxes = boxes.gather(1, query[..., None].expand(-1, -1, 4))
+        centre, side = boxes.split(2, 2)
+        size = size.flip(1)[:, None].to(boxes)
+        corners = [torch.minimum((centre + s * side) * size, size) for s in (-0.5, 0.5)]
+        return torch.cat(corners, 2).clamp(min=0), scores, labels
