@@ -15,6 +15,7 @@ from mmengine.runner import Runner
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from repa_mm import config_path, reparameterize
+from repa_mm.fit.features import head_inputs, tensors
 from repa_mm.reparam import Scheduled, TrainingForm, finish_schedules
 
 ROOT = Path(config_path('swin_t_in1k')).parent
@@ -23,7 +24,9 @@ NAMES = sorted(
 )
 NAMES = [name for name in NAMES if not name.startswith('_base_')]
 NAMES += sorted(path.stem for path in ROOT.glob('*.py'))
-NAMES = [name for name in NAMES if 'dino' not in name]  # test_dino_configs.py
+DETRS = [name for name in NAMES if name.startswith('detr/')]
+# test_dino_configs.py
+NAMES = [name for name in NAMES if name not in DETRS and 'dino' not in name]
 
 # RePaFormer table 7, and the released commands of the other models: learning rate, its minimum,
 # weight decay, drop path.
@@ -394,4 +397,34 @@ def test_the_metafile_lists_the_configs():
 
 def test_no_config_depends_on_another_package():
     # '_base_ = "mmseg::..."' fails with OneDL's distributions.
-    assert not [path for path in ROOT.rglob('*.py') if '::' in path.read_text()]
+    paths = [path for path in ROOT.rglob('*.py') if '::' in path.read_text()]
+    assert sorted(path.relative_to(ROOT).with_suffix('').as_posix() for path in paths) == DETRS
+
+
+@pytest.mark.parametrize('name', DETRS)
+def test_detrs_train_a_step_and_merge(name, relative_error):
+    cfg = load(name)
+    hook = dict(type='ReparameterizeHook')
+    assert cfg.default_hooks.reparameterize == hook and cfg.default_hooks.checkpoint
+    cfg.model.model.backbone.init_cfg = None
+    cfg.model.model.data_preprocessor.pop('batch_augments', None)  # pads to 1024 pixels
+    if 'dino' in name:
+        cfg.model.model.num_queries = 30  # of the tokens of small images
+    model = MODELS.build(cfg.model)
+    model.init_weights()
+    model.train()
+    forms = [n for n, m in model.named_modules() if isinstance(m, TrainingForm)]
+    assert sum('encoder.layers' in n for n in forms) == 6
+    assert sum(n.startswith('backbone') for n in forms) == (12 if 'swin' in name else 0)
+    data = model.data_preprocessor(batch_of(cfg, 64), training=True)
+    loss, _ = model.parse_losses(model(**data, mode='loss'))
+    loss.backward()
+    without = [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]
+    assert not [n for n in without if any(n.startswith(form) for form in forms)]
+    model.eval()
+    data = model.data_preprocessor(batch_of(cfg, 64), training=False)
+    merged = reparameterize(model)
+    assert not any(isinstance(m, TrainingForm) for m in merged.modules())
+    with torch.no_grad():
+        pairs = zip(tensors(head_inputs(merged, data)), tensors(head_inputs(model, data)))
+        assert all(relative_error(a, b) < 1e-4 for a, b in pairs)

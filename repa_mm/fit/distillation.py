@@ -123,7 +123,7 @@ def build_distiller(
     # Mixed images would need labels to mix, resized ones boxes to resize.
     for part, key in (('train_cfg', 'augments'), ('data_preprocessor', 'batch_augments')):
         (student.get(part) or {}).pop(key, None)
-    model = MODELS.build(student)
+    model = MODELS.build(copy.deepcopy(student))
     if teacher is None:
         teacher = dict(student, backbone=student['backbone']['backbone'])
     teacher = MODELS.build(copy.deepcopy(teacher))

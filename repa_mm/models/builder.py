@@ -15,6 +15,7 @@ from mmengine.runner.checkpoint import CheckpointLoader
 from mmengine.utils.dl_utils.parrots_wrapper import _BatchNorm
 
 from repa_mm.models.attention import swap_attention
+from repa_mm.models.deformable import swap_deformable_attention
 from repa_mm.models.structures import STRUCTURES, ChannelIdle, Structure
 from repa_mm.models.tokens import reduce_tokens
 from repa_mm.models.tracing import pad_any_size
@@ -101,7 +102,8 @@ class Restructured:
         structures (Sequence[dict]): As for :func:`add_structures`.
         deploy (bool): Build the deploy form, for a reparameterized checkpoint. Defaults to False.
         fast_attention (bool): Use the window attention of
-            :func:`~repa_mm.models.fast_window_attention` where there are windows. Defaults to True.
+            :func:`~repa_mm.models.fast_window_attention` where there are windows, and the
+            :class:`~repa_mm.models.deformable.FastDeformableAttention` of a DETR. Defaults to True.
         keep_tokens (float | Sequence): Share of the windows or patches that blocks compute in
             full in eval mode, see :func:`~repa_mm.reduce_tokens`. Defaults to 1.
         ordinary (Callable, optional): Builds the model without structures whose weights fill the
@@ -121,13 +123,14 @@ class Restructured:
         ordinary=None,
         **kwargs,
     ) -> None:
-        super().__init__(*args, **kwargs)
         kind = next(c for c in type(self).__mro__ if not issubclass(c, Restructured))
-        self.build_ordinary = ordinary or partial(
-            kind, *copy.deepcopy(args), **copy.deepcopy(kwargs)
-        )
+        if ordinary is None:  # before detectors write into their configs
+            ordinary = partial(kind, *copy.deepcopy(args), **copy.deepcopy(kwargs))
+        super().__init__(*args, **kwargs)
+        self.build_ordinary = ordinary
         if fast_attention:
             swap_attention(self)
+            swap_deformable_attention(self)
         self.structures = add_structures(self, structures)
         if keep_tokens != 1:
             reduce_tokens(self, keep_tokens, inplace=True)

@@ -50,7 +50,7 @@ def build_model(cfg: Config, checkpoint: str | None = None) -> nn.Module:
         CheckpointError: If the checkpoint does not fit the model.
     """
     init_default_scope(cfg.get('default_scope', 'mmengine'))
-    model = MODELS.build(cfg.model)
+    model = MODELS.build(copy.deepcopy(cfg.model))  # some detectors write into their config
     meta = {}
     if checkpoint:
         loaded = load_checkpoint(checkpoint)

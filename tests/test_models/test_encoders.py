@@ -184,3 +184,23 @@ def test_an_ffn_with_another_shortcut_is_refused(randomize):
     model.encoder.layers[1].ffn.add_identity = False
     with pytest.raises(ValueError, match="'encoder.layers.1.ffn'.*shortcut"):
         repa_mm.idle_channels(model)
+
+
+def test_ordinary_weights_of_a_whole_model_fill_the_forms(randomize, tmp_path):
+    """MMDetection's DINO writes into the config that it is built from."""
+    ordinary = build('DINO', randomize)
+    path = str(tmp_path / 'dino.pth')
+    torch.save(dict(state_dict=ordinary.state_dict()), path)
+    model = MODELS.build(
+        dict(
+            type='Restructured',
+            model=model_config('DINO'),
+            structures=[dict(type='ChannelIdle', where='encoder', idle_ratio=0)],
+            init_cfg=dict(type='Pretrained', checkpoint=path),
+        )
+    )
+    model.init_weights()
+    model.eval()
+    batch = data(ordinary)
+    with torch.no_grad():
+        torch.testing.assert_close(outputs(model, batch), outputs(ordinary, batch))

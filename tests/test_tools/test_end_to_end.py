@@ -158,3 +158,65 @@ def test_the_codebase_s_own_tools_do_the_same(digits, tmp_path, run_tool):
         with open(f'{folder}.pkl', 'rb') as file:
             found.append([p['pred_instances']['scores'] for p in pickle.load(file)])
     torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
+def test_a_dino_with_structures_in_backbone_and_encoder(digits, tmp_path, run_tool):
+    """Trained under EMA, tested in both forms, and a vanilla one converted."""
+    pytest.importorskip('mmdet')
+    vanilla, config = tmp_path / 'vanilla.py', tmp_path / 'repa.py'
+    vanilla.write_text(f"""
+_base_ = {repa_mm.config_path('demo/dino_detr_swin_digits.py')!r}
+model = dict(
+    backbone=dict(arch=dict(depths=[1, 1, 1, 1])), encoder=dict(num_layers=1),
+    decoder=dict(num_layers=1),
+)
+train_cfg = dict(max_epochs=1)
+""")
+    config.write_text("""
+_base_ = 'vanilla.py'
+model = dict(
+    _delete_=True, type='Restructured', model={{_base_.model}},
+    structures=[
+        dict(type='ChannelIdle', where='backbone'),
+        dict(type='ChannelIdle', where='encoder', idle_ratio=0.875),
+    ],
+)
+custom_hooks = [
+    dict(type='EMAHook', momentum=0.5, update_buffers=True), dict(type='ReparameterizeHook')
+]
+""")
+    options = ['--cfg-options', 'train_dataloader.batch_size=2', 'randomness.seed=0']
+
+    def scores(name, path, checkpoint, *more):
+        out = tmp_path / f'{name}.pkl'
+        where = '--work-dir', tmp_path / name
+        run_tool('test', path, checkpoint, '--out', out, *where, *options, *more, cwd=digits)
+        with open(out, 'rb') as file:
+            return [p['pred_instances']['scores'].sort().values for p in pickle.load(file)]
+
+    for path in (vanilla, config):
+        where = tmp_path / path.stem
+        run_tool('train', path, '--work-dir', where, *options, cwd=digits)
+    checkpoint = tmp_path / 'repa/epoch_1.pth'
+    by_hook = scores('by_hook', config, checkpoint)
+    (log,) = (tmp_path / 'by_hook').glob('*/*.log')
+    assert 'Reparameterized 5 channel-idle FFNs' in log.read_text()
+    form = tmp_path / 'form.py'
+    form.write_text(
+        "_base_ = 'repa.py'\ncustom_hooks = [dict(type='EMAHook', update_buffers=True)]"
+    )
+    torch.testing.assert_close(by_hook, scores('trained', form, checkpoint))
+    merged = tmp_path / 'merged.pth'
+    run_tool('reparameterize', config, checkpoint, merged, cwd=digits)
+    found = scores('merged', config, merged, 'custom_hooks=[]', 'model.deploy=True')
+    torch.testing.assert_close(by_hook, found)
+
+    narrow, trained = tmp_path / 'narrow.pth', tmp_path / 'vanilla/epoch_1.pth'
+    few = '--keep', '1', '--num-images', '2', '--device', 'cpu'
+    run_tool('convert_pretrained', vanilla, trained, narrow, *few, cwd=digits)
+    expected = scores('vanilla_scores', vanilla, trained)
+    torch.testing.assert_close(scores('narrow', tmp_path / 'narrow.py', narrow), expected)
+    few = '--keep', '0.25', '--where', 'encoder', *few[2:]
+    run_tool('convert_pretrained', vanilla, trained, narrow, *few, cwd=digits)
+    assert 'Restructured' not in (tmp_path / 'narrow.py').read_text()
+    assert len(scores('narrower', tmp_path / 'narrow.py', narrow)) == len(expected)

@@ -1,0 +1,12 @@
+# MMDetection's Deformable DETR with channel-idle FFNs in its encoder. Without their dropout, the
+# idle channels need not be computed in training either.
+_base_ = 'mmdet::deformable_detr/deformable-detr_r50_16xb2-50e_coco.py'
+custom_imports = dict(imports=['repa_mm'], allow_failed_imports=False)
+
+model = dict(
+    _delete_=True,
+    type='Restructured',
+    model={{_base_.model}},
+    structures=[dict(type='ChannelIdle', where='encoder', idle_ratio=0.75)],
+)
+default_hooks = dict(reparameterize=dict(type='ReparameterizeHook'))
