@@ -172,6 +172,8 @@ class Restructured:
             ordinary.init_cfg = self.init_cfg  # which may have been set since
             self._require_sites(ordinary)
             ordinary.init_weights()
+            if own and hasattr(ordinary, 'backbone'):
+                initialize(ordinary, own)  # again: DETRs reset their encoder after loading
             self.fill(ordinary)
         else:
             super().init_weights()
