@@ -28,8 +28,11 @@ def head_inputs(model: nn.Module, data: dict):
     heads = (getattr(model, name, None) for name in ('panoptic_head', 'decode_head'))
     for decoder in (getattr(head, 'pixel_decoder', None) for head in heads):
         if decoder is not None:
-            takes_sizes = 'batch_img_metas' in inspect.signature(decoder.forward).parameters
-            return decoder(features, *[[s.metainfo for s in samples]] * takes_sizes)
+            if 'batch_img_metas' not in inspect.signature(decoder.forward).parameters:
+                return decoder(features)
+            # MMSegmentation does not say the size of the batch, whose images have one size.
+            metas = [{'batch_input_shape': s.img_shape, **s.metainfo} for s in samples]
+            return decoder(features, metas)
     return features
 
 

@@ -1,6 +1,7 @@
 """FFNs behind which a norm comes, in encoders and pixel decoders of whole models."""
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -114,6 +115,29 @@ def test_without_idle_channels_the_model_is_the_same(case, randomize, relative_e
         for other in (same, repa_mm.reparameterize(same)):
             for a, b in zip(tensors(head_inputs(other, batch)), tensors(head_inputs(model, batch))):
                 assert relative_error(a, b) < 1e-5
+
+
+def test_a_segmentor(randomize, relative_error):
+    mmseg = pytest.importorskip('mmseg')
+    configs = Path(mmseg.__file__).parent / '.mim/configs'
+    if not configs.is_dir():
+        pytest.skip('MMSegmentation has been installed without its configs')
+    name = 'mask2former/mask2former_r50_8xb2-160k_ade20k-512x512.py'
+    model = load_config(str(configs / name)).model
+    model.backbone.update(depth=18, init_cfg=None)
+    model.backbone.pop('pretrained', None)
+    model.decode_head.in_channels = [64, 128, 256, 512]
+    model.pretrained = None
+    model = randomize(MODELS.build(model))
+    model.eval()
+    sample = mmseg.structures.SegDataSample(metainfo=dict(img_shape=(96, 128)))
+    batch = dict(inputs=torch.randn(2, 3, 96, 128), data_samples=[sample] * 2)
+    repa_mm.idle_channels(model)
+    with torch.no_grad():
+        merged = repa_mm.reparameterize(model)
+        assert sum(isinstance(m, MergedFFN) for m in merged.modules()) == 6
+        pairs = zip(tensors(head_inputs(merged, batch)), tensors(head_inputs(model, batch)))
+        assert all(relative_error(a, b) < 1e-5 for a, b in pairs)
 
 
 def test_both_training_paths_of_an_ffn_without_norms(randomize):
