@@ -16,7 +16,7 @@ from repa_mm.benchmark.paper import COLUMNS, measure_pairs, paper_configs
 from repa_mm.benchmark.profile import measure_shares
 from repa_mm.benchmark.tables import latency_rows, ratios, share_rows, show, show_machine
 from repa_mm.benchmark.timing import measure
-from repa_mm.benchmark.training import FFN_SHAPES, Step, measure_ffn
+from repa_mm.benchmark.training import ENCODER_SHAPE, FFN_SHAPES, Step, measure_ffn
 from repa_mm.benchmark.variants import exported, noise, synthetic_batch, training_variants, variants
 from repa_mm.run import load_config
 
@@ -106,12 +106,13 @@ def benchmark_paper(args: argparse.Namespace, size: str) -> None:
 def benchmark_ffn(args: argparse.Namespace) -> None:
     columns = 'N, C', 'deploy', 'training: literal', 'folded', 'auto'
     rows = []
-    for shape in FFN_SHAPES:
-        inference, training = measure_ffn(*shape, args.repeats, args.warmup, args.device)
-        found = {**ratios(inference), **ratios(training)}
-        rows.append(['{}, {}'.format(*shape)])
+    for shape in (*FFN_SHAPES, ENCODER_SHAPE):
+        encoder = shape == ENCODER_SHAPE
+        times = measure_ffn(*shape, args.repeats, args.warmup, args.device, encoder)
+        found = {**ratios(times[0]), **ratios(times[1])}
+        rows.append(['{}, {}'.format(*shape) + ' (DETR)' * encoder])
         rows[-1] += [found[name] for name in ('deploy', 'literal', 'folded', 'auto')]
-    show('Time of one FFN, ratio to an ordinary one with LayerNorm', columns, rows)
+    show('Time of one FFN, ratio to an ordinary one', columns, rows)
 
 
 def benchmark_training(args: argparse.Namespace, cfg, baseline, title: str) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
+from mmcv.cnn.bricks.transformer import FFN
 
 from repa_mm.benchmark.timing import measure
 from repa_mm.benchmark.variants import DEPLOY, VANILLA
@@ -14,6 +15,8 @@ from repa_mm.reparam import ChannelIdleFFN, reparameterize, set_training_path
 PATHS = 'literal', 'folded', 'auto'
 # (N, C): tokens and channels of one FFN, as in the stages of Swins.
 FFN_SHAPES = (8192, 128), (8192, 256), (8192, 512), (2048, 1024), (1568, 512), (392, 1024)
+# As in the encoder of a DINO, of an image of 800 x 1344.
+ENCODER_SHAPE = 22323, 256
 
 
 class Step:
@@ -66,9 +69,14 @@ class VanillaFFN(nn.Module):
 
 
 def measure_ffn(
-    num_tokens: int, embed_dims: int, repeats: int, warmup: int = 1, device: str = 'cpu'
+    num_tokens: int,
+    embed_dims: int,
+    repeats: int,
+    warmup: int = 1,
+    device: str = 'cpu',
+    encoder: bool = False,
 ) -> tuple[dict, dict]:
-    """Time one FFN (hidden width 4C, idle ratio 0.75) beside an ordinary one with LayerNorm.
+    """Time one FFN (idle ratio 0.75) beside an ordinary one.
 
     Args:
         num_tokens (int): Number of tokens N.
@@ -76,14 +84,22 @@ def measure_ffn(
         repeats (int): Number of turns.
         warmup (int): Number of turns before those. Defaults to 1.
         device (str): Defaults to 'cpu'.
+        encoder (bool): Whether it is that of a DETR's encoder: without norms, with a ReLU and a
+            hidden width of 8C, beside mmcv's. Otherwise it has norms, a GELU and a hidden width of
+            4C, beside one with a LayerNorm. Defaults to False.
 
     Returns:
         tuple: Times in milliseconds, by name, of the forward pass of the deploy form; and of a
         forward and backward pass of each training path.
     """
     torch.manual_seed(0)
-    vanilla = VanillaFFN(embed_dims, 4 * embed_dims).to(device)
-    ffn = ChannelIdleFFN(embed_dims, 4 * embed_dims, 0.75).to(device)
+    if encoder:
+        own = dict(act_cfg=dict(type='ReLU'), norm_cfg=None)
+        vanilla = FFN(embed_dims, 8 * embed_dims).to(device)
+        ffn = ChannelIdleFFN(embed_dims, 8 * embed_dims, 0.75, **own).to(device)
+    else:
+        vanilla = VanillaFFN(embed_dims, 4 * embed_dims).to(device)
+        ffn = ChannelIdleFFN(embed_dims, 4 * embed_dims, 0.75).to(device)
     x = torch.randn(1, num_tokens, embed_dims, device=device)
     paths = {path: set_training_path(copy.deepcopy(ffn), path) for path in PATHS}
     with torch.no_grad():

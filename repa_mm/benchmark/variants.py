@@ -11,7 +11,7 @@ from mmengine.config import Config
 from mmengine.model import revert_sync_batchnorm
 from mmpretrain.models import PoolFormer
 
-from repa_mm.models import fuse_conv_bn, swap_attention
+from repa_mm.models import fuse_conv_bn, swap_attention, swap_deformable_attention
 from repa_mm.reparam import has_training_form, reparameterize, set_training_path
 from repa_mm.run import build_model
 
@@ -52,8 +52,9 @@ def variants(
 
     Returns:
         dict: The counterpart as it is; the counterpart with all that a merged model has besides its
-        FFNs (window attention, UperNet's head, a PoolFormer's memory format, fused convolutions and
-        BatchNorms), if that makes it another; the model of ``cfg``, merged as for a test.
+        FFNs (window and deformable attention, UperNet's head, a PoolFormer's memory format, fused
+        convolutions and BatchNorms), if that makes it another; the model of ``cfg``, merged as for
+        a test.
     """
     models = {} if baseline is None else with_our_parts(build(baseline, baseline_checkpoint))
     models[DEPLOY] = merged(build(cfg, checkpoint))
@@ -78,6 +79,7 @@ def with_our_parts(vanilla: nn.Module) -> dict[str, nn.Module]:
 def swap_parts(model: nn.Module) -> None:
     """Give a vanilla model what a merged one has besides merged FFNs, in place."""
     swap_attention(model)
+    swap_deformable_attention(model)
     if hasattr(model, 'decode_head'):
         from repa_mm.models.heads.uper_head import fast_uper_head
 

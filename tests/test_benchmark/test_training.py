@@ -1,3 +1,4 @@
+import pytest
 import torch
 import torch.nn as nn
 
@@ -14,8 +15,9 @@ def test_step_of_a_backbone():
     assert model.weight.grad is None
 
 
-def test_ffn():
-    inference, training = measure_ffn(64, 16, repeats=2)
+@pytest.mark.parametrize('encoder', [False, True])
+def test_ffn(encoder):
+    inference, training = measure_ffn(64, 16, repeats=2, encoder=encoder)
     assert list(inference) == ['vanilla', 'deploy']
     assert set(training) == {'vanilla', 'literal', 'folded', 'auto'}
     assert all(len(times) == 2 for times in (*inference.values(), *training.values()))

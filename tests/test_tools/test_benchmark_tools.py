@@ -33,6 +33,7 @@ BOTH = REPA, '--baseline', VANILLA, '--input-shape', 64, 96, '--repeats', 2
 )
 def test_tool(tool, arguments, expected, monkeypatch, capsys):
     monkeypatch.setattr(training, 'FFN_SHAPES', [(64, 16)])
+    monkeypatch.setattr(training, 'ENCODER_SHAPE', (32, 16))
     path = str(Path(__file__).parents[2] / 'tools' / f'{tool}.py')
     monkeypatch.setattr(sys, 'argv', [path, *map(str, arguments)])
     runpy.run_path(path, run_name='__main__')
