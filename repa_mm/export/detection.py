@@ -186,7 +186,7 @@ class SingleStage(nn.Module):
         by_class = one_hot_scores(scores, labels, classes)
         scores = suppress(boxes, by_class, self.cfg['nms'], self.cfg.get('score_thr', 0), count)
         scores, index = best(scores.amax(1), count)
-        return _finish(_take(boxes, index), scores, labels.gather(1, index))
+        return finish(_take(boxes, index), scores, labels.gather(1, index))
 
 
 class TwoStage(nn.Module):
@@ -204,7 +204,7 @@ class TwoStage(nn.Module):
     def forward(self, features, size):
         proposals, is_proposal = self._proposals(features, size)
         boxes, scores, labels = self._detect(features, proposals, is_proposal, size)
-        results = _finish(boxes, scores, labels)
+        results = finish(boxes, scores, labels)
         if self.roi.with_mask:
             results = (*results, self._masks(features, boxes, scores, labels))
         return results
@@ -255,8 +255,10 @@ class TwoStage(nn.Module):
         return masks.new_zeros(*scores.shape, *masks.shape[1:]).index_put((image, row), masks)
 
 
-def _finish(boxes, scores, labels):
-    """Rows without an object: box and score 0, label -1."""
+def finish(
+    boxes: torch.Tensor, scores: torch.Tensor, labels: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Mark rows without an object, whose score is negative: box and score 0, label -1."""
     is_object = scores > NONE / 2
     return (
         boxes * is_object[..., None].to(boxes),

@@ -27,7 +27,7 @@ from repa_mm.run import build_model, dataset_config, load_config
 
 OPSET = 17
 # Largest acceptable share of objects or pixels that differ, or difference of a score.
-TOLERANCES = dict(detection=0.02, segmentation=1e-3, classification=1e-4)
+TOLERANCES = dict(detection=0.02, instances=0.02, segmentation=1e-3, classification=1e-4)
 # The same for the features of a backbone, relative to the largest.
 TOLERANCE = 1e-4
 NUM_IMAGES = 3

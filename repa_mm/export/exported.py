@@ -71,14 +71,40 @@ class ExportedModel(BaseModel):
             sample.pred_instances = found
         return samples
 
+    def _predict_instances(self, images, samples):
+        for image, sample in zip(images, samples):
+            size = tuple(sample.ori_shape[:2])
+            result = self._run_resized(self._own(image, sample), size)
+            is_object = result['labels'][0] >= 0
+            result = {k: torch.from_numpy(v[0][is_object]) for k, v in result.items()}
+            height, width = result['masks'].shape[1:]
+            if size != (height, width):  # a file without the option
+                masks = result['masks'][None].float()
+                result['masks'] = nn.functional.interpolate(masks, size)[0].bool()
+                scale = size[1] / width, size[0] / height
+                result['boxes'] = result['boxes'] * torch.tensor(scale).repeat(2)
+            result['bboxes'] = result.pop('boxes')
+            sample.pred_instances = InstanceData(**result)
+        return samples
+
+    def _own(self, image, sample):
+        """What is not padding of an image."""
+        if self.session.takes_pixels:
+            return image
+        height, width = sample.img_shape[:2]
+        return np.ascontiguousarray(image[:, :height, :width])
+
+    def _run_resized(self, image, size):
+        options = dict(output_size=size) if 'output_size' in self.session.options else {}
+        return self.session(image[None], **options)
+
     def _run_padded(self, images, samples):
         """Outputs of each image."""
         sizes = [tuple(sample.img_shape[:2]) for sample in samples]
         if 'image_size' not in self.session.options:
-            for image, (height, width) in zip(images, sizes):
-                if not self.session.takes_pixels:
-                    image = np.ascontiguousarray(image[:, :height, :width])
-                yield {k: v[0] for k, v in self.session(image[None]).items()}
+            for image, sample in zip(images, samples):
+                found = self.session(self._own(image, sample)[None])
+                yield {k: v[0] for k, v in found.items()}
             return
         if self.session.takes_pixels:  # not padded yet
             padded = np.zeros((len(images), *np.max(sizes, 0), 3), np.uint8)
@@ -92,8 +118,8 @@ class ExportedModel(BaseModel):
     def _predict_segmentation(self, images, samples):
         for image, sample in zip(images, samples):
             size = tuple(sample.ori_shape[:2])
-            options = dict(output_size=size) if 'output_size' in self.session.options else {}
-            labels = torch.from_numpy(self.session(image[None], **options)['labels']).long()
+            labels = self._run_resized(self._own(image, sample), size)['labels']
+            labels = torch.from_numpy(labels).long()
             if labels.shape[1:] != size:
                 labels = nn.functional.interpolate(labels[None].float(), size).long()[0]
             sample.pred_sem_seg = PixelData(data=labels)

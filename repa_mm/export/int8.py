@@ -110,6 +110,11 @@ def centre(image: torch.Tensor) -> torch.Tensor:
 
 def what_counts(model: nn.Module, image: torch.Tensor) -> Sequence[torch.Tensor]:
     """Return the maps of scores and boxes of a detector, or the scores of another model."""
+    if hasattr(model, 'forward_transformer'):
+        return _of_queries(model, image)
+    masks = getattr(model, 'panoptic_head', None) or getattr(model, 'decode_head', None)
+    if hasattr(masks, 'mask_embed'):
+        return [x[-1] for x in masks(model.extract_feat(image), None)]
     if hasattr(model, 'decode_head'):
         return [model.decode_head(model.extract_feat(image))]
     head = getattr(model, 'bbox_head', None) or getattr(model, 'rpn_head', None)
@@ -119,6 +124,22 @@ def what_counts(model: nn.Module, image: torch.Tensor) -> Sequence[torch.Tensor]
     maps = [x for group in head(features) for x in group]
     # Of the second stage only its inputs count: what it looks at depends on the first.
     return maps if hasattr(model, 'bbox_head') else [*features, *maps]
+
+
+def _of_queries(model: nn.Module, image: torch.Tensor) -> list[torch.Tensor]:
+    """What the encoder of a DETR returns, scores and boxes."""
+    from mmdet.structures import DetDataSample
+
+    size = tuple(image.shape[2:])
+    samples = [DetDataSample(metainfo=dict(batch_input_shape=size, img_shape=size))] * len(image)
+    encoder, decoder = model.pre_transformer(model.extract_feat(image), samples)
+    encoded = model.forward_encoder(**encoder)
+    queries, _ = model.pre_decoder(**encoded)
+    if getattr(model, 'as_two_stage', False):  # which boxes come first depends on what is before
+        boxes = queries['reference_points']
+        queries['reference_points'] = torch.linspace(0.2, 0.8, boxes.numel()).view(boxes.shape)
+    found = model.bbox_head(**model.forward_decoder(**decoder, **queries))
+    return [encoded['memory'], *(x[-1] for x in found)]
 
 
 def costliest(errors: dict[str, float], max_error: float) -> list[str]:

@@ -7,9 +7,9 @@ is replaced in the copy of the model that is traced.
 
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 
-from repa_mm.export.detection import best
-from repa_mm.models.deformable import swap_deformable_attention
+from repa_mm.export.detection import NONE, best, finish
 from repa_mm.reparam import become
 
 
@@ -113,7 +113,6 @@ def trace_transformer(model: nn.Module) -> None:
             takes height and width of the padded images, and those of what is not padding (B, 2),
             from then on.
     """
-    swap_deformable_attention(model)
     has_levels = hasattr(model, 'gen_encoder_output_proposals')
     _mix_in(model, _PaddedLevels if has_levels else _Padded)
     if has_levels:
@@ -148,3 +147,65 @@ class Queries(nn.Module):
         size = size.flip(1)[:, None].to(boxes)
         corners = [torch.minimum((centre + s * side) * size, size) for s in (-0.5, 0.5)]
         return torch.cat(corners, 2).clamp(min=0), scores, labels
+
+
+def class_logits(
+    head: nn.Module, features: tuple[torch.Tensor, ...], size: tuple[int, int]
+) -> torch.Tensor:
+    """Return the scores (B, classes, H, W) of all pixels, as a ``Mask2FormerHead`` predicts them.
+
+    Args:
+        head (nn.Module): The head, of MMSegmentation.
+        features (tuple): Maps of all levels.
+        size (tuple[int, int]): Height and width.
+    """
+    classes, masks = (x[-1] for x in head(features, None))
+    masks = F.interpolate(masks, size, mode='bilinear', align_corners=False).sigmoid()
+    return torch.einsum('bqc,bqhw->bchw', classes.softmax(-1)[..., :-1], masks)
+
+
+class Masks(nn.Module):
+    """From features to masks, as a ``Mask2Former`` with a ``MaskFormerFusionHead`` predicts them.
+
+    Raises:
+        ValueError: If the model predicts no instances.
+    """
+
+    def __init__(self, detector: nn.Module) -> None:
+        super().__init__()
+        self.head, self.fusion = detector.panoptic_head, detector.panoptic_fusion_head
+        if not self.fusion.test_cfg.get('instance_on', False):
+            raise ValueError(
+                'of a Mask2Former, instances are exported and panoptic maps are not: set '
+                'model.test_cfg.instance_on=True'
+            )
+
+    def forward(self, features, padded, own, size):
+        """Masks (B, N, height, width) of a size, and boxes around them (B, N, 4)."""
+        classes, masks = (x[-1] for x in self.head(features, None))
+        scores = classes.softmax(-1)[..., :-1].flatten(1)
+        scores, index = best(scores, self.fusion.test_cfg.get('max_per_image', 100))
+        query = index // self.fusion.num_classes
+        labels = index - query * self.fusion.num_classes
+        masks = masks.gather(1, query[..., None, None].expand(-1, -1, *masks.shape[2:]))
+        kwargs = dict(mode='bilinear', align_corners=False)
+        masks = F.interpolate(masks, padded, **kwargs)[..., : own[0], : own[1]]
+        masks = F.interpolate(masks, tuple(size.unbind()), **kwargs)
+        inside = (masks > 0).to(masks)
+        scores = scores * (masks.sigmoid() * inside).sum((2, 3)) / (inside.sum((2, 3)) + 1e-6)
+        is_thing = labels < self.fusion.num_things_classes
+        scores = torch.where(is_thing, scores, torch.full_like(scores, NONE))
+        scores, order = scores.sort(1, descending=True)
+        labels = labels.gather(1, order)
+        inside = inside.gather(1, order[..., None, None].expand(-1, -1, *inside.shape[2:]))
+        across, down = _extent(inside.amax(2)), _extent(inside.amax(3))
+        boxes = torch.stack([across[0], down[0], across[1], down[1]], 2)
+        return *finish(boxes, scores, labels), inside > 0
+
+
+def _extent(inside: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """First and last + 1 of the ones in each row (B, N, n); 0 and 0 if there is none."""
+    steps = torch.arange(1, inside.shape[2] + 1).to(inside)
+    last = (inside * steps).amax(2)
+    first = steps[-1] + 1 - (inside * steps.flip(0)).amax(2)
+    return (first - 1) * (last > 0).to(inside), last

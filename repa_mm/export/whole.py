@@ -8,7 +8,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from repa_mm.export.detection import SingleStage, TwoStage
-from repa_mm.export.transformers import Queries
+from repa_mm.export.transformers import Masks, Queries, class_logits
 from repa_mm.models.replace import replace
 from repa_mm.models.tracing import trace_any_size
 
@@ -71,8 +71,10 @@ class Preprocessing(nn.Module):
         if self.normalize:
             self.register_buffer('mean', config.mean.clone())
             self.register_buffer('std', config.std.clone())
-        self.divisor = getattr(config, 'pad_size_divisor', 1) or 1
-        self.pad_value = float(getattr(config, 'pad_value', 0))
+        # MMSegmentation pads as it says for tests, and has another name for the value.
+        divisor = (getattr(config, 'test_cfg', None) or {}).get('size_divisor')
+        self.divisor = divisor or getattr(config, 'pad_size_divisor', 1) or 1
+        self.pad_value = float(getattr(config, 'pad_value', getattr(config, 'pad_val', 0)))
 
     def forward(self, image: torch.Tensor) -> torch.Tensor:
         """Normalized images (B, 3, H, W)."""
@@ -106,7 +108,7 @@ class WholeModel(nn.Module):
     """A model from images to predictions.
 
     Attributes:
-        task (str): 'detection', 'segmentation' or 'classification'.
+        task (str): 'detection', 'instances', 'segmentation' or 'classification'.
         outputs (tuple[str]): Names of the outputs.
         option (tuple, optional): Name and default value of a second input that may be left out.
     """
@@ -198,15 +200,48 @@ class WholeSegmentor(WholeModel):
     outputs = ('labels',)
     option = 'output_size', [0, 0]
 
+    def __init__(self, model: nn.Module, preprocessing: bool) -> None:
+        super().__init__(model, preprocessing)
+        self.has_masks = hasattr(model.decode_head, 'mask_embed')
+
     def forward(self, image: torch.Tensor, output_size: torch.Tensor):
         image = self.preprocessing(image)
         own = torch._shape_as_tensor(image)[2:].to(output_size)
-        features = self.model.extract_feat(image)
-        logits = self.model.decode_head(features)
+        size = torch.where(output_size > 0, output_size, own).unbind()
+        padded = image
+        if self.preprocessing.divisor > 1:
+            padded = self.preprocessing.pad(image, own[None])
+        features = self.model.extract_feat(padded)
         kwargs = dict(mode='bilinear', align_corners=self.model.align_corners)
-        logits = F.interpolate(logits, image.shape[2:], **kwargs)
-        height, width = torch.where(output_size > 0, output_size, own).unbind()
-        return F.interpolate(logits, (height, width), **kwargs).argmax(1).int()
+        if self.has_masks:
+            logits = class_logits(self.model.decode_head, features, padded.shape[2:])
+        else:
+            logits = F.interpolate(self.model.decode_head(features), padded.shape[2:], **kwargs)
+        logits = logits[..., : image.shape[2], : image.shape[3]]
+        return F.interpolate(logits, size, **kwargs).argmax(1).int()
+
+
+class WholeInstances(WholeModel):
+    """A Mask2Former or MaskFormer: images (B, 3, H, W), and output_size (2, ), to masks.
+
+    The second input is as for a segmentor. Boxes are those around the masks.
+    """
+
+    task = 'instances'
+    outputs = ('boxes', 'scores', 'labels', 'masks')
+    option = 'output_size', [0, 0]
+
+    def __init__(self, model: nn.Module, preprocessing: bool) -> None:
+        super().__init__(model, preprocessing)
+        self.predict = Masks(model)
+
+    def forward(self, image: torch.Tensor, output_size: torch.Tensor):
+        image = self.preprocessing(image)
+        own = torch._shape_as_tensor(image)[2:].to(output_size)
+        padded = self.preprocessing.pad(image, own[None])
+        size = torch.where(output_size > 0, output_size, own)
+        features = self.model.extract_feat(padded)
+        return self.predict(features, padded.shape[2:], image.shape[2:], size)
 
 
 class WholeClassifier(WholeModel):
@@ -225,6 +260,7 @@ class WholeClassifier(WholeModel):
 
 WHOLE_MODELS = dict(
     forward_transformer=WholeTransformer,
+    panoptic_fusion_head=WholeInstances,
     decode_head=WholeSegmentor,
     roi_head=WholeDetector,
     bbox_head=WholeDetector,
@@ -235,8 +271,9 @@ WHOLE_MODELS = dict(
 def whole_model(model: nn.Module, preprocessing: bool = False) -> WholeModel:
     """Build a model whose trace predicts what ``model.test_step`` does, for images of any size.
 
-    Only heads that predict as those of RetinaNet, Faster R-CNN, Mask R-CNN, ``EncoderDecoder`` and
-    ``ImageClassifier`` do are known; :func:`~repa_mm.export.export.export_whole` finds out.
+    Only heads that predict as those of RetinaNet, Faster R-CNN, Mask R-CNN, DETRs, Mask2Former,
+    ``EncoderDecoder`` and ``ImageClassifier`` do are known;
+    :func:`~repa_mm.export.export.export_whole` finds out.
 
     Args:
         model (nn.Module): A detector, segmentor or classifier in eval mode, which stays as it is.

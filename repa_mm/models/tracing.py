@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from mmcv.cnn.bricks.transformer import AdaptivePadding
 
 from repa_mm.models.attention import swap_attention
+from repa_mm.models.deformable import swap_deformable_attention
 from repa_mm.models.replace import replace
 from repa_mm.models.windows import is_traced
 
@@ -39,8 +40,9 @@ def trace_any_size(model: nn.Module) -> None:
     """Let a graph that is traced of a model serve images of any size, in place.
 
     What MMPretrain, MMDetection and MMSegmentation compute in Python, for the size that is traced,
-    is replaced in ordinary backbones: the attention and patch merging of Swin, and the padding to
-    whole patches.
+    is replaced: the attention and patch merging of Swin, the padding to whole patches, deformable
+    attention.
     """
     swap_attention(model)
+    swap_deformable_attention(model)
     pad_any_size(model)

@@ -158,7 +158,7 @@ UNKNOWN = [
             'model.test_cfg.stride': (64, 64),
         },
     ),
-    ('upernet', {'model.data_preprocessor.test_cfg.size_divisor': 50}),
+    ('upernet', {'model.data_preprocessor.test_cfg.size': (600, 600)}),
     (
         'classifier',
         {

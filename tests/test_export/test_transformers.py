@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from repa_mm.export.export import agreeing_onnx, noise, resized
 from repa_mm.export.exported import ExportedModel
-from repa_mm.export.transformers import padding_mask
+from repa_mm.export.transformers import _extent, padding_mask
 from repa_mm.run import build_model, load_config
 
 from .test_exported import check_objects
@@ -33,6 +33,10 @@ CASES = [
 ]
 # Height and width of the images of each batch; in one of them maps of one row and one column.
 BATCHES = [[(150, 200)], [(128, 96), (101, 160), (160, 130)], [(57, 250)], [(260, 60)] * 2]
+
+
+def small_images(cfg):
+    return [resized([data], [(160, 200)]) for data in noise(cfg)]
 
 
 def detector(name, randomize, **options):
@@ -62,7 +66,8 @@ def spread(model):
     generator = torch.Generator().manual_seed(1)
     for name, parameter in model.named_parameters():
         if not name.startswith('backbone') and parameter.ndim > 1:
-            scale = 1 if 'embed' in name else parameter[0].numel() ** -0.5
+            is_code = any(part in name for part in ('query_embed', 'query_feat', 'level_'))
+            scale = 1 if is_code else parameter[0].numel() ** -0.5
             parameter.data.normal_(0, scale, generator=generator)
         elif name.startswith('memory_trans') and name.endswith('bias'):
             parameter.data.zero_()  # so that what is no proposal is not among the best
@@ -72,7 +77,7 @@ def spread(model):
 @pytest.mark.parametrize('name', CASES)
 def test_detectors_agree_with_test_step(name, randomize):
     model, cfg = detector(name, randomize)
-    images = noise(cfg)
+    images = small_images(cfg)
     content, error = agreeing_onnx(model, images, (128, 160), True, 1, False)
     assert error == 0
     exported = ExportedModel(content, model.data_preprocessor)
@@ -93,7 +98,7 @@ def test_detectors_in_standard_operators(randomize):
 
     padding = dict(data_preprocessor=dict(pad_size_divisor=32))
     model, cfg = detector('dino', randomize, **padding)
-    images = noise(cfg)
+    images = small_images(cfg)
     content, error = agreeing_onnx(model, images, (128, 160), True, 1, True)
     assert error == 0
     proto = onnx.load_from_string(content)
@@ -118,3 +123,104 @@ def test_masks_of_padding_are_those_of_interpolation():
             found = padding_mask(torch.zeros(3, 8, *shape), torch.tensor([height, width]), sizes)
             expected = F.interpolate(mask[None], size=shape)[0].bool()
             assert torch.equal(found, expected) and found.any() and not found.all()
+
+
+# Height and width of the images of each batch: one size, as a batch has one label map's size.
+MASK_BATCHES = [[(150, 200)], [(128, 96)] * 3, [(65, 250)]]
+
+
+def mask_model(kind, randomize):
+    """A very small Mask2Former for instances or label maps, and its config."""
+    attention = dict(embed_dims=32, num_heads=4)
+    ffn = dict(ffn_cfg=dict(embed_dims=32, feedforward_channels=48))
+    head = dict(
+        in_channels=[8, 16, 32, 64],
+        feat_channels=32,
+        out_channels=32,
+        num_queries=15,
+        positional_encoding=dict(num_feats=16),
+        pixel_decoder=dict(
+            norm_cfg=dict(num_groups=4),
+            encoder=dict(num_layers=2, layer_cfg=dict(ffn, self_attn_cfg=attention)),
+            positional_encoding=dict(num_feats=16),
+        ),
+        transformer_decoder=dict(
+            num_layers=3, layer_cfg=dict(ffn, self_attn_cfg=attention, cross_attn_cfg=attention)
+        ),
+        loss_cls=dict(class_weight=[1.0] * 6),
+    )
+    if kind == 'instances':
+        path = 'mmdet::mask2former/mask2former_r50_8xb2-lsj-50e_coco.py'
+        classes = dict(num_things_classes=5, num_stuff_classes=0)
+        options = dict(
+            panoptic_head=dict(head, **classes),
+            panoptic_fusion_head=classes,
+            test_cfg=dict(max_per_image=20),
+        )
+    else:
+        path = 'mmseg::mask2former/mask2former_r50_8xb2-160k_ade20k-512x512.py'
+        options = dict(decode_head=dict(head, num_classes=5))
+        options['backbone'] = dict(norm_cfg=dict(type='BN'))
+    options['backbone'] = dict(BACKBONE, **options.get('backbone', {}))
+    cfg = load_config(path, dict(model=options))
+    model = spread(randomize(build_model(cfg)))
+    head = getattr(model, 'panoptic_head', None) or model.decode_head
+    data = model.data_preprocessor(resized(small_images(cfg), [(128, 160)]), False)
+    # Of random weights, all queries are nearly the same.
+    with torch.no_grad():
+        for layer in (head.cls_embed, head.mask_embed[-1], head.pixel_decoder.mask_feature):
+            found = []
+            hook = layer.register_forward_hook(lambda *args, found=found: found.append(args[2]))
+            head(model.extract_feat(data['inputs']), data['data_samples'])
+            hook.remove()
+            out = found[-1].movedim(1, -1) if found[-1].ndim == 4 else found[-1]
+            std, mean = torch.std_mean(out.flatten(0, -2), 0)
+            layer.weight /= std.view(-1, *[1] * (layer.weight.ndim - 1))
+            layer.bias.copy_((layer.bias - mean) / std)
+    return model, cfg
+
+
+@pytest.mark.parametrize(
+    'kind, preprocessing',
+    [
+        ('instances', False),
+        ('semantic', False),
+        pytest.param('instances', True, marks=pytest.mark.slow),
+        pytest.param('semantic', True, marks=pytest.mark.slow),
+    ],
+)
+def test_mask_models_agree_with_test_step(kind, preprocessing, randomize):
+    model, cfg = mask_model(kind, randomize)
+    images = small_images(cfg)
+    content, _ = agreeing_onnx(model, images, (128, 160), True, 1, preprocessing)
+    exported = ExportedModel(content, model.data_preprocessor)
+    for sizes in MASK_BATCHES:
+        data = resized(images, sizes)
+        for sample, (height, width) in zip(data['data_samples'], sizes):
+            sample.set_metainfo(dict(ori_shape=(round(height / 0.8), round(width / 0.8))))
+        with torch.no_grad():
+            expected = model.test_step(copy.deepcopy(data))
+        for a, b in zip(exported.test_step(data), expected, strict=True):
+            if kind == 'instances':
+                check_objects(a.pred_instances, b.pred_instances)
+            else:
+                a, b = a.pred_sem_seg.data, b.pred_sem_seg.data
+                assert len(b.unique()) > 1
+                assert a.shape == b.shape and (a != b).float().mean() <= 1e-3
+
+
+def test_panoptic_maps_are_refused(randomize):
+    model, cfg = mask_model('instances', randomize)
+    model.panoptic_fusion_head.test_cfg = dict(panoptic_on=True)
+    with pytest.raises(ValueError, match='panoptic maps are not'):
+        agreeing_onnx(model, small_images(cfg), (128, 160), True, 1, False)
+
+
+def test_boxes_around_masks():
+    from mmdet.structures.mask import mask2bbox
+
+    inside = torch.rand(1, 40, 11, 17, generator=torch.Generator().manual_seed(0)) > 0.97
+    inside[:, 0] = False
+    x, y = _extent(inside.float().amax(2)), _extent(inside.float().amax(3))
+    boxes = torch.stack([x[0], y[0], x[1], y[1]], 2)
+    assert torch.equal(boxes[0], mask2bbox(inside[0])) and not boxes[0, 0].any()
