@@ -23,7 +23,8 @@ class PretrainedFFN(nn.Module):
 
     Args:
         name (str): The name of the block.
-        ffn (ChannelIdleFFN): Norm, FFN and shortcut, as one with idle ratio 0.
+        ffn (ChannelIdleFFN): Norm, FFN and shortcut. One with idle ratio 0 is an ordinary FFN, from
+            whatever block: sites fill it as they fill every form.
 
     Raises:
         ValueError: If the activation mixes channels, or treats them differently.

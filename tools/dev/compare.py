@@ -123,7 +123,7 @@ def converted(
 
 
 def write(args: argparse.Namespace, row: dict, metrics: dict) -> None:
-    row = {**row, 'data': args.name, 'seed': args.seed, **metrics}
+    row = {**row, 'data': args.name, **metrics}
     print(json.dumps(row), flush=True)
     with open(args.out, 'a', encoding='utf-8') as file:
         file.write(json.dumps(row) + '\n')
@@ -235,7 +235,6 @@ def main() -> None:
         command.add_argument('--keep', type=float, nargs='+', default=COSTS)
         command.add_argument('--methods', nargs='+', default=['ours', *METHODS])
         command.add_argument('--name', default=name, help='of the data, in the results')
-        command.add_argument('--seed', type=int, default=0, help='to write beside the results')
         command.add_argument('--out', default='results.jsonl')
         command.set_defaults(function=function)
         if name == 'model':
