@@ -35,8 +35,10 @@ def deformable_attention(
         stop = start + height * width
         maps = value[..., start:stop].unflatten(-1, (height, width)).flatten(0, 1)
         samples = F.grid_sample(maps, where.flatten(0, 1), align_corners=False)
-        # The queries last, for a sum over points that is one over whole rows.
-        out = out + (samples * weight.flatten(0, 1)[:, None]).sum(2)
+        # In place, as a new tensor of this size costs more than the product. The queries are last,
+        # so that the sum over points is one of whole rows.
+        multiply = torch.mul if torch.is_grad_enabled() else torch.Tensor.mul_
+        out = out + multiply(samples, weight.flatten(0, 1)[:, None]).sum(2)
         start = stop
     return out.view(batch, -1, num_queries).transpose(1, 2)
 
@@ -89,11 +91,11 @@ class FastDeformableAttention(MultiScaleDeformableAttention):
         # To (levels, B, heads, points, queries, 2).
         offsets = offsets.permute(3, 0, 2, 4, 1, 5).contiguous()
         weights = self.attention_weights(query).unflatten(-1, (self.num_heads, -1)).softmax(-1)
-        weights = weights.unflatten(-1, sizes[1:]).permute(3, 0, 2, 4, 1)
+        weights = weights.unflatten(-1, sizes[1:]).permute(3, 0, 2, 4, 1).contiguous()
         reference = reference_points.permute(2, 0, 1, 3)[:, :, None, None]
         # In the units of grid_sample, from -1 to 1.
         if reference_points.shape[-1] == 2:
-            grid = 2 * offsets / spatial_shapes.flip(1)[:, None, None, None, None]
+            grid = offsets / (spatial_shapes.flip(1) / 2)[:, None, None, None, None]
         else:
             grid = offsets * (reference[..., 2:] / self.num_points)
         grid = grid + (2 * reference[..., :2] - 1)
