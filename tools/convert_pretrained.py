@@ -28,9 +28,7 @@ def parse_args() -> argparse.Namespace:
         '(default: 0.375, the multiply-adds of channel-idle FFNs with an idle ratio of 0.75)',
     )
     parser.add_argument(
-        '--where',
-        help='the module whose FFNs are meant: backbone, encoder, decoder (default: all but those '
-        'of decoder layers, which work on few tokens)',
+        '--where', help='the module whose FFNs are meant: backbone or encoder (default: both)'
     )
     parser.add_argument('--num-images', type=int, default=64, help='of calibration (default: 64)')
     parser.add_argument('--images', help="folder of images (default: the config's training data)")

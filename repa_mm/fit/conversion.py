@@ -9,7 +9,7 @@ from functools import partial
 import torch
 import torch.nn as nn
 
-from repa_mm.fit.features import differences, has_channels_first, percent, run_batches, tensors
+from repa_mm.fit.features import differences, has_channels_first, percent, run_batches
 from repa_mm.fit.lockstep import PretrainedFFN, in_lockstep, watched
 from repa_mm.fit.regression import NarrowFFN, ffn_moments, fit_ffn, refine
 from repa_mm.models.sites import FFNSite, ffn_sites
@@ -146,18 +146,21 @@ def convert_pretrained(
         raise ValueError('there is no image to fit to: batches is empty')
     ffns, widths, skipped = find_ffns(model, keep, where, skip_unsupported)
     sites = {site.block_name: site for site in ffn_sites(model, where) if site.block_name in ffns}
-    # The first dimension of the tokens may count windows or patches.
-    num_images = sum(len((tensors(batch) or [[0]])[0]) for batch in batches)
+    outputs = block_outputs(model, where, run, batches[0])
+    for name in [name for name in sites if name not in outputs]:
+        skipped[name] = 'the forward pass does not reach it'
+        del sites[name]
+    if not sites:
+        raise ValueError(
+            f'the forward pass reaches none of the blocks: {", ".join(map(repr, ffns))}'
+        )
+    num_images = min(rows for rows, _ in outputs.values())
     fit = Fit(widths, num_images, -(-MAX_TOKENS // len(batches)), progress)
     expected = run_batches(run, held_out)
-    with _checked(sites, run, batches[0]):
+    with _checked(sites, outputs):
         for name, site in sites.items():
             site.put(ffns[name])
-        reached: list[str] = []
-        in_lockstep(run, batches[:1], lambda s, _: reached.append(s.name), students=False)
-        for name in sites:
-            if name not in reached:
-                raise ValueError(f'the forward pass does not reach the FFN of {name!r}')
+        in_lockstep(run, batches[:1], lambda *_: None, students=False)
         in_lockstep(run, batches, fit)
     for site in ffn_sites(result, where):
         if site.block_name in fit.fits:
@@ -227,16 +230,29 @@ def find_ffns(
     return ffns, widths, skipped
 
 
-@contextmanager
-def _checked(sites: dict[str, FFNSite], forward: Callable, batch) -> Iterator[None]:
-    """Check that each block returns what it returned before its FFN was taken out."""
-    expected: dict[str, torch.Tensor] = {}
-    blocks = {name: site.block for name, site in sites.items()}
-    with watched(blocks, lambda name, output: expected.update({name: output.clone()})):
+def block_outputs(
+    model: nn.Module, where: str | None, forward: Callable, batch
+) -> dict[str, tuple[int, torch.Tensor]]:
+    """The outputs of all known blocks that the forward pass reaches, by name.
+
+    Returns:
+        dict: The first dimension of what a block returns, which counts images, windows or patches,
+        and its first entry.
+    """
+    found: dict[str, tuple[int, torch.Tensor]] = {}
+    blocks = {site.block_name: site.block for site in ffn_sites(model, where)}
+    with watched(blocks, lambda name, y: found.update({name: (len(y), y[:1].clone())})):
         forward(batch)
+    return found
+
+
+@contextmanager
+def _checked(sites: dict[str, FFNSite], outputs: dict[str, tuple]) -> Iterator[None]:
+    """Check that each block returns what it returned before its FFN was taken out."""
+    blocks = {name: site.block for name, site in sites.items()}
 
     def compare(name: str, output: torch.Tensor) -> None:
-        found, known = output.double(), expected[name].double()
+        found, known = output[:1].double(), outputs[name][1].double()
         change = float((found - known).norm() / known.norm().clamp(min=1e-300))
         if change > (0.05 if output.element_size() < 4 else 1e-3):
             raise ValueError(
@@ -291,7 +307,7 @@ class Fit:
 
     Args:
         widths (dict): The number of channels that stay, by the name of the block.
-        num_images (int): Number of images in all batches.
+        num_images (int): Number of images in the first batch.
         max_tokens (int): Number of tokens of a batch that count.
         progress: As for :func:`convert_pretrained`.
 
@@ -313,7 +329,7 @@ class Fit:
         parts = sample_tokens(site, tokens, self.max_tokens, len(self.rows))
         row = BlockReport(site.name, ffn.feedforward_channels, width)
         row.num_tokens = sum(len(u) for u, _ in parts)
-        number = sum(x.shape[:-1].numel() for x, _ in tokens) / self.num_images
+        number = tokens[0][0].shape[:-1].numel() / self.num_images
         row.gmacs, row.narrow_gmacs = (
             number * 2 * ffn.embed_dims * h / 1e9 for h in (ffn.feedforward_channels, width)
         )

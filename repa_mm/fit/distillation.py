@@ -51,7 +51,8 @@ class _Distilled:
         # Backbones with frozen stages freeze them here.
         self.requires_grad_(False)
         for site in ffn_sites(self):
-            site.module.requires_grad_(True)
+            for module in site.modules:
+                module.requires_grad_(True)
         return self
 
 
@@ -121,8 +122,9 @@ def build_distiller(
     if data_preprocessor is not None:
         student.setdefault('data_preprocessor', copy.deepcopy(data_preprocessor))
     # Mixed images would need labels to mix, resized ones boxes to resize.
-    for part, key in (('train_cfg', 'augments'), ('data_preprocessor', 'batch_augments')):
-        (student.get(part) or {}).pop(key, None)
+    for cfg in (student, student.get('model') or {}):
+        for part, key in (('train_cfg', 'augments'), ('data_preprocessor', 'batch_augments')):
+            (cfg.get(part) or {}).pop(key, None)
     model = MODELS.build(copy.deepcopy(student))
     if teacher is None:
         teacher = dict(student, backbone=student['backbone']['backbone'])

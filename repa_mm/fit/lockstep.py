@@ -145,12 +145,12 @@ def watched(blocks: dict[str, nn.Module], function: Callable) -> Iterator[None]:
 
     Args:
         blocks (dict): The blocks by name.
-        function (Callable): Gets a name and the output for the first image.
+        function (Callable): Gets a name and the output.
     """
 
     def note(name: str, output: torch.Tensor | Iterable) -> None:
         if getattr(getcurrent(), 'is_watched', True):
-            function(name, (output if isinstance(output, torch.Tensor) else output[0])[:1])
+            function(name, output if isinstance(output, torch.Tensor) else output[0])
 
     handles = [
         block.register_forward_hook(lambda m, args, output, name=name: note(name, output))

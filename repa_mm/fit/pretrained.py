@@ -80,9 +80,8 @@ def convert_checkpoint(
         out (str): The checkpoint to write, '….pth'. The config is '….py'.
         keep (float | list): Share of the FFNs' hidden channels that stays: one for all blocks, or
             one per block, of which None leaves its block as it is. Defaults to 0.375.
-        where (str, optional): The module of the model whose blocks are converted: 'backbone',
-            'encoder', 'decoder', see :func:`~repa_mm.models.sites.ffn_sites`. Defaults to all but
-            decoder layers.
+        where (str, optional): The module of the model whose blocks are converted: 'backbone' or
+            'encoder', see :func:`~repa_mm.models.sites.ffn_sites`. Defaults to both.
         num_images (int): Number of images to calibrate on. One more for each eight of them is
             held out, to measure on it how much the outputs differ. Defaults to 64.
         images (str, optional): A folder of images. Defaults to the config's training data, through

@@ -231,7 +231,7 @@ class Restructured:
         Args:
             ordinary (nn.Module): The model without structures.
         """
-        inside = tuple(f'{name}.' for name, _ in outermost(self))
+        inside = tuple(f'{form}.' for s in self.structures for form in s.placed.values())
         theirs = {**dict(ordinary.named_parameters()), **dict(ordinary.named_buffers())}
         for name, value in (*self.named_parameters(), *self.named_buffers()):
             other = theirs.get(name)

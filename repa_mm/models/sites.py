@@ -197,6 +197,13 @@ class FFNSite(Site):
         """The norm before the FFN."""
         return getattr(self.block, self.family.norm) if self.family.norm else nn.Identity()
 
+    @property
+    def modules(self) -> list[nn.Module]:
+        """All modules of the FFN."""
+        if self.path == 'pointwise_conv1':
+            return [self.module, self.block.pointwise_conv2]
+        return [self.module]
+
     def parts(self) -> FFNParts:
         block, ffn = self.block, self.module
         if self.family.norm and not hasattr(block, self.family.norm):

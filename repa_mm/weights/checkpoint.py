@@ -88,6 +88,10 @@ def match_form(model: nn.Module, state_dict: dict) -> bool:
     return True
 
 
+# Tables of Swin V2, which MMPretrain computes anew, and leaves out when it loads.
+_COMPUTED = 'relative_coords_table', 'relative_position_index'
+
+
 def load_weights(model: nn.Module, state_dict: dict, path: str | None = None) -> None:
     """Load weights into a model, which takes the form that they are in.
 
@@ -105,9 +109,15 @@ def load_weights(model: nn.Module, state_dict: dict, path: str | None = None) ->
     optional = ('num_batches_tracked', 'num_active_channels')
     own = {key: value for key, value in model.state_dict().items() if key.endswith(optional)}
     try:
-        model.load_state_dict({**own, **state_dict})
+        found = model.load_state_dict({**own, **state_dict}, strict=False)
     except RuntimeError as error:
         raise CheckpointError(f'{path or "the checkpoint"}: {error}') from error
+    missing = [key for key in found.missing_keys if not key.endswith(_COMPUTED)]
+    for kind, keys in (('lacks', missing), ('has', found.unexpected_keys)):
+        if keys:
+            raise CheckpointError(
+                f'{path or "the checkpoint"} is of another model: it {kind} {", ".join(keys[:3])} …'
+            )
 
 
 def load_original(model: nn.Module, state_dict: dict, path: str) -> None:
@@ -122,6 +132,6 @@ def load_original(model: nn.Module, state_dict: dict, path: str) -> None:
         CheckpointError: If some are missing.
     """
     missing = model.load_state_dict(state_dict, strict=False).missing_keys
-    missing = [key for key in missing if not key.endswith('num_batches_tracked')]
+    missing = [key for key in missing if not key.endswith(('num_batches_tracked', *_COMPUTED))]
     if missing:
         raise CheckpointError(f'{path} is of another model: it lacks {", ".join(missing[:3])} …')

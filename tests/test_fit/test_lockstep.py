@@ -124,9 +124,6 @@ def test_what_cannot_be_fitted_is_named(vit):
         first = model.layers[0](tokens_of(model, batch))
         return model.layers[2](model.layers[1](first * model.layers[0].score))
 
-    def shorter(model, batch):
-        return model.layers[2](model.layers[0](tokens_of(model, batch)))
-
     def other_order(model, batch):
         first, second, third = model.layers if batch.shape[0] == 4 else model.layers[::-1]
         return third(second(first(tokens_of(model, batch))))
@@ -141,7 +138,6 @@ def test_what_cannot_be_fitted_is_named(vit):
         (twice, None, "FFN of 'layers.0' runs more than once"),
         (post_norm, None, "'layers.0', a TransformerEncoderLayer, does not use its FFN"),
         (scored, by_score, "'layers.1', .*depends on what other images have left behind"),
-        (None, shorter, "does not reach the FFN of 'layers.1'"),
         (None, other_order, "other FFNs in some batches.*'layers.0', 'layers.2'"),
         (None, one_less, "other FFNs in some batches.*'layers.2', its end"),
     ):
@@ -153,6 +149,18 @@ def test_what_cannot_be_fitted_is_named(vit):
         with pytest.raises(ValueError, match=message):
             repa_mm.convert_pretrained(vit, x[:-1] if layer_forward else x, forward=forward)
         assert state(vit) == before
+
+
+def test_blocks_that_a_pass_does_not_reach(vit):
+    def shorter(model, batch):
+        return model.layers[2](model.layers[0](tokens_of(model, batch)))
+
+    narrow, report = repa_mm.convert_pretrained(vit, images(), forward=shorter)
+    assert [block.name for block in report.blocks] == ['layers.0', 'layers.2']
+    assert report.skipped == {'layers.1': 'the forward pass does not reach it'}
+    assert [layer.ffn.feedforward_channels for layer in narrow.layers] == [24, 64, 24]
+    with pytest.raises(ValueError, match="reaches none of the blocks: 'layers.0', 'layers.1'"):
+        repa_mm.convert_pretrained(vit, images(), forward=tokens_of)
 
 
 def test_an_ffn_of_two_blocks_is_named(vit):
