@@ -19,6 +19,7 @@ from repa_mm.fit.conversion import convert_pretrained, find_ffns
 from repa_mm.fit.distillation import distill_checkpoint
 from repa_mm.fit.features import differences, has_channels_first, head_inputs, percent, run_batches
 from repa_mm.models.attention import swap_attention
+from repa_mm.models.deformable import swap_deformable_attention
 from repa_mm.models.sites import FFNSite, ffn_sites
 from repa_mm.models.structures import Widths
 from repa_mm.run import build_model, dataset_config, load_config
@@ -116,6 +117,7 @@ def convert_checkpoint(
     dataset, chosen, held_out = calibration_images(cfg, num_images, images)
     model.to(device or ('cuda' if torch.cuda.is_available() else 'cpu'))
     swap_attention(model)
+    swap_deformable_attention(model)
     # What is wrong with the config is to show before the fit.
     _, widths, _ = find_ffns(model, keep, where, skip_unsupported)
     MODELS.build(converted_config(cfg, model, widths, where, out).model)
