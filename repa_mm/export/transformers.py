@@ -101,6 +101,44 @@ class _AnySizeEncoder:
         return torch.cat(points, 1)[:, :, None] * valid_ratios[:, None]
 
 
+class _PaddedMasks:
+    """Of a MaskFormer's head: ``batch_data_samples`` are the sizes, as of a DETR."""
+
+    def forward(self, features, sizes):
+        mask = padding_mask(features[-1], *sizes)
+        mask_features, memory = self.pixel_decoder(features, sizes)
+        memory = _tokens(self.decoder_input_proj(memory))
+        query = self.query_embed.weight.expand(mask.shape[0], -1, -1)
+        out = self.transformer_decoder(
+            query=torch.zeros_like(query),
+            key=memory,
+            value=memory,
+            query_pos=query,
+            key_pos=_tokens(self.decoder_pe(mask)),
+            key_padding_mask=mask.flatten(1),
+        )
+        masks = torch.einsum('lbqc,bchw->lbqhw', self.mask_embed(out), mask_features)
+        return self.cls_embed(out), masks
+
+
+class _PaddedPixels:
+    """Of its pixel decoder with an encoder: ``batch_img_metas`` are the sizes."""
+
+    def forward(self, features, sizes):
+        from mmdet.models.layers import PixelDecoder
+
+        mask = padding_mask(features[-1], *sizes)
+        last = self.encoder_in_proj(features[-1])
+        memory = self.encoder(
+            query=_tokens(last),
+            query_pos=_tokens(self.positional_encoding(mask)),
+            key_padding_mask=mask.flatten(1),
+        )
+        memory = memory.transpose(1, 2).reshape(last.shape)
+        # The other levels are treated as where there is no encoder.
+        return PixelDecoder.forward(self, [*features[:-1], memory], None)
+
+
 def _mix_in(module: nn.Module, mixin: type) -> None:
     become(module, type(type(module).__name__, (mixin, type(module)), {}))
 
@@ -149,23 +187,55 @@ class Queries(nn.Module):
         return torch.cat(corners, 2).clamp(min=0), scores, labels
 
 
-def class_logits(
-    head: nn.Module, features: tuple[torch.Tensor, ...], size: tuple[int, int]
-) -> torch.Tensor:
-    """Return the scores (B, classes, H, W) of all pixels, as a ``Mask2FormerHead`` predicts them.
+def trace_masks(head: nn.Module) -> None:
+    """Let a graph that is traced of a head serve images of any size, in place.
 
     Args:
-        head (nn.Module): The head, of MMSegmentation.
-        features (tuple): Maps of all levels.
-        size (tuple[int, int]): Height and width.
+        head (nn.Module): A ``MaskFormerHead``, whose ``forward`` takes the sizes of the padded
+            images and of the images from then on; or a ``Mask2FormerHead``, which knows no padding.
     """
-    classes, masks = (x[-1] for x in head(features, None))
-    masks = F.interpolate(masks, size, mode='bilinear', align_corners=False).sigmoid()
+    if hasattr(head, 'decoder_pe'):
+        _mix_in(head, _PaddedMasks)
+        if hasattr(head.pixel_decoder, 'encoder_in_proj'):
+            _mix_in(head.pixel_decoder, _PaddedPixels)
+            head.pixel_decoder.last_feat_conv = head.pixel_decoder.encoder_out_proj
+
+
+def queries_and_masks(
+    head: nn.Module, features: tuple[torch.Tensor, ...], padded: torch.Tensor, image: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return logits of classes (B, N, classes) and masks (B, N, h, w) of the queries of a head.
+
+    Args:
+        head (nn.Module): The head, after :func:`trace_masks`.
+        features (tuple): Maps of all levels.
+        padded (torch.Tensor): Images (B, 3, H, W) that the features are of.
+        image (torch.Tensor): The same without padding.
+    """
+    shape, own = (torch._shape_as_tensor(x)[2:] for x in (padded, image))
+    classes, masks = head(features, (shape, own.expand(image.shape[0], 2)))
+    return classes[-1], masks[-1]
+
+
+def class_logits(
+    head: nn.Module, features: tuple[torch.Tensor, ...], image: torch.Tensor
+) -> torch.Tensor:
+    """Return the scores (B, classes, H, W) of all pixels, as MMSegmentation's heads predict them.
+
+    Args:
+        head (nn.Module): A ``Mask2FormerHead`` or ``MaskFormerHead``, after :func:`trace_masks`.
+        features (tuple): Maps of all levels.
+        image (torch.Tensor): Images (B, 3, H, W), of which no pixel is padding to the head.
+    """
+    classes, masks = queries_and_masks(head, features, image, image)
+    masks = F.interpolate(masks, image.shape[2:], mode='bilinear', align_corners=False).sigmoid()
     return torch.einsum('bqc,bqhw->bchw', classes.softmax(-1)[..., :-1], masks)
 
 
 class Masks(nn.Module):
-    """From features to masks, as a ``Mask2Former`` with a ``MaskFormerFusionHead`` predicts them.
+    """From features to masks, as a ``MaskFormer`` with a ``MaskFormerFusionHead`` predicts them.
+
+    A ``Mask2Former`` is one.
 
     Raises:
         ValueError: If the model predicts no instances.
@@ -176,20 +246,23 @@ class Masks(nn.Module):
         self.head, self.fusion = detector.panoptic_head, detector.panoptic_fusion_head
         if not self.fusion.test_cfg.get('instance_on', False):
             raise ValueError(
-                'of a Mask2Former, instances are exported and panoptic maps are not: set '
-                'model.test_cfg.instance_on=True'
+                'of a Mask2Former or MaskFormer, instances are exported and panoptic maps are not: '
+                'set model.test_cfg.instance_on=True'
             )
 
-    def forward(self, features, padded, own, size):
+        trace_masks(self.head)
+
+    def forward(self, features, padded, image, size):
         """Masks (B, N, height, width) of a size, and boxes around them (B, N, 4)."""
-        classes, masks = (x[-1] for x in self.head(features, None))
+        classes, masks = queries_and_masks(self.head, features, padded, image)
         scores = classes.softmax(-1)[..., :-1].flatten(1)
         scores, index = best(scores, self.fusion.test_cfg.get('max_per_image', 100))
         query = index // self.fusion.num_classes
         labels = index - query * self.fusion.num_classes
         masks = masks.gather(1, query[..., None, None].expand(-1, -1, *masks.shape[2:]))
         kwargs = dict(mode='bilinear', align_corners=False)
-        masks = F.interpolate(masks, padded, **kwargs)[..., : own[0], : own[1]]
+        masks = F.interpolate(masks, padded.shape[2:], **kwargs)
+        masks = masks[..., : image.shape[2], : image.shape[3]]
         masks = F.interpolate(masks, tuple(size.unbind()), **kwargs)
         inside = (masks > 0).to(masks)
         scores = scores * (masks.sigmoid() * inside).sum((2, 3)) / (inside.sum((2, 3)) + 1e-6)

@@ -8,7 +8,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from repa_mm.export.detection import SingleStage, TwoStage
-from repa_mm.export.transformers import Masks, Queries, class_logits
+from repa_mm.export.transformers import Masks, Queries, class_logits, trace_masks
 from repa_mm.models.replace import replace
 from repa_mm.models.tracing import trace_any_size
 
@@ -203,6 +203,7 @@ class WholeSegmentor(WholeModel):
     def __init__(self, model: nn.Module, preprocessing: bool) -> None:
         super().__init__(model, preprocessing)
         self.has_masks = hasattr(model.decode_head, 'mask_embed')
+        trace_masks(model.decode_head)
 
     def forward(self, image: torch.Tensor, output_size: torch.Tensor):
         image = self.preprocessing(image)
@@ -214,7 +215,7 @@ class WholeSegmentor(WholeModel):
         features = self.model.extract_feat(padded)
         kwargs = dict(mode='bilinear', align_corners=self.model.align_corners)
         if self.has_masks:
-            logits = class_logits(self.model.decode_head, features, padded.shape[2:])
+            logits = class_logits(self.model.decode_head, features, padded)
         else:
             logits = F.interpolate(self.model.decode_head(features), padded.shape[2:], **kwargs)
         logits = logits[..., : image.shape[2], : image.shape[3]]
@@ -241,7 +242,7 @@ class WholeInstances(WholeModel):
         padded = self.preprocessing.pad(image, own[None])
         size = torch.where(output_size > 0, output_size, own)
         features = self.model.extract_feat(padded)
-        return self.predict(features, padded.shape[2:], image.shape[2:], size)
+        return self.predict(features, padded, image, size)
 
 
 class WholeClassifier(WholeModel):
@@ -271,8 +272,8 @@ WHOLE_MODELS = dict(
 def whole_model(model: nn.Module, preprocessing: bool = False) -> WholeModel:
     """Build a model whose trace predicts what ``model.test_step`` does, for images of any size.
 
-    Only heads that predict as those of RetinaNet, Faster R-CNN, Mask R-CNN, DETRs, Mask2Former,
-    ``EncoderDecoder`` and ``ImageClassifier`` do are known;
+    Only heads that predict as those of RetinaNet, Faster R-CNN, Mask R-CNN, DETRs, MaskFormer,
+    Mask2Former, ``EncoderDecoder`` and ``ImageClassifier`` do are known;
     :func:`~repa_mm.export.export.export_whole` finds out.
 
     Args:

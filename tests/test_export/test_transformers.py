@@ -129,51 +129,65 @@ def test_masks_of_padding_are_those_of_interpolation():
 MASK_BATCHES = [[(150, 200)], [(128, 96)] * 3, [(65, 250)]]
 
 
+MASK_MODELS = dict(
+    instances='mmdet::mask2former/mask2former_r50_8xb2-lsj-50e_coco.py',
+    semantic='mmseg::mask2former/mask2former_r50_8xb2-160k_ade20k-512x512.py',
+    maskformer='mmdet::maskformer/maskformer_r50_ms-16xb1-75e_coco.py',
+    maskformer_semantic='mmseg::maskformer/maskformer_r50-d32_8xb2-160k_ade20k-512x512.py',
+)
+
+
 def mask_model(kind, randomize):
-    """A very small Mask2Former for instances or label maps, and its config."""
+    """A very small Mask2Former or MaskFormer for instances or label maps, and its config."""
     attention = dict(embed_dims=32, num_heads=4)
     ffn = dict(ffn_cfg=dict(embed_dims=32, feedforward_channels=48))
+    encoder = dict(
+        encoder=dict(num_layers=2, layer_cfg=dict(ffn, self_attn_cfg=attention)),
+        positional_encoding=dict(num_feats=16),
+    )
     head = dict(
         in_channels=[8, 16, 32, 64],
         feat_channels=32,
         out_channels=32,
         num_queries=15,
         positional_encoding=dict(num_feats=16),
-        pixel_decoder=dict(
-            norm_cfg=dict(num_groups=4),
-            encoder=dict(num_layers=2, layer_cfg=dict(ffn, self_attn_cfg=attention)),
-            positional_encoding=dict(num_feats=16),
-        ),
+        pixel_decoder=dict(norm_cfg=dict(num_groups=4)),
         transformer_decoder=dict(
             num_layers=3, layer_cfg=dict(ffn, self_attn_cfg=attention, cross_attn_cfg=attention)
         ),
         loss_cls=dict(class_weight=[1.0] * 6),
     )
-    if kind == 'instances':
-        path = 'mmdet::mask2former/mask2former_r50_8xb2-lsj-50e_coco.py'
+    if kind != 'maskformer_semantic':  # which has a pixel decoder without an encoder
+        head['pixel_decoder'].update(encoder)
+    if 'semantic' not in kind:
         classes = dict(num_things_classes=5, num_stuff_classes=0)
         options = dict(
             panoptic_head=dict(head, **classes),
             panoptic_fusion_head=classes,
-            test_cfg=dict(max_per_image=20),
+            test_cfg=dict(max_per_image=20, panoptic_on=False, instance_on=True),
         )
+        if kind == 'maskformer':
+            # Several rows and columns of padding in the last level's map.
+            options['data_preprocessor'] = dict(pad_size_divisor=96)
     else:
-        path = 'mmseg::mask2former/mask2former_r50_8xb2-160k_ade20k-512x512.py'
         options = dict(decode_head=dict(head, num_classes=5))
         options['backbone'] = dict(norm_cfg=dict(type='BN'))
     options['backbone'] = dict(BACKBONE, **options.get('backbone', {}))
-    cfg = load_config(path, dict(model=options))
+    cfg = load_config(MASK_MODELS[kind], dict(model=options))
     model = spread(randomize(build_model(cfg)))
     head = getattr(model, 'panoptic_head', None) or model.decode_head
+    if 'maskformer' in kind:  # whose queries meet nothing but attention
+        head.query_embed.weight.data *= 20
     data = model.data_preprocessor(resized(small_images(cfg), [(128, 160)]), False)
     # Of random weights, all queries are nearly the same.
     with torch.no_grad():
         for layer in (head.cls_embed, head.mask_embed[-1], head.pixel_decoder.mask_feature):
             found = []
             hook = layer.register_forward_hook(lambda *args, found=found: found.append(args[2]))
-            head(model.extract_feat(data['inputs']), data['data_samples'])
+            model(**copy.deepcopy(data), mode='predict')
             hook.remove()
-            out = found[-1].movedim(1, -1) if found[-1].ndim == 4 else found[-1]
+            out = found[-1].movedim(1, -1) if layer.weight.ndim == 4 else found[-1]
+            out = out[-1] if layer.weight.ndim < out.ndim - 1 else out  # of all decoder layers
             std, mean = torch.std_mean(out.flatten(0, -2), 0)
             layer.weight /= std.view(-1, *[1] * (layer.weight.ndim - 1))
             layer.bias.copy_((layer.bias - mean) / std)
@@ -185,8 +199,12 @@ def mask_model(kind, randomize):
     [
         ('instances', False),
         ('semantic', False),
+        ('maskformer', False),
+        ('maskformer_semantic', False),
         pytest.param('instances', True, marks=pytest.mark.slow),
         pytest.param('semantic', True, marks=pytest.mark.slow),
+        pytest.param('maskformer', True, marks=pytest.mark.slow),
+        pytest.param('maskformer_semantic', True, marks=pytest.mark.slow),
     ],
 )
 def test_mask_models_agree_with_test_step(kind, preprocessing, randomize):
@@ -201,7 +219,7 @@ def test_mask_models_agree_with_test_step(kind, preprocessing, randomize):
         with torch.no_grad():
             expected = model.test_step(copy.deepcopy(data))
         for a, b in zip(exported.test_step(data), expected, strict=True):
-            if kind == 'instances':
+            if 'semantic' not in kind:
                 check_objects(a.pred_instances, b.pred_instances)
             else:
                 a, b = a.pred_sem_seg.data, b.pred_sem_seg.data
