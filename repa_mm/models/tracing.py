@@ -23,8 +23,9 @@ class PatchPadding(AdaptivePadding):
 
 
 def _padding_of_patches(module: nn.Module) -> type | None:
+    # By its name: MMDetection and MMSegmentation have copies of mmcv's.
     is_of_patches = (
-        type(module) is AdaptivePadding
+        type(module).__name__ == 'AdaptivePadding'
         and module.kernel_size == module.stride
         and module.dilation == (1, 1)
     )
