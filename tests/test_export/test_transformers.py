@@ -62,11 +62,12 @@ def detector(name, randomize, **options):
 
 
 def spread(model):
-    """Weights that tell queries, levels and points apart, as training does."""
+    """Weights that tell queries, levels, points and classes apart, as training does."""
     generator = torch.Generator().manual_seed(1)
     for name, parameter in model.named_parameters():
         if not name.startswith('backbone') and parameter.ndim > 1:
             is_code = any(part in name for part in ('query_embed', 'query_feat', 'level_'))
+            is_code = is_code or name.endswith('cls_emb')
             scale = 1 if is_code else parameter[0].numel() ** -0.5
             parameter.data.normal_(0, scale, generator=generator)
         elif name.startswith('memory_trans') and name.endswith('bias'):

@@ -1,0 +1,162 @@
+"""What docs/deploy.md says of each family of models is what the code does."""
+
+import re
+from ast import literal_eval
+from pathlib import Path
+
+import pytest
+import torch
+
+from repa_mm.export.export import agreeing_onnx, resized
+from repa_mm.fit.conversion import block_outputs
+from repa_mm.fit.features import head_inputs
+from repa_mm.run import build_model, load_config
+
+from .conftest import HEADS, write_config
+from .test_transformers import DETECTORS, MASK_MODELS, detector, mask_model, small_images, spread
+
+pytest.importorskip('onnxruntime')
+pytest.importorskip('mmdet')
+pytest.importorskip('mmseg')
+
+SWIN = dict(type='mmdet.SwinTransformer', embed_dims=8, depths=[1] * 4, num_heads=[1, 1, 2, 2])
+CHANNELS = [8, 16, 32, 64]
+FPN = dict(in_channels=CHANNELS, out_channels=32)
+DENSE = dict(num_classes=5, in_channels=32, feat_channels=32, stacked_convs=1)
+RPN = dict(in_channels=32, feat_channels=32)
+ROI = dict(in_channels=32, fc_out_channels=16, num_classes=5)
+GROUPS = dict(norm_cfg=dict(num_groups=4))
+
+# Families whose exports are compared in other tests: what builds them there, and its argument.
+TESTED = {
+    'RetinaNet': ('write_config', 'retinanet'),
+    'Mask R-CNN': ('write_config', 'mask_rcnn'),
+    'DETR': ('detector', 'detr'),
+    'Conditional DETR': ('detector', 'conditional_detr'),
+    'DAB-DETR': ('detector', 'dab_detr'),
+    'Deformable DETR': ('detector', 'deformable_detr'),
+    'DINO': ('detector', 'dino'),
+    'MaskFormer': ('mask_model', 'maskformer'),
+    'Mask2Former': ('mask_model', 'instances'),
+    'UperNet': ('write_config', 'upernet'),
+    'MaskFormer of MMSegmentation': ('mask_model', 'maskformer_semantic'),
+    'Mask2Former of MMSegmentation': ('mask_model', 'semantic'),
+    'Classifiers': ('write_config', 'classifier'),
+}
+# The others: an installed config, and what makes the model very small.
+OTHERS = {
+    'Faster R-CNN': (
+        'mmdet::faster_rcnn/faster-rcnn_r50_fpn_1x_coco.py',
+        dict(
+            neck=FPN,
+            rpn_head=RPN,
+            roi_head=dict(bbox_roi_extractor=dict(out_channels=32), bbox_head=ROI),
+        ),
+    ),
+    'Cascade R-CNN': (
+        'mmdet::cascade_rcnn/cascade-rcnn_r50_fpn_1x_coco.py',
+        dict(
+            neck=FPN,
+            rpn_head=RPN,
+            roi_head=dict(
+                bbox_roi_extractor=dict(out_channels=32), bbox_head=dict.fromkeys('012', ROI)
+            ),
+        ),
+    ),
+    'ATSS': ('mmdet::atss/atss_r50_fpn_1x_coco.py', dict(neck=FPN, bbox_head=DENSE)),
+    'RTMDet': (
+        'mmdet::rtmdet/rtmdet_l_swin_b_4xb32-100e_coco.py',
+        dict(
+            neck=dict(GROUPS, in_channels=CHANNELS[1:], out_channels=32, num_csp_blocks=1),
+            bbox_head=dict(GROUPS, **DENSE),
+        ),
+    ),
+    'DDQ': (
+        'mmdet::ddq/ddq-detr-4scale_r50_8xb2-12e_coco.py',
+        dict(
+            neck=dict(in_channels=CHANNELS[1:]),
+            num_queries=25,
+            encoder=dict(num_layers=1),
+            decoder=dict(num_layers=2),
+            bbox_head=dict(num_classes=5),
+            test_cfg=dict(max_per_img=20),
+        ),
+    ),
+    'Segmenter': (
+        'mmseg::segmenter/segmenter_vit-t_mask_8xb1-160k_ade20k-512x512.py',
+        dict(
+            backbone=dict(img_size=(64, 64), embed_dims=32, num_layers=2, num_heads=2),
+            decode_head=dict(
+                in_channels=32, channels=32, embed_dims=32, num_layers=1, num_heads=2, num_classes=5
+            ),
+        ),
+    ),
+}
+
+
+def table():
+    """Rows of the docs: the FFNs that a conversion narrows, and what is said of the export."""
+    text = (Path(__file__).parents[2] / 'docs' / 'deploy.md').read_text()
+    _, text = re.split(r'\n\| family \|.*\n\| --- .*\n', text)
+    rows = text[: text.index('\n\n')].splitlines()
+    return {row[0]: row[1:] for row in ([x.strip() for x in r[1:-1].split('|')] for r in rows)}
+
+
+TABLE = table()
+
+
+def small_config(family, folder, randomize):
+    """The config of a very small model with a transformer for a backbone."""
+    how, name = TESTED.get(family, (None, None))
+    if how == 'write_config':
+        assert name in HEADS
+        return load_config(write_config(name, folder, repa=False))
+    if how:
+        assert name in (DETECTORS if how == 'detector' else MASK_MODELS)
+        cfg = (detector if how == 'detector' else mask_model)(name, randomize)[1]
+    else:
+        path, options = OTHERS[family]
+        cfg = load_config(path)
+        cfg.merge_from_dict(dict(model=options))
+    # An option that the docs name.
+    for key, value in re.findall(r'`([\w.]+)=([^`]+)`', TABLE[family][1]):
+        cfg.merge_from_dict({f'model.{key}': literal_eval(value)})
+    cfg.model.pop('pretrained', None)
+    cfg.model.pop('init_cfg', None)
+    if family != 'Segmenter':
+        cfg.model.backbone = dict(SWIN, out_indices=cfg.model.backbone.out_indices)
+    return cfg
+
+
+def test_every_row_is_tested():
+    assert set(TABLE) == {*TESTED, *OTHERS}
+    assert all(re.match('yes|no', said) for _, said in TABLE.values())
+    assert all(TABLE[family][1].startswith('yes') for family in TESTED)
+
+
+@pytest.mark.parametrize('family', TABLE)
+def test_ffns_that_a_conversion_reaches(family, tmp_path, randomize):
+    cfg = small_config(family, tmp_path, randomize)
+    model = build_model(cfg)
+    data = model.data_preprocessor(resized(small_images(cfg), [(224, 256)]), False)
+    with torch.no_grad():
+        reached = block_outputs(model, None, lambda batch: head_inputs(model, batch), data)
+    places = {'encoder' if '.encoder.' in f'.{name}' else name.split('.')[0] for name in reached}
+    assert places == set(TABLE[family][0].split(', '))
+
+
+@pytest.mark.parametrize('family', OTHERS)
+def test_exports_that_no_other_test_compares(family, tmp_path, randomize):
+    cfg = small_config(family, tmp_path, randomize)
+    model = spread(randomize(build_model(cfg)))
+    images = small_images(cfg)
+    (found,) = model.test_step(resized(images, [(128, 160)]))
+    if family == 'Segmenter':
+        assert len(found.pred_sem_seg.data.unique()) > 1
+    else:
+        assert len(found.pred_instances) > 5
+    if TABLE[family][1].startswith('yes'):
+        assert agreeing_onnx(model, images, (128, 160), True, 1, False)[1] <= 1e-3
+    else:
+        with pytest.raises((AttributeError, RuntimeError, ValueError)):  # whoever finds out first
+            agreeing_onnx(model, images, (128, 160), True, 1, False)
