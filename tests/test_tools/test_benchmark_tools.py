@@ -25,7 +25,7 @@ BOTH = REPA, '--baseline', VANILLA, '--input-shape', 64, 96, '--repeats', 2
         ('benchmark', (*BOTH, '--ffn-share'), ['share of FFNs', '%']),
         ('benchmark', (*BOTH, '--train'), ['| literal ', '| auto ', 'peak memory']),
         ('benchmark', (*BOTH, '--train', '--part', 'backbone'), ['| literal ', '| auto ']),
-        ('benchmark', ('--part', 'ffn', '--repeats', 1), ['folded', '| 64, 16 ', '| 32, 16 (DETR) |']),
+        ('benchmark', ('--part', 'ffn', '--repeats', 1), ['folded', '64, 16 ', '32, 16 (DETR)']),
         ('benchmark', (*PAPER, '--idle-ratios', 0.5), ['of it by the merge', ' 0.5 |', 'digits']),
         ('get_flops', (REPA, '--input-shape', 64, 64), ['GMACs', '| training', '| deploy']),
         ('get_flops', (VANILLA, '--part', 'backbone'), ['GMACs', '| as it is']),
