@@ -46,7 +46,7 @@ class Family(NamedTuple):
     ``mixer_norm`` that before the affine map ``mixer`` in the place of a token mixer. Where the
     norm comes after the FFN, ``norm`` is empty: it stays as it is. ``shortcut`` says whether the
     FFN contains the shortcut. Successive blocks repeat after ``period``: Swin shifts the windows of
-    every second one. ``few`` marks decoder layers, which work on some hundred queries: they are
+    every second one. ``decoder`` marks decoder layers, which work on some hundred queries: they are
     sites on request only.
     """
 
@@ -58,10 +58,10 @@ class Family(NamedTuple):
     mixer: str = ''
     period: int = 1
     shortcut: bool = True
-    few: bool = False
+    decoder: bool = False
 
 
-_ENCODER, _DECODER = Family(ffn='ffn'), Family(ffn='ffn', few=True)
+_ENCODER, _DECODER = Family(ffn='ffn'), Family(ffn='ffn', decoder=True)
 
 # By the name of the block's class: MMDetection and MMSegmentation have classes of their own. The
 # attributes alone would not do, since post-norm blocks have them, too.
@@ -433,7 +433,7 @@ def ffn_sites(model: nn.Module, where: str | None = None) -> list[FFNSite]:
         FFNSite(f'{name}{family.ffn}', block, family.ffn, family)
         for name, block, family in _blocks(model)
         if family.ffn and hasattr(block, family.ffn)
-        if (f'.{where}.' in f'.{name}' if where else not family.few)
+        if (f'.{where}.' in f'.{name}' if where else not family.decoder)
     ]
 
 

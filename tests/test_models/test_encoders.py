@@ -228,3 +228,21 @@ def test_ordinary_weights_of_a_whole_model_fill_the_forms(randomize, tmp_path):
     batch = data(ordinary)
     with torch.no_grad():
         torch.testing.assert_close(outputs(model, batch), outputs(ordinary, batch))
+
+
+def test_forms_of_a_backbone_inside_of_another_structure(randomize, tmp_path):
+    """They are filled with the weights that the backbone's own config names."""
+    swin = dict(type='mmdet.SwinTransformer', embed_dims=8, depths=(1, 1, 1, 1))
+    swin.update(num_heads=(1, 1, 2, 2), out_indices=(1, 2, 3))
+    path = str(tmp_path / 'swin.pth')
+    weights = randomize(MODELS.build(dict(type='IdleChannels', backbone=swin))).state_dict()
+    torch.save(dict(state_dict=weights), path)
+    cfg = model_config('DINO')
+    init_cfg = dict(type='Pretrained', checkpoint=path)
+    cfg.backbone = dict(type='IdleChannels', backbone=swin, init_cfg=init_cfg)
+    cfg.neck.in_channels = [16, 32, 64]
+    structures = [dict(type='ChannelIdle', where='encoder')]
+    model = MODELS.build(dict(type='Restructured', model=cfg, structures=structures))
+    model.init_weights()
+    for name, value in model.backbone.state_dict().items():
+        assert torch.equal(value, weights[name]), name

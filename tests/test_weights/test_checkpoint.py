@@ -10,7 +10,13 @@ from mmengine.logging import MessageHub
 from mmengine.utils import digit_version
 
 from repa_mm.reparam import ChannelIdleFFN, CheckpointError, MergedFFN, reparameterize
-from repa_mm.weights import load_checkpoint, load_weights, match_form, save_checkpoint
+from repa_mm.weights import (
+    load_checkpoint,
+    load_original,
+    load_weights,
+    match_form,
+    save_checkpoint,
+)
 
 torch_reads_safely = pytest.mark.skipif(
     digit_version(torch.__version__) < digit_version('2.6'), reason='MMEngine reads the files'
@@ -106,3 +112,19 @@ def test_an_unfinished_file_is_not_left(tmp_path):
     with pytest.raises(AttributeError):
         save_checkpoint(dict(a=torch.ones(2), b=lambda: None), str(path))
     assert path.read_bytes() == before and [p.name for p in tmp_path.iterdir()] == ['a.pth']
+
+
+def test_tables_that_a_swin_v2_computes_may_be_missing(randomize):
+    models = pytest.importorskip('mmpretrain.models')
+    arch = dict(embed_dims=8, depths=[1], num_heads=[1], extra_norm_every_n_blocks=0)
+    model = randomize(models.SwinTransformerV2(arch, img_size=32, window_size=4, out_indices=(0,)))
+    other = models.SwinTransformerV2(arch, img_size=32, window_size=4, out_indices=(0,))
+    weights = model.state_dict()
+    for load in (load_weights, load_original):
+        load(other, dict(weights), 'swin.pth')
+        for name, value in other.named_parameters():
+            assert torch.equal(value, weights[name])
+        name = next(key for key in weights if 'ffn' in key)
+        lacking = {key: value for key, value in weights.items() if key != name}
+        with pytest.raises(CheckpointError, match=f'swin.pth is of another model: it lacks {name}'):
+            load(other, lacking, 'swin.pth')
