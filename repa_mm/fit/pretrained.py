@@ -174,10 +174,11 @@ def converted_config(
         out (str): The converted checkpoint, which trainings start from.
     """
     cfg = copy.deepcopy(cfg)
-    for part in (cfg.model, cfg.model.backbone):
+    given = cfg.model.get('backbone')  # not of a Restructured whole model
+    for part in (cfg.model, given or {}):
         for key in ('init_cfg', 'pretrained'):  # weights of the original
             part.pop(key, None)
-    start = 'backbone.'
+    start = 'backbone.' if given else '\0'
     inside = {name[len(start) :]: w for name, w in widths.items() if name.startswith(start)}
     if inside:
         cfg.model.backbone = backbone_config(cfg.model.backbone, model.backbone, inside)
@@ -186,7 +187,7 @@ def converted_config(
     if left:
         names = [site.block_name for site in ffn_sites(model, where)]
         structure = dict(type='Widths', widths=[left.get(name) for name in names], where=where)
-        cfg.model = dict(type='Restructured', model=cfg.model, structures=[structure])
+        cfg.model = _restructured(cfg.model, structure)
     cfg.load_from, cfg.resume = osp.abspath(out), False
     cfg.pop('work_dir', None)  # the checkpoints there are of the original
     if 'Restructured' in (cfg.model.type, cfg.model.get('backbone', cfg.model).type):
@@ -219,8 +220,13 @@ def backbone_config(cfg: dict, backbone: nn.Module, widths: dict[str, int]) -> d
             continue
         if {key: value.shape for key, value in built.state_dict().items()} == shapes:
             return candidate
-    structures = [dict(type='Widths', widths=structure.widths)]
-    return ConfigDict(type='Restructured', model=cfg, structures=structures)
+    return _restructured(cfg, dict(type='Widths', widths=structure.widths))
+
+
+def _restructured(cfg: dict, structure: dict) -> ConfigDict:
+    if cfg['type'] == 'Restructured':  # converted before
+        return ConfigDict(cfg, structures=[*cfg['structures'], structure])
+    return ConfigDict(type='Restructured', model=cfg, structures=[structure])
 
 
 def _with_stock_layers(cfg: ConfigDict, widths: dict[str, int]) -> dict[str, int]:

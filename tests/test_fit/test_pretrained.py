@@ -146,6 +146,10 @@ def test_configs_of_the_codebase_alone(config, widths, stock):
     built = MODELS.build(found)
     expected = [new or old for new, old in zip(widths, own)]
     assert [len(site.parts().fc1.bias) for site in ffn_sites(built)] == expected
+    # Converted once more.
+    again = backbone_config(found, built, {blocks[0]: 3})
+    sites = ffn_sites(MODELS.build(again))
+    assert [len(site.parts().fc1.bias) for site in sites] == [3, *expected[1:]]
 
 
 def test_a_detector_and_the_tool(folder, monkeypatch, capsys):

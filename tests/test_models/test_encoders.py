@@ -178,8 +178,11 @@ def test_a_conversion_and_its_config(case, randomize):
     name = report.blocks[1].name
     found = converted_config(cfg, model, {name: 7}, None, 'narrow.pth').model
     assert found.type == 'Restructured'
-    sites = ffn_sites(MODELS.build(found))
-    assert [len(site.parts().fc1.bias) for site in sites] == [4 * widths[0], 7]
+    for expected in ([4 * widths[0], 7], [4 * widths[0], 5]):
+        built = MODELS.build(found)
+        assert [len(site.parts().fc1.bias) for site in ffn_sites(built)] == expected
+        # Converted once more, it has one structure more.
+        found = converted_config(Config(dict(model=found)), built, {name: 5}, None, 'a.pth').model
 
 
 def test_a_backbone_and_an_encoder_of_two_ratios(randomize):

@@ -12,9 +12,10 @@ A trained detector or segmentor, by the metrics of its own config::
 
     python tools/dev/compare.py model configs/demo/retinanet_swin_digits.py epoch_5.pth
 
-Results are appended to a file in JSON lines, and ``draw`` makes one picture of such files::
+Results are appended to a file in JSON lines. ``draw`` makes a table and one picture of such files,
+in which models of several seeds are averaged::
 
-    python tools/dev/compare.py draw results.jsonl --out docs/compare.png
+    python tools/dev/compare.py draw docs/convert.jsonl --out docs/convert.png
 """
 
 import argparse
@@ -35,6 +36,7 @@ from methods import METHODS, Weights, shared_widths
 from methods import statistics as statistics_of
 
 from repa_mm import convert_pretrained
+from repa_mm.benchmark.tables import show
 from repa_mm.benchmark.timing import measure
 from repa_mm.fit.conversion import MAX_TOKENS, find_ffns, sample_tokens
 from repa_mm.fit.lockstep import in_lockstep
@@ -42,6 +44,7 @@ from repa_mm.fit.pretrained import calibration_images
 from repa_mm.models.sites import ffn_sites
 
 COSTS = [0.9, 0.75, 0.5, 0.375, 0.25, 0.15]
+METRICS = ('near', 'foreign', 'more foreign', 'coco/bbox_mAP', 'coco/segm_mAP', 'mIoU')
 
 
 class Fitted(nn.Module):
@@ -123,7 +126,7 @@ def converted(
 
 
 def write(args: argparse.Namespace, row: dict, metrics: dict) -> None:
-    row = {**row, 'data': args.name, **metrics}
+    row = {**row, 'data': args.name, 'seed': args.seed, **metrics}
     print(json.dumps(row), flush=True)
     with open(args.out, 'a', encoding='utf-8') as file:
         file.write(json.dumps(row) + '\n')
@@ -192,36 +195,41 @@ def on_model(args: argparse.Namespace) -> None:
 
 
 def draw(args: argparse.Namespace) -> None:
-    """A curve of each method over the share of multiply-adds, a panel for each data set."""
+    """Print what each method loses, and draw it over the share of multiply-adds, by data set."""
     import matplotlib.pyplot as plt
 
     rows = [json.loads(line) for path in args.files for line in Path(path).read_text().splitlines()]
-    panels = sorted(
-        {
-            (row['data'], key)
-            for row in rows
-            for key in row
-            if key in ('near', 'foreign', 'more foreign', 'coco/bbox_mAP', 'mIoU')
-        }
+    panels = list(
+        dict.fromkeys((row['data'], key) for row in rows for key in row if key in METRICS)
     )
-    figure, axes = plt.subplots(1, len(panels), figsize=(4 * len(panels), 4), squeeze=False)
     methods = list(dict.fromkeys(row['method'] for row in rows if row['method'] != 'original'))
-    for axis, (data, key) in zip(axes[0], panels):
+    height = -(-len(panels) // 4)
+    figure, axes = plt.subplots(height, 4, figsize=(15, 3.6 * height), squeeze=False)
+    for axis, (data, key) in zip(axes.flat, panels):
         here = [row for row in rows if row['data'] == data and key in row]
-        best = statistics.fmean(row[key] for row in here if row['method'] == 'original')
+        best = {row['seed']: row[key] for row in here if row['method'] == 'original'}
+        top, table = statistics.fmean(best.values()), []
         for number, method in enumerate(methods):
-            points: dict[float, list] = {}
+            lost: dict[float, list] = {}
             for row in here:
                 if row['method'] == method:
-                    points.setdefault(row['keep'], []).append(row[key])
-            means = [(keep, statistics.fmean(v)) for keep, v in sorted(points.items())]
+                    lost.setdefault(row['keep'], []).append(row[key] - best[row['seed']])
+            for keep, values in lost.items():
+                deviation = f' ± {statistics.stdev(values):.3f}' if len(values) > 1 else ''
+                table.append([method, f'{keep:g}', f'{statistics.fmean(values):+.3f}{deviation}'])
+            points = [(keep, top + statistics.fmean(v)) for keep, v in sorted(lost.items())]
             style = 'o-' if method == 'ours' else '.--'
-            axis.plot(*zip(*means), style, label=method, color=f'C{number}') if means else None
-        axis.axhline(best, color='grey', linewidth=0.8)
+            axis.plot(*zip(*points), style, label=method, color=f'C{number}') if points else None
+        values = ', '.join(f'{value:.3f}' for value in best.values())
+        show(f'{data}, {key}: {values}', ('method', 'keep', 'minus the original'), table)
+        axis.axhline(top, color='grey', linewidth=0.8)
         axis.set(title=f'{data}: {key}', xlabel="share of the FFNs' multiply-adds")
+        axis.set_ylim(0.7 * top, 1.02 * top)
+    for axis in axes.flat[len(panels) :]:
+        axis.remove()
     axes[0][0].legend(fontsize=7)
     figure.tight_layout()
-    figure.savefig(args.out, dpi=100)
+    figure.savefig(args.out, dpi=80)
 
 
 def main() -> None:
@@ -235,6 +243,7 @@ def main() -> None:
         command.add_argument('--keep', type=float, nargs='+', default=COSTS)
         command.add_argument('--methods', nargs='+', default=['ours', *METHODS])
         command.add_argument('--name', default=name, help='of the data, in the results')
+        command.add_argument('--seed', type=int, default=0, help='of the model, in the results')
         command.add_argument('--out', default='results.jsonl')
         command.set_defaults(function=function)
         if name == 'model':
