@@ -191,3 +191,30 @@ def test_what_older_conversions_left(models):
     )
     trained = {n for n, p in model.named_parameters() if p.requires_grad}
     assert trained and all('.ffn.' in name for name in trained)
+
+
+def test_a_whole_model_with_structures(tmp_path):
+    pytest.importorskip('mmpretrain.models')
+    init_default_scope('mmpretrain')
+    arch = dict(depths=[1, 1, 1, 1], channels=[8, 8, 16, 16])
+    augments = dict(
+        mean=[0.0], std=[1.0], batch_augments=dict(augments=dict(type='Mixup', alpha=1.0))
+    )
+    teacher = dict(type='ImageClassifier', backbone=dict(type='ConvNeXt', arch=arch))
+    teacher['data_preprocessor'] = augments
+    torch.save(MODELS.build(teacher).state_dict(), tmp_path / 'vanilla.pth')
+    structures = [dict(type='Widths', widths=[8, 8, 8, None])]
+    student = dict(type='Restructured', model=teacher, structures=structures)
+    model = MODELS.build(
+        dict(
+            type='FeatureDistiller',
+            student=student,
+            teacher_checkpoint=str(tmp_path / 'vanilla.pth'),
+            teacher=teacher,
+        )
+    )
+    assert model.data_preprocessor.batch_augments is None
+    model(torch.randn(2, 3, 64, 64), None, mode='loss')['loss_features'].backward()
+    trained = {n for n, p in model.named_parameters() if p.grad is not None}
+    layers = [f'.0.pointwise_conv{i}.{kind}' for i in (1, 2) for kind in ('weight', 'bias')]
+    assert trained == {f'backbone.stages.{i}{name}' for i in range(4) for name in layers}
