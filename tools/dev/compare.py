@@ -187,7 +187,7 @@ def on_model(args: argparse.Namespace) -> None:
 
     def evaluate(backbone: nn.Module) -> dict:
         runner.model.backbone = backbone
-        return {key: float(value) for key, value in runner.test().items()}
+        return {key: float(value) for key, value in runner.test().items() if key in METRICS}
 
     write(args, dict(method='original', keep=1.0, seconds=0), evaluate(model.backbone))
     for row, backbone in converted(model.backbone, batches, lambda m, x: m(x), args):
