@@ -11,7 +11,8 @@ from mmengine.config import Config
 from mmengine.model import revert_sync_batchnorm
 from mmpretrain.models import PoolFormer
 
-from repa_mm.models import fuse_conv_bn, swap_attention, swap_deformable_attention
+from repa_mm.models import fuse_conv_bn
+from repa_mm.models.tracing import swap_faster_attention
 from repa_mm.reparam import has_training_form, reparameterize, set_training_path
 from repa_mm.run import build_model
 
@@ -78,8 +79,7 @@ def with_our_parts(vanilla: nn.Module) -> dict[str, nn.Module]:
 
 def swap_parts(model: nn.Module) -> None:
     """Give a vanilla model what a merged one has besides merged FFNs, in place."""
-    swap_attention(model)
-    swap_deformable_attention(model)
+    swap_faster_attention(model)
     if hasattr(model, 'decode_head'):
         from repa_mm.models.heads.uper_head import fast_uper_head
 

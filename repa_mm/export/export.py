@@ -23,7 +23,7 @@ from repa_mm.files import replacing
 from repa_mm.models.attention import FastShiftWindowMSA
 from repa_mm.models.tracing import trace_any_size
 from repa_mm.reparam import outermost, reparameterize
-from repa_mm.run import build_model, dataset_config, load_config
+from repa_mm.run import build_model, dataset_config, image_config, load_config
 
 OPSET = 17
 # Largest acceptable share of objects or pixels that differ, or difference of a score.
@@ -135,8 +135,7 @@ def images_of(cfg: Config, split: str, number: int, folder: str | None = None) -
     Returns:
         list[dict]: Batches of one image.
     """
-    source = dict(type='ImageFolder', data_root=folder) if folder else dataset_config(cfg, split)
-    dataset = DATASETS.build(dict(source, pipeline=dataset_config(cfg, 'test').pipeline))
+    dataset = DATASETS.build(image_config(cfg, split, folder))
     number = min(number, len(dataset))
     return [pseudo_collate([dataset[i * len(dataset) // number]]) for i in range(number)]
 

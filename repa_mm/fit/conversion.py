@@ -9,12 +9,12 @@ from functools import partial
 import torch
 import torch.nn as nn
 
-from repa_mm.fit.features import differences, has_channels_first, percent, run_batches
 from repa_mm.fit.lockstep import PretrainedFFN, in_lockstep, watched
 from repa_mm.fit.regression import NarrowFFN, ffn_moments, fit_ffn, refine
 from repa_mm.models.sites import FFNSite, ffn_sites
-from repa_mm.models.structures import idle_ffn
+from repa_mm.models.structures import idle_ffn, share
 from repa_mm.reparam import Form, unwrap
+from repa_mm.run.features import differences, has_channels_first, percent, run_batches
 
 # Number of tokens that the regression of a block sees, drawn at random from all images.
 MAX_TOKENS = 32768
@@ -73,7 +73,7 @@ class ConversionReport:
         for b in self.blocks:
             fit = f'{b.width}', f'{b.hidden}', f'{b.unexplained:.4f}', f'{b.ridge:g}'
             rows.append((b.name, *fit, f'{b.narrow_gmacs:.3f}', f'{b.gmacs:.3f}'))
-        total = (sum(costs) for costs in zip(*((b.narrow_gmacs, b.gmacs) for b in self.blocks)))
+        total = (sum(b.narrow_gmacs for b in self.blocks), sum(b.gmacs for b in self.blocks))
         rows.append(('all FFNs', *[''] * 4, *(f'{value:.3f}' for value in total)))
         widths = [max(map(len, column)) for column in zip(*rows)]
         lines = ['  '.join(cell.ljust(w) for cell, w in zip(row, widths)) for row in rows]
@@ -196,24 +196,24 @@ def find_ffns(
     """
     sites, ffns, widths, skipped = ffn_sites(model, where), {}, {}, {}
     owners: dict[int, str] = {}
-    given = keep if isinstance(keep, Sequence) else [keep] * len(sites)
-    if not sites or len(given) != len(sites):
+    if not sites:
+        inside = f' in its {where!r}' if where else ''
         raise ValueError(
-            f'{type(model).__name__} has {len(sites)} blocks of a family in '
-            f'repa_mm.models.sites.FAMILIES, and keep is for {len(given)}'
+            f'{type(model).__name__} has no block{inside} of a family in '
+            'repa_mm.models.sites.FAMILIES'
         )
-    for site, share in zip(sites, given):
+    for site, ratio in zip(sites, share(keep, sites, 'keep').values()):
         name = site.block_name
         if isinstance(site.module, Form):
             raise ValueError(f'{name!r} has a {site.module.label}, and no ordinary FFN')
         if id(site.module) in owners:
             raise ValueError(f'{name!r} shares its FFN with {owners[id(site.module)]!r}')
         owners[id(site.module)] = name
-        if share is None:
+        if ratio is None:
             skipped[name] = 'keep leaves it out'
             continue
-        if not 0 < share <= 1:
-            raise ValueError(f'keep must be a share in (0, 1], but got {share!r}')
+        if not 0 < ratio <= 1:
+            raise ValueError(f'keep must be a share in (0, 1], but got {ratio!r}')
         try:
             ffns[name] = PretrainedFFN(name, idle_ffn(site, 0.0, dict(type='keep')))
         except ValueError as error:
@@ -223,7 +223,7 @@ def find_ffns(
                 ) from error
             skipped[name] = str(error)
             continue
-        widths[name] = max(1, round(share * ffns[name].ffn.feedforward_channels))
+        widths[name] = max(1, round(ratio * ffns[name].ffn.feedforward_channels))
     if not ffns:
         name, why = next(iter(skipped.items()))
         raise ValueError(f'no FFN of {type(model).__name__} can be narrowed: {name!r}: {why}')

@@ -13,11 +13,11 @@ from mmengine.runner import Runner
 from mmengine.runner.checkpoint import weights_to_cpu
 
 from repa_mm.files import replacing
-from repa_mm.fit.features import channels_last, has_channels_first, head_inputs, tensors
-from repa_mm.models.attention import swap_attention
 from repa_mm.models.sites import ffn_sites
+from repa_mm.models.tracing import swap_faster_attention
 from repa_mm.reparam import CheckpointError, become
-from repa_mm.run import dataset_config, load_config
+from repa_mm.run import image_config, load_config
+from repa_mm.run.features import channels_last, has_channels_first, head_inputs, tensors
 from repa_mm.weights import load_checkpoint, load_original, save_checkpoint
 
 
@@ -101,7 +101,7 @@ def build_distiller(
         load_from = 'narrow.pth'
 
     The student learns to give the heads the same features, see
-    :func:`~repa_mm.fit.features.head_inputs`. Errors are squared, and relative to the variance of
+    :func:`~repa_mm.run.features.head_inputs`. Errors are squared, and relative to the variance of
     the channels. Only the FFNs of backbone and encoder learn.
 
     Args:
@@ -130,7 +130,7 @@ def build_distiller(
         teacher = dict(student, backbone=student['backbone']['backbone'])
     teacher = MODELS.build(copy.deepcopy(teacher))
     load_original(teacher, load_checkpoint(teacher_checkpoint)['state_dict'], teacher_checkpoint)
-    swap_attention(teacher)
+    swap_faster_attention(teacher)
     teacher.requires_grad_(False).eval()
     become(model, _distilled_class(type(model)))
     model.__dict__['teacher'] = teacher
@@ -188,12 +188,7 @@ def distillation_config(
     if cfg.get('randomness') is None:
         cfg.randomness = dict(seed=0)
     if images is not None:
-        dataset = dict(
-            type='ImageFolder',
-            data_root=osp.abspath(images),
-            pipeline=dataset_config(cfg, 'test').pipeline,
-            leave_out=list(leave_out),
-        )
+        dataset = image_config(cfg, 'train', images, leave_out=list(leave_out))
         cfg.train_dataloader = dict(
             batch_size=1,  # images of any size
             num_workers=(cfg.get('train_dataloader') or {}).get('num_workers', 0),

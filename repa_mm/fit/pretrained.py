@@ -3,7 +3,7 @@
 import copy
 import inspect
 import os.path as osp
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial, reduce
 
 import torch
@@ -15,14 +15,13 @@ from mmengine.runner.checkpoint import weights_to_cpu
 from torch.utils.data import Dataset
 
 from repa_mm.files import replacing
-from repa_mm.fit.conversion import convert_pretrained, find_ffns
+from repa_mm.fit.conversion import BlockReport, convert_pretrained, find_ffns
 from repa_mm.fit.distillation import distill_checkpoint
-from repa_mm.fit.features import differences, has_channels_first, head_inputs, percent, run_batches
-from repa_mm.models.attention import swap_attention
-from repa_mm.models.deformable import swap_deformable_attention
 from repa_mm.models.sites import FFNSite, ffn_sites
 from repa_mm.models.structures import Widths
-from repa_mm.run import build_model, dataset_config, load_config
+from repa_mm.models.tracing import swap_faster_attention
+from repa_mm.run import build_model, image_config, load_config
+from repa_mm.run.features import differences, has_channels_first, head_inputs, percent, run_batches
 from repa_mm.version import __version__
 from repa_mm.weights import load_checkpoint, load_original, save_checkpoint
 
@@ -40,13 +39,7 @@ def calibration_images(
     Returns:
         tuple: The data set, the indices of the images to fit to, and those of the others.
     """
-    steps = dataset_config(cfg, 'test').pipeline
-    if folder is None:
-        source = dict(dataset_config(cfg, 'train'), pipeline=steps)
-        source.pop('filter_cfg', None)  # images without objects count, too
-    else:
-        source = dict(type='ImageFolder', data_root=folder, pipeline=steps)
-    dataset = DATASETS.build(source)
+    dataset = DATASETS.build(image_config(cfg, 'train', folder))
     total = min(num_images + max(1, num_images // 8), len(dataset))
     indices = [i * len(dataset) // total for i in range(total)]
     number = min(max(1, total // 9), total - 1)
@@ -66,7 +59,7 @@ def convert_checkpoint(
     cfg_options: dict | None = None,
     distill: int = 0,
     skip_unsupported: bool = False,
-    **options,
+    progress: Callable[[BlockReport], None] | None = None,
 ) -> dict:
     """Narrow the FFNs in backbone and encoder of a trained model, without labels.
 
@@ -93,7 +86,7 @@ def convert_checkpoint(
             :mod:`repa_mm.fit.distillation`. Defaults to 0.
         skip_unsupported (bool): Leave blocks as they are whose FFN cannot be narrowed.
             Defaults to False.
-        **options: Others of :func:`~repa_mm.convert_pretrained`.
+        progress (Callable, optional): Called with the report of each block once it is fitted.
 
     Returns:
         dict: ``report`` (a :class:`~repa_mm.fit.conversion.ConversionReport`, whose differences are
@@ -116,8 +109,7 @@ def convert_checkpoint(
     load_original(model, loaded['state_dict'], checkpoint)
     dataset, chosen, held_out = calibration_images(cfg, num_images, images)
     model.to(device or ('cuda' if torch.cuda.is_available() else 'cpu'))
-    swap_attention(model)
-    swap_deformable_attention(model)
+    swap_faster_attention(model)
     # What is wrong with the config is to show before the fit.
     _, widths, _ = find_ffns(model, keep, where, skip_unsupported)
     MODELS.build(converted_config(cfg, model, widths, where, out).model)
@@ -127,7 +119,7 @@ def convert_checkpoint(
 
     narrow, report = convert_pretrained(
         model, batches(chosen), keep=keep, where=where, forward=head_inputs,
-        held_out=batches(held_out), skip_unsupported=skip_unsupported, **options,
+        held_out=batches(held_out), skip_unsupported=skip_unsupported, progress=progress,
     )  # fmt: skip
     widths = {block.name: block.width for block in report.blocks}
     text = converted_config(cfg, model, widths, where, out).pretty_text
@@ -213,7 +205,7 @@ def backbone_config(cfg: dict, backbone: nn.Module, widths: dict[str, int]) -> d
     backbone = copy.deepcopy(backbone)
     structure.put(backbone)
     shapes = {key: value.shape for key, value in backbone.state_dict().items()}
-    for candidate in _stock_configs(cfg, type(MODELS.build(copy.deepcopy(cfg))), sites, structure):
+    for candidate in _stock_configs(cfg, type(backbone), sites, structure):
         try:
             built = MODELS.build(copy.deepcopy(candidate))
         except (TypeError, AssertionError):  # its blocks have no such argument

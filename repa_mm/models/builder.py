@@ -14,11 +14,9 @@ from mmengine.registry import MODELS
 from mmengine.runner.checkpoint import CheckpointLoader
 from mmengine.utils.dl_utils.parrots_wrapper import _BatchNorm
 
-from repa_mm.models.attention import swap_attention
-from repa_mm.models.deformable import swap_deformable_attention
 from repa_mm.models.structures import STRUCTURES, ChannelIdle, Structure
 from repa_mm.models.tokens import reduce_tokens
-from repa_mm.models.tracing import pad_any_size
+from repa_mm.models.tracing import pad_any_size, swap_faster_attention
 from repa_mm.reparam import (
     CheckpointError,
     TrainingForm,
@@ -106,11 +104,11 @@ class Restructured:
             :class:`~repa_mm.models.deformable.FastDeformableAttention` of a DETR. Defaults to True.
         keep_tokens (float | Sequence): Share of the windows or patches that blocks compute in
             full in eval mode, see :func:`~repa_mm.reduce_tokens`. Defaults to 1.
-        ordinary (Callable, optional): Builds the model without structures whose weights fill the
-            forms. Defaults to None, the class with the same arguments.
+        ordinary (Sequence, optional): Positional arguments of the model without structures, whose
+            weights fill the forms. Defaults to None, the same arguments.
 
     Attributes:
-        build_ordinary (Callable): Builds the model without structures, as ``ordinary``.
+        build_ordinary (Callable): Builds the model without structures.
     """
 
     def __init__(
@@ -120,17 +118,17 @@ class Restructured:
         deploy: bool = False,
         fast_attention: bool = True,
         keep_tokens: float | Sequence[float] = 1.0,
-        ordinary=None,
+        ordinary: Sequence | None = None,
         **kwargs,
     ) -> None:
         kind = next(c for c in type(self).__mro__ if not issubclass(c, Restructured))
-        if ordinary is None:  # before detectors write into their configs
-            ordinary = partial(kind, *copy.deepcopy(args), **copy.deepcopy(kwargs))
+        given = args if ordinary is None else ordinary
+        # Before detectors write into their configs.
+        build = partial(kind, *copy.deepcopy(given), **copy.deepcopy(kwargs))
         super().__init__(*args, **kwargs)
-        self.build_ordinary = ordinary
+        self.build_ordinary = build
         if fast_attention:
-            swap_attention(self)
-            swap_deformable_attention(self)
+            swap_faster_attention(self)
         self.structures = add_structures(self, structures)
         if keep_tokens != 1:
             reduce_tokens(self, keep_tokens, inplace=True)

@@ -1,7 +1,6 @@
 """Backbones with other structures: branches, experts, progressive norms, affine mixers."""
 
 from collections.abc import Sequence
-from functools import partial
 
 from mmengine.registry import MODELS
 from mmpretrain.models import RIFormer, SwinTransformer, VisionTransformer
@@ -63,15 +62,12 @@ class ParallelBackbone(Restructured):
         **kwargs,
     ) -> None:
         shallow, deep, branches = self._share_out(arch, num_branches)
-        own = ('structures', 'deploy', 'fast_attention', 'keep_tokens')
-        parent = next(c for c in type(self).__mro__ if not issubclass(c, Restructured))
-        ordinary = {k: v for k, v in kwargs.items() if k not in own}
         super().__init__(
             shallow,
             *args,
             structures=_idle(idle_ratio, ffn_norm_cfg)
             + [dict(type='Branches', num_branches=branches)],
-            ordinary=partial(parent, deep, *args, **ordinary),
+            ordinary=(deep, *args),
             **kwargs,
         )
         self.num_branches = num_branches

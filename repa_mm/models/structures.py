@@ -112,7 +112,7 @@ class Structure:
                 model.get_submodule(form).fill(*(found[s].parts() for s in self.sources(name)))
 
 
-def _share(value, sites: Sequence[Site], what: str) -> dict[str, object]:
+def share(value, sites: Sequence[Site], what: str) -> dict[str, object]:
     """What each block gets, by name: one value for all, or one for each block."""
     blocks = list(dict.fromkeys(site.block_name for site in sites))
     values = list(value) if isinstance(value, (list, tuple)) else [value] * len(blocks)
@@ -154,7 +154,7 @@ class ChannelIdle(Structure):
         return ffn_sites(model, self.where)
 
     def put(self, model: nn.Module) -> None:
-        self.ratios = _share(self.idle_ratio, self.sites(model), 'idle_ratio')
+        self.ratios = share(self.idle_ratio, self.sites(model), 'idle_ratio')
         super().put(model)
 
     def form(self, site: FFNSite) -> TrainingForm | None:
@@ -250,7 +250,7 @@ class Widths(Structure):
 
     def put(self, model: nn.Module) -> None:
         sites = self.sites(model)
-        for site, width in zip(sites, _share(self.widths, sites, 'widths').values()):
+        for site, width in zip(sites, share(self.widths, sites, 'widths').values()):
             if width is not None:
                 parts = site.parts()
                 dims, like = parts.fc1.weight.shape[1], parts.fc1.weight
@@ -281,7 +281,7 @@ class Branches(Structure):
 
     def put(self, model: nn.Module) -> None:
         sites = self.sites(model)
-        self.branches = _share(self.num_branches, sites, 'num_branches')
+        self.branches = share(self.num_branches, sites, 'num_branches')
         self.periods = {site.block_name: site.family.period for site in sites}
         super().put(model)
 
@@ -293,16 +293,7 @@ class Branches(Structure):
             return add_branches(site.module, number)
         if isinstance(site, AttentionSite):
             return parallel_attention(site, number)
-        parts = site.parts()
-        form = ParallelFFN(
-            parts.fc1.in_features,
-            parts.fc1.out_features,
-            number,
-            copy.deepcopy(parts.act),
-            drop_rate=parts.drop,
-            drop_path=parts.drop_path,
-        )
-        return _with_scale(form, parts.scale)
+        return _ordinary_ffns(ParallelFFN, site, number)
 
     def put_form(self, site: Site, form: TrainingForm) -> str:
         own_norm = isinstance(form, ChannelIdleFFN)
@@ -342,6 +333,14 @@ def parallel_attention(site: AttentionSite, num_branches: int) -> ParallelAttent
     return _with_scale(form, parts.scale)
 
 
+def _ordinary_ffns(kind: type, site: FFNSite, number: int) -> TrainingForm:
+    """Branches or experts of the ordinary FFN at a site, with random weights."""
+    parts = site.parts()
+    sizes, act = (parts.fc1.in_features, parts.fc1.out_features), copy.deepcopy(parts.act)
+    form = kind(*sizes, number, act, drop_rate=parts.drop, drop_path=parts.drop_path)
+    return _with_scale(form, parts.scale)
+
+
 def _with_scale(form: TrainingForm, scale: torch.Tensor | None) -> TrainingForm:
     if scale is not None:
         form.layer_scale = nn.Parameter(scale.detach().clone())
@@ -365,16 +364,7 @@ class Experts(Structure):
     def form(self, site: FFNSite) -> TrainingForm:
         if isinstance(site.module, ChannelIdleFFN):
             return add_experts(site.module, self.num_experts)
-        parts = site.parts()
-        form = ExpertsFFN(
-            parts.fc1.in_features,
-            parts.fc1.out_features,
-            self.num_experts,
-            copy.deepcopy(parts.act),
-            drop_rate=parts.drop,
-            drop_path=parts.drop_path,
-        )
-        return _with_scale(form, parts.scale)
+        return _ordinary_ffns(ExpertsFFN, site, self.num_experts)
 
     def put_form(self, site: FFNSite, form: TrainingForm) -> str:
         return site.put(form, norm=isinstance(form, ChannelIdleFFN))

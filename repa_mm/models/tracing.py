@@ -32,6 +32,12 @@ def _padding_of_patches(module: nn.Module) -> type | None:
     return PatchPadding if is_of_patches else None
 
 
+def swap_faster_attention(model: nn.Module) -> None:
+    """Use our window attention and, on CPUs, our deformable attention, in place."""
+    swap_attention(model)
+    swap_deformable_attention(model)
+
+
 def pad_any_size(model: nn.Module) -> None:
     """Let the padding to whole patches be traced for any size, in place."""
     replace(model, _padding_of_patches)
@@ -44,6 +50,5 @@ def trace_any_size(model: nn.Module) -> None:
     is replaced: the attention and patch merging of Swin, the padding to whole patches, deformable
     attention.
     """
-    swap_attention(model)
-    swap_deformable_attention(model)
+    swap_faster_attention(model)
     pad_any_size(model)

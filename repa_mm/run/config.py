@@ -80,6 +80,21 @@ def dataset_config(cfg: Config, split: str) -> ConfigDict:
         dataset = inner[0] if isinstance(inner, (list, tuple)) else inner
 
 
+def image_config(cfg: Config, split: str, folder: str | None = None, **options) -> dict:
+    """Return the config of a data set of images as a model gets them when it is tested.
+
+    Args:
+        cfg (Config): The config.
+        split (str): 'train', 'val' or 'test'. Images without objects count, too.
+        folder (str, optional): A folder of images to take instead.
+        **options: Of the data set.
+    """
+    source = dict(type='ImageFolder', data_root=osp.abspath(folder)) if folder else {}
+    source = source or dict(dataset_config(cfg, split))
+    source.pop('filter_cfg', None)
+    return dict(source, pipeline=dataset_config(cfg, 'test').pipeline, **options)
+
+
 def codebase_tool(config: str, name: str) -> str:
     """Return the path of a tool of the codebase that a config is for.
 

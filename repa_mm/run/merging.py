@@ -4,6 +4,7 @@ import itertools
 
 import torch
 from mmengine.runner import Runner
+from mmengine.structures import BaseDataElement
 
 from repa_mm.reparam import (
     CheckpointError,
@@ -13,6 +14,7 @@ from repa_mm.reparam import (
     reparameterize,
 )
 from repa_mm.run.config import build_model, load_config
+from repa_mm.run.features import head_inputs, tensors
 from repa_mm.version import __version__
 from repa_mm.weights import load_checkpoint, load_weights, save_checkpoint
 
@@ -22,7 +24,7 @@ def reparameterize_checkpoint(
 ) -> dict:
     """Write the merged checkpoint of a checkpoint in the training form.
 
-    The features of the two forms are compared on a random image first.
+    What the backbones and encoders of the two forms return for a random image is compared first.
 
     Args:
         config (str): Path of the config, of the training form.
@@ -42,7 +44,8 @@ def reparameterize_checkpoint(
             tolerance.
     """
     cfg = load_config(config, cfg_options)
-    cfg.model.get('backbone', {}).pop('keep_tokens', None)  # what is compared is the merge alone
+    for part in (cfg.model, cfg.model.get('backbone', {})):
+        part.pop('keep_tokens', None)  # what is compared is the merge alone
     loaded = load_checkpoint(checkpoint)
     model = build_model(cfg)
     load_weights(model, loaded['state_dict'], checkpoint)
@@ -50,11 +53,14 @@ def reparameterize_checkpoint(
         raise CheckpointError(f'{checkpoint!r} is reparameterized already')
     deployed = reparameterize(model)
 
-    backbones = [getattr(m, 'backbone', m) for m in (model, deployed)]
-    size = getattr(backbones[0], 'img_size', 224)
-    image = torch.randn(1, 3, *((size, size) if isinstance(size, int) else size))
+    size = getattr(model.backbone, 'img_size', 224)
+    size = (size, size) if isinstance(size, int) else tuple(size)
+    image = torch.randn(1, 3, *size)
+    sample = BaseDataElement(metainfo=dict(batch_input_shape=size, img_shape=size))
+    data = dict(inputs=image, data_samples=[sample])
     with torch.no_grad():
-        features = [backbone(image) for backbone in backbones]
+        # Of a self-supervised DINO, the heads' inputs are those of the teacher alone.
+        features = [tensors([m.backbone(image), head_inputs(m, data)]) for m in (model, deployed)]
     error = max(((a - b).abs().max() / a.abs().max()).item() for a, b in zip(*features))
     if not error <= tolerance:
         raise CheckpointError(

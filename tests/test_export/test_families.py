@@ -9,8 +9,8 @@ import torch
 
 from repa_mm.export.export import agreeing_onnx, resized
 from repa_mm.fit.conversion import block_outputs
-from repa_mm.fit.features import head_inputs
 from repa_mm.run import build_model, load_config
+from repa_mm.run.features import head_inputs
 
 from .conftest import HEADS, write_config
 from .test_transformers import DETECTORS, MASK_MODELS, detector, mask_model, small_images, spread

@@ -16,7 +16,7 @@ from repa_mm.reparam import ChannelIdleFFN, MergedFFN
 VIT = dict(embed_dims=16, num_layers=2, num_heads=2, feedforward_channels=64)
 
 # Package, class, arguments, and the number of FFNs that become channel-idle.
-# docs/train.md lists them.
+# docs/structures.md lists them.
 CONVERTIBLE = {
     'ViT': ('mmpretrain', 'VisionTransformer', dict(arch=VIT), 2),
     'DINOv2': ('mmpretrain', 'VisionTransformer', dict(arch=VIT, layer_scale_init_value=0.3), 2),

@@ -6,6 +6,7 @@ import pytest
 import torch
 from mmengine.runner import Runner
 
+from repa_mm.paths import config_path
 from repa_mm.reparam import ChannelIdleFFN, CheckpointError, has_deploy_form
 from repa_mm.run import build_model, calibrate_checkpoint, load_config, reparameterize_checkpoint
 
@@ -29,6 +30,17 @@ train_dataloader = dict(
     sampler=dict(type='DefaultSampler', shuffle=False),
     dataset=dict(type='CustomDataset', data_root={root!r}, pipeline=[
         dict(type='LoadImageFromFile'), dict(type='Resize', scale=32), dict(type='PackInputs')]),
+)
+"""
+
+ENCODER = """
+_base_ = {base!r}
+custom_imports = dict(imports=['repa_mm'], allow_failed_imports=False)
+model = dict(
+    _delete_=True,
+    type='Restructured',
+    model={{{{_base_.model}}}},
+    structures=[dict(type='ChannelIdle', where='encoder')],
 )
 """
 
@@ -87,6 +99,18 @@ def test_a_wrong_merge_is_not_written(arguments, change, message, config, checkp
     with pytest.raises((CheckpointError, ValueError), match=message):
         reparameterize_checkpoint(config, checkpoint, str(out), **arguments)
     assert not out.exists()
+
+
+def test_what_an_encoder_returns_is_compared(tmp_path, randomize):
+    pytest.importorskip('mmdet')
+    config, checkpoint = tmp_path / 'detr.py', str(tmp_path / 'detr.pth')
+    config.write_text(ENCODER.format(base=config_path('demo/dino_detr_swin_digits.py')))
+    model = randomize(build_model(load_config(str(config))))
+    torch.save(dict(state_dict=model.state_dict()), checkpoint)
+    out = str(tmp_path / 'merged.pth')
+    assert 0 < reparameterize_checkpoint(str(config), checkpoint, out)['error'] < 1e-4
+    merged = build_model(load_config(str(config)), out)
+    assert [has_deploy_form(m) for m in (merged.encoder, merged.backbone)] == [True, False]
 
 
 def test_calibrated_statistics_are_those_of_the_images(config, checkpoint, tmp_path):
