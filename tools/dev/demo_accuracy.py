@@ -127,13 +127,13 @@ def spread(values: list[float], sign: str = '') -> str:
 def main() -> None:
     args = parse_args()
     write_digit_scenes('data/demo')
-    root = Path(args.work_dir)
+    root, stem = Path(args.work_dir), 'structures_' * args.structures + args.task
     for seed in args.seeds:
-        path = root / f'{args.task}_{seed}.json'
+        path = root / f'{stem}_{seed}.json'
         if not path.exists():
-            rows = run(args, seed, root / f'{args.task}_{seed}')
+            rows = run(args, seed, root / f'{stem}_{seed}')
             path.write_text(json.dumps(rows))
-    seeds = [json.loads(path.read_text()) for path in sorted(root.glob(f'{args.task}_*.json'))]
+    seeds = [json.loads(path.read_text()) for path in sorted(root.glob(f'{stem}_*.json'))]
     table = []
     for name in seeds[0]:
         reference = 'vanilla' + ONE_MORE * name.endswith(ONE_MORE)
