@@ -13,7 +13,7 @@ from mmengine.logging import MMLogger
 from rich.progress import track
 
 from repa_mm.benchmark.paper import COLUMNS, measure_pairs, paper_configs
-from repa_mm.benchmark.profile import measure_shares
+from repa_mm.benchmark.profile import detector_parts, ffn_modules, measure_shares
 from repa_mm.benchmark.tables import latency_rows, ratios, share_rows, show, show_machine
 from repa_mm.benchmark.timing import measure
 from repa_mm.benchmark.training import ENCODER_SHAPE, FFN_SHAPES, Step, measure_ffn
@@ -30,7 +30,7 @@ EXAMPLES = """examples:
   %(prog)s --part ffn
   # figure 3 of the paper: the share of FFNs in the time of a backbone
   %(prog)s configs/repa_swin_b_in1k.py --baseline configs/swin_b_in1k.py \\
-      --part backbone --input-shape 224 224 --ffn-share
+      --part backbone --input-shape 224 224 --shares
   # the paper's table 2 and figure 3, its table 3, its table 4: beside the vanilla counterparts
   %(prog)s --paper
   %(prog)s --paper configs/structures/progressive_{deit,swin}_b_in1k.py
@@ -54,7 +54,9 @@ def parse_args() -> argparse.Namespace:
     )
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument('--train', action='store_true', help='training steps, on synthetic targets')
-    mode.add_argument('--ffn-share', action='store_true', help='the share of the FFNs')
+    mode.add_argument(
+        '--shares', action='store_true', help="of FFNs in a backbone, or of a detector's parts"
+    )
     mode.add_argument(
         '--paper',
         nargs='*',
@@ -141,18 +143,20 @@ def benchmark_latency(args: argparse.Namespace, cfg, baseline, title: str) -> No
     models = {name: model.to(args.device) for name, model in models.items()}
     images = noise(args.input_shape, args.batch_size).to(args.device)
     backbones = {name: model.backbone for name, model in models.items()}
-    if args.ffn_share:
-        rows = share_rows(*measure_shares(backbones, images, args.repeats, args.warmup))
-        return show(title, ('backbone', 'ms', 'FFNs, ms', 'share of FFNs'), rows)
     if args.part == 'backbone':
         calls, argument = backbones, images
+        parts = {name: {'FFNs': ffn_modules(model)} for name, model in backbones.items()}
     else:
+        parts = {name: detector_parts(model) for name, model in models.items()}
         batch = synthetic_batch(cfg, args.input_shape, args.batch_size)
         argument = next(iter(models.values())).data_preprocessor(batch)
         calls = {
             name: lambda batch, model=model: model(**batch, mode='predict')
             for name, model in models.items()
         }
+    if args.shares:
+        rows = share_rows(*measure_shares(calls, parts, argument, args.repeats, args.warmup))
+        return show(title, ('part', 'ms', 'share'), rows)
     for file in args.exported:
         calls[file] = exported(file, args.input_shape, args.batch_size)
     rows = latency_rows(measure(calls, argument, args.repeats, args.warmup), args.batch_size)

@@ -11,13 +11,14 @@ import torch.nn as nn
 from mmengine.config import Config
 
 from repa_mm.benchmark.complexity import count
-from repa_mm.benchmark.profile import measure_shares
+from repa_mm.benchmark.profile import ffn_modules, measure_shares
 from repa_mm.benchmark.tables import change
 from repa_mm.benchmark.timing import measure
 from repa_mm.benchmark.variants import OURS, VANILLA, merged, with_our_parts
 from repa_mm.paths import config_path
 from repa_mm.run import build_model
 
+FFNS = 'FFNs'  # the part whose share is measured
 COLUMNS = (
     *('model', 'idle ratio', 'parameters, M', 'GMACs', 'ms', 'against stock', 'of it by the merge'),
     'FFNs, %',
@@ -85,7 +86,8 @@ def measure_pairs(
     times = measure(models, images, repeats, warmup)
     ours = times.get(OURS, times[VANILLA])
     models.pop(OURS, None)
-    whole, spent = measure_shares(models, images, repeats, warmup)
+    parts = {name: {FFNS: ffn_modules(model)} for name, model in models.items()}
+    whole, spent = measure_shares(models, parts, images, repeats, warmup)
     rows = []
     for name, forms in sizes.items():
         pair, counts = (VANILLA, name), (vanilla, *forms)
@@ -98,7 +100,7 @@ def measure_pairs(
                 ' / '.join(f'{np.median(times[one]):.1f}' for one in pair),
                 change(times[name], times[VANILLA]),
                 change(times[name], ours),
-                ' / '.join(f'{100 * np.median(spent[one] / whole[one]):.1f}' for one in pair),
+                ' / '.join(f'{100 * np.median(spent[one][FFNS] / whole[one]):.1f}' for one in pair),
             ]
         )
     return rows

@@ -55,13 +55,15 @@ def latency_rows(times: dict[str, np.ndarray], batch_size: int) -> list[list[str
     return rows
 
 
-def share_rows(times: dict[str, np.ndarray], spent: dict[str, np.ndarray]) -> list[list[str]]:
-    """Return rows of name, milliseconds, those of the FFNs, and their share."""
-    rows = []
-    for name, values in times.items():
-        total, ffns = np.median(values), np.median(spent[name])
-        rows.append([name, f'{total:.1f}', f'{ffns:.1f}', f'{np.median(spent[name] / values):.1%}'])
-    return rows
+def share_rows(
+    times: dict[str, np.ndarray], spent: dict[str, dict[str, np.ndarray]]
+) -> list[list[str]]:
+    """Return rows of model, part, milliseconds, and the share in those of the model."""
+    return [
+        [f'{name}, {part}', f'{np.median(values):.1f}', f'{np.median(values / times[name]):.1%}']
+        for name, parts in spent.items()
+        for part, values in {'all': times[name], **parts}.items()
+    ]
 
 
 def ratios(times: dict[str, np.ndarray]) -> dict[str, str]:

@@ -5,7 +5,7 @@ import torch
 import torch.nn as nn
 
 import repa_mm
-from repa_mm.benchmark.profile import ffn_modules, measure_shares
+from repa_mm.benchmark.profile import detector_parts, ffn_modules, measure_shares
 from repa_mm.run import build_model, load_config
 
 
@@ -27,10 +27,25 @@ class Block(nn.Sequential):
 
 
 def test_share():
-    times, spent = measure_shares({'a': nn.Sequential(Block(), Block())}, torch.ones(1), 3)
-    assert len(times['a']) == len(spent['a']) == 3
-    assert 20 <= min(spent['a'])
-    assert (spent['a'] / times['a'] < 0.5).all()
+    model = nn.Sequential(Block(), Block())
+    parts = {'a': {'FFNs': ffn_modules(model), 'attention': [block.attn for block in model]}}
+    times, spent = measure_shares({'a': model}, parts, torch.ones(1), 3)
+    ffns, attention = (spent['a'][part] for part in ('FFNs', 'attention'))
+    assert len(times['a']) == len(ffns) == len(attention) == 3
+    assert 20 <= min(ffns) and 60 <= min(attention)
+    assert (ffns + attention <= times['a']).all()
+
+
+def test_parts_of_a_detector():
+    pytest.importorskip('mmdet')
+    config = repa_mm.config_path('demo/dino_detr_swin_digits.py')
+    model = build_model(load_config(config))
+    parts = detector_parts(model)
+    assert {part: len(modules) for part, modules in parts.items()} == {
+        'backbone': 1, 'neck': 1, "encoder's attention": 3, "encoder's FFNs": 3, 'decoder': 1,
+        'head': 1,
+    }  # fmt: skip
+    assert parts["encoder's FFNs"][2] is model.encoder.layers[2].ffn
 
 
 @pytest.mark.parametrize('prefix', ['', 'repa_'])

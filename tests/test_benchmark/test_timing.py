@@ -57,9 +57,11 @@ def test_rows(capsys):
     assert rows[0] == ['vanilla', '100.0', '20.00', '', '']
     assert rows[2][3:] == ['-40.0 % [-40.0, -40.0]', '-25.0 % [-25.0, -25.0]']
     assert latency_rows({'deploy': times['deploy']}, 1)[0][3:] == ['', '']
-    assert share_rows(times, {name: values / 4 for name, values in times.items()})[2] == [
-        'deploy', '60.0', '15.0', '25.0%',
-    ]  # fmt: skip
+    spent = {name: {'FFNs': values / 4} for name, values in times.items()}
+    assert share_rows(times, spent)[4:] == [
+        ['deploy, all', '60.0', '100.0%'],
+        ['deploy, FFNs', '15.0', '25.0%'],
+    ]
     assert ratios(times)['deploy'] == '0.60'
     show('title', ('a', 'b'), [['x', 'y']])
     assert '| x | y |' in capsys.readouterr().out

@@ -22,7 +22,8 @@ BOTH = REPA, '--baseline', VANILLA, '--input-shape', 64, 96, '--repeats', 2
     [
         ('benchmark', BOTH, ['against stock', '| vanilla, our attention |', '| deploy ']),
         ('benchmark', (*BOTH, '--part', 'backbone'), ['of it by the merge', 'backbone, 1x3x64x96']),
-        ('benchmark', (*BOTH, '--ffn-share'), ['share of FFNs', '%']),
+        ('benchmark', (*BOTH, '--shares', '--part', 'backbone'), ['| deploy, FFNs ', '%']),
+        ('benchmark', (*BOTH, '--shares'), ['| deploy, backbone ', '| deploy, head ']),
         ('benchmark', (*BOTH, '--train'), ['| literal ', '| auto ', 'peak memory']),
         ('benchmark', (*BOTH, '--train', '--part', 'backbone'), ['| literal ', '| auto ']),
         ('benchmark', ('--part', 'ffn', '--repeats', 1), ['folded', '64, 16 ', '32, 16 (DETR)']),
