@@ -421,6 +421,8 @@ def test_detrs_train_a_step_and_merge(name, relative_error):
     loss.backward()
     without = [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]
     assert not [n for n in without if any(n.startswith(form) for form in forms)]
+    if 'swin' in name:
+        check_weight_decay(model, build_optim_wrapper(model, cfg.optim_wrapper).optimizer, cfg)
     model.eval()
     data = model.data_preprocessor(batch_of(cfg, 64), training=False)
     merged = reparameterize(model)

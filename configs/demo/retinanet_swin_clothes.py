@@ -12,7 +12,7 @@ test_dataloader = val_dataloader
 val_evaluator = dict(ann_file=data_root + 'annotations/instances_val2017.json', classwise=True)
 test_evaluator = val_evaluator
 
-max_epochs = 3
+max_epochs = 2
 train_cfg = dict(max_epochs=max_epochs, val_interval=1)
 param_scheduler = [
     dict(type='LinearLR', start_factor=0.01, by_epoch=False, begin=0, end=50),

@@ -13,3 +13,7 @@ model = dict(
     ],
 )
 default_hooks = dict(reparameterize=dict(type='ReparameterizeHook'))
+# The base config sets the decay of each norm of the backbone by its name; these have other names.
+optim_wrapper = dict(
+    paramwise_cfg=dict(custom_keys={'.ffn.norm': dict(lr_mult=0.1, decay_mult=0.0)})
+)

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from mmengine.structures import BaseDataElement
 from mmengine.utils import track_iter_progress
 from torch.overrides import TorchFunctionMode
 
@@ -114,7 +115,7 @@ def what_counts(model: nn.Module, image: torch.Tensor) -> Sequence[torch.Tensor]
         return _of_queries(model, image)
     masks = getattr(model, 'panoptic_head', None) or getattr(model, 'decode_head', None)
     if hasattr(masks, 'mask_embed'):
-        return [x[-1] for x in masks(model.extract_feat(image), None)]
+        return [x[-1] for x in masks(model.extract_feat(image), _samples(image))]
     if hasattr(model, 'decode_head'):
         return [model.decode_head(model.extract_feat(image))]
     head = getattr(model, 'bbox_head', None) or getattr(model, 'rpn_head', None)
@@ -126,13 +127,14 @@ def what_counts(model: nn.Module, image: torch.Tensor) -> Sequence[torch.Tensor]
     return maps if hasattr(model, 'bbox_head') else [*features, *maps]
 
 
+def _samples(image: torch.Tensor) -> list[BaseDataElement]:
+    sizes = dict.fromkeys(('img_shape', 'pad_shape', 'batch_input_shape'), tuple(image.shape[2:]))
+    return [BaseDataElement(metainfo=sizes)] * len(image)
+
+
 def _of_queries(model: nn.Module, image: torch.Tensor) -> list[torch.Tensor]:
     """What the encoder of a DETR returns, scores and boxes."""
-    from mmdet.structures import DetDataSample
-
-    size = tuple(image.shape[2:])
-    samples = [DetDataSample(metainfo=dict(batch_input_shape=size, img_shape=size))] * len(image)
-    encoder, decoder = model.pre_transformer(model.extract_feat(image), samples)
+    encoder, decoder = model.pre_transformer(model.extract_feat(image), _samples(image))
     encoded = model.forward_encoder(**encoder)
     queries, _ = model.pre_decoder(**encoded)
     if getattr(model, 'as_two_stage', False):  # which boxes come first depends on what is before
@@ -185,10 +187,22 @@ def round_weights(weight: torch.Tensor, axis: int = 0) -> torch.Tensor:
     return (weight / scale).round() * scale
 
 
+# Of each kind of product: the positions of its activations and of its weights among the arguments,
+# and the axis of the output channels.
+_OPERANDS = {
+    F.linear: ((0,), (1,), 0),
+    F.conv2d: ((0,), (1,), 0),
+    torch.conv2d: ((0,), (1,), 0),
+    torch.addmm: ((1,), (2,), 1),
+    F.multi_head_attention_forward: ((0, 1, 2), (5, 11), 0),
+}
+
+
 class _Rounding(TorchFunctionMode):
     """Rounds the operands of the products with weights of one layer.
 
-    A layer is a module, or the part of one (``addmm`` of a merged FFN). ``seen`` has them all.
+    A layer is a module, or the part of one (``addmm`` of a merged FFN). ``seen`` has them all. An
+    ``nn.MultiheadAttention`` is one layer, whose products among activations stay as they are.
     """
 
     def __init__(self, path: list, chosen: str | None = None) -> None:
@@ -196,15 +210,19 @@ class _Rounding(TorchFunctionMode):
         self.path, self.chosen, self.seen = path, chosen, {}
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func in (F.linear, torch.conv2d, F.conv2d, torch.addmm):
-            is_addmm = func is torch.addmm
-            name = '.'.join([*self.path[-1:], *['addmm'] * is_addmm])
+        args, kwargs = list(args), dict(kwargs or {})
+        if func in _OPERANDS:
+            name = '.'.join([*self.path[-1:], *['addmm'] * (func is torch.addmm)])
             self.seen[name] = True
             if name == self.chosen:
-                i = int(is_addmm)
-                rounded = round_activations(args[i]), round_weights(args[i + 1], i)
-                args = (*args[:i], *rounded, *args[i + 2 :])
-        return func(*args, **(kwargs or {}))
+                if func is F.linear:  # which some backbones call with names
+                    args += [kwargs.pop(key) for key in ('input', 'weight') if key in kwargs]
+                activations, weights, axis = _OPERANDS[func]
+                for i in activations:
+                    args[i] = round_activations(args[i])
+                for i in weights:
+                    args[i] = round_weights(args[i], axis)
+        return func(*args, **kwargs)
 
 
 @contextmanager
@@ -231,7 +249,8 @@ def _tracked(model: nn.Module) -> Iterator[list[str]]:
 def _share(actual: torch.Tensor, expected: torch.Tensor) -> float:
     # The mean of a channel is not counted, since biases alone make it: a detector's scores lie
     # about that of the background.
-    axes = (0, *range(2, expected.ndim)) if expected.ndim > 2 else (-1,)
+    # The channels of maps (B, C, H, W) are second, those of tokens (B, N, C) last.
+    axes = {4: (0, 2, 3), 3: (0, 1)}.get(expected.ndim, (-1,))
     variation = (expected - expected.mean(axes, keepdim=True)).square().sum()
     return ((actual - expected).square().sum() / variation.clamp(min=1e-30)).item()
 

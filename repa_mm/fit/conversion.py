@@ -10,9 +10,10 @@ import torch
 import torch.nn as nn
 
 from repa_mm.fit.lockstep import PretrainedFFN, in_lockstep, watched
-from repa_mm.fit.regression import NarrowFFN, ffn_moments, fit_ffn, refine
+from repa_mm.fit.regression import NarrowFFN, ffn_moments, fit_ffn, refine, with_foreign_tokens
 from repa_mm.models.sites import FFNSite, ffn_sites
 from repa_mm.models.structures import idle_ffn, share
+from repa_mm.models.tokens import ReducedSwinBlock, ReducedViTLayer
 from repa_mm.reparam import Form, unwrap
 from repa_mm.run.features import differences, has_channels_first, percent, run_batches
 
@@ -111,7 +112,8 @@ def convert_pretrained(
             :func:`~repa_mm.models.idle_channels`.
         batches (Iterable): What ``forward`` takes, such as images (B, 3, H, W). Of two batches or
             more, cross-validation leaves out whole ones: images that share something, as crops of
-            one photograph do, belong into one batch.
+            one photograph do, belong into one batch, images of other sizes into other batches, as
+            what is padded would be fitted to.
         keep (float | Sequence): Share of hidden channels, and so of the multiply-adds of the FFNs,
             that stays, in (0, 1]: one for all blocks, or one per known block, of which None leaves
             its block as it is. Defaults to 0.375, the cost of channel-idle FFNs with an idle ratio
@@ -209,6 +211,12 @@ def find_ffns(
         if id(site.module) in owners:
             raise ValueError(f'{name!r} shares its FFN with {owners[id(site.module)]!r}')
         owners[id(site.module)] = name
+        if isinstance(site.block, (ReducedSwinBlock, ReducedViTLayer)) and site.block.keep != 1:
+            raise ValueError(
+                f'{name!r} computes a share of its tokens only, and not the same ones in the '
+                'original and in the converted model: convert with keep_tokens=1, and reduce '
+                'tokens afterwards'
+            )
         if ratio is None:
             skipped[name] = 'keep leaves it out'
             continue
@@ -336,8 +344,11 @@ class Fit:
         self.rows.append(row)
         self.same_so_far &= width == ffn.feedforward_channels
         if not self.same_so_far:
+            more = [with_foreign_tokens(ffn, *part) for part in parts]
+            fit = fit_ffn(ffn, ffn_moments(ffn, more), width)
+            fit = refine(fit, *(torch.cat(columns) for columns in zip(*more)))
             u, t = (torch.cat(columns) for columns in zip(*parts))
-            fit = refine(fit_ffn(ffn, ffn_moments(ffn, parts), width), u, t)
+            fit = fit.measured(u, t)
             row.unexplained, row.ridge = fit.unexplained, fit.ridge
             if row.num_tokens <= width:
                 row.warnings.append(

@@ -15,6 +15,7 @@ import torch
 import torch.nn as nn
 from greenlet import getcurrent, greenlet
 
+from repa_mm.fit.regression import ffn_output
 from repa_mm.reparam import ChannelIdleFFN
 
 
@@ -46,9 +47,7 @@ class PretrainedFFN(nn.Module):
 
     def original(self, x: torch.Tensor) -> torch.Tensor:
         """What the pretrained block's norm, FFN and shortcut make of tokens (..., C)."""
-        ffn = self.ffn
-        z = ffn.fc2(ffn.act(ffn.fc1(ffn.norm1(x))))
-        return self.whole(x, z if ffn.layer_scale is None else z * ffn.layer_scale)
+        return self.whole(x, ffn_output(self.ffn, self.ffn.norm1(x)))
 
     def whole(self, x: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
         """What stands there returns for tokens x, if its FFN returns z without the shortcut."""

@@ -94,6 +94,46 @@ class NarrowFFN(NamedTuple):
         w_in, b_in, w_out, b = (weight.to(u) for weight in self[:4])
         return F.linear(self.act(F.linear(u, w_in, b_in)), w_out, b)
 
+    def measured(self, u: torch.Tensor, t: torch.Tensor) -> 'NarrowFFN':
+        """The same with the ``unexplained`` of tokens u and targets t, both (N, C)."""
+        pairs = zip(u.split(_CHUNK), t.split(_CHUNK))
+        left = sum(float((self(a) - b).square().sum()) for a, b in pairs)
+        total = float((t - t.mean(0)).square().sum())
+        return self._replace(unexplained=left / total if total else 0.0)
+
+
+def ffn_output(ffn: ChannelIdleFFN, u: torch.Tensor) -> torch.Tensor:
+    """What the pretrained FFN makes of normalized tokens (..., C), without the shortcut."""
+    z = ffn.fc2(ffn.act(ffn.fc1(u)))
+    return z if ffn.layer_scale is None else z * ffn.layer_scale
+
+
+def with_foreign_tokens(
+    ffn: ChannelIdleFFN, u: torch.Tensor, t: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Add half as many tokens that no image has, so that a fit holds on images unlike its own.
+
+    Differences of other tokens move some of the tokens: u' = u_i + r (u_j - u_k), r from 0 to 1/2.
+    What is to be made of them is known, t' = t_i + f(u') - f(u_i), with the pretrained FFN f.
+
+    Args:
+        ffn (ChannelIdleFFN): The pretrained FFN, as one with idle ratio 0.
+        u (torch.Tensor): Normalized tokens (N, C).
+        t (torch.Tensor): What the fitted FFN is to add to them, (N, C).
+
+    Returns:
+        tuple: u and t of all tokens, the given ones first.
+    """
+    generator = torch.Generator().manual_seed(0)
+    number = len(u) // 2
+    i = torch.randperm(len(u), generator=generator)[:number].to(u.device)
+    j, k = torch.randint(len(u), (2, number), generator=generator).to(u.device)
+    r = 0.5 * torch.rand(number, 1, generator=generator).to(u)
+    moved = u[i] + r * (u[j] - u[k])
+    pairs = zip(moved.split(_CHUNK), u[i].split(_CHUNK), t[i].split(_CHUNK))
+    targets = [c + ffn_output(ffn, a) - ffn_output(ffn, b) for a, b, c in pairs]
+    return torch.cat([u, moved]), torch.cat([t, *targets])
+
 
 def ffn_moments(
     ffn: ChannelIdleFFN, parts: Sequence[tuple[torch.Tensor, torch.Tensor]]
@@ -285,7 +325,4 @@ def refine(fit: NarrowFFN, u: torch.Tensor, t: torch.Tensor, steps: int = 200) -
     moved = fit._replace(
         **dict(zip(fit._fields, (double(w.detach() * s) for w, s in zip(weights, sizes))))
     )
-    left = sum(
-        float((moved(a) - b).square().sum()) for a, b in zip(u.split(_CHUNK), t.split(_CHUNK))
-    )
-    return moved._replace(unexplained=left / (float(variance) * (len(u) - 1)))
+    return moved.measured(u, t)

@@ -95,7 +95,7 @@ class FastDeformableAttention(MultiScaleDeformableAttention):
         reference = reference_points.permute(2, 0, 1, 3)[:, :, None, None]
         # In the units of grid_sample, from -1 to 1.
         if reference_points.shape[-1] == 2:
-            grid = offsets / (spatial_shapes.flip(1) / 2)[:, None, None, None, None]
+            grid = offsets / (spatial_shapes.flip(1).to(offsets) / 2)[:, None, None, None, None]
         else:
             grid = offsets * (reference[..., 2:] / self.num_points)
         grid = grid + (2 * reference[..., :2] - 1)

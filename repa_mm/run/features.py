@@ -11,8 +11,8 @@ from mmpretrain.models.backbones.mlp_mixer import MixerBlock
 def head_inputs(model: nn.Module, data: dict):
     """Compute what the heads of a model get.
 
-    Of a DETR that is the memory of the encoder, of a MaskFormer or Mask2Former what the pixel
-    decoder returns, of other models the maps of ``extract_feat``.
+    Of a DETR that is the memory of the encoder, with zeros where images are padded, of a MaskFormer
+    or Mask2Former what the pixel decoder returns, of other models the maps of ``extract_feat``.
 
     Args:
         model (nn.Module): A detector, segmentor or classifier.
@@ -24,7 +24,9 @@ def head_inputs(model: nn.Module, data: dict):
     """
     features, samples = model.extract_feat(data['inputs']), data.get('data_samples')
     if hasattr(model, 'forward_encoder'):
-        return model.forward_encoder(**model.pre_transformer(features, samples)[0])['memory']
+        inputs, _ = model.pre_transformer(features, samples)
+        memory, padded = model.forward_encoder(**inputs)['memory'], inputs['feat_mask']
+        return memory if padded is None else memory.masked_fill(padded[..., None], 0)
     heads = (getattr(model, name, None) for name in ('panoptic_head', 'decode_head'))
     for decoder in (getattr(head, 'pixel_decoder', None) for head in heads):
         if decoder is not None:

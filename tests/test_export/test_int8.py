@@ -58,6 +58,51 @@ def test_a_shortcut_inside_costs_more(randomize):
     assert errors[0] > 3 * errors[1]
 
 
+def test_attention_of_a_detr_is_a_layer():
+    torch.manual_seed(0)
+    model = nn.ModuleDict(dict(attn=nn.MultiheadAttention(16, 2, batch_first=True)))
+
+    def attention(model, x):
+        return [model['attn'](x, x + 1, x)[0]]
+
+    x = torch.randn(2, 9, 16)
+    found = sensitivities(model, attention, [x])
+    assert 1e-6 < found['attn'] < 1e-3
+    with torch.no_grad():
+        for weight in (model['attn'].in_proj_weight, model['attn'].out_proj.weight):
+            weight.copy_(round_weights(weight))
+    grid = round_activations(x)
+    assert sensitivities(model, attention, [grid])['attn'] < found['attn'] / 2
+
+
+def test_operands_with_names():
+    class Named(nn.Linear):
+        def forward(self, x):
+            return nn.functional.linear(input=x, weight=self.weight, bias=self.bias)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(Named(8, 8))
+    plain = nn.Sequential(nn.Linear(8, 8))
+    plain.load_state_dict(model.state_dict())
+    x = torch.randn(20, 8)
+    assert sensitivities(model, outputs, [x]) == sensitivities(plain, outputs, [x])
+
+
+@pytest.mark.parametrize('shape, axis', [((2, 30, 5), 2), ((2, 5, 6, 5), 1)])
+def test_means_of_channels_do_not_count(shape, axis):
+    """Of tokens, the channels are last."""
+    torch.manual_seed(0)
+    model = nn.Linear(shape[-1], shape[-1])
+    size = [1] * len(shape)
+    size[axis] = 5
+    means = 100 * torch.randn(size)
+    x = torch.randn(shape)
+    model = nn.Sequential(model)
+    (error,) = sensitivities(model, outputs, [x]).values()
+    (same,) = sensitivities(model, lambda m, x: [m(x) + means], [x]).values()
+    assert same == pytest.approx(error, rel=1e-2)
+
+
 def test_as_few_layers_as_needed_stay_in_float():
     errors = dict(a=4e-3, b=1e-3, c=2e-3, d=5e-4)
     for max_error, kept in ((1, []), (4e-3, ['a']), (2e-3, ['a', 'c']), (0, ['a', 'c', 'b', 'd'])):

@@ -5,7 +5,15 @@ import pytest
 import torch
 
 from repa_mm.fit import regression
-from repa_mm.fit.regression import RIDGES, Moments, eliminate, ffn_moments, fit_ffn, refine
+from repa_mm.fit.regression import (
+    RIDGES,
+    Moments,
+    eliminate,
+    ffn_moments,
+    fit_ffn,
+    refine,
+    with_foreign_tokens,
+)
 from repa_mm.reparam import ChannelIdleFFN
 
 DIMS, HIDDEN = 6, 24
@@ -119,6 +127,19 @@ def test_input_weights_move_to_where_the_error_is_less(ffn):
     assert not any(weight.requires_grad for weight in found[:4])
     assert found(u)[:, 1].abs().max() < 1e-4
     assert torch.equal(refine(fit, u, y - x).w_in, found.w_in)
+
+
+@torch.no_grad()
+def test_targets_of_foreign_tokens(ffn):
+    """They are what the pretrained FFN makes of them, and what the block is to make up for."""
+    x = tokens(7)
+    u, lost = ffn.norm1(x), torch.randn(DIMS, dtype=torch.float64)
+    more, targets = with_foreign_tokens(ffn, u, ffn(x) - x + lost)
+    assert len(more) == len(targets) == 10 and torch.equal(more[:7], u)
+    assert all((more[7:, None] - u).abs().amax(-1).min(1).values > 1e-6)
+    hidden = ffn.act(more @ ffn.fc1.weight.t() + ffn.fc1.bias)
+    expected = (hidden @ ffn.fc2.weight.t() + ffn.fc2.bias) * ffn.layer_scale
+    torch.testing.assert_close(targets, expected + lost)
 
 
 def test_what_is_not_a_number(ffn):

@@ -107,6 +107,17 @@ def test_the_merged_model_computes_what_was_trained(case, randomize, relative_er
             assert relative_error(a, b) < 1e-9
 
 
+@pytest.mark.parametrize('case', ['DETR', 'DINO'])
+def test_what_is_padded_is_no_input_of_a_head(case, randomize):
+    model = build(case, randomize)
+    with torch.no_grad():
+        memory = head_inputs(model, data(model, (128, 128), (64, 128)))
+        alone = head_inputs(model, data(model, (128, 128)))
+    padded = (memory == 0).all(-1)
+    assert padded[1].float().mean() == pytest.approx(0.5, abs=0.05) and not padded[0].any()
+    torch.testing.assert_close(memory[:1], alone, rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.parametrize('case', CASES)
 def test_without_idle_channels_the_model_is_the_same(case, randomize, relative_error):
     model = build(case, randomize)

@@ -210,14 +210,16 @@ def draw(args: argparse.Namespace) -> None:
         best = {row['seed']: row[key] for row in here if row['method'] == 'original'}
         top, table = statistics.fmean(best.values()), []
         for number, method in enumerate(methods):
-            lost: dict[float, list] = {}
+            lost: dict[float, dict] = {}  # by seed: of several runs of one, the last counts
             for row in here:
                 if row['method'] == method:
-                    lost.setdefault(row['keep'], []).append(row[key] - best[row['seed']])
-            for keep, values in lost.items():
+                    lost.setdefault(row['keep'], {})[row['seed']] = row[key] - best[row['seed']]
+            for keep, values in ((keep, [*seeds.values()]) for keep, seeds in lost.items()):
                 deviation = f' ± {statistics.stdev(values):.3f}' if len(values) > 1 else ''
                 table.append([method, f'{keep:g}', f'{statistics.fmean(values):+.3f}{deviation}'])
-            points = [(keep, top + statistics.fmean(v)) for keep, v in sorted(lost.items())]
+            points = [
+                (keep, top + statistics.fmean(v.values())) for keep, v in sorted(lost.items())
+            ]
             style = 'o-' if method == 'ours' else '.--'
             axis.plot(*zip(*points), style, label=method, color=f'C{number}') if points else None
         values = ', '.join(f'{value:.3f}' for value in best.values())
