@@ -25,7 +25,7 @@ def parse_args() -> argparse.Namespace:
         nargs='+',
         default=[0.375],
         help='share of the hidden channels of FFNs that stays: one, or one for each block '
-        '(default: 0.375, the multiply-adds of channel-idle FFNs with an idle ratio of 0.75)',
+        '(default: 0.375, the cost of channel-idle FFNs with an idle ratio of 0.75 where H = 4 C)',
     )
     parser.add_argument(
         '--where', help='the module whose FFNs are meant: backbone or encoder (default: both)'
