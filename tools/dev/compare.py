@@ -203,8 +203,10 @@ def draw(args: argparse.Namespace) -> None:
         dict.fromkeys((row['data'], key) for row in rows for key in row if key in METRICS)
     )
     methods = list(dict.fromkeys(row['method'] for row in rows if row['method'] != 'original'))
-    height = -(-len(panels) // 4)
-    figure, axes = plt.subplots(height, 4, figsize=(15, 3.6 * height), squeeze=False)
+    width = min(4, len(panels))
+    height = -(-len(panels) // width)
+    size = 4 * width, 3.6 * height
+    figure, axes = plt.subplots(height, width, figsize=size, squeeze=False)
     for axis, (data, key) in zip(axes.flat, panels):
         here = [row for row in rows if row['data'] == data and key in row]
         best = {row['seed']: row[key] for row in here if row['method'] == 'original'}
