@@ -145,9 +145,7 @@ def benchmark_latency(args: argparse.Namespace, cfg, baseline, title: str) -> No
     backbones = {name: model.backbone for name, model in models.items()}
     if args.part == 'backbone':
         calls, argument = backbones, images
-        parts = {name: {'FFNs': ffn_modules(model)} for name, model in backbones.items()}
     else:
-        parts = {name: detector_parts(model) for name, model in models.items()}
         batch = synthetic_batch(cfg, args.input_shape, args.batch_size)
         argument = next(iter(models.values())).data_preprocessor(batch)
         calls = {
@@ -155,6 +153,10 @@ def benchmark_latency(args: argparse.Namespace, cfg, baseline, title: str) -> No
             for name, model in models.items()
         }
     if args.shares:
+        if args.part == 'backbone':
+            parts = {name: {'FFNs': ffn_modules(model)} for name, model in backbones.items()}
+        else:
+            parts = {name: detector_parts(model) for name, model in models.items()}
         rows = share_rows(*measure_shares(calls, parts, argument, args.repeats, args.warmup))
         return show(title, ('part', 'ms', 'share'), rows)
     for file in args.exported:

@@ -16,7 +16,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument('checkpoint', help='path of the checkpoint, in the form of the config')
     parser.add_argument('--out-dir', default='outputs', help='folder for the pictures (outputs)')
     parser.add_argument('--device', help='cpu, cuda:0, ... (default: a GPU, if there is one)')
-    parser.add_argument('--score-thr', type=float, default=0.3, help='of the boxes to draw')
+    parser.add_argument('--score-thr', type=float, default=0.3, help='of boxes to draw, at least')
     parser.add_argument('--cfg-options', nargs='+', action=DictAction, help='key=value ...')
     return parser.parse_args()
 

@@ -18,7 +18,7 @@ from repa_mm.benchmark.variants import OURS, VANILLA, merged, with_our_parts
 from repa_mm.paths import config_path
 from repa_mm.run import build_model
 
-FFNS = 'FFNs'  # the part whose share is measured
+PART = 'FFNs'  # whose share is measured
 COLUMNS = (
     *('model', 'idle ratio', 'parameters, M', 'GMACs', 'ms', 'against stock', 'of it by the merge'),
     'FFNs, %',
@@ -86,7 +86,7 @@ def measure_pairs(
     times = measure(models, images, repeats, warmup)
     ours = times.get(OURS, times[VANILLA])
     models.pop(OURS, None)
-    parts = {name: {FFNS: ffn_modules(model)} for name, model in models.items()}
+    parts = {name: {PART: ffn_modules(model)} for name, model in models.items()}
     whole, spent = measure_shares(models, parts, images, repeats, warmup)
     rows = []
     for name, forms in sizes.items():
@@ -100,7 +100,7 @@ def measure_pairs(
                 ' / '.join(f'{np.median(times[one]):.1f}' for one in pair),
                 change(times[name], times[VANILLA]),
                 change(times[name], ours),
-                ' / '.join(f'{100 * np.median(spent[one][FFNS] / whole[one]):.1f}' for one in pair),
+                ' / '.join(f'{100 * np.median(spent[one][PART] / whole[one]):.1f}' for one in pair),
             ]
         )
     return rows

@@ -89,9 +89,11 @@ def image_config(cfg: Config, split: str, folder: str | None = None, **options) 
         folder (str, optional): A folder of images to take instead.
         **options: Of the data set.
     """
-    source = dict(type='ImageFolder', data_root=osp.abspath(folder)) if folder else {}
-    source = source or dict(dataset_config(cfg, split))
-    source.pop('filter_cfg', None)
+    if folder:
+        source = dict(type='ImageFolder', data_root=osp.abspath(folder))
+    else:
+        source = dict(dataset_config(cfg, split))
+        source.pop('filter_cfg', None)
     return dict(source, pipeline=dataset_config(cfg, 'test').pipeline, **options)
 
 

@@ -13,7 +13,9 @@ pytest.importorskip('mmdet')
 REPA, VANILLA = (
     repa_mm.config_path(f'demo/retinanet_{name}_digits.py') for name in ('repa_swin', 'swin')
 )
+RETINANET = 'mmdet::retinanet/retinanet_r50_fpn_1x_coco.py'
 PAPER = '--paper', REPA, '--input-shape', 64, 96, '--repeats', 1
+RESNET = RETINANET, '--input-shape', 64, 96, '--repeats', 1
 BOTH = REPA, '--baseline', VANILLA, '--input-shape', 64, 96, '--repeats', 2
 
 
@@ -24,6 +26,7 @@ BOTH = REPA, '--baseline', VANILLA, '--input-shape', 64, 96, '--repeats', 2
         ('benchmark', (*BOTH, '--part', 'backbone'), ['of it by the merge', 'backbone, 1x3x64x96']),
         ('benchmark', (*BOTH, '--shares', '--part', 'backbone'), ['| deploy, FFNs ', '%']),
         ('benchmark', (*BOTH, '--shares'), ['| deploy, backbone ', '| deploy, head ']),
+        ('benchmark', (*RESNET, '--part', 'backbone'), ['| deploy ']),
         ('benchmark', (*BOTH, '--train'), ['| literal ', '| auto ', 'peak memory']),
         ('benchmark', (*BOTH, '--train', '--part', 'backbone'), ['| literal ', '| auto ']),
         ('benchmark', ('--part', 'ffn', '--repeats', 1), ['folded', '64, 16 ', '32, 16 (DETR)']),
