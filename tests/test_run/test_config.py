@@ -1,12 +1,15 @@
 """Configs, and the models that they describe."""
 
+import json
+
 import pytest
 import torch
+from mmengine.registry import DATASETS
 
 import repa_mm
 from repa_mm.paths import config_path, config_root
 from repa_mm.reparam import CheckpointError, has_deploy_form, has_training_form
-from repa_mm.run import build_model, codebase_tool, dataset_config, load_config
+from repa_mm.run import build_model, codebase_tool, dataset_config, image_config, load_config
 
 BACKBONE = dict(
     type='RePaSwinTransformer',
@@ -48,6 +51,23 @@ def test_data_sets_inside_of_wrappers(config):
     cfg = load_config(config)
     for split in ('train', 'test'):
         assert dataset_config(cfg, split).type == 'CustomDataset'
+
+
+def test_images_without_objects_count(tmp_path):
+    pytest.importorskip('mmdet')
+    images = [dict(id=i, file_name=f'{i}.png', height=64, width=64) for i in range(3)]
+    box = dict(id=1, image_id=1, category_id=1, bbox=[2, 2, 40, 40], area=1600, iscrowd=0)
+    categories = [dict(id=1, name='zero')]
+    (tmp_path / 'found.json').write_text(
+        json.dumps(dict(images=images, annotations=[box], categories=categories))
+    )
+    cfg = load_config(config_path('demo/retinanet_swin_digits.py'))
+    files = dict(data_root=str(tmp_path), ann_file='found.json', metainfo=dict(classes=('zero',)))
+    cfg.train_dataloader.dataset.update(files)
+    assert len(DATASETS.build(cfg.train_dataloader.dataset)) == 1
+    dataset = DATASETS.build(image_config(cfg, 'train'))
+    assert [dataset.get_data_info(i)['img_id'] for i in range(len(dataset))] == [0, 1, 2]
+    assert dataset.pipeline.transforms[-1].meta_keys == cfg.test_pipeline[-1].meta_keys
 
 
 def test_a_model_takes_the_form_of_its_weights(config, tmp_path, randomize):

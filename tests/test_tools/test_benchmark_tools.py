@@ -1,5 +1,6 @@
 """The command lines of what measures."""
 
+import json
 import runpy
 import sys
 from pathlib import Path
@@ -44,3 +45,16 @@ def test_tool(tool, arguments, expected, monkeypatch, capsys):
     out = capsys.readouterr().out
     assert all(text in out for text in expected)
     assert tool == 'get_flops' or 'Threads: ' in out
+
+
+def test_of_several_runs_of_a_seed_the_last_counts(run_tool, tmp_path, capsys, monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / 'tools/dev'))
+    found = [('original', 1, 0, 50), ('original', 1, 1, 60)]
+    found += [('ours', 0.5, 0, 10), ('ours', 0.5, 0, 49), ('ours', 0.5, 1, 56)]
+    found += [('CORP', 0.5, 0, 45)]
+    lines = (dict(zip(('method', 'keep', 'seed', 'mIoU'), row), data='scenes') for row in found)
+    (tmp_path / 'found.jsonl').write_text('\n'.join(map(json.dumps, lines)))
+    picture = tmp_path / 'found.png'
+    run_tool('dev/compare', 'draw', tmp_path / 'found.jsonl', '--out', picture)
+    out = capsys.readouterr().out
+    assert picture.stat().st_size and '-2.500 ± 2.121' in out and '-5.000 |' in out
