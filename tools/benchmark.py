@@ -162,7 +162,7 @@ def benchmark_latency(args: argparse.Namespace, cfg, baseline, title: str) -> No
     for file in args.exported:
         calls[file] = exported(file, args.input_shape, args.batch_size)
     rows = latency_rows(measure(calls, argument, args.repeats, args.warmup), args.batch_size)
-    show(title, ('model', 'ms', 'images/s', 'against stock', 'of it by the merge'), rows)
+    show(title, ('model', 'ms', 'images/s', 'against stock', 'by the merge'), rows)
 
 
 def main() -> None:

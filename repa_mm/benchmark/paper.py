@@ -20,7 +20,7 @@ from repa_mm.run import build_model
 
 PART = 'FFNs'  # whose share is measured
 COLUMNS = (
-    *('model', 'idle ratio', 'parameters, M', 'GMACs', 'ms', 'against stock', 'of it by the merge'),
+    *('model', 'idle ratio', 'parameters, M', 'GMACs', 'ms', 'against stock', 'by the merge'),
     'FFNs, %',
 )
 

@@ -42,7 +42,7 @@ def test_each_idle_ratio_beside_the_vanilla_counterpart():
     for row in rows:
         cells = dict(zip(COLUMNS, row, strict=True))
         assert cells['model'] == 'retinanet_repa_swin_digits'
-        assert 'against stock' in cells and '%' in cells['of it by the merge']
+        assert 'against stock' in cells and '%' in cells['by the merge']
         before, training, deploy = map(float, cells['parameters, M'].split(' / '))
         assert before == round(vanilla, 2) and deploy < before <= training
         before, training, deploy = map(float, cells['GMACs'].split(' / '))
