@@ -204,7 +204,7 @@ def find_ffns(
             f'{type(model).__name__} has no block{inside} of a family in '
             'repa_mm.models.sites.FAMILIES'
         )
-    for site, ratio in zip(sites, share(keep, sites, 'keep').values()):
+    for site, ratio in zip(sites, share(keep, sites, 'keep')):
         name = site.block_name
         if isinstance(site.module, Form):
             raise ValueError(f'{name!r} has a {site.module.label}, and no ordinary FFN')

@@ -51,8 +51,10 @@ class _Distilled:
         # Backbones with frozen stages freeze them here.
         self.requires_grad_(False)
         for site in ffn_sites(self):
-            for module in site.modules:
-                module.requires_grad_(True)
+            parts = site.parts()
+            for part in (parts.fc1, parts.fc2, parts.scale):
+                if isinstance(part, (nn.Module, nn.Parameter)):
+                    part.requires_grad_(True)
         return self
 
 

@@ -203,7 +203,7 @@ def backbone_config(cfg: dict, backbone: nn.Module, widths: dict[str, int]) -> d
     sites = ffn_sites(backbone)
     structure = Widths([widths.get(site.block_name) for site in sites])
     backbone = copy.deepcopy(backbone)
-    structure.put(backbone)
+    structure.put_(backbone)
     shapes = {key: value.shape for key, value in backbone.state_dict().items()}
     for candidate in _stock_configs(cfg, type(backbone), sites, structure):
         try:

@@ -3,7 +3,7 @@
 from repa_mm.models.attention import fast_window_attention, swap_attention
 from repa_mm.models.builder import (
     Restructured,
-    add_structures,
+    add_structures_,
     build_idle_backbone,
     idle_channels,
     restructure,
@@ -17,6 +17,7 @@ from repa_mm.models.channel_idle import (
 )
 from repa_mm.models.deformable import swap_deformable_attention
 from repa_mm.models.dino import DINO, ClassTokens, DINOHead, DINOProjection
+from repa_mm.models.families import FAMILIES, Family, FFNModules, register_family
 from repa_mm.models.fusing import fuse_conv_bn
 from repa_mm.models.heads import TokenLabelHead
 from repa_mm.models.lvvit import LVViT, RePaLVViT
@@ -34,11 +35,12 @@ from repa_mm.models.tokens import reduce_tokens
 
 __all__ = [
     'AffineRIFormer', 'ClassTokens', 'DINO', 'DINOHead', 'DINOProjection',
-    'ExpertsVisionTransformer', 'LVViT', 'ParallelMAEViT', 'ParallelSwinTransformer',
+    'ExpertsVisionTransformer', 'FAMILIES', 'FFNModules', 'Family', 'LVViT', 'ParallelMAEViT',
+    'ParallelSwinTransformer',
     'ParallelVisionTransformer', 'ProgressiveSwinTransformer', 'ProgressiveVisionTransformer',
     'RePaLVViT', 'RePaMlpMixer', 'RePaPoolFormer', 'RePaSwinTransformer', 'RePaVisionTransformer',
-    'Restructured', 'STRUCTURES', 'Structure', 'TokenLabelHead', 'add_structures',
+    'Restructured', 'STRUCTURES', 'Structure', 'TokenLabelHead', 'add_structures_',
     'build_fast_swin', 'build_idle_backbone', 'fast_window_attention', 'fuse_conv_bn',
-    'idle_channels', 'reduce_tokens', 'restructure', 'swap_attention',
+    'idle_channels', 'reduce_tokens', 'register_family', 'restructure', 'swap_attention',
     'swap_deformable_attention',
 ]  # fmt: skip

@@ -37,28 +37,38 @@ def _structure(type: str, **kwargs) -> Structure:
     return kind(**kwargs)
 
 
-def add_structures(model: nn.Module, structures: Sequence[dict | Structure]) -> list[Structure]:
+def add_structures_(model: nn.Module, structures: Sequence[dict | Structure]) -> nn.Module:
     """Put structures into a backbone or a whole model, one after the other, in place.
 
-    Afterwards the model refuses weights of another form, whoever loads them.
+    Ordinary weights stay where the forms take them: a start for training. Afterwards the model
+    refuses weights of another form, whoever loads them.
 
     Args:
-        model (nn.Module): Any model with blocks of a family in
-            :data:`repa_mm.models.sites.FAMILIES`.
+        model (nn.Module): Any model with blocks of a family in :data:`repa_mm.models.FAMILIES`.
         structures (Sequence[dict | Structure]): Configs, such as ``dict(type='ChannelIdle',
             idle_ratio=0.75)``, see :mod:`repa_mm.models.structures`.
 
     Returns:
-        list[Structure]: The structures.
+        nn.Module: The same model.
 
     Raises:
         ValueError: If the model has no site for a structure, or a form cannot stand at one.
+
+    Examples:
+        >>> add_structures_(backbone, [dict(type='ChannelIdle', idle_ratio=0.75)])
     """
+    _put_all(model, structures)
+    return model
+
+
+def _put_all(
+    model: nn.Module, structures: Sequence[dict | Structure]
+) -> list[tuple[Structure, dict[str, str]]]:
+    """Put structures into a model, and return each with the names of its sites and forms."""
     built = [_structure(**s) if isinstance(s, dict) else s for s in structures]
-    for structure in built:
-        structure.put(model)
+    placed = [(structure, structure.put_(model)) for structure in built]
     model._register_load_state_dict_pre_hook(check_state_dict, with_module=True)
-    return built
+    return placed
 
 
 def idle_channels(
@@ -86,9 +96,9 @@ def idle_channels(
         nn.Module: The same model.
 
     Raises:
-        ValueError: As :func:`add_structures`, or if an idle ratio is not in [0, 1].
+        ValueError: As :func:`add_structures_`, or if an idle ratio is not in [0, 1].
     """
-    add_structures(model, [ChannelIdle(idle_ratio, norm_cfg, where)])
+    _put_all(model, [ChannelIdle(idle_ratio, norm_cfg, where)])
     return model
 
 
@@ -97,7 +107,7 @@ class Restructured:
 
     Args:
         *args, **kwargs: Those of the class.
-        structures (Sequence[dict]): As for :func:`add_structures`.
+        structures (Sequence[dict]): As for :func:`add_structures_`.
         deploy (bool): Build the deploy form, for a reparameterized checkpoint. Defaults to False.
         fast_attention (bool): Use the window attention of
             :func:`~repa_mm.models.fast_window_attention` where there are windows, and the
@@ -108,6 +118,7 @@ class Restructured:
             weights fill the forms. Defaults to None, the same arguments.
 
     Attributes:
+        placed (list): The structures, each with the names of its forms by those of their sites.
         build_ordinary (Callable): Builds the model without structures.
     """
 
@@ -129,7 +140,7 @@ class Restructured:
         self.build_ordinary = build
         if fast_attention:
             swap_faster_attention(self)
-        self.structures = add_structures(self, structures)
+        self.placed = _put_all(self, structures)
         if keep_tokens != 1:
             reduce_tokens(self, keep_tokens, inplace=True)
         pad_any_size(self)
@@ -200,10 +211,10 @@ class Restructured:
     def _require_sites(self, ordinary: nn.Module) -> None:
         """Let an ordinary model refuse weights that lack those of a site: they fill forms."""
         needed = {}
-        for structure in self.structures:
+        for structure, placed in self.placed:
             sites = {site.name: site for site in structure.sites(ordinary)}
-            for name in structure.placed:
-                for site in (sites[source] for source in structure.sources(name)):
+            for name in placed:
+                for site in (sites[source] for source in structure.sources(self, name)):
                     needed.setdefault(site.block, (site.block_name, set()))[1].update(
                         site.required()
                     )
@@ -229,17 +240,15 @@ class Restructured:
         Args:
             ordinary (nn.Module): The model without structures.
         """
-        inside = tuple(f'{form}.' for s in self.structures for form in s.placed.values())
+        inside = tuple(f'{form}.' for _, placed in self.placed for form in placed.values())
         theirs = {**dict(ordinary.named_parameters()), **dict(ordinary.named_buffers())}
         for name, value in (*self.named_parameters(), *self.named_buffers()):
             other = theirs.get(name)
             if not name.startswith(inside) and other is not None and other.shape == value.shape:
                 value.copy_(other)
-        later: set[str] = set()
-        for structure in reversed(self.structures):
-            structure.fill(self, ordinary, skip=later)
-            later.update(structure.placed.values())
-        names = ', '.join(type(structure).__name__ for structure in self.structures)
+        for structure, placed in self.placed:
+            structure.fill_(self, placed, ordinary)
+        names = ', '.join(type(structure).__name__ for structure, _ in self.placed)
         print_log(
             f'Ordinary pretrained weights fill the forms of {names}: a start for training',
             'current',
@@ -308,7 +317,7 @@ def restructure(
 
     Args:
         model (dict): Config of a backbone, detector, segmentor or classifier.
-        structures (Sequence[dict]): As for :func:`add_structures`.
+        structures (Sequence[dict]): As for :func:`add_structures_`.
         deploy (bool): As for :class:`Restructured`.
         fast_attention (bool): As for :class:`Restructured`.
         keep_tokens (float | Sequence): As for :class:`Restructured`.
@@ -322,7 +331,7 @@ def restructure(
         nn.Module: The model, of a class that derives from that of the config.
 
     Raises:
-        ValueError: If there is no such model, or as :func:`add_structures`.
+        ValueError: If there is no such model, or as :func:`add_structures_`.
     """
     args = dict(copy.deepcopy(model))
     args.update((k, v) for k, v in kwargs.items() if args.get(k) is None)

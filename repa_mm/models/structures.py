@@ -7,7 +7,7 @@ FFNs. :mod:`repa_mm.models.builder` puts them into models.
 """
 
 import copy
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.nn as nn
@@ -36,8 +36,6 @@ from repa_mm.reparam import (
     ParallelFFN,
     ProgressiveNorm,
     TrainingForm,
-    add_branches,
-    add_experts,
 )
 from repa_mm.reparam.numerics import is_plain
 from repa_mm.reparam.parts import copy_affine
@@ -46,74 +44,92 @@ STRUCTURES = Registry('structure')
 
 
 class Structure:
-    """Base of the structures. A subclass says which form stands at a site.
+    """Base of the structures: config data, which knows no model.
+
+    A subclass implements :meth:`form`, and :meth:`sites` if its forms stand elsewhere than in the
+    place of FFNs.
 
     Attributes:
-        placed (dict[str, str]): The names of the forms, by those of their sites.
+        where (str, optional): The module of the model whose sites are meant, see
+            :func:`~repa_mm.models.sites.ffn_sites`.
     """
+
+    where: str | None = None
 
     def sites(self, model: nn.Module) -> Sequence[Site]:
         """Return the sites of the structure in a model. By default those of its FFNs."""
-        return ffn_sites(model)
+        return ffn_sites(model, self.where)
 
-    def form(self, site: Site) -> TrainingForm | None:
-        """Return the form for a site; None leaves the site as it is.
+    def options(self, sites: Sequence[Site]) -> list[dict]:
+        """Return the keyword arguments of :meth:`form` for each site. By default none.
+
+        Raises:
+            ValueError: If the structure has arguments for another number of blocks.
+        """
+        return [{}] * len(sites)
+
+    def form(self, site: Site, **options) -> TrainingForm | None:
+        """Return the form for a site, which stays as it is; None if there is to be none.
 
         Raises:
             ValueError: If the form cannot stand for the modules there.
         """
         raise NotImplementedError
 
-    def put_form(self, site: Site, form: TrainingForm) -> str:
-        """Put a form at a site, and return its name in the model."""
-        return site.put(form)
-
-    def put(self, model: nn.Module) -> None:
+    def put_(self, model: nn.Module) -> dict[str, str]:
         """Put the forms into a model, in place.
 
+        Returns:
+            dict: The names of the forms, by those of their sites.
+
         Raises:
-            ValueError: If the model has no site for them, or a form cannot stand at one.
+            ValueError: If the model has no site for them, or a form cannot stand at one. The model
+                is then as it was.
         """
         sites = self.sites(model)
         if not sites:
-            where = f' in {self.where!r}' if getattr(self, 'where', None) else ''
+            where = f' in {self.where!r}' if self.where else ''
             raise ValueError(
                 f'{type(model).__name__} has no site for {type(self).__name__}{where}: no block of '
-                'a family in repa_mm.models.sites.FAMILIES'
+                'a family in repa_mm.models.FAMILIES'
             )
-        forms = {}
+        forms = []
         # All of them before the first is put in: never half a structure.
-        for site in sites:
+        for site, options in zip(sites, self.options(sites)):
             try:
-                forms[site] = self.form(site)
+                if isinstance(site.module, Form):
+                    raise ValueError(f'there is a {site.module.label} already')
+                form = self.form(site, **options)
+                if form is not None:
+                    site.check(form)
+                forms.append(form)
             except ValueError as error:
                 raise ValueError(
                     f'cannot put {type(self).__name__} at {site.name!r}, in a '
                     f'{type(site.block).__name__}: {error}'
                 ) from error
-        self.placed = {s.name: self.put_form(s, form) for s, form in forms.items() if form}
+        return {site.name: site.put(form) for site, form in zip(sites, forms) if form}
 
-    def sources(self, name: str) -> list[str]:
+    def sources(self, model: nn.Module, name: str) -> list[str]:
         """Return the names of the sites in an ordinary model that fill the form of a site."""
         return [name]
 
-    def fill(self, model: nn.Module, ordinary: nn.Module, skip: Collection[str] = ()) -> None:
+    def fill_(self, model: nn.Module, placed: dict[str, str], ordinary: nn.Module) -> None:
         """Fill the forms from an ordinary model, in place.
 
         Args:
             model (nn.Module): With the forms.
+            placed (dict): What :meth:`put_` has returned.
             ordinary (nn.Module): The model without structures, with its weights.
-            skip (Collection[str]): Names of forms that are not filled, since a later structure
-                fills them.
         """
         found = {site.name: site for site in self.sites(ordinary)}
-        for name, form in self.placed.items():
-            if form not in skip:
-                model.get_submodule(form).fill(*(found[s].parts() for s in self.sources(name)))
+        for name, form in placed.items():
+            parts = (found[source].parts() for source in self.sources(model, name))
+            model.get_submodule(form).fill(*parts)
 
 
-def share(value, sites: Sequence[Site], what: str) -> dict[str, object]:
-    """What each block gets, by name: one value for all, or one for each block."""
+def share(value, sites: Sequence[Site], what: str) -> list:
+    """Return what each site gets: one value for all, or one for each block."""
     blocks = list(dict.fromkeys(site.block_name for site in sites))
     values = list(value) if isinstance(value, (list, tuple)) else [value] * len(blocks)
     if len(values) != len(blocks):
@@ -121,7 +137,8 @@ def share(value, sites: Sequence[Site], what: str) -> dict[str, object]:
             f'{what} has {len(values)} entries, but the model has {len(blocks)} blocks: give one '
             'number, or one per block'
         )
-    return dict(zip(blocks, values))
+    by_block = dict(zip(blocks, values))
+    return [by_block[site.block_name] for site in sites]
 
 
 @STRUCTURES.register_module()
@@ -150,18 +167,13 @@ class ChannelIdle(Structure):
     ) -> None:
         self.idle_ratio, self.norm_cfg, self.where = idle_ratio, norm_cfg, where
 
-    def sites(self, model: nn.Module) -> list[FFNSite]:
-        return ffn_sites(model, self.where)
+    def options(self, sites: Sequence[FFNSite]) -> list[dict]:
+        return [dict(idle_ratio=ratio) for ratio in share(self.idle_ratio, sites, 'idle_ratio')]
 
-    def put(self, model: nn.Module) -> None:
-        self.ratios = share(self.idle_ratio, self.sites(model), 'idle_ratio')
-        super().put(model)
-
-    def form(self, site: FFNSite) -> TrainingForm | None:
-        ratio = self.ratios[site.block_name]
-        if isinstance(site.module, Form):
-            raise ValueError(f'there is a {site.module.label} already')
-        return None if ratio is None else idle_ffn(site, ratio, self.norm_cfg, self.ffn)
+    def form(self, site: FFNSite, idle_ratio: float | None) -> TrainingForm | None:
+        if idle_ratio is None:
+            return None
+        return idle_ffn(site, idle_ratio, self.norm_cfg, self.ffn)
 
 
 @STRUCTURES.register_module()
@@ -243,14 +255,11 @@ class Widths(Structure):
     """
 
     def __init__(self, widths: Sequence[int | None], where: str | None = None) -> None:
-        self.widths, self.where, self.placed = widths, where, {}
+        self.widths, self.where = widths, where
 
-    def sites(self, model: nn.Module) -> list[FFNSite]:
-        return ffn_sites(model, self.where)
-
-    def put(self, model: nn.Module) -> None:
+    def put_(self, model: nn.Module) -> dict[str, str]:
         sites = self.sites(model)
-        for site, width in zip(sites, share(self.widths, sites, 'widths').values()):
+        for site, width in zip(sites, share(self.widths, sites, 'widths')):
             if width is not None:
                 parts = site.parts()
                 dims, like = parts.fc1.weight.shape[1], parts.fc1.weight
@@ -259,6 +268,7 @@ class Widths(Structure):
                 if parts.scale is not None:  # by which set_weights divides
                     weights[2:] = [(w.t() * parts.scale.detach()).t() for w in weights[2:]]
                 site.set_weights(*weights)
+        return {}
 
 
 @STRUCTURES.register_module()
@@ -279,42 +289,38 @@ class Branches(Structure):
     def sites(self, model: nn.Module) -> list[Site]:
         return [*attention_sites(model), *(s for s in ffn_sites(model) if s.family.attn)]
 
-    def put(self, model: nn.Module) -> None:
-        sites = self.sites(model)
-        self.branches = share(self.num_branches, sites, 'num_branches')
-        self.periods = {site.block_name: site.family.period for site in sites}
-        super().put(model)
+    def options(self, sites: Sequence[Site]) -> list[dict]:
+        return [dict(number=number) for number in share(self.num_branches, sites, 'num_branches')]
 
-    def form(self, site: Site) -> TrainingForm | None:
-        number = self.branches[site.block_name]
+    def form(self, site: Site, number: int) -> TrainingForm | None:
         if number == 1:
             return None
-        if isinstance(site.module, ChannelIdleFFN):
-            return add_branches(site.module, number)
         if isinstance(site, AttentionSite):
             return parallel_attention(site, number)
         return _ordinary_ffns(ParallelFFN, site, number)
 
-    def put_form(self, site: Site, form: TrainingForm) -> str:
-        own_norm = isinstance(form, ChannelIdleFFN)
-        return site.put(form, own_norm) if isinstance(site, FFNSite) else site.put(form)
-
-    def sources(self, name: str) -> list[str]:
-        block = next(b for b in self.branches if name.startswith(f'{b}.'))
+    def sources(self, model: nn.Module, name: str) -> list[str]:
+        sites = self.sites(model)
+        branches = share(self.num_branches, sites, 'num_branches')
+        branches = {site.block_name: n for site, n in zip(sites, branches)}
+        site = next(site for site in sites if site.name == name)
+        block = site.block_name
         start, _, index = block.rpartition('.')
-        n, period, k = self.branches[block], self.periods[block], int(index)
+        # A Swin shifts the windows of every second block.
+        period = 2 if site.family.attn.endswith('w_msa') else 1
+        n, k = branches[block], int(index)
         first = period * n * (k // period) + k % period
-        if any(b.rpartition('.')[0] == start and m != n for b, m in self.branches.items()):
+        if any(b.rpartition('.')[0] == start and m != n for b, m in branches.items()):
             raise ValueError(
                 f'ordinary layers fill branches of as many in each block of {start!r}, but not of '
-                f'{list(self.branches.values())}'
+                f'{list(branches.values())}'
             )
         return [f'{start}.{first + period * b}{name[len(block) :]}' for b in range(n)]
 
-    def fill(self, model: nn.Module, ordinary: nn.Module, skip: Collection[str] = ()) -> None:
-        super().fill(model, ordinary, skip)
+    def fill_(self, model: nn.Module, placed: dict[str, str], ordinary: nn.Module) -> None:
+        super().fill_(model, placed, ordinary)
         for site in self.sites(model):
-            if site.name in self.placed and site.name not in skip:
+            if site.name in placed:
                 # Scales and shifts are in the matrices of the branches.
                 copy_affine(getattr(site.norm, 'ln', site.norm))
 
@@ -362,12 +368,7 @@ class Experts(Structure):
         return [site for site in ffn_sites(model) if site.family.norm]
 
     def form(self, site: FFNSite) -> TrainingForm:
-        if isinstance(site.module, ChannelIdleFFN):
-            return add_experts(site.module, self.num_experts)
         return _ordinary_ffns(ExpertsFFN, site, self.num_experts)
-
-    def put_form(self, site: FFNSite, form: TrainingForm) -> str:
-        return site.put(form, norm=isinstance(form, ChannelIdleFFN))
 
 
 @STRUCTURES.register_module()

@@ -430,6 +430,7 @@ class ParallelFFN(_Parallel):
         ValueError: If the number of branches is below 1, or the activation is unknown.
     """
 
+    contains_norm = False
     label = 'parallel FFN'
     entry, exit = sources = 'fc1', 'fc2'
 

@@ -121,6 +121,7 @@ class ExpertsFFN(TrainingForm):
         ValueError: If the number of experts is below 1, or the activation is unknown.
     """
 
+    contains_norm = False
     label = 'FFN of experts'
 
     def __init__(

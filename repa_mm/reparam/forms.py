@@ -161,9 +161,12 @@ class TrainingForm(Form):
 
     Attributes:
         computes (tuple[str]): The methods whose result :meth:`merge` reproduces.
+        contains_norm (bool): Whether the form, in the place of an FFN, takes the place of the norm
+            before the FFN, too.
     """
 
     computes = ('forward',)
+    contains_norm = True
 
     def __init_subclass__(cls, **kwargs) -> None:
         super().__init_subclass__(**kwargs)

@@ -130,7 +130,7 @@ def test_every_block(case, randomize, relative_error):
             assert torch.equal(a, b)
     # Of ordinary classes with other widths: what was saved is loaded by such a model.
     again = copy.deepcopy(model)
-    Widths(widths(narrow)).put(again)
+    Widths(widths(narrow)).put_(again)
     found = again.load_state_dict(narrow.state_dict(), strict=False)
     # Tables of Swin V2, which MMPretrain computes and does not save.
     assert not found.unexpected_keys and all('.relative_' in key for key in found.missing_keys)

@@ -15,7 +15,7 @@ import repa_mm
 from repa_mm.benchmark.complexity import count
 from repa_mm.export.export import export
 from repa_mm.models import RePaSwinTransformer, RePaVisionTransformer, reduce_tokens
-from repa_mm.models.builder import add_structures
+from repa_mm.models.builder import add_structures_
 from repa_mm.models.tokens import ReducedSwinBlock, _layout, merge_neighbours
 from tests.conftest import skip_unless_exportable
 
@@ -331,7 +331,7 @@ def test_structures_in_reduced_blocks(structure, randomize):
     reduced = reduce_tokens(model, 0.5)
     x = images(2, 3, 72, 88)
     for each in (model, reduced):
-        add_structures(each, [dict(type=structure)])
+        add_structures_(each, [dict(type=structure)])
         randomize(each).eval()
     reduced.load_state_dict(model.state_dict())
     for a, b in zip(reduced(x), model(x)):
