@@ -95,7 +95,8 @@ class Family:
 
     def calls_with_norm(self, block: nn.Module) -> bool:
         """Return whether a block calls its FFN as ``ffn(norm(x), identity=x)``."""
-        return bool(self.norm) and not self.counterpart and isinstance(getattr(block, self.ffn), FFN)
+        is_usual = self.norm and self.counterpart is None
+        return bool(is_usual) and isinstance(getattr(block, self.ffn), FFN)
 
     def put_ffn(self, block: nn.Module, form: TrainingForm) -> None:
         """Put a form in the place of a block's FFN, and of the norm before the FFN.
