@@ -33,8 +33,9 @@ if find_spec('mmengine'):
         )
 
     from repa_mm import datasets, engine  # noqa: F401
-    from repa_mm.fit import convert_pretrained
-    from repa_mm.models import fast_window_attention, idle_channels, reduce_tokens
+    from repa_mm.convert import convert_pretrained
+    from repa_mm.faster import fast_window_attention
+    from repa_mm.models import idle_channels, reduce_tokens
     from repa_mm.paths import config_path
 
     __all__ += [

@@ -15,8 +15,8 @@ from mmengine.runner import Runner
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from repa_mm import config_path, reparameterize
+from repa_mm.features import head_inputs, tensors
 from repa_mm.reparam import Scheduled, TrainingForm, finish_schedules
-from repa_mm.run.features import head_inputs, tensors
 
 ROOT = Path(config_path('swin_t_in1k')).parent
 NAMES = sorted(

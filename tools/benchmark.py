@@ -18,7 +18,7 @@ from repa_mm.benchmark.tables import latency_rows, ratios, share_rows, show, sho
 from repa_mm.benchmark.timing import measure
 from repa_mm.benchmark.training import ENCODER_SHAPE, FFN_SHAPES, Step, measure_ffn
 from repa_mm.benchmark.variants import exported, noise, synthetic_batch, training_variants, variants
-from repa_mm.run import load_config
+from repa_mm.config import load_config
 
 EXAMPLES = """examples:
   %(prog)s configs/retinanet_repa_swin_b.py --baseline configs/retinanet_swin_b.py

@@ -5,7 +5,7 @@ import argparse
 from mmengine import DictAction
 from mmengine.device import get_device
 
-from repa_mm.run import calibrate_checkpoint
+from repa_mm.merging import calibrate_checkpoint
 
 
 def parse_args() -> argparse.Namespace:

@@ -9,7 +9,7 @@ import argparse
 
 from mmengine import DictAction
 
-from repa_mm.fit.pretrained import convert_checkpoint, result_text
+from repa_mm.convert.pretrained import convert_checkpoint, result_text
 
 
 def parse_args() -> argparse.Namespace:

@@ -5,8 +5,8 @@ import argparse
 from mmengine import DictAction
 
 from repa_mm import reparameterize
+from repa_mm.config import load_config
 from repa_mm.reparam import has_training_form
-from repa_mm.run import load_config
 
 
 def parse_args() -> argparse.Namespace:

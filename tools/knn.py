@@ -5,7 +5,7 @@ import argparse
 from mmengine import DictAction
 from mmengine.device import get_device
 
-from repa_mm.run import knn_evaluate
+from repa_mm.run.knn import knn_evaluate
 
 
 def parse_args() -> argparse.Namespace:

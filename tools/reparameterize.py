@@ -4,7 +4,7 @@ import argparse
 
 from mmengine import DictAction
 
-from repa_mm.run import reparameterize_checkpoint
+from repa_mm.merging import reparameterize_checkpoint
 
 
 def parse_args() -> argparse.Namespace:

@@ -9,7 +9,7 @@ MMPretrain). CONFIG comes first; `python tools/test.py CONFIG --help` lists the 
 import runpy
 import sys
 
-from repa_mm.run import codebase_tool
+from repa_mm.config import codebase_tool
 
 if __name__ == '__main__':
     # Launchers may put --local-rank before the config.

@@ -15,8 +15,8 @@ from repa_mm.benchmark.profile import ffn_modules, measure_shares
 from repa_mm.benchmark.tables import change
 from repa_mm.benchmark.timing import measure
 from repa_mm.benchmark.variants import OURS, VANILLA, merged, with_our_parts
+from repa_mm.config import build_model
 from repa_mm.paths import config_path
-from repa_mm.run import build_model
 
 PART = 'FFNs'  # whose share is measured
 COLUMNS = (

@@ -11,10 +11,10 @@ from mmengine.config import Config
 from mmengine.model import revert_sync_batchnorm
 from mmpretrain.models import PoolFormer
 
-from repa_mm.models import fuse_conv_bn
-from repa_mm.models.tracing import swap_faster_attention
+from repa_mm.config import build_model
+from repa_mm.faster import fuse_conv_bn
+from repa_mm.faster.tracing import swap_faster_attention
 from repa_mm.reparam import has_training_form, reparameterize, set_training_path
-from repa_mm.run import build_model
 
 VANILLA, OURS, DEPLOY = 'vanilla', 'vanilla, our attention', 'deploy'
 
@@ -81,7 +81,7 @@ def swap_parts(model: nn.Module) -> None:
     """Give a vanilla model what a merged one has besides merged FFNs, in place."""
     swap_faster_attention(model)
     if hasattr(model, 'decode_head'):
-        from repa_mm.models.heads.uper_head import fast_uper_head
+        from repa_mm.faster.uper_head import fast_uper_head
 
         fast_uper_head(model)
     if any(type(m) is PoolFormer for m in model.modules()):

@@ -20,11 +20,11 @@ from rich.table import Table
 
 from repa_mm.benchmark.complexity import count
 from repa_mm.benchmark.timing import measure
+from repa_mm.config import load_config
+from repa_mm.convert.pretrained import convert_checkpoint, result_text
 from repa_mm.demo.dataset import write_digit_scenes
-from repa_mm.fit.pretrained import convert_checkpoint, result_text
 from repa_mm.paths import config_path
 from repa_mm.reparam import reparameterize
-from repa_mm.run import load_config
 
 DATA = 'data/demo'
 # For each task the metrics of the table.

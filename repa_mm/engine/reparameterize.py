@@ -7,9 +7,9 @@ from mmengine.hooks import EMAHook, Hook
 from mmengine.registry import HOOKS
 from mmengine.runner import BaseLoop
 
-from repa_mm.models import fuse_conv_bn
+from repa_mm.checkpoints import match_form
+from repa_mm.faster import fuse_conv_bn
 from repa_mm.reparam import TrainingForm, innermost, outermost, reparameterize, schedules_have_ended
-from repa_mm.weights import match_form
 
 
 @HOOKS.register_module()

@@ -17,13 +17,13 @@ from mmengine.dataset import pseudo_collate
 from mmengine.registry import DATASETS
 from mmengine.structures import InstanceData
 
+from repa_mm.config import build_model, dataset_config, image_config, load_config
 from repa_mm.export.exported import ExportedModel
 from repa_mm.export.whole import WholeModel, whole_model
+from repa_mm.faster.attention import FastShiftWindowMSA
+from repa_mm.faster.tracing import trace_any_size
 from repa_mm.files import replacing
-from repa_mm.models.attention import FastShiftWindowMSA
-from repa_mm.models.tracing import trace_any_size
 from repa_mm.reparam import outermost, reparameterize
-from repa_mm.run import build_model, dataset_config, image_config, load_config
 
 OPSET = 17
 # Largest acceptable share of objects or pixels that differ, or difference of a score.

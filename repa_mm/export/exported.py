@@ -10,8 +10,8 @@ from mmengine.registry import MODELS
 from mmengine.runner import Runner
 from mmengine.structures import InstanceData, PixelData
 
+from repa_mm.config import load_config
 from repa_mm.export.session import Session
-from repa_mm.run import load_config
 
 
 @MODELS.register_module()

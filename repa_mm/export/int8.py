@@ -15,10 +15,10 @@ from mmengine.structures import BaseDataElement
 from mmengine.utils import track_iter_progress
 from torch.overrides import TorchFunctionMode
 
+from repa_mm.config import load_config
 from repa_mm.export.export import agreeing_onnx, example_shape, images_of, model_to_export
 from repa_mm.export.session import Session
 from repa_mm.reparam import set_shortcut
-from repa_mm.run import load_config
 
 #: What all layers in 8 bits may cost: a cosine of 1 - 1e-3.
 MAX_ERROR = 2e-3

@@ -1,6 +1,5 @@
 """The registered backbones, and the structures that are put into models."""
 
-from repa_mm.models.attention import fast_window_attention, swap_attention
 from repa_mm.models.builder import (
     Restructured,
     add_structures_,
@@ -15,10 +14,8 @@ from repa_mm.models.channel_idle import (
     RePaVisionTransformer,
     build_fast_swin,
 )
-from repa_mm.models.deformable import swap_deformable_attention
 from repa_mm.models.dino import DINO, ClassTokens, DINOHead, DINOProjection
 from repa_mm.models.families import FAMILIES, Family, FFNModules, register_family
-from repa_mm.models.fusing import fuse_conv_bn
 from repa_mm.models.heads import TokenLabelHead
 from repa_mm.models.lvvit import LVViT, RePaLVViT
 from repa_mm.models.restructured import (
@@ -40,7 +37,6 @@ __all__ = [
     'ParallelVisionTransformer', 'ProgressiveSwinTransformer', 'ProgressiveVisionTransformer',
     'RePaLVViT', 'RePaMlpMixer', 'RePaPoolFormer', 'RePaSwinTransformer', 'RePaVisionTransformer',
     'Restructured', 'STRUCTURES', 'Structure', 'TokenLabelHead', 'add_structures_',
-    'build_fast_swin', 'build_idle_backbone', 'fast_window_attention', 'fuse_conv_bn',
-    'idle_channels', 'reduce_tokens', 'register_family', 'restructure', 'swap_attention',
-    'swap_deformable_attention',
+    'build_fast_swin', 'build_idle_backbone',
+    'idle_channels', 'reduce_tokens', 'register_family', 'restructure',
 ]  # fmt: skip

@@ -14,9 +14,9 @@ from mmengine.registry import MODELS
 from mmengine.runner.checkpoint import CheckpointLoader
 from mmengine.utils.dl_utils.parrots_wrapper import _BatchNorm
 
+from repa_mm.faster.tracing import pad_any_size, swap_faster_attention
 from repa_mm.models.structures import STRUCTURES, ChannelIdle, Structure
 from repa_mm.models.tokens import reduce_tokens
-from repa_mm.models.tracing import pad_any_size, swap_faster_attention
 from repa_mm.reparam import (
     CheckpointError,
     TrainingForm,
@@ -110,8 +110,8 @@ class Restructured:
         structures (Sequence[dict]): As for :func:`add_structures_`.
         deploy (bool): Build the deploy form, for a reparameterized checkpoint. Defaults to False.
         fast_attention (bool): Use the window attention of
-            :func:`~repa_mm.models.fast_window_attention` where there are windows, and the
-            :class:`~repa_mm.models.deformable.FastDeformableAttention` of a DETR. Defaults to True.
+            :func:`~repa_mm.faster.fast_window_attention` where there are windows, and the
+            :class:`~repa_mm.faster.deformable.FastDeformableAttention` of a DETR. Defaults to True.
         keep_tokens (float | Sequence): Share of the windows or patches that blocks compute in
             full in eval mode, see :func:`~repa_mm.reduce_tokens`. Defaults to 1.
         ordinary (Sequence, optional): Positional arguments of the model without structures, whose

@@ -11,7 +11,7 @@ import torch.nn as nn
 from mmengine.registry import MODELS
 from mmpretrain.models import MlpMixer, PoolFormer, SwinTransformer, VisionTransformer
 
-from repa_mm.models.attention import swap_attention
+from repa_mm.faster.attention import swap_attention
 from repa_mm.models.builder import Restructured
 
 

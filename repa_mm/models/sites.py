@@ -13,7 +13,7 @@ from mmcv.cnn import Linear
 from mmcv.cnn.bricks.transformer import FFN
 from mmpretrain.models.utils.attention import MultiheadAttention, WindowMSA
 
-from repa_mm.models.attention import swap_attention
+from repa_mm.faster.attention import swap_attention
 from repa_mm.models.families import FAMILIES, Family
 from repa_mm.reparam import AttentionParts, FFNParts, MixerParts, NormParts, TrainingForm
 from repa_mm.reparam.numerics import double, is_plain

@@ -29,8 +29,8 @@ from mmpretrain.models.backbones.swin_transformer import SwinBlock
 from mmpretrain.models.backbones.vision_transformer import TransformerEncoderLayer
 from mmpretrain.models.utils.attention import MultiheadAttention
 
-from repa_mm.models.attention import FastShiftWindowMSA, fast_class, swap_attention
-from repa_mm.models.windows import is_traced, times, traceable_partition
+from repa_mm.faster.attention import FastShiftWindowMSA, fast_class, swap_attention
+from repa_mm.faster.windows import is_traced, times, traceable_partition
 from repa_mm.reparam import Form, Scheduled, TrainingForm, become
 from repa_mm.reparam.depth import scale_queries
 
@@ -311,7 +311,7 @@ def reduce_tokens(
     Args:
         model (nn.Module): A model with the stock Swin of MMPretrain, MMDetection or MMSegmentation,
             or with MMPretrain's ``VisionTransformer``. A window attention becomes the one of
-            :func:`~repa_mm.models.fast_window_attention`.
+            :func:`~repa_mm.faster.fast_window_attention`.
         keep (float | Sequence[float]): Share of what is computed in full, from 0.1 to 1: of
             a Swin the windows of each image, of a ViT the patches. One for all blocks, or one for
             each stage of a Swin. 1 leaves blocks as they are, and gives reduced ones their full

@@ -12,8 +12,8 @@ from mmengine.runner import Runner
 from mmengine.utils import track_iter_progress
 from torch.utils.data import DataLoader
 
+from repa_mm.config import build_model, dataset_config, load_config
 from repa_mm.reparam import has_training_form, reparameterize
-from repa_mm.run.config import build_model, dataset_config, load_config
 
 # Of images in folders: as in configs/_base_/datasets/imagenet.py.
 _PIPELINE = [

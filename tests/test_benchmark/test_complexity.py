@@ -9,7 +9,7 @@ from torch.overrides import TorchFunctionMode
 import repa_mm
 from repa_mm.benchmark.complexity import count
 from repa_mm.benchmark.paper import counterpart, paper_rows
-from repa_mm.run import build_model, load_config
+from repa_mm.config import build_model, load_config
 
 ROWS = paper_rows()
 
@@ -74,7 +74,7 @@ def test_products_with_weights(model, macs):
 
 def test_batched_products_with_weights():
     pytest.importorskip('mmseg')
-    from repa_mm.models.heads.uper_head import ConvModuleOfResized
+    from repa_mm.faster.uper_head import ConvModuleOfResized
 
     maps = X, X[:, :, :4, :4]
     conv = ConvModuleOfResized(6, 5, 3, padding=1)

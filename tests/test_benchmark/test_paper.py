@@ -4,7 +4,7 @@ import torch
 import repa_mm
 from repa_mm.benchmark.paper import COLUMNS, counterpart, measure_pairs, paper_configs
 from repa_mm.benchmark.variants import noise, with_our_parts
-from repa_mm.run import build_model, load_config
+from repa_mm.config import build_model, load_config
 
 
 def test_poolformers_differ_in_the_memory_format_too():

@@ -6,7 +6,7 @@ import torch.nn as nn
 
 import repa_mm
 from repa_mm.benchmark.profile import detector_parts, ffn_modules, measure_shares
-from repa_mm.run import build_model, load_config
+from repa_mm.config import build_model, load_config
 
 
 class Sleep(nn.Module):

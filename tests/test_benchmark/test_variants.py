@@ -12,8 +12,8 @@ from repa_mm.benchmark.variants import (
     training_variants,
     variants,
 )
+from repa_mm.config import load_config
 from repa_mm.reparam import has_deploy_form, has_training_form
-from repa_mm.run import load_config
 
 PACKAGE = dict(retinanet='mmdet', mask_rcnn='mmdet', upernet='mmseg')
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import repa_mm
-from repa_mm.run import build_model, load_config
+from repa_mm.config import build_model, load_config
 
 # Very small models on the demo's.
 HEADS = dict(

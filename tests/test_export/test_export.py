@@ -8,6 +8,7 @@ from mmengine.registry import MODELS
 from mmengine.structures import InstanceData
 
 import repa_mm
+from repa_mm.config import load_config
 from repa_mm.export.export import (
     _Tensors,
     export,
@@ -22,7 +23,6 @@ from repa_mm.export.export import (
 )
 from repa_mm.export.session import Session
 from repa_mm.reparam import finish_schedules
-from repa_mm.run import load_config
 
 pytest.importorskip('onnx')
 pytest.importorskip('onnxruntime')

@@ -10,9 +10,9 @@ import pytest
 import torch
 from mmengine.utils import digit_version
 
+from repa_mm.config import load_config
 from repa_mm.export.export import resized
 from repa_mm.export.exported import ExportedModel, runner_for_exported
-from repa_mm.run import load_config
 
 pytest.importorskip('onnxruntime')
 pytest.importorskip('mmdet')

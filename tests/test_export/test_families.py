@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from repa_mm.config import build_model, load_config
+from repa_mm.convert.conversion import block_outputs
 from repa_mm.export.export import agreeing_onnx, resized
-from repa_mm.fit.conversion import block_outputs
-from repa_mm.run import build_model, load_config
-from repa_mm.run.features import head_inputs
+from repa_mm.features import head_inputs
 
 from .conftest import HEADS, write_config
 from .test_transformers import DETECTORS, MASK_MODELS, detector, mask_model, small_images, spread

@@ -6,11 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from repa_mm.config import build_model, load_config
 from repa_mm.export.export import agreeing_onnx, noise, resized
 from repa_mm.export.exported import ExportedModel
 from repa_mm.export.int8 import sensitivities, what_counts
 from repa_mm.export.transformers import _extent, padding_mask
-from repa_mm.run import build_model, load_config
 
 from .test_exported import check_objects
 

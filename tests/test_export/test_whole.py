@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from repa_mm.config import load_config
 from repa_mm.export.export import model_to_export
 from repa_mm.export.session import Session
 from repa_mm.export.whole import AveragePool
-from repa_mm.run import load_config
 
 pytest.importorskip('onnx')
 

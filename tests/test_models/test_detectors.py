@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import repa_mm
-from repa_mm.run import build_model, load_config
+from repa_mm.config import build_model, load_config
 
 # All proposals are kept, so that what is compared is not how ties are broken.
 CONFIGS = [

@@ -9,11 +9,11 @@ from mmengine.config import Config
 from mmengine.registry import MODELS
 
 import repa_mm
-from repa_mm.fit.pretrained import converted_config
+from repa_mm.config import load_config
+from repa_mm.convert.pretrained import converted_config
+from repa_mm.features import head_inputs, tensors
 from repa_mm.models.sites import ffn_sites
 from repa_mm.reparam import ChannelIdleFFN, MergedFFN, set_training_path
-from repa_mm.run import load_config
-from repa_mm.run.features import head_inputs, tensors
 
 pytest.importorskip('mmdet')
 

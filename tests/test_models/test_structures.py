@@ -4,12 +4,12 @@ import pytest
 import torch
 from mmpretrain.models import SwinTransformer, VisionTransformer
 
+from repa_mm.faster.attention import FastShiftWindowMSA
 from repa_mm.models import (
     ExpertsVisionTransformer,
     ParallelSwinTransformer,
     ParallelVisionTransformer,
 )
-from repa_mm.models.attention import FastShiftWindowMSA
 from repa_mm.models.builder import Restructured
 from repa_mm.reparam import CheckpointError, ParallelAttention, reparameterize
 

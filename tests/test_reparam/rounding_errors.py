@@ -313,7 +313,7 @@ def run_without_sums(msa: nn.Module, x: torch.Tensor, case: dict) -> Results:
 
 def run_fast_attention(msa: nn.Module, x: torch.Tensor, case: dict) -> Results:
     """As :func:`run_attention`, with the fast one in its place."""
-    from repa_mm.models import fast_window_attention
+    from repa_mm.faster import fast_window_attention
 
     return run_attention(fast_window_attention(copy.deepcopy(msa)), x, case)
 

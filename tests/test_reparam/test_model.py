@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn as nn
 
-from repa_mm.models import fuse_conv_bn
+from repa_mm.faster import fuse_conv_bn
 from repa_mm.reparam import (
     ChannelIdleFFN,
     CheckpointError,

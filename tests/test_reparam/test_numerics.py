@@ -9,7 +9,7 @@ import torch.nn as nn
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from repa_mm.models import fast_window_attention, fuse_conv_bn
+from repa_mm.faster import fast_window_attention, fuse_conv_bn
 from repa_mm.reparam import ChannelIdleFFN, check_finite, reparameterize, set_training_path
 from repa_mm.reparam.ffn import folded
 from repa_mm.reparam.ffn.folded import choose_path

@@ -9,7 +9,7 @@ import torch
 import torch.nn as nn
 from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
 
-from repa_mm.models import fuse_conv_bn
+from repa_mm.faster import fuse_conv_bn
 from repa_mm.reparam import (
     ChannelIdleFFN,
     DeployForm,

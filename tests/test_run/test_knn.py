@@ -10,7 +10,7 @@ import torch
 from mmengine.registry import MODELS
 from sklearn.neighbors import KNeighborsClassifier
 
-from repa_mm.run import build_model, load_config
+from repa_mm.config import build_model, load_config
 from repa_mm.run.knn import image_features, knn_evaluate, knn_predict
 
 BACKBONE = dict(

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import repa_mm
-from repa_mm.run import codebase_tool
+from repa_mm.config import codebase_tool
 
 from .conftest import ROOT
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import repa_mm
+from repa_mm.config import build_model, load_config
 from repa_mm.reparam import Scheduled
-from repa_mm.run import build_model, load_config
 
 # On the tiny detector of the demo: its backbone, and how wide the maps are that it gives the neck.
 ARCH = 'arch=dict(embed_dims=24, depths=[2, 2, 2, 2], num_heads=[1, 2, 2, 2]), window_size=3'

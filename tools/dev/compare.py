@@ -38,9 +38,9 @@ from methods import statistics as statistics_of
 from repa_mm import convert_pretrained
 from repa_mm.benchmark.tables import show
 from repa_mm.benchmark.timing import measure
-from repa_mm.fit.conversion import MAX_TOKENS, find_ffns, sample_tokens
-from repa_mm.fit.lockstep import in_lockstep
-from repa_mm.fit.pretrained import calibration_images
+from repa_mm.convert.conversion import MAX_TOKENS, find_ffns, sample_tokens
+from repa_mm.convert.lockstep import in_lockstep
+from repa_mm.convert.pretrained import calibration_images
 from repa_mm.models.sites import ffn_sites
 
 COSTS = [0.9, 0.75, 0.5, 0.375, 0.25, 0.15]
@@ -172,7 +172,7 @@ def on_model(args: argparse.Namespace) -> None:
     from mmengine.dataset import pseudo_collate
     from mmengine.runner import Runner
 
-    from repa_mm.run import build_model, load_config
+    from repa_mm.config import build_model, load_config
 
     cfg = load_config(args.model)
     cfg.work_dir, cfg.load_from = f'work_dirs/compare/{args.name}', None

@@ -22,10 +22,10 @@ from mmengine.config import Config, DictAction
 
 from repa_mm import config_path
 from repa_mm.benchmark.tables import show
+from repa_mm.config import load_config
+from repa_mm.convert.pretrained import convert_checkpoint
 from repa_mm.demo.dataset import write_digit_scenes
 from repa_mm.demo.run import test, train
-from repa_mm.fit.pretrained import convert_checkpoint
-from repa_mm.run import load_config
 
 EPOCH = 150  # iterations: 1200 scenes in batches of 8
 # The metrics of a task, and what makes them percent.

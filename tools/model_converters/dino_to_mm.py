@@ -8,8 +8,8 @@ import argparse
 
 from mmengine import DictAction
 
-from repa_mm.run import load_config
-from repa_mm.weights.authors import translate_file
+from repa_mm.authors import translate_file
+from repa_mm.config import load_config
 
 
 def parse_args() -> argparse.Namespace:

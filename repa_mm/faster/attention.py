@@ -20,8 +20,8 @@ from mmcv.cnn.bricks.transformer import PatchMerging
 from mmengine.utils import digit_version
 from mmpretrain.models.utils.attention import ShiftWindowMSA
 
-from repa_mm.models.replace import replace
-from repa_mm.models.windows import (
+from repa_mm.faster.replace import replace
+from repa_mm.faster.windows import (
     buffer,
     cached_masks,
     gather,

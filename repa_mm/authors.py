@@ -18,10 +18,10 @@ from argparse import Namespace
 import torch
 from mmengine.registry import MODELS
 
+from repa_mm.checkpoints import load_checkpoint, load_weights, save_checkpoint
 from repa_mm.reparam import CheckpointError
 from repa_mm.reparam.ffn import FoldedFFN, stack
 from repa_mm.version import __version__
-from repa_mm.weights.checkpoint import load_checkpoint, load_weights, save_checkpoint
 
 _TRANSFORMER = {
     r'^patch_embed\.proj\b': 'patch_embed.projection',

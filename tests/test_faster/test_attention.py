@@ -11,8 +11,9 @@ from mmpretrain.models import SwinTransformer
 from mmpretrain.models.utils.attention import ShiftWindowMSA
 
 import repa_mm
-from repa_mm.models import RePaSwinTransformer, attention, fast_window_attention, windows
-from repa_mm.models.attention import FastPatchMerging, FastShiftWindowMSA
+from repa_mm.faster import attention, fast_window_attention, windows
+from repa_mm.faster.attention import FastPatchMerging, FastShiftWindowMSA
+from repa_mm.models import RePaSwinTransformer
 
 SMALL = dict(embed_dims=24, depths=[2, 2, 2, 2], num_heads=[1, 2, 4, 8])
 # Divisible by the window, padded by 1 and by 6, of one window, smaller than it.

@@ -7,9 +7,9 @@ import torch
 from mmengine.registry import DATASETS
 
 import repa_mm
+from repa_mm.config import build_model, codebase_tool, dataset_config, image_config, load_config
 from repa_mm.paths import config_path, config_root
 from repa_mm.reparam import CheckpointError, has_deploy_form, has_training_form
-from repa_mm.run import build_model, codebase_tool, dataset_config, image_config, load_config
 
 BACKBONE = dict(
     type='RePaSwinTransformer',

@@ -14,16 +14,16 @@ from mmengine.registry import DATASETS, MODELS
 from mmengine.runner.checkpoint import weights_to_cpu
 from torch.utils.data import Dataset
 
+from repa_mm.checkpoints import load_checkpoint, load_original, save_checkpoint
+from repa_mm.config import build_model, image_config, load_config
+from repa_mm.convert.conversion import BlockReport, convert_pretrained, find_ffns
+from repa_mm.convert.distillation import distill_checkpoint
+from repa_mm.faster.tracing import swap_faster_attention
+from repa_mm.features import differences, has_channels_first, head_inputs, percent, run_batches
 from repa_mm.files import replacing
-from repa_mm.fit.conversion import BlockReport, convert_pretrained, find_ffns
-from repa_mm.fit.distillation import distill_checkpoint
 from repa_mm.models.sites import FFNSite, ffn_sites
 from repa_mm.models.structures import Widths
-from repa_mm.models.tracing import swap_faster_attention
-from repa_mm.run import build_model, image_config, load_config
-from repa_mm.run.features import differences, has_channels_first, head_inputs, percent, run_batches
 from repa_mm.version import __version__
-from repa_mm.weights import load_checkpoint, load_original, save_checkpoint
 
 
 def calibration_images(
@@ -83,14 +83,14 @@ def convert_checkpoint(
         device (str, optional): Where the fit is made. Defaults to the GPU, if there is one.
         cfg_options (dict, optional): Values to override in the config.
         distill (int): Number of iterations of a distillation afterwards, see
-            :mod:`repa_mm.fit.distillation`. Defaults to 0.
+            :mod:`repa_mm.convert.distillation`. Defaults to 0.
         skip_unsupported (bool): Leave blocks as they are whose FFN cannot be narrowed.
             Defaults to False.
         progress (Callable, optional): Called with the report of each block once it is fitted.
 
     Returns:
-        dict: ``report`` (a :class:`~repa_mm.fit.conversion.ConversionReport`, whose differences are
-        those of the features that the heads get), ``distilled`` (these differences after a
+        dict: ``report`` (a :class:`~repa_mm.convert.conversion.ConversionReport`, whose differences
+        are those of the features that the heads get), ``distilled`` (these differences after a
         distillation, else empty), ``seen`` (whether the distillation learned
         from the held-out images, too: from those of a folder it does not), ``images`` and
         ``held_out`` (their numbers), and ``config`` (the file that was written).

@@ -15,7 +15,7 @@ import torch
 import torch.nn as nn
 from greenlet import getcurrent, greenlet
 
-from repa_mm.fit.regression import ffn_output
+from repa_mm.convert.regression import ffn_output
 from repa_mm.reparam import ChannelIdleFFN
 
 

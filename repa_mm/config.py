@@ -7,9 +7,9 @@ import torch.nn as nn
 from mmengine.config import Config, ConfigDict
 from mmengine.registry import MODELS, init_default_scope
 
+from repa_mm.checkpoints import load_checkpoint, load_weights
 from repa_mm.paths import config_path, config_root
 from repa_mm.reparam import finish_schedules
-from repa_mm.weights import load_checkpoint, load_weights
 
 
 def load_config(path: str, cfg_options: dict | None = None) -> Config:

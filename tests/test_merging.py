@@ -6,9 +6,10 @@ import pytest
 import torch
 from mmengine.runner import Runner
 
+from repa_mm.config import build_model, load_config
+from repa_mm.merging import calibrate_checkpoint, reparameterize_checkpoint
 from repa_mm.paths import config_path
 from repa_mm.reparam import ChannelIdleFFN, CheckpointError, has_deploy_form
-from repa_mm.run import build_model, calibrate_checkpoint, load_config, reparameterize_checkpoint
 
 CONFIG = """
 default_scope = 'mmpretrain'

@@ -12,9 +12,10 @@ from mmengine.config import Config
 from mmengine.registry import MODELS
 
 import repa_mm
-from repa_mm.fit import conversion
-from repa_mm.fit.conversion import ConversionReport
-from repa_mm.fit.pretrained import (
+from repa_mm.config import build_model, load_config
+from repa_mm.convert import conversion
+from repa_mm.convert.conversion import ConversionReport
+from repa_mm.convert.pretrained import (
     backbone_config,
     calibration_images,
     convert_checkpoint,
@@ -22,7 +23,6 @@ from repa_mm.fit.pretrained import (
 )
 from repa_mm.models.sites import ffn_sites
 from repa_mm.reparam import CheckpointError
-from repa_mm.run import build_model, load_config
 
 RETINANET = repa_mm.config_path('demo/retinanet_swin_digits.py')
 CLASSIFIER = """

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from mmengine.registry import MODELS
 
 import repa_mm
+from repa_mm.authors import translate
+from repa_mm.checkpoints import load_checkpoint, load_weights
+from repa_mm.config import load_config
 from repa_mm.reparam import CheckpointError, reparameterize
-from repa_mm.run import load_config
-from repa_mm.weights import load_checkpoint, load_weights
-from repa_mm.weights.authors import translate
 
 ROOT = Path(repa_mm.__file__).resolve().parents[1]
 

@@ -10,7 +10,7 @@ from mmengine.registry import MODELS, init_default_scope
 from mmengine.runner import Runner
 
 import repa_mm
-from repa_mm.fit.distillation import distill_checkpoint, distillation_config
+from repa_mm.convert.distillation import distill_checkpoint, distillation_config
 from repa_mm.models.sites import ffn_sites
 from repa_mm.reparam import CheckpointError
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from repa_mm.fit import regression
-from repa_mm.fit.regression import (
+from repa_mm.convert import regression
+from repa_mm.convert.regression import (
     RIDGES,
     Moments,
     eliminate,

@@ -12,13 +12,13 @@ from mmengine.registry import MODELS
 from mmengine.runner import Runner
 from mmengine.runner.checkpoint import weights_to_cpu
 
+from repa_mm.checkpoints import load_checkpoint, load_original, save_checkpoint
+from repa_mm.config import image_config, load_config
+from repa_mm.faster.tracing import swap_faster_attention
+from repa_mm.features import channels_last, has_channels_first, head_inputs, tensors
 from repa_mm.files import replacing
 from repa_mm.models.sites import ffn_sites
-from repa_mm.models.tracing import swap_faster_attention
 from repa_mm.reparam import CheckpointError, become
-from repa_mm.run import image_config, load_config
-from repa_mm.run.features import channels_last, has_channels_first, head_inputs, tensors
-from repa_mm.weights import load_checkpoint, load_original, save_checkpoint
 
 
 class _Distilled:
@@ -103,7 +103,7 @@ def build_distiller(
         load_from = 'narrow.pth'
 
     The student learns to give the heads the same features, see
-    :func:`~repa_mm.run.features.head_inputs`. Errors are squared, and relative to the variance of
+    :func:`~repa_mm.features.head_inputs`. Errors are squared, and relative to the variance of
     the channels. Only the FFNs of backbone and encoder learn.
 
     Args:

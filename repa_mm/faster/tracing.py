@@ -5,10 +5,10 @@ import torch.nn as nn
 import torch.nn.functional as F
 from mmcv.cnn.bricks.transformer import AdaptivePadding
 
-from repa_mm.models.attention import swap_attention
-from repa_mm.models.deformable import swap_deformable_attention
-from repa_mm.models.replace import replace
-from repa_mm.models.windows import is_traced
+from repa_mm.faster.attention import swap_attention
+from repa_mm.faster.deformable import swap_deformable_attention
+from repa_mm.faster.replace import replace
+from repa_mm.faster.windows import is_traced
 
 
 class PatchPadding(AdaptivePadding):

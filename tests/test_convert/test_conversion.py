@@ -7,9 +7,9 @@ import torch
 from mmengine.registry import MODELS
 
 import repa_mm
+from repa_mm.features import differences, tensors
 from repa_mm.models.sites import ffn_sites
 from repa_mm.models.structures import Widths
-from repa_mm.run.features import differences, tensors
 
 ARCH = dict(embed_dims=16, num_layers=2, num_heads=2, feedforward_channels=64)
 ARCH64 = dict(arch=ARCH, img_size=64)

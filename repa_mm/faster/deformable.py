@@ -10,7 +10,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from mmcv.ops.multi_scale_deform_attn import MultiScaleDeformableAttention
 
-from repa_mm.models.replace import replace
+from repa_mm.faster.replace import replace
 
 
 def deformable_attention(

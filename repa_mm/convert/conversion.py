@@ -9,13 +9,13 @@ from functools import partial
 import torch
 import torch.nn as nn
 
-from repa_mm.fit.lockstep import PretrainedFFN, in_lockstep, watched
-from repa_mm.fit.regression import NarrowFFN, ffn_moments, fit_ffn, refine, with_foreign_tokens
+from repa_mm.convert.lockstep import PretrainedFFN, in_lockstep, watched
+from repa_mm.convert.regression import NarrowFFN, ffn_moments, fit_ffn, refine, with_foreign_tokens
+from repa_mm.features import differences, has_channels_first, percent, run_batches
 from repa_mm.models.sites import FFNSite, ffn_sites
 from repa_mm.models.structures import idle_ffn, share
 from repa_mm.models.tokens import ReducedSwinBlock, ReducedViTLayer
 from repa_mm.reparam import Form, unwrap
-from repa_mm.run.features import differences, has_channels_first, percent, run_batches
 
 # Number of tokens that the regression of a block sees, drawn at random from all images.
 MAX_TOKENS = 32768
@@ -103,9 +103,9 @@ def convert_pretrained(
 
     One block after the other, in the order of the forward pass, an FFN keeps a share of its hidden
     channels, and is fitted to what the pretrained block returns, given what the blocks before
-    return now, see :mod:`repa_mm.fit.regression`. The result is an ordinary model with narrower
-    FFNs. All batches go through the model together, see :mod:`repa_mm.fit.lockstep`, so that the
-    memory grows with their number.
+    return now, see :mod:`repa_mm.convert.regression`. The result is an ordinary model with
+    narrower FFNs. All batches go through the model together, see
+    :mod:`repa_mm.convert.lockstep`, so that the memory grows with their number.
 
     Args:
         model (nn.Module): A backbone or a whole model, whose blocks are known, see

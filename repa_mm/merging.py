@@ -6,6 +6,9 @@ import torch
 from mmengine.runner import Runner
 from mmengine.structures import BaseDataElement
 
+from repa_mm.checkpoints import load_checkpoint, load_weights, save_checkpoint
+from repa_mm.config import build_model, load_config
+from repa_mm.features import head_inputs, tensors
 from repa_mm.reparam import (
     CheckpointError,
     TrainingForm,
@@ -13,10 +16,7 @@ from repa_mm.reparam import (
     has_deploy_form,
     reparameterize,
 )
-from repa_mm.run.config import build_model, load_config
-from repa_mm.run.features import head_inputs, tensors
 from repa_mm.version import __version__
-from repa_mm.weights import load_checkpoint, load_weights, save_checkpoint
 
 
 def reparameterize_checkpoint(

@@ -9,7 +9,7 @@ from mmcv.cnn import fuse_conv_bn  # noqa: E402
 from mmengine.registry import MODELS, init_default_scope  # noqa: E402
 from mmseg.models import UPerHead  # noqa: E402
 
-from repa_mm.models.heads.uper_head import FastUPerHead, add_conv_of_resized, fast_uper_head  # noqa: E402
+from repa_mm.faster.uper_head import FastUPerHead, add_conv_of_resized, fast_uper_head  # noqa: E402
 
 CHANNELS = [4, 6, 8, 10]
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from mmcv.ops.multi_scale_deform_attn import MultiScaleDeformableAttention
 
-from repa_mm.models.deformable import FastDeformableAttention, swap_deformable_attention
+from repa_mm.faster.deformable import FastDeformableAttention, swap_deformable_attention
 
 SHAPES = [[7, 9], [4, 5], [2, 1]]
 

@@ -9,14 +9,14 @@ import torch.nn as nn
 from mmengine.logging import MessageHub
 from mmengine.utils import digit_version
 
-from repa_mm.reparam import ChannelIdleFFN, CheckpointError, MergedFFN, reparameterize
-from repa_mm.weights import (
+from repa_mm.checkpoints import (
     load_checkpoint,
     load_original,
     load_weights,
     match_form,
     save_checkpoint,
 )
+from repa_mm.reparam import ChannelIdleFFN, CheckpointError, MergedFFN, reparameterize
 
 torch_reads_safely = pytest.mark.skipif(
     digit_version(torch.__version__) < digit_version('2.6'), reason='MMEngine reads the files'
