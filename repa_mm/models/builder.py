@@ -14,12 +14,15 @@ from mmengine.registry import MODELS
 from mmengine.runner.checkpoint import CheckpointLoader
 from mmengine.utils.dl_utils.parrots_wrapper import _BatchNorm
 
+from repa_mm.models.sites import attention_sites, ffn_sites
 from repa_mm.models.structures import STRUCTURES, ChannelIdle, Structure
 from repa_mm.models.tokens import reduce_tokens
 from repa_mm.models.tracing import pad_any_size, swap_faster_attention
 from repa_mm.reparam import (
     CheckpointError,
+    Form,
     TrainingForm,
+    check_ordinary,
     check_state_dict,
     finish_schedules,
     has_deploy_form,
@@ -40,7 +43,8 @@ def _structure(type: str, **kwargs) -> Structure:
 def add_structures(model: nn.Module, structures: Sequence[dict | Structure]) -> list[Structure]:
     """Put structures into a backbone or a whole model, one after the other, in place.
 
-    Afterwards the model refuses weights of another form, whoever loads them.
+    Afterwards the model refuses weights of another form, whoever loads them, and weights of a form
+    in the place of an FFN or attention that is ordinary.
 
     Args:
         model (nn.Module): Any model with blocks of a family in
@@ -52,12 +56,19 @@ def add_structures(model: nn.Module, structures: Sequence[dict | Structure]) -> 
         list[Structure]: The structures.
 
     Raises:
-        ValueError: If the model has no site for a structure, or a form cannot stand at one.
+        ValueError: If the model has no site for a structure, or a form cannot stand at one. The
+            structures before that one are in the model then.
     """
     built = [_structure(**s) if isinstance(s, dict) else s for s in structures]
+    model._register_load_state_dict_pre_hook(check_state_dict, with_module=True)
     for structure in built:
         structure.put(model)
-    model._register_load_state_dict_pre_hook(check_state_dict, with_module=True)
+    # Everywhere, since a structure may have been put into another part of the model, too.
+    sites = [site for structure in built for site in structure.sites(model)]
+    sites += [*ffn_sites(model, where=''), *attention_sites(model)]
+    for module in {site.module: None for site in sites}:
+        if not any(isinstance(m, Form) for m in module.modules()):
+            module._register_load_state_dict_pre_hook(check_ordinary, with_module=True)
     return built
 
 
@@ -121,7 +132,7 @@ class Restructured:
         ordinary: Sequence | None = None,
         **kwargs,
     ) -> None:
-        kind = next(c for c in type(self).__mro__ if not issubclass(c, Restructured))
+        kind = _ordinary_class(type(self))
         given = args if ordinary is None else ordinary
         # Before detectors write into their configs.
         build = partial(kind, *copy.deepcopy(given), **copy.deepcopy(kwargs))
@@ -235,10 +246,8 @@ class Restructured:
             other = theirs.get(name)
             if not name.startswith(inside) and other is not None and other.shape == value.shape:
                 value.copy_(other)
-        later: set[str] = set()
-        for structure in reversed(self.structures):
-            structure.fill(self, ordinary, skip=later)
-            later.update(structure.placed.values())
+        for structure in reversed(self.structures):  # branches reset the norms before them
+            structure.fill(self, ordinary)
         names = ', '.join(type(structure).__name__ for structure in self.structures)
         print_log(
             f'Ordinary pretrained weights fill the forms of {names}: a start for training',
@@ -256,10 +265,19 @@ class Restructured:
         return self  # mmpretrain's backbones return None
 
 
+def _ordinary_class(kind: type) -> type:
+    return next(cls for cls in kind.__mro__ if not issubclass(cls, Restructured))
+
+
 def _pretrained(module: nn.Module) -> bool:
     cfgs = getattr(module, 'init_cfg', None)
     cfgs = cfgs if isinstance(cfgs, (list, tuple)) else [cfgs]
     return any(isinstance(cfg, dict) and cfg.get('type') == 'Pretrained' for cfg in cfgs)
+
+
+def _new(kind: type) -> nn.Module:
+    cls = _restructured_class(kind)
+    return cls.__new__(cls)
 
 
 @cache
@@ -275,6 +293,14 @@ class _Restructured(Restructured):
     """Mixin of the classes that :func:`restructure` makes."""
 
     freezes_statistics = False
+
+    def __reduce_ex__(self, protocol):
+        reduced = super().__reduce_ex__(protocol)
+        kind = _ordinary_class(type(self))
+        if type(self) is not _restructured_class(kind):
+            return reduced
+        # Pickle looks classes up by name, and this one has none: it is made again from its parent.
+        return _new, (kind,), *reduced[2:]
 
     def train(self, mode: bool = True):
         super().train(mode)

@@ -13,7 +13,7 @@ How to add a kind of block:
 4. A row in ``tests/test_models/test_sites.py`` and in ``docs/structures.md``.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -135,6 +135,12 @@ COUNTERPARTS = {
 }
 
 
+def trained(layer: nn.Module, name: str) -> bool:
+    """Return whether a parameter of a layer trains; one that is not there is as its weight."""
+    parameter = getattr(layer, name)
+    return (layer.weight if parameter is None else parameter).requires_grad
+
+
 class Site:
     """A place in a model where a form can stand.
 
@@ -162,23 +168,26 @@ class Site:
         """Return the ordinary modules of the site, for :meth:`~repa_mm.reparam.TrainingForm.fill`.
 
         Raises:
-            ValueError: If a module is not of a known kind, or hooks or replaced layers make it
-                compute something else.
+            ValueError: If a form stands there, if a module is not of a known kind, or if hooks or
+                replaced layers make it compute something else.
         """
         raise NotImplementedError
 
+    def _check_ordinary(self) -> None:
+        for form in (m for m in self.module.modules() if isinstance(m, Form)):
+            raise ValueError(f'there is a {form.label} already')
+
     def put(self, form: TrainingForm) -> str:
         """Put a form there, and return its name in the model."""
-        self._adapt(form)
+        self._adapt(form, self.module.parameters())
         parent, _, child = self.path.rpartition('.')
         setattr(self.block.get_submodule(parent), child, form)
         return self.name
 
-    def _adapt(self, form: TrainingForm, *others: nn.Module) -> None:
-        """Give a form the dtype, device, mode and frozen parameters of the ordinary modules."""
+    def _adapt(self, form: TrainingForm, ordinary: Iterable[nn.Parameter]) -> None:
+        """Give a form dtype, device and mode of the ordinary modules; freeze it if they are."""
         form.to(next(self.module.parameters())).train(self.block.training)
-        parts = (self.module, *others)
-        if not any(p.requires_grad for part in parts for p in part.parameters()):  # a frozen stage
+        if not any(p.requires_grad for p in ordinary):
             form.requires_grad_(False)
 
     def required(self) -> set[str]:
@@ -206,6 +215,7 @@ class FFNSite(Site):
 
     def parts(self) -> FFNParts:
         block, ffn = self.block, self.module
+        self._check_ordinary()
         if self.family.norm and not hasattr(block, self.family.norm):
             raise ValueError(
                 f'it has no norm {self.family.norm!r} before its FFN, as blocks of this name in '
@@ -264,6 +274,16 @@ class FFNSite(Site):
             )
         return FFNParts(norm, fc1, act, fc2, scale, getattr(drop, 'p', 0.0), rate or 0.0)
 
+    def check_call(self) -> None:
+        """Check that the block calls its FFN as ``ffn(norm(x), identity=x)``.
+
+        Raises:
+            ValueError: If the block calls its FFN in another way.
+        """
+        kind = type(self.block)
+        if kind in COUNTERPARTS or not (self.family.norm and isinstance(self.module, FFN)):
+            raise ValueError(f'a {kind.__name__} does not call its FFN as ffn(norm(x), identity=x)')
+
     def put(self, form: TrainingForm, norm: bool = True) -> str:
         """Put a form there.
 
@@ -275,17 +295,16 @@ class FFNSite(Site):
                 not normalized. Defaults to True.
 
         Raises:
-            ValueError: If ``norm`` is False and the block calls its FFN in another way.
+            ValueError: If ``norm`` is False, as :meth:`check_call`.
         """
-        block, calls_usual = self.block, isinstance(self.module, (FFN, Form)) and self.family.norm
-        if not norm and (type(block) in COUNTERPARTS or not calls_usual):
-            raise ValueError(
-                f'a {type(block).__name__} does not call its FFN as ffn(norm(x), identity=x)'
-            )
-        self._adapt(form)
+        if not norm:
+            self.check_call()
+        block, modules = self.block, [*self.modules, *([self.norm] if norm else [])]
+        ordinary = [p for module in modules for p in module.parameters()]
+        self._adapt(form, [*ordinary, *block.parameters(recurse=False)])  # with layer scales
         if self.path == 'pointwise_conv1':
             block.act = block.pointwise_conv2 = nn.Identity()
-        elif norm and self.family.norm and not isinstance(self.module, Form):
+        elif norm and self.family.norm:
             # ``norm2`` may be a property that looks up ``ln2``.
             (child,) = [name for name, m in block.named_children() if m is self.norm]
             if type(block) in COUNTERPARTS:
@@ -320,7 +339,7 @@ class FFNSite(Site):
         for layer, weight, bias in ((parts.fc1, w_in, b_in), (parts.fc2, w_out, b_out)):
             weight = weight.reshape(*weight.shape, *layer.weight.shape[2:])
             for name, value in (('weight', weight), ('bias', bias)):
-                trains = layer.weight.requires_grad
+                trains = trained(layer, name)
                 setattr(layer, name, nn.Parameter(value.to(layer.weight), trains))
             sizes = ('out', len(bias)), ('in', weight.shape[1])
             for name, size in sizes:
@@ -340,6 +359,7 @@ class AttentionSite(Site):
 
     def parts(self) -> AttentionParts:
         attention = self.module
+        self._check_ordinary()
         if type(attention) is not WindowMSA and not (
             type(attention) is MultiheadAttention and not attention.v_shortcut
         ):
@@ -378,7 +398,7 @@ class NormSite(Site):
 
     def put(self, form: TrainingForm) -> str:
         """Put a progressive norm, alone or with its linear layer, there; return its name."""
-        self._adapt(form, *filter(None, self.parts()))
+        self._adapt(form, [p for part in filter(None, self.parts()) for p in part.parameters()])
         path = self.linear or self.path
         if self.linear:
             # A map is padded behind the norm, which the stock window attention cannot do.
@@ -399,7 +419,7 @@ class MixerSite(Site):
 
     def put(self, form: TrainingForm) -> str:
         """Put the form under the name of the norm that both become, and return the form's name."""
-        self._adapt(form)
+        self._adapt(form, [p for part in self.parts() for p in part.parameters()])
         name = self.block_name
         delattr(self.block, self.family.mixer_norm)
         delattr(self.block, self.family.mixer.partition('.')[0])
@@ -426,14 +446,16 @@ def ffn_sites(model: nn.Module, where: str | None = None) -> list[FFNSite]:
     Args:
         model (nn.Module): A backbone or a whole model.
         where (str, optional): The module of the model whose sites are meant, or the end of its
-            name: 'backbone', 'encoder' (that of a pixel decoder, too), 'decoder'. Defaults to the
-            whole model without decoder layers, which work on some hundred queries.
+            name: 'backbone', 'encoder' (that of a pixel decoder, too), 'decoder'; '' is the whole
+            model. Defaults to the whole model without decoder layers, which work on some hundred
+            queries.
     """
+    inside = f'.{where}.' if where else ''
     return [
         FFNSite(f'{name}{family.ffn}', block, family.ffn, family)
         for name, block, family in _blocks(model)
         if family.ffn and hasattr(block, family.ffn)
-        if (f'.{where}.' in f'.{name}' if where else not family.decoder)
+        if (not family.decoder if where is None else inside in f'.{name}')
     ]
 
 

@@ -1,13 +1,13 @@
 """Structures: which form, with which arguments, goes into which sites of a model.
 
 A structure is config data, ``dict(type='ChannelIdle', idle_ratio=0.75)``. Several of them go into a
-model one after the other, and the later ones find the forms of the earlier ones in their sites:
-``[dict(type='ChannelIdle'), dict(type='Experts', num_experts=4)]`` makes experts of channel-idle
-FFNs. :mod:`repa_mm.models.builder` puts them into models.
+model one after the other where their sites differ: ``[dict(type='ChannelIdle'),
+dict(type='ProgressiveNorms')]`` changes FFNs, and the norms that are left.
+:mod:`repa_mm.models.builder` puts them into models.
 """
 
 import copy
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.nn as nn
@@ -24,11 +24,12 @@ from repa_mm.models.sites import (
     ffn_sites,
     mixer_sites,
     norm_sites,
+    trained,
 )
 from repa_mm.reparam import (
     ChannelIdleFFN,
     ExpertsFFN,
-    Form,
+    FFNParts,
     LinearPathFFN,
     NormedAffine,
     NormedLinear,
@@ -36,8 +37,6 @@ from repa_mm.reparam import (
     ParallelFFN,
     ProgressiveNorm,
     TrainingForm,
-    add_branches,
-    add_experts,
 )
 from repa_mm.reparam.numerics import is_plain
 from repa_mm.reparam.parts import copy_affine
@@ -57,7 +56,7 @@ class Structure:
         return ffn_sites(model)
 
     def form(self, site: Site) -> TrainingForm | None:
-        """Return the form for a site; None leaves the site as it is.
+        """Return a new form for a site, and change nothing; None leaves the site as it is.
 
         Raises:
             ValueError: If the form cannot stand for the modules there.
@@ -72,7 +71,8 @@ class Structure:
         """Put the forms into a model, in place.
 
         Raises:
-            ValueError: If the model has no site for them, or a form cannot stand at one.
+            ValueError: If the model has no site for them, or a form cannot stand at one. Nothing
+                has changed then.
         """
         sites = self.sites(model)
         if not sites:
@@ -82,7 +82,7 @@ class Structure:
                 'a family in repa_mm.models.sites.FAMILIES'
             )
         forms = {}
-        # All of them before the first is put in: never half a structure.
+        # All of them before the first is put in: there is never half a structure.
         for site in sites:
             try:
                 forms[site] = self.form(site)
@@ -97,19 +97,16 @@ class Structure:
         """Return the names of the sites in an ordinary model that fill the form of a site."""
         return [name]
 
-    def fill(self, model: nn.Module, ordinary: nn.Module, skip: Collection[str] = ()) -> None:
+    def fill(self, model: nn.Module, ordinary: nn.Module) -> None:
         """Fill the forms from an ordinary model, in place.
 
         Args:
             model (nn.Module): With the forms.
             ordinary (nn.Module): The model without structures, with its weights.
-            skip (Collection[str]): Names of forms that are not filled, since a later structure
-                fills them.
         """
         found = {site.name: site for site in self.sites(ordinary)}
         for name, form in self.placed.items():
-            if form not in skip:
-                model.get_submodule(form).fill(*(found[s].parts() for s in self.sources(name)))
+            model.get_submodule(form).fill(*(found[s].parts() for s in self.sources(name)))
 
 
 def share(value, sites: Sequence[Site], what: str) -> dict[str, object]:
@@ -159,8 +156,6 @@ class ChannelIdle(Structure):
 
     def form(self, site: FFNSite) -> TrainingForm | None:
         ratio = self.ratios[site.block_name]
-        if isinstance(site.module, Form):
-            raise ValueError(f'there is a {site.module.label} already')
         return None if ratio is None else idle_ffn(site, ratio, self.norm_cfg, self.ffn)
 
 
@@ -225,12 +220,24 @@ def idle_ffn(
         shortcut=site.family.shortcut,
     )
     if isinstance(parts.scale, nn.Parameter):
-        ffn.layer_scale = nn.Parameter(parts.scale.detach().clone())
+        ffn.layer_scale = nn.Parameter(parts.scale.detach().clone(), parts.scale.requires_grad)
     elif parts.scale is not None:
         del ffn.layer_scale
         ffn.register_buffer('layer_scale', parts.scale.clone(), False)
     ffn.to(parts.fc1.weight).fill(parts)
+    _freeze(ffn, parts)
     return ffn.train(site.block.training)
+
+
+def _freeze(ffn: TrainingForm, parts: FFNParts) -> None:
+    """Freeze what is frozen in the ordinary FFN, and what is new if both linear layers are."""
+    for own, other in ((ffn.fc1, parts.fc1), (ffn.fc2, parts.fc2), (ffn.norm1, parts.norm)):
+        for name, parameter in own.named_parameters():
+            if getattr(other, 'weight', None) is not None and not trained(other, name):
+                parameter.requires_grad_(False)
+    if not (parts.fc1.weight.requires_grad or parts.fc2.weight.requires_grad):
+        for name in ('norm2', 'linear'):
+            getattr(ffn, name, nn.Identity()).requires_grad_(False)
 
 
 @STRUCTURES.register_module()
@@ -289,15 +296,12 @@ class Branches(Structure):
         number = self.branches[site.block_name]
         if number == 1:
             return None
-        if isinstance(site.module, ChannelIdleFFN):
-            return add_branches(site.module, number)
         if isinstance(site, AttentionSite):
             return parallel_attention(site, number)
         return _ordinary_ffns(ParallelFFN, site, number)
 
     def put_form(self, site: Site, form: TrainingForm) -> str:
-        own_norm = isinstance(form, ChannelIdleFFN)
-        return site.put(form, own_norm) if isinstance(site, FFNSite) else site.put(form)
+        return site.put(form, norm=False) if isinstance(site, FFNSite) else site.put(form)
 
     def sources(self, name: str) -> list[str]:
         block = next(b for b in self.branches if name.startswith(f'{b}.'))
@@ -311,10 +315,10 @@ class Branches(Structure):
             )
         return [f'{start}.{first + period * b}{name[len(block) :]}' for b in range(n)]
 
-    def fill(self, model: nn.Module, ordinary: nn.Module, skip: Collection[str] = ()) -> None:
-        super().fill(model, ordinary, skip)
+    def fill(self, model: nn.Module, ordinary: nn.Module) -> None:
+        super().fill(model, ordinary)
         for site in self.sites(model):
-            if site.name in self.placed and site.name not in skip:
+            if site.name in self.placed:
                 # Scales and shifts are in the matrices of the branches.
                 copy_affine(getattr(site.norm, 'ln', site.norm))
 
@@ -336,6 +340,7 @@ def parallel_attention(site: AttentionSite, num_branches: int) -> ParallelAttent
 def _ordinary_ffns(kind: type, site: FFNSite, number: int) -> TrainingForm:
     """Branches or experts of the ordinary FFN at a site, with random weights."""
     parts = site.parts()
+    site.check_call()
     sizes, act = (parts.fc1.in_features, parts.fc1.out_features), copy.deepcopy(parts.act)
     form = kind(*sizes, number, act, drop_rate=parts.drop, drop_path=parts.drop_path)
     return _with_scale(form, parts.scale)
@@ -362,12 +367,10 @@ class Experts(Structure):
         return [site for site in ffn_sites(model) if site.family.norm]
 
     def form(self, site: FFNSite) -> TrainingForm:
-        if isinstance(site.module, ChannelIdleFFN):
-            return add_experts(site.module, self.num_experts)
         return _ordinary_ffns(ExpertsFFN, site, self.num_experts)
 
     def put_form(self, site: FFNSite, form: TrainingForm) -> str:
-        return site.put(form, norm=isinstance(form, ChannelIdleFFN))
+        return site.put(form, norm=False)
 
 
 @STRUCTURES.register_module()
