@@ -1,4 +1,5 @@
-_base_ = ['mask_rcnn_swin_b.py', '_base_/reparameterize.py']
+_base_ = 'mask_rcnn_swin_b.py'
+default_hooks = dict(reparameterize=dict(type='ReparameterizeHook'))  # test the merged model
 
 pretrained = 'checkpoints/repa_swin_base_in1k.pth'
 model = dict(

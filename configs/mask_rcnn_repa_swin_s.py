@@ -1,4 +1,5 @@
-_base_ = ['mask_rcnn_swin_s.py', '_base_/reparameterize.py']
+_base_ = 'mask_rcnn_swin_s.py'
+default_hooks = dict(reparameterize=dict(type='ReparameterizeHook'))  # test the merged model
 
 pretrained = 'checkpoints/repa_swin_small_in1k.pth'
 model = dict(

@@ -3,8 +3,8 @@ _base_ = [
     '_base_/datasets/imagenet_token_label.py',
     '_base_/schedules/imagenet_lamb.py',
     '_base_/runtime/mmpretrain.py',
-    '_base_/reparameterize.py',
 ]
+default_hooks = dict(reparameterize=dict(type='ReparameterizeHook'))  # test the merged model
 
 train_dataloader = dict(batch_size=128)
 

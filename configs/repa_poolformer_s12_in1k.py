@@ -3,8 +3,8 @@ _base_ = [
     '_base_/datasets/imagenet.py',
     '_base_/schedules/imagenet_lamb.py',
     '_base_/runtime/mmpretrain.py',
-    '_base_/reparameterize.py',
 ]
+default_hooks = dict(reparameterize=dict(type='ReparameterizeHook'))  # test the merged model
 
 # The repeated augmentation of DeiT: an epoch is a third of the images, each
 # augmented three times, for three GPUs.

@@ -1,4 +1,5 @@
-_base_ = ['retinanet_swin_t.py', '_base_/reparameterize.py']
+_base_ = 'retinanet_swin_t.py'
+default_hooks = dict(reparameterize=dict(type='ReparameterizeHook'))  # test the merged model
 
 pretrained = 'checkpoints/repa_swin_tiny_in1k.pth'
 model = dict(

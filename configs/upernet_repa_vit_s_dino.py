@@ -6,8 +6,8 @@ _base_ = [
     '_base_/schedules/ade20k_160k_adamw.py',
     '_base_/runtime/mmseg.py',
     '_base_/tta/segmentation.py',
-    '_base_/reparameterize.py',
 ]
+default_hooks = dict(reparameterize=dict(type='ReparameterizeHook'))  # test the merged model
 
 model = dict(
     backbone=dict(

@@ -113,15 +113,13 @@ def load_weights(model: nn.Module, state_dict: dict, path: str | None = None) ->
     except RuntimeError as error:
         raise CheckpointError(f'{path or "the checkpoint"}: {error}') from error
     missing = [key for key in found.missing_keys if not key.endswith(_COMPUTED)]
-    for kind, keys in (('lacks', missing), ('has', found.unexpected_keys)):
-        if keys:
-            raise CheckpointError(
-                f'{path or "the checkpoint"} is of another model: it {kind} {", ".join(keys[:3])} …'
-            )
+    _check_keys(missing, found.unexpected_keys, path)
 
 
 def load_original(model: nn.Module, state_dict: dict, path: str) -> None:
-    """Load the weights of a vanilla model. Further weights in the file do not matter.
+    """Load the weights of a vanilla model.
+
+    Weights of parts that the model does not have, such as those of a teacher, do not matter.
 
     Args:
         model (nn.Module): The model.
@@ -129,9 +127,20 @@ def load_original(model: nn.Module, state_dict: dict, path: str) -> None:
         path (str): Where they are from.
 
     Raises:
-        CheckpointError: If some are missing.
+        CheckpointError: If some are missing, or the file has others of a part, as of more blocks.
     """
-    missing = model.load_state_dict(state_dict, strict=False).missing_keys
-    missing = [key for key in missing if not key.endswith(('num_batches_tracked', *_COMPUTED))]
-    if missing:
-        raise CheckpointError(f'{path} is of another model: it lacks {", ".join(missing[:3])} …')
+    found = model.load_state_dict(state_dict, strict=False)
+    parts = tuple(f'{name}.' for name, _ in model.named_children())
+    missing, foreign = (
+        [key for key in keys if not key.endswith(('num_batches_tracked', *_COMPUTED))]
+        for keys in found
+    )
+    _check_keys(missing, [key for key in foreign if key.startswith(parts)], path)
+
+
+def _check_keys(missing: list[str], foreign: list[str], path: str | None) -> None:
+    for kind, keys in (('lacks', missing), ('has', foreign)):
+        if keys:
+            raise CheckpointError(
+                f'{path or "the checkpoint"} is of another model: it {kind} {", ".join(keys[:3])} …'
+            )

@@ -1,4 +1,5 @@
-_base_ = ['mask_rcnn_swin_digits.py', '../_base_/reparameterize.py']
+_base_ = 'mask_rcnn_swin_digits.py'
+default_hooks = dict(reparameterize=dict(type='ReparameterizeHook'))  # test the merged model
 
 # BatchNorm learns its statistics here: nothing is pretrained, and images of one
 # size are a fair batch.

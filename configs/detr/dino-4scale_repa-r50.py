@@ -9,4 +9,4 @@ model = dict(
     model={{_base_.model}},
     structures=[dict(type='ChannelIdle', where='encoder', idle_ratio=0.75)],
 )
-default_hooks = dict(reparameterize=dict(type='ReparameterizeHook'))
+default_hooks = dict(reparameterize=dict(type='ReparameterizeHook'))  # test the merged model

@@ -12,7 +12,7 @@ model = dict(
         dict(type='ChannelIdle', where='encoder', idle_ratio=0.75),
     ],
 )
-default_hooks = dict(reparameterize=dict(type='ReparameterizeHook'))
+default_hooks = dict(reparameterize=dict(type='ReparameterizeHook'))  # test the merged model
 # The base config sets the decay of each norm of the backbone by its name; these have other names.
 optim_wrapper = dict(
     paramwise_cfg=dict(custom_keys={'.ffn.norm': dict(lr_mult=0.1, decay_mult=0.0)})

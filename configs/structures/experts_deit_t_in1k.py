@@ -2,5 +2,15 @@
 # Experts Weights Averaging, https://arxiv.org/abs/2308.06093. The recipe of RePa-DeiT-T.
 _base_ = '../repa_deit_t_in1k.py'
 
-model = dict(backbone=dict(type='ExpertsVisionTransformer', num_experts=4, idle_ratio=None))
-custom_hooks = [dict(type='AverageExpertsHook', rate=1e-3), dict(type='ReparameterizeHook')]
+model = dict(
+    backbone=dict(
+        _delete_=True,
+        type='ExpertsVisionTransformer',
+        arch='deit-tiny',
+        num_experts=4,
+        drop_path_rate=0.02,
+        pre_norm=True,
+        layer_cfgs=dict(norm_cfg=dict(type='LN', eps=1e-5)),
+    )
+)
+custom_hooks = [dict(type='AverageExpertsHook', rate=1e-3)]

@@ -7,4 +7,5 @@ _base_ = '../swin_s_in1k.py'
 model = dict(
     backbone=dict(type='ParallelSwinTransformer', arch='small', num_branches=3, drop_path_rate=0.2)
 )
-custom_hooks = [dict(type='ScheduleHook', warmup=10000), dict(type='ReparameterizeHook')]
+custom_hooks = [dict(type='ScheduleHook', warmup=10000)]
+default_hooks = dict(reparameterize=dict(type='ReparameterizeHook'))  # test the merged model

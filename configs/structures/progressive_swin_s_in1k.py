@@ -4,4 +4,5 @@
 _base_ = '../swin_s_in1k.py'
 
 model = dict(backbone=dict(type='ProgressiveSwinTransformer'))
-custom_hooks = [dict(type='ScheduleHook', warmup=0.8), dict(type='ReparameterizeHook')]
+custom_hooks = [dict(type='ScheduleHook', warmup=0.8)]
+default_hooks = dict(reparameterize=dict(type='ReparameterizeHook'))  # test the merged model

@@ -10,6 +10,6 @@ model = dict(
 custom_hooks = [
     # The branches are joined since pretraining. To join them here, from the layers of an ordinary
     # Swin-S ('checkpoints/swin_small_in1k.pth'), give a warmup.
-    dict(type='ScheduleHook', warmup=0),
-    dict(type='ReparameterizeHook'),
+    dict(type='ScheduleHook', warmup=0)
 ]
+default_hooks = dict(reparameterize=dict(type='ReparameterizeHook'))  # test the merged model

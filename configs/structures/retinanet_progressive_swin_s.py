@@ -13,6 +13,6 @@ model = dict(
 custom_hooks = [
     # The LayerNorms have faded in pretraining. To let them fade here, from an ordinary Swin, give a
     # warmup below the 88,000 iterations, and norm_eval=False.
-    dict(type='ScheduleHook', warmup=0),
-    dict(type='ReparameterizeHook'),
+    dict(type='ScheduleHook', warmup=0)
 ]
+default_hooks = dict(reparameterize=dict(type='ReparameterizeHook'))  # test the merged model

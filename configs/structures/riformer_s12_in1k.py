@@ -12,6 +12,5 @@ custom_hooks = [
             arch='s12',
             init_cfg=dict(type='Pretrained', checkpoint=teacher, prefix='backbone.'),
         ),
-    ),
-    dict(type='ReparameterizeHook'),
+    )
 ]

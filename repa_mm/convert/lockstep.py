@@ -31,6 +31,8 @@ class PretrainedFFN(nn.Module):
         ValueError: If the activation mixes channels, or treats them differently.
     """
 
+    contains_norm = True
+
     def __init__(self, name: str, ffn: ChannelIdleFFN) -> None:
         super().__init__()
         self.name, self.ffn = name, ffn

@@ -151,8 +151,9 @@ def test(
     Returns:
         tuple: The metrics, and the model in the form that was tested, in eval mode.
     """
-    hooks = [dict(type='ReparameterizeHook')] if deploy else []
-    runner = _runner(cfg, work_dir, load_from=checkpoint, custom_hooks=hooks)
+    hook = dict(type='ReparameterizeHook', when='test' if deploy else 'val')
+    hooks = dict(reparameterize=hook)
+    runner = _runner(cfg, work_dir, load_from=checkpoint, default_hooks=hooks)
     metrics = runner.test()
     model = reparameterize(runner.model) if deploy else runner.model
     return metrics, model.eval()

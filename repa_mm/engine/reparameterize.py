@@ -9,7 +9,15 @@ from mmengine.runner import BaseLoop
 
 from repa_mm.checkpoints import match_form
 from repa_mm.faster import fuse_conv_bn
-from repa_mm.reparam import TrainingForm, innermost, outermost, reparameterize, schedules_have_ended
+from repa_mm.reparam import (
+    TrainingForm,
+    has_deploy_form,
+    has_training_form,
+    innermost,
+    outermost,
+    reparameterize,
+    schedules_have_ended,
+)
 
 
 @HOOKS.register_module()
@@ -18,7 +26,8 @@ class ReparameterizeHook(Hook):
 
     Before the first batch of a test, the hook replaces ``runner.model`` by a reparameterized copy
     of it: of the averaged weights, if an :class:`EMAHook` tests these. After the last batch it puts
-    the training form back, untouched, before other hooks swap weights or save a checkpoint.
+    the training form back, untouched, before other hooks swap weights or save a checkpoint. A model
+    that is merged already, by another such hook or in its checkpoint, is tested as it is.
 
     If a merged checkpoint is tested with a config of the training form, the model takes the deploy
     form before the checkpoint is loaded.
@@ -30,6 +39,9 @@ class ReparameterizeHook(Hook):
 
     Raises:
         ValueError: If ``when`` is something else; before a test, if nothing can be merged.
+
+    Examples:
+        >>> default_hooks = dict(reparameterize=dict(type='ReparameterizeHook'))
     """
 
     # Before EMAHook (NORMAL), which loads the checkpoint into the averaged model and swaps the
@@ -67,7 +79,8 @@ class ReparameterizeHook(Hook):
     def before_test_iter(self, runner, batch_idx, data_batch=None) -> None:
         if self._is_due:
             self._is_due = False
-            self._merge(runner)
+            if has_training_form(runner.model) or not has_deploy_form(runner.model):
+                self._merge(runner)
 
     def after_test_epoch(self, runner, metrics=None) -> None:
         self._restore(runner)

@@ -38,10 +38,7 @@ class ScheduleHook(Hook):
         ValueError: Before the training, if the model has no such module.
 
     Examples:
-        >>> custom_hooks = [
-        >>>     dict(type='ScheduleHook', warmup=10000),
-        >>>     dict(type='ReparameterizeHook'),
-        >>> ]
+        >>> custom_hooks = [dict(type='ScheduleHook', warmup=10000)]
     """
 
     # After EMAHook (NORMAL), which copies or averages buffers, and before CheckpointHook.

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import math
 import os.path as osp
 import tempfile
 import warnings
@@ -313,7 +314,8 @@ def disagreement(model: nn.Module, exported: ExportedModel, data: dict) -> float
     if 'pred_instances' in pairs[0][0]:
         pairs = [(a.pred_instances, b.pred_instances) for a, b in pairs]
         lost = sum(lost_objects(a, b) + lost_objects(b, a) for a, b in pairs)
-        return lost / sum(len(a) + len(b) for a, b in pairs)
+        total = sum(len(a) + len(b) for a, b in pairs)
+        return lost / total if total else math.nan
     if 'pred_sem_seg' in pairs[0][0]:
         return _largest(
             (a.pred_sem_seg.data != b.pred_sem_seg.data).float().mean() for a, b in pairs

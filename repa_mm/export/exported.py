@@ -184,4 +184,8 @@ def runner_for_exported(
     )
     # There is nothing to merge, average or load.
     cfg.custom_hooks, cfg.load_from, cfg.resume = [], None, False
+    hooks = cfg.get('default_hooks') or {}
+    cfg.default_hooks = {
+        name: hook for name, hook in hooks.items() if 'ReparameterizeHook' not in str(hook)
+    }
     return Runner.from_cfg(cfg)

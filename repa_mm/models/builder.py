@@ -15,11 +15,14 @@ from mmengine.runner.checkpoint import CheckpointLoader
 from mmengine.utils.dl_utils.parrots_wrapper import _BatchNorm
 
 from repa_mm.faster.tracing import pad_any_size, swap_faster_attention
+from repa_mm.models.sites import attention_sites, ffn_sites
 from repa_mm.models.structures import STRUCTURES, ChannelIdle, Structure
 from repa_mm.models.tokens import reduce_tokens
 from repa_mm.reparam import (
     CheckpointError,
+    Form,
     TrainingForm,
+    check_ordinary,
     check_state_dict,
     finish_schedules,
     has_deploy_form,
@@ -41,7 +44,8 @@ def add_structures_(model: nn.Module, structures: Sequence[dict | Structure]) ->
     """Put structures into a backbone or a whole model, one after the other, in place.
 
     Ordinary weights stay where the forms take them: a start for training. Afterwards the model
-    refuses weights of another form, whoever loads them.
+    refuses weights of another form, whoever loads them, and weights of a form in the place of an
+    FFN or attention that is ordinary.
 
     Args:
         model (nn.Module): Any model with blocks of a family in :data:`repa_mm.models.FAMILIES`.
@@ -52,7 +56,8 @@ def add_structures_(model: nn.Module, structures: Sequence[dict | Structure]) ->
         nn.Module: The same model.
 
     Raises:
-        ValueError: If the model has no site for a structure, or a form cannot stand at one.
+        ValueError: If the model has no site for a structure, or a form cannot stand at one. The
+            structures before that one are in the model then.
 
     Examples:
         >>> add_structures_(backbone, [dict(type='ChannelIdle', idle_ratio=0.75)])
@@ -66,8 +71,14 @@ def _put_all(
 ) -> list[tuple[Structure, dict[str, str]]]:
     """Put structures into a model, and return each with the names of its sites and forms."""
     built = [_structure(**s) if isinstance(s, dict) else s for s in structures]
-    placed = [(structure, structure.put_(model)) for structure in built]
     model._register_load_state_dict_pre_hook(check_state_dict, with_module=True)
+    placed = [(structure, structure.put_(model)) for structure in built]
+    # Everywhere, since a structure may have been put into another part of the model, too.
+    sites = [site for structure in built for site in structure.sites(model)]
+    sites += [*ffn_sites(model, where=''), *attention_sites(model)]
+    for module in {site.module: None for site in sites}:
+        if not any(isinstance(m, Form) for m in module.modules()):
+            module._register_load_state_dict_pre_hook(check_ordinary, with_module=True)
     return placed
 
 
@@ -132,7 +143,7 @@ class Restructured:
         ordinary: Sequence | None = None,
         **kwargs,
     ) -> None:
-        kind = next(c for c in type(self).__mro__ if not issubclass(c, Restructured))
+        kind = _ordinary_class(type(self))
         given = args if ordinary is None else ordinary
         # Before detectors write into their configs.
         build = partial(kind, *copy.deepcopy(given), **copy.deepcopy(kwargs))
@@ -246,7 +257,7 @@ class Restructured:
             other = theirs.get(name)
             if not name.startswith(inside) and other is not None and other.shape == value.shape:
                 value.copy_(other)
-        for structure, placed in self.placed:
+        for structure, placed in reversed(self.placed):  # branches reset the norms before them
             structure.fill_(self, placed, ordinary)
         names = ', '.join(type(structure).__name__ for structure, _ in self.placed)
         print_log(
@@ -265,10 +276,19 @@ class Restructured:
         return self  # mmpretrain's backbones return None
 
 
+def _ordinary_class(kind: type) -> type:
+    return next(cls for cls in kind.__mro__ if not issubclass(cls, Restructured))
+
+
 def _pretrained(module: nn.Module) -> bool:
     cfgs = getattr(module, 'init_cfg', None)
     cfgs = cfgs if isinstance(cfgs, (list, tuple)) else [cfgs]
     return any(isinstance(cfg, dict) and cfg.get('type') == 'Pretrained' for cfg in cfgs)
+
+
+def _new(kind: type) -> nn.Module:
+    cls = _restructured_class(kind)
+    return cls.__new__(cls)
 
 
 @cache
@@ -284,6 +304,14 @@ class _Restructured(Restructured):
     """Mixin of the classes that :func:`restructure` makes."""
 
     freezes_statistics = False
+
+    def __reduce_ex__(self, protocol):
+        reduced = super().__reduce_ex__(protocol)
+        kind = _ordinary_class(type(self))
+        if type(self) is not _restructured_class(kind):
+            return reduced
+        # Pickle looks classes up by name, and this one has none: it is made again from its parent.
+        return _new, (kind,), *reduced[2:]
 
     def train(self, mode: bool = True):
         super().train(mode)

@@ -9,12 +9,6 @@ from mmpretrain.models.selfsup import MAEViT
 from repa_mm.models.builder import Restructured
 
 
-def _idle(idle_ratio: float | None, norm_cfg: dict) -> list[dict]:
-    if idle_ratio is None:
-        return []
-    return [dict(type='ChannelIdle', idle_ratio=idle_ratio, norm_cfg=norm_cfg)]
-
-
 def share_out(num_layers: int, num_branches: int, what: str) -> int:
     """Return the number of blocks in which so many layers have so many branches.
 
@@ -43,9 +37,6 @@ class ParallelBackbone(Restructured):
             which the branches share; in a dict the numbers of layers count blocks.
         *args: Those of the parent.
         num_branches (int | Sequence[int]): Number of branches of each block.
-        idle_ratio (float, optional): Make the FFNs channel-idle, with this share of hidden channels
-            that skip the activation. Defaults to None, ordinary FFNs.
-        ffn_norm_cfg (dict): Norm of channel-idle FFNs. Defaults to ``dict(type='BN')``.
         **kwargs: Those of the parent, and of :class:`~repa_mm.models.builder.Restructured`.
 
     Raises:
@@ -53,23 +44,11 @@ class ParallelBackbone(Restructured):
     """
 
     def __init__(
-        self,
-        arch: str | dict,
-        *args,
-        num_branches: int | Sequence[int],
-        idle_ratio: float | None = None,
-        ffn_norm_cfg: dict = dict(type='BN'),
-        **kwargs,
+        self, arch: str | dict, *args, num_branches: int | Sequence[int], **kwargs
     ) -> None:
         shallow, deep, branches = self._share_out(arch, num_branches)
-        super().__init__(
-            shallow,
-            *args,
-            structures=_idle(idle_ratio, ffn_norm_cfg)
-            + [dict(type='Branches', num_branches=branches)],
-            ordinary=(deep, *args),
-            **kwargs,
-        )
+        structures = [dict(type='Branches', num_branches=branches)]
+        super().__init__(shallow, *args, structures=structures, ordinary=(deep, *args), **kwargs)
         self.num_branches = num_branches
 
 
@@ -189,22 +168,11 @@ class ExpertsVisionTransformer(Restructured, VisionTransformer):
     Args:
         *args: Those of mmpretrain's ``VisionTransformer``.
         num_experts (int): Number of experts of each FFN. Defaults to 4.
-        idle_ratio (float, optional): Make the experts channel-idle, with this share of hidden
-            channels that skip the activation. Defaults to None, ordinary FFNs.
-        ffn_norm_cfg (dict): Norm of channel-idle FFNs. Defaults to ``dict(type='BN')``.
         **kwargs: Those of the parent, and of :class:`~repa_mm.models.builder.Restructured`.
     """
 
-    def __init__(
-        self,
-        *args,
-        num_experts: int = 4,
-        idle_ratio: float | None = None,
-        ffn_norm_cfg: dict = dict(type='BN'),
-        **kwargs,
-    ) -> None:
-        structures = _idle(idle_ratio, ffn_norm_cfg)
-        structures += [dict(type='Experts', num_experts=num_experts)]
+    def __init__(self, *args, num_experts: int = 4, **kwargs) -> None:
+        structures = [dict(type='Experts', num_experts=num_experts)]
         super().__init__(*args, structures=structures, **kwargs)
 
 
@@ -216,16 +184,12 @@ class ProgressiveBackbone(Restructured):
 
     Args:
         *args: Those of the parent.
-        idle_ratio (float, optional): Make the FFNs channel-idle, which have BatchNorms of their
-            own, with this share of hidden channels that skip the activation. Defaults to None.
         bn_cfg (dict): The norm that merges, 'BN' or 'SyncBN'. Defaults to ``dict(type='BN')``.
         **kwargs: Those of the parent, and of :class:`~repa_mm.models.builder.Restructured`.
     """
 
-    def __init__(
-        self, *args, idle_ratio: float | None = None, bn_cfg: dict = dict(type='BN'), **kwargs
-    ) -> None:
-        structures = _idle(idle_ratio, bn_cfg) + [dict(type='ProgressiveNorms', norm_cfg=bn_cfg)]
+    def __init__(self, *args, bn_cfg: dict = dict(type='BN'), **kwargs) -> None:
+        structures = [dict(type='ProgressiveNorms', norm_cfg=bn_cfg)]
         super().__init__(*args, structures=structures, **kwargs)
 
 

@@ -4,7 +4,7 @@ A site gives the ordinary modules at its place (:meth:`Site.parts`), and takes a
 (:meth:`Site.put`). Which blocks have sites, :mod:`repa_mm.models.families` says.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -17,6 +17,12 @@ from repa_mm.faster.attention import swap_attention
 from repa_mm.models.families import FAMILIES, Family
 from repa_mm.reparam import AttentionParts, FFNParts, MixerParts, NormParts, TrainingForm
 from repa_mm.reparam.numerics import double, is_plain
+
+
+def trained(layer: nn.Module, name: str) -> bool:
+    """Return whether a parameter of a layer trains; one that is not there is as its weight."""
+    parameter = getattr(layer, name)
+    return (layer.weight if parameter is None else parameter).requires_grad
 
 
 class Site:
@@ -48,8 +54,8 @@ class Site:
         """Return the ordinary modules of the site, for :meth:`~repa_mm.reparam.TrainingForm.fill`.
 
         Raises:
-            ValueError: If a module is not of a known kind, or hooks or replaced layers make it
-                compute something else.
+            ValueError: If a form stands there, if a module is not of a known kind, or if hooks or
+                replaced layers make it compute something else.
         """
         raise NotImplementedError
 
@@ -62,16 +68,15 @@ class Site:
 
     def put(self, form: TrainingForm) -> str:
         """Put a form there, and return its name in the model."""
-        self._adapt(form)
+        self._adapt(form, self.module.parameters())
         parent, _, child = self.path.rpartition('.')
         setattr(self.block.get_submodule(parent), child, form)
         return self.name
 
-    def _adapt(self, form: TrainingForm, *others: nn.Module) -> None:
-        """Give a form the dtype, device, mode and frozen parameters of the ordinary modules."""
+    def _adapt(self, form: TrainingForm, ordinary: Iterable[nn.Parameter]) -> None:
+        """Give a form dtype, device and mode of the ordinary modules; freeze it if they are."""
         form.to(next(self.module.parameters())).train(self.block.training)
-        parts = (self.module, *others)
-        if not any(p.requires_grad for part in parts for p in part.parameters()):  # a frozen stage
+        if not any(p.requires_grad for p in ordinary):
             form.requires_grad_(False)
 
     def required(self) -> set[str]:
@@ -133,7 +138,10 @@ class FFNSite(Site):
                 as ``identity``, too, as they call mmcv's ``FFN``. The tokens are not normalized,
                 except if ``form.contains_norm`` is False.
         """
-        self._adapt(form)
+        modules = self.family.ffn_modules(self.block)
+        layers = [modules.fc1, modules.fc2, *([modules.norm] if form.contains_norm else [])]
+        ordinary = [p for layer in layers for p in layer.parameters()]
+        self._adapt(form, [*ordinary, *self.block.parameters(recurse=False)])  # with layer scales
         self.family.put_ffn(self.block, form)
         return self.name
 
@@ -160,7 +168,7 @@ class FFNSite(Site):
         for layer, weight, bias in ((parts.fc1, w_in, b_in), (parts.fc2, w_out, b_out)):
             weight = weight.reshape(*weight.shape, *layer.weight.shape[2:])
             for name, value in (('weight', weight), ('bias', bias)):
-                trains = layer.weight.requires_grad
+                trains = trained(layer, name)
                 setattr(layer, name, nn.Parameter(value.to(layer.weight), trains))
             sizes = ('out', len(bias)), ('in', weight.shape[1])
             for name, size in sizes:
@@ -180,6 +188,7 @@ class AttentionSite(Site):
 
     def parts(self) -> AttentionParts:
         attention = self.module
+        self._check_ordinary()
         if type(attention) is not WindowMSA and not (
             type(attention) is MultiheadAttention and not attention.v_shortcut
         ):
@@ -218,7 +227,7 @@ class NormSite(Site):
 
     def put(self, form: TrainingForm) -> str:
         """Put a progressive norm, alone or with its linear layer, there; return its name."""
-        self._adapt(form, *filter(None, self.parts()))
+        self._adapt(form, [p for part in filter(None, self.parts()) for p in part.parameters()])
         path = self.linear or self.path
         if self.linear:
             # A map is padded behind the norm, which the stock window attention cannot do.
@@ -237,7 +246,7 @@ class MixerSite(Site):
 
     def put(self, form: TrainingForm) -> str:
         """Put the form under the name of the norm that both become, and return the form's name."""
-        self._adapt(form)
+        self._adapt(form, [p for part in self.parts() for p in part.parameters()])
         name = self.block_name
         del self.block.norm1, self.block.token_mixer
         self.block.norm_reparam = form
@@ -261,14 +270,16 @@ def ffn_sites(model: nn.Module, where: str | None = None) -> list[FFNSite]:
     Args:
         model (nn.Module): A backbone or a whole model.
         where (str, optional): The module of the model whose sites are meant, or the end of its
-            name: 'backbone', 'encoder' (that of a pixel decoder, too), 'decoder'. Defaults to the
-            whole model without decoder layers, which work on some hundred queries.
+            name: 'backbone', 'encoder' (that of a pixel decoder, too), 'decoder'; '' is the whole
+            model. Defaults to the whole model without decoder layers, which work on some hundred
+            queries.
     """
+    inside = f'.{where}.' if where else ''
     return [
         FFNSite(f'{name}{family.ffn}', block, family.ffn, family)
         for name, block, family in known_blocks(model)
         if family.ffn and hasattr(block, family.ffn)
-        if (f'.{where}.' in f'.{name}' if where else not family.decoder)
+        if (not family.decoder if where is None else inside in f'.{name}')
     ]
 
 

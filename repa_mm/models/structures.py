@@ -1,9 +1,9 @@
 """Structures: which form, with which arguments, goes into which sites of a model.
 
 A structure is config data, ``dict(type='ChannelIdle', idle_ratio=0.75)``. Several of them go into a
-model one after the other, and the later ones find the forms of the earlier ones in their sites:
-``[dict(type='ChannelIdle'), dict(type='Experts', num_experts=4)]`` makes experts of channel-idle
-FFNs. :mod:`repa_mm.models.builder` puts them into models.
+model one after the other where their sites differ: ``[dict(type='ChannelIdle'),
+dict(type='ProgressiveNorms')]`` changes FFNs, and the norms that are left.
+:mod:`repa_mm.models.builder` puts them into models.
 """
 
 import copy
@@ -24,10 +24,12 @@ from repa_mm.models.sites import (
     ffn_sites,
     mixer_sites,
     norm_sites,
+    trained,
 )
 from repa_mm.reparam import (
     ChannelIdleFFN,
     ExpertsFFN,
+    FFNParts,
     Form,
     LinearPathFFN,
     NormedAffine,
@@ -97,8 +99,9 @@ class Structure:
         # All of them before the first is put in: never half a structure.
         for site, options in zip(sites, self.options(sites)):
             try:
-                if isinstance(site.module, Form):
-                    raise ValueError(f'there is a {site.module.label} already')
+                there = next((m for m in site.module.modules() if isinstance(m, Form)), None)
+                if there is not None:
+                    raise ValueError(f'there is a {there.label} already')
                 form = self.form(site, **options)
                 if form is not None:
                     site.check(form)
@@ -237,12 +240,24 @@ def idle_ffn(
         shortcut=site.family.shortcut,
     )
     if isinstance(parts.scale, nn.Parameter):
-        ffn.layer_scale = nn.Parameter(parts.scale.detach().clone())
+        ffn.layer_scale = nn.Parameter(parts.scale.detach().clone(), parts.scale.requires_grad)
     elif parts.scale is not None:
         del ffn.layer_scale
         ffn.register_buffer('layer_scale', parts.scale.clone(), False)
     ffn.to(parts.fc1.weight).fill(parts)
+    _freeze(ffn, parts)
     return ffn.train(site.block.training)
+
+
+def _freeze(ffn: TrainingForm, parts: FFNParts) -> None:
+    """Freeze what is frozen in the ordinary FFN, and what is new if both linear layers are."""
+    for own, other in ((ffn.fc1, parts.fc1), (ffn.fc2, parts.fc2), (ffn.norm1, parts.norm)):
+        for name, parameter in own.named_parameters():
+            if getattr(other, 'weight', None) is not None and not trained(other, name):
+                parameter.requires_grad_(False)
+    if not (parts.fc1.weight.requires_grad or parts.fc2.weight.requires_grad):
+        for name in ('norm2', 'linear'):
+            getattr(ffn, name, nn.Identity()).requires_grad_(False)
 
 
 @STRUCTURES.register_module()

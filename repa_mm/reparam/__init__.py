@@ -7,10 +7,9 @@ from .depth import (
     OrdinaryFFN,
     ParallelAttention,
     ParallelFFN,
-    add_branches,
     join_branches,
 )
-from .experts import ExpertLinear, ExpertsFFN, add_experts, average_experts
+from .experts import ExpertLinear, ExpertsFFN, average_experts
 from .ffn import (
     ChannelIdleFFN,
     LinearPathFFN,
@@ -25,6 +24,7 @@ from .forms import (
     Form,
     TrainingForm,
     become,
+    check_ordinary,
     check_state_dict,
     outermost,
 )
@@ -47,9 +47,9 @@ __all__ = [
     'ExpertLinear', 'ExpertsFFN', 'FFNParts', 'Form', 'JoinedLinear', 'LinearPathFFN', 'MergedFFN',
     'MergedLinear', 'MergedNorm', 'MixerParts', 'NormParts', 'NormedAffine', 'NormedLinear',
     'OrdinaryAttention', 'OrdinaryFFN', 'ParallelAttention', 'ParallelFFN', 'ProgressiveNorm',
-    'RepBN', 'Scheduled', 'TrainingForm', 'add_branches', 'add_experts', 'average_experts',
-    'become', 'calibrate_batch_norm', 'check_finite', 'check_state_dict', 'finish_schedules',
-    'has_deploy_form', 'has_training_form', 'innermost', 'is_reparameterized', 'join_branches',
-    'num_active_channels', 'outermost', 'reparameterize', 'schedules_have_ended', 'set_lam',
-    'set_shortcut', 'set_training_path', 'unwrap',
+    'RepBN', 'Scheduled', 'TrainingForm', 'average_experts', 'become', 'calibrate_batch_norm',
+    'check_finite', 'check_ordinary', 'check_state_dict', 'finish_schedules', 'has_deploy_form',
+    'has_training_form', 'innermost', 'is_reparameterized', 'join_branches', 'num_active_channels',
+    'outermost', 'reparameterize', 'schedules_have_ended', 'set_lam', 'set_shortcut',
+    'set_training_path', 'unwrap',
 ]  # fmt: skip

@@ -22,8 +22,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from .ffn import ChannelIdleFFN, DropPath
-from .ffn.layers import build_activation, build_norm
+from .ffn import DropPath
+from .ffn.layers import build_activation
 from .forms import DeployForm, TrainingForm
 from .numerics import check_dropouts, double, exact, rounded
 from .parts import AttentionParts, FFNParts, copy_matrix, fold_norm, matrix
@@ -41,9 +41,6 @@ class JoinedLinear(Scheduled, nn.Linear):
         out_features (int): Number of outputs of one branch.
         num_branches (int): Number of branches B.
         bias (bool): Whether the layers have a bias. Defaults to True.
-        num_joined (int, optional): How many outputs of each branch lambda joins, the first ones;
-            the others, which enter no nonlinearity, come last, behind the joined ones of all
-            branches. Defaults to None, all.
 
     Raises:
         ValueError: If the number of branches is not an integer of at least 1.
@@ -53,18 +50,12 @@ class JoinedLinear(Scheduled, nn.Linear):
     unfinished = 'the branches are joined to'
 
     def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        num_branches: int,
-        bias: bool = True,
-        num_joined: int | None = None,
+        self, in_features: int, out_features: int, num_branches: int, bias: bool = True
     ) -> None:
         nn.Module.__init__(self)
         if isinstance(num_branches, bool) or not isinstance(num_branches, int) or num_branches < 1:
             raise ValueError(f'a block has 1 branch or more, but got num_branches={num_branches!r}')
         self.in_features, self.out_features = in_features, num_branches * out_features
-        self.num_joined = out_features if num_joined is None else num_joined
         self.branches = nn.ModuleList(
             nn.Linear(in_features, out_features, bias) for _ in range(num_branches)
         )
@@ -81,9 +72,7 @@ class JoinedLinear(Scheduled, nn.Linear):
 
     def _join(self, tensors: list[torch.Tensor]) -> torch.Tensor:
         rows = torch.stack(tensors)
-        joined, own = rows.tensor_split([self.num_joined], dim=1)
-        joined = joined.lerp(joined.mean(0, keepdim=True), self.lam.to(rows.dtype))
-        return torch.cat([joined.flatten(0, 1), own.flatten(0, 1)])
+        return rows.lerp(rows.mean(0, keepdim=True), self.lam.to(rows.dtype)).flatten(0, 1)
 
     def mean(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return weight and bias of the one layer that the branches are at lambda = 1."""
@@ -98,36 +87,14 @@ class JoinedLinear(Scheduled, nn.Linear):
             copy_matrix(branch, weight, bias)
 
     def exact(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return weight and bias in float64.
+        """Return, in float64, what :meth:`mean` returns.
 
         Raises:
             ValueError: If lambda is not 1, or a branch is not the layer that it was built as.
         """
         self.check_finished()
         weights, biases = zip(*(exact(branch, 'a branch') for branch in self.branches))
-        return self._join(weights), self._join(biases)
-
-    def collapse(self, w_in: torch.Tensor, b_in: torch.Tensor, w_out: torch.Tensor) -> dict:
-        """Return one branch's part of the joined outputs, which are the same in all branches.
-
-        Args:
-            w_in (torch.Tensor): The joined rows of all branches, (B n, in).
-            b_in (torch.Tensor): Their bias, (B n, ).
-            w_out (torch.Tensor): What multiplies the joined outputs, or what an attention makes of
-                them, (out, B m).
-
-        Returns:
-            dict: The three by name, with n and m in the place of B n and B m.
-        """
-        branches = len(self.branches), -1
-        return dict(
-            w_in=w_in.unflatten(0, branches).mean(0),
-            b_in=b_in.unflatten(0, branches).mean(0),
-            w_out=w_out.unflatten(1, branches).sum(1),
-        )
-
-    def extra_repr(self) -> str:
-        return f'num_joined={self.num_joined}'
+        return torch.stack(weights).mean(0), torch.stack(biases).mean(0)
 
 
 class _Parallel(TrainingForm):
@@ -199,14 +166,14 @@ class _Parallel(TrainingForm):
         check_dropouts(self)
         like = layer.weight
         w_out, b_out = exact(layer, f'its {self.exit}')
-        merged = entry.collapse(*entry.exact(), w_out)
-        w_out = merged['w_out']
+        w_in, b_in = entry.exact()
+        w_out = self._summed(w_out)
         if self.layer_scale is not None:
             scale = double(self.layer_scale)
             w_out, b_out = scale[:, None] * w_out, scale * b_out
-        into.weight = rounded(merged['w_in'], like)
+        into.weight = rounded(w_in, like)
         if into.bias is not None:
-            into.bias = rounded(merged['b_in'], like)
+            into.bias = rounded(b_in, like)
         out.weight, out.bias = rounded(w_out, like), rounded(b_out, like)
 
 
@@ -506,42 +473,6 @@ class OrdinaryFFN(DeployForm):
     def inference(self, x: torch.Tensor, identity: torch.Tensor | None = None) -> torch.Tensor:
         """As :meth:`ParallelFFN.forward`."""
         return (x if identity is None else identity) + self.layers(x)
-
-
-def check_single(ffn: nn.Module) -> None:
-    """Check that an FFN has one first linear layer; a ValueError if it has branches or experts."""
-    if hasattr(getattr(ffn, 'fc1', None), 'exact'):
-        raise ValueError(f'its linear layers are a {type(ffn.fc1).__name__} already')
-
-
-def add_branches(ffn: ChannelIdleFFN, num_branches: int) -> ChannelIdleFFN:
-    """Widen a channel-idle FFN to B branches, in place: depth and width in one.
-
-    B channel-idle FFNs behind one norm are one of B-fold width, with the active channels of all
-    branches first. Lambda joins the active channels. Idle channels enter no nonlinearity: each
-    branch keeps its own, and the products of all of them merge into one C x C matrix.
-
-    Args:
-        ffn (ChannelIdleFFN): The FFN of one branch. The new linear layers have random weights.
-        num_branches (int): Number of branches B.
-
-    Returns:
-        ChannelIdleFFN: The same FFN.
-
-    Raises:
-        ValueError: If the number of branches is below 1, or the FFN has branches or experts.
-    """
-    like, dims, hidden = ffn.fc1.weight, ffn.embed_dims, ffn.feedforward_channels
-    check_single(ffn)
-    ffn.fc1 = JoinedLinear(dims, hidden, num_branches, num_joined=ffn.num_active)
-    ffn.fc2 = nn.Linear(num_branches * hidden, dims)
-    if not ffn.keeps_norm:
-        ffn.norm2 = build_norm(ffn.norm_cfg, num_branches * hidden)
-    ffn.feedforward_channels = num_branches * hidden
-    ffn.num_active *= num_branches
-    ffn.num_active_channels.fill_(ffn.num_active)
-    ffn.to(like).train(ffn.training)
-    return ffn if like.requires_grad else ffn.requires_grad_(False)  # a frozen stage
 
 
 def join_branches(model: nn.Module, lam: float) -> nn.Module:

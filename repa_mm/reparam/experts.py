@@ -14,8 +14,8 @@ import copy
 import torch
 import torch.nn as nn
 
-from .depth import OrdinaryFFN, check_single
-from .ffn import ChannelIdleFFN, DropPath
+from .depth import OrdinaryFFN
+from .ffn import DropPath
 from .ffn.layers import build_activation
 from .forms import TrainingForm
 from .numerics import check_dropouts, double, exact, rounded
@@ -136,8 +136,10 @@ class ExpertsFFN(TrainingForm):
     ) -> None:
         super().__init__()
         self.embed_dims, self.feedforward_channels = embed_dims, feedforward_channels
-        self.act = build_activation(act_cfg)
-        add_experts(self, num_experts)
+        self.act, order = build_activation(act_cfg), _Order()
+        sizes = embed_dims, feedforward_channels
+        self.fc1 = ExpertLinear(*sizes, num_experts, shuffles=order)
+        self.fc2 = ExpertLinear(*reversed(sizes), num_experts, restores=order)
         self.layer_scale = (
             nn.Parameter(torch.full((embed_dims,), float(layer_scale_init_value)))
             if layer_scale_init_value
@@ -202,30 +204,6 @@ class ExpertsFFN(TrainingForm):
         into.weight, into.bias = rounded(w_in, like), rounded(b_in, like)
         out.weight, out.bias = rounded(weight, like), rounded(bias, like)
         return merged
-
-
-def add_experts(ffn: ChannelIdleFFN | ExpertsFFN, num_experts: int) -> nn.Module:
-    """Give both linear layers of an FFN experts with random weights, in place.
-
-    Args:
-        ffn (ChannelIdleFFN | ExpertsFFN): The FFN, of width C = ``embed_dims`` and hidden width H =
-            ``feedforward_channels``.
-        num_experts (int): Number of experts E.
-
-    Returns:
-        nn.Module: The same FFN.
-
-    Raises:
-        ValueError: If the number of experts is below 1, or the FFN has branches or experts.
-    """
-    check_single(ffn)
-    dims, hidden, order = ffn.embed_dims, ffn.feedforward_channels, _Order()
-    like = next(ffn.parameters(), torch.empty(0))
-    is_trained = not hasattr(ffn, 'fc1') or ffn.fc1.weight.requires_grad
-    ffn.fc1 = ExpertLinear(dims, hidden, num_experts, shuffles=order)
-    ffn.fc2 = ExpertLinear(hidden, dims, num_experts, restores=order)
-    ffn.to(like).train(ffn.training)
-    return ffn if is_trained else ffn.requires_grad_(False)  # a frozen stage
 
 
 def average_experts(model: nn.Module, rate: float) -> nn.Module:

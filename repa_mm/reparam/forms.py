@@ -153,6 +153,25 @@ def check_state_dict(model: nn.Module, state_dict: dict, prefix: str = '', *args
             )
 
 
+def check_ordinary(module: nn.Module, state_dict: dict, prefix: str, *args) -> None:
+    """Check that a state dict has no weights of a form for an ordinary module.
+
+    The signature is that of a hook before ``load_state_dict``. Loading that is not strict would
+    leave the module with the weights that it has.
+
+    Raises:
+        CheckpointError: Naming a weight that the module does not have.
+    """
+    own = module.state_dict()
+    for key in state_dict:
+        if key.startswith(prefix) and key[len(prefix) :] not in own:
+            raise CheckpointError(
+                f'the model has an ordinary {type(module).__name__} at {prefix[:-1]!r}, and the '
+                f'checkpoint is of something else there: it has {key[len(prefix) :]!r}. The '
+                'structures must be those of the checkpoint'
+            )
+
+
 class TrainingForm(Form):
     """A module that trains, and merges into a smaller one afterwards.
 

@@ -84,15 +84,12 @@ def exact(layer: nn.Module, what: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Return weight and bias of a linear layer in float64; a bias that is not there is 0.
 
     Args:
-        layer (nn.Module): The layer. One that computes its weight from those of several layers does
-            so in float64, in a method of this name.
+        layer (nn.Module): The layer.
         what (str): What messages call it.
 
     Raises:
-        ValueError: If something else is in its place, or it is not ready to be merged.
+        ValueError: If something else is in its place.
     """
-    if hasattr(layer, 'exact'):
-        return layer.exact()
     if not isinstance(layer, nn.Linear) or type(layer).forward is not nn.Linear.forward:
         raise ValueError(
             f'{what} is a {type(layer).__name__}, and not an nn.Linear: an adapter is to be merged '

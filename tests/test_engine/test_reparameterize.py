@@ -164,7 +164,7 @@ test_dataloader = dict(
 )
 test_cfg = dict()
 test_evaluator = dict(type='KeepLogits')
-custom_hooks = [dict(type='ReparameterizeHook')]
+default_hooks = dict(reparameterize=dict(type='ReparameterizeHook'))
 """
 
 

@@ -82,31 +82,10 @@ BACKBONES = dict(
         '',
         False,
     ),
-    parallel_idle=(
-        dict(type='ParallelVisionTransformer', num_branches=2, idle_ratio=0.75, **VIT),
-        '',
-        False,
-    ),
-    parallel_idle_swin=(
-        dict(
-            type='ParallelSwinTransformer',
-            num_branches=3,
-            idle_ratio=0.75,
-            ffn_norm_cfg=dict(type='LN'),
-            **DEEP_SWIN,
-        ),
-        '',
-        False,
-    ),
     experts=(
         dict(type='ExpertsVisionTransformer', num_experts=3, **VIT),
         'mmpretrain.VisionTransformer',
         True,
-    ),
-    experts_idle=(
-        dict(type='ExpertsVisionTransformer', num_experts=3, idle_ratio=0.75, **VIT),
-        'mmpretrain.VisionTransformer',
-        False,
     ),
     progressive_vit=(
         dict(type='ProgressiveVisionTransformer', **VIT),
@@ -119,7 +98,11 @@ BACKBONES = dict(
         True,
     ),
     progressive_idle=(
-        dict(type='ProgressiveSwinTransformer', idle_ratio=0.75, **SWIN),
+        dict(
+            type='Restructured',
+            model=dict(type='mmpretrain.SwinTransformer', **SWIN),
+            structures=[dict(type='ChannelIdle'), dict(type='ProgressiveNorms')],
+        ),
         'mmpretrain.SwinTransformer',
         False,
     ),
@@ -160,7 +143,8 @@ def build(name, **kwargs):
 
 
 def build_ordinary(name, kind, **kwargs):
-    cfg = {k: v for k, v in BACKBONES[name][0].items() if k not in OWN}
+    cfg = BACKBONES[name][0]
+    cfg = {k: v for k, v in cfg.get('model', cfg).items() if k not in OWN}
     return MODELS.build(dict(copy.deepcopy(cfg), type=kind, **kwargs))
 
 
@@ -328,7 +312,7 @@ def test_every_registry_builds_them(package):
         assert type(registry.build(cfg)).__name__ == BACKBONES[name][0]['type']
 
 
-@pytest.mark.parametrize('name', ['swin', 'vit', 'lvvit', 'poolformer', 'parallel_idle', 'whole'])
+@pytest.mark.parametrize('name', ['swin', 'vit', 'lvvit', 'poolformer', 'whole'])
 def test_frozen_stages_keep_their_statistics(name):
     if name == 'whole':  # a model whose backbone freezes stages
         backbone = dict(type='mmpretrain.VisionTransformer', frozen_stages=1, **VIT)
@@ -367,7 +351,7 @@ def test_whole_models_take_structures(scattered, relative_error):
         backbone=dict(type='mmpretrain.VisionTransformer', **dict(VIT, out_type='cls_token')),
         head=dict(type='mmpretrain.LinearClsHead', num_classes=3, in_channels=32),
     )
-    structures = [dict(type='ChannelIdle', idle_ratio=0.5), dict(type='Experts', num_experts=2)]
+    structures = [dict(type='ChannelIdle', idle_ratio=0.5), dict(type='ProgressiveNorms')]
     cfg = dict(type='Restructured', model=classifier, structures=structures)
     # MMEngine's Runner hands the preprocessor beside a model on to it.
     model = MODELS.build(dict(cfg, data_preprocessor=dict(mean=[1.0] * 3, std=[2.0] * 3)))
@@ -445,8 +429,8 @@ def test_masked_autoencoder_begins_a_classifier():
 
 
 def test_activation_checkpointing_gives_the_same_gradients(check_same):
-    model = build('parallel_idle_swin', with_cp=True, drop_path_rate=0.0).double().train()
-    other = build('parallel_idle_swin', drop_path_rate=0.0).double().train()
+    model = build('swin', with_cp=True, drop_path_rate=0.0).double().train()
+    other = build('swin', drop_path_rate=0.0).double().train()
     other.load_state_dict(model.state_dict())
     x = torch.randn(1, 3, 64, 64, dtype=torch.double, requires_grad=True)
     grads = []

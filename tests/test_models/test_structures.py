@@ -1,17 +1,20 @@
-"""Branches: which layers they take, and what they compute of them."""
+"""Which sites structures take, and what they compute of the layers that fill them."""
+
+import copy
 
 import pytest
 import torch
-from mmpretrain.models import SwinTransformer, VisionTransformer
+from mmpretrain.models import PoolFormer, SwinTransformer, VisionTransformer
 
 from repa_mm.faster.attention import FastShiftWindowMSA
 from repa_mm.models import (
     ExpertsVisionTransformer,
     ParallelSwinTransformer,
     ParallelVisionTransformer,
+    add_structures,
 )
 from repa_mm.models.builder import Restructured
-from repa_mm.reparam import CheckpointError, ParallelAttention, reparameterize
+from repa_mm.reparam import CheckpointError, Form, ParallelAttention, reparameterize
 
 VIT = dict(img_size=32, patch_size=8, out_type='featmap')
 SWIN = dict(window_size=4, img_size=64, pad_small_map=True, out_indices=(0, 1, 2, 3))
@@ -138,7 +141,6 @@ def test_branches_that_cannot_be(make, message):
 
 def test_norms_that_go_behind_branches_are_filled_once(relative_error, randomize, tmp_path):
     """Scales and shifts of the norms are in the matrices of the branches."""
-    kept = dict(type='ChannelIdle', idle_ratio=0.0, norm_cfg=dict(type='keep'))
     ordinary = randomize(VisionTransformer(vit_arch(4), **VIT))
     torch.save(ordinary.state_dict(), tmp_path / 'vit.pth')
     kwargs = dict(VIT, init_cfg=dict(type='Pretrained', checkpoint=str(tmp_path / 'vit.pth')))
@@ -146,7 +148,7 @@ def test_norms_that_go_behind_branches_are_filled_once(relative_error, randomize
     for structures in ([], [dict(type='ProgressiveNorms')]):
         model = RestructuredViT(
             vit_arch(2),
-            structures=[kept, dict(type='Branches'), *structures],
+            structures=[dict(type='Branches'), *structures],
             ordinary=(vit_arch(4),),
             **kwargs,
         )
@@ -156,17 +158,43 @@ def test_norms_that_go_behind_branches_are_filled_once(relative_error, randomize
     assert relative_error(models[1](x)[0], models[0](x)[0]) < 1e-5
 
 
-@pytest.mark.parametrize(
-    'structures, message',
-    [
-        (['Experts', 'Branches'], 'an? ExpertLinear already'),
-        (['Branches', 'Experts'], 'an? JoinedLinear already'),
-    ],
+FFN_FORMS = dict(
+    ChannelIdle='channel-idle FFN',
+    LinearPath='FFN with a linear path',
+    Branches='parallel FFN',
+    Experts='FFN of experts',
 )
-def test_branches_and_experts_do_not_take_each_others_place(structures, message):
-    idle = dict(type='ChannelIdle')
-    with pytest.raises(ValueError, match=message):
-        RestructuredViT(vit_arch(2), structures=[idle, *(dict(type=s) for s in structures)], **VIT)
+
+
+@pytest.mark.parametrize('first', FFN_FORMS)
+@pytest.mark.parametrize('second', FFN_FORMS)
+def test_a_site_takes_one_form(first, second):
+    """And a structure that is refused at a later block leaves all blocks as they are."""
+    model = VisionTransformer(vit_arch(2), **VIT)
+    add_structures(model.layers[1], [dict(type=first)])
+    before = copy.deepcopy(model)
+    with pytest.raises(ValueError, match="'layers.1.*there is an? .* already") as error:
+        add_structures(model, [dict(type=second)])
+    attention = first == second == 'Branches'
+    assert ('parallel attention' if attention else FFN_FORMS[first]) in str(error.value)
+    x = torch.randn(1, 3, 32, 32)
+    model.eval(), before.eval()  # which return None
+    assert torch.equal(model(x)[0], before(x)[0])
+    assert model.state_dict().keys() == before.state_dict().keys()
+
+
+def test_a_block_that_calls_its_ffn_in_another_way_is_refused_before_anything_changes():
+    vit, pool = VisionTransformer(vit_arch(1), **VIT), PoolFormer('s12')
+    blocks = torch.nn.Sequential(vit.layers[0], pool.network[0][0])
+    with pytest.raises(ValueError, match='PoolFormerBlock does not call its FFN as'):
+        add_structures(blocks, [dict(type='Experts')])
+    assert not any(isinstance(m, Form) for m in blocks.modules())
+
+
+def test_progressive_norms_are_no_place_for_branches():
+    structures = [dict(type='ProgressiveNorms'), dict(type='Branches')]
+    with pytest.raises(ValueError, match='linear layer with a progressive norm already'):
+        RestructuredViT(vit_arch(2), structures=structures, **VIT)
 
 
 def test_branches_of_other_numbers_in_each_block_are_not_filled(tmp_path):
@@ -180,7 +208,7 @@ def test_branches_of_other_numbers_in_each_block_are_not_filled(tmp_path):
 
 def test_a_frozen_norm_freezes_no_linear_layer():
     idle = dict(type='ChannelIdle', norm_cfg=dict(type='BN', requires_grad=False))
-    for structures in ([idle, dict(type='Experts')], [idle, dict(type='Branches')]):
+    for structures in ([idle], [dict(type='Experts')], [dict(type='Branches')]):
         ffn = RestructuredViT(vit_arch(1), structures=structures, **VIT).layers[0].ffn
         assert all(p.requires_grad for p in (*ffn.fc1.parameters(), *ffn.fc2.parameters()))
         frozen = RestructuredViT(vit_arch(1), structures=structures, frozen_stages=1, **VIT)
@@ -210,8 +238,3 @@ def test_the_linear_path_takes_pretrained_weights(tmp_path):
     assert torch.equal(first.fc1.weight, fc1.weight[:20])
     torch.testing.assert_close(first.linear.weight, fc2.weight[:, 20:] @ fc1.weight[20:])
     assert torch.equal(second.layers[1].weight, ordinary.layers[1].ffn.layers[1].weight)
-    # Not a place for the structures that are made of channel-idle FFNs.
-    with pytest.raises(ValueError, match='LinearPathFFN is not an FFN of two linear layers'):
-        RestructuredViT(
-            vit_arch(2), structures=[dict(type='LinearPath'), dict(type='Experts')], **VIT
-        )

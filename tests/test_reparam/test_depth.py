@@ -8,25 +8,13 @@ import torch.nn as nn
 import torch.nn.functional as F
 from hypothesis import HealthCheck, settings
 
-from repa_mm.reparam import (
-    ChannelIdleFFN,
-    ParallelAttention,
-    ParallelFFN,
-    add_branches,
-    join_branches,
-)
-
-
-def branched(dims, hidden, num_branches, ratio=0.75, **kwargs):
-    return add_branches(ChannelIdleFFN(dims, hidden, ratio, **kwargs), num_branches)
-
+from repa_mm.reparam import ParallelAttention, ParallelFFN, join_branches
 
 LAMS = (0.0, 0.3, 0.7, 1.0)
 FORMS = dict(
     attention=lambda b: ParallelAttention(16, 4, b, layer_scale_init_value=0.5),
     windows=lambda b: ParallelAttention(16, 4, b, window_size=(3, 4), qk_scale=0.3),
     ffn=lambda b: ParallelFFN(16, 40, b, layer_scale_init_value=0.5),
-    idle=lambda b: branched(16, 40, b, layer_scale_init_value=0.5),
 )
 
 
@@ -101,22 +89,6 @@ def test_forms_are_the_equations(num_branches, lam, training, randomize, relativ
         assert relative_error(form(x, mask), attention(form, x, lam, mask)) < 1e-12
 
 
-@pytest.mark.parametrize('path', ['literal', 'folded'])
-@pytest.mark.parametrize('lam', LAMS)
-@pytest.mark.parametrize('norm', ['BN', 'LN'])
-def test_idle_branches_join_where_they_are_active(path, lam, norm, randomize, relative_error):
-    form = randomize(branched(16, 40, 3, 0.75, norm_cfg=dict(type=norm))).double().train()
-    form.training_path = path
-    join_branches(form, lam)
-    before = copy.deepcopy(form)
-    x = torch.randn(2, 30, 16, dtype=torch.double)
-    u = before.norm1(x.flatten(0, 1))
-    active, idle = zip(*(b(u).tensor_split([10], dim=1) for b in before.fc1.branches))
-    a = torch.cat([F.gelu(torch.cat(joined(active, lam), 1)), *idle], 1)
-    expected = x + before.fc2(before.norm2(a)).view(x.shape)
-    assert relative_error(form(x), expected) < 1e-12
-
-
 def test_one_branch_is_an_ordinary_layer(randomize, relative_error):
     x = torch.randn(2, 12, 16)
     for make in FORMS.values():
@@ -165,7 +137,7 @@ def test_bad_input():
             join_branches(form, lam)
     with pytest.raises(ValueError, match='Linear has no JoinedLinear'):
         join_branches(nn.Linear(2, 2), 0.5)
-    for kind, args in ((ParallelAttention, (16, 4)), (ParallelFFN, (16, 40)), (branched, (16, 40))):
+    for kind, args in ((ParallelAttention, (16, 4)), (ParallelFFN, (16, 40))):
         for num_branches in (0, -1, 1.5, True, '2'):
             with pytest.raises(ValueError, match='1 branch or more'):
                 kind(*args, num_branches)
@@ -188,13 +160,3 @@ def test_compiles_once_for_all_lambdas():
         join_branches(form, lam)
         assert torch.allclose(compiled(x), form(x), atol=1e-6)
     assert count == 1
-
-
-def test_idle_branches_are_of_one_channel_idle_ffn():
-    """Branches add width: one branch of each has the ordinary number of active channels."""
-    form = join_branches(branched(16, 40, 3, 0.75), 1)
-    assert isinstance(form, ChannelIdleFFN) and form.num_active == 30
-    merged = form.merge()
-    assert merged.num_active == 10 and merged.fc1.weight.shape == (26, 16)
-    form = join_branches(branched(16, 40, 3, 1.0), 1)
-    assert form.merge().fc2 is None

@@ -30,8 +30,6 @@ from repa_mm.reparam import (
     ParallelFFN,
     ProgressiveNorm,
     Scheduled,
-    add_branches,
-    add_experts,
     finish_schedules,
     is_reparameterized,
     reparameterize,
@@ -42,14 +40,6 @@ C, H = 16, 40
 
 def idle(**kwargs):
     return lambda: ChannelIdleFFN(C, H, layer_scale_init_value=0.5, **kwargs)
-
-
-def branched(**kwargs):
-    return lambda: add_branches(idle(**kwargs)(), 3)
-
-
-def experts(**kwargs):
-    return lambda: add_experts(idle(**kwargs)(), 3)
 
 
 def linear_path(**kwargs):
@@ -64,8 +54,6 @@ FORMS = dict(
     idle_ln=(idle(norm_cfg=dict(type='LN')), MergedFFN, 1),
     idle_gn=(idle(norm_cfg=dict(type='TokenGN'), idle_ratio=0.5), MergedFFN, 1),
     branches=(lambda: ParallelFFN(C, H, 3, layer_scale_init_value=0.5), OrdinaryFFN, 3),
-    branches_idle=(branched(), MergedFFN, 3),
-    branches_idle_ln=(branched(norm_cfg=dict(type='LN')), MergedFFN, 3),
     attention=(
         lambda: ParallelAttention(C, 4, 2, layer_scale_init_value=0.5),
         OrdinaryAttention,
@@ -77,8 +65,6 @@ FORMS = dict(
         2,
     ),
     experts=(lambda: ExpertsFFN(C, H, 3, layer_scale_init_value=0.5), OrdinaryFFN, 1),
-    experts_idle=(experts(), MergedFFN, 1),
-    experts_idle_gn=(experts(norm_cfg=dict(type='TokenGN')), MergedFFN, 1),
     path_idle=(linear_path(), MergedFFN, 1),
     path_idle_0=(linear_path(idle_ratio=0), MergedFFN, 1),
     path_idle_without_norms=(linear_path(norm_cfg=None), MergedFFN, 1),
@@ -247,16 +233,16 @@ def test_filled_with_ordinary_weights_it_computes_what_they_do(name, relative_er
     assert relative_error(actual, expected) < 1e-5
 
 
-@pytest.mark.parametrize('kind', ['one', 'branches', 'experts'])
-def test_channel_idle_forms_are_filled(kind, relative_error):
-    """With the norm kept and no idle channel they compute what the ordinary FFNs do."""
-    cfg = dict(norm_cfg=dict(type='LN'), idle_ratio=0)
-    form = dict(one=idle, branches=branched, experts=experts)[kind](**cfg)().eval()
-    sources = [ordinary('ffn') for _ in range(3 if kind == 'branches' else 1)]
-    form.fill(*(parts for parts, _ in sources))
+@pytest.mark.parametrize('scale', [0.5, 0.0])
+def test_a_channel_idle_ffn_is_filled(scale, relative_error):
+    """With the norm kept and no idle channel it computes what the ordinary FFN does."""
+    cfg = dict(norm_cfg=dict(type='LN'), idle_ratio=0, layer_scale_init_value=scale)
+    form = ChannelIdleFFN(C, H, **cfg).eval()
+    parts, function = ordinary('ffn')
+    form.fill(parts)
     x = tokens('ffn')
-    assert relative_error(form(x) - x, sum(function(x) for _, function in sources)) < 1e-5
-    assert relative_error(reparameterize(finish_schedules(form))(x), form(x)) < 1e-5
+    assert relative_error(form(x) - x, function(x)) < 1e-5
+    assert relative_error(reparameterize(form)(x), form(x)) < 1e-5
 
 
 @pytest.mark.parametrize('norm_cfg', [None, dict(type='BN')])

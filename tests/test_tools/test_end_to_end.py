@@ -87,7 +87,7 @@ def test_both_forms_predict_the_same(trained, digits, tmp_path, run_tool):
     found = [
         predictions_of(task, file, tmp_path / name, run_tool, digits, **options)
         for name, file, options in (
-            ('training form', checkpoint, dict(custom_hooks='[]')),
+            ('training form', checkpoint, {'default_hooks.reparameterize.when': 'val'}),
             ('by the hook', checkpoint, {}),
             ('merged file', merged, {'model.backbone.deploy': True}),
         )
@@ -181,9 +181,8 @@ model = dict(
         dict(type='ChannelIdle', where='encoder', idle_ratio=0.875),
     ],
 )
-custom_hooks = [
-    dict(type='EMAHook', momentum=0.5, update_buffers=True), dict(type='ReparameterizeHook')
-]
+custom_hooks = [dict(type='EMAHook', momentum=0.5, update_buffers=True)]
+default_hooks = dict(reparameterize=dict(type='ReparameterizeHook'))
 """)
     options = ['--cfg-options', 'train_dataloader.batch_size=2', 'randomness.seed=0']
 
@@ -201,11 +200,8 @@ custom_hooks = [
     by_hook = scores('by_hook', config, checkpoint)
     (log,) = (tmp_path / 'by_hook').glob('*/*.log')
     assert 'Reparameterized 5 channel-idle FFNs' in log.read_text()
-    form = tmp_path / 'form.py'
-    form.write_text(
-        "_base_ = 'repa.py'\ncustom_hooks = [dict(type='EMAHook', update_buffers=True)]"
-    )
-    torch.testing.assert_close(by_hook, scores('trained', form, checkpoint))
+    training_form = scores('trained', config, checkpoint, 'default_hooks.reparameterize.when=val')
+    torch.testing.assert_close(by_hook, training_form)
     merged = tmp_path / 'merged.pth'
     run_tool('reparameterize', config, checkpoint, merged, cwd=digits)
     found = scores('merged', config, merged, 'custom_hooks=[]', 'model.deploy=True')

@@ -13,18 +13,19 @@ VIT = (
     'arch=dict(embed_dims=16, num_layers=3, num_heads=2, feedforward_channels=32), '
     "img_size=96, patch_size=16, out_indices=[0, 1, 2], out_type='featmap'"
 )
-SCHEDULE = "dict(type='ScheduleHook', warmup=1), "
+SCHEDULE = "dict(type='ScheduleHook', warmup=1)"
 STRUCTURES = dict(
     parallel=(f"type='ParallelSwinTransformer', num_branches=2, {ARCH}", [48, 96, 192], SCHEDULE),
     progressive_idle=(
-        f"type='ProgressiveSwinTransformer', idle_ratio=0.75, {ARCH}",
-        [48, 96, 192],
+        "_delete_=True, type='Restructured', model={{_base_.model.backbone}}, "
+        "structures=[dict(type='ChannelIdle'), dict(type='ProgressiveNorms')]",
+        [96, 192, 384],
         SCHEDULE,
     ),
-    experts_idle=(
-        f"_delete_=True, type='ExpertsVisionTransformer', num_experts=2, idle_ratio=0.5, {VIT}",
+    experts=(
+        f"_delete_=True, type='ExpertsVisionTransformer', num_experts=2, {VIT}",
         [16] * 3,
-        "dict(type='AverageExpertsHook'), ",
+        "dict(type='AverageExpertsHook')",
     ),
     mixers=(
         "_delete_=True, type='AffineRIFormer', out_indices=[2, 4, 6], "
@@ -45,7 +46,8 @@ def config(request, tmp_path):
         f'model = dict(backbone=dict({backbone}),\n'
         f'             neck=dict(in_channels={widths}, out_channels=32),\n'
         '             bbox_head=dict(in_channels=32, feat_channels=32))\n'
-        f"custom_hooks = [{hooks}dict(type='ReparameterizeHook')]\n"
+        f'custom_hooks = [{hooks}]\n'
+        "default_hooks = dict(reparameterize=dict(type='ReparameterizeHook'))\n"
         'train_dataloader = dict(batch_size=4, num_workers=0, persistent_workers=False)\n'
         'train_cfg = dict(max_epochs=1, val_interval=1)\n'
     )

@@ -64,9 +64,6 @@ class ChannelIdleFFN(TrainingForm):
     ``training_path`` ('auto', 'literal' or 'folded') forces one or the other, see
     :func:`set_training_path`.
 
-    The linear layers may be made of several ones, see :mod:`repa_mm.reparam.depth` and
-    :mod:`repa_mm.reparam.experts`.
-
     Raises:
         ValueError: If the idle ratio is not in [0, 1], or the activation or the norm is unknown.
     """
@@ -185,7 +182,7 @@ class ChannelIdleFFN(TrainingForm):
         check_dropouts(self)
         w_in, b_in = exact(self.fc1, 'its fc1')
         w_out, b_out = exact(self.fc2, 'its fc2')
-        folded = fold(
+        return fold(
             w_in,
             b_in,
             w_out,
@@ -195,49 +192,29 @@ class ChannelIdleFFN(TrainingForm):
             batch_norm_affine(self.norm2, w_out),
             None if self.layer_scale is None else double(self.layer_scale),
         )
-        # Joined branches activate the same channels.
-        collapse = getattr(self.fc1, 'collapse', None)
-        return folded._replace(**collapse(*folded[2:])) if collapse else folded
 
-    def fill(self, *ffns: FFNParts) -> None:
-        """Take the weights of ordinary FFNs, whose first channels become the active ones.
+    def fill(self, ffn: FFNParts) -> None:
+        """Take the weights of an ordinary FFN, whose first channels become the active ones.
 
         The statistics of BatchNorms stay as they are. With the norm kept and no idle channel, the
         form then computes what the FFN does; otherwise it is a start for training.
 
         Args:
-            *ffns (FFNParts): One FFN, or one for each branch: then the norm, which the branches
-                share, has a scale of 1 and a shift of 0, and the layer scale is 1.
+            ffn (FFNParts): The FFN and the norm before it.
         """
-        scales = [None if p.scale is None else double(p.scale) for p in ffns]
-        own_scale = isinstance(self.layer_scale, nn.Parameter)
-        if len(ffns) == 1 and own_scale and scales[0] is not None:
-            self.layer_scale.copy_(scales[0])
-            scales = [None]
-        elif own_scale:
-            self.layer_scale.fill_(1)
-        elif self.layer_scale is not None:  # a constant, which the parts have, too
-            scales = [None if s is None else s / double(self.layer_scale) for s in scales]
-        copy_affine(self.norm1, ffns[0].norm if len(ffns) == 1 else None)
-        own_norm = len(ffns) == 1 and not isinstance(self.norm1, nn.Identity)
-        ins = [matrix(p.fc1) if own_norm else fold_norm(p.norm, p.fc1) for p in ffns]
-        outs = []
-        for part, scale in zip(ffns, scales):
-            weight, bias = matrix(part.fc2)
-            bias = weight.new_zeros(len(weight)) if bias is None else bias
-            outs.append(
-                (weight, bias) if scale is None else (scale[:, None] * weight, scale * bias)
-            )
-        if len(ffns) > 1:
-            active = self.num_active // len(ffns)
-            halves = zip(*(weight.tensor_split([active], dim=1) for weight, _ in outs))
-            weight = torch.cat([torch.cat(half, dim=1) for half in halves], dim=1)
-            outs = [(weight, sum(bias for _, bias in outs))]
-        for layer, pairs in ((self.fc1, ins), (self.fc2, outs)):
-            if hasattr(layer, 'fill'):
-                layer.fill(*pairs)
-            else:
-                copy_matrix(layer, *pairs[0])
+        scale = None if ffn.scale is None else double(ffn.scale)
+        if isinstance(self.layer_scale, nn.Parameter):
+            self.layer_scale.copy_(torch.ones_like(self.layer_scale) if scale is None else scale)
+            scale = None
+        elif self.layer_scale is not None and scale is not None:  # a constant of both
+            scale = scale / double(self.layer_scale)
+        copy_affine(self.norm1, ffn.norm)
+        has_norm = not isinstance(self.norm1, nn.Identity)
+        copy_matrix(self.fc1, *(matrix(ffn.fc1) if has_norm else fold_norm(ffn.norm, ffn.fc1)))
+        weight, bias = matrix(ffn.fc2)
+        if scale is not None:
+            weight, bias = scale[:, None] * weight, None if bias is None else scale * bias
+        copy_matrix(self.fc2, weight, bias)
 
     def merge(self) -> MergedFFN:
         """Compute the deploy form (paper eq. 4-7) in float64.
