@@ -11,7 +11,7 @@ from repa_mm.models import (
     ExpertsVisionTransformer,
     ParallelSwinTransformer,
     ParallelVisionTransformer,
-    add_structures,
+    add_structures_,
 )
 from repa_mm.models.builder import Restructured
 from repa_mm.reparam import CheckpointError, Form, ParallelAttention, reparameterize
@@ -171,10 +171,10 @@ FFN_FORMS = dict(
 def test_a_site_takes_one_form(first, second):
     """And a structure that is refused at a later block leaves all blocks as they are."""
     model = VisionTransformer(vit_arch(2), **VIT)
-    add_structures(model.layers[1], [dict(type=first)])
+    add_structures_(model.layers[1], [dict(type=first)])
     before = copy.deepcopy(model)
     with pytest.raises(ValueError, match="'layers.1.*there is an? .* already") as error:
-        add_structures(model, [dict(type=second)])
+        add_structures_(model, [dict(type=second)])
     attention = first == second == 'Branches'
     assert ('parallel attention' if attention else FFN_FORMS[first]) in str(error.value)
     x = torch.randn(1, 3, 32, 32)
@@ -187,7 +187,7 @@ def test_a_block_that_calls_its_ffn_in_another_way_is_refused_before_anything_ch
     vit, pool = VisionTransformer(vit_arch(1), **VIT), PoolFormer('s12')
     blocks = torch.nn.Sequential(vit.layers[0], pool.network[0][0])
     with pytest.raises(ValueError, match='PoolFormerBlock does not call its FFN as'):
-        add_structures(blocks, [dict(type='Experts')])
+        add_structures_(blocks, [dict(type='Experts')])
     assert not any(isinstance(m, Form) for m in blocks.modules())
 
 
