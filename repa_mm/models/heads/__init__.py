@@ -1,12 +1,16 @@
 """Registered heads."""
 
-from importlib.util import find_spec
+import torch.nn as nn
+from mmengine.registry import MODELS
 
 from repa_mm.models.heads.token_label import TokenLabelHead
 
-__all__ = ['TokenLabelHead']
+__all__ = ['TokenLabelHead', 'build_fast_uper_head']
 
-if find_spec('mmseg'):
-    from repa_mm.models.heads.uper_head import FastUPerHead  # noqa: F401
 
-    __all__ += ['FastUPerHead']
+@MODELS.register_module(name='FastUPerHead')
+def build_fast_uper_head(**kwargs) -> nn.Module:
+    """Build a :class:`~repa_mm.models.heads.uper_head.FastUPerHead`, which needs MMSegmentation."""
+    from repa_mm.models.heads.uper_head import FastUPerHead
+
+    return FastUPerHead(**kwargs)
