@@ -58,11 +58,18 @@ endef
 demo: env
 	@.venv/bin/python tools/demo.py --task $(TASK) $(ARGS)
 
-lint: env
-	@.venv/bin/ruff check . && .venv/bin/ruff format --check .
+# ruff alone, as the requirements pin it.
+RUFF := .venv-lint/bin/ruff
+$(RUFF): requirements/onedl.txt
+	@$(PYTHON) -m venv .venv-lint
+	@.venv-lint/bin/pip install --quiet $$(grep --only-matching '^ruff==[^ ]*' $<)
+	@touch $@
 
-format: env
-	@.venv/bin/ruff check --fix . && .venv/bin/ruff format .
+lint: $(RUFF)
+	@$(RUFF) check . && $(RUFF) format --check .
+
+format: $(RUFF)
+	@$(RUFF) check --fix . && $(RUFF) format .
 
 test: env
 	@OMP_NUM_THREADS=1 .venv/bin/python $(PYTEST) -m 'not slow' $(ARGS)
@@ -74,8 +81,8 @@ test-openmmlab: env-openmmlab
 	@OMP_NUM_THREADS=1 .venv-openmmlab/bin/python $(PYTEST) -m 'not slow' $(ARGS)
 
 clean:
-	rm -rf build dist repa_mm.egg-info .pytest_cache .hypothesis
+	rm -rf build dist repa_mm.egg-info .pytest_cache .hypothesis .ruff_cache
 	find repa_mm configs tools tests -name __pycache__ -prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf .venv .venv-openmmlab repa_mm/.mim
+	rm -rf .venv .venv-lint .venv-openmmlab repa_mm/.mim

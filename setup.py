@@ -81,6 +81,10 @@ setup(
     long_description=read('README.md') if osp.exists(osp.join(ROOT, 'README.md')) else '',
     long_description_content_type='text/markdown',
     author='The RePa-MM authors',
+    project_urls={
+        'Paper': 'https://arxiv.org/abs/2505.21847',
+        "Code of the paper's authors": 'https://github.com/Ackesnal/RePaViT',
+    },
     license='Apache License 2.0',
     keywords='computer vision, object detection, semantic segmentation, '
     'vision transformer, structural reparameterization, OpenMMLab',
@@ -91,7 +95,7 @@ setup(
         'Topic :: Scientific/Engineering :: Artificial Intelligence',
     ],
     packages=find_packages(include=['repa_mm', 'repa_mm.*']),
-    package_data={'repa_mm.benchmark': ['*.csv']},
+    package_data={'repa_mm': ['py.typed'], 'repa_mm.benchmark': ['*.csv']},
     python_requires='>=3.10',
     # MMCV and MMEngine are not required here: the packages of OpenMMLab and of OneDL install the
     # same modules, so that naming one would overwrite the other. `import repa_mm` checks what is

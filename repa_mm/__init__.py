@@ -1,44 +1,56 @@
 """RePaFormers for OpenMMLab: faster transformer detectors and segmentors.
 
-``import repa_mm`` registers backbones, heads, transforms, hooks and metrics. Where MMEngine is not
-installed, only the method itself, :mod:`repa_mm.reparam`, can be used.
+``import repa_mm`` registers backbones, heads, transforms, hooks and metrics. The method itself,
+:mod:`repa_mm.reparam`, needs PyTorch alone: where MMEngine, MMCV or MMPretrain are missing or do
+not load, nothing is registered, and the method works.
 """
 
+import warnings
 from importlib import import_module
 from importlib.util import find_spec
 
+from repa_mm.paths import config_path
 from repa_mm.reparam import ChannelIdleFFN, MergedFFN, reparameterize
 from repa_mm.version import __version__
 
-__all__ = ['ChannelIdleFFN', 'MergedFFN', '__version__', 'reparameterize']
+__all__ = ['ChannelIdleFFN', 'MergedFFN', '__version__', 'config_path', 'reparameterize']
 
-if find_spec('mmengine'):
+_MM_NAMES = ('convert_pretrained', 'fast_window_attention', 'idle_channels', 'reduce_tokens')
+_reason, _error = 'MMEngine is not installed', None
+
+
+def _check_versions() -> None:
     from mmengine.utils import digit_version
 
-    try:
-        import_module('mmcv._ext')
-    except ImportError as error:
-        raise ImportError(
-            f"mmcv's compiled operators do not load ({error}): compile mmcv against the installed "
-            'PyTorch, see docs/install.md'
-        ) from error
-    for _name, _low, _high in (
+    for name, low, high in (
         ('mmengine', '0.10.0', '1.0.0'),
         ('mmcv', '2.0.0', '3.0.0'),
         ('mmpretrain', '1.0.0', '2.0.0'),
     ):
-        _found = import_module(_name).__version__
-        assert digit_version(_low) <= digit_version(_found) < digit_version(_high), (
-            f'{_name}=={_found} is used but incompatible. Please install {_name}>={_low}, <{_high}.'
+        found = import_module(name).__version__
+        if not digit_version(low) <= digit_version(found) < digit_version(high):
+            raise ImportError(f'{name}=={found} is used but incompatible: install >={low}, <{high}')
+
+
+if find_spec('mmengine'):
+    try:
+        _check_versions()
+        from repa_mm import datasets, engine  # noqa: F401
+        from repa_mm.convert import convert_pretrained  # noqa: F401
+        from repa_mm.faster import fast_window_attention  # noqa: F401
+        from repa_mm.models import idle_channels, reduce_tokens  # noqa: F401
+    except Exception as error:  # they fail in many ways, and the method does not need them
+        _reason, _error = f'{type(error).__name__}: {error}', error
+        warnings.warn(
+            f'repa_mm cannot register its models and hooks ({_reason}): see docs/install.md'
         )
+    else:
+        __all__ += _MM_NAMES
 
-    from repa_mm import datasets, engine  # noqa: F401
-    from repa_mm.convert import convert_pretrained
-    from repa_mm.faster import fast_window_attention
-    from repa_mm.models import idle_channels, reduce_tokens
-    from repa_mm.paths import config_path
 
-    __all__ += [
-        'config_path', 'convert_pretrained', 'fast_window_attention', 'idle_channels',
-        'reduce_tokens',
-    ]  # fmt: skip
+def __getattr__(name: str):
+    if name not in _MM_NAMES:
+        raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+    raise ImportError(
+        f'repa_mm.{name} needs MMEngine, MMCV and MMPretrain ({_reason}): see docs/install.md'
+    ) from _error

@@ -2,6 +2,7 @@
 
 import copy
 import os.path as osp
+from collections.abc import Sequence
 
 import torch.nn as nn
 from mmengine.config import Config, ConfigDict
@@ -97,12 +98,19 @@ def image_config(cfg: Config, split: str, folder: str | None = None, **options) 
     return dict(source, pipeline=dataset_config(cfg, 'test').pipeline, **options)
 
 
-def codebase_tool(config: str, name: str) -> str:
+def codebase_tool(arguments: Sequence[str], name: str) -> str | None:
     """Return the path of a tool of the codebase that a config is for.
 
     Args:
-        config (str): Path of the config.
+        arguments (Sequence[str]): What the tool is called with. The first name that ends with
+            '.py' is the config's, wherever it stands: options before it may have values.
         name (str): The tool's, 'train.py' or 'test.py'.
+
+    Returns:
+        str | None: The path, or None if there is no config among the arguments.
     """
-    scope = Config.fromfile(config).default_scope
-    return osp.join(osp.dirname(config_root(scope)), 'tools', name)
+    for argument in arguments:
+        if argument.endswith('.py') and not argument.startswith('-'):
+            scope = Config.fromfile(argument).default_scope
+            return osp.join(osp.dirname(config_root(scope)), 'tools', name)
+    return None

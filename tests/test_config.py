@@ -91,7 +91,15 @@ def test_a_model_takes_the_form_of_its_weights(config, tmp_path, randomize):
 def test_configs_and_tools_of_installed_codebases(tmp_path):
     pytest.importorskip('mmdet')
     assert load_config('mmdet::retinanet/retinanet_r50_fpn_1x_coco.py').model.type == 'RetinaNet'
-    tool = codebase_tool(config_path('retinanet_repa_swin_b'), 'train.py')
-    assert tool.startswith(config_root('mmdet').removesuffix('configs'))
-    with open(tool) as file:
-        assert 'runner.train()' in file.read()
+    config = config_path('retinanet_repa_swin_b')
+    for arguments in (
+        [config],
+        ['--work-dir', 'x', config],
+        ['--local_rank=0', config, '--work-dir', 'x'],
+        ['--work-dir=other.py', '--resume', 'epoch.pth', config, 'other.pth'],
+    ):
+        tool = codebase_tool(arguments, 'train.py')
+        assert tool.startswith(config_root('mmdet').removesuffix('configs'))
+        with open(tool) as file:
+            assert 'runner.train()' in file.read()
+    assert codebase_tool(['--help'], 'train.py') is None

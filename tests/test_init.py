@@ -1,27 +1,123 @@
-"""What `import repa_mm` needs."""
+"""What `import repa_mm` needs, and what it does where something is missing."""
 
 import os
 import subprocess
 import sys
 from pathlib import Path
 
-CODE = """
-import sys
-sys.modules['mmengine'] = None  # not installed
-import repa_mm
-assert repa_mm.reparameterize and not hasattr(repa_mm, 'config_path')
-for name in [name for name in sys.modules if name.split('.')[0] in ('repa_mm', 'mmengine')]:
-    del sys.modules[name]
-sys.modules['mmcv._ext'] = None
+import pytest
+
+START = """
+import sys, warnings
+import torch
+
+class Broken:
+    '''A finder by which the import of some packages fails.'''
+
+    def __init__(self, **errors):
+        self.errors = errors
+
+    def find_spec(self, name, path=None, target=None):
+        error = self.errors.get(name.replace('.', '_'))
+        if error:
+            raise error
+
+def check_the_method():
+    import repa_mm.reparam
+    ffn = repa_mm.ChannelIdleFFN(8, 32).eval()
+    x = torch.randn(2, 5, 8)
+    torch.testing.assert_close(repa_mm.reparameterize(ffn)(x), ffn(x))
+    return repa_mm
+"""
+WITHOUT_MMENGINE = """
+sys.modules['mmengine'] = None
+with warnings.catch_warnings():
+    warnings.simplefilter('error')
+    repa_mm = check_the_method()
+assert not hasattr(repa_mm, 'another_name')
 try:
-    import repa_mm
+    from repa_mm import convert_pretrained
 except ImportError as error:
-    assert 'compiled operators do not load' in str(error)
+    assert 'convert_pretrained needs MMEngine' in str(error), error
 else:
     assert False
 """
+WITH_A_BROKEN_MMCV = """
+message = 'operator torchvision::nms does not exist'
+sys.meta_path.insert(0, Broken(mmcv=RuntimeError(message)))
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter('always')
+    repa_mm = check_the_method()
+assert [message in str(w.message) for w in caught if 'repa_mm cannot' in str(w.message)] == [True]
+try:
+    repa_mm.convert_pretrained
+except ImportError as error:
+    assert f'(RuntimeError: {message})' in str(error), error
+else:
+    assert False
+"""
+WITH_AN_OLD_MMPRETRAIN = """
+import mmpretrain
+mmpretrain.__version__ = '0.25.0'
+repa_mm = check_the_method()
+try:
+    repa_mm.fast_window_attention
+except ImportError as error:
+    assert 'mmpretrain==0.25.0 is used but incompatible: install >=1.0.0' in str(error), error
+else:
+    assert False
+"""
+# mmcv as `pip install mmcv` without a compiler leaves it.
+WITHOUT_OPERATORS = """
+sys.meta_path.insert(0, Broken(mmcv__ext=ModuleNotFoundError("No module named 'mmcv._ext'")))
+check_the_method()
+import repa_mm
+from mmengine.registry import MODELS
+
+vit = dict(
+    type='mmpretrain.VisionTransformer', img_size=32, out_type='featmap',
+    arch=dict(embed_dims=16, num_layers=2, num_heads=2, feedforward_channels=64))
+model = MODELS.build(dict(
+    type='Restructured', model=vit, structures=[dict(type='ChannelIdle', idle_ratio=.75)])).eval()
+image = torch.randn(1, 3, 32, 32)
+with torch.no_grad():
+    merged = repa_mm.reparameterize(model)(image)
+    torch.testing.assert_close(merged, model(image), rtol=1e-4, atol=1e-4)
+try:
+    import mmdet
+except ImportError:
+    sys.exit()
+try:
+    MODELS.build(dict(type='mmdet.RetinaNet'))
+except ImportError as error:  # docs/install.md has this message
+    assert "No module named 'mmcv._ext'" in str(error), error
+else:
+    assert False
+"""
+AS_A_CONFIG_DOES = """
+from mmengine.registry import DATASETS, HOOKS, MODELS, TRANSFORMS
+from mmengine.utils import import_modules_from_strings
+import repa_mm.reparam
+import_modules_from_strings(imports=['repa_mm'], allow_failed_imports=False)
+for registry, name in (
+    (MODELS, 'Restructured'), (MODELS, 'RePaSwinTransformer'), (MODELS, 'FastUPerHead'),
+    (HOOKS, 'ReparameterizeHook'), (HOOKS, 'ScheduleHook'), (DATASETS, 'ImageFolder')
+):
+    assert registry.get(name), name
+assert repa_mm.convert_pretrained and 'convert_pretrained' in repa_mm.__all__
+# MMPretrain itself imports MMDetection.
+assert 'mmseg' not in sys.modules
+"""
 
 
-def test_without_mmengine_and_without_compiled_operators():
+@pytest.mark.parametrize(
+    'code',
+    [
+        pytest.param(code, id=name.lower())
+        for name, code in list(globals().items())
+        if name.startswith(('WITH', 'AS_'))
+    ],
+)
+def test_import(code):
     env = dict(os.environ, PYTHONPATH=str(Path(__file__).parents[1]))
-    subprocess.run([sys.executable, '-c', CODE], check=True, env=env)
+    subprocess.run([sys.executable, '-c', START + code], check=True, env=env)

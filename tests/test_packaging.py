@@ -3,6 +3,7 @@
 import email
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
 
 import repa_mm
 
@@ -45,9 +47,9 @@ def copy_sources(target):
         shutil.copytree(
             ROOT / name, target / name, ignore=shutil.ignore_patterns('__pycache__', '.mim')
         )
-    for name in ('setup.py', 'MANIFEST.in', 'LICENSE', 'README.md', 'model-index.yml'):
-        if (ROOT / name).exists():
-            shutil.copy(str(ROOT / name), str(target / name))
+    files = 'setup.py', 'pyproject.toml', 'MANIFEST.in', 'LICENSE', 'README.md', 'model-index.yml'
+    for name in files:
+        shutil.copy(str(ROOT / name), str(target / name))
     return target
 
 
@@ -98,10 +100,11 @@ def test_the_wheel_holds_the_package_and_nothing_beside_it(wheel):
     sources = {
         path.relative_to(ROOT).as_posix()
         for path in (ROOT / 'repa_mm').rglob('*')
-        if path.suffix in ('.py', '.csv') and '.mim' not in path.parts
+        if path.suffix in ('.py', '.csv', '.typed') and '.mim' not in path.parts
     }
     packed = {name for name in names if name.startswith('repa_mm/') and '/.mim/' not in name}
     assert sources == packed
+    assert 'repa_mm/py.typed' in packed
 
 
 def test_the_wheel_has_what_mim_looks_for(wheel):
@@ -113,13 +116,25 @@ def test_the_wheel_has_what_mim_looks_for(wheel):
     assert not any(name.startswith('tools/dev/') for name in packed)
 
 
-def test_the_wheel_pulls_in_no_mm_package(wheel):
+@pytest.fixture(scope='session')
+def meta(wheel):
     archive = zipfile.ZipFile(str(wheel))
     (name,) = (n for n in archive.namelist() if n.endswith('.dist-info/METADATA'))
-    meta = email.message_from_bytes(archive.read(name))
+    return email.message_from_bytes(archive.read(name))
+
+
+def test_the_wheel_pulls_in_no_mm_package(meta):
     required = sorted(r for r in meta.get_all('Requires-Dist') if 'extra ==' not in r)
     assert required == ['greenlet', 'numpy', 'torch>=2.0']
     assert meta['Requires-Python'] == '>=3.10'
+
+
+def test_project_urls_are_those_of_the_docs(meta):
+    docs = ''.join(path.read_text() for path in [ROOT / 'README.md', *ROOT.glob('docs/*.md')])
+    urls = [url.split(', ')[-1] for url in meta.get_all('Project-URL')]
+    assert urls
+    for url in urls:
+        assert f'({url})' in docs, url
 
 
 def test_configs_inherit_from_the_installed_wheel(installed, tmp_path):
@@ -199,3 +214,24 @@ def test_config_path_in_a_checkout():
     assert Path(repa_mm.config_path('demo/retinanet_swin_digits')).parent == ROOT / 'configs/demo'
     with pytest.raises(FileNotFoundError, match="repa_mm has no config 'swin'"):
         repa_mm.config_path('swin')
+
+
+def test_ruff_is_pinned_once():
+    (pin,) = re.findall(r'^ruff==([\d.]+)', (ROOT / 'requirements/onedl.txt').read_text(), re.M)
+    (hook,) = yaml.safe_load((ROOT / '.pre-commit-config.yaml').read_text())['repos']
+    assert hook['repo'].endswith('/ruff-pre-commit')
+    assert hook['rev'] == f'v{pin}'
+
+
+def test_the_workflow_runs_targets_of_the_makefile():
+    """Both stacks, on the oldest and the newest Python that the main stack is for."""
+    jobs = yaml.safe_load((ROOT / '.github/workflows/ci.yml').read_text())['jobs']
+    assert set(jobs) == {'lint', 'test', 'wheel'}
+    cases = jobs['test']['strategy']['matrix']['include']
+    assert {(case['target'], case['python']) for case in cases} == {
+        ('test', '3.10'), ('test', '3.12'), ('test-openmmlab', '3.11')
+    }  # fmt: skip
+    makefile = (ROOT / 'Makefile').read_text()
+    for target, venv in {('lint', '.venv-lint'), *((c['target'], c['venv']) for c in cases)}:
+        assert re.search(f'^{target}: ', makefile, re.M), target
+        assert f'{venv}/bin/' in makefile, venv

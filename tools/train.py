@@ -3,7 +3,7 @@
     python tools/train.py CONFIG [options]
 
 imports repa_mm and runs the tools/train.py of the config's codebase (MMDetection, MMSegmentation or
-MMPretrain). CONFIG comes first; `python tools/train.py CONFIG --help` lists the options.
+MMPretrain). `python tools/train.py CONFIG --help` lists the options.
 """
 
 import runpy
@@ -12,8 +12,7 @@ import sys
 from repa_mm.config import codebase_tool
 
 if __name__ == '__main__':
-    # Launchers may put --local-rank before the config.
-    configs = [argument for argument in sys.argv[1:] if not argument.startswith('-')]
-    if not configs:
+    tool = codebase_tool(sys.argv[1:], 'train.py')
+    if tool is None:
         sys.exit(__doc__)
-    runpy.run_path(codebase_tool(configs[0], 'train.py'), run_name='__main__')
+    runpy.run_path(tool, run_name='__main__')

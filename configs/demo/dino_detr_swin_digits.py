@@ -6,7 +6,7 @@ _base_ = [
     '../_base_/runtime/mmdet.py',
 ]
 
-dims, levels = 128, 3
+dims, levels = 256, 3  # MMDetection 3.3 takes 256 channels only, OneDL's any
 ffn_cfg = dict(embed_dims=dims, feedforward_channels=8 * dims, ffn_drop=0.0)
 deformable_cfg = dict(embed_dims=dims, num_levels=levels, dropout=0.0)
 model = dict(

@@ -8,9 +8,13 @@ trace has the sizes of the maps as constants.
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from mmcv.ops.multi_scale_deform_attn import MultiScaleDeformableAttention
 
 from repa_mm.faster.replace import replace
+
+try:
+    from mmcv.ops.multi_scale_deform_attn import MultiScaleDeformableAttention
+except ImportError:  # without mmcv's compiled operators no model has it
+    MultiScaleDeformableAttention = None
 
 
 def deformable_attention(
@@ -43,7 +47,7 @@ def deformable_attention(
     return out.view(batch, -1, num_queries).transpose(1, 2)
 
 
-class FastDeformableAttention(MultiScaleDeformableAttention):
+class FastDeformableAttention(MultiScaleDeformableAttention or nn.Module):
     """A ``MultiScaleDeformableAttention`` that computes the same in less time on a CPU.
 
     It has the arguments, the parameters and the state dict of its parent, and leaves other devices

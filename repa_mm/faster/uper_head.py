@@ -6,7 +6,6 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from mmcv.cnn import ConvModule
-from mmengine.registry import MODELS
 from mmseg.models import UPerHead
 
 from repa_mm.reparam import become
@@ -90,7 +89,6 @@ class ConvModuleOfResized(ConvModule):
         return self.activate(out) if self.with_activation else out
 
 
-@MODELS.register_module()
 class FastUPerHead(UPerHead):
     """A ``UPerHead`` that computes the same in less time.
 

@@ -43,7 +43,8 @@ def small_images(cfg):
 def detector(name, randomize, **options):
     """A very small detector whose objects differ, and its config."""
     deformable = name in ('dino', 'deformable_detr', 'two_stage')
-    dims = 256 if name in ('two_stage', 'conditional_detr') else 32  # fixed in MMDetection
+    # Fixed in MMDetection, that of DINO in 3.3.
+    dims = 256 if name in ('dino', 'two_stage', 'conditional_detr') else 32
     attention = dict(embed_dims=dims, num_heads=4)
     cross = dict(attention, num_points=2) if deformable else attention
     layer = dict(self_attn_cfg=attention, ffn_cfg=dict(embed_dims=dims, feedforward_channels=48))

@@ -189,13 +189,13 @@ default_hooks = dict(reparameterize=dict(type='ReparameterizeHook'))
     def scores(name, path, checkpoint, *more):
         out = tmp_path / f'{name}.pkl'
         where = '--work-dir', tmp_path / name
-        run_tool('test', path, checkpoint, '--out', out, *where, *options, *more, cwd=digits)
+        run_tool('test', '--out', out, *where, path, checkpoint, *options, *more, cwd=digits)
         with open(out, 'rb') as file:
             return [p['pred_instances']['scores'].sort().values for p in pickle.load(file)]
 
     for path in (vanilla, config):
         where = tmp_path / path.stem
-        run_tool('train', path, '--work-dir', where, *options, cwd=digits)
+        run_tool('train', '--work-dir', where, path, *options, cwd=digits)
     checkpoint = tmp_path / 'repa/epoch_1.pth'
     by_hook = scores('by_hook', config, checkpoint)
     (log,) = (tmp_path / 'by_hook').glob('*/*.log')
