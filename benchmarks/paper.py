@@ -1,5 +1,16 @@
-"""The paper's tables 2, 3 and 4 and its figure 3: models beside their vanilla counterparts."""
+"""The paper's tables 2, 3 and 4 and its figure 3: models beside their stock counterparts.
 
+For each model and idle ratio a row is printed: parameters and multiply-adds of one image for the
+stock model, the training form and the deploy form; latency, and the share of the FFNs in it, for
+the stock model and the deploy form. The stock counterpart has the same arguments and no structure.
+Weights are random, images are noise::
+
+    python -m benchmarks.paper                                                         # table 2
+    python -m benchmarks.paper configs/structures/progressive_{deit,swin}_b_in1k.py    # table 3
+    python -m benchmarks.paper configs/repa_{deit,swin}_b_in1k.py --idle-ratios 0.25 0.5 0.75 1
+"""
+
+import argparse
 import csv
 import gc
 from collections.abc import Sequence
@@ -9,14 +20,14 @@ import numpy as np
 import torch
 import torch.nn as nn
 from mmengine.config import Config
+from mmengine.logging import MMLogger
 
-from repa_mm.benchmark.complexity import count
-from repa_mm.benchmark.profile import ffn_modules, measure_shares
-from repa_mm.benchmark.tables import change
-from repa_mm.benchmark.timing import measure
-from repa_mm.benchmark.variants import OURS, VANILLA, merged, with_our_parts
+from benchmarks.shares import ffn_modules, measure_shares
+from repa_mm.complexity import count
 from repa_mm.paths import config_path
-from repa_mm.run import build_model
+from repa_mm.run import build_model, load_config
+from repa_mm.timing import change, measure, show, show_machine
+from repa_mm.variants import OURS, STOCK, merged, noise, with_our_parts
 
 PART = 'FFNs'  # whose share is measured
 COLUMNS = (
@@ -31,13 +42,8 @@ def paper_rows() -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def paper_configs() -> list[str]:
-    """Return the paths of the configs of the paper's 15 models."""
-    return [config_path(name) for name in dict.fromkeys(row['config'] for row in paper_rows())]
-
-
 def counterpart(cfg: Config) -> nn.Module:
-    """Build the vanilla counterpart of a model: the one whose weights would fill its forms.
+    """Build the stock counterpart of a model: the one whose weights would fill its forms.
 
     Args:
         cfg (Config): Of a model whose backbone is a :class:`~repa_mm.models.Restructured`.
@@ -54,21 +60,18 @@ def counterpart(cfg: Config) -> nn.Module:
 
 @torch.no_grad()
 def measure_pairs(
-    cfg: Config, idle_ratios: Sequence[float], images: torch.Tensor, repeats: int, warmup: int = 1
+    cfg: Config, idle_ratios: Sequence[float], images: torch.Tensor, repeats: int
 ) -> list[list[str]]:
-    """Measure a model, without post-processing, and its vanilla counterpart in turn.
+    """Measure a model, without post-processing, and its stock counterpart in turn.
 
     Args:
         cfg (Config): Of the model, as for :func:`counterpart`.
-        idle_ratios (Sequence[float]): To measure the model with. None of them: the config's own.
+        idle_ratios (Sequence[float]): To measure the model with. Empty: the config's own.
         images (torch.Tensor): (B, 3, H, W), on the device to measure.
         repeats (int): Number of turns.
-        warmup (int): Number of turns before those. Defaults to 1.
 
     Returns:
-        list: For each idle ratio a row of :data:`COLUMNS`. Parameters, and multiply-adds of one
-        image, are those of the vanilla model, the training form and the deploy form; times, and
-        shares of the FFNs in them, those of the vanilla model and the deploy form.
+        list: For each idle ratio a row of :data:`COLUMNS`.
     """
     gc.collect()  # the models of another pair
     deployed, sizes = {}, {}
@@ -81,16 +84,16 @@ def measure_pairs(
         deployed[name] = merged(model)
         sizes[name] = training, count(model, images[:1])
     models = with_our_parts(counterpart(cfg).to(images.device))
-    vanilla = count(models[VANILLA], images[:1])
+    stock = count(models[STOCK], images[:1])
     models.update(deployed)
-    times = measure(models, images, repeats, warmup)
-    ours = times.get(OURS, times[VANILLA])
+    times = measure(models, images, repeats)
+    ours = times.get(OURS, times[STOCK])
     models.pop(OURS, None)
     parts = {name: {PART: ffn_modules(model)} for name, model in models.items()}
-    whole, spent = measure_shares(models, parts, images, repeats, warmup)
+    whole, spent = measure_shares(models, parts, images, repeats)
     rows = []
     for name, forms in sizes.items():
-        pair, counts = (VANILLA, name), (vanilla, *forms)
+        pair, counts = (STOCK, name), (stock, *forms)
         rows.append(
             [
                 Path(cfg.filename).stem,
@@ -98,9 +101,38 @@ def measure_pairs(
                 ' / '.join(f'{parameters / 1e6:.2f}' for parameters, _ in counts),
                 ' / '.join(f'{macs / 1e9:.2f}' for _, macs in counts),
                 ' / '.join(f'{np.median(times[one]):.1f}' for one in pair),
-                change(times[name], times[VANILLA]),
+                change(times[name], times[STOCK]),
                 change(times[name], ours),
                 ' / '.join(f'{100 * np.median(spent[one][PART] / whole[one]):.1f}' for one in pair),
             ]
         )
     return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    own = dict.fromkeys(row['config'] for row in paper_rows())
+    parser.add_argument(
+        'configs', nargs='*', default=[config_path(name) for name in own], help="the paper's 15"
+    )
+    parser.add_argument('--idle-ratios', type=float, nargs='+', default=[], help="the config's own")
+    parser.add_argument('--input-shape', type=int, nargs=2, default=[224, 224], help='224 224')
+    parser.add_argument('--batch-size', type=int, default=1, help='%(default)s')
+    parser.add_argument('--repeats', type=int, default=10, help='number of turns (%(default)s)')
+    args = parser.parse_args()
+    show_machine()
+    MMLogger.get_current_instance().setLevel('WARNING')
+    images = noise(args.input_shape, args.batch_size)
+    images = images.cuda() if torch.cuda.is_available() else images
+    rows = []
+    for config in args.configs:
+        rows += measure_pairs(load_config(config), args.idle_ratios, images, args.repeats)
+    size = 'x'.join(map(str, images.shape))
+    title = f'stock / training form / deploy form, {size}, medians of {args.repeats} turns [95 %]'
+    show(title, COLUMNS, rows)
+
+
+if __name__ == '__main__':
+    main()
