@@ -82,7 +82,7 @@ test-openmmlab: env-openmmlab
 
 clean:
 	rm -rf build dist repa_mm.egg-info .pytest_cache .hypothesis .ruff_cache
-	find repa_mm configs tools tests -name __pycache__ -prune -exec rm -rf {} +
+	find repa_mm benchmarks configs tools tests -name __pycache__ -prune -exec rm -rf {} +
 
 distclean: clean
 	rm -rf .venv .venv-lint .venv-openmmlab repa_mm/.mim

@@ -11,8 +11,7 @@ from setuptools.command.develop import develop
 ROOT = osp.dirname(osp.abspath(__file__))
 # MIM (`mim train`, `mim download`, ...) looks for these in <package>/.mim.
 MIM_FILES = ('configs', 'tools', 'model-index.yml')
-# tools/dev is for work on this repository.
-NOT_PACKED = shutil.ignore_patterns('__pycache__', '*.py[co]', '.*', 'dev')
+NOT_PACKED = shutil.ignore_patterns('__pycache__', '*.py[co]', '.*')
 
 
 def read(*parts):
@@ -95,7 +94,7 @@ setup(
         'Topic :: Scientific/Engineering :: Artificial Intelligence',
     ],
     packages=find_packages(include=['repa_mm', 'repa_mm.*']),
-    package_data={'repa_mm': ['py.typed'], 'repa_mm.benchmark': ['*.csv']},
+    package_data={'repa_mm': ['py.typed']},
     python_requires='>=3.10',
     # MMCV and MMEngine are not required here: the packages of OpenMMLab and of OneDL install the
     # same modules, so that naming one would overwrite the other. `import repa_mm` checks what is

@@ -36,7 +36,7 @@ def shipped(folder):
         path.relative_to(folder).as_posix()
         for name in ('configs', 'tools')
         for path in (folder / name).rglob('*')
-        if path.is_file() and not {'__pycache__', 'dev'} & set(path.parts)
+        if path.is_file() and '__pycache__' not in path.parts
     } | {'model-index.yml'}
 
 
@@ -100,7 +100,7 @@ def test_the_wheel_holds_the_package_and_nothing_beside_it(wheel):
     sources = {
         path.relative_to(ROOT).as_posix()
         for path in (ROOT / 'repa_mm').rglob('*')
-        if path.suffix in ('.py', '.csv', '.typed') and '.mim' not in path.parts
+        if path.suffix in ('.py', '.typed') and '.mim' not in path.parts
     }
     packed = {name for name in names if name.startswith('repa_mm/') and '/.mim/' not in name}
     assert sources == packed
@@ -113,7 +113,6 @@ def test_the_wheel_has_what_mim_looks_for(wheel):
     packed = {name[len(start) :] for name in names if name.startswith(start)}
     assert packed == shipped(ROOT)
     assert {'tools/train.py', 'tools/test.py'} <= packed
-    assert not any(name.startswith('tools/dev/') for name in packed)
 
 
 @pytest.fixture(scope='session')

@@ -1,4 +1,4 @@
-# The demo's small detector on the scenes of clothes that `tools/dev/objects.py` writes, which are
+# The demo's small detector on the scenes of clothes that `benchmarks/objects.py` writes, which are
 # harder than digits.
 _base_ = 'retinanet_swin_digits.py'
 

@@ -18,13 +18,13 @@ from mmengine.runner import Runner, find_latest_checkpoint
 from rich.console import Console
 from rich.table import Table
 
-from repa_mm.benchmark.complexity import count
-from repa_mm.benchmark.timing import measure
+from repa_mm.complexity import count
 from repa_mm.config import load_config
 from repa_mm.convert.pretrained import convert_checkpoint, result_text
 from repa_mm.demo.dataset import write_digit_scenes
 from repa_mm.paths import config_path
 from repa_mm.reparam import reparameterize
+from repa_mm.timing import measure
 
 DATA = 'data/demo'
 # For each task the metrics of the table.

@@ -1,26 +1,21 @@
-"""The demo's data set and that of clothes: what is in them, and that they are written whole."""
+"""The demo's data set: what is in it, and that it is written whole."""
 
-import gzip
 import json
 import os
 import os.path as osp
-import runpy
 from pathlib import Path
 
 import cv2
 import numpy as np
 import pytest
-from mmengine.config import Config
 
 pytest.importorskip('sklearn')
 pytest.importorskip('skimage')
 
-from repa_mm import config_path  # noqa: E402
 from repa_mm.demo import dataset  # noqa: E402
 from repa_mm.demo.dataset import DIGITS, write_digit_scenes  # noqa: E402
 
 SIX = dict(num_train=6, num_val=6)
-OBJECTS = Path(__file__).parents[2] / 'tools/dev/objects.py'
 
 
 @pytest.fixture(scope='module')
@@ -175,50 +170,3 @@ def test_complete_or_absent(tmp_path, monkeypatch):
     before = files(root)
     write_digit_scenes(str(root), **SIX)
     assert files(root) == before
-
-
-@pytest.fixture
-def clothes_folder(tmp_path):
-    rng = np.random.default_rng(0)
-    for name, count in (('train', 40), ('t10k', 20)):
-        pictures = np.zeros((count, 28, 28), np.uint8)
-        pictures[:, 9:20, 1:27] = rng.integers(40, 256, (count, 1, 1))
-        pictures[:, 12:17, 8:20] = 0  # a hole
-        labels = np.arange(count, dtype=np.uint8) % 10
-        for kind, start, values in (('images-idx3', 16, pictures), ('labels-idx1', 8, labels)):
-            content = gzip.compress(bytes(start) + values.tobytes())
-            (tmp_path / f'{name}-{kind}-ubyte.gz').write_bytes(content)
-    for i in range(5):
-        pixels = rng.integers(256, size=(200, 300, 3), dtype=np.uint8)
-        cv2.imwrite(str(tmp_path / f'{i}.jpg'), pixels)
-    return tmp_path
-
-
-@pytest.mark.skipif(not OBJECTS.is_file(), reason='needs the repository')
-def test_clothes(clothes_folder):
-    folder, tool = clothes_folder, runpy.run_path(str(OBJECTS))
-    clothes, photographs = tool['read_clothes'](folder), tool['read_photographs'](folder)
-    for name in 'ab':
-        tool['write_clothes'](
-            str(folder / name), clothes, photographs, dict(train=12, val=6), size=96
-        )
-    assert files(folder / 'a') == files(folder / 'b')
-
-    used = {}
-    for split in ('train', 'val'):
-        path = folder / 'a/coco/annotations' / f'instances_{split}2017.json'
-        content = json.loads(path.read_text())
-        used[split] = {image['photograph'] for image in content['images']}
-        assert [c['name'] for c in content['categories']] == list(tool['CLOTHES'])
-        assert len(content['images']) == dict(train=12, val=6)[split]
-        for a in content['annotations']:
-            mask = decode(a['segmentation'])
-            x, y, w, h = a['bbox']
-            assert mask[y : y + h, x : x + w].sum() == mask.sum() == a['area']
-            assert all(mask[y : y + h, x : x + w].any(axis).all() for axis in (0, 1))
-            assert 11 <= w <= 38 and h < 0.7 * w  # 96 / 8 to 96 * 3 / 8 pixels, about
-            assert not mask[y + h // 2, x + w // 2]
-            assert clothes[split][1][a['scan']] == a['category_id'] - 1
-    assert used == dict(train={'1.jpg', '2.jpg', '3.jpg', '4.jpg'}, val={'0.jpg'})
-    classes = Config.fromfile(config_path('demo/retinanet_swin_clothes.py')).classes
-    assert classes == tool['CLOTHES']

@@ -12,7 +12,7 @@ from mmpretrain.models import PoolFormer, SwinTransformer
 from mmpretrain.models.backbones.swin_transformer import SwinBlock
 
 import repa_mm
-from repa_mm.benchmark.complexity import count
+from repa_mm.complexity import count
 from repa_mm.export.export import export
 from repa_mm.models import RePaSwinTransformer, RePaVisionTransformer, reduce_tokens
 from repa_mm.models.builder import add_structures_

@@ -1,4 +1,4 @@
-"""Cheaper FFNs for a trained model, by this package and by published methods, at equal cost.
+r"""Cheaper FFNs for a trained model, by this package and by published methods, at equal cost.
 
 All methods get the same images, run block after block in the same order, and keep the same share of
 the FFNs' multiply-adds. What is fitted, and to what, is each method's own, see methods.py.
@@ -6,45 +6,43 @@ the FFNs' multiply-adds. What is fitted, and to what, is each method's own, see 
 A pretrained DINOv2 (dinov2.py says where it is from), photographs near to those of the calibration
 (other crops of them), and foreign ones::
 
-    python tools/dev/compare.py dinov2 vit_s_focus.onnx --keep 0.9 0.75 0.5 0.375 0.25 0.15
+    python -m benchmarks.compare dinov2 vit_s_focus.onnx --keep 0.5 0.375 0.2
 
 A trained detector or segmentor, by the metrics of its own config::
 
-    python tools/dev/compare.py model configs/demo/retinanet_swin_digits.py epoch_5.pth
+    python -m benchmarks.compare model configs/demo/retinanet_swin_digits.py epoch_5.pth \
+        --name 'RetinaNet, digits'
 
-Results are appended to a file in JSON lines. ``draw`` makes a table and one picture of such files,
-in which models of several seeds are averaged::
-
-    python tools/dev/compare.py draw docs/convert.jsonl --out docs/convert.png
+Results are appended to a file with the columns of results.csv.
 """
 
 import argparse
 import copy
-import json
-import statistics
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 
-import dinov2
 import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from methods import METHODS, Weights, shared_widths
-from methods import statistics as statistics_of
+from mmengine.dataset import pseudo_collate
+from mmengine.runner import Runner
 
+from benchmarks import dinov2
+from benchmarks.methods import METHODS, Weights, shared_widths, statistics
+from benchmarks.tables import append
 from repa_mm import convert_pretrained
-from repa_mm.benchmark.tables import show
-from repa_mm.benchmark.timing import measure
+from repa_mm.config import build_model, load_config
 from repa_mm.convert.conversion import MAX_TOKENS, find_ffns, sample_tokens
 from repa_mm.convert.lockstep import in_lockstep
 from repa_mm.convert.pretrained import calibration_images
 from repa_mm.models.sites import ffn_sites
+from repa_mm.timing import measure
 
 COSTS = [0.9, 0.75, 0.5, 0.375, 0.25, 0.15]
-METRICS = ('near', 'foreign', 'more foreign', 'coco/bbox_mAP', 'coco/segm_mAP', 'mIoU')
+IMAGES = 64  # that a detector or segmentor is fitted to
+# Metrics of configs: their names in results.csv, and what makes them percent.
+METRICS = {'coco/bbox_mAP': ('box AP', 100), 'coco/segm_mAP': ('mask AP', 100), 'mIoU': ('mIoU', 1)}
 
 
 class Fitted(nn.Module):
@@ -84,7 +82,7 @@ def compressed(
 
         def score(site, tokens: list) -> None:
             u, _ = sample(site, tokens)
-            moments = statistics_of(Weights(*site.ffn.fold(), site.ffn.act), u).moments
+            moments = statistics(Weights(*site.ffn.fold(), site.ffn.act), u).moments
             scores.append(moments.mean_and_covariance()[1].diagonal())
             costs.append(sum(x.numel() for x, _ in tokens))
 
@@ -108,132 +106,94 @@ def compressed(
 @torch.no_grad()
 def converted(
     model: nn.Module, batches: list, forward: Callable, args: argparse.Namespace
-) -> Iterator[tuple[dict, nn.Module]]:
-    """Each method's model at each cost, and what to write of it."""
+) -> Iterator[tuple[str, nn.Module]]:
+    """Each method's model at each cost, and its name in the results."""
     for keep in args.keep:
         for name in args.methods:
-            if name == 'linear map' and keep != min(args.keep):
-                continue  # it has one cost, C^2
-            start = time.perf_counter()
+            cost = keep
+            if name == 'linear map':
+                if keep != min(args.keep):
+                    continue
+                cost = 0.125  # C^2 of 8 C^2, whatever is asked for
             if name == 'ours':
                 found, _ = convert_pretrained(model, batches, keep=keep, forward=forward)
             else:
                 found = compressed(model, batches, forward, name, keep)
             found.eval()
-            cost = keep if name != 'linear map' else 0.125  # C^2 of 8 C^2
-            row = dict(method=name, keep=cost, seconds=round(time.perf_counter() - start))
-            yield row, found
+            yield f'{name}, {cost:g}', found
 
 
-def write(args: argparse.Namespace, row: dict, metrics: dict) -> None:
-    row = {**row, 'data': args.name, 'seed': args.seed, **metrics}
-    print(json.dumps(row), flush=True)
-    with open(args.out, 'a', encoding='utf-8') as file:
-        file.write(json.dumps(row) + '\n')
+def write(args: argparse.Namespace, form: str, metrics: dict[str, float]) -> None:
+    """Append the metrics of a model to the results."""
+    run = '' if args.seed is None else f'seed {args.seed}'
+    for what, value in metrics.items():
+        print(f'{args.name}, {form}, {run}: {what} {value:.4f}', flush=True)
+        append(args.out, what=what, model=args.name, form=form, run=run, value=f'{value:.4g}')
 
 
 def on_dinov2(args: argparse.Namespace) -> None:
     """Cosine of patches to the original's features, k-NN and linear probe of digits."""
     vit = dinov2.load(args.model)
-    own = [name for name in dinov2.PHOTOGRAPHS if name not in args.foreign]
+    own = [name for name in dinov2.PHOTOGRAPHS if name not in dinov2.FOREIGN]
     more = dinov2.photographs(args.photographs)
     split = len(more) if args.calibrate_on_all else 0
+    # Crops of one photograph are one batch: they share too much for cross-validation.
     groups = [dinov2.stacked([name], 0, args.crops) for name in own]
     groups += [dinov2.stacked([name], 0, 2) for name in more[:split]]
-    # Crops of one photograph are one batch: they share too much for cross-validation.
-    tests = {'near': dinov2.stacked(own, 20, 2), 'foreign': dinov2.stacked(args.foreign, 20, 8)}
+    tests = {
+        'cosine, other crops of the 14': dinov2.stacked(own, 20, 2),
+        'cosine, three other photographs': dinov2.stacked(dinov2.FOREIGN, 20, 8),
+    }
     if len(more) > split:
-        tests['more foreign'] = dinov2.stacked(more[split:], 4, 1)
+        tests[f'cosine, {len(more) - split} others'] = dinov2.stacked(more[split:], 4, 1)
     digits = [dinov2.digits(0, 300), dinov2.digits(300, 300)]
     labels = [target for _, target in digits]
     expected = {name: dinov2.features(vit, x) for name, x in tests.items()}
-    image = tests['near'][:1]
+    image = next(iter(tests.values()))[:1]
 
-    def evaluate(model: nn.Module) -> dict:
+    def evaluate(model: nn.Module) -> dict[str, float]:
         metrics = {
             name: dinov2.cosine(dinov2.features(model, x), expected[name])
             for name, x in tests.items()
         }
         features = [dinov2.features(model, images) for images, _ in digits]
-        metrics['linear probe'] = dinov2.classify(*features, labels)
-        metrics['k-NN'] = dinov2.neighbours(*features, labels)
+        metrics['linear probe of digits'] = dinov2.classify(*features, labels)
+        metrics['k-NN of digits'] = dinov2.neighbours(*features, labels)
         with torch.no_grad():
             times = measure({'original': vit, 'found': model}, image, 10)
         metrics['latency'] = float(np.median(times['found']) / np.median(times['original']))
         return metrics
 
-    write(args, dict(method='original', keep=1.0, seconds=0), evaluate(vit))
-    for row, model in converted(vit, groups, lambda m, x: m(x), args):
-        write(args, row, evaluate(model))
+    write(args, 'original', evaluate(vit))
+    for form, model in converted(vit, groups, lambda m, x: m(x), args):
+        write(args, form, evaluate(model))
 
 
 def on_model(args: argparse.Namespace) -> None:
     """The metrics of a model's own config."""
-    from mmengine.dataset import pseudo_collate
-    from mmengine.runner import Runner
-
-    from repa_mm.config import build_model, load_config
-
     cfg = load_config(args.model)
-    cfg.work_dir, cfg.load_from = f'work_dirs/compare/{args.name}', None
+    cfg.work_dir, cfg.load_from = 'work_dirs/compare', None
     cfg.visualizer = None
     model = build_model(cfg, args.checkpoint)
-    dataset, chosen, _ = calibration_images(cfg, args.images)
+    dataset, chosen, _ = calibration_images(cfg, IMAGES)
     batches = [
         model.data_preprocessor(pseudo_collate([dataset[i]]), False)['inputs'] for i in chosen
     ]
     runner = Runner.from_cfg(cfg)
     runner.model.load_state_dict(model.state_dict())
 
-    def evaluate(backbone: nn.Module) -> dict:
+    def evaluate(backbone: nn.Module) -> dict[str, float]:
         runner.model.backbone = backbone
-        return {key: float(value) for key, value in runner.test().items() if key in METRICS}
+        found = runner.test()
+        return {
+            name: scale * float(found[key])
+            for key, (name, scale) in METRICS.items()
+            if key in found
+        }
 
-    write(args, dict(method='original', keep=1.0, seconds=0), evaluate(model.backbone))
-    for row, backbone in converted(model.backbone, batches, lambda m, x: m(x), args):
-        write(args, row, evaluate(backbone))
-
-
-def draw(args: argparse.Namespace) -> None:
-    """Print what each method loses, and draw it over the share of multiply-adds, by data set."""
-    import matplotlib.pyplot as plt
-
-    rows = [json.loads(line) for path in args.files for line in Path(path).read_text().splitlines()]
-    panels = list(
-        dict.fromkeys((row['data'], key) for row in rows for key in row if key in METRICS)
-    )
-    methods = list(dict.fromkeys(row['method'] for row in rows if row['method'] != 'original'))
-    width = min(4, len(panels))
-    height = -(-len(panels) // width)
-    size = 4 * width, 3.6 * height
-    figure, axes = plt.subplots(height, width, figsize=size, squeeze=False)
-    for axis, (data, key) in zip(axes.flat, panels):
-        here = [row for row in rows if row['data'] == data and key in row]
-        best = {row['seed']: row[key] for row in here if row['method'] == 'original'}
-        top, table = statistics.fmean(best.values()), []
-        for number, method in enumerate(methods):
-            lost: dict[float, dict] = {}  # by seed: of several runs of one, the last counts
-            for row in here:
-                if row['method'] == method:
-                    lost.setdefault(row['keep'], {})[row['seed']] = row[key] - best[row['seed']]
-            for keep, values in ((keep, [*seeds.values()]) for keep, seeds in lost.items()):
-                deviation = f' ± {statistics.stdev(values):.3f}' if len(values) > 1 else ''
-                table.append([method, f'{keep:g}', f'{statistics.fmean(values):+.3f}{deviation}'])
-            points = [
-                (keep, top + statistics.fmean(v.values())) for keep, v in sorted(lost.items())
-            ]
-            style = 'o-' if method == 'ours' else '.--'
-            axis.plot(*zip(*points), style, label=method, color=f'C{number}') if points else None
-        values = ', '.join(f'{value:.3f}' for value in best.values())
-        show(f'{data}, {key}: {values}', ('method', 'keep', 'minus the original'), table)
-        axis.axhline(top, color='grey', linewidth=0.8)
-        axis.set(title=f'{data}: {key}', xlabel="share of the FFNs' multiply-adds")
-        axis.set_ylim(0.7 * top, 1.02 * top)
-    for axis in axes.flat[len(panels) :]:
-        axis.remove()
-    axes[0][0].legend(fontsize=7)
-    figure.tight_layout()
-    figure.savefig(args.out, dpi=80)
+    write(args, 'original', evaluate(model.backbone))
+    for form, backbone in converted(model.backbone, batches, lambda m, x: m(x), args):
+        write(args, form, evaluate(backbone))
 
 
 def main() -> None:
@@ -246,22 +206,17 @@ def main() -> None:
         command.add_argument('model', help='the ONNX file, or the config of a model')
         command.add_argument('--keep', type=float, nargs='+', default=COSTS)
         command.add_argument('--methods', nargs='+', default=['ours', *METHODS])
-        command.add_argument('--name', default=name, help='of the data, in the results')
-        command.add_argument('--seed', type=int, default=0, help='of the model, in the results')
-        command.add_argument('--out', default='results.jsonl')
+        command.add_argument('--seed', type=int, help='of the model, in the results')
+        command.add_argument('--out', default='work_dirs/compare.csv')
         command.set_defaults(function=function)
         if name == 'model':
             command.add_argument('checkpoint')
-            command.add_argument('--images', type=int, default=64)
+            command.add_argument('--name', required=True, help='of the model, in the results')
         else:
-            command.add_argument('--foreign', nargs='+', default=dinov2.FOREIGN)
             command.add_argument('--photographs', help='a folder with more of them')
             command.add_argument('--calibrate-on-all', action='store_true')
             command.add_argument('--crops', type=int, default=15, help='of a photograph')
-    command = commands.add_parser('draw')
-    command.add_argument('files', nargs='+')
-    command.add_argument('--out', required=True)
-    command.set_defaults(function=draw)
+            command.set_defaults(name='DINOv2 ViT-S/14')
     args = parser.parse_args()
     args.function(args)
 

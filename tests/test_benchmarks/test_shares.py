@@ -1,11 +1,12 @@
 import time
 
+import numpy as np
 import pytest
 import torch
 import torch.nn as nn
 
 import repa_mm
-from repa_mm.benchmark.profile import detector_parts, ffn_modules, measure_shares
+from benchmarks.shares import detector_parts, ffn_modules, measure_shares, share_rows
 from repa_mm.config import build_model, load_config
 
 
@@ -61,3 +62,12 @@ def test_ffns_of_every_block(prefix):
 def test_models_without_blocks():
     with pytest.raises(ValueError, match='Sequential has no blocks'):
         ffn_modules(nn.Sequential(nn.Linear(2, 2)))
+
+
+def test_rows():
+    times = {'stock': np.full(3, 100.0), 'deploy form': np.full(3, 60.0)}
+    spent = {name: {'FFNs': values / 4} for name, values in times.items()}
+    assert share_rows(times, spent)[2:] == [
+        ['deploy form, all', '60.0', '100.0%'],
+        ['deploy form, FFNs', '15.0', '25.0%'],
+    ]

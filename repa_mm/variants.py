@@ -1,4 +1,4 @@
-"""The models that are measured beside each other, and what they are called with."""
+"""What `tools/benchmark.py` measures: models beside each other, exported files, inputs, rows."""
 
 import copy
 from collections.abc import Callable
@@ -8,22 +8,23 @@ import numpy as np
 import torch
 import torch.nn as nn
 from mmengine.config import Config
-from mmengine.model import revert_sync_batchnorm
 from mmpretrain.models import PoolFormer
 
 from repa_mm.config import build_model
 from repa_mm.faster import fuse_conv_bn
 from repa_mm.faster.tracing import swap_faster_attention
-from repa_mm.reparam import has_training_form, reparameterize, set_training_path
+from repa_mm.reparam import has_training_form, reparameterize
+from repa_mm.timing import change
 
-VANILLA, OURS, DEPLOY = 'vanilla', 'vanilla, our attention', 'deploy'
+STOCK, OURS, DEPLOY = 'stock', 'stock with our parts', 'deploy form'
+COLUMNS = 'model', 'ms', 'images/s', 'against stock', 'by the merge'
 
 
 def build(cfg: Config, checkpoint: str | None = None) -> nn.Module:
     """Build a model in eval mode.
 
-    Without a checkpoint, its weights are those that a training from scratch begins with: a
-    detector then finds next to nothing, and not an object at every anchor.
+    Without a checkpoint, the model has the weights that a training from scratch begins with. With
+    them a detector finds next to nothing; with unset weights, an object at every anchor.
     """
     torch.manual_seed(0)
     model = build_model(cfg, checkpoint)
@@ -48,14 +49,11 @@ def variants(
     Args:
         cfg (Config): Of a RePa model, or of any other.
         checkpoint (str, optional): Its weights, in either form. Defaults to random ones.
-        baseline (Config, optional): Of its vanilla counterpart.
+        baseline (Config, optional): Of its stock counterpart.
         baseline_checkpoint (str, optional): The counterpart's weights. Defaults to random ones.
 
     Returns:
-        dict: The counterpart as it is; the counterpart with all that a merged model has besides its
-        FFNs (window and deformable attention, UperNet's head, a PoolFormer's memory format, fused
-        convolutions and BatchNorms), if that makes it another; the model of ``cfg``, merged as for
-        a test.
+        dict: The models of :func:`with_our_parts`, and the model of ``cfg``, merged as for a test.
     """
     models = {} if baseline is None else with_our_parts(build(baseline, baseline_checkpoint))
     models[DEPLOY] = merged(build(cfg, checkpoint))
@@ -67,43 +65,25 @@ def merged(model: nn.Module) -> nn.Module:
     return fuse_conv_bn(reparameterize(model, inplace=True)) if has_training_form(model) else model
 
 
-def with_our_parts(vanilla: nn.Module) -> dict[str, nn.Module]:
-    """Return a vanilla model, and a copy with our parts if that is another, by name."""
-    models, ours = {VANILLA: vanilla}, copy.deepcopy(vanilla)
-    swap_parts(ours)
-    types = {type(m) for m in vanilla.modules()}
-    if PoolFormer in types or {type(m) for m in ours.modules()} != types:
-        models[OURS] = ours
-    return models
+def with_our_parts(stock: nn.Module) -> dict[str, nn.Module]:
+    """Return a stock model, and a copy with all that a merged model has besides merged FFNs.
 
-
-def swap_parts(model: nn.Module) -> None:
-    """Give a vanilla model what a merged one has besides merged FFNs, in place."""
-    swap_faster_attention(model)
-    if hasattr(model, 'decode_head'):
+    These are window and deformable attention, UperNet's head, a PoolFormer's memory format, and
+    fused BatchNorms. The copy is left out if it has the same modules.
+    """
+    models, ours = {STOCK: stock}, copy.deepcopy(stock)
+    swap_faster_attention(ours)
+    if hasattr(ours, 'decode_head'):
         from repa_mm.faster.uper_head import fast_uper_head
 
-        fast_uper_head(model)
-    if any(type(m) is PoolFormer for m in model.modules()):
+        fast_uper_head(ours)
+    types = {type(m) for m in stock.modules()}
+    if PoolFormer in types:
         # Maps have this format behind the first FFN that works on tokens.
-        model.to(memory_format=torch.channels_last)
-    fuse_conv_bn(model)
-
-
-def training_variants(cfg: Config, baseline: Config | None = None) -> dict[str, nn.Module]:
-    """Build the models to train, in training mode, with random weights.
-
-    Returns:
-        dict: The vanilla counterpart; the model of ``cfg`` by the 'literal' training path, which
-        computes every hidden channel, and by 'auto', which a training takes.
-    """
-    models = {} if baseline is None else {VANILLA: build(baseline)}
-    model = build(cfg)
-    for path in ('literal', 'auto'):
-        models[path] = set_training_path(copy.deepcopy(model), path)
-    for name, model in models.items():
-        models[name] = revert_sync_batchnorm(model)
-        models[name].train()
+        ours.to(memory_format=torch.channels_last)
+    fuse_conv_bn(ours)
+    if PoolFormer in types or {type(m) for m in ours.modules()} != types:
+        models[OURS] = ours
     return models
 
 
@@ -176,3 +156,20 @@ def exported(name: str, shape: tuple[int, int], batch_size: int) -> Callable:
     compiled = openvino.Core().compile_model(file, 'CPU', hint)
     is_pixels = compiled.input(0).element_type == openvino.Type.u8
     return lambda _: compiled({0: pixels if is_pixels else images})
+
+
+def latency_rows(times: dict[str, np.ndarray], batch_size: int) -> list[list[str]]:
+    """Return rows of :data:`COLUMNS`.
+
+    'against stock' compares with the first model, 'by the merge' the deploy form with the stock
+    model that has our parts.
+    """
+    rows = []
+    first = next(iter(times))
+    for name, values in times.items():
+        median = np.median(values)
+        row = [name, f'{median:.1f}', f'{1e3 * batch_size / median:.2f}']
+        row.append(change(values, times[first]) if name != first else '')
+        row.append(change(values, times[OURS]) if name == DEPLOY and OURS in times else '')
+        rows.append(row)
+    return rows

@@ -1,4 +1,4 @@
-"""The timer: callables in turn, in one process, and the ratios of their times."""
+"""The timer: callables in turn, in one process, the ratios of their times, and tables of them."""
 
 import copy
 import gc
@@ -8,6 +8,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from mmengine.utils.dl_utils import collect_env
+from rich.box import MARKDOWN
+from rich.console import Console
+from rich.table import Table
 
 
 def synchronize() -> None:
@@ -19,29 +23,26 @@ def synchronize() -> None:
 def order_of_turn(names: Sequence[str], turn: int) -> list[str]:
     """Return the order in which callables run: rotated, and reversed every other time.
 
-    So none always runs first, or always after the same other one.
+    No callable always runs first, or always after the same other one.
     """
     shift = turn // 2 % len(names)
     names = [*names[shift:], *names[:shift]]
     return names[::-1] if turn % 2 else names
 
 
-def measure(
-    calls: dict[str, Callable], argument: Any, repeats: int, warmup: int = 1
-) -> dict[str, np.ndarray]:
-    """Time callables in turn, so that whatever else the machine does meets all of them alike.
+def measure(calls: dict[str, Callable], argument: Any, repeats: int) -> dict[str, np.ndarray]:
+    """Time callables in turn, so that other load on the machine slows all of them alike.
 
     Args:
         calls (dict): Callables of one argument, by name.
         argument (Any): The argument. Each call gets a copy, made outside of its time.
-        repeats (int): Number of turns to measure.
-        warmup (int): Number of turns before those. Defaults to 1.
+        repeats (int): Number of turns. One more before those does not count.
 
     Returns:
         dict: For each callable its times in milliseconds, (repeats, ).
     """
     times: dict[str, list[float]] = {name: [] for name in calls}
-    for turn in range(-warmup, repeats):
+    for turn in range(-1, repeats):
         for name in order_of_turn(list(calls), turn):
             own = copy.deepcopy(argument)
             gc.disable()
@@ -57,24 +58,45 @@ def measure(
     return {name: np.array(values) for name, values in times.items()}
 
 
-def compare(
-    values: np.ndarray, reference: np.ndarray, resamples: int = 2000
-) -> tuple[float, float, float]:
+def compare(values: np.ndarray, reference: np.ndarray) -> tuple[float, float, float]:
     """Compute the ratio of two medians, with a confidence interval.
 
     The interval is that of a percentile bootstrap over *pairs*: the i-th times of both were
-    measured one after the other. It says nothing about what another process would find: for that,
-    run the tool again.
+    measured one after the other. Another process may well find a ratio outside the interval.
 
     Args:
         values (np.ndarray): Times, (n, ).
         reference (np.ndarray): Times to divide by, (n, ).
-        resamples (int): Of the bootstrap. Defaults to 2000.
 
     Returns:
         tuple: The ratio, and the bounds within which it lies with a confidence of 95 %.
     """
-    chosen = np.random.default_rng(0).integers(0, len(values), (resamples, len(values)))
+    chosen = np.random.default_rng(0).integers(0, len(values), (2000, len(values)))
     ratios = np.median(values[chosen], 1) / np.median(reference[chosen], 1)
     low, high = np.percentile(ratios, [2.5, 97.5])
     return float(np.median(values) / np.median(reference)), float(low), float(high)
+
+
+def change(values: np.ndarray, reference: np.ndarray) -> str:
+    """Return the change of the median in percent, with its interval: '-40.0 % [-41.2, -38.9]'."""
+    ratio, low, high = (100 * (value - 1) for value in compare(values, reference))
+    return f'{ratio:+.1f} % [{low:+.1f}, {high:+.1f}]'
+
+
+def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a Markdown table; the first column holds names."""
+    table = Table(box=MARKDOWN)
+    for i, column in enumerate(columns):
+        table.add_column(column, justify='right' if i else 'left', no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    print(f'\n{title}')
+    Console(width=200).print(table)
+
+
+def show_machine() -> None:
+    """Print what MMEngine finds out about the machine and its software."""
+    for key, value in collect_env().items():
+        if key != 'PyTorch compiling details':  # which are longer than all else
+            print(f'{key}: {value}')
+    print(f'Threads: {torch.get_num_threads()}')

@@ -19,7 +19,6 @@ and j is a hidden channel.
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -139,17 +138,17 @@ def shared_widths(
     return widths
 
 
-def corp(ffn, u, out, width, weighted: bool = False) -> FoldedFFN:
+def corp(ffn, u, out, width) -> FoldedFFN:
     """CORP, arXiv 2602.05243: the others become affine functions of the channels that are kept.
 
-    Kept is the largest E[a^2] times the share of tokens with abs(a) above 1 % of the RMS, the
-    default of the code; ``weighted`` multiplies by |w_in,j| |w_out,j|, as its 'ensemble' does. The
-    ridge is the oracle approximating shrinkage of the covariance of those kept, times their mean
-    variance, and at least 1e-3. Code: BOX-LEO/CORP.
+    Kept is the largest E[a^2] |w_in,j| |w_out,j| times the share of tokens with abs(a) above 1 % of
+    the RMS, the 'ensemble' of the code; its default leaves the weights out. The ridge is the oracle
+    approximating shrinkage of the covariance of those kept, times their mean variance, and at least
+    1e-3. Code: BOX-LEO/CORP.
     """
     stats = statistics(ffn, u)
-    score = stats.second.diagonal() * stats.nonzero
-    kept, gone = chosen(score * weight_norms(ffn) if weighted else score, width)
+    score = stats.second.diagonal() * stats.nonzero * weight_norms(ffn)
+    kept, gone = chosen(score, width)
     covariance = stats.moments.mean_and_covariance()[1][kept][:, kept]
     trace, squares = covariance.trace(), covariance.square().sum()
     shrinkage = ((1 - 2 / width) * squares + trace**2) / (
@@ -202,8 +201,7 @@ def linear_map(ffn, u, out, width) -> FoldedFFN:
 METHODS: dict[str, Callable[..., FoldedFFN]] = {
     'magnitude': magnitude,
     'VBP': vbp,
-    'CORP': corp,
-    'CORP, weighted': partial(corp, weighted=True),
+    'CORP, weighted': corp,
     'GRAIL, Wanda': grail,
     'linear map': linear_map,
 }

@@ -3,17 +3,9 @@ import pytest
 import torch
 
 import repa_mm
-from repa_mm.benchmark.training import Step
-from repa_mm.benchmark.variants import (
-    build,
-    exported,
-    noise,
-    synthetic_batch,
-    training_variants,
-    variants,
-)
 from repa_mm.config import load_config
 from repa_mm.reparam import has_deploy_form, has_training_form
+from repa_mm.variants import build, exported, latency_rows, noise, synthetic_batch, variants
 
 PACKAGE = dict(retinanet='mmdet', mask_rcnn='mmdet', upernet='mmseg')
 
@@ -27,12 +19,12 @@ def config(task, prefix='repa_', **options):
 @torch.no_grad()
 def test_variants(task):
     models = variants(config(task), baseline=config(task, ''))
-    assert list(models) == ['vanilla', 'vanilla, our attention', 'deploy']
-    vanilla, ours, deploy = models.values()
+    assert list(models) == ['stock', 'stock with our parts', 'deploy form']
+    stock, ours, deploy = models.values()
     assert has_deploy_form(deploy) and not has_training_form(deploy)
     assert not any(model.training for model in models.values())
-    data = vanilla.data_preprocessor(synthetic_batch(vanilla.cfg, (160, 160), 1))
-    for a, b in zip(*(model.backbone(data['inputs']) for model in (ours, vanilla))):
+    data = stock.data_preprocessor(synthetic_batch(stock.cfg, (160, 160), 1))
+    for a, b in zip(*(model.backbone(data['inputs']) for model in (ours, stock))):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
     for model in models.values():
         (found,) = model(**data, mode='predict')
@@ -40,10 +32,10 @@ def test_variants(task):
         assert task != 'retinanet' or len(found.pred_instances) < 100
 
 
-def test_a_model_without_window_attention_is_its_own_vanilla():
+def test_a_model_without_window_attention_has_no_faster_counterpart():
     cfg = load_config(repa_mm.config_path('repa_deit_t_in1k.py'))
-    assert list(variants(cfg)) == ['deploy']
-    assert list(variants(cfg, baseline=cfg)) == ['vanilla', 'deploy']
+    assert list(variants(cfg)) == ['deploy form']
+    assert list(variants(cfg, baseline=cfg)) == ['stock', 'deploy form']
 
 
 def test_pretrained_weights_are_not_looked_for():
@@ -51,28 +43,6 @@ def test_pretrained_weights_are_not_looked_for():
     cfg = load_config(repa_mm.config_path('retinanet_repa_swin_t.py'))
     assert cfg.model.backbone.init_cfg.type == 'Pretrained'
     build(cfg)
-
-
-@pytest.mark.parametrize('task', [*PACKAGE, 'classifier'])
-def test_training_paths_have_one_loss(task):
-    if task == 'classifier':
-        options = {'model.backbone.drop_path_rate': 0.0, 'model.train_cfg': None}
-        cfg = load_config(repa_mm.config_path('repa_deit_t_in1k.py'), options)
-    else:
-        cfg = config(task, **{'model.backbone.drop_path_rate': 0.0})
-    # The size that mmseg's preprocessor pads to.
-    batch = synthetic_batch(cfg, (224, 224) if task == 'classifier' else (160, 160), 2)
-    losses = []
-    for model in training_variants(cfg).values():
-        torch.manual_seed(0)
-        step = Step(model, True)
-        data = model.data_preprocessor(batch, True)
-        losses.append(step.loss(data).item())
-        step(data)
-        assert model.training and all(p.grad is None for p in model.parameters())
-    assert len(losses) == 2
-    if task != 'mask_rcnn':  # which samples proposals at random
-        assert losses[0] == pytest.approx(losses[1], rel=1e-3)
 
 
 @pytest.mark.parametrize('suffix', ['', ':f32'])
@@ -93,3 +63,15 @@ def test_exported_files(suffix, pixels, tmp_path):
     assert found.shape == shape
     if not pixels:
         assert np.allclose(found, noise((8, 9), 2))
+
+
+def test_rows():
+    times = {
+        'stock': np.full(3, 100.0),
+        'stock with our parts': np.full(3, 80.0),
+        'deploy form': np.full(3, 60.0),
+    }
+    rows = latency_rows(times, batch_size=2)
+    assert rows[0] == ['stock', '100.0', '20.00', '', '']
+    assert rows[2][3:] == ['-40.0 % [-40.0, -40.0]', '-25.0 % [-25.0, -25.0]']
+    assert latency_rows({'deploy form': times['deploy form']}, 1)[0][3:] == ['', '']

@@ -1,20 +1,14 @@
 """The methods of others that fits are compared with, on random FFNs."""
 
-import runpy
-from pathlib import Path
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
 import torch.nn as nn
 
-PATH = Path(__file__).parents[2] / 'tools/dev/methods.py'
-if not PATH.is_file():
-    pytest.skip('needs the repository', allow_module_level=True)
-LIB = SimpleNamespace(**runpy.run_path(str(PATH)))
+from benchmarks.methods import METHODS, Weights, shared_widths
+
 DIMS, WIDTH, TOKENS = 12, 48, 5000
-COMPENSATING = [name for name in LIB.METHODS if name not in ('magnitude', 'linear map')]
+COMPENSATING = [name for name in METHODS if name not in ('magnitude', 'linear map')]
 
 
 @pytest.fixture
@@ -24,7 +18,7 @@ def ffn():
 
     zero = torch.zeros(DIMS, DIMS)
     weights = zero, draw(DIMS), draw(WIDTH, DIMS), 0.3 * torch.randn(WIDTH), draw(DIMS, WIDTH)
-    return LIB.Weights(*(w.double() for w in weights), nn.GELU())
+    return Weights(*(w.double() for w in weights), nn.GELU())
 
 
 @pytest.fixture
@@ -40,7 +34,7 @@ def compute(ffn, u, act):
 
 def convert(name, ffn, u, width):
     out = compute(ffn, u, ffn.act)
-    fitted = LIB.METHODS[name](ffn, u, out, width)
+    fitted = METHODS[name](ffn, u, out, width)
     assert all(x.dtype == torch.float64 and x.isfinite().all() for x in fitted)
     return fitted, (compute(fitted, u, ffn.act) - out).square().mean()
 
@@ -87,6 +81,6 @@ def test_magnitude_keeps_the_largest_weights(ffn, u):
 
 def test_shared_widths():
     scores = [torch.tensor([1.0, 2, 3, 4]), torch.tensor([10.0, 0, 20, 30])]
-    assert LIB.shared_widths(scores, [1, 1], 5) == [2, 3]
-    assert LIB.shared_widths(scores, [1, 1], 2) == [1, 1]
-    assert LIB.shared_widths(scores, [1, 3], 12) == [3, 3]
+    assert shared_widths(scores, [1, 1], 5) == [2, 3]
+    assert shared_widths(scores, [1, 1], 2) == [1, 1]
+    assert shared_widths(scores, [1, 3], 12) == [3, 3]

@@ -4,7 +4,7 @@ For each seed the vanilla model is trained, converted without labels, and fine-t
 epoch; so are the converted ones, and the RePa model is trained from scratch. RePa models are tested
 in their deploy form. The data set is ``data/demo`` of the current folder::
 
-    python tools/dev/demo_accuracy.py --task retinanet --seeds 0 1 2
+    python -m benchmarks.demo_accuracy --task retinanet --seeds 0 1 2
 
 With ``--structures`` the vanilla model and one of each structure of :data:`STRUCTURES` are trained
 from scratch instead.
@@ -21,11 +21,11 @@ from pathlib import Path
 from mmengine.config import Config, DictAction
 
 from repa_mm import config_path
-from repa_mm.benchmark.tables import show
 from repa_mm.config import load_config
 from repa_mm.convert.pretrained import convert_checkpoint
 from repa_mm.demo.dataset import write_digit_scenes
 from repa_mm.demo.run import test, train
+from repa_mm.timing import show
 
 EPOCH = 150  # iterations: 1200 scenes in batches of 8
 # The metrics of a task, and what makes them percent.

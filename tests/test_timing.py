@@ -4,8 +4,7 @@ import time
 import numpy as np
 import pytest
 
-from repa_mm.benchmark.tables import latency_rows, ratios, share_rows, show
-from repa_mm.benchmark.timing import compare, measure, order_of_turn
+from repa_mm.timing import change, compare, measure, order_of_turn, show
 
 
 def test_every_callable_runs_first_and_after_every_other_one():
@@ -24,8 +23,8 @@ def test_measure():
         argument.append(1)  # of a copy
         time.sleep(0.01)
 
-    times = measure({'a': call, 'b': lambda _: None}, [0], repeats=3, warmup=2)
-    assert seen == [[0]] * 5 and gc.isenabled()
+    times = measure({'a': call, 'b': lambda _: None}, [0], repeats=3)
+    assert seen == [[0]] * 4 and gc.isenabled()
     assert {name: len(values) for name, values in times.items()} == dict(a=3, b=3)
     assert times['a'].min() >= 10 > 5 > np.median(times['b'])
 
@@ -47,21 +46,6 @@ def test_compare():
     assert compare(reference, reference) == (1, 1, 1)
 
 
-def test_rows(capsys):
-    times = {
-        'vanilla': np.full(3, 100.0),
-        'vanilla, our attention': np.full(3, 80.0),
-        'deploy': np.full(3, 60.0),
-    }
-    rows = latency_rows(times, batch_size=2)
-    assert rows[0] == ['vanilla', '100.0', '20.00', '', '']
-    assert rows[2][3:] == ['-40.0 % [-40.0, -40.0]', '-25.0 % [-25.0, -25.0]']
-    assert latency_rows({'deploy': times['deploy']}, 1)[0][3:] == ['', '']
-    spent = {name: {'FFNs': values / 4} for name, values in times.items()}
-    assert share_rows(times, spent)[4:] == [
-        ['deploy, all', '60.0', '100.0%'],
-        ['deploy, FFNs', '15.0', '25.0%'],
-    ]
-    assert ratios(times)['deploy'] == '0.60'
-    show('title', ('a', 'b'), [['x', 'y']])
-    assert '| x | y |' in capsys.readouterr().out
+def test_a_table_of_changes(capsys):
+    show('title', ('a', 'b'), [['x', change(np.full(3, 60.0), np.full(3, 100.0))]])
+    assert '| x | -40.0 % [-40.0, -40.0] |' in capsys.readouterr().out

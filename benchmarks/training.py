@@ -1,0 +1,177 @@
+r"""Training steps of whole models, of backbones, and of one FFN by its training path.
+
+Weights are random, images and targets synthetic. A step is a forward and a backward pass::
+
+    python -m benchmarks.training configs/retinanet_repa_swin_b.py \
+        --baseline configs/retinanet_swin_b.py --part backbone
+    python -m benchmarks.training    # one FFN of several sizes, deployed and in training
+"""
+
+import argparse
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn as nn
+from mmcv.cnn.bricks.transformer import FFN
+from mmengine.config import Config
+from mmengine.logging import MMLogger
+from mmengine.model import revert_sync_batchnorm
+
+from benchmarks.shares import add_arguments
+from repa_mm.config import load_config
+from repa_mm.reparam import ChannelIdleFFN, reparameterize, set_training_path
+from repa_mm.timing import compare, measure, show, show_machine
+from repa_mm.variants import DEPLOY, STOCK, build, latency_rows, noise, synthetic_batch
+
+DEVICE = 'cuda' if torch.cuda.is_available() else 'cpu'
+PATHS = 'literal', 'folded', 'auto'
+# (N, C): tokens and channels of one FFN, as in the stages of Swins.
+FFN_SHAPES = (8192, 128), (8192, 256), (8192, 512), (2048, 1024), (1568, 512), (392, 1024)
+# As in the encoder of a DINO, of an image of 800 x 1344.
+ENCODER_SHAPE = 22323, 256
+
+
+def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    """Compute a whole model's losses of a preprocessed batch, or the mean squares of its outputs.
+
+    Args:
+        model (nn.Module): In training mode.
+        batch (dict | Tensor): What a data preprocessor returns, for a whole model; or images.
+    """
+    if isinstance(batch, dict):
+        return model.parse_losses(model(**batch, mode='loss'))[0]
+    outputs = model(batch)
+    outputs = outputs if isinstance(outputs, (tuple, list)) else [outputs]
+    return sum(output.pow(2).mean() for output in outputs)
+
+
+def step(model: nn.Module) -> Callable:
+    """Return a training step without that of an optimizer."""
+
+    def run(batch: Any) -> None:
+        loss(model, batch).backward()
+        model.zero_grad()
+
+    return run
+
+
+def training_variants(cfg: Config, baseline: Config | None = None) -> dict[str, nn.Module]:
+    """Build the models to train, in training mode, with random weights.
+
+    Returns:
+        dict: The stock counterpart; the model of ``cfg`` by the 'literal' training path, which
+        computes every hidden channel, and by 'auto', which a training takes.
+    """
+    models = {} if baseline is None else {STOCK: build(baseline)}
+    model = build(cfg)
+    for path in ('literal', 'auto'):
+        models[path] = set_training_path(copy.deepcopy(model), path)
+    for name, model in models.items():
+        models[name] = revert_sync_batchnorm(model)
+        models[name].train()
+    return models
+
+
+class StockFFN(nn.Module):
+    """x + W2 GELU(W1 LayerNorm(x)), on tokens (..., C)."""
+
+    def __init__(self, embed_dims: int, feedforward_channels: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.LayerNorm(embed_dims),
+            nn.Linear(embed_dims, feedforward_channels),
+            nn.GELU(),
+            nn.Linear(feedforward_channels, embed_dims),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.layers(x)
+
+
+def measure_ffn(
+    num_tokens: int, embed_dims: int, repeats: int, encoder: bool = False
+) -> dict[str, float]:
+    """Time one FFN (idle ratio 0.75) beside an ordinary one.
+
+    Args:
+        num_tokens (int): Number of tokens N.
+        embed_dims (int): Number of channels C.
+        repeats (int): Number of turns.
+        encoder (bool): Whether it is that of a DETR's encoder: without norms, with a ReLU and a
+            hidden width of 8C, beside mmcv's. Otherwise it has norms, a GELU and a hidden width of
+            4C, beside one with a LayerNorm. Defaults to False.
+
+    Returns:
+        dict: Times as ratios to that of the ordinary FFN: of a forward pass for the deploy form, of
+        a forward and backward pass for each training path.
+    """
+    torch.manual_seed(0)
+    if encoder:
+        own = dict(act_cfg=dict(type='ReLU'), norm_cfg=None)
+        stock = FFN(embed_dims, 8 * embed_dims).to(DEVICE)
+        ffn = ChannelIdleFFN(embed_dims, 8 * embed_dims, 0.75, **own).to(DEVICE)
+    else:
+        stock = StockFFN(embed_dims, 4 * embed_dims).to(DEVICE)
+        ffn = ChannelIdleFFN(embed_dims, 4 * embed_dims, 0.75).to(DEVICE)
+    x = torch.randn(1, num_tokens, embed_dims, device=DEVICE)
+    paths = {path: set_training_path(copy.deepcopy(ffn), path) for path in PATHS}
+
+    def both_ways(model: nn.Module) -> Callable:
+        def run(x: torch.Tensor) -> None:
+            model(x.requires_grad_()).backward(x.detach())
+            model.zero_grad()
+
+        return run
+
+    with torch.no_grad():
+        calls = {STOCK: stock, DEPLOY: reparameterize(ffn.eval())}
+        inference = measure(calls, x, repeats)
+    calls = {name: both_ways(model.train()) for name, model in {STOCK: stock, **paths}.items()}
+    training = measure(calls, x, repeats)
+    found = {DEPLOY: compare(inference[DEPLOY], inference[STOCK])[0]}
+    return {**found, **{path: compare(training[path], training[STOCK])[0] for path in PATHS}}
+
+
+def show_ffns(repeats: int) -> None:
+    """Print a table of single FFNs."""
+    rows = []
+    for tokens, channels in (*FFN_SHAPES, ENCODER_SHAPE):
+        encoder = (tokens, channels) == ENCODER_SHAPE
+        found = measure_ffn(tokens, channels, repeats, encoder)
+        name = f'{tokens}, {channels}' + ' (DETR)' * encoder
+        rows.append([name, *(f'{found[key]:.2f}' for key in (DEPLOY, *PATHS))])
+    columns = 'N, C', DEPLOY, *(f'training, {path}' for path in PATHS)
+    show('Time of one FFN, ratio to an ordinary one', columns, rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument('config', nargs='?')
+    add_arguments(parser)
+    args = parser.parse_args()
+    show_machine()
+    if args.config is None:
+        return show_ffns(args.repeats)
+    MMLogger.get_current_instance().setLevel('WARNING')
+    cfg = load_config(args.config)
+    baseline = load_config(args.baseline) if args.baseline else None
+    models = training_variants(cfg, baseline)
+    models = {name: model.to(DEVICE) for name, model in models.items()}
+    if args.part == 'model':
+        batch = synthetic_batch(cfg, tuple(args.input_shape), args.batch_size)
+        batch = next(iter(models.values())).data_preprocessor(batch, True)
+    else:
+        batch = noise(args.input_shape, args.batch_size).to(DEVICE)
+        models = {name: model.backbone for name, model in models.items()}
+    times = measure({name: step(model) for name, model in models.items()}, batch, args.repeats)
+    rows = [row[:4] for row in latency_rows(times, args.batch_size)]
+    title = f'{args.config}, medians of {args.repeats} turns [95 %]'
+    show(title, ('training step', 'ms', 'images/s', 'against stock'), rows)
+
+
+if __name__ == '__main__':
+    main()

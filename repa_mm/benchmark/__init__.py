@@ -1,1 +1,0 @@
-"""Latency, training steps, complexity: what the tools measure."""

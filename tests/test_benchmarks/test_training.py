@@ -1,0 +1,63 @@
+import re
+
+import pytest
+import torch
+import torch.nn as nn
+
+import repa_mm
+from benchmarks import training
+from benchmarks.training import StockFFN, loss, step, training_variants
+from repa_mm.config import load_config
+from repa_mm.variants import synthetic_batch
+
+PACKAGE = dict(retinanet='mmdet', mask_rcnn='mmdet', upernet='mmseg')
+
+
+def test_step_of_a_backbone():
+    model = nn.Linear(4, 4)
+    seen = []
+    model.weight.register_hook(seen.append)
+    x = torch.ones(2, 4)
+    step(model)(x)
+    assert len(seen) == 1 and model.weight.grad is None
+    (expected,) = torch.autograd.grad(model(x).pow(2).mean(), model.weight)
+    torch.testing.assert_close(seen[0], expected)
+
+
+@pytest.mark.parametrize('task', [*PACKAGE, 'classifier'])
+def test_training_paths_have_one_loss(task):
+    if task == 'classifier':
+        options = {'model.backbone.drop_path_rate': 0.0, 'model.train_cfg': None}
+        cfg = load_config(repa_mm.config_path('repa_deit_t_in1k.py'), options)
+    else:
+        pytest.importorskip(PACKAGE[task])
+        path = repa_mm.config_path(f'demo/{task}_repa_swin_digits.py')
+        cfg = load_config(path, {'model.backbone.drop_path_rate': 0.0})
+    # The size that mmseg's preprocessor pads to.
+    batch = synthetic_batch(cfg, (224, 224) if task == 'classifier' else (160, 160), 2)
+    losses = []
+    for model in training_variants(cfg).values():
+        torch.manual_seed(0)
+        data = model.data_preprocessor(batch, True)
+        losses.append(loss(model, data).item())
+        step(model)(data)
+        assert model.training and all(p.grad is None for p in model.parameters())
+    assert len(losses) == 2
+    if task != 'mask_rcnn':  # which samples proposals at random
+        assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+
+
+def test_ffns(monkeypatch, capsys):
+    monkeypatch.setattr(training, 'FFN_SHAPES', [(64, 16)])
+    monkeypatch.setattr(training, 'ENCODER_SHAPE', (32, 16))
+    training.show_ffns(1)
+    rows = re.findall(r'^\| (.*?) +\| +(.*) \|$', capsys.readouterr().out, re.M)
+    assert [name for name, _ in rows[1:]] == ['64, 16', '32, 16 (DETR)']
+    assert all(len(cells.split('|')) == 4 for _, cells in rows)
+    assert all(float(cell) > 0 for _, cells in rows[1:] for cell in cells.split('|'))
+
+
+def test_ordinary_ffn():
+    ffn, x = StockFFN(4, 16), torch.randn(3, 4)
+    norm, fc1, act, fc2 = ffn.layers
+    torch.testing.assert_close(ffn(x), x + fc2(act(fc1(norm(x)))))
