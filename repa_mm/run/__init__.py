@@ -1,7 +1,6 @@
 """What the tools do with a config and a checkpoint."""
 
 from repa_mm.run.config import build_model, codebase_tool, dataset_config, image_config, load_config
-from repa_mm.run.knn import knn_evaluate, knn_predict
 from repa_mm.run.merging import calibrate_checkpoint, reparameterize_checkpoint
 
 __all__ = [
@@ -10,8 +9,6 @@ __all__ = [
     'codebase_tool',
     'dataset_config',
     'image_config',
-    'knn_evaluate',
-    'knn_predict',
     'load_config',
     'reparameterize_checkpoint',
 ]

@@ -1,7 +1,9 @@
 """Configs, and the models that they describe."""
 
 import copy
+import os
 import os.path as osp
+import sys
 
 import torch.nn as nn
 from mmengine.config import Config, ConfigDict
@@ -23,7 +25,7 @@ def load_config(path: str, cfg_options: dict | None = None) -> Config:
     Returns:
         Config: The config. A data preprocessor beside the model stands in ``model``, too.
     """
-    cfg = Config.fromfile(config_path(path) if '::' in path else path)
+    cfg = _read(config_path(path) if '::' in path else path)
     if cfg_options:
         cfg.merge_from_dict(cfg_options)
     # MMEngine's Runner does so, and a model that is built without one needs its normalization, too.
@@ -31,6 +33,13 @@ def load_config(path: str, cfg_options: dict | None = None) -> Config:
         cfg.model.setdefault('data_preprocessor', copy.deepcopy(cfg.data_preprocessor))
     init_default_scope(cfg.get('default_scope', 'mmengine'))
     return cfg
+
+
+def _read(path: str) -> Config:
+    """Read a config, which may import modules of the working directory, as ``python -m`` does."""
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # for projects/
+    return Config.fromfile(path)
 
 
 def build_model(cfg: Config, checkpoint: str | None = None) -> nn.Module:
@@ -104,5 +113,5 @@ def codebase_tool(config: str, name: str) -> str:
         config (str): Path of the config.
         name (str): The tool's, 'train.py' or 'test.py'.
     """
-    scope = Config.fromfile(config).default_scope
+    scope = _read(config).default_scope
     return osp.join(osp.dirname(config_root(scope)), 'tools', name)

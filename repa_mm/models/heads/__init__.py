@@ -2,9 +2,7 @@
 
 from importlib.util import find_spec
 
-from repa_mm.models.heads.token_label import TokenLabelHead
-
-__all__ = ['TokenLabelHead']
+__all__ = []
 
 if find_spec('mmseg'):
     from repa_mm.models.heads.uper_head import FastUPerHead  # noqa: F401

@@ -1,10 +1,11 @@
 _base_ = [
-    '_base_/models/lvvit_classifier.py',
-    '_base_/datasets/imagenet_token_label.py',
-    '_base_/schedules/imagenet_lamb.py',
-    '_base_/runtime/mmpretrain.py',
-    '_base_/reparameterize.py',
+    '_base_/lvvit_classifier.py',
+    '_base_/imagenet_token_label.py',
+    '../../../configs/_base_/schedules/imagenet_lamb.py',
+    '../../../configs/_base_/runtime/mmpretrain.py',
+    '../../../configs/_base_/reparameterize.py',
 ]
+custom_imports = dict(imports=['repa_mm', 'projects.lvvit'], allow_failed_imports=False)
 
 train_dataloader = dict(batch_size=128)
 
