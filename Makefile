@@ -8,7 +8,7 @@ MMCV_WHEEL ?=
 # Python's own flags without debug symbols, which take a third of the time.
 MMCV_CFLAGS := -DNDEBUG -fwrapv -O3 -g0 $(CFLAGS)
 # One test per core, and at most four: each needs much memory.
-PYTEST := -m pytest tests --numprocesses auto --maxprocesses 4 --dist worksteal
+PYTEST := -m pytest tests projects --numprocesses auto --maxprocesses 4 --dist worksteal
 
 .DEFAULT_GOAL := help
 .PHONY: help env env-openmmlab demo lint format test test-all test-openmmlab clean distclean
@@ -82,7 +82,7 @@ test-openmmlab: env-openmmlab
 
 clean:
 	rm -rf build dist repa_mm.egg-info .pytest_cache .hypothesis .ruff_cache
-	find repa_mm benchmarks configs tools tests -name __pycache__ -prune -exec rm -rf {} +
+	find repa_mm benchmarks configs projects tools tests -name __pycache__ -prune -exec rm -rf {} +
 
 distclean: clean
 	rm -rf .venv .venv-lint .venv-openmmlab repa_mm/.mim

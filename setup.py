@@ -102,7 +102,6 @@ setup(
     install_requires=['greenlet', 'numpy', 'torch>=2.0'],
     extras_require={
         'demo': ['scikit-image', 'scikit-learn'],
-        'dino': ['lightly>=1.6'],
         'deploy': ['onnx', 'onnxruntime'],
         'quantize': ['nncf', 'onnx', 'onnxruntime', 'openvino'],
         'tests': ['hypothesis', 'pytest', 'scikit-image', 'scikit-learn'],

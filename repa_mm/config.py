@@ -1,7 +1,9 @@
 """Configs, and the models that they describe."""
 
 import copy
+import os
 import os.path as osp
+import sys
 from collections.abc import Sequence
 
 import torch.nn as nn
@@ -24,7 +26,7 @@ def load_config(path: str, cfg_options: dict | None = None) -> Config:
     Returns:
         Config: The config. A data preprocessor beside the model stands in ``model``, too.
     """
-    cfg = Config.fromfile(config_path(path) if '::' in path else path)
+    cfg = _read(config_path(path) if '::' in path else path)
     if cfg_options:
         cfg.merge_from_dict(cfg_options)
     # MMEngine's Runner does so, and a model that is built without one needs its normalization, too.
@@ -32,6 +34,13 @@ def load_config(path: str, cfg_options: dict | None = None) -> Config:
         cfg.model.setdefault('data_preprocessor', copy.deepcopy(cfg.data_preprocessor))
     init_default_scope(cfg.get('default_scope', 'mmengine'))
     return cfg
+
+
+def _read(path: str) -> Config:
+    """Read a config, which may import modules of the working directory, as ``python -m`` does."""
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # for projects/
+    return Config.fromfile(path)
 
 
 def build_model(cfg: Config, checkpoint: str | None = None) -> nn.Module:
@@ -111,6 +120,6 @@ def codebase_tool(arguments: Sequence[str], name: str) -> str | None:
     """
     for argument in arguments:
         if argument.endswith('.py') and not argument.startswith('-'):
-            scope = Config.fromfile(argument).default_scope
+            scope = _read(argument).default_scope
             return osp.join(osp.dirname(config_root(scope)), 'tools', name)
     return None

@@ -59,7 +59,7 @@ def reparameterize_checkpoint(
     sample = BaseDataElement(metainfo=dict(batch_input_shape=size, img_shape=size))
     data = dict(inputs=image, data_samples=[sample])
     with torch.no_grad():
-        # Of a self-supervised DINO, the heads' inputs are those of the teacher alone.
+        # What heads get may come from another network: the teacher of a self-supervised model.
         features = [tensors([m.backbone(image), head_inputs(m, data)]) for m in (model, deployed)]
     error = max(((a - b).abs().max() / a.abs().max()).item() for a, b in zip(*features))
     if not error <= tolerance:

@@ -98,7 +98,7 @@ def ffn(w, name, x, active=0.25, scale=1.0):
         if f'{name}.fc2.weight' in w:
             y = y + linear(w, f'{name}.fc3', F.gelu(linear(w, f'{name}.fc2', x)))
         return y
-    # LV-ViT's sees the tokens without the residual scale.
+    # Some families' see the tokens without the residual scale.
     h = linear(w, f'{name}.fc1', norm(w, f'{name}.norm1', x / scale))
     a = round(h.shape[-1] * active)
     h = torch.cat([F.gelu(h[..., :a]), h[..., a:]], -1)
@@ -144,46 +144,6 @@ def vit(w, x):
         x = x + attention(w, f'{b}.attn', norm(w, before, x), 4)
         x = ffn(w, f'{b}.mlp', x)
     return linear(w, 'head', norm(w, 'norm', x, 1e-6)[:, 0])
-
-
-def lvvit_layout(form, **kwargs):
-    w = Layout(form, expansion=3, **kwargs)
-    w.add('cls_token', 1, 1, 16)
-    w.add('pos_embed', 1, 5, 16)
-    for i, (c, k) in enumerate(((3, 7), (64, 3), (64, 3)), 1):
-        w.linear(f'patch_embed.conv{i}', 64, c, k, k, bias=False)
-        w.norm(f'patch_embed.bn{i}', 64, batch=True)
-    w.linear('patch_embed.proj', 16, 64, 4, 4)
-    for i in range(2):
-        w.norm(f'blocks.{i}.norm1', 16)
-        w.linear(f'blocks.{i}.attn.qkv', 48, 16, bias=False)
-        w.linear(f'blocks.{i}.attn.proj', 16, 16)
-        w.ffn(f'blocks.{i}.mlp', 16)
-    w.norm('norm', 16)
-    w.linear('head', 5, 16)
-    w.linear('aux_head', 5, 16)
-    return w.weights
-
-
-def lvvit(w, x):
-    for i, stride in enumerate((2, 1, 1), 1):
-        weight = w[f'patch_embed.conv{i}.weight']
-        x = F.conv2d(x, weight, stride=stride, padding=weight.shape[-1] // 2)
-        x = norm(w, f'patch_embed.bn{i}', x.permute(0, 2, 3, 1)).relu()
-        x = x.permute(0, 3, 1, 2)
-    x = (
-        F.conv2d(x, w['patch_embed.proj.weight'], w['patch_embed.proj.bias'], stride=4)
-        .flatten(2)
-        .transpose(1, 2)
-    )
-    x = torch.cat([w['cls_token'].expand(len(x), 1, 16), x], 1)
-    x = x + w['pos_embed']
-    for i in range(2):
-        b = f'blocks.{i}'
-        x = x + attention(w, f'{b}.attn', norm(w, f'{b}.norm1', x), 4) / 2
-        x = ffn(w, f'{b}.mlp', x, active=1 / 3, scale=0.5)
-    x = norm(w, 'norm', x)
-    return linear(w, 'head', x[:, 0]) + linear(w, 'aux_head', x[:, 1:]).amax(1) / 2
 
 
 SWIN_DEPTHS = (2, 1, 2, 1)
@@ -318,10 +278,6 @@ MIXER = dict(embed_dims=16, num_layers=2, tokens_mlp_dims=8, channels_mlp_dims=6
 FAMILIES = dict(
     swin=(swin_layout, swin, 64, 0.75, 'repa_swin_t_in1k', dict(arch=SWIN, window_size=2)),
     vit=(vit_layout, vit, 16, 0.75, 'repa_deit_t_in1k', dict(arch=VIT, **SMALL)),
-    lvvit=(
-        *(lvvit_layout, lvvit, 16, 2 / 3, 'repa_lvvit_s_in1k'),
-        dict(arch=dict(VIT, feedforward_channels=48), **SMALL),
-    ),
     poolformer=(
         *(poolformer_layout, poolformer, 64, 0.75, 'repa_poolformer_s12_in1k'),
         dict(arch=dict(POOL, layer_scale_init_value=1e-5)),
@@ -349,9 +305,6 @@ def run(weights, cfg, x, deploy=False):
         reparameterize(backbone, inplace=True)
     with torch.no_grad():
         out = backbone(x)[-1]
-    if 'head.aux_fc.weight' in weights:
-        aux = linear(weights, 'head.aux_fc', out[0][:, 1:])
-        return linear(weights, 'head.fc', out[0][:, 0]) + aux.amax(1) / 2
     return linear(weights, 'head.fc', out if out.ndim == 2 else out.flatten(2).mean(2))
 
 
@@ -425,15 +378,6 @@ def test_idle_ratio_of_the_arguments(family, idle_ratio, active):
     translate(weights, config_of(family, idle_ratio=0.5), args)
 
 
-def merged_lvvit():
-    """As the authors' code merges it, with a norm that its training form has not."""
-    w = Layout('deploy', ratio=2 / 3, expansion=3)
-    w.weights.update(lvvit_layout('deploy', ratio=2 / 3))
-    for i in range(2):
-        w.norm(f'blocks.{i}.mlp.norm', 16, batch=True)
-    return w.weights
-
-
 def without(weights, key):
     return {k: v for k, v in weights.items() if k != key}
 
@@ -448,7 +392,6 @@ def without(weights, key):
         ('vit', vit_layout('deploy', ratio=0.5), 'idle.ratio'),
         ('vit', vit_layout('vanilla'), 'layers.0.ffn'),
         ('swin', vit_layout('training'), 'stages.0'),
-        ('lvvit', merged_lvvit(), 'layers.0.ffn'),
     ],
 )
 def test_what_is_refused(family, weights, message):
@@ -456,30 +399,29 @@ def test_what_is_refused(family, weights, message):
         translate(weights, config_of(family))
 
 
-@pytest.mark.parametrize('tool', ['repavit_to_mm', 'dino_to_mm'])
-def test_tools(tool, tmp_path, monkeypatch):
-    weights = vit_layout('training')
-    other = {k: v + 1 for k, v in weights.items()}
-    names = ('model', 'model_ema')
-    if tool == 'dino_to_mm':
-        names = ('teacher', 'student')
-        weights, other = ({f'backbone.{k}': v for k, v in w.items()} for w in (weights, other))
+def check_tool(path, names, prefix, option, monkeypatch):
+    """Run a tool in the current folder, on a file with weights under two names."""
+    given = {f'{prefix}{k}': v for k, v in vit_layout('training').items()}
+    other = {k: v + 1 for k, v in given.items()}
     args = argparse.Namespace(idle_ratio=0.75)
-    monkeypatch.chdir(tmp_path)
-    torch.save({names[0]: weights, names[1]: other, 'args': args, 'epoch': 3}, 'src.pth')
+    torch.save({names[0]: given, names[1]: other, 'args': args, 'epoch': 3}, 'src.pth')
     config = load_config(repa_mm.config_path('repa_deit_t_in1k.py'))
     config.model.backbone = config_of('vit')
     config.dump('config.py')
-    path = str(ROOT / f'tools/model_converters/{tool}.py')
-    second = ['--ema'] if tool == 'repavit_to_mm' else ['--network', 'student']
-    for given, options in ((weights, []), (other, second)):
+    for weights, options in ((given, []), (other, option)):
         monkeypatch.setattr(sys, 'argv', [path, 'config.py', 'src.pth', 'dst.pth', *options])
         runpy.run_path(path, run_name='__main__')
-        expected, found = translate(given, config_of('vit')), load_checkpoint('dst.pth')
+        expected, found = translate(weights, config_of('vit')), load_checkpoint('dst.pth')
         assert found['state_dict'].keys() == expected.keys()
         assert all(torch.equal(found['state_dict'][k], v) for k, v in expected.items())
-    torch.save(weights, 'src.pth')
+    torch.save(given, 'src.pth')
     Path('dst.pth').write_text('precious')
     with pytest.raises(CheckpointError, match='src.pth has no weights under'):
         runpy.run_path(path, run_name='__main__')
     assert Path('dst.pth').read_text() == 'precious'
+
+
+def test_repavit_to_mm(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = str(ROOT / 'tools/model_converters/repavit_to_mm.py')
+    check_tool(path, ('model', 'model_ema'), '', ['--ema'], monkeypatch)

@@ -1,6 +1,7 @@
 """Configs, and the models that they describe."""
 
 import json
+import sys
 
 import pytest
 import torch
@@ -103,3 +104,15 @@ def test_configs_and_tools_of_installed_codebases(tmp_path):
         with open(tool) as file:
             assert 'runner.train()' in file.read()
     assert codebase_tool(['--help'], 'train.py') is None
+
+
+@pytest.mark.parametrize('read', [load_config, lambda path: codebase_tool([path], 'train.py')])
+def test_configs_import_what_lies_in_the_working_directory(read, config, tmp_path, monkeypatch):
+    """Python alone looks beside the script, in tools/."""
+    monkeypatch.setattr(sys, 'path', list(sys.path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / 'lying_here.py').touch()
+    with open(config, 'a') as file:
+        file.write("custom_imports = dict(imports=['lying_here'], allow_failed_imports=False)")
+    read(config)
+    assert sys.modules.pop('lying_here').__file__ == str(tmp_path / 'lying_here.py')

@@ -1,6 +1,5 @@
-"""Data sets and transforms."""
+"""Data sets."""
 
 from repa_mm.datasets.folder import ImageFolder
-from repa_mm.datasets.label_maps import LoadTokenLabels, RandomResizedCropWithBox
 
-__all__ = ['ImageFolder', 'LoadTokenLabels', 'RandomResizedCropWithBox']
+__all__ = ['ImageFolder']

@@ -8,16 +8,14 @@ from repa_mm.models.builder import (
     restructure,
 )
 from repa_mm.models.channel_idle import (
+    RePaBackbone,
     RePaMlpMixer,
     RePaPoolFormer,
     RePaSwinTransformer,
     RePaVisionTransformer,
     build_fast_swin,
 )
-from repa_mm.models.dino import DINO, ClassTokens, DINOHead, DINOProjection
 from repa_mm.models.families import FAMILIES, Family, FFNModules, register_family
-from repa_mm.models.heads import TokenLabelHead
-from repa_mm.models.lvvit import LVViT, RePaLVViT
 from repa_mm.models.restructured import (
     AffineRIFormer,
     ExpertsVisionTransformer,
@@ -31,12 +29,10 @@ from repa_mm.models.structures import STRUCTURES, Structure
 from repa_mm.models.tokens import reduce_tokens
 
 __all__ = [
-    'AffineRIFormer', 'ClassTokens', 'DINO', 'DINOHead', 'DINOProjection',
-    'ExpertsVisionTransformer', 'FAMILIES', 'FFNModules', 'Family', 'LVViT', 'ParallelMAEViT',
-    'ParallelSwinTransformer',
-    'ParallelVisionTransformer', 'ProgressiveSwinTransformer', 'ProgressiveVisionTransformer',
-    'RePaLVViT', 'RePaMlpMixer', 'RePaPoolFormer', 'RePaSwinTransformer', 'RePaVisionTransformer',
-    'Restructured', 'STRUCTURES', 'Structure', 'TokenLabelHead', 'add_structures_',
-    'build_fast_swin', 'build_idle_backbone',
-    'idle_channels', 'reduce_tokens', 'register_family', 'restructure',
+    'AffineRIFormer', 'ExpertsVisionTransformer', 'FAMILIES', 'FFNModules', 'Family',
+    'ParallelMAEViT', 'ParallelSwinTransformer', 'ParallelVisionTransformer',
+    'ProgressiveSwinTransformer', 'ProgressiveVisionTransformer', 'RePaBackbone', 'RePaMlpMixer',
+    'RePaPoolFormer', 'RePaSwinTransformer', 'RePaVisionTransformer', 'Restructured', 'STRUCTURES',
+    'Structure', 'add_structures_', 'build_fast_swin', 'build_idle_backbone', 'idle_channels',
+    'reduce_tokens', 'register_family', 'restructure',
 ]  # fmt: skip

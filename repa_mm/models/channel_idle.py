@@ -1,7 +1,6 @@
 """RePa backbones: DeiT and ViT, Swin, PoolFormer, MLP-Mixer with channel-idle FFNs.
 
-`RePaFormer <https://arxiv.org/abs/2505.21847>`_ applied to the backbones of MMPretrain. LV-ViT,
-which MMPretrain does not have, is in :mod:`repa_mm.models.lvvit`.
+`RePaFormer <https://arxiv.org/abs/2505.21847>`_ applied to the backbones of MMPretrain.
 """
 
 from collections.abc import Sequence

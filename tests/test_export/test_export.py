@@ -44,7 +44,6 @@ MIXER = dict(embed_dims=32, num_layers=2, tokens_mlp_dims=24, channels_mlp_dims=
 FAMILY = dict(
     RePaSwinTransformer=dict(SWIN, out_indices=(0, 1, 2, 3), pad_small_map=True),
     RePaVisionTransformer=dict(VIT, pre_norm=True, out_indices=[0, 1]),
-    RePaLVViT=dict(VIT, stem_channels=8),
     RePaPoolFormer=dict(
         arch=dict(POOL, mlp_ratios=[4] * 4, layer_scale_init_value=0.1), out_indices=(0, 2, 4, 6)
     ),

@@ -5,7 +5,7 @@
 # To train without label maps, so that every patch learns the image's label:
 #
 #     --cfg-options train_dataloader.dataset.pipeline.1.label_root=None
-_base_ = 'imagenet.py'
+_base_ = '../../../../configs/_base_/datasets/imagenet.py'
 
 label_root = 'data/label_top5_train_nfnet'
 

@@ -1,5 +1,6 @@
-"""Evaluation of features by their nearest neighbours."""
+"""Evaluate the features of a backbone by a weighted vote of nearest neighbours."""
 
+import argparse
 import copy
 import os.path as osp
 from collections.abc import Sequence
@@ -7,7 +8,8 @@ from collections.abc import Sequence
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from mmengine.config import Config
+from mmengine.config import Config, DictAction
+from mmengine.device import get_device
 from mmengine.runner import Runner
 from mmengine.utils import track_iter_progress
 from torch.utils.data import DataLoader
@@ -15,7 +17,7 @@ from torch.utils.data import DataLoader
 from repa_mm.config import build_model, dataset_config, load_config
 from repa_mm.reparam import has_training_form, reparameterize
 
-# Of images in folders: as in configs/_base_/datasets/imagenet.py.
+# For images in folders: as in configs/_base_/datasets/imagenet.py.
 _PIPELINE = [
     dict(type='LoadImageFromFile'),
     dict(
@@ -181,3 +183,26 @@ def _loader(cfg: Config, split: str, data: str | None, batch_size: int) -> DataL
         ),
         seed=0,
     )
+
+
+def main() -> None:
+    """Print the accuracies that the command line asks for."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument('config', help='path of any config with a backbone')
+    parser.add_argument('checkpoint', nargs='?', help='(default: random weights)')
+    parser.add_argument('--k', type=int, nargs='+', default=[10, 20, 100, 200], help='neighbours')
+    parser.add_argument(
+        '--data', help="folder with train/CLASS/ and val/CLASS/ (default: the config's data sets)"
+    )
+    parser.add_argument(
+        '--network', choices=['teacher', 'student'], default='teacher', help='of DINO'
+    )
+    parser.add_argument('--batch-size', type=int, default=64)
+    parser.add_argument('--device', default=get_device())
+    parser.add_argument('--cfg-options', nargs='+', action=DictAction, help='key=value ...')
+    for k, percent in knn_evaluate(**vars(parser.parse_args())).items():
+        print(f'{k:4d} neighbours: {percent:.2f} %')
+
+
+if __name__ == '__main__':
+    main()

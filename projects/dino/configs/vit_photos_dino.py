@@ -1,6 +1,6 @@
 # DINO with a small ViT, to be tried on a few images of 64 pixels: data/photos/train/CLASS/*.png
 # and data/photos/val/CLASS/*.png.
-_base_ = '../vit_s_dino.py'
+_base_ = 'vit_s_dino.py'
 
 data_root = 'data/photos'
 # Strong: with few images, colours alone would tell them apart.

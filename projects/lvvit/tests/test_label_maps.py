@@ -5,7 +5,7 @@ import pytest
 import torch
 from mmengine.registry import TRANSFORMS
 
-import repa_mm  # noqa: F401, registers
+import projects.lvvit  # noqa: F401, registers
 
 
 def test_crop_box():

@@ -49,11 +49,11 @@ def token_targets(
 class TokenLabelHead(ClsHead):
     """The head of `LV-ViT <https://arxiv.org/abs/2104.10858>`_: it classifies all tokens.
 
-    It takes the tokens of an :class:`~repa_mm.models.lvvit.LVViT` with ``out_type='token_label'``.
+    It takes the tokens of an :class:`~projects.lvvit.LVViT` with ``out_type='token_label'``.
     The score of a class is that of the class token plus half of the highest among the patches.
 
     Patches learn from label maps, where the data samples have ``token_labels`` and ``crop_box``
-    (:class:`~repa_mm.datasets.label_maps.LoadTokenLabels` adds them). Without label maps, every
+    (:class:`~projects.lvvit.LoadTokenLabels` adds them). Without label maps, every
     patch learns the label of its image.
 
     Args:

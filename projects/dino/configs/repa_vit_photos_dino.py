@@ -1,3 +1,3 @@
-_base_ = 'dino_vit_photos.py'
+_base_ = 'vit_photos_dino.py'
 
 model = dict(backbone=dict(type='RePaVisionTransformer', idle_ratio=0.75))

@@ -10,8 +10,8 @@ import torch
 from mmengine.registry import MODELS
 from sklearn.neighbors import KNeighborsClassifier
 
+from projects.dino.knn import image_features, knn_evaluate, knn_predict
 from repa_mm.config import build_model, load_config
-from repa_mm.run.knn import image_features, knn_evaluate, knn_predict
 
 BACKBONE = dict(
     type='RePaVisionTransformer',

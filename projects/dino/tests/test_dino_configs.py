@@ -11,17 +11,22 @@ from mmengine.optim import build_optim_wrapper
 from mmengine.registry import HOOKS, MODELS, PARAM_SCHEDULERS, TRANSFORMS
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from repa_mm import config_path, reparameterize
-
-from .test_configs import batch_of, load
+from repa_mm import reparameterize
+from tests import test_configs
+from tests.test_configs import batch_of
 
 pytest.importorskip('mmpretrain')
 pytest.importorskip('lightly')
+CONFIGS = Path(__file__).parents[1] / 'configs'
 PRETRAINING = ['repa_vit_s_dino', 'vit_s_dino', 'repa_vit_b_dino', 'vit_b_dino']
 ARCH = dict(embed_dims=24, num_layers=12, num_heads=2, feedforward_channels=48)
 
 
-@pytest.mark.parametrize('name', [PRETRAINING[0], 'demo/dino_repa_vit_photos'])
+def load(name):
+    return test_configs.load(str(CONFIGS / f'{name}.py'))
+
+
+@pytest.mark.parametrize('name', [PRETRAINING[0], 'repa_vit_photos_dino'])
 def test_model_trains_a_step_on_its_crops(name, tmp_path):
     cfg = load(name)
     path = str(tmp_path / 'image.png')
@@ -30,7 +35,7 @@ def test_model_trains_a_step_on_its_crops(name, tmp_path):
     for step in cfg.train_dataloader.dataset.pipeline:
         results = TRANSFORMS.build(step)(results)
     sizes = [crop.shape[1] for crop in results['inputs']]
-    assert sizes == ([64] * 2 + [32] * 4 if 'demo' in name else [224] * 2 + [96] * 8)
+    assert sizes == ([64] * 2 + [32] * 4 if 'photos' in name else [224] * 2 + [96] * 8)
 
     cfg.model.neck.out_channels = cfg.model.head.out_channels = 64
     model = MODELS.build(cfg.model)
@@ -105,7 +110,6 @@ def test_linear_evaluation_trains_the_classifier_alone(name, randomize):
 
 @pytest.mark.parametrize('task', ['segmentor', 'detector'])
 def test_dense_models_start_from_the_teacher(task, tmp_path, randomize, relative_error):
-    """The UperNet of configs/ and the RetinaNet of docs/train.md."""
     pytest.importorskip('mmseg')
     cfg = load('repa_vit_s_dino')
     cfg.model.backbone.update(arch=ARCH, img_size=48)
@@ -121,12 +125,7 @@ def test_dense_models_start_from_the_teacher(task, tmp_path, randomize, relative
         cfg.model.decode_head.update(in_channels=[24] * 4, channels=16)
         cfg.model.auxiliary_head.channels = 16
     else:
-        page = (Path(__file__).parents[1] / 'docs' / 'train.md').read_text()
-        text = page.split('<!-- detector -->')[1].split('```python\n')[1].split('```')[0]
-        base = 'retinanet_repa_swin_t.py'
-        (tmp_path / base).write_text(f'_base_ = {config_path(base)!r}')
-        (tmp_path / 'detector.py').write_text(text)
-        cfg = load(str(tmp_path / 'detector.py'))
+        cfg = load('retinanet_repa_vit_s_dino')
         cfg.model.neck[0].embed_dim = 24
         cfg.model.neck[1].in_channels = [24] * 4
     cfg.model.backbone.update(arch=ARCH, img_size=64)

@@ -14,9 +14,8 @@ from mmengine.runner import Runner
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import Dataset
 
+from projects.dino import ClassTokens, DINOHook
 from repa_mm import reparameterize
-from repa_mm.engine import DINOHook
-from repa_mm.models.dino import ClassTokens
 from repa_mm.reparam import set_training_path  # noqa: F401, for TWO_PROCESSES
 from tests.test_engine.toy import run_in_two_processes
 
@@ -323,7 +322,7 @@ def test_resumed_training_is_the_same(tmp_path):
 
 
 TWO_PROCESSES = """
-from tests.test_models.test_dino import *
+from projects.dino.tests.test_dino import *
 
 
 def step(norm, crops):

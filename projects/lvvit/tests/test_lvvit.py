@@ -7,9 +7,10 @@ import torch.nn.functional as F
 from mmengine.registry import MODELS
 from mmpretrain.structures import DataSample
 
-from repa_mm.models import LVViT, TokenLabelHead
-from repa_mm.models.heads.token_label import token_targets
-from repa_mm.models.lvvit import random_region
+import repa_mm  # noqa: F401, registers
+from projects.lvvit import LVViT, TokenLabelHead
+from projects.lvvit.head import token_targets
+from projects.lvvit.model import random_region
 
 ARCH = dict(embed_dims=16, num_layers=2, num_heads=2, feedforward_channels=48)
 

@@ -1,7 +1,7 @@
 # ImageNet-1k for DINO: 2 global crops of 224x224 and 8 local ones of 96x96, as in its authors' code.
 # Labels are not used. Where the data is looked for: see imagenet.py. The test images are those of
-# tools/knn.py.
-_base_ = 'imagenet.py'
+# projects/dino/knn.py.
+_base_ = '../../../../configs/_base_/datasets/imagenet.py'
 
 color = [
     dict(type='RandomFlip', prob=0.5, direction='horizontal'),

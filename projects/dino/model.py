@@ -42,7 +42,7 @@ class DINOProjection(BaseModule):
         init_cfg: dict | None = None,
     ) -> None:
         super().__init__(init_cfg)
-        from lightly.models.modules import DINOProjectionHead  # not needed but for DINO
+        from lightly.models.modules import DINOProjectionHead  # the linear evaluation does without
 
         head = DINOProjectionHead(
             in_channels,
@@ -107,7 +107,7 @@ class DINOHead(BaseModule):
 
     Attributes:
         epoch (int, optional): The epoch of the training, from 0, which
-            :class:`~repa_mm.engine.DINOHook` sets.
+            :class:`~projects.dino.DINOHook` sets.
 
     Raises:
         ImportError: If ``lightly`` is not installed.
@@ -176,7 +176,7 @@ class DINO(BaseSelfSupervisor):
 
     `Emerging Properties in Self-Supervised Vision Transformers
     <https://arxiv.org/abs/2104.14294>`_. The student sees all crops of an image, the teacher the
-    global ones. :class:`~repa_mm.engine.DINOHook` lets the teacher follow the student.
+    global ones. :class:`~projects.dino.DINOHook` lets the teacher follow the student.
 
     The student's BatchNorms meet the crops of one size at a time, as in the authors' code, and so
     normalize each size by its own statistics. The running statistics, which tests and the deploy

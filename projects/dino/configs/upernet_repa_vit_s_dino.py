@@ -1,11 +1,11 @@
 # UperNet on a RePa-ViT-S that DINO has pretrained: the teacher of work_dirs/repa_vit_s_dino. Its
 # position embeddings are resized from 14x14 to 32x32 when they are loaded.
 _base_ = [
-    '_base_/models/upernet_swin.py',
-    '_base_/datasets/ade20k.py',
-    '_base_/schedules/ade20k_160k_adamw.py',
-    '_base_/runtime/mmseg.py',
-    '_base_/tta/segmentation.py',
+    '../../../configs/_base_/models/upernet_swin.py',
+    '../../../configs/_base_/datasets/ade20k.py',
+    '../../../configs/_base_/schedules/ade20k_160k_adamw.py',
+    '../../../configs/_base_/runtime/mmseg.py',
+    '../../../configs/_base_/tta/segmentation.py',
 ]
 default_hooks = dict(reparameterize=dict(type='ReparameterizeHook'))  # test the merged model
 

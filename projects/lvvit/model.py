@@ -8,7 +8,7 @@ from mmengine.registry import MODELS
 from mmpretrain.models import VisionTransformer
 from mmpretrain.models.utils import resize_pos_embed, to_2tuple
 
-from repa_mm.models.channel_idle import RePaBackbone
+from repa_mm.models import RePaBackbone
 from repa_mm.reparam import TrainingForm
 
 

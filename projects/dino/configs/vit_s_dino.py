@@ -1,10 +1,11 @@
 # ViT-S/16, pretrained by DINO: https://arxiv.org/abs/2104.14294. Needs `pip install lightly`. Mixed
 # precision, as in the paper: tools/train.py --amp.
 _base_ = [
-    '_base_/datasets/imagenet_dino.py',
-    '_base_/schedules/imagenet_dino.py',
-    '_base_/runtime/mmpretrain.py',
+    '_base_/imagenet_crops.py',
+    '_base_/schedule_300e.py',
+    '../../../configs/_base_/runtime/mmpretrain.py',
 ]
+custom_imports = dict(imports=['repa_mm', 'projects.dino'], allow_failed_imports=False)
 
 model = dict(
     type='DINO',

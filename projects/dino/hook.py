@@ -12,7 +12,7 @@ from repa_mm.reparam import innermost
 
 @HOOKS.register_module()
 class DINOHook(Hook):
-    """Let the teacher of :class:`~repa_mm.models.DINO` follow the student.
+    """Let the teacher of :class:`~projects.dino.DINO` follow the student.
 
     `DINO <https://arxiv.org/abs/2104.14294>`_, appendix A and C. Everything is a function of the
     iteration, so that a resumed training goes on as it would have. A training that is not resumed

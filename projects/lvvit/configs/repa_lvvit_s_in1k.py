@@ -1,9 +1,10 @@
 _base_ = [
-    '_base_/models/lvvit_classifier.py',
-    '_base_/datasets/imagenet_token_label.py',
-    '_base_/schedules/imagenet_lamb.py',
-    '_base_/runtime/mmpretrain.py',
+    '_base_/lvvit_classifier.py',
+    '_base_/imagenet_token_label.py',
+    '../../../configs/_base_/schedules/imagenet_lamb.py',
+    '../../../configs/_base_/runtime/mmpretrain.py',
 ]
+custom_imports = dict(imports=['repa_mm', 'projects.lvvit'], allow_failed_imports=False)
 default_hooks = dict(reparameterize=dict(type='ReparameterizeHook'))  # test the merged model
 
 train_dataloader = dict(batch_size=128)
