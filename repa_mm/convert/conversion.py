@@ -108,8 +108,8 @@ def convert_pretrained(
     :mod:`repa_mm.convert.lockstep`, so that the memory grows with their number.
 
     Args:
-        model (nn.Module): A backbone or a whole model, whose blocks are known, see
-            :func:`~repa_mm.models.idle_channels`.
+        model (nn.Module): A backbone or a whole model, whose blocks are of a family in
+            :data:`repa_mm.models.FAMILIES`.
         batches (Iterable): What ``forward`` takes, such as images (B, 3, H, W). Of two batches or
             more, cross-validation leaves out whole ones: images that share something, as crops of
             one photograph do, belong into one batch, images of other sizes into other batches, as

@@ -86,10 +86,7 @@ def _distilled_class(kind: type) -> type:
 
 @MODELS.register_module(name='FeatureDistiller')
 def build_distiller(
-    student: dict,
-    teacher_checkpoint: str,
-    teacher: dict | None = None,
-    data_preprocessor: dict | None = None,
+    student: dict, teacher_checkpoint: str, teacher: dict, data_preprocessor: dict | None = None
 ) -> nn.Module:
     """Build a model that learns to imitate the original one, from which it was converted.
 
@@ -109,8 +106,7 @@ def build_distiller(
     Args:
         student (dict): Config of a detector, segmentor or classifier.
         teacher_checkpoint (str): Weights of the original model: a path or a URL.
-        teacher (dict, optional): Config of the original model. Defaults to the student with the
-            backbone that its ``IdleChannels`` name.
+        teacher (dict): Config of the original model.
         data_preprocessor (dict, optional): That of a student whose config has none: MMEngine's
             Runner hands on the one that stands beside ``model`` in a config.
 
@@ -128,8 +124,6 @@ def build_distiller(
         for part, key in (('train_cfg', 'augments'), ('data_preprocessor', 'batch_augments')):
             (cfg.get(part) or {}).pop(key, None)
     model = MODELS.build(copy.deepcopy(student))
-    if teacher is None:
-        teacher = dict(student, backbone=student['backbone']['backbone'])
     teacher = MODELS.build(copy.deepcopy(teacher))
     load_original(teacher, load_checkpoint(teacher_checkpoint)['state_dict'], teacher_checkpoint)
     swap_faster_attention(teacher)

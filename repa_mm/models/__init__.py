@@ -1,12 +1,6 @@
 """The registered backbones, and the structures that are put into models."""
 
-from repa_mm.models.builder import (
-    Restructured,
-    add_structures_,
-    build_idle_backbone,
-    idle_channels,
-    restructure,
-)
+from repa_mm.models.builder import Restructured, add_structures_, restructure
 from repa_mm.models.channel_idle import (
     RePaBackbone,
     RePaMlpMixer,
@@ -33,6 +27,6 @@ __all__ = [
     'ParallelMAEViT', 'ParallelSwinTransformer', 'ParallelVisionTransformer',
     'ProgressiveSwinTransformer', 'ProgressiveVisionTransformer', 'RePaBackbone', 'RePaMlpMixer',
     'RePaPoolFormer', 'RePaSwinTransformer', 'RePaVisionTransformer', 'Restructured', 'STRUCTURES',
-    'Structure', 'add_structures_', 'build_fast_swin', 'build_idle_backbone', 'idle_channels',
+    'Structure', 'add_structures_', 'build_fast_swin',
     'reduce_tokens', 'register_family', 'restructure',
 ]  # fmt: skip

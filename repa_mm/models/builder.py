@@ -16,7 +16,7 @@ from mmengine.utils.dl_utils.parrots_wrapper import _BatchNorm
 
 from repa_mm.faster.tracing import pad_any_size, swap_faster_attention
 from repa_mm.models.sites import attention_sites, ffn_sites
-from repa_mm.models.structures import STRUCTURES, ChannelIdle, Structure
+from repa_mm.models.structures import STRUCTURES, Structure
 from repa_mm.models.tokens import reduce_tokens
 from repa_mm.reparam import (
     CheckpointError,
@@ -80,37 +80,6 @@ def _put_all(
         if not any(isinstance(m, Form) for m in module.modules()):
             module._register_load_state_dict_pre_hook(check_ordinary, with_module=True)
     return placed
-
-
-def idle_channels(
-    model: nn.Module,
-    idle_ratio: float | Sequence[float | None] = 0.75,
-    norm_cfg: dict = dict(type='BN'),
-    where: str | None = None,
-) -> nn.Module:
-    """Put channel-idle FFNs into a model, in place.
-
-    In every known block, the norm before the FFN, if there is one, and the FFN become one
-    :class:`~repa_mm.reparam.ChannelIdleFFN`. The linear layers, the layer scale and the affine
-    parameters of the norm keep their values; the statistics of BatchNorms are new. With the norm
-    kept and ``idle_ratio=0`` the model computes what it did before.
-
-    The result is a start for training.
-
-    Args:
-        model (nn.Module): A backbone, or a whole model, such as a DETR.
-        idle_ratio (float | Sequence): As for :class:`~repa_mm.models.structures.ChannelIdle`.
-        norm_cfg (dict): As for :class:`~repa_mm.models.structures.ChannelIdle`.
-        where (str, optional): As for :class:`~repa_mm.models.structures.ChannelIdle`.
-
-    Returns:
-        nn.Module: The same model.
-
-    Raises:
-        ValueError: As :func:`add_structures_`, or if an idle ratio is not in [0, 1].
-    """
-    _put_all(model, [ChannelIdle(idle_ratio, norm_cfg, where)])
-    return model
 
 
 class Restructured:
@@ -381,34 +350,3 @@ def restructure(
         )
     built.freezes_statistics = norm_eval
     return built.train(built.training)
-
-
-@MODELS.register_module(name='IdleChannels')
-def build_idle_backbone(
-    backbone: dict,
-    idle_ratio: float | Sequence[float | None] = 0.75,
-    norm_cfg: dict = dict(type='BN'),
-    **kwargs,
-) -> nn.Module:
-    """Build a backbone from its config, with channel-idle FFNs in place of its FFNs.
-
-    A config that inherits from any other one uses it like this::
-
-        model = dict(backbone=dict(
-            _delete_=True, type='IdleChannels', idle_ratio=0.75,
-            backbone={{_base_.model.backbone}}))
-
-    Args:
-        backbone (dict): Config of a backbone of MMPretrain, MMDetection or MMSegmentation.
-        idle_ratio (float | Sequence): As for :class:`~repa_mm.models.structures.ChannelIdle`.
-        norm_cfg (dict): As for :class:`~repa_mm.models.structures.ChannelIdle`.
-        **kwargs: Other arguments of :func:`restructure`.
-
-    Returns:
-        nn.Module: The backbone.
-
-    Raises:
-        ValueError: As :func:`restructure`.
-    """
-    structure = dict(type='ChannelIdle', idle_ratio=idle_ratio, norm_cfg=norm_cfg)
-    return restructure(backbone, [structure], **kwargs)

@@ -8,6 +8,7 @@ from mmengine.registry import MODELS
 
 import repa_mm
 from repa_mm.features import differences, tensors
+from repa_mm.models import add_structures_
 from repa_mm.models.sites import ffn_sites
 from repa_mm.models.structures import Widths
 
@@ -155,7 +156,7 @@ def test_what_the_report_says(randomize):
         # 16 patches and the class token.
         assert row.gmacs == pytest.approx(17 * 2 * 16 * 64 / 1e9)
         assert row.narrow_gmacs == pytest.approx(17 * 2 * 16 * 24 / 1e9)
-    idle = repa_mm.idle_channels(copy.deepcopy(model))
+    idle = add_structures_(copy.deepcopy(model), [dict(type='ChannelIdle')])
     with pytest.raises(ValueError, match='has a channel-idle FFN, and no ordinary FFN'):
         repa_mm.convert_pretrained(idle, x)
 

@@ -177,22 +177,6 @@ def test_what_diverges_is_not_kept(models, tmp_path, monkeypatch):
     assert (tmp_path / 'idle.pth').read_bytes() == before
 
 
-def test_what_older_conversions_left(models):
-    """A student with channel-idle FFNs names the original backbone itself."""
-    backbone = dict(
-        type='IdleChannels', backbone=BACKBONE, idle_ratio=0.9, norm_cfg=dict(type='keep')
-    )
-    model = MODELS.build(
-        dict(
-            type='FeatureDistiller',
-            student=dict(type='ImageClassifier', backbone=backbone),
-            teacher_checkpoint=models[2],
-        )
-    )
-    trained = {n for n, p in model.named_parameters() if p.requires_grad}
-    assert trained and all('.ffn.' in name for name in trained)
-
-
 def test_a_whole_model_with_structures(tmp_path):
     pytest.importorskip('mmpretrain.models')
     init_default_scope('mmpretrain')

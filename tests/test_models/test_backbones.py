@@ -21,6 +21,7 @@ from repa_mm.reparam import (
     reparameterize,
 )
 
+IDLE = dict(type='Restructured', structures=[dict(type='ChannelIdle')])
 VIT = dict(
     arch=dict(embed_dims=32, num_layers=2, num_heads=4, feedforward_channels=96),
     img_size=32,
@@ -65,16 +66,8 @@ BACKBONES = dict(
     ),
     poolformer=(dict(type='RePaPoolFormer', **POOL), 'mmpretrain.PoolFormer', False),
     mixer=(dict(type='RePaMlpMixer', **MIXER), 'mmpretrain.MlpMixer', False),
-    mmdet=(
-        dict(type='IdleChannels', backbone=dict(type='mmdet.SwinTransformer', **OTHER_SWIN)),
-        '',
-        False,
-    ),
-    mmseg=(
-        dict(type='IdleChannels', backbone=dict(type='mmseg.SwinTransformer', **OTHER_SWIN)),
-        '',
-        False,
-    ),
+    mmdet=(dict(IDLE, model=dict(type='mmdet.SwinTransformer', **OTHER_SWIN)), '', False),
+    mmseg=(dict(IDLE, model=dict(type='mmseg.SwinTransformer', **OTHER_SWIN)), '', False),
     parallel_vit=(dict(type='ParallelVisionTransformer', num_branches=3, **VIT), '', False),
     parallel_swin=(
         dict(type='ParallelSwinTransformer', num_branches=[1, 1, 2, 1], **DEEP_SWIN),
@@ -365,9 +358,9 @@ def test_whole_models_take_structures(scattered, relative_error):
 
 def test_what_cannot_be_built_is_named():
     for cfg, message in (
-        (dict(type='IdleChannels', backbone=dict(type='Swim')), "'Swim' is no class"),
-        (dict(type='IdleChannels', backbone=BACKBONES['vit'][0]), 'has structures already'),
-        (dict(type='IdleChannels', backbone=dict(type='mmdet.ResNet', depth=18)), 'no site'),
+        (dict(IDLE, model=dict(type='Swim')), "'Swim' is no class"),
+        (dict(IDLE, model=BACKBONES['vit'][0]), 'has structures already'),
+        (dict(IDLE, model=dict(type='mmdet.ResNet', depth=18)), 'no site'),
         (
             dict(type='Restructured', model=dict(type='mmpretrain.VisionTransformer', **VIT),
                  structures=[dict(type='Channels')]),

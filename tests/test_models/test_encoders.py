@@ -14,8 +14,11 @@ from repa_mm.convert.pretrained import converted_config
 from repa_mm.features import head_inputs, tensors
 from repa_mm.models.sites import ffn_sites
 from repa_mm.reparam import ChannelIdleFFN, MergedFFN, set_training_path
+from tests.test_models.test_sites import idle
 
 pytest.importorskip('mmdet')
+
+IDLE = dict(type='Restructured', structures=[dict(type='ChannelIdle')])
 
 # An installed config, and the name of its decoder.
 CASES = {
@@ -87,8 +90,8 @@ def test_the_merged_model_computes_what_was_trained(case, randomize, relative_er
     model, decoder = build(case, randomize), CASES[case][1]
     assert len(ffn_sites(model)) == len(ffn_sites(model, 'encoder')) == 2
     assert len(ffn_sites(model, decoder)) == 2
-    repa_mm.idle_channels(model, 0.875)
-    repa_mm.idle_channels(model, [0.5, None], where=decoder)
+    idle(model, 0.875)
+    idle(model, [0.5, None], where=decoder)
     ffns = [m for m in model.modules() if isinstance(m, ChannelIdleFFN)]
     assert len(ffns) == 3 and not any(ffn.batch_norms() for ffn in ffns)
     batch = data(model)
@@ -122,7 +125,7 @@ def test_what_is_padded_is_no_input_of_a_head(case, randomize):
 @pytest.mark.parametrize('case', CASES)
 def test_without_idle_channels_the_model_is_the_same(case, randomize, relative_error):
     model = build(case, randomize)
-    batch, same = data(model), repa_mm.idle_channels(copy.deepcopy(model), 0)
+    batch, same = data(model), idle(copy.deepcopy(model), 0)
     with torch.no_grad():
         for other in (same, repa_mm.reparameterize(same)):
             for a, b in zip(tensors(head_inputs(other, batch)), tensors(head_inputs(model, batch))):
@@ -144,7 +147,7 @@ def test_a_segmentor(randomize, relative_error):
     model.eval()
     sample = mmseg.structures.SegDataSample(metainfo=dict(img_shape=(96, 128)))
     batch = dict(inputs=torch.randn(2, 3, 96, 128), data_samples=[sample] * 2)
-    repa_mm.idle_channels(model)
+    idle(model)
     with torch.no_grad():
         merged = repa_mm.reparameterize(model)
         assert sum(isinstance(m, MergedFFN) for m in merged.modules()) == 6
@@ -155,7 +158,7 @@ def test_a_segmentor(randomize, relative_error):
 def test_both_training_paths_of_an_ffn_without_norms(randomize):
     """Against the literal equation, gradients too."""
     model = build('DINO', randomize)
-    ffn = repa_mm.idle_channels(model, 0.75).encoder.layers[1].ffn.double().train()
+    ffn = idle(model, 0.75).encoder.layers[1].ffn.double().train()
     x = torch.randn(2, 400, 256, dtype=torch.float64, requires_grad=True)
     h = x @ ffn.fc1.weight.t() + ffn.fc1.bias
     h = torch.cat([h[..., : ffn.num_active].relu(), h[..., ffn.num_active :]], -1)
@@ -215,14 +218,14 @@ def test_a_backbone_and_an_encoder_of_two_ratios(randomize):
     sum(loss.square().mean() for loss in losses).backward()
     assert all(p.grad is not None for site in ffn_sites(model) for p in site.module.parameters())
     with pytest.raises(ValueError, match="no site for ChannelIdle in 'neck'"):
-        repa_mm.idle_channels(build('DETR', randomize), where='neck')
+        idle(build('DETR', randomize), where='neck')
 
 
 def test_an_ffn_with_another_shortcut_is_refused(randomize):
     model = build('DETR', randomize)
     model.encoder.layers[1].ffn.add_identity = False
     with pytest.raises(ValueError, match="'encoder.layers.1.ffn'.*shortcut"):
-        repa_mm.idle_channels(model)
+        idle(model)
 
 
 def test_ordinary_weights_of_a_whole_model_fill_the_forms(randomize, tmp_path):
@@ -250,11 +253,11 @@ def test_forms_of_a_backbone_inside_of_another_structure(randomize, tmp_path):
     swin = dict(type='mmdet.SwinTransformer', embed_dims=8, depths=(1, 1, 1, 1))
     swin.update(num_heads=(1, 1, 2, 2), out_indices=(1, 2, 3))
     path = str(tmp_path / 'swin.pth')
-    weights = randomize(MODELS.build(dict(type='IdleChannels', backbone=swin))).state_dict()
+    weights = randomize(MODELS.build(dict(IDLE, model=swin))).state_dict()
     torch.save(dict(state_dict=weights), path)
     cfg = model_config('DINO')
     init_cfg = dict(type='Pretrained', checkpoint=path)
-    cfg.backbone = dict(type='IdleChannels', backbone=swin, init_cfg=init_cfg)
+    cfg.backbone = dict(IDLE, model=swin, init_cfg=init_cfg)
     cfg.neck.in_channels = [16, 32, 64]
     structures = [dict(type='ChannelIdle', where='encoder')]
     model = MODELS.build(dict(type='Restructured', model=cfg, structures=structures))

@@ -9,9 +9,16 @@ import torch.nn as nn
 from mmengine.registry import MODELS
 
 import repa_mm
-from repa_mm.models import idle_channels
+from repa_mm.models import add_structures_
 from repa_mm.models.sites import ffn_sites
 from repa_mm.reparam import ChannelIdleFFN, MergedFFN
+
+
+def idle(model, idle_ratio=0.75, norm_cfg=dict(type='BN'), where=None):
+    """Channel-idle FFNs in a model, in place."""
+    structure = dict(type='ChannelIdle', idle_ratio=idle_ratio, norm_cfg=norm_cfg, where=where)
+    return add_structures_(model, [structure])
+
 
 VIT = dict(embed_dims=16, num_layers=2, num_heads=2, feedforward_channels=64)
 
@@ -225,7 +232,7 @@ def test_convert_train_merge_compare(case, randomize, relative_error):
         for m in model.modules()
         if isinstance(m, (nn.Linear, nn.Conv2d))
     }
-    assert idle_channels(model, 0.5) is model
+    assert idle(model, 0.5) is model
     ffns = [m for m in model.modules() if isinstance(m, ChannelIdleFFN)]
     assert len(ffns) == number
     for ffn in ffns:  # the linear layers kept their weights
@@ -260,13 +267,13 @@ def test_without_idle_channels_and_with_its_norm_a_model_is_the_same(case, rando
     x = torch.randn(2, 3, 64, 64).double()
     with torch.no_grad():
         expected = outputs(model, x)
-        kept = idle_channels(copy.deepcopy(model), 0, norm_cfg=dict(type='keep'))
+        kept = idle(copy.deepcopy(model), 0, norm_cfg=dict(type='keep'))
         assert sum(isinstance(m, ChannelIdleFFN) for m in kept.modules()) == number
         named = dict(type='TokenGN' if case == 'PoolFormer' else 'LN')
         for other in (
             kept,
             repa_mm.reparameterize(kept),
-            idle_channels(copy.deepcopy(model), 0, norm_cfg=named),
+            idle(copy.deepcopy(model), 0, norm_cfg=named),
         ):
             for actual, y in zip(outputs(other, x), expected):
                 assert torch.allclose(actual, y, rtol=1e-9, atol=1e-9)
@@ -278,7 +285,7 @@ def test_the_affine_parameters_of_the_norm_stay(case, randomize):
     model = randomize(build(package, name, kwargs))
     norms = [site.parts().norm for site in ffn_sites(model)]
     for norm_cfg in (dict(type='BN'), dict(type='LN'), dict(type='TokenGN')):
-        converted = idle_channels(copy.deepcopy(model), norm_cfg=norm_cfg)
+        converted = idle(copy.deepcopy(model), norm_cfg=norm_cfg)
         ffns = [m for m in converted.modules() if isinstance(m, ChannelIdleFFN)]
         for ffn, norm in zip(ffns, norms):
             assert torch.equal(ffn.norm1.weight, norm.weight)
@@ -294,7 +301,7 @@ def test_the_epsilon_of_the_norm_stays_unless_another_is_given():
         (dict(type='keep'), eps),
         (dict(type='LN', eps=0.1), 0.1),
     ):
-        ffn = idle_channels(copy.deepcopy(model), norm_cfg=norm_cfg).layers[0].ffn
+        ffn = idle(copy.deepcopy(model), norm_cfg=norm_cfg).layers[0].ffn
         assert ffn.norm1.eps == expected
 
 
@@ -304,7 +311,7 @@ def test_what_cannot_be_converted_is_named(case):
     model = build(package, name, kwargs)
     before = {n: type(m) for n, m in model.named_modules()}
     with pytest.raises(ValueError, match=message):
-        idle_channels(model)
+        idle(model)
     # And nothing has changed.
     assert {n: type(m) for n, m in model.named_modules()} == before
 
@@ -315,7 +322,7 @@ def test_an_error_in_a_later_block_leaves_the_first_as_it_is():
     model = VisionTransformer(VIT)
     model.layers[1].ffn.add_identity = False
     with pytest.raises(ValueError, match="'layers.1.ffn'.*shortcut"):
-        idle_channels(model)
+        idle(model)
     assert not any(isinstance(m, ChannelIdleFFN) for m in model.modules())
 
 
@@ -344,7 +351,7 @@ def test_an_ffn_that_computes_something_else_is_refused(change, message):
     model = build('mmpretrain', 'VisionTransformer', dict(arch=VIT))
     change(model.layers[1])
     with pytest.raises(ValueError, match=f"'layers.1.ffn'.*{message}"):
-        idle_channels(model)
+        idle(model)
     assert not any(isinstance(m, ChannelIdleFFN) for m in model.modules())
 
 
@@ -352,14 +359,14 @@ def test_a_norm_that_cannot_be_kept_is_named():
     model = build('mmpretrain', 'VisionTransformer', dict(arch=VIT))
     model.layers[0].ln2 = type('RMSNorm', (nn.Module,), {})()
     with pytest.raises(ValueError, match="'layers.0.ffn'.* RMSNorm"):
-        idle_channels(model, norm_cfg=dict(type='keep'))
+        idle(model, norm_cfg=dict(type='keep'))
 
 
 def test_twice():
     model = build('mmpretrain', 'VisionTransformer', dict(arch=VIT))
-    idle_channels(model)
+    idle(model)
     with pytest.raises(ValueError, match="'layers.0.ffn'.* already"):
-        idle_channels(model)
+        idle(model)
 
 
 def test_layer_scale_drop_path_activation_dtype_are_kept():
@@ -374,7 +381,7 @@ def test_layer_scale_drop_path_activation_dtype_are_kept():
     ).double()
     model.layers[1].ffn.gamma2.weight.data.uniform_()
     scale = model.layers[1].ffn.gamma2.weight.clone()
-    ffn = idle_channels(model).layers[1].ffn
+    ffn = idle(model).layers[1].ffn
     assert torch.equal(ffn.layer_scale, scale)
     assert ffn.dropout_layer.drop_prob == 0.2
     assert ffn.drop.p == 0.1
@@ -388,7 +395,7 @@ def test_blocks_that_had_to_be_rewritten(randomize):
 
     beit = build('mmpretrain', 'BEiTViT', dict(arch=VIT))
     scale = beit.layers[1].gamma_2.clone()
-    layer = idle_channels(beit).layers[1]
+    layer = idle(beit).layers[1]
     assert torch.equal(layer.ffn.layer_scale, scale)
     assert 'gamma_2' not in dict(layer.named_parameters())
     randomize(beit).eval()
@@ -396,11 +403,11 @@ def test_blocks_that_had_to_be_rewritten(randomize):
     assert torch.equal(layer(x, None), layer.ffn(y))
 
     deit = build('mmpretrain', 'DeiT3', dict(arch=VIT))
-    layer = randomize(idle_channels(deit)).layers[1].eval()
+    layer = randomize(idle(deit)).layers[1].eval()
     assert torch.equal(layer(x), layer.ffn(x + layer.attn(layer.ln1(x))))
 
     pool = MODELS.build(dict(type='mmpretrain.PoolFormer'))
-    layer = randomize(idle_channels(pool)).network[2][1].eval()
+    layer = randomize(idle(pool)).network[2][1].eval()
     layer.layer_scale_1.data.uniform_()
     x = torch.randn(2, 128, 5, 7)
     pooled = nn.functional.avg_pool2d(layer.norm1(x), 3, 1, 1, count_include_pad=False)

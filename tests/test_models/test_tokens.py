@@ -204,14 +204,14 @@ def test_fewer_multiply_adds(randomize):
 BACKBONES = {
     'mmpretrain': dict(type='RePaSwinTransformer', **SWIN),
     'mmdet': dict(
-        type='IdleChannels',
-        backbone=dict(
+        type='Restructured', structures=[dict(type='ChannelIdle')],
+        model=dict(
             type='mmdet.SwinTransformer', embed_dims=16, depths=(2, 2), num_heads=(2, 2),
             strides=(4, 2), out_indices=(0, 1), window_size=5),
     ),
     'mmseg': dict(
-        type='IdleChannels',
-        backbone=dict(
+        type='Restructured', structures=[dict(type='ChannelIdle')],
+        model=dict(
             type='mmseg.SwinTransformer', embed_dims=16, depths=(2, 2), num_heads=(2, 2),
             strides=(4, 2), out_indices=(0, 1), window_size=5),
     ),
