@@ -36,7 +36,6 @@ from repa_mm.config import build_model, load_config
 from repa_mm.convert.conversion import MAX_TOKENS, find_ffns, sample_tokens
 from repa_mm.convert.lockstep import in_lockstep
 from repa_mm.convert.pretrained import calibration_images
-from repa_mm.models.sites import ffn_sites
 from repa_mm.timing import measure
 
 COSTS = [0.9, 0.75, 0.5, 0.375, 0.25, 0.15]
@@ -68,8 +67,8 @@ def compressed(
     """A copy of a model with FFNs of a published method."""
     model = copy.deepcopy(model)
     model.eval()
-    ffns, widths, _ = find_ffns(model, keep, None, False)
-    sites = {site.block_name: site for site in ffn_sites(model)}
+    sites, ffns, widths, _ = find_ffns(model, keep, None, False)
+    sites = {site.block_name: site for site in sites}
     number, run = -(-MAX_TOKENS // len(batches)), partial(forward, model)
     for block, site in sites.items():
         site.put(ffns[block])
@@ -99,7 +98,7 @@ def compressed(
 
     in_lockstep(run, batches, meet)
     for block, site in sites.items():
-        site.put(ends[block])
+        setattr(site.block, site.path, ends[block])
     return model
 
 
