@@ -16,8 +16,13 @@ def is_allowed(name, path):
     """Whether a file of a project, 'projects/dino/hook.py', may import a name."""
     first, *rest = name.split('.')
     if first == 'repa_mm' and rest:
-        *module, name = rest
-        return len(module) < 2 and name in import_module('.'.join((first, *module))).__all__
+        *parts, name = rest
+        if len(parts) > 1:
+            return False
+        module = import_module('.'.join((first, *parts)))
+        if hasattr(module, '__path__'):  # a package says what it exports, a module's names do
+            return name in module.__all__
+        return not name.startswith('_')
     return {'projects': rest[:1] == [path.parts[1]], 'tests': path.parts[2] == 'tests'}.get(
         first, True
     )
@@ -38,6 +43,7 @@ def test_other_imports_are_found(tmp_path):
     lines = [
         'from repa_mm.reparam.numerics import check_finite',
         'from repa_mm.models import sites',
+        'from repa_mm.paths import _hidden',
         'from repa_mm.models import STRUCTURES, _hidden',
         'import repa_mm.models.structures',
         'from projects.lvvit import LVViT',
