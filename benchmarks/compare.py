@@ -18,8 +18,12 @@ Results are appended to a file with the columns of results.csv.
 
 import argparse
 import copy
+import csv
+import datetime
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -28,9 +32,10 @@ import torch.nn.functional as F
 from mmengine.dataset import pseudo_collate
 from mmengine.runner import Runner
 
+import repa_mm
 from benchmarks import dinov2
 from benchmarks.methods import METHODS, Weights, shared_widths, statistics
-from benchmarks.tables import append
+from benchmarks.tables import COLUMNS
 from repa_mm import convert_pretrained
 from repa_mm.fit.conversion import MAX_TOKENS, find_ffns, sample_tokens
 from repa_mm.fit.lockstep import in_lockstep
@@ -124,11 +129,25 @@ def converted(
 
 
 def write(args: argparse.Namespace, form: str, metrics: dict[str, float]) -> None:
-    """Append the metrics of a model to the results."""
-    run = '' if args.seed is None else f'seed {args.seed}'
-    for what, value in metrics.items():
-        print(f'{args.name}, {form}, {run}: {what} {value:.4f}', flush=True)
-        append(args.out, what=what, model=args.name, form=form, run=run, value=f'{value:.4g}')
+    """Append a row for each metric of a model to ``args.out``."""
+    known = dict(
+        model=args.name,
+        form=form,
+        run=f'seed {args.seed}',
+        command=' '.join(['python -m benchmarks.compare', *sys.argv[1:]]),
+        version=repa_mm.__version__,
+        date=f'{datetime.date.today():%Y-%m}',
+    )
+    file = Path(args.out)
+    is_new = not file.exists()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with open(file, 'a', encoding='utf-8', newline='') as out:
+        writer = csv.DictWriter(out, COLUMNS, lineterminator='\n')
+        if is_new:
+            writer.writeheader()
+        for what, value in metrics.items():
+            print(f'{args.name}, {form}: {what} {value:.4g}', flush=True)
+            writer.writerow(dict(known, what=f'after a conversion: {what}', value=f'{value:.4g}'))
 
 
 def on_dinov2(args: argparse.Namespace) -> None:
@@ -206,7 +225,7 @@ def main() -> None:
         command.add_argument('model', help='the ONNX file, or the config of a model')
         command.add_argument('--keep', type=float, nargs='+', default=COSTS)
         command.add_argument('--methods', nargs='+', default=['ours', *METHODS])
-        command.add_argument('--seed', type=int, help='of the model, in the results')
+        command.add_argument('--seed', type=int, default=0, help='of the model, in the results')
         command.add_argument('--out', default='work_dirs/compare.csv')
         command.set_defaults(function=function)
         if name == 'model':
