@@ -26,13 +26,13 @@ STOCK, OURS, DEPLOY = 'stock', 'stock with our parts', 'deploy form'
 Row = dict[str, str]
 
 
-def read() -> list[Row]:
-    """Return the rows of results.csv, with fields for tables.
+def read(path: str | Path | None = None) -> list[Row]:
+    """Return the rows of results.csv, or another such file, with fields for tables.
 
     'of' is what follows a colon in 'what'; 'method' and 'keep' are the parts of the form of a
     conversion ('CORP, weighted, 0.375').
     """
-    with open(RESULTS, encoding='utf-8', newline='') as file:
+    with open(path or RESULTS, encoding='utf-8', newline='') as file:
         rows = list(csv.DictReader(file))
     for row in rows:
         row['of'] = row['what'].rpartition(': ')[2]
@@ -82,8 +82,9 @@ def difference(rows: list[Row], base: list[Row]) -> str:
         return ''
     found, reference = runs(rows), runs(base)
     values = [found[run] - reference[run] for run in found]
-    average = round(fmean(values), 1)
-    return f'{average:+.1f} ± {stdev(values):.1f}' if average else f'0.0 ± {stdev(values):.1f}'
+    average = f'{fmean(values):+.1f}'
+    average = average if float(average) else '0.0'
+    return f'{average} ± {stdev(values):.1f}' if len(values) > 1 else average
 
 
 def table(
@@ -172,7 +173,7 @@ def tables() -> dict[str, str]:
             of(('parameters', 'multiply-adds'), model=SHOWN), 'model', 'form', with_units
         ),
         'accuracy': table(
-            of('after three epochs: ', form=('vanilla', 'RePa')),
+            of('after 3 epochs: ', form=('vanilla', 'RePa')),
             'model of',
             'form',
             mean,
