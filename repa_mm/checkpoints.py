@@ -83,7 +83,7 @@ def load_weights(model: nn.Module, state_dict: dict, path: str | None = None) ->
 def load_original(model: nn.Module, state_dict: dict, path: str) -> None:
     """Load the weights of a vanilla model.
 
-    Weights of parts that the model does not have, such as those of a teacher, do not matter.
+    Weights outside of its lists of layers do not matter: those of a teacher, of another version.
 
     Args:
         model (nn.Module): The model.
@@ -91,15 +91,16 @@ def load_original(model: nn.Module, state_dict: dict, path: str) -> None:
         path (str): Where they are from.
 
     Raises:
-        CheckpointError: If some are missing, or the file has others of a part, as of more blocks.
+        CheckpointError: If some are missing, or the file has more layers, or other ones.
     """
     found = model.load_state_dict(state_dict, strict=False)
-    parts = tuple(f'{name}.' for name, _ in model.named_children())
+    lists = nn.ModuleList, nn.Sequential
+    layers = tuple(f'{name}.' for name, m in model.named_modules() if name and isinstance(m, lists))
     missing, foreign = (
         [key for key in keys if not key.endswith(('num_batches_tracked', *_COMPUTED))]
         for keys in found
     )
-    _check_keys(missing, [key for key in foreign if key.startswith(parts)], path)
+    _check_keys(missing, [key for key in foreign if key.startswith(layers)], path)
 
 
 def _check_keys(missing: list[str], foreign: list[str], path: str | None) -> None:

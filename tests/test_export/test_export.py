@@ -1,6 +1,7 @@
 """Files agree with PyTorch, or are not written."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import repa_mm
 from repa_mm.config import load_config
 from repa_mm.export.export import (
     _Tensors,
+    disagreement,
     export,
     export_checkpoint,
     export_whole,
@@ -224,6 +226,16 @@ def test_objects_without_counterparts_are_counted():
         dict(scores=torch.tensor([torch.nan, 0.5])),
     ):
         assert lost_objects(same, objects(**changes)) == 1
+
+
+def test_without_objects_there_is_no_share_of_them():
+    class Empty:
+        def test_step(self, data):
+            return [DetDataSample(pred_instances=objects()[:0])]
+
+    from mmdet.structures import DetDataSample
+
+    assert math.isnan(disagreement(Empty(), Empty(), {}))
 
 
 def test_backbones_are_an_option(exported, tmp_path, run_tool, capsys):
