@@ -102,9 +102,7 @@ def test_no_name_is_mistaken(name):
     """Hooks, and what differs from the vanilla counterpart: the backbone and a faster head."""
     cfg = Config.fromfile(config_path(name))
     assert cfg.custom_imports['imports'] == ['repa_mm']
-    merges = 'mae' not in name and any(k in name for k in ('repa', 'structures/')) - (
-        '/vit' in name
-    )
+    merges = any(k in name for k in ('repa', 'structures/'))
     hook = cfg.default_hooks.pop('reparameterize', None)
     assert hook == (dict(type='ReparameterizeHook') if merges else None)
     assert 'ReparameterizeHook' not in str(cfg.get('custom_hooks'))
@@ -121,16 +119,11 @@ def test_no_name_is_mistaken(name):
 
 QUICK = [name for name in NAMES if name.startswith('demo/') and 'repa' in name]
 QUICK += ['swin_t_in1k', 'repa_deit_t_in1k', 'repa_poolformer_s12_in1k']
-STRUCTURES = [
-    n for n in NAMES if n.startswith('structures/') and '_mae' not in n and '/vit' not in n
-]
-QUICK += [n for n in STRUCTURES if 'deit_t' in n or 'vit_t_3' in n or 'riformer' in n]
-SLOW = ['retinanet_repa_swin_t', 'mask_rcnn_swin_t', 'upernet_repa_swin_t', *STRUCTURES]
+QUICK += [n for n in NAMES if n.startswith('structures/')]
+SLOW = ['retinanet_repa_swin_t', 'mask_rcnn_swin_t', 'upernet_repa_swin_t']
 
 
-@pytest.mark.parametrize(
-    'name', QUICK + [pytest.param(n, marks=pytest.mark.slow) for n in SLOW if n not in QUICK]
-)
+@pytest.mark.parametrize('name', QUICK + [pytest.param(n, marks=pytest.mark.slow) for n in SLOW])
 def test_model_trains_a_step_and_merges(name, relative_error):
     cfg = load(name)
     if 'upernet' in name:
@@ -141,7 +134,7 @@ def test_model_trains_a_step_and_merges(name, relative_error):
     model = build(cfg)
     model.train()
     optim_wrapper = build_optim_wrapper(model, cfg.optim_wrapper)
-    if 'structures/parallel_vit' not in name:
+    if 'constructor' not in cfg.optim_wrapper:
         check_weight_decay(model, optim_wrapper.optimizer, cfg)
     size = 224 if 'in1k' in name else 64
     data = model.data_preprocessor(batch_of(cfg, size), training=True)
@@ -353,31 +346,6 @@ def test_classifier_weights_pretrain_the_detector(swin, tmp_path, randomize):
     # Only the last stage has a norm behind it in the classifier.
     assert {name.split('.')[0] for name in set(loaded) - set(classifier)} == {'norm1', 'norm2'}
     assert all(torch.equal(loaded[name], value) for name, value in classifier.items())
-
-
-def test_pretraining_leads_to_the_classifier(tmp_path):
-    """A masked autoencoder with branches trains a step, and its weights start the classifier."""
-    cfg = load('structures/parallel_vit_t_3_mae')
-    cfg.model.neck.update(decoder_depth=1, decoder_embed_dim=64)
-    model = MODELS.build(cfg.model)
-    model.init_weights()
-    model.train()
-    optim_wrapper = build_optim_wrapper(model, cfg.optim_wrapper)
-    images = torch.randint(256, (2, 3, 224, 224), dtype=torch.uint8)
-    data = model.data_preprocessor(dict(inputs=images, data_samples=[None] * 2), training=True)
-    optim_wrapper.backward(model(data['inputs'], None, mode='loss')['loss'])
-    assert not [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]
-    optim_wrapper.step()
-    path = str(tmp_path / 'mae.pth')
-    torch.save(dict(state_dict=model.state_dict()), path)
-    cfg = load('structures/parallel_vit_t_3_in1k')
-    cfg.model.backbone.init_cfg.checkpoint = path
-    classifier = MODELS.build(cfg.model)
-    classifier.init_weights()
-    loaded = classifier.backbone.state_dict()
-    # Mean features have a norm of their own.
-    for key in set(loaded) - {'ln2.weight', 'ln2.bias'}:
-        assert torch.equal(loaded[key], model.backbone.state_dict()[key]), key
 
 
 def test_the_metafile_lists_the_configs():

@@ -32,7 +32,6 @@ from mmpretrain.models.utils.attention import MultiheadAttention
 from repa_mm.faster.attention import FastShiftWindowMSA, fast_class, swap_attention
 from repa_mm.faster.windows import is_traced, times, traceable_partition
 from repa_mm.reparam import Form, Scheduled, TrainingForm, become
-from repa_mm.reparam.depth import scale_queries
 
 # Where the stock blocks are defined.
 _SWIN_BLOCKS = (
@@ -48,6 +47,15 @@ _CHUNK = 2048
 def _merged(total: int, keep: float) -> int:
     """Of a number of tokens or windows, how many are not kept; in integers, for tracers."""
     return total * (1000 - _per_mille(keep)) // 1000
+
+
+def scale_queries(q: torch.Tensor, attention: nn.Module) -> torch.Tensor:
+    """Scale queries (…, L, d) so that 1 / sqrt(d) gives the scores of the attention's own scale.
+
+    torch 2.1 exports ``scaled_dot_product_attention`` to ONNX without another scale only.
+    """
+    usual = (attention.embed_dims // attention.num_heads) ** -0.5
+    return q if attention.scale == usual else q * (attention.scale / usual)
 
 
 def _per_mille(keep: float) -> int:

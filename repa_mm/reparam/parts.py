@@ -40,13 +40,6 @@ class AttentionParts(NamedTuple):
     table: torch.Tensor | None = None
 
 
-class NormParts(NamedTuple):
-    """A norm, and the linear layer that alone reads its output; None if there is no such layer."""
-
-    norm: nn.Module
-    linear: nn.Linear | None = None
-
-
 class MixerParts(NamedTuple):
     """A norm, and the affine map (a convolution by channels) in the place of a token mixer."""
 

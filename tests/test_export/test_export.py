@@ -51,13 +51,7 @@ FAMILY = dict(
     ),
     RePaMlpMixer=dict(arch=MIXER, img_size=64, patch_size=16),
 )
-BACKBONES = dict(
-    FAMILY,
-    ParallelVisionTransformer=dict(VIT, num_branches=2),
-    ParallelSwinTransformer=dict(SWIN, num_branches=(1, 1, 2, 1), pad_small_map=True),
-    ExpertsVisionTransformer=VIT,
-    AffineRIFormer=dict(arch=POOL),
-)
+BACKBONES = dict(FAMILY, ExpertsVisionTransformer=VIT, AffineRIFormer=dict(arch=POOL))
 
 
 def deploy_form(name, randomize, **kwargs):

@@ -2,7 +2,10 @@
 # ordinary Swin of 2-2-6-2 layers. An ordinary Swin-S can be given as
 # backbone.init_cfg=dict(type='Pretrained', checkpoint=…, prefix='backbone.'): its layers fill the
 # branches.
-_base_ = '../swin_s_in1k.py'
+_base_ = '../../../configs/swin_s_in1k.py'
+custom_imports = dict(
+    imports=['repa_mm', 'projects.depth_reparameterization'], allow_failed_imports=False
+)
 
 model = dict(
     backbone=dict(type='ParallelSwinTransformer', arch='small', num_branches=3, drop_path_rate=0.2)

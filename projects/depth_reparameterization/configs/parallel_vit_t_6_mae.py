@@ -1,7 +1,10 @@
 # A ViT-T of 6 blocks with 2 branches each (12 layers), pretrained as a masked autoencoder: the first
 # step of https://arxiv.org/abs/2511.19718. The branches stay apart (lambda = 0);
 # parallel_vit_t_6_in1k.py joins them while it fine-tunes. The recipe is that of MAE in MMPretrain.
-_base_ = ['../_base_/datasets/imagenet_mae.py', '../_base_/runtime/mmpretrain.py']
+_base_ = ['_base_/imagenet_mae.py', '../../../configs/_base_/runtime/mmpretrain.py']
+custom_imports = dict(
+    imports=['repa_mm', 'projects.depth_reparameterization'], allow_failed_imports=False
+)
 
 model = dict(
     type='MAE',

@@ -1,5 +1,5 @@
 # ImageNet-1k at 224x224 for masked autoencoders: random crops and flips, no labels needed. Where the
-# data is looked for: see imagenet.py.
+# data is looked for: see configs/_base_/datasets/imagenet.py.
 dataset_type = 'ImageNet'
 data_root = 'data/imagenet'
 

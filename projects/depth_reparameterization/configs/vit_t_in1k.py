@@ -1,6 +1,9 @@
 # An ordinary ViT-T of 12 layers, to compare parallel_vit_t_{6,4,3}_in1k.py with. The recipe is
 # MMPretrain's for MAE.
-_base_ = ['../_base_/datasets/imagenet.py', '../_base_/runtime/mmpretrain.py']
+_base_ = [
+    '../../../configs/_base_/datasets/imagenet.py',
+    '../../../configs/_base_/runtime/mmpretrain.py',
+]
 
 model = dict(
     type='ImageClassifier',

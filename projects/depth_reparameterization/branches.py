@@ -22,12 +22,23 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from .ffn import DropPath
-from .ffn.layers import build_activation
-from .forms import DeployForm, TrainingForm
-from .numerics import check_dropouts, double, exact, rounded
-from .parts import AttentionParts, FFNParts, copy_matrix, fold_norm, matrix
-from .schedule import Scheduled, set_lam
+from repa_mm.reparam import (
+    AttentionParts,
+    DeployForm,
+    DropPath,
+    FFNParts,
+    Scheduled,
+    TrainingForm,
+    build_activation,
+    check_dropouts,
+    copy_matrix,
+    double,
+    exact,
+    fold_norm,
+    matrix,
+    rounded,
+    set_lam,
+)
 
 
 class JoinedLinear(Scheduled, nn.Linear):
@@ -59,7 +70,7 @@ class JoinedLinear(Scheduled, nn.Linear):
         self.branches = nn.ModuleList(
             nn.Linear(in_features, out_features, bias) for _ in range(num_branches)
         )
-        self._add_lam()
+        self.add_lam()
 
     @property
     def weight(self) -> torch.Tensor:
@@ -98,7 +109,7 @@ class JoinedLinear(Scheduled, nn.Linear):
 
 
 class _Parallel(TrainingForm):
-    """What the parallel forms share: the way out, and what follows it.
+    """Output projection, layer scale and drop path, shared by the parallel forms.
 
     The last linear layer has the output matrices of all branches side by side, (C, B n), and one
     bias, the sum of theirs.
@@ -387,7 +398,7 @@ class ParallelFFN(_Parallel):
         embed_dims (int): Number of channels C.
         feedforward_channels (int): Hidden width H of each branch.
         num_branches (int): Number of branches B. Defaults to 2.
-        act_cfg (dict | nn.Module): An elementwise activation, as :class:`ChannelIdleFFN` takes it.
+        act_cfg (dict | nn.Module): An elementwise activation, as a ``ChannelIdleFFN`` takes it.
             Defaults to ``dict(type='GELU')``.
         drop_rate (float): Dropout rate of hidden channels and output. Defaults to 0.
         drop_path (float): Stochastic depth rate, of all branches together. Defaults to 0.

@@ -9,16 +9,33 @@ At lambda = 0 and with the statistics of inference that is s x + t. It merges in
 that follows, W (s x + t) + b = (W diag(s)) x + (W t + b), and is an affine map where none does.
 """
 
+from typing import NamedTuple
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from .autograd import kept_statistics
-from .ffn.layers import build_norm
-from .forms import DeployForm, TrainingForm
-from .numerics import batch_norm_affine, double, exact, is_batch_norm, rounded
-from .parts import NormParts, copy_affine, copy_matrix
-from .schedule import Scheduled
+from repa_mm.reparam import (
+    DeployForm,
+    Scheduled,
+    TrainingForm,
+    batch_norm_affine,
+    build_norm,
+    copy_affine,
+    copy_matrix,
+    double,
+    exact,
+    is_batch_norm,
+    kept_statistics,
+    rounded,
+)
+
+
+class NormParts(NamedTuple):
+    """A norm, and the linear layer that alone reads its output; None if there is no such layer."""
+
+    norm: nn.Module
+    linear: nn.Linear | None = None
 
 
 class RepBN(nn.Module):
@@ -79,7 +96,7 @@ class ProgressiveNorm(Scheduled, TrainingForm):
         super().__init__()
         self.ln = nn.LayerNorm(num_features, eps=eps)
         self.rep = RepBN(num_features, norm_cfg)
-        self._add_lam()
+        self.add_lam()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalized tokens of shape (..., C)."""
@@ -144,7 +161,7 @@ class NormedLinear(TrainingForm):
     """A progressive norm and the linear layer that follows it, which merge into one linear layer.
 
     Where zeros come between both, as around the maps of window attention, :attr:`norm` and
-    :attr:`linear` are called one by one.
+    :attr:`linear` are called one by one, see :class:`~projects.slab.NormedShiftWindowMSA`.
 
     Args:
         norm (ProgressiveNorm): The norm.

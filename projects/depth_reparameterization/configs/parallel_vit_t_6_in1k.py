@@ -2,6 +2,9 @@
 # of https://arxiv.org/abs/2511.19718, from the masked autoencoder of parallel_vit_t_6_mae.py. The
 # schedule of lambda is the paper's, the rest of the recipe is that of the ordinary ViT-T, with the decay of learning rates of its 12 layers.
 _base_ = 'vit_t_in1k.py'
+custom_imports = dict(
+    imports=['repa_mm', 'projects.depth_reparameterization'], allow_failed_imports=False
+)
 default_hooks = dict(reparameterize=dict(type='ReparameterizeHook'))  # test the merged model
 
 # An ordinary ViT-T of 12 layers can be given, too: its layers fill the branches.
