@@ -1,4 +1,4 @@
-"""Backbones with other structures: branches, experts, progressive norms, affine mixers."""
+"""Backbones with other structures: branches, progressive norms, affine mixers."""
 
 from collections.abc import Sequence
 
@@ -154,26 +154,6 @@ class ParallelSwinTransformer(ParallelBackbone, SwinTransformer):
                 deep[i] = n * depth
         per_block = [n for n, depth in zip(branches, shallow) for _ in range(depth)]
         return dict(arch, depths=shallow), dict(arch, depths=deep), per_block
-
-
-@MODELS.register_module()
-class ExpertsVisionTransformer(Restructured, VisionTransformer):
-    """Vision Transformer whose FFNs are experts, which merge into their mean.
-
-    `Experts Weights Averaging <https://arxiv.org/abs/2308.06093>`_: see
-    :mod:`repa_mm.reparam.experts`. Merged, it has, name by name, the weights of mmpretrain's
-    ``VisionTransformer``, with the layer scale of the FFNs in their matrices. The weights of an
-    ordinary ViT, given as ``init_cfg``, fill every expert.
-
-    Args:
-        *args: Those of mmpretrain's ``VisionTransformer``.
-        num_experts (int): Number of experts of each FFN. Defaults to 4.
-        **kwargs: Those of the parent, and of :class:`~repa_mm.models.builder.Restructured`.
-    """
-
-    def __init__(self, *args, num_experts: int = 4, **kwargs) -> None:
-        structures = [dict(type='Experts', num_experts=num_experts)]
-        super().__init__(*args, structures=structures, **kwargs)
 
 
 class ProgressiveBackbone(Restructured):

@@ -28,7 +28,6 @@ from repa_mm.models.sites import (
 )
 from repa_mm.reparam import (
     ChannelIdleFFN,
-    ExpertsFFN,
     FFNParts,
     Form,
     LinearPathFFN,
@@ -366,24 +365,6 @@ def _with_scale(form: TrainingForm, scale: torch.Tensor | None) -> TrainingForm:
     if scale is not None:
         form.layer_scale = nn.Parameter(scale.detach().clone())
     return form
-
-
-@STRUCTURES.register_module()
-class Experts(Structure):
-    """FFNs of experts, see :mod:`repa_mm.reparam.experts`. They begin with random weights.
-
-    Args:
-        num_experts (int): Number of experts E of each FFN. Defaults to 4.
-    """
-
-    def __init__(self, num_experts: int = 4) -> None:
-        self.num_experts = num_experts
-
-    def sites(self, model: nn.Module) -> list[FFNSite]:
-        return [site for site in ffn_sites(model) if site.family.norm]
-
-    def form(self, site: FFNSite) -> TrainingForm:
-        return _ordinary_ffns(ExpertsFFN, site, self.num_experts)
 
 
 @STRUCTURES.register_module()

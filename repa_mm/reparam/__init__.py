@@ -9,11 +9,12 @@ from .depth import (
     ParallelFFN,
     join_branches,
 )
-from .experts import ExpertLinear, ExpertsFFN, average_experts
 from .ffn import (
     ChannelIdleFFN,
+    DropPath,
     LinearPathFFN,
     MergedFFN,
+    build_activation,
     num_active_channels,
     set_shortcut,
     set_training_path,
@@ -38,18 +39,18 @@ from .model import (
     unwrap,
 )
 from .norms import AffineMap, MergedLinear, NormedLinear, ProgressiveNorm, RepBN
-from .numerics import check_finite
-from .parts import AttentionParts, FFNParts, MixerParts, NormParts
+from .numerics import check_dropouts, check_finite, double, exact, rounded
+from .parts import AttentionParts, FFNParts, MixerParts, NormParts, copy_matrix, matrix
 from .schedule import Scheduled, finish_schedules, schedules_have_ended, set_lam
 
 __all__ = [
-    'AffineMap', 'AttentionParts', 'ChannelIdleFFN', 'CheckpointError', 'DeployForm',
-    'ExpertLinear', 'ExpertsFFN', 'FFNParts', 'Form', 'JoinedLinear', 'LinearPathFFN', 'MergedFFN',
-    'MergedLinear', 'MergedNorm', 'MixerParts', 'NormParts', 'NormedAffine', 'NormedLinear',
-    'OrdinaryAttention', 'OrdinaryFFN', 'ParallelAttention', 'ParallelFFN', 'ProgressiveNorm',
-    'RepBN', 'Scheduled', 'TrainingForm', 'average_experts', 'become', 'calibrate_batch_norm',
-    'check_finite', 'check_ordinary', 'check_state_dict', 'finish_schedules', 'has_deploy_form',
-    'has_training_form', 'innermost', 'is_reparameterized', 'join_branches', 'num_active_channels',
-    'outermost', 'reparameterize', 'schedules_have_ended', 'set_lam', 'set_shortcut',
-    'set_training_path', 'unwrap',
+    'AffineMap', 'AttentionParts', 'ChannelIdleFFN', 'CheckpointError', 'DeployForm', 'DropPath',
+    'FFNParts', 'Form', 'JoinedLinear', 'LinearPathFFN', 'MergedFFN', 'MergedLinear', 'MergedNorm',
+    'MixerParts', 'NormParts', 'NormedAffine', 'NormedLinear', 'OrdinaryAttention', 'OrdinaryFFN',
+    'ParallelAttention', 'ParallelFFN', 'ProgressiveNorm', 'RepBN', 'Scheduled', 'TrainingForm',
+    'become', 'build_activation', 'calibrate_batch_norm', 'check_dropouts', 'check_finite',
+    'check_ordinary', 'check_state_dict', 'copy_matrix', 'double', 'exact', 'finish_schedules',
+    'has_deploy_form', 'has_training_form', 'innermost', 'is_reparameterized', 'join_branches',
+    'matrix', 'num_active_channels', 'outermost', 'reparameterize', 'rounded',
+    'schedules_have_ended', 'set_lam', 'set_shortcut', 'set_training_path', 'unwrap',
 ]  # fmt: skip

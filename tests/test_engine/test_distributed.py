@@ -59,9 +59,8 @@ for broadcast in (False, True):
     wrapper = dict(device_ids=None, broadcast_buffers=broadcast)
     runner = make_runner(
         sys.argv[1],
-        [SCHEDULE, MERGE, dict(type='AverageExpertsHook'), lambdas, Note(),
-         dict(type='EMAHook', momentum=0.3)],
-        model=dict(type='ToyScheduled', with_norms=True, with_experts=True),
+        [SCHEDULE, MERGE, lambdas, Note(), dict(type='EMAHook', momentum=0.3)],
+        model=dict(type='ToyScheduled', with_norms=True),
         launcher='pytorch',
         cfg=dict(model_wrapper_cfg=wrapper),
         train_cfg=dict(by_epoch=True, max_epochs=6, val_interval=6),
@@ -80,5 +79,5 @@ for broadcast in (False, True):
 
 
 def test_two_processes(tmp_path):
-    """Gradients of both training paths; schedules, experts, averages and the tested form."""
+    """Gradients of both training paths; schedules, averages and the tested form."""
     run_in_two_processes(GRADIENTS + HOOKS, tmp_path)

@@ -11,7 +11,6 @@ from mmengine.registry import MODELS
 
 from repa_mm.reparam import (
     DeployForm,
-    ExpertsFFN,
     OrdinaryFFN,
     ParallelAttention,
     ParallelFFN,
@@ -63,9 +62,9 @@ class Faded(DeployForm):
 
 @MODELS.register_module()
 class ToyScheduled(BaseModel):
-    """Branches that join; norms or toys that fade and experts if asked for."""
+    """Branches that join; norms or toys that fade if asked for."""
 
-    def __init__(self, with_norms=False, with_toys=False, with_experts=False):
+    def __init__(self, with_norms=False, with_toys=False):
         super().__init__()
         self.backbone = nn.Sequential(
             nn.Conv2d(3, 8, 4, stride=4),
@@ -75,7 +74,6 @@ class ToyScheduled(BaseModel):
             ParallelAttention(8, 2, 2),
             Fading(8) if with_toys else nn.LayerNorm(8),
             ParallelFFN(8, 16, 3),
-            ExpertsFFN(8, 16, 3) if with_experts else nn.Identity(),
         )
         self.head = nn.Linear(8, 2)
 

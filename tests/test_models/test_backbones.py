@@ -74,11 +74,6 @@ BACKBONES = dict(
         '',
         False,
     ),
-    experts=(
-        dict(type='ExpertsVisionTransformer', num_experts=3, **VIT),
-        'mmpretrain.VisionTransformer',
-        True,
-    ),
     progressive_vit=(
         dict(type='ProgressiveVisionTransformer', **VIT),
         'mmpretrain.VisionTransformer',
@@ -122,10 +117,9 @@ BACKBONES = dict(
 BECOME_ORDINARY = dict(
     parallel_vit='mmpretrain.VisionTransformer',
     parallel_swin='mmpretrain.SwinTransformer',
-    experts='mmpretrain.VisionTransformer',
     riformer='mmpretrain.RIFormer',
 )
-OWN = ('num_branches', 'num_experts', 'idle_ratio', 'ffn_norm_cfg')
+OWN = ('num_branches', 'idle_ratio', 'ffn_norm_cfg')
 
 every = pytest.mark.parametrize('name', BACKBONES)
 
@@ -235,12 +229,11 @@ def test_the_wrong_form_is_refused_whoever_loads(name):
 @pytest.mark.parametrize('name', [name for name, row in BACKBONES.items() if row[1]])
 def test_ordinary_weights_are_refused_and_fill(name, scattered, check_same, tmp_path):
     kind, is_same = BACKBONES[name][1:]
-    scale = dict(layer_scale_init_value=0.5) if name == 'experts' else {}
-    ordinary = scattered(build_ordinary(name, kind, **scale))
-    model = build(name, **scale)
+    ordinary = scattered(build_ordinary(name, kind))
+    model = build(name)
     with pytest.raises(CheckpointError, match='in its training form at|has nothing there'):
         load_state_dict(model, ordinary.state_dict(), strict=False)
-    model = build(name, init_cfg=pretrained(ordinary, tmp_path / 'ordinary.pth'), **scale)
+    model = build(name, init_cfg=pretrained(ordinary, tmp_path / 'ordinary.pth'))
     before = {key: value.data_ptr() for key, value in model.state_dict(keep_vars=True).items()}
     model.init_weights()
     for key, value in model.state_dict(keep_vars=True).items():  # optimizers have the parameters
@@ -266,8 +259,7 @@ def test_own_weights_in_both_forms(name, scattered, tmp_path):
         loaded.init_weights()
         for key, value in source.state_dict().items():
             assert torch.equal(loaded.state_dict()[key], value), key
-        # A merged checkpoint is no start for training, unless it is an ordinary model's.
-        if deploy and name != 'experts':
+        if deploy:  # which is no start for training
             with pytest.raises(CheckpointError, match='needs deploy=True'):
                 build(name, init_cfg=init_cfg).init_weights()
 
@@ -299,7 +291,7 @@ def test_own_weights_beside_other_ways_to_initialize(scattered, tmp_path):
 @pytest.mark.parametrize('package', ['mmpretrain', 'mmdet', 'mmseg'])
 def test_every_registry_builds_them(package):
     registry = pytest.importorskip(f'{package}.registry').MODELS
-    for name in ('swin', 'vit', 'poolformer', 'mixer', 'parallel_vit', 'experts'):
+    for name in ('swin', 'vit', 'poolformer', 'mixer', 'parallel_vit'):
         cfg = copy.deepcopy(BACKBONES[name][0])
         assert type(registry.build(cfg)).__name__ == BACKBONES[name][0]['type']
 

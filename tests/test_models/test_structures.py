@@ -4,17 +4,12 @@ import copy
 
 import pytest
 import torch
-from mmpretrain.models import PoolFormer, SwinTransformer, VisionTransformer
+from mmpretrain.models import SwinTransformer, VisionTransformer
 
 from repa_mm.faster.attention import FastShiftWindowMSA
-from repa_mm.models import (
-    ExpertsVisionTransformer,
-    ParallelSwinTransformer,
-    ParallelVisionTransformer,
-    add_structures_,
-)
+from repa_mm.models import ParallelSwinTransformer, ParallelVisionTransformer, add_structures_
 from repa_mm.models.builder import Restructured
-from repa_mm.reparam import CheckpointError, Form, ParallelAttention, reparameterize
+from repa_mm.reparam import CheckpointError, ParallelAttention
 
 VIT = dict(img_size=32, patch_size=8, out_type='featmap')
 SWIN = dict(window_size=4, img_size=64, pad_small_map=True, out_indices=(0, 1, 2, 3))
@@ -159,10 +154,7 @@ def test_norms_that_go_behind_branches_are_filled_once(relative_error, randomize
 
 
 FFN_FORMS = dict(
-    ChannelIdle='channel-idle FFN',
-    LinearPath='FFN with a linear path',
-    Branches='parallel FFN',
-    Experts='FFN of experts',
+    ChannelIdle='channel-idle FFN', LinearPath='FFN with a linear path', Branches='parallel FFN'
 )
 
 
@@ -183,14 +175,6 @@ def test_a_site_takes_one_form(first, second):
     assert model.state_dict().keys() == before.state_dict().keys()
 
 
-def test_a_block_that_calls_its_ffn_in_another_way_is_refused_before_anything_changes():
-    vit, pool = VisionTransformer(vit_arch(1), **VIT), PoolFormer('s12')
-    blocks = torch.nn.Sequential(vit.layers[0], pool.network[0][0])
-    with pytest.raises(ValueError, match='PoolFormerBlock does not call its FFN as'):
-        add_structures_(blocks, [dict(type='Experts')])
-    assert not any(isinstance(m, Form) for m in blocks.modules())
-
-
 def test_progressive_norms_are_no_place_for_branches():
     structures = [dict(type='ProgressiveNorms'), dict(type='Branches')]
     with pytest.raises(ValueError, match='linear layer with a progressive norm already'):
@@ -208,7 +192,7 @@ def test_branches_of_other_numbers_in_each_block_are_not_filled(tmp_path):
 
 def test_a_frozen_norm_freezes_no_linear_layer():
     idle = dict(type='ChannelIdle', norm_cfg=dict(type='BN', requires_grad=False))
-    for structures in ([idle], [dict(type='Experts')], [dict(type='Branches')]):
+    for structures in ([idle], [dict(type='Branches')]):
         ffn = RestructuredViT(vit_arch(1), structures=structures, **VIT).layers[0].ffn
         assert all(p.requires_grad for p in (*ffn.fc1.parameters(), *ffn.fc2.parameters()))
         frozen = RestructuredViT(vit_arch(1), structures=structures, frozen_stages=1, **VIT)
@@ -216,14 +200,6 @@ def test_a_frozen_norm_freezes_no_linear_layer():
     norms, plain = [dict(type='ProgressiveNorms')], dict(type='LN', requires_grad=False)
     model = RestructuredViT(vit_arch(1), structures=norms, norm_cfg=plain, **VIT)
     assert model.layers[0].attn.qkv.linear.weight.requires_grad
-
-
-def test_weights_without_the_layer_scale_do_not_fill(tmp_path):
-    """As those of merged experts, whose matrices have it."""
-    kwargs = dict(num_experts=2, layer_scale_init_value=1e-5, **VIT)
-    merged = reparameterize(ExpertsVisionTransformer(vit_arch(1), **kwargs))
-    with pytest.raises(CheckpointError, match='lack .*gamma2'):
-        filled(ExpertsVisionTransformer, vit_arch(1), merged, tmp_path / 'vit.pth', **kwargs)
 
 
 def test_the_linear_path_takes_pretrained_weights(tmp_path):

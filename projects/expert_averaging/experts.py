@@ -14,12 +14,19 @@ import copy
 import torch
 import torch.nn as nn
 
-from .depth import OrdinaryFFN
-from .ffn import DropPath
-from .ffn.layers import build_activation
-from .forms import TrainingForm
-from .numerics import check_dropouts, double, exact, rounded
-from .parts import FFNParts, copy_matrix, matrix
+from repa_mm.reparam import (
+    DeployForm,
+    DropPath,
+    FFNParts,
+    TrainingForm,
+    build_activation,
+    check_dropouts,
+    copy_matrix,
+    double,
+    exact,
+    matrix,
+    rounded,
+)
 
 
 class _Order:
@@ -182,7 +189,7 @@ class ExpertsFFN(TrainingForm):
             outs.append((weight, bias))
         self.fc2.fill(*outs)
 
-    def merge(self) -> OrdinaryFFN:
+    def merge(self) -> 'MergedExperts':
         """Compute the ordinary FFN with the mean weights, in float64.
 
         Raises:
@@ -190,10 +197,9 @@ class ExpertsFFN(TrainingForm):
         """
         check_dropouts(self)
         with torch.device('meta'):
-            merged = OrdinaryFFN(
+            merged = MergedExperts(
                 self.embed_dims, self.feedforward_channels, copy.deepcopy(self.act)
             )
-        merged.label = self.label
         like = self.fc1.experts[0].weight
         w_in, b_in = self.fc1.exact()
         weight, bias = self.fc2.exact()
@@ -204,6 +210,29 @@ class ExpertsFFN(TrainingForm):
         into.weight, into.bias = rounded(w_in, like), rounded(b_in, like)
         out.weight, out.bias = rounded(weight, like), rounded(bias, like)
         return merged
+
+
+class MergedExperts(DeployForm):
+    """An FFN with the names of mmcv's: the mean of the experts.
+
+    Args:
+        embed_dims (int): Number of channels C.
+        feedforward_channels (int): Hidden width H.
+        act (nn.Module): The activation.
+    """
+
+    label = 'FFN of experts'
+
+    def __init__(self, embed_dims: int, feedforward_channels: int, act: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Sequential(nn.Linear(embed_dims, feedforward_channels), act),
+            nn.Linear(feedforward_channels, embed_dims),
+        )
+
+    def inference(self, x: torch.Tensor, identity: torch.Tensor | None = None) -> torch.Tensor:
+        """As :meth:`ExpertsFFN.forward`."""
+        return (x if identity is None else identity) + self.layers(x)
 
 
 def average_experts(model: nn.Module, rate: float) -> nn.Module:
