@@ -124,7 +124,7 @@ QUICK += ['swin_t_in1k', 'repa_deit_t_in1k', 'repa_poolformer_s12_in1k']
 STRUCTURES = [
     n for n in NAMES if n.startswith('structures/') and '_mae' not in n and '/vit' not in n
 ]
-QUICK += [n for n in STRUCTURES if 'deit_t' in n or 'vit_t_3' in n or 'riformer' in n]
+QUICK += [n for n in STRUCTURES if 'deit_t' in n or 'vit_t_3' in n]
 SLOW = ['retinanet_repa_swin_t', 'mask_rcnn_swin_t', 'upernet_repa_swin_t', *STRUCTURES]
 
 

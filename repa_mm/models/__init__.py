@@ -11,22 +11,20 @@ from repa_mm.models.channel_idle import (
 )
 from repa_mm.models.families import FAMILIES, Family, FFNModules, register_family
 from repa_mm.models.restructured import (
-    AffineRIFormer,
     ParallelMAEViT,
     ParallelSwinTransformer,
     ParallelVisionTransformer,
     ProgressiveSwinTransformer,
     ProgressiveVisionTransformer,
 )
-from repa_mm.models.sites import FFNSite, ffn_sites
+from repa_mm.models.sites import FFNSite, Site, ffn_sites
 from repa_mm.models.structures import STRUCTURES, Structure
 from repa_mm.models.tokens import reduce_tokens
 
 __all__ = [
-    'AffineRIFormer', 'FAMILIES', 'FFNModules', 'FFNSite', 'Family', 'ParallelMAEViT',
-    'ParallelSwinTransformer', 'ParallelVisionTransformer', 'ProgressiveSwinTransformer',
-    'ProgressiveVisionTransformer', 'RePaBackbone', 'RePaMlpMixer', 'RePaPoolFormer',
-    'RePaSwinTransformer', 'RePaVisionTransformer', 'Restructured', 'STRUCTURES', 'Structure',
-    'add_structures_', 'build_fast_swin', 'ffn_sites', 'reduce_tokens', 'register_family',
-    'restructure',
+    'FAMILIES', 'FFNModules', 'FFNSite', 'Family', 'ParallelMAEViT', 'ParallelSwinTransformer',
+    'ParallelVisionTransformer', 'ProgressiveSwinTransformer', 'ProgressiveVisionTransformer',
+    'RePaBackbone', 'RePaMlpMixer', 'RePaPoolFormer', 'RePaSwinTransformer',
+    'RePaVisionTransformer', 'Restructured', 'STRUCTURES', 'Site', 'Structure', 'add_structures_',
+    'build_fast_swin', 'ffn_sites', 'reduce_tokens', 'register_family', 'restructure',
 ]  # fmt: skip

@@ -1,9 +1,9 @@
-"""Backbones with other structures: branches, progressive norms, affine mixers."""
+"""Backbones with other structures: branches, progressive norms."""
 
 from collections.abc import Sequence
 
 from mmengine.registry import MODELS
-from mmpretrain.models import RIFormer, SwinTransformer, VisionTransformer
+from mmpretrain.models import SwinTransformer, VisionTransformer
 from mmpretrain.models.selfsup import MAEViT
 
 from repa_mm.models.builder import Restructured
@@ -206,23 +206,3 @@ class ProgressiveSwinTransformer(ProgressiveBackbone, SwinTransformer):
         >>> ...  # train, with ScheduleHook
         >>> deployed = repa_mm.reparameterize(model)
     """
-
-
-@MODELS.register_module()
-class AffineRIFormer(Restructured, RIFormer):
-    """RIFormer with affine maps in place of token mixers, which merge into the norms.
-
-    `RIFormer <https://arxiv.org/abs/2304.05659>`_: see :mod:`repa_mm.reparam.mixer`. Merged, it
-    has, name by name, the weights of mmpretrain's ``RIFormer`` with ``deploy=True``. The weights of
-    mmpretrain's training form, and those of a PoolFormer, which has no affine maps, fill it.
-
-    Args:
-        *args, **kwargs: Those of mmpretrain's ``RIFormer``, and of
-            :class:`~repa_mm.models.builder.Restructured`.
-
-    Raises:
-        ValueError: If the norms are no GroupNorms.
-    """
-
-    def __init__(self, *args, **kwargs) -> None:
-        super().__init__(*args, structures=[dict(type='AffineMixers')], **kwargs)

@@ -15,7 +15,7 @@ from mmpretrain.models.utils.attention import MultiheadAttention, WindowMSA
 
 from repa_mm.faster.attention import swap_attention
 from repa_mm.models.families import FAMILIES, Family
-from repa_mm.reparam import AttentionParts, FFNParts, MixerParts, NormParts, TrainingForm
+from repa_mm.reparam import AttentionParts, FFNParts, NormParts, TrainingForm
 from repa_mm.reparam.numerics import double, is_plain
 
 
@@ -68,12 +68,12 @@ class Site:
 
     def put(self, form: TrainingForm) -> str:
         """Put a form there, and return its name in the model."""
-        self._adapt(form, self.module.parameters())
+        self.adapt(form, self.module.parameters())
         parent, _, child = self.path.rpartition('.')
         setattr(self.block.get_submodule(parent), child, form)
         return self.name
 
-    def _adapt(self, form: TrainingForm, ordinary: Iterable[nn.Parameter]) -> None:
+    def adapt(self, form: TrainingForm, ordinary: Iterable[nn.Parameter]) -> None:
         """Give a form dtype, device and mode of the ordinary modules; freeze it if they are."""
         form.to(next(self.module.parameters())).train(self.block.training)
         if not any(p.requires_grad for p in ordinary):
@@ -141,7 +141,7 @@ class FFNSite(Site):
         modules = self.family.ffn_modules(self.block)
         layers = [modules.fc1, modules.fc2, *([modules.norm] if form.contains_norm else [])]
         ordinary = [p for layer in layers for p in layer.parameters()]
-        self._adapt(form, [*ordinary, *self.block.parameters(recurse=False)])  # with layer scales
+        self.adapt(form, [*ordinary, *self.block.parameters(recurse=False)])  # with layer scales
         self.family.put_ffn(self.block, form)
         return self.name
 
@@ -227,7 +227,7 @@ class NormSite(Site):
 
     def put(self, form: TrainingForm) -> str:
         """Put a progressive norm, alone or with its linear layer, there; return its name."""
-        self._adapt(form, [p for part in filter(None, self.parts()) for p in part.parameters()])
+        self.adapt(form, [p for part in filter(None, self.parts()) for p in part.parameters()])
         path = self.linear or self.path
         if self.linear:
             # A map is padded behind the norm, which the stock window attention cannot do.
@@ -236,25 +236,6 @@ class NormSite(Site):
         parent, _, child = path.rpartition('.')
         setattr(self.block.get_submodule(parent), child, form)
         return f'{self.block_name}.{path}'
-
-
-class MixerSite(Site):
-    """The norm of a RIFormer block, and the affine map in the place of its token mixer."""
-
-    def parts(self) -> MixerParts:
-        return MixerParts(self.block.norm1, self.block.token_mixer.affine)
-
-    def put(self, form: TrainingForm) -> str:
-        """Put the form under the name of the norm that both become, and return the form's name."""
-        self._adapt(form, [p for part in self.parts() for p in part.parameters()])
-        name = self.block_name
-        del self.block.norm1, self.block.token_mixer
-        self.block.norm_reparam = form
-        return f'{name}.norm_reparam'
-
-    def required(self) -> set[str]:
-        """Those of the norm: a PoolFormer has no affine maps."""
-        return {'norm1.weight', 'norm1.bias'}
 
 
 def known_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module, Family]]:
@@ -300,13 +281,4 @@ def norm_sites(model: nn.Module) -> list[NormSite]:
         if family.attn
         for child, norm in block.named_children()
         if type(norm) is nn.LayerNorm
-    ]
-
-
-def mixer_sites(model: nn.Module) -> list[MixerSite]:
-    """Return the sites of affine maps in the place of token mixers."""
-    return [
-        MixerSite(f'{name}.norm1', block, 'norm1')
-        for name, block in model.named_modules()
-        if type(block).__name__ == 'RIFormerBlock' and hasattr(block, 'norm1')
     ]

@@ -17,12 +17,10 @@ from mmpretrain.models.utils.attention import WindowMSA
 from repa_mm.models.sites import (
     AttentionSite,
     FFNSite,
-    MixerSite,
     NormSite,
     Site,
     attention_sites,
     ffn_sites,
-    mixer_sites,
     norm_sites,
     trained,
 )
@@ -31,7 +29,6 @@ from repa_mm.reparam import (
     FFNParts,
     Form,
     LinearPathFFN,
-    NormedAffine,
     NormedLinear,
     ParallelAttention,
     ParallelFFN,
@@ -391,22 +388,5 @@ class ProgressiveNorms(Structure):
             has_bias = linear.bias is not None
             new = nn.Linear(linear.in_features, linear.out_features, bias=has_bias)
             form = NormedLinear(form, new)
-        form.fill(parts)
-        return form
-
-
-@STRUCTURES.register_module()
-class AffineMixers(Structure):
-    """Affine maps in the place of token mixers, see :mod:`repa_mm.reparam.mixer`."""
-
-    def sites(self, model: nn.Module) -> list[MixerSite]:
-        return mixer_sites(model)
-
-    def form(self, site: MixerSite) -> NormedAffine:
-        parts = site.parts()
-        norm = parts.norm
-        if type(norm) is not nn.GroupNorm:
-            raise ValueError(f'its norm is a {type(norm).__name__}, and not a GroupNorm')
-        form = NormedAffine(norm.num_channels, norm.num_groups, norm.eps)
         form.fill(parts)
         return form

@@ -29,7 +29,6 @@ from .forms import (
     check_state_dict,
     outermost,
 )
-from .mixer import MergedNorm, NormedAffine
 from .model import (
     has_deploy_form,
     has_training_form,
@@ -39,18 +38,18 @@ from .model import (
     unwrap,
 )
 from .norms import AffineMap, MergedLinear, NormedLinear, ProgressiveNorm, RepBN
-from .numerics import check_dropouts, check_finite, double, exact, rounded
-from .parts import AttentionParts, FFNParts, MixerParts, NormParts, copy_matrix, matrix
+from .numerics import check_dropouts, check_finite, double, exact, is_plain, rounded
+from .parts import AttentionParts, FFNParts, NormParts, copy_affine, copy_matrix, matrix
 from .schedule import Scheduled, finish_schedules, schedules_have_ended, set_lam
 
 __all__ = [
     'AffineMap', 'AttentionParts', 'ChannelIdleFFN', 'CheckpointError', 'DeployForm', 'DropPath',
-    'FFNParts', 'Form', 'JoinedLinear', 'LinearPathFFN', 'MergedFFN', 'MergedLinear', 'MergedNorm',
-    'MixerParts', 'NormParts', 'NormedAffine', 'NormedLinear', 'OrdinaryAttention', 'OrdinaryFFN',
-    'ParallelAttention', 'ParallelFFN', 'ProgressiveNorm', 'RepBN', 'Scheduled', 'TrainingForm',
-    'become', 'build_activation', 'calibrate_batch_norm', 'check_dropouts', 'check_finite',
-    'check_ordinary', 'check_state_dict', 'copy_matrix', 'double', 'exact', 'finish_schedules',
-    'has_deploy_form', 'has_training_form', 'innermost', 'is_reparameterized', 'join_branches',
-    'matrix', 'num_active_channels', 'outermost', 'reparameterize', 'rounded',
-    'schedules_have_ended', 'set_lam', 'set_shortcut', 'set_training_path', 'unwrap',
+    'FFNParts', 'Form', 'JoinedLinear', 'LinearPathFFN', 'MergedFFN', 'MergedLinear', 'NormParts',
+    'NormedLinear', 'OrdinaryAttention', 'OrdinaryFFN', 'ParallelAttention', 'ParallelFFN',
+    'ProgressiveNorm', 'RepBN', 'Scheduled', 'TrainingForm', 'become', 'build_activation',
+    'calibrate_batch_norm', 'check_dropouts', 'check_finite', 'check_ordinary', 'check_state_dict',
+    'copy_affine', 'copy_matrix', 'double', 'exact', 'finish_schedules', 'has_deploy_form',
+    'has_training_form', 'innermost', 'is_plain', 'is_reparameterized', 'join_branches', 'matrix',
+    'num_active_channels', 'outermost', 'reparameterize', 'rounded', 'schedules_have_ended',
+    'set_lam', 'set_shortcut', 'set_training_path', 'unwrap',
 ]  # fmt: skip

@@ -53,7 +53,6 @@ BACKBONES = dict(
     FAMILY,
     ParallelVisionTransformer=dict(VIT, num_branches=2),
     ParallelSwinTransformer=dict(SWIN, num_branches=(1, 1, 2, 1), pad_small_map=True),
-    AffineRIFormer=dict(arch=POOL),
 )
 
 

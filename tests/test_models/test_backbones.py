@@ -93,7 +93,6 @@ BACKBONES = dict(
         'mmpretrain.SwinTransformer',
         False,
     ),
-    riformer=(dict(type='AffineRIFormer', **POOL), 'mmpretrain.RIFormer', True),
     path_vit=(
         dict(
             type='Restructured',
@@ -115,9 +114,7 @@ BACKBONES = dict(
 )
 # What merges into the ordinary backbone itself, name by name.
 BECOME_ORDINARY = dict(
-    parallel_vit='mmpretrain.VisionTransformer',
-    parallel_swin='mmpretrain.SwinTransformer',
-    riformer='mmpretrain.RIFormer',
+    parallel_vit='mmpretrain.VisionTransformer', parallel_swin='mmpretrain.SwinTransformer'
 )
 OWN = ('num_branches', 'idle_ratio', 'ffn_norm_cfg')
 
@@ -191,8 +188,7 @@ def test_merge_is_exact(name, scattered, check_same):
 @pytest.mark.parametrize('name, kind', BECOME_ORDINARY.items())
 def test_merges_into_the_ordinary_backbone(name, kind, scattered, check_same):
     model = scattered(build(name))
-    deploy = dict(deploy=True) if name == 'riformer' else {}
-    ordinary = build_ordinary(name, kind, **deploy)
+    ordinary = build_ordinary(name, kind)
     ordinary.load_state_dict(reparameterize(model).state_dict(), strict=True)
     ordinary.eval()
     x = images(name)

@@ -18,9 +18,6 @@ from repa_mm.reparam import (
     LinearPathFFN,
     MergedFFN,
     MergedLinear,
-    MergedNorm,
-    MixerParts,
-    NormedAffine,
     NormedLinear,
     NormParts,
     OrdinaryAttention,
@@ -73,7 +70,6 @@ FORMS = dict(
         MergedLinear,
         1,
     ),
-    mixer=(lambda: NormedAffine(C), MergedNorm, 1),
 )
 SCHEDULED = [
     name
@@ -92,7 +88,7 @@ def make(randomize):
         form = randomize(FORMS[name][0](), seed)
         generator = torch.Generator().manual_seed(seed)
         for key, p in form.named_parameters():
-            if key.endswith(('eta', 'table')) or '.norm.' in f'.{key}' or 'affine' in key:
+            if key.endswith(('eta', 'table')) or '.norm.' in f'.{key}':
                 p.data.copy_(torch.rand(p.shape, generator=generator) * 2 - 1)
         return finish_schedules(form)
 
@@ -100,8 +96,7 @@ def make(randomize):
 
 
 def tokens(name, batch=4, **kwargs):
-    shape = (C, 3, 4) if name == 'mixer' else (12, C)
-    return torch.randn(batch, *shape, **kwargs)
+    return torch.randn(batch, 12, C, **kwargs)
 
 
 @settings(max_examples=120, deadline=None, database=None, suppress_health_check=list(HealthCheck))
@@ -200,9 +195,6 @@ def ordinary(name):
         linear = nn.Linear(C, 24, bias=name == 'linear')
         parts = NormParts(norm, None if name == 'norm' else linear)
         return parts, lambda x: norm(x) if name == 'norm' else linear(norm(x))
-    if name == 'mixer':
-        parts = MixerParts(nn.GroupNorm(1, C), nn.Conv2d(C, C, 1, groups=C))
-        return parts, lambda x: parts.affine(parts.norm(x)) - parts.norm(x)
     parts = FFNParts(norm, nn.Linear(C, H), nn.GELU(), nn.Linear(H, C), scale)
     return parts, lambda x: parts.fc2(F.gelu(parts.fc1(norm(x)))) * scale
 

@@ -18,12 +18,6 @@ STRUCTURES = dict(
         [96, 192, 384],
         SCHEDULE,
     ),
-    mixers=(
-        "_delete_=True, type='AffineRIFormer', out_indices=[2, 4, 6], "
-        'arch=dict(layers=[1, 1, 1, 1], embed_dims=[8, 16, 24, 32])',
-        [16, 24, 32],
-        '',
-    ),
 )
 
 

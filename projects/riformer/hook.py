@@ -5,7 +5,8 @@ import torch.nn.functional as F
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS, MODELS
 
-from repa_mm.reparam import NormedAffine, innermost
+from projects.riformer.mixer import NormedAffine
+from repa_mm.reparam import innermost
 
 
 @HOOKS.register_module()
