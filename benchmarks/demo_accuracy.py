@@ -20,6 +20,7 @@ from pathlib import Path
 
 from mmengine.config import Config, DictAction
 
+import projects.linear_path  # noqa: F401
 from repa_mm import config_path
 from repa_mm.config import load_config
 from repa_mm.convert.pretrained import convert_checkpoint

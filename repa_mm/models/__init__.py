@@ -18,13 +18,14 @@ from repa_mm.models.restructured import (
     ProgressiveVisionTransformer,
 )
 from repa_mm.models.sites import FFNSite, Site, ffn_sites
-from repa_mm.models.structures import STRUCTURES, Structure
+from repa_mm.models.structures import STRUCTURES, ChannelIdle, Structure
 from repa_mm.models.tokens import reduce_tokens
 
 __all__ = [
-    'FAMILIES', 'FFNModules', 'FFNSite', 'Family', 'ParallelMAEViT', 'ParallelSwinTransformer',
-    'ParallelVisionTransformer', 'ProgressiveSwinTransformer', 'ProgressiveVisionTransformer',
-    'RePaBackbone', 'RePaMlpMixer', 'RePaPoolFormer', 'RePaSwinTransformer',
-    'RePaVisionTransformer', 'Restructured', 'STRUCTURES', 'Site', 'Structure', 'add_structures_',
-    'build_fast_swin', 'ffn_sites', 'reduce_tokens', 'register_family', 'restructure',
+    'ChannelIdle', 'FAMILIES', 'FFNModules', 'FFNSite', 'Family', 'ParallelMAEViT',
+    'ParallelSwinTransformer', 'ParallelVisionTransformer', 'ProgressiveSwinTransformer',
+    'ProgressiveVisionTransformer', 'RePaBackbone', 'RePaMlpMixer', 'RePaPoolFormer',
+    'RePaSwinTransformer', 'RePaVisionTransformer', 'Restructured', 'STRUCTURES', 'Site',
+    'Structure', 'add_structures_', 'build_fast_swin', 'ffn_sites', 'reduce_tokens',
+    'register_family', 'restructure',
 ]  # fmt: skip

@@ -28,7 +28,6 @@ from repa_mm.reparam import (
     ChannelIdleFFN,
     FFNParts,
     Form,
-    LinearPathFFN,
     NormedLinear,
     ParallelAttention,
     ParallelFFN,
@@ -154,9 +153,13 @@ class ChannelIdle(Structure):
         where (str, optional): The module of the model that the blocks are in, as for
             :func:`~repa_mm.models.sites.ffn_sites`: 'backbone', 'encoder', 'decoder'. Defaults to
             the whole model without decoder layers.
+
+    Attributes:
+        ffn (type): The class of the FFNs. A structure for a class that derives from
+            :class:`~repa_mm.reparam.ChannelIdleFFN` derives from this one.
     """
 
-    ffn: type[TrainingForm] = ChannelIdleFFN
+    ffn: type[ChannelIdleFFN] = ChannelIdleFFN
 
     def __init__(
         self,
@@ -175,29 +178,13 @@ class ChannelIdle(Structure):
         return idle_ffn(site, idle_ratio, self.norm_cfg, self.ffn)
 
 
-@STRUCTURES.register_module()
-class LinearPath(ChannelIdle):
-    """FFNs that train what :class:`ChannelIdle` deploys, to compare it with.
-
-    See :class:`~repa_mm.reparam.LinearPathFFN`.
-
-    Args:
-        idle_ratio (float | Sequence): As for :class:`ChannelIdle`. Defaults to 0.75.
-        norm_cfg (dict, optional): Norm of the FFNs, 'BN' or 'SyncBN'; None for FFNs without norms.
-            Defaults to ``dict(type='BN')``.
-        where (str, optional): As for :class:`ChannelIdle`.
-    """
-
-    ffn = LinearPathFFN
-
-
 def idle_ffn(
     site: FFNSite,
     idle_ratio: float = 0.75,
     norm_cfg: dict | None = dict(type='BN'),
-    form: type[TrainingForm] = ChannelIdleFFN,
-) -> TrainingForm:
-    """Build a channel-idle FFN, or one of its kind, with the weights of a site's norm and FFN.
+    form: type[ChannelIdleFFN] = ChannelIdleFFN,
+) -> ChannelIdleFFN:
+    """Build a channel-idle FFN with the weights of a site's norm and FFN.
 
     Args:
         site (FFNSite): The site, with ordinary modules.
@@ -245,15 +232,16 @@ def idle_ffn(
     return ffn.train(site.block.training)
 
 
-def _freeze(ffn: TrainingForm, parts: FFNParts) -> None:
+def _freeze(ffn: ChannelIdleFFN, parts: FFNParts) -> None:
     """Freeze what is frozen in the ordinary FFN, and what is new if both linear layers are."""
     for own, other in ((ffn.fc1, parts.fc1), (ffn.fc2, parts.fc2), (ffn.norm1, parts.norm)):
         for name, parameter in own.named_parameters():
             if getattr(other, 'weight', None) is not None and not trained(other, name):
                 parameter.requires_grad_(False)
     if not (parts.fc1.weight.requires_grad or parts.fc2.weight.requires_grad):
-        for name in ('norm2', 'linear'):
-            getattr(ffn, name, nn.Identity()).requires_grad_(False)
+        for name, module in ffn.named_children():
+            if name not in ('norm1', 'fc1', 'act', 'fc2'):
+                module.requires_grad_(False)
 
 
 @STRUCTURES.register_module()

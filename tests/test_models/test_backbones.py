@@ -93,24 +93,6 @@ BACKBONES = dict(
         'mmpretrain.SwinTransformer',
         False,
     ),
-    path_vit=(
-        dict(
-            type='Restructured',
-            model=dict(type='mmpretrain.VisionTransformer', layer_scale_init_value=0.5, **VIT),
-            structures=[dict(type='LinearPath', idle_ratio=0.5)],
-        ),
-        '',
-        False,
-    ),
-    path_poolformer=(
-        dict(
-            type='Restructured',
-            model=dict(type='mmpretrain.PoolFormer', frozen_stages=-1, **POOL),
-            structures=[dict(type='LinearPath', norm_cfg=None)],
-        ),
-        '',
-        False,
-    ),
 )
 # What merges into the ordinary backbone itself, name by name.
 BECOME_ORDINARY = dict(

@@ -153,9 +153,7 @@ def test_norms_that_go_behind_branches_are_filled_once(relative_error, randomize
     assert relative_error(models[1](x)[0], models[0](x)[0]) < 1e-5
 
 
-FFN_FORMS = dict(
-    ChannelIdle='channel-idle FFN', LinearPath='FFN with a linear path', Branches='parallel FFN'
-)
+FFN_FORMS = dict(ChannelIdle='channel-idle FFN', Branches='parallel FFN')
 
 
 @pytest.mark.parametrize('first', FFN_FORMS)
@@ -200,17 +198,3 @@ def test_a_frozen_norm_freezes_no_linear_layer():
     norms, plain = [dict(type='ProgressiveNorms')], dict(type='LN', requires_grad=False)
     model = RestructuredViT(vit_arch(1), structures=norms, norm_cfg=plain, **VIT)
     assert model.layers[0].attn.qkv.linear.weight.requires_grad
-
-
-def test_the_linear_path_takes_pretrained_weights(tmp_path):
-    ordinary = VisionTransformer(vit_arch(2), **VIT)
-    torch.save(ordinary.state_dict(), tmp_path / 'vit.pth')
-    structures = [dict(type='LinearPath', idle_ratio=[0.5, None])]
-    init_cfg = dict(type='Pretrained', checkpoint=str(tmp_path / 'vit.pth'))
-    model = RestructuredViT(vit_arch(2), structures=structures, init_cfg=init_cfg, **VIT)
-    model.init_weights()
-    first, second = (model.layers[i].ffn for i in range(2))
-    fc1, fc2 = ordinary.layers[0].ffn.layers[0][0], ordinary.layers[0].ffn.layers[1]
-    assert torch.equal(first.fc1.weight, fc1.weight[:20])
-    torch.testing.assert_close(first.linear.weight, fc2.weight[:, 20:] @ fc1.weight[20:])
-    assert torch.equal(second.layers[1].weight, ordinary.layers[1].ffn.layers[1].weight)

@@ -15,7 +15,6 @@ from repa_mm.reparam import (
     ChannelIdleFFN,
     CheckpointError,
     FFNParts,
-    LinearPathFFN,
     MergedFFN,
     MergedLinear,
     NormedLinear,
@@ -38,10 +37,6 @@ def idle(**kwargs):
     return lambda: ChannelIdleFFN(C, H, layer_scale_init_value=0.5, **kwargs)
 
 
-def linear_path(**kwargs):
-    return lambda: LinearPathFFN(C, H, layer_scale_init_value=0.5, drop_path=0.1, **kwargs)
-
-
 # What makes a training form, what it merges into, and how many ordinary parts fill it.
 FORMS = dict(
     idle=(idle(), MergedFFN, 1),
@@ -60,9 +55,6 @@ FORMS = dict(
         OrdinaryAttention,
         2,
     ),
-    path_idle=(linear_path(), MergedFFN, 1),
-    path_idle_0=(linear_path(idle_ratio=0), MergedFFN, 1),
-    path_idle_without_norms=(linear_path(norm_cfg=None), MergedFFN, 1),
     norm=(lambda: ProgressiveNorm(C), AffineMap, 1),
     linear=(lambda: NormedLinear(ProgressiveNorm(C), nn.Linear(C, 24)), MergedLinear, 1),
     linear_without_bias=(
@@ -231,30 +223,6 @@ def test_a_channel_idle_ffn_is_filled(scale, relative_error):
     x = tokens('ffn')
     assert relative_error(form(x) - x, function(x)) < 1e-5
     assert relative_error(reparameterize(form)(x), form(x)) < 1e-5
-
-
-@pytest.mark.parametrize('norm_cfg', [None, dict(type='BN')])
-def test_the_linear_path_is_filled_with_idle_channels(norm_cfg, relative_error):
-    form = LinearPathFFN(C, H, norm_cfg=norm_cfg).eval()
-    parts, _ = ordinary('ffn')
-    form.fill(parts)
-    x = F.layer_norm(tokens('ffn'), (C,))
-    h = parts.fc1(x * parts.norm.weight + parts.norm.bias)
-    h = torch.cat([F.gelu(h[..., :10]), h[..., 10:]], -1)
-    # Fresh statistics are a mean of 0 and a variance of 1, beside which epsilon is small.
-    assert relative_error(form(x) - x, parts.fc2(h) * parts.scale) < 1e-4
-
-
-@pytest.mark.parametrize(
-    'kwargs, message',
-    [
-        (dict(norm_cfg=dict(type='LN')), 'a LayerNorm, and not a BatchNorm'),
-        (dict(idle_ratio=1), 'no channel would be active'),
-    ],
-)
-def test_linear_paths_that_cannot_be(kwargs, message):
-    with pytest.raises(ValueError, match=message):
-        LinearPathFFN(C, H, **kwargs)
 
 
 class Adapter(nn.Linear):
