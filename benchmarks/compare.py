@@ -18,8 +18,12 @@ Results are appended to a file with the columns of results.csv.
 
 import argparse
 import copy
+import csv
+import datetime
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -28,15 +32,15 @@ import torch.nn.functional as F
 from mmengine.dataset import pseudo_collate
 from mmengine.runner import Runner
 
+import repa_mm
 from benchmarks import dinov2
 from benchmarks.methods import METHODS, Weights, shared_widths, statistics
-from benchmarks.tables import append
+from benchmarks.tables import COLUMNS, Row
 from repa_mm import convert_pretrained
 from repa_mm.config import build_model, load_config
 from repa_mm.convert.conversion import MAX_TOKENS, find_ffns, sample_tokens
 from repa_mm.convert.lockstep import in_lockstep
 from repa_mm.convert.pretrained import calibration_images
-from repa_mm.models.sites import ffn_sites
 from repa_mm.timing import measure
 
 COSTS = [0.9, 0.75, 0.5, 0.375, 0.25, 0.15]
@@ -68,8 +72,8 @@ def compressed(
     """A copy of a model with FFNs of a published method."""
     model = copy.deepcopy(model)
     model.eval()
-    ffns, widths, _ = find_ffns(model, keep, None, False)
-    sites = {site.block_name: site for site in ffn_sites(model)}
+    sites, ffns, widths, _ = find_ffns(model, keep, None, False)
+    sites = {site.block_name: site for site in sites}
     number, run = -(-MAX_TOKENS // len(batches)), partial(forward, model)
     for block, site in sites.items():
         site.put(ffns[block])
@@ -99,7 +103,7 @@ def compressed(
 
     in_lockstep(run, batches, meet)
     for block, site in sites.items():
-        site.put(ends[block])
+        setattr(site.block, site.path, ends[block])
     return model
 
 
@@ -123,12 +127,33 @@ def converted(
             yield f'{name}, {cost:g}', found
 
 
+def append(path: str, row: Row, metrics: dict[str, float]) -> None:
+    """Append a row for each metric to a file with the columns of results.csv.
+
+    Args:
+        path (str): Of the file.
+        row (dict): What the rows share. 'what' precedes the names of the metrics.
+        metrics (dict): Values by their names.
+    """
+    known = dict(
+        command=' '.join([f'python -m benchmarks.{Path(sys.argv[0]).stem}', *sys.argv[1:]]),
+        version=repa_mm.__version__,
+        date=f'{datetime.date.today():%Y-%m}',
+    )
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    with open(path, 'a', encoding='utf-8', newline='') as out:
+        writer = csv.DictWriter(out, COLUMNS, lineterminator='\n')
+        if not out.tell():
+            writer.writeheader()
+        for name, value in metrics.items():
+            what = f'{row["what"]}: {name}'
+            print(f'{row["model"]}, {row["form"]}, {row["run"]}: {name} {value:.4g}', flush=True)
+            writer.writerow({**known, **row, 'what': what, 'value': f'{value:.4g}'})
+
+
 def write(args: argparse.Namespace, form: str, metrics: dict[str, float]) -> None:
-    """Append the metrics of a model to the results."""
-    run = '' if args.seed is None else f'seed {args.seed}'
-    for what, value in metrics.items():
-        print(f'{args.name}, {form}, {run}: {what} {value:.4f}', flush=True)
-        append(args.out, what=what, model=args.name, form=form, run=run, value=f'{value:.4g}')
+    row = dict(what='after a conversion', model=args.name, form=form, run=f'seed {args.seed}')
+    append(args.out, row, metrics)
 
 
 def on_dinov2(args: argparse.Namespace) -> None:
@@ -136,16 +161,14 @@ def on_dinov2(args: argparse.Namespace) -> None:
     vit = dinov2.load(args.model)
     own = [name for name in dinov2.PHOTOGRAPHS if name not in dinov2.FOREIGN]
     more = dinov2.photographs(args.photographs)
-    split = len(more) if args.calibrate_on_all else 0
     # Crops of one photograph are one batch: they share too much for cross-validation.
     groups = [dinov2.stacked([name], 0, args.crops) for name in own]
-    groups += [dinov2.stacked([name], 0, 2) for name in more[:split]]
     tests = {
         'cosine, other crops of the 14': dinov2.stacked(own, 20, 2),
         'cosine, three other photographs': dinov2.stacked(dinov2.FOREIGN, 20, 8),
     }
-    if len(more) > split:
-        tests[f'cosine, {len(more) - split} others'] = dinov2.stacked(more[split:], 4, 1)
+    if more:
+        tests[f'cosine, {len(more)} others'] = dinov2.stacked(more, 4, 1)
     digits = [dinov2.digits(0, 300), dinov2.digits(300, 300)]
     labels = [target for _, target in digits]
     expected = {name: dinov2.features(vit, x) for name, x in tests.items()}
@@ -206,7 +229,7 @@ def main() -> None:
         command.add_argument('model', help='the ONNX file, or the config of a model')
         command.add_argument('--keep', type=float, nargs='+', default=COSTS)
         command.add_argument('--methods', nargs='+', default=['ours', *METHODS])
-        command.add_argument('--seed', type=int, help='of the model, in the results')
+        command.add_argument('--seed', type=int, default=0, help='of the model, in the results')
         command.add_argument('--out', default='work_dirs/compare.csv')
         command.set_defaults(function=function)
         if name == 'model':
@@ -214,7 +237,6 @@ def main() -> None:
             command.add_argument('--name', required=True, help='of the model, in the results')
         else:
             command.add_argument('--photographs', help='a folder with more of them')
-            command.add_argument('--calibrate-on-all', action='store_true')
             command.add_argument('--crops', type=int, default=15, help='of a photograph')
             command.set_defaults(name='DINOv2 ViT-S/14')
     args = parser.parse_args()

@@ -9,31 +9,29 @@ in their deploy form. The data set is ``data/demo`` of the current folder::
 With ``--structures`` the vanilla model and one of each structure of :data:`STRUCTURES` are trained
 from scratch instead.
 
-A seed that has its file is not run again. A table of all seeds comes at the end.
+Results are appended to a file with the columns of results.csv. A table of its rows comes at the
+end.
 """
 
 import argparse
-import json
-import os.path as osp
-import statistics
 from pathlib import Path
 
 from mmengine.config import Config, DictAction
 
 import projects.linear_path  # noqa: F401
+from benchmarks.compare import METRICS, append
+from benchmarks.tables import Row, difference, grouped, listed, read, table
 from repa_mm import config_path
 from repa_mm.config import load_config
 from repa_mm.convert.pretrained import convert_checkpoint
 from repa_mm.demo.dataset import write_digit_scenes
 from repa_mm.demo.run import test, train
-from repa_mm.timing import show
 
 EPOCH = 150  # iterations: 1200 scenes in batches of 8
-# The metrics of a task, and what makes them percent.
-METRICS = {
-    'retinanet': {'coco/bbox_mAP': ('box AP', 100)},
-    'mask_rcnn': {'coco/bbox_mAP': ('box AP', 100), 'coco/segm_mAP': ('mask AP', 100)},
-    'upernet': {'mIoU': ('mIoU', 1)},
+KEYS = {  # of a task's metrics
+    'retinanet': ['coco/bbox_mAP'],
+    'mask_rcnn': ['coco/bbox_mAP', 'coco/segm_mAP'],
+    'upernet': ['mIoU'],
 }
 ONE_MORE = ', one more epoch'
 # Channel idle, and what it deploys, trained as it is: the ablation of table 5 of the ICML paper.
@@ -48,10 +46,11 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument('--task', choices=METRICS, default='retinanet')
+    parser.add_argument('--task', choices=KEYS, default='retinanet')
     parser.add_argument('--seeds', type=int, nargs='*', default=[0, 1, 2])
     parser.add_argument('--epochs', type=int, help="of the trainings (default: the config's own)")
     parser.add_argument('--work-dir', default='work_dirs/demo_accuracy')
+    parser.add_argument('--out', default='work_dirs/demo_accuracy.csv')
     parser.add_argument('--keep', type=float, nargs='*', default=[0.375, 0.2])
     parser.add_argument('--structures', action='store_true', help='the ablation of structures')
     parser.add_argument('--cfg-options', nargs='+', action=DictAction, default={})
@@ -69,12 +68,11 @@ def options(task: str, seed: int, epochs: int | None = None, lr: float | None = 
     return {**found, 'optim_wrapper.optimizer.lr': lr} if lr else found
 
 
-def run(args: argparse.Namespace, seed: int, folder: Path) -> dict[str, dict[str, float]]:
-    """Percent of each metric, by the name of the model."""
+def run(args: argparse.Namespace, seed: int, folder: Path) -> None:
+    """Train and test the models of one seed."""
     vanilla, repa = (
         config_path(f'demo/{args.task}_{name}_digits.py') for name in ('swin', 'repa_swin')
     )
-    rows = {}
 
     def load(name: str, config: str, **settings) -> Config:
         cfg = load_config(config, {**settings, **args.cfg_options})
@@ -93,11 +91,12 @@ def run(args: argparse.Namespace, seed: int, folder: Path) -> dict[str, dict[str
         cfg = load(name, config)
         metrics, _ = test(cfg, checkpoint, deploy, str(folder / 'test' / name))
         # A detector that finds nothing has no metric.
-        rows[name] = {
-            title: scale * float(metrics.get(key, 0))
-            for key, (title, scale) in METRICS[args.task].items()
+        rows = {
+            METRICS[key][0]: METRICS[key][1] * float(metrics.get(key, 0)) for key in KEYS[args.task]
         }
-        print(f'ROW {args.task}, seed {seed}, {name}: {rows[name]}', flush=True)
+        what = f'after {args.epochs or "all"} epochs' + ', by structure' * args.structures
+        row = dict(what=what, model=f'{args.task}, digits', form=name, run=f'seed {seed}')
+        append(args.out, row, rows)
 
     def tuned(name: str, config: str, checkpoint: str, deploy: bool = True) -> None:
         more = trained(name + ONE_MORE, config, checkpoint, epochs=1, lr=1e-4)
@@ -108,7 +107,7 @@ def run(args: argparse.Namespace, seed: int, folder: Path) -> dict[str, dict[str
     if args.structures:
         for name in STRUCTURES:
             tested(name, vanilla, trained(name, vanilla, epochs=args.epochs))
-        return rows
+        return
     tested('RePa', repa, trained('RePa', repa, epochs=args.epochs))
     tuned('vanilla', vanilla, checkpoint, False)
     for keep in args.keep:
@@ -117,34 +116,23 @@ def run(args: argparse.Namespace, seed: int, folder: Path) -> dict[str, dict[str
         name, config = f'converted, {keep:g}', str(out.with_suffix('.py'))
         tested(name, config, str(out), False)
         tuned(name, config, str(out), False)
-    return rows
-
-
-def spread(values: list[float], sign: str = '') -> str:
-    text = f'{statistics.fmean(values):{sign}.2f}'
-    return f'{text} ± {statistics.stdev(values):.2f}' if len(values) > 1 else text
 
 
 def main() -> None:
     args = parse_args()
     write_digit_scenes('data/demo')
-    root, stem = Path(args.work_dir), 'structures_' * args.structures + args.task
     for seed in args.seeds:
-        path = root / f'{stem}_{seed}.json'
-        if not path.exists():
-            rows = run(args, seed, root / f'{stem}_{seed}')
-            path.write_text(json.dumps(rows))
-    seeds = [json.loads(path.read_text()) for path in sorted(root.glob(f'{stem}_*.json'))]
-    table = []
-    for name in seeds[0]:
-        reference = 'vanilla' + ONE_MORE * name.endswith(ONE_MORE)
-        for metric, _ in METRICS[args.task].values():
-            found = [seed[name][metric] for seed in seeds]
-            pairs = [seed[name][metric] - seed[reference][metric] for seed in seeds]
-            each = ', '.join(f'{value:.1f}' for value in found)
-            table.append([name, metric, each, spread(found), spread(pairs, '+')])
-    columns = 'model', 'metric', 'by seed', 'mean and deviation', 'minus vanilla, same seed'
-    show(f'{args.task}, {osp.abspath(args.work_dir)}', columns, table)
+        run(args, seed, Path(args.work_dir) / f'{args.task}_{seed}')
+    rows = read(args.out)
+    base = grouped(rows, 'what', 'model', 'form')
+
+    def minus(rows: list[Row]) -> str:
+        row = rows[0]
+        reference = 'vanilla' + ONE_MORE * row['form'].endswith(ONE_MORE)
+        return difference(rows, base[row['what'], row['model'], reference])
+
+    extra = {'by seed': listed, 'minus vanilla of the same seed': minus}
+    print(table(rows, 'model what form', extra=extra))
 
 
 if __name__ == '__main__':

@@ -52,6 +52,11 @@ CONFIG = dict(
     layer_scale_init_value=1e-5,
     out_type='raw',
 )
+# In a block: our names and those of the file.
+BLOCK = {
+    'ln1': 'norm1', 'ln2': 'norm2', 'attn.proj': 'attention.output.dense',
+    'ffn.layers.0.0': 'mlp.fc1', 'ffn.layers.1': 'mlp.fc2',
+}  # fmt: skip
 
 
 def normalize(image: np.ndarray) -> torch.Tensor:
@@ -87,16 +92,10 @@ def digits(first: int, number: int) -> tuple[torch.Tensor, np.ndarray]:
 
     data = load_digits()
     order = np.random.default_rng(0).permutation(len(data.target))[first : first + number]
-    scans = 255 - data.images[order] * (255 / 16)
-    images = [
-        normalize(
-            cv2.cvtColor(
-                cv2.resize(s.astype(np.uint8), (112, 112), interpolation=cv2.INTER_CUBIC),
-                cv2.COLOR_GRAY2RGB,
-            )
-        )
-        for s in scans
-    ]
+    images = []
+    for scan in 255 - data.images[order] * (255 / 16):
+        grey = cv2.resize(scan.astype(np.uint8), (112, 112), interpolation=cv2.INTER_CUBIC)
+        images.append(normalize(cv2.cvtColor(grey, cv2.COLOR_GRAY2RGB)))
     return torch.stack(images), data.target[order]
 
 
@@ -114,57 +113,39 @@ def load(path: str) -> nn.Module:
         if node.op_type == 'MatMul' and node.input[1] in tensors:
             name = node.name.strip('/').replace('/MatMul', '').replace('/', '.') + '.weight'
             tensors[name] = tensors[node.input[1]].t()
-    vit = MODELS.build(CONFIG)
-    state = {
-        'cls_token': tensors['backbone.embeddings.cls_token'],
-        'patch_embed.projection.weight': tensors[
-            'backbone.embeddings.patch_embeddings.projection.weight'
-        ],
-        'patch_embed.projection.bias': tensors[
-            'backbone.embeddings.patch_embeddings.projection.bias'
-        ],
-        'ln1.weight': tensors['backbone.layernorm.weight'],
-        'ln1.bias': tensors['backbone.layernorm.bias'],
-        'pos_embed': _position_embedding(path),
-    }
+    embeddings, kinds = 'backbone.embeddings.', ('weight', 'bias')
+    state = {'cls_token': tensors[embeddings + 'cls_token'], 'pos_embed': _position_embedding(path)}
     names = {
-        'norm1': 'ln1', 'norm2': 'ln2', 'attention.output.dense': 'attn.proj',
-        'mlp.fc1': 'ffn.layers.0.0', 'mlp.fc2': 'ffn.layers.1',
-    }  # fmt: skip
+        'patch_embed.projection': embeddings + 'patch_embeddings.projection',
+        'ln1': 'backbone.layernorm',
+    }
     for i in range(12):
-        old, new = f'backbone.encoder.layer.{i}.', f'layers.{i}.'
-        for kind in ('weight', 'bias'):
-            for a, b in names.items():
-                state[f'{new}{b}.{kind}'] = tensors[f'{old}{a}.{kind}']
-            state[f'{new}attn.qkv.{kind}'] = torch.cat(
-                [tensors[f'{old}attention.attention.{p}.{kind}'] for p in ('query', 'key', 'value')]
-            )
+        new, old = f'layers.{i}.', f'backbone.encoder.layer.{i}.'
+        names.update({new + own: old + theirs for own, theirs in BLOCK.items()})
+        for kind in kinds:
+            qkv = [f'{old}attention.attention.{part}.{kind}' for part in ('query', 'key', 'value')]
+            state[f'{new}attn.qkv.{kind}'] = torch.cat([tensors[name] for name in qkv])
         state[f'{new}attn.gamma1.weight'] = tensors[f'{old}layer_scale1.lambda1']
         state[f'{new}ffn.gamma2.weight'] = tensors[f'{old}layer_scale2.lambda1']
+    for new, old in names.items():
+        state.update({f'{new}.{kind}': tensors[f'{old}.{kind}'] for kind in kinds})
+    vit = MODELS.build(CONFIG)
     vit.load_state_dict(state)
     vit.eval()
     return vit
 
 
-def run_onnx(path: str, images: torch.Tensor, outputs: list[str]) -> list[np.ndarray]:
+def _position_embedding(path: str) -> torch.Tensor:
+    """As the file's graph interpolates it to 224 pixels."""
     import onnx
     import onnxruntime
 
-    model = onnx.load(path)
+    model, name = onnx.load(path), '/backbone/embeddings/Concat_6_output_0'
     del model.graph.output[:]
-    for name in outputs:
-        model.graph.output.append(onnx.helper.make_empty_tensor_value_info(name))
-    session = onnxruntime.InferenceSession(
-        model.SerializeToString(), providers=['CPUExecutionProvider']
-    )
-    return session.run(outputs, {'input_image': images.numpy()})
-
-
-def _position_embedding(path: str) -> torch.Tensor:
-    # As the file's graph interpolates it to 224 pixels.
-    (value,) = run_onnx(
-        path, torch.zeros(1, 3, 224, 224), ['/backbone/embeddings/Concat_6_output_0']
-    )
+    model.graph.output.append(onnx.helper.make_empty_tensor_value_info(name))
+    providers = ['CPUExecutionProvider']
+    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=providers)
+    (value,) = session.run([name], {'input_image': np.zeros((1, 3, 224, 224), np.float32)})
     return torch.from_numpy(value)
 
 

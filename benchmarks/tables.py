@@ -1,45 +1,222 @@
 """The tables of the docs, from results.csv.
 
-A page of the docs has a table between ``<!-- table: NAME -->`` and ``<!-- end -->``::
+A page has a table between ``<!-- table: NAME -->`` and ``<!-- end -->``::
 
     python -m benchmarks.tables            # print all tables
     python -m benchmarks.tables --write    # write them into the pages
 
-A row of results.csv is one measured value, or a range of several runs ('-45 to -39').
+A row of results.csv is one measured value, or the range of several runs ('-45 to -39').
 """
 
+import argparse
 import csv
-import datetime
 import re
-import sys
+from collections.abc import Callable
 from pathlib import Path
-
-import repa_mm
+from statistics import fmean, stdev
 
 ROOT = Path(__file__).parents[1]
+PAGES = 'README.md', 'docs/*.md', 'benchmarks/README.md', 'projects/*/README.md'
 RESULTS = Path(__file__).with_name('results.csv')
 COLUMNS = 'what', 'model', 'form', 'run', 'cpu', 'command', 'version', 'date', 'value', 'unit'
-Row = dict[str, str]
 BLOCK = re.compile(r'(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)', re.DOTALL)
+HEADS = dict(cpu='CPU', keep='`--keep`')
+SHOWN = 'RePa-Swin-T', 'RePa-Swin-S', 'RePa-Swin-B', 'RePa-DeiT-B'
+STOCK, OURS, DEPLOY = 'stock', 'stock with our parts', 'deploy form'
+Row = dict[str, str]
 
 
-def read() -> list[Row]:
-    with open(RESULTS, encoding='utf-8', newline='') as file:
-        return list(csv.DictReader(file))
+def read(path: str | Path | None = None) -> list[Row]:
+    """Return the rows of results.csv, or another such file, with fields for tables.
+
+    'of' is what follows a colon in 'what'; 'method' and 'keep' are the parts of the form of a
+    conversion ('CORP, weighted, 0.375').
+    """
+    with open(path or RESULTS, encoding='utf-8', newline='') as file:
+        rows = list(csv.DictReader(file))
+    for row in rows:
+        row['of'] = row['what'].rpartition(': ')[2]
+        method, _, keep = row['form'].rpartition(', ')
+        row['method'], row['keep'] = (method, keep) if method else (keep, '')
+    return rows
 
 
-def append(path: str, **values: str) -> None:
-    """Append a row to a file: of this command, version and month, unless ``values`` say else."""
-    file = Path(path)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    is_new = not file.exists()
-    known = dict(
-        command=' '.join(['python -m benchmarks.' + Path(sys.argv[0]).stem, *sys.argv[1:]]),
-        version=repa_mm.__version__,
-        date=f'{datetime.date.today():%Y-%m}',
+def grouped(rows: list[Row], *fields: str) -> dict[tuple[str, ...], list[Row]]:
+    groups: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[field] for field in fields), []).append(row)
+    return groups
+
+
+def runs(rows: list[Row], form: str | None = None) -> dict[str, float]:
+    return {row['run']: float(row['value']) for row in rows if form in (None, row['form'])}
+
+
+def listed(rows: list[Row]) -> str:
+    """The values of all runs."""
+    return ', '.join(row['value'] for row in rows)
+
+
+def with_units(rows: list[Row]) -> str:
+    return ', '.join(f'{row["value"]} {row["unit"]}' for row in rows)
+
+
+def mean(rows: list[Row]) -> str:
+    return f'{fmean(runs(rows).values()):.1f}'
+
+
+def change(form: str, reference: str) -> Callable[[list[Row]], str]:
+    """The change of each run from one form to another, in percent."""
+
+    def text(rows: list[Row]) -> str:
+        found, base = runs(rows, form), runs(rows, reference)
+        each = [f'{100 * (found[run] / base[run] - 1):+.0f}' for run in found if run in base]
+        return ', '.join(each)
+
+    return text
+
+
+def difference(rows: list[Row], base: list[Row]) -> str:
+    """Mean and standard deviation of the difference over runs of the same seed."""
+    if rows[0]['form'] == base[0]['form']:
+        return ''
+    found, reference = runs(rows), runs(base)
+    values = [found[run] - reference[run] for run in found]
+    average = f'{fmean(values):+.1f}'
+    average = average if float(average) else '0.0'
+    return f'{average} ± {stdev(values):.1f}' if len(values) > 1 else average
+
+
+def table(
+    rows: list[Row],
+    index: str,
+    columns: str = '',
+    cell: Callable[[list[Row]], str] = listed,
+    extra: dict[str, Callable[[list[Row]], str]] | None = None,
+) -> str:
+    """Return a Markdown table.
+
+    Args:
+        rows (list): Rows of results.csv.
+        index (str): Names of fields. Each combination of their values has a line.
+        columns (str): Name of a field. Each of its values has a column, with its unit in the head
+            if ``cell`` is :func:`listed`.
+        cell (Callable): Returns the text for the rows of a cell.
+        extra (dict, optional): More columns by their names, from the rows of a line.
+    """
+    extra, fields = extra or {}, index.split()
+    by_column = grouped(rows, columns) if columns else {}
+    heads = [HEADS.get(field, '') for field in fields]
+    for (name,), found in by_column.items():
+        unit = found[0]['unit'] if cell is listed else ''
+        heads.append(f'{name}, {unit}' if unit else name)
+    lines = [[*heads, *extra], ['---'] * (len(heads) + len(extra))]
+    previous: tuple[str, ...] = ()
+    for key, line in grouped(rows, *fields).items():
+        cells = grouped(line, columns) if columns else {}
+        shown = list(key)
+        for i, (value, above) in enumerate(zip(key[:-1], previous)):
+            if value != above:
+                break
+            shown[i] = ''
+        previous = key
+        found = [cell(cells[name]) if name in cells else '' for name in by_column]
+        lines.append([*shown, *found, *(text(line) for text in extra.values())])
+    text = '\n'.join('| ' + ' | '.join(line) + ' |' for line in lines) + '\n'
+    text = text.replace(', 2 cores |', ' |')  # which the pages say once
+    return re.sub(r'(?<![\w.-])-(?=\d)', '−', text.replace('|  |', '| |').replace('|  |', '| |'))
+
+
+def tables() -> dict[str, str]:
+    """Return the Markdown of all tables, by name."""
+    every = read()
+
+    def of(prefix: str | tuple[str, ...], **fields: str | tuple[str, ...]) -> list[Row]:
+        """The rows whose 'what' begins so, and whose fields have one of these values."""
+        allowed = {key: (v,) if isinstance(v, str) else v for key, v in fields.items()}
+        rows = [row for row in every if row['what'].startswith(prefix)]
+        return [row for row in rows if all(row[key] in v for key, v in allowed.items())]
+
+    fitted = 'after a conversion: '
+    vit, detr = 'DINOv2 ViT-S/14', 'DINO, digits'
+    detectors = 'RetinaNet, clothes', 'RetinaNet, digits', 'Mask R-CNN, digits', 'UperNet, digits'
+    keeps, methods = ('0.375', '0.1'), ('ours', 'CORP, weighted', 'GRAIL, Wanda')
+    originals = of(fitted, form='original', model=detectors)
+    base = grouped(originals, 'model', 'of')
+    lines = [dict(row, keep=keep) for row in originals for keep in keeps]
+    lines += of(fitted, model=detectors, method=methods, keep=keeps)
+    merge = {'against stock, %': change(DEPLOY, STOCK), 'by the merge, %': change(DEPLOY, OURS)}
+
+    def lost(rows: list[Row]) -> str:
+        return difference(rows, base[rows[0]['model'], rows[0]['of']]) or mean(rows)
+
+    def in_brackets(rows: list[Row]) -> str:
+        """The deploy form's value, and that of the stock model in brackets."""
+        values = {row['form']: row['value'] for row in rows}
+        return values[DEPLOY] + (f' ({values[STOCK]})' if STOCK in values else '')
+
+    def gained(rows: list[Row]) -> str:
+        vanilla, repa = (grouped(rows, 'form')[form,] for form in ('vanilla', 'RePa'))
+        return difference(repa, vanilla)
+
+    def by_seed(rows: list[Row], name: str) -> str:
+        first = grouped(rows, 'form')[name,]
+        compared = {f'minus {name}': lambda rows: difference(rows, first)}
+        return table(rows, 'form', extra={'seeds 0, 1, 2': listed, **compared})
+
+    return {
+        'latency': table(of('latency', of='latency'), 'model cpu', 'form', extra=merge),
+        'paper': table(of("the paper's table 2: "), 'model', 'form'),
+        'idle-ratios': table(of("the paper's table 4"), 'form', 'model'),
+        'training': table(of('training step: '), 'model form', 'of'),
+        'complexity': table(
+            of(('parameters', 'multiply-adds'), model=SHOWN), 'model', 'form', with_units
+        ),
+        'accuracy': table(
+            of('after 3 epochs: ', form=('vanilla', 'RePa')),
+            'model of',
+            'form',
+            mean,
+            {'RePa minus vanilla': gained},
+        ),
+        'dense-prediction': table(of("AP or mIoU, the paper's"), 'model', 'form'),
+        'conversion': table(lines, 'model of keep', 'method', lost),
+        'dinov2': table(of(fitted, model=vit), 'keep method', 'of'),
+        'detr': by_seed(of(fitted, model=detr), 'original'),
+        'shortcut': table(of("error of Swin-B's features: "), 'form', 'of'),
+        'exported': table(of('times as fast as stock PyTorch: '), 'model cpu', 'of', in_brackets),
+        'exported-detr': table(
+            of('latency of exported files: '),
+            'of',
+            'form',
+            extra={'by the merge, %': change(DEPLOY, STOCK)},
+        ),
+        'bounds': table(of('worst relative error: '), 'form', 'of'),
+    }
+
+
+def filled(text: str) -> str:
+    """Return a page with its tables as results.csv has them."""
+    found = tables()
+    return BLOCK.sub(lambda match: match[1] + found[match[2]] + match[3], text)
+
+
+def pages() -> list[Path]:
+    return sorted(path for pattern in PAGES for path in ROOT.glob(pattern))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    with open(file, 'a', encoding='utf-8', newline='') as out:
-        writer = csv.DictWriter(out, COLUMNS, lineterminator='\n')
-        if is_new:
-            writer.writeheader()
-        writer.writerow({**known, **values})
+    parser.add_argument('--write', action='store_true')
+    if parser.parse_args().write:
+        for page in pages():
+            page.write_text(filled(page.read_text(encoding='utf-8')), encoding='utf-8')
+    else:
+        for name, text in tables().items():
+            print(f'{name}\n\n{text}')
+
+
+if __name__ == '__main__':
+    main()

@@ -1,14 +1,8 @@
 """Checkpoints: reading them, fitting them to models, writing them."""
 
-import argparse
-from typing import Any
-
-import numpy as np
 import torch
 import torch.nn as nn
-from mmengine.logging import HistoryBuffer
 from mmengine.runner.checkpoint import CheckpointLoader
-from mmengine.utils import digit_version
 
 from repa_mm.files import replacing
 from repa_mm.reparam import (
@@ -21,47 +15,17 @@ from repa_mm.reparam import (
 )
 
 
-def _method(owner: type, name: str) -> Any:
-    # A history's methods are pickled as getattr(class, name), which other classes do not get.
-    if owner is not HistoryBuffer:
-        raise CheckpointError(f'the checkpoint takes an attribute of {owner}, which is not allowed')
-    return getattr(owner, name)
-
-
-def _safe_globals() -> list:
-    """What MMEngine, and RePaFormer's authors, write into checkpoints besides tensors."""
-    dtypes = {type(np.dtype(code)) for code in '?bBhHiIlLqQefd'}
-    functions = np.zeros(0).__reduce__()[0], np.float64().__reduce__()[0]
-    return [
-        *(argparse.Namespace, HistoryBuffer, slice, np.ndarray, np.dtype, *dtypes),
-        # NumPy 1 and 2 have them in different modules.
-        *(
-            (f, f'numpy.{core}.multiarray.{f.__name__}')
-            for f in functions
-            for core in ('core', '_core')
-        ),
-        (_method, 'builtins.getattr'),
-    ]
-
-
 def load_checkpoint(path: str) -> dict:
-    """Read a checkpoint onto the CPU.
-
-    With PyTorch 2.6 or later, no code that is in a local file is run. URLs are read as MMEngine
-    reads them, and so are all files with an older PyTorch.
+    """Read a checkpoint onto the CPU, as MMEngine does.
 
     Args:
-        path (str): A file, or a URL or another address that MMEngine knows, with a state dict,
-            alone or under 'state_dict'.
+        path (str): A file, a URL or another address that MMEngine knows, with a state dict, alone
+            or under 'state_dict'.
 
     Returns:
-        dict: What is there, with the state dict under 'state_dict'.
+        dict: The checkpoint, with the state dict under 'state_dict'.
     """
-    if '://' in path or digit_version(torch.__version__) < digit_version('2.6'):
-        checkpoint = CheckpointLoader.load_checkpoint(path, map_location='cpu')
-    else:
-        with torch.serialization.safe_globals(_safe_globals()):
-            checkpoint = torch.load(path, map_location='cpu', weights_only=True)
+    checkpoint = CheckpointLoader.load_checkpoint(path, map_location='cpu')
     return checkpoint if 'state_dict' in checkpoint else dict(state_dict=checkpoint)
 
 

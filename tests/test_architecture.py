@@ -31,9 +31,9 @@ def room_of(path):
     return path.relative_to(PACKAGE).with_suffix('').parts[0]
 
 
-def imports_of(path):
+def imports_of(path, root=PACKAGE.parent):
     """Absolute names of the modules (or their members) that a file imports."""
-    parts = ('repa_mm', *path.relative_to(PACKAGE).parts[:-1])
+    parts = path.relative_to(root).parts[:-1]
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

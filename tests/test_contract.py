@@ -23,11 +23,10 @@ from repa_mm.reparam import (
     DeployForm,
     Scheduled,
     TrainingForm,
-    calibrate_batch_norm,
     is_reparameterized,
     reparameterize,
 )
-from tests.test_engine.toy import KeepLogits, Transpose, make_runner
+from tests.test_engine.toy import KeepLogits, make_runner
 
 PACKAGE = Path(__file__).parents[1] / 'repa_mm'
 VIT = dict(
@@ -298,17 +297,6 @@ def test_switch_to_deploy_and_the_guards_of_every_form(randomize, relative_error
     assert relative_error(pair(x), expected) < 1e-5
     with pytest.raises(RuntimeError, match='MergedPair is in its deploy form'):
         pair.train()(x)
-
-
-def test_calibrates(randomize, relative_error):
-    model = nn.Sequential(Transpose(), randomize(Pair(8)))
-    batches = [torch.randn(n, 8, 64) * n for n in (2, 3)]
-    seen = torch.cat(
-        [(model[1].a(y) + model[1].b(y)).flatten(0, 1) for y in map(model[0], batches)]
-    )
-    assert calibrate_batch_norm(model, batches) == 2
-    assert relative_error(model[1].norm.running_mean, seen.mean(0)) < 1e-5
-    assert relative_error(model[1].norm.running_var, seen.var(0)) < 1e-5
 
 
 @pytest.mark.parametrize('inplace', [False, True])

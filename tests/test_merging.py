@@ -1,15 +1,14 @@
-"""Merged and calibrated checkpoints."""
+"""Merged checkpoints."""
 
 import mmcv
 import numpy as np
 import pytest
 import torch
-from mmengine.runner import Runner
 
 from repa_mm.config import build_model, load_config
-from repa_mm.merging import calibrate_checkpoint, reparameterize_checkpoint
+from repa_mm.merging import reparameterize_checkpoint
 from repa_mm.paths import config_path
-from repa_mm.reparam import ChannelIdleFFN, CheckpointError, has_deploy_form
+from repa_mm.reparam import CheckpointError, has_deploy_form
 
 CONFIG = """
 default_scope = 'mmpretrain'
@@ -112,29 +111,3 @@ def test_what_an_encoder_returns_is_compared(tmp_path, randomize):
     assert 0 < reparameterize_checkpoint(str(config), checkpoint, out)['error'] < 1e-4
     merged = build_model(load_config(str(config)), out)
     assert [has_deploy_form(m) for m in (merged.encoder, merged.backbone)] == [True, False]
-
-
-def test_calibrated_statistics_are_those_of_the_images(config, checkpoint, tmp_path):
-    out = str(tmp_path / 'calibrated.pth')
-    done = calibrate_checkpoint(config, checkpoint, out, num_batches=2)
-    assert done == dict(forms=2, batches=2, images=6)
-    before, after = (torch.load(path)['state_dict'] for path in (checkpoint, out))
-    changed = {k for k in before if not torch.equal(before[k], after[k])}
-    statistics = ('running_mean', 'running_var', 'num_batches_tracked')
-    assert list(before) == list(after)
-    assert changed == {k for k in before if '.ffn.norm' in k and k.endswith(statistics)}
-    # The first norm sees the same tokens whatever the other statistics are.
-    cfg = load_config(config)
-    model = build_model(cfg, checkpoint)
-    ffn = next(m for m in model.modules() if isinstance(m, ChannelIdleFFN))
-    seen = []
-    ffn.register_forward_pre_hook(lambda _, args: seen.append(args[0].flatten(0, -2)))
-    for _, batch in zip(range(2), Runner.build_dataloader(cfg.train_dataloader)):
-        with torch.no_grad():
-            model.backbone(model.data_preprocessor(batch)['inputs'])
-    mean = after['backbone.layers.0.ffn.norm1.running_mean']
-    torch.testing.assert_close(mean, torch.cat(seen).mean(0))
-    with pytest.raises(CheckpointError):
-        merged = str(tmp_path / 'merged.pth')
-        reparameterize_checkpoint(config, checkpoint, merged)
-        calibrate_checkpoint(config, merged, out)

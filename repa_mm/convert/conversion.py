@@ -146,9 +146,9 @@ def convert_pretrained(
     batches, held_out = list(batches), list(held_out)
     if not batches:
         raise ValueError('there is no image to fit to: batches is empty')
-    ffns, widths, skipped = find_ffns(model, keep, where, skip_unsupported)
-    sites = {site.block_name: site for site in ffn_sites(model, where) if site.block_name in ffns}
-    outputs = block_outputs(model, where, run, batches[0])
+    all_sites, ffns, widths, skipped = find_ffns(model, keep, where, skip_unsupported)
+    sites = {site.block_name: site for site in all_sites if site.block_name in ffns}
+    outputs = block_outputs(all_sites, run, batches[0])
     for name in [name for name in sites if name not in outputs]:
         skipped[name] = 'the forward pass does not reach it'
         del sites[name]
@@ -164,9 +164,8 @@ def convert_pretrained(
             site.put(ffns[name])
         in_lockstep(run, batches[:1], lambda *_: None, students=False)
         in_lockstep(run, batches, fit)
-    for site in ffn_sites(result, where):
-        if site.block_name in fit.fits:
-            site.set_weights(*fit.fits[site.block_name][:4])
+    for name, narrow in fit.fits.items():
+        sites[name].of(result).set_weights(*narrow[:4])
     modes = {module: module.training for module in result.modules()}
     result.eval()
     changes = differences(expected, run_batches(after, held_out), has_channels_first(result))
@@ -180,7 +179,7 @@ def find_ffns(
     keep: float | Sequence[float | None],
     where: str | None,
     skip_unsupported: bool,
-) -> tuple[dict[str, PretrainedFFN], dict[str, int], dict[str, str]]:
+) -> tuple[list[FFNSite], dict[str, PretrainedFFN], dict[str, int], dict[str, str]]:
     """Return the FFN of every block of a model that is to be converted, and why the others are not.
 
     Args:
@@ -190,8 +189,8 @@ def find_ffns(
         skip_unsupported (bool): Whether blocks that cannot be converted are left out.
 
     Returns:
-        tuple: The FFNs by the names of their blocks; how many channels of each stay; why the other
-        blocks have none.
+        tuple: The sites of all known blocks; the FFNs by the names of their blocks; how many
+        channels of each stay; why the other blocks have none.
 
     Raises:
         ValueError: If a block cannot be converted and is not to be left out, or if none is left.
@@ -235,20 +234,20 @@ def find_ffns(
     if not ffns:
         name, why = next(iter(skipped.items()))
         raise ValueError(f'no FFN of {type(model).__name__} can be narrowed: {name!r}: {why}')
-    return ffns, widths, skipped
+    return sites, ffns, widths, skipped
 
 
 def block_outputs(
-    model: nn.Module, where: str | None, forward: Callable, batch
+    sites: Sequence[FFNSite], forward: Callable, batch
 ) -> dict[str, tuple[int, torch.Tensor]]:
-    """The outputs of all known blocks that the forward pass reaches, by name.
+    """Return the outputs of all blocks that the forward pass reaches, by name.
 
     Returns:
         dict: The first dimension of what a block returns, which counts images, windows or patches,
         and its first entry.
     """
     found: dict[str, tuple[int, torch.Tensor]] = {}
-    blocks = {site.block_name: site.block for site in ffn_sites(model, where)}
+    blocks = {site.block_name: site.block for site in sites}
     with watched(blocks, lambda name, y: found.update({name: (len(y), y[:1].clone())})):
         forward(batch)
     return found

@@ -111,8 +111,9 @@ def convert_checkpoint(
     model.to(device or ('cuda' if torch.cuda.is_available() else 'cpu'))
     swap_faster_attention(model)
     # What is wrong with the config is to show before the fit.
-    _, widths, _ = find_ffns(model, keep, where, skip_unsupported)
-    MODELS.build(converted_config(cfg, model, widths, where, out).model)
+    sites, _, widths, _ = find_ffns(model, keep, where, skip_unsupported)
+    names = [site.block_name for site in sites]
+    MODELS.build(converted_config(cfg, model, names, widths, where, out).model)
 
     def batches(indices: list[int]) -> list[dict]:
         return [model.data_preprocessor(pseudo_collate([dataset[i]]), False) for i in indices]
@@ -122,7 +123,7 @@ def convert_checkpoint(
         held_out=batches(held_out), skip_unsupported=skip_unsupported, progress=progress,
     )  # fmt: skip
     widths = {block.name: block.width for block in report.blocks}
-    text = converted_config(cfg, model, widths, where, out).pretty_text
+    text = converted_config(cfg, model, names, widths, where, out).pretty_text
     text = f'# {osp.basename(config)} with narrower FFNs.\n{text}'
     # MMEngine's inferencers take the config from there where they are given weights alone.
     meta = dict(loaded.get('meta') or {}, repa_mm_version=__version__, cfg=text)
@@ -154,13 +155,19 @@ def convert_checkpoint(
 
 
 def converted_config(
-    cfg: Config, model: nn.Module, widths: dict[str, int], where: str | None, out: str
+    cfg: Config,
+    model: nn.Module,
+    names: Sequence[str],
+    widths: dict[str, int],
+    where: str | None,
+    out: str,
 ) -> Config:
     """Return the config of a converted model.
 
     Args:
         cfg (Config): That of the original model.
         model (nn.Module): The original model.
+        names (Sequence[str]): The names of its known blocks.
         widths (dict): The widths of its FFNs, by the names of the blocks that are converted.
         where (str, optional): As for :func:`convert_checkpoint`.
         out (str): The converted checkpoint, which trainings start from.
@@ -177,7 +184,6 @@ def converted_config(
     others = {name: w for name, w in widths.items() if not name.startswith(start)}
     left = _with_stock_layers(cfg.model, others)
     if left:
-        names = [site.block_name for site in ffn_sites(model, where)]
         structure = dict(type='Widths', widths=[left.get(name) for name in names], where=where)
         cfg.model = _restructured(cfg.model, structure)
     cfg.load_from, cfg.resume = osp.abspath(out), False

@@ -1,6 +1,5 @@
 """Structural reparameterization in plain PyTorch."""
 
-from .calibrate import calibrate_batch_norm
 from .depth import (
     JoinedLinear,
     OrdinaryAttention,

@@ -55,9 +55,9 @@ def is_compiling() -> bool:
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
     """Return the type of matrix products under autocast, None outside of autocast."""
-    if hasattr(torch, 'getautocast_dtype'):
-        if torch.is_autocast_enabled(device_type):
-            return torch.getautocast_dtype(device_type)
+    if hasattr(torch, 'get_autocast_dtype'):  # PyTorch 2.4
+        if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
+            return torch.get_autocast_dtype(device_type)
     elif device_type == 'cpu':
         if torch.is_autocast_cpu_enabled():
             return torch.get_autocast_cpu_dtype()

@@ -2,7 +2,7 @@
 
 A *training form* takes the weights of ordinary modules (``fill``), trains (``forward``), and merges
 into a *deploy form* that computes the same in eval mode (``merge``). The model walk, checkpoints,
-calibration, the hook, the tools and the exporters know nothing else about a structure, so that a
+the hook, the tools and the exporters know nothing else about a structure, so that a
 new one is a file with two classes::
 
     class Pair(TrainingForm):
@@ -218,7 +218,7 @@ class TrainingForm(Form):
         raise NotImplementedError
 
     def batch_norms(self) -> list[nn.Module]:
-        """Return the norms whose statistics are estimated from data (calibration)."""
+        """Return the norms whose statistics are those of batches."""
         return [m for m in self.modules() if getattr(m, 'running_mean', None) is not None]
 
     def switch_to_deploy(self) -> None:

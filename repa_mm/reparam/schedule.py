@@ -4,8 +4,6 @@ Lambda is state: a buffer, which checkpoints keep and averaged models (EMA) copy
 end of [0, 1] to the other; what sets it is :class:`repa_mm.engine.ScheduleHook`.
 """
 
-import numbers
-
 import torch
 import torch.nn as nn
 
@@ -41,7 +39,7 @@ class Scheduled(nn.Module):
         Raises:
             ValueError: If it is not a number in [0, 1].
         """
-        if isinstance(lam, bool) or not isinstance(lam, numbers.Real) or not 0 <= lam <= 1:
+        if not 0 <= lam <= 1:
             raise ValueError(f'lambda must be a number from 0 to 1, but got {lam!r}')
         if back:
             self.lam.fill_(lam)

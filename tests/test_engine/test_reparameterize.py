@@ -10,7 +10,7 @@ import torch
 from mmengine.hooks import EMAHook
 
 from repa_mm.engine import ReparameterizeHook
-from repa_mm.reparam import CheckpointError, reparameterize
+from repa_mm.reparam import CheckpointError, reparameterize, set_training_path
 
 from .toy import KeepLogits, Spy, ToyClassifier, make_runner
 
@@ -186,3 +186,32 @@ def test_merged_checkpoint_in_mmdetections_own_tool(
     with torch.no_grad():
         expected = model.eval()([images[i]['inputs'] for i in range(8)], None)
     assert relative_error(KeepLogits.logits, torch.stack(expected)) < 1e-5
+
+
+@pytest.mark.parametrize('path', ['literal', 'folded'])
+def test_precise_statistics(path, tmp_path, relative_error):
+    """MMPretrain's hook estimates the statistics in our forms: docs/train.md tells of it."""
+    hook = dict(type='mmpretrain.PreciseBNHook', num_samples=8, priority='ABOVE_NORMAL')
+    runner = make_runner(
+        tmp_path,
+        [hook],
+        train_cfg=dict(type='IterBasedTrainLoop', max_iters=1),
+        optim_wrapper=dict(optimizer=dict(type='SGD', lr=0.0)),
+    )
+    set_training_path(runner.model, path)
+    runner.train()
+    ffn = runner.model.backbone[3].train()
+    set_training_path(ffn, 'literal')
+    seen = {ffn.norm1: [], ffn.norm2: []}
+    handles = [
+        norm.register_forward_hook(lambda norm, args, _: seen[norm].append(args[0].detach()))
+        for norm in seen
+    ]
+    found = [(norm.running_mean.clone(), norm.running_var.clone()) for norm in seen]
+    for batch in runner.train_dataloader:
+        runner.model(**runner.model.data_preprocessor(batch))
+    for handle in handles:
+        handle.remove()
+    for (mean, var), batches in zip(found, seen.values()):
+        assert relative_error(mean, torch.stack([x.mean(0) for x in batches]).mean(0)) < 1e-5
+        assert relative_error(var, torch.stack([x.var(0) for x in batches]).mean(0)) < 1e-5

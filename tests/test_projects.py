@@ -1,0 +1,69 @@
+"""Projects use the package's public names alone, and the package knows none of them."""
+
+from importlib import import_module
+
+import pytest
+
+from tests.test_architecture import PACKAGE, SOURCES, imports_of
+
+ROOT = PACKAGE.parent
+PROJECTS = sorted(path.parent for path in ROOT.glob('projects/*/__init__.py'))
+
+pytestmark = pytest.mark.skipif(not PROJECTS, reason='needs the repository')
+
+
+def is_allowed(name, path):
+    """Whether a file of a project, 'projects/dino/hook.py', may import a name."""
+    first, *rest = name.split('.')
+    if first == 'repa_mm' and rest:
+        *parts, name = rest
+        if len(parts) > 1:
+            return False
+        module = import_module('.'.join((first, *parts)))
+        if hasattr(module, '__path__'):  # a package says what it exports, a module's names do
+            return name in module.__all__
+        return not name.startswith('_')
+    return {'projects': rest[:1] == [path.parts[1]], 'tests': path.parts[2] == 'tests'}.get(
+        first, True
+    )
+
+
+def forbidden_imports(root):
+    for path in root.glob('projects/*/**/*.py'):
+        for name in imports_of(path, root):
+            if not is_allowed(name, path.relative_to(root)):
+                yield f'{path.relative_to(root)} imports {name}'
+
+
+def test_projects_import_public_names():
+    assert not list(forbidden_imports(ROOT))
+
+
+def test_other_imports_are_found(tmp_path):
+    lines = [
+        'from repa_mm.reparam.numerics import check_finite',
+        'from repa_mm.models import sites',
+        'from repa_mm.paths import _hidden',
+        'from repa_mm.models import STRUCTURES, _hidden',
+        'import repa_mm.models.structures',
+        'from projects.lvvit import LVViT',
+        'from ..lvvit import LVViT',
+        'from tests.conftest import randomize',
+    ]
+    path = tmp_path / 'projects' / 'dino' / 'hook.py'
+    path.parent.mkdir(parents=True)
+    path.write_text('\n'.join(['import repa_mm', 'from .model import DINO', *lines]))
+    assert len(list(forbidden_imports(tmp_path))) == len(lines)
+
+
+def test_the_package_imports_no_project():
+    for path in [*SOURCES, *ROOT.glob('tools/**/*.py')]:
+        assert not [name for name in imports_of(path) if name.startswith('projects')], path
+
+
+@pytest.mark.parametrize('project', PROJECTS, ids=lambda path: path.name)
+def test_every_project_has_a_page_and_a_line_in_the_table(project):
+    assert (project / 'README.md').is_file()
+    assert (
+        f'[{project.name}]({project.name}/README.md)' in (ROOT / 'projects/README.md').read_text()
+    )
