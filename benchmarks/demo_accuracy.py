@@ -18,6 +18,7 @@ from pathlib import Path
 
 from mmengine.config import Config, DictAction
 
+import projects.linear_path  # noqa: F401
 from benchmarks.compare import METRICS, append
 from benchmarks.tables import Row, difference, grouped, listed, read, table
 from repa_mm import config_path

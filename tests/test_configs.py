@@ -119,7 +119,6 @@ def test_no_name_is_mistaken(name):
 
 QUICK = [name for name in NAMES if name.startswith('demo/') and 'repa' in name]
 QUICK += ['swin_t_in1k', 'repa_deit_t_in1k', 'repa_poolformer_s12_in1k']
-QUICK += [n for n in NAMES if n.startswith('structures/')]
 SLOW = ['retinanet_repa_swin_t', 'mask_rcnn_swin_t', 'upernet_repa_swin_t']
 
 

@@ -10,7 +10,6 @@ from repa_mm.models.channel_idle import (
     build_fast_swin,
 )
 from repa_mm.models.families import FAMILIES, Family, FFNModules, register_family
-from repa_mm.models.restructured import AffineRIFormer, ExpertsVisionTransformer
 from repa_mm.models.sites import (
     AttentionSite,
     FFNSite,
@@ -19,13 +18,13 @@ from repa_mm.models.sites import (
     ffn_sites,
     known_blocks,
 )
-from repa_mm.models.structures import STRUCTURES, Structure, share
+from repa_mm.models.structures import STRUCTURES, ChannelIdle, Structure, share
 from repa_mm.models.tokens import reduce_tokens
 
 __all__ = [
-    'AffineRIFormer', 'AttentionSite', 'ExpertsVisionTransformer', 'FAMILIES', 'FFNModules',
-    'FFNSite', 'Family', 'RePaBackbone', 'RePaMlpMixer', 'RePaPoolFormer', 'RePaSwinTransformer',
-    'RePaVisionTransformer', 'Restructured', 'STRUCTURES', 'Site', 'Structure', 'add_structures_',
-    'attention_sites', 'build_fast_swin', 'ffn_sites', 'known_blocks', 'reduce_tokens',
-    'register_family', 'restructure', 'share',
+    'AttentionSite', 'ChannelIdle', 'FAMILIES', 'FFNModules', 'FFNSite', 'Family', 'RePaBackbone',
+    'RePaMlpMixer', 'RePaPoolFormer', 'RePaSwinTransformer', 'RePaVisionTransformer',
+    'Restructured', 'STRUCTURES', 'Site', 'Structure', 'add_structures_', 'attention_sites',
+    'build_fast_swin', 'ffn_sites', 'known_blocks', 'reduce_tokens', 'register_family',
+    'restructure', 'share',
 ]  # fmt: skip

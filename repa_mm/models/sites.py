@@ -13,7 +13,7 @@ from mmcv.cnn import Linear
 from mmpretrain.models.utils.attention import MultiheadAttention, WindowMSA
 
 from repa_mm.models.families import FAMILIES, Family
-from repa_mm.reparam import AttentionParts, FFNParts, MixerParts, TrainingForm
+from repa_mm.reparam import AttentionParts, FFNParts, TrainingForm
 from repa_mm.reparam.numerics import double, is_plain
 
 
@@ -203,25 +203,6 @@ class AttentionSite(Site):
         )
 
 
-class MixerSite(Site):
-    """The norm of a RIFormer block, and the affine map in the place of its token mixer."""
-
-    def parts(self) -> MixerParts:
-        return MixerParts(self.block.norm1, self.block.token_mixer.affine)
-
-    def put(self, form: TrainingForm) -> str:
-        """Put the form under the name of the norm that both become, and return the form's name."""
-        self.adapt(form, [p for part in self.parts() for p in part.parameters()])
-        name = self.block_name
-        del self.block.norm1, self.block.token_mixer
-        self.block.norm_reparam = form
-        return f'{name}.norm_reparam'
-
-    def required(self) -> set[str]:
-        """Those of the norm: a PoolFormer has no affine maps."""
-        return {'norm1.weight', 'norm1.bias'}
-
-
 def known_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module, Family]]:
     """Return the blocks of known families in a model: the prefix of their names, block, family."""
     for name, block in model.named_modules():
@@ -254,13 +235,4 @@ def attention_sites(model: nn.Module) -> list[AttentionSite]:
         AttentionSite(f'{name}{family.attn}', block, family.attn, family)
         for name, block, family in known_blocks(model)
         if family.attn
-    ]
-
-
-def mixer_sites(model: nn.Module) -> list[MixerSite]:
-    """Return the sites of affine maps in the place of token mixers."""
-    return [
-        MixerSite(f'{name}.norm1', block, 'norm1')
-        for name, block in model.named_modules()
-        if type(block).__name__ == 'RIFormerBlock' and hasattr(block, 'norm1')
     ]

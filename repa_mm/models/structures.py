@@ -12,16 +12,8 @@ import torch
 import torch.nn as nn
 from mmengine.registry import Registry
 
-from repa_mm.models.sites import FFNSite, MixerSite, Site, ffn_sites, mixer_sites, trained
-from repa_mm.reparam import (
-    ChannelIdleFFN,
-    ExpertsFFN,
-    FFNParts,
-    Form,
-    LinearPathFFN,
-    NormedAffine,
-    TrainingForm,
-)
+from repa_mm.models.sites import FFNSite, Site, ffn_sites, trained
+from repa_mm.reparam import ChannelIdleFFN, FFNParts, Form, TrainingForm
 from repa_mm.reparam.numerics import is_plain
 
 STRUCTURES = Registry('structure')
@@ -140,9 +132,13 @@ class ChannelIdle(Structure):
         where (str, optional): The module of the model that the blocks are in, as for
             :func:`~repa_mm.models.sites.ffn_sites`: 'backbone', 'encoder', 'decoder'. Defaults to
             the whole model without decoder layers.
+
+    Attributes:
+        ffn (type): The class of the FFNs. A structure for a class that derives from
+            :class:`~repa_mm.reparam.ChannelIdleFFN` derives from this one.
     """
 
-    ffn: type[TrainingForm] = ChannelIdleFFN
+    ffn: type[ChannelIdleFFN] = ChannelIdleFFN
 
     def __init__(
         self,
@@ -161,29 +157,13 @@ class ChannelIdle(Structure):
         return idle_ffn(site, idle_ratio, self.norm_cfg, self.ffn)
 
 
-@STRUCTURES.register_module()
-class LinearPath(ChannelIdle):
-    """FFNs that train what :class:`ChannelIdle` deploys, to compare it with.
-
-    See :class:`~repa_mm.reparam.LinearPathFFN`.
-
-    Args:
-        idle_ratio (float | Sequence): As for :class:`ChannelIdle`. Defaults to 0.75.
-        norm_cfg (dict, optional): Norm of the FFNs, 'BN' or 'SyncBN'; None for FFNs without norms.
-            Defaults to ``dict(type='BN')``.
-        where (str, optional): As for :class:`ChannelIdle`.
-    """
-
-    ffn = LinearPathFFN
-
-
 def idle_ffn(
     site: FFNSite,
     idle_ratio: float = 0.75,
     norm_cfg: dict | None = dict(type='BN'),
-    form: type[TrainingForm] = ChannelIdleFFN,
-) -> TrainingForm:
-    """Build a channel-idle FFN, or one of its kind, with the weights of a site's norm and FFN.
+    form: type[ChannelIdleFFN] = ChannelIdleFFN,
+) -> ChannelIdleFFN:
+    """Build a channel-idle FFN with the weights of a site's norm and FFN.
 
     Args:
         site (FFNSite): The site, with ordinary modules.
@@ -231,15 +211,16 @@ def idle_ffn(
     return ffn.train(site.block.training)
 
 
-def _freeze(ffn: TrainingForm, parts: FFNParts) -> None:
+def _freeze(ffn: ChannelIdleFFN, parts: FFNParts) -> None:
     """Freeze what is frozen in the ordinary FFN, and what is new if both linear layers are."""
     for own, other in ((ffn.fc1, parts.fc1), (ffn.fc2, parts.fc2), (ffn.norm1, parts.norm)):
         for name, parameter in own.named_parameters():
             if getattr(other, 'weight', None) is not None and not trained(other, name):
                 parameter.requires_grad_(False)
     if not (parts.fc1.weight.requires_grad or parts.fc2.weight.requires_grad):
-        for name in ('norm2', 'linear'):
-            getattr(ffn, name, nn.Identity()).requires_grad_(False)
+        for name, module in ffn.named_children():
+            if name not in ('norm1', 'fc1', 'act', 'fc2'):
+                module.requires_grad_(False)
 
 
 @STRUCTURES.register_module()
@@ -266,52 +247,3 @@ class Widths(Structure):
                     weights[2:] = [(w.t() * parts.scale.detach()).t() for w in weights[2:]]
                 site.set_weights(*weights)
         return {}
-
-
-def _ordinary_ffns(kind: type, site: FFNSite, number: int) -> TrainingForm:
-    """Experts of the ordinary FFN at a site, with random weights."""
-    parts = site.parts()
-    sizes, act = (parts.fc1.in_features, parts.fc1.out_features), copy.deepcopy(parts.act)
-    form = kind(*sizes, number, act, drop_rate=parts.drop, drop_path=parts.drop_path)
-    return _with_scale(form, parts.scale)
-
-
-def _with_scale(form: TrainingForm, scale: torch.Tensor | None) -> TrainingForm:
-    if scale is not None:
-        form.layer_scale = nn.Parameter(scale.detach().clone())
-    return form
-
-
-@STRUCTURES.register_module()
-class Experts(Structure):
-    """FFNs of experts, see :mod:`repa_mm.reparam.experts`. They begin with random weights.
-
-    Args:
-        num_experts (int): Number of experts E of each FFN. Defaults to 4.
-    """
-
-    def __init__(self, num_experts: int = 4) -> None:
-        self.num_experts = num_experts
-
-    def sites(self, model: nn.Module) -> list[FFNSite]:
-        return [site for site in ffn_sites(model) if site.family.norm]
-
-    def form(self, site: FFNSite) -> TrainingForm:
-        return _ordinary_ffns(ExpertsFFN, site, self.num_experts)
-
-
-@STRUCTURES.register_module()
-class AffineMixers(Structure):
-    """Affine maps in the place of token mixers, see :mod:`repa_mm.reparam.mixer`."""
-
-    def sites(self, model: nn.Module) -> list[MixerSite]:
-        return mixer_sites(model)
-
-    def form(self, site: MixerSite) -> NormedAffine:
-        parts = site.parts()
-        norm = parts.norm
-        if type(norm) is not nn.GroupNorm:
-            raise ValueError(f'its norm is a {type(norm).__name__}, and not a GroupNorm')
-        form = NormedAffine(norm.num_channels, norm.num_groups, norm.eps)
-        form.fill(parts)
-        return form

@@ -1,14 +1,14 @@
 """Structural reparameterization in plain PyTorch."""
 
 from .autograd import kept_statistics
-from .experts import ExpertLinear, ExpertsFFN, average_experts
 from .ffn import (
     ChannelIdleFFN,
     DropPath,
-    LinearPathFFN,
+    FoldedFFN,
     MergedFFN,
     build_activation,
     build_norm,
+    fold,
     num_active_channels,
     set_shortcut,
     set_training_path,
@@ -23,7 +23,6 @@ from .forms import (
     check_state_dict,
     outermost,
 )
-from .mixer import MergedNorm, NormedAffine
 from .model import (
     has_deploy_form,
     has_training_form,
@@ -39,19 +38,19 @@ from .numerics import (
     double,
     exact,
     is_batch_norm,
+    is_plain,
     rounded,
 )
-from .parts import AttentionParts, FFNParts, MixerParts, copy_affine, copy_matrix, fold_norm, matrix
+from .parts import AttentionParts, FFNParts, copy_affine, copy_matrix, fold_norm, matrix
 from .schedule import Scheduled, finish_schedules, schedules_have_ended, set_lam
 
 __all__ = [
-    'AttentionParts', 'ChannelIdleFFN', 'CheckpointError', 'DeployForm', 'DropPath', 'ExpertLinear',
-    'ExpertsFFN', 'FFNParts', 'Form', 'LinearPathFFN', 'MergedFFN', 'MergedNorm', 'MixerParts',
-    'NormedAffine', 'Scheduled', 'TrainingForm', 'average_experts', 'batch_norm_affine', 'become',
-    'build_activation', 'build_norm', 'check_dropouts', 'check_finite',
-    'check_ordinary', 'check_state_dict', 'copy_affine', 'copy_matrix', 'double', 'exact',
-    'finish_schedules', 'fold_norm', 'has_deploy_form', 'has_training_form', 'innermost',
-    'is_batch_norm', 'is_reparameterized', 'kept_statistics', 'matrix', 'num_active_channels',
-    'outermost', 'reparameterize', 'rounded', 'schedules_have_ended', 'set_lam', 'set_shortcut',
+    'AttentionParts', 'ChannelIdleFFN', 'CheckpointError', 'DeployForm', 'DropPath', 'FFNParts',
+    'FoldedFFN', 'Form', 'MergedFFN', 'Scheduled', 'TrainingForm', 'batch_norm_affine', 'become',
+    'build_activation', 'build_norm', 'check_dropouts', 'check_finite', 'check_ordinary',
+    'check_state_dict', 'copy_affine', 'copy_matrix', 'double', 'exact', 'finish_schedules', 'fold',
+    'fold_norm', 'has_deploy_form', 'has_training_form', 'innermost', 'is_batch_norm', 'is_plain',
+    'is_reparameterized', 'kept_statistics', 'matrix', 'num_active_channels', 'outermost',
+    'reparameterize', 'rounded', 'schedules_have_ended', 'set_lam', 'set_shortcut',
     'set_training_path', 'unwrap',
 ]  # fmt: skip

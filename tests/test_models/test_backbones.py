@@ -66,34 +66,8 @@ BACKBONES = dict(
     mixer=(dict(type='RePaMlpMixer', **MIXER), 'mmpretrain.MlpMixer', False),
     mmdet=(dict(IDLE, model=dict(type='mmdet.SwinTransformer', **OTHER_SWIN)), '', False),
     mmseg=(dict(IDLE, model=dict(type='mmseg.SwinTransformer', **OTHER_SWIN)), '', False),
-    experts=(
-        dict(type='ExpertsVisionTransformer', num_experts=3, **VIT),
-        'mmpretrain.VisionTransformer',
-        True,
-    ),
-    riformer=(dict(type='AffineRIFormer', **POOL), 'mmpretrain.RIFormer', True),
-    path_vit=(
-        dict(
-            type='Restructured',
-            model=dict(type='mmpretrain.VisionTransformer', layer_scale_init_value=0.5, **VIT),
-            structures=[dict(type='LinearPath', idle_ratio=0.5)],
-        ),
-        '',
-        False,
-    ),
-    path_poolformer=(
-        dict(
-            type='Restructured',
-            model=dict(type='mmpretrain.PoolFormer', frozen_stages=-1, **POOL),
-            structures=[dict(type='LinearPath', norm_cfg=None)],
-        ),
-        '',
-        False,
-    ),
 )
-# What merges into the ordinary backbone itself, name by name.
-BECOME_ORDINARY = dict(experts='mmpretrain.VisionTransformer', riformer='mmpretrain.RIFormer')
-OWN = ('num_experts', 'idle_ratio', 'ffn_norm_cfg')
+OWN = ('idle_ratio', 'ffn_norm_cfg')
 
 every = pytest.mark.parametrize('name', BACKBONES)
 
@@ -162,11 +136,10 @@ def test_merge_is_exact(name, scattered, check_same):
     check_same(deployed(x), expected)
 
 
-@pytest.mark.parametrize('name, kind', BECOME_ORDINARY.items())
-def test_merges_into_the_ordinary_backbone(name, kind, scattered, check_same):
+def check_merges_into_the_ordinary_backbone(name, kind, scattered, check_same):
+    """Name by name, as the forms of some projects do."""
     model = scattered(build(name))
-    deploy = dict(deploy=True) if name == 'riformer' else {}
-    ordinary = build_ordinary(name, kind, **deploy)
+    ordinary = build_ordinary(name, kind)
     ordinary.load_state_dict(reparameterize(model).state_dict(), strict=True)
     ordinary.eval()
     x = images(name)
@@ -203,12 +176,11 @@ def test_the_wrong_form_is_refused_whoever_loads(name):
 @pytest.mark.parametrize('name', [name for name, row in BACKBONES.items() if row[1]])
 def test_ordinary_weights_are_refused_and_fill(name, scattered, check_same, tmp_path):
     kind, is_same = BACKBONES[name][1:]
-    scale = dict(layer_scale_init_value=0.5) if name == 'experts' else {}
-    ordinary = scattered(build_ordinary(name, kind, **scale))
-    model = build(name, **scale)
+    ordinary = scattered(build_ordinary(name, kind))
+    model = build(name)
     with pytest.raises(CheckpointError, match='in its training form at|has nothing there'):
         load_state_dict(model, ordinary.state_dict(), strict=False)
-    model = build(name, init_cfg=pretrained(ordinary, tmp_path / 'ordinary.pth'), **scale)
+    model = build(name, init_cfg=pretrained(ordinary, tmp_path / 'ordinary.pth'))
     before = {key: value.data_ptr() for key, value in model.state_dict(keep_vars=True).items()}
     model.init_weights()
     for key, value in model.state_dict(keep_vars=True).items():  # optimizers have the parameters
@@ -234,8 +206,7 @@ def test_own_weights_in_both_forms(name, scattered, tmp_path):
         loaded.init_weights()
         for key, value in source.state_dict().items():
             assert torch.equal(loaded.state_dict()[key], value), key
-        # A merged checkpoint is no start for training, unless it is an ordinary model's.
-        if deploy and name != 'experts':
+        if deploy:  # which is no start for training
             with pytest.raises(CheckpointError, match='needs deploy=True'):
                 build(name, init_cfg=init_cfg).init_weights()
 
@@ -267,7 +238,7 @@ def test_own_weights_beside_other_ways_to_initialize(scattered, tmp_path):
 @pytest.mark.parametrize('package', ['mmpretrain', 'mmdet', 'mmseg'])
 def test_every_registry_builds_them(package):
     registry = pytest.importorskip(f'{package}.registry').MODELS
-    for name in ('swin', 'vit', 'poolformer', 'mixer', 'experts'):
+    for name in ('swin', 'vit', 'poolformer', 'mixer'):
         cfg = copy.deepcopy(BACKBONES[name][0])
         assert type(registry.build(cfg)).__name__ == BACKBONES[name][0]['type']
 

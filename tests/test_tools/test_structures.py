@@ -8,22 +8,14 @@ from repa_mm.config import build_model, load_config
 from repa_mm.reparam import Scheduled
 
 # On the tiny detector of the demo: its backbone, and how wide the maps are that it gives the neck.
-VIT = (
-    'arch=dict(embed_dims=16, num_layers=3, num_heads=2, feedforward_channels=32), '
-    "img_size=96, patch_size=16, out_indices=[0, 1, 2], out_type='featmap'"
-)
 STRUCTURES = dict(
-    experts=(
-        f"_delete_=True, type='ExpertsVisionTransformer', num_experts=2, {VIT}",
+    idle=(
+        "_delete_=True, type='RePaVisionTransformer', idle_ratio=0.5, "
+        'arch=dict(embed_dims=16, num_layers=3, num_heads=2, feedforward_channels=32), '
+        "img_size=96, patch_size=16, out_indices=[0, 1, 2], out_type='featmap'",
         [16] * 3,
-        "dict(type='AverageExpertsHook')",
-    ),
-    mixers=(
-        "_delete_=True, type='AffineRIFormer', out_indices=[2, 4, 6], "
-        'arch=dict(layers=[1, 1, 1, 1], embed_dims=[8, 16, 24, 32])',
-        [16, 24, 32],
         '',
-    ),
+    )
 )
 
 

@@ -157,7 +157,7 @@ def test_as_other_backbones(name, test, request):
 
 @every_backbone
 def test_merges_into_the_ordinary_backbone(name, request):
-    check = test_backbones.test_merges_into_the_ordinary_backbone
+    check = test_backbones.check_merges_into_the_ordinary_backbone
     run_test(check, request, name=name, kind=BACKBONES[name][1])
 
 

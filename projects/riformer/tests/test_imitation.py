@@ -1,4 +1,4 @@
-"""Experts that are averaged and mixers that are imitated, in real trainings."""
+"""Mixers that are imitated, in real trainings."""
 
 import copy
 
@@ -9,37 +9,10 @@ from mmengine.hooks import Hook
 from mmengine.model import BaseModel, BaseModule
 from mmengine.registry import MODELS
 
-from repa_mm.reparam import (
-    ExpertLinear,
-    ExpertsFFN,
-    NormedAffine,
-    has_training_form,
-    reparameterize,
-)
-
-from .toy import Transpose, make_runner
+from projects.riformer import NormedAffine
+from tests.test_engine.toy import make_runner
 
 MERGE = dict(type='ReparameterizeHook')
-
-
-class _Toy(BaseModel):
-    def __init__(self, *layers):
-        super().__init__()
-        self.backbone = nn.Sequential(nn.Conv2d(3, 8, 4, stride=4), *layers)
-        self.head = nn.Linear(8, 2)
-
-    def forward(self, inputs, labels, mode='tensor'):
-        logits = self.head(self.backbone(inputs).flatten(2).mean(-1))
-        if mode == 'loss':
-            return dict(loss=nn.functional.cross_entropy(logits, labels))
-        return list(logits)
-
-
-@MODELS.register_module()
-class ToyExperts(_Toy):
-    def __init__(self):
-        experts = ExpertsFFN(8, 16, 3), ExpertsFFN(8, 16, 3)
-        super().__init__(nn.Flatten(2), Transpose(), *experts, Transpose())
 
 
 class Mixer(nn.Module):
@@ -72,57 +45,24 @@ class ToyTeacher(BaseModule):
 
 
 @MODELS.register_module()
-class ToyStudent(_Toy):
+class ToyStudent(BaseModel):
     def __init__(self):
-        super().__init__(Affine(), Affine())
+        super().__init__()
+        self.backbone = nn.Sequential(nn.Conv2d(3, 8, 4, stride=4), Affine(), Affine())
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, inputs, labels, mode='tensor'):
+        logits = self.head(self.backbone(inputs).flatten(2).mean(-1))
+        if mode == 'loss':
+            return dict(loss=nn.functional.cross_entropy(logits, labels))
+        return list(logits)
 
 
-class Spreads(Hook):
-    """Notes how far experts are from each other after each iteration."""
-
-    priority = 'LOWEST'
-
-    def __init__(self):
-        self.seen = []
-
-    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
-        layers = [m for m in runner.model.modules() if isinstance(m, ExpertLinear)]
-        weights = [torch.stack([expert.weight for expert in m.experts]) for m in layers]
-        self.seen.append(max(float((w - w[0]).abs().max()) for w in weights))
-
-
-def runner_of(work_dir, model, hooks, **kwargs):
-    runner = make_runner(work_dir, hooks, model=dict(type=model), **kwargs)
+def runner_of(work_dir, hooks):
+    runner = make_runner(work_dir, hooks, model=dict(type='ToyStudent'))
     for loader in (runner._train_dataloader, runner._val_dataloader, runner._test_dataloader):
         loader['collate_fn'] = dict(type='default_collate')
     return runner
-
-
-@pytest.mark.parametrize('accumulative_counts', [1, 2])
-def test_experts_are_averaged_and_merge(tmp_path, accumulative_counts):
-    spreads = Spreads()
-    hooks = [MERGE, dict(type='AverageExpertsHook', rate=2 / 3), spreads]
-    optim_wrapper = dict(
-        optimizer=dict(type='SGD', lr=0.1), accumulative_counts=accumulative_counts
-    )
-    runner = runner_of(tmp_path, 'ToyExperts', hooks, optim_wrapper=optim_wrapper)
-    runner.train()
-    # Of three experts, each is the mean after a move by 2 / 3: after every step of the optimizer,
-    # and not before the first one.
-    assert [spread < 1e-6 for spread in spreads.seen] == [accumulative_counts == 1, *[True] * 3]
-    runner.test()
-    assert not has_training_form(reparameterize(runner.model))
-
-
-def test_frozen_experts_stay(tmp_path):
-    runner = runner_of(tmp_path, 'ToyExperts', [dict(type='AverageExpertsHook', rate=0.5)])
-    frozen, trained = runner.model.backbone[3:5]
-    frozen.requires_grad_(False)
-    before = [copy.deepcopy(m.state_dict()) for m in (frozen, trained)]
-    runner.train()
-    assert all(torch.equal(value, before[0][key]) for key, value in frozen.state_dict().items())
-    key = 'fc1.experts.0.weight'
-    assert not torch.equal(trained.state_dict()[key], before[1][key])
 
 
 def imitation(path, **teacher):
@@ -141,7 +81,7 @@ def teacher(tmp_path):
 
 def test_imitation(teacher, tmp_path, relative_error):
     teacher, path = teacher
-    runner = runner_of(tmp_path, 'ToyStudent', [imitation(path), MERGE])
+    runner = runner_of(tmp_path, [imitation(path), MERGE])
     student, losses = copy.deepcopy(runner.model), []
     runner.train()
     found = runner.message_hub.log_scalars['train/loss_imitation']._log_history
@@ -165,13 +105,13 @@ def test_imitation(teacher, tmp_path, relative_error):
 @pytest.mark.parametrize('changes', [dict(blocks=3), dict(channels=4)])
 def test_a_teacher_of_other_blocks_is_refused(changes, teacher, tmp_path):
     match = '3 token mixers of the teacher ran, and 2 affine' if 'blocks' in changes else 'size'
-    runner = runner_of(tmp_path, 'ToyStudent', [imitation(teacher[1], **changes)])
+    runner = runner_of(tmp_path, [imitation(teacher[1], **changes)])
     with pytest.raises((ValueError, RuntimeError), match=match):
         runner.train()
 
 
 def test_a_student_that_runs_twice_is_refused(teacher, tmp_path):
-    runner = runner_of(tmp_path, 'ToyStudent', [imitation(teacher[1])])
+    runner = runner_of(tmp_path, [imitation(teacher[1])])
     blocks = runner.model.backbone
     blocks.register_forward_pre_hook(lambda _, args: (blocks.forward(*args), None)[1])
     with pytest.raises(ValueError, match='2 token mixers of the teacher ran, and 4 affine mixers'):
@@ -188,13 +128,8 @@ def test_imitation_goes_on_after_an_interruption(teacher, tmp_path):
                 self.done = True
                 raise KeyboardInterrupt
 
-    runner = runner_of(tmp_path, 'ToyStudent', [imitation(teacher[1]), Interrupt()])
+    runner = runner_of(tmp_path, [imitation(teacher[1]), Interrupt()])
     with pytest.raises(KeyboardInterrupt):
         runner.train()
     runner.train_loop.run()
     assert not any(m._forward_hooks for m in runner.model.modules())
-
-
-def test_a_model_without_experts_is_refused(tmp_path):
-    with pytest.raises(ValueError, match='no experts'):
-        runner_of(tmp_path, 'ToyStudent', [dict(type='AverageExpertsHook')]).train()

@@ -7,7 +7,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from repa_mm.reparam import ExpertLinear, ExpertsFFN, FFNParts, average_experts
+from projects.expert_averaging import ExpertLinear, ExpertsFFN, average_experts
+from repa_mm.reparam import FFNParts
 
 
 def test_every_token_goes_to_one_expert_in_equal_parts():

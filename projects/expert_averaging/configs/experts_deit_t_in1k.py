@@ -1,6 +1,7 @@
 # A DeiT-T whose FFNs are 4 experts, averaged a little after each step and merged into their mean:
 # Experts Weights Averaging, https://arxiv.org/abs/2308.06093. The recipe of RePa-DeiT-T.
-_base_ = '../repa_deit_t_in1k.py'
+_base_ = '../../../configs/repa_deit_t_in1k.py'
+custom_imports = dict(imports=['repa_mm', 'projects.expert_averaging'], allow_failed_imports=False)
 
 model = dict(
     backbone=dict(

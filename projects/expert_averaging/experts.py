@@ -14,11 +14,19 @@ import copy
 import torch
 import torch.nn as nn
 
-from .ffn import DropPath
-from .ffn.layers import build_activation
-from .forms import DeployForm, TrainingForm
-from .numerics import check_dropouts, double, exact, rounded
-from .parts import FFNParts, copy_matrix, matrix
+from repa_mm.reparam import (
+    DeployForm,
+    DropPath,
+    FFNParts,
+    TrainingForm,
+    build_activation,
+    check_dropouts,
+    copy_matrix,
+    double,
+    exact,
+    matrix,
+    rounded,
+)
 
 
 class _Order:

@@ -8,12 +8,19 @@ training, an affine map of each channel stands in the place of the mixer,
 which is a norm with scale (alpha - 1) gamma and shift (alpha - 1) beta + c.
 """
 
+from typing import NamedTuple
+
 import torch
 import torch.nn as nn
 
-from .forms import DeployForm, TrainingForm
-from .numerics import double, is_plain, rounded
-from .parts import MixerParts, copy_affine
+from repa_mm.reparam import DeployForm, TrainingForm, copy_affine, double, is_plain, rounded
+
+
+class MixerParts(NamedTuple):
+    """A norm, and the affine map (a convolution by channels) in the place of a token mixer."""
+
+    norm: nn.Module
+    affine: nn.Conv2d
 
 
 class NormedAffine(TrainingForm):
