@@ -19,13 +19,12 @@ from repa_mm.models.restructured import (
 )
 from repa_mm.models.sites import FFNSite, Site, ffn_sites
 from repa_mm.models.structures import STRUCTURES, ChannelIdle, Structure
-from repa_mm.models.tokens import reduce_tokens
 
 __all__ = [
     'ChannelIdle', 'FAMILIES', 'FFNModules', 'FFNSite', 'Family', 'ParallelMAEViT',
     'ParallelSwinTransformer', 'ParallelVisionTransformer', 'ProgressiveSwinTransformer',
     'ProgressiveVisionTransformer', 'RePaBackbone', 'RePaMlpMixer', 'RePaPoolFormer',
     'RePaSwinTransformer', 'RePaVisionTransformer', 'Restructured', 'STRUCTURES', 'Site',
-    'Structure', 'add_structures_', 'build_fast_swin', 'ffn_sites', 'reduce_tokens',
-    'register_family', 'restructure',
+    'Structure', 'add_structures_', 'build_fast_swin', 'ffn_sites', 'register_family',
+    'restructure',
 ]  # fmt: skip
