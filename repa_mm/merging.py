@@ -35,8 +35,6 @@ def reparameterize_checkpoint(
             tolerance.
     """
     cfg = load_config(config, cfg_options)
-    for part in (cfg.model, cfg.model.get('backbone', {})):
-        part.pop('keep_tokens', None)  # what is compared is the merge alone
     loaded = load_checkpoint(checkpoint)
     model = build_model(cfg)
     load_weights(model, loaded['state_dict'], checkpoint)

@@ -14,7 +14,6 @@ from repa_mm.convert.regression import NarrowFFN, ffn_moments, fit_ffn, refine, 
 from repa_mm.features import differences, has_channels_first, percent, run_batches
 from repa_mm.models.sites import FFNSite, ffn_sites
 from repa_mm.models.structures import idle_ffn, share
-from repa_mm.models.tokens import ReducedSwinBlock, ReducedViTLayer
 from repa_mm.reparam import Form, unwrap
 
 # Number of tokens that the regression of a block sees, drawn at random from all images.
@@ -200,8 +199,7 @@ def find_ffns(
     if not sites:
         inside = f' in its {where!r}' if where else ''
         raise ValueError(
-            f'{type(model).__name__} has no block{inside} of a family in '
-            'repa_mm.models.sites.FAMILIES'
+            f'{type(model).__name__} has no block{inside} of a family in repa_mm.models.FAMILIES'
         )
     for site, ratio in zip(sites, share(keep, sites, 'keep')):
         name = site.block_name
@@ -210,12 +208,6 @@ def find_ffns(
         if id(site.module) in owners:
             raise ValueError(f'{name!r} shares its FFN with {owners[id(site.module)]!r}')
         owners[id(site.module)] = name
-        if isinstance(site.block, (ReducedSwinBlock, ReducedViTLayer)) and site.block.keep != 1:
-            raise ValueError(
-                f'{name!r} computes a share of its tokens only, and not the same ones in the '
-                'original and in the converted model: convert with keep_tokens=1, and reduce '
-                'tokens afterwards'
-            )
         if ratio is None:
             skipped[name] = 'keep leaves it out'
             continue

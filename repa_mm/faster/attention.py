@@ -228,7 +228,7 @@ class FastShiftWindowMSA(ShiftWindowMSA):
         if torch.is_grad_enabled():
             windows = gather(x, rows, positions, padded)
             qkv = self.qkv(windows.view(-1, num_tokens, channels), padded)
-            bias = self._bias(shift, qkv.dtype)
+            bias = self.bias(shift, qkv.dtype)
             if on_cpu:
                 x = _Attention.apply(qkv, bias, w_msa.num_heads, w_msa.scale, groups)
             else:
@@ -245,7 +245,7 @@ class FastShiftWindowMSA(ShiftWindowMSA):
                 windows.masked_fill_(is_padded, 0)
             qkv = self.qkv(windows.view(-1, num_tokens, channels), is_padded)
             if out is None:
-                bias = self._bias(shift, qkv.dtype)
+                bias = self.bias(shift, qkv.dtype)
                 out = qkv.new_empty(len(rows), channels)
             out[chunk] = w_msa.proj(attend(qkv, bias[mask])).flatten(0, 1)
         return out.index_select(0, positions).view(query.shape)
@@ -262,7 +262,7 @@ class FastShiftWindowMSA(ShiftWindowMSA):
         q, k, v = _heads(self.qkv(x, padded), w_msa.num_heads)
         is_known = isinstance(shift, int)
         is_shifted = shift if is_known else self.shift_size
-        bias = buffer(self._compute_bias(is_shifted).to(q.dtype).contiguous())
+        bias = buffer(self.bias(is_shifted, q.dtype, cached=False).contiguous())
         if is_shifted:
             if not is_known:
                 mask = times(mask, shift // self.shift_size)
@@ -278,7 +278,6 @@ class FastShiftWindowMSA(ShiftWindowMSA):
         return gather(x.view(batch, -1, channels), positions, rows, None, padded)
 
     def _compute_bias(self, shift: int, masks=masks) -> torch.Tensor:
-        """Biases plus masks (4, heads, N, N); (1, heads, N, N) unshifted."""
         table = self.w_msa.relative_position_bias_table
         bias = F.embedding(self.w_msa.relative_position_index, table)
         bias = bias.permute(2, 0, 1)[None]
@@ -286,8 +285,21 @@ class FastShiftWindowMSA(ShiftWindowMSA):
             bias = bias + masks(self.window_size, shift, table.device).to(table.dtype)
         return bias
 
-    def _bias(self, shift: int, dtype: torch.dtype) -> torch.Tensor:
-        """The biases of :meth:`_compute_bias` in some dtype, from the cache if possible."""
+    def bias(self, shift: int, dtype: torch.dtype, cached: bool = True) -> torch.Tensor:
+        """Return the biases plus masks of windows.
+
+        Args:
+            shift (int): How far the windows are shifted.
+            dtype (torch.dtype): The dtype of the result.
+            cached (bool): Whether the result may come from a cache, as in a graph it may not.
+                Defaults to True.
+
+        Returns:
+            torch.Tensor: Of shape (4, heads, N, N), for inner, right, bottom and corner windows;
+            (1, heads, N, N) without a shift.
+        """
+        if not cached:
+            return self._compute_bias(shift).to(dtype)
         table = self.w_msa.relative_position_bias_table
         on_cpu = table.device.type == 'cpu'
         if table.requires_grad and torch.is_grad_enabled() or table.is_inference() and not on_cpu:

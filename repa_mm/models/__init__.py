@@ -19,12 +19,10 @@ from repa_mm.models.sites import (
     known_blocks,
 )
 from repa_mm.models.structures import STRUCTURES, ChannelIdle, Structure, share
-from repa_mm.models.tokens import reduce_tokens
 
 __all__ = [
     'AttentionSite', 'ChannelIdle', 'FAMILIES', 'FFNModules', 'FFNSite', 'Family', 'RePaBackbone',
     'RePaMlpMixer', 'RePaPoolFormer', 'RePaSwinTransformer', 'RePaVisionTransformer',
     'Restructured', 'STRUCTURES', 'Site', 'Structure', 'add_structures_', 'attention_sites',
-    'build_fast_swin', 'ffn_sites', 'known_blocks', 'reduce_tokens', 'register_family',
-    'restructure', 'share',
+    'build_fast_swin', 'ffn_sites', 'known_blocks', 'register_family', 'restructure', 'share',
 ]  # fmt: skip

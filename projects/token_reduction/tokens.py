@@ -29,9 +29,8 @@ from mmpretrain.models.backbones.swin_transformer import SwinBlock
 from mmpretrain.models.backbones.vision_transformer import TransformerEncoderLayer
 from mmpretrain.models.utils.attention import MultiheadAttention
 
-from repa_mm.faster.attention import FastShiftWindowMSA, fast_class, swap_attention
-from repa_mm.faster.windows import is_traced, times, traceable_partition
-from repa_mm.reparam import Form, Scheduled, TrainingForm, become
+from repa_mm.faster import FastShiftWindowMSA, is_traced, swap_attention, traceable_partition
+from repa_mm.reparam import TrainingForm, become
 
 # Where the stock blocks are defined.
 _SWIN_BLOCKS = (
@@ -39,7 +38,6 @@ _SWIN_BLOCKS = (
     'mmdet.models.backbones.swin',
     'mmseg.models.backbones.swin',
 )
-_OTHERS = Form, Scheduled
 # Tokens that are processed at a time on a CPU: few enough for its caches.
 _CHUNK = 2048
 
@@ -60,6 +58,11 @@ def scale_queries(q: torch.Tensor, attention: nn.Module) -> torch.Tensor:
 
 def _per_mille(keep: float) -> int:
     return max(round(1000 * keep), 1)
+
+
+def times(x: torch.Tensor, size: int) -> torch.Tensor:
+    """Return x * size, as the export to ONNX takes a size that is not a constant."""
+    return x * x.new_full((), size)
 
 
 class Layout(NamedTuple):
@@ -111,8 +114,7 @@ class ReducedSwinBlock(SwinBlock):
             torch.Tensor: Of the shape of ``x``.
         """
         attn, size = self.attn, self.attn.window_size
-        # Another structure has come into the attention since: it computes in its own way.
-        if self.training or self.keep == 1 or isinstance(attn.w_msa.qkv, _OTHERS):
+        if self.training or self.keep == 1:
             return super().forward(x, hw_shape)
         shift = attn.shift_of(x, hw_shape)
         eager = type(x) is torch.Tensor and not is_traced()
@@ -144,7 +146,10 @@ class ReducedSwinBlock(SwinBlock):
             others, images = others[by_mask], images[by_mask]
         where = rows.index_select(0, others) + times(images, length)[:, None]
         flat, updates = x.reshape(-1, channels), []
-        for chunk, bias in self._chunks(masks, self._bias(shift, eager), eager):
+        table = attn.w_msa.relative_position_bias_table
+        known = shift if isinstance(shift, int) else attn.shift_size
+        biases = attn.bias(known, table.dtype, cached=eager)
+        for chunk, bias in self._chunks(masks, biases, eager):
             windows = flat.index_select(0, where[chunk].flatten()).view(-1, num_tokens, channels)
             is_padded = None if padded is None else padded.index_select(0, others[chunk])
             updates.append((self._in_full(windows, is_padded, bias) - windows).flatten(0, 1))
@@ -192,17 +197,13 @@ class ReducedSwinBlock(SwinBlock):
             mixed = qkv[..., -x.shape[-1] :]
         else:
             q, k, v = qkv.unflatten(-1, (3, w_msa.num_heads, -1)).permute(2, 0, 3, 1, 4)
-            q, bias = scale_queries(q, w_msa), bias.to(q.dtype)
-            mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+            usual = (w_msa.embed_dims // w_msa.num_heads) ** -0.5
+            if w_msa.scale != usual:  # torch 2.1 exports the usual one only
+                q = q * (w_msa.scale / usual)
+            mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=bias.to(q.dtype))
             mixed = mixed.transpose(1, 2).flatten(2)
         x = x + w_msa.proj(mixed)
         return self.ffn(self.norm2(x), identity=x)
-
-    def _bias(self, shift: int, eager: bool) -> torch.Tensor:
-        """Biases plus masks, (4, heads, N, N), or (1, heads, N, N) of windows that never shift."""
-        if eager:
-            return self.attn._bias(shift, self.attn.w_msa.relative_position_bias_table.dtype)
-        return self.attn._compute_bias(shift if isinstance(shift, int) else self.attn.shift_size)
 
     def _chunks(
         self, masks: torch.Tensor, bias: torch.Tensor, eager: bool
@@ -306,15 +307,22 @@ def restore(x: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
     return x.flatten(0, 1).index_select(0, index.flatten()).view(*place.shape, -1)
 
 
-def reduce_tokens(
-    model: nn.Module, keep: float | Sequence[float] = 0.7, inplace: bool = False
-) -> nn.Module:
-    """Let the blocks of a trained model compute their updates for fewer tokens.
+def reduce_tokens(model: nn.Module, keep: float | Sequence[float] = 0.7) -> nn.Module:
+    """Return a copy of a model that :func:`reduce_tokens_` has changed.
+
+    Examples:
+        >>> fast = reduce_tokens(repa_mm.reparameterize(model), keep=0.7)
+    """
+    return reduce_tokens_(copy.deepcopy(model), keep)
+
+
+def reduce_tokens_(model: nn.Module, keep: float | Sequence[float] = 0.7) -> nn.Module:
+    """Let the blocks of a trained model compute their updates for fewer tokens, in place.
 
     No weight changes and the state dict stays the same, but outputs do: the smaller ``keep``, the
     faster and the coarser. Blocks with merged FFNs gain most; merging afterwards, with
     :func:`~repa_mm.reparameterize`, is exact, too. In training mode nothing is reduced.
-    The docstring of :mod:`repa_mm.models.tokens` says what is computed.
+    The docstring of :mod:`projects.token_reduction.tokens` says what is computed.
 
     Args:
         model (nn.Module): A model with the stock Swin of MMPretrain, MMDetection or MMSegmentation,
@@ -324,17 +332,13 @@ def reduce_tokens(
             a Swin the windows of each image, of a ViT the patches. One for all blocks, or one for
             each stage of a Swin. 1 leaves blocks as they are, and gives reduced ones their full
             computation back. Defaults to 0.7.
-        inplace (bool): Change the model itself instead of a copy. Defaults to False.
 
     Returns:
-        nn.Module: The reduced model.
+        nn.Module: The same model.
 
     Raises:
         ValueError: If ``keep`` is not such a share, there are not as many as stages, or no block of
             the model can be reduced.
-
-    Examples:
-        >>> fast = repa_mm.reduce_tokens(repa_mm.reparameterize(model), keep=0.7)
     """
     for share in keep if isinstance(keep, (list, tuple)) else [keep]:
         is_number = isinstance(share, (int, float)) and not isinstance(share, bool)
@@ -343,8 +347,7 @@ def reduce_tokens(
             raise ValueError(
                 f'keep is the share of what is computed in full, from 0.1 to 1, but is {share!r}'
             )
-    if not inplace:
-        model = copy.deepcopy(model)
+    swap_attention(model)
     stages = _reducible(model)
     if not stages:
         raise ValueError(
@@ -360,7 +363,6 @@ def reduce_tokens(
         )
     for share, blocks in zip(shares, stages):
         for block, kind in blocks:
-            swap_attention(block)
             become(block, kind)
             block.keep = share
     for vit in model.modules():
@@ -377,10 +379,10 @@ def _reducible(model: nn.Module) -> list[list[tuple[nn.Module, type]]]:
         # By exact type, as a subclass may do something else.
         kind, where = type(block).__name__, type(block).__module__
         if kind == 'SwinBlock' and where in _SWIN_BLOCKS or type(block) is ReducedSwinBlock:
+            w_msa = block.attn.w_msa
             # A norm inside of the attention would see what is padding behind the norm.
-            is_plain = type(block.attn.w_msa.qkv) is nn.Linear
-            is_plain = is_plain and not isinstance(block.attn.w_msa, TrainingForm)
-            if is_plain and FastShiftWindowMSA in (type(block.attn), fast_class(block.attn)):
+            is_plain = not isinstance(w_msa, TrainingForm) and type(w_msa.qkv) is nn.Linear
+            if is_plain and type(block.attn) is FastShiftWindowMSA:
                 stages.setdefault(name.rpartition('.')[0], []).append((block, ReducedSwinBlock))
         elif isinstance(block, VisionTransformer):
             for layer in block.layers:

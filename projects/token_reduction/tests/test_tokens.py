@@ -8,15 +8,15 @@ import pickle
 import pytest
 import torch
 from mmengine.registry import MODELS, init_default_scope
-from mmpretrain.models import PoolFormer, SwinTransformer
+from mmpretrain.models import PoolFormer, SwinTransformer, VisionTransformer
 from mmpretrain.models.backbones.swin_transformer import SwinBlock
 
 import repa_mm
+from projects.token_reduction import ReducedSwinBlock, reduce_tokens, reduce_tokens_
+from projects.token_reduction.tokens import _layout, merge_neighbours
 from repa_mm.complexity import count
-from repa_mm.export.export import export
-from repa_mm.models import RePaSwinTransformer, RePaVisionTransformer, reduce_tokens
-from repa_mm.models.builder import add_structures_
-from repa_mm.models.tokens import ReducedSwinBlock, _layout, merge_neighbours
+from repa_mm.models import RePaSwinTransformer, RePaVisionTransformer, add_structures_
+from repa_mm.reparam import CheckpointError, TrainingForm
 from tests.conftest import skip_unless_exportable
 
 SWIN = dict(
@@ -173,7 +173,7 @@ def test_weights_and_copies(kind, randomize):
         expected = reduced(x)
     with torch.no_grad():
         copies = [other, copy.deepcopy(reduced), pickle.loads(pickle.dumps(reduced))]
-        copies += [reduce_tokens(model, 0.5, inplace=True)]
+        copies += [reduce_tokens_(model, 0.5)]
         for copied in copies:
             for a, b in zip(copied(x), expected):
                 assert torch.equal(a, b)
@@ -201,36 +201,70 @@ def test_fewer_multiply_adds(randomize):
         assert part < less * whole
 
 
-BACKBONES = {
-    'mmpretrain': dict(type='RePaSwinTransformer', **SWIN),
-    'mmdet': dict(
-        type='Restructured', structures=[dict(type='ChannelIdle')],
-        model=dict(
-            type='mmdet.SwinTransformer', embed_dims=16, depths=(2, 2), num_heads=(2, 2),
-            strides=(4, 2), out_indices=(0, 1), window_size=5),
-    ),
-    'mmseg': dict(
-        type='Restructured', structures=[dict(type='ChannelIdle')],
-        model=dict(
-            type='mmseg.SwinTransformer', embed_dims=16, depths=(2, 2), num_heads=(2, 2),
-            strides=(4, 2), out_indices=(0, 1), window_size=5),
-    ),
-}  # fmt: skip
+OTHER_SWIN = dict(
+    embed_dims=16,
+    depths=(2, 2),
+    num_heads=(2, 2),
+    strides=(4, 2),
+    out_indices=(0, 1),
+    window_size=5,
+)
+SWINS = dict(mmpretrain=SWIN, mmdet=OTHER_SWIN, mmseg=OTHER_SWIN)
 
 
-@pytest.mark.parametrize('scope', BACKBONES)
+@pytest.mark.parametrize('scope', SWINS)
 @pytest.mark.parametrize('deploy', [False, True])
 def test_a_line_of_the_config(scope, deploy, randomize, relative_error):
     init_default_scope(scope)
-    cfg = dict(BACKBONES[scope], deploy=deploy)
-    model = randomize(MODELS.build(copy.deepcopy(cfg))).eval()
-    reduced = MODELS.build(copy.deepcopy(dict(cfg, keep_tokens=0.5))).eval()
+    swin = dict(type=f'{scope}.SwinTransformer', **SWINS[scope])
+    structures = [dict(type='ChannelIdle')]
+
+    def build(*more):
+        cfg = dict(type='Restructured', model=swin, structures=[*structures, *more], deploy=deploy)
+        return MODELS.build(copy.deepcopy(cfg)).eval()
+
+    model, reduced = randomize(build()), build(dict(type='ReduceTokens', keep=0.5))
     reduced.load_state_dict(model.state_dict())
     x = images(2, 3, 130, 160)
     with torch.no_grad():
         for a, b, c in zip(reduced(x), reduce_tokens(model, 0.5)(x), model(x)):
             assert torch.equal(a, b)
             assert relative_error(a, c) > 1e-3
+
+
+def test_weights_of_a_form_are_refused_by_an_ordinary_ffn_of_a_reduced_block():
+    models = []
+    for ratio in (0.75, None):
+        idle = dict(type='ChannelIdle', idle_ratio=[0.75, 0.75, ratio])
+        model = VisionTransformer(**copy.deepcopy(VIT))
+        models.append(add_structures_(model, [idle, dict(type='ReduceTokens')]))
+    with pytest.raises(CheckpointError, match="an ordinary FFN at 'layers.2.ffn'"):
+        models[1].load_state_dict(models[0].state_dict(), strict=False)
+
+
+def test_pretrained_weights_fill_the_forms_of_reduced_blocks(tmp_path):
+    stock = SwinTransformer(**copy.deepcopy(SWIN))
+    torch.save(stock.state_dict(), tmp_path / 'swin.pth')
+    cfg = dict(
+        type='Restructured',
+        model=dict(type='mmpretrain.SwinTransformer', **SWIN),
+        structures=[dict(type='ChannelIdle'), dict(type='ReduceTokens')],
+        init_cfg=dict(type='Pretrained', checkpoint=str(tmp_path / 'swin.pth')),
+    )
+    model = MODELS.build(copy.deepcopy(cfg))
+    model.init_weights()
+    block, other = model.stages[1].blocks[1], stock.stages[1].blocks[1]
+    assert type(block) is ReducedSwinBlock and block.keep == 0.7
+    assert torch.equal(block.ffn.fc1.weight, other.ffn.layers[0][0].weight)
+    assert torch.equal(block.attn.w_msa.qkv.weight, other.attn.w_msa.qkv.weight)
+
+
+def test_reduced_blocks_take_no_structure_and_no_conversion(randomize):
+    vit = reduce_tokens(VisionTransformer(**copy.deepcopy(VIT)), 0.6)
+    with pytest.raises(ValueError, match='no site for ChannelIdle: no block of a family'):
+        add_structures_(vit, [dict(type='ChannelIdle')])
+    with pytest.raises(ValueError, match='VisionTransformer has no block of a family'):
+        repa_mm.convert_pretrained(vit, [images(2, 3, 64, 64)])
 
 
 def test_stock_swin(randomize, relative_error):
@@ -289,6 +323,8 @@ def test_models_without_such_blocks():
 def test_exported(kind, randomize, tmp_path):
     """Of any size and batch."""
     skip_unless_exportable('.onnx')
+    from tests.test_export.test_export import export
+
     model = reduce_tokens(repa_mm.reparameterize(build(kind, randomize)), 0.6)
     assert export(model, str(tmp_path / 'model.onnx'), (128, 160), dynamic=True) < 1e-4
 
@@ -307,7 +343,7 @@ def test_a_share_for_each_stage(randomize):
         [1] * 2,
     ]
     with pytest.raises(ValueError, match='keep has 2 entries, but the model has 3 stages'):
-        reduce_tokens(model, [0.6, 0.5], inplace=True)
+        reduce_tokens_(model, [0.6, 0.5])
     assert model.stages[0].blocks[0].keep == 0.6
 
 
@@ -323,16 +359,20 @@ def test_a_smaller_share_keeps_fewer_patches():
         assert kept == sorted(kept, reverse=True)
 
 
-@torch.no_grad()
-@pytest.mark.parametrize('structure', ['ProgressiveNorms', 'Branches'])
-def test_structures_in_reduced_blocks(structure, randomize):
-    """Where another structure has come into the attention, nothing is reduced."""
+class Adapter(torch.nn.Linear):
+    """As one that computes something else."""
+
+
+def test_blocks_with_another_attention_stay():
     model = SwinTransformer(**copy.deepcopy(SWIN))
+    model.stages[1].blocks[0].attn.w_msa.qkv = Adapter(32, 96)
+    model.stages[2].blocks[1].attn.w_msa = ToyAttention(64)
     reduced = reduce_tokens(model, 0.5)
-    x = images(2, 3, 72, 88)
-    for each in (model, reduced):
-        add_structures_(each, [dict(type=structure)])
-        randomize(each).eval()
-    reduced.load_state_dict(model.state_dict())
-    for a, b in zip(reduced(x), model(x)):
-        assert torch.allclose(a, b, atol=1e-5)
+    kinds = [[type(b) is ReducedSwinBlock for b in stage.blocks] for stage in reduced.stages]
+    assert kinds == [[True, True], [False, True], [True, False]]
+
+
+class ToyAttention(TrainingForm):
+    def __init__(self, dims):
+        super().__init__()
+        self.qkv = torch.nn.Linear(dims, 3 * dims)
