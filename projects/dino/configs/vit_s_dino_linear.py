@@ -1,7 +1,11 @@
 # A linear classifier on the frozen class tokens of the last 4 blocks of a ViT-S that DINO has
 # pretrained, for 100 epochs: the linear evaluation of DINO. The backbone is the teacher of
 # work_dirs/vit_s_dino, see docs/train.md.
-_base_ = ['_base_/datasets/imagenet.py', '_base_/runtime/mmpretrain.py']
+_base_ = [
+    '../../../configs/_base_/datasets/imagenet.py',
+    '../../../configs/_base_/runtime/mmpretrain.py',
+]
+custom_imports = dict(imports=['repa_mm', 'projects.dino'], allow_failed_imports=False)
 
 model = dict(
     type='ImageClassifier',
