@@ -137,7 +137,7 @@ COUNTERPARTS = {
 
 def trained(layer: nn.Module, name: str) -> bool:
     """Return whether a parameter of a layer trains; one that is not there is as its weight."""
-    parameter = getattr(layer, name)
+    parameter = getattr(layer, name, None)
     return (layer.weight if parameter is None else parameter).requires_grad
 
 
@@ -464,7 +464,7 @@ def attention_sites(model: nn.Module) -> list[AttentionSite]:
     return [
         AttentionSite(f'{name}{family.attn}', block, family.attn, family)
         for name, block, family in _blocks(model)
-        if family.attn
+        if family.attn and hasattr(block, family.attn.partition('.')[0])
     ]
 
 

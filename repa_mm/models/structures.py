@@ -257,15 +257,15 @@ class Widths(Structure):
 
     def put(self, model: nn.Module) -> None:
         sites = self.sites(model)
-        for site, width in zip(sites, share(self.widths, sites, 'widths').values()):
-            if width is not None:
-                parts = site.parts()
-                dims, like = parts.fc1.weight.shape[1], parts.fc1.weight
-                shapes = (width, dims), (width,), (dims, width), (dims,)
-                weights = [0.02 * torch.randn(shape).to(like) for shape in shapes]
-                if parts.scale is not None:  # by which set_weights divides
-                    weights[2:] = [(w.t() * parts.scale.detach()).t() for w in weights[2:]]
-                site.set_weights(*weights)
+        widths = zip(sites, share(self.widths, sites, 'widths').values())
+        changed = [(site, width, site.parts()) for site, width in widths if width is not None]
+        for site, width, parts in changed:
+            dims, like = parts.fc1.weight.shape[1], parts.fc1.weight
+            shapes = (width, dims), (width,), (dims, width), (dims,)
+            weights = [0.02 * torch.randn(shape).to(like) for shape in shapes]
+            if parts.scale is not None:  # by which set_weights divides
+                weights[2:] = [(w.t() * parts.scale.detach()).t() for w in weights[2:]]
+            site.set_weights(*weights)
 
 
 @STRUCTURES.register_module()

@@ -9,7 +9,7 @@ import torch.nn as nn
 from mmengine.registry import MODELS
 
 import repa_mm
-from repa_mm.models import idle_channels
+from repa_mm.models import add_structures, idle_channels
 from repa_mm.models.sites import ffn_sites
 from repa_mm.reparam import ChannelIdleFFN, MergedFFN
 
@@ -317,6 +317,9 @@ def test_an_error_in_a_later_block_leaves_the_first_as_it_is():
     with pytest.raises(ValueError, match="'layers.1.ffn'.*shortcut"):
         idle_channels(model)
     assert not any(isinstance(m, ChannelIdleFFN) for m in model.modules())
+    with pytest.raises(ValueError, match='shortcut'):
+        add_structures(model, [dict(type='Widths', widths=8)])
+    assert len(model.layers[0].ffn.layers[1].weight.t()) == 64
 
 
 class Adapter(nn.Linear):
