@@ -19,7 +19,7 @@ from repa_mm.reparam.numerics import double, is_plain
 
 def trained(layer: nn.Module, name: str) -> bool:
     """Return whether a parameter of a layer trains; one that is not there is as its weight."""
-    parameter = getattr(layer, name)
+    parameter = getattr(layer, name, None)
     return (layer.weight if parameter is None else parameter).requires_grad
 
 
@@ -234,5 +234,5 @@ def attention_sites(model: nn.Module) -> list[AttentionSite]:
     return [
         AttentionSite(f'{name}{family.attn}', block, family.attn, family)
         for name, block, family in known_blocks(model)
-        if family.attn
+        if family.attn and hasattr(block, family.attn.partition('.')[0])
     ]

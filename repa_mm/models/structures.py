@@ -237,13 +237,14 @@ class Widths(Structure):
 
     def put_(self, model: nn.Module) -> dict[str, str]:
         sites = self.sites(model)
-        for site, width in zip(sites, share(self.widths, sites, 'widths')):
-            if width is not None:
-                parts = site.parts()
-                dims, like = parts.fc1.weight.shape[1], parts.fc1.weight
-                shapes = (width, dims), (width,), (dims, width), (dims,)
-                weights = [0.02 * torch.randn(shape).to(like) for shape in shapes]
-                if parts.scale is not None:  # by which set_weights divides
-                    weights[2:] = [(w.t() * parts.scale.detach()).t() for w in weights[2:]]
-                site.set_weights(*weights)
+        widths = zip(sites, share(self.widths, sites, 'widths'))
+        # All of them before the first is changed.
+        changed = [(site, width, site.parts()) for site, width in widths if width is not None]
+        for site, width, parts in changed:
+            dims, like = parts.fc1.weight.shape[1], parts.fc1.weight
+            shapes = (width, dims), (width,), (dims, width), (dims,)
+            weights = [0.02 * torch.randn(shape).to(like) for shape in shapes]
+            if parts.scale is not None:  # by which set_weights divides
+                weights[2:] = [(w.t() * parts.scale.detach()).t() for w in weights[2:]]
+            site.set_weights(*weights)
         return {}

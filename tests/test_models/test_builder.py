@@ -73,6 +73,13 @@ def test_weights_of_forms_are_refused_in_parts_that_no_structure_is_for():
         parts('encoder').load_state_dict(weights, strict=False)
 
 
+def test_blocks_of_the_same_name_may_have_other_parts():
+    others = nn.TransformerEncoderLayer(16, 2, 32)
+    model = nn.ModuleDict(dict(backbone=VisionTransformer(**VIT), others=others))
+    add_structures_(model, idle(0.75))
+    model.load_state_dict(model.state_dict())
+
+
 def test_other_weights_may_lack_and_have_what_torch_lets_them():
     """Loading that is not strict stays what it is where nothing is a form's."""
     model = build(idle([0.75, None]))

@@ -324,6 +324,9 @@ def test_an_error_in_a_later_block_leaves_the_first_as_it_is():
     with pytest.raises(ValueError, match="'layers.1.ffn'.*shortcut"):
         idle(model)
     assert not any(isinstance(m, ChannelIdleFFN) for m in model.modules())
+    with pytest.raises(ValueError, match='shortcut'):
+        add_structures_(model, [dict(type='Widths', widths=8)])
+    assert len(model.layers[0].ffn.layers[1].weight.t()) == 64
 
 
 class Adapter(nn.Linear):
