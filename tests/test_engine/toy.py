@@ -14,7 +14,7 @@ from mmengine.registry import DATASETS, METRICS, MODELS
 from mmengine.runner import Runner
 from torch.utils.data import Dataset
 
-from repa_mm.reparam import ChannelIdleFFN, DeployForm, MergedFFN, Scheduled, TrainingForm
+from repa_mm.reparam import ChannelIdleFFN, DeployForm, MergedFFN, Scheduled, TrainingForm, exact
 
 
 @MODELS.register_module()
@@ -63,8 +63,10 @@ class Fading(Scheduled, TrainingForm):
 
     def merge(self):
         self.check_finished()
-        merged = Faded(len(self.fc.bias)).to(self.fc.weight)
-        merged.layer.load_state_dict(self.fc.state_dict())
+        weight, bias = exact(self.fc, 'its layer')
+        merged = Faded(len(bias)).to(self.fc.weight)
+        merged.layer.weight.copy_(weight)
+        merged.layer.bias.copy_(bias)
         return merged
 
 
