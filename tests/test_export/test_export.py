@@ -43,7 +43,7 @@ VIT = dict(
 SWIN = dict(arch=dict(embed_dims=8, depths=[1, 1, 2, 2], num_heads=[1, 2, 2, 4]))
 POOL = dict(layers=[1, 1, 1, 1], embed_dims=[8, 16, 24, 32])
 MIXER = dict(embed_dims=32, num_layers=2, tokens_mlp_dims=24, channels_mlp_dims=96)
-FAMILY = dict(
+BACKBONES = dict(
     RePaSwinTransformer=dict(SWIN, out_indices=(0, 1, 2, 3), pad_small_map=True),
     RePaVisionTransformer=dict(VIT, pre_norm=True, out_indices=[0, 1]),
     RePaPoolFormer=dict(
@@ -51,7 +51,6 @@ FAMILY = dict(
     ),
     RePaMlpMixer=dict(arch=MIXER, img_size=64, patch_size=16),
 )
-BACKBONES = dict(FAMILY, ExpertsVisionTransformer=VIT, AffineRIFormer=dict(arch=POOL))
 
 
 def deploy_form(name, randomize, **kwargs):
@@ -91,7 +90,7 @@ def test_swins_of_any_size(options, randomize, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('name', FAMILY)
+@pytest.mark.parametrize('name', BACKBONES)
 def test_programs_and_compiled(name, randomize):
     """What PyTorch itself makes of deploy forms: torch.export, and torch.compile's default."""
     model, sizes = deploy_form(name, randomize), sizes_of(name)[:3]
