@@ -150,10 +150,13 @@ def test_configs_inherit_from_the_installed_wheel(installed, tmp_path):
         'configs = [Config.fromfile(f"{n}.py")\n'
         '           for n in ("single", "listed")]\n'
         'import repa_mm\n'
+        'others = [Config.fromfile(repa_mm.config_path(n))\n'
+        '          for n in ("upernet_repa_swin_b", "repa_vit_l_in1k")]\n'
         'print(json.dumps(dict(file=repa_mm.__file__,\n'
         '    path=repa_mm.config_path("retinanet_repa_swin_b"),\n'
         '    classes=[c.model.bbox_head.num_classes for c in configs],\n'
         '    backbones=[c.model.backbone.type for c in configs],\n'
+        '    batch_sizes=[c.train_dataloader.batch_size for c in others],\n'
         '    mine=configs[1].mine)))\n'
     )
     result = json.loads(
@@ -165,6 +168,7 @@ def test_configs_inherit_from_the_installed_wheel(installed, tmp_path):
     )
     assert result['classes'] == [3, 3]
     assert result['backbones'] == ['RePaSwinTransformer'] * 2
+    assert result['batch_sizes'] == [2, 128]
     assert result['mine'] == 1
 
 
