@@ -18,6 +18,7 @@ from pathlib import Path
 
 from mmengine.config import Config, DictAction
 
+import projects.linear_path  # noqa: F401
 from benchmarks.compare import METRICS, append
 from benchmarks.tables import Row, difference, grouped, listed, read, table
 from repa_mm import config_path
@@ -27,10 +28,11 @@ from repa_mm.demo.dataset import write_digit_scenes
 from repa_mm.demo.run import test, train
 
 EPOCH = 150  # iterations: 1200 scenes in batches of 8
-KEYS = {  # of a task's metrics
-    'retinanet': ['coco/bbox_mAP'],
-    'mask_rcnn': ['coco/bbox_mAP', 'coco/segm_mAP'],
-    'upernet': ['mIoU'],
+# For each task its name in results.csv, and the keys of its metrics.
+TASKS = {
+    'retinanet': ('RetinaNet, digits', ['coco/bbox_mAP']),
+    'mask_rcnn': ('Mask R-CNN, digits', ['coco/bbox_mAP', 'coco/segm_mAP']),
+    'upernet': ('UperNet, digits', ['mIoU']),
 }
 ONE_MORE = ', one more epoch'
 # Channel idle, and what it deploys, trained as it is: the ablation of table 5 of the ICML paper.
@@ -45,7 +47,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument('--task', choices=KEYS, default='retinanet')
+    parser.add_argument('--task', choices=TASKS, default='retinanet')
     parser.add_argument('--seeds', type=int, nargs='*', default=[0, 1, 2])
     parser.add_argument('--epochs', type=int, help="of the trainings (default: the config's own)")
     parser.add_argument('--work-dir', default='work_dirs/demo_accuracy')
@@ -90,12 +92,10 @@ def run(args: argparse.Namespace, seed: int, folder: Path) -> None:
         cfg = load(name, config)
         metrics, _ = test(cfg, checkpoint, deploy, str(folder / 'test' / name))
         # A detector that finds nothing has no metric.
-        rows = {
-            METRICS[key][0]: METRICS[key][1] * float(metrics.get(key, 0)) for key in KEYS[args.task]
-        }
+        model, keys = TASKS[args.task]
+        known = {METRICS[key][0]: METRICS[key][1] * float(metrics.get(key, 0)) for key in keys}
         what = f'after {args.epochs or "all"} epochs' + ', by structure' * args.structures
-        row = dict(what=what, model=f'{args.task}, digits', form=name, run=f'seed {seed}')
-        append(args.out, row, rows)
+        append(args.out, dict(what=what, model=model, form=name, run=f'seed {seed}'), known)
 
     def tuned(name: str, config: str, checkpoint: str, deploy: bool = True) -> None:
         more = trained(name + ONE_MORE, config, checkpoint, epochs=1, lr=1e-4)

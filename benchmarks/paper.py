@@ -5,8 +5,8 @@ stock model, the training form and the deploy form; latency, and the share of th
 the stock model and the deploy form. The stock counterpart has the same arguments and no structure.
 Weights are random, images are noise::
 
-    python -m benchmarks.paper                                                         # table 2
-    python -m benchmarks.paper configs/structures/progressive_{deit,swin}_b_in1k.py    # table 3
+    python -m benchmarks.paper                                                            # table 2
+    python -m benchmarks.paper projects/slab/configs/progressive_{deit,swin}_b_in1k.py    # table 3
     python -m benchmarks.paper configs/repa_{deit,swin}_b_in1k.py --idle-ratios 0.25 0.5 0.75 1
 """
 

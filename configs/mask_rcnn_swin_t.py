@@ -1,6 +1,6 @@
 _base_ = [
     '_base_/models/mask_rcnn_swin.py',
-    '_base_/datasets/coco_instance.py',
+    'mmdet::_base_/datasets/coco_instance.py',
     '_base_/schedules/coco_1x_adamw.py',
     '_base_/runtime/mmdet.py',
 ]

@@ -3,21 +3,5 @@ _base_ = 'repa_swin_t_in1k.py'
 model = dict(backbone=dict(arch='base', drop_path_rate=0.08), head=dict(in_channels=1024))
 
 optim_wrapper = dict(optimizer=dict(lr=4e-3, weight_decay=0.10))
-param_scheduler = [
-    dict(
-        type='LinearLR',
-        start_factor=1e-6 / 4e-3,  # from 1e-6
-        by_epoch=True,
-        begin=0,
-        end=20,
-        convert_to_iter_based=True,
-    ),
-    dict(
-        type='CosineAnnealingLR',
-        eta_min=2e-5,
-        by_epoch=True,
-        begin=20,
-        end=300,
-        convert_to_iter_based=True,
-    ),
-]
+_base_.param_scheduler[0].start_factor = 1e-6 / 4e-3
+_base_.param_scheduler[1].eta_min = 2e-5

@@ -1,9 +1,8 @@
 _base_ = [
     '_base_/models/retinanet_swin.py',
-    '_base_/datasets/coco_detection.py',
+    'mmdet::_base_/datasets/coco_detection.py',
     '_base_/schedules/coco_1x_sgd.py',
     '_base_/runtime/mmdet.py',
-    '_base_/tta/detection.py',
 ]
 
 pretrained = 'checkpoints/swin_tiny_in1k.pth'

@@ -6,11 +6,7 @@ model = dict(
     backbone=dict(
         type='RePaSwinTransformer',
         idle_ratio=0.75,
-        # BatchNorm statistics stay those of pretraining, which saw batches of
-        # 4096: two crops a GPU are too few scenes to estimate them from. gamma
-        # and beta train. For batch statistics: norm_eval=False, and
-        # ffn_norm_cfg=dict(type='SyncBN') to share them between GPUs.
-        norm_eval=True,
+        norm_eval=True,  # see upernet_repa_swin_t.py
         init_cfg=dict(checkpoint=pretrained),
     ),
     # UPerHead with fewer multiplications, the same to rounding

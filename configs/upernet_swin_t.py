@@ -3,7 +3,6 @@ _base_ = [
     '_base_/datasets/ade20k.py',
     '_base_/schedules/ade20k_160k_adamw.py',
     '_base_/runtime/mmseg.py',
-    '_base_/tta/segmentation.py',
 ]
 
 pretrained = 'checkpoints/swin_tiny_in1k.pth'

@@ -15,7 +15,7 @@ from repa_mm.version import __version__
 
 __all__ = ['ChannelIdleFFN', 'MergedFFN', '__version__', 'config_path', 'reparameterize']
 
-_MM_NAMES = ('convert_pretrained', 'fast_window_attention', 'reduce_tokens')
+_MM_NAMES = ('convert_pretrained', 'fast_window_attention')
 _reason, _error = 'MMEngine is not installed', None
 
 
@@ -38,7 +38,6 @@ if find_spec('mmengine'):
         from repa_mm import datasets, engine  # noqa: F401
         from repa_mm.convert import convert_pretrained  # noqa: F401
         from repa_mm.faster import fast_window_attention  # noqa: F401
-        from repa_mm.models import reduce_tokens  # noqa: F401
     except Exception as error:  # they fail in many ways, and the method does not need them
         _reason, _error = f'{type(error).__name__}: {error}', error
         warnings.warn(

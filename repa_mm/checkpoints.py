@@ -83,7 +83,8 @@ def load_weights(model: nn.Module, state_dict: dict, path: str | None = None) ->
 def load_original(model: nn.Module, state_dict: dict, path: str) -> None:
     """Load the weights of a vanilla model.
 
-    Weights of children that the model does not have, such as a teacher, are ignored.
+    Weights outside the model's lists of layers are ignored, such as those of a teacher, or of
+    another version of the codebase.
 
     Args:
         model (nn.Module): The model.
@@ -91,16 +92,17 @@ def load_original(model: nn.Module, state_dict: dict, path: str) -> None:
         path (str): The file of the weights, for error messages.
 
     Raises:
-        CheckpointError: If weights are missing, or one of the model's children has weights that the
-            model lacks, such as those of more blocks.
+        CheckpointError: If weights are missing, or the file has further layers, or further weights
+            in a layer.
     """
     found = model.load_state_dict(state_dict, strict=False)
-    parts = tuple(f'{name}.' for name, _ in model.named_children())
+    lists = nn.ModuleList, nn.Sequential
+    layers = tuple(f'{name}.' for name, m in model.named_modules() if name and isinstance(m, lists))
     missing, foreign = (
         [key for key in keys if not key.endswith(('num_batches_tracked', *_COMPUTED))]
         for keys in found
     )
-    _check_keys(missing, [key for key in foreign if key.startswith(parts)], path)
+    _check_keys(missing, [key for key in foreign if key.startswith(layers)], path)
 
 
 def _check_keys(missing: list[str], foreign: list[str], path: str | None) -> None:

@@ -37,8 +37,6 @@ def reparameterize_checkpoint(
             difference exceeds the tolerance.
     """
     cfg = load_config(config, cfg_options)
-    for part in (cfg.model, cfg.model.get('backbone', {})):
-        part.pop('keep_tokens', None)  # the comparison is of the merge alone
     loaded = load_checkpoint(checkpoint)
     model = build_model(cfg)
     load_weights(model, loaded['state_dict'], checkpoint)

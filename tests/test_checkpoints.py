@@ -71,6 +71,21 @@ def test_an_unfinished_file_is_not_left(tmp_path):
     assert path.read_bytes() == before and [p.name for p in tmp_path.iterdir()] == ['a.pth']
 
 
+def test_more_layers_than_the_model_has_are_refused():
+    VisionTransformer = pytest.importorskip('mmpretrain.models').VisionTransformer
+    arch = dict(embed_dims=8, num_heads=1, feedforward_channels=16)
+    three, two = (VisionTransformer(dict(arch, num_layers=n), img_size=32) for n in (3, 2))
+    weights = three.state_dict()
+    # Weights of something else beside them do not matter.
+    others = {'teacher.layers.0.ln1.weight': torch.ones(8), 'ln3.weight': torch.ones(8)}
+    load_original(three, dict(weights, **others), 'vit.pth')
+    with pytest.raises(CheckpointError, match='vit.pth is of another model: it has layers.2.'):
+        load_original(two, weights, 'vit.pth')
+    scaled = VisionTransformer(dict(arch, num_layers=2), img_size=32, layer_scale_init_value=0.1)
+    with pytest.raises(CheckpointError, match='it has layers.0.attn.gamma1.weight'):
+        load_original(two, scaled.state_dict(), 'vit.pth')
+
+
 def test_tables_that_a_swin_v2_computes_may_be_missing(randomize):
     models = pytest.importorskip('mmpretrain.models')
     arch = dict(embed_dims=8, depths=[1], num_heads=[1], extra_norm_every_n_blocks=0)

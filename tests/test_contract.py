@@ -51,7 +51,7 @@ class ToyFFN(Scheduled, TrainingForm):
         self.norm = nn.LayerNorm(dims, eps=1e-6)
         self.a, self.b = nn.Linear(dims, hidden), nn.Linear(dims, hidden)
         self.fc2 = nn.Linear(hidden, dims)
-        self._add_lam()
+        self.add_lam()
 
     def fill(self, part):
         for own, other in ((self.norm, part.norm), (self.a, part.fc1), (self.fc2, part.fc2)):

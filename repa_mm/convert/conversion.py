@@ -14,7 +14,6 @@ from repa_mm.convert.regression import NarrowFFN, ffn_moments, fit_ffn, refine, 
 from repa_mm.features import differences, has_channels_first, percent, run_batches
 from repa_mm.models.sites import FFNSite, ffn_sites
 from repa_mm.models.structures import idle_ffn, share
-from repa_mm.models.tokens import ReducedSwinBlock, ReducedViTLayer
 from repa_mm.reparam import Form, unwrap
 
 # Tokens that an FFN is fitted to, drawn at random from all images.
@@ -216,12 +215,6 @@ def find_ffns(
                 'fitted to the inputs of one block only'
             )
         owners[id(site.module)] = name
-        if isinstance(site.block, (ReducedSwinBlock, ReducedViTLayer)) and site.block.keep != 1:
-            raise ValueError(
-                f'{name!r} computes a share of its tokens only, which would differ between the '
-                'original and the converted model: convert with keep_tokens=1, and reduce tokens '
-                'afterwards'
-            )
         if ratio is None:
             skipped[name] = 'keep is None for this block'
             continue

@@ -3,12 +3,5 @@
 from repa_mm.engine.optimizers import RelativeAdamW
 from repa_mm.engine.reparameterize import ReparameterizeHook
 from repa_mm.engine.schedules import ScheduleHook
-from repa_mm.engine.structure_hooks import AverageExpertsHook, ImitateMixersHook
 
-__all__ = [
-    'AverageExpertsHook',
-    'ImitateMixersHook',
-    'RelativeAdamW',
-    'ReparameterizeHook',
-    'ScheduleHook',
-]
+__all__ = ['RelativeAdamW', 'ReparameterizeHook', 'ScheduleHook']

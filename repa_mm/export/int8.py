@@ -1,30 +1,28 @@
 """Whole models with products of 8 bits, for OpenVINO, by NNCF."""
 
+import copy
 import logging
 import os
 import os.path as osp
-import re
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
+from mmengine.config import Config
 from mmengine.structures import BaseDataElement
-from mmengine.utils import track_iter_progress
-from torch.overrides import TorchFunctionMode
+from scipy.optimize import linear_sum_assignment
+from torchvision.ops import box_iou
 
 from repa_mm.config import load_config
-from repa_mm.export.export import agreeing_onnx, example_shape, images_of, model_to_export
-from repa_mm.export.session import Session
+from repa_mm.export.export import agreeing_onnx, example_shape, images_of, model_to_export, resized
+from repa_mm.export.exported import ExportedModel
 from repa_mm.reparam import set_shortcut
 
-#: What all layers in 8 bits may cost: a cosine of 1 - 1e-3.
-MAX_ERROR = 2e-3
-#: Images that the errors of layers are measured on, and the most pixels of their sides: every layer
-#: runs the model once.
-NUM_TABLE, TABLE_SIDE = 2, 448
+# Smallest acceptable agreement, see :func:`agreement`.
+TOLERANCES = dict(detection=0.95, instances=0.95, segmentation=0.95, classification=0.95)
+# Intersection over union of two objects that are the same one.
+OVERLAP = 0.75
 
 
 def quantize_checkpoint(
@@ -33,255 +31,219 @@ def quantize_checkpoint(
     out: str,
     num_images: int = 64,
     images: str | None = None,
-    max_error: float = MAX_ERROR,
     preprocessing: bool = False,
     shape: Sequence[int] | None = None,
     batch: int = 1,
-) -> tuple[dict[str, float], list[str]]:
+) -> dict:
     """Write a whole model with products of 8 bits.
 
-    Weights have a scale for each output channel and activations one for the tensor, from what they
-    are on some images. Merged FFNs have their shortcut outside of their matrices, since a 1 on the
-    diagonal of a matrix takes most of the range of its 8 bits.
+    The file is run beside PyTorch on half as many images as it is calibrated on, and on none of
+    these.
 
     Args:
         config (str): Path of the config.
         checkpoint (str): Path of a checkpoint, of floats, in either form.
         out (str): The file to write, '.xml'; its weights are in '.bin'.
         num_images (int): Number of images to calibrate on. Defaults to 64.
-        images (str, optional): A folder of images. Defaults to the config's training data, through
-            its test pipeline.
-        max_error (float): What the layers in 8 bits may cost together, as a share of the squares
-            of the outputs; those that cost most stay in float until the others do. Defaults to
-            2e-3: a cosine of 0.999 between the outputs and those of float.
+        images (str, optional): A folder of images; every third of them is compared on. Defaults to
+            the config's training data to calibrate on, and its test data to compare on.
         preprocessing (bool): Normalize images in the graph. Defaults to False.
         shape (Sequence[int], optional): Height and width that the file is to be fixed to, whatever
             the size of the images to calibrate on. Defaults to None: any.
         batch (int): Number of images that the file is fixed to, if there is a shape. Defaults to 1.
 
     Returns:
-        tuple: The errors of all layers, see :func:`sensitivities`, and the names of those that stay
-        in float.
+        dict: See :func:`quantize`.
 
     Raises:
-        ValueError: If the model as ONNX, in float, does not agree with PyTorch.
+        ValueError: As :func:`quantize`.
+    """
+    cfg = load_config(config)
+    calibration, held_out = calibration_images(cfg, num_images, images)
+    model = model_to_export(cfg, checkpoint)
+    return quantize(model, out, calibration, held_out, preprocessing, shape, batch)
+
+
+def calibration_images(
+    cfg: Config, number: int, folder: str | None = None
+) -> tuple[list[dict], list[dict]]:
+    """Return images to calibrate on and half as many others, as batches of one image."""
+    half = -(-number // 2)
+    if not folder:
+        return images_of(cfg, 'train', number), images_of(cfg, 'test', half)
+    found = images_of(cfg, 'train', number + half, folder)
+    if len(found) < 2:
+        raise ValueError(f'{folder} needs two images: one to calibrate on, and one to compare on')
+    return [data for i, data in enumerate(found) if i % 3], found[::3]
+
+
+def quantize(
+    model: nn.Module,
+    out: str,
+    calibration: Sequence[dict],
+    held_out: Sequence[dict],
+    preprocessing: bool = False,
+    shape: Sequence[int] | None = None,
+    batch: int = 1,
+) -> dict:
+    """Write a whole model with products of 8 bits, if it finds what the model finds.
+
+    Weights have a scale for each output channel and activations one for the tensor, after
+    SmoothQuant (https://arxiv.org/abs/2211.10438). Merged FFNs have their shortcut outside of their
+    matrices, since a 1 on the diagonal of a matrix takes most of the range of its 8 bits.
+
+    Args:
+        model (nn.Module): From :func:`~repa_mm.export.export.model_to_export`.
+        out (str): The file to write, '.xml'; its weights are in '.bin'.
+        calibration (Sequence[dict]): Batches of one image, for the ranges of activations.
+        held_out (Sequence[dict]): Batches of one image, to compare on.
+        preprocessing (bool): Normalize images in the graph. Defaults to False.
+        shape (Sequence[int], optional): As for :func:`quantize_checkpoint`.
+        batch (int): As for :func:`quantize_checkpoint`.
+
+    Returns:
+        dict: ``agreement`` (see :func:`agreement`), ``tolerance``, ``images`` that were compared,
+        and ``products`` (see :func:`products`).
+
+    Raises:
+        ValueError: If the model as ONNX, in float, does not agree with PyTorch, if the file
+            with 8 bits does not, or if there is nothing to compare.
     """
     import nncf
     import openvino
 
-    cfg = load_config(config)
-    batches = images_of(cfg, 'train', num_images, images)
-    model = model_to_export(cfg, checkpoint)
-    set_shortcut(model, 'outside')
-    content, _ = agreeing_onnx(model, batches[:3], example_shape(model), True, 1, preprocessing)
-    normalized = [model.data_preprocessor(data, False)['inputs'] for data in batches]
-    errors = sensitivities(model, what_counts, [centre(x) for x in normalized[:NUM_TABLE]])
-    kept = costliest(errors, max_error)
-    inputs = [x.numpy() for x in normalized]
-    if preprocessing:
-        inputs = [data['inputs'][0].permute(1, 2, 0)[None].byte().numpy() for data in batches]
+    def feed(data: dict) -> dict:
+        if preprocessing:
+            return {'image': data['inputs'][0].permute(1, 2, 0)[None].byte().numpy()}
+        return {'image': model.data_preprocessor(data, False)['inputs'].numpy()}
+
+    model = set_shortcut(model, 'outside')
+    shown = calibration[:3]
+    content, _ = agreeing_onnx(model, shown, example_shape(model), True, 1, preprocessing)
     graph = openvino.Core().read_model(content, b'')
-    names = [op.get_friendly_name() for op in graph.get_ops()]
     nncf.set_log_level(logging.ERROR)
     quantized = nncf.quantize(
         graph,
-        nncf.Dataset(inputs, lambda image: {'image': image}),
-        subset_size=len(inputs),
+        nncf.Dataset(calibration, feed),
+        subset_size=len(calibration),
         model_type=nncf.ModelType.TRANSFORMER,
-        ignored_scope=nncf.IgnoredScope([op for name in kept for op in products_of(name, names)]),
     )
+    quantized.set_rt_info('int8', ['framework', 'precision'])
     if shape is not None:
-        quantized.reshape([batch, *shape, 3] if preprocessing else [batch, 3, *shape])
-    for key, value in dict(Session(content).metadata, precision='int8').items():
-        quantized.set_rt_info(value, ['repa_mm', key])
+        held_out = [resized([data], [shape]) for data in held_out]
     folder, name = osp.split(osp.abspath(out))
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
-        openvino.save_model(quantized, osp.join(temporary, name), compress_to_fp16=False)
+        file = osp.join(temporary, name)
+
+        def save(number: int) -> None:
+            if shape is not None:
+                quantized.reshape([number, *shape, 3] if preprocessing else [number, 3, *shape])
+            openvino.save_model(quantized, file, compress_to_fp16=False)
+
+        save(1)
+        # What the 8 bits cost, whatever else this processor would round.
+        exported = ExportedModel(file, model.data_preprocessor, 'f32')
+        found = agreement(model, exported, held_out)
+        tolerance = TOLERANCES[exported.session.metadata['task']]
+        if not found >= tolerance:
+            raise ValueError(
+                f'in 8 bits the model has an agreement of {found:.3f} with PyTorch on '
+                f'{len(held_out)} images, less than {tolerance}: nothing is written'
+            )
+        if batch > 1:
+            save(batch)
+        result = dict(
+            agreement=found, tolerance=tolerance, images=len(held_out), products=products(file)
+        )
         # The weights first: a reader that finds the .xml finds its weights.
         for name in sorted(os.listdir(temporary)):
             os.replace(osp.join(temporary, name), osp.join(folder, name))
-    return errors, kept
+    return result
 
 
-def centre(image: torch.Tensor) -> torch.Tensor:
-    """Return the centre of images (B, 3, H, W), of at most ``TABLE_SIDE`` pixels."""
-    top, left = (max(size - TABLE_SIDE, 0) // 2 for size in image.shape[2:])
-    return image[..., top : top + TABLE_SIDE, left : left + TABLE_SIDE].contiguous()
+def products(file: str) -> dict[str, bool]:
+    """Return the products with weights of a file for OpenVINO, and whether these have 8 bits.
 
-
-def what_counts(model: nn.Module, image: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Return the maps of scores and boxes of a detector, or the scores of another model."""
-    if hasattr(model, 'forward_transformer'):
-        return _of_queries(model, image)
-    masks = getattr(model, 'panoptic_head', None) or getattr(model, 'decode_head', None)
-    if hasattr(masks, 'mask_embed'):
-        return [x[-1] for x in masks(model.extract_feat(image), _samples(image))]
-    if hasattr(model, 'decode_head'):
-        return [model.decode_head(model.extract_feat(image))]
-    head = getattr(model, 'bbox_head', None) or getattr(model, 'rpn_head', None)
-    if head is None:
-        return [model(image)]
-    features = model.extract_feat(image)
-    maps = [x for group in head(features) for x in group]
-    # Of the second stage only its inputs count: what it looks at depends on the first.
-    return maps if hasattr(model, 'bbox_head') else [*features, *maps]
-
-
-def _samples(image: torch.Tensor) -> list[BaseDataElement]:
-    sizes = dict.fromkeys(('img_shape', 'pad_shape', 'batch_input_shape'), tuple(image.shape[2:]))
-    return [BaseDataElement(metainfo=sizes)] * len(image)
-
-
-def _of_queries(model: nn.Module, image: torch.Tensor) -> list[torch.Tensor]:
-    """What the encoder of a DETR returns, scores and boxes."""
-    encoder, decoder = model.pre_transformer(model.extract_feat(image), _samples(image))
-    encoded = model.forward_encoder(**encoder)
-    queries, _ = model.pre_decoder(**encoded)
-    if getattr(model, 'as_two_stage', False):  # which boxes come first depends on what is before
-        boxes = queries['reference_points']
-        queries['reference_points'] = torch.linspace(0.2, 0.8, boxes.numel()).view(boxes.shape)
-    found = model.bbox_head(**model.forward_decoder(**decoder, **queries))
-    return [encoded['memory'], *(x[-1] for x in found)]
-
-
-def costliest(errors: dict[str, float], max_error: float) -> list[str]:
-    """Choose the fewest layers whose rest has errors that add up to no more than an error."""
-    rest, kept = sum(errors.values()), []
-    for name, error in sorted(errors.items(), key=lambda item: -item[1]):
-        if rest <= max_error:
-            break
-        kept.append(name)
-        rest -= error
-    return kept
-
-
-def products_of(layer: str, names: Sequence[str]) -> list[str]:
-    """Return the products of a layer among the names of an exported model's operations.
+    Products among activations, as of queries and keys, have no weights.
 
     Args:
-        layer (str): Its name in the model, from :func:`sensitivities`.
-        names (Sequence[str]): Such as '/backbone/stages.0/blocks.0/ffn/fc1/Gemm'.
+        file (str): The file, '.xml'.
+
+    Returns:
+        dict: By the names of the operations.
     """
-    # A module in a container has the container's name, too: blocks.0.
-    parts = re.findall(r'[^.]+(?:\.\d+)*', layer.removesuffix('.addmm'))
-    for start in (0, -2):  # a tracer leaves out containers that it does not call
-        path = '/'.join(map(re.escape, parts[start:]))
-        # A module or product that is run several times is numbered.
-        pattern = re.compile(rf'(.*/)?{path}(_\d+)?/(Gemm|MatMul|Conv)(_\d+)?(/WithoutBiases)?')
-        if found := [name for name in names if pattern.fullmatch(name)]:
-            return found
-    return []
+    import openvino
 
+    def stored(node: openvino.Node) -> set[str] | None:
+        """The types that a constant is stored in; None if it depends on the image."""
+        if node.get_type_name() == 'Constant':
+            return {node.get_element_type().get_type_name()}
+        if node.get_type_name() not in ('Convert', 'Subtract', 'Multiply', 'Reshape', 'Transpose'):
+            return None
+        types = [stored(x.get_node()) for x in node.input_values()]
+        return None if None in types else set().union(*types)
 
-def round_activations(x: torch.Tensor) -> torch.Tensor:
-    """Round values to a grid of 8 bits, from the smallest to the largest of them and zero."""
-    low, high = x.amin().clamp(max=0), x.amax().clamp(min=0)
-    scale = ((high - low) / 255).clamp(min=1e-12)
-    return ((x - low) / scale).round() * scale + low
-
-
-def round_weights(weight: torch.Tensor, axis: int = 0) -> torch.Tensor:
-    """Round weights to a symmetric grid of 8 bits, one for each channel along an axis."""
-    others = tuple(i for i in range(weight.ndim) if i != axis)
-    scale = (weight.abs().amax(others, keepdim=True) / 127).clamp(min=1e-12)
-    return (weight / scale).round() * scale
-
-
-# Of each kind of product: the positions of its activations and of its weights among the arguments,
-# and the axis of the output channels.
-_OPERANDS = {
-    F.linear: ((0,), (1,), 0),
-    F.conv2d: ((0,), (1,), 0),
-    torch.conv2d: ((0,), (1,), 0),
-    torch.addmm: ((1,), (2,), 1),
-    F.multi_head_attention_forward: ((0, 1, 2), (5, 11), 0),
-}
-
-
-class _Rounding(TorchFunctionMode):
-    """Rounds the operands of the products with weights of one layer.
-
-    A layer is a module, or the part of one (``addmm`` of a merged FFN). ``seen`` has them all. An
-    ``nn.MultiheadAttention`` is one layer, whose products among activations stay as they are.
-    """
-
-    def __init__(self, path: list, chosen: str | None = None) -> None:
-        super().__init__()
-        self.path, self.chosen, self.seen = path, chosen, {}
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        args, kwargs = list(args), dict(kwargs or {})
-        if func in _OPERANDS:
-            name = '.'.join([*self.path[-1:], *['addmm'] * (func is torch.addmm)])
-            self.seen[name] = True
-            if name == self.chosen:
-                if func is F.linear:  # which some backbones call with names
-                    args += [kwargs.pop(key) for key in ('input', 'weight') if key in kwargs]
-                activations, weights, axis = _OPERANDS[func]
-                for i in activations:
-                    args[i] = round_activations(args[i])
-                for i in weights:
-                    args[i] = round_weights(args[i], axis)
-        return func(*args, **kwargs)
-
-
-@contextmanager
-def _tracked(model: nn.Module) -> Iterator[list[str]]:
-    """The names of the modules that are being run, outermost first."""
-    path, handles = [], []
-
-    def leave(*_) -> None:  # what a hook returns would replace the output
-        path.pop()
-
-    for name, module in model.named_modules():
-        if name:
-            handles += [
-                module.register_forward_pre_hook(lambda *_, name=name: path.append(name)),
-                module.register_forward_hook(leave, always_call=True),
-            ]
-    try:
-        yield path
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _share(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    # The mean of a channel is not counted, since biases alone make it: a detector's scores lie
-    # about that of the background.
-    # The channels of maps (B, C, H, W) are second, those of tokens (B, N, C) last.
-    axes = {4: (0, 2, 3), 3: (0, 1)}.get(expected.ndim, (-1,))
-    variation = (expected - expected.mean(axes, keepdim=True)).square().sum()
-    return ((actual - expected).square().sum() / variation.clamp(min=1e-30)).item()
+    found = {}
+    for op in openvino.Core().read_model(file).get_ops():
+        if op.get_type_name() in ('MatMul', 'Convolution', 'GroupConvolution'):
+            types = [stored(x.get_node()) for x in op.input_values()]
+            weights = [x for x in types if x is not None]
+            if weights:
+                found[op.get_friendly_name()] = bool({'i8', 'u8'} & set().union(*weights))
+    return found
 
 
 @torch.no_grad()
-def sensitivities(
-    model: nn.Module,
-    outputs: Callable[[nn.Module, torch.Tensor], Sequence[torch.Tensor]],
-    images: Sequence[torch.Tensor],
-) -> dict[str, float]:
-    """Measure what 8 bits in one layer alone cost, for every layer.
+def agreement(model: nn.Module, exported: ExportedModel, batches: Sequence[dict]) -> float:
+    """Measure how far an exported model finds what the model finds.
 
-    The operands of the layer are rounded: its input to a grid of 8 bits for the whole tensor, its
-    weights to one for each output channel.
+    The measure is the Dice coefficient 2 Σ a b / (Σ a² + Σ b²) of two sets of scores, a and b, over
+    all images: of objects, of the classes of each image, or, where there are labels alone, 1 for
+    the label of each pixel, which makes it the share of pixels with the same label. Objects are
+    paired one to one, if they have the same label and an intersection over union (of masks, if
+    there are any) of at least 0.75; what has no counterpart counts with a score of 0 there. So
+    objects count with the squares of their scores.
 
     Args:
-        model (nn.Module): The model, in eval mode.
-        outputs (Callable): From the model and images to the outputs that count.
-        images (Sequence[torch.Tensor]): Batches that the model takes.
+        model (nn.Module): The model.
+        exported (ExportedModel): The exported model.
+        batches (Sequence[dict]): From a data loader.
 
     Returns:
-        dict: By the name of each layer the squared error of an output, relative to the variance of
-        its channels, on average over the outputs; from the largest to the smallest.
+        float: From 0, nothing in common, to 1, the same.
+
+    Raises:
+        ValueError: If both find less than one object with a score of 1.
     """
-    with _tracked(model) as path:
-        with _Rounding(path) as probe:
-            expected = [outputs(model, image) for image in images]
-        errors = {}
-        for name in track_iter_progress(list(probe.seen)):
-            with _Rounding(path, name):
-                actual = [outputs(model, image) for image in images]
-            shares = [_share(x, y) for a, b in zip(actual, expected) for x, y in zip(a, b)]
-            errors[name] = sum(shares) / len(shares)
-    return dict(sorted(errors.items(), key=lambda item: -item[1]))
+    sums = torch.zeros(3, dtype=torch.float64)
+    for data in batches:
+        outputs = (m.test_step(copy.deepcopy(data)) for m in (exported, model))
+        for pair in zip(*outputs, strict=True):
+            sums += torch.stack([torch.as_tensor(x).double() for x in _in_common(*pair)])
+    common, *squares = sums.tolist()
+    if sum(squares) < 2:
+        raise ValueError(
+            f'the model finds nothing in the {len(batches)} images that are to be compared: give '
+            'images of what it is for, or more of them'
+        )
+    return 2 * common / sum(squares)
+
+
+def _in_common(found: BaseDataElement, expected: BaseDataElement) -> tuple:
+    """The sums of products, of squares and of squares of the scores of one image."""
+    if 'pred_sem_seg' in expected:
+        a, b = found.pred_sem_seg.data, expected.pred_sem_seg.data
+        return (a == b).sum(), a.numel(), b.numel()
+    if 'pred_score' in expected:
+        a, b = found.pred_score, expected.pred_score
+        return (a * b).sum(), a.square().sum(), b.square().sum()
+    a, b = found.pred_instances, expected.pred_instances
+    overlaps = box_iou(a.bboxes, b.bboxes)
+    if 'masks' in b:
+        x, y = a.masks.flatten(1).float(), b.masks.flatten(1).float()
+        inside = x @ y.T
+        overlaps = inside / (x.sum(1)[:, None] + y.sum(1) - inside).clamp(min=1)
+    pairs = (overlaps >= OVERLAP) & (a.labels[:, None] == b.labels)
+    pairs = pairs * a.scores[:, None] * b.scores
+    common = pairs[linear_sum_assignment(pairs.numpy(), maximize=True)].sum()
+    return common, a.scores.square().sum(), b.scores.square().sum()

@@ -10,10 +10,10 @@ class Session:
     """A whole model, as ``tools/export.py`` and ``tools/quantize.py`` write it, on the CPU.
 
     Args:
-        file (str | bytes): A file for OpenVINO (.xml) or ONNX Runtime (any other), or the content
-            of one for ONNX Runtime.
-        precision (str, optional): What OpenVINO computes in, 'f32' or 'bf16'. Defaults to
-            OpenVINO's choice, which is bf16 on processors that have it.
+        file (str | bytes): A file for OpenVINO (.xml) or ONNX, or the content of an ONNX file.
+        precision (str, optional): What OpenVINO computes in, 'f32' or 'bf16'; it runs ONNX, too.
+            Defaults to OpenVINO's choice for its own files, which is bf16 on processors that have
+            it, and to ONNX Runtime for ONNX.
 
     Attributes:
         metadata (dict): What the export noted: 'task', 'classes', 'preprocessing' and others.
@@ -22,7 +22,10 @@ class Session:
 
     def __init__(self, file: str | bytes, precision: str | None = None) -> None:
         is_xml = isinstance(file, str) and osp.splitext(file)[1] == '.xml'
-        self._open_openvino(file, precision) if is_xml else self._open_onnx(file)
+        if is_xml or precision:
+            self._open_openvino(file, precision)
+        else:
+            self._open_onnx(file)
         self.outputs = self.metadata['outputs'].split(',')
 
     def _open_onnx(self, file: str | bytes) -> None:
@@ -35,12 +38,12 @@ class Session:
         self.options = [i.name for i in session.get_overridable_initializers()]
         self._run = lambda inputs: session.run(None, inputs)
 
-    def _open_openvino(self, file: str, precision: str | None) -> None:
+    def _open_openvino(self, file: str | bytes, precision: str | None) -> None:
         import openvino
 
         core = openvino.Core()
-        model = core.read_model(file)
-        self.metadata = dict(model.get_rt_info(['repa_mm']).value)
+        model = core.read_model(file, b'') if isinstance(file, bytes) else core.read_model(file)
+        self.metadata = dict(model.get_rt_info(['framework']).value)  # that of the ONNX file
         self.options = []
         config = {'INFERENCE_PRECISION_HINT': precision} if precision else {}
         compiled = core.compile_model(model, 'CPU', config)

@@ -8,11 +8,12 @@ from repa_mm.faster.deformable import swap_deformable_attention
 from repa_mm.faster.fusing import fuse_conv_bn
 from repa_mm.faster.replace import replace
 from repa_mm.faster.tracing import pad_any_size, swap_faster_attention, trace_any_size
+from repa_mm.faster.windows import is_traced, traceable_partition
 
 __all__ = [
     'FastShiftWindowMSA', 'build_fast_uper_head', 'fast_window_attention', 'fuse_conv_bn',
-    'pad_any_size', 'replace', 'swap_attention', 'swap_deformable_attention',
-    'swap_faster_attention', 'trace_any_size',
+    'is_traced', 'pad_any_size', 'replace', 'swap_attention', 'swap_deformable_attention',
+    'swap_faster_attention', 'trace_any_size', 'traceable_partition',
 ]  # fmt: skip
 
 

@@ -31,7 +31,7 @@ from repa_mm.faster.windows import (
     times,
     traceable_partition,
 )
-from repa_mm.reparam import NormedLinear, TrainingForm
+from repa_mm.reparam import TrainingForm
 from repa_mm.reparam.autograd import first_order_only
 
 _is_exporting = getattr(torch.compiler, 'is_exporting', lambda: False)
@@ -139,8 +139,7 @@ class FastShiftWindowMSA(ShiftWindowMSA):
 
     It has the arguments, the parameters and the state dict of its parent. Any ``ShiftWindowMSA``
     whose ``w_msa`` is a plain ``WindowMSA`` can become one, see :func:`fast_window_attention`.
-    Branches may take the place of ``w_msa``, and a progressive norm may be in ``w_msa.qkv``: a map
-    is padded behind the norm, with zeros that are not normalized.
+    A training form may take the place of ``w_msa``.
     """
 
     # MMDetection and MMSegmentation do not have the argument, and always pad.
@@ -157,10 +156,8 @@ class FastShiftWindowMSA(ShiftWindowMSA):
             torch.Tensor: Of the shape of ``query``.
         """
         w_msa = self.w_msa
-        if isinstance(w_msa, TrainingForm):  # branches, until they are merged
+        if isinstance(w_msa, TrainingForm):  # a form computes in its own way
             return super().forward(query, hw_shape)
-        if isinstance(w_msa.qkv, NormedLinear):
-            query = w_msa.qkv.norm(query)
         height, width = hw_shape
         shift = self.shift_of(query, hw_shape)
         if w_msa.training and w_msa.attn_drop.p or type(query) is not torch.Tensor or is_traced():
@@ -202,23 +199,18 @@ class FastShiftWindowMSA(ShiftWindowMSA):
                 shift = 0
         return shift
 
-    def _qkv(self, windows: torch.Tensor, padded: torch.Tensor | None) -> torch.Tensor:
-        """Queries, keys and values of windows (n, N, C), whose rows ``padded`` marks as padding."""
-        layer = self.w_msa.qkv
-        if isinstance(layer, NormedLinear):
-            return layer.linear(windows)
-        qkv = layer(windows)
-        if padded is None or not hasattr(layer, 'padding'):
-            return qkv
-        # A norm is merged into the layer: what is padding behind the norm is none before it.
-        rows = qkv.view(-1, padded.shape[0], qkv.shape[-1])
-        padding = layer.padding.to(qkv.dtype)
-        # Inductor of torch 2.1 fails on selections whose condition it can compute.
-        if is_traced():
-            rows = rows * ~padded + padding * padded
-        else:
-            rows = torch.where(padded, padding, rows)
-        return rows.view(qkv.shape)
+    def qkv(self, windows: torch.Tensor, padded: torch.Tensor | None) -> torch.Tensor:
+        """Compute queries, keys and values of windows; a subclass may do so in another way.
+
+        Args:
+            windows (torch.Tensor): Tokens (n, N, C), zero where they are padding.
+            padded (torch.Tensor, optional): Which of the first P tokens, and so on for every P
+                that follow, are padding, (P, 1); None if none is.
+
+        Returns:
+            torch.Tensor: Of shape (n, N, 3 C).
+        """
+        return self.w_msa.qkv(windows)
 
     def _forward_eager(self, query, height, width, shift):
         w_msa, num_tokens = self.w_msa, self.window_size**2
@@ -235,8 +227,8 @@ class FastShiftWindowMSA(ShiftWindowMSA):
 
         if torch.is_grad_enabled():
             windows = gather(x, rows, positions, padded)
-            qkv = self._qkv(windows.view(-1, num_tokens, channels), padded)
-            bias = self._bias(shift, qkv.dtype)
+            qkv = self.qkv(windows.view(-1, num_tokens, channels), padded)
+            bias = self.bias(shift, qkv.dtype)
             if on_cpu:
                 x = _Attention.apply(qkv, bias, w_msa.num_heads, w_msa.scale, groups)
             else:
@@ -251,9 +243,9 @@ class FastShiftWindowMSA(ShiftWindowMSA):
             is_padded = None if padded is None else padded[chunk]
             if padded is not None:
                 windows.masked_fill_(is_padded, 0)
-            qkv = self._qkv(windows.view(-1, num_tokens, channels), is_padded)
+            qkv = self.qkv(windows.view(-1, num_tokens, channels), is_padded)
             if out is None:
-                bias = self._bias(shift, qkv.dtype)
+                bias = self.bias(shift, qkv.dtype)
                 out = qkv.new_empty(len(rows), channels)
             out[chunk] = w_msa.proj(attend(qkv, bias[mask])).flatten(0, 1)
         return out.index_select(0, positions).view(query.shape)
@@ -267,10 +259,10 @@ class FastShiftWindowMSA(ShiftWindowMSA):
         )
         x = gather(query, rows, positions, padded)
         x = x.view(batch * mask.shape[0], window**2, channels)
-        q, k, v = _heads(self._qkv(x, padded), w_msa.num_heads)
+        q, k, v = _heads(self.qkv(x, padded), w_msa.num_heads)
         is_known = isinstance(shift, int)
         is_shifted = shift if is_known else self.shift_size
-        bias = buffer(self._compute_bias(is_shifted).to(q.dtype).contiguous())
+        bias = buffer(self.bias(is_shifted, q.dtype, cached=False).contiguous())
         if is_shifted:
             if not is_known:
                 mask = times(mask, shift // self.shift_size)
@@ -286,7 +278,6 @@ class FastShiftWindowMSA(ShiftWindowMSA):
         return gather(x.view(batch, -1, channels), positions, rows, None, padded)
 
     def _compute_bias(self, shift: int, masks=masks) -> torch.Tensor:
-        """Biases plus masks (4, heads, N, N); (1, heads, N, N) unshifted."""
         table = self.w_msa.relative_position_bias_table
         bias = F.embedding(self.w_msa.relative_position_index, table)
         bias = bias.permute(2, 0, 1)[None]
@@ -294,8 +285,21 @@ class FastShiftWindowMSA(ShiftWindowMSA):
             bias = bias + masks(self.window_size, shift, table.device).to(table.dtype)
         return bias
 
-    def _bias(self, shift: int, dtype: torch.dtype) -> torch.Tensor:
-        """The biases of :meth:`_compute_bias` in some dtype, from the cache if possible."""
+    def bias(self, shift: int, dtype: torch.dtype, cached: bool = True) -> torch.Tensor:
+        """Return the biases plus masks of windows.
+
+        Args:
+            shift (int): How far the windows are shifted.
+            dtype (torch.dtype): The dtype of the result.
+            cached (bool): Whether the result may come from a cache, as in a graph it may not.
+                Defaults to True.
+
+        Returns:
+            torch.Tensor: Of shape (4, heads, N, N), for inner, right, bottom and corner windows;
+            (1, heads, N, N) without a shift.
+        """
+        if not cached:
+            return self._compute_bias(shift).to(dtype)
         table = self.w_msa.relative_position_bias_table
         on_cpu = table.device.type == 'cpu'
         if table.requires_grad and torch.is_grad_enabled() or table.is_inference() and not on_cpu:

@@ -10,23 +10,19 @@ from repa_mm.models.channel_idle import (
     build_fast_swin,
 )
 from repa_mm.models.families import FAMILIES, Family, FFNModules, register_family
-from repa_mm.models.restructured import (
-    AffineRIFormer,
-    ExpertsVisionTransformer,
-    ParallelMAEViT,
-    ParallelSwinTransformer,
-    ParallelVisionTransformer,
-    ProgressiveSwinTransformer,
-    ProgressiveVisionTransformer,
+from repa_mm.models.sites import (
+    AttentionSite,
+    FFNSite,
+    Site,
+    attention_sites,
+    ffn_sites,
+    known_blocks,
 )
-from repa_mm.models.structures import STRUCTURES, Structure
-from repa_mm.models.tokens import reduce_tokens
+from repa_mm.models.structures import STRUCTURES, ChannelIdle, Structure, share
 
 __all__ = [
-    'AffineRIFormer', 'ExpertsVisionTransformer', 'FAMILIES', 'FFNModules', 'Family',
-    'ParallelMAEViT', 'ParallelSwinTransformer', 'ParallelVisionTransformer',
-    'ProgressiveSwinTransformer', 'ProgressiveVisionTransformer', 'RePaBackbone', 'RePaMlpMixer',
-    'RePaPoolFormer', 'RePaSwinTransformer', 'RePaVisionTransformer', 'Restructured', 'STRUCTURES',
-    'Structure', 'add_structures_', 'build_fast_swin',
-    'reduce_tokens', 'register_family', 'restructure',
+    'AttentionSite', 'ChannelIdle', 'FAMILIES', 'FFNModules', 'FFNSite', 'Family', 'RePaBackbone',
+    'RePaMlpMixer', 'RePaPoolFormer', 'RePaSwinTransformer', 'RePaVisionTransformer',
+    'Restructured', 'STRUCTURES', 'Site', 'Structure', 'add_structures_', 'attention_sites',
+    'build_fast_swin', 'ffn_sites', 'known_blocks', 'register_family', 'restructure', 'share',
 ]  # fmt: skip

@@ -17,7 +17,6 @@ from mmengine.utils.dl_utils.parrots_wrapper import _BatchNorm
 from repa_mm.faster.tracing import pad_any_size, swap_faster_attention
 from repa_mm.models.sites import attention_sites, ffn_sites
 from repa_mm.models.structures import STRUCTURES, Structure
-from repa_mm.models.tokens import reduce_tokens
 from repa_mm.reparam import (
     CheckpointError,
     Form,
@@ -72,10 +71,11 @@ def _put_all(
     """Put structures into a model, and return each with the names of its sites and forms."""
     built = [_structure(**s) if isinstance(s, dict) else s for s in structures]
     model._register_load_state_dict_pre_hook(check_state_dict, with_module=True)
+    # Everywhere, since a structure may have been put into another part of the model, too. Before,
+    # since a structure may make blocks of another class.
+    sites = [*ffn_sites(model, where=''), *attention_sites(model)]
     placed = [(structure, structure.put_(model)) for structure in built]
-    # Everywhere, since a structure may have been put into another part of the model, too.
-    sites = [site for structure in built for site in structure.sites(model)]
-    sites += [*ffn_sites(model, where=''), *attention_sites(model)]
+    sites += [site for structure in built for site in structure.sites(model)]
     for module in {site.module: None for site in sites}:
         if not any(isinstance(m, Form) for m in module.modules()):
             module._register_load_state_dict_pre_hook(check_ordinary, with_module=True)
@@ -92,8 +92,6 @@ class Restructured:
         fast_attention (bool): Use the window attention of
             :func:`~repa_mm.faster.fast_window_attention` where there are windows, and the
             :class:`~repa_mm.faster.deformable.FastDeformableAttention` of a DETR. Defaults to True.
-        keep_tokens (float | Sequence): Share of the windows or patches that blocks compute in
-            full in eval mode, see :func:`~repa_mm.reduce_tokens`. Defaults to 1.
         ordinary (Sequence, optional): Positional arguments of the model without structures, whose
             weights fill the forms. Defaults to None, the same arguments.
 
@@ -108,7 +106,6 @@ class Restructured:
         structures: Sequence[dict],
         deploy: bool = False,
         fast_attention: bool = True,
-        keep_tokens: float | Sequence[float] = 1.0,
         ordinary: Sequence | None = None,
         **kwargs,
     ) -> None:
@@ -121,8 +118,6 @@ class Restructured:
         if fast_attention:
             swap_faster_attention(self)
         self.placed = _put_all(self, structures)
-        if keep_tokens != 1:
-            reduce_tokens(self, keep_tokens, inplace=True)
         pad_any_size(self)
         # What is new in a stage is frozen where the class freezes the stage.
         self.train()
@@ -298,7 +293,6 @@ def restructure(
     structures: Sequence[dict],
     deploy: bool = False,
     fast_attention: bool = True,
-    keep_tokens: float | Sequence[float] = 1.0,
     norm_eval: bool = False,
     init_cfg: dict | None = None,
     **kwargs,
@@ -317,7 +311,6 @@ def restructure(
         structures (Sequence[dict]): As for :func:`add_structures_`.
         deploy (bool): As for :class:`Restructured`.
         fast_attention (bool): As for :class:`Restructured`.
-        keep_tokens (float | Sequence): As for :class:`Restructured`.
         norm_eval (bool): Whether BatchNorm statistics in the forms stay as they were loaded.
             Defaults to False.
         init_cfg (dict, optional): Where weights come from, in the place of the model's own
@@ -342,11 +335,7 @@ def restructure(
         if issubclass(kind, Restructured):
             raise ValueError(f'a {kind.__name__} has structures already: use it as it is')
         built = _restructured_class(kind)(
-            **args,
-            structures=structures,
-            deploy=deploy,
-            fast_attention=fast_attention,
-            keep_tokens=keep_tokens,
+            **args, structures=structures, deploy=deploy, fast_attention=fast_attention
         )
     built.freezes_statistics = norm_eval
     return built.train(built.training)

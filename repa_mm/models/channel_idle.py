@@ -23,7 +23,7 @@ class RePaBackbone(Restructured):
             in [0, 1]: one for all blocks, or one per block. Defaults to 0.75.
         ffn_norm_cfg (dict): Norm of the FFNs: 'BN', 'SyncBN', 'LN' or 'keep', see
             :class:`~repa_mm.models.structures.ChannelIdle`. Defaults to ``dict(type='BN')``.
-        **kwargs: Those of the parent, and ``deploy``, ``fast_attention`` and ``keep_tokens`` of
+        **kwargs: Those of the parent, and ``deploy`` and ``fast_attention`` of
             :class:`~repa_mm.models.builder.Restructured`.
     """
 

@@ -10,18 +10,16 @@ from typing import NamedTuple
 import torch
 import torch.nn as nn
 from mmcv.cnn import Linear
-from mmcv.cnn.bricks.transformer import FFN
 from mmpretrain.models.utils.attention import MultiheadAttention, WindowMSA
 
-from repa_mm.faster.attention import swap_attention
 from repa_mm.models.families import FAMILIES, Family
-from repa_mm.reparam import AttentionParts, FFNParts, MixerParts, NormParts, TrainingForm
+from repa_mm.reparam import AttentionParts, FFNParts, TrainingForm
 from repa_mm.reparam.numerics import double, is_plain
 
 
 def trained(layer: nn.Module, name: str) -> bool:
     """Return whether a parameter of a layer trains; one that is not there is as its weight."""
-    parameter = getattr(layer, name)
+    parameter = getattr(layer, name, None)
     return (layer.weight if parameter is None else parameter).requires_grad
 
 
@@ -72,12 +70,12 @@ class Site:
 
     def put(self, form: TrainingForm) -> str:
         """Put a form there, and return its name in the model."""
-        self._adapt(form, self.module.parameters())
+        self.adapt(form, self.module.parameters())
         parent, _, child = self.path.rpartition('.')
         setattr(self.block.get_submodule(parent), child, form)
         return self.name
 
-    def _adapt(self, form: TrainingForm, ordinary: Iterable[nn.Parameter]) -> None:
+    def adapt(self, form: TrainingForm, ordinary: Iterable[nn.Parameter]) -> None:
         """Give a form dtype, device and mode of the ordinary modules; freeze it if they are."""
         form.to(next(self.module.parameters())).train(self.block.training)
         if not any(p.requires_grad for p in ordinary):
@@ -145,7 +143,7 @@ class FFNSite(Site):
         modules = self.family.ffn_modules(self.block)
         layers = [modules.fc1, modules.fc2, *([modules.norm] if form.contains_norm else [])]
         ordinary = [p for layer in layers for p in layer.parameters()]
-        self._adapt(form, [*ordinary, *self.block.parameters(recurse=False)])  # with layer scales
+        self.adapt(form, [*ordinary, *self.block.parameters(recurse=False)])  # with layer scales
         self.family.put_ffn(self.block, form)
         return self.name
 
@@ -192,7 +190,6 @@ class AttentionSite(Site):
 
     def parts(self) -> AttentionParts:
         attention = self.module
-        self._check_ordinary()
         if type(attention) is not WindowMSA and not (
             type(attention) is MultiheadAttention and not attention.v_shortcut
         ):
@@ -204,61 +201,6 @@ class AttentionSite(Site):
             getattr(getattr(attention, 'gamma1', None), 'weight', None),
             getattr(attention, 'relative_position_bias_table', None),
         )
-
-
-class NormSite(Site):
-    """A LayerNorm of a block of a ViT or Swin, and the linear layer that it merges into, if any.
-
-    Attributes:
-        linear (str): The name of that linear layer in the block; '' if there is none.
-    """
-
-    @property
-    def linear(self) -> str:
-        """The name of the linear layer that alone reads the norm's output, '' for none."""
-        block, family = self.block, self.family
-        if self.module is getattr(block, family.attn_norm):
-            attention = block.get_submodule(family.attn)
-            is_plain_vit = type(attention) is MultiheadAttention and not attention.v_shortcut
-            return f'{family.attn}.qkv' if is_plain_vit or type(attention) is WindowMSA else ''
-        ffn = getattr(block, family.ffn)
-        return f'{family.ffn}.layers.0.0' if type(ffn) is FFN and ffn.num_fcs == 2 else ''
-
-    def parts(self) -> NormParts:
-        return NormParts(
-            self.module, self.block.get_submodule(self.linear) if self.linear else None
-        )
-
-    def put(self, form: TrainingForm) -> str:
-        """Put a progressive norm, alone or with its linear layer, there; return its name."""
-        self._adapt(form, [p for part in filter(None, self.parts()) for p in part.parameters()])
-        path = self.linear or self.path
-        if self.linear:
-            # A map is padded behind the norm, which the stock window attention cannot do.
-            swap_attention(self.block)
-            setattr(self.block, self.path, nn.Identity())
-        parent, _, child = path.rpartition('.')
-        setattr(self.block.get_submodule(parent), child, form)
-        return f'{self.block_name}.{path}'
-
-
-class MixerSite(Site):
-    """The norm of a RIFormer block, and the affine map in the place of its token mixer."""
-
-    def parts(self) -> MixerParts:
-        return MixerParts(self.block.norm1, self.block.token_mixer.affine)
-
-    def put(self, form: TrainingForm) -> str:
-        """Put the form under the name of the norm that both become, and return the form's name."""
-        self._adapt(form, [p for part in self.parts() for p in part.parameters()])
-        name = self.block_name
-        del self.block.norm1, self.block.token_mixer
-        self.block.norm_reparam = form
-        return f'{name}.norm_reparam'
-
-    def required(self) -> set[str]:
-        """Those of the norm: a PoolFormer has no affine maps."""
-        return {'norm1.weight', 'norm1.bias'}
 
 
 def known_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module, Family]]:
@@ -292,25 +234,5 @@ def attention_sites(model: nn.Module) -> list[AttentionSite]:
     return [
         AttentionSite(f'{name}{family.attn}', block, family.attn, family)
         for name, block, family in known_blocks(model)
-        if family.attn
-    ]
-
-
-def norm_sites(model: nn.Module) -> list[NormSite]:
-    """Return the sites of LayerNorms in the blocks of a ViT or Swin."""
-    return [
-        NormSite(f'{name}{child}', block, child, family)
-        for name, block, family in known_blocks(model)
-        if family.attn
-        for child, norm in block.named_children()
-        if type(norm) is nn.LayerNorm
-    ]
-
-
-def mixer_sites(model: nn.Module) -> list[MixerSite]:
-    """Return the sites of affine maps in the place of token mixers."""
-    return [
-        MixerSite(f'{name}.norm1', block, 'norm1')
-        for name, block in model.named_modules()
-        if type(block).__name__ == 'RIFormerBlock' and hasattr(block, 'norm1')
+        if family.attn and hasattr(block, family.attn.partition('.')[0])
     ]

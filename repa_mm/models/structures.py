@@ -1,9 +1,8 @@
 """Structures: which form, with which arguments, goes into which sites of a model.
 
 A structure is config data, ``dict(type='ChannelIdle', idle_ratio=0.75)``. Several of them go into a
-model one after the other where their sites differ: ``[dict(type='ChannelIdle'),
-dict(type='ProgressiveNorms')]`` changes FFNs, and the norms that are left.
-:mod:`repa_mm.models.builder` puts them into models.
+model one after the other where their sites differ. :mod:`repa_mm.models.builder` puts them into
+models.
 """
 
 import copy
@@ -12,35 +11,10 @@ from collections.abc import Sequence
 import torch
 import torch.nn as nn
 from mmengine.registry import Registry
-from mmpretrain.models.utils.attention import WindowMSA
 
-from repa_mm.models.sites import (
-    AttentionSite,
-    FFNSite,
-    MixerSite,
-    NormSite,
-    Site,
-    attention_sites,
-    ffn_sites,
-    mixer_sites,
-    norm_sites,
-    trained,
-)
-from repa_mm.reparam import (
-    ChannelIdleFFN,
-    ExpertsFFN,
-    FFNParts,
-    Form,
-    LinearPathFFN,
-    NormedAffine,
-    NormedLinear,
-    ParallelAttention,
-    ParallelFFN,
-    ProgressiveNorm,
-    TrainingForm,
-)
+from repa_mm.models.sites import FFNSite, Site, ffn_sites, trained
+from repa_mm.reparam import ChannelIdleFFN, FFNParts, Form, TrainingForm
 from repa_mm.reparam.numerics import is_plain
-from repa_mm.reparam.parts import copy_affine
 
 STRUCTURES = Registry('structure')
 
@@ -158,9 +132,13 @@ class ChannelIdle(Structure):
         where (str, optional): The module of the model that the blocks are in, as for
             :func:`~repa_mm.models.sites.ffn_sites`: 'backbone', 'encoder', 'decoder'. Defaults to
             the whole model without decoder layers.
+
+    Attributes:
+        ffn (type): The class of the FFNs. A structure for a class that derives from
+            :class:`~repa_mm.reparam.ChannelIdleFFN` derives from this one.
     """
 
-    ffn: type[TrainingForm] = ChannelIdleFFN
+    ffn: type[ChannelIdleFFN] = ChannelIdleFFN
 
     def __init__(
         self,
@@ -179,29 +157,13 @@ class ChannelIdle(Structure):
         return idle_ffn(site, idle_ratio, self.norm_cfg, self.ffn)
 
 
-@STRUCTURES.register_module()
-class LinearPath(ChannelIdle):
-    """FFNs that train what :class:`ChannelIdle` deploys, to compare it with.
-
-    See :class:`~repa_mm.reparam.LinearPathFFN`.
-
-    Args:
-        idle_ratio (float | Sequence): As for :class:`ChannelIdle`. Defaults to 0.75.
-        norm_cfg (dict, optional): Norm of the FFNs, 'BN' or 'SyncBN'; None for FFNs without norms.
-            Defaults to ``dict(type='BN')``.
-        where (str, optional): As for :class:`ChannelIdle`.
-    """
-
-    ffn = LinearPathFFN
-
-
 def idle_ffn(
     site: FFNSite,
     idle_ratio: float = 0.75,
     norm_cfg: dict | None = dict(type='BN'),
-    form: type[TrainingForm] = ChannelIdleFFN,
-) -> TrainingForm:
-    """Build a channel-idle FFN, or one of its kind, with the weights of a site's norm and FFN.
+    form: type[ChannelIdleFFN] = ChannelIdleFFN,
+) -> ChannelIdleFFN:
+    """Build a channel-idle FFN with the weights of a site's norm and FFN.
 
     Args:
         site (FFNSite): The site, with ordinary modules.
@@ -249,15 +211,16 @@ def idle_ffn(
     return ffn.train(site.block.training)
 
 
-def _freeze(ffn: TrainingForm, parts: FFNParts) -> None:
+def _freeze(ffn: ChannelIdleFFN, parts: FFNParts) -> None:
     """Freeze what is frozen in the ordinary FFN, and what is new if both linear layers are."""
     for own, other in ((ffn.fc1, parts.fc1), (ffn.fc2, parts.fc2), (ffn.norm1, parts.norm)):
         for name, parameter in own.named_parameters():
             if getattr(other, 'weight', None) is not None and not trained(other, name):
                 parameter.requires_grad_(False)
     if not (parts.fc1.weight.requires_grad or parts.fc2.weight.requires_grad):
-        for name in ('norm2', 'linear'):
-            getattr(ffn, name, nn.Identity()).requires_grad_(False)
+        for name, module in ffn.named_children():
+            if name not in ('norm1', 'fc1', 'act', 'fc2'):
+                module.requires_grad_(False)
 
 
 @STRUCTURES.register_module()
@@ -274,158 +237,14 @@ class Widths(Structure):
 
     def put_(self, model: nn.Module) -> dict[str, str]:
         sites = self.sites(model)
-        for site, width in zip(sites, share(self.widths, sites, 'widths')):
-            if width is not None:
-                parts = site.parts()
-                dims, like = parts.fc1.weight.shape[1], parts.fc1.weight
-                shapes = (width, dims), (width,), (dims, width), (dims,)
-                weights = [0.02 * torch.randn(shape).to(like) for shape in shapes]
-                if parts.scale is not None:  # by which set_weights divides
-                    weights[2:] = [(w.t() * parts.scale.detach()).t() for w in weights[2:]]
-                site.set_weights(*weights)
+        widths = zip(sites, share(self.widths, sites, 'widths'))
+        # All of them before the first is changed.
+        changed = [(site, width, site.parts()) for site, width in widths if width is not None]
+        for site, width, parts in changed:
+            dims, like = parts.fc1.weight.shape[1], parts.fc1.weight
+            shapes = (width, dims), (width,), (dims, width), (dims,)
+            weights = [0.02 * torch.randn(shape).to(like) for shape in shapes]
+            if parts.scale is not None:  # by which set_weights divides
+                weights[2:] = [(w.t() * parts.scale.detach()).t() for w in weights[2:]]
+            site.set_weights(*weights)
         return {}
-
-
-@STRUCTURES.register_module()
-class Branches(Structure):
-    """Parallel branches of attention and FFN, see :mod:`repa_mm.reparam.depth`.
-
-    Pretrained layers are laid side by side: those that follow each other, and in a Swin, whose
-    windows alternate between two grids, those of one grid.
-
-    Args:
-        num_branches (int | Sequence[int]): Number of branches B: one for all blocks, or one for
-            each. Blocks of one branch stay ordinary. Defaults to 2.
-    """
-
-    def __init__(self, num_branches: int | Sequence[int] = 2) -> None:
-        self.num_branches = num_branches
-
-    def sites(self, model: nn.Module) -> list[Site]:
-        return [*attention_sites(model), *(s for s in ffn_sites(model) if s.family.attn)]
-
-    def options(self, sites: Sequence[Site]) -> list[dict]:
-        return [dict(number=number) for number in share(self.num_branches, sites, 'num_branches')]
-
-    def form(self, site: Site, number: int) -> TrainingForm | None:
-        if number == 1:
-            return None
-        if isinstance(site, AttentionSite):
-            return parallel_attention(site, number)
-        return _ordinary_ffns(ParallelFFN, site, number)
-
-    def sources(self, model: nn.Module, name: str) -> list[str]:
-        sites = self.sites(model)
-        branches = share(self.num_branches, sites, 'num_branches')
-        branches = {site.block_name: n for site, n in zip(sites, branches)}
-        site = next(site for site in sites if site.name == name)
-        block = site.block_name
-        start, _, index = block.rpartition('.')
-        # A Swin shifts the windows of every second block.
-        period = 2 if site.family.attn.endswith('w_msa') else 1
-        n, k = branches[block], int(index)
-        first = period * n * (k // period) + k % period
-        if any(b.rpartition('.')[0] == start and m != n for b, m in branches.items()):
-            raise ValueError(
-                f'ordinary layers fill branches of as many in each block of {start!r}, but not of '
-                f'{list(branches.values())}'
-            )
-        return [f'{start}.{first + period * b}{name[len(block) :]}' for b in range(n)]
-
-    def fill_(self, model: nn.Module, placed: dict[str, str], ordinary: nn.Module) -> None:
-        super().fill_(model, placed, ordinary)
-        for site in self.sites(model):
-            if site.name in placed:
-                # Scales and shifts are in the matrices of the branches.
-                copy_affine(getattr(site.norm, 'ln', site.norm))
-
-
-def parallel_attention(site: AttentionSite, num_branches: int) -> ParallelAttention:
-    """Branches in place of the attention at a site, with random weights."""
-    parts, attention = site.parts(), site.module
-    if type(attention) is WindowMSA:  # around windows, ShiftWindowMSA drops paths
-        own = dict(window_size=attention.window_size, qk_scale=attention.scale)
-        own.update(attn_drop=attention.attn_drop.p)
-    else:
-        drop_path = getattr(attention.out_drop, 'drop_prob', 0.0)
-        own = dict(attn_drop=attention.attn_drop, drop_path=drop_path)
-    own.update(qkv_bias=attention.qkv.bias is not None, proj_drop=attention.proj_drop.p)
-    form = ParallelAttention(attention.embed_dims, attention.num_heads, num_branches, **own)
-    return _with_scale(form, parts.scale)
-
-
-def _ordinary_ffns(kind: type, site: FFNSite, number: int) -> TrainingForm:
-    """Branches or experts of the ordinary FFN at a site, with random weights."""
-    parts = site.parts()
-    sizes, act = (parts.fc1.in_features, parts.fc1.out_features), copy.deepcopy(parts.act)
-    form = kind(*sizes, number, act, drop_rate=parts.drop, drop_path=parts.drop_path)
-    return _with_scale(form, parts.scale)
-
-
-def _with_scale(form: TrainingForm, scale: torch.Tensor | None) -> TrainingForm:
-    if scale is not None:
-        form.layer_scale = nn.Parameter(scale.detach().clone())
-    return form
-
-
-@STRUCTURES.register_module()
-class Experts(Structure):
-    """FFNs of experts, see :mod:`repa_mm.reparam.experts`. They begin with random weights.
-
-    Args:
-        num_experts (int): Number of experts E of each FFN. Defaults to 4.
-    """
-
-    def __init__(self, num_experts: int = 4) -> None:
-        self.num_experts = num_experts
-
-    def sites(self, model: nn.Module) -> list[FFNSite]:
-        return [site for site in ffn_sites(model) if site.family.norm]
-
-    def form(self, site: FFNSite) -> TrainingForm:
-        return _ordinary_ffns(ExpertsFFN, site, self.num_experts)
-
-
-@STRUCTURES.register_module()
-class ProgressiveNorms(Structure):
-    """Progressive norms in the place of LayerNorms, see :mod:`repa_mm.reparam.norms`.
-
-    A norm before an attention or an ordinary FFN merges into its first linear layer, any other one
-    into an affine map.
-
-    Args:
-        norm_cfg (dict): The norm that merges, 'BN' or 'SyncBN'. Defaults to ``dict(type='BN')``.
-    """
-
-    def __init__(self, norm_cfg: dict = dict(type='BN')) -> None:
-        self.norm_cfg = norm_cfg
-
-    def sites(self, model: nn.Module) -> list[NormSite]:
-        return norm_sites(model)
-
-    def form(self, site: NormSite) -> TrainingForm:
-        norm, linear = parts = site.parts()
-        form = ProgressiveNorm(len(norm.weight), self.norm_cfg, norm.eps)
-        if linear is not None:
-            has_bias = linear.bias is not None
-            new = nn.Linear(linear.in_features, linear.out_features, bias=has_bias)
-            form = NormedLinear(form, new)
-        form.fill(parts)
-        return form
-
-
-@STRUCTURES.register_module()
-class AffineMixers(Structure):
-    """Affine maps in the place of token mixers, see :mod:`repa_mm.reparam.mixer`."""
-
-    def sites(self, model: nn.Module) -> list[MixerSite]:
-        return mixer_sites(model)
-
-    def form(self, site: MixerSite) -> NormedAffine:
-        parts = site.parts()
-        norm = parts.norm
-        if type(norm) is not nn.GroupNorm:
-            raise ValueError(f'its norm is a {type(norm).__name__}, and not a GroupNorm')
-        form = NormedAffine(norm.num_channels, norm.num_groups, norm.eps)
-        form.fill(parts)
-        return form

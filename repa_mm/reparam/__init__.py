@@ -1,18 +1,14 @@
 """Structural reparameterization in plain PyTorch."""
 
-from .depth import (
-    JoinedLinear,
-    OrdinaryAttention,
-    OrdinaryFFN,
-    ParallelAttention,
-    ParallelFFN,
-    join_branches,
-)
-from .experts import ExpertLinear, ExpertsFFN, average_experts
+from .autograd import kept_statistics
 from .ffn import (
     ChannelIdleFFN,
-    LinearPathFFN,
+    DropPath,
+    FoldedFFN,
     MergedFFN,
+    build_activation,
+    build_norm,
+    fold,
     num_active_channels,
     set_shortcut,
     set_training_path,
@@ -27,7 +23,6 @@ from .forms import (
     check_state_dict,
     outermost,
 )
-from .mixer import MergedNorm, NormedAffine
 from .model import (
     has_deploy_form,
     has_training_form,
@@ -36,19 +31,26 @@ from .model import (
     reparameterize,
     unwrap,
 )
-from .norms import AffineMap, MergedLinear, NormedLinear, ProgressiveNorm, RepBN
-from .numerics import check_finite
-from .parts import AttentionParts, FFNParts, MixerParts, NormParts
+from .numerics import (
+    batch_norm_affine,
+    check_dropouts,
+    check_finite,
+    double,
+    exact,
+    is_batch_norm,
+    is_plain,
+    rounded,
+)
+from .parts import AttentionParts, FFNParts, copy_affine, copy_matrix, fold_norm, matrix
 from .schedule import Scheduled, finish_schedules, schedules_have_ended, set_lam
 
 __all__ = [
-    'AffineMap', 'AttentionParts', 'ChannelIdleFFN', 'CheckpointError', 'DeployForm',
-    'ExpertLinear', 'ExpertsFFN', 'FFNParts', 'Form', 'JoinedLinear', 'LinearPathFFN', 'MergedFFN',
-    'MergedLinear', 'MergedNorm', 'MixerParts', 'NormParts', 'NormedAffine', 'NormedLinear',
-    'OrdinaryAttention', 'OrdinaryFFN', 'ParallelAttention', 'ParallelFFN', 'ProgressiveNorm',
-    'RepBN', 'Scheduled', 'TrainingForm', 'average_experts', 'become', 'calibrate_batch_norm',
-    'check_finite', 'check_ordinary', 'check_state_dict', 'finish_schedules', 'has_deploy_form',
-    'has_training_form', 'innermost', 'is_reparameterized', 'join_branches', 'num_active_channels',
-    'outermost', 'reparameterize', 'schedules_have_ended', 'set_lam', 'set_shortcut',
+    'AttentionParts', 'ChannelIdleFFN', 'CheckpointError', 'DeployForm', 'DropPath', 'FFNParts',
+    'FoldedFFN', 'Form', 'MergedFFN', 'Scheduled', 'TrainingForm', 'batch_norm_affine', 'become',
+    'build_activation', 'build_norm', 'check_dropouts', 'check_finite', 'check_ordinary',
+    'check_state_dict', 'copy_affine', 'copy_matrix', 'double', 'exact', 'finish_schedules', 'fold',
+    'fold_norm', 'has_deploy_form', 'has_training_form', 'innermost', 'is_batch_norm', 'is_plain',
+    'is_reparameterized', 'kept_statistics', 'matrix', 'num_active_channels', 'outermost',
+    'reparameterize', 'rounded', 'schedules_have_ended', 'set_lam', 'set_shortcut',
     'set_training_path', 'unwrap',
 ]  # fmt: skip

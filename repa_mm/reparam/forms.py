@@ -201,7 +201,7 @@ class TrainingForm(Form):
 
         Args:
             *parts: What stands at the site in an ordinary model, such as
-                :class:`~repa_mm.reparam.parts.FFNParts`: one, or one for each branch or expert.
+                :class:`~repa_mm.reparam.parts.FFNParts`: one, or several.
         """
         raise NotImplementedError(f'{type(self).__name__} cannot be filled from ordinary weights')
 

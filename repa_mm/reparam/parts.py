@@ -40,20 +40,6 @@ class AttentionParts(NamedTuple):
     table: torch.Tensor | None = None
 
 
-class NormParts(NamedTuple):
-    """A norm, and the linear layer that alone reads its output; None if there is no such layer."""
-
-    norm: nn.Module
-    linear: nn.Linear | None = None
-
-
-class MixerParts(NamedTuple):
-    """A norm, and the affine map (a convolution by channels) in the place of a token mixer."""
-
-    norm: nn.Module
-    affine: nn.Conv2d
-
-
 def matrix(layer: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return weight (out, in) and bias of a linear layer or a 1 x 1 convolution, in float64."""
     return double(layer.weight).flatten(1), None if layer.bias is None else double(layer.bias)

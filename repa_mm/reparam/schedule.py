@@ -25,7 +25,8 @@ class Scheduled(nn.Module):
     # What messages call the state that is not merged.
     unfinished = 'the schedule is at'
 
-    def _add_lam(self) -> None:
+    def add_lam(self) -> None:
+        """Register lambda, at its beginning."""
         self.register_buffer('lam', torch.tensor(1 - self.end))
         self.is_finished = False
 

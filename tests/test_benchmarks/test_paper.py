@@ -86,6 +86,7 @@ def test_each_idle_ratio_beside_the_stock_counterpart():
 
 def test_a_model_without_an_idle_ratio():
     cfg = config('swin')
-    cfg.model.backbone.type = 'ProgressiveSwinTransformer'
+    structures = [dict(type='ChannelIdle')]
+    cfg.model.backbone = dict(type='Restructured', model=cfg.model.backbone, structures=structures)
     (row,) = measure_pairs(cfg, [], noise((64, 64), 1), repeats=1)
     assert row[1] == ''

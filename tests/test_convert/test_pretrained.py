@@ -213,10 +213,13 @@ def test_what_is_refused_leaves_nothing(folder):
     other = torch.load('classifier.pth')
     del other['state_dict']['head.fc.bias']
     torch.save(other, 'other.pth')
+    Path('deeper.py').write_text(CLASSIFIER.replace('depths=[1, 1]', 'depths=[1, 2]'))
+    save('deeper.py', 'deeper.pth')
     Path('broken.py').write_text(CLASSIFIER + "custom_hooks = [dict(type=float('inf'))]\n")
     before = {path.name: path.stat().st_mtime_ns for path in folder.rglob('*')}
     for config, checkpoint, out, error in (
         ('classifier.py', 'other.pth', 'idle.pth', CheckpointError),
+        ('classifier.py', 'deeper.pth', 'idle.pth', CheckpointError),
         ('classifier.py', 'classifier.pth', 'classifier.pth', ValueError),
         ('classifier.py', 'other.pth', 'classifier.pt', ValueError),  # would replace the config
         ('classifier.py', 'classifier.pth', 'idle.py', ValueError),

@@ -54,21 +54,20 @@ for broadcast in (False, True):
 
     class Note(Hook):
         def after_test_iter(self, runner, *args, **kwargs):
-            merged.append(type(runner.model.backbone[6]) is OrdinaryFFN)
+            merged.append(type(runner.model.backbone[6]) is Faded)
 
     wrapper = dict(device_ids=None, broadcast_buffers=broadcast)
     runner = make_runner(
         sys.argv[1],
-        [SCHEDULE, MERGE, dict(type='AverageExpertsHook'), lambdas, Note(),
-         dict(type='EMAHook', momentum=0.3)],
-        model=dict(type='ToyScheduled', with_norms=True, with_experts=True),
+        [SCHEDULE, MERGE, lambdas, Note(), dict(type='EMAHook', momentum=0.3)],
+        model=dict(type='ToyScheduled', fades=True),
         launcher='pytorch',
         cfg=dict(model_wrapper_cfg=wrapper),
         train_cfg=dict(by_epoch=True, max_epochs=6, val_interval=6),
     )
     runner.train()
-    assert lambdas.seen['joined'] == [0, 0.25, 0.5, 0.75, 1, 1], lambdas.seen
-    assert lambdas.seen['layer_norm'] == [1, 0.75, 0.5, 0.25, 0, 0], lambdas.seen
+    assert lambdas.seen['rising'] == [0, 0.25, 0.5, 0.75, 1, 1], lambdas.seen
+    assert lambdas.seen['fading'] == [1, 0.75, 0.5, 0.25, 0, 0], lambdas.seen
     states = all_gather_object({k: v.detach() for k, v in runner.model.named_parameters()})
     assert all(torch.equal(states[0][k], states[1][k]) for k in states[0])
     model, state = runner.model, copy.deepcopy(runner.model.state_dict())
@@ -80,5 +79,5 @@ for broadcast in (False, True):
 
 
 def test_two_processes(tmp_path):
-    """Gradients of both training paths; schedules, experts, averages and the tested form."""
+    """Gradients of both training paths; schedules, averages and the tested form."""
     run_in_two_processes(GRADIENTS + HOOKS, tmp_path)

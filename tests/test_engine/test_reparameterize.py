@@ -15,6 +15,12 @@ from repa_mm.reparam import CheckpointError, reparameterize, set_training_path
 from .toy import KeepLogits, Spy, ToyClassifier, make_runner
 
 HOOK = dict(type='ReparameterizeHook')
+# A config may inherit the hook in one place, and have it in the other.
+once_and_twice = pytest.mark.parametrize('twice', [False, True])
+
+
+def hooks_of(hook, twice):
+    return dict(default_hooks=dict(reparameterize=hook)) if twice else {}
 
 
 def snapshot(model):
@@ -43,10 +49,11 @@ def averaged_model(runner):
     return averaged
 
 
+@once_and_twice
 @pytest.mark.parametrize('when', ['test', 'val', ('val', 'test')])
-def test_train_test_resume_training(when, tmp_path, relative_error):
-    spy, messages = Spy(), []
-    runner = make_runner(tmp_path, [dict(HOOK, when=when), spy])
+def test_train_test_resume_training(when, twice, tmp_path, relative_error):
+    spy, messages, hook = Spy(), [], dict(HOOK, when=when)
+    runner = make_runner(tmp_path, [hook, spy], **hooks_of(hook, twice))
     runner.logger.info = messages.append
     runner.train()
     model, state = runner.model, snapshot(runner.model)
@@ -63,8 +70,29 @@ def test_train_test_resume_training(when, tmp_path, relative_error):
     for loop in ('val', 'test'):
         assert forms[loop] == {'deploy' if loop in when else 'training'}
     count = sum(p.numel() for p in reparameterize(model).parameters()) / 1e6
-    text = next(m for m in messages if 'Reparameterized' in m)
-    assert '2 channel-idle FFNs: 0.0 M -> ' in text and text.endswith(f'{count:.1f} M parameters')
+    texts = [m for m in messages if 'Reparameterized' in m]
+    assert len(texts) == ('test' in when) + 3 * ('val' in when)
+    for text in texts:
+        assert '2 channel-idle FFNs: 0.0 M -> ' in text
+        assert text.endswith(f'{count:.1f} M parameters')
+
+
+@pytest.mark.parametrize(
+    'first, second', [('test', 'val'), ('val', 'test'), ('val', ['val', 'test'])]
+)
+def test_two_hooks_for_different_loops(first, second, tmp_path, relative_error):
+    spy = Spy()
+    runner = make_runner(
+        tmp_path, [dict(HOOK, when=first), spy], **hooks_of(dict(HOOK, when=second), True)
+    )
+    runner.train()
+    model, state = runner.model, snapshot(runner.model)
+    runner.test()
+    assert runner.model is model
+    assert_same(state, model)
+    assert relative_error(KeepLogits.logits, logits_of(model, runner)) < 1e-5
+    forms = {('train', 'training'), ('save', 'training'), ('val', 'deploy'), ('test', 'deploy')}
+    assert set(spy.forms) == forms
 
 
 def test_best_checkpoint_is_of_the_training_form(tmp_path):
@@ -81,10 +109,12 @@ def test_best_checkpoint_is_of_the_training_form(tmp_path):
     ToyClassifier().load_state_dict(torch.load(tmp_path / best, weights_only=False)['state_dict'])
 
 
+@once_and_twice
 @pytest.mark.parametrize('update_buffers', [False, True])
-def test_with_ema(update_buffers, tmp_path, relative_error):
+def test_with_ema(update_buffers, twice, tmp_path, relative_error):
     ema = dict(type='EMAHook', momentum=0.5, update_buffers=update_buffers)
-    runner = make_runner(tmp_path, [HOOK, ema, Spy()])
+    hook = dict(HOOK, when=('val', 'test'))
+    runner = make_runner(tmp_path, [hook, ema, Spy()], **hooks_of(hook, twice))
     runner.train()
     ema = next(h for h in runner.hooks if isinstance(h, EMAHook))
     expected = logits_of(averaged_model(runner), runner)
@@ -97,13 +127,15 @@ def test_with_ema(update_buffers, tmp_path, relative_error):
     assert_same(ema_state, ema.ema_model)
 
 
+@once_and_twice
 @pytest.mark.parametrize('loop', ['test', 'val'])
-def test_with_mmpretrains_ema_that_evaluates_both(loop, tmp_path):
+def test_with_mmpretrains_ema_that_evaluates_both(loop, twice, tmp_path):
     """What it calls origin are the weights that are not averaged, not the merged average."""
     from mmpretrain.engine import EMAHook as BothHook
 
-    hooks = [BothHook(momentum=0.3, evaluate_on_origin=True), dict(HOOK, when=('val', 'test'))]
-    runner = make_runner(tmp_path, hooks)
+    hook = dict(HOOK, when=('val', 'test'))
+    hooks = [BothHook(momentum=0.3, evaluate_on_origin=True), hook]
+    runner = make_runner(tmp_path, hooks, **hooks_of(hook, twice))
     runner.train()
     models = averaged_model(runner), runner.model
     means = [logits_of(model, runner).mean().item() for model in models]
@@ -113,16 +145,16 @@ def test_with_mmpretrains_ema_that_evaluates_both(loop, tmp_path):
     assert [metrics['mean'], origin] == pytest.approx(means, abs=1e-5)
 
 
+@once_and_twice
 @pytest.mark.parametrize('ema', [[], [dict(type='EMAHook')]])
 @pytest.mark.parametrize('deploy', [False, True])
-def test_merged_checkpoint(deploy, ema, tmp_path, randomize, relative_error):
+def test_merged_checkpoint(deploy, ema, twice, tmp_path, randomize, relative_error):
     """Is tested as it is, and also by a config of the training form."""
     model = randomize(ToyClassifier())
     path = str(tmp_path / 'merged.pth')
     torch.save(dict(state_dict=OrderedDict(reparameterize(model).state_dict())), path)
-    runner = make_runner(
-        tmp_path, [HOOK, *ema], load_from=path, model=dict(type='ToyClassifier', deploy=deploy)
-    )
+    cfg = dict(type='ToyClassifier', deploy=deploy)
+    runner = make_runner(tmp_path, [HOOK, *ema], load_from=path, model=cfg, **hooks_of(HOOK, twice))
     for _ in range(2):
         runner.test()
         assert relative_error(KeepLogits.logits, logits_of(model, runner)) < 1e-5
@@ -131,8 +163,9 @@ def test_merged_checkpoint(deploy, ema, tmp_path, randomize, relative_error):
         trained.train()
 
 
-def test_interrupted_test_does_not_cost_the_training_form(tmp_path):
-    runner = make_runner(tmp_path, [HOOK])
+@once_and_twice
+def test_interrupted_test_does_not_cost_the_training_form(twice, tmp_path):
+    runner = make_runner(tmp_path, [HOOK], **hooks_of(HOOK, twice))
     model, state = runner.model, snapshot(runner.model)
     step = model.head.forward
     model.head.forward = lambda x: 1 / 0

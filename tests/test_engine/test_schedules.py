@@ -9,73 +9,33 @@ from mmengine.hooks import EMAHook, Hook
 from mmengine.model import BaseModel
 from mmengine.registry import MODELS
 
-from repa_mm.reparam import (
-    DeployForm,
-    ExpertsFFN,
-    OrdinaryFFN,
-    ParallelAttention,
-    ParallelFFN,
-    ProgressiveNorm,
-    Scheduled,
-    TrainingForm,
-    join_branches,
-    reparameterize,
-)
+from repa_mm.reparam import Scheduled, reparameterize, set_lam
 
-from .toy import KeepLogits, Transpose, make_runner
+from .toy import Faded, Fading, KeepLogits, Rising, Transpose, make_runner
 
 # 2 iterations an epoch.
 SCHEDULE = dict(type='ScheduleHook', warmup=4)
 MERGE = dict(type='ReparameterizeHook')
 
 
-class Fading(Scheduled, TrainingForm):
-    """A structure that the package does not know: a nonlinearity that fades out."""
-
-    label, scalar, end = 'fading layer', 'fading', 0.0
-
-    def __init__(self, dims):
-        super().__init__()
-        self.fc = nn.Linear(dims, dims)
-        self._add_lam()
-
-    def forward(self, x):
-        y = self.fc(x)
-        return y if self.is_finished else y + self.lam * y.sin()
-
-    def merge(self):
-        self.check_finished()
-        merged = Faded(len(self.fc.bias))
-        merged.layer.load_state_dict(self.fc.state_dict())
-        return merged
-
-
-class Faded(DeployForm):
-    label = 'fading layer'
-
-    def __init__(self, dims):
-        super().__init__()
-        self.layer = nn.Linear(dims, dims)
-
-    def inference(self, x):
-        return self.layer(x)
+class Waning(Fading):
+    scalar = 'waning'
 
 
 @MODELS.register_module()
 class ToyScheduled(BaseModel):
-    """Branches that join; norms or toys that fade and experts if asked for."""
+    """Two forms that merge at 1, and, if asked for, two that merge at 0."""
 
-    def __init__(self, with_norms=False, with_toys=False, with_experts=False):
+    def __init__(self, fades=False):
         super().__init__()
         self.backbone = nn.Sequential(
             nn.Conv2d(3, 8, 4, stride=4),
             nn.Flatten(2),
             Transpose(),
-            ProgressiveNorm(8) if with_norms else nn.LayerNorm(8),
-            ParallelAttention(8, 2, 2),
-            Fading(8) if with_toys else nn.LayerNorm(8),
-            ParallelFFN(8, 16, 3),
-            ExpertsFFN(8, 16, 3) if with_experts else nn.Identity(),
+            Waning(8) if fades else nn.LayerNorm(8),
+            Rising(8),
+            Fading(8) if fades else nn.LayerNorm(8),
+            Rising(8),
         )
         self.head = nn.Linear(8, 2)
 
@@ -143,34 +103,34 @@ def test_lambda_by_iterations(tmp_path, options, expected):
     lambdas = Lambdas()
     runner = runner_of(tmp_path, [dict(SCHEDULE, **options), MERGE, lambdas])
     assert not warnings_of(runner)
-    assert lambdas.seen == dict(joined=expected)
-    scalars = runner.message_hub.log_scalars['train/joined']._log_history
+    assert lambdas.seen == dict(rising=expected)
+    scalars = runner.message_hub.log_scalars['train/rising']._log_history
     assert [round(x, 6) for x in scalars] == expected
     runner.test()
 
 
 FADING = [1, 0.75, 0.5, 0.25, 0, 0, 0, 0]
-JOINED = [1 - lam for lam in FADING]
+RISING = [1 - lam for lam in FADING]
 SEVERAL = [
-    dict(SCHEDULE, scalar='joined'),
+    dict(SCHEDULE, scalar='rising'),
     dict(SCHEDULE, scalar='fading', warmup=2),
-    dict(SCHEDULE, scalar='layer_norm', begin=2),
+    dict(SCHEDULE, scalar='waning', begin=2),
 ]
 
 
 @pytest.mark.parametrize(
-    'hooks, fading, layer_norm',
+    'hooks, fading, waning',
     [
         ([SCHEDULE], FADING, FADING),
         (SEVERAL, [1, 0.5, 0, 0, 0, 0, 0, 0], [1, 1, 1, 0.75, 0.5, 0.25, 0, 0]),
     ],
 )
-def test_several_structures(hooks, fading, layer_norm, tmp_path, relative_error):
-    """Which merge at 1 and at 0, and of which one is defined here alone."""
-    lambdas, model = Lambdas(), dict(with_norms=True, with_toys=True)
+def test_several_structures(hooks, fading, waning, tmp_path, relative_error):
+    """They merge at 1 and at 0."""
+    lambdas, model = Lambdas(), dict(fades=True)
     runner = runner_of(tmp_path, [*hooks, MERGE, lambdas], model=model)
     runner.train()
-    assert lambdas.seen == dict(joined=JOINED, fading=fading, layer_norm=layer_norm)
+    assert lambdas.seen == dict(rising=RISING, fading=fading, waning=waning)
     runner.test()
     model = copy.deepcopy(runner.model).eval()
     assert relative_error(KeepLogits.logits, predict(model, runner)) < 1e-5
@@ -181,7 +141,7 @@ def test_stopped_and_resumed(tmp_path):
     """Bit for bit, and so are the averages."""
     hooks = [SCHEDULE, dict(type='EMAHook', momentum=0.3)]
     optimizer = dict(optimizer=dict(type='AdamW', lr=0.01))
-    options = dict(model=dict(with_norms=True), optim_wrapper=optimizer)
+    options = dict(model=dict(fades=True), optim_wrapper=optimizer)
     whole = runner_of(tmp_path / 'whole', hooks, **options)
     whole.train()
     first = runner_of(tmp_path / 'part', [*hooks, Lambdas(stop_after=1)], **options)
@@ -193,7 +153,7 @@ def test_stopped_and_resumed(tmp_path):
         tmp_path / 'part', [*hooks, lambdas], load_from=path, resume=True, **options
     )
     assert not warnings_of(resumed)
-    assert lambdas.seen['joined'] == [0.5, 0.75, 1, 1, 1, 1]
+    assert lambdas.seen['rising'] == [0.5, 0.75, 1, 1, 1, 1]
     averages = [next(h for h in r.hooks if isinstance(h, EMAHook)) for r in (whole, resumed)]
     for one, other in ((whole.model, resumed.model), (h.ema_model for h in averages)):
         for key, value in one.state_dict().items():
@@ -203,7 +163,7 @@ def test_stopped_and_resumed(tmp_path):
 @pytest.mark.parametrize('update_buffers', [False, True])
 def test_averaged_models_have_the_same_lambda(tmp_path, update_buffers, relative_error):
     ema = dict(type='EMAHook', momentum=0.3, update_buffers=update_buffers)
-    runner = runner_of(tmp_path, [MERGE, SCHEDULE, ema], model=dict(with_toys=True))
+    runner = runner_of(tmp_path, [MERGE, SCHEDULE, ema], model=dict(fades=True))
     runner.train()
     hook = next(h for h in runner.hooks if isinstance(h, EMAHook))
     averaged = copy.deepcopy(hook.ema_model.module).eval()
@@ -211,9 +171,9 @@ def test_averaged_models_have_the_same_lambda(tmp_path, update_buffers, relative
     runner.test_loop.run()
     assert relative_error(KeepLogits.logits, predict(averaged, runner)) < 1e-5
     # What is deployed from the file is the average, too.
-    model = ToyScheduled(with_toys=True)
+    model = ToyScheduled(fades=True)
     model.load_state_dict(torch.load(tmp_path / 'epoch_4.pth', weights_only=False)['state_dict'])
-    assert model.backbone[4].qkv.lam == 1
+    assert model.backbone[4].lam == 1
     assert relative_error(model.head.weight, averaged.head.weight) == 0
 
 
@@ -221,28 +181,27 @@ def test_averaged_models_have_the_same_lambda(tmp_path, update_buffers, relative
     'first, expected', [(1, [1] * 8), (0.6, [0.6, 0.6, 0.6, 0.75, 1, 1, 1, 1])]
 )
 def test_lambda_does_not_go_back(first, expected, tmp_path):
-    """A model whose branches are joined is not taken apart by its fine-tuning."""
-    path = tmp_path / 'joined.pth'
-    torch.save(dict(state_dict=join_branches(ToyScheduled(), first).state_dict()), path)
+    """Fine-tuning does not undo a schedule that has ended."""
+    path = tmp_path / 'ended.pth'
+    torch.save(dict(state_dict=set_lam(ToyScheduled(), first).state_dict()), path)
     lambdas = Lambdas()
     runner = runner_of(tmp_path, [SCHEDULE, MERGE, lambdas], load_from=str(path))
     (message,) = warnings_of(runner)
     assert f'have come further ({first:g} of the way) than iteration 0' in message
-    assert lambdas.seen == dict(joined=expected)
+    assert lambdas.seen == dict(rising=expected)
     runner.test()
 
 
-def test_joined_branches_of_another_part_stay(tmp_path):
+def test_what_has_ended_in_another_part_stays(tmp_path):
     """Those of a teacher, say."""
     seen = []
 
     class Note(Hook):
         def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
-            attention, ffn = runner.model.backbone[4].qkv, runner.model.backbone[6].fc1
-            seen.append((float(attention.lam), float(ffn.lam)))
+            seen.append(tuple(float(runner.model.backbone[i].lam) for i in (4, 6)))
 
     runner = runner_of(tmp_path, [SCHEDULE, Note()])
-    join_branches(runner.model.backbone[4], 1)
+    set_lam(runner.model.backbone[4], 1)
     assert not warnings_of(runner)
     assert seen == [(1, lam) for lam in (0, 0.25, 0.5, 0.75, 1, 1, 1, 1)]
 
@@ -259,9 +218,9 @@ def test_validated_in_the_middle_of_a_schedule(tmp_path):
     hooks = [SCHEDULE, dict(MERGE, when=('val', 'test')), Note()]
     runner = runner_of(tmp_path, hooks, train_cfg=train_cfg)
     runner.train()
-    # 2 batches an epoch, of which the third is the first that ends with joined branches.
-    assert forms == [ParallelFFN] * 4 + [OrdinaryFFN] * 4
-    assert isinstance(runner.model.backbone[6], ParallelFFN)
+    # 2 batches an epoch, of which the third is the first that ends with lambda = 1.
+    assert forms == [Rising] * 4 + [Faded] * 4
+    assert isinstance(runner.model.backbone[6], Rising)
 
 
 @pytest.mark.parametrize('warmup, end', [(8, '0.875'), (16, '0.4375')])
@@ -277,7 +236,7 @@ def test_too_long_a_schedule_is_reported(warmup, end, tmp_path):
 @pytest.mark.parametrize('ema', [[], [dict(type='EMAHook')]])
 def test_merged_checkpoints_are_tested(ema, tmp_path, relative_error):
     """By a config of the training form, whose lambda is at its beginning."""
-    model = join_branches(ToyScheduled(), 1).eval()
+    model = set_lam(ToyScheduled(), 1).eval()
     path = str(tmp_path / 'merged.pth')
     torch.save(dict(state_dict=reparameterize(model).state_dict()), path)
     runner = runner_of(tmp_path, [SCHEDULE, MERGE, *ema], load_from=path)

@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from repa_mm.config import build_model, load_config
 from repa_mm.export.export import agreeing_onnx, noise, resized
 from repa_mm.export.exported import ExportedModel
-from repa_mm.export.int8 import sensitivities, what_counts
 from repa_mm.export.transformers import _extent, padding_mask
 
 from .test_exported import check_objects
@@ -228,17 +227,6 @@ def test_mask_models_agree_with_test_step(kind, preprocessing, randomize):
                 a, b = a.pred_sem_seg.data, b.pred_sem_seg.data
                 assert len(b.unique()) > 1
                 assert a.shape == b.shape and (a != b).float().mean() <= 1e-3
-
-
-@pytest.mark.parametrize('kind', ['maskformer', 'semantic'])
-def test_what_8_bits_cost_in_a_mask_model(kind, randomize):
-    model, cfg = mask_model(kind, randomize)
-    data = model.data_preprocessor(small_images(cfg)[0], False)
-    errors = sensitivities(model, what_counts, [data['inputs']])
-    head = 'decode_head' if kind == 'semantic' else 'panoptic_head'
-    for layer in ('cls_embed', 'mask_embed.0', 'pixel_decoder.encoder.layers.0.ffn.layers.1'):
-        assert errors[f'{head}.{layer}'] > 0
-    assert {'backbone.conv1', 'backbone.layer4.0.conv1'} < set(errors)
 
 
 def test_panoptic_maps_are_refused(randomize):

@@ -324,6 +324,9 @@ def test_an_error_in_a_later_block_leaves_the_first_as_it_is():
     with pytest.raises(ValueError, match="'layers.1.ffn'.*shortcut"):
         idle(model)
     assert not any(isinstance(m, ChannelIdleFFN) for m in model.modules())
+    with pytest.raises(ValueError, match='shortcut'):
+        add_structures_(model, [dict(type='Widths', widths=8)])
+    assert len(model.layers[0].ffn.layers[1].weight.t()) == 64
 
 
 class Adapter(nn.Linear):
@@ -360,6 +363,49 @@ def test_a_norm_that_cannot_be_kept_is_named():
     model.layers[0].ln2 = type('RMSNorm', (nn.Module,), {})()
     with pytest.raises(ValueError, match="'layers.0.ffn'.* RMSNorm"):
         idle(model, norm_cfg=dict(type='keep'))
+
+
+# What of an ordinary FFN is frozen, and what of its channel-idle FFN is frozen then.
+FC1, FC2 = {'fc1.weight', 'fc1.bias'}, {'fc2.weight', 'fc2.bias'}
+FROZEN = [
+    (FC1, FC1),
+    ({'fc2.weight'}, {'fc2.weight'}),
+    ({'fc1.bias', 'norm.weight', 'scale'}, {'fc1.bias', 'norm1.weight', 'layer_scale'}),
+    # The norm inside of the FFN is new, and its scale is one of the linear layers'.
+    (FC1 | FC2, FC1 | FC2 | {'norm2.weight', 'norm2.bias'}),
+    (FC1 | FC2 | {'norm.weight', 'norm.bias', 'scale'}, None),
+]
+
+
+@pytest.mark.parametrize('frozen, expected', FROZEN)
+@pytest.mark.parametrize('case', ['DINOv2', 'BEiT', 'PoolFormer'])
+def test_what_is_frozen_stays_frozen(case, frozen, expected):
+    package, name, kwargs, _ = CONVERTIBLE[case]
+    model = build(package, name, kwargs)
+    parts = [site.parts() for site in ffn_sites(model)]
+    for key in frozen:
+        attribute, _, child = key.partition('.')
+        part = getattr(parts[0], attribute)
+        (getattr(part, child) if child else part).requires_grad_(False)
+    first, *others = [m for m in idle(model).modules() if isinstance(m, ChannelIdleFFN)]
+    names = {key for key, p in first.named_parameters() if not p.requires_grad}
+    assert names == ({key for key, _ in first.named_parameters()} if expected is None else expected)
+    assert all(p.requires_grad for ffn in others for p in ffn.parameters())
+    sum(
+        y.square().mean() for y in outputs(model.train() or model, torch.rand(2, 3, 64, 64))
+    ).backward()
+    assert {key for key, p in first.named_parameters() if p.grad is None} == names
+
+
+def test_weights_of_another_width_train_as_those_before():
+    model = build('mmpretrain', 'VisionTransformer', dict(arch=VIT))
+    site = ffn_sites(model)[0]
+    parts = site.parts()
+    parts.fc1.weight.requires_grad_(False)
+    parts.fc2.bias.requires_grad_(False)
+    site.set_weights(torch.ones(8, 16), torch.ones(8), torch.ones(16, 8), torch.ones(16))
+    parameters = *site.parts().fc1.parameters(), *site.parts().fc2.parameters()
+    assert [p.requires_grad for p in parameters] == [False, True, True, False]
 
 
 def test_twice():

@@ -10,40 +10,22 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from repa_mm.reparam import (
-    AffineMap,
-    AttentionParts,
     ChannelIdleFFN,
     CheckpointError,
-    ExpertsFFN,
     FFNParts,
-    LinearPathFFN,
     MergedFFN,
-    MergedLinear,
-    MergedNorm,
-    MixerParts,
-    NormedAffine,
-    NormedLinear,
-    NormParts,
-    OrdinaryAttention,
-    OrdinaryFFN,
-    ParallelAttention,
-    ParallelFFN,
-    ProgressiveNorm,
     Scheduled,
     finish_schedules,
     is_reparameterized,
     reparameterize,
 )
+from tests.test_engine.toy import Faded, Fading
 
 C, H = 16, 40
 
 
 def idle(**kwargs):
     return lambda: ChannelIdleFFN(C, H, layer_scale_init_value=0.5, **kwargs)
-
-
-def linear_path(**kwargs):
-    return lambda: LinearPathFFN(C, H, layer_scale_init_value=0.5, drop_path=0.1, **kwargs)
 
 
 # What makes a training form, what it merges into, and how many ordinary parts fill it.
@@ -53,29 +35,7 @@ FORMS = dict(
     idle_1=(idle(idle_ratio=1), MergedFFN, 1),
     idle_ln=(idle(norm_cfg=dict(type='LN')), MergedFFN, 1),
     idle_gn=(idle(norm_cfg=dict(type='TokenGN'), idle_ratio=0.5), MergedFFN, 1),
-    branches=(lambda: ParallelFFN(C, H, 3, layer_scale_init_value=0.5), OrdinaryFFN, 3),
-    attention=(
-        lambda: ParallelAttention(C, 4, 2, layer_scale_init_value=0.5),
-        OrdinaryAttention,
-        2,
-    ),
-    windows=(
-        lambda: ParallelAttention(C, 4, 2, window_size=(3, 4), qk_scale=0.3),
-        OrdinaryAttention,
-        2,
-    ),
-    experts=(lambda: ExpertsFFN(C, H, 3, layer_scale_init_value=0.5), OrdinaryFFN, 1),
-    path_idle=(linear_path(), MergedFFN, 1),
-    path_idle_0=(linear_path(idle_ratio=0), MergedFFN, 1),
-    path_idle_without_norms=(linear_path(norm_cfg=None), MergedFFN, 1),
-    norm=(lambda: ProgressiveNorm(C), AffineMap, 1),
-    linear=(lambda: NormedLinear(ProgressiveNorm(C), nn.Linear(C, 24)), MergedLinear, 1),
-    linear_without_bias=(
-        lambda: NormedLinear(ProgressiveNorm(C), nn.Linear(C, 24, bias=False)),
-        MergedLinear,
-        1,
-    ),
-    mixer=(lambda: NormedAffine(C), MergedNorm, 1),
+    fading=(lambda: Fading(C), Faded, 1),
 )
 SCHEDULED = [
     name
@@ -94,7 +54,7 @@ def make(randomize):
         form = randomize(FORMS[name][0](), seed)
         generator = torch.Generator().manual_seed(seed)
         for key, p in form.named_parameters():
-            if key.endswith(('eta', 'table')) or '.norm.' in f'.{key}' or 'affine' in key:
+            if key.endswith(('eta', 'table')) or '.norm.' in f'.{key}':
                 p.data.copy_(torch.rand(p.shape, generator=generator) * 2 - 1)
         return finish_schedules(form)
 
@@ -102,8 +62,7 @@ def make(randomize):
 
 
 def tokens(name, batch=4, **kwargs):
-    shape = (C, 3, 4) if name == 'mixer' else (12, C)
-    return torch.randn(batch, *shape, **kwargs)
+    return torch.randn(batch, 12, C, **kwargs)
 
 
 @settings(max_examples=120, deadline=None, database=None, suppress_health_check=list(HealthCheck))
@@ -183,54 +142,8 @@ def ordinary(name):
     nn.init.uniform_(norm.weight, 0.5, 1.5)
     nn.init.uniform_(norm.bias, -0.5, 0.5)
     scale = torch.rand(C) + 0.5
-    if name in ('attention', 'windows'):
-        table = torch.randn(35, 4) if name == 'windows' else None
-        parts = AttentionParts(norm, nn.Linear(C, 3 * C), nn.Linear(C, C), scale, table)
-
-        def attend(x):
-            q, k, v = parts.qkv(norm(x)).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
-            bias = 0
-            if table is not None:
-                index = FORMS[name][0]().relative_position_index
-                bias = table[index].permute(2, 0, 1)
-            factor = 0.3 if name == 'windows' else 0.5
-            p = (q @ k.transpose(2, 3) * factor + bias).softmax(-1)
-            return parts.proj((p @ v).transpose(1, 2).flatten(2)) * scale
-
-        return parts, attend
-    if name in ('norm', 'linear', 'linear_without_bias'):
-        linear = nn.Linear(C, 24, bias=name == 'linear')
-        parts = NormParts(norm, None if name == 'norm' else linear)
-        return parts, lambda x: norm(x) if name == 'norm' else linear(norm(x))
-    if name == 'mixer':
-        parts = MixerParts(nn.GroupNorm(1, C), nn.Conv2d(C, C, 1, groups=C))
-        return parts, lambda x: parts.affine(parts.norm(x)) - parts.norm(x)
     parts = FFNParts(norm, nn.Linear(C, H), nn.GELU(), nn.Linear(H, C), scale)
     return parts, lambda x: parts.fc2(F.gelu(parts.fc1(norm(x)))) * scale
-
-
-# Idle channels or a BatchNorm compute something else than the ordinary FFN.
-@pytest.mark.parametrize(
-    'name', [n for n in FORMS if 'idle' not in n and n != 'windows' or n == 'windows']
-)
-def test_filled_with_ordinary_weights_it_computes_what_they_do(name, relative_error):
-    form = FORMS[name][0]().eval()
-    sources = [ordinary(name) for _ in range(FORMS[name][2])]
-    before = [p.data_ptr() for p in form.parameters()]
-    form.fill(*(parts for parts, _ in sources))
-    assert [p.data_ptr() for p in form.parameters()] == before
-    assert all(p.grad_fn is None and p.requires_grad for p in form.parameters())
-    x = tokens(name)
-    expected = sum(function(x) for _, function in sources)
-    if name in ('branches', 'experts'):  # behind a norm, with the shortcut
-        norm = sources[0][0].norm
-        u = F.layer_norm(x, (C,)) if name == 'branches' else norm(x)
-        actual = form(u, x) - x
-    elif name in ('attention', 'windows'):
-        actual = form(F.layer_norm(x, (C,)))
-    else:
-        actual = form(x)
-    assert relative_error(actual, expected) < 1e-5
 
 
 @pytest.mark.parametrize('scale', [0.5, 0.0])
@@ -243,30 +156,6 @@ def test_a_channel_idle_ffn_is_filled(scale, relative_error):
     x = tokens('ffn')
     assert relative_error(form(x) - x, function(x)) < 1e-5
     assert relative_error(reparameterize(form)(x), form(x)) < 1e-5
-
-
-@pytest.mark.parametrize('norm_cfg', [None, dict(type='BN')])
-def test_the_linear_path_is_filled_with_idle_channels(norm_cfg, relative_error):
-    form = LinearPathFFN(C, H, norm_cfg=norm_cfg).eval()
-    parts, _ = ordinary('ffn')
-    form.fill(parts)
-    x = F.layer_norm(tokens('ffn'), (C,))
-    h = parts.fc1(x * parts.norm.weight + parts.norm.bias)
-    h = torch.cat([F.gelu(h[..., :10]), h[..., 10:]], -1)
-    # Fresh statistics are a mean of 0 and a variance of 1, beside which epsilon is small.
-    assert relative_error(form(x) - x, parts.fc2(h) * parts.scale) < 1e-4
-
-
-@pytest.mark.parametrize(
-    'kwargs, message',
-    [
-        (dict(norm_cfg=dict(type='LN')), 'a LayerNorm, and not a BatchNorm'),
-        (dict(idle_ratio=1), 'no channel would be active'),
-    ],
-)
-def test_linear_paths_that_cannot_be(kwargs, message):
-    with pytest.raises(ValueError, match=message):
-        LinearPathFFN(C, H, **kwargs)
 
 
 class Adapter(nn.Linear):

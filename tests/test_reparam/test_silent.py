@@ -7,8 +7,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from repa_mm.reparam import ChannelIdleFFN, join_branches, reparameterize, set_shortcut
-from repa_mm.reparam.depth import ParallelFFN
+from repa_mm.reparam import ChannelIdleFFN, reparameterize, set_shortcut
 
 GENERATOR = torch.Generator().manual_seed(0)
 
@@ -74,26 +73,6 @@ def test_random_activations_are_not_computed_twice():
         step = 1e-6
         difference = (loss(x + step * direction) - loss(x - step * direction)) / (2 * step)
     assert float(slope) == pytest.approx(float(difference), rel=1e-5)
-
-
-def test_an_average_knows_whether_its_branches_are_joined():
-    from mmengine.model import ExponentialMovingAverage
-
-    model = scrambled(nn.Sequential(ParallelFFN(8, 16)))
-    join_branches(model, 1)
-    average = ExponentialMovingAverage(model)
-    join_branches(model, 0)
-    average.update_parameters(model)
-    x = torch.randn(2, 5, 8)
-    assert error(average.eval()(x), model.eval()(x)) < 1e-6
-
-
-def test_parallel_forms_refuse_replaced_dropouts():
-    ffn = ParallelFFN(8, 16)
-    join_branches(ffn, 1)
-    ffn.dropout_layer = nn.Tanh()
-    with pytest.raises(ValueError, match='Tanh'):
-        ffn.merge()
 
 
 def test_what_is_merged_keeps_its_shortcut():

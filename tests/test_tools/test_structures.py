@@ -8,44 +8,31 @@ from repa_mm.config import build_model, load_config
 from repa_mm.reparam import Scheduled
 
 # On the tiny detector of the demo: its backbone, and how wide the maps are that it gives the neck.
-ARCH = 'arch=dict(embed_dims=24, depths=[2, 2, 2, 2], num_heads=[1, 2, 2, 2]), window_size=3'
-VIT = (
-    'arch=dict(embed_dims=16, num_layers=3, num_heads=2, feedforward_channels=32), '
-    "img_size=96, patch_size=16, out_indices=[0, 1, 2], out_type='featmap'"
-)
-SCHEDULE = "dict(type='ScheduleHook', warmup=1)"
 STRUCTURES = dict(
-    parallel=(f"type='ParallelSwinTransformer', num_branches=2, {ARCH}", [48, 96, 192], SCHEDULE),
-    progressive_idle=(
-        "_delete_=True, type='Restructured', model={{_base_.model.backbone}}, "
-        "structures=[dict(type='ChannelIdle'), dict(type='ProgressiveNorms')]",
-        [96, 192, 384],
-        SCHEDULE,
-    ),
-    experts=(
-        f"_delete_=True, type='ExpertsVisionTransformer', num_experts=2, {VIT}",
+    idle=(
+        "_delete_=True, type='RePaVisionTransformer', idle_ratio=0.5, "
+        'arch=dict(embed_dims=16, num_layers=3, num_heads=2, feedforward_channels=32), '
+        "img_size=96, patch_size=16, out_indices=[0, 1, 2], out_type='featmap'",
         [16] * 3,
-        "dict(type='AverageExpertsHook')",
-    ),
-    mixers=(
-        "_delete_=True, type='AffineRIFormer', out_indices=[2, 4, 6], "
-        'arch=dict(layers=[1, 1, 1, 1], embed_dims=[8, 16, 24, 32])',
-        [16, 24, 32],
         '',
-    ),
+    )
 )
 
 
 @pytest.fixture(params=STRUCTURES)
 def config(request, tmp_path):
+    return write_config(tmp_path / f'{request.param}.py', *STRUCTURES[request.param])
+
+
+def write_config(path, backbone, widths, hooks, *imports):
+    """Write a config of the demo's detector with another backbone; projects test theirs with it."""
     pytest.importorskip('mmdet')
-    backbone, widths, hooks = STRUCTURES[request.param]
-    path = tmp_path / f'{request.param}.py'
     path.write_text(
         f'_base_ = {repa_mm.config_path("demo/retinanet_swin_digits.py")!r}\n'
         f'model = dict(backbone=dict({backbone}),\n'
         f'             neck=dict(in_channels={widths}, out_channels=32),\n'
         '             bbox_head=dict(in_channels=32, feat_channels=32))\n'
+        f'custom_imports = dict(imports={["repa_mm", *imports]}, allow_failed_imports=False)\n'
         f'custom_hooks = [{hooks}]\n'
         "default_hooks = dict(reparameterize=dict(type='ReparameterizeHook'))\n"
         'train_dataloader = dict(batch_size=4, num_workers=0, persistent_workers=False)\n'

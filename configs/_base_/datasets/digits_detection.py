@@ -1,5 +1,5 @@
 # The demo's scenes of digits, which `python tools/demo.py --task data` writes.
-_base_ = './coco_detection.py'
+_base_ = 'mmdet::_base_/datasets/coco_detection.py'
 
 data_root = 'data/demo/coco/'
 metainfo = dict(

@@ -1,22 +1,9 @@
-# Swin-T classifier, with the batch augmentation and losses of DeiT and Swin.
+# MMPretrain's Swin-T classifier, with the batch augmentation and losses of DeiT and Swin.
+_base_ = 'mmpretrain::_base_/models/swin_transformer/tiny_224.py'
+
 model = dict(
-    type='ImageClassifier',
     data_preprocessor=dict(
         num_classes=1000, mean=[123.675, 116.28, 103.53], std=[58.395, 57.12, 57.375], to_rgb=True
     ),
-    backbone=dict(type='mmpretrain.SwinTransformer', arch='tiny', drop_path_rate=0.2),
-    neck=dict(type='GlobalAveragePooling'),
-    head=dict(
-        type='LinearClsHead',
-        num_classes=1000,
-        in_channels=768,
-        init_cfg=None,  # that of the whole model, below, covers it
-        loss=dict(type='LabelSmoothLoss', label_smooth_val=0.1, mode='original'),
-        cal_acc=False,
-    ),
-    init_cfg=[
-        dict(type='TruncNormal', layer='Linear', std=0.02, bias=0.0),
-        dict(type='Constant', layer='LayerNorm', val=1.0, bias=0.0),
-    ],
-    train_cfg=dict(augments=[dict(type='Mixup', alpha=0.8), dict(type='CutMix', alpha=1.0)]),
+    backbone=dict(type='mmpretrain.SwinTransformer'),
 )

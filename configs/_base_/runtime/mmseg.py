@@ -1,25 +1,4 @@
-default_scope = 'mmseg'
+# A path, since MMEngine knows `mmseg::` by the name of OpenMMLab's distribution alone. The hooks
+# come with MMSegmentation's schedules.
+_base_ = __import__('repa_mm').config_path('mmseg::_base_/default_runtime.py')
 custom_imports = dict(imports=['repa_mm'], allow_failed_imports=False)
-
-default_hooks = dict(
-    timer=dict(type='IterTimerHook'),
-    logger=dict(type='LoggerHook', interval=50, log_metric_by_epoch=False),
-    param_scheduler=dict(type='ParamSchedulerHook'),
-    checkpoint=dict(type='CheckpointHook', by_epoch=False, interval=16000, max_keep_ckpts=2),
-    sampler_seed=dict(type='DistSamplerSeedHook'),
-    visualization=dict(type='SegVisualizationHook'),
-)
-
-env_cfg = dict(
-    cudnn_benchmark=True,
-    mp_cfg=dict(mp_start_method='fork', opencv_num_threads=0),
-    dist_cfg=dict(backend='nccl'),
-)
-
-vis_backends = [dict(type='LocalVisBackend')]
-visualizer = dict(type='SegLocalVisualizer', vis_backends=vis_backends, name='visualizer')
-log_processor = dict(by_epoch=False)
-
-log_level = 'INFO'
-load_from = None
-resume = False

@@ -1,8 +1,6 @@
-# 160k iterations on ADE20K with AdamW: MMSegmentation's UperNet with Swin.
-# Norms of the backbone and relative position tables do not decay.
-train_cfg = dict(type='IterBasedTrainLoop', max_iters=160000, val_interval=16000)
-val_cfg = dict(type='ValLoop')
-test_cfg = dict(type='TestLoop')
+# 160k iterations on ADE20K with AdamW: MMSegmentation's UperNet with Swin. Norms of the backbone
+# and relative position tables do not decay.
+_base_ = __import__('repa_mm').config_path('mmseg::_base_/schedules/schedule_160k.py')
 
 param_scheduler = [
     dict(type='LinearLR', start_factor=1e-6, by_epoch=False, begin=0, end=1500),
@@ -11,6 +9,7 @@ param_scheduler = [
 
 # The FFNs of RePa backbones hold their norms: `ffn.norm1`, `ffn.norm2`.
 optim_wrapper = dict(
+    _delete_=True,
     type='OptimWrapper',
     optimizer=dict(type='AdamW', lr=0.00006, betas=(0.9, 0.999), weight_decay=0.01),
     paramwise_cfg=dict(
@@ -21,6 +20,7 @@ optim_wrapper = dict(
         }
     ),
 )
+default_hooks = dict(checkpoint=dict(max_keep_ckpts=2))
 
 # 8 GPUs x 2 images
 auto_scale_lr = dict(enable=False, base_batch_size=16)

@@ -1,18 +1,10 @@
-# 12 epochs on COCO with SGD: MMDetection's RetinaNet with Swin. Norms and
-# relative position tables do not decay.
-train_cfg = dict(type='EpochBasedTrainLoop', max_epochs=12, val_interval=1)
-val_cfg = dict(type='ValLoop')
-test_cfg = dict(type='TestLoop')
-
-param_scheduler = [
-    dict(type='LinearLR', start_factor=0.001, by_epoch=False, begin=0, end=500),
-    dict(type='MultiStepLR', begin=0, end=12, by_epoch=True, milestones=[8, 11], gamma=0.1),
-]
+# 12 epochs on COCO with SGD: MMDetection's RetinaNet with Swin. Norms and relative position tables
+# do not decay.
+_base_ = 'mmdet::_base_/schedules/schedule_1x.py'
 
 # The FFNs of RePa backbones hold their norms: `ffn.norm1`, `ffn.norm2`.
 optim_wrapper = dict(
-    type='OptimWrapper',
-    optimizer=dict(type='SGD', lr=0.01, momentum=0.9, weight_decay=0.0001),
+    optimizer=dict(lr=0.01),
     paramwise_cfg=dict(
         custom_keys={
             'absolute_pos_embed': dict(decay_mult=0.0),
@@ -21,6 +13,3 @@ optim_wrapper = dict(
         }
     ),
 )
-
-# 8 GPUs x 2 images
-auto_scale_lr = dict(enable=False, base_batch_size=16)

@@ -5,7 +5,6 @@ _base_ = [
     '../../../configs/_base_/datasets/ade20k.py',
     '../../../configs/_base_/schedules/ade20k_160k_adamw.py',
     '../../../configs/_base_/runtime/mmseg.py',
-    '../../../configs/_base_/tta/segmentation.py',
 ]
 default_hooks = dict(reparameterize=dict(type='ReparameterizeHook'))  # test the merged model
 

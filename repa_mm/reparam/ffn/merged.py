@@ -12,7 +12,7 @@ from .weights import FoldedFFN, stack
 
 
 class MergedFFN(DeployForm):
-    """Deploy form of a :class:`ChannelIdleFFN` (paper eq. 7), and of a :class:`LinearPathFFN`.
+    """Deploy form of a :class:`ChannelIdleFFN` (paper eq. 7).
 
     y = x W^T + b + act(x W_in^T + b_in) W_out^T in two matrix products: W_in (A, C) and W (C, C)
     are stacked in ``fc1``, and the second product, with W_out (C, A) in ``fc2``, accumulates onto

@@ -1,0 +1,140 @@
+"""Experts pass the tests of the package's own forms, structures and backbones."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from mmengine.registry import MODELS
+from mmpretrain.models import PoolFormer, VisionTransformer
+
+from projects.expert_averaging import ExpertsFFN, ExpertsVisionTransformer, MergedExperts
+from repa_mm.models import add_structures_
+from repa_mm.reparam import CheckpointError, Form, reparameterize
+from tests import test_configs
+from tests.conftest import run_test
+from tests.test_models import test_backbones, test_structures
+from tests.test_models.test_backbones import VIT, check_same, scattered  # noqa: F401
+from tests.test_models.test_structures import filled, vit_arch
+from tests.test_reparam import test_forms
+from tests.test_reparam.test_forms import make  # noqa: F401
+from tests.test_tools import test_structures as test_tools
+from tests.test_tools.conftest import call, digits, in_digits, run_tool  # noqa: F401
+
+CONFIG = str(Path(__file__).parents[1] / 'configs' / 'experts_deit_t_in1k.py')
+C, H = test_forms.C, test_forms.H
+CFG = dict(type='ExpertsVisionTransformer', num_experts=3, **VIT)
+VIT_ARGS = test_structures.VIT
+
+
+@pytest.fixture
+def form(monkeypatch):
+    row = lambda: ExpertsFFN(C, H, 3, layer_scale_init_value=0.5), MergedExperts, 1  # noqa: E731
+    monkeypatch.setitem(test_forms.FORMS, 'experts', row)
+
+
+@pytest.mark.parametrize(
+    'test',
+    [
+        'a_step_moves_every_parameter',
+        'the_weights_of_the_other_form_are_refused',
+        'what_the_merge_does_not_know_is_refused',
+        'empty_batches',
+    ],
+)
+def test_as_other_forms(test, form, request):
+    run_test(getattr(test_forms, f'test_{test}'), request, name='experts')
+
+
+@pytest.mark.parametrize('seed', range(4))
+def test_merge_is_exact(seed, form, request):
+    case = dict(seed=seed, scale=(1, 30)[seed % 2], hostile=False)
+    case.update(dtype=(torch.float32, torch.float64)[seed // 2])
+    check = test_forms.test_merge_is_exact.hypothesis.inner_test
+    run_test(check, request, name='experts', **case)
+
+
+@pytest.mark.parametrize(
+    'test',
+    [
+        'merge_is_exact',
+        'trains',
+        'the_wrong_form_is_refused_whoever_loads',
+        'ordinary_weights_are_refused_and_fill',
+        'own_weights_in_both_forms',
+    ],
+)
+def test_as_other_backbones(test, request, monkeypatch):
+    # A merged ViT with layer scale is no ordinary one: its FFNs have the scale in their matrices.
+    row = dict(CFG, layer_scale_init_value=0.5), 'mmpretrain.VisionTransformer', True
+    monkeypatch.setitem(test_backbones.BACKBONES, 'experts', row)
+    monkeypatch.setattr(test_backbones, 'OWN', ('num_experts',))
+    run_test(getattr(test_backbones, f'test_{test}'), request, name='experts')
+
+
+def test_merges_into_an_ordinary_vit(scattered, check_same):  # noqa: F811
+    model, ordinary = scattered(MODELS.build(CFG)), VisionTransformer(**VIT)
+    ordinary.load_state_dict(reparameterize(model).state_dict(), strict=True)
+    ordinary.eval()
+    x = torch.randn(2, 3, 72, 88)
+    with torch.no_grad():
+        check_same(ordinary(x), model(x))
+
+
+@pytest.mark.parametrize('package', ['mmpretrain', 'mmdet', 'mmseg'])
+def test_every_registry_builds_it(package):
+    registry = pytest.importorskip(f'{package}.registry').MODELS
+    assert type(registry.build(CFG)) is ExpertsVisionTransformer
+
+
+@pytest.mark.parametrize('first, second', [('Experts', 'ChannelIdle'), ('ChannelIdle', 'Experts')])
+def test_a_site_takes_one_form(first, second, monkeypatch):
+    monkeypatch.setitem(test_structures.FFN_FORMS, 'Experts', 'FFN of experts')
+    test_structures.test_a_site_takes_one_form(first, second)
+
+
+def test_a_block_that_calls_its_ffn_in_another_way_is_refused_before_anything_changes():
+    vit, pool = VisionTransformer(vit_arch(1), **VIT_ARGS), PoolFormer('s12')
+    blocks = torch.nn.Sequential(vit.layers[0], pool.network[0][0])
+    with pytest.raises(ValueError, match='PoolFormerBlock does not call its FFN as'):
+        add_structures_(blocks, [dict(type='Experts')])
+    assert not any(isinstance(m, Form) for m in blocks.modules())
+
+
+def test_a_frozen_stage_freezes_its_experts():
+    for stages, trains in ((-1, True), (1, False)):
+        model = ExpertsVisionTransformer(vit_arch(1), frozen_stages=stages, **VIT_ARGS)
+        assert all(p.requires_grad is trains for p in model.layers[0].ffn.parameters())
+
+
+def test_weights_without_the_layer_scale_do_not_fill(tmp_path):
+    """As those of merged experts, whose matrices have it."""
+    kwargs = dict(num_experts=2, layer_scale_init_value=1e-5, **VIT_ARGS)
+    merged = reparameterize(ExpertsVisionTransformer(vit_arch(1), **kwargs))
+    with pytest.raises(CheckpointError, match='lack .*gamma2'):
+        filled(ExpertsVisionTransformer, vit_arch(1), merged, tmp_path / 'vit.pth', **kwargs)
+
+
+def test_the_export_agrees(request, monkeypatch):
+    from tests.test_export import test_export
+
+    name = 'ExpertsVisionTransformer'
+    monkeypatch.setitem(test_export.BACKBONES, name, test_export.VIT)
+    run_test(test_export.test_backbones_agree, request, name=name)
+
+
+def test_the_config_trains_a_step_and_merges(relative_error):
+    test_configs.test_model_trains_a_step_and_merges(CONFIG, relative_error)
+    hooks = test_configs.load(CONFIG).custom_hooks
+    assert hooks == [dict(type='AverageExpertsHook', rate=1e-3)]
+
+
+def test_in_the_tools(in_digits, call):  # noqa: F811
+    backbone = (
+        "_delete_=True, type='ExpertsVisionTransformer', num_experts=2, "
+        'arch=dict(embed_dims=16, num_layers=3, num_heads=2, feedforward_channels=32), '
+        "img_size=96, patch_size=16, out_indices=[0, 1, 2], out_type='featmap'"
+    )
+    hook, project = "dict(type='AverageExpertsHook')", 'projects.expert_averaging'
+    path = in_digits / 'experts.py'
+    config = test_tools.write_config(path, backbone, [16] * 3, hook, project)
+    test_tools.test_trained_tested_and_merged(config, in_digits, call)

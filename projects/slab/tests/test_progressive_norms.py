@@ -1,0 +1,112 @@
+"""Progressive norms against their equations, and merged."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from projects.slab import NormedLinear, ProgressiveNorm
+from repa_mm.reparam import finish_schedules, set_lam
+
+FORMS = dict(
+    norm=lambda: ProgressiveNorm(16),
+    linear=lambda: NormedLinear(ProgressiveNorm(16), nn.Linear(16, 24)),
+    without_bias=lambda: NormedLinear(ProgressiveNorm(16), nn.Linear(16, 24, bias=False)),
+)
+
+
+@pytest.fixture
+def scattered(randomize):
+    """Every parameter and statistic as after training, eta and slopes too."""
+
+    def scatter(form, seed=0):
+        randomize(form, seed)
+        generator = torch.Generator().manual_seed(seed)
+        for name, p in form.named_parameters():
+            if name.endswith(('eta', 'slope', 'offset')):
+                p.data.copy_(torch.rand(p.shape, generator=generator) * 2 - 1)
+        return form
+
+    return scatter
+
+
+def rep_bn(rep, x, training):
+    tokens = x.flatten(0, -2)
+    mean, var = rep.bn.running_mean, rep.bn.running_var
+    if training:
+        mean, var = tokens.mean(0), tokens.var(0, unbiased=False)
+    return (x - mean) / (var + rep.bn.eps).sqrt() * rep.bn.weight + rep.bn.bias + rep.eta * x
+
+
+@pytest.mark.parametrize('lam', [0.0, 0.3, 1.0])
+@pytest.mark.parametrize('training', [True, False])
+def test_forms_are_the_equations(lam, training, scattered, relative_error):
+    x = torch.randn(3, 7, 16, dtype=torch.double) * 2 + 1
+    norm = set_lam(scattered(ProgressiveNorm(16)).double(), lam).train(training)
+    layer_norm = F.layer_norm(x, (16,), norm.ln.weight, norm.ln.bias, norm.ln.eps)
+    expected = lam * layer_norm + (1 - lam) * rep_bn(norm.rep, x, training)
+    assert relative_error(norm(x), expected) < 1e-12
+
+
+@pytest.mark.parametrize('kwargs', [dict(affine=False), dict(momentum=None), {}])
+def test_merges_with_other_batch_norms(kwargs, scattered, relative_error):
+    """Also where a channel is constant."""
+    form = NormedLinear(ProgressiveNorm(16, dict(type='BN', **kwargs)), nn.Linear(16, 24))
+    finish_schedules(scattered(form)).double().train()
+    x = torch.randn(4, 9, 16, dtype=torch.double)
+    x[..., 3] = 2.5
+    for _ in range(3):
+        form(x)
+    form.norm.rep.bn.running_var[3] = 0
+    form.eval()
+    assert relative_error(form.merge()(x), form(x)) < 1e-12
+    form.norm.rep.bn.eps = 0
+    with pytest.raises(ValueError, match='eps=0 and channels of variance 0'):
+        form.merge()
+
+
+def test_mmcvs_synchronized_norms_merge(scattered, relative_error):
+    """They do not derive from torch's."""
+
+    class SyncBatchNorm(nn.Module):
+        __module__ = 'mmcv.ops.sync_bn'
+
+        def __init__(self, bn):
+            super().__init__()
+            self.__dict__.update(copy.deepcopy(bn).__dict__)
+
+        def forward(self, x):
+            return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias)
+
+    form = finish_schedules(scattered(FORMS['linear']())).eval()
+    form.norm.rep.bn = SyncBatchNorm(form.norm.rep.bn)
+    x = torch.randn(2, 9, 16)
+    assert relative_error(form.merge()(x), form(x)) < 1e-6
+
+
+def test_statistics_are_counted_once_under_checkpointing(scattered):
+    for make in (FORMS['linear'],):
+        form = scattered(make()).train()
+        other = copy.deepcopy(form)
+        x = torch.randn(2, 9, 16, requires_grad=True)
+        form(x).sum().backward()
+        torch.utils.checkpoint.checkpoint(other, x, use_reentrant=True).sum().backward()
+        for (key, a), b in zip(form.named_buffers(), other.buffers()):
+            assert torch.equal(a, b), key
+
+
+def test_bad_input():
+    norm = ProgressiveNorm(8)
+    for lam in (-1, 2, float('nan')):
+        with pytest.raises(ValueError, match='lambda must be'):
+            set_lam(norm, lam)
+    with pytest.raises(ValueError, match='Linear has no Scheduled'):
+        set_lam(nn.Linear(2, 2), 0)
+    for norm_cfg in (dict(type='LN'), dict(type='BN', track_running_stats=False)):
+        with pytest.raises(ValueError, match="takes 'BN' or 'SyncBN', with running statistics"):
+            ProgressiveNorm(8, norm_cfg)
+    set_lam(norm, 0).rep.bn.running_mean = None
+    with pytest.raises(ValueError, match='without running statistics'):
+        norm.merge()

@@ -1,0 +1,149 @@
+"""What models with structures load, and that they are ordinary objects."""
+
+import copy
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn as nn
+from mmengine.registry import MODELS
+from mmengine.runner.checkpoint import load_state_dict
+from mmpretrain.models import VisionTransformer
+
+import repa_mm
+from repa_mm.models import add_structures_
+from repa_mm.reparam import CheckpointError, Form, finish_schedules
+
+ARCH = dict(embed_dims=16, num_layers=2, num_heads=2, feedforward_channels=40)
+VIT = dict(arch=ARCH, img_size=32, patch_size=8, out_type='featmap')
+POOL = dict(
+    arch=dict(layers=[1] * 4, embed_dims=[8] * 4, mlp_ratios=[4] * 4),
+    out_indices=(0,),
+    frozen_stages=-1,
+)
+
+
+def idle(ratio, **kwargs):
+    return [dict(type='ChannelIdle', idle_ratio=ratio, **kwargs)]
+
+
+def build(structures, deploy=False, **model):
+    model = model or dict(type='mmpretrain.VisionTransformer', **VIT)
+    cfg = dict(type='Restructured', model=model, structures=structures, deploy=deploy)
+    return MODELS.build(copy.deepcopy(cfg))
+
+
+# The structures of a model that leave a block ordinary, those of the weights, and the block.
+CASES = [
+    (idle([0.75, None]), idle(0.75), 'layers.1.ffn'),
+    (idle([None, 0.75]), idle(0.75), 'layers.0.ffn'),
+    (idle([None, None]), idle(0.75), 'layers.0.ffn'),
+    ([dict(type='Widths', widths=[20, None])], idle(0.75), 'layers.0.ffn'),
+    ([dict(type='Widths', widths=[None, None])], idle(0.75), 'layers.0.ffn'),
+]
+
+
+@pytest.mark.parametrize(
+    'deploy, own, others, name', [(deploy, *case) for case in CASES for deploy in (0, 1)]
+)
+def test_weights_of_forms_are_refused_where_a_block_is_ordinary(deploy, own, others, name):
+    weights = build(others, deploy).state_dict()
+    own = build(own, deploy and any(isinstance(m, Form) for m in build(own).modules()))
+    model = copy.deepcopy(own)
+    for load in (load_state_dict, nn.Module.load_state_dict):
+        with pytest.raises(CheckpointError, match=f"ordinary .* at '{name}'.*it has "):
+            load(model, weights, strict=False)
+        load(model, own.state_dict(), strict=True)
+    for loaded in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        with pytest.raises(CheckpointError, match=f"ordinary .* at '{name}'"):
+            loaded.load_state_dict(weights, strict=False)
+
+
+def test_weights_of_forms_are_refused_in_parts_that_no_structure_is_for():
+    def parts(*where):
+        parts = {name: VisionTransformer(**VIT) for name in ('backbone', 'encoder')}
+        model = nn.ModuleDict(parts)
+        add_structures_(model, [dict(type='ChannelIdle', where=name) for name in where])
+        return model
+
+    weights = parts('backbone', 'encoder').state_dict()
+    with pytest.raises(CheckpointError, match="ordinary FFN at 'backbone.layers.0.ffn'"):
+        parts('encoder').load_state_dict(weights, strict=False)
+
+
+def test_blocks_of_the_same_name_may_have_other_parts():
+    others = nn.TransformerEncoderLayer(16, 2, 32)
+    model = nn.ModuleDict(dict(backbone=VisionTransformer(**VIT), others=others))
+    add_structures_(model, idle(0.75))
+    model.load_state_dict(model.state_dict())
+
+
+def test_other_weights_may_lack_and_have_what_torch_lets_them():
+    """Loading that is not strict stays what it is where nothing is a form's."""
+    model = build(idle([0.75, None]))
+    weights = build(idle([0.75, None])).state_dict()
+    del weights['layers.1.ffn.layers.1.bias'], weights['cls_token']
+    weights['head.weight'] = torch.ones(1)
+    found = model.load_state_dict(weights, strict=False)
+    assert found.missing_keys == ['cls_token', 'layers.1.ffn.layers.1.bias']
+    assert found.unexpected_keys == ['head.weight']
+    assert torch.equal(
+        model.layers[1].ffn.layers[1].weight, weights['layers.1.ffn.layers.1.weight']
+    )
+
+
+CLASSIFIER = dict(
+    type='mmpretrain.ImageClassifier',
+    backbone=dict(type='mmpretrain.VisionTransformer', **dict(VIT, out_type='cls_token')),
+    head=dict(type='mmpretrain.LinearClsHead', num_classes=3, in_channels=16),
+)
+MODELS_TO_SAVE = dict(
+    restructured=lambda: build(idle([0.5, None])),
+    poolformer=lambda: build(idle(0.75), type='mmpretrain.PoolFormer', **POOL),
+    whole=lambda: build(idle(0.75), **CLASSIFIER),
+    named=lambda: MODELS.build(dict(type='RePaVisionTransformer', **VIT)),
+    in_place=lambda: add_structures_(VisionTransformer(**VIT), idle(0.75)),
+)
+LOAD = """
+import sys, torch
+models, x, expected = torch.load(sys.argv[1], weights_only=False)
+for name, model in models.items():
+    torch.testing.assert_close(model(x)[0], expected[name], rtol=0, atol=0, msg=name)
+print(list(models))
+"""
+
+
+def test_models_are_saved_whole_and_loaded_in_another_process(randomize, tmp_path):
+    x, models = torch.randn(2, 3, 32, 32), {}
+    for name, make in MODELS_TO_SAVE.items():
+        models[name] = finish_schedules(randomize(make()))
+        models[name].eval()
+        models[f'{name}, merged'] = repa_mm.reparameterize(models[name])
+    with torch.no_grad():
+        expected = {name: model(x)[0] for name, model in models.items()}
+    path = tmp_path / 'models.pth'
+    torch.save([models, x, expected], path)
+    command = [sys.executable, '-c', LOAD, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert not done.returncode, done.stderr[-3000:]
+    assert done.stdout.endswith(f'{list(models)}\n')
+
+
+@pytest.mark.parametrize('protocol', [0, pickle.HIGHEST_PROTOCOL])
+def test_a_pickled_model_is_of_the_same_class_and_goes_on(protocol, randomize, relative_error):
+    model = randomize(MODELS_TO_SAVE['restructured']())
+    for other in (pickle.loads(pickle.dumps(model, protocol)), copy.deepcopy(model)):
+        assert type(other) is type(model)
+        x = torch.randn(2, 3, 32, 32)
+        other.train()(x)[0].sum().backward()
+        assert all(p.grad is not None for p in other.parameters())
+        assert all(p.grad is None for p in model.parameters())
+        other.eval()
+        expected = finish_schedules(other)(x)[0]
+        other.switch_to_deploy()
+        assert relative_error(other(x)[0], expected) < 1e-5
+    assert any(isinstance(m, Form) for m in model.modules())
+    # What it was built from is there as well.
+    assert [*other.build_ordinary().state_dict()] == [*VisionTransformer(**VIT).state_dict()]
