@@ -1,13 +1,13 @@
-"""Translating checkpoints of the code of RePaFormer's authors, and of DINO's.
+"""Translating checkpoints of the RePaFormer and DINO authors' code.
 
-Their models have timm's names, ours OpenMMLab's. Besides the names differ
+Their models use timm's parameter names, ours OpenMMLab's. Other differences are:
 
-- the merged FFNs, fc1(x) + fc3(act(fc2(x))) there, of two products here (:class:`MergedFFN`);
-- those of PoolFormers, which are convolutions of 1x1 there;
-- those of LV-ViTs, which see the tokens divided by the residual scale there;
-- what merges patches in Swin. There, the four neighbours of a patch are concatenated as (0, 0),
-  (1, 0), (0, 1), (1, 1), each with all its channels. ``nn.Unfold``, with which MMCV merges patches,
-  has (0, 0), (0, 1), (1, 0), (1, 1) of the first channel, then of the second, and so on.
+- A merged FFN is fc1(x) + fc3(act(fc2(x))) in their code. :class:`MergedFFN` has two linear layers.
+- The FFNs of their PoolFormers are 1x1 convolutions.
+- The FFNs of their LV-ViTs get the tokens divided by the residual scale.
+- Their Swin concatenates the four neighbours of a patch as (0, 0), (1, 0), (0, 1), (1, 1), each
+  with all its channels. ``nn.Unfold``, which MMCV's patch merging uses, returns (0, 0), (0, 1),
+  (1, 0), (1, 1) of the first channel, then of the second channel, and so on.
 """
 
 import math
@@ -38,7 +38,8 @@ _VIT = {
     r'(?<=\d)\.attn\.norm\b': '.ln1',
     r'\bmlp\b': 'ffn',
 }
-# Part of a name that only a family has, and its names there and here, to be replaced in turn.
+# By a part of a parameter name that only this family has: regular expressions for the authors'
+# names and our names, replaced one after the other.
 _FAMILIES = dict(
     relative_position_bias_table={
         **_TRANSFORMER,
@@ -65,24 +66,24 @@ _FAMILIES = dict(
 
 
 def translate(state_dict: dict, cfg: dict, args: Namespace | None = None) -> dict:
-    """Translate weights of a classifier, or of a network that DINO trains, with its backbone.
+    """Translate the weights of a classifier, or of a network trained with DINO.
 
     Args:
-        state_dict (dict): The weights of a RePaFormer, in the training form or merged, or of an
-            ordinary ViT or Swin.
-        cfg (dict): Config of the backbone that the result is for: a RePaFormer for one, an ordinary
-            backbone for the others. It tells the idle ratio, which the training form's weights do
-            not.
-        args (Namespace, optional): What the authors' code was called with, if it says how many
-            channels are active: the config has to agree.
+        state_dict (dict): The weights of a RePaFormer in either form, or of an ordinary ViT or
+            Swin.
+        cfg (dict): Config of the backbone to translate for: a RePaFormer's for RePaFormer weights,
+            an ordinary backbone's for ordinary weights. It gives the idle ratio, which cannot be
+            read from weights in the training form.
+        args (Namespace, optional): The command-line arguments of the authors' code. If they give
+            the number of active channels, the config must agree.
 
     Returns:
-        dict: The weights of the backbone, whose names begin with 'backbone.', and of a classifier's
-        layers, with 'head.'.
+        dict: The weights of the backbone, with the prefix 'backbone.', and those of a classifier's
+        head, with the prefix 'head.'.
 
     Raises:
-        CheckpointError: If the weights are not exactly those of this backbone, for example if they
-            are a merged LV-ViT's: the authors' code gives it a norm that its training form lacks.
+        CheckpointError: If the weights are not exactly those of the backbone. Merged LV-ViTs are
+            an example: the authors' merge adds a norm that the training form lacks.
     """
     backbone = MODELS.build(cfg)
     own = backbone.state_dict()
@@ -90,9 +91,7 @@ def translate(state_dict: dict, cfg: dict, args: Namespace | None = None) -> dic
     given = {key.removeprefix('module.'): v for key, v in (given or state_dict).items()}
     family = next((mark for mark in _FAMILIES if any(mark in key for key in given)), None)
     if family is None:
-        raise CheckpointError(
-            f'weights of no known architecture: {", ".join(list(given)[:3])}, ...'
-        )
+        raise CheckpointError(f'weights of no known architecture: {", ".join(list(given)[:3])}, …')
     names = _FAMILIES[family]
     if any('.ffn.layers.' in key for key in own):
         names = {**names, r'\bffn\.fc1\b': 'ffn.layers.0.0', r'\bffn\.fc2\b': 'ffn.layers.1'}
@@ -109,7 +108,7 @@ def translate(state_dict: dict, cfg: dict, args: Namespace | None = None) -> dic
             active = torch.tensor(_num_active(hidden, args.idle_ratio, family))
             weights[f'{name}num_active_channels'] = active
     head = {key: weights.pop(key) for key in list(weights) if key.startswith('head.')}
-    # What is not learned depends on the size of the images there, and on the windows alone here.
+    # Constant buffers depend on the image size in the authors' code, on the window size in ours.
     fixed = ('relative_position_index', 'attn_mask')
     weights = {key: value for key, value in weights.items() if not key.endswith(fixed)}
     weights |= {key: value for key, value in own.items() if key.endswith(fixed)}
@@ -118,7 +117,7 @@ def translate(state_dict: dict, cfg: dict, args: Namespace | None = None) -> dic
 
 
 def _value(key: str, value: torch.Tensor, scale: float) -> torch.Tensor:
-    """What a weight with this name is here."""
+    """Convert a weight to the layout of our models, in which its name is ``key``."""
     if 'downsample' in key:
         *rows, columns = value.shape
         value = value.view(*rows, 4, columns // 4)[..., [0, 2, 1, 3], :]
@@ -131,35 +130,35 @@ def _value(key: str, value: torch.Tensor, scale: float) -> torch.Tensor:
 
 
 def _stack(weights: dict, name: str) -> None:
-    """Give a merged FFN the two layers that it has here, in place."""
+    """Replace the three layers of the authors' merged FFN by the two of ours, in place."""
     names = 'fc1.weight', 'fc1.bias', 'fc2.weight', 'fc2.bias', 'fc3.weight'
     w, b, w_in, b_in, w_out = (weights.pop(name + layer, None) for layer in names)
     if w_in is None:
         w_in, b_in, w_out = w[:0], b[:0], w[:, :0]
-    # Without idle channels, W is the shortcut alone.
+    # Without idle channels, the matrix is the shortcut alone.
     idle = not torch.equal(w, torch.eye(len(w)).to(w))
     merged = stack(FoldedFFN(w, b, w_in, b_in, w_out), idle)
     weights.update({name + layer: value for layer, value in merged.items()})
 
 
 def _num_active(hidden: int, ratio: float, family: str) -> int:
-    """How many channels are active in the authors' code, whose roundings differ."""
+    """Return the number of active channels in the authors' code, which rounds differently."""
     if family == 'mlp_tokens':
         return hidden // 4
     return int(hidden * (1 - ratio)) if family == 'network' else math.ceil(hidden * (1 - ratio))
 
 
 def translate_file(src: str, dst: str, cfg: dict, *keys: str) -> None:
-    """Translate a file.
+    """Translate a checkpoint file.
 
     Args:
         src (str): The authors' checkpoint.
-        dst (str): The file to write, with a state dict as from :func:`translate`.
+        dst (str): The file to write, with the state dict of :func:`translate`.
         cfg (dict): Config of the backbone.
-        *keys (str): Where the weights may be in the file; the first that is there is taken.
+        *keys (str): Keys that the weights may have in the checkpoint. The first key found is used.
 
     Raises:
-        CheckpointError: If the file has no weights under these keys, or its weights do not fit.
+        CheckpointError: If the checkpoint has none of the keys, or its weights do not fit.
     """
     found = load_checkpoint(src)
     found = {**found['state_dict'], **found}

@@ -1,4 +1,4 @@
-"""Checkpoints: reading them, fitting them to models, writing them."""
+"""Reading, loading and writing checkpoints."""
 
 import torch
 import torch.nn as nn
@@ -19,8 +19,8 @@ def load_checkpoint(path: str) -> dict:
     """Read a checkpoint onto the CPU, as MMEngine does.
 
     Args:
-        path (str): A file, a URL or another address that MMEngine knows, with a state dict, alone
-            or under 'state_dict'.
+        path (str): A file, a URL or another address that MMEngine knows. The file has a state dict,
+            either alone or under 'state_dict'.
 
     Returns:
         dict: The checkpoint, with the state dict under 'state_dict'.
@@ -30,16 +30,16 @@ def load_checkpoint(path: str) -> dict:
 
 
 def save_checkpoint(checkpoint: dict, path: str) -> None:
-    """``torch.save`` to a file that is whole, or is not written."""
+    """Write a checkpoint with ``torch.save``: the file is complete or not written at all."""
     with replacing(path) as temporary:
         torch.save(checkpoint, temporary)
 
 
 def match_form(model: nn.Module, state_dict: dict) -> bool:
-    """Give a model the deploy form, in place, if the weights for it are merged.
+    """Reparameterize a model in place if its weights are in the deploy form.
 
     Args:
-        model (nn.Module): The model. One in its deploy form stays as it is.
+        model (nn.Module): The model. A model in the deploy form stays as it is.
         state_dict (dict): The weights, in either form.
 
     Returns:
@@ -47,23 +47,23 @@ def match_form(model: nn.Module, state_dict: dict) -> bool:
     """
     if has_deploy_form(model) or not is_reparameterized(model, state_dict):
         return False
-    # The weights are loaded afterwards: nothing is lost with a schedule that is not at its end.
+    # The weights are loaded afterwards, so that finishing the schedules loses nothing.
     reparameterize(finish_schedules(model), inplace=True)
     return True
 
 
-# Tables of Swin V2, which MMPretrain computes anew, and leaves out when it loads.
+# Tables of Swin V2 that MMPretrain recomputes and does not load.
 _COMPUTED = 'relative_coords_table', 'relative_position_index'
 
 
 def load_weights(model: nn.Module, state_dict: dict, path: str | None = None) -> None:
-    """Load weights into a model, which takes the form that they are in.
+    """Load weights into a model, which is reparameterized if the weights are in the deploy form.
 
     Args:
-        model (nn.Module): The model, in any wrappers.
-        state_dict (dict): Its weights. Only those may be missing that tell nothing about the model:
-            how many batches its norms have seen, how many channels are active.
-        path (str, optional): Where they are from, for messages.
+        model (nn.Module): The model, wrapped or not.
+        state_dict (dict): The weights. Only ``num_batches_tracked`` and ``num_active_channels`` may
+            be missing.
+        path (str, optional): The file of the weights, for error messages.
 
     Raises:
         CheckpointError: If the weights are not exactly those of the model.
@@ -83,15 +83,17 @@ def load_weights(model: nn.Module, state_dict: dict, path: str | None = None) ->
 def load_original(model: nn.Module, state_dict: dict, path: str) -> None:
     """Load the weights of a vanilla model.
 
-    Weights outside of its lists of layers do not matter: those of a teacher, of another version.
+    Weights outside the model's lists of layers are ignored, such as those of a teacher, or of
+    another version of the codebase.
 
     Args:
         model (nn.Module): The model.
         state_dict (dict): The weights.
-        path (str): Where they are from.
+        path (str): The file of the weights, for error messages.
 
     Raises:
-        CheckpointError: If some are missing, or the file has more layers, or other ones.
+        CheckpointError: If weights are missing, or the file has further layers, or further weights
+            in a layer.
     """
     found = model.load_state_dict(state_dict, strict=False)
     lists = nn.ModuleList, nn.Sequential

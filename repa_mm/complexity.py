@@ -7,7 +7,8 @@ import torch.nn as nn
 from torch.utils.flop_counter import FlopCounterMode
 
 _aten = torch.ops.aten
-# With weights. Batched products are those of attention, which the paper's tables leave out.
+# Products with weights. Batched products are usually those of attention, which the paper's tables
+# leave out.
 _PRODUCTS = _aten.mm, _aten.addmm, _aten.convolution
 _BATCHED = _aten.bmm, _aten.baddbmm
 
@@ -16,17 +17,18 @@ _BATCHED = _aten.bmm, _aten.baddbmm
 def count(model: nn.Module, inputs: Any) -> tuple[int, int]:
     """Count the parameters of a model, and the multiply-adds of its linear layers and convolutions.
 
-    The products of attention, norms and activations are left out: so the counts come nearest to
-    the tables of `RePaFormer <https://arxiv.org/abs/2505.21847>`_. A module that multiplies by its
-    weights in batched products says so by an attribute ``weight_operators``.
+    Products of attention, norms and activations are not counted, which comes closest to the tables
+    of `RePaFormer <https://arxiv.org/abs/2505.21847>`_. Batched products are counted in modules
+    with an attribute ``weight_operators``, which use them to multiply by their weights.
 
     Args:
-        model (nn.Module): In eval mode, on any device ('meta' included).
-        inputs (Tensor | tuple | dict): What the model is called with: one tensor, positional or
+        model (nn.Module): The model in eval mode, on any device ('meta' included).
+        inputs (Tensor | tuple | dict): The model's inputs: one tensor, positional arguments or
             keyword arguments.
 
     Returns:
-        tuple: Number of parameters (without buffers), and of multiply-adds for all of ``inputs``.
+        tuple: Number of parameters (without buffers), and number of multiply-adds for the whole
+        batch.
     """
     counter = FlopCounterMode(display=False)
 

@@ -1,4 +1,4 @@
-"""Configs, and the models that they describe."""
+"""Reading configs and building their models."""
 
 import copy
 import os
@@ -19,17 +19,17 @@ def load_config(path: str, cfg_options: dict | None = None) -> Config:
     """Read a config and make its codebase the default scope.
 
     Args:
-        path (str): A config of MMDetection, MMSegmentation or MMPretrain, or the name of one that
-            is installed, such as 'mmdet::swin/mask-rcnn_swin-t-p4-w7_fpn_1x_coco.py'.
+        path (str): A config of MMDetection, MMSegmentation or MMPretrain: a path, or the name of an
+            installed config, such as 'mmdet::swin/mask-rcnn_swin-t-p4-w7_fpn_1x_coco.py'.
         cfg_options (dict, optional): Values to override, by dotted names.
 
     Returns:
-        Config: The config. A data preprocessor beside the model stands in ``model``, too.
+        Config: The config. A ``data_preprocessor`` beside the model is copied into ``model``.
     """
     cfg = _read(config_path(path) if '::' in path else path)
     if cfg_options:
         cfg.merge_from_dict(cfg_options)
-    # MMEngine's Runner does so, and a model that is built without one needs its normalization, too.
+    # As MMEngine's Runner does: models that are built without a Runner need the normalization, too.
     if cfg.get('data_preprocessor'):
         cfg.model.setdefault('data_preprocessor', copy.deepcopy(cfg.data_preprocessor))
     init_default_scope(cfg.get('default_scope', 'mmengine'))
@@ -37,7 +37,7 @@ def load_config(path: str, cfg_options: dict | None = None) -> Config:
 
 
 def _read(path: str) -> Config:
-    """Read a config, which may import modules of the working directory, as ``python -m`` does."""
+    """Read a config, which may import from the working directory, as under ``python -m``."""
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # for projects/
     return Config.fromfile(path)
@@ -48,13 +48,13 @@ def build_model(cfg: Config, checkpoint: str | None = None) -> nn.Module:
 
     Args:
         cfg (Config): From :func:`load_config`.
-        checkpoint (str, optional): Path of a checkpoint; the model takes the form that its weights
-            are in. Defaults to None: random weights, with every schedule at its end, so that the
-            model can be merged.
+        checkpoint (str, optional): Path of a checkpoint. The model gets the form of the
+            checkpoint's weights. Defaults to None: random weights, with all schedules finished, so
+            that the model can be reparameterized.
 
     Returns:
-        nn.Module: The detector, segmentor or classifier, with its config in ``cfg`` and the names
-        of its classes in ``dataset_meta``.
+        nn.Module: The detector, segmentor or classifier, with its config in ``cfg`` and its class
+        names in ``dataset_meta``.
 
     Raises:
         CheckpointError: If the checkpoint does not fit the model.
@@ -76,7 +76,7 @@ def build_model(cfg: Config, checkpoint: str | None = None) -> nn.Module:
 
 
 def dataset_config(cfg: Config, split: str) -> ConfigDict:
-    """Return the config of the (first) data set of a data loader, inside any wrappers.
+    """Return the config of a data loader's (first) data set, without wrappers.
 
     Args:
         cfg (Config): The config.
@@ -91,13 +91,13 @@ def dataset_config(cfg: Config, split: str) -> ConfigDict:
 
 
 def image_config(cfg: Config, split: str, folder: str | None = None, **options) -> dict:
-    """Return the config of a data set of images as a model gets them when it is tested.
+    """Return the config of a data set of images that go through the test pipeline.
 
     Args:
         cfg (Config): The config.
-        split (str): 'train', 'val' or 'test'. Images without objects count, too.
-        folder (str, optional): A folder of images to take instead.
-        **options: Of the data set.
+        split (str): 'train', 'val' or 'test'. Images without objects are included.
+        folder (str, optional): A folder of images to use instead of the split.
+        **options: Further arguments of the data set.
     """
     if folder:
         source = dict(type='ImageFolder', data_root=osp.abspath(folder))
@@ -108,15 +108,15 @@ def image_config(cfg: Config, split: str, folder: str | None = None, **options) 
 
 
 def codebase_tool(arguments: Sequence[str], name: str) -> str | None:
-    """Return the path of a tool of the codebase that a config is for.
+    """Return the path of a tool in the codebase of a config.
 
     Args:
-        arguments (Sequence[str]): What the tool is called with. The first name that ends with
-            '.py' is the config's, wherever it stands: options before it may have values.
-        name (str): The tool's, 'train.py' or 'test.py'.
+        arguments (Sequence[str]): The tool's command-line arguments. The first argument that ends
+            with '.py' is the config: options with values may stand before it.
+        name (str): File name of the tool: 'train.py' or 'test.py'.
 
     Returns:
-        str | None: The path, or None if there is no config among the arguments.
+        str | None: The path, or None if no argument is a config.
     """
     for argument in arguments:
         if argument.endswith('.py') and not argument.startswith('-'):

@@ -1,4 +1,4 @@
-"""The features that heads get, and how far those of a converted model are from the original's."""
+"""Inputs of a model's heads, and the difference between those of two models."""
 
 import inspect
 from collections.abc import Callable, Iterable
@@ -9,18 +9,19 @@ from mmpretrain.models.backbones.mlp_mixer import MixerBlock
 
 
 def head_inputs(model: nn.Module, data: dict):
-    """Compute what the heads of a model get.
+    """Compute the inputs of a model's heads.
 
-    Of a DETR that is the memory of the encoder, with zeros where images are padded, of a MaskFormer
-    or Mask2Former what the pixel decoder returns, of other models the maps of ``extract_feat``.
+    For a DETR these are the encoder's memory, with zeros where images are padded; for a MaskFormer
+    or Mask2Former, the outputs of the pixel decoder; for other models, the feature maps of
+    ``extract_feat``.
 
     Args:
         model (nn.Module): A detector, segmentor or classifier.
-        data (dict): ``inputs``, normalized images (B, 3, H, W), and ``data_samples``, as the
-            model's data preprocessor returns them.
+        data (dict): The output of the model's data preprocessor: ``inputs``, normalized images
+            (B, 3, H, W), and ``data_samples``.
 
     Returns:
-        Tensors, in nested tuples and lists.
+        Tensors in nested tuples and lists.
     """
     features, samples = model.extract_feat(data['inputs']), data.get('data_samples')
     if hasattr(model, 'forward_encoder'):
@@ -32,7 +33,7 @@ def head_inputs(model: nn.Module, data: dict):
         if decoder is not None:
             if 'batch_img_metas' not in inspect.signature(decoder.forward).parameters:
                 return decoder(features)
-            # MMSegmentation does not say the size of the batch, whose images have one size.
+            # MMSegmentation sets no batch_input_shape; all images of its batches have one size.
             metas = [{'batch_input_shape': s.img_shape, **s.metainfo} for s in samples]
             return decoder(features, metas)
     return features
@@ -53,30 +54,33 @@ def tensors(value) -> list[torch.Tensor]:
 
 
 def percent(values: Iterable[float]) -> str:
-    """Format shares in percent, with two digits each."""
+    """Format shares in percent, with two significant digits each."""
     return ', '.join(f'{100 * value:.{2 if value < 1 else 3}g} %' for value in values)
 
 
 def has_channels_first(model: nn.Module) -> bool:
-    """Return whether the tokens that a backbone returns are (B, C, N), as those of an MLP-Mixer."""
+    """Return True if the model's backbone returns tokens as (B, C, N), as an MLP-Mixer does."""
     return any(isinstance(module, MixerBlock) for module in model.modules())
 
 
 def channels_last(features: torch.Tensor, channels_first: bool) -> torch.Tensor:
-    """Move the channels of maps (B, C, H, W), tokens or vectors to the last dimension."""
+    """Move the channels of feature maps (B, C, H, W), tokens or vectors to the last dimension."""
     moves = features.ndim == 4 or features.ndim == 3 and channels_first
     return features.movedim(1, -1) if moves else features
 
 
 def differences(before: list, after: list, channels_first: bool = False) -> list[float]:
-    """Return the mean square change of each output, relative to the variance of its channels.
+    """Compute the mean square change of each output, relative to the variance of its channels.
 
-    That of an output with one vector in all is relative to its mean square.
+    If an output is a single vector over all batches, its change is relative to its mean square.
 
     Args:
-        before (list): For each batch, the outputs of the original model.
-        after (list): For each batch, the outputs of the converted model.
+        before (list): The original model's outputs for each batch.
+        after (list): The converted model's outputs for each batch.
         channels_first (bool): Whether tokens are (B, C, N). Defaults to False.
+
+    Returns:
+        list[float]: One ratio per output.
     """
 
     def rows(x: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all."""
+"""Writing files completely or not at all."""
 
 import os
 import os.path as osp
@@ -8,11 +8,11 @@ from contextlib import contextmanager, suppress
 
 @contextmanager
 def replacing(path: str) -> Iterator[str]:
-    """Yield a temporary path beside ``path``, with the same suffix, renamed to it on success.
+    """Yield a temporary path beside ``path`` with the same suffix, and rename it on success.
 
-    An error or a signal leaves ``path`` as it was. The folder is made.
+    After an error or a signal, ``path`` is as it was before. Missing folders are created.
     """
-    folder, name = osp.split(osp.realpath(path))  # a link stays one
+    folder, name = osp.split(osp.realpath(path))  # a symbolic link stays a link
     os.makedirs(folder, exist_ok=True)
     temporary = osp.join(folder, f'.{os.getpid()}-{name}')
     try:

@@ -1,4 +1,4 @@
-"""From a checkpoint in the training form to a merged one."""
+"""Reparameterizing checkpoints."""
 
 import torch
 from mmengine.structures import BaseDataElement
@@ -13,26 +13,28 @@ from repa_mm.version import __version__
 def reparameterize_checkpoint(
     config: str, checkpoint: str, out: str, tolerance: float = 1e-4, cfg_options: dict | None = None
 ) -> dict:
-    """Write the merged checkpoint of a checkpoint in the training form.
+    """Reparameterize a checkpoint and write the result.
 
-    What the backbones and encoders of the two forms return for a random image is compared first.
+    The outputs of the backbone and the inputs of the heads are compared in both forms on a random
+    image first.
 
     Args:
-        config (str): Path of the config, of the training form.
-        checkpoint (str): The checkpoint to merge.
-        out (str): The file to write; it is replaced only when complete.
-        tolerance (float): Largest acceptable error, relative to the largest feature. Defaults to
+        config (str): Path of the training form's config.
+        checkpoint (str): The checkpoint, in the training form.
+        out (str): The file to write. An existing file is replaced only by a complete one.
+        tolerance (float): Largest accepted difference, relative to the largest feature. Defaults to
             1e-4.
         cfg_options (dict, optional): Values to override in the config.
 
     Returns:
-        dict: ``error`` (relative), and ``parameters``, the numbers of the training and of the
-        deploy form.
+        dict: ``error`` (the relative difference) and ``parameters`` (the numbers of parameters of
+        the training form and the deploy form).
 
     Raises:
-        ValueError: If nothing can be merged, or some weights are not finite; names the module.
-        CheckpointError: If the checkpoint does not fit, is merged already, or the error exceeds the
-            tolerance.
+        ValueError: If nothing can be merged, or weights are not finite. The message names the
+            module.
+        CheckpointError: If the checkpoint does not fit the model or is in the deploy form, or the
+            difference exceeds the tolerance.
     """
     cfg = load_config(config, cfg_options)
     loaded = load_checkpoint(checkpoint)
@@ -48,14 +50,14 @@ def reparameterize_checkpoint(
     sample = BaseDataElement(metainfo=dict(batch_input_shape=size, img_shape=size))
     data = dict(inputs=image, data_samples=[sample])
     with torch.no_grad():
-        # What heads get may come from another network: the teacher of a self-supervised model.
+        # Backbones, too: extract_feat of a self-supervised model may run its teacher instead.
         features = [tensors([m.backbone(image), head_inputs(m, data)]) for m in (model, deployed)]
     error = max(((a - b).abs().max() / a.abs().max()).item() for a, b in zip(*features))
     if not error <= tolerance:
         raise CheckpointError(
-            f'merging changes the features by {error:.1e}, more than {tolerance:.0e}: the '
-            'checkpoint has weights or BatchNorm statistics that are too extreme; nothing is '
-            'written'
+            f'merging changes the features by {error:.1e}, more than {tolerance:.0e}: weights or '
+            'BatchNorm statistics of the checkpoint are too extreme. Nothing was written. '
+            'Raise the tolerance to accept this difference'
         )
     meta = dict(loaded.get('meta') or {}, repa_mm_version=__version__)
     save_checkpoint(dict(meta=meta, state_dict=deployed.state_dict()), out)

@@ -1,11 +1,11 @@
-"""Where configs lie: those of this package, and those of installed codebases."""
+"""Paths of the configs of this package and of installed codebases."""
 
 import os.path as osp
 from importlib import import_module
 
 
 def config_root(package: str = 'repa_mm') -> str:
-    """Return the folder of the configs that come with a package.
+    """Return the folder of a package's configs.
 
     Args:
         package (str): 'repa_mm', 'mmdet', 'mmseg' or 'mmpretrain'. Defaults to 'repa_mm'.
@@ -14,16 +14,16 @@ def config_root(package: str = 'repa_mm') -> str:
         ImportError: If the package is not installed.
     """
     folder = osp.dirname(osp.abspath(import_module(package).__file__))
-    # A checkout has them beside the package. There, and only there, setup.py lies beside it, too.
+    # In a checkout, configs/ and setup.py lie beside the package.
     checkout = osp.dirname(folder)
     is_checkout = osp.isfile(osp.join(checkout, 'setup.py'))
     return osp.join(checkout if is_checkout else osp.join(folder, '.mim'), 'configs')
 
 
 def config_path(name: str) -> str:
-    """Return the path of a config that comes with this package, or with an installed codebase.
+    """Return the path of a config of this package or of an installed codebase.
 
-    A config anywhere inherits from it with::
+    Any config can inherit from it::
 
         _base_ = __import__('repa_mm').config_path('retinanet_repa_swin_b.py')
 
@@ -32,8 +32,8 @@ def config_path(name: str) -> str:
 
     Args:
         name (str): Path relative to ``configs/``, with or without '.py': 'retinanet_repa_swin_b',
-            'demo/retinanet_repa_swin_digits.py'. Of another package after its name and '::', as
-            in 'mmdet::swin/mask-rcnn_swin-t-p4-w7_fpn_1x_coco.py'.
+            'demo/retinanet_repa_swin_digits.py'. For another package, its name and '::' come first:
+            'mmdet::swin/mask-rcnn_swin-t-p4-w7_fpn_1x_coco.py'.
 
     Returns:
         str: The absolute path.

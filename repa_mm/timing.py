@@ -1,4 +1,4 @@
-"""The timer: callables in turn, in one process, the ratios of their times, and tables of them."""
+"""Timing callables in turn in one process, and tables of the results."""
 
 import copy
 import gc
@@ -15,15 +15,15 @@ from rich.table import Table
 
 
 def synchronize() -> None:
-    """Wait for a GPU, if one is in use."""
+    """Wait for the GPU if one is in use."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
 
 
 def order_of_turn(names: Sequence[str], turn: int) -> list[str]:
-    """Return the order in which callables run: rotated, and reversed every other time.
+    """Return the names in the order of a turn: rotated, and reversed in every other turn.
 
-    No callable always runs first, or always after the same other one.
+    So no callable always runs first, or always after the same callable.
     """
     shift = turn // 2 % len(names)
     names = [*names[shift:], *names[:shift]]
@@ -31,15 +31,15 @@ def order_of_turn(names: Sequence[str], turn: int) -> list[str]:
 
 
 def measure(calls: dict[str, Callable], argument: Any, repeats: int) -> dict[str, np.ndarray]:
-    """Time callables in turn, so that other load on the machine slows all of them alike.
+    """Time callables in turn, so that other load on the machine affects all of them alike.
 
     Args:
-        calls (dict): Callables of one argument, by name.
-        argument (Any): The argument. Each call gets a copy, made outside of its time.
-        repeats (int): Number of turns. One more before those does not count.
+        calls (dict): Callables with one argument, by name.
+        argument (Any): The argument. Each call gets a copy, which is made outside the timed part.
+        repeats (int): Number of turns. An additional turn for warm-up is not counted.
 
     Returns:
-        dict: For each callable its times in milliseconds, (repeats, ).
+        dict: The times of each callable in milliseconds, (repeats, ).
     """
     times: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(-1, repeats):
@@ -59,17 +59,18 @@ def measure(calls: dict[str, Callable], argument: Any, repeats: int) -> dict[str
 
 
 def compare(values: np.ndarray, reference: np.ndarray) -> tuple[float, float, float]:
-    """Compute the ratio of two medians, with a confidence interval.
+    """Compute the ratio of two medians and its 95 % confidence interval.
 
-    The interval is that of a percentile bootstrap over *pairs*: the i-th times of both were
-    measured one after the other. Another process may well find a ratio outside the interval.
+    The interval is from a percentile bootstrap over *pairs*, since the i-th times of ``values`` and
+    ``reference`` were measured in the same turn. The ratio in another process may well lie outside
+    the interval.
 
     Args:
         values (np.ndarray): Times, (n, ).
         reference (np.ndarray): Times to divide by, (n, ).
 
     Returns:
-        tuple: The ratio, and the bounds within which it lies with a confidence of 95 %.
+        tuple: The ratio, and the lower and upper bound of the interval.
     """
     chosen = np.random.default_rng(0).integers(0, len(values), (2000, len(values)))
     ratios = np.median(values[chosen], 1) / np.median(reference[chosen], 1)
@@ -78,13 +79,13 @@ def compare(values: np.ndarray, reference: np.ndarray) -> tuple[float, float, fl
 
 
 def change(values: np.ndarray, reference: np.ndarray) -> str:
-    """Return the change of the median in percent, with its interval: '-40.0 % [-41.2, -38.9]'."""
+    """Format the change of the median with its interval, such as '-40.0 % [-41.2, -38.9]'."""
     ratio, low, high = (100 * (value - 1) for value in compare(values, reference))
     return f'{ratio:+.1f} % [{low:+.1f}, {high:+.1f}]'
 
 
 def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a Markdown table; the first column holds names."""
+    """Print a table in Markdown. The first column has names, the others numbers."""
     table = Table(box=MARKDOWN)
     for i, column in enumerate(columns):
         table.add_column(column, justify='right' if i else 'left', no_wrap=True)
@@ -95,8 +96,8 @@ def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> N
 
 
 def show_machine() -> None:
-    """Print what MMEngine finds out about the machine and its software."""
+    """Print MMEngine's summary of the machine and its software."""
     for key, value in collect_env().items():
-        if key != 'PyTorch compiling details':  # which are longer than all else
+        if key != 'PyTorch compiling details':  # longer than all the rest
             print(f'{key}: {value}')
     print(f'Threads: {torch.get_num_threads()}')

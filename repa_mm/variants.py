@@ -1,4 +1,4 @@
-"""What `tools/benchmark.py` measures: models beside each other, exported files, inputs, rows."""
+"""Models, inputs and table rows of `tools/benchmark.py`."""
 
 import copy
 from collections.abc import Callable
@@ -21,10 +21,10 @@ COLUMNS = 'model', 'ms', 'images/s', 'against stock', 'by the merge'
 
 
 def build(cfg: Config, checkpoint: str | None = None) -> nn.Module:
-    """Build a model in eval mode.
+    """Build a model in eval mode, with the weights of a checkpoint or with initialized weights.
 
-    Without a checkpoint, the model has the weights that a training from scratch begins with. With
-    them a detector finds next to nothing; with unset weights, an object at every anchor.
+    Without initialization, a detector would find an object at every anchor, which takes time in
+    post-processing. With initialized weights it finds next to nothing.
     """
     torch.manual_seed(0)
     model = build_model(cfg, checkpoint)
@@ -34,7 +34,7 @@ def build(cfg: Config, checkpoint: str | None = None) -> nn.Module:
             if isinstance(init_cfg, dict) and init_cfg['type'] == 'Pretrained':
                 module.init_cfg = None
         model.init_weights()
-    model.eval()  # on a line of its own: that of some backbones returns None
+    model.eval()  # on its own line, since eval() of some backbones returns None
     return model
 
 
@@ -44,16 +44,18 @@ def variants(
     baseline: Config | None = None,
     baseline_checkpoint: str | None = None,
 ) -> dict[str, nn.Module]:
-    """Build the models to compare, in eval mode, by name.
+    """Build the models to compare, in eval mode.
 
     Args:
-        cfg (Config): Of a RePa model, or of any other.
-        checkpoint (str, optional): Its weights, in either form. Defaults to random ones.
-        baseline (Config, optional): Of its stock counterpart.
-        baseline_checkpoint (str, optional): The counterpart's weights. Defaults to random ones.
+        cfg (Config): Config of a RePa model or any other model.
+        checkpoint (str, optional): Weights of the model, in either form. Defaults to random
+            weights.
+        baseline (Config, optional): Config of the stock model to compare with.
+        baseline_checkpoint (str, optional): Weights of the stock model. Defaults to random weights.
 
     Returns:
-        dict: The models of :func:`with_our_parts`, and the model of ``cfg``, merged as for a test.
+        dict: The models by name: those that :func:`with_our_parts` returns for the stock model, and
+        the model of ``cfg``, reparameterized as for a test.
     """
     models = {} if baseline is None else with_our_parts(build(baseline, baseline_checkpoint))
     models[DEPLOY] = merged(build(cfg, checkpoint))
@@ -61,15 +63,15 @@ def variants(
 
 
 def merged(model: nn.Module) -> nn.Module:
-    """Merge a model in place, as for a test, if it is in its training form."""
+    """Reparameterize a model in place, as for a test, if it is in the training form."""
     return fuse_conv_bn(reparameterize(model, inplace=True)) if has_training_form(model) else model
 
 
 def with_our_parts(stock: nn.Module) -> dict[str, nn.Module]:
-    """Return a stock model, and a copy with all that a merged model has besides merged FFNs.
+    """Return a stock model and a copy with the faster parts that a deploy form has.
 
-    These are window and deformable attention, UperNet's head, a PoolFormer's memory format, and
-    fused BatchNorms. The copy is left out if it has the same modules.
+    These are everything except the merged FFNs: window and deformable attention, UperNet's head,
+    fused BatchNorms, and a PoolFormer's memory format. The copy is left out if it has none of them.
     """
     models, ours = {STOCK: stock}, copy.deepcopy(stock)
     swap_faster_attention(ours)
@@ -79,7 +81,7 @@ def with_our_parts(stock: nn.Module) -> dict[str, nn.Module]:
         fast_uper_head(ours)
     types = {type(m) for m in stock.modules()}
     if PoolFormer in types:
-        # Maps have this format behind the first FFN that works on tokens.
+        # In the deploy form, feature maps have this format after the first FFN on tokens.
         ours.to(memory_format=torch.channels_last)
     fuse_conv_bn(ours)
     if PoolFormer in types or {type(m) for m in ours.modules()} != types:
@@ -88,21 +90,23 @@ def with_our_parts(stock: nn.Module) -> dict[str, nn.Module]:
 
 
 def noise(shape: tuple[int, int], batch_size: int) -> torch.Tensor:
-    """Normalized images of noise, (B, 3, H, W)."""
+    """Return normalized images of noise, (B, 3, H, W)."""
     generator = torch.Generator().manual_seed(0)
     return torch.randn(batch_size, 3, *shape, generator=generator)
 
 
 def synthetic_batch(cfg: Config, shape: tuple[int, int], batch_size: int) -> dict[str, Any]:
-    """Noise with targets, as a data preprocessor takes it: ten objects, a label map or a class.
+    """Return images of noise with targets, as input of a data preprocessor.
+
+    An image has ten objects, a label map or a class.
 
     Args:
-        cfg (Config): Of a detector, segmentor or classifier.
+        cfg (Config): Config of a detector, segmentor or classifier.
         shape (tuple): Height and width of the images in pixels.
         batch_size (int): Number of images.
 
     Returns:
-        dict: ``inputs``, a list of images (3, H, W) of type uint8, and ``data_samples``.
+        dict: ``inputs``, images (3, H, W) of type uint8 in a list or stacked, and ``data_samples``.
     """
     if cfg.default_scope == 'mmdet':
         from mmdet.testing import demo_mm_inputs
@@ -131,17 +135,18 @@ def synthetic_batch(cfg: Config, shape: tuple[int, int], batch_size: int) -> dic
 
 
 def exported(name: str, shape: tuple[int, int], batch_size: int) -> Callable:
-    """Return a call that runs an exported file on noise.
+    """Return a function that runs an exported model on noise, and ignores its argument.
 
     Args:
-        name (str): Path of an .onnx file, for ONNX Runtime; or of an .xml file, for OpenVINO. With
-            ':f32' or ':bf16' behind it, OpenVINO runs either file, and computes in that type.
+        name (str): Path of an .onnx file, which ONNX Runtime runs, or of an .xml file, which
+            OpenVINO runs. With the suffix ':f32' or ':bf16', OpenVINO runs either file in this
+            type.
         shape (tuple): Height and width of the images in pixels.
         batch_size (int): Number of images.
     """
     file, _, precision = name.partition(':')
     images = noise(shape, batch_size).numpy()
-    # For files that normalize images themselves.
+    # For files that normalize the images in the graph.
     pixels = (64 * images + 128).clip(0, 255).transpose(0, 2, 3, 1).astype(np.uint8)
     if file.endswith('.onnx') and not precision:
         import onnxruntime
@@ -159,10 +164,10 @@ def exported(name: str, shape: tuple[int, int], batch_size: int) -> Callable:
 
 
 def latency_rows(times: dict[str, np.ndarray], batch_size: int) -> list[list[str]]:
-    """Return rows of :data:`COLUMNS`.
+    """Return table rows with the columns :data:`COLUMNS`.
 
-    'against stock' compares with the first model, 'by the merge' the deploy form with the stock
-    model that has our parts.
+    The column 'against stock' compares each model with the first one. The column 'by the merge'
+    compares the deploy form with the stock model with our parts.
     """
     rows = []
     first = next(iter(times))

@@ -1,8 +1,8 @@
-"""Latency of a model, beside another one and exported files, in turn in one process.
+"""Measure the latency of a model, in turn with a baseline and exported files, in one process.
 
-A RePa model is merged. With --baseline, the stock model runs beside it, also with our attention and
-heads, so that the table shows how much of the gain is due to the merge. Images are noise; without
-checkpoints, weights are random.
+A RePa model is reparameterized first. With --baseline, the stock model runs as it is and with our
+attention and heads, so that the table shows how much of the gain is due to the merge. Images are
+noise. Without checkpoints, weights are random.
 """
 
 import argparse
@@ -28,8 +28,8 @@ def parse_args() -> argparse.Namespace:
         description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument('config', help='config of the model')
-    parser.add_argument('checkpoint', nargs='?', help='its weights, in either form')
-    parser.add_argument('--baseline', metavar='CONFIG', help='of the stock model')
+    parser.add_argument('checkpoint', nargs='?', help='checkpoint of the model, in either form')
+    parser.add_argument('--baseline', metavar='CONFIG', help='config of the stock model')
     parser.add_argument('--baseline-checkpoint', metavar='CHECKPOINT')
     parser.add_argument(
         '--part',
@@ -42,8 +42,8 @@ def parse_args() -> argparse.Namespace:
         nargs='+',
         default=[],
         metavar='FILE[:TYPE]',
-        help='also run exported files: .onnx by ONNX Runtime; .xml, and both with :f32 or :bf16, '
-        'by OpenVINO',
+        help='also run exported files: .onnx with ONNX Runtime, .xml with OpenVINO; with :f32 or '
+        ':bf16, OpenVINO runs either file in this type',
     )
     parser.add_argument(
         '--input-shape',
@@ -51,12 +51,14 @@ def parse_args() -> argparse.Namespace:
         nargs=2,
         default=[800, 1344],
         metavar=('HEIGHT', 'WIDTH'),
-        help='of images (800 1344)',
+        help='size of the images (800 1344)',
     )
     parser.add_argument('--batch-size', type=int, default=1)
     parser.add_argument('--repeats', type=int, default=10, help='number of turns (%(default)s)')
     parser.add_argument('--device', default='cuda' if torch.cuda.is_available() else 'cpu')
-    parser.add_argument('--cfg-options', nargs='+', action=DictAction, help='of the config')
+    parser.add_argument(
+        '--cfg-options', nargs='+', action=DictAction, help='override the config: key=value ...'
+    )
     return parser.parse_args()
 
 
@@ -64,7 +66,9 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     args = parse_args()
     show_machine()
-    MMLogger.get_current_instance().setLevel('WARNING')  # of where each weight is from
+    MMLogger.get_current_instance().setLevel(
+        'WARNING'
+    )  # hides where each weight is initialized from
     cfg, shape = load_config(args.config, args.cfg_options), tuple(args.input_shape)
     baseline = load_config(args.baseline) if args.baseline else None
     models = variants(cfg, args.checkpoint, baseline, args.baseline_checkpoint)

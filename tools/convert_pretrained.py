@@ -1,8 +1,7 @@
 """Narrow the FFNs of a trained detector, segmentor or classifier.
 
-The FFNs of backbone and encoder keep some of their hidden channels, and are fitted to what they
-compute on some images. Labels are not needed. The tool writes a checkpoint, and its config beside
-it.
+The FFNs of the backbone and encoder keep some of their hidden channels, and are fitted to their
+outputs on some images, without labels. The tool writes a checkpoint and its config.
 """
 
 import argparse
@@ -16,37 +15,35 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument('config', help="the model's config, or an installed one: mmdet::swin/….py")
-    parser.add_argument('checkpoint', help="the model's checkpoint, a file or a URL")
+    parser.add_argument('config', help="the model's config: a path, or mmdet::swin/….py")
+    parser.add_argument('checkpoint', help="the model's checkpoint: a path or a URL")
     parser.add_argument('out', help='checkpoint to write, ….pth; its config becomes ….py')
     parser.add_argument(
         '--keep',
         type=float,
         nargs='+',
         default=[0.375],
-        help='share of the hidden channels of FFNs that stays: one, or one for each block '
+        help="share of the FFNs' hidden channels that stays: one for all blocks, or one per block "
         '(default: 0.375, the cost of channel-idle FFNs with an idle ratio of 0.75 where H = 4 C)',
     )
     parser.add_argument(
-        '--where', help='the module whose FFNs are meant: backbone or encoder (default: both)'
+        '--where', help='module whose FFNs are narrowed: backbone or encoder (default: both)'
     )
-    parser.add_argument('--num-images', type=int, default=64, help='of calibration (default: 64)')
+    parser.add_argument('--num-images', type=int, default=64, help='images to fit to (default: 64)')
     parser.add_argument('--images', help="folder of images (default: the config's training data)")
     parser.add_argument(
-        '--skip-unsupported',
-        action='store_true',
-        help='leave blocks as they are whose FFN cannot be narrowed',
+        '--skip-unsupported', action='store_true', help='skip blocks whose FFN cannot be narrowed'
     )
     parser.add_argument(
         '--distill',
         type=int,
         default=0,
         metavar='ITERS',
-        help='imitate the original model for so many iterations afterwards, without labels',
+        help='number of iterations to imitate the original model after the fit, without labels',
     )
-    parser.add_argument('--device', help='for the fit (default: a GPU, if there is one)')
+    parser.add_argument('--device', help='device of the fit (default: the GPU if there is one)')
     parser.add_argument(
-        '--cfg-options', nargs='+', action=DictAction, help='values of the config: key=value'
+        '--cfg-options', nargs='+', action=DictAction, help='override the config: key=value ...'
     )
     return parser.parse_args()
 
@@ -57,7 +54,7 @@ def main() -> None:
         (args['keep'],) = args['keep']
 
     def progress(row) -> None:
-        print(f'{row.name}: the fit leaves {row.unexplained:.2%} of the variance', flush=True)
+        print(f'{row.name}: {row.unexplained:.2%} of the variance is unexplained', flush=True)
 
     print(result_text(convert_checkpoint(**args, progress=progress), args['out']))
 

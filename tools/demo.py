@@ -1,4 +1,4 @@
-"""Show the whole job on a small data set: train, test in both forms, compare, draw."""
+"""Train a small model on a small data set, test both forms, compare them and draw predictions."""
 
 from repa_mm.demo.run import main
 

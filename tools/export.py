@@ -1,7 +1,7 @@
-"""Write a whole detector, segmentor or classifier, or a backbone, as ONNX.
+"""Export a whole detector, segmentor or classifier, or a backbone, to ONNX.
 
-The file is compared with PyTorch, and written only if they agree. docs/deploy.md has the inputs
-and outputs of what is written.
+The exported model is compared with PyTorch, and written only if they agree. Its inputs and outputs
+are in docs/deploy.md.
 """
 
 import argparse
@@ -17,28 +17,30 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument('checkpoint', help='checkpoint in either form')
     parser.add_argument('out', help='file to write, .onnx')
     parser.add_argument(
-        '--backbone', action='store_true', help='only the backbone, of a classifier the logits'
+        '--backbone',
+        action='store_true',
+        help='export the backbone only; for classifiers, up to the logits',
     )
     parser.add_argument(
         '--preprocessing',
         action='store_true',
-        help='of a whole model: images are of type uint8, (B, H, W, 3), as OpenCV reads them, and '
-        'normalized in the graph',
+        help='take images of type uint8, (B, H, W, 3), as OpenCV reads them, and normalize them in '
+        'the graph (whole models only)',
     )
     parser.add_argument(
         '--shape',
         type=int,
         nargs=2,
         metavar=('HEIGHT', 'WIDTH'),
-        help='of images, 224 224 by default; with --dynamic an example, by default one that suits '
-        'the model',
+        help='size of the images (default: 224 224); with --dynamic, size of the example (default: '
+        'a size that suits the model)',
     )
     parser.add_argument(
         '--dynamic',
         action=argparse.BooleanOptionalAction,
-        help='take any number of images of any size: the default for whole models',
+        help='take any number of images of any size (default for whole models)',
     )
-    parser.add_argument('--batch', type=int, default=1, help='number of images, 1 by default')
+    parser.add_argument('--batch', type=int, default=1, help='number of images (default: 1)')
     parser.add_argument(
         '--images', help="folder of images to compare on (default: the config's test data)"
     )

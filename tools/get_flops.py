@@ -1,4 +1,4 @@
-"""Parameters and multiply-adds of a model, in its training and deploy form."""
+"""Count parameters and multiply-adds of a model, in its training form and deploy form."""
 
 import argparse
 
@@ -16,7 +16,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument('config', help='path of the config')
     parser.add_argument(
-        '--part', choices=('model', 'backbone'), default='model', help='what counts (%(default)s)'
+        '--part', choices=('model', 'backbone'), default='model', help='part to count (%(default)s)'
     )
     parser.add_argument(
         '--input-shape',
@@ -24,9 +24,11 @@ def parse_args() -> argparse.Namespace:
         nargs=2,
         default=[224, 224],
         metavar=('HEIGHT', 'WIDTH'),
-        help='of images (224 224)',
+        help='size of the images (224 224)',
     )
-    parser.add_argument('--cfg-options', nargs='+', action=DictAction, help='key=value ...')
+    parser.add_argument(
+        '--cfg-options', nargs='+', action=DictAction, help='override the config: key=value ...'
+    )
     return parser.parse_args()
 
 

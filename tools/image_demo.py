@@ -1,4 +1,4 @@
-"""Draw what a model predicts on images, with the inferencer of the config's codebase."""
+"""Draw a model's predictions on images, with the inferencer of the config's codebase."""
 
 import argparse
 
@@ -14,10 +14,16 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument('inputs', help='an image or a folder of images')
     parser.add_argument('config', help='path of the config')
     parser.add_argument('checkpoint', help='path of the checkpoint, in the form of the config')
-    parser.add_argument('--out-dir', default='outputs', help='folder for the pictures (outputs)')
-    parser.add_argument('--device', help='cpu, cuda:0, ... (default: a GPU, if there is one)')
-    parser.add_argument('--score-thr', type=float, default=0.3, help='of boxes to draw, at least')
-    parser.add_argument('--cfg-options', nargs='+', action=DictAction, help='key=value ...')
+    parser.add_argument(
+        '--out-dir', default='outputs', help='folder for the drawings (%(default)s)'
+    )
+    parser.add_argument('--device', help='cpu, cuda:0, ... (default: the GPU if there is one)')
+    parser.add_argument(
+        '--score-thr', type=float, default=0.3, help='lowest score of boxes to draw (%(default)s)'
+    )
+    parser.add_argument(
+        '--cfg-options', nargs='+', action=DictAction, help='override the config: key=value ...'
+    )
     return parser.parse_args()
 
 

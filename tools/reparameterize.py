@@ -1,4 +1,4 @@
-"""Write the merged checkpoint of a trained model, and compare both forms first."""
+"""Reparameterize a checkpoint. The result is written only if both forms agree."""
 
 import argparse
 
@@ -10,15 +10,17 @@ from repa_mm.merging import reparameterize_checkpoint
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument('config', help='config of the training form')
-    parser.add_argument('checkpoint', help='checkpoint to merge')
+    parser.add_argument('checkpoint', help='checkpoint in the training form')
     parser.add_argument('out', help='file to write')
     parser.add_argument(
         '--tolerance',
         type=float,
         default=1e-4,
-        help='largest relative difference of features to accept (default: %(default)s)',
+        help='largest accepted relative difference of the features (default: %(default)s)',
     )
-    parser.add_argument('--cfg-options', nargs='+', action=DictAction, help='key=value ...')
+    parser.add_argument(
+        '--cfg-options', nargs='+', action=DictAction, help='override the config: key=value ...'
+    )
     return parser.parse_args()
 
 
@@ -26,7 +28,7 @@ def main() -> None:
     args = parse_args()
     result = reparameterize_checkpoint(**vars(args))
     before, after = (count / 1e6 for count in result['parameters'])
-    print(f'largest difference of features: {result["error"]:.1e} of the largest feature')
+    print(f'largest difference of the features: {result["error"]:.1e} of the largest feature')
     print(f'parameters: {before:.2f} M -> {after:.2f} M')
     print(f'wrote {args.out}; load it with deploy=True')
 

@@ -1,9 +1,9 @@
-"""Test a checkpoint, in its deploy form if the config has a ReparameterizeHook.
+"""Test a checkpoint, in the deploy form if the config has a ReparameterizeHook.
 
     python tools/test.py CONFIG CHECKPOINT [options]
 
-imports repa_mm and runs the tools/test.py of the config's codebase (MMDetection, MMSegmentation or
-MMPretrain). `python tools/test.py CONFIG --help` lists the options.
+This runs tools/test.py of the config's codebase (MMDetection, MMSegmentation or MMPretrain) after
+importing repa_mm. `python tools/test.py CONFIG --help` lists the options.
 """
 
 import runpy

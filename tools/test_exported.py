@@ -1,4 +1,4 @@
-"""Test an exported whole model on the data set of a config."""
+"""Test an exported model on the test data of its config."""
 
 import argparse
 
@@ -9,17 +9,19 @@ from repa_mm.export.exported import runner_for_exported
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument('config', help='config that was exported')
+    parser.add_argument('config', help='config of the exported model')
     parser.add_argument(
-        'file', help='the model: .onnx (ONNX Runtime) or .xml (OpenVINO), on the CPU'
+        'file', help='exported model: .onnx (ONNX Runtime) or .xml (OpenVINO), on the CPU'
     )
     parser.add_argument('--work-dir', help='folder for the metrics')
     parser.add_argument(
         '--precision',
         choices=('f32', 'bf16'),
-        help="what OpenVINO computes in; by default OpenVINO's choice",
+        help="data type of OpenVINO (default: OpenVINO's choice)",
     )
-    parser.add_argument('--cfg-options', nargs='+', action=DictAction, help='override the config')
+    parser.add_argument(
+        '--cfg-options', nargs='+', action=DictAction, help='override the config: key=value ...'
+    )
     return parser.parse_args()
 
 

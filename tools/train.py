@@ -2,8 +2,8 @@
 
     python tools/train.py CONFIG [options]
 
-imports repa_mm and runs the tools/train.py of the config's codebase (MMDetection, MMSegmentation or
-MMPretrain). `python tools/train.py CONFIG --help` lists the options.
+This runs tools/train.py of the config's codebase (MMDetection, MMSegmentation or MMPretrain) after
+importing repa_mm. `python tools/train.py CONFIG --help` lists the options.
 """
 
 import runpy

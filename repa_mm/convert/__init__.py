@@ -1,4 +1,4 @@
-"""Narrower FFNs for pretrained models."""
+"""Narrowing the FFNs of pretrained models."""
 
 from repa_mm.convert.conversion import convert_pretrained
 from repa_mm.convert.distillation import build_distiller

@@ -1,4 +1,4 @@
-"""Narrows the FFNs of a pretrained model."""
+"""Narrowing the FFNs of a pretrained model."""
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,25 +16,25 @@ from repa_mm.models.sites import FFNSite, ffn_sites
 from repa_mm.models.structures import idle_ffn, share
 from repa_mm.reparam import Form, unwrap
 
-# Number of tokens that the regression of a block sees, drawn at random from all images.
+# Tokens that an FFN is fitted to, drawn at random from all images.
 MAX_TOKENS = 32768
-_NUM_PARTS = 4  # of the images, for cross-validation
+_NUM_PARTS = 4  # parts of the images for cross-validation
 
 
 @dataclass
 class BlockReport:
-    """How well the FFN of one block could be fitted.
+    """The fit of one block's FFN.
 
     Attributes:
-        name (str): The block.
-        hidden (int): Its number of hidden channels before.
-        width (int): The number of those that stay.
-        unexplained (float): Share of the variance of the targets that the narrower FFN leaves.
+        name (str): Name of the block.
+        hidden (int): Number of hidden channels before the conversion.
+        width (int): Number of hidden channels after the conversion.
+        unexplained (float): Share of the targets' variance that the narrower FFN does not explain.
         ridge (float): Strength of the ridge.
-        gmacs (float): 1e9 multiply-adds of the FFN for one image, before.
-        narrow_gmacs (float): The same after the conversion.
-        num_tokens (int): Number of tokens that the fit saw.
-        warnings (list[str]): What to know about this fit.
+        gmacs (float): 1e9 multiply-adds of the FFN for one image before the conversion.
+        narrow_gmacs (float): 1e9 multiply-adds of the FFN for one image after the conversion.
+        num_tokens (int): Number of tokens that the FFN was fitted to.
+        warnings (list[str]): Warnings about this fit.
     """
 
     name: str
@@ -50,13 +50,13 @@ class BlockReport:
 
 @dataclass
 class ConversionReport:
-    """What :func:`convert_pretrained` has done, as a table if printed.
+    """The report of :func:`convert_pretrained`, which prints as a table.
 
     Attributes:
-        blocks (list[BlockReport]): The converted blocks, in order of the forward pass.
-        skipped (dict[str, str]): The blocks that stay as they are, and why.
-        differences (list[float]): For each tensor that ``forward`` returns, the share of its
-            variance that the conversion changes, on the batches that were held out.
+        blocks (list[BlockReport]): The converted blocks, in the order of the forward pass.
+        skipped (dict[str, str]): Names of the blocks that stay as they are, with the reasons.
+        differences (list[float]): For each tensor that ``forward`` returns, its mean square change
+            on the held-out batches, relative to its variance.
     """
 
     blocks: list[BlockReport] = field(default_factory=list)
@@ -65,7 +65,7 @@ class ConversionReport:
 
     @property
     def warnings(self) -> list[str]:
-        """The warnings of all blocks, with their names."""
+        """Warnings about all blocks, each with the name of its block."""
         return [f'{block.name}: {text}' for block in self.blocks for text in block.warnings]
 
     def __str__(self) -> str:
@@ -80,7 +80,7 @@ class ConversionReport:
         if self.differences:
             shares = percent(self.differences)
             lines.append(f'on held-out images the outputs differ by {shares} of their variance')
-        lines += [f'left as it is: {name}: {why}' for name, why in self.skipped.items()]
+        lines += [f'not converted: {name}: {why}' for name, why in self.skipped.items()]
         lines += [f'warning: {text}' for text in self.warnings]
         return '\n'.join(line.rstrip() for line in lines)
 
@@ -100,39 +100,39 @@ def convert_pretrained(
 ) -> tuple[nn.Module, ConversionReport]:
     """Narrow the FFNs of a pretrained model, without labels.
 
-    One block after the other, in the order of the forward pass, an FFN keeps a share of its hidden
-    channels, and is fitted to what the pretrained block returns, given what the blocks before
-    return now, see :mod:`repa_mm.convert.regression`. The result is an ordinary model with
-    narrower FFNs. All batches go through the model together, see
-    :mod:`repa_mm.convert.lockstep`, so that the memory grows with their number.
+    The FFNs are converted one after the other, in the order of the forward pass. Each FFN keeps a
+    share of its hidden channels and is fitted to the outputs of the pretrained block, given inputs
+    from the blocks that are converted already, see :mod:`repa_mm.convert.regression`. The result is
+    an ordinary model with narrower FFNs. All batches pass through the model together, see
+    :mod:`repa_mm.convert.lockstep`, so the memory grows with the number of batches.
 
     Args:
-        model (nn.Module): A backbone or a whole model, whose blocks are of a family in
+        model (nn.Module): A backbone or a whole model, with blocks of a family in
             :data:`repa_mm.models.FAMILIES`.
-        batches (Iterable): What ``forward`` takes, such as images (B, 3, H, W). Of two batches or
-            more, cross-validation leaves out whole ones: images that share something, as crops of
-            one photograph do, belong into one batch, images of other sizes into other batches, as
-            what is padded would be fitted to.
-        keep (float | Sequence): Share of hidden channels, and so of the multiply-adds of the FFNs,
-            that stays, in (0, 1]: one for all blocks, or one per known block, of which None leaves
-            its block as it is. Defaults to 0.375, the cost of channel-idle FFNs with an idle ratio
-            of 0.75 where H = 4 C.
-        where (str, optional): The module of the model whose blocks are converted, as for
-            :func:`~repa_mm.models.sites.ffn_sites`. Defaults to all but decoder layers.
-        forward (Callable, optional): Called with a model and a batch, runs the model, or the part
-            of it that holds the blocks. Defaults to calling the model with the batch.
-        held_out (Iterable): Batches to measure the difference on. Defaults to none.
-        skip_unsupported (bool): Leave blocks as they are whose FFN is not two linear layers around
-            an activation, instead of raising an error. Defaults to False.
+        batches (Iterable): Inputs of ``forward``, such as images (B, 3, H, W). With two batches or
+            more, cross-validation leaves out whole batches: put images that share something, such
+            as crops of one photograph, into one batch. Put images of different sizes into different
+            batches, since the FFNs would be fitted to padding as well.
+        keep (float | Sequence): Share of the hidden channels, and so of the FFNs' multiply-adds,
+            that stays, in (0, 1]: one for all blocks, or one per known block, where None leaves the
+            block as it is. Defaults to 0.375, the cost of channel-idle FFNs with an idle ratio of
+            0.75 where H = 4 C.
+        where (str, optional): Name of the module whose blocks are converted, as for
+            :func:`~repa_mm.models.sites.ffn_sites`. Defaults to all modules except decoder layers.
+        forward (Callable, optional): Called with a model and a batch, runs the model or the part of
+            it that has the blocks. Defaults to calling the model with the batch.
+        held_out (Iterable): Batches to measure the change of the outputs on. Defaults to none.
+        skip_unsupported (bool): Skip blocks whose FFN is not two linear layers around an
+            activation, instead of raising an error. Defaults to False.
         progress (Callable, optional): Called with the report of each block once it is fitted.
 
     Returns:
-        tuple: A copy of the model, and a :class:`ConversionReport`.
+        tuple: The converted copy of the model, and a :class:`ConversionReport`.
 
     Raises:
-        ValueError: If there is no batch, no block is known, a block cannot be converted (one of a
-            user's own class may have the name of a known one, and compute something else), or its
-            activations are not finite. The message names the block.
+        ValueError: If there is no batch or no known block, a block cannot be converted, or its
+            activations are not finite. The message names the block. A class of a user's own that
+            has the name of a known block and computes something else is refused, too.
 
     Examples:
         >>> narrow, report = repa_mm.convert_pretrained(backbone, images)
@@ -140,11 +140,11 @@ def convert_pretrained(
     """
     result = copy.deepcopy(unwrap(model))
     model = copy.deepcopy(result)
-    model.eval()  # on a line of its own: of some backbones it returns None
+    model.eval()  # on its own line, since eval() of some backbones returns None
     run, after = (partial(forward, m) if forward else m for m in (model, result))
     batches, held_out = list(batches), list(held_out)
     if not batches:
-        raise ValueError('there is no image to fit to: batches is empty')
+        raise ValueError('batches is empty: there is no image to fit to')
     all_sites, ffns, widths, skipped = find_ffns(model, keep, where, skip_unsupported)
     sites = {site.block_name: site for site in all_sites if site.block_name in ffns}
     outputs = block_outputs(all_sites, run, batches[0])
@@ -179,37 +179,44 @@ def find_ffns(
     where: str | None,
     skip_unsupported: bool,
 ) -> tuple[list[FFNSite], dict[str, PretrainedFFN], dict[str, int], dict[str, str]]:
-    """Return the FFN of every block of a model that is to be converted, and why the others are not.
+    """Find the FFNs of a model to convert, and the reasons why other FFNs are skipped.
 
     Args:
         model (nn.Module): The model.
         keep (float | Sequence): As for :func:`convert_pretrained`.
         where (str, optional): As for :func:`convert_pretrained`.
-        skip_unsupported (bool): Whether blocks that cannot be converted are left out.
+        skip_unsupported (bool): Skip blocks that cannot be converted, instead of raising an error.
 
     Returns:
-        tuple: The sites of all known blocks; the FFNs by the names of their blocks; how many
-        channels of each stay; why the other blocks have none.
+        tuple: The sites of all known blocks; and by block name, the FFNs to convert, the numbers of
+        hidden channels that stay, and the reasons why other blocks are skipped.
 
     Raises:
-        ValueError: If a block cannot be converted and is not to be left out, or if none is left.
+        ValueError: If a block cannot be converted and is not skipped, or if all blocks are skipped.
     """
     sites, ffns, widths, skipped = ffn_sites(model, where), {}, {}, {}
     owners: dict[int, str] = {}
     if not sites:
         inside = f' in its {where!r}' if where else ''
         raise ValueError(
-            f'{type(model).__name__} has no block{inside} of a family in repa_mm.models.FAMILIES'
+            f'{type(model).__name__} has no block{inside} of a family in '
+            'repa_mm.models.FAMILIES: add one with repa_mm.models.register_family'
         )
     for site, ratio in zip(sites, share(keep, sites, 'keep')):
         name = site.block_name
         if isinstance(site.module, Form):
-            raise ValueError(f'{name!r} has a {site.module.label}, and no ordinary FFN')
+            raise ValueError(
+                f'{name!r} has a {site.module.label} instead of an ordinary FFN: convert a model '
+                'with ordinary FFNs'
+            )
         if id(site.module) in owners:
-            raise ValueError(f'{name!r} shares its FFN with {owners[id(site.module)]!r}')
+            raise ValueError(
+                f'{name!r} shares its FFN with {owners[id(site.module)]!r}, but an FFN can be '
+                'fitted to the inputs of one block only'
+            )
         owners[id(site.module)] = name
         if ratio is None:
-            skipped[name] = 'keep leaves it out'
+            skipped[name] = 'keep is None for this block'
             continue
         if not 0 < ratio <= 1:
             raise ValueError(f'keep must be a share in (0, 1], but got {ratio!r}')
@@ -232,11 +239,11 @@ def find_ffns(
 def block_outputs(
     sites: Sequence[FFNSite], forward: Callable, batch
 ) -> dict[str, tuple[int, torch.Tensor]]:
-    """Return the outputs of all blocks that the forward pass reaches, by name.
+    """Run a forward pass and record the outputs of the blocks that it reaches.
 
     Returns:
-        dict: The first dimension of what a block returns, which counts images, windows or patches,
-        and its first entry.
+        dict: By block name, the size of the output's first dimension, which counts images, windows
+        or patches, and the first entry (1, ...) of the output.
     """
     found: dict[str, tuple[int, torch.Tensor]] = {}
     blocks = {site.block_name: site.block for site in sites}
@@ -247,7 +254,7 @@ def block_outputs(
 
 @contextmanager
 def _checked(sites: dict[str, FFNSite], outputs: dict[str, tuple]) -> Iterator[None]:
-    """Check that each block returns what it returned before its FFN was taken out."""
+    """Raise an error if the output of a block changes although an equal FFN replaced its FFN."""
     blocks = {name: site.block for name, site in sites.items()}
 
     def compare(name: str, output: torch.Tensor) -> None:
@@ -255,10 +262,11 @@ def _checked(sites: dict[str, FFNSite], outputs: dict[str, tuple]) -> Iterator[N
         change = float((found - known).norm() / known.norm().clamp(min=1e-300))
         if change > (0.05 if output.element_size() < 4 else 1e-3):
             raise ValueError(
-                f'{name!r}, a {type(blocks[name]).__name__}, does not use its FFN as the blocks of '
-                'this name in OpenMMLab do, or the forward pass is random, or '
-                f'depends on what other images have left behind: its output changes by {change:.1%}'
-                '. Give None for it in keep, or another name to its class'
+                f'{name!r}, a {type(blocks[name]).__name__}, does not use its FFN as the OpenMMLab '
+                f'block of this name does: its output changes by {change:.1%} when an equal FFN '
+                'takes its place. The forward pass may also be random, or depend on state that '
+                'other images have left in the model. Give None for this block in keep, or rename '
+                'its class'
             )
 
     with watched(blocks, compare):
@@ -268,27 +276,27 @@ def _checked(sites: dict[str, FFNSite], outputs: dict[str, tuple]) -> Iterator[N
 def sample_tokens(
     site: PretrainedFFN, tokens: list, max_tokens: int, seed: int = 0
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Draw tokens of all batches.
+    """Draw random tokens from all batches.
 
     Args:
-        site (PretrainedFFN): The FFN at which all passes have met.
-        tokens (list): For each batch what the FFN gets, and what it is to return, (..., C).
-        max_tokens (int): Number of tokens of a batch.
-        seed (int): Of the draw. Defaults to 0.
+        site (PretrainedFFN): The FFN that all passes have reached.
+        tokens (list): The inputs of the site and its target outputs for each batch, both (..., C).
+        max_tokens (int): Number of tokens to draw from a batch, at most.
+        seed (int): Seed of the random numbers. Defaults to 0.
 
     Returns:
-        list: For each part of the batches the tokens normalized, and what the fitted FFN is to make
-        of them without the shortcut, each of shape (N, C).
+        list: For each part of the batches the normalized tokens, and the target outputs of the FFN
+        without shortcut, both (N, C).
 
     Raises:
-        ValueError: If the tokens are not finite numbers.
+        ValueError: If tokens are not finite.
     """
     generator = torch.Generator().manual_seed(seed)
     drawn = []
     for x, y in tokens:
         if not (x.isfinite().all() and y.isfinite().all()):
             raise ValueError(
-                f'the activations of {site.name!r} are not finite: check its weights and the images'
+                f'the activations of {site.name!r} are not finite: check the weights and the images'
             )
         u, x, y = (v.flatten(0, -2) for v in (site.ffn.norm1(x), x, y))
         chosen = torch.randperm(len(x), generator=generator)[:max_tokens].to(x.device)
@@ -302,17 +310,17 @@ def sample_tokens(
 
 
 class Fit:
-    """Fits the FFN at which all passes have met.
+    """Fits the FFN that all passes have reached.
 
     Args:
-        widths (dict): The number of channels that stay, by the name of the block.
+        widths (dict): Number of hidden channels that stay, by block name.
         num_images (int): Number of images in the first batch.
-        max_tokens (int): Number of tokens of a batch that count.
+        max_tokens (int): Number of tokens to draw from a batch, at most.
         progress: As for :func:`convert_pretrained`.
 
     Attributes:
-        fits (dict): What is fitted so far, by the name of the block.
-        rows (list): Their reports.
+        fits (dict): The fitted FFNs so far, by block name.
+        rows (list): The reports of the blocks so far.
     """
 
     def __init__(self, widths, num_images, max_tokens, progress) -> None:
@@ -323,7 +331,7 @@ class Fit:
         self.same_so_far = True
 
     def __call__(self, site: PretrainedFFN, tokens: list) -> Callable:
-        """Fit an FFN, and return what computes the block's end with the narrower one."""
+        """Fit a narrower FFN, and return the function that takes the place of the site."""
         ffn, width = site.ffn, self.widths[site.name]
         parts = sample_tokens(site, tokens, self.max_tokens, len(self.rows))
         row = BlockReport(site.name, ffn.feedforward_channels, width)

@@ -1,4 +1,4 @@
-"""A converted model imitates the original one, without labels, under MMEngine's Runner."""
+"""Training a converted model to imitate the original model, without labels."""
 
 import copy
 import os.path as osp
@@ -22,20 +22,21 @@ from repa_mm.reparam import CheckpointError, become
 
 
 class _Distilled:
-    """Mixin of the models that :func:`build_distiller` makes.
+    """Mixin for the models of :func:`build_distiller`.
 
     Attributes:
-        teacher (nn.Module): The original model. It is no child: checkpoints, optimizers and
-            wrappers see the student alone.
-        channels_first (bool): Whether its tokens are (B, C, N).
+        teacher (nn.Module): The original model. It is not registered as a child, so that
+            checkpoints, optimizers and wrappers have the student alone.
+        channels_first (bool): Whether the student's tokens are (B, C, N).
     """
 
     def loss(self, inputs: torch.Tensor, data_samples: list | None = None) -> dict:
-        """Measure how far the features for the heads are from the teacher's, as ``loss_features``.
+        """Compute the difference from the teacher's inputs of the heads, as ``loss_features``.
 
         Args:
             inputs (torch.Tensor): Normalized images (B, 3, H, W).
-            data_samples (list, optional): Their sizes, for models that mask padding.
+            data_samples (list, optional): Samples with the sizes of the images, for models that
+                mask padding.
         """
         data = dict(inputs=inputs, data_samples=data_samples)
         if next(self.teacher.parameters()).device != inputs.device:
@@ -46,9 +47,9 @@ class _Distilled:
         return dict(loss_features=_distance(found, target, self.channels_first))
 
     def train(self, mode: bool = True):
-        """Stay in eval mode: the teacher has neither dropout nor statistics of a batch."""
+        """Stay in eval mode, as the teacher does: without dropout and batch statistics."""
         super().train(False)
-        # Backbones with frozen stages freeze them here.
+        # After it, since backbones freeze their frozen stages in train().
         self.requires_grad_(False)
         for site in ffn_sites(self):
             parts = site.parts()
@@ -61,14 +62,14 @@ class _Distilled:
 def _distance(
     found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], channels_first: bool
 ) -> torch.Tensor:
-    """Mean square difference of features, relative to the variance of their channels.
+    """Compute the mean square difference of features, relative to the variance of their channels.
 
-    Of features with one vector per image, relative to their mean square.
+    For features with one vector per image, it is relative to their mean square.
     """
     total = 0.0
     for a, b in zip(found, expected):
         a, b = (channels_last(v, channels_first).float() for v in (a, b))
-        # Pooled features vary over the images of a batch only, and one image has one of them.
+        # A batch of one image has one pooled feature vector, which has no variance.
         varies = b.numel() > b.shape[-1] * max(len(b), 1)
         centred = b - b.mean(tuple(range(b.ndim - 1)), keepdim=True) if varies else b
         total = total + (a - b).square().mean() / centred.square().mean().clamp(min=1e-12)
@@ -88,30 +89,30 @@ def _distilled_class(kind: type) -> type:
 def build_distiller(
     student: dict, teacher_checkpoint: str, teacher: dict, data_preprocessor: dict | None = None
 ) -> nn.Module:
-    """Build a model that learns to imitate the original one, from which it was converted.
+    """Build a converted model that learns to imitate the original model.
 
-    It is the student itself with another ``loss()``: its checkpoints, predictions and metrics are
-    those of the student, and everything of MMEngine's Runner works with it. A config that inherits
-    from that of the student trains it::
+    It is the student itself with another ``loss()``. Its checkpoints, predictions and metrics are
+    the student's, and all features of MMEngine's Runner work. A config that inherits from the
+    student's trains it::
 
         model = dict(
             _delete_=True, type='FeatureDistiller', student={{_base_.model}},
             teacher_checkpoint='original.pth', teacher=dict(type=..., ...))
         load_from = 'narrow.pth'
 
-    The student learns to give the heads the same features, see
-    :func:`~repa_mm.features.head_inputs`. Errors are squared, and relative to the variance of
-    the channels. Only the FFNs of backbone and encoder learn.
+    The loss is the mean square difference of the heads' inputs, see
+    :func:`~repa_mm.features.head_inputs`, relative to the variance of their channels. Only the FFNs
+    of the backbone and encoder are trained.
 
     Args:
-        student (dict): Config of a detector, segmentor or classifier.
+        student (dict): Config of the converted detector, segmentor or classifier.
         teacher_checkpoint (str): Weights of the original model: a path or a URL.
         teacher (dict): Config of the original model.
-        data_preprocessor (dict, optional): That of a student whose config has none: MMEngine's
-            Runner hands on the one that stands beside ``model`` in a config.
+        data_preprocessor (dict, optional): Data preprocessor of a student whose config has none.
+            MMEngine's Runner passes the ``data_preprocessor`` beside ``model`` in a config.
 
     Returns:
-        nn.Module: The model.
+        nn.Module: The student.
 
     Raises:
         CheckpointError: If the weights do not fit the teacher.
@@ -119,7 +120,7 @@ def build_distiller(
     student = copy.deepcopy(student)
     if data_preprocessor is not None:
         student.setdefault('data_preprocessor', copy.deepcopy(data_preprocessor))
-    # Mixed images would need labels to mix, resized ones boxes to resize.
+    # Batch augmentations mix labels or resize boxes, which do not exist here.
     for cfg in (student, student.get('model') or {}):
         for part, key in (('train_cfg', 'augments'), ('data_preprocessor', 'batch_augments')):
             (cfg.get(part) or {}).pop(key, None)
@@ -142,15 +143,15 @@ def distillation_config(
     images: str | None = None,
     leave_out: Sequence[str] = (),
 ) -> Config:
-    """Return the config of a distillation, which needs no labels.
+    """Return the config of a distillation.
 
     Args:
-        cfg (Config): That of the converted model.
-        teacher (dict): The config of the original model.
-        teacher_checkpoint (str): The checkpoint of the original model.
+        cfg (Config): Config of the converted model.
+        teacher (dict): Config of the original model.
+        teacher_checkpoint (str): Checkpoint of the original model.
         iters (int): Number of iterations.
         images (str, optional): A folder of images. Defaults to the config's training data.
-        leave_out (Sequence[str]): Images of the folder that are for something else, see
+        leave_out (Sequence[str]): Images of the folder to leave out, see
             :class:`~repa_mm.datasets.folder.ImageFolder`.
     """
     cfg, warm_up = copy.deepcopy(cfg), max(1, iters // 20)
@@ -162,8 +163,8 @@ def distillation_config(
     )
     cfg.optim_wrapper = dict(
         type='OptimWrapper',
-        # Distillations are short: the usual 0.999 would average over more steps than they have.
-        # The learning rate is a share of the size of each parameter.
+        # The usual 0.999 would average over more steps than a short distillation has. The learning
+        # rate is relative to the size of each parameter.
         optimizer=dict(type='RelativeAdamW', lr=1e-4, betas=(0.9, 0.95), weight_decay=0.0),
     )
     cfg.param_scheduler = [
@@ -199,18 +200,18 @@ def distill_checkpoint(
 ) -> None:
     """Run a distillation, and replace the checkpoint that it starts from.
 
-    Its config is written as '…_distill.py' beside that of the model.
+    The config of the distillation is written beside the model's config, as '…_distill.py'.
 
     Args:
-        config (str): The config of the converted model, '….py'.
+        config (str): Config of the converted model, '….py'.
         checkpoint (str): The converted checkpoint.
-        teacher (dict): The config of the original model.
-        teacher_checkpoint (str): The checkpoint of the original model.
+        teacher (dict): Config of the original model.
+        teacher_checkpoint (str): Checkpoint of the original model.
         iters (int): Number of iterations.
         **data: ``images`` and ``leave_out`` of :func:`distillation_config`.
 
     Raises:
-        CheckpointError: If weights have become infinite or NaN; the checkpoint stays as it was.
+        CheckpointError: If weights became infinite or NaN. The checkpoint then stays as it was.
     """
     if '://' not in teacher_checkpoint:
         teacher_checkpoint = osp.abspath(teacher_checkpoint)
@@ -219,12 +220,12 @@ def distill_checkpoint(
     stem = f'{osp.splitext(osp.abspath(config))[0]}_distill'
     cfg.work_dir, cfg.load_from = stem, osp.abspath(checkpoint)
     with replacing(f'{stem}.py') as temporary, open(temporary, 'w', encoding='utf-8') as file:
-        file.write(f'# The distillation of {osp.basename(config)}.\n{cfg.pretty_text}')
+        file.write(f'# Distillation of {osp.basename(config)}.\n{cfg.pretty_text}')
     weights = weights_to_cpu(Runner.from_cfg(cfg).train().state_dict())
     for name, value in weights.items():
         if value.is_floating_point() and not value.isfinite().all():
             raise CheckpointError(
-                f'the distillation has failed, and {checkpoint!r} is as it was without it: '
-                f'{name!r} has values that are not finite'
+                f'the distillation has failed: {name!r} has values that are not finite. '
+                f'{checkpoint!r} stays as it was before'
             )
     save_checkpoint(dict(load_checkpoint(checkpoint), state_dict=weights), checkpoint)

@@ -1,10 +1,9 @@
 """Forward passes on many batches that go from one FFN of a model to the next together.
 
 Every batch runs twice: as a *teacher*, which computes what the pretrained model computes, and as a
-*student*, which computes with the FFNs that are fitted so far. Each of these passes is a greenlet
-that pauses at every FFN. When all passes have come to an FFN, it is fitted, the students get what
-the fitted one returns, and all go on. Nothing is assumed of what lies between the FFNs, but that
-passes leave nothing in the model for their way on.
+*student*, which computes with the FFNs that are fitted so far. Each pass is a greenlet that pauses
+at every FFN. When all passes have reached an FFN, it is fitted, the students get the outputs of the
+fitted FFN, and all passes go on. The model must keep no state between two FFNs of one pass.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,12 +19,12 @@ from repa_mm.reparam import ChannelIdleFFN
 
 
 class PretrainedFFN(nn.Module):
-    """A pretrained FFN in the place of a block's norm and FFN, at which passes pause.
+    """A pretrained FFN that replaces the norm and FFN of a block, and pauses passes.
 
     Args:
-        name (str): The name of the block.
-        ffn (ChannelIdleFFN): Norm, FFN and shortcut. One with idle ratio 0 is an ordinary FFN, from
-            whatever block: sites fill it as they fill every form.
+        name (str): Name of the block.
+        ffn (ChannelIdleFFN): Norm, FFN and shortcut. A channel-idle FFN with idle ratio 0 computes
+            the same as an ordinary FFN, and sites can fill it from any block.
 
     Raises:
         ValueError: If the activation mixes channels, or treats them differently.
@@ -48,15 +47,15 @@ class PretrainedFFN(nn.Module):
             )
 
     def original(self, x: torch.Tensor) -> torch.Tensor:
-        """What the pretrained block's norm, FFN and shortcut make of tokens (..., C)."""
+        """Compute the pretrained norm, FFN and shortcut for tokens (..., C)."""
         return self.whole(x, ffn_output(self.ffn, self.ffn.norm1(x)))
 
     def whole(self, x: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
-        """What stands there returns for tokens x, if its FFN returns z without the shortcut."""
+        """Return the output for tokens x, given the FFN's output z without shortcut."""
         return x + z if self.ffn.shortcut else z
 
     def part(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """The z with which y = whole(x, z), in float64."""
+        """Return z such that y = whole(x, z), in float64."""
         return y.double() - x.double() if self.ffn.shortcut else y.double()
 
     def forward(self, x: torch.Tensor, identity: torch.Tensor | None = None) -> torch.Tensor:
@@ -65,12 +64,12 @@ class PretrainedFFN(nn.Module):
 
 
 class _Pass(greenlet):
-    """A forward pass on a batch. ``switch()`` runs it up to the next FFN, which it returns.
+    """A forward pass on a batch; ``switch()`` runs it up to the next FFN and returns the FFN.
 
     Attributes:
-        x (torch.Tensor): At an FFN, the tokens that it gets.
-        y (torch.Tensor): Of a teacher, what the pretrained FFN returns for them.
-        is_watched (bool): Whether :func:`watched` looks at it.
+        x (torch.Tensor): Input of the FFN, while the pass pauses there.
+        y (torch.Tensor): Output of the pretrained FFN for ``x``, in a teacher.
+        is_watched (bool): Whether :func:`watched` sees the outputs of this pass.
     """
 
     x = y = None
@@ -85,7 +84,7 @@ class _Pass(greenlet):
 
     def pause(self, site: PretrainedFFN, x: torch.Tensor) -> torch.Tensor:
         self.x, self.y = x, site.original(x) if self.is_teacher else None
-        # These modes belong to the thread. What a pass has set is for that pass alone.
+        # Gradient, inference and autocast modes belong to the thread, but each pass sets its own.
         no_autocast = torch.autocast(x.device.type, enabled=False)
         with torch.inference_mode(False), torch.no_grad(), no_autocast:
             fitted = self.parent.switch(site)
@@ -96,20 +95,20 @@ class _Pass(greenlet):
 def in_lockstep(
     forward: Callable, batches: Sequence, meet: Callable, students: bool = True
 ) -> None:
-    """Run batches as teachers and as students, with a meeting at each FFN.
+    """Run batches as teachers and as students, which meet at each FFN.
 
     Args:
-        forward (Callable): Runs a model with :class:`PretrainedFFN` on a batch.
+        forward (Callable): Runs a model that has a :class:`PretrainedFFN` in each block on a batch.
         batches (Sequence): The batches.
-        meet (Callable): Gets the :class:`PretrainedFFN` at which all passes are, and for each
-            batch the tokens (..., C) that it gets from the student, and what it returns to the
-            teacher. Returns a function, of which the students get the output for their tokens.
-        students (bool): Whether there are students. The tokens are those of the teachers if not.
-            Defaults to True.
+        meet (Callable): Called with the :class:`PretrainedFFN` that all passes have reached, and a
+            list with, for each batch, the student's input and the teacher's output of the FFN, both
+            (..., C). Returns the function that computes the students' outputs from their inputs.
+        students (bool): Run students as well. Without students, ``meet`` gets the inputs of the
+            teachers. Defaults to True.
 
     Raises:
         ValueError: If an FFN runs more than once in a pass, or not in all passes.
-        Exception: What a pass raises. No pass goes on afterwards.
+        Exception: Any error of a pass. It ends all passes.
     """
     roles = (True, False) if students else (True,)
     passes = [_Pass(forward, batch, role) for batch in batches for role in roles]
@@ -119,34 +118,34 @@ def in_lockstep(
         while True:
             where = list(dict.fromkeys(p.switch(fitted) for p in passes))
             if len(where) > 1:
-                names = ', '.join(repr(s.name) if s else 'its end' for s in where)
+                names = ', '.join(repr(s.name) if s else 'the end' for s in where)
                 raise ValueError(
-                    f'the forward pass comes to other FFNs in some batches, or in another order: '
-                    f'at the same time to {names}'
+                    'the forward pass must reach the same FFNs in the same order for all batches, '
+                    f'but at one point some are at {names}'
                 )
             if where[0] is None:
                 return
             if where[0] in met:
                 raise ValueError(
-                    f'the FFN of {where[0].name!r} runs more than once in a forward pass, and '
-                    'could be fitted to one of its inputs only'
+                    f'the FFN of {where[0].name!r} runs more than once in a forward pass, but can '
+                    'be fitted to one of its inputs only: give None for this block in keep'
                 )
             met.append(where[0])
             pairs = zip(passes[:: len(roles)], passes[len(roles) - 1 :: len(roles)])
             fitted = meet(where[0], [(student.x, teacher.y) for teacher, student in pairs])
     finally:
         for p in passes:
-            if p:  # ends it where it is
+            if p:  # unfinished: throw() ends it
                 p.throw()
 
 
 @contextmanager
 def watched(blocks: dict[str, nn.Module], function: Callable) -> Iterator[None]:
-    """Call a function with what each block returns, outside of lockstep or to the first teacher.
+    """Call a function with the output of each block, in the first teacher or outside lockstep.
 
     Args:
         blocks (dict): The blocks by name.
-        function (Callable): Gets a name and the output.
+        function (Callable): Called with the name of a block and its (first) output.
     """
 
     def note(name: str, output: torch.Tensor | Iterable) -> None:

@@ -1,4 +1,4 @@
-"""From a trained checkpoint to one with narrower FFNs, and its config."""
+"""Narrowing the FFNs of a trained checkpoint, and of its config."""
 
 import copy
 import inspect
@@ -29,15 +29,18 @@ from repa_mm.version import __version__
 def calibration_images(
     cfg: Config, num_images: int, folder: str | None = None
 ) -> tuple[Dataset, list[int], list[int]]:
-    """Read images as a model gets them when it is tested, spread evenly over what there is.
+    """Choose images of a data set, spread evenly, to fit to and to hold out.
+
+    The images go through the test pipeline.
 
     Args:
-        cfg (Config): Whose test pipeline, and whose (first) training data.
-        num_images (int): How many to fit to. One more for each eight of them is held out.
-        folder (str, optional): A folder of images to take instead of the training data.
+        cfg (Config): Config with the test pipeline and the (first) training data set.
+        num_images (int): Number of images to fit to. One more image for every eight is held out.
+        folder (str, optional): A folder of images to use instead of the training data.
 
     Returns:
-        tuple: The data set, the indices of the images to fit to, and those of the others.
+        tuple: The data set, the indices of the images to fit to, and the indices of the held-out
+        images.
     """
     dataset = DATASETS.build(image_config(cfg, 'train', folder))
     total = min(num_images + max(1, num_images // 8), len(dataset))
@@ -61,48 +64,48 @@ def convert_checkpoint(
     skip_unsupported: bool = False,
     progress: Callable[[BlockReport], None] | None = None,
 ) -> dict:
-    """Narrow the FFNs in backbone and encoder of a trained model, without labels.
+    """Narrow the FFNs in the backbone and encoder of a trained model, without labels.
 
-    Neck and heads stay as they are. Beside the checkpoint, a config of the same name is written, so
-    that both are ready for tests and training. The codebase loads them without this package where
-    its config can say the widths of FFNs.
+    Neck and heads stay as they are. A config is written beside the checkpoint, so that both are
+    ready for tests and training. The codebase loads them without this package if its config can
+    express the widths of the FFNs.
 
     Args:
-        config (str): The model's own config: a path, or the name of an installed one
+        config (str): The model's config: a path, or the name of an installed config
             ('mmdet::swin/….py').
         checkpoint (str): The model's checkpoint: a path or a URL.
-        out (str): The checkpoint to write, '….pth'. The config is '….py'.
+        out (str): The checkpoint to write, '….pth'. Its config becomes '….py'.
         keep (float | list): Share of the FFNs' hidden channels that stays: one for all blocks, or
-            one per block, of which None leaves its block as it is. Defaults to 0.375.
-        where (str, optional): The module of the model whose blocks are converted: 'backbone' or
+            one per block, where None leaves the block as it is. Defaults to 0.375.
+        where (str, optional): Name of the module whose blocks are converted: 'backbone' or
             'encoder', see :func:`~repa_mm.models.sites.ffn_sites`. Defaults to both.
-        num_images (int): Number of images to calibrate on. One more for each eight of them is
-            held out, to measure on it how much the outputs differ. Defaults to 64.
-        images (str, optional): A folder of images. Defaults to the config's training data, through
-            its test pipeline.
-        device (str, optional): Where the fit is made. Defaults to the GPU, if there is one.
+        num_images (int): Number of images to fit to. One more image for every eight is held out to
+            measure the change of the outputs. Defaults to 64.
+        images (str, optional): A folder of images. Defaults to the config's training data. The
+            images go through the test pipeline.
+        device (str, optional): Device of the fit. Defaults to the GPU if there is one.
         cfg_options (dict, optional): Values to override in the config.
-        distill (int): Number of iterations of a distillation afterwards, see
+        distill (int): Number of iterations of a distillation after the fit, see
             :mod:`repa_mm.convert.distillation`. Defaults to 0.
-        skip_unsupported (bool): Leave blocks as they are whose FFN cannot be narrowed.
-            Defaults to False.
+        skip_unsupported (bool): Skip blocks whose FFN cannot be narrowed. Defaults to False.
         progress (Callable, optional): Called with the report of each block once it is fitted.
 
     Returns:
-        dict: ``report`` (a :class:`~repa_mm.convert.conversion.ConversionReport`, whose differences
-        are those of the features that the heads get), ``distilled`` (these differences after a
-        distillation, else empty), ``seen`` (whether the distillation learned
-        from the held-out images, too: from those of a folder it does not), ``images`` and
-        ``held_out`` (their numbers), and ``config`` (the file that was written).
+        dict: ``report`` (a :class:`~repa_mm.convert.conversion.ConversionReport` with the
+        differences of the heads' inputs), ``distilled`` (the differences after a distillation, else
+        empty), ``seen`` (whether the distillation also learns from the held-out images: True unless
+        ``images`` is given), ``images`` and ``held_out`` (numbers of images), and ``config`` (path
+        of the written config).
 
     Raises:
-        ValueError: If a file that is read would be replaced, or as of ``convert_pretrained``.
+        ValueError: If the output would replace a file that is read, or for the reasons of
+            :func:`~repa_mm.convert_pretrained`.
         CheckpointError: If the checkpoint does not fit the config.
     """
     stem = osp.splitext(out)[0]
     out_config = f'{stem}.py'
     if len({osp.realpath(path) for path in (config, checkpoint, out, out_config)}) < 4:
-        raise ValueError(f'{out!r} and {out_config!r} must be other files than those that are read')
+        raise ValueError(f'{out!r} or its config {out_config!r} would replace a file that is read')
     cfg = load_config(config, cfg_options)
     model = build_model(cfg)
     loaded = load_checkpoint(checkpoint)
@@ -110,7 +113,7 @@ def convert_checkpoint(
     dataset, chosen, held_out = calibration_images(cfg, num_images, images)
     model.to(device or ('cuda' if torch.cuda.is_available() else 'cpu'))
     swap_faster_attention(model)
-    # What is wrong with the config is to show before the fit.
+    # Errors in the config should show before the long fit.
     sites, _, widths, _ = find_ffns(model, keep, where, skip_unsupported)
     names = [site.block_name for site in sites]
     MODELS.build(converted_config(cfg, model, names, widths, where, out).model)
@@ -125,7 +128,7 @@ def convert_checkpoint(
     widths = {block.name: block.width for block in report.blocks}
     text = converted_config(cfg, model, names, widths, where, out).pretty_text
     text = f'# {osp.basename(config)} with narrower FFNs.\n{text}'
-    # MMEngine's inferencers take the config from there where they are given weights alone.
+    # MMEngine's inferencers read the config from the checkpoint if they are given weights alone.
     meta = dict(loaded.get('meta') or {}, repa_mm_version=__version__, cfg=text)
     state_dict = weights_to_cpu(narrow.state_dict())
     save_checkpoint(dict(meta=meta, state_dict=state_dict), out)
@@ -165,17 +168,17 @@ def converted_config(
     """Return the config of a converted model.
 
     Args:
-        cfg (Config): That of the original model.
+        cfg (Config): Config of the original model.
         model (nn.Module): The original model.
-        names (Sequence[str]): The names of its known blocks.
-        widths (dict): The widths of its FFNs, by the names of the blocks that are converted.
+        names (Sequence[str]): Names of the model's known blocks.
+        widths (dict): New widths of the converted FFNs, by block name.
         where (str, optional): As for :func:`convert_checkpoint`.
-        out (str): The converted checkpoint, which trainings start from.
+        out (str): Path of the converted checkpoint, from which training starts.
     """
     cfg = copy.deepcopy(cfg)
-    given = cfg.model.get('backbone')  # not of a Restructured whole model
+    given = cfg.model.get('backbone')  # None if the whole model is Restructured
     for part in (cfg.model, given or {}):
-        for key in ('init_cfg', 'pretrained'):  # weights of the original
+        for key in ('init_cfg', 'pretrained'):  # weights of the original model
             part.pop(key, None)
     start = 'backbone.' if given else '\0'
     inside = {name[len(start) :]: w for name, w in widths.items() if name.startswith(start)}
@@ -187,7 +190,7 @@ def converted_config(
         structure = dict(type='Widths', widths=[left.get(name) for name in names], where=where)
         cfg.model = _restructured(cfg.model, structure)
     cfg.load_from, cfg.resume = osp.abspath(out), False
-    cfg.pop('work_dir', None)  # the checkpoints there are of the original
+    cfg.pop('work_dir', None)  # has checkpoints of the original model
     if 'Restructured' in (cfg.model.type, cfg.model.get('backbone', cfg.model).type):
         given = cfg.get('custom_imports') or {}
         imports = given.get('imports') or []
@@ -197,12 +200,13 @@ def converted_config(
 
 
 def backbone_config(cfg: dict, backbone: nn.Module, widths: dict[str, int]) -> dict:
-    """Return a config of a backbone with FFNs of other widths than its own config says.
+    """Return the config of a backbone whose FFNs get new widths.
 
-    It is one of the codebase alone where the arguments of the backbone's class can say the widths.
+    It is a config of the codebase alone if the arguments of the backbone's class can express the
+    widths, else one of ``Restructured``.
 
     Args:
-        cfg (dict): Of the original backbone.
+        cfg (dict): Config of the original backbone.
         backbone (nn.Module): The backbone, of any widths.
         widths (dict): The new widths, by the names of the blocks that change.
     """
@@ -214,7 +218,7 @@ def backbone_config(cfg: dict, backbone: nn.Module, widths: dict[str, int]) -> d
     for candidate in _stock_configs(cfg, type(backbone), sites, structure):
         try:
             built = MODELS.build(copy.deepcopy(candidate))
-        except (TypeError, AssertionError):  # its blocks have no such argument
+        except (TypeError, AssertionError):  # the blocks of this class have no such argument
             continue
         if {key: value.shape for key, value in built.state_dict().items()} == shapes:
             return candidate
@@ -222,13 +226,13 @@ def backbone_config(cfg: dict, backbone: nn.Module, widths: dict[str, int]) -> d
 
 
 def _restructured(cfg: dict, structure: dict) -> ConfigDict:
-    if cfg['type'] == 'Restructured':  # converted before
+    if cfg['type'] == 'Restructured':  # the model was converted before
         return ConfigDict(cfg, structures=[*cfg['structures'], structure])
     return ConfigDict(type='Restructured', model=cfg, structures=[structure])
 
 
 def _with_stock_layers(cfg: ConfigDict, widths: dict[str, int]) -> dict[str, int]:
-    """Set the widths of layers that share one config, as in an encoder; return the other widths."""
+    """Set the widths of layers that share a config, as in encoders; return the other widths."""
     groups: dict[str, dict] = {}
     for name, width in widths.items():
         groups.setdefault(name.rpartition('.layers.')[0], {})[name] = width
@@ -246,10 +250,10 @@ def _with_stock_layers(cfg: ConfigDict, widths: dict[str, int]) -> dict[str, int
 def _stock_configs(
     cfg: dict, kind: type, sites: Sequence[FFNSite], structure: Widths
 ) -> Iterator[dict]:
-    """Configs of a codebase's backbone that may give its FFNs the widths of a structure."""
+    """Yield configs of the codebase's backbone that may give its FFNs the structure's widths."""
     arguments = inspect.signature(kind).parameters
     if 'mlp_ratio' in arguments and None not in structure.widths:
-        # Of MMDetection's and MMSegmentation's Swin, and MMSegmentation's ViT: a whole number.
+        # In MMDetection's and MMSegmentation's Swin and MMSegmentation's ViT, an integer.
         dims = [site.parts().fc1.weight.shape[1] for site in sites]
         ratio = structure.widths[0] // dims[0]
         if structure.widths == [ratio * c for c in dims]:
@@ -265,13 +269,15 @@ def _stock_configs(
 
 
 def result_text(result: dict, out: str) -> str:
-    """Describe what :func:`convert_checkpoint` has done, in words and as a table."""
+    """Format the result of :func:`convert_checkpoint` as a table and text."""
     lines = [
         str(result['report']),
         f'fitted on {result["images"]} images, {result["held_out"]} held out',
     ]
     if result['distilled']:
-        seen = ' (the training data, which it learns from, has these images)' * result['seen']
+        seen = ' (which are in the training data of the distillation)' * result['seen']
         shares = percent(result['distilled'])
-        lines.append(f'after the distillation the outputs differ by {shares} on them{seen}')
+        lines.append(
+            f'after the distillation the outputs differ by {shares} on held-out images{seen}'
+        )
     return '\n'.join([*lines, f'wrote {out} and {result["config"]}'])

@@ -1,14 +1,14 @@
-"""Fits narrower FFNs to pretrained FFNs.
+"""Fitting narrower FFNs to pretrained FFNs.
 
 A pretrained FFN computes f(u) = V a + b with a = act(W_in u + b_in), where u are normalized tokens
-and V is W_out with the layer scale multiplied in. A narrower one keeps some channels K of a, and
-computes V' a_K + b'. Which channels stay follows from backward elimination, V' and b' from a ridge
-regression that draws V' to V_K: both need only the mean and the covariance of [a, t] over the
-tokens of some images, where t is the output to imitate. Afterwards, some steps of gradient descent
-let the input weights of the kept channels move, too.
+and V is W_out with the layer scale multiplied in. A narrower FFN keeps some channels K of a, and
+computes V' a_K + b'. Backward elimination chooses K. A ridge regression that shrinks V' towards V_K
+gives V' and b'. Both steps need only the mean and the covariance of [a, t] over the tokens of some
+images, where t is the output to imitate. Some steps of gradient descent then adjust all weights,
+including the input weights of the kept channels.
 
-A linear path W u beside the channels, as a channel-idle FFN has it, is left out: fitted and not
-trained, it was worth less on foreign images than the C / 2 channels that cost as much.
+There is no linear path W u beside the channels, as in a channel-idle FFN: fitted without training,
+it was worth less on foreign images than the C / 2 channels of the same cost.
 """
 
 import math
@@ -22,18 +22,18 @@ import torch.nn.functional as F
 from repa_mm.reparam.ffn.idle import ChannelIdleFFN
 from repa_mm.reparam.numerics import double
 
-_CHUNK = 4096  # tokens at a time that are in float64
-# Strengths of the ridge, relative to the mean variance of a channel. The first one chooses the
-# channels; cross-validation chooses from all for the weights.
+_CHUNK = 4096  # tokens in float64 at a time
+# Strengths of the ridge, relative to the mean variance of a channel. The first strength is used to
+# choose the channels. Cross-validation over all of them sets the strength for the weights.
 RIDGES = (0.1, 0.01, 0.03, 0.3, 1.0, 3.0, 100.0)
 
 
 class Moments:
-    """Mean and covariance of rows that come in parts, summed in float64.
+    """Mean and covariance of rows that are added in parts, summed in float64.
 
     Args:
-        shift (torch.Tensor): A point (n, ) near the rows: products of values that lie far from
-            zero would hide a small variance.
+        shift (torch.Tensor): A point (n, ) near the rows, which is subtracted: products of values
+            far from zero would hide a small variance.
 
     Attributes:
         count (int): Number of rows.
@@ -54,7 +54,7 @@ class Moments:
 
     @classmethod
     def of(cls, parts: Sequence['Moments']) -> 'Moments':
-        """The moments of the rows of several parts, which have the same shift."""
+        """Return the moments of all rows of several parts with the same shift."""
         result = cls(parts[0].shift)
         for part in parts:
             result.count += part.count
@@ -63,22 +63,22 @@ class Moments:
         return result
 
     def mean_and_covariance(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The mean (n, ) and the covariance (n, n) of all rows."""
+        """Return the mean (n, ) and the covariance (n, n) of all rows."""
         mean = self.total / self.count
         return mean + self.shift, self.products / self.count - mean[:, None] * mean
 
 
 class NarrowFFN(NamedTuple):
-    """A fitted FFN, z = act(u W_in^T + b_in) W_out^T + b, and how well it fits.
+    """A fitted FFN, z = act(u W_in^T + b_in) W_out^T + b, and the quality of its fit.
 
     Attributes:
         w_in (torch.Tensor): Input weights (A, C) of the A channels.
-        b_in (torch.Tensor): Their biases (A, ).
-        w_out (torch.Tensor): Their output weights (C, A), with the layer scale multiplied in.
+        b_in (torch.Tensor): Input biases (A, ).
+        w_out (torch.Tensor): Output weights (C, A), with the layer scale multiplied in.
         b (torch.Tensor): Output bias (C, ), with the layer scale multiplied in.
         act (nn.Module): The activation.
         ridge (float): Strength of the ridge.
-        unexplained (float): Share of the variance of the targets that the fit leaves.
+        unexplained (float): Share of the targets' variance that the FFN does not explain.
     """
 
     w_in: torch.Tensor
@@ -90,12 +90,12 @@ class NarrowFFN(NamedTuple):
     unexplained: float
 
     def __call__(self, u: torch.Tensor) -> torch.Tensor:
-        """Compute z of normalized tokens u (..., C)."""
+        """Compute z for normalized tokens u (..., C)."""
         w_in, b_in, w_out, b = (weight.to(u) for weight in self[:4])
         return F.linear(self.act(F.linear(u, w_in, b_in)), w_out, b)
 
     def measured(self, u: torch.Tensor, t: torch.Tensor) -> 'NarrowFFN':
-        """The same with the ``unexplained`` of tokens u and targets t, both (N, C)."""
+        """Return a copy with ``unexplained`` for tokens u and targets t, both (N, C)."""
         pairs = zip(u.split(_CHUNK), t.split(_CHUNK))
         left = sum(float((self(a) - b).square().sum()) for a, b in pairs)
         total = float((t - t.mean(0)).square().sum())
@@ -103,7 +103,7 @@ class NarrowFFN(NamedTuple):
 
 
 def ffn_output(ffn: ChannelIdleFFN, u: torch.Tensor) -> torch.Tensor:
-    """What the pretrained FFN makes of normalized tokens (..., C), without the shortcut."""
+    """Compute the pretrained FFN without shortcut for normalized tokens (..., C)."""
     z = ffn.fc2(ffn.act(ffn.fc1(u)))
     return z if ffn.layer_scale is None else z * ffn.layer_scale
 
@@ -111,18 +111,19 @@ def ffn_output(ffn: ChannelIdleFFN, u: torch.Tensor) -> torch.Tensor:
 def with_foreign_tokens(
     ffn: ChannelIdleFFN, u: torch.Tensor, t: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Add half as many tokens that no image has, so that a fit holds on images unlike its own.
+    """Add half as many synthetic tokens, so that a fit also holds on images unlike the given ones.
 
-    Differences of other tokens move some of the tokens: u' = u_i + r (u_j - u_k), r from 0 to 1/2.
-    What is to be made of them is known, t' = t_i + f(u') - f(u_i), with the pretrained FFN f.
+    A synthetic token is a token plus a share of the difference of two other tokens,
+    u' = u_i + r (u_j - u_k), r from 0 to 1/2. Its target follows from the pretrained FFN f,
+    t' = t_i + f(u') - f(u_i).
 
     Args:
-        ffn (ChannelIdleFFN): The pretrained FFN, as one with idle ratio 0.
+        ffn (ChannelIdleFFN): The pretrained FFN, with idle ratio 0.
         u (torch.Tensor): Normalized tokens (N, C).
-        t (torch.Tensor): What the fitted FFN is to add to them, (N, C).
+        t (torch.Tensor): Target outputs without shortcut, (N, C).
 
     Returns:
-        tuple: u and t of all tokens, the given ones first.
+        tuple: u and t of all tokens, the given tokens first.
     """
     generator = torch.Generator().manual_seed(0)
     number = len(u) // 2
@@ -138,12 +139,15 @@ def with_foreign_tokens(
 def ffn_moments(
     ffn: ChannelIdleFFN, parts: Sequence[tuple[torch.Tensor, torch.Tensor]]
 ) -> list[Moments]:
-    """Means and covariances of [a, t], from which :func:`fit_ffn` works.
+    """Compute the moments of [a, t] for :func:`fit_ffn`.
 
     Args:
-        ffn (ChannelIdleFFN): The pretrained FFN, as one with idle ratio 0.
-        parts (Sequence): For each part of the images u, what its first linear layer gets, and t,
-            what the fitted FFN is to add to its tokens, both of shape (N, C).
+        ffn (ChannelIdleFFN): The pretrained FFN, with idle ratio 0.
+        parts (Sequence): For each part of the images, normalized tokens u and target outputs t
+            without shortcut, both (N, C).
+
+    Returns:
+        list[Moments]: The moments of each part.
     """
     result: list[Moments] = []
     for u, t in parts:
@@ -156,16 +160,16 @@ def ffn_moments(
 
 
 def _ridged(gram: torch.Tensor, strength: float) -> torch.Tensor:
-    """A Gram matrix with a multiple of its mean diagonal added to the diagonal."""
+    """Add a multiple of the mean of a Gram matrix's diagonal to the diagonal, in a copy."""
     amount = strength * gram.diagonal().mean()
     gram = gram.clone()
-    # Where nothing varies, any ridge leaves the weights at those they are drawn to.
+    # If no channel varies, any ridge keeps the pretrained weights.
     gram.diagonal().add_(amount if amount > 0 else 1.0)
     return gram
 
 
 def _solve(gram: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """X with X gram = right, of a positive definite matrix."""
+    """Solve X gram = right for X, with a positive definite Gram matrix."""
     return torch.cholesky_solve(right.t(), torch.linalg.cholesky(gram)).t()
 
 
@@ -174,20 +178,20 @@ def eliminate(
 ) -> torch.Tensor:
     """Choose the features of a least-squares solution by backward elimination.
 
-    To remove the features K, and to let the others make up for them, costs
-    tr(W_K (P_KK)^-1 W_K^T) with P the inverse Gram matrix (Optimal Brain Surgeon, Hassibi and
-    Stork 1993). The features whose removal alone costs least go first, some at a time. A downdate
-    of P and of the weights follows each removal; its rank is the number of removed features.
+    Removing the features K and refitting the others costs tr(W_K (P_KK)^-1 W_K^T), where P is the
+    inverse Gram matrix (Optimal Brain Surgeon, Hassibi and Stork 1993). The features whose removal
+    alone costs least go first, several at a time. After each removal, P and the weights are
+    downdated; the rank of the downdate is the number of removed features.
 
     Args:
         gram (torch.Tensor): Gram matrix (n, n) of the features, ridge included.
         weights (torch.Tensor): The least-squares solution (m, n) with all features.
         num_kept (int): Number of features to keep.
-        step (float): Share of the remaining features that go at a time; at least one goes.
+        step (float): Share of the remaining features to remove at a time, at least one feature.
             Defaults to 0.02.
 
     Returns:
-        torch.Tensor: Indices of the kept features, increasing.
+        torch.Tensor: Indices of the kept features in increasing order.
     """
     kept = torch.arange(len(gram), device=gram.device)
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(gram))
@@ -217,7 +221,7 @@ class _Problem:
         self.out = ffn.fold().w_out
 
     def solve(self, kept: torch.Tensor, ridge: float) -> torch.Tensor:
-        """Output weights of the kept channels, drawn to the pretrained ones."""
+        """Solve for the output weights of the kept channels, shrunk towards the pretrained ones."""
         gram, out = self.gram[kept][:, kept], self.out[:, kept]
         return out + _solve(_ridged(gram, ridge), self.with_t[:, kept] - out @ gram)
 
@@ -227,7 +231,7 @@ class _Problem:
     def residual(
         self, kept: torch.Tensor, weights: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Mean square error per token; None is the best bias."""
+        """Return the mean square error per token, with the best bias if none is given."""
         gram, with_t = self.gram[kept][:, kept], self.with_t[:, kept]
         left = self.var_t + ((weights @ gram - 2 * with_t) * weights).sum()
         if bias is not None:
@@ -235,14 +239,14 @@ class _Problem:
         return left
 
     def eliminate(self, number: int) -> torch.Tensor:
-        """The channels that backward elimination leaves of the regression with all of them."""
+        """Return the indices of the channels that backward elimination keeps."""
         everything = torch.arange(len(self.gram), device=self.gram.device)
         weights = self.solve(everything, RIDGES[0])
         return eliminate(_ridged(self.gram, RIDGES[0]), weights, number)
 
 
 def _cross_validated(ffn: ChannelIdleFFN, parts: Sequence[Moments], kept: torch.Tensor) -> float:
-    """The ridge with which each part of the images is predicted best from the others."""
+    """Return the ridge with the least error on each part of the images if fitted to the others."""
     if len(parts) < 2:
         return RIDGES[0]
     total = dict.fromkeys(RIDGES, 0.0)
@@ -260,19 +264,19 @@ def fit_ffn(ffn: ChannelIdleFFN, parts: Sequence[Moments], width: int) -> Narrow
     """Choose the channels of a narrower FFN, and fit its output weights in closed form.
 
     Args:
-        ffn (ChannelIdleFFN): The pretrained FFN, as one with idle ratio 0.
+        ffn (ChannelIdleFFN): The pretrained FFN, with idle ratio 0.
         parts (Sequence[Moments]): The moments of parts of the images, from :func:`ffn_moments`.
-        width (int): Number of channels that stay.
+        width (int): Number of channels to keep.
 
     Returns:
-        NarrowFFN: In float64.
+        NarrowFFN: The narrower FFN, in float64.
 
     Raises:
-        ValueError: If the moments are not finite numbers.
+        ValueError: If the moments are not finite.
     """
     moments = Moments.of(parts)
     if not (moments.total.isfinite().all() and moments.products.isfinite().all()):
-        raise ValueError('its inputs or outputs are not finite numbers')
+        raise ValueError('hidden channels or outputs of the FFN are not finite')
     problem = _Problem(ffn, moments)
     kept = problem.eliminate(width)
     ridge = _cross_validated(ffn, parts, kept)
@@ -290,19 +294,22 @@ def fit_ffn(ffn: ChannelIdleFFN, parts: Sequence[Moments], width: int) -> Narrow
 
 
 def refine(fit: NarrowFFN, u: torch.Tensor, t: torch.Tensor, steps: int = 200) -> NarrowFFN:
-    """Let all weights of a fitted FFN move, by Adam on random tokens.
+    """Train all weights of a fitted FFN with Adam on random tokens.
 
     Args:
-        fit (NarrowFFN): From :func:`fit_ffn`.
+        fit (NarrowFFN): A fit of :func:`fit_ffn`.
         u (torch.Tensor): Normalized tokens (N, C).
-        t (torch.Tensor): What the FFN is to add to them, (N, C).
-        steps (int): Number of steps, of 2048 tokens each. Defaults to 200.
+        t (torch.Tensor): Target outputs without shortcut, (N, C).
+        steps (int): Number of steps with 2048 tokens each. Defaults to 200.
+
+    Returns:
+        NarrowFFN: The trained FFN, in float64.
     """
     u, t = u.float(), t.float()
     variance = t.var(0).sum()
-    if not variance > 0:  # tokens that are all the same
+    if not variance > 0:  # all tokens are the same
         return fit
-    # One learning rate for weights of size 1: rows of small layer scales are small.
+    # Weights are scaled to size 1 for a common learning rate: small layer scales make small rows.
     sizes = [
         w.square().mean(dims, keepdim=True).sqrt().clamp(min=1e-30).float()
         for w, dims in zip(fit[:4], ((0, 1), (0,), (1,), (0,)))

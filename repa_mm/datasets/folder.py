@@ -13,16 +13,17 @@ SUFFIXES = ('.jpg', '.jpeg', '.png', '.bmp', '.tif', '.tiff', '.webp')
 
 @DATASETS.register_module()
 class ImageFolder(Dataset):
-    """The images of a folder and of the folders in it, in the order of their names.
+    """The images of a folder and its subfolders, sorted by path.
 
     Args:
         data_root (str): The folder.
-        pipeline (Sequence[dict]): That of any data set; steps that load annotations are left out.
-        leave_out (Sequence[str]): Paths of images in the folder that do not count, relative to it.
-            Defaults to none.
+        pipeline (Sequence[dict]): The pipeline of any data set. Steps that load annotations are
+            left out.
+        leave_out (Sequence[str]): Paths of images to leave out, relative to the folder. Defaults to
+            none.
 
     Raises:
-        FileNotFoundError: If there is no image.
+        FileNotFoundError: If the folder has no image.
     """
 
     def __init__(

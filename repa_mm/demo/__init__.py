@@ -1,1 +1,1 @@
-"""A small data set made on the spot, and a demonstration that trains on it."""
+"""A small generated data set, and a demonstration that trains on it."""

@@ -1,8 +1,8 @@
-"""Handwritten digits on photographs: a detection and segmentation set made without a download.
+"""Handwritten digits on photographs: a detection and segmentation data set without a download.
 
 The digits are the 1797 real 8x8 scans of ``sklearn.datasets.load_digits`` (UCI, Optical Recognition
-of Handwritten Digits), the backgrounds are photographs that lie inside the wheels of scikit-learn
-and scikit-image. Training and validation share neither a scan nor a part of a photograph.
+of Handwritten Digits). The backgrounds are photographs from the wheels of scikit-learn and
+scikit-image. Training and validation share neither a scan nor a part of a photograph.
 """
 
 import json
@@ -18,7 +18,7 @@ import numpy as np
 
 DIGITS = ('zero', 'one', 'two', 'three', 'four', 'five', 'six', 'seven', 'eight', 'nine')
 
-# Package, file inside it, id of the licence: only files that are in the wheels.
+# Package, file in the package's wheel, id of the licence.
 PHOTOGRAPHS = (
     ('sklearn', 'datasets/images/china.jpg', 2),
     ('sklearn', 'datasets/images/flower.jpg', 2),
@@ -34,7 +34,7 @@ LICENSES = [
     dict(id=2, name='Attribution 2.0 Generic', url=f'{_CC}licenses/by/2.0/'),
     dict(id=3, name='Public domain or CC0', url=f'{_CC}publicdomain/zero/1.0/'),
 ]
-# Of the annotation files, what does not depend on the scenes.
+# The part of the annotation files that does not depend on the scenes.
 DESCRIPTION = dict(
     info=dict(
         description='Handwritten digits on photographs',
@@ -48,10 +48,10 @@ DESCRIPTION = dict(
     categories=[dict(supercategory='digit', id=i, name=name) for i, name in enumerate(DIGITS, 1)],
 )
 
-TRAIN_SHARE = 0.7  # left part of each photograph; the rest, on the right, is for validation
-VAL_SCANS = 0.2  # share of the scans of each digit that only validation scenes use
+TRAIN_SHARE = 0.7  # left part of each photograph; the rest is for validation
+VAL_SCANS = 0.2  # share of each digit's scans that only validation scenes use
 UPSAMPLE = 8  # an object is interpolated to 8 times its size before it is placed
-INK = 0.5  # where there is more ink than this share of full black, there is the object
+INK = 0.5  # an object is where the opacity is larger
 Rng = np.random.Generator
 LUMA = np.array([0.114, 0.587, 0.299], np.float32)  # brightness of a BGR colour
 
@@ -61,13 +61,13 @@ def write_digit_scenes(
 ) -> None:
     """Write scenes of two to six digits on photographs, in two layouts, unless ``root`` exists.
 
-    ``root/coco`` has COCO 2017's layout (boxes and instance masks, as uncompressed RLE because
-    digits have holes), ``root/ade`` has that of ADE20K's ``ADEChallengeData2016`` (label maps:
-    0 unlabelled, 1 background, 2 to 11 the digits 0 to 9). Both hold the same images. The same
-    arguments and library versions give the same bytes.
+    ``root/coco`` has the layout of COCO 2017 (boxes and instance masks, as uncompressed RLE since
+    digits have holes). ``root/ade`` has the layout of ADE20K's ``ADEChallengeData2016`` (label
+    maps: 0 unlabelled, 1 background, 2 to 11 the digits 0 to 9). Both have the same images. The
+    same arguments and library versions give the same bytes.
 
     Args:
-        root (str): Folder of the set. It appears when the set is complete.
+        root (str): Folder of the data set, which appears when the data set is complete.
         num_train (int): Number of training scenes. Defaults to 1200.
         num_val (int): Number of validation scenes. Defaults to 200.
         size (int): Width and height of a scene in pixels. Digits are ``size / 8`` to
@@ -94,13 +94,13 @@ def write_scenes(
     compose: Callable[[Rng, str], dict[str, Any]],
     description: dict[str, Any],
 ) -> None:
-    """Write scenes in COCO's and ADE20K's layouts, unless ``root`` exists.
+    """Write scenes in the layouts of COCO and ADE20K, unless ``root`` exists.
 
     Args:
-        root (str): Folder of the set. It appears when the set is complete.
+        root (str): Folder of the data set, which appears when the data set is complete.
         counts (dict): Number of scenes of 'train' and of 'val'.
-        compose (Callable): Makes a scene of :func:`compose_scene` from random numbers of its own
-            and the name of its split.
+        compose (Callable): Called with a random number generator for the scene and the name of the
+            split, returns a scene as from :func:`compose_scene`.
         description (dict): ``info``, ``licenses`` and ``categories`` of the annotation files.
     """
     if osp.isdir(root):
@@ -117,7 +117,7 @@ def write_scenes(
 
 
 def _load_photograph(package: str, file: str) -> np.ndarray:
-    """A photograph that lies inside a package, as BGR pixels (height, width, 3).
+    """Read a photograph from a package, as BGR pixels (height, width, 3).
 
     Args:
         package (str): 'sklearn' or 'skimage'.
@@ -127,7 +127,7 @@ def _load_photograph(package: str, file: str) -> np.ndarray:
 
 
 def _load_scans() -> tuple[np.ndarray, np.ndarray]:
-    """All scans as smooth ink maps, (N, 80, 80) in [0, 1] with an empty margin, and labels."""
+    """Return the scans, (N, 80, 80) in [0, 1], enlarged and with an empty margin, and labels."""
     from sklearn.datasets import load_digits
 
     digits = load_digits()
@@ -135,14 +135,14 @@ def _load_scans() -> tuple[np.ndarray, np.ndarray]:
 
 
 def upsample(values: np.ndarray) -> np.ndarray:
-    """A map in [0, 1] with a margin of a pixel, smoothly enlarged: (H, W) to (8H + 16, 8W + 16)."""
+    """Pad a map (H, W) in [0, 1] by a pixel and enlarge it smoothly to (8H + 16, 8W + 16)."""
     values = np.pad(values.astype(np.float32), 1)
     sides = UPSAMPLE * values.shape[1], UPSAMPLE * values.shape[0]
     return cv2.resize(values, sides, interpolation=cv2.INTER_CUBIC).clip(0, 1)
 
 
 def _split_scans(labels: np.ndarray) -> dict[str, list[np.ndarray]]:
-    """Indices of the scans of each digit, for training and for validation."""
+    """Return the indices of each digit's scans for training and for validation."""
     rng = np.random.default_rng([0])
     splits: dict[str, list[np.ndarray]] = dict(train=[], val=[])
     for digit in range(len(DIGITS)):
@@ -164,16 +164,18 @@ def compose_scene(
     """Compose a scene of two to six objects that do not hide one another.
 
     Args:
-        rng (numpy.random.Generator): Where all chance comes from.
-        load (Callable): The opacity and the shade of an object by its index, both (H, W) in [0, 1].
+        rng (numpy.random.Generator): The random number generator.
+        load (Callable): Called with the index of an object, returns its opacity and shade, both
+            (H, W) in [0, 1].
         indices (list[numpy.ndarray]): Indices of the objects of each class.
         photographs (list): Name, id of the licence and BGR pixels of each background.
         size (int): Width and height of the scene in pixels.
-        saturation (float): Of an object's colour at most, of 255. Defaults to 110: pale.
+        saturation (float): Largest saturation of an object's colour, up to 255. Defaults to 110,
+            which is pale.
 
     Returns:
-        dict: ``image`` (size, size, 3) in BGR, ``objects`` (for each its ``category`` from 0, its
-        index as ``scan``, its ``mask``), ``photograph`` (a name) and ``license`` (an id).
+        dict: ``image`` (size, size, 3) in BGR, ``objects`` (dicts with a ``category`` from 0, the
+        object's index ``scan`` and its ``mask``), ``photograph`` (a name) and ``license`` (an id).
     """
     name, license_id, photograph = photographs[rng.integers(len(photographs))]
     image = _background(rng, photograph, size)
@@ -185,7 +187,7 @@ def compose_scene(
         opacity, shade = load(scan)
         length = rng.uniform(size / 6, size * 3 / 8)
         placed = None
-        # Where a large object finds no free place, a smaller one does.
+        # A smaller object may fit where a larger one does not.
         while placed is None and length >= size / 8:
             placed = _place(rng, opacity, shade, length, taken)
             length *= 0.8
@@ -204,13 +206,13 @@ def compose_scene(
 
 
 def _side(photograph: np.ndarray, split: str) -> np.ndarray:
-    """The side of a photograph that one split has its backgrounds from."""
+    """Return the part of a photograph that a split takes its backgrounds from."""
     border = round(photograph.shape[1] * TRAIN_SHARE)
     return photograph[:, :border] if split == 'train' else photograph[:, border:]
 
 
 def _background(rng: Rng, photograph: np.ndarray, size: int) -> np.ndarray:
-    """A random square of a photograph, float32 of (size, size, 3)."""
+    """Return a random square of a photograph, (size, size, 3) in float32."""
     side = min(int(rng.integers(128, 257)), *photograph.shape[:2])
     top = rng.integers(photograph.shape[0] - side + 1)
     left = rng.integers(photograph.shape[1] - side + 1)
@@ -222,14 +224,14 @@ def _background(rng: Rng, photograph: np.ndarray, size: int) -> np.ndarray:
         (size, size),
         interpolation=cv2.INTER_AREA if side > size else cv2.INTER_CUBIC,
     )
-    # Dimmed, as by dusk: the objects are bright on every scene.
+    # Dimmed, so that the bright objects stand out.
     return crop.astype(np.float32) * np.float32(rng.uniform(0.45, 0.65))
 
 
 def _place(
     rng: Rng, opacity: np.ndarray, shade: np.ndarray, length: float, taken: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, tuple[int, int]] | None:
-    """An object, cut to its body: opacity, shade, and a place (top, left) that hides no other."""
+    """Return an object's opacity, shade and a free place (top, left) for it; None without one."""
     alpha, shade = _warp(rng, opacity, shade, length)
     h, w = alpha.shape
     if h > taken.shape[0] or w > taken.shape[1]:
@@ -238,7 +240,7 @@ def _place(
     for _ in range(40):
         top = int(rng.integers(taken.shape[0] - h + 1))
         left = int(rng.integers(taken.shape[1] - w + 1))
-        # Ink never covers ink, so every object stays visible, but boxes may overlap a little.
+        # Objects never cover each other, but their boxes may overlap a little.
         under = taken[top : top + h, left : left + w]
         if under.sum() <= 0.03 * h * w and not (under & body).any():
             return alpha, shade, (top, left)
@@ -248,7 +250,7 @@ def _place(
 def _warp(
     rng: Rng, ink: np.ndarray, shade: np.ndarray, length: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Opacity and shade of an object of ``length`` pixels, a little rotated and sheared."""
+    """Scale an object to ``length`` pixels, rotate and shear it a little; crop it to its body."""
     body = ink > INK
     scale = length / max(np.ptp(np.flatnonzero(body.any(axis))) + 1 for axis in (0, 1))
     angle = np.deg2rad(rng.uniform(-8, 8))
@@ -259,7 +261,7 @@ def _warp(
     shift = canvas / 2 - matrix @ (np.array(ink.shape[::-1]) / 2)
     matrix = np.column_stack([matrix, shift])
     warped, shade = (cv2.warpAffine(m, matrix, (canvas, canvas)) for m in (ink, shade))
-    # The steeper, the sharper the edge; this keeps the edge about two pixels wide at any size.
+    # Keeps the edge about two pixels wide at any scale.
     steepness = UPSAMPLE * scale / 2
     alpha = ((warped - INK) * steepness + 0.5).clip(0, 1)
     rows, cols = np.flatnonzero((alpha >= 0.5).any(1)), np.flatnonzero((alpha >= 0.5).any(0))
@@ -268,7 +270,7 @@ def _warp(
 
 
 def _ink_colour(rng: Rng, under: np.ndarray, saturation: float) -> np.ndarray:
-    """A random bright BGR colour that stands out from what lies under and around it."""
+    """Return a random bright BGR colour with a high contrast to the pixels under the object."""
     brightness = under.reshape(-1, 3) @ LUMA
     best, best_contrast = None, -1.0
     for _ in range(16):
@@ -276,8 +278,8 @@ def _ink_colour(rng: Rng, under: np.ndarray, saturation: float) -> np.ndarray:
         hsv = [rng.uniform(0, 180), rng.uniform(0, saturation), rng.uniform(215, 255)]
         colour = cv2.cvtColor(np.array([[hsv]]).astype(np.uint8), cv2.COLOR_HSV2BGR)
         colour = colour[0, 0].astype(np.float32)
-        # A low percentile and not the mean: on a striped background the mean is far from
-        # a colour that one of the stripes has.
+        # A low percentile instead of the mean: on a striped background, a colour can be far from
+        # the mean and equal to one of the stripes.
         contrast = float(np.percentile(abs(brightness - colour @ LUMA), 20))
         if contrast > best_contrast:
             best, best_contrast = colour, contrast
@@ -343,7 +345,7 @@ def _write_split(
 
 
 def _encode(mask: np.ndarray) -> dict[str, list[int]]:
-    """COCO's uncompressed RLE of a mask (H, W): column by column, the first run is empty ink."""
+    """Encode a mask (H, W) as COCO's uncompressed RLE: by columns, the first run is background."""
     flat = np.concatenate([[0], mask.ravel(order='F').astype(np.int8), [0]])
     runs = np.diff(np.concatenate([[0], np.flatnonzero(np.diff(flat)), [mask.size]]))
     return dict(counts=runs.tolist(), size=list(mask.shape))

@@ -1,4 +1,4 @@
-"""The demonstration: data, training, tests, a table and pictures."""
+"""The demonstration: data, training, tests, a table and drawings."""
 
 import argparse
 import copy
@@ -27,12 +27,12 @@ from repa_mm.reparam import reparameterize
 from repa_mm.timing import measure
 
 DATA = 'data/demo'
-# For each task the metrics of the table.
+# The metrics in the table of each task.
 BOX = {'coco/bbox_mAP': 'box AP', 'coco/bbox_mAP_50': 'box AP50'}
 MASK = {'coco/segm_mAP': 'mask AP', 'coco/segm_mAP_50': 'mask AP50'}
 SEMANTIC = {'mIoU': 'mIoU (%)', 'aAcc': 'aAcc (%)'}
 TASKS = {'retinanet': BOX, 'mask_rcnn': BOX | MASK, 'upernet': SEMANTIC, 'convert': BOX}
-# One epoch with a small step and without a validation.
+# One epoch with a small learning rate and without validation.
 FINE_TUNING = {
     'train_cfg.max_epochs': 1,
     'train_cfg.val_begin': 2,
@@ -49,21 +49,21 @@ def run_demo(
 ) -> dict[str, dict[str, float]]:
     """Train a small model on the demo's data, test it, and compare its forms.
 
-    'retinanet', 'mask_rcnn' and 'upernet' train a RePa-Swin and test its training form and its
-    deploy form. 'convert' trains a vanilla RetinaNet, converts it, fine-tunes the result for one
-    epoch, and tests all three.
+    'retinanet', 'mask_rcnn' and 'upernet' train a model with a RePa-Swin, and test its training
+    form and deploy form. 'convert' trains a vanilla RetinaNet, converts it, fine-tunes the
+    converted model for one epoch, and tests all three models.
 
     Args:
         task (str): A key of :data:`TASKS`.
         work_dir (str): Folder for checkpoints, logs, ``summary.json`` and ``pictures``. The data
             set is written to ``data/demo``.
-        checkpoint (str, optional): The trained model (training form, or vanilla for 'convert').
-            Defaults to None: train one.
+        checkpoint (str, optional): Checkpoint of a trained model, in the training form, or vanilla
+            for 'convert'. Defaults to None: train a model.
         cfg_options (dict, optional): Values to override in the config, by dotted names.
 
     Returns:
-        dict: The content of ``summary.json``: for each tested model its metrics, millions of
-        parameters, multiply-adds (1e9) and latencies (ms), by the names that the table has.
+        dict: The content of ``summary.json``: for each tested model, its metrics, numbers of
+        parameters (millions), multiply-adds (1e9) and latencies (ms), by their names in the table.
     """
     start = time.perf_counter()
     write_digit_scenes(DATA)
@@ -83,7 +83,7 @@ def run_demo(
 
     loader = Runner.build_dataloader(cfg.test_dataloader)
     scenes = list(loader)
-    scenes = scenes[:: -(-len(scenes) // 12)]  # some of all of them
+    scenes = scenes[:: -(-len(scenes) // 12)]  # at most twelve, spread evenly
     with torch.no_grad():
         for name, values in _measure(models, scenes).items():
             rows[name].update(values)
@@ -107,11 +107,11 @@ def run_demo(
 def _convert(
     config: str, checkpoint: str, work_dir: str, cfg_options: dict | None
 ) -> dict[str, tuple[Config, str, bool]]:
-    """Convert and fine-tune: for each model that results what :func:`test` takes."""
+    """Convert and fine-tune a checkpoint; return arguments of :func:`test` for each model."""
     converted = osp.join(work_dir, 'converted.pth')
     result = convert_checkpoint(config, checkpoint, converted, cfg_options=cfg_options)
     print(result_text(result, converted))
-    cfg = load_config(osp.join(work_dir, 'converted.py'))  # has the options
+    cfg = load_config(osp.join(work_dir, 'converted.py'))  # with cfg_options
     tuning = copy.deepcopy(cfg)
     tuning.merge_from_dict(FINE_TUNING)
     tuned = train(tuning, osp.join(work_dir, 'fine-tuning'))
@@ -123,14 +123,14 @@ def _convert(
 
 
 def train(cfg: Config, work_dir: str) -> str:
-    """Train as a config says.
+    """Train a config's model.
 
     Args:
         cfg (Config): The config.
         work_dir (str): Folder for checkpoints and logs.
 
     Returns:
-        str: The path of the last checkpoint.
+        str: Path of the last checkpoint.
     """
     _runner(cfg, work_dir).train()
     return find_latest_checkpoint(work_dir)
@@ -142,14 +142,13 @@ def test(
     """Test a checkpoint in one form.
 
     Args:
-        cfg (Config): Its config.
-        checkpoint (str): Its path.
-        deploy (bool): Whether :class:`~repa_mm.engine.ReparameterizeHook` merges the model for the
-            test.
+        cfg (Config): Config of the training form.
+        checkpoint (str): Path of the checkpoint.
+        deploy (bool): Test the deploy form, by :class:`~repa_mm.engine.ReparameterizeHook`.
         work_dir (str): Folder for logs.
 
     Returns:
-        tuple: The metrics, and the model in the form that was tested, in eval mode.
+        tuple: The metrics, and the model in the tested form, in eval mode.
     """
     hook = dict(type='ReparameterizeHook', when='test' if deploy else 'val')
     hooks = dict(reparameterize=hook)
@@ -161,7 +160,7 @@ def test(
 
 def _runner(cfg: Config, work_dir: str, **changes: Any) -> Runner:
     cfg = copy.deepcopy(cfg)
-    # Runs of one process share a log and a visualizer unless these have names of their own.
+    # Runners in one process share a log and a visualizer if the names are equal.
     cfg.visualizer.pop('name', None)
     cfg.merge_from_dict(
         dict(changes, work_dir=work_dir, experiment_name=osp.basename(osp.normpath(work_dir)))
@@ -172,7 +171,7 @@ def _runner(cfg: Config, work_dir: str, **changes: Any) -> Runner:
 def _draw(
     model: nn.Module, scenes: Sequence[dict], visualizer: dict, metainfo: dict, folder: str
 ) -> None:
-    """Write what is true of scenes and what a model predicts, as its codebase draws both."""
+    """Draw ground truth and predictions on scenes, with the codebase's visualizer."""
     drawing = VISUALIZERS.build(dict(visualizer, vis_backends=None))
     drawing.dataset_meta = metainfo
     for scene in scenes:
@@ -183,7 +182,7 @@ def _draw(
 
 
 def _measure(models: dict[str, nn.Module], scenes: Sequence[dict]) -> dict[str, dict[str, float]]:
-    """Sizes of models, and their median latencies on the first scene, as rows of the table."""
+    """Measure sizes of models and median latencies on the first scene; return rows of the table."""
     inputs = next(iter(models.values())).data_preprocessor(scenes[0], False)['inputs']
     turns = 5 * len(scenes)
     whole = measure({name: m.test_step for name, m in models.items()}, scenes[0], turns)
@@ -202,7 +201,7 @@ def _measure(models: dict[str, nn.Module], scenes: Sequence[dict]) -> dict[str, 
 
 
 def _difference(first: nn.Module, second: nn.Module, scenes: Sequence[dict]) -> float:
-    """The largest difference of two models' features for the heads, relative to the largest one."""
+    """Return the largest difference of two models' features, relative to the largest feature."""
     largest = 0.0
     for scene in scenes:
         inputs = first.data_preprocessor(scene, False)['inputs']
@@ -215,18 +214,18 @@ def main() -> None:
     """Run the command line of the demonstration."""
     parser = argparse.ArgumentParser(
         description='Train a small model on digits pasted on photographs, test its training '
-        'form and its deploy form, and compare them; or convert a trained vanilla one (convert).'
+        'form and deploy form, and compare them. Or train a vanilla model and convert it (convert).'
     )
     parser.add_argument(
-        '--task', choices=[*TASKS, 'data'], default='retinanet', help='data: write data/demo alone'
+        '--task', choices=[*TASKS, 'data'], default='retinanet', help='data: only write data/demo'
     )
     parser.add_argument('--work-dir', help='default: work_dirs/demo/TASK')
     parser.add_argument(
         *('--checkpoint', '--vanilla'),
-        help='a trained model to test or to convert, instead of training one',
+        help='checkpoint of a trained model to test or convert, instead of training one',
     )
     parser.add_argument(
-        '--cfg-options', nargs='+', action=DictAction, help='override settings of the config'
+        '--cfg-options', nargs='+', action=DictAction, help='override the config: key=value ...'
     )
     args = parser.parse_args()
     if args.task == 'data':

@@ -1,4 +1,4 @@
-"""Faster parts, which compute what the stock ones compute, with the same weights."""
+"""Faster modules that compute the same as stock modules, with the same weights."""
 
 import torch.nn as nn
 from mmengine.registry import MODELS

@@ -1,12 +1,12 @@
 """Swin's window attention and patch merging without needless copies.
 
-The modules compute what the window attention of MMPretrain, MMDetection and MMSegmentation
-computes, with the same parameters:
+The modules compute the same as the stock modules of MMPretrain, MMDetection and MMSegmentation,
+with the same parameters:
 
 - Tokens are gathered into windows once, see :mod:`.windows`, in the order of the windows' masks.
-  The relative position bias plus mask of each is broadcast, and cached at inference.
-- On a CPU the windows are processed in chunks that fit its caches, and training keeps only q, k and
-  v.
+  The sum of relative position bias and mask is broadcast over the windows, and cached at inference.
+- On CPUs, the windows are processed in chunks that fit the caches, and training keeps only q, k and
+  v for the backward pass.
 """
 
 import weakref
@@ -54,7 +54,7 @@ _CHUNK = 2048
 
 
 def _heads(qkv: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """(n, N, 3 C) to (3, n, heads, N, C / heads), a view."""
+    """View q, k and v (n, N, 3 C) as (3, n, heads, N, C / heads)."""
     n, num_tokens, _ = qkv.shape
     return qkv.view(n, num_tokens, 3, num_heads, -1).permute(2, 0, 3, 1, 4)
 
@@ -62,7 +62,7 @@ def _heads(qkv: torch.Tensor, num_heads: int) -> torch.Tensor:
 def _probabilities(
     q: torch.Tensor, k: torch.Tensor, bias: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """softmax(scale q k^T + bias), of (n heads, N, N)."""
+    """Compute softmax(scale q k^T + bias), (n heads, N, N)."""
     scores = bias.expand(len(q), -1, -1, -1).clone(memory_format=torch.contiguous_format)
     scores = scores.flatten(0, 1)
     scores.baddbmm_(q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2), alpha=scale)
@@ -70,7 +70,7 @@ def _probabilities(
 
 
 def _attend(qkv: torch.Tensor, bias: torch.Tensor, num_heads: int, scale: float) -> torch.Tensor:
-    """Attention in windows (n, N, 3 C) under one bias (heads, N, N)."""
+    """Compute attention in windows (n, N, 3 C) with the same bias (heads, N, N)."""
     n, num_tokens, _ = qkv.shape
     if qkv.device.type != 'cpu' or _CPU_HAS_MASKED_KERNEL:
         x = F.scaled_dot_product_attention(
@@ -365,10 +365,10 @@ def _padding(merging: nn.Module) -> nn.Module | None:
 
 
 def fast_class(module: nn.Module) -> type | None:
-    """The fast class of a stock module, None if it has none."""
+    """Return the fast class of a stock module, or None."""
 
-    # By name, as MMDetection and MMSegmentation have copies of their own; exactly, as a subclass
-    # may do something else.
+    # By class name, since MMDetection and MMSegmentation have copies of the classes. Subclasses are
+    # left out, since they may compute something else.
     def is_stock(part, name, where):
         return type(part).__name__ == name and type(part).__module__ in where
 
@@ -382,7 +382,7 @@ def fast_class(module: nn.Module) -> type | None:
 
 
 def swap_attention(model: nn.Module) -> None:
-    """Do as :func:`fast_window_attention`, without an error if there is nothing to replace."""
+    """Do the same as :func:`fast_window_attention`, without an error if nothing is replaced."""
     replace(model, fast_class)
 
 
@@ -393,7 +393,7 @@ def fast_window_attention(model: nn.Module) -> nn.Module:
     :class:`FastPatchMerging`. Outputs, gradients and the state dict stay the same.
 
     Args:
-        model (nn.Module): A Swin of MMPretrain, MMDetection or MMSegmentation, or a model with one.
+        model (nn.Module): A model with a Swin of MMPretrain, MMDetection or MMSegmentation.
 
     Returns:
         nn.Module: The same model.
@@ -404,7 +404,7 @@ def fast_window_attention(model: nn.Module) -> nn.Module:
     swap_attention(model)
     if not any(isinstance(m, FastShiftWindowMSA) for m in model.modules()):
         raise ValueError(
-            f'nothing to make faster: {type(model).__name__} has no window attention of the stock '
+            f'nothing to make faster: {type(model).__name__} has no window attention of a stock '
             'Swin of MMPretrain, MMDetection or MMSegmentation'
         )
     return model

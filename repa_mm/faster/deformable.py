@@ -1,8 +1,8 @@
-"""Deformable attention with fewer copies, which a graph of any size can be traced of.
+"""Deformable attention with fewer copies, whose traced graph serves feature maps of any size.
 
 mmcv's ``MultiScaleDeformableAttention`` has a kernel for GPUs. On CPUs it stacks the samples of all
-levels, multiplies and sums them: passes over a tensor that is 16 times as large as the queries. Its
-trace has the sizes of the maps as constants.
+levels, multiplies and sums them, each of which passes over a tensor 16 times as large as the
+queries. Its traced graph has the sizes of the feature maps as constants.
 """
 
 import torch
@@ -13,34 +13,34 @@ from repa_mm.faster.replace import replace
 
 try:
     from mmcv.ops.multi_scale_deform_attn import MultiScaleDeformableAttention
-except ImportError:  # without mmcv's compiled operators no model has it
+except ImportError:  # without mmcv's compiled operators, no model has this module
     MultiScaleDeformableAttention = None
 
 
 def deformable_attention(
     value: torch.Tensor, spatial_shapes: torch.Tensor, grid: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
-    """Sum samples of the maps of all levels.
+    """Compute the weighted sum of samples of the feature maps of all levels.
 
     Args:
-        value (torch.Tensor): Maps of all levels, (B, N, C).
-        spatial_shapes (torch.Tensor): Their heights and widths, (levels, 2).
-        grid (torch.Tensor): Where to sample, from -1 to 1, (levels, B, heads, points, queries, 2).
-        weights (torch.Tensor): Of the samples, (levels, B, heads, points, queries).
+        value (torch.Tensor): Feature maps of all levels, flattened and concatenated, (B, N, C).
+        spatial_shapes (torch.Tensor): Heights and widths of the feature maps, (levels, 2).
+        grid (torch.Tensor): Sampling points from -1 to 1, (levels, B, heads, points, queries, 2).
+        weights (torch.Tensor): Weights of the samples, (levels, B, heads, points, queries).
 
     Returns:
-        torch.Tensor: (B, queries, C).
+        torch.Tensor: The sums, (B, queries, C).
     """
     _, batch, num_heads, _, num_queries, _ = grid.shape
-    # One copy for all levels, whose maps are views of it.
+    # One copy for all levels: the feature maps are views of the copy.
     value = value.transpose(1, 2).contiguous().unflatten(1, (num_heads, -1))
     out, start = 0, 0
     for (height, width), where, weight in zip(spatial_shapes, grid, weights):
         stop = start + height * width
         maps = value[..., start:stop].unflatten(-1, (height, width)).flatten(0, 1)
         samples = F.grid_sample(maps, where.flatten(0, 1), align_corners=False)
-        # In place, as a new tensor of this size costs more than the product. The queries are last,
-        # so that the sum over points is one of whole rows.
+        # In place, since allocating a tensor of this size costs more than the product. The queries
+        # are the last dimension, so that the sum over points adds whole rows.
         multiply = torch.mul if torch.is_grad_enabled() else torch.Tensor.mul_
         out = out + multiply(samples, weight.flatten(0, 1)[:, None]).sum(2)
         start = stop
@@ -48,10 +48,10 @@ def deformable_attention(
 
 
 class FastDeformableAttention(MultiScaleDeformableAttention or nn.Module):
-    """A ``MultiScaleDeformableAttention`` that computes the same in less time on a CPU.
+    """A ``MultiScaleDeformableAttention`` that is faster on CPUs.
 
-    It has the arguments, the parameters and the state dict of its parent, and leaves other devices
-    to it.
+    Arguments, parameters, state dict and outputs are the parent's, whose code runs on other
+    devices.
     """
 
     def forward(
@@ -67,7 +67,7 @@ class FastDeformableAttention(MultiScaleDeformableAttention or nn.Module):
         level_start_index: torch.Tensor | None = None,
         **kwargs,
     ) -> torch.Tensor:
-        """Attention at some points of each level's map; all arguments are as for the parent."""
+        """Attend to some points of each level's feature map; the arguments are the parent's."""
         if query.device.type != 'cpu':
             return super().forward(
                 query,
@@ -97,7 +97,7 @@ class FastDeformableAttention(MultiScaleDeformableAttention or nn.Module):
         weights = self.attention_weights(query).unflatten(-1, (self.num_heads, -1)).softmax(-1)
         weights = weights.unflatten(-1, sizes[1:]).permute(3, 0, 2, 4, 1).contiguous()
         reference = reference_points.permute(2, 0, 1, 3)[:, :, None, None]
-        # In the units of grid_sample, from -1 to 1.
+        # In the coordinates of grid_sample, from -1 to 1.
         if reference_points.shape[-1] == 2:
             grid = offsets / (spatial_shapes.flip(1).to(offsets) / 2)[:, None, None, None, None]
         else:
@@ -124,6 +124,6 @@ def swap_deformable_attention(model: nn.Module) -> list[str]:
         model (nn.Module): Any model.
 
     Returns:
-        list[str]: The names of the modules that were replaced.
+        list[str]: Names of the replaced modules.
     """
     return replace(model, _fast_class)

@@ -1,4 +1,4 @@
-"""Fusing the BatchNorms of mmcv's ConvModules (of necks and heads) with their convolutions."""
+"""Fusing the BatchNorms of ConvModules, such as those in necks and heads, into convolutions."""
 
 import collections
 
@@ -23,7 +23,7 @@ def _can_fuse(module: nn.Module, owners: collections.Counter) -> bool:
         is_plain(conv, nn.Conv2d)
         and is_plain(norm, nn.SyncBatchNorm, nn.BatchNorm2d)
         and order.index('norm') == order.index('conv') + 1
-        # Some heads share convolutions between levels and not their norms.
+        # Some heads share convolutions between levels, with a norm for each level.
         and owners[id(conv)] == 1
         and norm.affine
         and norm.running_mean is not None
@@ -33,11 +33,11 @@ def _can_fuse(module: nn.Module, owners: collections.Counter) -> bool:
 @torch.inference_mode(False)
 @torch.no_grad()
 def fuse_conv_bn(model: nn.Module) -> nn.Module:
-    """Fuse the BatchNorms of a model's ConvModules with their convolutions, in place.
+    """Fuse the BatchNorms of mmcv's ConvModules into their convolutions, in place.
 
-    A ConvModule stays as it is if it has a hook, shares its convolution with another one, or has a
-    convolution or norm of another kind. The weights of the result are for running it only: they do
-    not load into a model built from the config.
+    A ConvModule stays as it is if it has a hook, shares its convolution with another ConvModule, or
+    has a convolution or norm of another kind. The weights of the result do not load into a model
+    built from the config.
 
     Args:
         model (nn.Module): Any model.
@@ -46,8 +46,8 @@ def fuse_conv_bn(model: nn.Module) -> nn.Module:
         nn.Module: The same model, in eval mode.
 
     Raises:
-        ValueError: If weights or statistics are not finite, not of 16 bits or more, or exceed the
-            range of their dtype once they are fused.
+        ValueError: If weights or statistics are not finite or have fewer than 16 bits, or the fused
+            weights exceed the range of their dtype.
     """
     modules = list(model.modules())
     owners = collections.Counter(id(child) for module in modules for child in module.children())

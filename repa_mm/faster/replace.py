@@ -1,4 +1,4 @@
-"""The one way in which modules of an existing model become others."""
+"""Replacing modules of a model."""
 
 from collections.abc import Callable
 
@@ -8,16 +8,15 @@ from repa_mm.reparam import become
 
 
 def replace(model: nn.Module, choose: Callable[[nn.Module], type | nn.Module | None]) -> list[str]:
-    """Replace modules of a model, in place, see :func:`~repa_mm.reparam.become`.
+    """Replace modules of a model in place, with :func:`~repa_mm.reparam.become`.
 
     Args:
         model (nn.Module): Any model.
-        choose (Callable): Gets every module of the model, and returns its replacement: a class that
-            computes something else with the same parameters, another module, or None for a module
-            that stays.
+        choose (Callable): Called with each module of the model, returns its replacement: a class
+            that computes with the module's parameters, another module, or None to keep the module.
 
     Returns:
-        list[str]: The names of the modules that were replaced.
+        list[str]: Names of the replaced modules.
 
     Examples:
         >>> replace(model, lambda m: FastGELU if type(m) is nn.GELU else None)

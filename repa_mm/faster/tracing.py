@@ -1,4 +1,4 @@
-"""Graphs that are traced of a model and serve images of any size."""
+"""Preparing models for traced graphs that serve images of any size."""
 
 import torch
 import torch.nn as nn
@@ -12,7 +12,7 @@ from repa_mm.faster.windows import is_traced
 
 
 class PatchPadding(AdaptivePadding):
-    """mmcv's ``AdaptivePadding`` to whole patches, whose traced graph serves images of any size."""
+    """mmcv's ``AdaptivePadding`` to whole patches, traceable for images of any size."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not is_traced():
@@ -23,7 +23,7 @@ class PatchPadding(AdaptivePadding):
 
 
 def _padding_of_patches(module: nn.Module) -> type | None:
-    # By its name: MMDetection and MMSegmentation have copies of mmcv's.
+    # By class name, since MMDetection and MMSegmentation have copies of mmcv's class.
     is_of_patches = (
         type(module).__name__ == 'AdaptivePadding'
         and module.kernel_size == module.stride
@@ -39,16 +39,16 @@ def swap_faster_attention(model: nn.Module) -> None:
 
 
 def pad_any_size(model: nn.Module) -> None:
-    """Let the padding to whole patches be traced for any size, in place."""
+    """Make the padding to whole patches traceable for images of any size, in place."""
     replace(model, _padding_of_patches)
 
 
 def trace_any_size(model: nn.Module) -> None:
-    """Let a graph that is traced of a model serve images of any size, in place.
+    """Make a model traceable for images of any size, in place.
 
-    What MMPretrain, MMDetection and MMSegmentation compute in Python, for the size that is traced,
-    is replaced: the attention and patch merging of Swin, the padding to whole patches, deformable
-    attention.
+    This replaces modules of MMPretrain, MMDetection and MMSegmentation that compute sizes in
+    Python, which become constants of a trace: the attention and patch merging of Swin, the padding
+    to whole patches, and deformable attention.
     """
     swap_faster_attention(model)
     pad_any_size(model)

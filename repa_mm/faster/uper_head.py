@@ -1,4 +1,4 @@
-"""UperNet's head without a convolution of resized maps."""
+"""UperNet's head without a convolution of resized feature maps."""
 
 from collections.abc import Sequence
 
@@ -14,13 +14,13 @@ from repa_mm.reparam import become
 def _taps(
     size: int, new_size: int, align_corners: bool, kernel_size: int, like: torch.Tensor
 ) -> list[torch.Tensor]:
-    """What each tap of a convolution sees of a resized axis.
+    """Return the matrix (new_size, size) that each tap of a convolution applies to a resized axis.
 
-    Linear maps (new_size, size), with zeros where the tap is outside.
+    The matrix resizes the axis and shifts it by the tap's offset, with zeros outside.
     """
     pad = kernel_size // 2
-    # By arithmetic, as exporters do not resize identity matrices of any size; weights in half
-    # precision would be coarse.
+    # By arithmetic, since exporters cannot resize identity matrices of any size. In half precision
+    # the weights would be coarse.
     dtype = torch.promote_types(like.dtype, torch.float32)
     columns = torch.arange(size, device=like.device).to(dtype)
     rows = torch.arange(new_size, device=like.device).to(dtype)
@@ -37,16 +37,17 @@ def _taps(
 def add_conv_of_resized(
     out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, align_corners: bool
 ) -> torch.Tensor:
-    """Out += conv(resize(x)), with the products taken before the resizing.
+    """Compute out += conv(resize(x)), with the convolution's products before the resizing.
 
-    The taps of a convolution mix channels and bilinear resizing mixes places, so that their order
-    can be exchanged. At the map's own size the products are fewer by the square of the scale, and
-    the resizing adds two small products.
+    Each tap of a convolution mixes channels and bilinear resizing mixes positions, so the two
+    commute. Before the resizing, the products are fewer by the square of the scale. The resizing
+    adds two small products.
 
     Args:
-        out (torch.Tensor): Map of shape (B, C', H, W), contiguous.
-        x (torch.Tensor): Map of shape (B, C, h, w).
-        weight (torch.Tensor): Of shape (C', C, k, k), k odd, for stride 1 and zeros around the map.
+        out (torch.Tensor): Feature map (B, C', H, W), contiguous; modified in place.
+        x (torch.Tensor): Feature map (B, C, h, w).
+        weight (torch.Tensor): Weights (C', C, k, k) of a convolution with odd k, stride 1 and zero
+            padding of k // 2.
         align_corners (bool): As in :func:`torch.nn.functional.interpolate`.
 
     Returns:
@@ -56,7 +57,7 @@ def add_conv_of_resized(
     channels, k = weight.shape[0], weight.shape[-1]
     new_height, new_width = out.shape[2:]
     weight = weight.permute(3, 2, 0, 1).flatten(0, 2)
-    # A pointwise convolution, in less time than F.conv2d takes for it.
+    # A pointwise convolution, faster than with F.conv2d.
     x = torch.bmm(weight.expand(batch, -1, -1), x.flatten(2))
     x = x.view(batch, k, k * channels * height, width)
     across = _taps(width, new_width, align_corners, k, x)
@@ -72,13 +73,13 @@ def add_conv_of_resized(
 
 
 class ConvModuleOfResized(ConvModule):
-    """A ``ConvModule`` of maps that are resized to the first and stacked."""
+    """A ``ConvModule`` on feature maps that are resized to the first one and concatenated."""
 
-    #: Operators that multiply by weights in here, besides convolutions.
+    #: Operators besides convolutions that multiply by weights.
     weight_operators = ('bmm',)
 
     def forward(self, maps: Sequence[torch.Tensor], align_corners: bool) -> torch.Tensor:
-        """Maps (B, C, H, W), (B, C, h, w), ... to a map (B, C', H, W)."""
+        """Compute a feature map (B, C', H, W) from feature maps (B, C, H, W), (B, C, h, w), ..."""
         conv = self.conv
         weights = conv.weight.split([x.shape[1] for x in maps], dim=1)
         out = F.conv2d(maps[0], weights[0], conv.bias, padding=conv.padding)
@@ -90,12 +91,12 @@ class ConvModuleOfResized(ConvModule):
 
 
 class FastUPerHead(UPerHead):
-    """A ``UPerHead`` that computes the same in less time.
+    """A faster ``UPerHead``.
 
-    The last convolution of the head takes the maps of all levels, resized to the largest: half of
-    the multiplications of a whole UperNet. Here, they are taken level by level, see
-    :func:`add_conv_of_resized`. Arguments, parameters and state dict are those of MMSegmentation's
-    ``UPerHead``.
+    The last convolution of the head has half of the multiplications of a whole UperNet. It takes
+    the feature maps of all levels, resized to the largest one. Here, each level is convolved before
+    it is resized, see :func:`add_conv_of_resized`. Arguments, parameters, state dict and outputs
+    are those of MMSegmentation's ``UPerHead``.
     """
 
     def __init__(self, *args, **kwargs) -> None:
@@ -115,7 +116,7 @@ class FastUPerHead(UPerHead):
 
 
 def fast_uper_head(model: nn.Module) -> nn.Module:
-    """Make every ``UPerHead`` of a model a :class:`FastUPerHead`, in place.
+    """Replace every ``UPerHead`` of a model by a :class:`FastUPerHead`, in place.
 
     Args:
         model (nn.Module): A segmentor, or any model.

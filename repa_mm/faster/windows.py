@@ -1,8 +1,8 @@
-"""Which rows of a map are in which window, and the masks of shifted windows.
+"""Window partition of feature maps, and the masks of shifted windows.
 
-Padding, cyclic shift and window partition are one gather of rows, and their reversal is another. A
-shifted window is masked only where it wraps around the map, so that there are four masks (inner,
-right, bottom, corner) at any map size. The windows are gathered in this order.
+Padding, cyclic shift and window partition are one gather of tokens, and their reversal is another.
+A shifted window needs a mask only if it wraps around the feature map, so there are four masks
+(inner, right, bottom, corner) for any size. The windows are gathered in this order.
 """
 
 from functools import lru_cache
@@ -15,17 +15,19 @@ _is_compiling = getattr(torch.compiler, 'is_compiling', torch._dynamo.is_compili
 
 
 def is_traced() -> bool:
-    """Return whether torch.jit.trace, torch.compile or torch.export is at work."""
+    """Return True within torch.jit.trace, torch.compile or torch.export."""
     return torch.jit.is_tracing() or _is_compiling()
 
 
 class Windows(NamedTuple):
-    """Where the tokens of a map go.
+    """The window partition of a batch of feature maps, with N tokens per window.
 
-    ``rows`` (num_windows * N, ) are the tokens of all windows, ``positions`` (B * H * W, ) is the
-    inverse; ``padded`` marks the rows that are padding (None if there are none), and ``groups`` are
-    the first and the last + 1 of the windows under each of the four masks, with the number of the
-    mask.
+    Attributes:
+        rows (torch.Tensor): Index of the token at each place of the windows, (num_windows * N, ).
+        positions (torch.Tensor): Place of each token in the windows, (B * H * W, ): the inverse.
+        padded (torch.Tensor | None): True for places that are padding, (num_windows * N, 1). None
+            without padding.
+        groups (list): First window, last window + 1 and number of the mask, for each mask in use.
     """
 
     rows: torch.Tensor
@@ -38,8 +40,8 @@ class Windows(NamedTuple):
 def partition(
     batch: int, height: int, width: int, window: int, shift: int, device: torch.device
 ) -> Windows:
-    """Return the windows of a batch of maps; the rows are those of all its maps."""
-    # A tensor made in inference mode could not be used for training later.
+    """Return the window partition of a batch of feature maps; the batch is one list of tokens."""
+    # Tensors that are cached in inference mode could not be used for training later.
     with torch.inference_mode(False), torch.no_grad():
         rows = torch.arange(batch * height * width, device=device).view(batch, height, width)
         rows = F.pad(rows, (0, -width % window, 0, -height % window), value=-1)
@@ -68,13 +70,13 @@ def partition(
 def traceable_partition(
     height: int, width: int, window: int, shift: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the windows of one map, by arithmetic that serves a traced graph at any size.
+    """Return the window partition of one feature map, by arithmetic traceable for any size.
 
-    Symbolic pads and rolls of the map itself would take minutes to compile.
+    Symbolic pads and rolls of the feature map would take minutes to compile.
 
     Returns:
-        tuple: ``rows``, ``positions`` and ``padded`` as in :class:`Windows`, in the order of the
-        map; and the number of the mask of each window.
+        tuple: ``rows``, ``positions`` and ``padded`` as in :class:`Windows`, with the windows in
+        the order of the feature map; and the number of the mask for each window.
     """
     h, last_h = _axis(height, window, shift, device)
     w, last_w = _axis(width, window, shift, device)
@@ -94,7 +96,7 @@ def traceable_partition(
 
 
 def _axis(size: int, window: int, shift: int, device: torch.device):
-    """Along one axis, (n, window) positions and (n, ) whether it is the last.
+    """Return the positions (n, window) of n windows along an axis, and (n, ) 1 for the last window.
 
     Positions from ``size`` on are padding.
     """
@@ -105,17 +107,17 @@ def _axis(size: int, window: int, shift: int, device: torch.device):
 
 
 def times(x: torch.Tensor, size: int) -> torch.Tensor:
-    """Return x * size, as the export to ONNX takes a size that is not a constant."""
+    """Return x * size in a form that exports to ONNX if the size is not a constant."""
     return x * x.new_full((), size)
 
 
 def _wrap(x: torch.Tensor, size: int) -> torch.Tensor:
-    """X % size, for x below 2 size, likewise."""
+    """Return x % size for x below 2 * size, in a form that exports to ONNX, too."""
     return x - times((x >= size).long(), size)
 
 
 def buffer(x: torch.Tensor) -> torch.Tensor:
-    """Store x, since Inductor would compute an element anew for each use of it."""
+    """Store x in compiled code, since Inductor would recompute its elements at each use."""
     if not _is_compiling() or x.requires_grad and torch.is_grad_enabled():
         return x
     return x.as_strided(x.shape, x.stride())
@@ -123,7 +125,7 @@ def buffer(x: torch.Tensor) -> torch.Tensor:
 
 def masks(window: int, shift: int, device: torch.device) -> torch.Tensor:
     """Return the masks (4, 1, N, N) of inner, right, bottom and corner windows."""
-    # As integers: Inductor fails on comparisons of truth values.
+    # As integers, since Inductor fails to compare booleans.
     wraps = (torch.arange(window, device=device) >= window - shift).int()
     down = wraps.repeat_interleave(window)
     right = wraps.repeat(window)
@@ -134,13 +136,13 @@ def masks(window: int, shift: int, device: torch.device) -> torch.Tensor:
 
 @lru_cache(maxsize=32)
 def cached_masks(*args) -> torch.Tensor:
-    """As :func:`masks`, outside of traced graphs."""
+    """Return cached :func:`masks`, for use outside traced graphs."""
     with torch.inference_mode(False), torch.no_grad():
         return masks(*args)
 
 
 class _Gather(torch.autograd.Function):
-    """:func:`gather` whose backward pass gathers, where autograd's adds."""
+    """:func:`gather` with a backward pass that gathers, where autograd would scatter and add."""
 
     @staticmethod
     def forward(ctx, x, rows, inverse, padded, padded_inverse):
@@ -157,7 +159,7 @@ def _select(x: torch.Tensor, rows: torch.Tensor, padded: torch.Tensor | None) ->
     x = x.index_select(-2, rows)
     if padded is None:
         return x
-    # Inductor of torch 2.1 fails on selections whose condition it can compute.
+    # Inductor of torch 2.1 fails on selections with a condition that it can compute.
     return x * ~padded if is_traced() else x.masked_fill_(padded, 0)
 
 
@@ -168,9 +170,9 @@ def gather(
     padded: torch.Tensor | None = None,
     padded_inverse: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Gather rows of x (..., n, C), zero where ``padded``.
+    """Gather rows of x (..., n, C), with zeros where ``padded`` is True.
 
-    ``inverse`` and ``padded_inverse`` gather the result back to x.
+    ``inverse`` and ``padded_inverse`` gather the result back to x, for the backward pass.
     """
     if torch.is_grad_enabled() and not torch.jit.is_tracing():
         return _Gather.apply(x, rows, inverse, padded, padded_inverse)

@@ -157,7 +157,7 @@ def test_what_the_report_says(randomize):
         assert row.gmacs == pytest.approx(17 * 2 * 16 * 64 / 1e9)
         assert row.narrow_gmacs == pytest.approx(17 * 2 * 16 * 24 / 1e9)
     idle = add_structures_(copy.deepcopy(model), [dict(type='ChannelIdle')])
-    with pytest.raises(ValueError, match='has a channel-idle FFN, and no ordinary FFN'):
+    with pytest.raises(ValueError, match='has a channel-idle FFN instead of an ordinary FFN'):
         repa_mm.convert_pretrained(idle, x)
 
 
@@ -198,7 +198,7 @@ def test_what_cannot_be_done(randomize):
     for kwargs, message in (
         (dict(batches=[]), 'no image'),
         (dict(keep=1.5), 'a share in .*1.5'),
-        (dict(keep=[None, None]), 'no FFN .* can be narrowed.*leaves it out'),
+        (dict(keep=[None, None]), 'no FFN .* can be narrowed.*keep is None'),
     ):
         with pytest.raises(ValueError, match=message):
             repa_mm.convert_pretrained(model, **{'batches': x, **kwargs})
@@ -239,7 +239,7 @@ def test_blocks_that_stay_as_they_are(randomize):
     assert converted.layers[0].ffn.feedforward_channels == 24
     assert list(report.skipped) == ['layers.1'] and 'SwiGLUFFNFused' in str(report)
     again, report = repa_mm.convert_pretrained(model, images(), keep=[0.375, None])
-    assert report.skipped == {'layers.1': 'keep leaves it out'}
+    assert report.skipped == {'layers.1': 'keep is None for this block'}
     # A config says it, too.
     config = dict(type='mmpretrain.VisionTransformer', arch=ARCH, img_size=64, layer_cfgs=layers)
     built = MODELS.build(

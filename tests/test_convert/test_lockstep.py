@@ -137,9 +137,9 @@ def test_what_cannot_be_fitted_is_named(vit):
     for layer_forward, forward, message in (
         (twice, None, "FFN of 'layers.0' runs more than once"),
         (post_norm, None, "'layers.0', a TransformerEncoderLayer, does not use its FFN"),
-        (scored, by_score, "'layers.1', .*depends on what other images have left behind"),
-        (None, other_order, "other FFNs in some batches.*'layers.0', 'layers.2'"),
-        (None, one_less, "other FFNs in some batches.*'layers.2', its end"),
+        (scored, by_score, "'layers.1', .*depend on state that other images have left"),
+        (None, other_order, "the same FFNs in the same order.*'layers.0', 'layers.2'"),
+        (None, one_less, "the same FFNs in the same order.*'layers.2', the end"),
     ):
         for layer in vit.layers:
             layer.__class__ = kind

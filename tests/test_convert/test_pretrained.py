@@ -255,4 +255,4 @@ def test_what_is_said_of_a_distillation():
     for seen in (False, True):
         said = result_text(dict(result, seen=seen), 'idle.pth')
         assert 'after the distillation the outputs differ by 10 %' in said
-        assert ('which it learns from' in said) == seen
+        assert ('in the training data' in said) == seen

@@ -1,6 +1,6 @@
-"""Translate a checkpoint of the code of RePaFormer's authors, for a config here.
+"""Translate a checkpoint of the RePaFormer authors' code to a config of this package.
 
-The checkpoint is in the training form or merged, and the result computes the same. See
+The checkpoint may have the training form or the deploy form. The result computes the same. See
 docs/train.md.
 """
 
@@ -14,13 +14,17 @@ from repa_mm.config import load_config
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument('config', help='config of the classifier that the result is for')
+    parser.add_argument('config', help='config of the classifier to translate for')
     parser.add_argument('src', help='checkpoint to translate')
     parser.add_argument('dst', help='file to write')
     parser.add_argument(
-        '--ema', action='store_true', help='take the averaged weights, not those the authors test'
+        '--ema',
+        action='store_true',
+        help='take the EMA weights instead of the weights that the authors test',
     )
-    parser.add_argument('--cfg-options', nargs='+', action=DictAction, help='changes of the config')
+    parser.add_argument(
+        '--cfg-options', nargs='+', action=DictAction, help='override the config: key=value ...'
+    )
     return parser.parse_args()
 
 
