@@ -46,6 +46,7 @@ def test_a_model_without_window_attention_is_its_own_vanilla():
     assert list(variants(cfg, baseline=cfg)) == ['vanilla', 'deploy']
 
 
+@pytest.mark.filterwarnings('ignore:.*norm_eval=True freezes')
 def test_pretrained_weights_are_not_looked_for():
     pytest.importorskip('mmdet')
     cfg = load_config(repa_mm.config_path('retinanet_repa_swin_t.py'))

@@ -87,7 +87,7 @@ class Spreads(Hook):
 
     def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
         layers = [m for m in runner.model.modules() if isinstance(m, ExpertLinear)]
-        weights = [torch.stack([expert.weight for expert in m.experts]) for m in layers]
+        weights = [torch.stack([expert.weight.detach() for expert in m.experts]) for m in layers]
         self.seen.append(max(float((w - w[0]).abs().max()) for w in weights))
 
 
@@ -163,6 +163,7 @@ def test_imitation(teacher, tmp_path, relative_error):
 
 
 @pytest.mark.parametrize('changes', [dict(blocks=3), dict(channels=4)])
+@pytest.mark.filterwarnings('ignore:Using a target size')
 def test_a_teacher_of_other_blocks_is_refused(changes, teacher, tmp_path):
     match = '3 token mixers of the teacher ran, and 2 affine' if 'blocks' in changes else 'size'
     runner = runner_of(tmp_path, 'ToyStudent', [imitation(teacher[1], **changes)])

@@ -137,7 +137,7 @@ def test_the_codebase_s_own_tools_do_the_same(digits, tmp_path, run_tool):
     run_tool(*train, cwd=digits)
     run_tool(*test[:2], tmp_path / 'own/epoch_1.pth', *test[2:], cwd=digits)
     train, test = (
-        '|'.join([codebase_tool(config, f'{tool}.py'), *map(str, rest)])
+        '|'.join([codebase_tool([config], f'{tool}.py'), *map(str, rest)])
         for tool, *rest in commands['host']
     )
     done = subprocess.run(
