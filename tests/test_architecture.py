@@ -76,7 +76,7 @@ def test_imports_point_down(path, below):
             assert other in below.get(room, ()), f'{room} imports {name}'
 
 
-@pytest.mark.parametrize('path', (PACKAGE / 'reparam').rglob('*.py'), ids=name_of)
+@pytest.mark.parametrize('path', sorted((PACKAGE / 'reparam').rglob('*.py')), ids=name_of)
 def test_the_method_needs_pytorch_only(path):
     names = list(imports_of(path))
     assert {n.split('.')[0] for n in names} <= {'torch', 'repa_mm', *sys.stdlib_module_names}

@@ -362,6 +362,7 @@ def test_a_config_elsewhere_changes_classes_data_and_idle_ratio(tmp_path):
 
 
 @pytest.mark.parametrize('swin', ['repa_swin_t', 'swin_t'])
+@pytest.mark.filterwarnings('ignore:.*norm_eval=True freezes')
 def test_classifier_weights_pretrain_the_detector(swin, tmp_path, randomize):
     classifier = randomize(build(load(f'{swin}_in1k'))).backbone.state_dict()
     checkpoint = str(tmp_path / 'classifier.pth')

@@ -46,7 +46,7 @@ def quick_init(monkeypatch):
         monkeypatch.setattr(torch.nn.init, name, lambda tensor, *_, **__: tensor.data.zero_())
 
 
-@pytest.mark.parametrize('path', swin_configs())
+@pytest.mark.parametrize('path', list(swin_configs()))
 def test_lines_of_readme(path, tmp_path, quick_init):
     original, cfg = Config.fromfile(path), user_config(tmp_path, path)
     init_default_scope(cfg.default_scope)
@@ -72,7 +72,7 @@ def test_lines_of_readme(path, tmp_path, quick_init):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('path', swin_configs())
+@pytest.mark.parametrize('path', list(swin_configs()))
 def test_whole_model(path, tmp_path, quick_init):
     cfg = user_config(tmp_path, path)
     init_default_scope(cfg.default_scope)

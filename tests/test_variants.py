@@ -38,6 +38,7 @@ def test_a_model_without_window_attention_has_no_faster_counterpart():
     assert list(variants(cfg, baseline=cfg)) == ['stock', 'deploy form']
 
 
+@pytest.mark.filterwarnings('ignore:.*norm_eval=True freezes')
 def test_pretrained_weights_are_not_looked_for():
     pytest.importorskip('mmdet')
     cfg = load_config(repa_mm.config_path('retinanet_repa_swin_t.py'))

@@ -159,6 +159,7 @@ def _tensors():
     return sum(isinstance(item, torch.Tensor) for item in gc.get_objects())
 
 
+@pytest.mark.filterwarnings('ignore:.*reduce_op')  # asked of whatever lives
 def test_memory_is_bounded_and_beside_the_module():
     _, fast = _pair(3)
     keys, attributes = list(fast.state_dict()), set(vars(fast))

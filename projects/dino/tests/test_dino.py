@@ -253,7 +253,7 @@ class Notes(Hook):
         groups = runner.optim_wrapper.optimizer.param_groups
         settings = sorted({(group['lr'], round(group['weight_decay'], 6)) for group in groups})
         momentum = self.momenta[-1] if self.momenta else None
-        epoch, loss = runner.model.head.epoch, float(outputs['loss'])
+        epoch, loss = runner.model.head.epoch, float(outputs['loss'].detach())
         self.seen.append((runner.iter, epoch, momentum, settings, loss))
 
     def after_train_epoch(self, runner):

@@ -103,6 +103,7 @@ def test_imitation(teacher, tmp_path, relative_error):
 
 
 @pytest.mark.parametrize('changes', [dict(blocks=3), dict(channels=4)])
+@pytest.mark.filterwarnings('ignore:Using a target size')
 def test_a_teacher_of_other_blocks_is_refused(changes, teacher, tmp_path):
     match = '3 token mixers of the teacher ran, and 2 affine' if 'blocks' in changes else 'size'
     runner = runner_of(tmp_path, [imitation(teacher[1], **changes)])
