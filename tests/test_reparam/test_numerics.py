@@ -1,12 +1,11 @@
-"""Merging and the fast paths under random, extreme and degenerate values."""
+"""Merging and the fast paths with hardly any tokens, and values that are refused."""
 
 import copy
 
 import pytest
-import rounding_errors as errors
 import torch
 import torch.nn as nn
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from repa_mm.faster import fast_window_attention, fuse_conv_bn
@@ -14,63 +13,11 @@ from repa_mm.reparam import ChannelIdleFFN, check_finite, reparameterize, set_tr
 from repa_mm.reparam.ffn import folded
 from repa_mm.reparam.ffn.folded import choose_path
 
-# float16 products on a CPU came with torch 2.2 or so.
-HALF = ['bfloat16'] + ['float16'] * hasattr(torch, 'get_autocast_dtype')
-LAYOUTS = st.sampled_from(errors.FFN['layout'])
-
-
-def cases(check, **fixed):
-    fields = {key: st.sampled_from(values) for key, values in errors.CHECKS[check].fields.items()}
-    if 'idle_ratio' in fields:
-        fields['idle_ratio'] |= st.floats(0, 1)
-    fields.update((k, st.sampled_from(v)) for k, v in fixed.items())
-    return st.fixed_dictionaries(fields)
-
 
 def many(n):
     return settings(
         max_examples=n, deadline=None, database=None, suppress_health_check=list(HealthCheck)
     )
-
-
-def check(name, case, roundings):
-    try:
-        found = errors.measure(errors.CHECKS[name], case)
-    except OverflowError:
-        assume(False)
-    for result, error in found.items():
-        assert error.roundings < roundings, (result, error)
-
-
-@many(80)
-@given(cases('merge', dtype=['float64', 'float32']))
-def test_merge(case):
-    check('merge', case, 64)
-
-
-@many(40)
-@given(cases('merge', dtype=HALF))
-def test_merge_in_half_precision(case):
-    check('merge', case, 64)
-
-
-@many(60)
-@given(cases('folded training', dtype=['float32']))
-def test_folded_training(case):
-    check('folded training', case, 1000)
-
-
-# In float64, where 1e5 roundings are 2e-11: as many tokens as there may be.
-@many(60)
-@given(cases('folded training', dtype=['float64'], length=[2, 5, 49, 200]))
-def test_folded_training_is_the_literal_one(case):
-    check('folded training', case, 1e5)
-
-
-@many(60)
-@given(cases('window attention'))
-def test_window_attention(case):
-    check('window attention', case, 200)
 
 
 def all_of(ffn, x, path):
