@@ -1,6 +1,7 @@
 # A ViT-T of 6 blocks with 2 branches each (12 layers), deployed as 6 ordinary layers: the second step
 # of https://arxiv.org/abs/2511.19718, from the masked autoencoder of parallel_vit_t_6_mae.py. The
-# schedule of lambda is the paper's, the rest of the recipe is that of the ordinary ViT-T, with the decay of learning rates of its 12 layers.
+# schedule of lambda is the paper's, the rest of the recipe is that of the ordinary ViT-T, with the
+# decay of learning rates of its 12 layers.
 _base_ = 'vit_t_in1k.py'
 custom_imports = dict(
     imports=['repa_mm', 'projects.depth_reparameterization'], allow_failed_imports=False
