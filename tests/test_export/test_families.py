@@ -11,6 +11,7 @@ from repa_mm.config import build_model, load_config
 from repa_mm.convert.conversion import block_outputs
 from repa_mm.export.export import agreeing_onnx, resized
 from repa_mm.features import head_inputs
+from repa_mm.models import ffn_sites
 
 from .conftest import HEADS, write_config
 from .test_transformers import DETECTORS, MASK_MODELS, detector, mask_model, small_images, spread
@@ -140,7 +141,7 @@ def test_ffns_that_a_conversion_reaches(family, tmp_path, randomize):
     model = build_model(cfg)
     data = model.data_preprocessor(resized(small_images(cfg), [(224, 256)]), False)
     with torch.no_grad():
-        reached = block_outputs(model, None, lambda batch: head_inputs(model, batch), data)
+        reached = block_outputs(ffn_sites(model), lambda batch: head_inputs(model, batch), data)
     places = {'encoder' if '.encoder.' in f'.{name}' else name.split('.')[0] for name in reached}
     assert places == set(TABLE[family][0].split(', '))
 
