@@ -22,6 +22,8 @@ class Scheduled(nn.Module):
 
     scalar = 'lambda'
     end = 1.0
+    # What messages call the state that is not merged.
+    unfinished = 'the schedule is at'
 
     def add_lam(self) -> None:
         """Register lambda, at its beginning."""
@@ -59,7 +61,7 @@ class Scheduled(nn.Module):
             # An average of lambdas (EMA) may be all but at the end.
             text = f'{lam:g}' if float(f'{lam:g}') != self.end else repr(lam)
             raise ValueError(
-                f'the schedule is at lambda = {text}, and the module merges '
+                f'{self.unfinished} lambda = {text}, and what they compute merges '
                 f'exactly at lambda = {self.end:g} only: train on until the schedule has ended'
             )
 
