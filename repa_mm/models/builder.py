@@ -119,7 +119,7 @@ class Restructured:
             swap_faster_attention(self)
         self.placed = _put_all(self, structures)
         pad_any_size(self)
-        # What is new in a stage is frozen where the class freezes the stage.
+        # Freeze the new modules of frozen stages.
         self.train()
         if deploy:
             finish_schedules(self)

@@ -37,7 +37,6 @@ new one is a file with two classes::
             return self.fc(x)
 """
 
-import contextlib
 import copy
 import functools
 from collections.abc import Callable, Iterator
@@ -75,7 +74,7 @@ class CheckpointError(RuntimeError):
 
 
 class Form(nn.Module):
-    """What training and deploy forms share: they load the weights of their own form only.
+    """Base of training and deploy forms, which load the weights of their own form only.
 
     Two forms of one structure must not have the same names of weights.
 
@@ -268,15 +267,6 @@ def outermost(model: nn.Module, kind: type = Form) -> Iterator[tuple[str, Form]]
             yield name, module
 
 
-@contextlib.contextmanager
-def naming(name: str) -> Iterator[None]:
-    """Put the name of a module before what an error says about its merge."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f'cannot merge {name!r}: {error}') from error
-
-
 def merge_whole(form: TrainingForm, name: str) -> DeployForm:
     """Return the deploy form of a form and of all forms that are inside of it.
 
@@ -287,8 +277,10 @@ def merge_whole(form: TrainingForm, name: str) -> DeployForm:
     Raises:
         ValueError: As :meth:`TrainingForm.merge`, with the name.
     """
-    with naming(name):
+    try:
         merged = form.merge()
+    except ValueError as error:
+        raise ValueError(f'cannot merge {name!r}: {error}') from error
     for inner_name, inner in list(outermost(merged, TrainingForm)):
         become(inner, merge_whole(inner, f'{name}.{inner_name}'))
     return merged

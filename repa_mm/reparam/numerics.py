@@ -65,11 +65,7 @@ def batch_norm_affine(norm: nn.Module, like: torch.Tensor) -> tuple[torch.Tensor
 
 
 def is_plain(module: nn.Module, *kinds: type) -> bool:
-    """Whether a module computes what the first of these kinds that it is an instance of computes.
-
-    A subclass without a ``forward`` of its own does, and so does one with parametrizations. Forward
-    hooks may change what a module computes.
-    """
+    """Return whether a module runs the unmodified forward of one of these classes, unhooked."""
     kind = next((kind for kind in kinds if isinstance(module, kind)), None)
     return (
         kind is not None
