@@ -229,7 +229,10 @@ def resized(images: Sequence[dict], sizes: Sequence[tuple[int, int]]) -> dict:
         inputs.append(pixels[0].byte())
         samples.append(copy.deepcopy(data['data_samples'][0]))
         samples[-1].set_metainfo(
-            dict(img_shape=tuple(size), ori_shape=tuple(size), scale_factor=(1.0, 1.0))
+            dict(
+                dict.fromkeys(('img_shape', 'pad_shape', 'ori_shape'), tuple(size)),
+                scale_factor=(1.0, 1.0),
+            )
         )
     return dict(inputs=inputs, data_samples=samples)
 
