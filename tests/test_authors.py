@@ -18,165 +18,103 @@ from repa_mm.reparam import CheckpointError, reparameterize
 
 ROOT = Path(repa_mm.__file__).resolve().parents[1]
 
-# Models in the layout of the authors' repositories: a state dict of random numbers, and what their
-# code computes with it, written out.
 
+class Net:
+    """Computes what the authors' code does; a weight is drawn where it is first needed.
 
-class Layout:
-    """Collects names and shapes."""
+    The weights lie under the authors' names. Tokens are (..., C), images (N, C, H, W).
+    """
 
-    def __init__(self, form, ratio=0.75, expansion=4, conv=False):
-        self.weights = {}
-        self.form, self.ratio = form, ratio
-        self.expansion, self.conv = expansion, conv
-        self.generator = torch.Generator().manual_seed(7)
+    def __init__(self, form, ratio=0.75, expansion=4, tail=()):
+        self.form, self.ratio, self.expansion, self.tail = form, ratio, expansion, tail
+        self.weights, self.generator = {}, torch.Generator().manual_seed(7)
 
-    def add(self, name, *shape, low=-0.5, high=0.5):
-        noise = torch.rand(shape, generator=self.generator)
-        self.weights[name] = noise * (high - low) + low
+    def draw(self, name, *shape, low=-0.5, high=0.5):
+        if name not in self.weights:
+            noise = torch.rand(shape, generator=self.generator)
+            self.weights[name] = noise * (high - low) + low
+        return self.weights[name]
 
-    def linear(self, name, *shape, bias=True):
-        bound = torch.Size(shape[1:]).numel() ** -0.5
-        self.add(f'{name}.weight', *shape, low=-2 * bound, high=2 * bound)
-        if bias:
-            self.add(f'{name}.bias', shape[0])
+    def layer(self, name, *shape, bias=True):
+        bound = 2 * torch.Size(shape[1:]).numel() ** -0.5
+        weight = self.draw(f'{name}.weight', *shape, low=-bound, high=bound)
+        return weight, self.draw(f'{name}.bias', shape[0]) if bias else None
 
-    def norm(self, name, channels, batch=False):
-        self.add(f'{name}.weight', channels, low=0.3, high=1.5)
-        self.add(f'{name}.bias', channels)
+    def conv(self, x, name, out, size, bias=True, **kwargs):
+        return F.conv2d(x, *self.layer(name, out, x.shape[1], size, size, bias=bias), **kwargs)
+
+    def linear(self, x, name, out, bias=True, tail=()):
+        weight, bias = self.layer(name, out, x.shape[-1], *tail, bias=bias)
+        return F.linear(x, weight.flatten(1), bias)
+
+    def norm(self, x, name, eps=1e-5, batch=False):
+        """LayerNorm, or BatchNorm with its running statistics."""
+        c = x.shape[-1]
+        scale, shift = (
+            self.draw(f'{name}.weight', c, low=0.3, high=1.5),
+            self.draw(f'{name}.bias', c),
+        )
+        mean, var = x.mean(-1, keepdim=True), x.var(-1, keepdim=True, unbiased=False)
         if batch:
-            self.add(f'{name}.running_mean', channels, low=-1, high=1)
-            self.add(f'{name}.running_var', channels, low=0.1, high=3)
+            mean = self.draw(f'{name}.running_mean', c, low=-1, high=1)
+            var = self.draw(f'{name}.running_var', c, low=0.1, high=3)
             self.weights[f'{name}.num_batches_tracked'] = torch.tensor(9)
+        return (x - mean) / (var + eps).sqrt() * scale + shift
 
-    def ffn(self, name, c):
+    def attention(self, x, name, heads, bias=0.0, qkv_bias=True):
+        b, n, c = x.shape
+        qkv = self.linear(x, f'{name}.qkv', 3 * c, qkv_bias).view(b, n, 3, heads, c // heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        p = (q @ k.transpose(2, 3) * (c // heads) ** -0.5 + bias).softmax(-1)
+        return self.linear((p @ v).transpose(1, 2).reshape(b, n, c), f'{name}.proj', c)
+
+    def ffn(self, x, name, scale=1.0):
+        c, tail = x.shape[-1], self.tail
         h = c * self.expansion
         a = round(h * (1 - self.ratio))
-        tail = (1, 1) if self.conv else ()
         if self.form == 'vanilla':
-            self.norm(f'{name.rpartition(".")[0]}.norm2', c)
-            self.linear(f'{name}.fc1', h, c)
-            self.linear(f'{name}.fc2', c, h)
-            return
+            u = self.norm(x, f'{name.rpartition(".")[0]}.norm2')
+            return x + self.linear(F.gelu(self.linear(u, f'{name}.fc1', h)), f'{name}.fc2', c)
         if self.form == 'training':
-            self.norm(f'{name}.norm1', c, batch=True)
-            self.linear(f'{name}.fc1', h, c, *tail)
-            self.norm(f'{name}.norm2', h, batch=True)
-            self.linear(f'{name}.fc2', c, h, *tail)
-            return
-        self.linear(f'{name}.fc1', c, c, *tail)
+            # Some families' see the tokens without the residual scale.
+            u = self.norm(x / scale, f'{name}.norm1', batch=True)
+            u = self.linear(u, f'{name}.fc1', h, tail=tail)
+            u = torch.cat([F.gelu(u[..., :a]), u[..., a:]], -1)
+            u = self.linear(self.norm(u, f'{name}.norm2', batch=True), f'{name}.fc2', c, tail=tail)
+            return x + scale * u * (self.draw(f'{name}.ls', c) if tail else 1)
         if a == h:
             self.weights[f'{name}.fc1.weight'] = torch.eye(c).view(c, c, *tail)
+        y = self.linear(x, f'{name}.fc1', c, tail=tail)
         if a:
-            self.linear(f'{name}.fc2', a, c, *tail)
-            self.linear(f'{name}.fc3', c, a, *tail, bias=False)
-
-
-def norm(w, name, x, eps=1e-5):
-    """BatchNorm with its running statistics, or LayerNorm; channels last."""
-    if f'{name}.running_mean' in w:
-        x = (x - w[f'{name}.running_mean']) / (w[f'{name}.running_var'] + eps).sqrt()
-    else:
-        x = (x - x.mean(-1, keepdim=True)) / (x.var(-1, keepdim=True, unbiased=False) + eps).sqrt()
-    return x * w[f'{name}.weight'] + w[f'{name}.bias']
-
-
-def linear(w, name, x):
-    weight = w[f'{name}.weight']
-    y = x @ weight.reshape(weight.shape[0], -1).T
-    return y + w[f'{name}.bias'] if f'{name}.bias' in w else y
-
-
-def ffn(w, name, x, active=0.25, scale=1.0):
-    """Of the authors, in either form, or of a vanilla block. x is (..., C)."""
-    vanilla_norm = f'{name.rpartition(".")[0]}.norm2'
-    if f'{vanilla_norm}.weight' in w:
-        h = F.gelu(linear(w, f'{name}.fc1', norm(w, vanilla_norm, x)))
-        return x + linear(w, f'{name}.fc2', h)
-    if f'{name}.norm1.weight' not in w:
-        y = linear(w, f'{name}.fc1', x)
-        if f'{name}.fc2.weight' in w:
-            y = y + linear(w, f'{name}.fc3', F.gelu(linear(w, f'{name}.fc2', x)))
+            u = F.gelu(self.linear(x, f'{name}.fc2', a, tail=tail))
+            y = y + self.linear(u, f'{name}.fc3', c, bias=False, tail=tail)
         return y
-    # Some families' see the tokens without the residual scale.
-    h = linear(w, f'{name}.fc1', norm(w, f'{name}.norm1', x / scale))
-    a = round(h.shape[-1] * active)
-    h = torch.cat([F.gelu(h[..., :a]), h[..., a:]], -1)
-    z = linear(w, f'{name}.fc2', norm(w, f'{name}.norm2', h))
-    return x + scale * z * w.get(f'{name}.ls', torch.ones(()))
+
+    def tokens(self, x):
+        """A class token, and position embeddings."""
+        x = torch.cat([self.draw('cls_token', 1, 1, 16).expand(len(x), 1, 16), x], 1)
+        return x + self.draw('pos_embed', 1, 5, 16)
 
 
-def attention(w, name, x, heads, bias=0.0):
-    """x is (B, N, C)."""
-    b, n, c = x.shape
-    q, k, v = linear(w, f'{name}.qkv', x).view(b, n, 3, heads, c // heads).permute(2, 0, 3, 1, 4)
-    p = (q @ k.transpose(2, 3) * (c // heads) ** -0.5 + bias).softmax(-1)
-    return linear(w, f'{name}.proj', (p @ v).transpose(1, 2).reshape(b, n, c))
-
-
-def vit_layout(form, **kwargs):
-    w = Layout(form, **kwargs)
-    w.add('cls_token', 1, 1, 16)
-    w.add('pos_embed', 1, 5, 16)
-    vanilla = form == 'vanilla'
-    w.linear('patch_embed.proj', 16, 3, 8, 8, bias=vanilla)
-    if not vanilla:
-        w.norm('norm_pre', 16)
-    for i in range(2):
-        w.norm(f'blocks.{i}.norm1' if vanilla else f'blocks.{i}.attn.norm', 16)
-        w.linear(f'blocks.{i}.attn.qkv', 48, 16)
-        w.linear(f'blocks.{i}.attn.proj', 16, 16)
-        w.ffn(f'blocks.{i}.mlp', 16)
-    w.norm('norm', 16)
-    w.linear('head', 5, 16)
-    return w.weights
-
-
-def vit(w, x):
-    x = F.conv2d(x, w['patch_embed.proj.weight'], w.get('patch_embed.proj.bias'), stride=8)
-    x = x.flatten(2).transpose(1, 2)
-    x = torch.cat([w['cls_token'].expand(len(x), 1, 16), x], 1) + w['pos_embed']
-    if 'norm_pre.weight' in w:
-        x = norm(w, 'norm_pre', x, 1e-6)
+def vit(net, x):
+    vanilla = net.form == 'vanilla'
+    x = net.conv(x, 'patch_embed.proj', 16, 8, bias=vanilla, stride=8)
+    x = net.tokens(x.flatten(2).transpose(1, 2))
+    x = x if vanilla else net.norm(x, 'norm_pre', 1e-6)
     for i in range(2):
         b = f'blocks.{i}'
-        before = f'{b}.norm1' if f'{b}.norm1.weight' in w else f'{b}.attn.norm'
-        x = x + attention(w, f'{b}.attn', norm(w, before, x), 4)
-        x = ffn(w, f'{b}.mlp', x)
-    return linear(w, 'head', norm(w, 'norm', x, 1e-6)[:, 0])
+        u = net.norm(x, f'{b}.norm1' if vanilla else f'{b}.attn.norm')
+        x = net.ffn(x + net.attention(u, f'{b}.attn', 4), f'{b}.mlp')
+    return net.linear(net.norm(x, 'norm', 1e-6)[:, 0], 'head', 5)
 
 
 SWIN_DEPTHS = (2, 1, 2, 1)
 
 
-def swin_layout(form, dims=8, depths=SWIN_DEPTHS, window=2, num_heads=1, **kwargs):
-    w = Layout(form, **kwargs)
-    w.linear('patch_embed.proj', dims, 3, 4, 4)
-    w.norm('patch_embed.norm', dims)
-    for i, depth in enumerate(depths):
-        c = dims * 2**i
-        for j in range(depth):
-            b = f'layers.{i}.blocks.{j}'
-            w.norm(f'{b}.norm1', c)
-            table = (2 * window - 1) ** 2, num_heads * 2**i
-            w.add(f'{b}.attn.relative_position_bias_table', *table)
-            w.linear(f'{b}.attn.qkv', 3 * c, c)
-            w.linear(f'{b}.attn.proj', c, c)
-            w.ffn(f'{b}.mlp', c)
-        if i < 3:
-            w.norm(f'layers.{i}.downsample.norm', 4 * c)
-            w.linear(f'layers.{i}.downsample.reduction', 2 * c, 4 * c, bias=False)
-    w.norm('norm', c)
-    w.linear('head', 5, c)
-    return w.weights
-
-
-def swin(w, x):
+def swin(net, x):
     """On 64x64 images, windows of 2x2."""
-    x = F.conv2d(x, w['patch_embed.proj.weight'], w['patch_embed.proj.bias'], stride=4).permute(
-        0, 2, 3, 1
-    )
-    x = norm(w, 'patch_embed.norm', x)
+    x = net.conv(x, 'patch_embed.proj', 8, 4, stride=4).permute(0, 2, 3, 1)
+    x = net.norm(x, 'patch_embed.norm')
     for i, depth in enumerate(SWIN_DEPTHS):
         for j in range(depth):
             b = f'layers.{i}.blocks.{j}'
@@ -193,100 +131,68 @@ def swin(w, x):
             for d, t in ((dy, yt), (dx, xt)):
                 same &= (t[:, None] - t) == d
             index = ((dy + 1) * 3 + dx + 1).clamp(0, 8)
-            table = w[f'{b}.attn.relative_position_bias_table']
+            table = net.draw(f'{b}.attn.relative_position_bias_table', 9, 2**i)
             bias = table[index].permute(2, 0, 1).masked_fill(~same, -1e9)
-            tokens = x.flatten(1, 2)
-            tokens = tokens + attention(w, f'{b}.attn', norm(w, f'{b}.norm1', tokens), 2**i, bias)
-            x = ffn(w, f'{b}.mlp', tokens).view(x.shape)
+            u = x.flatten(1, 2)
+            u = u + net.attention(net.norm(u, f'{b}.norm1'), f'{b}.attn', 2**i, bias)
+            x = net.ffn(u, f'{b}.mlp').view(x.shape)
         if i < 3:
             x = torch.cat([x[:, p::2, q::2] for q in (0, 1) for p in (0, 1)], -1)
-            x = linear(
-                w, f'layers.{i}.downsample.reduction', norm(w, f'layers.{i}.downsample.norm', x)
-            )
-    return linear(w, 'head', norm(w, 'norm', x).mean((1, 2)))
+            d = f'layers.{i}.downsample'
+            x = net.linear(net.norm(x, f'{d}.norm'), f'{d}.reduction', 2**i * 16, bias=False)
+    return net.linear(net.norm(x, 'norm').mean((1, 2)), 'head', 5)
 
 
-def poolformer_layout(form, **kwargs):
-    w = Layout(form, conv=True, **kwargs)
-    w.linear('patch_embed.proj', 8, 3, 7, 7)
+def poolformer(net, x):
+    def group_norm(x, name):
+        c = x.shape[1]
+        scale = net.draw(f'{name}.weight', c, low=0.3, high=1.5)
+        return F.group_norm(x, 1, scale, net.draw(f'{name}.bias', c))
+
+    x = net.conv(x, 'patch_embed.proj', 8, 7, stride=4, padding=2)
     for i, c in enumerate((8, 16, 24, 32)):
         for j in range(2 if i == 1 else 1):
             b = f'network.{2 * i}.{j}'
-            w.norm(f'{b}.norm1', c)
-            w.ffn(f'{b}.mlp', c)
-            w.add(f'{b}.layer_scale_1', c)
-            if form == 'training':
-                w.add(f'{b}.mlp.ls', c)
-        if i < 3:
-            w.linear(f'network.{2 * i + 1}.proj', 8 * (i + 2), c, 3, 3)
-    w.norm('norm', 32)
-    w.linear('head', 5, 32)
-    return w.weights
-
-
-def poolformer(w, x):
-    def group_norm(name, x):
-        return F.group_norm(x, 1, w[f'{name}.weight'], w[f'{name}.bias'])
-
-    x = F.conv2d(x, w['patch_embed.proj.weight'], w['patch_embed.proj.bias'], stride=4, padding=2)
-    for i in range(4):
-        for j in range(2 if i == 1 else 1):
-            b = f'network.{2 * i}.{j}'
-            u = group_norm(f'{b}.norm1', x)
+            u = group_norm(x, f'{b}.norm1')
             mixed = F.avg_pool2d(u, 7, 1, 3, count_include_pad=False) - u
-            x = x + w[f'{b}.layer_scale_1'][:, None, None] * mixed
-            x = ffn(w, f'{b}.mlp', x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+            x = x + net.draw(f'{b}.layer_scale_1', c)[:, None, None] * mixed
+            x = net.ffn(x.permute(0, 2, 3, 1), f'{b}.mlp').permute(0, 3, 1, 2)
         if i < 3:
-            d = f'network.{2 * i + 1}.proj'
-            x = F.conv2d(x, w[f'{d}.weight'], w[f'{d}.bias'], stride=2, padding=1)
-    return linear(w, 'head', group_norm('norm', x).mean((2, 3)))
+            x = net.conv(x, f'network.{2 * i + 1}.proj', c + 8, 3, stride=2, padding=1)
+    return net.linear(group_norm(x, 'norm').mean((2, 3)), 'head', 5)
 
 
-def mixer_layout(form, **kwargs):
-    w = Layout(form, **kwargs)
-    w.linear('stem.proj', 16, 3, 16, 16)
-    for i in range(2):
-        w.norm(f'blocks.{i}.mlp_tokens.norm', 4)
-        w.linear(f'blocks.{i}.mlp_tokens.fc1', 8, 4)
-        w.linear(f'blocks.{i}.mlp_tokens.fc2', 4, 8)
-        w.ffn(f'blocks.{i}.mlp_channels', 16)
-    w.norm('norm', 16)
-    w.linear('head', 5, 16)
-    return w.weights
-
-
-def mixer(w, x):
-    x = (
-        F.conv2d(x, w['stem.proj.weight'], w['stem.proj.bias'], stride=16)
-        .flatten(2)
-        .transpose(1, 2)
-    )
+def mixer(net, x):
+    x = net.conv(x, 'stem.proj', 16, 16, stride=16).flatten(2).transpose(1, 2)
     for i in range(2):
         t = f'blocks.{i}.mlp_tokens'
-        u = norm(w, f'{t}.norm', x.transpose(1, 2))
-        u = linear(w, f'{t}.fc2', F.gelu(linear(w, f'{t}.fc1', u)))
-        x = ffn(w, f'blocks.{i}.mlp_channels', x + u.transpose(1, 2))
-    return linear(w, 'head', norm(w, 'norm', x, 1e-6).mean(1))
+        u = net.norm(x.transpose(1, 2), f'{t}.norm')
+        u = net.linear(F.gelu(net.linear(u, f'{t}.fc1', 8)), f'{t}.fc2', 4)
+        x = net.ffn(x + u.transpose(1, 2), f'blocks.{i}.mlp_channels')
+    return net.linear(net.norm(x, 'norm', 1e-6).mean(1), 'head', 5)
 
 
-# Each family's layout, what it computes, the size of the images, the idle ratio, and its config.
+# What each family computes, the size of the images, and its config.
 VIT = dict(embed_dims=16, num_layers=2, num_heads=4, feedforward_channels=64)
 SMALL = dict(img_size=16, patch_size=8)
 SWIN = dict(embed_dims=8, depths=list(SWIN_DEPTHS), num_heads=[1, 2, 4, 8])
 POOL = dict(layers=[1, 2, 1, 1], embed_dims=[8, 16, 24, 32], mlp_ratios=[4] * 4)
+POOL['layer_scale_init_value'] = 1e-5
 MIXER = dict(embed_dims=16, num_layers=2, tokens_mlp_dims=8, channels_mlp_dims=64)
 FAMILIES = dict(
-    swin=(swin_layout, swin, 64, 0.75, 'repa_swin_t_in1k', dict(arch=SWIN, window_size=2)),
-    vit=(vit_layout, vit, 16, 0.75, 'repa_deit_t_in1k', dict(arch=VIT, **SMALL)),
-    poolformer=(
-        *(poolformer_layout, poolformer, 64, 0.75, 'repa_poolformer_s12_in1k'),
-        dict(arch=dict(POOL, layer_scale_init_value=1e-5)),
-    ),
-    mixer=(
-        *(mixer_layout, mixer, 32, 0.75, 'repa_mlp_mixer_b16_in1k'),
-        dict(arch=MIXER, img_size=32, patch_size=16),
-    ),
+    swin=(swin, 64, 'repa_swin_t_in1k', dict(arch=SWIN, window_size=2)),
+    vit=(vit, 16, 'repa_deit_t_in1k', dict(arch=VIT, **SMALL)),
+    poolformer=(poolformer, 64, 'repa_poolformer_s12_in1k', dict(arch=POOL)),
+    mixer=(mixer, 32, 'repa_mlp_mixer_b16_in1k', dict(arch=MIXER, img_size=32, patch_size=16)),
 )
+
+
+def made(family, form, ratio=0.75):
+    """Weights in the authors' layout, images, and the logits of the authors' code."""
+    net = Net(form, ratio, tail=(1, 1) if family == 'poolformer' else ())
+    forward, size, *_ = FAMILIES[family]
+    x = torch.randn(2, 3, size, size)
+    return net.weights, x, forward(net, x)
 
 
 def config_of(family, **kwargs):
@@ -305,18 +211,16 @@ def run(weights, cfg, x, deploy=False):
         reparameterize(backbone, inplace=True)
     with torch.no_grad():
         out = backbone(x)[-1]
-    return linear(weights, 'head.fc', out if out.ndim == 2 else out.flatten(2).mean(2))
+    out = out if out.ndim == 2 else out.flatten(2).mean(2)
+    return F.linear(out, weights['head.fc.weight'], weights['head.fc.bias'])
 
 
 @pytest.mark.parametrize('form', ['training', 'deploy'])
 @pytest.mark.parametrize('family', FAMILIES)
 def test_same_logits(family, form, relative_error):
-    layout, forward, size, ratio, *_ = FAMILIES[family]
-    weights, cfg = layout(form, ratio=ratio), config_of(family)
+    (weights, x, expected), cfg = made(family, form), config_of(family)
     before = {k: v.clone() for k, v in weights.items()}
     done = translate(weights, cfg)
-    x = torch.randn(2, 3, size, size)
-    expected = forward(weights, x)
     for deploy in (False, True):
         assert relative_error(run(done, cfg, x, deploy), expected) < 1e-5
     assert all(torch.equal(weights[key], value) for key, value in before.items())
@@ -327,29 +231,26 @@ def test_same_logits(family, form, relative_error):
     [('vit', 'VisionTransformer', 'dino'), ('swin', 'SwinTransformer', 'original')],
 )
 def test_ordinary_models(family, kind, layout, relative_error):
-    build, forward, size, _, _, small = FAMILIES[family]
-    weights = build('vanilla')
+    weights, x, expected = made(family, 'vanilla')
     given = weights
     eps = dict(layer_cfgs=dict(norm_cfg=dict(type='LN', eps=1e-5))) if family == 'vit' else {}
     if layout == 'dino':
         given = {k: v for k, v in weights.items() if not k.startswith('head')}
         given = {f'module.backbone.{k}': v for k, v in given.items()}
         given['module.head.mlp.0.weight'] = torch.ones(2, 16)
-    cfg = dict(type=f'mmpretrain.{kind}', **small, **eps)
+    cfg = dict(type=f'mmpretrain.{kind}', **FAMILIES[family][-1], **eps)
     cfg |= dict(pad_small_map=True) if family == 'swin' else {}
     done = translate(given, cfg)
     if layout == 'dino':
         assert all(k.startswith('backbone.') for k in done)
         done.update({f'head.fc.{k}': weights[f'head.{k}'] for k in ('weight', 'bias')})
-    x = torch.randn(2, 3, size, size)
-    assert relative_error(run(done, cfg, x), forward(weights, x)) < 1e-5
+    assert relative_error(run(done, cfg, x), expected) < 1e-5
 
 
 @pytest.mark.parametrize('ratio', [0.0, 1.0])
 def test_extreme_idle_ratios_in_the_deploy_form(ratio, relative_error):
-    weights, cfg = vit_layout('deploy', ratio=ratio), config_of('vit', idle_ratio=ratio)
-    x = torch.randn(2, 3, 16, 16)
-    assert relative_error(run(translate(weights, cfg), cfg, x), vit(weights, x)) < 1e-5
+    (weights, x, expected), cfg = made('vit', 'deploy', ratio), config_of('vit', idle_ratio=ratio)
+    assert relative_error(run(translate(weights, cfg), cfg, x), expected) < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -362,7 +263,7 @@ def test_extreme_idle_ratios_in_the_deploy_form(ratio, relative_error):
 )
 def test_idle_ratio_of_the_arguments(family, idle_ratio, active):
     """It is rounded as in the authors' code, and that of the config has to agree."""
-    weights = FAMILIES[family][0]('training')
+    weights = made(family, 'training')[0]
     args = argparse.Namespace(idle_ratio=idle_ratio, heuristic='static')
     with pytest.raises(CheckpointError, match='channels active'):
         translate(weights, config_of(family, idle_ratio=0.5), args)
@@ -386,12 +287,12 @@ def without(weights, key):
     'family, weights, message',
     [
         ('vit', dict(a=torch.ones(1)), 'no known architecture'),
-        ('vit', without(vit_layout('training'), 'blocks.1.mlp.fc2.weight'), 'layers.1.ffn'),
-        ('vit', without(vit_layout('training'), 'norm_pre.bias'), 'lacks pre_norm.bias'),
-        ('vit', {**vit_layout('training'), 'gate.weight': torch.ones(1)}, 'has gate'),
-        ('vit', vit_layout('deploy', ratio=0.5), 'idle.ratio'),
-        ('vit', vit_layout('vanilla'), 'layers.0.ffn'),
-        ('swin', vit_layout('training'), 'stages.0'),
+        ('vit', without(made('vit', 'training')[0], 'blocks.1.mlp.fc2.weight'), 'layers.1.ffn'),
+        ('vit', without(made('vit', 'training')[0], 'norm_pre.bias'), 'lacks pre_norm.bias'),
+        ('vit', {**made('vit', 'training')[0], 'gate.weight': torch.ones(1)}, 'has gate'),
+        ('vit', made('vit', 'deploy', 0.5)[0], 'idle.ratio'),
+        ('vit', made('vit', 'vanilla')[0], 'layers.0.ffn'),
+        ('swin', made('vit', 'training')[0], 'stages.0'),
     ],
 )
 def test_what_is_refused(family, weights, message):
@@ -401,7 +302,7 @@ def test_what_is_refused(family, weights, message):
 
 def check_tool(path, names, prefix, option, monkeypatch):
     """Run a tool in the current folder, on a file with weights under two names."""
-    given = {f'{prefix}{k}': v for k, v in vit_layout('training').items()}
+    given = {f'{prefix}{k}': v for k, v in made('vit', 'training')[0].items()}
     other = {k: v + 1 for k, v in given.items()}
     args = argparse.Namespace(idle_ratio=0.75)
     torch.save({names[0]: given, names[1]: other, 'args': args, 'epoch': 3}, 'src.pth')

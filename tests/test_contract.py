@@ -5,7 +5,6 @@ that fades. Its form is two classes, its place in models one more; no file of th
 """
 
 import copy
-from pathlib import Path
 
 import pytest
 import torch
@@ -28,7 +27,6 @@ from repa_mm.reparam import (
 )
 from tests.test_engine.toy import KeepLogits, make_runner
 
-PACKAGE = Path(__file__).parents[1] / 'repa_mm'
 VIT = dict(
     type='mmpretrain.VisionTransformer',
     arch=dict(embed_dims=16, num_layers=2, num_heads=2, feedforward_channels=40),
@@ -128,10 +126,6 @@ def pretrained(tmp_path, randomize):
     ordinary.eval()
     torch.save(ordinary.state_dict(), tmp_path / 'vit.pth')
     return ordinary, dict(type='Pretrained', checkpoint=str(tmp_path / 'vit.pth'))
-
-
-def test_no_file_of_the_package_knows_it():
-    assert not any('Toy' in path.read_text() for path in PACKAGE.rglob('*.py'))
 
 
 @pytest.mark.parametrize('ema', [False, True])

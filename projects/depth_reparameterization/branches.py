@@ -64,7 +64,7 @@ class JoinedLinear(Scheduled, nn.Linear):
         self, in_features: int, out_features: int, num_branches: int, bias: bool = True
     ) -> None:
         nn.Module.__init__(self)
-        if isinstance(num_branches, bool) or not isinstance(num_branches, int) or num_branches < 1:
+        if num_branches < 1:
             raise ValueError(f'a block has 1 branch or more, but got num_branches={num_branches!r}')
         self.in_features, self.out_features = in_features, num_branches * out_features
         self.branches = nn.ModuleList(
@@ -209,7 +209,7 @@ class ParallelAttention(_Parallel):
         layer_scale_init_value (float): Initial value of the layer scale; 0 for none. Defaults to 0.
 
     Raises:
-        ValueError: If the number of branches is below 1, or C is no multiple of the heads.
+        ValueError: If the number of branches is below 1.
     """
 
     label = 'parallel attention'
@@ -229,8 +229,6 @@ class ParallelAttention(_Parallel):
         layer_scale_init_value: float = 0.0,
     ) -> None:
         super().__init__()
-        if embed_dims % num_heads:
-            raise ValueError(f'{embed_dims} channels are no multiple of {num_heads} heads')
         self.embed_dims, self.num_heads, self.num_branches = embed_dims, num_heads, num_branches
         self.window_size = window_size
         self.scale = qk_scale or (embed_dims // num_heads) ** -0.5

@@ -341,9 +341,8 @@ def reduce_tokens_(model: nn.Module, keep: float | Sequence[float] = 0.7) -> nn.
             the model can be reduced.
     """
     for share in keep if isinstance(keep, (list, tuple)) else [keep]:
-        is_number = isinstance(share, (int, float)) and not isinstance(share, bool)
         # Below, the patches that are left over from the last group would be most of what is kept.
-        if not is_number or not 0.1 <= share <= 1:
+        if not 0.1 <= share <= 1:
             raise ValueError(
                 f'keep is the share of what is computed in full, from 0.1 to 1, but is {share!r}'
             )

@@ -79,16 +79,6 @@ def test_without_padding_of_small_maps(shift, relative_error):
         fast(torch.randn(1, 18, 24), (7, 7))
 
 
-def test_traceable_form_equals_the_parent(relative_error, monkeypatch):
-    monkeypatch.setattr(windows, '_is_compiling', lambda: True)
-    for shift in (0, 3):
-        stock, fast = _pair(shift)
-        for size in SIZES:
-            x = torch.randn(2, size[0] * size[1], 24)
-            for actual, expected in zip(_run(fast, x, size), _run(stock, x, size)):
-                assert relative_error(actual, expected) < 1e-5
-
-
 def _change_by_step(fast):
     optimizer = torch.optim.SGD(fast.parameters(), lr=1)
     fast(torch.randn(1, 64, 24), (8, 8)).square().sum().backward()

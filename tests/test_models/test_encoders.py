@@ -122,7 +122,7 @@ def test_what_is_padded_is_no_input_of_a_head(case, randomize):
     torch.testing.assert_close(memory[:1], alone, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize('case', CASES)
+@pytest.mark.parametrize('case', ['DETR', 'DINO', 'Mask2Former'])
 def test_without_idle_channels_the_model_is_the_same(case, randomize, relative_error):
     model = build(case, randomize)
     batch, same = data(model), idle(copy.deepcopy(model), 0)

@@ -51,7 +51,7 @@ def worst(actual, expected):
     return max(errors.values())
 
 
-@pytest.mark.parametrize('idle_ratio', [0, 0.1, 0.5, 2 / 3, 0.75, 0.9, 1])
+@pytest.mark.parametrize('idle_ratio', [0, 2 / 3, 1])
 @pytest.mark.parametrize('norm', ['BN', 'SyncBN', 'LN', 'frozen'])
 @pytest.mark.parametrize('drop_path, layer_scale', [(0, 0), (0.4, 0.5)])
 @pytest.mark.parametrize('dtype, tolerance', [(torch.float32, 1e-5), (torch.float64, 1e-10)])
@@ -105,63 +105,6 @@ def test_norm_options(kwargs, randomize):
     ffn.fc1.weight.requires_grad_('requires_grad' not in kwargs)
     x = torch.randn(2, 40, 16).double()
     assert worst(step(ffn, x, 'folded'), step(ffn, x, 'literal')) < 1e-10
-
-
-@pytest.mark.parametrize(
-    'case',
-    [
-        'large means',
-        'tiny variances',
-        'large variances',
-        'constant channels',
-        'all constant',
-        'few tokens',
-        'one image',
-        'spread over magnitudes',
-    ],
-)
-def test_hostile_values(case, randomize):
-    """As near to float64 as eq. 3 in float32 is, up to a small factor."""
-    ffn = randomize(ChannelIdleFFN(32, 128)).train()
-    x = torch.randn(4, 100, 32)
-    if case == 'large means':
-        x += 1000 * torch.randn(32)
-    elif case == 'tiny variances':
-        x *= 1e-4
-    elif case == 'large variances':
-        x *= 1e4
-    elif case == 'constant channels':
-        x[..., ::2] = torch.randn(16)
-    elif case == 'all constant':
-        x[:] = torch.randn(32)
-    elif case == 'few tokens':
-        x = x[:1, :33]
-    elif case == 'one image':
-        x = x[:1]
-    else:
-        x *= torch.logspace(-4, 4, 32)
-    exact = step(copy.deepcopy(ffn).double(), x.double(), 'literal')
-    literal, folded = step(ffn, x, 'literal'), step(ffn, x, 'folded')
-    scale = exact['y'].abs().max()
-    if case == 'all constant':
-        # Gradients are rounding noise, times 1 / sqrt(eps).
-        exact, literal, folded = ({'y': r['y']} for r in (exact, literal, folded))
-    assert all(torch.isfinite(value).all() for value in folded.values())
-    assert ((folded['y'] - exact['y']).abs().max() / scale) < 1e-5
-    assert worst(folded, exact) < 10 * worst(literal, exact) + 1e-5
-
-
-def test_statistics_of_training_reach_the_merged_form(randomize, relative_error):
-    ffn = randomize(ChannelIdleFFN(16, 64)).double().train()
-    optimizer = torch.optim.SGD(ffn.parameters(), lr=0.01)
-    set_training_path(ffn, 'folded')
-    for _ in range(5):
-        optimizer.zero_grad()
-        ffn(torch.randn(2, 60, 16).double() * 2 + 1).pow(2).sum().backward()
-        optimizer.step()
-    ffn.eval()
-    x = torch.randn(2, 60, 16).double()
-    assert relative_error(ffn.merge()(x), ffn(x)) < 1e-10
 
 
 def test_gradient_accumulation(randomize):

@@ -181,10 +181,3 @@ def test_what_the_merge_does_not_know_is_refused(name, make):
         form.get_submodule(key).register_forward_hook(lambda module, args, y: y)
         with pytest.raises(ValueError, match='has a forward hook'):
             form.merge()
-
-
-@every
-def test_empty_batches(name, make):
-    form = make(name).eval()
-    x = tokens(name, batch=0)
-    assert form(x).shape == form.merge()(x).shape

@@ -7,8 +7,6 @@ import torch.nn.functional as F
 
 from repa_mm.reparam import ChannelIdleFFN, CheckpointError, MergedFFN, num_active_channels
 
-RATIOS = (0, 0.1, 0.25, 0.5, 2 / 3, 0.75, 0.9, 1)
-
 
 def literal(ffn, x, act):
     """Eq. 3 of the paper, channel by channel, with a mask."""
@@ -30,7 +28,7 @@ def literal(ffn, x, act):
     return x + z.view(x.shape)
 
 
-@pytest.mark.parametrize('idle_ratio', RATIOS)
+@pytest.mark.parametrize('idle_ratio', [0, 0.1, 2 / 3, 1])
 @pytest.mark.parametrize('training', [True, False])
 def test_training_form_is_equation_3(idle_ratio, training, randomize, relative_error):
     ffn = ChannelIdleFFN(16, 64, idle_ratio, layer_scale_init_value=0.5).double()
@@ -40,20 +38,11 @@ def test_training_form_is_equation_3(idle_ratio, training, randomize, relative_e
     assert relative_error(ffn(x, identity=x), expected) < 1e-12
 
 
-@pytest.mark.parametrize('idle_ratio', RATIOS)
+@pytest.mark.parametrize('idle_ratio', [0, 2 / 3, 1])
 @pytest.mark.parametrize('norm', ['BN', 'SyncBN', 'LN'])
-@pytest.mark.parametrize('expansion', [1, 3, 4])
-@pytest.mark.parametrize('layer_scale', [0, 1e-2])
-def test_merge_is_exact(idle_ratio, norm, expansion, layer_scale, randomize, relative_error):
-    ffn = ChannelIdleFFN(
-        24,
-        24 * expansion,
-        idle_ratio,
-        norm_cfg=dict(type=norm),
-        drop_path=0.3,
-        layer_scale_init_value=layer_scale,
-    )
-    randomize(ffn).eval()
+def test_merge_is_exact(idle_ratio, norm, randomize, relative_error):
+    cfg = dict(norm_cfg=dict(type=norm), drop_path=0.3, layer_scale_init_value=1e-2)
+    ffn = randomize(ChannelIdleFFN(24, 72, idle_ratio, **cfg)).eval()
     x = torch.randn(2, 50, 24) * 2 - 1
     merged = ffn.merge()
     assert isinstance(merged, MergedFFN) and not merged.training
@@ -140,20 +129,6 @@ def test_dropout_before_and_after_the_second_linear_layer(randomize, relative_er
     ffn.eval()
     assert torch.equal(ffn(x), ffn(x))
     assert relative_error(ffn.merge()(x), ffn(x)) < 1e-5
-
-
-def test_deploy_form_is_for_inference():
-    merged = ChannelIdleFFN(8, 32).merge().train()
-    with pytest.raises(RuntimeError, match='deploy form.*inference'):
-        merged(torch.randn(1, 2, 8))
-    with torch.no_grad():
-        merged(torch.randn(1, 2, 8))
-
-
-@pytest.mark.parametrize('idle_ratio', [-0.1, 1.01, float('nan')])
-def test_bad_idle_ratio(idle_ratio):
-    with pytest.raises(ValueError, match='idle_ratio must be a number'):
-        ChannelIdleFFN(8, 32, idle_ratio)
 
 
 @pytest.mark.parametrize(

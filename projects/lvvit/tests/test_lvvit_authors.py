@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 from mmengine.registry import MODELS
 
 from projects.lvvit import TokenLabelHead
@@ -13,49 +12,32 @@ from repa_mm.authors import translate
 from repa_mm.checkpoints import load_weights
 from repa_mm.config import load_config
 from repa_mm.reparam import CheckpointError
-from tests.test_authors import Layout, attention, ffn, linear, norm
+from tests.test_authors import Net
 
 CONFIG = Path(__file__).parents[1] / 'configs' / 'repa_lvvit_s_in1k.py'
 
 
-def lvvit_layout(form):
-    w = Layout(form, ratio=2 / 3, expansion=3)
-    w.add('cls_token', 1, 1, 16)
-    w.add('pos_embed', 1, 5, 16)
-    for i, (c, k) in enumerate(((3, 7), (64, 3), (64, 3)), 1):
-        w.linear(f'patch_embed.conv{i}', 64, c, k, k, bias=False)
-        w.norm(f'patch_embed.bn{i}', 64, batch=True)
-    w.linear('patch_embed.proj', 16, 64, 4, 4)
-    for i in range(2):
-        w.norm(f'blocks.{i}.norm1', 16)
-        w.linear(f'blocks.{i}.attn.qkv', 48, 16, bias=False)
-        w.linear(f'blocks.{i}.attn.proj', 16, 16)
-        w.ffn(f'blocks.{i}.mlp', 16)
-    w.norm('norm', 16)
-    w.linear('head', 5, 16)
-    w.linear('aux_head', 5, 16)
-    return w.weights
-
-
-def lvvit(w, x):
-    for i, stride in enumerate((2, 1, 1), 1):
-        weight = w[f'patch_embed.conv{i}.weight']
-        x = F.conv2d(x, weight, stride=stride, padding=weight.shape[-1] // 2)
-        x = norm(w, f'patch_embed.bn{i}', x.permute(0, 2, 3, 1)).relu()
+def lvvit(net, x):
+    for i, (stride, size) in enumerate(((2, 7), (1, 3), (1, 3)), 1):
+        name = f'patch_embed.conv{i}'
+        x = net.conv(x, name, 64, size, bias=False, stride=stride, padding=size // 2)
+        x = net.norm(x.permute(0, 2, 3, 1), f'patch_embed.bn{i}', batch=True).relu()
         x = x.permute(0, 3, 1, 2)
-    x = (
-        F.conv2d(x, w['patch_embed.proj.weight'], w['patch_embed.proj.bias'], stride=4)
-        .flatten(2)
-        .transpose(1, 2)
-    )
-    x = torch.cat([w['cls_token'].expand(len(x), 1, 16), x], 1)
-    x = x + w['pos_embed']
+    x = net.conv(x, 'patch_embed.proj', 16, 4, stride=4)
+    x = net.tokens(x.flatten(2).transpose(1, 2))
     for i in range(2):
         b = f'blocks.{i}'
-        x = x + attention(w, f'{b}.attn', norm(w, f'{b}.norm1', x), 4) / 2
-        x = ffn(w, f'{b}.mlp', x, active=1 / 3, scale=0.5)
-    x = norm(w, 'norm', x)
-    return linear(w, 'head', x[:, 0]) + linear(w, 'aux_head', x[:, 1:]).amax(1) / 2
+        u = net.attention(net.norm(x, f'{b}.norm1'), f'{b}.attn', 4, qkv_bias=False)
+        x = net.ffn(x + u / 2, f'{b}.mlp', scale=0.5)
+    x = net.norm(x, 'norm')
+    classes, patches = net.linear(x[:, 0], 'head', 5), net.linear(x[:, 1:], 'aux_head', 5)
+    return classes + patches.amax(1) / 2
+
+
+def made(form):
+    """Weights in the authors' layout, images, and the logits of the authors' code."""
+    net, x = Net(form, ratio=2 / 3, expansion=3), torch.randn(2, 3, 16, 16)
+    return net, x, lvvit(net, x)
 
 
 @pytest.fixture
@@ -72,24 +54,23 @@ def part(weights, name):
 
 @pytest.mark.parametrize('form', ['training', 'deploy'])
 def test_same_logits(form, cfg, relative_error):
-    weights = lvvit_layout(form)
+    net, x, expected = made(form)
+    weights = net.weights
     before = {k: v.clone() for k, v in weights.items()}
     done = translate(weights, cfg)
     assert all(torch.equal(weights[key], value) for key, value in before.items())
-    x = torch.randn(2, 3, 16, 16)
     backbone, head = MODELS.build(cfg).eval(), TokenLabelHead(5, 16)
     load_weights(backbone, part(done, 'backbone.'))
     head.load_state_dict(part(done, 'head.'))
     with torch.no_grad():
         for model in (backbone, reparameterize(backbone) if form == 'training' else backbone):
-            assert relative_error(head(model(x)), lvvit(weights, x)) < 1e-5
+            assert relative_error(head(model(x)), expected) < 1e-5
 
 
 def test_what_the_authors_merge_is_refused(cfg):
     """It has a norm that its training form has not."""
-    w = Layout('deploy')
-    w.weights.update(lvvit_layout('deploy'))
+    net, *_ = made('deploy')
     for i in range(2):
-        w.norm(f'blocks.{i}.mlp.norm', 16, batch=True)
+        net.norm(torch.ones(1, 16), f'blocks.{i}.mlp.norm', batch=True)
     with pytest.raises(CheckpointError, match='(?s)layers.0.ffn'):
-        translate(w.weights, cfg)
+        translate(net.weights, cfg)

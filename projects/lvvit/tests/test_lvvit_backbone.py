@@ -40,12 +40,6 @@ def test_a_frozen_stem_keeps_its_statistics():
     assert all(torch.equal(m.running_var, b) for m, b in zip(norms, before))
 
 
-@pytest.mark.parametrize('package', ['mmpretrain', 'mmdet', 'mmseg'])
-def test_every_registry_builds_it(package):
-    registry = pytest.importorskip(f'{package}.registry').MODELS
-    assert type(registry.build(CFG)) is RePaLVViT
-
-
 @pytest.mark.parametrize(
     'test, fixtures',
     [

@@ -39,7 +39,6 @@ def form(monkeypatch):
         'a_step_moves_every_parameter',
         'the_weights_of_the_other_form_are_refused',
         'what_the_merge_does_not_know_is_refused',
-        'empty_batches',
     ],
 )
 def test_as_other_forms(test, form, request):

@@ -73,7 +73,6 @@ def config(name):
         'the_weights_of_the_other_form_are_refused',
         'merging_before_the_schedule_has_ended_is_refused',
         'what_the_merge_does_not_know_is_refused',
-        'empty_batches',
     ],
 )
 def test_as_other_forms(name, test, request):
@@ -116,12 +115,6 @@ def test_filled_with_ordinary_weights_it_computes_what_they_do(name, relative_er
 )
 def test_as_other_backbones(name, test, request):
     run_test(getattr(test_backbones, f'test_{test}'), request, name=name)
-
-
-@pytest.mark.parametrize('package', ['mmpretrain', 'mmdet', 'mmseg'])
-def test_every_registry_builds_it(package):
-    registry = pytest.importorskip(f'{package}.registry').MODELS
-    assert type(registry.build(BACKBONES['vit'][0])) is ProgressiveVisionTransformer
 
 
 @pytest.mark.parametrize('fast_attention', [True, False])
