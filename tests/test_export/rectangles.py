@@ -42,7 +42,8 @@ def scene(rng, task, size=64):
             labels=torch.tensor(labels),
             masks=BitmapMasks(np.stack(masks).astype(np.uint8), size, size),
         )
-        sample.ignored_instances = InstanceData(bboxes=torch.zeros(0, 4), labels=torch.zeros(0).long())
+        none = torch.zeros(0)
+        sample.ignored_instances = InstanceData(bboxes=none.view(0, 4), labels=none.long())
     return torch.from_numpy(image).permute(2, 0, 1), sample
 
 
