@@ -11,81 +11,24 @@ from repa_mm.features import differences, tensors
 from repa_mm.models import add_structures_
 from repa_mm.models.sites import ffn_sites
 from repa_mm.models.structures import Widths
+from tests.test_models.test_sites import CONVERTIBLE, build
 
 ARCH = dict(embed_dims=16, num_layers=2, num_heads=2, feedforward_channels=64)
-ARCH64 = dict(arch=ARCH, img_size=64)
-SWIN = dict(embed_dims=8, depths=(1, 1), num_heads=(1, 2))
-VIT = 'ViT with layer scale'
-# One of each kind of block that is treated in its own way: package, class, arguments, FFNs.
+VIT = 'DINOv2'  # a ViT with layer scale
+# One of each kind of block that is treated in its own way, and what it has changed.
 CASES = {
-    'ViT': ('mmpretrain', 'VisionTransformer', dict(ARCH64, out_type='raw'), 2),
-    VIT: ('mmpretrain', 'VisionTransformer', dict(ARCH64, layer_scale_init_value=0.3), 2),
-    'DeiT III': ('mmpretrain', 'DeiT3', ARCH64, 2),
-    'BEiT': ('mmpretrain', 'BEiTViT', ARCH64, 2),
-    'Swin': (
-        'mmpretrain',
-        'SwinTransformer',
-        dict(arch=SWIN, out_indices=(0, 1), pad_small_map=True),
-        2,
-    ),
-    'TNT': (
-        'mmpretrain',
-        'TNT',
-        dict(
-            img_size=64,
-            arch=dict(
-                embed_dims_outer=16,
-                embed_dims_inner=8,
-                num_layers=2,
-                num_heads_outer=2,
-                num_heads_inner=2,
-            ),
-        ),
-        4,
-    ),
-    'MLP-Mixer': (
-        'mmpretrain',
-        'MlpMixer',
-        dict(
-            img_size=64,
-            arch=dict(embed_dims=16, num_layers=2, tokens_mlp_dims=8, channels_mlp_dims=64),
-        ),
-        2,
-    ),
-    'PoolFormer': (
-        'mmpretrain',
-        'PoolFormer',
-        dict(arch=dict(layers=[1, 1, 1, 1], embed_dims=[4, 8, 12, 16]), frozen_stages=-1),
-        4,
-    ),
-    'Swin V2': (
-        'mmpretrain',
-        'SwinTransformerV2',
-        dict(
-            arch=dict(SWIN, extra_norm_every_n_blocks=0),
-            window_size=4,
-            img_size=64,
-            out_indices=(0, 1),
-        ),
-        2,
-    ),
-    'ConvNeXt': (
-        'mmpretrain',
-        'ConvNeXt',
-        dict(
-            arch=dict(depths=[1, 1, 1, 1], channels=[4, 8, 12, 16]),
-            layer_scale_init_value=0.5,
-            gap_before_final_norm=False,
-        ),
-        4,
-    ),
-    'MMDetection Swin': ('mmdet', 'SwinTransformer', dict(SWIN, out_indices=(0, 1)), 2),
-    'MMSegmentation ViT': (
-        'mmseg',
-        'VisionTransformer',
-        dict(img_size=64, embed_dims=16, num_layers=2, num_heads=2),
-        2,
-    ),
+    'ViT': dict(out_type='raw'),
+    VIT: {},
+    'DeiT III': {},
+    'BEiT': {},
+    'Swin': dict(out_indices=(2, 3)),
+    'TNT': {},
+    'MLP-Mixer': {},
+    'PoolFormer': {},
+    'Swin V2': {},
+    'ConvNeXt': dict(layer_scale_init_value=0.5, gap_before_final_norm=False),
+    'MMDetection Swin': {},
+    'MMSegmentation ViT': {},
 }
 
 
@@ -98,9 +41,8 @@ def outputs(model, x):
 
 
 def pretrained(case, randomize):
-    package, name, kwargs, number = CASES[case]
-    module = pytest.importorskip(f'{package}.models.backbones')
-    model = randomize(getattr(module, name)(**kwargs))
+    package, name, kwargs, number = CONVERTIBLE[case]
+    model = randomize(build(package, name, dict(kwargs, **CASES[case])))
     model.eval()  # on a line of its own: of some backbones it returns None
     return model, number
 
