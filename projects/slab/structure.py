@@ -87,5 +87,5 @@ class ProgressiveNorms(Structure):
             has_bias = linear.bias is not None
             new = nn.Linear(linear.in_features, linear.out_features, bias=has_bias)
             form = NormedLinear(form, new)
-        form.fill(parts)
+        form.to(norm.weight).fill(parts)
         return form

@@ -118,14 +118,10 @@ def quantize(
             return {'image': data['inputs'][0].permute(1, 2, 0)[None].byte().numpy()}
         return {'image': model.data_preprocessor(data, False)['inputs'].numpy()}
 
-    def save(number: int) -> None:
-        if shape is not None:
-            quantized.reshape([number, *shape, 3] if preprocessing else [number, 3, *shape])
-        openvino.save_model(quantized, file, compress_to_fp16=False)
-
     model = set_shortcut(model, 'outside')
     if shape is not None:
-        held_out = [resized([data], [shape]) for data in held_out]
+        parts = [held_out[i : i + batch] for i in range(0, len(held_out), batch)]
+        held_out = [resized(part, [shape] * batch) for part in parts]
     seen = calibration[:3]
     content, _ = agreeing_onnx(model, seen, example_shape(model), True, 1, preprocessing)
     nncf.set_log_level(logging.ERROR)
@@ -143,7 +139,9 @@ def quantize(
                 ),
             )
             quantized.set_rt_info('int8', ['framework', 'precision'])
-            save(1)
+            if shape is not None:
+                quantized.reshape([batch, *shape, 3] if preprocessing else [batch, 3, *shape])
+            openvino.save_model(quantized, file, compress_to_fp16=False)
             # In float32, so that the figure does not depend on what else this processor rounds.
             exported = ExportedModel(file, model.data_preprocessor, 'f32')
             found = agreement(model, exported, held_out)
@@ -154,11 +152,10 @@ def quantize(
         else:
             raise ValueError(
                 f'in 8 bits the model has an agreement of {found:.4f} with PyTorch on '
-                f'{len(held_out)} images, less than {tolerance}: nothing is written'
+                f'{len(held_out)} batches, less than {tolerance}: nothing is written'
             )
-        if batch > 1:
-            save(batch)
-        result = dict(agreement=found, tolerance=tolerance, images=len(held_out))
+        images = sum(len(data['inputs']) for data in held_out)
+        result = dict(agreement=found, tolerance=tolerance, images=images)
         result['products'] = products(file)
         # The weights first: a reader that finds the .xml finds its weights.
         for name in sorted(os.listdir(temporary)):

@@ -143,7 +143,8 @@ class FFNSite(Site):
         modules = self.family.ffn_modules(self.block)
         layers = [modules.fc1, modules.fc2, *([modules.norm] if form.contains_norm else [])]
         ordinary = [p for layer in layers for p in layer.parameters()]
-        self.adapt(form, [*ordinary, *self.block.parameters(recurse=False)])  # with layer scales
+        ordinary += [modules.scale] if modules.scale is not None else []
+        self.adapt(form, ordinary)
         self.family.put_ffn(self.block, form)
         return self.name
 
