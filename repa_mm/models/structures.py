@@ -1,8 +1,8 @@
 """Structures: the forms to put into the sites of a model, and their arguments.
 
-A structure is built from config data, such as ``dict(type='ChannelIdle', idle_ratio=0.75)``. A model
-can have several structures if their sites differ. :mod:`repa_mm.models.builder` puts structures
-into models.
+A structure is built from config data, such as ``dict(type='ChannelIdle', idle_ratio=0.75)``. A
+model can have several structures if their sites differ. :mod:`repa_mm.models.builder` puts
+structures into models.
 """
 
 import copy
