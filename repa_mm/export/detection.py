@@ -1,9 +1,9 @@
 """Detectors in operations that ONNX has, from features to boxes and masks.
 
-MMDetection's own post-processing treats one image after another, and its results have as many rows
-as there are objects, which a traced graph cannot follow. Here all images are treated at a time, in
-tensors of fixed numbers of rows: rows without an object have the score -1 inside, and in the
-outputs the label -1. The modules are for tracing: what suppresses boxes is ONNX's operator alone.
+MMDetection's post-processing treats one image after another, and returns as many rows as there are
+objects, which a traced graph cannot do. Here all images are processed at once, in tensors with a
+fixed number of rows. Rows without an object have the score -1 internally, and the label -1 in the
+outputs. The modules are for tracing only, since boxes are suppressed by ONNX's operator.
 """
 
 import torch
@@ -15,10 +15,10 @@ NONE = -1.0
 
 
 class _NonMaxSuppression(torch.autograd.Function):
-    """ONNX's NonMaxSuppression.
+    """ONNX's NonMaxSuppression, for tracing.
 
-    Boxes (G, N, 4) in G groups and scores (G, C, N) of C classes, to indices (M, 3) of group, class
-    and box.
+    Takes boxes (G, N, 4) in G groups and scores (G, C, N) for C classes, and returns indices (M, 3)
+    of group, class and box.
     """
 
     @staticmethod
@@ -39,22 +39,22 @@ class _NonMaxSuppression(torch.autograd.Function):
 def suppress(
     boxes: torch.Tensor, scores: torch.Tensor, nms: dict, score_threshold: float, count: int
 ) -> torch.Tensor:
-    """Suppress boxes that overlap better ones, greedily, in every group and class for itself.
+    """Suppress boxes that overlap better boxes, greedily, within each group and class.
 
     Args:
-        boxes (torch.Tensor): (G, N, 4) in G groups.
-        scores (torch.Tensor): (G, C, N) of C classes.
-        nms (dict): MMDetection's config of it. A box is removed if its overlap with a better one is
+        boxes (torch.Tensor): Boxes (G, N, 4) in G groups.
+        scores (torch.Tensor): Scores (G, C, N) for C classes.
+        nms (dict): MMDetection's ``nms`` config. A box is removed if its IoU with a better box is
             larger than the ``iou_threshold``.
-        score_threshold (float): A box stays only if its score is larger.
-        count (int): Number of boxes that stay in a group and class at most.
+        score_threshold (float): Boxes with scores up to this threshold are removed.
+        count (int): Maximum number of boxes to keep in a group and class.
 
     Returns:
-        torch.Tensor: The scores (G, C, N), -1 where the box is removed.
+        torch.Tensor: Scores (G, C, N), -1 for boxes that are removed.
 
     Raises:
-        ValueError: If the suppression is of another kind: where few boxes overlap, a comparison of
-            predictions would not tell.
+        ValueError: If ``nms`` asks for another kind of suppression. Comparing predictions may not
+            reveal the difference, if few boxes overlap.
     """
     if nms.get('type', 'nms') != 'nms' or nms.get('class_agnostic'):
         raise ValueError(f'ONNX has no such suppression of boxes: {dict(nms)}')
@@ -64,12 +64,12 @@ def suppress(
 
 
 def best(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the ``count`` best scores of each row of (B, N), at most all, and where they are."""
+    """Return the ``count`` best scores of each row (B, N), or all N if fewer, and their indices."""
     return scores.topk(torch.minimum(torch.tensor(count), torch._shape_as_tensor(scores)[1]), 1)
 
 
 def _take(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Rows (B, k, 4) of x (B, N, 4)."""
+    """Return rows (B, k, 4) of x (B, N, 4)."""
     return x.gather(1, index[..., None].expand(-1, -1, x.shape[2]))
 
 
@@ -81,13 +81,14 @@ def decode(
     Args:
         coder (nn.Module): A ``DeltaXYWHBBoxCoder``.
         boxes (torch.Tensor): Anchors or proposals (B, N, 4).
-        deltas (torch.Tensor): What the head predicts for them, for C classes (B, N, C * 4).
-        size (torch.Tensor): Width, height, width, height of each image, (B, 1, 1, 4), to clip to.
+        deltas (torch.Tensor): Predictions of the head for C classes, (B, N, C * 4).
+        size (torch.Tensor): Width, height, width and height of each image, (B, 1, 1, 4), to which
+            boxes are clipped.
 
     Returns:
-        torch.Tensor: (B, N, C, 4).
+        torch.Tensor: Boxes (B, N, C, 4).
     """
-    # Not with a max_shape: in a graph, the coder would clip by a function of MMDetection 2.
+    # Without max_shape, since in a graph the coder would clip by a function of MMDetection 2.
     decoded = coder.decode(boxes, deltas).reshape(*deltas.shape[:2], -1, 4)
     return torch.minimum(decoded.clamp(min=0), size) if coder.clip_border else decoded
 
@@ -95,12 +96,12 @@ def decode(
 def candidates(
     head: nn.Module, cfg: dict, features: tuple[torch.Tensor, ...], size: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the best anchors of every level.
+    """Return the best boxes of every level.
 
     Args:
         head (nn.Module): An ``AnchorHead``.
-        cfg (dict): Its ``test_cfg``, with ``nms_pre``.
-        features (tuple): Maps of all levels.
+        cfg (dict): The head's ``test_cfg``, with ``nms_pre``.
+        features (tuple): Feature maps of all levels.
         size (torch.Tensor): As for :func:`decode`.
 
     Returns:
@@ -117,7 +118,7 @@ def candidates(
             scores = scores.softmax(-1)[..., :-1]
         num_classes = head.cls_out_channels - (not head.use_sigmoid_cls)
         scores, index = best(scores.flatten(1), cfg['nms_pre'])
-        if head.use_sigmoid_cls:  # of a few, as it does not change the order
+        if head.use_sigmoid_cls:  # after the selection, since a sigmoid keeps the order
             scores = scores.sigmoid()
         anchor = index if num_classes == 1 else index // num_classes
         deltas = _take(deltas.permute(0, 2, 3, 1).reshape(batch, -1, 4), anchor)
@@ -135,7 +136,7 @@ def candidates(
 
 
 def one_hot_scores(scores: torch.Tensor, labels: torch.Tensor, num_classes: int) -> torch.Tensor:
-    """Spread scores (B, N) of boxes of one class each to (B, C, N), -1 for the other classes."""
+    """Expand scores (B, N) of boxes with one class each to (B, C, N), -1 for other classes."""
     classes = torch.arange(num_classes)[:, None]
     scores = scores[:, None]
     return torch.where(labels[:, None] == classes, scores, torch.full_like(scores, NONE))
@@ -144,15 +145,15 @@ def one_hot_scores(scores: torch.Tensor, labels: torch.Tensor, num_classes: int)
 def pool(
     extractor: nn.Module, features: tuple[torch.Tensor, ...], rois: torch.Tensor
 ) -> torch.Tensor:
-    """Compute what a ``SingleRoIExtractor`` does.
+    """Pool the features of regions, as a ``SingleRoIExtractor`` does.
 
     Args:
-        extractor (nn.Module): The extractor.
-        features (tuple): Maps of all levels.
-        rois (torch.Tensor): (n, 5), number of the image and box.
+        extractor (nn.Module): The ``SingleRoIExtractor``.
+        features (tuple): Feature maps of all levels.
+        rois (torch.Tensor): Regions (n, 5): the index of the image, and the box.
 
     Returns:
-        torch.Tensor: (n, C, height, width).
+        torch.Tensor: Features (n, C, height, width).
     """
     features = features[: extractor.num_inputs]
     levels = extractor.map_roi_levels(rois, len(features))
@@ -166,12 +167,12 @@ def pool(
 
 
 def to_rois(boxes: torch.Tensor, image: torch.Tensor) -> torch.Tensor:
-    """Join the numbers of images (n, ) and boxes in them (n, 4) to regions (n, 5)."""
+    """Concatenate the indices of images (n, ) and boxes (n, 4) to regions (n, 5)."""
     return torch.cat([image[:, None].to(boxes), boxes], 1)
 
 
 class SingleStage(nn.Module):
-    """From features to boxes, as a ``SingleStageDetector`` with an ``AnchorHead`` predicts them."""
+    """Predict boxes from features, as a ``SingleStageDetector`` with an ``AnchorHead`` does."""
 
     outputs = ('boxes', 'scores', 'labels')
 
@@ -190,9 +191,9 @@ class SingleStage(nn.Module):
 
 
 class TwoStage(nn.Module):
-    """From features to boxes and masks, as a ``TwoStageDetector`` predicts them.
+    """Predict boxes and masks from features, as a ``TwoStageDetector`` does.
 
-    Masks are probabilities (B, N, height, width) inside of the boxes.
+    Masks are probabilities (B, N, height, width) within the boxes.
     """
 
     def __init__(self, detector: nn.Module) -> None:
@@ -228,9 +229,9 @@ class TwoStage(nn.Module):
         scores = torch.where(is_proposal[..., None], scores, torch.full_like(scores, NONE))
         deltas = deltas.reshape(batch, num, -1)
         boxes = decode(head.bbox_coder, proposals, deltas, size).transpose(1, 2)
-        # Every class has boxes of its own: a group of the suppression.
+        # Each class has its own boxes, so each image and class is a group.
         boxes = boxes.expand(-1, classes, -1, -1).reshape(batch * classes, num, 4)
-        # OpenVINO does not know the size of the last axis otherwise.
+        # Otherwise OpenVINO does not know the size of the last axis.
         boxes = torch.stack([boxes[..., i] for i in range(4)], -1)
         count = self.cfg['max_per_img']
         scores = scores.transpose(1, 2).reshape(batch * classes, 1, num)
@@ -241,7 +242,7 @@ class TwoStage(nn.Module):
 
     def _masks(self, features, boxes, scores, labels):
         head = self.roi.mask_head
-        # The masks of objects only, and of one more, as runtimes differ in what they make of none.
+        # Only objects and the first row, since runtimes differ in how they treat empty tensors.
         is_object = scores > NONE / 2
         first = torch.arange(scores.shape[1])[None] == 0
         image, row = (is_object | first).nonzero().unbind(1)
@@ -258,7 +259,7 @@ class TwoStage(nn.Module):
 def finish(
     boxes: torch.Tensor, scores: torch.Tensor, labels: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Mark rows without an object, whose score is negative: box and score 0, label -1."""
+    """Set the box and score of rows without an object (score -1) to 0, and the label to -1."""
     is_object = scores > NONE / 2
     return (
         boxes * is_object[..., None].to(boxes),

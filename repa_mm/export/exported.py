@@ -1,4 +1,4 @@
-"""Exported whole models in the place of the models that they were."""
+"""Test exported whole models with MMEngine's runner."""
 
 import os.path as osp
 
@@ -16,12 +16,12 @@ from repa_mm.export.session import Session
 
 @MODELS.register_module()
 class ExportedModel(BaseModel):
-    """A whole model in a file, in the place of a model that is tested.
+    """Run an exported file in the place of the original model in tests.
 
     Args:
         file (str | bytes): The file, see :class:`~repa_mm.export.session.Session`.
-        data_preprocessor (dict | nn.Module): That of the model that was exported.
-        precision (str, optional): As for the session.
+        data_preprocessor (dict | nn.Module): The ``data_preprocessor`` of the original model.
+        precision (str, optional): See :class:`~repa_mm.export.session.Session`.
     """
 
     def __init__(
@@ -37,10 +37,10 @@ class ExportedModel(BaseModel):
         """Predict a batch from a data loader.
 
         Args:
-            data (dict): With ``inputs`` and ``data_samples``.
+            data (dict): Batch with ``inputs`` and ``data_samples``.
 
         Returns:
-            list: Data samples with predictions, as those of the model that was exported.
+            list: Data samples with predictions, as from the original model.
         """
         if self.session.takes_pixels:
             data = self.data_preprocessor.cast_data(data)
@@ -54,7 +54,7 @@ class ExportedModel(BaseModel):
     val_step = test_step
 
     def forward(self, *args, **kwargs):
-        """Not for training."""
+        """Raise an error, since an exported model cannot be trained."""
         raise RuntimeError('an exported model is for tests only')
 
     def _predict_detection(self, images, samples):
@@ -88,7 +88,7 @@ class ExportedModel(BaseModel):
         return samples
 
     def _own(self, image, sample):
-        """What is not padding of an image."""
+        """Return an image without padding."""
         if self.session.takes_pixels:
             return image
         height, width = sample.img_shape[:2]
@@ -99,7 +99,7 @@ class ExportedModel(BaseModel):
         return self.session(image[None], **options)
 
     def _run_padded(self, images, samples):
-        """Outputs of each image."""
+        """Yield the outputs for each image."""
         sizes = [tuple(sample.img_shape[:2]) for sample in samples]
         if 'image_size' not in self.session.options:
             for image, sample in zip(images, samples):
@@ -135,17 +135,17 @@ class ExportedModel(BaseModel):
 def paste_masks(
     masks: torch.Tensor, boxes: torch.Tensor, height: int, width: int, threshold: float
 ) -> torch.Tensor:
-    """Masks of whole images from masks inside of boxes, as MMDetection pastes them.
+    """Paste masks within boxes into masks of the whole image, as MMDetection does.
 
     Args:
         masks (torch.Tensor): Probabilities (N, h, w).
-        boxes (torch.Tensor): (N, 4), in pixels of the whole image.
+        boxes (torch.Tensor): Boxes (N, 4), in pixels of the whole image.
         height (int): Height of the whole image.
         width (int): Width of the whole image.
-        threshold (float): Of the probabilities.
+        threshold (float): Smallest probability of a pixel in the mask.
 
     Returns:
-        torch.Tensor: Truth values (N, height, width).
+        torch.Tensor: Bool masks (N, height, width).
     """
     from mmdet.models.roi_heads.mask_heads.fcn_mask_head import _do_paste_mask
 
@@ -163,14 +163,14 @@ def runner_for_exported(
     precision: str | None = None,
     cfg_options: dict | None = None,
 ) -> Runner:
-    """Build a runner that is ready for ``runner.test()`` of an exported model.
+    """Build a runner whose ``test()`` evaluates an exported model.
 
     Args:
-        config (str): Path of the config that was exported.
+        config (str): Path of the config of the original model.
         file (str): The exported model.
-        work_dir (str, optional): Where metrics are written. Defaults to that of the config, or
-            ``work_dirs/<name of the config>``.
-        precision (str, optional): What OpenVINO computes in, 'f32' or 'bf16'.
+        work_dir (str, optional): Directory for metrics. Defaults to the config's ``work_dir``,
+            or ``work_dirs/<name of the config>``.
+        precision (str, optional): Precision of OpenVINO, 'f32' or 'bf16'.
         cfg_options (dict, optional): Values to override in the config.
     """
     cfg = load_config(config, cfg_options)
@@ -182,7 +182,7 @@ def runner_for_exported(
     cfg.model = dict(
         type='ExportedModel', file=file, precision=precision, data_preprocessor=preprocessor
     )
-    # There is nothing to merge, average or load.
+    # A file has nothing to merge, average or load.
     cfg.custom_hooks, cfg.load_from, cfg.resume = [], None, False
     hooks = cfg.get('default_hooks') or {}
     cfg.default_hooks = {

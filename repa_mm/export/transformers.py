@@ -1,8 +1,8 @@
 """DETR-like models in operations that ONNX has, from features to boxes and masks.
 
-MMDetection fills masks of padding image by image, and leaves them out of every file. Here they are
-computed from the sizes of the images. What else it computes in Python for the size that is traced
-is replaced in the copy of the model that is traced.
+MMDetection fills padding masks image by image, and skips them in export. Here padding masks are
+computed from the sizes of the images. Other values that MMDetection computes in Python would be
+constants for one image size in the graph, and are replaced in the copy of the model to be traced.
 """
 
 import torch
@@ -16,14 +16,16 @@ from repa_mm.reparam import become
 def padding_mask(
     feature: torch.Tensor, image_shape: torch.Tensor, size: torch.Tensor
 ) -> torch.Tensor:
-    """Return which cells of a map are padding, (B, h, w), as the nearest pixels of the image are.
+    """Return a mask (B, h, w), True for the cells of a feature map that are padding.
+
+    A cell is padding if the nearest pixel of the image is.
 
     Args:
-        feature (torch.Tensor): The map, (B, C, h, w).
-        image_shape (torch.Tensor): Height and width of the padded images.
-        size (torch.Tensor): Height and width of what is not padding, (B, 2).
+        feature (torch.Tensor): Feature map (B, C, h, w).
+        image_shape (torch.Tensor): Height and width of the padded images, (2, ).
+        size (torch.Tensor): Height and width of each image without padding, (B, 2).
     """
-    # In floats, as F.interpolate does.
+    # In floats, as F.interpolate computes nearest pixels.
     scale = image_shape.float() / torch._shape_as_tensor(feature)[2:].float()
     rows, columns = (torch.arange(n).float() for n in feature.shape[2:])
     below = (rows * scale[0]).floor() >= size[:, :1]
@@ -32,7 +34,7 @@ def padding_mask(
 
 
 def centres(shape: torch.Tensor) -> torch.Tensor:
-    """Return x and y of the centres of all cells of a map of a height and width, (h * w, 2)."""
+    """Return the centres (x, y) of all cells of a feature map of shape (h, w), as (h * w, 2)."""
     height, width = shape
     y, x = torch.arange(height) + 0.5, torch.arange(width) + 0.5
     return torch.stack([x.repeat(height), y[:, None].expand(-1, width).flatten()], 1)
@@ -43,7 +45,11 @@ def _tokens(x: torch.Tensor) -> torch.Tensor:
 
 
 class _Padded:
-    """Of a DETR: ``batch_data_samples`` are the sizes of the padded images and of the images."""
+    """Mixin for a DETR that takes image sizes in the place of ``batch_data_samples``.
+
+    ``sizes`` are the height and width of the padded images (2, ), and of each image without padding
+    (B, 2).
+    """
 
     def pre_transformer(self, features, sizes):
         mask = padding_mask(features[-1], *sizes)
@@ -54,7 +60,7 @@ class _Padded:
 
 
 class _PaddedLevels:
-    """The same of a Deformable DETR."""
+    """Mixin for a Deformable DETR that takes image sizes as :class:`_Padded` does."""
 
     def pre_transformer(self, features, sizes):
         masks = [padding_mask(x, *sizes) for x in features]
@@ -90,7 +96,7 @@ class _PaddedLevels:
 
 
 class _AnySizeEncoder:
-    """Of a Deformable DETR's encoder: the linspace of ONNX fails where a map has one row."""
+    """Mixin for a Deformable DETR's encoder: ONNX's linspace fails for maps with one row."""
 
     @staticmethod
     def get_encoder_reference_points(spatial_shapes, valid_ratios, device):
@@ -102,7 +108,7 @@ class _AnySizeEncoder:
 
 
 class _PaddedMasks:
-    """Of a MaskFormer's head: ``batch_data_samples`` are the sizes, as of a DETR."""
+    """Mixin for a MaskFormer's head that takes image sizes as :class:`_Padded` does."""
 
     def forward(self, features, sizes):
         mask = padding_mask(features[-1], *sizes)
@@ -122,7 +128,7 @@ class _PaddedMasks:
 
 
 class _PaddedPixels:
-    """Of its pixel decoder with an encoder: ``batch_img_metas`` are the sizes."""
+    """Mixin for a pixel decoder with an encoder that takes image sizes as ``batch_img_metas``."""
 
     def forward(self, features, sizes):
         from mmdet.models.layers import PixelDecoder
@@ -135,7 +141,7 @@ class _PaddedPixels:
             key_padding_mask=mask.flatten(1),
         )
         memory = memory.transpose(1, 2).reshape(last.shape)
-        # The other levels are treated as where there is no encoder.
+        # The pixel decoder without an encoder treats the other levels in the same way.
         return PixelDecoder.forward(self, [*features[:-1], memory], None)
 
 
@@ -144,12 +150,13 @@ def _mix_in(module: nn.Module, mixin: type) -> None:
 
 
 def trace_transformer(model: nn.Module) -> None:
-    """Let a graph that is traced of a DETR serve images of any size, in place.
+    """Change a DETR in place, so that a graph traced from it accepts images of any size.
+
+    Afterwards, ``model.forward_transformer`` takes the height and width of the padded images (2, ),
+    and of each image without padding (B, 2), in the place of data samples.
 
     Args:
-        model (nn.Module): A ``DetectionTransformer`` of MMDetection, whose ``forward_transformer``
-            takes height and width of the padded images, and those of what is not padding (B, 2),
-            from then on.
+        model (nn.Module): A ``DetectionTransformer`` of MMDetection.
     """
     has_levels = hasattr(model, 'gen_encoder_output_proposals')
     _mix_in(model, _PaddedLevels if has_levels else _Padded)
@@ -158,7 +165,7 @@ def trace_transformer(model: nn.Module) -> None:
 
 
 class Queries(nn.Module):
-    """From features to boxes, as a ``DetectionTransformer`` predicts them."""
+    """Predict boxes from features, as a ``DetectionTransformer`` does."""
 
     outputs = ('boxes', 'scores', 'labels')
 
@@ -168,7 +175,7 @@ class Queries(nn.Module):
         self.detector, self.head = detector, detector.bbox_head
 
     def forward(self, features, image_shape, size):
-        """Boxes (B, N, 4), scores and labels (B, N)."""
+        """Return boxes (B, N, 4), scores (B, N) and labels (B, N)."""
         inputs = self.detector.forward_transformer(features, (image_shape, size))
         scores, boxes = (x[-1] for x in self.head(**inputs))
         count = self.head.test_cfg.get('max_per_img', boxes.shape[1])
@@ -188,11 +195,13 @@ class Queries(nn.Module):
 
 
 def trace_masks(head: nn.Module) -> None:
-    """Let a graph that is traced of a head serve images of any size, in place.
+    """Change a head in place, so that a graph traced from it accepts images of any size.
+
+    Afterwards, the ``forward`` of a ``MaskFormerHead`` takes sizes as a DETR does after
+    :func:`trace_transformer`. A ``Mask2FormerHead`` ignores padding and stays as it is.
 
     Args:
-        head (nn.Module): A ``MaskFormerHead``, whose ``forward`` takes the sizes of the padded
-            images and of the images from then on; or a ``Mask2FormerHead``, which knows no padding.
+        head (nn.Module): A ``MaskFormerHead`` or ``Mask2FormerHead``; other heads stay as they are.
     """
     if hasattr(head, 'decoder_pe'):
         _mix_in(head, _PaddedMasks)
@@ -204,13 +213,13 @@ def trace_masks(head: nn.Module) -> None:
 def queries_and_masks(
     head: nn.Module, features: tuple[torch.Tensor, ...], padded: torch.Tensor, image: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return logits of classes (B, N, classes) and masks (B, N, h, w) of the queries of a head.
+    """Return the logits of N queries: classes (B, N, classes) and masks (B, N, h, w).
 
     Args:
         head (nn.Module): The head, after :func:`trace_masks`.
-        features (tuple): Maps of all levels.
-        padded (torch.Tensor): Images (B, 3, H, W) that the features are of.
-        image (torch.Tensor): The same without padding.
+        features (tuple): Feature maps of all levels.
+        padded (torch.Tensor): Padded images (B, 3, H, W), from which the features were computed.
+        image (torch.Tensor): The images without padding.
     """
     shape, own = (torch._shape_as_tensor(x)[2:] for x in (padded, image))
     classes, masks = head(features, (shape, own.expand(image.shape[0], 2)))
@@ -220,12 +229,12 @@ def queries_and_masks(
 def class_logits(
     head: nn.Module, features: tuple[torch.Tensor, ...], image: torch.Tensor
 ) -> torch.Tensor:
-    """Return the scores (B, classes, H, W) of all pixels, as MMSegmentation's heads predict them.
+    """Return class scores of all pixels, (B, classes, H, W), as MMSegmentation's heads do.
 
     Args:
         head (nn.Module): A ``Mask2FormerHead`` or ``MaskFormerHead``, after :func:`trace_masks`.
-        features (tuple): Maps of all levels.
-        image (torch.Tensor): Images (B, 3, H, W), of which no pixel is padding to the head.
+        features (tuple): Feature maps of all levels.
+        image (torch.Tensor): Images (B, 3, H, W), none of whose pixels the head treats as padding.
     """
     classes, masks = queries_and_masks(head, features, image, image)
     masks = F.interpolate(masks, image.shape[2:], mode='bilinear', align_corners=False).sigmoid()
@@ -233,9 +242,10 @@ def class_logits(
 
 
 class Masks(nn.Module):
-    """From features to masks, as a ``MaskFormer`` with a ``MaskFormerFusionHead`` predicts them.
+    """Predict masks from features, as a ``MaskFormer`` with a ``MaskFormerFusionHead`` does.
 
-    A ``Mask2Former`` is one.
+    Args:
+        detector (nn.Module): A ``MaskFormer`` or ``Mask2Former``.
 
     Raises:
         ValueError: If the model predicts no instances.
@@ -246,14 +256,17 @@ class Masks(nn.Module):
         self.head, self.fusion = detector.panoptic_head, detector.panoptic_fusion_head
         if not self.fusion.test_cfg.get('instance_on', False):
             raise ValueError(
-                'of a Mask2Former or MaskFormer, instances are exported and panoptic maps are not: '
+                'instances of a Mask2Former or MaskFormer are exported, panoptic maps are not: '
                 'set model.test_cfg.instance_on=True'
             )
 
         trace_masks(self.head)
 
     def forward(self, features, padded, image, size):
-        """Masks (B, N, height, width) of a size, and boxes around them (B, N, 4)."""
+        """Return boxes (B, N, 4), scores (B, N), labels (B, N) and masks (B, N, height, width).
+
+        The height and width of the masks are ``size`` (2, ). The boxes enclose the masks.
+        """
         classes, masks = queries_and_masks(self.head, features, padded, image)
         scores = classes.softmax(-1)[..., :-1].flatten(1)
         scores, index = best(scores, self.fusion.test_cfg.get('max_per_image', 100))
@@ -277,7 +290,7 @@ class Masks(nn.Module):
 
 
 def _extent(inside: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """First and last + 1 of the ones in each row (B, N, n); 0 and 0 if there is none."""
+    """Return the first index and the last index + 1 of the ones in each row, 0 and 0 if none."""
     steps = torch.arange(1, inside.shape[2] + 1).to(inside)
     last = (inside * steps).amax(2)
     first = steps[-1] + 1 - (inside * steps.flip(0)).amax(2)

@@ -1,4 +1,4 @@
-"""Whole models in operations that exporters see through: from images to predictions."""
+"""Whole models that can be traced from images to predictions."""
 
 import copy
 import json
@@ -17,10 +17,10 @@ WHOLE = 2**30
 
 
 class AveragePool(nn.Module):
-    """``nn.AdaptiveAvgPool2d`` by two products with matrices, which ONNX has for maps of any size.
+    """``nn.AdaptiveAvgPool2d`` as two matrix products, for export to ONNX with any input size.
 
     Args:
-        output_size (tuple[int, int]): Height and width.
+        output_size (tuple[int, int]): Height and width of the output.
     """
 
     def __init__(self, output_size: tuple[int, int]) -> None:
@@ -29,7 +29,7 @@ class AveragePool(nn.Module):
 
     @staticmethod
     def _matrix(size: int, new_size: int, like: torch.Tensor) -> torch.Tensor:
-        """Averages (n, size) over the rows from floor(i size / n) to ceil((i + 1) size / n)."""
+        """Return weights (n, size) that average rows floor(i size / n) to ceil((i + 1) size / n)."""
         rows, cells = torch.arange(size), torch.arange(new_size)[:, None]
         size = torch.ones_like(cells) * rows.shape[0]
         start = cells * size // new_size
@@ -38,7 +38,7 @@ class AveragePool(nn.Module):
         return inside / (stop - start).to(like)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(B, C, H, W) to (B, C, height, width)."""
+        """Pool x (B, C, H, W) to (B, C, height, width)."""
         height, width = self.output_size
         down = self._matrix(x.shape[2], height, x)
         across = self._matrix(x.shape[3], width, x)
@@ -53,31 +53,31 @@ def _average_pool(module: nn.Module) -> AveragePool | None:
 
 
 class Preprocessing(nn.Module):
-    """Images as OpenCV reads them to what a model takes.
+    """Normalization and padding of images, as the ``data_preprocessor`` of a model does.
 
     Args:
-        config (nn.Module): The ``data_preprocessor`` of a model.
-        in_graph (bool): Whether images are of type uint8 and shape (B, H, W, 3), in the order of
-            channels of ``LoadImageFromFile`` (BGR), and normalized here. Otherwise they are
-            normalized before, (B, 3, H, W).
+        config (nn.Module): The model's ``data_preprocessor``.
+        in_graph (bool): If True, take uint8 images (B, H, W, 3) in BGR order, as
+            ``LoadImageFromFile`` returns, and normalize them. If False, take normalized images
+            (B, 3, H, W).
     """
 
     def __init__(self, config: nn.Module, in_graph: bool) -> None:
         super().__init__()
         self.in_graph = in_graph
-        # MMPretrain has another name for it.
+        # MMPretrain has another name for the attribute.
         self.flip = getattr(config, '_channel_conversion', getattr(config, 'to_rgb', False))
         self.normalize = config._enable_normalize
         if self.normalize:
             self.register_buffer('mean', config.mean.clone())
             self.register_buffer('std', config.std.clone())
-        # MMSegmentation pads as it says for tests, and has another name for the value.
+        # MMSegmentation has another divisor for tests, and another name for the pad value.
         divisor = (getattr(config, 'test_cfg', None) or {}).get('size_divisor')
         self.divisor = divisor or getattr(config, 'pad_size_divisor', 1) or 1
         self.pad_value = float(getattr(config, 'pad_value', getattr(config, 'pad_val', 0)))
 
     def forward(self, image: torch.Tensor) -> torch.Tensor:
-        """Normalized images (B, 3, H, W)."""
+        """Return normalized images (B, 3, H, W)."""
         if not self.in_graph:
             return image
         image = image.permute(0, 3, 1, 2)
@@ -90,8 +90,8 @@ class Preprocessing(nn.Module):
         """Pad images to a multiple of the divisor.
 
         Args:
-            image (torch.Tensor): (B, 3, H, W).
-            size (torch.Tensor): Height and width of what is not padding yet, (B, 2).
+            image (torch.Tensor): Images (B, 3, H, W).
+            size (torch.Tensor): Height and width of each image without padding, (B, 2).
         """
         height, width = image.shape[2:]
         if self.in_graph:
@@ -105,12 +105,12 @@ class Preprocessing(nn.Module):
 
 
 class WholeModel(nn.Module):
-    """A model from images to predictions.
+    """Base class of models that predict from images in one graph.
 
     Attributes:
         task (str): 'detection', 'instances', 'segmentation' or 'classification'.
         outputs (tuple[str]): Names of the outputs.
-        option (tuple, optional): Name and default value of a second input that may be left out.
+        option (tuple, optional): Name and default value of an optional second input.
     """
 
     task: str
@@ -130,7 +130,7 @@ class WholeModel(nn.Module):
         return torch.randn(batch, 3, height, width)
 
     def metadata(self) -> dict[str, str]:
-        """What is to be known about the file, as strings."""
+        """Return the metadata of the file: task, preprocessing, classes and outputs, as strings."""
         classes = (getattr(self.model, 'dataset_meta', None) or {}).get('classes') or ()
         return dict(
             task=self.task,
@@ -141,10 +141,10 @@ class WholeModel(nn.Module):
 
 
 class WholeDetector(WholeModel):
-    """A detector: images (B, 3, H, W), and image_size (B, 2) or (1, 2), to boxes.
+    """A detector that predicts boxes from images (B, 3, H, W) and ``image_size`` (B, 2) or (1, 2).
 
-    The second input is the height and width of what is not padding, if images of several sizes are
-    padded to one. Boxes are in pixels of the images that go in.
+    ``image_size`` is the height and width of each image without padding, for images of several
+    sizes that are padded to one size. Boxes are in pixels of the input images.
     """
 
     task = 'detection'
@@ -157,7 +157,7 @@ class WholeDetector(WholeModel):
 
     @staticmethod
     def predictor(model: nn.Module) -> nn.Module:
-        """What predicts objects from features."""
+        """Return the module that predicts objects from features."""
         return (TwoStage if hasattr(model, 'roi_head') else SingleStage)(model)
 
     def forward(self, image: torch.Tensor, image_size: torch.Tensor):
@@ -167,7 +167,7 @@ class WholeDetector(WholeModel):
         return self.detect(self.preprocessing.pad(image, size), size)
 
     def detect(self, image: torch.Tensor, size: torch.Tensor):
-        """Boxes in padded images (B, 3, H, W), of which height and width (B, 2) are no padding."""
+        """Predict boxes in padded images (B, 3, H, W), of sizes (B, 2) without padding."""
         features = self.model.extract_feat(image)
         size = size.flip(1).repeat(1, 2)[:, None, None].to(features[0])
         return self.predict(features, size)
@@ -180,7 +180,7 @@ class WholeDetector(WholeModel):
 
 
 class WholeTransformer(WholeDetector):
-    """The same of a ``DetectionTransformer``: DETR, Deformable DETR, DINO."""
+    """A ``DetectionTransformer`` (DETR, Deformable DETR, DINO), see :class:`WholeDetector`."""
 
     predictor = Queries
 
@@ -190,10 +190,10 @@ class WholeTransformer(WholeDetector):
 
 
 class WholeSegmentor(WholeModel):
-    """An ``EncoderDecoder``: images (B, 3, H, W), and output_size (2, ), to label maps.
+    """An ``EncoderDecoder`` that predicts label maps from images and ``output_size`` (2, ).
 
-    The second input is the height and width of the label maps, if they are not to be those of the
-    images: as in MMSegmentation, scores are resized to them before the best one is taken.
+    Images are (B, 3, H, W). ``output_size`` is the height and width of the label maps, by default
+    the size of the images. As in MMSegmentation, scores are resized before the argmax.
     """
 
     task = 'segmentation'
@@ -223,9 +223,9 @@ class WholeSegmentor(WholeModel):
 
 
 class WholeInstances(WholeModel):
-    """A Mask2Former or MaskFormer: images (B, 3, H, W), and output_size (2, ), to masks.
+    """A Mask2Former or MaskFormer that predicts masks from images and ``output_size`` (2, ).
 
-    The second input is as for a segmentor. Boxes are those around the masks.
+    Inputs are as for :class:`WholeSegmentor`. Boxes enclose the masks.
     """
 
     task = 'instances'
@@ -246,7 +246,7 @@ class WholeInstances(WholeModel):
 
 
 class WholeClassifier(WholeModel):
-    """An ``ImageClassifier``: images (B, 3, H, W) to scores (B, classes) and labels (B, )."""
+    """An ``ImageClassifier`` that predicts scores (B, classes) and labels (B, ) from images."""
 
     task = 'classification'
     outputs = ('scores', 'labels')
@@ -270,16 +270,16 @@ WHOLE_MODELS = dict(
 
 
 def whole_model(model: nn.Module, preprocessing: bool = False) -> WholeModel:
-    """Build a model whose trace predicts what ``model.test_step`` does, for images of any size.
+    """Build a copy of a model to trace, which predicts as ``model.test_step`` for any image size.
 
-    Only heads that predict as those of RetinaNet, Faster R-CNN, Mask R-CNN, DETRs, MaskFormer,
-    Mask2Former, ``EncoderDecoder`` and ``ImageClassifier`` do are known;
-    :func:`~repa_mm.export.export.export_whole` finds out.
+    Supported are heads that predict as in RetinaNet, Faster R-CNN, Mask R-CNN, DETRs, MaskFormer,
+    Mask2Former, ``EncoderDecoder`` and ``ImageClassifier``.
+    :func:`~repa_mm.export.export.export_whole` compares predictions to detect other heads.
 
     Args:
-        model (nn.Module): A detector, segmentor or classifier in eval mode, which stays as it is.
-        preprocessing (bool): Whether it takes images of type uint8 as OpenCV reads them, (B, H, W,
-            3), and normalizes them. Defaults to False: normalized images (B, 3, H, W).
+        model (nn.Module): A detector, segmentor or classifier in eval mode. It is not changed.
+        preprocessing (bool): Take uint8 images (B, H, W, 3) as OpenCV reads them, and normalize
+            them. Defaults to False, which takes normalized images (B, 3, H, W).
 
     Raises:
         ValueError: If the model is neither a detector, nor a segmentor, nor a classifier.

@@ -1,4 +1,4 @@
-"""The registered backbones, and the structures that are put into models."""
+"""Registered backbones, and structures that replace parts of a model."""
 
 from repa_mm.models.builder import Restructured, add_structures_, restructure
 from repa_mm.models.channel_idle import (

@@ -1,4 +1,4 @@
-"""Building models with structures, from configs of ordinary backbones or whole models."""
+"""Build models with structures from configs of ordinary backbones or whole models."""
 
 import copy
 import logging
@@ -31,7 +31,7 @@ from repa_mm.reparam import (
 
 
 def _structure(type: str, **kwargs) -> Structure:
-    # Registry.build would look for the structure in the scope of a codebase.
+    # Registry.build would search the scope of a codebase, where structures are not registered.
     kind = STRUCTURES.get(type)
     if kind is None:
         known = ', '.join(sorted(STRUCTURES.module_dict))
@@ -42,12 +42,12 @@ def _structure(type: str, **kwargs) -> Structure:
 def add_structures_(model: nn.Module, structures: Sequence[dict | Structure]) -> nn.Module:
     """Put structures into a backbone or a whole model, one after the other, in place.
 
-    Ordinary weights stay where the forms take them: a start for training. Afterwards the model
-    refuses weights of another form, whoever loads them, and weights of a form in the place of an
-    FFN or attention that is ordinary.
+    Each form keeps the ordinary weights that it can use, as a start for training. From then on,
+    ``load_state_dict`` refuses weights that do not fit a site: weights of another form, or weights
+    of a form for an FFN or attention that is ordinary.
 
     Args:
-        model (nn.Module): Any model with blocks of a family in :data:`repa_mm.models.FAMILIES`.
+        model (nn.Module): Model with blocks of a family in :data:`repa_mm.models.FAMILIES`.
         structures (Sequence[dict | Structure]): Configs, such as ``dict(type='ChannelIdle',
             idle_ratio=0.75)``, see :mod:`repa_mm.models.structures`.
 
@@ -55,7 +55,7 @@ def add_structures_(model: nn.Module, structures: Sequence[dict | Structure]) ->
         nn.Module: The same model.
 
     Raises:
-        ValueError: If the model has no site for a structure, or a form cannot stand at one. The
+        ValueError: If the model has no site for a structure, or a form does not suit a site. The
             structures before that one are in the model then.
 
     Examples:
@@ -71,8 +71,8 @@ def _put_all(
     """Put structures into a model, and return each with the names of its sites and forms."""
     built = [_structure(**s) if isinstance(s, dict) else s for s in structures]
     model._register_load_state_dict_pre_hook(check_state_dict, with_module=True)
-    # Everywhere, since a structure may have been put into another part of the model, too. Before,
-    # since a structure may make blocks of another class.
+    # All sites of the model, since other parts of it may have structures already. Listed before
+    # the structures are put in, since a structure may change the class of a block.
     sites = [*ffn_sites(model, where=''), *attention_sites(model)]
     placed = [(structure, structure.put_(model)) for structure in built]
     sites += [site for structure in built for site in structure.sites(model)]
@@ -83,20 +83,23 @@ def _put_all(
 
 
 class Restructured:
-    """Mixin before the class of a backbone or a whole model: its ``structures`` are put in.
+    """Mixin that puts ``structures`` into a backbone or a whole model when it is built.
+
+    The mixin precedes the model's class in the list of bases.
 
     Args:
-        *args, **kwargs: Those of the class.
+        *args, **kwargs: Arguments of the model's class.
         structures (Sequence[dict]): As for :func:`add_structures_`.
         deploy (bool): Build the deploy form, for a reparameterized checkpoint. Defaults to False.
-        fast_attention (bool): Use the window attention of
-            :func:`~repa_mm.faster.fast_window_attention` where there are windows, and the
-            :class:`~repa_mm.faster.deformable.FastDeformableAttention` of a DETR. Defaults to True.
+        fast_attention (bool): Use the faster attention of
+            :func:`~repa_mm.faster.fast_window_attention` in a Swin, and
+            :class:`~repa_mm.faster.deformable.FastDeformableAttention` in a DETR. Defaults to True.
         ordinary (Sequence, optional): Positional arguments of the model without structures, whose
-            weights fill the forms. Defaults to None, the same arguments.
+            weights fill the forms. Defaults to None, which means ``args``.
 
     Attributes:
-        placed (list): The structures, each with the names of its forms by those of their sites.
+        placed (list): Pairs of a structure and a dict from the names of its sites to the names of
+            its forms.
         build_ordinary (Callable): Builds the model without structures.
     """
 
@@ -111,7 +114,7 @@ class Restructured:
     ) -> None:
         kind = _ordinary_class(type(self))
         given = args if ordinary is None else ordinary
-        # Before detectors write into their configs.
+        # Copied first, since detectors write into their configs.
         build = partial(kind, *copy.deepcopy(given), **copy.deepcopy(kwargs))
         super().__init__(*args, **kwargs)
         self.build_ordinary = build
@@ -119,7 +122,7 @@ class Restructured:
             swap_faster_attention(self)
         self.placed = _put_all(self, structures)
         pad_any_size(self)
-        # Freeze the new modules of frozen stages.
+        # Freezes the new modules in frozen stages.
         self.train()
         if deploy:
             finish_schedules(self)
@@ -130,19 +133,21 @@ class Restructured:
         reparameterize(self, inplace=True)
 
     def init_weights(self) -> None:
-        """Initialize the weights, or load the pretrained ones that ``init_cfg`` names.
+        """Initialize the weights, or load the pretrained weights that ``init_cfg`` names.
 
-        Weights of this model are loaded. Those of the ordinary model are loaded into an ordinary
-        model, in the ways of its class, and fill the forms from there.
+        Weights of this model are loaded as they are. Weights of the ordinary model are loaded into
+        an ordinary model by its own ``init_weights``, and fill the forms from there.
 
         Raises:
-            CheckpointError: If the weights are of neither, or merged.
+            CheckpointError: If the weights belong to neither model, or are reparameterized.
         """
-        if self._is_init:  # once, as MMEngine's modules: weights may have been loaded or trained
+        # Only once, as in MMEngine's modules: weights may have been loaded or trained since.
+        if self._is_init:
             return
         cfgs = self.init_cfg if isinstance(self.init_cfg, (list, tuple)) else [self.init_cfg]
         own = [cfg for cfg in cfgs if cfg and cfg['type'] == 'Pretrained']
-        if has_deploy_form(self):  # only loaded: a class may initialize what is not there any more
+        # A deploy form only loads: the class may initialize modules that it no longer has.
+        if has_deploy_form(self):
             for cfg in own:
                 initialize(self, cfg)
         elif own and self._is_own(own[0]):
@@ -153,11 +158,11 @@ class Restructured:
             initialize(self, own)
         elif any(outermost(self, TrainingForm)) and any(map(_pretrained, self.modules())):
             ordinary = self.build_ordinary()
-            ordinary.init_cfg = self.init_cfg  # which may have been set since
+            ordinary.init_cfg = self.init_cfg  # may have changed since the model was built
             self._require_sites(ordinary)
             ordinary.init_weights()
             if own and hasattr(ordinary, 'backbone'):
-                initialize(ordinary, own)  # again: DETRs reset their encoder after loading
+                initialize(ordinary, own)  # again, as DETRs reset their encoder after loading
             self.fill(ordinary)
         else:
             super().init_weights()
@@ -172,7 +177,7 @@ class Restructured:
             )
 
     def _is_own(self, init_cfg: dict) -> bool:
-        """Whether pretrained weights have the names of this model's forms."""
+        """Return True if pretrained weights have the names of this model's forms."""
         checkpoint = CheckpointLoader.load_checkpoint(init_cfg['checkpoint'], map_location='cpu')
         prefix = init_cfg.get('prefix', '').rstrip('.')
         name, form = next(outermost(self, TrainingForm), ('', None))
@@ -184,7 +189,7 @@ class Restructured:
         return form.names(found) == form.names(form.state_dict())
 
     def _require_sites(self, ordinary: nn.Module) -> None:
-        """Let an ordinary model refuse weights that lack those of a site: they fill forms."""
+        """Make an ordinary model refuse checkpoints that lack a weight which fills a form."""
         needed = {}
         for structure, placed in self.placed:
             sites = {site.name: site for site in structure.sites(ordinary)}
@@ -210,7 +215,7 @@ class Restructured:
 
     @torch.no_grad()
     def fill(self, ordinary: nn.Module) -> None:
-        """Take the weights of an ordinary model, in place: into the forms, and everywhere else.
+        """Copy the weights of an ordinary model, in place, and fill the forms with them.
 
         Args:
             ordinary (nn.Module): The model without structures.
@@ -221,7 +226,8 @@ class Restructured:
             other = theirs.get(name)
             if not name.startswith(inside) and other is not None and other.shape == value.shape:
                 value.copy_(other)
-        for structure, placed in reversed(self.placed):  # branches reset the norms before them
+        # In reverse, since a later structure may reset norms that an earlier one fills.
+        for structure, placed in reversed(self.placed):
             structure.fill_(self, placed, ordinary)
         names = ', '.join(type(structure).__name__ for structure, _ in self.placed)
         print_log(
@@ -232,8 +238,8 @@ class Restructured:
 
     def train(self, mode: bool = True):
         super().train(mode)
-        # Some classes freeze stages once, which was enough for LayerNorm: BatchNorm would go on
-        # changing its statistics.
+        # Some classes freeze their stages only when they are built. That is enough for LayerNorm,
+        # while BatchNorm would keep updating its statistics.
         for module in self.modules() if mode else ():
             if getattr(module, 'frozen_stages', -1) > 0 and hasattr(module, '_freeze_stages'):
                 module._freeze_stages()
@@ -265,7 +271,7 @@ def _restructured_class(kind: type) -> type:
 
 
 class _Restructured(Restructured):
-    """Mixin of the classes that :func:`restructure` makes."""
+    """Mixin of the classes that :func:`restructure` creates."""
 
     freezes_statistics = False
 
@@ -274,7 +280,8 @@ class _Restructured(Restructured):
         kind = _ordinary_class(type(self))
         if type(self) is not _restructured_class(kind):
             return reduced
-        # Pickle looks classes up by name, and this one has none: it is made again from its parent.
+        # Pickle looks up classes by name and would not find this one, so unpickling creates it
+        # again from its parent.
         return _new, (kind,), *reduced[2:]
 
     def train(self, mode: bool = True):
@@ -297,10 +304,10 @@ def restructure(
     init_cfg: dict | None = None,
     **kwargs,
 ) -> nn.Module:
-    """Build a backbone or a whole model from its config, with structures in its sites.
+    """Build a backbone or a whole model from its config, and put structures into it.
 
-    The names of all other weights are those of the model. A config that inherits from any other one
-    uses it like this::
+    All other weights keep their names. A config that inherits from another config uses this
+    function as follows::
 
         model = dict(backbone=dict(
             _delete_=True, type='Restructured', model={{_base_.model.backbone}},
@@ -311,17 +318,19 @@ def restructure(
         structures (Sequence[dict]): As for :func:`add_structures_`.
         deploy (bool): As for :class:`Restructured`.
         fast_attention (bool): As for :class:`Restructured`.
-        norm_eval (bool): Whether BatchNorm statistics in the forms stay as they were loaded.
-            Defaults to False.
-        init_cfg (dict, optional): Where weights come from, in the place of the model's own
-            ``init_cfg``: those of the result, or of the ordinary model.
-        **kwargs: What a whole model hands on to its backbone, or a Runner to a whole model.
+        norm_eval (bool): Keep the BatchNorms of the forms in eval mode, with the statistics that
+            were loaded. Defaults to False.
+        init_cfg (dict, optional): Replaces the model's ``init_cfg``. The weights may be those of
+            the model with structures or of the ordinary model. Defaults to None.
+        **kwargs: Arguments that a whole model passes to its backbone, or a Runner to a whole model.
+            Values in ``model`` take precedence.
 
     Returns:
-        nn.Module: The model, of a class that derives from that of the config.
+        nn.Module: The model. Its class derives from the class that the config names.
 
     Raises:
-        ValueError: If there is no such model, or as :func:`add_structures_`.
+        ValueError: If ``type`` is not the name of a model, or the model has structures already, and
+            as :func:`add_structures_`.
     """
     args = dict(copy.deepcopy(model))
     args.update((k, v) for k, v in kwargs.items() if args.get(k) is None)

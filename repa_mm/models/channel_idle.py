@@ -1,4 +1,4 @@
-"""RePa backbones: DeiT and ViT, Swin, PoolFormer, MLP-Mixer with channel-idle FFNs.
+"""RePa backbones: DeiT, ViT, Swin, PoolFormer and MLP-Mixer with channel-idle FFNs.
 
 `RePaFormer <https://arxiv.org/abs/2505.21847>`_ applied to the backbones of MMPretrain.
 """
@@ -15,16 +15,16 @@ from repa_mm.models.builder import Restructured
 
 
 class RePaBackbone(Restructured):
-    """Mixin before the mmpretrain parent of a RePa backbone.
+    """Mixin that makes the FFNs of an mmpretrain backbone channel-idle.
 
     Args:
-        *args: Those of the parent.
+        *args: Arguments of the mmpretrain backbone.
         idle_ratio (float | Sequence[float]): Share of FFN hidden channels that skip the activation,
-            in [0, 1]: one for all blocks, or one per block. Defaults to 0.75.
+            in [0, 1], one for all blocks or one per block. Defaults to 0.75.
         ffn_norm_cfg (dict): Norm of the FFNs: 'BN', 'SyncBN', 'LN' or 'keep', see
             :class:`~repa_mm.models.structures.ChannelIdle`. Defaults to ``dict(type='BN')``.
-        **kwargs: Those of the parent, and ``deploy`` and ``fast_attention`` of
-            :class:`~repa_mm.models.builder.Restructured`.
+        **kwargs: Keyword arguments of the mmpretrain backbone, and ``deploy`` and
+            ``fast_attention`` of :class:`~repa_mm.models.builder.Restructured`.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class RePaVisionTransformer(RePaBackbone, VisionTransformer):
     ``configs/_base_/models/vit_classifier.py``.
 
     Args:
-        *args, **kwargs: Those of mmpretrain's ``VisionTransformer``, and of :class:`RePaBackbone`.
+        *args, **kwargs: Arguments of mmpretrain's ``VisionTransformer`` and :class:`RePaBackbone`.
 
     Examples:
         >>> model = RePaVisionTransformer('deit-base', out_type='featmap')
@@ -64,7 +64,7 @@ class RePaSwinTransformer(RePaBackbone, SwinTransformer):
     RePaFormer applied to `Swin <https://arxiv.org/abs/2103.14030>`_.
 
     Args:
-        *args, **kwargs: Those of mmpretrain's ``SwinTransformer``, and of :class:`RePaBackbone`.
+        *args, **kwargs: Arguments of mmpretrain's ``SwinTransformer`` and :class:`RePaBackbone`.
 
     Examples:
         >>> model = RePaSwinTransformer('base', out_indices=(0, 1, 2, 3))
@@ -77,8 +77,8 @@ class RePaSwinTransformer(RePaBackbone, SwinTransformer):
 def build_fast_swin(*args, **kwargs) -> SwinTransformer:
     """Build mmpretrain's Swin Transformer with a faster window attention.
 
-    The vanilla backbone to compare :class:`RePaSwinTransformer` with: its arguments, outputs and
-    state dict are those of mmpretrain's ``SwinTransformer``.
+    This is the vanilla backbone to compare with :class:`RePaSwinTransformer`. Arguments, outputs
+    and state dict are those of mmpretrain's ``SwinTransformer``.
     """
     model = SwinTransformer(*args, **kwargs)
     swap_attention(model)
@@ -93,9 +93,9 @@ class RePaPoolFormer(RePaBackbone, PoolFormer):
     have ``pool_size=7``, see ``configs/_base_/models/poolformer_classifier.py``.
 
     Args:
-        *args, **kwargs: Those of mmpretrain's ``PoolFormer``, and of :class:`RePaBackbone`.
-        frozen_stages (int): Parts of ``network`` to freeze, and with them the patch embedding,
-            which the parent freezes for 0 too. Defaults to -1, nothing.
+        *args, **kwargs: Arguments of mmpretrain's ``PoolFormer`` and :class:`RePaBackbone`.
+        frozen_stages (int): Number of parts of ``network`` to freeze, together with the patch
+            embedding. 0 freezes the patch embedding alone. Defaults to -1, which freezes nothing.
 
     Examples:
         >>> model = RePaPoolFormer('s12', out_indices=(0, 2, 4, 6))
@@ -119,13 +119,13 @@ class RePaMlpMixer(RePaBackbone, MlpMixer):
     """MLP-Mixer whose channel-mixing FFNs are channel-idle.
 
     RePaFormer applied to `MLP-Mixer <https://arxiv.org/abs/2105.01601>`_. The token-mixing FFNs
-    stay as they are, and with them the fixed image size.
+    stay ordinary, so the image size stays fixed.
 
     Args:
-        *args, **kwargs: Those of mmpretrain's ``MlpMixer``, and of :class:`RePaBackbone`.
-        token_norm (bool): Whether the norm before a token-mixing FFN is over the tokens of each
-            channel, as in RePaFormer's released code, instead of over the channels of each token.
-            Defaults to False.
+        *args, **kwargs: Arguments of mmpretrain's ``MlpMixer`` and :class:`RePaBackbone`.
+        token_norm (bool): Normalize over the tokens of each channel before a token-mixing FFN, as
+            RePaFormer's released code does, instead of over the channels of each token. Defaults
+            to False.
 
     Examples:
         >>> model = RePaMlpMixer('base')

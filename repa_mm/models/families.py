@@ -1,15 +1,15 @@
-"""Families of blocks: where the norm, the FFN and the attention of a block are.
+"""Families of blocks: the names of a block's norms, FFN and attention.
 
-:data:`FAMILIES` is the one table of block families, by the names of the blocks' classes, and
-:func:`register_family` adds a user's own to it::
+:data:`FAMILIES` maps the class names of blocks to their families, and :func:`register_family` adds
+a family::
 
     from repa_mm.models import Family, register_family
 
     register_family('MyBlock', Family(norm='norm2', ffn='ffn'))
 
-suits a block whose forward pass ends with ``x = ffn(norm2(x), identity=x)``, where ``ffn`` is
-mmcv's ``FFN``. Other blocks need a subclass of :class:`Family`: its :meth:`~Family.ffn_modules`
-returns the modules of another kind of FFN, and its ``counterpart`` is the block that calls a form.
+This family suits a block whose forward pass ends with ``x = ffn(norm2(x), identity=x)``, where
+``ffn`` is mmcv's ``FFN``. Other blocks need a subclass of :class:`Family`: ``ffn_modules`` returns
+the modules of another kind of FFN, and ``counterpart`` is the class of a block that calls a form.
 """
 
 from dataclasses import dataclass
@@ -27,10 +27,10 @@ from repa_mm.reparam import TrainingForm, become
 
 
 class FFNModules(NamedTuple):
-    """The modules of a norm and the FFN behind it, x + scale * fc2(act(fc1(norm(x)))).
+    """Modules of a norm and the FFN after it, which compute x + scale * fc2(act(fc1(norm(x)))).
 
-    ``scale`` (C, ) is the layer scale, None if there is none. ``drop`` is the dropout of the hidden
-    channels, ``last`` that of the output, ``drop_path`` the stochastic depth.
+    ``scale`` (C, ) is the layer scale, or None. ``drop`` is the dropout of the hidden channels,
+    ``last`` the dropout of the output, and ``drop_path`` the stochastic depth.
     """
 
     norm: nn.Module
@@ -45,16 +45,16 @@ class FFNModules(NamedTuple):
 
 @dataclass(frozen=True)
 class Family:
-    """Blocks of one kind, by the names of their parts.
+    """Names of the modules in blocks of one kind.
 
     Args:
-        norm (str): The norm before the FFN. Empty where the norm comes after the FFN, and stays.
-        ffn (str): The FFN.
-        attn_norm (str): The norm before the attention.
-        attn (str): The attention.
-        shortcut (bool): Whether the FFN contains the shortcut. Defaults to True.
-        decoder (bool): Whether these are decoder layers, which work on a few hundred queries: they
-            are sites on request only. Defaults to False.
+        norm (str): Name of the norm before the FFN. Empty if the norm follows the FFN and stays.
+        ffn (str): Name of the FFN.
+        attn_norm (str): Name of the norm before the attention.
+        attn (str): Name of the attention.
+        shortcut (bool): True if the FFN adds the shortcut. Defaults to True.
+        decoder (bool): True for decoder layers, which process a few hundred queries and are sites
+            only on request. Defaults to False.
     """
 
     norm: str = ''
@@ -64,10 +64,10 @@ class Family:
     shortcut: bool = True
     decoder: bool = False
 
-    #: Subclass of the block that ends with ``return self.ffn(x)``, which a block becomes when a
-    #: form takes the place of its norm and FFN. None if the block itself does.
+    #: Class that a block takes when a form replaces its norm and FFN: a subclass of the block's
+    #: class whose forward pass ends with ``return self.ffn(x)``. None if the block keeps its class.
     counterpart: ClassVar[type[nn.Module] | None] = None
-    #: Attributes of the block that are in the form afterwards.
+    #: Attributes of the block that move into the form.
     absorbed: ClassVar[tuple[str, ...]] = ()
 
     def ffn_modules(self, block: nn.Module) -> FFNModules:
@@ -79,7 +79,7 @@ class Family:
         return FFNModules(self.norm_of(block), *_mmcv_ffn(getattr(block, self.ffn), self.shortcut))
 
     def norm_of(self, block: nn.Module) -> nn.Module:
-        """Return the norm that a block computes before its FFN, ``nn.Identity()`` for none.
+        """Return the norm before a block's FFN, ``nn.Identity()`` if the family has none.
 
         Raises:
             ValueError: If the block has no such norm.
@@ -94,14 +94,14 @@ class Family:
         return getattr(block, self.norm)
 
     def calls_with_norm(self, block: nn.Module) -> bool:
-        """Return whether a block calls its FFN as ``ffn(norm(x), identity=x)``."""
+        """Return True if a block calls its FFN as ``ffn(norm(x), identity=x)``."""
         is_usual = self.norm and self.counterpart is None
         return bool(is_usual) and isinstance(getattr(block, self.ffn), FFN)
 
     def put_ffn(self, block: nn.Module, form: TrainingForm) -> None:
-        """Put a form in the place of a block's FFN, and of the norm before the FFN.
+        """Replace a block's FFN, and the norm before the FFN, by a form.
 
-        The norm stays if ``form.contains_norm`` is False, where :meth:`calls_with_norm` is True.
+        The norm stays if ``form.contains_norm`` is False, which needs :meth:`calls_with_norm`.
         """
         if self.norm and getattr(form, 'contains_norm', True):
             norm = getattr(block, self.norm)
@@ -116,21 +116,21 @@ class Family:
         setattr(block, self.ffn, form)
 
 
-#: The known families, by the name of the block's class. MMDetection and MMSegmentation have classes
-#: of their own. The names of attributes alone would not do, since post-norm blocks have them, too.
+#: Families by the name of the block's class, since MMDetection and MMSegmentation have copies of
+#: the classes. Names of attributes would not suffice: post-norm blocks have the same attributes.
 FAMILIES: dict[str, Family] = {}
 
 
 def register_family(names: str, family: Family) -> None:
-    """Make a family of blocks known: all structures and conversions then find its sites.
+    """Register a family of blocks, so that structures and conversions find its sites.
 
     Args:
-        names (str): The names of the classes, with blanks between them. Classes that derive from
-            these under other names may compute something else, and are not known.
-        family (Family): Their family.
+        names (str): Class names of the blocks, separated by spaces. Subclasses with other names are
+            not included, since they may compute something else.
+        family (Family): Family of these blocks.
 
     Raises:
-        ValueError: If a name is known already.
+        ValueError: If a name is registered already.
 
     Examples:
         >>> register_family('MyBlock', Family(norm='norm2', ffn='ffn'))
@@ -142,7 +142,7 @@ def register_family(names: str, family: Family) -> None:
 
 
 def _mmcv_ffn(ffn: nn.Module, add_identity: bool) -> tuple:
-    """Modules of mmcv's ``FFN``, or MMPretrain's ``DeiT3FFN``, from fc1 on."""
+    """Return the modules of mmcv's ``FFN`` or MMPretrain's ``DeiT3FFN``, from fc1 on."""
     # By exact type: a subclass may compute something else.
     if type(ffn) not in (FFN, DeiT3FFN):
         raise ValueError(
@@ -171,9 +171,9 @@ class BEiTBlock(BEiTTransformerEncoderLayer):
 
 @dataclass(frozen=True)
 class BEiT(Family):
-    """BEiT's blocks: layer scale, drop path and shortcut are in the block.
+    """BEiT's blocks, which contain the layer scale, drop path and shortcut of their FFN.
 
-    MMSegmentation's BEiT, whose block has the same name and another forward pass, is refused.
+    MMSegmentation's BEiT is refused: its block has the same name, and another forward pass.
     """
 
     counterpart = BEiTBlock
@@ -196,7 +196,7 @@ class DeiT3Block(DeiT3TransformerEncoderLayer):
 
 @dataclass(frozen=True)
 class DeiT3(Family):
-    """DeiT III's blocks, which apply ``ln1`` before the FFN, too, and never ``ln2``."""
+    """DeiT III's blocks, which apply ``ln1`` also before the FFN, and never ``ln2``."""
 
     counterpart = DeiT3Block
 
@@ -207,8 +207,8 @@ class DeiT3(Family):
 class PoolFormerTokenBlock(PoolFormerBlock):
     """A PoolFormer block whose FFN works on tokens.
 
-    After the first block the feature map is in the channels-last memory format, where tokens are a
-    view of it.
+    After the first block the feature map has the channels-last memory format, so that its tokens
+    are a view.
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -219,7 +219,7 @@ class PoolFormerTokenBlock(PoolFormerBlock):
 
 @dataclass(frozen=True)
 class PoolFormer(Family):
-    """PoolFormer's blocks, whose FFNs are 1 x 1 convolutions on maps (B, C, H, W)."""
+    """PoolFormer's blocks, whose FFNs are 1 x 1 convolutions of feature maps (B, C, H, W)."""
 
     counterpart = PoolFormerTokenBlock
     absorbed = ('layer_scale_2',)
@@ -255,7 +255,7 @@ class ConvNeXt(Family):
 
 _PRE_NORM = Family(norm='norm2', ffn='ffn')
 _LN2 = Family(norm='ln2', ffn='ffn')
-# ViT, SAM, MMSegmentation's ViT.
+# ViT, SAM and MMSegmentation's ViT.
 register_family('TransformerEncoderLayer', Family('norm2', 'ffn', 'norm1', 'attn'))
 register_family('SwinBlock', Family('norm2', 'ffn', 'norm1', 'attn.w_msa'))
 register_family('SwinBlockV2', Family(ffn='ffn', shortcut=False))
@@ -267,7 +267,7 @@ register_family('BEiTTransformerEncoderLayer BEiTBlock', BEiT(norm='ln2', ffn='f
 register_family('DeiT3TransformerEncoderLayer DeiT3Block', DeiT3(norm='ln2', ffn='ffn'))
 register_family('PoolFormerBlock PoolFormerTokenBlock', PoolFormer(norm='norm2', ffn='mlp'))
 register_family('ConvNeXtBlock', ConvNeXt(ffn='pointwise_conv1', shortcut=False))
-# DETR and its kin, and the pixel decoders of MaskFormer and Mask2Former.
+# DETRs, and the pixel decoders of MaskFormer and Mask2Former.
 register_family(
     'DetrTransformerEncoderLayer DeformableDetrTransformerEncoderLayer', Family(ffn='ffn')
 )

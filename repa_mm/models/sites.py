@@ -1,7 +1,7 @@
-"""Sites: where in a model a form can stand, and the ordinary modules that stand there.
+"""Sites: the places in a model where a form can replace ordinary modules.
 
-A site gives the ordinary modules at its place (:meth:`Site.parts`), and takes a form in their place
-(:meth:`Site.put`). Which blocks have sites, :mod:`repa_mm.models.families` says.
+:meth:`Site.parts` returns the ordinary modules of a site, and :meth:`Site.put` replaces them by a
+form. :mod:`repa_mm.models.families` defines which blocks have sites.
 """
 
 from collections.abc import Iterable, Iterator
@@ -18,19 +18,19 @@ from repa_mm.reparam.numerics import double, is_plain
 
 
 def trained(layer: nn.Module, name: str) -> bool:
-    """Return whether a parameter of a layer trains; one that is not there is as its weight."""
+    """Return True if a parameter of a layer trains; a missing parameter counts as the weight."""
     parameter = getattr(layer, name, None)
     return (layer.weight if parameter is None else parameter).requires_grad
 
 
 class Site:
-    """A place in a model where a form can stand.
+    """A place in a model where a form can replace ordinary modules.
 
     Args:
-        name (str): The name of the module there, in the model.
-        block (nn.Module): The block that the module is in.
-        path (str): The name of the module in the block.
-        family (Family, optional): The family of the block.
+        name (str): Name of the site's module in the model.
+        block (nn.Module): Block that contains the module.
+        path (str): Name of the module in the block.
+        family (Family, optional): Family of the block.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Site:
 
     @property
     def module(self) -> nn.Module:
-        """What stands there now, a form or the ordinary module."""
+        """The module at the site, a form or an ordinary module."""
         return self.block.get_submodule(self.path)
 
     @property
@@ -56,33 +56,33 @@ class Site:
         """Return the ordinary modules of the site, for :meth:`~repa_mm.reparam.TrainingForm.fill`.
 
         Raises:
-            ValueError: If a form stands there, if a module is not of a known kind, or if hooks or
-                replaced layers make it compute something else.
+            ValueError: If the site has a form, if the class of a module is not known, or if hooks
+                or replaced layers make a module compute something else.
         """
         raise NotImplementedError
 
     def check(self, form: TrainingForm) -> None:
-        """Check that a form can stand there, before anything is changed.
+        """Check that a form suits the site, before the model is changed.
 
         Raises:
-            ValueError: If it cannot.
+            ValueError: If the form does not.
         """
 
     def put(self, form: TrainingForm) -> str:
-        """Put a form there, and return its name in the model."""
+        """Put a form into the site, and return the form's name in the model."""
         self.adapt(form, self.module.parameters())
         parent, _, child = self.path.rpartition('.')
         setattr(self.block.get_submodule(parent), child, form)
         return self.name
 
     def adapt(self, form: TrainingForm, ordinary: Iterable[nn.Parameter]) -> None:
-        """Give a form dtype, device and mode of the ordinary modules; freeze it if they are."""
+        """Give a form the dtype, device, mode and frozen state of the ordinary modules."""
         form.to(next(self.module.parameters())).train(self.block.training)
         if not any(p.requires_grad for p in ordinary):
             form.requires_grad_(False)
 
     def required(self) -> set[str]:
-        """Return names in the block of the weights that a checkpoint must have to fill a form."""
+        """Return the names in the block of the weights that a checkpoint needs to fill a form."""
         parts = self.parts()
         ids = {id(p) for part in parts if isinstance(part, nn.Module) for p in part.parameters()}
         ids.update(id(part) for part in parts if isinstance(part, nn.Parameter))
@@ -90,7 +90,7 @@ class Site:
 
 
 class FFNSite(Site):
-    """The FFN of a block, with the norm before it, if there is one."""
+    """The FFN of a block, and the norm before the FFN if there is one."""
 
     @property
     def norm(self) -> nn.Module:
@@ -132,13 +132,12 @@ class FFNSite(Site):
             )
 
     def put(self, form: TrainingForm) -> str:
-        """Put a form there.
+        """Put a form into the site, and return the form's name in the model.
 
         Args:
-            form (TrainingForm): A module that takes tokens (B, L, C) or (B, H, W, C) and returns
-                them with its own output added. Most blocks call it with the tokens before the norm
-                as ``identity``, too, as they call mmcv's ``FFN``. The tokens are not normalized,
-                except if ``form.contains_norm`` is False.
+            form (TrainingForm): Takes tokens (B, L, C) or (B, H, W, C), and returns the tokens plus
+                its output. The tokens are normalized only if ``form.contains_norm`` is False. Most
+                blocks also pass the tokens before the norm as ``identity``, as to mmcv's ``FFN``.
         """
         modules = self.family.ffn_modules(self.block)
         layers = [modules.fc1, modules.fc2, *([modules.norm] if form.contains_norm else [])]
@@ -152,18 +151,18 @@ class FFNSite(Site):
     def set_weights(
         self, w_in: torch.Tensor, b_in: torch.Tensor, w_out: torch.Tensor, b_out: torch.Tensor
     ) -> None:
-        """Give the ordinary FFN other weights, of another hidden width A, in place.
+        """Replace the weights of the ordinary FFN by weights of hidden width A, in place.
 
         Args:
             w_in (torch.Tensor): Input weights (A, C).
-            b_in (torch.Tensor): Their biases (A, ).
+            b_in (torch.Tensor): Input bias (A, ).
             w_out (torch.Tensor): Output weights (C, A), with the layer scale multiplied in.
             b_out (torch.Tensor): Output bias (C, ), with the layer scale multiplied in.
         """
         parts = self.parts()
         if parts.scale is not None:
             scale = double(parts.scale)
-            # Raise near-zero scales: the weights are divided by them.
+            # Raise near-zero scales, since the weights are divided by the scales.
             floor = 1e-3 * scale.abs().max()
             scale = torch.where(scale.abs() < floor, floor, scale) if floor else scale + 1
             parts.scale.copy_(scale)
@@ -205,21 +204,21 @@ class AttentionSite(Site):
 
 
 def known_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module, Family]]:
-    """Return the blocks of known families in a model: the prefix of their names, block, family."""
+    """Yield the name prefix, block and family of each block of a known family in a model."""
     for name, block in model.named_modules():
         if family := FAMILIES.get(type(block).__name__):
             yield f'{name}.' if name else '', block, family
 
 
 def ffn_sites(model: nn.Module, where: str | None = None) -> list[FFNSite]:
-    """Return the sites of a model's FFNs, with forms or ordinary modules there.
+    """Return the sites of a model's FFNs, whether they have forms or ordinary modules.
 
     Args:
         model (nn.Module): A backbone or a whole model.
-        where (str, optional): The module of the model whose sites are meant, or the end of its
-            name: 'backbone', 'encoder' (that of a pixel decoder, too), 'decoder'; '' is the whole
-            model. Defaults to the whole model without decoder layers, which work on some hundred
-            queries.
+        where (str, optional): Module of the model in which to search, by its name or the end of its
+            name: 'backbone', 'encoder' (also the encoder of a pixel decoder) or 'decoder'; '' for
+            the whole model. Defaults to the whole model without decoder layers, which process a few
+            hundred queries.
     """
     inside = f'.{where}.' if where else ''
     return [
@@ -231,7 +230,7 @@ def ffn_sites(model: nn.Module, where: str | None = None) -> list[FFNSite]:
 
 
 def attention_sites(model: nn.Module) -> list[AttentionSite]:
-    """Return the sites of a model's attentions, with forms or ordinary modules there."""
+    """Return the sites of a model's attention, whether they have forms or ordinary modules."""
     return [
         AttentionSite(f'{name}{family.attn}', block, family.attn, family)
         for name, block, family in known_blocks(model)

@@ -1,8 +1,8 @@
-"""Structures: which form, with which arguments, goes into which sites of a model.
+"""Structures: the forms to put into the sites of a model, and their arguments.
 
-A structure is config data, ``dict(type='ChannelIdle', idle_ratio=0.75)``. Several of them go into a
-model one after the other where their sites differ. :mod:`repa_mm.models.builder` puts them into
-models.
+A structure is built from config data, such as ``dict(type='ChannelIdle', idle_ratio=0.75)``. A
+model can have several structures if their sites differ. :mod:`repa_mm.models.builder` puts
+structures into models.
 """
 
 import copy
@@ -20,24 +20,24 @@ STRUCTURES = Registry('structure')
 
 
 class Structure:
-    """Base of the structures: config data, which knows no model.
+    """Base class of structures. A structure holds config data, and no reference to a model.
 
-    A subclass implements :meth:`form`, and :meth:`sites` if its forms stand elsewhere than in the
-    place of FFNs.
+    A subclass implements :meth:`form`, and :meth:`sites` if its forms replace other modules than
+    FFNs.
 
     Attributes:
-        where (str, optional): The module of the model whose sites are meant, see
+        where (str, optional): Module of the model in which to search for sites, see
             :func:`~repa_mm.models.sites.ffn_sites`.
     """
 
     where: str | None = None
 
     def sites(self, model: nn.Module) -> Sequence[Site]:
-        """Return the sites of the structure in a model. By default those of its FFNs."""
+        """Return the sites of the structure in a model, by default its FFNs."""
         return ffn_sites(model, self.where)
 
     def options(self, sites: Sequence[Site]) -> list[dict]:
-        """Return the keyword arguments of :meth:`form` for each site. By default none.
+        """Return the keyword arguments of :meth:`form` for each site, by default none.
 
         Raises:
             ValueError: If the structure has arguments for another number of blocks.
@@ -45,10 +45,10 @@ class Structure:
         return [{}] * len(sites)
 
     def form(self, site: Site, **options) -> TrainingForm | None:
-        """Return the form for a site, which stays as it is; None if there is to be none.
+        """Build the form for a site, or return None to leave the site ordinary.
 
         Raises:
-            ValueError: If the form cannot stand for the modules there.
+            ValueError: If the form cannot replace the modules of the site.
         """
         raise NotImplementedError
 
@@ -56,11 +56,11 @@ class Structure:
         """Put the forms into a model, in place.
 
         Returns:
-            dict: The names of the forms, by those of their sites.
+            dict: From the name of each site to the name of its form.
 
         Raises:
-            ValueError: If the model has no site for them, or a form cannot stand at one. The model
-                is then as it was.
+            ValueError: If the model has no site for the structure, or a form does not suit a site.
+                The model is then unchanged.
         """
         sites = self.sites(model)
         if not sites:
@@ -70,7 +70,7 @@ class Structure:
                 'a family in repa_mm.models.FAMILIES'
             )
         forms = []
-        # All of them before the first is put in: never half a structure.
+        # Build all forms first, so that an error leaves no half of a structure in the model.
         for site, options in zip(sites, self.options(sites)):
             try:
                 there = next((m for m in site.module.modules() if isinstance(m, Form)), None)
@@ -88,16 +88,16 @@ class Structure:
         return {site.name: site.put(form) for site, form in zip(sites, forms) if form}
 
     def sources(self, model: nn.Module, name: str) -> list[str]:
-        """Return the names of the sites in an ordinary model that fill the form of a site."""
+        """Return the names of the sites in an ordinary model whose weights fill a site's form."""
         return [name]
 
     def fill_(self, model: nn.Module, placed: dict[str, str], ordinary: nn.Module) -> None:
         """Fill the forms from an ordinary model, in place.
 
         Args:
-            model (nn.Module): With the forms.
-            placed (dict): What :meth:`put_` has returned.
-            ordinary (nn.Module): The model without structures, with its weights.
+            model (nn.Module): Model with the forms.
+            placed (dict): Return value of :meth:`put_`.
+            ordinary (nn.Module): Model without structures, whose weights fill the forms.
         """
         found = {site.name: site for site in self.sites(ordinary)}
         for name, form in placed.items():
@@ -106,7 +106,7 @@ class Structure:
 
 
 def share(value, sites: Sequence[Site], what: str) -> list:
-    """Return what each site gets: one value for all, or one for each block."""
+    """Return the value for each site, from one value for all blocks or one per block."""
     blocks = list(dict.fromkeys(site.block_name for site in sites))
     values = list(value) if isinstance(value, (list, tuple)) else [value] * len(blocks)
     if len(values) != len(blocks):
@@ -123,19 +123,18 @@ class ChannelIdle(Structure):
     """Channel-idle FFNs, see :class:`~repa_mm.reparam.ChannelIdleFFN`.
 
     Args:
-        idle_ratio (float | Sequence): Share of hidden channels that skip the activation, in [0, 1]:
-            one for all, or one per block, of which None leaves its block as it is. Defaults to
-            0.75.
+        idle_ratio (float | Sequence): Share of hidden channels that skip the activation, in [0, 1],
+            one for all blocks or one per block. None leaves a block ordinary. Defaults to 0.75.
         norm_cfg (dict): Norm of the FFNs: 'BN' or 'SyncBN', which merge, 'LN', or 'keep' for the
-            norm that each block has: a LayerNorm, and a GroupNorm in a PoolFormer. FFNs without a
-            norm before them, as those of a DETR, get none. Defaults to ``dict(type='BN')``.
-        where (str, optional): The module of the model that the blocks are in, as for
-            :func:`~repa_mm.models.sites.ffn_sites`: 'backbone', 'encoder', 'decoder'. Defaults to
+            block's own norm (a LayerNorm, or a GroupNorm in a PoolFormer). An FFN without a norm
+            before it, as in a DETR, gets none. Defaults to ``dict(type='BN')``.
+        where (str, optional): Module of the model that contains the blocks, see
+            :func:`~repa_mm.models.sites.ffn_sites`: 'backbone', 'encoder' or 'decoder'. Defaults to
             the whole model without decoder layers.
 
     Attributes:
-        ffn (type): The class of the FFNs. A structure for a class that derives from
-            :class:`~repa_mm.reparam.ChannelIdleFFN` derives from this one.
+        ffn (type): Class of the FFNs. A structure with a subclass of
+            :class:`~repa_mm.reparam.ChannelIdleFFN` derives from this class and sets ``ffn``.
     """
 
     ffn: type[ChannelIdleFFN] = ChannelIdleFFN
@@ -168,8 +167,8 @@ def idle_ffn(
     Args:
         site (FFNSite): The site, with ordinary modules.
         idle_ratio (float): Share of hidden channels that skip the activation. Defaults to 0.75.
-        norm_cfg (dict, optional): As for the structure; None for no norm.
-        form (type): The class of the FFN. Defaults to :class:`~repa_mm.reparam.ChannelIdleFFN`.
+        norm_cfg (dict, optional): As for :class:`ChannelIdle`. None means no norm.
+        form (type): Class of the FFN. Defaults to :class:`~repa_mm.reparam.ChannelIdleFFN`.
 
     Raises:
         ValueError: As :meth:`FFNSite.parts`; if the idle ratio is not in [0, 1]; or if the norm
@@ -212,7 +211,7 @@ def idle_ffn(
 
 
 def _freeze(ffn: ChannelIdleFFN, parts: FFNParts) -> None:
-    """Freeze what is frozen in the ordinary FFN, and what is new if both linear layers are."""
+    """Freeze parameters that the ordinary FFN freezes, and new ones if both linear layers are."""
     for own, other in ((ffn.fc1, parts.fc1), (ffn.fc2, parts.fc2), (ffn.norm1, parts.norm)):
         for name, parameter in own.named_parameters():
             if getattr(other, 'weight', None) is not None and not trained(other, name):
@@ -225,10 +224,10 @@ def _freeze(ffn: ChannelIdleFFN, parts: FFNParts) -> None:
 
 @STRUCTURES.register_module()
 class Widths(Structure):
-    """Ordinary FFNs of other hidden widths, as a conversion leaves them. There is no form.
+    """Ordinary FFNs with other hidden widths, as a conversion leaves them, without a form.
 
     Args:
-        widths (Sequence[int | None]): Hidden width of each block; None leaves its block as it is.
+        widths (Sequence[int | None]): Hidden width of each block. None leaves a block unchanged.
         where (str, optional): As for :class:`ChannelIdle`.
     """
 
@@ -238,13 +237,13 @@ class Widths(Structure):
     def put_(self, model: nn.Module) -> dict[str, str]:
         sites = self.sites(model)
         widths = zip(sites, share(self.widths, sites, 'widths'))
-        # All of them before the first is changed.
+        # Check all sites before the first one is changed.
         changed = [(site, width, site.parts()) for site, width in widths if width is not None]
         for site, width, parts in changed:
             dims, like = parts.fc1.weight.shape[1], parts.fc1.weight
             shapes = (width, dims), (width,), (dims, width), (dims,)
             weights = [0.02 * torch.randn(shape).to(like) for shape in shapes]
-            if parts.scale is not None:  # by which set_weights divides
+            if parts.scale is not None:  # set_weights divides by the layer scale
                 weights[2:] = [(w.t() * parts.scale.detach()).t() for w in weights[2:]]
             site.set_weights(*weights)
         return {}
