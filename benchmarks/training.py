@@ -21,7 +21,7 @@ from mmengine.model import revert_sync_batchnorm
 
 from benchmarks.shares import add_arguments
 from repa_mm.config import load_config
-from repa_mm.reparam import ChannelIdleFFN, reparameterize, set_training_path
+from repa_mm.reparam import ChannelIdleFFN, reparameterize, set_training_path_
 from repa_mm.timing import compare, measure, show, show_machine
 from repa_mm.variants import DEPLOY, STOCK, build, latency_rows, noise, synthetic_batch
 
@@ -67,7 +67,7 @@ def training_variants(cfg: Config, baseline: Config | None = None) -> dict[str, 
     models = {} if baseline is None else {STOCK: build(baseline)}
     model = build(cfg)
     for path in ('literal', 'auto'):
-        models[path] = set_training_path(copy.deepcopy(model), path)
+        models[path] = set_training_path_(copy.deepcopy(model), path)
     for name, model in models.items():
         models[name] = revert_sync_batchnorm(model)
         models[name].train()
@@ -116,7 +116,7 @@ def measure_ffn(
         stock = StockFFN(embed_dims, 4 * embed_dims).to(DEVICE)
         ffn = ChannelIdleFFN(embed_dims, 4 * embed_dims, 0.75).to(DEVICE)
     x = torch.randn(1, num_tokens, embed_dims, device=DEVICE)
-    paths = {path: set_training_path(copy.deepcopy(ffn), path) for path in PATHS}
+    paths = {path: set_training_path_(copy.deepcopy(ffn), path) for path in PATHS}
 
     def both_ways(model: nn.Module) -> Callable:
         def run(x: torch.Tensor) -> None:

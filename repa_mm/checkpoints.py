@@ -7,11 +7,11 @@ from mmengine.runner.checkpoint import CheckpointLoader
 from repa_mm.files import replacing
 from repa_mm.reparam import (
     CheckpointError,
-    finish_schedules,
+    finish_schedules_,
     has_deploy_form,
     innermost,
     is_reparameterized,
-    reparameterize,
+    reparameterize_,
 )
 
 
@@ -48,7 +48,7 @@ def match_form(model: nn.Module, state_dict: dict) -> bool:
     if has_deploy_form(model) or not is_reparameterized(model, state_dict):
         return False
     # The weights are loaded afterwards, so that finishing the schedules loses nothing.
-    reparameterize(finish_schedules(model), inplace=True)
+    reparameterize_(finish_schedules_(model))
     return True
 
 

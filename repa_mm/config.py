@@ -12,7 +12,7 @@ from mmengine.registry import MODELS, init_default_scope
 
 from repa_mm.checkpoints import load_checkpoint, load_weights
 from repa_mm.paths import config_path, config_root
-from repa_mm.reparam import finish_schedules
+from repa_mm.reparam import finish_schedules_
 
 
 def load_config(path: str, cfg_options: dict | None = None) -> Config:
@@ -67,7 +67,7 @@ def build_model(cfg: Config, checkpoint: str | None = None) -> nn.Module:
         load_weights(model, loaded['state_dict'], checkpoint)
         meta = (loaded.get('meta') or {}).get('dataset_meta') or {}
     else:
-        finish_schedules(model)
+        finish_schedules_(model)
     if not meta and cfg.get('test_dataloader'):
         meta = dataset_config(cfg, 'test').get('metainfo') or {}
     model.cfg, model.dataset_meta = cfg, dict(meta)

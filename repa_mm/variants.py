@@ -11,9 +11,9 @@ from mmengine.config import Config
 from mmpretrain.models import PoolFormer
 
 from repa_mm.config import build_model
-from repa_mm.faster import fuse_conv_bn
-from repa_mm.faster.tracing import swap_faster_attention
-from repa_mm.reparam import has_training_form, reparameterize
+from repa_mm.faster import fuse_conv_bn_
+from repa_mm.faster.tracing import swap_faster_attention_
+from repa_mm.reparam import has_training_form, reparameterize_
 from repa_mm.timing import change
 
 STOCK, OURS, DEPLOY = 'stock', 'stock with our parts', 'deploy form'
@@ -64,7 +64,7 @@ def variants(
 
 def merged(model: nn.Module) -> nn.Module:
     """Reparameterize a model in place, as for a test, if it is in the training form."""
-    return fuse_conv_bn(reparameterize(model, inplace=True)) if has_training_form(model) else model
+    return fuse_conv_bn_(reparameterize_(model)) if has_training_form(model) else model
 
 
 def with_our_parts(stock: nn.Module) -> dict[str, nn.Module]:
@@ -74,7 +74,7 @@ def with_our_parts(stock: nn.Module) -> dict[str, nn.Module]:
     fused BatchNorms, and a PoolFormer's memory format. The copy is left out if it has none of them.
     """
     models, ours = {STOCK: stock}, copy.deepcopy(stock)
-    swap_faster_attention(ours)
+    swap_faster_attention_(ours)
     if hasattr(ours, 'decode_head'):
         from repa_mm.faster.uper_head import fast_uper_head
 
@@ -83,7 +83,7 @@ def with_our_parts(stock: nn.Module) -> dict[str, nn.Module]:
     if PoolFormer in types:
         # In the deploy form, feature maps have this format after the first FFN on tokens.
         ours.to(memory_format=torch.channels_last)
-    fuse_conv_bn(ours)
+    fuse_conv_bn_(ours)
     if PoolFormer in types or {type(m) for m in ours.modules()} != types:
         models[OURS] = ours
     return models

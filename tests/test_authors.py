@@ -14,7 +14,7 @@ import repa_mm
 from repa_mm.authors import translate
 from repa_mm.checkpoints import load_checkpoint, load_weights
 from repa_mm.config import load_config
-from repa_mm.reparam import CheckpointError, reparameterize
+from repa_mm.reparam import CheckpointError, reparameterize_
 
 ROOT = Path(repa_mm.__file__).resolve().parents[1]
 
@@ -208,7 +208,7 @@ def run(weights, cfg, x, deploy=False):
     backbone.eval()  # which returns None in mmpretrain
     load_weights(backbone, {k[9:]: v for k, v in weights.items() if k.startswith('backbone.')})
     if deploy:
-        reparameterize(backbone, inplace=True)
+        reparameterize_(backbone)
     with torch.no_grad():
         out = backbone(x)[-1]
     out = out if out.ndim == 2 else out.flatten(2).mean(2)

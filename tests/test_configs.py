@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from repa_mm import config_path, reparameterize
 from repa_mm.features import head_inputs, tensors
-from repa_mm.reparam import Scheduled, TrainingForm, finish_schedules
+from repa_mm.reparam import Scheduled, TrainingForm, finish_schedules_
 
 ROOT = Path(config_path('swin_t_in1k')).parent
 NAMES = sorted(
@@ -151,7 +151,7 @@ def test_model_trains_a_step_and_merges(name, relative_error):
     if not any(isinstance(m, TrainingForm) for m in model.modules()):
         return
     # In float64: after one step BatchNorms do not normalize, and errors grow with depth.
-    backbone = finish_schedules(model).backbone.double()
+    backbone = finish_schedules_(model).backbone.double()
     backbone.eval()
     x = torch.randn(1, 3, size, size, dtype=torch.double)
     with torch.no_grad():

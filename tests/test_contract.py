@@ -24,6 +24,7 @@ from repa_mm.reparam import (
     TrainingForm,
     is_reparameterized,
     reparameterize,
+    reparameterize_,
 )
 from tests.test_engine.toy import KeepLogits, make_runner
 
@@ -307,7 +308,7 @@ def test_forms_inside_of_forms(build, inplace, randomize, relative_error):
     x = torch.randn(2, 5, 8)
     expected = model(x).detach()
     original = copy.deepcopy(model)
-    deployed = reparameterize(model, inplace=inplace)
+    deployed = (reparameterize_ if inplace else reparameterize)(model)
     assert not count(deployed, TrainingForm)
     assert relative_error(deployed(x), expected) < 1e-5
     assert is_reparameterized(original, deployed.state_dict())
@@ -320,5 +321,5 @@ def test_an_error_inside_of_a_form_is_named():
     model = nn.Sequential(Pair(8), Twice(ChannelIdleFFN(8, 32), Pair(8)))
     model[1].first.fc1.register_forward_hook(lambda module, args, y: y)
     with pytest.raises(ValueError, match=r"cannot merge '1': 'first.fc1' \(Linear\) has"):
-        reparameterize(model, inplace=True)
+        reparameterize_(model)
     assert count(model, Pair) == 2

@@ -61,7 +61,7 @@ import mmpretrain
 mmpretrain.__version__ = '0.25.0'
 repa_mm = check_the_method()
 try:
-    repa_mm.fast_window_attention
+    repa_mm.fast_window_attention_
 except ImportError as error:
     assert 'mmpretrain==0.25.0 is used but incompatible: install >=1.0.0' in str(error), error
 else:

@@ -4,7 +4,7 @@ import argparse
 
 from mmengine import DictAction
 
-from repa_mm import reparameterize
+from repa_mm import reparameterize_
 from repa_mm.config import load_config
 from repa_mm.reparam import has_training_form
 
@@ -44,7 +44,7 @@ def main() -> None:
         options = dict(show_dir=args.out_dir)
     inferencer = Inferencer(cfg, args.checkpoint, device=args.device)
     if has_training_form(inferencer.model):
-        reparameterize(inferencer.model, inplace=True)
+        reparameterize_(inferencer.model)
     inferencer(args.inputs, **options)
 
 

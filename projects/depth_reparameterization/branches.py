@@ -31,13 +31,13 @@ from repa_mm.reparam import (
     TrainingForm,
     build_activation,
     check_dropouts,
-    copy_matrix,
+    copy_matrix_,
     double,
     exact,
     fold_norm,
     matrix,
     rounded,
-    set_lam,
+    set_lam_,
 )
 
 
@@ -95,7 +95,7 @@ class JoinedLinear(Scheduled, nn.Linear):
     def fill(self, *layers: tuple[torch.Tensor, torch.Tensor | None]) -> None:
         """Give each branch the weight and bias of one layer."""
         for branch, (weight, bias) in zip(self.branches, layers, strict=True):
-            copy_matrix(branch, weight, bias)
+            copy_matrix_(branch, weight, bias)
 
     def exact(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return, in float64, what :meth:`mean` returns.
@@ -169,7 +169,7 @@ class _Parallel(TrainingForm):
             self.layer_scale.copy_(common)
             scales = [torch.where(common > 0, scale / common, 0.0) for scale in scales]
         weight = torch.cat([s[:, None] * w for s, w in zip(scales, weights)], 1)
-        copy_matrix(getattr(self, self.exit), weight, sum(s * b for s, b in zip(scales, biases)))
+        copy_matrix_(getattr(self, self.exit), weight, sum(s * b for s, b in zip(scales, biases)))
 
     def _set_merged(self, into: nn.Linear, out: nn.Linear) -> None:
         """Put the merged weights into the two linear layers of the deploy form."""
@@ -501,4 +501,4 @@ def join_branches(model: nn.Module, lam: float) -> nn.Module:
         >>> join_branches(model, 1)
         >>> deployed = repa_mm.reparameterize(model)
     """
-    return set_lam(model, lam, JoinedLinear)
+    return set_lam_(model, lam, JoinedLinear)

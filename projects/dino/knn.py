@@ -15,7 +15,7 @@ from mmengine.utils import track_iter_progress
 from torch.utils.data import DataLoader
 
 from repa_mm.config import build_model, dataset_config, load_config
-from repa_mm.reparam import has_training_form, reparameterize
+from repa_mm.reparam import has_training_form, reparameterize_
 
 # For images in folders: as in configs/_base_/datasets/imagenet.py.
 _PIPELINE = [
@@ -112,7 +112,7 @@ def knn_evaluate(
         raise ValueError(f'the classes of the training and the test images differ: {differ}')
     model = build_model(cfg, checkpoint)
     if has_training_form(model):
-        reparameterize(model, inplace=True)
+        reparameterize_(model)
     model.to(device)
     owner = getattr(model, 'teacher', model) if network == 'teacher' else model
     features = {}

@@ -21,7 +21,7 @@ from repa_mm.reparam import (
     TrainingForm,
     build_activation,
     check_dropouts,
-    copy_matrix,
+    copy_matrix_,
     double,
     exact,
     matrix,
@@ -90,7 +90,7 @@ class ExpertLinear(nn.Linear):
     def fill(self, *layers: tuple[torch.Tensor, torch.Tensor | None]) -> None:
         """Give every expert the weight and bias of a layer: of its own, or of the same one."""
         for e, expert in enumerate(self.experts):
-            copy_matrix(expert, *layers[e % len(layers)])
+            copy_matrix_(expert, *layers[e % len(layers)])
 
     def exact(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the mean weight and bias in float64.

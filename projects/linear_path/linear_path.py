@@ -9,8 +9,8 @@ from repa_mm.reparam import (
     FoldedFFN,
     MergedFFN,
     batch_norm_affine,
-    copy_affine,
-    copy_matrix,
+    copy_affine_,
+    copy_matrix_,
     double,
     exact,
     fold,
@@ -80,10 +80,10 @@ class LinearPathFFN(ChannelIdleFFN):
             scale = double(scale) if self.layer_scale is None else None
         folded = fold(w_in, b_in, w_out, b_out, self.num_active, layer_scale=scale)
         w, b, w_in, b_in, w_out = folded
-        copy_affine(self.norm1, ffn.norm)
-        copy_matrix(self.linear, w, b)
-        copy_matrix(self.fc1, w_in, b_in)
-        copy_matrix(self.fc2, w_out, None)
+        copy_affine_(self.norm1, ffn.norm)
+        copy_matrix_(self.linear, w, b)
+        copy_matrix_(self.fc1, w_in, b_in)
+        copy_matrix_(self.fc2, w_out, None)
 
     def fold(self) -> FoldedFFN:
         folded = super().fold()

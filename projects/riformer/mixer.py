@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 import torch.nn as nn
 
-from repa_mm.reparam import DeployForm, TrainingForm, copy_affine, double, is_plain, rounded
+from repa_mm.reparam import DeployForm, TrainingForm, copy_affine_, double, is_plain, rounded
 
 
 class MixerParts(NamedTuple):
@@ -47,8 +47,8 @@ class NormedAffine(TrainingForm):
 
     def fill(self, parts: MixerParts) -> None:
         """Take the weights of a norm and of the affine map behind it."""
-        copy_affine(self.norm, parts.norm)
-        copy_affine(self.affine, parts.affine)
+        copy_affine_(self.norm, parts.norm)
+        copy_affine_(self.affine, parts.affine)
 
     def merge(self) -> 'MergedNorm':
         """Compute the norm that both are, in float64.

@@ -21,8 +21,8 @@ from repa_mm.reparam import (
     TrainingForm,
     batch_norm_affine,
     build_norm,
-    copy_affine,
-    copy_matrix,
+    copy_affine_,
+    copy_matrix_,
     double,
     exact,
     is_batch_norm,
@@ -111,7 +111,7 @@ class ProgressiveNorm(Scheduled, TrainingForm):
 
     def fill(self, parts: NormParts) -> None:
         """Take scale and shift of a LayerNorm: at lambda = 1 this module is that norm."""
-        copy_affine(self.ln, parts.norm)
+        copy_affine_(self.ln, parts.norm)
 
     def affine(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return s and t at lambda = 0, as :meth:`RepBN.affine`.
@@ -181,7 +181,7 @@ class NormedLinear(TrainingForm):
     def fill(self, parts: NormParts) -> None:
         """Take the weights of a LayerNorm and of the linear layer behind it."""
         self.norm.fill(parts)
-        copy_matrix(self.linear, parts.linear.weight, parts.linear.bias)
+        copy_matrix_(self.linear, parts.linear.weight, parts.linear.bias)
 
     def merge(self) -> 'MergedLinear':
         """Compute the linear layer that both are at lambda = 0, in float64.

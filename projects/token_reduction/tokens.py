@@ -29,8 +29,8 @@ from mmpretrain.models.backbones.swin_transformer import SwinBlock
 from mmpretrain.models.backbones.vision_transformer import TransformerEncoderLayer
 from mmpretrain.models.utils.attention import MultiheadAttention
 
-from repa_mm.faster import FastShiftWindowMSA, is_traced, swap_attention, traceable_partition
-from repa_mm.reparam import TrainingForm, become
+from repa_mm.faster import FastShiftWindowMSA, is_traced, swap_attention_, traceable_partition
+from repa_mm.reparam import TrainingForm, become_
 
 # Where the stock blocks are defined.
 _SWIN_BLOCKS = (
@@ -327,7 +327,7 @@ def reduce_tokens_(model: nn.Module, keep: float | Sequence[float] = 0.7) -> nn.
     Args:
         model (nn.Module): A model with the stock Swin of MMPretrain, MMDetection or MMSegmentation,
             or with MMPretrain's ``VisionTransformer``. A window attention becomes the one of
-            :func:`~repa_mm.faster.fast_window_attention`.
+            :func:`~repa_mm.faster.fast_window_attention_`.
         keep (float | Sequence[float]): Share of what is computed in full, from 0.1 to 1: of
             a Swin the windows of each image, of a ViT the patches. One for all blocks, or one for
             each stage of a Swin. 1 leaves blocks as they are, and gives reduced ones their full
@@ -346,7 +346,7 @@ def reduce_tokens_(model: nn.Module, keep: float | Sequence[float] = 0.7) -> nn.
             raise ValueError(
                 f'keep is the share of what is computed in full, from 0.1 to 1, but is {share!r}'
             )
-    swap_attention(model)
+    swap_attention_(model)
     stages = _reducible(model)
     if not stages:
         raise ValueError(
@@ -362,7 +362,7 @@ def reduce_tokens_(model: nn.Module, keep: float | Sequence[float] = 0.7) -> nn.
         )
     for share, blocks in zip(shares, stages):
         for block, kind in blocks:
-            become(block, kind)
+            become_(block, kind)
             block.keep = share
     for vit in model.modules():
         if isinstance(vit, VisionTransformer):

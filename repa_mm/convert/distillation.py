@@ -14,11 +14,11 @@ from mmengine.runner.checkpoint import weights_to_cpu
 
 from repa_mm.checkpoints import load_checkpoint, load_original, save_checkpoint
 from repa_mm.config import image_config, load_config
-from repa_mm.faster.tracing import swap_faster_attention
+from repa_mm.faster.tracing import swap_faster_attention_
 from repa_mm.features import channels_last, has_channels_first, head_inputs, tensors
 from repa_mm.files import replacing
 from repa_mm.models.sites import ffn_sites
-from repa_mm.reparam import CheckpointError, become
+from repa_mm.reparam import CheckpointError, become_
 
 
 class _Distilled:
@@ -127,9 +127,9 @@ def build_distiller(
     model = MODELS.build(copy.deepcopy(student))
     teacher = MODELS.build(copy.deepcopy(teacher))
     load_original(teacher, load_checkpoint(teacher_checkpoint)['state_dict'], teacher_checkpoint)
-    swap_faster_attention(teacher)
+    swap_faster_attention_(teacher)
     teacher.requires_grad_(False).eval()
-    become(model, _distilled_class(type(model)))
+    become_(model, _distilled_class(type(model)))
     model.__dict__['teacher'] = teacher
     model.channels_first = has_channels_first(model)
     return model.train()

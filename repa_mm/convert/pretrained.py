@@ -18,7 +18,7 @@ from repa_mm.checkpoints import load_checkpoint, load_original, save_checkpoint
 from repa_mm.config import build_model, image_config, load_config
 from repa_mm.convert.conversion import BlockReport, convert_pretrained, find_ffns
 from repa_mm.convert.distillation import distill_checkpoint
-from repa_mm.faster.tracing import swap_faster_attention
+from repa_mm.faster.tracing import swap_faster_attention_
 from repa_mm.features import differences, has_channels_first, head_inputs, percent, run_batches
 from repa_mm.files import replacing
 from repa_mm.models.sites import FFNSite, ffn_sites
@@ -112,7 +112,7 @@ def convert_checkpoint(
     load_original(model, loaded['state_dict'], checkpoint)
     dataset, chosen, held_out = calibration_images(cfg, num_images, images)
     model.to(device or ('cuda' if torch.cuda.is_available() else 'cpu'))
-    swap_faster_attention(model)
+    swap_faster_attention_(model)
     # Errors in the config should show before the long fit.
     sites, _, widths, _ = find_ffns(model, keep, where, skip_unsupported)
     names = [site.block_name for site in sites]

@@ -22,9 +22,9 @@ from repa_mm.config import build_model, dataset_config, image_config, load_confi
 from repa_mm.export.exported import ExportedModel
 from repa_mm.export.whole import WholeModel, whole_model
 from repa_mm.faster.attention import FastShiftWindowMSA
-from repa_mm.faster.tracing import trace_any_size
+from repa_mm.faster.tracing import trace_any_size_
 from repa_mm.files import replacing
-from repa_mm.reparam import outermost, reparameterize
+from repa_mm.reparam import outermost, reparameterize_
 
 OPSET = 17
 # Largest acceptable share of objects or pixels that differ, or difference of a score.
@@ -104,7 +104,7 @@ def model_to_export(cfg: Config, checkpoint: str) -> nn.Module:
                 kind = registry.get(kind)
         model.dataset_meta = kind.METAINFO
     if next(outermost(model), None):
-        reparameterize(model, inplace=True)
+        reparameterize_(model)
     return model
 
 
@@ -429,7 +429,7 @@ def export(
     """
     height, width = shape
     model = _Tensors(copy.deepcopy(model))
-    trace_any_size(model)
+    trace_any_size_(model)
     shapes = [(batch, 3, height, width)]
     if dynamic:  # what is 1 in the example stays 1
         shapes = [(max(batch, 2), 3, height, width), (1, 3, height + 64, width + 32)]

@@ -13,7 +13,7 @@ from repa_mm.config import load_config
 from repa_mm.export.agreement import agreement
 from repa_mm.export.export import agreeing_onnx, example_shape, images_of, model_to_export, resized
 from repa_mm.export.exported import ExportedModel
-from repa_mm.reparam import set_shortcut
+from repa_mm.reparam import set_shortcut_
 
 #: Smallest acceptable :func:`~repa_mm.export.agreement.agreement` of each task.
 TOLERANCES = dict(detection=0.98, instances=0.98, segmentation=0.98, classification=0.98)
@@ -118,7 +118,7 @@ def quantize(
             return {'image': data['inputs'][0].permute(1, 2, 0)[None].byte().numpy()}
         return {'image': model.data_preprocessor(data, False)['inputs'].numpy()}
 
-    model = set_shortcut(model, 'outside')
+    model = set_shortcut_(model, 'outside')
     if shape is not None:
         parts = [held_out[i : i + batch] for i in range(0, len(held_out), batch)]
         held_out = [resized(part, [shape] * batch) for part in parts]

@@ -10,7 +10,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from repa_mm.export.detection import NONE, best, finish
-from repa_mm.reparam import become
+from repa_mm.reparam import become_
 
 
 def padding_mask(
@@ -146,7 +146,7 @@ class _PaddedPixels:
 
 
 def _mix_in(module: nn.Module, mixin: type) -> None:
-    become(module, type(type(module).__name__, (mixin, type(module)), {}))
+    become_(module, type(type(module).__name__, (mixin, type(module)), {}))
 
 
 def trace_transformer(model: nn.Module) -> None:

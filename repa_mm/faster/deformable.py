@@ -9,7 +9,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from repa_mm.faster.replace import replace
+from repa_mm.faster.replace import replace_
 
 try:
     from mmcv.ops.multi_scale_deform_attn import MultiScaleDeformableAttention
@@ -114,7 +114,7 @@ def _fast_class(module: nn.Module) -> type | None:
     return FastDeformableAttention if type(module) is MultiScaleDeformableAttention else None
 
 
-def swap_deformable_attention(model: nn.Module) -> list[str]:
+def swap_deformable_attention_(model: nn.Module) -> list[str]:
     """Make the deformable attention of a DETR faster on CPUs, in place.
 
     Every ``MultiScaleDeformableAttention`` of mmcv becomes a :class:`FastDeformableAttention`.
@@ -126,4 +126,4 @@ def swap_deformable_attention(model: nn.Module) -> list[str]:
     Returns:
         list[str]: Names of the replaced modules.
     """
-    return replace(model, _fast_class)
+    return replace_(model, _fast_class)

@@ -32,7 +32,7 @@ def _can_fuse(module: nn.Module, owners: collections.Counter) -> bool:
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def fuse_conv_bn(model: nn.Module) -> nn.Module:
+def fuse_conv_bn_(model: nn.Module) -> nn.Module:
     """Fuse the BatchNorms of mmcv's ConvModules into their convolutions, in place.
 
     A ConvModule stays as it is if it has a hook, shares its convolution with another ConvModule, or

@@ -4,11 +4,11 @@ from collections.abc import Callable
 
 import torch.nn as nn
 
-from repa_mm.reparam import become
+from repa_mm.reparam import become_
 
 
-def replace(model: nn.Module, choose: Callable[[nn.Module], type | nn.Module | None]) -> list[str]:
-    """Replace modules of a model in place, with :func:`~repa_mm.reparam.become`.
+def replace_(model: nn.Module, choose: Callable[[nn.Module], type | nn.Module | None]) -> list[str]:
+    """Replace modules of a model in place, with :func:`~repa_mm.reparam.become_`.
 
     Args:
         model (nn.Module): Any model.
@@ -19,12 +19,12 @@ def replace(model: nn.Module, choose: Callable[[nn.Module], type | nn.Module | N
         list[str]: Names of the replaced modules.
 
     Examples:
-        >>> replace(model, lambda m: FastGELU if type(m) is nn.GELU else None)
+        >>> replace_(model, lambda m: FastGELU if type(m) is nn.GELU else None)
     """
     replaced = []
     for name, module in list(model.named_modules()):
         other = choose(module)
         if other is not None:
-            become(module, other)
+            become_(module, other)
             replaced.append(name)
     return replaced

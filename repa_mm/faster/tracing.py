@@ -5,9 +5,9 @@ import torch.nn as nn
 import torch.nn.functional as F
 from mmcv.cnn.bricks.transformer import AdaptivePadding
 
-from repa_mm.faster.attention import swap_attention
-from repa_mm.faster.deformable import swap_deformable_attention
-from repa_mm.faster.replace import replace
+from repa_mm.faster.attention import swap_attention_
+from repa_mm.faster.deformable import swap_deformable_attention_
+from repa_mm.faster.replace import replace_
 from repa_mm.faster.windows import is_traced
 
 
@@ -32,23 +32,23 @@ def _padding_of_patches(module: nn.Module) -> type | None:
     return PatchPadding if is_of_patches else None
 
 
-def swap_faster_attention(model: nn.Module) -> None:
+def swap_faster_attention_(model: nn.Module) -> None:
     """Use our window attention and, on CPUs, our deformable attention, in place."""
-    swap_attention(model)
-    swap_deformable_attention(model)
+    swap_attention_(model)
+    swap_deformable_attention_(model)
 
 
-def pad_any_size(model: nn.Module) -> None:
+def pad_any_size_(model: nn.Module) -> None:
     """Make the padding to whole patches traceable for images of any size, in place."""
-    replace(model, _padding_of_patches)
+    replace_(model, _padding_of_patches)
 
 
-def trace_any_size(model: nn.Module) -> None:
+def trace_any_size_(model: nn.Module) -> None:
     """Make a model traceable for images of any size, in place.
 
     This replaces modules of MMPretrain, MMDetection and MMSegmentation that compute sizes in
     Python, which become constants of a trace: the attention and patch merging of Swin, the padding
     to whole patches, and deformable attention.
     """
-    swap_faster_attention(model)
-    pad_any_size(model)
+    swap_faster_attention_(model)
+    pad_any_size_(model)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from mmcv.cnn import ConvModule
 from mmseg.models import UPerHead
 
-from repa_mm.reparam import become
+from repa_mm.reparam import become_
 
 
 def _taps(
@@ -101,7 +101,7 @@ class FastUPerHead(UPerHead):
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
-        become(self.fpn_bottleneck, ConvModuleOfResized)
+        become_(self.fpn_bottleneck, ConvModuleOfResized)
 
     def _forward_feature(self, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
         inputs = self._transform_inputs(inputs)
@@ -126,6 +126,6 @@ def fast_uper_head(model: nn.Module) -> nn.Module:
     """
     for module in model.modules():
         if type(module) is UPerHead:
-            become(module, FastUPerHead)
-            become(module.fpn_bottleneck, ConvModuleOfResized)
+            become_(module, FastUPerHead)
+            become_(module.fpn_bottleneck, ConvModuleOfResized)
     return model

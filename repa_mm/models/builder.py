@@ -14,7 +14,7 @@ from mmengine.registry import MODELS
 from mmengine.runner.checkpoint import CheckpointLoader
 from mmengine.utils.dl_utils.parrots_wrapper import _BatchNorm
 
-from repa_mm.faster.tracing import pad_any_size, swap_faster_attention
+from repa_mm.faster.tracing import pad_any_size_, swap_faster_attention_
 from repa_mm.models.sites import attention_sites, ffn_sites
 from repa_mm.models.structures import STRUCTURES, Structure
 from repa_mm.reparam import (
@@ -23,10 +23,10 @@ from repa_mm.reparam import (
     TrainingForm,
     check_ordinary,
     check_state_dict,
-    finish_schedules,
+    finish_schedules_,
     has_deploy_form,
     outermost,
-    reparameterize,
+    reparameterize_,
 )
 
 
@@ -92,7 +92,7 @@ class Restructured:
         structures (Sequence[dict]): As for :func:`add_structures_`.
         deploy (bool): Build the deploy form, for a reparameterized checkpoint. Defaults to False.
         fast_attention (bool): Use the faster attention of
-            :func:`~repa_mm.faster.fast_window_attention` in a Swin, and
+            :func:`~repa_mm.faster.fast_window_attention_` in a Swin, and
             :class:`~repa_mm.faster.deformable.FastDeformableAttention` in a DETR. Defaults to True.
         ordinary (Sequence, optional): Positional arguments of the model without structures, whose
             weights fill the forms. Defaults to None, which means ``args``.
@@ -119,18 +119,18 @@ class Restructured:
         super().__init__(*args, **kwargs)
         self.build_ordinary = build
         if fast_attention:
-            swap_faster_attention(self)
+            swap_faster_attention_(self)
         self.placed = _put_all(self, structures)
-        pad_any_size(self)
+        pad_any_size_(self)
         # Freezes the new modules in frozen stages.
         self.train()
         if deploy:
-            finish_schedules(self)
+            finish_schedules_(self)
             self.switch_to_deploy()
 
     def switch_to_deploy(self) -> None:
         """Merge all forms in place; the model is in eval mode afterwards."""
-        reparameterize(self, inplace=True)
+        reparameterize_(self)
 
     def init_weights(self) -> None:
         """Initialize the weights, or load the pretrained weights that ``init_cfg`` names.

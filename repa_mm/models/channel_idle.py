@@ -10,7 +10,7 @@ import torch.nn as nn
 from mmengine.registry import MODELS
 from mmpretrain.models import MlpMixer, PoolFormer, SwinTransformer, VisionTransformer
 
-from repa_mm.faster.attention import swap_attention
+from repa_mm.faster.attention import swap_attention_
 from repa_mm.models.builder import Restructured
 
 
@@ -81,7 +81,7 @@ def build_fast_swin(*args, **kwargs) -> SwinTransformer:
     and state dict are those of mmpretrain's ``SwinTransformer``.
     """
     model = SwinTransformer(*args, **kwargs)
-    swap_attention(model)
+    swap_attention_(model)
     return model
 
 

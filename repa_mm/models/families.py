@@ -23,7 +23,7 @@ from mmpretrain.models.backbones.deit3 import DeiT3FFN, DeiT3TransformerEncoderL
 from mmpretrain.models.backbones.poolformer import Mlp as ConvFFN
 from mmpretrain.models.backbones.poolformer import PoolFormerBlock
 
-from repa_mm.reparam import TrainingForm, become
+from repa_mm.reparam import TrainingForm, become_
 
 
 class FFNModules(NamedTuple):
@@ -108,7 +108,7 @@ class Family:
             # The attribute may be a property: ``norm2`` looks up ``ln2``.
             (child,) = [name for name, module in block.named_children() if module is norm]
             if self.counterpart:
-                become(block, self.counterpart)
+                become_(block, self.counterpart)
                 for name in self.absorbed:
                     if hasattr(block, name):
                         delattr(block, name)

@@ -64,7 +64,7 @@ def fold_norm(norm: nn.Module, layer: nn.Module) -> tuple[torch.Tensor, torch.Te
 
 
 @torch.no_grad()
-def copy_affine(into: nn.Module, norm: nn.Module | None = None) -> None:
+def copy_affine_(into: nn.Module, norm: nn.Module | None = None) -> None:
     """Give a norm scale and shift of another one, or without one a scale of 1 and a shift of 0."""
     for name, value in (('weight', 1.0), ('bias', 0.0)):
         own, other = getattr(into, name, None), getattr(norm, name, None)
@@ -75,7 +75,7 @@ def copy_affine(into: nn.Module, norm: nn.Module | None = None) -> None:
 
 
 @torch.no_grad()
-def copy_matrix(into: nn.Linear, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+def copy_matrix_(into: nn.Linear, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
     """Give a linear layer a weight and a bias; None is a bias of 0."""
     into.weight.copy_(weight)
     if into.bias is not None:

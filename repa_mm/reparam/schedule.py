@@ -75,7 +75,7 @@ class Scheduled(nn.Module):
         self.is_finished = not self.lam.is_meta and bool(self.lam == self.end)
 
 
-def set_lam(model: nn.Module, lam: float, kind: type[Scheduled] = Scheduled) -> nn.Module:
+def set_lam_(model: nn.Module, lam: float, kind: type[Scheduled] = Scheduled) -> nn.Module:
     """Set the lambda of every scheduled module of a model, in place.
 
     Args:
@@ -97,7 +97,7 @@ def set_lam(model: nn.Module, lam: float, kind: type[Scheduled] = Scheduled) -> 
     return model
 
 
-def finish_schedules(model: nn.Module) -> nn.Module:
+def finish_schedules_(model: nn.Module) -> nn.Module:
     """Take every lambda of a model to its end, so that the model merges.
 
     For a model whose weights are loaded afterwards, or that is only timed: a half-trained model

@@ -9,7 +9,7 @@ from .toy import run_in_two_processes
 GRADIENTS = """
 import copy, itertools
 import torch.nn as nn
-from repa_mm.reparam import ChannelIdleFFN, set_training_path
+from repa_mm.reparam import ChannelIdleFFN, set_training_path_
 from tests.conftest import _randomize, _relative_error
 
 
@@ -28,8 +28,8 @@ for path, norm, frozen in itertools.product(('literal', 'folded'), ('BN', 'LN'),
     for module in model.modules():
         if frozen and isinstance(module, nn.BatchNorm1d):
             module.eval()
-    literal = [set_training_path(copy.deepcopy(model), 'literal') for _ in range(3)]
-    set_training_path(model, path)
+    literal = [set_training_path_(copy.deepcopy(model), 'literal') for _ in range(3)]
+    set_training_path_(model, path)
     ddp = nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
     found = step(ddp, x.chunk(2)[rank])
     if norm == 'LN' or frozen:

@@ -10,7 +10,7 @@ import torch
 from mmengine.hooks import EMAHook
 
 from repa_mm.engine import ReparameterizeHook
-from repa_mm.reparam import CheckpointError, reparameterize, set_training_path
+from repa_mm.reparam import CheckpointError, reparameterize, set_training_path_
 
 from .toy import KeepLogits, Spy, ToyClassifier, make_runner
 
@@ -231,10 +231,10 @@ def test_precise_statistics(path, tmp_path, relative_error):
         train_cfg=dict(type='IterBasedTrainLoop', max_iters=1),
         optim_wrapper=dict(optimizer=dict(type='SGD', lr=0.0)),
     )
-    set_training_path(runner.model, path)
+    set_training_path_(runner.model, path)
     runner.train()
     ffn = runner.model.backbone[3].train()
-    set_training_path(ffn, 'literal')
+    set_training_path_(ffn, 'literal')
     seen = {ffn.norm1: [], ffn.norm2: []}
     handles = [
         norm.register_forward_hook(lambda norm, args, _: seen[norm].append(args[0].detach()))

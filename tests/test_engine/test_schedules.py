@@ -9,7 +9,7 @@ from mmengine.hooks import EMAHook, Hook
 from mmengine.model import BaseModel
 from mmengine.registry import MODELS
 
-from repa_mm.reparam import Scheduled, reparameterize, set_lam
+from repa_mm.reparam import Scheduled, reparameterize, set_lam_
 
 from .toy import Faded, Fading, KeepLogits, Rising, Transpose, make_runner
 
@@ -183,7 +183,7 @@ def test_averaged_models_have_the_same_lambda(tmp_path, update_buffers, relative
 def test_lambda_does_not_go_back(first, expected, tmp_path):
     """Fine-tuning does not undo a schedule that has ended."""
     path = tmp_path / 'ended.pth'
-    torch.save(dict(state_dict=set_lam(ToyScheduled(), first).state_dict()), path)
+    torch.save(dict(state_dict=set_lam_(ToyScheduled(), first).state_dict()), path)
     lambdas = Lambdas()
     runner = runner_of(tmp_path, [SCHEDULE, MERGE, lambdas], load_from=str(path))
     (message,) = warnings_of(runner)
@@ -201,7 +201,7 @@ def test_what_has_ended_in_another_part_stays(tmp_path):
             seen.append(tuple(float(runner.model.backbone[i].lam) for i in (4, 6)))
 
     runner = runner_of(tmp_path, [SCHEDULE, Note()])
-    set_lam(runner.model.backbone[4], 1)
+    set_lam_(runner.model.backbone[4], 1)
     assert not warnings_of(runner)
     assert seen == [(1, lam) for lam in (0, 0.25, 0.5, 0.75, 1, 1, 1, 1)]
 
@@ -236,7 +236,7 @@ def test_too_long_a_schedule_is_reported(warmup, end, tmp_path):
 @pytest.mark.parametrize('ema', [[], [dict(type='EMAHook')]])
 def test_merged_checkpoints_are_tested(ema, tmp_path, relative_error):
     """By a config of the training form, whose lambda is at its beginning."""
-    model = set_lam(ToyScheduled(), 1).eval()
+    model = set_lam_(ToyScheduled(), 1).eval()
     path = str(tmp_path / 'merged.pth')
     torch.save(dict(state_dict=reparameterize(model).state_dict()), path)
     runner = runner_of(tmp_path, [SCHEDULE, MERGE, *ema], load_from=path)

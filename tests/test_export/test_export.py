@@ -24,7 +24,7 @@ from repa_mm.export.export import (
     to_onnx,
 )
 from repa_mm.export.session import Session
-from repa_mm.reparam import finish_schedules
+from repa_mm.reparam import finish_schedules_
 
 pytest.importorskip('onnx')
 pytest.importorskip('onnxruntime')
@@ -56,7 +56,7 @@ BACKBONES = dict(
 def deploy_form(name, randomize, **kwargs):
     kwargs = dict(copy.deepcopy(BACKBONES[name]), **kwargs)
     model = randomize(MODELS.build(dict(type=name, **kwargs)))
-    return repa_mm.reparameterize(finish_schedules(model))
+    return repa_mm.reparameterize(finish_schedules_(model))
 
 
 def sizes_of(name):

@@ -11,7 +11,7 @@ from mmpretrain.models import SwinTransformer
 from mmpretrain.models.utils.attention import ShiftWindowMSA
 
 import repa_mm
-from repa_mm.faster import attention, fast_window_attention, windows
+from repa_mm.faster import attention, fast_window_attention_, windows
 from repa_mm.faster.attention import FastPatchMerging, FastShiftWindowMSA
 from repa_mm.models import RePaSwinTransformer
 
@@ -24,7 +24,7 @@ def _pair(shift=0, dtype=torch.float32, **kwargs):
     stock = ShiftWindowMSA(24, 3, 7, shift, pad_small_map=True, **kwargs).to(dtype)
     for parameter in stock.parameters():
         parameter.data.normal_(std=0.5)
-    fast = fast_window_attention(copy.deepcopy(stock))
+    fast = fast_window_attention_(copy.deepcopy(stock))
     assert type(fast) is FastShiftWindowMSA
     return stock, fast
 
@@ -66,7 +66,7 @@ def test_without_padding_of_small_maps(shift, relative_error):
     """Then a map of one window is not shifted, and a smaller one refused."""
     stock = ShiftWindowMSA(24, 3, 7, shift)
     stock.w_msa.relative_position_bias_table.data.normal_()
-    fast = fast_window_attention(copy.deepcopy(stock))
+    fast = fast_window_attention_(copy.deepcopy(stock))
     for height, width in [(7, 7), (7, 16), (9, 8)]:
         x = torch.randn(2, height * width, 24)
         for actual, expected in zip(
@@ -111,7 +111,7 @@ def _exchange_data(fast):
         _exchange_data,
         torch.nn.Module.double,
         torch.nn.Module.train,
-        lambda m: fast_window_attention(m),
+        lambda m: fast_window_attention_(m),
     ],
 )
 def test_cached_biases_follow_the_weights(change, relative_error):
@@ -184,7 +184,7 @@ def test_second_derivatives(relative_error):
 
     stock, fast = _pair(3)
     x = torch.randn(1, 49, 24, requires_grad=True)
-    with pytest.raises(RuntimeError, match='fast_attention=False.*fast_window_attention'):
+    with pytest.raises(RuntimeError, match='fast_attention=False.*fast_window_attention_'):
         torch.autograd.grad(fast(x, (7, 7)).square().sum(), x, create_graph=True)
     (grad,) = torch.autograd.grad(stock(x, (7, 7)).square().sum(), x, create_graph=True)
     assert grad.requires_grad
@@ -277,7 +277,7 @@ def test_patch_merging(kernel_size, padding, relative_error):
     stock.norm.weight.data.uniform_(0.5, 2)
     stock.norm.bias.data.normal_()
     fast = copy.deepcopy(stock)
-    attention.swap_attention(fast)
+    attention.swap_attention_(fast)
     assert type(fast) is FastPatchMerging
     for size in [(6, 12), (7, 10), (1, 1), (13, 5)]:
         x = torch.randn(2, size[0] * size[1], 8)
@@ -291,7 +291,7 @@ def test_patch_merging(kernel_size, padding, relative_error):
 )
 def test_other_patch_merging_stays(kwargs):
     module = PatchMerging(8, 16, **kwargs)
-    attention.swap_attention(module)
+    attention.swap_attention_(module)
     assert type(module) is PatchMerging
 
 
@@ -304,7 +304,7 @@ def test_whole_swins(package, randomize, relative_error):
     stock = sys.modules[f'{package}.models.backbones'].SwinTransformer(**arch)
     randomize(stock).eval()
     model = torch.nn.ModuleDict(dict(backbone=copy.deepcopy(stock)))
-    assert fast_window_attention(model) is model
+    assert fast_window_attention_(model) is model
     fast = model.backbone
     assert sum(isinstance(m, FastShiftWindowMSA) for m in fast.modules()) == 8
     assert sum(isinstance(m, FastPatchMerging) for m in fast.modules()) == 3
@@ -314,7 +314,7 @@ def test_whole_swins(package, randomize, relative_error):
         for actual, expected in zip(fast(x), stock(x)):
             assert relative_error(actual, expected) < 1e-5
     copy.deepcopy(stock).load_state_dict(fast.state_dict())
-    fast_window_attention(fast)  # once more changes nothing
+    fast_window_attention_(fast)  # once more changes nothing
 
 
 def test_fast_swin(relative_error):
@@ -349,12 +349,12 @@ def test_repa_swin_uses_it(deploy, relative_error):
 
 
 def test_nothing_to_make_faster():
-    assert repa_mm.fast_window_attention is fast_window_attention
+    assert repa_mm.fast_window_attention_ is fast_window_attention_
     with pytest.raises(ValueError, match='nothing to make faster: Linear'):
-        fast_window_attention(torch.nn.Linear(2, 2))
+        fast_window_attention_(torch.nn.Linear(2, 2))
 
     class Other(ShiftWindowMSA):
         pass
 
     with pytest.raises(ValueError, match='nothing to make faster: Other'):
-        fast_window_attention(Other(24, 3, 7))
+        fast_window_attention_(Other(24, 3, 7))

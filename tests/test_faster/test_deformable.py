@@ -6,7 +6,7 @@ import pytest
 import torch
 from mmcv.ops.multi_scale_deform_attn import MultiScaleDeformableAttention
 
-from repa_mm.faster.deformable import FastDeformableAttention, swap_deformable_attention
+from repa_mm.faster.deformable import FastDeformableAttention, swap_deformable_attention_
 
 SHAPES = [[7, 9], [4, 5], [2, 1]]
 
@@ -39,7 +39,7 @@ def inputs_of(num_coordinates, dtype=torch.float64, shapes=SHAPES):
 def test_outputs_and_gradients(num_coordinates, ratio):
     stock = attention(batch_first=True, value_proj_ratio=ratio)
     fast = copy.deepcopy(stock)
-    assert swap_deformable_attention(fast) == ['']
+    assert swap_deformable_attention_(fast) == ['']
     tensors, others = inputs_of(num_coordinates)
     found = []
     for module in (fast, stock):
@@ -57,7 +57,7 @@ def test_defaults_of_the_arguments():
     """Self-attention without positions and padding, and tokens before images."""
     stock = attention()
     fast = copy.deepcopy(stock)
-    swap_deformable_attention(fast)
+    swap_deformable_attention_(fast)
     tensors, others = inputs_of(2)
     inputs = dict(
         query=tensors['value'].transpose(0, 1),
@@ -70,7 +70,7 @@ def test_defaults_of_the_arguments():
 def test_half_precision_by_autocast():
     stock = attention(torch.float32, batch_first=True)
     fast = copy.deepcopy(stock)
-    swap_deformable_attention(fast)
+    swap_deformable_attention_(fast)
     tensors, others = inputs_of(4, torch.float32)
     expected = stock(**tensors, **others)
     with torch.autocast('cpu', torch.bfloat16):
@@ -80,7 +80,7 @@ def test_half_precision_by_autocast():
 
 def test_traced_for_other_sizes():
     fast = attention(torch.float32, batch_first=True)
-    swap_deformable_attention(fast)
+    swap_deformable_attention_(fast)
 
     class Attend(torch.nn.Module):
         def forward(self, query, value, points, shapes):
@@ -102,5 +102,5 @@ def test_only_the_stock_module_is_replaced():
         pass
 
     model = torch.nn.ModuleList([Other(32, 4), MultiScaleDeformableAttention(32, 4)])
-    assert swap_deformable_attention(model) == ['1']
+    assert swap_deformable_attention_(model) == ['1']
     assert type(model[1]) is FastDeformableAttention and type(model[0]) is Other

@@ -16,7 +16,7 @@ from repa_mm.reparam import (
     CheckpointError,
     Form,
     TrainingForm,
-    finish_schedules,
+    finish_schedules_,
     reparameterize,
 )
 
@@ -98,7 +98,7 @@ def scattered(randomize):
             if key.endswith(('eta', 'bias_table')) or '.affine.' in key or 'layer_scale' in key:
                 nn.init.uniform_(p, -1, 1)
         model.eval()  # mmpretrain's returns None
-        return finish_schedules(model)
+        return finish_schedules_(model)
 
     return scatter
 
@@ -153,7 +153,7 @@ def test_trains(name):
     model.init_weights()
     for end in (False, True):
         if end:
-            finish_schedules(model)
+            finish_schedules_(model)
         assert model.train() is model
         model.zero_grad()
         sum(y.square().mean() for y in model(images(name))).backward()
@@ -163,7 +163,7 @@ def test_trains(name):
 
 @every
 def test_the_wrong_form_is_refused_whoever_loads(name):
-    training = finish_schedules(build(name))
+    training = finish_schedules_(build(name))
     deployed = reparameterize(training)
     for model, source in ((training, deployed), (deployed, training)):
         form = 'training' if model is training else 'deploy'
@@ -257,7 +257,7 @@ def test_frozen_stages_keep_their_statistics(name):
     assert all(p.requires_grad for p in last.parameters())
     norms = [m for m in model.modules() if isinstance(m, _BatchNorm)]
     before = [m.running_var.clone() for m in norms]
-    finish_schedules(model)(images(name))
+    finish_schedules_(model)(images(name))
     changed = {id(m) for m, b in zip(norms, before) if not torch.equal(m.running_var, b)}
     assert id(first.norm1) not in changed and id(first.norm2) not in changed
     assert id(last.norm1) in changed and id(last.norm2) in changed

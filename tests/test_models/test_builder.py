@@ -14,7 +14,7 @@ from mmpretrain.models import VisionTransformer
 
 import repa_mm
 from repa_mm.models import add_structures_
-from repa_mm.reparam import CheckpointError, Form, finish_schedules
+from repa_mm.reparam import CheckpointError, Form, finish_schedules_
 
 ARCH = dict(embed_dims=16, num_layers=2, num_heads=2, feedforward_channels=40)
 VIT = dict(arch=ARCH, img_size=32, patch_size=8, out_type='featmap')
@@ -118,7 +118,7 @@ print(list(models))
 def test_models_are_saved_whole_and_loaded_in_another_process(randomize, tmp_path):
     x, models = torch.randn(2, 3, 32, 32), {}
     for name, make in MODELS_TO_SAVE.items():
-        models[name] = finish_schedules(randomize(make()))
+        models[name] = finish_schedules_(randomize(make()))
         models[name].eval()
         models[f'{name}, merged'] = repa_mm.reparameterize(models[name])
     with torch.no_grad():
@@ -141,7 +141,7 @@ def test_a_pickled_model_is_of_the_same_class_and_goes_on(protocol, randomize, r
         assert all(p.grad is not None for p in other.parameters())
         assert all(p.grad is None for p in model.parameters())
         other.eval()
-        expected = finish_schedules(other)(x)[0]
+        expected = finish_schedules_(other)(x)[0]
         other.switch_to_deploy()
         assert relative_error(other(x)[0], expected) < 1e-5
     assert any(isinstance(m, Form) for m in model.modules())

@@ -13,7 +13,7 @@ from repa_mm.config import load_config
 from repa_mm.convert.pretrained import converted_config
 from repa_mm.features import head_inputs, tensors
 from repa_mm.models.sites import ffn_sites
-from repa_mm.reparam import ChannelIdleFFN, MergedFFN, set_training_path
+from repa_mm.reparam import ChannelIdleFFN, MergedFFN, set_training_path_
 from tests.test_models.test_sites import idle
 
 pytest.importorskip('mmdet')
@@ -166,7 +166,7 @@ def test_both_training_paths_of_an_ffn_without_norms(randomize):
     weight, params = torch.randn_like(x), [x, *ffn.parameters()]
     expected = torch.autograd.grad((literal * weight).sum(), params)
     for path in ('literal', 'folded'):
-        y = set_training_path(ffn, path)(x)
+        y = set_training_path_(ffn, path)(x)
         torch.testing.assert_close(y, literal)
         found = torch.autograd.grad((y * weight).sum(), params)
         for a, b in zip(found, expected):

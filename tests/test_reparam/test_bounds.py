@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from mmpretrain.models.utils.attention import ShiftWindowMSA
 
-from repa_mm.faster import FastShiftWindowMSA, fast_window_attention
-from repa_mm.reparam import ChannelIdleFFN, become, set_training_path
+from repa_mm.faster import FastShiftWindowMSA, fast_window_attention_
+from repa_mm.reparam import ChannelIdleFFN, become_, set_training_path_
 
 DOCS = Path(__file__).parents[2] / 'docs' / 'reliability.md'
 BOUNDS = {
@@ -140,12 +140,12 @@ def test_folded_training(hostile, seed, channels):
     if draw.pick(0, 0, 1):  # frozen statistics
         ffn.norm1.eval(), ffn.norm2.eval()
     x = draw.tokens(draw.pick(1, 3), draw.pick(49, 200), channels).float()
-    exact = step(set_training_path(copy.deepcopy(ffn), 'literal').double(), x.double())
+    exact = step(set_training_path_(copy.deepcopy(ffn), 'literal').double(), x.double())
     assume(all(value.isfinite().all() for value in exact.values()))
     # The second BatchNorm takes off what biases add to idle channels.
     for key in ('fc1.bias', 'norm1.bias'):
         exact.pop(key, None)
-    literal, found = (step(set_training_path(ffn, path), x) for path in ('literal', 'folded'))
+    literal, found = (step(set_training_path_(ffn, path), x) for path in ('literal', 'folded'))
     check('folded training, float32', hostile, found, literal, exact)
 
 
@@ -170,8 +170,8 @@ def test_window_attention(hostile, seed, traced):
     x = (x / x.abs().max().clamp(min=1e-30)).float()
     exact = step(stock.double(), x.double(), hw_shape=size)
     literal = step(stock.float(), x, hw_shape=size)
-    fast = fast_window_attention(stock)
+    fast = fast_window_attention_(stock)
     if traced:  # what compilers see, run eagerly
-        become(fast, Traced)
+        become_(fast, Traced)
     found = step(fast, x, hw_shape=size)
     check('window attention, float32', hostile, found, literal, exact)

@@ -9,13 +9,13 @@ import torch.multiprocessing as mp
 import torch.nn as nn
 from torch.utils.checkpoint import checkpoint
 
-from repa_mm.reparam import ChannelIdleFFN, set_training_path
+from repa_mm.reparam import ChannelIdleFFN, set_training_path_
 from repa_mm.reparam.ffn.folded import choose_path
 
 
 def step(ffn, x, path, seed=1):
     """Everything that one step of training yields."""
-    ffn = set_training_path(copy.deepcopy(ffn), path)
+    ffn = set_training_path_(copy.deepcopy(ffn), path)
     x = x.clone().requires_grad_()
     torch.manual_seed(seed)
     y = ffn(x)
@@ -112,7 +112,7 @@ def test_gradient_accumulation(randomize):
     batches = [torch.randn(2, 40, 16).double() for _ in range(3)]
     found = []
     for path in ('folded', 'literal'):
-        model = set_training_path(copy.deepcopy(ffn), path)
+        model = set_training_path_(copy.deepcopy(ffn), path)
         for x in batches:
             x = x.clone().requires_grad_()
             y = model(x)
@@ -127,7 +127,7 @@ def test_checkpointing_counts_a_batch_once(path, reentrant, randomize):
     ffn = randomize(ChannelIdleFFN(16, 64, drop_path=0.5)).double().train()
     x = torch.randn(4, 40, 16).double()
     expected = step(ffn, x, path)
-    model = set_training_path(copy.deepcopy(ffn), path)
+    model = set_training_path_(copy.deepcopy(ffn), path)
     x = x.clone().requires_grad_()
     torch.manual_seed(1)
     y = checkpoint(model, x, use_reentrant=reentrant)
@@ -173,7 +173,7 @@ def test_model_in_half_precision(randomize):
 )
 def test_compiles_in_one_graph(randomize):
     ffn = randomize(ChannelIdleFFN(16, 64)).train()
-    model = set_training_path(copy.deepcopy(ffn), 'folded')
+    model = set_training_path_(copy.deepcopy(ffn), 'folded')
     compiled = torch.compile(model, fullgraph=True, dynamic=True, backend='aot_eager')
     for num_tokens in (40, 50):
         x = torch.randn(2, num_tokens, 16)
@@ -189,7 +189,7 @@ def test_compiles_in_one_graph(randomize):
 
 def test_keeps_only_input_and_active_channels():
     num_tokens, num_channels = 4096, 32
-    ffn = set_training_path(ChannelIdleFFN(num_channels, 128), 'folded')
+    ffn = set_training_path_(ChannelIdleFFN(num_channels, 128), 'folded')
     kept = {}
 
     def pack(tensor):
@@ -212,10 +212,10 @@ def test_second_derivatives_are_refused_folded_and_right_literally(norm, randomi
     if norm == 'frozen':
         ffn.norm1.eval(), ffn.norm2.eval()
     x = torch.randn(1, 9, 4, dtype=torch.double, requires_grad=True)
-    with pytest.raises(RuntimeError, match=r"set_training_path\(model, 'literal'\)"):
-        loss = set_training_path(ffn, 'folded')(x).square().sum()
+    with pytest.raises(RuntimeError, match=r"set_training_path_\(model, 'literal'\)"):
+        loss = set_training_path_(ffn, 'folded')(x).square().sum()
         torch.autograd.grad(loss, x, create_graph=True)
-    set_training_path(ffn, 'literal')
+    set_training_path_(ffn, 'literal')
     assert torch.autograd.gradgradcheck(lambda x: ffn(x).tanh(), x)
     # First derivatives are right after that, too.
     folded, literal = (step(ffn, x.detach(), path) for path in ('folded', 'literal'))
@@ -277,7 +277,7 @@ def test_only_what_is_known_is_folded(change, randomize):
         torch.manual_seed(3)
         ffn = randomize(ChannelIdleFFN(16, 64)).train()
         change(ffn)
-        return set_training_path(ffn.double(), path)
+        return set_training_path_(ffn.double(), path)
 
     x = torch.randn(4, 100, 16).double()
     results = []
@@ -303,7 +303,7 @@ def test_parametrizations_are_folded(name, randomize):
     assert choose_path(ffn, 400) == 'folded'
     results = []
     for path in ('folded', 'literal'):
-        model = set_training_path(copy.deepcopy(ffn), path)
+        model = set_training_path_(copy.deepcopy(ffn), path)
         model(x).square().sum().backward()
         results.append({n: p.grad for n, p in model.named_parameters() if n != 'fc1.bias'})
     assert worst(*results) < 1e-8
@@ -322,12 +322,12 @@ def test_choice_of_the_path(randomize):
     with pytest.raises(ValueError, match="training_path='auto'"):
         ffn(torch.randn(1, 8192, 64))
     with pytest.raises(ValueError, match="'fold'"):
-        set_training_path(ffn, 'fold')
+        set_training_path_(ffn, 'fold')
 
 
 @pytest.mark.parametrize('path', ['auto', 'folded', 'literal'])
 def test_one_token_and_none(path):
-    ffn = set_training_path(ChannelIdleFFN(8, 32).train(), path)
+    ffn = set_training_path_(ChannelIdleFFN(8, 32).train(), path)
     with pytest.raises(ValueError, match='more than 1 value'):
         ffn(torch.randn(1, 1, 8))
 
@@ -337,7 +337,7 @@ def test_training_and_evaluation_differ_only_in_the_statistics(randomize):
     ffn = randomize(ChannelIdleFFN(8, 32)).eval()
     x = torch.randn(1, 500, 8)
     expected = ffn(x)
-    assert torch.equal(set_training_path(ffn, 'folded')(x), expected)
+    assert torch.equal(set_training_path_(ffn, 'folded')(x), expected)
 
 
 def _worker(rank, world_size, port, ffn, x, queue):
@@ -371,7 +371,7 @@ def test_synchronized_statistics_are_those_of_the_whole_batch(randomize):
     randomize(ffn).double().train()
     x = torch.randn(2, 80, 8).double() * 2 + 1
 
-    whole = set_training_path(copy.deepcopy(ffn), 'literal')
+    whole = set_training_path_(copy.deepcopy(ffn), 'literal')
     x_whole = x.clone().requires_grad_()
     y_whole = whole(x_whole)
     y_whole.pow(3).sum().backward()

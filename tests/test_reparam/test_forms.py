@@ -15,7 +15,7 @@ from repa_mm.reparam import (
     FFNParts,
     MergedFFN,
     Scheduled,
-    finish_schedules,
+    finish_schedules_,
     is_reparameterized,
     reparameterize,
 )
@@ -56,7 +56,7 @@ def make(randomize):
         for key, p in form.named_parameters():
             if key.endswith(('eta', 'table')) or '.norm.' in f'.{key}':
                 p.data.copy_(torch.rand(p.shape, generator=generator) * 2 - 1)
-        return finish_schedules(form)
+        return finish_schedules_(form)
 
     return build
 
@@ -132,7 +132,7 @@ def test_merging_before_the_schedule_has_ended_is_refused(name, make):
             reparameterize(nn.Sequential(form))
     # Lambda is state: checkpoints have it, in half precision, too.
     loaded = FORMS[name][0]()
-    loaded.load_state_dict(finish_schedules(form).state_dict())
+    loaded.load_state_dict(finish_schedules_(form).state_dict())
     assert loaded.bfloat16().merge() and copy.deepcopy(form).merge()
 
 

@@ -8,8 +8,14 @@ import torch.nn as nn
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from repa_mm.faster import fast_window_attention, fuse_conv_bn
-from repa_mm.reparam import ChannelIdleFFN, check_finite, reparameterize, set_training_path
+from repa_mm.faster import fast_window_attention_, fuse_conv_bn_
+from repa_mm.reparam import (
+    ChannelIdleFFN,
+    check_finite,
+    reparameterize,
+    reparameterize_,
+    set_training_path_,
+)
 from repa_mm.reparam.ffn import folded
 from repa_mm.reparam.ffn.folded import choose_path
 
@@ -22,7 +28,7 @@ def many(n):
 
 def all_of(ffn, x, path):
     """Output, gradients and statistics of a step of training, or its error."""
-    ffn = set_training_path(copy.deepcopy(ffn), path).train()
+    ffn = set_training_path_(copy.deepcopy(ffn), path).train()
     x = x.detach().requires_grad_()
     try:
         y = ffn(x)
@@ -73,7 +79,7 @@ def test_processes_with_few_tokens_take_the_path_of_the_others(monkeypatch):
 @pytest.mark.parametrize('grad', [False, True])
 @pytest.mark.parametrize('shift', [0, 3])
 def test_window_attention_without_images(grad, shift):
-    fast = fast_window_attention(_stock_attention(shift))
+    fast = fast_window_attention_(_stock_attention(shift))
     x = torch.randn(0, 63, 8, requires_grad=True)
     with torch.set_grad_enabled(grad):
         y = fast(x, (7, 9))
@@ -123,7 +129,7 @@ def test_what_is_not_finite_is_reported(value, inplace, weight, count):
     state[f'backbone.blocks.1.ffn.{name}'].view(-1)[:count] = value
     before = copy.deepcopy(state)
     with pytest.raises(ValueError) as error:
-        reparameterize(broken, inplace=inplace)
+        (reparameterize_ if inplace else reparameterize)(broken)
     values = f'{count} value{"s" * (count > 1)} '
     assert str(error.value).startswith(f"cannot merge 'backbone.blocks.1.ffn': {name} has {values}")
     assert 'not finite' in str(error.value) and '\n' not in str(error.value)
@@ -183,5 +189,5 @@ def test_what_is_folded_into_a_convolution_is_checked():
     broken.neck = ConvModule(8, 8, 1, norm_cfg=dict(type='BN'))
     broken.neck.norm.running_var[0] = float('nan')
     with pytest.raises(ValueError, match='bn.running_var has 1 value'):
-        fuse_conv_bn(broken)
+        fuse_conv_bn_(broken)
     assert reparameterize(broken)

@@ -7,7 +7,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from repa_mm.reparam import ChannelIdleFFN, reparameterize, set_shortcut
+from repa_mm.reparam import ChannelIdleFFN, reparameterize, reparameterize_, set_shortcut_
 
 GENERATOR = torch.Generator().manual_seed(0)
 
@@ -53,7 +53,7 @@ def test_convolution_modules_that_compute_something_else_are_not_folded():
     model = nn.Sequential(own, replaced, parametrized, nn.Flatten(2), ChannelIdleFFN(4, 16).eval())
     x = torch.randn(1, 4, 8, 8)
     before = model[:3](x)
-    assert error(reparameterize(model, inplace=True)[:3](x), before) < 1e-5
+    assert error(reparameterize_(model)[:3](x), before) < 1e-5
 
 
 def test_random_activations_are_not_computed_twice():
@@ -79,10 +79,10 @@ def test_what_is_merged_keeps_its_shortcut():
     ffn = scrambled(ChannelIdleFFN(8, 32)).eval()
     with torch.no_grad():
         ffn.fc2.weight.mul_(1e-3)
-    outside = set_shortcut(reparameterize(ffn), 'outside').bfloat16()
+    outside = set_shortcut_(reparameterize(ffn), 'outside').bfloat16()
     again = reparameterize(outside)
     assert torch.equal(again.fc1.weight, outside.fc1.weight) and again.shortcut
-    assert not set_shortcut(outside.float(), 'inside').shortcut
+    assert not set_shortcut_(outside.float(), 'inside').shortcut
 
 
 def test_nested_inplace_activation():

@@ -9,14 +9,15 @@ import torch
 import torch.nn as nn
 from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
 
-from repa_mm.faster import fuse_conv_bn
+from repa_mm.faster import fuse_conv_bn_
 from repa_mm.reparam import (
     ChannelIdleFFN,
     DeployForm,
     MergedFFN,
     TrainingForm,
     reparameterize,
-    set_shortcut,
+    reparameterize_,
+    set_shortcut_,
 )
 
 X = torch.linspace(-2, 2, 2 * 5 * 8).sin().view(2, 5, 8)
@@ -112,7 +113,7 @@ def test_what_would_be_lost_is_refused(change, message, inplace, randomize):
     change(model[1])
     classes = [type(m) for m in model.modules()]
     with pytest.raises(ValueError, match=f"cannot merge '1': .*{message}"):
-        reparameterize(model, inplace=inplace)
+        (reparameterize_ if inplace else reparameterize)(model)
     with pytest.raises(ValueError, match=message):
         model[1].merge()
     assert [type(m) for m in model.modules()] == classes
@@ -226,7 +227,7 @@ def _onnx(dynamo):
 def test_the_shortcut_outside_in_other_formats(convert, randomize, relative_error):
     model = randomize(Tokens(ChannelIdleFFN(8, 32))).eval()
     expected = model(X).detach()
-    deployed = set_shortcut(reparameterize(model), 'outside')
+    deployed = set_shortcut_(reparameterize(model), 'outside')
     assert deployed.ffn.shortcut
     saved = copy.deepcopy(deployed.state_dict())
     converted = convert(deployed)
@@ -251,7 +252,7 @@ def test_a_neck_in_a_narrow_type_is_refused():
     neck = pytest.importorskip('mmcv.cnn').ConvModule(8, 8, 3, norm_cfg=dict(type='BN'))
     neck.conv.weight.data = neck.conv.weight.data.to(torch.float8_e5m2)
     with pytest.raises(ValueError, match='conv.weight .*float8_e5m2'):
-        fuse_conv_bn(neck)
+        fuse_conv_bn_(neck)
 
 
 def _mmcv_norm(channels):

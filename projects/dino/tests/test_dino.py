@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 
 from projects.dino import ClassTokens, DINOHook
 from repa_mm import reparameterize
-from repa_mm.reparam import set_training_path  # noqa: F401, for TWO_PROCESSES
+from repa_mm.reparam import set_training_path_  # noqa: F401, for TWO_PROCESSES
 from tests.test_engine.toy import run_in_two_processes
 
 pytest.importorskip('lightly')
@@ -330,7 +330,7 @@ def step(norm, crops):
     backbone = dict(MODEL['backbone'], ffn_norm_cfg=dict(type=norm), drop_path_rate=0.0)
     model = build(backbone=backbone).train()
     model.start_teacher()
-    set_training_path(model, 'folded')
+    set_training_path_(model, 'folded')
     for seed in range(2):
         model.zero_grad()
         model.loss([crop.roll(seed, -1) for crop in crops])['loss'].backward()

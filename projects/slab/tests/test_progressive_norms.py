@@ -8,7 +8,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from projects.slab import NormedLinear, ProgressiveNorm
-from repa_mm.reparam import finish_schedules, set_lam
+from repa_mm.reparam import finish_schedules_, set_lam_
 
 FORMS = dict(
     norm=lambda: ProgressiveNorm(16),
@@ -44,7 +44,7 @@ def rep_bn(rep, x, training):
 @pytest.mark.parametrize('training', [True, False])
 def test_forms_are_the_equations(lam, training, scattered, relative_error):
     x = torch.randn(3, 7, 16, dtype=torch.double) * 2 + 1
-    norm = set_lam(scattered(ProgressiveNorm(16)).double(), lam).train(training)
+    norm = set_lam_(scattered(ProgressiveNorm(16)).double(), lam).train(training)
     layer_norm = F.layer_norm(x, (16,), norm.ln.weight, norm.ln.bias, norm.ln.eps)
     expected = lam * layer_norm + (1 - lam) * rep_bn(norm.rep, x, training)
     assert relative_error(norm(x), expected) < 1e-12
@@ -54,7 +54,7 @@ def test_forms_are_the_equations(lam, training, scattered, relative_error):
 def test_merges_with_other_batch_norms(kwargs, scattered, relative_error):
     """Also where a channel is constant."""
     form = NormedLinear(ProgressiveNorm(16, dict(type='BN', **kwargs)), nn.Linear(16, 24))
-    finish_schedules(scattered(form)).double().train()
+    finish_schedules_(scattered(form)).double().train()
     x = torch.randn(4, 9, 16, dtype=torch.double)
     x[..., 3] = 2.5
     for _ in range(3):
@@ -80,7 +80,7 @@ def test_mmcvs_synchronized_norms_merge(scattered, relative_error):
         def forward(self, x):
             return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias)
 
-    form = finish_schedules(scattered(FORMS['linear']())).eval()
+    form = finish_schedules_(scattered(FORMS['linear']())).eval()
     form.norm.rep.bn = SyncBatchNorm(form.norm.rep.bn)
     x = torch.randn(2, 9, 16)
     assert relative_error(form.merge()(x), form(x)) < 1e-6
@@ -101,12 +101,12 @@ def test_bad_input():
     norm = ProgressiveNorm(8)
     for lam in (-1, 2, float('nan')):
         with pytest.raises(ValueError, match='lambda must be'):
-            set_lam(norm, lam)
+            set_lam_(norm, lam)
     with pytest.raises(ValueError, match='Linear has no Scheduled'):
-        set_lam(nn.Linear(2, 2), 0)
+        set_lam_(nn.Linear(2, 2), 0)
     for norm_cfg in (dict(type='LN'), dict(type='BN', track_running_stats=False)):
         with pytest.raises(ValueError, match="takes 'BN' or 'SyncBN', with running statistics"):
             ProgressiveNorm(8, norm_cfg)
-    set_lam(norm, 0).rep.bn.running_mean = None
+    set_lam_(norm, 0).rep.bn.running_mean = None
     with pytest.raises(ValueError, match='without running statistics'):
         norm.merge()

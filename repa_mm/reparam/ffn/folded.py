@@ -57,7 +57,7 @@ class _Branch(torch.autograd.Function):
         return z
 
     @staticmethod
-    @first_order_only("repa_mm.reparam.set_training_path(model, 'literal')")
+    @first_order_only("repa_mm.reparam.set_training_path_(model, 'literal')")
     def backward(ctx, dz):
         x, h, weight, linear, out_weight = ctx.saved_tensors
         d_linear = dz.t() @ x
@@ -125,7 +125,7 @@ class _NormalizedBranch(torch.autograd.Function):
         return z, mean1, var1, mean2, var2, count
 
     @staticmethod
-    @first_order_only("repa_mm.reparam.set_training_path(model, 'literal')")
+    @first_order_only("repa_mm.reparam.set_training_path_(model, 'literal')")
     def backward(ctx, dz, *_):
         saved = ctx.saved_tensors
         xc, h, count, b_cov, r1, mean_a, rest, r2_a, r2_i, linear = saved[:10]
@@ -366,7 +366,7 @@ def _total(tensor: torch.Tensor, group) -> torch.Tensor:
     return tensor
 
 
-def set_training_path(model: nn.Module, path: str) -> nn.Module:
+def set_training_path_(model: nn.Module, path: str) -> nn.Module:
     """Choose how the channel-idle FFNs of a model compute in training mode.
 
     Args:

@@ -145,7 +145,7 @@ class MergedFFN(DeployForm):
         return f'num_active={self.num_active}, idle={self.idle}, shortcut={self.shortcut}'
 
 
-def set_shortcut(model: nn.Module, where: str) -> nn.Module:
+def set_shortcut_(model: nn.Module, where: str) -> nn.Module:
     """Call :meth:`MergedFFN.set_shortcut` for every FFN of a model.
 
     Args:
