@@ -29,7 +29,7 @@ class AveragePool(nn.Module):
 
     @staticmethod
     def _matrix(size: int, new_size: int, like: torch.Tensor) -> torch.Tensor:
-        """Return weights (n, size) that average rows floor(i size / n) to ceil((i + 1) size / n)."""
+        """Return (n, size) weights: row i averages floor(i size / n) to ceil((i + 1) size / n)."""
         rows, cells = torch.arange(size), torch.arange(new_size)[:, None]
         size = torch.ones_like(cells) * rows.shape[0]
         start = cells * size // new_size
