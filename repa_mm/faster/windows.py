@@ -99,7 +99,8 @@ def traceable_partition(
 def _axis(size: int, window: int, shift: int, device: torch.device):
     """Return positions (n, window) of n windows along an axis, and which is the last one (n, ).
 
-    The second tensor is 1 for the last window and 0 otherwise. Positions from ``size`` on are padding.
+    The second tensor is 1 for the last window and 0 otherwise. Positions from ``size`` on are
+    padding.
     """
     n = (size + window - 1) // window
     starts = torch.arange(n, device=device)
