@@ -1,4 +1,4 @@
-"""Models as ONNX, compared with PyTorch before they are written."""
+"""Export models to ONNX. Files are written only if they agree with PyTorch."""
 
 import copy
 import io
@@ -27,9 +27,9 @@ from repa_mm.files import replacing
 from repa_mm.reparam import outermost, reparameterize_
 
 OPSET = 17
-# Largest acceptable share of objects or pixels that differ, or difference of a score.
+# Largest share of differing objects or pixels, or largest difference of a score, to accept.
 TOLERANCES = dict(detection=0.02, instances=0.02, segmentation=1e-3, classification=1e-4)
-# The same for the features of a backbone, relative to the largest.
+# Largest error of a backbone's features to accept, relative to the largest feature.
 TOLERANCE = 1e-4
 NUM_IMAGES = 3
 
@@ -45,7 +45,7 @@ def export_checkpoint(
     preprocessing: bool = False,
     images: str | None = None,
 ) -> tuple[str, float]:
-    """Write the deploy form of a model, or a model that has nothing to merge, as ONNX.
+    """Export the deploy form of a model, or a model with nothing to merge, to ONNX.
 
     Args:
         config (str): Path of the config of the training form.
@@ -53,17 +53,18 @@ def export_checkpoint(
         out (str): The file to write.
         shape (Sequence[int], optional): Height and width of images. Defaults to 224 by 224, or to
             an example that suits the model if ``dynamic``.
-        dynamic (bool, optional): Take images of any size, and any number of them. Defaults to what
-            is written: whole models do, backbones do not.
+        dynamic (bool, optional): Accept any number of images of any size. Defaults to True for
+            whole models and to False for backbones.
         batch (int): Number of images. Defaults to 1.
-        backbone (bool): Write the backbone alone, of a classifier all up to the logits.
+        backbone (bool): Export only the backbone, or a classifier up to the logits. Defaults to
+            False.
         preprocessing (bool): Normalize images in the graph. Defaults to False.
-        images (str, optional): A folder of images to compare on. Defaults to the config's test
-            data, or to noise if there is none.
+        images (str, optional): A folder of images on which to compare. Defaults to the config's
+            test data, or to noise if the test data is missing.
 
     Returns:
-        tuple: What is written, and on what it was compared; and how much it differs from PyTorch,
-        see :func:`export` and :func:`export_whole`.
+        tuple: A description of what was exported and compared (str), and the difference from
+        PyTorch (float), see :func:`export` and :func:`export_whole`.
     """
     cfg = load_config(config)
     model = model_to_export(cfg, checkpoint)
@@ -87,14 +88,15 @@ def export_checkpoint(
 
 
 def model_to_export(cfg: Config, checkpoint: str) -> nn.Module:
-    """Return the deploy form of a model; a vanilla model, which has nothing to merge, as it is.
+    """Build a model and reparameterize it, if it has anything to merge.
 
     Args:
         cfg (Config): The config.
         checkpoint (str): Path of a checkpoint in either form.
 
     Returns:
-        nn.Module: With the names of its classes, or those of the data set, in ``dataset_meta``.
+        nn.Module: The model, with the class names of the checkpoint or else of the dataset in
+        ``dataset_meta``.
     """
     model = build_model(cfg, checkpoint)
     if not model.dataset_meta.get('classes'):
@@ -109,9 +111,9 @@ def model_to_export(cfg: Config, checkpoint: str) -> nn.Module:
 
 
 def example_shape(model: nn.Module) -> tuple[int, int]:
-    """Return the height and width of images to trace a model of any size with.
+    """Return the height and width of an example to trace a model with, for images of any size.
 
-    A size that the model is not made for, so that position embeddings are resized, and with more
+    The size differs from the model's own, so that position embeddings are resized, and gives more
     than one window in the last stage of a Swin.
     """
     side = 224
@@ -125,12 +127,12 @@ def example_shape(model: nn.Module) -> tuple[int, int]:
 
 
 def images_of(cfg: Config, split: str, number: int, folder: str | None = None) -> list[dict]:
-    """Read images as a model gets them when it is tested.
+    """Read images through a config's test pipeline.
 
     Args:
-        cfg (Config): Whose test pipeline.
-        split (str): Whose data set, 'train' or 'test'.
-        number (int): Number of images, spread evenly over what there is.
+        cfg (Config): Config with the test pipeline.
+        split (str): Split of the dataset, 'train' or 'test'.
+        number (int): Number of images, spread evenly over the dataset.
         folder (str, optional): A folder of images to take instead.
 
     Returns:
@@ -142,7 +144,7 @@ def images_of(cfg: Config, split: str, number: int, folder: str | None = None) -
 
 
 def noise(cfg: Config) -> list[dict]:
-    """Smooth random images through a config's test pipeline, as from :func:`images_of`."""
+    """Return smooth random images after a config's test pipeline, as :func:`images_of` does."""
     generator = np.random.default_rng(0)
     with tempfile.TemporaryDirectory() as folder:
         for i in range(NUM_IMAGES):
@@ -160,25 +162,25 @@ def export_whole(
     batch: int = 1,
     preprocessing: bool = False,
 ) -> float:
-    """Write a whole model as ONNX, from images to predictions.
+    """Export a whole model to ONNX, from images to predictions.
 
-    What the file predicts is compared with what ``model.test_step`` does, every box of a detector
-    counting. The file holds what a program has to know about it as metadata, see
-    :class:`~repa_mm.export.session.Session`.
+    Predictions of the file are compared with ``model.test_step``. For detectors, all boxes are
+    compared, also boxes below the score threshold. Metadata in the file describes its inputs and
+    outputs, see :class:`~repa_mm.export.session.Session`.
 
     Args:
         model (nn.Module): A detector, segmentor or classifier in eval mode, on the CPU.
         out (str): The file. It is written only if it agrees.
-        images (Sequence[dict]): Batches of one image from a data loader, to compare on.
-        shape (Sequence[int]): Height and width of images, an example if ``dynamic``.
-        dynamic (bool): Take images of other sizes, and other numbers of them; all of these are
-            tried. Defaults to True.
-        batch (int): Number of images, of the example if ``dynamic``. Defaults to 1.
-        preprocessing (bool): Take images of type uint8 as OpenCV reads them, (B, H, W, 3), and
-            normalize them in the graph. Defaults to False: normalized images (B, 3, H, W).
+        images (Sequence[dict]): Batches of one image from a data loader, on which to compare.
+        shape (Sequence[int]): Height and width of images, or of the example if ``dynamic``.
+        dynamic (bool): Accept other sizes and numbers of images. Some are compared, too. Defaults
+            to True.
+        batch (int): Number of images, or of the example if ``dynamic``. Defaults to 1.
+        preprocessing (bool): Take uint8 images (B, H, W, 3) as OpenCV reads them, and normalize
+            them in the graph. Defaults to False, which takes normalized images (B, 3, H, W).
 
     Returns:
-        float: How much the file differs, see :func:`disagreement`.
+        float: The difference from PyTorch, see :func:`disagreement`.
 
     Raises:
         ValueError: If the file does not agree with the model.
@@ -197,11 +199,11 @@ def agreeing_onnx(
     batch: int,
     preprocessing: bool,
 ) -> tuple[bytes, float]:
-    """Return the content of the file, and how much it differs; as for :func:`export_whole`."""
+    """Return the file's content and its difference from PyTorch, see :func:`export_whole`."""
     whole = whole_model(model, preprocessing)
     height, width = shape
     if dynamic:
-        batch = max(batch, 2)  # what is 1 in the example stays 1
+        batch = max(batch, 2)  # tracing fixes a dimension of size 1
         larger, other = (height + 64, width + 32), (width + 65, height)
         mixed = [shape, larger if whole.task == 'detection' else shape]
         batches = [images[0], *(resized(images, s) for s in (mixed, [larger], [other] * 3))]
@@ -210,7 +212,7 @@ def agreeing_onnx(
     content = whole_onnx(whole, (batch, height, width), dynamic)
     check = content
     if whole.task == 'detection':
-        # Trained detectors find nothing in noise: every box counts.
+        # Trained detectors find no objects in noise, so compare all boxes.
         check, model = _without_threshold(content), copy.deepcopy(model)
         head = model.roi_head if hasattr(model, 'roi_head') else model.bbox_head
         head.test_cfg['score_thr'] = 0.0
@@ -221,7 +223,7 @@ def agreeing_onnx(
 
 
 def resized(images: Sequence[dict], sizes: Sequence[tuple[int, int]]) -> dict:
-    """Return some images, in these sizes (height, width), as a batch of a data loader."""
+    """Return a batch of images, resized to ``sizes`` (height, width), as from a data loader."""
     inputs, samples = [], []
     for i, size in enumerate(sizes):
         data = images[i % len(images)]
@@ -243,7 +245,7 @@ def whole_onnx(model: WholeModel, shape: Sequence[int], dynamic: bool = True) ->
     Args:
         model (WholeModel): From :func:`~repa_mm.export.whole.whole_model`.
         shape (Sequence[int]): Number of images, height and width.
-        dynamic (bool): Take any others, too. Defaults to True.
+        dynamic (bool): Accept other sizes and numbers of images. Defaults to True.
     """
     import onnx
 
@@ -256,7 +258,7 @@ def whole_onnx(model: WholeModel, shape: Sequence[int], dynamic: bool = True) ->
         name, value = model.option
         inputs.append(torch.tensor(value))
         names.append(name)
-        if model.task == 'detection':  # one size for all images, or one each
+        if model.task == 'detection':  # one size for all images, or one size each
             axes[name] = {0: 'sizes'}
     content = to_onnx(
         model, tuple(inputs), input_names=names, output_names=list(model.outputs), dynamic_axes=axes
@@ -270,8 +272,8 @@ def whole_onnx(model: WholeModel, shape: Sequence[int], dynamic: bool = True) ->
 
 
 def to_onnx(model: nn.Module, inputs: tuple, **kwargs) -> bytes:
-    """Return the content of an ONNX file, by PyTorch's exporter that traces."""
-    # It needs no onnxscript, and takes a second.
+    """Return the content of an ONNX file, from PyTorch's tracing exporter."""
+    # The tracing exporter needs no onnxscript, and takes a second.
     if 'dynamo' in torch.onnx.export.__code__.co_varnames:
         kwargs['dynamo'] = False
     file = io.BytesIO()
@@ -282,7 +284,7 @@ def to_onnx(model: nn.Module, inputs: tuple, **kwargs) -> bytes:
 
 
 def _without_threshold(content: bytes) -> bytes:
-    """The model with 0 for every positive threshold of the scores."""
+    """Return the ONNX model with positive score thresholds replaced by 0."""
     import onnx
 
     proto = onnx.load_from_string(content)
@@ -305,13 +307,14 @@ def disagreement(model: nn.Module, exported: ExportedModel, data: dict) -> float
     Args:
         model (nn.Module): The model.
         exported (ExportedModel): The exported model.
-        data (dict): From a data loader.
+        data (dict): Batch from a data loader.
 
     Returns:
-        float: For detectors, the share of objects without a counterpart: of the same label, with a
-        score that differs by less than 1e-3, sides that differ by less than 0.1 pixels and a mask
-        of which less than 2 % of the box and 4 pixels differ; NaN if there is no object. For
-        segmentors, the share of pixels. For classifiers, the largest difference of a score.
+        float: For detectors, the share of objects without a counterpart, NaN if there are no
+        objects. A counterpart has the same label, a score within 1e-3, box coordinates within 0.1
+        pixels, and a mask that differs in less than 2 % of the box's area plus 4 pixels. For
+        segmentors, the share of differing pixels. For classifiers, the largest difference of a
+        score.
     """
     pairs = list(zip(exported.test_step(copy.deepcopy(data)), model.test_step(copy.deepcopy(data))))
     if 'pred_instances' in pairs[0][0]:
@@ -330,9 +333,9 @@ def lost_objects(found: InstanceData, others: InstanceData) -> int:
     """Return the number of objects without a counterpart among others, see :func:`disagreement`.
 
     Args:
-        found (InstanceData): With bboxes (N, 4), scores (N, ), labels (N, ) and perhaps masks
-            (N, H, W).
-        others (InstanceData): With the same fields.
+        found (InstanceData): Objects with bboxes (N, 4), scores (N, ), labels (N, ) and optionally
+            masks (N, H, W).
+        others (InstanceData): Objects with the same fields.
     """
     fits = (found.bboxes[:, None] - others.bboxes).abs().amax(-1) < 0.1
     fits &= (found.scores[:, None] - others.scores).abs() < 1e-3
@@ -346,7 +349,7 @@ def lost_objects(found: InstanceData, others: InstanceData) -> int:
 
 
 def _largest(errors: Iterable) -> float:
-    """The largest number; NaN if one is, which Python's max() would lose."""
+    """Return the largest number, or NaN if there is a NaN, which Python's max() would lose."""
     return torch.tensor(list(errors)).max().item()
 
 
@@ -364,7 +367,7 @@ class _Tensors(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
-        # Exporters put the mode of the outermost module back.
+        # Exporters restore the mode of the outermost module.
         self.training = model.training
 
     def forward(self, image: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -373,7 +376,7 @@ class _Tensors(nn.Module):
 
 
 def read(file: str | bytes) -> Callable[[torch.Tensor], list[torch.Tensor]]:
-    """Return a function of a backbone's file, or of its content: from images to tensors."""
+    """Return a function that runs a backbone's ONNX file, or its content, on images."""
     import onnxruntime
 
     session = onnxruntime.InferenceSession(file, providers=['CPUExecutionProvider'])
@@ -385,9 +388,9 @@ def largest_error(model: nn.Module, exported: Callable, shapes: Sequence[tuple[i
     """Measure the largest error of outputs on noise, relative to the largest output.
 
     Args:
-        model (nn.Module): From images to a tuple of tensors.
-        exported (Callable): The exported model, from images to a sequence of tensors.
-        shapes (Sequence[tuple[int]]): Of the images, (B, 3, H, W).
+        model (nn.Module): Model that maps images to a tuple of tensors.
+        exported (Callable): Exported model, which maps images to a sequence of tensors.
+        shapes (Sequence[tuple[int]]): Shapes (B, 3, H, W) of the images.
     """
     errors = []
     for shape in shapes:
@@ -405,21 +408,20 @@ def export(
     dynamic: bool = False,
     batch: int = 1,
 ) -> float:
-    """Write a backbone or classifier as ONNX.
+    """Export a backbone or classifier to ONNX.
 
-    What the file computes is compared with what the model computes, on noise; with ``dynamic`` also
-    of other sizes.
+    Outputs of the file are compared with the model's on noise, and if ``dynamic`` also on noise of
+    other sizes.
 
     Args:
-        model (nn.Module): In eval mode and usually in its deploy form, on the CPU. It takes
-            normalized images (B, 3, H, W) and returns a tensor or a tuple of tensors.
+        model (nn.Module): A model in eval mode on the CPU, usually in its deploy form, that maps
+            normalized images (B, 3, H, W) to a tensor or a tuple of tensors.
         out (str): The file. It is written only if it agrees.
         shape (Sequence[int]): Height and width of images. Defaults to (224, 224).
-        dynamic (bool): Take images of other sizes, and other numbers of them. Then ``shape`` is an
-            example: not the size that the model is made for (position embeddings would not be
-            resized), and for a Swin more than one window in the last stage (above 224). Defaults
-            to False.
-        batch (int): Number of images, of the example if ``dynamic``. Defaults to 1.
+        dynamic (bool): Accept other sizes and numbers of images. ``shape`` is then an example. It
+            must differ from the model's own size, so that position embeddings are resized, and
+            give a Swin more than one window in the last stage (above 224). Defaults to False.
+        batch (int): Number of images, or of the example if ``dynamic``. Defaults to 1.
 
     Returns:
         float: The largest error, relative to the largest output.
@@ -431,7 +433,7 @@ def export(
     model = _Tensors(copy.deepcopy(model))
     trace_any_size_(model)
     shapes = [(batch, 3, height, width)]
-    if dynamic:  # what is 1 in the example stays 1
+    if dynamic:  # tracing fixes a dimension of size 1
         shapes = [(max(batch, 2), 3, height, width), (1, 3, height + 64, width + 32)]
         shapes.append((3, 3, width + 65, height))
     axes = {0: 'batch', 2: 'height', 3: 'width'} if dynamic else {}

@@ -1,9 +1,9 @@
 """Swin's window attention and patch merging without needless copies.
 
-The modules compute the same as the stock modules of MMPretrain, MMDetection and MMSegmentation,
-with the same parameters:
+The modules have the parameters and outputs of the stock modules of MMPretrain, MMDetection and
+MMSegmentation:
 
-- Tokens are gathered into windows once, see :mod:`.windows`, in the order of the windows' masks.
+- Tokens are gathered into windows once, in the order of the windows' masks, see :mod:`.windows`.
   The sum of relative position bias and mask is broadcast over the windows, and cached at inference.
 - On CPUs, the windows are processed in chunks that fit the caches, and training keeps only q, k and
   v for the backward pass.
@@ -20,7 +20,7 @@ from mmcv.cnn.bricks.transformer import PatchMerging
 from mmengine.utils import digit_version
 from mmpretrain.models.utils.attention import ShiftWindowMSA
 
-from repa_mm.faster.replace import replace_
+from repa_mm.faster.replace import replace
 from repa_mm.faster.windows import (
     buffer,
     cached_masks,
@@ -46,15 +46,14 @@ _MERGING = (
     'mmdet.models.layers.transformer.utils',
     'mmseg.models.utils.embed',
 )
-# Before, scaled_dot_product_attention with a mask was slower on a CPU than the products.
+# In earlier versions, masked scaled_dot_product_attention is slower on a CPU than two matmuls.
 _CPU_HAS_MASKED_KERNEL = digit_version(torch.__version__) >= digit_version('2.3')
-# Tokens that are processed at a time: few enough for the caches, and enough for the matrix
-# products.
+# Tokens per chunk: few enough to fit the caches, and enough for efficient matrix products.
 _CHUNK = 2048
 
 
 def _heads(qkv: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """View q, k and v (n, N, 3 C) as (3, n, heads, N, C / heads)."""
+    """View qkv (n, N, 3 C) as (3, n, heads, N, C / heads)."""
     n, num_tokens, _ = qkv.shape
     return qkv.view(n, num_tokens, 3, num_heads, -1).permute(2, 0, 3, 1, 4)
 
@@ -70,7 +69,7 @@ def _probabilities(
 
 
 def _attend(qkv: torch.Tensor, bias: torch.Tensor, num_heads: int, scale: float) -> torch.Tensor:
-    """Compute attention in windows (n, N, 3 C) with the same bias (heads, N, N)."""
+    """Compute attention from qkv (n, N, 3 C) of windows that share one bias (heads, N, N)."""
     n, num_tokens, _ = qkv.shape
     if qkv.device.type != 'cpu' or _CPU_HAS_MASKED_KERNEL:
         x = F.scaled_dot_product_attention(
@@ -103,13 +102,13 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     @first_order_only(
-        'RePaSwinTransformer(fast_attention=False), or a Swin without fast_window_attention_()'
+        'RePaSwinTransformer(fast_attention=False), or a Swin without fast_window_attention()'
     )
     def backward(ctx, grad):
         qkv, bias = ctx.saved_tensors
         num_heads, scale, chunks = ctx.args
         grad_qkv = torch.empty_like(qkv)
-        # Sums over many windows.
+        # In float32 at least, since gradients are summed over many windows.
         grad_bias = torch.zeros_like(bias, dtype=torch.promote_types(bias.dtype, torch.float32))
         for start, stop, mask in chunks:
             heads = _heads(qkv[start:stop], num_heads).contiguous()
@@ -129,34 +128,34 @@ class _Attention(torch.autograd.Function):
         return grad_qkv, grad_bias.to(bias), None, None, None
 
 
-# The relative position bias table of each module, and the biases made of the table. They are kept
-# beside the modules, so that copies, pickles and state dicts are without them.
+# For each module, a copy of its relative position bias table, and the biases computed from it. The
+# cache is outside the modules, so that copies, pickles and state dicts do not contain it.
 _BIASES = weakref.WeakKeyDictionary()
 
 
 class FastShiftWindowMSA(ShiftWindowMSA):
-    """A ``ShiftWindowMSA`` that computes the same in less time and memory.
+    """A ``ShiftWindowMSA`` with the same outputs in less time and memory.
 
-    It has the arguments, the parameters and the state dict of its parent. Any ``ShiftWindowMSA``
-    whose ``w_msa`` is a plain ``WindowMSA`` can become one, see :func:`fast_window_attention_`.
+    Arguments, parameters and the state dict are those of ``ShiftWindowMSA``. Any ``ShiftWindowMSA``
+    whose ``w_msa`` is a plain ``WindowMSA`` can become one, see :func:`fast_window_attention`.
     A training form may take the place of ``w_msa``.
     """
 
-    # MMDetection and MMSegmentation do not have the argument, and always pad.
+    # The modules of MMDetection and MMSegmentation lack this argument, and always pad.
     pad_small_map = True
 
     def forward(self, query: torch.Tensor, hw_shape: Sequence[int]) -> torch.Tensor:
-        """Attention in (shifted) windows.
+        """Compute attention in (shifted) windows.
 
         Args:
             query (torch.Tensor): Tokens of shape (B, H * W, C).
             hw_shape (Sequence[int]): Height H and width W of the map.
 
         Returns:
-            torch.Tensor: Of the shape of ``query``.
+            torch.Tensor: Tokens of shape (B, H * W, C).
         """
         w_msa = self.w_msa
-        if isinstance(w_msa, TrainingForm):  # a form computes in its own way
+        if isinstance(w_msa, TrainingForm):  # a form has its own forward pass
             return super().forward(query, hw_shape)
         height, width = hw_shape
         shift = self.shift_of(query, hw_shape)
@@ -167,17 +166,17 @@ class FastShiftWindowMSA(ShiftWindowMSA):
         return self.drop(w_msa.proj_drop(x))
 
     def shift_of(self, query: torch.Tensor, hw_shape: Sequence[int]):
-        """How far the windows of a map are shifted; a tensor or a symbol if a graph decides.
+        """Return the shift of the windows, a tensor or a symbol if it depends on a graph's input.
 
         Args:
             query (torch.Tensor): As for :meth:`forward`.
-            hw_shape (Sequence[int]): Likewise.
+            hw_shape (Sequence[int]): As for :meth:`forward`.
 
         Raises:
-            AssertionError: If the tokens are not those of the map, or the map is too small.
+            AssertionError: If there are not H * W tokens, or the map is too small.
         """
         height, width = hw_shape
-        # Raised, as `python -OO` removes assertions; of the type that the parent's have.
+        # The parent's error type, raised explicitly since `python -OO` removes assertions.
         if query.shape[1] != height * width:
             raise AssertionError(
                 f"The query length {query.shape[1]} doesn't match the input shape "
@@ -193,29 +192,29 @@ class FastShiftWindowMSA(ShiftWindowMSA):
         if shift and not self.pad_small_map:
             if torch.is_tensor(height):  # traced: known when the graph runs
                 shift = shift * (torch.minimum(height, width) > self.window_size)
-            elif _is_exporting():  # likewise
+            elif _is_exporting():  # also known when the graph runs
                 shift = shift * torch.sym_min(torch.sym_min(height, width) - self.window_size, 1)
             elif min(height, width) == self.window_size:
                 shift = 0
         return shift
 
     def qkv(self, windows: torch.Tensor, padded: torch.Tensor | None) -> torch.Tensor:
-        """Compute queries, keys and values of windows; a subclass may do so in another way.
+        """Compute queries, keys and values of windows. Subclasses may override this method.
 
         Args:
             windows (torch.Tensor): Tokens (n, N, C), zero where they are padding.
-            padded (torch.Tensor, optional): Which of the first P tokens, and so on for every P
-                that follow, are padding, (P, 1); None if none is.
+            padded (torch.Tensor, optional): True for padding tokens, (P, 1), repeated for every P
+                tokens of the windows. None without padding.
 
         Returns:
-            torch.Tensor: Of shape (n, N, 3 C).
+            torch.Tensor: Queries, keys and values (n, N, 3 C).
         """
         return self.w_msa.qkv(windows)
 
     def _forward_eager(self, query, height, width, shift):
         w_msa, num_tokens = self.w_msa, self.window_size**2
         channels, on_cpu = query.shape[-1], query.device.type == 'cpu'
-        if not len(query):  # in the shape and dtype of any other batch
+        if not len(query):  # an empty batch, with the usual dtype
             return w_msa.proj(query)
         rows, positions, padded, groups = partition(
             len(query), height, width, self.window_size, shift, query.device
@@ -251,7 +250,7 @@ class FastShiftWindowMSA(ShiftWindowMSA):
         return out.index_select(0, positions).view(query.shape)
 
     def _forward_traceable(self, query, height, width, shift):
-        """The attention in operations that compilers see through."""
+        """Compute attention in operations that can be traced and compiled."""
         w_msa, window = self.w_msa, self.window_size
         batch, _, channels = query.shape
         rows, positions, padded, mask = traceable_partition(
@@ -269,7 +268,7 @@ class FastShiftWindowMSA(ShiftWindowMSA):
             bias = bias[mask]
         bias = bias.repeat(batch if is_shifted else 1, 1, 1, 1)
         if query.device.type == 'cpu' or w_msa.training and w_msa.attn_drop.p:
-            # In four dimensions, the form that OpenVINO makes one operation of.
+            # In four dimensions, which OpenVINO fuses into one operation.
             scores = (q * w_msa.scale) @ k.transpose(2, 3) + bias
             x = w_msa.attn_drop(scores.softmax(-1)) @ v
         else:
@@ -286,16 +285,15 @@ class FastShiftWindowMSA(ShiftWindowMSA):
         return bias
 
     def bias(self, shift: int, dtype: torch.dtype, cached: bool = True) -> torch.Tensor:
-        """Return the biases plus masks of windows.
+        """Return the sum of relative position bias and mask for each kind of window.
 
         Args:
-            shift (int): How far the windows are shifted.
-            dtype (torch.dtype): The dtype of the result.
-            cached (bool): Whether the result may come from a cache, as in a graph it may not.
-                Defaults to True.
+            shift (int): Shift of the windows in tokens.
+            dtype (torch.dtype): Dtype of the result.
+            cached (bool): Use the cache. Must be False in a traced graph. Defaults to True.
 
         Returns:
-            torch.Tensor: Of shape (4, heads, N, N), for inner, right, bottom and corner windows;
+            torch.Tensor: Biases (4, heads, N, N) of inner, right, bottom and corner windows, or
             (1, heads, N, N) without a shift.
         """
         if not cached:
@@ -304,8 +302,8 @@ class FastShiftWindowMSA(ShiftWindowMSA):
         on_cpu = table.device.type == 'cpu'
         if table.requires_grad and torch.is_grad_enabled() or table.is_inference() and not on_cpu:
             return self._compute_bias(shift, cached_masks).to(dtype)
-        # Writing to param.data leaves no trace in the version. Comparing the values is cheap on a
-        # CPU, but would make the CPU wait for a GPU.
+        # Writing to param.data does not change the version, so compare values on a CPU. On a GPU,
+        # a comparison would make the CPU wait.
         version = None if on_cpu else (table.data_ptr(), table._version)
         key = shift, dtype, table.device, version
         cached = _BIASES.get(self)
@@ -324,7 +322,7 @@ class FastShiftWindowMSA(ShiftWindowMSA):
 class FastPatchMerging(PatchMerging):
     """mmcv's ``PatchMerging`` for patches that do not overlap.
 
-    One permuted copy in place of ``nn.Unfold``, which needs one before and one after it.
+    One permuted copy replaces ``nn.Unfold``, which needs a copy before and a copy after it.
     """
 
     def forward(self, x: torch.Tensor, input_size: Sequence[int]):
@@ -335,7 +333,7 @@ class FastPatchMerging(PatchMerging):
             input_size (Sequence[int]): Height H and width W of the map.
 
         Returns:
-            tuple: Tokens of the merged map, and its height and width.
+            tuple: Tokens of the merged map, and the height and width of that map.
         """
         batch, length, channels = x.shape
         height, width = input_size
@@ -346,14 +344,14 @@ class FastPatchMerging(PatchMerging):
         out_h = (height + kernel_h - 1) // kernel_h
         out_w = (width + kernel_w - 1) // kernel_w
         pad_h, pad_w = out_h * kernel_h - height, out_w * kernel_w - width
-        # Traced, one graph serves odd and even sizes.
+        # A traced graph always pads, to accept odd and even sizes.
         if is_traced() or pad_h or pad_w:
             top, left = 0, 0
             if _padding(self).padding == 'same':
                 top, left = pad_h // 2, pad_w // 2
             x = F.pad(x, (0, 0, left, pad_w - left, top, pad_h - top))
         x = x.view(batch, out_h, kernel_h, out_w, kernel_w, channels)
-        # In Unfold's order: the patch changes fastest.
+        # In Unfold's order, where the position in the patch changes fastest.
         x = x.permute(0, 1, 3, 5, 2, 4).reshape(batch, out_h * out_w, -1)
         if self.norm is not None:
             x = self.norm(x)
@@ -367,8 +365,8 @@ def _padding(merging: nn.Module) -> nn.Module | None:
 def fast_class(module: nn.Module) -> type | None:
     """Return the fast class of a stock module, or None."""
 
-    # By class name, since MMDetection and MMSegmentation have copies of the classes. Subclasses are
-    # left out, since they may compute something else.
+    # By class name, since MMDetection and MMSegmentation have copies of the classes. Subclasses do
+    # not count, since they may compute something else.
     def is_stock(part, name, where):
         return type(part).__name__ == name and type(part).__module__ in where
 
@@ -381,12 +379,12 @@ def fast_class(module: nn.Module) -> type | None:
     return FastPatchMerging if fits else None
 
 
-def swap_attention_(model: nn.Module) -> None:
-    """Do the same as :func:`fast_window_attention_`, without an error if nothing is replaced."""
-    replace_(model, fast_class)
+def swap_attention(model: nn.Module) -> None:
+    """Replace modules as :func:`fast_window_attention`, without an error if there are none."""
+    replace(model, fast_class)
 
 
-def fast_window_attention_(model: nn.Module) -> nn.Module:
+def fast_window_attention(model: nn.Module) -> nn.Module:
     """Make the window attention of a Swin faster, in place.
 
     Every ``ShiftWindowMSA`` becomes a :class:`FastShiftWindowMSA`, and every ``PatchMerging`` a
@@ -401,7 +399,7 @@ def fast_window_attention_(model: nn.Module) -> nn.Module:
     Raises:
         ValueError: If the model has no stock window attention.
     """
-    swap_attention_(model)
+    swap_attention(model)
     if not any(isinstance(m, FastShiftWindowMSA) for m in model.modules()):
         raise ValueError(
             f'nothing to make faster: {type(model).__name__} has no window attention of a stock '

@@ -1,8 +1,8 @@
 """Window partition of feature maps, and the masks of shifted windows.
 
-Padding, cyclic shift and window partition are one gather of tokens, and their reversal is another.
-A shifted window needs a mask only if it wraps around the feature map, so there are four masks
-(inner, right, bottom, corner) for any size. The windows are gathered in this order.
+Padding, cyclic shift and window partition are one gather of tokens, and their inverse is another
+gather. A shifted window needs a mask only if it wraps around the feature map, so there are four
+masks (inner, right, bottom, corner) for any size. The windows are gathered in this order.
 """
 
 from functools import lru_cache
@@ -24,10 +24,11 @@ class Windows(NamedTuple):
 
     Attributes:
         rows (torch.Tensor): Index of the token at each place of the windows, (num_windows * N, ).
-        positions (torch.Tensor): Place of each token in the windows, (B * H * W, ): the inverse.
+        positions (torch.Tensor): Place of each token in the windows, (B * H * W, ), the inverse
+            of ``rows``.
         padded (torch.Tensor | None): True for places that are padding, (num_windows * N, 1). None
             without padding.
-        groups (list): First window, last window + 1 and number of the mask, for each mask in use.
+        groups (list): First window, last window + 1 and index of the mask, for each mask in use.
     """
 
     rows: torch.Tensor
@@ -40,7 +41,7 @@ class Windows(NamedTuple):
 def partition(
     batch: int, height: int, width: int, window: int, shift: int, device: torch.device
 ) -> Windows:
-    """Return the window partition of a batch of feature maps; the batch is one list of tokens."""
+    """Return the window partition of a batch of feature maps, as one list of B * H * W tokens."""
     # Tensors that are cached in inference mode could not be used for training later.
     with torch.inference_mode(False), torch.no_grad():
         rows = torch.arange(batch * height * width, device=device).view(batch, height, width)
@@ -76,7 +77,7 @@ def traceable_partition(
 
     Returns:
         tuple: ``rows``, ``positions`` and ``padded`` as in :class:`Windows`, with the windows in
-        the order of the feature map; and the number of the mask for each window.
+        the order of the feature map, and the index of the mask for each window.
     """
     h, last_h = _axis(height, window, shift, device)
     w, last_w = _axis(width, window, shift, device)
@@ -96,9 +97,10 @@ def traceable_partition(
 
 
 def _axis(size: int, window: int, shift: int, device: torch.device):
-    """Return the positions (n, window) of n windows along an axis, and (n, ) 1 for the last window.
+    """Return positions (n, window) of n windows along an axis, and which is the last one (n, ).
 
-    Positions from ``size`` on are padding.
+    The second tensor is 1 for the last window and 0 otherwise. Positions from ``size`` on are
+    padding.
     """
     n = (size + window - 1) // window
     starts = torch.arange(n, device=device)
@@ -112,7 +114,7 @@ def times(x: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def _wrap(x: torch.Tensor, size: int) -> torch.Tensor:
-    """Return x % size for x below 2 * size, in a form that exports to ONNX, too."""
+    """Return x % size for x below 2 * size, in a form that exports to ONNX."""
     return x - times((x >= size).long(), size)
 
 

@@ -193,7 +193,7 @@ class AttentionSite(Site):
         if type(attention) is not WindowMSA and not (
             type(attention) is MultiheadAttention and not attention.v_shortcut
         ):
-            raise ValueError(f'its {type(attention).__name__} is not an attention that is known')
+            raise ValueError(f'its {type(attention).__name__} is not a known attention')
         return AttentionParts(
             self.norm,
             attention.qkv,
