@@ -1,8 +1,8 @@
 """RePaFormers for OpenMMLab: faster transformer detectors and segmentors.
 
 ``import repa_mm`` registers backbones, heads, transforms, hooks and metrics. The method itself,
-:mod:`repa_mm.reparam`, needs PyTorch alone: where MMEngine, MMCV or MMPretrain are missing or do
-not load, nothing is registered, and the method works.
+:mod:`repa_mm.reparam`, needs only PyTorch: where MMEngine, MMCV or MMPretrain are missing or do not
+load, nothing is registered, and the method still works.
 """
 
 import warnings
@@ -38,7 +38,7 @@ if find_spec('mmengine'):
         from repa_mm import datasets, engine  # noqa: F401
         from repa_mm.convert import convert_pretrained  # noqa: F401
         from repa_mm.faster import fast_window_attention  # noqa: F401
-    except Exception as error:  # they fail in many ways, and the method does not need them
+    except Exception as error:  # imports fail in many ways, and the method needs none of them
         _reason, _error = f'{type(error).__name__}: {error}', error
         warnings.warn(
             f'repa_mm cannot register its models and hooks ({_reason}): see docs/install.md'
