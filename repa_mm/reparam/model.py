@@ -1,4 +1,4 @@
-"""From one mergeable module to a model."""
+"""Reparameterize whole models."""
 
 import copy
 
@@ -10,7 +10,7 @@ from .schedule import finish_schedules
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """Return the model inside DataParallel, DistributedDataParallel, torch.compile.
+    """Return the model inside DataParallel, DistributedDataParallel or torch.compile.
 
     Raises:
         ValueError: If the model's parameters are sharded (FSDP).
@@ -38,24 +38,24 @@ def innermost(model: nn.Module) -> nn.Module:
 
 
 def has_deploy_form(model: nn.Module) -> bool:
-    """Return whether a part of the model is in its deploy form."""
+    """Return True if any module of the model is in its deploy form."""
     return any(isinstance(m, DeployForm) for m in model.modules())
 
 
 def has_training_form(model: nn.Module) -> bool:
-    """Return whether a part of the model is in its training form, and can be merged."""
+    """Return True if any module of the model is in its training form."""
     return any(isinstance(m, TrainingForm) for m in model.modules())
 
 
 def is_reparameterized(model: nn.Module, state_dict: dict) -> bool:
-    """Return whether weights for a model in its training form are merged.
+    """Return True if a state dict for a model in its training form is merged.
 
-    The first form whose weights are not those of its training form decides: they are merged if they
-    have the names of its deploy form.
+    The first form whose weights do not have the names of the training form decides: the state dict
+    is merged if the weights have the names of the deploy form.
 
     Args:
-        model (nn.Module): The model.
-        state_dict (dict): The weights, with the model's names.
+        model (nn.Module): The model in its training form.
+        state_dict (dict): The state dict, with the model's names.
     """
     for name, form in outermost(model, TrainingForm):
         start = f'{name}.' if name else ''
@@ -70,16 +70,16 @@ def is_reparameterized(model: nn.Module, state_dict: dict) -> bool:
 
 @torch.inference_mode(False)
 def reparameterize(model: nn.Module, inplace: bool = False) -> nn.Module:
-    """Merge everything in a model that is in a training form.
+    """Merge every module of a model that is in its training form.
 
-    The result computes what the model computes in eval mode, up to rounding. Of a model that is
-    reparameterized already, nothing is merged: the result is a copy (with ``inplace`` the model
-    itself) in eval mode. A training form inside of another one is left to the outer one's merge;
-    what that leaves in a training form is merged afterwards.
+    The result equals the model in eval mode, up to rounding. If the model is reparameterized
+    already, the result is a copy (the model itself with ``inplace``) in eval mode. A training form
+    inside another training form is left to the outer form's merge; inner forms that remain in their
+    training form are merged afterwards.
 
     Args:
-        model (nn.Module): Any model. DataParallel, DistributedDataParallel and torch.compile
-            wrappers are taken off; an averaged model (EMA) keeps its wrapper.
+        model (nn.Module): The model. DataParallel, DistributedDataParallel and torch.compile
+            wrappers are removed; an averaged model (EMA) keeps its wrapper.
         inplace (bool): Change the model itself instead of a copy. Defaults to False.
 
     Returns:
@@ -101,16 +101,16 @@ def reparameterize(model: nn.Module, inplace: bool = False) -> nn.Module:
             f'nothing to reparameterize: {type(model).__name__} has no channel-idle FFN or other '
             'module in a training form'
         )
-    # All of it before anything is changed, so that an error leaves the model as it was.
+    # Merge all forms before changing the model, so that an error leaves the model unchanged.
     forms = dict(outermost(model, TrainingForm))
     own_name = type(model).__name__
     memo = {id(form): merge_whole(form, name or own_name) for name, form in forms.items()}
     if not inplace:
-        # What is merged takes its place in the copy, instead of being copied.
+        # The memo makes deepcopy use the merged forms instead of copying the training forms.
         model = copy.deepcopy(model, memo)
     else:
         for form in forms.values():
             become(form, memo[id(form)])
-    # On a line of its own: the eval() of some backbones returns None.
+    # Not `return model.eval()`: the eval() of some backbones returns None.
     model.eval()
     return model

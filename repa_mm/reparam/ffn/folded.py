@@ -9,7 +9,8 @@ The symbols are defined in :mod:`repa_mm.reparam.ffn.layers`; a trailing c marks
 over the tokens, and I the idle rows of the first linear map:
 
     mu = mean(x), S = xc^T xc / N, s1 = gamma1 / sqrt(diag(S) + eps),
-    B = W_in,I diag(s1), var(h_I) = diag(B S B^T), s2 = gamma2 / sqrt(var(a) + eps),
+    B = W_in,I diag(s1), var(h_I) = diag(B S B^T),
+    s2,I = gamma2,I / sqrt(var(h_I) + eps), s2,A = gamma2,A / sqrt(var(a) + eps),
     L = W_out,I diag(s2,I) B                                       (C x C),
     z = xc L^T + ac V_A^T + b_out + W_out beta2,   V_A = W_out,A diag(s2,A).
 """
@@ -281,7 +282,7 @@ def folded_forward(ffn: nn.Module, x: torch.Tensor) -> torch.Tensor:
     # Statistics and weights are computed in float32 or wider, products with the tokens in the dtype
     # of autocast.
     acc = torch.promote_types(dtype, torch.float32)
-    # The matrix products include the shortcut where that costs no precision.
+    # The matrix products can include the shortcut without drop path and in full precision only.
     shortcut = ffn.shortcut and not ffn.keeps_norm and dtype == x.dtype == acc
     shortcut = shortcut and ffn.dropout_layer.drop_prob == 0.0
     tokens = (ffn.norm1(x) if ffn.keeps_norm else x).reshape(-1, ffn.embed_dims)

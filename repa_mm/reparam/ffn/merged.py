@@ -15,8 +15,8 @@ class MergedFFN(DeployForm):
     """Deploy form of a :class:`ChannelIdleFFN` (paper eq. 7).
 
     It computes y = x W^T + b + act(x W_in^T + b_in) W_out^T in two matrix products. W_in (A, C) and
-    W (C, C) are stacked in ``fc1``, and the second product, with W_out (C, A) in ``fc2``, accumulates onto
-    the linear half of the first.
+    W (C, C) are stacked in ``fc1``. The second product, with W_out (C, A) in ``fc2``, accumulates
+    onto the linear half of the first.
 
     Args:
         embed_dims (int): Number of channels C.
