@@ -196,7 +196,7 @@ class TrainingForm(Form):
     def fill(self, *parts) -> None:
         """Copy the weights of ordinary modules into this form.
 
-        Parameters are changed in place: MMEngine builds the optimizer before it initializes weights.
+        Parameters change in place: MMEngine builds the optimizer before it initializes weights.
 
         Args:
             *parts: One or several groups of ordinary modules at the site, such as
@@ -295,7 +295,7 @@ def _checked(merge: Callable) -> Callable:
         with torch.inference_mode(False), torch.no_grad():
             _check_whole(self)
             _recompute_weights(self)
-            # In training mode, a parametrization may compute another weight or change its own state.
+            # In training mode, a parametrization may compute another weight or change its state.
             modes = {module: module.training for module in self.modules()}
             try:
                 for module in modes:

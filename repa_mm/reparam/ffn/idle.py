@@ -157,7 +157,7 @@ class ChannelIdleFFN(TrainingForm):
         return x + z if self.shortcut else z
 
     def _hidden(self, u: torch.Tensor) -> torch.Tensor:
-        """Return the hidden channels (N, H) of normalized tokens (N, C), the active channels activated."""
+        """Return the hidden channels (N, H) of normalized tokens (N, C), after the activation."""
         active, idle = self.fc1(u).tensor_split([self.num_active], dim=1)
         return torch.cat([self.act(active), idle], dim=1)
 
