@@ -1,8 +1,8 @@
 """RePaFormers for OpenMMLab: faster transformer detectors and segmentors.
 
 ``import repa_mm`` registers backbones, heads, transforms, hooks and metrics. The method itself,
-:mod:`repa_mm.reparam`, needs PyTorch alone: where MMEngine, MMCV or MMPretrain are missing or do
-not load, nothing is registered, and the method works.
+:mod:`repa_mm.reparam`, needs only PyTorch: where MMEngine, MMCV or MMPretrain are missing or do not
+load, nothing is registered, and the method still works.
 """
 
 import warnings
@@ -10,19 +10,12 @@ from importlib import import_module
 from importlib.util import find_spec
 
 from repa_mm.paths import config_path
-from repa_mm.reparam import ChannelIdleFFN, MergedFFN, reparameterize, reparameterize_
+from repa_mm.reparam import ChannelIdleFFN, MergedFFN, reparameterize
 from repa_mm.version import __version__
 
-__all__ = [
-    'ChannelIdleFFN',
-    'MergedFFN',
-    '__version__',
-    'config_path',
-    'reparameterize',
-    'reparameterize_',
-]
+__all__ = ['ChannelIdleFFN', 'MergedFFN', '__version__', 'config_path', 'reparameterize']
 
-_MM_NAMES = ('convert_pretrained', 'fast_window_attention_')
+_MM_NAMES = ('convert_pretrained', 'fast_window_attention')
 _reason, _error = 'MMEngine is not installed', None
 
 
@@ -44,8 +37,8 @@ if find_spec('mmengine'):
         _check_versions()
         from repa_mm import datasets, engine  # noqa: F401
         from repa_mm.convert import convert_pretrained  # noqa: F401
-        from repa_mm.faster import fast_window_attention_  # noqa: F401
-    except Exception as error:  # they fail in many ways, and the method does not need them
+        from repa_mm.faster import fast_window_attention  # noqa: F401
+    except Exception as error:  # imports fail in many ways, and the method needs none of them
         _reason, _error = f'{type(error).__name__}: {error}', error
         warnings.warn(
             f'repa_mm cannot register its models and hooks ({_reason}): see docs/install.md'

@@ -1,4 +1,4 @@
-"""What MMEngine's Runner calls."""
+"""Hooks and optimizers for MMEngine's Runner."""
 
 from repa_mm.engine.optimizers import RelativeAdamW
 from repa_mm.engine.reparameterize import ReparameterizeHook

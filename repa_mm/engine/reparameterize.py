@@ -1,4 +1,4 @@
-"""Testing the deploy form, training the training form."""
+"""A hook that tests a model in its deploy form."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -24,17 +24,18 @@ from repa_mm.reparam import (
 class ReparameterizeHook(Hook):
     """Test with the deploy form of the model.
 
-    Before the first batch of a test, the hook replaces ``runner.model`` by a reparameterized copy
-    of it: of the averaged weights, if an :class:`EMAHook` tests these. After the last batch it puts
-    the training form back, untouched, before other hooks swap weights or save a checkpoint. A model
-    that is merged already, by another such hook or in its checkpoint, is tested as it is.
+    Before the first batch of a test, the hook replaces ``runner.model`` with a reparameterized
+    copy. If an :class:`EMAHook` tests averaged weights, the copy has the averaged weights. After
+    the last batch, the hook puts the training form back, unchanged, before other hooks swap
+    weights or save a checkpoint. A model that is already merged, by another such hook or in its
+    checkpoint, is tested as it is.
 
     If a merged checkpoint is tested with a config of the training form, the model takes the deploy
     form before the checkpoint is loaded.
 
     Args:
-        when (str | Sequence[str]): 'test', 'val' or both: in which loops the deploy form is used.
-            While a schedule has not ended, nothing merges, and the training form is validated.
+        when (str | Sequence[str]): The loops that use the deploy form: 'test', 'val' or both. Until
+            every schedule has ended, the model cannot merge, and the training form is validated.
             Defaults to 'test'.
 
     Raises:
@@ -45,7 +46,7 @@ class ReparameterizeHook(Hook):
     """
 
     # Before EMAHook (NORMAL), which loads the checkpoint into the averaged model and swaps the
-    # weights back after an epoch. Its swap before an epoch comes before the first batch anyway.
+    # weights back after an epoch. EMAHook's swap before an epoch precedes the first batch anyway.
     priority = 'VERY_HIGH'
 
     def __init__(self, when: str | Sequence[str] = 'test') -> None:
@@ -55,10 +56,10 @@ class ReparameterizeHook(Hook):
         self._training_form, self._is_due = None, False
 
     def before_run(self, runner) -> None:
-        self._restore(runner)  # after a test that was interrupted
+        self._restore(runner)  # an earlier test may have been interrupted
 
     def after_load_checkpoint(self, runner, checkpoint: dict) -> None:
-        # A merged checkpoint cannot be trained: the training form refuses it.
+        # In training, the training form refuses a merged checkpoint, which cannot be trained.
         if isinstance(runner._train_loop, BaseLoop):
             return
         state_dict = checkpoint.get('state_dict', checkpoint)

@@ -1,4 +1,4 @@
-"""What takes the lambda of a structure from where training begins to where it merges."""
+"""A hook that schedules the lambda of a structure during training."""
 
 import math
 
@@ -16,26 +16,26 @@ _CURVES = {
 
 @HOOKS.register_module()
 class ScheduleHook(Hook):
-    """Takes the lambda of scheduled modules to its end during the first part of a training.
+    """Move the lambda of scheduled modules to its end in the first part of training.
 
-    Lambda is a function of the iteration alone, so that a resumed training goes on where it was,
-    and a buffer of the model, so that checkpoints keep it. It is set before each iteration, once,
-    however often the model runs in it. Averaged models (EMA) get it too, rather than its average.
-    It never goes back: where the weights that a training begins with, or those of a teacher in the
-    model, have come further than the schedule, it waits until the schedule has come as far.
+    Lambda depends only on the iteration, so that a resumed run continues where it stopped. Lambda
+    is a buffer of the model, so that checkpoints keep it. The hook sets lambda once before each
+    iteration, however often the model runs in the iteration. Averaged models (EMA) get the current
+    lambda, not an average. Lambda never goes back: if the initial weights, or the weights of a
+    teacher in the model, are further along than the schedule, lambda stays until the schedule has
+    caught up.
 
     Args:
-        warmup (int | float): Number of iterations in which lambda goes from its beginning to its
-            end; a number below 1 is a share of the training's iterations. Every batch is an
-            iteration, those whose gradients are accumulated, too. With 0, lambda is at its end
-            from the start.
-        begin (int): Iteration with which it starts to go. Defaults to 0.
-        curve (str): How it goes, 'linear' or 'cosine'. Defaults to 'linear'.
-        scalar (str, optional): Set only the lambdas of this name (the attribute ``scalar`` of
-            their modules), in a model with several schedules. Defaults to None, all.
+        warmup (int | float): Number of iterations in which lambda moves from its start to its end;
+            a number below 1 is a fraction of all iterations. Every batch is an iteration, also
+            with gradient accumulation. With 0, lambda is at its end from the start.
+        begin (int): Iteration at which lambda starts to move. Defaults to 0.
+        curve (str): Shape of the schedule, 'linear' or 'cosine'. Defaults to 'linear'.
+        scalar (str, optional): Schedule only the modules whose attribute ``scalar`` has this value,
+            in a model with several schedules. Defaults to None, all modules.
 
     Raises:
-        ValueError: Before the training, if the model has no such module.
+        ValueError: Before training, if the model has no such module.
 
     Examples:
         >>> custom_hooks = [dict(type='ScheduleHook', warmup=10000)]
@@ -75,7 +75,7 @@ class ScheduleHook(Hook):
 
     def before_train_iter(self, runner, batch_idx, data_batch=None) -> None:
         modules = self._set(runner.model, runner.iter)
-        # A GPU has nothing to do yet: the loss of the iteration before has been read.
+        # Reading lambda does not stall a GPU here: the last iteration's loss has been read already.
         for scalar, lam in {m.scalar: m.lam for m in modules}.items():
             runner.message_hub.update_scalar(f'train/{scalar}', lam)
 
@@ -85,7 +85,7 @@ class ScheduleHook(Hook):
                 self._set(hook.ema_model, runner.iter)
 
     def _progress(self, iteration: int) -> float:
-        """Which part of its way lambda has gone in an iteration, counted from 0."""
+        """Return the fraction of the schedule that is done at an iteration, counted from 0."""
         done = iteration - self.begin
         if 0 < done < self.warmup:
             return self._curve(done / self.warmup)

@@ -1,4 +1,4 @@
-"""The state of autograd, autocast and compilers, and a guard for backward passes."""
+"""Queries of autograd, autocast and compiler state, and a guard for backward passes."""
 
 import contextlib
 import copy
@@ -12,12 +12,12 @@ import torch.nn as nn
 def first_order_only(instead: str) -> Callable:
     """Decorate the backward pass of an ``autograd.Function`` that has no second derivative.
 
-    Autocast is off inside of the backward pass, and a backward pass with ``create_graph=True`` is
-    refused: autograd would differentiate the operations of the backward pass as if the tensors that
-    it keeps did not depend on the inputs.
+    The decorated backward pass runs without autocast and raises with ``create_graph=True``:
+    autograd would differentiate the backward pass as if its saved tensors did not depend on the
+    inputs.
 
     Args:
-        instead (str): What computes the same with second derivatives, for the message.
+        instead (str): The alternative with second derivatives, for the message.
     """
 
     def decorate(backward):
@@ -37,10 +37,10 @@ def first_order_only(instead: str) -> Callable:
 
 
 def recomputing() -> bool:
-    """Return whether this forward pass repeats an earlier one, for its backward.
+    """Return True if this forward pass repeats an earlier forward pass for its backward pass.
 
-    Activation checkpointing runs a block's forward pass a second time inside the backward pass; a
-    batch must not be counted twice for that.
+    Activation checkpointing runs a block's forward pass a second time inside the backward pass, and
+    running statistics must not count the batch twice.
     """
     if torch.jit.is_tracing() or is_compiling():
         return False
@@ -48,13 +48,13 @@ def recomputing() -> bool:
 
 
 def is_compiling() -> bool:
-    """Return whether ``torch.compile`` or ``torch.export`` is tracing."""
+    """Return True if ``torch.compile`` or ``torch.export`` is tracing."""
     compiler = getattr(torch, 'compiler', None)
     return hasattr(compiler, 'is_compiling') and compiler.is_compiling()
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """Return the type of matrix products under autocast, None outside of autocast."""
+    """Return the dtype of matrix products under autocast, None outside autocast."""
     if hasattr(torch, 'get_autocast_dtype'):  # PyTorch 2.4
         if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
             return torch.get_autocast_dtype(device_type)
@@ -67,12 +67,12 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
 
 
 def kept_statistics(*norms: nn.Module) -> contextlib.AbstractContextManager:
-    """Keep the statistics of norms while a forward pass is repeated for its backward pass.
+    """Keep the running statistics of norms while a forward pass is repeated for its backward pass.
 
     Otherwise, activation checkpointing would count a batch twice, see :func:`recomputing`.
 
     Args:
-        *norms (nn.Module): Norms, of which some may have no statistics.
+        *norms (nn.Module): The norms, with or without statistics.
     """
     return _on_copies(norms) if recomputing() else contextlib.nullcontext()
 

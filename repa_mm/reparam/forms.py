@@ -2,8 +2,8 @@
 
 A *training form* takes the weights of ordinary modules (``fill``), trains (``forward``), and merges
 into a *deploy form* that computes the same in eval mode (``merge``). The model walk, checkpoints,
-the hook, the tools and the exporters know nothing else about a structure, so that a
-new one is a file with two classes::
+the hook, the tools and the exporters use nothing else of a structure, so that a new structure is a
+file with two classes::
 
     class Pair(TrainingForm):
         label = 'pair of linear layers'
@@ -49,19 +49,19 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from .numerics import check_finite
 
-# Forward pre-hooks with which torch computes a weight from others before each forward pass.
+# With these forward pre-hooks, torch computes a weight from other tensors before each forward.
 _RECOMPUTING = (BasePruningMethod, SpectralNorm, WeightNorm)
 
 
-def become_(module: nn.Module, other: type | nn.Module) -> None:
-    """Turn a module into another one, in place.
+def become(module: nn.Module, other: type | nn.Module) -> None:
+    """Turn a module into another module, in place.
 
-    In place, since the parent's attribute may not be the only reference to the module.
+    The parent's attribute may not be the only reference to the module.
 
     Args:
         module (nn.Module): The module.
-        other (type | nn.Module): A class that computes something else with the parameters of the
-            module, or the module whose parameters, buffers and hooks it gets.
+        other (type | nn.Module): A class for the module's own parameters, or a module that gives
+            its class, parameters, buffers and hooks.
     """
     if isinstance(other, nn.Module):
         module.__class__, module.__dict__ = type(other), other.__dict__
@@ -70,35 +70,35 @@ def become_(module: nn.Module, other: type | nn.Module) -> None:
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint does not hold what the model needs."""
+    """Raised if a checkpoint does not have the weights that the model needs."""
 
 
 class Form(nn.Module):
-    """Base of training and deploy forms, which load the weights of their own form only.
+    """Base class of training and deploy forms, which load only the weights of their own form.
 
-    Two forms of one structure must not have the same names of weights.
+    The two forms of a structure must have different weight names.
 
     Attributes:
-        label (str): What messages call such a module.
-        optional (tuple[str]): Endings of names that a checkpoint may lack.
+        label (str): Name of the structure in messages.
+        optional (tuple[str]): Suffixes of names that may be missing from a checkpoint.
     """
 
     label = 'mergeable module'
     optional = ('num_batches_tracked',)  # torch before 0.4 did not save it
 
     def names(self, weights: dict) -> frozenset:
-        """Return the names that tell of which form weights (names inside this module) are."""
+        """Return the names among ``weights``, relative to this module, that identify the form."""
         return frozenset(key for key in weights if not key.endswith(self.optional))
 
     def check_weights(self, weights: dict, name: str) -> None:
-        """Check that weights are those of this module, in the form that it has.
+        """Check that weights belong to this module in its present form.
 
         Args:
-            weights (dict): What a checkpoint holds for this module, by names inside it.
+            weights (dict): The module's weights in a checkpoint, with names relative to the module.
             name (str): The module's name in the model, for messages.
 
         Raises:
-            CheckpointError: If the weights are in the other form, or of something else.
+            CheckpointError: If the weights belong to the other form or to another module.
         """
         own = self.state_dict()
         lacking = sorted(self.names(own) - self.names(weights))
@@ -125,7 +125,7 @@ class Form(nn.Module):
     )
 
     def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs) -> None:
-        # Loading is often not strict, and random weights are never what was wanted.
+        # Loading is often not strict, and would leave random weights.
         weights = {k[len(prefix) :]: v for k, v in state_dict.items() if k.startswith(prefix)}
         if weights:
             self.check_weights(weights, prefix[:-1])
@@ -133,13 +133,13 @@ class Form(nn.Module):
 
 
 def check_state_dict(model: nn.Module, state_dict: dict, prefix: str = '', *args) -> None:
-    """Check that a state dict has weights of every form of a model.
+    """Check that a state dict has weights for every form of a model.
 
-    The signature is that of a hook before ``load_state_dict``. A state dict without any weight of
-    the model is left to the caller, and wrong weights of a form to :meth:`Form.check_weights`.
+    The signature fits a ``load_state_dict`` pre-hook. A state dict without any weight of the model
+    passes; :meth:`Form.check_weights` checks the weights of each form.
 
     Raises:
-        CheckpointError: Naming the form that the state dict has no weights of.
+        CheckpointError: If a form has no weights in the state dict; names the form.
     """
     if not any(key.startswith(prefix) for key in state_dict):
         return
@@ -153,13 +153,13 @@ def check_state_dict(model: nn.Module, state_dict: dict, prefix: str = '', *args
 
 
 def check_ordinary(module: nn.Module, state_dict: dict, prefix: str, *args) -> None:
-    """Check that a state dict has no weights of a form for an ordinary module.
+    """Check that a state dict has only an ordinary module's weights at the module's place.
 
-    The signature is that of a hook before ``load_state_dict``. Loading that is not strict would
-    leave the module with the weights that it has.
+    The signature fits a ``load_state_dict`` pre-hook. Non-strict loading would ignore the weights
+    of a form, and keep the module's own.
 
     Raises:
-        CheckpointError: Naming a weight that the module does not have.
+        CheckpointError: If the state dict has another weight there; names the weight.
     """
     own = module.state_dict()
     for key in state_dict:
@@ -172,15 +172,15 @@ def check_ordinary(module: nn.Module, state_dict: dict, prefix: str, *args) -> N
 
 
 class TrainingForm(Form):
-    """A module that trains, and merges into a smaller one afterwards.
+    """Base class of modules that train, and merge into a smaller module afterwards.
 
     A subclass implements :meth:`fill`, ``forward`` and :meth:`merge`. Around every :meth:`merge`,
-    this class checks that the merge knows all that the module computes.
+    this class checks that the merge covers everything that the module computes.
 
     Attributes:
-        computes (tuple[str]): The methods whose result :meth:`merge` reproduces.
-        contains_norm (bool): Whether the form, in the place of an FFN, takes the place of the norm
-            before the FFN, too.
+        computes (tuple[str]): Names of the methods whose result :meth:`merge` reproduces.
+        contains_norm (bool): Whether a form that replaces an FFN also replaces the norm before the
+            FFN.
     """
 
     computes = ('forward',)
@@ -194,39 +194,39 @@ class TrainingForm(Form):
             cls.fill = torch.no_grad()(cls.fill)
 
     def fill(self, *parts) -> None:
-        """Take the weights of ordinary modules, in place.
+        """Copy the weights of ordinary modules into this form.
 
-        In place, since MMEngine builds the optimizer before the weights are initialized.
+        Parameters change in place: MMEngine builds the optimizer before it initializes weights.
 
         Args:
-            *parts: What stands at the site in an ordinary model, such as
-                :class:`~repa_mm.reparam.parts.FFNParts`: one, or several.
+            *parts: One or several groups of ordinary modules at the site, such as
+                :class:`~repa_mm.reparam.FFNParts`.
         """
         raise NotImplementedError(f'{type(self).__name__} cannot be filled from ordinary weights')
 
     def merge(self) -> 'DeployForm':
-        """Return a new module that computes what this one computes in eval mode.
+        """Return a new module with the same output as this module in eval mode.
 
-        Every product and sum is to be computed in float64 and rounded once.
+        Subclasses compute every product and sum in float64, and round once.
 
         Raises:
-            ValueError: If the module computes something that the merge does not know: a subclass
-                with its own forward, a forward hook, a replaced layer; or if weights or statistics
-                are not finite numbers of 16 bits or more.
+            ValueError: If the merge does not cover what the module computes (a subclass with its
+                own forward, a forward hook, a replaced layer), or if weights or statistics are not
+                finite or have fewer than 16 bits.
         """
         raise NotImplementedError
 
     def batch_norms(self) -> list[nn.Module]:
-        """Return the norms whose statistics are those of batches."""
+        """Return the norms with running statistics."""
         return [m for m in self.modules() if getattr(m, 'running_mean', None) is not None]
 
     def switch_to_deploy(self) -> None:
-        """Become the deploy form, in place (OpenMMLab's convention)."""
-        become_(self, self.merge())
+        """Turn this module into its deploy form, in place (OpenMMLab's convention)."""
+        become(self, self.merge())
 
 
 class DeployForm(Form):
-    """What a :class:`TrainingForm` merges into, for inference only.
+    """Base class of merged training forms, for inference only.
 
     A subclass implements :meth:`inference`.
     """
@@ -237,10 +237,10 @@ class DeployForm(Form):
     )
 
     def switch_to_deploy(self) -> None:
-        """Do nothing: this is the deploy form."""
+        """Do nothing, since the module is in its deploy form already."""
 
     def inference(self, *args, **kwargs) -> torch.Tensor:
-        """The forward pass."""
+        """Compute the forward pass."""
         raise NotImplementedError
 
     def forward(self, *args, **kwargs):
@@ -256,7 +256,7 @@ class DeployForm(Form):
 def outermost(model: nn.Module, kind: type = Form) -> Iterator[tuple[str, Form]]:
     """Return the forms of a model, by name, that are not inside of another form.
 
-    A form inside of another one is a matter of the outer one's merge.
+    Forms inside another form are left to the outer form's merge.
     """
     inside = None
     for name, module in model.named_modules():
@@ -268,41 +268,41 @@ def outermost(model: nn.Module, kind: type = Form) -> Iterator[tuple[str, Form]]
 
 
 def merge_whole(form: TrainingForm, name: str) -> DeployForm:
-    """Return the deploy form of a form and of all forms that are inside of it.
+    """Merge a form and all forms inside it.
 
     Args:
-        form (TrainingForm): The form, which stays as it is.
-        name (str): Its name in the model, for messages.
+        form (TrainingForm): The form, which does not change.
+        name (str): The form's name in the model, for messages.
 
     Raises:
-        ValueError: As :meth:`TrainingForm.merge`, with the name.
+        ValueError: See :meth:`TrainingForm.merge`; the message has the name.
     """
     try:
         merged = form.merge()
     except ValueError as error:
         raise ValueError(f'cannot merge {name!r}: {error}') from error
     for inner_name, inner in list(outermost(merged, TrainingForm)):
-        become_(inner, merge_whole(inner, f'{name}.{inner_name}'))
+        become(inner, merge_whole(inner, f'{name}.{inner_name}'))
     return merged
 
 
 def _checked(merge: Callable) -> Callable:
-    """Surround a subclass's ``merge`` with the checks that hold for every form."""
+    """Wrap a subclass's ``merge`` in the checks common to all forms."""
 
     @functools.wraps(merge)
     def wrapped(self: TrainingForm) -> DeployForm:
-        # Parameters made in inference mode could not be used outside of it.
+        # Parameters made in inference mode cannot be used outside inference mode.
         with torch.inference_mode(False), torch.no_grad():
             _check_whole(self)
             _recompute_weights(self)
-            # A parametrization may compute another weight in training mode, or change its state.
+            # In training mode, a parametrization may compute another weight or change its state.
             modes = {module: module.training for module in self.modules()}
             try:
                 for module in modes:
                     module.training = False
                 check_finite(self)
                 merged = merge(self)
-                if _parts(merged) & _parts(self):  # training is not to change the deploy form
+                if _parts(merged) & _parts(self):  # training must not change the deploy form
                     merged = copy.deepcopy(merged)
             finally:
                 for module, mode in modes.items():
@@ -313,15 +313,15 @@ def _checked(merge: Callable) -> Callable:
 
 
 def _parts(module: nn.Module) -> set[int]:
-    """The identities of all modules, parameters and buffers."""
+    """Return the ids of all modules, parameters and buffers."""
     return {id(part) for part in (*module.modules(), *module.parameters(), *module.buffers())}
 
 
 def _check_whole(form: TrainingForm) -> None:
-    """Check that nothing changes what the form computes without its merge knowing.
+    """Check that the merge covers everything that the form computes.
 
     Raises:
-        ValueError: Naming the subclass, or the module with a hook.
+        ValueError: If it does not; names the subclass, or the module with a hook.
     """
     for name, module in form.named_modules():
         where = f'{name!r} ({type(module).__name__})' if name else type(form).__name__
@@ -352,7 +352,7 @@ def _check_whole(form: TrainingForm) -> None:
 
 
 def _recompute_weights(form: TrainingForm) -> None:
-    """Compute weights anew that torch computes from others before a forward pass."""
+    """Recompute weights that torch computes from other tensors before a forward pass."""
     for module in form.modules():
         for hook in module._forward_pre_hooks.values():
             if isinstance(hook, _RECOMPUTING):

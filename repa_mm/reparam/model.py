@@ -1,16 +1,16 @@
-"""From one mergeable module to a model."""
+"""Reparameterize whole models."""
 
 import copy
 
 import torch
 import torch.nn as nn
 
-from .forms import DeployForm, TrainingForm, become_, merge_whole, outermost
-from .schedule import finish_schedules_
+from .forms import DeployForm, TrainingForm, become, merge_whole, outermost
+from .schedule import finish_schedules
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """Return the model inside DataParallel, DistributedDataParallel, torch.compile.
+    """Return the model inside DataParallel, DistributedDataParallel or torch.compile.
 
     Raises:
         ValueError: If the model's parameters are sharded (FSDP).
@@ -38,24 +38,24 @@ def innermost(model: nn.Module) -> nn.Module:
 
 
 def has_deploy_form(model: nn.Module) -> bool:
-    """Return whether a part of the model is in its deploy form."""
+    """Return True if any module of the model is in its deploy form."""
     return any(isinstance(m, DeployForm) for m in model.modules())
 
 
 def has_training_form(model: nn.Module) -> bool:
-    """Return whether a part of the model is in its training form, and can be merged."""
+    """Return True if any module of the model is in its training form."""
     return any(isinstance(m, TrainingForm) for m in model.modules())
 
 
 def is_reparameterized(model: nn.Module, state_dict: dict) -> bool:
-    """Return whether weights for a model in its training form are merged.
+    """Return True if a state dict for a model in its training form is merged.
 
-    The first form whose weights are not those of its training form decides: they are merged if they
-    have the names of its deploy form.
+    The first form whose weights do not have the names of the training form decides: the state dict
+    is merged if the weights have the names of the deploy form.
 
     Args:
-        model (nn.Module): The model.
-        state_dict (dict): The weights, with the model's names.
+        model (nn.Module): The model in its training form.
+        state_dict (dict): The state dict, with the model's names.
     """
     for name, form in outermost(model, TrainingForm):
         start = f'{name}.' if name else ''
@@ -63,24 +63,27 @@ def is_reparameterized(model: nn.Module, state_dict: dict) -> bool:
             {k[len(start) :]: v for k, v in state_dict.items() if k.startswith(start)}
         )
         if names != form.names(form.state_dict()):
-            merged = merge_whole(finish_schedules_(copy.deepcopy(form)), name)
+            merged = merge_whole(finish_schedules(copy.deepcopy(form)), name)
             return names == merged.names(merged.state_dict())
     return False
 
 
-def reparameterize(model: nn.Module) -> nn.Module:
-    """Return a copy of a model in which everything that is in a training form is merged.
+@torch.inference_mode(False)
+def reparameterize(model: nn.Module, inplace: bool = False) -> nn.Module:
+    """Merge every module of a model that is in its training form.
 
-    The copy computes what the model computes in eval mode, up to rounding. A training form inside
-    of another one is left to the outer form's merge; what that leaves in a training form is merged
-    afterwards. A model that is reparameterized already is copied.
+    The result equals the model in eval mode, up to rounding. If the model is reparameterized
+    already, the result is a copy (the model itself with ``inplace``) in eval mode. A training form
+    inside another training form is left to the outer form's merge; inner forms that remain in their
+    training form are merged afterwards.
 
     Args:
-        model (nn.Module): Any model. DataParallel, DistributedDataParallel and torch.compile
-            wrappers are taken off; an averaged model (EMA) keeps its wrapper.
+        model (nn.Module): The model. DataParallel, DistributedDataParallel and torch.compile
+            wrappers are removed; an averaged model (EMA) keeps its wrapper.
+        inplace (bool): Change the model itself instead of a copy. Defaults to False.
 
     Returns:
-        nn.Module: The reparameterized copy, in eval mode.
+        nn.Module: The reparameterized model, in eval mode.
 
     Raises:
         TypeError: If ``model`` is not a module.
@@ -90,36 +93,6 @@ def reparameterize(model: nn.Module) -> nn.Module:
     Examples:
         >>> deployed = repa_mm.reparameterize(model)
     """
-    model, memo = _merged(model)
-    # What is merged takes its place in the copy, instead of being copied.
-    with torch.inference_mode(False):
-        model = copy.deepcopy(model, memo)
-    model.eval()  # on a line of its own: the eval() of some backbones returns None
-    return model
-
-
-def reparameterize_(model: nn.Module) -> nn.Module:
-    """Merge everything in a model that is in a training form, in place.
-
-    Args:
-        model (nn.Module): As for :func:`reparameterize`.
-
-    Returns:
-        nn.Module: The same model without the wrappers that are taken off, in eval mode.
-
-    Raises:
-        TypeError, ValueError: As :func:`reparameterize`; the model is then as it was.
-    """
-    model, memo = _merged(model)
-    for form in dict(outermost(model, TrainingForm)).values():
-        become_(form, memo[id(form)])
-    model.eval()
-    return model
-
-
-@torch.inference_mode(False)
-def _merged(model: nn.Module) -> tuple[nn.Module, dict[int, DeployForm]]:
-    """Return the model inside of its wrappers, and the deploy forms by the ids of its forms."""
     if not isinstance(model, nn.Module):
         raise TypeError(f'reparameterize takes a torch.nn.Module, but got {model!r}')
     model = unwrap(model)
@@ -128,6 +101,16 @@ def _merged(model: nn.Module) -> tuple[nn.Module, dict[int, DeployForm]]:
             f'nothing to reparameterize: {type(model).__name__} has no channel-idle FFN or other '
             'module in a training form'
         )
-    name_of_all = type(model).__name__
-    forms = outermost(model, TrainingForm)
-    return model, {id(form): merge_whole(form, name or name_of_all) for name, form in forms}
+    # Merge all forms before changing the model, so that an error leaves the model unchanged.
+    forms = dict(outermost(model, TrainingForm))
+    own_name = type(model).__name__
+    memo = {id(form): merge_whole(form, name or own_name) for name, form in forms.items()}
+    if not inplace:
+        # The memo makes deepcopy use the merged forms instead of copying the training forms.
+        model = copy.deepcopy(model, memo)
+    else:
+        for form in forms.values():
+            become(form, memo[id(form)])
+    # Not `return model.eval()`: the eval() of some backbones returns None.
+    model.eval()
+    return model

@@ -1,4 +1,4 @@
-"""Merging in float64, and checks of what is merged."""
+"""Merge in float64, and check what is merged."""
 
 import itertools
 
@@ -7,24 +7,24 @@ import torch.nn as nn
 
 
 def double(tensor: torch.Tensor) -> torch.Tensor:
-    """Cast a tensor to float64, on the CPU where the device has none (MPS)."""
+    """Cast a tensor to float64, on the CPU if the device has no float64 (MPS)."""
     if tensor.device.type == 'mps':
         tensor = tensor.cpu()
     return tensor.detach().double()
 
 
 def any_of(mask: torch.Tensor) -> bool:
-    """Return whether an element is true. On the meta device no element is."""
+    """Return True if any element is true; always False on the meta device."""
     return not mask.is_meta and bool(mask.any())
 
 
 def rounded(value: torch.Tensor, like: torch.Tensor) -> nn.Parameter:
-    """Round a float64 tensor to a parameter of another one's dtype and device.
+    """Round a float64 tensor to a parameter with the dtype and device of ``like``.
 
     Raises:
-        ValueError: If a value exceeds the range of that dtype.
+        ValueError: If a value exceeds the range of the dtype.
     """
-    # A copy: training is not to change the deploy form.
+    # A copy, so that training cannot change the deploy form.
     result = value.to(like, copy=True)
     if any_of(~result.isfinite()):
         raise ValueError(
@@ -35,11 +35,11 @@ def rounded(value: torch.Tensor, like: torch.Tensor) -> nn.Parameter:
 
 
 def batch_norm_affine(norm: nn.Module, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the affine map s x + t that a BatchNorm is in eval mode.
+    """Return s and t of the affine map s x + t that a BatchNorm computes in eval mode.
 
     Args:
-        norm (nn.Module): A BatchNorm, or a module that leaves its input as it is.
-        like (torch.Tensor): A float64 matrix of shape (out, in) that the norm's output meets.
+        norm (nn.Module): A BatchNorm, or an identity module.
+        like (torch.Tensor): The next layer's weight in float64, of shape (out, in).
 
     Returns:
         tuple: s and t, float64 vectors of shape (in, ).
@@ -65,7 +65,7 @@ def batch_norm_affine(norm: nn.Module, like: torch.Tensor) -> tuple[torch.Tensor
 
 
 def is_plain(module: nn.Module, *kinds: type) -> bool:
-    """Return whether a module runs the unmodified forward of one of these classes, unhooked."""
+    """Return True if a module runs the unmodified forward of one of ``kinds``, without hooks."""
     kind = next((kind for kind in kinds if isinstance(module, kind)), None)
     return (
         kind is not None
@@ -77,14 +77,14 @@ def is_plain(module: nn.Module, *kinds: type) -> bool:
 
 
 def exact(layer: nn.Module, what: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return weight and bias of a linear layer in float64; a bias that is not there is 0.
+    """Return weight and bias of a linear layer in float64, with zeros for a missing bias.
 
     Args:
         layer (nn.Module): The layer.
-        what (str): What messages call it.
+        what (str): Name of the layer in messages.
 
     Raises:
-        ValueError: If something else is in its place.
+        ValueError: If the layer is not an ``nn.Linear``.
     """
     if not isinstance(layer, nn.Linear) or type(layer).forward is not nn.Linear.forward:
         raise ValueError(
@@ -96,10 +96,10 @@ def exact(layer: nn.Module, what: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def check_dropouts(form: nn.Module) -> None:
-    """Check the modules that a merge leaves out, ``drop`` and ``dropout_layer`` of a form.
+    """Check that ``drop`` and ``dropout_layer`` of a form, which a merge leaves out, are dropouts.
 
     Raises:
-        ValueError: If one of them is no dropout.
+        ValueError: If one of the two modules is not a dropout.
     """
     for name in ('drop', 'dropout_layer'):
         module = getattr(form, name)
@@ -112,7 +112,7 @@ def check_dropouts(form: nn.Module) -> None:
 
 
 def is_batch_norm(norm: nn.Module) -> bool:
-    """Return whether a module computes what torch's BatchNorms compute in eval mode."""
+    """Return True if a module computes a BatchNorm in eval mode."""
     # mmcv's SyncBatchNorm derives from nn.Module alone.
     return type(norm).__module__.startswith('mmcv.ops.sync_bn') or type(norm).forward in (
         nn.BatchNorm1d.forward,
@@ -128,14 +128,14 @@ def _count(tensor: torch.Tensor, wrong: torch.Tensor, what: str) -> str:
 
 
 def check_finite(module: nn.Module) -> None:
-    """Check the parameters and the BatchNorm statistics of a module.
+    """Check that the parameters and BatchNorm statistics of a module can be merged.
 
     Args:
-        module (nn.Module): Any module or model.
+        module (nn.Module): A module or model.
 
     Raises:
-        ValueError: Naming the first one of a dtype that cannot be computed with, or with values
-            that are infinite, not a number, or a variance below 0.
+        ValueError: If a tensor has a dtype that torch cannot compute with, has values that are not
+            finite, or is a variance with negative values; names the first such tensor.
     """
     tensors = itertools.chain(
         module.named_parameters(),

@@ -1,4 +1,4 @@
-"""What forms are filled from: the ordinary modules at a site of a model."""
+"""The ordinary modules at a site of a model, from which forms are filled."""
 
 from typing import NamedTuple
 
@@ -9,9 +9,9 @@ from .numerics import double
 
 
 class FFNParts(NamedTuple):
-    """A norm and the FFN behind it: x + scale * fc2(act(fc1(norm(x)))).
+    """A norm and the FFN after the norm: x + scale * fc2(act(fc1(norm(x)))).
 
-    ``norm`` is ``nn.Identity()`` where no norm comes before the FFN.
+    ``norm`` is ``nn.Identity()`` if no norm comes before the FFN.
     ``fc1`` (H, C) and ``fc2`` (C, H) are linear layers or 1 x 1 convolutions, ``scale`` (C, ) is
     the layer scale, a parameter or a constant, None if there is none; ``drop`` and ``drop_path``
     are the rates of dropout and of stochastic depth.
@@ -27,7 +27,7 @@ class FFNParts(NamedTuple):
 
 
 class AttentionParts(NamedTuple):
-    """A norm and the attention behind it.
+    """A norm and the attention after the norm.
 
     ``qkv`` (3 C, C) and ``proj`` (C, C) are linear layers, ``scale`` (C, ) is the layer scale, None
     if there is none, ``table`` (L, heads) the relative position biases of window attention.
@@ -46,10 +46,13 @@ def matrix(layer: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]:
 
 
 def fold_norm(norm: nn.Module, layer: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return weight and bias of a layer with scale and shift of the norm before it, in float64.
+    """Fold scale and shift of a norm into the layer after the norm, in float64.
+
+    Returns:
+        tuple: Weight and bias of the layer.
 
     Raises:
-        ValueError: If the norm shifts its output, and the layer has no bias for the shift.
+        ValueError: If the norm has a shift and the layer has no bias.
     """
     weight, bias = matrix(layer)
     if getattr(norm, 'weight', None) is None:
@@ -64,8 +67,8 @@ def fold_norm(norm: nn.Module, layer: nn.Module) -> tuple[torch.Tensor, torch.Te
 
 
 @torch.no_grad()
-def copy_affine_(into: nn.Module, norm: nn.Module | None = None) -> None:
-    """Give a norm scale and shift of another one, or without one a scale of 1 and a shift of 0."""
+def copy_affine(into: nn.Module, norm: nn.Module | None = None) -> None:
+    """Copy scale and shift of ``norm`` into another norm; without ``norm``, set 1 and 0."""
     for name, value in (('weight', 1.0), ('bias', 0.0)):
         own, other = getattr(into, name, None), getattr(norm, name, None)
         if own is not None and norm is None:
@@ -75,8 +78,8 @@ def copy_affine_(into: nn.Module, norm: nn.Module | None = None) -> None:
 
 
 @torch.no_grad()
-def copy_matrix_(into: nn.Linear, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-    """Give a linear layer a weight and a bias; None is a bias of 0."""
+def copy_matrix(into: nn.Linear, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    """Copy a weight and a bias into a linear layer; None means a bias of 0."""
     into.weight.copy_(weight)
     if into.bias is not None:
         into.bias.copy_(torch.zeros_like(into.bias) if bias is None else bias)

@@ -1,7 +1,7 @@
-"""Structures that a number lambda takes, during training, to where they merge.
+"""Structures that a scheduled number, lambda, brings to a mergeable state during training.
 
-Lambda is state: a buffer, which checkpoints keep and averaged models (EMA) copy. It goes from one
-end of [0, 1] to the other; what sets it is :class:`repa_mm.engine.ScheduleHook`.
+Lambda is a buffer, which checkpoints keep and averaged models (EMA) copy. Lambda moves from one end
+of [0, 1] to the other; :class:`repa_mm.engine.ScheduleHook` sets it.
 """
 
 import torch
@@ -9,24 +9,24 @@ import torch.nn as nn
 
 
 class Scheduled(nn.Module):
-    """A module with a lambda, which merges exactly when lambda has reached its end.
+    """Base class of modules with a lambda, which merge exactly once lambda has reached its end.
 
     Attributes:
-        scalar (str): What logs call its lambda.
-        end (float): The lambda at which the module merges, 0 or 1. Training begins at the other.
+        scalar (str): Name of lambda in logs.
+        end (float): The lambda at which the module merges, 0 or 1. Training begins at the other end.
         lam (torch.Tensor): Lambda, a buffer of one number.
-        is_finished (bool): Whether lambda has reached its end, as far as :meth:`set_lam` and the
-            loading of a state dict know. Reading it costs nothing; reading ``lam`` would make the
-            CPU wait for a GPU in every forward pass.
+        is_finished (bool): Whether lambda has reached its end, as of the last :meth:`set_lam`,
+            ``train`` or loaded state dict. Reading ``is_finished`` costs nothing; reading ``lam``
+            would make the CPU wait for a GPU in every forward pass.
     """
 
     scalar = 'lambda'
     end = 1.0
-    # What messages call the state that is not merged.
+    # Subject of the message about a lambda that has not reached its end.
     unfinished = 'the schedule is at'
 
     def add_lam(self) -> None:
-        """Register lambda, at its beginning."""
+        """Register lambda at the start of its schedule."""
         self.register_buffer('lam', torch.tensor(1 - self.end))
         self.is_finished = False
 
@@ -35,17 +35,17 @@ class Scheduled(nn.Module):
 
         Args:
             lam (float): Lambda in [0, 1].
-            back (bool): Whether it may move away from its end. Defaults to True.
+            back (bool): Whether lambda may move away from its end. Defaults to True.
 
         Raises:
-            ValueError: If it is not a number in [0, 1].
+            ValueError: If lambda is not a number in [0, 1].
         """
         if not 0 <= lam <= 1:
             raise ValueError(f'lambda must be a number from 0 to 1, but got {lam!r}')
         if back:
             self.lam.fill_(lam)
             self.is_finished = lam == self.end
-        else:  # without reading lambda, for which the CPU would wait for a GPU
+        else:  # do not read lambda: the CPU would wait for a GPU
             self.lam.clamp_(**{'min' if self.end == 1 else 'max': lam})
             self.is_finished = self.is_finished or lam == self.end
 
@@ -53,12 +53,12 @@ class Scheduled(nn.Module):
         """Check that lambda has reached its end.
 
         Raises:
-            ValueError: If it has not, with its value.
+            ValueError: If it has not; the message has lambda's value.
         """
-        # A copy on the meta device has shapes and no values.
+        # Tensors on the meta device have no values.
         if not self.lam.is_meta and self.lam != self.end:
             lam = float(self.lam)
-            # An average of lambdas (EMA) may be all but at the end.
+            # An average of lambdas (EMA) may be so close to the end that `:g` would print the end.
             text = f'{lam:g}' if float(f'{lam:g}') != self.end else repr(lam)
             raise ValueError(
                 f'{self.unfinished} lambda = {text}, and what they compute merges '
@@ -75,16 +75,16 @@ class Scheduled(nn.Module):
         self.is_finished = not self.lam.is_meta and bool(self.lam == self.end)
 
 
-def set_lam_(model: nn.Module, lam: float, kind: type[Scheduled] = Scheduled) -> nn.Module:
+def set_lam(model: nn.Module, lam: float, kind: type[Scheduled] = Scheduled) -> nn.Module:
     """Set the lambda of every scheduled module of a model, in place.
 
     Args:
-        model (nn.Module): Any model.
+        model (nn.Module): The model, changed in place.
         lam (float): Lambda in [0, 1].
-        kind (type): The class of the modules. Defaults to all that are scheduled.
+        kind (type): Class of the modules to change. Defaults to every scheduled module.
 
     Returns:
-        nn.Module: The same model.
+        nn.Module: ``model``.
 
     Raises:
         ValueError: If lambda is not a number in [0, 1], or the model has no such module.
@@ -97,17 +97,17 @@ def set_lam_(model: nn.Module, lam: float, kind: type[Scheduled] = Scheduled) ->
     return model
 
 
-def finish_schedules_(model: nn.Module) -> nn.Module:
-    """Take every lambda of a model to its end, so that the model merges.
+def finish_schedules(model: nn.Module) -> nn.Module:
+    """Set every lambda of a model to its end, in place, so that the model merges.
 
-    For a model whose weights are loaded afterwards, or that is only timed: a half-trained model
-    computes something else afterwards.
+    Use it for a model that gets its weights afterwards or is only timed. It changes the output of a
+    model whose schedule has not ended.
 
     Args:
-        model (nn.Module): Any model.
+        model (nn.Module): The model, changed in place.
 
     Returns:
-        nn.Module: The same model.
+        nn.Module: ``model``.
     """
     for module in model.modules():
         if isinstance(module, Scheduled):
@@ -116,9 +116,5 @@ def finish_schedules_(model: nn.Module) -> nn.Module:
 
 
 def schedules_have_ended(model: nn.Module) -> bool:
-    """Return whether every lambda of a model is at its end, so that the model merges.
-
-    Args:
-        model (nn.Module): Any model.
-    """
+    """Return True if every lambda of a model is at its end, so that the model merges."""
     return all(m.lam == m.end for m in model.modules() if isinstance(m, Scheduled))

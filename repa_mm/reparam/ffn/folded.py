@@ -1,15 +1,16 @@
-"""Folded training: an FFN's idle channels, trained without computing them.
+"""Train an FFN's idle channels without computing them (folded training).
 
 The idle channels of a :class:`~repa_mm.reparam.ChannelIdleFFN` are linear in x during training too,
 and the batch statistics of a linear map follow from the mean and the covariance of its input. So
 the (N, H - A) idle activations, the largest tensor of the block, never have to exist: outputs,
 gradients and running statistics are those of eq. 3, at nearly the cost of the merged form.
 
-Symbols are those of :mod:`repa_mm.reparam.ffn.layers`; c marks what is centred over the tokens. For
-the idle rows I of the first linear map
+The symbols are defined in :mod:`repa_mm.reparam.ffn.layers`; a trailing c marks a tensor centred
+over the tokens, and I the idle rows of the first linear map:
 
     mu = mean(x), S = xc^T xc / N, s1 = gamma1 / sqrt(diag(S) + eps),
-    B = W_in,I diag(s1), var(h_I) = diag(B S B^T), s2 as s1 from var(h),
+    B = W_in,I diag(s1), var(h_I) = diag(B S B^T),
+    s2,I = gamma2,I / sqrt(var(h_I) + eps), s2,A = gamma2,A / sqrt(var(a) + eps),
     L = W_out,I diag(s2,I) B                                       (C x C),
     z = xc L^T + ac V_A^T + b_out + W_out beta2,   V_A = W_out,A diag(s2,A).
 """
@@ -42,9 +43,9 @@ def _activation_backward(act: nn.Module, grad: torch.Tensor, h: torch.Tensor) ->
 
 
 class _Branch(torch.autograd.Function):
-    """z = x L^T + act(x W^T + b) V^T + c, (N, C).
+    """Compute z = x L^T + act(x W^T + b) V^T + c, of shape (N, C).
 
-    It keeps x and the pre-activation for the backward pass. Autograd would keep the activation too.
+    The backward pass needs only x and the pre-activation. Autograd would keep the activation too.
     """
 
     @staticmethod
@@ -70,10 +71,10 @@ class _Branch(torch.autograd.Function):
 
 
 class _NormalizedBranch(torch.autograd.Function):
-    """z with both norms in training mode; see the module's docstring.
+    """Compute z with both norms in training mode; see the module's docstring.
 
-    Returns z (x + z with ``shortcut``), mean and biased variance of both norms' inputs, and the
-    number of tokens that they were taken over.
+    The outputs are z (x + z with ``shortcut``), the mean and biased variance of each norm's input,
+    and the number of tokens that the statistics are taken over.
     """
 
     @staticmethod
@@ -147,8 +148,8 @@ class _NormalizedBranch(torch.autograd.Function):
         ds2_a = (dv_a * w_out_a).sum(0)
         dvar_a = ds2_a * gamma2_a * r2_a**3 * -0.5
         dh = (dz @ v_a.to(dtype)).to(acc)
-        # What comes from the batch statistics concerns all tokens of all processes; what goes to
-        # the parameters is this process' share.
+        # Gradients through the batch statistics are summed over the tokens of all processes;
+        # gradients of the parameters are those of this process alone.
         mean, dvar_all = _total(torch.stack([dh.sum(0), dvar_a]), group) / count
         dh.sub_(mean).addcmul_(a, 2 * dvar_all)
         del a
@@ -174,7 +175,7 @@ class _NormalizedBranch(torch.autograd.Function):
             dx.addmm_(dh, w_a.to(dtype)).addmm_(xc, dcov.to(dtype))
             dx = dx.to(acc)
             mean = dx.sum(0)
-            if ctx.shortcut:  # which is not centred
+            if ctx.shortcut:  # the shortcut is not centred
                 mean = mean - db2
             dx.sub_(_total(mean, group) / count)
 
@@ -191,9 +192,9 @@ _NORMS = *KEPT_NORMS, nn.Identity, nn.BatchNorm1d, nn.SyncBatchNorm
 
 
 def _statistics(norm: nn.Module) -> str | None:
-    """Where a norm's statistics come from: 'batch', 'running', or 'sample'.
+    """Return the source of a norm's statistics: 'batch', 'running' or 'sample'.
 
-    None for a norm whose statistics this module does not know.
+    None means that folded training does not support the norm.
     """
     if isinstance(norm, (*KEPT_NORMS, nn.Identity)):
         return 'sample'
@@ -205,7 +206,7 @@ def _statistics(norm: nn.Module) -> str | None:
 
 
 def _group(norm: nn.Module):
-    """The processes that share a norm's batch statistics, None for one."""
+    """Return the process group that shares a norm's batch statistics, None for one process."""
     if (
         isinstance(norm, nn.SyncBatchNorm)
         and norm.training
@@ -219,11 +220,11 @@ def _group(norm: nn.Module):
 
 
 def choose_path(ffn: nn.Module, num_tokens: int) -> str:
-    """'folded' or 'literal', whichever is faster for so many tokens.
+    """Return the faster path for a number of tokens, 'folded' or 'literal'.
 
     Raises:
-        ValueError: If ``ffn.training_path`` asks for folded training and the FFN is in a state that
-            only eq. 3 itself describes.
+        ValueError: If ``ffn.training_path`` is 'folded' and folded training does not support the
+            FFN in its present state.
     """
     statistics = _statistics(ffn.norm1), _statistics(ffn.norm2)
     foldable = (
@@ -231,7 +232,7 @@ def choose_path(ffn: nn.Module, num_tokens: int) -> str:
         and next(ffn.act.parameters(), None) is None
         # The backward pass computes the activation again.
         and not any(isinstance(m, (nn.RReLU, _DropoutNd)) for m in ffn.act.modules())
-        # Only what these modules are known to compute is computed in another way.
+        # A subclass or a hook may compute something that folding does not know.
         and all(is_plain(layer, nn.Linear) for layer in (ffn.fc1, ffn.fc2))
         and not (ffn.fc1.bias is None or ffn.fc2.bias is None)
         and all(is_plain(norm, *_NORMS) for norm in (ffn.norm1, ffn.norm2))
@@ -242,7 +243,7 @@ def choose_path(ffn: nn.Module, num_tokens: int) -> str:
     )
     # Ranks with other numbers of tokens must take the same path.
     is_alone = _group(ffn.norm1) is None
-    # One token has no variance; torch's own message about it is good.
+    # A single token has no variance, and BatchNorm itself reports that well.
     if ffn.training_path == 'literal' or (statistics[0] == 'batch' and num_tokens < 2 and is_alone):
         return 'literal'
     if ffn.training_path == 'folded':
@@ -253,7 +254,7 @@ def choose_path(ffn: nn.Module, num_tokens: int) -> str:
                 "same mode (train or eval): set training_path='auto'"
             )
         return 'folded'
-    # Autograd inside of a backward pass cannot be compiled.
+    # Autograd inside a backward pass cannot be compiled.
     if not foldable or (is_compiling() and type(ffn.act) not in _ACTIVATION_BACKWARD):
         return 'literal'
     if not is_alone:
@@ -267,20 +268,21 @@ def choose_path(ffn: nn.Module, num_tokens: int) -> str:
 
 
 def folded_forward(ffn: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """What :meth:`ChannelIdleFFN.forward_literal` returns, folded.
+    """Compute :meth:`ChannelIdleFFN.forward_literal` by folded training.
 
     Args:
-        ffn (ChannelIdleFFN): In training mode; :func:`choose_path` said 'folded'.
+        ffn (ChannelIdleFFN): An FFN in training mode for which :func:`choose_path` returns
+            'folded'.
         x (torch.Tensor): Tokens of shape (B, L, C).
 
     Returns:
-        torch.Tensor: Of the shape of x.
+        torch.Tensor: The output, of shape (B, L, C).
     """
     dtype = autocast_dtype(x.device.type) or x.dtype
-    # Statistics and everything of the size of a weight in single precision at least; products with
-    # the tokens in what autocast asks for.
+    # Statistics and weights are computed in float32 or wider, products with the tokens in the dtype
+    # of autocast.
     acc = torch.promote_types(dtype, torch.float32)
-    # Whether the shortcut goes through the products, and is not added to them.
+    # The matrix products can include the shortcut without drop path and in full precision only.
     shortcut = ffn.shortcut and not ffn.keeps_norm and dtype == x.dtype == acc
     shortcut = shortcut and ffn.dropout_layer.drop_prob == 0.0
     tokens = (ffn.norm1(x) if ffn.keeps_norm else x).reshape(-1, ffn.embed_dims)
@@ -317,14 +319,14 @@ def folded_forward(ffn: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 def _affine(norm: nn.Module, like: torch.Tensor):
-    """Gamma and beta of a BatchNorm whose input has ``like``'s columns."""
+    """Return gamma and beta of a BatchNorm, which has one channel per column of ``like``."""
     if norm.affine:
         return norm.weight.to(like), norm.bias.to(like)
     return like.new_ones(like.shape[1]), like.new_zeros(like.shape[1])
 
 
 def _scale_and_shift(norm: nn.Module, like: torch.Tensor):
-    """S and t of a BatchNorm in eval mode, differentiable; None for another norm."""
+    """Return the differentiable s and t of a BatchNorm in eval mode, None for another norm."""
     if _statistics(norm) != 'running':
         return None
     gamma, beta = _affine(norm, like)
@@ -334,7 +336,7 @@ def _scale_and_shift(norm: nn.Module, like: torch.Tensor):
 
 @torch.no_grad()
 def _track(norm: nn.Module, mean: torch.Tensor, var: torch.Tensor, count: torch.Tensor) -> None:
-    """Update running statistics as torch's BatchNorm does."""
+    """Update the running statistics like ``nn.BatchNorm1d``."""
     if not (norm.training and norm.track_running_stats):
         return
     norm.num_batches_tracked.add_(1)
@@ -347,10 +349,10 @@ def _track(norm: nn.Module, mean: torch.Tensor, var: torch.Tensor, count: torch.
 
 
 def _centre(x: torch.Tensor, count: torch.Tensor, group):
-    """Column means of x in two parts, and x without them.
+    """Return the column means of x in two parts, and x minus both parts.
 
-    The second part is the mean of what the first part leaves. It corrects the rounding error of the
-    first part, which matters where a mean is large against the standard deviation.
+    The second part is the mean of x minus the first part. It corrects the rounding error of the
+    first part, which matters where a mean is large compared with the standard deviation.
     """
     mean = _total(x.sum(0), group) / count
     xc = x - mean
@@ -359,7 +361,7 @@ def _centre(x: torch.Tensor, count: torch.Tensor, group):
 
 
 def _total(tensor: torch.Tensor, group) -> torch.Tensor:
-    """Sum over the processes whose statistics are synchronized."""
+    """Sum a tensor over the processes of a group."""
     if group is not None:
         tensor = tensor.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(tensor, group=group)
@@ -370,14 +372,15 @@ def set_training_path_(model: nn.Module, path: str) -> nn.Module:
     """Choose how the channel-idle FFNs of a model compute in training mode.
 
     Args:
-        model (nn.Module): Any model.
-        path (str): 'auto' (by shape), 'literal' (eq. 3 of the paper as it stands) or 'folded'.
+        model (nn.Module): The model, changed in place.
+        path (str): 'auto' (the faster path for the shape), 'literal' (eq. 3 of the paper) or
+            'folded'.
 
     Returns:
-        nn.Module: The same model.
+        nn.Module: ``model``.
 
     Raises:
-        ValueError: If there is no such path.
+        ValueError: If ``path`` is something else.
     """
     if path not in ('auto', 'literal', 'folded'):
         raise ValueError(f"the path must be 'auto', 'literal' or 'folded', but is {path!r}")

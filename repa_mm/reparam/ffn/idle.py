@@ -1,4 +1,4 @@
-"""The channel-idle FFN: the training form.
+"""The training form of the channel-idle FFN.
 
 `RePaFormer <https://arxiv.org/abs/2505.21847>`_ (RePaViT, ICML 2025) lets only the first A of an
 FFN's H hidden channels pass the activation. The other H - A *idle* channels are linear from input
@@ -12,7 +12,7 @@ import torch.nn as nn
 from ..autograd import kept_statistics
 from ..forms import CheckpointError, TrainingForm
 from ..numerics import batch_norm_affine, check_dropouts, double, exact, is_batch_norm
-from ..parts import FFNParts, copy_affine_, copy_matrix_, fold_norm, matrix
+from ..parts import FFNParts, copy_affine, copy_matrix, fold_norm, matrix
 from .folded import choose_path, folded_forward
 from .layers import (
     KEPT_NORMS,
@@ -31,17 +31,17 @@ def _computes_as(module: nn.Module, kinds: tuple) -> bool:
 
 
 class ChannelIdleFFN(TrainingForm):
-    """Training form of an FFN most of whose channels skip the activation.
+    """Training form of an FFN in which most hidden channels skip the activation.
 
     With u = BN1(x), h = u W_in^T + b_in and a = [act(h_A), h_I] (active and idle channels), it
     returns x + DropPath(g * (BN2(a) W_out^T + b_out)): eq. 3 of the `paper
-    <https://arxiv.org/abs/2505.21847>`_, with the biases that it omits, stochastic depth and the
-    layer scale g. Dropout, where asked for, comes before and after the second linear layer.
+    <https://arxiv.org/abs/2505.21847>`_, with the biases that the paper omits, stochastic depth and
+    the layer scale g. Dropout, if any, comes before and after the second linear layer.
 
-    With ``norm_cfg=dict(type='LN')`` or ``'TokenGN'`` there is a LayerNorm or a GroupNorm before
-    the FFN and no norm inside it. Then only the idle product merges; the norm and the shortcut
-    stay. With ``norm_cfg=None`` there is no norm: where a block has its norm behind the shortcut,
-    as in a DETR, all of the FFN merges.
+    With ``norm_cfg=dict(type='LN')`` or ``'TokenGN'``, a LayerNorm or a GroupNorm comes before the
+    FFN, and no norm is inside the FFN. Then only the idle product merges; the norm and the shortcut
+    stay. With ``norm_cfg=None`` there is no norm, and the whole FFN merges. This fits blocks with
+    the norm after the shortcut, as in DETR.
 
     Args:
         embed_dims (int): Number of channels C.
@@ -55,21 +55,20 @@ class ChannelIdleFFN(TrainingForm):
             no norm. Defaults to ``dict(type='BN')``.
         drop_path (float): Stochastic depth rate. Defaults to 0.
         layer_scale_init_value (float): Initial value of the layer scale; 0 for none. Defaults to 0.
-        drop_rate (float): Dropout rate; every hidden channel is computed in training if it is not
-            0. Defaults to 0.
+        drop_rate (float): Dropout rate; a rate above 0 rules out folded training. Defaults to 0.
         shortcut (bool): Whether the FFN adds its input to its output. Defaults to True.
 
-    In training mode the FFN does not compute the idle channels where that is faster, see
-    :mod:`repa_mm.reparam.ffn.folded`: outputs, gradients and running statistics are the same.
-    ``training_path`` ('auto', 'literal' or 'folded') forces one or the other, see
-    :func:`set_training_path_`.
+    In training mode, the FFN skips computing the idle channels where that is faster, with the same
+    outputs, gradients and running statistics; see :mod:`repa_mm.reparam.ffn.folded`. The attribute
+    ``training_path`` ('auto', 'literal' or 'folded') chooses the path, see
+    :func:`set_training_path`.
 
     Raises:
         ValueError: If the idle ratio is not in [0, 1], or the activation or the norm is unknown.
     """
 
     label = 'channel-idle FFN'
-    # The authors' files do not say how many channels are active.
+    # The authors' checkpoints do not store the number of active channels.
     optional = (*TrainingForm.optional, 'num_active_channels')
     training_path = 'auto'
     computes = ('forward', 'forward_literal', '_hidden')
@@ -90,7 +89,7 @@ class ChannelIdleFFN(TrainingForm):
         self.embed_dims = embed_dims
         self.feedforward_channels = feedforward_channels
         self.num_active = num_active_channels(feedforward_channels, idle_ratio)
-        # The shapes of the weights are those of every idle ratio: checkpoints say which it is.
+        # The weights have the same shapes at every idle ratio, so checkpoints store the number.
         self.register_buffer('num_active_channels', torch.tensor(self.num_active))
         self.norm_cfg, self.shortcut = norm_cfg, shortcut
         self.norm1 = build_norm(norm_cfg, embed_dims)
@@ -105,14 +104,14 @@ class ChannelIdleFFN(TrainingForm):
             if layer_scale_init_value
             else None
         )
-        # After the second norm: its statistics are to be those of inference.
+        # After the second norm, so that dropout does not change the norm's statistics.
         self.drop = nn.Dropout(drop_rate)
         # Named as in mmcv's FFN.
         self.dropout_layer = DropPath(drop_path)
 
     @property
     def keeps_norm(self) -> bool:
-        """Whether the norm before the FFN depends on the sample, and stays when the rest merges."""
+        """True if the norm before the FFN depends on the sample, and stays when the rest merges."""
         return isinstance(self.norm1, KEPT_NORMS)
 
     @property
@@ -121,15 +120,15 @@ class ChannelIdleFFN(TrainingForm):
         return self.feedforward_channels - self.num_active
 
     def forward(self, x: torch.Tensor, identity: torch.Tensor | None = None) -> torch.Tensor:
-        """Eq. 3 of the paper.
+        """Compute eq. 3 of the paper.
 
         Args:
             x (torch.Tensor): Tokens of shape (B, L, C), not normalized.
-            identity (torch.Tensor, optional): The shortcut, as mmcv's ``FFN`` takes it. It can only
-                be x itself.
+            identity (torch.Tensor, optional): The shortcut's input, as in mmcv's ``FFN``. Only x
+                itself is supported.
 
         Returns:
-            torch.Tensor: Of the shape of x.
+            torch.Tensor: The output, of shape (B, L, C).
         """
         check_input(self, x, identity)
         if not self.training:
@@ -141,13 +140,13 @@ class ChannelIdleFFN(TrainingForm):
             return self.forward_literal(x)
 
     def forward_literal(self, x: torch.Tensor) -> torch.Tensor:
-        """Eq. 3 of the paper, literally: what every other path must equal.
+        """Compute eq. 3 of the paper literally, as the reference for every other path.
 
         Args:
             x (torch.Tensor): Tokens of shape (B, L, C).
 
         Returns:
-            torch.Tensor: Of the shape of x.
+            torch.Tensor: The output, of shape (B, L, C).
         """
         u = self.norm1(x if self.keeps_norm else x.reshape(-1, self.embed_dims))
         a = self._hidden(u.reshape(-1, self.embed_dims))
@@ -158,7 +157,7 @@ class ChannelIdleFFN(TrainingForm):
         return x + z if self.shortcut else z
 
     def _hidden(self, u: torch.Tensor) -> torch.Tensor:
-        """Hidden channels (N, H) of normalized tokens (N, C), the active ones activated."""
+        """Return the hidden channels (N, H) of normalized tokens (N, C), after the activation."""
         active, idle = self.fc1(u).tensor_split([self.num_active], dim=1)
         return torch.cat([self.act(active), idle], dim=1)
 
@@ -171,7 +170,7 @@ class ChannelIdleFFN(TrainingForm):
             FoldedFFN: z = x W^T + b + act(x W_in^T + b_in) W_out^T, without the shortcut.
 
         Raises:
-            ValueError: If a layer is not what it was built as, or a BatchNorm has no statistics.
+            ValueError: If a layer was replaced, or a BatchNorm has no running statistics.
         """
         for name, others in (('norm1', (nn.Identity, *KEPT_NORMS)), ('norm2', (nn.Identity,))):
             norm = getattr(self, name)
@@ -194,10 +193,10 @@ class ChannelIdleFFN(TrainingForm):
         )
 
     def fill(self, ffn: FFNParts) -> None:
-        """Take the weights of an ordinary FFN, whose first channels become the active ones.
+        """Copy the weights of an ordinary FFN, whose first hidden channels become active.
 
-        The statistics of BatchNorms stay as they are. With the norm kept and no idle channel, the
-        form then computes what the FFN does; otherwise it is a start for training.
+        BatchNorm statistics do not change. With a kept norm and no idle channels, the form computes
+        the same as the ordinary FFN; otherwise the weights are an initialization for training.
 
         Args:
             ffn (FFNParts): The FFN and the norm before it.
@@ -206,28 +205,28 @@ class ChannelIdleFFN(TrainingForm):
         if isinstance(self.layer_scale, nn.Parameter):
             self.layer_scale.copy_(torch.ones_like(self.layer_scale) if scale is None else scale)
             scale = None
-        elif self.layer_scale is not None and scale is not None:  # a constant of both
+        elif self.layer_scale is not None and scale is not None:  # a constant in both FFNs
             scale = scale / double(self.layer_scale)
-        copy_affine_(self.norm1, ffn.norm)
+        copy_affine(self.norm1, ffn.norm)
         has_norm = not isinstance(self.norm1, nn.Identity)
-        copy_matrix_(self.fc1, *(matrix(ffn.fc1) if has_norm else fold_norm(ffn.norm, ffn.fc1)))
+        copy_matrix(self.fc1, *(matrix(ffn.fc1) if has_norm else fold_norm(ffn.norm, ffn.fc1)))
         weight, bias = matrix(ffn.fc2)
         if scale is not None:
             weight, bias = scale[:, None] * weight, None if bias is None else scale * bias
-        copy_matrix_(self.fc2, weight, bias)
+        copy_matrix(self.fc2, weight, bias)
 
     def merge(self) -> MergedFFN:
         """Compute the deploy form (paper eq. 4-7) in float64.
 
         Returns:
-            MergedFFN: On the device and of the dtype of ``fc1.weight``.
+            MergedFFN: The deploy form, with the device and dtype of ``fc1.weight``.
 
         Raises:
-            ValueError: As :meth:`TrainingForm.merge` and :meth:`fold`; or if the merged weights
+            ValueError: See :meth:`TrainingForm.merge` and :meth:`fold`; also if the merged weights
                 exceed the range of the dtype.
         """
         folded = self.fold()
-        # Where the norm stays, so does the shortcut from before it.
+        # A kept norm also keeps the shortcut, which starts before the norm.
         norm = self.norm1 if self.keeps_norm else None
         idle = self.num_idle > 0
         return MergedFFN.of(folded, self.act, self.fc1.weight, norm, idle, self.shortcut)

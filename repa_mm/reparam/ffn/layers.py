@@ -1,4 +1,4 @@
-"""The parts that FFNs are made of, and the symbols for their shapes.
+"""The layers of FFNs, and the symbols for their shapes.
 
 x (N, C) are the tokens, H is the hidden width, A the number of active channels, and theta = 1 - A/H
 the idle ratio.
@@ -20,7 +20,7 @@ class TokenGroupNorm(nn.GroupNorm):
         return super().forward(x.movedim(-1, 1)).movedim(1, -1)
 
 
-# Norms that depend on the sample: they stay in front of the deploy form.
+# These norms depend on the sample, and stay before the deploy form.
 KEPT_NORMS = nn.LayerNorm, TokenGroupNorm
 
 _NORMS = {
@@ -52,14 +52,14 @@ def num_active_channels(feedforward_channels: int, idle_ratio: float) -> int:
 
 
 def build_activation(act_cfg: dict | nn.Module) -> nn.Module:
-    """Build an activation that leaves its input as it is, never in place.
+    """Build an activation that is never in place.
 
     Args:
         act_cfg (dict | nn.Module): ``type``, the name of an activation in ``torch.nn`` or a module
-            class, and its arguments; or a module, which is returned itself.
+            class, and its arguments; or a module, which is returned.
 
     Raises:
-        ValueError: If the type is neither of these.
+        ValueError: If ``type`` is neither a name in ``torch.nn`` nor a module class.
     """
     if isinstance(act_cfg, nn.Module):
         return _not_inplace(act_cfg)
@@ -75,7 +75,7 @@ def build_activation(act_cfg: dict | nn.Module) -> nn.Module:
 
 
 def _not_inplace(act: nn.Module) -> nn.Module:
-    # The input is a part of the hidden channels, and is needed again in the backward pass.
+    # The input is a slice of the hidden channels that the backward pass needs.
     for module in act.modules():
         if getattr(module, 'inplace', False):
             module.inplace = False
@@ -83,7 +83,7 @@ def _not_inplace(act: nn.Module) -> nn.Module:
 
 
 def build_norm(norm_cfg: dict | None, num_features: int) -> nn.Module:
-    """Build a normalization layer, ``nn.Identity`` for None.
+    """Build a normalization layer, or ``nn.Identity`` for None.
 
     Args:
         norm_cfg (dict, optional): ``type`` ('BN', 'BN1d', 'SyncBN', 'LN' or 'TokenGN'),
@@ -91,7 +91,7 @@ def build_norm(norm_cfg: dict | None, num_features: int) -> nn.Module:
         num_features (int): Number of channels.
 
     Raises:
-        ValueError: If the type is another.
+        ValueError: If ``type`` is something else.
     """
     if norm_cfg is None:
         return nn.Identity()
@@ -107,7 +107,7 @@ def build_norm(norm_cfg: dict | None, num_features: int) -> nn.Module:
 
 
 class DropPath(nn.Module):
-    """Stochastic depth: drops the whole residual branch of a sample.
+    """Drop the whole residual branch of a sample at random (stochastic depth).
 
     Args:
         drop_prob (float): Probability of dropping. Defaults to 0.
@@ -132,13 +132,13 @@ def check_input(ffn: nn.Module, x: torch.Tensor, identity: torch.Tensor | None) 
     """Check the arguments of an FFN's ``forward``.
 
     Args:
-        ffn (nn.Module): The FFN, with its width as ``embed_dims``.
+        ffn (nn.Module): The FFN, with C as the attribute ``embed_dims``.
         x (torch.Tensor): The tokens, of shape (..., C).
-        identity (torch.Tensor, optional): The shortcut's input, as MMCV's FFN takes it.
+        identity (torch.Tensor, optional): The shortcut's input, as in MMCV's FFN.
 
     Raises:
-        ValueError: If the tokens are nested or of another width, or the shortcut is to start at
-            another tensor than ``x``.
+        ValueError: If the tokens are nested or have another number of channels, or ``identity`` is
+            not ``x``.
     """
     if x.is_nested:
         raise ValueError('a nested tensor of tokens is not supported: pad it to (B, L, C)')

@@ -14,18 +14,18 @@ from .weights import FoldedFFN, stack
 class MergedFFN(DeployForm):
     """Deploy form of a :class:`ChannelIdleFFN` (paper eq. 7).
 
-    y = x W^T + b + act(x W_in^T + b_in) W_out^T in two matrix products: W_in (A, C) and W (C, C)
-    are stacked in ``fc1``, and the second product, with W_out (C, A) in ``fc2``, accumulates onto
-    the linear half of the first.
+    It computes y = x W^T + b + act(x W_in^T + b_in) W_out^T in two matrix products. W_in (A, C) and
+    W (C, C) are stacked in ``fc1``. The second product, with W_out (C, A) in ``fc2``, accumulates
+    onto the linear half of the first.
 
     Args:
         embed_dims (int): Number of channels C.
         num_active (int): Number of activated channels A.
         act_cfg (dict | nn.Module): The activation.
         norm (nn.LayerNorm | nn.GroupNorm, optional): A norm that could not be merged. The shortcut
-            then starts before the norm and is added at run time.
-        idle (bool): Whether there are idle channels, merged into W. Without (idle ratio 0) W is the
-            shortcut alone and is not multiplied by. Defaults to True.
+            then starts before the norm, and is added at run time.
+        idle (bool): Whether there are idle channels, merged into W. Without idle channels (idle
+            ratio 0), W is only the shortcut, and its product is left out. Defaults to True.
         shortcut (bool): Whether there is a shortcut. Defaults to True.
     """
 
@@ -44,13 +44,13 @@ class MergedFFN(DeployForm):
         self.embed_dims = embed_dims
         self.num_active = num_active
         self.idle = idle
-        # Whether a shortcut is added at run time. Otherwise it is in W.
+        # True if the shortcut is added at run time, and not in W.
         self.shortcut = shortcut and (norm is not None or not idle)
         self._movable = shortcut and not self.shortcut
         self.norm = nn.Identity() if norm is None else norm
         self.fc1 = nn.Linear(embed_dims, num_active + idle * embed_dims)
         self.act = build_activation(act_cfg)
-        # With idle channels the output bias is in fc1, beside W.
+        # With idle channels, the output bias is in fc1, next to W.
         self.fc2 = nn.Linear(num_active, embed_dims, bias=not idle) if num_active else None
         self._register_state_dict_hook(self._save_inside)
 
@@ -64,15 +64,15 @@ class MergedFFN(DeployForm):
         idle: bool = True,
         shortcut: bool = True,
     ) -> 'MergedFFN':
-        """Return the form that has folded weights, rounded once.
+        """Build the deploy form from folded weights, rounded once.
 
         Args:
-            folded (FoldedFFN): In float64, without the shortcut.
-            act (nn.Module): The activation, of which the form gets a copy.
-            like (torch.Tensor): Of the form's device and dtype.
-            norm (nn.Module, optional): As for the class; the form gets a copy.
-            idle (bool): As for the class.
-            shortcut (bool): As for the class.
+            folded (FoldedFFN): The weights in float64, without the shortcut.
+            act (nn.Module): The activation, which is copied.
+            like (torch.Tensor): A tensor with the deploy form's device and dtype.
+            norm (nn.Module, optional): See the class; the norm is copied.
+            idle (bool): See the class.
+            shortcut (bool): See the class.
 
         Raises:
             ValueError: If the weights exceed the range of the dtype.
@@ -91,10 +91,11 @@ class MergedFFN(DeployForm):
     def set_shortcut(self, where: str) -> None:
         """Put the shortcut into W, or take it out and add it at run time.
 
-        Inside, it costs nothing. Outside, W keeps all its digits in half precision (bfloat16
-        resolves 2^-8 next to the 1 on the diagonal), and under autocast the sum is one of float32.
-        Call it before a cast. State dicts always have it inside,
-        but for the parameters themselves that ``state_dict(keep_vars=True)`` returns.
+        A shortcut inside W costs nothing. With the shortcut outside, W keeps all its digits in half
+        precision (bfloat16 resolves 2^-8 next to the 1 on the diagonal), and autocast adds the
+        shortcut in float32. Call this method before a cast. State dicts always have the shortcut
+        inside W, except with ``state_dict(keep_vars=True)``, which returns the parameters as they
+        are.
 
         Args:
             where (str): 'inside' or 'outside'.
@@ -116,7 +117,7 @@ class MergedFFN(DeployForm):
     @staticmethod
     def _save_inside(self, state_dict, prefix, local_metadata) -> None:
         key = f'{prefix}fc1.weight'
-        # Tracers ask for the parameter itself (keep_vars=True), and are to find it.
+        # Tracers look for the parameter itself (keep_vars=True).
         if self._movable and self.shortcut and state_dict[key] is not self.fc1.weight:
             state_dict[key] = self._with_identity(state_dict[key], 1)
 
@@ -127,7 +128,7 @@ class MergedFFN(DeployForm):
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def inference(self, x: torch.Tensor, identity: torch.Tensor | None = None) -> torch.Tensor:
-        """As :meth:`ChannelIdleFFN.forward`, x of shape (B, L, C)."""
+        """Compute :meth:`ChannelIdleFFN.forward` for x of shape (B, L, C)."""
         check_input(self, x, identity)
         h = self.fc1(self.norm(x).reshape(-1, self.embed_dims))
         if not self.idle:
@@ -149,11 +150,11 @@ def set_shortcut_(model: nn.Module, where: str) -> nn.Module:
     """Call :meth:`MergedFFN.set_shortcut` for every FFN of a model.
 
     Args:
-        model (nn.Module): Any model.
+        model (nn.Module): The model, changed in place.
         where (str): 'inside' or 'outside'.
 
     Returns:
-        nn.Module: The same model.
+        nn.Module: ``model``.
 
     Raises:
         ValueError: If ``where`` is something else.

@@ -1,4 +1,4 @@
-"""Folding the weights of an FFN."""
+"""Fold the weights of an FFN."""
 
 from typing import NamedTuple
 
@@ -6,10 +6,10 @@ import torch
 
 
 class FoldedFFN(NamedTuple):
-    """An FFN without its norms, z = x W^T + b + act(x W_in^T + b_in) W_out^T, before the shortcut.
+    """Weights of z = x W^T + b + act(x W_in^T + b_in) W_out^T, an FFN without norms and shortcut.
 
-    W (C, C) and b (C, ) are what the idle channels and all output biases come to, W_in (A, C), b_in
-    (A, ) and W_out (C, A) belong to the active channels.
+    W (C, C) and b (C, ) contain the idle channels and all output biases. W_in (A, C), b_in (A, )
+    and W_out (C, A) belong to the active channels.
     """
 
     w: torch.Tensor
@@ -31,13 +31,13 @@ def fold(
 ) -> FoldedFFN:
     """Fold norms and layer scale into an FFN, and its idle channels into one matrix (eq. 4-6).
 
-    The operations are differentiable, and of the dtype of the arguments.
+    The operations are differentiable, and keep the dtype of the arguments.
 
     Args:
         w_in (torch.Tensor): First linear layer, (H, C), with the active channels first.
-        b_in (torch.Tensor): Its bias, (H, ).
+        b_in (torch.Tensor): Bias of the first layer, (H, ).
         w_out (torch.Tensor): Second linear layer, (C, H).
-        b_out (torch.Tensor): Its bias, (C, ).
+        b_out (torch.Tensor): Bias of the second layer, (C, ).
         num_active (int): Number of active channels A.
         affine1 (tuple, optional): s and t, each (C, ), of a norm s x + t before the first layer.
         affine2 (tuple, optional): s and t, each (H, ), of a norm before the second layer.
@@ -68,9 +68,9 @@ def stack(folded: FoldedFFN, idle: bool = True) -> dict[str, torch.Tensor]:
     """Return the state dict of a :class:`MergedFFN` with these weights.
 
     Args:
-        folded (FoldedFFN): With the shortcut in W.
-        idle (bool): Whether there are idle channels. Without, W is the shortcut alone, and is left
-            out. Defaults to True.
+        folded (FoldedFFN): The folded weights, with the shortcut in W.
+        idle (bool): Whether there are idle channels. Without idle channels, W is only the shortcut,
+            and is left out. Defaults to True.
     """
     w, b, w_in, b_in, w_out = folded
     if idle:
