@@ -10,12 +10,15 @@ from importlib import import_module
 from importlib.util import find_spec
 
 from repa_mm.paths import config_path
-from repa_mm.reparam import ChannelIdleFFN, MergedFFN, reparameterize
+from repa_mm.reparam import ChannelIdleFFN, MergedFFN, reparameterize, reparameterize_
 from repa_mm.version import __version__
 
-__all__ = ['ChannelIdleFFN', 'MergedFFN', '__version__', 'config_path', 'reparameterize']
+__all__ = [
+    'ChannelIdleFFN', 'MergedFFN', '__version__', 'config_path', 'reparameterize',
+    'reparameterize_',
+]  # fmt: skip
 
-_MM_NAMES = ('convert_pretrained', 'fast_window_attention')
+_MM_NAMES = ('convert_pretrained', 'fast_window_attention_')
 _reason, _error = 'MMEngine is not installed', None
 
 
@@ -37,7 +40,7 @@ if find_spec('mmengine'):
         _check_versions()
         from repa_mm import datasets, engine  # noqa: F401
         from repa_mm.convert import convert_pretrained  # noqa: F401
-        from repa_mm.faster import fast_window_attention  # noqa: F401
+        from repa_mm.faster import fast_window_attention_  # noqa: F401
     except Exception as error:  # imports fail in many ways, and the method needs none of them
         _reason, _error = f'{type(error).__name__}: {error}', error
         warnings.warn(

@@ -47,15 +47,6 @@ def _merged(total: int, keep: float) -> int:
     return total * (1000 - _per_mille(keep)) // 1000
 
 
-def scale_queries(q: torch.Tensor, attention: nn.Module) -> torch.Tensor:
-    """Scale queries (…, L, d) so that 1 / sqrt(d) gives the scores of the attention's own scale.
-
-    torch 2.1 exports ``scaled_dot_product_attention`` to ONNX without another scale only.
-    """
-    usual = (attention.embed_dims // attention.num_heads) ** -0.5
-    return q if attention.scale == usual else q * (attention.scale / usual)
-
-
 def _per_mille(keep: float) -> int:
     return max(round(1000 * keep), 1)
 

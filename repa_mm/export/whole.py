@@ -9,8 +9,8 @@ import torch.nn.functional as F
 
 from repa_mm.export.detection import SingleStage, TwoStage
 from repa_mm.export.transformers import Masks, Queries, class_logits, trace_masks
-from repa_mm.faster.replace import replace
-from repa_mm.faster.tracing import trace_any_size
+from repa_mm.faster.replace import replace_
+from repa_mm.faster.tracing import trace_any_size_
 
 # Larger than any image: "the whole image" for the optional input image_size.
 WHOLE = 2**30
@@ -288,6 +288,6 @@ def whole_model(model: nn.Module, preprocessing: bool = False) -> WholeModel:
     if not kinds:
         raise ValueError(f'a {type(model).__name__} has no head that is known')
     model = copy.deepcopy(model)
-    trace_any_size(model)
-    replace(model, _average_pool)
+    trace_any_size_(model)
+    replace_(model, _average_pool)
     return kinds[0](model, preprocessing)

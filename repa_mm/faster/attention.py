@@ -20,7 +20,7 @@ from mmcv.cnn.bricks.transformer import PatchMerging
 from mmengine.utils import digit_version
 from mmpretrain.models.utils.attention import ShiftWindowMSA
 
-from repa_mm.faster.replace import replace
+from repa_mm.faster.replace import replace_
 from repa_mm.faster.windows import (
     buffer,
     cached_masks,
@@ -102,7 +102,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     @first_order_only(
-        'RePaSwinTransformer(fast_attention=False), or a Swin without fast_window_attention()'
+        'RePaSwinTransformer(fast_attention=False), or a Swin without fast_window_attention_()'
     )
     def backward(ctx, grad):
         qkv, bias = ctx.saved_tensors
@@ -137,7 +137,7 @@ class FastShiftWindowMSA(ShiftWindowMSA):
     """A ``ShiftWindowMSA`` with the same outputs in less time and memory.
 
     Arguments, parameters and the state dict are those of ``ShiftWindowMSA``. Any ``ShiftWindowMSA``
-    whose ``w_msa`` is a plain ``WindowMSA`` can become one, see :func:`fast_window_attention`.
+    whose ``w_msa`` is a plain ``WindowMSA`` can become one, see :func:`fast_window_attention_`.
     A training form may take the place of ``w_msa``.
     """
 
@@ -379,12 +379,12 @@ def fast_class(module: nn.Module) -> type | None:
     return FastPatchMerging if fits else None
 
 
-def swap_attention(model: nn.Module) -> None:
-    """Replace modules as :func:`fast_window_attention`, without an error if there are none."""
-    replace(model, fast_class)
+def swap_attention_(model: nn.Module) -> None:
+    """Replace modules as :func:`fast_window_attention_`, without an error if there are none."""
+    replace_(model, fast_class)
 
 
-def fast_window_attention(model: nn.Module) -> nn.Module:
+def fast_window_attention_(model: nn.Module) -> nn.Module:
     """Make the window attention of a Swin faster, in place.
 
     Every ``ShiftWindowMSA`` becomes a :class:`FastShiftWindowMSA`, and every ``PatchMerging`` a
@@ -399,7 +399,7 @@ def fast_window_attention(model: nn.Module) -> nn.Module:
     Raises:
         ValueError: If the model has no stock window attention.
     """
-    swap_attention(model)
+    swap_attention_(model)
     if not any(isinstance(m, FastShiftWindowMSA) for m in model.modules()):
         raise ValueError(
             f'nothing to make faster: {type(model).__name__} has no window attention of a stock '

@@ -103,7 +103,7 @@ class Family:
 
         The norm stays if ``form.contains_norm`` is False, which needs :meth:`calls_with_norm`.
         """
-        if self.norm and getattr(form, 'contains_norm', True):
+        if self.norm and form.contains_norm:
             norm = getattr(block, self.norm)
             # The attribute may be a property: ``norm2`` looks up ``ln2``.
             (child,) = [name for name, module in block.named_children() if module is norm]

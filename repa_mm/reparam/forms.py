@@ -53,7 +53,7 @@ from .numerics import check_finite
 _RECOMPUTING = (BasePruningMethod, SpectralNorm, WeightNorm)
 
 
-def become(module: nn.Module, other: type | nn.Module) -> None:
+def become_(module: nn.Module, other: type | nn.Module) -> None:
     """Turn a module into another module, in place.
 
     The parent's attribute may not be the only reference to the module.
@@ -222,7 +222,7 @@ class TrainingForm(Form):
 
     def switch_to_deploy(self) -> None:
         """Turn this module into its deploy form, in place (OpenMMLab's convention)."""
-        become(self, self.merge())
+        become_(self, self.merge())
 
 
 class DeployForm(Form):
@@ -282,7 +282,7 @@ def merge_whole(form: TrainingForm, name: str) -> DeployForm:
     except ValueError as error:
         raise ValueError(f'cannot merge {name!r}: {error}') from error
     for inner_name, inner in list(outermost(merged, TrainingForm)):
-        become(inner, merge_whole(inner, f'{name}.{inner_name}'))
+        become_(inner, merge_whole(inner, f'{name}.{inner_name}'))
     return merged
 
 

@@ -5,8 +5,8 @@ import copy
 import torch
 import torch.nn as nn
 
-from .forms import DeployForm, TrainingForm, become, merge_whole, outermost
-from .schedule import finish_schedules
+from .forms import DeployForm, TrainingForm, become_, merge_whole, outermost
+from .schedule import finish_schedules_
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -63,27 +63,24 @@ def is_reparameterized(model: nn.Module, state_dict: dict) -> bool:
             {k[len(start) :]: v for k, v in state_dict.items() if k.startswith(start)}
         )
         if names != form.names(form.state_dict()):
-            merged = merge_whole(finish_schedules(copy.deepcopy(form)), name)
+            merged = merge_whole(finish_schedules_(copy.deepcopy(form)), name)
             return names == merged.names(merged.state_dict())
     return False
 
 
-@torch.inference_mode(False)
-def reparameterize(model: nn.Module, inplace: bool = False) -> nn.Module:
-    """Merge every module of a model that is in its training form.
+def reparameterize(model: nn.Module) -> nn.Module:
+    """Return a copy of a model in which every module in a training form is merged.
 
-    The result equals the model in eval mode, up to rounding. If the model is reparameterized
-    already, the result is a copy (the model itself with ``inplace``) in eval mode. A training form
-    inside another training form is left to the outer form's merge; inner forms that remain in their
-    training form are merged afterwards.
+    The copy equals the model in eval mode, up to rounding. A training form inside another training
+    form is left to the outer form's merge; inner forms that remain in their training form are
+    merged afterwards. A model that is reparameterized already is copied.
 
     Args:
         model (nn.Module): The model. DataParallel, DistributedDataParallel and torch.compile
             wrappers are removed; an averaged model (EMA) keeps its wrapper.
-        inplace (bool): Change the model itself instead of a copy. Defaults to False.
 
     Returns:
-        nn.Module: The reparameterized model, in eval mode.
+        nn.Module: The reparameterized copy, in eval mode.
 
     Raises:
         TypeError: If ``model`` is not a module.
@@ -93,6 +90,36 @@ def reparameterize(model: nn.Module, inplace: bool = False) -> nn.Module:
     Examples:
         >>> deployed = repa_mm.reparameterize(model)
     """
+    model, memo = _merged(model)
+    # What is merged takes its place in the copy, instead of being copied.
+    with torch.inference_mode(False):
+        model = copy.deepcopy(model, memo)
+    model.eval()  # on a line of its own: the eval() of some backbones returns None
+    return model
+
+
+def reparameterize_(model: nn.Module) -> nn.Module:
+    """Merge every module of a model that is in its training form, in place.
+
+    Args:
+        model (nn.Module): As for :func:`reparameterize`.
+
+    Returns:
+        nn.Module: The same model without the wrappers that are removed, in eval mode.
+
+    Raises:
+        TypeError, ValueError: As :func:`reparameterize`; the model is then as it was.
+    """
+    model, memo = _merged(model)
+    for form in dict(outermost(model, TrainingForm)).values():
+        become_(form, memo[id(form)])
+    model.eval()
+    return model
+
+
+@torch.inference_mode(False)
+def _merged(model: nn.Module) -> tuple[nn.Module, dict[int, DeployForm]]:
+    """Return the model inside its wrappers, and the deploy forms by the ids of its forms."""
     if not isinstance(model, nn.Module):
         raise TypeError(f'reparameterize takes a torch.nn.Module, but got {model!r}')
     model = unwrap(model)
@@ -101,16 +128,6 @@ def reparameterize(model: nn.Module, inplace: bool = False) -> nn.Module:
             f'nothing to reparameterize: {type(model).__name__} has no channel-idle FFN or other '
             'module in a training form'
         )
-    # Merge all forms before changing the model, so that an error leaves the model unchanged.
-    forms = dict(outermost(model, TrainingForm))
-    own_name = type(model).__name__
-    memo = {id(form): merge_whole(form, name or own_name) for name, form in forms.items()}
-    if not inplace:
-        # The memo makes deepcopy use the merged forms instead of copying the training forms.
-        model = copy.deepcopy(model, memo)
-    else:
-        for form in forms.values():
-            become(form, memo[id(form)])
-    # Not `return model.eval()`: the eval() of some backbones returns None.
-    model.eval()
-    return model
+    name_of_all = type(model).__name__
+    forms = outermost(model, TrainingForm)
+    return model, {id(form): merge_whole(form, name or name_of_all) for name, form in forms}

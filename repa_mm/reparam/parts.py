@@ -67,7 +67,7 @@ def fold_norm(norm: nn.Module, layer: nn.Module) -> tuple[torch.Tensor, torch.Te
 
 
 @torch.no_grad()
-def copy_affine(into: nn.Module, norm: nn.Module | None = None) -> None:
+def copy_affine_(into: nn.Module, norm: nn.Module | None = None) -> None:
     """Copy scale and shift of ``norm`` into another norm; without ``norm``, set 1 and 0."""
     for name, value in (('weight', 1.0), ('bias', 0.0)):
         own, other = getattr(into, name, None), getattr(norm, name, None)
@@ -78,7 +78,7 @@ def copy_affine(into: nn.Module, norm: nn.Module | None = None) -> None:
 
 
 @torch.no_grad()
-def copy_matrix(into: nn.Linear, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+def copy_matrix_(into: nn.Linear, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
     """Copy a weight and a bias into a linear layer; None means a bias of 0."""
     into.weight.copy_(weight)
     if into.bias is not None:

@@ -13,7 +13,7 @@ class Scheduled(nn.Module):
 
     Attributes:
         scalar (str): Name of lambda in logs.
-        end (float): The lambda at which the module merges, 0 or 1. Training begins at the other end.
+        end (float): The lambda at which the module merges, 0 or 1. Training begins at the other.
         lam (torch.Tensor): Lambda, a buffer of one number.
         is_finished (bool): Whether lambda has reached its end, as of the last :meth:`set_lam`,
             ``train`` or loaded state dict. Reading ``is_finished`` costs nothing; reading ``lam``
@@ -75,7 +75,7 @@ class Scheduled(nn.Module):
         self.is_finished = not self.lam.is_meta and bool(self.lam == self.end)
 
 
-def set_lam(model: nn.Module, lam: float, kind: type[Scheduled] = Scheduled) -> nn.Module:
+def set_lam_(model: nn.Module, lam: float, kind: type[Scheduled] = Scheduled) -> nn.Module:
     """Set the lambda of every scheduled module of a model, in place.
 
     Args:
@@ -97,7 +97,7 @@ def set_lam(model: nn.Module, lam: float, kind: type[Scheduled] = Scheduled) -> 
     return model
 
 
-def finish_schedules(model: nn.Module) -> nn.Module:
+def finish_schedules_(model: nn.Module) -> nn.Module:
     """Set every lambda of a model to its end, in place, so that the model merges.
 
     Use it for a model that gets its weights afterwards or is only timed. It changes the output of a

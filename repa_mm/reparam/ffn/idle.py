@@ -12,7 +12,7 @@ import torch.nn as nn
 from ..autograd import kept_statistics
 from ..forms import CheckpointError, TrainingForm
 from ..numerics import batch_norm_affine, check_dropouts, double, exact, is_batch_norm
-from ..parts import FFNParts, copy_affine, copy_matrix, fold_norm, matrix
+from ..parts import FFNParts, copy_affine_, copy_matrix_, fold_norm, matrix
 from .folded import choose_path, folded_forward
 from .layers import (
     KEPT_NORMS,
@@ -61,7 +61,7 @@ class ChannelIdleFFN(TrainingForm):
     In training mode, the FFN skips computing the idle channels where that is faster, with the same
     outputs, gradients and running statistics; see :mod:`repa_mm.reparam.ffn.folded`. The attribute
     ``training_path`` ('auto', 'literal' or 'folded') chooses the path, see
-    :func:`set_training_path`.
+    :func:`set_training_path_`.
 
     Raises:
         ValueError: If the idle ratio is not in [0, 1], or the activation or the norm is unknown.
@@ -207,13 +207,13 @@ class ChannelIdleFFN(TrainingForm):
             scale = None
         elif self.layer_scale is not None and scale is not None:  # a constant in both FFNs
             scale = scale / double(self.layer_scale)
-        copy_affine(self.norm1, ffn.norm)
+        copy_affine_(self.norm1, ffn.norm)
         has_norm = not isinstance(self.norm1, nn.Identity)
-        copy_matrix(self.fc1, *(matrix(ffn.fc1) if has_norm else fold_norm(ffn.norm, ffn.fc1)))
+        copy_matrix_(self.fc1, *(matrix(ffn.fc1) if has_norm else fold_norm(ffn.norm, ffn.fc1)))
         weight, bias = matrix(ffn.fc2)
         if scale is not None:
             weight, bias = scale[:, None] * weight, None if bias is None else scale * bias
-        copy_matrix(self.fc2, weight, bias)
+        copy_matrix_(self.fc2, weight, bias)
 
     def merge(self) -> MergedFFN:
         """Compute the deploy form (paper eq. 4-7) in float64.
