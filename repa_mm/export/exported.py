@@ -72,11 +72,10 @@ class ExportedModel(BaseModel):
         return samples
 
     def _predict_instances(self, images, samples):
-        for image, sample in zip(images, samples):
+        for result, sample in zip(self._run_own(images, samples), samples):
             size = tuple(sample.ori_shape[:2])
-            result = self._run_resized(self._own(image, sample), size)
-            is_object = result['labels'][0] >= 0
-            result = {k: torch.from_numpy(v[0][is_object]) for k, v in result.items()}
+            is_object = result['labels'] >= 0
+            result = {k: torch.from_numpy(v[is_object]) for k, v in result.items()}
             height, width = result['masks'].shape[1:]
             if size != (height, width):  # a file without the option
                 masks = result['masks'][None].float()
@@ -92,19 +91,28 @@ class ExportedModel(BaseModel):
         if self.session.takes_pixels:
             return image
         height, width = sample.img_shape[:2]
-        return np.ascontiguousarray(image[:, :height, :width])
+        return image[:, :height, :width]
 
-    def _run_resized(self, image, size):
-        options = dict(output_size=size) if 'output_size' in self.session.options else {}
-        return self.session(image[None], **options)
+    def _run_own(self, images, samples):
+        """Yield the outputs for each image, which are run together if their sizes are the same."""
+        images = [self._own(image, sample) for image, sample in zip(images, samples)]
+        sizes = [tuple(sample.ori_shape[:2]) for sample in samples]
+        groups = [[i] for i in range(len(images))]
+        if len({(image.shape, size) for image, size in zip(images, sizes)}) == 1:
+            groups = [range(len(images))]
+        for group in groups:
+            options = {}
+            if 'output_size' in self.session.options:
+                options['output_size'] = sizes[group[0]]
+            outputs = self.session(np.stack([images[i] for i in group]), **options)
+            for i in range(len(group)):
+                yield {k: v[i] for k, v in outputs.items()}
 
     def _run_padded(self, images, samples):
         """Yield the outputs for each image."""
         sizes = [tuple(sample.img_shape[:2]) for sample in samples]
         if 'image_size' not in self.session.options:
-            for image, sample in zip(images, samples):
-                found = self.session(self._own(image, sample)[None])
-                yield {k: v[0] for k, v in found.items()}
+            yield from self._run_own(images, samples)
             return
         if self.session.takes_pixels:  # not padded yet
             padded = np.zeros((len(images), *np.max(sizes, 0), 3), np.uint8)
@@ -116,10 +124,9 @@ class ExportedModel(BaseModel):
             yield {k: v[i] for k, v in outputs.items()}
 
     def _predict_segmentation(self, images, samples):
-        for image, sample in zip(images, samples):
+        for result, sample in zip(self._run_own(images, samples), samples):
             size = tuple(sample.ori_shape[:2])
-            labels = self._run_resized(self._own(image, sample), size)['labels']
-            labels = torch.from_numpy(labels).long()
+            labels = torch.from_numpy(result['labels'])[None].long()
             if labels.shape[1:] != size:
                 labels = nn.functional.interpolate(labels[None].float(), size).long()[0]
             sample.pred_sem_seg = PixelData(data=labels)

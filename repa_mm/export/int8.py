@@ -1,5 +1,6 @@
 """Whole models with products of 8 bits, for OpenVINO, by NNCF."""
 
+import copy
 import logging
 import os
 import os.path as osp
@@ -118,8 +119,11 @@ def quantize(
             return {'image': data['inputs'][0].permute(1, 2, 0)[None].byte().numpy()}
         return {'image': model.data_preprocessor(data, False)['inputs'].numpy()}
 
-    model = set_shortcut_(model, 'outside')
-    if shape is not None:
+    model = set_shortcut_(copy.deepcopy(model), 'outside')
+    if shape is None:
+        # Predictions in the size that the model sees: the file cannot resize a segmentor's scores.
+        held_out = [resized([data], [data['inputs'][0].shape[1:]]) for data in held_out]
+    else:
         parts = [held_out[i : i + batch] for i in range(0, len(held_out), batch)]
         held_out = [resized(part, [shape] * batch) for part in parts]
     seen = calibration[:3]
