@@ -156,7 +156,8 @@ def quantize(
         else:
             raise ValueError(
                 f'in 8 bits the model has an agreement of {found:.4f} with PyTorch on '
-                f'{len(held_out)} batches, less than {tolerance}: nothing is written'
+                f'{len(held_out)} batches, less than {tolerance}: nothing is written. Calibrate on '
+                'more images, or test a file of lower agreement (--tolerance)'
             )
         images = sum(len(data['inputs']) for data in held_out)
         result = dict(agreement=found, tolerance=tolerance, images=images)
