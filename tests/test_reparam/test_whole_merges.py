@@ -167,7 +167,7 @@ def test_merged_in_inference_mode(inplace, randomize, relative_error):
     ffn = randomize(ChannelIdleFFN(8, 32)).eval()
     expected = ffn(X).detach()
     with torch.inference_mode():
-        model = reparameterize(nn.Sequential(ffn), inplace=inplace)
+        model = (reparameterize_ if inplace else reparameterize)(nn.Sequential(ffn))
         merged = randomize(ChannelIdleFFN(8, 32)).eval().merge()
     for tensor in (*model.parameters(), *merged.parameters()):
         assert not tensor.is_inference()
