@@ -25,7 +25,7 @@ import torch
 import torch.nn as nn
 
 from repa_mm.convert.regression import Moments
-from repa_mm.reparam.ffn import FoldedFFN
+from repa_mm.reparam import FoldedFFN
 
 CHUNK = 4096  # tokens at a time that are in float64
 

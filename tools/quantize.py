@@ -44,7 +44,7 @@ def main() -> None:
     print(
         f'wrote {args.out}: {sum(products.values())} of {len(products)} products with weights have '
         f'8 bits; agreement with PyTorch {result["agreement"]:.4f} on {result["images"]} images '
-        f'that it was not calibrated on (1 is the same, {result["tolerance"]} is refused)'
+        f'that it was not calibrated on (1 is the same, less than {result["tolerance"]} is refused)'
     )
 
 

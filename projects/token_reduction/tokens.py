@@ -29,7 +29,13 @@ from mmpretrain.models.backbones.swin_transformer import SwinBlock
 from mmpretrain.models.backbones.vision_transformer import TransformerEncoderLayer
 from mmpretrain.models.utils.attention import MultiheadAttention
 
-from repa_mm.faster import FastShiftWindowMSA, is_traced, swap_attention_, traceable_partition
+from repa_mm.faster import (
+    FastShiftWindowMSA,
+    is_traced,
+    swap_attention_,
+    times,
+    traceable_partition,
+)
 from repa_mm.reparam import TrainingForm, become_
 
 # Where the stock blocks are defined.
@@ -49,11 +55,6 @@ def _merged(total: int, keep: float) -> int:
 
 def _per_mille(keep: float) -> int:
     return max(round(1000 * keep), 1)
-
-
-def times(x: torch.Tensor, size: int) -> torch.Tensor:
-    """Return x * size, as the export to ONNX takes a size that is not a constant."""
-    return x * x.new_full((), size)
 
 
 class Layout(NamedTuple):

@@ -19,8 +19,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from repa_mm.reparam.ffn.idle import ChannelIdleFFN
-from repa_mm.reparam.numerics import double
+from repa_mm.reparam import ChannelIdleFFN, double
 
 _CHUNK = 4096  # tokens in float64 at a time
 # Strengths of the ridge, relative to the mean variance of a channel. The first strength is used to

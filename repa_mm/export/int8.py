@@ -131,8 +131,10 @@ def quantize(
     nncf.set_log_level(logging.ERROR)
     folder, name = osp.split(osp.abspath(out))
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
-        file = osp.join(temporary, name)
-        for alphas in SMOOTHING:
+        for i, alphas in enumerate(SMOOTHING):
+            # In a folder of its own: the file of the attempt before may still be in use.
+            file = osp.join(temporary, str(i), name)
+            os.mkdir(osp.dirname(file))
             quantized = nncf.quantize(
                 openvino.Core().read_model(content, b''),
                 nncf.Dataset(calibration, feed),
@@ -163,8 +165,8 @@ def quantize(
         result = dict(agreement=found, tolerance=tolerance, images=images)
         result['products'] = products(file)
         # The weights first: a reader that finds the .xml finds its weights.
-        for name in sorted(os.listdir(temporary)):
-            os.replace(osp.join(temporary, name), osp.join(folder, name))
+        for name in sorted(os.listdir(osp.dirname(file))):
+            os.replace(osp.join(osp.dirname(file), name), osp.join(folder, name))
     return result
 
 

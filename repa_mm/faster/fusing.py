@@ -6,7 +6,7 @@ import torch
 import torch.nn as nn
 from mmcv.cnn import ConvModule
 
-from repa_mm.reparam.numerics import batch_norm_affine, check_finite, double, is_plain, rounded
+from repa_mm.reparam import batch_norm_affine, check_finite, double, is_plain, rounded
 
 
 def _can_fuse(module: nn.Module, owners: collections.Counter) -> bool:

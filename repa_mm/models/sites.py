@@ -13,8 +13,7 @@ from mmcv.cnn import Linear
 from mmpretrain.models.utils.attention import MultiheadAttention, WindowMSA
 
 from repa_mm.models.families import FAMILIES, Family
-from repa_mm.reparam import AttentionParts, FFNParts, TrainingForm
-from repa_mm.reparam.numerics import double, is_plain
+from repa_mm.reparam import AttentionParts, FFNParts, TrainingForm, double, is_plain
 
 
 def trained(layer: nn.Module, name: str) -> bool:

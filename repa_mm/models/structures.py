@@ -13,8 +13,7 @@ import torch.nn as nn
 from mmengine.registry import Registry
 
 from repa_mm.models.sites import FFNSite, Site, ffn_sites, trained
-from repa_mm.reparam import ChannelIdleFFN, FFNParts, Form, TrainingForm
-from repa_mm.reparam.numerics import is_plain
+from repa_mm.reparam import ChannelIdleFFN, FFNParts, Form, TrainingForm, is_plain
 
 STRUCTURES = Registry('structure')
 

@@ -5,6 +5,7 @@ import copy
 import numpy as np
 import pytest
 import torch
+from mmengine.registry import MODELS
 from mmengine.structures import BaseDataElement, InstanceData, PixelData
 
 from repa_mm.config import build_model, load_config
@@ -108,6 +109,37 @@ def test_outlier_channels(learned, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match='in 8 bits .* less than 0.93: nothing is written'):
         int8.quantize(scaled, file, seen, others, 0.93)
     assert (tmp_path / 'model.bin').read_bytes() == before
+
+
+def test_outliers_of_convolutions(tmp_path, monkeypatch):
+    """The second attempt protects them; the file may be fixed to several images."""
+    backbone = dict(type='ResNet', depth=18, base_channels=8, stem_channels=8, out_indices=(3,))
+    cfg = dict(
+        type='mmpretrain.ImageClassifier',
+        backbone=backbone,
+        neck=dict(type='GlobalAveragePooling'),
+        head=dict(type='LinearClsHead', num_classes=3, in_channels=64),
+        data_preprocessor=dict(mean=[120] * 3, std=[58] * 3, num_classes=3),
+    )
+    torch.manual_seed(0)
+    model = MODELS.build(cfg)
+    train(model, 'classifier', 80, 2e-3)
+    for layer in (model.backbone.layer1, model.backbone.layer2):
+        with torch.no_grad():  # the same function
+            layer[0].bn1.weight[:2] *= 3000
+            layer[0].bn1.bias[:2] *= 3000
+            layer[0].conv2.weight[:, :2] /= 3000
+    model.dataset_meta = {}
+    file, others = str(tmp_path / 'model.xml'), scenes('classifier', 2)
+    kwargs = dict(tolerance=0.85, shape=(64, 64), batch=3)
+    done = int8.quantize(model, file, scenes('classifier'), others, **kwargs)
+    assert done['agreement'] >= 0.85 and done['images'] == 12
+    exported = ExportedModel(file, model.data_preprocessor, 'f32')
+    data = batch(np.random.default_rng(3), 'classifier', 3)
+    assert agreement(model, exported, [data]) >= 0.85
+    monkeypatch.setattr(int8, 'SMOOTHING', int8.SMOOTHING[:1])
+    with pytest.raises(ValueError, match='less than 0.85: nothing is written'):
+        int8.quantize(model, file, scenes('classifier'), others, **kwargs)
 
 
 def test_the_tool(learned, tmp_path, run_tool, capsys):
