@@ -41,6 +41,8 @@ def main() -> None:
     args = parse_args()
     result = quantize_checkpoint(**vars(args))
     products = result['products']
+    if result['in_float']:
+        print(f'in 8 bits these parts do not agree; in float: {", ".join(result["in_float"])}')
     print(
         f'wrote {args.out}: {sum(products.values())} of {len(products)} products with weights have '
         f'8 bits; agreement with PyTorch {result["agreement"]:.4f} on {result["images"]} images '

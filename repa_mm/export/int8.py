@@ -18,8 +18,13 @@ from repa_mm.reparam import set_shortcut_
 
 #: Smallest acceptable :func:`~repa_mm.export.agreement.agreement` of each task.
 TOLERANCES = dict(detection=0.98, instances=0.98, segmentation=0.98, classification=0.98)
-#: Strengths of SmoothQuant, tried in turn: NNCF's default, and with the inputs of convolutions.
-SMOOTHING = dict(matmul=0.95), dict(matmul=0.95, convolution=0.95)
+#: What is tried in turn: strengths of SmoothQuant (NNCF's default, then with the inputs of
+#: convolutions), and whether all that follows the backbone stays in float.
+ATTEMPTS = (
+    (dict(matmul=0.95), False),
+    (dict(matmul=0.95, convolution=0.95), False),
+    (dict(matmul=0.95, convolution=0.95), True),
+)
 
 
 def quantize_checkpoint(
@@ -87,8 +92,9 @@ def quantize(
 
     Weights have a scale for each output channel and activations one for the tensor, after
     SmoothQuant (arXiv 2211.10438) has moved large input channels of a product into its weights: in
-    matrix products, and in convolutions if the file does not agree otherwise. Merged FFNs keep
-    their shortcut outside of the matrix: a 1 on its diagonal takes most of the range of 8 bits.
+    matrix products, and in convolutions if the file does not agree otherwise. If it still does not,
+    the parts after the backbone (neck and heads) stay in float. Merged FFNs keep their shortcut
+    outside of the matrix: a 1 on its diagonal takes most of the range of 8 bits.
 
     Args:
         model (nn.Module): From :func:`~repa_mm.export.export.model_to_export`.
@@ -104,8 +110,9 @@ def quantize(
         batch (int): Number of images that the file is fixed to, if there is a shape. Defaults to 1.
 
     Returns:
-        dict: ``agreement``, ``tolerance``, ``images`` (the number of those that were compared) and
-        ``products`` (see :func:`products`).
+        dict: ``agreement``, ``tolerance``, ``images`` (the number of those that were compared),
+        ``products`` (see :func:`products`) and ``in_float``, the names of the parts that had to
+        stay in float.
 
     Raises:
         ValueError: If the file does not agree with the model, if the model in ONNX and float does
@@ -131,7 +138,7 @@ def quantize(
     nncf.set_log_level(logging.ERROR)
     folder, name = osp.split(osp.abspath(out))
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
-        for i, alphas in enumerate(SMOOTHING):
+        for i, (alphas, after) in enumerate(ATTEMPTS):
             # In a folder of its own: the file of the attempt before may still be in use.
             file = osp.join(temporary, str(i), name)
             os.mkdir(osp.dirname(file))
@@ -140,6 +147,7 @@ def quantize(
                 nncf.Dataset(calibration, feed),
                 subset_size=len(calibration),
                 model_type=nncf.ModelType.TRANSFORMER,
+                ignored_scope=nncf.IgnoredScope(patterns=['^(?!.*/backbone/).*'] if after else []),
                 advanced_parameters=nncf.AdvancedQuantizationParameters(
                     smooth_quant_alphas=nncf.AdvancedSmoothQuantParameters(**alphas)
                 ),
@@ -164,6 +172,9 @@ def quantize(
         images = sum(len(data['inputs']) for data in held_out)
         result = dict(agreement=found, tolerance=tolerance, images=images)
         result['products'] = products(file)
+        floats = [name.split('/') for name, eight in result['products'].items() if not eight]
+        children = [name for name, _ in model.named_children()] if after else []
+        result['in_float'] = [n for n in children if any(n in parts for parts in floats)]
         # The weights first: a reader that finds the .xml finds its weights.
         for name in sorted(os.listdir(osp.dirname(file))):
             os.replace(osp.join(osp.dirname(file), name), osp.join(folder, name))

@@ -105,7 +105,7 @@ def test_outlier_channels(learned, tmp_path, monkeypatch):
     scaled, file = rescale(copy.deepcopy(model), 300), str(tmp_path / 'model.xml')
     assert int8.quantize(scaled, file, seen, others, 0.93)['agreement'] >= 0.93
     before = (tmp_path / 'model.bin').read_bytes()
-    monkeypatch.setattr(int8, 'SMOOTHING', [dict(matmul=-1, convolution=-1)])
+    monkeypatch.setattr(int8, 'ATTEMPTS', [(dict(matmul=-1, convolution=-1), False)])
     with pytest.raises(ValueError, match='in 8 bits .* less than 0.93: nothing is written'):
         int8.quantize(scaled, file, seen, others, 0.93)
     assert (tmp_path / 'model.bin').read_bytes() == before
@@ -137,9 +137,28 @@ def test_outliers_of_convolutions(tmp_path, monkeypatch):
     exported = ExportedModel(file, model.data_preprocessor, 'f32')
     data = batch(np.random.default_rng(3), 'classifier', 3)
     assert agreement(model, exported, [data]) >= 0.85
-    monkeypatch.setattr(int8, 'SMOOTHING', int8.SMOOTHING[:1])
+    monkeypatch.setattr(int8, 'ATTEMPTS', int8.ATTEMPTS[:1])
     with pytest.raises(ValueError, match='less than 0.85: nothing is written'):
         int8.quantize(model, file, scenes('classifier'), others, **kwargs)
+
+
+def test_parts_in_float(learned, tmp_path, monkeypatch):
+    """What follows the backbone stays in float if the model does not agree otherwise."""
+    model, seen, others = learned('retinanet')[2], scenes('retinanet'), scenes('retinanet', 2)
+    scaled, file = copy.deepcopy(model), str(tmp_path / 'model.xml')
+    first, second = scaled.bbox_head.cls_convs[:2]
+    with torch.no_grad():  # the same function
+        first.norm.weight[:4] *= 3000
+        first.norm.bias[:4] *= 3000
+        second.conv.weight[:, :4] /= 3000
+    default, _, last = int8.ATTEMPTS
+    monkeypatch.setattr(int8, 'ATTEMPTS', [default])
+    with pytest.raises(ValueError, match='less than 0.95: nothing is written'):
+        int8.quantize(scaled, file, seen, others, 0.95)
+    monkeypatch.setattr(int8, 'ATTEMPTS', [default, last])
+    done = int8.quantize(scaled, file, seen, others, 0.95)
+    assert done['agreement'] >= 0.95 and done['in_float'] == ['neck', 'bbox_head']
+    assert done['products'] == {n: '/backbone/' in n for n in done['products']}
 
 
 def test_the_tool(learned, tmp_path, run_tool, capsys):
