@@ -38,7 +38,7 @@ from benchmarks.methods import METHODS, Weights, shared_widths, statistics
 from benchmarks.tables import COLUMNS, Row
 from repa_mm import convert_pretrained
 from repa_mm.config import build_model, load_config
-from repa_mm.convert.conversion import MAX_TOKENS, find_ffns, sample_tokens
+from repa_mm.convert.conversion import MAX_TOKENS, plan_conversion
 from repa_mm.convert.lockstep import in_lockstep
 from repa_mm.convert.pretrained import calibration_images
 from repa_mm.timing import measure
@@ -72,14 +72,14 @@ def compressed(
     """A copy of a model with FFNs of a published method."""
     model = copy.deepcopy(model)
     model.eval()
-    sites, ffns, widths, _ = find_ffns(model, keep, None, False)
-    sites = {site.block_name: site for site in sites}
+    plan = plan_conversion(model, keep)
+    widths = {name: width for name, (width,) in plan.sizes.items()}
+    sites = plan.sites
     number, run = -(-MAX_TOKENS // len(batches)), partial(forward, model)
-    for block, site in sites.items():
-        site.put(ffns[block])
+    plan.put()
 
     def sample(site, tokens: list) -> list[torch.Tensor]:
-        return [torch.cat(columns) for columns in zip(*sample_tokens(site, tokens, number))]
+        return [torch.cat(columns) for columns in zip(*site.sample(tokens, number))]
 
     if name == 'VBP':  # ranks the channels of all FFNs together, on the original model
         scores, costs = [], []
@@ -88,7 +88,7 @@ def compressed(
             u, _ = sample(site, tokens)
             moments = statistics(Weights(*site.ffn.fold(), site.ffn.act), u).moments
             scores.append(moments.mean_and_covariance()[1].diagonal())
-            costs.append(sum(x.numel() for x, _ in tokens))
+            costs.append(sum(inputs[0].numel() for inputs, _ in tokens))
 
         in_lockstep(run, batches, score, students=False)
         budget = sum(cost * width for cost, width in zip(costs, widths.values()))

@@ -26,6 +26,15 @@ def parse_args() -> argparse.Namespace:
         help="share of the FFNs' hidden channels that stays: one for all blocks, or one per block "
         '(default: 0.375, the cost of channel-idle FFNs with an idle ratio of 0.75 where H = 4 C)',
     )
+    for name, what in (('qk', 'queries and keys'), ('v', 'values')):
+        parser.add_argument(
+            f'--{name}-keep',
+            type=lambda x: x if x == 'auto' else float(x),
+            nargs='+',
+            default=[1.0],
+            help=f"share of each head's dimensions of {what} that stays: one for all blocks, one "
+            "per block, or 'auto' (default: 1, all)",
+        )
     parser.add_argument(
         '--where', help='module whose FFNs are narrowed: backbone or encoder (default: both)'
     )
@@ -50,8 +59,9 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = vars(parse_args())
-    if len(args['keep']) == 1:
-        (args['keep'],) = args['keep']
+    for name in ('keep', 'qk_keep', 'v_keep'):
+        if len(args[name]) == 1:
+            (args[name],) = args[name]
 
     def progress(row) -> None:
         print(f'{row.name}: {row.unexplained:.2%} of the variance is unexplained', flush=True)

@@ -16,12 +16,13 @@ from torch.utils.data import Dataset
 
 from repa_mm.checkpoints import load_checkpoint, load_original, save_checkpoint
 from repa_mm.config import build_model, image_config, load_config
-from repa_mm.convert.conversion import BlockReport, convert_pretrained, find_ffns
+from repa_mm.convert.conversion import BlockReport, Keep, convert_pretrained, plan_conversion
 from repa_mm.convert.distillation import distill_checkpoint
 from repa_mm.faster.tracing import swap_faster_attention_
 from repa_mm.features import differences, has_channels_first, head_inputs, percent, run_batches
 from repa_mm.files import replacing
-from repa_mm.models.sites import FFNSite, ffn_sites
+from repa_mm.models.channel_idle import RePaBackbone
+from repa_mm.models.sites import FFNSite, attention_sites, ffn_sites
 from repa_mm.models.structures import Widths
 from repa_mm.version import __version__
 
@@ -54,7 +55,9 @@ def convert_checkpoint(
     config: str,
     checkpoint: str,
     out: str,
-    keep: float | list[float | None] = 0.375,
+    keep: Keep = 0.375,
+    qk_keep: Keep | str = 1.0,
+    v_keep: Keep | str = 1.0,
     where: str | None = None,
     num_images: int = 64,
     images: str | None = None,
@@ -64,7 +67,7 @@ def convert_checkpoint(
     skip_unsupported: bool = False,
     progress: Callable[[BlockReport], None] | None = None,
 ) -> dict:
-    """Narrow the FFNs in the backbone and encoder of a trained model, without labels.
+    """Narrow FFNs and heads in the backbone and encoder of a trained model, without labels.
 
     Neck and heads stay as they are. A config is written beside the checkpoint, so that both are
     ready for tests and training. The codebase loads them without this package if its config can
@@ -77,6 +80,8 @@ def convert_checkpoint(
         out (str): The checkpoint to write, '….pth'. Its config becomes '….py'.
         keep (float | list): Share of the FFNs' hidden channels that stays: one for all blocks, or
             one per block, where None leaves the block as it is. Defaults to 0.375.
+        qk_keep (float | list | str): As for :func:`~repa_mm.convert_pretrained`.
+        v_keep (float | list | str): As for :func:`~repa_mm.convert_pretrained`.
         where (str, optional): Name of the module whose blocks are converted: 'backbone' or
             'encoder', see :func:`~repa_mm.models.sites.ffn_sites`. Defaults to both.
         num_images (int): Number of images to fit to. One more image for every eight is held out to
@@ -114,20 +119,20 @@ def convert_checkpoint(
     model.to(device or ('cuda' if torch.cuda.is_available() else 'cpu'))
     swap_faster_attention_(model)
     # Errors in the config should show before the long fit.
-    sites, _, widths, _ = find_ffns(model, keep, where, skip_unsupported)
-    names = [site.block_name for site in sites]
-    MODELS.build(converted_config(cfg, model, names, widths, where, out).model)
+    shares = dict(keep=keep, qk_keep=qk_keep, v_keep=v_keep)
+    plan = plan_conversion(copy.deepcopy(model), where=where, **shares)
+    MODELS.build(converted_config(cfg, model, plan.sizes, where, out).model)
 
     def batches(indices: list[int]) -> list[dict]:
         return [model.data_preprocessor(pseudo_collate([dataset[i]]), False) for i in indices]
 
     narrow, report = convert_pretrained(
-        model, batches(chosen), keep=keep, where=where, forward=head_inputs,
+        model, batches(chosen), **shares, where=where, forward=head_inputs,
         held_out=batches(held_out), skip_unsupported=skip_unsupported, progress=progress,
     )  # fmt: skip
-    widths = {block.name: block.width for block in report.blocks}
-    text = converted_config(cfg, model, names, widths, where, out).pretty_text
-    text = f'# {osp.basename(config)} with narrower FFNs.\n{text}'
+    sizes = {block.name: block.after for block in report.blocks}
+    text = converted_config(cfg, model, sizes, where, out).pretty_text
+    text = f'# {osp.basename(config)} with narrower layers.\n{text}'
     # MMEngine's inferencers read the config from the checkpoint if they are given weights alone.
     meta = dict(loaded.get('meta') or {}, repa_mm_version=__version__, cfg=text)
     state_dict = weights_to_cpu(narrow.state_dict())
@@ -158,20 +163,15 @@ def convert_checkpoint(
 
 
 def converted_config(
-    cfg: Config,
-    model: nn.Module,
-    names: Sequence[str],
-    widths: dict[str, int],
-    where: str | None,
-    out: str,
+    cfg: Config, model: nn.Module, sizes: dict[str, tuple], where: str | None, out: str
 ) -> Config:
     """Return the config of a converted model.
 
     Args:
         cfg (Config): Config of the original model.
         model (nn.Module): The original model.
-        names (Sequence[str]): Names of the model's known blocks.
-        widths (dict): New widths of the converted FFNs, by block name.
+        sizes (dict): New sizes of the converted parts, by name, see
+            :class:`~repa_mm.convert.conversion.Plan`.
         where (str, optional): As for :func:`convert_checkpoint`.
         out (str): Path of the converted checkpoint, from which training starts.
     """
@@ -181,14 +181,13 @@ def converted_config(
         for key in ('init_cfg', 'pretrained'):  # weights of the original model
             part.pop(key, None)
     start = 'backbone.' if given else '\0'
-    inside = {name[len(start) :]: w for name, w in widths.items() if name.startswith(start)}
+    inside = {name[len(start) :]: x for name, x in sizes.items() if name.startswith(start)}
     if inside:
         cfg.model.backbone = backbone_config(cfg.model.backbone, model.backbone, inside)
-    others = {name: w for name, w in widths.items() if not name.startswith(start)}
+    others = {name: x for name, x in sizes.items() if not name.startswith(start)}
     left = _with_stock_layers(cfg.model, others)
     if left:
-        structure = dict(type='Widths', widths=[left.get(name) for name in names], where=where)
-        cfg.model = _restructured(cfg.model, structure)
+        cfg.model = _restructured(cfg.model, _structure(model, left, where))
     cfg.load_from, cfg.resume = osp.abspath(out), False
     cfg.pop('work_dir', None)  # has checkpoints of the original model
     if 'Restructured' in (cfg.model.type, cfg.model.get('backbone', cfg.model).type):
@@ -199,66 +198,81 @@ def converted_config(
     return cfg
 
 
-def backbone_config(cfg: dict, backbone: nn.Module, widths: dict[str, int]) -> dict:
-    """Return the config of a backbone whose FFNs get new widths.
+def _structure(model: nn.Module, sizes: dict[str, tuple], where: str | None = None) -> dict:
+    """Return the config of the structure that gives the parts of a model their new sizes."""
+    widths = [sizes.get(site.block_name, (None,))[0] for site in ffn_sites(model, where)]
+    heads = [sizes.get(site.name) for site in attention_sites(model, where or '')]
+    structure = dict(type='Widths')
+    if any(widths):
+        structure['widths'] = widths
+    if any(heads):
+        structure['heads'] = heads
+    return dict(structure, where=where) if where else structure
+
+
+def backbone_config(cfg: dict, backbone: nn.Module, sizes: dict[str, tuple]) -> dict:
+    """Return the config of a backbone whose parts get new sizes.
 
     It is a config of the codebase alone if the arguments of the backbone's class can express the
-    widths, else one of ``Restructured``.
+    sizes, else one of ``Restructured``.
 
     Args:
         cfg (dict): Config of the original backbone.
-        backbone (nn.Module): The backbone, of any widths.
-        widths (dict): The new widths, by the names of the blocks that change.
+        backbone (nn.Module): The backbone, of any sizes.
+        sizes (dict): The new sizes, by the names of the parts that change.
     """
-    sites = ffn_sites(backbone)
-    structure = Widths([widths.get(site.block_name) for site in sites])
-    backbone = copy.deepcopy(backbone)
-    structure.put_(backbone)
-    shapes = {key: value.shape for key, value in backbone.state_dict().items()}
-    for candidate in _stock_configs(cfg, type(backbone), sites, structure):
-        try:
-            built = MODELS.build(copy.deepcopy(candidate))
-        except (TypeError, AssertionError):  # the blocks of this class have no such argument
-            continue
-        if {key: value.shape for key, value in built.state_dict().items()} == shapes:
-            return candidate
-    return _restructured(cfg, dict(type='Widths', widths=structure.widths))
+    structure = _structure(backbone, sizes)
+    if 'heads' not in structure:
+        sites, widths = ffn_sites(backbone), structure['widths']
+        backbone = copy.deepcopy(backbone)
+        Widths(widths).put_(backbone)
+        shapes = {key: value.shape for key, value in backbone.state_dict().items()}
+        for candidate in _stock_configs(cfg, type(backbone), sites, widths):
+            try:
+                built = MODELS.build(copy.deepcopy(candidate))
+            except (TypeError, AssertionError):  # the blocks of this class have no such argument
+                continue
+            if {key: value.shape for key, value in built.state_dict().items()} == shapes:
+                return candidate
+    return _restructured(cfg, structure)
 
 
 def _restructured(cfg: dict, structure: dict) -> ConfigDict:
-    if cfg['type'] == 'Restructured':  # the model was converted before
-        return ConfigDict(cfg, structures=[*cfg['structures'], structure])
+    kind = MODELS.get(cfg['type'])
+    has_structures = isinstance(kind, type) and issubclass(kind, RePaBackbone)
+    if cfg['type'] == 'Restructured' or has_structures:
+        return ConfigDict(cfg, structures=[*cfg.get('structures', []), structure])
     return ConfigDict(type='Restructured', model=cfg, structures=[structure])
 
 
-def _with_stock_layers(cfg: ConfigDict, widths: dict[str, int]) -> dict[str, int]:
-    """Set the widths of layers that share a config, as in encoders; return the other widths."""
+def _with_stock_layers(cfg: ConfigDict, sizes: dict[str, tuple]) -> dict[str, tuple]:
+    """Set the widths of layers that share a config, as in encoders; return the other sizes."""
     groups: dict[str, dict] = {}
-    for name, width in widths.items():
-        groups.setdefault(name.rpartition('.layers.')[0], {})[name] = width
+    for name, size in sizes.items():
+        groups.setdefault(name.rpartition('.layers.')[0], {})[name] = size
     left = {}
     for owner, found in groups.items():
         part = reduce(lambda part, key: part.get(key) or {}, owner.split('.'), cfg)
         ffn = (part.get('layer_cfg') or {}).get('ffn_cfg')
         if ffn and len(found) == part.get('num_layers') and len({*found.values()}) == 1:
-            ffn.feedforward_channels = next(iter(found.values()))
+            (ffn.feedforward_channels,) = next(iter(found.values()))
         else:
             left.update(found)
     return left
 
 
 def _stock_configs(
-    cfg: dict, kind: type, sites: Sequence[FFNSite], structure: Widths
+    cfg: dict, kind: type, sites: Sequence[FFNSite], widths: Sequence[int | None]
 ) -> Iterator[dict]:
-    """Yield configs of the codebase's backbone that may give its FFNs the structure's widths."""
+    """Yield configs of the codebase's backbone that may give its FFNs these widths."""
     arguments = inspect.signature(kind).parameters
-    if 'mlp_ratio' in arguments and None not in structure.widths:
+    if 'mlp_ratio' in arguments and None not in widths:
         # In MMDetection's and MMSegmentation's Swin and MMSegmentation's ViT, an integer.
         dims = [site.parts().fc1.weight.shape[1] for site in sites]
-        ratio = structure.widths[0] // dims[0]
-        if structure.widths == [ratio * c for c in dims]:
+        ratio = widths[0] // dims[0]
+        if widths == [ratio * c for c in dims]:
             yield ConfigDict(cfg, mlp_ratio=ratio)
-    ffns = [{} if w is None else dict(feedforward_channels=w) for w in structure.widths]
+    ffns = [{} if w is None else dict(feedforward_channels=w) for w in widths]
     if 'layer_cfgs' in arguments and not cfg.get('layer_cfgs'):  # MMPretrain's ViTs
         yield ConfigDict(cfg, layer_cfgs=ffns)
     if 'stage_cfgs' in arguments and not cfg.get('stage_cfgs'):  # MMPretrain's Swins

@@ -158,7 +158,7 @@ def ffn_moments(
     return result
 
 
-def _ridged(gram: torch.Tensor, strength: float) -> torch.Tensor:
+def ridged(gram: torch.Tensor, strength: float) -> torch.Tensor:
     """Add a multiple of the mean of a Gram matrix's diagonal to the diagonal, in a copy."""
     amount = strength * gram.diagonal().mean()
     gram = gram.clone()
@@ -167,7 +167,7 @@ def _ridged(gram: torch.Tensor, strength: float) -> torch.Tensor:
     return gram
 
 
-def _solve(gram: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+def solve(gram: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """Solve X gram = right for X, with a positive definite Gram matrix."""
     return torch.cholesky_solve(right.t(), torch.linalg.cholesky(gram)).t()
 
@@ -222,7 +222,7 @@ class _Problem:
     def solve(self, kept: torch.Tensor, ridge: float) -> torch.Tensor:
         """Solve for the output weights of the kept channels, shrunk towards the pretrained ones."""
         gram, out = self.gram[kept][:, kept], self.out[:, kept]
-        return out + _solve(_ridged(gram, ridge), self.with_t[:, kept] - out @ gram)
+        return out + solve(ridged(gram, ridge), self.with_t[:, kept] - out @ gram)
 
     def bias(self, kept: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         return self.mean_t - weights @ self.mean_a[kept]
@@ -241,7 +241,7 @@ class _Problem:
         """Return the indices of the channels that backward elimination keeps."""
         everything = torch.arange(len(self.gram), device=self.gram.device)
         weights = self.solve(everything, RIDGES[0])
-        return eliminate(_ridged(self.gram, RIDGES[0]), weights, number)
+        return eliminate(ridged(self.gram, RIDGES[0]), weights, number)
 
 
 def _cross_validated(ffn: ChannelIdleFFN, parts: Sequence[Moments], kept: torch.Tensor) -> float:

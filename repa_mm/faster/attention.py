@@ -11,7 +11,6 @@ MMSegmentation:
 
 import weakref
 from collections.abc import Iterator, Sequence
-from functools import partial
 
 import torch
 import torch.nn as nn
@@ -58,6 +57,36 @@ def _heads(qkv: torch.Tensor, num_heads: int) -> torch.Tensor:
     return qkv.view(n, num_tokens, 3, num_heads, -1).permute(2, 0, 3, 1, 4)
 
 
+def split_heads(
+    qkv: torch.Tensor, num_heads: int, v_dims: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Split qkv (n, N, D + D + v_dims) of all heads into q, k (n, heads, N, r), v (n, heads, N, s).
+
+    Heads of one width, r = s, are those of stock attention.
+    """
+    dims = (qkv.shape[2] - v_dims) // 2
+    if dims == v_dims:
+        return tuple(_heads(qkv, num_heads))
+    parts = qkv.split([dims, dims, v_dims], 2)
+    return tuple(part.unflatten(2, (num_heads, -1)).transpose(1, 2) for part in parts)
+
+
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    bias: torch.Tensor | None = None,
+    dropout: float = 0.0,
+) -> torch.Tensor:
+    """Compute ``scaled_dot_product_attention`` of q, k (n, heads, N, r) and v (n, heads, N, s)."""
+    # Padded with zeros, since unequal widths fall to a slow kernel on CPUs.
+    width = max(q.shape[3], v.shape[3])
+    padded = [F.pad(x, (0, width - x.shape[3])) if x.shape[3] < width else x for x in (q, k, v)]
+    x = F.scaled_dot_product_attention(*padded, attn_mask=bias, dropout_p=dropout, scale=scale)
+    return x[..., : v.shape[3]]
+
+
 def _probabilities(
     q: torch.Tensor, k: torch.Tensor, bias: torch.Tensor, scale: float
 ) -> torch.Tensor:
@@ -68,18 +97,18 @@ def _probabilities(
     return scores.softmax(-1)
 
 
-def _attend(qkv: torch.Tensor, bias: torch.Tensor, num_heads: int, scale: float) -> torch.Tensor:
-    """Compute attention from qkv (n, N, 3 C) of windows that share one bias (heads, N, N)."""
+def _attend(
+    qkv: torch.Tensor, bias: torch.Tensor, num_heads: int, v_dims: int, scale: float
+) -> torch.Tensor:
+    """Compute attention from qkv of windows that share one bias (heads, N, N)."""
     n, num_tokens, _ = qkv.shape
+    q, k, v = split_heads(qkv, num_heads, v_dims)
     if qkv.device.type != 'cpu' or _CPU_HAS_MASKED_KERNEL:
-        x = F.scaled_dot_product_attention(
-            *_heads(qkv, num_heads), attn_mask=bias[None], scale=scale
-        )
+        x = attend(q, k, v, scale, bias[None])
     else:
-        q, k, v = _heads(qkv, num_heads).contiguous()
-        x = torch.bmm(_probabilities(q, k, bias, scale), v.flatten(0, 1))
-        x = x.view(q.shape)
-    return x.transpose(1, 2).reshape(n, num_tokens, -1)
+        q, k, v = (x.contiguous() for x in (q, k, v))
+        x = torch.bmm(_probabilities(q, k, bias, scale), v.flatten(0, 1)).view(v.shape)
+    return x.transpose(1, 2).reshape(n, num_tokens, v_dims)
 
 
 def _chunks(groups: Sequence[tuple[int, int, int]], size: int) -> Iterator[tuple[int, int, int]]:
@@ -97,7 +126,7 @@ class _Attention(torch.autograd.Function):
         ctx.args = num_heads, scale, chunks
         x = qkv.new_empty(*qkv.shape[:2], qkv.shape[2] // 3)
         for start, stop, mask in chunks:
-            x[start:stop] = _attend(qkv[start:stop], bias[mask], num_heads, scale)
+            x[start:stop] = _attend(qkv[start:stop], bias[mask], num_heads, x.shape[2], scale)
         return x
 
     @staticmethod
@@ -137,7 +166,8 @@ class FastShiftWindowMSA(ShiftWindowMSA):
     """A ``ShiftWindowMSA`` with the same outputs in less time and memory.
 
     Arguments, parameters and the state dict are those of ``ShiftWindowMSA``. Any ``ShiftWindowMSA``
-    whose ``w_msa`` is a plain ``WindowMSA`` can become one, see :func:`fast_window_attention_`.
+    whose ``w_msa`` is a plain ``WindowMSA`` can become one, see :func:`fast_window_attention_`. The
+    widths of the heads are those of the weights, which a conversion may have made narrower.
     A training form may take the place of ``w_msa``.
     """
 
@@ -220,7 +250,8 @@ class FastShiftWindowMSA(ShiftWindowMSA):
             len(query), height, width, self.window_size, shift, query.device
         )
         x = query.reshape(-1, channels)
-        attend = partial(_attend, num_heads=w_msa.num_heads, scale=w_msa.scale)
+        v_dims = w_msa.proj.in_features
+        kwargs = dict(num_heads=w_msa.num_heads, v_dims=v_dims, scale=w_msa.scale)
         if on_cpu:
             groups = list(_chunks(groups, max(_CHUNK // num_tokens, 1)))
 
@@ -228,10 +259,11 @@ class FastShiftWindowMSA(ShiftWindowMSA):
             windows = gather(x, rows, positions, padded)
             qkv = self.qkv(windows.view(-1, num_tokens, channels), padded)
             bias = self.bias(shift, qkv.dtype)
-            if on_cpu:
+            if on_cpu and qkv.shape[2] == 3 * v_dims:
                 x = _Attention.apply(qkv, bias, w_msa.num_heads, w_msa.scale, groups)
             else:
-                x = torch.cat([attend(qkv[start:stop], bias[mask]) for start, stop, mask in groups])
+                parts = [_attend(qkv[i:j], bias[mask], **kwargs) for i, j, mask in groups]
+                x = torch.cat(parts)
             x = w_msa.proj(x).view(-1, channels)
             return gather(x, positions, rows, None, padded).view(query.shape)
 
@@ -246,7 +278,7 @@ class FastShiftWindowMSA(ShiftWindowMSA):
             if out is None:
                 bias = self.bias(shift, qkv.dtype)
                 out = qkv.new_empty(len(rows), channels)
-            out[chunk] = w_msa.proj(attend(qkv, bias[mask])).flatten(0, 1)
+            out[chunk] = w_msa.proj(_attend(qkv, bias[mask], **kwargs)).flatten(0, 1)
         return out.index_select(0, positions).view(query.shape)
 
     def _forward_traceable(self, query, height, width, shift):
@@ -258,7 +290,8 @@ class FastShiftWindowMSA(ShiftWindowMSA):
         )
         x = gather(query, rows, positions, padded)
         x = x.view(batch * mask.shape[0], window**2, channels)
-        q, k, v = _heads(self.qkv(x, padded), w_msa.num_heads)
+        v_dims = w_msa.proj.in_features
+        q, k, v = split_heads(self.qkv(x, padded), w_msa.num_heads, v_dims)
         is_known = isinstance(shift, int)
         is_shifted = shift if is_known else self.shift_size
         bias = buffer(self.bias(is_shifted, q.dtype, cached=False).contiguous())
@@ -272,8 +305,8 @@ class FastShiftWindowMSA(ShiftWindowMSA):
             scores = (q * w_msa.scale) @ k.transpose(2, 3) + bias
             x = w_msa.attn_drop(scores.softmax(-1)) @ v
         else:
-            x = F.scaled_dot_product_attention(q, k, v, scale=w_msa.scale, attn_mask=bias)
-        x = w_msa.proj(x.transpose(1, 2).reshape(-1, window**2, channels))
+            x = attend(q, k, v, w_msa.scale, bias)
+        x = w_msa.proj(x.transpose(1, 2).reshape(-1, window**2, v_dims))
         return gather(x.view(batch, -1, channels), positions, rows, None, padded)
 
     def _compute_bias(self, shift: int, masks=masks) -> torch.Tensor:

@@ -23,6 +23,7 @@ class RePaBackbone(Restructured):
             in [0, 1], one for all blocks or one per block. Defaults to 0.75.
         ffn_norm_cfg (dict): Norm of the FFNs: 'BN', 'SyncBN', 'LN' or 'keep', see
             :class:`~repa_mm.models.structures.ChannelIdle`. Defaults to ``dict(type='BN')``.
+        structures (Sequence[dict]): Further structures, put in after the FFNs. Defaults to none.
         **kwargs: Keyword arguments of the mmpretrain backbone, and ``deploy`` and
             ``fast_attention`` of :class:`~repa_mm.models.builder.Restructured`.
     """
@@ -32,10 +33,11 @@ class RePaBackbone(Restructured):
         *args,
         idle_ratio: float | Sequence[float] = 0.75,
         ffn_norm_cfg: dict = dict(type='BN'),
+        structures: Sequence[dict] = (),
         **kwargs,
     ) -> None:
         structure = dict(type='ChannelIdle', idle_ratio=idle_ratio, norm_cfg=ffn_norm_cfg)
-        super().__init__(*args, structures=[structure], **kwargs)
+        super().__init__(*args, structures=[structure, *structures], **kwargs)
 
 
 @MODELS.register_module()

@@ -10,10 +10,13 @@ from typing import NamedTuple
 import torch
 import torch.nn as nn
 from mmcv.cnn import Linear
+from mmcv.cnn.bricks.transformer import MultiheadAttention as MMCVAttention
 from mmpretrain.models.utils.attention import MultiheadAttention, WindowMSA
 
+from repa_mm.faster.attention import FastShiftWindowMSA, fast_class
 from repa_mm.models.families import FAMILIES, Family
-from repa_mm.reparam import AttentionParts, FFNParts, TrainingForm, double, is_plain
+from repa_mm.models.heads import NarrowMultiheadAttention, NarrowSelfAttention, qkv_layer
+from repa_mm.reparam import AttentionParts, FFNParts, TrainingForm, become_, double, is_plain
 
 
 def trained(layer: nn.Module, name: str) -> bool:
@@ -86,6 +89,27 @@ class Site:
         ids = {id(p) for part in parts if isinstance(part, nn.Module) for p in part.parameters()}
         ids.update(id(part) for part in parts if isinstance(part, nn.Parameter))
         return {name for name, p in self.block.named_parameters() if id(p) in ids}
+
+
+class HeadParts(NamedTuple):
+    """Layers and sizes of self-attention with h heads.
+
+    ``qkv`` (h (2 r + s), C) and ``proj`` (C, h s) are linear layers, ``scale`` is the factor of the
+    logits, ``gamma`` (C, ) the layer scale, None if there is none.
+    """
+
+    qkv: nn.Linear
+    proj: nn.Linear
+    num_heads: int
+    scale: float
+    gamma: torch.Tensor | None = None
+
+    @property
+    def dims(self) -> tuple[int, int]:
+        """Dimensions r of queries and keys, and s of values, of a head."""
+        values = self.proj.in_features
+        keys = (self.qkv.out_features - values) // 2
+        return keys // self.num_heads, values // self.num_heads
 
 
 class FFNSite(Site):
@@ -166,17 +190,21 @@ class FFNSite(Site):
             scale = torch.where(scale.abs() < floor, floor, scale) if floor else scale + 1
             parts.scale.copy_(scale)
             w_out, b_out = w_out / scale.to(w_out)[:, None], b_out / scale.to(b_out)
-        for layer, weight, bias in ((parts.fc1, w_in, b_in), (parts.fc2, w_out, b_out)):
-            weight = weight.reshape(*weight.shape, *layer.weight.shape[2:])
-            for name, value in (('weight', weight), ('bias', bias)):
-                trains = trained(layer, name)
-                setattr(layer, name, nn.Parameter(value.to(layer.weight), trains))
-            sizes = ('out', len(bias)), ('in', weight.shape[1])
-            for name, size in sizes:
-                kind = 'features' if isinstance(layer, nn.Linear) else 'channels'
-                setattr(layer, f'{name}_{kind}', size)
+        _set_matrix_(parts.fc1, w_in, b_in)
+        _set_matrix_(parts.fc2, w_out, b_out)
         if hasattr(self.module, 'feedforward_channels'):
             self.module.feedforward_channels = len(b_in)
+
+
+def _set_matrix_(layer: nn.Module, weight: torch.Tensor, bias: torch.Tensor) -> None:
+    """Give a linear layer or a 1 x 1 convolution a weight (out, in) and a bias of any sizes."""
+    weight = weight.reshape(*weight.shape, *layer.weight.shape[2:])
+    for name, value in (('weight', weight), ('bias', bias)):
+        trains = trained(layer, name)
+        setattr(layer, name, nn.Parameter(value.to(layer.weight), trains))
+    kind = 'features' if isinstance(layer, nn.Linear) else 'channels'
+    setattr(layer, f'out_{kind}', len(bias))
+    setattr(layer, f'in_{kind}', weight.shape[1])
 
 
 class AttentionSite(Site):
@@ -200,6 +228,63 @@ class AttentionSite(Site):
             getattr(getattr(attention, 'gamma1', None), 'weight', None),
             getattr(attention, 'relative_position_bias_table', None),
         )
+
+    @property
+    def caller(self) -> str:
+        """The name in the block of the module that the block calls: a Swin's has the shift."""
+        return self.path.partition('.')[0]
+
+    def heads(self) -> HeadParts:
+        """Return the layers and sizes of the attention's heads.
+
+        Raises:
+            ValueError: If the class of the attention is not known, or it has hooks.
+        """
+        outer, attention = getattr(self.block, self.caller), self.module
+        for module in (outer, attention):
+            if module._forward_hooks or module._forward_pre_hooks or 'forward' in module.__dict__:
+                raise ValueError('its attention has a forward hook or a replaced forward()')
+        gamma = None
+        if isinstance(outer, FastShiftWindowMSA) or fast_class(outer) is FastShiftWindowMSA:
+            scale = attention.scale
+        elif type(attention) is MMCVAttention and attention.batch_first:
+            inner = attention.attn
+            if inner.in_proj_weight is None or inner.bias_k is not None or inner.add_zero_attn:
+                raise ValueError('its attention has other keys and values than those of its tokens')
+            qkv, proj = qkv_layer(inner), inner.out_proj
+            return HeadParts(qkv, proj, attention.num_heads, inner.head_dim**-0.5)
+        elif type(attention) in (MultiheadAttention, NarrowMultiheadAttention, NarrowSelfAttention):
+            if getattr(attention, 'v_shortcut', False):
+                raise ValueError('its attention adds the values to its output')
+            scale = attention.head_dims**-0.5
+            gamma = getattr(getattr(attention, 'gamma1', None), 'weight', None)
+        else:
+            raise ValueError(f'its {type(attention).__name__} is not a known attention')
+        return HeadParts(attention.qkv, attention.proj, attention.num_heads, scale, gamma)
+
+    @torch.no_grad()
+    def set_weights(
+        self, w_qkv: torch.Tensor, b_qkv: torch.Tensor, w_out: torch.Tensor, b_out: torch.Tensor
+    ) -> None:
+        """Replace the weights of the attention by those of heads of other widths, in place.
+
+        Args:
+            w_qkv (torch.Tensor): Rows of queries, keys and values, (h (2 r + s), C).
+            b_qkv (torch.Tensor): Their biases (h (2 r + s), ).
+            w_out (torch.Tensor): Projection (C, h s).
+            b_out (torch.Tensor): Bias (C, ) of the projection.
+        """
+        outer = getattr(self.block, self.caller)
+        if type(outer) is MMCVAttention:
+            narrow = NarrowSelfAttention(outer).train(outer.training)
+            setattr(self.block, self.path, narrow)
+        elif self.caller == self.path:
+            if type(outer) is MultiheadAttention:
+                become_(outer, NarrowMultiheadAttention)
+        elif not isinstance(outer, FastShiftWindowMSA):
+            become_(outer, FastShiftWindowMSA)
+        _set_matrix_(self.module.qkv, w_qkv, b_qkv)
+        _set_matrix_(self.module.proj, w_out, b_out)
 
 
 def known_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module, Family]]:
@@ -228,10 +313,16 @@ def ffn_sites(model: nn.Module, where: str | None = None) -> list[FFNSite]:
     ]
 
 
-def attention_sites(model: nn.Module) -> list[AttentionSite]:
-    """Return the sites of a model's attention, whether they have forms or ordinary modules."""
+def attention_sites(model: nn.Module, where: str = '') -> list[AttentionSite]:
+    """Return the sites of a model's attention, whether they have forms or ordinary modules.
+
+    Args:
+        model (nn.Module): A backbone or a whole model.
+        where (str): As for :func:`ffn_sites`. Defaults to the whole model.
+    """
+    inside = f'.{where}.' if where else ''
     return [
         AttentionSite(f'{name}{family.attn}', block, family.attn, family)
         for name, block, family in known_blocks(model)
-        if family.attn and hasattr(block, family.attn.partition('.')[0])
+        if family.attn and hasattr(block, family.attn.partition('.')[0]) and inside in f'.{name}'
     ]

@@ -12,7 +12,7 @@ import torch
 import torch.nn as nn
 from mmengine.registry import Registry
 
-from repa_mm.models.sites import FFNSite, Site, ffn_sites, trained
+from repa_mm.models.sites import AttentionSite, FFNSite, Site, attention_sites, ffn_sites, trained
 from repa_mm.reparam import ChannelIdleFFN, FFNParts, Form, TrainingForm, is_plain
 
 STRUCTURES = Registry('structure')
@@ -223,26 +223,50 @@ def _freeze(ffn: ChannelIdleFFN, parts: FFNParts) -> None:
 
 @STRUCTURES.register_module()
 class Widths(Structure):
-    """Ordinary FFNs with other hidden widths, as a conversion leaves them, without a form.
+    """Ordinary FFNs and heads with other widths, as a conversion leaves them, without a form.
 
     Args:
-        widths (Sequence[int | None]): Hidden width of each block. None leaves a block unchanged.
+        widths (Sequence[int | None], optional): Hidden width of each block's FFN. None leaves a
+            block unchanged. Defaults to no change.
         where (str, optional): As for :class:`ChannelIdle`.
+        heads (Sequence[Sequence[int] | None], optional): For each block with a known attention, the
+            dimensions of queries and keys and of values in a head. Defaults to no change.
     """
 
-    def __init__(self, widths: Sequence[int | None], where: str | None = None) -> None:
-        self.widths, self.where = widths, where
+    def __init__(
+        self,
+        widths: Sequence[int | None] | None = None,
+        where: str | None = None,
+        heads: Sequence[Sequence[int] | None] | None = None,
+    ) -> None:
+        self.widths, self.where, self.heads = widths, where, heads
 
     def put_(self, model: nn.Module) -> dict[str, str]:
-        sites = self.sites(model)
-        widths = zip(sites, share(self.widths, sites, 'widths'))
-        # Check all sites before the first one is changed.
-        changed = [(site, width, site.parts()) for site, width in widths if width is not None]
-        for site, width, parts in changed:
-            dims, like = parts.fc1.weight.shape[1], parts.fc1.weight
-            shapes = (width, dims), (width,), (dims, width), (dims,)
-            weights = [0.02 * torch.randn(shape).to(like) for shape in shapes]
-            if parts.scale is not None:  # set_weights divides by the layer scale
-                weights[2:] = [(w.t() * parts.scale.detach()).t() for w in weights[2:]]
-            site.set_weights(*weights)
+        changes = []
+        if self.widths is not None:
+            sites = self.sites(model)
+            for site, width in zip(sites, share(self.widths, sites, 'widths')):
+                if width is not None:
+                    changes.append((site, self._ffn(site, width)))
+        if self.heads is not None:
+            sites = attention_sites(model, self.where or '')
+            for site, dims in zip(sites, share(self.heads, sites, 'heads')):
+                if dims is not None:
+                    changes.append((site, self._heads(site, *dims)))
+        # Only now, since all sites must be known ones before the first one is changed.
+        for site, shapes in changes:
+            like = next(site.module.parameters())
+            site.set_weights(*(0.02 * torch.randn(shape).to(like) for shape in shapes))
         return {}
+
+    @staticmethod
+    def _ffn(site: FFNSite, width: int) -> tuple:
+        dims = site.parts().fc1.weight.shape[1]
+        return (width, dims), (width,), (dims, width), (dims,)
+
+    @staticmethod
+    def _heads(site: AttentionSite, qk_dims: int, v_dims: int) -> tuple:
+        parts = site.heads()
+        dims, values = parts.qkv.in_features, parts.num_heads * v_dims
+        rows = 2 * parts.num_heads * qk_dims + values
+        return (rows, dims), (rows,), (dims, values), (dims,)

@@ -135,11 +135,11 @@ def test_what_cannot_be_fitted_is_named(vit):
     kind = type(vit.layers[0])
     x = [*images(), torch.randn(2, 3, 32, 32)]
     for layer_forward, forward, message in (
-        (twice, None, "FFN of 'layers.0' runs more than once"),
+        (twice, None, "'layers.0' runs more than once"),
         (post_norm, None, "'layers.0', a TransformerEncoderLayer, does not use its FFN"),
         (scored, by_score, "'layers.1', .*depend on state that other images have left"),
-        (None, other_order, "the same FFNs in the same order.*'layers.0', 'layers.2'"),
-        (None, one_less, "the same FFNs in the same order.*'layers.2', the end"),
+        (None, other_order, "the same blocks in the same order.*'layers.0', 'layers.2'"),
+        (None, one_less, "the same blocks in the same order.*'layers.2', the end"),
     ):
         for layer in vit.layers:
             layer.__class__ = kind

@@ -13,7 +13,7 @@ from mmengine.registry import MODELS
 
 import repa_mm
 from repa_mm.config import build_model, load_config
-from repa_mm.convert import conversion
+from repa_mm.convert import parts
 from repa_mm.convert.conversion import ConversionReport
 from repa_mm.convert.pretrained import (
     backbone_config,
@@ -139,7 +139,7 @@ def test_configs_of_the_codebase_alone(config, widths, stock):
     pytest.importorskip(f'{config["type"].partition(".")[0]}.models')
     backbone = MODELS.build(dict(config))
     blocks = [site.block_name for site in ffn_sites(backbone)]
-    given = {name: width for name, width in zip(blocks, widths) if width}
+    given = {name: (width,) for name, width in zip(blocks, widths) if width}
     found = backbone_config(Config(config)._cfg_dict, backbone, given)
     assert (found.type == config['type']) == stock
     own = [len(site.parts().fc1.bias) for site in ffn_sites(backbone)]
@@ -147,7 +147,7 @@ def test_configs_of_the_codebase_alone(config, widths, stock):
     expected = [new or old for new, old in zip(widths, own)]
     assert [len(site.parts().fc1.bias) for site in ffn_sites(built)] == expected
     # Converted once more.
-    again = backbone_config(found, built, {blocks[0]: 3})
+    again = backbone_config(found, built, {blocks[0]: (3,)})
     sites = ffn_sites(MODELS.build(again))
     assert [len(site.parts().fc1.bias) for site in sites] == [3, *expected[1:]]
 
@@ -233,7 +233,7 @@ def test_what_is_refused_leaves_nothing(folder):
 @pytest.mark.parametrize('images', [None, 'images'])
 def test_distillation(images, folder, monkeypatch):
     # A fit that can be improved.
-    monkeypatch.setattr(conversion, 'refine', lambda fit, u, t: fit._replace(w_out=0.7 * fit.w_out))
+    monkeypatch.setattr(parts, 'refine', lambda fit, u, t: fit._replace(w_out=0.7 * fit.w_out))
     found = converted(0.1, images=images, distill=30)
     (fitted,), (distilled,) = found['report'].differences, found['distilled']
     assert 0 < distilled < fitted

@@ -1,0 +1,241 @@
+"""Fitting attention heads with fewer dimensions to pretrained ones, in closed form.
+
+The softmax does not change when a constant is added to a row of logits. So the keys may be centred
+over the tokens that a query sees, and what is left of the logits is bilinear: with the second
+moments S_q of queries and S_k of centred keys, the best logits of rank r in mean square are those
+of the SVD of S_q^(1/2) S_k^(1/2). A head adds W_h o_h to the output, where o_h is the weighted sum
+of its values: the SVD of W_h cov(o_h)^(1/2) gives the r dimensions of the values that matter most.
+A ridge regression of the whole attention's output on what remains then fits the projection, drawn
+to the solution of the SVD.
+
+Relatives: CLOVER (arXiv 2411.17426) without data, Eigen Attention (arXiv 2408.05646), and the
+attention half of CORP (arXiv 2602.05243).
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn as nn
+
+from repa_mm.convert.regression import ridged, solve
+from repa_mm.faster.attention import FastShiftWindowMSA, split_heads
+from repa_mm.faster.windows import cached_masks, partition
+from repa_mm.reparam import double
+
+#: Strength of the ridge of the projection, relative to the mean variance of a feature.
+RIDGE = 0.1
+
+
+class Tokens(NamedTuple):
+    """Some tokens that attention was called with, in n windows or images.
+
+    Attributes:
+        queries (torch.Tensor): Tokens (n, M, C) whose outputs count.
+        keys (torch.Tensor): Tokens (n, N, C) that the queries see.
+        bias (torch.Tensor | None): Added to the logits, (n, heads, M, N).
+        visible (torch.Tensor | None): For each key, the keys that are seen together with it, as 1
+            and 0 (n, N, N). None if a query sees all keys.
+        valid (torch.Tensor | None): True for queries that are not padding, (n, M).
+    """
+
+    queries: torch.Tensor
+    keys: torch.Tensor
+    bias: torch.Tensor | None = None
+    visible: torch.Tensor | None = None
+    valid: torch.Tensor | None = None
+
+
+def sample_windows(
+    attention: FastShiftWindowMSA,
+    number: int,
+    generator: torch.Generator,
+    x: torch.Tensor,
+    hw_shape: Sequence[int],
+) -> Tokens:
+    """Draw windows with about ``number`` tokens from the inputs of window attention."""
+    window, shift = attention.window_size, attention.shift_of(x, hw_shape)
+    rows, _, padded, groups = partition(len(x), *hw_shape, window, shift, x.device)
+    kinds = torch.cat([torch.full((stop - start,), mask) for start, stop, mask in groups])
+    chosen = torch.randperm(len(kinds), generator=generator)[: -(-number // window**2)]
+    kinds = kinds[chosen].to(x.device)
+    tokens = x.flatten(0, 1)[rows.view(-1, window**2)[chosen]]
+    valid = tokens.new_ones(tokens.shape[:2], dtype=torch.bool)
+    if padded is not None:
+        valid = ~padded.view(-1, window**2)[chosen]
+        tokens = tokens * valid[..., None]
+    together = valid[:, None].expand(-1, window**2, -1)
+    if shift:
+        together = together & (cached_masks(window, shift, x.device)[kinds, 0] == 0)
+    bias = attention.bias(shift, x.dtype)[kinds]
+    return Tokens(tokens, tokens, bias, together.to(x), valid)
+
+
+def sample_images(
+    attention: nn.Module, number: int, generator: torch.Generator, x: torch.Tensor
+) -> Tokens:
+    """Draw about ``number`` queries from the inputs (B, N, C) of attention among all tokens."""
+    chosen = torch.randperm(x.shape[1], generator=generator)[: -(-number // len(x))]
+    return Tokens(x[:, chosen.to(x.device)], x)
+
+
+class Heads(NamedTuple):
+    """Weights of attention with h heads, of r dimensions for q·k and s dimensions for values.
+
+    Attributes:
+        w_qkv (torch.Tensor): (h (2 r + s), C), the rows of all queries first, then keys, values.
+        b_qkv (torch.Tensor): (h (2 r + s), ).
+        w_out (torch.Tensor): Projection (C, h s).
+        b_out (torch.Tensor): Bias (C, ) of the projection.
+    """
+
+    w_qkv: torch.Tensor
+    b_qkv: torch.Tensor
+    w_out: torch.Tensor
+    b_out: torch.Tensor
+
+    @classmethod
+    def of(cls, qkv: nn.Linear, proj: nn.Linear) -> 'Heads':
+        """Return the weights of attention, in float64."""
+        return cls(
+            double(qkv.weight),
+            double(qkv.weight.new_zeros(len(qkv.weight)) if qkv.bias is None else qkv.bias),
+            double(proj.weight),
+            double(proj.weight.new_zeros(len(proj.weight)) if proj.bias is None else proj.bias),
+        )
+
+    def split(self, num_heads: int) -> tuple[list, list]:
+        """Return weights (h, r, C) and biases (h, r) of queries, keys and values."""
+        values = self.w_out.shape[1]
+        sizes = [(len(self.b_qkv) - values) // 2] * 2 + [values]
+        return tuple(
+            [x.unflatten(0, (num_heads, -1)) for x in both.split(sizes)]
+            for both in (self.w_qkv, self.b_qkv)
+        )
+
+    def outputs(
+        self, tokens: Tokens, num_heads: int, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return queries and centred keys (h, n, r), and outputs (h, n, s) of the heads."""
+        w_qkv, b_qkv = self.w_qkv.to(tokens.keys), self.b_qkv.to(tokens.keys)
+        values = self.w_out.shape[1]
+        of_keys = nn.functional.linear(tokens.keys, w_qkv, b_qkv)
+        of_queries = of_keys
+        if tokens.queries is not tokens.keys:
+            of_queries = nn.functional.linear(tokens.queries, w_qkv, b_qkv)
+        q = split_heads(of_queries, num_heads, values)[0]
+        _, k, v = split_heads(of_keys, num_heads, values)
+        logits = scale * q @ k.transpose(2, 3)
+        if tokens.bias is not None:
+            logits = logits + tokens.bias
+        o = logits.softmax(-1) @ v
+        if tokens.visible is None:
+            k = k - k.mean(2, keepdim=True)
+        else:
+            count = tokens.visible.sum(-1, keepdim=True).clamp(min=1)
+            k = k - (tokens.visible / count)[:, None] @ k
+        q, k, o = (x.transpose(0, 1) for x in (q, k, o))  # heads first
+        if tokens.valid is None:
+            return q.flatten(1, 2), k.flatten(1, 2), o.flatten(1, 2)
+        return q[:, tokens.valid], k[:, tokens.valid], o[:, tokens.valid]
+
+
+class HeadMoments:
+    """What the fit of one attention's heads needs of some tokens.
+
+    Args:
+        heads (Heads): The pretrained weights.
+        num_heads (int): Number of heads h.
+        scale (float): Factor of the logits.
+        drawn (Sequence[Tokens]): The tokens.
+        gamma (torch.Tensor, optional): Layer scale (C, ) behind the projection.
+
+    Attributes:
+        qk (torch.Tensor): Share of the logits' energy for each dimension of a head, summed over
+            heads, (d, ), decreasing: that of the last d - r is what r dimensions leave out.
+        v (torch.Tensor): The same of the attention's output for the dimensions of values.
+    """
+
+    def __init__(
+        self,
+        heads: Heads,
+        num_heads: int,
+        scale: float,
+        drawn: Sequence[Tokens],
+        gamma: torch.Tensor | None = None,
+    ) -> None:
+        self.heads, self.num_heads, self.scale, self.drawn = heads, num_heads, scale, drawn
+        self.weights, self.biases = heads.split(num_heads)
+        out = heads.w_out if gamma is None else double(gamma)[:, None] * heads.w_out
+        self.out = out.unflatten(1, (num_heads, -1)).transpose(0, 1)  # (h, C, d)
+        q2 = k2 = o2 = o1 = count = 0
+        for tokens in drawn:
+            q, k, o = (double(x) for x in heads.outputs(tokens, num_heads, scale))
+            q2, k2, o2 = q2 + q.mT @ q, k2 + k.mT @ k, o2 + o.mT @ o
+            o1, count = o1 + o.sum(1), count + o.shape[1]
+        self.count = count
+        self.root_q, self.inverse_q = _roots(q2 / count)
+        self.root_k, self.inverse_k = _roots(k2 / count)
+        mean = o1 / count
+        self.root_o, self.inverse_o = _roots(o2 / count - mean[:, :, None] * mean[:, None])
+        self.left, self.sizes, self.right = torch.linalg.svd(self.root_q @ self.root_k)
+        _, of_values, self.directions = torch.linalg.svd(self.out @ self.root_o, False)
+        self.qk = self.sizes.square().sum(0)
+        self.qk = self.qk / self.qk.sum().clamp(min=1e-300)
+        self.v = of_values.square().sum(0)
+        self.v = self.v / self.v.sum().clamp(min=1e-300)
+
+    def fit(self, qk_dims: int, v_dims: int) -> tuple[Heads, float]:
+        """Fit heads of ``qk_dims`` dimensions for q·k and ``v_dims`` for values.
+
+        Returns:
+            tuple: The weights, and the share of the variance of the attention's output that they
+            do not explain on the tokens.
+        """
+        w, b = [list(x) for x in (self.weights, self.biases)]
+        dims = self.out.shape[-1]
+        if qk_dims < w[0].shape[1]:
+            size = self.sizes[:, None, :qk_dims].sqrt()
+            p = (self.inverse_q @ self.left[:, :, :qk_dims]) * size
+            q = (self.inverse_k @ self.right[:, :qk_dims].mT) * size
+            w[0], w[1] = p.mT @ w[0], q.mT @ w[1]
+            b[0], b[1] = (p.mT @ b[0][..., None])[..., 0], b[0].new_zeros(len(b[0]), qk_dims)
+        out, bias = self.heads.w_out, self.heads.b_out
+        if v_dims < dims:
+            keep = self.directions[:, :v_dims]
+            into = keep @ self.inverse_o  # (h, s, d)
+            w[2], b[2] = into @ w[2], (into @ b[2][..., None])[..., 0]
+            heads = out.unflatten(1, (self.num_heads, -1)).transpose(0, 1)
+            out = (heads @ self.root_o @ keep.mT).transpose(0, 1).flatten(1)
+        narrow = Heads(
+            torch.cat([x.flatten(0, 1) for x in w]), torch.cat([x.flatten() for x in b]), out, bias
+        )
+        return self._fit_projection(narrow)
+
+    def _fit_projection(self, narrow: Heads) -> tuple[Heads, float]:
+        """Fit the projection to the output of the pretrained heads, drawn to the given one."""
+        args = self.num_heads, self.scale
+        size = narrow.w_out.shape[1]
+        sums = products = 0
+        for tokens in self.drawn:
+            target = self.heads.outputs(tokens, *args)[2].transpose(0, 1).flatten(1)
+            target = double(target) @ self.heads.w_out.t()
+            found = double(narrow.outputs(tokens, *args)[2].transpose(0, 1).flatten(1))
+            rows = torch.cat([found, target], 1)
+            sums, products = sums + rows.sum(0), products + rows.t() @ rows
+        mean = sums / self.count
+        cov = products / self.count - mean[:, None] * mean
+        gram, with_t = cov[:size, :size], cov[size:, :size]
+        out = narrow.w_out + solve(ridged(gram, RIDGE), with_t - narrow.w_out @ gram)
+        bias = self.heads.b_out + mean[size:] - out @ mean[:size]
+        variance = cov[size:, size:].trace()
+        left = variance + ((out @ gram - 2 * with_t) * out).sum()
+        return narrow._replace(w_out=out, b_out=bias), float(left / variance.clamp(min=1e-300))
+
+
+def _roots(matrices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return square roots of positive semidefinite matrices (h, d, d), and the inverse roots."""
+    values, vectors = torch.linalg.eigh(matrices)
+    floor = (1e-10 * values.amax(-1, keepdim=True)).clamp(min=1e-300)
+    root = values.clamp(min=0).maximum(floor).sqrt()[:, None]
+    return (vectors * root) @ vectors.mT, (vectors / root) @ vectors.mT

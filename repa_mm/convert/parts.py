@@ -1,0 +1,213 @@
+"""The parts of a block that are made narrower: its FFN, and the heads of its attention."""
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn as nn
+
+from repa_mm.convert.heads import HeadMoments, Heads, Tokens, sample_images, sample_windows
+from repa_mm.convert.lockstep import Pausing
+from repa_mm.convert.regression import ffn_moments, ffn_output, fit_ffn, refine, with_foreign_tokens
+from repa_mm.faster.attention import FastShiftWindowMSA
+from repa_mm.models.sites import AttentionSite, FFNSite
+from repa_mm.models.structures import idle_ffn
+from repa_mm.reparam import ChannelIdleFFN
+
+_NUM_PARTS = 4  # parts of the images for cross-validation
+
+
+class Narrow(NamedTuple):
+    """A narrower part.
+
+    Attributes:
+        function (Callable): Computes what the part computes, from the same arguments.
+        weights (tuple): Arguments of the site's ``set_weights``.
+        sizes (tuple[int, ...]): Hidden channels of an FFN; dimensions of q·k and values of a head.
+        unexplained (float): Share of the targets' variance that the part does not explain.
+        ridge (float): Strength of the ridge.
+        warnings (list[str]): Warnings about the fit.
+    """
+
+    function: Callable
+    weights: tuple
+    sizes: tuple[int, ...]
+    unexplained: float
+    ridge: float
+    warnings: list[str]
+
+
+class PretrainedFFN(Pausing):
+    """A pretrained FFN that replaces the norm and FFN of a block.
+
+    Args:
+        site (FFNSite): The site.
+
+    Attributes:
+        ffn (ChannelIdleFFN): Norm, FFN and shortcut. A channel-idle FFN with idle ratio 0 computes
+            the same as an ordinary FFN, and sites can fill it from any block.
+
+    Raises:
+        ValueError: If the FFN is of another kind, or its activation mixes channels, or treats them
+            differently.
+    """
+
+    contains_norm = True
+
+    def __init__(self, site: FFNSite) -> None:
+        super().__init__(site.block_name)
+        self.ffn: ChannelIdleFFN = idle_ffn(site, 0.0, dict(type='keep'))
+        self.sizes = (self.ffn.feedforward_channels,)
+        hidden = torch.linspace(-3, 3, 32).to(self.ffn.fc1.weight).reshape(4, 8)
+        act = self.ffn.act
+        try:
+            same = torch.allclose(act(hidden)[:, ::3], act(hidden[:, ::3]), atol=1e-3)
+        except RuntimeError:
+            same = False
+        if not same:
+            raise ValueError(
+                f'its activation, a {type(act).__name__}, mixes channels, or treats them '
+                'differently'
+            )
+
+    def original(self, x: torch.Tensor, identity: torch.Tensor | None = None) -> torch.Tensor:
+        """Compute the pretrained norm, FFN and shortcut for tokens (..., C)."""
+        return self.whole(x, ffn_output(self.ffn, self.ffn.norm1(x)))
+
+    def whole(self, x: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        """Return the output for tokens x, given the FFN's output z without shortcut."""
+        return x + z if self.ffn.shortcut else z
+
+    def part(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """Return z such that y = whole(x, z), in float64."""
+        return y.double() - x.double() if self.ffn.shortcut else y.double()
+
+    def macs(self, sizes: tuple[int, ...], inputs: tuple) -> float:
+        """Return the multiply-adds for the inputs of a batch."""
+        return 2.0 * inputs[0].numel() * sizes[0]
+
+    def sample(
+        self, tokens: list, max_tokens: int, seed: int = 0
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Draw random tokens from all batches.
+
+        Args:
+            tokens (list): The inputs of the site and its target outputs, both (..., C), for each
+                batch, from :func:`~repa_mm.convert.lockstep.in_lockstep`.
+            max_tokens (int): Number of tokens to draw from a batch, at most.
+            seed (int): Seed of the random numbers. Defaults to 0.
+
+        Returns:
+            list: For each part of the batches the normalized tokens, and the target outputs of the
+            FFN without shortcut, both (N, C).
+
+        Raises:
+            ValueError: If tokens are not finite.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        drawn = []
+        for (x, *_), y in tokens:
+            _check_finite(self.name, x, y)
+            x, y = (v.flatten(0, -2) for v in (x, y))
+            chosen = torch.randperm(len(x), generator=generator)[:max_tokens].to(x.device)
+            drawn.append((self.ffn.norm1(x[chosen]), self.part(x[chosen], y[chosen])))
+        number = min(_NUM_PARTS, len(drawn))
+        ends = [i * len(drawn) // number for i in range(number + 1)]
+        return [
+            tuple(torch.cat(columns) for columns in zip(*drawn[start:end]))
+            for start, end in zip(ends, ends[1:])
+        ]
+
+    def narrow(self, parts: Sequence, sizes: tuple[int, ...]) -> Narrow:
+        """Fit a narrower FFN to samples, see :mod:`repa_mm.convert.regression`."""
+        ffn, (width,) = self.ffn, sizes
+        more = [with_foreign_tokens(ffn, *part) for part in parts]
+        fit = fit_ffn(ffn, ffn_moments(ffn, more), width)
+        fit = refine(fit, *(torch.cat(columns) for columns in zip(*more)))
+        u, t = (torch.cat(columns) for columns in zip(*parts))
+        fit, warnings = fit.measured(u, t), []
+        if len(u) <= width:
+            warnings.append(f'{len(u)} tokens for {width} channels: give more images')
+        if not u.var(0).any():
+            warnings.append('all tokens are the same: give other images')
+        return Narrow(
+            lambda x, *args, **kwargs: self.whole(x, fit(ffn.norm1(x))),
+            fit[:4],
+            sizes,
+            fit.unexplained,
+            fit.ridge,
+            warnings,
+        )
+
+
+class PretrainedAttention(Pausing):
+    """The pretrained attention of a block, in whose place it is.
+
+    Args:
+        site (AttentionSite): The site. Window attention must be a ``FastShiftWindowMSA``.
+
+    Raises:
+        ValueError: If the attention is of another kind.
+    """
+
+    def __init__(self, site: AttentionSite) -> None:
+        super().__init__(site.name)
+        self.site, self.heads = [site], site.heads()  # in a list: the block contains this module
+        self.attention = getattr(site.block, site.caller)
+        self.sizes = self.heads.dims
+
+    def original(self, *args, **kwargs) -> torch.Tensor:
+        return self.attention(*args, **kwargs)
+
+    def macs(self, sizes: tuple[int, ...], inputs: tuple) -> float:
+        """Return the multiply-adds for the inputs of a batch."""
+        x, heads = inputs[0], self.heads.num_heads
+        seen = x.shape[1]
+        if isinstance(self.attention, FastShiftWindowMSA):
+            seen = self.attention.window_size**2
+        number = x.shape[:-1].numel()
+        return float(number * heads * (2 * x.shape[-1] + seen) * sum(sizes))
+
+    def sample(self, tokens: list, max_tokens: int, seed: int = 0) -> list[Tokens]:
+        """Draw random windows or queries from all batches, as :meth:`PretrainedFFN.sample`."""
+        generator = torch.Generator().manual_seed(seed)
+        is_windows = isinstance(self.attention, FastShiftWindowMSA)
+        draw = sample_windows if is_windows else sample_images
+        for (x, *_), y in tokens:
+            _check_finite(self.name, x, y)
+        return [draw(self.attention, max_tokens, generator, *inputs) for inputs, _ in tokens]
+
+    def narrow(self, drawn: Sequence[Tokens], sizes: tuple[int, ...]) -> Narrow:
+        """Fit narrower heads to samples, see :mod:`repa_mm.convert.heads`."""
+        qkv, proj, *args, gamma = self.heads
+        moments = HeadMoments(Heads.of(qkv, proj), *args, drawn, gamma)
+        sizes = tuple(
+            enough(energy) if size is None else size
+            for size, energy in zip(sizes, (moments.qk, moments.v))
+        )
+        weights, unexplained = moments.fit(*sizes)
+        (site,) = self.site
+        holder = nn.Module()
+        setattr(holder, site.caller, copy.deepcopy(self.attention))
+        AttentionSite(site.path, holder, site.path, site.family).set_weights(*weights)
+        return Narrow(getattr(holder, site.caller), weights, sizes, unexplained, 0.0, [])
+
+
+def enough(energy: torch.Tensor, left_out: float = 0.003, multiple: int = 4) -> int:
+    """Return the number of dimensions that leave out a small share of the energy, at most.
+
+    Args:
+        energy (torch.Tensor): Shares of the energy (d, ), decreasing.
+        left_out (float): The share. Defaults to 0.003.
+        multiple (int): Of what the number is a multiple. Defaults to 4.
+    """
+    number = int((1 - energy.cumsum(0) > left_out).sum()) + 1
+    return min(-(-number // multiple) * multiple, len(energy))
+
+
+def _check_finite(name: str, *values: torch.Tensor) -> None:
+    if not all(x.isfinite().all() for x in values):
+        raise ValueError(
+            f'the activations of {name!r} are not finite: check the weights and the images'
+        )

@@ -1,0 +1,58 @@
+"""Attention of ViTs whose heads have other widths than C / heads.
+
+:class:`~repa_mm.faster.attention.FastShiftWindowMSA` is that of Swins.
+"""
+
+import torch
+import torch.nn as nn
+from mmcv.cnn.bricks.transformer import MultiheadAttention as MMCVAttention
+from mmpretrain.models.utils.attention import MultiheadAttention
+
+from repa_mm.faster.attention import attend, split_heads
+
+
+class NarrowMultiheadAttention(MultiheadAttention):
+    """MMPretrain's ``MultiheadAttention``, with the widths of the heads as the weights have them.
+
+    Queries and keys have r dimensions a head and values s, from ``qkv`` (h (2 r + s), C) and
+    ``proj`` (C, h s). The scale of the logits stays that of the original width.
+    """
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Compute self-attention of tokens (B, N, C)."""
+        q, k, v = split_heads(self.qkv(x), self.num_heads, self.proj.in_features)
+        dropout = self.attn_drop if self.training else 0.0
+        x = attend(q, k, v, self.head_dims**-0.5, dropout=dropout)
+        x = self.proj(x.transpose(1, 2).flatten(2))
+        return self.out_drop(self.gamma1(self.proj_drop(x)))
+
+
+class NarrowSelfAttention(nn.Module):
+    """mmcv's ``MultiheadAttention`` as MMSegmentation's ViT calls it, with heads of any widths.
+
+    Args:
+        attention (nn.Module): The module to replace.
+    """
+
+    def __init__(self, attention: MMCVAttention) -> None:
+        super().__init__()
+        self.num_heads, inner = attention.num_heads, attention.attn
+        self.head_dims, self.attn_drop = inner.head_dim, inner.dropout
+        self.qkv, self.proj = qkv_layer(inner), inner.out_proj
+        self.proj_drop, self.out_drop = attention.proj_drop, attention.dropout_layer
+
+    def forward(self, query: torch.Tensor, identity: torch.Tensor | None = None) -> torch.Tensor:
+        """Compute self-attention of tokens (B, N, C), and add ``identity`` or the tokens."""
+        q, k, v = split_heads(self.qkv(query), self.num_heads, self.proj.in_features)
+        dropout = self.attn_drop if self.training else 0.0
+        x = attend(q, k, v, self.head_dims**-0.5, dropout=dropout)
+        x = self.proj(x.transpose(1, 2).flatten(2))
+        return (query if identity is None else identity) + self.out_drop(self.proj_drop(x))
+
+
+def qkv_layer(inner: nn.MultiheadAttention) -> nn.Linear:
+    """Return the projection to queries, keys and values as a layer with the same parameters."""
+    rows, channels = inner.in_proj_weight.shape
+    layer = nn.Linear(channels, rows, bias=inner.in_proj_bias is not None, device='meta')
+    layer.weight, layer.bias = inner.in_proj_weight, inner.in_proj_bias
+    return layer
