@@ -9,6 +9,7 @@ from functools import partial
 import torch
 import torch.nn as nn
 
+from repa_mm.convert.budget import Axis, spread
 from repa_mm.convert.lockstep import Pausing, in_lockstep, watched
 from repa_mm.convert.parts import PretrainedAttention, PretrainedFFN
 from repa_mm.faster.attention import swap_attention_
@@ -95,6 +96,7 @@ def convert_pretrained(
     keep: Keep = 0.375,
     qk_keep: Keep | str = 1.0,
     v_keep: Keep | str = 1.0,
+    budget: float | None = None,
     where: str | None = None,
     forward: Callable | None = None,
     held_out: Iterable = (),
@@ -125,6 +127,10 @@ def convert_pretrained(
             stays, rounded to a multiple of 4: one for all blocks, or one per block with a known
             attention. 'auto' leaves out 0.3 % of the energy of each block's logits. Defaults to 1.
         v_keep (float | Sequence | str): The same for the values. Defaults to 1.
+        budget (float, optional): Share of the multiply-adds of all blocks, FFNs and attention, that
+            stays, in (0, 1]. It takes the place of ``keep``, ``qk_keep`` and ``v_keep``: channels
+            and dimensions of all blocks compete, see :mod:`repa_mm.convert.budget`. Blocks whose
+            attention is not known narrow their FFNs alone. Defaults to None.
         where (str, optional): Name of the module whose blocks are converted, as for
             :func:`~repa_mm.models.sites.ffn_sites`. Defaults to all modules except decoder layers.
         forward (Callable, optional): Called with a model and a batch, runs the model or the part of
@@ -153,6 +159,10 @@ def convert_pretrained(
     batches, held_out = list(batches), list(held_out)
     if not batches:
         raise ValueError('batches is empty: there is no image to fit to')
+    if budget is not None:
+        # All parts; spread_budget() decides on their sizes.
+        heads = 'auto' if attention_sites(model, where or '') else 1.0
+        keep, qk_keep, v_keep = 1.0, heads, heads
     plan = plan_conversion(model, keep, qk_keep, v_keep, where, skip_unsupported)
     outputs = block_outputs(plan.blocks, run, batches[0])
     for name in [name for name, site in plan.sites.items() if site.block_name not in outputs]:
@@ -163,10 +173,14 @@ def convert_pretrained(
         raise ValueError(f'the forward pass reaches none of the blocks: {names}')
     num_images = min(rows for rows, _ in outputs.values())
     expected = run_batches(run, held_out)
+    max_tokens = -(-MAX_TOKENS // len(batches))
     with _checked(plan.sites, outputs):
         plan.put()
         in_lockstep(run, batches[:1], lambda *_: None, students=False)
-        fit = Fit(plan.sizes, num_images, -(-MAX_TOKENS // len(batches)), progress)
+    if budget is not None:
+        plan.sizes = spread_budget(plan, run, batches, budget, max_tokens)
+    fit = Fit(plan.sizes, num_images, max_tokens, progress)
+    with _checked(plan.sites, outputs):
         in_lockstep(run, batches, fit)
     for name, weights in fit.weights.items():
         plan.sites[name].of(result).set_weights(*weights)
@@ -176,6 +190,54 @@ def convert_pretrained(
     for module, mode in modes.items():
         module.training = mode
     return result, ConversionReport(fit.rows, plan.skipped, changes)
+
+
+def spread_budget(
+    plan: 'Plan', run: Callable, batches: list, budget: float, max_tokens: int
+) -> dict[str, tuple[int, ...]]:
+    """Choose the sizes of all parts, see :mod:`repa_mm.convert.budget`.
+
+    Args:
+        plan (Plan): The parts, which are in the model.
+        run (Callable): Runs the model on a batch.
+        batches (list): The batches to fit to.
+        budget (float): Share of the multiply-adds of all blocks that stays.
+        max_tokens (int): Number of tokens to draw from a batch, at most.
+
+    Returns:
+        dict: The sizes by the name of the part.
+
+    Raises:
+        ValueError: If the budget is not in (0, 1].
+    """
+    if not 0 < budget <= 1:
+        raise ValueError(f'budget must be a share in (0, 1], but got {budget!r}')
+    axes: dict[str, list[Axis]] = {}
+
+    def meet(part: Pausing, tokens: list) -> None:
+        axes[part.name] = part.axes(part.sample(tokens, max_tokens, len(axes)))
+        for i, axis in enumerate(axes[part.name]):
+            one = tuple(int(i == j) for j in range(len(part.sizes)))
+            axis.cost = part.macs(one, tokens[0][0])
+
+    in_lockstep(run, batches, meet, students=False)
+    few = batches[:2]
+    expected = run_batches(run, few)
+    for name, found in axes.items():
+        part = plan.parts[name]
+        for axis in found:
+            probe = axis.probe()
+            if axis.errors[probe] <= 0:
+                continue  # nothing is lost at any size
+            vars(part)['original'] = axis.narrow(axis.sizes[probe])
+            changes = differences(expected, run_batches(run, few))
+            del vars(part)['original']
+            axis.gain = sum(changes) / axis.errors[probe]
+    every = [axis for found in axes.values() for axis in found]
+    total = sum(axis.cost * axis.sizes[-1] for axis in every)
+    multiples = [4 if len(found) > 1 else 1 for found in axes.values() for _ in found]
+    sizes = iter(spread(every, budget * total, multiples))
+    return {name: tuple(next(sizes) for _ in found) for name, found in axes.items()}
 
 
 @dataclass

@@ -7,9 +7,18 @@ from typing import NamedTuple
 import torch
 import torch.nn as nn
 
+from repa_mm.convert.budget import SHARES, Axis
 from repa_mm.convert.heads import HeadMoments, Heads, Tokens, sample_images, sample_windows
 from repa_mm.convert.lockstep import Pausing
-from repa_mm.convert.regression import ffn_moments, ffn_output, fit_ffn, refine, with_foreign_tokens
+from repa_mm.convert.regression import (
+    NarrowFFN,
+    ffn_moments,
+    ffn_output,
+    fit_ffn,
+    refine,
+    widths_of,
+    with_foreign_tokens,
+)
 from repa_mm.faster.attention import FastShiftWindowMSA
 from repa_mm.models.sites import AttentionSite, FFNSite
 from repa_mm.models.structures import idle_ffn
@@ -122,7 +131,7 @@ class PretrainedFFN(Pausing):
     def narrow(self, parts: Sequence, sizes: tuple[int, ...]) -> Narrow:
         """Fit a narrower FFN to samples, see :mod:`repa_mm.convert.regression`."""
         ffn, (width,) = self.ffn, sizes
-        more = [with_foreign_tokens(ffn, *part) for part in parts]
+        more = self._more(parts)
         fit = fit_ffn(ffn, ffn_moments(ffn, more), width)
         fit = refine(fit, *(torch.cat(columns) for columns in zip(*more)))
         u, t = (torch.cat(columns) for columns in zip(*parts))
@@ -131,14 +140,24 @@ class PretrainedFFN(Pausing):
             warnings.append(f'{len(u)} tokens for {width} channels: give more images')
         if not u.var(0).any():
             warnings.append('all tokens are the same: give other images')
-        return Narrow(
-            lambda x, *args, **kwargs: self.whole(x, fit(ffn.norm1(x))),
-            fit[:4],
-            sizes,
-            fit.unexplained,
-            fit.ridge,
-            warnings,
-        )
+        return Narrow(self._with(fit), fit[:4], sizes, fit.unexplained, fit.ridge, warnings)
+
+    def axes(self, parts: Sequence) -> list[Axis]:
+        """Return the hidden channels as an axis of a budget, from samples."""
+        number = self.sizes[0]
+        widths = sorted({max(1, round(share * number)) for share in SHARES}, reverse=True)
+        found = widths_of(self.ffn, ffn_moments(self.ffn, self._more(parts)), widths)
+        fits = dict(zip(widths, found))
+        widths = widths[::-1]
+        return [
+            Axis(widths, [fits[w][1] for w in widths], lambda width: self._with(fits[width][0]))
+        ]
+
+    def _more(self, parts: Sequence) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        return [with_foreign_tokens(self.ffn, *part) for part in parts]
+
+    def _with(self, fit: NarrowFFN) -> Callable:
+        return lambda x, *args, **kwargs: self.whole(x, fit(self.ffn.norm1(x)))
 
 
 class PretrainedAttention(Pausing):
@@ -180,18 +199,41 @@ class PretrainedAttention(Pausing):
 
     def narrow(self, drawn: Sequence[Tokens], sizes: tuple[int, ...]) -> Narrow:
         """Fit narrower heads to samples, see :mod:`repa_mm.convert.heads`."""
-        qkv, proj, *args, gamma = self.heads
-        moments = HeadMoments(Heads.of(qkv, proj), *args, drawn, gamma)
+        moments = self._moments(drawn)
         sizes = tuple(
             enough(energy) if size is None else size
             for size, energy in zip(sizes, (moments.qk, moments.v))
         )
         weights, unexplained = moments.fit(*sizes)
+        return Narrow(self._with(weights), weights, sizes, unexplained, 0.0, [])
+
+    def axes(self, drawn: Sequence[Tokens]) -> list[Axis]:
+        """Return the dimensions of q·k and of values as axes of a budget, from samples."""
+        moments, (qk_dims, v_dims) = self._moments(drawn), self.sizes
+
+        def axis(energy: torch.Tensor, weights: Callable) -> Axis:
+            sizes = [*range(4, len(energy), 4), len(energy)]
+            # Not negative, by rounding, at the last one.
+            left = (1 - energy.cumsum(0)).clamp(min=0)
+            errors = [float(left[size - 1]) for size in sizes]
+            return Axis(sizes, errors, lambda size: self._with(weights(size)[0]))
+
+        return [
+            axis(moments.qk, lambda size: moments.fit(size, v_dims)),
+            axis(moments.v, lambda size: moments.fit(qk_dims, size)),
+        ]
+
+    def _moments(self, drawn: Sequence[Tokens]) -> HeadMoments:
+        qkv, proj, *args, gamma = self.heads
+        return HeadMoments(Heads.of(qkv, proj), *args, drawn, gamma)
+
+    def _with(self, weights: Heads) -> nn.Module:
+        """Return a copy of the attention with other weights."""
         (site,) = self.site
         holder = nn.Module()
         setattr(holder, site.caller, copy.deepcopy(self.attention))
         AttentionSite(site.path, holder, site.path, site.family).set_weights(*weights)
-        return Narrow(getattr(holder, site.caller), weights, sizes, unexplained, 0.0, [])
+        return getattr(holder, site.caller)
 
 
 def enough(energy: torch.Tensor, left_out: float = 0.003, multiple: int = 4) -> int:

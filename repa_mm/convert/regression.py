@@ -173,8 +173,8 @@ def solve(gram: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 
 def eliminate(
-    gram: torch.Tensor, weights: torch.Tensor, num_kept: int, step: float = 0.02
-) -> torch.Tensor:
+    gram: torch.Tensor, weights: torch.Tensor, numbers: Sequence[int], step: float = 0.02
+) -> list[torch.Tensor]:
     """Choose the features of a least-squares solution by backward elimination.
 
     Removing the features K and refitting the others costs tr(W_K (P_KK)^-1 W_K^T), where P is the
@@ -185,27 +185,30 @@ def eliminate(
     Args:
         gram (torch.Tensor): Gram matrix (n, n) of the features, ridge included.
         weights (torch.Tensor): The least-squares solution (m, n) with all features.
-        num_kept (int): Number of features to keep.
+        numbers (Sequence[int]): Numbers of features to keep, decreasing.
         step (float): Share of the remaining features to remove at a time, at least one feature.
             Defaults to 0.02.
 
     Returns:
-        torch.Tensor: Indices of the kept features in increasing order.
+        list[torch.Tensor]: For each number, the indices of the kept features in increasing order.
     """
+    found = []
     kept = torch.arange(len(gram), device=gram.device)
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(gram))
-    while len(kept) > num_kept:
-        costs = weights.square().sum(0) / inverse.diagonal()
-        number = min(max(1, int(step * len(kept))), len(kept) - num_kept)
-        order = costs.argsort()
-        gone, left = order[:number], order[number:].sort().values
-        factor = torch.linalg.cholesky(inverse[gone][:, gone])
-        lost = weights[:, gone]
-        follow = torch.cholesky_solve(inverse[gone][:, left], factor)
-        weights = weights[:, left] - lost @ follow
-        inverse = inverse[left][:, left] - inverse[left][:, gone] @ follow
-        kept = kept[left]
-    return kept
+    for num_kept in numbers:
+        while len(kept) > num_kept:
+            costs = weights.square().sum(0) / inverse.diagonal()
+            number = min(max(1, int(step * len(kept))), len(kept) - num_kept)
+            order = costs.argsort()
+            gone, left = order[:number], order[number:].sort().values
+            factor = torch.linalg.cholesky(inverse[gone][:, gone])
+            lost = weights[:, gone]
+            follow = torch.cholesky_solve(inverse[gone][:, left], factor)
+            weights = weights[:, left] - lost @ follow
+            inverse = inverse[left][:, left] - inverse[left][:, gone] @ follow
+            kept = kept[left]
+        found.append(kept)
+    return found
 
 
 class _Problem:
@@ -217,7 +220,7 @@ class _Problem:
         self.mean_a, self.mean_t = mean[:hidden], mean[hidden:]
         self.gram, self.with_t = cov[:hidden, :hidden], cov[hidden:, :hidden]
         self.var_t = cov[hidden:, hidden:].trace()
-        self.out = ffn.fold().w_out
+        self.ffn, self.out = ffn, ffn.fold().w_out
 
     def solve(self, kept: torch.Tensor, ridge: float) -> torch.Tensor:
         """Solve for the output weights of the kept channels, shrunk towards the pretrained ones."""
@@ -237,11 +240,25 @@ class _Problem:
             left = left + (self.bias(kept, weights) - bias).square().sum()
         return left
 
-    def eliminate(self, number: int) -> torch.Tensor:
-        """Return the indices of the channels that backward elimination keeps."""
+    def eliminate(self, *numbers: int) -> list[torch.Tensor]:
+        """Return the indices of the channels that backward elimination keeps for each number."""
         everything = torch.arange(len(self.gram), device=self.gram.device)
         weights = self.solve(everything, RIDGES[0])
-        return eliminate(ridged(self.gram, RIDGES[0]), weights, number)
+        return eliminate(ridged(self.gram, RIDGES[0]), weights, numbers)
+
+    def narrow(self, kept: torch.Tensor, ridge: float) -> NarrowFFN:
+        """Return the FFN of the kept channels."""
+        weights = self.solve(kept, ridge)
+        var_t = self.var_t.clamp(min=torch.finfo(weights.dtype).tiny)
+        return NarrowFFN(
+            w_in=double(self.ffn.fc1.weight[kept]),
+            b_in=double(self.ffn.fc1.bias[kept]),
+            w_out=weights,
+            b=self.bias(kept, weights),
+            act=self.ffn.act,
+            ridge=ridge,
+            unexplained=float(self.residual(kept, weights) / var_t),
+        )
 
 
 def _cross_validated(ffn: ChannelIdleFFN, parts: Sequence[Moments], kept: torch.Tensor) -> float:
@@ -277,19 +294,22 @@ def fit_ffn(ffn: ChannelIdleFFN, parts: Sequence[Moments], width: int) -> Narrow
     if not (moments.total.isfinite().all() and moments.products.isfinite().all()):
         raise ValueError('hidden channels or outputs of the FFN are not finite')
     problem = _Problem(ffn, moments)
-    kept = problem.eliminate(width)
+    (kept,) = problem.eliminate(width)
     ridge = _cross_validated(ffn, parts, kept)
-    weights = problem.solve(kept, ridge)
-    var_t = problem.var_t.clamp(min=torch.finfo(weights.dtype).tiny)
-    return NarrowFFN(
-        w_in=double(ffn.fc1.weight[kept]),
-        b_in=double(ffn.fc1.bias[kept]),
-        w_out=weights,
-        b=problem.bias(kept, weights),
-        act=ffn.act,
-        ridge=ridge,
-        unexplained=float(problem.residual(kept, weights) / var_t),
-    )
+    return problem.narrow(kept, ridge)
+
+
+def widths_of(
+    ffn: ChannelIdleFFN, parts: Sequence[Moments], widths: Sequence[int]
+) -> list[tuple[NarrowFFN, float]]:
+    """Fit narrower FFNs of several widths, decreasing, from one elimination.
+
+    Returns:
+        list: For each width the FFN, and its mean square error per token.
+    """
+    problem = _Problem(ffn, Moments.of(parts))
+    fits = [problem.narrow(kept, RIDGES[0]) for kept in problem.eliminate(*widths)]
+    return [(fit, fit.unexplained * float(problem.var_t)) for fit in fits]
 
 
 def refine(fit: NarrowFFN, u: torch.Tensor, t: torch.Tensor, steps: int = 200) -> NarrowFFN:

@@ -85,11 +85,11 @@ def test_elimination_is_that_of_refitting_from_scratch():
     gram, full = features.t() @ features, torch.linalg.lstsq(features, t).solution.t()
     for number in range(7, 0, -1):
         kept = min(([k for k in kept if k != gone] for gone in kept), key=error)
-        assert eliminate(gram, full, number).tolist() == kept
+        assert eliminate(gram, full, [number])[0].tolist() == kept
     # Several at a time, by what the removal of each alone costs.
     costs = [error([k for k in range(8) if k != gone]) for gone in range(8)]
     gone = sorted(range(8), key=costs.__getitem__)[:3]
-    found = eliminate(gram, full, 5, step=0.4).tolist()
+    found = eliminate(gram, full, [5], step=0.4)[0].tolist()
     assert found == [k for k in range(8) if k not in gone]
 
 
@@ -104,8 +104,8 @@ def test_the_ridge_is_chosen_by_images_that_the_fit_has_not_seen(ffn, monkeypatc
         return (y - many - fit(ffn.norm1(many))).square().sum().item(), fit.ridge
 
     problem = regression._Problem(ffn, Moments.of(moments(ffn, few, y[:40])))
-    kept = problem.eliminate(12)
-    monkeypatch.setattr(regression._Problem, 'eliminate', lambda *args: kept)
+    (kept,) = problem.eliminate(12)
+    monkeypatch.setattr(regression._Problem, 'eliminate', lambda *args: [kept])
     errors = dict(reversed(left(ridge)) for ridge in RIDGES)
     chosen, ridge = left(*RIDGES)
     assert ridge in RIDGES and chosen == errors[ridge]

@@ -1,0 +1,92 @@
+"""Spreading one budget of multiply-adds over the parts of a model.
+
+A part has one or two *axes*: the hidden channels of an FFN, the dimensions of q·k and of values of
+its heads. The error of an axis at each of its sizes comes from one elimination or one SVD. How an
+error there arrives at the outputs of the model, its *gain*, is measured by narrowing that axis
+alone. The sizes are those with the least sum of gain times error that the budget allows, along the
+lower convex hulls of cost and error.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+#: Sizes of FFNs among which the budget chooses, as shares of their channels.
+SHARES = (0.03, 0.06, 0.1, 0.15, 0.2, 0.25, 0.3, 0.375, 0.45, 0.55, 0.65, 0.75, 0.85, 1.0)
+
+
+@dataclass
+class Axis:
+    """Sizes of one axis of a part, increasing up to the present one.
+
+    Attributes:
+        sizes (Sequence[int]): The sizes.
+        errors (Sequence[float]): The error of the part at each size, in any unit.
+        narrow (Callable): Returns the function of the part at one size, to measure the gain.
+        cost (float): Multiply-adds for one unit of the size.
+        gain (float): Error of the model's outputs for one unit of the part's error.
+    """
+
+    sizes: Sequence[int]
+    errors: Sequence[float]
+    narrow: Callable[[int], Callable]
+    cost: float = 0.0
+    gain: float = 0.0
+
+    def probe(self) -> int:
+        """Return the index of the largest size with a notable error."""
+        least = 0.02 * self.errors[0]
+        return max(i for i, error in enumerate(self.errors) if i == 0 or error >= least)
+
+
+class _Step(NamedTuple):
+    benefit: float
+    axis: int
+    cost: float
+    start: int
+    stop: int
+
+
+def spread(axes: Sequence[Axis], budget: float, multiples: Sequence[int]) -> list[int]:
+    """Choose the sizes of all axes.
+
+    Args:
+        axes (Sequence[Axis]): The axes, with costs and gains.
+        budget (float): Multiply-adds that all axes may take together.
+        multiples (Sequence[int]): Of what the size of each axis is a multiple.
+
+    Returns:
+        list[int]: The sizes; the smallest of each axis if even these exceed the budget.
+    """
+    sizes = [float(axis.sizes[0]) for axis in axes]
+    left = budget - sum(axis.cost * size for axis, size in zip(axes, sizes))
+    steps = [step for i, axis in enumerate(axes) for step in _steps(i, axis)]
+    # Stable: the steps of one axis come in the order of their sizes, since the hull is convex.
+    for step in sorted(steps, key=lambda step: -step.benefit):
+        if left <= 0:
+            break
+        share = min(1.0, left / step.cost)
+        sizes[step.axis] += share * (step.stop - step.start)
+        left -= share * step.cost
+    return [
+        min(axis.sizes[-1], max(axis.sizes[0], int(size / multiple + 1e-6) * multiple))
+        for axis, size, multiple in zip(axes, sizes, multiples)
+    ]
+
+
+def _steps(index: int, axis: Axis) -> list[_Step]:
+    """Return the edges of the lower convex hull of an axis, from the smallest size on."""
+    found, i = [], 0
+    errors = [axis.gain * error for error in axis.errors]
+    while i < len(errors) - 1:
+        slopes = [
+            (errors[i] - errors[j]) / (axis.sizes[j] - axis.sizes[i])
+            for j in range(i + 1, len(errors))
+        ]
+        j = i + 1 + max(range(len(slopes)), key=slopes.__getitem__)
+        cost = axis.cost * (axis.sizes[j] - axis.sizes[i])
+        found.append(
+            _Step((errors[i] - errors[j]) / cost, index, cost, axis.sizes[i], axis.sizes[j])
+        )
+        i = j
+    return found
