@@ -1,10 +1,12 @@
-"""Narrow the FFNs of a trained detector, segmentor or classifier.
+"""Narrow the FFNs and heads of a trained detector, segmentor or classifier.
 
-The FFNs of the backbone and encoder keep some of their hidden channels, and are fitted to their
-outputs on some images, without labels. The tool writes a checkpoint and its config.
+The FFNs of the backbone and encoder keep some of their hidden channels, the heads of the backbone's
+attention some of their dimensions. They are fitted to their outputs on some images, without labels.
+The tool writes a checkpoint and its config.
 """
 
 import argparse
+import time
 
 from mmengine import DictAction
 
@@ -36,6 +38,12 @@ def parse_args() -> argparse.Namespace:
             "per block, or 'auto' (default: 1, all)",
         )
     parser.add_argument(
+        '--budget',
+        type=float,
+        help='share of the multiply-adds of all blocks that stays, spread over channels and heads '
+        'by what they are worth; in the place of the shares above',
+    )
+    parser.add_argument(
         '--where', help='module whose FFNs are narrowed: backbone or encoder (default: both)'
     )
     parser.add_argument('--num-images', type=int, default=64, help='images to fit to (default: 64)')
@@ -63,8 +71,14 @@ def main() -> None:
         if len(args[name]) == 1:
             (args[name],) = args[name]
 
-    def progress(row) -> None:
-        print(f'{row.name}: {row.unexplained:.2%} of the variance is unexplained', flush=True)
+    started, done = time.monotonic(), 0
+
+    def progress(row, number) -> None:
+        nonlocal done
+        done += 1
+        left = (time.monotonic() - started) * (number - done) / done
+        what = f'{row.unexplained:.2%} of the variance is unexplained'
+        print(f'{done}/{number} {row.name}: {what}, {left / 60:.1f} min left', flush=True)
 
     print(result_text(convert_checkpoint(**args, progress=progress), args['out']))
 

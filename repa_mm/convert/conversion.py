@@ -101,7 +101,7 @@ def convert_pretrained(
     forward: Callable | None = None,
     held_out: Iterable = (),
     skip_unsupported: bool = False,
-    progress: Callable[[BlockReport], None] | None = None,
+    progress: Callable[[BlockReport, int], None] | None = None,
 ) -> tuple[nn.Module, ConversionReport]:
     """Narrow the FFNs and the heads of a pretrained model, without labels.
 
@@ -138,7 +138,8 @@ def convert_pretrained(
         held_out (Iterable): Batches to measure the change of the outputs on. Defaults to none.
         skip_unsupported (bool): Skip blocks whose FFN is not two linear layers around an
             activation, instead of raising an error. Defaults to False.
-        progress (Callable, optional): Called with the report of each part once it is fitted.
+        progress (Callable, optional): Called with the report of each part once it is fitted, and
+            with the number of parts.
 
     Returns:
         tuple: The converted copy of the model, and a :class:`ConversionReport`.
@@ -461,5 +462,5 @@ class Fit:
         )
         self.rows.append(row)
         if self.progress is not None:
-            self.progress(row)
+            self.progress(row, len(self.sizes))
         return function

@@ -12,9 +12,10 @@ from mmengine.config import Config, ConfigDict
 from mmengine.dataset import pseudo_collate
 from mmengine.registry import DATASETS, MODELS
 from mmengine.runner.checkpoint import weights_to_cpu
+from rich.progress import track as rich_track
 from torch.utils.data import Dataset
 
-from repa_mm.checkpoints import load_checkpoint, load_original, save_checkpoint
+from repa_mm.checkpoints import load_checkpoint, load_original, load_weights, save_checkpoint
 from repa_mm.config import build_model, image_config, load_config
 from repa_mm.convert.conversion import BlockReport, Keep, convert_pretrained, plan_conversion
 from repa_mm.convert.distillation import distill_checkpoint
@@ -24,7 +25,12 @@ from repa_mm.files import replacing
 from repa_mm.models.channel_idle import RePaBackbone
 from repa_mm.models.sites import FFNSite, attention_sites, ffn_sites
 from repa_mm.models.structures import Widths
+from repa_mm.reparam import Form, has_deploy_form, outermost, reparameterize_
 from repa_mm.version import __version__
+
+#: Images to fit to are cropped to this height and width, since the memory grows with their pixels.
+#: A fit draws a few hundred tokens of each image.
+MAX_SIZE = 448
 
 
 def calibration_images(
@@ -51,6 +57,35 @@ def calibration_images(
     return dataset, [i for i in indices if i not in held_out], held_out
 
 
+def cropped(data: dict, size: int) -> dict:
+    """Crop the image of a batch of one at random, if it is larger.
+
+    Args:
+        data (dict): From a data loader, with one image (3, H, W).
+        size (int): Largest height and width.
+    """
+    (image,), (sample,) = data['inputs'], data['data_samples']
+    generator = torch.Generator().manual_seed(int(image.sum()))
+    for dim in (1, 2):
+        start = int(torch.randint(max(image.shape[dim] - size, 0) + 1, (), generator=generator))
+        image = image.narrow(dim, start, min(size, image.shape[dim]))
+    sample = sample.clone()
+    sample.set_metainfo(dict(img_shape=tuple(image.shape[1:])))
+    return dict(data, inputs=[image], data_samples=[sample])
+
+
+def _deploy(cfg: dict) -> None:
+    """Set ``deploy=True`` in the configs of the models with structures."""
+    for part in (cfg, cfg.get('backbone') or {}):
+        kind = MODELS.get(part['type']) if 'type' in part else None
+        if part.get('type') == 'Restructured' or _has_structures(kind):
+            part['deploy'] = True
+
+
+def _has_structures(kind) -> bool:
+    return isinstance(kind, type) and issubclass(kind, RePaBackbone)
+
+
 def convert_checkpoint(
     config: str,
     checkpoint: str,
@@ -58,6 +93,7 @@ def convert_checkpoint(
     keep: Keep = 0.375,
     qk_keep: Keep | str = 1.0,
     v_keep: Keep | str = 1.0,
+    budget: float | None = None,
     where: str | None = None,
     num_images: int = 64,
     images: str | None = None,
@@ -65,13 +101,13 @@ def convert_checkpoint(
     cfg_options: dict | None = None,
     distill: int = 0,
     skip_unsupported: bool = False,
-    progress: Callable[[BlockReport], None] | None = None,
+    progress: Callable[[BlockReport, int], None] | None = None,
 ) -> dict:
     """Narrow FFNs and heads in the backbone and encoder of a trained model, without labels.
 
-    Neck and heads stay as they are. A config is written beside the checkpoint, so that both are
-    ready for tests and training. The codebase loads them without this package if its config can
-    express the widths of the FFNs.
+    The neck and the model's heads stay as they are. Channel-idle FFNs merge first. A config is
+    written beside the checkpoint, so that both are ready for tests and training. The codebase loads
+    them without this package if its config can express the widths of the FFNs.
 
     Args:
         config (str): The model's config: a path, or the name of an installed config
@@ -82,6 +118,7 @@ def convert_checkpoint(
             one per block, where None leaves the block as it is. Defaults to 0.375.
         qk_keep (float | list | str): As for :func:`~repa_mm.convert_pretrained`.
         v_keep (float | list | str): As for :func:`~repa_mm.convert_pretrained`.
+        budget (float, optional): As for :func:`~repa_mm.convert_pretrained`.
         where (str, optional): Name of the module whose blocks are converted: 'backbone' or
             'encoder', see :func:`~repa_mm.models.sites.ffn_sites`. Defaults to both.
         num_images (int): Number of images to fit to. One more image for every eight is held out to
@@ -93,7 +130,8 @@ def convert_checkpoint(
         distill (int): Number of iterations of a distillation after the fit, see
             :mod:`repa_mm.convert.distillation`. Defaults to 0.
         skip_unsupported (bool): Skip blocks whose FFN cannot be narrowed. Defaults to False.
-        progress (Callable, optional): Called with the report of each block once it is fitted.
+        progress (Callable, optional): Called with the report of each part once it is fitted, and
+            with the number of parts. With it, a bar shows how many images are prepared.
 
     Returns:
         dict: ``report`` (a :class:`~repa_mm.convert.conversion.ConversionReport` with the
@@ -114,7 +152,13 @@ def convert_checkpoint(
     cfg = load_config(config, cfg_options)
     model = build_model(cfg)
     loaded = load_checkpoint(checkpoint)
-    load_original(model, loaded['state_dict'], checkpoint)
+    if any(outermost(model, Form)):  # only the deploy form is worth narrowing
+        load_weights(model, loaded['state_dict'], checkpoint)
+        if not has_deploy_form(model):
+            reparameterize_(model)
+        _deploy(cfg.model)
+    else:
+        load_original(model, loaded['state_dict'], checkpoint)
     dataset, chosen, held_out = calibration_images(cfg, num_images, images)
     model.to(device or ('cuda' if torch.cuda.is_available() else 'cpu'))
     swap_faster_attention_(model)
@@ -122,13 +166,17 @@ def convert_checkpoint(
     shares = dict(keep=keep, qk_keep=qk_keep, v_keep=v_keep)
     plan = plan_conversion(copy.deepcopy(model), where=where, **shares)
     MODELS.build(converted_config(cfg, model, plan.sizes, where, out).model)
+    track = partial(rich_track, description='images') if progress else list
 
-    def batches(indices: list[int]) -> list[dict]:
-        return [model.data_preprocessor(pseudo_collate([dataset[i]]), False) for i in indices]
+    def batches(indices: list[int], size: int | None = None) -> list[dict]:
+        images = (pseudo_collate([dataset[i]]) for i in track(indices))
+        images = (data if size is None else cropped(data, size) for data in images)
+        return [model.data_preprocessor(data, False) for data in images]
 
     narrow, report = convert_pretrained(
-        model, batches(chosen), **shares, where=where, forward=head_inputs,
-        held_out=batches(held_out), skip_unsupported=skip_unsupported, progress=progress,
+        model, batches(chosen, MAX_SIZE), **shares, budget=budget, where=where,
+        forward=head_inputs, held_out=batches(held_out), skip_unsupported=skip_unsupported,
+        progress=progress,
     )  # fmt: skip
     sizes = {block.name: block.after for block in report.blocks}
     text = converted_config(cfg, model, sizes, where, out).pretty_text
@@ -238,9 +286,7 @@ def backbone_config(cfg: dict, backbone: nn.Module, sizes: dict[str, tuple]) -> 
 
 
 def _restructured(cfg: dict, structure: dict) -> ConfigDict:
-    kind = MODELS.get(cfg['type'])
-    has_structures = isinstance(kind, type) and issubclass(kind, RePaBackbone)
-    if cfg['type'] == 'Restructured' or has_structures:
+    if cfg['type'] == 'Restructured' or _has_structures(MODELS.get(cfg['type'])):
         return ConfigDict(cfg, structures=[*cfg.get('structures', []), structure])
     return ConfigDict(type='Restructured', model=cfg, structures=[structure])
 

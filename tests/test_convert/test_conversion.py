@@ -87,7 +87,7 @@ def test_what_the_report_says(randomize):
     model, _ = pretrained(VIT, randomize)
     x, rows = images(), []
     converted, report = repa_mm.convert_pretrained(
-        model, iter(x), held_out=x[:1], progress=rows.append
+        model, iter(x), held_out=x[:1], progress=lambda row, number: rows.append(row)
     )
     assert rows == report.blocks and [row.name for row in rows] == ['layers.0', 'layers.1']
     text = str(report)
