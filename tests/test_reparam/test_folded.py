@@ -10,7 +10,7 @@ import torch.nn as nn
 from torch.utils.checkpoint import checkpoint
 
 from repa_mm.reparam import ChannelIdleFFN, set_training_path_
-from repa_mm.reparam.ffn.folded import choose_path
+from repa_mm.reparam.folded import choose_path
 
 
 def step(ffn, x, path, seed=1):
