@@ -274,7 +274,7 @@ def whole_model(model: nn.Module, preprocessing: bool = False) -> WholeModel:
 
     Supported are heads that predict as in RetinaNet, Faster R-CNN, Mask R-CNN, DETRs, MaskFormer,
     Mask2Former, ``EncoderDecoder`` and ``ImageClassifier``.
-    :func:`~repa_mm.export.export.export_whole` compares predictions to detect other heads.
+    :func:`~repa_mm.export.export.agreeing_onnx` compares predictions to detect other heads.
 
     Args:
         model (nn.Module): A detector, segmentor or classifier in eval mode. It is not changed.
