@@ -33,6 +33,7 @@ from .model import (
     match_form,
     reparameterize,
     reparameterize_,
+    replace_,
     schedules_have_ended,
     set_lam_,
     unwrap,
@@ -61,6 +62,6 @@ __all__ = [
     'check_state_dict', 'copy_affine_', 'copy_matrix_', 'double', 'exact', 'finish_schedules_',
     'fold', 'fold_norm', 'has_deploy_form', 'has_training_form', 'innermost', 'is_batch_norm',
     'is_plain', 'is_reparameterized', 'kept_statistics', 'match_form', 'matrix',
-    'num_active_channels', 'outermost', 'reparameterize', 'reparameterize_', 'rounded',
+    'num_active_channels', 'outermost', 'reparameterize', 'reparameterize_', 'replace_', 'rounded',
     'schedules_have_ended', 'set_lam_', 'set_shortcut_', 'set_training_path_', 'unwrap',
 ]  # fmt: skip

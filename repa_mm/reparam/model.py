@@ -1,6 +1,7 @@
 """Reparameterize whole models."""
 
 import copy
+from collections.abc import Callable
 
 import torch
 import torch.nn as nn
@@ -65,6 +66,29 @@ def is_reparameterized(model: nn.Module, state_dict: dict) -> bool:
             merged = merge_whole(finish_schedules_(copy.deepcopy(form)), name)
             return names == merged.names(merged.state_dict())
     return False
+
+
+def replace_(model: nn.Module, choose: Callable[[nn.Module], type | nn.Module | None]) -> list[str]:
+    """Replace modules of a model in place, with :func:`become_`.
+
+    Args:
+        model (nn.Module): Any model.
+        choose (Callable): Called with each module of the model, returns its replacement: a class
+            that computes with the module's parameters, another module, or None to keep the module.
+
+    Returns:
+        list[str]: Names of the replaced modules.
+
+    Examples:
+        >>> replace_(model, lambda m: FastGELU if type(m) is nn.GELU else None)
+    """
+    replaced = []
+    for name, module in list(model.named_modules()):
+        other = choose(module)
+        if other is not None:
+            become_(module, other)
+            replaced.append(name)
+    return replaced
 
 
 def set_lam_(model: nn.Module, lam: float, kind: type[Scheduled] = Scheduled) -> nn.Module:
