@@ -19,14 +19,6 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def skip_unless_exportable(suffix: str) -> None:
-    """Skip a test that writes a file of a format which these versions of packages cannot write."""
-    for package in ('onnx', 'onnxruntime') if suffix == '.onnx' else ():
-        pytest.importorskip(package)
-    if suffix == '.pt2' and not hasattr(getattr(torch.export, 'Dim', None), 'AUTO'):
-        pytest.skip('torch.export of dynamic sizes came with torch 2.6')
-
-
 def _randomize(module: nn.Module, seed: int = 0) -> nn.Module:
     """Parameters and BatchNorm statistics as after training.
 

@@ -142,11 +142,8 @@ def check_input(ffn: nn.Module, x: torch.Tensor, identity: torch.Tensor | None) 
         identity (torch.Tensor, optional): The shortcut's input, as in MMCV's FFN.
 
     Raises:
-        ValueError: If the tokens are nested or have another number of channels, or ``identity`` is
-            not ``x``.
+        ValueError: If the tokens have another number of channels, or ``identity`` is not ``x``.
     """
-    if x.is_nested:
-        raise ValueError('a nested tensor of tokens is not supported: pad it to (B, L, C)')
     if x.shape[-1] != ffn.embed_dims:
         raise ValueError(f'expected x of shape (..., {ffn.embed_dims}), but got {tuple(x.shape)}')
     if identity is not None and identity is not x:

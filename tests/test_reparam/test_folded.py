@@ -325,13 +325,6 @@ def test_choice_of_the_path(randomize):
         set_training_path_(ffn, 'fold')
 
 
-@pytest.mark.parametrize('path', ['auto', 'folded', 'literal'])
-def test_one_token_and_none(path):
-    ffn = set_training_path_(ChannelIdleFFN(8, 32).train(), path)
-    with pytest.raises(ValueError, match='more than 1 value'):
-        ffn(torch.randn(1, 1, 8))
-
-
 def test_training_and_evaluation_differ_only_in_the_statistics(randomize):
     """In eval mode the path makes no difference."""
     ffn = randomize(ChannelIdleFFN(8, 32)).eval()
