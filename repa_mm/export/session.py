@@ -1,6 +1,5 @@
 """Whole models in files, run without PyTorch's modules."""
 
-import json
 import os.path as osp
 
 import numpy as np
@@ -54,11 +53,6 @@ class Session:
         self.outputs = range(len(compiled.outputs))
         # In their order, since OpenVINO may rename them.
         self._run = lambda inputs: list(compiled(inputs).values())
-
-    @property
-    def classes(self) -> list[str]:
-        """Names of the classes, empty if the checkpoint did not have them."""
-        return json.loads(self.metadata['classes'])
 
     @property
     def takes_pixels(self) -> bool:
