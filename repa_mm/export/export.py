@@ -24,6 +24,7 @@ from repa_mm.export.session import Session
 from repa_mm.export.whole import WholeModel, whole_model
 from repa_mm.faster.attention import FastShiftWindowMSA
 from repa_mm.faster.tracing import trace_any_size_
+from repa_mm.features import relative_error
 from repa_mm.files import replacing
 from repa_mm.reparam import outermost, reparameterize_
 
@@ -383,8 +384,7 @@ def largest_error(model: nn.Module, exported: Callable, shapes: Sequence[tuple[i
     errors = []
     for shape in shapes:
         image = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-        for a, b in zip(exported(image), model(image), strict=True):
-            errors.append((a - b).abs().max() / b.abs().max())
+        errors.append(relative_error(exported(image), model(image)))
     return _largest(errors)
 
 
