@@ -5,14 +5,7 @@ import torch.nn as nn
 from mmengine.runner.checkpoint import CheckpointLoader
 
 from repa_mm.files import replacing
-from repa_mm.reparam import (
-    CheckpointError,
-    finish_schedules_,
-    has_deploy_form,
-    innermost,
-    is_reparameterized,
-    reparameterize_,
-)
+from repa_mm.reparam import CheckpointError, innermost, match_form
 
 
 def load_checkpoint(path: str) -> dict:
@@ -33,23 +26,6 @@ def save_checkpoint(checkpoint: dict, path: str) -> None:
     """Write a checkpoint with ``torch.save``: the file is complete or not written at all."""
     with replacing(path) as temporary:
         torch.save(checkpoint, temporary)
-
-
-def match_form(model: nn.Module, state_dict: dict) -> bool:
-    """Reparameterize a model in place if its weights are in the deploy form.
-
-    Args:
-        model (nn.Module): The model. A model in the deploy form stays as it is.
-        state_dict (dict): The weights, in either form.
-
-    Returns:
-        bool: Whether the model has changed.
-    """
-    if has_deploy_form(model) or not is_reparameterized(model, state_dict):
-        return False
-    # The weights are loaded afterwards, so that finishing the schedules loses nothing.
-    reparameterize_(finish_schedules_(model))
-    return True
 
 
 # Tables of Swin V2 that MMPretrain recomputes and does not load.

@@ -53,6 +53,15 @@ def tensors(value) -> list[torch.Tensor]:
     return [value] if isinstance(value, torch.Tensor) and value.is_floating_point() else []
 
 
+def relative_error(found: Iterable, expected: Iterable) -> float:
+    """Return the largest error of tensors, each relative to its largest expected value.
+
+    NaN if there is a NaN in any tensor.
+    """
+    pairs = zip(found, expected, strict=True)
+    return torch.stack([(a - b).abs().max() / b.abs().max() for a, b in pairs]).max().item()
+
+
 def percent(values: Iterable[float]) -> str:
     """Format shares in percent, with two significant digits each."""
     return ', '.join(f'{100 * value:.{2 if value < 1 else 3}g} %' for value in values)

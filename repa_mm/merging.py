@@ -5,7 +5,7 @@ from mmengine.structures import BaseDataElement
 
 from repa_mm.checkpoints import load_checkpoint, load_weights, save_checkpoint
 from repa_mm.config import build_model, load_config
-from repa_mm.features import head_inputs, tensors
+from repa_mm.features import head_inputs, relative_error, tensors
 from repa_mm.reparam import CheckpointError, has_deploy_form, reparameterize
 from repa_mm.version import __version__
 
@@ -52,7 +52,7 @@ def reparameterize_checkpoint(
     with torch.no_grad():
         # Backbones, too: extract_feat of a self-supervised model may run its teacher instead.
         features = [tensors([m.backbone(image), head_inputs(m, data)]) for m in (model, deployed)]
-    error = max(((a - b).abs().max() / a.abs().max()).item() for a, b in zip(*features))
+    error = relative_error(features[1], features[0])
     if not error <= tolerance:
         raise CheckpointError(
             f'merging changes the features by {error:.1e}, more than {tolerance:.0e}: weights or '

@@ -11,8 +11,8 @@ from mmengine.config import Config
 from mmpretrain.models import PoolFormer
 
 from repa_mm.config import build_model
-from repa_mm.faster import fuse_conv_bn_
-from repa_mm.faster.tracing import swap_faster_attention_
+from repa_mm.export.session import Session
+from repa_mm.faster import fuse_conv_bn_, swap_faster_attention_
 from repa_mm.reparam import has_training_form, reparameterize_
 from repa_mm.timing import change
 
@@ -145,22 +145,11 @@ def exported(name: str, shape: tuple[int, int], batch_size: int) -> Callable:
         batch_size (int): Number of images.
     """
     file, _, precision = name.partition(':')
+    session = Session(file, precision)
     images = noise(shape, batch_size).numpy()
-    # For files that normalize the images in the graph.
-    pixels = (64 * images + 128).clip(0, 255).transpose(0, 2, 3, 1).astype(np.uint8)
-    if file.endswith('.onnx') and not precision:
-        import onnxruntime
-
-        session = onnxruntime.InferenceSession(file, providers=['CPUExecutionProvider'])
-        image = session.get_inputs()[0]
-        feed = {image.name: pixels if 'uint8' in image.type else images}
-        return lambda _: session.run(None, feed)
-    import openvino
-
-    hint = {'INFERENCE_PRECISION_HINT': precision} if precision else {}
-    compiled = openvino.Core().compile_model(file, 'CPU', hint)
-    is_pixels = compiled.input(0).element_type == openvino.Type.u8
-    return lambda _: compiled({0: pixels if is_pixels else images})
+    if session.takes_pixels:
+        images = (64 * images + 128).clip(0, 255).transpose(0, 2, 3, 1).astype(np.uint8)
+    return lambda _: session(images)
 
 
 def latency_rows(times: dict[str, np.ndarray], batch_size: int) -> list[list[str]]:

@@ -1,4 +1,3 @@
-import inspect
 import signal
 
 import pytest
@@ -18,20 +17,6 @@ def pytest_configure() -> None:
     # A shell's background jobs ignore it, and with them what they start.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def skip_unless_exportable(suffix: str) -> None:
-    """Skip a test that writes a file of a format which these versions of packages cannot write."""
-    for package in ('onnx', 'onnxruntime') if suffix == '.onnx' else ():
-        pytest.importorskip(package)
-    if suffix == '.pt2' and not hasattr(getattr(torch.export, 'Dim', None), 'AUTO'):
-        pytest.skip('torch.export of dynamic sizes came with torch 2.6')
-
-
-def run_test(test, request, **values) -> None:
-    """Run a test of the package on what a project adds; the other arguments are fixtures."""
-    names = inspect.signature(test).parameters.keys() - values.keys()
-    test(**values, **{name: request.getfixturevalue(name) for name in names})
 
 
 def _randomize(module: nn.Module, seed: int = 0) -> nn.Module:

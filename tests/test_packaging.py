@@ -63,19 +63,8 @@ def wheel(tmp_path_factory):
     stale.touch()
     (sources / 'configs' / '__pycache__').mkdir()
     (sources / 'configs' / '__pycache__' / 'x.pyc').touch()
-    run(
-        PIP
-        + [
-            'wheel',
-            '--no-index',
-            '--no-build-isolation',
-            '--no-deps',
-            '-w',
-            str(folder),
-            str(sources),
-        ],
-        folder,
-    )
+    options = '--no-index', '--no-build-isolation', '--no-deps'
+    run([*PIP, 'wheel', *options, '-w', str(folder), str(sources)], folder)
     (found,) = folder.glob('*.whl')
     return found
 
@@ -84,11 +73,8 @@ def wheel(tmp_path_factory):
 def installed(wheel, tmp_path_factory):
     """A folder into which the wheel is installed."""
     target = tmp_path_factory.mktemp('installed')
-    run(
-        PIP
-        + ['install', '--quiet', '--no-index', '--no-deps', '--target', str(target), str(wheel)],
-        target,
-    )
+    options = '--quiet', '--no-index', '--no-deps', '--target', str(target)
+    run([*PIP, 'install', *options, str(wheel)], target)
     return target
 
 
@@ -177,23 +163,9 @@ def test_an_editable_install_links_what_mim_looks_for(tmp_path):
     # Left by an older version: a copy where a link belongs.
     (sources / 'repa_mm' / '.mim' / 'configs').mkdir(parents=True)
     # Without --ignore-installed pip would remove the environment's own.
-    run(
-        PIP
-        + [
-            'install',
-            '--quiet',
-            '--no-index',
-            '--no-build-isolation',
-            '--no-deps',
-            '--use-pep517',
-            '--ignore-installed',
-            '--prefix',
-            str(tmp_path / 'prefix'),
-            '--editable',
-            str(sources),
-        ],
-        tmp_path,
-    )
+    options = '--quiet --no-index --no-build-isolation --no-deps --use-pep517 --ignore-installed'
+    where = '--prefix', str(tmp_path / 'prefix'), '--editable', str(sources)
+    run([*PIP, 'install', *options.split(), *where], tmp_path)
     linked = sources / 'repa_mm' / '.mim'
     assert sorted(p.name for p in linked.iterdir()) == ['configs', 'model-index.yml', 'tools']
     assert (linked / 'configs').is_symlink()

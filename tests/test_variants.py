@@ -53,13 +53,17 @@ def test_exported_files(suffix, pixels, tmp_path):
     kind, shape = (
         (onnx.TensorProto.UINT8, (2, 8, 9, 3)) if pixels else (onnx.TensorProto.FLOAT, (2, 3, 8, 9))
     )
-    values = [onnx.helper.make_tensor_value_info(name, kind, shape) for name in 'xy']
-    node = onnx.helper.make_node('Identity', ['x'], ['y'])
+    names = 'image', 'y'
+    values = [onnx.helper.make_tensor_value_info(name, kind, shape) for name in names]
+    node = onnx.helper.make_node('Identity', names[:1], names[1:])
     graph = onnx.helper.make_graph([node], 'graph', values[:1], values[1:])
     opset = [onnx.helper.make_opsetid('', 17)]
     path = str(tmp_path / 'model.onnx')
-    onnx.save(onnx.helper.make_model(graph, opset_imports=opset, ir_version=8), path)
-    found = exported(path + suffix, (8, 9), 2)(None)[0]
+    model = onnx.helper.make_model(graph, opset_imports=opset, ir_version=8)
+    if pixels:
+        onnx.helper.set_model_props(model, dict(preprocessing='1', outputs='y'))
+    onnx.save(model, path)
+    (found,) = exported(path + suffix, (8, 9), 2)(None).values()
     assert found.shape == shape
     if not pixels:
         assert np.allclose(found, noise((8, 9), 2))

@@ -66,9 +66,8 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     args = parse_args()
     show_machine()
-    MMLogger.get_current_instance().setLevel(
-        'WARNING'
-    )  # hides where each weight is initialized from
+    # Hides where each weight is initialized from.
+    MMLogger.get_current_instance().setLevel('WARNING')
     cfg, shape = load_config(args.config, args.cfg_options), tuple(args.input_shape)
     baseline = load_config(args.baseline) if args.baseline else None
     models = variants(cfg, args.checkpoint, baseline, args.baseline_checkpoint)

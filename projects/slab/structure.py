@@ -6,9 +6,9 @@ from mmpretrain.models.utils.attention import MultiheadAttention, WindowMSA
 
 from projects.slab.attention import NormedShiftWindowMSA
 from projects.slab.norms import NormedLinear, NormParts, ProgressiveNorm
-from repa_mm.faster import FastShiftWindowMSA, replace_, swap_attention_
+from repa_mm.faster import FastShiftWindowMSA, swap_attention_
 from repa_mm.models import STRUCTURES, Site, Structure, known_blocks
-from repa_mm.reparam import TrainingForm
+from repa_mm.reparam import TrainingForm, replace_
 
 
 class NormSite(Site):

@@ -15,16 +15,15 @@ import torch.nn as nn
 from mmengine.config import Config, DictAction
 from mmengine.registry import VISUALIZERS
 from mmengine.runner import Runner, find_latest_checkpoint
-from rich.console import Console
-from rich.table import Table
 
 from repa_mm.complexity import count
 from repa_mm.config import load_config
 from repa_mm.convert.pretrained import convert_checkpoint, result_text
 from repa_mm.demo.dataset import write_digit_scenes
+from repa_mm.features import relative_error
 from repa_mm.paths import config_path
 from repa_mm.reparam import reparameterize
-from repa_mm.timing import measure
+from repa_mm.timing import measure, show
 
 DATA = 'data/demo'
 # The metrics in the table of each task.
@@ -93,10 +92,8 @@ def run_demo(
         _draw(drawn, scenes, dict(cfg.visualizer, name=work_dir), loader.dataset.metainfo, pictures)
     mmengine.dump(rows, osp.join(work_dir, 'summary.json'), indent=2)
 
-    table = Table('', *rows)
-    for label in rows[name]:
-        table.add_row(label, *(f'{row[label]:.4g}' for row in rows.values()))
-    Console().print(table)
+    lines = [[label, *(f'{row[label]:.4g}' for row in rows.values())] for label in rows[name]]
+    show(task, ('', *rows), lines)
     if found is not None:
         print(f'Largest difference of the features, relative to the largest feature: {found:.1e}')
     minutes, seconds = divmod(round(time.perf_counter() - start), 60)
@@ -202,12 +199,8 @@ def _measure(models: dict[str, nn.Module], scenes: Sequence[dict]) -> dict[str, 
 
 def _difference(first: nn.Module, second: nn.Module, scenes: Sequence[dict]) -> float:
     """Return the largest difference of two models' features, relative to the largest feature."""
-    largest = 0.0
-    for scene in scenes:
-        inputs = first.data_preprocessor(scene, False)['inputs']
-        for a, b in zip(first.extract_feat(inputs), second.extract_feat(inputs)):
-            largest = max(largest, float((a - b).abs().max() / a.abs().max()))
-    return largest
+    images = [first.data_preprocessor(scene, False)['inputs'] for scene in scenes]
+    return max(relative_error(second.extract_feat(x), first.extract_feat(x)) for x in images)
 
 
 def main() -> None:

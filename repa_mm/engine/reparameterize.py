@@ -7,13 +7,13 @@ from mmengine.hooks import EMAHook, Hook
 from mmengine.registry import HOOKS
 from mmengine.runner import BaseLoop
 
-from repa_mm.checkpoints import match_form
 from repa_mm.faster import fuse_conv_bn_
 from repa_mm.reparam import (
     TrainingForm,
     has_deploy_form,
     has_training_form,
     innermost,
+    match_form,
     outermost,
     reparameterize,
     schedules_have_ended,

@@ -1,17 +1,10 @@
 """A hook that schedules the lambda of a structure during training."""
 
-import math
-
 import torch.nn as nn
 from mmengine.hooks import EMAHook, Hook
 from mmengine.registry import HOOKS
 
 from repa_mm.reparam import Scheduled
-
-_CURVES = {
-    'linear': lambda progress: progress,
-    'cosine': lambda progress: (1 - math.cos(math.pi * progress)) / 2,
-}
 
 
 @HOOKS.register_module()
@@ -29,10 +22,6 @@ class ScheduleHook(Hook):
         warmup (int | float): Number of iterations in which lambda moves from its start to its end;
             a number below 1 is a fraction of all iterations. Every batch is an iteration, also
             with gradient accumulation. With 0, lambda is at its end from the start.
-        begin (int): Iteration at which lambda starts to move. Defaults to 0.
-        curve (str): Shape of the schedule, 'linear' or 'cosine'. Defaults to 'linear'.
-        scalar (str, optional): Schedule only the modules whose attribute ``scalar`` has this value,
-            in a model with several schedules. Defaults to None, all modules.
 
     Raises:
         ValueError: Before training, if the model has no such module.
@@ -44,23 +33,19 @@ class ScheduleHook(Hook):
     # After EMAHook (NORMAL), which copies or averages buffers, and before CheckpointHook.
     priority = 'LOW'
 
-    def __init__(
-        self, warmup: int | float, begin: int = 0, curve: str = 'linear', scalar: str | None = None
-    ) -> None:
-        self.warmup, self.begin, self.scalar = warmup, begin, scalar
-        self._curve = _CURVES[curve]
+    def __init__(self, warmup: int | float) -> None:
+        self.warmup = warmup
 
     def before_train(self, runner) -> None:
-        modules = self._modules(runner.model)
+        modules = _scheduled(runner.model)
         if not modules:
-            name = f' named {self.scalar!r}' if self.scalar else ''
-            raise ValueError(f'{type(runner.model).__name__} has no lambda{name} to schedule')
+            raise ValueError(f'{type(runner.model).__name__} has no lambda to schedule')
         if self.warmup < 1:
             self.warmup = round(self.warmup * runner.max_iters)
         first = min(1 - abs(m.end - float(m.lam)) for m in modules)
         text = (
-            f'ScheduleHook: lambda takes {self.warmup} iterations from {self.begin} on, and the '
-            f'training has {runner.max_iters}'
+            f'ScheduleHook: lambda takes {self.warmup} iterations, and the training has '
+            f'{runner.max_iters}'
         )
         if first > self._progress(runner.iter) + 1e-6:
             runner.logger.warning(
@@ -86,20 +71,14 @@ class ScheduleHook(Hook):
 
     def _progress(self, iteration: int) -> float:
         """Return the fraction of the schedule that is done at an iteration, counted from 0."""
-        done = iteration - self.begin
-        if 0 < done < self.warmup:
-            return self._curve(done / self.warmup)
-        return float(done >= self.warmup)
-
-    def _modules(self, model: nn.Module) -> list[Scheduled]:
-        return [
-            m
-            for m in model.modules()
-            if isinstance(m, Scheduled) and self.scalar in (None, m.scalar)
-        ]
+        return iteration / self.warmup if iteration < self.warmup else 1.0
 
     def _set(self, model: nn.Module, iteration: int) -> list[Scheduled]:
-        progress, modules = self._progress(iteration), self._modules(model)
+        progress, modules = self._progress(iteration), _scheduled(model)
         for module in modules:
             module.set_lam(progress if module.end == 1 else 1 - progress, back=False)
         return modules
+
+
+def _scheduled(model: nn.Module) -> list[Scheduled]:
+    return [module for module in model.modules() if isinstance(module, Scheduled)]

@@ -20,9 +20,11 @@ from mmengine.structures import InstanceData
 
 from repa_mm.config import build_model, dataset_config, image_config, load_config
 from repa_mm.export.exported import ExportedModel
+from repa_mm.export.session import Session
 from repa_mm.export.whole import WholeModel, whole_model
 from repa_mm.faster.attention import FastShiftWindowMSA
 from repa_mm.faster.tracing import trace_any_size_
+from repa_mm.features import relative_error
 from repa_mm.files import replacing
 from repa_mm.reparam import outermost, reparameterize_
 
@@ -64,7 +66,7 @@ def export_checkpoint(
 
     Returns:
         tuple: A description of what was exported and compared (str), and the difference from
-        PyTorch (float), see :func:`export` and :func:`export_whole`.
+        PyTorch (float), see :func:`export` and :func:`disagreement`.
     """
     cfg = load_config(config)
     model = model_to_export(cfg, checkpoint)
@@ -83,7 +85,8 @@ def export_checkpoint(
             raise
         source = 'noise, as the test data is not there'
         images = noise(cfg)
-    error = export_whole(model, out, images, shape, dynamic, batch, preprocessing)
+    content, error = agreeing_onnx(model, images, shape, dynamic, batch, preprocessing)
+    _write(content, out)
     return f'{type(model).__name__}, compared on {source}', error
 
 
@@ -153,16 +156,15 @@ def noise(cfg: Config) -> list[dict]:
         return images_of(cfg, 'test', NUM_IMAGES, folder)
 
 
-def export_whole(
+def agreeing_onnx(
     model: nn.Module,
-    out: str,
     images: Sequence[dict],
     shape: Sequence[int],
     dynamic: bool = True,
     batch: int = 1,
     preprocessing: bool = False,
-) -> float:
-    """Export a whole model to ONNX, from images to predictions.
+) -> tuple[bytes, float]:
+    """Return the content of an ONNX file of a whole model, from images to predictions.
 
     Predictions of the file are compared with ``model.test_step``. For detectors, all boxes are
     compared, also boxes below the score threshold. Metadata in the file describes its inputs and
@@ -170,7 +172,6 @@ def export_whole(
 
     Args:
         model (nn.Module): A detector, segmentor or classifier in eval mode, on the CPU.
-        out (str): The file. It is written only if it agrees.
         images (Sequence[dict]): Batches of one image from a data loader, on which to compare.
         shape (Sequence[int]): Height and width of images, or of the example if ``dynamic``.
         dynamic (bool): Accept other sizes and numbers of images. Some are compared, too. Defaults
@@ -180,26 +181,11 @@ def export_whole(
             them in the graph. Defaults to False, which takes normalized images (B, 3, H, W).
 
     Returns:
-        float: The difference from PyTorch, see :func:`disagreement`.
+        tuple: The content, and the difference from PyTorch, see :func:`disagreement`.
 
     Raises:
-        ValueError: If the file does not agree with the model.
+        ValueError: If the file would not agree with the model.
     """
-    content, error = agreeing_onnx(model, images, shape, dynamic, batch, preprocessing)
-    with replacing(out) as path, open(path, 'wb') as file:
-        file.write(content)
-    return error
-
-
-def agreeing_onnx(
-    model: nn.Module,
-    images: Sequence[dict],
-    shape: Sequence[int],
-    dynamic: bool,
-    batch: int,
-    preprocessing: bool,
-) -> tuple[bytes, float]:
-    """Return the file's content and its difference from PyTorch, see :func:`export_whole`."""
     whole = whole_model(model, preprocessing)
     height, width = shape
     if dynamic:
@@ -361,6 +347,11 @@ def _check(error: float, tolerance: float) -> None:
         )
 
 
+def _write(content: bytes, out: str) -> None:
+    with replacing(out) as path, open(path, 'wb') as file:
+        file.write(content)
+
+
 class _Tensors(nn.Module):
     """A model whose output is a flat tuple of tensors."""
 
@@ -377,10 +368,8 @@ class _Tensors(nn.Module):
 
 def read(file: str | bytes) -> Callable[[torch.Tensor], list[torch.Tensor]]:
     """Return a function that runs a backbone's ONNX file, or its content, on images."""
-    import onnxruntime
-
-    session = onnxruntime.InferenceSession(file, providers=['CPUExecutionProvider'])
-    return lambda image: [torch.from_numpy(x) for x in session.run(None, dict(image=image.numpy()))]
+    session = Session(file)
+    return lambda image: [torch.from_numpy(x) for x in session(image.numpy()).values()]
 
 
 @torch.no_grad()
@@ -395,8 +384,7 @@ def largest_error(model: nn.Module, exported: Callable, shapes: Sequence[tuple[i
     errors = []
     for shape in shapes:
         image = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-        for a, b in zip(exported(image), model(image), strict=True):
-            errors.append((a - b).abs().max() / b.abs().max())
+        errors.append(relative_error(exported(image), model(image)))
     return _largest(errors)
 
 
@@ -441,6 +429,5 @@ def export(
     content = to_onnx(model, (torch.randn(shapes[0]),), **names)
     error = largest_error(model, read(content), shapes)
     _check(error, TOLERANCE)
-    with replacing(out) as path, open(path, 'wb') as file:
-        file.write(content)
+    _write(content, out)
     return error

@@ -59,8 +59,7 @@ class ExportedModel(BaseModel):
 
     def _predict_detection(self, images, samples):
         for result, sample in zip(self._run_padded(images, samples), samples):
-            is_object = result['labels'] >= 0
-            result = {k: torch.from_numpy(v[is_object]) for k, v in result.items()}
+            result = _objects(result)
             found = InstanceData(scores=result['scores'], labels=result['labels'])
             scale = result['boxes'].new_tensor(sample.scale_factor).repeat(2)
             found.bboxes = result['boxes'] / scale
@@ -73,9 +72,7 @@ class ExportedModel(BaseModel):
 
     def _predict_instances(self, images, samples):
         for result, sample in zip(self._run_own(images, samples), samples):
-            size = tuple(sample.ori_shape[:2])
-            is_object = result['labels'] >= 0
-            result = {k: torch.from_numpy(v[is_object]) for k, v in result.items()}
+            size, result = tuple(sample.ori_shape[:2]), _objects(result)
             height, width = result['masks'].shape[1:]
             if size != (height, width):  # a file without the option
                 masks = result['masks'][None].float()
@@ -86,16 +83,11 @@ class ExportedModel(BaseModel):
             sample.pred_instances = InstanceData(**result)
         return samples
 
-    def _own(self, image, sample):
-        """Return an image without padding."""
-        if self.session.takes_pixels:
-            return image
-        height, width = sample.img_shape[:2]
-        return image[:, :height, :width]
-
     def _run_own(self, images, samples):
         """Yield the outputs for each image, which are run together if their sizes are the same."""
-        images = [self._own(image, sample) for image, sample in zip(images, samples)]
+        if not self.session.takes_pixels:  # take the padding off
+            shapes = [sample.img_shape[:2] for sample in samples]
+            images = [image[:, :height, :width] for image, (height, width) in zip(images, shapes)]
         sizes = [tuple(sample.ori_shape[:2]) for sample in samples]
         groups = [[i] for i in range(len(images))]
         if len({(image.shape, size) for image, size in zip(images, sizes)}) == 1:
@@ -137,6 +129,11 @@ class ExportedModel(BaseModel):
         for score, sample in zip(torch.from_numpy(outputs['scores']), samples):
             sample.set_pred_score(score).set_pred_label(score.argmax(0, keepdim=True))
         return samples
+
+
+def _objects(result: dict) -> dict[str, torch.Tensor]:
+    """Return the rows of objects; other rows have the label -1."""
+    return {k: torch.from_numpy(v[result['labels'] >= 0]) for k, v in result.items()}
 
 
 def paste_masks(

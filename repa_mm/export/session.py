@@ -1,13 +1,12 @@
 """Whole models in files, run without PyTorch's modules."""
 
-import json
 import os.path as osp
 
 import numpy as np
 
 
 class Session:
-    """A whole model, as ``tools/export.py`` and ``tools/quantize.py`` write it, on the CPU.
+    """A model, as ``tools/export.py`` and ``tools/quantize.py`` write it, on the CPU.
 
     Args:
         file (str | bytes): A file for OpenVINO (.xml) or ONNX, or the content of an ONNX file.
@@ -16,7 +15,8 @@ class Session:
             it, and to ONNX Runtime for ONNX.
 
     Attributes:
-        metadata (dict): What the export noted: 'task', 'classes', 'preprocessing' and others.
+        metadata (dict): What the export of a whole model noted: 'task', 'classes', 'preprocessing'
+            and others. Empty for a backbone.
         options (list[str]): Names of the inputs that may be left out.
     """
 
@@ -26,7 +26,8 @@ class Session:
             self._open_openvino(file, precision)
         else:
             self._open_onnx(file)
-        self.outputs = self.metadata['outputs'].split(',')
+        if 'outputs' in self.metadata:
+            self.outputs = self.metadata['outputs'].split(',')
 
     def _open_onnx(self, file: str | bytes) -> None:
         import onnxruntime
@@ -36,6 +37,7 @@ class Session:
         session = onnxruntime.InferenceSession(file, options, providers=['CPUExecutionProvider'])
         self.metadata = session.get_modelmeta().custom_metadata_map
         self.options = [i.name for i in session.get_overridable_initializers()]
+        self.outputs = [o.name for o in session.get_outputs()]
         self._run = lambda inputs: session.run(None, inputs)
 
     def _open_openvino(self, file: str | bytes, precision: str | None) -> None:
@@ -43,22 +45,19 @@ class Session:
 
         core = openvino.Core()
         model = core.read_model(file, b'') if isinstance(file, bytes) else core.read_model(file)
-        self.metadata = dict(model.get_rt_info(['framework']).value)  # that of the ONNX file
-        self.options = []
+        self.metadata, self.options = {}, []
+        if model.has_rt_info(['framework']):  # the metadata of the ONNX file
+            self.metadata = dict(model.get_rt_info(['framework']).value)
         config = {'INFERENCE_PRECISION_HINT': precision} if precision else {}
         compiled = core.compile_model(model, 'CPU', config)
+        self.outputs = range(len(compiled.outputs))
         # In their order, since OpenVINO may rename them.
         self._run = lambda inputs: list(compiled(inputs).values())
 
     @property
-    def classes(self) -> list[str]:
-        """Names of the classes, empty if the checkpoint did not have them."""
-        return json.loads(self.metadata['classes'])
-
-    @property
     def takes_pixels(self) -> bool:
         """Whether images are of type uint8, (B, H, W, 3), and normalized in the graph."""
-        return self.metadata['preprocessing'] == '1'
+        return self.metadata.get('preprocessing') == '1'
 
     def __call__(self, image: np.ndarray, **options) -> dict[str, np.ndarray]:
         """Run images.
@@ -70,7 +69,7 @@ class Session:
                 segmentors.
 
         Returns:
-            dict: Outputs by name.
+            dict: Outputs by name, or by number if the names are not known.
         """
         options = {name: np.asarray(value, np.int64) for name, value in options.items()}
         return dict(zip(self.outputs, self._run(dict(image=image, **options))))

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 
 from repa_mm.export.detection import SingleStage, TwoStage
 from repa_mm.export.transformers import Masks, Queries, class_logits, trace_masks
-from repa_mm.faster.replace import replace_
 from repa_mm.faster.tracing import trace_any_size_
+from repa_mm.reparam import replace_
 
 # Larger than any image: "the whole image" for the optional input image_size.
 WHOLE = 2**30
@@ -274,7 +274,7 @@ def whole_model(model: nn.Module, preprocessing: bool = False) -> WholeModel:
 
     Supported are heads that predict as in RetinaNet, Faster R-CNN, Mask R-CNN, DETRs, MaskFormer,
     Mask2Former, ``EncoderDecoder`` and ``ImageClassifier``.
-    :func:`~repa_mm.export.export.export_whole` compares predictions to detect other heads.
+    :func:`~repa_mm.export.export.agreeing_onnx` compares predictions to detect other heads.
 
     Args:
         model (nn.Module): A detector, segmentor or classifier in eval mode. It is not changed.

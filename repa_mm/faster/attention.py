@@ -19,7 +19,6 @@ from mmcv.cnn.bricks.transformer import PatchMerging
 from mmengine.utils import digit_version
 from mmpretrain.models.utils.attention import ShiftWindowMSA
 
-from repa_mm.faster.replace import replace_
 from repa_mm.faster.windows import (
     buffer,
     cached_masks,
@@ -30,7 +29,7 @@ from repa_mm.faster.windows import (
     times,
     traceable_partition,
 )
-from repa_mm.reparam import TrainingForm
+from repa_mm.reparam import TrainingForm, replace_
 from repa_mm.reparam.autograd import first_order_only
 
 _is_exporting = getattr(torch.compiler, 'is_exporting', lambda: False)

@@ -103,6 +103,8 @@ class Restructured:
         build_ordinary (Callable): Builds the model without structures.
     """
 
+    freezes_statistics = False
+
     def __init__(
         self,
         *args,
@@ -243,6 +245,9 @@ class Restructured:
         for module in self.modules() if mode else ():
             if getattr(module, 'frozen_stages', -1) > 0 and hasattr(module, '_freeze_stages'):
                 module._freeze_stages()
+            if self.freezes_statistics and isinstance(module, TrainingForm):
+                for norm in module.batch_norms():
+                    norm.eval()
         return self  # mmpretrain's backbones return None
 
 
@@ -273,8 +278,6 @@ def _restructured_class(kind: type) -> type:
 class _Restructured(Restructured):
     """Mixin of the classes that :func:`restructure` creates."""
 
-    freezes_statistics = False
-
     def __reduce_ex__(self, protocol):
         reduced = super().__reduce_ex__(protocol)
         kind = _ordinary_class(type(self))
@@ -283,15 +286,6 @@ class _Restructured(Restructured):
         # Pickle looks up classes by name and would not find this one, so unpickling creates it
         # again from its parent.
         return _new, (kind,), *reduced[2:]
-
-    def train(self, mode: bool = True):
-        super().train(mode)
-        if mode and self.freezes_statistics:
-            for module in self.modules():
-                if isinstance(module, TrainingForm):
-                    for norm in module.batch_norms():
-                        norm.eval()
-        return self
 
 
 @MODELS.register_module(name='Restructured')

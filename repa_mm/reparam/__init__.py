@@ -1,8 +1,20 @@
 """Structural reparameterization in plain PyTorch."""
 
 from .autograd import kept_statistics
-from .ffn import (
-    ChannelIdleFFN,
+from .folded import set_training_path_
+from .forms import (
+    CheckpointError,
+    DeployForm,
+    Form,
+    Scheduled,
+    TrainingForm,
+    become_,
+    check_ordinary,
+    check_state_dict,
+    outermost,
+)
+from .idle import ChannelIdleFFN
+from .merged import (
     DropPath,
     FoldedFFN,
     MergedFFN,
@@ -11,39 +23,37 @@ from .ffn import (
     fold,
     num_active_channels,
     set_shortcut_,
-    set_training_path_,
-)
-from .forms import (
-    CheckpointError,
-    DeployForm,
-    Form,
-    TrainingForm,
-    become_,
-    check_ordinary,
-    check_state_dict,
-    outermost,
 )
 from .model import (
+    finish_schedules_,
     has_deploy_form,
     has_training_form,
     innermost,
     is_reparameterized,
+    match_form,
     reparameterize,
     reparameterize_,
+    replace_,
+    schedules_have_ended,
+    set_lam_,
     unwrap,
 )
 from .numerics import (
+    AttentionParts,
+    FFNParts,
     batch_norm_affine,
     check_dropouts,
     check_finite,
+    copy_affine_,
+    copy_matrix_,
     double,
     exact,
+    fold_norm,
     is_batch_norm,
     is_plain,
+    matrix,
     rounded,
 )
-from .parts import AttentionParts, FFNParts, copy_affine_, copy_matrix_, fold_norm, matrix
-from .schedule import Scheduled, finish_schedules_, schedules_have_ended, set_lam_
 
 __all__ = [
     'AttentionParts', 'ChannelIdleFFN', 'CheckpointError', 'DeployForm', 'DropPath', 'FFNParts',
@@ -51,7 +61,7 @@ __all__ = [
     'build_activation', 'build_norm', 'check_dropouts', 'check_finite', 'check_ordinary',
     'check_state_dict', 'copy_affine_', 'copy_matrix_', 'double', 'exact', 'finish_schedules_',
     'fold', 'fold_norm', 'has_deploy_form', 'has_training_form', 'innermost', 'is_batch_norm',
-    'is_plain', 'is_reparameterized', 'kept_statistics', 'matrix', 'num_active_channels',
-    'outermost', 'reparameterize', 'reparameterize_', 'rounded', 'schedules_have_ended', 'set_lam_',
-    'set_shortcut_', 'set_training_path_', 'unwrap',
+    'is_plain', 'is_reparameterized', 'kept_statistics', 'match_form', 'matrix',
+    'num_active_channels', 'outermost', 'reparameterize', 'reparameterize_', 'replace_', 'rounded',
+    'schedules_have_ended', 'set_lam_', 'set_shortcut_', 'set_training_path_', 'unwrap',
 ]  # fmt: skip

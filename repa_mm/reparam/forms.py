@@ -2,39 +2,8 @@
 
 A *training form* takes the weights of ordinary modules (``fill``), trains (``forward``), and merges
 into a *deploy form* that computes the same in eval mode (``merge``). The model walk, checkpoints,
-the hook, the tools and the exporters use nothing else of a structure, so that a new structure is a
-file with two classes::
-
-    class Pair(TrainingForm):
-        label = 'pair of linear layers'
-
-        def __init__(self, dims):
-            super().__init__()
-            self.a, self.b = nn.Linear(dims, dims), nn.Linear(dims, dims)
-
-        def fill(self, linear):
-            for half in (self.a, self.b):
-                half.weight.copy_(linear.weight / 2)
-                half.bias.copy_(linear.bias / 2)
-
-        def forward(self, x):
-            return self.a(x) + self.b(x)
-
-        def merge(self):
-            merged = MergedPair(len(self.a.bias)).to(self.a.weight)
-            merged.fc.weight.copy_(self.a.weight.double() + self.b.weight.double())
-            merged.fc.bias.copy_(self.a.bias.double() + self.b.bias.double())
-            return merged
-
-    class MergedPair(DeployForm):
-        label = 'pair of linear layers'
-
-        def __init__(self, dims):
-            super().__init__()
-            self.fc = nn.Linear(dims, dims)
-
-        def inference(self, x):
-            return self.fc(x)
+the hook, the tools and the exporters use nothing else of a structure: docs/architecture.md writes
+one in two classes.
 """
 
 import copy
@@ -251,6 +220,76 @@ class DeployForm(Form):
                 'call model.eval()'
             )
         return self.inference(*args, **kwargs)
+
+
+class Scheduled(nn.Module):
+    """Base class of modules with a lambda, which merge exactly once lambda has reached its end.
+
+    Lambda is a buffer, which checkpoints keep and averaged models (EMA) copy. Lambda moves from one
+    end of [0, 1] to the other; :class:`repa_mm.engine.ScheduleHook` sets it.
+
+    Attributes:
+        scalar (str): Name of lambda in logs.
+        end (float): The lambda at which the module merges, 0 or 1. Training begins at the other.
+        lam (torch.Tensor): Lambda, a buffer of one number.
+        is_finished (bool): Whether lambda has reached its end, as of the last :meth:`set_lam`,
+            ``train`` or loaded state dict. Reading ``is_finished`` costs nothing; reading ``lam``
+            would make the CPU wait for a GPU in every forward pass.
+    """
+
+    scalar = 'lambda'
+    end = 1.0
+    # Subject of the message about a lambda that has not reached its end.
+    unfinished = 'the schedule is at'
+
+    def add_lam(self) -> None:
+        """Register lambda at the start of its schedule."""
+        self.register_buffer('lam', torch.tensor(1 - self.end))
+        self.is_finished = False
+
+    def set_lam(self, lam: float, back: bool = True) -> None:
+        """Set lambda.
+
+        Args:
+            lam (float): Lambda in [0, 1].
+            back (bool): Whether lambda may move away from its end. Defaults to True.
+
+        Raises:
+            ValueError: If lambda is not a number in [0, 1].
+        """
+        if not 0 <= lam <= 1:
+            raise ValueError(f'lambda must be a number from 0 to 1, but got {lam!r}')
+        if back:
+            self.lam.fill_(lam)
+            self.is_finished = lam == self.end
+        else:  # do not read lambda: the CPU would wait for a GPU
+            self.lam.clamp_(**{'min' if self.end == 1 else 'max': lam})
+            self.is_finished = self.is_finished or lam == self.end
+
+    def check_finished(self) -> None:
+        """Check that lambda has reached its end.
+
+        Raises:
+            ValueError: If it has not; the message has lambda's value.
+        """
+        # Tensors on the meta device have no values.
+        if not self.lam.is_meta and self.lam != self.end:
+            lam = float(self.lam)
+            # An average of lambdas (EMA) may be so close to the end that `:g` would print the end.
+            text = f'{lam:g}' if float(f'{lam:g}') != self.end else repr(lam)
+            raise ValueError(
+                f'{self.unfinished} lambda = {text}, and what they compute merges '
+                f'exactly at lambda = {self.end:g} only: train on until the schedule has ended'
+            )
+
+    def train(self, mode: bool = True):
+        # Averaged models (EMA) copy and swap buffers.
+        self.is_finished = not self.lam.is_meta and bool(self.lam == self.end)
+        return super().train(mode)
+
+    def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs):
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        self.is_finished = not self.lam.is_meta and bool(self.lam == self.end)
 
 
 def outermost(model: nn.Module, kind: type = Form) -> Iterator[tuple[str, Form]]:

@@ -1,12 +1,12 @@
 """Reparameterize whole models."""
 
 import copy
+from collections.abc import Callable
 
 import torch
 import torch.nn as nn
 
-from .forms import DeployForm, TrainingForm, become_, merge_whole, outermost
-from .schedule import finish_schedules_
+from .forms import DeployForm, Scheduled, TrainingForm, become_, merge_whole, outermost
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -66,6 +66,74 @@ def is_reparameterized(model: nn.Module, state_dict: dict) -> bool:
             merged = merge_whole(finish_schedules_(copy.deepcopy(form)), name)
             return names == merged.names(merged.state_dict())
     return False
+
+
+def replace_(model: nn.Module, choose: Callable[[nn.Module], type | nn.Module | None]) -> list[str]:
+    """Replace modules of a model in place, with :func:`become_`.
+
+    Args:
+        model (nn.Module): Any model.
+        choose (Callable): Called with each module of the model, returns its replacement: a class
+            that computes with the module's parameters, another module, or None to keep the module.
+
+    Returns:
+        list[str]: Names of the replaced modules.
+
+    Examples:
+        >>> replace_(model, lambda m: FastGELU if type(m) is nn.GELU else None)
+    """
+    replaced = []
+    for name, module in list(model.named_modules()):
+        other = choose(module)
+        if other is not None:
+            become_(module, other)
+            replaced.append(name)
+    return replaced
+
+
+def set_lam_(model: nn.Module, lam: float, kind: type[Scheduled] = Scheduled) -> nn.Module:
+    """Set the lambda of every scheduled module of a model, in place.
+
+    Args:
+        model (nn.Module): The model, changed in place.
+        lam (float): Lambda in [0, 1].
+        kind (type): Class of the modules to change. Defaults to every scheduled module.
+
+    Returns:
+        nn.Module: ``model``.
+
+    Raises:
+        ValueError: If lambda is not a number in [0, 1], or the model has no such module.
+    """
+    found = [module for module in model.modules() if isinstance(module, kind)]
+    if not found:
+        raise ValueError(f'{type(model).__name__} has no {kind.__name__}')
+    for module in found:
+        module.set_lam(lam)
+    return model
+
+
+def finish_schedules_(model: nn.Module) -> nn.Module:
+    """Set every lambda of a model to its end, in place, so that the model merges.
+
+    Use it for a model that gets its weights afterwards or is only timed. It changes the output of a
+    model whose schedule has not ended.
+
+    Args:
+        model (nn.Module): The model, changed in place.
+
+    Returns:
+        nn.Module: ``model``.
+    """
+    for module in model.modules():
+        if isinstance(module, Scheduled):
+            module.set_lam(module.end)
+    return model
+
+
+def schedules_have_ended(model: nn.Module) -> bool:
+    """Return True if every lambda of a model is at its end, so that the model merges."""
+    return all(m.lam == m.end for m in model.modules() if isinstance(m, Scheduled))
 
 
 def reparameterize(model: nn.Module) -> nn.Module:
@@ -131,3 +199,20 @@ def _merged(model: nn.Module) -> tuple[nn.Module, dict[int, DeployForm]]:
     name_of_all = type(model).__name__
     forms = outermost(model, TrainingForm)
     return model, {id(form): merge_whole(form, name or name_of_all) for name, form in forms}
+
+
+def match_form(model: nn.Module, state_dict: dict) -> bool:
+    """Reparameterize a model in place if its weights are in the deploy form.
+
+    Args:
+        model (nn.Module): The model. A model in the deploy form stays as it is.
+        state_dict (dict): The weights, in either form.
+
+    Returns:
+        bool: Whether the model has changed.
+    """
+    if has_deploy_form(model) or not is_reparameterized(model, state_dict):
+        return False
+    # The weights are loaded afterwards, so that finishing the schedules loses nothing.
+    reparameterize_(finish_schedules_(model))
+    return True

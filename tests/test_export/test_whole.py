@@ -1,5 +1,7 @@
 """What whole models are made of."""
 
+import json
+
 import pytest
 import torch
 
@@ -32,7 +34,7 @@ def test_only_standard_operators(exported):
 def test_names_of_classes(exported):
     """Those of the config, or of its data set."""
     config, checkpoint, _, file = exported('retinanet')
-    assert Session(file).classes[:2] == ['zero', 'one']
+    assert json.loads(Session(file).metadata['classes'])[:2] == ['zero', 'one']
     cfg = load_config(config)
     del cfg.test_dataloader.dataset['metainfo']
     assert len(model_to_export(cfg, checkpoint).dataset_meta['classes']) == 80

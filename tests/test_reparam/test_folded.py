@@ -10,7 +10,7 @@ import torch.nn as nn
 from torch.utils.checkpoint import checkpoint
 
 from repa_mm.reparam import ChannelIdleFFN, set_training_path_
-from repa_mm.reparam.ffn.folded import choose_path
+from repa_mm.reparam.folded import choose_path
 
 
 def step(ffn, x, path, seed=1):
@@ -323,13 +323,6 @@ def test_choice_of_the_path(randomize):
         ffn(torch.randn(1, 8192, 64))
     with pytest.raises(ValueError, match="'fold'"):
         set_training_path_(ffn, 'fold')
-
-
-@pytest.mark.parametrize('path', ['auto', 'folded', 'literal'])
-def test_one_token_and_none(path):
-    ffn = set_training_path_(ChannelIdleFFN(8, 32).train(), path)
-    with pytest.raises(ValueError, match='more than 1 value'):
-        ffn(torch.randn(1, 1, 8))
 
 
 def test_training_and_evaluation_differ_only_in_the_statistics(randomize):

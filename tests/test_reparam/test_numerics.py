@@ -12,12 +12,12 @@ from repa_mm.faster import fast_window_attention_, fuse_conv_bn_
 from repa_mm.reparam import (
     ChannelIdleFFN,
     check_finite,
+    folded,
     reparameterize,
     reparameterize_,
     set_training_path_,
 )
-from repa_mm.reparam.ffn import folded
-from repa_mm.reparam.ffn.folded import choose_path
+from repa_mm.reparam.folded import choose_path
 
 
 def many(n):

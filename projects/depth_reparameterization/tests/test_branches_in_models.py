@@ -23,12 +23,11 @@ from repa_mm.faster import FastShiftWindowMSA
 from repa_mm.models import add_structures_
 from repa_mm.reparam import AttentionParts, CheckpointError, FFNParts, TrainingForm
 from tests import test_configs
-from tests.conftest import run_test
+from tests.shared import backbone_tests, export_test, form_tests, run_test
 from tests.test_configs import load
 from tests.test_models import test_backbones, test_structures
 from tests.test_models.test_backbones import check_same, scattered  # noqa: F401
 from tests.test_models.test_structures import VIT, RestructuredViT, filled, vit_arch
-from tests.test_reparam import test_forms
 from tests.test_reparam.test_forms import C, H, make  # noqa: F401
 from tests.test_tools import test_structures as structures_in_tools
 from tests.test_tools.conftest import call, digits, in_digits, run_tool  # noqa: F401
@@ -64,13 +63,16 @@ every_form = pytest.mark.parametrize('name', FORMS)
 every_backbone = pytest.mark.parametrize('name', BACKBONES)
 
 
-@pytest.fixture(autouse=True)
-def rows(monkeypatch):
-    for name, row in FORMS.items():
-        monkeypatch.setitem(test_forms.FORMS, name, row)
-    for name, row in BACKBONES.items():
-        monkeypatch.setitem(test_backbones.BACKBONES, name, row)
-    monkeypatch.setattr(test_backbones, 'OWN', ('num_branches',))
+form_rows, test_as_other_forms, test_a_form_merges_exactly = form_tests(
+    FORMS, 'merging_before_the_schedule_has_ended_is_refused', small=1e-3
+)
+backbone_rows, test_as_other_backbones = backbone_tests(BACKBONES, own=('num_branches',))
+test_export = export_test(
+    lambda module: dict(
+        ParallelVisionTransformer=dict(module.VIT, num_branches=2),
+        ParallelSwinTransformer=dict(module.SWIN, num_branches=(1, 1, 2, 1), pad_small_map=True),
+    )
+)
 
 
 def config(name):
@@ -79,29 +81,6 @@ def config(name):
 
 def swin_arch(depths):
     return dict(embed_dims=8, depths=depths, num_heads=[1, 2, 2, 4])
-
-
-@every_form
-@pytest.mark.parametrize(
-    'test',
-    [
-        'a_step_moves_every_parameter',
-        'the_weights_of_the_other_form_are_refused',
-        'merging_before_the_schedule_has_ended_is_refused',
-        'what_the_merge_does_not_know_is_refused',
-    ],
-)
-def test_as_other_forms(name, test, request):
-    run_test(getattr(test_forms, f'test_{test}'), request, name=name)
-
-
-@every_form
-@pytest.mark.parametrize('seed', range(4))
-def test_a_form_merges_exactly(name, seed, request):
-    case = dict(seed=seed, scale=(1e-3, 30)[seed % 2], hostile=False)
-    case.update(dtype=(torch.float32, torch.float64)[seed // 2])
-    check = test_forms.test_merge_is_exact.hypothesis.inner_test
-    run_test(check, request, name=name, **case)
 
 
 def ordinary(name):
@@ -141,38 +120,9 @@ def test_filled_with_ordinary_weights_it_computes_what_they_do(name, relative_er
 
 
 @every_backbone
-@pytest.mark.parametrize(
-    'test',
-    [
-        'merge_is_exact',
-        'trains',
-        'the_wrong_form_is_refused_whoever_loads',
-        'own_weights_in_both_forms',
-    ],
-)
-def test_as_other_backbones(name, test, request):
-    run_test(getattr(test_backbones, f'test_{test}'), request, name=name)
-
-
-@every_backbone
 def test_merges_into_the_ordinary_backbone(name, request):
     check = test_backbones.check_merges_into_the_ordinary_backbone
     run_test(check, request, name=name, kind=BACKBONES[name][1])
-
-
-@pytest.mark.parametrize(
-    'name, options',
-    [
-        ('ParallelVisionTransformer', dict(num_branches=2)),
-        ('ParallelSwinTransformer', dict(num_branches=(1, 1, 2, 1), pad_small_map=True)),
-    ],
-)
-def test_export(name, options, request, monkeypatch):
-    from tests.test_export import test_export
-
-    row = dict(test_export.SWIN if 'Swin' in name else test_export.VIT, **options)
-    monkeypatch.setitem(test_export.BACKBONES, name, row)
-    run_test(test_export.test_backbones_agree, request, name=name)
 
 
 def test_masked_autoencoder_begins_a_classifier():

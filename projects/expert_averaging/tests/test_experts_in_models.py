@@ -11,63 +11,28 @@ from projects.expert_averaging import ExpertsFFN, ExpertsVisionTransformer, Merg
 from repa_mm.models import add_structures_
 from repa_mm.reparam import CheckpointError, Form, reparameterize
 from tests import test_configs
-from tests.conftest import run_test
-from tests.test_models import test_backbones, test_structures
+from tests.shared import backbone_tests, export_test, form_tests
+from tests.test_models import test_structures
 from tests.test_models.test_backbones import VIT, check_same, scattered  # noqa: F401
 from tests.test_models.test_structures import filled, vit_arch
-from tests.test_reparam import test_forms
-from tests.test_reparam.test_forms import make  # noqa: F401
+from tests.test_reparam.test_forms import C, H, make  # noqa: F401
 from tests.test_tools import test_structures as test_tools
 from tests.test_tools.conftest import call, digits, in_digits, run_tool  # noqa: F401
 
 CONFIG = str(Path(__file__).parents[1] / 'configs' / 'experts_deit_t_in1k.py')
-C, H = test_forms.C, test_forms.H
 CFG = dict(type='ExpertsVisionTransformer', num_experts=3, **VIT)
 VIT_ARGS = test_structures.VIT
 
 
-@pytest.fixture
-def form(monkeypatch):
-    row = lambda: ExpertsFFN(C, H, 3, layer_scale_init_value=0.5), MergedExperts, 1  # noqa: E731
-    monkeypatch.setitem(test_forms.FORMS, 'experts', row)
+FORM = (lambda: ExpertsFFN(C, H, 3, layer_scale_init_value=0.5)), MergedExperts, 1
+# A merged ViT with layer scale is no ordinary one: its FFNs have the scale in their matrices.
+BACKBONE = dict(CFG, layer_scale_init_value=0.5), 'mmpretrain.VisionTransformer', True
 
-
-@pytest.mark.parametrize(
-    'test',
-    [
-        'a_step_moves_every_parameter',
-        'the_weights_of_the_other_form_are_refused',
-        'what_the_merge_does_not_know_is_refused',
-    ],
+form_rows, test_as_other_forms, test_merge_is_exact = form_tests(dict(experts=FORM))
+backbone_rows, test_as_other_backbones = backbone_tests(
+    dict(experts=BACKBONE), 'ordinary_weights_are_refused_and_fill', own=('num_experts',)
 )
-def test_as_other_forms(test, form, request):
-    run_test(getattr(test_forms, f'test_{test}'), request, name='experts')
-
-
-@pytest.mark.parametrize('seed', range(4))
-def test_merge_is_exact(seed, form, request):
-    case = dict(seed=seed, scale=(1, 30)[seed % 2], hostile=False)
-    case.update(dtype=(torch.float32, torch.float64)[seed // 2])
-    check = test_forms.test_merge_is_exact.hypothesis.inner_test
-    run_test(check, request, name='experts', **case)
-
-
-@pytest.mark.parametrize(
-    'test',
-    [
-        'merge_is_exact',
-        'trains',
-        'the_wrong_form_is_refused_whoever_loads',
-        'ordinary_weights_are_refused_and_fill',
-        'own_weights_in_both_forms',
-    ],
-)
-def test_as_other_backbones(test, request, monkeypatch):
-    # A merged ViT with layer scale is no ordinary one: its FFNs have the scale in their matrices.
-    row = dict(CFG, layer_scale_init_value=0.5), 'mmpretrain.VisionTransformer', True
-    monkeypatch.setitem(test_backbones.BACKBONES, 'experts', row)
-    monkeypatch.setattr(test_backbones, 'OWN', ('num_experts',))
-    run_test(getattr(test_backbones, f'test_{test}'), request, name='experts')
+test_the_export_agrees = export_test(lambda module: dict(ExpertsVisionTransformer=module.VIT))
 
 
 def test_merges_into_an_ordinary_vit(scattered, check_same):  # noqa: F811
@@ -105,14 +70,6 @@ def test_weights_without_the_layer_scale_do_not_fill(tmp_path):
     merged = reparameterize(ExpertsVisionTransformer(vit_arch(1), **kwargs))
     with pytest.raises(CheckpointError, match='lack .*gamma2'):
         filled(ExpertsVisionTransformer, vit_arch(1), merged, tmp_path / 'vit.pth', **kwargs)
-
-
-def test_the_export_agrees(request, monkeypatch):
-    from tests.test_export import test_export
-
-    name = 'ExpertsVisionTransformer'
-    monkeypatch.setitem(test_export.BACKBONES, name, test_export.VIT)
-    run_test(test_export.test_backbones_agree, request, name=name)
 
 
 def test_the_config_trains_a_step_and_merges(relative_error):

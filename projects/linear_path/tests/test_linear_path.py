@@ -8,11 +8,10 @@ from mmpretrain.models import VisionTransformer
 from projects.linear_path import LinearPathFFN
 from repa_mm.models import add_structures_
 from repa_mm.reparam import ChannelIdleFFN, MergedFFN, reparameterize
-from tests.conftest import run_test
+from tests.shared import backbone_tests, form_tests
 from tests.test_models import test_backbones, test_structures
 from tests.test_models.test_backbones import check_same, scattered  # noqa: F401
 from tests.test_models.test_structures import VIT, RestructuredViT, vit_arch
-from tests.test_reparam import test_forms
 from tests.test_reparam.test_forms import C, H, make, ordinary, tokens  # noqa: F401
 
 
@@ -21,10 +20,10 @@ def linear_path(**kwargs):
 
 
 FORMS = dict(
-    path=linear_path(),
-    path_0=linear_path(idle_ratio=0),
-    path_without_norms=linear_path(norm_cfg=None),
-    path_ln=linear_path(norm_cfg=dict(type='LN')),
+    path=(linear_path(), MergedFFN, 1),
+    path_0=(linear_path(idle_ratio=0), MergedFFN, 1),
+    path_without_norms=(linear_path(norm_cfg=None), MergedFFN, 1),
+    path_ln=(linear_path(norm_cfg=dict(type='LN')), MergedFFN, 1),
 )
 BACKBONES = dict(
     path_vit=dict(
@@ -38,39 +37,12 @@ BACKBONES = dict(
         structures=[dict(type='LinearPath', norm_cfg=None)],
     ),
 )
-every_form = pytest.mark.parametrize('name', FORMS)
 
 
-@pytest.fixture(autouse=True)
-def rows(monkeypatch):
-    for name, form in FORMS.items():
-        monkeypatch.setitem(test_forms.FORMS, name, (form, MergedFFN, 1))
-    for name, cfg in BACKBONES.items():
-        row = dict(cfg, type='Restructured'), '', False
-        monkeypatch.setitem(test_backbones.BACKBONES, name, row)
-    monkeypatch.setitem(test_structures.FFN_FORMS, 'LinearPath', 'FFN with a linear path')
-
-
-@every_form
-@pytest.mark.parametrize(
-    'test',
-    [
-        'a_step_moves_every_parameter',
-        'the_weights_of_the_other_form_are_refused',
-        'what_the_merge_does_not_know_is_refused',
-    ],
+form_rows, test_as_other_forms, test_merge_is_exact = form_tests(FORMS, hostile=[1])
+backbone_rows, test_as_other_backbones = backbone_tests(
+    {name: (dict(cfg, type='Restructured'), '', False) for name, cfg in BACKBONES.items()}
 )
-def test_as_other_forms(name, test, request):
-    run_test(getattr(test_forms, f'test_{test}'), request, name=name)
-
-
-@every_form
-@pytest.mark.parametrize('seed', range(4))
-def test_merge_is_exact(name, seed, request):
-    case = dict(seed=seed, scale=(1, 30)[seed % 2], hostile=seed == 1)
-    case.update(dtype=(torch.float32, torch.float64)[seed // 2])
-    check = test_forms.test_merge_is_exact.hypothesis.inner_test
-    run_test(check, request, name=name, **case)
 
 
 @pytest.mark.parametrize('norm_cfg', [None, dict(type='BN')])
@@ -93,7 +65,7 @@ def test_it_merges_into_what_channel_idle_merges_into():
 def test_checkpoints_without_the_number_of_active_channels_load(make):  # noqa: F811
     state = make('path').state_dict()
     del state['num_active_channels']
-    form = FORMS['path']()
+    form = FORMS['path'][0]()
     form.load_state_dict(state)
     assert form.num_active_channels == 10
 
@@ -103,22 +75,9 @@ def test_linear_paths_that_cannot_be():
         LinearPathFFN(C, H, idle_ratio=1)
 
 
-@pytest.mark.parametrize('name', BACKBONES)
-@pytest.mark.parametrize(
-    'test',
-    [
-        'merge_is_exact',
-        'trains',
-        'the_wrong_form_is_refused_whoever_loads',
-        'own_weights_in_both_forms',
-    ],
-)
-def test_as_other_backbones(name, test, request):
-    run_test(getattr(test_backbones, f'test_{test}'), request, name=name)
-
-
 @pytest.mark.parametrize('first', ['LinearPath', 'ChannelIdle'])
-def test_a_site_takes_one_form(first):
+def test_a_site_takes_one_form(first, monkeypatch):
+    monkeypatch.setitem(test_structures.FFN_FORMS, 'LinearPath', 'FFN with a linear path')
     test_structures.test_a_site_takes_one_form(first, 'LinearPath')
 
 

@@ -11,8 +11,7 @@ from mmpretrain.models import RIFormer
 from projects.riformer import AffineRIFormer, MergedNorm, MixerParts, NormedAffine
 from repa_mm.reparam import reparameterize
 from tests import test_configs
-from tests.conftest import run_test
-from tests.test_models import test_backbones
+from tests.shared import backbone_tests, export_test, form_tests
 from tests.test_models.test_backbones import POOL, check_same, images, pretrained, scattered  # noqa: F401
 from tests.test_reparam import test_forms
 from tests.test_reparam.test_forms import C, make  # noqa: F401
@@ -27,30 +26,18 @@ def maps(name, batch=4, **kwargs):
     return torch.randn(batch, C, 3, 4, **kwargs)
 
 
-@pytest.fixture
-def form(monkeypatch):
-    monkeypatch.setitem(test_forms.FORMS, 'mixer', (lambda: NormedAffine(C), MergedNorm, 1))
-    monkeypatch.setattr(test_forms, 'tokens', maps)
-
-
-@pytest.mark.parametrize(
-    'test',
-    [
-        'a_step_moves_every_parameter',
-        'the_weights_of_the_other_form_are_refused',
-        'what_the_merge_does_not_know_is_refused',
-    ],
+form_rows, test_as_other_forms, test_merge_is_exact = form_tests(
+    dict(mixer=(lambda: NormedAffine(C), MergedNorm, 1))
 )
-def test_as_other_forms(test, form, request):
-    run_test(getattr(test_forms, f'test_{test}'), request, name='mixer')
+backbone_rows, test_as_other_backbones = backbone_tests(
+    dict(riformer=(CFG, 'mmpretrain.RIFormer', True)), 'ordinary_weights_are_refused_and_fill'
+)
+test_the_export_agrees = export_test(lambda module: dict(AffineRIFormer=dict(arch=module.POOL)))
 
 
-@pytest.mark.parametrize('seed', range(4))
-def test_merge_is_exact(seed, form, request):
-    case = dict(seed=seed, scale=(1, 30)[seed % 2], hostile=False)
-    case.update(dtype=(torch.float32, torch.float64)[seed // 2])
-    check = test_forms.test_merge_is_exact.hypothesis.inner_test
-    run_test(check, request, name='mixer', **case)
+@pytest.fixture(autouse=True)
+def _maps(monkeypatch):
+    monkeypatch.setattr(test_forms, 'tokens', maps)
 
 
 def test_filled_it_computes_what_norm_and_affine_map_do(relative_error):
@@ -62,21 +49,6 @@ def test_filled_it_computes_what_norm_and_affine_map_do(relative_error):
     x = maps('mixer')
     u = parts.norm(x)
     assert relative_error(form(x), parts.affine(u) - u) < 1e-6
-
-
-@pytest.mark.parametrize(
-    'test',
-    [
-        'merge_is_exact',
-        'trains',
-        'the_wrong_form_is_refused_whoever_loads',
-        'ordinary_weights_are_refused_and_fill',
-        'own_weights_in_both_forms',
-    ],
-)
-def test_as_other_backbones(test, request, monkeypatch):
-    monkeypatch.setitem(test_backbones.BACKBONES, 'riformer', (CFG, 'mmpretrain.RIFormer', True))
-    run_test(getattr(test_backbones, f'test_{test}'), request, name='riformer')
 
 
 def test_merges_into_a_riformer(scattered, check_same):  # noqa: F811
@@ -95,14 +67,6 @@ def test_a_poolformer_fills_all_except_the_affine_maps(scattered, tmp_path):  # 
     form, block = model.network[0][0].norm_reparam, pool.network[0][0]
     assert torch.equal(form.norm.weight, block.norm1.weight)
     assert torch.equal(model.network[0][0].mlp.fc1.weight, block.mlp.fc1.weight)
-
-
-def test_the_export_agrees(request, monkeypatch):
-    from tests.test_export import test_export
-
-    row = dict(arch=test_export.POOL)
-    monkeypatch.setitem(test_export.BACKBONES, 'AffineRIFormer', row)
-    run_test(test_export.test_backbones_agree, request, name='AffineRIFormer')
 
 
 def test_the_config_trains_a_step_and_merges(relative_error):

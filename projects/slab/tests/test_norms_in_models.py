@@ -19,11 +19,9 @@ from projects.slab.norms import NormParts
 from repa_mm.models import add_structures_
 from repa_mm.reparam import reparameterize
 from tests import test_configs
-from tests.conftest import run_test
-from tests.test_models import test_backbones
+from tests.shared import backbone_tests, form_tests
 from tests.test_models.test_backbones import SWIN, VIT, build, check_same, scattered  # noqa: F401
 from tests.test_models.test_structures import vit_arch
-from tests.test_reparam import test_forms
 from tests.test_reparam.test_forms import C, make  # noqa: F401
 from tests.test_tools import test_structures as structures_in_tools
 from tests.test_tools.conftest import call, digits, in_digits, run_tool  # noqa: F401
@@ -50,45 +48,21 @@ BACKBONES = dict(
         False,
     ),
 )
-every_form = pytest.mark.parametrize('name', FORMS)
 
 
-@pytest.fixture(autouse=True)
-def rows(monkeypatch):
-    for name, row in FORMS.items():
-        monkeypatch.setitem(test_forms.FORMS, name, row)
-    for name, row in BACKBONES.items():
-        monkeypatch.setitem(test_backbones.BACKBONES, name, row)
+form_rows, test_as_other_forms, test_a_form_merges_exactly = form_tests(
+    FORMS, 'merging_before_the_schedule_has_ended_is_refused', small=1e-3, hostile=range(4, 8)
+)
+backbone_rows, test_as_other_backbones = backbone_tests(
+    BACKBONES, 'ordinary_weights_are_refused_and_fill'
+)
 
 
 def config(name):
     return str(Path(__file__).parents[1] / 'configs' / f'progressive_{name}_in1k.py')
 
 
-@every_form
-@pytest.mark.parametrize(
-    'test',
-    [
-        'a_step_moves_every_parameter',
-        'the_weights_of_the_other_form_are_refused',
-        'merging_before_the_schedule_has_ended_is_refused',
-        'what_the_merge_does_not_know_is_refused',
-    ],
-)
-def test_as_other_forms(name, test, request):
-    run_test(getattr(test_forms, f'test_{test}'), request, name=name)
-
-
-@every_form
-@pytest.mark.parametrize('seed', range(8))
-def test_a_form_merges_exactly(name, seed, request):
-    case = dict(seed=seed, scale=(1e-3, 30)[seed % 2], hostile=seed >= 4)
-    case.update(dtype=(torch.float32, torch.float64)[seed // 2 % 2])
-    check = test_forms.test_merge_is_exact.hypothesis.inner_test
-    run_test(check, request, name=name, **case)
-
-
-@every_form
+@pytest.mark.parametrize('name', FORMS)
 def test_filled_with_ordinary_weights_it_computes_what_they_do(name, relative_error):
     form, norm = FORMS[name][0]().eval(), nn.LayerNorm(C)
     nn.init.uniform_(norm.weight, 0.5, 1.5)
@@ -100,21 +74,6 @@ def test_filled_with_ordinary_weights_it_computes_what_they_do(name, relative_er
     assert all(p.grad_fn is None and p.requires_grad for p in form.parameters())
     x = torch.randn(4, 12, C)
     assert relative_error(form(x), norm(x) if linear is None else linear(norm(x))) < 1e-5
-
-
-@pytest.mark.parametrize('name', BACKBONES)
-@pytest.mark.parametrize(
-    'test',
-    [
-        'merge_is_exact',
-        'trains',
-        'the_wrong_form_is_refused_whoever_loads',
-        'ordinary_weights_are_refused_and_fill',
-        'own_weights_in_both_forms',
-    ],
-)
-def test_as_other_backbones(name, test, request):
-    run_test(getattr(test_backbones, f'test_{test}'), request, name=name)
 
 
 @pytest.mark.parametrize('fast_attention', [True, False])

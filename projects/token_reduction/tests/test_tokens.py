@@ -16,7 +16,6 @@ from projects.token_reduction.tokens import _layout, merge_neighbours
 from repa_mm.complexity import count
 from repa_mm.models import RePaSwinTransformer, RePaVisionTransformer, add_structures_
 from repa_mm.reparam import CheckpointError, TrainingForm
-from tests.conftest import skip_unless_exportable
 
 SWIN = dict(
     arch=dict(embed_dims=16, depths=[2, 2, 2], num_heads=[2, 2, 4]),
@@ -321,7 +320,8 @@ def test_models_without_such_blocks():
 @pytest.mark.parametrize('kind', KINDS)
 def test_exported(kind, randomize, tmp_path):
     """Of any size and batch."""
-    skip_unless_exportable('.onnx')
+    pytest.importorskip('onnx')
+    pytest.importorskip('onnxruntime')
     from tests.test_export.test_export import export
 
     model = reduce_tokens(repa_mm.reparameterize(build(kind, randomize)), 0.6)

@@ -9,21 +9,32 @@ C matrix.
 import torch
 import torch.nn as nn
 
-from ..autograd import kept_statistics
-from ..forms import CheckpointError, TrainingForm
-from ..numerics import batch_norm_affine, check_dropouts, double, exact, is_batch_norm
-from ..parts import FFNParts, copy_affine_, copy_matrix_, fold_norm, matrix
+from .autograd import kept_statistics
 from .folded import choose_path, folded_forward
-from .layers import (
+from .forms import CheckpointError, TrainingForm
+from .merged import (
     KEPT_NORMS,
     DropPath,
+    FoldedFFN,
+    MergedFFN,
     build_activation,
     build_norm,
     check_input,
+    fold,
     num_active_channels,
 )
-from .merged import MergedFFN
-from .weights import FoldedFFN, fold
+from .numerics import (
+    FFNParts,
+    batch_norm_affine,
+    check_dropouts,
+    copy_affine_,
+    copy_matrix_,
+    double,
+    exact,
+    fold_norm,
+    is_batch_norm,
+    matrix,
+)
 
 
 def _computes_as(module: nn.Module, kinds: tuple) -> bool:
@@ -59,7 +70,7 @@ class ChannelIdleFFN(TrainingForm):
         shortcut (bool): Whether the FFN adds its input to its output. Defaults to True.
 
     In training mode, the FFN skips computing the idle channels where that is faster, with the same
-    outputs, gradients and running statistics; see :mod:`repa_mm.reparam.ffn.folded`. The attribute
+    outputs, gradients and running statistics; see :mod:`repa_mm.reparam.folded`. The attribute
     ``training_path`` ('auto', 'literal' or 'folded') chooses the path, see
     :func:`set_training_path_`.
 

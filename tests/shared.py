@@ -1,0 +1,85 @@
+"""The tests that each form and backbone passes, for those that the projects add."""
+
+import inspect
+
+import pytest
+import torch
+
+from tests.test_models import test_backbones
+from tests.test_reparam import test_forms
+
+OF_FORMS = (
+    'a_step_moves_every_parameter',
+    'the_weights_of_the_other_form_are_refused',
+    'what_the_merge_does_not_know_is_refused',
+)
+OF_BACKBONES = (
+    'merge_is_exact',
+    'trains',
+    'the_wrong_form_is_refused_whoever_loads',
+    'own_weights_in_both_forms',
+)
+
+
+def run_test(test, request, **values) -> None:
+    """Run a test of the package on what a project adds; the other arguments are fixtures."""
+    names = inspect.signature(test).parameters.keys() - values.keys()
+    test(**values, **{name: request.getfixturevalue(name) for name in names})
+
+
+def form_tests(forms, *others, small=1, hostile=()):
+    """Tests of the rows of `test_forms.FORMS` in `forms`; `others` are names of further tests."""
+
+    @pytest.fixture(autouse=True)
+    def rows(monkeypatch):
+        for name, row in forms.items():
+            monkeypatch.setitem(test_forms.FORMS, name, row)
+
+    @pytest.mark.parametrize('name', forms)
+    @pytest.mark.parametrize('test', (*OF_FORMS, *others))
+    def as_others(name, test, request):
+        run_test(getattr(test_forms, f'test_{test}'), request, name=name)
+
+    @pytest.mark.parametrize('name', forms)
+    @pytest.mark.parametrize('seed', range(8 if len(hostile) > 1 else 4))
+    def merges(name, seed, request):
+        case = dict(seed=seed, scale=(small, 30)[seed % 2], hostile=seed in hostile)
+        case.update(dtype=(torch.float32, torch.float64)[seed // 2 % 2])
+        check = test_forms.test_merge_is_exact.hypothesis.inner_test
+        run_test(check, request, name=name, **case)
+
+    return rows, as_others, merges
+
+
+def backbone_tests(backbones, *others, own=None):
+    """Tests of the rows of `test_backbones.BACKBONES` in `backbones`.
+
+    `own` are the names of arguments that an ordinary backbone does not have.
+    """
+
+    @pytest.fixture(autouse=True)
+    def rows(monkeypatch):
+        for name, row in backbones.items():
+            monkeypatch.setitem(test_backbones.BACKBONES, name, row)
+        if own is not None:
+            monkeypatch.setattr(test_backbones, 'OWN', own)
+
+    @pytest.mark.parametrize('name', backbones)
+    @pytest.mark.parametrize('test', (*OF_BACKBONES, *others))
+    def as_others(name, test, request):
+        run_test(getattr(test_backbones, f'test_{test}'), request, name=name)
+
+    return rows, as_others
+
+
+def export_test(rows):
+    """A test of the export of the rows of `test_export.BACKBONES` that `rows(module)` returns."""
+
+    def agrees(request, monkeypatch):
+        from tests.test_export import test_export
+
+        for name, row in rows(test_export).items():
+            monkeypatch.setitem(test_export.BACKBONES, name, row)
+            run_test(test_export.test_backbones_agree, request, name=name)
+
+    return agrees
