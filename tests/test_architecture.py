@@ -113,7 +113,7 @@ def test_the_example_of_a_structure():
     for block in blocks:
         exec(block, names)
     names['test_branches_merge_exactly']()
-    assert [block.width for block in names['report'].blocks] == [48, 48]
+    assert [block.after for block in names['report'].blocks] == [(48,), (48,)]
     arch = dict(embed_dims=16, num_layers=2, num_heads=2, feedforward_channels=32)
     vit = dict(type='mmpretrain.VisionTransformer', arch=arch, img_size=32)
     cfg = dict(type='Restructured', model=vit, structures=[dict(type='LinearFFNs')])

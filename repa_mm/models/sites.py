@@ -15,7 +15,7 @@ from mmpretrain.models.utils.attention import MultiheadAttention, WindowMSA
 
 from repa_mm.faster.attention import FastShiftWindowMSA, fast_class
 from repa_mm.models.families import FAMILIES, Family
-from repa_mm.models.heads import NarrowMultiheadAttention, NarrowSelfAttention, qkv_layer
+from repa_mm.models.narrow_attention import NarrowMultiheadAttention, NarrowSelfAttention, qkv_layer
 from repa_mm.reparam import AttentionParts, FFNParts, TrainingForm, become_, double, is_plain
 
 

@@ -1,0 +1,237 @@
+"""Narrower heads, against the literal equations and in the attention of all codebases."""
+
+import copy
+
+import pytest
+import torch
+from mmengine.config import Config
+from mmengine.registry import MODELS
+
+import repa_mm
+from repa_mm.convert.heads import HeadMoments, Heads, Tokens, sample_windows
+from repa_mm.convert.pretrained import backbone_config
+from repa_mm.faster.attention import FastShiftWindowMSA
+from repa_mm.features import tensors
+from repa_mm.models.sites import attention_sites
+
+SWIN = dict(embed_dims=16, depths=(2, 2), num_heads=(2, 4), window_size=4)
+STAGES = dict(out_indices=(0, 1), strides=(4, 2))
+VIT = dict(embed_dims=32, num_layers=2, num_heads=2)
+# Backbones with known attention; images of odd sizes, so that Swins pad and mask.
+CASES = {
+    'MMPretrain Swin': dict(
+        type='mmpretrain.SwinTransformer',
+        arch=dict(embed_dims=16, depths=[2, 2], num_heads=[2, 4]),
+        img_size=72,
+        window_size=4,
+        out_indices=(0, 1),
+        pad_small_map=True,
+    ),
+    'MMDetection Swin': dict(type='mmdet.SwinTransformer', **SWIN, **STAGES),
+    'MMSegmentation Swin': dict(type='mmseg.SwinTransformer', **SWIN, **STAGES),
+    'MMPretrain ViT': dict(
+        type='mmpretrain.VisionTransformer',
+        arch=dict(VIT, feedforward_channels=64),
+        img_size=64,
+        patch_size=8,
+        out_type='featmap',
+        layer_scale_init_value=0.5,
+    ),
+    'MMSegmentation ViT': dict(
+        type='mmseg.VisionTransformer', img_size=64, patch_size=8, **VIT, out_indices=(0, 1)
+    ),
+}
+
+
+@pytest.fixture
+def pretrained(randomize):
+    def build(case):
+        model = randomize(MODELS.build(copy.deepcopy(CASES[case])))
+        model.eval()
+        size = (72, 56) if 'Swin' in case else (64, 64)
+        return model, [torch.randn(2, 3, *size) for _ in range(3)]
+
+    return build
+
+
+def outputs(model, x):
+    with torch.no_grad():
+        return tensors(model(x))
+
+
+def weights(num_heads=2, dims=6, channels=10):
+    rows = num_heads * dims
+    sizes = (3 * rows, channels), (3 * rows,), (channels, rows), (channels,)
+    return Heads(*(torch.randn(size, dtype=torch.float64) for size in sizes))
+
+
+def logits(heads, tokens, num_heads=2):
+    """Logits of all queries and keys of all windows, each row centred, (heads, n, M, N)."""
+    (w_q, w_k, _), (b_q, b_k, _) = heads.split(num_heads)
+    q = torch.einsum('hrc,nmc->hnmr', w_q, tokens.queries) + b_q[:, None, None]
+    k = torch.einsum('hrc,nmc->hnmr', w_k, tokens.keys) + b_k[:, None, None]
+    found = q @ k.mT
+    return found - found.mean(-1, keepdim=True)
+
+
+@torch.no_grad()
+def test_logits_of_low_rank_are_the_best_ones():
+    """The mean square error over queries and centred keys is what the singular values leave out."""
+    torch.manual_seed(0)
+    x = torch.randn(40, 9, 10, dtype=torch.float64) @ torch.randn(10, 10, dtype=torch.float64)
+    x += 3
+    heads, tokens = weights(), Tokens(x, x)
+    moments = HeadMoments(heads, 2, 0.4, [tokens])
+    (w_q, w_k, _), (b_q, _, _) = heads.split(2)
+    q = (torch.einsum('hrc,nmc->hnmr', w_q, x) + b_q[:, None, None]).flatten(1, 2)
+    k = torch.einsum('hrc,nmc->hnmr', w_k, x - x.mean(1, keepdim=True)).flatten(1, 2)
+    whole = (q @ k.mT).square().mean((1, 2))
+    for rank in (1, 3, 5):
+        narrow, _ = moments.fit(rank, 6)
+        (v_q, v_k, _), (c_q, _, _) = narrow.split(2)
+        p = (torch.einsum('hrc,nmc->hnmr', v_q, x) + c_q[:, None, None]).flatten(1, 2)
+        r = torch.einsum('hrc,nmc->hnmr', v_k, x - x.mean(1, keepdim=True)).flatten(1, 2)
+        error = (q @ k.mT - p @ r.mT).square().mean((1, 2))
+        left = moments.sizes[:, rank:].square().sum(1)
+        assert torch.allclose(error, left, rtol=1e-8) and (error < whole).all()
+        assert float(moments.qk[rank:].sum()) == pytest.approx(float(left.sum() / whole.sum()))
+
+
+@torch.no_grad()
+def test_all_dimensions_are_exact():
+    x = torch.randn(5, 9, 10, dtype=torch.float64)
+    heads, tokens = weights(), Tokens(x, x)
+    narrow, unexplained = HeadMoments(heads, 2, 0.4, [tokens]).fit(6, 6)
+    assert torch.allclose(narrow.w_out, heads.w_out) and abs(unexplained) < 1e-12
+    # Of q·k that has three dimensions, and values that have two, nothing is lost.
+    w, b = heads.split(2)
+    w[0][:, 3:] = w[0][:, :3]
+    b[0][:, 3:] = b[0][:, :3]
+    w[2][:, 2:] = w[2][:, :2].repeat(1, 2, 1)
+    b[2][:, 2:] = b[2][:, :2].repeat(1, 2)
+    moments = HeadMoments(heads, 2, 0.4, [tokens])
+    narrow, unexplained = moments.fit(3, 2)
+    assert abs(unexplained) < 1e-10
+    assert torch.allclose(logits(narrow, tokens), logits(heads, tokens), atol=1e-6)
+    assert max(moments.qk[3:].sum(), moments.v[2:].sum()) < 1e-8
+
+
+@torch.no_grad()
+def test_the_projection_is_the_ridge_regression():
+    torch.manual_seed(1)
+    drawn = [Tokens(x, x) for x in torch.randn(3, 20, 9, 10, dtype=torch.float64)]
+    heads, gamma = weights(), torch.rand(10).double() + 0.1
+    moments = HeadMoments(heads, 2, 0.4, drawn, gamma)
+    narrow, unexplained = moments.fit(4, 3)
+    columns = [
+        [x.transpose(0, 1).flatten(1) for x in (h.outputs(t, 2, 0.4)[2] for t in drawn)]
+        for h in (narrow, heads)
+    ]
+    found, target = torch.cat(columns[0]), torch.cat(columns[1]) @ heads.w_out.t()
+    error = found @ narrow.w_out.t() + narrow.b_out - heads.b_out - target
+    variance = (target - target.mean(0)).square().sum()
+    assert float(error.square().sum() / variance) == pytest.approx(unexplained)
+    assert error.mean(0).abs().max() < 1e-10
+    # Not worse than the directions alone.
+    plain = HeadMoments(heads, 2, 0.4, drawn, gamma)
+    plain._fit_projection = lambda weights: (weights, None)
+    first, _ = plain.fit(4, 3)
+    rest = found @ first.w_out.t() - target
+    assert (rest - rest.mean(0)).square().sum() > error.square().sum()
+
+
+@torch.no_grad()
+def test_tokens_of_windows():
+    """Padding is no query, and keys are centred over what a query sees of a shifted window."""
+    attention = FastShiftWindowMSA(
+        8, num_heads=2, window_size=4, shift_size=2, pad_small_map=True
+    ).eval()
+    torch.nn.init.normal_(attention.w_msa.relative_position_bias_table)
+    x, hw = torch.randn(2, 7 * 6, 8) + 5, (7, 6)
+    generator = torch.Generator().manual_seed(0)
+    tokens = sample_windows(attention, 10000, generator, x, hw)
+    assert tokens.valid.sum() == 2 * 7 * 6 and not tokens.keys[~tokens.valid].any()
+    w_msa = attention.w_msa
+    heads = Heads.of(w_msa.qkv, w_msa.proj)
+    _, k, o = heads.outputs(tokens, 2, w_msa.scale)
+    # The outputs are those of the module, in another order.
+    found = o.transpose(0, 1).flatten(1) @ w_msa.proj.weight.t() + w_msa.proj.bias
+    expected = attention(x, hw).flatten(0, 1)
+    distance = torch.cdist(found.double(), expected.double())
+    assert distance.min(0).values.max() < 1e-5 and distance.min(1).values.max() < 1e-5
+    # Keys that differ between the regions of a window alone matter to no query.
+    for window in range(len(tokens.keys)):
+        groups = tokens.visible[window] * tokens.valid[window][:, None]
+        for row in groups.unique(dim=0):
+            seen = row.bool() & tokens.valid[window]
+            if seen.any():
+                index = tokens.valid.flatten().cumsum(0).view_as(tokens.valid)[window][seen] - 1
+                assert k[:, index].mean(1).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize('case', CASES)
+def test_every_attention(case, pretrained):
+    model, images = pretrained(case)
+    heads = attention_sites(model)
+    dims = [site.heads().dims for site in heads]
+    (d, _) = dims[0]
+    before = outputs(model, images[0])
+    kwargs = dict(keep=1.0, held_out=images[:1])
+    found = {}
+    # Of q·k half, of values three quarters: of other widths than each other.
+    for qk, v in ((0.5, 0.5), (0.5, 1.0)):
+        narrow, report = repa_mm.convert_pretrained(model, images, qk_keep=qk, v_keep=v, **kwargs)
+        sizes = [site.heads().dims for site in attention_sites(narrow)]
+        assert sizes == [(4 * round(qk * d / 4), d if v == 1 else 4 * round(v * d / 4))] * len(dims)
+        found[qk, v] = max(report.differences)
+        rows = [row for row in report.blocks if len(row.after) == 2]
+        assert [row.after for row in rows] == sizes
+        for row in rows:
+            assert row.narrow_gmacs == pytest.approx(row.gmacs * sum(row.after) / (2 * d))
+        # It is what a model of its config computes, trains, and is as it was in eval mode.
+        given = {row.name: row.after for row in report.blocks}
+        config = backbone_config(Config(CASES[case])._cfg_dict, model, given)
+        again = MODELS.build(config)
+        again.load_state_dict(narrow.state_dict())
+        again.eval()
+        after = outputs(narrow, images[0])
+        for a, b in zip(outputs(again, images[0]), after):
+            assert torch.allclose(a, b, atol=1e-5)
+        for a, b in zip(tensors(again(images[0])), after):  # with gradients
+            assert torch.allclose(a, b, atol=1e-4 * float(b.abs().max()))
+        sum(x.square().sum() for x in tensors(again(images[0]))).backward()
+        grads = [site.heads().qkv.weight.grad for site in attention_sites(again)]
+        assert all(grad is not None and grad.isfinite().all() and grad.any() for grad in grads)
+    assert found[0.5, 1.0] < found[0.5, 0.5] < 0.3
+    for a, b in zip(outputs(model, images[0]), before):  # the original is as it was
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize('case', ['MMDetection Swin', 'MMPretrain ViT'])
+def test_budget(case, pretrained):
+    model, images = pretrained(case)
+    changes = []
+    for budget in (0.8, 0.4):
+        narrow, report = repa_mm.convert_pretrained(
+            model, images, budget=budget, held_out=images[:1]
+        )
+        share = sum(b.narrow_gmacs for b in report.blocks) / sum(b.gmacs for b in report.blocks)
+        assert 0.9 * budget < share <= budget
+        changes.append(sum(report.differences))
+    assert changes[0] < changes[1]
+    with pytest.raises(ValueError, match='budget must be a share in'):
+        repa_mm.convert_pretrained(model, images, budget=40)
+
+
+def test_bad_shares(pretrained):
+    model, images = pretrained('MMPretrain ViT')
+    for kwargs, message in (
+        (dict(qk_keep=0.0), 'shares in .0, 1. or'),
+        (dict(v_keep='half'), 'shares in .0, 1. or'),
+        (dict(qk_keep=[0.5]), 'qk_keep has 1 entries, but the model has 2 blocks'),
+    ):
+        with pytest.raises(ValueError, match=message):
+            repa_mm.convert_pretrained(model, images, **kwargs)
+    model.layers[0].attn.register_forward_hook(lambda *args: None)
+    with pytest.raises(ValueError, match="heads of 'layers.0.attn'.*forward hook"):
+        repa_mm.convert_pretrained(model, images, v_keep=0.5)
