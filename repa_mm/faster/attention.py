@@ -289,14 +289,17 @@ class FastShiftWindowMSA(ShiftWindowMSA):
         )
         x = gather(query, rows, positions, padded)
         x = x.view(batch * mask.shape[0], window**2, channels)
-        v_dims = w_msa.proj.in_features
-        q, k, v = split_heads(self.qkv(x, padded), w_msa.num_heads, v_dims)
         is_known = isinstance(shift, int)
         is_shifted = shift if is_known else self.shift_size
+        if not is_known:
+            mask = times(mask, shift // self.shift_size)
+        if torch.onnx.is_in_onnx_export():
+            mask = mask.repeat(batch) if is_shifted else None
+            return self._forward_onnx(x, batch, positions, padded, mask)
+        v_dims = w_msa.proj.in_features
+        q, k, v = split_heads(self.qkv(x, padded), w_msa.num_heads, v_dims)
         bias = buffer(self.bias(is_shifted, q.dtype, cached=False).contiguous())
         if is_shifted:
-            if not is_known:
-                mask = times(mask, shift // self.shift_size)
             bias = bias[mask]
         bias = bias.repeat(batch if is_shifted else 1, 1, 1, 1)
         if query.device.type == 'cpu' or w_msa.training and w_msa.attn_drop.p:
@@ -307,6 +310,43 @@ class FastShiftWindowMSA(ShiftWindowMSA):
             x = attend(q, k, v, w_msa.scale, bias)
         x = w_msa.proj(x.transpose(1, 2).reshape(-1, window**2, v_dims))
         return gather(x.view(batch, -1, channels), positions, rows, None, padded)
+
+    def _forward_onnx(self, x, batch, positions, padded, mask):
+        """Compute attention from windows (n, N, C) in the operations that runtimes do fastest."""
+        w_msa, num_tokens, heads = self.w_msa, x.shape[1], self.w_msa.num_heads
+        q, k, v = self._onnx_heads(x, padded)
+        # In four dimensions, which OpenVINO fuses into one operation. The mask is apart from the
+        # bias, since a sum of both would be computed for each window and head.
+        scores = q @ k.transpose(2, 3) + self.bias(0, q.dtype, cached=False)
+        if mask is not None:
+            scores = scores + masks(self.window_size, self.shift_size, x.device)[mask].to(q.dtype)
+        x = w_msa.attn_drop(scores.softmax(-1)) @ v
+        # One gather undoes the windows and puts the heads side by side.
+        positions = positions[:, None]
+        head = torch.arange(heads, device=x.device)
+        rows = (positions // num_tokens * heads + head) * num_tokens + positions % num_tokens
+        x = x.reshape(batch, -1, v.shape[-1]).index_select(1, rows.flatten())
+        return w_msa.proj(x.view(batch, -1, w_msa.proj.in_features))
+
+    def _onnx_heads(self, x, padded):
+        """Compute queries times the scale, keys and values (n, heads, N, width) of windows."""
+        w_msa, layer, heads = self.w_msa, self.w_msa.qkv, self.w_msa.num_heads
+        if type(layer) is not nn.Linear or type(self).qkv is not FastShiftWindowMSA.qkv:
+            q, k, v = split_heads(self.qkv(x, padded), heads, w_msa.proj.in_features)
+            return q * w_msa.scale, k, v
+        # Three products, since parts of one would be copied. Slices and the scale become constants.
+        num_values = w_msa.proj.in_features
+        num_queries = (layer.out_features - num_values) // 2
+        parts, start = [], 0
+        for size, scale in (num_queries, w_msa.scale), (num_queries, 1), (num_values, 1):
+            weight, bias = (
+                None if p is None else p[start : start + size] * scale
+                for p in (layer.weight, layer.bias)
+            )
+            part = F.linear(x, weight, bias).view(*x.shape[:2], heads, size // heads)
+            parts.append(part.transpose(1, 2))
+            start += size
+        return parts
 
     def _compute_bias(self, shift: int, masks=masks) -> torch.Tensor:
         table = self.w_msa.relative_position_bias_table
