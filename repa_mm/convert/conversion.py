@@ -153,10 +153,10 @@ def convert_pretrained(
         >>> narrow, report = repa_mm.convert_pretrained(backbone, images)
         >>> print(report)
     """
-    result = copy.deepcopy(unwrap(model))
-    model = copy.deepcopy(result)
+    original = unwrap(model)
+    model = copy.deepcopy(original)
     model.eval()  # on its own line, since eval() of some backbones returns None
-    run, after = (partial(forward, m) if forward else m for m in (model, result))
+    run = partial(forward, model) if forward else model
     batches, held_out = list(batches), list(held_out)
     if not batches:
         raise ValueError('batches is empty: there is no image to fit to')
@@ -183,10 +183,12 @@ def convert_pretrained(
     fit = Fit(plan.sizes, num_images, max_tokens, progress)
     with _checked(plan.sites, outputs):
         in_lockstep(run, batches, fit)
+    result = copy.deepcopy(original)
     for name, weights in fit.weights.items():
         plan.sites[name].of(result).set_weights(*weights)
     modes = {module: module.training for module in result.modules()}
     result.eval()
+    after = partial(forward, result) if forward else result
     changes = differences(expected, run_batches(after, held_out), has_channels_first(result))
     for module, mode in modes.items():
         module.training = mode

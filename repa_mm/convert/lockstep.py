@@ -45,11 +45,10 @@ class _Pass(greenlet):
 
     Attributes:
         inputs (tuple): Positional arguments of the site, while the pass pauses there.
-        y (torch.Tensor): Output of the pretrained module for the inputs, in a teacher.
         is_watched (bool): Whether :func:`watched` sees the outputs of this pass.
     """
 
-    inputs = y = None
+    inputs = None
     is_watched = False
 
     def __init__(self, forward: Callable, batch: Any, is_teacher: bool) -> None:
@@ -61,13 +60,13 @@ class _Pass(greenlet):
 
     def pause(self, site: Pausing, *args, **kwargs) -> torch.Tensor:
         self.inputs = args
-        self.y = site.original(*args, **kwargs) if self.is_teacher else None
         # Gradient, inference and autocast modes belong to the thread, but each pass sets its own.
         no_autocast = torch.autocast(args[0].device.type, enabled=False)
         with torch.inference_mode(False), torch.no_grad(), no_autocast:
             fitted = self.parent.switch(site)
-        y, self.inputs, self.y = self.y, None, None
-        return fitted(*args, **kwargs) if y is None else y
+        self.inputs = None
+        # Only now, since the outputs of all teachers at once would take much memory.
+        return (site.original if self.is_teacher else fitted)(*args, **kwargs)
 
 
 def in_lockstep(
@@ -79,7 +78,7 @@ def in_lockstep(
         forward (Callable): Runs a model that has a :class:`Pausing` module at each site on a batch.
         batches (Sequence): The batches.
         meet (Callable): Called with the :class:`Pausing` that all passes have reached, and a list
-            with, for each batch, the student's positional arguments and the teacher's output there.
+            with, for each batch, the positional arguments of the student and of the teacher there.
             Returns the function that computes the students' outputs from their arguments.
         students (bool): Run students as well. Without students, ``meet`` gets the arguments of the
             teachers. Defaults to True.
@@ -110,7 +109,9 @@ def in_lockstep(
                 )
             met.append(where[0])
             pairs = zip(passes[:: len(roles)], passes[len(roles) - 1 :: len(roles)])
-            fitted = meet(where[0], [(student.inputs, teacher.y) for teacher, student in pairs])
+            fitted = meet(
+                where[0], [(student.inputs, teacher.inputs) for teacher, student in pairs]
+            )
     finally:
         for p in passes:
             if p:  # unfinished: throw() ends it

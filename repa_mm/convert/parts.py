@@ -89,8 +89,9 @@ class PretrainedFFN(Pausing):
         return x + z if self.ffn.shortcut else z
 
     def part(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """Return z such that y = whole(x, z), in float64."""
-        return y.double() - x.double() if self.ffn.shortcut else y.double()
+        """Return z such that y = whole(x, z), in float32 at least."""
+        z = y.double() - x.double() if self.ffn.shortcut else y
+        return z.to(torch.promote_types(y.dtype, torch.float32))
 
     def macs(self, sizes: tuple[int, ...], inputs: tuple) -> float:
         """Return the multiply-adds for the inputs of a batch."""
@@ -102,7 +103,7 @@ class PretrainedFFN(Pausing):
         """Draw random tokens from all batches.
 
         Args:
-            tokens (list): The inputs of the site and its target outputs, both (..., C), for each
+            tokens (list): The arguments of the site in the student and in the teacher, for each
                 batch, from :func:`~repa_mm.convert.lockstep.in_lockstep`.
             max_tokens (int): Number of tokens to draw from a batch, at most.
             seed (int): Seed of the random numbers. Defaults to 0.
@@ -116,11 +117,19 @@ class PretrainedFFN(Pausing):
         """
         generator = torch.Generator().manual_seed(seed)
         drawn = []
-        for (x, *_), y in tokens:
-            _check_finite(self.name, x, y)
-            x, y = (v.flatten(0, -2) for v in (x, y))
-            chosen = torch.randperm(len(x), generator=generator)[:max_tokens].to(x.device)
-            drawn.append((self.ffn.norm1(x[chosen]), self.part(x[chosen], y[chosen])))
+        per_token = isinstance(self.ffn.norm1, (nn.LayerNorm, nn.Identity))
+        for (x, *_), (teacher, *_) in tokens:
+            _check_finite(self.name, x, teacher)
+            number = x.shape[:-1].numel()
+            chosen = torch.randperm(number, generator=generator)[:max_tokens].to(x.device)
+            if per_token:  # then only the chosen ones are computed
+                x, teacher = (v.flatten(0, -2)[chosen] for v in (x, teacher))
+                chosen = slice(None)
+            u, x, y = (
+                v.flatten(0, -2)[chosen] for v in (self.ffn.norm1(x), x, self.original(teacher))
+            )
+            _check_finite(self.name, u, y)
+            drawn.append((u, self.part(x, y)))
         number = min(_NUM_PARTS, len(drawn))
         ends = [i * len(drawn) // number for i in range(number + 1)]
         return [
@@ -193,8 +202,8 @@ class PretrainedAttention(Pausing):
         generator = torch.Generator().manual_seed(seed)
         is_windows = isinstance(self.attention, FastShiftWindowMSA)
         draw = sample_windows if is_windows else sample_images
-        for (x, *_), y in tokens:
-            _check_finite(self.name, x, y)
+        for (x, *_), (teacher, *_) in tokens:
+            _check_finite(self.name, x, teacher)
         return [draw(self.attention, max_tokens, generator, *inputs) for inputs, _ in tokens]
 
     def narrow(self, drawn: Sequence[Tokens], sizes: tuple[int, ...]) -> Narrow:

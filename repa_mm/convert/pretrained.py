@@ -28,8 +28,8 @@ from repa_mm.models.structures import Widths
 from repa_mm.reparam import Form, has_deploy_form, outermost, reparameterize_
 from repa_mm.version import __version__
 
-#: Images to fit to are cropped to this height and width, since the memory grows with their pixels.
-#: A fit draws a few hundred tokens of each image.
+#: Images are cropped to this height and width, since the memory grows with their pixels. A fit
+#: draws a few hundred tokens of each image.
 MAX_SIZE = 448
 
 
@@ -159,22 +159,23 @@ def convert_checkpoint(
         _deploy(cfg.model)
     else:
         load_original(model, loaded['state_dict'], checkpoint)
+    meta = loaded.get('meta') or {}
+    del loaded  # as large as the model
     dataset, chosen, held_out = calibration_images(cfg, num_images, images)
     model.to(device or ('cuda' if torch.cuda.is_available() else 'cpu'))
     swap_faster_attention_(model)
     # Errors in the config should show before the long fit.
     shares = dict(keep=keep, qk_keep=qk_keep, v_keep=v_keep)
-    plan = plan_conversion(copy.deepcopy(model), where=where, **shares)
-    MODELS.build(converted_config(cfg, model, plan.sizes, where, out).model)
+    sizes = plan_conversion(copy.deepcopy(model), where=where, **shares).sizes
+    MODELS.build(converted_config(cfg, model, sizes, where, out).model)
     track = partial(rich_track, description='images') if progress else list
 
-    def batches(indices: list[int], size: int | None = None) -> list[dict]:
-        images = (pseudo_collate([dataset[i]]) for i in track(indices))
-        images = (data if size is None else cropped(data, size) for data in images)
+    def batches(indices: list[int]) -> list[dict]:
+        images = (cropped(pseudo_collate([dataset[i]]), MAX_SIZE) for i in track(indices))
         return [model.data_preprocessor(data, False) for data in images]
 
     narrow, report = convert_pretrained(
-        model, batches(chosen, MAX_SIZE), **shares, budget=budget, where=where,
+        model, batches(chosen), **shares, budget=budget, where=where,
         forward=head_inputs, held_out=batches(held_out), skip_unsupported=skip_unsupported,
         progress=progress,
     )  # fmt: skip
@@ -182,7 +183,7 @@ def convert_checkpoint(
     text = converted_config(cfg, model, sizes, where, out).pretty_text
     text = f'# {osp.basename(config)} with narrower layers.\n{text}'
     # MMEngine's inferencers read the config from the checkpoint if they are given weights alone.
-    meta = dict(loaded.get('meta') or {}, repa_mm_version=__version__, cfg=text)
+    meta = dict(meta, repa_mm_version=__version__, cfg=text)
     state_dict = weights_to_cpu(narrow.state_dict())
     save_checkpoint(dict(meta=meta, state_dict=state_dict), out)
     with replacing(out_config) as temporary, open(temporary, 'w', encoding='utf-8') as file:
