@@ -51,13 +51,6 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         '--skip-unsupported', action='store_true', help='skip blocks whose FFN cannot be narrowed'
     )
-    parser.add_argument(
-        '--distill',
-        type=int,
-        default=0,
-        metavar='ITERS',
-        help='number of iterations to imitate the original model after the fit, without labels',
-    )
     parser.add_argument('--device', help='device of the fit (default: the GPU if there is one)')
     parser.add_argument(
         '--cfg-options', nargs='+', action=DictAction, help='override the config: key=value ...'

@@ -18,9 +18,8 @@ from torch.utils.data import Dataset
 from repa_mm.checkpoints import load_checkpoint, load_original, load_weights, save_checkpoint
 from repa_mm.config import build_model, image_config, load_config
 from repa_mm.convert.conversion import BlockReport, Keep, convert_pretrained, plan_conversion
-from repa_mm.convert.distillation import distill_checkpoint
 from repa_mm.faster.tracing import swap_faster_attention_
-from repa_mm.features import differences, has_channels_first, head_inputs, percent, run_batches
+from repa_mm.features import head_inputs
 from repa_mm.files import replacing
 from repa_mm.models.channel_idle import RePaBackbone
 from repa_mm.models.sites import FFNSite, attention_sites, ffn_sites
@@ -99,7 +98,6 @@ def convert_checkpoint(
     images: str | None = None,
     device: str | None = None,
     cfg_options: dict | None = None,
-    distill: int = 0,
     skip_unsupported: bool = False,
     progress: Callable[[BlockReport, int], None] | None = None,
 ) -> dict:
@@ -127,18 +125,14 @@ def convert_checkpoint(
             images go through the test pipeline.
         device (str, optional): Device of the fit. Defaults to the GPU if there is one.
         cfg_options (dict, optional): Values to override in the config.
-        distill (int): Number of iterations of a distillation after the fit, see
-            :mod:`repa_mm.convert.distillation`. Defaults to 0.
         skip_unsupported (bool): Skip blocks whose FFN cannot be narrowed. Defaults to False.
         progress (Callable, optional): Called with the report of each part once it is fitted, and
             with the number of parts. With it, a bar shows how many images are prepared.
 
     Returns:
         dict: ``report`` (a :class:`~repa_mm.convert.conversion.ConversionReport` with the
-        differences of the heads' inputs), ``distilled`` (the differences after a distillation, else
-        empty), ``seen`` (whether the distillation also learns from the held-out images: True unless
-        ``images`` is given), ``images`` and ``held_out`` (numbers of images), and ``config`` (path
-        of the written config).
+        differences of the heads' inputs), ``images`` and ``held_out`` (numbers of images), and
+        ``config`` (path of the written config).
 
     Raises:
         ValueError: If the output would replace a file that is read, or for the reasons of
@@ -188,27 +182,7 @@ def convert_checkpoint(
     save_checkpoint(dict(meta=meta, state_dict=state_dict), out)
     with replacing(out_config) as temporary, open(temporary, 'w', encoding='utf-8') as file:
         file.write(text)
-    distilled = []
-    if distill:
-        root = osp.abspath(images) if images else ''
-        left_out = [osp.relpath(dataset.paths[i], root) for i in held_out] if images else []
-        distill_checkpoint(
-            out_config, out, cfg.model, checkpoint, distill, images=images, leave_out=left_out
-        )
-        student = build_model(load_config(out_config), out).to(next(model.parameters()).device)
-        with torch.no_grad():
-            before, after = (
-                run_batches(partial(head_inputs, m), batches(held_out)) for m in (model, student)
-            )
-        distilled = differences(before, after, has_channels_first(model))
-    return dict(
-        report=report,
-        distilled=distilled,
-        seen=images is None,
-        images=len(chosen),
-        held_out=len(held_out),
-        config=out_config,
-    )
+    return dict(report=report, images=len(chosen), held_out=len(held_out), config=out_config)
 
 
 def converted_config(
@@ -331,14 +305,8 @@ def _stock_configs(
 
 def result_text(result: dict, out: str) -> str:
     """Format the result of :func:`convert_checkpoint` as a table and text."""
-    lines = [
-        str(result['report']),
-        f'fitted on {result["images"]} images, {result["held_out"]} held out',
-    ]
-    if result['distilled']:
-        seen = ' (which are in the training data of the distillation)' * result['seen']
-        shares = percent(result['distilled'])
-        lines.append(
-            f'after the distillation the outputs differ by {shares} on held-out images{seen}'
-        )
-    return '\n'.join([*lines, f'wrote {out} and {result["config"]}'])
+    return (
+        f'{result["report"]}\n'
+        f'fitted on {result["images"]} images, {result["held_out"]} held out\n'
+        f'wrote {out} and {result["config"]}'
+    )

@@ -13,14 +13,7 @@ from mmengine.registry import MODELS
 
 import repa_mm
 from repa_mm.config import build_model, load_config
-from repa_mm.convert import parts
-from repa_mm.convert.conversion import ConversionReport
-from repa_mm.convert.pretrained import (
-    backbone_config,
-    calibration_images,
-    convert_checkpoint,
-    result_text,
-)
+from repa_mm.convert.pretrained import backbone_config, calibration_images, convert_checkpoint
 from repa_mm.models.sites import ffn_sites
 from repa_mm.reparam import CheckpointError
 
@@ -228,31 +221,3 @@ def test_what_is_refused_leaves_nothing(folder):
         with pytest.raises(error):
             convert_checkpoint(config, checkpoint, out, progress=pytest.fail, device='cpu')
     assert {path.name: path.stat().st_mtime_ns for path in folder.rglob('*')} == before
-
-
-@pytest.mark.parametrize('images', [None, 'images'])
-def test_distillation(images, folder, monkeypatch):
-    # A fit that can be improved.
-    monkeypatch.setattr(parts, 'refine', lambda fit, u, t: fit._replace(w_out=0.7 * fit.w_out))
-    found = converted(0.1, images=images, distill=30)
-    (fitted,), (distilled,) = found['report'].differences, found['distilled']
-    assert 0 < distilled < fitted
-    cfg = load_config('out/narrow_distill.py')
-    assert cfg.work_dir == str(folder / 'out' / 'narrow_distill')
-    assert (folder / 'out' / 'narrow_distill' / 'iter_30.pth').exists()
-    if images:
-        # What the difference is measured on is not learned from.
-        dataset, _, held_out = calibration_images(cfg, 3, images)
-        left_out = [str(Path(dataset.paths[i]).name) for i in held_out]
-        assert cfg.train_dataloader.dataset.leave_out == left_out
-    build_model(load_config(found['config']), 'out/narrow.pth')
-
-
-def test_what_is_said_of_a_distillation():
-    result = dict(
-        report=ConversionReport(), images=8, held_out=1, config='idle.py', distilled=[0.1]
-    )
-    for seen in (False, True):
-        said = result_text(dict(result, seen=seen), 'idle.pth')
-        assert 'after the distillation the outputs differ by 10 %' in said
-        assert ('in the training data' in said) == seen

@@ -79,7 +79,14 @@ def test_backbones_agree(name, randomize, tmp_path):
     assert list(tmp_path.iterdir()) == [out]
 
 
-@pytest.mark.parametrize('options', [dict(pad_small_map=False), dict(fast_attention=False)])
+NARROW = [dict(type='Widths', heads=[[4, 8]] * 6)]  # of q·k fewer dimensions than of values
+
+
+@pytest.mark.parametrize(
+    'options',
+    [dict(pad_small_map=False), dict(fast_attention=False), dict(structures=NARROW)],
+    ids=['small maps', 'stock attention', 'narrow heads'],
+)
 def test_swins_of_any_size(options, randomize, tmp_path):
     """Maps of one window are not shifted, whatever was traced; stock attention is replaced."""
     model = deploy_form('RePaSwinTransformer', randomize, **options)
