@@ -136,8 +136,9 @@ def convert_pretrained(
         forward (Callable, optional): Called with a model and a batch, runs the model or the part of
             it that has the blocks. Defaults to calling the model with the batch.
         held_out (Iterable): Batches to measure the change of the outputs on. Defaults to none.
-        skip_unsupported (bool): Skip blocks whose FFN is not two linear layers around an
-            activation, instead of raising an error. Defaults to False.
+        skip_unsupported (bool): Skip parts that cannot be narrowed, such as an FFN that is not two
+            linear layers around an activation, instead of raising an error. Defaults to False, and
+            to True with a budget.
         progress (Callable, optional): Called with the report of each part once it is fitted, and
             with the number of parts.
 
@@ -163,7 +164,7 @@ def convert_pretrained(
     if budget is not None:
         # All parts; spread_budget() decides on their sizes.
         heads = 'auto' if attention_sites(model, where or '') else 1.0
-        keep, qk_keep, v_keep = 1.0, heads, heads
+        keep, qk_keep, v_keep, skip_unsupported = 1.0, heads, heads, True
     plan = plan_conversion(model, keep, qk_keep, v_keep, where, skip_unsupported)
     outputs = block_outputs(plan.blocks, run, batches[0])
     for name in [name for name, site in plan.sites.items() if site.block_name not in outputs]:
@@ -296,7 +297,7 @@ def plan_conversion(
     """
     plan = Plan()
     sites = ffn_sites(model, where)
-    heads = _head_sizes(model, qk_keep, v_keep, where)
+    heads = _head_sizes(model, qk_keep, v_keep, where, plan.skipped if skip_unsupported else None)
     plan.blocks = {site.block_name: site.block for site in sites}
     inside = f' in its {where!r}' if where else ''
     if not sites:
@@ -347,9 +348,16 @@ def plan_conversion(
 
 
 def _head_sizes(
-    model: nn.Module, qk_keep: Keep | str, v_keep: Keep | str, where: str | None
+    model: nn.Module,
+    qk_keep: Keep | str,
+    v_keep: Keep | str,
+    where: str | None,
+    skipped: dict | None,
 ) -> list[tuple[AttentionSite, tuple]]:
-    """Return the attention whose heads are to be narrower, with their sizes."""
+    """Return the attention whose heads are to be narrower, with their sizes.
+
+    The reasons why others are not go to ``skipped``, unless it is None.
+    """
     if qk_keep == v_keep == 1:
         return []
     swap_attention_(model)
@@ -365,6 +373,9 @@ def _head_sizes(
         try:
             dims = site.heads().dims
         except ValueError as error:
+            if skipped is not None:
+                skipped[site.name] = str(error)
+                continue
             kind = type(site.block).__name__
             raise ValueError(
                 f'cannot narrow the heads of {site.name!r}, a {kind}: {error}'

@@ -244,8 +244,9 @@ class AttentionSite(Site):
         for module in (outer, attention):
             if module._forward_hooks or module._forward_pre_hooks or 'forward' in module.__dict__:
                 raise ValueError('its attention has a forward hook or a replaced forward()')
-        gamma = None
-        if isinstance(outer, FastShiftWindowMSA) or fast_class(outer) is FastShiftWindowMSA:
+        gamma, is_fast = None, type(outer) is FastShiftWindowMSA
+        is_windows = is_fast and type(attention).__name__ == 'WindowMSA'
+        if is_windows or fast_class(outer) is FastShiftWindowMSA:
             scale = attention.scale
         elif type(attention) is MMCVAttention and attention.batch_first:
             inner = attention.attn
@@ -260,6 +261,12 @@ class AttentionSite(Site):
             gamma = getattr(getattr(attention, 'gamma1', None), 'weight', None)
         else:
             raise ValueError(f'its {type(attention).__name__} is not a known attention')
+        for layer in (attention.qkv, attention.proj):
+            if not is_plain(layer, Linear, nn.Linear):
+                raise ValueError(
+                    f'a linear layer of its attention is a {type(layer).__name__}, or has forward '
+                    'hooks: merge adapters into the layer, and remove hooks first'
+                )
         return HeadParts(attention.qkv, attention.proj, attention.num_heads, scale, gamma)
 
     @torch.no_grad()
@@ -278,11 +285,10 @@ class AttentionSite(Site):
         if type(outer) is MMCVAttention:
             narrow = NarrowSelfAttention(outer).train(outer.training)
             setattr(self.block, self.path, narrow)
-        elif self.caller == self.path:
-            if type(outer) is MultiheadAttention:
-                become_(outer, NarrowMultiheadAttention)
-        elif not isinstance(outer, FastShiftWindowMSA):
+        elif self.caller != self.path:
             become_(outer, FastShiftWindowMSA)
+        elif type(outer) is MultiheadAttention:
+            become_(outer, NarrowMultiheadAttention)
         _set_matrix_(self.module.qkv, w_qkv, b_qkv)
         _set_matrix_(self.module.proj, w_out, b_out)
 

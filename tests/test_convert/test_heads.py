@@ -232,6 +232,13 @@ def test_bad_shares(pretrained):
     ):
         with pytest.raises(ValueError, match=message):
             repa_mm.convert_pretrained(model, images, **kwargs)
+    handle = model.layers[0].attn.qkv.register_forward_hook(lambda *args: None)
+    with pytest.raises(ValueError, match="heads of 'layers.0.attn'.*remove hooks first"):
+        repa_mm.convert_pretrained(model, images, qk_keep=0.5)
+    _, report = repa_mm.convert_pretrained(model, images, budget=0.6)
+    assert 'forward hooks' in report.skipped['layers.0.attn']
+    assert [row.name for row in report.blocks] == ['layers.0', 'layers.1.attn', 'layers.1']
+    handle.remove()
     model.layers[0].attn.register_forward_hook(lambda *args: None)
     with pytest.raises(ValueError, match="heads of 'layers.0.attn'.*forward hook"):
         repa_mm.convert_pretrained(model, images, v_keep=0.5)
