@@ -13,9 +13,15 @@ from mmengine.registry import MODELS
 
 import repa_mm
 from repa_mm.config import build_model, load_config
-from repa_mm.convert.pretrained import backbone_config, calibration_images, convert_checkpoint
+from repa_mm.convert.pretrained import (
+    backbone_config,
+    calibration_images,
+    convert_checkpoint,
+    cropped,
+)
 from repa_mm.models.sites import ffn_sites
-from repa_mm.reparam import CheckpointError
+from repa_mm.reparam import CheckpointError, TrainingForm, outermost
+from tests.test_export.conftest import write_config
 
 RETINANET = repa_mm.config_path('demo/retinanet_swin_digits.py')
 CLASSIFIER = """
@@ -221,3 +227,46 @@ def test_what_is_refused_leaves_nothing(folder):
         with pytest.raises(error):
             convert_checkpoint(config, checkpoint, out, progress=pytest.fail, device='cpu')
     assert {path.name: path.stat().st_mtime_ns for path in folder.rglob('*')} == before
+
+
+def test_heads_of_a_merged_repaformer(folder, randomize):
+    """From a checkpoint in either form; the config says that the result is merged."""
+    config = write_config('classifier', folder)
+    cfg = load_config(config)
+    model = randomize(build_model(cfg))
+    torch.save(dict(state_dict=model.state_dict()), 'training.pth')
+    deployed = repa_mm.reparameterize(model)
+    torch.save(dict(state_dict=deployed.state_dict()), 'deploy.pth')
+    kwargs = dict(num_images=8, images='images', device='cpu')
+    with pytest.raises(ValueError, match='or its heads alone .keep=1 with qk_keep'):
+        convert_checkpoint(config, 'deploy.pth', 'out/heads.pth', **kwargs)
+    x = torch.randn(1, 3, 224, 224)
+    expected, found = deployed.backbone.eval()(x)[-1], []
+    for checkpoint in ('training.pth', 'deploy.pth'):
+        result = convert_checkpoint(
+            config, checkpoint, 'out/heads.pth', keep=1.0, qk_keep=0.5, v_keep=0.5, **kwargs
+        )
+        rows = result['report'].blocks
+        assert rows and all(row.name.endswith('.attn.w_msa') for row in rows)
+        assert all(2 * sum(row.after) <= sum(row.before) + 8 for row in rows)
+        narrow = build_model(load_config(result['config']), 'out/heads.pth').eval()
+        assert not list(outermost(narrow, TrainingForm))
+        with torch.no_grad():
+            found.append(narrow.backbone(x)[-1])
+    assert torch.allclose(*found, atol=1e-4)
+    assert 0 < (found[0] - expected).square().mean() < 0.3 * expected.var()
+
+
+def test_large_images_are_cropped():
+    from mmengine.structures import BaseDataElement
+
+    image = torch.arange(3 * 9 * 7).view(3, 9, 7)
+    data = dict(inputs=[image], data_samples=[BaseDataElement(metainfo=dict(img_shape=(9, 7)))])
+    small = cropped(data, 5)
+    (crop,), (sample,) = small['inputs'], small['data_samples']
+    assert crop.shape == (3, 5, 5) and sample.img_shape == (5, 5)
+    assert any(
+        torch.equal(crop, image[:, y : y + 5, x : x + 5]) for y in range(5) for x in range(3)
+    )
+    same = cropped(data, 9)
+    assert torch.equal(same['inputs'][0], image) and data['data_samples'][0].img_shape == (9, 7)
