@@ -125,6 +125,10 @@ def converted(
                 found = compressed(model, batches, forward, name, keep)
             found.eval()
             yield f'{name}, {cost:g}', found
+    for budget in args.budgets:
+        found, _ = convert_pretrained(model, batches, budget=budget, forward=forward)
+        found.eval()
+        yield f'budget, {budget:g}', found
 
 
 def append(path: str, row: Row, metrics: dict[str, float]) -> None:
@@ -229,6 +233,7 @@ def main() -> None:
         command.add_argument('model', help='the ONNX file, or the config of a model')
         command.add_argument('--keep', type=float, nargs='+', default=COSTS)
         command.add_argument('--methods', nargs='+', default=['ours', *METHODS])
+        command.add_argument('--budgets', type=float, nargs='*', default=[], help='of all blocks')
         command.add_argument('--seed', type=int, default=0, help='of the model, in the results')
         command.add_argument('--out', default='work_dirs/compare.csv')
         command.set_defaults(function=function)

@@ -174,10 +174,10 @@ class HeadMoments:
             q2, k2, o2 = q2 + q.mT @ q, k2 + k.mT @ k, o2 + o.mT @ o
             o1, count = o1 + o.sum(1), count + o.shape[1]
         self.count = count
-        self.root_q, self.inverse_q = _roots(q2 / count)
-        self.root_k, self.inverse_k = _roots(k2 / count)
+        self.root_q, self.inverse_q = roots(q2 / count)
+        self.root_k, self.inverse_k = roots(k2 / count)
         mean = o1 / count
-        self.root_o, self.inverse_o = _roots(o2 / count - mean[:, :, None] * mean[:, None])
+        self.root_o, self.inverse_o = roots(o2 / count - mean[:, :, None] * mean[:, None])
         self.left, self.sizes, self.right = torch.linalg.svd(self.root_q @ self.root_k)
         _, of_values, self.directions = torch.linalg.svd(self.out @ self.root_o, False)
         self.qk = self.sizes.square().sum(0)
@@ -210,9 +210,9 @@ class HeadMoments:
         narrow = Heads(
             torch.cat([x.flatten(0, 1) for x in w]), torch.cat([x.flatten() for x in b]), out, bias
         )
-        return self._fit_projection(narrow)
+        return self.fit_projection(narrow)
 
-    def _fit_projection(self, narrow: Heads) -> tuple[Heads, float]:
+    def fit_projection(self, narrow: Heads) -> tuple[Heads, float]:
         """Fit the projection to the output of the pretrained heads, drawn to the given one."""
         args = self.num_heads, self.scale
         size = narrow.w_out.shape[1]
@@ -233,7 +233,7 @@ class HeadMoments:
         return narrow._replace(w_out=out, b_out=bias), float(left / variance.clamp(min=1e-300))
 
 
-def _roots(matrices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def roots(matrices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return square roots of positive semidefinite matrices (h, d, d), and the inverse roots."""
     values, vectors = torch.linalg.eigh(matrices)
     floor = (1e-10 * values.amax(-1, keepdim=True)).clamp(min=1e-300)

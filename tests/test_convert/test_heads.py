@@ -134,7 +134,7 @@ def test_the_projection_is_the_ridge_regression():
     assert error.mean(0).abs().max() < 1e-10
     # Not worse than the directions alone.
     plain = HeadMoments(heads, 2, 0.4, drawn, gamma)
-    plain._fit_projection = lambda weights: (weights, None)
+    plain.fit_projection = lambda weights: (weights, None)
     first, _ = plain.fit(4, 3)
     rest = found @ first.w_out.t() - target
     assert (rest - rest.mean(0)).square().sum() > error.square().sum()
