@@ -164,7 +164,11 @@ def convert_checkpoint(
     swap_faster_attention_(model)
     # Errors in the config should show before the long fit.
     shares = dict(keep=keep, qk_keep=qk_keep, v_keep=v_keep)
-    plan = plan_conversion(copy.deepcopy(model), where=where, **shares)
+    planned = shares
+    if budget is not None:  # any sizes: the fit decides
+        heads = 0.5 if attention_sites(model, where or '') else 1.0
+        planned = dict(keep=1.0, qk_keep=heads, v_keep=heads)
+    plan = plan_conversion(copy.deepcopy(model), where=where, **planned)
     MODELS.build(converted_config(cfg, model, plan.sizes, where, out).model)
     track = partial(rich_track, description='images') if progress else list
 

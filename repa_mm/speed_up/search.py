@@ -2,17 +2,19 @@
 
 import copy
 import hashlib
+import io
 import json
 import os
 import os.path as osp
 import pickle
+import sys
 import time
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict
 
 import numpy as np
-import torch
 import torch.nn as nn
 from mmengine.dataset import pseudo_collate
 from mmengine.logging import MMLogger
@@ -74,7 +76,7 @@ class Search:
             raise
         self.tests_wanted = num_images > 0
         self.key = f'{self.judge.num_images} images of {osp.abspath(images) if images else "data"}'
-        if self.trains or cfg_options or '::' in config:
+        if cfg_options or '::' in config:
             config = self._dump('original', self.cfg)
         self.config, self.checkpoint = config, checkpoint
         self.formats, self.notes = parts.installed_formats()
@@ -131,10 +133,24 @@ class Search:
         total = self.done + len(self.planned)
         print(f'[{self.done}/{total}] {what}; {left}{more}', flush=True)
         begin = time.monotonic()
-        result = work()
+        with quiet():
+            result = work()
         seconds.setdefault(kind, []).append(time.monotonic() - begin)
         self._save()
         return result
+
+    def _missing(self, names: Sequence[str]) -> list[str]:
+        """Return the kinds of the steps that candidates of these names still need."""
+        kinds, tests = ['time'], self.results['tests'].get(self.key, {})
+        for name in dict.fromkeys(names):
+            kinds += ['fit'] * (name.endswith('%') and name not in self.candidates)
+            files = () if name == STOCK != self.base.name else ('onnx', 'int8')
+            kinds += [kind for kind in files if f'{name}|{kind}' not in self.results['files']]
+            done = {k for k in self.formats if f'{name}|{k}' in tests}
+            groups = 1 if not files else len(self.formats) - 2 if len(self.formats) > 2 else 1
+            number = bool(done & {*FLOATS}) + len(done - {*FLOATS})
+            kinds += max(0, groups - number) * ['test'] * self.tests_wanted
+        return kinds
 
     # Steps
 
@@ -159,11 +175,11 @@ class Search:
     def fit(self, budget: float) -> Candidate | None:
         """Return the narrower model of a budget, or None if there can be none."""
         budget = round(budget, 2)
-        name = f'{100 * budget:.0f} %'
+        name = percent_name(budget)
         if name not in self.candidates and not self.results.get('cannot_narrow'):
             out = osp.join(self.folder, f'{100 * budget:.0f}.pth')
             begin = last = time.monotonic()
-            blocks = []
+            blocks, screen = [], sys.stdout
 
             def progress(row, number: int) -> None:
                 nonlocal last
@@ -171,7 +187,8 @@ class Search:
                 if time.monotonic() - last > 30:
                     last = time.monotonic()
                     left = (last - begin) * (number - len(blocks)) / len(blocks)
-                    print(f'    {len(blocks)} of {number} parts, {left / 60:.1f} min left of this')
+                    text = f'    {len(blocks)} of {number} parts, {left / 60:.1f} min left of this'
+                    print(text, file=screen, flush=True)
 
             def work() -> None:
                 try:
@@ -274,26 +291,29 @@ class Search:
                 raise ValueError(f'{name} must be in [0, {high}), not {value}')
         if max_loss is not None and not self.tests_wanted:
             raise ValueError('a floor (max_loss) needs images to test on: num_images > 0')
+        for budget in budgets:
+            if not 0 < budget <= 1:
+                raise ValueError(f'a budget is a share in (0, 1], not {budget}')
         self._save()
-        formats = len(self.formats)
-        self.planned = ['onnx', 'int8', 'test', 'time']
+        step = ['fit', 'onnx', 'int8', 'test']
         if latency is not None:
-            self.planned += LATENCY_STEPS * ['time'] + ['fit', 'onnx', 'int8', 'test']
+            self.planned = self._missing([self.base.name]) + LATENCY_STEPS * ['time'] + step
             self._search_latency(latency)
         elif max_loss is not None:
-            self.planned += ['time'] + FLOOR_STEPS * ['fit', 'onnx', 'int8', 'test']
+            self.planned = self._missing([self.base.name]) + FLOOR_STEPS * step + ['time']
             self._search_floor(max_loss)
         else:
-            self.planned += len(budgets) * (['fit', 'onnx', 'int8'] + min(formats, 3) * ['test'])
+            names = [percent_name(budget) for budget in budgets]
+            self.planned = self._missing([*self.candidates, *names])
             for budget in budgets:
-                if not 0 < budget <= 1:
-                    raise ValueError(f'a budget is a share in (0, 1], not {budget}')
                 self.fit(budget)
-        for note in ('cannot_narrow', 'refused'):
-            if self.results.get(note):
-                self.notes.append(f'{note.replace("_", " ")}: {self.results[note]}')
-        self.planned = ['time']
-        rows = self._rows(full=latency is None and max_loss is None)
+        if 'cannot_narrow' in self.results:
+            self.notes.append(f'there is no narrower model: {self.results["cannot_narrow"]}')
+        for key, why in self.results.get('refused', {}).items():
+            self.notes.append(f'{key.replace("|", " in ")} is left out: {why}')
+        full = latency is None and max_loss is None
+        self.planned = self._missing([*self.candidates]) if full else ['time']
+        rows = self._rows(full)
         chosen = self._choose(rows, max_loss, latency)
         target = ' and '.join(
             text.format(value)
@@ -311,7 +331,7 @@ class Search:
         models = {(self.base.name, k): self.open(self.base, k) for k in self.formats}
         models = {key: model for key, model in models.items() if model is not None}
         times = self.time(models, repeats, f'time {self.base.name} in all formats')
-        found = parts.fastest(times, [key for key in models])
+        found = parts.fastest(times, list(models))
         return [kind for _, kind in found], times
 
     def _search_floor(self, max_loss: float) -> None:
@@ -425,7 +445,6 @@ class Search:
         for row in sorted(rows, key=lambda row: row['ms']):
             group = 'floats' if row['format'] in FLOATS else row['format']
             best.setdefault((row['candidate'], group), row)
-        self.planned = len(best) * ['test']
         for row in best.values():
             self.test(self.candidates[row['candidate']], row['format'])
 
@@ -485,9 +504,18 @@ class Search:
             self.open(self.candidates[row['candidate']], row['format']) for row in (rows[0], shown)
         ]
         path = osp.join(self.out_dir, 'report.html')
-        write_report(
-            path, self.cfg, rows, self.results, self.notes, shown, models, self.judge, self.out_dir
-        )
+        with quiet():
+            write_report(
+                path,
+                self.cfg,
+                rows,
+                self.results,
+                self.notes,
+                shown,
+                models,
+                self.judge,
+                self.out_dir,
+            )
         print(f'wrote {path} ({(time.monotonic() - self.started) / 60:.1f} min)')
 
     def _write_chosen(self, row: dict) -> None:
@@ -515,6 +543,14 @@ class Search:
 
 
 EXTENSIONS = '.py', '.pth'
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Hide what the codebases, COCO and NNCF print."""
+    with redirect_stdout(io.StringIO()), warnings.catch_warnings():
+        warnings.simplefilter('ignore')
+        yield
 
 
 def fingerprint(config: str, checkpoint: str) -> str:
@@ -545,6 +581,11 @@ def split_images(folder: str, to_fit: str, to_test: str) -> str:
         if not osp.lexists(link):
             os.symlink(path, link)
     return to_test
+
+
+def percent_name(budget: float) -> str:
+    """Return the name of the candidate of a budget."""
+    return f'{100 * budget:.0f} %'
 
 
 def meets(test: dict | None, max_loss: float) -> bool:
