@@ -49,7 +49,7 @@ def parse_args() -> argparse.Namespace:
         help="shares of the blocks' multiply-adds to try without a target (default: 0.6 0.4 0.25)",
     )
     parser.add_argument('--fit-images', type=int, default=64, help='images to fit to (default: 64)')
-    parser.add_argument('--repeats', type=int, default=10, help='turns of timing (default: 10)')
+    parser.add_argument('--repeats', type=int, default=20, help='turns of timing (default: 20)')
     parser.add_argument(
         '--cfg-options', nargs='+', action=DictAction, help='override the config: key=value ...'
     )

@@ -15,7 +15,7 @@ def speed_up(
     num_images: int = 100,
     budgets: Sequence[float] = (0.6, 0.4, 0.25),
     fit_images: int = 64,
-    repeats: int = 10,
+    repeats: int = 20,
     cfg_options: dict | None = None,
 ) -> list[dict]:
     """Make a trained model faster in all ways that this package has, and measure each of them.
@@ -42,7 +42,7 @@ def speed_up(
         budgets (Sequence[float]): Budgets of the narrower models of a call without a target, as for
             :func:`~repa_mm.convert_pretrained`. Defaults to 0.6, 0.4 and 0.25.
         fit_images (int): Number of images to fit to, and to calibrate int8 on. Defaults to 64.
-        repeats (int): Number of turns of the timing. Defaults to 10.
+        repeats (int): Number of turns of the timing. Defaults to 20.
         cfg_options (dict, optional): Values to override in the config.
 
     Returns:

@@ -244,7 +244,9 @@ def write_report(
         summary += f'{chosen["times"]:.2f} times as fast as stock'
         if chosen['metric'] is not None:
             low, high = chosen['interval']
-            summary += f', with {judge.name} {chosen["metric"]:.2f}: {chosen["difference"]:+.2f} '
+            summary += (
+                f', with {results["metric"]} {chosen["metric"]:.2f}: {chosen["difference"]:+.2f} '
+            )
             summary += f'points [{low:+.2f}, {high:+.2f}]'
         summary += '.'
     elif results['target']:
@@ -253,11 +255,11 @@ def write_report(
     if judge.name == 'agreement':
         tested += ' There are no annotations: agreement compares with what the original finds.'
     candidates = results['candidates'].values()
-    header = [column.format(judge.name or 'metric') for column in COLUMNS]
+    header = [column.format(results['metric'] or 'metric') for column in COLUMNS]
     marks = [row['chosen'] for row in rows]
     sections = [
         f'<h1>{html.escape(osp.basename(results["config"]))}: how much faster, at what cost</h1>',
-        f'<p>{html.escape(summary)}</p>', scatter(rows, judge.name), '<h2>Table</h2>',
+        f'<p>{html.escape(summary)}</p>', scatter(rows, results['metric']), '<h2>Table</h2>',
         _table(header, cells(rows), marks),
         f'<p>One image at a time, all models in turn, on {html.escape(_processor())}, '
         f'{torch.get_num_threads()} threads. ≈: tested in another format of floats. '

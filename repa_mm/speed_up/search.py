@@ -106,7 +106,7 @@ class Search:
                 raise ValueError(f'{self.out_dir!r} has a {name} of something else: give another')
         return dict(
             version=__version__, fingerprint=mark, config='', checkpoint='', candidates={},
-            files={}, tests={}, seconds={}, rows=[],
+            files={}, tests={}, seconds={}, rows=[], metric='',
         )  # fmt: skip
 
     def _save(self) -> None:
@@ -272,6 +272,7 @@ class Search:
             tests[key] = dict(metric=value, difference=0.0, interval=[0.0, 0.0])
 
         self._step('test', f'test {STOCK} on {self.judge.num_images} images', work)
+        self.results['metric'] = self.judge.name
         if isinstance(self.judge, Annotated):
             with replacing(path) as temporary, open(temporary, 'wb') as file:
                 pickle.dump((self.judge.name, self.stock_score, self.judge._metric), file)
@@ -344,11 +345,13 @@ class Search:
             candidate = self.fit(budget)
             if candidate is None:
                 return
-            if meets(self.test(candidate, kind), max_loss):
-                high = budget
-            else:
-                low = budget
-            self._close(candidate)
+            meets_it = meets(self.test(candidate, kind), max_loss)
+            low, high = (low, budget) if meets_it else (budget, high)
+            for key in [key for key in self.opened if key[0] == candidate.name]:
+                del self.opened[key]  # memory
+            sizes = [[block['after'] for block in c.blocks] for c in self.candidates.values()]
+            if meets_it and sizes.count([block['after'] for block in candidate.blocks]) > 1:
+                break  # as narrow as it can be
 
     def _search_latency(self, latency: float) -> None:
         """Find the budget that meets the target in each promising format, then fit it."""
@@ -392,10 +395,6 @@ class Search:
                 if ratio <= latency or budget <= LEAST:
                     break
                 budget = max(LEAST, budget * min(0.95, latency / ratio))
-
-    def _close(self, candidate: Candidate) -> None:
-        for key in [key for key in self.opened if key[0] == candidate.name]:
-            del self.opened[key]
 
     # Results
 
@@ -484,7 +483,12 @@ class Search:
         if chosen:
             self._write_chosen(chosen)
         elif target:
-            self.notes.append(f'nothing {target}: nothing is chosen')
+            known = [r for r in rows[1:] if max_loss is None or r['interval']] or rows[1:]
+            near = max(known, key=lambda r: r['times'] if max_loss is None else r['interval'][0])
+            text = f'{near["candidate"]} in {near["format"]}, {1 / near["times"]:.0%} of the time'
+            if near['interval']:
+                text += f' and {near["difference"]:+.2f} points, or {near["interval"][0]:+.2f}'
+            self.notes.append(f'nothing {target}: nothing is chosen. The nearest is {text}')
         if max_loss is not None:
             unsure = [r for r in rows[1:] if r['difference'] is not None]
             unsure = [r for r in unsure if r['difference'] >= -max_loss and not meets(r, max_loss)]
@@ -494,7 +498,7 @@ class Search:
                     f'{self.judge.num_images} images are too few to tell whether these lose more '
                     f'than {max_loss} points: {names}. Test on more images (--num-images)'
                 )
-        self.results.update(rows=rows, target=target, metric=self.judge.name, key=self.key)
+        self.results.update(rows=rows, target=target, key=self.key)
         self._save()
         print_table(rows, self.results)
         for note in self.notes:
