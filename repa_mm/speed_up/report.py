@@ -163,7 +163,7 @@ def _pictures(cfg: Config, models: list[nn.Module], dataset: Any) -> list[list[s
                 (sample,) = model.test_step(pseudo_collate([dataset[i]]))
             image = mmcv.imread(sample.img_path, channel_order='rgb')
             if hasattr(drawing, 'visualize_cls'):
-                drawing.visualize_cls(image, sample.cpu(), meta['classes'], draw_gt=False)
+                drawing.visualize_cls(image, sample.cpu(), meta.get('classes'), draw_gt=False)
             else:
                 drawing.add_datasample('image', image, sample.cpu(), draw_gt=False)
             picture = drawing.get_image()[..., ::-1]

@@ -419,6 +419,12 @@ class Search:
                     models[STOCK, kind] = model
         times = self.time(models, self.repeats, f'time {len(models)} rows in turn')
         rows, stock = [], times[STOCK, EAGER]
+        spread = max(np.ptp(np.percentile(v, [25, 75])) / np.median(v) for v in times.values())
+        if spread > 0.3:
+            self.notes.append(
+                f'the times of a row vary by {spread:.0%} between quartiles: other processes may '
+                'be running. Run the command again on a quiet machine: only times are taken anew'
+            )
         for (name, kind), values in times.items():
             candidate, model = self.candidates[name], models[name, kind]
             ratio, low, high = compare(stock, values)
@@ -460,21 +466,26 @@ class Search:
         if max_loss is None and latency is None:
             return None
 
-        def fits(row: dict) -> bool:
-            fast = latency is None or row['ms'] <= latency * rows[0]['ms']
-            known = not self.tests_wanted or row['difference'] is not None
-            return fast and known and (max_loss is None or meets(row, max_loss))
+        def fast(row: dict) -> bool:
+            return latency is None or row['ms'] <= latency * rows[0]['ms']
 
         def worth(row: dict) -> tuple:
             if latency is None:
                 return (row['ms'],)
             return -(row['difference'] or 0), -row['budget'], row['ms']
 
-        for row in sorted(filter(fits, rows[1:]), key=worth):
-            if self.tests_wanted and row['tested_in'] != row['format']:
+        found = [row for row in rows[1:] if fast(row)]
+        if latency is not None:  # what was slower when the search looked at it
+            for row in found:
                 self.test(self.candidates[row['candidate']], row['format'])
                 self._fill(row)
-            if fits(row):
+        for row in sorted(found, key=worth):
+            if max_loss is not None:
+                if not meets(row, max_loss):
+                    continue
+                self.test(self.candidates[row['candidate']], row['format'])
+                self._fill(row)
+            if max_loss is None or meets(row, max_loss):
                 row['chosen'] = True
                 return row
         return None

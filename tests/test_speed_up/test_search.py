@@ -41,6 +41,8 @@ train_dataloader = dict(
 )
 val_dataloader = test_dataloader = train_dataloader
 val_cfg = test_cfg = dict()
+train_cfg = dict(by_epoch=True, max_epochs=1)
+optim_wrapper = dict(optimizer=dict(type='SGD', lr=0.1))
 val_evaluator = test_evaluator = dict(type='Accuracy', topk=(1,))
 visualizer = dict(type='UniversalVisualizer')
 work_dir = 'work_dirs'
@@ -142,6 +144,7 @@ def test_a_floor_is_met_by_the_whole_interval(folder, monkeypatch, capsys):
     """By losses that the budget decides on: -2 points at 40 %, and ± 1."""
 
     def test(self, candidate, kind):
+        self.open(candidate, kind)
         change = -2 * (1 - candidate.budget) / 0.6
         found = dict(metric=90 + change, difference=change, interval=[change - 1, change + 1])
         if candidate.budget == 1:
