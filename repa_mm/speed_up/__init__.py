@@ -60,6 +60,14 @@ def speed_up(
     """
     from repa_mm.speed_up.search import Search
 
+    for name, value, high in (('latency', latency, 1), ('max_loss', max_loss, 100)):
+        if value is not None and not 0 <= value < high:
+            raise ValueError(f'{name} must be in [0, {high}), not {value}')
+    for budget in budgets:
+        if not 0 < budget <= 1:
+            raise ValueError(f'a budget is a share in (0, 1], not {budget}')
+    if max_loss is not None and num_images < 1:
+        raise ValueError('a floor (max_loss) needs images to test on: num_images > 0')
     search = Search(
         config, checkpoint, out_dir, images, num_images, fit_images, repeats, cfg_options
     )

@@ -9,7 +9,6 @@ from typing import Any
 
 import cv2
 import mmcv
-import numpy as np
 import torch
 import torch.nn as nn
 from mmengine.config import Config
@@ -75,6 +74,13 @@ def print_table(rows: list[dict], results: dict) -> None:
         print(f'Differences: {results["how"]}. ≈: tested in another format of floats.')
 
 
+def ticks(low: float, high: float) -> list[float]:
+    """Return three to six round numbers between two."""
+    step = 10 ** math.floor(math.log10((high - low) / 3))
+    step *= next(factor for factor in (1, 2, 5, 10) if (high - low) / (step * factor) <= 6)
+    return [i * step for i in range(math.ceil(low / step), math.floor(high / step) + 1) if i]
+
+
 def scatter(rows: list[dict], name: str) -> str:
     """Draw latency against the metric as SVG. Without tests, the metric's axis is the size."""
     tested = any(row['metric'] is not None for row in rows)
@@ -95,16 +101,16 @@ def scatter(rows: list[dict], name: str) -> str:
         f'<svg viewBox="0 0 {width} {height}" role="img" font-size="12" '
         'font-family="system-ui, sans-serif"><title>latency against the metric</title>'
     ]
-    for value in np.linspace(y_low, y_high, 5)[1:-1]:
+    for value in ticks(y_low, y_high):
         parts.append(
             f'<line x1="{left}" x2="{width - right}" y1="{y(value):.1f}" y2="{y(value):.1f}" '
             f'stroke="#e4e4e4"/><text x="{left - 6}" y="{y(value) + 4:.1f}" text-anchor="end">'
-            f'{value:.{1 if y_high - y_low > 2 else 2}f}</text>'
+            f'{value:.4g}</text>'
         )
-    for value in np.linspace(x_low, x_high, 5)[1:-1]:
+    for value in ticks(math.exp(x_low), math.exp(x_high)):
         parts.append(
-            f'<text x="{x(value):.1f}" y="{height - bottom + 18}" text-anchor="middle">'
-            f'{math.exp(value):.3g}</text>'
+            f'<text x="{x(math.log(value)):.1f}" y="{height - bottom + 18}" text-anchor="middle">'
+            f'{value:.4g}</text>'
         )
     label = html.escape(name if tested else 'MB')
     parts.append(

@@ -235,6 +235,9 @@ def test_errors_leave_the_folder_as_it_was(folder):
     Path('no_test.py').write_text(CONFIG.replace("dict(type='Accuracy', topk=(1,))", 'None'))
     with pytest.raises(ValueError, match='no validation data with an evaluator.*--images'):
         repa_mm.speed_up('no_test.py', 'model.pth', 'out')
+    for wrong in (dict(latency=40), dict(budgets=[60]), dict(max_loss=1, num_images=0)):
+        with pytest.raises(ValueError, match='must be in|a share in|needs images'):
+            run(**wrong)
     assert not Path('out').exists()
     run(budgets=[])
     before = files('out')
