@@ -22,7 +22,7 @@ from repa_mm.convert.pretrained import (
     result_text,
 )
 from repa_mm.models.sites import ffn_sites
-from repa_mm.reparam import CheckpointError
+from repa_mm.reparam import CheckpointError, has_deploy_form
 
 RETINANET = repa_mm.config_path('demo/retinanet_swin_digits.py')
 CLASSIFIER = """
@@ -256,3 +256,19 @@ def test_what_is_said_of_a_distillation():
         said = result_text(dict(result, seen=seen), 'idle.pth')
         assert 'after the distillation the outputs differ by 10 %' in said
         assert ('in the training data' in said) == seen
+
+
+def test_a_budget_of_a_repaformer_narrows_its_heads(folder):
+    text = CLASSIFIER.replace("type='SwinTransformer'", "type='RePaSwinTransformer'")
+    Path('repa.py').write_text(text.replace("custom_imports = dict(imports='json')\n", ''))
+    model = build_model(load_config('repa.py'))
+    torch.save(dict(state_dict=model.state_dict()), 'repa.pth')
+    found = convert_checkpoint(
+        'repa.py', 'repa.pth', 'out/narrow.pth', budget=0.5, num_images=3, device='cpu'
+    )
+    blocks = found['report'].blocks
+    assert all('attn' in block.name for block in blocks)
+    kept = sum(b.narrow_gmacs for b in blocks) / sum(b.gmacs for b in blocks)
+    assert 0.3 < kept <= 0.5
+    narrow = build_model(load_config(found['config']), 'out/narrow.pth')
+    assert has_deploy_form(narrow)
