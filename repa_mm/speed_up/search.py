@@ -293,7 +293,9 @@ class Search:
             self.planned = self._missing([self.base.name]) + LATENCY_STEPS * ['time'] + step
             self._search_latency(latency)
         elif max_loss is not None:
-            self.planned = self._missing([self.base.name]) + FLOOR_STEPS * step + ['time']
+            self.planned = (
+                self._missing([self.base.name]) + FLOOR_STEPS * step + ['onnx', 'test', 'time']
+            )
             self._search_floor(max_loss)
         else:
             names = [percent_name(budget) for budget in budgets]
@@ -344,6 +346,10 @@ class Search:
             sizes = [[block['after'] for block in c.blocks] for c in self.candidates.values()]
             if meets_it and sizes.count([block['after'] for block in candidate.blocks]) > 1:
                 break  # as narrow as it can be
+        best = self.candidates.get(percent_name(round(high, 2)))
+        second = next((k for k in order if k != kind), None)
+        if best and second:  # which of two formats is faster may change with the widths
+            self.test(best, second)
 
     def _search_latency(self, latency: float) -> None:
         """Find the budget that meets the target in each promising format, then fit it."""
