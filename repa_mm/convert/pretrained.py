@@ -73,7 +73,7 @@ def cropped(data: dict, size: int) -> dict:
     return dict(data, inputs=[image], data_samples=[sample])
 
 
-def _deploy(cfg: dict) -> None:
+def deploy_(cfg: dict) -> None:
     """Set ``deploy=True`` in the configs of the models with structures."""
     for part in (cfg, cfg.get('backbone') or {}):
         kind = MODELS.get(part['type']) if 'type' in part else None
@@ -150,7 +150,7 @@ def convert_checkpoint(
         load_weights(model, loaded['state_dict'], checkpoint)
         if not has_deploy_form(model):
             reparameterize_(model)
-        _deploy(cfg.model)
+        deploy_(cfg.model)
     else:
         load_original(model, loaded['state_dict'], checkpoint)
     meta = loaded.get('meta') or {}
@@ -160,7 +160,14 @@ def convert_checkpoint(
     swap_faster_attention_(model)
     # Errors in the config should show before the long fit.
     shares = dict(keep=keep, qk_keep=qk_keep, v_keep=v_keep)
-    sizes = plan_conversion(copy.deepcopy(model), where=where, **shares).sizes
+    planned = shares
+    if budget is not None:  # any sizes: the fit decides
+        heads = 0.5 if attention_sites(model, where or '') else 1.0
+        planned = dict(keep=1.0, qk_keep=heads, v_keep=heads)
+    skip = skip_unsupported or budget is not None
+    plan = plan_conversion(copy.deepcopy(model), where=where, skip_unsupported=skip, **planned)
+    sizes = plan.sizes
+    del plan  # which has a copy of the model
     MODELS.build(converted_config(cfg, model, sizes, where, out).model)
     track = partial(rich_track, description='images') if progress else list
 
@@ -210,7 +217,7 @@ def converted_config(
     others = {name: x for name, x in sizes.items() if not name.startswith(start)}
     left = _with_stock_layers(cfg.model, others)
     if left:
-        cfg.model = _restructured(cfg.model, _structure(model, left, where))
+        cfg.model = _restructured(cfg.model, widths_structure(model, left, where))
     cfg.load_from, cfg.resume = osp.abspath(out), False
     cfg.pop('work_dir', None)  # has checkpoints of the original model
     if 'Restructured' in (cfg.model.type, cfg.model.get('backbone', cfg.model).type):
@@ -221,7 +228,7 @@ def converted_config(
     return cfg
 
 
-def _structure(model: nn.Module, sizes: dict[str, tuple], where: str | None = None) -> dict:
+def widths_structure(model: nn.Module, sizes: dict[str, tuple], where: str | None = None) -> dict:
     """Return the config of the structure that gives the parts of a model their new sizes."""
     widths = [sizes.get(site.block_name, (None,))[0] for site in ffn_sites(model, where)]
     heads = [sizes.get(site.name) for site in attention_sites(model, where or '')]
@@ -244,7 +251,7 @@ def backbone_config(cfg: dict, backbone: nn.Module, sizes: dict[str, tuple]) -> 
         backbone (nn.Module): The backbone, of any sizes.
         sizes (dict): The new sizes, by the names of the parts that change.
     """
-    structure = _structure(backbone, sizes)
+    structure = widths_structure(backbone, sizes)
     if 'heads' not in structure:
         sites, widths = ffn_sites(backbone), structure['widths']
         backbone = copy.deepcopy(backbone)

@@ -37,25 +37,44 @@ def agreement(model: nn.Module, exported: nn.Module, batches: Sequence[dict]) ->
     Raises:
         ValueError: If both together find less than two objects with a score of 1.
     """
-    sums, labels = 0.0, []
+    parts = []
     for data in batches:
         outputs = (m.test_step(copy.deepcopy(data)) for m in (exported, model))
-        for found, expected in zip(*outputs, strict=True):
-            sums = sums + torch.stack(_in_common(found, expected)).double()
-            if 'pred_score' in expected:
-                labels.append(float(found.pred_label == expected.pred_label))
-    common, squares = sums[0], sums[1] + sums[2]
-    if squares.sum() < 2:
+        parts += [in_common(*pair) for pair in zip(*outputs, strict=True)]
+    if sum(part[1:3].sum() for part in parts) < 2:
         raise ValueError(
             f'the model finds next to nothing in the {len(batches)} images to compare on: give '
             'images with something to find, or more images'
         )
-    dice = float((2 * common / squares)[squares > 0].mean())
-    return min(dice, sum(labels) / len(labels)) if labels else dice
+    return dice(torch.stack(parts))
 
 
-def _in_common(found: BaseDataElement, expected: BaseDataElement) -> tuple:
-    """Return Σ ab, Σ a² and Σ b² of the predictions for one image, each (classes, )."""
+def dice(parts: torch.Tensor) -> float:
+    """Compute the agreement from the parts of images.
+
+    Args:
+        parts (torch.Tensor): From :func:`in_common` for each image, (images, 4, classes).
+    """
+    common, first, second, labels = parts.sum(0)
+    squares = first + second
+    found = float((2 * common / squares)[squares > 0].mean())
+    return found if labels.isnan().any() else min(found, float(labels[0]) / len(parts))
+
+
+def in_common(found: BaseDataElement, expected: BaseDataElement) -> torch.Tensor:
+    """Return Σ ab, Σ a², Σ b² of the predictions for one image, and whether labels are equal.
+
+    Returns:
+        torch.Tensor: (4, classes), with NaN in the last row for detections and label maps.
+    """
+    parts = torch.stack(_sums(found, expected)).double()
+    equal = parts.new_full((1, parts.shape[1]), torch.nan)
+    if 'pred_score' in expected:
+        equal[:] = float(found.pred_label == expected.pred_label)
+    return torch.cat([parts, equal])
+
+
+def _sums(found: BaseDataElement, expected: BaseDataElement) -> tuple:
     if 'pred_sem_seg' in expected:
         a, b = found.pred_sem_seg.data, expected.pred_sem_seg.data
         return tuple(x.flatten().bincount(minlength=MAX_CLASSES) for x in (a[a == b], a, b))

@@ -20,7 +20,7 @@ from repa_mm.convert.pretrained import (
     cropped,
 )
 from repa_mm.models.sites import ffn_sites
-from repa_mm.reparam import CheckpointError, TrainingForm, outermost
+from repa_mm.reparam import CheckpointError, TrainingForm, has_deploy_form, outermost
 from tests.test_export.conftest import write_config
 
 RETINANET = repa_mm.config_path('demo/retinanet_swin_digits.py')
@@ -270,3 +270,19 @@ def test_large_images_are_cropped():
     )
     same = cropped(data, 9)
     assert torch.equal(same['inputs'][0], image) and data['data_samples'][0].img_shape == (9, 7)
+
+
+def test_a_budget_of_a_repaformer_narrows_its_heads(folder):
+    text = CLASSIFIER.replace("type='SwinTransformer'", "type='RePaSwinTransformer'")
+    Path('repa.py').write_text(text.replace("custom_imports = dict(imports='json')\n", ''))
+    model = build_model(load_config('repa.py'))
+    torch.save(dict(state_dict=model.state_dict()), 'repa.pth')
+    found = convert_checkpoint(
+        'repa.py', 'repa.pth', 'out/narrow.pth', budget=0.5, num_images=3, device='cpu'
+    )
+    blocks = found['report'].blocks
+    assert all('attn' in block.name for block in blocks)
+    kept = sum(b.narrow_gmacs for b in blocks) / sum(b.gmacs for b in blocks)
+    assert 0.3 < kept <= 0.5
+    narrow = build_model(load_config(found['config']), 'out/narrow.pth')
+    assert has_deploy_form(narrow)

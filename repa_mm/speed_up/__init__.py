@@ -1,0 +1,74 @@
+"""The one command: how much faster a model can be on this machine, and what it costs."""
+
+from collections.abc import Sequence
+
+__all__ = ['speed_up']
+
+
+def speed_up(
+    config: str,
+    checkpoint: str,
+    out_dir: str,
+    max_loss: float | None = None,
+    latency: float | None = None,
+    images: str | None = None,
+    num_images: int = 100,
+    budgets: Sequence[float] = (0.6, 0.4, 0.25),
+    fit_images: int = 64,
+    repeats: int = 20,
+    cfg_options: dict | None = None,
+) -> list[dict]:
+    """Make a trained model faster in all ways that this package has, and measure each of them.
+
+    Candidates are the model with faster parts (a RePaFormer is merged), and narrower models of
+    several budgets, each in PyTorch and in files for the installed runtimes. All run in turn in
+    this process, on the CPU, and are tested on the same images. The files, and what was measured on
+    the way to them, stay in ``out_dir``: a second call goes on from there.
+
+    Args:
+        config (str): The model's config: a path, or the name of an installed config.
+        checkpoint (str): The model's checkpoint: a path or a URL.
+        out_dir (str): The folder to write ``results.json`` and ``report.html`` to, and with a
+            target the chosen model as ``model.py``, ``model.pth`` and its file.
+        max_loss (float, optional): Choose the fastest model that loses at most this many points of
+            the metric. It must be certain: the whole interval of the difference counts.
+        latency (float, optional): Choose the model that loses least of those that take at most this
+            share of the original's time, in (0, 1).
+        images (str, optional): A folder of images, without annotations, in the place of the
+            config's data. The metric is then the agreement with the original model, see
+            :func:`~repa_mm.export.agreement.agreement`, in percent.
+        num_images (int): Number of images to test on, the first of the config's validation data.
+            Defaults to 100. With 0, nothing is tested.
+        budgets (Sequence[float]): Budgets of the narrower models of a call without a target, as for
+            :func:`~repa_mm.convert_pretrained`. Defaults to 0.6, 0.4 and 0.25.
+        fit_images (int): Number of images to fit to, and to calibrate int8 on. Defaults to 64.
+        repeats (int): Number of turns of the timing. Defaults to 20.
+        cfg_options (dict, optional): Values to override in the config.
+
+    Returns:
+        list[dict]: A row for each candidate and format: ``candidate``, ``format``, ``ms`` and
+        ``ms_interval`` (quartiles), ``times`` (stock's time divided by this one) and
+        ``times_interval`` (95 %), ``metric``, ``difference`` from stock and ``interval`` (95 %) in
+        points, ``tested_in`` (the format whose test it is: float formats of a candidate share one),
+        ``mb``, ``config``, ``checkpoint``, ``file`` and ``chosen``. With a target that nothing
+        meets, no row is chosen.
+
+    Raises:
+        ValueError: If there are no data to test on, a target is out of range, or ``out_dir``
+            belongs to another model.
+        CheckpointError: If the checkpoint does not fit the config.
+    """
+    from repa_mm.speed_up.search import Search
+
+    for name, value, high in (('latency', latency, 1), ('max_loss', max_loss, 100)):
+        if value is not None and not 0 <= value < high:
+            raise ValueError(f'{name} must be in [0, {high}), not {value}')
+    for budget in budgets:
+        if not 0 < budget <= 1:
+            raise ValueError(f'a budget is a share in (0, 1], not {budget}')
+    if max_loss is not None and num_images < 1:
+        raise ValueError('a floor (max_loss) needs images to test on: num_images > 0')
+    search = Search(
+        config, checkpoint, out_dir, images, num_images, fit_images, repeats, cfg_options
+    )
+    return search.run(max_loss, latency, budgets)

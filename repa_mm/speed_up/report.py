@@ -1,0 +1,314 @@
+"""The table and the picture of what was measured."""
+
+import base64
+import html
+import math
+import os.path as osp
+import platform
+from typing import Any
+
+import cv2
+import mmcv
+import torch
+import torch.nn as nn
+from mmengine.config import Config
+from mmengine.dataset import pseudo_collate
+from mmengine.registry import VISUALIZERS
+
+from repa_mm.files import replacing
+from repa_mm.timing import show
+
+COLUMNS = (
+    'candidate', 'format', 'ms [quartiles]', '× stock [95 %]', '{}', 'difference [95 %]', 'MB', ''
+)  # fmt: skip
+COLORS = {
+    'PyTorch': '#b8500f', 'ONNX Runtime': '#5b53b0', 'OpenVINO f32': '#1268a8',
+    'OpenVINO bf16': '#0f7d6c', 'OpenVINO int8': '#b02a6b',
+}  # fmt: skip
+NUM_PICTURES = 4
+STYLE = """
+body { font: 16px/1.5 system-ui, sans-serif; color: #222; max-width: 60rem; margin: auto;
+  padding: 0 1rem 3rem; }
+h1 { font-size: 1.5rem } h2 { font-size: 1.15rem; margin-top: 2rem }
+.wide { overflow-x: auto } svg { width: 100%; max-width: 44rem; display: block }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .875rem }
+th, td { padding: .25rem .6rem; border-bottom: 1px solid #ddd; text-align: right;
+  white-space: nowrap }
+th:first-child, td:first-child, th:nth-child(2), td:nth-child(2) { text-align: left }
+tr.chosen { background: #fdf3d0; font-weight: 600 }
+pre { background: #f4f4f4; padding: .75rem; overflow-x: auto }
+.pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(17rem, 1fr)); gap: .5rem;
+  margin-bottom: 1rem }
+figure { margin: 0 } img { width: 100% } figcaption { font-size: .875rem }
+"""
+
+
+def cells(rows: list[dict]) -> list[list[str]]:
+    """Format the rows of the table. '≈' precedes a test of another format of floats."""
+    lines = []
+    for row in rows:
+        (low, high), (least, most) = row['ms_interval'], row['times_interval']
+        line = [row['candidate'], row['format'], f'{row["ms"]:.1f} [{low:.1f}, {high:.1f}]']
+        line.append(f'{row["times"]:.2f} [{least:.2f}, {most:.2f}]')
+        if row['metric'] is None:
+            line += ['', '']
+        else:
+            about = '' if row['tested_in'] == row['format'] else '≈ '
+            bounds = ', '.join(f'{x:+.2f}' for x in row['interval'])
+            line += [f'{about}{row["metric"]:.2f}', f'{about}{row["difference"]:+.2f} [{bounds}]']
+        lines.append([*line, f'{row["mb"]:.1f}', 'chosen' if row['chosen'] else ''])
+    return lines
+
+
+def print_table(rows: list[dict], results: dict) -> None:
+    """Print the table.
+
+    Args:
+        rows (list[dict]): From :func:`repa_mm.speed_up`.
+        results (dict): The content of ``results.json``.
+    """
+    name = results['metric'] or 'metric'
+    title = f'{results["config"]}, one image in turn, {results["key"]}'
+    show(title, [column.format(name) for column in COLUMNS], cells(rows))
+    if results.get('how'):
+        print(f'Differences: {results["how"]}. ≈: tested in another format of floats.')
+
+
+def ticks(low: float, high: float) -> list[float]:
+    """Return three to six round numbers between two."""
+    step = 10 ** math.floor(math.log10((high - low) / 3))
+    step *= next(factor for factor in (1, 2, 5, 10) if (high - low) / (step * factor) <= 6)
+    return [i * step for i in range(math.ceil(low / step), math.floor(high / step) + 1) if i]
+
+
+def scatter(rows: list[dict], name: str) -> str:
+    """Draw latency against the metric as SVG. Without tests, the metric's axis is the size."""
+    tested = any(row['metric'] is not None for row in rows)
+    key = 'metric' if tested else 'mb'
+    rows = [row for row in rows if row[key] is not None]
+    xs, ys = [math.log(row['ms']) for row in rows], [row[key] for row in rows]
+    width, height, left, right, top, bottom = 480, 380, 52, 16, 66, 44
+
+    def scale(values: list[float], start: float, end: float, least: float):
+        low, high = min(values), max(values)
+        gap = max(0.08 * (high - low), least)
+        low, high = low - gap, high + gap
+        return lambda value: start + (value - low) / (high - low) * (end - start), low, high
+
+    x, x_low, x_high = scale(xs, left, width - right, 0.05)
+    y, y_low, y_high = scale(ys, height - bottom, top, 0.1)
+    parts = [
+        f'<svg viewBox="0 0 {width} {height}" role="img" font-size="12" '
+        'font-family="system-ui, sans-serif"><title>latency against the metric</title>'
+    ]
+    for value in ticks(y_low, y_high):
+        parts.append(
+            f'<line x1="{left}" x2="{width - right}" y1="{y(value):.1f}" y2="{y(value):.1f}" '
+            f'stroke="#e4e4e4"/><text x="{left - 6}" y="{y(value) + 4:.1f}" text-anchor="end">'
+            f'{value:.4g}</text>'
+        )
+    for value in ticks(math.exp(x_low), math.exp(x_high)):
+        parts.append(
+            f'<text x="{x(math.log(value)):.1f}" y="{height - bottom + 18}" text-anchor="middle">'
+            f'{value:.4g}</text>'
+        )
+    label = html.escape(name if tested else 'MB')
+    parts.append(
+        f'<text x="{(left + width - right) / 2}" y="{height - 6}" text-anchor="middle">'
+        f'ms for one image (logarithmic)</text><text x="{left - 6}" y="{top - 8}" '
+        f'text-anchor="end">{label if len(label) < 8 else ""}</text>'
+        f'<text x="{left}" y="{top - 8}">{label if len(label) >= 8 else ""}</text>'
+        f'<path d="M{left} {top}V{height - bottom}H{width - right}" fill="none" stroke="#666"/>'
+    )
+    for i, (kind, color) in enumerate(COLORS.items()):
+        px, py = 12 + 158 * (i % 3), 14 + 20 * (i // 3)
+        parts.append(
+            f'<circle cx="{px}" cy="{py}" r="5" fill="{color}"/><text x="{px + 10}" y="{py + 4}">'
+            f'{kind}</text>'
+        )
+    parts.append('<rect x="323" y="29" width="10" height="10"/><text x="338" y="38">stock</text>')
+    placed: list[tuple[float, float]] = []
+    for i, row in enumerate(rows):
+        px, py, color = x(xs[i]), y(ys[i]), COLORS[row['format']]
+        if i == 0:
+            parts.append(f'<rect x="{px - 6:.1f}" y="{py - 6:.1f}" width="12" height="12"/>')
+        else:
+            parts.append(f'<circle cx="{px:.1f}" cy="{py:.1f}" r="5" fill="{color}"/>')
+        if row['chosen']:
+            parts.append(
+                f'<circle cx="{px:.1f}" cy="{py:.1f}" r="10" fill="none" stroke="#222" '
+                'stroke-width="2"/>'
+            )
+        text = row['candidate']
+        half = 3.4 * len(text)
+        middle = min(max(px, left + half), width - half)
+        for down in (-12, 22, -25, 35):  # the first place that no other label has
+            spot = middle, py + down
+            if all(abs(spot[0] - a) > 2 * half or abs(spot[1] - b) > 12 for a, b in placed):
+                placed.append(spot)
+                parts.append(
+                    f'<text x="{middle:.1f}" y="{spot[1]:.1f}" text-anchor="middle" '
+                    f'fill="{color}">{text}</text>'
+                )
+                break
+    return ''.join(parts) + '</svg>'
+
+
+def _pictures(cfg: Config, models: list[nn.Module], dataset: Any) -> list[list[str]]:
+    """Draw what models find in images, with the codebase's visualizer, as data URIs."""
+    meta = getattr(dataset, 'metainfo', None) or models[0].dataset_meta
+    visualizer = dict(cfg.visualizer, vis_backends=None, name=f'speed_up_{id(models)}')
+    drawing = VISUALIZERS.build(visualizer)
+    drawing.dataset_meta = meta
+    found = []
+    number = min(NUM_PICTURES, len(dataset))
+    for i in (j * len(dataset) // number for j in range(number)):
+        uris = []
+        for model in models:
+            with torch.no_grad():
+                (sample,) = model.test_step(pseudo_collate([dataset[i]]))
+            image = mmcv.imread(sample.img_path, channel_order='rgb')
+            if hasattr(drawing, 'visualize_cls'):
+                drawing.visualize_cls(image, sample.cpu(), meta.get('classes'), draw_gt=False)
+            else:
+                drawing.add_datasample('image', image, sample.cpu(), draw_gt=False)
+            picture = drawing.get_image()[..., ::-1]
+            larger = max(1, 480 // picture.shape[1])
+            if picture.shape[1] > 960:
+                picture = cv2.resize(
+                    picture, None, fx=960 / picture.shape[1], fy=960 / picture.shape[1]
+                )
+            picture = cv2.resize(picture, None, fx=larger, fy=larger)
+            _, jpeg = cv2.imencode('.jpg', picture, [cv2.IMWRITE_JPEG_QUALITY, 88])
+            uris.append(f'data:image/jpeg;base64,{base64.b64encode(jpeg).decode()}')
+        found.append(uris)
+    return found
+
+
+def commands(results: dict, chosen: dict | None, judge: Any, out_dir: str) -> str:
+    """Return the commands that use the chosen model."""
+    if not chosen:
+        return (
+            f'# choose a model: what is measured already is kept\n'
+            f'python tools/speed_up.py {results["config"]} {results["checkpoint"]} {out_dir} '
+            '--max-loss 0.5'
+        )
+    model = osp.join(out_dir, 'model')
+    options = ' '.join(f'{key}={value}' for key, value in judge.options.items())
+    options = f' --cfg-options {options}' if options else ''
+    lines = [f'python tools/test.py {model}.py {model}.pth{options}']
+    if chosen['file']:
+        file = model + osp.splitext(chosen['file'])[1]
+        kind = chosen['format'].rpartition(' ')[2]
+        precision = f' --precision {kind}' if kind in ('f32', 'bf16') else ''
+        lines.append(f'python tools/test_exported.py {model}.py {file}{precision}{options}')
+        suffix = f':{kind}' if precision else ''
+        lines.append(f'python tools/benchmark.py {model}.py {model}.pth --exported {file}{suffix}')
+    return '\n'.join(lines)
+
+
+def _table(header: list[str], rows: list[list[str]], chosen: list[bool]) -> str:
+    def line(tag: str, values: list[str]) -> str:
+        return ''.join(f'<{tag}>{html.escape(str(value))}</{tag}>' for value in values)
+
+    body = ''.join(
+        f'<tr{" class=chosen" if mark else ""}>{line("td", row)}</tr>'
+        for row, mark in zip(rows, chosen)
+    )
+    return f'<div class="wide"><table><tr>{line("th", header)}</tr>{body}</table></div>'
+
+
+def write_report(
+    path: str,
+    cfg: Config,
+    rows: list[dict],
+    results: dict,
+    notes: list[str],
+    shown: dict,
+    models: list[nn.Module],
+    judge: Any,
+    out_dir: str,
+) -> None:
+    """Write everything into one HTML file that needs no other.
+
+    Args:
+        path (str): The file.
+        cfg (Config): Config of the original model.
+        rows (list[dict]): Rows of the table.
+        results (dict): The content of ``results.json``.
+        notes (list[str]): What was left out, and why.
+        shown (dict): The row whose predictions are drawn: the chosen one, or else the fastest.
+        models (list[nn.Module]): Stock, and the model of this row.
+        judge: What the models were tested with.
+        out_dir (str): Folder of the results.
+    """
+    chosen = next((row for row in rows if row['chosen']), None)
+    name = f'{shown["candidate"]}, {shown["format"]}'
+    summary = 'No target was given: nothing is chosen.'
+    if chosen:
+        summary = f'Chosen: {name}, which {results["target"]}. It runs in {chosen["ms"]:.1f} ms, '
+        summary += f'{chosen["times"]:.2f} times as fast as stock'
+        if chosen['metric'] is not None:
+            low, high = chosen['interval']
+            summary += (
+                f', with {results["metric"]} {chosen["metric"]:.2f}: {chosen["difference"]:+.2f} '
+            )
+            summary += f'points [{low:+.2f}, {high:+.2f}]'
+        summary += '.'
+    elif results['target']:
+        summary = f'Nothing {results["target"]}: nothing is chosen.'
+    tested = f'Tested on {results["key"]}; intervals: {results.get("how", "none")}.'
+    if judge.name == 'agreement':
+        tested += ' There are no annotations: agreement compares with what the original finds.'
+    candidates = results['candidates'].values()
+    header = [column.format(results['metric'] or 'metric') for column in COLUMNS]
+    marks = [row['chosen'] for row in rows]
+    sections = [
+        f'<h1>{html.escape(osp.basename(results["config"]))}: how much faster, at what cost</h1>',
+        f'<p>{html.escape(summary)}</p>', scatter(rows, results['metric']), '<h2>Table</h2>',
+        _table(header, cells(rows), marks),
+        f'<p>One image at a time, all models in turn, on {html.escape(_processor())}, '
+        f'{torch.get_num_threads()} threads. ≈: tested in another format of floats. '
+        f'{html.escape(tested)}</p>', *(f'<p>{html.escape(note)}</p>' for note in notes),
+    ]  # fmt: skip
+    if candidates:
+        sizes: dict[str, dict[str, str]] = {}
+        for found in candidates:
+            for block in found['blocks']:
+                row = sizes.setdefault(block['name'], {'before': _size(block['before'])})
+                row[found['name']] = _size(block['after'])
+        columns = ['before', *(found['name'] for found in candidates)]
+        lines = [[part, *(row.get(c, '') for c in columns)] for part, row in sizes.items()]
+        sections.append('<h2>Widths</h2><p>Hidden channels of FFNs; dimensions of queries and '
+                        'keys + values in a head.</p>')  # fmt: skip
+        sections.append(_table(['part', *columns], lines, [False] * len(lines)))
+    sections.append(f'<h2>What stock (left) and {html.escape(name)} (right) find</h2>')
+    for first, second in _pictures(cfg, models, judge.dataset):
+        sections.append('<div class="pair">')
+        for uri, caption in ((first, 'stock'), (second, name)):
+            sections.append(
+                f'<figure><img src="{uri}" alt="{html.escape(caption)}"><figcaption>'
+                f'{html.escape(caption)}</figcaption></figure>'
+            )
+        sections.append('</div>')
+    use = html.escape(commands(results, chosen, judge, out_dir))
+    sections.append(f'<h2>Commands</h2><pre>{use}</pre>')
+    page = (
+        '<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" '
+        f'content="width=device-width, initial-scale=1"><title>Speed</title><style>{STYLE}</style>'
+        f'{"".join(sections)}</html>'
+    )
+    with replacing(path) as temporary, open(temporary, 'w', encoding='utf-8') as file:
+        file.write(page)
+
+
+def _size(values: list[int]) -> str:
+    return ' + '.join(map(str, values))
+
+
+def _processor() -> str:
+    try:
+        with open('/proc/cpuinfo', encoding='utf-8') as file:
+            return next(line.split(':')[1].strip() for line in file if 'model name' in line)
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()

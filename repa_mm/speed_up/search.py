@@ -1,0 +1,625 @@
+"""The search: what is fitted, exported, tested and timed, and what is kept of it."""
+
+import copy
+import hashlib
+import io
+import json
+import os
+import os.path as osp
+import pickle
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import asdict
+
+import numpy as np
+import torch.nn as nn
+from mmengine.dataset import pseudo_collate
+from mmengine.logging import MMLogger
+
+from repa_mm.checkpoints import load_checkpoint, save_checkpoint
+from repa_mm.config import build_model, load_config
+from repa_mm.convert.pretrained import convert_checkpoint, deploy_
+from repa_mm.datasets import ImageFolder
+from repa_mm.files import replacing
+from repa_mm.reparam import has_training_form, reparameterize_
+from repa_mm.speed_up import candidates as parts
+from repa_mm.speed_up.candidates import EAGER, FLOATS, INT8, Candidate, Proxies
+from repa_mm.speed_up.judge import Agreement, Annotated, Score
+from repa_mm.speed_up.report import print_table, write_report
+from repa_mm.timing import compare
+from repa_mm.variants import STOCK, build, with_our_parts
+from repa_mm.version import __version__
+
+#: Least budget to try, and the first one.
+LEAST, FIRST = 0.05, 0.4
+#: Steps of a bisection for a floor, each with a fit, and for a latency, each without one.
+FLOOR_STEPS, LATENCY_STEPS = 4, 6
+#: A latency is searched for this much below the target, since times vary.
+MARGIN = 0.97
+
+
+class Search:
+    """See :func:`repa_mm.speed_up`, which has the arguments."""
+
+    def __init__(
+        self, config, checkpoint, out_dir, images, num_images, fit_images, repeats, cfg_options
+    ) -> None:
+        MMLogger.get_current_instance().setLevel('ERROR')  # hides where weights come from
+        self.out_dir, self.repeats, self.fit_images = out_dir, repeats, fit_images
+        self.kept, self.folder = osp.join(out_dir, 'results.json'), osp.join(out_dir, 'candidates')
+        self.cfg = load_config(config, cfg_options)
+        self.results = self._resume(fingerprint(self.cfg.pretty_text, checkpoint))
+        # Everything that can be wrong shows before the first file is written.
+        stock = build(self.cfg, checkpoint)
+        self.trains = has_training_form(stock)
+        self.has_parts = len(with_our_parts(stock)) > 1
+        self.preprocessor = copy.deepcopy(stock.data_preprocessor)
+        self.images = self.judge = None
+        if images:
+            ImageFolder(images, [])
+        new = not osp.isdir(out_dir)
+        os.makedirs(out_dir, exist_ok=True)
+        try:
+            if images:
+                self.images = osp.join(self.folder, 'fit_images')
+                of_judge = split_images(images, self.images, osp.join(self.folder, 'test_images'))
+                self.judge = Agreement(self.cfg, num_images, of_judge)
+            else:
+                subset = osp.join(out_dir, f'first_{num_images}_images.json')
+                self.judge = Annotated(self.cfg, max(num_images, 1), subset)
+        except Exception:
+            if new and not os.listdir(out_dir):
+                os.rmdir(out_dir)
+            raise
+        self.tests_wanted = num_images > 0
+        self.key = f'{self.judge.num_images} images of {osp.abspath(images) if images else "data"}'
+        if cfg_options or '::' in config:
+            config = self._dump('original', self.cfg)
+        self.config, self.checkpoint = config, checkpoint
+        self.formats, self.notes = parts.installed_formats()
+        self.planned: list[str] = []
+        self.done, self.started = 0, time.monotonic()
+        self.opened: dict[tuple, nn.Module] = {}
+        self.candidates = {STOCK: Candidate(STOCK, config, checkpoint)}
+        self.base = self._base()
+        for found in self.results['candidates'].values():
+            self.candidates[found['name']] = Candidate(**found)
+        self.stock_score: Score | None = None
+
+    # What is kept
+
+    def _resume(self, mark: str) -> dict:
+        if osp.exists(self.kept):
+            with open(self.kept, encoding='utf-8') as file:
+                results = json.load(file)
+            if results['fingerprint'] != mark:
+                raise ValueError(
+                    f'{self.out_dir!r} has the results of another model ({results["checkpoint"]} '
+                    f'with {results["config"]}, as they were): give another folder'
+                )
+            return results
+        for name in ('model.py', 'model.pth'):
+            if osp.exists(osp.join(self.out_dir, name)):
+                raise ValueError(f'{self.out_dir!r} has a {name} of something else: give another')
+        return dict(
+            version=__version__, fingerprint=mark, config='', checkpoint='', candidates={},
+            files={}, tests={}, seconds={}, rows=[], metric='',
+        )  # fmt: skip
+
+    def _save(self) -> None:
+        self.results.update(config=self.config, checkpoint=self.checkpoint)
+        with replacing(self.kept) as temporary, open(temporary, 'w', encoding='utf-8') as file:
+            json.dump(self.results, file, indent=1)
+
+    def _dump(self, stem: str, cfg) -> str:
+        path = osp.join(self.folder, f'{stem}.py')
+        with replacing(path) as temporary, open(temporary, 'w', encoding='utf-8') as file:
+            file.write(cfg.pretty_text)
+        return path
+
+    def _step(self, kind: str, what: str, work: Callable):
+        """Run a step, with a line on what it does and how long the planned steps take."""
+        if kind in self.planned:
+            self.planned.remove(kind)
+        self.done += 1
+        seconds = self.results['seconds']
+        rest = [kind, *self.planned]
+        known = [np.mean(seconds[k]) for k in rest if k in seconds]
+        left = f'{sum(known) / 60:.1f} min left' if known else 'time left not known yet'
+        more = ' or more' * (0 < len(known) < len(rest))
+        total = self.done + len(self.planned)
+        print(f'[{self.done}/{total}] {what}; {left}{more}', flush=True)
+        begin = time.monotonic()
+        with quiet():
+            result = work()
+        seconds.setdefault(kind, []).append(time.monotonic() - begin)
+        self._save()
+        return result
+
+    def _missing(self, names: Sequence[str]) -> list[str]:
+        """Return the kinds of the steps that candidates of these names still need."""
+        kinds, tests = ['time'], self.results['tests'].get(self.key, {})
+        for name in dict.fromkeys(names):
+            kinds += ['fit'] * (name.endswith('%') and name not in self.candidates)
+            files = () if name == STOCK != self.base.name else ('onnx', 'int8')
+            kinds += [kind for kind in files if f'{name}|{kind}' not in self.results['files']]
+            done = {k for k in self.formats if f'{name}|{k}' in tests}
+            groups = 1 if not files else len(self.formats) - 2 if len(self.formats) > 2 else 1
+            number = bool(done & {*FLOATS}) + len(done - {*FLOATS})
+            kinds += max(0, groups - number) * ['test'] * self.tests_wanted
+        return kinds
+
+    # Steps
+
+    def _base(self) -> Candidate:
+        """Return the candidate with all widths: the model with faster parts, merged."""
+        if not self.trains:
+            name = 'faster parts' if self.has_parts else STOCK
+            base = Candidate(name, self.config, self.checkpoint)
+        else:
+            base = Candidate('merged', *(osp.join(self.folder, f'merged{s}') for s in EXTENSIONS))
+            if not osp.exists(base.checkpoint):
+                cfg = copy.deepcopy(self.cfg)
+                deploy_(cfg.model)
+                self._dump('merged', cfg)
+                meta = load_checkpoint(self.checkpoint).get('meta') or {}
+                model = reparameterize_(build_model(self.cfg, self.checkpoint))
+                content = dict(meta=dict(meta, cfg=cfg.pretty_text), state_dict=model.state_dict())
+                save_checkpoint(content, base.checkpoint)
+        self.candidates.setdefault(base.name, base)
+        return base
+
+    def fit(self, budget: float) -> Candidate | None:
+        """Return the narrower model of a budget, or None if there can be none."""
+        budget = round(budget, 2)
+        name = percent_name(budget)
+        if name not in self.candidates and not self.results.get('cannot_narrow'):
+            out = osp.join(self.folder, f'{100 * budget:.0f}.pth')
+            begin = last = time.monotonic()
+            blocks, screen = [], sys.stdout
+
+            def progress(row, number: int) -> None:
+                nonlocal last
+                blocks.append(dict(name=row.name, before=row.before, after=row.after))
+                if time.monotonic() - last > 30:
+                    last = time.monotonic()
+                    left = (last - begin) * (number - len(blocks)) / len(blocks)
+                    text = f'    {len(blocks)} of {number} parts, {left / 60:.1f} min left of this'
+                    print(text, file=screen, flush=True)
+
+            def work() -> None:
+                try:
+                    convert_checkpoint(
+                        self.config, self.checkpoint, out, budget=budget, images=self.images,
+                        num_images=self.fit_images, progress=progress, device='cpu',
+                    )  # fmt: skip
+                except ValueError as error:
+                    self.results['cannot_narrow'] = str(error)
+                    return
+                config = f'{osp.splitext(out)[0]}.py'
+                found = Candidate(name, config, out, budget, blocks)
+                self.candidates[name] = found
+                self.results['candidates'][name] = asdict(found)
+
+            self._step('fit', f'fit {name} of the blocks to {self.fit_images} images', work)
+        return self.candidates.get(name)
+
+    def file(self, candidate: Candidate, kind: str) -> str | None:
+        """Return the file of a candidate for a format; '' if it was refused, None for PyTorch."""
+        if kind == EAGER:
+            return None
+        what = 'int8' if kind == INT8 else 'onnx'
+        key, files = f'{candidate.name}|{what}', self.results['files']
+        if key not in files or files[key] and not osp.exists(files[key]):
+            stem = osp.join(self.folder, candidate.name.replace(' %', '').replace(' ', '_'))
+
+            def work() -> None:
+                arguments = self.images, self.fit_images
+                try:
+                    files[key] = parts.write_file(candidate, kind, stem, *arguments)
+                except ValueError as error:
+                    files[key] = ''
+                    self.results.setdefault('refused', {})[key] = str(error)
+
+            self._step(what, f'write {what} of {candidate.name}', work)
+        return files[key]
+
+    def open(self, candidate: Candidate, kind: str) -> nn.Module | None:
+        """Return a candidate in a format, or None if there is no such file."""
+        key = candidate.name, kind
+        if key not in self.opened:
+            file = self.file(candidate, kind)
+            if file == '':
+                return None
+            self.opened[key] = parts.open_model(candidate, kind, file, self.preprocessor)
+        return self.opened[key]
+
+    def test(self, candidate: Candidate, kind: str) -> dict | None:
+        """Return ``metric``, ``difference`` and ``interval`` of a candidate in a format."""
+        if not self.tests_wanted:
+            return None
+        tests, key = self.results['tests'].setdefault(self.key, {}), f'{candidate.name}|{kind}'
+        model = self.open(candidate, kind) if key not in tests else None
+        if model is not None:
+            if self.stock_score is None:
+                self._test_stock(tests)
+
+            def work() -> None:
+                score = self.judge(model)
+                change, low, high = self.judge.difference(score, self.stock_score)
+                tests[key] = dict(metric=score.value, difference=change, interval=[low, high])
+                self.results['how'] = self.judge.how
+
+            self._step('test', f'test {candidate.name}, {kind}', work)
+        return tests.get(key)
+
+    def _test_stock(self, tests: dict) -> None:
+        path = osp.join(self.folder, f'stock_{self.judge.num_images}.pkl')
+        key = f'{STOCK}|{EAGER}'
+        if key in tests and osp.exists(path) and isinstance(self.judge, Annotated):
+            with open(path, 'rb') as file:  # our own
+                self.judge.name, self.stock_score, metric = pickle.load(file)
+            self.judge._metric = metric
+            return
+        model = self.open(self.candidates[STOCK], EAGER)
+
+        def work() -> None:
+            self.stock_score = self.judge(model)
+            value = self.stock_score.value
+            tests[key] = dict(metric=value, difference=0.0, interval=[0.0, 0.0])
+
+        self._step('test', f'test {STOCK} on {self.judge.num_images} images', work)
+        self.results['metric'] = self.judge.name
+        if isinstance(self.judge, Annotated):
+            with replacing(path) as temporary, open(temporary, 'wb') as file:
+                pickle.dump((self.judge.name, self.stock_score, self.judge._metric), file)
+
+    def time(self, models: dict, repeats: int, what: str) -> dict[tuple, np.ndarray]:
+        """Time models in turn with stock, on the first image."""
+        models = {(STOCK, EAGER): self.open(self.candidates[STOCK], EAGER), **models}
+        data = pseudo_collate([self.judge.dataset[0]])
+        return self._step('time', what, lambda: parts.time_models(models, data, repeats))
+
+    # Searches
+
+    def run(self, max_loss: float | None, latency: float | None, budgets: Sequence[float]):
+        """Search, choose, write the files, and return the table's rows."""
+        self._save()
+        step = ['fit', 'onnx', 'int8', 'test']
+        if latency is not None:
+            self.planned = self._missing([self.base.name]) + LATENCY_STEPS * ['time'] + step
+            self._search_latency(latency)
+        elif max_loss is not None:
+            self.planned = (
+                self._missing([self.base.name]) + FLOOR_STEPS * step + ['onnx', 'test', 'time']
+            )
+            self._search_floor(max_loss)
+        else:
+            names = [percent_name(budget) for budget in budgets]
+            self.planned = self._missing([*self.candidates, *names])
+            for budget in budgets:
+                self.fit(budget)
+        if 'cannot_narrow' in self.results:
+            self.notes.append(f'there is no narrower model: {self.results["cannot_narrow"]}')
+        for key, why in self.results.get('refused', {}).items():
+            self.notes.append(f'{key.replace("|", " in ")} is left out: {why}')
+        full = latency is None and max_loss is None
+        self.planned = self._missing([*self.candidates]) if full else ['time']
+        rows = self._rows(full)
+        chosen = self._choose(rows, max_loss, latency)
+        target = ' and '.join(
+            text.format(value)
+            for text, value in (
+                ('loses at most {} points', max_loss),
+                ("takes at most {:.0%} of stock's time", latency),
+            )
+            if value is not None
+        )
+        self._finish(rows, chosen, target, max_loss)
+        return rows
+
+    def _promising(self, repeats: int = 3) -> tuple[list[str], dict]:
+        """Return the formats in ascending order of the base's time, and the times."""
+        models = {(self.base.name, k): self.open(self.base, k) for k in self.formats}
+        models = {key: model for key, model in models.items() if model is not None}
+        times = self.time(models, repeats, f'time {self.base.name} in all formats')
+        found = parts.fastest(times, list(models))
+        return [kind for _, kind in found], times
+
+    def _search_floor(self, max_loss: float) -> None:
+        """Bisect the budget in the fastest format that keeps the floor with all widths."""
+        order, _ = self._promising()
+        kind = next((k for k in order if meets(self.test(self.base, k), max_loss)), order[0])
+        low, high = LEAST, 1.0
+        for step in range(FLOOR_STEPS):
+            budget = FIRST if step == 0 else (low + high) / 2
+            candidate = self.fit(budget)
+            if candidate is None:
+                return
+            meets_it = meets(self.test(candidate, kind), max_loss)
+            low, high = (low, budget) if meets_it else (budget, high)
+            for key in [key for key in self.opened if key[0] == candidate.name]:
+                del self.opened[key]  # memory
+            sizes = [[block['after'] for block in c.blocks] for c in self.candidates.values()]
+            if meets_it and sizes.count([block['after'] for block in candidate.blocks]) > 1:
+                break  # as narrow as it can be
+        best = self.candidates.get(percent_name(round(high, 2)))
+        second = next((k for k in order if k != kind), None)
+        if best and second:  # which of two formats is faster may change with the widths
+            self.test(best, second)
+
+    def _search_latency(self, latency: float) -> None:
+        """Find the budget that meets the target in each promising format, then fit it."""
+        order, times = self._promising()
+        stock = np.median(times[STOCK, EAGER])
+        floats = [k for k in order if k in FLOATS][:1] + [k for k in order if k not in FLOATS]
+        cfg = load_config(self.base.config)
+        proxies = Proxies(cfg, self.base.checkpoint, self.preprocessor)
+        for kind in floats:
+            base = np.median(times[self.base.name, kind]) / stock
+            if base <= latency * MARGIN:
+                self.test(self.base, kind)
+                continue
+            # Quantizing a proxy would take minutes: int8 is taken to gain as its floats do.
+            stand_in = next(k for k in order if k != INT8) if kind == INT8 else kind
+            factor = base / (np.median(times[self.base.name, stand_in]) / stock)
+
+            def share(budget: float, kind=stand_in, factor=factor) -> float:
+                key = f'{100 * budget:.0f} %, random weights', kind
+                models = {key: proxies(budget, kind)}
+                found = self.time(models, 5, f'time {key[0]}, {kind}')
+                return factor * np.median(found[key]) / np.median(found[STOCK, EAGER])
+
+            try:
+                budget = bisect(share, latency * MARGIN)
+            except ValueError as error:  # no block can be narrowed
+                self.results['cannot_narrow'] = str(error)
+                return
+            if budget is None:
+                print(f'    {kind} does not meet the target with {LEAST:.0%} of the blocks either')
+                continue
+            for _ in range(3):
+                candidate = self.fit(budget)
+                model = candidate and self.open(candidate, kind)
+                if model is None:
+                    break
+                key = candidate.name, kind
+                found = self.time({key: model}, 5, f'time {candidate.name}, {kind}')
+                ratio = np.median(found[key]) / np.median(found[STOCK, EAGER])
+                self.test(candidate, kind)
+                if ratio <= latency or budget <= LEAST:
+                    break
+                budget = max(LEAST, budget * min(0.95, latency / ratio))
+
+    # Results
+
+    def _rows(self, full: bool) -> list[dict]:
+        """Time all candidates in turn, and return the rows of the table.
+
+        Args:
+            full (bool): Write and test all formats, and not only what the search needed.
+        """
+        models = {}
+        for candidate in self.candidates.values():
+            for kind in self.formats if candidate.name != STOCK else [EAGER]:
+                what = f'{candidate.name}|{"int8" if kind == INT8 else "onnx"}'
+                if full or kind == EAGER or self.results['files'].get(what):
+                    model = self.open(candidate, kind)
+                    if model is not None:
+                        models[candidate.name, kind] = model
+        if self.base.name == STOCK:  # nothing but the files is faster
+            for kind in self.formats[1:]:
+                model = self.open(self.base, kind)
+                if model is not None:
+                    models[STOCK, kind] = model
+        times = self.time(models, self.repeats, f'time {len(models)} rows in turn')
+        rows, stock = [], times[STOCK, EAGER]
+        spread = max(np.ptp(np.percentile(v, [25, 75])) / np.median(v) for v in times.values())
+        if spread > 0.3:
+            self.notes.append(
+                f'the times of a row vary by {spread:.0%} between quartiles: other processes may '
+                'be running. Run the command again on a quiet machine: only times are taken anew'
+            )
+        for (name, kind), values in times.items():
+            candidate, model = self.candidates[name], models[name, kind]
+            ratio, low, high = compare(stock, values)
+            file = self.file(candidate, kind)
+            rows.append(
+                dict(
+                    candidate=name, format=kind, ms=float(np.median(values)),
+                    ms_interval=np.percentile(values, [25, 75]).tolist(), times=ratio,
+                    times_interval=[low, high], mb=parts.megabytes(model, file), file=file,
+                    config=candidate.config, checkpoint=candidate.checkpoint,
+                    budget=candidate.budget, chosen=False,
+                )
+            )  # fmt: skip
+        if full and self.tests_wanted:
+            self._test_rows(rows)
+        for row in rows:
+            self._fill(row)
+        return rows
+
+    def _test_rows(self, rows: list[dict]) -> None:
+        """Test the fastest format of floats of each candidate, bf16 and int8."""
+        best: dict[tuple, dict] = {}
+        for row in sorted(rows, key=lambda row: row['ms']):
+            group = 'floats' if row['format'] in FLOATS else row['format']
+            best.setdefault((row['candidate'], group), row)
+        for row in best.values():
+            self.test(self.candidates[row['candidate']], row['format'])
+
+    def _fill(self, row: dict) -> None:
+        """Put the test of a row into it, or that of another format of floats."""
+        tests = self.results['tests'].get(self.key, {})
+        kinds = [row['format'], *(FLOATS if row['format'] in FLOATS else ())]
+        found = next((k for k in kinds if f'{row["candidate"]}|{k}' in tests), None)
+        nothing = dict(metric=None, difference=None, interval=None)
+        row.update(tests[f'{row["candidate"]}|{found}'] if found else nothing, tested_in=found)
+
+    def _choose(self, rows, max_loss: float | None, latency: float | None) -> dict | None:
+        """Return the row that meets the targets best, tested itself."""
+        if max_loss is None and latency is None:
+            return None
+
+        def fast(row: dict) -> bool:
+            return latency is None or row['ms'] <= latency * rows[0]['ms']
+
+        def worth(row: dict) -> tuple:
+            if latency is None:
+                return (row['ms'],)
+            return -(row['difference'] or 0), -row['budget'], row['ms']
+
+        found = [row for row in rows[1:] if fast(row)]
+        if latency is not None:  # what was slower when the search looked at it
+            for row in found:
+                self.test(self.candidates[row['candidate']], row['format'])
+                self._fill(row)
+        for row in sorted(found, key=worth):
+            if max_loss is not None:
+                if not meets(row, max_loss):
+                    continue
+                self.test(self.candidates[row['candidate']], row['format'])
+                self._fill(row)
+            if max_loss is None or meets(row, max_loss):
+                row['chosen'] = True
+                return row
+        return None
+
+    def _finish(self, rows, chosen: dict | None, target: str, max_loss: float | None) -> None:
+        if chosen:
+            self._write_chosen(chosen)
+        elif target:
+            known = [r for r in rows[1:] if max_loss is None or r['interval']] or rows[1:]
+            near = max(known, key=lambda r: r['times'] if max_loss is None else r['interval'][0])
+            text = f'{near["candidate"]} in {near["format"]}, {1 / near["times"]:.0%} of the time'
+            if near['interval']:
+                text += f' and {near["difference"]:+.2f} points, or {near["interval"][0]:+.2f}'
+            self.notes.append(f'nothing {target}: nothing is chosen. The nearest is {text}')
+        if max_loss is not None:
+            unsure = [r for r in rows[1:] if r['difference'] is not None]
+            unsure = [r for r in unsure if r['difference'] >= -max_loss and not meets(r, max_loss)]
+            if unsure and not (chosen and all(r['ms'] >= chosen['ms'] for r in unsure)):
+                names = ', '.join(f'{r["candidate"]} ({r["format"]})' for r in unsure)
+                self.notes.append(
+                    f'{self.judge.num_images} images are too few to tell whether these lose more '
+                    f'than {max_loss} points: {names}. Test on more images (--num-images)'
+                )
+        self.results.update(rows=rows, target=target, key=self.key)
+        self._save()
+        print_table(rows, self.results)
+        for note in self.notes:
+            print(note)
+        shown = chosen or min(rows[1:], key=lambda row: row['ms'], default=rows[0])
+        models = [
+            self.open(self.candidates[row['candidate']], row['format']) for row in (rows[0], shown)
+        ]
+        path = osp.join(self.out_dir, 'report.html')
+        with quiet():
+            write_report(
+                path,
+                self.cfg,
+                rows,
+                self.results,
+                self.notes,
+                shown,
+                models,
+                self.judge,
+                self.out_dir,
+            )
+        print(f'wrote {path} ({(time.monotonic() - self.started) / 60:.1f} min)')
+
+    def _write_chosen(self, row: dict) -> None:
+        """Write the chosen model's config, checkpoint and file."""
+        stem = osp.join(self.out_dir, 'model')
+        loaded = load_checkpoint(row['checkpoint'])
+        kept = {key: loaded[key] for key in ('meta', 'state_dict') if key in loaded}
+        save_checkpoint(kept, f'{stem}.pth')
+        cfg = load_config(row['config'])
+        cfg.load_from = osp.abspath(f'{stem}.pth')
+        with replacing(f'{stem}.py') as temporary, open(temporary, 'w', encoding='utf-8') as file:
+            file.write(cfg.pretty_text)
+        source = osp.splitext(row['file'])[0] if row['file'] else ''
+        for suffix in ('.onnx', '.bin', '.xml'):  # the weights first
+            if (
+                row['file']
+                and osp.exists(source + suffix)
+                and ((suffix == '.onnx') == row['file'].endswith('.onnx'))
+            ):
+                with replacing(stem + suffix) as temporary:
+                    with open(source + suffix, 'rb') as a, open(temporary, 'wb') as b:
+                        b.write(a.read())
+            elif osp.exists(stem + suffix):  # of an earlier choice
+                os.unlink(stem + suffix)
+
+
+EXTENSIONS = '.py', '.pth'
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Hide what the codebases, COCO and NNCF print."""
+    with redirect_stdout(io.StringIO()), warnings.catch_warnings():
+        warnings.simplefilter('ignore')
+        yield
+
+
+def fingerprint(config: str, checkpoint: str) -> str:
+    """Return a hash of a config's text and of a checkpoint file, or of its address."""
+    found = hashlib.sha256(config.encode())
+    if osp.isfile(checkpoint):
+        with open(checkpoint, 'rb') as file:
+            for block in iter(lambda: file.read(1 << 24), b''):
+                found.update(block)
+    else:
+        found.update(checkpoint.encode())
+    return found.hexdigest()
+
+
+def split_images(folder: str, to_fit: str, to_test: str) -> str:
+    """Link every third image of a folder into a folder to test on, the others into one to fit to.
+
+    Returns:
+        str: The folder to test on.
+    """
+    paths = ImageFolder(folder, []).paths
+    if len(paths) < 2:
+        raise ValueError(f'{folder} needs two images: one to fit to, one to test on')
+    for i, path in enumerate(paths):
+        target = to_fit if i % 3 else to_test
+        os.makedirs(target, exist_ok=True)
+        link = osp.join(target, f'{i:06}{osp.splitext(path)[1]}')
+        if not osp.lexists(link):
+            os.symlink(path, link)
+    return to_test
+
+
+def percent_name(budget: float) -> str:
+    """Return the name of the candidate of a budget."""
+    return f'{100 * budget:.0f} %'
+
+
+def meets(test: dict | None, max_loss: float) -> bool:
+    """Return True if the whole interval of a difference is above the floor."""
+    return bool(test and test['interval'] and test['interval'][0] >= -max_loss)
+
+
+def bisect(share: Callable[[float], float], target: float) -> float | None:
+    """Return the largest budget that meets a share of stock's time, or None if the least does not.
+
+    Args:
+        share (Callable): Maps a budget to a share of stock's time.
+        target (float): The share to meet.
+    """
+    if share(LEAST) > target:
+        return None
+    low, high = LEAST, 1.0
+    for step in range(LATENCY_STEPS - 1):
+        budget = FIRST if step == 0 else (low + high) / 2
+        if share(budget) <= target:
+            low = budget
+        else:
+            high = budget
+    return low

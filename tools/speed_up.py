@@ -1,0 +1,72 @@
+"""Make a trained model faster on this machine, and measure what it costs.
+
+Prints a table of candidates and formats with times and metrics, and writes it as report.html. With
+a target, the chosen model is written, too. What is fitted and measured is kept in OUT_DIR, so that
+a second run with another target goes on from there.
+"""
+
+import argparse
+import sys
+
+from mmengine import DictAction
+
+from repa_mm import speed_up
+from repa_mm.reparam import CheckpointError
+
+EXAMPLES = """examples:
+  %(prog)s CONFIG CHECKPOINT OUT_DIR                  the table
+  %(prog)s CONFIG CHECKPOINT OUT_DIR --max-loss 0.5   the fastest that loses at most 0.5 points
+  %(prog)s CONFIG CHECKPOINT OUT_DIR --latency 0.4    40 %% of the time, with the least loss
+"""
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument('config', help="the model's config: a path, or mmdet::swin/….py")
+    parser.add_argument('checkpoint', help="the model's checkpoint: a path or a URL")
+    parser.add_argument('out_dir', help='folder for the results')
+    parser.add_argument(
+        '--max-loss', type=float, metavar='POINTS', help='largest loss of the metric, in points'
+    )
+    parser.add_argument(
+        '--latency', type=float, metavar='SHARE', help="largest share of the original's time"
+    )
+    parser.add_argument(
+        '--images',
+        metavar='FOLDER',
+        help='images without annotations: what the original model finds counts as the truth',
+    )
+    parser.add_argument(
+        '--num-images', type=int, default=100, help='images to test on; 0: no test (default: 100)'
+    )
+    parser.add_argument(
+        '--budgets',
+        type=float,
+        nargs='*',
+        default=[0.6, 0.4, 0.25],
+        help="shares of the blocks' multiply-adds to try without a target (default: 0.6 0.4 0.25)",
+    )
+    parser.add_argument('--fit-images', type=int, default=64, help='images to fit to (default: 64)')
+    parser.add_argument('--repeats', type=int, default=20, help='turns of timing (default: 20)')
+    parser.add_argument(
+        '--cfg-options', nargs='+', action=DictAction, help='override the config: key=value ...'
+    )
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_args()
+    try:
+        rows = speed_up(**vars(args))
+    except (ValueError, CheckpointError) as error:
+        sys.exit(f'error: {error}')
+    if (args.max_loss is not None or args.latency is not None) and not any(
+        row['chosen'] for row in rows
+    ):
+        sys.exit(1)
+
+
+if __name__ == '__main__':
+    main()
