@@ -141,7 +141,8 @@ def test_ffns_that_a_conversion_reaches(family, tmp_path, randomize):
     model = build_model(cfg)
     data = model.data_preprocessor(resized(small_images(cfg), [(224, 256)]), False)
     with torch.no_grad():
-        reached = block_outputs(ffn_sites(model), lambda batch: head_inputs(model, batch), data)
+        blocks = {site.block_name: site.block for site in ffn_sites(model)}
+        reached = block_outputs(blocks, lambda batch: head_inputs(model, batch), data)
     places = {'encoder' if '.encoder.' in f'.{name}' else name.split('.')[0] for name in reached}
     assert places == set(TABLE[family][0].split(', '))
 

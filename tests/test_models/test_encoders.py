@@ -183,23 +183,22 @@ def test_a_conversion_and_its_config(case, randomize):
     assert len(report.blocks) == 2 and all(share < 0.1 for share in report.differences)
     widths = [len(site.parts().fc1.bias) for site in ffn_sites(narrow)]
     cfg = Config(dict(model=model_config(case)))
-    given = {block.name: block.width for block in report.blocks}
-    names = list(given)
-    found = converted_config(cfg, model, names, given, None, 'narrow.pth').model
+    given = {block.name: block.after for block in report.blocks}
+    found = converted_config(cfg, model, given, None, 'narrow.pth').model
     assert found.type == cfg.model.type  # MMDetection's own
     built = MODELS.build(found)
     built.load_state_dict(narrow.state_dict())
     assert [len(site.parts().fc1.bias) for site in ffn_sites(built)] == widths
     # Unequal widths need a structure.
     name = report.blocks[1].name
-    found = converted_config(cfg, model, names, {name: 7}, None, 'narrow.pth').model
+    found = converted_config(cfg, model, {name: (7,)}, None, 'narrow.pth').model
     assert found.type == 'Restructured'
     for expected in ([4 * widths[0], 7], [4 * widths[0], 5]):
         built = MODELS.build(found)
         assert [len(site.parts().fc1.bias) for site in ffn_sites(built)] == expected
         # Converted once more, it has one structure more.
         cfg = Config(dict(model=found))
-        found = converted_config(cfg, built, names, {name: 5}, None, 'a.pth').model
+        found = converted_config(cfg, built, {name: (5,)}, None, 'a.pth').model
 
 
 def test_a_backbone_and_an_encoder_of_two_ratios(randomize):
