@@ -184,6 +184,9 @@ def tables() -> dict[str, str]:
         'dinov2': table(of(fitted, model=vit), 'keep method', 'of'),
         'heads': table(of('channels and heads: ', of='box AP'), 'form', 'model'),
         'budget': table(of('channels and heads: ', model=vit), 'form', 'of'),
+        'narrow': table(
+            of('narrower backbone, times'), 'model', 'form', lambda rows: rows[0]['value']
+        ),
         'rivals': table(of('q·k of 48 dimensions of 64: '), 'form', 'of'),
         'detr': by_seed(of(fitted, model=detr), 'original'),
         'shortcut': table(of("error of Swin-B's features: "), 'form', 'of'),
