@@ -15,7 +15,7 @@ PYTEST := -m pytest tests projects --numprocesses auto --maxprocesses 4 --dist w
 
 help:
 	@echo 'make demo             train, test, reparameterize and test again on real images'
-	@echo '                      (TASK=retinanet, the default, mask_rcnn, upernet or convert)'
+	@echo '                      (TASK=retinanet, the default, mask_rcnn, upernet or speed_up)'
 	@echo 'make test             run the tests (ARGS="-k ffn" goes to pytest)'
 	@echo 'make test-all         the tests that take minutes too, and random cases anew'
 	@echo 'make lint             check the style of the code; make format repairs it'

@@ -13,11 +13,11 @@ from mmpretrain.models import PoolFormer
 from repa_mm.config import build_model
 from repa_mm.export.session import Session
 from repa_mm.faster import fuse_conv_bn_, swap_faster_attention_
-from repa_mm.reparam import has_training_form, reparameterize_
+from repa_mm.reparam import Form, has_training_form, outermost, reparameterize_
 from repa_mm.timing import change
 
-STOCK, OURS, DEPLOY = 'stock', 'stock with our parts', 'deploy form'
-COLUMNS = 'model', 'ms', 'images/s', 'against stock', 'by the merge'
+STOCK, OURS, DEPLOY, NARROW = 'stock', 'stock with our parts', 'deploy form', 'model'
+COLUMNS = 'model', 'ms', 'images/s', 'against stock', 'against our parts'
 
 
 def build(cfg: Config, checkpoint: str | None = None) -> nn.Module:
@@ -42,7 +42,6 @@ def variants(
     cfg: Config,
     checkpoint: str | None = None,
     baseline: Config | None = None,
-    baseline_checkpoint: str | None = None,
 ) -> dict[str, nn.Module]:
     """Build the models to compare, in eval mode.
 
@@ -51,14 +50,14 @@ def variants(
         checkpoint (str, optional): Weights of the model, in either form. Defaults to random
             weights.
         baseline (Config, optional): Config of the stock model to compare with.
-        baseline_checkpoint (str, optional): Weights of the stock model. Defaults to random weights.
 
     Returns:
         dict: The models by name: those that :func:`with_our_parts` returns for the stock model, and
-        the model of ``cfg``, reparameterized as for a test.
+        the model of ``cfg``, reparameterized as for a test if it is a RePaFormer.
     """
-    models = {} if baseline is None else with_our_parts(build(baseline, baseline_checkpoint))
-    models[DEPLOY] = merged(build(cfg, checkpoint))
+    models = {} if baseline is None else with_our_parts(build(baseline))
+    model = merged(build(cfg, checkpoint))
+    models[DEPLOY if any(outermost(model, Form)) else NARROW] = model
     return models
 
 
@@ -155,8 +154,9 @@ def exported(name: str, shape: tuple[int, int], batch_size: int) -> Callable:
 def latency_rows(times: dict[str, np.ndarray], batch_size: int) -> list[list[str]]:
     """Return table rows with the columns :data:`COLUMNS`.
 
-    The column 'against stock' compares each model with the first one. The column 'by the merge'
-    compares the deploy form with the stock model with our parts.
+    The column 'against stock' compares each model with the first one. The column 'against our
+    parts' compares the model of the config with the stock model with our parts: it has what the
+    merge gains, or narrower parts.
     """
     rows = []
     first = next(iter(times))
@@ -164,6 +164,6 @@ def latency_rows(times: dict[str, np.ndarray], batch_size: int) -> list[list[str
         median = np.median(values)
         row = [name, f'{median:.1f}', f'{1e3 * batch_size / median:.2f}']
         row.append(change(values, times[first]) if name != first else '')
-        row.append(change(values, times[OURS]) if name == DEPLOY and OURS in times else '')
+        row.append(change(values, times[OURS]) if name in (DEPLOY, NARROW) and OURS in times else '')
         rows.append(row)
     return rows

@@ -1,7 +1,7 @@
 """Measure the latency of a model, in turn with a baseline and exported files, in one process.
 
 A RePa model is reparameterized first. With --baseline, the stock model runs as it is and with our
-attention and heads, so that the table shows how much of the gain is due to the merge. Images are
+attention and heads, so that the table shows how much of the gain is due to these parts. Images are
 noise. Without checkpoints, weights are random.
 """
 
@@ -30,7 +30,6 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument('config', help='config of the model')
     parser.add_argument('checkpoint', nargs='?', help='checkpoint of the model, in either form')
     parser.add_argument('--baseline', metavar='CONFIG', help='config of the stock model')
-    parser.add_argument('--baseline-checkpoint', metavar='CHECKPOINT')
     parser.add_argument(
         '--part',
         choices=('predict', 'backbone'),
@@ -70,7 +69,7 @@ def main() -> None:
     MMLogger.get_current_instance().setLevel('WARNING')
     cfg, shape = load_config(args.config, args.cfg_options), tuple(args.input_shape)
     baseline = load_config(args.baseline) if args.baseline else None
-    models = variants(cfg, args.checkpoint, baseline, args.baseline_checkpoint)
+    models = variants(cfg, args.checkpoint, baseline)
     models = {name: model.to(args.device) for name, model in models.items()}
     if args.part == 'backbone':
         calls = {name: model.backbone for name, model in models.items()}

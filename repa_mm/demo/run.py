@@ -18,11 +18,11 @@ from mmengine.runner import Runner, find_latest_checkpoint
 
 from repa_mm.complexity import count
 from repa_mm.config import load_config
-from repa_mm.convert.pretrained import convert_checkpoint, result_text
 from repa_mm.demo.dataset import write_digit_scenes
 from repa_mm.features import relative_error
 from repa_mm.paths import config_path
 from repa_mm.reparam import reparameterize
+from repa_mm.speed_up import speed_up
 from repa_mm.timing import measure, show
 
 DATA = 'data/demo'
@@ -30,14 +30,9 @@ DATA = 'data/demo'
 BOX = {'coco/bbox_mAP': 'box AP', 'coco/bbox_mAP_50': 'box AP50'}
 MASK = {'coco/segm_mAP': 'mask AP', 'coco/segm_mAP_50': 'mask AP50'}
 SEMANTIC = {'mIoU': 'mIoU (%)', 'aAcc': 'aAcc (%)'}
-TASKS = {'retinanet': BOX, 'mask_rcnn': BOX | MASK, 'upernet': SEMANTIC, 'convert': BOX}
-# One epoch with a small learning rate and without validation.
-FINE_TUNING = {
-    'train_cfg.max_epochs': 1,
-    'train_cfg.val_begin': 2,
-    'param_scheduler.1.end': 1,
-    'optim_wrapper.optimizer.lr': 1e-4,
-}
+TASKS = {'retinanet': BOX, 'mask_rcnn': BOX | MASK, 'upernet': SEMANTIC}
+# Largest loss of the sped-up model, in points of box AP, on all validation scenes.
+MAX_LOSS, NUM_IMAGES = 0.5, 200
 
 
 def run_demo(
@@ -49,31 +44,36 @@ def run_demo(
     """Train a small model on the demo's data, test it, and compare its forms.
 
     'retinanet', 'mask_rcnn' and 'upernet' train a model with a RePa-Swin, and test its training
-    form and deploy form. 'convert' trains a vanilla RetinaNet, converts it, fine-tunes the
-    converted model for one epoch, and tests all three models.
+    form and deploy form. 'speed_up' trains a vanilla RetinaNet, and makes it faster by
+    :func:`repa_mm.speed_up`.
 
     Args:
-        task (str): A key of :data:`TASKS`.
+        task (str): A key of :data:`TASKS`, or 'speed_up'.
         work_dir (str): Folder for checkpoints, logs, ``summary.json`` and ``pictures``. The data
             set is written to ``data/demo``.
         checkpoint (str, optional): Checkpoint of a trained model, in the training form, or vanilla
-            for 'convert'. Defaults to None: train a model.
+            for 'speed_up'. Defaults to None: train a model.
         cfg_options (dict, optional): Values to override in the config, by dotted names.
 
     Returns:
         dict: The content of ``summary.json``: for each tested model, its metrics, numbers of
         parameters (millions), multiply-adds (1e9) and latencies (ms), by their names in the table.
+        For 'speed_up' the rows of its table, by candidate and format.
     """
     start = time.perf_counter()
     write_digit_scenes(DATA)
-    model = 'retinanet_swin' if task == 'convert' else f'{task}_repa_swin'
+    model = 'retinanet_swin' if task == 'speed_up' else f'{task}_repa_swin'
     config = config_path(f'demo/{model}_digits.py')
     cfg = load_config(config, cfg_options)
     checkpoint = checkpoint or train(cfg, work_dir)
-    if task == 'convert':
-        cases = _convert(config, checkpoint, work_dir, cfg_options)
-    else:
-        cases = {'training form': (cfg, checkpoint, False), 'deploy form': (cfg, checkpoint, True)}
+    if task == 'speed_up':
+        folder = osp.join(work_dir, 'speed_up')
+        found = speed_up(
+            config, checkpoint, folder, MAX_LOSS, num_images=NUM_IMAGES, cfg_options=cfg_options
+        )
+        _show_time(start)
+        return {f'{row["candidate"]}, {row["format"]}': row for row in found}
+    cases = {'training form': (cfg, checkpoint, False), 'deploy form': (cfg, checkpoint, True)}
     rows: dict[str, dict[str, float]] = {}
     models = {}
     for name, case in cases.items():
@@ -86,37 +86,22 @@ def run_demo(
     with torch.no_grad():
         for name, values in _measure(models, scenes).items():
             rows[name].update(values)
-        found = _difference(*models.values(), scenes) if task != 'convert' else None
-        drawn = models['converted' if task == 'convert' else 'deploy form']
+        found = _difference(*models.values(), scenes)
         pictures = osp.join(work_dir, 'pictures')
-        _draw(drawn, scenes, dict(cfg.visualizer, name=work_dir), loader.dataset.metainfo, pictures)
+        _draw(models['deploy form'], scenes, dict(cfg.visualizer, name=work_dir), loader.dataset.metainfo, pictures)
     mmengine.dump(rows, osp.join(work_dir, 'summary.json'), indent=2)
 
     lines = [[label, *(f'{row[label]:.4g}' for row in rows.values())] for label in rows[name]]
     show(task, ('', *rows), lines)
-    if found is not None:
-        print(f'Largest difference of the features, relative to the largest feature: {found:.1e}')
-    minutes, seconds = divmod(round(time.perf_counter() - start), 60)
-    print(f'Pictures: {pictures}\nTotal time: {minutes} min {seconds} s', flush=True)
+    print(f'Largest difference of the features, relative to the largest feature: {found:.1e}')
+    print(f'Pictures: {pictures}')
+    _show_time(start)
     return rows
 
 
-def _convert(
-    config: str, checkpoint: str, work_dir: str, cfg_options: dict | None
-) -> dict[str, tuple[Config, str, bool]]:
-    """Convert and fine-tune a checkpoint; return arguments of :func:`test` for each model."""
-    converted = osp.join(work_dir, 'converted.pth')
-    result = convert_checkpoint(config, checkpoint, converted, cfg_options=cfg_options)
-    print(result_text(result, converted))
-    cfg = load_config(osp.join(work_dir, 'converted.py'))  # with cfg_options
-    tuning = copy.deepcopy(cfg)
-    tuning.merge_from_dict(FINE_TUNING)
-    tuned = train(tuning, osp.join(work_dir, 'fine-tuning'))
-    return {
-        'vanilla': (load_config(config, cfg_options), checkpoint, False),
-        'converted': (cfg, converted, False),
-        'fine-tuned': (cfg, tuned, False),
-    }
+def _show_time(start: float) -> None:
+    minutes, seconds = divmod(round(time.perf_counter() - start), 60)
+    print(f'Total time: {minutes} min {seconds} s', flush=True)
 
 
 def train(cfg: Config, work_dir: str) -> str:
@@ -207,15 +192,15 @@ def main() -> None:
     """Run the command line of the demonstration."""
     parser = argparse.ArgumentParser(
         description='Train a small model on digits pasted on photographs, test its training '
-        'form and deploy form, and compare them. Or train a vanilla model and convert it (convert).'
+        'form and deploy form, and compare them. Or train a vanilla model and make it faster (speed_up).'
     )
     parser.add_argument(
-        '--task', choices=[*TASKS, 'data'], default='retinanet', help='data: only write data/demo'
+        '--task', choices=[*TASKS, 'speed_up', 'data'], default='retinanet', help='data: only write data/demo'
     )
     parser.add_argument('--work-dir', help='default: work_dirs/demo/TASK')
     parser.add_argument(
         *('--checkpoint', '--vanilla'),
-        help='checkpoint of a trained model to test or convert, instead of training one',
+        help='checkpoint of a trained model to take, instead of training one',
     )
     parser.add_argument(
         '--cfg-options', nargs='+', action=DictAction, help='override the config: key=value ...'

@@ -34,16 +34,16 @@ def scenes(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.mark.parametrize('task', ['retinanet', 'mask_rcnn', 'upernet', 'convert'])
+@pytest.mark.parametrize('task', ['retinanet', 'mask_rcnn', 'upernet'])
 def test_demo(task, scenes, capsys):
     """A trained model, or one of random weights, is tested in its forms, measured and drawn."""
     checkpoint = None
-    options = RETINANET if task in ('retinanet', 'convert') else SMALL
+    options = RETINANET if task == 'retinanet' else SMALL
     if task == 'upernet':
         pytest.importorskip('mmseg')
     if task != 'retinanet':
-        name = 'retinanet_swin' if task == 'convert' else f'{task}_repa_swin'
-        model = build_model(load_config(config_path(f'demo/{name}_digits.py'), options))
+        config = config_path(f'demo/{task}_repa_swin_digits.py')
+        model = build_model(load_config(config, options))
         checkpoint = 'random.pth'
         torch.save(dict(state_dict=model.state_dict(), meta={}), checkpoint)
     rows = run.run_demo(task, 'out', checkpoint, options)
@@ -52,29 +52,45 @@ def test_demo(task, scenes, capsys):
     before, *after = rows.values()
     if task == 'mask_rcnn':  # RetinaNet finds nothing here
         assert after[0]['mask AP'] == before['mask AP'] >= 0
-    assert len(after) == (2 if task == 'convert' else 1)
-    for row in after:
-        assert row.keys() == before.keys()
-        for key in ('parameters, model (M)', 'GMACs, backbone, 160x160'):
-            assert before[key] > row[key]
-    if task != 'convert':
-        assert float(out.split('largest feature: ')[1].split()[0]) < 1e-4
+    (row,) = after
+    assert row.keys() == before.keys()
+    for key in ('parameters, model (M)', 'GMACs, backbone, 160x160'):
+        assert before[key] > row[key]
+    assert float(out.split('largest feature: ')[1].split()[0]) < 1e-4
     pictures = [cv2.imread(str(path)) for path in (scenes / 'out' / 'pictures').iterdir()]
     assert [picture.shape[:2] for picture in pictures] == [(160, 320)] * 4  # both side by side
     assert (scenes / 'out' / 'summary.json').is_file()
+
+
+def test_speed_up(scenes, monkeypatch, capsys):
+    """A vanilla model is trained, and given to the one command with its data."""
+    calls = []
+
+    def speed_up(*args, **kwargs):
+        calls.append((args, kwargs))
+        return [dict(candidate='stock', format='PyTorch', ms=1.0)]
+
+    monkeypatch.setattr(run, 'speed_up', speed_up)
+    rows = run.run_demo('speed_up', 'out', None, RETINANET)
+    (((config, checkpoint, folder, max_loss), options),) = calls
+    assert rows == {'stock, PyTorch': dict(candidate='stock', format='PyTorch', ms=1.0)}
+    assert config == config_path('demo/retinanet_swin_digits.py') and max_loss > 0
+    assert build_model(load_config(config, RETINANET), checkpoint)  # the trained one fits
+    assert folder == osp.join('out', 'speed_up') and options['cfg_options'] == RETINANET
+    assert options['num_images'] > 100 and 'Total time: ' in capsys.readouterr().out
 
 
 def test_command_line(monkeypatch):
     calls = []
     monkeypatch.setattr(run, 'run_demo', lambda *args: calls.append(args))
     monkeypatch.setattr(run, 'write_digit_scenes', calls.append)
-    command = ['demo.py', '--task', 'convert', '--vanilla', 'v.pth', '--cfg-options', 'a.b=3']
+    command = ['demo.py', '--task', 'speed_up', '--vanilla', 'v.pth', '--cfg-options', 'a.b=3']
     for argv in (command, ['demo.py', '--work-dir', 'x'], ['demo.py', '--task', 'data']):
         monkeypatch.setattr('sys.argv', argv)
         run.main()
-    folder = osp.join('work_dirs', 'demo', 'convert')
+    folder = osp.join('work_dirs', 'demo', 'speed_up')
     assert calls == [
-        ('convert', folder, 'v.pth', {'a.b': 3}),
+        ('speed_up', folder, 'v.pth', {'a.b': 3}),
         ('retinanet', 'x', None, None),
         'data/demo',
     ]

@@ -21,8 +21,8 @@ BOTH = REPA, '--baseline', VANILLA, '--input-shape', 64, 96, '--repeats', 2
     'tool, arguments, expected',
     [
         ('benchmark', BOTH, ['against stock', '| stock with our parts |', '| deploy form ']),
-        ('benchmark', (*BOTH, '--part', 'backbone'), ['by the merge', 'backbone, 1x3x64x96']),
-        ('benchmark', (*RESNET, '--part', 'backbone'), ['| deploy form ']),
+        ('benchmark', (*BOTH, '--part', 'backbone'), ['against our parts', 'backbone, 1x3x64x96']),
+        ('benchmark', (*RESNET, '--part', 'backbone'), ['| model ']),
         ('get_flops', (REPA, '--input-shape', 64, 64), ['GMACs', '| training', '| deploy']),
         ('get_flops', (VANILLA, '--part', 'backbone'), ['GMACs', '| as it is']),
     ],

@@ -1,0 +1,185 @@
+"""Put other packages beside the model that `tools/speed_up.py` chose, at its latency.
+
+In one process and on the same images: Torch-Pruning (https://github.com/VainF/Torch-Pruning,
+`pip install torch-pruning`), which removes hidden channels of FFNs by its own importance criteria,
+without training, until it takes as long as the chosen model in the chosen format; NNCF's 8 bits with
+its defaults, of the stock model; and `torch.compile` of the stock model. The pruned models get our faster parts
+and our export, so that the table compares what is removed::
+
+    python tools/speed_up.py CONFIG CHECKPOINT OUT_DIR --max-loss 0.5
+    python -m benchmarks.rivals OUT_DIR
+"""
+
+import argparse
+import copy
+import json
+import os.path as osp
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+import torch.nn as nn
+import torch_pruning
+
+from repa_mm.checkpoints import save_checkpoint
+from repa_mm.config import build_model, load_config
+from repa_mm.convert.pretrained import converted_config
+from repa_mm.export.export import example_shape, images_of, model_to_export, whole_onnx
+from repa_mm.export.exported import ExportedModel
+from repa_mm.export.whole import whole_model
+from repa_mm.models import ffn_sites
+from repa_mm.speed_up.candidates import EAGER, INT8, Candidate
+from repa_mm.speed_up.search import Search
+from repa_mm.timing import compare, show
+from repa_mm.variants import STOCK
+
+#: Criteria that need neither labels nor gradients.
+CRITERIA = {
+    'magnitude': lambda: torch_pruning.importance.GroupMagnitudeImportance(p=2),
+    'LAMP': lambda: torch_pruning.importance.LAMPImportance(p=2),
+    'FPGM': lambda: torch_pruning.importance.FPGMImportance(p=2),
+}
+STEPS, LARGEST = 5, 0.95
+COLUMNS = 'model', 'format', 'ms', '× stock [95 %]', 'metric', 'difference [95 %]'
+
+
+def prune(config: str, checkpoint: str, stem: str, ratio: float, criterion: str) -> Candidate:
+    """Remove a share of the hidden channels of a backbone's FFNs by Torch-Pruning.
+
+    Args:
+        config (str): Config of the stock model.
+        checkpoint (str): Its checkpoint.
+        stem (str): Path of the config and checkpoint to write, without their suffixes.
+        ratio (float): Share of the channels that goes, ranked over all FFNs.
+        criterion (str): A key of :data:`CRITERIA`.
+    """
+    cfg = load_config(config)
+    model = build_model(cfg, checkpoint)
+    original = copy.deepcopy(model)
+    first = [site.parts().fc1 for site in ffn_sites(model, 'backbone')]
+    others = (m for m in model.backbone.modules() if isinstance(m, (nn.Linear, nn.Conv2d)))
+    pruner = torch_pruning.pruner.BasePruner(
+        model.backbone,
+        torch.zeros(1, 3, *example_shape(model)),
+        CRITERIA[criterion](),
+        pruning_ratio=ratio,
+        max_pruning_ratio=LARGEST,
+        global_pruning=True,
+        ignored_layers=[m for m in others if all(m is not fc1 for fc1 in first)],
+        round_to=4,
+    )
+    pruner.step()
+    sizes = {
+        site.block_name: (site.parts().fc1.out_features,) for site in ffn_sites(model, 'backbone')
+    }
+    text = converted_config(cfg, original, sizes, None, f'{stem}.pth').pretty_text
+    with open(f'{stem}.py', 'w', encoding='utf-8') as file:
+        file.write(text)
+    save_checkpoint(dict(meta={}, state_dict=model.state_dict()), f'{stem}.pth')
+    return Candidate(f'Torch-Pruning, {criterion}', f'{stem}.py', f'{stem}.pth')
+
+
+def at_latency(search: Search, chosen: tuple, criterion: str, folder: str) -> tuple[Candidate, str]:
+    """Prune until a model takes as long as the chosen one, in its format.
+
+    Returns:
+        tuple: The candidate, and the share of channels that it lost.
+    """
+    low, high, found = 0.0, LARGEST, None
+    for step in range(STEPS):
+        ratio = LARGEST if step == 0 else (low + high) / 2
+        stem = osp.join(folder, f'pruned_{criterion}_{100 * ratio:.1f}')
+        stock = search.candidates[STOCK]
+        candidate = prune(stock.config, stock.checkpoint, stem, ratio, criterion)
+        candidate.name = osp.basename(stem)
+        kind = chosen[1]
+        model = search.open(candidate, kind)
+        if model is None:
+            break
+        ours = search.open(search.candidates[chosen[0]], kind)
+        times = search.time({chosen: ours, 'rival': model}, 5, f'time {candidate.name}')
+        slower = np.median(times['rival']) > np.median(times[chosen])
+        low, high = (ratio, high) if slower else (low, ratio)
+        if not slower or step == 0:
+            found = candidate, f'{ratio:.0%} of the channels'
+        if slower and step == 0:  # what remains is not in the FFNs
+            return found
+    return found
+
+
+def compiled(search: Search) -> nn.Module:
+    """Return the stock model with a compiled ``forward``, as MMEngine's `compile` does it."""
+    stock = search.candidates[STOCK]
+    model = build_model(load_config(stock.config), stock.checkpoint)
+    model.forward = torch.compile(model.forward)
+    return model
+
+
+def plain_int8(search: Search, file: str) -> nn.Module:
+    """Return the stock model in 8 bits, as NNCF quantizes it by its defaults."""
+    import nncf
+    import openvino
+
+    stock = search.candidates[STOCK]
+    cfg = load_config(stock.config)
+    model = model_to_export(cfg, stock.checkpoint)
+
+    def feed(data: dict) -> dict:
+        return {'image': model.data_preprocessor(data, False)['inputs'].numpy()}
+
+    content = whole_onnx(whole_model(model), (2, *example_shape(model)))
+    data = nncf.Dataset(images_of(cfg, 'train', search.fit_images), feed)
+    quantized = nncf.quantize(openvino.Core().read_model(content, b''), data)
+    openvino.save_model(quantized, file, compress_to_fp16=False)
+    return ExportedModel(file, search.preprocessor)
+
+
+def models(search: Search, chosen: tuple, folder: str) -> Iterator[tuple[str, str, nn.Module]]:
+    """Yield the name, format and model of each row."""
+    yield STOCK, EAGER, search.open(search.candidates[STOCK], EAGER)
+    name, kind = chosen
+    yield f'ours: {name}', kind, search.open(search.candidates[name], kind)
+    for criterion in CRITERIA:
+        candidate, lost = at_latency(search, chosen, criterion, folder)
+        yield f'Torch-Pruning, {criterion}, without {lost}', kind, search.open(candidate, kind)
+    if INT8 in search.formats:
+        yield 'stock, NNCF', INT8, plain_int8(search, osp.join(folder, 'plain_int8.xml'))
+    yield 'stock, torch.compile', EAGER, compiled(search)
+
+
+def main() -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.split('\n\n')[0])
+    parser.add_argument('out_dir', help='folder of tools/speed_up.py with a chosen model')
+    parser.add_argument('--num-images', type=int, default=100, help='images to test on')
+    parser.add_argument('--repeats', type=int, default=20, help='turns of timing')
+    args = parser.parse_args()
+    with open(osp.join(args.out_dir, 'results.json'), encoding='utf-8') as file:
+        results = json.load(file)
+    row = next(row for row in results['rows'] if row['chosen'])
+    chosen = row['candidate'], row['format']
+    arguments = results['config'], results['checkpoint'], args.out_dir
+    search = Search(*arguments, None, args.num_images, 64, args.repeats, None)
+    found = {(n, k): m for n, k, m in models(search, chosen, search.folder)}
+    stock = search.judge(found[STOCK, EAGER])
+    rows, tests = [], {}
+    for key, model in found.items():
+        score = search.judge(model)
+        tests[key] = score.value, *search.judge.difference(score, stock)
+    times = search.time(found, args.repeats, 'time all in turn')
+    for (name, kind), (value, change, low, high) in tests.items():
+        ratio, least, most = compare(times[STOCK, EAGER], times[name, kind])
+        ms = float(np.median(times[name, kind]))
+        rows.append(
+            [name, kind, f'{ms:.1f}', f'{ratio:.2f} [{least:.2f}, {most:.2f}]', f'{value:.2f}',
+             f'{change:+.2f} [{low:+.2f}, {high:+.2f}]']
+        )  # fmt: skip
+    show(f'{results["config"]}, {search.key}, {search.judge.name}', COLUMNS, rows)
+    loss = row['difference'] and -row['difference'] or 0
+    ms = np.median(times[f'ours: {chosen[0]}', chosen[1]])
+    better = [k[0] for k, t in tests.items() if -t[1] <= loss and np.median(times[k]) < 0.98 * ms]
+    print('wins:', ', '.join(better) or 'ours: no other is faster at this loss')
+
+
+if __name__ == '__main__':
+    main()
