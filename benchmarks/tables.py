@@ -189,9 +189,14 @@ def tables() -> dict[str, str]:
             lambda rows: mean(rows, 0),
             {"AP, mIoU, top-1, the paper's": of_paper},
         ),
-        'latency': table(of('latency', of='latency'), 'model cpu', 'form', extra=merge),
+        'latency': table(
+            of('latency', of='latency', model=(*swins, 'DINO-4scale ResNet-50, 800×1344')),
+            'model cpu',
+            'form',
+            lambda rows: mean(rows, 0),
+            merge,
+        ),
         'paper': table(of("the paper's table 2: "), 'model', 'form'),
-        'idle-ratios': table(of("the paper's table 4"), 'form', 'model'),
         'training': table(of('training step: '), 'model form', 'of'),
         'complexity': table(
             of(('parameters', 'multiply-adds'), model=SHOWN), 'model', 'form', with_units
