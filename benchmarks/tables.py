@@ -210,19 +210,10 @@ def tables() -> dict[str, str]:
         ),
         'dense-prediction': table(of("AP or mIoU, the paper's"), 'model', 'form'),
         'conversion': table(lines, 'model of keep', 'method', lost),
-        'dinov2': table(of(fitted, model=vit), 'keep method', 'of'),
+        'dinov2': table(of(fitted, model=vit, keep=('', '0.375')), 'method', 'of'),
         'heads': table(of('channels and heads: ', of='box AP'), 'form', 'model'),
-        'budget': table(of('channels and heads: ', model=vit), 'form', 'of'),
-        'rivals': table(of('q·k of 48 dimensions of 64: '), 'form', 'of'),
         'detr': by_seed(of(fitted, model=detr), 'original'),
-        'shortcut': table(of("error of Swin-B's features: "), 'form', 'of'),
         'exported': table(of('times as fast as stock PyTorch: '), 'model cpu', 'of', in_brackets),
-        'exported-detr': table(
-            of('latency of exported files: '),
-            'of',
-            'form',
-            extra={'by the merge, %': change(DEPLOY, STOCK)},
-        ),
         'bounds': table(of('worst relative error: '), 'form', 'of'),
     }
 
