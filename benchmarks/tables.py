@@ -142,7 +142,7 @@ def tables() -> dict[str, str]:
         return [row for row in rows if all(row[key] in v for key, v in allowed.items())]
 
     fitted = 'after a conversion: '
-    vit, detr = 'DINOv2 ViT-S/14', 'DINO, digits'
+    vit = 'DINOv2 ViT-S/14'
     detectors = 'RetinaNet, clothes', 'RetinaNet, digits', 'Mask R-CNN, digits', 'UperNet, digits'
     keeps, methods = ('0.375', '0.1'), ('ours', 'CORP, weighted', 'GRAIL, Wanda')
     originals = of(fitted, form='original', model=detectors)
@@ -173,11 +173,6 @@ def tables() -> dict[str, str]:
     def gained(rows: list[Row]) -> str:
         vanilla, repa = (grouped(rows, 'form')[form,] for form in ('vanilla', 'RePa'))
         return difference(repa, vanilla)
-
-    def by_seed(rows: list[Row], name: str) -> str:
-        first = grouped(rows, 'form')[name,]
-        compared = {f'minus {name}': lambda rows: difference(rows, first)}
-        return table(rows, 'form', extra={'seeds 0, 1, 2': listed, **compared})
 
     return {
         # A run of tools/speed_up.py, which README has.
@@ -211,8 +206,6 @@ def tables() -> dict[str, str]:
         'dense-prediction': table(of("AP or mIoU, the paper's"), 'model', 'form'),
         'conversion': table(lines, 'model of keep', 'method', lost),
         'dinov2': table(of(fitted, model=vit, keep=('', '0.375')), 'method', 'of'),
-        'heads': table(of('channels and heads: ', of='box AP'), 'form', 'model'),
-        'detr': by_seed(of(fitted, model=detr), 'original'),
         'exported': table(of('times as fast as stock PyTorch: '), 'model cpu', 'of', in_brackets),
         'bounds': table(of('worst relative error: '), 'form', 'of'),
     }
