@@ -20,8 +20,8 @@ include_patterns = [
 # Folders that are not searched.
 exclude_patterns = ['.*', 'build', 'data', 'work_dirs', 'repa_mm', 'tests', 'configs']
 extensions = [
-    'myst_nb', 'sphinx.ext.autodoc', 'sphinx.ext.napoleon', 'sphinx.ext.intersphinx',
-    'sphinx.ext.viewcode',
+    'myst_nb', 'sphinx.ext.autodoc', 'sphinx.ext.napoleon', 'sphinx.ext.viewcode',
+    'sphinxcontrib.mermaid',
 ]  # fmt: skip
 # Pages by their place at the left. README has no list of its own.
 CONTENTS = {
@@ -45,10 +45,10 @@ nb_execution_raise_on_error = True
 nb_execution_timeout = 900
 
 myst_heading_anchors = 4
+myst_fence_as_directive = ['mermaid']
 autodoc_member_order = 'bysource'
 autodoc_typehints = 'none'  # they are in the signatures and in the docstrings
 napoleon_numpy_docstring = False
-suppress_warnings = ['myst.strikethrough']
 
 html_theme = 'furo'
 html_title = f'RePa-MM {version}'
@@ -67,6 +67,12 @@ def prepare(app, docname: str, source: list[str]) -> None:
         source[0] += '\n```{toctree}\n:hidden:\n:glob:\n\n*/README\n```\n'
 
 
+def clean(app, what, name, obj, options, lines: list[str]) -> None:
+    """Take the stars off arguments, which reStructuredText reads as emphasis."""
+    lines[:] = [line.replace('*args, **kwargs:', 'args, kwargs:') for line in lines]
+
+
 def setup(app) -> None:
-    """Register :func:`prepare`."""
+    """Register the functions above."""
     app.connect('source-read', prepare)
+    app.connect('autodoc-process-docstring', clean, priority=400)  # before Napoleon
