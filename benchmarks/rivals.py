@@ -1,10 +1,15 @@
 """Put other packages beside the model that `tools/speed_up.py` chose, at its latency.
 
-In one process and on the same images: Torch-Pruning (https://github.com/VainF/Torch-Pruning,
-`pip install torch-pruning`), which removes hidden channels of FFNs by its own importance criteria,
-without training, until it takes as long as the chosen model in the chosen format; NNCF's 8 bits with
-its defaults, of the stock model; and `torch.compile` of the stock model. The pruned models get our faster parts
-and our export, so that the table compares what is removed::
+In one process and on the same images:
+
+- Torch-Pruning (https://github.com/VainF/Torch-Pruning, ``pip install torch-pruning``) removes
+  hidden channels of FFNs by its own importance criteria, without training, until the model takes as
+  long as the chosen one in the chosen format. The pruned models get our faster parts and our
+  export, so that the table compares what is removed.
+- NNCF with its defaults puts the stock model into 8 bits.
+- ``torch.compile`` compiles the stock model.
+
+::
 
     python tools/speed_up.py CONFIG CHECKPOINT OUT_DIR --max-loss 0.5
     python -m benchmarks.rivals OUT_DIR

@@ -39,9 +39,7 @@ def build(cfg: Config, checkpoint: str | None = None) -> nn.Module:
 
 
 def variants(
-    cfg: Config,
-    checkpoint: str | None = None,
-    baseline: Config | None = None,
+    cfg: Config, checkpoint: str | None = None, baseline: Config | None = None
 ) -> dict[str, nn.Module]:
     """Build the models to compare, in eval mode.
 
@@ -164,6 +162,7 @@ def latency_rows(times: dict[str, np.ndarray], batch_size: int) -> list[list[str
         median = np.median(values)
         row = [name, f'{median:.1f}', f'{1e3 * batch_size / median:.2f}']
         row.append(change(values, times[first]) if name != first else '')
-        row.append(change(values, times[OURS]) if name in (DEPLOY, NARROW) and OURS in times else '')
+        compared = name in (DEPLOY, NARROW) and OURS in times
+        row.append(change(values, times[OURS]) if compared else '')
         rows.append(row)
     return rows

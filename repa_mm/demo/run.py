@@ -88,7 +88,8 @@ def run_demo(
             rows[name].update(values)
         found = _difference(*models.values(), scenes)
         pictures = osp.join(work_dir, 'pictures')
-        _draw(models['deploy form'], scenes, dict(cfg.visualizer, name=work_dir), loader.dataset.metainfo, pictures)
+        visualizer = dict(cfg.visualizer, name=work_dir)
+        _draw(models['deploy form'], scenes, visualizer, loader.dataset.metainfo, pictures)
     mmengine.dump(rows, osp.join(work_dir, 'summary.json'), indent=2)
 
     lines = [[label, *(f'{row[label]:.4g}' for row in rows.values())] for label in rows[name]]
@@ -192,10 +193,14 @@ def main() -> None:
     """Run the command line of the demonstration."""
     parser = argparse.ArgumentParser(
         description='Train a small model on digits pasted on photographs, test its training '
-        'form and deploy form, and compare them. Or train a vanilla model and make it faster (speed_up).'
+        'form and deploy form, and compare them. Or train a vanilla model and make it faster '
+        '(speed_up).'
     )
     parser.add_argument(
-        '--task', choices=[*TASKS, 'speed_up', 'data'], default='retinanet', help='data: only write data/demo'
+        '--task',
+        choices=[*TASKS, 'speed_up', 'data'],
+        default='retinanet',
+        help='data: only write data/demo',
     )
     parser.add_argument('--work-dir', help='default: work_dirs/demo/TASK')
     parser.add_argument(
