@@ -65,7 +65,7 @@ demo: env
 	@touch $@
 
 docs: .venv-docs/ready
-	PYTHONPATH=.venv-docs .venv/bin/python -m sphinx --fail-on-warning --keep-going \
+	PYTHONPATH=$(CURDIR)/.venv-docs .venv/bin/python -m sphinx --fail-on-warning --keep-going \
 	-c docs . build/site $(ARGS)
 
 # ruff alone, as the requirements pin it.
