@@ -1,4 +1,4 @@
-"""Put a run of tools/speed_up.py into results.csv, and draw docs/speed_up.png.
+"""Put a run of tools/speed_up.py into results.csv, and its picture into docs/speed_up.svg.
 
 The rows take the place of those of an earlier run, since README has one::
 
@@ -12,10 +12,9 @@ import csv
 import datetime
 import json
 import os.path as osp
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
-
-import matplotlib.pyplot as plt
 
 from benchmarks import tables
 from repa_mm.files import replacing
@@ -57,38 +56,17 @@ def write(rows: list[dict[str, str]], path: Path) -> None:
         writer.writerows([*kept, *rows])
 
 
-def draw(rows: list[tables.Row], path: Path) -> None:
-    """Draw the metric over the time of one image; a colour for each format."""
-    found = tables.grouped(rows, 'of')
-    ((name, metric),) = (
-        (name, each) for (name,), each in found.items() if name in NAMES.values()
-    )  # fmt: skip
-    times = {row['form']: float(row['value']) for row in found['time',]}
-    figure, axis = plt.subplots(figsize=(7, 4.2))
-    for kind, each in tables.grouped([dict(r, kind=r['keep']) for r in metric], 'kind').items():
-        points = [(times[row['form']], float(row['value'])) for row in each]
-        axis.scatter(*zip(*points), label=kind[0])
-        for row, point in zip(each, points):
-            axis.annotate(row['method'], point, (4, 4), textcoords='offset points', fontsize=8)
-    model, cpu = rows[0]['model'], rows[0]['cpu']
-    axis.set(xscale='log', xlabel='ms for one image', ylabel=name, title=f'{model}, {cpu}')
-    axis.legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument('out_dir', help='folder of a run of tools/speed_up.py')
-    parser.add_argument('--model', required=True, help='name of the model in the picture')
+    parser.add_argument('--model', required=True, help='name of the model')
     parser.add_argument('--cpu', required=True, help='the processor, in plain words')
     args = parser.parse_args()
     results = json.loads((Path(args.out_dir) / 'results.json').read_text(encoding='utf-8'))
     write(list(to_csv(results, args.model, args.cpu)), tables.RESULTS)
-    rows = [row for row in tables.read() if row['what'].startswith(WHAT)]
-    draw(rows, tables.ROOT / 'docs' / 'speed_up.png')
+    shutil.copyfile(Path(args.out_dir) / 'report.svg', tables.ROOT / 'docs' / 'speed_up.svg')
 
 
 if __name__ == '__main__':

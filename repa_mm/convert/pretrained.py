@@ -29,7 +29,7 @@ from repa_mm.version import __version__
 
 #: Images are cropped to this height and width, since the memory grows with their pixels. A fit
 #: draws a few hundred tokens of each image.
-MAX_SIZE = 448
+MAX_SIZE = 416
 
 
 def calibration_images(

@@ -98,8 +98,9 @@ def scatter(rows: list[dict], name: str) -> str:
     x, x_low, x_high = scale(xs, left, width - right, 0.05)
     y, y_low, y_high = scale(ys, height - bottom, top, 0.1)
     parts = [
-        f'<svg viewBox="0 0 {width} {height}" role="img" font-size="12" '
-        'font-family="system-ui, sans-serif"><title>latency against the metric</title>'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" '
+        'font-size="12" font-family="system-ui, sans-serif">'
+        '<title>latency against the metric</title><rect width="100%" height="100%" fill="#fff"/>'
     ]
     for value in ticks(y_low, y_high):
         parts.append(
@@ -229,10 +230,10 @@ def write_report(
     judge: Any,
     out_dir: str,
 ) -> None:
-    """Write everything into one HTML file that needs no other.
+    """Write everything into one HTML file that needs no other, and its picture beside it.
 
     Args:
-        path (str): The file.
+        path (str): The file, '….html'. The picture is '….svg'.
         cfg (Config): Config of the original model.
         rows (list[dict]): Rows of the table.
         results (dict): The content of ``results.json``.
@@ -263,9 +264,10 @@ def write_report(
     candidates = results['candidates'].values()
     header = [column.format(results['metric'] or 'metric') for column in COLUMNS]
     marks = [row['chosen'] for row in rows]
+    picture = scatter(rows, results['metric'])
     sections = [
         f'<h1>{html.escape(osp.basename(results["config"]))}: how much faster, at what cost</h1>',
-        f'<p>{html.escape(summary)}</p>', scatter(rows, results['metric']), '<h2>Table</h2>',
+        f'<p>{html.escape(summary)}</p>', picture, '<h2>Table</h2>',
         _table(header, cells(rows), marks),
         f'<p>One image at a time, all models in turn, on {html.escape(_processor())}, '
         f'{torch.get_num_threads()} threads. ≈: tested in another format of floats. '
@@ -298,8 +300,9 @@ def write_report(
         f'content="width=device-width, initial-scale=1"><title>Speed</title><style>{STYLE}</style>'
         f'{"".join(sections)}</html>'
     )
-    with replacing(path) as temporary, open(temporary, 'w', encoding='utf-8') as file:
-        file.write(page)
+    for name, text in ((f'{osp.splitext(path)[0]}.svg', picture), (path, page)):
+        with replacing(name) as temporary, open(temporary, 'w', encoding='utf-8') as file:
+            file.write(text)
 
 
 def _size(values: list[int]) -> str:
