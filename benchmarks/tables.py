@@ -206,9 +206,6 @@ def tables() -> dict[str, str]:
         'dense-prediction': table(of("AP or mIoU, the paper's"), 'model', 'form'),
         'conversion': table(lines, 'model of keep', 'method', lost),
         'dinov2': table(of(fitted, model=vit, keep=('', '0.375')), 'method', 'of'),
-        'narrow': table(
-            of('narrower backbone, times'), 'model', 'form', lambda rows: rows[0]['value']
-        ),
         'exported': table(of('times as fast as stock PyTorch: '), 'model cpu', 'of', in_brackets),
         'bounds': table(of('worst relative error: '), 'form', 'of'),
     }
