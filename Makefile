@@ -11,13 +11,14 @@ MMCV_CFLAGS := -DNDEBUG -fwrapv -O3 -g0 $(CFLAGS)
 PYTEST := -m pytest tests projects --numprocesses auto --maxprocesses 4 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help env env-openmmlab demo lint format test test-all test-openmmlab clean distclean
+.PHONY: help env env-openmmlab demo docs lint format test test-all test-openmmlab clean distclean
 
 help:
 	@echo 'make demo             train, test, reparameterize and test again on real images'
 	@echo '                      (TASK=retinanet, the default, mask_rcnn, upernet or speed_up)'
 	@echo 'make test             run the tests (ARGS="-k ffn" goes to pytest)'
 	@echo 'make test-all         the tests that take minutes too, and random cases anew'
+	@echo 'make docs             build the site in build/site, and run its tutorial (Python 3.11 or newer)'
 	@echo 'make lint             check the style of the code; make format repairs it'
 	@echo 'make env              only the set-up: .venv with the main stack'
 	@echo 'make env-openmmlab    .venv-openmmlab with the last OpenMMLab releases'
@@ -58,6 +59,15 @@ endef
 demo: env
 	@.venv/bin/python tools/demo.py --task $(TASK) $(ARGS)
 
+# Sphinx lies beside the main stack, whose packages it imports and runs the tutorial with.
+.venv-docs/ready: requirements/docs.txt .venv/ready
+	.venv/bin/uv pip install --python .venv --target .venv-docs --no-deps --requirement $<
+	@touch $@
+
+docs: .venv-docs/ready
+	PYTHONPATH=$(CURDIR)/.venv-docs .venv/bin/python -m sphinx --fail-on-warning --keep-going \
+	-c docs . build/site $(ARGS)
+
 # ruff alone, as the requirements pin it.
 RUFF := .venv-lint/bin/ruff
 $(RUFF): requirements/onedl.txt
@@ -85,4 +95,4 @@ clean:
 	find repa_mm benchmarks configs projects tools tests -name __pycache__ -prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf .venv .venv-lint .venv-openmmlab repa_mm/.mim
+	rm -rf .venv .venv-docs .venv-lint .venv-openmmlab repa_mm/.mim

@@ -16,12 +16,14 @@ from pathlib import Path
 from statistics import fmean, stdev
 
 ROOT = Path(__file__).parents[1]
-PAGES = 'README.md', 'docs/*.md', 'benchmarks/README.md', 'projects/*/README.md'
+PAGES = 'README*.md', 'docs/*.md', 'benchmarks/README.md', 'projects/*/README.md'
 RESULTS = Path(__file__).with_name('results.csv')
 COLUMNS = 'what', 'model', 'form', 'run', 'cpu', 'command', 'version', 'date', 'value', 'unit'
 BLOCK = re.compile(r'(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)', re.DOTALL)
 HEADS = dict(cpu='CPU', keep='`--keep`')
 SHOWN = 'RePa-Swin-T', 'RePa-Swin-S', 'RePa-Swin-B', 'RePa-DeiT-B'
+SHAPES = {'RetinaNet': '800×1344', 'Mask R-CNN': '800×1344', 'UperNet': '512×512'}
+XEON = 'Intel Xeon (AVX-512, AMX), 2 cores'
 STOCK, OURS, DEPLOY = 'stock', 'stock with our parts', 'deploy form'
 Row = dict[str, str]
 
@@ -61,8 +63,8 @@ def with_units(rows: list[Row]) -> str:
     return ', '.join(f'{row["value"]} {row["unit"]}' for row in rows)
 
 
-def mean(rows: list[Row]) -> str:
-    return f'{fmean(runs(rows).values()):.1f}'
+def mean(rows: list[Row], digits: int = 1) -> str:
+    return f'{fmean(runs(rows).values()):.{digits}f}'
 
 
 def change(form: str, reference: str) -> Callable[[list[Row]], str]:
@@ -104,6 +106,8 @@ def table(
         cell (Callable): Returns the text for the rows of a cell.
         extra (dict, optional): More columns by their names, from the rows of a line.
     """
+    if not rows:
+        return ''
     extra, fields = extra or {}, index.split()
     by_column = grouped(rows, columns) if columns else {}
     heads = [HEADS.get(field, '') for field in fields]
@@ -138,13 +142,17 @@ def tables() -> dict[str, str]:
         return [row for row in rows if all(row[key] in v for key, v in allowed.items())]
 
     fitted = 'after a conversion: '
-    vit, detr = 'DINOv2 ViT-S/14', 'DINO, digits'
+    vit = 'DINOv2 ViT-S/14'
     detectors = 'RetinaNet, clothes', 'RetinaNet, digits', 'Mask R-CNN, digits', 'UperNet, digits'
     keeps, methods = ('0.375', '0.1'), ('ours', 'CORP, weighted', 'GRAIL, Wanda')
     originals = of(fitted, form='original', model=detectors)
     base = grouped(originals, 'model', 'of')
     lines = [dict(row, keep=keep) for row in originals for keep in keeps]
     lines += of(fitted, model=detectors, method=methods, keep=keeps)
+    swins = [f'{model} Swin-B, {size}' for model, size in SHAPES.items()]
+    swins.append('Swin-B backbone, 8×224×224')
+    published = of("AP or mIoU, the paper's", form=('Swin-B', 'RePa-Swin-B'))
+    published += of("top-1 on ImageNet, the paper's", model='Swin-B')
     merge = {'against stock, %': change(DEPLOY, STOCK), 'by the merge, %': change(DEPLOY, OURS)}
 
     def lost(rows: list[Row]) -> str:
@@ -155,19 +163,35 @@ def tables() -> dict[str, str]:
         values = {row['form']: row['value'] for row in rows}
         return values[DEPLOY] + (f' ({values[STOCK]})' if STOCK in values else '')
 
+    def of_paper(rows: list[Row]) -> str:
+        """What the paper says of the model of these rows, vanilla and as a RePaFormer."""
+        model = rows[0]['model'].split(',')[0]
+        name = 'Swin-B' if 'backbone' in model else model.removesuffix(' Swin-B') + ', '
+        found = [row for row in published if row['model'].startswith(name)]
+        return ' → '.join(row['value'] for row in found)
+
     def gained(rows: list[Row]) -> str:
         vanilla, repa = (grouped(rows, 'form')[form,] for form in ('vanilla', 'RePa'))
         return difference(repa, vanilla)
 
-    def by_seed(rows: list[Row], name: str) -> str:
-        first = grouped(rows, 'form')[name,]
-        compared = {f'minus {name}': lambda rows: difference(rows, first)}
-        return table(rows, 'form', extra={'seeds 0, 1, 2': listed, **compared})
-
     return {
-        'latency': table(of('latency', of='latency'), 'model cpu', 'form', extra=merge),
+        # A run of tools/speed_up.py, which README has.
+        'speed_up': table(of('speed-up: '), 'form', 'of'),
+        'gains': table(
+            of('latency', of='latency', model=tuple(swins), cpu=XEON),
+            'model',
+            'form',
+            lambda rows: mean(rows, 0),
+            {"AP, mIoU, top-1, the paper's": of_paper},
+        ),
+        'latency': table(
+            of('latency', of='latency', model=(*swins, 'DINO-4scale ResNet-50, 800×1344')),
+            'model cpu',
+            'form',
+            lambda rows: mean(rows, 0),
+            merge,
+        ),
         'paper': table(of("the paper's table 2: "), 'model', 'form'),
-        'idle-ratios': table(of("the paper's table 4"), 'form', 'model'),
         'training': table(of('training step: '), 'model form', 'of'),
         'complexity': table(
             of(('parameters', 'multiply-adds'), model=SHOWN), 'model', 'form', with_units
@@ -181,22 +205,8 @@ def tables() -> dict[str, str]:
         ),
         'dense-prediction': table(of("AP or mIoU, the paper's"), 'model', 'form'),
         'conversion': table(lines, 'model of keep', 'method', lost),
-        'dinov2': table(of(fitted, model=vit), 'keep method', 'of'),
-        'heads': table(of('channels and heads: ', of='box AP'), 'form', 'model'),
-        'budget': table(of('channels and heads: ', model=vit), 'form', 'of'),
-        'narrow': table(
-            of('narrower backbone, times'), 'model', 'form', lambda rows: rows[0]['value']
-        ),
-        'rivals': table(of('q·k of 48 dimensions of 64: '), 'form', 'of'),
-        'detr': by_seed(of(fitted, model=detr), 'original'),
-        'shortcut': table(of("error of Swin-B's features: "), 'form', 'of'),
+        'dinov2': table(of(fitted, model=vit, keep=('', '0.375')), 'method', 'of'),
         'exported': table(of('times as fast as stock PyTorch: '), 'model cpu', 'of', in_brackets),
-        'exported-detr': table(
-            of('latency of exported files: '),
-            'of',
-            'form',
-            extra={'by the merge, %': change(DEPLOY, STOCK)},
-        ),
         'bounds': table(of('worst relative error: '), 'form', 'of'),
     }
 

@@ -201,12 +201,13 @@ def test_ruff_is_pinned_once():
 def test_the_workflow_runs_targets_of_the_makefile():
     """Both stacks, on the oldest and the newest Python that the main stack is for."""
     jobs = yaml.safe_load((ROOT / '.github/workflows/ci.yml').read_text())['jobs']
-    assert set(jobs) == {'lint', 'test', 'wheel'}
+    assert set(jobs) == {'docs', 'lint', 'test', 'wheel'}
     cases = jobs['test']['strategy']['matrix']['include']
     assert {(case['target'], case['python']) for case in cases} == {
         ('test', '3.10'), ('test', '3.12'), ('test-openmmlab', '3.11')
     }  # fmt: skip
     makefile = (ROOT / 'Makefile').read_text()
+    assert re.search('^docs: ', makefile, re.M)
     for target, venv in {('lint', '.venv-lint'), *((c['target'], c['venv']) for c in cases)}:
         assert re.search(f'^{target}: ', makefile, re.M), target
         assert f'{venv}/bin/' in makefile, venv

@@ -29,7 +29,11 @@ def test_pages_have_the_tables(page):
 
 
 def test_every_table_is_in_one_page():
-    pages = '\n'.join(page.read_text(encoding='utf-8') for page in tables.pages())
+    pages = '\n'.join(
+        page.read_text(encoding='utf-8')
+        for page in tables.pages()
+        if page.name != 'README_zh-CN.md'  # a translation
+    )
     names = Counter(name for _, name, _ in tables.BLOCK.findall(pages))
     assert names == Counter(tables.tables().keys())
 

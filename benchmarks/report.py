@@ -1,0 +1,73 @@
+"""Put a run of tools/speed_up.py into results.csv, and its picture into docs/speed_up.svg.
+
+The rows take the place of those of an earlier run, since README has one::
+
+    python tools/speed_up.py CONFIG CHECKPOINT OUT_DIR
+    python -m benchmarks.report OUT_DIR --model 'RetinaNet, digits' --cpu 'Intel Xeon, 2 cores'
+    python -m benchmarks.tables --write
+"""
+
+import argparse
+import csv
+import datetime
+import json
+import os.path as osp
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from benchmarks import tables
+from repa_mm.files import replacing
+from repa_mm.version import __version__
+
+WHAT = 'speed-up: '
+NAMES = {
+    'coco/bbox_mAP': 'box AP', 'coco/segm_mAP': 'mask AP', 'mIoU': 'mIoU',
+    'accuracy/top1': 'top-1',
+}  # fmt: skip
+
+
+def to_csv(results: dict, model: str, cpu: str) -> Iterator[dict[str, str]]:
+    """Yield rows for results.csv from the content of a run's ``results.json``."""
+    name = NAMES.get(results['metric'], results['metric'])
+    config, checkpoint = (osp.basename(results[key]) for key in ('config', 'checkpoint'))
+    fixed = dict(
+        model=model, run=results['key'].split(' images')[0] + ' images', cpu=cpu,
+        command=f'python tools/speed_up.py {config} {checkpoint} OUT_DIR', version=__version__,
+        date=f'{datetime.date.today():%Y-%m}',
+    )  # fmt: skip
+    for row in results['rows']:
+        values = {'time': (f'{row["ms"]:.1f}', 'ms'), 'times stock': (f'{row["times"]:.2f}', '')}
+        if row['metric'] is not None:
+            values[name] = f'{row["metric"]:.1f}', ''
+        if row['interval'] is not None and any(row['interval']):
+            values['difference, 95 %'] = '{:.1f} to {:.1f}'.format(*row['interval']), ''
+        for what, (value, unit) in values.items():
+            form = f'{row["candidate"]}, {row["format"]}'
+            yield dict(fixed, what=WHAT + what, form=form, value=value, unit=unit)
+
+
+def write(rows: list[dict[str, str]], path: Path) -> None:
+    """Put the rows in the place of those of an earlier run."""
+    kept = [row for row in tables.read(path) if not row['what'].startswith(WHAT)]
+    with replacing(str(path)) as temporary, open(temporary, 'w', encoding='utf-8') as file:
+        writer = csv.DictWriter(file, tables.COLUMNS, extrasaction='ignore', lineterminator='\n')
+        writer.writeheader()
+        writer.writerows([*kept, *rows])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument('out_dir', help='folder of a run of tools/speed_up.py')
+    parser.add_argument('--model', required=True, help='name of the model')
+    parser.add_argument('--cpu', required=True, help='the processor, in plain words')
+    args = parser.parse_args()
+    results = json.loads((Path(args.out_dir) / 'results.json').read_text(encoding='utf-8'))
+    write(list(to_csv(results, args.model, args.cpu)), tables.RESULTS)
+    shutil.copyfile(Path(args.out_dir) / 'report.svg', tables.ROOT / 'docs' / 'speed_up.svg')
+
+
+if __name__ == '__main__':
+    main()

@@ -1,0 +1,36 @@
+"""A run of tools/speed_up.py becomes rows of results.csv, which replace those of another run."""
+
+import shutil
+
+from benchmarks import report, tables
+
+RESULTS = dict(
+    metric='coco/bbox_mAP',
+    config='/somewhere/swin.py',
+    checkpoint='/somewhere/swin.pth',
+    key='100 images of data',
+    rows=[
+        dict(candidate='stock', format='PyTorch', ms=100, times=1, metric=50, interval=[0, 0]),
+        dict(candidate='40 %', format='OpenVINO f32', ms=20, times=5, metric=49.6,
+             interval=[-0.82, 0.04]),
+    ],
+)  # fmt: skip
+
+
+def test_a_run_becomes_a_table(tmp_path, monkeypatch):
+    path = tmp_path / 'results.csv'
+    shutil.copy(tables.RESULTS, path)
+    monkeypatch.setattr(tables, 'RESULTS', path)
+    before = len([row for row in tables.read() if not row['what'].startswith(report.WHAT)])
+    for cpu in ('another', 'a CPU'):  # the second run replaces the first
+        report.write(list(report.to_csv(RESULTS, 'a model', cpu)), path)
+    rows = tables.read()
+    assert len(rows) == before + 7
+    assert {row['cpu'] for row in rows[before:]} == {'a CPU'}
+    assert not any('/somewhere' in row['command'] for row in rows[before:])
+    assert tables.tables()['speed_up'] == (
+        '| | time, ms | times stock | box AP | difference, 95 % |\n'
+        '| --- | --- | --- | --- | --- |\n'
+        '| stock, PyTorch | 100.0 | 1.00 | 50.0 | |\n'
+        '| 40 %, OpenVINO f32 | 20.0 | 5.00 | 49.6 | −0.8 to 0.0 |\n'
+    )
