@@ -296,7 +296,7 @@ def _stock_configs(
     arguments = inspect.signature(kind).parameters
     if 'mlp_ratio' in arguments and None not in widths:
         # In MMDetection's and MMSegmentation's Swin and MMSegmentation's ViT, an integer.
-        dims = [site.parts().fc1.weight.shape[1] for site in sites]
+        dims = [site.modules().fc1.weight.shape[1] for site in sites]
         ratio = widths[0] // dims[0]
         if widths == [ratio * c for c in dims]:
             yield ConfigDict(cfg, mlp_ratio=ratio)

@@ -11,7 +11,7 @@ from repa_mm.features import differences, tensors
 from repa_mm.models import add_structures_
 from repa_mm.models.sites import ffn_sites
 from repa_mm.models.structures import Widths
-from tests.test_models.test_sites import CONVERTIBLE, build
+from tests.test_models.test_sites import CONVERTIBLE, NARROWED, build
 
 ARCH = dict(embed_dims=16, num_layers=2, num_heads=2, feedforward_channels=64)
 VIT = 'DINOv2'  # a ViT with layer scale
@@ -27,6 +27,10 @@ CASES = {
     'PoolFormer': {},
     'Swin V2': {},
     'ConvNeXt': dict(layer_scale_init_value=0.5, gap_before_final_norm=False),
+    'timm DINOv2': {},
+    'timm DINOv3': {},
+    'SegFormer': {},
+    'PVT v2': {},
     'MMDetection Swin': {},
     'MMSegmentation ViT': {},
 }
@@ -41,14 +45,14 @@ def outputs(model, x):
 
 
 def pretrained(case, randomize):
-    package, name, kwargs, number = CONVERTIBLE[case]
+    package, name, kwargs, number = {**CONVERTIBLE, **NARROWED}[case]
     model = randomize(build(package, name, dict(kwargs, **CASES[case])))
     model.eval()  # on a line of its own: of some backbones it returns None
     return model, number
 
 
 def widths(model):
-    return [len(site.parts().fc1.bias) for site in ffn_sites(model)]
+    return [len(site.modules().fc1.bias) for site in ffn_sites(model)]
 
 
 @pytest.mark.parametrize('case', CASES)

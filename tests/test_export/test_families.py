@@ -83,6 +83,13 @@ OTHERS = {
             test_cfg=dict(max_per_img=20),
         ),
     ),
+    'SegFormer': (
+        'mmseg::segformer/segformer_mit-b0_8xb2-160k_ade20k-512x512.py',
+        dict(
+            backbone=dict(embed_dims=8, num_layers=[1] * 4, num_heads=[1, 1, 2, 2]),
+            decode_head=dict(in_channels=[8, 8, 16, 16], channels=16, num_classes=5),
+        ),
+    ),
     'Segmenter': (
         'mmseg::segmenter/segmenter_vit-t_mask_8xb1-160k_ade20k-512x512.py',
         dict(
@@ -124,7 +131,7 @@ def small_config(family, folder, randomize):
         cfg.merge_from_dict({f'model.{key}': literal_eval(value)})
     cfg.model.pop('pretrained', None)
     cfg.model.pop('init_cfg', None)
-    if family != 'Segmenter':
+    if family not in ('SegFormer', 'Segmenter'):
         cfg.model.backbone = dict(SWIN, out_indices=cfg.model.backbone.out_indices)
     return cfg
 
@@ -153,7 +160,7 @@ def test_exports_that_no_other_test_compares(family, tmp_path, randomize):
     model = spread(randomize(build_model(cfg)))
     images = small_images(cfg)
     (found,) = model.test_step(resized(images, [(128, 160)]))
-    if family == 'Segmenter':
+    if family in ('SegFormer', 'Segmenter'):
         assert len(found.pred_sem_seg.data.unique()) > 1
     else:
         assert len(found.pred_instances) > 5
