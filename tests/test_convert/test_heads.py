@@ -43,7 +43,8 @@ CASES = {
     'timm DINOv2': dict(
         type='mmpretrain.TIMMBackbone',
         model_name='vit_small_patch14_dinov2',
-        img_size=56,
+        img_size=64,
+        patch_size=8,
         embed_dim=32,
         depth=2,
         num_heads=2,

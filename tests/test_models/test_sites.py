@@ -161,7 +161,13 @@ CONVERTIBLE = {
     'MMSegmentation timm': (
         'mmseg',
         'TIMMBackbone',
-        dict(model_name='vit_tiny_patch16_224', pretrained=False, img_size=64, **TIMM),
+        dict(
+            model_name='vit_tiny_patch16_224',
+            pretrained=False,
+            img_size=64,
+            out_indices=(0, 1),
+            **TIMM,
+        ),
         2,
     ),
 }
@@ -215,7 +221,7 @@ REFUSED = {
         'mmdet',
         'PyramidVisionTransformer',
         dict(embed_dims=8, num_layers=[1, 1, 1, 1], num_heads=[1, 1, 1, 1]),
-        r"'layers.0.1.0.ffn', in a PVTEncoderLayer.*not two linear layers around a depthwise",
+        r"'layers.0.1.1.ffn', in a PVTEncoderLayer.*not two linear layers around a depthwise",
     ),
     'timm SwiGLU': (
         'mmpretrain',
