@@ -23,6 +23,7 @@ from repa_mm.models.structures import STRUCTURES, ChannelIdle, Structure, share
 __all__ = [
     'AttentionSite', 'ChannelIdle', 'FAMILIES', 'FFNModules', 'FFNSite', 'Family', 'MLPs',
     'RePaBackbone', 'RePaMlpMixer', 'RePaPoolFormer', 'RePaSwinTransformer',
-    'RePaVisionTransformer', 'Restructured', 'STRUCTURES', 'Site', 'Structure', 'add_structures_', 'attention_sites',
-    'build_fast_swin', 'ffn_sites', 'known_blocks', 'register_family', 'restructure', 'share',
+    'RePaVisionTransformer', 'Restructured', 'STRUCTURES', 'Site', 'Structure', 'add_structures_',
+    'attention_sites', 'build_fast_swin', 'ffn_sites', 'known_blocks', 'register_family',
+    'restructure', 'share',
 ]  # fmt: skip

@@ -402,24 +402,42 @@ def test_every_backbone_of_the_docs_is_tested():
     } - {'TIMMBackbone'}
 
 
-def test_blocks_of_vitdet():
-    """Of the project's class by its full name; other classes of that name are not known."""
+class Mlp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc1, self.act, self.fc2 = nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)
+        self.drop1, self.drop2 = nn.Dropout(0.0), nn.Dropout(0.0)
 
-    class Block(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm1, self.attn = nn.LayerNorm(8), nn.Linear(8, 8)
-            self.norm2, self.mlp = nn.LayerNorm(8), nn.Module()
-            self.mlp.fc1, self.mlp.act, self.mlp.fc2 = nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)
-            self.mlp.drop1 = self.mlp.drop2 = nn.Dropout(0.0)
-            self.drop_path = nn.Identity()
+    def forward(self, x):
+        return self.drop2(self.fc2(self.drop1(self.act(self.fc1(x)))))
 
-    model = nn.Sequential(Block(), Block())
+
+class Block(nn.Module):
+    """Of maps (B, H, W, C), and of what ViTDet's block calls its modules."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm1, self.attn, self.drop_path = nn.LayerNorm(8), nn.Linear(8, 8), nn.Identity()
+        self.norm2, self.mlp = nn.LayerNorm(8), Mlp()
+
+    def forward(self, x):
+        x = x + self.drop_path(self.attn(self.norm1(x)))
+        return x + self.drop_path(self.mlp(self.norm2(x)))
+
+
+@torch.no_grad()
+def test_blocks_of_vitdet(monkeypatch, randomize, relative_error):
+    """They are known by their full name, other classes of that name are not."""
+    model, x = randomize(nn.Sequential(Block(), Block())).eval(), torch.randn(4, 9, 7, 8)
     assert not ffn_sites(model)
-    Block.__module__, Block.__qualname__ = 'projects.ViTDet.vitdet.vit', 'Block'
+    monkeypatch.setattr(Block, '__module__', 'projects.ViTDet.vitdet.vit')
     assert len(ffn_sites(model)) == 2 and not attention_sites(model)
-    assert sum(isinstance(m, ChannelIdleFFN) for m in idle(model).modules()) == 2
-    model = nn.Sequential(Block())
+    merged = repa_mm.reparameterize(idle(copy.deepcopy(model), 0, dict(type='keep')))
+    assert relative_error(merged(x), model(x)) < 1e-5
+    kwargs = dict(keep=0.5, held_out=[torch.randn(4, 9, 7, 8)])
+    narrow, report = repa_mm.convert_pretrained(model, [x, torch.randn(4, 9, 7, 8)], **kwargs)
+    assert [site.modules().fc1.out_features for site in ffn_sites(narrow)] == [16, 16]
+    assert report.differences[0] < 0.1
     with pytest.raises(ValueError, match='LinearPlus adds the shortcut, which a Block adds itself'):
         add_structures_(model, [_Plus()])
 
