@@ -334,7 +334,7 @@ class MLPs(Family):
         return FFNModules(_plain_norm(self.norm_of(block)), mlp.fc1, mlp.act, mlp.fc2, scale, drop)
 
     def put_ffn(self, block: nn.Module, form: TrainingForm) -> None:
-        if form.contains_norm:
+        if self.norm:
             setattr(block, self.norm, nn.Identity())
         if self.scale:
             is_module = isinstance(getattr(block, self.scale), nn.Module)
