@@ -7,6 +7,8 @@ import torch
 from mmengine.registry import MODELS
 
 import repa_mm
+from repa_mm.convert.parts import PretrainedFFN
+from repa_mm.convert.regression import NarrowFFN
 from repa_mm.features import differences, tensors
 from repa_mm.models import add_structures_
 from repa_mm.models.sites import ffn_sites
@@ -262,6 +264,24 @@ def test_differences_are_shares_of_the_variance_of_channels(case, randomize):
     ):
         variance = a.var(axes, correction=0).mean()
         assert found == pytest.approx(float((a - b).square().mean() / variance), rel=1e-3)
+
+
+@torch.no_grad()
+def test_patches_are_what_the_depthwise_convolution_sees(randomize):
+    """Also at the border, where the hidden channels are padded with zeros and not the tokens."""
+    model, _ = pretrained('SegFormer', randomize)
+    site = ffn_sites(model)[1]
+    part, x, shape = PretrainedFFN(site), torch.randn(2, 6 * 5, 8), (6, 5)
+    expected = site.block.ffn(site.block.norm2(x), shape, identity=x)
+    assert torch.allclose(part.original(x, shape), expected, atol=1e-6)
+    whole = NarrowFFN.of(part.ffn, part.conv)
+    assert torch.allclose(x + whole(part.inputs(x, shape)), expected, atol=1e-6)
+    # With a channel, its filter goes.
+    kept = torch.arange(0, 32, 3)
+    site.set_weights(*whole.only(kept).weights.values())
+    rest = whole.features(part.inputs(x, shape))[..., kept] @ whole.w_out[:, kept].t().float()
+    found = site.block.ffn(part.ffn.norm1(x), shape, identity=torch.zeros(1))
+    assert torch.allclose(found, rest + whole.b.float(), atol=1e-6)
 
 
 def test_difference_of_a_single_vector():
