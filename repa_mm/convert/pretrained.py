@@ -210,6 +210,8 @@ def converted_config(
     for part in (cfg.model, given or {}):
         for key in ('init_cfg', 'pretrained'):  # weights of the original model
             part.pop(key, None)
+        if str(part.get('type')).endswith('TIMMBackbone'):
+            part['pretrained'] = False  # MMSegmentation's default is True
     start = 'backbone.' if given else '\0'
     inside = {name[len(start) :]: x for name, x in sizes.items() if name.startswith(start)}
     if inside:
