@@ -114,6 +114,11 @@ def test_the_example_of_a_structure():
         exec(block, names)
     names['test_branches_merge_exactly']()
     assert [block.after for block in names['report'].blocks] == [(48,), (48,)]
+    x, blocks = torch.randn(3, 20, 32), names['blocks'].eval()
+    with torch.no_grad():  # of a user's own family
+        merged = repa_mm.reparameterize(blocks)
+        torch.testing.assert_close(merged(x), blocks(x), rtol=1e-4, atol=1e-5)
+    assert sum(isinstance(m, reparam.MergedFFN) for m in merged.modules()) == 2
     arch = dict(embed_dims=16, num_layers=2, num_heads=2, feedforward_channels=32)
     vit = dict(type='mmpretrain.VisionTransformer', arch=arch, img_size=32)
     cfg = dict(type='Restructured', model=vit, structures=[dict(type='LinearFFNs')])

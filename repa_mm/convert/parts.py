@@ -13,7 +13,6 @@ from repa_mm.convert.lockstep import Pausing
 from repa_mm.convert.regression import (
     NarrowFFN,
     ffn_moments,
-    ffn_output,
     fit_ffn,
     refine,
     widths_of,
@@ -22,7 +21,7 @@ from repa_mm.convert.regression import (
 from repa_mm.faster.attention import FastShiftWindowMSA
 from repa_mm.models.sites import AttentionSite, FFNSite
 from repa_mm.models.structures import idle_ffn
-from repa_mm.reparam import ChannelIdleFFN
+from repa_mm.reparam import ChannelIdleFFN, FFNParts
 
 _NUM_PARTS = 4  # parts of the images for cross-validation
 
@@ -56,6 +55,7 @@ class PretrainedFFN(Pausing):
     Attributes:
         ffn (ChannelIdleFFN): Norm, FFN and shortcut. A channel-idle FFN with idle ratio 0 computes
             the same as an ordinary FFN, and sites can fill it from any block.
+        conv (nn.Conv2d | None): The depthwise convolution before the activation.
 
     Raises:
         ValueError: If the FFN is of another kind, or its activation mixes channels, or treats them
@@ -66,7 +66,12 @@ class PretrainedFFN(Pausing):
 
     def __init__(self, site: FFNSite) -> None:
         super().__init__(site.block_name)
-        self.ffn: ChannelIdleFFN = idle_ffn(site, 0.0, dict(type='keep'))
+        modules = site.modules()
+        parts = FFNParts(*modules[:5])
+        self.ffn: ChannelIdleFFN = idle_ffn(site, 0.0, dict(type='keep'), parts=parts)
+        self.conv = copy.deepcopy(modules.conv)
+        # Then the input is where the shortcut starts, in the block if not in the FFN.
+        self.is_residual = self.ffn.shortcut or bool(site.family.norm)
         self.sizes = (self.ffn.feedforward_channels,)
         hidden = torch.linspace(-3, 3, 32).to(self.ffn.fc1.weight).reshape(4, 8)
         act = self.ffn.act
@@ -80,22 +85,47 @@ class PretrainedFFN(Pausing):
                 'differently'
             )
 
-    def original(self, x: torch.Tensor, identity: torch.Tensor | None = None) -> torch.Tensor:
+    def original(self, x: torch.Tensor, *hw_shape, identity=None) -> torch.Tensor:
         """Compute the pretrained norm, FFN and shortcut for tokens (..., C)."""
-        return self.whole(x, ffn_output(self.ffn, self.ffn.norm1(x)))
+        hidden = self.ffn.fc1(self.ffn.norm1(x))
+        if self.conv is not None:
+            maps = hidden.transpose(1, 2).unflatten(2, hw_shape[0])
+            hidden = self.conv(maps).flatten(2).transpose(1, 2)
+        z = self.ffn.fc2(self.ffn.act(hidden))
+        return self.whole(x, z if self.ffn.layer_scale is None else z * self.ffn.layer_scale)
+
+    def inputs(self, x: torch.Tensor, *hw_shape) -> torch.Tensor:
+        """Return normalized tokens (..., C), or their patches if there is a convolution."""
+        u = self.ffn.norm1(x)
+        if self.conv is None:
+            return u
+        u = torch.cat([u, u.new_ones(*u.shape[:2], 1)], 2).transpose(1, 2)
+        window = self.conv.kernel_size, self.conv.dilation, self.conv.padding, self.conv.stride
+        return nn.functional.unfold(u.unflatten(2, hw_shape[0]), *window).transpose(1, 2)
 
     def whole(self, x: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
         """Return the output for tokens x, given the FFN's output z without shortcut."""
         return x + z if self.ffn.shortcut else z
 
-    def part(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """Return z such that y = whole(x, z), in float32 at least."""
-        z = y.double() - x.double() if self.ffn.shortcut else y
+    def target(self, x: torch.Tensor, teacher: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """Return what the FFN should add to tokens x, in float32 at least.
+
+        Args:
+            x (torch.Tensor): Tokens of the student.
+            teacher (torch.Tensor): Tokens of the teacher.
+            y (torch.Tensor): :meth:`original` of the teacher's tokens.
+        """
+        z = y
+        if self.is_residual:
+            z = y.double() - x.double() + (0 if self.ffn.shortcut else teacher.double())
         return z.to(torch.promote_types(y.dtype, torch.float32))
 
     def macs(self, sizes: tuple[int, ...], inputs: tuple) -> float:
         """Return the multiply-adds for the inputs of a batch."""
-        return 2.0 * inputs[0].numel() * sizes[0]
+        number, taps = inputs[0].shape[:-1].numel(), 0
+        if self.conv is not None:
+            taps = self.conv.weight[0].numel()
+        return float(number * (2 * inputs[0].shape[-1] + taps) * sizes[0])
 
     def sample(
         self, tokens: list, max_tokens: int, seed: int = 0
@@ -109,27 +139,26 @@ class PretrainedFFN(Pausing):
             seed (int): Seed of the random numbers. Defaults to 0.
 
         Returns:
-            list: For each part of the batches the normalized tokens, and the target outputs of the
-            FFN without shortcut, both (N, C).
+            list: For each part of the batches the :meth:`inputs` (N, C) of tokens, and the targets
+            (N, C) of the FFN without shortcut.
 
         Raises:
             ValueError: If tokens are not finite.
         """
         generator = torch.Generator().manual_seed(seed)
         drawn = []
-        per_token = isinstance(self.ffn.norm1, (nn.LayerNorm, nn.Identity))
-        for (x, *_), (teacher, *_) in tokens:
+        per_token = isinstance(self.ffn.norm1, (nn.LayerNorm, nn.Identity)) and self.conv is None
+        for (x, *hw_shape), (teacher, *_) in tokens:
             _check_finite(self.name, x, teacher)
             number = x.shape[:-1].numel()
             chosen = torch.randperm(number, generator=generator)[:max_tokens].to(x.device)
             if per_token:  # then only the chosen ones are computed
                 x, teacher = (v.flatten(0, -2)[chosen] for v in (x, teacher))
                 chosen = slice(None)
-            u, x, y = (
-                v.flatten(0, -2)[chosen] for v in (self.ffn.norm1(x), x, self.original(teacher))
-            )
+            values = self.inputs(x, *hw_shape), x, teacher, self.original(teacher, *hw_shape)
+            u, x, teacher, y = (v.flatten(0, -2)[chosen] for v in values)
             _check_finite(self.name, u, y)
-            drawn.append((u, self.part(x, y)))
+            drawn.append((u, self.target(x, teacher, y)))
         number = min(_NUM_PARTS, len(drawn))
         ends = [i * len(drawn) // number for i in range(number + 1)]
         return [
@@ -139,8 +168,8 @@ class PretrainedFFN(Pausing):
 
     def narrow(self, parts: Sequence, sizes: tuple[int, ...]) -> Narrow:
         """Fit a narrower FFN to samples, see :mod:`repa_mm.convert.regression`."""
-        ffn, (width,) = self.ffn, sizes
-        more = self._more(parts)
+        ffn, (width,) = NarrowFFN.of(self.ffn, self.conv), sizes
+        more = [with_foreign_tokens(ffn, *part) for part in parts]
         fit = fit_ffn(ffn, ffn_moments(ffn, more), width)
         fit = refine(fit, *(torch.cat(columns) for columns in zip(*more)))
         u, t = (torch.cat(columns) for columns in zip(*parts))
@@ -149,24 +178,24 @@ class PretrainedFFN(Pausing):
             warnings.append(f'{len(u)} tokens for {width} channels: give more images')
         if not u.var(0).any():
             warnings.append('all tokens are the same: give other images')
-        return Narrow(self._with(fit), fit[:4], sizes, fit.unexplained, fit.ridge, warnings)
+        weights = tuple(fit.weights.values())
+        return Narrow(self._with(fit), weights, sizes, fit.unexplained, fit.ridge, warnings)
 
     def axes(self, parts: Sequence) -> list[Axis]:
         """Return the hidden channels as an axis of a budget, from samples."""
         number = self.sizes[0]
         widths = sorted({max(1, round(share * number)) for share in SHARES}, reverse=True)
-        found = widths_of(self.ffn, ffn_moments(self.ffn, self._more(parts)), widths)
+        ffn = NarrowFFN.of(self.ffn, self.conv)
+        more = [with_foreign_tokens(ffn, *part) for part in parts]
+        found = widths_of(ffn, ffn_moments(ffn, more), widths)
         fits = dict(zip(widths, found))
         widths = widths[::-1]
         return [
             Axis(widths, [fits[w][1] for w in widths], lambda width: self._with(fits[width][0]))
         ]
 
-    def _more(self, parts: Sequence) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        return [with_foreign_tokens(self.ffn, *part) for part in parts]
-
     def _with(self, fit: NarrowFFN) -> Callable:
-        return lambda x, *args, **kwargs: self.whole(x, fit(self.ffn.norm1(x)))
+        return lambda x, *args, identity=None: self.whole(x, fit(self.inputs(x, *args)))
 
 
 class PretrainedAttention(Pausing):

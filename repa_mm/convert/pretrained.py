@@ -210,6 +210,8 @@ def converted_config(
     for part in (cfg.model, given or {}):
         for key in ('init_cfg', 'pretrained'):  # weights of the original model
             part.pop(key, None)
+        if str(part.get('type')).endswith('TIMMBackbone'):
+            part['pretrained'] = False  # MMSegmentation's default is True
     start = 'backbone.' if given else '\0'
     inside = {name[len(start) :]: x for name, x in sizes.items() if name.startswith(start)}
     if inside:
@@ -296,7 +298,7 @@ def _stock_configs(
     arguments = inspect.signature(kind).parameters
     if 'mlp_ratio' in arguments and None not in widths:
         # In MMDetection's and MMSegmentation's Swin and MMSegmentation's ViT, an integer.
-        dims = [site.parts().fc1.weight.shape[1] for site in sites]
+        dims = [site.modules().fc1.weight.shape[1] for site in sites]
         ratio = widths[0] // dims[0]
         if widths == [ratio * c for c in dims]:
             yield ConfigDict(cfg, mlp_ratio=ratio)

@@ -68,7 +68,11 @@ class Moments:
 
 
 class NarrowFFN(NamedTuple):
-    """A fitted FFN, z = act(u W_in^T + b_in) W_out^T + b, and the quality of its fit.
+    """An FFN, z = act(u W_in^T + b_in) W_out^T + b, and the quality of its fit.
+
+    With a depthwise convolution before the activation, the tokens are patches: the k^2 neighbours
+    of a token, each with a 1 appended, which is 0 in the padding. Convolution and input weights are
+    one linear layer of such a patch.
 
     Attributes:
         w_in (torch.Tensor): Input weights (A, C) of the A channels.
@@ -76,6 +80,8 @@ class NarrowFFN(NamedTuple):
         w_out (torch.Tensor): Output weights (C, A), with the layer scale multiplied in.
         b (torch.Tensor): Output bias (C, ), with the layer scale multiplied in.
         act (nn.Module): The activation.
+        conv (torch.Tensor, optional): Filters (A, k^2) of the depthwise convolution.
+        b_conv (torch.Tensor, optional): Biases (A, ) of the depthwise convolution.
         ridge (float): Strength of the ridge.
         unexplained (float): Share of the targets' variance that the FFN does not explain.
     """
@@ -85,13 +91,48 @@ class NarrowFFN(NamedTuple):
     w_out: torch.Tensor
     b: torch.Tensor
     act: nn.Module
-    ridge: float
-    unexplained: float
+    conv: torch.Tensor | None = None
+    b_conv: torch.Tensor | None = None
+    ridge: float = 0.0
+    unexplained: float = 0.0
+
+    @classmethod
+    def of(cls, ffn: ChannelIdleFFN, conv: nn.Conv2d | None = None) -> 'NarrowFFN':
+        """Return a pretrained FFN in float64, with all its channels.
+
+        Args:
+            ffn (ChannelIdleFFN): The FFN, with idle ratio 0.
+            conv (nn.Conv2d, optional): The depthwise convolution before the activation.
+        """
+        folded = ffn.fold()
+        weights = double(ffn.fc1.weight), double(ffn.fc1.bias), folded.w_out, folded.b
+        if conv is None:
+            return cls(*weights, ffn.act)
+        bias = conv.weight.new_zeros(len(conv.weight)) if conv.bias is None else conv.bias
+        return cls(*weights, ffn.act, double(conv.weight).flatten(1), double(bias))
+
+    @property
+    def weights(self) -> dict[str, torch.Tensor]:
+        """The weights by name."""
+        named = {name: getattr(self, name) for name in ('w_in', 'b_in', 'w_out', 'b')}
+        return named if self.conv is None else dict(named, conv=self.conv, b_conv=self.b_conv)
+
+    def features(self, u: torch.Tensor) -> torch.Tensor:
+        """Compute the activated channels (..., A) of normalized tokens (..., C) or patches."""
+        w, b = self.w_in, self.b_in
+        if self.conv is not None:
+            w = (torch.cat([w, b[:, None]], 1)[:, :, None] * self.conv[:, None]).flatten(1)
+            b = self.b_conv
+        return self.act(F.linear(u, w.to(u), b.to(u)))
 
     def __call__(self, u: torch.Tensor) -> torch.Tensor:
-        """Compute z for normalized tokens u (..., C)."""
-        w_in, b_in, w_out, b = (weight.to(u) for weight in self[:4])
-        return F.linear(self.act(F.linear(u, w_in, b_in)), w_out, b)
+        """Compute z for normalized tokens (..., C) or patches (..., (C + 1) k^2)."""
+        return F.linear(self.features(u), self.w_out.to(u), self.b.to(u))
+
+    def only(self, kept: torch.Tensor, **changes) -> 'NarrowFFN':
+        """Return a copy that has some of the channels, and other values as given."""
+        rows = {name: w[kept] for name, w in self.weights.items() if name not in ('w_out', 'b')}
+        return self._replace(w_out=self.w_out[:, kept], **rows)._replace(**changes)
 
     def measured(self, u: torch.Tensor, t: torch.Tensor) -> 'NarrowFFN':
         """Return a copy with ``unexplained`` for tokens u and targets t, both (N, C)."""
@@ -101,14 +142,8 @@ class NarrowFFN(NamedTuple):
         return self._replace(unexplained=left / total if total else 0.0)
 
 
-def ffn_output(ffn: ChannelIdleFFN, u: torch.Tensor) -> torch.Tensor:
-    """Compute the pretrained FFN without shortcut for normalized tokens (..., C)."""
-    z = ffn.fc2(ffn.act(ffn.fc1(u)))
-    return z if ffn.layer_scale is None else z * ffn.layer_scale
-
-
 def with_foreign_tokens(
-    ffn: ChannelIdleFFN, u: torch.Tensor, t: torch.Tensor
+    ffn: NarrowFFN, u: torch.Tensor, t: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Add half as many synthetic tokens, so that a fit also holds on images unlike the given ones.
 
@@ -117,8 +152,8 @@ def with_foreign_tokens(
     t' = t_i + f(u') - f(u_i).
 
     Args:
-        ffn (ChannelIdleFFN): The pretrained FFN, with idle ratio 0.
-        u (torch.Tensor): Normalized tokens (N, C).
+        ffn (NarrowFFN): The pretrained FFN.
+        u (torch.Tensor): Normalized tokens (N, C), or patches.
         t (torch.Tensor): Target outputs without shortcut, (N, C).
 
     Returns:
@@ -131,19 +166,19 @@ def with_foreign_tokens(
     r = 0.5 * torch.rand(number, 1, generator=generator).to(u)
     moved = u[i] + r * (u[j] - u[k])
     pairs = zip(moved.split(_CHUNK), u[i].split(_CHUNK), t[i].split(_CHUNK))
-    targets = [c + ffn_output(ffn, a) - ffn_output(ffn, b) for a, b, c in pairs]
+    targets = [c + ffn(a) - ffn(b) for a, b, c in pairs]
     return torch.cat([u, moved]), torch.cat([t, *targets])
 
 
 def ffn_moments(
-    ffn: ChannelIdleFFN, parts: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    ffn: NarrowFFN, parts: Sequence[tuple[torch.Tensor, torch.Tensor]]
 ) -> list[Moments]:
     """Compute the moments of [a, t] for :func:`fit_ffn`.
 
     Args:
-        ffn (ChannelIdleFFN): The pretrained FFN, with idle ratio 0.
-        parts (Sequence): For each part of the images, normalized tokens u and target outputs t
-            without shortcut, both (N, C).
+        ffn (NarrowFFN): The pretrained FFN.
+        parts (Sequence): For each part of the images, normalized tokens u (N, C), or patches, and
+            target outputs t (N, C) without shortcut.
 
     Returns:
         list[Moments]: The moments of each part.
@@ -151,7 +186,7 @@ def ffn_moments(
     result: list[Moments] = []
     for u, t in parts:
         for first, (some, targets) in enumerate(zip(u.split(_CHUNK), t.split(_CHUNK))):
-            rows = torch.cat([double(ffn.act(ffn.fc1(some))), double(targets)], dim=1)
+            rows = torch.cat([double(ffn.features(some)), double(targets)], dim=1)
             if not first:
                 result.append(Moments(result[0].shift if result else rows.mean(0)))
             result[-1].add(rows)
@@ -214,13 +249,13 @@ def eliminate(
 class _Problem:
     """The regression of one FFN, from the moments of [a, t]."""
 
-    def __init__(self, ffn: ChannelIdleFFN, moments: Moments) -> None:
+    def __init__(self, ffn: NarrowFFN, moments: Moments) -> None:
         mean, cov = moments.mean_and_covariance()
-        hidden = ffn.feedforward_channels
+        hidden = len(ffn.w_in)
         self.mean_a, self.mean_t = mean[:hidden], mean[hidden:]
         self.gram, self.with_t = cov[:hidden, :hidden], cov[hidden:, :hidden]
         self.var_t = cov[hidden:, hidden:].trace()
-        self.ffn, self.out = ffn, ffn.fold().w_out
+        self.ffn, self.out = ffn, ffn.w_out
 
     def solve(self, kept: torch.Tensor, ridge: float) -> torch.Tensor:
         """Solve for the output weights of the kept channels, shrunk towards the pretrained ones."""
@@ -250,18 +285,16 @@ class _Problem:
         """Return the FFN of the kept channels."""
         weights = self.solve(kept, ridge)
         var_t = self.var_t.clamp(min=torch.finfo(weights.dtype).tiny)
-        return NarrowFFN(
-            w_in=double(self.ffn.fc1.weight[kept]),
-            b_in=double(self.ffn.fc1.bias[kept]),
+        return self.ffn.only(
+            kept,
             w_out=weights,
             b=self.bias(kept, weights),
-            act=self.ffn.act,
             ridge=ridge,
             unexplained=float(self.residual(kept, weights) / var_t),
         )
 
 
-def _cross_validated(ffn: ChannelIdleFFN, parts: Sequence[Moments], kept: torch.Tensor) -> float:
+def _cross_validated(ffn: NarrowFFN, parts: Sequence[Moments], kept: torch.Tensor) -> float:
     """Return the ridge with the least error on each part of the images if fitted to the others."""
     if len(parts) < 2:
         return RIDGES[0]
@@ -276,11 +309,11 @@ def _cross_validated(ffn: ChannelIdleFFN, parts: Sequence[Moments], kept: torch.
     return min(total, key=total.get)
 
 
-def fit_ffn(ffn: ChannelIdleFFN, parts: Sequence[Moments], width: int) -> NarrowFFN:
+def fit_ffn(ffn: NarrowFFN, parts: Sequence[Moments], width: int) -> NarrowFFN:
     """Choose the channels of a narrower FFN, and fit its output weights in closed form.
 
     Args:
-        ffn (ChannelIdleFFN): The pretrained FFN, with idle ratio 0.
+        ffn (NarrowFFN): The pretrained FFN.
         parts (Sequence[Moments]): The moments of parts of the images, from :func:`ffn_moments`.
         width (int): Number of channels to keep.
 
@@ -300,7 +333,7 @@ def fit_ffn(ffn: ChannelIdleFFN, parts: Sequence[Moments], width: int) -> Narrow
 
 
 def widths_of(
-    ffn: ChannelIdleFFN, parts: Sequence[Moments], widths: Sequence[int]
+    ffn: NarrowFFN, parts: Sequence[Moments], widths: Sequence[int]
 ) -> list[tuple[NarrowFFN, float]]:
     """Fit narrower FFNs of several widths, decreasing, from one elimination.
 
@@ -317,7 +350,7 @@ def refine(fit: NarrowFFN, u: torch.Tensor, t: torch.Tensor, steps: int = 200) -
 
     Args:
         fit (NarrowFFN): A fit of :func:`fit_ffn`.
-        u (torch.Tensor): Normalized tokens (N, C).
+        u (torch.Tensor): Normalized tokens (N, C), or patches.
         t (torch.Tensor): Target outputs without shortcut, (N, C).
         steps (int): Number of steps with 2048 tokens each. Defaults to 200.
 
@@ -329,12 +362,19 @@ def refine(fit: NarrowFFN, u: torch.Tensor, t: torch.Tensor, steps: int = 200) -
     if not variance > 0:  # all tokens are the same
         return fit
     # Weights are scaled to size 1 for a common learning rate: small layer scales make small rows.
-    sizes = [
-        w.square().mean(dims, keepdim=True).sqrt().clamp(min=1e-30).float()
-        for w, dims in zip(fit[:4], ((0, 1), (0,), (1,), (0,)))
-    ]
-    weights = [(w.float() / size).requires_grad_() for w, size in zip(fit[:4], sizes)]
-    optimizer = torch.optim.Adam(weights, lr=1e-2, betas=(0.9, 0.99))
+    sizes = {
+        name: (w.square().mean(1, keepdim=True) if name == 'w_out' else w.square().mean())
+        .sqrt()
+        .clamp(min=1e-30)
+        .float()
+        for name, w in fit.weights.items()
+    }
+    weights = {name: (w.float() / sizes[name]).requires_grad_() for name, w in fit.weights.items()}
+
+    def scaled() -> dict[str, torch.Tensor]:
+        return {name: w * sizes[name] for name, w in weights.items()}
+
+    optimizer = torch.optim.Adam(weights.values(), lr=1e-2, betas=(0.9, 0.99))
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda k: min(1, (k + 1) / 10) * (1 + math.cos(math.pi * k / steps)) / 2
     )
@@ -342,13 +382,12 @@ def refine(fit: NarrowFFN, u: torch.Tensor, t: torch.Tensor, steps: int = 200) -
     for _ in range(steps):
         index = torch.randint(len(u), (2048,), generator=generator).to(u.device)
         with torch.enable_grad():
-            moved = fit._replace(**dict(zip(fit._fields, map(torch.mul, weights, sizes))))
+            moved = fit._replace(**scaled())
             loss = (moved(u[index]) - t[index]).square().sum(1).mean() / variance
-        for weight, gradient in zip(weights, torch.autograd.grad(loss, weights)):
+            gradients = torch.autograd.grad(loss, list(weights.values()))
+        for weight, gradient in zip(weights.values(), gradients):
             weight.grad = gradient
         optimizer.step()
         schedule.step()
-    moved = fit._replace(
-        **dict(zip(fit._fields, (double(w.detach() * s) for w, s in zip(weights, sizes))))
-    )
-    return moved.measured(u, t)
+    moved = {name: double(w.detach()) for name, w in scaled().items()}
+    return fit._replace(**moved).measured(u, t)

@@ -9,7 +9,7 @@ from repa_mm.models.channel_idle import (
     RePaVisionTransformer,
     build_fast_swin,
 )
-from repa_mm.models.families import FAMILIES, Family, FFNModules, register_family
+from repa_mm.models.families import FAMILIES, Family, FFNModules, MLPs, register_family
 from repa_mm.models.sites import (
     AttentionSite,
     FFNSite,
@@ -21,8 +21,9 @@ from repa_mm.models.sites import (
 from repa_mm.models.structures import STRUCTURES, ChannelIdle, Structure, share
 
 __all__ = [
-    'AttentionSite', 'ChannelIdle', 'FAMILIES', 'FFNModules', 'FFNSite', 'Family', 'RePaBackbone',
-    'RePaMlpMixer', 'RePaPoolFormer', 'RePaSwinTransformer', 'RePaVisionTransformer',
-    'Restructured', 'STRUCTURES', 'Site', 'Structure', 'add_structures_', 'attention_sites',
-    'build_fast_swin', 'ffn_sites', 'known_blocks', 'register_family', 'restructure', 'share',
+    'AttentionSite', 'ChannelIdle', 'FAMILIES', 'FFNModules', 'FFNSite', 'Family', 'MLPs',
+    'RePaBackbone', 'RePaMlpMixer', 'RePaPoolFormer', 'RePaSwinTransformer',
+    'RePaVisionTransformer', 'Restructured', 'STRUCTURES', 'Site', 'Structure', 'add_structures_',
+    'attention_sites', 'build_fast_swin', 'ffn_sites', 'known_blocks', 'register_family',
+    'restructure', 'share',
 ]  # fmt: skip

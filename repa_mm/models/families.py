@@ -8,8 +8,9 @@ a family::
     register_family('MyBlock', Family(norm='norm2', ffn='ffn'))
 
 This family suits a block whose forward pass ends with ``x = ffn(norm2(x), identity=x)``, where
-``ffn`` is mmcv's ``FFN``. Other blocks need a subclass of :class:`Family`: ``ffn_modules`` returns
-the modules of another kind of FFN, and ``counterpart`` is the class of a block that calls a form.
+``ffn`` is mmcv's ``FFN``. :class:`MLPs` suits ``x = x + mlp(norm2(x))``, where ``mlp`` has ``fc1``,
+``act`` and ``fc2``. Other blocks need a subclass of :class:`Family`: ``ffn_modules`` returns the
+modules of another kind of FFN, and ``counterpart`` is the class of a block that calls a form.
 """
 
 from dataclasses import dataclass
@@ -17,20 +18,22 @@ from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn as nn
+from mmcv.cnn import Conv2d
 from mmcv.cnn.bricks.transformer import FFN
 from mmpretrain.models.backbones.beit import BEiTTransformerEncoderLayer
 from mmpretrain.models.backbones.deit3 import DeiT3FFN, DeiT3TransformerEncoderLayer
 from mmpretrain.models.backbones.poolformer import Mlp as ConvFFN
 from mmpretrain.models.backbones.poolformer import PoolFormerBlock
 
-from repa_mm.reparam import TrainingForm, become_
+from repa_mm.reparam import TrainingForm, become_, is_plain
 
 
 class FFNModules(NamedTuple):
     """Modules of a norm and the FFN after it, which compute x + scale * fc2(act(fc1(norm(x)))).
 
     ``scale`` (C, ) is the layer scale, or None. ``drop`` is the dropout of the hidden channels,
-    ``last`` the dropout of the output, and ``drop_path`` the stochastic depth.
+    ``last`` the dropout of the output, and ``drop_path`` the stochastic depth. ``conv``, if any, is
+    a depthwise convolution between ``fc1`` and ``act``, on the map of the tokens.
     """
 
     norm: nn.Module
@@ -41,6 +44,7 @@ class FFNModules(NamedTuple):
     drop: nn.Module | None = None
     last: nn.Module | None = None
     drop_path: nn.Module | None = None
+    conv: nn.Module | None = None
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,7 @@ class Family:
 
     Args:
         norm (str): Name of the norm before the FFN. Empty if the norm follows the FFN and stays.
-        ffn (str): Name of the FFN.
+        ffn (str): Name of the FFN, such as 'ffn' or 'ffns.0'.
         attn_norm (str): Name of the norm before the attention.
         attn (str): Name of the attention.
         shortcut (bool): True if the FFN adds the shortcut. Defaults to True.
@@ -76,7 +80,9 @@ class Family:
         Raises:
             ValueError: If the FFN is of another kind.
         """
-        return FFNModules(self.norm_of(block), *_mmcv_ffn(getattr(block, self.ffn), self.shortcut))
+        return FFNModules(
+            self.norm_of(block), *_mmcv_ffn(block.get_submodule(self.ffn), self.shortcut)
+        )
 
     def norm_of(self, block: nn.Module) -> nn.Module:
         """Return the norm before a block's FFN, ``nn.Identity()`` if the family has none.
@@ -96,7 +102,7 @@ class Family:
     def calls_with_norm(self, block: nn.Module) -> bool:
         """Return True if a block calls its FFN as ``ffn(norm(x), identity=x)``."""
         is_usual = self.norm and self.counterpart is None
-        return bool(is_usual) and isinstance(getattr(block, self.ffn), FFN)
+        return bool(is_usual) and isinstance(block.get_submodule(self.ffn), FFN)
 
     def put_ffn(self, block: nn.Module, form: TrainingForm) -> None:
         """Replace a block's FFN, and the norm before the FFN, by a form.
@@ -113,11 +119,13 @@ class Family:
                     if hasattr(block, name):
                         delattr(block, name)
             setattr(block, child, nn.Identity())
-        setattr(block, self.ffn, form)
+        parent, _, child = self.ffn.rpartition('.')
+        setattr(block.get_submodule(parent), child, form)
 
 
 #: Families by the name of the block's class, since MMDetection and MMSegmentation have copies of
-#: the classes. Names of attributes would not suffice: post-norm blocks have the same attributes.
+#: the classes, or by its full name, 'package.module.Class', which precedes the name alone. Names of
+#: attributes would not suffice: post-norm blocks have the same attributes.
 FAMILIES: dict[str, Family] = {}
 
 
@@ -125,8 +133,9 @@ def register_family(names: str, family: Family) -> None:
     """Register a family of blocks, so that structures and conversions find its sites.
 
     Args:
-        names (str): Class names of the blocks, separated by spaces. Subclasses with other names are
-            not included, since they may compute something else.
+        names (str): Class names of the blocks, separated by spaces, or full names such as
+            'package.module.Block', where other classes have the same name. Subclasses with other
+            names are not included, since they may compute something else.
         family (Family): Family of these blocks.
 
     Raises:
@@ -139,6 +148,11 @@ def register_family(names: str, family: Family) -> None:
         if name in FAMILIES:
             raise ValueError(f'a block of the name {name!r} is known already: rename the class')
         FAMILIES[name] = family
+
+
+def full_name(kind: type) -> str:
+    """Return the name of a class with its module."""
+    return f'{kind.__module__}.{kind.__qualname__}'
 
 
 def _mmcv_ffn(ffn: nn.Module, add_identity: bool) -> tuple:
@@ -182,7 +196,7 @@ class BEiT(Family):
     def ffn_modules(self, block: nn.Module) -> FFNModules:
         if type(block) is not BEiTTransformerEncoderLayer:
             return super().ffn_modules(block)
-        found = _mmcv_ffn(getattr(block, self.ffn), add_identity=False)
+        found = _mmcv_ffn(block.get_submodule(self.ffn), add_identity=False)
         modules = FFNModules(self.norm_of(block), *found)
         return modules._replace(scale=block.gamma_2, drop_path=block.drop_path)
 
@@ -225,7 +239,7 @@ class PoolFormer(Family):
     absorbed = ('layer_scale_2',)
 
     def ffn_modules(self, block: nn.Module) -> FFNModules:
-        ffn = getattr(block, self.ffn)
+        ffn = block.get_submodule(self.ffn)
         if type(ffn) is not ConvFFN:
             raise ValueError(f"its {type(ffn).__name__} is not a PoolFormer's FFN")
         scale, drop_path = block.layer_scale_2, block.drop_path
@@ -253,6 +267,90 @@ class ConvNeXt(Family):
         block.pointwise_conv1 = form
 
 
+@dataclass(frozen=True)
+class MMCVLayers(Family):
+    """Encoder layers of mmcv, with the norm after the FFN, as in Co-DETR."""
+
+    def ffn_modules(self, block: nn.Module) -> FFNModules:
+        order = tuple(block.operation_order)
+        if order != ('self_attn', 'norm', 'ffn', 'norm'):
+            raise ValueError(f'its operations {order} are not those of an encoder layer')
+        return super().ffn_modules(block)
+
+
+@dataclass(frozen=True)
+class MixFFNs(Family):
+    """Blocks whose FFNs have a depthwise convolution: SegFormer's and PVT v2's.
+
+    Their FFNs are narrowed. Idle channels would not merge, because the convolution is between the
+    linear layers.
+    """
+
+    def ffn_modules(self, block: nn.Module) -> FFNModules:
+        ffn = block.get_submodule(self.ffn)
+        layers = list(getattr(ffn, 'layers', ()))
+        conv = layers[1] if type(ffn).__name__ == 'MixFFN' and len(layers) == 6 else None
+        if not (is_plain(conv, Conv2d, nn.Conv2d) and conv.groups == conv.out_channels):
+            raise ValueError(
+                f'its {type(ffn).__name__} is not two linear layers around a depthwise convolution '
+                'and an activation'
+            )
+        fc1, _, act, drop, fc2, last = layers
+        modules = FFNModules(self.norm_of(block), fc1, act, fc2, None, drop, last)
+        return modules._replace(drop_path=ffn.dropout_layer, conv=conv)
+
+
+@dataclass(frozen=True)
+class MLPs(Family):
+    """Blocks that compute x + drop_path(scale * mlp(norm(x))), where ``mlp`` has fc1, act and fc2.
+
+    Shortcut and drop path stay in the block, so that it needs no other class for a form. Blocks of
+    timm and of ViTDet are of this family.
+
+    Args:
+        scale (str): Name of the layer scale, a parameter of the block or a module with a parameter
+            ``gamma``. Empty if there is none.
+    """
+
+    shortcut: bool = False
+    scale: str = ''
+
+    def ffn_modules(self, block: nn.Module) -> FFNModules:
+        mlp = block.get_submodule(self.ffn)
+        if (
+            not all(hasattr(mlp, name) for name in ('fc1', 'act', 'fc2'))
+            or len(mlp.fc1.weight) != mlp.fc2.weight.shape[1]
+        ):
+            raise ValueError(
+                f'its {type(mlp).__name__} is not two linear layers around an activation'
+            )
+        for name, layer in mlp.named_children():
+            if name not in ('fc1', 'act', 'fc2') and not is_plain(layer, nn.Dropout, nn.Identity):
+                raise ValueError(f'its {type(mlp).__name__} has a {type(layer).__name__}, too')
+        drops = [layer for layer in mlp.children() if isinstance(layer, nn.Dropout)]
+        scale = getattr(block, self.scale, None) if self.scale else None
+        scale = getattr(scale, 'gamma', None) if isinstance(scale, nn.Module) else scale
+        drop = drops[0] if drops else None
+        return FFNModules(_plain_norm(self.norm_of(block)), mlp.fc1, mlp.act, mlp.fc2, scale, drop)
+
+    def put_ffn(self, block: nn.Module, form: TrainingForm) -> None:
+        if self.norm:
+            setattr(block, self.norm, nn.Identity())
+        if self.scale:
+            is_module = isinstance(getattr(block, self.scale), nn.Module)
+            setattr(block, self.scale, nn.Identity() if is_module else None)
+        setattr(block, self.ffn, form)
+
+
+def _plain_norm(norm: nn.Module) -> nn.Module:
+    """Return timm's LayerNorm as an ``nn.LayerNorm`` of the same parameters, others as they are."""
+    if full_name(type(norm)) != 'timm.layers.norm.LayerNorm':
+        return norm
+    plain = nn.LayerNorm(norm.normalized_shape, norm.eps, device='meta')
+    plain.weight, plain.bias = norm.weight, norm.bias
+    return plain
+
+
 _PRE_NORM = Family(norm='norm2', ffn='ffn')
 _LN2 = Family(norm='ln2', ffn='ffn')
 # ViT, SAM and MMSegmentation's ViT.
@@ -267,10 +365,21 @@ register_family('BEiTTransformerEncoderLayer BEiTBlock', BEiT(norm='ln2', ffn='f
 register_family('DeiT3TransformerEncoderLayer DeiT3Block', DeiT3(norm='ln2', ffn='ffn'))
 register_family('PoolFormerBlock PoolFormerTokenBlock', PoolFormer(norm='norm2', ffn='mlp'))
 register_family('ConvNeXtBlock', ConvNeXt(ffn='pointwise_conv1', shortcut=False))
+register_family(
+    'mmseg.models.backbones.mit.TransformerEncoderLayer mmdet.models.backbones.pvt.PVTEncoderLayer',
+    MixFFNs('norm2', 'ffn', 'norm1', 'attn'),
+)
+# In timm also DeiT III and DINOv2; EVA and DINOv3.
+register_family(
+    'timm.models.vision_transformer.Block', MLPs('norm2', 'mlp', 'norm1', 'attn', scale='ls2')
+)
+register_family('timm.models.eva.EvaBlock', MLPs('norm2', 'mlp', 'norm1', 'attn', scale='gamma_2'))
+register_family('projects.ViTDet.vitdet.vit.Block', MLPs('norm2', 'mlp'))
 # DETRs, and the pixel decoders of MaskFormer and Mask2Former.
 register_family(
     'DetrTransformerEncoderLayer DeformableDetrTransformerEncoderLayer', Family(ffn='ffn')
 )
+register_family('mmcv.cnn.bricks.transformer.BaseTransformerLayer', MMCVLayers(ffn='ffns.0'))
 register_family(
     'DetrTransformerDecoderLayer ConditionalDetrTransformerDecoderLayer '
     'DABDetrTransformerDecoderLayer DeformableDetrTransformerDecoderLayer '

@@ -50,6 +50,21 @@ class NarrowSelfAttention(nn.Module):
         return (query if identity is None else identity) + self.out_drop(self.proj_drop(x))
 
 
+class NarrowTimmAttention(nn.Module):
+    """timm's ``Attention``, with the widths of the heads as the weights have them."""
+
+    def forward(
+        self, x: torch.Tensor, attn_mask: torch.Tensor | None = None, is_causal: bool = False
+    ) -> torch.Tensor:
+        """Compute self-attention of tokens (B, N, C)."""
+        if is_causal:
+            raise ValueError('narrower heads have no causal mask: give attn_mask instead')
+        q, k, v = split_heads(self.qkv(x), self.num_heads, self.proj.in_features)
+        dropout = self.attn_drop.p if self.training else 0.0
+        x = attend(q, k, v, self.scale, attn_mask, dropout)
+        return self.proj_drop(self.proj(x.transpose(1, 2).flatten(2)))
+
+
 def qkv_layer(inner: nn.MultiheadAttention) -> nn.Linear:
     """Return the projection to queries, keys and values as a layer with the same parameters."""
     rows, channels = inner.in_proj_weight.shape

@@ -9,13 +9,18 @@ from typing import NamedTuple
 
 import torch
 import torch.nn as nn
-from mmcv.cnn import Linear
+from mmcv.cnn import Conv2d, Linear
 from mmcv.cnn.bricks.transformer import MultiheadAttention as MMCVAttention
 from mmpretrain.models.utils.attention import MultiheadAttention, WindowMSA
 
 from repa_mm.faster.attention import FastShiftWindowMSA, fast_class
-from repa_mm.models.families import FAMILIES, Family
-from repa_mm.models.narrow_attention import NarrowMultiheadAttention, NarrowSelfAttention, qkv_layer
+from repa_mm.models.families import FAMILIES, Family, FFNModules, full_name
+from repa_mm.models.narrow_attention import (
+    NarrowMultiheadAttention,
+    NarrowSelfAttention,
+    NarrowTimmAttention,
+    qkv_layer,
+)
 from repa_mm.reparam import AttentionParts, FFNParts, TrainingForm, become_, double, is_plain
 
 
@@ -120,7 +125,12 @@ class FFNSite(Site):
         """The norm before the FFN."""
         return self.family.norm_of(self.block)
 
-    def parts(self) -> FFNParts:
+    def modules(self) -> FFNModules:
+        """Return the norm and the modules of the ordinary FFN.
+
+        Raises:
+            ValueError: As :meth:`parts`, except for a convolution inside the FFN.
+        """
         modules = self.family.ffn_modules(self.block)
         ffn = self.module
         if 'forward' in ffn.__dict__ or ffn._forward_hooks or ffn._forward_pre_hooks:
@@ -134,21 +144,34 @@ class FFNSite(Site):
                     f'a dropout of its FFN is a {type(layer).__name__}, or has forward hooks'
                 )
         for layer in (modules.fc1, modules.fc2):
-            if not is_plain(layer, Linear, nn.Linear, nn.Conv2d):
+            if not is_plain(layer, Linear, nn.Linear, Conv2d, nn.Conv2d):
                 raise ValueError(
                     f'a linear layer of its FFN is a {type(layer).__name__}, or has forward hooks: '
                     'merge adapters into the layer, and remove hooks first'
                 )
         drop_path = modules.drop_path or nn.Identity()
-        rate = getattr(drop_path, 'drop_prob', None)
-        if rate is None and not isinstance(drop_path, nn.Identity):
+        if not (isinstance(drop_path, nn.Identity) or hasattr(drop_path, 'drop_prob')):
             raise ValueError(
                 f'its FFN ends with a {type(drop_path).__name__}, and not with a DropPath'
             )
-        drop = getattr(modules.drop, 'p', 0.0)
-        return FFNParts(*modules[:5], drop, rate or 0.0)
+        return modules
+
+    def parts(self) -> FFNParts:
+        modules = self.modules()
+        if modules.conv is not None:
+            raise ValueError(
+                f'its {type(self.module).__name__} has a depthwise convolution between the linear '
+                'layers, which do not merge into one matrix then'
+            )
+        rates = getattr(modules.drop, 'p', 0.0), getattr(modules.drop_path, 'drop_prob', None)
+        return FFNParts(*modules[:5], rates[0], rates[1] or 0.0)
 
     def check(self, form: TrainingForm) -> None:
+        if not self.family.shortcut and form.shortcut:
+            raise ValueError(
+                f'a {type(form).__name__} adds the shortcut, which a {type(self.block).__name__} '
+                'adds itself'
+            )
         if not form.contains_norm and not self.family.calls_with_norm(self.block):
             raise ValueError(
                 f'a {type(self.block).__name__} does not call its FFN as ffn(norm(x), identity=x)'
@@ -172,7 +195,13 @@ class FFNSite(Site):
 
     @torch.no_grad()
     def set_weights(
-        self, w_in: torch.Tensor, b_in: torch.Tensor, w_out: torch.Tensor, b_out: torch.Tensor
+        self,
+        w_in: torch.Tensor,
+        b_in: torch.Tensor,
+        w_out: torch.Tensor,
+        b_out: torch.Tensor,
+        conv: torch.Tensor | None = None,
+        b_conv: torch.Tensor | None = None,
     ) -> None:
         """Replace the weights of the ordinary FFN by weights of hidden width A, in place.
 
@@ -181,8 +210,10 @@ class FFNSite(Site):
             b_in (torch.Tensor): Input bias (A, ).
             w_out (torch.Tensor): Output weights (C, A), with the layer scale multiplied in.
             b_out (torch.Tensor): Output bias (C, ), with the layer scale multiplied in.
+            conv (torch.Tensor, optional): Filters (A, k^2) of the depthwise convolution inside.
+            b_conv (torch.Tensor, optional): Biases (A, ) of the depthwise convolution.
         """
-        parts = self.parts()
+        parts = self.modules()
         if parts.scale is not None:
             scale = double(parts.scale)
             # Raise near-zero scales, since the weights are divided by the scales.
@@ -192,19 +223,43 @@ class FFNSite(Site):
             w_out, b_out = w_out / scale.to(w_out)[:, None], b_out / scale.to(b_out)
         _set_matrix_(parts.fc1, w_in, b_in)
         _set_matrix_(parts.fc2, w_out, b_out)
+        if parts.conv is not None:
+            parts.conv.groups = len(conv)
+            _set_matrix_(parts.conv, conv, b_conv)
         if hasattr(self.module, 'feedforward_channels'):
             self.module.feedforward_channels = len(b_in)
 
 
 def _set_matrix_(layer: nn.Module, weight: torch.Tensor, bias: torch.Tensor) -> None:
-    """Give a linear layer or a 1 x 1 convolution a weight (out, in) and a bias of any sizes."""
-    weight = weight.reshape(*weight.shape, *layer.weight.shape[2:])
+    """Give a linear layer or a convolution a weight of any sizes, and a bias (out, ).
+
+    The weight is (out, in), or (out, k^2) for a depthwise convolution.
+    """
+    weight = weight.reshape(len(weight), -1, *layer.weight.shape[2:])
     for name, value in (('weight', weight), ('bias', bias)):
         trains = trained(layer, name)
         setattr(layer, name, nn.Parameter(value.to(layer.weight), trains))
     kind = 'features' if isinstance(layer, nn.Linear) else 'channels'
     setattr(layer, f'out_{kind}', len(bias))
-    setattr(layer, f'in_{kind}', weight.shape[1])
+    setattr(layer, f'in_{kind}', weight.shape[1] * getattr(layer, 'groups', 1))
+
+
+_ROTATED = (
+    'rotates queries and keys by their positions (RoPE), so that no closed form has the best ones '
+    'of fewer dimensions'
+)
+_REDUCED = 'takes keys and values from a smaller map than queries'
+# Why the heads of some attention stay as they are.
+_REASONS = dict(
+    EvaAttention=_ROTATED,
+    AttentionRope=_ROTATED,
+    EfficientMultiheadAttention=_REDUCED,
+    SpatialReductionAttention=_REDUCED,
+)
+
+
+def _is_timm(attention: nn.Module) -> bool:
+    return full_name(type(attention)) == 'timm.layers.attention.Attention'
 
 
 class AttentionSite(Site):
@@ -259,8 +314,14 @@ class AttentionSite(Site):
                 raise ValueError('its attention adds the values to its output')
             scale = attention.head_dims**-0.5
             gamma = getattr(getattr(attention, 'gamma1', None), 'weight', None)
+        elif _is_timm(attention) or type(attention) is NarrowTimmAttention:
+            for name in ('q_norm', 'k_norm', 'norm', 'gate'):
+                if not isinstance(getattr(attention, name, None), (nn.Identity, type(None))):
+                    raise ValueError(f'its attention has a {name}, which heads of ViTs do not have')
+            scale = attention.scale
         else:
-            raise ValueError(f'its {type(attention).__name__} is not a known attention')
+            kind = type(attention).__name__
+            raise ValueError(f'its {kind} {_REASONS.get(kind, "is not a known attention")}')
         for layer in (attention.qkv, attention.proj):
             if not is_plain(layer, Linear, nn.Linear):
                 raise ValueError(
@@ -289,6 +350,8 @@ class AttentionSite(Site):
             become_(outer, FastShiftWindowMSA)
         elif type(outer) is MultiheadAttention:
             become_(outer, NarrowMultiheadAttention)
+        elif _is_timm(outer):
+            become_(outer, NarrowTimmAttention)
         _set_matrix_(self.module.qkv, w_qkv, b_qkv)
         _set_matrix_(self.module.proj, w_out, b_out)
 
@@ -296,8 +359,16 @@ class AttentionSite(Site):
 def known_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module, Family]]:
     """Yield the name prefix, block and family of each block of a known family in a model."""
     for name, block in model.named_modules():
-        if family := FAMILIES.get(type(block).__name__):
+        kind = type(block)
+        if family := FAMILIES.get(full_name(kind)) or FAMILIES.get(kind.__name__):
             yield f'{name}.' if name else '', block, family
+
+
+def _has(block: nn.Module, path: str) -> bool:
+    try:
+        return block.get_submodule(path) is not None
+    except AttributeError:
+        return False
 
 
 def ffn_sites(model: nn.Module, where: str | None = None) -> list[FFNSite]:
@@ -314,7 +385,7 @@ def ffn_sites(model: nn.Module, where: str | None = None) -> list[FFNSite]:
     return [
         FFNSite(f'{name}{family.ffn}', block, family.ffn, family)
         for name, block, family in known_blocks(model)
-        if family.ffn and hasattr(block, family.ffn)
+        if family.ffn and _has(block, family.ffn)
         if (not family.decoder if where is None else inside in f'.{name}')
     ]
 

@@ -160,6 +160,7 @@ def idle_ffn(
     idle_ratio: float = 0.75,
     norm_cfg: dict | None = dict(type='BN'),
     form: type[ChannelIdleFFN] = ChannelIdleFFN,
+    parts: FFNParts | None = None,
 ) -> ChannelIdleFFN:
     """Build a channel-idle FFN with the weights of a site's norm and FFN.
 
@@ -168,12 +169,13 @@ def idle_ffn(
         idle_ratio (float): Share of hidden channels that skip the activation. Defaults to 0.75.
         norm_cfg (dict, optional): As for :class:`ChannelIdle`. None means no norm.
         form (type): Class of the FFN. Defaults to :class:`~repa_mm.reparam.ChannelIdleFFN`.
+        parts (FFNParts, optional): Norm and FFN to take the weights from. Defaults to the site's.
 
     Raises:
         ValueError: As :meth:`FFNSite.parts`; if the idle ratio is not in [0, 1]; or if the norm
             cannot be kept.
     """
-    parts = site.parts()
+    parts = parts or site.parts()
     norm_cfg = norm_cfg if site.family.norm else None
     norm, kind = parts.norm, (norm_cfg or {}).get('type')
     if kind == 'keep':
@@ -261,8 +263,11 @@ class Widths(Structure):
 
     @staticmethod
     def _ffn(site: FFNSite, width: int) -> tuple:
-        dims = site.parts().fc1.weight.shape[1]
-        return (width, dims), (width,), (dims, width), (dims,)
+        modules = site.modules()
+        dims, shapes = modules.fc1.weight.shape[1], ()
+        if modules.conv is not None:
+            shapes = (width, modules.conv.weight[0].numel()), (width,)
+        return (width, dims), (width,), (dims, width), (dims,), *shapes
 
     @staticmethod
     def _heads(site: AttentionSite, qk_dims: int, v_dims: int) -> tuple:

@@ -150,10 +150,12 @@ class TrainingForm(Form):
         computes (tuple[str]): Names of the methods whose result :meth:`merge` reproduces.
         contains_norm (bool): Whether a form that replaces an FFN also replaces the norm before the
             FFN.
+        shortcut (bool): Whether a form that replaces an FFN adds the shortcut.
     """
 
     computes = ('forward',)
     contains_norm = True
+    shortcut = True
 
     def __init_subclass__(cls, **kwargs) -> None:
         super().__init_subclass__(**kwargs)

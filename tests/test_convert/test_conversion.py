@@ -7,11 +7,13 @@ import torch
 from mmengine.registry import MODELS
 
 import repa_mm
+from repa_mm.convert.parts import PretrainedFFN
+from repa_mm.convert.regression import NarrowFFN
 from repa_mm.features import differences, tensors
 from repa_mm.models import add_structures_
 from repa_mm.models.sites import ffn_sites
 from repa_mm.models.structures import Widths
-from tests.test_models.test_sites import CONVERTIBLE, build
+from tests.test_models.test_sites import CONVERTIBLE, NARROWED, build
 
 ARCH = dict(embed_dims=16, num_layers=2, num_heads=2, feedforward_channels=64)
 VIT = 'DINOv2'  # a ViT with layer scale
@@ -27,6 +29,10 @@ CASES = {
     'PoolFormer': {},
     'Swin V2': {},
     'ConvNeXt': dict(layer_scale_init_value=0.5, gap_before_final_norm=False),
+    'timm DINOv2': {},
+    'timm DINOv3': {},
+    'SegFormer': {},
+    'PVT v2': {},
     'MMDetection Swin': {},
     'MMSegmentation ViT': {},
 }
@@ -41,14 +47,14 @@ def outputs(model, x):
 
 
 def pretrained(case, randomize):
-    package, name, kwargs, number = CONVERTIBLE[case]
+    package, name, kwargs, number = {**CONVERTIBLE, **NARROWED}[case]
     model = randomize(build(package, name, dict(kwargs, **CASES[case])))
     model.eval()  # on a line of its own: of some backbones it returns None
     return model, number
 
 
 def widths(model):
-    return [len(site.parts().fc1.bias) for site in ffn_sites(model)]
+    return [len(site.modules().fc1.bias) for site in ffn_sites(model)]
 
 
 @pytest.mark.parametrize('case', CASES)
@@ -258,6 +264,24 @@ def test_differences_are_shares_of_the_variance_of_channels(case, randomize):
     ):
         variance = a.var(axes, correction=0).mean()
         assert found == pytest.approx(float((a - b).square().mean() / variance), rel=1e-3)
+
+
+@torch.no_grad()
+def test_patches_are_what_the_depthwise_convolution_sees(randomize):
+    """Also at the border, where the hidden channels are padded with zeros and not the tokens."""
+    model, _ = pretrained('SegFormer', randomize)
+    site = ffn_sites(model)[1]
+    part, x, shape = PretrainedFFN(site), torch.randn(2, 6 * 5, 8), (6, 5)
+    expected = site.block.ffn(site.block.norm2(x), shape, identity=x)
+    assert torch.allclose(part.original(x, shape), expected, atol=1e-6)
+    whole = NarrowFFN.of(part.ffn, part.conv)
+    assert torch.allclose(x + whole(part.inputs(x, shape)), expected, atol=1e-6)
+    # With a channel, its filter goes.
+    kept = torch.arange(0, 32, 3)
+    site.set_weights(*whole.only(kept).weights.values())
+    rest = whole.features(part.inputs(x, shape))[..., kept] @ whole.w_out[:, kept].t().float()
+    found = site.block.ffn(part.ffn.norm1(x), shape, identity=torch.zeros(1))
+    assert torch.allclose(found, rest + whole.b.float(), atol=1e-6)
 
 
 def test_difference_of_a_single_vector():

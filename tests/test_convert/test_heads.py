@@ -40,6 +40,16 @@ CASES = {
     'MMSegmentation ViT': dict(
         type='mmseg.VisionTransformer', img_size=64, patch_size=8, **VIT, out_indices=(0, 1)
     ),
+    'timm DINOv2': dict(
+        type='mmpretrain.TIMMBackbone',
+        model_name='vit_small_patch14_dinov2',
+        img_size=64,
+        patch_size=8,
+        embed_dim=32,
+        depth=2,
+        num_heads=2,
+        init_values=0.5,
+    ),
 }
 
 

@@ -17,9 +17,10 @@ from repa_mm.convert.pretrained import (
     backbone_config,
     calibration_images,
     convert_checkpoint,
+    converted_config,
     cropped,
 )
-from repa_mm.models.sites import ffn_sites
+from repa_mm.models.sites import attention_sites, ffn_sites
 from repa_mm.reparam import CheckpointError, TrainingForm, has_deploy_form, outermost
 from tests.test_export.conftest import write_config
 
@@ -286,3 +287,19 @@ def test_a_budget_of_a_repaformer_narrows_its_heads(folder):
     assert 0.3 < kept <= 0.5
     narrow = build_model(load_config(found['config']), 'out/narrow.pth')
     assert has_deploy_form(narrow)
+
+
+def test_backbones_of_timm_download_no_weights():
+    pytest.importorskip('timm')
+    sizes = dict(img_size=32, embed_dim=16, depth=1, num_heads=2)
+    backbone = dict(type='mmseg.TIMMBackbone', model_name='vit_tiny_patch16_224', **sizes)
+    backbone.update(features_only=False, pretrained=False)
+    model = torch.nn.Module()
+    model.backbone = MODELS.build(dict(backbone))
+    cfg = Config(dict(model=dict(type='EncoderDecoder', backbone=dict(backbone, pretrained=True))))
+    given = {'backbone.timm_model.blocks.0': (8,), 'backbone.timm_model.blocks.0.attn': (4, 4)}
+    found = converted_config(cfg, model, given, None, 'narrow.pth').model.backbone
+    assert found.model.pretrained is False
+    built = MODELS.build(found)
+    assert len(ffn_sites(built)[0].modules().fc1.weight) == 8
+    assert attention_sites(built)[0].heads().dims == (4, 4)

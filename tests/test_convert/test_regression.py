@@ -8,6 +8,7 @@ from repa_mm.convert import regression
 from repa_mm.convert.regression import (
     RIDGES,
     Moments,
+    NarrowFFN,
     eliminate,
     ffn_moments,
     fit_ffn,
@@ -32,7 +33,7 @@ def tokens(n=2000):
 
 def moments(ffn, x, y, number=4):
     u = ffn.norm1(x).tensor_split(number)
-    return ffn_moments(ffn, list(zip(u, (y - x).tensor_split(number))))
+    return ffn_moments(NarrowFFN.of(ffn), list(zip(u, (y - x).tensor_split(number))))
 
 
 def test_moments_are_those_of_all_rows():
@@ -53,7 +54,7 @@ def test_it_is_the_regression_on_the_kept_channels(ffn, width, monkeypatch):
     x = tokens()
     y = ffn(x) + 0.1 * torch.randn_like(x)
     monkeypatch.setattr(regression, 'RIDGES', (1e-12,))
-    fit = fit_ffn(ffn, moments(ffn, x, y), width)
+    fit = fit_ffn(NarrowFFN.of(ffn), moments(ffn, x, y), width)
     u = ffn.norm1(x)
     features = ffn.act(u @ fit.w_in.t() + fit.b_in)
     features = torch.cat([features, torch.ones(len(x), 1, dtype=x.dtype)], dim=1).numpy()
@@ -68,7 +69,7 @@ def test_it_is_the_regression_on_the_kept_channels(ffn, width, monkeypatch):
 @torch.no_grad()
 def test_all_channels_are_the_ffn_itself(ffn):
     x = tokens(200)
-    fit = fit_ffn(ffn, moments(ffn, x, ffn(x)), HIDDEN)
+    fit = fit_ffn(NarrowFFN.of(ffn), moments(ffn, x, ffn(x)), HIDDEN)
     torch.testing.assert_close(x + fit(ffn.norm1(x)), ffn(x))
 
 
@@ -100,10 +101,10 @@ def test_the_ridge_is_chosen_by_images_that_the_fit_has_not_seen(ffn, monkeypatc
 
     def left(*ridges):
         monkeypatch.setattr(regression, 'RIDGES', ridges)
-        fit = fit_ffn(ffn, moments(ffn, few, y[:40]), 12)
+        fit = fit_ffn(NarrowFFN.of(ffn), moments(ffn, few, y[:40]), 12)
         return (y - many - fit(ffn.norm1(many))).square().sum().item(), fit.ridge
 
-    problem = regression._Problem(ffn, Moments.of(moments(ffn, few, y[:40])))
+    problem = regression._Problem(NarrowFFN.of(ffn), Moments.of(moments(ffn, few, y[:40])))
     (kept,) = problem.eliminate(12)
     monkeypatch.setattr(regression._Problem, 'eliminate', lambda *args: [kept])
     errors = dict(reversed(left(ridge)) for ridge in RIDGES)
@@ -111,7 +112,7 @@ def test_the_ridge_is_chosen_by_images_that_the_fit_has_not_seen(ffn, monkeypatc
     assert ridge in RIDGES and chosen == errors[ridge]
     assert chosen < 1.2 * min(errors.values()) and chosen < max(errors.values())
     # One batch cannot be left out.
-    assert fit_ffn(ffn, moments(ffn, few, y[:40], 1), 12).ridge == RIDGES[0]
+    assert fit_ffn(NarrowFFN.of(ffn), moments(ffn, few, y[:40], 1), 12).ridge == RIDGES[0]
 
 
 def test_input_weights_move_to_where_the_error_is_less(ffn):
@@ -119,7 +120,7 @@ def test_input_weights_move_to_where_the_error_is_less(ffn):
     ffn.layer_scale.data[1] = 1e-6  # and a row of small output weights does not run away
     with torch.no_grad():
         u, y = ffn.norm1(x), ffn(x)
-        fit = fit_ffn(ffn, moments(ffn, x, y), 4)
+        fit = fit_ffn(NarrowFFN.of(ffn), moments(ffn, x, y), 4)
         found = refine(fit, u, y - x)
     assert found.unexplained < 0.8 * fit.unexplained and found.ridge == fit.ridge
     left = (y - x - found(u)).square().sum() / (y - x - (y - x).mean(0)).square().sum()
@@ -134,7 +135,7 @@ def test_targets_of_foreign_tokens(ffn):
     """They are what the pretrained FFN makes of them, and what the block is to make up for."""
     x = tokens(7)
     u, lost = ffn.norm1(x), torch.randn(DIMS, dtype=torch.float64)
-    more, targets = with_foreign_tokens(ffn, u, ffn(x) - x + lost)
+    more, targets = with_foreign_tokens(NarrowFFN.of(ffn), u, ffn(x) - x + lost)
     assert len(more) == len(targets) == 10 and torch.equal(more[:7], u)
     assert all((more[7:, None] - u).abs().amax(-1).min(1).values > 1e-6)
     hidden = ffn.act(more @ ffn.fc1.weight.t() + ffn.fc1.bias)
@@ -146,11 +147,11 @@ def test_what_is_not_a_number(ffn):
     x = tokens(20)
     x[3, 2] = torch.nan
     with torch.no_grad(), pytest.raises(ValueError, match='not finite'):
-        fit_ffn(ffn, moments(ffn, x, x), 3)
+        fit_ffn(NarrowFFN.of(ffn), moments(ffn, x, x), 3)
 
 
 @torch.no_grad()
 def test_constant_tokens(ffn):
     x = tokens()[:1].expand(50, -1)
-    fit = fit_ffn(ffn, moments(ffn, x, ffn(x)), 12)
+    fit = fit_ffn(NarrowFFN.of(ffn), moments(ffn, x, ffn(x)), 12)
     torch.testing.assert_close(x + refine(fit, ffn.norm1(x), ffn(x) - x)(ffn.norm1(x)), ffn(x))

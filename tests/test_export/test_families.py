@@ -16,7 +16,7 @@ from repa_mm.models import ffn_sites
 from .conftest import HEADS, write_config
 from .test_transformers import DETECTORS, MASK_MODELS, detector, mask_model, small_images, spread
 
-pytest.importorskip('onnxruntime')
+Fail = pytest.importorskip('onnxruntime').capi.onnxruntime_pybind11_state.Fail
 pytest.importorskip('mmdet')
 pytest.importorskip('mmseg')
 
@@ -83,6 +83,13 @@ OTHERS = {
             test_cfg=dict(max_per_img=20),
         ),
     ),
+    'SegFormer': (
+        'mmseg::segformer/segformer_mit-b0_8xb2-160k_ade20k-512x512.py',
+        dict(
+            backbone=dict(embed_dims=8, num_layers=[1] * 4, num_heads=[1, 1, 2, 2]),
+            decode_head=dict(in_channels=[8, 8, 16, 16], channels=16, num_classes=5),
+        ),
+    ),
     'Segmenter': (
         'mmseg::segmenter/segmenter_vit-t_mask_8xb1-160k_ade20k-512x512.py',
         dict(
@@ -124,7 +131,7 @@ def small_config(family, folder, randomize):
         cfg.merge_from_dict({f'model.{key}': literal_eval(value)})
     cfg.model.pop('pretrained', None)
     cfg.model.pop('init_cfg', None)
-    if family != 'Segmenter':
+    if family not in ('SegFormer', 'Segmenter'):
         cfg.model.backbone = dict(SWIN, out_indices=cfg.model.backbone.out_indices)
     return cfg
 
@@ -153,12 +160,15 @@ def test_exports_that_no_other_test_compares(family, tmp_path, randomize):
     model = spread(randomize(build_model(cfg)))
     images = small_images(cfg)
     (found,) = model.test_step(resized(images, [(128, 160)]))
-    if family == 'Segmenter':
+    if family in ('SegFormer', 'Segmenter'):
         assert len(found.pred_sem_seg.data.unique()) > 1
     else:
         assert len(found.pred_instances) > 5
     if TABLE[family][1].startswith('yes'):
         assert agreeing_onnx(model, images, (128, 160), True, 1, False)[1] <= 1e-3
     else:
-        with pytest.raises((AttributeError, RuntimeError, ValueError)):  # whoever finds out first
+        # Whoever finds out first.
+        with pytest.raises((AttributeError, RuntimeError, ValueError, Fail)):
             agreeing_onnx(model, images, (128, 160), True, 1, False)
+    if '`--no-dynamic`' in TABLE[family][1]:
+        assert agreeing_onnx(model, images, (128, 160), False, 1, False)[1] <= 1e-3

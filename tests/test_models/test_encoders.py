@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from mmcv.cnn.bricks.transformer import TransformerLayerSequence
 from mmengine.config import Config
 from mmengine.registry import MODELS
 
@@ -265,3 +266,34 @@ def test_forms_of_a_backbone_inside_of_another_structure(randomize, tmp_path):
     model.init_weights()
     for name, value in model.backbone.state_dict().items():
         assert torch.equal(value, weights[name]), name
+
+
+def mmcv_encoder(order=('self_attn', 'norm', 'ffn', 'norm')):
+    """As of Co-DETR: tokens (N, B, C), and layers of mmcv."""
+    attention = dict(type='MultiheadAttention', embed_dims=16, num_heads=2)
+    ffn = dict(type='FFN', feedforward_channels=64, ffn_drop=0.0)
+    layer = dict(
+        type='BaseTransformerLayer', attn_cfgs=attention, ffn_cfgs=ffn, operation_order=order
+    )
+    return TransformerLayerSequence(layer, num_layers=2)
+
+
+def encode(model, x):
+    return model(x, None, None)
+
+
+@torch.no_grad()
+def test_layers_of_mmcv(randomize, relative_error):
+    model, x = randomize(mmcv_encoder()).eval(), torch.randn(30, 2, 16)
+    merged = repa_mm.reparameterize(idle(copy.deepcopy(model), 0.5))
+    assert sum(isinstance(m, MergedFFN) for m in merged.modules()) == 2
+    same = repa_mm.reparameterize(idle(copy.deepcopy(model), 0.0))
+    assert relative_error(encode(same, x), encode(model, x)) < 1e-5
+    batches = [torch.randn(60, 2, 16) for _ in range(3)]
+    narrow, report = repa_mm.convert_pretrained(
+        model, batches, keep=0.5, forward=encode, held_out=[x]
+    )
+    assert [site.modules().fc1.out_features for site in ffn_sites(narrow)] == [32, 32]
+    assert report.differences[0] < 0.1
+    with pytest.raises(ValueError, match='not those of an encoder layer'):
+        idle(mmcv_encoder(('norm', 'self_attn', 'norm', 'ffn')))

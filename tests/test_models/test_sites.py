@@ -2,6 +2,8 @@
 
 import copy
 import importlib
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,9 +11,10 @@ import torch.nn as nn
 from mmengine.registry import MODELS
 
 import repa_mm
-from repa_mm.models import add_structures_
-from repa_mm.models.sites import ffn_sites
-from repa_mm.reparam import ChannelIdleFFN, MergedFFN
+from repa_mm.models import Structure, add_structures_
+from repa_mm.models.sites import attention_sites, ffn_sites
+from repa_mm.models.structures import idle_ffn
+from repa_mm.reparam import ChannelIdleFFN, MergedFFN, TrainingForm
 
 
 def idle(model, idle_ratio=0.75, norm_cfg=dict(type='BN'), where=None):
@@ -21,6 +24,7 @@ def idle(model, idle_ratio=0.75, norm_cfg=dict(type='BN'), where=None):
 
 
 VIT = dict(embed_dims=16, num_layers=2, num_heads=2, feedforward_channels=64)
+TIMM = dict(embed_dim=16, depth=2, num_heads=2)
 
 # Package, class, arguments, and the number of FFNs that become channel-idle.
 # docs/structures.md lists them.
@@ -123,6 +127,19 @@ CONVERTIBLE = {
         dict(arch=dict(depths=[1, 1, 1, 1], channels=[4, 8, 12, 16])),
         4,
     ),
+    'timm ViT': ('mmpretrain', 'TIMMBackbone', dict(model_name='vit_tiny_patch16_224', **TIMM), 2),
+    'timm DINOv2': (
+        'mmpretrain',
+        'TIMMBackbone',
+        dict(model_name='vit_small_patch14_dinov2', init_values=0.3, patch_size=16, **TIMM),
+        2,
+    ),
+    'timm DINOv3': (
+        'mmpretrain',
+        'TIMMBackbone',
+        dict(model_name='vit_small_patch16_dinov3', init_values=0.3, **TIMM),
+        2,
+    ),
     'MMDetection Swin': (
         'mmdet',
         'SwinTransformer',
@@ -139,6 +156,33 @@ CONVERTIBLE = {
         'mmseg',
         'SwinTransformer',
         dict(embed_dims=8, depths=(1, 1, 1, 1), num_heads=(1, 1, 2, 2)),
+        4,
+    ),
+    'MMSegmentation timm': (
+        'mmseg',
+        'TIMMBackbone',
+        dict(
+            model_name='vit_tiny_patch16_224',
+            pretrained=False,
+            img_size=64,
+            out_indices=(0, 1),
+            **TIMM,
+        ),
+        2,
+    ),
+}
+# FFNs that are narrowed, and in which idle channels would not merge.
+NARROWED = {
+    'SegFormer': (
+        'mmseg',
+        'MixVisionTransformer',
+        dict(embed_dims=8, num_layers=[1, 1, 1, 1], num_heads=[1, 1, 2, 2], sr_ratios=[4, 2, 2, 1]),
+        4,
+    ),
+    'PVT v2': (
+        'mmdet',
+        'PyramidVisionTransformerV2',
+        dict(embed_dims=8, num_layers=[1, 1, 1, 1], num_heads=[1, 1, 2, 2]),
         4,
     ),
 }
@@ -176,8 +220,20 @@ REFUSED = {
     'PVT': (
         'mmdet',
         'PyramidVisionTransformer',
-        dict(embed_dims=8, num_layers=[1, 1, 1, 1]),
-        'no site',
+        dict(embed_dims=8, num_layers=[1, 1, 1, 1], num_heads=[1, 1, 1, 1]),
+        r"'layers.0.1.1.ffn', in a PVTEncoderLayer.*not two linear layers around a depthwise",
+    ),
+    'timm SwiGLU': (
+        'mmpretrain',
+        'TIMMBackbone',
+        dict(model_name='vit_small_plus_patch16_dinov3', **TIMM),
+        r"blocks.0.mlp', in a EvaBlock.*GluMlp|blocks.0.mlp', in a EvaBlock.*SwiGLU",
+    ),
+    'timm norm in the MLP': (
+        'mmpretrain',
+        'TIMMBackbone',
+        dict(model_name='vit_tiny_patch16_224', scale_mlp_norm=True, **TIMM),
+        r"blocks.0.mlp', in a Block.*Mlp has a LayerNorm, too",
     ),
     'MMSegmentation BEiT': (
         'mmseg',
@@ -186,13 +242,7 @@ REFUSED = {
         r"'layers.0.ffn', in a BEiTTransformerEncoderLayer.*"
         'shortcut',
     ),
-    'MMSegmentation MiT': (
-        'mmseg',
-        'MixVisionTransformer',
-        dict(embed_dims=8, num_layers=[1, 1, 1, 1], num_heads=[1, 1, 1, 1]),
-        r"'layers.0.1.0.ffn', in a TransformerEncoderLayer.*"
-        'MixFFN',
-    ),
+    **{case: (*row[:3], 'MixFFN has a depthwise convolution') for case, row in NARROWED.items()},
 }
 
 
@@ -203,7 +253,7 @@ def build(package, name, kwargs):
         kwargs = dict(kwargs, img_size=64)
     if name in ('PoolFormer', 'SwinTransformer', 'DaViT', 'PCPVT', 'ConvNeXt'):
         kwargs.pop('img_size', None)
-    pytest.importorskip(package)
+    pytest.importorskip('timm' if name == 'TIMMBackbone' else package)
     module = importlib.import_module(
         f'{package}.models' if package == 'mmpretrain' else f'{package}.models.backbones'
     )
@@ -262,7 +312,7 @@ def test_without_idle_channels_and_with_its_norm_a_model_is_the_same(case, rando
         for key in ('gamma', 'gamma_1', 'gamma_2', 'layer_scale_1', 'layer_scale_2'):
             if isinstance(getattr(module, key, None), nn.Parameter):
                 getattr(module, key).data.uniform_(0.5, 1.5)
-        if type(module).__name__ == 'LayerScale':
+        if type(module).__name__ == 'LayerScale' and hasattr(module, 'weight'):
             module.weight.data.uniform_(0.5, 1.5)
     x = torch.randn(2, 3, 64, 64).double()
     with torch.no_grad():
@@ -314,6 +364,91 @@ def test_what_cannot_be_converted_is_named(case):
         idle(model)
     # And nothing has changed.
     assert {n: type(m) for n, m in model.named_modules()} == before
+
+
+def table():
+    """Rows of docs/structures.md: the package, the classes in it, and three times yes or no."""
+    text = (Path(__file__).parents[2] / 'docs' / 'structures.md').read_text()
+    rows = text.split('<!-- backbones -->')[1].split('\n\n')[0].splitlines()[3:]
+    for row in rows:
+        package, backbones, *said = (cell.strip() for cell in row[1:-1].split('|'))
+        for name in re.findall(r'`(\w+)`', backbones):
+            yield package.partition(',')[0].lower().replace('segmentation', 'seg'), name, said
+
+
+@pytest.mark.parametrize('case', [*CONVERTIBLE, *NARROWED])
+def test_what_the_docs_say_of_each_backbone(case):
+    package, name, kwargs, _ = {**CONVERTIBLE, **NARROWED}[case]
+    model = build(package, name, kwargs)
+    (site, *_), heads = ffn_sites(model), attention_sites(model)
+    if name == 'TIMMBackbone':
+        package, name = 'timm', type(site.block).__name__
+    found = []
+    for attempt in (lambda: idle_ffn(site), site.modules, lambda: heads[0].heads()):
+        try:
+            attempt()
+            found.append('yes')
+        except (ValueError, IndexError):
+            found.append('no')
+    assert (package, name, found) in [
+        (row[0].replace('detection', 'det'), *row[1:]) for row in table()
+    ]
+
+
+def test_every_backbone_of_the_docs_is_tested():
+    cases = [*CONVERTIBLE.values(), *NARROWED.values()]
+    assert {name for _, name, _ in table()} - {'Block', 'EvaBlock'} == {
+        name for _, name, *_ in cases
+    } - {'TIMMBackbone'}
+
+
+class Mlp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc1, self.act, self.fc2 = nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)
+        self.drop1, self.drop2 = nn.Dropout(0.0), nn.Dropout(0.0)
+
+    def forward(self, x):
+        return self.drop2(self.fc2(self.drop1(self.act(self.fc1(x)))))
+
+
+class Block(nn.Module):
+    """Of maps (B, H, W, C), and of what ViTDet's block calls its modules."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm1, self.attn, self.drop_path = nn.LayerNorm(8), nn.Linear(8, 8), nn.Identity()
+        self.norm2, self.mlp = nn.LayerNorm(8), Mlp()
+
+    def forward(self, x):
+        x = x + self.drop_path(self.attn(self.norm1(x)))
+        return x + self.drop_path(self.mlp(self.norm2(x)))
+
+
+@torch.no_grad()
+def test_blocks_of_vitdet(monkeypatch, randomize, relative_error):
+    """They are known by their full name, other classes of that name are not."""
+    model, x = randomize(nn.Sequential(Block(), Block())).eval(), torch.randn(4, 9, 7, 8)
+    assert not ffn_sites(model)
+    monkeypatch.setattr(Block, '__module__', 'projects.ViTDet.vitdet.vit')
+    assert len(ffn_sites(model)) == 2 and not attention_sites(model)
+    merged = repa_mm.reparameterize(idle(copy.deepcopy(model), 0, dict(type='keep')))
+    assert relative_error(merged(x), model(x)) < 1e-5
+    kwargs = dict(keep=0.5, held_out=[torch.randn(4, 9, 7, 8)])
+    narrow, report = repa_mm.convert_pretrained(model, [x, torch.randn(4, 9, 7, 8)], **kwargs)
+    assert [site.modules().fc1.out_features for site in ffn_sites(narrow)] == [16, 16]
+    assert report.differences[0] < 0.1
+    with pytest.raises(ValueError, match='LinearPlus adds the shortcut, which a Block adds itself'):
+        add_structures_(model, [_Plus()])
+
+
+class LinearPlus(TrainingForm):
+    """A form that adds its input."""
+
+
+class _Plus(Structure):
+    def form(self, site):
+        return LinearPlus()
 
 
 def test_an_error_in_a_later_block_leaves_the_first_as_it_is():
