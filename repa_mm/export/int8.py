@@ -186,7 +186,21 @@ def _read(content: bytes, in_onnx: bool):
     if in_onnx:
         import onnx
 
-        return onnx.load_from_string(content)
+        proto = onnx.load_from_string(content)
+        nodes = list(proto.graph.node)
+        del proto.graph.node[:]
+        for node in nodes:
+            proto.graph.node.append(node)
+            # ONNX Runtime has products in 8 bits only of those without a sum in float, and NNCF
+            # takes for a bias what they are added to, also if it depends on the image.
+            if node.op_type == 'Gemm' and len(node.input) > 2:
+                node, (output,), product = proto.graph.node[-1], node.output, f'{node.name}_product'
+                terms = [product, node.input.pop()]
+                node.output[0] = product
+                proto.graph.node.append(
+                    onnx.helper.make_node('Add', terms, [output], f'{node.name}_sum')
+                )
+        return proto
     import openvino
 
     return openvino.Core().read_model(content, b'')

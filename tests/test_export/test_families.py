@@ -72,10 +72,7 @@ OTHERS = {
         ),
     ),
     'ATSS': ('mmdet::atss/atss_r50_fpn_1x_coco.py', dict(neck=FPN, bbox_head=DENSE)),
-    'FCOS': (
-        'mmdet::fcos/fcos_r50-caffe_fpn_gn-head_1x_coco.py',
-        dict(neck=FPN, bbox_head=dict(DENSE, norm_cfg=GROUPS['norm_cfg'])),
-    ),
+    'FCOS': ('mmdet::fcos/fcos_r50-caffe_fpn_gn-head_1x_coco.py', dict(neck=FPN, bbox_head=DENSE)),
     'GFL': ('mmdet::gfl/gfl_r50_fpn_1x_coco.py', dict(neck=FPN, bbox_head=DENSE)),
     'RTMDet': (
         'mmdet::rtmdet/rtmdet_l_swin_b_4xb32-100e_coco.py',

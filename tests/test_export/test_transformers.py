@@ -174,7 +174,7 @@ def mask_model(kind, randomize):
             ),
         )
         if is_panoptic:  # some queries, and most of their masks, are kept
-            options['test_cfg'].update(object_mask_thr=0.3, iou_thr=0.3)
+            options['test_cfg'].update(object_mask_thr=0.2, iou_thr=0.1)
         if 'maskformer' in kind:
             # Several rows and columns of padding in the last level's map.
             options['data_preprocessor'] = dict(pad_size_divisor=96)
@@ -248,15 +248,16 @@ def test_mask_models_agree_with_test_step(kind, preprocessing, randomize):
         assert max(seen) >= 2000 and seen & {3, 4} and 5 in seen
 
 
-def test_low_scores_leave_holes_in_panoptic_maps(randomize):
+def test_low_scores_may_count_in_panoptic_maps(randomize):
     model, cfg = mask_model('panoptic', randomize)
     images = small_images(cfg)
     data = resized(images, [(128, 160)])
     model.panoptic_fusion_head.test_cfg.instance_on = False
-    before = model.test_step(copy.deepcopy(data))[0].pred_panoptic_seg.sem_seg
-    model.panoptic_fusion_head.test_cfg.filter_low_score = True
-    after = model.test_step(copy.deepcopy(data))[0].pred_panoptic_seg.sem_seg
-    assert (after == 5).sum() > (before == 5).sum()
+    holes = []
+    for model.panoptic_fusion_head.test_cfg.filter_low_score in (True, False):
+        found = model.test_step(copy.deepcopy(data))[0].pred_panoptic_seg.sem_seg
+        holes.append((found == 5).sum())
+    assert holes[0] > holes[1]
     content, error = agreeing_onnx(model, images, (128, 160), False, 1, False)
     assert error <= 1e-3
 
