@@ -148,13 +148,17 @@ def quantize(
                 nncf.Dataset(calibration, feed),
                 subset_size=len(calibration),
                 model_type=nncf.ModelType.TRANSFORMER,
+                # In ONNX with zero points of 0, for TensorRT.
+                preset=nncf.QuantizationPreset.PERFORMANCE if in_onnx else None,
                 ignored_scope=nncf.IgnoredScope(patterns=['^(?!.*/backbone/).*'] if after else []),
                 advanced_parameters=nncf.AdvancedQuantizationParameters(
                     smooth_quant_alphas=nncf.AdvancedSmoothQuantParameters(**alphas)
                 ),
             )
-            size = [batch, *shape, 3] if preprocessing else [batch, 3, *shape]
-            _write(quantized, file, size if shape is not None else None)
+            size = None
+            if shape is not None:
+                size = [batch, *shape, 3] if preprocessing else [batch, 3, *shape]
+            _write(quantized, file, size)
             # In float32, so that the figure does not depend on what else this processor rounds.
             precision = None if in_onnx else 'f32'
             exported = ExportedModel(file, model.data_preprocessor, precision)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from repa_mm.config import build_model, load_config
-from repa_mm.export.export import agreeing_onnx, noise, resized
+from repa_mm.export.export import TOLERANCES, agreeing_onnx, noise, resized
 from repa_mm.export.exported import ExportedModel
 from repa_mm.export.transformers import _extent, padding_mask
 
@@ -203,10 +203,10 @@ def mask_model(kind, randomize):
     return model, cfg
 
 
-def check_maps(actual, expected):
-    assert len(expected.unique()) > 1
+def check_maps(actual, expected, largest=1e-3):
+    assert len(expected.unique()) > 1 and torch.equal(actual.unique(), expected.unique())
     assert actual.shape == expected.shape and actual.dtype == expected.dtype
-    assert (actual != expected).float().mean() <= 1e-3
+    assert (actual != expected).float().mean() <= largest
 
 
 @pytest.mark.parametrize(
@@ -241,7 +241,9 @@ def test_mask_models_agree_with_test_step(kind, preprocessing, randomize):
                 check_objects(a.pred_instances, b.pred_instances)
             if 'pred_panoptic_seg' in b:
                 seen |= set(b.pred_panoptic_seg.sem_seg.unique().tolist())
-                check_maps(a.pred_panoptic_seg.sem_seg, b.pred_panoptic_seg.sem_seg)
+                # Two queries are nearly equal along the edges, and their masks are random.
+                maps = (x.pred_panoptic_seg.sem_seg for x in (a, b))
+                check_maps(*maps, TOLERANCES['panoptic'])
             if 'pred_sem_seg' in b:
                 check_maps(a.pred_sem_seg.data, b.pred_sem_seg.data)
     if 'panoptic' in kind:  # two objects of one map, classes without objects, and nothing
@@ -259,7 +261,7 @@ def test_low_scores_may_count_in_panoptic_maps(randomize):
         holes.append((found == 5).sum())
     assert holes[0] > holes[1]
     content, error = agreeing_onnx(model, images, (128, 160), False, 1, False)
-    assert error <= 1e-3
+    assert error <= TOLERANCES['panoptic']
 
 
 def test_masks_that_nobody_wants(randomize):
