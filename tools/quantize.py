@@ -1,4 +1,4 @@
-"""Write a whole detector, segmentor or classifier with products of 8 bits, for OpenVINO.
+"""Write a whole detector, segmentor or classifier with products of 8 bits.
 
 The ranges of activations are those on some images: of the config's training data, or of a folder.
 The file is run beside PyTorch on other images, and written only if it finds the same.
@@ -15,7 +15,10 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument('config', help='config of the training form')
     parser.add_argument('checkpoint', help='checkpoint in either form')
-    parser.add_argument('out', help='file to write: .xml, with its weights in .bin')
+    parser.add_argument(
+        'out',
+        help='file to write: .xml for OpenVINO (its weights in .bin), or .onnx for ONNX Runtime',
+    )
     parser.add_argument('--num-images', type=int, default=64, help='to calibrate on (default: 64)')
     parser.add_argument('--images', help="folder of images (default: the config's training data)")
     parser.add_argument(

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn as nn
-from mmengine.structures import BaseDataElement
+from mmengine.structures import BaseDataElement, InstanceData
 from scipy.optimize import linear_sum_assignment
 from torchvision.ops import box_iou
 
@@ -22,9 +22,11 @@ def agreement(model: nn.Module, exported: nn.Module, batches: Sequence[dict]) ->
     Detections are compared by the Dice coefficient 2 Σ ab / (Σ a² + Σ b²) over all images, where a
     and b are the scores of one object. Objects are paired one to one if their labels are equal and
     the intersection over union of their boxes, and of their masks, is at least :data:`OVERLAP`; the
-    counterpart of an object without a pair has the score 0. Label maps are compared by the Dice
-    coefficient of the pixels of each class, on average over the classes that either has. For
-    classifiers it is the coefficient of all scores, or the share of equal labels if that is less.
+    counterpart of an object without a pair has the score 0. Segments of panoptic maps are objects
+    with a score of 1; if there are instances, too, their coefficients are averaged. Label maps are
+    compared by the Dice coefficient of the pixels of each class, on average over the classes that
+    either has. For classifiers it is the coefficient of all scores, or the share of equal labels if
+    that is less.
 
     Args:
         model (nn.Module): The model.
@@ -81,7 +83,30 @@ def _sums(found: BaseDataElement, expected: BaseDataElement) -> tuple:
     if 'pred_score' in expected:
         a, b = found.pred_score, expected.pred_score
         return tuple(x.sum()[None] for x in (a * b, a * a, b * b))
-    a, b = found.pred_instances, expected.pred_instances
+    pairs = []
+    if 'pred_instances' in expected:
+        pairs.append((found.pred_instances, expected.pred_instances))
+    if 'pred_panoptic_seg' in expected:
+        maps = found.pred_panoptic_seg, expected.pred_panoptic_seg
+        pairs.append([_segments(x.sem_seg) for x in maps])
+    return tuple(torch.stack(x) for x in zip(*(_sums_of_objects(a, b) for a, b in pairs)))
+
+
+def _segments(panoptic: torch.Tensor) -> InstanceData:
+    """Return the segments of a map (1, H, W), in MMDetection's encoding, as objects."""
+    from mmdet.structures import INSTANCE_OFFSET
+
+    found = panoptic.unique()
+    found = found[: len(found) if len(found) > 1 else 0]  # one segment: nothing is found
+    return InstanceData(
+        bboxes=torch.zeros(len(found), 4),
+        scores=torch.ones(len(found)),
+        labels=found % INSTANCE_OFFSET,
+        masks=panoptic == found[:, None, None],
+    )
+
+
+def _sums_of_objects(a: InstanceData, b: InstanceData) -> tuple:
     overlaps = box_iou(a.bboxes, b.bboxes)
     if 'masks' in b:
         x, y = a.masks.flatten(1).float(), b.masks.flatten(1).float()
@@ -92,4 +117,4 @@ def _sums(found: BaseDataElement, expected: BaseDataElement) -> tuple:
     fits = (overlaps >= OVERLAP) & (a.labels[:, None] == b.labels)
     products = (fits * a.scores[:, None] * b.scores).nan_to_num()
     pairs = linear_sum_assignment(products.numpy(), maximize=True)
-    return tuple(x.sum()[None] for x in (products[pairs], a.scores**2, b.scores**2))
+    return tuple(x.sum() for x in (products[pairs], a.scores**2, b.scores**2))

@@ -6,6 +6,8 @@ fixed number of rows. Rows without an object have the score -1 internally, and t
 outputs. The modules are for tracing only, since boxes are suppressed by ONNX's operator.
 """
 
+from collections.abc import Iterable
+
 import torch
 import torch.nn as nn
 from torchvision.ops import roi_align
@@ -34,6 +36,18 @@ class _NonMaxSuppression(torch.autograd.Function):
         ]
         options = [g.op('Constant', value_t=option) for option in options]
         return g.op('NonMaxSuppression', boxes, scores, *options)
+
+
+class _Threshold(torch.autograd.Function):
+    """ONNX's ThresholdedRelu, for tracing: what is not larger than the threshold becomes 0."""
+
+    @staticmethod
+    def forward(ctx, x, threshold):
+        return x * (x > threshold)
+
+    @staticmethod
+    def symbolic(g, x, threshold):
+        return g.op('ThresholdedRelu', x, alpha_f=threshold).setType(x.type())
 
 
 def suppress(
@@ -79,8 +93,8 @@ def decode(
     """Decode the boxes that a head predicts.
 
     Args:
-        coder (nn.Module): A ``DeltaXYWHBBoxCoder``.
-        boxes (torch.Tensor): Anchors or proposals (B, N, 4).
+        coder (nn.Module): A ``DeltaXYWHBBoxCoder`` or ``DistancePointBBoxCoder``.
+        boxes (torch.Tensor): Anchors or proposals (B, N, 4), or points (B, N, 2).
         deltas (torch.Tensor): Predictions of the head for C classes, (B, N, C * 4).
         size (torch.Tensor): Width, height, width and height of each image, (B, 1, 1, 4), to which
             boxes are clipped.
@@ -99,8 +113,10 @@ def candidates(
     """Return the best boxes of every level.
 
     Args:
-        head (nn.Module): An ``AnchorHead``.
-        cfg (dict): The head's ``test_cfg``, with ``nms_pre``.
+        head (nn.Module): A head that predicts as ``BaseDenseHead`` does, with a centerness or
+            another factor of the scores (ATSS, FCOS) or without, or a ``GFLHead``.
+        cfg (dict): The head's ``test_cfg``, with ``nms_pre``. Scores that are not above its
+            ``score_thr``, before they are multiplied by a factor, become 0.
         features (tuple): Feature maps of all levels.
         size (torch.Tensor): As for :func:`decode`.
 
@@ -111,7 +127,9 @@ def candidates(
     sizes = [scores.shape[-2:] for scores in maps[0]]
     priors = head.prior_generator.grid_priors(sizes, device='cpu')
     found = []
-    for level, (scores, deltas, anchors) in enumerate(zip(*maps, priors)):
+    # A GFLHead predicts a distribution of each distance.
+    width = 4 * (head.reg_max + 1) if hasattr(head, 'integral') else 4
+    for level, (anchors, scores, deltas, *factors) in enumerate(zip(priors, *maps)):
         batch = scores.shape[0]
         scores = scores.permute(0, 2, 3, 1).reshape(batch, -1, head.cls_out_channels)
         if not head.use_sigmoid_cls:
@@ -121,8 +139,18 @@ def candidates(
         if head.use_sigmoid_cls:  # after the selection, since a sigmoid keeps the order
             scores = scores.sigmoid()
         anchor = index if num_classes == 1 else index // num_classes
-        deltas = _take(deltas.permute(0, 2, 3, 1).reshape(batch, -1, 4), anchor)
-        boxes = decode(head.bbox_coder, anchors[anchor], deltas, size)[:, :, 0]
+        if 'score_thr' in cfg:
+            scores = _Threshold.apply(scores, float(cfg['score_thr']))
+        for factor in factors:
+            factor = factor.permute(0, 2, 3, 1).reshape(batch, -1).sigmoid()
+            scores = scores * factor.gather(1, anchor)
+        deltas = _take(deltas.permute(0, 2, 3, 1).reshape(batch, -1, width), anchor)
+        anchors = anchors[anchor]
+        if width > 4:
+            deltas = head.integral(deltas).reshape(batch, -1, 4)
+            deltas = deltas * head.prior_generator.strides[level][0]
+            anchors = head.anchor_center(anchors)
+        boxes = decode(head.bbox_coder, anchors, deltas, size)[:, :, 0]
         found.append(
             (boxes, scores, index - anchor * num_classes, torch.full_like(index[0], level))
         )
@@ -172,7 +200,7 @@ def to_rois(boxes: torch.Tensor, image: torch.Tensor) -> torch.Tensor:
 
 
 class SingleStage(nn.Module):
-    """Predict boxes from features, as a ``SingleStageDetector`` with an ``AnchorHead`` does."""
+    """Predict boxes from features, as a ``SingleStageDetector`` does, see :func:`candidates`."""
 
     outputs = ('boxes', 'scores', 'labels')
 
@@ -185,13 +213,18 @@ class SingleStage(nn.Module):
         classes = self.head.cls_out_channels - (not self.head.use_sigmoid_cls)
         count = self.cfg['max_per_img']
         by_class = one_hot_scores(scores, labels, classes)
-        scores = suppress(boxes, by_class, self.cfg['nms'], self.cfg.get('score_thr', 0), count)
+        scores = suppress(boxes, by_class, self.cfg['nms'], 0, count)
         scores, index = best(scores.amax(1), count)
         return finish(_take(boxes, index), scores, labels.gather(1, index))
 
 
+def _stages(module: nn.Module) -> Iterable[nn.Module]:
+    """Return the modules of all stages: a cascade has a list of them, other detectors have one."""
+    return module if isinstance(module, nn.ModuleList) else [module]
+
+
 class TwoStage(nn.Module):
-    """Predict boxes and masks from features, as a ``TwoStageDetector`` does.
+    """Predict boxes and masks from features, as a ``TwoStageDetector`` or a cascade does.
 
     Masks are probabilities (B, N, height, width) within the boxes.
     """
@@ -220,15 +253,21 @@ class TwoStage(nn.Module):
         return _take(boxes, index) * is_proposal[..., None].to(boxes), is_proposal
 
     def _detect(self, features, proposals, is_proposal, size):
-        head = self.roi.bbox_head
-        batch, num, classes = proposals.shape[0], proposals.shape[1], head.num_classes
+        heads, logits = _stages(self.roi.bbox_head), []
+        batch, num, classes = proposals.shape[0], proposals.shape[1], heads[-1].num_classes
         image = torch.arange(batch)[:, None].expand(-1, num)
-        rois = to_rois(proposals.flatten(0, 1), image.flatten())
-        scores, deltas = head(pool(self.roi.bbox_roi_extractor, features, rois))
-        scores = scores.softmax(-1)[:, :-1].reshape(batch, num, classes)
+        for head, extractor in zip(heads, _stages(self.roi.bbox_roi_extractor)):
+            rois = to_rois(proposals.flatten(0, 1), image.flatten())
+            found, deltas = head(pool(extractor, features, rois))
+            logits.append(found)
+            boxes = decode(head.bbox_coder, proposals, deltas.reshape(batch, num, -1), size)
+            if head is not heads[-1]:  # the next stage starts at the boxes of the best class
+                label = found[:, :-1].argmax(1).reshape(batch, num, 1, 1).expand(-1, -1, -1, 4)
+                proposals = boxes if head.reg_class_agnostic else boxes.gather(2, label)
+                proposals = proposals[:, :, 0]
+        scores = torch.stack(logits).mean(0).softmax(-1)[:, :-1].reshape(batch, num, classes)
         scores = torch.where(is_proposal[..., None], scores, torch.full_like(scores, NONE))
-        deltas = deltas.reshape(batch, num, -1)
-        boxes = decode(head.bbox_coder, proposals, deltas, size).transpose(1, 2)
+        boxes = boxes.transpose(1, 2)
         # Each class has its own boxes, so each image and class is a group.
         boxes = boxes.expand(-1, classes, -1, -1).reshape(batch * classes, num, 4)
         # Otherwise OpenVINO does not know the size of the last axis.
@@ -241,18 +280,20 @@ class TwoStage(nn.Module):
         return boxes, scores, index // num
 
     def _masks(self, features, boxes, scores, labels):
-        head = self.roi.mask_head
         # Only objects and the first row, since runtimes differ in how they treat empty tensors.
         is_object = scores > NONE / 2
         first = torch.arange(scores.shape[1])[None] == 0
         image, row = (is_object | first).nonzero().unbind(1)
         rois = to_rois(boxes[image, row], image)
-        masks = head(pool(self.roi.mask_roi_extractor, features, rois))
-        if not head.class_agnostic:
+        heads = _stages(self.roi.mask_head)
+        stages = zip(heads, _stages(self.roi.mask_roi_extractor))
+        masks = [head(pool(extractor, features, rois)).sigmoid() for head, extractor in stages]
+        masks = torch.stack(masks).mean(0)
+        if not heads[-1].class_agnostic:
             index = labels[image, row].clamp(min=0)[:, None, None, None]
             index = index.expand(-1, 1, masks.shape[2], masks.shape[3])
             masks = masks.gather(1, index)
-        masks = masks.sigmoid()[:, 0] * is_object[image, row][:, None, None].to(masks)
+        masks = masks[:, 0] * is_object[image, row][:, None, None].to(masks)
         return masks.new_zeros(*scores.shape, *masks.shape[1:]).index_put((image, row), masks)
 
 

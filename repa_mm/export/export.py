@@ -30,7 +30,9 @@ from repa_mm.reparam import outermost, reparameterize_
 
 OPSET = 17
 # Largest share of differing objects or pixels, or largest difference of a score, to accept.
-TOLERANCES = dict(detection=0.02, instances=0.02, segmentation=1e-3, classification=1e-4)
+TOLERANCES = dict(
+    detection=0.02, instances=0.02, panoptic=5e-3, segmentation=1e-3, classification=1e-4
+)
 # Largest error of a backbone's features to accept, relative to the largest feature.
 TOLERANCE = 1e-4
 NUM_IMAGES = 3
@@ -53,8 +55,9 @@ def export_checkpoint(
         config (str): Path of the config of the training form.
         checkpoint (str): Path of a checkpoint in either form.
         out (str): The file to write.
-        shape (Sequence[int], optional): Height and width of images. Defaults to 224 by 224, or to
-            an example that suits the model if ``dynamic``.
+        shape (Sequence[int], optional): Height and width of images. Defaults to an example that
+            suits the model if ``dynamic``, else to the windows of a model that slides, or to 224 by
+            224.
         dynamic (bool, optional): Accept any number of images of any size. Defaults to True for
             whole models and to False for backbones.
         batch (int): Number of images. Defaults to 1.
@@ -72,7 +75,12 @@ def export_checkpoint(
     model = model_to_export(cfg, checkpoint)
     if dynamic is None:
         dynamic = not backbone
-    shape = shape or (example_shape(model) if dynamic else (224, 224))
+    if shape is None:
+        shape = 224, 224
+        if dynamic:
+            shape = example_shape(model)
+        elif cfg.model.get('test_cfg', {}).get('mode') == 'slide' and not backbone:
+            shape = model.test_cfg.crop_size
     if backbone:
         is_classifier = cfg.get('default_scope') == 'mmpretrain'
         error = export(model if is_classifier else model.backbone, out, shape, dynamic, batch)
@@ -194,7 +202,8 @@ def agreeing_onnx(
         mixed = [shape, larger if whole.task == 'detection' else shape]
         batches = [images[0], *(resized(images, s) for s in (mixed, [larger], [other] * 3))]
     else:
-        batches = [resized(images, [shape] * batch)]
+        scale = 1.5 if whole.slides else 1  # several windows
+        batches = [resized(images, [(round(scale * height), round(scale * width))] * batch)]
     content = whole_onnx(whole, (batch, height, width), dynamic)
     check = content
     if whole.task == 'detection':
@@ -274,6 +283,9 @@ def _without_threshold(content: bytes) -> bytes:
     import onnx
 
     proto = onnx.load_from_string(content)
+    for node in proto.graph.node:
+        if node.op_type == 'ThresholdedRelu':
+            node.attribute[0].f = 0
     names = {n.input[4] for n in proto.graph.node if n.op_type == 'NonMaxSuppression'}
     constants = [(t.name, t) for t in proto.graph.initializer]
     constants += [
@@ -299,20 +311,25 @@ def disagreement(model: nn.Module, exported: ExportedModel, data: dict) -> float
         float: For detectors, the share of objects without a counterpart, NaN if there are no
         objects. A counterpart has the same label, a score within 1e-3, box coordinates within 0.1
         pixels, and a mask that differs in less than 2 % of the box's area plus 4 pixels. For
-        segmentors, the share of differing pixels. For classifiers, the largest difference of a
-        score.
+        segmentors and panoptic maps, the share of differing pixels. For classifiers, the largest
+        difference of a score. The largest of them for a model with several outputs.
     """
     pairs = list(zip(exported.test_step(copy.deepcopy(data)), model.test_step(copy.deepcopy(data))))
+    errors = []
     if 'pred_instances' in pairs[0][0]:
-        pairs = [(a.pred_instances, b.pred_instances) for a, b in pairs]
-        lost = sum(lost_objects(a, b) + lost_objects(b, a) for a, b in pairs)
-        total = sum(len(a) + len(b) for a, b in pairs)
-        return lost / total if total else math.nan
-    if 'pred_sem_seg' in pairs[0][0]:
-        return _largest(
-            (a.pred_sem_seg.data != b.pred_sem_seg.data).float().mean() for a, b in pairs
-        )
-    return _largest((a.pred_score - b.pred_score).abs().max() for a, b in pairs)
+        objects = [(a.pred_instances, b.pred_instances) for a, b in pairs]
+        lost = sum(lost_objects(a, b) + lost_objects(b, a) for a, b in objects)
+        total = sum(len(a) + len(b) for a, b in objects)
+        errors.append(lost / total if total else math.nan)
+    for a, b in pairs:
+        if 'pred_panoptic_seg' in b:
+            differ = a.pred_panoptic_seg.sem_seg != b.pred_panoptic_seg.sem_seg
+            errors.append(differ.float().mean())
+        if 'pred_sem_seg' in b:
+            errors.append((a.pred_sem_seg.data != b.pred_sem_seg.data).float().mean())
+        if 'pred_score' in b:
+            errors.append((a.pred_score - b.pred_score).abs().max())
+    return _largest(errors)
 
 
 def lost_objects(found: InstanceData, others: InstanceData) -> int:

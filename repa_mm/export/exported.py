@@ -1,6 +1,8 @@
 """Test exported whole models with MMEngine's runner."""
 
+import json
 import os.path as osp
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -72,9 +74,17 @@ class ExportedModel(BaseModel):
 
     def _predict_instances(self, images, samples):
         for result, sample in zip(self._run_own(images, samples), samples):
-            size, result = tuple(sample.ori_shape[:2]), _objects(result)
+            size = tuple(sample.ori_shape[:2])
+            if 'panoptic' in result:
+                maps = torch.from_numpy(result.pop('panoptic'))[None]
+                if maps.shape[1:] != size:  # a file without the option
+                    maps = nn.functional.interpolate(maps[None].double(), size)[0].int()
+                sample.pred_panoptic_seg = PixelData(sem_seg=maps)
+            if 'masks' not in result:
+                continue
+            result = _objects(result)
             height, width = result['masks'].shape[1:]
-            if size != (height, width):  # a file without the option
+            if size != (height, width):
                 masks = result['masks'][None].float()
                 result['masks'] = nn.functional.interpolate(masks, size)[0].bool()
                 scale = size[1] / width, size[0] / height
@@ -82,6 +92,8 @@ class ExportedModel(BaseModel):
             result['bboxes'] = result.pop('boxes')
             sample.pred_instances = InstanceData(**result)
         return samples
+
+    _predict_panoptic = _predict_instances
 
     def _run_own(self, images, samples):
         """Yield the outputs for each image, which are run together if their sizes are the same."""
@@ -116,6 +128,8 @@ class ExportedModel(BaseModel):
             yield {k: v[i] for k, v in outputs.items()}
 
     def _predict_segmentation(self, images, samples):
+        if 'window' in self.session.metadata:
+            return self._slide(torch.from_numpy(np.stack(images)), samples)
         for result, sample in zip(self._run_own(images, samples), samples):
             size = tuple(sample.ori_shape[:2])
             labels = torch.from_numpy(result['labels'])[None].long()
@@ -123,6 +137,26 @@ class ExportedModel(BaseModel):
                 labels = nn.functional.interpolate(labels[None].float(), size).long()[0]
             sample.pred_sem_seg = PixelData(data=labels)
         return samples
+
+    def _slide(self, images, samples):
+        """Run the file on windows of images; MMSegmentation slides and merges."""
+        from mmseg.models import EncoderDecoder
+
+        window = json.loads(self.session.metadata['window'])
+        pixels = self.session.takes_pixels
+
+        def encode_decode(images, metas):
+            images = images.permute(0, 2, 3, 1).byte() if pixels else images
+            return torch.from_numpy(self.session(images.numpy())['logits'])
+
+        settings = SimpleNamespace(**window)
+        host = SimpleNamespace(
+            **window, test_cfg=settings, decode_head=settings, encode_decode=encode_decode
+        )
+        images = images.permute(0, 3, 1, 2).float() if pixels else images
+        metas = [sample.metainfo for sample in samples]
+        logits = EncoderDecoder.slide_inference(host, images, metas)
+        return EncoderDecoder.postprocess_result(host, logits, samples)
 
     def _predict_classification(self, images, samples):
         outputs = self.session(np.stack(images))

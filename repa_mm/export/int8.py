@@ -1,4 +1,4 @@
-"""Whole models with products of 8 bits, for OpenVINO, by NNCF."""
+"""Whole models with products of 8 bits, for OpenVINO or in ONNX, by NNCF."""
 
 import copy
 import logging
@@ -43,7 +43,7 @@ def quantize_checkpoint(
     Args:
         config (str): Path of the config.
         checkpoint (str): Path of a checkpoint, of floats, in either form.
-        out (str): The file to write, '.xml'; its weights are in '.bin'.
+        out (str): The file to write, see :func:`quantize`.
         num_images (int): Number of images to calibrate on; the file is compared with PyTorch on
             half as many other images. Defaults to 64.
         images (str, optional): A folder of both. Defaults to the config's training data to
@@ -98,7 +98,8 @@ def quantize(
 
     Args:
         model (nn.Module): From :func:`~repa_mm.export.export.model_to_export`.
-        out (str): The file to write, '.xml'; its weights are in '.bin'.
+        out (str): The file to write: '.xml' for OpenVINO, with its weights in '.bin', or '.onnx',
+            with QuantizeLinear and DequantizeLinear around the products, for ONNX Runtime.
         calibration (Sequence[dict]): Batches of one image, for the ranges of activations.
         held_out (Sequence[dict]): Batches of one image, to compare the file with the model.
         tolerance (float, optional): Smallest acceptable agreement, see
@@ -119,7 +120,6 @@ def quantize(
             not, or if there is nothing to compare.
     """
     import nncf
-    import openvino
 
     def feed(data: dict) -> dict:
         if preprocessing:
@@ -137,27 +137,31 @@ def quantize(
     content, _ = agreeing_onnx(model, seen, example_shape(model), True, 1, preprocessing)
     nncf.set_log_level(logging.ERROR)
     folder, name = osp.split(osp.abspath(out))
+    in_onnx = osp.splitext(name)[1] == '.onnx'
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
         for i, (alphas, after) in enumerate(ATTEMPTS):
             # In a folder of its own: the file of the attempt before may still be in use.
             file = osp.join(temporary, str(i), name)
             os.mkdir(osp.dirname(file))
             quantized = nncf.quantize(
-                openvino.Core().read_model(content, b''),
+                _read(content, in_onnx),
                 nncf.Dataset(calibration, feed),
                 subset_size=len(calibration),
                 model_type=nncf.ModelType.TRANSFORMER,
+                # In ONNX with zero points of 0, for TensorRT.
+                preset=nncf.QuantizationPreset.PERFORMANCE if in_onnx else None,
                 ignored_scope=nncf.IgnoredScope(patterns=['^(?!.*/backbone/).*'] if after else []),
                 advanced_parameters=nncf.AdvancedQuantizationParameters(
                     smooth_quant_alphas=nncf.AdvancedSmoothQuantParameters(**alphas)
                 ),
             )
-            quantized.set_rt_info('int8', ['framework', 'precision'])
+            size = None
             if shape is not None:
-                quantized.reshape([batch, *shape, 3] if preprocessing else [batch, 3, *shape])
-            openvino.save_model(quantized, file, compress_to_fp16=False)
+                size = [batch, *shape, 3] if preprocessing else [batch, 3, *shape]
+            _write(quantized, file, size)
             # In float32, so that the figure does not depend on what else this processor rounds.
-            exported = ExportedModel(file, model.data_preprocessor, 'f32')
+            precision = None if in_onnx else 'f32'
+            exported = ExportedModel(file, model.data_preprocessor, precision)
             found = agreement(model, exported, held_out)
             if tolerance is None:
                 tolerance = TOLERANCES[exported.session.metadata['task']]
@@ -181,8 +185,54 @@ def quantize(
     return result
 
 
+def _read(content: bytes, in_onnx: bool):
+    """Return the model of an ONNX file for NNCF, in ONNX or else for OpenVINO."""
+    if in_onnx:
+        import onnx
+
+        proto = onnx.load_from_string(content)
+        nodes = list(proto.graph.node)
+        del proto.graph.node[:]
+        for node in nodes:
+            proto.graph.node.append(node)
+            # ONNX Runtime has products in 8 bits only of those without a sum in float, and NNCF
+            # takes for a bias what they are added to, also if it depends on the image.
+            if node.op_type == 'Gemm' and len(node.input) > 2:
+                node, (output,), product = proto.graph.node[-1], node.output, f'{node.name}_product'
+                terms = [product, node.input.pop()]
+                node.output[0] = product
+                proto.graph.node.append(
+                    onnx.helper.make_node('Add', terms, [output], f'{node.name}_sum')
+                )
+        return proto
+    import openvino
+
+    return openvino.Core().read_model(content, b'')
+
+
+def _write(quantized, file: str, size: Sequence[int] | None) -> None:
+    """Write a model from :func:`_read`, for images of one size if there is one."""
+    if osp.splitext(file)[1] == '.onnx':
+        import onnx
+
+        dims = quantized.graph.input[0].type.tensor_type.shape.dim
+        for dim, length in zip(dims, size or ()):
+            dim.dim_value = length
+        onnx.helper.set_model_props(
+            quantized, {p.key: p.value for p in quantized.metadata_props} | {'precision': 'int8'}
+        )
+        onnx.save(quantized, file)
+        return
+    import openvino
+
+    quantized.set_rt_info('int8', ['framework', 'precision'])
+    if size:
+        quantized.reshape(size)
+    openvino.save_model(quantized, file, compress_to_fp16=False)
+
+
 def products(file: str) -> dict[str, bool]:
-    """Return the products with weights in a file for OpenVINO: by name, whether in 8 bits.
+    """Return the products with weights in a file, .xml or .onnx: by name, whether in 8 bits.
 
     Products of two activations, such as those of queries and keys, are not among them.
     """

@@ -244,39 +244,59 @@ def class_logits(
 class Masks(nn.Module):
     """Predict masks from features, as a ``MaskFormer`` with a ``MaskFormerFusionHead`` does.
 
+    Outputs are the boxes, scores, labels and masks of instances if the model's
+    ``test_cfg.instance_on`` is True, and panoptic maps if its ``test_cfg.panoptic_on`` is.
+
     Args:
         detector (nn.Module): A ``MaskFormer`` or ``Mask2Former``.
 
     Raises:
-        ValueError: If the model predicts no instances.
+        ValueError: If the model predicts neither.
     """
 
     def __init__(self, detector: nn.Module) -> None:
         super().__init__()
         self.head, self.fusion = detector.panoptic_head, detector.panoptic_fusion_head
-        if not self.fusion.test_cfg.get('instance_on', False):
+        self.cfg = self.fusion.test_cfg
+        self.outputs = ()
+        if self.cfg.get('instance_on', False):
+            self.outputs = 'boxes', 'scores', 'labels', 'masks'
+        if self.cfg.get('panoptic_on', True):
+            self.outputs = (*self.outputs, 'panoptic')
+        if not self.outputs:
             raise ValueError(
-                'instances of a Mask2Former or MaskFormer are exported, panoptic maps are not: '
-                'set model.test_cfg.instance_on=True'
+                'the model predicts neither instances nor panoptic maps: set '
+                'model.test_cfg.instance_on=True or model.test_cfg.panoptic_on=True'
             )
-
         trace_masks(self.head)
 
     def forward(self, features, padded, image, size):
         """Return boxes (B, N, 4), scores (B, N), labels (B, N) and masks (B, N, height, width).
 
-        The height and width of the masks are ``size`` (2, ). The boxes enclose the masks.
+        The height and width of the masks are ``size`` (2, ). The boxes enclose the masks. Panoptic
+        maps (B, height, width) follow, or are alone, see :attr:`outputs`.
         """
+
+        def resize(masks):
+            kwargs = dict(mode='bilinear', align_corners=False)
+            masks = F.interpolate(masks, padded.shape[2:], **kwargs)
+            masks = masks[..., : image.shape[2], : image.shape[3]]
+            return F.interpolate(masks, tuple(size.unbind()), **kwargs)
+
         classes, masks = queries_and_masks(self.head, features, padded, image)
-        scores = classes.softmax(-1)[..., :-1].flatten(1)
-        scores, index = best(scores, self.fusion.test_cfg.get('max_per_image', 100))
+        classes, found = classes.softmax(-1), ()
+        if 'masks' in self.outputs:
+            found = self._instances(classes, masks, resize)
+        if 'panoptic' in self.outputs:
+            found = (*found, self._panoptic(classes, resize(masks).sigmoid()))
+        return found
+
+    def _instances(self, classes, masks, resize):
+        scores, index = best(classes[..., :-1].flatten(1), self.cfg.get('max_per_image', 100))
         query = index // self.fusion.num_classes
         labels = index - query * self.fusion.num_classes
         masks = masks.gather(1, query[..., None, None].expand(-1, -1, *masks.shape[2:]))
-        kwargs = dict(mode='bilinear', align_corners=False)
-        masks = F.interpolate(masks, padded.shape[2:], **kwargs)
-        masks = masks[..., : image.shape[2], : image.shape[3]]
-        masks = F.interpolate(masks, tuple(size.unbind()), **kwargs)
+        masks = resize(masks)
         inside = (masks > 0).to(masks)
         scores = scores * (masks.sigmoid() * inside).sum((2, 3)) / (inside.sum((2, 3)) + 1e-6)
         is_thing = labels < self.fusion.num_things_classes
@@ -287,6 +307,32 @@ class Masks(nn.Module):
         across, down = _extent(inside.amax(2)), _extent(inside.amax(3))
         boxes = torch.stack([across[0], down[0], across[1], down[1]], 2)
         return *finish(boxes, scores, labels), inside > 0
+
+    def _panoptic(self, classes, masks):
+        """Return maps from the probabilities of classes (B, N, C + 1) and masks (B, N, H, W)."""
+        from mmdet.structures import INSTANCE_OFFSET
+
+        scores, labels = classes.max(-1)
+        nothing = torch.full_like(labels, self.fusion.num_classes)
+        known = (labels < nothing) & (scores > self.cfg.get('object_mask_thr', 0.8))
+        # Each pixel is of the best query, whose mask is dropped if others cover most of it.
+        best_masks = torch.where(
+            known[..., None, None], scores[..., None, None] * masks, masks.new_tensor(NONE)
+        )
+        query = best_masks.argmax(1)
+        is_query = query[:, None] == torch.arange(masks.shape[1])[:, None, None]
+        left, whole = (x.to(masks).sum((2, 3)) for x in (is_query, masks >= 0.5))
+        known = known & (left > 0) & (whole > 0)
+        known = known & (left >= whole * self.cfg.get('iou_thr', 0.8))
+        is_thing = labels < self.fusion.num_things_classes
+        number = (known & is_thing).long().cumsum(1)
+        segments = labels + number * is_thing.long() * INSTANCE_OFFSET
+        segments = torch.where(known, segments, nothing)
+        maps = segments.gather(1, query.flatten(1)).reshape(query.shape)
+        if self.cfg.get('filter_low_score', False):
+            inside = masks.gather(1, query[:, None])[:, 0] >= 0.5
+            maps = torch.where(inside, maps, nothing[:1, :1, None])
+        return maps.int()
 
 
 def _extent(inside: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -108,14 +108,16 @@ class WholeModel(nn.Module):
     """Base class of models that predict from images in one graph.
 
     Attributes:
-        task (str): 'detection', 'instances', 'segmentation' or 'classification'.
+        task (str): 'detection', 'instances', 'panoptic', 'segmentation' or 'classification'.
         outputs (tuple[str]): Names of the outputs.
         option (tuple, optional): Name and default value of an optional second input.
+        slides (bool): Whether images are windows of larger images.
     """
 
     task: str
     outputs: tuple[str, ...]
     option: tuple[str, list] | None = None
+    slides = False
 
     def __init__(self, model: nn.Module, preprocessing: bool) -> None:
         super().__init__()
@@ -194,6 +196,9 @@ class WholeSegmentor(WholeModel):
 
     Images are (B, 3, H, W). ``output_size`` is the height and width of the label maps, by default
     the size of the images. As in MMSegmentation, scores are resized before the argmax.
+
+    In the mode 'slide', images are windows, and the outputs are the ``logits`` (B, classes, H, W)
+    of a window, without an option: whoever runs the file slides.
     """
 
     task = 'segmentation'
@@ -204,37 +209,57 @@ class WholeSegmentor(WholeModel):
         super().__init__(model, preprocessing)
         self.has_masks = hasattr(model.decode_head, 'mask_embed')
         trace_masks(model.decode_head)
+        self.slides = model.test_cfg.get('mode', 'whole') == 'slide'
+        if self.slides:
+            self.outputs, self.option = ('logits',), None
 
-    def forward(self, image: torch.Tensor, output_size: torch.Tensor):
+    def metadata(self) -> dict[str, str]:
+        found = super().metadata()
+        if self.slides:
+            model = self.model
+            window = {name: tuple(model.test_cfg[name]) for name in ('crop_size', 'stride')}
+            window.update(out_channels=model.out_channels, align_corners=model.align_corners)
+            window['threshold'] = getattr(model.decode_head, 'threshold', None)
+            found['window'] = json.dumps(window)
+        return found
+
+    def logits(self, image: torch.Tensor) -> torch.Tensor:
+        """Return class scores (B, classes, H, W) of normalized images (B, 3, H, W)."""
+        features = self.model.extract_feat(image)
+        if self.has_masks:
+            return class_logits(self.model.decode_head, features, image)
+        kwargs = dict(mode='bilinear', align_corners=self.model.align_corners)
+        return F.interpolate(self.model.decode_head(features), image.shape[2:], **kwargs)
+
+    def forward(self, image: torch.Tensor, output_size: torch.Tensor | None = None):
         image = self.preprocessing(image)
+        if self.slides:
+            return self.logits(image)
         own = torch._shape_as_tensor(image)[2:].to(output_size)
         size = torch.where(output_size > 0, output_size, own).unbind()
         padded = image
         if self.preprocessing.divisor > 1:
             padded = self.preprocessing.pad(image, own[None])
-        features = self.model.extract_feat(padded)
-        kwargs = dict(mode='bilinear', align_corners=self.model.align_corners)
-        if self.has_masks:
-            logits = class_logits(self.model.decode_head, features, padded)
-        else:
-            logits = F.interpolate(self.model.decode_head(features), padded.shape[2:], **kwargs)
+        logits = self.logits(padded)
         logits = logits[..., : image.shape[2], : image.shape[3]]
+        kwargs = dict(mode='bilinear', align_corners=self.model.align_corners)
         return F.interpolate(logits, size, **kwargs).argmax(1).int()
 
 
 class WholeInstances(WholeModel):
     """A Mask2Former or MaskFormer that predicts masks from images and ``output_size`` (2, ).
 
-    Inputs are as for :class:`WholeSegmentor`. Boxes enclose the masks.
+    Inputs are as for :class:`WholeSegmentor`. Outputs are those of
+    :class:`~repa_mm.export.transformers.Masks`; a model without instances has the task 'panoptic'.
     """
 
-    task = 'instances'
-    outputs = ('boxes', 'scores', 'labels', 'masks')
     option = 'output_size', [0, 0]
 
     def __init__(self, model: nn.Module, preprocessing: bool) -> None:
         super().__init__(model, preprocessing)
         self.predict = Masks(model)
+        self.outputs = self.predict.outputs
+        self.task = 'instances' if 'masks' in self.outputs else 'panoptic'
 
     def forward(self, image: torch.Tensor, output_size: torch.Tensor):
         image = self.preprocessing(image)
@@ -272,8 +297,8 @@ WHOLE_MODELS = dict(
 def whole_model(model: nn.Module, preprocessing: bool = False) -> WholeModel:
     """Build a copy of a model to trace, which predicts as ``model.test_step`` for any image size.
 
-    Supported are heads that predict as in RetinaNet, Faster R-CNN, Mask R-CNN, DETRs, MaskFormer,
-    Mask2Former, ``EncoderDecoder`` and ``ImageClassifier``.
+    Supported are heads that predict as in RetinaNet, ATSS, FCOS, GFL, Faster R-CNN, Mask R-CNN,
+    Cascade R-CNN, DETRs, MaskFormer, Mask2Former, ``EncoderDecoder`` and ``ImageClassifier``.
     :func:`~repa_mm.export.export.agreeing_onnx` compares predictions to detect other heads.
 
     Args:

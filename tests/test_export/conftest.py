@@ -22,12 +22,16 @@ HEADS = dict(
     'auxiliary_head=dict(in_channels=96, channels=16)',
     classifier='head=dict(num_classes=7, in_channels=192)',
 )
+HEADS['slide'] = (
+    f"{HEADS['upernet']}, test_cfg=dict(mode='slide', crop_size=(96, 96), stride=(64, 64))"
+)
 
 
 def write_config(task, folder, repa=True):
     """The path of a config of a very small model."""
     kind = 'repa_swin' if repa else 'swin'
-    base = f'{kind}_t_in1k.py' if task == 'classifier' else f'demo/{task}_{kind}_digits.py'
+    of_demo = 'upernet' if task == 'slide' else task
+    base = f'{kind}_t_in1k.py' if task == 'classifier' else f'demo/{of_demo}_{kind}_digits.py'
     path = folder / f'{task}_{kind}.py'
     path.write_text(
         f'_base_ = {repa_mm.config_path(base)!r}\n'

@@ -151,14 +151,6 @@ UNKNOWN = [
     ('retinanet', {'model.test_cfg.min_bbox_size': 20}),
     ('mask_rcnn', {'model.roi_head.bbox_roi_extractor.roi_layer.pool_mode': 'max'}),
     ('mask_rcnn', {'model.test_cfg.rcnn.mask_thr_binary': -1}),
-    (
-        'upernet',
-        {
-            'model.test_cfg.mode': 'slide',
-            'model.test_cfg.crop_size': (96, 96),
-            'model.test_cfg.stride': (64, 64),
-        },
-    ),
     ('upernet', {'model.data_preprocessor.test_cfg.size': (600, 600)}),
     (
         'classifier',
@@ -171,10 +163,10 @@ UNKNOWN = [
 ]
 
 
-SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in UNKNOWN[1:4]]
+SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in UNKNOWN[1:3]]
 
 
-@pytest.mark.parametrize('task, options', [UNKNOWN[0], *SLOW, *UNKNOWN[4:]])
+@pytest.mark.parametrize('task, options', [UNKNOWN[0], *SLOW, *UNKNOWN[3:]])
 def test_what_predicts_otherwise_is_refused(task, options, exported):
     config, checkpoint, *_ = exported(task)
     cfg = load_config(config, options)

@@ -9,7 +9,8 @@ import torch
 
 from repa_mm.config import build_model, load_config
 from repa_mm.convert.conversion import block_outputs
-from repa_mm.export.export import agreeing_onnx, resized
+from repa_mm.export.export import agreeing_onnx, disagreement, resized
+from repa_mm.export.exported import ExportedModel
 from repa_mm.features import head_inputs
 from repa_mm.models import ffn_sites
 
@@ -26,6 +27,9 @@ FPN = dict(in_channels=CHANNELS, out_channels=32)
 DENSE = dict(num_classes=5, in_channels=32, feat_channels=32, stacked_convs=1)
 RPN = dict(in_channels=32, feat_channels=32)
 ROI = dict(in_channels=32, fc_out_channels=16, num_classes=5)
+STAGES = dict.fromkeys('012', ROI)
+EXTRACTOR = dict(out_channels=32)
+TWO_STAGE = dict(neck=FPN, rpn_head=RPN)
 GROUPS = dict(norm_cfg=dict(num_groups=4))
 
 # Families whose exports are compared in other tests: what builds them there, and its argument.
@@ -38,7 +42,7 @@ TESTED = {
     'Deformable DETR': ('detector', 'deformable_detr'),
     'DINO': ('detector', 'dino'),
     'MaskFormer': ('mask_model', 'maskformer'),
-    'Mask2Former': ('mask_model', 'instances'),
+    'Mask2Former': ('mask_model', 'panoptic'),
     'UperNet': ('write_config', 'upernet'),
     'MaskFormer of MMSegmentation': ('mask_model', 'maskformer_semantic'),
     'Mask2Former of MMSegmentation': ('mask_model', 'semantic'),
@@ -48,23 +52,28 @@ TESTED = {
 OTHERS = {
     'Faster R-CNN': (
         'mmdet::faster_rcnn/faster-rcnn_r50_fpn_1x_coco.py',
-        dict(
-            neck=FPN,
-            rpn_head=RPN,
-            roi_head=dict(bbox_roi_extractor=dict(out_channels=32), bbox_head=ROI),
-        ),
+        dict(TWO_STAGE, roi_head=dict(bbox_roi_extractor=EXTRACTOR, bbox_head=ROI)),
     ),
     'Cascade R-CNN': (
         'mmdet::cascade_rcnn/cascade-rcnn_r50_fpn_1x_coco.py',
+        dict(TWO_STAGE, roi_head=dict(bbox_roi_extractor=EXTRACTOR, bbox_head=STAGES)),
+    ),
+    'Cascade Mask R-CNN': (
+        'mmdet::cascade_rcnn/cascade-mask-rcnn_r50_fpn_1x_coco.py',
         dict(
-            neck=FPN,
-            rpn_head=RPN,
+            TWO_STAGE,
             roi_head=dict(
-                bbox_roi_extractor=dict(out_channels=32), bbox_head=dict.fromkeys('012', ROI)
+                bbox_roi_extractor=EXTRACTOR,
+                # Boxes of each class are refined by those of the best class.
+                bbox_head={k: dict(v, reg_class_agnostic=False) for k, v in STAGES.items()},
+                mask_roi_extractor=EXTRACTOR,
+                mask_head=dict(in_channels=32, conv_out_channels=16, num_classes=5),
             ),
         ),
     ),
     'ATSS': ('mmdet::atss/atss_r50_fpn_1x_coco.py', dict(neck=FPN, bbox_head=DENSE)),
+    'FCOS': ('mmdet::fcos/fcos_r50-caffe_fpn_gn-head_1x_coco.py', dict(neck=FPN, bbox_head=DENSE)),
+    'GFL': ('mmdet::gfl/gfl_r50_fpn_1x_coco.py', dict(neck=FPN, bbox_head=DENSE)),
     'RTMDet': (
         'mmdet::rtmdet/rtmdet_l_swin_b_4xb32-100e_coco.py',
         dict(
@@ -97,6 +106,7 @@ OTHERS = {
             decode_head=dict(
                 in_channels=32, channels=32, embed_dims=32, num_layers=1, num_heads=2, num_classes=5
             ),
+            test_cfg=dict(crop_size=(96, 96), stride=(64, 64)),
         ),
     ),
 }
@@ -164,11 +174,22 @@ def test_exports_that_no_other_test_compares(family, tmp_path, randomize):
         assert len(found.pred_sem_seg.data.unique()) > 1
     else:
         assert len(found.pred_instances) > 5
-    if TABLE[family][1].startswith('yes'):
-        assert agreeing_onnx(model, images, (128, 160), True, 1, False)[1] <= 1e-3
-    else:
+    if not TABLE[family][1].startswith('yes'):
         # Whoever finds out first.
         with pytest.raises((AttributeError, RuntimeError, ValueError, Fail)):
             agreeing_onnx(model, images, (128, 160), True, 1, False)
-    if '`--no-dynamic`' in TABLE[family][1]:
-        assert agreeing_onnx(model, images, (128, 160), False, 1, False)[1] <= 1e-3
+        if '`--no-dynamic`' in TABLE[family][1]:
+            assert agreeing_onnx(model, images, (128, 160), False, 1, False)[1] <= 1e-3
+        return
+    if hasattr(model, 'bbox_head'):
+        # Of scores before they are multiplied by a centerness.
+        threshold = float(found.pred_instances.scores.median())
+        model.bbox_head.test_cfg.score_thr = threshold
+    content, error = agreeing_onnx(model, images, (128, 160), True, 1, False)
+    assert error <= 1e-3
+    if hasattr(model, 'bbox_head'):
+        data = resized(images, [(128, 160), (96, 200)])
+        assert disagreement(model, ExportedModel(content, model.data_preprocessor), data) <= 1e-3
+        (found,) = model.test_step(resized(images, [(128, 160)]))
+        below = (found.pred_instances.scores <= threshold).any()
+        assert len(found.pred_instances) > 5 and below == (family in ('ATSS', 'FCOS'))

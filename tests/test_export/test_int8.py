@@ -25,7 +25,11 @@ LEARN = dict(
     dino=(200, 2e-3, 0.85),
 )
 QUICK = 'classifier', 'retinanet'
-TASKS = [task if task in QUICK else pytest.param(task, marks=pytest.mark.slow) for task in LEARN]
+CASES = [
+    pytest.param(task, name, marks=[] if task in QUICK else pytest.mark.slow)
+    for name in ('model.xml', 'model.onnx')
+    for task in LEARN
+]
 
 
 @pytest.fixture(scope='session')
@@ -78,23 +82,23 @@ def rescale(model, factor):
     return model
 
 
-@pytest.mark.parametrize('task', TASKS)
-def test_the_file_finds_what_the_model_finds(task, learned, tmp_path):
+@pytest.mark.parametrize('task, name', CASES)
+def test_the_file_finds_what_the_model_finds(task, name, learned, tmp_path):
     model, seen, others = learned(task)[2], scenes(task), scenes(task, 2)
-    file = str(tmp_path / 'model.xml')
+    file, is_xml = str(tmp_path / name), name == 'model.xml'
     tolerance = LEARN[task][2]
     done = int8.quantize(copy.deepcopy(model), file, seen, others, tolerance)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ['model.bin', 'model.xml']
+    assert {p.name for p in tmp_path.iterdir()} == {name, *['model.bin'] * is_xml}
     assert done['images'] == len(others) and done['agreement'] >= tolerance
     # What is said is true of the file, on images that nothing has seen, too.
-    exported = ExportedModel(file, model.data_preprocessor, 'f32')
+    exported = ExportedModel(file, model.data_preprocessor, 'f32' if is_xml else None)
     assert agreement(model, exported, others) == pytest.approx(done['agreement'], abs=1e-6)
     assert agreement(model, exported, scenes(task, 3)) >= tolerance - 0.05
     assert done['products'] == int8.products(file) and len(done['products']) > 15
     if task != 'dino':  # whose attention takes the queries, which are constants, for weights
         assert all(done['products'].values())
     # bf16 is what OpenVINO computes in on processors that have it, for float and 8 bits.
-    for precision in ('bf16', None):
+    for precision in ('bf16', None) if is_xml else ():
         rounded = ExportedModel(file, model.data_preprocessor, precision)
         assert agreement(model, rounded, others) >= tolerance - 0.05
 
@@ -252,6 +256,21 @@ def test_agreement_of_masks_is_that_of_boxes_too():
         answers.found.masks = torch.ones(2, 8, 8, dtype=torch.bool)
     assert agreement(model, model, [None] * 3) == pytest.approx(1)
     assert agreement(model, other, [None] * 3) == 0
+
+
+def test_agreement_of_panoptic_maps_is_that_of_segments():
+    segments = torch.full((1, 20, 20), 5)  # nothing, as a segment
+    segments[:, :8], segments[:, 8:12, :9] = 1001, 3
+    fewer, other, nothing = segments.clone(), segments.clone(), torch.full((1, 20, 20), 5)
+    fewer[segments == 3], other[segments == 1001] = 5, 2001  # the number of an object is free
+    model, fewer, other, nothing = (
+        Maps(pred_panoptic_seg=PixelData(sem_seg=x)) for x in (segments, fewer, other, nothing)
+    )
+    assert agreement(model, other, [None]) == 1
+    assert agreement(model, fewer, [None]) == pytest.approx(4 / 5)
+    assert agreement(model, nothing, [None]) == 0
+    with pytest.raises(ValueError, match='finds next to nothing'):
+        agreement(nothing, nothing, [None])
 
 
 def test_nothing_to_find_is_no_agreement():

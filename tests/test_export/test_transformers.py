@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from repa_mm.config import build_model, load_config
-from repa_mm.export.export import agreeing_onnx, noise, resized
+from repa_mm.export.export import TOLERANCES, agreeing_onnx, noise, resized
 from repa_mm.export.exported import ExportedModel
 from repa_mm.export.transformers import _extent, padding_mask
 
@@ -134,7 +134,9 @@ MASK_BATCHES = [[(150, 200)], [(128, 96)] * 3, [(65, 250)]]
 MASK_MODELS = dict(
     instances='mmdet::mask2former/mask2former_r50_8xb2-lsj-50e_coco.py',
     semantic='mmseg::mask2former/mask2former_r50_8xb2-160k_ade20k-512x512.py',
+    panoptic='mmdet::mask2former/mask2former_r50_8xb2-lsj-50e_coco-panoptic.py',
     maskformer='mmdet::maskformer/maskformer_r50_ms-16xb1-75e_coco.py',
+    maskformer_panoptic='mmdet::maskformer/maskformer_r50_ms-16xb1-75e_coco.py',
     maskformer_semantic='mmseg::maskformer/maskformer_r50-d32_8xb2-160k_ade20k-512x512.py',
 )
 
@@ -162,13 +164,18 @@ def mask_model(kind, randomize):
     if kind != 'maskformer_semantic':  # which has a pixel decoder without an encoder
         head['pixel_decoder'].update(encoder)
     if 'semantic' not in kind:
-        classes = dict(num_things_classes=5, num_stuff_classes=0)
+        is_panoptic = 'panoptic' in kind
+        classes = dict(num_things_classes=5 - 2 * is_panoptic, num_stuff_classes=2 * is_panoptic)
         options = dict(
             panoptic_head=dict(head, **classes),
             panoptic_fusion_head=classes,
-            test_cfg=dict(max_per_image=20, panoptic_on=False, instance_on=True),
+            test_cfg=dict(
+                max_per_image=20, panoptic_on=is_panoptic, instance_on=kind != 'maskformer_panoptic'
+            ),
         )
-        if kind == 'maskformer':
+        if is_panoptic:  # some queries, and most of their masks, are kept
+            options['test_cfg'].update(object_mask_thr=0.2, iou_thr=0.1)
+        if 'maskformer' in kind:
             # Several rows and columns of padding in the last level's map.
             options['data_preprocessor'] = dict(pad_size_divisor=96)
     else:
@@ -196,12 +203,20 @@ def mask_model(kind, randomize):
     return model, cfg
 
 
+def check_maps(actual, expected, largest=1e-3):
+    assert len(expected.unique()) > 1 and torch.equal(actual.unique(), expected.unique())
+    assert actual.shape == expected.shape and actual.dtype == expected.dtype
+    assert (actual != expected).float().mean() <= largest
+
+
 @pytest.mark.parametrize(
     'kind, preprocessing',
     [
         ('instances', False),
         ('semantic', False),
+        ('panoptic', False),
         ('maskformer', False),
+        ('maskformer_panoptic', False),
         ('maskformer_semantic', False),
         pytest.param('instances', True, marks=pytest.mark.slow),
         pytest.param('semantic', True, marks=pytest.mark.slow),
@@ -213,7 +228,7 @@ def test_mask_models_agree_with_test_step(kind, preprocessing, randomize):
     model, cfg = mask_model(kind, randomize)
     images = small_images(cfg)
     content, _ = agreeing_onnx(model, images, (128, 160), True, 1, preprocessing)
-    exported = ExportedModel(content, model.data_preprocessor)
+    exported, seen = ExportedModel(content, model.data_preprocessor), set()
     for sizes in MASK_BATCHES:
         data = resized(images, sizes)
         for sample, (height, width) in zip(data['data_samples'], sizes):
@@ -221,18 +236,38 @@ def test_mask_models_agree_with_test_step(kind, preprocessing, randomize):
         with torch.no_grad():
             expected = model.test_step(copy.deepcopy(data))
         for a, b in zip(exported.test_step(data), expected, strict=True):
-            if 'semantic' not in kind:
+            assert ('pred_instances' in b) == (kind in ('instances', 'panoptic', 'maskformer'))
+            if 'pred_instances' in b:
                 check_objects(a.pred_instances, b.pred_instances)
-            else:
-                a, b = a.pred_sem_seg.data, b.pred_sem_seg.data
-                assert len(b.unique()) > 1
-                assert a.shape == b.shape and (a != b).float().mean() <= 1e-3
+            if 'pred_panoptic_seg' in b:
+                seen |= set(b.pred_panoptic_seg.sem_seg.unique().tolist())
+                # Two queries are nearly equal along the edges, and their masks are random.
+                maps = (x.pred_panoptic_seg.sem_seg for x in (a, b))
+                check_maps(*maps, TOLERANCES['panoptic'])
+            if 'pred_sem_seg' in b:
+                check_maps(a.pred_sem_seg.data, b.pred_sem_seg.data)
+    if 'panoptic' in kind:  # two objects of one map, classes without objects, and nothing
+        assert max(seen) >= 2000 and seen & {3, 4} and 5 in seen
 
 
-def test_panoptic_maps_are_refused(randomize):
+def test_low_scores_may_count_in_panoptic_maps(randomize):
+    model, cfg = mask_model('panoptic', randomize)
+    images = small_images(cfg)
+    data = resized(images, [(128, 160)])
+    model.panoptic_fusion_head.test_cfg.instance_on = False
+    holes = []
+    for model.panoptic_fusion_head.test_cfg.filter_low_score in (True, False):
+        found = model.test_step(copy.deepcopy(data))[0].pred_panoptic_seg.sem_seg
+        holes.append((found == 5).sum())
+    assert holes[0] > holes[1]
+    content, error = agreeing_onnx(model, images, (128, 160), False, 1, False)
+    assert error <= TOLERANCES['panoptic']
+
+
+def test_masks_that_nobody_wants(randomize):
     model, cfg = mask_model('instances', randomize)
-    model.panoptic_fusion_head.test_cfg = dict(panoptic_on=True)
-    with pytest.raises(ValueError, match='panoptic maps are not'):
+    model.panoptic_fusion_head.test_cfg = dict(panoptic_on=False)
+    with pytest.raises(ValueError, match='neither instances nor panoptic maps'):
         agreeing_onnx(model, small_images(cfg), (128, 160), True, 1, False)
 
 
