@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -35,25 +36,38 @@ def order_of_turn(names: Sequence[str], turn: int) -> list[str]:
     return names[::-1] if turn % 2 else names
 
 
-def measure(calls: dict[str, Callable], argument: Any, repeats: int) -> dict[str, np.ndarray]:
+def measure(
+    calls: dict[str, Callable],
+    argument: Any,
+    repeats: int,
+    seconds: float = math.inf,
+    settle: float = SETTLE,
+) -> dict[str, np.ndarray]:
     """Time callables in turn, so that other load on the machine affects all of them alike.
 
-    A callable runs unmeasured for :data:`SETTLE` seconds before each measured call, unless it takes
-    longer than that itself.
+    A callable runs unmeasured for ``settle`` seconds before each measured call, unless one call
+    takes longer than that.
 
     Args:
         calls (dict): Callables with one argument, by name.
         argument (Any): The argument. Each call gets a copy, which is made outside the timed part.
         repeats (int): Number of turns. An additional turn for warm-up is not counted.
+        seconds (float): After so many seconds no turn begins, except the first three. Defaults to
+            infinity.
+        settle (float): Seconds of unmeasured calls. Defaults to :data:`SETTLE`.
 
     Returns:
-        dict: The times of each callable in milliseconds, (repeats, ).
+        dict: The times of each callable in milliseconds, one for each turn.
     """
     times: dict[str, list[float]] = {name: [] for name in calls}
+    took: dict[str, float] = {}
+    stop = time.perf_counter() + seconds
     for turn in range(-1, repeats):
+        if turn >= 3 and time.perf_counter() > stop:
+            break
         for name in order_of_turn(list(calls), turn):
-            end = time.perf_counter() + SETTLE
-            while time.perf_counter() < end and min(times[name], default=SETTLE) < 1e3 * SETTLE:
+            end = time.perf_counter() + settle
+            while took.get(name, settle) < settle and time.perf_counter() < end:
                 calls[name](copy.deepcopy(argument))
                 synchronize()
             own = copy.deepcopy(argument)
@@ -63,8 +77,9 @@ def measure(calls: dict[str, Callable], argument: Any, repeats: int) -> dict[str
             try:
                 calls[name](own)
                 synchronize()
+                took[name] = time.perf_counter() - begin
                 if turn >= 0:
-                    times[name].append(1e3 * (time.perf_counter() - begin))
+                    times[name].append(1e3 * took[name])
             finally:
                 gc.enable()
     return {name: np.array(values) for name, values in times.items()}

@@ -18,8 +18,8 @@ def test_measure():
     seen = []
 
     def call(argument):
-        assert not gc.isenabled()
-        seen.append(list(argument))
+        if not gc.isenabled():  # a measured call
+            seen.append(list(argument))
         argument.append(1)  # of a copy
         time.sleep(0.01)
 
@@ -27,6 +27,23 @@ def test_measure():
     assert seen == [[0]] * 4 and gc.isenabled()
     assert {name: len(values) for name, values in times.items()} == dict(a=3, b=3)
     assert times['a'].min() >= 10 > 5 > np.median(times['b'])
+
+
+def test_short_calls_run_unmeasured_first_and_long_ones_do_not():
+    count = dict(short=0, long=0)
+
+    def call(name, seconds):
+        count[name] += 1
+        time.sleep(seconds)
+
+    calls = dict(short=lambda _: call('short', 0.01), long=lambda _: call('long', 0.11))
+    measure(calls, None, repeats=3)
+    assert count['long'] == 4 and count['short'] > 2 * 3 + 4
+
+
+def test_no_turn_begins_after_the_time():
+    times = measure({'a': lambda _: time.sleep(0.11)}, None, 50, seconds=0.1)
+    assert len(times['a']) == 3
 
 
 def test_an_error_leaves_garbage_collection_on():

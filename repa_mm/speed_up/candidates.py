@@ -29,6 +29,8 @@ EAGER, ORT, F32, BF16, INT8 = (
 #: Formats that compute the same within the tolerances of the export.
 FLOATS = EAGER, ORT, F32
 PRECISIONS = {F32: 'f32', BF16: 'bf16'}
+#: Seconds after which a timing begins no more turns.
+MOST_SECONDS = 240
 
 
 @dataclass
@@ -155,13 +157,13 @@ def time_models(models: dict[str, nn.Module], data: dict, repeats: int) -> dict[
     Args:
         models (dict): Models with ``test_step``, by name.
         data (dict): A batch of one image from a data loader.
-        repeats (int): Number of turns.
+        repeats (int): Number of turns; fewer, if they take longer than :data:`MOST_SECONDS`.
 
     Returns:
-        dict: Times in milliseconds, (repeats, ), by name.
+        dict: Times in milliseconds, one for each turn, by name.
     """
     calls: dict[str, Callable] = {name: model.test_step for name, model in models.items()}
-    return measure(calls, data, repeats)
+    return measure(calls, data, repeats, MOST_SECONDS)
 
 
 def fastest(times: dict[str, np.ndarray], names: Sequence[str]) -> list[str]:

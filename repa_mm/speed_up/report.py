@@ -128,7 +128,7 @@ def scatter(rows: list[dict], name: str) -> str:
             f'{kind}</text>'
         )
     parts.append('<rect x="323" y="29" width="10" height="10"/><text x="338" y="38">stock</text>')
-    placed: list[tuple[float, float]] = []
+    placed: list[tuple[float, float, float]] = []
     for i, row in enumerate(rows):
         px, py, color = x(xs[i]), y(ys[i]), COLORS[row['format']]
         if i == 0:
@@ -144,8 +144,8 @@ def scatter(rows: list[dict], name: str) -> str:
         half = 3.4 * len(text)
         middle = min(max(px, left + half), width - half)
         for down in (-12, 22, -25, 35):  # the first place that no other label has
-            spot = middle, py + down
-            if all(abs(spot[0] - a) > 2 * half or abs(spot[1] - b) > 12 for a, b in placed):
+            spot = middle, py + down, half
+            if all(abs(middle - a) > half + c or abs(spot[1] - b) > 12 for a, b, c in placed):
                 placed.append(spot)
                 parts.append(
                     f'<text x="{middle:.1f}" y="{spot[1]:.1f}" text-anchor="middle" '

@@ -302,13 +302,13 @@ class Search:
             self.planned = self._missing([*self.candidates, *names])
             for budget in budgets:
                 self.fit(budget)
+        full = latency is None and max_loss is None
+        self.planned = self._missing([*self.candidates]) if full else ['time']
+        rows = self._rows(full)
         if 'cannot_narrow' in self.results:
             self.notes.append(f'there is no narrower model: {self.results["cannot_narrow"]}')
         for key, why in self.results.get('refused', {}).items():
             self.notes.append(f'{key.replace("|", " in ")} is left out: {why}')
-        full = latency is None and max_loss is None
-        self.planned = self._missing([*self.candidates]) if full else ['time']
-        rows = self._rows(full)
         chosen = self._choose(rows, max_loss, latency)
         target = ' and '.join(
             text.format(value)
