@@ -20,7 +20,7 @@ from tests.test_export.rectangles import batch, train
 # Iterations, learning rate, and the agreement of very small models that have trained for seconds.
 # Without 8-bit products (VNNI) a processor's sums of pairs saturate, and files agree less.
 CPUINFO = Path('/proc/cpuinfo')
-SLACK = 0.0 if not CPUINFO.exists() or 'vnni' in CPUINFO.read_text() else 0.1
+SLACK = 0.0 if not CPUINFO.exists() or 'vnni' in CPUINFO.read_text() else 0.15
 LEARN = dict(
     classifier=(80, 2e-3, 0.99),
     retinanet=(150, 4e-3, 0.95),
