@@ -1,9 +1,10 @@
-"""Put a run of tools/speed_up.py into results.csv, and its picture into docs/speed_up.svg.
+r"""Put a run of tools/speed_up.py into results.csv, and its picture into docs/speed_up.svg.
 
 The rows take the place of those of an earlier run, since README has one::
 
-    python tools/speed_up.py CONFIG CHECKPOINT OUT_DIR
-    python -m benchmarks.report OUT_DIR --model 'RetinaNet, digits' --cpu 'Intel Xeon, 2 cores'
+    python tools/speed_up.py CONFIG CHECKPOINT OUT_DIR --max-loss 0.5
+    python -m benchmarks.report OUT_DIR --model 'RetinaNet, digits' --cpu 'Intel Xeon, 2 cores' \
+        --options='--max-loss 0.5'
     python -m benchmarks.tables --write
 """
 
@@ -27,7 +28,7 @@ NAMES = {
 }  # fmt: skip
 
 
-def to_csv(results: dict, model: str, cpu: str) -> Iterator[dict[str, str]]:
+def to_csv(results: dict, model: str, cpu: str, options: str = '') -> Iterator[dict[str, str]]:
     """Yield rows for results.csv from the content of a run's ``results.json``.
 
     Each candidate has those of its fastest format.
@@ -36,7 +37,8 @@ def to_csv(results: dict, model: str, cpu: str) -> Iterator[dict[str, str]]:
     config, checkpoint = (osp.basename(results[key]) for key in ('config', 'checkpoint'))
     fixed = dict(
         model=model, run=results['key'].split(' images')[0] + ' images', cpu=cpu,
-        command=f'python tools/speed_up.py {config} {checkpoint} OUT_DIR', version=__version__,
+        command=f'python tools/speed_up.py {config} {checkpoint} OUT_DIR {options}'.rstrip(),
+        version=__version__,
         date=f'{datetime.date.today():%Y-%m}',
     )  # fmt: skip
     fastest: dict[str, dict] = {}
@@ -47,7 +49,8 @@ def to_csv(results: dict, model: str, cpu: str) -> Iterator[dict[str, str]]:
         if row['metric'] is not None:
             values[name] = f'{row["metric"]:.1f}', ''
         if row['interval'] is not None and any(row['interval']):
-            values['difference, 95 %'] = '{:.1f} to {:.1f}'.format(*row['interval']), ''
+            low, high = (round(x, 2) + 0.0 for x in row['interval'])  # without a negative zero
+            values['difference, 95 %'] = f'{low:.2f} to {high:.2f}', ''
         for what, (value, unit) in values.items():
             form = f'{row["candidate"]}, {row["format"]}'
             yield dict(fixed, what=WHAT + what, form=form, value=value, unit=unit)
@@ -69,9 +72,10 @@ def main() -> None:
     parser.add_argument('out_dir', help='folder of a run of tools/speed_up.py')
     parser.add_argument('--model', required=True, help='name of the model')
     parser.add_argument('--cpu', required=True, help='the processor, in plain words')
+    parser.add_argument('--options', default='', help='the options of the run')
     args = parser.parse_args()
     results = json.loads((Path(args.out_dir) / 'results.json').read_text(encoding='utf-8'))
-    write(list(to_csv(results, args.model, args.cpu)), tables.RESULTS)
+    write(list(to_csv(results, args.model, args.cpu, args.options)), tables.RESULTS)
     shutil.copyfile(Path(args.out_dir) / 'report.svg', tables.ROOT / 'docs' / 'speed_up.svg')
 
 

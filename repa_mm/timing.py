@@ -14,16 +14,15 @@ from rich.box import MARKDOWN
 from rich.console import Console
 from rich.table import Table
 
+#: Seconds before a measured call in which the same callable runs unmeasured. Threads of the runtime
+#: before it wait actively for a while: without a pause, calls of 30 ms seemed to take up to 70.
+SETTLE = 0.1
+
 
 def synchronize() -> None:
     """Wait for the GPU if one is in use."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
-
-
-#: Seconds before a measured call in which the same callable runs unmeasured. Threads of the runtime
-#: before it wait actively for that long: without it, calls of 30 ms seemed to take 70.
-SETTLE = 0.1
 
 
 def order_of_turn(names: Sequence[str], turn: int) -> list[str]:

@@ -16,7 +16,7 @@ from repa_mm.faster import fuse_conv_bn_, swap_faster_attention_
 from repa_mm.reparam import Form, has_training_form, outermost, reparameterize_
 from repa_mm.timing import change
 
-STOCK, OURS, DEPLOY, NARROW = 'stock', 'stock with our parts', 'deploy form', 'model'
+STOCK, OURS, DEPLOY, MODEL = 'stock', 'stock with our parts', 'deploy form', 'model'
 COLUMNS = 'model', 'ms', 'images/s', 'against stock', 'against our parts'
 
 
@@ -55,7 +55,7 @@ def variants(
     """
     models = {} if baseline is None else with_our_parts(build(baseline))
     model = merged(build(cfg, checkpoint))
-    models[DEPLOY if any(outermost(model, Form)) else NARROW] = model
+    models[DEPLOY if any(outermost(model, Form)) else MODEL] = model
     return models
 
 
@@ -162,7 +162,7 @@ def latency_rows(times: dict[str, np.ndarray], batch_size: int) -> list[list[str
         median = np.median(values)
         row = [name, f'{median:.1f}', f'{1e3 * batch_size / median:.2f}']
         row.append(change(values, times[first]) if name != first else '')
-        compared = name in (DEPLOY, NARROW) and OURS in times
+        compared = name in (DEPLOY, MODEL) and OURS in times
         row.append(change(values, times[OURS]) if compared else '')
         rows.append(row)
     return rows

@@ -2,7 +2,7 @@
 
 A RePa model is reparameterized first. With --baseline, the stock model runs as it is and with our
 attention and heads, so that the table shows how much of the gain is due to these parts. Images are
-noise. Without checkpoints, weights are random.
+noise. Without a checkpoint, weights are random.
 """
 
 import argparse

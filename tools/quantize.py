@@ -22,7 +22,10 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument('--num-images', type=int, default=64, help='to calibrate on (default: 64)')
     parser.add_argument('--images', help="folder of images (default: the config's training data)")
     parser.add_argument(
-        '--tolerance', type=float, help='smallest acceptable agreement, from 0 to 1 (default: 0.98)'
+        '--tolerance',
+        type=float,
+        default=0.98,
+        help='smallest acceptable agreement, from 0 to 1 (default: 0.98)',
     )
     parser.add_argument(
         '--preprocessing',

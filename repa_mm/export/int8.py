@@ -16,8 +16,8 @@ from repa_mm.export.export import agreeing_onnx, example_shape, images_of, model
 from repa_mm.export.exported import ExportedModel
 from repa_mm.reparam import set_shortcut_
 
-#: Smallest acceptable :func:`~repa_mm.export.agreement.agreement` of each task.
-TOLERANCES = dict(detection=0.98, instances=0.98, segmentation=0.98, classification=0.98)
+#: Smallest acceptable :func:`~repa_mm.export.agreement.agreement`.
+TOLERANCE = 0.98
 #: What is tried in turn: strengths of SmoothQuant (NNCF's default, then with the inputs of
 #: convolutions), and whether all that follows the backbone stays in float.
 ATTEMPTS = (
@@ -33,7 +33,7 @@ def quantize_checkpoint(
     out: str,
     num_images: int = 64,
     images: str | None = None,
-    tolerance: float | None = None,
+    tolerance: float = TOLERANCE,
     preprocessing: bool = False,
     shape: Sequence[int] | None = None,
     batch: int = 1,
@@ -48,7 +48,7 @@ def quantize_checkpoint(
             half as many other images. Defaults to 64.
         images (str, optional): A folder of both. Defaults to the config's training data to
             calibrate on, and its test data to compare on.
-        tolerance (float, optional): As in :func:`quantize`.
+        tolerance (float): As in :func:`quantize`.
         preprocessing (bool): As in :func:`quantize`.
         shape (Sequence[int], optional): As in :func:`quantize`.
         batch (int): As in :func:`quantize`.
@@ -83,7 +83,7 @@ def quantize(
     out: str,
     calibration: Sequence[dict],
     held_out: Sequence[dict],
-    tolerance: float | None = None,
+    tolerance: float = TOLERANCE,
     preprocessing: bool = False,
     shape: Sequence[int] | None = None,
     batch: int = 1,
@@ -102,9 +102,8 @@ def quantize(
             with QuantizeLinear and DequantizeLinear around the products, for ONNX Runtime.
         calibration (Sequence[dict]): Batches of one image, for the ranges of activations.
         held_out (Sequence[dict]): Batches of one image, to compare the file with the model.
-        tolerance (float, optional): Smallest acceptable agreement, see
-            :func:`~repa_mm.export.agreement.agreement`. Defaults to that of the task in
-            :data:`TOLERANCES`.
+        tolerance (float): Smallest acceptable agreement, see
+            :func:`~repa_mm.export.agreement.agreement`. Defaults to :data:`TOLERANCE`.
         preprocessing (bool): Normalize images in the graph. Defaults to False.
         shape (Sequence[int], optional): Height and width that the file is fixed to, whatever the
             size of the images to calibrate on. Defaults to None: any.
@@ -163,8 +162,6 @@ def quantize(
             precision = None if in_onnx else 'f32'
             exported = ExportedModel(file, model.data_preprocessor, precision)
             found = agreement(model, exported, held_out)
-            if tolerance is None:
-                tolerance = TOLERANCES[exported.session.metadata['task']]
             if found >= tolerance:
                 break
         else:

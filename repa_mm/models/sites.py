@@ -248,7 +248,7 @@ _ROTATED = (
     'rotates queries and keys by their positions (RoPE), so that no closed form has the best ones '
     'of fewer dimensions'
 )
-_REDUCED = 'takes keys and values from a smaller map than queries'
+_REDUCED = 'may take keys and values from a smaller map than queries'
 # Why the heads of some attention stay as they are.
 _REASONS = dict(
     EvaAttention=_ROTATED,

@@ -32,5 +32,5 @@ def test_a_run_becomes_a_table(tmp_path, monkeypatch):
         '| | time, ms | times stock | box AP | difference, 95 % |\n'
         '| --- | --- | --- | --- | --- |\n'
         '| stock, PyTorch | 100.0 | 1.00 | 50.0 | |\n'
-        '| 40 %, OpenVINO f32 | 20.0 | 5.00 | 49.6 | −0.8 to 0.0 |\n'
+        '| 40 %, OpenVINO f32 | 20.0 | 5.00 | 49.6 | −0.82 to 0.04 |\n'
     )
