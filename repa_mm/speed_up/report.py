@@ -2,20 +2,26 @@
 
 import base64
 import html
-import math
+import io
 import os.path as osp
 import platform
 from typing import Any
 
 import cv2
 import mmcv
+import numpy as np
 import torch
 import torch.nn as nn
+from matplotlib import rc_context, ticker
+from matplotlib.figure import Figure
+from matplotlib.transforms import Bbox
 from mmengine.config import Config
 from mmengine.dataset import pseudo_collate
 from mmengine.registry import VISUALIZERS
+from mmengine.structures import PixelData
 
 from repa_mm.files import replacing
+from repa_mm.speed_up.candidates import FLOATS
 from repa_mm.timing import show
 
 COLUMNS = (
@@ -30,7 +36,7 @@ STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; color: #222; max-width: 60rem; margin: auto;
   padding: 0 1rem 3rem; }
 h1 { font-size: 1.5rem } h2 { font-size: 1.15rem; margin-top: 2rem }
-.wide { overflow-x: auto } svg { width: 100%; max-width: 44rem; display: block }
+.wide { overflow-x: auto } svg { width: 100%; max-width: 44rem; height: auto; display: block }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .875rem }
 th, td { padding: .25rem .6rem; border-bottom: 1px solid #ddd; text-align: right;
   white-space: nowrap }
@@ -74,85 +80,49 @@ def print_table(rows: list[dict], results: dict) -> None:
         print(f'Differences: {results["how"]}. ≈: tested in another format of floats.')
 
 
-def ticks(low: float, high: float) -> list[float]:
-    """Return three to six round numbers between two."""
-    step = 10 ** math.floor(math.log10((high - low) / 3))
-    step *= next(factor for factor in (1, 2, 5, 10) if (high - low) / (step * factor) <= 6)
-    return [i * step for i in range(math.ceil(low / step), math.floor(high / step) + 1) if i]
-
-
 def scatter(rows: list[dict], name: str) -> str:
     """Draw latency against the metric as SVG. Without tests, the metric's axis is the size."""
-    tested = any(row['metric'] is not None for row in rows)
-    key = 'metric' if tested else 'mb'
+    key = 'metric' if any(row['metric'] is not None for row in rows) else 'mb'
     rows = [row for row in rows if row[key] is not None]
-    xs, ys = [math.log(row['ms']) for row in rows], [row[key] for row in rows]
-    width, height, left, right, top, bottom = 480, 380, 52, 16, 66, 44
-
-    def scale(values: list[float], start: float, end: float, least: float):
-        low, high = min(values), max(values)
-        gap = max(0.08 * (high - low), least)
-        low, high = low - gap, high + gap
-        return lambda value: start + (value - low) / (high - low) * (end - start), low, high
-
-    x, x_low, x_high = scale(xs, left, width - right, 0.05)
-    y, y_low, y_high = scale(ys, height - bottom, top, 0.1)
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" '
-        'font-size="12" font-family="system-ui, sans-serif">'
-        '<title>latency against the metric</title><rect width="100%" height="100%" fill="#fff"/>'
-    ]
-    for value in ticks(y_low, y_high):
-        parts.append(
-            f'<line x1="{left}" x2="{width - right}" y1="{y(value):.1f}" y2="{y(value):.1f}" '
-            f'stroke="#e4e4e4"/><text x="{left - 6}" y="{y(value) + 4:.1f}" text-anchor="end">'
-            f'{value:.4g}</text>'
-        )
-    for value in ticks(math.exp(x_low), math.exp(x_high)):
-        parts.append(
-            f'<text x="{x(math.log(value)):.1f}" y="{height - bottom + 18}" text-anchor="middle">'
-            f'{value:.4g}</text>'
-        )
-    label = html.escape(name if tested else 'MB')
-    parts.append(
-        f'<text x="{(left + width - right) / 2}" y="{height - 6}" text-anchor="middle">'
-        f'ms for one image (logarithmic)</text><text x="{left - 6}" y="{top - 8}" '
-        f'text-anchor="end">{label if len(label) < 8 else ""}</text>'
-        f'<text x="{left}" y="{top - 8}">{label if len(label) >= 8 else ""}</text>'
-        f'<path d="M{left} {top}V{height - bottom}H{width - right}" fill="none" stroke="#666"/>'
-    )
-    for i, (kind, color) in enumerate(COLORS.items()):
-        px, py = 12 + 158 * (i % 3), 14 + 20 * (i // 3)
-        parts.append(
-            f'<circle cx="{px}" cy="{py}" r="5" fill="{color}"/><text x="{px + 10}" y="{py + 4}">'
-            f'{kind}</text>'
-        )
-    parts.append('<rect x="323" y="29" width="10" height="10"/><text x="338" y="38">stock</text>')
-    placed: list[tuple[float, float, float]] = []
-    for i, row in enumerate(rows):
-        px, py, color = x(xs[i]), y(ys[i]), COLORS[row['format']]
-        if i == 0:
-            parts.append(f'<rect x="{px - 6:.1f}" y="{py - 6:.1f}" width="12" height="12"/>')
-        else:
-            parts.append(f'<circle cx="{px:.1f}" cy="{py:.1f}" r="5" fill="{color}"/>')
-        if row['chosen']:
-            parts.append(
-                f'<circle cx="{px:.1f}" cy="{py:.1f}" r="10" fill="none" stroke="#222" '
-                'stroke-width="2"/>'
-            )
-        text = row['candidate']
-        half = 3.4 * len(text)
-        middle = min(max(px, left + half), width - half)
-        for down in (-12, 22, -25, 35):  # the first place that no other label has
-            spot = middle, py + down, half
-            if all(abs(middle - a) > half + c or abs(spot[1] - b) > 12 for a, b, c in placed):
-                placed.append(spot)
-                parts.append(
-                    f'<text x="{middle:.1f}" y="{spot[1]:.1f}" text-anchor="middle" '
-                    f'fill="{color}">{text}</text>'
+    with rc_context({'svg.fonttype': 'none', 'font.size': 11, 'font.family': 'sans-serif'}):
+        figure = Figure(figsize=(6.6, 4.6), layout='constrained')
+        axes = figure.subplots()
+        axes.set(xscale='log', xlabel='ms for one image', ylabel=name if key == 'metric' else 'MB')
+        axes.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
+        axes.xaxis.set(major_formatter='{x:g}', minor_locator=ticker.NullLocator())
+        axes.grid(color='#e4e4e4')
+        axes.set_axisbelow(True)
+        axes.spines[['top', 'right']].set_visible(False)
+        axes.margins(0.1)
+        axes.plot(rows[0]['ms'], rows[0][key], 's', color='#222', markersize=8, label='stock')
+        for kind, color in COLORS.items():
+            found = [(row['ms'], row[key]) for row in rows[1:] if row['format'] == kind]
+            if found:
+                axes.plot(*zip(*found), 'o', color=color, markersize=6, label=kind)
+        for row in rows:
+            if row['chosen']:
+                ring = dict(fillstyle='none', color='#222', markersize=13)
+                axes.plot(row['ms'], row[key], 'o', label='chosen', **ring)
+        figure.legend(loc='outside upper left', ncols=3, frameon=False)
+        # One label for each candidate, at its fastest format of floats, where none is yet.
+        figure.draw_without_rendering()
+        placed: list[Bbox] = []
+        for row in sorted(rows[1:], key=lambda row: (row['format'] not in FLOATS, row['ms'])):
+            text = row['candidate']
+            if text in [other.get_text() for other in axes.texts]:
+                continue
+            for down in 9, -17, 22, -30:
+                label = axes.annotate(
+                    text, (row['ms'], row[key]), (0, down), textcoords='offset points', ha='center'
                 )
-                break
-    return ''.join(parts) + '</svg>'
+                box = label.get_window_extent()
+                if box.count_overlaps(placed) == 0:
+                    placed.append(box)
+                    break
+                label.remove()
+        text = io.StringIO()
+        figure.savefig(text, format='svg', metadata={'Date': None})
+    return text.getvalue()[text.getvalue().index('<svg') :]
 
 
 def _pictures(cfg: Config, models: list[nn.Module], dataset: Any) -> list[list[str]]:
@@ -169,21 +139,36 @@ def _pictures(cfg: Config, models: list[nn.Module], dataset: Any) -> list[list[s
             with torch.no_grad():
                 (sample,) = model.test_step(pseudo_collate([dataset[i]]))
             image = mmcv.imread(sample.img_path, channel_order='rgb')
+            image, sample = _enlarged(image, sample.cpu())
             if hasattr(drawing, 'visualize_cls'):
-                drawing.visualize_cls(image, sample.cpu(), meta.get('classes'), draw_gt=False)
+                drawing.visualize_cls(image, sample, meta.get('classes'), draw_gt=False)
             else:
-                drawing.add_datasample('image', image, sample.cpu(), draw_gt=False)
-            picture = drawing.get_image()[..., ::-1]
-            larger = max(1, 480 // picture.shape[1])
-            if picture.shape[1] > 960:
-                picture = cv2.resize(
-                    picture, None, fx=960 / picture.shape[1], fy=960 / picture.shape[1]
-                )
-            picture = cv2.resize(picture, None, fx=larger, fy=larger)
+                drawing.add_datasample('image', image, sample, draw_gt=False)
+            picture = mmcv.imrescale(drawing.get_image()[..., ::-1], min(1, 960 / image.shape[1]))
             _, jpeg = cv2.imencode('.jpg', picture, [cv2.IMWRITE_JPEG_QUALITY, 88])
             uris.append(f'data:image/jpeg;base64,{base64.b64encode(jpeg).decode()}')
         found.append(uris)
     return found
+
+
+def _enlarged(image: np.ndarray, sample: Any) -> tuple[np.ndarray, Any]:
+    """Enlarge a small image, and what a model finds in it: labels are drawn in fixed sizes."""
+    factor = -(-480 // image.shape[1])
+    if factor < 2:
+        return image, sample
+
+    def larger(maps: torch.Tensor) -> torch.Tensor:
+        return maps.repeat_interleave(factor, -2).repeat_interleave(factor, -1)
+
+    for name in ('pred_sem_seg', 'pred_panoptic_seg'):
+        if name in sample:
+            setattr(sample, name, PixelData(sem_seg=larger(sample.get(name).sem_seg)))
+    if 'pred_instances' in sample:
+        found = sample.pred_instances
+        found.bboxes = found.bboxes * factor
+        if 'masks' in found:
+            found.masks = larger(found.masks)
+    return mmcv.imrescale(image, factor), sample
 
 
 def commands(results: dict, chosen: dict | None, judge: Any, out_dir: str) -> str:
