@@ -8,11 +8,13 @@ import pytest
 import torch
 
 from repa_mm.config import build_model, load_config
-from repa_mm.convert.conversion import block_outputs
+from repa_mm.convert.conversion import block_outputs, plan_conversion
+from repa_mm.export import int8
 from repa_mm.export.export import agreeing_onnx, disagreement, resized
 from repa_mm.export.exported import ExportedModel
 from repa_mm.features import head_inputs
-from repa_mm.models import ffn_sites
+from repa_mm.models import add_structures_, ffn_sites
+from repa_mm.reparam import ChannelIdleFFN, outermost
 
 from .conftest import HEADS, write_config
 from .test_transformers import DETECTORS, MASK_MODELS, detector, mask_model, small_images, spread
@@ -113,7 +115,7 @@ OTHERS = {
 
 
 def table():
-    """Rows of the docs: the FFNs that a conversion narrows, and what is said of the export."""
+    """Rows of the docs: what is said of channels, heads, channel idle, export and int8."""
     text = (Path(__file__).parents[2] / 'docs' / 'deploy.md').read_text()
     _, text = re.split(r'\n\| family \|.*\n\| --- .*\n', text)
     rows = text[: text.index('\n\n')].splitlines()
@@ -121,6 +123,7 @@ def table():
 
 
 TABLE = table()
+CHANNELS_, HEADS_, IDLE, EXPORT, INT8 = range(5)
 
 
 def small_config(family, folder, randomize):
@@ -137,7 +140,7 @@ def small_config(family, folder, randomize):
         cfg = load_config(path)
         cfg.merge_from_dict(dict(model=options))
     # An option that the docs name.
-    for key, value in re.findall(r'`([\w.]+)=([^`]+)`', TABLE[family][1]):
+    for key, value in re.findall(r'`([\w.]+)=([^`]+)`', TABLE[family][EXPORT]):
         cfg.merge_from_dict({f'model.{key}': literal_eval(value)})
     cfg.model.pop('pretrained', None)
     cfg.model.pop('init_cfg', None)
@@ -148,20 +151,62 @@ def small_config(family, folder, randomize):
 
 def test_every_row_is_tested():
     assert set(TABLE) == {*TESTED, *OTHERS}
-    assert all(re.match('yes|no', said) for _, said in TABLE.values())
-    assert all(TABLE[family][1].startswith('yes') for family in TESTED)
+    assert all(re.match('yes|no', cell) for row in TABLE.values() for cell in row[EXPORT:])
+    assert all(TABLE[family][EXPORT].startswith('yes') for family in TESTED)
+    assert all((row[INT8] == 'yes') == row[EXPORT].startswith('yes') for row in TABLE.values())
+
+
+def places(names):
+    """Where in a model there are modules of these names, as the docs say it."""
+    names = {'encoder' if '.encoder.' in f'.{name}' else name.split('.')[0] for name in names}
+    return ', '.join(sorted(names)) or 'no'
 
 
 @pytest.mark.parametrize('family', TABLE)
-def test_ffns_that_a_conversion_reaches(family, tmp_path, randomize):
+def test_what_becomes_narrower(family, tmp_path, randomize):
     cfg = small_config(family, tmp_path, randomize)
     model = build_model(cfg)
     data = model.data_preprocessor(resized(small_images(cfg), [(224, 256)]), False)
     with torch.no_grad():
         blocks = {site.block_name: site.block for site in ffn_sites(model)}
         reached = block_outputs(blocks, lambda batch: head_inputs(model, batch), data)
-    places = {'encoder' if '.encoder.' in f'.{name}' else name.split('.')[0] for name in reached}
-    assert places == set(TABLE[family][0].split(', '))
+    assert places(reached) == TABLE[family][CHANNELS_]
+    plan = plan_conversion(build_model(cfg), 0.5, 0.5, 0.5, skip_unsupported=True)
+    inside = [n for n in plan.sizes if any(f'{n}.'.startswith(f'{block}.') for block in reached)]
+    heads = [name for name in inside if len(plan.sizes[name]) == 2]
+    assert places({*inside} - {*heads}) == TABLE[family][CHANNELS_]
+    assert places(heads) == TABLE[family][HEADS_]
+    try:
+        add_structures_(model, [dict(type='ChannelIdle', idle_ratio=0.75)])
+    except ValueError:
+        assert not list(outermost(model, ChannelIdleFFN))
+    assert places(name for name, _ in outermost(model, ChannelIdleFFN)) == TABLE[family][IDLE]
+
+
+QUICK = 'Cascade Mask R-CNN', 'ATSS', 'Mask2Former', 'Segmenter'
+IN_8_BITS = [
+    pytest.param(family, marks=[] if family in QUICK else pytest.mark.slow)
+    for family, row in TABLE.items()
+    if row[INT8] == 'yes'
+]
+
+
+@pytest.mark.parametrize('family', IN_8_BITS)
+def test_products_in_8_bits(family, tmp_path, randomize, monkeypatch):
+    """Weights are random, so that the file need not agree; other tests compare trained ones."""
+    pytest.importorskip('nncf')
+    cfg = small_config(family, tmp_path, randomize)
+    model = spread(randomize(build_model(cfg)))
+    data = [resized(small_images(cfg), [(128, 160)])]
+    found = []
+
+    def agreement(model, exported, held_out):
+        found.extend(exported.test_step(held_out[0]))
+        return 1.0
+
+    monkeypatch.setattr(int8, 'agreement', agreement)
+    eight = int8.quantize(model, str(tmp_path / 'model.xml'), data, data)['products'].values()
+    assert len(found) == len(data[0]['inputs']) and sum(eight) > 0.8 * len(eight)
 
 
 @pytest.mark.parametrize('family', OTHERS)
@@ -174,11 +219,11 @@ def test_exports_that_no_other_test_compares(family, tmp_path, randomize):
         assert len(found.pred_sem_seg.data.unique()) > 1
     else:
         assert len(found.pred_instances) > 5
-    if not TABLE[family][1].startswith('yes'):
+    if not TABLE[family][EXPORT].startswith('yes'):
         # Whoever finds out first.
         with pytest.raises((AttributeError, RuntimeError, ValueError, Fail)):
             agreeing_onnx(model, images, (128, 160), True, 1, False)
-        if '`--no-dynamic`' in TABLE[family][1]:
+        if '`--no-dynamic`' in TABLE[family][EXPORT]:
             assert agreeing_onnx(model, images, (128, 160), False, 1, False)[1] <= 1e-3
         return
     if hasattr(model, 'bbox_head'):
