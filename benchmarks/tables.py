@@ -142,11 +142,11 @@ def tables() -> dict[str, str]:
         return [row for row in rows if all(row[key] in v for key, v in allowed.items())]
 
     fitted = 'after a conversion: '
-    vit = 'DINOv2 ViT-S/14'
     detectors = 'RetinaNet, clothes', 'RetinaNet, digits', 'Mask R-CNN, digits', 'UperNet, digits'
+    vit = 'DINOv2 ViT-S/14'
+    heads = of('channels and heads: ', model=detectors)
     keeps, methods = ('0.375', '0.1'), ('ours', 'CORP, weighted', 'GRAIL, Wanda')
     originals = of(fitted, form='original', model=detectors)
-    base = grouped(originals, 'model', 'of')
     lines = [dict(row, keep=keep) for row in originals for keep in keeps]
     lines += of(fitted, model=detectors, method=methods, keep=keeps)
     swins = [f'{model} Swin-B, {size}' for model, size in SHAPES.items()]
@@ -155,8 +155,10 @@ def tables() -> dict[str, str]:
     published += of("top-1 on ImageNet, the paper's", model='Swin-B')
     merge = {'against stock, %': change(DEPLOY, STOCK), 'by the merge, %': change(DEPLOY, OURS)}
 
-    def lost(rows: list[Row]) -> str:
-        return difference(rows, base[rows[0]['model'], rows[0]['of']]) or mean(rows)
+    def against(originals: list[Row]) -> Callable[[list[Row]], str]:
+        """What is lost, from the original of the same model and metric."""
+        base = grouped(originals, 'model', 'of')
+        return lambda rows: difference(rows, base[rows[0]['model'], rows[0]['of']]) or mean(rows)
 
     def in_brackets(rows: list[Row]) -> str:
         """The deploy form's value, and that of the stock model in brackets."""
@@ -204,7 +206,11 @@ def tables() -> dict[str, str]:
             {'RePa minus vanilla': gained},
         ),
         'dense-prediction': table(of("AP or mIoU, the paper's"), 'model', 'form'),
-        'conversion': table(lines, 'model of keep', 'method', lost),
+        'conversion': table(lines, 'model of keep', 'method', against(originals)),
+        'heads': table(
+            heads, 'model of', 'form', against([r for r in heads if r['form'] == 'original'])
+        ),
+        'ways': table(of('fine-tuned: '), 'model form', 'of', mean),
         'dinov2': table(of(fitted, model=vit, keep=('', '0.375')), 'method', 'of'),
         'exported': table(of('times as fast as stock PyTorch: '), 'model cpu', 'of', in_brackets),
         'bounds': table(of('worst relative error: '), 'form', 'of'),
