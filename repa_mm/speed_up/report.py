@@ -139,7 +139,7 @@ def _pictures(cfg: Config, models: list[nn.Module], dataset: Any) -> list[list[s
             with torch.no_grad():
                 (sample,) = model.test_step(pseudo_collate([dataset[i]]))
             image = mmcv.imread(sample.img_path, channel_order='rgb')
-            image, sample = _enlarged(image, sample.cpu())
+            image, sample = enlarged(image, sample.cpu())
             if hasattr(drawing, 'visualize_cls'):
                 drawing.visualize_cls(image, sample, meta.get('classes'), draw_gt=False)
             else:
@@ -151,7 +151,7 @@ def _pictures(cfg: Config, models: list[nn.Module], dataset: Any) -> list[list[s
     return found
 
 
-def _enlarged(image: np.ndarray, sample: Any) -> tuple[np.ndarray, Any]:
+def enlarged(image: np.ndarray, sample: Any) -> tuple[np.ndarray, Any]:
     """Enlarge a small image, and what a model finds in it: labels are drawn in fixed sizes."""
     factor = -(-480 // image.shape[1])
     if factor < 2:
@@ -162,7 +162,8 @@ def _enlarged(image: np.ndarray, sample: Any) -> tuple[np.ndarray, Any]:
 
     for name in ('pred_sem_seg', 'pred_panoptic_seg'):
         if name in sample:
-            setattr(sample, name, PixelData(sem_seg=larger(sample.get(name).sem_seg)))
+            maps = {key: larger(value) for key, value in sample.get(name).items()}
+            setattr(sample, name, PixelData(**maps))
     if 'pred_instances' in sample:
         found = sample.pred_instances
         found.bboxes = found.bboxes * factor

@@ -333,6 +333,8 @@ class Search:
         """Bisect the budget in the fastest format that keeps the floor with all widths."""
         order, _ = self._promising()
         kind = next((k for k in order if meets(self.test(self.base, k), max_loss)), order[0])
+        file = {EAGER: [], INT8: ['onnx', 'int8']}.get(kind, ['onnx'])
+        self.planned = FLOOR_STEPS * ['fit', *file, 'test'] + ['onnx', 'test', 'time']
         low, high = LEAST, 1.0
         for step in range(FLOOR_STEPS):
             budget = FIRST if step == 0 else (low + high) / 2
