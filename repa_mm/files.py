@@ -21,3 +21,9 @@ def replacing(path: str) -> Iterator[str]:
     finally:
         with suppress(FileNotFoundError):
             os.unlink(temporary)
+
+
+def write_text(path: str, text: str) -> None:
+    """Write a text file, see :func:`replacing`."""
+    with replacing(path) as temporary, open(temporary, 'w', encoding='utf-8') as file:
+        file.write(text)

@@ -60,7 +60,7 @@ def main() -> None:
     args = parse_args()
     try:
         rows = speed_up(**vars(args))
-    except (ValueError, CheckpointError) as error:
+    except (ValueError, OSError, CheckpointError) as error:
         sys.exit(f'error: {error}')
     if (args.max_loss is not None or args.latency is not None) and not any(
         row['chosen'] for row in rows

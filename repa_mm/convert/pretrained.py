@@ -18,18 +18,15 @@ from torch.utils.data import Dataset
 from repa_mm.checkpoints import load_checkpoint, load_original, load_weights, save_checkpoint
 from repa_mm.config import build_model, image_config, load_config
 from repa_mm.convert.conversion import BlockReport, Keep, convert_pretrained, plan_conversion
+from repa_mm.datasets.cropping import MAX_SIZE, cropped
 from repa_mm.faster.tracing import swap_faster_attention_
 from repa_mm.features import head_inputs
-from repa_mm.files import replacing
+from repa_mm.files import write_text
 from repa_mm.models.channel_idle import RePaBackbone
 from repa_mm.models.sites import FFNSite, attention_sites, ffn_sites
 from repa_mm.models.structures import Widths
 from repa_mm.reparam import Form, has_deploy_form, outermost, reparameterize_
 from repa_mm.version import __version__
-
-#: Images are cropped to this height and width, since the memory grows with their pixels. A fit
-#: draws a few hundred tokens of each image.
-MAX_SIZE = 416
 
 
 def calibration_images(
@@ -54,23 +51,6 @@ def calibration_images(
     number = min(max(1, total // 9), total - 1)
     held_out = [indices[int((i + 0.5) * total / number)] for i in range(number)]
     return dataset, [i for i in indices if i not in held_out], held_out
-
-
-def cropped(data: dict, size: int) -> dict:
-    """Crop the image of a batch of one at random, if it is larger.
-
-    Args:
-        data (dict): From a data loader, with one image (3, H, W).
-        size (int): Largest height and width.
-    """
-    (image,), (sample,) = data['inputs'], data['data_samples']
-    generator = torch.Generator().manual_seed(int(image.sum()))
-    for dim in (1, 2):
-        start = int(torch.randint(max(image.shape[dim] - size, 0) + 1, (), generator=generator))
-        image = image.narrow(dim, start, min(size, image.shape[dim]))
-    sample = sample.clone()
-    sample.set_metainfo(dict(img_shape=tuple(image.shape[1:])))
-    return dict(data, inputs=[image], data_samples=[sample])
 
 
 def deploy_(cfg: dict) -> None:
@@ -187,8 +167,7 @@ def convert_checkpoint(
     meta = dict(meta, repa_mm_version=__version__, cfg=text)
     state_dict = weights_to_cpu(narrow.state_dict())
     save_checkpoint(dict(meta=meta, state_dict=state_dict), out)
-    with replacing(out_config) as temporary, open(temporary, 'w', encoding='utf-8') as file:
-        file.write(text)
+    write_text(out_config, text)
     return dict(report=report, images=len(chosen), held_out=len(held_out), config=out_config)
 
 
@@ -219,14 +198,11 @@ def converted_config(
     others = {name: x for name, x in sizes.items() if not name.startswith(start)}
     left = _with_stock_layers(cfg.model, others)
     if left:
-        cfg.model = _restructured(cfg.model, widths_structure(model, left, where))
+        cfg.model = restructured(cfg.model, widths_structure(model, left, where))
     cfg.load_from, cfg.resume = osp.abspath(out), False
     cfg.pop('work_dir', None)  # has checkpoints of the original model
     if 'Restructured' in (cfg.model.type, cfg.model.get('backbone', cfg.model).type):
-        given = cfg.get('custom_imports') or {}
-        imports = given.get('imports') or []
-        imports = [imports] if isinstance(imports, str) else list(imports)
-        cfg.custom_imports = dict(given, imports=list(dict.fromkeys([*imports, 'repa_mm'])))
+        with_import(cfg)
     return cfg
 
 
@@ -266,13 +242,23 @@ def backbone_config(cfg: dict, backbone: nn.Module, sizes: dict[str, tuple]) -> 
                 continue
             if {key: value.shape for key, value in built.state_dict().items()} == shapes:
                 return candidate
-    return _restructured(cfg, structure)
+    return restructured(cfg, structure)
 
 
-def _restructured(cfg: dict, structure: dict) -> ConfigDict:
+def restructured(cfg: dict, *structures: dict) -> ConfigDict:
+    """Return the config of a model with more structures; without any, it has faster attention."""
     if cfg['type'] == 'Restructured' or _has_structures(MODELS.get(cfg['type'])):
-        return ConfigDict(cfg, structures=[*cfg.get('structures', []), structure])
-    return ConfigDict(type='Restructured', model=cfg, structures=[structure])
+        return ConfigDict(cfg, structures=[*cfg.get('structures', []), *structures])
+    return ConfigDict(type='Restructured', model=cfg, structures=[*structures])
+
+
+def with_import(cfg: Config) -> Config:
+    """Let a config import this package, in place, and return the config."""
+    given = cfg.get('custom_imports') or {}
+    imports = given.get('imports') or []
+    imports = [imports] if isinstance(imports, str) else list(imports)
+    cfg.custom_imports = dict(given, imports=list(dict.fromkeys([*imports, 'repa_mm'])))
+    return cfg
 
 
 def _with_stock_layers(cfg: ConfigDict, sizes: dict[str, tuple]) -> dict[str, tuple]:

@@ -11,6 +11,7 @@ import torch.nn as nn
 from mmengine.config import Config
 
 from repa_mm.config import load_config
+from repa_mm.datasets.cropping import MAX_SIZE, cropped
 from repa_mm.export.agreement import agreement
 from repa_mm.export.export import agreeing_onnx, example_shape, images_of, model_to_export, resized
 from repa_mm.export.exported import ExportedModel
@@ -60,22 +61,24 @@ def quantize_checkpoint(
         ValueError: As from :func:`quantize`, or if the folder has one image only.
     """
     cfg = load_config(config)
-    calibration, held_out = calibration_images(cfg, num_images, images)
+    calibration, held_out = images_to_quantize(cfg, num_images, images)
     model = model_to_export(cfg, checkpoint)
     return quantize(model, out, calibration, held_out, tolerance, preprocessing, shape, batch)
 
 
-def calibration_images(
+def images_to_quantize(
     cfg: Config, number: int, folder: str | None = None
 ) -> tuple[list[dict], list[dict]]:
-    """Return images to calibrate on and half as many others, as batches of one image."""
+    """Return crops to calibrate on and half as many other images, as batches of one image."""
     half = -(-number // 2)
-    if not folder:
-        return images_of(cfg, 'train', number), images_of(cfg, 'test', half)
-    found = images_of(cfg, 'train', number + half, folder)
-    if len(found) < 2:
-        raise ValueError(f'{folder} needs two images: one to calibrate on, one to compare on')
-    return [data for i, data in enumerate(found) if i % 3], found[::3]
+    if folder:
+        found = images_of(cfg, 'train', number + half, folder)
+        if len(found) < 2:
+            raise ValueError(f'{folder} needs two images: one to calibrate on, one to compare on')
+        seen, others = [data for i, data in enumerate(found) if i % 3], found[::3]
+    else:
+        seen, others = images_of(cfg, 'train', number), images_of(cfg, 'test', half)
+    return [cropped(data, MAX_SIZE) for data in seen], others
 
 
 def quantize(

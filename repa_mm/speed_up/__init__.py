@@ -58,17 +58,28 @@ def speed_up(
             belongs to another model.
         CheckpointError: If the checkpoint does not fit the config.
     """
+    from mmengine.logging import MMLogger
+
     from repa_mm.speed_up.search import Search
 
-    for name, value, high in (('latency', latency, 1), ('max_loss', max_loss, 100)):
-        if value is not None and not 0 <= value < high:
-            raise ValueError(f'{name} must be in [0, {high}), not {value}')
+    if latency is not None and not 0 < latency < 1:
+        raise ValueError(f"latency is a share of the original's time in (0, 1), not {latency}")
+    if max_loss is not None and not 0 <= max_loss < 100:
+        raise ValueError(f'max_loss is in points, in [0, 100), not {max_loss}')
     for budget in budgets:
         if not 0 < budget <= 1:
             raise ValueError(f'a budget is a share in (0, 1], not {budget}')
+    if fit_images < 1 or repeats < 3:
+        raise ValueError(f'fit_images={fit_images} must be at least 1, repeats={repeats} 3')
     if max_loss is not None and num_images < 1:
         raise ValueError('a floor (max_loss) needs images to test on: num_images > 0')
-    search = Search(
-        config, checkpoint, out_dir, images, num_images, fit_images, repeats, cfg_options
-    )
-    return search.run(max_loss, latency, budgets)
+    logger = MMLogger.get_current_instance()
+    level = logger.level
+    logger.setLevel('ERROR')  # hides where weights come from
+    try:
+        search = Search(
+            config, checkpoint, out_dir, images, num_images, fit_images, repeats, cfg_options
+        )
+        return search.run(max_loss, latency, budgets)
+    finally:
+        logger.setLevel(level)

@@ -1,27 +1,25 @@
 """Models to choose from, the formats that they run in, and their time."""
 
+import copy
 import os
 import os.path as osp
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 
-import numpy as np
 import torch
 import torch.nn as nn
 from mmengine.config import Config
 
 from repa_mm.config import load_config
 from repa_mm.convert.conversion import plan_conversion
-from repa_mm.convert.pretrained import widths_structure
-from repa_mm.export.export import example_shape, export_checkpoint, model_to_export, whole_onnx
+from repa_mm.convert.pretrained import restructured, widths_structure, with_import
+from repa_mm.export.export import example_shape, model_to_export, whole_onnx
 from repa_mm.export.exported import ExportedModel
-from repa_mm.export.int8 import quantize_checkpoint
 from repa_mm.export.whole import whole_model
+from repa_mm.faster import swap_faster_attention_
 from repa_mm.models import STRUCTURES, attention_sites
 from repa_mm.reparam import Form, outermost
-from repa_mm.timing import measure
-from repa_mm.variants import STOCK, build, with_our_parts
+from repa_mm.variants import build
 
 EAGER, ORT, F32, BF16, INT8 = (
     'PyTorch', 'ONNX Runtime', 'OpenVINO f32', 'OpenVINO bf16', 'OpenVINO int8'
@@ -29,8 +27,6 @@ EAGER, ORT, F32, BF16, INT8 = (
 #: Formats that compute the same within the tolerances of the export.
 FLOATS = EAGER, ORT, F32
 PRECISIONS = {F32: 'f32', BF16: 'bf16'}
-#: Seconds after which a timing begins no more turns.
-MOST_SECONDS = 240
 
 
 @dataclass
@@ -74,31 +70,6 @@ def installed_formats() -> tuple[list[str], list[str]]:
     return formats, reasons
 
 
-def write_file(
-    candidate: Candidate, kind: str, stem: str, images: str | None, fit_images: int
-) -> str:
-    """Write the file of a candidate for a format, and return its path.
-
-    Args:
-        candidate (Candidate): The candidate.
-        kind (str): The format. All except int8 share one file.
-        stem (str): Path of the file without its suffix.
-        images (str, optional): A folder of images to compare and calibrate on.
-        fit_images (int): Number of images to calibrate int8 on.
-
-    Raises:
-        ValueError: If the file does not agree with PyTorch.
-    """
-    if kind == INT8:
-        out = f'{stem}_int8.xml'
-        arguments = candidate.config, candidate.checkpoint, out
-        quantize_checkpoint(*arguments, num_images=fit_images, images=images)
-    else:
-        out = f'{stem}.onnx'
-        export_checkpoint(candidate.config, candidate.checkpoint, out, images=images)
-    return out
-
-
 def megabytes(model: nn.Module | None, file: str | None) -> float:
     """Return the size of a file with its weights, or of a model's parameters and buffers."""
     if file is None:
@@ -108,64 +79,57 @@ def megabytes(model: nn.Module | None, file: str | None) -> float:
     return sum(os.path.getsize(f) / 1e6 for f in {file, weights} if osp.exists(f))
 
 
-def with_parts(model: nn.Module) -> nn.Module:
-    """Return a model with all of the faster parts that there are."""
-    return list(with_our_parts(model).values())[-1]
+def with_faster_parts(cfg: Config, stock: nn.Module) -> Config:
+    """Return the config of a model with our attention and UperNet's faster head.
+
+    Args:
+        cfg (Config): Config of the original model. Without such parts, the same is returned.
+        stock (nn.Module): The original model.
+    """
+    ours = copy.deepcopy(stock)
+    swap_faster_attention_(ours)
+    pairs = zip(stock.named_modules(), ours.modules())
+    changed = [name for (name, module), other in pairs if type(module) is not type(other)]
+    model = copy.deepcopy(cfg.model)
+    if changed and all(name.startswith('backbone.') for name in changed):
+        model.backbone = restructured(model.backbone)
+    elif changed:
+        model = restructured(model)
+    head = model.get('decode_head') or {}
+    if head.get('type') in ('UPerHead', 'mmseg.UPerHead'):
+        head.type = 'FastUPerHead'
+    if model == cfg.model:
+        return cfg
+    cfg = copy.deepcopy(cfg)
+    cfg.model = model
+    return with_import(cfg)
 
 
 def open_model(candidate: Candidate, kind: str, file: str | None, preprocessor) -> nn.Module:
     """Return a candidate in a format, as a model with ``test_step``."""
     if kind == EAGER:
-        model = build(load_config(candidate.config), candidate.checkpoint)
-        return model if candidate.name == STOCK else with_parts(model)
+        return build(load_config(candidate.config), candidate.checkpoint)
     return ExportedModel(file, preprocessor, PRECISIONS.get(kind))
 
 
-class Proxies:
-    """Narrower models with random weights, since the latency depends on the widths alone.
+def random_narrow(base: Candidate, budget: float, kind: str, preprocessor: nn.Module) -> nn.Module:
+    """Return a narrower model with random weights, since latency depends on the widths alone.
 
     Each block keeps the same share. A fit spreads the same budget unevenly, so that its latency
     may be another: it is measured after the fit.
 
     Args:
-        cfg (Config): Config of the candidate to narrow.
-        checkpoint (str): Its checkpoint.
+        base (Candidate): The candidate to narrow.
+        budget (float): Share of the multiply-adds of its blocks that is left.
+        kind (str): A format of floats.
         preprocessor (nn.Module): Of the original model.
     """
-
-    def __init__(self, cfg: Config, checkpoint: str, preprocessor: nn.Module) -> None:
-        self.cfg, self.checkpoint, self.preprocessor = cfg, checkpoint, preprocessor
-
-    def __call__(self, budget: float, kind: str) -> nn.Module:
-        """Return a model of a budget in a format of floats."""
-        model = model_to_export(self.cfg, self.checkpoint)
-        keep = 1.0 if any(outermost(model, Form)) else budget
-        model = with_parts(model) if kind == EAGER else model
-        heads = budget if attention_sites(model) else 1.0
-        plan = plan_conversion(model, keep, heads, heads)
-        STRUCTURES.build(widths_structure(model, plan.sizes)).put_(model)
-        if kind == EAGER:
-            return model
-        content = whole_onnx(whole_model(model), (2, *example_shape(model)))
-        return ExportedModel(content, self.preprocessor, PRECISIONS.get(kind))
-
-
-@torch.no_grad()
-def time_models(models: dict[str, nn.Module], data: dict, repeats: int) -> dict[str, np.ndarray]:
-    """Time models in turn, from an image after the pipeline to the predictions.
-
-    Args:
-        models (dict): Models with ``test_step``, by name.
-        data (dict): A batch of one image from a data loader.
-        repeats (int): Number of turns; fewer, if they take longer than :data:`MOST_SECONDS`.
-
-    Returns:
-        dict: Times in milliseconds, one for each turn, by name.
-    """
-    calls: dict[str, Callable] = {name: model.test_step for name, model in models.items()}
-    return measure(calls, data, repeats, MOST_SECONDS)
-
-
-def fastest(times: dict[str, np.ndarray], names: Sequence[str]) -> list[str]:
-    """Return names in ascending order of their median time."""
-    return sorted(names, key=lambda name: float(np.median(times[name])))
+    model = model_to_export(load_config(base.config), base.checkpoint)
+    keep = 1.0 if any(outermost(model, Form)) else budget
+    heads = budget if attention_sites(model) else 1.0
+    plan = plan_conversion(model, keep, heads, heads, skip_unsupported=True)
+    STRUCTURES.build(widths_structure(model, plan.sizes)).put_(model)
+    if kind == EAGER:
+        return model
+    content = whole_onnx(whole_model(model), (2, *example_shape(model)))
+    return ExportedModel(content, preprocessor, PRECISIONS.get(kind))

@@ -23,7 +23,7 @@ from torch.utils.data import Dataset
 
 from repa_mm.config import image_config
 from repa_mm.export.agreement import dice, in_common
-from repa_mm.files import replacing
+from repa_mm.files import write_text
 
 #: Metrics to prefer where an evaluator has several; otherwise the first one counts.
 PREFERRED = 'coco/segm_mAP', 'coco/bbox_mAP', 'mIoU', 'accuracy/top1'
@@ -52,14 +52,16 @@ class Annotated:
             and needs a file with them alone.
 
     Attributes:
-        options (dict): Overrides of the config that test on the same images.
+        split (str): 'val' or 'test', whose data and evaluator of the config these are.
+        options (dict): Overrides of a config that tests on these data, to test on the same images.
 
     Raises:
         ValueError: If the data are not there or have no annotations.
     """
 
     def __init__(self, cfg: Config, num_images: int, subset: str) -> None:
-        split = 'val' if cfg.get('val_dataloader') and cfg.get('val_evaluator') else 'test'
+        is_val = cfg.get('val_dataloader') and cfg.get('val_evaluator')
+        self.split = split = 'val' if is_val else 'test'
         if not (cfg.get(f'{split}_dataloader') and cfg.get(f'{split}_evaluator')):
             raise ValueError(
                 'the config has no validation data with an evaluator: give a folder of images '
@@ -210,20 +212,22 @@ def _first_images(judge: Annotated, evaluator: Any, whole: bool, subset: str) ->
     if whole:
         return {}, evaluator
     evaluators = evaluator if isinstance(evaluator, (list, tuple)) else [evaluator]
-    of_coco = [e for e in evaluators if e['type'] == 'CocoMetric' and e.get('ann_file')]
+    of_coco = {
+        i: e for i, e in enumerate(evaluators)
+        if e['type'].endswith('CocoMetric') and e.get('ann_file')
+    }  # fmt: skip
     if not of_coco:
         return {'test_dataloader.dataset.indices': judge.num_images}, evaluator
-    content = mmengine.load(of_coco[0].ann_file)
     ids = {judge.dataset.get_data_info(i)['img_id'] for i in range(judge.num_images)}
-    content['images'] = [image for image in content['images'] if image['id'] in ids]
-    content['annotations'] = [a for a in content['annotations'] if a['image_id'] in ids]
-    with replacing(subset) as temporary, open(temporary, 'w', encoding='utf-8') as file:
-        json.dump(content, file)
-    path = osp.abspath(subset)
-    for one in of_coco:
+    path, options = osp.abspath(subset), {'test_dataloader.dataset.ann_file': osp.abspath(subset)}
+    for i, one in of_coco.items():
+        content = mmengine.load(one.ann_file)
+        content['images'] = [image for image in content['images'] if image['id'] in ids]
+        content['annotations'] = [a for a in content['annotations'] if a['image_id'] in ids]
         one.ann_file = path
-    key = 'test_evaluator' if evaluators[0] is evaluator else 'test_evaluator.0'
-    options = {'test_dataloader.dataset.ann_file': path, f'{key}.ann_file': path}
+        key = 'test_evaluator' if evaluators[0] is evaluator else f'test_evaluator.{i}'
+        options[f'{key}.ann_file'] = path
+    write_text(path, json.dumps(content))
     return options, evaluator
 
 

@@ -20,7 +20,7 @@ from mmengine.dataset import pseudo_collate
 from mmengine.registry import VISUALIZERS
 from mmengine.structures import PixelData
 
-from repa_mm.files import replacing
+from repa_mm.files import write_text
 from repa_mm.speed_up.candidates import FLOATS
 from repa_mm.timing import show
 
@@ -172,25 +172,20 @@ def enlarged(image: np.ndarray, sample: Any) -> tuple[np.ndarray, Any]:
     return mmcv.imrescale(image, factor), sample
 
 
-def commands(results: dict, chosen: dict | None, judge: Any, out_dir: str) -> str:
+def commands(chosen: dict, judge: Any, out_dir: str) -> str:
     """Return the commands that use the chosen model."""
-    if not chosen:
-        return (
-            f'# choose a model: what is measured already is kept\n'
-            f'python tools/speed_up.py {results["config"]} {results["checkpoint"]} {out_dir} '
-            '--max-loss 0.5'
-        )
-    model = osp.join(out_dir, 'model')
+    model, data = osp.join(out_dir, 'model'), judge.name != 'agreement'
     options = ' '.join(f'{key}={value}' for key, value in judge.options.items())
     options = f' --cfg-options {options}' if options else ''
-    lines = [f'python tools/test.py {model}.py {model}.pth{options}']
+    lines = [f'python tools/test.py {model}.py {model}.pth{options}'] * data
     if chosen['file']:
         file = model + osp.splitext(chosen['file'])[1]
         kind = chosen['format'].rpartition(' ')[2]
         precision = f' --precision {kind}' if kind in ('f32', 'bf16') else ''
-        lines.append(f'python tools/test_exported.py {model}.py {file}{precision}{options}')
+        test = f'python tools/test_exported.py {model}.py {file}{precision}{options}'
         suffix = f':{kind}' if precision else ''
-        lines.append(f'python tools/benchmark.py {model}.py {model}.pth --exported {file}{suffix}')
+        time = f'python tools/benchmark.py {model}.py {model}.pth --exported {file}{suffix}'
+        lines += [test] * data + [time]
     return '\n'.join(lines)
 
 
@@ -208,27 +203,24 @@ def _table(header: list[str], rows: list[list[str]], chosen: list[bool]) -> str:
 def write_report(
     path: str,
     cfg: Config,
-    rows: list[dict],
     results: dict,
     notes: list[str],
     shown: dict,
     models: list[nn.Module],
     judge: Any,
-    out_dir: str,
 ) -> None:
     """Write everything into one HTML file that needs no other, and its picture beside it.
 
     Args:
         path (str): The file, '….html'. The picture is '….svg'.
         cfg (Config): Config of the original model.
-        rows (list[dict]): Rows of the table.
         results (dict): The content of ``results.json``.
         notes (list[str]): What was left out, and why.
         shown (dict): The row whose predictions are drawn: the chosen one, or else the fastest.
         models (list[nn.Module]): Stock, and the model of this row.
         judge: What the models were tested with.
-        out_dir (str): Folder of the results.
     """
+    rows = results['rows']
     chosen = next((row for row in rows if row['chosen']), None)
     name = f'{shown["candidate"]}, {shown["format"]}'
     summary = 'No target was given: nothing is chosen.'
@@ -245,7 +237,9 @@ def write_report(
     elif results['target']:
         summary = f'Nothing {results["target"]}: nothing is chosen.'
     tested = f'Tested on {results["key"]}; intervals: {results.get("how", "none")}.'
-    if judge.name == 'agreement':
+    if rows[0]['metric'] is None:
+        tested = 'Nothing was tested.'
+    elif judge.name == 'agreement':
         tested += ' There are no annotations: agreement compares with what the original finds.'
     candidates = results['candidates'].values()
     header = [column.format(results['metric'] or 'metric') for column in COLUMNS]
@@ -279,16 +273,16 @@ def write_report(
                 f'{html.escape(caption)}</figcaption></figure>'
             )
         sections.append('</div>')
-    use = html.escape(commands(results, chosen, judge, out_dir))
-    sections.append(f'<h2>Commands</h2><pre>{use}</pre>')
+    if chosen:
+        use = html.escape(commands(chosen, judge, osp.dirname(path)))
+        sections.append(f'<h2>Commands</h2><pre>{use}</pre>')
     page = (
         '<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" '
         f'content="width=device-width, initial-scale=1"><title>Speed</title><style>{STYLE}</style>'
         f'{"".join(sections)}</html>'
     )
-    for name, text in ((f'{osp.splitext(path)[0]}.svg', picture), (path, page)):
-        with replacing(name) as temporary, open(temporary, 'w', encoding='utf-8') as file:
-            file.write(text)
+    write_text(f'{osp.splitext(path)[0]}.svg', picture)
+    write_text(path, page)
 
 
 def _size(values: list[int]) -> str:

@@ -6,31 +6,33 @@ import io
 import json
 import os
 import os.path as osp
-import pickle
+import shutil
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import asdict
 
 import numpy as np
+import torch
 import torch.nn as nn
 from mmengine.dataset import pseudo_collate
-from mmengine.logging import MMLogger
 
 from repa_mm.checkpoints import load_checkpoint, save_checkpoint
-from repa_mm.config import build_model, load_config
+from repa_mm.config import load_config
 from repa_mm.convert.pretrained import convert_checkpoint, deploy_
 from repa_mm.datasets import ImageFolder
-from repa_mm.files import replacing
+from repa_mm.export.export import export_checkpoint
+from repa_mm.export.int8 import quantize_checkpoint
+from repa_mm.files import replacing, write_text
 from repa_mm.reparam import has_training_form, reparameterize_
-from repa_mm.speed_up import candidates as parts
-from repa_mm.speed_up.candidates import EAGER, FLOATS, INT8, Candidate, Proxies
+from repa_mm.speed_up import candidates
+from repa_mm.speed_up.candidates import EAGER, FLOATS, INT8, Candidate
 from repa_mm.speed_up.judge import Agreement, Annotated, Score
 from repa_mm.speed_up.report import print_table, write_report
-from repa_mm.timing import compare
-from repa_mm.variants import STOCK, build, with_our_parts
+from repa_mm.timing import compare, measure
+from repa_mm.variants import STOCK, build
 from repa_mm.version import __version__
 
 #: Least budget to try, and the first one.
@@ -39,6 +41,8 @@ LEAST, FIRST = 0.05, 0.4
 FLOOR_STEPS, LATENCY_STEPS = 4, 6
 #: A latency is searched for this much below the target, since times vary.
 MARGIN = 0.97
+#: Seconds after which a timing begins no more turns.
+MOST_SECONDS = 240
 
 
 class Search:
@@ -47,44 +51,34 @@ class Search:
     def __init__(
         self, config, checkpoint, out_dir, images, num_images, fit_images, repeats, cfg_options
     ) -> None:
-        MMLogger.get_current_instance().setLevel('ERROR')  # hides where weights come from
         self.out_dir, self.repeats, self.fit_images = out_dir, repeats, fit_images
         self.kept, self.folder = osp.join(out_dir, 'results.json'), osp.join(out_dir, 'candidates')
         self.cfg = load_config(config, cfg_options)
-        self.results = self._resume(fingerprint(self.cfg.pretty_text, checkpoint))
-        # Everything that can be wrong shows before the first file is written.
+        given = [osp.abspath(path) for path in ImageFolder(images, []).paths] if images else []
+        self.results = self._resume(
+            fingerprint(f'{self.cfg.pretty_text}{__version__} {fit_images} {given}', checkpoint)
+        )
         stock = build(self.cfg, checkpoint)
-        self.trains = has_training_form(stock)
-        self.has_parts = len(with_our_parts(stock)) > 1
         self.preprocessor = copy.deepcopy(stock.data_preprocessor)
         self.images = self.judge = None
         if images:
-            ImageFolder(images, [])
-        new = not osp.isdir(out_dir)
-        os.makedirs(out_dir, exist_ok=True)
-        try:
-            if images:
-                self.images = osp.join(self.folder, 'fit_images')
-                of_judge = split_images(images, self.images, osp.join(self.folder, 'test_images'))
-                self.judge = Agreement(self.cfg, num_images, of_judge)
-            else:
-                subset = osp.join(out_dir, f'first_{num_images}_images.json')
-                self.judge = Annotated(self.cfg, max(num_images, 1), subset)
-        except Exception:
-            if new and not os.listdir(out_dir):
-                os.rmdir(out_dir)
-            raise
+            self.images = osp.join(self.folder, 'fit_images')
+            of_judge = split_images(images, self.images, osp.join(self.folder, 'test_images'))
+            self.judge = Agreement(self.cfg, max(num_images, 1), of_judge)
+        else:
+            subset = osp.join(out_dir, f'first_{max(num_images, 1)}_images.json')
+            self.judge = Annotated(self.cfg, max(num_images, 1), subset)
         self.tests_wanted = num_images > 0
         self.key = f'{self.judge.num_images} images of {osp.abspath(images) if images else "data"}'
         if cfg_options or '::' in config:
             config = self._dump('original', self.cfg)
         self.config, self.checkpoint = config, checkpoint
-        self.formats, self.notes = parts.installed_formats()
+        self.formats, self.notes = candidates.installed_formats()
         self.planned: list[str] = []
         self.done, self.started = 0, time.monotonic()
         self.opened: dict[tuple, nn.Module] = {}
         self.candidates = {STOCK: Candidate(STOCK, config, checkpoint)}
-        self.base = self._base()
+        self.base = self._base(stock)
         for found in self.results['candidates'].values():
             self.candidates[found['name']] = Candidate(**found)
         self.stock_score: Score | None = None
@@ -97,27 +91,28 @@ class Search:
                 results = json.load(file)
             if results['fingerprint'] != mark:
                 raise ValueError(
-                    f'{self.out_dir!r} has the results of another model ({results["checkpoint"]} '
-                    f'with {results["config"]}, as they were): give another folder'
+                    f'{self.out_dir!r} has the results of another model, of other data or of other '
+                    f'options ({results["checkpoint"]} with {results["config"]}, as they were): '
+                    'give another folder'
                 )
             return results
         for name in ('model.py', 'model.pth'):
             if osp.exists(osp.join(self.out_dir, name)):
-                raise ValueError(f'{self.out_dir!r} has a {name} of something else: give another')
+                raise ValueError(
+                    f'{self.out_dir!r} has a {name} of something else: give another folder'
+                )
         return dict(
-            version=__version__, fingerprint=mark, config='', checkpoint='', candidates={},
-            files={}, tests={}, seconds={}, rows=[], metric='',
+            fingerprint=mark, config='', checkpoint='', candidates={}, files={}, tests={},
+            seconds={}, rows=[], metric='',
         )  # fmt: skip
 
     def _save(self) -> None:
         self.results.update(config=self.config, checkpoint=self.checkpoint)
-        with replacing(self.kept) as temporary, open(temporary, 'w', encoding='utf-8') as file:
-            json.dump(self.results, file, indent=1)
+        write_text(self.kept, json.dumps(self.results, indent=1))
 
     def _dump(self, stem: str, cfg) -> str:
         path = osp.join(self.folder, f'{stem}.py')
-        with replacing(path) as temporary, open(temporary, 'w', encoding='utf-8') as file:
-            file.write(cfg.pretty_text)
+        write_text(path, cfg.pretty_text)
         return path
 
     def _step(self, kind: str, what: str, work: Callable):
@@ -143,32 +138,41 @@ class Search:
         """Return the kinds of the steps that candidates of these names still need."""
         kinds, tests = ['time'], self.results['tests'].get(self.key, {})
         for name in dict.fromkeys(names):
+            formats = self._formats_of(name)
+            files = ['onnx'] * (len(formats) > 1) + ['int8'] * (INT8 in formats)
             kinds += ['fit'] * (name.endswith('%') and name not in self.candidates)
-            files = () if name == STOCK != self.base.name else ('onnx', 'int8')
             kinds += [kind for kind in files if f'{name}|{kind}' not in self.results['files']]
-            done = {k for k in self.formats if f'{name}|{k}' in tests}
-            groups = 1 if not files else len(self.formats) - 2 if len(self.formats) > 2 else 1
-            number = bool(done & {*FLOATS}) + len(done - {*FLOATS})
-            kinds += max(0, groups - number) * ['test'] * self.tests_wanted
+            # One test of floats, and one of each other format.
+            groups = {'floats' if kind in FLOATS else kind for kind in formats}
+            groups -= {'floats' if k in FLOATS else k for k in formats if f'{name}|{k}' in tests}
+            kinds += ['test'] * len(groups) * self.tests_wanted
         return kinds
 
     # Steps
 
-    def _base(self) -> Candidate:
+    def _formats_of(self, name: str) -> list[str]:
+        """Return the formats of a candidate: stock has files only if it is what becomes narrow."""
+        return [EAGER] if name == STOCK != self.base.name else self.formats
+
+    def _base(self, stock: nn.Module) -> Candidate:
         """Return the candidate with all widths: the model with faster parts, merged."""
-        if not self.trains:
-            name = 'faster parts' if self.has_parts else STOCK
-            base = Candidate(name, self.config, self.checkpoint)
-        else:
-            base = Candidate('merged', *(osp.join(self.folder, f'merged{s}') for s in EXTENSIONS))
-            if not osp.exists(base.checkpoint):
-                cfg = copy.deepcopy(self.cfg)
-                deploy_(cfg.model)
-                self._dump('merged', cfg)
+        cfg = candidates.with_faster_parts(self.cfg, stock)
+        if has_training_form(stock):
+            path = osp.join(self.folder, 'merged.pth')
+            cfg = copy.deepcopy(cfg)
+            deploy_(cfg.model)
+            if not self.results.get('merged'):
                 meta = load_checkpoint(self.checkpoint).get('meta') or {}
-                model = reparameterize_(build_model(self.cfg, self.checkpoint))
-                content = dict(meta=dict(meta, cfg=cfg.pretty_text), state_dict=model.state_dict())
-                save_checkpoint(content, base.checkpoint)
+                meta = dict(meta, cfg=cfg.pretty_text)
+                save_checkpoint(
+                    dict(meta=meta, state_dict=reparameterize_(stock).state_dict()), path
+                )
+                self.results['merged'] = True
+            base = Candidate('merged', self._dump('merged', cfg), path)
+        elif cfg == self.cfg:
+            base = Candidate(STOCK, self.config, self.checkpoint)
+        else:
+            base = Candidate('faster parts', self._dump('faster', cfg), self.checkpoint)
         self.candidates.setdefault(base.name, base)
         return base
 
@@ -193,7 +197,8 @@ class Search:
             def work() -> None:
                 try:
                     convert_checkpoint(
-                        self.config, self.checkpoint, out, budget=budget, images=self.images,
+                        self.base.config, self.base.checkpoint, out, budget=budget,
+                        images=self.images,
                         num_images=self.fit_images, progress=progress, device='cpu',
                     )  # fmt: skip
                 except ValueError as error:
@@ -216,10 +221,17 @@ class Search:
         if key not in files or files[key] and not osp.exists(files[key]):
             stem = osp.join(self.folder, candidate.name.replace(' %', '').replace(' ', '_'))
 
+            path = f'{stem}_int8.xml' if kind == INT8 else f'{stem}.onnx'
+            arguments = candidate.config, candidate.checkpoint, path
+
             def work() -> None:
-                arguments = self.images, self.fit_images
                 try:
-                    files[key] = parts.write_file(candidate, kind, stem, *arguments)
+                    if kind == INT8:
+                        options = dict(num_images=self.fit_images, images=self.images)
+                        quantize_checkpoint(*arguments, **options)
+                    else:
+                        export_checkpoint(*arguments, images=self.images)
+                    files[key] = path
                 except ValueError as error:
                     files[key] = ''
                     self.results.setdefault('refused', {})[key] = str(error)
@@ -234,7 +246,7 @@ class Search:
             file = self.file(candidate, kind)
             if file == '':
                 return None
-            self.opened[key] = parts.open_model(candidate, kind, file, self.preprocessor)
+            self.opened[key] = candidates.open_model(candidate, kind, file, self.preprocessor)
         return self.opened[key]
 
     def test(self, candidate: Candidate, kind: str) -> dict | None:
@@ -245,7 +257,12 @@ class Search:
         model = self.open(candidate, kind) if key not in tests else None
         if model is not None:
             if self.stock_score is None:
-                self._test_stock(tests)
+                stock = self.open(self.candidates[STOCK], EAGER)
+                what = f'test {STOCK} on {self.judge.num_images} images'
+                score = self.stock_score = self._step('test', what, lambda: self.judge(stock))
+                nothing = dict(metric=score.value, difference=0.0, interval=[0.0, 0.0])
+                tests[f'{STOCK}|{EAGER}'] = nothing
+                self.results['metric'] = self.judge.name
 
             def work() -> None:
                 score = self.judge(model)
@@ -256,32 +273,17 @@ class Search:
             self._step('test', f'test {candidate.name}, {kind}', work)
         return tests.get(key)
 
-    def _test_stock(self, tests: dict) -> None:
-        path = osp.join(self.folder, f'stock_{self.judge.num_images}.pkl')
-        key = f'{STOCK}|{EAGER}'
-        if key in tests and osp.exists(path) and isinstance(self.judge, Annotated):
-            with open(path, 'rb') as file:  # our own
-                self.judge.name, self.stock_score, metric = pickle.load(file)
-            self.judge._metric = metric
-            return
-        model = self.open(self.candidates[STOCK], EAGER)
-
-        def work() -> None:
-            self.stock_score = self.judge(model)
-            value = self.stock_score.value
-            tests[key] = dict(metric=value, difference=0.0, interval=[0.0, 0.0])
-
-        self._step('test', f'test {STOCK} on {self.judge.num_images} images', work)
-        self.results['metric'] = self.judge.name
-        if isinstance(self.judge, Annotated):
-            with replacing(path) as temporary, open(temporary, 'wb') as file:
-                pickle.dump((self.judge.name, self.stock_score, self.judge._metric), file)
-
     def time(self, models: dict, repeats: int, what: str) -> dict[tuple, np.ndarray]:
         """Time models in turn with stock, on the first image."""
         models = {(STOCK, EAGER): self.open(self.candidates[STOCK], EAGER), **models}
+        calls = {key: model.test_step for key, model in models.items()}
         data = pseudo_collate([self.judge.dataset[0]])
-        return self._step('time', what, lambda: parts.time_models(models, data, repeats))
+
+        @torch.no_grad()
+        def work() -> dict[tuple, np.ndarray]:
+            return measure(calls, data, repeats, MOST_SECONDS)
+
+        return self._step('time', what, work)
 
     # Searches
 
@@ -326,8 +328,9 @@ class Search:
         models = {(self.base.name, k): self.open(self.base, k) for k in self.formats}
         models = {key: model for key, model in models.items() if model is not None}
         times = self.time(models, repeats, f'time {self.base.name} in all formats')
-        found = parts.fastest(times, list(models))
-        return [kind for _, kind in found], times
+        return sorted(
+            (kind for _, kind in models), key=lambda kind: np.median(times[self.base.name, kind])
+        ), times
 
     def _search_floor(self, max_loss: float) -> None:
         """Bisect the budget in the fastest format that keeps the floor with all widths."""
@@ -358,8 +361,6 @@ class Search:
         order, times = self._promising()
         stock = np.median(times[STOCK, EAGER])
         floats = [k for k in order if k in FLOATS][:1] + [k for k in order if k not in FLOATS]
-        cfg = load_config(self.base.config)
-        proxies = Proxies(cfg, self.base.checkpoint, self.preprocessor)
         for kind in floats:
             base = np.median(times[self.base.name, kind]) / stock
             if base <= latency * MARGIN:
@@ -371,8 +372,8 @@ class Search:
 
             def share(budget: float, kind=stand_in, factor=factor) -> float:
                 key = f'{100 * budget:.0f} %, random weights', kind
-                models = {key: proxies(budget, kind)}
-                found = self.time(models, 5, f'time {key[0]}, {kind}')
+                model = candidates.random_narrow(self.base, budget, kind, self.preprocessor)
+                found = self.time({key: model}, 5, f'time {key[0]}, {kind}')
                 return factor * np.median(found[key]) / np.median(found[STOCK, EAGER])
 
             try:
@@ -406,17 +407,12 @@ class Search:
         """
         models = {}
         for candidate in self.candidates.values():
-            for kind in self.formats if candidate.name != STOCK else [EAGER]:
+            for kind in self._formats_of(candidate.name):
                 what = f'{candidate.name}|{"int8" if kind == INT8 else "onnx"}'
-                if full or kind == EAGER or self.results['files'].get(what):
-                    model = self.open(candidate, kind)
-                    if model is not None:
-                        models[candidate.name, kind] = model
-        if self.base.name == STOCK:  # nothing but the files is faster
-            for kind in self.formats[1:]:
-                model = self.open(self.base, kind)
+                wanted = full or kind == EAGER or self.results['files'].get(what)
+                model = self.open(candidate, kind) if wanted else None
                 if model is not None:
-                    models[STOCK, kind] = model
+                    models[candidate.name, kind] = model
         times = self.time(models, self.repeats, f'time {len(models)} rows in turn')
         rows, stock = [], times[STOCK, EAGER]
         spread = max(np.ptp(np.percentile(v, [25, 75])) / np.median(v) for v in times.values())
@@ -433,7 +429,7 @@ class Search:
                 dict(
                     candidate=name, format=kind, ms=float(np.median(values)),
                     ms_interval=np.percentile(values, [25, 75]).tolist(), times=ratio,
-                    times_interval=[low, high], mb=parts.megabytes(model, file), file=file,
+                    times_interval=[low, high], mb=candidates.megabytes(model, file), file=file,
                     config=candidate.config, checkpoint=candidate.checkpoint,
                     budget=candidate.budget, chosen=False,
                 )
@@ -467,7 +463,8 @@ class Search:
             return None
 
         def fast(row: dict) -> bool:
-            return latency is None or row['ms'] <= latency * rows[0]['ms']
+            share = row['ms'] / rows[0]['ms']
+            return share < 1 if latency is None else share <= latency
 
         def worth(row: dict) -> tuple:
             if latency is None:
@@ -500,6 +497,8 @@ class Search:
             if near['interval']:
                 text += f' and {near["difference"]:+.2f} points, or {near["interval"][0]:+.2f}'
             self.notes.append(f'nothing {target}: nothing is chosen. The nearest is {text}')
+            if osp.exists(osp.join(self.out_dir, 'model.py')):
+                self.notes.append('model.py and its files are the choice of an earlier run')
         if max_loss is not None:
             unsure = [r for r in rows[1:] if r['difference'] is not None]
             unsure = [r for r in unsure if r['difference'] >= -max_loss and not meets(r, max_loss)]
@@ -520,17 +519,7 @@ class Search:
         ]
         path = osp.join(self.out_dir, 'report.html')
         with quiet():
-            write_report(
-                path,
-                self.cfg,
-                rows,
-                self.results,
-                self.notes,
-                shown,
-                models,
-                self.judge,
-                self.out_dir,
-            )
+            write_report(path, self.cfg, self.results, self.notes, shown, models, self.judge)
         print(f'wrote {path} ({(time.monotonic() - self.started) / 60:.1f} min)')
 
     def _write_chosen(self, row: dict) -> None:
@@ -541,23 +530,18 @@ class Search:
         save_checkpoint(kept, f'{stem}.pth')
         cfg = load_config(row['config'])
         cfg.load_from = osp.abspath(f'{stem}.pth')
-        with replacing(f'{stem}.py') as temporary, open(temporary, 'w', encoding='utf-8') as file:
-            file.write(cfg.pretty_text)
-        source = osp.splitext(row['file'])[0] if row['file'] else ''
-        for suffix in ('.onnx', '.bin', '.xml'):  # the weights first
-            if (
-                row['file']
-                and osp.exists(source + suffix)
-                and ((suffix == '.onnx') == row['file'].endswith('.onnx'))
-            ):
-                with replacing(stem + suffix) as temporary:
-                    with open(source + suffix, 'rb') as a, open(temporary, 'wb') as b:
-                        b.write(a.read())
-            elif osp.exists(stem + suffix):  # of an earlier choice
-                os.unlink(stem + suffix)
-
-
-EXTENSIONS = '.py', '.pth'
+        if isinstance(self.judge, Annotated):  # by what it was chosen
+            for name in ('dataloader', 'evaluator'):
+                cfg[f'test_{name}'] = cfg[f'{self.judge.split}_{name}']
+        write_text(f'{stem}.py', cfg.pretty_text)
+        source, suffix = osp.splitext(row['file'] or '')
+        copied = {'.onnx': ['.onnx'], '.xml': ['.bin', '.xml']}.get(suffix, [])  # weights first
+        for other in {'.onnx', '.bin', '.xml'} - {*copied}:
+            with suppress(FileNotFoundError):  # of an earlier choice
+                os.unlink(stem + other)
+        for suffix in copied:
+            with replacing(stem + suffix) as temporary:
+                shutil.copyfile(source + suffix, temporary)
 
 
 @contextmanager
@@ -593,8 +577,8 @@ def split_images(folder: str, to_fit: str, to_test: str) -> str:
         target = to_fit if i % 3 else to_test
         os.makedirs(target, exist_ok=True)
         link = osp.join(target, f'{i:06}{osp.splitext(path)[1]}')
-        if not osp.lexists(link):
-            os.symlink(path, link)
+        if not osp.lexists(link):  # the same paths as then: they are in the fingerprint
+            os.symlink(osp.abspath(path), link)
     return to_test
 
 

@@ -18,8 +18,8 @@ from repa_mm.convert.pretrained import (
     calibration_images,
     convert_checkpoint,
     converted_config,
-    cropped,
 )
+from repa_mm.datasets.cropping import cropped
 from repa_mm.models.sites import attention_sites, ffn_sites
 from repa_mm.reparam import CheckpointError, TrainingForm, has_deploy_form, outermost
 from tests.test_export.conftest import write_config
