@@ -357,33 +357,40 @@ class Search:
             self.test(best, second)
 
     def _search_latency(self, latency: float) -> None:
-        """Find the budget that meets the target in each promising format, then fit it."""
+        """Find the budget that meets the target in each promising format, and fit the largest."""
         order, times = self._promising()
         stock = np.median(times[STOCK, EAGER])
-        floats = [k for k in order if k in FLOATS][:1] + [k for k in order if k not in FLOATS]
-        for kind in floats:
-            base = np.median(times[self.base.name, kind]) / stock
-            if base <= latency * MARGIN:
-                self.test(self.base, kind)
-                continue
-            # Quantizing a proxy would take minutes: int8 is taken to gain as its floats do.
-            stand_in = next(k for k in order if k != INT8) if kind == INT8 else kind
-            factor = base / (np.median(times[self.base.name, stand_in]) / stock)
+        shares = {kind: np.median(times[self.base.name, kind]) / stock for kind in order}
+        met = [kind for kind in order if shares[kind] <= latency * MARGIN]
+        for kind in met:
+            self.test(self.base, kind)
+        if met:
+            return
+        measured: dict[tuple[float, str], float] = {}
 
-            def share(budget: float, kind=stand_in, factor=factor) -> float:
+        def share(budget: float, kind: str) -> float:
+            if (budget, kind) not in measured:
                 key = f'{100 * budget:.0f} %, random weights', kind
                 model = candidates.random_narrow(self.base, budget, kind, self.preprocessor)
                 found = self.time({key: model}, 5, f'time {key[0]}, {kind}')
-                return factor * np.median(found[key]) / np.median(found[STOCK, EAGER])
+                measured[budget, kind] = np.median(found[key]) / np.median(found[STOCK, EAGER])
+            return measured[budget, kind]
 
+        plans = []
+        for kind in [k for k in order if k in FLOATS][:1] + [k for k in order if k not in FLOATS]:
+            # Quantizing a random model would take minutes: int8 is taken to gain as its floats do.
+            other = next(k for k in order if k != INT8) if kind == INT8 else kind
+            factor = shares[kind] / shares[other]
             try:
-                budget = bisect(share, latency * MARGIN)
+                budget = bisect(lambda x: factor * share(x, other), latency * MARGIN)  # noqa: B023
             except ValueError as error:  # no block can be narrowed
                 self.results['cannot_narrow'] = str(error)
                 return
             if budget is None:
                 print(f'    {kind} does not meet the target with {LEAST:.0%} of the blocks either')
-                continue
+            else:
+                plans.append((budget, kind))
+        for budget, kind in sorted(plans, reverse=True):
             for _ in range(3):
                 candidate = self.fit(budget)
                 model = candidate and self.open(candidate, kind)
@@ -393,7 +400,9 @@ class Search:
                 found = self.time({key: model}, 5, f'time {candidate.name}, {kind}')
                 ratio = np.median(found[key]) / np.median(found[STOCK, EAGER])
                 self.test(candidate, kind)
-                if ratio <= latency or budget <= LEAST:
+                if ratio <= latency:
+                    return
+                if budget <= LEAST:
                     break
                 budget = max(LEAST, budget * min(0.95, latency / ratio))
 
