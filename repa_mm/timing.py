@@ -96,12 +96,17 @@ def compare(values: np.ndarray, reference: np.ndarray) -> tuple[float, float, fl
         reference (np.ndarray): Times to divide by, (n, ).
 
     Returns:
-        tuple: The ratio, and the lower and upper bound of the interval.
+        tuple: The ratio, and the lower and upper bound of the interval. Of less than six pairs, the
+        bounds are the least and the largest ratio of a pair.
     """
+    ratio = float(np.median(values) / np.median(reference))
+    if len(values) < 6:
+        pairs = values / reference
+        return ratio, min(ratio, float(pairs.min())), max(ratio, float(pairs.max()))
     chosen = np.random.default_rng(0).integers(0, len(values), (2000, len(values)))
     ratios = np.median(values[chosen], 1) / np.median(reference[chosen], 1)
     low, high = np.percentile(ratios, [2.5, 97.5])
-    return float(np.median(values) / np.median(reference)), float(low), float(high)
+    return ratio, float(low), float(high)
 
 
 def change(values: np.ndarray, reference: np.ndarray) -> str:

@@ -69,7 +69,9 @@ def spread(axes: Sequence[Axis], budget: float, multiples: Sequence[int]) -> lis
         sizes[step.axis] += share * (step.stop - step.start)
         left -= share * step.cost
     return [
-        min(axis.sizes[-1], max(axis.sizes[0], int(size / multiple + 1e-6) * multiple))
+        axis.sizes[-1]
+        if size > axis.sizes[-1] - 1e-6  # which need not be a multiple
+        else max(axis.sizes[0], int(size / multiple + 1e-6) * multiple)
         for axis, size, multiple in zip(axes, sizes, multiples)
     ]
 

@@ -339,6 +339,12 @@ def plan_conversion(
         plan.sites[name], plan.parts[name] = site, part
         plan.sizes[name] = (max(1, round(ratio * part.sizes[0])),)
     for site, sizes in heads:
+        if id(site.module) in owners:
+            raise ValueError(
+                f'{site.name!r} is the same attention as {owners[id(site.module)]!r}, but heads '
+                'can be fitted to the inputs of one block only'
+            )
+        owners[id(site.module)] = site.name
         plan.sites[site.name], plan.parts[site.name] = site, PretrainedAttention(site)
         plan.sizes[site.name] = sizes
     if not plan.parts:

@@ -243,7 +243,10 @@ class WholeSegmentor(WholeModel):
         logits = self.logits(padded)
         logits = logits[..., : image.shape[2], : image.shape[3]]
         kwargs = dict(mode='bilinear', align_corners=self.model.align_corners)
-        return F.interpolate(logits, size, **kwargs).argmax(1).int()
+        logits = F.interpolate(logits, size, **kwargs)
+        if logits.shape[1] == 1:  # foreground and background by one score
+            return (logits[:, 0].sigmoid() > self.model.decode_head.threshold).int()
+        return logits.argmax(1).int()
 
 
 class WholeInstances(WholeModel):

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from mmcv.cnn import ConvModule
+from mmcv.cnn import Conv2d, ConvModule
 from mmseg.models import UPerHead
 
 from repa_mm.reparam import become_
@@ -101,6 +101,11 @@ class FastUPerHead(UPerHead):
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
+        if not is_ordinary(self):
+            raise ValueError(
+                f'FastUPerHead needs ordinary convolutions, but got {self.fpn_bottleneck.conv}: '
+                "use type='UPerHead'"
+            )
         become_(self.fpn_bottleneck, ConvModuleOfResized)
 
     def _forward_feature(self, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -125,7 +130,13 @@ def fast_uper_head(model: nn.Module) -> nn.Module:
         nn.Module: The same model.
     """
     for module in model.modules():
-        if type(module) is UPerHead:
+        if type(module) is UPerHead and is_ordinary(module):
             become_(module, FastUPerHead)
             become_(module.fpn_bottleneck, ConvModuleOfResized)
     return model
+
+
+def is_ordinary(head: UPerHead) -> bool:
+    """Return True if the convolution of resized maps is one of PyTorch, with zeros for padding."""
+    conv = head.fpn_bottleneck.conv
+    return type(conv) in (nn.Conv2d, Conv2d) and conv.padding_mode == 'zeros'

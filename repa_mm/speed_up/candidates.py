@@ -95,9 +95,12 @@ def with_faster_parts(cfg: Config, stock: nn.Module) -> Config:
         model.backbone = restructured(model.backbone)
     elif changed:
         model = restructured(model)
-    head = model.get('decode_head') or {}
-    if head.get('type') in ('UPerHead', 'mmseg.UPerHead'):
-        head.type = 'FastUPerHead'
+    if type(getattr(stock, 'decode_head', None)).__name__ == 'UPerHead':
+        from repa_mm.faster.uper_head import is_ordinary
+
+        if is_ordinary(stock.decode_head):
+            owner = model if 'decode_head' in model else model.model  # of a Restructured segmentor
+            owner.decode_head.type = 'FastUPerHead'
     if model == cfg.model:
         return cfg
     cfg = copy.deepcopy(cfg)

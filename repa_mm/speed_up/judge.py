@@ -5,7 +5,7 @@ import io
 import json
 import os.path as osp
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from typing import Any
@@ -18,20 +18,19 @@ from mmengine.config import Config
 from mmengine.dataset import pseudo_collate
 from mmengine.evaluator import BaseMetric, Evaluator
 from mmengine.registry import DATASETS
-from scipy.stats import t as students_t
 from torch.utils.data import Dataset
 
 from repa_mm.config import image_config
 from repa_mm.export.agreement import dice, in_common
 from repa_mm.files import write_text
 
-#: Metrics to prefer where an evaluator has several; otherwise the first one counts.
-PREFERRED = 'coco/segm_mAP', 'coco/bbox_mAP', 'mIoU', 'accuracy/top1'
-#: Metrics whose codebases give shares and not percentages.
-SHARES = 'coco/', 'pascal_voc/', 'lvis/'
+#: Metrics to judge by, the first that an evaluator has, with the points of a 1 in them. In others
+#: less may be better, or images cannot be resampled.
+METRICS = {
+    'coco/segm_mAP': 100, 'coco/bbox_mAP': 100, 'pascal_voc/mAP': 100, 'mIoU': 1, 'mDice': 1,
+    'mFscore': 1, 'multi-label/mAP': 1, 'accuracy/top1': 1,
+}  # fmt: skip
 RESAMPLES = 400
-#: Number of disjoint parts of the images, where a metric cannot be resampled.
-PARTS = 10
 
 
 @dataclass
@@ -75,8 +74,7 @@ class Annotated:
             with redirect_stdout(io.StringIO()):
                 self.dataset = DATASETS.build(dataset.dataset)
                 self.num_images = min(num_images, len(self.dataset))
-                whole = self.num_images == len(self.dataset)
-                self.options, evaluator = _first_images(self, evaluator, whole, subset)
+                self.options, evaluator = _first_images(self, evaluator, subset)
                 self.evaluator = Evaluator(evaluator)
         except FileNotFoundError as error:
             raise ValueError(
@@ -100,25 +98,30 @@ class Annotated:
                 results = list(metric.results)
                 for name, value in metric.evaluate(self.num_images).items():
                     found[name] = value, metric, results
-            if not found and self.name:  # a model that finds nothing at all
+            if self.name and self.name not in found:  # a model that finds nothing at all
                 return Score(0.0, None)
-            if not found:
+            self.name = self.name or next((name for name in METRICS if name in found), '')
+            if not self.name:
                 raise ValueError(
-                    "the config's evaluator gives no metric, as for data without annotations: give "
-                    'a folder of images (--images)'
+                    f"the config's evaluator gives {', '.join(found) or 'no metric'}, and none of "
+                    f'{", ".join(METRICS)}: give a folder of images (--images), to compare with '
+                    'what the original model finds'
                 )
-            self.name = next((name for name in PREFERRED if name in found), next(iter(found)))
             value, self._metric, records = found[self.name]
             if self.name in ('coco/segm_mAP', 'coco/bbox_mAP'):
                 records = coco_records(self._metric, records, self.name[5:9])
-        return Score(self._scale * float(value), records)
+        return Score(METRICS[self.name] * float(value), records)
 
-    @property
-    def _scale(self) -> int:
-        return 100 if self.name.startswith(SHARES) else 1
+    def difference(
+        self, score: Score, stock: Score, same: bool = False
+    ) -> tuple[float, float, float]:
+        """Return the difference in points, and its 95 % interval over images.
 
-    def difference(self, score: Score, stock: Score) -> tuple[float, float, float]:
-        """Return the difference in points, and its 95 % interval over images."""
+        Args:
+            score (Score): Of the model.
+            stock (Score): Of the original.
+            same (bool): Both compute the same, except for rounding. Defaults to False.
+        """
         if score.records is None:
             return (-stock.value,) * 3
         if self.name in ('coco/segm_mAP', 'coco/bbox_mAP'):
@@ -129,24 +132,18 @@ class Annotated:
             with redirect_stdout(io.StringIO()):
                 found = self._metric.compute_metrics(results)
             # A metric gives its names without its prefix.
-            return self._scale * float(found.get(self.name, found.get(self.name.split('/')[-1])))
+            value = found.get(self.name, found.get(self.name.split('/')[-1]))
+            return METRICS[self.name] * float(value)
+
+        if self.name == 'accuracy/top1' and not same:
+            self.how = "Agresti and Min's interval for pairs"
+            return paired([[compute([one]) > 0 for one in x.records] for x in (score, stock)])
 
         def weighted(results: list, weights: np.ndarray) -> float:
             return compute([r for r, w in zip(results, weights) for _ in range(int(w))])
 
-        # A metric that counts an image twice as two images can be resampled.
-        once, twice = compute(stock.records), compute(stock.records * 2)
-        if abs(once - twice) <= 1e-6 * max(1, abs(once)):
-            self.how = 'paired bootstrap over images'
-            return bootstrap(weighted, score.records, stock.records, self.num_images)
-        self.how = f'{PARTS} disjoint parts of the images'
-        values = [
-            compute(score.records[i::PARTS]) - compute(stock.records[i::PARTS])
-            for i in range(min(PARTS, self.num_images))
-        ]
-        half = students_t.ppf(0.975, len(values) - 1) * np.std(values, ddof=1) / len(values) ** 0.5
-        change = compute(score.records) - once
-        return change, change - half, change + half
+        self.how = 'paired bootstrap over images'
+        return bootstrap(weighted, score.records, stock.records, self.num_images)
 
 
 class Agreement:
@@ -180,13 +177,32 @@ class Agreement:
             )
         return Score(100 * dice(records), records)
 
-    def difference(self, score: Score, stock: Score) -> tuple[float, float, float]:
+    def difference(
+        self, score: Score, stock: Score, same: bool = False
+    ) -> tuple[float, float, float]:
         """Return the difference in points, and its 95 % interval over images."""
 
         def weighted(records: torch.Tensor, weights: np.ndarray) -> float:
             return 100 * dice(records[np.repeat(np.arange(len(records)), weights)])
 
         return bootstrap(weighted, score.records, stock.records, self.num_images)
+
+
+def paired(hits: Sequence[Sequence[bool]]) -> tuple[float, float, float]:
+    """Compute the difference of two accuracies on the same images and its 95 % interval, in points.
+
+    A bootstrap would be certain of images that no model has changed. Half an image is added to each
+    of the four cases (Agresti and Min, Statistics in Medicine 24, 2005).
+
+    Args:
+        hits (Sequence): For each image whether the model is right, and whether the original is.
+    """
+    number = len(hits[0])
+    change = sum(hits[0]) - sum(hits[1])
+    unequal = sum(a != b for a, b in zip(*hits)) + 1
+    middle = change / (number + 2)
+    half = 1.96 * (unequal - change**2 / (number + 2)) ** 0.5 / (number + 2)
+    return 100 * change / number, 100 * (middle - half), 100 * (middle + half)
 
 
 def bootstrap(
@@ -207,21 +223,22 @@ def bootstrap(
     return metric(records, ones) - metric(stock, ones), float(low), float(high)
 
 
-def _first_images(judge: Annotated, evaluator: Any, whole: bool, subset: str) -> tuple[dict, Any]:
+def _first_images(judge: Annotated, evaluator: Any, subset: str) -> tuple[dict, Any]:
     """Let COCO's metric count the annotations of the tested images alone."""
-    if whole:
-        return {}, evaluator
+    whole = judge.num_images == len(judge.dataset)
     evaluators = evaluator if isinstance(evaluator, (list, tuple)) else [evaluator]
     of_coco = {
         i: e for i, e in enumerate(evaluators)
         if e['type'].endswith('CocoMetric') and e.get('ann_file')
     }  # fmt: skip
     if not of_coco:
-        return {'test_dataloader.dataset.indices': judge.num_images}, evaluator
+        return {} if whole else {'test_dataloader.dataset.indices': judge.num_images}, evaluator
     ids = {judge.dataset.get_data_info(i)['img_id'] for i in range(judge.num_images)}
     path, options = osp.abspath(subset), {'test_dataloader.dataset.ann_file': osp.abspath(subset)}
     for i, one in of_coco.items():
         content = mmengine.load(one.ann_file)
+        if ids == {image['id'] for image in content['images']}:
+            return {}, evaluator
         content['images'] = [image for image in content['images'] if image['id'] in ids]
         content['annotations'] = [a for a in content['annotations'] if a['image_id'] in ids]
         one.ann_file = path

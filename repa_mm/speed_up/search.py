@@ -266,7 +266,8 @@ class Search:
 
             def work() -> None:
                 score = self.judge(model)
-                change, low, high = self.judge.difference(score, self.stock_score)
+                same = candidate.budget == 1 and kind in FLOATS
+                change, low, high = self.judge.difference(score, self.stock_score, same)
                 tests[key] = dict(metric=score.value, difference=change, interval=[low, high])
                 self.results['how'] = self.judge.how
 
@@ -430,6 +431,8 @@ class Search:
                 f'the times of a row vary by {spread:.0%} between quartiles: other processes may '
                 'be running. Run the command again on a quiet machine: only times are taken anew'
             )
+        if len(stock) < 6:
+            self.notes.append(f'large models: each row has {len(stock)} times only')
         for (name, kind), values in times.items():
             candidate, model = self.candidates[name], models[name, kind]
             ratio, low, high = compare(stock, values)

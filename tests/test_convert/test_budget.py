@@ -35,5 +35,7 @@ def test_bounds():
     assert spread(axes, 5, [1, 1]) == [4, 1]  # the second one loses nothing at any size
     eights = [Axis([4, 8, 12, 16], [3, 2, 1, 0], None, 1.0, 1.0)]
     assert spread(eights, 11, [4]) == [8]
+    sixes = [Axis([4, 6], [1, 0], None, 1.0, 1.0)]  # the whole need not be a multiple
+    assert spread(sixes, 6, [4]) == [6] and spread(sixes, 5, [4]) == [4]
     assert axis([100, 50, 1.9, 0], 1).probe() == pytest.approx(1)
     assert axis([0.0, 0.0], 1).probe() == 1

@@ -169,6 +169,14 @@ def test_an_ffn_of_two_blocks_is_named(vit):
         repa_mm.convert_pretrained(vit, images(), keep=[0.5, 0.5, None])
 
 
+def test_an_attention_of_two_blocks_is_named(vit):
+    vit.layers[2].attn = vit.layers[0].attn
+    with pytest.raises(
+        ValueError, match="'layers.2.attn' is the same attention as 'layers.0.attn'"
+    ):
+        repa_mm.convert_pretrained(vit, images(), qk_keep=0.5, v_keep=0.5)
+
+
 def test_an_error_in_a_pass_leaves_nothing(vit):
     alive = []
 

@@ -10,9 +10,11 @@ import pytest
 import torch
 from mmengine.utils import digit_version
 
-from repa_mm.config import load_config
-from repa_mm.export.export import resized
+from repa_mm.config import build_model, load_config
+from repa_mm.export.export import agreeing_onnx, noise, resized
 from repa_mm.export.exported import ExportedModel, runner_for_exported
+
+from .conftest import write_config
 
 pytest.importorskip('onnxruntime')
 pytest.importorskip('mmdet')
@@ -121,6 +123,22 @@ def test_windows_of_one_size(exported, tmp_path):
     assert deployed.session(np.zeros((1, 3, 96, 96), 'f'))['logits'].shape == (1, 11, 96, 96)
     with pytest.raises(Exception, match='invalid dimensions'):
         deployed.session(np.zeros((1, 3, 64, 96), 'f'))
+
+
+def test_foreground_and_background_by_one_score(randomize, tmp_path):
+    options = dict(num_classes=2, out_channels=1, loss_decode=dict(use_sigmoid=True))
+    cfg = load_config(write_config('upernet', tmp_path, repa=False))
+    cfg.merge_from_dict({'model.decode_head': options, 'model.auxiliary_head': None})
+    model = randomize(build_model(cfg))
+    images = [resized([data], [(96, 128)]) for data in noise(cfg)]
+    logits = model.predict(model.data_preprocessor(images[0], False)['inputs'])
+    model.decode_head.threshold = float(logits[0].seg_logits.data.sigmoid().median())
+    content, error = agreeing_onnx(model, images, (96, 128))
+    assert error <= 1e-3
+    (found,) = ExportedModel(content, model.data_preprocessor).test_step(images[0])
+    (expected,) = model.test_step(images[0])
+    found, expected = (x.pred_sem_seg.data for x in (found, expected))
+    assert 0.3 < expected.float().mean() < 0.7 and (found != expected).float().mean() < 1e-3
 
 
 def test_an_example_without_openmmlab(exported, tmp_path):

@@ -115,3 +115,14 @@ def test_builds_by_name():
     assert [k for k in head.state_dict() if 'bn' not in k and 'bias' not in k] == [
         k for k in stock.state_dict() if 'bn' not in k and 'bias' not in k
     ]
+
+
+def test_other_convolutions_stay():
+    kwargs = dict(in_channels=CHANNELS, in_index=[0, 1, 2, 3], channels=5, num_classes=3)
+    head = UPerHead(**kwargs)
+    head.fpn_bottleneck.conv.padding_mode = 'reflect'
+    assert type(fast_uper_head(head)) is UPerHead
+    kwargs['conv_cfg'] = dict(type='ConvWS')
+    assert type(fast_uper_head(UPerHead(**kwargs))) is UPerHead
+    with pytest.raises(ValueError, match='needs ordinary convolutions, but got ConvWS2d'):
+        FastUPerHead(**kwargs)

@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from mmengine.evaluator import Evaluator
 from mmengine.structures import BaseDataElement, PixelData
 
 from repa_mm.speed_up import judge as judging
@@ -83,29 +84,82 @@ def test_the_bootstrap_is_paired():
 
 
 class Mean:
-    """A metric of the mean; or of images that must not be there twice."""
+    """A metric of the mean of images."""
 
-    def __init__(self, sums):
-        self.sums = sums
+    name = 'mIoU'
+
+    def __init__(self):
+        self.results = []
+
+    def process(self, data_batch, data_samples):
+        self.results += data_samples
 
     def compute_metrics(self, results):
-        return dict(mean=sum(results) / (10 if self.sums else len(results)))
+        return {self.name.split('/')[-1]: sum(results) / len(results)}
+
+    def evaluate(self, size):
+        (value,), self.results = self.compute_metrics(self.results).values(), []
+        return {self.name: value}
 
 
-@pytest.mark.parametrize('sums, how', [(False, 'paired bootstrap'), (True, 'disjoint parts')])
-def test_a_metric_that_cannot_be_resampled_is_compared_on_parts(sums, how):
+class Model:
+    """A model whose outputs in the images are given."""
+
+    def __init__(self, outputs):
+        self.outputs = iter(outputs)
+
+    def test_step(self, data):
+        return [next(self.outputs)]
+
+
+def annotated(name, number):
     judge = Annotated.__new__(Annotated)
-    judge.name, judge.num_images, judge._metric = 'any/mean', 40, Mean(sums)
+    judge.name = judge.how = ''
+    judge.num_images, judge.dataset = number, [dict(inputs=torch.ones(1))] * number
+    judge.evaluator = Evaluator([Mean()])
+    judge.evaluator.metrics[0].name = name
+    return judge
+
+
+@pytest.mark.parametrize('name, points', [('mIoU', 1), ('mDice', 1), ('pascal_voc/mAP', 100)])
+def test_differences_are_in_points(name, points):
+    judge = annotated(name, 40)
     rng = np.random.default_rng(0)
-    stock = rng.normal(50, 5, 40).tolist()
-    less = [x - 1 + rng.normal(0, 1) for x in stock]
-    change, low, high = judge.difference(Score(0, less), Score(0, stock))
-    assert how in judge.how
-    assert low < change < high
-    assert judge.difference(Score(0, stock), Score(0, stock)) == (0, 0, 0)
+    stock = rng.normal(50, 5, 40) / points
+    less = stock - rng.normal(1, 1, 40) / points
+    scores = [judge(Model(values)) for values in (less, stock)]
+    change, low, high = judge.difference(*scores)
+    assert change == pytest.approx(scores[0].value - scores[1].value)
+    assert low < change < high and 0.3 < high - low < 1.2
+    assert judge.difference(scores[1], scores[1]) == (0, 0, 0)
 
 
-def test_agreement_of_resampled_images(monkeypatch):
+@pytest.mark.parametrize('name', ['l1_distance', 'aAcc', 'val/bbox_mAP', 'coco/bbox_mAP_50'])
+def test_a_metric_of_which_less_may_be_better_is_refused(name):
+    with pytest.raises(ValueError, match=f'gives {name}, and none of coco/segm_mAP.*--images'):
+        annotated(name, 4)(Model([0.1] * 4))
+
+
+def test_accuracy_is_not_certain_of_a_few_images():
+    judge = annotated('accuracy/top1', 100)
+    stock = [100] * 90 + [0] * 10
+    same, worse = judge(Model(stock)), judge(Model([0] * 4 + stock[4:]))
+    change, low, high = judge.difference(same, same)
+    assert change == 0 and -2.5 < low < -1.5 and 1.5 < high < 2.5  # about two images
+    assert judge.difference(same, same, same=True) == (0, 0, 0)
+    change, low, high = judge.difference(worse, same)
+    assert change == -4 and low < -7 and -0.5 < high < 0.5
+    # In many trials it has the true difference in it.
+    rng, inside = np.random.default_rng(0), 0
+    for _ in range(500):
+        before = rng.uniform(size=100) < 0.9
+        after = np.where(rng.uniform(size=100) < 0.02, ~before, before)
+        _, low, high = judging.paired([after, before])
+        inside += low <= 100 * 0.02 * (0.1 - 0.9) <= high
+    assert inside >= 470
+
+
+def test_agreement_of_resampled_images():
     """Images in which a model finds nothing of what the original finds move the interval."""
 
     def labels(value):
