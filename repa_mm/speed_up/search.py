@@ -182,6 +182,7 @@ class Search:
         name = percent_name(budget)
         if name not in self.candidates and not self.results.get('cannot_narrow'):
             out = osp.join(self.folder, f'{100 * budget:.0f}.pth')
+            self.opened.clear()  # memory, for the fit
             begin = last = time.monotonic()
             blocks, screen = [], sys.stdout
 
@@ -198,8 +199,8 @@ class Search:
                 try:
                     convert_checkpoint(
                         self.base.config, self.base.checkpoint, out, budget=budget,
-                        images=self.images,
-                        num_images=self.fit_images, progress=progress, device='cpu',
+                        images=self.images, num_images=self.fit_images, progress=progress,
+                        device='cpu',
                     )  # fmt: skip
                 except ValueError as error:
                     self.results['cannot_narrow'] = str(error)
@@ -347,8 +348,6 @@ class Search:
                 return
             meets_it = meets(self.test(candidate, kind), max_loss)
             low, high = (low, budget) if meets_it else (budget, high)
-            for key in [key for key in self.opened if key[0] == candidate.name]:
-                del self.opened[key]  # memory
             sizes = [[block['after'] for block in c.blocks] for c in self.candidates.values()]
             if meets_it and sizes.count([block['after'] for block in candidate.blocks]) > 1:
                 break  # as narrow as it can be
