@@ -1,10 +1,11 @@
-r"""Put a run of tools/speed_up.py into results.csv, and its picture into docs/speed_up.svg.
+r"""Put a run of tools/speed_up.py into results.csv.
 
-The rows take the place of those of an earlier run, since README has one::
+Its chosen model becomes a row of the table in docs/speed_up.md. With ``--readme`` the whole run
+takes the place of README's, and its picture that of docs/speed_up.svg::
 
     python tools/speed_up.py CONFIG CHECKPOINT OUT_DIR --max-loss 0.5
     python -m benchmarks.report OUT_DIR --model 'RetinaNet, digits' --cpu 'Intel Xeon, 2 cores' \
-        --options='--max-loss 0.5'
+        --options='--max-loss 0.5' --readme
     python -m benchmarks.tables --write
 """
 
@@ -21,7 +22,7 @@ from benchmarks import tables
 from repa_mm.files import replacing
 from repa_mm.version import __version__
 
-WHAT = 'speed-up: '
+WHAT, CHOSEN = 'speed-up: ', 'chosen: '
 NAMES = {
     'coco/bbox_mAP': 'box AP', 'coco/segm_mAP': 'mask AP', 'mIoU': 'mIoU',
     'accuracy/top1': 'top-1',
@@ -31,7 +32,7 @@ NAMES = {
 def to_csv(results: dict, model: str, cpu: str, options: str = '') -> Iterator[dict[str, str]]:
     """Yield rows for results.csv from the content of a run's ``results.json``.
 
-    Each candidate has those of its fastest format.
+    Each candidate has those of its fastest format, and the chosen model has some by itself.
     """
     name = NAMES.get(results['metric'], results['metric'])
     config, checkpoint = (osp.basename(results[key]) for key in ('config', 'checkpoint'))
@@ -54,11 +55,29 @@ def to_csv(results: dict, model: str, cpu: str, options: str = '') -> Iterator[d
         for what, (value, unit) in values.items():
             form = f'{row["candidate"]}, {row["format"]}'
             yield dict(fixed, what=WHAT + what, form=form, value=value, unit=unit)
+    stock, row = results['rows'][0], next((r for r in results['rows'] if r['chosen']), None)
+    if row:
+        low, high = (round(x, 2) + 0.0 for x in row['interval'])
+        values = {
+            'chosen': f'{row["candidate"]}, {row["format"]}',
+            'times stock': f'{row["times"]:.2f}',
+            'metric of the original': f'{name} {stock["metric"]:.1f}',
+            'difference': f'{row["difference"]:+.2f}',
+            '95 %': f'{low:.2f} to {high:.2f}',
+        }
+        for what, value in values.items():
+            yield dict(fixed, what=CHOSEN + what, form='', value=value, unit='')
 
 
-def write(rows: list[dict[str, str]], path: Path) -> None:
-    """Put the rows in the place of those of an earlier run."""
-    kept = [row for row in tables.read(path) if not row['what'].startswith(WHAT)]
+def write(rows: list[dict[str, str]], path: Path, readme: bool = False) -> None:
+    """Put rows in the place of those of an earlier run: of the same model, or README's."""
+    rows = [row for row in rows if readme or row['what'].startswith(CHOSEN)]
+    models = {row['model'] for row in rows}
+    kept = [
+        row for row in tables.read(path)
+        if not (row['what'].startswith(CHOSEN) and row['model'] in models)
+        and not (row['what'].startswith(WHAT) and readme)
+    ]  # fmt: skip
     with replacing(str(path)) as temporary, open(temporary, 'w', encoding='utf-8') as file:
         writer = csv.DictWriter(file, tables.COLUMNS, extrasaction='ignore', lineterminator='\n')
         writer.writeheader()
@@ -73,10 +92,13 @@ def main() -> None:
     parser.add_argument('--model', required=True, help='name of the model')
     parser.add_argument('--cpu', required=True, help='the processor, in plain words')
     parser.add_argument('--options', default='', help='the options of the run')
+    parser.add_argument('--readme', action='store_true', help="let it be README's run")
     args = parser.parse_args()
     results = json.loads((Path(args.out_dir) / 'results.json').read_text(encoding='utf-8'))
-    write(list(to_csv(results, args.model, args.cpu, args.options)), tables.RESULTS)
-    shutil.copyfile(Path(args.out_dir) / 'report.svg', tables.ROOT / 'docs' / 'speed_up.svg')
+    write(list(to_csv(results, args.model, args.cpu, args.options)), tables.RESULTS, args.readme)
+    if args.readme:
+        picture = Path(args.out_dir) / 'report.svg'
+        shutil.copyfile(picture, tables.ROOT / 'docs' / 'speed_up.svg')
 
 
 if __name__ == '__main__':

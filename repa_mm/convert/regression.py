@@ -275,11 +275,11 @@ class _Problem:
             left = left + (self.bias(kept, weights) - bias).square().sum()
         return left
 
-    def eliminate(self, *numbers: int) -> list[torch.Tensor]:
+    def eliminate(self, *numbers: int, step: float = 0.02) -> list[torch.Tensor]:
         """Return the indices of the channels that backward elimination keeps for each number."""
         everything = torch.arange(len(self.gram), device=self.gram.device)
         weights = self.solve(everything, RIDGES[0])
-        return eliminate(ridged(self.gram, RIDGES[0]), weights, numbers)
+        return eliminate(ridged(self.gram, RIDGES[0]), weights, numbers, step)
 
     def narrow(self, kept: torch.Tensor, ridge: float) -> NarrowFFN:
         """Return the FFN of the kept channels."""
@@ -335,13 +335,13 @@ def fit_ffn(ffn: NarrowFFN, parts: Sequence[Moments], width: int) -> NarrowFFN:
 def widths_of(
     ffn: NarrowFFN, parts: Sequence[Moments], widths: Sequence[int]
 ) -> list[tuple[NarrowFFN, float]]:
-    """Fit narrower FFNs of several widths, decreasing, from one elimination.
+    """Fit narrower FFNs of several widths, decreasing, from one elimination in coarse steps.
 
     Returns:
         list: For each width the FFN, and its mean square error per token.
     """
     problem = _Problem(ffn, Moments.of(parts))
-    fits = [problem.narrow(kept, RIDGES[0]) for kept in problem.eliminate(*widths)]
+    fits = [problem.narrow(kept, RIDGES[0]) for kept in problem.eliminate(*widths, step=0.06)]
     return [(fit, fit.unexplained * float(problem.var_t)) for fit in fits]
 
 

@@ -10,9 +10,10 @@ RESULTS = dict(
     checkpoint='/somewhere/swin.pth',
     key='100 images of data',
     rows=[
-        dict(candidate='stock', format='PyTorch', ms=100, times=1, metric=50, interval=[0, 0]),
+        dict(candidate='stock', format='PyTorch', ms=100, times=1, metric=50, interval=[0, 0],
+             chosen=False),
         dict(candidate='40 %', format='OpenVINO f32', ms=20, times=5, metric=49.6,
-             interval=[-0.82, 0.04]),
+             interval=[-0.82, 0.04], difference=-0.4, chosen=True),
     ],
 )  # fmt: skip
 
@@ -23,9 +24,9 @@ def test_a_run_becomes_a_table(tmp_path, monkeypatch):
     monkeypatch.setattr(tables, 'RESULTS', path)
     before = len([row for row in tables.read() if not row['what'].startswith(report.WHAT)])
     for cpu in ('another', 'a CPU'):  # the second run replaces the first
-        report.write(list(report.to_csv(RESULTS, 'a model', cpu)), path)
+        report.write(list(report.to_csv(RESULTS, 'a model', cpu)), path, readme=True)
     rows = tables.read()
-    assert len(rows) == before + 7
+    assert len(rows) == before + 12
     assert {row['cpu'] for row in rows[before:]} == {'a CPU'}
     assert not any('/somewhere' in row['command'] for row in rows[before:])
     assert tables.tables()['speed_up'] == (
@@ -34,3 +35,9 @@ def test_a_run_becomes_a_table(tmp_path, monkeypatch):
         '| stock, PyTorch | 100.0 | 1.00 | 50.0 | |\n'
         '| 40 %, OpenVINO f32 | 20.0 | 5.00 | 49.6 | −0.82 to 0.04 |\n'
     )
+    report.write(list(report.to_csv(RESULTS, 'another model', 'a CPU')), path)
+    assert tables.tables()['chosen'].splitlines()[-2:] == [
+        '| a model | 40 %, OpenVINO f32 | 5.00 | box AP 50.0 | −0.40 | −0.82 to 0.04 |',
+        '| another model | 40 %, OpenVINO f32 | 5.00 | box AP 50.0 | −0.40 | −0.82 to 0.04 |',
+    ]
+    assert len(tables.read()) == before + 17
