@@ -59,14 +59,14 @@ def to_csv(results: dict, model: str, cpu: str, options: str = '') -> Iterator[d
     if row:
         low, high = (round(x, 2) + 0.0 for x in row['interval'])
         values = {
-            'chosen': f'{row["candidate"]}, {row["format"]}',
             'times stock': f'{row["times"]:.2f}',
-            'metric of the original': f'{name} {stock["metric"]:.1f}',
-            'difference': f'{row["difference"]:+.2f}',
+            'metric of the original': f'{stock["metric"]:.1f}',
+            'difference': f'{row["difference"]:.2f}',
             '95 %': f'{low:.2f} to {high:.2f}',
         }
+        form = f'{name}, {row["candidate"]} of the blocks, {row["format"]}'
         for what, value in values.items():
-            yield dict(fixed, what=CHOSEN + what, form='', value=value, unit='')
+            yield dict(fixed, what=CHOSEN + what, form=form, value=value, unit='')
 
 
 def write(rows: list[dict[str, str]], path: Path, readme: bool = False) -> None:

@@ -179,7 +179,7 @@ def tables() -> dict[str, str]:
     return {
         # A run of tools/speed_up.py, which README has.
         'speed_up': table(of('speed-up: '), 'form', 'of'),
-        'chosen': table(of('chosen: '), 'model', 'of'),
+        'chosen': table(of('chosen: '), 'model form', 'of'),
         'gains': table(
             of('latency', of='latency', model=tuple(swins), cpu=XEON),
             'model',
