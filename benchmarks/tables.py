@@ -142,8 +142,8 @@ def tables() -> dict[str, str]:
         return [row for row in rows if all(row[key] in v for key, v in allowed.items())]
 
     fitted = 'after a conversion: '
-    detectors = 'RetinaNet, clothes', 'RetinaNet, digits', 'Mask R-CNN, digits', 'UperNet, digits'
     vit = 'DINOv2 ViT-S/14'
+    detectors = 'RetinaNet, clothes', 'RetinaNet, digits', 'Mask R-CNN, digits', 'UperNet, digits'
     heads = of('channels and heads: ', model=detectors)
     keeps, methods = ('0.375', '0.1'), ('ours', 'CORP, weighted', 'GRAIL, Wanda')
     originals = of(fitted, form='original', model=detectors)

@@ -6,7 +6,7 @@ The file is run beside PyTorch on other images, and written only if it finds the
 
 import argparse
 
-from repa_mm.export.int8 import quantize_checkpoint
+from repa_mm.export.int8 import TOLERANCE, quantize_checkpoint
 
 
 def parse_args() -> argparse.Namespace:
@@ -24,8 +24,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         '--tolerance',
         type=float,
-        default=0.98,
-        help='smallest acceptable agreement, from 0 to 1 (default: 0.98)',
+        default=TOLERANCE,
+        help=f'smallest acceptable agreement, from 0 to 1 (default: {TOLERANCE})',
     )
     parser.add_argument(
         '--preprocessing',

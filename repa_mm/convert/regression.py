@@ -275,11 +275,11 @@ class _Problem:
             left = left + (self.bias(kept, weights) - bias).square().sum()
         return left
 
-    def eliminate(self, *numbers: int, step: float = 0.02) -> list[torch.Tensor]:
-        """Return the indices of the channels that backward elimination keeps for each number."""
+    def eliminate(self, *numbers: int, **options) -> list[torch.Tensor]:
+        """Return the channels that :func:`eliminate` keeps for each number."""
         everything = torch.arange(len(self.gram), device=self.gram.device)
         weights = self.solve(everything, RIDGES[0])
-        return eliminate(ridged(self.gram, RIDGES[0]), weights, numbers, step)
+        return eliminate(ridged(self.gram, RIDGES[0]), weights, numbers, **options)
 
     def narrow(self, kept: torch.Tensor, ridge: float) -> NarrowFFN:
         """Return the FFN of the kept channels."""

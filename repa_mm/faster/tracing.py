@@ -26,7 +26,8 @@ class MemoryAttention(nn.MultiheadAttention):
     """PyTorch's attention, traceable for any number of keys where keys and values are one tensor.
 
     As in SegFormer and PVT, whose keys and values are from a smaller map. PyTorch projects both at
-    once, and the number of keys becomes a constant of the trace.
+    once, and the number of keys becomes a constant of the trace. Queries are (L, B, C), keys and
+    values (S, B, C); the weights are not returned.
     """
 
     def forward(self, query, key, value, **kwargs):

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from mmcv.cnn import Conv2d, ConvModule
 from mmseg.models import UPerHead
 
-from repa_mm.reparam import become_
+from repa_mm.reparam import become_, is_plain
 
 
 def _taps(
@@ -139,4 +139,4 @@ def fast_uper_head(model: nn.Module) -> nn.Module:
 def is_ordinary(head: UPerHead) -> bool:
     """Return True if the convolution of resized maps is one of PyTorch, with zeros for padding."""
     conv = head.fpn_bottleneck.conv
-    return type(conv) in (nn.Conv2d, Conv2d) and conv.padding_mode == 'zeros'
+    return is_plain(conv, Conv2d, nn.Conv2d) and conv.padding_mode == 'zeros'

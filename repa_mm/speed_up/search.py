@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import asdict
+from functools import partial
 
 import numpy as np
 import torch
@@ -169,7 +170,7 @@ class Search:
                 )
                 self.results['merged'] = True
             base = Candidate('merged', self._dump('merged', cfg), path)
-        elif cfg == self.cfg:
+        elif cfg is self.cfg:
             base = Candidate(STOCK, self.config, self.checkpoint)
         else:
             base = Candidate('faster parts', self._dump('faster', cfg), self.checkpoint)
@@ -221,7 +222,6 @@ class Search:
         key, files = f'{candidate.name}|{what}', self.results['files']
         if key not in files or files[key] and not osp.exists(files[key]):
             stem = osp.join(self.folder, candidate.name.replace(' %', '').replace(' ', '_'))
-
             path = f'{stem}_int8.xml' if kind == INT8 else f'{stem}.onnx'
             arguments = candidate.config, candidate.checkpoint, path
 
@@ -292,7 +292,7 @@ class Search:
     def run(self, max_loss: float | None, latency: float | None, budgets: Sequence[float]):
         """Search, choose, write the files, and return the table's rows."""
         self._save()
-        step = ['fit', 'onnx', 'int8', 'test']
+        step = ['fit', 'onnx', 'test']
         if latency is not None:
             self.planned = self._missing([self.base.name]) + LATENCY_STEPS * ['time'] + step
             self._search_latency(latency)
@@ -325,11 +325,11 @@ class Search:
         self._finish(rows, chosen, target, max_loss)
         return rows
 
-    def _promising(self, repeats: int = 3) -> tuple[list[str], dict]:
+    def _promising(self) -> tuple[list[str], dict]:
         """Return the formats in ascending order of the base's time, and the times."""
         models = {(self.base.name, k): self.open(self.base, k) for k in self.formats}
         models = {key: model for key, model in models.items() if model is not None}
-        times = self.time(models, repeats, f'time {self.base.name} in all formats')
+        times = self.time(models, 3, f'time {self.base.name} in all formats')
         return sorted(
             (kind for _, kind in models), key=lambda kind: np.median(times[self.base.name, kind])
         ), times
@@ -338,8 +338,6 @@ class Search:
         """Bisect the budget in the fastest format that keeps the floor with all widths."""
         order, _ = self._promising()
         kind = next((k for k in order if meets(self.test(self.base, k), max_loss)), order[0])
-        file = {EAGER: [], INT8: ['onnx', 'int8']}.get(kind, ['onnx'])
-        self.planned = FLOOR_STEPS * ['fit', *file, 'test'] + ['onnx', 'test', 'time']
         low, high = LEAST, 1.0
         for step in range(FLOOR_STEPS):
             budget = FIRST if step == 0 else (low + high) / 2
@@ -380,9 +378,9 @@ class Search:
         for kind in [k for k in order if k in FLOATS][:1] + [k for k in order if k not in FLOATS]:
             # Quantizing a random model would take minutes: int8 is taken to gain as its floats do.
             other = next(k for k in order if k != INT8) if kind == INT8 else kind
-            factor = shares[kind] / shares[other]
+            target = latency * MARGIN * shares[other] / shares[kind]
             try:
-                budget = bisect(lambda x: factor * share(x, other), latency * MARGIN)  # noqa: B023
+                budget = bisect(partial(share, kind=other), target)
             except ValueError as error:  # no block can be narrowed
                 self.results['cannot_narrow'] = str(error)
                 return
