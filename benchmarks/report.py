@@ -46,7 +46,7 @@ def to_csv(results: dict, model: str, cpu: str, options: str = '') -> Iterator[d
     for row in sorted(results['rows'][1:], key=lambda row: row['ms']):
         fastest.setdefault(row['candidate'], row)
     for row in (results['rows'][0], *sorted(fastest.values(), key=lambda row: -row['ms'])):
-        values = {'time': (f'{row["ms"]:.1f}', 'ms'), 'times stock': (f'{row["times"]:.2f}', '')}
+        values = {'time': (f'{row["ms"]:.1f}', 'ms'), 'speedup': (f'{row["times"]:.2f}', '')}
         if row['metric'] is not None:
             values[name] = f'{row["metric"]:.1f}', ''
         if row['interval'] is not None and any(row['interval']):
@@ -59,7 +59,7 @@ def to_csv(results: dict, model: str, cpu: str, options: str = '') -> Iterator[d
     if row:
         low, high = (round(x, 2) + 0.0 for x in row['interval'])
         values = {
-            'times stock': f'{row["times"]:.2f}',
+            'speedup': f'{row["times"]:.2f}',
             'metric of the original': f'{stock["metric"]:.1f}',
             'difference': f'{row["difference"]:.2f}',
             '95 %': f'{low:.2f} to {high:.2f}',
@@ -70,7 +70,7 @@ def to_csv(results: dict, model: str, cpu: str, options: str = '') -> Iterator[d
 
 
 def write(rows: list[dict[str, str]], path: Path, readme: bool = False) -> None:
-    """Put rows in the place of those of an earlier run: of the same model, or README's."""
+    """Put rows instead of those of an earlier run: of the same model, or README's."""
     rows = [row for row in rows if readme or row['what'].startswith(CHOSEN)]
     models = {row['model'] for row in rows}
     kept = [

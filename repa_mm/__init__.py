@@ -1,6 +1,6 @@
 """RePaFormers for OpenMMLab: faster transformer detectors and segmentors.
 
-``import repa_mm`` registers backbones, heads, transforms, hooks and metrics. The method itself,
+``import repa_mm`` registers models, hooks and data sets. The method itself,
 :mod:`repa_mm.reparam`, needs only PyTorch: where MMEngine, MMCV or MMPretrain are missing or do not
 load, nothing is registered, and the method still works.
 """

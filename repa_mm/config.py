@@ -1,18 +1,21 @@
 """Reading configs and building their models."""
 
 import copy
+import io
 import os
 import os.path as osp
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
 
 import torch.nn as nn
 from mmengine.config import Config, ConfigDict
-from mmengine.registry import MODELS, init_default_scope
+from mmengine.registry import DATASETS, MODELS, init_default_scope
+from torch.utils.data import Dataset
 
 from repa_mm.checkpoints import load_checkpoint, load_weights
 from repa_mm.paths import config_path, config_root
-from repa_mm.reparam import finish_schedules_
+from repa_mm.reparam import CheckpointError, finish_schedules_
 
 
 def load_config(path: str, cfg_options: dict | None = None) -> Config:
@@ -105,6 +108,33 @@ def image_config(cfg: Config, split: str, folder: str | None = None, **options) 
         source = dict(dataset_config(cfg, split))
         source.pop('filter_cfg', None)
     return dict(source, pipeline=dataset_config(cfg, 'test').pipeline, **options)
+
+
+def build_images(cfg: Config, split: str, folder: str | None = None) -> Dataset:
+    """Build the data set of :func:`image_config`.
+
+    Raises:
+        FileNotFoundError: If the data are not there.
+    """
+    try:
+        with redirect_stdout(io.StringIO()):  # COCO prints
+            return DATASETS.build(image_config(cfg, split, folder))
+    except FileNotFoundError as error:
+        if folder:
+            raise
+        raise FileNotFoundError(
+            f"the config's {split} data are not there ({error}): run where its paths lead to them, "
+            'change the config, or give a folder of images (--images)'
+        ) from error
+
+
+@contextmanager
+def readable_errors() -> Iterator[None]:
+    """End a tool with a message instead of a traceback if a file or a value is wrong."""
+    try:
+        yield
+    except (ValueError, OSError, CheckpointError) as error:
+        sys.exit(f'error: {error}')
 
 
 def codebase_tool(arguments: Sequence[str], name: str) -> str | None:

@@ -73,9 +73,9 @@ def with_our_parts(stock: nn.Module) -> dict[str, nn.Module]:
     models, ours = {STOCK: stock}, copy.deepcopy(stock)
     swap_faster_attention_(ours)
     if hasattr(ours, 'decode_head'):
-        from repa_mm.faster.uper_head import fast_uper_head
+        from repa_mm.faster.uper_head import fast_uper_head_
 
-        fast_uper_head(ours)
+        fast_uper_head_(ours)
     types = {type(m) for m in stock.modules()}
     if PoolFormer in types:
         # In the deploy form, feature maps have this format after the first FFN on tokens.

@@ -10,6 +10,7 @@ import time
 
 from mmengine import DictAction
 
+from repa_mm.config import readable_errors
 from repa_mm.convert.pretrained import convert_checkpoint, result_text
 
 
@@ -41,10 +42,10 @@ def parse_args() -> argparse.Namespace:
         '--budget',
         type=float,
         help='share of the multiply-adds of all blocks that stays, spread over channels and heads '
-        'by what they are worth; in the place of the shares above',
+        'by what they are worth; instead of the shares above',
     )
     parser.add_argument(
-        '--where', help='module whose FFNs are narrowed: backbone or encoder (default: both)'
+        '--where', help='module to narrow: backbone or encoder (default: both)'
     )
     parser.add_argument('--num-images', type=int, default=64, help='images to fit to (default: 64)')
     parser.add_argument('--images', help="folder of images (default: the config's training data)")
@@ -73,7 +74,9 @@ def main() -> None:
         what = f'{row.unexplained:.2%} of the variance is unexplained'
         print(f'{done}/{number} {row.name}: {what}, {left / 60:.1f} min left', flush=True)
 
-    print(result_text(convert_checkpoint(**args, progress=progress), args['out']))
+    with readable_errors():
+        result = convert_checkpoint(**args, progress=progress)
+    print(result_text(result, args['out']))
 
 
 if __name__ == '__main__':

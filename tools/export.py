@@ -6,6 +6,9 @@ are in docs/deploy.md.
 
 import argparse
 
+from mmengine.config import DictAction
+
+from repa_mm.config import readable_errors
 from repa_mm.export.export import export_checkpoint
 
 
@@ -13,7 +16,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument('config', help='config of the training form')
+    parser.add_argument('config', help="the model's config: a path, or mmdet::swin/….py")
     parser.add_argument('checkpoint', help='checkpoint in either form')
     parser.add_argument('out', help='file to write, .onnx')
     parser.add_argument(
@@ -44,12 +47,16 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         '--images', help="folder of images to compare on (default: the config's test data)"
     )
+    parser.add_argument(
+        '--cfg-options', nargs='+', action=DictAction, help='override the config: key=value ...'
+    )
     return parser.parse_args()
 
 
 def main() -> None:
     args = parse_args()
-    what, error = export_checkpoint(**vars(args))
+    with readable_errors():
+        what, error = export_checkpoint(**vars(args))
     unit = 'the largest feature' if args.backbone else 'objects, of pixels, or of a score'
     print(f'wrote {args.out}: {what}, differs from PyTorch by {error:.1e} of {unit}')
 

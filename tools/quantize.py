@@ -6,6 +6,9 @@ The file is run beside PyTorch on other images, and written only if it finds the
 
 import argparse
 
+from mmengine.config import DictAction
+
+from repa_mm.config import readable_errors
 from repa_mm.export.int8 import TOLERANCE, quantize_checkpoint
 
 
@@ -13,7 +16,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument('config', help='config of the training form')
+    parser.add_argument('config', help="the model's config: a path, or mmdet::swin/….py")
     parser.add_argument('checkpoint', help='checkpoint in either form')
     parser.add_argument(
         'out',
@@ -40,12 +43,16 @@ def parse_args() -> argparse.Namespace:
         help='the size of images that the file is fixed to, which is faster (default: any)',
     )
     parser.add_argument('--batch', type=int, default=1, help='of a fixed shape (default: 1)')
+    parser.add_argument(
+        '--cfg-options', nargs='+', action=DictAction, help='override the config: key=value ...'
+    )
     return parser.parse_args()
 
 
 def main() -> None:
     args = parse_args()
-    result = quantize_checkpoint(**vars(args))
+    with readable_errors():
+        result = quantize_checkpoint(**vars(args))
     products = result['products']
     if result['in_float']:
         print(f'in 8 bits these parts do not agree; in float: {", ".join(result["in_float"])}')

@@ -4,6 +4,7 @@ import argparse
 
 from mmengine import DictAction
 
+from repa_mm.config import readable_errors
 from repa_mm.merging import reparameterize_checkpoint
 
 
@@ -26,7 +27,8 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
-    result = reparameterize_checkpoint(**vars(args))
+    with readable_errors():
+        result = reparameterize_checkpoint(**vars(args))
     before, after = (count / 1e6 for count in result['parameters'])
     print(f'largest difference of the features: {result["error"]:.1e} of the largest feature')
     print(f'parameters: {before:.2f} M -> {after:.2f} M')

@@ -2,7 +2,7 @@
 
 Prints a table of candidates and formats with times and metrics, and writes it as report.html. With
 a target, the chosen model is written, too. What is fitted and measured is kept in OUT_DIR, so that
-a second run with another target goes on from there.
+a second run with another target continues from there.
 """
 
 import argparse
@@ -11,7 +11,7 @@ import sys
 from mmengine import DictAction
 
 from repa_mm import speed_up
-from repa_mm.reparam import CheckpointError
+from repa_mm.config import readable_errors
 
 EXAMPLES = """examples:
   %(prog)s CONFIG CHECKPOINT OUT_DIR                  the table
@@ -58,10 +58,8 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
-    try:
+    with readable_errors():
         rows = speed_up(**vars(args))
-    except (ValueError, OSError, CheckpointError) as error:
-        sys.exit(f'error: {error}')
     if (args.max_loss is not None or args.latency is not None) and not any(
         row['chosen'] for row in rows
     ):

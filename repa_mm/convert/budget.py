@@ -53,7 +53,7 @@ def spread(axes: Sequence[Axis], budget: float, multiples: Sequence[int]) -> lis
     Args:
         axes (Sequence[Axis]): The axes, with costs and gains.
         budget (float): Multiply-adds that all axes may take together.
-        multiples (Sequence[int]): Of what the size of each axis is a multiple.
+        multiples (Sequence[int]): The size of each axis is a multiple of its entry.
 
     Returns:
         list[int]: The sizes; the smallest of each axis if even these exceed the budget.

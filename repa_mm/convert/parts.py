@@ -280,7 +280,7 @@ def enough(energy: torch.Tensor, left_out: float = 0.003, multiple: int = 4) -> 
     Args:
         energy (torch.Tensor): Shares of the energy (d, ), decreasing.
         left_out (float): The share. Defaults to 0.003.
-        multiple (int): Of what the number is a multiple. Defaults to 4.
+        multiple (int): The number is a multiple of it. Defaults to 4.
     """
     number = int((1 - energy.cumsum(0) > left_out).sum()) + 1
     return min(-(-number // multiple) * multiple, len(energy))

@@ -10,13 +10,13 @@ import torch
 import torch.nn as nn
 from mmengine.config import Config, ConfigDict
 from mmengine.dataset import pseudo_collate
-from mmengine.registry import DATASETS, MODELS
+from mmengine.registry import MODELS
 from mmengine.runner.checkpoint import weights_to_cpu
 from rich.progress import track as rich_track
 from torch.utils.data import Dataset
 
 from repa_mm.checkpoints import load_checkpoint, load_original, load_weights, save_checkpoint
-from repa_mm.config import build_model, image_config, load_config
+from repa_mm.config import build_images, build_model, load_config
 from repa_mm.convert.conversion import BlockReport, Keep, convert_pretrained, plan_conversion
 from repa_mm.datasets.cropping import MAX_SIZE, cropped
 from repa_mm.faster.tracing import swap_faster_attention_
@@ -45,7 +45,7 @@ def calibration_images(
         tuple: The data set, the indices of the images to fit to, and the indices of the held-out
         images.
     """
-    dataset = DATASETS.build(image_config(cfg, 'train', folder))
+    dataset = build_images(cfg, 'train', folder)
     total = min(num_images + max(1, num_images // 8), len(dataset))
     indices = [i * len(dataset) // total for i in range(total)]
     number = min(max(1, total // 9), total - 1)
@@ -118,6 +118,7 @@ def convert_checkpoint(
         ValueError: If the output would replace a file that is read, or for the reasons of
             :func:`~repa_mm.convert_pretrained`.
         CheckpointError: If the checkpoint does not fit the config.
+        FileNotFoundError: If a file or the data are not there.
     """
     stem = osp.splitext(out)[0]
     out_config = f'{stem}.py'

@@ -19,24 +19,19 @@ class ImageFolder(Dataset):
         data_root (str): The folder.
         pipeline (Sequence[dict]): The pipeline of any data set. Steps that load annotations are
             left out.
-        leave_out (Sequence[str]): Paths of images to leave out, relative to the folder. Defaults to
-            none.
 
     Raises:
         FileNotFoundError: If the folder has no image.
     """
 
-    def __init__(
-        self, data_root: str, pipeline: Sequence[dict], leave_out: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, data_root: str, pipeline: Sequence[dict]) -> None:
         paths = {
             osp.abspath(osp.join(root, name))
             for root, _, names in os.walk(data_root)
             for name in names
             if name.lower().endswith(SUFFIXES)
         }
-        without = {osp.abspath(osp.join(data_root, path)) for path in leave_out}
-        self.paths = sorted(paths - without)
+        self.paths = sorted(paths)
         if not self.paths:
             raise FileNotFoundError(f'no image in the folder {data_root!r} ({", ".join(SUFFIXES)})')
         self.pipeline = Compose([step for step in pipeline if 'Annotations' not in step['type']])

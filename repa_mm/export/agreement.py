@@ -37,7 +37,7 @@ def agreement(model: nn.Module, exported: nn.Module, batches: Sequence[dict]) ->
         float: 1 if both find the same, 0 if they have nothing in common.
 
     Raises:
-        ValueError: If both together find less than two objects with a score of 1.
+        ValueError: If both together find fewer than two objects with a score of 1.
     """
     parts = []
     for data in batches:

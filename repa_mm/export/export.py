@@ -18,7 +18,7 @@ from mmengine.dataset import pseudo_collate
 from mmengine.registry import DATASETS
 from mmengine.structures import InstanceData
 
-from repa_mm.config import build_model, dataset_config, image_config, load_config
+from repa_mm.config import build_images, build_model, dataset_config, load_config
 from repa_mm.export.exported import ExportedModel
 from repa_mm.export.session import Session
 from repa_mm.export.whole import WholeModel, whole_model
@@ -48,11 +48,12 @@ def export_checkpoint(
     backbone: bool = False,
     preprocessing: bool = False,
     images: str | None = None,
+    cfg_options: dict | None = None,
 ) -> tuple[str, float]:
     """Export the deploy form of a model, or a model with nothing to merge, to ONNX.
 
     Args:
-        config (str): Path of the config of the training form.
+        config (str): The model's config: a path, or the name of an installed config.
         checkpoint (str): Path of a checkpoint in either form.
         out (str): The file to write.
         shape (Sequence[int], optional): Height and width of images. Defaults to an example that
@@ -66,12 +67,13 @@ def export_checkpoint(
         preprocessing (bool): Normalize images in the graph. Defaults to False.
         images (str, optional): A folder of images on which to compare. Defaults to the config's
             test data, or to noise if the test data is missing.
+        cfg_options (dict, optional): Values to override in the config.
 
     Returns:
         tuple: A description of what was exported and compared (str), and the difference from
         PyTorch (float), see :func:`export` and :func:`disagreement`.
     """
-    cfg = load_config(config)
+    cfg = load_config(config, cfg_options)
     model = model_to_export(cfg, checkpoint)
     if dynamic is None:
         dynamic = not backbone
@@ -149,7 +151,7 @@ def images_of(cfg: Config, split: str, number: int, folder: str | None = None) -
     Returns:
         list[dict]: Batches of one image.
     """
-    dataset = DATASETS.build(image_config(cfg, split, folder))
+    dataset = build_images(cfg, split, folder)
     number = min(number, len(dataset))
     return [pseudo_collate([dataset[i * len(dataset) // number]]) for i in range(number)]
 

@@ -18,7 +18,7 @@ from repa_mm.export.session import Session
 
 @MODELS.register_module()
 class ExportedModel(BaseModel):
-    """Run an exported file in the place of the original model in tests.
+    """Run an exported file instead of the original model in tests.
 
     Args:
         file (str | bytes): The file, see :class:`~repa_mm.export.session.Session`.

@@ -38,11 +38,12 @@ def quantize_checkpoint(
     preprocessing: bool = False,
     shape: Sequence[int] | None = None,
     batch: int = 1,
+    cfg_options: dict | None = None,
 ) -> dict:
     """Write the deploy form of a model with products of 8 bits, see :func:`quantize`.
 
     Args:
-        config (str): Path of the config.
+        config (str): The model's config: a path, or the name of an installed config.
         checkpoint (str): Path of a checkpoint, of floats, in either form.
         out (str): The file to write, see :func:`quantize`.
         num_images (int): Number of images to calibrate on; the file is compared with PyTorch on
@@ -53,6 +54,7 @@ def quantize_checkpoint(
         preprocessing (bool): As in :func:`quantize`.
         shape (Sequence[int], optional): As in :func:`quantize`.
         batch (int): As in :func:`quantize`.
+        cfg_options (dict, optional): Values to override in the config.
 
     Returns:
         dict: As from :func:`quantize`.
@@ -60,7 +62,7 @@ def quantize_checkpoint(
     Raises:
         ValueError: As from :func:`quantize`, or if the folder has one image only.
     """
-    cfg = load_config(config)
+    cfg = load_config(config, cfg_options)
     calibration, held_out = images_to_quantize(cfg, num_images, images)
     model = model_to_export(cfg, checkpoint)
     return quantize(model, out, calibration, held_out, tolerance, preprocessing, shape, batch)

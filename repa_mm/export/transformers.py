@@ -45,7 +45,7 @@ def _tokens(x: torch.Tensor) -> torch.Tensor:
 
 
 class _Padded:
-    """Mixin for a DETR that takes image sizes in the place of ``batch_data_samples``.
+    """Mixin for a DETR that takes image sizes instead of ``batch_data_samples``.
 
     ``sizes`` are the height and width of the padded images (2, ), and of each image without padding
     (B, 2).
@@ -153,7 +153,7 @@ def trace_transformer(model: nn.Module) -> None:
     """Change a DETR in place, so that a graph traced from it accepts images of any size.
 
     Afterwards, ``model.forward_transformer`` takes the height and width of the padded images (2, ),
-    and of each image without padding (B, 2), in the place of data samples.
+    and of each image without padding (B, 2), instead of data samples.
 
     Args:
         model (nn.Module): A ``DetectionTransformer`` of MMDetection.

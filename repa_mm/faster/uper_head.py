@@ -120,7 +120,7 @@ class FastUPerHead(UPerHead):
         return self.fpn_bottleneck(maps, self.align_corners)
 
 
-def fast_uper_head(model: nn.Module) -> nn.Module:
+def fast_uper_head_(model: nn.Module) -> nn.Module:
     """Replace every ``UPerHead`` of a model by a :class:`FastUPerHead`, in place.
 
     Args:

@@ -23,7 +23,7 @@ def speed_up(
     Candidates are the model with faster parts (a RePaFormer is merged), and narrower models of
     several budgets, each in PyTorch and in files for the installed runtimes. All run in turn in
     this process, on the CPU, and are tested on the same images. The files, and what was measured on
-    the way to them, stay in ``out_dir``: a second call goes on from there.
+    the way to them, stay in ``out_dir``: a second call continues from there.
 
     Args:
         config (str): The model's config: a path, or the name of an installed config.
@@ -31,10 +31,10 @@ def speed_up(
         out_dir (str): The folder to write ``results.json`` and ``report.html`` to, and with a
             target the chosen model as ``model.py``, ``model.pth`` and its file.
         max_loss (float, optional): Choose the fastest model that loses at most this many points of
-            the metric. It must be certain: the whole interval of the difference counts.
+            the metric. The whole 95 % interval of the difference must be above this floor.
         latency (float, optional): Choose the model that loses least of those that take at most this
             share of the original's time, in (0, 1).
-        images (str, optional): A folder of images, without annotations, in the place of the
+        images (str, optional): A folder of images, without annotations, instead of the
             config's data. The metric is then the agreement with the original model, see
             :func:`~repa_mm.export.agreement.agreement`, in percent.
         num_images (int): Number of images to test on, the first of the config's validation data.

@@ -20,7 +20,7 @@ from mmengine.evaluator import BaseMetric, Evaluator
 from mmengine.registry import DATASETS
 from torch.utils.data import Dataset
 
-from repa_mm.config import image_config
+from repa_mm.config import build_images
 from repa_mm.export.agreement import dice, in_common
 from repa_mm.files import write_text
 
@@ -159,7 +159,7 @@ class Agreement:
     name, how = 'agreement', 'bootstrap over images'
 
     def __init__(self, cfg: Config, num_images: int, folder: str) -> None:
-        self.dataset: Dataset = DATASETS.build(image_config(cfg, 'test', folder))
+        self.dataset: Dataset = build_images(cfg, 'test', folder)
         self.num_images = min(num_images, len(self.dataset))
         self.expected: list | None = None
 

@@ -184,7 +184,11 @@ def commands(chosen: dict, judge: Any, out_dir: str) -> str:
         precision = f' --precision {kind}' if kind in ('f32', 'bf16') else ''
         test = f'python tools/test_exported.py {model}.py {file}{precision}{options}'
         suffix = f':{kind}' if precision else ''
-        time = f'python tools/benchmark.py {model}.py {model}.pth --exported {file}{suffix}'
+        height, width = judge.dataset[0]['inputs'].shape[-2:]  # as in the table
+        time = (
+            f'python tools/benchmark.py {model}.py {model}.pth --input-shape {height} {width} '
+            f'--exported {file}{suffix}'
+        )
         lines += [test] * data + [time]
     return '\n'.join(lines)
 

@@ -233,9 +233,12 @@ class Search:
                     else:
                         export_checkpoint(*arguments, images=self.images)
                     files[key] = path
-                except ValueError as error:
+                except OSError:
+                    raise
+                except Exception as error:  # from any exporter: other formats are measured still
                     files[key] = ''
-                    self.results.setdefault('refused', {})[key] = str(error)
+                    text = str(error) if isinstance(error, ValueError) else repr(error)
+                    self.results.setdefault('refused', {})[key] = text
 
             self._step(what, f'write {what} of {candidate.name}', work)
         return files[key]

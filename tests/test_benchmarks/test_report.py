@@ -30,7 +30,7 @@ def test_a_run_becomes_a_table(tmp_path, monkeypatch):
     assert {row['cpu'] for row in rows[before:]} == {'a CPU'}
     assert not any('/somewhere' in row['command'] for row in rows[before:])
     assert tables.tables()['speed_up'] == (
-        '| | time, ms | times stock | box AP | difference, 95 % |\n'
+        '| | time, ms | speedup | box AP | difference, 95 % |\n'
         '| --- | --- | --- | --- | --- |\n'
         '| stock, PyTorch | 100.0 | 1.00 | 50.0 | |\n'
         '| 40 %, OpenVINO f32 | 20.0 | 5.00 | 49.6 | −0.82 to 0.04 |\n'

@@ -119,7 +119,8 @@ def table():
     text = (Path(__file__).parents[2] / 'docs' / 'deploy.md').read_text()
     _, text = re.split(r'\n\| family \|.*\n\| --- .*\n', text)
     rows = text[: text.index('\n\n')].splitlines()
-    return {row[0]: row[1:] for row in ([x.strip() for x in r[1:-1].split('|')] for r in rows)}
+    cells = ([x.strip() for x in row[1:-1].split('|')] for row in rows)
+    return {name: row[1:] for row in cells for name in row[0].split(', ')}
 
 
 TABLE = table()

@@ -9,7 +9,7 @@ from mmcv.cnn import fuse_conv_bn  # noqa: E402
 from mmengine.registry import MODELS, init_default_scope  # noqa: E402
 from mmseg.models import UPerHead  # noqa: E402
 
-from repa_mm.faster.uper_head import FastUPerHead, add_conv_of_resized, fast_uper_head  # noqa: E402
+from repa_mm.faster.uper_head import FastUPerHead, add_conv_of_resized, fast_uper_head_  # noqa: E402
 
 CHANNELS = [4, 6, 8, 10]
 
@@ -31,7 +31,7 @@ def _heads(align_corners=False, **kwargs):
             torch.nn.init.uniform_(module.running_var, 0.5, 2)
             torch.nn.init.uniform_(module.weight, 0.5, 2)
             torch.nn.init.uniform_(module.bias, -1, 1)
-    fast = fast_uper_head(copy.deepcopy(head))
+    fast = fast_uper_head_(copy.deepcopy(head))
     assert type(fast) is FastUPerHead
     return head.double(), fast.double()
 
@@ -121,8 +121,8 @@ def test_other_convolutions_stay():
     kwargs = dict(in_channels=CHANNELS, in_index=[0, 1, 2, 3], channels=5, num_classes=3)
     head = UPerHead(**kwargs)
     head.fpn_bottleneck.conv.padding_mode = 'reflect'
-    assert type(fast_uper_head(head)) is UPerHead
+    assert type(fast_uper_head_(head)) is UPerHead
     kwargs['conv_cfg'] = dict(type='ConvWS')
-    assert type(fast_uper_head(UPerHead(**kwargs))) is UPerHead
+    assert type(fast_uper_head_(UPerHead(**kwargs))) is UPerHead
     with pytest.raises(ValueError, match='needs ordinary convolutions, but got ConvWS2d'):
         FastUPerHead(**kwargs)
