@@ -44,9 +44,7 @@ def parse_args() -> argparse.Namespace:
         help='share of the multiply-adds of all blocks that stays, spread over channels and heads '
         'by what they are worth; instead of the shares above',
     )
-    parser.add_argument(
-        '--where', help='module to narrow: backbone or encoder (default: both)'
-    )
+    parser.add_argument('--where', help='module to narrow: backbone or encoder (default: both)')
     parser.add_argument('--num-images', type=int, default=64, help='images to fit to (default: 64)')
     parser.add_argument('--images', help="folder of images (default: the config's training data)")
     parser.add_argument(
