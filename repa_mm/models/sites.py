@@ -117,6 +117,22 @@ class HeadParts(NamedTuple):
         return keys // self.num_heads, values // self.num_heads
 
 
+def _check_unhooked(module: nn.Module, what: str) -> None:
+    if 'forward' in module.__dict__ or module._forward_hooks or module._forward_pre_hooks:
+        raise ValueError(
+            f'its {what} has a forward hook or a replaced forward(), which would be lost: remove '
+            'it first'
+        )
+
+
+def _check_linear(layer: nn.Module, what: str, *kinds: type) -> None:
+    if not is_plain(layer, *kinds):
+        raise ValueError(
+            f'a linear layer of its {what} is a {type(layer).__name__}, or has forward hooks: '
+            'merge adapters into the layer, and remove hooks first'
+        )
+
+
 class FFNSite(Site):
     """The FFN of a block, and the norm before the FFN if there is one."""
 
@@ -132,23 +148,14 @@ class FFNSite(Site):
             ValueError: As :meth:`parts`, except for a convolution inside the FFN.
         """
         modules = self.family.ffn_modules(self.block)
-        ffn = self.module
-        if 'forward' in ffn.__dict__ or ffn._forward_hooks or ffn._forward_pre_hooks:
-            raise ValueError(
-                'its FFN has a forward hook or a replaced forward(), which would be lost: remove '
-                'it first'
-            )
+        _check_unhooked(self.module, 'FFN')
         for layer in filter(None, (modules.drop, modules.last)):
             if not is_plain(layer, nn.Dropout, nn.Identity):
                 raise ValueError(
                     f'a dropout of its FFN is a {type(layer).__name__}, or has forward hooks'
                 )
         for layer in (modules.fc1, modules.fc2):
-            if not is_plain(layer, Linear, nn.Linear, Conv2d, nn.Conv2d):
-                raise ValueError(
-                    f'a linear layer of its FFN is a {type(layer).__name__}, or has forward hooks: '
-                    'merge adapters into the layer, and remove hooks first'
-                )
+            _check_linear(layer, 'FFN', Linear, nn.Linear, Conv2d, nn.Conv2d)
         drop_path = modules.drop_path or nn.Identity()
         if not (isinstance(drop_path, nn.Identity) or hasattr(drop_path, 'drop_prob')):
             raise ValueError(
@@ -297,8 +304,7 @@ class AttentionSite(Site):
         """
         outer, attention = getattr(self.block, self.caller), self.module
         for module in (outer, attention):
-            if module._forward_hooks or module._forward_pre_hooks or 'forward' in module.__dict__:
-                raise ValueError('its attention has a forward hook or a replaced forward()')
+            _check_unhooked(module, 'attention')
         gamma, is_fast = None, type(outer) is FastShiftWindowMSA
         is_windows = is_fast and type(attention).__name__ == 'WindowMSA'
         if is_windows or fast_class(outer) is FastShiftWindowMSA:
@@ -323,11 +329,7 @@ class AttentionSite(Site):
             kind = type(attention).__name__
             raise ValueError(f'its {kind} {_REASONS.get(kind, "is not a known attention")}')
         for layer in (attention.qkv, attention.proj):
-            if not is_plain(layer, Linear, nn.Linear):
-                raise ValueError(
-                    f'a linear layer of its attention is a {type(layer).__name__}, or has forward '
-                    'hooks: merge adapters into the layer, and remove hooks first'
-                )
+            _check_linear(layer, 'attention', Linear, nn.Linear)
         return HeadParts(attention.qkv, attention.proj, attention.num_heads, scale, gamma)
 
     @torch.no_grad()

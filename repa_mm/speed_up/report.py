@@ -21,15 +21,14 @@ from mmengine.registry import VISUALIZERS
 from mmengine.structures import PixelData
 
 from repa_mm.files import write_text
-from repa_mm.speed_up.candidates import FLOATS
+from repa_mm.speed_up.candidates import BF16, EAGER, F32, FLOATS, INT8, ORT
 from repa_mm.timing import show
 
 COLUMNS = (
     'candidate', 'format', 'ms [quartiles]', '× stock [95 %]', '{}', 'difference [95 %]', 'MB', ''
 )  # fmt: skip
 COLORS = {
-    'PyTorch': '#b8500f', 'ONNX Runtime': '#5b53b0', 'OpenVINO f32': '#1268a8',
-    'OpenVINO bf16': '#0f7d6c', 'OpenVINO int8': '#b02a6b',
+    EAGER: '#b8500f', ORT: '#5b53b0', F32: '#1268a8', BF16: '#0f7d6c', INT8: '#b02a6b',
 }  # fmt: skip
 NUM_PICTURES = 4
 STYLE = """
