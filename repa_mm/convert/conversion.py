@@ -37,6 +37,7 @@ class BlockReport:
         gmacs (float): 1e9 multiply-adds of the part for one image before the conversion.
         narrow_gmacs (float): 1e9 multiply-adds of the part for one image after the conversion.
         warnings (list[str]): Warnings about this fit.
+        changed (bool): The part has new weights. Those before the first narrower part have not.
     """
 
     name: str
@@ -47,6 +48,7 @@ class BlockReport:
     gmacs: float = 0.0
     narrow_gmacs: float = 0.0
     warnings: list[str] = field(default_factory=list)
+    changed: bool = False
 
 
 @dataclass
@@ -481,6 +483,7 @@ class Fit:
                 narrow.weights,
             )
             row.unexplained, row.ridge, row.warnings = narrow[3:]
+            row.changed = True
         row.gmacs, row.narrow_gmacs = (
             part.macs(x, tokens[0][0]) / self.num_images / 1e9 for x in (row.before, row.after)
         )

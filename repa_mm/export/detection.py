@@ -231,7 +231,11 @@ class TwoStage(nn.Module):
 
     def __init__(self, detector: nn.Module) -> None:
         super().__init__()
-        self.rpn, self.rpn_cfg = detector.rpn_head, detector.rpn_head.test_cfg
+        self.rpn, self.rpn_cfg = detector.rpn_head, dict(detector.rpn_head.test_cfg)
+        if not any(kind.__name__ == 'RPNHead' for kind in type(self.rpn).__mro__):
+            kind = type(self.rpn).__name__
+            raise ValueError(f'a {kind} in the place of an RPNHead suppresses in another way')
+        self.rpn_cfg.pop('score_thr', None)  # which RPNHead ignores
         self.roi, self.cfg = detector.roi_head, detector.roi_head.test_cfg
         self.outputs = ('boxes', 'scores', 'labels', *['masks'] * self.roi.with_mask)
 

@@ -55,8 +55,8 @@ CASES = {
 
 @pytest.fixture
 def pretrained(randomize):
-    def build(case):
-        model = randomize(MODELS.build(copy.deepcopy(CASES[case])))
+    def build(case, **kwargs):
+        model = randomize(MODELS.build(dict(copy.deepcopy(CASES[case]), **kwargs)))
         model.eval()
         size = (72, 56) if 'Swin' in case else (64, 64)
         return model, [torch.randn(2, 3, *size) for _ in range(3)]
@@ -199,7 +199,7 @@ def test_every_attention(case, pretrained):
         for row in rows:
             assert row.narrow_gmacs == pytest.approx(row.gmacs * sum(row.after) / (2 * d))
         # It is what a model of its config computes, trains, and is as it was in eval mode.
-        given = {row.name: row.after for row in report.blocks}
+        given = {row.name: row.after for row in report.blocks if row.changed}
         config = backbone_config(Config(CASES[case])._cfg_dict, model, given)
         again = MODELS.build(config)
         again.load_state_dict(narrow.state_dict())
@@ -215,6 +215,32 @@ def test_every_attention(case, pretrained):
     assert found[0.5, 1.0] < found[0.5, 0.5] < 0.3
     for a, b in zip(outputs(model, images[0]), before):  # the original is as it was
         assert torch.equal(a, b)
+
+
+NO_BIAS = {
+    'MMDetection Swin': dict(qkv_bias=False),
+    'MMPretrain ViT': dict(qkv_bias=False),
+    'MMSegmentation ViT': {},
+    'timm DINOv2': dict(qkv_bias=False, proj_bias=False),
+}
+
+
+@pytest.mark.parametrize('case', NO_BIAS)
+@pytest.mark.parametrize('sizes', [dict(budget=1.0), dict(keep=[1.0, 0.5])], ids=str)
+def test_parts_that_stay_are_not_in_the_config(case, sizes, pretrained):
+    # A rebuilt part has biases and names that the original lacks.
+    model, images = pretrained(case, **NO_BIAS[case])
+    if 'keep' in sizes and 'Swin' in case:
+        sizes = dict(keep=[1.0, 1.0, 0.5, 0.5])
+    narrow, report = repa_mm.convert_pretrained(model, images, **sizes)
+    given = {row.name: row.after for row in report.blocks if row.changed}
+    assert len(given) < len(report.blocks)
+    cfg = Config(dict(CASES[case], **NO_BIAS[case]))._cfg_dict
+    again = MODELS.build(backbone_config(cfg, model, given))
+    again.load_state_dict(narrow.state_dict())
+    again.eval()
+    for a, b in zip(outputs(again, images[0]), outputs(narrow, images[0])):
+        assert torch.allclose(a, b, atol=1e-5)
 
 
 @pytest.mark.parametrize('case', ['MMDetection Swin', 'MMPretrain ViT'])
