@@ -1,8 +1,9 @@
-"""Whole models in files, run without PyTorch's modules."""
+"""Whole models in files, run without PyTorch's modules, with as many threads as PyTorch has."""
 
 import os.path as osp
 
 import numpy as np
+import torch
 
 
 class Session:
@@ -34,6 +35,7 @@ class Session:
 
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 3
+        options.intra_op_num_threads = torch.get_num_threads()
         session = onnxruntime.InferenceSession(file, options, providers=['CPUExecutionProvider'])
         self.metadata = session.get_modelmeta().custom_metadata_map
         self.options = [i.name for i in session.get_overridable_initializers()]
@@ -48,7 +50,9 @@ class Session:
         self.metadata, self.options = {}, []
         if model.has_rt_info(['framework']):  # the metadata of the ONNX file
             self.metadata = dict(model.get_rt_info(['framework']).value)
-        config = {'INFERENCE_PRECISION_HINT': precision} if precision else {}
+        config = {'INFERENCE_NUM_THREADS': torch.get_num_threads()}
+        if precision:
+            config['INFERENCE_PRECISION_HINT'] = precision
         compiled = core.compile_model(model, 'CPU', config)
         self.outputs = range(len(compiled.outputs))
         # In their order, since OpenVINO may rename them.

@@ -226,6 +226,16 @@ def test_agreement_of_objects(boxes, labels, scores, expected):
     assert agreement(model, Answers(boxes, labels, scores), batches) == pytest.approx(expected)
 
 
+def test_a_comparison_without_hope_ends_early():
+    model, other = Answers([BOX], [1], [0.9]), Answers([FAR], [1], [0.9])
+    seen = []
+    model.test_step = lambda data: seen.append(data) or Answers.test_step(model, data)
+    for exported, hopeless, number in ((other, 0.5, 8), (other, 0, 20), (model, 0.5, 40)):
+        seen.clear()
+        agreement(model, exported, [None] * 20, hopeless)
+        assert len(seen) == number
+
+
 class Maps(torch.nn.Module):
     """Gives the same label map, or the same scores, to every image."""
 
