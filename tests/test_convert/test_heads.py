@@ -236,7 +236,7 @@ def test_parts_that_stay_are_not_in_the_config(case, sizes, pretrained):
     given = {row.name: row.after for row in report.blocks if row.changed}
     assert len(given) < len(report.blocks)
     cfg = Config(dict(CASES[case], **NO_BIAS[case]))._cfg_dict
-    again = MODELS.build(backbone_config(cfg, model, given))
+    again = MODELS.build(backbone_config(cfg, model, given) if given else cfg)
     again.load_state_dict(narrow.state_dict())
     again.eval()
     for a, b in zip(outputs(again, images[0]), outputs(narrow, images[0])):
