@@ -11,6 +11,22 @@ from mmpretrain.models.utils.attention import MultiheadAttention
 from repa_mm.faster.attention import attend, split_heads
 
 
+def self_attention(
+    module: nn.Module,
+    x: torch.Tensor,
+    scale: float,
+    dropout: float,
+    mask: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Compute self-attention of tokens (B, N, C) by a module's ``qkv`` and ``proj``.
+
+    The layers decide the widths of the ``num_heads`` heads. ``dropout`` counts in training only.
+    """
+    q, k, v = split_heads(module.qkv(x), module.num_heads, module.proj.in_features)
+    x = attend(q, k, v, scale, mask, dropout if module.training else 0.0)
+    return module.proj(x.transpose(1, 2).flatten(2))
+
+
 class NarrowMultiheadAttention(MultiheadAttention):
     """MMPretrain's ``MultiheadAttention``, with the widths of the heads as the weights have them.
 
@@ -20,10 +36,7 @@ class NarrowMultiheadAttention(MultiheadAttention):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Compute self-attention of tokens (B, N, C)."""
-        q, k, v = split_heads(self.qkv(x), self.num_heads, self.proj.in_features)
-        dropout = self.attn_drop if self.training else 0.0
-        x = attend(q, k, v, self.head_dims**-0.5, dropout=dropout)
-        x = self.proj(x.transpose(1, 2).flatten(2))
+        x = self_attention(self, x, self.head_dims**-0.5, self.attn_drop)
         return self.out_drop(self.gamma1(self.proj_drop(x)))
 
 
@@ -43,10 +56,7 @@ class NarrowSelfAttention(nn.Module):
 
     def forward(self, query: torch.Tensor, identity: torch.Tensor | None = None) -> torch.Tensor:
         """Compute self-attention of tokens (B, N, C), and add ``identity`` or the tokens."""
-        q, k, v = split_heads(self.qkv(query), self.num_heads, self.proj.in_features)
-        dropout = self.attn_drop if self.training else 0.0
-        x = attend(q, k, v, self.head_dims**-0.5, dropout=dropout)
-        x = self.proj(x.transpose(1, 2).flatten(2))
+        x = self_attention(self, query, self.head_dims**-0.5, self.attn_drop)
         return (query if identity is None else identity) + self.out_drop(self.proj_drop(x))
 
 
@@ -59,10 +69,7 @@ class NarrowTimmAttention(nn.Module):
         """Compute self-attention of tokens (B, N, C)."""
         if is_causal:
             raise ValueError('narrower heads have no causal mask: give attn_mask instead')
-        q, k, v = split_heads(self.qkv(x), self.num_heads, self.proj.in_features)
-        dropout = self.attn_drop.p if self.training else 0.0
-        x = attend(q, k, v, self.scale, attn_mask, dropout)
-        return self.proj_drop(self.proj(x.transpose(1, 2).flatten(2)))
+        return self.proj_drop(self_attention(self, x, self.scale, self.attn_drop.p, attn_mask))
 
 
 def qkv_layer(inner: nn.MultiheadAttention) -> nn.Linear:
