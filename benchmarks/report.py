@@ -70,12 +70,12 @@ def to_csv(results: dict, model: str, cpu: str, options: str = '') -> Iterator[d
 
 
 def write(rows: list[dict[str, str]], path: Path, readme: bool = False) -> None:
-    """Put rows instead of those of an earlier run: of the same model, or README's."""
+    """Replace the rows of the same model on the same processor, or those of README's run."""
     rows = [row for row in rows if readme or row['what'].startswith(CHOSEN)]
-    models = {row['model'] for row in rows}
+    models = {(row['model'], row['cpu']) for row in rows}
     kept = [
         row for row in tables.read(path)
-        if not (row['what'].startswith(CHOSEN) and row['model'] in models)
+        if not (row['what'].startswith(CHOSEN) and (row['model'], row['cpu']) in models)
         and not (row['what'].startswith(WHAT) and readme)
     ]  # fmt: skip
     with replacing(str(path)) as temporary, open(temporary, 'w', encoding='utf-8') as file:

@@ -179,7 +179,9 @@ def tables() -> dict[str, str]:
     return {
         # A run of tools/speed_up.py, which README has.
         'speed_up': table(of('speed-up: '), 'form', 'of'),
-        'chosen': table(of('chosen: '), 'model form', 'of'),
+        'chosen': table(
+            sorted(of('chosen: '), key=lambda row: row['model']), 'model cpu form', 'of'
+        ),
         'gains': table(
             of('latency', of='latency', model=tuple(swins), cpu=XEON),
             'model',

@@ -23,11 +23,11 @@ def test_a_run_becomes_a_table(tmp_path, monkeypatch):
     shutil.copy(tables.RESULTS, path)
     monkeypatch.setattr(tables, 'RESULTS', path)
     before = len([row for row in tables.read() if not row['what'].startswith(report.WHAT)])
-    for cpu in ('another', 'a CPU'):  # the second run replaces the first
-        report.write(list(report.to_csv(RESULTS, 'a model', cpu)), path, readme=True)
+    for model in ('another', 'a model', 'a model'):  # README's run is replaced, and a second run
+        report.write(list(report.to_csv(RESULTS, model, 'a CPU')), path, readme=True)
     rows = tables.read()
-    assert len(rows) == before + 11
-    assert {row['cpu'] for row in rows[before:]} == {'a CPU'}
+    assert len(rows) == before + 4 + 11
+    assert {row['model'] for row in rows[before + 4 :]} == {'a model'}
     assert not any('/somewhere' in row['command'] for row in rows[before:])
     assert tables.tables()['speed_up'] == (
         '| | time, ms | speedup | box AP | difference, 95 % |\n'
@@ -35,10 +35,11 @@ def test_a_run_becomes_a_table(tmp_path, monkeypatch):
         '| stock, PyTorch | 100.0 | 1.00 | 50.0 | |\n'
         '| 40 %, OpenVINO f32 | 20.0 | 5.00 | 49.6 | −0.82 to 0.04 |\n'
     )
-    report.write(list(report.to_csv(RESULTS, 'another model', 'a CPU')), path)
+    report.write(list(report.to_csv(RESULTS, 'a model', 'another CPU')), path)
     form = 'box AP, 40 % of the blocks, OpenVINO f32'
-    assert tables.tables()['chosen'].splitlines()[-2:] == [
-        f'| a model | {form} | 5.00 | 50.0 | −0.40 | −0.82 to 0.04 |',
-        f'| another model | {form} | 5.00 | 50.0 | −0.40 | −0.82 to 0.04 |',
+    assert tables.tables()['chosen'].splitlines()[-3:] == [
+        f'| a model | a CPU | {form} | 5.00 | 50.0 | −0.40 | −0.82 to 0.04 |',
+        f'| | another CPU | {form} | 5.00 | 50.0 | −0.40 | −0.82 to 0.04 |',
+        f'| another | a CPU | {form} | 5.00 | 50.0 | −0.40 | −0.82 to 0.04 |',
     ]
-    assert len(tables.read()) == before + 15
+    assert len(tables.read()) == before + 19
