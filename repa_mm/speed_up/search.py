@@ -301,7 +301,10 @@ class Search:
             self._search_latency(latency)
         elif max_loss is not None:
             self.planned = (
-                self._missing([self.base.name]) + FLOOR_STEPS * step + ['onnx', 'test', 'time']
+                self._missing([self.base.name])
+                + FLOOR_STEPS * step
+                + ['int8'] * (INT8 in self.formats)
+                + ['onnx', 'test', 'time']
             )
             self._search_floor(max_loss)
         else:
@@ -338,24 +341,37 @@ class Search:
         ), times
 
     def _search_floor(self, max_loss: float) -> None:
-        """Bisect the budget in the fastest format that keeps the floor with all widths."""
+        """Bisect the budget in the fastest format that keeps the floor with all widths.
+
+        Quantizing takes minutes: int8 stands back for floats, and is then tested in what they keep.
+        """
         order, _ = self._promising()
-        kind = next((k for k in order if meets(self.test(self.base, k), max_loss)), order[0])
-        low, high = LEAST, 1.0
+
+        def keeps(kind: str, candidate: Candidate = self.base) -> bool:
+            return meets(self.test(candidate, kind), max_loss)
+
+        kind = probe = next(filter(keeps, order), order[0])
+        if kind == INT8:
+            others = [k for k in order if k != INT8]
+            probe = next(filter(keeps, others), others[0])
+        low, high, kept = LEAST, 1.0, []
         for step in range(FLOOR_STEPS):
             budget = FIRST if step == 0 else (low + high) / 2
             candidate = self.fit(budget)
             if candidate is None:
                 return
-            meets_it = meets(self.test(candidate, kind), max_loss)
+            meets_it = keeps(probe, candidate)
             low, high = (low, budget) if meets_it else (budget, high)
+            kept = [candidate, *kept] if meets_it else kept  # the narrowest first
             sizes = [[block['after'] for block in c.blocks] for c in self.candidates.values()]
             if meets_it and sizes.count([block['after'] for block in candidate.blocks]) > 1:
                 break  # as narrow as it can be
-        best = self.candidates.get(percent_name(round(high, 2)))
+        for candidate in kept:
+            if keeps(kind, candidate):
+                break
         second = next((k for k in order if k != kind), None)
-        if best and second:  # which of two formats is faster may change with the widths
-            self.test(best, second)
+        if kept and second:  # which of two formats is faster may change with the widths
+            self.test(kept[0], second)
 
     def _search_latency(self, latency: float) -> None:
         """Find the budget that meets the target in each promising format, and fit the largest."""

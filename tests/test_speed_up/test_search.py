@@ -16,7 +16,7 @@ from repa_mm.config import build_model, load_config
 from repa_mm.faster.attention import FastShiftWindowMSA
 from repa_mm.reparam import CheckpointError
 from repa_mm.speed_up import candidates, search
-from repa_mm.speed_up.candidates import EAGER, F32, ORT
+from repa_mm.speed_up.candidates import BF16, EAGER, F32, INT8, ORT, Candidate
 from tests.test_export.rectangles import scene, train
 
 pytest.importorskip('onnxruntime')
@@ -164,6 +164,29 @@ def test_a_floor_is_met_by_the_whole_interval(folder, monkeypatch, capsys):
     before = Path('out/model.pth').read_bytes()
     row = chosen_of(run(max_loss=0.5))  # none of the narrower ones
     assert row['candidate'] == 'faster parts' and Path('out/model.pth').read_bytes() != before
+
+
+def test_int8_is_tested_in_what_floats_keep():
+    found, tested = search.Search.__new__(search.Search), []
+    found.base = Candidate('faster parts', '', '')
+    found.candidates = {}
+
+    def fit(budget):
+        name = search.percent_name(budget)
+        found.candidates[name] = Candidate(name, '', '', budget, [dict(after=[budget])])
+        return found.candidates[name]
+
+    def test(candidate, kind):
+        tested.append((candidate.name, kind))
+        loss = 1 - candidate.budget + 0.15 * (kind == INT8)
+        return dict(interval=[-loss, 0.0])
+
+    found.fit, found.test = fit, test
+    found._promising = lambda: ([INT8, BF16, F32], {})
+    found._search_floor(0.5)
+    assert list(found.candidates) == ['40 %', '70 %', '55 %', '48 %']
+    assert [name for name, kind in tested if kind == INT8] == ['faster parts', '55 %', '70 %']
+    assert not any(kind == F32 for _, kind in tested)
 
 
 def test_a_latency_is_searched_without_fits(folder, monkeypatch):
