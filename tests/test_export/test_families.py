@@ -201,7 +201,7 @@ def test_products_in_8_bits(family, tmp_path, randomize, monkeypatch):
     data = [resized(small_images(cfg), [(128, 160)])]
     found = []
 
-    def agreement(model, exported, held_out):
+    def agreement(model, exported, held_out, hopeless):
         found.extend(exported.test_step(held_out[0]))
         return 1.0
 
