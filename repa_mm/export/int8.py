@@ -198,6 +198,11 @@ def _read(content: bytes, in_onnx: bool):
         nodes = list(proto.graph.node)
         del proto.graph.node[:]
         for node in nodes:
+            if node.op_type == 'Constant' and node.attribute[0].name == 'value':
+                # NNCF does not find what a Gather takes from a constant that is a node.
+                node.attribute[0].t.name = node.output[0]
+                proto.graph.initializer.append(node.attribute[0].t)
+                continue
             proto.graph.node.append(node)
             # ONNX Runtime has products in 8 bits only of those without a sum in float, and NNCF
             # takes for a bias what they are added to, also if it depends on the image.

@@ -190,6 +190,17 @@ def test_the_tool(learned, tmp_path, run_tool, capsys):
         int8.quantize_checkpoint(config, checkpoint, str(out), images=str(photos))
 
 
+def test_shifted_windows(tmp_path, monkeypatch):
+    """Whose masks come from constants that NNCF must find in ONNX."""
+    config = write_config('retinanet', tmp_path, repa=False)
+    options = {'model.backbone.window_size': 4, 'model.backbone.arch.depths': [1, 2, 1, 1]}
+    model = model_to_export(load_config(config, options), None)
+    monkeypatch.setattr(int8, 'agreement', lambda *_: 1.0)
+    seen = scenes('retinanet', number=2)
+    eight = int8.quantize(model, str(tmp_path / 'model.onnx'), seen, seen)['products'].values()
+    assert sum(eight) > 0.8 * len(eight)
+
+
 class Answers(torch.nn.Module):
     """Gives the same answers to every image."""
 
