@@ -67,6 +67,11 @@ class ConversionReport:
     differences: list[float] = field(default_factory=list)
 
     @property
+    def sizes(self) -> dict[str, tuple[int, ...]]:
+        """New sizes of the parts with new weights, by name: those that a config must have."""
+        return {block.name: block.after for block in self.blocks if block.changed}
+
+    @property
     def warnings(self) -> list[str]:
         """Warnings about all blocks, each with the name of its block."""
         return [f'{block.name}: {text}' for block in self.blocks for text in block.warnings]

@@ -161,8 +161,7 @@ def convert_checkpoint(
         forward=head_inputs, held_out=batches(held_out), skip_unsupported=skip_unsupported,
         progress=progress,
     )  # fmt: skip
-    sizes = {block.name: block.after for block in report.blocks if block.changed}
-    text = converted_config(cfg, model, sizes, where, out).pretty_text
+    text = converted_config(cfg, model, report.sizes, where, out).pretty_text
     text = f'# {osp.basename(config)} with narrower layers.\n{text}'
     # MMEngine's inferencers read the config from the checkpoint if they are given weights alone.
     meta = dict(meta, repa_mm_version=__version__, cfg=text)

@@ -199,7 +199,7 @@ def test_every_attention(case, pretrained):
         for row in rows:
             assert row.narrow_gmacs == pytest.approx(row.gmacs * sum(row.after) / (2 * d))
         # It is what a model of its config computes, trains, and is as it was in eval mode.
-        given = {row.name: row.after for row in report.blocks if row.changed}
+        given = report.sizes
         config = backbone_config(Config(CASES[case])._cfg_dict, model, given)
         again = MODELS.build(config)
         again.load_state_dict(narrow.state_dict())
@@ -233,7 +233,7 @@ def test_parts_that_stay_are_not_in_the_config(case, sizes, pretrained):
     if 'keep' in sizes and 'Swin' in case:
         sizes = dict(keep=[1.0, 1.0, 0.5, 0.5])
     narrow, report = repa_mm.convert_pretrained(model, images, **sizes)
-    given = {row.name: row.after for row in report.blocks if row.changed}
+    given = report.sizes
     assert len(given) < len(report.blocks)
     cfg = Config(dict(CASES[case], **NO_BIAS[case]))._cfg_dict
     again = MODELS.build(backbone_config(cfg, model, given) if given else cfg)

@@ -202,6 +202,16 @@ def test_a_latency_is_searched_without_fits(folder, monkeypatch):
     assert chosen_of(run(latency=0.4))['candidate'] == 'faster parts' and len(fits) == 1
 
 
+def test_an_export_that_fails_leaves_the_other_formats(folder, monkeypatch, capsys):
+    def fail(*args, **kwargs):
+        raise RuntimeError('an unknown operator')
+
+    monkeypatch.setattr(search, 'export_checkpoint', fail)
+    rows = run(budgets=[])
+    assert {row['format'] for row in rows} == {EAGER}
+    assert 'an unknown operator' in capsys.readouterr().out
+
+
 def test_an_interrupted_run_goes_on(folder, monkeypatch):
     convert, fits = search.convert_checkpoint, []
 
