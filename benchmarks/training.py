@@ -10,6 +10,7 @@ Weights are random, images and targets synthetic. A step is a forward and a back
 import argparse
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,15 @@ from benchmarks.shares import add_arguments
 from repa_mm.config import load_config
 from repa_mm.reparam import ChannelIdleFFN, reparameterize, set_training_path_
 from repa_mm.timing import compare, measure, show, show_machine
-from repa_mm.variants import DEPLOY, STOCK, build, latency_rows, noise, synthetic_batch
+from repa_mm.variants import (
+    DEPLOY,
+    STOCK,
+    autocasting,
+    build,
+    latency_rows,
+    noise,
+    synthetic_batch,
+)
 
 DEVICE = 'cuda' if torch.cuda.is_available() else 'cpu'
 PATHS = 'literal', 'folded', 'auto'
@@ -47,14 +56,24 @@ def loss(model: nn.Module, batch: Any) -> torch.Tensor:
     return sum(output.pow(2).mean() for output in outputs)
 
 
-def step(model: nn.Module) -> Callable:
-    """Return a training step without that of an optimizer."""
+def step(model: nn.Module, dtype: str | None = None) -> Callable:
+    """Return a training step without that of an optimizer, under autocast to ``dtype``."""
+    forward = autocasting(partial(loss, model), dtype, DEVICE)
 
     def run(batch: Any) -> None:
-        loss(model, batch).backward()
+        forward(batch).backward()
         model.zero_grad()
 
     return run
+
+
+def peak_memory(call: Callable, argument: Any) -> float:
+    """Return what a call allocates on the GPU at its peak, beside what is there before, in GiB."""
+    argument = copy.deepcopy(argument)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    call(argument)
+    return (torch.cuda.max_memory_allocated() - before) / 2**30
 
 
 def training_variants(cfg: Config, baseline: Config | None = None) -> dict[str, nn.Module]:
@@ -152,6 +171,7 @@ def main() -> None:
     )
     parser.add_argument('config', nargs='?')
     add_arguments(parser)
+    parser.add_argument('--amp', choices=('float16', 'bfloat16'), help='train under autocast')
     args = parser.parse_args()
     show_machine()
     if args.config is None:
@@ -167,10 +187,16 @@ def main() -> None:
     else:
         batch = noise(args.input_shape, args.batch_size).to(DEVICE)
         models = {name: model.backbone for name, model in models.items()}
-    times = measure({name: step(model) for name, model in models.items()}, batch, args.repeats)
+    steps = {name: step(model, args.amp) for name, model in models.items()}
+    times = measure(steps, batch, args.repeats)
     rows = [row[:4] for row in latency_rows(times, args.batch_size)]
-    title = f'{args.config}, medians of {args.repeats} turns [95 %]'
-    show(title, ('training step', 'ms', 'images/s', 'against stock'), rows)
+    columns = ['training step', 'ms', 'images/s', 'against stock']
+    if DEVICE == 'cuda':
+        columns.append('peak, GiB')
+        for row, call in zip(rows, steps.values()):
+            row.append(f'{peak_memory(call, batch):.2f}')
+    title = f'{args.config}, {args.amp or "float32"}, medians of {args.repeats} turns [95 %]'
+    show(title, columns, rows)
 
 
 if __name__ == '__main__':

@@ -131,6 +131,20 @@ def synthetic_batch(cfg: Config, shape: tuple[int, int], batch_size: int) -> dic
     return dict(inputs=torch.stack(images), data_samples=samples)
 
 
+def autocasting(call: Callable, dtype: str | None, device: str) -> Callable:
+    """Return a function of one argument that runs under autocast, as a test or training with AMP.
+
+    Args:
+        call (Callable): The function to run.
+        dtype (str, optional): 'float16' or 'bfloat16'. None: the function itself is returned.
+        device (str): Device of the models, such as 'cuda' or 'cuda:0'.
+    """
+    if dtype is None:
+        return call
+    context = torch.autocast(torch.device(device).type, getattr(torch, dtype))
+    return context(call)
+
+
 def exported(name: str, shape: tuple[int, int], batch_size: int) -> Callable:
     """Return a function that runs an exported model on noise, and ignores its argument.
 

@@ -13,12 +13,21 @@ from mmengine.logging import MMLogger
 
 from repa_mm.config import load_config
 from repa_mm.timing import measure, show, show_machine
-from repa_mm.variants import COLUMNS, exported, latency_rows, noise, synthetic_batch, variants
+from repa_mm.variants import (
+    COLUMNS,
+    autocasting,
+    exported,
+    latency_rows,
+    noise,
+    synthetic_batch,
+    variants,
+)
 
 EXAMPLES = """examples:
   %(prog)s configs/retinanet_repa_swin_b.py --baseline configs/retinanet_swin_b.py
   %(prog)s configs/repa_swin_b_in1k.py --baseline configs/swin_b_in1k.py \\
       --part backbone --input-shape 224 224 --batch-size 8
+  %(prog)s configs/upernet_repa_swin_b.py --baseline configs/upernet_swin_b.py --amp float16
   %(prog)s narrow.py narrow.pth --exported narrow.onnx narrow_int8.xml narrow.onnx:bf16
 """
 
@@ -56,6 +65,14 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument('--repeats', type=int, default=10, help='number of turns (%(default)s)')
     parser.add_argument('--device', default='cuda' if torch.cuda.is_available() else 'cpu')
     parser.add_argument(
+        '--amp',
+        choices=('float16', 'bfloat16'),
+        help='run PyTorch under autocast to this type, as a test with `test_cfg.fp16=True` does',
+    )
+    parser.add_argument(
+        '--compile', action='store_true', help='compile the backbones with torch.compile'
+    )
+    parser.add_argument(
         '--cfg-options', nargs='+', action=DictAction, help='override the config: key=value ...'
     )
     return parser.parse_args()
@@ -71,6 +88,9 @@ def main() -> None:
     baseline = load_config(args.baseline) if args.baseline else None
     models = variants(cfg, args.checkpoint, baseline)
     models = {name: model.to(args.device) for name, model in models.items()}
+    if args.compile:
+        for model in models.values():
+            model.backbone.compile()
     if args.part == 'backbone':
         calls = {name: model.backbone for name, model in models.items()}
         argument = noise(shape, args.batch_size).to(args.device)
@@ -81,11 +101,13 @@ def main() -> None:
         }
         batch = synthetic_batch(cfg, shape, args.batch_size)
         argument = next(iter(models.values())).data_preprocessor(batch)
+    calls = {name: autocasting(call, args.amp, args.device) for name, call in calls.items()}
     for file in args.exported:
         calls[file] = exported(file, shape, args.batch_size)
     rows = latency_rows(measure(calls, argument, args.repeats), args.batch_size)
     size = 'x'.join(map(str, (args.batch_size, 3, *shape)))
-    title = f'{args.config}, {args.part}, {size}, medians of {args.repeats} turns [95 %]'
+    how = [args.config, args.part, size, args.amp or 'float32', *args.compile * ['compiled']]
+    title = f'{", ".join(how)}, medians of {args.repeats} turns [95 %]'
     show(title, COLUMNS, rows)
 
 

@@ -1,0 +1,176 @@
+r"""Accuracy of small trained models after a conversion, and after more training, over seeds.
+
+For each seed the script trains the original, tests it, and goes on from its weights with some of:
+
+- ``heads``: conversions with narrower FFNs and heads, and by one budget;
+- ``trained``, ``converted``, ``idle``: half an epoch and one more epoch for the original, for a
+  converted model and for channel-idle FFNs that its weights fill, at equal multiply-adds.
+
+The data are those of ``tools/demo.py --task data`` and :mod:`benchmarks.objects`::
+
+    python -m benchmarks.narrower --task clothes --seeds 0 1 2
+    python -m benchmarks.narrower --task digits --seeds 0 1 2
+    python -m benchmarks.narrower --task mask_rcnn --seeds 0 1 2 --ways heads    # after digits
+
+Results are appended to a file with the columns of results.csv. Trained models are used again.
+"""
+
+import argparse
+import functools
+from pathlib import Path
+from typing import NamedTuple
+
+from mmengine.config import Config, DictAction
+from mmengine.runner import find_latest_checkpoint
+
+from benchmarks.compare import METRICS, append
+from repa_mm import config_path
+from repa_mm.config import load_config
+from repa_mm.convert.pretrained import convert_checkpoint, restructured
+from repa_mm.demo.run import test, train
+
+
+class Task(NamedTuple):
+    """A model: its name in results.csv, config, iterations of an epoch, and epochs of its training.
+
+    Its weights start from those of the task ``start``.
+    """
+
+    name: str
+    config: str
+    epoch: int
+    epochs: int
+    start: str | None = None
+
+
+TASKS = {
+    'clothes': Task('RetinaNet, clothes', 'demo/retinanet_swin_clothes.py', 500, 2),
+    'digits': Task('RetinaNet, digits', 'demo/retinanet_swin_digits.py', 150, 3),
+    'mask_rcnn': Task('Mask R-CNN, digits', 'demo/mask_rcnn_swin_digits.py', 150, 1, 'digits'),
+    'upernet': Task('UperNet, digits', 'demo/upernet_swin_digits.py', 150, 2, 'digits'),
+}
+HEADS = {
+    'FFNs 0.375, heads half': dict(keep=0.375, qk_keep=0.5, v_keep=0.5),
+    'FFNs 0.2, heads a quarter': dict(keep=0.2, qk_keep=0.25, v_keep=0.25),
+    'the same multiply-adds by one budget': dict(budget=0.22),
+}
+WAYS = {
+    'trained': 'the original, trained on',
+    'converted': 'converted, then trained',
+    'idle': 'channel idle, filled from it, then trained',
+}
+MORE = {'no epoch': 0.0, 'half an epoch': 0.5, 'one epoch': 1.0}
+# Multiply-adds of channel-idle FFNs: C (H / 4) twice and C^2 of 2 C H with H = 4 C.
+IDLE_RATIO, KEEP = 0.75, 0.375
+LEARNING_RATE = 1e-4  # of more training, a tenth of the first
+
+
+def schedule(cfg: Config, iterations: int, seed: int) -> Config:
+    """Set a training without validation: a warm-up of 50 iterations, then a cosine."""
+    cfg.train_cfg = dict(type='IterBasedTrainLoop', max_iters=iterations, val_interval=10**9)
+    cfg.param_scheduler = [
+        dict(type='LinearLR', start_factor=0.01, by_epoch=False, begin=0, end=50),
+        dict(type='CosineAnnealingLR', by_epoch=False, begin=0, end=iterations),
+    ]
+    cfg.default_hooks.checkpoint = dict(
+        type='CheckpointHook', by_epoch=False, interval=iterations, save_optimizer=False
+    )
+    cfg.log_processor = dict(type='LogProcessor', by_epoch=False)
+    cfg.randomness = dict(seed=seed)
+    return cfg
+
+
+class Run:
+    """The models of one task and seed."""
+
+    def __init__(self, task: str, seed: int, args: argparse.Namespace) -> None:
+        self.task, self.seed, self.args = TASKS[task], seed, args
+        self.folder = Path(args.work_dir) / f'{task}_{seed}'
+        self.config = config_path(self.task.config)
+
+    def write(self, what: str, form: str, metrics: dict[str, float]) -> None:
+        row = dict(what=what, model=self.task.name, form=form, run=f'seed {self.seed}')
+        append(self.args.out, row, metrics)
+
+    def test(
+        self, name: str, cfg: Config, checkpoint: str, deploy: bool = False
+    ) -> dict[str, float]:
+        """The metrics of a model, in percent."""
+        found, _ = test(cfg, checkpoint, deploy, str(self.folder / 'test' / name))
+        # A detector that finds nothing has no metric.
+        keys = [key for key in METRICS if key in found] or ['coco/bbox_mAP']
+        return {METRICS[key][0]: METRICS[key][1] * float(found.get(key, 0)) for key in keys}
+
+    def load(self) -> Config:
+        return load_config(self.config, self.args.cfg_options)
+
+    @functools.cached_property
+    def original(self) -> str:
+        """Path of the original's weights, which are trained unless they are there."""
+        folder = self.folder / 'original'
+        if (folder / 'last_checkpoint').exists():
+            return find_latest_checkpoint(str(folder))
+        cfg = schedule(self.load(), round(self.task.epoch * self.task.epochs), self.seed)
+        if self.task.start:
+            cfg.load_from = Run(self.task.start, self.seed, self.args).original
+        return train(cfg, str(folder))
+
+    def convert(self, name: str, **shares) -> tuple[Config, str]:
+        """The config and the checkpoint of a conversion of the original."""
+        out = self.folder / f'{name}.pth'
+        options = self.args.cfg_options
+        result = convert_checkpoint(
+            self.config, self.original, str(out), cfg_options=options, **shares
+        )
+        return load_config(result['config']), str(out)
+
+    def heads(self) -> None:
+        what = 'channels and heads'
+        self.write(what, 'original', self.test('original', self.load(), self.original))
+        for i, (form, shares) in enumerate(HEADS.items()):
+            self.write(what, form, self.test(f'heads_{i}', *self.convert(f'heads_{i}', **shares)))
+
+    def more(self, way: str) -> None:
+        """Train on for half an epoch and one, and test before and after that."""
+        if way == 'idle':
+            structure = dict(type='ChannelIdle', idle_ratio=IDLE_RATIO)
+            cfg = self.load()
+            cfg.model = restructured(cfg.model, structure)
+            cfg.model.init_cfg = dict(type='Pretrained', checkpoint=self.original)
+            checkpoint = None
+        elif way == 'converted':
+            cfg, checkpoint = self.convert('converted', keep=KEEP)
+        else:
+            cfg, checkpoint = self.load(), self.original
+        cfg.optim_wrapper.optimizer.lr = LEARNING_RATE
+        for name, epochs in MORE.items():
+            trained = checkpoint
+            if epochs:
+                schedule(cfg, round(self.task.epoch * epochs), self.seed)
+                cfg.load_from = checkpoint
+                trained = train(cfg, str(self.folder / way / name.replace(' ', '_')))
+            if trained:  # the statistics of filled forms are those of a fresh BatchNorm
+                metrics = self.test(f'{way}_{10 * epochs:g}', cfg, trained, way == 'idle')
+                self.write('fine-tuned', WAYS[way], {name: next(iter(metrics.values()))})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument('--task', choices=TASKS, required=True)
+    parser.add_argument('--seeds', type=int, nargs='*', default=[0, 1, 2])
+    parser.add_argument('--ways', choices=('heads', *WAYS), nargs='*', default=['heads', *WAYS])
+    parser.add_argument('--work-dir', default='work_dirs/narrower')
+    parser.add_argument('--out', default='work_dirs/narrower.csv')
+    parser.add_argument('--cfg-options', nargs='+', action=DictAction, default={})
+    args = parser.parse_args()
+    for seed in args.seeds:
+        run = Run(args.task, seed, args)
+        print(run.original)
+        for way in args.ways:
+            run.heads() if way == 'heads' else run.more(way)
+
+
+if __name__ == '__main__':
+    main()
