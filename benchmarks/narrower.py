@@ -67,7 +67,7 @@ LEARNING_RATE = 1e-4  # of more training, a tenth of the first
 
 def schedule(cfg: Config, iterations: int, seed: int) -> Config:
     """Set a training without validation: a warm-up of 50 iterations, then a cosine."""
-    cfg.train_cfg = dict(type='IterBasedTrainLoop', max_iters=iterations, val_interval=10**9)
+    cfg.train_cfg = dict(type='IterBasedTrainLoop', max_iters=iterations, val_begin=10**9)
     cfg.param_scheduler = [
         dict(type='LinearLR', start_factor=0.01, by_epoch=False, begin=0, end=50),
         dict(type='CosineAnnealingLR', by_epoch=False, begin=0, end=iterations),

@@ -151,6 +151,8 @@ def tables() -> dict[str, str]:
     lines += of(fitted, model=detectors, method=methods, keep=keeps)
     swins = [f'{model} Swin-B, {size}' for model, size in SHAPES.items()]
     swins.append('Swin-B backbone, 8×224×224')
+    on_gpu = [f'{model} Swin-B, 8×{size}' for model, size in SHAPES.items()]
+    on_gpu.append('Swin-B backbone, 64×224×224')
     published = of("AP or mIoU, the paper's", form=('Swin-B', 'RePa-Swin-B'))
     published += of("top-1 on ImageNet, the paper's", model='Swin-B')
     merge = {'against stock, %': change(DEPLOY, STOCK), 'by the merge, %': change(DEPLOY, OURS)}
@@ -195,6 +197,21 @@ def tables() -> dict[str, str]:
             'form',
             lambda rows: mean(rows, 0),
             merge,
+        ),
+        'gpu': table(
+            sorted(
+                of('GPU latency: ', model=tuple(on_gpu), form=(STOCK, OURS, DEPLOY)),
+                key=lambda row: (on_gpu.index(row['model']), row['of'] != 'float32'),
+            ),
+            'model of',
+            'form',
+            lambda rows: mean(rows, 0),
+            merge,
+        ),
+        'gpu-training': table(
+            sorted(of('GPU training step: '), key=lambda row: row['model'], reverse=True),
+            'model form',
+            'of',
         ),
         'paper': table(of("the paper's table 2: "), 'model', 'form'),
         'training': table(of('training step: '), 'model form', 'of'),

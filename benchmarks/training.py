@@ -24,15 +24,7 @@ from benchmarks.shares import add_arguments
 from repa_mm.config import load_config
 from repa_mm.reparam import ChannelIdleFFN, reparameterize, set_training_path_
 from repa_mm.timing import compare, measure, show, show_machine
-from repa_mm.variants import (
-    DEPLOY,
-    STOCK,
-    autocasting,
-    build,
-    latency_rows,
-    noise,
-    synthetic_batch,
-)
+from repa_mm.variants import DEPLOY, STOCK, autocasting, build, latency_rows, noise, synthetic_batch
 
 DEVICE = 'cuda' if torch.cuda.is_available() else 'cpu'
 PATHS = 'literal', 'folded', 'auto'

@@ -101,7 +101,7 @@ def _sums(found: BaseDataElement, expected: BaseDataElement) -> tuple:
 
 def _segments(panoptic: torch.Tensor) -> InstanceData:
     """Return the segments of a map (1, H, W), in MMDetection's encoding, as objects."""
-    from mmdet.structures import INSTANCE_OFFSET
+    from mmdet.evaluation import INSTANCE_OFFSET
 
     found = panoptic.unique()
     found = found[: len(found) if len(found) > 1 else 0]  # one segment: nothing is found

@@ -310,7 +310,7 @@ class Masks(nn.Module):
 
     def _panoptic(self, classes, masks):
         """Return maps from the probabilities of classes (B, N, C + 1) and masks (B, N, H, W)."""
-        from mmdet.structures import INSTANCE_OFFSET
+        from mmdet.evaluation import INSTANCE_OFFSET
 
         scores, labels = classes.max(-1)
         nothing = torch.full_like(labels, self.fusion.num_classes)

@@ -219,7 +219,7 @@ def _group(norm: nn.Module):
 
 
 def choose_path(ffn: nn.Module, num_tokens: int) -> str:
-    """Return the faster path for a number of tokens, 'folded' or 'literal'.
+    """Return the path with fewer multiply-adds for a number of tokens, 'folded' or 'literal'.
 
     Raises:
         ValueError: If ``ffn.training_path`` is 'folded' and folded training does not support the
@@ -372,8 +372,8 @@ def set_training_path_(model: nn.Module, path: str) -> nn.Module:
 
     Args:
         model (nn.Module): The model, changed in place.
-        path (str): 'auto' (the faster path for the shape), 'literal' (eq. 3 of the paper) or
-            'folded'.
+        path (str): 'auto' (the path with fewer multiply-adds), 'literal' (eq. 3 of the paper) or
+            'folded'. On a GPU, 'literal' may be faster, and needs more memory.
 
     Returns:
         nn.Module: ``model``.

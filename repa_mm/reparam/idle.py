@@ -69,8 +69,8 @@ class ChannelIdleFFN(TrainingForm):
         drop_rate (float): Dropout rate; a rate above 0 rules out folded training. Defaults to 0.
         shortcut (bool): Whether the FFN adds its input to its output. Defaults to True.
 
-    In training mode, the FFN skips computing the idle channels where that is faster, with the same
-    outputs, gradients and running statistics; see :mod:`repa_mm.reparam.folded`. The attribute
+    In training mode, the FFN skips the idle channels where that takes fewer multiply-adds, with the
+    same outputs, gradients and running statistics; see :mod:`repa_mm.reparam.folded`. The attribute
     ``training_path`` ('auto', 'literal' or 'folded') chooses the path, see
     :func:`set_training_path_`.
 

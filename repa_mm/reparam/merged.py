@@ -202,13 +202,13 @@ def fold(
         w_out, b_out = w_out * s, b_out + w_out @ t
     if layer_scale is not None:
         w_out, b_out = layer_scale[:, None] * w_out, layer_scale * b_out
-    idle_in, idle_out = w_in[num_active:], w_out[:, num_active:]
+    # The backward pass of a split is one copy, that of two slices is two copies and a sum.
+    sizes = num_active, len(w_in) - num_active
+    w_in, idle_in = w_in.split(sizes)
+    b_in, idle_b = b_in.split(sizes)
+    w_out, idle_out = w_out.split(sizes, dim=1)
     return FoldedFFN(
-        w=idle_out @ idle_in,
-        b=idle_out @ b_in[num_active:] + b_out,
-        w_in=w_in[:num_active],
-        b_in=b_in[:num_active],
-        w_out=w_out[:, :num_active],
+        w=idle_out @ idle_in, b=idle_out @ idle_b + b_out, w_in=w_in, b_in=b_in, w_out=w_out
     )
 
 
