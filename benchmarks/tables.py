@@ -230,6 +230,7 @@ def tables() -> dict[str, str]:
         'heads': table(
             heads, 'model of', 'form', against([r for r in heads if r['form'] == 'original'])
         ),
+        'narrow-files': table(of('file in OpenVINO, '), 'form', 'of'),
         'ways': table(of('fine-tuned: '), 'model form', 'of', mean),
         'dinov2': table(of(fitted, model=vit, keep=('', '0.375')), 'method', 'of'),
         'exported': table(of('times as fast as stock PyTorch: '), 'model cpu', 'of', in_brackets),
