@@ -5,7 +5,15 @@ import torch
 import repa_mm
 from repa_mm.config import load_config
 from repa_mm.reparam import has_deploy_form, has_training_form
-from repa_mm.variants import build, exported, latency_rows, noise, synthetic_batch, variants
+from repa_mm.variants import (
+    autocasting,
+    build,
+    exported,
+    latency_rows,
+    noise,
+    synthetic_batch,
+    variants,
+)
 
 PACKAGE = dict(retinanet='mmdet', mask_rcnn='mmdet', upernet='mmseg')
 
@@ -79,3 +87,15 @@ def test_rows():
     assert rows[0] == ['stock', '100.0', '20.00', '', '']
     assert rows[2][3:] == ['-40.0 % [-40.0, -40.0]', '-25.0 % [-25.0, -25.0]']
     assert latency_rows({'deploy form': times['deploy form']}, 1)[0][3:] == ['', '']
+
+
+def test_calls_under_autocast():
+    linear = torch.nn.Linear(2, 3)
+    x = torch.randn(4, 2)
+    assert autocasting(linear, None, 'cpu') is linear
+    call = autocasting(linear, 'bfloat16', 'cpu')
+    for _ in range(2):  # a context can be entered again
+        y = call(x)
+        assert y.dtype == torch.bfloat16 and linear.weight.dtype == torch.float32
+    assert not torch.is_autocast_enabled('cpu')
+    assert torch.allclose(y.float(), linear(x), atol=0.05)

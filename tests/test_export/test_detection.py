@@ -3,8 +3,10 @@
 import pytest
 import torch
 
+from repa_mm.config import build_model, load_config
 from repa_mm.export.detection import decode, suppress
 from repa_mm.export.export import to_onnx
+from repa_mm.export.whole import whole_model
 
 pytest.importorskip('onnxruntime')
 pytest.importorskip('mmdet')
@@ -60,3 +62,16 @@ def test_suppression_is_that_of_mmcv():
 def test_other_suppressions_are_refused(options):
     with pytest.raises(ValueError, match='ONNX has no such suppression'):
         suppress(torch.rand(1, 2, 4), torch.rand(1, 3, 2), dict(iou_threshold=0.5, **options), 0, 9)
+
+
+@pytest.mark.parametrize(
+    'config',
+    [
+        'guided_anchoring/ga-faster-rcnn_r50_fpn_1x_coco.py',
+        'cascade_rpn/cascade-rpn_faster-rcnn_r50-caffe_fpn_1x_coco.py',
+    ],
+)
+def test_other_proposals_are_refused(config):
+    model = build_model(load_config(f'mmdet::{config}'))
+    with pytest.raises(ValueError, match='RPNHead'):
+        whole_model(model)

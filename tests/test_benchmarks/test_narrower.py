@@ -1,0 +1,53 @@
+"""Small trained models after a conversion and after more training, on a handful of scenes."""
+
+import copy
+import sys
+
+import pytest
+
+pytest.importorskip('mmdet')
+pytest.importorskip('sklearn')
+
+from benchmarks import narrower, tables  # noqa: E402
+from repa_mm.demo import run  # noqa: E402
+from repa_mm.demo.dataset import write_digit_scenes  # noqa: E402
+
+SMALL = (
+    'model.backbone.arch.depths=[1,1,1,1]',
+    'model.backbone.arch.embed_dims=24',
+    'model.neck.in_channels=[48,96,192]',
+    'train_dataloader.batch_size=4',
+)
+
+
+def test_narrower(tmp_path, monkeypatch):
+    """One row for each form; the original is trained once, and its weights start the others."""
+    monkeypatch.chdir(tmp_path)
+    write_digit_scenes('data/demo', num_train=8, num_val=4)
+    digits = narrower.TASKS['digits']._replace(epoch=2, epochs=1)
+    monkeypatch.setitem(narrower.TASKS, 'digits', digits)
+    trained = []
+
+    def train(cfg, folder):
+        trained.append(copy.deepcopy(cfg))  # a training of another length changes it
+        return run.train(cfg, folder)
+
+    monkeypatch.setattr(narrower, 'train', train)
+    command = ['narrower', '--task', 'digits', '--seeds', '3', '--out', 'found.csv']
+    monkeypatch.setattr(sys, 'argv', [*command, '--cfg-options', *SMALL])
+    narrower.main()
+
+    rows = tables.read('found.csv')
+    found = {(row['what'], row['form']) for row in rows}
+    expected = {('channels and heads: box AP', form) for form in ('original', *narrower.HEADS)}
+    for way, form in narrower.WAYS.items():
+        names = list(narrower.MORE)[way == 'idle' :]
+        expected |= {(f'fine-tuned: {name}', form) for name in names}
+    assert found == expected and len(rows) == len(expected)
+    assert {row['run'] for row in rows} == {'seed 3'}
+
+    original = narrower.Run('digits', 3, narrower.argparse.Namespace(work_dir='work_dirs/narrower'))
+    assert [cfg.train_cfg.max_iters for cfg in trained] == [2] + 3 * [1, 2]
+    starts = [cfg.load_from or cfg.model.get('init_cfg', {}).get('checkpoint') for cfg in trained]
+    assert starts[0] is None and starts[1:3] == starts[5:] == 2 * [original.original]
+    assert all(start.endswith('converted.pth') for start in starts[3:5])
