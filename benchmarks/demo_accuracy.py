@@ -1,13 +1,12 @@
-"""Accuracy of the demo's models over seeds: vanilla, RePa from scratch, converted, fine-tuned.
+"""Accuracy of the demo's models over seeds, vanilla and as RePaFormers.
 
-For each seed the vanilla model is trained, converted without labels, and fine-tuned for one more
-epoch; so are the converted ones, and the RePa model is trained from scratch. RePa models are tested
-in their deploy form. The data set is ``data/demo`` of the current folder::
+For each seed both models are trained from scratch. RePa models are tested in their deploy form. The
+data set is ``data/demo`` of the current folder::
 
     python -m benchmarks.demo_accuracy --task retinanet --seeds 0 1 2
 
 With ``--structures`` the vanilla model and one of each structure of :data:`STRUCTURES` are trained
-from scratch instead.
+instead.
 
 Results are appended to a file with the columns of results.csv. A table of its rows comes at the
 end.
@@ -23,7 +22,6 @@ from benchmarks.compare import METRICS, append
 from benchmarks.tables import Row, difference, grouped, listed, read, table
 from repa_mm import config_path
 from repa_mm.config import load_config
-from repa_mm.convert.pretrained import convert_checkpoint
 from repa_mm.demo.dataset import write_digit_scenes
 from repa_mm.demo.run import test, train
 
@@ -34,7 +32,6 @@ TASKS = {
     'mask_rcnn': ('Mask R-CNN, digits', ['coco/bbox_mAP', 'coco/segm_mAP']),
     'upernet': ('UperNet, digits', ['mIoU']),
 }
-ONE_MORE = ', one more epoch'
 # Channel idle, and what it deploys, trained as it is: the ablation of table 5 of the ICML paper.
 STRUCTURES = {
     'channel idle': dict(type='ChannelIdle'),
@@ -52,13 +49,12 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument('--epochs', type=int, help="of the trainings (default: the config's own)")
     parser.add_argument('--work-dir', default='work_dirs/demo_accuracy')
     parser.add_argument('--out', default='work_dirs/demo_accuracy.csv')
-    parser.add_argument('--keep', type=float, nargs='*', default=[0.375, 0.2])
     parser.add_argument('--structures', action='store_true', help='the ablation of structures')
     parser.add_argument('--cfg-options', nargs='+', action=DictAction, default={})
     return parser.parse_args()
 
 
-def options(task: str, seed: int, epochs: int | None = None, lr: float | None = None) -> dict:
+def options(task: str, seed: int, epochs: int | None = None) -> dict:
     """Settings of a training without a validation."""
     found = {'randomness.seed': seed, 'train_cfg.val_begin': 10**9}
     if epochs and task == 'upernet':
@@ -66,7 +62,7 @@ def options(task: str, seed: int, epochs: int | None = None, lr: float | None = 
         found.update(dict.fromkeys(keys, epochs * EPOCH))
     elif epochs:
         found.update(dict.fromkeys(('train_cfg.max_epochs', 'param_scheduler.1.end'), epochs))
-    return {**found, 'optim_wrapper.optimizer.lr': lr} if lr else found
+    return found
 
 
 def run(args: argparse.Namespace, seed: int, folder: Path) -> None:
@@ -83,9 +79,8 @@ def run(args: argparse.Namespace, seed: int, folder: Path) -> None:
             cfg.model.backbone = backbone
         return cfg
 
-    def trained(name: str, config: str, checkpoint: str | None = None, **settings) -> str:
-        cfg = load(name, config, **options(args.task, seed, **settings))
-        cfg.load_from = checkpoint
+    def trained(name: str, config: str) -> str:
+        cfg = load(name, config, **options(args.task, seed, args.epochs))
         return train(cfg, str(folder / name))
 
     def tested(name: str, config: str, checkpoint: str, deploy: bool = True) -> None:
@@ -97,24 +92,10 @@ def run(args: argparse.Namespace, seed: int, folder: Path) -> None:
         what = f'after {args.epochs or "all"} epochs' + ', by structure' * args.structures
         append(args.out, dict(what=what, model=model, form=name, run=f'seed {seed}'), known)
 
-    def tuned(name: str, config: str, checkpoint: str, deploy: bool = True) -> None:
-        more = trained(name + ONE_MORE, config, checkpoint, epochs=1, lr=1e-4)
-        tested(name + ONE_MORE, config, more, deploy)
-
-    checkpoint = trained('vanilla', vanilla, epochs=args.epochs)
-    tested('vanilla', vanilla, checkpoint, False)
-    if args.structures:
-        for name in STRUCTURES:
-            tested(name, vanilla, trained(name, vanilla, epochs=args.epochs))
-        return
-    tested('RePa', repa, trained('RePa', repa, epochs=args.epochs))
-    tuned('vanilla', vanilla, checkpoint, False)
-    for keep in args.keep:
-        out = folder / f'keep_{round(1000 * keep)}.pth'  # no dot in the name of a config
-        convert_checkpoint(vanilla, checkpoint, str(out), keep, cfg_options=args.cfg_options)
-        name, config = f'converted, {keep:g}', str(out.with_suffix('.py'))
-        tested(name, config, str(out), False)
-        tuned(name, config, str(out), False)
+    tested('vanilla', vanilla, trained('vanilla', vanilla), False)
+    for name in STRUCTURES if args.structures else ['RePa']:
+        config = vanilla if args.structures else repa
+        tested(name, config, trained(name, config))
 
 
 def main() -> None:
@@ -127,8 +108,7 @@ def main() -> None:
 
     def minus(rows: list[Row]) -> str:
         row = rows[0]
-        reference = 'vanilla' + ONE_MORE * row['form'].endswith(ONE_MORE)
-        return difference(rows, base[row['what'], row['model'], reference])
+        return difference(rows, base[row['what'], row['model'], 'vanilla'])
 
     extra = {'by seed': listed, 'minus vanilla of the same seed': minus}
     print(table(rows, 'model what form', extra=extra))
