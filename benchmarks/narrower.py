@@ -10,9 +10,10 @@ The data are those of ``tools/demo.py --task data`` and :mod:`benchmarks.objects
 
     python -m benchmarks.narrower --task clothes --seeds 0 1 2
     python -m benchmarks.narrower --task digits --seeds 0 1 2
-    python -m benchmarks.narrower --task mask_rcnn --seeds 0 1 2 --ways heads    # after digits
+    python -m benchmarks.narrower --task mask_rcnn --seeds 0 1 2 --ways heads    # or upernet
 
-Results are appended to a file with the columns of results.csv. Trained models are used again.
+Results are appended to a file with the columns of results.csv. Originals in the work
+folder are used again.
 """
 
 import argparse

@@ -17,7 +17,7 @@ from repa_mm.reparam import Form, has_training_form, outermost, reparameterize_
 from repa_mm.timing import change
 
 STOCK, OURS, DEPLOY, MODEL = 'stock', 'stock with our parts', 'deploy form', 'model'
-COLUMNS = 'model', 'ms', 'images/s', 'against stock', 'against our parts'
+COLUMNS = 'model', 'ms', 'images/s', 'against {}', 'against our parts'
 
 
 def build(cfg: Config, checkpoint: str | None = None) -> nn.Module:
@@ -166,9 +166,9 @@ def exported(name: str, shape: tuple[int, int], batch_size: int) -> Callable:
 def latency_rows(times: dict[str, np.ndarray], batch_size: int) -> list[list[str]]:
     """Return table rows with the columns :data:`COLUMNS`.
 
-    The column 'against stock' compares each model with the first one. The column 'against our
-    parts' compares the model of the config with the stock model with our parts: it has what the
-    merge gains, or narrower parts.
+    The column 'against {}' compares each model with the first one, whose name belongs there. The
+    column 'against our parts' compares the model of the config with the stock model with our parts:
+    it has what the merge gains, or narrower parts.
     """
     rows = []
     first = next(iter(times))

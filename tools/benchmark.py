@@ -38,7 +38,9 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument('config', help='config of the model')
     parser.add_argument('checkpoint', nargs='?', help='checkpoint of the model, in either form')
-    parser.add_argument('--baseline', metavar='CONFIG', help='config of the stock model')
+    parser.add_argument(
+        '--baseline', metavar='CONFIG', help='config of the stock model, with random weights'
+    )
     parser.add_argument(
         '--part',
         choices=('predict', 'backbone'),
@@ -105,10 +107,11 @@ def main() -> None:
     for file in args.exported:
         calls[file] = exported(file, shape, args.batch_size)
     rows = latency_rows(measure(calls, argument, args.repeats), args.batch_size)
+    columns = [column.format(next(iter(calls))) for column in COLUMNS]
     size = 'x'.join(map(str, (args.batch_size, 3, *shape)))
     how = [args.config, args.part, size, args.amp or 'float32', *args.compile * ['compiled']]
     title = f'{", ".join(how)}, medians of {args.repeats} turns [95 %]'
-    show(title, COLUMNS, rows)
+    show(title, columns, rows)
 
 
 if __name__ == '__main__':

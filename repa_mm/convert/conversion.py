@@ -1,4 +1,4 @@
-"""Narrowing the FFNs of a pretrained model."""
+"""Narrowing the FFNs and attention heads of a pretrained model."""
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence

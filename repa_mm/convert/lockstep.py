@@ -105,7 +105,8 @@ def in_lockstep(
             if where[0] in met:
                 raise ValueError(
                     f'{where[0].name!r} runs more than once in a forward pass, but can '
-                    'be fitted to one of its inputs only: give None for this block in keep'
+                    'be fitted to one of its inputs only: give None for this block in keep '
+                    '(in qk_keep and v_keep for attention)'
                 )
             met.append(where[0])
             pairs = zip(passes[:: len(roles)], passes[len(roles) - 1 :: len(roles)])

@@ -1,4 +1,4 @@
-"""Narrowing the FFNs of a trained checkpoint, and of its config."""
+"""Narrowing the FFNs and attention heads of a trained checkpoint, and of its config."""
 
 import copy
 import inspect
@@ -81,9 +81,9 @@ def convert_checkpoint(
     skip_unsupported: bool = False,
     progress: Callable[[BlockReport, int], None] | None = None,
 ) -> dict:
-    """Narrow FFNs and heads in the backbone and encoder of a trained model, without labels.
+    """Narrow FFNs of the backbone and encoder, and attention heads of the backbone, without labels.
 
-    The neck and the model's heads stay as they are. Channel-idle FFNs merge first. A config is
+    The neck and the detection heads stay as they are. Channel-idle FFNs merge first. A config is
     written beside the checkpoint, so that both are ready for tests and training. The codebase loads
     them without this package if its config can express the widths of the FFNs.
 
