@@ -1,6 +1,7 @@
 """Narrowing the FFNs and attention heads of a pretrained model."""
 
 import copy
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -72,6 +73,11 @@ class ConversionReport:
         return {block.name: block.after for block in self.blocks if block.changed}
 
     @property
+    def share(self) -> float:
+        """Share of the multiply-adds of these blocks that is left."""
+        return sum(b.narrow_gmacs for b in self.blocks) / sum(b.gmacs for b in self.blocks)
+
+    @property
     def warnings(self) -> list[str]:
         """Warnings about all blocks, each with the name of its block."""
         return [f'{block.name}: {text}' for block in self.blocks for text in block.warnings]
@@ -134,9 +140,11 @@ def convert_pretrained(
             stays, rounded to a multiple of 4: one for all blocks, or one per block with a known
             attention. 'auto' leaves out 0.3 % of the energy of each block's logits. Defaults to 1.
         v_keep (float | Sequence | str): The same for the values. Defaults to 1.
-        budget (float, optional): Share of the multiply-adds of all blocks, FFNs and attention, that
-            stays, in (0, 1]. It takes the place of ``keep``, ``qk_keep`` and ``v_keep``: channels
-            and dimensions of all blocks compete, see :mod:`repa_mm.convert.budget`. Blocks whose
+        budget (float, optional): Share of the multiply-adds of all parts that can be narrowed, FFNs
+            and attention, that stays, in (0, 1]. It takes the place of ``keep``, ``qk_keep`` and
+            ``v_keep``: channels and dimensions of all blocks compete, see
+            :mod:`repa_mm.convert.budget`. FFNs keep at least 3 % of their channels, heads at least
+            4 dimensions; a budget below that gives these sizes, with a warning. Blocks whose
             attention is not known narrow their FFNs alone. Defaults to None.
         where (str, optional): Name of the module whose blocks are converted, as for
             :func:`~repa_mm.models.sites.ffn_sites`. Defaults to all modules except decoder layers.
@@ -200,7 +208,12 @@ def convert_pretrained(
     changes = differences(expected, run_batches(after, held_out), has_channels_first(result))
     for module, mode in modes.items():
         module.training = mode
-    return result, ConversionReport(fit.rows, plan.skipped, changes)
+    report = ConversionReport(fit.rows, plan.skipped, changes)
+    if budget is not None and report.share > budget + 0.005:
+        warnings.warn(
+            f'the budget is {budget:g}, and {report.share:.3f} is the least that these blocks allow'
+        )
+    return result, report
 
 
 #: Number of batches from which a budget is spread; the fits see all of them.

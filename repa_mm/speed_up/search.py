@@ -179,7 +179,8 @@ class Search:
 
     def fit(self, budget: float) -> Candidate | None:
         """Return the narrower model of a budget, or None if there can be none."""
-        budget = round(budget, 2)
+        # The least that the sizes of an earlier fit allowed, if its budget was below.
+        budget = round(max(budget, self.results.get('least', 0.0)), 2)
         name = percent_name(budget)
         if name not in self.candidates and not self.results.get('cannot_narrow'):
             out = osp.join(self.folder, f'{100 * budget:.0f}.pth')
@@ -197,8 +198,9 @@ class Search:
                     print(text, file=screen, flush=True)
 
             def work() -> None:
+                nonlocal name
                 try:
-                    convert_checkpoint(
+                    result = convert_checkpoint(
                         self.base.config, self.base.checkpoint, out, budget=budget,
                         images=self.images, num_images=self.fit_images, progress=progress,
                         device='cpu',
@@ -207,7 +209,11 @@ class Search:
                     self.results['cannot_narrow'] = str(error)
                     return
                 config = f'{osp.splitext(out)[0]}.py'
-                found = Candidate(name, config, out, budget, blocks)
+                left = max(budget, round(result['report'].share, 2))
+                if left > budget:
+                    self.results['least'] = left
+                    name = percent_name(left)
+                found = Candidate(name, config, out, left, blocks)
                 self.candidates[name] = found
                 self.results['candidates'][name] = asdict(found)
 
@@ -419,7 +425,7 @@ class Search:
                 self.test(candidate, kind)
                 if ratio <= latency:
                     return
-                if budget <= LEAST:
+                if budget <= LEAST or candidate.budget > budget:
                     break
                 budget = max(LEAST, budget * min(0.95, latency / ratio))
 

@@ -251,10 +251,12 @@ def test_budget(case, pretrained):
         narrow, report = repa_mm.convert_pretrained(
             model, images, budget=budget, held_out=images[:1]
         )
-        share = sum(b.narrow_gmacs for b in report.blocks) / sum(b.gmacs for b in report.blocks)
-        assert 0.9 * budget < share <= budget
+        assert 0.9 * budget < report.share <= budget
         changes.append(sum(report.differences))
     assert changes[0] < changes[1]
+    with pytest.warns(UserWarning, match=r'budget is 0.01, and 0\.\d+ is the least'):
+        _, report = repa_mm.convert_pretrained(model, images, budget=0.01)
+    assert report.share > 0.03
     with pytest.raises(ValueError, match='budget must be a share in'):
         repa_mm.convert_pretrained(model, images, budget=40)
 

@@ -202,6 +202,24 @@ def test_a_latency_is_searched_without_fits(folder, monkeypatch):
     assert chosen_of(run(latency=0.4))['candidate'] == 'faster parts' and len(fits) == 1
 
 
+def test_budgets_below_the_least_are_one_candidate(folder, monkeypatch):
+    """A candidate is named by what is left of it, not by what was asked for."""
+    fits = []
+    convert = search.convert_checkpoint
+
+    def recorded(*args, **kwargs):
+        result = convert(*args, **kwargs)
+        fits.append(result['report'].share)
+        return result
+
+    monkeypatch.setattr(search, 'convert_checkpoint', recorded)
+    rows = run(budgets=[0.02, 0.01])
+    (least,) = fits
+    narrow = {row['candidate'] for row in rows if row['candidate'].endswith('%')}
+    assert least > 0.03 and narrow == {f'{100 * least:.0f} %'}
+    assert {row['budget'] for row in rows if row['candidate'] in narrow} == {round(least, 2)}
+
+
 def test_an_export_that_fails_leaves_the_other_formats(folder, monkeypatch, capsys):
     def fail(*args, **kwargs):
         raise RuntimeError('an unknown operator')
