@@ -72,9 +72,6 @@ def parse_args() -> argparse.Namespace:
         help='run PyTorch under autocast to this type, as a test with `test_cfg.fp16=True` does',
     )
     parser.add_argument(
-        '--compile', action='store_true', help='compile the backbones with torch.compile'
-    )
-    parser.add_argument(
         '--cfg-options', nargs='+', action=DictAction, help='override the config: key=value ...'
     )
     return parser.parse_args()
@@ -90,9 +87,6 @@ def main() -> None:
     baseline = load_config(args.baseline) if args.baseline else None
     models = variants(cfg, args.checkpoint, baseline)
     models = {name: model.to(args.device) for name, model in models.items()}
-    if args.compile:
-        for model in models.values():
-            model.backbone.compile()
     if args.part == 'backbone':
         calls = {name: model.backbone for name, model in models.items()}
         argument = noise(shape, args.batch_size).to(args.device)
@@ -109,8 +103,8 @@ def main() -> None:
     rows = latency_rows(measure(calls, argument, args.repeats), args.batch_size)
     columns = [column.format(next(iter(calls))) for column in COLUMNS]
     size = 'x'.join(map(str, (args.batch_size, 3, *shape)))
-    how = [args.config, args.part, size, args.amp or 'float32', *args.compile * ['compiled']]
-    title = f'{", ".join(how)}, medians of {args.repeats} turns [95 %]'
+    how = f'{args.config}, {args.part}, {size}, {args.amp or "float32"}'
+    title = f'{how}, medians of {args.repeats} turns [95 %]'
     show(title, columns, rows)
 
 
