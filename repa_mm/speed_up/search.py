@@ -369,8 +369,7 @@ class Search:
             meets_it = keeps(probe, candidate)
             low, high = (low, budget) if meets_it else (budget, high)
             kept = [candidate, *kept] if meets_it else kept  # the narrowest first
-            sizes = [[block['after'] for block in c.blocks] for c in self.candidates.values()]
-            if meets_it and sizes.count([block['after'] for block in candidate.blocks]) > 1:
+            if meets_it and candidate.budget > round(budget, 2):
                 break  # as narrow as it can be
         for candidate in kept:
             if keeps(kind, candidate):
@@ -425,7 +424,7 @@ class Search:
                 self.test(candidate, kind)
                 if ratio <= latency:
                     return
-                if budget <= LEAST or candidate.budget > budget:
+                if budget <= LEAST or candidate.budget > round(budget, 2):
                     break
                 budget = max(LEAST, budget * min(0.95, latency / ratio))
 
