@@ -65,7 +65,7 @@ demo: env
 	@touch $@
 
 docs: .venv-docs/ready
-	PYTHONPATH=$(CURDIR)/.venv-docs .venv/bin/python -m sphinx --fail-on-warning --keep-going \
+	PYTHONPATH=$(CURDIR)/.venv-docs:$(CURDIR) .venv/bin/python -m sphinx --fail-on-warning --keep-going \
 	-c docs . build/site $(ARGS)
 
 # ruff alone, as the requirements pin it.
@@ -92,7 +92,7 @@ test-openmmlab: env-openmmlab
 
 clean:
 	rm -rf build dist repa_mm.egg-info .pytest_cache .hypothesis .ruff_cache
-	find repa_mm benchmarks configs projects tools tests -name __pycache__ -prune -exec rm -rf {} +
+	find repa_mm benchmarks configs demo projects tools tests -name __pycache__ -prune -exec rm -rf {} +
 
 distclean: clean
 	rm -rf .venv .venv-docs .venv-lint .venv-openmmlab repa_mm/.mim

@@ -11,7 +11,8 @@ from setuptools.command.develop import develop
 ROOT = osp.dirname(osp.abspath(__file__))
 # MIM (`mim train`, `mim download`, ...) looks for these in <package>/.mim.
 MIM_FILES = ('configs', 'tools', 'model-index.yml')
-NOT_PACKED = shutil.ignore_patterns('__pycache__', '*.py[co]', '.*')
+# demo.py runs demo/, which is not in the wheel.
+NOT_PACKED = shutil.ignore_patterns('__pycache__', '*.py[co]', '.*', 'demo.py')
 
 
 def read(*parts):

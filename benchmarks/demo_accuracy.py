@@ -20,10 +20,10 @@ from mmengine.config import Config, DictAction
 import projects.linear_path  # noqa: F401
 from benchmarks.compare import METRICS, append
 from benchmarks.tables import Row, difference, grouped, listed, read, table
+from demo.dataset import write_digit_scenes
+from demo.run import test, train
 from repa_mm import config_path
 from repa_mm.config import load_config
-from repa_mm.demo.dataset import write_digit_scenes
-from repa_mm.demo.run import test, train
 
 EPOCH = 150  # iterations: 1200 scenes in batches of 8
 # For each task its name in results.csv, and the keys of its metrics.

@@ -25,10 +25,10 @@ from mmengine.config import Config, DictAction
 from mmengine.runner import find_latest_checkpoint
 
 from benchmarks.compare import METRICS, append
+from demo.run import test, train
 from repa_mm import config_path
 from repa_mm.config import load_config
 from repa_mm.convert.pretrained import convert_checkpoint, restructured
-from repa_mm.demo.run import test, train
 
 
 class Task(NamedTuple):

@@ -23,7 +23,7 @@ from typing import Any
 import cv2
 import numpy as np
 
-from repa_mm.demo.dataset import Rng, compose_scene, upsample, write_scenes
+from demo.dataset import Rng, compose_scene, upsample, write_scenes
 
 # In the order of the labels.
 CLOTHES = (

@@ -9,8 +9,8 @@ pytest.importorskip('mmdet')
 pytest.importorskip('sklearn')
 
 from benchmarks import narrower, tables  # noqa: E402
-from repa_mm.demo import run  # noqa: E402
-from repa_mm.demo.dataset import write_digit_scenes  # noqa: E402
+from demo import run  # noqa: E402
+from demo.dataset import write_digit_scenes  # noqa: E402
 
 SMALL = (
     'model.backbone.arch.depths=[1,1,1,1]',

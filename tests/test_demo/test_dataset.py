@@ -12,8 +12,8 @@ import pytest
 pytest.importorskip('sklearn')
 pytest.importorskip('skimage')
 
-from repa_mm.demo import dataset  # noqa: E402
-from repa_mm.demo.dataset import DIGITS, write_digit_scenes  # noqa: E402
+from demo import dataset  # noqa: E402
+from demo.dataset import DIGITS, write_digit_scenes  # noqa: E402
 
 SIX = dict(num_train=6, num_val=6)
 

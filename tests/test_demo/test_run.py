@@ -10,10 +10,10 @@ pytest.importorskip('mmdet')
 pytest.importorskip('sklearn')
 pytest.importorskip('skimage')
 
+from demo import run  # noqa: E402
+from demo.dataset import write_digit_scenes  # noqa: E402
 from repa_mm import config_path  # noqa: E402
 from repa_mm.config import build_model, load_config  # noqa: E402
-from repa_mm.demo import run  # noqa: E402
-from repa_mm.demo.dataset import write_digit_scenes  # noqa: E402
 
 # One block for each stage.
 SMALL = {'model.backbone.arch.depths': [1, 1, 1, 1]}

@@ -87,7 +87,7 @@ def write_scenes(folder):
     """A folder with a few scenes of digits where the demo configs look."""
     pytest.importorskip('sklearn')
     pytest.importorskip('skimage')
-    from repa_mm.demo.dataset import write_digit_scenes
+    from demo.dataset import write_digit_scenes
 
     write_digit_scenes(str(folder / 'data/demo'), num_train=4, num_val=4, size=160)
     return folder

@@ -16,9 +16,9 @@ from mmengine.config import Config, DictAction
 from mmengine.registry import VISUALIZERS
 from mmengine.runner import Runner, find_latest_checkpoint
 
+from demo.dataset import write_digit_scenes
 from repa_mm.complexity import count
 from repa_mm.config import load_config
-from repa_mm.demo.dataset import write_digit_scenes
 from repa_mm.features import relative_error
 from repa_mm.paths import config_path
 from repa_mm.reparam import reparameterize
