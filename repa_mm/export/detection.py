@@ -10,10 +10,13 @@ from collections.abc import Iterable
 
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 from torchvision.ops import roi_align
 
 # The score of rows without an object.
 NONE = -1.0
+# More boxes than there are.
+ALL = 2**30
 
 
 class _NonMaxSuppression(torch.autograd.Function):
@@ -58,8 +61,9 @@ def suppress(
     Args:
         boxes (torch.Tensor): Boxes (G, N, 4) in G groups.
         scores (torch.Tensor): Scores (G, C, N) for C classes.
-        nms (dict): MMDetection's ``nms`` config. A box is removed if its IoU with a better box is
-            larger than the ``iou_threshold``.
+        nms (dict): Arguments of mmcv's ``batched_nms``. A box is removed if its IoU with a better
+            box is larger than the ``iou_threshold``, or ``iou_thr``. With an ``offset`` of 1, boxes
+            are a pixel wider and higher.
         score_threshold (float): Boxes with scores up to this threshold are removed.
         count (int): Maximum number of boxes to keep in a group and class.
 
@@ -70,9 +74,19 @@ def suppress(
         ValueError: If ``nms`` asks for another kind of suppression. Comparing predictions may not
             reveal the difference, if few boxes overlap.
     """
-    if nms.get('type', 'nms') != 'nms' or nms.get('class_agnostic'):
-        raise ValueError(f'ONNX has no such suppression of boxes: {dict(nms)}')
-    args = float(nms['iou_threshold']), float(score_threshold), int(count)
+    asked = dict(nms or {})
+    asked.pop('split_thr', None)  # which saves memory, and changes no result
+    offset = asked.pop('offset', 0)
+    iou_threshold = asked.pop('iou_threshold' if 'iou_threshold' in asked else 'iou_thr', None)
+    usual = dict(type='nms', class_agnostic=False, score_threshold=0, max_num=-1)
+    unknown = [f'{name}={value!r}' for name, value in asked.items() if usual.get(name) != value]
+    if unknown or iou_threshold is None:
+        raise ValueError(
+            f'the export has no suppression of boxes with {", ".join(unknown) or "no iou_threshold"}'
+            f': change nms={nms} in the model\'s test_cfg'
+        )
+    boxes = torch.cat([boxes[..., :2], boxes[..., 2:] + offset], -1) if offset else boxes
+    args = float(iou_threshold), float(score_threshold), int(count)
     group, label, box = _NonMaxSuppression.apply(boxes, scores, *args).unbind(1)
     return torch.full_like(scores, NONE).index_put((group, label, box), scores[group, label, box])
 
@@ -115,8 +129,8 @@ def candidates(
     Args:
         head (nn.Module): A head that predicts as ``BaseDenseHead`` does, with a centerness or
             another factor of the scores (ATSS, FCOS) or without, or a ``GFLHead``.
-        cfg (dict): The head's ``test_cfg``, with ``nms_pre``. Scores that are not above its
-            ``score_thr``, before they are multiplied by a factor, become 0.
+        cfg (dict): The head's ``test_cfg``. Scores that are not above its ``score_thr``, before
+            they are multiplied by a factor, become 0. Without ``nms_pre`` all boxes are returned.
         features (tuple): Feature maps of all levels.
         size (torch.Tensor): As for :func:`decode`.
 
@@ -135,12 +149,15 @@ def candidates(
         if not head.use_sigmoid_cls:
             scores = scores.softmax(-1)[..., :-1]
         num_classes = head.cls_out_channels - (not head.use_sigmoid_cls)
-        scores, index = best(scores.flatten(1), cfg['nms_pre'])
+        nms_pre = cfg.get('nms_pre', -1)
+        scores, index = best(scores.flatten(1), nms_pre if nms_pre >= 0 else ALL)
         if head.use_sigmoid_cls:  # after the selection, since a sigmoid keeps the order
             scores = scores.sigmoid()
         anchor = index if num_classes == 1 else index // num_classes
         if 'score_thr' in cfg:
             scores = _Threshold.apply(scores, float(cfg['score_thr']))
+        if nms_pre < 0:  # MMDetection takes the boxes before the last one, scores[:-1]
+            scores = scores * (F.pad(scores[:, 1:], (0, 1)) > 0).to(scores)
         for factor in factors:
             factor = factor.permute(0, 2, 3, 1).reshape(batch, -1).sigmoid()
             scores = scores * factor.gather(1, anchor)
@@ -236,6 +253,8 @@ class TwoStage(nn.Module):
             kind = type(self.rpn).__name__
             raise ValueError(f'a {kind} in the place of an RPNHead suppresses in another way')
         self.rpn_cfg.pop('score_thr', None)  # which RPNHead ignores
+        if self.rpn_cfg.get('nms_pre', -1) <= 0:  # all of them, unlike other heads
+            self.rpn_cfg['nms_pre'] = ALL
         self.roi, self.cfg = detector.roi_head, detector.roi_head.test_cfg
         self.outputs = ('boxes', 'scores', 'labels', *['masks'] * self.roi.with_mask)
 

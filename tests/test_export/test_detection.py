@@ -1,11 +1,16 @@
 """Boxes in operations that ONNX has."""
 
+import copy
+
 import pytest
 import torch
 
 from repa_mm.config import build_model, load_config
 from repa_mm.export.detection import decode, suppress
-from repa_mm.export.export import to_onnx
+from repa_mm.export.export import (
+    agreeing_onnx, disagreement, model_to_export, noise, resized, to_onnx,
+)
+from repa_mm.export.exported import ExportedModel
 from repa_mm.export.whole import whole_model
 
 pytest.importorskip('onnxruntime')
@@ -33,35 +38,77 @@ def test_boxes_are_decoded_as_by_the_coder():
 
 
 class Suppress(torch.nn.Module):
+    def __init__(self, nms):
+        super().__init__()
+        self.nms = nms
+
     def forward(self, boxes, scores):
-        return suppress(boxes, scores, dict(type='nms', iou_threshold=0.5), 0.1, 80)
+        return suppress(boxes, scores, self.nms, 0.1, 80)
 
 
-def test_suppression_is_that_of_mmcv():
+@pytest.mark.parametrize(
+    'nms',
+    [
+        dict(type='nms', iou_threshold=0.5),
+        dict(iou_threshold=0.5, offset=1),
+        dict(iou_thr=0.3, split_thr=10, max_num=-1),
+    ],
+)
+def test_suppression_is_that_of_mmcv(nms):
     import onnxruntime
     from mmcv.ops import batched_nms
 
     generator = torch.Generator().manual_seed(0)
-    boxes = torch.rand(1, 80, 4, generator=generator) * 40
+    boxes = torch.rand(1, 80, 4, generator=generator) * 20  # small, so that a pixel counts
     boxes[..., 2:] += boxes[..., :2]
     scores = torch.rand(1, 3, 80, generator=generator)
-    content = to_onnx(Suppress(), (boxes, scores), input_names=['boxes', 'scores'])
+    content = to_onnx(Suppress(nms), (boxes, scores), input_names=['boxes', 'scores'])
     inputs = dict(boxes=boxes.numpy(), scores=scores.numpy())
     kept = torch.from_numpy(onnxruntime.InferenceSession(content).run(None, inputs)[0])
     flat = scores.flatten()
     index = (flat > 0.1).nonzero()[:, 0]
-    found, keep = batched_nms(
-        boxes[0].repeat(3, 1)[index], flat[index], index // 80, dict(type='nms', iou_threshold=0.5)
-    )
+    found, keep = batched_nms(boxes[0].repeat(3, 1)[index], flat[index], index // 80, nms)
     expected = torch.full((240,), -1.0)
     expected[index[keep]] = found[:, 4]
     assert torch.equal(kept.flatten(), expected) and 0 < len(keep) < 240
 
 
-@pytest.mark.parametrize('options', [dict(type='soft_nms'), dict(class_agnostic=True)])
+@pytest.mark.parametrize(
+    'options',
+    [
+        dict(type='soft_nms'),
+        dict(class_agnostic=True),
+        dict(max_num=3),
+        dict(score_threshold=0.2),
+        dict(sigma=0.5),
+    ],
+)
 def test_other_suppressions_are_refused(options):
-    with pytest.raises(ValueError, match='ONNX has no such suppression'):
-        suppress(torch.rand(1, 2, 4), torch.rand(1, 3, 2), dict(iou_threshold=0.5, **options), 0, 9)
+    (name,), nms = options, dict(iou_threshold=0.5, **options)
+    with pytest.raises(ValueError, match=f'no suppression of boxes with {name}='):
+        suppress(torch.rand(1, 2, 4), torch.rand(1, 3, 2), nms, 0, 9)
+    with pytest.raises(ValueError, match='no suppression of boxes with no iou_threshold'):
+        suppress(torch.rand(1, 2, 4), torch.rand(1, 3, 2), None, 0, 9)
+
+
+@pytest.mark.parametrize('task', ['retinanet', 'mask_rcnn'])
+def test_all_candidates(task, exported):
+    """Without ``nms_pre``, or with -1, of which MMDetection's dense heads drop one a level."""
+    config, checkpoint, *_ = exported(task)
+    cfg = load_config(config)
+    model = model_to_export(cfg, checkpoint)
+    images = [resized([data], [(64, 64)]) for data in noise(cfg)]
+    if task == 'retinanet':
+        del model.bbox_head.test_cfg['nms_pre']
+        # Few candidates, so that the one counts.
+        scores = model.test_step(copy.deepcopy(images[0]))[0].pred_instances.scores
+        model.bbox_head.test_cfg['score_thr'] = float(scores[9:11].mean())
+        assert 2 < len(model.test_step(copy.deepcopy(images[0]))[0].pred_instances) < 10
+    else:
+        model.rpn_head.test_cfg['nms_pre'] = -1
+    content, _ = agreeing_onnx(model, images, (64, 64), False)
+    file = ExportedModel(content, model.data_preprocessor)
+    assert disagreement(model, file, resized(images, [(64, 64)])) == 0
 
 
 @pytest.mark.parametrize(
