@@ -1,4 +1,4 @@
-"""Parameters and multiply-adds of a model."""
+"""Input channels, parameters and multiply-adds of a model."""
 
 from typing import Any
 
@@ -11,6 +11,11 @@ _aten = torch.ops.aten
 # leave out.
 _PRODUCTS = _aten.mm, _aten.addmm, _aten.convolution
 _BATCHED = _aten.bmm, _aten.baddbmm
+
+
+def input_channels(model: nn.Module) -> int:
+    """Return the number of channels of a model's images: those of its first convolution."""
+    return next((m.in_channels for m in model.modules() if isinstance(m, nn.Conv2d)), 3)
 
 
 @torch.no_grad()

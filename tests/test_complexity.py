@@ -3,7 +3,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from repa_mm.complexity import count
+from repa_mm.complexity import count, input_channels
 
 
 class Call(nn.Module):
@@ -31,6 +31,11 @@ X = torch.zeros(2, 3, 8, 8)
 )
 def test_products_with_weights(model, macs):
     assert count(model, X) == (sum(p.numel() for p in model.parameters()), macs)
+
+
+def test_channels_of_images():
+    assert input_channels(nn.Sequential(nn.ReLU(), nn.Conv2d(4, 8, 1), nn.Conv2d(8, 5, 1))) == 4
+    assert input_channels(nn.Linear(8, 4)) == 3
 
 
 def test_batched_products_with_weights():
