@@ -11,6 +11,7 @@ MMSegmentation:
 
 import weakref
 from collections.abc import Iterator, Sequence
+from functools import cache
 
 import torch
 import torch.nn as nn
@@ -29,7 +30,7 @@ from repa_mm.faster.windows import (
     times,
     traceable_partition,
 )
-from repa_mm.reparam import TrainingForm, replace_
+from repa_mm.reparam import TrainingForm, is_plain, replace_
 from repa_mm.reparam.autograd import first_order_only
 
 _is_exporting = getattr(torch.compiler, 'is_exporting', lambda: False)
@@ -156,6 +157,16 @@ class _Attention(torch.autograd.Function):
         return grad_qkv, grad_bias.to(bias), None, None, None
 
 
+@cache
+def _kernel():
+    """Return the module of the Triton kernel, None without a Triton that compiles it."""
+    try:
+        from repa_mm.faster import window_kernel
+    except ImportError:
+        return None
+    return window_kernel
+
+
 # For each module, a copy of its relative position bias table, and the biases computed from it. The
 # cache is outside the modules, so that copies, pickles and state dicts do not contain it.
 _BIASES = weakref.WeakKeyDictionary()
@@ -188,7 +199,9 @@ class FastShiftWindowMSA(ShiftWindowMSA):
             return super().forward(query, hw_shape)
         height, width = hw_shape
         shift = self.shift_of(query, hw_shape)
-        if w_msa.training and w_msa.attn_drop.p or type(query) is not torch.Tensor or is_traced():
+        if self._fits_kernel(query):
+            x = self._forward_kernel(query, height, width, shift)
+        elif w_msa.training and w_msa.attn_drop.p or type(query) is not torch.Tensor or is_traced():
             x = self._forward_traceable(query, height, width, shift)
         else:
             x = self._forward_eager(query, height, width, shift)
@@ -239,6 +252,35 @@ class FastShiftWindowMSA(ShiftWindowMSA):
             torch.Tensor: Queries, keys and values (n, N, 3 C).
         """
         return self.w_msa.qkv(windows)
+
+    def _fits_kernel(self, query: torch.Tensor) -> bool:
+        """Return True if the Triton kernel computes this module's attention of these tokens."""
+        w_msa = self.w_msa
+        return (
+            query.is_cuda
+            and type(query) is torch.Tensor
+            and query.numel() > 0
+            and not (torch.jit.is_tracing() or _is_exporting())
+            # With gradients, compiled code takes operations that it can differentiate.
+            and not (torch.is_grad_enabled() and is_traced())
+            and self.window_size**2 <= 64
+            and query.dtype in (torch.float16, torch.bfloat16, torch.float32)
+            and not (w_msa.training and w_msa.attn_drop.p)
+            # Padding is what the layer makes of a zero.
+            and type(self).qkv is FastShiftWindowMSA.qkv
+            and is_plain(w_msa.qkv, nn.Linear)
+            and _kernel() is not None
+        )
+
+    def _forward_kernel(self, query, height, width, shift):
+        w_msa = self.w_msa
+        qkv = w_msa.qkv(query)
+        bias = w_msa.qkv.bias
+        if bias is None:
+            bias = qkv.new_zeros(qkv.shape[-1])
+        table, index = w_msa.relative_position_bias_table, w_msa.relative_position_index
+        how = height, width, self.window_size, shift, w_msa.proj.in_features, w_msa.scale
+        return w_msa.proj(_kernel().window_attention(qkv, bias, table, index, *how))
 
     def _forward_eager(self, query, height, width, shift):
         w_msa, num_tokens = self.w_msa, self.window_size**2
