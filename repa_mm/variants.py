@@ -86,6 +86,17 @@ def with_our_parts(stock: nn.Module) -> dict[str, nn.Module]:
     return models
 
 
+def compiled(models: dict[str, nn.Module]) -> dict[str, nn.Module]:
+    """Return copies of models, by name, whose backbones, necks and heads ``torch.compile`` runs."""
+    copies = {}
+    for name, model in models.items():
+        copies[f'{name}, compiled'] = model = copy.deepcopy(model)
+        for part in ('backbone', 'neck', 'bbox_head', 'rpn_head', 'decode_head'):
+            if isinstance(getattr(model, part, None), nn.Module):
+                getattr(model, part).compile()
+    return copies
+
+
 def noise(shape: tuple[int, int], batch_size: int) -> torch.Tensor:
     """Return normalized images of noise, (B, 3, H, W)."""
     generator = torch.Generator().manual_seed(0)

@@ -12,10 +12,13 @@ from mmengine.config import DictAction
 from mmengine.logging import MMLogger
 
 from repa_mm.config import load_config
+from repa_mm.faster import faster_on_gpu_
 from repa_mm.timing import measure, show, show_machine
 from repa_mm.variants import (
     COLUMNS,
+    STOCK,
     autocasting,
+    compiled,
     exported,
     latency_rows,
     noise,
@@ -72,6 +75,9 @@ def parse_args() -> argparse.Namespace:
         help='run PyTorch under autocast to this type, as a test with `test_cfg.fp16=True` does',
     )
     parser.add_argument(
+        '--compile', action='store_true', help='also run each model with torch.compile'
+    )
+    parser.add_argument(
         '--cfg-options', nargs='+', action=DictAction, help='override the config: key=value ...'
     )
     return parser.parse_args()
@@ -86,7 +92,12 @@ def main() -> None:
     cfg, shape = load_config(args.config, args.cfg_options), tuple(args.input_shape)
     baseline = load_config(args.baseline) if args.baseline else None
     models = variants(cfg, args.checkpoint, baseline)
-    models = {name: model.to(args.device) for name, model in models.items()}
+    for name, model in models.items():
+        model.to(args.device)
+        if name != STOCK:
+            faster_on_gpu_(model)
+    if args.compile:
+        models.update(compiled(models))
     if args.part == 'backbone':
         calls = {name: model.backbone for name, model in models.items()}
         argument = noise(shape, args.batch_size).to(args.device)

@@ -7,7 +7,7 @@ from mmengine.hooks import EMAHook, Hook
 from mmengine.registry import HOOKS
 from mmengine.runner import BaseLoop
 
-from repa_mm.faster import fuse_conv_bn_
+from repa_mm.faster import faster_on_gpu_, fuse_conv_bn_
 from repa_mm.reparam import (
     TrainingForm,
     has_deploy_form,
@@ -89,7 +89,7 @@ class ReparameterizeHook(Hook):
     before_val_iter, after_val_epoch = before_test_iter, after_test_epoch
 
     def _merge(self, runner) -> None:
-        deployed = fuse_conv_bn_(reparameterize(runner.model))
+        deployed = faster_on_gpu_(fuse_conv_bn_(reparameterize(runner.model)))
         self._training_form, runner.model = runner.model, deployed
         merged = Counter(f.label for _, f in outermost(self._training_form, TrainingForm))
         what = ', '.join(f'{count} {label}s' for label, count in merged.items())

@@ -82,8 +82,9 @@ def suppress(
     unknown = [f'{name}={value!r}' for name, value in asked.items() if usual.get(name) != value]
     if unknown or iou_threshold is None:
         raise ValueError(
-            f'the export has no suppression of boxes with {", ".join(unknown) or "no iou_threshold"}'
-            f': change nms={nms} in the model\'s test_cfg'
+            'the export has no suppression of boxes with '
+            f'{", ".join(unknown) or "no iou_threshold"}'
+            f": change nms={nms} in the model's test_cfg"
         )
     boxes = torch.cat([boxes[..., :2], boxes[..., 2:] + offset], -1) if offset else boxes
     args = float(iou_threshold), float(score_threshold), int(count)

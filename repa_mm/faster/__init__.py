@@ -6,12 +6,13 @@ from mmengine.registry import MODELS
 from repa_mm.faster.attention import FastShiftWindowMSA, fast_window_attention_, swap_attention_
 from repa_mm.faster.deformable import swap_deformable_attention_
 from repa_mm.faster.fusing import fuse_conv_bn_
+from repa_mm.faster.gpu import faster_on_gpu_
 from repa_mm.faster.tracing import pad_any_size_, swap_faster_attention_, trace_any_size_
 from repa_mm.faster.windows import is_traced, times, traceable_partition
 
 __all__ = [
-    'FastShiftWindowMSA', 'build_fast_uper_head', 'fast_window_attention_', 'fuse_conv_bn_',
-    'is_traced', 'pad_any_size_', 'swap_attention_', 'swap_deformable_attention_',
+    'FastShiftWindowMSA', 'build_fast_uper_head', 'fast_window_attention_', 'faster_on_gpu_',
+    'fuse_conv_bn_', 'is_traced', 'pad_any_size_', 'swap_attention_', 'swap_deformable_attention_',
     'swap_faster_attention_', 'times', 'trace_any_size_', 'traceable_partition',
 ]  # fmt: skip
 

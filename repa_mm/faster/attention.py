@@ -5,6 +5,7 @@ MMSegmentation:
 
 - Tokens are gathered into windows once, in the order of the windows' masks, see :mod:`.windows`.
   The sum of relative position bias and mask is broadcast over the windows, and cached at inference.
+- On GPUs, attention is one Triton kernel each way, see :mod:`.kernels`.
 - On CPUs, the windows are processed in chunks that fit the caches, and training keeps only q, k and
   v for the backward pass.
 """
@@ -31,7 +32,7 @@ from repa_mm.faster.windows import (
     traceable_partition,
 )
 from repa_mm.reparam import TrainingForm, is_plain, replace_
-from repa_mm.reparam.autograd import first_order_only
+from repa_mm.reparam.autograd import autocast_dtype, first_order_only
 
 _is_exporting = getattr(torch.compiler, 'is_exporting', lambda: False)
 # Where the stock modules are defined.
@@ -157,14 +158,22 @@ class _Attention(torch.autograd.Function):
         return grad_qkv, grad_bias.to(bias), None, None, None
 
 
+# Dimensions of a head that the Triton kernel can take.
+_WIDEST_HEADS = {torch.float16: 64, torch.bfloat16: 64, torch.float32: 32}
+
+
 @cache
-def _kernel():
-    """Return the module of the Triton kernel, None without a Triton that compiles it."""
+def triton_kernels():
+    """Return the module of the Triton kernels, None without Triton 3."""
     try:
-        from repa_mm.faster import window_kernel
+        import triton
+
+        if digit_version(triton.__version__) < digit_version('3.0.0'):
+            return None
+        from repa_mm.faster import kernels
     except ImportError:
         return None
-    return window_kernel
+    return kernels
 
 
 # For each module, a copy of its relative position bias table, and the biases computed from it. The
@@ -199,7 +208,7 @@ class FastShiftWindowMSA(ShiftWindowMSA):
             return super().forward(query, hw_shape)
         height, width = hw_shape
         shift = self.shift_of(query, hw_shape)
-        if self._fits_kernel(query):
+        if query.is_cuda and self._fits_kernel(query):
             x = self._forward_kernel(query, height, width, shift)
         elif w_msa.training and w_msa.attn_drop.p or type(query) is not torch.Tensor or is_traced():
             x = self._forward_traceable(query, height, width, shift)
@@ -256,20 +265,23 @@ class FastShiftWindowMSA(ShiftWindowMSA):
     def _fits_kernel(self, query: torch.Tensor) -> bool:
         """Return True if the Triton kernel computes this module's attention of these tokens."""
         w_msa = self.w_msa
+        values = w_msa.proj.in_features
+        width = max(w_msa.qkv.out_features - values, 2 * values) // 2 // w_msa.num_heads
+        dtype = autocast_dtype(query.device.type) or query.dtype
         return (
-            query.is_cuda
-            and type(query) is torch.Tensor
+            type(query) is torch.Tensor
             and query.numel() > 0
             and not (torch.jit.is_tracing() or _is_exporting())
             # With gradients, compiled code takes operations that it can differentiate.
             and not (torch.is_grad_enabled() and is_traced())
-            and self.window_size**2 <= 64
-            and query.dtype in (torch.float16, torch.bfloat16, torch.float32)
+            # Scores and tokens of a window fit into registers and shared memory.
+            and self.window_size <= 8
+            and width <= _WIDEST_HEADS.get(dtype, 0)
             and not (w_msa.training and w_msa.attn_drop.p)
-            # Padding is what the layer makes of a zero.
+            # The kernel computes what the layer makes of padding.
             and type(self).qkv is FastShiftWindowMSA.qkv
             and is_plain(w_msa.qkv, nn.Linear)
-            and _kernel() is not None
+            and triton_kernels() is not None
         )
 
     def _forward_kernel(self, query, height, width, shift):
@@ -280,7 +292,7 @@ class FastShiftWindowMSA(ShiftWindowMSA):
             bias = qkv.new_zeros(qkv.shape[-1])
         table, index = w_msa.relative_position_bias_table, w_msa.relative_position_index
         how = height, width, self.window_size, shift, w_msa.proj.in_features, w_msa.scale
-        return w_msa.proj(_kernel().window_attention(qkv, bias, table, index, *how))
+        return w_msa.proj(triton_kernels().window_attention(qkv, bias, table, index, *how))
 
     def _forward_eager(self, query, height, width, shift):
         w_msa, num_tokens = self.w_msa, self.window_size**2
@@ -413,15 +425,13 @@ class FastShiftWindowMSA(ShiftWindowMSA):
         if not cached:
             return self._compute_bias(shift).to(dtype)
         table = self.w_msa.relative_position_bias_table
-        on_cpu = table.device.type == 'cpu'
-        if table.requires_grad and torch.is_grad_enabled() or table.is_inference() and not on_cpu:
+        # On a GPU, a comparison of the table with that of the cache would make the CPU wait.
+        if table.device.type != 'cpu' or table.requires_grad and torch.is_grad_enabled():
             return self._compute_bias(shift, cached_masks).to(dtype)
-        # Writing to param.data does not change the version, so compare values on a CPU. On a GPU,
-        # a comparison would make the CPU wait.
-        version = None if on_cpu else (table.data_ptr(), table._version)
-        key = shift, dtype, table.device, version
+        key = shift, dtype
         cached = _BIASES.get(self)
-        if cached is None or cached[0] != key or on_cpu and not torch.equal(cached[1], table):
+        # Compared by value, since writing to param.data does not change the version.
+        if cached is None or cached[0] != key or not torch.equal(cached[1], table):
             with torch.inference_mode(False), torch.no_grad():
                 bias = self._compute_bias(shift, cached_masks).to(dtype)
                 cached = key, table.detach().clone(), bias.contiguous()

@@ -1,14 +1,20 @@
-"""Swin's (shifted, padded) window attention as one Triton kernel each way.
+"""Triton kernels for GPUs: Swin's window attention, and LayerNorm under autocast.
 
-Queries, keys and values come from one linear layer on all tokens, in the order of the feature map.
-A program attends within one head of one window after another: it finds the tokens of a window by
-arithmetic, gives padding what the linear layer makes of a zero, adds the relative position bias,
-and -100 between regions of a shifted map that were not neighbours. So there is no gather, roll,
-partition or mask.
+The (shifted, padded) window attention is one kernel each way. Queries, keys and values come from
+one linear layer on all tokens, in the order of the feature map. A program attends within one head
+of one window after another: it finds the tokens of a window by arithmetic, gives padding what the
+linear layer makes of a zero, adds the relative position bias, and -100 between regions of a shifted
+map that were not neighbours. So there is no gather, roll, partition or mask.
 
 N is the number of tokens per window, r the width of a head's queries and keys, s that of its
 values.
+
+Under autocast, PyTorch computes LayerNorm in float32: half-precision tokens are converted before
+it, and its output after it, for the linear layer that follows. The kernel here reads and writes
+tokens in their own types, and has the statistics in float32.
 """
+
+from functools import lru_cache
 
 import torch
 import triton
@@ -16,13 +22,8 @@ import triton.language as tl
 
 from repa_mm.reparam.autograd import first_order_only, is_compiling
 
-#: Programs of a launch: each attends within about as many windows as the others.
-_PROGRAMS = 2112
-#: Warps of a program, forward and backward, and stages of its loop over windows.
-_WARPS = 4, 4
-_STAGES = 1, 1
-#: Tokens of the largest windows whose probabilities fit into the registers.
-MAX_TOKENS = 64
+# Fastest of those measured on an H100.
+_PROGRAMS = 1056
 
 
 @triton.jit
@@ -140,16 +141,17 @@ def _backward(
     tl.store(grad_bias + first * at + to_v + dv, sum_v, mask=dv < DV)
 
 
-def _launch(qkv, heads, height, width, window, shift, v_dims, scale):
+@lru_cache(maxsize=256)
+def _launch(shape, dtype, tf32, heads, height, width, window, shift, v_dims, scale):
     """Return the grid, the sizes and the constants of a launch."""
-    dims = (qkv.shape[-1] - v_dims) // 2 // heads, v_dims // heads
+    dims = (shape[-1] - v_dims) // 2 // heads, v_dims // heads
     num_h, num_w = -(-height // window), -(-width // window)
-    windows = qkv.shape[0] * num_h * num_w
+    windows = shape[0] * num_h * num_w
     programs = -(-_PROGRAMS // heads)
-    is_exact = qkv.dtype == torch.float32 and not torch.backends.cuda.matmul.allow_tf32
     constants = dict(
         DQ=dims[0], DV=dims[1], BQ=_padded(dims[0]), BV=_padded(dims[1]), WS=window,
-        NP=_padded(window**2), PRECISION='ieee' if is_exact else 'tf32',
+        NP=_padded(window**2), num_warps=4,
+        PRECISION='ieee' if dtype == torch.float32 and not tf32 else 'tf32',
     )  # fmt: skip
     sizes = windows, height, width, num_h, num_w, shift, heads, scale
     return (min(windows, programs), heads), sizes, constants
@@ -159,11 +161,19 @@ def _padded(size: int) -> int:
     return max(16, triton.next_power_of_2(size))
 
 
+def _launch_for(qkv, table, how):
+    tf32 = torch.backends.cuda.matmul.allow_tf32
+    launch = _launch.__wrapped__ if is_compiling() else _launch  # with symbols for sizes
+    return launch(qkv.shape, qkv.dtype, tf32, table.shape[1], *how)
+
+
 def _attend(qkv, bias, table, index, *how, wrap=lambda kernel: kernel):
     out = qkv.new_empty(*qkv.shape[:2], how[4])
-    grid, sizes, constants = _launch(qkv, table.shape[1], *how)
-    constants.update(num_warps=_WARPS[0], num_stages=_STAGES[0])
-    wrap(_forward)[grid](qkv, bias, table, index, out, *sizes, **constants)
+    grid, sizes, constants = _launch_for(qkv, table, how)
+    # The windows after the next one are loaded early where that fits into the shared memory.
+    fits = qkv.dtype != torch.float32 and max(constants['BQ'], constants['BV']) <= 64
+    stages = 3 if fits else 1
+    wrap(_forward)[grid](qkv, bias, table, index, out, *sizes, **constants, num_stages=stages)
     return out
 
 
@@ -182,7 +192,7 @@ class _WindowAttention(torch.autograd.Function):
     )
     def backward(ctx, grad):
         qkv, bias, table, index = ctx.saved_tensors
-        grid, sizes, constants = _launch(qkv, table.shape[1], *ctx.how)
+        grid, sizes, constants = _launch_for(qkv, table, ctx.how)
         programs, heads = grid
         size = constants['NP']
         grad_qkv = torch.empty_like(qkv)
@@ -190,13 +200,13 @@ class _WindowAttention(torch.autograd.Function):
         grad_scores = qkv.new_empty(programs, heads, size, size, dtype=torch.float32)
         _backward[grid](
             qkv, bias, table, index, grad.contiguous(), grad_qkv, grad_bias, grad_scores, *sizes,
-            **constants, num_warps=_WARPS[1], num_stages=_STAGES[1],
+            **constants, num_stages=1,
         )  # fmt: skip
         num_tokens = len(index)
         grad_scores = grad_scores.sum(0)[:, :num_tokens, :num_tokens].flatten(1)
         grad_table = torch.zeros_like(table, dtype=torch.float32)
         grad_table.index_add_(0, index.flatten(), grad_scores.t())
-        return grad_qkv, grad_bias.sum(0).to(bias), grad_table.to(table), *[None] * (1 + len(ctx.how))
+        return grad_qkv, grad_bias.sum(0).to(bias), grad_table.to(table), *[None] * 7
 
 
 if hasattr(torch.library, 'triton_op'):  # PyTorch 2.6
@@ -244,4 +254,42 @@ def window_attention(
     if is_compiling():
         return _operator(qkv, bias, table, index, *how)
     # Without the cost of an operator's dispatch, which is that of a small kernel.
-    return _WindowAttention.apply(qkv, bias, table, index, *how)
+    if torch.is_grad_enabled():
+        return _WindowAttention.apply(qkv, bias, table, index, *how)
+    return _attend(qkv, bias, table, index, *how)
+
+
+@triton.jit(do_not_specialize=['rows'])
+def _layer_norm(
+    x, weight, bias, out, rows, at, eps, C: tl.constexpr, B: tl.constexpr, R: tl.constexpr
+):
+    row = (tl.program_id(0) * R + tl.arange(0, R))[:, None].to(tl.int64)
+    column = tl.arange(0, B)[None, :]
+    own = (row < rows) & (column < C)
+    value = tl.load(x + row * at + column, mask=own, other=0.0).to(tl.float32)
+    centred = tl.where(own, value - (tl.sum(value, 1) / C)[:, None], 0.0)
+    scale = tl.rsqrt(tl.sum(centred * centred, 1) / C + eps)[:, None]
+    y = centred * scale * tl.load(weight + column, mask=column < C, other=0.0)
+    y += tl.load(bias + column, mask=column < C, other=0.0)
+    tl.store(out + row * C + column, y.to(out.dtype.element_ty), mask=own)
+
+
+def layer_norm(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float, dtype: torch.dtype
+) -> torch.Tensor:
+    """Compute LayerNorm over the last dimension of tokens (..., C) as ``dtype``.
+
+    There is no gradient.
+    """
+    channels = x.shape[-1]
+    tokens = x.flatten(0, -2)
+    if tokens.stride(1) != 1:
+        tokens = tokens.contiguous()
+    out = torch.empty(x.shape, dtype=dtype, device=x.device)
+    width = triton.next_power_of_2(channels)
+    block = max(1, 4096 // width)
+    _layer_norm[(triton.cdiv(len(tokens), block),)](
+        tokens, weight, bias, out, len(tokens), tokens.stride(0), eps,
+        C=channels, B=width, R=block, num_warps=8,
+    )  # fmt: skip
+    return out

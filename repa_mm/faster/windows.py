@@ -56,9 +56,11 @@ def partition(
         parts = [part.reshape(-1, window**2) for part in parts]
         rows = torch.cat(parts).flatten()
         padded = rows < 0
-        positions = torch.empty(batch * height * width, dtype=torch.long, device=device)
+        total = batch * height * width
         index = torch.arange(len(rows), device=device)
-        positions[rows[~padded]] = index[~padded]
+        # Padding goes to one place more. A selection of the others would make the CPU wait.
+        positions = index.new_empty(total + 1)
+        positions = positions.scatter_(0, rows.masked_fill(padded, total), index)[:total]
     groups, start = [], 0
     for mask, part in enumerate(parts):
         if len(part):

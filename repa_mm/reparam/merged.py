@@ -355,9 +355,13 @@ class MergedFFN(DeployForm):
         elif self.fc2 is None:
             y = h
         else:
-            y = torch.addmm(
-                h[:, self.num_active :], self.act(h[:, : self.num_active]), self.fc2.weight.t()
-            )
+            a, linear = self.act(h[:, : self.num_active]), h[:, self.num_active :]
+            weight = self.fc2.weight.t()
+            # In place, a GPU need not copy the linear half first. Autocast leaves this to us.
+            if h.is_cuda and not torch.is_grad_enabled():
+                y = linear.addmm_(a.to(h.dtype), weight.to(h.dtype))
+            else:
+                y = torch.addmm(linear, a, weight)
         y = y.view(x.shape)
         return x + y if self.shortcut else y
 

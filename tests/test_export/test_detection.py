@@ -8,7 +8,12 @@ import torch
 from repa_mm.config import build_model, load_config
 from repa_mm.export.detection import decode, suppress
 from repa_mm.export.export import (
-    agreeing_onnx, disagreement, model_to_export, noise, resized, to_onnx,
+    agreeing_onnx,
+    disagreement,
+    model_to_export,
+    noise,
+    resized,
+    to_onnx,
 )
 from repa_mm.export.exported import ExportedModel
 from repa_mm.export.whole import whole_model
