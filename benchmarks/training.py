@@ -73,11 +73,12 @@ def training_variants(cfg: Config, baseline: Config | None = None) -> dict[str, 
 
     Returns:
         dict: The stock counterpart; the model of ``cfg`` by the 'literal' training path, which
-        computes every hidden channel, and by 'auto', which a training takes.
+        computes every hidden channel, and by 'auto', which a training takes. On a GPU, 'auto' is
+        'literal' in half precision, and the model is also measured by 'folded'.
     """
     models = {} if baseline is None else {STOCK: build(baseline)}
     model = build(cfg)
-    for path in ('literal', 'auto'):
+    for path in ('literal', 'auto') if DEVICE == 'cpu' else ('literal', 'folded', 'auto'):
         models[path] = set_training_path_(copy.deepcopy(model), path)
     for name, model in models.items():
         models[name] = revert_sync_batchnorm(model)

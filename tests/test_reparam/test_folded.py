@@ -7,9 +7,10 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 import torch.nn as nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from repa_mm.reparam import ChannelIdleFFN, set_training_path_
+from repa_mm.reparam import ChannelIdleFFN, folded, set_training_path_
 from repa_mm.reparam.folded import choose_path
 
 
@@ -187,9 +188,12 @@ def test_compiles_in_one_graph(randomize):
         assert worst(results(model, y, x), expected) < 1e-5
 
 
-def test_keeps_only_input_and_active_channels():
+# folded: x and the active channels, as many as there are channels. literal: x, the norm's output,
+# the active channels before the activation, the second norm's input and its output.
+@pytest.mark.parametrize('path, maps', [('folded', 2), ('literal', 1 + 1 + 1 + 4 + 4)])
+def test_keeps_no_more_than_it_needs(path, maps):
     num_tokens, num_channels = 4096, 32
-    ffn = set_training_path_(ChannelIdleFFN(num_channels, 128), 'folded')
+    ffn = set_training_path_(ChannelIdleFFN(num_channels, 128), path)
     kept = {}
 
     def pack(tensor):
@@ -201,8 +205,7 @@ def test_keeps_only_input_and_active_channels():
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         ffn(x)
     of_tokens = [n for n, _ in kept.values() if n > num_tokens * 4]
-    # x and the active channels, as many as there are channels.
-    assert sum(of_tokens) == 2 * num_tokens * num_channels * 4
+    assert sum(of_tokens) == maps * num_tokens * num_channels * 4
 
 
 @pytest.mark.parametrize('norm', ['BN', 'LN', 'frozen'])
@@ -323,6 +326,20 @@ def test_choice_of_the_path(randomize):
         ffn(torch.randn(1, 8192, 64))
     with pytest.raises(ValueError, match="'fold'"):
         set_training_path_(ffn, 'fold')
+
+
+@pytest.mark.skipif(torch.__version__ < '2.2', reason='fake tensors on a GPU need one')
+@pytest.mark.parametrize('autocast', [None, torch.float16, torch.bfloat16])
+def test_choice_of_the_path_on_a_gpu(autocast, monkeypatch):
+    monkeypatch.setattr(folded, 'autocast_dtype', dict(cuda=autocast).get)
+    with FakeTensorMode(), torch.device('cuda'):
+        ffn = ChannelIdleFFN(64, 256).train()
+        assert choose_path(ffn, 8192) == ('literal' if autocast else 'folded')
+        ffn.fc1.weight = nn.Parameter(ffn.fc1.weight.bfloat16())  # a model in half precision
+        assert choose_path(ffn, 8192) == 'literal'
+        assert choose_path(set_training_path_(ffn, 'folded'), 8192) == 'folded'
+    # On a CPU there are other costs.
+    assert choose_path(ChannelIdleFFN(64, 256).train().bfloat16(), 8192) == 'folded'
 
 
 def test_training_and_evaluation_differ_only_in_the_statistics(randomize):
