@@ -28,6 +28,8 @@ def first_order_only(instead: str) -> Callable:
                     'there are no second derivatives here (create_graph=True), as the fast path '
                     f'does not compute the literal equation: use {instead}'
                 )
+            if grad is None:  # nothing depends on the output, and ctx does not materialize zeros
+                return (None,) * len(ctx.needs_input_grad)
             with torch.autocast(grad.device.type, enabled=False):
                 return backward(ctx, grad, *args)
 

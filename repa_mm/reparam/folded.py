@@ -72,104 +72,90 @@ class _Branch(torch.autograd.Function):
 class _NormalizedBranch(torch.autograd.Function):
     """Compute z with both norms in training mode; see the module's docstring.
 
-    The outputs are z (x + z with ``shortcut``), the mean and biased variance of each norm's input,
-    and the number of tokens that the statistics are taken over.
+    The outputs are z (x + z with ``shortcut``), and the mean and biased variance of each norm's
+    input, over the ``count`` tokens of a group.
     """
 
     @staticmethod
     def forward(ctx, x, *args):
         w_in, b_in, w_out, b_out, gamma1, beta1, gamma2, beta2 = args[:8]
-        num_active, act, eps1, eps2, shortcut, dtype, group = args[8:]
+        num_active, act, eps1, eps2, shortcut, dtype, group, count = args[8:]
         acc = w_in.dtype
         x = x.to(acc)
-        w_in_a, w_in_i = w_in.tensor_split([num_active])
-        w_out_a, w_out_i = w_out.tensor_split([num_active], dim=1)
-        gamma2_a, gamma2_i = gamma2.tensor_split([num_active])
 
-        count = _total(x.new_full((1,), x.shape[0]), group)
         mean1, rest, xc = _centre(x, count, group)
         mean1 = mean1 + rest
         cov = _total(xc.t() @ xc, group) / count
         var1 = cov.diagonal()
         r1 = (var1 + eps1).rsqrt()
-        s1 = gamma1 * r1
-
-        b1 = b_in + w_in @ beta1
-        b = w_in_i * s1
-        b_cov = b @ cov
-        var_i = (b_cov * b).sum(1).clamp_min(0)
-        r2_i = (var_i + eps2).rsqrt()
-        linear = (w_out_i * (gamma2_i * r2_i)) @ b
+        scaled_in = w_in * (gamma1 * r1)
+        w_a, b = scaled_in.tensor_split([num_active])
+        b1 = torch.addmv(b_in, w_in, beta1)
 
         xc = xc.to(dtype)
-        h = torch.addmm(b1[:num_active].to(dtype), xc, (w_in_a * s1).t().to(dtype))
+        h = torch.addmm(b1[:num_active].to(dtype), xc, w_a.t().to(dtype))
         mean_a, rest, a = _centre(act(h).to(acc), count, group)
-        var_a = _total((a * a).sum(0), group) / count
-        r2_a = (var_a + eps2).rsqrt()
+        b_cov = b @ cov
+        var2 = torch.cat([_mean(a * a, count, group), (b_cov * b).sum(1).clamp_min_(0)])
+        r2 = (var2 + eps2).rsqrt()
+        v_a, v_i = (w_out * (gamma2 * r2)).tensor_split([num_active], dim=1)
+        linear = v_i @ b
 
-        const = b_out + w_out @ beta2
+        const = torch.addmv(b_out, w_out, beta2)
         if shortcut:
-            linear = linear.clone()
             linear.diagonal().add_(1)
             const = const + mean1
         z = torch.addmm(const.to(dtype), xc, linear.t().to(dtype))
-        z.addmm_(a.to(dtype), (w_out_a * (gamma2_a * r2_a)).t().to(dtype))
+        z.addmm_(a.to(dtype), v_a.t().to(dtype))
 
         mean2 = torch.cat([mean_a + rest, b1[num_active:]])
-        var2 = torch.cat([var_a, var_i])
-        found = xc, h, count, b_cov, r1, mean_a, rest, r2_a, r2_i, linear
+        found = xc, h, b_cov, r1, mean_a, rest, r2, linear
         ctx.save_for_backward(*found, w_in, w_out, gamma1, beta1, gamma2, beta2)
-        ctx.num_active, ctx.act = num_active, act
+        ctx.count, ctx.num_active, ctx.act = count, num_active, act
         ctx.shortcut, ctx.group = shortcut, group
-        ctx.mark_non_differentiable(mean1, var1, mean2, var2, count)
-        return z, mean1, var1, mean2, var2, count
+        ctx.mark_non_differentiable(mean1, var1, mean2, var2)
+        ctx.set_materialize_grads(False)
+        return z, mean1, var1, mean2, var2
 
     @staticmethod
     @first_order_only("repa_mm.reparam.set_training_path_(model, 'literal')")
     def backward(ctx, dz, *_):
-        saved = ctx.saved_tensors
-        xc, h, count, b_cov, r1, mean_a, rest, r2_a, r2_i, linear = saved[:10]
-        w_in, w_out, gamma1, beta1, gamma2, beta2 = saved[10:]
-        num_active, act, group = ctx.num_active, ctx.act, ctx.group
+        xc, h, b_cov, r1, mean_a, rest, r2, linear, *weights = ctx.saved_tensors
+        w_in, w_out, gamma1, beta1, gamma2, beta2 = weights
+        count, num_active, act, group = ctx.count, ctx.num_active, ctx.act, ctx.group
         dtype, acc = xc.dtype, w_in.dtype
-        w_in_a, w_in_i = w_in.tensor_split([num_active])
-        w_out_a, w_out_i = w_out.tensor_split([num_active], dim=1)
-        gamma2_a, gamma2_i = gamma2.tensor_split([num_active])
-        s1, s2_a, s2_i = gamma1 * r1, gamma2_a * r2_a, gamma2_i * r2_i
-        b, v_a = w_in_i * s1, w_out_a * s2_a
+        s1, s2 = gamma1 * r1, gamma2 * r2
+        w_a, b = (w_in * s1).tensor_split([num_active])
+        v_a, v_i = (w_out * s2).tensor_split([num_active], dim=1)
         dz = dz.to(dtype)
 
         # Through the second product, and the norm of the active channels.
         db2 = dz.sum(0, dtype=acc)
         a = (act(h).to(acc) - mean_a).sub_(rest)
         d_linear = (dz.t() @ xc).to(acc)
-        dv_a = (dz.t() @ a.to(dtype)).to(acc)
-        ds2_a = (dv_a * w_out_a).sum(0)
-        dvar_a = ds2_a * gamma2_a * r2_a**3 * -0.5
+        dv = torch.cat([(dz.t() @ a.to(dtype)).to(acc), d_linear @ b.t()], dim=1)
+        ds2 = (dv * w_out).sum(0)
+        # The gradient of the variance, times -2.
+        dvar_a, dvar_i = (ds2 * s2 * r2 * r2).tensor_split([num_active])
         dh = (dz @ v_a.to(dtype)).to(acc)
         # Gradients through the batch statistics are summed over the tokens of all processes;
         # gradients of the parameters are those of this process alone.
-        mean, dvar_all = _total(torch.stack([dh.sum(0), dvar_a]), group) / count
-        dh.sub_(mean).addcmul_(a, 2 * dvar_all)
+        mean, dvar = _total(torch.stack([dh.sum(0), dvar_a]), group) / count
+        dh.sub_(mean).addcmul_(a, dvar, value=-1)
         del a
         dh = _activation_backward(act, dh.to(dtype), h)
 
         # Through the first product.
-        d_a = (dh.t() @ xc).to(acc)
         db1 = dh.sum(0, dtype=acc)
-        dv_i = d_linear @ b.t()
-        ds2_i = (dv_i * w_out_i).sum(0)
-        dvar_i = ds2_i * gamma2_i * r2_i**3 * -0.5
-        db = (w_out_i * s2_i).t() @ d_linear
-        db.addcmul_(b_cov, (2 * dvar_i)[:, None])
-        ds1 = (d_a * w_in_a).sum(0) + (db * w_in_i).sum(0)
-        dcov = b.t() @ (b * dvar_i[:, None])
-        dcov.diagonal().add_(ds1 * gamma1 * r1**3 * -0.5)
+        db = torch.addcmul(v_i.t() @ d_linear, b_cov, dvar_i[:, None], value=-1)
+        dw = torch.cat([(dh.t() @ xc).to(acc), db])
+        ds1 = (dw * w_in).sum(0)
 
         dx = None
         if ctx.needs_input_grad[0]:
-            w_a = w_in_a * s1
-            dcov = _total(dcov, group) * (2 / count)
+            dcov = b.t() @ (b * dvar_i[:, None])  # times -2, like the next line
+            dcov.diagonal().addcmul_(ds1 * s1, r1 * r1)
+            dcov = _total(dcov, group) / -count
             dx = dz @ linear.to(dtype)
             dx.addmm_(dh, w_a.to(dtype)).addmm_(xc, dcov.to(dtype))
             dx = dx.to(acc)
@@ -178,13 +164,13 @@ class _NormalizedBranch(torch.autograd.Function):
                 mean = mean - db2
             dx.sub_(_total(mean, group) / count)
 
-        dw_in = torch.cat([torch.addr(d_a * s1, db1, beta1), db * s1])
-        db_in = torch.cat([db1, db1.new_zeros(len(w_in_i))])
-        dw_out = torch.addr(torch.cat([dv_a * s2_a, dv_i * s2_i], dim=1), db2, beta2)
-        dgamma2 = torch.cat([ds2_a * r2_a, ds2_i * r2_i])
-        dgamma1, dbeta1, dbeta2 = ds1 * r1, db1 @ w_in_a, db2 @ w_out
-        weights = dw_in, db_in, dw_out, db2, dgamma1, dbeta1, dgamma2, dbeta2
-        return dx, *weights, *[None] * 7
+        dw_in = dw * s1
+        dw_in[:num_active].addr_(db1, beta1)
+        db_in = nn.functional.pad(db1, (0, len(w_in) - num_active))
+        dw_out = torch.addr(dv * s2, db2, beta2)
+        dbeta1, dbeta2 = db1 @ w_in[:num_active], db2 @ w_out
+        weights = dw_in, db_in, dw_out, db2, ds1 * r1, dbeta1, ds2 * r2, dbeta2
+        return dx, *weights, *[None] * 8
 
 
 _NORMS = *KEPT_NORMS, nn.Identity, nn.BatchNorm1d, nn.SyncBatchNorm
@@ -300,9 +286,12 @@ def folded_forward(ffn: nn.Module, x: torch.Tensor) -> torch.Tensor:
         weights = (ffn.fc1.weight.to(acc), ffn.fc1.bias.to(acc), w_out, b_out)
         if _statistics(ffn.norm1) == 'batch':
             affine = *_affine(ffn.norm1, weights[0]), *_affine(ffn.norm2, w_out)
+            group, count = _group(ffn.norm1), len(tokens)
+            if group is not None:
+                count = _total(weights[0].new_full((1,), count), group)
             settings = ffn.num_active, ffn.act, ffn.norm1.eps, ffn.norm2.eps, shortcut, dtype
-            z, mean1, var1, mean2, var2, count = _NormalizedBranch.apply(
-                tokens, *weights, *affine, *settings, _group(ffn.norm1)
+            z, mean1, var1, mean2, var2 = _NormalizedBranch.apply(
+                tokens, *weights, *affine, *settings, group, count
             )
             if not recomputing():
                 _track(ffn.norm1, mean1, var1, count)
@@ -341,7 +330,7 @@ def _scale_and_shift(norm: nn.Module, like: torch.Tensor):
 
 
 @torch.no_grad()
-def _track(norm: nn.Module, mean: torch.Tensor, var: torch.Tensor, count: torch.Tensor) -> None:
+def _track(norm: nn.Module, mean: torch.Tensor, var: torch.Tensor, count) -> None:
     """Update the running statistics like ``nn.BatchNorm1d``."""
     if not (norm.training and norm.track_running_stats):
         return
@@ -354,16 +343,21 @@ def _track(norm: nn.Module, mean: torch.Tensor, var: torch.Tensor, count: torch.
     norm.running_var.lerp_(var.to(norm.running_var), momentum)
 
 
-def _centre(x: torch.Tensor, count: torch.Tensor, group):
+def _centre(x: torch.Tensor, count, group):
     """Return the column means of x in two parts, and x minus both parts.
 
     The second part is the mean of x minus the first part. It corrects the rounding error of the
     first part, which matters where a mean is large compared with the standard deviation.
     """
-    mean = _total(x.sum(0), group) / count
+    mean = _mean(x, count, group)
     xc = x - mean
-    rest = _total(xc.sum(0), group) / count
+    rest = _mean(xc, count, group)
     return mean, rest, xc.sub_(rest)
+
+
+def _mean(x: torch.Tensor, count, group) -> torch.Tensor:
+    """Return the column means over the ``count`` tokens of a group."""
+    return x.mean(0) if group is None else _total(x.sum(0), group) / count
 
 
 def _total(tensor: torch.Tensor, group) -> torch.Tensor:

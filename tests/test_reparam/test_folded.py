@@ -108,6 +108,25 @@ def test_norm_options(kwargs, randomize):
     assert worst(step(ffn, x, 'folded'), step(ffn, x, 'literal')) < 1e-10
 
 
+class _Stop(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, y):
+        return y.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None
+
+
+@pytest.mark.parametrize('path', ['folded', 'literal'])
+def test_no_gradient(path):
+    ffn = set_training_path_(ChannelIdleFFN(16, 64), path)
+    x = torch.randn(2, 40, 16, requires_grad=True)
+    (_Stop.apply(ffn(x)).sum() + x.sum()).backward()
+    assert torch.equal(x.grad, torch.ones_like(x))
+    assert all(p.grad is None or not p.grad.any() for p in ffn.parameters())
+
+
 def test_gradient_accumulation(randomize):
     ffn = randomize(ChannelIdleFFN(16, 64)).double().train()
     batches = [torch.randn(2, 40, 16).double() for _ in range(3)]
