@@ -47,10 +47,16 @@ def test_training_paths_have_one_loss(task):
         assert losses[0] == pytest.approx(losses[1], rel=1e-3)
 
 
-def test_ffns(monkeypatch, capsys):
+@pytest.mark.parametrize('dtype', [None, 'bfloat16'])
+def test_ffns(dtype, monkeypatch, capsys):
+    seen = []
+    monkeypatch.setattr(
+        StockFFN, 'forward', lambda ffn, x: seen.append(ffn.layers(x).dtype) or x + ffn.layers(x)
+    )
     monkeypatch.setattr(training, 'FFN_SHAPES', [(64, 16)])
     monkeypatch.setattr(training, 'ENCODER_SHAPE', (32, 16))
-    training.show_ffns(1)
+    training.show_ffns(1, dtype)
+    assert set(seen) == {getattr(torch, dtype or 'float32')}
     rows = re.findall(r'^\| (.*?) +\| +(.*) \|$', capsys.readouterr().out, re.M)
     assert [name for name, _ in rows[1:]] == ['64, 16', '32, 16 (DETR)']
     assert all(len(cells.split('|')) == 4 for _, cells in rows)
