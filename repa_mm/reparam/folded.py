@@ -81,22 +81,20 @@ class _NormalizedBranch(torch.autograd.Function):
         w_in, b_in, w_out, b_out, gamma1, beta1, gamma2, beta2 = args[:8]
         num_active, act, eps1, eps2, shortcut, dtype, group, count = args[8:]
         acc = w_in.dtype
-        x = x.to(acc)
 
-        mean1, rest, xc = _centre(x, count, group)
+        mean1, rest, xc = _centre(x, acc, count, group)
         mean1 = mean1 + rest
         cov = _total(xc.t() @ xc, group) / count
         var1 = cov.diagonal()
         r1 = (var1 + eps1).rsqrt()
-        scaled_in = w_in * (gamma1 * r1)
-        w_a, b = scaled_in.tensor_split([num_active])
+        w_a, b = (w_in * (gamma1 * r1)).tensor_split([num_active])
         b1 = torch.addmv(b_in, w_in, beta1)
 
         xc = xc.to(dtype)
         h = torch.addmm(b1[:num_active].to(dtype), xc, w_a.t().to(dtype))
-        mean_a, rest, a = _centre(act(h).to(acc), count, group)
+        mean_a, rest, a = _centre(act(h), acc, count, group)
         b_cov = b @ cov
-        var2 = torch.cat([_mean(a * a, count, group), (b_cov * b).sum(1).clamp_min_(0)])
+        var2 = torch.cat([_mean(a * a, acc, count, group), (b_cov * b).sum(1).clamp_min_(0)])
         r2 = (var2 + eps2).rsqrt()
         v_a, v_i = (w_out * (gamma2 * r2)).tensor_split([num_active], dim=1)
         linear = v_i @ b
@@ -131,45 +129,45 @@ class _NormalizedBranch(torch.autograd.Function):
 
         # Through the second product, and the norm of the active channels.
         db2 = dz.sum(0, dtype=acc)
-        a = (act(h).to(acc) - mean_a).sub_(rest)
+        a = (act(h) - mean_a).sub_(rest)
         d_linear = (dz.t() @ xc).to(acc)
-        dv = torch.cat([(dz.t() @ a.to(dtype)).to(acc), d_linear @ b.t()], dim=1)
+        dv = torch.cat([dz.t() @ a.to(dtype), d_linear @ b.t()], dim=1)
         ds2 = (dv * w_out).sum(0)
+        dgamma2 = ds2 * r2
         # The gradient of the variance, times -2.
-        dvar_a, dvar_i = (ds2 * s2 * r2 * r2).tensor_split([num_active])
-        dh = (dz @ v_a.to(dtype)).to(acc)
+        dvar_a, dvar_i = (dgamma2 * s2 * r2).tensor_split([num_active])
+        dh = dz @ v_a.to(dtype)
         # Gradients through the batch statistics are summed over the tokens of all processes;
         # gradients of the parameters are those of this process alone.
-        mean, dvar = _total(torch.stack([dh.sum(0), dvar_a]), group) / count
-        dh.sub_(mean).addcmul_(a, dvar, value=-1)
+        mean, dvar = _total(torch.stack([dh.sum(0, dtype=acc), dvar_a]), group) / count
+        dh = (dh - mean).addcmul_(a, dvar, value=-1)
         del a
         dh = _activation_backward(act, dh.to(dtype), h)
 
         # Through the first product.
         db1 = dh.sum(0, dtype=acc)
         db = torch.addcmul(v_i.t() @ d_linear, b_cov, dvar_i[:, None], value=-1)
-        dw = torch.cat([(dh.t() @ xc).to(acc), db])
-        ds1 = (dw * w_in).sum(0)
+        dw = torch.cat([dh.t() @ xc, db])
+        dgamma1 = (dw * w_in).sum(0) * r1
 
         dx = None
         if ctx.needs_input_grad[0]:
             dcov = b.t() @ (b * dvar_i[:, None])  # times -2, like the next line
-            dcov.diagonal().addcmul_(ds1 * s1, r1 * r1)
+            dcov.diagonal().addcmul_(dgamma1, s1 * r1)
             dcov = _total(dcov, group) / -count
             dx = dz @ linear.to(dtype)
             dx.addmm_(dh, w_a.to(dtype)).addmm_(xc, dcov.to(dtype))
-            dx = dx.to(acc)
-            mean = dx.sum(0)
+            mean = dx.sum(0, dtype=acc)
             if ctx.shortcut:  # the shortcut is not centred
                 mean = mean - db2
-            dx.sub_(_total(mean, group) / count)
+            dx = dx - _total(mean, group) / count
 
         dw_in = dw * s1
         dw_in[:num_active].addr_(db1, beta1)
         db_in = nn.functional.pad(db1, (0, len(w_in) - num_active))
         dw_out = torch.addr(dv * s2, db2, beta2)
         dbeta1, dbeta2 = db1 @ w_in[:num_active], db2 @ w_out
-        weights = dw_in, db_in, dw_out, db2, ds1 * r1, dbeta1, ds2 * r2, dbeta2
+        weights = dw_in, db_in, dw_out, db2, dgamma1, dbeta1, dgamma2, dbeta2
         return dx, *weights, *[None] * 8
 
 
@@ -208,7 +206,7 @@ def choose_path(ffn: nn.Module, num_tokens: int) -> str:
     """Return the training path for a number of tokens, 'folded' or 'literal'.
 
     'auto' is the path with fewer multiply-adds, except in half precision on a GPU. There a step
-    waits for kernels to be launched, and 'literal' launches a fifth as many.
+    waits for kernels to be launched, and 'literal' launches a third as many.
 
     Raises:
         ValueError: If ``ffn.training_path`` is 'folded' and folded training does not support the
@@ -343,21 +341,21 @@ def _track(norm: nn.Module, mean: torch.Tensor, var: torch.Tensor, count) -> Non
     norm.running_var.lerp_(var.to(norm.running_var), momentum)
 
 
-def _centre(x: torch.Tensor, count, group):
-    """Return the column means of x in two parts, and x minus both parts.
+def _centre(x: torch.Tensor, acc: torch.dtype, count, group):
+    """Return the column means of x in two parts, and x minus both parts, all in ``acc``.
 
     The second part is the mean of x minus the first part. It corrects the rounding error of the
     first part, which matters where a mean is large compared with the standard deviation.
     """
-    mean = _mean(x, count, group)
+    mean = _mean(x, acc, count, group)
     xc = x - mean
-    rest = _mean(xc, count, group)
+    rest = _mean(xc, acc, count, group)
     return mean, rest, xc.sub_(rest)
 
 
-def _mean(x: torch.Tensor, count, group) -> torch.Tensor:
-    """Return the column means over the ``count`` tokens of a group."""
-    return x.mean(0) if group is None else _total(x.sum(0), group) / count
+def _mean(x: torch.Tensor, acc: torch.dtype, count, group) -> torch.Tensor:
+    """Return the column means over the ``count`` tokens of a group, computed in ``acc``."""
+    return x.mean(0, dtype=acc) if group is None else _total(x.sum(0, dtype=acc), group) / count
 
 
 def _total(tensor: torch.Tensor, group) -> torch.Tensor:
