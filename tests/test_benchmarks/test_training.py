@@ -42,9 +42,9 @@ def test_training_paths_have_one_loss(task):
         losses.append(loss(model, data).item())
         step(model)(data)
         assert model.training and all(p.grad is None for p in model.parameters())
-    assert len(losses) == 2
+    assert len(losses) == (2 if training.DEVICE == 'cpu' else 3)
     if task != 'mask_rcnn':  # which samples proposals at random
-        assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+        assert losses == pytest.approx(losses[:1] * len(losses), rel=1e-3)
 
 
 @pytest.mark.parametrize('dtype', [None, 'bfloat16'])
