@@ -5,8 +5,10 @@ over the tokens that a query sees, and what is left of the logits is bilinear: w
 moments S_q of queries and S_k of centred keys, the best logits of rank r in mean square are those
 of the SVD of S_q^(1/2) S_k^(1/2). A head adds W_h o_h to the output, where o_h is the weighted sum
 of its values: the SVD of W_h cov(o_h)^(1/2) gives the r dimensions of the values that matter most.
-A ridge regression of the whole attention's output on what remains then fits the projection, drawn
-to the solution of the SVD.
+Both SVDs put an oblique projection of rank r between two factors of the attention. Its own SVD is
+the basis: values are an orthonormal one, and queries and keys share the rest evenly, so that
+weights stay as large as they were. A ridge regression of the whole attention's output on what
+remains then fits the projection, drawn to the solution of the SVD.
 
 Relatives: CLOVER (arXiv 2411.17426) without data, Eigen Attention (arXiv 2408.05646), and the
 attention half of CORP (arXiv 2602.05243).
@@ -18,13 +20,15 @@ from typing import NamedTuple
 import torch
 import torch.nn as nn
 
-from repa_mm.convert.regression import ridged, solve
+from repa_mm.convert.regression import at_least_float32, least_ridge, ridged, solve
 from repa_mm.faster.attention import FastShiftWindowMSA, split_heads
 from repa_mm.faster.windows import cached_masks, partition
 from repa_mm.reparam import double
 
 #: Strength of the ridge of the projection, relative to the mean variance of a feature.
-RIDGE = 0.1
+RIDGE = 0.03
+#: Share of its size by which the output of a nearly constant head varies, at most.
+CONSTANT = 0.01
 
 
 class Tokens(NamedTuple):
@@ -113,16 +117,18 @@ class Heads(NamedTuple):
             for both in (self.w_qkv, self.b_qkv)
         )
 
-    def outputs(
-        self, tokens: Tokens, num_heads: int, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return queries and centred keys (h, n, r), and outputs (h, n, s) of the heads."""
-        w_qkv, b_qkv = self.w_qkv.to(tokens.keys), self.b_qkv.to(tokens.keys)
+    def outputs(self, tokens: Tokens, num_heads: int, scale: float) -> list[torch.Tensor]:
+        """Return queries, centred keys, outputs of the heads, and the means that keys lack.
+
+        They are (h, n, r), (h, n, r), (h, n, s) and (h, n, r), in float32 at least.
+        """
+        keys, queries = at_least_float32(tokens.keys), at_least_float32(tokens.queries)
+        w_qkv, b_qkv = self.w_qkv.to(keys), self.b_qkv.to(keys)
         values = self.w_out.shape[1]
-        of_keys = nn.functional.linear(tokens.keys, w_qkv, b_qkv)
+        of_keys = nn.functional.linear(keys, w_qkv, b_qkv)
         of_queries = of_keys
         if tokens.queries is not tokens.keys:
-            of_queries = nn.functional.linear(tokens.queries, w_qkv, b_qkv)
+            of_queries = nn.functional.linear(queries, w_qkv, b_qkv)
         q = split_heads(of_queries, num_heads, values)[0]
         _, k, v = split_heads(of_keys, num_heads, values)
         logits = scale * q @ k.transpose(2, 3)
@@ -130,14 +136,14 @@ class Heads(NamedTuple):
             logits = logits + tokens.bias
         o = logits.softmax(-1) @ v
         if tokens.visible is None:
-            k = k - k.mean(2, keepdim=True)
+            means = k.mean(2, keepdim=True).expand_as(k)
         else:
             count = tokens.visible.sum(-1, keepdim=True).clamp(min=1)
-            k = k - (tokens.visible / count)[:, None] @ k
-        q, k, o = (x.transpose(0, 1) for x in (q, k, o))  # heads first
+            means = (tokens.visible / count)[:, None].to(k) @ k
+        found = [x.transpose(0, 1) for x in (q, k - means, o, means)]  # heads first
         if tokens.valid is None:
-            return q.flatten(1, 2), k.flatten(1, 2), o.flatten(1, 2)
-        return q[:, tokens.valid], k[:, tokens.valid], o[:, tokens.valid]
+            return [x.flatten(1, 2) for x in found]
+        return [x[:, tokens.valid] for x in found]
 
 
 class HeadMoments:
@@ -154,6 +160,7 @@ class HeadMoments:
         qk (torch.Tensor): Share of the logits' energy for each dimension of a head, summed over
             heads, (d, ), decreasing: that of the last d - r is what r dimensions leave out.
         v (torch.Tensor): The same of the attention's output for the dimensions of values.
+        constant (int): Number of heads whose output is nearly constant.
     """
 
     def __init__(
@@ -168,22 +175,41 @@ class HeadMoments:
         self.weights, self.biases = heads.split(num_heads)
         out = heads.w_out if gamma is None else double(gamma)[:, None] * heads.w_out
         self.out = out.unflatten(1, (num_heads, -1)).transpose(0, 1)  # (h, C, d)
-        q2 = k2 = o2 = o1 = count = 0
+        q2 = k2 = o2 = o1 = means2 = count = 0
         for tokens in drawn:
-            q, k, o = (double(x) for x in heads.outputs(tokens, num_heads, scale))
+            q, k, o, means = (double(x) for x in heads.outputs(tokens, num_heads, scale))
             q2, k2, o2 = q2 + q.mT @ q, k2 + k.mT @ k, o2 + o.mT @ o
+            means2 = means2 + (means - self.biases[1][:, None]).square().sum((1, 2))
             o1, count = o1 + o.sum(1), count + o.shape[1]
-        self.count = count
-        self.root_q, self.inverse_q = roots(q2 / count)
-        self.root_k, self.inverse_k = roots(k2 / count)
-        mean = o1 / count
-        self.root_o, self.inverse_o = roots(o2 / count - mean[:, :, None] * mean[:, None])
-        self.left, self.sizes, self.right = torch.linalg.svd(self.root_q @ self.root_k)
+        self.count, mean = count, o1 / count
+        cov = o2 / count - mean[:, :, None] * mean[:, None]
+        energy_q, energy_o = (trace(x) / count for x in (q2, o2))
+        energy_k = (trace(k2) + means2) / count
+        noise = max(torch.finfo(tokens.keys.dtype).eps, 1e-6)
+        self.root_q, self.inverse_q = roots(q2 / count, energy_q, noise)
+        self.root_k, self.inverse_k = roots(k2 / count, energy_k, noise)
+        self.root_o, self.inverse_o = roots(cov, energy_o, noise)
+        self.constant = int((trace(cov) <= CONSTANT**2 * energy_o).sum())
+        _, self.sizes, self.right = torch.linalg.svd(self.root_q @ self.root_k)
         _, of_values, self.directions = torch.linalg.svd(self.out @ self.root_o, False)
         self.qk = self.sizes.square().sum(0)
         self.qk = self.qk / self.qk.sum().clamp(min=1e-300)
         self.v = of_values.square().sum(0)
         self.v = self.v / self.v.sum().clamp(min=1e-300)
+
+    @property
+    def warnings(self) -> list[str]:
+        """Warnings about the tokens: what they do not show, no fit can keep."""
+        found = []
+        dims = self.out.shape[-1]
+        if self.count <= dims:
+            found.append(f'{self.count} tokens for heads of {dims} dimensions: give more images')
+        if self.constant:
+            found.append(
+                f'the output of {self.constant} of {self.num_heads} heads is nearly constant (it '
+                f'varies by less than {CONSTANT:.0%} of its size): give other images'
+            )
+        return found
 
     def fit(self, qk_dims: int, v_dims: int) -> tuple[Heads, float]:
         """Fit heads of ``qk_dims`` dimensions for q·k and ``v_dims`` for values.
@@ -195,18 +221,16 @@ class HeadMoments:
         w, b = [list(x) for x in (self.weights, self.biases)]
         dims = self.out.shape[-1]
         if qk_dims < w[0].shape[1]:
-            size = self.sizes[:, None, :qk_dims].sqrt()
-            p = (self.inverse_q @ self.left[:, :, :qk_dims]) * size
-            q = (self.inverse_k @ self.right[:, :qk_dims].mT) * size
+            p, size, q = oblique(self.root_k, self.right[:, :qk_dims], self.inverse_k)
+            p, q = p * size.sqrt(), q * size.sqrt()
             w[0], w[1] = p.mT @ w[0], q.mT @ w[1]
             b[0], b[1] = (p.mT @ b[0][..., None])[..., 0], b[0].new_zeros(len(b[0]), qk_dims)
         out, bias = self.heads.w_out, self.heads.b_out
         if v_dims < dims:
-            keep = self.directions[:, :v_dims]
-            into = keep @ self.inverse_o  # (h, s, d)
-            w[2], b[2] = into @ w[2], (into @ b[2][..., None])[..., 0]
+            back, size, into = oblique(self.root_o, self.directions[:, :v_dims], self.inverse_o)
+            w[2], b[2] = into.mT @ w[2], (into.mT @ b[2][..., None])[..., 0]
             heads = out.unflatten(1, (self.num_heads, -1)).transpose(0, 1)
-            out = (heads @ self.root_o @ keep.mT).transpose(0, 1).flatten(1)
+            out = (heads @ (back * size)).transpose(0, 1).flatten(1)
         narrow = Heads(
             torch.cat([x.flatten(0, 1) for x in w]), torch.cat([x.flatten() for x in b]), out, bias
         )
@@ -226,16 +250,52 @@ class HeadMoments:
         mean = sums / self.count
         cov = products / self.count - mean[:, None] * mean
         gram, with_t = cov[:size, :size], cov[size:, :size]
-        out = narrow.w_out + solve(ridged(gram, RIDGE), with_t - narrow.w_out @ gram)
+        variance, out = cov[size:, size:].trace(), narrow.w_out
+        error = variance + ((out @ gram - 2 * with_t) * out).sum()
+        penalty = ridged(gram, RIDGE, least_ridge(error, out, mean[:size]))
+        out = out + solve(penalty, with_t - out @ gram)
         bias = self.heads.b_out + mean[size:] - out @ mean[:size]
-        variance = cov[size:, size:].trace()
         left = variance + ((out @ gram - 2 * with_t) * out).sum()
         return narrow._replace(w_out=out, b_out=bias), float(left / variance.clamp(min=1e-300))
 
 
-def roots(matrices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return square roots of positive semidefinite matrices (h, d, d), and the inverse roots."""
+def trace(matrices: torch.Tensor) -> torch.Tensor:
+    """Return the traces (h, ) of matrices (h, d, d)."""
+    return matrices.diagonal(dim1=1, dim2=2).sum(1)
+
+
+def roots(
+    matrices: torch.Tensor, energy: torch.Tensor, noise: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return square roots of positive semidefinite matrices with a floor, and the inverse roots.
+
+    Args:
+        matrices (torch.Tensor): Second moments (h, d, d) of features without their mean.
+        energy (torch.Tensor): Mean squared norm (h, ) of the features with their mean.
+        noise (float): Rounding error of a feature, relative to its size. Directions that vary less
+            count as if they varied by that much, so that no rounding noise is scaled up.
+    """
+    floor = noise**2 * energy / matrices.shape[-1]
+    floor = torch.where(floor > 0, floor, 1.0)  # all features are zero
     values, vectors = torch.linalg.eigh(matrices)
-    floor = (1e-10 * values.amax(-1, keepdim=True)).clamp(min=1e-300)
-    root = values.clamp(min=0).maximum(floor).sqrt()[:, None]
+    root = (values.clamp(min=0) + floor[:, None]).sqrt()[:, None]
     return (vectors * root) @ vectors.mT, (vectors / root) @ vectors.mT
+
+
+def oblique(
+    root: torch.Tensor, directions: torch.Tensor, inverse: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Decompose the projection onto whitened directions into orthonormal bases.
+
+    Args:
+        root (torch.Tensor): Square root (h, d, d) of the features' second moments.
+        directions (torch.Tensor): Orthonormal directions (h, r, d) of whitened features.
+        inverse (torch.Tensor): The inverse root (h, d, d).
+
+    Returns:
+        tuple: Bases U (h, d, r), sizes s (h, 1, r) and bases V (h, d, r): the projection is
+        U diag(s) V^T. The sizes are inverse cosines between both bases, so 1 at least.
+    """
+    left, size, right = torch.linalg.svd(root @ directions.mT @ directions @ inverse)
+    rank = directions.shape[1]
+    return left[..., :rank], size[:, None, :rank], right[:, :rank].mT

@@ -243,7 +243,7 @@ class PretrainedAttention(Pausing):
             for size, energy in zip(sizes, (moments.qk, moments.v))
         )
         weights, unexplained = moments.fit(*sizes)
-        return Narrow(self._with(weights), weights, sizes, unexplained, 0.0, [])
+        return Narrow(self._with(weights), weights, sizes, unexplained, 0.0, moments.warnings)
 
     def axes(self, drawn: Sequence[Tokens]) -> list[Axis]:
         """Return the dimensions of q·k and of values as axes of a budget, from samples."""

@@ -3,9 +3,10 @@
 A pretrained FFN computes f(u) = V a + b with a = act(W_in u + b_in), where u are normalized tokens
 and V is W_out with the layer scale multiplied in. A narrower FFN keeps some channels K of a, and
 computes V' a_K + b'. Backward elimination chooses K. A ridge regression that shrinks V' towards V_K
-gives V' and b'. Both steps need only the mean and the covariance of [a, t] over the tokens of some
-images, where t is the output to imitate. Some steps of gradient descent then adjust all weights,
-including the input weights of the kept channels.
+gives V' and b'. The ridge also bounds what the fit may add to V_K where a hardly varies: weights of
+1e6 would hold on the given tokens alone. Both steps need only the mean and the covariance of [a, t]
+over the tokens of some images, where t is the output to imitate. Some steps of gradient descent
+then adjust all weights, including the input weights of the kept channels.
 
 There is no linear path W u beside the channels, as in a channel-idle FFN: fitted without training,
 it was worth less on foreign images than the C / 2 channels of the same cost.
@@ -25,6 +26,10 @@ _CHUNK = 4096  # tokens in float64 at a time
 # Strengths of the ridge, relative to the mean variance of a channel. The first strength is used to
 # choose the channels. Cross-validation over all of them sets the strength for the weights.
 RIDGES = (0.1, 0.01, 0.03, 0.3, 1.0, 3.0, 100.0)
+# Least ridge, relative to the mean square error of the given weights divided by their squared norm.
+# As a row of weights changes by e / (2 sqrt(ridge)) at most, with e the root mean square of its
+# error, this bounds changes to about three times the norm of the weights.
+LEAST = 0.03
 
 
 class Moments:
@@ -118,7 +123,11 @@ class NarrowFFN(NamedTuple):
         return named if self.conv is None else dict(named, conv=self.conv, b_conv=self.b_conv)
 
     def features(self, u: torch.Tensor) -> torch.Tensor:
-        """Compute the activated channels (..., A) of normalized tokens (..., C) or patches."""
+        """Compute the activated channels (..., A) of normalized tokens (..., C) or patches.
+
+        They are float32 at least: half precision would round away how little some channels vary.
+        """
+        u = at_least_float32(u)
         w, b = self.w_in, self.b_in
         if self.conv is not None:
             w = (torch.cat([w, b[:, None]], 1)[:, :, None] * self.conv[:, None]).flatten(1)
@@ -127,7 +136,8 @@ class NarrowFFN(NamedTuple):
 
     def __call__(self, u: torch.Tensor) -> torch.Tensor:
         """Compute z for normalized tokens (..., C) or patches (..., (C + 1) k^2)."""
-        return F.linear(self.features(u), self.w_out.to(u), self.b.to(u))
+        a = self.features(u)
+        return F.linear(a, self.w_out.to(a), self.b.to(a)).to(u)
 
     def only(self, kept: torch.Tensor, **changes) -> 'NarrowFFN':
         """Return a copy that has some of the channels, and other values as given."""
@@ -159,6 +169,7 @@ def with_foreign_tokens(
     Returns:
         tuple: u and t of all tokens, the given tokens first.
     """
+    u = at_least_float32(u)
     generator = torch.Generator().manual_seed(0)
     number = len(u) // 2
     i = torch.randperm(len(u), generator=generator)[:number].to(u.device)
@@ -193,9 +204,26 @@ def ffn_moments(
     return result
 
 
-def ridged(gram: torch.Tensor, strength: float) -> torch.Tensor:
-    """Add a multiple of the mean of a Gram matrix's diagonal to the diagonal, in a copy."""
-    amount = strength * gram.diagonal().mean()
+def at_least_float32(x: torch.Tensor) -> torch.Tensor:
+    """Return a tensor in float32, or in float64 if it is."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def least_ridge(error: torch.Tensor, weights: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
+    """Return the least ridge of a fit that is drawn to given weights.
+
+    Args:
+        error (torch.Tensor): Mean square error of the weights (m, n), summed over outputs.
+        weights (torch.Tensor): The weights.
+        mean (torch.Tensor): Mean (n, ) of the features, whose rounding is no variance.
+    """
+    bound = LEAST * error.clamp(min=0) / weights.square().sum().clamp(min=1e-200)
+    return bound + 1e-12 * mean.square().mean()
+
+
+def ridged(gram: torch.Tensor, strength: float, least: float | torch.Tensor = 0.0) -> torch.Tensor:
+    """Add a multiple of its mean and the least ridge to a Gram matrix's diagonal, in a copy."""
+    amount = strength * gram.diagonal().mean() + least
     gram = gram.clone()
     # If no channel varies, any ridge keeps the pretrained weights.
     gram.diagonal().add_(amount if amount > 0 else 1.0)
@@ -256,11 +284,13 @@ class _Problem:
         self.gram, self.with_t = cov[:hidden, :hidden], cov[hidden:, :hidden]
         self.var_t = cov[hidden:, hidden:].trace()
         self.ffn, self.out = ffn, ffn.w_out
+        error = self.residual(torch.arange(hidden), self.out)
+        self.least = least_ridge(error, self.out, self.mean_a)
 
     def solve(self, kept: torch.Tensor, ridge: float) -> torch.Tensor:
         """Solve for the output weights of the kept channels, shrunk towards the pretrained ones."""
         gram, out = self.gram[kept][:, kept], self.out[:, kept]
-        return out + solve(ridged(gram, ridge), self.with_t[:, kept] - out @ gram)
+        return out + solve(ridged(gram, ridge, self.least), self.with_t[:, kept] - out @ gram)
 
     def bias(self, kept: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         return self.mean_t - weights @ self.mean_a[kept]
@@ -279,7 +309,8 @@ class _Problem:
         """Return the channels that :func:`eliminate` keeps for each number."""
         everything = torch.arange(len(self.gram), device=self.gram.device)
         weights = self.solve(everything, RIDGES[0])
-        return eliminate(ridged(self.gram, RIDGES[0]), weights, numbers, **options)
+        gram = ridged(self.gram, RIDGES[0], self.least)
+        return eliminate(gram, weights, numbers, **options)
 
     def narrow(self, kept: torch.Tensor, ridge: float) -> NarrowFFN:
         """Return the FFN of the kept channels."""

@@ -71,6 +71,8 @@ def test_every_block(case, randomize, relative_error):
             assert torch.equal(a, b)
     narrow, report = repa_mm.convert_pretrained(model, images(2), keep=0.5, held_out=[x], **convert)
     assert len(report.blocks) == number and max(report.differences) < 0.5
+    largest = [max(p.abs().max() for p in m.parameters()) for m in (narrow, model)]
+    assert largest[0] < 3 * largest[1]
     assert widths(narrow) == [row.after[0] for row in report.blocks]
     assert [2 * width for width in widths(narrow)] == widths(model)
     assert {type(m) for m in narrow.modules()} == {type(m) for m in model.modules()}

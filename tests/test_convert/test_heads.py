@@ -10,7 +10,7 @@ from mmengine.registry import MODELS
 import repa_mm
 from repa_mm.convert.heads import HeadMoments, Heads, Tokens, sample_windows
 from repa_mm.convert.pretrained import backbone_config
-from repa_mm.faster.attention import FastShiftWindowMSA
+from repa_mm.faster.attention import FastShiftWindowMSA, swap_attention_
 from repa_mm.features import tensors
 from repa_mm.models.sites import attention_sites
 
@@ -67,6 +67,10 @@ def pretrained(randomize):
 def outputs(model, x):
     with torch.no_grad():
         return tensors(model(x))
+
+
+def largest(model):
+    return max(float(p.detach().abs().max()) for p in model.parameters())
 
 
 def weights(num_heads=2, dims=6, channels=10):
@@ -163,7 +167,7 @@ def test_tokens_of_windows():
     assert tokens.valid.sum() == 2 * 7 * 6 and not tokens.keys[~tokens.valid].any()
     w_msa = attention.w_msa
     heads = Heads.of(w_msa.qkv, w_msa.proj)
-    _, k, o = heads.outputs(tokens, 2, w_msa.scale)
+    _, k, o, _ = heads.outputs(tokens, 2, w_msa.scale)
     # The outputs are those of the module, in another order.
     found = o.transpose(0, 1).flatten(1) @ w_msa.proj.weight.t() + w_msa.proj.bias
     expected = attention(x, hw).flatten(0, 1)
@@ -194,6 +198,11 @@ def test_every_attention(case, pretrained):
         sizes = [site.heads().dims for site in attention_sites(narrow)]
         assert sizes == [(4 * round(qk * d / 4), d if v == 1 else 4 * round(v * d / 4))] * len(dims)
         found[qk, v] = max(report.differences)
+        # No weight is much larger than it was, in any attention.
+        for site, old in zip(attention_sites(narrow), heads):
+            for new, given in zip(site.heads()[:2], old.heads()[:2]):
+                assert new.weight.abs().max() < 3 * given.weight.abs().max()
+                assert new.bias.abs().max() < 3 * largest(model)
         rows = [row for row in report.blocks if len(row.after) == 2]
         assert [row.after for row in rows] == sizes
         for row in rows:
@@ -215,6 +224,96 @@ def test_every_attention(case, pretrained):
     assert found[0.5, 1.0] < found[0.5, 0.5] < 0.3
     for a, b in zip(outputs(model, images[0]), before):  # the original is as it was
         assert torch.equal(a, b)
+
+
+def nearly_constant(kind, x):
+    """Heads (of two, with 6 dimensions each) of which the first one hardly tells tokens apart."""
+    heads = weights()
+    (w_q, w_k, w_v), (b_q, _, b_v) = heads.split(2)
+    if kind == 'values':
+        w_v[0] *= 1e-7
+    elif kind == 'keys':
+        w_k[0] *= 1e-7
+        w_k[0] += torch.randn(6, 1)  # of the constant channel
+    elif kind == 'queries':
+        w_q[0] *= 1e-7
+    elif kind == 'class token':
+        direction = torch.nn.functional.normalize(w_k[0] @ x[0, 0].double(), dim=0)
+        b_q[0] = 100 * direction
+    else:  # all is zero
+        w_q[0], w_k[0], w_v[0], b_q[0], b_v[0] = [torch.zeros(1)] * 5
+    return heads
+
+
+KINDS = ['values', 'keys', 'queries', 'class token', 'zero']
+
+
+@torch.no_grad()
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize('number', [1, 4, 40])  # of 3 tokens, fewer than dimensions, and of 9
+@pytest.mark.parametrize('kind', KINDS)
+def test_nearly_constant_heads(kind, number, dtype):
+    """Their rounding noise is not scaled up: what is fitted holds elsewhere and in bfloat16."""
+    x = torch.randn(number, 9 if number > 1 else 3, 10)
+    x[..., 0], x[:, 0] = 4, 4 * torch.randn(10)
+    x = x.to(dtype)
+    heads = nearly_constant(kind, x)
+    moments = HeadMoments(heads, 2, 0.4, [Tokens(i, i) for i in x.split(10)])
+    said = [text for text in moments.warnings if 'is nearly constant' in text]
+    if number > 1:
+        assert len(said) == (kind in ('values', 'class token', 'zero'))
+        assert moments.constant == len(said)
+    else:
+        assert 'heads of 6 dimensions: give more images' in moments.warnings[0]
+    other = torch.randn(30, 20, 10)
+    other[..., 0] = 4
+    expected = run(heads, other)
+    for sizes in ((3, 3), (2, 6), (6, 2)):
+        narrow, unexplained = moments.fit(*sizes)
+        assert all(w.isfinite().all() for w in narrow) and -1e-6 < unexplained < 1
+        assert narrow.w_qkv.abs().max() < 3 * heads.w_qkv.abs().max()
+        assert narrow.w_out.abs().max() < 4 * heads.w_out.abs().max()
+        assert narrow.b_out.abs().max() < 3 * run(heads, x.float()).abs().max()
+        found = run(narrow, other)
+        rounded = run(Heads(*(w.bfloat16().double() for w in narrow)), other.bfloat16())
+        size = expected.square().mean().sqrt()
+        assert (found - expected).square().mean().sqrt() < 1.5 * size
+        if kind != 'class token':  # whose logits of hundreds bfloat16 rounds in the original, too
+            assert (rounded - found).square().mean().sqrt() < 0.1 * size
+
+
+def run(heads, x):
+    found = heads.outputs(Tokens(x, x), 2, 0.4)[2].transpose(0, 1).flatten(1).double()
+    return found @ heads.w_out.t() + heads.b_out
+
+
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
+def test_a_trained_swin_whose_last_stage_is_nearly_constant(dtype, pretrained):
+    """As after training on small images: maps of one window, whose tokens are nearly the same."""
+    model, images = pretrained('MMDetection Swin')
+    with torch.no_grad():
+        for site in attention_sites(model)[2:]:  # of the last stage
+            heads = site.heads()
+            heads.qkv.weight[-32:] *= 1e-6  # values
+            heads.qkv.weight[32:64] *= 1e-3  # keys
+    swap_attention_(model)
+    model.to(dtype)
+    images = [x.to(dtype) for x in images]
+    large = torch.randn(2, 3, 144, 112).to(dtype)
+    narrow, report = repa_mm.convert_pretrained(model, images, keep=1.0, qk_keep=0.5, v_keep=0.5)
+    assert sum('4 of 4 heads is nearly constant' in text for text in report.warnings) == 2
+    assert 'nearly constant' in str(report)
+    assert largest(narrow) < 2 * largest(model)
+    model, narrow = model.float(), narrow.float()
+    half = [copy.deepcopy(m).bfloat16() for m in (narrow, model)]
+    for x in (images[0].float(), large.float()):
+        given = outputs(model, x)
+        errors = [
+            [float((a.float() - b).norm() / b.norm()) for a, b in zip(y, given)]
+            for y in (outputs(narrow, x), *(outputs(m, x.bfloat16()) for m in half))
+        ]
+        for exact, in_half, stock in zip(*errors):
+            assert exact < 0.1 and in_half < exact + 2 * stock
 
 
 NO_BIAS = {

@@ -54,6 +54,7 @@ def test_it_is_the_regression_on_the_kept_channels(ffn, width, monkeypatch):
     x = tokens()
     y = ffn(x) + 0.1 * torch.randn_like(x)
     monkeypatch.setattr(regression, 'RIDGES', (1e-12,))
+    monkeypatch.setattr(regression, 'LEAST', 0.0)
     fit = fit_ffn(NarrowFFN.of(ffn), moments(ffn, x, y), width)
     u = ffn.norm1(x)
     features = ffn.act(u @ fit.w_in.t() + fit.b_in)
@@ -155,3 +156,35 @@ def test_constant_tokens(ffn):
     x = tokens()[:1].expand(50, -1)
     fit = fit_ffn(NarrowFFN.of(ffn), moments(ffn, x, ffn(x)), 12)
     torch.testing.assert_close(x + refine(fit, ffn.norm1(x), ffn(x) - x)(ffn.norm1(x)), ffn(x))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize('number', [16, 1000])  # fewer tokens than channels, and more
+def test_channels_that_hardly_vary_get_no_large_weights(ffn, number, dtype):
+    """What the blocks before have lost varies, and no channel that could make up for it."""
+    whole = NarrowFFN.of(ffn)
+    base, mixing = torch.randn(DIMS), torch.randn(DIMS, DIMS)
+    for size in (1e-2, 1e-3, 1e-5, 1e-7, 0.0):
+        moved = torch.randn(number, DIMS)
+        u = (base + size * moved).to(dtype)
+        t = whole(u.float()) + 0.1 * torch.tanh(moved @ mixing)
+        parts = [with_foreign_tokens(whole, *part) for part in zip(u.chunk(4), t.chunk(4))]
+        fit = fit_ffn(whole, ffn_moments(whole, parts), 12)
+        fit = refine(fit, *(torch.cat(columns) for columns in zip(*parts)))
+        for name, w in fit.weights.items():
+            assert w.isfinite().all() and w.abs().max() < 6 * whole.weights[name].abs().max(), name
+        assert fit(u).dtype == dtype
+
+
+@torch.no_grad()
+def test_half_precision_rounds_the_tokens_alone(ffn):
+    """The channels vary by less than their rounding in bfloat16, and are fitted all the same."""
+    whole = NarrowFFN.of(ffn)
+    u = (1 + torch.randn(1000, DIMS) / 50).bfloat16()
+    t = whole(u.float())
+    fits = [
+        fit_ffn(whole, ffn_moments(whole, list(zip(x.chunk(4), t.chunk(4)))), 12).measured(x, t)
+        for x in (u, u.float())
+    ]
+    assert torch.equal(fits[0].w_out, fits[1].w_out)
