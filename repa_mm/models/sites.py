@@ -223,9 +223,13 @@ class FFNSite(Site):
         parts = self.modules()
         if parts.scale is not None:
             scale = double(parts.scale)
-            # Raise near-zero scales, since the weights are divided by the scales.
-            floor = 1e-3 * scale.abs().max()
-            scale = torch.where(scale.abs() < floor, floor, scale) if floor else scale + 1
+            # Raise small scales, since the weights are divided by the scales: no weight becomes much
+            # larger than the largest one was.
+            known = double(parts.fc2.weight).abs().max().clamp(min=1e-30)
+            floor = double(w_out).abs().amax(1) / (3 * known)
+            floor = floor.clamp(min=1e-3 * float(scale.abs().max()))
+            scale = torch.where(scale.abs() < floor, floor, scale)
+            scale = torch.where(scale == 0, 1.0, scale)
             parts.scale.copy_(scale)
             w_out, b_out = w_out / scale.to(w_out)[:, None], b_out / scale.to(b_out)
         _set_matrix_(parts.fc1, w_in, b_in)

@@ -142,6 +142,17 @@ def test_drop_path_scale_and_mode_are_kept(randomize):
     assert ffn.layers[0][0].weight.grad.isfinite().all() and ffn.gamma2.weight.grad is not None
 
 
+def test_channels_of_small_layer_scale_get_no_large_weights(randomize):
+    """What the blocks before have lost there is as large as elsewhere."""
+    model, _ = pretrained(VIT, randomize)
+    for layer in model.layers:
+        layer.ffn.gamma2.weight.data = 10 ** (-4 * torch.rand(16))
+    narrow, report = repa_mm.convert_pretrained(model, images(8), keep=0.3, held_out=images(1))
+    assert report.differences[0] < 0.2
+    for new, old in zip(ffn_sites(narrow), ffn_sites(model)):
+        assert new.modules().fc2.weight.abs().max() < 3.01 * old.modules().fc2.weight.abs().max()
+
+
 def test_what_cannot_be_done(randomize):
     model, _ = pretrained(VIT, randomize)
     x = images(1)
