@@ -17,7 +17,7 @@ from benchmarks import dinov2
 from benchmarks.compare import append
 from repa_mm import convert_pretrained
 from repa_mm.convert import parts
-from repa_mm.convert.heads import HeadMoments, Heads, roots
+from repa_mm.convert.heads import HeadMoments, Heads, roots, trace
 
 
 class Clover(HeadMoments):
@@ -26,9 +26,10 @@ class Clover(HeadMoments):
     def __init__(self, *args) -> None:
         super().__init__(*args)
         w_q, w_k, _ = self.weights
-        self.root_q, self.inverse_q = roots(w_q @ w_q.mT)
-        self.root_k, self.inverse_k = roots(w_k @ w_k.mT)
-        self.left, self.sizes, self.right = torch.linalg.svd(self.root_q @ self.root_k)
+        q2, k2 = w_q @ w_q.mT, w_k @ w_k.mT
+        self.root_q, self.inverse_q = roots(q2, trace(q2), 1e-6)
+        self.root_k, self.inverse_k = roots(k2, trace(k2), 1e-6)
+        _, self.sizes, self.right = torch.linalg.svd(self.root_q @ self.root_k)
 
     def fit_projection(self, narrow: Heads) -> tuple[Heads, float]:
         return narrow, super().fit_projection(narrow)[1]

@@ -223,8 +223,8 @@ class FFNSite(Site):
         parts = self.modules()
         if parts.scale is not None:
             scale = double(parts.scale)
-            # Raise small scales, since the weights are divided by the scales: no weight becomes more
-            # than three times as large as the largest one was.
+            # Raise small scales, since the weights are divided by the scales: no weight may exceed
+            # three times the largest one so far.
             known = double(parts.fc2.weight).abs().max().clamp(min=1e-30)
             floor = double(w_out).abs().amax(1) / (3 * known)
             floor = floor.clamp(min=1e-3 * float(scale.abs().max()))
