@@ -5,17 +5,20 @@ import io
 import os
 import os.path as osp
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
+from typing import Any
 
 import torch.nn as nn
 from mmengine.config import Config, ConfigDict
-from mmengine.registry import DATASETS, MODELS, init_default_scope
+from mmengine.registry import DATASETS, MODELS, Registry, init_default_scope, root
 from torch.utils.data import Dataset
 
 from repa_mm.checkpoints import load_checkpoint, load_weights
 from repa_mm.paths import config_path, config_root
 from repa_mm.reparam import CheckpointError, finish_schedules_
+
+CODEBASES = 'mmdet', 'mmseg', 'mmpretrain'
 
 
 def load_config(path: str, cfg_options: dict | None = None) -> Config:
@@ -27,7 +30,9 @@ def load_config(path: str, cfg_options: dict | None = None) -> Config:
         cfg_options (dict, optional): Values to override, by dotted names.
 
     Returns:
-        Config: The config. A ``data_preprocessor`` beside the model is copied into ``model``.
+        Config: The config. A ``data_preprocessor`` beside the model is copied into ``model``. In a
+        pure Python config (``with read_base():``), classes are replaced by the names under which
+        they are registered, and ``default_scope`` is the codebase of the model's class.
     """
     cfg = _read(config_path(path) if '::' in path else path)
     if cfg_options:
@@ -35,7 +40,7 @@ def load_config(path: str, cfg_options: dict | None = None) -> Config:
     # As MMEngine's Runner does: models that are built without a Runner need the normalization, too.
     if cfg.get('data_preprocessor'):
         cfg.model.setdefault('data_preprocessor', copy.deepcopy(cfg.data_preprocessor))
-    init_default_scope(cfg.get('default_scope', 'mmengine'))
+    init_default_scope(cfg.default_scope)
     return cfg
 
 
@@ -43,7 +48,51 @@ def _read(path: str) -> Config:
     """Read a config, which may import from the working directory, as under ``python -m``."""
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # for projects/
-    return Config.fromfile(path)
+    cfg = Config.fromfile(path)
+    scope = cfg.get('default_scope') or _codebase(cfg.get('model') or {})
+    named = {key: _with_names(cfg[key], scope) for key in cfg.to_dict()}  # which skips imports
+    return Config(dict(named, default_scope=scope), cfg.text, cfg.filename, cfg.env_variables)
+
+
+def _codebase(model: dict) -> str:
+    """Return the scope of a model, which its class or the nearest of its bases belongs to."""
+    kind = model.get('type')
+    if isinstance(kind, str):
+        try:
+            kind = MODELS.get(kind)
+        except RuntimeError:  # a name that only a scope would find
+            kind = None
+    for cls in getattr(kind, '__mro__', ()):
+        if cls.__module__.partition('.')[0] in CODEBASES:
+            return cls.__module__.partition('.')[0]
+    return _codebase(model['model']) if 'model' in model else 'mmengine'  # of `Restructured`
+
+
+def _with_names(value: Any, scope: str) -> Any:
+    """Return a part of a config with the registered names of the classes to build."""
+    if isinstance(value, dict):
+        return {
+            key: _name(inner, scope)
+            if key in ('type', 'constructor') and callable(inner)
+            else _with_names(inner, scope)
+            for key, inner in value.items()
+        }
+    if isinstance(value, (list, tuple)):
+        return type(value)(_with_names(inner, scope) for inner in value)
+    return value
+
+
+def _name(kind: Callable, scope: str) -> str:
+    """Return the name by which the default scope's registries find a class or function."""
+    nodes = [node for node in vars(root).values() if isinstance(node, Registry)]
+    for node in nodes:  # grows
+        nodes += node.children.values()
+        for name, module in node.module_dict.items():
+            if module is kind:
+                with node.switch_scope_and_registry(scope) as own:
+                    found = own.module_dict.get(name, own.root.module_dict.get(name))
+                return name if found is kind else f'{node.scope}.{name}'
+    return f'{kind.__module__}.{kind.__qualname__}'
 
 
 def build_model(cfg: Config, checkpoint: str | None = None) -> nn.Module:
@@ -62,7 +111,7 @@ def build_model(cfg: Config, checkpoint: str | None = None) -> nn.Module:
     Raises:
         CheckpointError: If the checkpoint does not fit the model.
     """
-    init_default_scope(cfg.get('default_scope', 'mmengine'))
+    init_default_scope(cfg.default_scope)
     model = MODELS.build(copy.deepcopy(cfg.model))  # some detectors write into their config
     meta = {}
     if checkpoint:

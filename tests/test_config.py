@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from mmengine.config import Config
 from mmengine.registry import DATASETS
 
 import repa_mm
@@ -116,3 +117,62 @@ def test_configs_import_what_lies_in_the_working_directory(read, config, tmp_pat
         file.write("custom_imports = dict(imports=['lying_here'], allow_failed_imports=False)")
     read(config)
     assert sys.modules.pop('lying_here').__file__ == str(tmp_path / 'lying_here.py')
+
+
+LAZY = """
+from mmengine.config import read_base
+
+with read_base():
+    from .base import *
+
+from mmdet.datasets import CocoDataset
+from mmdet.models import FPN, DetDataPreprocessor, RetinaHead, RetinaNet
+from mmengine.optim import DefaultOptimWrapperConstructor
+from mmpretrain.models import ResNet
+from torch.nn import BatchNorm2d, Identity
+
+model = dict(
+    type=RetinaNet,
+    data_preprocessor=dict(type=DetDataPreprocessor),
+    backbone=dict(
+        type=ResNet, depth=18, out_indices=(1, 2, 3), norm_cfg=dict(type=BatchNorm2d)),
+    neck=dict(type=FPN, in_channels=[128, 256, 512], out_channels=32, num_outs=3),
+    bbox_head=dict(
+        type=RetinaHead, num_classes=2, in_channels=32, feat_channels=32, stacked_convs=1,
+        anchor_generator=dict(
+            type='AnchorGenerator', octave_base_scale=3, scales_per_octave=3, ratios=[1.0],
+            strides=[8, 16, 32])),
+)
+test_dataloader = dict(dataset=dict(type=CocoDataset, pipeline=[dict(type=Identity)]))
+optim_wrapper = dict(constructor=DefaultOptimWrapperConstructor)
+"""
+
+
+def test_classes_of_a_pure_python_config_become_names(tmp_path):
+    pytest.importorskip('mmdet')
+    path = str(tmp_path / 'lazy.py')
+    (tmp_path / 'base.py').write_text('default_scope = None\n')
+    (tmp_path / 'lazy.py').write_text(LAZY)
+    assert codebase_tool([path], 'train.py').startswith(config_root('mmdet')[: -len('configs')])
+    cfg = load_config(path, {'model.bbox_head.num_classes': 3})
+    assert cfg.default_scope == 'mmdet'
+    assert cfg.model.type == 'RetinaNet' and cfg.test_dataloader.dataset.type == 'CocoDataset'
+    assert cfg.model.backbone.type == 'mmpretrain.ResNet'  # MMDetection has another one
+    assert cfg.model.backbone.norm_cfg.type in ('BN', 'BN2d')
+    assert cfg.optim_wrapper.constructor == 'DefaultOptimWrapperConstructor'
+    assert 'RetinaNet' not in cfg and cfg.filename == path
+    # Written to a file, the codebase reads it.
+    written = Config.fromstring(cfg.pretty_text, '.py')
+    assert written.to_dict() == cfg.to_dict()
+    model = build_model(written)
+    assert type(model.backbone).__module__.startswith('mmpretrain.')
+    assert model.bbox_head.num_classes == 3
+
+
+def test_the_scope_of_a_restructured_model(tmp_path):
+    pytest.importorskip('mmseg')
+    (tmp_path / 'lazy.py').write_text(
+        'from mmseg.models import EncoderDecoder\n'
+        "model = dict(type='Restructured', model=dict(type=EncoderDecoder), structures=[])\n"
+    )
+    assert load_config(str(tmp_path / 'lazy.py')).default_scope == 'mmseg'
