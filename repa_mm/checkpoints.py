@@ -48,10 +48,7 @@ def load_weights(model: nn.Module, state_dict: dict, path: str | None = None) ->
     match_form(model, state_dict)
     optional = ('num_batches_tracked', 'num_active_channels')
     own = {key: value for key, value in model.state_dict().items() if key.endswith(optional)}
-    try:
-        found = model.load_state_dict({**own, **state_dict}, strict=False)
-    except RuntimeError as error:
-        raise CheckpointError(f'{path or "the checkpoint"}: {error}') from error
+    found = _load(model, {**own, **state_dict}, path)
     missing = [key for key in found.missing_keys if not key.endswith(_COMPUTED)]
     _check_keys(missing, found.unexpected_keys, path)
 
@@ -71,7 +68,7 @@ def load_original(model: nn.Module, state_dict: dict, path: str) -> None:
         CheckpointError: If weights are missing, or the file has further layers, or further weights
             in a layer.
     """
-    found = model.load_state_dict(state_dict, strict=False)
+    found = _load(model, state_dict, path)
     lists = nn.ModuleList, nn.Sequential
     layers = tuple(f'{name}.' for name, m in model.named_modules() if name and isinstance(m, lists))
     missing, foreign = (
@@ -79,6 +76,13 @@ def load_original(model: nn.Module, state_dict: dict, path: str) -> None:
         for keys in found
     )
     _check_keys(missing, [key for key in foreign if key.startswith(layers)], path)
+
+
+def _load(model: nn.Module, state_dict: dict, path: str | None):
+    try:
+        return model.load_state_dict(state_dict, strict=False)
+    except RuntimeError as error:  # of other shapes
+        raise CheckpointError(f'{path or "the checkpoint"}: {error}') from error
 
 
 def _check_keys(missing: list[str], foreign: list[str], path: str | None) -> None:

@@ -1,0 +1,110 @@
+"""Opening models and images: from paths and configs to modules and batches."""
+
+import copy
+
+import torch
+import torch.nn as nn
+from mmengine.config import Config
+from mmengine.dataset import pseudo_collate
+from mmengine.registry import DATASETS, MODELS, init_default_scope
+
+from repa_mm.checkpoints import load_checkpoint, load_original, load_weights
+from repa_mm.config import build_images, dataset_config, load_config
+from repa_mm.reparam import Form, finish_schedules_, has_training_form, outermost, reparameterize_
+
+
+def open_model(
+    config: str | Config,
+    checkpoint: str | None = None,
+    cfg_options: dict | None = None,
+    merge: bool = False,
+) -> nn.Module:
+    """Build a model and load its weights: in eval mode, on the CPU.
+
+    Args:
+        config (str | Config): The model's config: from :func:`~repa_mm.config.load_config`, a path,
+            or the name of an installed config ('mmdet::swin/….py').
+        checkpoint (str, optional): A file, a URL or another address that MMEngine knows. The model
+            gets the form of the checkpoint's weights. Defaults to None: initialized weights, the
+            same each time, without those of pretraining.
+        cfg_options (dict, optional): Values to override in a config that is read.
+        merge (bool): Return the deploy form of a model in the training form. Defaults to False.
+
+    Returns:
+        nn.Module: The detector, segmentor or classifier, with its config in ``cfg`` and the class
+        names of the checkpoint, else of the test data, in ``dataset_meta``.
+
+    Raises:
+        CheckpointError: If the checkpoint does not fit the model. A vanilla checkpoint may have
+            weights that belong to no layer of the model, such as those of a teacher.
+    """
+    cfg = load_config(config, cfg_options) if isinstance(config, str) else config
+    init_default_scope(cfg.default_scope)
+    model = MODELS.build(copy.deepcopy(cfg.model))  # some detectors write into their config
+    meta = {}
+    if checkpoint:
+        loaded = load_checkpoint(checkpoint)
+        load = load_weights if any(outermost(model, Form)) else load_original
+        load(model, loaded['state_dict'], checkpoint)
+        meta = (loaded.get('meta') or {}).get('dataset_meta') or {}
+    else:
+        _initialize_(model)
+    model.cfg, model.dataset_meta = cfg, dict(meta or _metainfo(cfg))
+    if merge and has_training_form(model):
+        model = reparameterize_(model)
+    model.eval()  # on a line of its own: the eval() of some backbones returns None
+    return model
+
+
+def _initialize_(model: nn.Module) -> None:
+    """Initialize weights as for training from scratch, in place.
+
+    Without it, a detector would find an object at every anchor, which takes time in
+    post-processing. With initialized weights it finds next to nothing.
+    """
+    finish_schedules_(model)
+    for module in model.modules():
+        init_cfg = getattr(module, 'init_cfg', None)
+        if isinstance(init_cfg, dict) and init_cfg['type'] == 'Pretrained':
+            module.init_cfg = None
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model.init_weights()
+
+
+def _metainfo(cfg: Config) -> dict:
+    """Return the class names of a config's test data."""
+    if not cfg.get('test_dataloader'):
+        return {}
+    dataset = dataset_config(cfg, 'test')
+    with DATASETS.switch_scope_and_registry(cfg.default_scope) as registry:
+        kind = registry.get(dataset.type)
+    return dataset.get('metainfo') or getattr(kind, 'METAINFO', {})
+
+
+def spread(number: int, total: int) -> list[int]:
+    """Return ``number`` indices spread evenly over ``total`` items, or all if there are fewer.
+
+    The first items would be no sample: a folder of classes begins with one class.
+    """
+    number = min(number, total)
+    return [i * total // number for i in range(number)]
+
+
+def read_images(cfg: Config, split: str, number: int, folder: str | None = None) -> list[dict]:
+    """Read images through the test pipeline.
+
+    Args:
+        cfg (Config): The config.
+        split (str): 'train', 'val' or 'test', whose images are taken, spread evenly.
+        number (int): Number of images.
+        folder (str, optional): A folder of images to take instead of the split.
+
+    Returns:
+        list[dict]: Batches of one image, as from a data loader: ``inputs`` and ``data_samples``.
+
+    Raises:
+        FileNotFoundError: If the data are not there.
+    """
+    dataset = build_images(cfg, split, folder)
+    return [pseudo_collate([dataset[i]]) for i in spread(number, len(dataset))]

@@ -1,0 +1,92 @@
+"""Models and images from configs, checkpoints and folders."""
+
+import cv2
+import numpy as np
+import pytest
+import torch
+
+from repa_mm.config import load_config
+from repa_mm.opening import open_model, read_images, spread
+from repa_mm.paths import config_path
+from repa_mm.reparam import CheckpointError, has_deploy_form, has_training_form
+from tests.test_config import CONFIG
+
+
+@pytest.fixture
+def config(tmp_path):
+    path = tmp_path / 'config.py'
+    path.write_text(CONFIG)
+    return str(path)
+
+
+def save(model, path, **meta):
+    torch.save(dict(meta=meta, state_dict=model.state_dict()), path)
+    return str(path)
+
+
+def test_a_model_in_the_form_of_its_weights_or_merged(config, tmp_path, randomize):
+    model = randomize(open_model(config))
+    path = save(model, tmp_path / 'training.pth', dataset_meta=dict(classes=('c', 'd')))
+    opened, merged = open_model(config, path), open_model(load_config(config), path, merge=True)
+    assert has_training_form(opened) and has_deploy_form(merged) and not has_training_form(merged)
+    again = open_model(config, save(merged, tmp_path / 'deploy.pth'))
+    assert has_deploy_form(again) and again.dataset_meta == dict(classes=('a', 'b'))
+    assert opened.dataset_meta == merged.dataset_meta == dict(classes=('c', 'd'))
+    images = torch.randn(2, 3, 64, 64)
+    with torch.no_grad():
+        torch.testing.assert_close(opened(images), model(images), rtol=0, atol=0)
+        for other in (merged, again):
+            torch.testing.assert_close(other(images), model(images), rtol=1e-4, atol=1e-5)
+    for model in (opened, merged):
+        assert not any(m.training for m in model.modules()) and model.cfg.default_scope
+    with pytest.raises(CheckpointError):
+        open_model(config, path, {'model.head.num_classes': 3})
+
+
+def test_without_a_checkpoint_the_weights_are_initialized():
+    pytest.importorskip('mmdet')
+    config = config_path('demo/retinanet_swin_digits.py')
+    options = {'model.backbone.init_cfg': dict(type='Pretrained', checkpoint='not there')}
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    model, other = open_model(config, cfg_options=options), open_model(config, cfg_options=options)
+    assert torch.equal(before, torch.get_rng_state())
+    for a, b in zip(model.parameters(), other.parameters()):
+        assert torch.equal(a, b)
+    assert float(model.bbox_head.retina_cls.bias.detach().max()) < -4  # hardly any object
+    assert len(model.dataset_meta['classes']) == 10
+
+
+def test_a_vanilla_checkpoint_may_have_more_outside_of_its_layers(tmp_path):
+    config = config_path('swin_t_in1k.py')
+    arch = dict(embed_dims=8, depths=[1, 1, 1, 1], num_heads=[1, 1, 1, 1])
+    options = {'model.backbone.arch': arch, 'model.head.in_channels': 64}
+    options['model.head.num_classes'] = 1000
+    model = open_model(config, cfg_options=options)
+    assert len(model.dataset_meta['classes']) == 1000  # of the data set's class
+    model.teacher = torch.nn.Linear(2, 2)
+    path = save(model, tmp_path / 'more.pth')
+    assert not hasattr(open_model(config, path, options), 'teacher')
+    model.backbone.stages[0].more = torch.nn.Linear(2, 2)
+    with pytest.raises(CheckpointError, match='more'):
+        open_model(config, save(model, tmp_path / 'other.pth'), options)
+
+
+@pytest.mark.parametrize(
+    'number, total, found',
+    [(3, 9, [0, 3, 6]), (4, 10, [0, 2, 5, 7]), (5, 3, [0, 1, 2]), (1, 7, [0])],
+)
+def test_indices_are_spread(number, total, found):
+    assert spread(number, total) == found
+
+
+def test_images_of_a_folder_of_classes_are_of_all_classes(tmp_path):
+    for name in ('cat', 'dog', 'owl'):
+        (tmp_path / name).mkdir()
+        for i in range(4):
+            cv2.imwrite(str(tmp_path / name / f'{i}.png'), np.zeros((30, 40, 3), np.uint8))
+    cfg = load_config(config_path('swin_t_in1k.py'))
+    batches = read_images(cfg, 'test', 3, str(tmp_path))
+    paths = [batch['data_samples'][0].img_path for batch in batches]
+    assert [path.rsplit('/', 2)[1] for path in paths] == ['cat', 'dog', 'owl']
+    assert batches[0]['inputs'][0].shape == (3, 224, 224)
