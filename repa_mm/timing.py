@@ -41,6 +41,7 @@ def measure(
     repeats: int,
     seconds: float = math.inf,
     settle: float = SETTLE,
+    per_turn: bool = False,
 ) -> dict[str, np.ndarray]:
     """Time callables in turn, so that other load on the machine affects all of them alike.
 
@@ -54,6 +55,9 @@ def measure(
         seconds (float): After so many seconds no turn begins, except the first three. Defaults to
             infinity.
         settle (float): Seconds of unmeasured calls. Defaults to :data:`SETTLE`.
+        per_turn (bool): ``argument`` is a list that has an argument for each turn, and begins again
+            at its end. Unmeasured calls have that of the turn before: a measured call may be the
+            first with an image of this size, which some runtimes compile for. Defaults to False.
 
     Returns:
         dict: The times of each callable in milliseconds, one for each turn.
@@ -61,13 +65,15 @@ def measure(
     times: dict[str, list[float]] = {name: [] for name in calls}
     took: dict[str, float] = {}
     stop = time.perf_counter() + seconds
+    arguments = argument if per_turn else [argument]
     for turn in range(-1, repeats):
         if turn >= 3 and time.perf_counter() > stop:
             break
+        before, argument = (arguments[i % len(arguments)] for i in (turn - 1, turn))
         for name in order_of_turn(list(calls), turn):
             end = time.perf_counter() + settle
             while took.get(name, settle) < settle and time.perf_counter() < end:
-                calls[name](copy.deepcopy(argument))
+                calls[name](copy.deepcopy(before))
                 synchronize()
             own = copy.deepcopy(argument)
             gc.disable()

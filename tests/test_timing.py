@@ -29,6 +29,18 @@ def test_measure():
     assert times['a'].min() >= 10 > 5 > np.median(times['b'])
 
 
+def test_each_turn_has_an_argument_of_its_own():
+    """Before a measured call, a callable sees the arguments of earlier turns alone."""
+    seen = []
+    times = measure({'a': seen.append}, [[0], [1], [2]], 4, settle=0.001, per_turn=True)
+    assert len(times['a']) == 4
+    seen = [x for (x,) in seen]
+    first = [i for i, x in enumerate(seen) if x not in seen[:i]]
+    assert [seen[i] for i in first] == [2, 0, 1]  # turn -1 is the warm-up
+    assert seen[-1] == 0  # begins again
+    assert set(seen[first[1] + 1 : first[2]]) == {0}  # settles with what it has seen
+
+
 def test_short_calls_run_unmeasured_first_and_long_ones_do_not():
     count = dict(short=0, long=0)
 
