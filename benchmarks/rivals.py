@@ -33,8 +33,8 @@ from repa_mm.export.export import example_shape, images_of, model_to_export, who
 from repa_mm.export.exported import ExportedModel
 from repa_mm.export.whole import whole_model
 from repa_mm.models import ffn_sites
-from repa_mm.speed_up.candidates import EAGER, INT8, Candidate
-from repa_mm.speed_up.search import Search
+from repa_mm.search.candidates import EAGER, INT8, Candidate
+from repa_mm.search.search import Search
 from repa_mm.timing import compare, show
 from repa_mm.variants import STOCK
 

@@ -22,7 +22,7 @@ from repa_mm.config import load_config
 from repa_mm.features import relative_error
 from repa_mm.paths import config_path
 from repa_mm.reparam import reparameterize
-from repa_mm.speed_up import speed_up
+from repa_mm.search import speed_up
 from repa_mm.timing import measure, show
 
 DATA = 'data/demo'

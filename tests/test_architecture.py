@@ -4,6 +4,7 @@ import ast
 import re
 import sys
 from collections import Counter
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,12 @@ def below():
 def test_the_picture_has_all_packages(below):
     rooms = {room_of(path) for path in SOURCES}
     assert rooms == (below.keys() - {'tools'}) | BOTTOM | {'__init__'}
+
+
+@pytest.mark.parametrize('room', sorted({room_of(path) for path in SOURCES} - {'__init__'}))
+def test_no_public_name_hides_a_package(room):
+    module = import_module(f'repa_mm.{room}')
+    assert getattr(repa_mm, room) is module
 
 
 def test_no_file_name_is_there_twice():

@@ -8,8 +8,8 @@ import torch
 from mmengine.evaluator import Evaluator
 from mmengine.structures import BaseDataElement, PixelData
 
-from repa_mm.speed_up import judge as judging
-from repa_mm.speed_up.judge import Annotated, Score, bootstrap, coco_ap, coco_records
+from repa_mm.search import judge as judging
+from repa_mm.search.judge import Annotated, Score, bootstrap, coco_ap, coco_records
 
 NUM = 6
 

@@ -28,10 +28,10 @@ from repa_mm.export.export import export_checkpoint
 from repa_mm.export.int8 import quantize_checkpoint
 from repa_mm.files import replacing, write_text
 from repa_mm.reparam import has_training_form, reparameterize_
-from repa_mm.speed_up import candidates
-from repa_mm.speed_up.candidates import EAGER, FLOATS, INT8, Candidate
-from repa_mm.speed_up.judge import Agreement, Annotated, Score
-from repa_mm.speed_up.report import print_table, write_report
+from repa_mm.search import candidates
+from repa_mm.search.candidates import EAGER, FLOATS, INT8, Candidate
+from repa_mm.search.judge import Agreement, Annotated, Score
+from repa_mm.search.report import print_table, write_report
 from repa_mm.timing import compare, measure
 from repa_mm.variants import STOCK, build
 from repa_mm.version import __version__

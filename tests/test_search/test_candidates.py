@@ -12,7 +12,7 @@ from repa_mm.convert.pretrained import convert_checkpoint
 from repa_mm.export.export import noise, resized
 from repa_mm.faster.attention import FastShiftWindowMSA
 from repa_mm.faster.deformable import FastDeformableAttention
-from repa_mm.speed_up.candidates import with_faster_parts
+from repa_mm.search.candidates import with_faster_parts
 from tests.test_export.conftest import write_config
 
 pytest.importorskip('mmdet')

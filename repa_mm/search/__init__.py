@@ -60,7 +60,7 @@ def speed_up(
     """
     from mmengine.logging import MMLogger
 
-    from repa_mm.speed_up.search import Search
+    from repa_mm.search.search import Search
 
     if latency is not None and not 0 < latency < 1:
         raise ValueError(f"latency is a share of the original's time in (0, 1), not {latency}")

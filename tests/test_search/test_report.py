@@ -7,8 +7,8 @@ import pytest
 import torch
 from mmengine.structures import BaseDataElement, InstanceData, PixelData
 
-from repa_mm.speed_up.candidates import EAGER, F32, INT8
-from repa_mm.speed_up.report import enlarged, scatter
+from repa_mm.search.candidates import EAGER, F32, INT8
+from repa_mm.search.report import enlarged, scatter
 
 
 @pytest.mark.parametrize('key', ['data', 'sem_seg'])

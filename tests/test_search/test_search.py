@@ -15,8 +15,8 @@ import repa_mm
 from repa_mm.config import build_model, load_config
 from repa_mm.faster.attention import FastShiftWindowMSA
 from repa_mm.reparam import CheckpointError
-from repa_mm.speed_up import candidates, search
-from repa_mm.speed_up.candidates import BF16, EAGER, F32, INT8, ORT, Candidate
+from repa_mm.search import candidates, search
+from repa_mm.search.candidates import BF16, EAGER, F32, INT8, ORT, Candidate
 from tests.test_export.rectangles import scene, train
 
 pytest.importorskip('onnxruntime')

@@ -21,7 +21,7 @@ from mmengine.registry import VISUALIZERS
 from mmengine.structures import PixelData
 
 from repa_mm.files import write_text
-from repa_mm.speed_up.candidates import BF16, EAGER, F32, FLOATS, INT8, ORT
+from repa_mm.search.candidates import BF16, EAGER, F32, FLOATS, INT8, ORT
 from repa_mm.timing import show
 
 COLUMNS = (
