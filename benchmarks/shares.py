@@ -148,8 +148,9 @@ def main() -> None:
             name: lambda batch, model=model: model(**batch, mode='predict')
             for name, model in models.items()
         }
-        batch = synthetic_batch(cfg, tuple(args.input_shape), args.batch_size)
-        argument = next(iter(models.values())).data_preprocessor(batch)
+        model = next(iter(models.values()))
+        batch = synthetic_batch(model, tuple(args.input_shape), args.batch_size)
+        argument = model.data_preprocessor(batch)
         parts = {name: detector_parts(model) for name, model in models.items()}
     rows = share_rows(*measure_shares(calls, parts, argument, args.repeats))
     show(f'{args.config}, medians of {args.repeats} turns', ('part', 'ms', 'share'), rows)

@@ -182,8 +182,9 @@ def main() -> None:
     models = training_variants(cfg, baseline)
     models = {name: model.to(DEVICE) for name, model in models.items()}
     if args.part == 'model':
-        batch = synthetic_batch(cfg, tuple(args.input_shape), args.batch_size)
-        batch = next(iter(models.values())).data_preprocessor(batch, True)
+        model = next(iter(models.values()))
+        batch = synthetic_batch(model, tuple(args.input_shape), args.batch_size)
+        batch = model.data_preprocessor(batch, True)
     else:
         batch = noise(args.input_shape, args.batch_size).to(DEVICE)
         models = {name: model.backbone for name, model in models.items()}

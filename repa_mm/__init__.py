@@ -6,8 +6,9 @@ load, nothing is registered, and the method still works.
 """
 
 import warnings
-from importlib import import_module
 from importlib.util import find_spec
+from os.path import dirname, join
+from runpy import run_path
 
 from repa_mm.paths import config_path
 from repa_mm.reparam import ChannelIdleFFN, MergedFFN, reparameterize, reparameterize_
@@ -29,8 +30,14 @@ def _check_versions() -> None:
         ('mmengine', '0.10.0', '1.0.0'),
         ('mmcv', '2.0.0', '3.0.0'),
         ('mmpretrain', '1.0.0', '2.0.0'),
+        ('mmdet', '3.0.0', '4.0.0'),
+        ('mmseg', '1.0.0', '2.0.0'),
     ):
-        found = import_module(name).__version__
+        spec = find_spec(name)
+        if spec is None:  # MMDetection and MMSegmentation need not be there
+            continue
+        # From its file, since importing MMSegmentation takes long.
+        found = run_path(join(dirname(spec.origin), 'version.py'))['__version__']
         if not digit_version(low) <= digit_version(found) < digit_version(high):
             raise ImportError(f'{name}=={found} is used but incompatible: install >={low}, <{high}')
 

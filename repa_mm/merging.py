@@ -4,6 +4,7 @@ import torch
 from mmengine.structures import BaseDataElement
 
 from repa_mm.checkpoints import load_checkpoint, load_weights, save_checkpoint
+from repa_mm.complexity import input_channels
 from repa_mm.config import build_model, load_config
 from repa_mm.features import head_inputs, relative_error, tensors
 from repa_mm.reparam import CheckpointError, has_deploy_form, reparameterize
@@ -46,7 +47,7 @@ def reparameterize_checkpoint(
 
     size = getattr(model.backbone, 'img_size', 224)
     size = (size, size) if isinstance(size, int) else tuple(size)
-    image = torch.randn(1, 3, *size)
+    image = torch.randn(1, input_channels(model), *size)
     sample = BaseDataElement(metainfo=dict(batch_input_shape=size, img_shape=size))
     data = dict(inputs=image, data_samples=[sample])
     with torch.no_grad():

@@ -6,10 +6,12 @@ import torch
 import torch.nn as nn
 from mmengine.config import Config
 from mmengine.dataset import pseudo_collate
+from mmengine.logging import MMLogger
 from mmengine.registry import DATASETS, MODELS, init_default_scope
 
 from repa_mm.checkpoints import load_checkpoint, load_original, load_weights
 from repa_mm.config import build_images, dataset_config, load_config
+from repa_mm.models.channel_idle import RePaBackbone
 from repa_mm.reparam import Form, finish_schedules_, has_training_form, outermost, reparameterize_
 
 
@@ -40,20 +42,39 @@ def open_model(
     """
     cfg = load_config(config, cfg_options) if isinstance(config, str) else config
     init_default_scope(cfg.default_scope)
-    model = MODELS.build(copy.deepcopy(cfg.model))  # some detectors write into their config
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = MODELS.build(copy.deepcopy(cfg.model))  # some detectors write into their config
+        if not checkpoint:
+            _initialize_(model)
     meta = {}
     if checkpoint:
         loaded = load_checkpoint(checkpoint)
         load = load_weights if any(outermost(model, Form)) else load_original
         load(model, loaded['state_dict'], checkpoint)
         meta = (loaded.get('meta') or {}).get('dataset_meta') or {}
-    else:
-        _initialize_(model)
     model.cfg, model.dataset_meta = cfg, dict(meta or _metainfo(cfg))
     if merge and has_training_form(model):
         model = reparameterize_(model)
     model.eval()  # on a line of its own: the eval() of some backbones returns None
     return model
+
+
+def deploy_(cfg: dict) -> None:
+    """Set ``deploy=True`` in the configs of the models with structures, in place.
+
+    Args:
+        cfg (dict): Config of a model, ``cfg.model``.
+    """
+    for part in (cfg, cfg.get('backbone') or {}):
+        if part.get('type') == 'Restructured' or has_structures(part):
+            part['deploy'] = True
+
+
+def has_structures(cfg: dict) -> bool:
+    """Return True if a config is of a backbone of this package, which has structures."""
+    kind = MODELS.get(cfg['type']) if 'type' in cfg else None
+    return isinstance(kind, type) and issubclass(kind, RePaBackbone)
 
 
 def _initialize_(model: nn.Module) -> None:
@@ -67,9 +88,11 @@ def _initialize_(model: nn.Module) -> None:
         init_cfg = getattr(module, 'init_cfg', None)
         if isinstance(init_cfg, dict) and init_cfg['type'] == 'Pretrained':
             module.init_cfg = None
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model.init_weights()
+    logger = MMLogger.get_current_instance()
+    level = logger.level
+    logger.setLevel('WARNING')  # hides where each weight is initialized from
+    model.init_weights()
+    logger.setLevel(level)
 
 
 def _metainfo(cfg: Config) -> dict:

@@ -10,6 +10,7 @@ import torch.nn as nn
 from mmengine.config import Config
 from mmpretrain.models import PoolFormer
 
+from repa_mm.complexity import input_channels
 from repa_mm.config import build_model
 from repa_mm.export.session import Session
 from repa_mm.faster import fuse_conv_bn_, swap_faster_attention_
@@ -97,47 +98,48 @@ def compiled(models: dict[str, nn.Module]) -> dict[str, nn.Module]:
     return copies
 
 
-def noise(shape: tuple[int, int], batch_size: int) -> torch.Tensor:
-    """Return normalized images of noise, (B, 3, H, W)."""
+def noise(shape: tuple[int, int], batch_size: int, channels: int = 3) -> torch.Tensor:
+    """Return normalized images of noise, (B, C, H, W)."""
     generator = torch.Generator().manual_seed(0)
-    return torch.randn(batch_size, 3, *shape, generator=generator)
+    return torch.randn(batch_size, channels, *shape, generator=generator)
 
 
-def synthetic_batch(cfg: Config, shape: tuple[int, int], batch_size: int) -> dict[str, Any]:
+def synthetic_batch(model: nn.Module, shape: tuple[int, int], batch_size: int) -> dict[str, Any]:
     """Return images of noise with targets, as input of a data preprocessor.
 
     An image has ten objects, a label map or a class.
 
     Args:
-        cfg (Config): Config of a detector, segmentor or classifier.
+        model (nn.Module): A detector, segmentor or classifier with its config in ``cfg``.
         shape (tuple): Height and width of the images in pixels.
         batch_size (int): Number of images.
 
     Returns:
-        dict: ``inputs``, images (3, H, W) of type uint8 in a list or stacked, and ``data_samples``.
+        dict: ``inputs``, images (C, H, W) of type uint8 in a list or stacked, and ``data_samples``.
     """
-    if cfg.default_scope == 'mmdet':
+    scope, size = model.cfg.default_scope, (input_channels(model), *shape)
+    if scope == 'mmdet':
         from mmdet.testing import demo_mm_inputs
 
-        with_mask = bool(cfg.model.get('roi_head', {}).get('mask_head'))
-        return demo_mm_inputs(batch_size, (3, *shape), [10] * batch_size, with_mask=with_mask)
+        with_mask = bool(getattr(getattr(model, 'roi_head', None), 'with_mask', False))
+        return demo_mm_inputs(batch_size, size, [10] * batch_size, with_mask=with_mask)
     rng = np.random.default_rng(0)
     images = [
-        torch.from_numpy(image) for image in rng.integers(0, 256, (batch_size, 3, *shape), np.uint8)
+        torch.from_numpy(image) for image in rng.integers(0, 256, (batch_size, *size), np.uint8)
     ]
-    if cfg.default_scope == 'mmseg':
+    if scope == 'mmseg':
         from mmengine.structures import PixelData
         from mmseg.structures import SegDataSample
 
         meta = dict(img_shape=shape, ori_shape=shape, pad_shape=shape)
         samples = [SegDataSample(metainfo=meta) for _ in images]
         for sample in samples:
-            labels = rng.integers(0, cfg.model.decode_head.num_classes, (1, *shape))
+            labels = rng.integers(0, model.decode_head.num_classes, (1, *shape))
             sample.gt_sem_seg = PixelData(data=torch.from_numpy(labels))
         return dict(inputs=images, data_samples=samples)
     from mmpretrain.structures import DataSample
 
-    labels = rng.integers(0, cfg.model.head.num_classes, batch_size)
+    labels = rng.integers(0, model.head.num_classes, batch_size)
     samples = [DataSample().set_gt_label(int(label)) for label in labels]
     return dict(inputs=torch.stack(images), data_samples=samples)
 
@@ -156,7 +158,7 @@ def autocasting(call: Callable, dtype: str | None, device: str) -> Callable:
     return context(call)
 
 
-def exported(name: str, shape: tuple[int, int], batch_size: int) -> Callable:
+def exported(name: str, shape: tuple[int, int], batch_size: int, channels: int = 3) -> Callable:
     """Return a function that runs an exported model on noise, and ignores its argument.
 
     Args:
@@ -165,10 +167,11 @@ def exported(name: str, shape: tuple[int, int], batch_size: int) -> Callable:
             type.
         shape (tuple): Height and width of the images in pixels.
         batch_size (int): Number of images.
+        channels (int): Number of their channels. Defaults to 3.
     """
     file, _, precision = name.partition(':')
     session = Session(file, precision)
-    images = noise(shape, batch_size).numpy()
+    images = noise(shape, batch_size, channels).numpy()
     if session.takes_pixels:
         images = (64 * images + 128).clip(0, 255).transpose(0, 2, 3, 1).astype(np.uint8)
     return lambda _: session(images)

@@ -56,17 +56,24 @@ except ImportError as error:
 else:
     assert False
 """
-WITH_AN_OLD_MMPRETRAIN = """
-import mmpretrain
-mmpretrain.__version__ = '0.25.0'
+OLD = """
+import pathlib, tempfile
+folder = pathlib.Path(tempfile.mkdtemp())
+(folder / '{0}').mkdir()
+(folder / '{0}/__init__.py').touch()
+(folder / '{0}/version.py').write_text("__version__ = '{1}'")
+sys.path.insert(0, str(folder))
 repa_mm = check_the_method()
 try:
     repa_mm.fast_window_attention_
 except ImportError as error:
-    assert 'mmpretrain==0.25.0 is used but incompatible: install >=1.0.0' in str(error), error
+    assert '{0}=={1} is used but incompatible: install >=' in str(error), error
 else:
     assert False
 """
+WITH_AN_OLD_MMPRETRAIN = OLD.format('mmpretrain', '0.25.0')
+WITH_AN_OLD_MMDET = OLD.format('mmdet', '2.28.2')
+WITH_AN_OLD_MMSEG = OLD.format('mmseg', '0.30.0')
 # mmcv as `pip install mmcv` without a compiler leaves it.
 WITHOUT_OPERATORS = """
 sys.meta_path.insert(0, Broken(mmcv__ext=ModuleNotFoundError("No module named 'mmcv._ext'")))

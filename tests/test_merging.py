@@ -79,6 +79,13 @@ def test_a_merged_checkpoint(config, checkpoint, tmp_path, relative_error):
         reparameterize_checkpoint(config, out, str(tmp_path / 'twice.pth'))
 
 
+def test_images_of_one_channel(config, tmp_path, randomize):
+    options, path = {'model.backbone.in_channels': 1}, str(tmp_path / 'gray.pth')
+    torch.save(randomize(build_model(load_config(config, options))).state_dict(), path)
+    out = str(tmp_path / 'merged.pth')
+    assert reparameterize_checkpoint(config, path, out, cfg_options=options)['error'] < 1e-5
+
+
 @pytest.mark.parametrize(
     'arguments, change, message',
     [

@@ -58,18 +58,20 @@ def test_without_a_checkpoint_the_weights_are_initialized():
 
 
 def test_a_vanilla_checkpoint_may_have_more_outside_of_its_layers(tmp_path):
-    config = config_path('swin_t_in1k.py')
-    arch = dict(embed_dims=8, depths=[1, 1, 1, 1], num_heads=[1, 1, 1, 1])
-    options = {'model.backbone.arch': arch, 'model.head.in_channels': 64}
-    options['model.head.num_classes'] = 1000
-    model = open_model(config, cfg_options=options)
+    config = str(tmp_path / 'config.py')
+    (tmp_path / 'config.py').write_text(
+        f'_base_ = {config_path("swin_t_in1k.py")!r}\n'
+        'arch = dict(embed_dims=8, depths=[1, 1, 1, 1], num_heads=[1, 1, 1, 1], _delete_=True)\n'
+        'model = dict(backbone=dict(arch=arch), head=dict(in_channels=64))'
+    )
+    model = open_model(config)
     assert len(model.dataset_meta['classes']) == 1000  # of the data set's class
     model.teacher = torch.nn.Linear(2, 2)
     path = save(model, tmp_path / 'more.pth')
-    assert not hasattr(open_model(config, path, options), 'teacher')
+    assert not hasattr(open_model(config, path), 'teacher')
     model.backbone.stages[0].more = torch.nn.Linear(2, 2)
     with pytest.raises(CheckpointError, match='more'):
-        open_model(config, save(model, tmp_path / 'other.pth'), options)
+        open_model(config, save(model, tmp_path / 'other.pth'))
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import torch
 from mmengine.config import DictAction
 from mmengine.logging import MMLogger
 
+from repa_mm.complexity import input_channels
 from repa_mm.config import load_config
 from repa_mm.faster import faster_on_gpu_
 from repa_mm.timing import measure, show, show_machine
@@ -98,22 +99,23 @@ def main() -> None:
             faster_on_gpu_(model)
     if args.compile:
         models.update(compiled(models))
+    first = next(iter(models.values()))
+    channels = input_channels(first)
     if args.part == 'backbone':
         calls = {name: model.backbone for name, model in models.items()}
-        argument = noise(shape, args.batch_size).to(args.device)
+        argument = noise(shape, args.batch_size, channels).to(args.device)
     else:
         calls = {
             name: lambda batch, model=model: model(**batch, mode='predict')
             for name, model in models.items()
         }
-        batch = synthetic_batch(cfg, shape, args.batch_size)
-        argument = next(iter(models.values())).data_preprocessor(batch)
+        argument = first.data_preprocessor(synthetic_batch(first, shape, args.batch_size))
     calls = {name: autocasting(call, args.amp, args.device) for name, call in calls.items()}
     for file in args.exported:
-        calls[file] = exported(file, shape, args.batch_size)
+        calls[file] = exported(file, shape, args.batch_size, channels)
     rows = latency_rows(measure(calls, argument, args.repeats), args.batch_size)
     columns = [column.format(next(iter(calls))) for column in COLUMNS]
-    size = 'x'.join(map(str, (args.batch_size, 3, *shape)))
+    size = 'x'.join(map(str, (args.batch_size, channels, *shape)))
     how = f'{args.config}, {args.part}, {size}, {args.amp or "float32"}'
     title = f'{how}, medians of {args.repeats} turns [95 %]'
     show(title, columns, rows)

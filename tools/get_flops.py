@@ -5,8 +5,8 @@ import argparse
 import torch
 from mmengine.config import DictAction
 
-from repa_mm.complexity import count
-from repa_mm.config import build_model, load_config
+from repa_mm.complexity import count, input_channels
+from repa_mm.opening import open_model
 from repa_mm.reparam import has_training_form, reparameterize
 from repa_mm.timing import show
 from repa_mm.variants import synthetic_batch
@@ -34,13 +34,12 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
-    cfg = load_config(args.config, args.cfg_options)
     shape = tuple(args.input_shape)
-    model = build_model(cfg)
+    model = open_model(args.config, cfg_options=args.cfg_options)
     if args.part == 'backbone':
-        model, inputs = model.backbone, torch.zeros(1, 3, *shape)
+        model, inputs = model.backbone, torch.zeros(1, input_channels(model), *shape)
     else:
-        batch = model.data_preprocessor(synthetic_batch(cfg, shape, 1))
+        batch = model.data_preprocessor(synthetic_batch(model, shape, 1))
         inputs = dict(batch, mode='tensor')
     forms = {'training' if has_training_form(model) else 'as it is': model}
     if has_training_form(model):

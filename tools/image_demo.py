@@ -6,14 +6,15 @@ from mmengine import DictAction
 
 from repa_mm import reparameterize_
 from repa_mm.config import load_config
-from repa_mm.reparam import has_training_form
+from repa_mm.opening import deploy_, open_model
+from repa_mm.reparam import has_deploy_form, has_training_form
 
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument('inputs', help='an image or a folder of images')
     parser.add_argument('config', help='path of the config')
-    parser.add_argument('checkpoint', help='path of the checkpoint, in the form of the config')
+    parser.add_argument('checkpoint', help='path of the checkpoint, in either form')
     parser.add_argument(
         '--out-dir', default='outputs', help='folder for the drawings (%(default)s)'
     )
@@ -30,6 +31,8 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     args = parse_args()
     cfg = load_config(args.config, args.cfg_options)
+    if has_deploy_form(open_model(cfg, args.checkpoint)):
+        deploy_(cfg.model)
     if cfg.default_scope == 'mmdet':
         from mmdet.apis import DetInferencer as Inferencer
 

@@ -22,9 +22,9 @@ from repa_mm.datasets.cropping import MAX_SIZE, cropped
 from repa_mm.faster.tracing import swap_faster_attention_
 from repa_mm.features import head_inputs
 from repa_mm.files import write_text
-from repa_mm.models.channel_idle import RePaBackbone
 from repa_mm.models.sites import FFNSite, attention_sites, ffn_sites
 from repa_mm.models.structures import Widths
+from repa_mm.opening import deploy_, has_structures
 from repa_mm.reparam import Form, has_deploy_form, outermost, reparameterize_
 from repa_mm.version import __version__
 
@@ -51,18 +51,6 @@ def calibration_images(
     number = min(max(1, total // 9), total - 1)
     held_out = [indices[int((i + 0.5) * total / number)] for i in range(number)]
     return dataset, [i for i in indices if i not in held_out], held_out
-
-
-def deploy_(cfg: dict) -> None:
-    """Set ``deploy=True`` in the configs of the models with structures."""
-    for part in (cfg, cfg.get('backbone') or {}):
-        kind = MODELS.get(part['type']) if 'type' in part else None
-        if part.get('type') == 'Restructured' or _has_structures(kind):
-            part['deploy'] = True
-
-
-def _has_structures(kind) -> bool:
-    return isinstance(kind, type) and issubclass(kind, RePaBackbone)
 
 
 def convert_checkpoint(
@@ -247,7 +235,7 @@ def backbone_config(cfg: dict, backbone: nn.Module, sizes: dict[str, tuple]) -> 
 
 def restructured(cfg: dict, *structures: dict) -> ConfigDict:
     """Return the config of a model with more structures; without any, it has faster attention."""
-    if cfg['type'] == 'Restructured' or _has_structures(MODELS.get(cfg['type'])):
+    if cfg['type'] == 'Restructured' or has_structures(cfg):
         return ConfigDict(cfg, structures=[*cfg.get('structures', []), *structures])
     return ConfigDict(type='Restructured', model=cfg, structures=[*structures])
 

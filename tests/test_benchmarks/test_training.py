@@ -33,10 +33,10 @@ def test_training_paths_have_one_loss(task):
         pytest.importorskip(PACKAGE[task])
         path = repa_mm.config_path(f'demo/{task}_repa_swin_digits.py')
         cfg = load_config(path, {'model.backbone.drop_path_rate': 0.0})
+    models, losses = list(training_variants(cfg).values()), []
     # The size that mmseg's preprocessor pads to.
-    batch = synthetic_batch(cfg, (224, 224) if task == 'classifier' else (160, 160), 2)
-    losses = []
-    for model in training_variants(cfg).values():
+    batch = synthetic_batch(models[0], (224, 224) if task == 'classifier' else (160, 160), 2)
+    for model in models:
         torch.manual_seed(0)
         data = model.data_preprocessor(batch, True)
         losses.append(loss(model, data).item())

@@ -13,6 +13,16 @@ REPA, VANILLA = (
     repa_mm.config_path(f'demo/retinanet_{name}_digits.py') for name in ('repa_swin', 'swin')
 )
 RETINANET = 'mmdet::retinanet/retinanet_r50_fpn_1x_coco.py'
+GRAY = """
+_base_ = {!r}
+model = dict(
+    data_preprocessor=dict(mean=[116.0], std=[57.0], bgr_to_rgb=False), backbone=dict(in_channels=1)
+)
+"""
+WHOLE = """
+_base_ = {!r}
+model = dict(_delete_=True, type='Restructured', model={{{{_base_.model}}}}, structures=[])
+"""
 RESNET = RETINANET, '--input-shape', 64, 96, '--repeats', 1
 BOTH = REPA, '--baseline', VANILLA, '--input-shape', 64, 96, '--repeats', 2
 
@@ -39,3 +49,24 @@ def test_tool(tool, arguments, expected, monkeypatch, capsys):
     out = capsys.readouterr().out
     assert all(text in out for text in expected)
     assert tool == 'get_flops' or 'Threads: ' in out
+
+
+@pytest.mark.parametrize(
+    'base, text, channels',
+    [
+        (REPA, GRAY, 1),
+        (REPA.replace('retinanet', 'upernet'), WHOLE, 3),
+        (repa_mm.config_path('repa_deit_t_in1k.py'), WHOLE, 3),
+    ],
+    ids=['gray', 'segmentor', 'classifier'],
+)
+def test_models_of_other_channels_and_whole_models(base, text, channels, tmp_path, call, capsys):
+    """The number of channels and of classes is that of the model."""
+    (tmp_path / 'config.py').write_text(text.format(base))
+    small = tmp_path / 'config.py', '--input-shape', 224, 224
+    benchmark = 'benchmark', *small, '--repeats', 1
+    for command in (benchmark, (*benchmark, '--part', 'backbone'), ('get_flops', *small)):
+        assert call(*command) == (0, '')
+        out = capsys.readouterr().out
+        assert f'1x{channels}x224x224' in out or 'GMACs' in out
+    assert '| deploy' in out

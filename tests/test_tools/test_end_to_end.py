@@ -104,14 +104,18 @@ def test_both_forms_predict_the_same(trained, digits, tmp_path, run_tool):
 def test_image_demo(trained, digits, tmp_path, run_tool):
     task, checkpoint = trained
     image = next((digits / 'data/demo/coco/val2017').iterdir())
-    run_tool(
-        *('image_demo', image, config_of(task), checkpoint),
-        *('--out-dir', tmp_path / 'out', '--score-thr', 0, '--device', 'cpu'),
-        cwd=digits,
-    )
-    (picture,) = (tmp_path / 'out').glob(f'vis/{image.name}')
-    picture, pixels = cv2.imread(str(picture)), cv2.imread(str(image))
+    merged, pictures = tmp_path / 'merged.pth', []
+    run_tool('reparameterize', config_of(task), checkpoint, merged, cwd=digits)
+    for file, out in ((checkpoint, tmp_path / 'training'), (merged, tmp_path / 'deploy')):
+        run_tool(
+            *('image_demo', image, config_of(task), file),
+            *('--out-dir', out, '--score-thr', 0, '--device', 'cpu'),
+            cwd=digits,
+        )
+        pictures.append(cv2.imread(str(out / 'vis' / image.name)))
+    picture, pixels = pictures[0], cv2.imread(str(image))
     assert picture.shape == pixels.shape and (picture != pixels).any()
+    assert task == 'mask_rcnn' or (pictures[1] != picture).mean() < 0.01
 
 
 HOST = """
