@@ -87,7 +87,7 @@ setup(
     },
     license='Apache License 2.0',
     keywords='computer vision, object detection, semantic segmentation, '
-    'vision transformer, structural reparameterization, OpenMMLab',
+    'vision transformer, structural reparameterization, pruning, model compression, OpenMMLab',
     classifiers=[
         'Development Status :: 4 - Beta',
         'Operating System :: OS Independent',

@@ -26,7 +26,7 @@ extensions = [
 # Pages by their place at the left. README has no list of its own.
 CONTENTS = {
     'Guides': [
-        'docs/install', 'docs/speed_up', 'docs/tutorial', 'docs/train', 'docs/convert',
+        'docs/install', 'docs/coco', 'docs/train', 'docs/speed_up', 'docs/tutorial', 'docs/convert',
         'docs/deploy', 'docs/structures', 'docs/alternatives',
     ],
     'Reference': [

@@ -1,4 +1,4 @@
-"""README's lines on every config of the three codebases that has a Swin backbone, as it is."""
+"""The docs' lines on every config of the three codebases that has a Swin backbone, as it is."""
 
 import re
 from importlib.util import find_spec
@@ -12,7 +12,9 @@ from mmengine.registry import MODELS, init_default_scope
 import repa_mm
 from repa_mm.reparam import ChannelIdleFFN
 
-README = (Path(__file__).parents[1] / 'README.md').read_text()
+ROOT = Path(__file__).parents[1]
+DOCS = (ROOT / 'docs' / 'structures.md').read_text()
+README = (ROOT / 'README.md').read_text()
 # Those of Swin's own folders, without the large ones; the others are slow together.
 QUICK = re.compile('(swin|swin_transformer)/[^/]*swin-(t|tiny|s|small)')
 
@@ -31,11 +33,16 @@ def swin_configs():
                     yield pytest.param(path, id=f'{package}::{name}', marks=marks)
 
 
+def lines_of(page):
+    """The config that a page shows."""
+    (text,) = re.findall(r"```python\n(_base_ = 'mmdet::swin/.*?)```", page, re.DOTALL)
+    return text
+
+
 def user_config(folder, base):
-    """What README says, as a user writes it."""
-    (text,) = re.findall(r"```python\n(_base_ = 'mmdet::swin/.*?)```", README, re.DOTALL)
+    """What docs/structures.md says, as a user writes it."""
     path = folder / 'user.py'
-    path.write_text(re.sub("'mmdet::[^']*'", repr(str(base)), text))
+    path.write_text(re.sub("'mmdet::[^']*'", repr(str(base)), lines_of(DOCS)))
     return Config.fromfile(path)
 
 
@@ -47,7 +54,7 @@ def quick_init(monkeypatch):
 
 
 @pytest.mark.parametrize('path', list(swin_configs()))
-def test_lines_of_readme(path, tmp_path, quick_init):
+def test_lines_of_the_docs(path, tmp_path, quick_init):
     original, cfg = Config.fromfile(path), user_config(tmp_path, path)
     init_default_scope(cfg.default_scope)
     # Nothing else changes: the hooks and imports of the original stay.
@@ -69,6 +76,22 @@ def test_lines_of_readme(path, tmp_path, quick_init):
         assert [y.shape for y in found] == [y.shape for y in expected]
         if original.model.get('neck'):
             assert MODELS.build(cfg.model.neck)(found)
+
+
+def test_six_lines_of_readme(tmp_path, quick_init):
+    assert len(lines_of(README).strip().splitlines()) == 6
+    (tmp_path / 'user.py').write_text(lines_of(README))
+    cfg, ours = (
+        Config.fromfile(path)
+        for path in (tmp_path / 'user.py', ROOT / 'configs/mask_rcnn_repa_swin_t.py')
+    )
+    init_default_scope(cfg.default_scope)
+    assert cfg.default_hooks.reparameterize.type == 'ReparameterizeHook'
+    assert cfg.model.backbone.init_cfg.checkpoint == ours.model.backbone.init_cfg.checkpoint
+    model, expected = MODELS.build(cfg.model), MODELS.build(ours.model)
+    assert model.backbone.norm_eval
+    shapes, others = ({k: v.shape for k, v in m.state_dict().items()} for m in (model, expected))
+    assert shapes == others
 
 
 @pytest.mark.slow
