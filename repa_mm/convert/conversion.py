@@ -113,6 +113,7 @@ def convert_pretrained(
     where: str | None = None,
     forward: Callable | None = None,
     held_out: Iterable = (),
+    full_size: Iterable = (),
     skip_unsupported: bool = False,
     progress: Callable[[BlockReport, int], None] | None = None,
 ) -> tuple[nn.Module, ConversionReport]:
@@ -151,6 +152,8 @@ def convert_pretrained(
         forward (Callable, optional): Called with a model and a batch, runs the model or the part of
             it that has the blocks. Defaults to calling the model with the batch.
         held_out (Iterable): Batches to measure the change of the outputs on. Defaults to none.
+        full_size (Iterable): Batches to count multiply-adds on, of the sizes at which the model
+            will run, if ``batches`` are crops. Defaults to ``batches``.
         skip_unsupported (bool): Skip parts that cannot be narrowed, such as an FFN that is not two
             linear layers around an activation, instead of raising an error. Defaults to False, and
             to True with a budget.
@@ -188,15 +191,15 @@ def convert_pretrained(
     if not plan.sites:
         names = ', '.join(map(repr, plan.skipped))
         raise ValueError(f'the forward pass reaches none of the blocks: {names}')
-    num_images = min(rows for rows, _ in outputs.values())
     expected = run_batches(run, held_out)
     max_tokens = -(-MAX_TOKENS // len(batches))
     with _checked(plan.sites, outputs):
         plan.put()
         in_lockstep(run, batches[:1], lambda *_: None, students=False)
+    costs = count(run, list(full_size) or spread_out(batches))
     if budget is not None:
-        plan.sizes = spread_budget(plan, run, batches, budget, max_tokens)
-    fit = Fit(plan.sizes, num_images, max_tokens, progress)
+        plan.sizes = spread_budget(plan, run, batches, budget, max_tokens, costs)
+    fit = Fit(plan.sizes, costs, max_tokens, progress)
     with _checked(plan.sites, outputs):
         in_lockstep(run, batches, fit)
     result = copy.deepcopy(original)
@@ -216,12 +219,43 @@ def convert_pretrained(
     return result, report
 
 
-#: Number of batches from which a budget is spread; the fits see all of them.
+#: Number of batches from which a budget is spread, where the fits see all. Half of them measure the
+#: gains: with eight, their order hardly matters.
 FEW = 16
 
 
+def spread_out(batches: Sequence, number: int = FEW) -> list:
+    """Return some of the batches, at most ``number``."""
+    return list(batches[:: -(-len(batches) // number)])
+
+
+def count(run: Callable, batches: Sequence) -> dict[str, float]:
+    """Return the multiply-adds of each part for one image and one channel or dimension.
+
+    Args:
+        run (Callable): Runs a model with the parts on a batch.
+        batches (Sequence): The batches. Multiply-adds are the mean over their images.
+    """
+    costs: dict[str, float] = {}
+    rows: list[list[int]] = []
+
+    def meet(part: Pausing, tokens: list) -> None:
+        rows.append([len(x) for (x, *_), _ in tokens])
+        costs[part.name] = sum(part.macs(x) for (x, *_), _ in tokens)
+
+    in_lockstep(run, batches, meet, students=False)
+    # Rows are images, or their windows or patches.
+    num_images = sum(map(min, zip(*rows)))
+    return {name: cost / num_images for name, cost in costs.items()}
+
+
 def spread_budget(
-    plan: 'Plan', run: Callable, batches: list, budget: float, max_tokens: int
+    plan: 'Plan',
+    run: Callable,
+    batches: list,
+    budget: float,
+    max_tokens: int,
+    costs: dict[str, float],
 ) -> dict[str, tuple[int, ...]]:
     """Choose the sizes of all parts, see :mod:`repa_mm.convert.budget`.
 
@@ -231,6 +265,7 @@ def spread_budget(
         batches (list): The batches to fit to.
         budget (float): Share of the multiply-adds of all blocks that stays.
         max_tokens (int): Number of tokens to draw from a batch, at most.
+        costs (dict): Of :func:`count`.
 
     Returns:
         dict: The sizes by the name of the part.
@@ -244,13 +279,11 @@ def spread_budget(
 
     def meet(part: Pausing, tokens: list) -> None:
         axes[part.name] = part.axes(part.sample(tokens, max_tokens, len(axes)))
-        for i, axis in enumerate(axes[part.name]):
-            one = tuple(int(i == j) for j in range(len(part.sizes)))
-            axis.cost = part.macs(one, tokens[0][0])
+        for axis in axes[part.name]:
+            axis.cost = costs[part.name]
 
-    some = batches[:: -(-len(batches) // FEW)]
-    in_lockstep(run, some, meet, students=False)
-    few = batches[:2]
+    in_lockstep(run, spread_out(batches), meet, students=False)
+    few = spread_out(batches, FEW // 2)
     expected = run_batches(run, few)
     for name, found in axes.items():
         part = plan.parts[name]
@@ -432,26 +465,25 @@ def head_size(ratio: float | None, dims: int) -> int:
 
 def block_outputs(
     blocks: dict[str, nn.Module], forward: Callable, batch
-) -> dict[str, tuple[int, torch.Tensor]]:
+) -> dict[str, torch.Tensor]:
     """Run a forward pass and record the outputs of the blocks that it reaches.
 
     Returns:
-        dict: By block name, the size of the output's first dimension, which counts images, windows
-        or patches, and the first entry (1, ...) of the output.
+        dict: By block name, the first entry (1, ...) of the output.
     """
-    found: dict[str, tuple[int, torch.Tensor]] = {}
-    with watched(blocks, lambda name, y: found.update({name: (len(y), y[:1].clone())})):
+    found: dict[str, torch.Tensor] = {}
+    with watched(blocks, lambda name, y: found.update({name: y[:1].clone()})):
         forward(batch)
     return found
 
 
 @contextmanager
-def _checked(sites: dict[str, Site], outputs: dict[str, tuple]) -> Iterator[None]:
+def _checked(sites: dict[str, Site], outputs: dict[str, torch.Tensor]) -> Iterator[None]:
     """Raise an error if the output of a block changes although an equal FFN replaced its FFN."""
     blocks = {site.block_name: site.block for site in sites.values()}
 
     def compare(name: str, output: torch.Tensor) -> None:
-        found, known = (y.detach().double() for y in (output[:1], outputs[name][1]))
+        found, known = (y.detach().double() for y in (output[:1], outputs[name]))
         change = float((found - known).norm() / known.norm().clamp(min=1e-300))
         if change > (0.05 if output.element_size() < 4 else 1e-3):
             raise ValueError(
@@ -471,7 +503,7 @@ class Fit:
 
     Args:
         sizes (dict): Sizes after the conversion, by the name of the part.
-        num_images (int): Number of images in the first batch.
+        costs (dict): Of :func:`count`.
         max_tokens (int): Number of tokens to draw from a batch, at most.
         progress: As for :func:`convert_pretrained`.
 
@@ -480,8 +512,8 @@ class Fit:
         rows (list): The reports of the parts so far.
     """
 
-    def __init__(self, sizes, num_images, max_tokens, progress) -> None:
-        self.sizes, self.num_images, self.max_tokens = sizes, num_images, max_tokens
+    def __init__(self, sizes, costs, max_tokens, progress) -> None:
+        self.sizes, self.costs, self.max_tokens = sizes, costs, max_tokens
         self.progress = progress
         self.weights: dict[str, tuple] = {}
         self.rows: list[BlockReport] = []
@@ -503,7 +535,7 @@ class Fit:
             row.unexplained, row.ridge, row.warnings = narrow[3:]
             row.changed = True
         row.gmacs, row.narrow_gmacs = (
-            part.macs(x, tokens[0][0]) / self.num_images / 1e9 for x in (row.before, row.after)
+            self.costs[part.name] * sum(x) / 1e9 for x in (row.before, row.after)
         )
         self.rows.append(row)
         if self.progress is not None:

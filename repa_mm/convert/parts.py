@@ -120,12 +120,10 @@ class PretrainedFFN(Pausing):
             z = y.double() - x.double() + (0 if self.ffn.shortcut else teacher.double())
         return z.to(torch.promote_types(y.dtype, torch.float32))
 
-    def macs(self, sizes: tuple[int, ...], inputs: tuple) -> float:
-        """Return the multiply-adds for the inputs of a batch."""
-        number, taps = inputs[0].shape[:-1].numel(), 0
-        if self.conv is not None:
-            taps = self.conv.weight[0].numel()
-        return float(number * (2 * inputs[0].shape[-1] + taps) * sizes[0])
+    def macs(self, x: torch.Tensor) -> float:
+        """Return the multiply-adds of one hidden channel for tokens x."""
+        taps = 0 if self.conv is None else self.conv.weight[0].numel()
+        return float(x.shape[:-1].numel() * (2 * x.shape[-1] + taps))
 
     def sample(
         self, tokens: list, max_tokens: int, seed: int = 0
@@ -217,14 +215,12 @@ class PretrainedAttention(Pausing):
     def original(self, *args, **kwargs) -> torch.Tensor:
         return self.attention(*args, **kwargs)
 
-    def macs(self, sizes: tuple[int, ...], inputs: tuple) -> float:
-        """Return the multiply-adds for the inputs of a batch."""
-        x, heads = inputs[0], self.heads.num_heads
+    def macs(self, x: torch.Tensor) -> float:
+        """Return the multiply-adds of one dimension of all heads for tokens x."""
         seen = x.shape[1]
         if isinstance(self.attention, FastShiftWindowMSA):
             seen = self.attention.window_size**2
-        number = x.shape[:-1].numel()
-        return float(number * heads * (2 * x.shape[-1] + seen) * sum(sizes))
+        return float(x.shape[:-1].numel() * self.heads.num_heads * (2 * x.shape[-1] + seen))
 
     def sample(self, tokens: list, max_tokens: int, seed: int = 0) -> list[Tokens]:
         """Draw random windows or queries from all batches, as :meth:`PretrainedFFN.sample`."""

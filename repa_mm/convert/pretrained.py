@@ -140,14 +140,22 @@ def convert_checkpoint(
     MODELS.build(converted_config(cfg, model, sizes, where, out).model)
     track = partial(rich_track, description='images') if progress else list
 
-    def batches(indices: list[int]) -> list[dict]:
-        images = (cropped(pseudo_collate([dataset[i]]), MAX_SIZE) for i in track(indices))
-        return [model.data_preprocessor(data, False) for data in images]
+    pixels = {}
 
+    def batch(index: int, size: int | None = None) -> dict:
+        data = pseudo_collate([dataset[index]])
+        pixels[index] = data['inputs'][0].numel()
+        return model.data_preprocessor(cropped(data, size) if size else data, False)
+
+    def batches(indices: list[int]) -> list[dict]:
+        return [batch(i, MAX_SIZE) for i in track(indices)]
+
+    to_fit, to_compare = batches(chosen), batches(held_out)
+    typical = sorted(chosen, key=pixels.__getitem__)[len(chosen) // 2]
     narrow, report = convert_pretrained(
-        model, batches(chosen), **shares, budget=budget, where=where,
-        forward=head_inputs, held_out=batches(held_out), skip_unsupported=skip_unsupported,
-        progress=progress,
+        model, to_fit, **shares, budget=budget, where=where,
+        forward=head_inputs, held_out=to_compare, full_size=[batch(typical)],
+        skip_unsupported=skip_unsupported, progress=progress,
     )  # fmt: skip
     text = converted_config(cfg, model, report.sizes, where, out).pretty_text
     text = f'# {osp.basename(config)} with narrower layers.\n{text}'

@@ -379,3 +379,32 @@ def test_bad_shares(pretrained):
     model.layers[0].attn.register_forward_hook(lambda *args: None)
     with pytest.raises(ValueError, match="heads of 'layers.0.attn'.*forward hook"):
         repa_mm.convert_pretrained(model, images, v_keep=0.5)
+
+
+def test_sizes_of_a_budget_do_not_depend_on_the_order_of_images(pretrained):
+    model, _ = pretrained('MMPretrain ViT')
+    images = [torch.randn(1, 3, 64, 64) * (4 if i < 8 else 0.25) for i in range(16)]
+    found = []
+    for batches in (images, images[::-1]):
+        _, report = repa_mm.convert_pretrained(model, batches, budget=0.4)
+        found.append([size for row in report.blocks for size in row.after])
+    assert all(abs(a - b) <= 0.06 * a for a, b in zip(*found))
+
+
+def test_multiply_adds_are_counted_at_full_size(pretrained):
+    """On a larger map, the attention of a ViT takes a larger share."""
+    model, images = pretrained('MMPretrain ViT')
+    large = torch.randn(1, 3, 160, 96)
+    _, crops = repa_mm.convert_pretrained(model, images, budget=0.4)
+    _, report = repa_mm.convert_pretrained(model, images, budget=0.4, full_size=[large])
+    tokens, channels = 20 * 12 + 1, 32
+    for row in report.blocks:
+        channel = 2 * channels if len(row.after) == 1 else 2 * (2 * channels + tokens)
+        assert row.gmacs * 1e9 == pytest.approx(tokens * channel * sum(row.before))
+    assert 0.36 < report.share <= 0.4
+    counted = {row.name: row.gmacs / sum(row.before) for row in report.blocks}
+    at_full_size = [
+        sum(counted[row.name] * sum(getattr(row, size)) for row in crops.blocks)
+        for size in ('after', 'before')
+    ]
+    assert at_full_size[0] / at_full_size[1] != pytest.approx(0.4, abs=0.01)
