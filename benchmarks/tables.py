@@ -198,21 +198,8 @@ def tables() -> dict[str, str]:
             lambda rows: mean(rows, 0),
             merge,
         ),
-        'gpu': table(
-            sorted(
-                of('GPU latency: ', model=tuple(on_gpu), form=(STOCK, OURS, DEPLOY)),
-                key=lambda row: (on_gpu.index(row['model']), row['of'] != 'float32'),
-            ),
-            'model of',
-            'form',
-            lambda rows: mean(rows, 0),
-            merge,
-        ),
-        'gpu-training': table(
-            sorted(of('GPU training step: '), key=lambda row: row['model'], reverse=True),
-            'model form',
-            'of',
-        ),
+        'gpu': table(of('GPU latency: ', model=tuple(on_gpu)), 'model', 'form', mean, merge),
+        'gpu-training': table(of('GPU training step: '), 'model form', 'of'),
         'paper': table(of("the paper's table 2: "), 'model', 'form'),
         'training': table(of('training step: '), 'model form', 'of'),
         'complexity': table(
