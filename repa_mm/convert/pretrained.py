@@ -181,12 +181,8 @@ def converted_config(
         out (str): Path of the converted checkpoint, from which training starts.
     """
     cfg = copy.deepcopy(cfg)
+    _without_pretraining_(cfg.model)
     given = cfg.model.get('backbone')  # None if the whole model is Restructured
-    for part in (cfg.model, given or {}):
-        for key in ('init_cfg', 'pretrained'):  # weights of the original model
-            part.pop(key, None)
-        if str(part.get('type')).endswith('TIMMBackbone'):
-            part['pretrained'] = False  # MMSegmentation's default is True
     start = 'backbone.' if given else '\0'
     inside = {name[len(start) :]: x for name, x in sizes.items() if name.startswith(start)}
     if inside:
@@ -200,6 +196,22 @@ def converted_config(
     if 'Restructured' in (cfg.model.type, cfg.model.get('backbone', cfg.model).type):
         with_import(cfg)
     return cfg
+
+
+def _without_pretraining_(cfg: dict) -> None:
+    """Let a model start without files of weights, in place: training starts from a checkpoint."""
+    if str(cfg.get('type')).endswith('TIMMBackbone'):
+        cfg['pretrained'] = False  # MMSegmentation's default is True
+    elif 'pretrained' in cfg:
+        cfg['pretrained'] = None
+    inits = cfg.get('init_cfg') or []
+    inits = inits if isinstance(inits, list) else [inits]
+    if any(init.get('type') == 'Pretrained' for init in inits):
+        del cfg['init_cfg']
+    for value in cfg.values():
+        for part in value if isinstance(value, list) else [value]:
+            if isinstance(part, dict):
+                _without_pretraining_(part)
 
 
 def widths_structure(model: nn.Module, sizes: dict[str, tuple], where: str | None = None) -> dict:

@@ -103,8 +103,6 @@ class Restructured:
         build_ordinary (Callable): Builds the model without structures.
     """
 
-    freezes_statistics = False
-
     def __init__(
         self,
         *args,
@@ -245,7 +243,7 @@ class Restructured:
         for module in self.modules() if mode else ():
             if getattr(module, 'frozen_stages', -1) > 0 and hasattr(module, '_freeze_stages'):
                 module._freeze_stages()
-            if self.freezes_statistics and isinstance(module, TrainingForm):
+            if getattr(self, 'norm_eval', False) and isinstance(module, TrainingForm):
                 for norm in module.batch_norms():
                     norm.eval()
         return self  # mmpretrain's backbones return None
@@ -340,5 +338,5 @@ def restructure(
         built = _restructured_class(kind)(
             **args, structures=structures, deploy=deploy, fast_attention=fast_attention
         )
-    built.freezes_statistics = norm_eval
+    built.norm_eval = norm_eval or getattr(built, 'norm_eval', False)
     return built.train(built.training)

@@ -24,6 +24,8 @@ class RePaBackbone(Restructured):
         ffn_norm_cfg (dict): Norm of the FFNs: 'BN', 'SyncBN', 'LN' or 'keep', see
             :class:`~repa_mm.models.structures.ChannelIdle`. Defaults to ``dict(type='BN')``.
         structures (Sequence[dict]): Further structures, put in after the FFNs. Defaults to none.
+        norm_eval (bool): Keep the BatchNorms in eval mode, with the statistics that were loaded.
+            Defaults to False.
         **kwargs: Keyword arguments of the mmpretrain backbone, and ``deploy`` and
             ``fast_attention`` of :class:`~repa_mm.models.builder.Restructured`.
     """
@@ -34,10 +36,13 @@ class RePaBackbone(Restructured):
         idle_ratio: float | Sequence[float] = 0.75,
         ffn_norm_cfg: dict = dict(type='BN'),
         structures: Sequence[dict] = (),
+        norm_eval: bool = False,
         **kwargs,
     ) -> None:
         structure = dict(type='ChannelIdle', idle_ratio=idle_ratio, norm_cfg=ffn_norm_cfg)
         super().__init__(*args, structures=[structure, *structures], **kwargs)
+        self.norm_eval = norm_eval
+        self.train(self.training)
 
 
 @MODELS.register_module()

@@ -125,19 +125,27 @@ def check_ordinary(module: nn.Module, state_dict: dict, prefix: str, *args) -> N
     """Check that a state dict has only an ordinary module's weights at the module's place.
 
     The signature fits a ``load_state_dict`` pre-hook. Non-strict loading would ignore the weights
-    of a form, and keep the module's own.
+    of a form and weights of other widths, and keep the module's own.
 
     Raises:
-        CheckpointError: If the state dict has another weight there; names the weight.
+        CheckpointError: If the state dict has another weight there, or a weight of another shape;
+            names the weight.
     """
     own = module.state_dict()
-    for key in state_dict:
-        if key.startswith(prefix) and key[len(prefix) :] not in own:
-            raise CheckpointError(
-                f'the model has an ordinary {type(module).__name__} at {prefix[:-1]!r}, and the '
-                f'checkpoint is of something else there: it has {key[len(prefix) :]!r}. The '
-                'structures must be those of the checkpoint'
-            )
+    for key, value in state_dict.items():
+        name = key.removeprefix(prefix)
+        if not key.startswith(prefix) or 'relative_' in name:  # tables, which hosts resize
+            continue
+        found = f'it has {name!r}'
+        if name in own:
+            if value.shape == own[name].shape:
+                continue
+            found = f'{key} is {tuple(value.shape)}, and not {tuple(own[name].shape)}'
+        raise CheckpointError(
+            f'the model has an ordinary {type(module).__name__} at {prefix[:-1]!r}, and the '
+            f'checkpoint is of something else there: {found}. The structures must be those of the '
+            'checkpoint'
+        )
 
 
 class TrainingForm(Form):

@@ -152,6 +152,27 @@ def test_configs_of_the_codebase_alone(config, widths, stock):
     assert [len(site.parts().fc1.bias) for site in sites] == [3, *expected[1:]]
 
 
+@pytest.mark.parametrize('whole', [False, True])
+def test_training_needs_no_weights_of_the_original(whole):
+    """Not even those that the config of a model inside of another names."""
+    missing = dict(type='Pretrained', checkpoint='none.pth')
+    backbone = dict(type='mmpretrain.SwinTransformer', arch=ARCH, out_indices=(1,))
+    backbone['init_cfg'] = [dict(type='TruncNormal', layer='Linear'), missing]
+    model = dict(
+        type='mmpretrain.ImageClassifier',
+        backbone=dict(type='Restructured', model=backbone, structures=[]),
+        head=dict(type='mmpretrain.LinearClsHead', num_classes=2, in_channels=16),
+        pretrained='none.pth',
+    )
+    if whole:
+        model = dict(type='Restructured', model=model, structures=[], init_cfg=missing)
+    built = MODELS.build(Config(dict(model=model)).model)
+    name = ffn_sites(built)[0].block_name
+    found = converted_config(Config(dict(model=model)), built, {name: (4,)}, None, 'a.pth').model
+    MODELS.build(found).init_weights()
+    assert 'none.pth' not in str(found) and 'structures' in str(found)
+
+
 def test_a_detector_and_the_tool(folder, monkeypatch, capsys):
     pytest.importorskip('mmdet')
     path = Path(__file__).parents[2] / 'tools' / 'convert_pretrained.py'

@@ -268,9 +268,13 @@ def test_statistics_that_stay():
     ffn = model.stages[0].blocks[0].ffn
     assert model.training and ffn.training and not ffn.norm1.training
     assert build('mmdet').train().stages[0].blocks[0].ffn.norm1.training
-    # mmpretrain's Swin has the argument itself; fresh statistics would be frozen.
-    with pytest.warns(UserWarning, match='never estimated'):
-        build('swin', norm_eval=True).init_weights()
+    for name in ('swin', 'vit', 'poolformer', 'mixer'):
+        model = build(name, norm_eval=True).train()
+        norms = [m for m in model.modules() if isinstance(m, _BatchNorm)]
+        assert model.training and norms and not any(norm.training for norm in norms)
+        # Fresh statistics would be frozen.
+        with pytest.warns(UserWarning, match='never estimated'):
+            model.init_weights()
 
 
 def test_whole_models_take_structures(scattered, relative_error):

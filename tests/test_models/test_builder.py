@@ -73,6 +73,57 @@ def test_weights_of_forms_are_refused_in_parts_that_no_structure_is_for():
         parts('encoder').load_state_dict(weights, strict=False)
 
 
+def widths(*values):
+    return [dict(type='Widths', widths=list(values))]
+
+
+def heads(*values):
+    return [dict(type='Widths', heads=list(values))]
+
+
+SWIN = dict(type='mmdet.SwinTransformer', embed_dims=16, depths=(2,), num_heads=(2,), strides=(4,))
+SWIN.update(out_indices=(0,), window_size=4)
+VITS = dict(type='mmseg.VisionTransformer', img_size=32, embed_dims=16, num_layers=2, num_heads=2)
+OF_OTHER_WIDTHS = [
+    ({}, widths(20, None), [], 'layers.0.ffn'),
+    ({}, widths(20, 20), widths(20, 24), 'layers.1.ffn'),
+    ({}, widths(20, None), widths(20, 24), 'layers.1.ffn'),  # ordinary, of the original width
+    ({}, heads((4, 8), None), [], 'layers.0.attn'),
+    ({}, heads((4, 4), None), heads((8, 4), None), 'layers.0.attn'),
+    (SWIN, heads((4, 4), None), [], 'stages.0.blocks.0.attn.w_msa'),
+    (SWIN, widths(20, 30), [], 'stages.0.blocks.0.ffn'),
+    (VITS, heads((4, 4), (4, 4)), heads((4, 8), (4, 4)), 'layers.0.attn'),
+]
+
+
+@pytest.mark.parametrize('model, own, others, name', OF_OTHER_WIDTHS)
+def test_weights_of_other_widths_are_refused(model, own, others, name):
+    weights = build(others, **model).state_dict()
+    model = build(own, **model)
+    for load in (load_state_dict, nn.Module.load_state_dict):
+        with pytest.raises(CheckpointError, match=f"ordinary .* at '{name}'.* is .*, and not "):
+            load(model, weights, strict=False)
+        load(model, model.state_dict(), strict=True)
+
+
+def test_weights_of_other_widths_are_refused_in_named_backbones_and_whole_models():
+    swin = dict(arch=dict(embed_dims=16, depths=[2], num_heads=[2]), window_size=4)
+    named = dict(type='RePaSwinTransformer', **swin, out_indices=(0,), deploy=True)
+    weights = MODELS.build(named).state_dict()
+    narrow = MODELS.build(dict(named, structures=heads((4, 4), (4, 8))))
+    with pytest.raises(CheckpointError, match="at 'stages.0.blocks.0.attn.w_msa'"):
+        load_state_dict(narrow, weights, strict=False)
+    weights = build([], **CLASSIFIER).state_dict()
+    narrow = build([dict(type='Widths', widths=20, where='backbone')], **CLASSIFIER)
+    with pytest.raises(CheckpointError, match="at 'backbone.layers.0.ffn'"):
+        load_state_dict(narrow, weights, strict=False)
+
+
+def test_tables_of_other_windows_are_left_to_the_codebase():
+    model, other = (build(heads((4, 4), None), **dict(SWIN, window_size=n)) for n in (4, 2))
+    load_state_dict(model, other.state_dict(), strict=False)
+
+
 def test_blocks_of_the_same_name_may_have_other_parts():
     others = nn.TransformerEncoderLayer(16, 2, 32)
     model = nn.ModuleDict(dict(backbone=VisionTransformer(**VIT), others=others))
