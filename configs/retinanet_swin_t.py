@@ -5,7 +5,10 @@ _base_ = [
     '_base_/runtime/mmdet.py',
 ]
 
-pretrained = 'checkpoints/swin_tiny_in1k.pth'
+pretrained = (
+    'https://download.openmmlab.com/mmclassification/v0/swin-transformer/'
+    'swin_tiny_224_b16x64_300e_imagenet_20210616_090925-66df6be6.pth'
+)
 model = dict(
     backbone=dict(init_cfg=dict(type='Pretrained', checkpoint=pretrained, prefix='backbone.'))
 )

@@ -1,4 +1,4 @@
-"""Translating checkpoints of the RePaFormer and DINO authors' code.
+"""Translating checkpoints of timm, of the official Swin, and of the authors of RePaFormer and DINO.
 
 Their models use timm's parameter names, ours OpenMMLab's. Other differences are:
 
@@ -8,6 +8,7 @@ Their models use timm's parameter names, ours OpenMMLab's. Other differences are
 - Their Swin concatenates the four neighbours of a patch as (0, 0), (1, 0), (0, 1), (1, 1), each
   with all its channels. ``nn.Unfold``, which MMCV's patch merging uses, returns (0, 0), (0, 1),
   (1, 0), (1, 1) of the first channel, then of the second channel, and so on.
+- In timm's Swin the patch merging is part of the stage that follows it.
 """
 
 import math
@@ -16,9 +17,11 @@ import re
 from argparse import Namespace
 
 import torch
+import torch.nn as nn
+from mmengine.model import initialize
 from mmengine.registry import MODELS
 
-from repa_mm.checkpoints import load_checkpoint, load_weights, save_checkpoint
+from repa_mm.checkpoints import load_checkpoint, load_original, load_weights, save_checkpoint
 from repa_mm.reparam import CheckpointError
 from repa_mm.reparam.merged import FoldedFFN, stack
 from repa_mm.version import __version__
@@ -86,9 +89,67 @@ def translate(state_dict: dict, cfg: dict, args: Namespace | None = None) -> dic
             an example: the authors' merge adds a norm that the training form lacks.
     """
     backbone = MODELS.build(cfg)
-    own = backbone.state_dict()
+    weights, head = _translated(_of_backbone(state_dict), backbone, args)
+    load_weights(backbone, weights)
+    return {**{f'backbone.{key}': v for key, v in backbone.state_dict().items()}, **head}
+
+
+def pretrained_weights(model: nn.Module, init_cfg: dict) -> tuple[dict, bool]:
+    """Read the weights that an ``init_cfg`` names, and translate them for a model if need be.
+
+    Args:
+        model (nn.Module): A backbone with MMPretrain's parameter names.
+        init_cfg (dict): Config with ``checkpoint``, a file or URL, and optionally ``prefix``.
+
+    Returns:
+        tuple: The weights, and whether they were translated.
+    """
+    checkpoint = load_checkpoint(init_cfg['checkpoint'])
+    state_dict = checkpoint['state_dict']
+    state_dict = state_dict.get('model', state_dict)
+    given, own = _of_backbone(state_dict), model.state_dict()
+    foreign = {'patch_embed.proj.weight', 'stem.proj.weight'} & given.keys() - own.keys()
+    # The first convolution of a PoolFormer has this name in MMPretrain, too.
+    if foreign or 'norm.weight' in given and 'norm.weight' not in own and _is_poolformer(own):
+        return _translated(given, model, checkpoint['state_dict'].get('args'))[0], True
+    prefix = init_cfg.get('prefix') or ''
+    prefix = f'{prefix.rstrip(".")}.' if prefix else ''
+    inside = {k[len(prefix) :]: v for k, v in state_dict.items() if k.startswith(prefix)}
+    return inside, False
+
+
+def load_pretrained_(model: nn.Module, init_cfg: dict) -> None:
+    """Load the weights that an ``init_cfg`` names into a model, in any of these layouts.
+
+    Args:
+        model (nn.Module): The model, changed in place.
+        init_cfg (dict): Config of type 'Pretrained'.
+
+    Raises:
+        CheckpointError: If translated weights are not those of the model's layers.
+    """
+    weights, translated = pretrained_weights(model, init_cfg)
+    if translated:
+        load_original(model, weights, init_cfg['checkpoint'], partly=True)
+    else:
+        initialize(model, init_cfg)
+
+
+def _is_poolformer(weights: dict) -> bool:
+    return any(key.startswith('network.') for key in weights)
+
+
+def _of_backbone(state_dict: dict) -> dict:
+    """Return the weights of a backbone, or all, without the prefixes of a wrapper."""
     given = {k.rpartition('backbone.')[2]: v for k, v in state_dict.items() if 'backbone.' in k}
-    given = {key.removeprefix('module.'): v for key, v in (given or state_dict).items()}
+    return {key.removeprefix('module.'): v for key, v in (given or state_dict).items()}
+
+
+def _translated(
+    given: dict, backbone: nn.Module, args: Namespace | None
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Return weights under the names of a backbone, and those of a classifier's head."""
+    own = backbone.state_dict()
     family = next((mark for mark in _FAMILIES if any(mark in key for key in given)), None)
     if family is None:
         raise CheckpointError(f'weights of no known architecture: {", ".join(list(given)[:3])}, …')
@@ -96,12 +157,15 @@ def translate(state_dict: dict, cfg: dict, args: Namespace | None = None) -> dic
     if any('.ffn.layers.' in key for key in own):
         names = {**names, r'\bffn\.fc1\b': 'ffn.layers.0.0', r'\bffn\.fc2\b': 'ffn.layers.1'}
     scale, weights = getattr(backbone, 'residual_scale', 1), {}
+    first = 0 if any(key.startswith('layers.0.downsample.') for key in given) else 1
     for key, value in given.items():
+        if '.downsample.' in key:
+            key = re.sub(r'\d+', lambda stage: str(int(stage[0]) - first), key, count=1)
         for theirs, ours in names.items():
             key = re.sub(theirs, ours, key)
-        weights[key] = _value(key, value, scale)
+        weights[key] = _value(key, value, scale, own)
     for name in [key.removesuffix('fc1.weight') for key in weights if key.endswith('fc1.weight')]:
-        hidden, channels = weights[f'{name}fc1.weight'].shape
+        hidden, channels = weights[f'{name}fc1.weight'].shape[:2]
         if f'{name}norm1.weight' not in weights and hidden == channels:
             _stack(weights, name)
         elif hasattr(args, 'idle_ratio') and getattr(args, 'heuristic', 'static') == 'static':
@@ -112,11 +176,10 @@ def translate(state_dict: dict, cfg: dict, args: Namespace | None = None) -> dic
     fixed = ('relative_position_index', 'attn_mask')
     weights = {key: value for key, value in weights.items() if not key.endswith(fixed)}
     weights |= {key: value for key, value in own.items() if key.endswith(fixed)}
-    load_weights(backbone, weights)
-    return {**{f'backbone.{key}': v for key, v in backbone.state_dict().items()}, **head}
+    return weights, head
 
 
-def _value(key: str, value: torch.Tensor, scale: float) -> torch.Tensor:
+def _value(key: str, value: torch.Tensor, scale: float, own: dict) -> torch.Tensor:
     """Convert a weight to the layout of our models, in which its name is ``key``."""
     if 'downsample' in key:
         *rows, columns = value.shape
@@ -126,7 +189,8 @@ def _value(key: str, value: torch.Tensor, scale: float) -> torch.Tensor:
         return value * scale
     if key.endswith('ffn.norm1.running_var'):
         return value * scale**2
-    return value.flatten(1) if '.mlp.' in key and value.ndim == 4 else value
+    is_conv = key in own and own[key].ndim == 4
+    return value.flatten(1) if '.mlp.' in key and value.ndim == 4 and not is_conv else value
 
 
 def _stack(weights: dict, name: str) -> None:

@@ -28,6 +28,7 @@ def save_checkpoint(checkpoint: dict, path: str) -> None:
         torch.save(checkpoint, temporary)
 
 
+_OPTIONAL = 'num_batches_tracked', 'num_active_channels'
 # Tables of Swin V2 that MMPretrain recomputes and does not load.
 _COMPUTED = 'relative_coords_table', 'relative_position_index'
 
@@ -46,14 +47,13 @@ def load_weights(model: nn.Module, state_dict: dict, path: str | None = None) ->
     """
     model = innermost(model)
     match_form(model, state_dict)
-    optional = ('num_batches_tracked', 'num_active_channels')
-    own = {key: value for key, value in model.state_dict().items() if key.endswith(optional)}
+    own = {key: value for key, value in model.state_dict().items() if key.endswith(_OPTIONAL)}
     found = _load(model, {**own, **state_dict}, path)
     missing = [key for key in found.missing_keys if not key.endswith(_COMPUTED)]
     _check_keys(missing, found.unexpected_keys, path)
 
 
-def load_original(model: nn.Module, state_dict: dict, path: str) -> None:
+def load_original(model: nn.Module, state_dict: dict, path: str, partly: bool = False) -> None:
     """Load the weights of a vanilla model.
 
     Weights outside the model's lists of layers are ignored, such as those of a teacher, or of
@@ -63,6 +63,7 @@ def load_original(model: nn.Module, state_dict: dict, path: str) -> None:
         model (nn.Module): The model.
         state_dict (dict): The weights.
         path (str): The file of the weights, for error messages.
+        partly (bool): Weights outside the lists of layers may be missing, too. Defaults to False.
 
     Raises:
         CheckpointError: If weights are missing, or the file has further layers, or further weights
@@ -72,9 +73,10 @@ def load_original(model: nn.Module, state_dict: dict, path: str) -> None:
     lists = nn.ModuleList, nn.Sequential
     layers = tuple(f'{name}.' for name, m in model.named_modules() if name and isinstance(m, lists))
     missing, foreign = (
-        [key for key in keys if not key.endswith(('num_batches_tracked', *_COMPUTED))]
-        for keys in found
+        [key for key in keys if not key.endswith((*_OPTIONAL, *_COMPUTED))] for keys in found
     )
+    if partly:
+        missing = [key for key in missing if key.startswith(layers)]
     _check_keys(missing, [key for key in foreign if key.startswith(layers)], path)
 
 

@@ -247,6 +247,116 @@ def test_ordinary_models(family, kind, layout, relative_error):
     assert relative_error(run(done, cfg, x), expected) < 1e-5
 
 
+def logits(cfg, path, weights, x):
+    """Logits of a backbone that loads the file by its `init_cfg`, with the head of the weights."""
+    init_cfg = dict(type='Pretrained', checkpoint=str(path), prefix='backbone.')
+    backbone = MODELS.build(dict(cfg, init_cfg=init_cfg))
+    backbone.init_weights()
+    backbone.eval()
+    head = {key.removeprefix('head.fc.').removeprefix('head.'): v for key, v in weights.items()}
+    with torch.no_grad():
+        out = backbone(x)[-1]
+    return F.linear(out.flatten(2).mean(2) if out.ndim > 2 else out, head['weight'], head['bias'])
+
+
+@pytest.mark.parametrize('form', ['training', 'deploy'])
+@pytest.mark.parametrize('family', FAMILIES)
+def test_a_backbone_loads_the_file_as_it_is(family, form, tmp_path, relative_error):
+    weights, x, expected = made(family, form)
+    args = argparse.Namespace(idle_ratio=0.75)
+    torch.save(dict(model=weights, args=args, epoch=3), tmp_path / 'model.pth')
+    cfg = config_of(family, deploy=form == 'deploy')
+    if family == 'swin':  # another map's norm is left as it is
+        cfg['out_indices'] = [2, 3]
+    found = logits(cfg, tmp_path / 'model.pth', weights, x)
+    assert relative_error(found, expected) < 1e-5
+    wrong = config_of(family, idle_ratio=0.5, deploy=form == 'deploy')
+    with pytest.raises(CheckpointError):
+        logits(wrong, tmp_path / 'model.pth', weights, x)
+
+
+# A RePaFormer that computes what the ordinary weights that fill it do.
+SAME = dict(idle_ratio=0.0, ffn_norm_cfg=dict(type='keep'))
+
+
+@pytest.mark.parametrize('wrapped', [False, True])
+@pytest.mark.parametrize('family', ['vit', 'swin'])
+def test_ordinary_weights_of_other_layouts_fill(family, wrapped, tmp_path, relative_error):
+    """The official layout of Swin, and DINO's."""
+    weights, x, expected = made(family, 'vanilla')
+    given = {f'module.backbone.{k}': v for k, v in weights.items()} if wrapped else weights
+    torch.save(dict(model=given), tmp_path / 'model.pth')
+    eps = dict(layer_cfgs=dict(norm_cfg=dict(type='LN', eps=1e-5))) if family == 'vit' else {}
+    cfg = config_of(family, **SAME, **eps)
+    if family == 'vit':
+        cfg.update(pre_norm=False)
+    assert relative_error(logits(cfg, tmp_path / 'model.pth', weights, x), expected) < 1e-5
+    del given[next(key for key in given if 'norm1' in key)]
+    torch.save(given, tmp_path / 'model.pth')
+    with pytest.raises(CheckpointError, match='lacks'):
+        logits(cfg, tmp_path / 'model.pth', weights, x)
+
+
+def test_weights_of_the_official_poolformer_fill(tmp_path, randomize, relative_error):
+    ordinary = MODELS.build(dict(type='mmpretrain.PoolFormer', arch=POOL))
+    randomize(ordinary).eval()
+    x = torch.randn(2, 3, 64, 64)
+    given = {k.replace('norm6.', 'norm.'): v for k, v in ordinary.state_dict().items()}
+    torch.save(given, tmp_path / 'model.pth')
+    head = dict(weight=torch.eye(32), bias=torch.zeros(32))
+    cfg = dict(type='RePaPoolFormer', arch=POOL, **SAME)
+    with torch.no_grad():
+        expected = ordinary(x)[-1].mean((2, 3))
+    assert relative_error(logits(cfg, tmp_path / 'model.pth', head, x), expected) < 1e-5
+
+
+def timm_model(family):
+    models = pytest.importorskip('timm.models')
+    small = dict(patch_size=4, num_classes=5, embed_dim=16)
+    if family == 'swin':
+        arch = dict(depths=SWIN_DEPTHS, num_heads=(1, 2, 4, 8), window_size=2)
+        cfg = dict(SWIN, embed_dims=16)
+        return (
+            models.SwinTransformer(img_size=64, **small, **arch),
+            64,
+            dict(type='RePaSwinTransformer', arch=cfg, window_size=2, **SAME),
+        )
+    model = models.VisionTransformer(img_size=16, depth=2, num_heads=4, **small)
+    eps = dict(norm_cfg=dict(type='LN', eps=1e-6))
+    return (
+        model,
+        16,
+        dict(
+            type='RePaVisionTransformer',
+            arch=VIT,
+            img_size=16,
+            patch_size=4,
+            layer_cfgs=eps,
+            **SAME,
+        ),
+    )
+
+
+@pytest.mark.parametrize('family', ['swin', 'vit'])
+def test_weights_of_timm_fill(family, tmp_path, randomize, relative_error):
+    model, size, cfg = timm_model(family)
+    randomize(model).eval()
+    torch.save(model.state_dict(), tmp_path / 'timm.pth')
+    x = torch.randn(2, 3, size, size)
+    head = {k: v for k, v in model.state_dict().items() if k.startswith('head')}
+    with torch.no_grad():
+        expected = model(x)
+    assert relative_error(logits(cfg, tmp_path / 'timm.pth', head, x), expected) < 1e-5
+
+
+def test_a_missing_file_of_a_repaformer():
+    cfg = load_config(repa_mm.config_path('retinanet_repa_swin_b.py')).model.backbone
+    cfg.init_cfg.checkpoint = 'not/there.pth'
+    said = r'(?s)not/there.pth.*RePaSwinTransformer base.*huggingface.co/Ackesnal/RePaViT'
+    with pytest.raises(FileNotFoundError, match=said):
+        MODELS.build(cfg).init_weights()
+
+
 @pytest.mark.parametrize('ratio', [0.0, 1.0])
 def test_extreme_idle_ratios_in_the_deploy_form(ratio, relative_error):
     (weights, x, expected), cfg = made('vit', 'deploy', ratio), config_of('vit', idle_ratio=ratio)

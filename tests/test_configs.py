@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import cv2
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import torch
 from mmengine.config import Config
 from mmengine.fileio import dump
+from mmengine.fileio import load as load_file
 from mmengine.model.utils import revert_sync_batchnorm
 from mmengine.optim import build_optim_wrapper
 from mmengine.registry import DATASETS, METRICS, MODELS, PARAM_SCHEDULERS, init_default_scope
@@ -375,6 +377,17 @@ def test_classifier_weights_pretrain_the_detector(swin, tmp_path, randomize):
     # Only the last stage has a norm behind it in the classifier.
     assert {name.split('.')[0] for name in set(loaded) - set(classifier)} == {'norm1', 'norm2'}
     assert all(torch.equal(loaded[name], value) for name, value in classifier.items())
+
+
+@pytest.mark.parametrize('task', ['retinanet', 'mask_rcnn', 'upernet'])
+@pytest.mark.parametrize('size', ['tiny', 'small', 'base'])
+def test_vanilla_configs_name_weights_of_mmpretrain(task, size):
+    url = load(f'{task}_swin_{size[0]}').model.backbone.init_cfg.checkpoint
+    metafile = config_path('mmpretrain::swin_transformer/swin-tiny_16xb64_in1k')
+    models = load_file(Path(metafile).with_name('metafile.yml'))['Models']
+    (model,) = (m for m in models if m['Name'] == f'swin-{size}_16xb64_in1k')
+    # OneDL hosts the same file elsewhere.
+    assert urlsplit(url).path == urlsplit(model['Weights']).path
 
 
 def test_the_metafile_lists_the_configs():

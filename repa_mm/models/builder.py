@@ -9,11 +9,10 @@ from functools import cache, partial
 import torch
 import torch.nn as nn
 from mmengine.logging import print_log
-from mmengine.model import initialize
 from mmengine.registry import MODELS
-from mmengine.runner.checkpoint import CheckpointLoader
 from mmengine.utils.dl_utils.parrots_wrapper import _BatchNorm
 
+from repa_mm.authors import load_pretrained_, pretrained_weights
 from repa_mm.faster.tracing import pad_any_size_, swap_faster_attention_
 from repa_mm.models.sites import attention_sites, ffn_sites
 from repa_mm.models.structures import STRUCTURES, Structure
@@ -136,7 +135,8 @@ class Restructured:
         """Initialize the weights, or load the pretrained weights that ``init_cfg`` names.
 
         Weights of this model are loaded as they are. Weights of the ordinary model are loaded into
-        an ordinary model by its own ``init_weights``, and fill the forms from there.
+        an ordinary model by its own ``init_weights``, and fill the forms from there. Both may have
+        the layout of the authors' code, of timm, or of the official Swin, too.
 
         Raises:
             CheckpointError: If the weights belong to neither model, or are reparameterized.
@@ -147,22 +147,25 @@ class Restructured:
         cfgs = self.init_cfg if isinstance(self.init_cfg, (list, tuple)) else [self.init_cfg]
         own = [cfg for cfg in cfgs if cfg and cfg['type'] == 'Pretrained']
         # A deploy form only loads: the class may initialize modules that it no longer has.
+        weights, translated = pretrained_weights(self, own[0]) if own else ({}, False)
+        others = [cfg for cfg in cfgs if cfg not in own] or None
         if has_deploy_form(self):
             for cfg in own:
-                initialize(self, cfg)
-        elif own and self._is_own(own[0]):
-            others = [cfg for cfg in cfgs if cfg not in own]
-            self.init_cfg, init_cfg = others or None, self.init_cfg
+                load_pretrained_(self, cfg)
+        elif own and self._is_own(weights):
+            self.init_cfg, init_cfg = others, self.init_cfg
             super().init_weights()
             self.init_cfg = init_cfg
-            initialize(self, own)
+            load_pretrained_(self, own[0])
         elif any(outermost(self, TrainingForm)) and any(map(_pretrained, self.modules())):
             ordinary = self.build_ordinary()
-            ordinary.init_cfg = self.init_cfg  # may have changed since the model was built
+            # It may have changed since the model was built.
+            ordinary.init_cfg = others if translated else self.init_cfg
             self._require_sites(ordinary)
             ordinary.init_weights()
-            if own and hasattr(ordinary, 'backbone'):
-                initialize(ordinary, own)  # again, as DETRs reset their encoder after loading
+            # Again where there is a backbone, as DETRs reset their encoder after loading.
+            if translated or own and hasattr(ordinary, 'backbone'):
+                load_pretrained_(ordinary, own[0])
             self.fill(ordinary)
         else:
             super().init_weights()
@@ -176,16 +179,13 @@ class Restructured:
                 'norm_eval=False.'
             )
 
-    def _is_own(self, init_cfg: dict) -> bool:
-        """Return True if pretrained weights have the names of this model's forms."""
-        checkpoint = CheckpointLoader.load_checkpoint(init_cfg['checkpoint'], map_location='cpu')
-        prefix = init_cfg.get('prefix', '').rstrip('.')
+    def _is_own(self, weights: dict) -> bool:
+        """Return True if weights have the names of this model's forms."""
         name, form = next(outermost(self, TrainingForm), ('', None))
         if form is None:  # ordinary FFNs of other widths
             return True
-        start = f'{prefix}.{name}.' if prefix else f'{name}.'
-        keys = checkpoint.get('state_dict', checkpoint)
-        found = {key[len(start) :]: None for key in keys if key.startswith(start)}
+        start = f'{name}.'
+        found = {key[len(start) :]: None for key in weights if key.startswith(start)}
         return form.names(found) == form.names(form.state_dict())
 
     def _require_sites(self, ordinary: nn.Module) -> None:

@@ -13,6 +13,9 @@ from mmpretrain.models import MlpMixer, PoolFormer, SwinTransformer, VisionTrans
 from repa_mm.faster.attention import swap_attention_
 from repa_mm.models.builder import Restructured
 
+#: Where the authors publish weights.
+WEIGHTS = 'https://huggingface.co/Ackesnal/RePaViT'
+
 
 class RePaBackbone(Restructured):
     """Mixin that makes the FFNs of an mmpretrain backbone channel-idle.
@@ -43,6 +46,17 @@ class RePaBackbone(Restructured):
         super().__init__(*args, structures=[structure, *structures], **kwargs)
         self.norm_eval = norm_eval
         self.train(self.training)
+
+    def init_weights(self) -> None:
+        try:
+            super().init_weights()
+        except FileNotFoundError as error:
+            arch = self.build_ordinary.keywords.get('arch', 'of this size')
+            raise FileNotFoundError(
+                f'{error} Download the weights of a {type(self).__name__} {arch} with the same '
+                f'idle ratio, not reparameterized, from {WEIGHTS}, and save the file under this '
+                'name. It is translated as it is loaded'
+            ) from error
 
 
 @MODELS.register_module()
