@@ -22,9 +22,10 @@ from mmengine.model import revert_sync_batchnorm
 
 from benchmarks.shares import add_arguments
 from repa_mm.config import load_config
+from repa_mm.opening import open_model
 from repa_mm.reparam import ChannelIdleFFN, reparameterize, set_training_path_
 from repa_mm.timing import compare, measure, show, show_machine
-from repa_mm.variants import DEPLOY, STOCK, autocasting, build, latency_rows, noise, synthetic_batch
+from repa_mm.variants import DEPLOY, STOCK, autocasting, latency_rows, noise, synthetic_batch
 
 DEVICE = 'cuda' if torch.cuda.is_available() else 'cpu'
 PATHS = 'literal', 'folded', 'auto'
@@ -78,8 +79,8 @@ def training_variants(cfg: Config, baseline: Config | None = None) -> dict[str, 
         computes every hidden channel, and by 'auto', which a training takes. On a GPU, 'auto' is
         'literal' in half precision, and the model is also measured by 'folded'.
     """
-    models = {} if baseline is None else {STOCK: build(baseline)}
-    model = build(cfg)
+    models = {} if baseline is None else {STOCK: open_model(baseline)}
+    model = open_model(cfg)
     for path in ('literal', 'auto') if DEVICE == 'cpu' else ('literal', 'folded', 'auto'):
         models[path] = set_training_path_(copy.deepcopy(model), path)
     for name, model in models.items():

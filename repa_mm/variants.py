@@ -11,32 +11,16 @@ from mmengine.config import Config
 from mmpretrain.models import PoolFormer
 
 from repa_mm.complexity import input_channels
-from repa_mm.config import build_model
+from repa_mm.export.exported import ExportedModel
 from repa_mm.export.session import Session
 from repa_mm.faster import fuse_conv_bn_, swap_faster_attention_
+from repa_mm.opening import open_model
 from repa_mm.reparam import Form, has_training_form, outermost, reparameterize_
 from repa_mm.timing import change
 
 STOCK, OURS, DEPLOY, MODEL = 'stock', 'stock with our parts', 'deploy form', 'model'
 COLUMNS = 'model', 'ms', 'images/s', 'against {}', 'against our parts'
-
-
-def build(cfg: Config, checkpoint: str | None = None) -> nn.Module:
-    """Build a model in eval mode, with the weights of a checkpoint or with initialized weights.
-
-    Without initialization, a detector would find an object at every anchor, which takes time in
-    post-processing. With initialized weights it finds next to nothing.
-    """
-    torch.manual_seed(0)
-    model = build_model(cfg, checkpoint)
-    if not checkpoint:
-        for module in model.modules():
-            init_cfg = getattr(module, 'init_cfg', None)
-            if isinstance(init_cfg, dict) and init_cfg['type'] == 'Pretrained':
-                module.init_cfg = None
-        model.init_weights()
-    model.eval()  # on its own line, since eval() of some backbones returns None
-    return model
+build = open_model
 
 
 def variants(
@@ -54,8 +38,8 @@ def variants(
         dict: The models by name: those that :func:`with_our_parts` returns for the stock model, and
         the model of ``cfg``, reparameterized as for a test if it is a RePaFormer.
     """
-    models = {} if baseline is None else with_our_parts(build(baseline))
-    model = merged(build(cfg, checkpoint))
+    models = {} if baseline is None else with_our_parts(open_model(baseline))
+    model = merged(open_model(cfg, checkpoint))
     models[DEPLOY if any(outermost(model, Form)) else MODEL] = model
     return models
 
@@ -175,6 +159,17 @@ def exported(name: str, shape: tuple[int, int], batch_size: int, channels: int =
     if session.takes_pixels:
         images = (64 * images + 128).clip(0, 255).transpose(0, 2, 3, 1).astype(np.uint8)
     return lambda _: session(images)
+
+
+def exported_model(name: str, preprocessor: nn.Module) -> ExportedModel:
+    """Open an exported whole model for batches of a data loader.
+
+    Args:
+        name (str): As for :func:`exported`.
+        preprocessor (nn.Module): The data preprocessor of the original model.
+    """
+    file, _, precision = name.partition(':')
+    return ExportedModel(file, preprocessor, precision)
 
 
 def latency_rows(times: dict[str, np.ndarray], batch_size: int) -> list[list[str]]:

@@ -46,7 +46,7 @@ def test_a_model_in_the_form_of_its_weights_or_merged(config, tmp_path, randomiz
 def test_without_a_checkpoint_the_weights_are_initialized():
     pytest.importorskip('mmdet')
     config = config_path('demo/retinanet_swin_digits.py')
-    options = {'model.backbone.init_cfg': dict(type='Pretrained', checkpoint='not there')}
+    options = {'model.backbone.init_cfg': dict(type='Pretrained', checkpoint='not/there.pth')}
     torch.manual_seed(1)
     before = torch.get_rng_state()
     model, other = open_model(config, cfg_options=options), open_model(config, cfg_options=options)

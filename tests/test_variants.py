@@ -5,15 +5,7 @@ import torch
 import repa_mm
 from repa_mm.config import load_config
 from repa_mm.reparam import has_deploy_form, has_training_form
-from repa_mm.variants import (
-    autocasting,
-    build,
-    exported,
-    latency_rows,
-    noise,
-    synthetic_batch,
-    variants,
-)
+from repa_mm.variants import autocasting, exported, latency_rows, noise, synthetic_batch, variants
 
 PACKAGE = dict(retinanet='mmdet', mask_rcnn='mmdet', upernet='mmseg')
 
@@ -44,14 +36,6 @@ def test_a_model_without_window_attention_has_no_faster_counterpart():
     cfg = load_config(repa_mm.config_path('repa_deit_t_in1k.py'))
     assert list(variants(cfg)) == ['deploy form']
     assert list(variants(cfg, baseline=cfg)) == ['stock', 'deploy form']
-
-
-@pytest.mark.filterwarnings('ignore:.*norm_eval=True freezes')
-def test_pretrained_weights_are_not_looked_for():
-    pytest.importorskip('mmdet')
-    cfg = load_config(repa_mm.config_path('retinanet_repa_swin_t.py'))
-    assert cfg.model.backbone.init_cfg.type == 'Pretrained'
-    build(cfg)
 
 
 @pytest.mark.parametrize('suffix', ['', ':f32'])

@@ -2,18 +2,22 @@
 
 A RePa model is reparameterized first. With --baseline, the stock model runs as it is and with our
 attention and heads, so that the table shows how much of the gain is due to these parts. Images are
-noise. Without a checkpoint, weights are random.
+noise of one size, or with --dataset those of the config's test data. Without a checkpoint, weights
+are random.
 """
 
 import argparse
+import copy
 
+import numpy as np
 import torch
 from mmengine.config import DictAction
 from mmengine.logging import MMLogger
 
 from repa_mm.complexity import input_channels
-from repa_mm.config import load_config
+from repa_mm.config import load_config, readable_errors
 from repa_mm.faster import faster_on_gpu_
+from repa_mm.opening import read_images
 from repa_mm.timing import measure, show, show_machine
 from repa_mm.variants import (
     COLUMNS,
@@ -21,6 +25,7 @@ from repa_mm.variants import (
     autocasting,
     compiled,
     exported,
+    exported_model,
     latency_rows,
     noise,
     synthetic_batch,
@@ -32,6 +37,8 @@ EXAMPLES = """examples:
   %(prog)s configs/repa_swin_b_in1k.py --baseline configs/swin_b_in1k.py \\
       --part backbone --input-shape 224 224 --batch-size 8
   %(prog)s configs/upernet_repa_swin_b.py --baseline configs/upernet_swin_b.py --amp float16
+  %(prog)s configs/mask_rcnn_repa_swin_t.py CHECKPOINT --baseline configs/mask_rcnn_swin_t.py \\
+      --dataset 100
   %(prog)s narrow.py narrow.pth --exported narrow.onnx narrow_int8.xml narrow.onnx:bf16
 """
 
@@ -60,6 +67,16 @@ def parse_args() -> argparse.Namespace:
         ':bf16, OpenVINO runs either file in this type',
     )
     parser.add_argument(
+        '--dataset',
+        type=int,
+        nargs='?',
+        const=50,
+        metavar='N',
+        help="run N images (%(const)s) spread over the config's test data, each once and at its "
+        'own size, with preprocessing and post-processing',
+    )
+    parser.add_argument('--images', help='a folder of images for --dataset instead')
+    parser.add_argument(
         '--input-shape',
         type=int,
         nargs=2,
@@ -81,7 +98,10 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         '--cfg-options', nargs='+', action=DictAction, help='override the config: key=value ...'
     )
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.dataset and (args.part != 'predict' or args.batch_size != 1):
+        parser.error('--dataset runs whole models on one image at a time')
+    return args
 
 
 @torch.no_grad()
@@ -100,8 +120,13 @@ def main() -> None:
     if args.compile:
         models.update(compiled(models))
     first = next(iter(models.values()))
-    channels = input_channels(first)
-    if args.part == 'backbone':
+    channels, number, how = input_channels(first), args.repeats, args.part
+    if args.dataset:
+        with readable_errors():
+            argument = read_images(cfg, 'test', args.dataset, args.images)
+        calls = {name: model.test_step for name, model in models.items()}
+        number, how = len(argument), f'{len(argument)} images of {args.images or "the test data"}'
+    elif args.part == 'backbone':
         calls = {name: model.backbone for name, model in models.items()}
         argument = noise(shape, args.batch_size, channels).to(args.device)
     else:
@@ -111,13 +136,23 @@ def main() -> None:
         }
         argument = first.data_preprocessor(synthetic_batch(first, shape, args.batch_size))
     calls = {name: autocasting(call, args.amp, args.device) for name, call in calls.items()}
+    preprocessor = copy.deepcopy(first.data_preprocessor).cpu()
     for file in args.exported:
-        calls[file] = exported(file, shape, args.batch_size, channels)
-    rows = latency_rows(measure(calls, argument, args.repeats), args.batch_size)
+        if args.dataset:
+            calls[file] = exported_model(file, preprocessor).test_step
+        else:
+            calls[file] = exported(file, shape, args.batch_size, channels)
+    times = measure(calls, argument, number, per_turn=bool(args.dataset))
+    rows = latency_rows(times, args.batch_size)
     columns = [column.format(next(iter(calls))) for column in COLUMNS]
-    size = 'x'.join(map(str, (args.batch_size, channels, *shape)))
-    how = f'{args.config}, {args.part}, {size}, {args.amp or "float32"}'
-    title = f'{how}, medians of {args.repeats} turns [95 %]'
+    if args.dataset:  # images differ
+        columns.insert(2, 'quartiles')
+        for row, values in zip(rows, times.values()):
+            row[2] = f'{1e3 / values.mean():.2f}'
+            row.insert(2, '{:.1f} to {:.1f}'.format(*np.percentile(values, [25, 75])))
+    else:
+        how += f', {"x".join(map(str, (args.batch_size, channels, *shape)))}'
+    title = f'{args.config}, {how}, {args.amp or "float32"}, medians of {number} turns [95 %]'
     show(title, columns, rows)
 
 

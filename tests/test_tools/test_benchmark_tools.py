@@ -5,8 +5,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import repa_mm
+from repa_mm.export.export import export_checkpoint
+from repa_mm.opening import open_model
+from tests.test_export.conftest import write_config
 
 pytest.importorskip('mmdet')
 REPA, VANILLA = (
@@ -70,3 +74,28 @@ def test_models_of_other_channels_and_whole_models(base, text, channels, tmp_pat
         out = capsys.readouterr().out
         assert f'1x{channels}x224x224' in out or 'GMACs' in out
     assert '| deploy' in out
+
+
+def test_images_of_a_data_set(in_digits, call, capsys):
+    pytest.importorskip('onnxruntime')
+    config, checkpoint = write_config('retinanet', in_digits), str(in_digits / 'model.pth')
+    torch.save(open_model(config).state_dict(), checkpoint)
+    file = str(in_digits / 'model.onnx')
+    export_checkpoint(config, checkpoint, file)
+    arguments = 'benchmark', config, checkpoint, '--dataset'
+    for options in (('--part', 'backbone'), ('--images', 'not there')):
+        assert call(*arguments, *options)[0]
+    capsys.readouterr()
+    baseline = '--baseline', write_config('retinanet', in_digits, repa=False)
+    assert call(*arguments, 3, *baseline, '--exported', file) == (0, '')
+    out = capsys.readouterr().out
+    assert '3 images of the test data, float32, medians of 3 turns' in out
+    rows = [line.split('|')[1:] for line in out.splitlines() if line.startswith('| ')]
+    assert [row[0].strip() for row in rows] == [
+        *('model', 'stock', 'stock with our parts', 'deploy form', file)
+    ]
+    for _, median, quartiles, per_second, *_ in rows[1:]:
+        low, high = map(float, quartiles.split(' to '))
+        assert 0 < low <= float(median) <= high and float(per_second) > 0
+    assert call(*arguments, '--images', 'data/demo/coco/val2017') == (0, '')
+    assert '4 images of data/demo/coco/val2017' in capsys.readouterr().out  # there are no more
