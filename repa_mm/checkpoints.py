@@ -5,7 +5,8 @@ import torch.nn as nn
 from mmengine.runner.checkpoint import CheckpointLoader
 
 from repa_mm.files import replacing
-from repa_mm.reparam import CheckpointError, innermost, match_form
+from repa_mm.reparam import CheckpointError, match_form
+from repa_mm.surgery import innermost
 
 
 def load_checkpoint(path: str) -> dict:

@@ -84,11 +84,14 @@ def test_imports_point_down(path, below):
             assert other in below.get(room, ()), f'{room} imports {name}'
 
 
-@pytest.mark.parametrize('path', sorted((PACKAGE / 'reparam').rglob('*.py')), ids=name_of)
+OF_TORCH = PACKAGE / 'surgery.py', *sorted((PACKAGE / 'reparam').rglob('*.py'))
+
+
+@pytest.mark.parametrize('path', OF_TORCH, ids=name_of)
 def test_the_method_needs_pytorch_only(path):
     names = list(imports_of(path))
     assert {n.split('.')[0] for n in names} <= {'torch', 'repa_mm', *sys.stdlib_module_names}
-    assert {n.split('.')[1] for n in names if n.startswith('repa_mm.')} <= {'reparam'}
+    assert {n.split('.')[1] for n in names if n.startswith('repa_mm.')} <= {'reparam', 'surgery'}
 
 
 def code_of(path):

@@ -7,7 +7,7 @@ from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 from mmengine.runner import IterBasedTrainLoop
 
-from repa_mm.reparam import innermost
+from repa_mm.surgery import innermost
 
 
 @HOOKS.register_module()

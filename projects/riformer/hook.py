@@ -6,7 +6,7 @@ from mmengine.hooks import Hook
 from mmengine.registry import HOOKS, MODELS
 
 from projects.riformer.mixer import NormedAffine
-from repa_mm.reparam import innermost
+from repa_mm.surgery import innermost
 
 
 @HOOKS.register_module()

@@ -13,7 +13,8 @@ from typing import NamedTuple
 import torch
 import torch.nn as nn
 
-from repa_mm.reparam import DeployForm, TrainingForm, copy_affine_, double, is_plain, rounded
+from repa_mm.reparam import DeployForm, TrainingForm, copy_affine_, double, rounded
+from repa_mm.surgery import is_plain
 
 
 class MixerParts(NamedTuple):

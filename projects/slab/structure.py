@@ -8,7 +8,8 @@ from projects.slab.attention import NormedShiftWindowMSA
 from projects.slab.norms import NormedLinear, NormParts, ProgressiveNorm
 from repa_mm.faster import FastShiftWindowMSA, swap_attention_
 from repa_mm.models import STRUCTURES, Site, Structure, known_blocks
-from repa_mm.reparam import TrainingForm, replace_
+from repa_mm.reparam import TrainingForm
+from repa_mm.surgery import replace_
 
 
 class NormSite(Site):

@@ -36,7 +36,8 @@ from repa_mm.faster import (
     times,
     traceable_partition,
 )
-from repa_mm.reparam import TrainingForm, become_
+from repa_mm.reparam import TrainingForm
+from repa_mm.surgery import become_
 
 # Where the stock blocks are defined.
 _SWIN_BLOCKS = (

@@ -17,7 +17,8 @@ from repa_mm.faster.attention import swap_attention_
 from repa_mm.features import differences, has_channels_first, percent, run_batches
 from repa_mm.models.sites import AttentionSite, Site, attention_sites, ffn_sites
 from repa_mm.models.structures import share
-from repa_mm.reparam import Form, unwrap
+from repa_mm.reparam import Form
+from repa_mm.surgery import unwrap
 
 # Tokens that an FFN is fitted to, drawn at random from all images.
 MAX_TOKENS = 32768

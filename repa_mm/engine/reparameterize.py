@@ -12,12 +12,12 @@ from repa_mm.reparam import (
     TrainingForm,
     has_deploy_form,
     has_training_form,
-    innermost,
     match_form,
     outermost,
     reparameterize,
     schedules_have_ended,
 )
+from repa_mm.surgery import innermost
 
 
 @HOOKS.register_module()

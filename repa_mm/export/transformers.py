@@ -10,7 +10,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from repa_mm.export.detection import NONE, best, finish
-from repa_mm.reparam import become_
+from repa_mm.surgery import become_
 
 
 def padding_mask(

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from repa_mm.export.detection import SingleStage, TwoStage
 from repa_mm.export.transformers import Masks, Queries, class_logits, trace_masks
 from repa_mm.faster.tracing import trace_any_size_
-from repa_mm.reparam import replace_
+from repa_mm.surgery import replace_
 
 # Larger than any image: "the whole image" for the optional input image_size.
 WHOLE = 2**30

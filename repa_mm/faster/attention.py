@@ -31,8 +31,9 @@ from repa_mm.faster.windows import (
     times,
     traceable_partition,
 )
-from repa_mm.reparam import TrainingForm, is_plain, replace_
+from repa_mm.reparam import TrainingForm
 from repa_mm.reparam.autograd import autocast_dtype, first_order_only
+from repa_mm.surgery import is_plain, replace_
 
 _is_exporting = getattr(torch.compiler, 'is_exporting', lambda: False)
 # Where the stock modules are defined.

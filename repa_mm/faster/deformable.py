@@ -9,7 +9,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from repa_mm.reparam import replace_
+from repa_mm.surgery import replace_
 
 try:
     from mmcv.ops.multi_scale_deform_attn import MultiScaleDeformableAttention

@@ -6,7 +6,8 @@ import torch
 import torch.nn as nn
 from mmcv.cnn import ConvModule
 
-from repa_mm.reparam import batch_norm_affine, check_finite, double, is_plain, rounded
+from repa_mm.reparam import batch_norm_affine, check_finite, double, rounded
+from repa_mm.surgery import is_plain
 
 
 def _can_fuse(module: nn.Module, owners: collections.Counter) -> bool:

@@ -4,8 +4,8 @@ import torch
 import torch.nn as nn
 
 from repa_mm.faster.attention import FastShiftWindowMSA, triton_kernels
-from repa_mm.reparam import become_, is_plain
 from repa_mm.reparam.autograd import autocast_dtype, is_compiling
+from repa_mm.surgery import become_, is_plain
 
 
 class FastLayerNorm(nn.LayerNorm):

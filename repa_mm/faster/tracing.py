@@ -8,7 +8,7 @@ from mmcv.cnn.bricks.transformer import AdaptivePadding
 from repa_mm.faster.attention import swap_attention_
 from repa_mm.faster.deformable import swap_deformable_attention_
 from repa_mm.faster.windows import is_traced
-from repa_mm.reparam import replace_
+from repa_mm.surgery import replace_
 
 
 class PatchPadding(AdaptivePadding):

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from mmcv.cnn import Conv2d, ConvModule
 from mmseg.models import UPerHead
 
-from repa_mm.reparam import become_, is_plain
+from repa_mm.surgery import become_, is_plain
 
 
 def _taps(

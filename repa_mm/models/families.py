@@ -25,7 +25,8 @@ from mmpretrain.models.backbones.deit3 import DeiT3FFN, DeiT3TransformerEncoderL
 from mmpretrain.models.backbones.poolformer import Mlp as ConvFFN
 from mmpretrain.models.backbones.poolformer import PoolFormerBlock
 
-from repa_mm.reparam import TrainingForm, become_, is_plain
+from repa_mm.reparam import TrainingForm
+from repa_mm.surgery import become_, is_plain
 
 
 class FFNModules(NamedTuple):

@@ -21,7 +21,8 @@ from repa_mm.models.narrow_attention import (
     NarrowTimmAttention,
     qkv_layer,
 )
-from repa_mm.reparam import AttentionParts, FFNParts, TrainingForm, become_, double, is_plain
+from repa_mm.reparam import AttentionParts, FFNParts, TrainingForm, double
+from repa_mm.surgery import become_, is_plain
 
 
 def trained(layer: nn.Module, name: str) -> bool:

@@ -13,7 +13,8 @@ import torch.nn as nn
 from mmengine.registry import Registry
 
 from repa_mm.models.sites import AttentionSite, FFNSite, Site, attention_sites, ffn_sites, trained
-from repa_mm.reparam import ChannelIdleFFN, FFNParts, Form, TrainingForm, is_plain
+from repa_mm.reparam import ChannelIdleFFN, FFNParts, Form, TrainingForm
+from repa_mm.surgery import is_plain
 
 STRUCTURES = Registry('structure')
 

@@ -8,7 +8,6 @@ from .forms import (
     Form,
     Scheduled,
     TrainingForm,
-    become_,
     check_ordinary,
     check_state_dict,
     outermost,
@@ -28,15 +27,12 @@ from .model import (
     finish_schedules_,
     has_deploy_form,
     has_training_form,
-    innermost,
     is_reparameterized,
     match_form,
     reparameterize,
     reparameterize_,
-    replace_,
     schedules_have_ended,
     set_lam_,
-    unwrap,
 )
 from .numerics import (
     AttentionParts,
@@ -50,18 +46,17 @@ from .numerics import (
     exact,
     fold_norm,
     is_batch_norm,
-    is_plain,
     matrix,
     rounded,
 )
 
 __all__ = [
     'AttentionParts', 'ChannelIdleFFN', 'CheckpointError', 'DeployForm', 'DropPath', 'FFNParts',
-    'FoldedFFN', 'Form', 'MergedFFN', 'Scheduled', 'TrainingForm', 'batch_norm_affine', 'become_',
+    'FoldedFFN', 'Form', 'MergedFFN', 'Scheduled', 'TrainingForm', 'batch_norm_affine',
     'build_activation', 'build_norm', 'check_dropouts', 'check_finite', 'check_ordinary',
     'check_state_dict', 'copy_affine_', 'copy_matrix_', 'double', 'exact', 'finish_schedules_',
-    'fold', 'fold_norm', 'has_deploy_form', 'has_training_form', 'innermost', 'is_batch_norm',
-    'is_plain', 'is_reparameterized', 'kept_statistics', 'match_form', 'matrix',
-    'num_active_channels', 'outermost', 'reparameterize', 'reparameterize_', 'replace_', 'rounded',
-    'schedules_have_ended', 'set_lam_', 'set_shortcut_', 'set_training_path_', 'unwrap',
+    'fold', 'fold_norm', 'has_deploy_form', 'has_training_form', 'is_batch_norm',
+    'is_reparameterized', 'kept_statistics', 'match_form', 'matrix', 'num_active_channels',
+    'outermost', 'reparameterize', 'reparameterize_', 'rounded', 'schedules_have_ended',
+    'set_lam_', 'set_shortcut_', 'set_training_path_',
 ]  # fmt: skip

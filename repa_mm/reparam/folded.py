@@ -20,9 +20,10 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.nn.modules.dropout import _DropoutNd
 
+from repa_mm.surgery import is_plain
+
 from .autograd import autocast_dtype, first_order_only, is_compiling, recomputing
 from .merged import KEPT_NORMS, DropPath, fold
-from .numerics import is_plain
 
 _ACTIVATION_BACKWARD = {
     nn.GELU: lambda act, grad, h: torch.ops.aten.gelu_backward(

@@ -16,26 +16,12 @@ from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
+from repa_mm.surgery import become_
+
 from .numerics import check_finite
 
 # With these forward pre-hooks, torch computes a weight from other tensors before each forward.
 _RECOMPUTING = (BasePruningMethod, SpectralNorm, WeightNorm)
-
-
-def become_(module: nn.Module, other: type | nn.Module) -> None:
-    """Turn a module into another module, in place.
-
-    The parent's attribute may not be the only reference to the module.
-
-    Args:
-        module (nn.Module): The module.
-        other (type | nn.Module): A class for the module's own parameters, or a module that gives
-            its class, parameters, buffers and hooks.
-    """
-    if isinstance(other, nn.Module):
-        module.__class__, module.__dict__ = type(other), other.__dict__
-    else:
-        module.__class__ = other
 
 
 class CheckpointError(RuntimeError):

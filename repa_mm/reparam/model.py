@@ -1,40 +1,13 @@
 """Reparameterize whole models."""
 
 import copy
-from collections.abc import Callable
 
 import torch
 import torch.nn as nn
 
-from .forms import DeployForm, Scheduled, TrainingForm, become_, merge_whole, outermost
+from repa_mm.surgery import become_, unwrap
 
-
-def unwrap(model: nn.Module) -> nn.Module:
-    """Return the model inside DataParallel, DistributedDataParallel or torch.compile.
-
-    Raises:
-        ValueError: If the model's parameters are sharded (FSDP).
-    """
-    while True:
-        if type(model).__name__.endswith('FullyShardedDataParallel'):
-            raise ValueError(
-                'the parameters of a FullyShardedDataParallel model are spread over processes: '
-                'gather them into an ordinary model first'
-            )
-        if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
-            model = model.module
-        elif hasattr(model, '_orig_mod'):
-            model = model._orig_mod
-        else:
-            return model
-
-
-def innermost(model: nn.Module) -> nn.Module:
-    """Return the detector, segmentor or classifier inside any wrappers (DDP, TTA, EMA)."""
-    model = unwrap(model)
-    while isinstance(getattr(model, 'module', None), nn.Module):
-        model = unwrap(model.module)
-    return model
+from .forms import DeployForm, Scheduled, TrainingForm, merge_whole, outermost
 
 
 def has_deploy_form(model: nn.Module) -> bool:
@@ -66,29 +39,6 @@ def is_reparameterized(model: nn.Module, state_dict: dict) -> bool:
             merged = merge_whole(finish_schedules_(copy.deepcopy(form)), name)
             return names == merged.names(merged.state_dict())
     return False
-
-
-def replace_(model: nn.Module, choose: Callable[[nn.Module], type | nn.Module | None]) -> list[str]:
-    """Replace modules of a model in place, with :func:`become_`.
-
-    Args:
-        model (nn.Module): Any model.
-        choose (Callable): Called with each module of the model, returns its replacement: a class
-            that computes with the module's parameters, another module, or None to keep the module.
-
-    Returns:
-        list[str]: Names of the replaced modules.
-
-    Examples:
-        >>> replace_(model, lambda m: FastGELU if type(m) is nn.GELU else None)
-    """
-    replaced = []
-    for name, module in list(model.named_modules()):
-        other = choose(module)
-        if other is not None:
-            become_(module, other)
-            replaced.append(name)
-    return replaced
 
 
 def set_lam_(model: nn.Module, lam: float, kind: type[Scheduled] = Scheduled) -> nn.Module:

@@ -65,18 +65,6 @@ def batch_norm_affine(norm: nn.Module, like: torch.Tensor) -> tuple[torch.Tensor
     return s, t - s * double(norm.running_mean)
 
 
-def is_plain(module: nn.Module, *kinds: type) -> bool:
-    """Return True if a module runs the unmodified forward of one of ``kinds``, without hooks."""
-    kind = next((kind for kind in kinds if isinstance(module, kind)), None)
-    return (
-        kind is not None
-        and type(module).forward is kind.forward
-        and 'forward' not in module.__dict__
-        and not module._forward_hooks
-        and not module._forward_pre_hooks
-    )
-
-
 def exact(layer: nn.Module, what: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Return weight and bias of a linear layer in float64, with zeros for a missing bias.
 

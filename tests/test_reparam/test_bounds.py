@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from mmpretrain.models.utils.attention import ShiftWindowMSA
 
 from repa_mm.faster import FastShiftWindowMSA, fast_window_attention_
-from repa_mm.reparam import ChannelIdleFFN, become_, set_training_path_
+from repa_mm.reparam import ChannelIdleFFN, set_training_path_
+from repa_mm.surgery import become_
 
 DOCS = Path(__file__).parents[2] / 'docs' / 'reliability.md'
 BOUNDS = {
