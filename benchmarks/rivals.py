@@ -27,12 +27,14 @@ import torch.nn as nn
 import torch_pruning
 
 from repa_mm.checkpoints import save_checkpoint
+from repa_mm.complexity import input_channels
 from repa_mm.config import build_model, load_config
 from repa_mm.convert.pretrained import converted_config
-from repa_mm.export.export import example_shape, images_of, model_to_export, whole_onnx
-from repa_mm.export.exported import ExportedModel
+from repa_mm.export.export import example_shape, whole_onnx
+from repa_mm.export.runtime_model import ExportedModel
 from repa_mm.export.whole import whole_model
 from repa_mm.models import ffn_sites
+from repa_mm.opening import open_model, read_images
 from repa_mm.search.candidates import EAGER, INT8, Candidate
 from repa_mm.search.search import Search
 from repa_mm.timing import compare, show
@@ -127,13 +129,13 @@ def plain_int8(search: Search, file: str) -> nn.Module:
 
     stock = search.candidates[STOCK]
     cfg = load_config(stock.config)
-    model = model_to_export(cfg, stock.checkpoint)
+    model = open_model(cfg, stock.checkpoint, merge=True)
 
     def feed(data: dict) -> dict:
         return {'image': model.data_preprocessor(data, False)['inputs'].numpy()}
 
-    content = whole_onnx(whole_model(model), (2, *example_shape(model)))
-    data = nncf.Dataset(images_of(cfg, 'train', search.fit_images), feed)
+    content = whole_onnx(whole_model(model), (2, input_channels(model), *example_shape(model)))
+    data = nncf.Dataset(read_images(cfg, 'train', search.fit_images), feed)
     quantized = nncf.quantize(openvino.Core().read_model(content, b''), data)
     openvino.save_model(quantized, file, compress_to_fp16=False)
     return ExportedModel(file, search.preprocessor)

@@ -47,6 +47,7 @@ if find_spec('mmengine'):
         _check_versions()
         from repa_mm import datasets, engine  # noqa: F401
         from repa_mm.convert import convert_pretrained  # noqa: F401
+        from repa_mm.export import runtime_model  # noqa: F401
         from repa_mm.faster import fast_window_attention_  # noqa: F401
         from repa_mm.search import speed_up  # noqa: F401
     except Exception as error:  # imports fail in many ways, and the method needs none of them

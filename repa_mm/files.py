@@ -27,3 +27,9 @@ def write_text(path: str, text: str) -> None:
     """Write a text file, see :func:`replacing`."""
     with replacing(path) as temporary, open(temporary, 'w', encoding='utf-8') as file:
         file.write(text)
+
+
+def write_bytes(path: str, content: bytes) -> None:
+    """Write a file, see :func:`replacing`."""
+    with replacing(path) as temporary, open(temporary, 'wb') as file:
+        file.write(content)

@@ -11,7 +11,7 @@ from mmengine.config import Config
 from mmpretrain.models import PoolFormer
 
 from repa_mm.complexity import input_channels
-from repa_mm.export.exported import ExportedModel
+from repa_mm.export.runtime_model import ExportedModel
 from repa_mm.export.session import Session
 from repa_mm.faster import fuse_conv_bn_, swap_faster_attention_
 from repa_mm.opening import open_model

@@ -1,15 +1,24 @@
 """Export a whole detector, segmentor or classifier, or a backbone, to ONNX.
 
-The exported model is compared with PyTorch, and written only if they agree. Its inputs and outputs
-are in docs/deploy.md.
+The exported model is compared with PyTorch on images, and written only if they agree. Its inputs
+and outputs are in docs/deploy.md.
 """
 
 import argparse
 
 from mmengine.config import DictAction
 
-from repa_mm.config import readable_errors
-from repa_mm.export.export import export_checkpoint
+from repa_mm.config import load_config, readable_errors
+from repa_mm.export.export import (
+    NUM_IMAGES,
+    agreeing_onnx,
+    example_shape,
+    noise,
+    normalized,
+    onnx_backbone,
+)
+from repa_mm.files import write_bytes
+from repa_mm.opening import open_model, read_images
 
 
 def parse_args() -> argparse.Namespace:
@@ -48,6 +57,11 @@ def parse_args() -> argparse.Namespace:
         '--images', help="folder of images to compare on (default: the config's test data)"
     )
     parser.add_argument(
+        '--unchecked',
+        action='store_true',
+        help='compare on noise, where there are no images; the metadata of the file say so',
+    )
+    parser.add_argument(
         '--cfg-options', nargs='+', action=DictAction, help='override the config: key=value ...'
     )
     return parser.parse_args()
@@ -56,9 +70,24 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     args = parse_args()
     with readable_errors():
-        what, error = export_checkpoint(**vars(args))
-    unit = 'the largest feature' if args.backbone else 'objects, of pixels, or of a score'
-    print(f'wrote {args.out}: {what}, differs from PyTorch by {error:.1e} of {unit}')
+        cfg = load_config(args.config, args.cfg_options)
+        images = None if args.unchecked else read_images(cfg, 'test', NUM_IMAGES, args.images)
+        model = open_model(cfg, args.checkpoint, merge=True)
+        what, unit = type(model).__name__, 'objects, of pixels, or of a score'
+        dynamic = not args.backbone if args.dynamic is None else args.dynamic
+        if args.backbone:
+            shape = args.shape or (example_shape(model) if dynamic else (224, 224))
+            example = normalized(model, images or noise(cfg), shape, args.batch)
+            part = model if cfg.default_scope == 'mmpretrain' else model.backbone
+            what, unit = type(part).__name__, 'the largest feature'
+            content, error = onnx_backbone(part, example, dynamic)
+        else:
+            content, error = agreeing_onnx(
+                model, images, args.shape, dynamic, args.batch, args.preprocessing
+            )
+        write_bytes(args.out, content)
+    on = 'noise' if args.unchecked else f'{len(images)} images'
+    print(f'wrote {args.out}: {what}, differs from PyTorch by {error:.1e} of {unit} on {on}')
 
 
 if __name__ == '__main__':

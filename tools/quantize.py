@@ -1,4 +1,4 @@
-"""Write a whole detector, segmentor or classifier with products of 8 bits.
+"""Write a whole detector, segmentor or classifier with layers in int8.
 
 The ranges of activations are those on some images: of the config's training data, or of a folder.
 The file is run beside PyTorch on other images, and written only if it finds the same.
@@ -8,8 +8,9 @@ import argparse
 
 from mmengine.config import DictAction
 
-from repa_mm.config import readable_errors
-from repa_mm.export.int8 import TOLERANCE, quantize_checkpoint
+from repa_mm.config import load_config, readable_errors
+from repa_mm.export.int8 import TOLERANCE, images_to_quantize, quantize
+from repa_mm.opening import open_model
 
 
 def parse_args() -> argparse.Namespace:
@@ -52,14 +53,19 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     args = parse_args()
     with readable_errors():
-        result = quantize_checkpoint(**vars(args))
-    products = result['products']
+        cfg = load_config(args.config, args.cfg_options)
+        images = images_to_quantize(cfg, args.num_images, args.images)
+        result = quantize(
+            open_model(cfg, args.checkpoint, merge=True), args.out, *images, args.tolerance,
+            args.preprocessing, args.shape, args.batch,
+        )  # fmt: skip
+    layers = result['layers'].values()
     if result['in_float']:
-        print(f'in 8 bits these parts do not agree; in float: {", ".join(result["in_float"])}')
+        print(f'in int8 these parts do not agree; in float: {", ".join(result["in_float"])}')
     print(
-        f'wrote {args.out}: {sum(products.values())} of {len(products)} products with weights have '
-        f'8 bits; agreement with PyTorch {result["agreement"]:.4f} on {result["images"]} images '
-        f'that it was not calibrated on (1 is the same, less than {result["tolerance"]} is refused)'
+        f'wrote {args.out}: {sum(layers)} of {len(layers)} layers are in int8; agreement with '
+        f'PyTorch {result["agreement"]:.4f} on {result["images"]} images that it was not '
+        f'calibrated on (1 is the same, less than {result["tolerance"]} is refused)'
     )
 
 

@@ -4,7 +4,8 @@ import argparse
 
 from mmengine.config import DictAction
 
-from repa_mm.export.exported import runner_for_exported
+from repa_mm.config import load_config, readable_errors
+from repa_mm.export.runtime_model import runner_for_exported
 
 
 def parse_args() -> argparse.Namespace:
@@ -25,5 +26,12 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def main() -> None:
+    args = parse_args()
+    with readable_errors():
+        cfg = load_config(args.config, args.cfg_options)
+    runner_for_exported(cfg, args.file, args.work_dir, args.precision).test()
+
+
 if __name__ == '__main__':
-    runner_for_exported(**vars(parse_args())).test()
+    main()

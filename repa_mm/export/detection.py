@@ -122,7 +122,7 @@ def decode(
     return torch.minimum(decoded.clamp(min=0), size) if coder.clip_border else decoded
 
 
-def candidates(
+def topk_boxes(
     head: nn.Module, cfg: dict, features: tuple[torch.Tensor, ...], size: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the best boxes of every level.
@@ -218,7 +218,7 @@ def to_rois(boxes: torch.Tensor, image: torch.Tensor) -> torch.Tensor:
 
 
 class SingleStage(nn.Module):
-    """Predict boxes from features, as a ``SingleStageDetector`` does, see :func:`candidates`."""
+    """Predict boxes from features, as a ``SingleStageDetector`` does, see :func:`topk_boxes`."""
 
     outputs = ('boxes', 'scores', 'labels')
 
@@ -227,7 +227,7 @@ class SingleStage(nn.Module):
         self.head, self.cfg = detector.bbox_head, detector.bbox_head.test_cfg
 
     def forward(self, features, size):
-        boxes, scores, labels, _ = candidates(self.head, self.cfg, features, size)
+        boxes, scores, labels, _ = topk_boxes(self.head, self.cfg, features, size)
         classes = self.head.cls_out_channels - (not self.head.use_sigmoid_cls)
         count = self.cfg['max_per_img']
         by_class = one_hot_scores(scores, labels, classes)
@@ -268,7 +268,7 @@ class TwoStage(nn.Module):
         return results
 
     def _proposals(self, features, size):
-        boxes, scores, _, levels = candidates(self.rpn, self.rpn_cfg, features, size)
+        boxes, scores, _, levels = topk_boxes(self.rpn, self.rpn_cfg, features, size)
         count = self.rpn_cfg['max_per_img']
         by_level = one_hot_scores(scores, levels[None], len(features))
         scores = suppress(boxes, by_level, self.rpn_cfg['nms'], NONE / 2, count)

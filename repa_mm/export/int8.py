@@ -1,4 +1,4 @@
-"""Whole models with products of 8 bits, for OpenVINO or in ONNX, by NNCF."""
+"""Whole models with layers in int8, for OpenVINO or in ONNX, by NNCF."""
 
 import copy
 import logging
@@ -10,11 +10,11 @@ from collections.abc import Sequence
 import torch.nn as nn
 from mmengine.config import Config
 
-from repa_mm.config import load_config
 from repa_mm.datasets.cropping import MAX_SIZE, cropped
 from repa_mm.export.agreement import agreement
-from repa_mm.export.export import agreeing_onnx, example_shape, images_of, model_to_export, resized
-from repa_mm.export.exported import ExportedModel
+from repa_mm.export.export import agreeing_onnx, resized
+from repa_mm.export.runtime_model import ExportedModel
+from repa_mm.opening import read_images
 from repa_mm.reparam import set_shortcut_
 
 #: Smallest acceptable :func:`~repa_mm.export.agreement.agreement`.
@@ -30,58 +30,24 @@ ATTEMPTS = (
 )
 
 
-def quantize_checkpoint(
-    config: str,
-    checkpoint: str,
-    out: str,
-    num_images: int = 64,
-    images: str | None = None,
-    tolerance: float = TOLERANCE,
-    preprocessing: bool = False,
-    shape: Sequence[int] | None = None,
-    batch: int = 1,
-    cfg_options: dict | None = None,
-) -> dict:
-    """Write the deploy form of a model with products of 8 bits, see :func:`quantize`.
-
-    Args:
-        config (str): The model's config: a path, or the name of an installed config.
-        checkpoint (str): Path of a checkpoint, of floats, in either form.
-        out (str): The file to write, see :func:`quantize`.
-        num_images (int): Number of images to calibrate on; the file is compared with PyTorch on
-            half as many other images. Defaults to 64.
-        images (str, optional): A folder of both. Defaults to the config's training data to
-            calibrate on, and its test data to compare on.
-        tolerance (float): As in :func:`quantize`.
-        preprocessing (bool): As in :func:`quantize`.
-        shape (Sequence[int], optional): As in :func:`quantize`.
-        batch (int): As in :func:`quantize`.
-        cfg_options (dict, optional): Values to override in the config.
-
-    Returns:
-        dict: As from :func:`quantize`.
-
-    Raises:
-        ValueError: As from :func:`quantize`, or if the folder has one image only.
-    """
-    cfg = load_config(config, cfg_options)
-    calibration, held_out = images_to_quantize(cfg, num_images, images)
-    model = model_to_export(cfg, checkpoint)
-    return quantize(model, out, calibration, held_out, tolerance, preprocessing, shape, batch)
-
-
 def images_to_quantize(
     cfg: Config, number: int, folder: str | None = None
 ) -> tuple[list[dict], list[dict]]:
-    """Return crops to calibrate on and half as many other images, as batches of one image."""
+    """Return crops to calibrate on and half as many other images, as batches of one image.
+
+    Args:
+        cfg (Config): The config, whose training and test data are taken.
+        number (int): Number of crops.
+        folder (str, optional): A folder of images to take for both instead.
+    """
     half = -(-number // 2)
     if folder:
-        found = images_of(cfg, 'train', number + half, folder)
+        found = read_images(cfg, 'train', number + half, folder)
         if len(found) < 2:
             raise ValueError(f'{folder} needs two images: one to calibrate on, one to compare on')
         seen, others = [data for i, data in enumerate(found) if i % 3], found[::3]
     else:
-        seen, others = images_of(cfg, 'train', number), images_of(cfg, 'test', half)
+        seen, others = read_images(cfg, 'train', number), read_images(cfg, 'test', half)
     return [cropped(data, MAX_SIZE) for data in seen], others
 
 
@@ -95,7 +61,7 @@ def quantize(
     shape: Sequence[int] | None = None,
     batch: int = 1,
 ) -> dict:
-    """Write a whole model with products of 8 bits, if the file finds what the model finds.
+    """Write a whole model with layers in int8, if the file finds what the model finds.
 
     Weights have a scale for each output channel and activations one for the tensor, after
     SmoothQuant (arXiv 2211.10438) has moved large input channels of a product into its weights: in
@@ -104,7 +70,7 @@ def quantize(
     outside of the matrix: a 1 on its diagonal takes most of the range of 8 bits.
 
     Args:
-        model (nn.Module): From :func:`~repa_mm.export.export.model_to_export`.
+        model (nn.Module): A detector, segmentor or classifier in eval mode, on any device.
         out (str): The file to write: '.xml' for OpenVINO, with its weights in '.bin', or '.onnx',
             with QuantizeLinear and DequantizeLinear around the products, for ONNX Runtime.
         calibration (Sequence[dict]): Batches of one image, for the ranges of activations.
@@ -118,7 +84,7 @@ def quantize(
 
     Returns:
         dict: ``agreement``, ``tolerance``, ``images`` (the number of those that were compared),
-        ``products`` (see :func:`products`) and ``in_float``, the names of the parts that had to
+        ``layers`` (see :func:`layers_in_int8`) and ``in_float``, the names of the parts that had to
         stay in float.
 
     Raises:
@@ -129,10 +95,10 @@ def quantize(
 
     def feed(data: dict) -> dict:
         if preprocessing:
-            return {'image': data['inputs'][0].permute(1, 2, 0)[None].byte().numpy()}
+            return {'image': data['inputs'][0].permute(1, 2, 0)[None].numpy()}
         return {'image': model.data_preprocessor(data, False)['inputs'].numpy()}
 
-    model = set_shortcut_(copy.deepcopy(model), 'outside')
+    model = set_shortcut_(copy.deepcopy(model).cpu(), 'outside')
     if shape is None:
         # Predictions in the size that the model sees: the file cannot resize a segmentor's scores.
         held_out = [resized([data], [data['inputs'][0].shape[1:]]) for data in held_out]
@@ -140,7 +106,7 @@ def quantize(
         parts = [held_out[i : i + batch] for i in range(0, len(held_out), batch)]
         held_out = [resized(part, [shape] * batch) for part in parts]
     seen = calibration[:3]
-    content, _ = agreeing_onnx(model, seen, example_shape(model), True, 1, preprocessing)
+    content, _ = agreeing_onnx(model, seen, preprocessing=preprocessing)
     nncf.set_log_level(logging.ERROR)
     folder, name = osp.split(osp.abspath(out))
     in_onnx = osp.splitext(name)[1] == '.onnx'
@@ -163,24 +129,25 @@ def quantize(
             )
             size = None
             if shape is not None:
-                size = [batch, *shape, 3] if preprocessing else [batch, 3, *shape]
+                channels = len(calibration[0]['inputs'][0])
+                size = [batch, *shape, channels] if preprocessing else [batch, channels, *shape]
             _write(quantized, file, size)
             # In float32, so that the figure does not depend on what else this processor rounds.
             precision = None if in_onnx else 'f32'
             exported = ExportedModel(file, model.data_preprocessor, precision)
-            found = agreement(model, exported, held_out, tolerance - FAR)
+            found = agreement(model, exported, held_out, hopeless=tolerance - FAR)
             if found >= tolerance:
                 break
         else:
             raise ValueError(
-                f'in 8 bits the model has an agreement of {found:.4f} with PyTorch, less than '
+                f'in int8 the model has an agreement of {found:.4f} with PyTorch, less than '
                 f'{tolerance}: nothing is written. Calibrate on more images, or test a file of '
                 'lower agreement (--tolerance)'
             )
         images = sum(len(data['inputs']) for data in held_out)
         result = dict(agreement=found, tolerance=tolerance, images=images)
-        result['products'] = products(file)
-        floats = [name.split('/') for name, eight in result['products'].items() if not eight]
+        result['layers'] = layers_in_int8(file)
+        floats = [name.split('/') for name, is_int8 in result['layers'].items() if not is_int8]
         children = [name for name, _ in model.named_children()] if after else []
         result['in_float'] = [n for n in children if any(n in parts for parts in floats)]
         # The weights first: a reader that finds the .xml finds its weights.
@@ -240,8 +207,8 @@ def _write(quantized, file: str, size: Sequence[int] | None) -> None:
     openvino.save_model(quantized, file, compress_to_fp16=False)
 
 
-def products(file: str) -> dict[str, bool]:
-    """Return the products with weights in a file, .xml or .onnx: by name, whether in 8 bits.
+def layers_in_int8(file: str) -> dict[str, bool]:
+    """Return the layers with weights in a file, .xml or .onnx: by name, whether in int8.
 
     Products of two activations, such as those of queries and keys, are not among them.
     """

@@ -60,15 +60,15 @@ class Session:
 
     @property
     def takes_pixels(self) -> bool:
-        """Whether images are of type uint8, (B, H, W, 3), and normalized in the graph."""
+        """Whether images are of type uint8, (B, H, W, C), and normalized in the graph."""
         return self.metadata.get('preprocessing') == '1'
 
     def __call__(self, image: np.ndarray, **options) -> dict[str, np.ndarray]:
         """Run images.
 
         Args:
-            image (np.ndarray): Images as the export says: normalized (B, 3, H, W), or of type
-                uint8 (B, H, W, 3).
+            image (np.ndarray): Images as the export says: normalized (B, C, H, W), or of type
+                uint8 (B, H, W, C).
             **options: The optional inputs, ``image_size`` of detectors and ``output_size`` of
                 segmentors.
 

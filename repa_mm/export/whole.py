@@ -57,16 +57,17 @@ class Preprocessing(nn.Module):
 
     Args:
         config (nn.Module): The model's ``data_preprocessor``.
-        in_graph (bool): If True, take uint8 images (B, H, W, 3) in BGR order, as
+        in_graph (bool): If True, take uint8 images (B, H, W, C) in BGR order, as
             ``LoadImageFromFile`` returns, and normalize them. If False, take normalized images
-            (B, 3, H, W).
+            (B, C, H, W).
     """
 
     def __init__(self, config: nn.Module, in_graph: bool) -> None:
         super().__init__()
         self.in_graph = in_graph
-        # MMPretrain has another name for the attribute.
-        self.flip = getattr(config, '_channel_conversion', getattr(config, 'to_rgb', False))
+        # MMEngine's name, and those of MMSegmentation 1.2 and MMPretrain.
+        names = '_channel_conversion', 'channel_conversion', 'to_rgb'
+        self.flip = any(getattr(config, name, False) for name in names)
         self.normalize = config._enable_normalize
         if self.normalize:
             self.register_buffer('mean', config.mean.clone())
@@ -77,7 +78,7 @@ class Preprocessing(nn.Module):
         self.pad_value = float(getattr(config, 'pad_value', getattr(config, 'pad_val', 0)))
 
     def forward(self, image: torch.Tensor) -> torch.Tensor:
-        """Return normalized images (B, 3, H, W)."""
+        """Return normalized images (B, C, H, W)."""
         if not self.in_graph:
             return image
         image = image.permute(0, 3, 1, 2)
@@ -90,7 +91,7 @@ class Preprocessing(nn.Module):
         """Pad images to a multiple of the divisor.
 
         Args:
-            image (torch.Tensor): Images (B, 3, H, W).
+            image (torch.Tensor): Images (B, C, H, W).
             size (torch.Tensor): Height and width of each image without padding, (B, 2).
         """
         height, width = image.shape[2:]
@@ -125,11 +126,11 @@ class WholeModel(nn.Module):
         self.preprocessing = Preprocessing(model.data_preprocessor, preprocessing)
         self.training = model.training
 
-    def example(self, batch: int, height: int, width: int) -> torch.Tensor:
+    def example(self, batch: int, channels: int, height: int, width: int) -> torch.Tensor:
         """Return images to trace the model with."""
         if self.preprocessing.in_graph:
-            return torch.full((batch, height, width, 3), 128, dtype=torch.uint8)
-        return torch.randn(batch, 3, height, width)
+            return torch.full((batch, height, width, channels), 128, dtype=torch.uint8)
+        return torch.randn(batch, channels, height, width)
 
     def metadata(self) -> dict[str, str]:
         """Return the metadata of the file: task, preprocessing, classes and outputs, as strings."""
@@ -143,7 +144,7 @@ class WholeModel(nn.Module):
 
 
 class WholeDetector(WholeModel):
-    """A detector that predicts boxes from images (B, 3, H, W) and ``image_size`` (B, 2) or (1, 2).
+    """A detector that predicts boxes from images (B, C, H, W) and ``image_size`` (B, 2) or (1, 2).
 
     ``image_size`` is the height and width of each image without padding, for images of several
     sizes that are padded to one size. Boxes are in pixels of the input images.
@@ -169,7 +170,7 @@ class WholeDetector(WholeModel):
         return self.detect(self.preprocessing.pad(image, size), size)
 
     def detect(self, image: torch.Tensor, size: torch.Tensor):
-        """Predict boxes in padded images (B, 3, H, W), of sizes (B, 2) without padding."""
+        """Predict boxes in padded images (B, C, H, W), of sizes (B, 2) without padding."""
         features = self.model.extract_feat(image)
         size = size.flip(1).repeat(1, 2)[:, None, None].to(features[0])
         return self.predict(features, size)
@@ -194,7 +195,7 @@ class WholeTransformer(WholeDetector):
 class WholeSegmentor(WholeModel):
     """An ``EncoderDecoder`` that predicts label maps from images and ``output_size`` (2, ).
 
-    Images are (B, 3, H, W). ``output_size`` is the height and width of the label maps, by default
+    Images are (B, C, H, W). ``output_size`` is the height and width of the label maps, by default
     the size of the images. As in MMSegmentation, scores are resized before the argmax.
 
     In the mode 'slide', images are windows, and the outputs are the ``logits`` (B, classes, H, W)
@@ -224,7 +225,7 @@ class WholeSegmentor(WholeModel):
         return found
 
     def logits(self, image: torch.Tensor) -> torch.Tensor:
-        """Return class scores (B, classes, H, W) of normalized images (B, 3, H, W)."""
+        """Return class scores (B, classes, H, W) of normalized images (B, C, H, W)."""
         features = self.model.extract_feat(image)
         if self.has_masks:
             return class_logits(self.model.decode_head, features, image)
@@ -274,17 +275,31 @@ class WholeInstances(WholeModel):
 
 
 class WholeClassifier(WholeModel):
-    """An ``ImageClassifier`` that predicts scores (B, classes) and labels (B, ) from images."""
+    """An ``ImageClassifier`` that predicts scores (B, classes) and labels (B, ) from images.
+
+    If images have several labels, the labels are (B, classes), True for each label of the image.
+    """
 
     task = 'classification'
     outputs = ('scores', 'labels')
+
+    def __init__(self, model: nn.Module, preprocessing: bool) -> None:
+        super().__init__(model, preprocessing)
+        from mmpretrain.models.heads import MultiLabelClsHead
+
+        self.several = isinstance(model.head, MultiLabelClsHead)
 
     def forward(self, image: torch.Tensor):
         image = self.preprocessing(image)
         if self.preprocessing.divisor > 1:
             image = self.preprocessing.pad(image, torch._shape_as_tensor(image)[2:][None])
-        scores = self.model(image).softmax(1)
-        return scores, scores.argmax(1)
+        logits = self.model(image)
+        if not self.several:
+            scores = logits.softmax(1)
+            return scores, scores.argmax(1)
+        head, scores = self.model.head, logits.sigmoid()
+        least = head.thr if head.thr is not None else scores.topk(head.topk, 1)[0][:, -1:]
+        return scores, scores >= least
 
 
 WHOLE_MODELS = dict(
@@ -305,9 +320,10 @@ def whole_model(model: nn.Module, preprocessing: bool = False) -> WholeModel:
     :func:`~repa_mm.export.export.agreeing_onnx` compares predictions to detect other heads.
 
     Args:
-        model (nn.Module): A detector, segmentor or classifier in eval mode. It is not changed.
-        preprocessing (bool): Take uint8 images (B, H, W, 3) as OpenCV reads them, and normalize
-            them. Defaults to False, which takes normalized images (B, 3, H, W).
+        model (nn.Module): A detector, segmentor or classifier in eval mode, on any device. It is
+            not changed.
+        preprocessing (bool): Take uint8 images (B, H, W, C) as OpenCV reads them, and normalize
+            them. Defaults to False, which takes normalized images (B, C, H, W).
 
     Raises:
         ValueError: If the model is neither a detector, nor a segmentor, nor a classifier.
@@ -315,7 +331,7 @@ def whole_model(model: nn.Module, preprocessing: bool = False) -> WholeModel:
     kinds = [kind for name, kind in WHOLE_MODELS.items() if hasattr(model, name)]
     if not kinds:
         raise ValueError(f'a {type(model).__name__} has no head that is known')
-    model = copy.deepcopy(model)
+    model = copy.deepcopy(model).cpu()
     trace_any_size_(model)
     replace_(model, _average_pool)
     return kinds[0](model, preprocessing)

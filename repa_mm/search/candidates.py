@@ -10,11 +10,13 @@ import torch
 import torch.nn as nn
 from mmengine.config import Config
 
+from repa_mm import opening
+from repa_mm.complexity import input_channels
 from repa_mm.config import load_config
 from repa_mm.convert.conversion import plan_conversion
 from repa_mm.convert.pretrained import restructured, widths_structure, with_import
-from repa_mm.export.export import example_shape, model_to_export, whole_onnx
-from repa_mm.export.exported import ExportedModel
+from repa_mm.export.export import example_shape, whole_onnx
+from repa_mm.export.runtime_model import ExportedModel
 from repa_mm.export.whole import whole_model
 from repa_mm.faster import swap_faster_attention_
 from repa_mm.models import STRUCTURES, attention_sites
@@ -127,12 +129,12 @@ def random_narrow(base: Candidate, budget: float, kind: str, preprocessor: nn.Mo
         kind (str): A format of floats.
         preprocessor (nn.Module): Of the original model.
     """
-    model = model_to_export(load_config(base.config), base.checkpoint)
+    model = opening.open_model(base.config, base.checkpoint, merge=True)
     keep = 1.0 if any(outermost(model, Form)) else budget
     heads = budget if attention_sites(model) else 1.0
     plan = plan_conversion(model, keep, heads, heads, skip_unsupported=True)
     STRUCTURES.build(widths_structure(model, plan.sizes)).put_(model)
     if kind == EAGER:
         return model
-    content = whole_onnx(whole_model(model), (2, *example_shape(model)))
+    content = whole_onnx(whole_model(model), (2, input_channels(model), *example_shape(model)))
     return ExportedModel(content, preprocessor, PRECISIONS.get(kind))

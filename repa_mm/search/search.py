@@ -24,9 +24,10 @@ from repa_mm.checkpoints import load_checkpoint, save_checkpoint
 from repa_mm.config import load_config
 from repa_mm.convert.pretrained import convert_checkpoint, deploy_
 from repa_mm.datasets import ImageFolder
-from repa_mm.export.export import export_checkpoint
-from repa_mm.export.int8 import quantize_checkpoint
-from repa_mm.files import replacing, write_text
+from repa_mm.export.export import NUM_IMAGES, agreeing_onnx
+from repa_mm.export.int8 import images_to_quantize, quantize
+from repa_mm.files import replacing, write_bytes, write_text
+from repa_mm.opening import open_model, read_images
 from repa_mm.reparam import has_training_form, reparameterize_
 from repa_mm.search import candidates
 from repa_mm.search.candidates import EAGER, FLOATS, INT8, Candidate
@@ -229,15 +230,18 @@ class Search:
         if key not in files or files[key] and not osp.exists(files[key]):
             stem = osp.join(self.folder, candidate.name.replace(' %', '').replace(' ', '_'))
             path = f'{stem}_int8.xml' if kind == INT8 else f'{stem}.onnx'
-            arguments = candidate.config, candidate.checkpoint, path
 
             def work() -> None:
+                cfg = load_config(candidate.config)
+                model = open_model(cfg, candidate.checkpoint, merge=True)
                 try:
                     if kind == INT8:
-                        options = dict(num_images=self.fit_images, images=self.images)
-                        quantize_checkpoint(*arguments, **options)
+                        seen, others = images_to_quantize(cfg, self.fit_images, self.images)
+                        quantize(model, path, seen, others)
                     else:
-                        export_checkpoint(*arguments, images=self.images)
+                        split = getattr(self.judge, 'split', 'test')
+                        images = read_images(cfg, split, NUM_IMAGES, self.images)
+                        write_bytes(path, agreeing_onnx(model, images)[0])
                     files[key] = path
                 except OSError:
                     raise

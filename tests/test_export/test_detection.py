@@ -6,17 +6,12 @@ import pytest
 import torch
 
 from repa_mm.config import build_model, load_config
+from repa_mm.export.agreement import agreement
 from repa_mm.export.detection import decode, suppress
-from repa_mm.export.export import (
-    agreeing_onnx,
-    disagreement,
-    model_to_export,
-    noise,
-    resized,
-    to_onnx,
-)
-from repa_mm.export.exported import ExportedModel
+from repa_mm.export.export import agreeing_onnx, noise, resized, to_onnx
+from repa_mm.export.runtime_model import ExportedModel
 from repa_mm.export.whole import whole_model
+from repa_mm.opening import open_model
 
 pytest.importorskip('onnxruntime')
 pytest.importorskip('mmdet')
@@ -101,7 +96,7 @@ def test_all_candidates(task, exported):
     """Without ``nms_pre``, or with -1, of which MMDetection's dense heads drop one a level."""
     config, checkpoint, *_ = exported(task)
     cfg = load_config(config)
-    model = model_to_export(cfg, checkpoint)
+    model = open_model(cfg, checkpoint, merge=True)
     images = [resized([data], [(64, 64)]) for data in noise(cfg)]
     if task == 'retinanet':
         del model.bbox_head.test_cfg['nms_pre']
@@ -113,7 +108,7 @@ def test_all_candidates(task, exported):
         model.rpn_head.test_cfg['nms_pre'] = -1
     content, _ = agreeing_onnx(model, images, (64, 64), False)
     file = ExportedModel(content, model.data_preprocessor)
-    assert disagreement(model, file, resized(images, [(64, 64)])) == 0
+    assert agreement(model, file, [resized(images, [(64, 64)])], exact=True) == 1
 
 
 @pytest.mark.parametrize(

@@ -1,30 +1,32 @@
 """Files agree with PyTorch, or are not written."""
 
 import copy
-import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from mmengine.registry import MODELS
-from mmengine.structures import InstanceData
 
 import repa_mm
-from repa_mm.config import load_config
+from repa_mm.config import build_model, load_config
+from repa_mm.export import whole
+from repa_mm.export.agreement import agreement
 from repa_mm.export.export import (
     _Tensors,
     agreeing_onnx,
-    disagreement,
-    export,
-    export_checkpoint,
-    largest_error,
-    lost_objects,
-    model_to_export,
     noise,
-    read,
+    onnx_backbone,
+    resized,
     to_onnx,
+    whole_onnx,
 )
+from repa_mm.export.runtime_model import ExportedModel
 from repa_mm.export.session import Session
+from repa_mm.features import relative_error
+from repa_mm.opening import open_model
 from repa_mm.reparam import finish_schedules_
+
+from .conftest import write_config
 
 pytest.importorskip('onnx')
 pytest.importorskip('onnxruntime')
@@ -63,6 +65,19 @@ def sizes_of(name):
     return SWIN_SIZES if 'Swin' in name else [(64, 64)] if 'Mixer' in name else SIZES
 
 
+def gray_model(task, folder, randomize):
+    """A model that takes images of one channel, and its config."""
+    cfg = load_config(write_config(task, folder))
+    cfg.model.backbone.in_channels = 1
+    swap = 'to_rgb' if task == 'classifier' else 'bgr_to_rgb'
+    cfg.model.data_preprocessor.update({'mean': [116.0], 'std': [57.0], swap: False})
+    return repa_mm.reparameterize(randomize(build_model(cfg))), cfg
+
+
+def gray(images):
+    return [dict(data, inputs=[data['inputs'][0][:1]]) for data in images]
+
+
 def shapes_of(sizes):
     """Batches of several sizes."""
     if len(sizes) == 1:
@@ -70,13 +85,30 @@ def shapes_of(sizes):
     return [(batch, 3, *size) for size, batch in zip(sizes, [2, 1, 3] * 2)]
 
 
+def read(content):
+    """A function that runs a backbone's file, or its content."""
+    session = Session(content)
+    return lambda image: [torch.from_numpy(x) for x in session(image.numpy()).values()]
+
+
+@torch.no_grad()
+def largest_error(model, exported, shapes):
+    """The largest error of outputs on noise, relative to the largest output."""
+    images = [torch.randn(s, generator=torch.Generator().manual_seed(0)) for s in shapes]
+    errors = [relative_error(exported(x), _Tensors(model)(x)) for x in images]
+    return torch.tensor(errors).max()  # NaN if there is a NaN
+
+
+def check_backbone(model, sizes):
+    """Files that were traced at the first of the sizes agree at all."""
+    content, error = onnx_backbone(model, torch.randn(1, 3, *sizes[0]), len(sizes) > 1)
+    assert error < TOLERANCE
+    assert largest_error(model, read(content), shapes_of(sizes)) < TOLERANCE
+
+
 @pytest.mark.parametrize('name', BACKBONES)
-def test_backbones_agree(name, randomize, tmp_path):
-    model, sizes = deploy_form(name, randomize), sizes_of(name)
-    out = tmp_path / 'model.onnx'
-    assert export(model, str(out), sizes[0], len(sizes) > 1) < TOLERANCE
-    assert largest_error(_Tensors(model), read(str(out)), shapes_of(sizes)) < TOLERANCE
-    assert list(tmp_path.iterdir()) == [out]
+def test_backbones_agree(name, randomize):
+    check_backbone(deploy_form(name, randomize), sizes_of(name))
 
 
 NARROW = [dict(type='Widths', heads=[[4, 8]] * 6)]  # of q·k fewer dimensions than of values
@@ -87,13 +119,10 @@ NARROW = [dict(type='Widths', heads=[[4, 8]] * 6)]  # of q·k fewer dimensions t
     [dict(pad_small_map=False), dict(fast_attention=False), dict(structures=NARROW)],
     ids=['small maps', 'stock attention', 'narrow heads'],
 )
-def test_swins_of_any_size(options, randomize, tmp_path):
+def test_swins_of_any_size(options, randomize):
     """Maps of one window are not shifted, whatever was traced; stock attention is replaced."""
     model = deploy_form('RePaSwinTransformer', randomize, **options)
-    out = str(tmp_path / 'model.onnx')
-    assert export(model, out, (256, 320), True) < TOLERANCE
-    shapes = shapes_of([(224, 224), (224, 288), (448, 224), (256, 256)])
-    assert largest_error(_Tensors(model), read(out), shapes) < TOLERANCE
+    check_backbone(model, [(256, 320), (224, 224), (224, 288), (448, 224), (256, 256)])
 
 
 @pytest.mark.slow
@@ -103,7 +132,7 @@ def test_programs_and_compiled(name, randomize):
     model, sizes = deploy_form(name, randomize), sizes_of(name)[:3]
     torch._dynamo.reset()
     compiled = torch.compile(model, dynamic=True if len(sizes) > 1 else None)
-    assert largest_error(_Tensors(model), _Tensors(compiled), shapes_of(sizes)) < TOLERANCE
+    assert largest_error(model, _Tensors(compiled), shapes_of(sizes)) < TOLERANCE
     if not hasattr(getattr(torch.export, 'Dim', None), 'AUTO'):
         pytest.skip('torch.export of dynamic sizes came with torch 2.6')
     auto = torch.export.Dim.AUTO
@@ -111,7 +140,7 @@ def test_programs_and_compiled(name, randomize):
     image = torch.randn(shapes_of(sizes)[0])
     program = torch.export.export(model, (image,), dynamic_shapes=(axes,), strict=False)
     program = _Tensors(program.module())
-    assert largest_error(_Tensors(model), program, shapes_of(sizes)) < TOLERANCE
+    assert largest_error(model, program, shapes_of(sizes)) < TOLERANCE
 
 
 def test_the_exporter_of_tensors():
@@ -135,14 +164,11 @@ class Drifting(torch.nn.Module):
         return self.layer(x) + 0.1 * (self.calls < 0)
 
 
-def test_backbones_that_differ_are_not_written(randomize, tmp_path):
+def test_backbones_that_differ_are_refused(randomize):
     model = deploy_form('RePaPoolFormer', randomize)
     model.patch_embed = Drifting(model.patch_embed, 1)
-    out = tmp_path / 'model.onnx'
-    out.write_text('old')
     with pytest.raises(ValueError, match='differs from PyTorch by .*nothing is written'):
-        export(model, str(out), (64, 64))
-    assert out.read_text() == 'old' and list(tmp_path.iterdir()) == [out]
+        onnx_backbone(model, torch.randn(1, 3, 64, 64))
 
 
 # What the exporter does not know predicts something else: MMDetection's own post-processing tells.
@@ -152,14 +178,6 @@ UNKNOWN = [
     ('mask_rcnn', {'model.roi_head.bbox_roi_extractor.roi_layer.pool_mode': 'max'}),
     ('mask_rcnn', {'model.test_cfg.rcnn.mask_thr_binary': -1}),
     ('upernet', {'model.data_preprocessor.test_cfg.size': (600, 600)}),
-    (
-        'classifier',
-        {
-            'model.head': dict(
-                _delete_=True, type='MultiLabelLinearClsHead', num_classes=7, in_channels=192
-            )
-        },
-    ),
 ]
 
 
@@ -170,17 +188,113 @@ SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in UNKNOWN[1:3]]
 def test_what_predicts_otherwise_is_refused(task, options, exported):
     config, checkpoint, *_ = exported(task)
     cfg = load_config(config, options)
-    model = model_to_export(cfg, checkpoint)
-    shape = (256, 288) if task == 'classifier' else (128, 160)
+    model = open_model(cfg, checkpoint, merge=True)
     with pytest.raises(ValueError, match='differs from PyTorch by .*nothing is written'):
-        agreeing_onnx(model, noise(cfg), shape)
+        agreeing_onnx(model, noise(cfg), (128, 160))
+
+
+@pytest.mark.parametrize('task', ['retinanet', pytest.param('mask_rcnn', marks=pytest.mark.slow)])
+def test_the_threshold_in_the_file_is_compared(task, exported, monkeypatch):
+    config, checkpoint, *_ = exported(task)
+    model = open_model(config, checkpoint, merge=True)
+
+    def another_threshold(whole, *args):
+        whole.predict.cfg['score_thr'] = 0.97
+        return whole_onnx(whole, *args)
+
+    monkeypatch.setattr('repa_mm.export.export.whole_onnx', another_threshold)
+    with pytest.raises(ValueError, match='differs from PyTorch by'):
+        agreeing_onnx(model, noise(model.cfg), (128, 160), False)
+
+
+def test_swapped_channels_are_refused(exported, monkeypatch):
+    """In gray images, too, which do not tell."""
+    config, checkpoint, *_ = exported('upernet')
+    cfg = load_config(config)
+    model, images = open_model(cfg, checkpoint, merge=True), noise(cfg)
+    for data in images:
+        data['inputs'][0] = data['inputs'][0][:1].expand(3, -1, -1)
+    assert agreeing_onnx(model, images, (96, 128), preprocessing=True)[1] <= 1e-3
+    convert = whole.Preprocessing.forward
+    monkeypatch.setattr(whole.Preprocessing, 'forward', lambda self, x: convert(self, x.flip(3)))
+    with pytest.raises(ValueError, match='differs from PyTorch by'):
+        agreeing_onnx(model, images, (96, 128), preprocessing=True)
+
+
+@pytest.mark.parametrize('name', ['_channel_conversion', 'channel_conversion', 'to_rgb'])
+def test_channels_are_swapped_by_any_codebase(name):
+    config = SimpleNamespace(_enable_normalize=False, **{name: True})
+    found = whole.Preprocessing(config, True)(torch.arange(3, dtype=torch.uint8).view(1, 1, 1, 3))
+    assert found.flatten().tolist() == [2, 1, 0]
+
+
+def test_images_of_floats(exported, tmp_path):
+    """Normalized in the pipeline: they are no bytes."""
+    config, checkpoint, *_ = exported('retinanet')
+    cfg = load_config(config)
+    model = open_model(cfg, checkpoint, merge=True)
+    model.data_preprocessor = MODELS.build(
+        dict(type='mmdet.DetDataPreprocessor', pad_size_divisor=32)
+    )
+    images = noise(cfg)
+    for data in images:
+        data['inputs'][0] = (data['inputs'][0].float() - 120) / 60
+    small = resized(images, [(96, 96)])['inputs'][0]
+    assert small.dtype == torch.float32 and small.min() < 0 and small.frac().any()
+    assert agreeing_onnx(model, images, (128, 160))[1] <= 0.02
+    with pytest.raises(ValueError, match='takes images of bytes, and the .* gives torch.float32'):
+        agreeing_onnx(model, images, (128, 160), preprocessing=True)
+
+
+@pytest.mark.parametrize('task', ['retinanet', 'classifier'])
+def test_images_of_one_channel(task, tmp_path, randomize):
+    model, cfg = gray_model(task, tmp_path, randomize)
+    images = gray(noise(cfg))
+    for preprocessing in (False, True):
+        shape = (128, 160) if task == 'retinanet' else (256, 288)
+        content, error = agreeing_onnx(model, images, shape, preprocessing=preprocessing)
+        assert error <= 0.02
+        data = resized(images, [shape])
+        with torch.no_grad():
+            expected = model.test_step(copy.deepcopy(data))[0]
+        found = ExportedModel(content, model.data_preprocessor).test_step(data)[0]
+        key = 'pred_instances' if task == 'retinanet' else 'pred_score'
+        assert len(found.get(key)) == len(expected.get(key)) > 5
+
+
+@pytest.mark.parametrize('head', [dict(thr=0.5), dict(topk=2)])
+@torch.no_grad()
+def test_classifiers_with_several_labels(head, tmp_path, randomize):
+    cfg = load_config(write_config('classifier', tmp_path))
+    cfg.model.head = dict(head, type='MultiLabelLinearClsHead', num_classes=7, in_channels=192)
+    cfg.model.train_cfg = None
+    model = repa_mm.reparameterize(randomize(build_model(cfg)))
+    images = noise(cfg)
+
+    def predictions(model):
+        return [model.test_step(copy.deepcopy(data))[0] for data in images]
+
+    if 'thr' in head:  # between the scores of two images
+        scores = torch.stack([x.pred_score for x in predictions(model)])
+        low, high = scores.aminmax(dim=0)
+        model.head.thr = float(((low + high) / 2)[(high - low).argmax()])
+    content, error = agreeing_onnx(model, images, (256, 288))
+    assert error <= 1e-4
+    exported, expected = ExportedModel(content, model.data_preprocessor), predictions(model)
+    assert len({tuple(x.pred_label.tolist()) for x in expected}) > 1 or 'topk' in head
+    for a, b in zip(predictions(exported), expected):
+        torch.testing.assert_close(a.pred_score, b.pred_score, atol=1e-5, rtol=0)
+        assert {*a.pred_label.tolist()} == {*b.pred_label.tolist()}
+    assert agreement(model, exported, images) > 0.999
+    model.head.thr = 2.0  # the file has its own
+    assert agreement(model, exported, images) < 0.9
 
 
 def test_trained_detectors_are_compared_too(exported):
     """Even if no box is above the threshold of the scores; the file has the threshold."""
     config, checkpoint, *_ = exported('mask_rcnn')
     cfg = load_config(config)
-    model = model_to_export(cfg, checkpoint)
+    model = open_model(cfg, checkpoint, merge=True)
     model.roi_head.test_cfg.score_thr = 0.999
     images = noise(cfg)
     content, error = agreeing_onnx(model, images, (128, 160))
@@ -193,60 +307,35 @@ def test_trained_detectors_are_compared_too(exported):
         agreeing_onnx(model, images, (128, 160))
 
 
-def objects(**changes):
-    values = dict(
-        bboxes=torch.tensor([[0.0, 0.0, 9.0, 9.0], [5.0, 5.0, 20.0, 20.0]]),
-        scores=torch.tensor([0.9, 0.5]),
-        labels=torch.tensor([1, 2]),
-        masks=torch.arange(800).reshape(2, 20, 20) % 3 == 0,
-    )
-    return InstanceData(**dict(values, **changes))
-
-
-def test_objects_without_counterparts_are_counted():
-    same = objects()
-    assert lost_objects(same, same) == 0
-    assert lost_objects(same, same[:1]) == 1 and lost_objects(same[:1], same) == 0
-    masks = same.masks.clone()
-    masks[1, :5] = False
-    for changes in (
-        dict(bboxes=same.bboxes + torch.tensor([[0.0], [1.0]])),
-        dict(scores=same.scores + torch.tensor([0.0, 0.1])),
-        dict(labels=same.labels + torch.tensor([0, 1])),
-        dict(masks=masks),
-        dict(scores=torch.tensor([torch.nan, 0.5])),
-    ):
-        assert lost_objects(same, objects(**changes)) == 1
-
-
-def test_without_objects_there_is_no_share_of_them():
-    class Empty:
-        def test_step(self, data):
-            return [DetDataSample(pred_instances=objects()[:0])]
-
-    from mmdet.structures import DetDataSample
-
-    assert math.isnan(disagreement(Empty(), Empty(), {}))
-
-
 def test_backbones_are_an_option(exported, tmp_path, run_tool, capsys):
     config, checkpoint, *_ = exported('retinanet')
-    out = str(tmp_path / 'model.onnx')
-    run_tool('export.py', config, checkpoint, out, '--backbone', '--shape', '256', '320')
-    assert 'backbone, compared on noise' in capsys.readouterr().out
-    assert [x.shape[2:] for x in read(out)(torch.zeros(1, 3, 256, 320))][0] == (32, 40)
-    run_tool('export.py', config, checkpoint, out, '--no-dynamic', '--shape', '96', '160')
-    assert 'RetinaNet, compared on' in capsys.readouterr().out
+    out, arguments = str(tmp_path / 'model.onnx'), (config, checkpoint, tmp_path / 'model.onnx')
+    run_tool('export.py', *arguments, '--unchecked', '--backbone', '--shape', 250, 320)
+    assert 'RePaSwinTransformer, differs from PyTorch by' in capsys.readouterr().out
+    assert [x.shape[2:] for x in read(out)(torch.zeros(1, 3, 250, 320))][0] == (32, 40)
+    run_tool('export.py', *arguments, '--unchecked', '--no-dynamic', '--shape', 96, 160)
+    assert 'RetinaNet, differs from PyTorch by' in capsys.readouterr().out
     session = Session(out)
     assert session(torch.zeros(1, 3, 96, 160).numpy())['boxes'].shape[0] == 1
     with pytest.raises(Exception, match='invalid dimensions'):
         session(torch.zeros(1, 3, 128, 160).numpy())
 
 
-def test_compared_on_the_configs_own_images(exported, tmp_path, monkeypatch):
-    from .test_exported import write_scenes
+def test_compared_on_the_configs_own_images_or_not_written(
+    exported, tmp_path, monkeypatch, run_tool, capsys
+):
+    from .test_runtime_model import write_scenes
 
-    monkeypatch.chdir(write_scenes(tmp_path))
+    monkeypatch.chdir(tmp_path)
     config, checkpoint, *_ = exported('retinanet')
-    what, error = export_checkpoint(config, checkpoint, str(tmp_path / 'model.onnx'))
-    assert what == 'RetinaNet, compared on images' and error <= 0.02
+    out = tmp_path / 'model.onnx'
+    with pytest.raises(SystemExit, match='data are not there .*folder of images'):
+        run_tool('export.py', config, checkpoint, out)
+    assert not out.exists()
+    run_tool('export.py', config, checkpoint, out, '--unchecked')
+    assert ' of a score on noise' in capsys.readouterr().out
+    assert Session(str(out)).metadata['unchecked'] == '1'
+    write_scenes(tmp_path)
+    run_tool('export.py', config, checkpoint, out)
+    assert ' of a score on 3 images' in capsys.readouterr().out
+    assert 'unchecked' not in Session(str(out)).metadata

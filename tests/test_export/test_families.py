@@ -10,8 +10,9 @@ import torch
 from repa_mm.config import build_model, load_config
 from repa_mm.convert.conversion import block_outputs, plan_conversion
 from repa_mm.export import int8
-from repa_mm.export.export import agreeing_onnx, disagreement, resized
-from repa_mm.export.exported import ExportedModel
+from repa_mm.export.agreement import agreement
+from repa_mm.export.export import agreeing_onnx, resized
+from repa_mm.export.runtime_model import ExportedModel
 from repa_mm.features import head_inputs
 from repa_mm.models import add_structures_, ffn_sites
 from repa_mm.reparam import ChannelIdleFFN, outermost
@@ -201,12 +202,12 @@ def test_products_in_8_bits(family, tmp_path, randomize, monkeypatch):
     data = [resized(small_images(cfg), [(128, 160)])]
     found = []
 
-    def agreement(model, exported, held_out, hopeless):
+    def agreement(model, exported, held_out, **kwargs):
         found.extend(exported.test_step(held_out[0]))
         return 1.0
 
     monkeypatch.setattr(int8, 'agreement', agreement)
-    eight = int8.quantize(model, str(tmp_path / 'model.xml'), data, data)['products'].values()
+    eight = int8.quantize(model, str(tmp_path / 'model.xml'), data, data)['layers'].values()
     assert len(found) == len(data[0]['inputs']) and sum(eight) > 0.8 * len(eight)
 
 
@@ -233,7 +234,8 @@ def test_exports_that_no_other_test_compares(family, tmp_path, randomize):
     assert error <= 1e-3
     if hasattr(model, 'bbox_head'):
         data = resized(images, [(128, 160), (96, 200)])
-        assert disagreement(model, ExportedModel(content, model.data_preprocessor), data) <= 1e-3
+        file = ExportedModel(content, model.data_preprocessor)
+        assert agreement(model, file, [data], exact=True) >= 1 - 1e-3
         (found,) = model.test_step(resized(images, [(128, 160)]))
         below = (found.pred_instances.scores <= threshold).any()
         assert len(found.pred_instances) > 5 and below == (family in ('ATSS', 'FCOS'))

@@ -12,8 +12,8 @@ from mmengine.structures import BaseDataElement, InstanceData, PixelData
 from repa_mm.config import build_model, load_config
 from repa_mm.export import int8
 from repa_mm.export.agreement import agreement
-from repa_mm.export.export import model_to_export
-from repa_mm.export.exported import ExportedModel
+from repa_mm.export.runtime_model import ExportedModel
+from repa_mm.opening import open_model
 from tests.test_export.conftest import write_config
 from tests.test_export.rectangles import batch, train
 
@@ -61,7 +61,7 @@ def learned(tmp_path_factory):
             train(model, task, *LEARN[task][:2])
             checkpoint = str(folder / f'{task}.pth')
             torch.save(dict(state_dict=model.state_dict()), checkpoint)
-            made[task] = config, checkpoint, model_to_export(cfg, checkpoint)
+            made[task] = config, checkpoint, open_model(cfg, checkpoint, merge=True)
         return made[task]
 
     return get
@@ -98,9 +98,9 @@ def test_the_file_finds_what_the_model_finds(task, name, learned, tmp_path):
     exported = ExportedModel(file, model.data_preprocessor, 'f32' if is_xml else None)
     assert agreement(model, exported, others) == pytest.approx(done['agreement'], abs=1e-6)
     assert agreement(model, exported, scenes(task, 3)) >= tolerance - 0.05
-    assert done['products'] == int8.products(file) and len(done['products']) > 15
+    assert done['layers'] == int8.layers_in_int8(file) and len(done['layers']) > 15
     if task != 'dino':  # whose attention takes the queries, which are constants, for weights
-        assert all(done['products'].values())
+        assert all(done['layers'].values())
     # bf16 is what OpenVINO computes in on processors that have it, for float and 8 bits.
     for precision in ('bf16', None) if is_xml else ():
         rounded = ExportedModel(file, model.data_preprocessor, precision)
@@ -114,7 +114,7 @@ def test_outlier_channels(learned, tmp_path, monkeypatch):
     assert int8.quantize(scaled, file, seen, others, 0.93)['agreement'] >= 0.93
     before = (tmp_path / 'model.bin').read_bytes()
     monkeypatch.setattr(int8, 'ATTEMPTS', [(dict(matmul=-1, convolution=-1), False)])
-    with pytest.raises(ValueError, match='in 8 bits .* less than 0.93: nothing is written'):
+    with pytest.raises(ValueError, match='in int8 .* less than 0.93: nothing is written'):
         int8.quantize(scaled, file, seen, others, 0.93)
     assert (tmp_path / 'model.bin').read_bytes() == before
 
@@ -167,7 +167,7 @@ def test_parts_in_float(learned, tmp_path, monkeypatch):
     monkeypatch.setattr(int8, 'ATTEMPTS', [default, last])
     done = int8.quantize(scaled, file, seen, others, tolerance)
     assert done['agreement'] >= tolerance and done['in_float'] == ['neck', 'bbox_head']
-    assert done['products'] == {n: '/backbone/' in n for n in done['products']}
+    assert done['layers'] == {n: '/backbone/' in n for n in done['layers']}
 
 
 def test_the_tool(learned, tmp_path, run_tool, capsys):
@@ -181,24 +181,38 @@ def test_the_tool(learned, tmp_path, run_tool, capsys):
         cv2.imwrite(str(photos / f'{i}.png'), cv2.resize(image, (256, 256)))
     out = tmp_path / 'model.xml'
     run_tool('quantize.py', config, checkpoint, out, '--images', photos, '--num-images', 6)
-    said, number = capsys.readouterr().out, len(int8.products(str(out)))
-    assert f'{number} of {number} products with weights have 8 bits' in said
+    said, number = capsys.readouterr().out, len(int8.layers_in_int8(str(out)))
+    assert f'{number} of {number} layers are in int8' in said
     assert 'on 3 images that it was not calibrated on' in said
-    with pytest.raises(ValueError, match='needs two images'):
+    with pytest.raises(SystemExit, match='needs two images'):
         for path in list(photos.iterdir())[1:]:
             path.unlink()
-        int8.quantize_checkpoint(config, checkpoint, str(out), images=str(photos))
+        run_tool('quantize.py', config, checkpoint, out, '--images', photos)
 
 
 def test_shifted_windows(tmp_path, monkeypatch):
     """Whose masks come from constants that NNCF must find in ONNX."""
     config = write_config('retinanet', tmp_path, repa=False)
     options = {'model.backbone.window_size': 4, 'model.backbone.arch.depths': [1, 2, 1, 1]}
-    model = model_to_export(load_config(config, options), None)
-    monkeypatch.setattr(int8, 'agreement', lambda *_: 1.0)
+    model = open_model(config, None, options, merge=True)
+    monkeypatch.setattr(int8, 'agreement', lambda *_, **__: 1.0)
     seen = scenes('retinanet', number=2)
-    eight = int8.quantize(model, str(tmp_path / 'model.onnx'), seen, seen)['products'].values()
+    eight = int8.quantize(model, str(tmp_path / 'model.onnx'), seen, seen)['layers'].values()
     assert sum(eight) > 0.8 * len(eight)
+
+
+@pytest.mark.parametrize('name', ['model.xml', 'model.onnx'])
+def test_images_of_one_channel(name, tmp_path, monkeypatch):
+    """The number of channels is the model's, also where the shape of a file is fixed."""
+    options = {'model.backbone.in_channels': 1}
+    options['model.data_preprocessor'] = dict(mean=[116.0], std=[57.0], bgr_to_rgb=False)
+    model = open_model(write_config('retinanet', tmp_path, repa=False), None, options)
+    monkeypatch.setattr(int8, 'agreement', lambda *_, **__: 1.0)
+    seen = [dict(x, inputs=[x['inputs'][0][:1]]) for x in scenes('retinanet', number=2)]
+    file = str(tmp_path / name)
+    int8.quantize(model, file, seen, seen, shape=(64, 96), preprocessing=True)
+    found = ExportedModel(file, model.data_preprocessor).session(np.zeros((1, 64, 96, 1), 'u1'))
+    assert found['labels'].shape[0] == 1
 
 
 class Answers(torch.nn.Module):
@@ -237,13 +251,68 @@ def test_agreement_of_objects(boxes, labels, scores, expected):
     assert agreement(model, Answers(boxes, labels, scores), batches) == pytest.approx(expected)
 
 
+@pytest.mark.parametrize(
+    'changes, expected',
+    [
+        (dict(), 1),
+        (dict(bboxes=[BOX, [50, 50, 60, 60.05]], scores=[0.9, 0.4005]), 1),
+        (dict(bboxes=[BOX, [50, 50, 60, 61]]), 0.5),
+        (dict(scores=[0.9, 0.5]), 0.5),
+        (dict(scores=[np.nan, 0.4]), 0.5),
+        (dict(labels=[1, 3]), 0.5),
+        (dict(masks=5), 0.5),
+        (dict(bboxes=[BOX], labels=[1], scores=[0.9], masks=0), 2 / 3),
+        (dict(bboxes=[], labels=[], scores=[], masks=0), 0),
+    ],
+)
+def test_exact_agreement_is_the_share_of_objects_with_a_counterpart(changes, expected):
+    def answers(bboxes=(BOX, FAR), labels=(1, 2), scores=(0.9, 0.4), masks=0):
+        found = Answers(list(bboxes), list(labels), list(scores))
+        inside = torch.arange(800).reshape(2, 20, 20) % 3 == 0
+        inside[1, :masks] = False
+        found.found.masks = inside[: len(bboxes)]
+        return found
+
+    found = agreement(answers(), answers(**changes), [None], exact=True)
+    assert found == pytest.approx(expected)
+
+
+def test_exact_agreement_of_nothing_is_no_number():
+    nothing = Answers([], [], [])
+    assert np.isnan(agreement(nothing, nothing, [None] * 2, exact=True))
+
+
+def test_exact_agreement_of_pixels_and_scores():
+    labels = torch.zeros(1, 10, 10, dtype=torch.long)
+    other = labels.clone()
+    other[0, 0, :3] = 1
+    for key, name in (('pred_sem_seg', 'data'), ('pred_panoptic_seg', 'sem_seg')):
+        a, b = (Maps(**{key: PixelData(**{name: x})}) for x in (labels, other))
+        assert agreement(a, b, [None] * 2, exact=True) == pytest.approx(0.97)
+    a, b = (
+        Maps(pred_score=torch.tensor([0.6 + x, 0.4 - x]), pred_label=torch.tensor([0]))
+        for x in (0, 0.01)
+    )
+    assert agreement(a, b, [None] * 2, exact=True) == pytest.approx(0.99)
+
+
+def test_agreement_of_several_labels():
+    """The Dice coefficient of the sets; 1 where neither has a label."""
+    scores = torch.tensor([0.9, 0.8, 0.2])
+    both, one, none = (
+        Maps(pred_score=scores, pred_label=torch.tensor(x).long()) for x in ([0, 1], [1], [])
+    )
+    for a, b, expected in ((both, both, 1), (both, one, 2 / 3), (none, none, 1), (one, none, 0)):
+        assert agreement(a, b, [None] * 3) == pytest.approx(expected)
+
+
 def test_a_comparison_without_hope_ends_early():
     model, other = Answers([BOX], [1], [0.9]), Answers([FAR], [1], [0.9])
     seen = []
     model.test_step = lambda data: seen.append(data) or Answers.test_step(model, data)
     for exported, hopeless, number in ((other, 0.5, 8), (other, 0, 20), (model, 0.5, 40)):
         seen.clear()
-        agreement(model, exported, [None] * 20, hopeless)
+        agreement(model, exported, [None] * 20, hopeless=hopeless)
         assert len(seen) == number
 
 

@@ -8,10 +8,10 @@ import torch.nn.functional as F
 
 from repa_mm.config import build_model, load_config
 from repa_mm.export.export import TOLERANCES, agreeing_onnx, noise, resized
-from repa_mm.export.exported import ExportedModel
+from repa_mm.export.runtime_model import ExportedModel
 from repa_mm.export.transformers import _extent, padding_mask
 
-from .test_exported import check_objects
+from .test_runtime_model import check_objects
 
 pytest.importorskip('onnxruntime')
 pytest.importorskip('mmdet')

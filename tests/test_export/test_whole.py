@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from repa_mm.config import load_config
-from repa_mm.export.export import model_to_export
 from repa_mm.export.session import Session
 from repa_mm.export.whole import AveragePool
+from repa_mm.opening import open_model
 
 pytest.importorskip('onnx')
 
@@ -37,4 +37,4 @@ def test_names_of_classes(exported):
     assert json.loads(Session(file).metadata['classes'])[:2] == ['zero', 'one']
     cfg = load_config(config)
     del cfg.test_dataloader.dataset['metainfo']
-    assert len(model_to_export(cfg, checkpoint).dataset_meta['classes']) == 80
+    assert len(open_model(cfg, checkpoint, merge=True).dataset_meta['classes']) == 80

@@ -195,10 +195,11 @@ def _export(model):
 
 def _onnx(model):
     pytest.importorskip('onnxruntime')
-    from repa_mm.export.export import read, to_onnx
+    from repa_mm.export.export import to_onnx
+    from repa_mm.export.session import Session
 
-    run = read(to_onnx(model, (X,), input_names=['image']))
-    return lambda x: run(x)[0]
+    run = Session(to_onnx(model, (X,), input_names=['image']))
+    return lambda x: torch.from_numpy(*run(x.numpy()).values())
 
 
 @pytest.mark.parametrize('convert', [_export, _onnx])

@@ -128,12 +128,13 @@ def test_the_table(folder, capsys):
 
 
 def test_the_chosen_model_keeps_its_promise(folder):
-    from repa_mm.export.exported import runner_for_exported
+    from repa_mm.export.runtime_model import runner_for_exported
 
     row = chosen_of(run(max_loss=60))
     assert row['format'] == F32 and row['interval'][0] >= -60 and row['budget'] < 1
     option = {'test_dataloader.dataset.indices': NUM}
-    runner = runner_for_exported('out/model.py', 'out/model.onnx', 'work', 'f32', option)
+    cfg = load_config('out/model.py', option)
+    runner = runner_for_exported(cfg, 'out/model.onnx', 'work', 'f32')
     assert runner.test()['accuracy/top1'] == row['metric']
     cfg = load_config('out/model.py', option)
     cfg.work_dir, cfg.load_from = 'work2', 'out/model.pth'
@@ -224,7 +225,7 @@ def test_an_export_that_fails_leaves_the_other_formats(folder, monkeypatch, caps
     def fail(*args, **kwargs):
         raise RuntimeError('an unknown operator')
 
-    monkeypatch.setattr(search, 'export_checkpoint', fail)
+    monkeypatch.setattr(search, 'agreeing_onnx', fail)
     rows = run(budgets=[])
     assert {row['format'] for row in rows} == {EAGER}
     assert 'an unknown operator' in capsys.readouterr().out
@@ -244,7 +245,7 @@ def test_an_interrupted_run_goes_on(folder, monkeypatch):
         run(budgets=[0.5, 0.3])
     rows = run(budgets=[0.5, 0.3])
     assert fits == [0.5, 0.3, 0.3]
-    monkeypatch.setattr(search, 'export_checkpoint', None)
+    monkeypatch.setattr(search, 'agreeing_onnx', None)
     tested, judge = [], search.Annotated.__call__
     monkeypatch.setattr(
         search.Annotated, '__call__', lambda self, model: tested.append(model) or judge(self, model)

@@ -43,7 +43,7 @@ def test_a_frozen_stem_keeps_its_statistics():
 @pytest.mark.parametrize(
     'test, fixtures',
     [
-        ('backbones_agree', ('randomize', 'tmp_path')),
+        ('backbones_agree', ('randomize',)),
         pytest.param('programs_and_compiled', ('randomize',), marks=pytest.mark.slow),
     ],
 )

@@ -1,5 +1,6 @@
-"""Test exported whole models with MMEngine's runner."""
+"""A model that runs an exported file, for tests with MMEngine's runner."""
 
+import copy
 import json
 import os.path as osp
 from types import SimpleNamespace
@@ -7,12 +8,12 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 import torch.nn as nn
+from mmengine.config import Config
 from mmengine.model import BaseModel
 from mmengine.registry import MODELS
 from mmengine.runner import Runner
 from mmengine.structures import InstanceData, PixelData
 
-from repa_mm.config import load_config
 from repa_mm.export.session import Session
 
 
@@ -24,6 +25,10 @@ class ExportedModel(BaseModel):
         file (str | bytes): The file, see :class:`~repa_mm.export.session.Session`.
         data_preprocessor (dict | nn.Module): The ``data_preprocessor`` of the original model.
         precision (str, optional): See :class:`~repa_mm.export.session.Session`.
+
+    Examples:
+        >>> model = dict(type='ExportedModel', file='model.onnx',
+        ...              data_preprocessor=dict(type='DetDataPreprocessor', …))
     """
 
     def __init__(
@@ -32,8 +37,20 @@ class ExportedModel(BaseModel):
         data_preprocessor: dict | nn.Module | None = None,
         precision: str | None = None,
     ) -> None:
+        session = Session(file, precision)
+        if isinstance(data_preprocessor, nn.Module):
+            data_preprocessor = copy.deepcopy(data_preprocessor).cpu()
+        elif data_preprocessor and session.metadata['task'] == 'classification':
+            # The type that MMPretrain's classifiers add.
+            data_preprocessor = {'type': 'mmpretrain.ClsDataPreprocessor', **data_preprocessor}
         super().__init__(data_preprocessor)
-        self.session = Session(file, precision)
+        self.session = session
+
+    def to(self, *args, **kwargs) -> 'ExportedModel':
+        """Stay on the CPU, where the file runs, whatever device a runner asks for."""
+        return self
+
+    cuda = to
 
     def test_step(self, data: dict) -> list:
         """Predict a batch from a data loader.
@@ -46,7 +63,13 @@ class ExportedModel(BaseModel):
         """
         if self.session.takes_pixels:
             data = self.data_preprocessor.cast_data(data)
-            images = [x.permute(1, 2, 0).byte().numpy() for x in data['inputs']]
+            kinds = {x.dtype for x in data['inputs']} - {torch.uint8}
+            if kinds:
+                raise ValueError(
+                    'a file that normalizes images takes images of bytes, and the test pipeline '
+                    f'gives {kinds.pop()}: export the model without --preprocessing'
+                )
+            images = [x.permute(1, 2, 0).numpy() for x in data['inputs']]
         else:
             data = self.data_preprocessor(data, False)
             images = data['inputs'].numpy()
@@ -119,7 +142,8 @@ class ExportedModel(BaseModel):
             yield from self._run_own(images, samples)
             return
         if self.session.takes_pixels:  # not padded yet
-            padded = np.zeros((len(images), *np.max(sizes, 0), 3), np.uint8)
+            channels = images[0].shape[2]
+            padded = np.zeros((len(images), *np.max(sizes, 0), channels), np.uint8)
             for to, image in zip(padded, images):
                 to[: image.shape[0], : image.shape[1]] = image
             images = padded
@@ -160,8 +184,10 @@ class ExportedModel(BaseModel):
 
     def _predict_classification(self, images, samples):
         outputs = self.session(np.stack(images))
-        for score, sample in zip(torch.from_numpy(outputs['scores']), samples):
-            sample.set_pred_score(score).set_pred_label(score.argmax(0, keepdim=True))
+        for score, label, sample in zip(outputs['scores'], outputs['labels'], samples):
+            label = np.flatnonzero(label) if label.ndim else label[None]
+            sample.set_pred_score(torch.from_numpy(score))
+            sample.set_pred_label(torch.from_numpy(label).long())
         return samples
 
 
@@ -195,30 +221,28 @@ def paste_masks(
 
 
 def runner_for_exported(
-    config: str,
-    file: str,
-    work_dir: str | None = None,
-    precision: str | None = None,
-    cfg_options: dict | None = None,
+    cfg: Config, file: str, work_dir: str | None = None, precision: str | None = None
 ) -> Runner:
     """Build a runner whose ``test()`` evaluates an exported model.
 
     Args:
-        config (str): Path of the config of the original model.
+        cfg (Config): The config of the original model.
         file (str): The exported model.
         work_dir (str, optional): Directory for metrics. Defaults to the config's ``work_dir``,
             or ``work_dirs/<name of the config>``.
         precision (str, optional): Precision of OpenVINO, 'f32' or 'bf16'.
-        cfg_options (dict, optional): Values to override in the config.
     """
-    cfg = load_config(config, cfg_options)
-    name = osp.splitext(osp.basename(config))[0]
+    cfg = copy.deepcopy(cfg)
+    name = osp.splitext(osp.basename(cfg.filename))[0]
     cfg.work_dir = work_dir or cfg.get('work_dir') or osp.join('work_dirs', name)
-    preprocessor = dict(cfg.model.get('data_preprocessor') or {})
-    if cfg.get('default_scope') == 'mmpretrain':  # the type that its classifiers add
-        preprocessor.setdefault('type', 'ClsDataPreprocessor')
+    model = cfg.model
+    while 'data_preprocessor' not in model and 'model' in model:  # of `Restructured`
+        model = model.model
     cfg.model = dict(
-        type='ExportedModel', file=file, precision=precision, data_preprocessor=preprocessor
+        type='ExportedModel',
+        file=file,
+        precision=precision,
+        data_preprocessor=model.get('data_preprocessor'),
     )
     # A file has nothing to merge, average or load.
     cfg.custom_hooks, cfg.load_from, cfg.resume = [], None, False

@@ -4,15 +4,18 @@ import copy
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from mmengine.utils import digit_version
+from mmengine.registry import MODELS
 
 from repa_mm.config import build_model, load_config
+from repa_mm.export import runtime_model
 from repa_mm.export.export import agreeing_onnx, noise, resized
-from repa_mm.export.exported import ExportedModel, runner_for_exported
+from repa_mm.export.runtime_model import ExportedModel, runner_for_exported
+from repa_mm.opening import open_model
 
 from .conftest import write_config
 
@@ -52,14 +55,6 @@ CASES = [
 
 @pytest.mark.parametrize('task, preprocessing, repa', CASES)
 def test_agrees_with_test_step(task, preprocessing, repa, exported):
-    from repa_mm.export.export import noise
-
-    if (
-        task in ('upernet', 'slide')
-        and preprocessing
-        and digit_version(torch.__version__) < digit_version('2.2')
-    ):
-        pytest.skip('PyTorch 2.1 writes no file that agrees; the export refuses it')
     config, _, model, file = exported(task, bool(repa), preprocessing=bool(preprocessing))
     deployed = ExportedModel(file, model.data_preprocessor)
     images = noise(load_config(config))
@@ -106,20 +101,62 @@ def test_metrics_are_those_of_the_model(task, exported, monkeypatch, tmp_path):
     expected = Runner.from_cfg(cfg).test()
     # The hook that merges has nothing to do here, wherever a config has it.
     hooks = dict(custom_hooks=[dict(type='ReparameterizeHook')])
-    actual = runner_for_exported(config, file, cfg.work_dir, cfg_options=hooks).test()
+    actual = runner_for_exported(load_config(config, hooks), file, cfg.work_dir).test()
     assert expected.keys() == actual.keys()
     for key, value in expected.items():
         assert abs(actual[key] - value) <= (1e-3 if 'coco' in key else 0.5), key
 
 
-def test_windows_of_one_size(exported, tmp_path):
-    """As ONNX Runtime gets them, whatever the size of the image."""
-    from repa_mm.export.export import export_checkpoint
+def test_configs_may_name_a_file(exported, monkeypatch, tmp_path):
+    """As for `mim test` and the codebase's own tools; on a machine with a GPU, too."""
+    from mmengine.config import Config
+    from mmengine.runner import Runner, runner
 
+    monkeypatch.chdir(write_scenes(tmp_path))
+    config, checkpoint, _, file = exported('retinanet')
+    (tmp_path / 'exported.py').write_text(
+        f'_base_ = {config!r}\n'
+        "custom_imports = dict(imports=['repa_mm'])\n"
+        f"model = dict(_delete_=True, type='ExportedModel', file={file!r},\n"
+        '             data_preprocessor={{_base_.model.data_preprocessor}})\n'
+        'default_hooks = dict(_delete_=True)\n'
+    )
+    cfg = Config.fromfile(tmp_path / 'exported.py')
+    cfg.work_dir, cfg.load_from = str(tmp_path / 'work'), checkpoint  # which the host loads
+    monkeypatch.setattr(runner, 'get_device', lambda: 'meta')  # stands in for a GPU
+    found = Runner.from_cfg(cfg).test()
+    assert found == runner_for_exported(load_config(config), file, cfg.work_dir).test()
+
+
+def test_preprocessors_on_a_gpu(exported):
+    """The model that is compared may be there: its preprocessor is, too."""
+    config, _, model, file = exported('retinanet')
+    moved = copy.deepcopy(model.data_preprocessor)
+    moved._device = torch.device('meta')  # where its images would go
+    (data,) = noise(load_config(config))[:1]
+    (expected,) = ExportedModel(file, model.data_preprocessor).test_step(copy.deepcopy(data))
+    (found,) = ExportedModel(file, moved).test_step(data)
+    assert torch.equal(found.pred_instances.bboxes, expected.pred_instances.bboxes)
+    assert moved._device.type == 'meta'  # untouched
+
+
+def test_the_preprocessor_of_a_whole_model_with_structures(exported, monkeypatch):
+    """Is that of the model inside."""
+    config, _, model, file = exported('retinanet')
+    cfg = load_config(config)
+    cfg.model = dict(type='Restructured', model=cfg.model)
+    monkeypatch.setattr(runtime_model, 'Runner', SimpleNamespace(from_cfg=lambda cfg: cfg.model))
+    found = MODELS.build(runner_for_exported(cfg, file)).data_preprocessor
+    assert torch.equal(found.mean, model.data_preprocessor.mean)
+
+
+def test_windows_of_one_size(exported):
+    """As ONNX Runtime gets them, whatever the size of the image."""
     config, checkpoint, *_ = exported('slide')
-    file = str(tmp_path / 'model.onnx')
-    assert export_checkpoint(config, checkpoint, file, dynamic=False)[1] <= 1e-3
-    deployed = ExportedModel(file)
+    model = open_model(config, checkpoint, merge=True)
+    content, error = agreeing_onnx(model, None, dynamic=False)
+    assert error <= 1e-3
+    deployed = ExportedModel(content)
     assert deployed.session(np.zeros((1, 3, 96, 96), 'f'))['logits'].shape == (1, 11, 96, 96)
     with pytest.raises(Exception, match='invalid dimensions'):
         deployed.session(np.zeros((1, 3, 64, 96), 'f'))
