@@ -1,3 +1,4 @@
+import os
 import signal
 
 import pytest
@@ -7,6 +8,10 @@ from hypothesis import settings
 from mmengine.logging import MMLogger
 from mmengine.registry import DefaultScope
 from mmengine.visualization import Visualizer
+
+# The kernels run on a CPU in Triton's interpreter, if this comes before Triton's first import.
+if not torch.cuda.is_available():
+    os.environ['TRITON_INTERPRET'] = '1'
 
 # The same cases each time; `make test-all` draws others.
 settings.register_profile('derandomized', derandomize=True)

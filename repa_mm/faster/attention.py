@@ -10,6 +10,7 @@ MMSegmentation:
   v for the backward pass.
 """
 
+import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -163,18 +164,31 @@ class _Attention(torch.autograd.Function):
 _WIDEST_HEADS = {torch.float16: 64, torch.bfloat16: 64, torch.float32: 32}
 
 
+@torch.compiler.assume_constant_result
+def has_kernels(device: torch.device) -> bool:
+    """Return True if the Triton kernels run on a device, one with Triton 3 from Ampere on."""
+    return device.type == 'cuda' and _runs_kernels(device)
+
+
 @cache
-def triton_kernels():
-    """Return the module of the Triton kernels, None without Triton 3."""
+def _runs_kernels(device: torch.device) -> bool:
     try:
         import triton
 
         if digit_version(triton.__version__) < digit_version('3.0.0'):
-            return None
+            return False
         from repa_mm.faster import kernels
     except ImportError:
-        return None
-    return kernels
+        return False
+    if not torch.version.cuda or torch.cuda.get_device_capability(device) < (8, 0):
+        return False
+    try:
+        kernels.layer_norm(*torch.ones(3, 16, device=device), 1e-5, torch.float32)
+    except Exception as error:  # Triton needs a C compiler and Python's headers
+        reason = f'{type(error).__name__}: {error}'
+        warnings.warn(f'slower attention and norms, since Triton does not work here: {reason}')
+        return False
+    return True
 
 
 # For each module, a copy of its relative position bias table, and the biases computed from it. The
@@ -209,7 +223,7 @@ class FastShiftWindowMSA(ShiftWindowMSA):
             return super().forward(query, hw_shape)
         height, width = hw_shape
         shift = self.shift_of(query, hw_shape)
-        if query.is_cuda and self._fits_kernel(query):
+        if self._fits_kernel(query):
             x = self._forward_kernel(query, height, width, shift)
         elif w_msa.training and w_msa.attn_drop.p or type(query) is not torch.Tensor or is_traced():
             x = self._forward_traceable(query, height, width, shift)
@@ -270,7 +284,8 @@ class FastShiftWindowMSA(ShiftWindowMSA):
         width = max(w_msa.qkv.out_features - values, 2 * values) // 2 // w_msa.num_heads
         dtype = autocast_dtype(query.device.type) or query.dtype
         return (
-            type(query) is torch.Tensor
+            has_kernels(query.device)
+            and type(query) is torch.Tensor
             and query.numel() > 0
             and not (torch.jit.is_tracing() or _is_exporting())
             # With gradients, compiled code takes operations that it can differentiate.
@@ -282,10 +297,11 @@ class FastShiftWindowMSA(ShiftWindowMSA):
             # The kernel computes what the layer makes of padding.
             and type(self).qkv is FastShiftWindowMSA.qkv
             and is_plain(w_msa.qkv, nn.Linear)
-            and triton_kernels() is not None
         )
 
     def _forward_kernel(self, query, height, width, shift):
+        from repa_mm.faster.kernels import window_attention
+
         w_msa = self.w_msa
         qkv = w_msa.qkv(query)
         bias = w_msa.qkv.bias
@@ -293,7 +309,7 @@ class FastShiftWindowMSA(ShiftWindowMSA):
             bias = qkv.new_zeros(qkv.shape[-1])
         table, index = w_msa.relative_position_bias_table, w_msa.relative_position_index
         how = height, width, self.window_size, shift, w_msa.proj.in_features, w_msa.scale
-        return w_msa.proj(triton_kernels().window_attention(qkv, bias, table, index, *how))
+        return w_msa.proj(window_attention(qkv, bias, table, index, *how))
 
     def _forward_eager(self, query, height, width, shift):
         w_msa, num_tokens = self.w_msa, self.window_size**2

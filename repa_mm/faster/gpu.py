@@ -3,9 +3,9 @@
 import torch
 import torch.nn as nn
 
-from repa_mm.faster.attention import FastShiftWindowMSA, triton_kernels
+from repa_mm.faster.attention import FastShiftWindowMSA, has_kernels
 from repa_mm.reparam.autograd import autocast_dtype, is_compiling
-from repa_mm.surgery import become_, is_plain
+from repa_mm.surgery import is_plain, replace_
 
 
 class FastLayerNorm(nn.LayerNorm):
@@ -17,23 +17,44 @@ class FastLayerNorm(nn.LayerNorm):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         dtype = autocast_dtype(x.device.type)
-        if not x.is_cuda or dtype is None or torch.is_grad_enabled() or is_compiling():
+        if dtype is None or torch.is_grad_enabled() or is_compiling() or not has_kernels(x.device):
             return super().forward(x)
-        return triton_kernels().layer_norm(x, self.weight, self.bias, self.eps, dtype)
+        from repa_mm.faster.kernels import layer_norm
+
+        return layer_norm(x, self.weight, self.bias, self.eps, dtype)
 
 
-def _is_norm_of_tokens(module: nn.Module) -> bool:
-    return (
+def _norm_class(module: nn.Module) -> type | None:
+    fits = (
         is_plain(module, nn.LayerNorm)
         and len(module.normalized_shape) == 1
         and module.weight is not None
         and module.bias is not None
     )
+    return FastLayerNorm if fits else None
+
+
+def _swap_norms_(model: nn.Module) -> None:
+    for swin in model.modules():
+        if hasattr(swin, 'patch_embed'):
+            if any(isinstance(m, FastShiftWindowMSA) for m in swin.modules()):
+                replace_(swin, _norm_class)
 
 
 def _has_custom_operators(module: nn.Module) -> bool:
     """Return True if there are operators of mmcv, which read maps as contiguous ones."""
     return any(type(m).__module__.startswith('mmcv.ops') for m in module.modules())
+
+
+def _channels_last_(model: nn.Module) -> None:
+    is_custom = _has_custom_operators(model)
+    for owner in model.modules():
+        for name in ('neck', 'bbox_head', 'rpn_head', 'mask_head', 'decode_head'):
+            part = getattr(owner, name, None)
+            if isinstance(part, nn.Module) and not _has_custom_operators(part):
+                # A neck's maps go to all heads.
+                if name != 'neck' or not is_custom:
+                    part.to(memory_format=torch.channels_last)
 
 
 def faster_on_gpu_(model: nn.Module) -> nn.Module:
@@ -50,20 +71,9 @@ def faster_on_gpu_(model: nn.Module) -> nn.Module:
     Returns:
         nn.Module: The same model.
     """
-    if not next((p.is_cuda for p in model.parameters()), False):
-        return model
-    is_custom = _has_custom_operators(model)
-    for owner in model.modules():
-        for name in ('neck', 'bbox_head', 'rpn_head', 'mask_head', 'decode_head'):
-            part = getattr(owner, name, None)
-            if isinstance(part, nn.Module) and not _has_custom_operators(part):
-                # A neck's maps go to all heads.
-                if name != 'neck' or not is_custom:
-                    part.to(memory_format=torch.channels_last)
-        # Among the modules of a Swin itself.
-        if triton_kernels() and hasattr(owner, 'patch_embed'):
-            if any(isinstance(m, FastShiftWindowMSA) for m in owner.modules()):
-                for module in owner.modules():
-                    if _is_norm_of_tokens(module):
-                        become_(module, FastLayerNorm)
+    device = next((p.device for p in model.parameters()), torch.device('cpu'))
+    if device.type == 'cuda':
+        _channels_last_(model)
+        if has_kernels(device):
+            _swap_norms_(model)
     return model

@@ -282,7 +282,7 @@ def layer_norm(
     There is no gradient.
     """
     channels = x.shape[-1]
-    tokens = x.flatten(0, -2)
+    tokens = x.reshape(-1, channels)
     if tokens.stride(1) != 1:
         tokens = tokens.contiguous()
     out = torch.empty(x.shape, dtype=dtype, device=x.device)

@@ -1,0 +1,107 @@
+"""What prepares a model for GPUs, on a CPU with the kernels in Triton's interpreter."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn as nn
+
+import repa_mm
+from repa_mm.config import load_config
+from repa_mm.faster import attention, faster_on_gpu_, gpu
+from repa_mm.faster.gpu import FastLayerNorm
+from repa_mm.variants import variants
+
+PACKAGE = dict(retinanet='mmdet', mask_rcnn='mmdet', upernet='mmseg')
+SMALL = {'model.backbone.arch.depths': [2, 1, 1, 1]}
+
+
+def _models(task):
+    pytest.importorskip(PACKAGE[task])
+    cfg, baseline = (
+        load_config(repa_mm.config_path(f'demo/{task}_{name}swin_digits.py'), SMALL)
+        for name in ('repa_', '')
+    )
+    return variants(cfg, baseline=baseline)
+
+
+def _features(model, x):
+    """What the neck or the segmentor's head returns, from the backbone's maps."""
+    maps = model.backbone(x)
+    return model.neck(maps) if hasattr(model, 'neck') else [model.decode_head(maps)]
+
+
+def _formats(module):
+    weights = [p for p in module.parameters() if p.dim() == 4 and max(p.shape[2:]) > 1]
+    return {w.is_contiguous(memory_format=torch.channels_last) for w in weights}
+
+
+@pytest.mark.parametrize('task', PACKAGE)
+@torch.no_grad()
+def test_prepared_models_compute_the_same(task, monkeypatch, relative_error):
+    pytest.importorskip('triton', minversion='3.0')
+    stock, model, _ = _models(task).values()
+    prepared = copy.deepcopy(model)
+    gpu._channels_last_(prepared)
+    gpu._swap_norms_(prepared)
+    assert list(prepared.state_dict()) == list(model.state_dict())
+    norms = [m for m in prepared.backbone.modules() if isinstance(m, nn.LayerNorm)]
+    assert norms and {type(norm) for norm in norms} == {FastLayerNorm}
+    # RoIAlign reads the neck's maps.
+    assert task == 'upernet' or _formats(prepared.neck) == {task == 'retinanet'}
+    head = dict(retinanet='bbox_head', mask_rcnn='rpn_head', upernet='decode_head')[task]
+    assert _formats(getattr(prepared, head)) == {True}
+
+    x = torch.randn(1, 3, 32, 32)
+    expected = _features(stock, x)
+    with torch.autocast('cpu', torch.float16):
+        of_stock = _features(stock, x)
+        monkeypatch.setattr(attention, 'has_kernels', lambda device: True)
+        monkeypatch.setattr(gpu, 'has_kernels', lambda device: True)
+        found = _features(prepared, x)
+    for a, b, exact in zip(found, of_stock, expected, strict=True):
+        assert a.dtype == b.dtype
+        assert relative_error(a, exact) < 2 * relative_error(b, exact) + 1e-3
+
+
+def test_norms_of_tokens_have_the_type_of_the_layer_after_them(monkeypatch):
+    pytest.importorskip('triton', minversion='3.0')
+    monkeypatch.setattr(gpu, 'has_kernels', lambda device: True)
+    norm, x = FastLayerNorm(8), torch.randn(2, 5, 8)
+    with torch.autocast('cpu', torch.float16):
+        assert norm(x).dtype == torch.float32  # with gradients
+        with torch.no_grad():
+            assert norm(x).dtype == torch.float16
+    with torch.no_grad():
+        assert torch.equal(norm(x), nn.LayerNorm(8)(x))
+
+
+def test_on_a_cpu_nothing_changes():
+    model = _models('retinanet')['deploy form']
+    before = {name: (type(m), _formats(m)) for name, m in model.named_modules()}
+    assert faster_on_gpu_(model) is model
+    assert {name: (type(m), _formats(m)) for name, m in model.named_modules()} == before
+    assert not attention.has_kernels(torch.device('cpu'))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('task', ['retinanet', 'upernet'])
+@torch.no_grad()
+def test_compiles_without_a_break(task, relative_error):
+    """Backbone, neck and head with our parts and merged FFNs: one graph for images of any size."""
+    from torch._dynamo.testing import CompileCounter
+
+    model = _models(task)['deploy form']
+    torch._dynamo.reset()
+    counter, head = CompileCounter(), getattr(model, 'bbox_head', None) or model.decode_head
+    neck = getattr(model, 'neck', nn.Identity())
+
+    def run(x):
+        maps = head(neck(model.backbone(x)))
+        return maps[0][0] if task == 'retinanet' else maps
+
+    compiled = torch.compile(run, backend=counter, fullgraph=True, dynamic=True)
+    for size in (192, 224), (256, 320):  # more than one window in each stage
+        x = torch.randn(1, 3, *size)
+        assert relative_error(compiled(x), run(x)) < 1e-4
+    assert counter.frame_count == 1
