@@ -141,7 +141,7 @@ class ReducedSwinBlock(SwinBlock):
         flat, updates = x.reshape(-1, channels), []
         table = attn.w_msa.relative_position_bias_table
         known = shift if isinstance(shift, int) else attn.shift_size
-        biases = attn.bias(known, table.dtype, cached=eager)
+        biases = attn.bias(known, table.dtype)
         for chunk, bias in self._chunks(masks, biases, eager):
             windows = flat.index_select(0, where[chunk].flatten()).view(-1, num_tokens, channels)
             is_padded = None if padded is None else padded.index_select(0, others[chunk])

@@ -22,7 +22,7 @@ import torch.nn as nn
 
 from repa_mm.convert.regression import at_least_float32, least_ridge, ridged, solve
 from repa_mm.faster.attention import FastShiftWindowMSA, split_heads
-from repa_mm.faster.windows import cached_masks, partition
+from repa_mm.faster.windows import masks, partition
 from repa_mm.reparam import double
 
 #: Strength of the ridge of the projection, relative to the mean variance of a feature.
@@ -70,7 +70,7 @@ def sample_windows(
         tokens = tokens * valid[..., None]
     together = valid[:, None].expand(-1, window**2, -1)
     if shift:
-        together = together & (cached_masks(window, shift, x.device)[kinds, 0] == 0)
+        together = together & (masks(window, shift, x.device)[kinds, 0] == 0)
     bias = attention.bias(shift, x.dtype)[kinds]
     return Tokens(tokens, tokens, bias, together.to(x), valid)
 

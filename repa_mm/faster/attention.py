@@ -4,14 +4,13 @@ The modules have the parameters and outputs of the stock modules of MMPretrain, 
 MMSegmentation:
 
 - Tokens are gathered into windows once, in the order of the windows' masks, see :mod:`.windows`.
-  The sum of relative position bias and mask is broadcast over the windows, and cached at inference.
+  The sum of relative position bias and mask is broadcast over the windows.
 - On GPUs, attention is one Triton kernel each way, see :mod:`.kernels`.
 - On CPUs, the windows are processed in chunks that fit the caches, and training keeps only q, k and
   v for the backward pass.
 """
 
 import warnings
-import weakref
 from collections.abc import Iterator, Sequence
 from functools import cache
 
@@ -24,7 +23,6 @@ from mmpretrain.models.utils.attention import ShiftWindowMSA
 
 from repa_mm.faster.windows import (
     buffer,
-    cached_masks,
     gather,
     is_traced,
     masks,
@@ -160,40 +158,35 @@ class _Attention(torch.autograd.Function):
         return grad_qkv, grad_bias.to(bias), None, None, None
 
 
+# The kernels are an operator for torch.compile, which PyTorch 2.6 has.
+_HAS_OPERATORS = hasattr(torch.library, 'triton_op')
 # Dimensions of a head that the Triton kernel can take.
 _WIDEST_HEADS = {torch.float16: 64, torch.bfloat16: 64, torch.float32: 32}
 
 
 @torch.compiler.assume_constant_result
 def has_kernels(device: torch.device) -> bool:
-    """Return True if the Triton kernels run on a device, one with Triton 3 from Ampere on."""
+    """Return True if the Triton kernels run on a device: on NVIDIA's GPUs from Ampere on."""
     return device.type == 'cuda' and _runs_kernels(device)
 
 
 @cache
 def _runs_kernels(device: torch.device) -> bool:
+    if not _HAS_OPERATORS or not torch.version.cuda:
+        return False
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return False
     try:
-        import triton
+        from repa_mm.faster.kernels import layer_norm
 
-        if digit_version(triton.__version__) < digit_version('3.0.0'):
-            return False
-        from repa_mm.faster import kernels
+        layer_norm(*torch.ones(3, 16, device=device), 1e-5, torch.float32)
     except ImportError:
         return False
-    if not torch.version.cuda or torch.cuda.get_device_capability(device) < (8, 0):
-        return False
-    try:
-        kernels.layer_norm(*torch.ones(3, 16, device=device), 1e-5, torch.float32)
     except Exception as error:  # Triton needs a C compiler and Python's headers
         reason = f'{type(error).__name__}: {error}'
         warnings.warn(f'slower attention and norms, since Triton does not work here: {reason}')
         return False
     return True
-
-
-# For each module, a copy of its relative position bias table, and the biases computed from it. The
-# cache is outside the modules, so that copies, pickles and state dicts do not contain it.
-_BIASES = weakref.WeakKeyDictionary()
 
 
 class FastShiftWindowMSA(ShiftWindowMSA):
@@ -223,6 +216,8 @@ class FastShiftWindowMSA(ShiftWindowMSA):
             return super().forward(query, hw_shape)
         height, width = hw_shape
         shift = self.shift_of(query, hw_shape)
+        # One kernel; chunks that fit a CPU's caches, whose number is no constant of a graph; and
+        # plain operations for graphs, dropout and subclasses of tensors.
         if self._fits_kernel(query):
             x = self._forward_kernel(query, height, width, shift)
         elif w_msa.training and w_msa.attn_drop.p or type(query) is not torch.Tensor or is_traced():
@@ -284,7 +279,8 @@ class FastShiftWindowMSA(ShiftWindowMSA):
         width = max(w_msa.qkv.out_features - values, 2 * values) // 2 // w_msa.num_heads
         dtype = autocast_dtype(query.device.type) or query.dtype
         return (
-            has_kernels(query.device)
+            _HAS_OPERATORS
+            and has_kernels(query.device)
             and type(query) is torch.Tensor
             and query.numel() > 0
             and not (torch.jit.is_tracing() or _is_exporting())
@@ -369,7 +365,7 @@ class FastShiftWindowMSA(ShiftWindowMSA):
             return self._forward_onnx(x, batch, positions, padded, mask)
         v_dims = w_msa.proj.in_features
         q, k, v = split_heads(self.qkv(x, padded), w_msa.num_heads, v_dims)
-        bias = buffer(self.bias(is_shifted, q.dtype, cached=False).contiguous())
+        bias = buffer(self.bias(is_shifted, q.dtype).contiguous())
         if is_shifted:
             bias = bias[mask]
         bias = bias.repeat(batch if is_shifted else 1, 1, 1, 1)
@@ -388,7 +384,7 @@ class FastShiftWindowMSA(ShiftWindowMSA):
         q, k, v = self._onnx_heads(x, padded)
         # In four dimensions, which OpenVINO fuses into one operation. The mask is apart from the
         # bias, since a sum of both would be computed for each window and head.
-        scores = q @ k.transpose(2, 3) + self.bias(0, q.dtype, cached=False)
+        scores = q @ k.transpose(2, 3) + self.bias(0, q.dtype)
         if mask is not None:
             scores = scores + masks(self.window_size, self.shift_size, x.device)[mask].to(q.dtype)
         x = w_msa.attn_drop(scores.softmax(-1)) @ v
@@ -419,45 +415,22 @@ class FastShiftWindowMSA(ShiftWindowMSA):
             start += size
         return parts
 
-    def _compute_bias(self, shift: int, masks=masks) -> torch.Tensor:
-        table = self.w_msa.relative_position_bias_table
-        bias = F.embedding(self.w_msa.relative_position_index, table)
-        bias = bias.permute(2, 0, 1)[None]
-        if shift:
-            bias = bias + masks(self.window_size, shift, table.device).to(table.dtype)
-        return bias
-
-    def bias(self, shift: int, dtype: torch.dtype, cached: bool = True) -> torch.Tensor:
+    def bias(self, shift: int, dtype: torch.dtype) -> torch.Tensor:
         """Return the sum of relative position bias and mask for each kind of window.
 
         Args:
             shift (int): Shift of the windows in tokens.
             dtype (torch.dtype): Dtype of the result.
-            cached (bool): Use the cache. Must be False in a traced graph. Defaults to True.
 
         Returns:
             torch.Tensor: Biases (4, heads, N, N) of inner, right, bottom and corner windows, or
             (1, heads, N, N) without a shift.
         """
-        if not cached:
-            return self._compute_bias(shift).to(dtype)
         table = self.w_msa.relative_position_bias_table
-        # On a GPU, a comparison of the table with that of the cache would make the CPU wait.
-        if table.device.type != 'cpu' or table.requires_grad and torch.is_grad_enabled():
-            return self._compute_bias(shift, cached_masks).to(dtype)
-        key = shift, dtype
-        cached = _BIASES.get(self)
-        # Compared by value, since writing to param.data does not change the version.
-        if cached is None or cached[0] != key or not torch.equal(cached[1], table):
-            with torch.inference_mode(False), torch.no_grad():
-                bias = self._compute_bias(shift, cached_masks).to(dtype)
-                cached = key, table.detach().clone(), bias.contiguous()
-            _BIASES[self] = cached
-        return cached[2]
-
-    def train(self, mode: bool = True):
-        _BIASES.pop(self, None)
-        return super().train(mode)
+        bias = F.embedding(self.w_msa.relative_position_index, table).permute(2, 0, 1)[None]
+        if shift:
+            bias = bias + masks(self.window_size, shift, table.device).to(table.dtype)
+        return bias.to(dtype)
 
 
 class FastPatchMerging(PatchMerging):

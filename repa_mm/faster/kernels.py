@@ -209,15 +209,13 @@ class _WindowAttention(torch.autograd.Function):
         return grad_qkv, grad_bias.sum(0).to(bias), grad_table.to(table), *[None] * 7
 
 
-if hasattr(torch.library, 'triton_op'):  # PyTorch 2.6
-
-    @torch.library.triton_op('repa_mm::window_attention', mutates_args=())
-    def _operator(
-        qkv: torch.Tensor, bias: torch.Tensor, table: torch.Tensor, index: torch.Tensor,
-        height: int, width: int, window: int, shift: int, v_dims: int, scale: float,
-    ) -> torch.Tensor:  # fmt: skip
-        how = height, width, window, shift, v_dims, scale
-        return _attend(qkv, bias, table, index, *how, wrap=torch.library.wrap_triton)
+@torch.library.triton_op('repa_mm::window_attention', mutates_args=())
+def _operator(
+    qkv: torch.Tensor, bias: torch.Tensor, table: torch.Tensor, index: torch.Tensor,
+    height: int, width: int, window: int, shift: int, v_dims: int, scale: float,
+) -> torch.Tensor:  # fmt: skip
+    how = height, width, window, shift, v_dims, scale
+    return _attend(qkv, bias, table, index, *how, wrap=torch.library.wrap_triton)
 
 
 def window_attention(
@@ -254,9 +252,10 @@ def window_attention(
     if is_compiling():
         return _operator(qkv, bias, table, index, *how)
     # Without the cost of an operator's dispatch, which is that of a small kernel.
-    if torch.is_grad_enabled():
-        return _WindowAttention.apply(qkv, bias, table, index, *how)
-    return _attend(qkv, bias, table, index, *how)
+    with torch.cuda.device_of(qkv):  # where Triton launches
+        if torch.is_grad_enabled():
+            return _WindowAttention.apply(qkv, bias, table, index, *how)
+        return _attend(qkv, bias, table, index, *how)
 
 
 @triton.jit(do_not_specialize=['rows'])
@@ -288,8 +287,9 @@ def layer_norm(
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
     width = triton.next_power_of_2(channels)
     block = max(1, 4096 // width)
-    _layer_norm[(triton.cdiv(len(tokens), block),)](
-        tokens, weight, bias, out, len(tokens), tokens.stride(0), eps,
-        C=channels, B=width, R=block, num_warps=8,
-    )  # fmt: skip
+    with torch.cuda.device_of(x):
+        _layer_norm[(triton.cdiv(len(tokens), block),)](
+            tokens, weight, bias, out, len(tokens), tokens.stride(0), eps,
+            C=channels, B=width, R=block, num_warps=8,
+        )  # fmt: skip
     return out

@@ -138,13 +138,6 @@ def masks(window: int, shift: int, device: torch.device) -> torch.Tensor:
     return -100.0 * torch.stack([inner, right, down, down | right])[:, None]
 
 
-@lru_cache(maxsize=32)
-def cached_masks(*args) -> torch.Tensor:
-    """Return cached :func:`masks`, for use outside traced graphs."""
-    with torch.inference_mode(False), torch.no_grad():
-        return masks(*args)
-
-
 class _Gather(torch.autograd.Function):
     """:func:`gather` with a backward pass that gathers, where autograd would scatter and add."""
 

@@ -12,6 +12,7 @@ from repa_mm.faster import attention, faster_on_gpu_, gpu
 from repa_mm.faster.gpu import FastLayerNorm
 from repa_mm.variants import variants
 
+needs_operators = pytest.mark.skipif(not attention._HAS_OPERATORS, reason='needs PyTorch 2.6')
 PACKAGE = dict(retinanet='mmdet', mask_rcnn='mmdet', upernet='mmseg')
 SMALL = {'model.backbone.arch.depths': [2, 1, 1, 1]}
 
@@ -36,10 +37,10 @@ def _formats(module):
     return {w.is_contiguous(memory_format=torch.channels_last) for w in weights}
 
 
+@needs_operators
 @pytest.mark.parametrize('task', PACKAGE)
 @torch.no_grad()
 def test_prepared_models_compute_the_same(task, monkeypatch, relative_error):
-    pytest.importorskip('triton', minversion='3.0')
     stock, model, _ = _models(task).values()
     prepared = copy.deepcopy(model)
     gpu._channels_last_(prepared)
@@ -64,8 +65,8 @@ def test_prepared_models_compute_the_same(task, monkeypatch, relative_error):
         assert relative_error(a, exact) < 2 * relative_error(b, exact) + 1e-3
 
 
+@needs_operators
 def test_norms_of_tokens_have_the_type_of_the_layer_after_them(monkeypatch):
-    pytest.importorskip('triton', minversion='3.0')
     monkeypatch.setattr(gpu, 'has_kernels', lambda device: True)
     norm, x = FastLayerNorm(8), torch.randn(2, 5, 8)
     with torch.autocast('cpu', torch.float16):
