@@ -29,7 +29,6 @@ import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from mmengine.dataset import pseudo_collate
 from mmengine.runner import Runner
 
 import repa_mm
@@ -38,9 +37,11 @@ from benchmarks.methods import METHODS, Weights, shared_widths, statistics
 from benchmarks.tables import COLUMNS, Row
 from repa_mm import convert_pretrained
 from repa_mm.config import build_model, load_config
-from repa_mm.convert.conversion import MAX_TOKENS, plan_conversion
+from repa_mm.convert.budget import even_sizes
+from repa_mm.convert.conversion import MAX_TOKENS, convert, plan_conversion
 from repa_mm.convert.lockstep import in_lockstep
-from repa_mm.convert.pretrained import calibration_images
+from repa_mm.convert.pretrained import split_images
+from repa_mm.opening import read_images
 from repa_mm.timing import measure
 
 COSTS = [0.9, 0.75, 0.5, 0.375, 0.25, 0.15]
@@ -72,8 +73,8 @@ def compressed(
     """A copy of a model with FFNs of a published method."""
     model = copy.deepcopy(model)
     model.eval()
-    plan = plan_conversion(model, keep)
-    widths = {name: width for name, (width,) in plan.sizes.items()}
+    plan = plan_conversion(model, ['ffn'])
+    widths = {name: width for name, (width,) in even_sizes(plan, keep).items()}
     sites = plan.sites
     number, run = -(-MAX_TOKENS // len(batches)), partial(forward, model)
     plan.put()
@@ -120,7 +121,8 @@ def converted(
                     continue
                 cost = 0.125  # C^2 of 8 C^2, whatever is asked for
             if name == 'ours':
-                found, _ = convert_pretrained(model, batches, keep=keep, forward=forward)
+                even = partial(even_sizes, ffn=keep)
+                found, _ = convert(model, batches, even, ['ffn'], forward=forward)
             else:
                 found = compressed(model, batches, forward, name, keep)
             found.eval()
@@ -202,10 +204,8 @@ def on_model(args: argparse.Namespace) -> None:
     cfg.work_dir, cfg.load_from = 'work_dirs/compare', None
     cfg.visualizer = None
     model = build_model(cfg, args.checkpoint)
-    dataset, chosen, _ = calibration_images(cfg, IMAGES)
-    batches = [
-        model.data_preprocessor(pseudo_collate([dataset[i]]), False)['inputs'] for i in chosen
-    ]
+    images, _ = split_images(read_images(cfg, 'train', IMAGES + IMAGES // 8))
+    batches = [model.data_preprocessor(data, False)['inputs'] for data in images]
     runner = Runner.from_cfg(cfg)
     runner.model.load_state_dict(model.state_dict())
 

@@ -9,14 +9,16 @@ Results are appended to a file with the columns of results.csv.
 """
 
 import argparse
+from functools import partial
 from unittest.mock import patch
 
 import torch
 
 from benchmarks import dinov2
 from benchmarks.compare import append
-from repa_mm import convert_pretrained
 from repa_mm.convert import parts
+from repa_mm.convert.budget import even_sizes
+from repa_mm.convert.conversion import convert
 from repa_mm.convert.heads import HeadMoments, Heads, roots, trace
 
 
@@ -85,9 +87,7 @@ def main() -> None:
     for share in args.qk_keep:
         for name, method in METHODS.items():
             with patch.object(parts, 'HeadMoments', method):
-                found, _ = convert_pretrained(
-                    vit, groups, keep=[None] * len(vit.layers), qk_keep=share
-                )
+                found, _ = convert(vit, groups, partial(even_sizes, qk=share), ['heads'])
             found.eval()
             metrics = {
                 key: dinov2.cosine(dinov2.features(found, x), expected[key])

@@ -28,6 +28,7 @@ from benchmarks.compare import METRICS, append
 from demo.run import test, train
 from repa_mm import config_path
 from repa_mm.config import load_config
+from repa_mm.convert.budget import even_sizes
 from repa_mm.convert.pretrained import convert_checkpoint, restructured
 
 
@@ -51,8 +52,10 @@ TASKS = {
     'upernet': Task('UperNet, digits', 'demo/upernet_swin_digits.py', 150, 2, 'digits'),
 }
 HEADS = {
-    'FFNs 0.375, heads half': dict(keep=0.375, qk_keep=0.5, v_keep=0.5),
-    'FFNs 0.2, heads a quarter': dict(keep=0.2, qk_keep=0.25, v_keep=0.25),
+    'FFNs 0.375, heads half': dict(choose=functools.partial(even_sizes, ffn=0.375, qk=0.5, v=0.5)),
+    'FFNs 0.2, heads a quarter': dict(
+        choose=functools.partial(even_sizes, ffn=0.2, qk=0.25, v=0.25)
+    ),
     'the same multiply-adds by one budget': dict(budget=0.22),
 }
 WAYS = {
@@ -116,20 +119,20 @@ class Run:
             cfg.load_from = Run(self.task.start, self.seed, self.args).original
         return train(cfg, str(folder))
 
-    def convert(self, name: str, **shares) -> tuple[Config, str]:
+    def convert(self, name: str, **options) -> tuple[Config, str]:
         """The config and the checkpoint of a conversion of the original."""
         out = self.folder / f'{name}.pth'
-        options = self.args.cfg_options
+        cfg_options = self.args.cfg_options
         result = convert_checkpoint(
-            self.config, self.original, str(out), cfg_options=options, **shares
+            self.config, self.original, str(out), cfg_options=cfg_options, **options
         )
         return load_config(result['config']), str(out)
 
     def heads(self) -> None:
         what = 'channels and heads'
         self.write(what, 'original', self.test('original', self.load(), self.original))
-        for i, (form, shares) in enumerate(HEADS.items()):
-            self.write(what, form, self.test(f'heads_{i}', *self.convert(f'heads_{i}', **shares)))
+        for i, (form, options) in enumerate(HEADS.items()):
+            self.write(what, form, self.test(f'heads_{i}', *self.convert(f'heads_{i}', **options)))
 
     def more(self, way: str) -> None:
         """Train on for half an epoch and one, and test before and after that."""
@@ -140,7 +143,8 @@ class Run:
             cfg.model.init_cfg = dict(type='Pretrained', checkpoint=self.original)
             checkpoint = None
         elif way == 'converted':
-            cfg, checkpoint = self.convert('converted', keep=KEEP)
+            even = functools.partial(even_sizes, ffn=KEEP)
+            cfg, checkpoint = self.convert('converted', choose=even, parts=['ffn'])
         else:
             cfg, checkpoint = self.load(), self.original
         cfg.optim_wrapper.optimizer.lr = LEARNING_RATE

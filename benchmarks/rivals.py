@@ -79,7 +79,7 @@ def prune(config: str, checkpoint: str, stem: str, ratio: float, criterion: str)
     sizes = {
         site.block_name: (site.parts().fc1.out_features,) for site in ffn_sites(model, 'backbone')
     }
-    text = converted_config(cfg, original, sizes, None, f'{stem}.pth').pretty_text
+    text = converted_config(cfg, original, sizes).pretty_text
     with open(f'{stem}.py', 'w', encoding='utf-8') as file:
         file.write(text)
     save_checkpoint(dict(meta={}, state_dict=model.state_dict()), f'{stem}.pth')

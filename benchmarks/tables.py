@@ -20,7 +20,7 @@ PAGES = 'README*.md', 'docs/*.md', 'benchmarks/README.md', 'projects/*/README.md
 RESULTS = Path(__file__).with_name('results.csv')
 COLUMNS = 'what', 'model', 'form', 'run', 'cpu', 'command', 'version', 'date', 'value', 'unit'
 BLOCK = re.compile(r'(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)', re.DOTALL)
-HEADS = dict(cpu='CPU', keep='`--keep`')
+HEADS = dict(cpu='CPU', keep='channels left')
 SHOWN = 'RePa-Swin-T', 'RePa-Swin-S', 'RePa-Swin-B', 'RePa-DeiT-B'
 SHAPES = {'RetinaNet': '800×1344', 'Mask R-CNN': '800×1344', 'UperNet': '512×512'}
 XEON = 'Intel Xeon (AVX-512, AMX), 2 cores'

@@ -124,7 +124,7 @@ def test_the_example_of_a_structure():
     for block in blocks:
         exec(block, names)
     names['test_branches_merge_exactly']()
-    assert [block.after for block in names['report'].blocks] == [(48,), (48,)]
+    assert 115 < sum(width for block in names['report'].blocks for width in block.after) <= 128
     x, blocks = torch.randn(3, 20, 32), names['blocks'].eval()
     with torch.no_grad():  # of a user's own family
         merged = repa_mm.reparameterize(blocks)

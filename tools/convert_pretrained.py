@@ -11,6 +11,7 @@ import time
 from mmengine import DictAction
 
 from repa_mm.config import readable_errors
+from repa_mm.convert.conversion import PARTS
 from repa_mm.convert.pretrained import convert_checkpoint, result_text
 
 
@@ -22,34 +23,18 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument('checkpoint', help="the model's checkpoint: a path or a URL")
     parser.add_argument('out', help='checkpoint to write, ….pth; its config becomes ….py')
     parser.add_argument(
-        '--keep',
-        type=float,
-        nargs='+',
-        default=[0.375],
-        help="share of the FFNs' hidden channels that stays: one for all blocks, or one per block "
-        '(default: 0.375, the cost of channel-idle FFNs with an idle ratio of 0.75 where H = 4 C)',
-    )
-    for name, what in (('qk', 'queries and keys'), ('v', 'values')):
-        parser.add_argument(
-            f'--{name}-keep',
-            type=lambda x: x if x == 'auto' else float(x),
-            nargs='+',
-            default=[1.0],
-            help=f"share of each head's dimensions of {what} that stays: one for all blocks, one "
-            "per block, or 'auto' (default: 1, all)",
-        )
-    parser.add_argument(
         '--budget',
         type=float,
-        help='share of the multiply-adds of all blocks that stays, spread over channels and heads '
-        'by what they are worth; instead of the shares above',
+        default=0.5,
+        help='share of the multiply-adds of all parts that stays, spread over channels and heads '
+        'by what they are worth (default: 0.5)',
+    )
+    parser.add_argument(
+        '--parts', choices=PARTS, nargs='+', default=PARTS, help='what is narrowed (default: both)'
     )
     parser.add_argument('--where', help='module to narrow: backbone or encoder (default: both)')
     parser.add_argument('--num-images', type=int, default=64, help='images to fit to (default: 64)')
     parser.add_argument('--images', help="folder of images (default: the config's training data)")
-    parser.add_argument(
-        '--skip-unsupported', action='store_true', help='skip blocks whose FFN cannot be narrowed'
-    )
     parser.add_argument('--device', help='device of the fit (default: the GPU if there is one)')
     parser.add_argument(
         '--cfg-options', nargs='+', action=DictAction, help='override the config: key=value ...'
@@ -59,10 +44,6 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = vars(parse_args())
-    for name in ('keep', 'qk_keep', 'v_keep'):
-        if len(args[name]) == 1:
-            (args[name],) = args[name]
-
     started, done = time.monotonic(), 0
 
     def progress(row, number) -> None:

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-#: Sizes of FFNs among which the budget chooses, as shares of their channels.
-SHARES = (0.03, 0.06, 0.1, 0.15, 0.2, 0.25, 0.3, 0.375, 0.45, 0.55, 0.65, 0.75, 0.85, 1.0)
+#: Sizes of FFNs among which the budget chooses, as fractions of their channels.
+FRACTIONS = (0.03, 0.06, 0.1, 0.15, 0.2, 0.25, 0.3, 0.375, 0.45, 0.55, 0.65, 0.75, 0.85, 1.0)
 
 
 @dataclass
@@ -22,14 +22,14 @@ class Axis:
     Attributes:
         sizes (Sequence[int]): The sizes.
         errors (Sequence[float]): The error of the part at each size, in any unit.
-        narrow (Callable): Returns the function of the part at one size, to measure the gain.
+        fitted (Callable): Returns the function of the part at one size, to measure the gain.
         cost (float): Multiply-adds for one unit of the size.
         gain (float): Error of the model's outputs for one unit of the part's error.
     """
 
     sizes: Sequence[int]
     errors: Sequence[float]
-    narrow: Callable[[int], Callable]
+    fitted: Callable[[int], Callable]
     cost: float = 0.0
     gain: float = 0.0
 
@@ -65,9 +65,9 @@ def spread(axes: Sequence[Axis], budget: float, multiples: Sequence[int]) -> lis
     for step in sorted(steps, key=lambda step: -step.benefit):
         if left <= 0:
             break
-        share = min(1.0, left / step.cost)
-        sizes[step.axis] += share * (step.stop - step.start)
-        left -= share * step.cost
+        fraction = min(1.0, left / step.cost)
+        sizes[step.axis] += fraction * (step.stop - step.start)
+        left -= fraction * step.cost
     return [
         axis.sizes[-1]
         if size > axis.sizes[-1] - 1e-6  # which need not be a multiple
@@ -92,3 +92,26 @@ def _steps(index: int, axis: Axis) -> list[_Step]:
         )
         i = j
     return found
+
+
+def even_sizes(
+    plan, ffn: float = 1.0, qk: float = 1.0, v: float = 1.0
+) -> dict[str, tuple[int, ...]]:
+    """Choose sizes that are the same fractions in all blocks.
+
+    Args:
+        plan (Plan): The parts, see :class:`~repa_mm.convert.conversion.Plan`.
+        ffn (float): Fraction of the channels of FFNs, in (0, 1]. Defaults to 1.
+        qk (float): Fraction of a head's dimensions of queries and keys, rounded to a multiple of 4.
+            Defaults to 1.
+        v (float): The same for values.
+    """
+    return {
+        name: (max(1, round(ffn * part.sizes[0])),)
+        if len(part.sizes) == 1
+        else tuple(
+            d if fraction == 1 else min(d, max(4, 4 * round(fraction * d / 4)))
+            for fraction, d in zip((qk, v), part.sizes)
+        )
+        for name, part in plan.parts.items()
+    }

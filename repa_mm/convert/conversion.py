@@ -2,8 +2,9 @@
 
 import copy
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -16,13 +17,17 @@ from repa_mm.convert.parts import PretrainedAttention, PretrainedFFN
 from repa_mm.faster.attention import swap_attention_
 from repa_mm.features import differences, has_channels_first, percent, run_batches
 from repa_mm.models.sites import AttentionSite, Site, attention_sites, ffn_sites
-from repa_mm.models.structures import share
 from repa_mm.reparam import Form
 from repa_mm.surgery import unwrap
 
-# Tokens that an FFN is fitted to, drawn at random from all images.
+#: Parts of a block that can be narrowed.
+PARTS = 'ffn', 'heads'
+# Tokens that a part is fitted to, drawn at random from all images.
 MAX_TOKENS = 32768
-Keep = float | Sequence[float | None]
+#: Number of batches from which a budget is spread, where the fits see all. Half of them measure the
+#: gains: with eight, their order hardly matters.
+FEW = 16
+Sizes = dict[str, tuple[int, ...]]
 
 
 @dataclass
@@ -69,7 +74,7 @@ class ConversionReport:
     differences: list[float] = field(default_factory=list)
 
     @property
-    def sizes(self) -> dict[str, tuple[int, ...]]:
+    def sizes(self) -> Sizes:
         """New sizes of the parts with new weights, by name: those that a config must have."""
         return {block.name: block.after for block in self.blocks if block.changed}
 
@@ -101,53 +106,78 @@ class ConversionReport:
         return '\n'.join(line.rstrip() for line in lines)
 
 
-@torch.inference_mode(False)
-@torch.no_grad()
 def convert_pretrained(
     model: nn.Module,
     batches: Iterable,
-    *,
-    keep: Keep = 0.375,
-    qk_keep: Keep | str = 1.0,
-    v_keep: Keep | str = 1.0,
-    budget: float | None = None,
-    where: str | None = None,
-    forward: Callable | None = None,
-    held_out: Iterable = (),
-    full_size: Iterable = (),
-    skip_unsupported: bool = False,
-    progress: Callable[[BlockReport, int], None] | None = None,
+    budget: float = 0.5,
+    parts: Sequence[str] = PARTS,
+    **options,
 ) -> tuple[nn.Module, ConversionReport]:
-    """Narrow the FFNs and the heads of a pretrained model, without labels.
+    """Narrow the FFNs and the heads of a pretrained model, without labels (structured pruning).
 
-    The parts are converted one after the other, in the order of the forward pass. Each FFN keeps a
-    share of its hidden channels, and each head a share of its dimensions. They are fitted to the
-    outputs of the pretrained block, given inputs from the blocks that are converted already, see
-    :mod:`repa_mm.convert.regression` and :mod:`repa_mm.convert.heads`. The result is an ordinary
-    model with narrower layers. All batches pass through the model together, see
-    :mod:`repa_mm.convert.lockstep`, so the memory grows with the number of batches.
+    The channels of all FFNs and the dimensions of all heads compete for one budget, see
+    :mod:`repa_mm.convert.budget`. FFNs keep at least 3 % of their channels, heads at least 4
+    dimensions. Parts that cannot be narrowed stay as they are; the report names them.
 
     Args:
         model (nn.Module): A backbone or a whole model, with blocks of a family in
             :data:`repa_mm.models.FAMILIES`.
+        batches (Iterable): As for :func:`convert`.
+        budget (float): Share of the multiply-adds of all parts that stays, in (0, 1]. If it is less
+            than the least sizes take, the model gets these sizes, with a warning. Defaults to 0.5.
+        parts (Sequence[str]): What is narrowed: 'ffn', 'heads' or both. Defaults to both.
+        **options: Further arguments of :func:`convert`: ``where``, ``forward``, ``held_out``,
+            ``full_size`` and ``progress``.
+
+    Returns:
+        tuple: The converted copy of the model, and a :class:`ConversionReport`.
+
+    Raises:
+        ValueError: As :func:`convert`, or if the budget is not in (0, 1].
+
+    Examples:
+        >>> narrow, report = repa_mm.convert_pretrained(backbone, images, budget=0.5)
+        >>> print(report)
+    """
+    choose = partial(spread_budget, budget=budget)
+    result, report = convert(model, batches, choose, parts, **options)
+    if report.share > budget + 0.005:
+        warnings.warn(
+            f'the budget is {budget:g}, and {report.share:.3f} is the least that these blocks allow'
+        )
+    return result, report
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def convert(
+    model: nn.Module,
+    batches: Iterable,
+    choose: Callable[['Plan'], Sizes],
+    parts: Sequence[str] = PARTS,
+    *,
+    where: str | None = None,
+    forward: Callable | None = None,
+    held_out: Iterable = (),
+    full_size: Iterable = (),
+    progress: Callable[[BlockReport, int], None] | None = None,
+) -> tuple[nn.Module, ConversionReport]:
+    """Narrow parts of a pretrained model to chosen sizes.
+
+    The parts are converted one after the other, in the order of the forward pass. They are fitted
+    to the outputs of the pretrained block, given inputs from the blocks that are converted already,
+    see :mod:`repa_mm.convert.regression` and :mod:`repa_mm.convert.heads`. The result is an
+    ordinary model with narrower layers. All batches pass through the model together, see
+    :mod:`repa_mm.convert.lockstep`, so the memory grows with the number of batches.
+
+    Args:
+        model (nn.Module): A backbone or a whole model.
         batches (Iterable): Inputs of ``forward``, such as images (B, 3, H, W). With two batches or
             more, cross-validation leaves out whole batches: put images that share something, such
             as crops of one photograph, into one batch. Put images of different sizes into different
             batches, since the parts would be fitted to padding as well.
-        keep (float | Sequence): Share of the hidden channels, and so of the FFNs' multiply-adds,
-            that stays, in (0, 1]: one for all blocks, or one per known block, where None leaves the
-            block as it is. Defaults to 0.375, the cost of channel-idle FFNs with an idle ratio of
-            0.75 where H = 4 C.
-        qk_keep (float | Sequence | str): Share of each head's dimensions of queries and keys that
-            stays, rounded to a multiple of 4: one for all blocks, or one per block with a known
-            attention. 'auto' leaves out 0.3 % of the energy of each block's logits. Defaults to 1.
-        v_keep (float | Sequence | str): The same for the values. Defaults to 1.
-        budget (float, optional): Share of the multiply-adds of all parts that can be narrowed, FFNs
-            and attention, that stays, in (0, 1]. It takes the place of ``keep``, ``qk_keep`` and
-            ``v_keep``: channels and dimensions of all blocks compete, see
-            :mod:`repa_mm.convert.budget`. FFNs keep at least 3 % of their channels, heads at least
-            4 dimensions; a budget below that gives these sizes, with a warning. Blocks whose
-            attention is not known narrow their FFNs alone. Defaults to None.
+        choose (Callable): Returns the new sizes of the parts of a :class:`Plan`, by name.
+        parts (Sequence[str]): As for :func:`convert_pretrained`.
         where (str, optional): Name of the module whose blocks are converted, as for
             :func:`~repa_mm.models.sites.ffn_sites`. Defaults to all modules except decoder layers.
         forward (Callable, optional): Called with a model and a batch, runs the model or the part of
@@ -155,9 +185,6 @@ def convert_pretrained(
         held_out (Iterable): Batches to measure the change of the outputs on. Defaults to none.
         full_size (Iterable): Batches to count multiply-adds on, of the sizes at which the model
             will run, if ``batches`` are crops. Defaults to ``batches``.
-        skip_unsupported (bool): Skip parts that cannot be narrowed, such as an FFN that is not two
-            linear layers around an activation, instead of raising an error. Defaults to False, and
-            to True with a budget.
         progress (Callable, optional): Called with the report of each part once it is fitted, and
             with the number of parts.
 
@@ -165,64 +192,173 @@ def convert_pretrained(
         tuple: The converted copy of the model, and a :class:`ConversionReport`.
 
     Raises:
-        ValueError: If there is no batch or no known block, a block cannot be converted, or its
-            activations are not finite. The message names the block. A class of a user's own that
-            has the name of a known block and computes something else is refused, too.
-
-    Examples:
-        >>> narrow, report = repa_mm.convert_pretrained(backbone, images)
-        >>> print(report)
+        ValueError: If there is no batch or no known block, no part can be narrowed, a block does
+            not compute what its family says, or activations are not finite. The message names the
+            block.
     """
     original = unwrap(model)
-    model = copy.deepcopy(original)
-    model.eval()  # on its own line, since eval() of some backbones returns None
-    run = partial(forward, model) if forward else model
     batches, held_out = list(batches), list(held_out)
     if not batches:
         raise ValueError('batches is empty: there is no image to fit to')
-    if budget is not None:
-        # All parts; spread_budget() decides on their sizes.
-        heads = 'auto' if attention_sites(model, where or '') else 1.0
-        keep, qk_keep, v_keep, skip_unsupported = 1.0, heads, heads, True
-    plan = plan_conversion(model, keep, qk_keep, v_keep, where, skip_unsupported)
-    outputs = block_outputs(plan.blocks, run, batches[0])
-    for name in [name for name, site in plan.sites.items() if site.block_name not in outputs]:
-        plan.skipped[name] = 'the forward pass does not reach it'
-        del plan.sites[name], plan.parts[name], plan.sizes[name]
-    if not plan.sites:
-        names = ', '.join(map(repr, plan.skipped))
-        raise ValueError(f'the forward pass reaches none of the blocks: {names}')
-    expected = run_batches(run, held_out)
-    max_tokens = -(-MAX_TOKENS // len(batches))
-    with _checked(plan.sites, outputs):
-        plan.put()
-        in_lockstep(run, batches[:1], lambda *_: None, students=False)
-    costs = count(run, list(full_size) or spread_out(batches))
-    if budget is not None:
-        plan.sizes = spread_budget(plan, run, batches, budget, max_tokens, costs)
-    fit = Fit(plan.sizes, costs, max_tokens, progress)
-    with _checked(plan.sites, outputs):
-        in_lockstep(run, batches, fit)
+    plan = plan_conversion(copy.deepcopy(original), parts, where)
+    plan.model.eval()  # on its own line, since eval() of some backbones returns None
+    plan.run = partial(forward, plan.model) if forward else plan.model
+    plan.batches = batches
+    outputs = block_outputs(plan.blocks, plan.run, batches[0])
+    plan.leave([name for name, site in plan.sites.items() if site.block_name not in outputs])
+    expected = run_batches(plan.run, held_out)
+    plan.put()
+    with checked(plan.blocks, outputs, EQUAL):
+        in_lockstep(plan.run, batches[:1], lambda *_: None, students=False)
+    check_sums(plan, outputs)
+    plan.costs = count(plan.run, list(full_size) or spread_out(batches))
+    fit = Fit(choose(plan), plan.costs, plan.max_tokens, progress)
+    with checked(plan.blocks, outputs, EQUAL):
+        in_lockstep(plan.run, batches, fit)
     result = copy.deepcopy(original)
     for name, weights in fit.weights.items():
-        plan.sites[name].of(result).set_weights(*weights)
+        plan.sites[name].in_copy(result).set_weights(*weights)
     modes = {module: module.training for module in result.modules()}
     result.eval()
     after = partial(forward, result) if forward else result
     changes = differences(expected, run_batches(after, held_out), has_channels_first(result))
     for module, mode in modes.items():
         module.training = mode
-    report = ConversionReport(fit.rows, plan.skipped, changes)
-    if budget is not None and report.share > budget + 0.005:
-        warnings.warn(
-            f'the budget is {budget:g}, and {report.share:.3f} is the least that these blocks allow'
+    return result, ConversionReport(fit.rows, plan.skipped, changes)
+
+
+@dataclass
+class Plan:
+    """The parts of a model to narrow.
+
+    Attributes:
+        model (nn.Module): The model, which has the pretrained parts once they are :meth:`put`.
+        blocks (dict[str, nn.Module]): The blocks of all parts, by name.
+        sites (dict[str, Site]): The sites of the parts, by the name of the part: that of the block
+            for an FFN, that of the attention for heads.
+        parts (dict[str, Pausing]): The pretrained parts.
+        skipped (dict[str, str]): Names of the parts that stay as they are, with the reasons.
+        run (Callable): Runs the model on a batch.
+        batches (list): The batches to fit to.
+        costs (dict[str, float]): Of :func:`count`.
+    """
+
+    model: nn.Module
+    blocks: dict[str, nn.Module] = field(default_factory=dict)
+    sites: dict[str, Site] = field(default_factory=dict)
+    parts: dict[str, Pausing] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
+    run: Callable | None = None
+    batches: list = field(default_factory=list)
+    costs: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def max_tokens(self) -> int:
+        """Number of tokens to draw from a batch, at most."""
+        return -(-MAX_TOKENS // len(self.batches))
+
+    def leave(self, names: Sequence[str]) -> None:
+        """Leave parts that a forward pass does not reach as they are."""
+        for name in names:
+            self.skipped[name] = 'the forward pass does not reach it'
+            del self.sites[name], self.parts[name]
+        if not self.parts:
+            known = ', '.join(map(repr, self.skipped))
+            raise ValueError(f'the forward pass reaches none of the blocks: {known}')
+
+    def put(self) -> None:
+        """Put the pretrained parts into the model."""
+        for name, site in self.sites.items():
+            if isinstance(site, AttentionSite):
+                setattr(site.block, site.caller, self.parts[name])
+            else:
+                site.put(self.parts[name])
+
+
+def plan_conversion(
+    model: nn.Module, parts: Sequence[str] = PARTS, where: str | None = None
+) -> Plan:
+    """Find the parts of a model to narrow, and the reasons why others stay as they are.
+
+    Stock window attention in the model becomes the faster one, if heads are to be narrower.
+
+    Args:
+        model (nn.Module): The model.
+        parts (Sequence[str]): As for :func:`convert_pretrained`.
+        where (str, optional): As for :func:`convert`.
+
+    Raises:
+        ValueError: If no part can be narrowed, or ``parts`` has an unknown name.
+    """
+    parts = [parts] if isinstance(parts, str) else parts
+    if not parts or set(parts) - set(PARTS):
+        raise ValueError(f"parts must be 'ffn', 'heads' or both, but got {parts!r}")
+    plan, found = Plan(model), []
+    if 'heads' in parts:
+        swap_attention_(model)
+        sites = attention_sites(model, where or '')
+        found += [(site.name, site, PretrainedAttention) for site in sites]
+    if 'ffn' in parts:
+        sites = ffn_sites(model, where)
+        found += [(site.block_name, site, PretrainedFFN) for site in sites]
+    if not found:
+        inside = f' in its {where!r}' if where else ''
+        raise ValueError(
+            f'{type(model).__name__} has no block{inside} of a family with {" or ".join(parts)} in '
+            'repa_mm.models.FAMILIES: add one with repa_mm.models.register_family'
         )
-    return result, report
+    plan.blocks = {site.block_name: site.block for _, site, _ in found}
+    uses = Counter(site.module for _, site, _ in found)
+    for name, site, kind in found:
+        try:
+            if isinstance(site.module, Form):
+                raise ValueError(f'it has a {site.module.label} instead of an ordinary one')
+            if uses[site.module] > 1:
+                raise ValueError('blocks share it, and a fit is to the inputs of one block')
+            plan.parts[name], plan.sites[name] = kind(site), site
+        except ValueError as error:
+            plan.skipped[name] = str(error)
+    if not plan.parts:
+        name, why = next(iter(plan.skipped.items()))
+        raise ValueError(f'nothing of {type(model).__name__} can be narrowed: {name!r}: {why}')
+    return plan
 
 
-#: Number of batches from which a budget is spread, where the fits see all. Half of them measure the
-#: gains: with eight, their order hardly matters.
-FEW = 16
+def spread_budget(plan: Plan, budget: float) -> Sizes:
+    """Choose the sizes of all parts, see :mod:`repa_mm.convert.budget`.
+
+    Args:
+        plan (Plan): The parts, which are in the model.
+        budget (float): Share of the multiply-adds of all parts that stays.
+
+    Raises:
+        ValueError: If the budget is not in (0, 1].
+    """
+    if not 0 < budget <= 1:
+        raise ValueError(f'budget must be a share in (0, 1], but got {budget!r}')
+    axes: dict[str, list[Axis]] = {}
+
+    def meet(part: Pausing, tokens: list) -> None:
+        axes[part.name] = part.axes(part.sample(tokens, plan.max_tokens, len(axes)))
+        for axis in axes[part.name]:
+            axis.cost = plan.costs[part.name]
+
+    in_lockstep(plan.run, spread_out(plan.batches), meet, students=False)
+    few = spread_out(plan.batches, FEW // 2)
+    expected = run_batches(plan.run, few)
+    for name, found in axes.items():
+        for axis in found:
+            probe = axis.probe()
+            if axis.errors[probe] <= 0:
+                continue  # nothing is lost at any size
+            with plan.parts[name].replaced(axis.fitted(axis.sizes[probe])):
+                changes = differences(expected, run_batches(plan.run, few))
+            axis.gain = sum(changes) / axis.errors[probe]
+    every = [axis for found in axes.values() for axis in found]
+    total = sum(axis.cost * axis.sizes[-1] for axis in every)
+    multiples = [4 if len(found) > 1 else 1 for found in axes.values() for _ in found]
+    sizes = iter(spread(every, budget * total, multiples))
+    return {name: tuple(next(sizes) for _ in found) for name, found in axes.items()}
 
 
 def spread_out(batches: Sequence, number: int = FEW) -> list:
@@ -250,223 +386,7 @@ def count(run: Callable, batches: Sequence) -> dict[str, float]:
     return {name: cost / num_images for name, cost in costs.items()}
 
 
-def spread_budget(
-    plan: 'Plan',
-    run: Callable,
-    batches: list,
-    budget: float,
-    max_tokens: int,
-    costs: dict[str, float],
-) -> dict[str, tuple[int, ...]]:
-    """Choose the sizes of all parts, see :mod:`repa_mm.convert.budget`.
-
-    Args:
-        plan (Plan): The parts, which are in the model.
-        run (Callable): Runs the model on a batch.
-        batches (list): The batches to fit to.
-        budget (float): Share of the multiply-adds of all blocks that stays.
-        max_tokens (int): Number of tokens to draw from a batch, at most.
-        costs (dict): Of :func:`count`.
-
-    Returns:
-        dict: The sizes by the name of the part.
-
-    Raises:
-        ValueError: If the budget is not in (0, 1].
-    """
-    if not 0 < budget <= 1:
-        raise ValueError(f'budget must be a share in (0, 1], but got {budget!r}')
-    axes: dict[str, list[Axis]] = {}
-
-    def meet(part: Pausing, tokens: list) -> None:
-        axes[part.name] = part.axes(part.sample(tokens, max_tokens, len(axes)))
-        for axis in axes[part.name]:
-            axis.cost = costs[part.name]
-
-    in_lockstep(run, spread_out(batches), meet, students=False)
-    few = spread_out(batches, FEW // 2)
-    expected = run_batches(run, few)
-    for name, found in axes.items():
-        part = plan.parts[name]
-        for axis in found:
-            probe = axis.probe()
-            if axis.errors[probe] <= 0:
-                continue  # nothing is lost at any size
-            vars(part)['original'] = axis.narrow(axis.sizes[probe])
-            changes = differences(expected, run_batches(run, few))
-            del vars(part)['original']
-            axis.gain = sum(changes) / axis.errors[probe]
-    every = [axis for found in axes.values() for axis in found]
-    total = sum(axis.cost * axis.sizes[-1] for axis in every)
-    multiples = [4 if len(found) > 1 else 1 for found in axes.values() for _ in found]
-    sizes = iter(spread(every, budget * total, multiples))
-    return {name: tuple(next(sizes) for _ in found) for name, found in axes.items()}
-
-
-@dataclass
-class Plan:
-    """The parts of a model to narrow.
-
-    Attributes:
-        blocks (dict[str, nn.Module]): All known blocks, by name.
-        sites (dict[str, Site]): The sites of the parts, by the name of the part: that of the block
-            for an FFN, that of the attention for heads.
-        parts (dict[str, Pausing]): The pretrained parts.
-        sizes (dict[str, tuple]): Their sizes after the conversion, where None is found by the fit.
-        skipped (dict[str, str]): Names of the blocks that stay as they are, with the reasons.
-    """
-
-    blocks: dict[str, nn.Module] = field(default_factory=dict)
-    sites: dict[str, Site] = field(default_factory=dict)
-    parts: dict[str, Pausing] = field(default_factory=dict)
-    sizes: dict[str, tuple] = field(default_factory=dict)
-    skipped: dict[str, str] = field(default_factory=dict)
-
-    def put(self) -> None:
-        """Put the pretrained parts into the model."""
-        for name, site in self.sites.items():
-            if isinstance(site, AttentionSite):
-                setattr(site.block, site.caller, self.parts[name])
-            else:
-                site.put(self.parts[name])
-
-
-def plan_conversion(
-    model: nn.Module,
-    keep: Keep = 0.375,
-    qk_keep: Keep | str = 1.0,
-    v_keep: Keep | str = 1.0,
-    where: str | None = None,
-    skip_unsupported: bool = False,
-) -> Plan:
-    """Find the parts of a model to convert, and the reasons why others are skipped.
-
-    Stock window attention in the model becomes the faster one, if heads are to be narrower.
-
-    Args:
-        model (nn.Module): The model.
-        keep (float | Sequence): As for :func:`convert_pretrained`.
-        qk_keep (float | Sequence | str): As for :func:`convert_pretrained`.
-        v_keep (float | Sequence | str): As for :func:`convert_pretrained`.
-        where (str, optional): As for :func:`convert_pretrained`.
-        skip_unsupported (bool): Skip blocks that cannot be converted, instead of raising an error.
-
-    Raises:
-        ValueError: If a part cannot be converted and is not skipped, or if all parts are skipped.
-    """
-    plan = Plan()
-    sites = ffn_sites(model, where)
-    heads = _head_sizes(model, qk_keep, v_keep, where, plan.skipped if skip_unsupported else None)
-    plan.blocks = {site.block_name: site.block for site in sites}
-    inside = f' in its {where!r}' if where else ''
-    if not sites:
-        raise ValueError(
-            f'{type(model).__name__} has no block{inside} of a family in '
-            'repa_mm.models.FAMILIES: add one with repa_mm.models.register_family'
-        )
-    owners: dict[int, str] = {}
-    for site, ratio in zip(sites, share(keep, sites, 'keep')):
-        name = site.block_name
-        if isinstance(site.module, Form):
-            if ratio == 1 and heads:
-                plan.skipped[name] = f'it has a {site.module.label}'
-                continue
-            raise ValueError(
-                f'{name!r} has a {site.module.label} instead of an ordinary FFN: convert a model '
-                'with ordinary FFNs, or its heads alone (keep=1 with qk_keep, v_keep)'
-            )
-        if id(site.module) in owners:
-            raise ValueError(
-                f'{name!r} shares its FFN with {owners[id(site.module)]!r}, but an FFN can be '
-                'fitted to the inputs of one block only'
-            )
-        owners[id(site.module)] = name
-        if ratio is None:
-            plan.skipped[name] = 'keep is None for this block'
-            continue
-        if not 0 < ratio <= 1:
-            raise ValueError(f'keep must be a share in (0, 1], but got {ratio!r}')
-        try:
-            part = PretrainedFFN(site)
-        except ValueError as error:
-            if not skip_unsupported:
-                raise ValueError(
-                    f'cannot narrow the FFN of {name!r}, a {type(site.block).__name__}: {error}'
-                ) from error
-            plan.skipped[name] = str(error)
-            continue
-        plan.sites[name], plan.parts[name] = site, part
-        plan.sizes[name] = (max(1, round(ratio * part.sizes[0])),)
-    for site, sizes in heads:
-        if id(site.module) in owners:
-            raise ValueError(
-                f'{site.name!r} is the same attention as {owners[id(site.module)]!r}, but heads '
-                'can be fitted to the inputs of one block only'
-            )
-        owners[id(site.module)] = site.name
-        plan.sites[site.name], plan.parts[site.name] = site, PretrainedAttention(site)
-        plan.sizes[site.name] = sizes
-    if not plan.parts:
-        name, why = next(iter(plan.skipped.items()))
-        raise ValueError(f'no FFN of {type(model).__name__} can be narrowed: {name!r}: {why}')
-    return plan
-
-
-def _head_sizes(
-    model: nn.Module,
-    qk_keep: Keep | str,
-    v_keep: Keep | str,
-    where: str | None,
-    skipped: dict | None,
-) -> list[tuple[AttentionSite, tuple]]:
-    """Return the attention whose heads are to be narrower, with their sizes.
-
-    The reasons why others are not go to ``skipped``, unless it is None.
-    """
-    if qk_keep == v_keep == 1:
-        return []
-    swap_attention_(model)
-    sites = attention_sites(model, where or '')
-    if not sites:
-        inside = f' in its {where!r}' if where else ''
-        raise ValueError(f'{type(model).__name__} has no attention{inside} of a known family')
-    found = []
-    shares = zip(
-        sites, *(share(k, sites, n) for k, n in ((qk_keep, 'qk_keep'), (v_keep, 'v_keep')))
-    )
-    for site, *ratios in shares:
-        try:
-            dims = site.heads().dims
-        except ValueError as error:
-            if skipped is not None:
-                skipped[site.name] = str(error)
-                continue
-            kind = type(site.block).__name__
-            raise ValueError(
-                f'cannot narrow the heads of {site.name!r}, a {kind}: {error}'
-            ) from error
-        sizes = tuple(None if r == 'auto' else head_size(r, d) for r, d in zip(ratios, dims))
-        if sizes != dims:
-            found.append((site, sizes))
-    return found
-
-
-def head_size(ratio: float | None, dims: int) -> int:
-    """Return a share of a head's dimensions, rounded to a multiple of 4.
-
-    Raises:
-        ValueError: If the share is not in (0, 1].
-    """
-    if ratio is None:
-        return dims
-    if not (isinstance(ratio, (int, float)) and 0 < ratio <= 1):
-        raise ValueError(f"qk_keep and v_keep are shares in (0, 1] or 'auto', not {ratio!r}")
-    return dims if ratio == 1 else min(dims, max(4, 4 * round(ratio * dims / 4)))
-
-
-def block_outputs(
-    blocks: dict[str, nn.Module], forward: Callable, batch
-) -> dict[str, torch.Tensor]:
+def block_outputs(blocks: dict[str, nn.Module], run: Callable, batch) -> dict[str, torch.Tensor]:
     """Run a forward pass and record the outputs of the blocks that it reaches.
 
     Returns:
@@ -474,29 +394,94 @@ def block_outputs(
     """
     found: dict[str, torch.Tensor] = {}
     with watched(blocks, lambda name, y: found.update({name: y[:1].clone()})):
-        forward(batch)
+        run(batch)
     return found
 
 
+EQUAL = (
+    'its FFN as the OpenMMLab block of this name does: its output changes by {:.1%} when an equal '
+    'FFN takes its place. The forward pass may also be random, or depend on state that other '
+    'images have left in the model. Rename its class, or give another module in where'
+)
+SUM = (
+    'the sum of its FFN and of the input of its FFN alone, as its family says (shortcut={}): its '
+    'output changes by {:.1%} although the sum stays the same. Register a family that says what '
+    'the block computes'
+)
+
+
 @contextmanager
-def _checked(sites: dict[str, Site], outputs: dict[str, torch.Tensor]) -> Iterator[None]:
-    """Raise an error if the output of a block changes although an equal FFN replaced its FFN."""
-    blocks = {site.block_name: site.block for site in sites.values()}
+def checked(
+    blocks: dict[str, nn.Module], outputs: dict[str, torch.Tensor], message: str
+) -> Iterator[None]:
+    """Raise an error if the output of a block is not the given one.
+
+    Args:
+        blocks (dict): The blocks, by name.
+        outputs (dict): Of :func:`block_outputs`.
+        message (str): How the block does not use its FFN, with a place for the change.
+    """
 
     def compare(name: str, output: torch.Tensor) -> None:
         found, known = (y.detach().double() for y in (output[:1], outputs[name]))
         change = float((found - known).norm() / known.norm().clamp(min=1e-300))
         if change > (0.05 if output.element_size() < 4 else 1e-3):
-            raise ValueError(
-                f'{name!r}, a {type(blocks[name]).__name__}, does not use its FFN as the OpenMMLab '
-                f'block of this name does: its output changes by {change:.1%} when an equal FFN '
-                'takes its place. The forward pass may also be random, or depend on state that '
-                'other images have left in the model. Give None for this block in keep, or rename '
-                'its class'
-            )
+            kind = type(blocks[name]).__name__
+            raise ValueError(f'{name!r}, a {kind}, does not use {message.format(change)}')
 
     with watched(blocks, compare):
         yield
+
+
+def check_sums(plan: Plan, outputs: dict[str, torch.Tensor]) -> None:
+    """Check that blocks use the sum of shortcut and FFN alone, if the targets of fits assume it.
+
+    The target of an FFN makes up for what its input has lost, see :meth:`PretrainedFFN.target`: so
+    a block must not use the input otherwise, nor scale what the FFN returns. In a second pass the
+    inputs of all blocks are others, and each FFN returns what leads to the sum of the first pass.
+
+    Args:
+        plan (Plan): The parts, which are in the model.
+        outputs (dict): Of :func:`block_outputs`, for the first batch.
+
+    Raises:
+        ValueError: If the output of a block is another one then; names the block.
+    """
+    parts = [p for p in plan.parts.values() if isinstance(p, PretrainedFFN) and p.is_residual]
+    sums: dict[str, torch.Tensor] = {}
+
+    def note(part: PretrainedFFN, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+        y = part.original(x, *args, **kwargs)
+        # A copy: what follows the block may change tensors in place.
+        sums[part.name] = y.clone() if part.ffn.shortcut else x + y
+        return y
+
+    def same_sum(part: PretrainedFFN, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+        return part.whole(x, sums[part.name] - x)
+
+    with ExitStack() as stack:
+        for part in parts:
+            stack.enter_context(part.replaced(partial(note, part)))
+        plan.run(plan.batches[0])
+    with ExitStack() as stack:
+        for part in parts:
+            block = plan.blocks[part.name]
+            handle = block.register_forward_pre_hook(_disturbed, with_kwargs=True)
+            stack.callback(handle.remove)
+            message = SUM.replace('{}', str(part.ffn.shortcut), 1)
+            stack.enter_context(checked({part.name: block}, outputs, message))
+            stack.enter_context(part.replaced(partial(same_sum, part)))
+        plan.run(plan.batches[0])
+
+
+def _disturbed(block: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """Change the first tensor that a block is called with: its tokens."""
+    values = [*args, *kwargs.values()]
+    for i, x in enumerate(values):
+        if isinstance(x, torch.Tensor) and x.is_floating_point():
+            values[i] = x + x.flip(-1)
+            break
+    return tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :]))
 
 
 class Fit:
@@ -506,7 +491,7 @@ class Fit:
         sizes (dict): Sizes after the conversion, by the name of the part.
         costs (dict): Of :func:`count`.
         max_tokens (int): Number of tokens to draw from a batch, at most.
-        progress: As for :func:`convert_pretrained`.
+        progress: As for :func:`convert`.
 
     Attributes:
         weights (dict): The weights of the fitted parts so far, by name.
@@ -518,23 +503,18 @@ class Fit:
         self.progress = progress
         self.weights: dict[str, tuple] = {}
         self.rows: list[BlockReport] = []
-        self.same_so_far = True
 
     def __call__(self, part: Pausing, tokens: list) -> Callable:
         """Fit a narrower part, and return the function that takes its place."""
         sizes = self.sizes[part.name]
         data = part.sample(tokens, self.max_tokens, len(self.rows))
-        self.same_so_far &= sizes == part.sizes
         row, function = BlockReport(part.name, part.sizes, sizes), part.original
-        if not self.same_so_far:
-            narrow = part.narrow(data, sizes)
-            function, row.after, self.weights[part.name] = (
-                narrow.function,
-                narrow.sizes,
-                narrow.weights,
-            )
-            row.unexplained, row.ridge, row.warnings = narrow[3:]
-            row.changed = True
+        # Up to the first narrower part there is nothing to make up for.
+        row.changed = sizes != part.sizes or any(row.changed for row in self.rows)
+        if row.changed:
+            fitted = part.fit(data, sizes)
+            function, self.weights[part.name] = fitted.function, fitted.weights
+            row.unexplained, row.ridge, row.warnings = fitted[2:]
         row.gmacs, row.narrow_gmacs = (
             self.costs[part.name] * sum(x) / 1e9 for x in (row.before, row.after)
         )

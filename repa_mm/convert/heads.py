@@ -99,7 +99,7 @@ class Heads(NamedTuple):
     b_out: torch.Tensor
 
     @classmethod
-    def of(cls, qkv: nn.Linear, proj: nn.Linear) -> 'Heads':
+    def from_layers(cls, qkv: nn.Linear, proj: nn.Linear) -> 'Heads':
         """Return the weights of attention, in float64."""
         return cls(
             double(qkv.weight),

@@ -28,6 +28,7 @@ class Pausing(nn.Module):
     def __init__(self, name: str) -> None:
         super().__init__()
         self.name = name
+        self._instead: Callable | None = None
 
     def original(self, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
         """Compute what the pretrained module computes for tokens (..., C)."""
@@ -37,7 +38,16 @@ class Pausing(nn.Module):
         current = getcurrent()
         if isinstance(current, _Pass):
             return current.pause(self, *args, **kwargs)
-        return self.original(*args, **kwargs)
+        return (self._instead or self.original)(*args, **kwargs)
+
+    @contextmanager
+    def replaced(self, function: Callable) -> Iterator[None]:
+        """Compute a function instead, outside of :func:`in_lockstep`."""
+        self._instead = function
+        try:
+            yield
+        finally:
+            self._instead = None
 
 
 class _Pass(greenlet):
@@ -105,8 +115,7 @@ def in_lockstep(
             if where[0] in met:
                 raise ValueError(
                     f'{where[0].name!r} runs more than once in a forward pass, but can '
-                    'be fitted to one of its inputs only: give None for this block in keep '
-                    '(in qk_keep and v_keep for attention)'
+                    'be fitted to one of its inputs only: give another module in where'
                 )
             met.append(where[0])
             pairs = zip(passes[:: len(roles)], passes[len(roles) - 1 :: len(roles)])

@@ -7,11 +7,11 @@ from typing import NamedTuple
 import torch
 import torch.nn as nn
 
-from repa_mm.convert.budget import SHARES, Axis
+from repa_mm.convert.budget import FRACTIONS, Axis
 from repa_mm.convert.heads import HeadMoments, Heads, Tokens, sample_images, sample_windows
 from repa_mm.convert.lockstep import Pausing
 from repa_mm.convert.regression import (
-    NarrowFFN,
+    FittedFFN,
     ffn_moments,
     fit_ffn,
     refine,
@@ -26,13 +26,12 @@ from repa_mm.reparam import ChannelIdleFFN, FFNParts
 _NUM_PARTS = 4  # parts of the images for cross-validation
 
 
-class Narrow(NamedTuple):
+class FittedPart(NamedTuple):
     """A narrower part.
 
     Attributes:
         function (Callable): Computes what the part computes, from the same arguments.
         weights (tuple): Arguments of the site's ``set_weights``.
-        sizes (tuple[int, ...]): Hidden channels of an FFN; dimensions of q·k and values of a head.
         unexplained (float): Share of the targets' variance that the part does not explain.
         ridge (float): Strength of the ridge.
         warnings (list[str]): Warnings about the fit.
@@ -40,7 +39,6 @@ class Narrow(NamedTuple):
 
     function: Callable
     weights: tuple
-    sizes: tuple[int, ...]
     unexplained: float
     ridge: float
     warnings: list[str]
@@ -164,9 +162,9 @@ class PretrainedFFN(Pausing):
             for start, end in zip(ends, ends[1:])
         ]
 
-    def narrow(self, parts: Sequence, sizes: tuple[int, ...]) -> Narrow:
+    def fit(self, parts: Sequence, sizes: tuple[int, ...]) -> FittedPart:
         """Fit a narrower FFN to samples, see :mod:`repa_mm.convert.regression`."""
-        ffn, (width,) = NarrowFFN.of(self.ffn, self.conv), sizes
+        ffn, (width,) = FittedFFN.from_form(self.ffn, self.conv), sizes
         more = [with_foreign_tokens(ffn, *part) for part in parts]
         fit = fit_ffn(ffn, ffn_moments(ffn, more), width)
         fit = refine(fit, *(torch.cat(columns) for columns in zip(*more)))
@@ -177,13 +175,13 @@ class PretrainedFFN(Pausing):
         if not u.var(0).any():
             warnings.append('all tokens are the same: give other images')
         weights = tuple(fit.weights.values())
-        return Narrow(self._with(fit), weights, sizes, fit.unexplained, fit.ridge, warnings)
+        return FittedPart(self._with(fit), weights, fit.unexplained, fit.ridge, warnings)
 
     def axes(self, parts: Sequence) -> list[Axis]:
         """Return the hidden channels as an axis of a budget, from samples."""
         number = self.sizes[0]
-        widths = sorted({max(1, round(share * number)) for share in SHARES}, reverse=True)
-        ffn = NarrowFFN.of(self.ffn, self.conv)
+        widths = sorted({max(1, round(fraction * number)) for fraction in FRACTIONS}, reverse=True)
+        ffn = FittedFFN.from_form(self.ffn, self.conv)
         more = [with_foreign_tokens(ffn, *part) for part in parts]
         found = widths_of(ffn, ffn_moments(ffn, more), widths)
         fits = dict(zip(widths, found))
@@ -192,12 +190,15 @@ class PretrainedFFN(Pausing):
             Axis(widths, [fits[w][1] for w in widths], lambda width: self._with(fits[width][0]))
         ]
 
-    def _with(self, fit: NarrowFFN) -> Callable:
+    def _with(self, fit: FittedFFN) -> Callable:
         return lambda x, *args, identity=None: self.whole(x, fit(self.inputs(x, *args)))
 
 
 class PretrainedAttention(Pausing):
     """The pretrained attention of a block, in whose place it is.
+
+    It has the attention under the name that the block has for it, so that a copy of it can stand
+    for the block where narrower heads are made.
 
     Args:
         site (AttentionSite): The site. Window attention must be a ``FastShiftWindowMSA``.
@@ -208,9 +209,16 @@ class PretrainedAttention(Pausing):
 
     def __init__(self, site: AttentionSite) -> None:
         super().__init__(site.name)
-        self.site, self.heads = [site], site.heads()  # in a list: the block contains this module
-        self.attention = getattr(site.block, site.caller)
+        self.heads, self.path, self.family, self.caller = (
+            site.heads(), site.path, site.family, site.caller
+        )  # fmt: skip
+        setattr(self, site.caller, getattr(site.block, site.caller))
         self.sizes = self.heads.dims
+
+    @property
+    def attention(self) -> nn.Module:
+        """The pretrained attention."""
+        return getattr(self, self.caller)
 
     def original(self, *args, **kwargs) -> torch.Tensor:
         return self.attention(*args, **kwargs)
@@ -231,15 +239,11 @@ class PretrainedAttention(Pausing):
             _check_finite(self.name, x, teacher)
         return [draw(self.attention, max_tokens, generator, *inputs) for inputs, _ in tokens]
 
-    def narrow(self, drawn: Sequence[Tokens], sizes: tuple[int, ...]) -> Narrow:
+    def fit(self, drawn: Sequence[Tokens], sizes: tuple[int, ...]) -> FittedPart:
         """Fit narrower heads to samples, see :mod:`repa_mm.convert.heads`."""
         moments = self._moments(drawn)
-        sizes = tuple(
-            enough(energy) if size is None else size
-            for size, energy in zip(sizes, (moments.qk, moments.v))
-        )
         weights, unexplained = moments.fit(*sizes)
-        return Narrow(self._with(weights), weights, sizes, unexplained, 0.0, moments.warnings)
+        return FittedPart(self._with(weights), weights, unexplained, 0.0, moments.warnings)
 
     def axes(self, drawn: Sequence[Tokens]) -> list[Axis]:
         """Return the dimensions of q·k and of values as axes of a budget, from samples."""
@@ -259,27 +263,13 @@ class PretrainedAttention(Pausing):
 
     def _moments(self, drawn: Sequence[Tokens]) -> HeadMoments:
         qkv, proj, *args, gamma = self.heads
-        return HeadMoments(Heads.of(qkv, proj), *args, drawn, gamma)
+        return HeadMoments(Heads.from_layers(qkv, proj), *args, drawn, gamma)
 
-    def _with(self, weights: Heads) -> nn.Module:
-        """Return a copy of the attention with other weights."""
-        (site,) = self.site
-        holder = nn.Module()
-        setattr(holder, site.caller, copy.deepcopy(self.attention))
-        AttentionSite(site.path, holder, site.path, site.family).set_weights(*weights)
-        return getattr(holder, site.caller)
-
-
-def enough(energy: torch.Tensor, left_out: float = 0.003, multiple: int = 4) -> int:
-    """Return the number of dimensions that leave out a small share of the energy, at most.
-
-    Args:
-        energy (torch.Tensor): Shares of the energy (d, ), decreasing.
-        left_out (float): The share. Defaults to 0.003.
-        multiple (int): The number is a multiple of it. Defaults to 4.
-    """
-    number = int((1 - energy.cumsum(0) > left_out).sum()) + 1
-    return min(-(-number // multiple) * multiple, len(energy))
+    def _with(self, weights: Heads) -> Callable:
+        """Return what a copy of the attention with other weights computes."""
+        site = AttentionSite(self.name, copy.deepcopy(self), self.path, self.family)
+        site.set_weights(*weights)
+        return getattr(site.block, self.caller).__call__
 
 
 def _check_finite(name: str, *values: torch.Tensor) -> None:

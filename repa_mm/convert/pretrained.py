@@ -9,64 +9,106 @@ from functools import partial, reduce
 import torch
 import torch.nn as nn
 from mmengine.config import Config, ConfigDict
-from mmengine.dataset import pseudo_collate
 from mmengine.registry import MODELS
 from mmengine.runner.checkpoint import weights_to_cpu
-from rich.progress import track as rich_track
-from torch.utils.data import Dataset
 
-from repa_mm.checkpoints import load_checkpoint, load_original, load_weights, save_checkpoint
-from repa_mm.config import build_images, build_model, load_config
-from repa_mm.convert.conversion import BlockReport, Keep, convert_pretrained, plan_conversion
+from repa_mm.checkpoints import load_checkpoint, save_checkpoint
+from repa_mm.config import load_config
+from repa_mm.convert.budget import even_sizes
+from repa_mm.convert.conversion import (
+    PARTS,
+    BlockReport,
+    ConversionReport,
+    Plan,
+    Sizes,
+    convert,
+    spread_budget,
+)
 from repa_mm.datasets.cropping import MAX_SIZE, cropped
 from repa_mm.faster.tracing import swap_faster_attention_
 from repa_mm.features import head_inputs
 from repa_mm.files import write_text
 from repa_mm.models.sites import FFNSite, attention_sites, ffn_sites
 from repa_mm.models.structures import Widths
-from repa_mm.opening import deploy_, has_structures
-from repa_mm.reparam import Form, has_deploy_form, outermost, reparameterize_
+from repa_mm.opening import deploy_, has_structures, open_model, read_images
+from repa_mm.reparam import has_deploy_form
 from repa_mm.version import __version__
 
 
-def calibration_images(
-    cfg: Config, num_images: int, folder: str | None = None
-) -> tuple[Dataset, list[int], list[int]]:
-    """Choose images of a data set, spread evenly, to fit to and to hold out.
+def split_images(images: Sequence) -> tuple[list, list]:
+    """Split images into those to fit to, and one in nine, spread evenly, to hold out."""
+    number = min(max(1, len(images) // 9), len(images) - 1)
+    held_out = [int((i + 0.5) * len(images) / number) for i in range(number)]
+    to_fit = [image for i, image in enumerate(images) if i not in held_out]
+    return to_fit, [images[i] for i in held_out]
 
-    The images go through the test pipeline.
+
+def convert_model(
+    model: nn.Module,
+    images: Sequence[dict],
+    held_out: Sequence[dict],
+    choose: Callable[[Plan], Sizes],
+    parts: Sequence[str] = PARTS,
+    where: str | None = None,
+    progress: Callable[[BlockReport, int], None] | None = None,
+) -> tuple[nn.Module, ConversionReport]:
+    """Narrow a whole model and its config, without labels.
 
     Args:
-        cfg (Config): Config with the test pipeline and the (first) training data set.
-        num_images (int): Number of images to fit to. One more image for every eight is held out.
-        folder (str, optional): A folder of images to use instead of the training data.
+        model (nn.Module): A detector, segmentor or classifier with ordinary FFNs or in its deploy
+            form, with its config in ``cfg``, from :func:`~repa_mm.opening.open_model`. Its
+            attention becomes the faster one.
+        images (Sequence[dict]): Images to fit to, from :func:`~repa_mm.opening.read_images`. They
+            are cropped; multiply-adds are counted on the one of median size.
+        held_out (Sequence[dict]): Images to measure the change of the heads' inputs on.
+        choose (Callable): As for :func:`~repa_mm.convert.conversion.convert`.
+        parts (Sequence[str]): As for :func:`~repa_mm.convert_pretrained`.
+        where (str, optional): As for :func:`~repa_mm.convert.conversion.convert`.
+        progress (Callable, optional): As for :func:`~repa_mm.convert.conversion.convert`.
 
     Returns:
-        tuple: The data set, the indices of the images to fit to, and the indices of the held-out
-        images.
+        tuple: The narrower model, with its config in ``cfg``, and the report.
+
+    Raises:
+        ValueError: As :func:`~repa_mm.convert.conversion.convert`.
     """
-    dataset = build_images(cfg, 'train', folder)
-    total = min(num_images + max(1, num_images // 8), len(dataset))
-    indices = [i * len(dataset) // total for i in range(total)]
-    number = min(max(1, total // 9), total - 1)
-    held_out = [indices[int((i + 0.5) * total / number)] for i in range(number)]
-    return dataset, [i for i in indices if i not in held_out], held_out
+    cfg = copy.deepcopy(model.cfg)
+    if has_deploy_form(model):
+        deploy_(cfg.model)
+    swap_faster_attention_(model)
+    by_size = sorted(images, key=lambda data: data['inputs'][0].numel())
+    full_size = model.data_preprocessor(by_size[len(images) // 2], False)
+    to_fit, to_compare = (
+        [model.data_preprocessor(cropped(data, MAX_SIZE), False) for data in some]
+        for some in (images, held_out)
+    )
+
+    def checked(plan: Plan) -> Sizes:
+        # Errors in the config should show before the long fit.
+        half = even_sizes(plan, 0.5, 0.5, 0.5)
+        MODELS.build(converted_config(cfg, model, half, where).model)
+        return choose(plan)
+
+    narrow, report = convert(
+        model, to_fit, checked, parts, where=where, forward=head_inputs, held_out=to_compare,
+        full_size=[full_size], progress=progress,
+    )  # fmt: skip
+    narrow.cfg = converted_config(cfg, model, report.sizes, where)
+    return narrow, report
 
 
 def convert_checkpoint(
     config: str,
     checkpoint: str,
     out: str,
-    keep: Keep = 0.375,
-    qk_keep: Keep | str = 1.0,
-    v_keep: Keep | str = 1.0,
-    budget: float | None = None,
+    budget: float = 0.5,
+    parts: Sequence[str] = PARTS,
     where: str | None = None,
     num_images: int = 64,
     images: str | None = None,
     device: str | None = None,
     cfg_options: dict | None = None,
-    skip_unsupported: bool = False,
+    choose: Callable[[Plan], Sizes] | None = None,
     progress: Callable[[BlockReport, int], None] | None = None,
 ) -> dict:
     """Narrow FFNs of the backbone and encoder, and attention heads of the backbone, without labels.
@@ -80,11 +122,8 @@ def convert_checkpoint(
             ('mmdet::swin/….py').
         checkpoint (str): The model's checkpoint: a path or a URL.
         out (str): The checkpoint to write, '….pth'. Its config becomes '….py'.
-        keep (float | list): Share of the FFNs' hidden channels that stays: one for all blocks, or
-            one per block, where None leaves the block as it is. Defaults to 0.375.
-        qk_keep (float | list | str): As for :func:`~repa_mm.convert_pretrained`.
-        v_keep (float | list | str): As for :func:`~repa_mm.convert_pretrained`.
-        budget (float, optional): As for :func:`~repa_mm.convert_pretrained`.
+        budget (float): As for :func:`~repa_mm.convert_pretrained`. Defaults to 0.5.
+        parts (Sequence[str]): As for :func:`~repa_mm.convert_pretrained`. Defaults to both.
         where (str, optional): Name of the module whose blocks are converted: 'backbone' or
             'encoder', see :func:`~repa_mm.models.sites.ffn_sites`. Defaults to both.
         num_images (int): Number of images to fit to. One more image for every eight is held out to
@@ -93,9 +132,10 @@ def convert_checkpoint(
             images go through the test pipeline.
         device (str, optional): Device of the fit. Defaults to the GPU if there is one.
         cfg_options (dict, optional): Values to override in the config.
-        skip_unsupported (bool): Skip blocks whose FFN cannot be narrowed. Defaults to False.
+        choose (Callable, optional): Chooses the sizes instead of the budget, as for
+            :func:`~repa_mm.convert.conversion.convert`.
         progress (Callable, optional): Called with the report of each part once it is fitted, and
-            with the number of parts. With it, a bar shows how many images are prepared.
+            with the number of parts.
 
     Returns:
         dict: ``report`` (a :class:`~repa_mm.convert.conversion.ConversionReport` with the
@@ -113,72 +153,34 @@ def convert_checkpoint(
     if len({osp.realpath(path) for path in (config, checkpoint, out, out_config)}) < 4:
         raise ValueError(f'{out!r} or its config {out_config!r} would replace a file that is read')
     cfg = load_config(config, cfg_options)
-    model = build_model(cfg)
-    loaded = load_checkpoint(checkpoint)
-    if any(outermost(model, Form)):  # only the deploy form is worth narrowing
-        load_weights(model, loaded['state_dict'], checkpoint)
-        if not has_deploy_form(model):
-            reparameterize_(model)
-        deploy_(cfg.model)
-    else:
-        load_original(model, loaded['state_dict'], checkpoint)
-    meta = loaded.get('meta') or {}
-    del loaded  # as large as the model
-    dataset, chosen, held_out = calibration_images(cfg, num_images, images)
+    model = open_model(cfg, checkpoint, merge=True)  # only the deploy form is worth narrowing
+    number = num_images + max(1, num_images // 8)
+    to_fit, held_out = split_images(read_images(cfg, 'train', number, images))
     model.to(device or ('cuda' if torch.cuda.is_available() else 'cpu'))
-    swap_faster_attention_(model)
-    # Errors in the config should show before the long fit.
-    shares = dict(keep=keep, qk_keep=qk_keep, v_keep=v_keep)
-    planned = shares
-    if budget is not None:  # any sizes: the fit decides
-        heads = 0.5 if attention_sites(model, where or '') else 1.0
-        planned = dict(keep=1.0, qk_keep=heads, v_keep=heads)
-    skip = skip_unsupported or budget is not None
-    plan = plan_conversion(copy.deepcopy(model), where=where, skip_unsupported=skip, **planned)
-    sizes = plan.sizes
-    del plan  # which has a copy of the model
-    MODELS.build(converted_config(cfg, model, sizes, where, out).model)
-    track = partial(rich_track, description='images') if progress else list
-
-    pixels = {}
-
-    def batch(index: int, size: int | None = None) -> dict:
-        data = pseudo_collate([dataset[index]])
-        pixels[index] = data['inputs'][0].numel()
-        return model.data_preprocessor(cropped(data, size) if size else data, False)
-
-    def batches(indices: list[int]) -> list[dict]:
-        return [batch(i, MAX_SIZE) for i in track(indices)]
-
-    to_fit, to_compare = batches(chosen), batches(held_out)
-    typical = sorted(chosen, key=pixels.__getitem__)[len(chosen) // 2]
-    narrow, report = convert_pretrained(
-        model, to_fit, **shares, budget=budget, where=where,
-        forward=head_inputs, held_out=to_compare, full_size=[batch(typical)],
-        skip_unsupported=skip_unsupported, progress=progress,
-    )  # fmt: skip
-    text = converted_config(cfg, model, report.sizes, where, out).pretty_text
-    text = f'# {osp.basename(config)} with narrower layers.\n{text}'
+    choose = choose or partial(spread_budget, budget=budget)
+    narrow, report = convert_model(model, to_fit, held_out, choose, parts, where, progress)
+    # Training starts from the converted weights.
+    narrow.cfg.load_from, narrow.cfg.resume = osp.abspath(out), False
+    text = f'# {osp.basename(config)} with narrower layers.\n{narrow.cfg.pretty_text}'
     # MMEngine's inferencers read the config from the checkpoint if they are given weights alone.
+    meta = load_checkpoint(checkpoint).get('meta') or {}
     meta = dict(meta, repa_mm_version=__version__, cfg=text)
     state_dict = weights_to_cpu(narrow.state_dict())
     save_checkpoint(dict(meta=meta, state_dict=state_dict), out)
     write_text(out_config, text)
-    return dict(report=report, images=len(chosen), held_out=len(held_out), config=out_config)
+    return dict(report=report, images=len(to_fit), held_out=len(held_out), config=out_config)
 
 
 def converted_config(
-    cfg: Config, model: nn.Module, sizes: dict[str, tuple], where: str | None, out: str
+    cfg: Config, model: nn.Module, sizes: Sizes, where: str | None = None
 ) -> Config:
     """Return the config of a converted model.
 
     Args:
         cfg (Config): Config of the original model.
         model (nn.Module): The original model.
-        sizes (dict): New sizes of the converted parts, by name, see
-            :class:`~repa_mm.convert.conversion.Plan`.
+        sizes (dict): New sizes of the converted parts, by name.
         where (str, optional): As for :func:`convert_checkpoint`.
-        out (str): Path of the converted checkpoint, from which training starts.
     """
     cfg = copy.deepcopy(cfg)
     _without_pretraining_(cfg.model)
@@ -191,7 +193,6 @@ def converted_config(
     left = _with_stock_layers(cfg.model, others)
     if left:
         cfg.model = restructured(cfg.model, widths_structure(model, left, where))
-    cfg.load_from, cfg.resume = osp.abspath(out), False
     cfg.pop('work_dir', None)  # has checkpoints of the original model
     if 'Restructured' in (cfg.model.type, cfg.model.get('backbone', cfg.model).type):
         with_import(cfg)
@@ -214,7 +215,7 @@ def _without_pretraining_(cfg: dict) -> None:
                 _without_pretraining_(part)
 
 
-def widths_structure(model: nn.Module, sizes: dict[str, tuple], where: str | None = None) -> dict:
+def widths_structure(model: nn.Module, sizes: Sizes, where: str | None = None) -> dict:
     """Return the config of the structure that gives the parts of a model their new sizes."""
     widths = [sizes.get(site.block_name, (None,))[0] for site in ffn_sites(model, where)]
     heads = [sizes.get(site.name) for site in attention_sites(model, where or '')]
@@ -226,7 +227,7 @@ def widths_structure(model: nn.Module, sizes: dict[str, tuple], where: str | Non
     return dict(structure, where=where) if where else structure
 
 
-def backbone_config(cfg: dict, backbone: nn.Module, sizes: dict[str, tuple]) -> dict:
+def backbone_config(cfg: dict, backbone: nn.Module, sizes: Sizes) -> dict:
     """Return the config of a backbone whose parts get new sizes.
 
     It is a config of the codebase alone if the arguments of the backbone's class can express the
@@ -269,7 +270,7 @@ def with_import(cfg: Config) -> Config:
     return cfg
 
 
-def _with_stock_layers(cfg: ConfigDict, sizes: dict[str, tuple]) -> dict[str, tuple]:
+def _with_stock_layers(cfg: ConfigDict, sizes: Sizes) -> dict[str, tuple]:
     """Set the widths of layers that share a config, as in encoders; return the other sizes."""
     groups: dict[str, dict] = {}
     for name, size in sizes.items():

@@ -57,7 +57,7 @@ class Moments:
         self.products.addmm_(rows.t(), rows)
 
     @classmethod
-    def of(cls, parts: Sequence['Moments']) -> 'Moments':
+    def pooled(cls, parts: Sequence['Moments']) -> 'Moments':
         """Return the moments of all rows of several parts with the same shift."""
         result = cls(parts[0].shift)
         for part in parts:
@@ -72,7 +72,7 @@ class Moments:
         return mean + self.shift, self.products / self.count - mean[:, None] * mean
 
 
-class NarrowFFN(NamedTuple):
+class FittedFFN(NamedTuple):
     """An FFN, z = act(u W_in^T + b_in) W_out^T + b, and the quality of its fit.
 
     With a depthwise convolution before the activation, the tokens are patches: the k^2 neighbours
@@ -102,7 +102,7 @@ class NarrowFFN(NamedTuple):
     unexplained: float = 0.0
 
     @classmethod
-    def of(cls, ffn: ChannelIdleFFN, conv: nn.Conv2d | None = None) -> 'NarrowFFN':
+    def from_form(cls, ffn: ChannelIdleFFN, conv: nn.Conv2d | None = None) -> 'FittedFFN':
         """Return a pretrained FFN in float64, with all its channels.
 
         Args:
@@ -139,12 +139,12 @@ class NarrowFFN(NamedTuple):
         a = self.features(u)
         return F.linear(a, self.w_out.to(a), self.b.to(a)).to(u)
 
-    def only(self, kept: torch.Tensor, **changes) -> 'NarrowFFN':
+    def only(self, kept: torch.Tensor, **changes) -> 'FittedFFN':
         """Return a copy that has some of the channels, and other values as given."""
         rows = {name: w[kept] for name, w in self.weights.items() if name not in ('w_out', 'b')}
         return self._replace(w_out=self.w_out[:, kept], **rows)._replace(**changes)
 
-    def measured(self, u: torch.Tensor, t: torch.Tensor) -> 'NarrowFFN':
+    def measured(self, u: torch.Tensor, t: torch.Tensor) -> 'FittedFFN':
         """Return a copy with ``unexplained`` for tokens u and targets t, both (N, C)."""
         pairs = zip(u.split(_CHUNK), t.split(_CHUNK))
         left = sum(float((self(a) - b).square().sum()) for a, b in pairs)
@@ -153,7 +153,7 @@ class NarrowFFN(NamedTuple):
 
 
 def with_foreign_tokens(
-    ffn: NarrowFFN, u: torch.Tensor, t: torch.Tensor
+    ffn: FittedFFN, u: torch.Tensor, t: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Add half as many synthetic tokens, so that a fit also holds on images unlike the given ones.
 
@@ -162,7 +162,7 @@ def with_foreign_tokens(
     t' = t_i + f(u') - f(u_i).
 
     Args:
-        ffn (NarrowFFN): The pretrained FFN.
+        ffn (FittedFFN): The pretrained FFN.
         u (torch.Tensor): Normalized tokens (N, C), or patches.
         t (torch.Tensor): Target outputs without shortcut, (N, C).
 
@@ -182,12 +182,12 @@ def with_foreign_tokens(
 
 
 def ffn_moments(
-    ffn: NarrowFFN, parts: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    ffn: FittedFFN, parts: Sequence[tuple[torch.Tensor, torch.Tensor]]
 ) -> list[Moments]:
     """Compute the moments of [a, t] for :func:`fit_ffn`.
 
     Args:
-        ffn (NarrowFFN): The pretrained FFN.
+        ffn (FittedFFN): The pretrained FFN.
         parts (Sequence): For each part of the images, normalized tokens u (N, C), or patches, and
             target outputs t (N, C) without shortcut.
 
@@ -277,7 +277,7 @@ def eliminate(
 class _Problem:
     """The regression of one FFN, from the moments of [a, t]."""
 
-    def __init__(self, ffn: NarrowFFN, moments: Moments) -> None:
+    def __init__(self, ffn: FittedFFN, moments: Moments) -> None:
         mean, cov = moments.mean_and_covariance()
         hidden = len(ffn.w_in)
         self.mean_a, self.mean_t = mean[:hidden], mean[hidden:]
@@ -312,7 +312,7 @@ class _Problem:
         gram = ridged(self.gram, RIDGES[0], self.least)
         return eliminate(gram, weights, numbers, **options)
 
-    def narrow(self, kept: torch.Tensor, ridge: float) -> NarrowFFN:
+    def fit(self, kept: torch.Tensor, ridge: float) -> FittedFFN:
         """Return the FFN of the kept channels."""
         weights = self.solve(kept, ridge)
         var_t = self.var_t.clamp(min=torch.finfo(weights.dtype).tiny)
@@ -325,13 +325,13 @@ class _Problem:
         )
 
 
-def _cross_validated(ffn: NarrowFFN, parts: Sequence[Moments], kept: torch.Tensor) -> float:
+def _cross_validated(ffn: FittedFFN, parts: Sequence[Moments], kept: torch.Tensor) -> float:
     """Return the ridge with the least error on each part of the images if fitted to the others."""
     if len(parts) < 2:
         return RIDGES[0]
     total = dict.fromkeys(RIDGES, 0.0)
     for part in parts:
-        others = _Problem(ffn, Moments.of([p for p in parts if p is not part]))
+        others = _Problem(ffn, Moments.pooled([p for p in parts if p is not part]))
         left_out = _Problem(ffn, part)
         for ridge in RIDGES:
             weights = others.solve(kept, ridge)
@@ -340,53 +340,53 @@ def _cross_validated(ffn: NarrowFFN, parts: Sequence[Moments], kept: torch.Tenso
     return min(total, key=total.get)
 
 
-def fit_ffn(ffn: NarrowFFN, parts: Sequence[Moments], width: int) -> NarrowFFN:
+def fit_ffn(ffn: FittedFFN, parts: Sequence[Moments], width: int) -> FittedFFN:
     """Choose the channels of a narrower FFN, and fit its output weights in closed form.
 
     Args:
-        ffn (NarrowFFN): The pretrained FFN.
+        ffn (FittedFFN): The pretrained FFN.
         parts (Sequence[Moments]): The moments of parts of the images, from :func:`ffn_moments`.
         width (int): Number of channels to keep.
 
     Returns:
-        NarrowFFN: The narrower FFN, in float64.
+        FittedFFN: The narrower FFN, in float64.
 
     Raises:
         ValueError: If the moments are not finite.
     """
-    moments = Moments.of(parts)
+    moments = Moments.pooled(parts)
     if not (moments.total.isfinite().all() and moments.products.isfinite().all()):
         raise ValueError('hidden channels or outputs of the FFN are not finite')
     problem = _Problem(ffn, moments)
     (kept,) = problem.eliminate(width)
     ridge = _cross_validated(ffn, parts, kept)
-    return problem.narrow(kept, ridge)
+    return problem.fit(kept, ridge)
 
 
 def widths_of(
-    ffn: NarrowFFN, parts: Sequence[Moments], widths: Sequence[int]
-) -> list[tuple[NarrowFFN, float]]:
+    ffn: FittedFFN, parts: Sequence[Moments], widths: Sequence[int]
+) -> list[tuple[FittedFFN, float]]:
     """Fit narrower FFNs of several widths, decreasing, from one elimination in coarse steps.
 
     Returns:
         list: For each width the FFN, and its mean square error per token.
     """
-    problem = _Problem(ffn, Moments.of(parts))
-    fits = [problem.narrow(kept, RIDGES[0]) for kept in problem.eliminate(*widths, step=0.06)]
+    problem = _Problem(ffn, Moments.pooled(parts))
+    fits = [problem.fit(kept, RIDGES[0]) for kept in problem.eliminate(*widths, step=0.06)]
     return [(fit, fit.unexplained * float(problem.var_t)) for fit in fits]
 
 
-def refine(fit: NarrowFFN, u: torch.Tensor, t: torch.Tensor, steps: int = 200) -> NarrowFFN:
+def refine(fit: FittedFFN, u: torch.Tensor, t: torch.Tensor, steps: int = 200) -> FittedFFN:
     """Train all weights of a fitted FFN with Adam on random tokens.
 
     Args:
-        fit (NarrowFFN): A fit of :func:`fit_ffn`.
+        fit (FittedFFN): A fit of :func:`fit_ffn`.
         u (torch.Tensor): Normalized tokens (N, C), or patches.
         t (torch.Tensor): Target outputs without shortcut, (N, C).
         steps (int): Number of steps with 2048 tokens each. Defaults to 200.
 
     Returns:
-        NarrowFFN: The trained FFN, in float64.
+        FittedFFN: The trained FFN, in float64.
     """
     u, t = u.float(), t.float()
     variance = t.var(0).sum()

@@ -56,7 +56,7 @@ class Site:
         """The name of the block in the model."""
         return self.name[: -len(self.path) - 1]
 
-    def of(self, copy: nn.Module) -> 'Site':
+    def in_copy(self, copy: nn.Module) -> 'Site':
         """Return the same site in a copy of the model."""
         return type(self)(self.name, copy.get_submodule(self.block_name), self.path, self.family)
 

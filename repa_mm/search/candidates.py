@@ -13,14 +13,14 @@ from mmengine.config import Config
 from repa_mm import opening
 from repa_mm.complexity import input_channels
 from repa_mm.config import load_config
+from repa_mm.convert.budget import even_sizes
 from repa_mm.convert.conversion import plan_conversion
 from repa_mm.convert.pretrained import restructured, widths_structure, with_import
 from repa_mm.export.export import example_shape, whole_onnx
 from repa_mm.export.runtime_model import ExportedModel
 from repa_mm.export.whole import whole_model
 from repa_mm.faster import swap_faster_attention_
-from repa_mm.models import STRUCTURES, attention_sites
-from repa_mm.reparam import Form, outermost
+from repa_mm.models import STRUCTURES
 from repa_mm.variants import build
 
 EAGER, ORT, F32, BF16, INT8 = (
@@ -130,10 +130,8 @@ def random_narrow(base: Candidate, budget: float, kind: str, preprocessor: nn.Mo
         preprocessor (nn.Module): Of the original model.
     """
     model = opening.open_model(base.config, base.checkpoint, merge=True)
-    keep = 1.0 if any(outermost(model, Form)) else budget
-    heads = budget if attention_sites(model) else 1.0
-    plan = plan_conversion(model, keep, heads, heads, skip_unsupported=True)
-    STRUCTURES.build(widths_structure(model, plan.sizes)).put_(model)
+    sizes = even_sizes(plan_conversion(model), budget, budget, budget)
+    STRUCTURES.build(widths_structure(model, sizes)).put_(model)
     if kind == EAGER:
         return model
     content = whole_onnx(whole_model(model), (2, input_channels(model), *example_shape(model)))

@@ -4,15 +4,18 @@ import copy
 
 import pytest
 import torch
+import torch.nn as nn
 from mmengine.registry import MODELS
 
 import repa_mm
+from repa_mm.convert.conversion import plan_conversion
 from repa_mm.convert.parts import PretrainedFFN
-from repa_mm.convert.regression import NarrowFFN
+from repa_mm.convert.regression import FittedFFN
 from repa_mm.features import differences, tensors
-from repa_mm.models import add_structures_
+from repa_mm.models import FAMILIES, MLPs, add_structures_
 from repa_mm.models.sites import ffn_sites
 from repa_mm.models.structures import Widths
+from tests.test_convert.even import narrowed
 from tests.test_models.test_sites import CONVERTIBLE, NARROWED, build
 
 ARCH = dict(embed_dims=16, num_layers=2, num_heads=2, feedforward_channels=64)
@@ -64,12 +67,12 @@ def test_every_block(case, randomize, relative_error):
     with torch.no_grad():
         expected = outputs(model, x)
     convert = dict(forward=outputs)
-    same, report = repa_mm.convert_pretrained(model, images(2), keep=1.0, **convert)
+    same, report = narrowed(model, images(2), **convert)
     assert all(row.unexplained == 0 for row in report.blocks)
     with torch.no_grad():
         for a, b in zip(outputs(same, x), expected):
             assert torch.equal(a, b)
-    narrow, report = repa_mm.convert_pretrained(model, images(2), keep=0.5, held_out=[x], **convert)
+    narrow, report = narrowed(model, images(2), 0.5, held_out=[x], **convert)
     assert len(report.blocks) == number and max(report.differences) < 0.5
     largest = [max(p.abs().max() for p in m.parameters()) for m in (narrow, model)]
     assert largest[0] < 3 * largest[1]
@@ -94,8 +97,8 @@ def test_every_block(case, randomize, relative_error):
 def test_what_the_report_says(randomize):
     model, _ = pretrained(VIT, randomize)
     x, rows = images(), []
-    converted, report = repa_mm.convert_pretrained(
-        model, iter(x), held_out=x[:1], progress=lambda row, number: rows.append(row)
+    converted, report = narrowed(
+        model, iter(x), 0.375, held_out=x[:1], progress=lambda row, number: rows.append(row)
     )
     assert rows == report.blocks and [row.name for row in rows] == ['layers.0', 'layers.1']
     text = str(report)
@@ -107,14 +110,14 @@ def test_what_the_report_says(randomize):
         assert row.gmacs == pytest.approx(17 * 2 * 16 * 64 / 1e9)
         assert row.narrow_gmacs == pytest.approx(17 * 2 * 16 * 24 / 1e9)
     idle = add_structures_(copy.deepcopy(model), [dict(type='ChannelIdle')])
-    with pytest.raises(ValueError, match='has a channel-idle FFN instead of an ordinary FFN'):
-        repa_mm.convert_pretrained(idle, x)
+    with pytest.raises(ValueError, match="'layers.0': it has a channel-idle FFN instead of an "):
+        repa_mm.convert_pretrained(idle, x, parts=['ffn'])
 
 
 def test_multiply_adds_of_inner_blocks_are_those_of_an_image(randomize):
     """The rows of an inner block of a TNT are patches: there are 16 of them in an image."""
     model, _ = pretrained('TNT', randomize)
-    _, report = repa_mm.convert_pretrained(model, images(), forward=outputs)
+    _, report = narrowed(model, images(), forward=outputs)
     inner = [row for row in report.blocks if 'inner' in row.name]
     expected = pytest.approx(16 * 16 * 2 * 8 * 32 / 1e9)
     assert inner and all(row.gmacs == expected for row in inner)
@@ -128,7 +131,7 @@ def test_drop_path_scale_and_mode_are_kept(randomize):
         model.layers[1].ffn.gamma2.weight[0] = 0  # no output weight gives this channel anything
     model.train()
     model.layers[0].eval()
-    converted, report = repa_mm.convert_pretrained(model, images(), held_out=images(1))
+    converted, report = narrowed(model, images(), 0.375, held_out=images(1))
     assert report.differences[0] < 0.2
     ffn, old = converted.layers[1].ffn, model.layers[1].ffn
     assert torch.equal(ffn.gamma2.weight[1:], old.gamma2.weight[1:]) and ffn.gamma2.weight[0] != 0
@@ -144,7 +147,7 @@ def test_channels_of_small_layer_scale_get_no_large_weights(randomize):
     model, _ = pretrained(VIT, randomize)
     for layer in model.layers:
         layer.ffn.gamma2.weight.data = 10 ** (-4 * torch.rand(16))
-    narrow, report = repa_mm.convert_pretrained(model, images(8), keep=0.3, held_out=images(1))
+    narrow, report = narrowed(model, images(8), 0.3, held_out=images(1))
     assert report.differences[0] < 0.2
     for new, old in zip(ffn_sites(narrow), ffn_sites(model)):
         assert new.modules().fc2.weight.abs().max() < 3.01 * old.modules().fc2.weight.abs().max()
@@ -155,8 +158,10 @@ def test_what_cannot_be_done(randomize):
     x = images(1)
     for kwargs, message in (
         (dict(batches=[]), 'no image'),
-        (dict(keep=1.5), 'a share in .*1.5'),
-        (dict(keep=[None, None]), 'no FFN .* can be narrowed.*keep is None'),
+        (dict(budget=1.5), 'a share in .*1.5'),
+        (dict(parts=['ffns']), "parts must be 'ffn', 'heads' or both.*ffns"),
+        (dict(parts=[]), "parts must be 'ffn', 'heads' or both"),
+        (dict(where='neck'), "VisionTransformer has no block in its 'neck' of a family"),
     ):
         with pytest.raises(ValueError, match=message):
             repa_mm.convert_pretrained(model, **{'batches': x, **kwargs})
@@ -166,13 +171,12 @@ def test_what_cannot_be_done(randomize):
     with pytest.raises(ValueError, match="activations of 'layers.1' are not finite"):
         repa_mm.convert_pretrained(model, x)
     handle = model.layers[0].ffn.register_forward_hook(lambda m, i, o: None)
-    with pytest.raises(ValueError, match='forward hook'):
-        repa_mm.convert_pretrained(model, x)
+    assert 'forward hook' in plan_conversion(model).skipped['layers.0']
     handle.remove()
     with torch.no_grad():
         bias[0] = 0
     model.layers[0].register_forward_hook(lambda m, i, o: o)  # the block's stays
-    converted, report = repa_mm.convert_pretrained(model, [torch.ones(1, 3, 64, 64)])
+    converted, report = narrowed(model, [torch.ones(1, 3, 64, 64)], 0.375)
     assert '17 tokens for 24 channels: give more images' in report.warnings[0]
     assert outputs(converted, x[0])[0].isfinite().all()
 
@@ -181,7 +185,7 @@ def test_a_constant_image(randomize):
     """Every token of a model without position embeddings is the same: nothing can be fitted."""
     model, _ = pretrained('PoolFormer', randomize)
     x = [torch.full((1, 3, 256, 256), 0.7)]
-    converted, report = repa_mm.convert_pretrained(model, x, forward=outputs)
+    converted, report = narrowed(model, x, 0.375, forward=outputs)
     with torch.no_grad():
         assert all(y.isfinite().all() for y in outputs(converted, x[0]))
 
@@ -191,13 +195,9 @@ def test_blocks_that_stay_as_they_are(randomize):
 
     layers = [dict(), dict(ffn_type='swiglu_fused')]
     model = randomize(VisionTransformer(ARCH, 64, layer_cfgs=layers))
-    with pytest.raises(ValueError, match="'layers.1'.*SwiGLUFFNFused"):
-        repa_mm.convert_pretrained(model, images())
-    converted, report = repa_mm.convert_pretrained(model, images(), skip_unsupported=True)
+    converted, report = narrowed(model, images(), 0.375)
     assert converted.layers[0].ffn.feedforward_channels == 24
     assert list(report.skipped) == ['layers.1'] and 'SwiGLUFFNFused' in str(report)
-    again, report = repa_mm.convert_pretrained(model, images(), keep=[0.375, None])
-    assert report.skipped == {'layers.1': 'keep is None for this block'}
     # A config says it, too.
     config = dict(type='mmpretrain.VisionTransformer', arch=ARCH, img_size=64, layer_cfgs=layers)
     built = MODELS.build(
@@ -220,16 +220,16 @@ def test_blocks_that_stay_as_they_are(randomize):
 def test_wrapped_models_and_other_types(case, randomize, relative_error):
     model, _ = pretrained(case, randomize)
     x = images()
-    expected, report = repa_mm.convert_pretrained(model, x, forward=outputs)
+    expected, report = narrowed(model, x, 0.375, forward=outputs)
     with torch.no_grad():
         y = outputs(expected, x[0])
         wrapped = torch.nn.DataParallel(copy.deepcopy(model))
-        converted, _ = repa_mm.convert_pretrained(wrapped, x, forward=outputs)
+        converted, _ = narrowed(wrapped, x, 0.375, forward=outputs)
         for a, b in zip(outputs(converted, x[0]), y):
             assert torch.equal(a, b)
         half = copy.deepcopy(model).bfloat16()
         batches = [v.bfloat16() for v in x]
-        converted, rows = repa_mm.convert_pretrained(half, batches, forward=outputs)
+        converted, rows = narrowed(half, batches, 0.375, forward=outputs)
     assert {p.dtype for p in converted.parameters()} == {torch.bfloat16}
     for row, known in zip(rows.blocks, report.blocks):
         assert row.unexplained == pytest.approx(known.unexplained, rel=0.3, abs=0.02)
@@ -246,7 +246,7 @@ def test_the_report_says_what_the_narrow_ffn_leaves(randomize):
         for batch in x:
             model(batch)
         kept.remove(), after.remove()
-        converted, report = repa_mm.convert_pretrained(model, x)
+        converted, report = narrowed(model, x, 0.375)
         block = converted.layers[0]
         found = [block(t) for t in tokens]
         # What comes before the FFN is as it was.
@@ -265,9 +265,7 @@ def test_differences_are_shares_of_the_variance_of_channels(case, randomize):
     held_out = torch.randn(5, 3, 96, 96) if case == 'PoolFormer' else torch.randn(5, 3, 64, 64)
     if case == 'MLP-Mixer':
         model.patch_embed.projection.bias.copy_(9 * torch.randn(16))  # channels of other means
-    converted, report = repa_mm.convert_pretrained(
-        model, images(), keep=0.3, forward=outputs, held_out=[held_out]
-    )
+    converted, report = narrowed(model, images(), 0.3, forward=outputs, held_out=[held_out])
     axes = (0, 1) if case == 'ViT' else (0, 2, 3) if case == 'PoolFormer' else (0, 2)
     for a, b, found in zip(
         outputs(model, held_out), outputs(converted, held_out), report.differences
@@ -284,7 +282,7 @@ def test_patches_are_what_the_depthwise_convolution_sees(randomize):
     part, x, shape = PretrainedFFN(site), torch.randn(2, 6 * 5, 8), (6, 5)
     expected = site.block.ffn(site.block.norm2(x), shape, identity=x)
     assert torch.allclose(part.original(x, shape), expected, atol=1e-6)
-    whole = NarrowFFN.of(part.ffn, part.conv)
+    whole = FittedFFN.from_form(part.ffn, part.conv)
     assert torch.allclose(x + whole(part.inputs(x, shape)), expected, atol=1e-6)
     # With a channel, its filter goes.
     kept = torch.arange(0, 32, 3)
@@ -298,3 +296,59 @@ def test_difference_of_a_single_vector():
     """It has no variance: the change is relative to its mean square."""
     vector = torch.tensor([[3.0, 4.0]])
     assert differences([[vector]], [[1.1 * vector]]) == pytest.approx([0.01])
+
+
+class Mlp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc1, self.act, self.fc2 = nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)
+
+    def forward(self, x):
+        return self.fc2(self.act(self.fc1(x)))
+
+
+class AnyBlock(nn.Module):
+    """A block of a user's own, which ends as ``end`` says."""
+
+    def __init__(self, end):
+        super().__init__()
+        self.norm, self.mlp, self.end = nn.LayerNorm(16), Mlp(), end
+        self.gamma, self.mix = nn.Parameter(torch.rand(16) + 0.5), nn.Linear(16, 16)
+
+    def forward(self, x):
+        x = x + 0.3 * self.mix(x.flip(1))
+        return self.end(self, x, self.mlp(self.norm(x)))
+
+
+def times(gamma, f):
+    return f if gamma is None else gamma * f
+
+
+PLAIN, SCALED = MLPs('norm', 'mlp'), MLPs('norm', 'mlp', scale='gamma')
+ENDS = {
+    'x + f': (PLAIN, True, lambda block, x, f: x + f),
+    'x + gamma f': (SCALED, True, lambda block, x, f: x + times(block.gamma, f)),
+    'norm(x + f)': (PLAIN, True, lambda block, x, f: torch.tanh(x + f)),
+    '2 (x + f)': (PLAIN, True, lambda block, x, f: 2 * (x + f)),
+    'f alone, without a norm': (MLPs('', 'mlp'), True, lambda block, x, f: block.mix(f)),
+    'x + 4 f': (PLAIN, False, lambda block, x, f: x + 4 * f),
+    'x - f': (PLAIN, False, lambda block, x, f: x - f),
+    'f': (PLAIN, False, lambda block, x, f: f),
+    '2 x + f': (PLAIN, False, lambda block, x, f: 2 * x + f),
+    'x + gamma f, gamma unknown': (PLAIN, False, lambda block, x, f: x + block.gamma * f),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize('end', ENDS)
+def test_blocks_that_use_their_ffn_otherwise_are_refused(end, monkeypatch, randomize):
+    """The targets of the fits would be wrong."""
+    family, is_right, function = ENDS[end]
+    monkeypatch.setitem(FAMILIES, 'AnyBlock', family)
+    model = randomize(nn.Sequential(AnyBlock(function), AnyBlock(function))).eval()
+    x = [torch.randn(4, 30, 16) for _ in range(4)]
+    if is_right:
+        _, report = narrowed(model, x[:3], 0.8, held_out=x[3:])
+        assert report.differences[0] < 0.1
+    else:
+        with pytest.raises(ValueError, match="'0', a AnyBlock, does not use the sum of its FFN"):
+            narrowed(model, x, 0.8)

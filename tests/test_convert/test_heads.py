@@ -8,11 +8,14 @@ from mmengine.config import Config
 from mmengine.registry import MODELS
 
 import repa_mm
+from repa_mm.convert.budget import even_sizes
+from repa_mm.convert.conversion import convert, plan_conversion
 from repa_mm.convert.heads import HeadMoments, Heads, Tokens, sample_windows
 from repa_mm.convert.pretrained import backbone_config
 from repa_mm.faster.attention import FastShiftWindowMSA, swap_attention_
 from repa_mm.features import tensors
 from repa_mm.models.sites import attention_sites
+from tests.test_convert.even import narrowed
 
 SWIN = dict(embed_dims=16, depths=(2, 2), num_heads=(2, 4), window_size=4)
 STAGES = dict(out_indices=(0, 1), strides=(4, 2))
@@ -166,7 +169,7 @@ def test_tokens_of_windows():
     tokens = sample_windows(attention, 10000, generator, x, hw)
     assert tokens.valid.sum() == 2 * 7 * 6 and not tokens.keys[~tokens.valid].any()
     w_msa = attention.w_msa
-    heads = Heads.of(w_msa.qkv, w_msa.proj)
+    heads = Heads.from_layers(w_msa.qkv, w_msa.proj)
     _, k, o, _ = heads.outputs(tokens, 2, w_msa.scale)
     # The outputs are those of the module, in another order.
     found = o.transpose(0, 1).flatten(1) @ w_msa.proj.weight.t() + w_msa.proj.bias
@@ -190,11 +193,11 @@ def test_every_attention(case, pretrained):
     dims = [site.heads().dims for site in heads]
     (d, _) = dims[0]
     before = outputs(model, images[0])
-    kwargs = dict(keep=1.0, held_out=images[:1])
+    kwargs = dict(held_out=images[:1])
     found = {}
     # Of q·k half, of values three quarters: of other widths than each other.
     for qk, v in ((0.5, 0.5), (0.5, 1.0)):
-        narrow, report = repa_mm.convert_pretrained(model, images, qk_keep=qk, v_keep=v, **kwargs)
+        narrow, report = narrowed(model, images, qk=qk, v=v, **kwargs)
         sizes = [site.heads().dims for site in attention_sites(narrow)]
         assert sizes == [(4 * round(qk * d / 4), d if v == 1 else 4 * round(v * d / 4))] * len(dims)
         found[qk, v] = max(report.differences)
@@ -300,7 +303,7 @@ def test_a_trained_swin_whose_last_stage_is_nearly_constant(dtype, pretrained):
     model.to(dtype)
     images = [x.to(dtype) for x in images]
     large = torch.randn(2, 3, 144, 112).to(dtype)
-    narrow, report = repa_mm.convert_pretrained(model, images, keep=1.0, qk_keep=0.5, v_keep=0.5)
+    narrow, report = narrowed(model, images, qk=0.5, v=0.5)
     assert sum('4 of 4 heads is nearly constant' in text for text in report.warnings) == 2
     assert 'nearly constant' in str(report)
     assert largest(narrow) < 2 * largest(model)
@@ -325,13 +328,17 @@ NO_BIAS = {
 
 
 @pytest.mark.parametrize('case', NO_BIAS)
-@pytest.mark.parametrize('sizes', [dict(budget=1.0), dict(keep=[1.0, 0.5])], ids=str)
-def test_parts_that_stay_are_not_in_the_config(case, sizes, pretrained):
+@pytest.mark.parametrize('last', [False, True])
+def test_parts_that_stay_are_not_in_the_config(case, last, pretrained):
     # A rebuilt part has biases and names that the original lacks.
     model, images = pretrained(case, **NO_BIAS[case])
-    if 'keep' in sizes and 'Swin' in case:
-        sizes = dict(keep=[1.0, 1.0, 0.5, 0.5])
-    narrow, report = repa_mm.convert_pretrained(model, images, **sizes)
+
+    def choose(plan):
+        sizes = even_sizes(plan)
+        name = list(sizes)[-1]
+        return dict(sizes, **{name: (sizes[name][0] // 2,)}) if last else sizes
+
+    narrow, report = convert(model, images, choose)
     given = report.sizes
     assert len(given) < len(report.blocks)
     cfg = Config(dict(CASES[case], **NO_BIAS[case]))._cfg_dict
@@ -360,25 +367,15 @@ def test_budget(case, pretrained):
         repa_mm.convert_pretrained(model, images, budget=40)
 
 
-def test_bad_shares(pretrained):
+def test_attention_with_hooks_stays(pretrained):
     model, images = pretrained('MMPretrain ViT')
-    for kwargs, message in (
-        (dict(qk_keep=0.0), 'shares in .0, 1. or'),
-        (dict(v_keep='half'), 'shares in .0, 1. or'),
-        (dict(qk_keep=[0.5]), 'qk_keep has 1 entries, but the model has 2 blocks'),
-    ):
-        with pytest.raises(ValueError, match=message):
-            repa_mm.convert_pretrained(model, images, **kwargs)
     handle = model.layers[0].attn.qkv.register_forward_hook(lambda *args: None)
-    with pytest.raises(ValueError, match="heads of 'layers.0.attn'.*remove hooks first"):
-        repa_mm.convert_pretrained(model, images, qk_keep=0.5)
     _, report = repa_mm.convert_pretrained(model, images, budget=0.6)
     assert 'forward hooks' in report.skipped['layers.0.attn']
     assert [row.name for row in report.blocks] == ['layers.0', 'layers.1.attn', 'layers.1']
     handle.remove()
     model.layers[0].attn.register_forward_hook(lambda *args: None)
-    with pytest.raises(ValueError, match="heads of 'layers.0.attn'.*forward hook"):
-        repa_mm.convert_pretrained(model, images, v_keep=0.5)
+    assert 'forward hook' in plan_conversion(model).skipped['layers.0.attn']
 
 
 def test_sizes_of_a_budget_do_not_depend_on_the_order_of_images(pretrained):

@@ -2,6 +2,7 @@
 
 import importlib.util
 import sys
+from functools import partial
 from pathlib import Path
 
 import cv2
@@ -13,14 +14,16 @@ from mmengine.registry import MODELS
 
 import repa_mm
 from repa_mm.config import build_model, load_config
+from repa_mm.convert.budget import even_sizes
 from repa_mm.convert.pretrained import (
     backbone_config,
-    calibration_images,
     convert_checkpoint,
     converted_config,
+    split_images,
 )
 from repa_mm.datasets.cropping import cropped
 from repa_mm.models.sites import attention_sites, ffn_sites
+from repa_mm.opening import read_images
 from repa_mm.reparam import CheckpointError, TrainingForm, has_deploy_form, outermost
 from tests.test_export.conftest import write_config
 
@@ -85,14 +88,15 @@ def save(config, checkpoint):
     return checkpoint
 
 
-def converted(*args, **kwargs):
-    """Converts the classifier."""
-    kwargs = dict(num_images=3, device='cpu') | kwargs
-    return convert_checkpoint('classifier.py', 'classifier.pth', 'out/narrow.pth', *args, **kwargs)
+def converted(**kwargs):
+    """Converts the classifier, to half of the channels by default."""
+    choose = partial(even_sizes, ffn=0.5)
+    kwargs = dict(num_images=3, device='cpu', choose=choose, parts=['ffn']) | kwargs
+    return convert_checkpoint('classifier.py', 'classifier.pth', 'out/narrow.pth', **kwargs)
 
 
 def test_the_files_that_are_written(folder):
-    found = converted(0.5)
+    found = converted()
     cfg = load_config(found['config'])
     assert cfg.custom_imports.imports == 'json' and not cfg.resume
     assert cfg.optim_wrapper.optimizer.betas == (0.8, 0.9) and 'custom_hooks' not in cfg
@@ -112,7 +116,7 @@ def test_the_files_that_are_written(folder):
     # MMEngine's inferencers build this one if they get the weights alone.
     alone = MODELS.build(Config.fromstring(loaded['meta']['cfg'], '.py').model)
     alone.load_state_dict(loaded['state_dict'])
-    again = converted(0.5)  # replaces its own files
+    again = converted()  # replaces its own files
     assert str(again['report']) == str(found['report'])
 
 
@@ -168,7 +172,7 @@ def test_training_needs_no_weights_of_the_original(whole):
         model = dict(type='Restructured', model=model, structures=[], init_cfg=missing)
     built = MODELS.build(Config(dict(model=model)).model)
     name = ffn_sites(built)[0].block_name
-    found = converted_config(Config(dict(model=model)), built, {name: (4,)}, None, 'a.pth').model
+    found = converted_config(Config(dict(model=model)), built, {name: (4,)}).model
     MODELS.build(found).init_weights()
     assert 'none.pth' not in str(found) and 'structures' in str(found)
 
@@ -182,7 +186,8 @@ def test_a_detector_and_the_tool(folder, monkeypatch, capsys):
     save(RETINANET, 'vanilla.pth')
     arguments = [RETINANET, 'vanilla.pth', 'narrow.pth', '--images', 'images', '--num-images', '1']
     options = ['--cfg-options', 'model.bbox_head.loss_cls.gamma=1.5', '--device', 'cpu']
-    monkeypatch.setattr(sys, 'argv', ['tool', *arguments, '--keep', '1', *options])
+    options += ['--budget', '1', '--parts', 'ffn']
+    monkeypatch.setattr(sys, 'argv', ['tool', *arguments, *options])
     tool.main()
     said = capsys.readouterr().out
     assert 'fitted on 1 images, 1 held out' in said and 'wrote narrow.pth and narrow.py' in said
@@ -200,30 +205,19 @@ def test_a_detector_and_the_tool(folder, monkeypatch, capsys):
             assert (a - b).abs().max() < 1e-4 * b.abs().max()
 
 
-def test_shares_of_blocks(folder):
-    def widths(found):
-        model = build_model(load_config(found['config']), 'out/narrow.pth')
-        return [len(site.parts().fc1.bias) for site in ffn_sites(model)]
-
-    assert widths(converted([0.25, None])) == [16, 128]
-
-
 def test_held_out_images_are_not_fitted_to(folder):
     cfg = load_config('classifier.py')
-    for source in (None, 'images'):
-        dataset, chosen, held_out = calibration_images(cfg, 64, source)
-        assert sorted(chosen + held_out) == list(range(9)) and len(held_out) == 1
-        dataset, chosen, held_out = calibration_images(cfg, 4, source)
-        assert (len(chosen), len(held_out)) == (4, 1) and not set(chosen) & set(held_out)
+    assert split_images(range(9)) == ([*range(4), *range(5, 9)], [4])
+    assert split_images(range(72))[1] == [4, 13, 22, 31, 40, 49, 58, 67]
     found = converted()
     # By hand, with the tool's own images.
-    dataset, _, (index,) = calibration_images(cfg, 3)
+    _, (held_out,) = split_images(read_images(cfg, 'train', 4))
     model = build_model(load_config(found['config']), 'out/narrow.pth')
     own = torch.load('classifier.pth')['state_dict']
     del own['neck.of_another_version']
     original = build_model(cfg)
     original.load_state_dict(own)
-    image = model.data_preprocessor(dict(inputs=[dataset[index]['inputs']]), False)['inputs']
+    image = model.data_preprocessor(held_out, False)['inputs']
     with torch.no_grad():
         (a,), (b,) = model.extract_feat(image), original.extract_feat(image)
     share = (a - b).square().sum() / b.square().sum()  # of one vector
@@ -260,14 +254,13 @@ def test_heads_of_a_merged_repaformer(folder, randomize):
     deployed = repa_mm.reparameterize(model)
     torch.save(dict(state_dict=deployed.state_dict()), 'deploy.pth')
     kwargs = dict(num_images=8, images='images', device='cpu')
-    with pytest.raises(ValueError, match='or its heads alone .keep=1 with qk_keep'):
-        convert_checkpoint(config, 'deploy.pth', 'out/heads.pth', **kwargs)
+    with pytest.raises(ValueError, match='nothing .* can be narrowed.*it has a channel-idle FFN'):
+        convert_checkpoint(config, 'deploy.pth', 'out/heads.pth', parts=['ffn'], **kwargs)
+    half = partial(even_sizes, qk=0.5, v=0.5)
     x = torch.randn(1, 3, 224, 224)
     expected, found = deployed.backbone.eval()(x)[-1], []
     for checkpoint in ('training.pth', 'deploy.pth'):
-        result = convert_checkpoint(
-            config, checkpoint, 'out/heads.pth', keep=1.0, qk_keep=0.5, v_keep=0.5, **kwargs
-        )
+        result = convert_checkpoint(config, checkpoint, 'out/heads.pth', choose=half, **kwargs)
         rows = result['report'].blocks
         assert rows and all(row.name.endswith('.attn.w_msa') for row in rows)
         assert all(2 * sum(row.after) <= sum(row.before) + 8 for row in rows)
@@ -319,7 +312,7 @@ def test_backbones_of_timm_download_no_weights():
     model.backbone = MODELS.build(dict(backbone))
     cfg = Config(dict(model=dict(type='EncoderDecoder', backbone=dict(backbone, pretrained=True))))
     given = {'backbone.timm_model.blocks.0': (8,), 'backbone.timm_model.blocks.0.attn': (4, 4)}
-    found = converted_config(cfg, model, given, None, 'narrow.pth').model.backbone
+    found = converted_config(cfg, model, given).model.backbone
     assert found.model.pretrained is False
     built = MODELS.build(found)
     assert len(ffn_sites(built)[0].modules().fc1.weight) == 8

@@ -7,8 +7,8 @@ import torch
 from repa_mm.convert import regression
 from repa_mm.convert.regression import (
     RIDGES,
+    FittedFFN,
     Moments,
-    NarrowFFN,
     eliminate,
     ffn_moments,
     fit_ffn,
@@ -33,7 +33,7 @@ def tokens(n=2000):
 
 def moments(ffn, x, y, number=4):
     u = ffn.norm1(x).tensor_split(number)
-    return ffn_moments(NarrowFFN.of(ffn), list(zip(u, (y - x).tensor_split(number))))
+    return ffn_moments(FittedFFN.from_form(ffn), list(zip(u, (y - x).tensor_split(number))))
 
 
 def test_moments_are_those_of_all_rows():
@@ -41,7 +41,7 @@ def test_moments_are_those_of_all_rows():
     moments = [Moments(rows[0]) for _ in range(2)]
     for i, part in enumerate(rows.split(30)):
         moments[i % 2].add(part)
-    moments = Moments.of(moments)
+    moments = Moments.pooled(moments)
     mean, cov = moments.mean_and_covariance()
     assert moments.count == 100
     torch.testing.assert_close(mean, rows.mean(0), rtol=1e-12, atol=0)
@@ -55,7 +55,7 @@ def test_it_is_the_regression_on_the_kept_channels(ffn, width, monkeypatch):
     y = ffn(x) + 0.1 * torch.randn_like(x)
     monkeypatch.setattr(regression, 'RIDGES', (1e-12,))
     monkeypatch.setattr(regression, 'LEAST', 0.0)
-    fit = fit_ffn(NarrowFFN.of(ffn), moments(ffn, x, y), width)
+    fit = fit_ffn(FittedFFN.from_form(ffn), moments(ffn, x, y), width)
     u = ffn.norm1(x)
     features = ffn.act(u @ fit.w_in.t() + fit.b_in)
     features = torch.cat([features, torch.ones(len(x), 1, dtype=x.dtype)], dim=1).numpy()
@@ -70,7 +70,7 @@ def test_it_is_the_regression_on_the_kept_channels(ffn, width, monkeypatch):
 @torch.no_grad()
 def test_all_channels_are_the_ffn_itself(ffn):
     x = tokens(200)
-    fit = fit_ffn(NarrowFFN.of(ffn), moments(ffn, x, ffn(x)), HIDDEN)
+    fit = fit_ffn(FittedFFN.from_form(ffn), moments(ffn, x, ffn(x)), HIDDEN)
     torch.testing.assert_close(x + fit(ffn.norm1(x)), ffn(x))
 
 
@@ -102,10 +102,12 @@ def test_the_ridge_is_chosen_by_images_that_the_fit_has_not_seen(ffn, monkeypatc
 
     def left(*ridges):
         monkeypatch.setattr(regression, 'RIDGES', ridges)
-        fit = fit_ffn(NarrowFFN.of(ffn), moments(ffn, few, y[:40]), 12)
+        fit = fit_ffn(FittedFFN.from_form(ffn), moments(ffn, few, y[:40]), 12)
         return (y - many - fit(ffn.norm1(many))).square().sum().item(), fit.ridge
 
-    problem = regression._Problem(NarrowFFN.of(ffn), Moments.of(moments(ffn, few, y[:40])))
+    problem = regression._Problem(
+        FittedFFN.from_form(ffn), Moments.pooled(moments(ffn, few, y[:40]))
+    )
     (kept,) = problem.eliminate(12)
     monkeypatch.setattr(regression._Problem, 'eliminate', lambda *args: [kept])
     errors = dict(reversed(left(ridge)) for ridge in RIDGES)
@@ -113,7 +115,7 @@ def test_the_ridge_is_chosen_by_images_that_the_fit_has_not_seen(ffn, monkeypatc
     assert ridge in RIDGES and chosen == errors[ridge]
     assert chosen < 1.2 * min(errors.values()) and chosen < max(errors.values())
     # One batch cannot be left out.
-    assert fit_ffn(NarrowFFN.of(ffn), moments(ffn, few, y[:40], 1), 12).ridge == RIDGES[0]
+    assert fit_ffn(FittedFFN.from_form(ffn), moments(ffn, few, y[:40], 1), 12).ridge == RIDGES[0]
 
 
 def test_input_weights_move_to_where_the_error_is_less(ffn):
@@ -121,7 +123,7 @@ def test_input_weights_move_to_where_the_error_is_less(ffn):
     ffn.layer_scale.data[1] = 1e-6  # and a row of small output weights does not run away
     with torch.no_grad():
         u, y = ffn.norm1(x), ffn(x)
-        fit = fit_ffn(NarrowFFN.of(ffn), moments(ffn, x, y), 4)
+        fit = fit_ffn(FittedFFN.from_form(ffn), moments(ffn, x, y), 4)
         found = refine(fit, u, y - x)
     assert found.unexplained < 0.8 * fit.unexplained and found.ridge == fit.ridge
     left = (y - x - found(u)).square().sum() / (y - x - (y - x).mean(0)).square().sum()
@@ -136,7 +138,7 @@ def test_targets_of_foreign_tokens(ffn):
     """They are what the pretrained FFN makes of them, and what the block is to make up for."""
     x = tokens(7)
     u, lost = ffn.norm1(x), torch.randn(DIMS, dtype=torch.float64)
-    more, targets = with_foreign_tokens(NarrowFFN.of(ffn), u, ffn(x) - x + lost)
+    more, targets = with_foreign_tokens(FittedFFN.from_form(ffn), u, ffn(x) - x + lost)
     assert len(more) == len(targets) == 10 and torch.equal(more[:7], u)
     assert all((more[7:, None] - u).abs().amax(-1).min(1).values > 1e-6)
     hidden = ffn.act(more @ ffn.fc1.weight.t() + ffn.fc1.bias)
@@ -148,13 +150,13 @@ def test_what_is_not_a_number(ffn):
     x = tokens(20)
     x[3, 2] = torch.nan
     with torch.no_grad(), pytest.raises(ValueError, match='not finite'):
-        fit_ffn(NarrowFFN.of(ffn), moments(ffn, x, x), 3)
+        fit_ffn(FittedFFN.from_form(ffn), moments(ffn, x, x), 3)
 
 
 @torch.no_grad()
 def test_constant_tokens(ffn):
     x = tokens()[:1].expand(50, -1)
-    fit = fit_ffn(NarrowFFN.of(ffn), moments(ffn, x, ffn(x)), 12)
+    fit = fit_ffn(FittedFFN.from_form(ffn), moments(ffn, x, ffn(x)), 12)
     torch.testing.assert_close(x + refine(fit, ffn.norm1(x), ffn(x) - x)(ffn.norm1(x)), ffn(x))
 
 
@@ -163,7 +165,7 @@ def test_constant_tokens(ffn):
 @pytest.mark.parametrize('number', [16, 1000])  # fewer tokens than channels, and more
 def test_channels_that_hardly_vary_get_no_large_weights(ffn, number, dtype):
     """What the blocks before have lost varies, and no channel that could make up for it."""
-    whole = NarrowFFN.of(ffn)
+    whole = FittedFFN.from_form(ffn)
     base, mixing = torch.randn(DIMS), torch.randn(DIMS, DIMS)
     for size in (1e-2, 1e-3, 1e-5, 1e-7, 0.0):
         moved = torch.randn(number, DIMS)
@@ -180,7 +182,7 @@ def test_channels_that_hardly_vary_get_no_large_weights(ffn, number, dtype):
 @torch.no_grad()
 def test_half_precision_rounds_the_tokens_alone(ffn):
     """The channels vary by less than their rounding in bfloat16, and are fitted all the same."""
-    whole = NarrowFFN.of(ffn)
+    whole = FittedFFN.from_form(ffn)
     u = (1 + torch.randn(1000, DIMS) / 50).bfloat16()
     t = whole(u.float())
     fits = [

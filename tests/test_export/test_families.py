@@ -173,9 +173,9 @@ def test_what_becomes_narrower(family, tmp_path, randomize):
         blocks = {site.block_name: site.block for site in ffn_sites(model)}
         reached = block_outputs(blocks, lambda batch: head_inputs(model, batch), data)
     assert places(reached) == TABLE[family][CHANNELS_]
-    plan = plan_conversion(build_model(cfg), 0.5, 0.5, 0.5, skip_unsupported=True)
-    inside = [n for n in plan.sizes if any(f'{n}.'.startswith(f'{block}.') for block in reached)]
-    heads = [name for name in inside if len(plan.sizes[name]) == 2]
+    parts = plan_conversion(build_model(cfg)).parts
+    inside = [n for n in parts if any(f'{n}.'.startswith(f'{block}.') for block in reached)]
+    heads = [name for name in inside if len(parts[name].sizes) == 2]
     assert places({*inside} - {*heads}) == TABLE[family][CHANNELS_]
     assert places(heads) == TABLE[family][HEADS_]
     try:

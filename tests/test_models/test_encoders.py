@@ -15,6 +15,7 @@ from repa_mm.convert.pretrained import converted_config
 from repa_mm.features import head_inputs, tensors
 from repa_mm.models.sites import ffn_sites
 from repa_mm.reparam import ChannelIdleFFN, MergedFFN, set_training_path_
+from tests.test_convert.even import narrowed
 from tests.test_models.test_sites import idle
 
 pytest.importorskip('mmdet')
@@ -178,28 +179,26 @@ def test_both_training_paths_of_an_ffn_without_norms(randomize):
 def test_a_conversion_and_its_config(case, randomize):
     model = build(case, randomize)
     batches = [data(model), data(model, (128, 96))]
-    narrow, report = repa_mm.convert_pretrained(
-        model, batches, keep=0.25, forward=head_inputs, held_out=[data(model)]
-    )
+    narrow, report = narrowed(model, batches, 0.25, forward=head_inputs, held_out=[data(model)])
     assert len(report.blocks) == 2 and all(share < 0.1 for share in report.differences)
     widths = [len(site.parts().fc1.bias) for site in ffn_sites(narrow)]
     cfg = Config(dict(model=model_config(case)))
     given = {block.name: block.after for block in report.blocks}
-    found = converted_config(cfg, model, given, None, 'narrow.pth').model
+    found = converted_config(cfg, model, given).model
     assert found.type == cfg.model.type  # MMDetection's own
     built = MODELS.build(found)
     built.load_state_dict(narrow.state_dict())
     assert [len(site.parts().fc1.bias) for site in ffn_sites(built)] == widths
     # Unequal widths need a structure.
     name = report.blocks[1].name
-    found = converted_config(cfg, model, {name: (7,)}, None, 'narrow.pth').model
+    found = converted_config(cfg, model, {name: (7,)}).model
     assert found.type == 'Restructured'
     for expected in ([4 * widths[0], 7], [4 * widths[0], 5]):
         built = MODELS.build(found)
         assert [len(site.parts().fc1.bias) for site in ffn_sites(built)] == expected
         # Converted once more, it has one structure more.
         cfg = Config(dict(model=found))
-        found = converted_config(cfg, built, {name: (5,)}, None, 'a.pth').model
+        found = converted_config(cfg, built, {name: (5,)}).model
 
 
 def test_a_backbone_and_an_encoder_of_two_ratios(randomize):
@@ -290,9 +289,7 @@ def test_layers_of_mmcv(randomize, relative_error):
     same = repa_mm.reparameterize(idle(copy.deepcopy(model), 0.0))
     assert relative_error(encode(same, x), encode(model, x)) < 1e-5
     batches = [torch.randn(60, 2, 16) for _ in range(3)]
-    narrow, report = repa_mm.convert_pretrained(
-        model, batches, keep=0.5, forward=encode, held_out=[x]
-    )
+    narrow, report = narrowed(model, batches, 0.5, forward=encode, held_out=[x])
     assert [site.modules().fc1.out_features for site in ffn_sites(narrow)] == [32, 32]
     assert report.differences[0] < 0.1
     with pytest.raises(ValueError, match='not those of an encoder layer'):

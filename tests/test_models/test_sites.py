@@ -15,6 +15,7 @@ from repa_mm.models import Structure, add_structures_
 from repa_mm.models.sites import attention_sites, ffn_sites
 from repa_mm.models.structures import idle_ffn
 from repa_mm.reparam import ChannelIdleFFN, MergedFFN, TrainingForm
+from tests.test_convert.even import narrowed
 
 
 def idle(model, idle_ratio=0.75, norm_cfg=dict(type='BN'), where=None):
@@ -434,8 +435,8 @@ def test_blocks_of_vitdet(monkeypatch, randomize, relative_error):
     assert len(ffn_sites(model)) == 2 and not attention_sites(model)
     merged = repa_mm.reparameterize(idle(copy.deepcopy(model), 0, dict(type='keep')))
     assert relative_error(merged(x), model(x)) < 1e-5
-    kwargs = dict(keep=0.5, held_out=[torch.randn(4, 9, 7, 8)])
-    narrow, report = repa_mm.convert_pretrained(model, [x, torch.randn(4, 9, 7, 8)], **kwargs)
+    held_out = [torch.randn(4, 9, 7, 8)]
+    narrow, report = narrowed(model, [x, torch.randn(4, 9, 7, 8)], 0.5, held_out=held_out)
     assert [site.modules().fc1.out_features for site in ffn_sites(narrow)] == [16, 16]
     assert report.differences[0] < 0.1
     with pytest.raises(ValueError, match='LinearPlus adds the shortcut, which a Block adds itself'):
