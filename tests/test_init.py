@@ -108,7 +108,7 @@ import repa_mm.reparam
 import_modules_from_strings(imports=['repa_mm'], allow_failed_imports=False)
 for registry, name in (
     (MODELS, 'Restructured'), (MODELS, 'RePaSwinTransformer'), (MODELS, 'FastUPerHead'),
-    (HOOKS, 'ReparameterizeHook'), (HOOKS, 'ScheduleHook'), (DATASETS, 'ImageFolder')
+    (HOOKS, 'ReparameterizeHook'), (DATASETS, 'ImageFolder')
 ):
     assert registry.get(name), name
 assert repa_mm.convert_pretrained and 'convert_pretrained' in repa_mm.__all__

@@ -8,6 +8,7 @@ from tests.test_architecture import PACKAGE, SOURCES, imports_of
 
 ROOT = PACKAGE.parent
 PROJECTS = sorted(path.parent for path in ROOT.glob('projects/*/__init__.py'))
+PROJECTS = [path for path in PROJECTS if path.name != 'tests']
 
 pytestmark = pytest.mark.skipif(not PROJECTS, reason='needs the repository')
 
@@ -23,9 +24,8 @@ def is_allowed(name, path):
         if hasattr(module, '__path__'):  # a package says what it exports, a module's names do
             return name in module.__all__
         return not name.startswith('_')
-    return {'projects': rest[:1] == [path.parts[1]], 'tests': path.parts[2] == 'tests'}.get(
-        first, True
-    )
+    of_all = first == 'projects' and rest[:1] in ([path.parts[1]], ['schedules'])
+    return {'projects': of_all, 'tests': 'tests' in path.parts[1:3]}.get(first, True)
 
 
 def forbidden_imports(root):

@@ -22,12 +22,12 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from projects.schedules import Scheduled, set_lam_
 from repa_mm.reparam import (
     AttentionParts,
     DeployForm,
     DropPath,
     FFNParts,
-    Scheduled,
     TrainingForm,
     build_activation,
     check_dropouts,
@@ -37,7 +37,6 @@ from repa_mm.reparam import (
     fold_norm,
     matrix,
     rounded,
-    set_lam_,
 )
 
 
@@ -123,6 +122,12 @@ class _Parallel(TrainingForm):
     entry: str
     exit: str
     sources: tuple[str, str]
+
+    def finish_schedule(self) -> None:
+        getattr(self, self.entry).finish_schedule()
+
+    def schedule_has_ended(self) -> bool:
+        return getattr(self, self.entry).schedule_has_ended()
 
     def _add_exit(
         self, features: int, drop_rate: float, drop_path: float, layer_scale: float

@@ -15,9 +15,9 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from projects.schedules import Scheduled
 from repa_mm.reparam import (
     DeployForm,
-    Scheduled,
     TrainingForm,
     batch_norm_affine,
     build_norm,

@@ -6,7 +6,6 @@ from .forms import (
     CheckpointError,
     DeployForm,
     Form,
-    Scheduled,
     TrainingForm,
     check_ordinary,
     check_state_dict,
@@ -32,7 +31,6 @@ from .model import (
     reparameterize,
     reparameterize_,
     schedules_have_ended,
-    set_lam_,
 )
 from .numerics import (
     AttentionParts,
@@ -52,11 +50,11 @@ from .numerics import (
 
 __all__ = [
     'AttentionParts', 'ChannelIdleFFN', 'CheckpointError', 'DeployForm', 'DropPath', 'FFNParts',
-    'FoldedFFN', 'Form', 'MergedFFN', 'Scheduled', 'TrainingForm', 'batch_norm_affine',
+    'FoldedFFN', 'Form', 'MergedFFN', 'TrainingForm', 'batch_norm_affine',
     'build_activation', 'build_norm', 'check_dropouts', 'check_finite', 'check_ordinary',
     'check_state_dict', 'copy_affine_', 'copy_matrix_', 'double', 'exact', 'finish_schedules_',
     'fold', 'fold_norm', 'has_deploy_form', 'has_training_form', 'is_batch_norm',
     'is_reparameterized', 'kept_statistics', 'match_form', 'matrix', 'num_active_channels',
     'outermost', 'reparameterize', 'reparameterize_', 'rounded', 'schedules_have_ended',
-    'set_lam_', 'set_shortcut_', 'set_training_path_',
+    'set_shortcut_', 'set_training_path_',
 ]  # fmt: skip

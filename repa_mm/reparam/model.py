@@ -7,7 +7,7 @@ import torch.nn as nn
 
 from repa_mm.surgery import become_, unwrap
 
-from .forms import DeployForm, Scheduled, TrainingForm, merge_whole, outermost
+from .forms import DeployForm, TrainingForm, merge_whole, outermost
 
 
 def has_deploy_form(model: nn.Module) -> bool:
@@ -17,7 +17,7 @@ def has_deploy_form(model: nn.Module) -> bool:
 
 def has_training_form(model: nn.Module) -> bool:
     """Return True if any module of the model is in its training form."""
-    return any(isinstance(m, TrainingForm) for m in model.modules())
+    return bool(_training_forms(model))
 
 
 def is_reparameterized(model: nn.Module, state_dict: dict) -> bool:
@@ -41,30 +41,8 @@ def is_reparameterized(model: nn.Module, state_dict: dict) -> bool:
     return False
 
 
-def set_lam_(model: nn.Module, lam: float, kind: type[Scheduled] = Scheduled) -> nn.Module:
-    """Set the lambda of every scheduled module of a model, in place.
-
-    Args:
-        model (nn.Module): The model, changed in place.
-        lam (float): Lambda in [0, 1].
-        kind (type): Class of the modules to change. Defaults to every scheduled module.
-
-    Returns:
-        nn.Module: ``model``.
-
-    Raises:
-        ValueError: If lambda is not a number in [0, 1], or the model has no such module.
-    """
-    found = [module for module in model.modules() if isinstance(module, kind)]
-    if not found:
-        raise ValueError(f'{type(model).__name__} has no {kind.__name__}')
-    for module in found:
-        module.set_lam(lam)
-    return model
-
-
 def finish_schedules_(model: nn.Module) -> nn.Module:
-    """Set every lambda of a model to its end, in place, so that the model merges.
+    """Take every schedule of a model to its end, in place, so that the model merges.
 
     Use it for a model that gets its weights afterwards or is only timed. It changes the output of a
     model whose schedule has not ended.
@@ -75,15 +53,19 @@ def finish_schedules_(model: nn.Module) -> nn.Module:
     Returns:
         nn.Module: ``model``.
     """
-    for module in model.modules():
-        if isinstance(module, Scheduled):
-            module.set_lam(module.end)
+    for form in _training_forms(model):
+        form.finish_schedule()
     return model
 
 
 def schedules_have_ended(model: nn.Module) -> bool:
-    """Return True if every lambda of a model is at its end, so that the model merges."""
-    return all(m.lam == m.end for m in model.modules() if isinstance(m, Scheduled))
+    """Return True if every schedule of a model has ended, so that the model merges."""
+    return all(form.schedule_has_ended() for form in _training_forms(model))
+
+
+def _training_forms(model: nn.Module) -> list[TrainingForm]:
+    """Return all training forms, those inside other forms included."""
+    return [module for module in model.modules() if isinstance(module, TrainingForm)]
 
 
 def reparameterize(model: nn.Module) -> nn.Module:

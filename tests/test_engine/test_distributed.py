@@ -47,7 +47,7 @@ for path, norm, frozen in itertools.product(('literal', 'folded'), ('BN', 'LN'),
 
 HOOKS = """
 from mmengine.dist import all_gather_object
-from tests.test_engine.test_schedules import *
+from projects.tests.test_schedules import *
 
 for broadcast in (False, True):
     lambdas, merged = Lambdas(), []

@@ -14,7 +14,7 @@ from mmengine.registry import DATASETS, METRICS, MODELS
 from mmengine.runner import Runner
 from torch.utils.data import Dataset
 
-from repa_mm.reparam import ChannelIdleFFN, DeployForm, MergedFFN, Scheduled, TrainingForm, exact
+from repa_mm.reparam import ChannelIdleFFN, MergedFFN
 
 
 @MODELS.register_module()
@@ -45,46 +45,6 @@ class ToyClassifier(BaseModel):
 class Transpose(nn.Module):
     def forward(self, x):
         return x.transpose(1, 2)
-
-
-class Fading(Scheduled, TrainingForm):
-    """A structure that the package does not know: a nonlinearity that fades out."""
-
-    label, scalar, end = 'fading layer', 'fading', 0.0
-
-    def __init__(self, dims):
-        super().__init__()
-        self.fc = nn.Linear(dims, dims)
-        self.add_lam()
-
-    def forward(self, x):
-        y = self.fc(x)
-        return y if self.is_finished else y + (self.lam - self.end).abs() * y.sin()
-
-    def merge(self):
-        self.check_finished()
-        weight, bias = exact(self.fc, 'its layer')
-        merged = Faded(len(bias)).to(self.fc.weight)
-        merged.layer.weight.copy_(weight)
-        merged.layer.bias.copy_(bias)
-        return merged
-
-
-class Rising(Fading):
-    """The same, with a lambda that rises."""
-
-    scalar, end = 'rising', 1.0
-
-
-class Faded(DeployForm):
-    label = 'fading layer'
-
-    def __init__(self, dims):
-        super().__init__()
-        self.layer = nn.Linear(dims, dims)
-
-    def inference(self, x):
-        return self.layer(x)
 
 
 @DATASETS.register_module()

@@ -7,8 +7,9 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from projects.schedules import set_lam_
 from projects.slab import NormedLinear, ProgressiveNorm
-from repa_mm.reparam import finish_schedules_, set_lam_
+from repa_mm.reparam import finish_schedules_
 
 FORMS = dict(
     norm=lambda: ProgressiveNorm(16),

@@ -9,17 +9,64 @@ from mmengine.hooks import EMAHook, Hook
 from mmengine.model import BaseModel
 from mmengine.registry import MODELS
 
-from repa_mm.reparam import Scheduled, reparameterize, set_lam_
-
-from .toy import Faded, Fading, KeepLogits, Rising, Transpose, make_runner
+from projects.schedules import Scheduled, set_lam_
+from repa_mm.reparam import DeployForm, TrainingForm, exact, reparameterize
+from tests.shared import form_tests
+from tests.test_engine.toy import KeepLogits, Transpose, make_runner
+from tests.test_reparam.test_forms import C, make  # noqa: F401
 
 # 2 iterations an epoch.
 SCHEDULE = dict(type='ScheduleHook', warmup=4)
 MERGE = dict(type='ReparameterizeHook')
 
 
+class Fading(Scheduled, TrainingForm):
+    """A structure that the package does not know: a nonlinearity that fades out."""
+
+    label, scalar, end = 'fading layer', 'fading', 0.0
+
+    def __init__(self, dims):
+        super().__init__()
+        self.fc = nn.Linear(dims, dims)
+        self.add_lam()
+
+    def forward(self, x):
+        y = self.fc(x)
+        return y if self.is_finished else y + (self.lam - self.end).abs() * y.sin()
+
+    def merge(self):
+        self.check_finished()
+        weight, bias = exact(self.fc, 'its layer')
+        merged = Faded(len(bias)).to(self.fc.weight)
+        merged.layer.weight.copy_(weight)
+        merged.layer.bias.copy_(bias)
+        return merged
+
+
+class Rising(Fading):
+    """The same, with a lambda that rises."""
+
+    scalar, end = 'rising', 1.0
+
+
+class Faded(DeployForm):
+    label = 'fading layer'
+
+    def __init__(self, dims):
+        super().__init__()
+        self.layer = nn.Linear(dims, dims)
+
+    def inference(self, x):
+        return self.layer(x)
+
+
 class Waning(Fading):
     scalar = 'waning'
+
+
+rows, as_others, merges = form_tests(
+    dict(fading=(lambda: Fading(C), Faded)), 'merging_before_the_schedule_has_ended_is_refused'
+)
 
 
 @MODELS.register_module()
