@@ -322,7 +322,7 @@ def test_exported(kind, randomize):
     """Of any size and batch."""
     pytest.importorskip('onnx')
     pytest.importorskip('onnxruntime')
-    from repa_mm.export.export import onnx_backbone
+    from tests.test_export.test_export import onnx_backbone
 
     model = reduce_tokens(repa_mm.reparameterize(build(kind, randomize)), 0.6)
     assert onnx_backbone(model, torch.randn(1, 3, 128, 160), dynamic=True)[1] < 1e-4
