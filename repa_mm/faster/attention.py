@@ -275,10 +275,7 @@ class FastShiftWindowMSA(ShiftWindowMSA):
     def _fits_kernel(self, query: torch.Tensor) -> bool:
         """Return True if the Triton kernel computes this module's attention of these tokens."""
         w_msa = self.w_msa
-        values = w_msa.proj.in_features
-        width = max(w_msa.qkv.out_features - values, 2 * values) // 2 // w_msa.num_heads
-        dtype = autocast_dtype(query.device.type) or query.dtype
-        return (
+        if not (
             _HAS_OPERATORS
             and has_kernels(query.device)
             and type(query) is torch.Tensor
@@ -286,14 +283,17 @@ class FastShiftWindowMSA(ShiftWindowMSA):
             and not (torch.jit.is_tracing() or _is_exporting())
             # With gradients, compiled code takes operations that it can differentiate.
             and not (torch.is_grad_enabled() and is_traced())
-            # Scores and tokens of a window fit into registers and shared memory.
-            and self.window_size <= 8
-            and width <= _WIDEST_HEADS.get(dtype, 0)
             and not (w_msa.training and w_msa.attn_drop.p)
             # The kernel computes what the layer makes of padding.
             and type(self).qkv is FastShiftWindowMSA.qkv
             and is_plain(w_msa.qkv, nn.Linear)
-        )
+        ):
+            return False
+        values = w_msa.proj.in_features
+        width = max(w_msa.qkv.out_features - values, 2 * values) // 2 // w_msa.num_heads
+        dtype = autocast_dtype(query.device.type) or query.dtype
+        # Scores and tokens of a window fit into registers and shared memory.
+        return self.window_size <= 8 and width <= _WIDEST_HEADS.get(dtype, 0)
 
     def _forward_kernel(self, query, height, width, shift):
         from repa_mm.faster.kernels import window_attention

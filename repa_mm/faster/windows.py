@@ -11,12 +11,12 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-_is_compiling = getattr(torch.compiler, 'is_compiling', torch._dynamo.is_compiling)
+from repa_mm.reparam.autograd import is_compiling
 
 
 def is_traced() -> bool:
     """Return True within torch.jit.trace, torch.compile or torch.export."""
-    return torch.jit.is_tracing() or _is_compiling()
+    return torch.jit.is_tracing() or is_compiling()
 
 
 class Windows(NamedTuple):
@@ -122,7 +122,7 @@ def _wrap(x: torch.Tensor, size: int) -> torch.Tensor:
 
 def buffer(x: torch.Tensor) -> torch.Tensor:
     """Store x in compiled code, since Inductor would recompute its elements at each use."""
-    if not _is_compiling() or x.requires_grad and torch.is_grad_enabled():
+    if not is_compiling() or x.requires_grad and torch.is_grad_enabled():
         return x
     return x.as_strided(x.shape, x.stride())
 

@@ -8,6 +8,11 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.nn as nn
 
+if hasattr(torch.compiler, 'is_compiling'):
+    is_compiling = torch.compiler.is_compiling
+else:  # PyTorch 2.1 and 2.2
+    from torch._dynamo import is_compiling
+
 
 def first_order_only(instead: str) -> Callable:
     """Decorate the backward pass of an ``autograd.Function`` that has no second derivative.
@@ -47,12 +52,6 @@ def recomputing() -> bool:
     if torch.jit.is_tracing() or is_compiling():
         return False
     return torch._C._current_graph_task_id() != -1
-
-
-def is_compiling() -> bool:
-    """Return True if ``torch.compile`` or ``torch.export`` is tracing."""
-    compiler = getattr(torch, 'compiler', None)
-    return hasattr(compiler, 'is_compiling') and compiler.is_compiling()
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:

@@ -221,6 +221,7 @@ class _OtherQueries(attention.FastShiftWindowMSA):
         (dict(attn_drop=0.5), lambda fast: fast.train()),
         (dict(), lambda fast: setattr(fast.w_msa.qkv, '__class__', _Layer)),
         (dict(), lambda fast: setattr(fast, '__class__', _OtherQueries)),
+        (dict(), lambda fast: setattr(fast.w_msa, 'qkv', nn.Sequential(fast.w_msa.qkv))),
     ],
 )
 def test_what_does_not_fit_takes_the_other_path(kwargs, change, calls):
