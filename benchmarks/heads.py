@@ -19,7 +19,7 @@ from benchmarks.compare import append
 from repa_mm.convert import parts
 from repa_mm.convert.budget import even_sizes
 from repa_mm.convert.conversion import convert
-from repa_mm.convert.heads import HeadMoments, Heads, roots, trace
+from repa_mm.convert.heads import HeadMoments, HeadWeights, roots, trace
 
 
 class Clover(HeadMoments):
@@ -33,14 +33,14 @@ class Clover(HeadMoments):
         self.root_k, self.inverse_k = roots(k2, trace(k2), 1e-6)
         _, self.sizes, self.right = torch.linalg.svd(self.root_q @ self.root_k)
 
-    def fit_projection(self, narrow: Heads) -> tuple[Heads, float]:
+    def fit_projection(self, narrow: HeadWeights) -> tuple[HeadWeights, float]:
         return narrow, super().fit_projection(narrow)[1]
 
 
 class Dimensions(HeadMoments):
     """The dimensions with the largest energy of queries times keys, without a rotation."""
 
-    def fit(self, qk_dims: int, v_dims: int) -> tuple[Heads, float]:
+    def fit(self, qk_dims: int, v_dims: int) -> tuple[HeadWeights, float]:
         s_q, s_k = (x @ x for x in (self.root_q, self.root_k))
         energy = s_q.diagonal(dim1=1, dim2=2) * s_k.diagonal(dim1=1, dim2=2)
         chosen = energy.argsort(1, descending=True)[:, :qk_dims]
@@ -50,7 +50,7 @@ class Dimensions(HeadMoments):
         w[0], w[1] = p.mT @ w[0], q.mT @ w[1]
         b[0], b[1] = ((m.mT @ x[..., None])[..., 0] for m, x in ((p, b[0]), (q, b[1])))
         rows = torch.cat([x.flatten(0, 1) for x in w]), torch.cat([x.flatten() for x in b])
-        return self.fit_projection(Heads(*rows, *self.heads[2:]))
+        return self.fit_projection(HeadWeights(*rows, *self.heads[2:]))
 
     def compensated(self, s_q: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
         """Return what the keys are multiplied with, (h, d, r)."""

@@ -46,7 +46,7 @@ def counterpart(cfg: Config) -> nn.Module:
     """Build the stock counterpart of a model: the one whose weights would fill its forms.
 
     Args:
-        cfg (Config): Of a model whose backbone is a :class:`~repa_mm.models.Restructured`.
+        cfg (Config): Of a model whose backbone is a :class:`~repa_mm.models.WithStructures`.
 
     Returns:
         nn.Module: In eval mode, with random weights.

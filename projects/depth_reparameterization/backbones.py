@@ -6,7 +6,7 @@ from mmengine.registry import MODELS
 from mmpretrain.models import SwinTransformer, VisionTransformer
 from mmpretrain.models.selfsup import MAEViT
 
-from repa_mm.models import Restructured
+from repa_mm.models import WithStructures
 
 
 def share_out(num_layers: int, num_branches: int, what: str) -> int:
@@ -24,7 +24,7 @@ def share_out(num_layers: int, num_branches: int, what: str) -> int:
     return num_layers // num_branches
 
 
-class ParallelBackbone(Restructured):
+class ParallelBackbone(WithStructures):
     """Mixin before the mmpretrain parent of a backbone with parallel branches.
 
     `Depth reparameterization <https://arxiv.org/abs/2511.19718>`_: see
@@ -37,7 +37,7 @@ class ParallelBackbone(Restructured):
             which the branches share; in a dict the numbers of layers count blocks.
         *args: Those of the parent.
         num_branches (int | Sequence[int]): Number of branches of each block.
-        **kwargs: Those of the parent, and of :class:`~repa_mm.models.Restructured`.
+        **kwargs: Those of the parent, and of :class:`~repa_mm.models.WithStructures`.
 
     Raises:
         ValueError: If the layers cannot be shared out among the branches.

@@ -16,7 +16,7 @@ from repa_mm.models import (
     Structure,
     attention_sites,
     ffn_sites,
-    share,
+    per_block,
 )
 from repa_mm.reparam import TrainingForm, copy_affine_
 
@@ -41,7 +41,9 @@ class Branches(Structure):
         return [*attention_sites(model), *(s for s in ffn_sites(model) if s.family.attn)]
 
     def options(self, sites: Sequence[Site]) -> list[dict]:
-        return [dict(number=number) for number in share(self.num_branches, sites, 'num_branches')]
+        return [
+            dict(number=number) for number in per_block(self.num_branches, sites, 'num_branches')
+        ]
 
     def form(self, site: Site, number: int) -> TrainingForm | None:
         if number == 1:
@@ -52,7 +54,7 @@ class Branches(Structure):
 
     def sources(self, model: nn.Module, name: str) -> list[str]:
         sites = self.sites(model)
-        branches = share(self.num_branches, sites, 'num_branches')
+        branches = per_block(self.num_branches, sites, 'num_branches')
         branches = {site.block_name: n for site, n in zip(sites, branches)}
         site = next(site for site in sites if site.name == name)
         block = site.block_name
@@ -96,7 +98,9 @@ def parallel_ffn(site: FFNSite, num_branches: int) -> ParallelFFN:
     """Branches in place of the ordinary FFN at a site, with random weights."""
     parts = site.parts()
     sizes, act = (parts.fc1.in_features, parts.fc1.out_features), copy.deepcopy(parts.act)
-    form = ParallelFFN(*sizes, num_branches, act, drop_rate=parts.drop, drop_path=parts.drop_path)
+    form = ParallelFFN(
+        *sizes, num_branches, act, drop_rate=parts.drop_rate, drop_path=parts.drop_path_rate
+    )
     return _with_scale(form, parts.scale)
 
 

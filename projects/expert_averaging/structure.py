@@ -7,7 +7,7 @@ from mmengine.registry import MODELS
 from mmpretrain.models import VisionTransformer
 
 from projects.expert_averaging.experts import ExpertsFFN
-from repa_mm.models import STRUCTURES, FFNSite, Restructured, Structure, ffn_sites
+from repa_mm.models import STRUCTURES, FFNSite, Structure, WithStructures, ffn_sites
 
 
 @STRUCTURES.register_module()
@@ -32,8 +32,8 @@ class Experts(Structure):
             hidden,
             self.num_experts,
             copy.deepcopy(parts.act),
-            drop_rate=parts.drop,
-            drop_path=parts.drop_path,
+            drop_rate=parts.drop_rate,
+            drop_path=parts.drop_path_rate,
         )
         if parts.scale is not None:
             form.layer_scale = nn.Parameter(parts.scale.detach().clone())
@@ -41,7 +41,7 @@ class Experts(Structure):
 
 
 @MODELS.register_module()
-class ExpertsVisionTransformer(Restructured, VisionTransformer):
+class ExpertsVisionTransformer(WithStructures, VisionTransformer):
     """Vision Transformer whose FFNs are experts, which merge into their mean.
 
     `Experts Weights Averaging <https://arxiv.org/abs/2308.06093>`_. Merged, it has, name by name,
@@ -51,7 +51,7 @@ class ExpertsVisionTransformer(Restructured, VisionTransformer):
     Args:
         *args: Those of mmpretrain's ``VisionTransformer``.
         num_experts (int): Number of experts of each FFN. Defaults to 4.
-        **kwargs: Those of the parent, and of :class:`~repa_mm.models.Restructured`.
+        **kwargs: Those of the parent, and of :class:`~repa_mm.models.WithStructures`.
     """
 
     def __init__(self, *args, num_experts: int = 4, **kwargs) -> None:

@@ -5,7 +5,7 @@ from mmengine.registry import MODELS
 from mmpretrain.models import RIFormer
 
 from projects.riformer.mixer import MixerParts, NormedAffine
-from repa_mm.models import STRUCTURES, Restructured, Site, Structure
+from repa_mm.models import STRUCTURES, Site, Structure, WithStructures
 
 
 class MixerSite(Site):
@@ -49,7 +49,7 @@ class AffineMixers(Structure):
 
 
 @MODELS.register_module()
-class AffineRIFormer(Restructured, RIFormer):
+class AffineRIFormer(WithStructures, RIFormer):
     """RIFormer with affine maps in place of token mixers, which merge into the norms.
 
     `RIFormer <https://arxiv.org/abs/2304.05659>`_. Merged, it has, name by name, the weights of
@@ -58,7 +58,7 @@ class AffineRIFormer(Restructured, RIFormer):
 
     Args:
         *args, **kwargs: Those of mmpretrain's ``RIFormer``, and of
-            :class:`~repa_mm.models.Restructured`.
+            :class:`~repa_mm.models.WithStructures`.
 
     Raises:
         ValueError: If the norms are no GroupNorms.

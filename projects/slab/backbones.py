@@ -3,10 +3,10 @@
 from mmengine.registry import MODELS
 from mmpretrain.models import SwinTransformer, VisionTransformer
 
-from repa_mm.models import Restructured
+from repa_mm.models import WithStructures
 
 
-class ProgressiveBackbone(Restructured):
+class ProgressiveBackbone(WithStructures):
     """Mixin before the mmpretrain parent of a backbone with progressive norms.
 
     `SLAB <https://arxiv.org/abs/2405.11582>`_: see :mod:`projects.slab.norms`. With the weights
@@ -15,7 +15,7 @@ class ProgressiveBackbone(Restructured):
     Args:
         *args: Those of the parent.
         bn_cfg (dict): The norm that merges, 'BN' or 'SyncBN'. Defaults to ``dict(type='BN')``.
-        **kwargs: Those of the parent, and of :class:`~repa_mm.models.Restructured`.
+        **kwargs: Those of the parent, and of :class:`~repa_mm.models.WithStructures`.
     """
 
     def __init__(self, *args, bn_cfg: dict = dict(type='BN'), **kwargs) -> None:

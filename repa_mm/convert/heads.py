@@ -83,7 +83,7 @@ def sample_images(
     return Tokens(x[:, chosen.to(x.device)], x)
 
 
-class Heads(NamedTuple):
+class HeadWeights(NamedTuple):
     """Weights of attention with h heads, of r dimensions for q·k and s dimensions for values.
 
     Attributes:
@@ -99,7 +99,7 @@ class Heads(NamedTuple):
     b_out: torch.Tensor
 
     @classmethod
-    def from_layers(cls, qkv: nn.Linear, proj: nn.Linear) -> 'Heads':
+    def from_layers(cls, qkv: nn.Linear, proj: nn.Linear) -> 'HeadWeights':
         """Return the weights of attention, in float64."""
         return cls(
             double(qkv.weight),
@@ -150,7 +150,7 @@ class HeadMoments:
     """What the fit of one attention's heads needs of some tokens.
 
     Args:
-        heads (Heads): The pretrained weights.
+        heads (HeadWeights): The pretrained weights.
         num_heads (int): Number of heads h.
         scale (float): Factor of the logits.
         drawn (Sequence[Tokens]): The tokens.
@@ -165,7 +165,7 @@ class HeadMoments:
 
     def __init__(
         self,
-        heads: Heads,
+        heads: HeadWeights,
         num_heads: int,
         scale: float,
         drawn: Sequence[Tokens],
@@ -211,7 +211,7 @@ class HeadMoments:
             )
         return found
 
-    def fit(self, qk_dims: int, v_dims: int) -> tuple[Heads, float]:
+    def fit(self, qk_dims: int, v_dims: int) -> tuple[HeadWeights, float]:
         """Fit heads of ``qk_dims`` dimensions for q·k and ``v_dims`` for values.
 
         Returns:
@@ -231,12 +231,12 @@ class HeadMoments:
             w[2], b[2] = into.mT @ w[2], (into.mT @ b[2][..., None])[..., 0]
             heads = out.unflatten(1, (self.num_heads, -1)).transpose(0, 1)
             out = (heads @ (back * size)).transpose(0, 1).flatten(1)
-        narrow = Heads(
+        narrow = HeadWeights(
             torch.cat([x.flatten(0, 1) for x in w]), torch.cat([x.flatten() for x in b]), out, bias
         )
         return self.fit_projection(narrow)
 
-    def fit_projection(self, narrow: Heads) -> tuple[Heads, float]:
+    def fit_projection(self, narrow: HeadWeights) -> tuple[HeadWeights, float]:
         """Fit the projection to the output of the pretrained heads, drawn to the given one."""
         args = self.num_heads, self.scale
         size = narrow.w_out.shape[1]

@@ -8,7 +8,7 @@ import torch
 import torch.nn as nn
 
 from repa_mm.convert.budget import FRACTIONS, Axis
-from repa_mm.convert.heads import HeadMoments, Heads, Tokens, sample_images, sample_windows
+from repa_mm.convert.heads import HeadMoments, HeadWeights, Tokens, sample_images, sample_windows
 from repa_mm.convert.lockstep import Pausing
 from repa_mm.convert.regression import (
     FittedFFN,
@@ -21,7 +21,7 @@ from repa_mm.convert.regression import (
 from repa_mm.faster.attention import FastShiftWindowMSA
 from repa_mm.models.sites import AttentionSite, FFNSite
 from repa_mm.models.structures import idle_ffn
-from repa_mm.reparam import ChannelIdleFFN, FFNParts
+from repa_mm.reparam import ChannelIdleFFN
 
 _NUM_PARTS = 4  # parts of the images for cross-validation
 
@@ -64,10 +64,9 @@ class PretrainedFFN(Pausing):
 
     def __init__(self, site: FFNSite) -> None:
         super().__init__(site.block_name)
-        modules = site.modules()
-        parts = FFNParts(*modules[:5])
+        parts = site.modules()
         self.ffn: ChannelIdleFFN = idle_ffn(site, 0.0, dict(type='keep'), parts=parts)
-        self.conv = copy.deepcopy(modules.conv)
+        self.conv = copy.deepcopy(parts.conv)
         # Then the input is where the shortcut starts, in the block if not in the FFN.
         self.is_residual = self.ffn.shortcut or bool(site.family.norm)
         self.sizes = (self.ffn.feedforward_channels,)
@@ -262,10 +261,11 @@ class PretrainedAttention(Pausing):
         ]
 
     def _moments(self, drawn: Sequence[Tokens]) -> HeadMoments:
-        qkv, proj, *args, gamma = self.heads
-        return HeadMoments(Heads.from_layers(qkv, proj), *args, drawn, gamma)
+        heads = self.heads
+        weights = HeadWeights.from_layers(heads.qkv, heads.proj)
+        return HeadMoments(weights, heads.num_heads, heads.factor, drawn, heads.scale)
 
-    def _with(self, weights: Heads) -> Callable:
+    def _with(self, weights: HeadWeights) -> Callable:
         """Return what a copy of the attention with other weights computes."""
         site = AttentionSite(self.name, copy.deepcopy(self), self.path, self.family)
         site.set_weights(*weights)

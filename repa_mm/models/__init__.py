@@ -1,6 +1,6 @@
 """Registered backbones, and structures that replace parts of a model."""
 
-from repa_mm.models.builder import Restructured, add_structures_, restructure
+from repa_mm.models.builder import WithStructures, add_structures_, build_with_structures
 from repa_mm.models.channel_idle import (
     RePaBackbone,
     RePaMlpMixer,
@@ -9,7 +9,7 @@ from repa_mm.models.channel_idle import (
     RePaVisionTransformer,
     build_fast_swin,
 )
-from repa_mm.models.families import FAMILIES, Family, FFNModules, MLPs, register_family
+from repa_mm.models.families import FAMILIES, Family, MLPs, register_family
 from repa_mm.models.sites import (
     AttentionSite,
     FFNSite,
@@ -18,12 +18,11 @@ from repa_mm.models.sites import (
     ffn_sites,
     known_blocks,
 )
-from repa_mm.models.structures import STRUCTURES, ChannelIdle, Structure, share
+from repa_mm.models.structures import STRUCTURES, ChannelIdle, Structure, per_block
 
 __all__ = [
-    'AttentionSite', 'ChannelIdle', 'FAMILIES', 'FFNModules', 'FFNSite', 'Family', 'MLPs',
-    'RePaBackbone', 'RePaMlpMixer', 'RePaPoolFormer', 'RePaSwinTransformer',
-    'RePaVisionTransformer', 'Restructured', 'STRUCTURES', 'Site', 'Structure', 'add_structures_',
-    'attention_sites', 'build_fast_swin', 'ffn_sites', 'known_blocks', 'register_family',
-    'restructure', 'share',
+    'AttentionSite', 'ChannelIdle', 'FAMILIES', 'FFNSite', 'Family', 'MLPs', 'RePaBackbone',
+    'RePaMlpMixer', 'RePaPoolFormer', 'RePaSwinTransformer', 'RePaVisionTransformer', 'STRUCTURES',
+    'Site', 'Structure', 'WithStructures', 'add_structures_', 'attention_sites', 'build_fast_swin',
+    'build_with_structures', 'ffn_sites', 'known_blocks', 'per_block', 'register_family',
 ]  # fmt: skip

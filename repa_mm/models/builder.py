@@ -81,7 +81,7 @@ def _put_all(
     return placed
 
 
-class Restructured:
+class WithStructures:
     """Mixin that puts ``structures`` into a backbone or a whole model when it is built.
 
     The mixin precedes the model's class in the list of bases.
@@ -145,18 +145,17 @@ class Restructured:
         if self._is_init:
             return
         cfgs = self.init_cfg if isinstance(self.init_cfg, (list, tuple)) else [self.init_cfg]
-        own = [cfg for cfg in cfgs if cfg and cfg['type'] == 'Pretrained']
-        # A deploy form only loads: the class may initialize modules that it no longer has.
-        weights, translated = pretrained_weights(self, own[0]) if own else ({}, False)
-        others = [cfg for cfg in cfgs if cfg not in own] or None
-        if has_deploy_form(self):
-            for cfg in own:
+        files = [cfg for cfg in cfgs if cfg and cfg['type'] == 'Pretrained']
+        others = [cfg for cfg in cfgs if cfg not in files] or None
+        weights, translated = pretrained_weights(self, files[0]) if files else ({}, False)
+        is_merged = has_deploy_form(self)
+        if is_merged or files and self._is_own(weights):
+            if not is_merged:  # a class may initialize modules that a merge has removed
+                self.init_cfg, given = others, self.init_cfg
+                super().init_weights()
+                self.init_cfg = given
+            for cfg in files:
                 load_pretrained_(self, cfg)
-        elif own and self._is_own(weights):
-            self.init_cfg, init_cfg = others, self.init_cfg
-            super().init_weights()
-            self.init_cfg = init_cfg
-            load_pretrained_(self, own[0])
         elif any(outermost(self, TrainingForm)) and any(map(_pretrained, self.modules())):
             ordinary = self.build_ordinary()
             # It may have changed since the model was built.
@@ -164,12 +163,15 @@ class Restructured:
             self._require_sites(ordinary)
             ordinary.init_weights()
             # Again where there is a backbone, as DETRs reset their encoder after loading.
-            if translated or own and hasattr(ordinary, 'backbone'):
-                load_pretrained_(ordinary, own[0])
+            if translated or files and hasattr(ordinary, 'backbone'):
+                load_pretrained_(ordinary, files[0])
             self.fill(ordinary)
         else:
             super().init_weights()
         self._is_init = True
+        self._warn_of_fresh_statistics()
+
+    def _warn_of_fresh_statistics(self) -> None:
         norms = [m for m in self.modules() if isinstance(m, _BatchNorm)]
         fresh = norms and all(m.num_batches_tracked == 0 for m in norms)
         if getattr(self, 'norm_eval', False) and fresh:
@@ -248,9 +250,18 @@ class Restructured:
                     norm.eval()
         return self  # mmpretrain's backbones return None
 
+    def __reduce_ex__(self, protocol):
+        reduced = super().__reduce_ex__(protocol)
+        kind = _ordinary_class(type(self))
+        if type(self) is not _class_with_structures(kind):
+            return reduced
+        # Pickle looks up classes by name and would not find this one, so unpickling creates it
+        # again from its parent.
+        return _new, (kind,), *reduced[2:]
+
 
 def _ordinary_class(kind: type) -> type:
-    return next(cls for cls in kind.__mro__ if not issubclass(cls, Restructured))
+    return next(cls for cls in kind.__mro__ if not issubclass(cls, WithStructures))
 
 
 def _pretrained(module: nn.Module) -> bool:
@@ -260,34 +271,21 @@ def _pretrained(module: nn.Module) -> bool:
 
 
 def _new(kind: type) -> nn.Module:
-    cls = _restructured_class(kind)
+    cls = _class_with_structures(kind)
     return cls.__new__(cls)
 
 
 @cache
-def _restructured_class(kind: type) -> type:
+def _class_with_structures(kind: type) -> type:
     return type(
         f'Restructured{kind.__name__}',
-        (_Restructured, kind),
+        (WithStructures, kind),
         dict(__doc__=kind.__doc__, __module__=__name__),
     )
 
 
-class _Restructured(Restructured):
-    """Mixin of the classes that :func:`restructure` creates."""
-
-    def __reduce_ex__(self, protocol):
-        reduced = super().__reduce_ex__(protocol)
-        kind = _ordinary_class(type(self))
-        if type(self) is not _restructured_class(kind):
-            return reduced
-        # Pickle looks up classes by name and would not find this one, so unpickling creates it
-        # again from its parent.
-        return _new, (kind,), *reduced[2:]
-
-
 @MODELS.register_module(name='Restructured')
-def restructure(
+def build_with_structures(
     model: dict,
     structures: Sequence[dict],
     deploy: bool = False,
@@ -308,8 +306,8 @@ def restructure(
     Args:
         model (dict): Config of a backbone, detector, segmentor or classifier.
         structures (Sequence[dict]): As for :func:`add_structures_`.
-        deploy (bool): As for :class:`Restructured`.
-        fast_attention (bool): As for :class:`Restructured`.
+        deploy (bool): As for :class:`WithStructures`.
+        fast_attention (bool): As for :class:`WithStructures`.
         norm_eval (bool): Keep the BatchNorms of the forms in eval mode, with the statistics that
             were loaded. Defaults to False.
         init_cfg (dict, optional): Replaces the model's ``init_cfg``. The weights may be those of
@@ -333,9 +331,9 @@ def restructure(
         name, kind = kind, registry.get(kind) if isinstance(kind, str) else kind
         if not isinstance(kind, type):
             raise ValueError(f'Restructured takes the config of a model, and {name!r} is no class')
-        if issubclass(kind, Restructured):
+        if issubclass(kind, WithStructures):
             raise ValueError(f'a {kind.__name__} has structures already: use it as it is')
-        built = _restructured_class(kind)(
+        built = _class_with_structures(kind)(
             **args, structures=structures, deploy=deploy, fast_attention=fast_attention
         )
     built.norm_eval = norm_eval or getattr(built, 'norm_eval', False)

@@ -11,13 +11,13 @@ from mmengine.registry import MODELS
 from mmpretrain.models import MlpMixer, PoolFormer, SwinTransformer, VisionTransformer
 
 from repa_mm.faster.attention import swap_attention_
-from repa_mm.models.builder import Restructured
+from repa_mm.models.builder import WithStructures
 
 #: Where the authors publish weights.
 WEIGHTS = 'https://huggingface.co/Ackesnal/RePaViT'
 
 
-class RePaBackbone(Restructured):
+class RePaBackbone(WithStructures):
     """Mixin that makes the FFNs of an mmpretrain backbone channel-idle.
 
     Args:
@@ -30,7 +30,7 @@ class RePaBackbone(Restructured):
         norm_eval (bool): Keep the BatchNorms in eval mode, with the statistics that were loaded.
             Defaults to False.
         **kwargs: Keyword arguments of the mmpretrain backbone, and ``deploy`` and
-            ``fast_attention`` of :class:`~repa_mm.models.builder.Restructured`.
+            ``fast_attention`` of :class:`~repa_mm.models.builder.WithStructures`.
     """
 
     def __init__(

@@ -14,7 +14,7 @@ modules of another kind of FFN, and ``counterpart`` is the class of a block that
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 import torch.nn as nn
@@ -25,27 +25,8 @@ from mmpretrain.models.backbones.deit3 import DeiT3FFN, DeiT3TransformerEncoderL
 from mmpretrain.models.backbones.poolformer import Mlp as ConvFFN
 from mmpretrain.models.backbones.poolformer import PoolFormerBlock
 
-from repa_mm.reparam import TrainingForm
+from repa_mm.reparam import FFNParts, TrainingForm
 from repa_mm.surgery import become_, is_plain
-
-
-class FFNModules(NamedTuple):
-    """Modules of a norm and the FFN after it, which compute x + scale * fc2(act(fc1(norm(x)))).
-
-    ``scale`` (C, ) is the layer scale, or None. ``drop`` is the dropout of the hidden channels,
-    ``last`` the dropout of the output, and ``drop_path`` the stochastic depth. ``conv``, if any, is
-    a depthwise convolution between ``fc1`` and ``act``, on the map of the tokens.
-    """
-
-    norm: nn.Module
-    fc1: nn.Module
-    act: nn.Module
-    fc2: nn.Module
-    scale: torch.Tensor | None = None
-    drop: nn.Module | None = None
-    last: nn.Module | None = None
-    drop_path: nn.Module | None = None
-    conv: nn.Module | None = None
 
 
 @dataclass(frozen=True)
@@ -75,13 +56,13 @@ class Family:
     #: Attributes of the block that move into the form.
     absorbed: ClassVar[tuple[str, ...]] = ()
 
-    def ffn_modules(self, block: nn.Module) -> FFNModules:
+    def ffn_modules(self, block: nn.Module) -> FFNParts:
         """Return the modules of a block's norm and FFN.
 
         Raises:
             ValueError: If the FFN is of another kind.
         """
-        return FFNModules(
+        return FFNParts(
             self.norm_of(block), *_mmcv_ffn(block.get_submodule(self.ffn), self.shortcut)
         )
 
@@ -194,11 +175,11 @@ class BEiT(Family):
     counterpart = BEiTBlock
     absorbed = ('gamma_2',)
 
-    def ffn_modules(self, block: nn.Module) -> FFNModules:
+    def ffn_modules(self, block: nn.Module) -> FFNParts:
         if type(block) is not BEiTTransformerEncoderLayer:
             return super().ffn_modules(block)
         found = _mmcv_ffn(block.get_submodule(self.ffn), add_identity=False)
-        modules = FFNModules(self.norm_of(block), *found)
+        modules = FFNParts(self.norm_of(block), *found)
         return modules._replace(scale=block.gamma_2, drop_path=block.drop_path)
 
 
@@ -215,7 +196,7 @@ class DeiT3(Family):
 
     counterpart = DeiT3Block
 
-    def ffn_modules(self, block: nn.Module) -> FFNModules:
+    def ffn_modules(self, block: nn.Module) -> FFNParts:
         return super().ffn_modules(block)._replace(norm=block.ln1)
 
 
@@ -239,12 +220,12 @@ class PoolFormer(Family):
     counterpart = PoolFormerTokenBlock
     absorbed = ('layer_scale_2',)
 
-    def ffn_modules(self, block: nn.Module) -> FFNModules:
+    def ffn_modules(self, block: nn.Module) -> FFNParts:
         ffn = block.get_submodule(self.ffn)
         if type(ffn) is not ConvFFN:
             raise ValueError(f"its {type(ffn).__name__} is not a PoolFormer's FFN")
         scale, drop_path = block.layer_scale_2, block.drop_path
-        return FFNModules(
+        return FFNParts(
             self.norm_of(block), ffn.fc1, ffn.act, ffn.fc2, scale, ffn.drop, None, drop_path
         )
 
@@ -256,10 +237,10 @@ class ConvNeXt(Family):
     Norm, layer scale and drop path stay in the block.
     """
 
-    def ffn_modules(self, block: nn.Module) -> FFNModules:
+    def ffn_modules(self, block: nn.Module) -> FFNParts:
         if block.grn is not None or not block.linear_pw_conv:
             raise ValueError('it has a GRN, which mixes hidden channels, or no linear layers')
-        return FFNModules(
+        return FFNParts(
             self.norm_of(block), block.pointwise_conv1, block.act, block.pointwise_conv2
         )
 
@@ -272,7 +253,7 @@ class ConvNeXt(Family):
 class MMCVLayers(Family):
     """Encoder layers of mmcv, with the norm after the FFN, as in Co-DETR."""
 
-    def ffn_modules(self, block: nn.Module) -> FFNModules:
+    def ffn_modules(self, block: nn.Module) -> FFNParts:
         order = tuple(block.operation_order)
         if order != ('self_attn', 'norm', 'ffn', 'norm'):
             raise ValueError(f'its operations {order} are not those of an encoder layer')
@@ -287,7 +268,7 @@ class MixFFNs(Family):
     linear layers.
     """
 
-    def ffn_modules(self, block: nn.Module) -> FFNModules:
+    def ffn_modules(self, block: nn.Module) -> FFNParts:
         ffn = block.get_submodule(self.ffn)
         layers = list(getattr(ffn, 'layers', ()))
         conv = layers[1] if type(ffn).__name__ == 'MixFFN' and len(layers) == 6 else None
@@ -297,7 +278,7 @@ class MixFFNs(Family):
                 'and an activation'
             )
         fc1, _, act, drop, fc2, last = layers
-        modules = FFNModules(self.norm_of(block), fc1, act, fc2, None, drop, last)
+        modules = FFNParts(self.norm_of(block), fc1, act, fc2, None, drop, last)
         return modules._replace(drop_path=ffn.dropout_layer, conv=conv)
 
 
@@ -316,7 +297,7 @@ class MLPs(Family):
     shortcut: bool = False
     scale: str = ''
 
-    def ffn_modules(self, block: nn.Module) -> FFNModules:
+    def ffn_modules(self, block: nn.Module) -> FFNParts:
         mlp = block.get_submodule(self.ffn)
         if (
             not all(hasattr(mlp, name) for name in ('fc1', 'act', 'fc2'))
@@ -332,7 +313,7 @@ class MLPs(Family):
         scale = getattr(block, self.scale, None) if self.scale else None
         scale = getattr(scale, 'gamma', None) if isinstance(scale, nn.Module) else scale
         drop = drops[0] if drops else None
-        return FFNModules(_plain_norm(self.norm_of(block)), mlp.fc1, mlp.act, mlp.fc2, scale, drop)
+        return FFNParts(_plain_norm(self.norm_of(block)), mlp.fc1, mlp.act, mlp.fc2, scale, drop)
 
     def put_ffn(self, block: nn.Module, form: TrainingForm) -> None:
         if self.norm:

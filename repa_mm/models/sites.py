@@ -14,13 +14,13 @@ from mmcv.cnn.bricks.transformer import MultiheadAttention as MMCVAttention
 from mmpretrain.models.utils.attention import MultiheadAttention, WindowMSA
 
 from repa_mm.faster.attention import FastShiftWindowMSA, fast_class
-from repa_mm.models.families import FAMILIES, Family, FFNModules, full_name
-from repa_mm.models.narrow_attention import (
+from repa_mm.faster.narrow_attention import (
     NarrowMultiheadAttention,
     NarrowSelfAttention,
     NarrowTimmAttention,
     qkv_layer,
 )
+from repa_mm.models.families import FAMILIES, Family, full_name
 from repa_mm.reparam import AttentionParts, FFNParts, TrainingForm, double
 from repa_mm.surgery import become_, is_plain
 
@@ -97,27 +97,6 @@ class Site:
         return {name for name, p in self.block.named_parameters() if id(p) in ids}
 
 
-class HeadParts(NamedTuple):
-    """Layers and sizes of self-attention with h heads.
-
-    ``qkv`` (h (2 r + s), C) and ``proj`` (C, h s) are linear layers, ``scale`` is the factor of the
-    logits, ``gamma`` (C, ) the layer scale, None if there is none.
-    """
-
-    qkv: nn.Linear
-    proj: nn.Linear
-    num_heads: int
-    scale: float
-    gamma: torch.Tensor | None = None
-
-    @property
-    def dims(self) -> tuple[int, int]:
-        """Dimensions r of queries and keys, and s of values, of a head."""
-        values = self.proj.in_features
-        keys = (self.qkv.out_features - values) // 2
-        return keys // self.num_heads, values // self.num_heads
-
-
 def _check_unhooked(module: nn.Module, what: str) -> None:
     if 'forward' in module.__dict__ or module._forward_hooks or module._forward_pre_hooks:
         raise ValueError(
@@ -142,7 +121,7 @@ class FFNSite(Site):
         """The norm before the FFN."""
         return self.family.norm_of(self.block)
 
-    def modules(self) -> FFNModules:
+    def modules(self) -> FFNParts:
         """Return the norm and the modules of the ordinary FFN.
 
         Raises:
@@ -165,14 +144,13 @@ class FFNSite(Site):
         return modules
 
     def parts(self) -> FFNParts:
-        modules = self.modules()
-        if modules.conv is not None:
+        parts = self.modules()
+        if parts.conv is not None:
             raise ValueError(
                 f'its {type(self.module).__name__} has a depthwise convolution between the linear '
                 'layers, which do not merge into one matrix then'
             )
-        rates = getattr(modules.drop, 'p', 0.0), getattr(modules.drop_path, 'drop_prob', None)
-        return FFNParts(*modules[:5], rates[0], rates[1] or 0.0)
+        return parts
 
     def check(self, form: TrainingForm) -> None:
         if not self.family.shortcut and form.shortcut:
@@ -301,7 +279,7 @@ class AttentionSite(Site):
         """The name in the block of the module that the block calls: a Swin's has the shift."""
         return self.path.partition('.')[0]
 
-    def heads(self) -> HeadParts:
+    def heads(self) -> AttentionParts:
         """Return the layers and sizes of the attention's heads.
 
         Raises:
@@ -313,29 +291,31 @@ class AttentionSite(Site):
         gamma, is_fast = None, type(outer) is FastShiftWindowMSA
         is_windows = is_fast and type(attention).__name__ == 'WindowMSA'
         if is_windows or fast_class(outer) is FastShiftWindowMSA:
-            scale = attention.scale
+            factor = attention.scale
         elif type(attention) is MMCVAttention and attention.batch_first:
             inner = attention.attn
             if inner.in_proj_weight is None or inner.bias_k is not None or inner.add_zero_attn:
                 raise ValueError('its attention has other keys and values than those of its tokens')
-            qkv, proj = qkv_layer(inner), inner.out_proj
-            return HeadParts(qkv, proj, attention.num_heads, inner.head_dim**-0.5)
+            qkv, proj, factor = qkv_layer(inner), inner.out_proj, inner.head_dim**-0.5
+            return AttentionParts(self.norm, qkv, proj, None, None, attention.num_heads, factor)
         elif type(attention) in (MultiheadAttention, NarrowMultiheadAttention, NarrowSelfAttention):
             if getattr(attention, 'v_shortcut', False):
                 raise ValueError('its attention adds the values to its output')
-            scale = attention.head_dims**-0.5
+            factor = attention.head_dims**-0.5
             gamma = getattr(getattr(attention, 'gamma1', None), 'weight', None)
         elif _is_timm(attention) or type(attention) is NarrowTimmAttention:
             for name in ('q_norm', 'k_norm', 'norm', 'gate'):
                 if not isinstance(getattr(attention, name, None), (nn.Identity, type(None))):
                     raise ValueError(f'its attention has a {name}, which heads of ViTs do not have')
-            scale = attention.scale
+            factor = attention.scale
         else:
             kind = type(attention).__name__
             raise ValueError(f'its {kind} {_REASONS.get(kind, "is not a known attention")}')
         for layer in (attention.qkv, attention.proj):
             _check_linear(layer, 'attention', Linear, nn.Linear)
-        return HeadParts(attention.qkv, attention.proj, attention.num_heads, scale, gamma)
+        return AttentionParts(
+            self.norm, attention.qkv, attention.proj, gamma, None, attention.num_heads, factor
+        )
 
     @torch.no_grad()
     def set_weights(

@@ -105,7 +105,7 @@ class Structure:
             model.get_submodule(form).fill(*parts)
 
 
-def share(value, sites: Sequence[Site], what: str) -> list:
+def per_block(value, sites: Sequence[Site], what: str) -> list:
     """Return the value for each site, from one value for all blocks or one per block."""
     blocks = list(dict.fromkeys(site.block_name for site in sites))
     values = list(value) if isinstance(value, (list, tuple)) else [value] * len(blocks)
@@ -148,7 +148,7 @@ class ChannelIdle(Structure):
         self.idle_ratio, self.norm_cfg, self.where = idle_ratio, norm_cfg, where
 
     def options(self, sites: Sequence[FFNSite]) -> list[dict]:
-        return [dict(idle_ratio=ratio) for ratio in share(self.idle_ratio, sites, 'idle_ratio')]
+        return [dict(idle_ratio=ratio) for ratio in per_block(self.idle_ratio, sites, 'idle_ratio')]
 
     def form(self, site: FFNSite, idle_ratio: float | None) -> TrainingForm | None:
         if idle_ratio is None:
@@ -198,8 +198,8 @@ def idle_ffn(
         idle_ratio,
         act_cfg=copy.deepcopy(parts.act),
         norm_cfg=norm_cfg and {**own, **norm_cfg, 'type': kind},
-        drop_path=parts.drop_path,
-        drop_rate=parts.drop,
+        drop_path=parts.drop_path_rate,
+        drop_rate=parts.drop_rate,
         shortcut=site.family.shortcut,
     )
     if isinstance(parts.scale, nn.Parameter):
@@ -248,12 +248,12 @@ class Widths(Structure):
         changes = []
         if self.widths is not None:
             sites = self.sites(model)
-            for site, width in zip(sites, share(self.widths, sites, 'widths')):
+            for site, width in zip(sites, per_block(self.widths, sites, 'widths')):
                 if width is not None:
                     changes.append((site, self._ffn(site, width)))
         if self.heads is not None:
             sites = attention_sites(model, self.where or '')
-            for site, dims in zip(sites, share(self.heads, sites, 'heads')):
+            for site, dims in zip(sites, per_block(self.heads, sites, 'heads')):
                 if dims is not None:
                     changes.append((site, self._heads(site, *dims)))
         # Only now, since all sites must be known ones before the first one is changed.

@@ -154,10 +154,11 @@ def check_finite(module: nn.Module) -> None:
 class FFNParts(NamedTuple):
     """A norm and the FFN after the norm: x + scale * fc2(act(fc1(norm(x)))).
 
-    ``norm`` is ``nn.Identity()`` if no norm comes before the FFN.
-    ``fc1`` (H, C) and ``fc2`` (C, H) are linear layers or 1 x 1 convolutions, ``scale`` (C, ) is
-    the layer scale, a parameter or a constant, None if there is none; ``drop`` and ``drop_path``
-    are the rates of dropout and of stochastic depth.
+    ``norm`` is ``nn.Identity()`` if no norm comes before the FFN. ``fc1`` (H, C) and ``fc2`` (C, H)
+    are linear layers or 1 x 1 convolutions, ``scale`` (C, ) is the layer scale, a parameter or a
+    constant, None if there is none. ``drop`` is the dropout of the hidden channels, ``last`` the
+    dropout of the output, and ``drop_path`` the stochastic depth. ``conv``, if any, is a depthwise
+    convolution between ``fc1`` and ``act``, on the map of the tokens.
     """
 
     norm: nn.Module
@@ -165,15 +166,28 @@ class FFNParts(NamedTuple):
     act: nn.Module
     fc2: nn.Module
     scale: torch.Tensor | None = None
-    drop: float = 0.0
-    drop_path: float = 0.0
+    drop: nn.Module | None = None
+    last: nn.Module | None = None
+    drop_path: nn.Module | None = None
+    conv: nn.Module | None = None
+
+    @property
+    def drop_rate(self) -> float:
+        """The rate of the dropout of the hidden channels."""
+        return getattr(self.drop, 'p', 0.0)
+
+    @property
+    def drop_path_rate(self) -> float:
+        """The rate of the stochastic depth."""
+        return getattr(self.drop_path, 'drop_prob', None) or 0.0
 
 
 class AttentionParts(NamedTuple):
-    """A norm and the attention after the norm.
+    """A norm and the self-attention after the norm, with h heads.
 
-    ``qkv`` (3 C, C) and ``proj`` (C, C) are linear layers, ``scale`` (C, ) is the layer scale, None
-    if there is none, ``table`` (L, heads) the relative position biases of window attention.
+    ``qkv`` (h (2 r + s), C) and ``proj`` (C, h s) are linear layers, ``scale`` (C, ) is the layer
+    scale, None if there is none, ``table`` (L, h) the relative position biases of window attention,
+    and ``factor`` multiplies the logits.
     """
 
     norm: nn.Module
@@ -181,6 +195,15 @@ class AttentionParts(NamedTuple):
     proj: nn.Module
     scale: torch.Tensor | None = None
     table: torch.Tensor | None = None
+    num_heads: int = 1
+    factor: float = 1.0
+
+    @property
+    def dims(self) -> tuple[int, int]:
+        """Dimensions r of queries and keys, and s of values, of a head."""
+        values = self.proj.in_features
+        keys = (self.qkv.out_features - values) // 2
+        return keys // self.num_heads, values // self.num_heads
 
 
 def matrix(layer: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -8,13 +8,13 @@ import torch.nn as nn
 from mmpretrain.models import PoolFormer, VisionTransformer
 
 from repa_mm.models import STRUCTURES, Structure, add_structures_
-from repa_mm.models.builder import Restructured
+from repa_mm.models.builder import WithStructures
 from repa_mm.reparam import Form, TrainingForm
 
 VIT = dict(img_size=32, patch_size=8, out_type='featmap')
 
 
-class RestructuredViT(Restructured, VisionTransformer):
+class RestructuredViT(WithStructures, VisionTransformer):
     """Any structures."""
 
 
