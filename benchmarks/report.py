@@ -37,7 +37,7 @@ def to_csv(results: dict, model: str, cpu: str, options: str = '') -> Iterator[d
     name = NAMES.get(results['metric'], results['metric'])
     config, checkpoint = (osp.basename(results[key]) for key in ('config', 'checkpoint'))
     fixed = dict(
-        model=model, run=results['key'].split(' images')[0] + ' images', cpu=cpu,
+        model=model, run=results['images'].split(' images')[0] + ' images', cpu=cpu,
         command=f'python tools/speed_up.py {config} {checkpoint} OUT_DIR {options}'.rstrip(),
         version=__version__,
         date=f'{datetime.date.today():%Y-%m}',
@@ -46,7 +46,7 @@ def to_csv(results: dict, model: str, cpu: str, options: str = '') -> Iterator[d
     for row in sorted(results['rows'][1:], key=lambda row: row['ms']):
         fastest.setdefault(row['candidate'], row)
     for row in (results['rows'][0], *sorted(fastest.values(), key=lambda row: -row['ms'])):
-        values = {'time': (f'{row["ms"]:.1f}', 'ms'), 'speedup': (f'{row["times"]:.2f}', '')}
+        values = {'time': (f'{row["ms"]:.1f}', 'ms'), 'speedup': (f'{row["speedup"]:.2f}', '')}
         if row['metric'] is not None:
             values[name] = f'{row["metric"]:.1f}', ''
         if row['interval'] is not None and any(row['interval']):
@@ -59,7 +59,7 @@ def to_csv(results: dict, model: str, cpu: str, options: str = '') -> Iterator[d
     if row:
         low, high = (round(x, 2) + 0.0 for x in row['interval'])
         values = {
-            'speedup': f'{row["times"]:.2f}',
+            'speedup': f'{row["speedup"]:.2f}',
             'metric of the original': f'{stock["metric"]:.1f}',
             'difference': f'{row["difference"]:.2f}',
             '95 %': f'{low:.2f} to {high:.2f}',

@@ -35,7 +35,8 @@ from repa_mm.export.runtime_model import ExportedModel
 from repa_mm.export.whole import whole_model
 from repa_mm.models import ffn_sites
 from repa_mm.opening import open_model, read_images
-from repa_mm.search.candidates import EAGER, INT8, Candidate
+from repa_mm.search.candidates import Candidate
+from repa_mm.search.formats import EAGER, INT8
 from repa_mm.search.search import Search
 from repa_mm.timing import compare, show
 from repa_mm.variants import STOCK
@@ -135,7 +136,7 @@ def plain_int8(search: Search, file: str) -> nn.Module:
         return {'image': model.data_preprocessor(data, False)['inputs'].numpy()}
 
     content = whole_onnx(whole_model(model), (2, input_channels(model), *example_shape(model)))
-    data = nncf.Dataset(read_images(cfg, 'train', search.fit_images), feed)
+    data = nncf.Dataset(read_images(cfg, 'train', len(search.to_fit)), feed)
     quantized = nncf.quantize(openvino.Core().read_model(content, b''), data)
     openvino.save_model(quantized, file, compress_to_fp16=False)
     return ExportedModel(file, search.preprocessor)
@@ -166,7 +167,7 @@ def main() -> None:
     row = next(row for row in results['rows'] if row['chosen'])
     chosen = row['candidate'], row['format']
     arguments = results['config'], results['checkpoint'], args.out_dir
-    search = Search(*arguments, None, args.num_images, 64, args.repeats, None)
+    search = Search(*arguments, num_images=args.num_images, repeats=args.repeats)
     found = {(n, k): m for n, k, m in models(search, chosen, search.folder)}
     stock = search.judge(found[STOCK, EAGER])
     rows, tests = [], {}
@@ -181,7 +182,7 @@ def main() -> None:
             [name, kind, f'{ms:.1f}', f'{ratio:.2f} [{least:.2f}, {most:.2f}]', f'{value:.2f}',
              f'{change:+.2f} [{low:+.2f}, {high:+.2f}]']
         )  # fmt: skip
-    show(f'{results["config"]}, {search.key}, {search.judge.name}', COLUMNS, rows)
+    show(f'{results["config"]}, {search.results["images"]}, {search.judge.name}', COLUMNS, rows)
     loss = row['difference'] and -row['difference'] or 0
     ms = np.median(times[f'ours: {chosen[0]}', chosen[1]])
     better = [k[0] for k, t in tests.items() if -t[1] <= loss and np.median(times[k]) < 0.98 * ms]

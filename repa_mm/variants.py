@@ -72,14 +72,16 @@ def with_our_parts(stock: nn.Module) -> dict[str, nn.Module]:
 
 
 def compiled(models: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    """Return copies of models, by name, whose backbones, necks and heads ``torch.compile`` runs."""
-    copies = {}
-    for name, model in models.items():
-        copies[f'{name}, compiled'] = model = copy.deepcopy(model)
-        for part in ('backbone', 'neck', 'bbox_head', 'rpn_head', 'decode_head'):
-            if isinstance(getattr(model, part, None), nn.Module):
-                getattr(model, part).compile()
-    return copies
+    """Return copies of models, by name, that :func:`compile_` compiles."""
+    return {f'{name}, compiled': compile_(copy.deepcopy(m)) for name, m in models.items()}
+
+
+def compile_(model: nn.Module) -> nn.Module:
+    """Let ``torch.compile`` run the backbone, neck and heads of a model, in place."""
+    for part in ('backbone', 'neck', 'bbox_head', 'rpn_head', 'decode_head'):
+        if isinstance(getattr(model, part, None), nn.Module):
+            getattr(model, part).compile()
+    return model
 
 
 def noise(shape: tuple[int, int], batch_size: int, channels: int = 3) -> torch.Tensor:

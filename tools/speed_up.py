@@ -51,6 +51,12 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument('--fit-images', type=int, default=64, help='images to fit to (default: 64)')
     parser.add_argument('--repeats', type=int, default=20, help='turns of timing (default: 20)')
     parser.add_argument(
+        '--device', help='cpu, or a GPU such as cuda (default: the GPU if there is one)'
+    )
+    parser.add_argument(
+        '--batch-size', type=int, default=1, help='images to time together (default: 1)'
+    )
+    parser.add_argument(
         '--cfg-options', nargs='+', action=DictAction, help='override the config: key=value ...'
     )
     return parser.parse_args()

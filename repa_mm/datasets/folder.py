@@ -40,4 +40,8 @@ class ImageFolder(Dataset):
         return len(self.paths)
 
     def __getitem__(self, index: int) -> dict:
-        return self.pipeline(dict(img_path=self.paths[index], img_id=index, seg_fields=[]))
+        return self.pipeline(self.get_data_info(index))
+
+    def get_data_info(self, index: int) -> dict:
+        """Return what the pipeline begins with, as MMEngine's data sets do."""
+        return dict(img_path=self.paths[index], img_id=index, seg_fields=[])

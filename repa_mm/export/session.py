@@ -5,6 +5,15 @@ import os.path as osp
 import numpy as np
 import torch
 
+#: Providers of ONNX Runtime by name, in the order in which they take operators.
+CPU = 'CPUExecutionProvider'
+CUDA = 'CUDAExecutionProvider', dict(use_tf32='0')
+PROVIDERS = {
+    None: [CPU],
+    'cuda': [CUDA, CPU],
+    'tensorrt': [('TensorrtExecutionProvider', dict(trt_fp16_enable='1')), CUDA, CPU],
+}
+
 
 class Session:
     """A model, as ``tools/export.py`` and ``tools/quantize.py`` write it, on the CPU.
@@ -13,7 +22,8 @@ class Session:
         file (str | bytes): A file for OpenVINO (.xml) or ONNX, or the content of an ONNX file.
         precision (str, optional): What OpenVINO computes in, 'f32' or 'bf16'; it runs ONNX, too.
             Defaults to OpenVINO's choice for its own files, which is bf16 on processors that have
-            it, and to ONNX Runtime for ONNX.
+            it, and to ONNX Runtime for ONNX. With 'cuda' in float32 or 'tensorrt' in float16, ONNX
+            Runtime runs ONNX on a GPU.
 
     Attributes:
         metadata (dict): What the export of a whole model noted: 'task', 'classes', 'preprocessing'
@@ -23,20 +33,22 @@ class Session:
 
     def __init__(self, file: str | bytes, precision: str | None = None) -> None:
         is_xml = isinstance(file, str) and osp.splitext(file)[1] == '.xml'
-        if is_xml or precision:
+        if is_xml or precision not in PROVIDERS:
             self._open_openvino(file, precision)
         else:
-            self._open_onnx(file)
+            self._open_onnx(file, PROVIDERS[precision])
         if 'outputs' in self.metadata:
             self.outputs = self.metadata['outputs'].split(',')
 
-    def _open_onnx(self, file: str | bytes) -> None:
+    def _open_onnx(self, file: str | bytes, providers: list) -> None:
         import onnxruntime
 
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 3
         options.intra_op_num_threads = torch.get_num_threads()
-        session = onnxruntime.InferenceSession(file, options, providers=['CPUExecutionProvider'])
+        session = onnxruntime.InferenceSession(file, options, providers=providers)
+        if len(session.get_providers()) < len(providers):  # it goes on without them
+            raise RuntimeError(f'ONNX Runtime could not load {providers[0][0]}')
         self.metadata = session.get_modelmeta().custom_metadata_map
         self.options = [i.name for i in session.get_overridable_initializers()]
         self.outputs = [o.name for o in session.get_outputs()]

@@ -17,13 +17,17 @@ def speed_up(
     fit_images: int = 64,
     repeats: int = 20,
     cfg_options: dict | None = None,
+    device: str | None = None,
+    batch_size: int = 1,
 ) -> list[dict]:
     """Make a trained model faster in all ways that this package has, and measure each of them.
 
-    Candidates are the model with faster parts (a RePaFormer is merged), and narrower models of
-    several budgets, each in PyTorch and in files for the installed runtimes. All run in turn in
-    this process, on the CPU, and are tested on the same images. The files, and what was measured on
-    the way to them, stay in ``out_dir``: a second call continues from there.
+    Candidates are the model with faster parts, and narrower models of several budgets, each in
+    PyTorch and in files for the installed runtimes. A RePaFormer is merged first. On a GPU, the
+    formats are PyTorch in float32, float16 and bfloat16 (autocast), also compiled, and the
+    installed providers of ONNX Runtime. All run in turn in this process, on images as the data set
+    has them, and are tested on the same images. The files, and what was measured on the way to
+    them, stay in ``out_dir``: a second call continues from there.
 
     Args:
         config (str): The model's config: a path, or the name of an installed config.
@@ -37,29 +41,34 @@ def speed_up(
         images (str, optional): A folder of images, without annotations, instead of the
             config's data. The metric is then the agreement with the original model, see
             :func:`~repa_mm.export.agreement.agreement`, in percent.
-        num_images (int): Number of images to test on, the first of the config's validation data.
-            Defaults to 100. With 0, nothing is tested.
+        num_images (int): Number of images to test on, spread over the config's validation data.
+            Defaults to 100. With 0, nothing is tested. A floor needs 30.
         budgets (Sequence[float]): Budgets of the narrower models of a call without a target, as for
             :func:`~repa_mm.convert_pretrained`. Defaults to 0.6, 0.4 and 0.25.
         fit_images (int): Number of images to fit to, and to calibrate int8 on. Defaults to 64.
         repeats (int): Number of turns of the timing. Defaults to 20.
         cfg_options (dict, optional): Values to override in the config.
+        device (str, optional): Where models are fitted, timed and tested: 'cpu', or a GPU such as
+            'cuda'. Defaults to the GPU if there is one.
+        batch_size (int): Number of images that are timed together. Defaults to 1.
 
     Returns:
         list[dict]: A row for each candidate and format: ``candidate``, ``format``, ``ms`` and
-        ``ms_interval`` (quartiles), ``times`` (stock's time divided by this one) and
-        ``times_interval`` (95 %), ``metric``, ``difference`` from stock and ``interval`` (95 %) in
-        points, ``tested_in`` (the format whose test it is: float formats of a candidate share one),
-        ``mb``, ``config``, ``checkpoint``, ``file`` and ``chosen``. With a target that nothing
-        meets, no row is chosen.
+        ``ms_interval`` (quartiles), ``speedup`` (stock's time divided by this one) and
+        ``speedup_interval`` (95 %), ``metric``, ``difference`` from stock and ``interval`` (95 %)
+        in points, ``tested_in`` (the format whose test it is: the float32 formats of a candidate
+        share one), ``mb``, ``config``, ``checkpoint``, ``file`` and ``chosen``. With a target that
+        nothing meets, no row is chosen.
 
     Raises:
         ValueError: If there are no data to test on, a target is out of range, or ``out_dir``
             belongs to another model.
         CheckpointError: If the checkpoint does not fit the config.
     """
+    import torch
     from mmengine.logging import MMLogger
 
+    from repa_mm.search.judge import LEAST_IMAGES
     from repa_mm.search.search import Search
 
     if latency is not None and not 0 < latency < 1:
@@ -69,17 +78,25 @@ def speed_up(
     for budget in budgets:
         if not 0 < budget <= 1:
             raise ValueError(f'a budget is a share in (0, 1], not {budget}')
-    if fit_images < 1 or repeats < 3:
-        raise ValueError(f'fit_images={fit_images} must be at least 1, repeats={repeats} 3')
-    if max_loss is not None and num_images < 1:
-        raise ValueError('a floor (max_loss) needs images to test on: num_images > 0')
+    for name, value, least in (
+        ('fit_images', fit_images, 1), ('repeats', repeats, 3), ('batch_size', batch_size, 1),
+    ):  # fmt: skip
+        if value < least:
+            raise ValueError(f'{name} must be at least {least}, not {value}')
+    if max_loss is not None and num_images < LEAST_IMAGES:
+        raise ValueError(
+            f'a floor (max_loss) needs at least {LEAST_IMAGES} images to test on, not {num_images}'
+        )
+    device = device or ('cuda' if torch.cuda.is_available() else 'cpu')
+    print(f'searching on {device}')
     logger = MMLogger.get_current_instance()
     level = logger.level
     logger.setLevel('ERROR')  # hides where weights come from
     try:
         search = Search(
-            config, checkpoint, out_dir, images, num_images, fit_images, repeats, cfg_options
-        )
+            config, checkpoint, out_dir, images, num_images, fit_images, repeats, cfg_options,
+            device, batch_size,
+        )  # fmt: skip
         return search.run(max_loss, latency, budgets)
     finally:
         logger.setLevel(level)

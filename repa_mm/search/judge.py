@@ -1,13 +1,15 @@
 """What a model finds, in points of a metric, and intervals of differences over images."""
 
 import copy
+import hashlib
 import io
 import json
 import os.path as osp
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import mmengine
@@ -18,11 +20,13 @@ from mmengine.config import Config
 from mmengine.dataset import pseudo_collate
 from mmengine.evaluator import BaseMetric, Evaluator
 from mmengine.registry import DATASETS
+from scipy.stats import beta
 from torch.utils.data import Dataset
 
-from repa_mm.config import build_images
+from repa_mm.config import dataset_config
 from repa_mm.export.agreement import dice, in_common
 from repa_mm.files import write_text
+from repa_mm.opening import spread
 
 #: Metrics to judge by, the first that an evaluator has, with the points of a 1 in them. In others
 #: less may be better, or images cannot be resampled.
@@ -31,6 +35,8 @@ METRICS = {
     'mFscore': 1, 'multi-label/mAP': 1, 'accuracy/top1': 1,
 }  # fmt: skip
 RESAMPLES = 400
+#: A bootstrap over fewer images is too certain for a floor.
+LEAST_IMAGES = 30
 
 
 @dataclass
@@ -41,18 +47,50 @@ class Score:
     records: Any
 
 
-class Annotated:
-    """Tests models by the config's own evaluator on the first images of its validation data.
+class Judge:
+    """Images to test on, spread over a data set.
 
     Args:
-        cfg (Config): The config. Without validation data, its test data count.
+        dataset (Dataset): The data set.
+        pool (Sequence[int]): Indices of the images to choose from.
+        num_images (int): Number of images.
+
+    Attributes:
+        name (str): Name of the metric, '' before the first test.
+        how (str): How the interval of the last difference was computed.
+        mark (str): Hash of the images' names and sizes, and of their annotations.
+        note (str): What a reader should know of the data, or ''.
+        config (dict): Parts of a config that tests on these images, or {} without annotations.
+    """
+
+    name = how = note = ''
+
+    def __init__(self, dataset: Dataset, pool: Sequence[int], num_images: int) -> None:
+        self.dataset, self.pool, self.config = dataset, pool, {}
+        self.indices = [pool[i] for i in spread(max(num_images, 1), len(pool))]
+        self.num_images = len(self.indices)
+        self.mark = hashed(files_of(dataset, self.indices))
+
+    def images(self, number: int, batch_size: int = 1) -> list[dict]:
+        """Return batches of images, spread over all images that may be tested on."""
+        chosen = [self.pool[i] for i in spread(number * batch_size, len(self.pool))]
+        starts = range(0, len(chosen) - batch_size + 1, batch_size) or [0]
+        return [pseudo_collate([self.dataset[i] for i in chosen[s:][:batch_size]]) for s in starts]
+
+    def batches(self) -> Iterator[dict]:
+        """Yield the images to test on, one by one."""
+        return (pseudo_collate([self.dataset[i]]) for i in self.indices)
+
+
+class Annotated(Judge):
+    """Tests models by the config's own evaluator on images of its validation data.
+
+    Args:
+        cfg (Config): The config. Without validation data, its test data count. Of several data sets
+            it is the first.
         num_images (int): Number of images.
         subset (str): File to write the annotations of these images to, if the metric is of COCO
             and needs a file with them alone.
-
-    Attributes:
-        split (str): 'val' or 'test', whose data and evaluator of the config these are.
-        options (dict): Overrides of a config that tests on these data, to test on the same images.
 
     Raises:
         ValueError: If the data are not there or have no annotations.
@@ -60,37 +98,46 @@ class Annotated:
 
     def __init__(self, cfg: Config, num_images: int, subset: str) -> None:
         is_val = cfg.get('val_dataloader') and cfg.get('val_evaluator')
-        self.split = split = 'val' if is_val else 'test'
+        split = 'val' if is_val else 'test'
         if not (cfg.get(f'{split}_dataloader') and cfg.get(f'{split}_evaluator')):
             raise ValueError(
                 'the config has no validation data with an evaluator: give a folder of images '
                 '(--images), to compare with what the original model finds'
             )
-        dataset, evaluator = (
+        loader, evaluator = (
             copy.deepcopy(cfg[f'{split}_{name}']) for name in ('dataloader', 'evaluator')
         )
-        self.options: dict = {}
+        given, loader.dataset = loader.dataset, copy.deepcopy(dataset_config(cfg, split))
+        if isinstance(evaluator, dict) and 'metrics' in evaluator:
+            several = evaluator.get('type', '').endswith('MultiDatasetsEvaluator')
+            evaluator = evaluator.metrics[0] if several else evaluator.metrics
         try:
             with redirect_stdout(io.StringIO()):
-                self.dataset = DATASETS.build(dataset.dataset)
-                self.num_images = min(num_images, len(self.dataset))
-                self.options, evaluator = _first_images(self, evaluator, subset)
-                self.evaluator = Evaluator(evaluator)
+                dataset = DATASETS.build(loader.dataset)
         except FileNotFoundError as error:
             raise ValueError(
                 f"the config's validation data are not there ({error}): change the config, or give "
                 'a folder of images (--images), to compare with what the original model finds'
             ) from error
-        self.evaluator.dataset_meta = self.dataset.metainfo
-        self.name = ''
-        self.how = ''
+        super().__init__(dataset, range(len(dataset)), num_images)
+        if given.type != loader.dataset.type:
+            self.note = f'tested on the first data set of a {given.type}'
+        infos = [dataset.get_data_info(i) for i in self.indices]
+        self.mark = hashed(self.mark, infos, *_annotation_files(infos, evaluator))
+        with redirect_stdout(io.StringIO()):
+            evaluator = _of_these_images(infos, evaluator, subset)
+            self.evaluator = Evaluator(copy.deepcopy(evaluator))
+        self.evaluator.dataset_meta = dataset.metainfo
+        if self.num_images < len(dataset):
+            loader.dataset.indices = self.indices
+        self.config = dict(test_dataloader=loader, test_evaluator=evaluator)
         self._metric: BaseMetric | None = None
+        self._ap: Callable = mean_ap
 
     def __call__(self, model: nn.Module) -> Score:
         """Test a model, which has ``test_step``."""
         with torch.no_grad():
-            for i in range(self.num_images):
-                data = pseudo_collate([self.dataset[i]])
+            for data in self.batches():
                 self.evaluator.process(data_samples=model.test_step(data), data_batch=data)
         found = {}
         with redirect_stdout(io.StringIO()):
@@ -108,8 +155,12 @@ class Annotated:
                     'what the original model finds'
                 )
             value, self._metric, records = found[self.name]
-            if self.name in ('coco/segm_mAP', 'coco/bbox_mAP'):
+            if self.name.startswith('coco/'):
                 records = coco_records(self._metric, records, self.name[5:9])
+            elif self.name == 'pascal_voc/mAP':
+                records = voc_records(self._metric, records)
+                points = 11 if self._metric.eval_mode == '11points' else None
+                self._ap = partial(mean_ap, points=points)
         return Score(METRICS[self.name] * float(value), records)
 
     def difference(
@@ -124,50 +175,39 @@ class Annotated:
         """
         if score.records is None:
             return (-stock.value,) * 3
-        if self.name in ('coco/segm_mAP', 'coco/bbox_mAP'):
-            self.how = 'paired bootstrap over images'
-            return bootstrap(coco_ap, score.records, stock.records, self.num_images)
-
-        def compute(results: list) -> float:
-            with redirect_stdout(io.StringIO()):
-                found = self._metric.compute_metrics(results)
-            # A metric gives its names without its prefix.
-            value = found.get(self.name, found.get(self.name.split('/')[-1]))
-            return METRICS[self.name] * float(value)
-
         if self.name == 'accuracy/top1' and not same:
             self.how = "Agresti and Min's interval for pairs"
-            return paired([[compute([one]) > 0 for one in x.records] for x in (score, stock)])
-
-        def weighted(results: list, weights: np.ndarray) -> float:
-            return compute([r for r, w in zip(results, weights) for _ in range(int(w))])
-
+            return paired([[self._compute([one]) > 0 for one in x.records] for x in (score, stock)])
         self.how = 'paired bootstrap over images'
-        return bootstrap(weighted, score.records, stock.records, self.num_images)
+        ap = self.name.startswith('coco/') or self.name == 'pascal_voc/mAP'
+        metric = self._ap if ap else self._weighted
+        return bootstrap(metric, score.records, stock.records, self.num_images)
+
+    def _compute(self, results: list) -> float:
+        with redirect_stdout(io.StringIO()):
+            found = self._metric.compute_metrics(results)
+        # A metric gives its names without its prefix.
+        value = found.get(self.name, found.get(self.name.split('/')[-1]))
+        return METRICS[self.name] * float(value)
+
+    def _weighted(self, results: list, weights: np.ndarray) -> float:
+        return self._compute([r for r, w in zip(results, weights) for _ in range(int(w))])
 
 
-class Agreement:
+class Agreement(Judge):
     """Compares models with what the original finds in images without annotations, in percent.
 
-    Args:
-        cfg (Config): The config, with the test pipeline.
-        num_images (int): Number of images.
-        folder (str): The folder of the images.
+    Classifiers are compared by their labels, other models as in
+    :func:`~repa_mm.export.agreement.agreement`. The arguments are those of :class:`Judge`.
     """
 
-    options: dict = {}
-    name, how = 'agreement', 'bootstrap over images'
-
-    def __init__(self, cfg: Config, num_images: int, folder: str) -> None:
-        self.dataset: Dataset = build_images(cfg, 'test', folder)
-        self.num_images = min(num_images, len(self.dataset))
-        self.expected: list | None = None
+    name = 'agreement'
+    expected: list | None = None
 
     def __call__(self, model: nn.Module) -> Score:
         """Compare a model with the first model that was given."""
         with torch.no_grad():
-            data = (pseudo_collate([self.dataset[i]]) for i in range(self.num_images))
-            found = [model.test_step(batch)[0].cpu() for batch in data]
+            found = [model.test_step(batch)[0].cpu() for batch in self.batches()]
         self.expected = self.expected or found
         records = torch.stack([in_common(*pair) for pair in zip(found, self.expected)])
         if records[:, 2].sum() < 1:
@@ -175,17 +215,69 @@ class Agreement:
                 f'the model finds next to nothing in the {self.num_images} images of the folder: '
                 'give images with something to find'
             )
-        return Score(100 * dice(records), records)
+        return Score(self._weighted(records, np.ones(len(records), int)), records)
 
     def difference(
         self, score: Score, stock: Score, same: bool = False
     ) -> tuple[float, float, float]:
-        """Return the difference in points, and its 95 % interval over images."""
+        """Return the difference in points, and its 95 % interval, see :class:`Annotated`."""
+        if not same and not score.records[0, 3, 0].isnan():
+            self.how = "Clopper and Pearson's interval"
+            return exact(int((score.records[:, 3, 0] < 1).sum()), len(score.records))
+        self.how = 'bootstrap over images'
+        return bootstrap(self._weighted, score.records, stock.records, self.num_images)
 
-        def weighted(records: torch.Tensor, weights: np.ndarray) -> float:
-            return 100 * dice(records[np.repeat(np.arange(len(records)), weights)])
+    @staticmethod
+    def _weighted(records: torch.Tensor, weights: np.ndarray) -> float:
+        records = records[np.repeat(np.arange(len(records)), weights)]
+        labels = records[:, 3, 0]
+        return 100 * (
+            dice(records) if labels.isnan().any() else float((labels == 1).double().mean())
+        )
 
-        return bootstrap(weighted, score.records, stock.records, self.num_images)
+
+def files_of(dataset: Dataset, indices: Sequence[int]) -> list[tuple]:
+    """Return names and sizes of a data set's images."""
+    paths = [dataset.get_data_info(i).get('img_path', '') for i in indices]
+    return [(path, osp.getsize(path) if osp.isfile(path) else 0) for path in paths]
+
+
+def hashed(*values: Any) -> str:
+    """Return a hash of values of which JSON can be made, or of the bytes among them."""
+    found = hashlib.sha256()
+    for value in values:
+        if not isinstance(value, bytes):
+            value = json.dumps(value, sort_keys=True, default=_plain).encode()
+        found.update(value)
+    return found.hexdigest()
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if hasattr(value, 'tolist') else str(value)
+
+
+def _annotation_files(infos: Sequence[dict], evaluator: Any) -> Iterator[bytes]:
+    """Yield the content of files with annotations, of a metric's and of label maps."""
+    evaluators = evaluator if isinstance(evaluator, (list, tuple)) else [evaluator]
+    paths = [e.get('ann_file') for e in evaluators] + [info.get('seg_map_path') for info in infos]
+    for path in paths:
+        if path and osp.isfile(path):
+            with open(path, 'rb') as file:
+                yield file.read()
+
+
+def _of_these_images(infos: Sequence[dict], evaluator: Any, subset: str) -> Any:
+    """Let COCO's metric count the annotations of the tested images alone."""
+    for one in evaluator if isinstance(evaluator, (list, tuple)) else [evaluator]:
+        if not (one['type'].endswith('CocoMetric') and one.get('ann_file')):
+            continue
+        ids, content = {info['img_id'] for info in infos}, mmengine.load(one.ann_file)
+        if ids != {image['id'] for image in content['images']}:
+            content['images'] = [image for image in content['images'] if image['id'] in ids]
+            content['annotations'] = [a for a in content['annotations'] if a['image_id'] in ids]
+            one.ann_file = osp.abspath(subset)
+            write_text(subset, json.dumps(content))
+    return evaluator
 
 
 def paired(hits: Sequence[Sequence[bool]]) -> tuple[float, float, float]:
@@ -205,6 +297,18 @@ def paired(hits: Sequence[Sequence[bool]]) -> tuple[float, float, float]:
     return 100 * change / number, 100 * (middle - half), 100 * (middle + half)
 
 
+def exact(changed: int, number: int) -> tuple[float, float, float]:
+    """Compute the loss by images with another label, and its exact 95 % interval, in points.
+
+    Args:
+        changed (int): Number of images whose label changed.
+        number (int): Number of images.
+    """
+    low = beta.ppf(0.025, changed, number - changed + 1) if changed else 0.0
+    high = beta.ppf(0.975, changed + 1, number - changed) if changed < number else 1.0
+    return -100 * changed / number, -100 * float(high), -100 * float(low)
+
+
 def bootstrap(
     metric: Callable, records: Any, stock: Any, num_images: int
 ) -> tuple[float, float, float]:
@@ -221,31 +325,6 @@ def bootstrap(
     changes = [metric(records, w) - metric(stock, w) for w in weights]
     low, high = np.nanpercentile(changes, [2.5, 97.5])
     return metric(records, ones) - metric(stock, ones), float(low), float(high)
-
-
-def _first_images(judge: Annotated, evaluator: Any, subset: str) -> tuple[dict, Any]:
-    """Let COCO's metric count the annotations of the tested images alone."""
-    whole = judge.num_images == len(judge.dataset)
-    evaluators = evaluator if isinstance(evaluator, (list, tuple)) else [evaluator]
-    of_coco = {
-        i: e for i, e in enumerate(evaluators)
-        if e['type'].endswith('CocoMetric') and e.get('ann_file')
-    }  # fmt: skip
-    if not of_coco:
-        return {} if whole else {'test_dataloader.dataset.indices': judge.num_images}, evaluator
-    ids = {judge.dataset.get_data_info(i)['img_id'] for i in range(judge.num_images)}
-    path, options = osp.abspath(subset), {'test_dataloader.dataset.ann_file': osp.abspath(subset)}
-    for i, one in of_coco.items():
-        content = mmengine.load(one.ann_file)
-        if ids == {image['id'] for image in content['images']}:
-            return {}, evaluator
-        content['images'] = [image for image in content['images'] if image['id'] in ids]
-        content['annotations'] = [a for a in content['annotations'] if a['image_id'] in ids]
-        one.ann_file = path
-        key = 'test_evaluator' if evaluators[0] is evaluator else f'test_evaluator.{i}'
-        options[f'{key}.ann_file'] = path
-    write_text(path, json.dumps(content))
-    return options, evaluator
 
 
 def coco_records(metric: BaseMetric, results: list, iou_type: str) -> list[tuple]:
@@ -294,9 +373,45 @@ def coco_records(metric: BaseMetric, results: list, iou_type: str) -> list[tuple
     return records
 
 
-def coco_ap(records: list[tuple], weights: np.ndarray) -> float:
-    """Compute COCO's AP in points, with weights of the images (images, )."""
-    recalls, values = np.linspace(0, 1, 101), []
+def voc_records(metric: BaseMetric, results: list) -> list[tuple]:
+    """Match detections as :func:`coco_records`, for MMDetection's ``VOCMetric``.
+
+    The metric itself matches anew at each evaluation, by processes that it starts.
+    """
+    from mmdet.evaluation.functional.mean_ap import get_cls_results, tpfp_default
+
+    truth, found = zip(*results)
+    records = []
+    for k in range(len(found[0])):
+        boxes, objects, ignored = get_cls_results(found, truth, k)
+        matches = [
+            [
+                tpfp_default(*one, iou_thr=thr, use_legacy_coordinate=True)
+                for one in zip(boxes, objects, ignored)
+            ]
+            for thr in metric.iou_thrs
+        ]
+        true, false = (
+            np.stack([np.concatenate([m[i][0] for m in row]) > 0 for row in matches])
+            for i in (0, 1)
+        )
+        images = np.repeat(np.arange(len(boxes)), [len(x) for x in boxes])
+        by = np.argsort(-np.concatenate(boxes)[:, -1], kind='stable')
+        number = np.array([len(x) for x in objects])
+        records.append((images[by], true[:, by], ~(true | false)[:, by], number))
+    return records
+
+
+def mean_ap(records: list[tuple], weights: np.ndarray, points: int | None = 101) -> float:
+    """Compute a mean average precision in points, with weights of the images (images, ).
+
+    Args:
+        records (list[tuple]): From :func:`coco_records` or :func:`voc_records`.
+        weights (np.ndarray): How often each image is there.
+        points (int, optional): Number of recalls to average the precision over: 101 for COCO, 11
+            for VOC; None takes the area below the curve.
+    """
+    values = []
     for images, hits, ignored, objects in records:
         total = objects @ weights
         if not total:
@@ -307,6 +422,9 @@ def coco_ap(records: list[tuple], weights: np.ndarray) -> float:
         precision = true / np.maximum(true + false, np.spacing(1))
         precision = np.maximum.accumulate(precision[:, ::-1], 1)[:, ::-1]
         precision = np.pad(precision, ((0, 0), (0, 1)))  # a recall that is not reached
-        for row, one in zip(true / total, precision):
-            values.append(one[np.searchsorted(row, recalls)].mean())
+        for recall, one in zip(true / total, precision):
+            if points is None:
+                values.append(np.diff(recall, prepend=0) @ one[:-1])
+            else:
+                values.append(one[np.searchsorted(recall, np.linspace(0, 1, points))].mean())
     return 100 * float(np.mean(values)) if values else float('nan')

@@ -1,6 +1,7 @@
 """The table and the picture of what was measured."""
 
 import base64
+import copy
 import html
 import io
 import os.path as osp
@@ -16,12 +17,11 @@ from matplotlib import rc_context, ticker
 from matplotlib.figure import Figure
 from matplotlib.transforms import Bbox
 from mmengine.config import Config
-from mmengine.dataset import pseudo_collate
 from mmengine.registry import VISUALIZERS
 from mmengine.structures import PixelData
 
 from repa_mm.files import write_text
-from repa_mm.search.candidates import BF16, EAGER, F32, FLOATS, INT8, ORT
+from repa_mm.search.formats import BF16, EAGER, F32, FORMATS, INT8, ORT
 from repa_mm.timing import show
 
 COLUMNS = (
@@ -30,6 +30,7 @@ COLUMNS = (
 COLORS = {
     EAGER: '#b8500f', ORT: '#5b53b0', F32: '#1268a8', BF16: '#0f7d6c', INT8: '#b02a6b',
 }  # fmt: skip
+OTHER_COLORS = '#8a6d1d', '#6b7f2a', '#8f4f8f', '#3f7f9f', '#a05a5a', '#5a5aa0', '#4f8f5f'
 NUM_PICTURES = 4
 STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; color: #222; max-width: 60rem; margin: auto;
@@ -49,12 +50,12 @@ figure { margin: 0 } img { width: 100% } figcaption { font-size: .875rem }
 
 
 def cells(rows: list[dict]) -> list[list[str]]:
-    """Format the rows of the table. '≈' precedes a test of another format of floats."""
+    """Format the rows of the table. '≈' precedes a test of another format of float32."""
     lines = []
     for row in rows:
-        (low, high), (least, most) = row['ms_interval'], row['times_interval']
+        (low, high), (least, most) = row['ms_interval'], row['speedup_interval']
         line = [row['candidate'], row['format'], f'{row["ms"]:.1f} [{low:.1f}, {high:.1f}]']
-        line.append(f'{row["times"]:.2f} [{least:.2f}, {most:.2f}]')
+        line.append(f'{row["speedup"]:.2f} [{least:.2f}, {most:.2f}]')
         if row['metric'] is None:
             line += ['', '']
         else:
@@ -73,20 +74,21 @@ def print_table(rows: list[dict], results: dict) -> None:
         results (dict): The content of ``results.json``.
     """
     name = results['metric'] or 'metric'
-    title = f'{results["config"]}, one image in turn, {results["key"]}'
+    title = f'{results["config"]}, {results["timed"]} in turn, {results["images"]}'
     show(title, [column.format(name) for column in COLUMNS], cells(rows))
     if results.get('how'):
-        print(f'Differences: {results["how"]}. ≈: tested in another format of floats.')
+        print(f'Differences: {results["how"]}. ≈: tested in another format of float32.')
 
 
-def scatter(rows: list[dict], name: str) -> str:
+def scatter(rows: list[dict], name: str, timed: str = 'one image') -> str:
     """Draw latency against the metric as SVG. Without tests, the metric's axis is the size."""
     key = 'metric' if any(row['metric'] is not None for row in rows) else 'mb'
     rows = [row for row in rows if row[key] is not None]
     with rc_context({'svg.fonttype': 'none', 'font.size': 11, 'font.family': 'sans-serif'}):
         figure = Figure(figsize=(6.6, 4.6), layout='constrained')
         axes = figure.subplots()
-        axes.set(xscale='log', xlabel='ms for one image', ylabel=name if key == 'metric' else 'MB')
+        ylabel = name if key == 'metric' else 'MB'
+        axes.set(xscale='log', xlabel=f'ms for {timed}', ylabel=ylabel)
         axes.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
         axes.xaxis.set(major_formatter='{x:g}', minor_locator=ticker.NullLocator())
         axes.grid(color='#e4e4e4')
@@ -94,7 +96,8 @@ def scatter(rows: list[dict], name: str) -> str:
         axes.spines[['top', 'right']].set_visible(False)
         axes.margins(0.1)
         axes.plot(rows[0]['ms'], rows[0][key], 's', color='#222', markersize=8, label='stock')
-        for kind, color in COLORS.items():
+        others = [kind for kind in FORMATS if kind not in COLORS]
+        for kind, color in (COLORS | dict(zip(others, OTHER_COLORS))).items():
             found = [(row['ms'], row[key]) for row in rows[1:] if row['format'] == kind]
             if found:
                 axes.plot(*zip(*found), 'o', color=color, markersize=6, label=kind)
@@ -103,10 +106,10 @@ def scatter(rows: list[dict], name: str) -> str:
                 ring = dict(fillstyle='none', color='#222', markersize=13)
                 axes.plot(row['ms'], row[key], 'o', label='chosen', **ring)
         figure.legend(loc='outside upper left', ncols=3, frameon=False)
-        # One label for each candidate, at its fastest format of floats, where none is yet.
+        # One label for each candidate, at its fastest format of float32, where none is yet.
         figure.draw_without_rendering()
         placed: list[Bbox] = []
-        for row in sorted(rows[1:], key=lambda row: (row['format'] not in FLOATS, row['ms'])):
+        for row in sorted(rows[1:], key=lambda row: (not FORMATS[row['format']].exact, row['ms'])):
             text = row['candidate']
             if text in [other.get_text() for other in axes.texts]:
                 continue
@@ -124,19 +127,18 @@ def scatter(rows: list[dict], name: str) -> str:
     return text.getvalue()[text.getvalue().index('<svg') :]
 
 
-def _pictures(cfg: Config, models: list[nn.Module], dataset: Any) -> list[list[str]]:
+def _pictures(cfg: Config, models: list[nn.Module], judge: Any) -> list[list[str]]:
     """Draw what models find in images, with the codebase's visualizer, as data URIs."""
-    meta = getattr(dataset, 'metainfo', None) or models[0].dataset_meta
+    meta = getattr(judge.dataset, 'metainfo', None) or models[0].dataset_meta
     visualizer = dict(cfg.visualizer, vis_backends=None, name=f'speed_up_{id(models)}')
     drawing = VISUALIZERS.build(visualizer)
     drawing.dataset_meta = meta
     found = []
-    number = min(NUM_PICTURES, len(dataset))
-    for i in (j * len(dataset) // number for j in range(number)):
+    for data in judge.images(NUM_PICTURES):
         uris = []
         for model in models:
             with torch.no_grad():
-                (sample,) = model.test_step(pseudo_collate([dataset[i]]))
+                (sample,) = model.test_step(copy.deepcopy(data))
             image = mmcv.imread(sample.img_path, channel_order='rgb')
             image, sample = enlarged(image, sample.cpu())
             if hasattr(drawing, 'visualize_cls'):
@@ -173,22 +175,19 @@ def enlarged(image: np.ndarray, sample: Any) -> tuple[np.ndarray, Any]:
 
 def commands(chosen: dict, judge: Any, out_dir: str) -> str:
     """Return the commands that use the chosen model."""
-    model, data = osp.join(out_dir, 'model'), judge.name != 'agreement'
-    options = ' '.join(f'{key}={value}' for key, value in judge.options.items())
-    options = f' --cfg-options {options}' if options else ''
-    lines = [f'python tools/test.py {model}.py {model}.pth{options}'] * data
+    model, config = osp.join(out_dir, 'model'), osp.join(out_dir, 'tested.py')
+    lines, size = [f'python tools/test.py {config} {model}.pth'], '--dataset'
+    if not judge.config:
+        height, width = judge.images(1)[0]['inputs'][0].shape[-2:]
+        lines, config, size = [], f'{model}.py', f'--input-shape {height} {width}'
     if chosen['file']:
         file = model + osp.splitext(chosen['file'])[1]
-        kind = chosen['format'].rpartition(' ')[2]
-        precision = f' --precision {kind}' if kind in ('f32', 'bf16') else ''
-        test = f'python tools/test_exported.py {model}.py {file}{precision}{options}'
-        suffix = f':{kind}' if precision else ''
-        height, width = judge.dataset[0]['inputs'].shape[-2:]  # as in the table
-        time = (
-            f'python tools/benchmark.py {model}.py {model}.pth --input-shape {height} {width} '
-            f'--exported {file}{suffix}'
-        )
-        lines += [test] * data + [time]
+        kind = FORMATS[chosen['format']].runtime
+        precision, suffix = (f' --precision {kind}', f':{kind}') if kind else ('', '')
+        if lines:
+            lines.append(f'python tools/test_exported.py {config} {file}{precision}')
+        time = f'python tools/benchmark.py {config} {model}.pth {size}'
+        lines.append(f'{time} --exported {file}{suffix}')
     return '\n'.join(lines)
 
 
@@ -229,7 +228,7 @@ def write_report(
     summary = 'No target was given: nothing is chosen.'
     if chosen:
         summary = f'Chosen: {name}, which {results["target"]}. It runs in {chosen["ms"]:.1f} ms, '
-        summary += f'{chosen["times"]:.2f} times as fast as stock'
+        summary += f'{chosen["speedup"]:.2f} times as fast as stock'
         if chosen['metric'] is not None:
             low, high = chosen['interval']
             summary += (
@@ -239,7 +238,7 @@ def write_report(
         summary += '.'
     elif results['target']:
         summary = f'Nothing {results["target"]}: nothing is chosen.'
-    tested = f'Tested on {results["key"]}; intervals: {results.get("how", "none")}.'
+    tested = f'Tested on {results["images"]}; intervals: {results.get("how", "none")}.'
     if rows[0]['metric'] is None:
         tested = 'Nothing was tested.'
     elif judge.name == 'agreement':
@@ -247,13 +246,13 @@ def write_report(
     candidates = results['candidates'].values()
     header = [column.format(results['metric'] or 'metric') for column in COLUMNS]
     marks = [row['chosen'] for row in rows]
-    picture = scatter(rows, results['metric'])
+    picture = scatter(rows, results['metric'], results['timed'])
     sections = [
         f'<h1>{html.escape(osp.basename(results["config"]))}: how much faster, at what cost</h1>',
         f'<p>{html.escape(summary)}</p>', picture, '<h2>Table</h2>',
         _table(header, cells(rows), marks),
-        f'<p>One image at a time, all models in turn, on {html.escape(_processor())}, '
-        f'{torch.get_num_threads()} threads. ≈: tested in another format of floats. '
+        f'<p>{html.escape(results["timed"].capitalize())} in turn, on '
+        f'{html.escape(processor(results["device"]))}. ≈: tested in another format of float32. '
         f'{html.escape(tested)}</p>', *(f'<p>{html.escape(note)}</p>' for note in notes),
     ]  # fmt: skip
     if candidates:
@@ -268,7 +267,7 @@ def write_report(
                         'keys + values in a head.</p>')  # fmt: skip
         sections.append(_table(['part', *columns], lines, [False] * len(lines)))
     sections.append(f'<h2>What stock (left) and {html.escape(name)} (right) find</h2>')
-    for first, second in _pictures(cfg, models, judge.dataset):
+    for first, second in _pictures(cfg, models, judge):
         sections.append('<div class="pair">')
         for uri, caption in ((first, 'stock'), (second, name)):
             sections.append(
@@ -292,9 +291,13 @@ def _size(values: list[int]) -> str:
     return ' + '.join(map(str, values))
 
 
-def _processor() -> str:
+def processor(device: str) -> str:
+    """Return the name of a device, with the number of threads of a CPU."""
+    if torch.device(device).type == 'cuda':
+        return torch.cuda.get_device_name(device)
     try:
         with open('/proc/cpuinfo', encoding='utf-8') as file:
-            return next(line.split(':')[1].strip() for line in file if 'model name' in line)
+            name = next(line.split(':')[1].strip() for line in file if 'model name' in line)
     except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
+        name = platform.processor() or platform.machine()
+    return f'{name}, {torch.get_num_threads()} threads'

@@ -8,11 +8,11 @@ RESULTS = dict(
     metric='coco/bbox_mAP',
     config='/somewhere/swin.py',
     checkpoint='/somewhere/swin.pth',
-    key='100 images of data',
+    images='100 images of data',
     rows=[
-        dict(candidate='stock', format='PyTorch', ms=100, times=1, metric=50, interval=[0, 0],
+        dict(candidate='stock', format='PyTorch', ms=100, speedup=1, metric=50, interval=[0, 0],
              chosen=False),
-        dict(candidate='40 %', format='OpenVINO f32', ms=20, times=5, metric=49.6,
+        dict(candidate='40 %', format='OpenVINO f32', ms=20, speedup=5, metric=49.6,
              interval=[-0.82, 0.04], difference=-0.4, chosen=True),
     ],
 )  # fmt: skip

@@ -9,7 +9,7 @@ from mmengine.evaluator import Evaluator
 from mmengine.structures import BaseDataElement, PixelData
 
 from repa_mm.search import judge as judging
-from repa_mm.search.judge import Annotated, Score, bootstrap, coco_ap, coco_records
+from repa_mm.search.judge import Annotated, Score, bootstrap, coco_records, mean_ap, voc_records
 
 NUM = 6
 
@@ -61,13 +61,48 @@ def test_ap_of_weighted_images(tmp_path):
     metric, results = metric_of(images, tmp_path)
     expected = metric.evaluate(NUM)['coco/bbox_mAP']
     records = coco_records(metric, results, 'bbox')
-    found = coco_ap(records, np.ones(NUM, int))
+    found = mean_ap(records, np.ones(NUM, int))
     assert 0.2 < expected < 0.9 and abs(found / 100 - expected) < 5.1e-4
     weights = np.array([2, 0, 1, 3, 0, 1])
     metric, results = metric_of([x for x, w in zip(images, weights) for _ in range(w)], tmp_path)
     expected = metric.evaluate(len(results))['coco/bbox_mAP']
-    assert abs(coco_ap(records, weights) / 100 - expected) < 5.1e-4
+    assert abs(mean_ap(records, weights) / 100 - expected) < 5.1e-4
     assert abs(expected - found / 100) > 5e-3
+
+
+def voc_metric_of(images, mode):
+    """MMDetection's VOC metric and its results for images."""
+    from mmdet.evaluation import VOCMetric
+
+    metric = VOCMetric(iou_thrs=[0.5, 0.8], eval_mode=mode)
+    metric.dataset_meta = dict(classes=('0', '1'))
+    for boxes, labels, found, guesses, scores in images:
+        whole, last = (
+            dict(bboxes=torch.tensor(boxes[x]).float(), labels=torch.tensor(labels[x]))
+            for x in (slice(0, None), slice(-1, None))
+        )
+        rest = {key: value[:-1] for key, value in whole.items()} if len(boxes) > 2 else whole
+        ignored = last if len(boxes) > 2 else {key: value[:0] for key, value in whole.items()}
+        found = dict(
+            bboxes=torch.tensor(found), labels=torch.tensor(guesses), scores=torch.tensor(scores)
+        )
+        sample = dict(gt_instances=rest, ignored_instances=ignored, pred_instances=found)
+        metric.process({}, [sample])
+    return metric, list(metric.results)
+
+
+@pytest.mark.parametrize('mode, points', [('11points', 11), ('area', None)])
+def test_map_of_weighted_images(mode, points):
+    """In a second instead of minutes: MMDetection would match the boxes anew 800 times."""
+    pytest.importorskip('mmdet')
+    images = list(scenes())
+    metric, results = voc_metric_of(images, mode)
+    records = voc_records(metric, results)
+    weights = np.array([2, 0, 1, 3, 0, 1])
+    for counts in (np.ones(NUM, int), weights):
+        expected = metric.compute_metrics([r for r, w in zip(results, counts) for _ in range(w)])
+        found = mean_ap(records, counts, points)
+        assert 0.1 < expected['mAP'] < 0.9 and found / 100 == pytest.approx(expected['mAP'])
 
 
 def test_the_bootstrap_is_paired():
@@ -115,13 +150,14 @@ class Model:
 def annotated(name, number):
     judge = Annotated.__new__(Annotated)
     judge.name = judge.how = ''
-    judge.num_images, judge.dataset = number, [dict(inputs=torch.ones(1))] * number
+    judge.num_images, judge.indices = number, range(number)
+    judge.dataset = [dict(inputs=torch.ones(1))] * number
     judge.evaluator = Evaluator([Mean()])
     judge.evaluator.metrics[0].name = name
     return judge
 
 
-@pytest.mark.parametrize('name, points', [('mIoU', 1), ('mDice', 1), ('pascal_voc/mAP', 100)])
+@pytest.mark.parametrize('name, points', [('mIoU', 1), ('mDice', 1), ('multi-label/mAP', 1)])
 def test_differences_are_in_points(name, points):
     judge = annotated(name, 40)
     rng = np.random.default_rng(0)
@@ -174,3 +210,39 @@ def test_agreement_of_resampled_images():
     scores = [Score(100 * judging.dice(torch.stack(p)), torch.stack(p)) for p in (parts, same)]
     change, low, high = judge.difference(*scores)
     assert scores[1].value == 100 and low < change < high < 0
+
+
+def labelled(*labels):
+    """What a classifier finds in an image: one label, or several."""
+    from mmpretrain.structures import DataSample
+
+    score = torch.full((10,), 0.04)
+    score[list(labels)] = 0.64
+    return DataSample().set_pred_score(score).set_pred_label(torch.tensor(labels))
+
+
+def test_agreement_of_labels_is_not_certain_of_a_few_images():
+    judge = judging.Agreement.__new__(judging.Agreement)
+
+    def difference(changes, number, same=False):
+        judge.num_images = number
+        records = [
+            torch.stack([judging.in_common(labelled(*(c or (0,))), labelled(0)) for c in found])
+            for found in ([*changes, *[()] * (number - len(changes))], [()] * number)
+        ]
+        weights = np.ones(number, int)
+        return judge.difference(*(Score(judge._weighted(r, weights), r) for r in records), same)
+
+    assert difference([], 1) == pytest.approx((0, -97.5, 0))
+    change, low, high = difference([], 33)
+    assert change == high == 0 and low == pytest.approx(-10.6, abs=0.1)
+    assert difference([], 33, same=True) == (0, 0, 0)
+    change, low, high = difference([(1,), (2,)], 40)
+    assert change == -5 and low == pytest.approx(-16.9, abs=0.1) and -1 < high < 0
+    rng = np.random.default_rng(0)
+    for number, share in ((33, 0.03), (100, 0.01)):
+        inside = 0
+        for _ in range(500):
+            _, low, high = judging.exact(int(rng.binomial(number, share)), number)
+            inside += low <= -100 * share <= high
+        assert inside >= 475

@@ -7,7 +7,7 @@ import pytest
 import torch
 from mmengine.structures import BaseDataElement, InstanceData, PixelData
 
-from repa_mm.search.candidates import EAGER, F32, INT8
+from repa_mm.search.formats import EAGER, F32, INT8
 from repa_mm.search.report import enlarged, scatter
 
 
