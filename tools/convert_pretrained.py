@@ -32,6 +32,12 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         '--parts', choices=PARTS, nargs='+', default=PARTS, help='what is narrowed (default: both)'
     )
+    parser.add_argument(
+        '--idle-ratio',
+        type=float,
+        help='make the FFNs channel-idle instead, in their training form: share of the hidden '
+        'channels that skip the activation, such as 0.75',
+    )
     parser.add_argument('--where', help='module to narrow: backbone or encoder (default: both)')
     parser.add_argument('--num-images', type=int, default=64, help='images to fit to (default: 64)')
     parser.add_argument('--images', help="folder of images (default: the config's training data)")

@@ -16,7 +16,7 @@ from repa_mm.convert.lockstep import Pausing, in_lockstep, watched
 from repa_mm.convert.parts import PretrainedAttention, PretrainedFFN
 from repa_mm.faster.attention import swap_attention_
 from repa_mm.features import differences, has_channels_first, percent, run_batches
-from repa_mm.models.sites import AttentionSite, Site, attention_sites, ffn_sites
+from repa_mm.models.sites import AttentionSite, FFNSite, Site, attention_sites, ffn_sites
 from repa_mm.reparam import Form
 from repa_mm.surgery import unwrap
 
@@ -161,6 +161,7 @@ def convert(
     held_out: Iterable = (),
     full_size: Iterable = (),
     progress: Callable[[BlockReport, int], None] | None = None,
+    ffn: Callable[[FFNSite], PretrainedFFN] = PretrainedFFN,
 ) -> tuple[nn.Module, ConversionReport]:
     """Narrow parts of a pretrained model to chosen sizes.
 
@@ -187,6 +188,8 @@ def convert(
             will run, if ``batches`` are crops. Defaults to ``batches``.
         progress (Callable, optional): Called with the report of each part once it is fitted, and
             with the number of parts.
+        ffn (Callable): Returns the pretrained FFN of a site, which knows how to fit another one.
+            Defaults to :class:`~repa_mm.convert.parts.PretrainedFFN`.
 
     Returns:
         tuple: The converted copy of the model, and a :class:`ConversionReport`.
@@ -200,7 +203,7 @@ def convert(
     batches, held_out = list(batches), list(held_out)
     if not batches:
         raise ValueError('batches is empty: there is no image to fit to')
-    plan = plan_conversion(copy.deepcopy(original), parts, where)
+    plan = plan_conversion(copy.deepcopy(original), parts, where, ffn)
     plan.model.eval()  # on its own line, since eval() of some backbones returns None
     plan.run = partial(forward, plan.model) if forward else plan.model
     plan.batches = batches
@@ -217,7 +220,8 @@ def convert(
         in_lockstep(plan.run, batches, fit)
     result = copy.deepcopy(original)
     for name, weights in fit.weights.items():
-        plan.sites[name].in_copy(result).set_weights(*weights)
+        site = plan.sites[name].in_copy(result)
+        (site.put if isinstance(weights[0], Form) else site.set_weights)(*weights)
     modes = {module: module.training for module in result.modules()}
     result.eval()
     after = partial(forward, result) if forward else result
@@ -276,7 +280,10 @@ class Plan:
 
 
 def plan_conversion(
-    model: nn.Module, parts: Sequence[str] = PARTS, where: str | None = None
+    model: nn.Module,
+    parts: Sequence[str] = PARTS,
+    where: str | None = None,
+    ffn: Callable[[FFNSite], PretrainedFFN] = PretrainedFFN,
 ) -> Plan:
     """Find the parts of a model to narrow, and the reasons why others stay as they are.
 
@@ -286,6 +293,7 @@ def plan_conversion(
         model (nn.Module): The model.
         parts (Sequence[str]): As for :func:`convert_pretrained`.
         where (str, optional): As for :func:`convert`.
+        ffn (Callable): As for :func:`convert`.
 
     Raises:
         ValueError: If no part can be narrowed, or ``parts`` has an unknown name.
@@ -300,7 +308,7 @@ def plan_conversion(
         found += [(site.name, site, PretrainedAttention) for site in sites]
     if 'ffn' in parts:
         sites = ffn_sites(model, where)
-        found += [(site.block_name, site, PretrainedFFN) for site in sites]
+        found += [(site.block_name, site, ffn) for site in sites]
     if not found:
         inside = f' in its {where!r}' if where else ''
         raise ValueError(

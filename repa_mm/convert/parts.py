@@ -31,7 +31,7 @@ class FittedPart(NamedTuple):
 
     Attributes:
         function (Callable): Computes what the part computes, from the same arguments.
-        weights (tuple): Arguments of the site's ``set_weights``.
+        weights (tuple): Arguments of the site's ``set_weights``, or a form for the site.
         unexplained (float): Share of the targets' variance that the part does not explain.
         ridge (float): Strength of the ridge.
         warnings (list[str]): Warnings about the fit.
@@ -168,11 +168,7 @@ class PretrainedFFN(Pausing):
         fit = fit_ffn(ffn, ffn_moments(ffn, more), width)
         fit = refine(fit, *(torch.cat(columns) for columns in zip(*more)))
         u, t = (torch.cat(columns) for columns in zip(*parts))
-        fit, warnings = fit.measured(u, t), []
-        if len(u) <= width:
-            warnings.append(f'{len(u)} tokens for {width} channels: give more images')
-        if not u.var(0).any():
-            warnings.append('all tokens are the same: give other images')
+        fit, warnings = fit.measured(u, t), token_warnings(parts, width)
         weights = tuple(fit.weights.values())
         return FittedPart(self._with(fit), weights, fit.unexplained, fit.ridge, warnings)
 
@@ -191,6 +187,16 @@ class PretrainedFFN(Pausing):
 
     def _with(self, fit: FittedFFN) -> Callable:
         return lambda x, *args, identity=None: self.whole(x, fit(self.inputs(x, *args)))
+
+
+def token_warnings(parts: Sequence, number: int) -> list[str]:
+    """Return warnings about a fit of a number of channels to samples."""
+    u, warnings = torch.cat([u for u, _ in parts]), []
+    if len(u) <= number:
+        warnings.append(f'{len(u)} tokens for {number} channels: give more images')
+    if not u.var(0).any():
+        warnings.append('all tokens are the same: give other images')
+    return warnings
 
 
 class PretrainedAttention(Pausing):

@@ -24,6 +24,7 @@ from repa_mm.convert.conversion import (
     convert,
     spread_budget,
 )
+from repa_mm.convert.training_form import fit_channel_idle, idle_structure
 from repa_mm.datasets.cropping import MAX_SIZE, cropped
 from repa_mm.faster.tracing import swap_faster_attention_
 from repa_mm.features import head_inputs
@@ -51,6 +52,7 @@ def convert_model(
     parts: Sequence[str] = PARTS,
     where: str | None = None,
     progress: Callable[[BlockReport, int], None] | None = None,
+    idle_ratio: float | None = None,
 ) -> tuple[nn.Module, ConversionReport]:
     """Narrow a whole model and its config, without labels.
 
@@ -65,6 +67,8 @@ def convert_model(
         parts (Sequence[str]): As for :func:`~repa_mm.convert_pretrained`.
         where (str, optional): As for :func:`~repa_mm.convert.conversion.convert`.
         progress (Callable, optional): As for :func:`~repa_mm.convert.conversion.convert`.
+        idle_ratio (float, optional): Make the FFNs channel-idle instead, see
+            :func:`~repa_mm.convert.training_form.fit_channel_idle`.
 
     Returns:
         tuple: The narrower model, with its config in ``cfg``, and the report.
@@ -89,10 +93,15 @@ def convert_model(
         MODELS.build(converted_config(cfg, model, half, where).model)
         return choose(plan)
 
-    narrow, report = convert(
-        model, to_fit, checked, parts, where=where, forward=head_inputs, held_out=to_compare,
-        full_size=[full_size], progress=progress,
+    options = dict(
+        where=where, forward=head_inputs, held_out=to_compare, full_size=[full_size],
+        progress=progress,
     )  # fmt: skip
+    if idle_ratio is not None:
+        fitted, report = fit_channel_idle(model, to_fit, idle_ratio, **options)
+        fitted.cfg = idle_config(cfg, fitted, idle_ratio, where)
+        return fitted, report
+    narrow, report = convert(model, to_fit, checked, parts, **options)
     narrow.cfg = converted_config(cfg, model, report.sizes, where)
     return narrow, report
 
@@ -109,6 +118,7 @@ def convert_checkpoint(
     device: str | None = None,
     cfg_options: dict | None = None,
     choose: Callable[[Plan], Sizes] | None = None,
+    idle_ratio: float | None = None,
     progress: Callable[[BlockReport, int], None] | None = None,
 ) -> dict:
     """Narrow FFNs of the backbone and encoder, and attention heads of the backbone, without labels.
@@ -134,6 +144,9 @@ def convert_checkpoint(
         cfg_options (dict, optional): Values to override in the config.
         choose (Callable, optional): Chooses the sizes instead of the budget, as for
             :func:`~repa_mm.convert.conversion.convert`.
+        idle_ratio (float, optional): Make the FFNs channel-idle instead, in their training form,
+            see :func:`~repa_mm.convert.training_form.fit_channel_idle`. The config merges them
+            before a test.
         progress (Callable, optional): Called with the report of each part once it is fitted, and
             with the number of parts.
 
@@ -158,10 +171,13 @@ def convert_checkpoint(
     to_fit, held_out = split_images(read_images(cfg, 'train', number, images))
     model.to(device or ('cuda' if torch.cuda.is_available() else 'cpu'))
     choose = choose or partial(spread_budget, budget=budget)
-    narrow, report = convert_model(model, to_fit, held_out, choose, parts, where, progress)
+    narrow, report = convert_model(
+        model, to_fit, held_out, choose, parts, where, progress, idle_ratio
+    )
     # Training starts from the converted weights.
     narrow.cfg.load_from, narrow.cfg.resume = osp.abspath(out), False
-    text = f'# {osp.basename(config)} with narrower layers.\n{narrow.cfg.pretty_text}'
+    layers = 'narrower layers' if idle_ratio is None else 'channel-idle FFNs'
+    text = f'# {osp.basename(config)} with {layers}.\n{narrow.cfg.pretty_text}'
     # MMEngine's inferencers read the config from the checkpoint if they are given weights alone.
     meta = load_checkpoint(checkpoint).get('meta') or {}
     meta = dict(meta, repa_mm_version=__version__, cfg=text)
@@ -213,6 +229,14 @@ def _without_pretraining_(cfg: dict) -> None:
         for part in value if isinstance(value, list) else [value]:
             if isinstance(part, dict):
                 _without_pretraining_(part)
+
+
+def idle_config(cfg: Config, model: nn.Module, idle_ratio: float, where: str | None) -> Config:
+    """Return the config of a model with fitted channel-idle FFNs, which merge before a test."""
+    cfg = converted_config(cfg, model, {})
+    cfg.model = restructured(cfg.model, idle_structure(model, idle_ratio, where))
+    cfg.merge_from_dict({'default_hooks.reparameterize': dict(type='ReparameterizeHook')})
+    return with_import(cfg)
 
 
 def widths_structure(model: nn.Module, sizes: Sizes, where: str | None = None) -> dict:

@@ -66,6 +66,13 @@ class Moments:
             result.products += part.products
         return result
 
+    def mapped(self, basis: torch.Tensor) -> 'Moments':
+        """Return the moments of the rows times the transposed basis (n, n)."""
+        result = Moments(basis @ self.shift)
+        result.count, result.total = self.count, basis @ self.total
+        result.products = basis @ self.products @ basis.t()
+        return result
+
     def mean_and_covariance(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the mean (n, ) and the covariance (n, n) of all rows."""
         mean = self.total / self.count
@@ -87,6 +94,7 @@ class FittedFFN(NamedTuple):
         act (nn.Module): The activation.
         conv (torch.Tensor, optional): Filters (A, k^2) of the depthwise convolution.
         b_conv (torch.Tensor, optional): Biases (A, ) of the depthwise convolution.
+        linear (torch.Tensor, optional): Linear path W (C, C) beside the channels: z gets u W^T.
         ridge (float): Strength of the ridge.
         unexplained (float): Share of the targets' variance that the FFN does not explain.
     """
@@ -98,6 +106,7 @@ class FittedFFN(NamedTuple):
     act: nn.Module
     conv: torch.Tensor | None = None
     b_conv: torch.Tensor | None = None
+    linear: torch.Tensor | None = None
     ridge: float = 0.0
     unexplained: float = 0.0
 
@@ -119,8 +128,8 @@ class FittedFFN(NamedTuple):
     @property
     def weights(self) -> dict[str, torch.Tensor]:
         """The weights by name."""
-        named = {name: getattr(self, name) for name in ('w_in', 'b_in', 'w_out', 'b')}
-        return named if self.conv is None else dict(named, conv=self.conv, b_conv=self.b_conv)
+        names = 'w_in', 'b_in', 'w_out', 'b', 'conv', 'b_conv', 'linear'
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
     def features(self, u: torch.Tensor) -> torch.Tensor:
         """Compute the activated channels (..., A) of normalized tokens (..., C) or patches.
@@ -137,7 +146,10 @@ class FittedFFN(NamedTuple):
     def __call__(self, u: torch.Tensor) -> torch.Tensor:
         """Compute z for normalized tokens (..., C) or patches (..., (C + 1) k^2)."""
         a = self.features(u)
-        return F.linear(a, self.w_out.to(a), self.b.to(a)).to(u)
+        z = F.linear(a, self.w_out.to(a), self.b.to(a))
+        if self.linear is not None:
+            z = z + F.linear(u.to(a), self.linear.to(a))
+        return z.to(u)
 
     def only(self, kept: torch.Tensor, **changes) -> 'FittedFFN':
         """Return a copy that has some of the channels, and other values as given."""
@@ -182,7 +194,7 @@ def with_foreign_tokens(
 
 
 def ffn_moments(
-    ffn: FittedFFN, parts: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    ffn: FittedFFN, parts: Sequence[tuple[torch.Tensor, torch.Tensor]], linear: bool = False
 ) -> list[Moments]:
     """Compute the moments of [a, t] for :func:`fit_ffn`.
 
@@ -190,6 +202,7 @@ def ffn_moments(
         ffn (FittedFFN): The pretrained FFN.
         parts (Sequence): For each part of the images, normalized tokens u (N, C), or patches, and
             target outputs t (N, C) without shortcut.
+        linear (bool): Compute the moments of [u, a, t] instead. Defaults to False.
 
     Returns:
         list[Moments]: The moments of each part.
@@ -197,7 +210,8 @@ def ffn_moments(
     result: list[Moments] = []
     for u, t in parts:
         for first, (some, targets) in enumerate(zip(u.split(_CHUNK), t.split(_CHUNK))):
-            rows = torch.cat([double(ffn.features(some)), double(targets)], dim=1)
+            rows = [double(ffn.features(some)), double(targets)]
+            rows = torch.cat([double(some), *rows] if linear else rows, dim=1)
             if not first:
                 result.append(Moments(result[0].shift if result else rows.mean(0)))
             result[-1].add(rows)
@@ -274,12 +288,12 @@ def eliminate(
     return found
 
 
-class _Problem:
+class Problem:
     """The regression of one FFN, from the moments of [a, t]."""
 
     def __init__(self, ffn: FittedFFN, moments: Moments) -> None:
         mean, cov = moments.mean_and_covariance()
-        hidden = len(ffn.w_in)
+        hidden = ffn.w_out.shape[1]
         self.mean_a, self.mean_t = mean[:hidden], mean[hidden:]
         self.gram, self.with_t = cov[:hidden, :hidden], cov[hidden:, :hidden]
         self.var_t = cov[hidden:, hidden:].trace()
@@ -325,14 +339,14 @@ class _Problem:
         )
 
 
-def _cross_validated(ffn: FittedFFN, parts: Sequence[Moments], kept: torch.Tensor) -> float:
+def cross_validated(ffn: FittedFFN, parts: Sequence[Moments], kept: torch.Tensor) -> float:
     """Return the ridge with the least error on each part of the images if fitted to the others."""
     if len(parts) < 2:
         return RIDGES[0]
     total = dict.fromkeys(RIDGES, 0.0)
     for part in parts:
-        others = _Problem(ffn, Moments.pooled([p for p in parts if p is not part]))
-        left_out = _Problem(ffn, part)
+        others = Problem(ffn, Moments.pooled([p for p in parts if p is not part]))
+        left_out = Problem(ffn, part)
         for ridge in RIDGES:
             weights = others.solve(kept, ridge)
             error = left_out.residual(kept, weights, others.bias(kept, weights))
@@ -357,9 +371,9 @@ def fit_ffn(ffn: FittedFFN, parts: Sequence[Moments], width: int) -> FittedFFN:
     moments = Moments.pooled(parts)
     if not (moments.total.isfinite().all() and moments.products.isfinite().all()):
         raise ValueError('hidden channels or outputs of the FFN are not finite')
-    problem = _Problem(ffn, moments)
+    problem = Problem(ffn, moments)
     (kept,) = problem.eliminate(width)
-    ridge = _cross_validated(ffn, parts, kept)
+    ridge = cross_validated(ffn, parts, kept)
     return problem.fit(kept, ridge)
 
 
@@ -371,7 +385,7 @@ def widths_of(
     Returns:
         list: For each width the FFN, and its mean square error per token.
     """
-    problem = _Problem(ffn, Moments.pooled(parts))
+    problem = Problem(ffn, Moments.pooled(parts))
     fits = [problem.fit(kept, RIDGES[0]) for kept in problem.eliminate(*widths, step=0.06)]
     return [(fit, fit.unexplained * float(problem.var_t)) for fit in fits]
 
@@ -393,8 +407,9 @@ def refine(fit: FittedFFN, u: torch.Tensor, t: torch.Tensor, steps: int = 200) -
     if not variance > 0:  # all tokens are the same
         return fit
     # Weights are scaled to size 1 for a common learning rate: small layer scales make small rows.
+    rows = 'w_out', 'linear'
     sizes = {
-        name: (w.square().mean(1, keepdim=True) if name == 'w_out' else w.square().mean())
+        name: (w.square().mean(1, keepdim=True) if name in rows else w.square().mean())
         .sqrt()
         .clamp(min=1e-30)
         .float()

@@ -201,14 +201,7 @@ class FFNSite(Site):
         """
         parts = self.modules()
         if parts.scale is not None:
-            scale = double(parts.scale)
-            # Raise small scales, since the weights are divided by the scales: no weight may exceed
-            # three times the largest one so far.
-            known = double(parts.fc2.weight).abs().max().clamp(min=1e-30)
-            floor = double(w_out).abs().amax(1) / (3 * known)
-            floor = floor.clamp(min=1e-3 * float(scale.abs().max()))
-            scale = torch.where(scale.abs() < floor, floor, scale)
-            scale = torch.where(scale == 0, 1.0, scale)
+            scale = raised(parts.scale, parts.fc2.weight, w_out)
             parts.scale.copy_(scale)
             w_out, b_out = w_out / scale.to(w_out)[:, None], b_out / scale.to(b_out)
         _set_matrix_(parts.fc1, w_in, b_in)
@@ -218,6 +211,23 @@ class FFNSite(Site):
             _set_matrix_(parts.conv, conv, b_conv)
         if hasattr(self.module, 'feedforward_channels'):
             self.module.feedforward_channels = len(b_in)
+
+
+def raised(scale: torch.Tensor, known: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return a layer scale (C, ) in float64 that new weights can be divided by.
+
+    Small scales are raised, so that no weight exceeds three times the largest one so far.
+
+    Args:
+        scale (torch.Tensor): The layer scale so far.
+        known (torch.Tensor): The weights (C, n) so far.
+        weight (torch.Tensor): The new weights (C, m), with the layer scale multiplied in.
+    """
+    scale = double(scale)
+    floor = double(weight).abs().amax(1) / (3 * double(known).abs().max().clamp(min=1e-30))
+    floor = floor.clamp(min=1e-3 * float(scale.abs().max()))
+    scale = torch.where(scale.abs() < floor, floor, scale)
+    return torch.where(scale == 0, 1.0, scale)
 
 
 def _set_matrix_(layer: nn.Module, weight: torch.Tensor, bias: torch.Tensor) -> None:

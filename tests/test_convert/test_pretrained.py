@@ -23,7 +23,7 @@ from repa_mm.convert.pretrained import (
 )
 from repa_mm.datasets.cropping import cropped
 from repa_mm.models.sites import attention_sites, ffn_sites
-from repa_mm.opening import read_images
+from repa_mm.opening import open_model, read_images
 from repa_mm.reparam import CheckpointError, TrainingForm, has_deploy_form, outermost
 from tests.test_export.conftest import write_config
 
@@ -118,6 +118,22 @@ def test_the_files_that_are_written(folder):
     alone.load_state_dict(loaded['state_dict'])
     again = converted()  # replaces its own files
     assert str(again['report']) == str(found['report'])
+
+
+def test_the_files_of_a_channel_idle_model(folder):
+    found = converted(idle_ratio=0.75)
+    cfg = load_config(found['config'])
+    assert cfg.default_hooks.reparameterize.type == 'ReparameterizeHook'
+    assert cfg.custom_imports.imports == ['json', 'repa_mm']
+    assert cfg.load_from == str(folder / 'out' / 'narrow.pth')
+    model = open_model(cfg, 'out/narrow.pth')
+    assert len(list(outermost(model, TrainingForm))) == 2 and not has_deploy_form(model)
+    # A training may also start from its init_cfg.
+    init_cfg = dict(type='Pretrained', checkpoint='out/narrow.pth')
+    started = MODELS.build({**cfg.model, 'init_cfg': init_cfg})
+    started.init_weights()
+    for key, value in started.state_dict().items():
+        assert torch.equal(value, model.state_dict()[key]), key
 
 
 MMPRETRAIN = dict(embed_dims=16, num_layers=2, num_heads=2, feedforward_channels=64)

@@ -105,11 +105,11 @@ def test_the_ridge_is_chosen_by_images_that_the_fit_has_not_seen(ffn, monkeypatc
         fit = fit_ffn(FittedFFN.from_form(ffn), moments(ffn, few, y[:40]), 12)
         return (y - many - fit(ffn.norm1(many))).square().sum().item(), fit.ridge
 
-    problem = regression._Problem(
+    problem = regression.Problem(
         FittedFFN.from_form(ffn), Moments.pooled(moments(ffn, few, y[:40]))
     )
     (kept,) = problem.eliminate(12)
-    monkeypatch.setattr(regression._Problem, 'eliminate', lambda *args: [kept])
+    monkeypatch.setattr(regression.Problem, 'eliminate', lambda *args: [kept])
     errors = dict(reversed(left(ridge)) for ridge in RIDGES)
     chosen, ridge = left(*RIDGES)
     assert ridge in RIDGES and chosen == errors[ridge]

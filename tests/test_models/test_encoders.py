@@ -12,6 +12,7 @@ from mmengine.registry import MODELS
 import repa_mm
 from repa_mm.config import load_config
 from repa_mm.convert.pretrained import converted_config
+from repa_mm.convert.training_form import fit_channel_idle
 from repa_mm.features import head_inputs, tensors
 from repa_mm.models.sites import ffn_sites
 from repa_mm.reparam import ChannelIdleFFN, MergedFFN, set_training_path_
@@ -292,5 +293,8 @@ def test_layers_of_mmcv(randomize, relative_error):
     narrow, report = narrowed(model, batches, 0.5, forward=encode, held_out=[x])
     assert [site.modules().fc1.out_features for site in ffn_sites(narrow)] == [32, 32]
     assert report.differences[0] < 0.1
+    fitted, report = fit_channel_idle(model, batches, forward=encode, held_out=[x])
+    assert report.differences[0] < 0.1
+    assert relative_error(encode(repa_mm.reparameterize(fitted), x), encode(fitted, x)) < 1e-5
     with pytest.raises(ValueError, match='not those of an encoder layer'):
         idle(mmcv_encoder(('norm', 'self_attn', 'norm', 'ffn')))

@@ -1,0 +1,201 @@
+"""Fitting channel-idle FFNs to pretrained FFNs, as a start for training.
+
+A channel-idle FFN computes W u + V act(h)_A + b after its merge, with h = W_in u + b_in, A active
+channels and a C x C matrix W of the idle ones. It is fitted as a narrower FFN is, see
+:mod:`repa_mm.convert.regression`, with two differences. The regression is on [u, r], where
+r = act(h) - s W_in u is what a channel's activation adds to its best linear map, of slope s. So the
+ridge draws W to the pretrained FFN with linear idle channels, whichever channels are idle. And the
+elimination removes entries of r alone: W makes up for a part of what a channel does.
+"""
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+
+import torch
+import torch.nn as nn
+
+from repa_mm.convert.conversion import ConversionReport, Plan, Sizes, convert
+from repa_mm.convert.parts import FittedPart, PretrainedFFN, token_warnings
+from repa_mm.convert.regression import (
+    RIDGES,
+    FittedFFN,
+    Moments,
+    Problem,
+    cross_validated,
+    eliminate,
+    ffn_moments,
+    refine,
+    ridged,
+    with_foreign_tokens,
+)
+from repa_mm.models.sites import FFNSite, ffn_sites, raised
+from repa_mm.models.structures import idle_ffn
+from repa_mm.reparam import ChannelIdleFFN, check_state_dict, copy_matrix_, double
+
+# Least singular value of the idle input weights that counts, relative to the largest one.
+RTOL = 1e-3
+
+
+def fit_idle(
+    ffn: FittedFFN, parts: Sequence[Moments], num_active: int
+) -> tuple[FittedFFN, torch.Tensor, torch.Tensor]:
+    """Choose the active channels, and fit their output weights and W in closed form.
+
+    Args:
+        ffn (FittedFFN): The pretrained FFN.
+        parts (Sequence[Moments]): The moments of [u, a, t] of parts of the images.
+        num_active (int): Number A of active channels.
+
+    Returns:
+        tuple: The active channels with the linear path W, in float64; their indices (A, ); and the
+        slopes (H, ) of all channels.
+    """
+    w_in, dims, hidden = ffn.w_in, ffn.w_in.shape[1], len(ffn.w_in)
+    _, cov = Moments.pooled(parts).mean_and_covariance()
+    variance = ((w_in @ cov[:dims, :dims]) * w_in).sum(1)
+    slopes = (cov[dims : dims + hidden, :dims] * w_in).sum(1) / variance.clamp(min=1e-300)
+    slopes[variance <= 1e-12 * variance.max()] = 0
+    # From [u, a, t] to [u / scale, r, t], where the scale lets one ridge suit u and r.
+    basis = torch.eye(len(cov)).to(cov)
+    basis[dims : dims + hidden, :dims] = -slopes[:, None] * w_in
+    varies = ((basis @ cov) * basis).sum(1)
+    scale = (varies[:dims].mean() / varies[dims : dims + hidden].mean().clamp(min=1e-300)).sqrt()
+    scale = scale.clamp(1e-3, 1e3)
+    basis[:dims] /= scale
+    parts = [part.mapped(basis) for part in parts]
+    linear = scale * (ffn.w_out * slopes) @ w_in
+    pretrained = ffn._replace(w_out=torch.cat([linear, ffn.w_out], dim=1))
+    problem = Problem(pretrained, Moments.pooled(parts))
+
+    everything = torch.arange(dims + hidden, device=cov.device)
+    weights = problem.solve(everything, RIDGES[0])
+    gram = ridged(problem.gram, RIDGES[0], problem.least)
+    # The Schur complement is the Gram matrix of what u does not explain.
+    follow = torch.cholesky_solve(gram[:dims, dims:], torch.linalg.cholesky(gram[:dims, :dims]))
+    rest = gram[dims:, dims:] - gram[dims:, :dims] @ follow
+    (active,) = eliminate(rest, weights[:, dims:], [num_active])
+    kept = torch.cat([everything[:dims], dims + active])
+    ridge = cross_validated(pretrained, parts, kept)
+    weights = problem.solve(kept, ridge)
+    out = weights[:, dims:]
+    linear = weights[:, :dims] / scale - (out * slopes[active]) @ w_in[active]
+    b = problem.bias(kept, weights)
+    return ffn.only(active, w_out=out, linear=linear, b=b, ridge=ridge), active, slopes
+
+
+def fit_form_(
+    form: ChannelIdleFFN, ffn: FittedFFN, parts: Sequence[tuple[torch.Tensor, torch.Tensor]]
+) -> FittedFFN:
+    """Fit a channel-idle FFN that keeps its norm to a pretrained FFN, in place.
+
+    Idle rows of the first layer keep their pretrained weights. Idle columns of the second solve
+    W_out,I W_in,I = W; of all solutions they are nearest to the pretrained ones times the slopes.
+
+    Args:
+        form (ChannelIdleFFN): The channel-idle FFN, filled from the pretrained one.
+        ffn (FittedFFN): The pretrained FFN.
+        parts (Sequence): For each part of the images, normalized tokens u (N, C) and target outputs
+            t (N, C) without shortcut.
+
+    Returns:
+        FittedFFN: What the form computes after its merge.
+    """
+    more = [with_foreign_tokens(ffn, *part) for part in parts]
+    fit, active, slopes = fit_idle(ffn, ffn_moments(ffn, more, linear=True), form.num_active)
+    fit = refine(fit, *(torch.cat(columns) for columns in zip(*more)))
+    idle = torch.ones_like(slopes, dtype=torch.bool).index_fill(0, active, False)
+    w_idle, out = ffn.w_in[idle], (ffn.w_out * slopes)[:, idle]
+    out = out + (fit.linear - out @ w_idle) @ torch.linalg.pinv(w_idle, rtol=RTOL)
+    u, t = (torch.cat(columns) for columns in zip(*parts))
+    linear = out @ w_idle  # fit.linear, unless the idle rows do not span all inputs
+    b = fit.b + (fit.linear - linear) @ double(u.mean(0))
+    w_out, b_out = torch.cat([fit.w_out, out], 1), b - out @ ffn.b_in[idle]
+    if form.layer_scale is not None:
+        scale = double(form.layer_scale)
+        if isinstance(form.layer_scale, nn.Parameter):
+            scale = raised(scale, form.fc2.weight, w_out)
+            form.layer_scale.copy_(scale)
+        w_out, b_out = w_out / scale[:, None], b_out / scale
+    copy_matrix_(form.fc1, torch.cat([fit.w_in, w_idle]), torch.cat([fit.b_in, ffn.b_in[idle]]))
+    copy_matrix_(form.fc2, w_out, b_out)
+    return fit._replace(linear=linear, b=b).measured(u, t)
+
+
+class IdleFFN(PretrainedFFN):
+    """A pretrained FFN whose fit is the training form of a channel-idle FFN.
+
+    Its sizes after the fit are A and C / 2, as W costs as much as C / 2 channels.
+
+    Args:
+        site (FFNSite): The site.
+        idle_ratio (float): Share of hidden channels that skip the activation.
+
+    Raises:
+        ValueError: As :class:`~repa_mm.convert.parts.PretrainedFFN`; if the FFN has a convolution;
+            or if there are fewer idle channels than C, so that not every W is possible.
+    """
+
+    def __init__(self, site: FFNSite, idle_ratio: float) -> None:
+        super().__init__(site)
+        form = idle_ffn(site, idle_ratio, dict(type='keep')).eval()
+        if form.num_idle < form.embed_dims:
+            raise ValueError(
+                f'{form.num_idle} of its {form.feedforward_channels} hidden channels would be '
+                f'idle, and the fit needs {form.embed_dims} at least, one for each input: give a '
+                'larger idle ratio'
+            )
+        self.forms = [form]  # in a list: not a part of the model
+        self.idle_sizes = form.num_active, form.embed_dims // 2
+
+    def fit(self, parts: Sequence, sizes: tuple[int, ...]) -> FittedPart:
+        """Fit the channel-idle FFN to samples."""
+        (form,) = self.forms
+        fit = fit_form_(form, FittedFFN.from_form(self.ffn), parts)
+        warnings = token_warnings(parts, form.num_active + form.embed_dims)
+
+        def function(x: torch.Tensor, *args, identity=None) -> torch.Tensor:
+            return form(x)
+
+        return FittedPart(function, (form,), fit.unexplained, fit.ridge, warnings)
+
+
+def fit_channel_idle(
+    model: nn.Module,
+    batches: Iterable,
+    idle_ratio: float = 0.75,
+    where: str | None = None,
+    **options,
+) -> tuple[nn.Module, ConversionReport]:
+    """Make the FFNs of a pretrained model channel-idle, fitted to what they computed.
+
+    The result is a training form that computes nearly what the model computes, and that trains and
+    merges as any other. FFNs keep the norms of their blocks.
+
+    Args:
+        model (nn.Module): As for :func:`~repa_mm.convert_pretrained`.
+        batches (Iterable): As for :func:`~repa_mm.convert.conversion.convert`.
+        idle_ratio (float): Share of hidden channels that skip the activation. Defaults to 0.75.
+        where (str, optional): As for :func:`~repa_mm.convert.conversion.convert`.
+        **options: Further arguments of :func:`~repa_mm.convert.conversion.convert`.
+
+    Returns:
+        tuple: The copy of the model with :class:`~repa_mm.reparam.ChannelIdleFFN`, and the report.
+
+    Raises:
+        ValueError: As :func:`~repa_mm.convert.conversion.convert`.
+    """
+
+    def choose(plan: Plan) -> Sizes:
+        return {name: part.idle_sizes for name, part in plan.parts.items()}
+
+    kind = partial(IdleFFN, idle_ratio=idle_ratio)
+    result, report = convert(model, batches, choose, 'ffn', where=where, ffn=kind, **options)
+    result._register_load_state_dict_pre_hook(check_state_dict, with_module=True)
+    return result, report
+
+
+def idle_structure(model: nn.Module, idle_ratio: float, where: str | None = None) -> dict:
+    """Return the config of the structure that a model of :func:`fit_channel_idle` has."""
+    is_idle = [isinstance(site.module, ChannelIdleFFN) for site in ffn_sites(model, where)]
+    ratio = idle_ratio if all(is_idle) else [idle_ratio if idle else None for idle in is_idle]
+    return dict(type='ChannelIdle', idle_ratio=ratio, norm_cfg=dict(type='keep'), where=where)
