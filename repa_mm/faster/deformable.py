@@ -70,17 +70,9 @@ class FastDeformableAttention(MultiScaleDeformableAttention or nn.Module):
         """Attend to some points of each level's feature map; the arguments are the parent's."""
         if query.device.type != 'cpu':
             return super().forward(
-                query,
-                key,
-                value,
-                identity,
-                query_pos,
-                key_padding_mask,
-                reference_points=reference_points,
-                spatial_shapes=spatial_shapes,
-                level_start_index=level_start_index,
-                **kwargs,
-            )
+                query, key, value, identity, query_pos, key_padding_mask, reference_points,
+                spatial_shapes, level_start_index, **kwargs,
+            )  # fmt: skip
         value = query if value is None else value
         identity = query if identity is None else identity
         query = query if query_pos is None else query + query_pos

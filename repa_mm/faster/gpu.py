@@ -4,20 +4,21 @@ import torch
 import torch.nn as nn
 
 from repa_mm.faster.attention import FastShiftWindowMSA, has_kernels
-from repa_mm.reparam.autograd import autocast_dtype, is_compiling
+from repa_mm.faster.windows import is_traced
+from repa_mm.reparam.autograd import autocast_dtype
 from repa_mm.surgery import is_plain, replace_
 
 
 class FastLayerNorm(nn.LayerNorm):
     """A ``LayerNorm`` whose output under autocast has the type of the linear layer after it.
 
-    PyTorch's has float32 there, and converts twice. Elsewhere, and with gradients, both are the
-    same.
+    PyTorch's has float32 there, and converts twice. Elsewhere, with gradients and in graphs, both
+    are the same.
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         dtype = autocast_dtype(x.device.type)
-        if dtype is None or torch.is_grad_enabled() or is_compiling() or not has_kernels(x.device):
+        if dtype is None or torch.is_grad_enabled() or is_traced() or not has_kernels(x.device):
             return super().forward(x)
         from repa_mm.faster.kernels import layer_norm
 

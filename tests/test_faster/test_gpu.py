@@ -6,24 +6,20 @@ import pytest
 import torch
 import torch.nn as nn
 
-import repa_mm
-from repa_mm.config import load_config
+from repa_mm import config_path
 from repa_mm.faster import attention, faster_on_gpu_, gpu
 from repa_mm.faster.gpu import FastLayerNorm
-from repa_mm.variants import variants
+from repa_mm.opening import open_model
+from repa_mm.variants import with_our_parts
 
 needs_operators = pytest.mark.skipif(not attention._HAS_OPERATORS, reason='needs PyTorch 2.6')
 PACKAGE = dict(retinanet='mmdet', mask_rcnn='mmdet', upernet='mmseg')
 SMALL = {'model.backbone.arch.depths': [2, 1, 1, 1]}
 
 
-def _models(task):
+def _model(task, repa='', **kwargs):
     pytest.importorskip(PACKAGE[task])
-    cfg, baseline = (
-        load_config(repa_mm.config_path(f'demo/{task}_{name}swin_digits.py'), SMALL)
-        for name in ('repa_', '')
-    )
-    return variants(cfg, baseline=baseline)
+    return open_model(config_path(f'demo/{task}_{repa}swin_digits.py'), None, SMALL, **kwargs)
 
 
 def _features(model, x):
@@ -41,7 +37,7 @@ def _formats(module):
 @pytest.mark.parametrize('task', PACKAGE)
 @torch.no_grad()
 def test_prepared_models_compute_the_same(task, monkeypatch, relative_error):
-    stock, model, _ = _models(task).values()
+    stock, model = with_our_parts(_model(task)).values()
     prepared = copy.deepcopy(model)
     gpu._channels_last_(prepared)
     gpu._swap_norms_(prepared)
@@ -73,12 +69,13 @@ def test_norms_of_tokens_have_the_type_of_the_layer_after_them(monkeypatch):
         assert norm(x).dtype == torch.float32  # with gradients
         with torch.no_grad():
             assert norm(x).dtype == torch.float16
+            assert 'aten::layer_norm' in str(torch.jit.trace(norm, x, check_trace=False).graph)
     with torch.no_grad():
         assert torch.equal(norm(x), nn.LayerNorm(8)(x))
 
 
 def test_on_a_cpu_nothing_changes():
-    model = _models('retinanet')['deploy form']
+    model = _model('retinanet', 'repa_', merge=True)
     before = {name: (type(m), _formats(m)) for name, m in model.named_modules()}
     assert faster_on_gpu_(model) is model
     assert {name: (type(m), _formats(m)) for name, m in model.named_modules()} == before
@@ -89,10 +86,10 @@ def test_on_a_cpu_nothing_changes():
 @pytest.mark.parametrize('task', ['retinanet', 'upernet'])
 @torch.no_grad()
 def test_compiles_without_a_break(task, relative_error):
-    """Backbone, neck and head with our parts and merged FFNs: one graph for images of any size."""
+    """Backbone, neck and head of a deploy form: one graph for images of any size."""
     from torch._dynamo.testing import CompileCounter
 
-    model = _models(task)['deploy form']
+    model = _model(task, 'repa_', merge=True)
     torch._dynamo.reset()
     counter, head = CompileCounter(), getattr(model, 'bbox_head', None) or model.decode_head
     neck = getattr(model, 'neck', nn.Identity())
