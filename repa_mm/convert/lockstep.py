@@ -1,10 +1,19 @@
-"""Forward passes on many batches that go from one site of a model to the next together.
+"""Forward passes on many batches that go from one part of a model to the next together.
 
 Every batch runs twice: as a *teacher*, which computes what the pretrained model computes, and as a
-*student*, which computes with the FFNs and heads that are fitted so far. Each pass is a greenlet
-that pauses at every site. When all passes have reached a site, it is fitted, the students get the
-outputs of what was fitted, and all passes go on. The model must keep no state between two sites of
-one pass.
+*student*, which computes with the parts that are fitted so far. Each pass is a greenlet that pauses
+at every part::
+
+                  batch 1              batch 2
+             teacher   student    teacher   student
+                |         |          |         |
+    part A      x0        x          x0        x      all pause
+                |   fit A', so that A'(x) is A(x0)
+              A(x0)     A'(x)      A(x0)     A'(x)    all go on
+                |         |          |         |
+    part B      x0        x          x0        x      all pause, and so on
+
+The model must keep no state between two parts of one pass.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -4,7 +4,7 @@ import copy
 import inspect
 import os.path as osp
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial, reduce
+from functools import partial
 
 import torch
 import torch.nn as nn
@@ -124,8 +124,8 @@ def convert_checkpoint(
     """Narrow FFNs of the backbone and encoder, and attention heads of the backbone, without labels.
 
     The neck and the detection heads stay as they are. Channel-idle FFNs merge first. A config is
-    written beside the checkpoint, so that both are ready for tests and training. The codebase loads
-    them without this package if its config can express the widths of the FFNs.
+    written beside the checkpoint, so that both are ready for tests and training. MMPretrain loads
+    ViTs and Swins with narrower FFNs without this package.
 
     Args:
         config (str): The model's config: a path, or the name of an installed config
@@ -206,9 +206,8 @@ def converted_config(
     if inside:
         cfg.model.backbone = backbone_config(cfg.model.backbone, model.backbone, inside)
     others = {name: x for name, x in sizes.items() if not name.startswith(start)}
-    left = _with_stock_layers(cfg.model, others)
-    if left:
-        cfg.model = restructured(cfg.model, widths_structure(model, left, where))
+    if others:
+        cfg.model = restructured(cfg.model, widths_structure(model, others, where))
     cfg.pop('work_dir', None)  # has checkpoints of the original model
     if 'Restructured' in (cfg.model.type, cfg.model.get('backbone', cfg.model).type):
         with_import(cfg)
@@ -254,8 +253,8 @@ def widths_structure(model: nn.Module, sizes: Sizes, where: str | None = None) -
 def backbone_config(cfg: dict, backbone: nn.Module, sizes: Sizes) -> dict:
     """Return the config of a backbone whose parts get new sizes.
 
-    It is a config of the codebase alone if the arguments of the backbone's class can express the
-    sizes, else one of ``Restructured``.
+    It is a config of the codebase alone if the backbone's class has arguments for each block, as
+    MMPretrain's ViTs and Swins have for FFNs, else one of ``Restructured``.
 
     Args:
         cfg (dict): Config of the original backbone.
@@ -294,33 +293,11 @@ def with_import(cfg: Config) -> Config:
     return cfg
 
 
-def _with_stock_layers(cfg: ConfigDict, sizes: Sizes) -> dict[str, tuple]:
-    """Set the widths of layers that share a config, as in encoders; return the other sizes."""
-    groups: dict[str, dict] = {}
-    for name, size in sizes.items():
-        groups.setdefault(name.rpartition('.layers.')[0], {})[name] = size
-    left = {}
-    for owner, found in groups.items():
-        part = reduce(lambda part, key: part.get(key) or {}, owner.split('.'), cfg)
-        ffn = (part.get('layer_cfg') or {}).get('ffn_cfg')
-        if ffn and len(found) == part.get('num_layers') and len({*found.values()}) == 1:
-            (ffn.feedforward_channels,) = next(iter(found.values()))
-        else:
-            left.update(found)
-    return left
-
-
 def _stock_configs(
     cfg: dict, kind: type, sites: Sequence[FFNSite], widths: Sequence[int | None]
 ) -> Iterator[dict]:
     """Yield configs of the codebase's backbone that may give its FFNs these widths."""
     arguments = inspect.signature(kind).parameters
-    if 'mlp_ratio' in arguments and None not in widths:
-        # In MMDetection's and MMSegmentation's Swin and MMSegmentation's ViT, an integer.
-        dims = [site.modules().fc1.weight.shape[1] for site in sites]
-        ratio = widths[0] // dims[0]
-        if widths == [ratio * c for c in dims]:
-            yield ConfigDict(cfg, mlp_ratio=ratio)
     ffns = [{} if w is None else dict(feedforward_channels=w) for w in widths]
     if 'layer_cfgs' in arguments and not cfg.get('layer_cfgs'):  # MMPretrain's ViTs
         yield ConfigDict(cfg, layer_cfgs=ffns)
