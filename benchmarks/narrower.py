@@ -29,7 +29,7 @@ from demo.run import test, train
 from repa_mm import config_path
 from repa_mm.config import load_config
 from repa_mm.convert.budget import even_sizes
-from repa_mm.convert.pretrained import convert_checkpoint, restructured
+from repa_mm.convert.pretrained import convert_checkpoint, with_structures
 
 
 class Task(NamedTuple):
@@ -139,7 +139,7 @@ class Run:
         if way == 'idle':
             structure = dict(type='ChannelIdle', idle_ratio=IDLE_RATIO)
             cfg = self.load()
-            cfg.model = restructured(cfg.model, structure)
+            cfg.model = with_structures(cfg.model, structure)
             cfg.model.init_cfg = dict(type='Pretrained', checkpoint=self.original)
             checkpoint = None
         elif way == 'converted':

@@ -207,7 +207,7 @@ def converted_config(
         cfg.model.backbone = backbone_config(cfg.model.backbone, model.backbone, inside)
     others = {name: x for name, x in sizes.items() if not name.startswith(start)}
     if others:
-        cfg.model = restructured(cfg.model, widths_structure(model, others, where))
+        cfg.model = with_structures(cfg.model, widths_structure(model, others, where))
     cfg.pop('work_dir', None)  # has checkpoints of the original model
     if 'Restructured' in (cfg.model.type, cfg.model.get('backbone', cfg.model).type):
         with_import(cfg)
@@ -233,7 +233,7 @@ def _without_pretraining_(cfg: dict) -> None:
 def idle_config(cfg: Config, model: nn.Module, idle_ratio: float, where: str | None) -> Config:
     """Return the config of a model with fitted channel-idle FFNs, which merge before a test."""
     cfg = converted_config(cfg, model, {})
-    cfg.model = restructured(cfg.model, idle_structure(model, idle_ratio, where))
+    cfg.model = with_structures(cfg.model, idle_structure(model, idle_ratio, where))
     cfg.merge_from_dict({'default_hooks.reparameterize': dict(type='ReparameterizeHook')})
     return with_import(cfg)
 
@@ -274,10 +274,10 @@ def backbone_config(cfg: dict, backbone: nn.Module, sizes: Sizes) -> dict:
                 continue
             if {key: value.shape for key, value in built.state_dict().items()} == shapes:
                 return candidate
-    return restructured(cfg, structure)
+    return with_structures(cfg, structure)
 
 
-def restructured(cfg: dict, *structures: dict) -> ConfigDict:
+def with_structures(cfg: dict, *structures: dict) -> ConfigDict:
     """Return the config of a model with more structures; without any, it has faster attention."""
     if cfg['type'] == 'Restructured' or has_structures(cfg):
         return ConfigDict(cfg, structures=[*cfg.get('structures', []), *structures])

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch.nn as nn
 from mmengine.config import Config
 
-from repa_mm.convert.pretrained import restructured, with_import
+from repa_mm.convert.pretrained import with_import, with_structures
 from repa_mm.faster import swap_faster_attention_
 
 
@@ -42,9 +42,9 @@ def with_faster_parts(cfg: Config, stock: nn.Module) -> Config:
     changed = [name for (name, module), other in pairs if type(module) is not type(other)]
     model = copy.deepcopy(cfg.model)
     if changed and all(name.startswith('backbone.') for name in changed):
-        model.backbone = restructured(model.backbone)
+        model.backbone = with_structures(model.backbone)
     elif changed:
-        model = restructured(model)
+        model = with_structures(model)
     if type(getattr(stock, 'decode_head', None)).__name__ == 'UPerHead':
         from repa_mm.faster.uper_head import is_ordinary
 
