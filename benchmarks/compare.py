@@ -36,12 +36,12 @@ from benchmarks import dinov2
 from benchmarks.methods import METHODS, Weights, shared_widths, statistics
 from benchmarks.tables import COLUMNS, Row
 from repa_mm import convert_pretrained
-from repa_mm.config import build_model, load_config
+from repa_mm.config import load_config
 from repa_mm.convert.budget import even_sizes
 from repa_mm.convert.conversion import MAX_TOKENS, convert, plan_conversion
 from repa_mm.convert.lockstep import in_lockstep
 from repa_mm.convert.pretrained import split_images
-from repa_mm.opening import read_images
+from repa_mm.opening import open_model, read_images
 from repa_mm.timing import measure
 
 COSTS = [0.9, 0.75, 0.5, 0.375, 0.25, 0.15]
@@ -203,7 +203,7 @@ def on_model(args: argparse.Namespace) -> None:
     cfg = load_config(args.model)
     cfg.work_dir, cfg.load_from = 'work_dirs/compare', None
     cfg.visualizer = None
-    model = build_model(cfg, args.checkpoint)
+    model = open_model(cfg, args.checkpoint)
     images, _ = split_images(read_images(cfg, 'train', IMAGES + IMAGES // 8))
     batches = [model.data_preprocessor(data, False)['inputs'] for data in images]
     runner = Runner.from_cfg(cfg)

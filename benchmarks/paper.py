@@ -27,7 +27,7 @@ from repa_mm.complexity import count
 from repa_mm.config import build_model, load_config
 from repa_mm.paths import config_path
 from repa_mm.timing import change, measure, show, show_machine
-from repa_mm.variants import OURS, STOCK, merged, noise, with_our_parts
+from repa_mm.variants import OURS, STOCK, deployed_, noise, with_our_parts
 
 PART = 'FFNs'  # whose share is measured
 COLUMNS = (
@@ -81,7 +81,7 @@ def measure_pairs(
         model = build_model(cfg).to(images.device)
         name = '' if ratio is None else f'{ratio:.3g}'
         training = count(model, images[:1])
-        deployed[name] = merged(model)
+        deployed[name] = deployed_(model)
         sizes[name] = training, count(model, images[:1])
     models = with_our_parts(counterpart(cfg).to(images.device))
     stock = count(models[STOCK], images[:1])

@@ -28,7 +28,7 @@ import torch_pruning
 
 from repa_mm.checkpoints import save_checkpoint
 from repa_mm.complexity import input_channels
-from repa_mm.config import build_model, load_config
+from repa_mm.config import load_config
 from repa_mm.convert.pretrained import converted_config
 from repa_mm.export.export import example_shape, whole_onnx
 from repa_mm.export.runtime_model import ExportedModel
@@ -62,7 +62,7 @@ def prune(config: str, checkpoint: str, stem: str, ratio: float, criterion: str)
         criterion (str): A key of :data:`CRITERIA`.
     """
     cfg = load_config(config)
-    model = build_model(cfg, checkpoint)
+    model = open_model(cfg, checkpoint)
     original = copy.deepcopy(model)
     first = [site.parts().fc1 for site in ffn_sites(model, 'backbone')]
     others = (m for m in model.backbone.modules() if isinstance(m, (nn.Linear, nn.Conv2d)))
@@ -118,7 +118,7 @@ def at_latency(search: Search, chosen: tuple, criterion: str, folder: str) -> tu
 def compiled(search: Search) -> nn.Module:
     """Return the stock model with a compiled ``forward``, as MMEngine's `compile` does it."""
     stock = search.candidates[STOCK]
-    model = build_model(load_config(stock.config), stock.checkpoint)
+    model = open_model(stock.config, stock.checkpoint)
     model.forward = torch.compile(model.forward)
     return model
 

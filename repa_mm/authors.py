@@ -23,7 +23,7 @@ from mmengine.registry import MODELS
 
 from repa_mm.checkpoints import load_checkpoint, load_original, load_weights, save_checkpoint
 from repa_mm.reparam import CheckpointError
-from repa_mm.reparam.merged import FoldedFFN, stack
+from repa_mm.reparam.deploy_form import FoldedFFN, stack
 from repa_mm.version import __version__
 
 _TRANSFORMER = {

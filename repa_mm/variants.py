@@ -39,12 +39,12 @@ def variants(
         the model of ``cfg``, reparameterized as for a test if it is a RePaFormer.
     """
     models = {} if baseline is None else with_our_parts(open_model(baseline))
-    model = merged(open_model(cfg, checkpoint))
+    model = deployed_(open_model(cfg, checkpoint))
     models[DEPLOY if any(outermost(model, Form)) else MODEL] = model
     return models
 
 
-def merged(model: nn.Module) -> nn.Module:
+def deployed_(model: nn.Module) -> nn.Module:
     """Reparameterize a model in place, as for a test, if it is in the training form."""
     return fuse_conv_bn_(reparameterize_(model)) if has_training_form(model) else model
 

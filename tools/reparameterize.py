@@ -5,7 +5,7 @@ import argparse
 from mmengine import DictAction
 
 from repa_mm.config import readable_errors
-from repa_mm.merging import reparameterize_checkpoint
+from repa_mm.merge_checkpoint import reparameterize_checkpoint
 
 
 def parse_args() -> argparse.Namespace:

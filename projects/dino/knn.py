@@ -14,7 +14,8 @@ from mmengine.runner import Runner
 from mmengine.utils import track_iter_progress
 from torch.utils.data import DataLoader
 
-from repa_mm.config import build_model, dataset_config, load_config
+from repa_mm.config import dataset_config, load_config
+from repa_mm.opening import open_model
 from repa_mm.reparam import has_training_form, reparameterize_
 
 # For images in folders: as in configs/_base_/datasets/imagenet.py.
@@ -110,7 +111,7 @@ def knn_evaluate(
     if known and asked and tuple(known) != tuple(asked):
         differ = sorted(set(known) ^ set(asked)) or 'in their order'
         raise ValueError(f'the classes of the training and the test images differ: {differ}')
-    model = build_model(cfg, checkpoint)
+    model = open_model(cfg, checkpoint)
     if has_training_form(model):
         reparameterize_(model)
     model.to(device)

@@ -1,6 +1,16 @@
 """Structural reparameterization in plain PyTorch."""
 
 from .autograd import kept_statistics
+from .deploy_form import (
+    DropPath,
+    FoldedFFN,
+    MergedFFN,
+    build_activation,
+    build_norm,
+    fold,
+    num_active_channels,
+    set_shortcut_,
+)
 from .folded import set_training_path_
 from .forms import (
     CheckpointError,
@@ -12,16 +22,6 @@ from .forms import (
     outermost,
 )
 from .idle import ChannelIdleFFN
-from .merged import (
-    DropPath,
-    FoldedFFN,
-    MergedFFN,
-    build_activation,
-    build_norm,
-    fold,
-    num_active_channels,
-    set_shortcut_,
-)
 from .model import (
     finish_schedules_,
     has_deploy_form,

@@ -5,7 +5,7 @@ and the batch statistics of a linear map follow from the mean and the covariance
 the (N, H - A) idle activations, the largest tensor of the block, never have to exist: outputs,
 gradients and running statistics are those of eq. 3, at nearly the cost of the merged form.
 
-The symbols are defined in :mod:`repa_mm.reparam.merged`; a trailing c marks a tensor centred
+The symbols are defined in :mod:`repa_mm.reparam.deploy_form`; a trailing c marks a tensor centred
 over the tokens, and I the idle rows of the first linear map:
 
     mu = mean(x), S = xc^T xc / N, s1 = gamma1 / sqrt(diag(S) + eps),
@@ -23,7 +23,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from repa_mm.surgery import is_plain
 
 from .autograd import autocast_dtype, first_order_only, is_compiling, recomputing
-from .merged import KEPT_NORMS, DropPath, fold
+from .deploy_form import KEPT_NORMS, DropPath, fold
 
 _ACTIVATION_BACKWARD = {
     nn.GELU: lambda act, grad, h: torch.ops.aten.gelu_backward(

@@ -10,9 +10,7 @@ import torch
 import torch.nn as nn
 
 from .autograd import kept_statistics
-from .folded import choose_path, folded_forward
-from .forms import CheckpointError, TrainingForm
-from .merged import (
+from .deploy_form import (
     KEPT_NORMS,
     DropPath,
     FoldedFFN,
@@ -23,6 +21,8 @@ from .merged import (
     fold,
     num_active_channels,
 )
+from .folded import choose_path, folded_forward
+from .forms import CheckpointError, TrainingForm
 from .numerics import (
     FFNParts,
     batch_norm_affine,

@@ -3,10 +3,10 @@
 import torch
 from mmengine.structures import BaseDataElement
 
-from repa_mm.checkpoints import load_checkpoint, load_weights, save_checkpoint
+from repa_mm.checkpoints import load_checkpoint, save_checkpoint
 from repa_mm.complexity import input_channels
-from repa_mm.config import build_model, load_config
 from repa_mm.features import head_inputs, relative_error, tensors
+from repa_mm.opening import open_model
 from repa_mm.reparam import CheckpointError, has_deploy_form, reparameterize
 from repa_mm.version import __version__
 
@@ -37,10 +37,7 @@ def reparameterize_checkpoint(
         CheckpointError: If the checkpoint does not fit the model or is in the deploy form, or the
             difference exceeds the tolerance.
     """
-    cfg = load_config(config, cfg_options)
-    loaded = load_checkpoint(checkpoint)
-    model = build_model(cfg)
-    load_weights(model, loaded['state_dict'], checkpoint)
+    model = open_model(config, checkpoint, cfg_options)
     if has_deploy_form(model):
         raise CheckpointError(f'{checkpoint!r} is reparameterized already')
     deployed = reparameterize(model)
@@ -60,7 +57,8 @@ def reparameterize_checkpoint(
             'BatchNorm statistics of the checkpoint are too extreme. Nothing was written. '
             'Raise the tolerance to accept this difference'
         )
-    meta = dict(loaded.get('meta') or {}, repa_mm_version=__version__)
+    meta = load_checkpoint(checkpoint).get('meta') or {}
+    meta = dict(meta, repa_mm_version=__version__)
     save_checkpoint(dict(meta=meta, state_dict=deployed.state_dict()), out)
     return dict(
         error=error, parameters=[sum(p.numel() for p in m.parameters()) for m in (model, deployed)]

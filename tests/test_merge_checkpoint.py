@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from repa_mm.config import build_model, load_config
-from repa_mm.merging import reparameterize_checkpoint
+from repa_mm.merge_checkpoint import reparameterize_checkpoint
 from repa_mm.paths import config_path
 from repa_mm.reparam import CheckpointError, has_deploy_form
 
