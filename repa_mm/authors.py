@@ -103,18 +103,23 @@ def pretrained_weights(model: nn.Module, init_cfg: dict) -> tuple[dict, bool]:
 
     Returns:
         tuple: The weights, and whether they were translated.
+
+    Raises:
+        CheckpointError: If the file has weights of several backbones, as of a student and its
+            teacher, and the prefix does not choose one of them.
     """
     checkpoint = load_checkpoint(init_cfg['checkpoint'])
     state_dict = checkpoint['state_dict']
     state_dict = state_dict.get('model', state_dict)
-    given, own = _of_backbone(state_dict), model.state_dict()
+    prefix = init_cfg.get('prefix') or ''
+    prefix = f'{prefix.rstrip(".")}.' if prefix else ''
+    inside = {k[len(prefix) :]: v for k, v in state_dict.items() if k.startswith(prefix)}
+    # Files of other layouts need no prefix, even if it is that of MMPretrain's files.
+    given, own = _of_backbone(inside or state_dict), model.state_dict()
     foreign = {'patch_embed.proj.weight', 'stem.proj.weight'} & given.keys() - own.keys()
     # The first convolution of a PoolFormer has this name in MMPretrain, too.
     if foreign or 'norm.weight' in given and 'norm.weight' not in own and _is_poolformer(own):
         return _translated(given, model, checkpoint['state_dict'].get('args'))[0], True
-    prefix = init_cfg.get('prefix') or ''
-    prefix = f'{prefix.rstrip(".")}.' if prefix else ''
-    inside = {k[len(prefix) :]: v for k, v in state_dict.items() if k.startswith(prefix)}
     return inside, False
 
 
@@ -141,6 +146,12 @@ def _is_poolformer(weights: dict) -> bool:
 
 def _of_backbone(state_dict: dict) -> dict:
     """Return the weights of a backbone, or all, without the prefixes of a wrapper."""
+    names = [key.rpartition('backbone.') for key in state_dict if 'backbone.' in key]
+    owners = sorted({''.join(name[:2]) for name in names})
+    if len({name[2] for name in names}) < len(names):
+        raise CheckpointError(
+            f'weights of several backbones, {", ".join(owners)}: choose one of them by the prefix'
+        )
     given = {k.rpartition('backbone.')[2]: v for k, v in state_dict.items() if 'backbone.' in k}
     return {key.removeprefix('module.'): v for key, v in (given or state_dict).items()}
 

@@ -247,9 +247,9 @@ def test_ordinary_models(family, kind, layout, relative_error):
     assert relative_error(run(done, cfg, x), expected) < 1e-5
 
 
-def logits(cfg, path, weights, x):
+def logits(cfg, path, weights, x, prefix='backbone.'):
     """Logits of a backbone that loads the file by its `init_cfg`, with the head of the weights."""
-    init_cfg = dict(type='Pretrained', checkpoint=str(path), prefix='backbone.')
+    init_cfg = dict(type='Pretrained', checkpoint=str(path), prefix=prefix)
     backbone = MODELS.build(dict(cfg, init_cfg=init_cfg))
     backbone.init_weights()
     backbone.eval()
@@ -295,6 +295,21 @@ def test_ordinary_weights_of_other_layouts_fill(family, wrapped, tmp_path, relat
     torch.save(given, tmp_path / 'model.pth')
     with pytest.raises(CheckpointError, match='lacks'):
         logits(cfg, tmp_path / 'model.pth', weights, x)
+
+
+@pytest.mark.parametrize('order', [1, -1])
+def test_the_prefix_chooses_one_of_several_backbones(order, tmp_path, relative_error):
+    """A student and its teacher, whose weights have the same names behind the prefix."""
+    weights, x, expected = made('swin', 'vanilla')
+    both = [
+        {f'student_backbone.{k}': v for k, v in weights.items()},
+        {f'teacher_backbone.{k}': 0 * v for k, v in weights.items()},
+    ][::order]
+    torch.save(dict(state_dict={**both[0], **both[1]}), tmp_path / 'model.pth')
+    args = config_of('swin', **SAME), tmp_path / 'model.pth', weights, x
+    assert relative_error(logits(*args, 'student_backbone.'), expected) < 1e-5
+    with pytest.raises(CheckpointError, match='student_backbone., teacher_backbone.: choose'):
+        logits(*args, 'backbone.')
 
 
 def test_weights_of_the_official_poolformer_fill(tmp_path, randomize, relative_error):
