@@ -149,7 +149,7 @@ def _mix_in(module: nn.Module, mixin: type) -> None:
     become_(module, type(type(module).__name__, (mixin, type(module)), {}))
 
 
-def trace_transformer(model: nn.Module) -> None:
+def trace_transformer_(model: nn.Module) -> None:
     """Change a DETR in place, so that a graph traced from it accepts images of any size.
 
     Afterwards, ``model.forward_transformer`` takes the height and width of the padded images (2, ),
@@ -171,7 +171,7 @@ class Queries(nn.Module):
 
     def __init__(self, detector: nn.Module) -> None:
         super().__init__()
-        trace_transformer(detector)
+        trace_transformer_(detector)
         self.detector, self.head = detector, detector.bbox_head
 
     def forward(self, features, image_shape, size):
@@ -194,11 +194,11 @@ class Queries(nn.Module):
         return torch.cat(corners, 2).clamp(min=0), scores, labels
 
 
-def trace_masks(head: nn.Module) -> None:
+def trace_masks_(head: nn.Module) -> None:
     """Change a head in place, so that a graph traced from it accepts images of any size.
 
     Afterwards, the ``forward`` of a ``MaskFormerHead`` takes sizes as a DETR does after
-    :func:`trace_transformer`. A ``Mask2FormerHead`` ignores padding and stays as it is.
+    :func:`trace_transformer_`. A ``Mask2FormerHead`` ignores padding and stays as it is.
 
     Args:
         head (nn.Module): A ``MaskFormerHead`` or ``Mask2FormerHead``; other heads stay as they are.
@@ -216,7 +216,7 @@ def queries_and_masks(
     """Return the logits of N queries: classes (B, N, classes) and masks (B, N, h, w).
 
     Args:
-        head (nn.Module): The head, after :func:`trace_masks`.
+        head (nn.Module): The head, after :func:`trace_masks_`.
         features (tuple): Feature maps of all levels.
         padded (torch.Tensor): Padded images (B, 3, H, W), from which the features were computed.
         image (torch.Tensor): The images without padding.
@@ -232,7 +232,7 @@ def class_logits(
     """Return class scores of all pixels, (B, classes, H, W), as MMSegmentation's heads do.
 
     Args:
-        head (nn.Module): A ``Mask2FormerHead`` or ``MaskFormerHead``, after :func:`trace_masks`.
+        head (nn.Module): A ``Mask2FormerHead`` or ``MaskFormerHead``, after :func:`trace_masks_`.
         features (tuple): Feature maps of all levels.
         image (torch.Tensor): Images (B, 3, H, W), none of whose pixels the head treats as padding.
     """
@@ -268,7 +268,7 @@ class Masks(nn.Module):
                 'the model predicts neither instances nor panoptic maps: set '
                 'model.test_cfg.instance_on=True or model.test_cfg.panoptic_on=True'
             )
-        trace_masks(self.head)
+        trace_masks_(self.head)
 
     def forward(self, features, padded, image, size):
         """Return boxes (B, N, 4), scores (B, N), labels (B, N) and masks (B, N, height, width).

@@ -8,7 +8,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from repa_mm.export.detection import SingleStage, TwoStage
-from repa_mm.export.transformers import Masks, Queries, class_logits, trace_masks
+from repa_mm.export.transformers import Masks, Queries, class_logits, trace_masks_
 from repa_mm.faster.tracing import trace_any_size_
 from repa_mm.surgery import replace_
 
@@ -209,7 +209,7 @@ class WholeSegmentor(WholeModel):
     def __init__(self, model: nn.Module, preprocessing: bool) -> None:
         super().__init__(model, preprocessing)
         self.has_masks = hasattr(model.decode_head, 'mask_embed')
-        trace_masks(model.decode_head)
+        trace_masks_(model.decode_head)
         self.slides = model.test_cfg.get('mode', 'whole') == 'slide'
         if self.slides:
             self.outputs, self.option = ('logits',), None
