@@ -15,7 +15,7 @@ from repa_mm.export.runtime_model import ExportedModel
 from repa_mm.export.session import Session
 from repa_mm.faster import fuse_conv_bn_, swap_faster_attention_
 from repa_mm.opening import open_model
-from repa_mm.reparam import Form, has_training_form, outermost, reparameterize_
+from repa_mm.reparam import Form, outermost, reparameterize_
 from repa_mm.timing import change
 
 STOCK, OURS, DEPLOY, MODEL = 'stock', 'stock with our parts', 'deploy form', 'model'
@@ -36,7 +36,7 @@ def variants(
 
     Returns:
         dict: The models by name: those that :func:`with_our_parts` returns for the stock model, and
-        the model of ``cfg``, reparameterized as for a test if it is a RePaFormer.
+        the model of ``cfg``, in the deploy form if it is a RePaFormer.
     """
     models = {} if baseline is None else with_our_parts(open_model(baseline))
     model = deployed_(open_model(cfg, checkpoint))
@@ -45,8 +45,8 @@ def variants(
 
 
 def deployed_(model: nn.Module) -> nn.Module:
-    """Reparameterize a model in place, as for a test, if it is in the training form."""
-    return fuse_conv_bn_(reparameterize_(model)) if has_training_form(model) else model
+    """Take the deploy form of a RePaFormer in either form, with fused BatchNorms, in place."""
+    return fuse_conv_bn_(reparameterize_(model)) if any(outermost(model, Form)) else model
 
 
 def with_our_parts(stock: nn.Module) -> dict[str, nn.Module]:

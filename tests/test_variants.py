@@ -4,6 +4,7 @@ import torch
 
 import repa_mm
 from repa_mm.config import load_config
+from repa_mm.opening import open_model
 from repa_mm.reparam import has_deploy_form, has_training_form
 from repa_mm.variants import autocasting, exported, latency_rows, noise, synthetic_batch, variants
 
@@ -30,6 +31,14 @@ def test_variants(task):
         (found,) = model(**data, mode='predict')
         # With random scores it would be an object at every anchor.
         assert task != 'retinanet' or len(found.pred_instances) < 100
+
+
+def test_a_merged_checkpoint_is_timed_as_one_in_the_training_form(tmp_path, randomize):
+    cfg = config('upernet')
+    path = str(tmp_path / 'merged.pth')
+    torch.save(repa_mm.reparameterize(randomize(open_model(cfg))).state_dict(), path)
+    (model,), (other,) = variants(cfg).values(), variants(cfg, path).values()
+    assert [type(m) for m in model.modules()] == [type(m) for m in other.modules()]
 
 
 def test_a_model_without_window_attention_has_no_faster_counterpart():

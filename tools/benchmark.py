@@ -75,7 +75,7 @@ def parse_args() -> argparse.Namespace:
         help="run N images (%(const)s) spread over the config's test data, each once and at its "
         'own size, with preprocessing and post-processing',
     )
-    parser.add_argument('--images', help='a folder of images for --dataset instead')
+    parser.add_argument('--images', help='with --dataset: a folder of images instead')
     parser.add_argument(
         '--input-shape',
         type=int,
@@ -101,6 +101,8 @@ def parse_args() -> argparse.Namespace:
     args = parser.parse_args()
     if args.dataset and (args.part != 'predict' or args.batch_size != 1):
         parser.error('--dataset runs whole models on one image at a time')
+    if args.images and not args.dataset:
+        parser.error('--images is a folder for --dataset: give both')
     return args
 
 

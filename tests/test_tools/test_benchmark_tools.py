@@ -56,6 +56,11 @@ def test_tool(tool, arguments, expected, monkeypatch, capsys):
     assert tool == 'get_flops' or 'Threads: ' in out
 
 
+def test_a_folder_of_images_needs_the_option_that_reads_it(call, capsys):
+    assert call('benchmark', VANILLA, '--images', 'folder')[0]
+    assert '--dataset' in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     'base, text, channels',
     [
