@@ -29,7 +29,7 @@ def open_model(
         checkpoint (str, optional): A file, a URL or another address that MMEngine knows. The model
             gets the form of the checkpoint's weights. Defaults to None: initialized weights, the
             same each time, without those of pretraining.
-        cfg_options (dict, optional): Values to override in a config that is read.
+        cfg_options (dict, optional): Values to override, if ``config`` is not a Config.
         merge (bool): Return the deploy form of a model in the training form. Defaults to False.
 
     Returns:

@@ -8,7 +8,7 @@ import torch.nn as nn
 def become_(module: nn.Module, other: type | nn.Module) -> None:
     """Turn a module into another module, in place.
 
-    The parent's attribute may not be the only reference to the module.
+    The module stays the same object, since others than its parent may refer to it.
 
     Args:
         module (nn.Module): The module.

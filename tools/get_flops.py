@@ -14,7 +14,7 @@ from repa_mm.variants import synthetic_batch
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument('config', help='path of the config')
+    parser.add_argument('config', help="the model's config: a path, or mmdet::swin/….py")
     parser.add_argument(
         '--part', choices=('model', 'backbone'), default='model', help='part to count (%(default)s)'
     )

@@ -13,7 +13,7 @@ from repa_mm.reparam import has_deploy_form, has_training_form
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument('inputs', help='an image or a folder of images')
-    parser.add_argument('config', help='path of the config')
+    parser.add_argument('config', help="the model's config: a path, or mmdet::swin/….py")
     parser.add_argument('checkpoint', help='path of the checkpoint, in either form')
     parser.add_argument(
         '--out-dir', default='outputs', help='folder for the drawings (%(default)s)'

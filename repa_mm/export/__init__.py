@@ -1,1 +1,1 @@
-"""Deploy forms outside of PyTorch."""
+"""Whole models in ONNX and OpenVINO files: the export, int8, and the comparison with PyTorch."""

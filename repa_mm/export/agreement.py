@@ -44,7 +44,7 @@ def agreement(
             within 1e-3, box coordinates within 0.1 pixels, and masks that differ in less than 2 %
             of the box's area plus 4 pixels, and each counts as 1: the agreement is the share of
             objects with a counterpart. For label maps and panoptic maps it is the share of equal
-            pixels, for classifiers 1 less the largest difference of a score, on average over the
+            pixels, for classifiers 1 minus the largest difference of a score, on average over the
             images. Defaults to False.
         hopeless (float): Stop below this agreement on the first :data:`FEW` batches. Defaults to 0.
 

@@ -89,7 +89,7 @@ def agreeing_onnx(
             them in the graph. Defaults to False, which takes normalized images (B, C, H, W).
 
     Returns:
-        tuple: The content, and the largest difference from PyTorch in a batch: 1 less the exact
+        tuple: The content, and the largest difference from PyTorch in a batch: 1 minus the exact
         :func:`~repa_mm.export.agreement.agreement`.
 
     Raises:

@@ -171,8 +171,8 @@ def _read(content: bytes, in_onnx: bool):
                 proto.graph.initializer.append(node.attribute[0].t)
                 continue
             proto.graph.node.append(node)
-            # ONNX Runtime has products in 8 bits only of those without a sum in float, and NNCF
-            # takes for a bias what they are added to, also if it depends on the image.
+            # ONNX Runtime computes a product in int8 only if no float bias is part of it, and NNCF
+            # takes the other term of the sum for a bias, even one that depends on the image.
             if node.op_type == 'Gemm' and len(node.input) > 2:
                 node, (output,), product = proto.graph.node[-1], node.output, f'{node.name}_product'
                 terms = [product, node.input.pop()]

@@ -216,8 +216,8 @@ class FastShiftWindowMSA(ShiftWindowMSA):
             return super().forward(query, hw_shape)
         height, width = hw_shape
         shift = self.shift_of(query, hw_shape)
-        # One kernel; chunks that fit a CPU's caches, whose number is no constant of a graph; and
-        # plain operations for graphs, dropout and subclasses of tensors.
+        # The kernel on GPUs; plain operations for graphs, which cannot have a number of chunks that
+        # depends on the image, for dropout and subclasses of tensors; otherwise chunks.
         if self._fits_kernel(query):
             x = self._forward_kernel(query, height, width, shift)
         elif w_msa.training and w_msa.attn_drop.p or type(query) is not torch.Tensor or is_traced():
