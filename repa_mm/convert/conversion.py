@@ -79,8 +79,8 @@ class ConversionReport:
         return {block.name: block.after for block in self.blocks if block.changed}
 
     @property
-    def share(self) -> float:
-        """Share of the multiply-adds of these blocks that is left."""
+    def fraction(self) -> float:
+        """Fraction of the multiply-adds of these blocks that is left."""
         return sum(b.narrow_gmacs for b in self.blocks) / sum(b.gmacs for b in self.blocks)
 
     @property
@@ -141,9 +141,10 @@ def convert_pretrained(
     """
     choose = partial(spread_budget, budget=budget)
     result, report = convert(model, batches, choose, parts, **options)
-    if report.share > budget + 0.005:
+    if report.fraction > budget + 0.005:
         warnings.warn(
-            f'the budget is {budget:g}, and {report.share:.3f} is the least that these blocks allow'
+            f'the budget is {budget:g}, and {report.fraction:.3f} is the least that these blocks '
+            'allow'
         )
     return result, report
 

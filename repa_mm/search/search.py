@@ -213,7 +213,7 @@ class Search:
             except (ValueError, ArithmeticError, RuntimeError) as error:  # others are tried still
                 self._note(f'{name} of the blocks is left out: {error}')
                 return None
-            left = max(budget, round(report.share, 2))
+            left = max(budget, round(report.fraction, 2))
             if left > budget:
                 self.results['least'] = left
             found = self._keep(percent_name(left), left, narrow, report)

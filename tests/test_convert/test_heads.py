@@ -357,12 +357,12 @@ def test_budget(case, pretrained):
         narrow, report = repa_mm.convert_pretrained(
             model, images, budget=budget, held_out=images[:1]
         )
-        assert 0.9 * budget < report.share <= budget
+        assert 0.9 * budget < report.fraction <= budget
         changes.append(sum(report.differences))
     assert changes[0] < changes[1]
     with pytest.warns(UserWarning, match=r'budget is 0.01, and 0\.\d+ is the least'):
         _, report = repa_mm.convert_pretrained(model, images, budget=0.01)
-    assert report.share > 0.03
+    assert report.fraction > 0.03
     with pytest.raises(ValueError, match='budget must be a share in'):
         repa_mm.convert_pretrained(model, images, budget=40)
 
@@ -398,7 +398,7 @@ def test_multiply_adds_are_counted_at_full_size(pretrained):
     for row in report.blocks:
         channel = 2 * channels if len(row.after) == 1 else 2 * (2 * channels + tokens)
         assert row.gmacs * 1e9 == pytest.approx(tokens * channel * sum(row.before))
-    assert 0.36 < report.share <= 0.4
+    assert 0.36 < report.fraction <= 0.4
     counted = {row.name: row.gmacs / sum(row.before) for row in report.blocks}
     at_full_size = [
         sum(counted[row.name] * sum(getattr(row, size)) for row in crops.blocks)

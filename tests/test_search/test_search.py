@@ -247,7 +247,7 @@ def test_budgets_below_the_least_are_one_candidate(folder, monkeypatch):
 
     def recorded(*args, **kwargs):
         result = convert(*args, **kwargs)
-        fits.append(result[1].share)
+        fits.append(result[1].fraction)
         return result
 
     monkeypatch.setattr(search, 'convert_model', recorded)
