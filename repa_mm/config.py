@@ -142,21 +142,20 @@ def dataset_config(cfg: Config, split: str) -> ConfigDict:
         dataset = inner[0] if isinstance(inner, (list, tuple)) else inner
 
 
-def image_config(cfg: Config, split: str, folder: str | None = None, **options) -> dict:
+def image_config(cfg: Config, split: str, folder: str | None = None) -> dict:
     """Return the config of a data set of images that go through the test pipeline.
 
     Args:
         cfg (Config): The config.
         split (str): 'train', 'val' or 'test'. Images without objects are included.
         folder (str, optional): A folder of images to use instead of the split.
-        **options: Further arguments of the data set.
     """
     if folder:
         source = dict(type='ImageFolder', data_root=osp.abspath(folder))
     else:
         source = dict(dataset_config(cfg, split))
         source.pop('filter_cfg', None)
-    return dict(source, pipeline=dataset_config(cfg, 'test').pipeline, **options)
+    return dict(source, pipeline=dataset_config(cfg, 'test').pipeline)
 
 
 def build_images(cfg: Config, split: str, folder: str | None = None) -> Dataset:
