@@ -157,11 +157,12 @@ class Search:
         if any(outermost(model, Form)):  # nobody deploys the training form
             name, path = 'merged', f'{stem}.pth'
             deploy_(cfg.model)
-            if not osp.exists(path):
+            if not self.results.get('merged'):
                 meta = load_checkpoint(checkpoint).get('meta') or {}
                 save_checkpoint(
                     dict(meta=dict(meta, cfg=cfg.pretty_text), state_dict=model.state_dict()), path
                 )
+                self.results['merged'] = True
             checkpoint = path
         write_text(f'{stem}.py', cfg.pretty_text)
         self.stock = self.base = Candidate(name, f'{stem}.py', checkpoint)

@@ -21,7 +21,8 @@ from repa_mm.config import build_model, load_config
 from repa_mm.convert.pretrained import convert_model
 from repa_mm.export.export import agreeing_onnx
 from repa_mm.faster.attention import FastShiftWindowMSA
-from repa_mm.reparam import CheckpointError
+from repa_mm.opening import read_images
+from repa_mm.reparam import CheckpointError, has_deploy_form, has_training_form
 from repa_mm.search import search
 from repa_mm.search.candidates import Candidate
 from repa_mm.search.formats import BF16, EAGER, F32, INT8, ORT, ORT_CUDA
@@ -285,6 +286,23 @@ def test_other_configs(folder, text):
     assert kinds[:4] == [('stock', EAGER), *(('faster parts', k) for k in (EAGER, ORT, F32))]
     assert [row['metric'] for row in rows] == [100] * len(rows)
     assert build_model(load_config('out/candidates/faster.py'), 'other.pth')
+
+
+def test_a_repaformer_is_compared_with_its_merged_form(folder, monkeypatch):
+    """Nobody deploys the training form."""
+    monkeypatch.setattr(search, 'installed_formats', lambda _: ([EAGER], []))
+    text = CONFIG.replace("'SwinTransformer'", "'RePaSwinTransformer'")
+    Path('repa.py').write_text(f"custom_imports = dict(imports=['repa_mm'])\n{text}")
+    model = build_model(load_config('repa.py'))
+    torch.save(dict(state_dict=model.state_dict()), 'repa.pth')
+    rows = repa_mm.speed_up('repa.py', 'repa.pth', 'out', num_images=0, budgets=[], device='cpu')
+    assert [row['candidate'] for row in rows] == ['merged']
+    found = build_model(load_config(rows[0]['config']), rows[0]['checkpoint'])
+    assert has_training_form(model) and not has_training_form(found) and has_deploy_form(found)
+    data = found.data_preprocessor(read_images(found.cfg, 'test', 2)[0], False)
+    with torch.no_grad():
+        outputs = [m(data['inputs']) for m in (found, model)]
+    torch.testing.assert_close(*outputs, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize('what', ['labels', 'images'])
