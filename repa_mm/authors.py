@@ -2,7 +2,8 @@
 
 Their models use timm's parameter names, ours OpenMMLab's. Other differences are:
 
-- A merged FFN is fc1(x) + fc3(act(fc2(x))) in their code. :class:`MergedFFN` has two linear layers.
+- A merged FFN is fc1(x) + fc3(act(fc2(x))) in their code. :class:`~repa_mm.reparam.MergedFFN` has
+  two linear layers.
 - The FFNs of their PoolFormers are 1x1 convolutions.
 - The FFNs of their LV-ViTs get the tokens divided by the residual scale.
 - Their Swin concatenates the four neighbours of a patch as (0, 0), (1, 0), (0, 1), (1, 1), each

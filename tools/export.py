@@ -64,7 +64,10 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         '--cfg-options', nargs='+', action=DictAction, help='override the config: key=value ...'
     )
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.backbone and args.preprocessing:
+        parser.error('--preprocessing is for whole models, without --backbone')
+    return args
 
 
 def main() -> None:

@@ -47,7 +47,10 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         '--cfg-options', nargs='+', action=DictAction, help='override the config: key=value ...'
     )
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.batch != 1 and not args.shape:
+        parser.error('--batch needs --shape: a file for any size takes any number of images')
+    return args
 
 
 def main() -> None:

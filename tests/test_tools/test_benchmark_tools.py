@@ -56,9 +56,17 @@ def test_tool(tool, arguments, expected, monkeypatch, capsys):
     assert tool == 'get_flops' or 'Threads: ' in out
 
 
-def test_a_folder_of_images_needs_the_option_that_reads_it(call, capsys):
-    assert call('benchmark', VANILLA, '--images', 'folder')[0]
-    assert '--dataset' in capsys.readouterr().err
+@pytest.mark.parametrize(
+    'tool, arguments, named',
+    [
+        ('benchmark', (VANILLA, '--images', 'folder'), '--dataset'),
+        ('export', (VANILLA, 'in.pth', 'out.onnx', '--backbone', '--preprocessing'), '--backbone'),
+        ('quantize', (VANILLA, 'in.pth', 'out.xml', '--batch', 2), '--shape'),
+    ],
+)
+def test_an_option_that_would_be_ignored_is_refused(tool, arguments, named, call, capsys):
+    assert call(tool, *arguments)[0] == 2
+    assert named in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
