@@ -39,6 +39,10 @@ def images_to_quantize(
         cfg (Config): The config, whose training and test data are taken.
         number (int): Number of crops.
         folder (str, optional): A folder of images to take for both instead.
+
+    Raises:
+        FileNotFoundError: If the data are not there.
+        ValueError: If the folder has a single image.
     """
     half = -(-number // 2)
     if folder:

@@ -60,6 +60,9 @@ class ExportedModel(BaseModel):
 
         Returns:
             list: Data samples with predictions, as from the original model.
+
+        Raises:
+            ValueError: If the file normalizes images, and these are not of bytes.
         """
         if self.session.takes_pixels:
             data = self.data_preprocessor.cast_data(data)

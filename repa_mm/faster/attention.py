@@ -448,6 +448,9 @@ class FastPatchMerging(PatchMerging):
 
         Returns:
             tuple: Tokens of the merged map, and the height and width of that map.
+
+        Raises:
+            AssertionError: If there are not H * W tokens, as the parent.
         """
         batch, length, channels = x.shape
         height, width = input_size
