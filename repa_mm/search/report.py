@@ -30,7 +30,6 @@ COLUMNS = (
 COLORS = {
     EAGER: '#b8500f', ORT: '#5b53b0', F32: '#1268a8', BF16: '#0f7d6c', INT8: '#b02a6b',
 }  # fmt: skip
-OTHER_COLORS = '#8a6d1d', '#6b7f2a', '#8f4f8f', '#3f7f9f', '#a05a5a', '#5a5aa0', '#4f8f5f'
 NUM_PICTURES = 4
 STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; color: #222; max-width: 60rem; margin: auto;
@@ -96,11 +95,10 @@ def scatter(rows: list[dict], name: str, timed: str = 'one image') -> str:
         axes.spines[['top', 'right']].set_visible(False)
         axes.margins(0.1)
         axes.plot(rows[0]['ms'], rows[0][key], 's', color='#222', markersize=8, label='stock')
-        others = [kind for kind in FORMATS if kind not in COLORS]
-        for kind, color in (COLORS | dict(zip(others, OTHER_COLORS))).items():
+        for kind in FORMATS:
             found = [(row['ms'], row[key]) for row in rows[1:] if row['format'] == kind]
             if found:
-                axes.plot(*zip(*found), 'o', color=color, markersize=6, label=kind)
+                axes.plot(*zip(*found), 'o', color=COLORS.get(kind), markersize=6, label=kind)
         for row in rows:
             if row['chosen']:
                 ring = dict(fillstyle='none', color='#222', markersize=13)
