@@ -23,11 +23,11 @@ from mmengine.config import Config
 from mmengine.logging import MMLogger
 
 from benchmarks.shares import ffn_modules, measure_shares
-from repa_mm.complexity import count
+from repa_mm.benchmark.complexity import count
+from repa_mm.benchmark.timing import change, measure, show, show_machine
+from repa_mm.benchmark.variants import OURS, STOCK, deployed_, noise, with_our_parts
 from repa_mm.config import build_model, load_config
 from repa_mm.paths import config_path
-from repa_mm.timing import change, measure, show, show_machine
-from repa_mm.variants import OURS, STOCK, deployed_, noise, with_our_parts
 
 PART = 'FFNs'  # whose share is measured
 COLUMNS = (

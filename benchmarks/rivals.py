@@ -26,8 +26,10 @@ import torch
 import torch.nn as nn
 import torch_pruning
 
+from repa_mm.benchmark.complexity import input_channels
+from repa_mm.benchmark.timing import compare, show
+from repa_mm.benchmark.variants import STOCK
 from repa_mm.checkpoints import save_checkpoint
-from repa_mm.complexity import input_channels
 from repa_mm.config import load_config
 from repa_mm.convert.pretrained import converted_config
 from repa_mm.export.export import example_shape, whole_onnx
@@ -38,8 +40,6 @@ from repa_mm.opening import open_model, read_images
 from repa_mm.search.candidates import Candidate
 from repa_mm.search.formats import EAGER, INT8
 from repa_mm.search.search import Search
-from repa_mm.timing import compare, show
-from repa_mm.variants import STOCK
 
 #: Criteria that need neither labels nor gradients.
 CRITERIA = {

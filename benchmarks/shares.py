@@ -18,9 +18,9 @@ import torch
 import torch.nn as nn
 from mmengine.logging import MMLogger
 
+from repa_mm.benchmark.timing import measure, show, show_machine, synchronize
+from repa_mm.benchmark.variants import noise, synthetic_batch, variants
 from repa_mm.config import load_config
-from repa_mm.timing import measure, show, show_machine, synchronize
-from repa_mm.variants import noise, synthetic_batch, variants
 
 # Names in a block of a MetaFormer: the token mixer; the FFN and the norm before it.
 TOKEN_MIXERS = {'attn', 'token_mixer', 'token_mix'}

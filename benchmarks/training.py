@@ -21,11 +21,18 @@ from mmengine.logging import MMLogger
 from mmengine.model import revert_sync_batchnorm
 
 from benchmarks.shares import add_arguments
+from repa_mm.benchmark.timing import compare, measure, show, show_machine
+from repa_mm.benchmark.variants import (
+    DEPLOY,
+    STOCK,
+    autocasting,
+    latency_rows,
+    noise,
+    synthetic_batch,
+)
 from repa_mm.config import load_config
 from repa_mm.opening import open_model
 from repa_mm.reparam import ChannelIdleFFN, reparameterize, set_training_path_
-from repa_mm.timing import compare, measure, show, show_machine
-from repa_mm.variants import DEPLOY, STOCK, autocasting, latency_rows, noise, synthetic_batch
 
 DEVICE = 'cuda' if torch.cuda.is_available() else 'cpu'
 PATHS = 'literal', 'folded', 'auto'

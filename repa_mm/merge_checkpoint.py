@@ -3,8 +3,8 @@
 import torch
 from mmengine.structures import BaseDataElement
 
+from repa_mm.benchmark.complexity import input_channels
 from repa_mm.checkpoints import load_checkpoint, save_checkpoint
-from repa_mm.complexity import input_channels
 from repa_mm.features import head_inputs, relative_error, tensors
 from repa_mm.opening import open_model
 from repa_mm.reparam import CheckpointError, has_deploy_form, reparameterize

@@ -18,7 +18,7 @@ PACKAGE = Path(repa_mm.__file__).resolve().parent
 SOURCES = sorted(path for path in PACKAGE.rglob('*.py') if '.mim' not in path.parts)
 DOCS = PACKAGE.parent / 'docs' / 'architecture.md'
 # Modules that every package may import.
-BOTTOM = {'version', 'files', 'paths', 'timing', 'complexity'}
+BOTTOM = {'version', 'files', 'paths'}
 
 pytestmark = pytest.mark.skipif(not DOCS.is_file(), reason='needs the repository')
 

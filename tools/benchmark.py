@@ -14,12 +14,9 @@ import torch
 from mmengine.config import DictAction
 from mmengine.logging import MMLogger
 
-from repa_mm.complexity import input_channels
-from repa_mm.config import load_config, readable_errors
-from repa_mm.faster import faster_on_gpu_
-from repa_mm.opening import read_images
-from repa_mm.timing import measure, show, show_machine
-from repa_mm.variants import (
+from repa_mm.benchmark.complexity import input_channels
+from repa_mm.benchmark.timing import measure, show, show_machine
+from repa_mm.benchmark.variants import (
     COLUMNS,
     STOCK,
     autocasting,
@@ -31,6 +28,9 @@ from repa_mm.variants import (
     synthetic_batch,
     variants,
 )
+from repa_mm.config import load_config, readable_errors
+from repa_mm.faster import faster_on_gpu_
+from repa_mm.opening import read_images
 
 EXAMPLES = """examples:
   %(prog)s configs/retinanet_repa_swin_b.py --baseline configs/retinanet_swin_b.py

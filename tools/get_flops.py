@@ -5,11 +5,11 @@ import argparse
 import torch
 from mmengine.config import DictAction
 
-from repa_mm.complexity import count, input_channels
+from repa_mm.benchmark.complexity import count, input_channels
+from repa_mm.benchmark.timing import show
+from repa_mm.benchmark.variants import synthetic_batch
 from repa_mm.opening import open_model
 from repa_mm.reparam import has_training_form, reparameterize
-from repa_mm.timing import show
-from repa_mm.variants import synthetic_batch
 
 
 def parse_args() -> argparse.Namespace:

@@ -12,8 +12,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from mmengine.structures import BaseDataElement
 
+from repa_mm.benchmark.variants import compile_
 from repa_mm.faster import faster_on_gpu_
-from repa_mm.variants import compile_
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,9 @@ from mmengine.config import Config
 from mmengine.registry import VISUALIZERS
 from mmengine.structures import PixelData
 
+from repa_mm.benchmark.timing import show
 from repa_mm.files import write_text
 from repa_mm.search.formats import BF16, EAGER, F32, FORMATS, INT8, ORT
-from repa_mm.timing import show
 
 COLUMNS = (
     'candidate', 'format', 'ms [quartiles]', '× stock [95 %]', '{}', 'difference [95 %]', 'MB', ''

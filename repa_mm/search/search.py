@@ -20,6 +20,8 @@ import torch.nn as nn
 from mmengine.dataset import pseudo_collate
 from mmengine.runner.checkpoint import weights_to_cpu
 
+from repa_mm.benchmark.timing import compare, measure
+from repa_mm.benchmark.variants import STOCK
 from repa_mm.checkpoints import load_checkpoint, save_checkpoint
 from repa_mm.config import build_images, dataset_config, load_config
 from repa_mm.convert.conversion import spread_budget
@@ -44,8 +46,6 @@ from repa_mm.search.formats import (
 )
 from repa_mm.search.judge import LEAST_IMAGES, Agreement, Annotated, Score, files_of, hashed
 from repa_mm.search.report import print_table, write_report
-from repa_mm.timing import compare, measure
-from repa_mm.variants import STOCK
 from repa_mm.version import __version__
 
 #: Least budget to try, and the first one.

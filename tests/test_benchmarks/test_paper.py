@@ -6,9 +6,9 @@ from torch.overrides import TorchFunctionMode
 
 import repa_mm
 from benchmarks.paper import COLUMNS, counterpart, measure_pairs, paper_rows
-from repa_mm.complexity import count
+from repa_mm.benchmark.complexity import count
+from repa_mm.benchmark.variants import noise, with_our_parts
 from repa_mm.config import build_model, load_config
-from repa_mm.variants import noise, with_our_parts
 
 ROWS = paper_rows()
 

@@ -7,8 +7,8 @@ import torch.nn as nn
 import repa_mm
 from benchmarks import training
 from benchmarks.training import StockFFN, loss, step, training_variants
+from repa_mm.benchmark.variants import synthetic_batch
 from repa_mm.config import load_config
-from repa_mm.variants import synthetic_batch
 
 PACKAGE = dict(retinanet='mmdet', mask_rcnn='mmdet', upernet='mmseg')
 

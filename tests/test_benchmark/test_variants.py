@@ -3,10 +3,17 @@ import pytest
 import torch
 
 import repa_mm
+from repa_mm.benchmark.variants import (
+    autocasting,
+    exported,
+    latency_rows,
+    noise,
+    synthetic_batch,
+    variants,
+)
 from repa_mm.config import load_config
 from repa_mm.opening import open_model
 from repa_mm.reparam import has_deploy_form, has_training_form
-from repa_mm.variants import autocasting, exported, latency_rows, noise, synthetic_batch, variants
 
 PACKAGE = dict(retinanet='mmdet', mask_rcnn='mmdet', upernet='mmseg')
 

@@ -3,7 +3,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from repa_mm.complexity import count, input_channels
+from repa_mm.benchmark.complexity import count, input_channels
 
 
 class Call(nn.Module):

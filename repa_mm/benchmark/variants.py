@@ -10,17 +10,16 @@ import torch.nn as nn
 from mmengine.config import Config
 from mmpretrain.models import PoolFormer
 
-from repa_mm.complexity import input_channels
+from repa_mm.benchmark.complexity import input_channels
+from repa_mm.benchmark.timing import change
 from repa_mm.export.runtime_model import ExportedModel
 from repa_mm.export.session import Session
 from repa_mm.faster import fuse_conv_bn_, swap_faster_attention_
 from repa_mm.opening import open_model
 from repa_mm.reparam import Form, outermost, reparameterize_
-from repa_mm.timing import change
 
 STOCK, OURS, DEPLOY, MODEL = 'stock', 'stock with our parts', 'deploy form', 'model'
 COLUMNS = 'model', 'ms', 'images/s', 'against {}', 'against our parts'
-build = open_model
 
 
 def variants(
