@@ -3,8 +3,9 @@ r"""Accuracy of small trained models after a conversion, and after more training
 For each seed the script trains the original, tests it, and goes on from its weights with some of:
 
 - ``heads``: conversions with narrower FFNs and heads, and by one budget;
-- ``trained``, ``converted``, ``idle``: half an epoch and one more epoch for the original, for a
-  converted model and for channel-idle FFNs that its weights fill, at equal multiply-adds.
+- ``trained``, ``converted``, ``idle``, ``fitted``: half an epoch and one more epoch for the
+  original, for a converted model and for channel-idle FFNs that its weights fill or that are fitted
+  to it, at equal multiply-adds.
 
 The data are those of ``tools/demo.py --task data`` and :mod:`benchmarks.objects`::
 
@@ -62,6 +63,7 @@ WAYS = {
     'trained': 'the original, trained on',
     'converted': 'converted, then trained',
     'idle': 'channel idle, filled from it, then trained',
+    'fitted': 'channel idle, fitted to it, then trained',
 }
 MORE = {'no epoch': 0.0, 'half an epoch': 0.5, 'one epoch': 1.0}
 # Multiply-adds of channel-idle FFNs: C (H / 4) twice and C^2 of 2 C H with H = 4 C.
@@ -145,6 +147,8 @@ class Run:
         elif way == 'converted':
             even = functools.partial(even_sizes, ffn=KEEP)
             cfg, checkpoint = self.convert('converted', choose=even, parts=['ffn'])
+        elif way == 'fitted':
+            cfg, checkpoint = self.convert('fitted', idle_ratio=IDLE_RATIO)
         else:
             cfg, checkpoint = self.load(), self.original
         cfg.optim_wrapper.optimizer.lr = LEARNING_RATE
@@ -155,7 +159,8 @@ class Run:
                 cfg.load_from = checkpoint
                 trained = train(cfg, str(self.folder / way / name.replace(' ', '_')))
             if trained:  # the statistics of filled forms are those of a fresh BatchNorm
-                metrics = self.test(f'{way}_{10 * epochs:g}', cfg, trained, way == 'idle')
+                deploy = way in ('idle', 'fitted')
+                metrics = self.test(f'{way}_{10 * epochs:g}', cfg, trained, deploy)
                 self.write('fine-tuned', WAYS[way], {name: next(iter(metrics.values()))})
 
 

@@ -47,7 +47,8 @@ def test_narrower(tmp_path, monkeypatch):
     assert {row['run'] for row in rows} == {'seed 3'}
 
     original = narrower.Run('digits', 3, narrower.argparse.Namespace(work_dir='work_dirs/narrower'))
-    assert [cfg.train_cfg.max_iters for cfg in trained] == [2] + 3 * [1, 2]
+    assert [cfg.train_cfg.max_iters for cfg in trained] == [2] + 4 * [1, 2]
     starts = [cfg.load_from or cfg.model.get('init_cfg', {}).get('checkpoint') for cfg in trained]
-    assert starts[0] is None and starts[1:3] == starts[5:] == 2 * [original.original]
+    assert starts[0] is None and starts[1:3] == starts[5:7] == 2 * [original.original]
     assert all(start.endswith('converted.pth') for start in starts[3:5])
+    assert all(start.endswith('fitted.pth') for start in starts[7:])
