@@ -10,7 +10,7 @@ Packages of Debian 12 have a hundred more photographs; of opencv-doc the example
 
     apt-get download lomiri-wallpapers-16.04 lomiri-wallpapers-20.04 mate-backgrounds \
         plasma-workspace-wallpapers ukui-wallpapers opencv-doc
-    for package in *.deb; do dpkg -x "$package" photographs; done
+    mkdir -p photographs && for package in *.deb; do dpkg -x "$package" photographs; done
 """
 
 import importlib.util

@@ -6,7 +6,7 @@ from packages of Debian 12::
 
     apt-get download dataset-fashion-mnist mate-backgrounds \
         lomiri-wallpapers-16.04 lomiri-wallpapers-20.04
-    for package in *.deb; do dpkg -x $package data/debian; done
+    mkdir -p data/debian && for package in *.deb; do dpkg -x $package data/debian; done
     python -m benchmarks.objects --clothes data/debian/usr/share/datasets/fashion-mnist \
         --photographs data/debian/usr/share/backgrounds
     python tools/train.py configs/demo/retinanet_swin_clothes.py
