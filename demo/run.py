@@ -130,7 +130,7 @@ def test(
     Args:
         cfg (Config): Config of the training form.
         checkpoint (str): Path of the checkpoint.
-        deploy (bool): Test the deploy form, by :class:`~repa_mm.engine.ReparameterizeHook`.
+        deploy (bool): Test the deploy form, by :class:`~repa_mm.hooks.ReparameterizeHook`.
         work_dir (str): Folder for logs.
 
     Returns:

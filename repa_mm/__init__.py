@@ -45,7 +45,7 @@ def _check_versions() -> None:
 if find_spec('mmengine'):
     try:
         _check_versions()
-        from repa_mm import datasets, engine  # noqa: F401
+        from repa_mm import hooks, images  # noqa: F401
         from repa_mm.convert import convert_pretrained  # noqa: F401
         from repa_mm.export import runtime_model  # noqa: F401
         from repa_mm.faster import fast_window_attention_  # noqa: F401

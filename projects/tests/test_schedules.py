@@ -12,8 +12,8 @@ from mmengine.registry import MODELS
 from projects.schedules import Scheduled, set_lam_
 from repa_mm.reparam import DeployForm, TrainingForm, exact, reparameterize
 from tests.shared import form_tests
-from tests.test_engine.toy import KeepLogits, Transpose, make_runner
 from tests.test_reparam.test_forms import C, make  # noqa: F401
+from tests.toy import KeepLogits, Transpose, make_runner
 
 # 2 iterations an epoch.
 SCHEDULE = dict(type='ScheduleHook', warmup=4)

@@ -25,10 +25,10 @@ from repa_mm.convert.conversion import (
     spread_budget,
 )
 from repa_mm.convert.training_form import fit_channel_idle, idle_structure
-from repa_mm.datasets.cropping import MAX_SIZE, cropped
 from repa_mm.faster.tracing import swap_faster_attention_
 from repa_mm.features import head_inputs
 from repa_mm.files import write_text
+from repa_mm.images import cropped
 from repa_mm.models.sites import FFNSite, attention_sites, ffn_sites
 from repa_mm.models.structures import Widths
 from repa_mm.opening import deploy_, has_structures, open_model, read_images
@@ -83,7 +83,7 @@ def convert_model(
     by_size = sorted(images, key=lambda data: data['inputs'][0].numel())
     full_size = model.data_preprocessor(by_size[len(images) // 2], False)
     to_fit, to_compare = (
-        [model.data_preprocessor(cropped(data, MAX_SIZE), False) for data in some]
+        [model.data_preprocessor(cropped(data), False) for data in some]
         for some in (images, held_out)
     )
 

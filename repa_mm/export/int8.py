@@ -10,10 +10,10 @@ from collections.abc import Sequence
 import torch.nn as nn
 from mmengine.config import Config
 
-from repa_mm.datasets.cropping import MAX_SIZE, cropped
 from repa_mm.export.agreement import agreement
 from repa_mm.export.export import agreeing_onnx, resized
 from repa_mm.export.runtime_model import ExportedModel
+from repa_mm.images import cropped
 from repa_mm.opening import read_images
 from repa_mm.reparam import set_shortcut_
 
@@ -52,7 +52,7 @@ def images_to_quantize(
         seen, others = [data for i, data in enumerate(found) if i % 3], found[::3]
     else:
         seen, others = read_images(cfg, 'train', number), read_images(cfg, 'test', half)
-    return [cropped(data, MAX_SIZE) for data in seen], others
+    return [cropped(data) for data in seen], others
 
 
 def quantize(

@@ -26,11 +26,11 @@ from repa_mm.checkpoints import load_checkpoint, save_checkpoint
 from repa_mm.config import build_images, dataset_config, load_config
 from repa_mm.convert.conversion import spread_budget
 from repa_mm.convert.pretrained import convert_model
-from repa_mm.datasets.cropping import MAX_SIZE, cropped
 from repa_mm.export.export import NUM_IMAGES, agreeing_onnx
 from repa_mm.export.int8 import quantize
 from repa_mm.export.runtime_model import ExportedModel
 from repa_mm.files import replacing, write_bytes, write_text
+from repa_mm.images import cropped
 from repa_mm.opening import deploy_, open_model, spread
 from repa_mm.reparam import Form, outermost
 from repa_mm.search.candidates import Candidate, with_faster_parts
@@ -262,7 +262,7 @@ class Search:
         model = copy.deepcopy(self.model(candidate)).cpu()
         if path.endswith('.xml'):
             held_out = self.judge.images(-(-len(self.to_fit) // 2))
-            crops = [cropped(data, MAX_SIZE) for data in self.calibration()]
+            crops = [cropped(data) for data in self.calibration()]
             quantize(model, path, crops, held_out)
         else:
             write_bytes(path, agreeing_onnx(model, self.judge.images(NUM_IMAGES))[0])

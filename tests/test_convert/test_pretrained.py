@@ -21,7 +21,6 @@ from repa_mm.convert.pretrained import (
     converted_config,
     split_images,
 )
-from repa_mm.datasets.cropping import cropped
 from repa_mm.models.sites import attention_sites, ffn_sites
 from repa_mm.opening import open_model, read_images
 from repa_mm.reparam import CheckpointError, TrainingForm, has_deploy_form, outermost
@@ -285,21 +284,6 @@ def test_heads_of_a_merged_repaformer(folder, randomize):
             found.append(narrow.backbone(x)[-1])
     assert torch.allclose(*found, atol=1e-4)
     assert 0 < (found[0] - expected).square().mean() < 0.3 * expected.var()
-
-
-def test_large_images_are_cropped():
-    from mmengine.structures import BaseDataElement
-
-    image = torch.arange(3 * 9 * 7).view(3, 9, 7)
-    data = dict(inputs=[image], data_samples=[BaseDataElement(metainfo=dict(img_shape=(9, 7)))])
-    small = cropped(data, 5)
-    (crop,), (sample,) = small['inputs'], small['data_samples']
-    assert crop.shape == (3, 5, 5) and sample.img_shape == (5, 5)
-    assert any(
-        torch.equal(crop, image[:, y : y + 5, x : x + 5]) for y in range(5) for x in range(3)
-    )
-    same = cropped(data, 9)
-    assert torch.equal(same['inputs'][0], image) and data['data_samples'][0].img_shape == (9, 7)
 
 
 def test_a_budget_of_a_repaformer_narrows_its_heads(folder):

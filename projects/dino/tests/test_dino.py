@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 from projects.dino import ClassTokens, DINOHook
 from repa_mm import reparameterize
 from repa_mm.reparam import set_training_path_  # noqa: F401, for TWO_PROCESSES
-from tests.test_engine.toy import run_in_two_processes
+from tests.toy import run_in_two_processes
 
 pytest.importorskip('lightly')
 

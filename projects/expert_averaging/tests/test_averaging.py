@@ -11,7 +11,7 @@ from mmengine.registry import MODELS
 
 from projects.expert_averaging import ExpertLinear, ExpertsFFN
 from repa_mm.reparam import has_training_form, reparameterize
-from tests.test_engine.toy import Transpose, make_runner, run_in_two_processes
+from tests.toy import Transpose, make_runner, run_in_two_processes
 
 MERGE = dict(type='ReparameterizeHook')
 

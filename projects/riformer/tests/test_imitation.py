@@ -10,7 +10,7 @@ from mmengine.model import BaseModel, BaseModule
 from mmengine.registry import MODELS
 
 from projects.riformer import NormedAffine
-from tests.test_engine.toy import make_runner
+from tests.toy import make_runner
 
 MERGE = dict(type='ReparameterizeHook')
 

@@ -4,7 +4,7 @@ Synchronized statistics: tests/test_reparam/test_folded.py, by hand, since
 DistributedDataParallel takes SyncBatchNorm on GPUs only.
 """
 
-from .toy import run_in_two_processes
+from tests.toy import run_in_two_processes
 
 GRADIENTS = """
 import copy, itertools

@@ -1,12 +1,17 @@
-"""Images without annotations."""
+"""Images to fit, calibrate and compare on: those of a folder, and crops."""
 
 import os
 import os.path as osp
 from collections.abc import Sequence
 
+import torch
 from mmengine.dataset import Compose
 from mmengine.registry import DATASETS
 from torch.utils.data import Dataset
+
+#: Images are cropped to this height and width, since the memory grows with their pixels. A fit
+#: draws a few hundred tokens of each image.
+MAX_SIZE = 416
 
 SUFFIXES = ('.jpg', '.jpeg', '.png', '.bmp', '.tif', '.tiff', '.webp')
 
@@ -45,3 +50,20 @@ class ImageFolder(Dataset):
     def get_data_info(self, index: int) -> dict:
         """Return what the pipeline begins with, as MMEngine's data sets do."""
         return dict(img_path=self.paths[index], img_id=index, seg_fields=[])
+
+
+def cropped(data: dict, size: int = MAX_SIZE) -> dict:
+    """Crop the image of a batch of one at random, if it is larger.
+
+    Args:
+        data (dict): From a data loader, with one image (3, H, W).
+        size (int): Largest height and width. Defaults to :data:`MAX_SIZE`.
+    """
+    (image,), (sample,) = data['inputs'], data['data_samples']
+    generator = torch.Generator().manual_seed(int(image.sum()))
+    for dim in (1, 2):
+        start = int(torch.randint(max(image.shape[dim] - size, 0) + 1, (), generator=generator))
+        image = image.narrow(dim, start, min(size, image.shape[dim]))
+    sample = sample.clone()
+    sample.set_metainfo(dict(img_shape=tuple(image.shape[1:])))
+    return dict(data, inputs=[image], data_samples=[sample])

@@ -9,10 +9,9 @@ import pytest
 import torch
 from mmengine.hooks import EMAHook
 
-from repa_mm.engine import ReparameterizeHook
+from repa_mm.hooks import ReparameterizeHook
 from repa_mm.reparam import CheckpointError, reparameterize, set_training_path_
-
-from .toy import KeepLogits, Spy, ToyClassifier, make_runner
+from tests.toy import KeepLogits, Spy, ToyClassifier, make_runner
 
 HOOK = dict(type='ReparameterizeHook')
 # A config may inherit the hook in one place, and have it in the other.
@@ -187,7 +186,7 @@ def test_refusals(tmp_path):
 
 
 CONFIG = """
-custom_imports = dict(imports=['repa_mm', 'tests.test_engine.toy'])
+custom_imports = dict(imports=['repa_mm', 'tests.toy'])
 model = dict(type='ToyClassifier')
 test_dataloader = dict(
     batch_size=4,

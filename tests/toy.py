@@ -133,7 +133,7 @@ def run_in_two_processes(script, folder, *arguments):
     with socket.socket() as s:
         s.bind(('127.0.0.1', 0))
         port = s.getsockname()[1]
-    root = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
+    root = os.path.dirname(os.path.dirname(__file__))
     command = [sys.executable, '-m', 'torch.distributed.run', '--nproc_per_node=2']
     result = subprocess.run(
         [*command, f'--master_port={port}', str(path), str(folder), *map(str, arguments)],

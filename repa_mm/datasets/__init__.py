@@ -1,5 +1,0 @@
-"""Data sets."""
-
-from repa_mm.datasets.folder import ImageFolder
-
-__all__ = ['ImageFolder']
