@@ -65,6 +65,15 @@ def relative_error():
     return _relative_error
 
 
+@pytest.fixture(autouse=True, scope='session')
+def _unformatted_configs():
+    """The text of a config is right without yapf, too, which takes seconds for each."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ('yapf.yapflib.yapf_api', 'mmengine.config.config'):
+            patch.setattr(f'{module}.FormatCode', lambda text, **_: (text, True), raising=False)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)

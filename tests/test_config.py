@@ -4,14 +4,11 @@ import json
 import sys
 
 import pytest
-import torch
 from mmengine.config import Config
 from mmengine.registry import DATASETS
 
-import repa_mm
 from repa_mm.config import build_model, codebase_tool, dataset_config, image_config, load_config
 from repa_mm.paths import config_path, config_root
-from repa_mm.reparam import CheckpointError, has_deploy_form, has_training_form
 
 BACKBONE = dict(
     type='RePaSwinTransformer',
@@ -70,24 +67,6 @@ def test_images_without_objects_count(tmp_path):
     dataset = DATASETS.build(image_config(cfg, 'train'))
     assert [dataset.get_data_info(i)['img_id'] for i in range(len(dataset))] == [0, 1, 2]
     assert dataset.pipeline.transforms[-1].meta_keys == cfg.test_pipeline[-1].meta_keys
-
-
-def test_a_model_takes_the_form_of_its_weights(config, tmp_path, randomize):
-    cfg = load_config(config)
-    model = randomize(build_model(cfg))
-    deployed = repa_mm.reparameterize(model)
-    images = torch.randn(2, 3, 64, 64)
-    for name, saved in dict(training=model, deploy=deployed).items():
-        path = str(tmp_path / f'{name}.pth')
-        meta = dict(dataset_meta=dict(classes=('c', 'd')))
-        torch.save(dict(meta=meta, state_dict=saved.state_dict()), path)
-        loaded = build_model(cfg, path)
-        assert has_deploy_form(loaded) == (name == 'deploy') != has_training_form(loaded)
-        assert loaded.dataset_meta == meta['dataset_meta']
-        with torch.no_grad():
-            torch.testing.assert_close(loaded(images), saved(images), rtol=0, atol=0)
-    with pytest.raises(CheckpointError):
-        build_model(load_config(config, {'model.head.num_classes': 3}), path)
 
 
 def test_configs_and_tools_of_installed_codebases(tmp_path):

@@ -11,7 +11,7 @@ from mmengine.hooks import EMAHook
 
 from repa_mm.hooks import ReparameterizeHook
 from repa_mm.reparam import CheckpointError, reparameterize, set_training_path_
-from tests.toy import KeepLogits, Spy, ToyClassifier, make_runner
+from tests.toy import KeepLogits, Spy, ToyClassifier, distributed, make_runner  # noqa: F401
 
 HOOK = dict(type='ReparameterizeHook')
 # A config may inherit the hook in one place, and have it in the other.
@@ -124,6 +124,20 @@ def test_with_ema(update_buffers, twice, tmp_path, relative_error):
     assert relative_error(logits_of(runner.model, runner), KeepLogits.logits) > 1e-3
     assert_same(source_state, runner.model)
     assert_same(ema_state, ema.ema_model)
+
+
+def test_with_ema_in_a_distributed_training(distributed, tmp_path, relative_error):  # noqa: F811
+    ema, spy = dict(type='EMAHook', momentum=0.5), Spy()
+    runner = make_runner(tmp_path, [HOOK, ema, spy], **distributed)
+    runner.train()
+    assert type(runner.model).__name__ == 'MMDistributedDataParallel'
+    expected, model = logits_of(averaged_model(runner), runner), runner.model
+    state = snapshot(model)
+    runner.test_loop.run()
+    assert relative_error(KeepLogits.logits, expected) < 1e-5
+    assert {form for at, form in spy.forms if at == 'test'} == {'deploy'}
+    assert runner.model is model
+    assert_same(state, model)
 
 
 @once_and_twice

@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 
+import pytest
 import torch
 import torch.nn as nn
 from mmengine.evaluator import BaseMetric
@@ -126,24 +127,38 @@ def make_runner(work_dir, hooks=(), model=None, **kwargs):
     return Runner(**cfg)
 
 
-def run_in_two_processes(script, folder, *arguments):
-    """Run a script in two processes of a gloo group, with the folder and others as arguments."""
+@pytest.fixture
+def distributed(tmp_path, monkeypatch):
+    """Options of a Runner with DistributedDataParallel, in a group of this process alone."""
+    for name, value in (('LOCAL_RANK', '0'), ('OMP_NUM_THREADS', '1'), ('MKL_NUM_THREADS', '1')):
+        monkeypatch.setenv(name, value)
+    torch.distributed.init_process_group('gloo', f'file://{tmp_path}/store', rank=0, world_size=1)
+    yield dict(launcher='pytorch', cfg=dict(model_wrapper_cfg=dict(device_ids=None)))
+    torch.distributed.destroy_process_group()
+
+
+def run_in_two_processes(script, folder):
+    """Run a script in two processes of a gloo group, whose `rank` it has."""
     path = folder / 'run.py'
     path.write_text(f'{BEGIN}{script}{END}')
     with socket.socket() as s:
         s.bind(('127.0.0.1', 0))
         port = s.getsockname()[1]
     root = os.path.dirname(os.path.dirname(__file__))
-    command = [sys.executable, '-m', 'torch.distributed.run', '--nproc_per_node=2']
-    result = subprocess.run(
-        [*command, f'--master_port={port}', str(path), str(folder), *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=dict(os.environ, PYTHONPATH=root, OMP_NUM_THREADS='1'),
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
-    assert 'rank 0 done' in result.stdout and 'rank 1 done' in result.stdout
+    env = dict(os.environ, PYTHONPATH=root, OMP_NUM_THREADS='1')
+    env.update(WORLD_SIZE='2', MASTER_ADDR='127.0.0.1', MASTER_PORT=str(port))
+    processes = []
+    try:
+        for rank in '01':
+            with open(folder / f'{rank}.txt', 'w') as file:
+                command = [sys.executable, str(path)]
+                options = dict(env=dict(env, RANK=rank), stdout=file, stderr=file)
+                processes.append(subprocess.Popen(command, **options))
+        codes = [process.wait(timeout=300) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert codes == [0, 0], ''.join((folder / f'{rank}.txt').read_text()[-3000:] for rank in '01')
 
 
 BEGIN = """
@@ -153,7 +168,6 @@ rank = torch.distributed.get_rank()
 """
 # Without the interpreter's own end, in which PyTorch aborts every other process on gloo.
 END = """
-print(f'rank {rank} done', flush=True)
 torch.distributed.barrier()
 os._exit(0)
 """

@@ -13,7 +13,7 @@ from projects.schedules import Scheduled, set_lam_
 from repa_mm.reparam import DeployForm, TrainingForm, exact, reparameterize
 from tests.shared import form_tests
 from tests.test_reparam.test_forms import C, make  # noqa: F401
-from tests.toy import KeepLogits, Transpose, make_runner
+from tests.toy import KeepLogits, Transpose, distributed, make_runner  # noqa: F401
 
 # 2 iterations an epoch.
 SCHEDULE = dict(type='ScheduleHook', warmup=4)
@@ -207,6 +207,15 @@ def test_averaged_models_have_the_same_lambda(tmp_path, update_buffers, relative
     model.load_state_dict(torch.load(tmp_path / 'epoch_4.pth', weights_only=False)['state_dict'])
     assert model.backbone[4].lam == 1
     assert relative_error(model.head.weight, averaged.head.weight) == 0
+
+
+def test_distributed_training(distributed, tmp_path):  # noqa: F811
+    lambdas, model = Lambdas(), dict(fades=True)
+    hooks = [SCHEDULE, MERGE, lambdas, dict(type='EMAHook', momentum=0.3)]
+    runner = runner_of(tmp_path, hooks, model=model, **distributed)
+    runner.train()
+    assert lambdas.seen == dict(rising=RISING, fading=FADING, waning=FADING)
+    runner.test_loop.run()  # merges
 
 
 @pytest.mark.parametrize(

@@ -1,17 +1,16 @@
 """Folded training against eq. 3: outputs, gradients, running statistics."""
 
 import copy
-import socket
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 import torch.nn as nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from repa_mm.reparam import ChannelIdleFFN, folded, set_training_path_
 from repa_mm.reparam.folded import choose_path
+from tests.toy import run_in_two_processes
 
 
 def step(ffn, x, path, seed=1):
@@ -55,8 +54,7 @@ def worst(actual, expected):
 @pytest.mark.parametrize('idle_ratio', [0, 2 / 3, 1])
 @pytest.mark.parametrize('norm', ['BN', 'SyncBN', 'LN', 'frozen'])
 @pytest.mark.parametrize('drop_path, layer_scale', [(0, 0), (0.4, 0.5)])
-@pytest.mark.parametrize('dtype, tolerance', [(torch.float32, 1e-5), (torch.float64, 1e-10)])
-def test_equals_equation_3(idle_ratio, norm, drop_path, layer_scale, dtype, tolerance, randomize):
+def test_equals_equation_3(idle_ratio, norm, drop_path, layer_scale, randomize):
     ffn = ChannelIdleFFN(
         24,
         72,
@@ -65,19 +63,18 @@ def test_equals_equation_3(idle_ratio, norm, drop_path, layer_scale, dtype, tole
         drop_path=drop_path,
         layer_scale_init_value=layer_scale,
     )
-    randomize(ffn).to(dtype).train()
+    randomize(ffn).double().train()
     if norm == 'frozen':
         ffn.norm1.eval(), ffn.norm2.eval()
-    x = torch.randn(4, 50, 24, dtype=dtype) * 2 + 1
-    # In float64, where eq. 3 has no rounding error of its own.
-    exact = step(copy.deepcopy(ffn).double(), x.double(), 'literal')
-    assert worst(step(ffn, x, 'folded'), exact) < tolerance
+    x = torch.randn(4, 50, 24).double() * 2 + 1
+    assert worst(step(ffn, x, 'folded'), step(ffn, x, 'literal')) < 1e-10
 
 
 @pytest.mark.parametrize(
     'act',
     [
         dict(type='ReLU', inplace=True),
+        nn.Sequential(nn.ReLU(inplace=True)),
         dict(type='SiLU'),
         dict(type='GELU', approximate='tanh'),
         dict(type='Hardswish'),
@@ -331,6 +328,23 @@ def test_parametrizations_are_folded(name, randomize):
     assert worst(*results) < 1e-8
 
 
+def test_random_activations_are_not_computed_twice(randomize):
+    """The folded backward pass would draw other numbers than the forward pass."""
+    ffn = ChannelIdleFFN(8, 32, act_cfg=dict(type='RReLU', lower=0.0, upper=1.0))
+    randomize(ffn).double().train()
+    x, direction = torch.randn(2, 2, 64, 8, dtype=torch.double)
+
+    def loss(x):
+        torch.manual_seed(1)
+        return ffn(x).square().sum()
+
+    x.requires_grad_()
+    slope = (torch.autograd.grad(loss(x), x)[0] * direction).sum()
+    with torch.no_grad():
+        difference = (loss(x + 1e-6 * direction) - loss(x - 1e-6 * direction)) / 2e-6
+    assert float(slope) == pytest.approx(float(difference), rel=1e-5)
+
+
 def test_choice_of_the_path(randomize):
     ffn = ChannelIdleFFN(64, 256).train()
     assert choose_path(ffn, 8192) == 'folded'
@@ -369,66 +383,71 @@ def test_training_and_evaluation_differ_only_in_the_statistics(randomize):
     assert torch.equal(set_training_path_(ffn, 'folded')(x), expected)
 
 
-def _worker(rank, world_size, port, ffn, x, queue):
-    torch.distributed.init_process_group(
-        'gloo', f'tcp://127.0.0.1:{port}', rank=rank, world_size=world_size
-    )
-    ffn = copy.deepcopy(ffn)  # what is sent is shared
-    # Not the same number of tokens in each process.
-    x = x.split([30, 50], dim=1)[rank].clone().requires_grad_()
-    y = ffn(x)
+GRADIENTS = """
+import copy, itertools
+sys.modules['mmengine'] = None  # whose import takes longer than all that follows
+import torch.nn as nn
+from repa_mm.reparam import ChannelIdleFFN, set_training_path_
+
+
+def scattered(module):
+    for value in module.state_dict().values():
+        if value.is_floating_point():
+            value.add_(torch.rand_like(value) - 0.5)
+    return module.double().train()
+
+
+def step(model, x):
+    # A loss that is a mean over images, as the gradients of DDP are.
+    model(x).pow(3).mean().backward()
+    return {n.removeprefix('module.'): p.grad.clone() for n, p in model.named_parameters()}
+
+
+def check(actual, expected):
+    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-10)
+
+
+torch.manual_seed(0)
+x = torch.randn(4, 30, 8).double() * 2 + 1
+x[2:] += 3
+for path, norm, frozen in itertools.product(('literal', 'folded'), ('BN', 'LN'), (False, True)):
+    ffns = [ChannelIdleFFN(8, 32, ratio, norm_cfg=dict(type=norm)) for ratio in (0.75, 0.5)]
+    model = scattered(nn.Sequential(*ffns))
+    for module in model.modules():
+        if frozen and isinstance(module, nn.BatchNorm1d):
+            module.eval()
+    literal = [set_training_path_(copy.deepcopy(model), 'literal') for _ in range(3)]
+    set_training_path_(model, path)
+    ddp = nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
+    found = step(ddp, x.chunk(2)[rank])
+    if norm == 'LN' or frozen:
+        expected, same = step(literal[2], x), literal[2]
+    else:
+        # Plain statistics are those of each process: the gradients are the mean of two that know
+        # nothing of each other.
+        grads, same = [step(m, part) for m, part in zip(literal, x.chunk(2))], literal[rank]
+        expected = {n: (grads[0][n] + grads[1][n]) / 2 for n in grads[0]}
+    check(found, expected)
+    check(list(model.buffers()), list(same.buffers()))
+
+# Synchronized statistics, by hand: DistributedDataParallel takes SyncBatchNorm on GPUs only.
+ffn, whole = (ChannelIdleFFN(8, 32, norm_cfg=dict(type=norm)) for norm in ('SyncBN', 'BN'))
+whole.load_state_dict(scattered(ffn).state_dict())
+set_training_path_(whole.double().train(), 'literal')
+sizes = 10, 20  # of tokens, not as many in each process
+inputs = x.split(sizes, 1)[rank].clone().requires_grad_(), x.clone().requires_grad_()
+outputs = ffn(inputs[0]), whole(inputs[1])
+for y in outputs:
     y.pow(3).sum().backward()
-    # By hand, since DistributedDataParallel wants SyncBatchNorm on a GPU.
-    grads = {n: p.grad for n, p in ffn.named_parameters()}
-    for grad in grads.values():
-        torch.distributed.all_reduce(grad)
-    queue.put(
-        (
-            rank,
-            y.detach().numpy(),
-            x.grad.numpy(),
-            {n: g.numpy() for n, g in grads.items()},
-            {n: b.numpy() for n, b in ffn.named_buffers()},
-        )
-    )
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
+for p in ffn.parameters():
+    torch.distributed.all_reduce(p.grad)
+check(outputs[0], outputs[1].split(sizes, 1)[rank])
+check(inputs[0].grad, inputs[1].grad.split(sizes, 1)[rank])
+check([p.grad for p in ffn.parameters()], [p.grad for p in whole.parameters()])
+check(list(ffn.buffers()), list(whole.buffers()))
+"""
 
 
-def test_synchronized_statistics_are_those_of_the_whole_batch(randomize):
-    ffn = ChannelIdleFFN(8, 32, norm_cfg=dict(type='SyncBN'))
-    randomize(ffn).double().train()
-    x = torch.randn(2, 80, 8).double() * 2 + 1
-
-    whole = set_training_path_(copy.deepcopy(ffn), 'literal')
-    x_whole = x.clone().requires_grad_()
-    y_whole = whole(x_whole)
-    y_whole.pow(3).sum().backward()
-
-    with socket.socket() as s:
-        s.bind(('127.0.0.1', 0))
-        port = s.getsockname()[1]
-    context = mp.get_context('spawn')
-    queue = context.SimpleQueue()
-    processes = [
-        context.Process(target=_worker, args=(rank, 2, port, ffn, x, queue), daemon=True)
-        for rank in range(2)
-    ]
-    for p in processes:
-        p.start()
-    found = sorted((queue.get() for _ in processes), key=lambda r: r[0])
-    for p in processes:
-        p.join()
-
-    def near(actual, expected):
-        expected = expected.detach()
-        actual = torch.as_tensor(actual)
-        return (actual - expected).abs().max() <= 1e-10 * max(expected.abs().max(), 1)
-
-    assert near(torch.cat([torch.as_tensor(r[1]) for r in found], 1), y_whole)
-    assert near(torch.cat([torch.as_tensor(r[2]) for r in found], 1), x_whole.grad)
-    for _, _, _, grads, buffers in found:
-        for name, param in whole.named_parameters():
-            assert near(grads[name], param.grad), name
-        for name, buffer in whole.named_buffers():
-            assert near(buffers[name], buffer), name
+def test_two_processes_on_parts_of_the_batch(tmp_path):
+    """Gradients of both paths under DDP, and statistics that are synchronized."""
+    run_in_two_processes(GRADIENTS, tmp_path)

@@ -31,6 +31,7 @@ FORMS = dict(
     idle=(idle(), MergedFFN, 1),
     idle_0=(idle(idle_ratio=0), MergedFFN, 1),
     idle_1=(idle(idle_ratio=1), MergedFFN, 1),
+    idle_sync=(idle(norm_cfg=dict(type='SyncBN'), drop_path=0.3), MergedFFN, 1),
     idle_ln=(idle(norm_cfg=dict(type='LN')), MergedFFN, 1),
     idle_gn=(idle(norm_cfg=dict(type='TokenGN'), idle_ratio=0.5), MergedFFN, 1),
 )
@@ -56,7 +57,7 @@ def tokens(name, batch=4, **kwargs):
     return torch.randn(batch, 12, C, **kwargs)
 
 
-@settings(max_examples=120, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 @given(
     name=st.sampled_from(sorted(FORMS)),
     seed=st.integers(0, 10**6),

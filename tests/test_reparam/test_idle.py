@@ -38,19 +38,6 @@ def test_training_form_is_equation_3(idle_ratio, training, randomize, relative_e
     assert relative_error(ffn(x, identity=x), expected) < 1e-12
 
 
-@pytest.mark.parametrize('idle_ratio', [0, 2 / 3, 1])
-@pytest.mark.parametrize('norm', ['BN', 'SyncBN', 'LN'])
-def test_merge_is_exact(idle_ratio, norm, randomize, relative_error):
-    cfg = dict(norm_cfg=dict(type=norm), drop_path=0.3, layer_scale_init_value=1e-2)
-    ffn = randomize(ChannelIdleFFN(24, 72, idle_ratio, **cfg)).eval()
-    x = torch.randn(2, 50, 24) * 2 - 1
-    merged = ffn.merge()
-    assert isinstance(merged, MergedFFN) and not merged.training
-    assert relative_error(merged(x, identity=x), ffn(x)) < 1e-5
-    # In float64 nothing is left of the error: it is rounding.
-    assert relative_error(merged.double()(x.double()), ffn.double()(x.double())) < 1e-6
-
-
 @pytest.mark.parametrize('act', ['ReLU', 'SiLU', 'Hardswish', 'PReLU'])
 def test_any_elementwise_activation(act, randomize, relative_error):
     ffn = ChannelIdleFFN(8, 32, act_cfg=dict(type=act))
@@ -153,16 +140,6 @@ def test_other_bad_arguments():
     ffn = ChannelIdleFFN(8, 32, norm_cfg=dict(type='BN', track_running_stats=False))
     with pytest.raises(ValueError, match='running statistics'):
         ffn.merge()
-
-
-def test_weights_of_the_wrong_kind():
-    ffn = ChannelIdleFFN(8, 32)
-    with pytest.raises(CheckpointError, match='init_cfg'):
-        ffn.check_weights({'layers.0.0.weight': 0, 'layers.1.weight': 0}, '')
-    with pytest.raises(CheckpointError, match='something else there'):
-        ffn.check_weights({}, 'ffn')
-    with pytest.raises(CheckpointError, match='idle ratio'):
-        ffn.merge().check_weights(ChannelIdleFFN(8, 32, 0.5).merge().state_dict(), 'ffn')
 
 
 def test_weights_of_another_idle_ratio():

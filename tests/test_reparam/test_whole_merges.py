@@ -8,7 +8,6 @@ import torch
 import torch.nn as nn
 from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
 
-from repa_mm.faster import fuse_conv_bn_
 from repa_mm.reparam import (
     ChannelIdleFFN,
     DeployForm,
@@ -106,13 +105,13 @@ def _drop_path(ffn):
         (_drop_path, 'its dropout_layer is a Tanh'),
     ],
 )
-@pytest.mark.parametrize('inplace', [False, True])
-def test_what_would_be_lost_is_refused(change, message, inplace, randomize):
+def test_what_would_be_lost_is_refused(change, message, randomize):
     model = nn.Sequential(randomize(ChannelIdleFFN(8, 32)), randomize(ChannelIdleFFN(8, 32)))
     change(model[1])
     classes = [type(m) for m in model.modules()]
-    with pytest.raises(ValueError, match=f"cannot merge '1': .*{message}"):
-        (reparameterize_ if inplace else reparameterize)(model)
+    for merge in (reparameterize, reparameterize_):
+        with pytest.raises(ValueError, match=f"cannot merge '1': .*{message}"):
+            merge(model)
     with pytest.raises(ValueError, match=message):
         model[1].merge()
     assert [type(m) for m in model.modules()] == classes
@@ -159,6 +158,23 @@ def test_weights_that_torch_computes_are_up_to_date(wrap, randomize, relative_er
     # And the training form still trains.
     ffn.train()(X).sum().backward()
     assert all(p.grad is not None for p in ffn.fc1.parameters())
+
+
+def test_parametrizations_are_merged_as_in_eval_mode(randomize, relative_error):
+    ffn = randomize(ChannelIdleFFN(8, 32)).train()
+    parametrizations.spectral_norm(ffn.fc1)  # of which a forward pass in training takes a step
+    expected = copy.deepcopy(ffn).eval()(X)
+    assert relative_error(reparameterize(ffn)(X), expected) < 1e-5
+    assert ffn.training and ffn.fc1.training and ffn.fc1.parametrizations.weight.training
+    assert relative_error(ffn.eval()(X), expected) < 1e-6
+
+
+def test_what_is_merged_keeps_its_shortcut(randomize):
+    ffn = randomize(ChannelIdleFFN(8, 32)).eval()
+    outside = set_shortcut_(reparameterize(ffn), 'outside').bfloat16()
+    again = reparameterize(outside)
+    assert torch.equal(again.fc1.weight, outside.fc1.weight) and again.shortcut
+    assert not set_shortcut_(outside.float(), 'inside').shortcut
 
 
 @pytest.mark.parametrize('inplace', [False, True])
@@ -226,13 +242,6 @@ def test_narrow_types_are_refused_by_name(randomize):
     ffn.fc1.weight.data = ffn.fc1.weight.data.to(torch.float8_e4m3fn)
     with pytest.raises(ValueError, match="'0'.* fc1.weight .*float8_e4m3fn.*float32"):
         reparameterize(nn.Sequential(ffn))
-
-
-def test_a_neck_in_a_narrow_type_is_refused():
-    neck = pytest.importorskip('mmcv.cnn').ConvModule(8, 8, 3, norm_cfg=dict(type='BN'))
-    neck.conv.weight.data = neck.conv.weight.data.to(torch.float8_e5m2)
-    with pytest.raises(ValueError, match='conv.weight .*float8_e5m2'):
-        fuse_conv_bn_(neck)
 
 
 def _mmcv_norm(channels):

@@ -11,7 +11,7 @@ from mmengine.registry import MODELS
 
 from projects.expert_averaging import ExpertLinear, ExpertsFFN
 from repa_mm.reparam import has_training_form, reparameterize
-from tests.toy import Transpose, make_runner, run_in_two_processes
+from tests.toy import Transpose, distributed, make_runner  # noqa: F401
 
 MERGE = dict(type='ReparameterizeHook')
 
@@ -82,27 +82,10 @@ def test_a_model_without_experts_is_refused(tmp_path):
         runner_of(tmp_path, [dict(type='AverageExpertsHook')], num_ffns=0).train()
 
 
-IN_TWO_PROCESSES = """
-from mmengine.dist import all_gather_object
-from projects.expert_averaging.tests.test_averaging import *
-
-spreads = Spreads()
-runner = runner_of(
-    sys.argv[1],
-    [MERGE, dict(type='AverageExpertsHook', rate=2 / 3), spreads,
-     dict(type='EMAHook', momentum=0.3)],
-    launcher='pytorch',
-    cfg=dict(model_wrapper_cfg=dict(device_ids=None, broadcast_buffers=False)),
-)
-runner.train()
-assert spreads.seen and max(spreads.seen) < 1e-6, spreads.seen
-states = all_gather_object({k: v.detach() for k, v in runner.model.named_parameters()})
-assert all(torch.equal(states[0][k], states[1][k]) for k in states[0])
-state = {k: v.clone() for k, v in runner.model.state_dict().items()}
-runner.test_loop.run()
-assert all(torch.equal(v, state[k]) for k, v in runner.model.state_dict().items())
-"""
-
-
-def test_two_processes_with_averaged_weights(tmp_path):
-    run_in_two_processes(IN_TWO_PROCESSES, tmp_path)
+def test_distributed_training_with_averaged_weights(distributed, tmp_path):  # noqa: F811
+    spreads = Spreads()
+    hooks = [MERGE, dict(type='AverageExpertsHook', rate=2 / 3), spreads, dict(type='EMAHook')]
+    runner = runner_of(tmp_path, hooks, **distributed)
+    runner.train()
+    assert spreads.seen and max(spreads.seen) < 1e-6
+    runner.test_loop.run()  # merges

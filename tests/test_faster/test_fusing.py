@@ -1,0 +1,69 @@
+"""BatchNorms of ConvModules, as necks and heads have them."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn as nn
+from mmcv.cnn import ConvModule
+
+from repa_mm.faster import fuse_conv_bn_
+
+
+class Sum(ConvModule):
+    def forward(self, x):
+        return self.activate(self.conv(x)) + self.norm(self.conv(x))
+
+
+def conv(kind=ConvModule, norm='BN', **kwargs):
+    options = dict(num_groups=2) if norm == 'GN' else {}
+    return kind(8, 8, 3, padding=1, norm_cfg=dict(type=norm, **options), **kwargs)
+
+
+def shared():
+    """As in MMDetection's RetinaSepBNHead."""
+    first, second = conv(), conv()
+    second.conv = first.conv
+    return nn.Sequential(first, second)
+
+
+def replaced():
+    module = conv()
+    module.forward = lambda x, m=module: m.norm(m.conv(x)) - m.conv(x)
+    return module
+
+
+def parametrized():
+    module = conv()
+    nn.utils.parametrizations.weight_norm(module.conv)
+    return module
+
+
+MODULES = dict(
+    ordinary=(conv, True), synchronized=(lambda: conv(norm='SyncBN'), True),
+    group_norm=(lambda: conv(norm='GN'), False),
+    norm_first=(lambda: conv(order=('norm', 'conv', 'act')), False),
+    shared=(shared, False), own_forward=(lambda: conv(Sum), False), replaced=(replaced, False),
+    parametrized=(parametrized, False),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize('name', MODULES)
+def test_what_is_fused_computes_the_same(name, randomize, relative_error):
+    build, is_fused = MODULES[name]
+    model = nn.Sequential(randomize(build())).eval()
+    x = torch.randn(2, 8, 6, 6)
+    expected = model(x)
+    fused = fuse_conv_bn_(model if name == 'replaced' else copy.deepcopy(model))
+    assert relative_error(fused(x), expected) < 1e-5
+    assert any(type(m) is nn.Identity for m in fused.modules()) == is_fused
+
+
+def test_weights_that_are_no_numbers_or_too_narrow_are_refused():
+    broken, narrow = conv(), conv()
+    broken.norm.running_var[0] = float('nan')
+    with pytest.raises(ValueError, match='bn.running_var has 1 value'):
+        fuse_conv_bn_(broken)
+    narrow.conv.weight.data = narrow.conv.weight.data.to(torch.float8_e5m2)
+    with pytest.raises(ValueError, match='conv.weight .*float8_e5m2'):
+        fuse_conv_bn_(narrow)
