@@ -25,18 +25,22 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         '--budget',
         type=float,
-        default=0.5,
+        default=argparse.SUPPRESS,
         help='share of the multiply-adds of all parts that stays, spread over channels and heads '
         'by what they are worth (default: 0.5)',
     )
     parser.add_argument(
-        '--parts', choices=PARTS, nargs='+', default=PARTS, help='what is narrowed (default: both)'
+        '--parts',
+        choices=PARTS,
+        nargs='+',
+        default=argparse.SUPPRESS,
+        help='what is narrowed (default: both)',
     )
     parser.add_argument(
         '--idle-ratio',
         type=float,
-        help='make the FFNs channel-idle instead, in their training form: share of the hidden '
-        'channels that skip the activation, such as 0.75',
+        help='instead of a budget, make the FFNs channel-idle, in their training form: share of '
+        'the hidden channels that skip the activation, such as 0.75',
     )
     parser.add_argument('--where', help='module to narrow: backbone or encoder (default: both)')
     parser.add_argument('--num-images', type=int, default=64, help='images to fit to (default: 64)')
@@ -45,7 +49,10 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         '--cfg-options', nargs='+', action=DictAction, help='override the config: key=value ...'
     )
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.idle_ratio is not None and ('budget' in args or 'parts' in args):
+        parser.error('--idle-ratio is instead of --budget and --parts: leave them out')
+    return args
 
 
 def main() -> None:

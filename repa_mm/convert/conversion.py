@@ -221,8 +221,7 @@ def convert(
         in_lockstep(plan.run, batches, fit)
     result = copy.deepcopy(original)
     for name, weights in fit.weights.items():
-        site = plan.sites[name].in_copy(result)
-        (site.put if isinstance(weights[0], Form) else site.set_weights)(*weights)
+        plan.parts[name].put(plan.sites[name].in_copy(result), weights)
     modes = {module: module.training for module in result.modules()}
     result.eval()
     after = partial(forward, result) if forward else result

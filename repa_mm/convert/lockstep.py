@@ -24,6 +24,8 @@ import torch
 import torch.nn as nn
 from greenlet import getcurrent, greenlet
 
+from repa_mm.models.sites import Site
+
 
 class Pausing(nn.Module):
     """A module in which the passes of :func:`in_lockstep` pause.
@@ -42,6 +44,10 @@ class Pausing(nn.Module):
     def original(self, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
         """Compute what the pretrained module computes for tokens (..., C)."""
         raise NotImplementedError
+
+    def put(self, site: Site, weights: tuple) -> None:
+        """Put fitted weights into a site with the ordinary modules, in place."""
+        site.set_weights(*weights)
 
     def forward(self, *args, **kwargs) -> torch.Tensor:
         current = getcurrent()

@@ -31,7 +31,7 @@ class FittedPart(NamedTuple):
 
     Attributes:
         function (Callable): Computes what the part computes, from the same arguments.
-        weights (tuple): Arguments of the site's ``set_weights``, or a form for the site.
+        weights (tuple): Arguments of the site's ``set_weights``.
         unexplained (float): Share of the targets' variance that the part does not explain.
         ridge (float): Strength of the ridge.
         warnings (list[str]): Warnings about the fit.

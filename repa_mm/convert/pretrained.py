@@ -24,7 +24,7 @@ from repa_mm.convert.conversion import (
     convert,
     spread_budget,
 )
-from repa_mm.convert.training_form import fit_channel_idle, idle_structure
+from repa_mm.convert.training_form import fit_channel_idle, idle_sizes, idle_structure
 from repa_mm.faster.tracing import swap_faster_attention_
 from repa_mm.features import head_inputs
 from repa_mm.files import write_text
@@ -68,7 +68,8 @@ def convert_model(
         where (str, optional): As for :func:`~repa_mm.convert.conversion.convert`.
         progress (Callable, optional): As for :func:`~repa_mm.convert.conversion.convert`.
         idle_ratio (float, optional): Make the FFNs channel-idle instead, see
-            :func:`~repa_mm.convert.training_form.fit_channel_idle`.
+            :func:`~repa_mm.convert.training_form.fit_channel_idle`. ``choose`` is then
+            :func:`~repa_mm.convert.training_form.idle_sizes`.
 
     Returns:
         tuple: The narrower model, with its config in ``cfg``, and the report.
@@ -87,22 +88,25 @@ def convert_model(
         for some in (images, held_out)
     )
 
+    def config(sizes: Sizes) -> Config:
+        if idle_ratio is None:
+            return converted_config(cfg, model, sizes, where)
+        return idle_config(cfg, model, sizes, idle_ratio, where)
+
     def checked(plan: Plan) -> Sizes:
         # Errors in the config should show before the long fit.
-        half = even_sizes(plan, 0.5, 0.5, 0.5)
-        MODELS.build(converted_config(cfg, model, half, where).model)
+        MODELS.build(config(even_sizes(plan, 0.5, 0.5, 0.5)).model)
         return choose(plan)
 
     options = dict(
         where=where, forward=head_inputs, held_out=to_compare, full_size=[full_size],
         progress=progress,
     )  # fmt: skip
-    if idle_ratio is not None:
-        fitted, report = fit_channel_idle(model, to_fit, idle_ratio, **options)
-        fitted.cfg = idle_config(cfg, fitted, idle_ratio, where)
-        return fitted, report
-    narrow, report = convert(model, to_fit, checked, parts, **options)
-    narrow.cfg = converted_config(cfg, model, report.sizes, where)
+    if idle_ratio is None:
+        narrow, report = convert(model, to_fit, checked, parts, **options)
+    else:
+        narrow, report = fit_channel_idle(model, to_fit, idle_ratio, choose=checked, **options)
+    narrow.cfg = config(report.sizes)
     return narrow, report
 
 
@@ -170,7 +174,8 @@ def convert_checkpoint(
     number = num_images + max(1, num_images // 8)
     to_fit, held_out = split_images(read_images(cfg, 'train', number, images))
     model.to(device or ('cuda' if torch.cuda.is_available() else 'cpu'))
-    choose = choose or partial(spread_budget, budget=budget)
+    if choose is None:
+        choose = partial(spread_budget, budget=budget) if idle_ratio is None else idle_sizes
     narrow, report = convert_model(
         model, to_fit, held_out, choose, parts, where, progress, idle_ratio
     )
@@ -230,10 +235,20 @@ def _without_pretraining_(cfg: dict) -> None:
                 _without_pretraining_(part)
 
 
-def idle_config(cfg: Config, model: nn.Module, idle_ratio: float, where: str | None) -> Config:
-    """Return the config of a model with fitted channel-idle FFNs, which merge before a test."""
+def idle_config(
+    cfg: Config, model: nn.Module, sizes: Sizes, idle_ratio: float, where: str | None
+) -> Config:
+    """Return the config of a model with fitted channel-idle FFNs, which merge before a test.
+
+    Args:
+        cfg (Config): Config of the original model.
+        model (nn.Module): The original model.
+        sizes (dict): New sizes of the channel-idle FFNs, by name of their blocks.
+        idle_ratio (float): As for :func:`~repa_mm.convert.training_form.fit_channel_idle`.
+        where (str, optional): As for :func:`convert_checkpoint`.
+    """
     cfg = converted_config(cfg, model, {})
-    cfg.model = with_structures(cfg.model, idle_structure(model, idle_ratio, where))
+    cfg.model = with_structures(cfg.model, idle_structure(model, sizes, idle_ratio, where))
     cfg.merge_from_dict({'default_hooks.reparameterize': dict(type='ReparameterizeHook')})
     return with_import(cfg)
 

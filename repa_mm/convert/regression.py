@@ -250,7 +250,11 @@ def solve(gram: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 
 def eliminate(
-    gram: torch.Tensor, weights: torch.Tensor, numbers: Sequence[int], step: float = 0.02
+    gram: torch.Tensor,
+    weights: torch.Tensor,
+    numbers: Sequence[int],
+    step: float = 0.02,
+    protected: int = 0,
 ) -> list[torch.Tensor]:
     """Choose the features of a least-squares solution by backward elimination.
 
@@ -265,6 +269,7 @@ def eliminate(
         numbers (Sequence[int]): Numbers of features to keep, decreasing.
         step (float): Share of the remaining features to remove at a time, at least one feature.
             Defaults to 0.02.
+        protected (int): Number of first features that are never removed. Defaults to 0.
 
     Returns:
         list[torch.Tensor]: For each number, the indices of the kept features in increasing order.
@@ -275,7 +280,8 @@ def eliminate(
     for num_kept in numbers:
         while len(kept) > num_kept:
             costs = weights.square().sum(0) / inverse.diagonal()
-            number = min(max(1, int(step * len(kept))), len(kept) - num_kept)
+            costs[:protected] = torch.inf
+            number = min(max(1, int(step * (len(kept) - protected))), len(kept) - num_kept)
             order = costs.argsort()
             gone, left = order[:number], order[number:].sort().values
             factor = torch.linalg.cholesky(inverse[gone][:, gone])

@@ -8,7 +8,7 @@ ridge draws W to the pretrained FFN with linear idle channels, whichever channel
 elimination removes entries of r alone: W makes up for a part of what a channel does.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import torch
@@ -17,21 +17,19 @@ import torch.nn as nn
 from repa_mm.convert.conversion import ConversionReport, Plan, Sizes, convert
 from repa_mm.convert.parts import FittedPart, PretrainedFFN, token_warnings
 from repa_mm.convert.regression import (
-    RIDGES,
     FittedFFN,
     Moments,
     Problem,
     cross_validated,
-    eliminate,
     ffn_moments,
     refine,
-    ridged,
     with_foreign_tokens,
 )
-from repa_mm.models.sites import FFNSite, ffn_sites, raised
+from repa_mm.models.sites import FFNSite, ffn_sites
 from repa_mm.models.structures import idle_ffn
-from repa_mm.reparam import ChannelIdleFFN, check_state_dict, copy_matrix_, double
+from repa_mm.reparam import check_state_dict, double
 
+NORM = dict(type='keep')
 # Least singular value of the idle input weights that counts, relative to the largest one.
 RTOL = 1e-3
 
@@ -66,59 +64,46 @@ def fit_idle(
     linear = scale * (ffn.w_out * slopes) @ w_in
     pretrained = ffn._replace(w_out=torch.cat([linear, ffn.w_out], dim=1))
     problem = Problem(pretrained, Moments.pooled(parts))
-
-    everything = torch.arange(dims + hidden, device=cov.device)
-    weights = problem.solve(everything, RIDGES[0])
-    gram = ridged(problem.gram, RIDGES[0], problem.least)
-    # The Schur complement is the Gram matrix of what u does not explain.
-    follow = torch.cholesky_solve(gram[:dims, dims:], torch.linalg.cholesky(gram[:dims, :dims]))
-    rest = gram[dims:, dims:] - gram[dims:, :dims] @ follow
-    (active,) = eliminate(rest, weights[:, dims:], [num_active])
-    kept = torch.cat([everything[:dims], dims + active])
+    (kept,) = problem.eliminate(dims + num_active, protected=dims)
     ridge = cross_validated(pretrained, parts, kept)
-    weights = problem.solve(kept, ridge)
+    weights, active = problem.solve(kept, ridge), kept[dims:] - dims
     out = weights[:, dims:]
     linear = weights[:, :dims] / scale - (out * slopes[active]) @ w_in[active]
     b = problem.bias(kept, weights)
     return ffn.only(active, w_out=out, linear=linear, b=b, ridge=ridge), active, slopes
 
 
-def fit_form_(
-    form: ChannelIdleFFN, ffn: FittedFFN, parts: Sequence[tuple[torch.Tensor, torch.Tensor]]
-) -> FittedFFN:
-    """Fit a channel-idle FFN that keeps its norm to a pretrained FFN, in place.
+def fit_training_form(
+    ffn: FittedFFN, parts: Sequence[tuple[torch.Tensor, torch.Tensor]], num_active: int
+) -> tuple[FittedFFN, tuple[torch.Tensor, ...]]:
+    """Fit a channel-idle FFN to a pretrained FFN.
 
     Idle rows of the first layer keep their pretrained weights. Idle columns of the second solve
     W_out,I W_in,I = W; of all solutions they are nearest to the pretrained ones times the slopes.
 
     Args:
-        form (ChannelIdleFFN): The channel-idle FFN, filled from the pretrained one.
         ffn (FittedFFN): The pretrained FFN.
         parts (Sequence): For each part of the images, normalized tokens u (N, C) and target outputs
             t (N, C) without shortcut.
+        num_active (int): Number A of active channels.
 
     Returns:
-        FittedFFN: What the form computes after its merge.
+        tuple: What the channel-idle FFN computes after its merge; and its weights, active channels
+        first: w_in (H, C), b_in (H, ), and w_out (C, H) and b_out (C, ) with the layer scale
+        multiplied in.
     """
     more = [with_foreign_tokens(ffn, *part) for part in parts]
-    fit, active, slopes = fit_idle(ffn, ffn_moments(ffn, more, linear=True), form.num_active)
+    fit, active, slopes = fit_idle(ffn, ffn_moments(ffn, more, linear=True), num_active)
     fit = refine(fit, *(torch.cat(columns) for columns in zip(*more)))
-    idle = torch.ones_like(slopes, dtype=torch.bool).index_fill(0, active, False)
-    w_idle, out = ffn.w_in[idle], (ffn.w_out * slopes)[:, idle]
-    out = out + (fit.linear - out @ w_idle) @ torch.linalg.pinv(w_idle, rtol=RTOL)
     u, t = (torch.cat(columns) for columns in zip(*parts))
+    idle = torch.ones_like(slopes, dtype=torch.bool).index_fill(0, active, False)
+    w_idle, b_idle, out = ffn.w_in[idle], ffn.b_in[idle], (ffn.w_out * slopes)[:, idle]
+    out = out + (fit.linear - out @ w_idle) @ torch.linalg.pinv(w_idle, rtol=RTOL)
     linear = out @ w_idle  # fit.linear, unless the idle rows do not span all inputs
     b = fit.b + (fit.linear - linear) @ double(u.mean(0))
-    w_out, b_out = torch.cat([fit.w_out, out], 1), b - out @ ffn.b_in[idle]
-    if form.layer_scale is not None:
-        scale = double(form.layer_scale)
-        if isinstance(form.layer_scale, nn.Parameter):
-            scale = raised(scale, form.fc2.weight, w_out)
-            form.layer_scale.copy_(scale)
-        w_out, b_out = w_out / scale[:, None], b_out / scale
-    copy_matrix_(form.fc1, torch.cat([fit.w_in, w_idle]), torch.cat([fit.b_in, ffn.b_in[idle]]))
-    copy_matrix_(form.fc2, w_out, b_out)
-    return fit._replace(linear=linear, b=b).measured(u, t)
+    w_in, b_in = torch.cat([fit.w_in, w_idle]), torch.cat([fit.b_in, b_idle])
+    weights = w_in, b_in, torch.cat([fit.w_out, out], 1), b - out @ b_idle
+    return fit._replace(linear=linear, b=b).measured(u, t), weights
 
 
 class IdleFFN(PretrainedFFN):
@@ -137,33 +122,37 @@ class IdleFFN(PretrainedFFN):
 
     def __init__(self, site: FFNSite, idle_ratio: float) -> None:
         super().__init__(site)
-        form = idle_ffn(site, idle_ratio, dict(type='keep')).eval()
+        form = idle_ffn(site, idle_ratio, NORM)
         if form.num_idle < form.embed_dims:
             raise ValueError(
                 f'{form.num_idle} of its {form.feedforward_channels} hidden channels would be '
                 f'idle, and the fit needs {form.embed_dims} at least, one for each input: give a '
                 'larger idle ratio'
             )
-        self.forms = [form]  # in a list: not a part of the model
-        self.idle_sizes = form.num_active, form.embed_dims // 2
+        self.idle_ratio, self.idle_sizes = idle_ratio, (form.num_active, form.embed_dims // 2)
 
     def fit(self, parts: Sequence, sizes: tuple[int, ...]) -> FittedPart:
         """Fit the channel-idle FFN to samples."""
-        (form,) = self.forms
-        fit = fit_form_(form, FittedFFN.from_form(self.ffn), parts)
-        warnings = token_warnings(parts, form.num_active + form.embed_dims)
+        fit, weights = fit_training_form(FittedFFN.from_form(self.ffn), parts, sizes[0])
+        warnings = token_warnings(parts, 2 * sizes[1] + sizes[0])
+        return FittedPart(self._with(fit), weights, fit.unexplained, fit.ridge, warnings)
 
-        def function(x: torch.Tensor, *args, identity=None) -> torch.Tensor:
-            return form(x)
+    def put(self, site: FFNSite, weights: tuple) -> None:
+        """Put the channel-idle FFN with fitted weights into a site with the ordinary FFN."""
+        super().put(site, weights)
+        site.put(idle_ffn(site, self.idle_ratio, NORM))
 
-        return FittedPart(function, (form,), fit.unexplained, fit.ridge, warnings)
+
+def idle_sizes(plan: Plan) -> Sizes:
+    """Return the sizes that the FFNs of a plan have when they are channel-idle."""
+    return {name: part.idle_sizes for name, part in plan.parts.items()}
 
 
 def fit_channel_idle(
     model: nn.Module,
     batches: Iterable,
     idle_ratio: float = 0.75,
-    where: str | None = None,
+    choose: Callable[[Plan], Sizes] = idle_sizes,
     **options,
 ) -> tuple[nn.Module, ConversionReport]:
     """Make the FFNs of a pretrained model channel-idle, fitted to what they computed.
@@ -175,8 +164,9 @@ def fit_channel_idle(
         model (nn.Module): As for :func:`~repa_mm.convert_pretrained`.
         batches (Iterable): As for :func:`~repa_mm.convert.conversion.convert`.
         idle_ratio (float): Share of hidden channels that skip the activation. Defaults to 0.75.
-        where (str, optional): As for :func:`~repa_mm.convert.conversion.convert`.
-        **options: Further arguments of :func:`~repa_mm.convert.conversion.convert`.
+        choose (Callable): Returns :func:`idle_sizes`, possibly after checks of the plan.
+        **options: Further arguments of :func:`~repa_mm.convert.conversion.convert`: ``where``,
+            ``forward``, ``held_out``, ``full_size`` and ``progress``.
 
     Returns:
         tuple: The copy of the model with :class:`~repa_mm.reparam.ChannelIdleFFN`, and the report.
@@ -184,18 +174,16 @@ def fit_channel_idle(
     Raises:
         ValueError: As :func:`~repa_mm.convert.conversion.convert`.
     """
-
-    def choose(plan: Plan) -> Sizes:
-        return {name: part.idle_sizes for name, part in plan.parts.items()}
-
-    kind = partial(IdleFFN, idle_ratio=idle_ratio)
-    result, report = convert(model, batches, choose, 'ffn', where=where, ffn=kind, **options)
+    ffn = partial(IdleFFN, idle_ratio=idle_ratio)
+    result, report = convert(model, batches, choose, 'ffn', ffn=ffn, **options)
     result._register_load_state_dict_pre_hook(check_state_dict, with_module=True)
     return result, report
 
 
-def idle_structure(model: nn.Module, idle_ratio: float, where: str | None = None) -> dict:
-    """Return the config of the structure that a model of :func:`fit_channel_idle` has."""
-    is_idle = [isinstance(site.module, ChannelIdleFFN) for site in ffn_sites(model, where)]
+def idle_structure(
+    model: nn.Module, sizes: Sizes, idle_ratio: float, where: str | None = None
+) -> dict:
+    """Return the config of the structure that makes the FFNs of the named blocks channel-idle."""
+    is_idle = [site.block_name in sizes for site in ffn_sites(model, where)]
     ratio = idle_ratio if all(is_idle) else [idle_ratio if idle else None for idle in is_idle]
-    return dict(type='ChannelIdle', idle_ratio=ratio, norm_cfg=dict(type='keep'), where=where)
+    return dict(type='ChannelIdle', idle_ratio=ratio, norm_cfg=NORM, where=where)

@@ -14,6 +14,7 @@ from mmengine.registry import MODELS
 
 import repa_mm
 from repa_mm.config import build_model, load_config
+from repa_mm.convert import pretrained
 from repa_mm.convert.budget import even_sizes
 from repa_mm.convert.pretrained import (
     backbone_config,
@@ -120,7 +121,7 @@ def test_the_files_that_are_written(folder):
 
 
 def test_the_files_of_a_channel_idle_model(folder):
-    found = converted(idle_ratio=0.75)
+    found = converted(idle_ratio=0.75, choose=None)
     cfg = load_config(found['config'])
     assert cfg.default_hooks.reparameterize.type == 'ReparameterizeHook'
     assert cfg.custom_imports.imports == ['json', 'repa_mm']
@@ -133,6 +134,13 @@ def test_the_files_of_a_channel_idle_model(folder):
     started.init_weights()
     for key, value in started.state_dict().items():
         assert torch.equal(value, model.state_dict()[key]), key
+
+
+def test_a_channel_idle_config_is_built_before_the_fit(folder, monkeypatch):
+    broken = Config(dict(model=dict(type='UnknownModel')))
+    monkeypatch.setattr(pretrained, 'idle_config', lambda *args: broken)
+    with pytest.raises(KeyError, match='UnknownModel'):
+        converted(idle_ratio=0.75, choose=None, progress=pytest.fail)
 
 
 MMPRETRAIN = dict(embed_dims=16, num_layers=2, num_heads=2, feedforward_channels=64)
@@ -201,6 +209,10 @@ def test_a_detector_and_the_tool(folder, monkeypatch, capsys):
     arguments = [RETINANET, 'vanilla.pth', 'narrow.pth', '--images', 'images', '--num-images', '1']
     options = ['--cfg-options', 'model.bbox_head.loss_cls.gamma=1.5', '--device', 'cpu']
     options += ['--budget', '1', '--parts', 'ffn']
+    monkeypatch.setattr(sys, 'argv', ['tool', *arguments, *options, '--idle-ratio', '0.75'])
+    with pytest.raises(SystemExit):
+        tool.main()
+    assert '--idle-ratio is instead of --budget and --parts' in capsys.readouterr().err
     monkeypatch.setattr(sys, 'argv', ['tool', *arguments, *options])
     tool.main()
     said = capsys.readouterr().out
