@@ -8,6 +8,8 @@ A pretrained DINOv2 (dinov2.py says where it is from), photographs near to those
 
     python -m benchmarks.compare dinov2 vit_s_focus.onnx --keep 0.5 0.375 0.2
 
+The method 'ours, channel idle' is for a --keep of 0.125 to 0.875.
+
 A trained detector or segmentor, by the metrics of its own config::
 
     python -m benchmarks.compare model configs/demo/retinanet_swin_digits.py epoch_5.pth \
@@ -42,6 +44,7 @@ from repa_mm.convert.budget import even_sizes
 from repa_mm.convert.conversion import MAX_TOKENS, convert, plan_conversion
 from repa_mm.convert.lockstep import in_lockstep
 from repa_mm.convert.pretrained import split_images
+from repa_mm.convert.training_form import fit_channel_idle
 from repa_mm.opening import open_model, read_images
 
 COSTS = [0.9, 0.75, 0.5, 0.375, 0.25, 0.15]
@@ -123,6 +126,8 @@ def converted(
             if name == 'ours':
                 even = partial(even_sizes, ffn=keep)
                 found, _ = convert(model, batches, even, ['ffn'], forward=forward)
+            elif name == 'ours, channel idle':  # where C of 4 C channels are one path of C / 2
+                found, _ = fit_channel_idle(model, batches, 1.125 - keep, forward=forward)
             else:
                 found = compressed(model, batches, forward, name, keep)
             found.eval()

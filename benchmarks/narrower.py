@@ -5,12 +5,12 @@ For each seed the script trains the original, tests it, and goes on from its wei
 - ``heads``: conversions with narrower FFNs and heads, and by one budget;
 - ``trained``, ``converted``, ``idle``, ``fitted``: half an epoch and one more epoch for the
   original, for a converted model and for channel-idle FFNs that its weights fill or that are fitted
-  to it, at equal multiply-adds.
+  to it, at equal multiply-adds, with a tenth of the first learning rate and multiples of that.
 
 The data are those of ``tools/demo.py --task data`` and :mod:`benchmarks.objects`::
 
     python -m benchmarks.narrower --task clothes --seeds 0 1 2
-    python -m benchmarks.narrower --task digits --seeds 0 1 2
+    python -m benchmarks.narrower --task digits --seeds 0 1 2 --lr-factors 1 3
     python -m benchmarks.narrower --task mask_rcnn --seeds 0 1 2 --ways heads    # or upernet
 
 Results are appended to a file with the columns of results.csv. Originals in the work
@@ -19,6 +19,7 @@ folder are used again.
 
 import argparse
 import functools
+import itertools
 from pathlib import Path
 from typing import NamedTuple
 
@@ -65,7 +66,7 @@ WAYS = {
     'idle': 'channel idle, filled from it, then trained',
     'fitted': 'channel idle, fitted to it, then trained',
 }
-MORE = {'no epoch': 0.0, 'half an epoch': 0.5, 'one epoch': 1.0}
+MORE = {0.0: 'no epoch', 0.5: 'half an epoch', 1.0: 'one epoch'}
 # Multiply-adds of channel-idle FFNs: C (H / 4) twice and C^2 of 2 C H with H = 4 C.
 IDLE_RATIO, KEEP = 0.75, 0.375
 LEARNING_RATE = 1e-4  # of more training, a tenth of the first
@@ -137,7 +138,7 @@ class Run:
             self.write(what, form, self.test(f'heads_{i}', *self.convert(f'heads_{i}', **options)))
 
     def more(self, way: str) -> None:
-        """Train on for half an epoch and one, and test before and after that."""
+        """Train on for some epochs with some learning rates, and test before and after that."""
         if way == 'idle':
             structure = dict(type='ChannelIdle', idle_ratio=IDLE_RATIO)
             cfg = self.load()
@@ -151,17 +152,22 @@ class Run:
             cfg, checkpoint = self.convert('fitted', idle_ratio=IDLE_RATIO)
         else:
             cfg, checkpoint = self.load(), self.original
-        cfg.optim_wrapper.optimizer.lr = LEARNING_RATE
-        for name, epochs in MORE.items():
-            trained = checkpoint
-            if epochs:
-                schedule(cfg, round(self.task.epoch * epochs), self.seed)
-                cfg.load_from = checkpoint
-                trained = train(cfg, str(self.folder / way / name.replace(' ', '_')))
-            if trained:  # the statistics of filled forms are those of a fresh BatchNorm
-                deploy = way in ('idle', 'fitted')
-                metrics = self.test(f'{way}_{10 * epochs:g}', cfg, trained, deploy)
-                self.write('fine-tuned', WAYS[way], {name: next(iter(metrics.values()))})
+        form, deploy = WAYS[way], way in ('idle', 'fitted')
+        if 0 in self.args.epochs and checkpoint:  # filled BatchNorms have no statistics yet
+            self.write_more(form, MORE[0], self.test(f'{way}_0', cfg, checkpoint, deploy))
+        for factor, epochs in itertools.product(self.args.lr_factors, self.args.epochs):
+            if not epochs:
+                continue
+            name = MORE[epochs] + (f', {factor:g} times the rate' if factor != 1 else '')
+            schedule(cfg, round(self.task.epoch * epochs), self.seed)
+            cfg.load_from = checkpoint
+            cfg.optim_wrapper.optimizer.lr = factor * LEARNING_RATE
+            folder = f'{way}_{epochs:g}_{factor:g}'
+            trained = train(cfg, str(self.folder / folder))
+            self.write_more(form, name, self.test(folder, cfg, trained, deploy))
+
+    def write_more(self, form: str, name: str, metrics: dict[str, float]) -> None:
+        self.write('fine-tuned', form, {name: next(iter(metrics.values()))})
 
 
 def main() -> None:
@@ -171,6 +177,8 @@ def main() -> None:
     parser.add_argument('--task', choices=TASKS, required=True)
     parser.add_argument('--seeds', type=int, nargs='*', default=[0, 1, 2])
     parser.add_argument('--ways', choices=('heads', *WAYS), nargs='*', default=['heads', *WAYS])
+    parser.add_argument('--epochs', type=float, nargs='+', choices=MORE, default=[*MORE])
+    parser.add_argument('--lr-factors', type=float, nargs='+', default=[1.0])
     parser.add_argument('--work-dir', default='work_dirs/narrower')
     parser.add_argument('--out', default='work_dirs/narrower.csv')
     parser.add_argument('--cfg-options', nargs='+', action=DictAction, default={})
