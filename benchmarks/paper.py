@@ -26,7 +26,8 @@ from benchmarks.shares import ffn_modules, measure_shares
 from repa_mm.benchmark.complexity import count
 from repa_mm.benchmark.timing import change, measure, show, show_machine
 from repa_mm.benchmark.variants import OURS, STOCK, deployed_, noise, with_our_parts
-from repa_mm.config import build_model, load_config
+from repa_mm.config import load_config
+from repa_mm.opening import open_model
 from repa_mm.paths import config_path
 
 PART = 'FFNs'  # whose share is measured
@@ -42,16 +43,15 @@ def paper_rows() -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def counterpart(cfg: Config) -> nn.Module:
-    """Build the stock counterpart of a model: the one whose weights would fill its forms.
+def counterpart_(model: nn.Module) -> nn.Module:
+    """Put the backbone whose weights would fill a model's forms into the model, in place.
 
     Args:
-        cfg (Config): Of a model whose backbone is a :class:`~repa_mm.models.WithStructures`.
+        model (nn.Module): Its backbone is a :class:`~repa_mm.models.WithStructures`.
 
     Returns:
-        nn.Module: In eval mode, with random weights.
+        nn.Module: The same model, in eval mode. The weights of the backbone are random.
     """
-    model = build_model(cfg)
     model.backbone = model.backbone.build_ordinary()
     gc.collect()  # references of mmpretrain's backbones go in circles
     model.eval()
@@ -65,7 +65,7 @@ def measure_pairs(
     """Measure a model, without post-processing, and its stock counterpart in turn.
 
     Args:
-        cfg (Config): Of the model, as for :func:`counterpart`.
+        cfg (Config): Of the model, with a backbone as for :func:`counterpart_`.
         idle_ratios (Sequence[float]): To measure the model with. Empty: the config's own.
         images (torch.Tensor): (B, 3, H, W), on the device to measure.
         repeats (int): Number of turns.
@@ -78,12 +78,12 @@ def measure_pairs(
     for ratio in idle_ratios or [cfg.model.backbone.get('idle_ratio')]:
         if idle_ratios:
             cfg.model.backbone.idle_ratio = ratio
-        model = build_model(cfg).to(images.device)
+        model = open_model(cfg).to(images.device)
         name = '' if ratio is None else f'{ratio:.3g}'
         training = count(model, images[:1])
         deployed[name] = deployed_(model)
         sizes[name] = training, count(model, images[:1])
-    models = with_our_parts(counterpart(cfg).to(images.device))
+    models = with_our_parts(counterpart_(open_model(cfg)).to(images.device))
     stock = count(models[STOCK], images[:1])
     models.update(deployed)
     times = measure(models, images, repeats)

@@ -22,7 +22,7 @@ import torch.nn as nn
 from mmengine.model import initialize
 from mmengine.registry import MODELS
 
-from repa_mm.checkpoints import load_checkpoint, load_original, load_weights, save_checkpoint
+from repa_mm.checkpoints import load_checkpoint, load_weights, save_checkpoint
 from repa_mm.reparam import CheckpointError
 from repa_mm.reparam.deploy_form import FoldedFFN, stack
 from repa_mm.version import __version__
@@ -92,7 +92,11 @@ def translate(state_dict: dict, cfg: dict, args: Namespace | None = None) -> dic
     backbone = MODELS.build(cfg)
     weights, head = _translated(_of_backbone(state_dict), backbone, args)
     load_weights(backbone, weights)
-    return {**{f'backbone.{key}': v for key, v in backbone.state_dict().items()}, **head}
+    own = backbone.state_dict()
+    foreign = sorted(weights.keys() - own.keys())
+    if foreign:
+        raise CheckpointError(f'the checkpoint is of another model: it has {foreign[0]}')
+    return {**{f'backbone.{key}': value for key, value in own.items()}, **head}
 
 
 def pretrained_weights(model: nn.Module, init_cfg: dict) -> tuple[dict, bool]:
@@ -136,7 +140,7 @@ def load_pretrained_(model: nn.Module, init_cfg: dict) -> None:
     """
     weights, translated = pretrained_weights(model, init_cfg)
     if translated:
-        load_original(model, weights, init_cfg['checkpoint'], partly=True)
+        load_weights(model, weights, init_cfg['checkpoint'], partly=True)
     else:
         initialize(model, init_cfg)
 

@@ -29,68 +29,43 @@ def save_checkpoint(checkpoint: dict, path: str) -> None:
         torch.save(checkpoint, temporary)
 
 
-_OPTIONAL = 'num_batches_tracked', 'num_active_channels'
-# Tables of Swin V2 that MMPretrain recomputes and does not load.
-_COMPUTED = 'relative_coords_table', 'relative_position_index'
+# Counters, and the tables of Swin V2 that MMPretrain recomputes and does not load.
+_OPTIONAL = (
+    *('num_batches_tracked', 'num_active_channels'),
+    *('relative_coords_table', 'relative_position_index'),
+)
 
 
-def load_weights(model: nn.Module, state_dict: dict, path: str | None = None) -> None:
+def load_weights(
+    model: nn.Module, state_dict: dict, path: str = 'the checkpoint', partly: bool = False
+) -> None:
     """Load weights into a model, which is reparameterized if the weights are in the deploy form.
-
-    Args:
-        model (nn.Module): The model, wrapped or not.
-        state_dict (dict): The weights. Only ``num_batches_tracked`` and ``num_active_channels`` may
-            be missing.
-        path (str, optional): The file of the weights, for error messages.
-
-    Raises:
-        CheckpointError: If the weights are not exactly those of the model.
-    """
-    model = innermost(model)
-    match_form(model, state_dict)
-    own = {key: value for key, value in model.state_dict().items() if key.endswith(_OPTIONAL)}
-    found = _load(model, {**own, **state_dict}, path)
-    missing = [key for key in found.missing_keys if not key.endswith(_COMPUTED)]
-    _check_keys(missing, found.unexpected_keys, path)
-
-
-def load_original(model: nn.Module, state_dict: dict, path: str, partly: bool = False) -> None:
-    """Load the weights of a vanilla model.
 
     Weights outside the model's lists of layers are ignored, such as those of a teacher, or of
     another version of the codebase.
 
     Args:
-        model (nn.Module): The model.
+        model (nn.Module): The model, wrapped or not.
         state_dict (dict): The weights.
         path (str): The file of the weights, for error messages.
         partly (bool): Weights outside the lists of layers may be missing, too. Defaults to False.
 
     Raises:
-        CheckpointError: If weights are missing, or the file has further layers, or further weights
-            in a layer.
+        CheckpointError: If weights are missing or have other shapes, or there are further layers,
+            or further weights in a layer.
     """
-    found = _load(model, state_dict, path)
+    model = innermost(model)
+    match_form(model, state_dict)
+    try:
+        found = model.load_state_dict(state_dict, strict=False)
+    except RuntimeError as error:  # of other shapes
+        raise CheckpointError(f'{path}: {error}') from error
     lists = nn.ModuleList, nn.Sequential
     layers = tuple(f'{name}.' for name, m in model.named_modules() if name and isinstance(m, lists))
-    missing, foreign = (
-        [key for key in keys if not key.endswith((*_OPTIONAL, *_COMPUTED))] for keys in found
-    )
+    missing, foreign = ([key for key in keys if not key.endswith(_OPTIONAL)] for keys in found)
     if partly:
         missing = [key for key in missing if key.startswith(layers)]
-    _check_keys(missing, [key for key in foreign if key.startswith(layers)], path)
-
-
-def _load(model: nn.Module, state_dict: dict, path: str | None):
-    try:
-        return model.load_state_dict(state_dict, strict=False)
-    except RuntimeError as error:  # of other shapes
-        raise CheckpointError(f'{path or "the checkpoint"}: {error}') from error
-
-
-def _check_keys(missing: list[str], foreign: list[str], path: str | None) -> None:
+    foreign = [key for key in foreign if key.startswith(layers)]
     for kind, keys in (('lacks', missing), ('has', foreign)):
         if keys:
-            raise CheckpointError(
-                f'{path or "the checkpoint"} is of another model: it {kind} {", ".join(keys[:3])} …'
-            )
+            raise CheckpointError(f'{path} is of another model: it {kind} {", ".join(keys[:3])} …')

@@ -1,22 +1,18 @@
-"""Reading configs and building their models."""
+"""Reading configs."""
 
 import copy
-import io
 import os
 import os.path as osp
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager
 from typing import Any
 
-import torch.nn as nn
 from mmengine.config import Config, ConfigDict
-from mmengine.registry import DATASETS, MODELS, Registry, init_default_scope, root
-from torch.utils.data import Dataset
+from mmengine.registry import MODELS, Registry, init_default_scope, root
 
-from repa_mm.checkpoints import load_checkpoint, load_weights
 from repa_mm.paths import config_path, config_root
-from repa_mm.reparam import CheckpointError, finish_schedules_
+from repa_mm.reparam import CheckpointError
 
 CODEBASES = 'mmdet', 'mmseg', 'mmpretrain'
 
@@ -95,38 +91,6 @@ def _name(kind: Callable, scope: str) -> str:
     return f'{kind.__module__}.{kind.__qualname__}'
 
 
-def build_model(cfg: Config, checkpoint: str | None = None) -> nn.Module:
-    """Build a model in eval mode, on the CPU.
-
-    Args:
-        cfg (Config): From :func:`load_config`.
-        checkpoint (str, optional): Path of a checkpoint. The model gets the form of the
-            checkpoint's weights. Defaults to None: random weights, with all schedules finished, so
-            that the model can be reparameterized.
-
-    Returns:
-        nn.Module: The detector, segmentor or classifier, with its config in ``cfg`` and its class
-        names in ``dataset_meta``.
-
-    Raises:
-        CheckpointError: If the checkpoint does not fit the model.
-    """
-    init_default_scope(cfg.default_scope)
-    model = MODELS.build(copy.deepcopy(cfg.model))  # some detectors write into their config
-    meta = {}
-    if checkpoint:
-        loaded = load_checkpoint(checkpoint)
-        load_weights(model, loaded['state_dict'], checkpoint)
-        meta = (loaded.get('meta') or {}).get('dataset_meta') or {}
-    else:
-        finish_schedules_(model)
-    if not meta and cfg.get('test_dataloader'):
-        meta = dataset_config(cfg, 'test').get('metainfo') or {}
-    model.cfg, model.dataset_meta = cfg, dict(meta)
-    model.eval()
-    return model
-
-
 def dataset_config(cfg: Config, split: str) -> ConfigDict:
     """Return the config of a data loader's (first) data set, without wrappers.
 
@@ -140,40 +104,6 @@ def dataset_config(cfg: Config, split: str) -> ConfigDict:
         if not inner:
             return dataset
         dataset = inner[0] if isinstance(inner, (list, tuple)) else inner
-
-
-def image_config(cfg: Config, split: str, folder: str | None = None) -> dict:
-    """Return the config of a data set of images that go through the test pipeline.
-
-    Args:
-        cfg (Config): The config.
-        split (str): 'train', 'val' or 'test'. Images without objects are included.
-        folder (str, optional): A folder of images to use instead of the split.
-    """
-    if folder:
-        source = dict(type='ImageFolder', data_root=osp.abspath(folder))
-    else:
-        source = dict(dataset_config(cfg, split))
-        source.pop('filter_cfg', None)
-    return dict(source, pipeline=dataset_config(cfg, 'test').pipeline)
-
-
-def build_images(cfg: Config, split: str, folder: str | None = None) -> Dataset:
-    """Build the data set of :func:`image_config`.
-
-    Raises:
-        FileNotFoundError: If the data are not there.
-    """
-    try:
-        with redirect_stdout(io.StringIO()):  # COCO prints
-            return DATASETS.build(image_config(cfg, split, folder))
-    except FileNotFoundError as error:
-        if folder:
-            raise
-        raise FileNotFoundError(
-            f"the config's {split} data are not there ({error}): run where its paths lead to them, "
-            'change the config, or give a folder of images (--images)'
-        ) from error
 
 
 @contextmanager

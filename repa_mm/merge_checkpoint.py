@@ -5,6 +5,7 @@ from mmengine.structures import BaseDataElement
 
 from repa_mm.benchmark.complexity import input_channels
 from repa_mm.checkpoints import load_checkpoint, save_checkpoint
+from repa_mm.config import load_config
 from repa_mm.features import head_inputs, relative_error, tensors
 from repa_mm.opening import open_model
 from repa_mm.reparam import CheckpointError, has_deploy_form, reparameterize
@@ -37,7 +38,7 @@ def reparameterize_checkpoint(
         CheckpointError: If the checkpoint does not fit the model or is in the deploy form, or the
             difference exceeds the tolerance.
     """
-    model = open_model(config, checkpoint, cfg_options)
+    model = open_model(load_config(config, cfg_options), checkpoint)
     if has_deploy_form(model):
         raise CheckpointError(f'{checkpoint!r} is reparameterized already')
     deployed = reparameterize(model)

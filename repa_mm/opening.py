@@ -1,6 +1,9 @@
 """Opening models and images: from paths and configs to modules and batches."""
 
 import copy
+import io
+import os.path as osp
+from contextlib import redirect_stdout
 
 import torch
 import torch.nn as nn
@@ -8,28 +11,25 @@ from mmengine.config import Config
 from mmengine.dataset import pseudo_collate
 from mmengine.logging import MMLogger
 from mmengine.registry import DATASETS, MODELS, init_default_scope
+from torch.utils.data import Dataset
 
-from repa_mm.checkpoints import load_checkpoint, load_original, load_weights
-from repa_mm.config import build_images, dataset_config, load_config
+from repa_mm.checkpoints import load_checkpoint, load_weights
+from repa_mm.config import dataset_config, load_config
 from repa_mm.models.channel_idle import RePaBackbone
-from repa_mm.reparam import Form, finish_schedules_, has_training_form, outermost, reparameterize_
+from repa_mm.reparam import finish_schedules_, has_training_form, reparameterize_
 
 
 def open_model(
-    config: str | Config,
-    checkpoint: str | None = None,
-    cfg_options: dict | None = None,
-    merge: bool = False,
+    config: str | Config, checkpoint: str | None = None, merge: bool = False
 ) -> nn.Module:
     """Build a model and load its weights: in eval mode, on the CPU.
 
     Args:
-        config (str | Config): The model's config: from :func:`~repa_mm.config.load_config`, a path,
-            or the name of an installed config ('mmdet::swin/….py').
+        config (str | Config): The model's config: from :func:`~repa_mm.config.load_config`, which
+            takes options, a path, or the name of an installed config ('mmdet::swin/….py').
         checkpoint (str, optional): A file, a URL or another address that MMEngine knows. The model
             gets the form of the checkpoint's weights. Defaults to None: initialized weights, the
-            same each time, without those of pretraining.
-        cfg_options (dict, optional): Values to override, if ``config`` is not a Config.
+            same each time, without those of pretraining, and with all schedules finished.
         merge (bool): Return the deploy form of a model in the training form. Defaults to False.
 
     Returns:
@@ -37,10 +37,10 @@ def open_model(
         names of the checkpoint, else of the test data, in ``dataset_meta``.
 
     Raises:
-        CheckpointError: If the checkpoint does not fit the model. A vanilla checkpoint may have
-            weights that belong to no layer of the model, such as those of a teacher.
+        CheckpointError: If the checkpoint does not fit the model. It may have weights that belong
+            to no layer of the model, such as those of a teacher.
     """
-    cfg = load_config(config, cfg_options) if isinstance(config, str) else config
+    cfg = load_config(config) if isinstance(config, str) else config
     init_default_scope(cfg.default_scope)
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -50,9 +50,8 @@ def open_model(
     meta = {}
     if checkpoint:
         loaded = load_checkpoint(checkpoint)
-        load = load_weights if any(outermost(model, Form)) else load_original
-        load(model, loaded['state_dict'], checkpoint)
-        meta = (loaded.get('meta') or {}).get('dataset_meta') or {}
+        load_weights(model, loaded['state_dict'], checkpoint)
+        meta = (loaded.get('meta') or {}).get('dataset_meta')
     model.cfg, model.dataset_meta = cfg, dict(meta or _metainfo(cfg))
     if merge and has_training_form(model):
         model = reparameterize_(model)
@@ -112,6 +111,35 @@ def spread(number: int, total: int) -> list[int]:
     """
     number = min(number, total)
     return [i * total // number for i in range(number)]
+
+
+def build_images(cfg: Config, split: str, folder: str | None = None) -> Dataset:
+    """Build a data set of images that go through the test pipeline.
+
+    Args:
+        cfg (Config): The config.
+        split (str): 'train', 'val' or 'test'. Images without objects are included.
+        folder (str, optional): A folder of images to use instead of the split.
+
+    Raises:
+        FileNotFoundError: If the data are not there.
+    """
+    if folder:
+        source = dict(type='ImageFolder', data_root=osp.abspath(folder))
+    else:
+        source = dict(dataset_config(cfg, split))
+        source.pop('filter_cfg', None)
+    source['pipeline'] = dataset_config(cfg, 'test').pipeline
+    try:
+        with redirect_stdout(io.StringIO()):  # COCO prints
+            return DATASETS.build(source)
+    except FileNotFoundError as error:
+        if folder:
+            raise
+        raise FileNotFoundError(
+            f"the config's {split} data are not there ({error}): run where its paths lead to them, "
+            'change the config, or give a folder of images (--images)'
+        ) from error
 
 
 def read_images(cfg: Config, split: str, number: int, folder: str | None = None) -> list[dict]:

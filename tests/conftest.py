@@ -1,3 +1,4 @@
+import copy
 import os
 import signal
 
@@ -6,7 +7,7 @@ import torch
 import torch.nn as nn
 from hypothesis import settings
 from mmengine.logging import MMLogger
-from mmengine.registry import DefaultScope
+from mmengine.registry import MODELS, DefaultScope, init_default_scope
 from mmengine.visualization import Visualizer
 
 # The kernels run on a CPU in Triton's interpreter, if this comes before Triton's first import.
@@ -53,6 +54,22 @@ def _randomize(module: nn.Module, seed: int = 0) -> nn.Module:
 def _relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     error = (actual.double() - expected.double()).abs().max()
     return (error / expected.double().abs().max()).item()
+
+
+def random_model(cfg):
+    """A model in eval mode with PyTorch's random weights.
+
+    Detectors find objects by them, unlike by those that `open_model` initializes.
+    """
+    from repa_mm.config import dataset_config
+    from repa_mm.reparam import finish_schedules_
+
+    init_default_scope(cfg.default_scope)
+    model = finish_schedules_(MODELS.build(copy.deepcopy(cfg.model)))
+    metainfo = dataset_config(cfg, 'test').get('metainfo') if 'test_dataloader' in cfg else None
+    model.cfg, model.dataset_meta = cfg, dict(metainfo or {})
+    model.eval()
+    return model
 
 
 @pytest.fixture

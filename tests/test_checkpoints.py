@@ -4,13 +4,7 @@ import pytest
 import torch
 import torch.nn as nn
 
-from repa_mm.checkpoints import (
-    load_checkpoint,
-    load_original,
-    load_weights,
-    match_form,
-    save_checkpoint,
-)
+from repa_mm.checkpoints import load_checkpoint, load_weights, match_form, save_checkpoint
 from repa_mm.reparam import ChannelIdleFFN, CheckpointError, MergedFFN, reparameterize
 
 
@@ -26,7 +20,8 @@ def test_state_dicts_alone_and_under_a_key(tmp_path):
 @pytest.mark.parametrize(
     'change, message',
     [
-        (dict(other=torch.ones(1)), 'a.pth is of another model: it has other'),
+        ({'2.1.weight': torch.ones(1)}, 'a.pth is of another model: it has 2.1.weight'),
+        (dict(other=torch.ones(1)), None),
         ({'0.fc1.weight': None}, 'a.pth: .*fc1.weight'),
         ({'1.weight': None}, 'a.pth is of another model: it lacks 1.weight'),
         ({'1.weight': torch.ones(3, 3)}, 'a.pth: .*size mismatch for 1.weight'),
@@ -34,7 +29,9 @@ def test_state_dicts_alone_and_under_a_key(tmp_path):
     ],
 )
 def test_what_does_not_fit_is_named(change, message, randomize):
-    model = randomize(nn.Sequential(ChannelIdleFFN(8, 32), nn.BatchNorm1d(5)))
+    model = randomize(
+        nn.Sequential(ChannelIdleFFN(8, 32), nn.BatchNorm1d(5), nn.Sequential(nn.Identity()))
+    )
     weights = {k: v for k, v in {**model.state_dict(), **change}.items() if v is not None}
     if message is None:
         return load_weights(model, weights, 'a.pth')
@@ -78,12 +75,12 @@ def test_more_layers_than_the_model_has_are_refused():
     weights = three.state_dict()
     # Weights of something else beside them do not matter.
     others = {'teacher.layers.0.ln1.weight': torch.ones(8), 'ln3.weight': torch.ones(8)}
-    load_original(three, dict(weights, **others), 'vit.pth')
+    load_weights(three, dict(weights, **others), 'vit.pth')
     with pytest.raises(CheckpointError, match='vit.pth is of another model: it has layers.2.'):
-        load_original(two, weights, 'vit.pth')
+        load_weights(two, weights, 'vit.pth')
     scaled = VisionTransformer(dict(arch, num_layers=2), img_size=32, layer_scale_init_value=0.1)
     with pytest.raises(CheckpointError, match='it has layers.0.attn.gamma1.weight'):
-        load_original(two, scaled.state_dict(), 'vit.pth')
+        load_weights(two, scaled.state_dict(), 'vit.pth')
 
 
 def test_tables_that_a_swin_v2_computes_may_be_missing(randomize):
@@ -92,11 +89,10 @@ def test_tables_that_a_swin_v2_computes_may_be_missing(randomize):
     model = randomize(models.SwinTransformerV2(arch, img_size=32, window_size=4, out_indices=(0,)))
     other = models.SwinTransformerV2(arch, img_size=32, window_size=4, out_indices=(0,))
     weights = model.state_dict()
-    for load in (load_weights, load_original):
-        load(other, dict(weights), 'swin.pth')
-        for name, value in other.named_parameters():
-            assert torch.equal(value, weights[name])
-        name = next(key for key in weights if 'ffn' in key)
-        lacking = {key: value for key, value in weights.items() if key != name}
-        with pytest.raises(CheckpointError, match=f'swin.pth is of another model: it lacks {name}'):
-            load(other, lacking, 'swin.pth')
+    load_weights(other, dict(weights), 'swin.pth')
+    for name, value in other.named_parameters():
+        assert torch.equal(value, weights[name])
+    name = next(key for key in weights if 'ffn' in key)
+    lacking = {key: value for key, value in weights.items() if key != name}
+    with pytest.raises(CheckpointError, match=f'swin.pth is of another model: it lacks {name}'):
+        load_weights(other, lacking, 'swin.pth')

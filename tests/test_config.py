@@ -1,13 +1,12 @@
 """Configs, and the models that they describe."""
 
-import json
 import sys
 
 import pytest
 from mmengine.config import Config
-from mmengine.registry import DATASETS
 
-from repa_mm.config import build_model, codebase_tool, dataset_config, image_config, load_config
+from repa_mm.config import codebase_tool, dataset_config, load_config
+from repa_mm.opening import open_model
 from repa_mm.paths import config_path, config_root
 
 BACKBONE = dict(
@@ -39,7 +38,7 @@ def config(tmp_path):
 
 def test_a_model_has_the_config_s_preprocessor_and_classes(config):
     cfg = load_config(config, {'model.head.num_classes': 2, 'data_preprocessor.std': [2, 2, 2]})
-    model = build_model(cfg)
+    model = open_model(cfg)
     assert not model.training and model.cfg is cfg
     assert model.data_preprocessor.mean.flatten().tolist() == [1, 2, 3]
     assert model.data_preprocessor.std.flatten().tolist() == [2, 2, 2]
@@ -50,23 +49,6 @@ def test_data_sets_inside_of_wrappers(config):
     cfg = load_config(config)
     for split in ('train', 'test'):
         assert dataset_config(cfg, split).type == 'CustomDataset'
-
-
-def test_images_without_objects_count(tmp_path):
-    pytest.importorskip('mmdet')
-    images = [dict(id=i, file_name=f'{i}.png', height=64, width=64) for i in range(3)]
-    box = dict(id=1, image_id=1, category_id=1, bbox=[2, 2, 40, 40], area=1600, iscrowd=0)
-    categories = [dict(id=1, name='zero')]
-    (tmp_path / 'found.json').write_text(
-        json.dumps(dict(images=images, annotations=[box], categories=categories))
-    )
-    cfg = load_config(config_path('demo/retinanet_swin_digits.py'))
-    files = dict(data_root=str(tmp_path), ann_file='found.json', metainfo=dict(classes=('zero',)))
-    cfg.train_dataloader.dataset.update(files)
-    assert len(DATASETS.build(cfg.train_dataloader.dataset)) == 1
-    dataset = DATASETS.build(image_config(cfg, 'train'))
-    assert [dataset.get_data_info(i)['img_id'] for i in range(len(dataset))] == [0, 1, 2]
-    assert dataset.pipeline.transforms[-1].meta_keys == cfg.test_pipeline[-1].meta_keys
 
 
 def test_configs_and_tools_of_installed_codebases(tmp_path):
@@ -143,7 +125,7 @@ def test_classes_of_a_pure_python_config_become_names(tmp_path):
     # Written to a file, the codebase reads it.
     written = Config.fromstring(cfg.pretty_text, '.py')
     assert written.to_dict() == cfg.to_dict()
-    model = build_model(written)
+    model = open_model(written)
     assert type(model.backbone).__module__.startswith('mmpretrain.')
     assert model.bbox_head.num_classes == 3
 

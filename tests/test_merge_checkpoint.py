@@ -5,10 +5,12 @@ import numpy as np
 import pytest
 import torch
 
-from repa_mm.config import build_model, load_config
+from repa_mm.config import load_config
 from repa_mm.merge_checkpoint import reparameterize_checkpoint
+from repa_mm.opening import open_model
 from repa_mm.paths import config_path
 from repa_mm.reparam import CheckpointError, has_deploy_form
+from tests.conftest import random_model
 
 CONFIG = """
 default_scope = 'mmpretrain'
@@ -58,7 +60,7 @@ def config(tmp_path):
 
 @pytest.fixture
 def checkpoint(config, tmp_path, randomize):
-    model = randomize(build_model(load_config(config)))
+    model = randomize(random_model(load_config(config)))
     path = str(tmp_path / 'model.pth')
     torch.save(dict(meta=dict(epoch=3), state_dict=model.state_dict(), optimizer={}), path)
     return path
@@ -70,7 +72,7 @@ def test_a_merged_checkpoint(config, checkpoint, tmp_path, relative_error):
     assert result['error'] < 1e-5 and result['parameters'][1] < result['parameters'][0]
     saved = torch.load(out, weights_only=True)
     assert set(saved) == {'meta', 'state_dict'} and saved['meta']['epoch'] == 3
-    models = [build_model(load_config(config), path) for path in (checkpoint, out)]
+    models = [open_model(load_config(config), path) for path in (checkpoint, out)]
     assert [has_deploy_form(m) for m in models] == [False, True]
     with torch.no_grad():
         expected, found = (m(torch.ones(1, 3, 32, 32)) for m in models)
@@ -81,7 +83,7 @@ def test_a_merged_checkpoint(config, checkpoint, tmp_path, relative_error):
 
 def test_images_of_one_channel(config, tmp_path, randomize):
     options, path = {'model.backbone.in_channels': 1}, str(tmp_path / 'gray.pth')
-    torch.save(randomize(build_model(load_config(config, options))).state_dict(), path)
+    torch.save(randomize(random_model(load_config(config, options))).state_dict(), path)
     out = str(tmp_path / 'merged.pth')
     assert reparameterize_checkpoint(config, path, out, cfg_options=options)['error'] < 1e-5
 
@@ -112,9 +114,9 @@ def test_what_an_encoder_returns_is_compared(tmp_path, randomize):
     pytest.importorskip('mmdet')
     config, checkpoint = tmp_path / 'detr.py', str(tmp_path / 'detr.pth')
     config.write_text(ENCODER.format(base=config_path('demo/dino_detr_swin_digits.py')))
-    model = randomize(build_model(load_config(str(config))))
+    model = randomize(random_model(load_config(str(config))))
     torch.save(dict(state_dict=model.state_dict()), checkpoint)
     out = str(tmp_path / 'merged.pth')
     assert 0 < reparameterize_checkpoint(str(config), checkpoint, out)['error'] < 1e-4
-    merged = build_model(load_config(str(config)), out)
+    merged = open_model(load_config(str(config)), out)
     assert [has_deploy_form(m) for m in (merged.encoder, merged.backbone)] == [True, False]

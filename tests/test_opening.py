@@ -1,12 +1,15 @@
 """Models and images from configs, checkpoints and folders."""
 
+import json
+
 import cv2
 import numpy as np
 import pytest
 import torch
+from mmengine.registry import DATASETS
 
 from repa_mm.config import load_config
-from repa_mm.opening import open_model, read_images, spread
+from repa_mm.opening import build_images, open_model, read_images, spread
 from repa_mm.paths import config_path
 from repa_mm.reparam import CheckpointError, has_deploy_form, has_training_form
 from tests.test_config import CONFIG
@@ -40,7 +43,7 @@ def test_a_model_in_the_form_of_its_weights_or_merged(config, tmp_path, randomiz
     for model in (opened, merged):
         assert not any(m.training for m in model.modules()) and model.cfg.default_scope
     with pytest.raises(CheckpointError):
-        open_model(config, path, {'model.head.num_classes': 3})
+        open_model(load_config(config, {'model.head.num_classes': 3}), path)
 
 
 def test_without_a_checkpoint_the_weights_are_initialized():
@@ -49,7 +52,7 @@ def test_without_a_checkpoint_the_weights_are_initialized():
     options = {'model.backbone.init_cfg': dict(type='Pretrained', checkpoint='not/there.pth')}
     torch.manual_seed(1)
     before = torch.get_rng_state()
-    model, other = open_model(config, cfg_options=options), open_model(config, cfg_options=options)
+    model, other = (open_model(load_config(config, options)) for _ in range(2))
     assert torch.equal(before, torch.get_rng_state())
     for a, b in zip(model.parameters(), other.parameters()):
         assert torch.equal(a, b)
@@ -72,6 +75,23 @@ def test_a_vanilla_checkpoint_may_have_more_outside_of_its_layers(tmp_path):
     model.backbone.stages[0].more = torch.nn.Linear(2, 2)
     with pytest.raises(CheckpointError, match='more'):
         open_model(config, save(model, tmp_path / 'other.pth'))
+
+
+def test_images_without_objects_count(tmp_path):
+    pytest.importorskip('mmdet')
+    images = [dict(id=i, file_name=f'{i}.png', height=64, width=64) for i in range(3)]
+    box = dict(id=1, image_id=1, category_id=1, bbox=[2, 2, 40, 40], area=1600, iscrowd=0)
+    categories = [dict(id=1, name='zero')]
+    (tmp_path / 'found.json').write_text(
+        json.dumps(dict(images=images, annotations=[box], categories=categories))
+    )
+    cfg = load_config(config_path('demo/retinanet_swin_digits.py'))
+    files = dict(data_root=str(tmp_path), ann_file='found.json', metainfo=dict(classes=('zero',)))
+    cfg.train_dataloader.dataset.update(files)
+    assert len(DATASETS.build(cfg.train_dataloader.dataset)) == 1
+    dataset = build_images(cfg, 'train')
+    assert [dataset.get_data_info(i)['img_id'] for i in range(len(dataset))] == [0, 1, 2]
+    assert dataset.pipeline.transforms[-1].meta_keys == cfg.test_pipeline[-1].meta_keys
 
 
 @pytest.mark.parametrize(

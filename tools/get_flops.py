@@ -8,6 +8,7 @@ from mmengine.config import DictAction
 from repa_mm.benchmark.complexity import count, input_channels
 from repa_mm.benchmark.timing import show
 from repa_mm.benchmark.variants import synthetic_batch
+from repa_mm.config import load_config
 from repa_mm.opening import open_model
 from repa_mm.reparam import has_training_form, reparameterize
 
@@ -35,7 +36,7 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     args = parse_args()
     shape = tuple(args.input_shape)
-    model = open_model(args.config, cfg_options=args.cfg_options)
+    model = open_model(load_config(args.config, args.cfg_options))
     if args.part == 'backbone':
         model, inputs = model.backbone, torch.zeros(1, input_channels(model), *shape)
     else:

@@ -23,7 +23,7 @@ from mmengine.runner.checkpoint import weights_to_cpu
 from repa_mm.benchmark.timing import compare, measure
 from repa_mm.benchmark.variants import STOCK
 from repa_mm.checkpoints import load_checkpoint, save_checkpoint
-from repa_mm.config import build_images, dataset_config, load_config
+from repa_mm.config import dataset_config, load_config
 from repa_mm.convert.conversion import spread_budget
 from repa_mm.convert.pretrained import convert_model
 from repa_mm.export.export import NUM_IMAGES, agreeing_onnx
@@ -31,7 +31,7 @@ from repa_mm.export.int8 import quantize
 from repa_mm.export.runtime_model import ExportedModel
 from repa_mm.files import replacing, write_bytes, write_text
 from repa_mm.images import cropped
-from repa_mm.opening import deploy_, open_model, spread
+from repa_mm.opening import build_images, deploy_, open_model, spread
 from repa_mm.reparam import Form, outermost
 from repa_mm.search.candidates import Candidate, with_faster_parts
 from repa_mm.search.formats import (

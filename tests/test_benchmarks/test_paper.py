@@ -2,13 +2,15 @@ from fractions import Fraction
 
 import pytest
 import torch
+from mmengine.registry import MODELS
 from torch.overrides import TorchFunctionMode
 
 import repa_mm
-from benchmarks.paper import COLUMNS, counterpart, measure_pairs, paper_rows
+from benchmarks.paper import COLUMNS, counterpart_, measure_pairs, paper_rows
 from repa_mm.benchmark.complexity import count
 from repa_mm.benchmark.variants import noise, with_our_parts
-from repa_mm.config import build_model, load_config
+from repa_mm.config import load_config
+from repa_mm.opening import open_model
 
 ROWS = paper_rows()
 
@@ -29,7 +31,8 @@ def build(config, idle_ratio, form):
     if form != 'vanilla':
         backbone.update(idle_ratio=float(Fraction(idle_ratio)), deploy=form == 'deploy')
     with OnMeta():
-        return counterpart(cfg) if form == 'vanilla' else build_model(cfg)
+        model = MODELS.build(cfg.model)
+        return counterpart_(model) if form == 'vanilla' else model.eval()
 
 
 @pytest.mark.parametrize('name', dict.fromkeys(row['model'] for row in ROWS))
@@ -51,7 +54,7 @@ def test_poolformers_differ_in_the_memory_format_too():
         layer_scale_init_value=0.1,
     )  # fmt: skip
     cfg.model.head.in_channels = 16
-    models, formats = with_our_parts(counterpart(cfg)), []
+    models, formats = with_our_parts(counterpart_(open_model(cfg))), []
     x = noise((64, 64), 1)
     with torch.no_grad():
         torch.testing.assert_close(*(model(x) for model in models.values()))
@@ -70,7 +73,7 @@ def config(name):
 
 def test_each_idle_ratio_beside_the_stock_counterpart():
     rows = measure_pairs(config('repa_swin'), [0.25, 1], noise((64, 96), 2), repeats=2)
-    vanilla = sum(p.numel() for p in build_model(config('swin')).parameters()) / 1e6
+    vanilla = sum(p.numel() for p in open_model(config('swin')).parameters()) / 1e6
     found = []
     for row in rows:
         cells = dict(zip(COLUMNS, row, strict=True))

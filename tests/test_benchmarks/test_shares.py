@@ -7,7 +7,8 @@ import torch.nn as nn
 
 import repa_mm
 from benchmarks.shares import detector_parts, ffn_modules, measure_shares, share_rows
-from repa_mm.config import build_model, load_config
+from repa_mm.config import load_config
+from tests.conftest import random_model
 
 
 class Sleep(nn.Module):
@@ -40,7 +41,7 @@ def test_share():
 def test_parts_of_a_detector():
     pytest.importorskip('mmdet')
     config = repa_mm.config_path('demo/dino_detr_swin_digits.py')
-    model = build_model(load_config(config))
+    model = random_model(load_config(config))
     parts = detector_parts(model)
     assert {part: len(modules) for part, modules in parts.items()} == {
         'backbone': 1, 'neck': 1, "encoder's attention": 3, "encoder's FFNs": 3, 'decoder': 1,
@@ -53,7 +54,7 @@ def test_parts_of_a_detector():
 def test_ffns_of_every_block(prefix):
     pytest.importorskip('mmdet')
     config = repa_mm.config_path(f'demo/retinanet_{prefix}swin_digits.py')
-    backbone = build_model(load_config(config)).backbone
+    backbone = random_model(load_config(config)).backbone
     names = {id(m): n.rpartition('.')[2] for n, m in backbone.named_modules()}
     found = [names[id(module)] for module in ffn_modules(backbone)]
     assert sorted(found) == ['ffn'] * 10 + ['norm2'] * 10

@@ -13,7 +13,7 @@ from mmengine.config import Config
 from mmengine.registry import MODELS
 
 import repa_mm
-from repa_mm.config import build_model, load_config
+from repa_mm.config import load_config
 from repa_mm.convert import pretrained
 from repa_mm.convert.budget import even_sizes
 from repa_mm.convert.pretrained import (
@@ -25,6 +25,7 @@ from repa_mm.convert.pretrained import (
 from repa_mm.models.sites import attention_sites, ffn_sites
 from repa_mm.opening import open_model, read_images
 from repa_mm.reparam import CheckpointError, TrainingForm, has_deploy_form, outermost
+from tests.conftest import random_model
 from tests.test_export.conftest import write_config
 
 RETINANET = repa_mm.config_path('demo/retinanet_swin_digits.py')
@@ -110,7 +111,7 @@ def test_the_files_that_are_written(folder):
     own = torch.load('classifier.pth')['state_dict']
     for key, value in loaded['state_dict'].items():
         assert key.startswith('backbone.') or torch.equal(value, own[key])
-    model = build_model(cfg, 'out/narrow.pth')
+    model = open_model(cfg, 'out/narrow.pth')
     assert model.data_preprocessor.mean.flatten()[0] == 100
     assert [len(site.parts().fc1.bias) for site in ffn_sites(model)] == [32, 64]
     # MMEngine's inferencers build this one if they get the weights alone.
@@ -223,10 +224,10 @@ def test_a_detector_and_the_tool(folder, monkeypatch, capsys):
     image = torch.randn(1, 3, 96, 96)
     own = torch.load('vanilla.pth')['state_dict']
     del own['neck.of_another_version']
-    original = build_model(load_config(RETINANET))
+    original = random_model(load_config(RETINANET))
     original.load_state_dict(own)
     with torch.no_grad():
-        pairs = zip(build_model(cfg, 'narrow.pth')(image), original(image))
+        pairs = zip(open_model(cfg, 'narrow.pth')(image), original(image))
         for a, b in (pair for group in pairs for pair in zip(*group)):
             assert (a - b).abs().max() < 1e-4 * b.abs().max()
 
@@ -238,10 +239,10 @@ def test_held_out_images_are_not_fitted_to(folder):
     found = converted()
     # By hand, with the tool's own images.
     _, (held_out,) = split_images(read_images(cfg, 'train', 4))
-    model = build_model(load_config(found['config']), 'out/narrow.pth')
+    model = open_model(load_config(found['config']), 'out/narrow.pth')
     own = torch.load('classifier.pth')['state_dict']
     del own['neck.of_another_version']
-    original = build_model(cfg)
+    original = random_model(cfg)
     original.load_state_dict(own)
     image = model.data_preprocessor(held_out, False)['inputs']
     with torch.no_grad():
@@ -275,7 +276,7 @@ def test_heads_of_a_merged_repaformer(folder, randomize):
     """From a checkpoint in either form; the config says that the result is merged."""
     config = write_config('classifier', folder)
     cfg = load_config(config)
-    model = randomize(build_model(cfg))
+    model = randomize(random_model(cfg))
     torch.save(dict(state_dict=model.state_dict()), 'training.pth')
     deployed = repa_mm.reparameterize(model)
     torch.save(dict(state_dict=deployed.state_dict()), 'deploy.pth')
@@ -290,7 +291,7 @@ def test_heads_of_a_merged_repaformer(folder, randomize):
         rows = result['report'].blocks
         assert rows and all(row.name.endswith('.attn.w_msa') for row in rows)
         assert all(2 * sum(row.after) <= sum(row.before) + 8 for row in rows)
-        narrow = build_model(load_config(result['config']), 'out/heads.pth').eval()
+        narrow = open_model(load_config(result['config']), 'out/heads.pth').eval()
         assert not list(outermost(narrow, TrainingForm))
         with torch.no_grad():
             found.append(narrow.backbone(x)[-1])
@@ -301,7 +302,7 @@ def test_heads_of_a_merged_repaformer(folder, randomize):
 def test_a_budget_of_a_repaformer_narrows_its_heads(folder):
     text = CLASSIFIER.replace("type='SwinTransformer'", "type='RePaSwinTransformer'")
     Path('repa.py').write_text(text.replace("custom_imports = dict(imports='json')\n", ''))
-    model = build_model(load_config('repa.py'))
+    model = random_model(load_config('repa.py'))
     torch.save(dict(state_dict=model.state_dict()), 'repa.pth')
     found = convert_checkpoint(
         'repa.py', 'repa.pth', 'out/narrow.pth', budget=0.5, num_images=3, device='cpu'
@@ -310,7 +311,7 @@ def test_a_budget_of_a_repaformer_narrows_its_heads(folder):
     assert all('attn' in block.name for block in blocks)
     kept = sum(b.narrow_gmacs for b in blocks) / sum(b.gmacs for b in blocks)
     assert 0.3 < kept <= 0.5
-    narrow = build_model(load_config(found['config']), 'out/narrow.pth')
+    narrow = open_model(load_config(found['config']), 'out/narrow.pth')
     assert has_deploy_form(narrow)
 
 

@@ -13,7 +13,9 @@ pytest.importorskip('skimage')
 from demo import run  # noqa: E402
 from demo.dataset import write_digit_scenes  # noqa: E402
 from repa_mm import config_path  # noqa: E402
-from repa_mm.config import build_model, load_config  # noqa: E402
+from repa_mm.config import load_config  # noqa: E402
+from repa_mm.opening import open_model  # noqa: E402
+from tests.conftest import random_model  # noqa: E402
 
 # One block for each stage.
 SMALL = {'model.backbone.arch.depths': [1, 1, 1, 1]}
@@ -43,7 +45,7 @@ def test_demo(task, scenes, capsys):
         pytest.importorskip('mmseg')
     if task != 'retinanet':
         config = config_path(f'demo/{task}_repa_swin_digits.py')
-        model = build_model(load_config(config, options))
+        model = random_model(load_config(config, options))
         checkpoint = 'random.pth'
         torch.save(dict(state_dict=model.state_dict(), meta={}), checkpoint)
     rows = run.run_demo(task, 'out', checkpoint, options)
@@ -75,7 +77,7 @@ def test_speed_up(scenes, monkeypatch, capsys):
     (((config, checkpoint, folder, max_loss), options),) = calls
     assert rows == {'stock, PyTorch': dict(candidate='stock', format='PyTorch', ms=1.0)}
     assert config == config_path('demo/retinanet_swin_digits.py') and max_loss > 0
-    assert build_model(load_config(config, RETINANET), checkpoint)  # the trained one fits
+    assert open_model(load_config(config, RETINANET), checkpoint)  # the trained one fits
     assert folder == osp.join('out', 'speed_up') and options['cfg_options'] == RETINANET
     assert options['num_images'] > 100 and 'Total time: ' in capsys.readouterr().out
 

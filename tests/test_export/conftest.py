@@ -5,9 +5,10 @@ import pytest
 import torch
 
 import repa_mm
-from repa_mm.config import build_model, load_config
+from repa_mm.config import load_config
 from repa_mm.files import write_bytes
 from repa_mm.opening import open_model
+from tests.conftest import random_model
 
 # Very small models on the demo's.
 HEADS = dict(
@@ -56,7 +57,7 @@ def exported(tmp_path_factory):
         if key not in made:
             config = write_config(task, folder, repa)
             torch.manual_seed(0)
-            model = _randomize(build_model(load_config(config)))
+            model = _randomize(random_model(load_config(config)))
             name = '_'.join(map(str, key))
             checkpoint, out = (str(folder / f'{name}.{suffix}') for suffix in ('pth', 'onnx'))
             torch.save(dict(state_dict=model.state_dict()), checkpoint)

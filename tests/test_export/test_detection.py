@@ -5,13 +5,14 @@ import copy
 import pytest
 import torch
 
-from repa_mm.config import build_model, load_config
+from repa_mm.config import load_config
 from repa_mm.export.agreement import agreement
 from repa_mm.export.detection import decode, suppress
 from repa_mm.export.export import agreeing_onnx, noise, resized, to_onnx
 from repa_mm.export.runtime_model import ExportedModel
 from repa_mm.export.whole import whole_model
 from repa_mm.opening import open_model
+from tests.conftest import random_model
 
 pytest.importorskip('onnxruntime')
 pytest.importorskip('mmdet')
@@ -119,6 +120,6 @@ def test_all_candidates(task, exported):
     ],
 )
 def test_other_proposals_are_refused(config):
-    model = build_model(load_config(f'mmdet::{config}'))
+    model = random_model(load_config(f'mmdet::{config}'))
     with pytest.raises(ValueError, match='RPNHead'):
         whole_model(model)

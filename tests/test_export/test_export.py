@@ -8,7 +8,7 @@ import torch
 from mmengine.registry import MODELS
 
 import repa_mm
-from repa_mm.config import build_model, load_config
+from repa_mm.config import load_config
 from repa_mm.export import whole
 from repa_mm.export.agreement import agreement
 from repa_mm.export.export import (
@@ -25,6 +25,7 @@ from repa_mm.export.session import Session
 from repa_mm.features import relative_error
 from repa_mm.opening import open_model
 from repa_mm.reparam import finish_schedules_
+from tests.conftest import random_model
 
 from .conftest import write_config
 
@@ -71,7 +72,7 @@ def gray_model(task, folder, randomize):
     cfg.model.backbone.in_channels = 1
     swap = 'to_rgb' if task == 'classifier' else 'bgr_to_rgb'
     cfg.model.data_preprocessor.update({'mean': [116.0], 'std': [57.0], swap: False})
-    return repa_mm.reparameterize(randomize(build_model(cfg))), cfg
+    return repa_mm.reparameterize(randomize(random_model(cfg))), cfg
 
 
 def gray(images):
@@ -268,7 +269,7 @@ def test_classifiers_with_several_labels(head, tmp_path, randomize):
     cfg = load_config(write_config('classifier', tmp_path))
     cfg.model.head = dict(head, type='MultiLabelLinearClsHead', num_classes=7, in_channels=192)
     cfg.model.train_cfg = None
-    model = repa_mm.reparameterize(randomize(build_model(cfg)))
+    model = repa_mm.reparameterize(randomize(random_model(cfg)))
     images = noise(cfg)
 
     def predictions(model):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from repa_mm.config import build_model, load_config
+from repa_mm.config import load_config
 from repa_mm.convert.conversion import block_outputs, plan_conversion
 from repa_mm.export import int8
 from repa_mm.export.agreement import agreement
@@ -16,6 +16,7 @@ from repa_mm.export.runtime_model import ExportedModel
 from repa_mm.features import head_inputs
 from repa_mm.models import add_structures_, ffn_sites
 from repa_mm.reparam import ChannelIdleFFN, outermost
+from tests.conftest import random_model
 
 from .conftest import HEADS, write_config
 from .test_transformers import DETECTORS, MASK_MODELS, detector, mask_model, small_images, spread
@@ -167,13 +168,13 @@ def places(names):
 @pytest.mark.parametrize('family', TABLE)
 def test_what_becomes_narrower(family, tmp_path, randomize):
     cfg = small_config(family, tmp_path, randomize)
-    model = build_model(cfg)
+    model = random_model(cfg)
     data = model.data_preprocessor(resized(small_images(cfg), [(224, 256)]), False)
     with torch.no_grad():
         blocks = {site.block_name: site.block for site in ffn_sites(model)}
         reached = block_outputs(blocks, lambda batch: head_inputs(model, batch), data)
     assert places(reached) == TABLE[family][CHANNELS_]
-    parts = plan_conversion(build_model(cfg)).parts
+    parts = plan_conversion(random_model(cfg)).parts
     inside = [n for n in parts if any(f'{n}.'.startswith(f'{block}.') for block in reached)]
     heads = [name for name in inside if len(parts[name].sizes) == 2]
     assert places({*inside} - {*heads}) == TABLE[family][CHANNELS_]
@@ -198,7 +199,7 @@ def test_products_in_8_bits(family, tmp_path, randomize, monkeypatch):
     """Weights are random, so that the file need not agree; other tests compare trained ones."""
     pytest.importorskip('nncf')
     cfg = small_config(family, tmp_path, randomize)
-    model = spread(randomize(build_model(cfg)))
+    model = spread(randomize(random_model(cfg)))
     data = [resized(small_images(cfg), [(128, 160)])]
     found = []
 
@@ -214,7 +215,7 @@ def test_products_in_8_bits(family, tmp_path, randomize, monkeypatch):
 @pytest.mark.parametrize('family', OTHERS)
 def test_exports_that_no_other_test_compares(family, tmp_path, randomize):
     cfg = small_config(family, tmp_path, randomize)
-    model = spread(randomize(build_model(cfg)))
+    model = spread(randomize(random_model(cfg)))
     images = small_images(cfg)
     (found,) = model.test_step(resized(images, [(128, 160)]))
     if family in ('SegFormer', 'Segmenter'):

@@ -9,11 +9,12 @@ import torch
 from mmengine.registry import MODELS
 from mmengine.structures import BaseDataElement, InstanceData, PixelData
 
-from repa_mm.config import build_model, load_config
+from repa_mm.config import load_config
 from repa_mm.export import int8
 from repa_mm.export.agreement import agreement
 from repa_mm.export.runtime_model import ExportedModel
 from repa_mm.opening import open_model
+from tests.conftest import random_model
 from tests.test_export.conftest import write_config
 from tests.test_export.rectangles import batch, train
 
@@ -57,7 +58,7 @@ def learned(tmp_path_factory):
             if task == 'classifier':  # without Mixup, for seven classes
                 cfg.model.train_cfg, cfg.model.head.loss = None, dict(type='CrossEntropyLoss')
             cfg.dump(config)
-            model = build_model(cfg)
+            model = random_model(cfg)
             train(model, task, *LEARN[task][:2])
             checkpoint = str(folder / f'{task}.pth')
             torch.save(dict(state_dict=model.state_dict()), checkpoint)
@@ -194,7 +195,7 @@ def test_shifted_windows(tmp_path, monkeypatch):
     """Whose masks come from constants that NNCF must find in ONNX."""
     config = write_config('retinanet', tmp_path, repa=False)
     options = {'model.backbone.window_size': 4, 'model.backbone.arch.depths': [1, 2, 1, 1]}
-    model = open_model(config, None, options, merge=True)
+    model = open_model(load_config(config, options), merge=True)
     monkeypatch.setattr(int8, 'agreement', lambda *_, **__: 1.0)
     seen = scenes('retinanet', number=2)
     eight = int8.quantize(model, str(tmp_path / 'model.onnx'), seen, seen)['layers'].values()
@@ -206,7 +207,7 @@ def test_images_of_one_channel(name, tmp_path, monkeypatch):
     """The number of channels is the model's, also where the shape of a file is fixed."""
     options = {'model.backbone.in_channels': 1}
     options['model.data_preprocessor'] = dict(mean=[116.0], std=[57.0], bgr_to_rgb=False)
-    model = open_model(write_config('retinanet', tmp_path, repa=False), None, options)
+    model = open_model(load_config(write_config('retinanet', tmp_path, repa=False), options))
     monkeypatch.setattr(int8, 'agreement', lambda *_, **__: 1.0)
     seen = [dict(x, inputs=[x['inputs'][0][:1]]) for x in scenes('retinanet', number=2)]
     file = str(tmp_path / name)

@@ -11,11 +11,12 @@ import pytest
 import torch
 from mmengine.registry import MODELS
 
-from repa_mm.config import build_model, load_config
+from repa_mm.config import load_config
 from repa_mm.export import runtime_model
 from repa_mm.export.export import agreeing_onnx, noise, resized
 from repa_mm.export.runtime_model import ExportedModel, runner_for_exported
 from repa_mm.opening import open_model
+from tests.conftest import random_model
 
 from .conftest import write_config
 
@@ -166,7 +167,7 @@ def test_foreground_and_background_by_one_score(randomize, tmp_path):
     options = dict(num_classes=2, out_channels=1, loss_decode=dict(use_sigmoid=True))
     cfg = load_config(write_config('upernet', tmp_path, repa=False))
     cfg.merge_from_dict({'model.decode_head': options, 'model.auxiliary_head': None})
-    model = randomize(build_model(cfg))
+    model = randomize(random_model(cfg))
     images = [resized([data], [(96, 128)]) for data in noise(cfg)]
     logits = model.predict(model.data_preprocessor(images[0], False)['inputs'])
     model.decode_head.threshold = float(logits[0].seg_logits.data.sigmoid().median())

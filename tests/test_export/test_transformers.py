@@ -6,10 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from repa_mm.config import build_model, load_config
+from repa_mm.config import load_config
 from repa_mm.export.export import TOLERANCES, agreeing_onnx, noise, resized
 from repa_mm.export.runtime_model import ExportedModel
 from repa_mm.export.transformers import _extent, padding_mask
+from tests.conftest import random_model
 
 from .test_runtime_model import check_objects
 
@@ -59,7 +60,7 @@ def detector(name, randomize, **options):
     )
     cfg = load_config(f'mmdet::{DETECTORS[name]}', dict(model=sizes))
     cfg.merge_from_dict(dict(model=options))
-    return spread(randomize(build_model(cfg))), cfg
+    return spread(randomize(random_model(cfg))), cfg
 
 
 def spread(model):
@@ -183,7 +184,7 @@ def mask_model(kind, randomize):
         options['backbone'] = dict(norm_cfg=dict(type='BN'))
     options['backbone'] = dict(BACKBONE, **options.get('backbone', {}))
     cfg = load_config(MASK_MODELS[kind], dict(model=options))
-    model = spread(randomize(build_model(cfg)))
+    model = spread(randomize(random_model(cfg)))
     head = getattr(model, 'panoptic_head', None) or model.decode_head
     if 'maskformer' in kind:  # whose queries meet nothing but attention
         head.query_embed.weight.data *= 20

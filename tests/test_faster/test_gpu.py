@@ -8,6 +8,7 @@ import torch.nn as nn
 
 from repa_mm import config_path
 from repa_mm.benchmark.variants import with_our_parts
+from repa_mm.config import load_config
 from repa_mm.faster import attention, faster_on_gpu_, gpu
 from repa_mm.faster.gpu import FastLayerNorm
 from repa_mm.opening import open_model
@@ -19,7 +20,8 @@ SMALL = {'model.backbone.arch.depths': [2, 1, 1, 1]}
 
 def _model(task, repa='', **kwargs):
     pytest.importorskip(PACKAGE[task])
-    return open_model(config_path(f'demo/{task}_{repa}swin_digits.py'), None, SMALL, **kwargs)
+    cfg = load_config(config_path(f'demo/{task}_{repa}swin_digits.py'), SMALL)
+    return open_model(cfg, **kwargs)
 
 
 def _features(model, x):

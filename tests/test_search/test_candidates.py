@@ -7,12 +7,14 @@ import numpy as np
 import pytest
 import torch
 
-from repa_mm.config import build_model, load_config
+from repa_mm.config import load_config
 from repa_mm.convert.pretrained import convert_checkpoint
 from repa_mm.export.export import noise, resized
 from repa_mm.faster.attention import FastShiftWindowMSA
 from repa_mm.faster.deformable import FastDeformableAttention
+from repa_mm.opening import open_model
 from repa_mm.search.candidates import with_faster_parts
+from tests.conftest import random_model
 from tests.test_export.conftest import write_config
 
 pytest.importorskip('mmdet')
@@ -45,14 +47,14 @@ def test_the_config_is_of_the_same_model(task, tmp_path, monkeypatch, randomize)
         stock, cfg = detector(task, randomize)
     else:
         cfg = load_config(write_config(task, tmp_path, repa=False))
-        stock = randomize(build_model(cfg))
+        stock = randomize(random_model(cfg))
     monkeypatch.chdir(tmp_path)
     torch.save(dict(state_dict=stock.state_dict()), 'stock.pth')
     before = copy.deepcopy(cfg.model)
     with_faster_parts(cfg, stock).dump('faster.py')
     assert cfg.model == before
     data = resized(noise(cfg), [(128, 160)])
-    faster = build_model(load_config('faster.py'), 'stock.pth')
+    faster = open_model(load_config('faster.py'), 'stock.pth')
     expected = {FastUPerHead if kind == 'FastUPerHead' else kind for kind in CASES[task]}
     assert expected <= kinds(faster) and not expected & kinds(stock)
     found, wanted = (model.test_step(copy.deepcopy(data))[0] for model in (faster, stock))
@@ -67,4 +69,4 @@ def test_the_config_is_of_the_same_model(task, tmp_path, monkeypatch, randomize)
     assert with_faster_parts(cfg, faster) is cfg
     write_images(tmp_path / 'images')
     convert_checkpoint('faster.py', 'stock.pth', 'half.pth', 0.5, num_images=2, images='images')
-    assert expected <= kinds(build_model(load_config('half.py'), 'half.pth'))
+    assert expected <= kinds(open_model(load_config('half.py'), 'half.pth'))

@@ -17,16 +17,17 @@ import torch
 from mmengine.runner import Runner
 
 import repa_mm
-from repa_mm.config import build_model, load_config
+from repa_mm.config import load_config
 from repa_mm.convert.pretrained import convert_model
 from repa_mm.export.export import agreeing_onnx
 from repa_mm.faster.attention import FastShiftWindowMSA
-from repa_mm.opening import read_images
+from repa_mm.opening import open_model, read_images
 from repa_mm.reparam import CheckpointError, has_deploy_form, has_training_form
 from repa_mm.search import search
 from repa_mm.search.candidates import Candidate
 from repa_mm.search.formats import BF16, EAGER, F32, INT8, ORT, ORT_CUDA
 from repa_mm.search.judge import Annotated
+from tests.conftest import random_model
 from tests.test_export.rectangles import scene, train
 
 pytest.importorskip('onnxruntime')
@@ -73,7 +74,7 @@ def learned(tmp_path_factory):
         cv2.imwrite(str(path), image.permute(1, 2, 0).numpy())
     (folder / 'config.py').write_text(CONFIG)
     torch.manual_seed(0)
-    model = build_model(load_config(str(folder / 'config.py')))
+    model = random_model(load_config(str(folder / 'config.py')))
     train(model, 'classifier', 60, 3e-3)
     torch.save(dict(state_dict=model.state_dict()), folder / 'model.pth')
     return folder
@@ -279,13 +280,13 @@ def test_other_configs(folder, text):
     """Of the pure Python style, of another number of channels, and of any number of labels."""
     Path('other.py').write_text(text)
     cfg = load_config('other.py')
-    torch.save(dict(state_dict=build_model(cfg).state_dict()), 'other.pth')
+    torch.save(dict(state_dict=random_model(cfg).state_dict()), 'other.pth')
     options = dict(images='images', num_images=NUM, fit_images=3, budgets=[], device='cpu')
     rows = repa_mm.speed_up('other.py', 'other.pth', 'out', **options)
     kinds = [(row['candidate'], row['format']) for row in rows]
     assert kinds[:4] == [('stock', EAGER), *(('faster parts', k) for k in (EAGER, ORT, F32))]
     assert [row['metric'] for row in rows] == [100] * len(rows)
-    assert build_model(load_config('out/candidates/faster.py'), 'other.pth')
+    assert open_model(load_config('out/candidates/faster.py'), 'other.pth')
 
 
 def test_a_repaformer_is_compared_with_its_merged_form(folder, monkeypatch):
@@ -293,11 +294,11 @@ def test_a_repaformer_is_compared_with_its_merged_form(folder, monkeypatch):
     monkeypatch.setattr(search, 'installed_formats', lambda _: ([EAGER], []))
     text = CONFIG.replace("'SwinTransformer'", "'RePaSwinTransformer'")
     Path('repa.py').write_text(f"custom_imports = dict(imports=['repa_mm'])\n{text}")
-    model = build_model(load_config('repa.py'))
+    model = random_model(load_config('repa.py'))
     torch.save(dict(state_dict=model.state_dict()), 'repa.pth')
     rows = repa_mm.speed_up('repa.py', 'repa.pth', 'out', num_images=0, budgets=[], device='cpu')
     assert [row['candidate'] for row in rows] == ['merged']
-    found = build_model(load_config(rows[0]['config']), rows[0]['checkpoint'])
+    found = open_model(load_config(rows[0]['config']), rows[0]['checkpoint'])
     assert has_training_form(model) and not has_training_form(found) and has_deploy_form(found)
     data = found.data_preprocessor(read_images(found.cfg, 'test', 2)[0], False)
     with torch.no_grad():
@@ -524,7 +525,7 @@ def test_a_choice_in_pytorch_has_the_faster_parts(folder, monkeypatch):
     row = chosen_of(run(max_loss=0))
     assert row['format'] == EAGER
     assert sorted(p.name for p in Path('out').glob('model.*')) == ['model.pth', 'model.py']
-    model = build_model(load_config('out/model.py'), 'out/model.pth')
+    model = open_model(load_config('out/model.py'), 'out/model.pth')
     assert any(isinstance(module, FastShiftWindowMSA) for module in model.modules())
     slower = search.measure
     monkeypatch.setattr(

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import repa_mm
-from repa_mm.config import build_model, load_config
+from repa_mm.config import load_config
+from tests.conftest import random_model
 
 # On the tiny detector of the demo: its backbone, and how wide the maps are that it gives the neck.
 STRUCTURES = dict(
@@ -58,7 +59,7 @@ def test_trained_tested_and_merged(config, in_digits, call):
 
 
 def test_merging_before_the_end_is_refused(config, tmp_path, call):
-    model = build_model(load_config(config))
+    model = random_model(load_config(config))
     scheduled = [module for module in model.modules() if hasattr(module, 'set_lam')]
     if not scheduled:
         pytest.skip('nothing is scheduled')

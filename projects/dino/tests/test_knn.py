@@ -11,7 +11,8 @@ from mmengine.registry import MODELS
 from sklearn.neighbors import KNeighborsClassifier
 
 from projects.dino.knn import image_features, knn_evaluate, knn_predict
-from repa_mm.config import build_model, load_config
+from repa_mm.config import load_config
+from tests.conftest import random_model
 
 BACKBONE = dict(
     type='RePaVisionTransformer',
@@ -94,7 +95,7 @@ def test_accuracy_is_that_of_scikit_learn_on_the_same_features(config, folder, w
         text = Path(config).read_text().replace(line, '')
         Path(config).write_text(text + line.strip().rstrip(',') + '\n')
     torch.manual_seed(0)
-    model = randomize(build_model(load_config(config)))
+    model = randomize(random_model(load_config(config)))
     path = str(Path(folder).parent / 'model.pth')
     torch.save(dict(state_dict=model.state_dict()), path)
     data = {}
