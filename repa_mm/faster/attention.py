@@ -18,7 +18,6 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from mmcv.cnn.bricks.transformer import PatchMerging
-from mmengine.utils import digit_version
 from mmpretrain.models.utils.attention import ShiftWindowMSA
 
 from repa_mm.faster.windows import (
@@ -46,16 +45,8 @@ _MERGING = (
     'mmdet.models.layers.transformer.utils',
     'mmseg.models.utils.embed',
 )
-# In earlier versions, masked scaled_dot_product_attention is slower on a CPU than two matmuls.
-_CPU_HAS_MASKED_KERNEL = digit_version(torch.__version__) >= digit_version('2.3')
 # Tokens per chunk: few enough to fit the caches, and enough for efficient matrix products.
 _CHUNK = 2048
-
-
-def _heads(qkv: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """View qkv (n, N, 3 C) as (3, n, heads, N, C / heads)."""
-    n, num_tokens, _ = qkv.shape
-    return qkv.view(n, num_tokens, 3, num_heads, -1).permute(2, 0, 3, 1, 4)
 
 
 def split_heads(
@@ -66,8 +57,6 @@ def split_heads(
     Heads of one width, r = s, are those of stock attention.
     """
     dims = (qkv.shape[2] - v_dims) // 2
-    if dims == v_dims:
-        return tuple(_heads(qkv, num_heads))
     parts = qkv.split([dims, dims, v_dims], 2)
     return tuple(part.unflatten(2, (num_heads, -1)).transpose(1, 2) for part in parts)
 
@@ -88,28 +77,12 @@ def attend(
     return x[..., : v.shape[3]]
 
 
-def _probabilities(
-    q: torch.Tensor, k: torch.Tensor, bias: torch.Tensor, scale: float
-) -> torch.Tensor:
-    """Compute softmax(scale q k^T + bias), (n heads, N, N)."""
-    scores = bias.expand(len(q), -1, -1, -1).clone(memory_format=torch.contiguous_format)
-    scores = scores.flatten(0, 1)
-    scores.baddbmm_(q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2), alpha=scale)
-    return scores.softmax(-1)
-
-
 def _attend(
     qkv: torch.Tensor, bias: torch.Tensor, num_heads: int, v_dims: int, scale: float
 ) -> torch.Tensor:
     """Compute attention from qkv of windows that share one bias (heads, N, N)."""
-    n, num_tokens, _ = qkv.shape
-    q, k, v = split_heads(qkv, num_heads, v_dims)
-    if qkv.device.type != 'cpu' or _CPU_HAS_MASKED_KERNEL:
-        x = attend(q, k, v, scale, bias[None])
-    else:
-        q, k, v = (x.contiguous() for x in (q, k, v))
-        x = torch.bmm(_probabilities(q, k, bias, scale), v.flatten(0, 1)).view(v.shape)
-    return x.transpose(1, 2).reshape(n, num_tokens, v_dims)
+    x = attend(*split_heads(qkv, num_heads, v_dims), scale, bias[None])
+    return x.transpose(1, 2).flatten(2)
 
 
 def _chunks(groups: Sequence[tuple[int, int, int]], size: int) -> Iterator[tuple[int, int, int]]:
@@ -119,15 +92,15 @@ def _chunks(groups: Sequence[tuple[int, int, int]], size: int) -> Iterator[tuple
 
 
 class _Attention(torch.autograd.Function):
-    """Attention that keeps only its inputs for the backward pass."""
+    """Attention in chunks that keeps only its inputs for the backward pass."""
 
     @staticmethod
-    def forward(ctx, qkv, bias, num_heads, scale, chunks):
+    def forward(ctx, qkv, bias, chunks, *how):
         ctx.save_for_backward(qkv, bias)
-        ctx.args = num_heads, scale, chunks
-        x = qkv.new_empty(*qkv.shape[:2], qkv.shape[2] // 3)
+        ctx.chunks, ctx.how = chunks, how
+        x = qkv.new_empty(*qkv.shape[:2], how[1])
         for start, stop, mask in chunks:
-            x[start:stop] = _attend(qkv[start:stop], bias[mask], num_heads, x.shape[2], scale)
+            x[start:stop] = _attend(qkv[start:stop], bias[mask], *how)
         return x
 
     @staticmethod
@@ -136,26 +109,28 @@ class _Attention(torch.autograd.Function):
     )
     def backward(ctx, grad):
         qkv, bias = ctx.saved_tensors
-        num_heads, scale, chunks = ctx.args
+        num_heads, v_dims, scale = ctx.how
         grad_qkv = torch.empty_like(qkv)
         # In float32 at least, since gradients are summed over many windows.
         grad_bias = torch.zeros_like(bias, dtype=torch.promote_types(bias.dtype, torch.float32))
-        for start, stop, mask in chunks:
-            heads = _heads(qkv[start:stop], num_heads).contiguous()
-            p = _probabilities(heads[0], heads[1], bias[mask], scale)
-            q, k, v = heads.flatten(1, 2)
+        for start, stop, mask in ctx.chunks:
+            heads = split_heads(qkv[start:stop], num_heads, v_dims)
+            q, k, v = (x.flatten(0, 1) for x in heads)
             grad_x = grad[start:stop].unflatten(2, (num_heads, -1)).transpose(1, 2).flatten(0, 1)
-            grad_heads = torch.empty_like(heads)
-            grad_q, grad_k, grad_v = grad_heads.flatten(1, 2)
-            torch.bmm(p.transpose(1, 2), grad_x, out=grad_v)
+            scores = bias[mask].expand(stop - start, -1, -1, -1).flatten(0, 1)
+            p = scores.baddbmm(q, k.transpose(1, 2), alpha=scale).softmax(-1)
             grad_p = torch.bmm(grad_x, v.transpose(1, 2))
             grad_scores = torch._softmax_backward_data(grad_p, p, -1, p.dtype)
             sums = grad_scores.view(-1, *bias.shape[1:]).sum(0, dtype=grad_bias.dtype)
             grad_bias[mask] += sums
-            torch.bmm(grad_scores, k, out=grad_q).mul_(scale)
-            torch.bmm(grad_scores.transpose(1, 2), q, out=grad_k).mul_(scale)
-            _heads(grad_qkv[start:stop], num_heads).copy_(grad_heads)
-        return grad_qkv, grad_bias.to(bias), None, None, None
+            grads = (
+                torch.bmm(grad_scores, k).mul_(scale),
+                torch.bmm(grad_scores.transpose(1, 2), q).mul_(scale),
+                torch.bmm(p.transpose(1, 2), grad_x),
+            )
+            for to, part in zip(split_heads(grad_qkv[start:stop], num_heads, v_dims), grads):
+                to.copy_(part.view(to.shape))
+        return grad_qkv, grad_bias.to(bias), *[None] * 4
 
 
 # The kernels are an operator for torch.compile, which PyTorch 2.6 has.
@@ -216,14 +191,14 @@ class FastShiftWindowMSA(ShiftWindowMSA):
             return super().forward(query, hw_shape)
         height, width = hw_shape
         shift = self.shift_of(query, hw_shape)
-        # The kernel on GPUs; plain operations for graphs, which cannot have a number of chunks that
-        # depends on the image, for dropout and subclasses of tensors; otherwise chunks.
+        # docs/benchmarks.md has what the kernel gains on GPUs, and the chunks on CPUs. A graph for
+        # images of any size cannot have a number of chunks that depends on the image.
         if self._fits_kernel(query):
             x = self._forward_kernel(query, height, width, shift)
-        elif w_msa.training and w_msa.attn_drop.p or type(query) is not torch.Tensor or is_traced():
-            x = self._forward_traceable(query, height, width, shift)
+        elif self._fits_chunks(query):
+            x = self._forward_chunks(query, height, width, shift)
         else:
-            x = self._forward_eager(query, height, width, shift)
+            x = self._forward_plain(query, height, width, shift)
         return self.drop(w_msa.proj_drop(x))
 
     def shift_of(self, query: torch.Tensor, hw_shape: Sequence[int]):
@@ -279,7 +254,6 @@ class FastShiftWindowMSA(ShiftWindowMSA):
             _HAS_OPERATORS
             and has_kernels(query.device)
             and type(query) is torch.Tensor
-            and query.numel() > 0
             and not (torch.jit.is_tracing() or _is_exporting())
             # With gradients, compiled code takes operations that it can differentiate.
             and not (torch.is_grad_enabled() and is_traced())
@@ -295,6 +269,12 @@ class FastShiftWindowMSA(ShiftWindowMSA):
         # Scores and tokens of a window fit into registers and shared memory.
         return self.window_size <= 8 and width <= _WIDEST_HEADS.get(dtype, 0)
 
+    def _fits_chunks(self, query: torch.Tensor) -> bool:
+        """Return True if chunks of windows are faster: on CPUs, without dropout of attention."""
+        is_dropping = self.w_msa.training and self.w_msa.attn_drop.p
+        is_tensor = type(query) is torch.Tensor and query.device.type == 'cpu'
+        return is_tensor and not is_dropping and not is_traced()
+
     def _forward_kernel(self, query, height, width, shift):
         from repa_mm.faster.kernels import window_attention
 
@@ -307,110 +287,73 @@ class FastShiftWindowMSA(ShiftWindowMSA):
         how = height, width, self.window_size, shift, w_msa.proj.in_features, w_msa.scale
         return w_msa.proj(window_attention(qkv, bias, table, index, *how))
 
-    def _forward_eager(self, query, height, width, shift):
-        w_msa, num_tokens = self.w_msa, self.window_size**2
-        channels, on_cpu = query.shape[-1], query.device.type == 'cpu'
-        if not len(query):  # an empty batch, with the usual dtype
-            return w_msa.proj(query)
+    def _forward_chunks(self, query, height, width, shift):
+        w_msa, num_tokens, channels = self.w_msa, self.window_size**2, query.shape[-1]
         rows, positions, padded, groups = partition(
             len(query), height, width, self.window_size, shift, query.device
         )
-        x = query.reshape(-1, channels)
-        v_dims = w_msa.proj.in_features
-        kwargs = dict(num_heads=w_msa.num_heads, v_dims=v_dims, scale=w_msa.scale)
-        if on_cpu:
-            groups = list(_chunks(groups, max(_CHUNK // num_tokens, 1)))
+        x, how = query.reshape(-1, channels), (w_msa.num_heads, w_msa.proj.in_features, w_msa.scale)
+        chunks = list(_chunks(groups, max(_CHUNK // num_tokens, 1)))
 
         if torch.is_grad_enabled():
             windows = gather(x, rows, positions, padded)
             qkv = self.qkv(windows.view(-1, num_tokens, channels), padded)
-            bias = self.bias(shift, qkv.dtype)
-            if on_cpu and qkv.shape[2] == 3 * v_dims:
-                x = _Attention.apply(qkv, bias, w_msa.num_heads, w_msa.scale, groups)
-            else:
-                parts = [_attend(qkv[i:j], bias[mask], **kwargs) for i, j, mask in groups]
-                x = torch.cat(parts)
+            x = _Attention.apply(qkv, self.bias(shift, qkv.dtype), chunks, *how)
             x = w_msa.proj(x).view(-1, channels)
             return gather(x, positions, rows, None, padded).view(query.shape)
 
         out = None
-        for start, stop, mask in groups:
+        for start, stop, mask in chunks:
             chunk = slice(start * num_tokens, stop * num_tokens)
-            windows = x.index_select(0, rows[chunk])
             is_padded = None if padded is None else padded[chunk]
-            if padded is not None:
-                windows.masked_fill_(is_padded, 0)
+            windows = gather(x, rows[chunk], positions, is_padded)
             qkv = self.qkv(windows.view(-1, num_tokens, channels), is_padded)
             if out is None:
                 bias = self.bias(shift, qkv.dtype)
                 out = qkv.new_empty(len(rows), channels)
-            out[chunk] = w_msa.proj(_attend(qkv, bias[mask], **kwargs)).flatten(0, 1)
+            out[chunk] = w_msa.proj(_attend(qkv, bias[mask], *how)).flatten(0, 1)
         return out.index_select(0, positions).view(query.shape)
 
-    def _forward_traceable(self, query, height, width, shift):
-        """Compute attention in operations that can be traced and compiled."""
-        w_msa, window = self.w_msa, self.window_size
+    def _forward_plain(self, query, height, width, shift):
+        w_msa, window, heads = self.w_msa, self.window_size, self.w_msa.num_heads
         batch, _, channels = query.shape
         rows, positions, padded, mask = traceable_partition(
             height, width, window, shift, query.device
         )
-        x = gather(query, rows, positions, padded)
-        x = x.view(batch * mask.shape[0], window**2, channels)
-        is_known = isinstance(shift, int)
-        is_shifted = shift if is_known else self.shift_size
-        if not is_known:
-            mask = times(mask, shift // self.shift_size)
-        if torch.onnx.is_in_onnx_export():
-            mask = mask.repeat(batch) if is_shifted else None
-            return self._forward_onnx(x, batch, positions, padded, mask)
-        v_dims = w_msa.proj.in_features
-        q, k, v = split_heads(self.qkv(x, padded), w_msa.num_heads, v_dims)
-        bias = buffer(self.bias(is_shifted, q.dtype).contiguous())
-        if is_shifted:
-            bias = bias[mask]
-        bias = bias.repeat(batch if is_shifted else 1, 1, 1, 1)
-        if query.device.type == 'cpu' or w_msa.training and w_msa.attn_drop.p:
-            # In four dimensions, which OpenVINO fuses into one operation.
-            scores = (q * w_msa.scale) @ k.transpose(2, 3) + bias
-            x = w_msa.attn_drop(scores.softmax(-1)) @ v
-        else:
-            x = attend(q, k, v, w_msa.scale, bias)
-        x = w_msa.proj(x.transpose(1, 2).reshape(-1, window**2, v_dims))
-        return gather(x.view(batch, -1, channels), positions, rows, None, padded)
-
-    def _forward_onnx(self, x, batch, positions, padded, mask):
-        """Compute attention from windows (n, N, C) in the operations that runtimes do fastest."""
-        w_msa, num_tokens, heads = self.w_msa, x.shape[1], self.w_msa.num_heads
-        q, k, v = self._onnx_heads(x, padded)
+        x = gather(query, rows, positions, padded).view(-1, window**2, channels)
+        q, k, v = self._heads(x, padded)
         # In four dimensions, which OpenVINO fuses into one operation. The mask is apart from the
         # bias, since a sum of both would be computed for each window and head.
-        scores = q @ k.transpose(2, 3) + self.bias(0, q.dtype)
-        if mask is not None:
-            scores = scores + masks(self.window_size, self.shift_size, x.device)[mask].to(q.dtype)
+        scores = q @ k.transpose(2, 3) + buffer(self.bias(0, q.dtype).contiguous())
+        if not isinstance(shift, int):  # known when the graph runs
+            mask = times(mask, shift // self.shift_size)
+        if not isinstance(shift, int) or shift:
+            of_windows = masks(window, self.shift_size, x.device)[mask.repeat(batch)]
+            scores = scores + buffer(of_windows.to(q.dtype))
         x = w_msa.attn_drop(scores.softmax(-1)) @ v
         # One gather undoes the windows and puts the heads side by side.
-        positions = positions[:, None]
-        head = torch.arange(heads, device=x.device)
-        rows = (positions // num_tokens * heads + head) * num_tokens + positions % num_tokens
+        positions, head = positions[:, None], torch.arange(heads, device=x.device)
+        rows = (positions // window**2 * heads + head) * window**2 + positions % window**2
         x = x.reshape(batch, -1, v.shape[-1]).index_select(1, rows.flatten())
         return w_msa.proj(x.view(batch, -1, w_msa.proj.in_features))
 
-    def _onnx_heads(self, x, padded):
+    def _heads(self, x, padded):
         """Compute queries times the scale, keys and values (n, heads, N, width) of windows."""
-        w_msa, layer, heads = self.w_msa, self.w_msa.qkv, self.w_msa.num_heads
+        w_msa, layer, values = self.w_msa, self.w_msa.qkv, self.w_msa.proj.in_features
         if type(layer) is not nn.Linear or type(self).qkv is not FastShiftWindowMSA.qkv:
-            q, k, v = split_heads(self.qkv(x, padded), heads, w_msa.proj.in_features)
+            q, k, v = split_heads(self.qkv(x, padded), w_msa.num_heads, values)
             return q * w_msa.scale, k, v
-        # Three products, since parts of one would be copied. Slices and the scale become constants.
-        num_values = w_msa.proj.in_features
-        num_queries = (layer.out_features - num_values) // 2
+        # Three products, since runtimes would copy parts of one. In files, slices and the scale
+        # become constants.
+        queries = (layer.out_features - values) // 2
         parts, start = [], 0
-        for size, scale in (num_queries, w_msa.scale), (num_queries, 1), (num_values, 1):
+        for size, scale in (queries, w_msa.scale), (queries, 1), (values, 1):
             weight, bias = (
                 None if p is None else p[start : start + size] * scale
                 for p in (layer.weight, layer.bias)
             )
-            part = F.linear(x, weight, bias).view(*x.shape[:2], heads, size // heads)
+            part = F.linear(x, weight, bias)
+            part = part.view(*x.shape[:2], w_msa.num_heads, size // w_msa.num_heads)
             parts.append(part.transpose(1, 2))
             start += size
         return parts

@@ -236,10 +236,9 @@ def test_what_does_not_fit_takes_the_other_path(kwargs, change, calls):
     assert not calls
 
 
-def test_empty_batches_and_traces(calls):
+def test_traces(calls):
     fast = _module()[1].requires_grad_(False)
     with torch.no_grad():
-        assert fast(torch.randn(0, 48, 16, device=DEVICE), (6, 8)).shape == (0, 48, 16)
         x = torch.randn(1, 48, 16, device=DEVICE)
         torch.jit.trace(lambda x: fast(x, (6, 8)), x, check_trace=False)
     assert not calls
