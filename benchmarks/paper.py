@@ -25,10 +25,12 @@ from mmengine.logging import MMLogger
 from benchmarks.shares import ffn_modules, measure_shares
 from repa_mm.benchmark.complexity import count
 from repa_mm.benchmark.timing import change, measure, show, show_machine
-from repa_mm.benchmark.variants import OURS, STOCK, deployed_, noise, with_our_parts
+from repa_mm.benchmark.variants import OURS, STOCK, noise, with_our_parts
 from repa_mm.config import load_config
+from repa_mm.faster import fuse_conv_bn_
 from repa_mm.opening import open_model
 from repa_mm.paths import config_path
+from repa_mm.reparam import reparameterize_
 
 PART = 'FFNs'  # whose share is measured
 COLUMNS = (
@@ -81,7 +83,7 @@ def measure_pairs(
         model = open_model(cfg).to(images.device)
         name = '' if ratio is None else f'{ratio:.3g}'
         training = count(model, images[:1])
-        deployed[name] = deployed_(model)
+        deployed[name] = fuse_conv_bn_(reparameterize_(model))
         sizes[name] = training, count(model, images[:1])
     models = with_our_parts(counterpart_(open_model(cfg)).to(images.device))
     stock = count(models[STOCK], images[:1])

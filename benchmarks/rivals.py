@@ -39,7 +39,7 @@ from repa_mm.models import ffn_sites
 from repa_mm.opening import open_model, read_images
 from repa_mm.search.candidates import Candidate
 from repa_mm.search.formats import EAGER, INT8
-from repa_mm.search.search import Search
+from repa_mm.search.search import Search, quiet
 
 #: Criteria that need neither labels nor gradients.
 CRITERIA = {
@@ -52,13 +52,13 @@ COLUMNS = 'model', 'format', 'ms', '× stock [95 %]', 'metric', 'difference [95 
 
 
 def prune(config: str, checkpoint: str, stem: str, ratio: float, criterion: str) -> Candidate:
-    """Remove a share of the hidden channels of a backbone's FFNs by Torch-Pruning.
+    """Remove a fraction of the hidden channels of a backbone's FFNs by Torch-Pruning.
 
     Args:
         config (str): Config of the stock model.
         checkpoint (str): Its checkpoint.
         stem (str): Path of the config and checkpoint to write, without their suffixes.
-        ratio (float): Share of the channels that goes, ranked over all FFNs.
+        ratio (float): Fraction of the channels that goes, ranked over all FFNs.
         criterion (str): A key of :data:`CRITERIA`.
     """
     cfg = load_config(config)
@@ -91,7 +91,7 @@ def at_latency(search: Search, chosen: tuple, criterion: str, folder: str) -> tu
     """Prune until a model takes as long as the chosen one, in its format.
 
     Returns:
-        tuple: The candidate, and the share of channels that it lost.
+        tuple: The candidate, and the fraction of channels that it lost.
     """
     low, high, found = 0.0, LARGEST, None
     for step in range(STEPS):
@@ -105,7 +105,7 @@ def at_latency(search: Search, chosen: tuple, criterion: str, folder: str) -> tu
         if model is None:
             break
         ours = search.open(search.candidates[chosen[0]], kind)
-        times = search.time({chosen: ours, 'rival': model}, 5, f'time {candidate.name}')
+        times = search.time({chosen: ours, 'rival': model}, 5, candidate.name)
         slower = np.median(times['rival']) > np.median(times[chosen])
         low, high = (ratio, high) if slower else (low, ratio)
         if not slower or step == 0:
@@ -139,7 +139,7 @@ def plain_int8(search: Search, file: str) -> nn.Module:
     data = nncf.Dataset(read_images(cfg, 'train', len(search.to_fit)), feed)
     quantized = nncf.quantize(openvino.Core().read_model(content, b''), data)
     openvino.save_model(quantized, file, compress_to_fp16=False)
-    return ExportedModel(file, search.preprocessor)
+    return ExportedModel(file, model.data_preprocessor)
 
 
 def models(search: Search, chosen: tuple, folder: str) -> Iterator[tuple[str, str, nn.Module]]:
@@ -172,9 +172,10 @@ def main() -> None:
     stock = search.judge(found[STOCK, EAGER])
     rows, tests = [], {}
     for key, model in found.items():
-        score = search.judge(model)
-        tests[key] = score.value, *search.judge.difference(score, stock)
-    times = search.time(found, args.repeats, 'time all in turn')
+        with quiet():
+            score = search.judge(model)
+            tests[key] = score.value, *search.judge.difference(score, stock)
+    times = search.time(found, args.repeats, 'all in turn')
     for (name, kind), (value, change, low, high) in tests.items():
         ratio, least, most = compare(times[STOCK, EAGER], times[name, kind])
         ms = float(np.median(times[name, kind]))

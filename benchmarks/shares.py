@@ -19,7 +19,7 @@ import torch.nn as nn
 from mmengine.logging import MMLogger
 
 from repa_mm.benchmark.timing import measure, show, show_machine, synchronize
-from repa_mm.benchmark.variants import noise, synthetic_batch, variants
+from repa_mm.benchmark.variants import calls_on_noise, variants
 from repa_mm.config import load_config
 
 # Names in a block of a MetaFormer: the token mixer; the FFN and the norm before it.
@@ -139,18 +139,11 @@ def main() -> None:
     MMLogger.get_current_instance().setLevel('WARNING')
     cfg = load_config(args.config)
     models = variants(cfg, baseline=load_config(args.baseline) if args.baseline else None)
+    shape = tuple(args.input_shape)
+    calls, argument = calls_on_noise(models, args.part, shape, args.batch_size)
     if args.part == 'backbone':
-        calls = {name: model.backbone for name, model in models.items()}
-        argument = noise(args.input_shape, args.batch_size)
         parts = {name: {'FFNs': ffn_modules(call)} for name, call in calls.items()}
     else:
-        calls = {
-            name: lambda batch, model=model: model(**batch, mode='predict')
-            for name, model in models.items()
-        }
-        model = next(iter(models.values()))
-        batch = synthetic_batch(model, tuple(args.input_shape), args.batch_size)
-        argument = model.data_preprocessor(batch)
         parts = {name: detector_parts(model) for name, model in models.items()}
     rows = share_rows(*measure_shares(calls, parts, argument, args.repeats))
     show(f'{args.config}, medians of {args.repeats} turns', ('part', 'ms', 'share'), rows)

@@ -9,7 +9,7 @@ Weights are random, images and targets synthetic. A step is a forward and a back
 
 import argparse
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -36,6 +36,7 @@ from repa_mm.reparam import ChannelIdleFFN, reparameterize, set_training_path_
 
 DEVICE = 'cuda' if torch.cuda.is_available() else 'cpu'
 PATHS = 'literal', 'folded', 'auto'
+TRAINED = ('literal', 'auto') if DEVICE == 'cpu' else PATHS  # by a whole model
 # (N, C): tokens and channels of one FFN, as in the stages of Swins.
 FFN_SHAPES = (8192, 128), (8192, 256), (8192, 512), (2048, 1024), (1568, 512), (392, 1024)
 if DEVICE == 'cuda':  # two images of 800 x 1344
@@ -58,9 +59,9 @@ def loss(model: nn.Module, batch: Any) -> torch.Tensor:
     return sum(output.pow(2).mean() for output in outputs)
 
 
-def step(model: nn.Module, dtype: str | None = None) -> Callable:
+def step(model: nn.Module, dtype: str | None = None, device: str = DEVICE) -> Callable:
     """Return a training step without that of an optimizer, under autocast to ``dtype``."""
-    forward = autocasting(partial(loss, model), dtype, DEVICE)
+    forward = autocasting(partial(loss, model), dtype, device)
 
     def run(batch: Any) -> None:
         forward(batch).backward()
@@ -78,7 +79,9 @@ def peak_memory(call: Callable, argument: Any) -> float:
     return (torch.cuda.max_memory_allocated() - before) / 2**30
 
 
-def training_variants(cfg: Config, baseline: Config | None = None) -> dict[str, nn.Module]:
+def training_variants(
+    cfg: Config, baseline: Config | None = None, paths: Sequence[str] = TRAINED
+) -> dict[str, nn.Module]:
     """Build the models to train, in training mode, with random weights.
 
     Returns:
@@ -88,7 +91,7 @@ def training_variants(cfg: Config, baseline: Config | None = None) -> dict[str, 
     """
     models = {} if baseline is None else {STOCK: open_model(baseline)}
     model = open_model(cfg)
-    for path in ('literal', 'auto') if DEVICE == 'cpu' else ('literal', 'folded', 'auto'):
+    for path in paths:
         models[path] = set_training_path_(copy.deepcopy(model), path)
     for name, model in models.items():
         models[name] = revert_sync_batchnorm(model)

@@ -1,5 +1,6 @@
 """Reading configs."""
 
+import argparse
 import copy
 import os
 import os.path as osp
@@ -8,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from mmengine.config import Config, ConfigDict
+from mmengine.config import Config, ConfigDict, DictAction
 from mmengine.registry import MODELS, Registry, init_default_scope, root
 
 from repa_mm.paths import config_path, config_root
@@ -104,6 +105,18 @@ def dataset_config(cfg: Config, split: str) -> ConfigDict:
         if not inner:
             return dataset
         dataset = inner[0] if isinstance(inner, (list, tuple)) else inner
+
+
+def tool_parser(description: str, **options) -> argparse.ArgumentParser:
+    """Return the parser of a tool, with the arguments ``config`` and ``--cfg-options``."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter, **options
+    )
+    parser.add_argument('config', help="the model's config: a path, or mmdet::swin/….py")
+    parser.add_argument(
+        '--cfg-options', nargs='+', action=DictAction, help='override the config: key=value ...'
+    )
+    return parser
 
 
 @contextmanager

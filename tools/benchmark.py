@@ -11,7 +11,6 @@ import copy
 
 import numpy as np
 import torch
-from mmengine.config import DictAction
 from mmengine.logging import MMLogger
 
 from repa_mm.benchmark.complexity import input_channels
@@ -20,15 +19,14 @@ from repa_mm.benchmark.variants import (
     COLUMNS,
     STOCK,
     autocasting,
-    compiled,
+    calls_on_noise,
+    compile_,
     exported,
-    exported_model,
     latency_rows,
-    noise,
-    synthetic_batch,
     variants,
 )
-from repa_mm.config import load_config, readable_errors
+from repa_mm.config import load_config, readable_errors, tool_parser
+from repa_mm.export.runtime_model import ExportedModel
 from repa_mm.faster import faster_on_gpu_
 from repa_mm.opening import read_images
 
@@ -44,10 +42,7 @@ EXAMPLES = """examples:
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument('config', help='config of the model')
+    parser = tool_parser(__doc__, epilog=EXAMPLES)
     parser.add_argument('checkpoint', nargs='?', help='checkpoint of the model, in either form')
     parser.add_argument(
         '--baseline', metavar='CONFIG', help='config of the stock model, with random weights'
@@ -95,9 +90,6 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         '--compile', action='store_true', help='also run each model with torch.compile'
     )
-    parser.add_argument(
-        '--cfg-options', nargs='+', action=DictAction, help='override the config: key=value ...'
-    )
     args = parser.parse_args()
     if args.dataset and (args.part != 'predict' or args.batch_size != 1):
         parser.error('--dataset runs whole models on one image at a time')
@@ -120,7 +112,8 @@ def main() -> None:
         if name != STOCK:
             faster_on_gpu_(model)
     if args.compile:
-        models.update(compiled(models))
+        for name, model in list(models.items()):
+            models[f'{name}, compiled'] = compile_(copy.deepcopy(model))
     first = next(iter(models.values()))
     channels, number, how = input_channels(first), args.repeats, args.part
     if args.dataset:
@@ -128,22 +121,15 @@ def main() -> None:
             argument = read_images(cfg, 'test', args.dataset, args.images)
         calls = {name: model.test_step for name, model in models.items()}
         number, how = len(argument), f'{len(argument)} images of {args.images or "the test data"}'
-    elif args.part == 'backbone':
-        calls = {name: model.backbone for name, model in models.items()}
-        argument = noise(shape, args.batch_size, channels).to(args.device)
     else:
-        calls = {
-            name: lambda batch, model=model: model(**batch, mode='predict')
-            for name, model in models.items()
-        }
-        argument = first.data_preprocessor(synthetic_batch(first, shape, args.batch_size))
+        calls, argument = calls_on_noise(models, args.part, shape, args.batch_size)
     calls = {name: autocasting(call, args.amp, args.device) for name, call in calls.items()}
-    preprocessor = copy.deepcopy(first.data_preprocessor).cpu()
-    for file in args.exported:
+    for name in args.exported:
         if args.dataset:
-            calls[file] = exported_model(file, preprocessor).test_step
+            file, _, precision = name.partition(':')
+            calls[name] = ExportedModel(file, first.data_preprocessor, precision).test_step
         else:
-            calls[file] = exported(file, shape, args.batch_size, channels)
+            calls[name] = exported(name, shape, args.batch_size, channels)
     times = measure(calls, argument, number, per_turn=bool(args.dataset))
     rows = latency_rows(times, args.batch_size)
     columns = [column.format(next(iter(calls))) for column in COLUMNS]

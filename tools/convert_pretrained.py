@@ -6,28 +6,23 @@ The tool writes a checkpoint and its config.
 """
 
 import argparse
-import time
+import itertools
 
-from mmengine import DictAction
-
-from repa_mm.config import readable_errors
+from repa_mm.config import readable_errors, tool_parser
 from repa_mm.convert.conversion import PARTS
 from repa_mm.convert.pretrained import convert_checkpoint, result_text
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument('config', help="the model's config: a path, or mmdet::swin/….py")
+    parser = tool_parser(__doc__)
     parser.add_argument('checkpoint', help="the model's checkpoint: a path or a URL")
     parser.add_argument('out', help='checkpoint to write, ….pth; its config becomes ….py')
     parser.add_argument(
         '--budget',
         type=float,
         default=argparse.SUPPRESS,
-        help='share of the multiply-adds of all parts that stays, spread over channels and heads '
-        'by what they are worth (default: 0.5)',
+        help='fraction of the multiply-adds of all parts that stays, spread over channels and '
+        'heads by what they are worth (default: 0.5)',
     )
     parser.add_argument(
         '--parts',
@@ -39,16 +34,13 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         '--idle-ratio',
         type=float,
-        help='instead of a budget, make the FFNs channel-idle, in their training form: share of '
+        help='instead of a budget, make the FFNs channel-idle, in their training form: fraction of '
         'the hidden channels that skip the activation, such as 0.75',
     )
     parser.add_argument('--where', help='module to narrow: backbone or encoder (default: both)')
     parser.add_argument('--num-images', type=int, default=64, help='images to fit to (default: 64)')
     parser.add_argument('--images', help="folder of images (default: the config's training data)")
     parser.add_argument('--device', help='device of the fit (default: the GPU if there is one)')
-    parser.add_argument(
-        '--cfg-options', nargs='+', action=DictAction, help='override the config: key=value ...'
-    )
     args = parser.parse_args()
     if args.idle_ratio is not None and ('budget' in args or 'parts' in args):
         parser.error('--idle-ratio is instead of --budget and --parts: leave them out')
@@ -56,15 +48,11 @@ def parse_args() -> argparse.Namespace:
 
 
 def main() -> None:
-    args = vars(parse_args())
-    started, done = time.monotonic(), 0
+    args, steps = vars(parse_args()), itertools.count(1)
 
-    def progress(row, number) -> None:
-        nonlocal done
-        done += 1
-        left = (time.monotonic() - started) * (number - done) / done
-        what = f'{row.unexplained:.2%} of the variance is unexplained'
-        print(f'{done}/{number} {row.name}: {what}, {left / 60:.1f} min left', flush=True)
+    def progress(part, number: int) -> None:
+        what = f'{part.unexplained:.2%} of the variance is unexplained'
+        print(f'{next(steps)}/{number} {part.name}: {what}', flush=True)
 
     with readable_errors():
         result = convert_checkpoint(**args, progress=progress)

@@ -6,9 +6,7 @@ and outputs are in docs/deploy.md.
 
 import argparse
 
-from mmengine.config import DictAction
-
-from repa_mm.config import load_config, readable_errors
+from repa_mm.config import load_config, readable_errors, tool_parser
 from repa_mm.export.export import (
     NUM_IMAGES,
     agreeing_onnx,
@@ -22,10 +20,7 @@ from repa_mm.opening import open_model, read_images
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument('config', help="the model's config: a path, or mmdet::swin/….py")
+    parser = tool_parser(__doc__)
     parser.add_argument('checkpoint', help='checkpoint in either form')
     parser.add_argument('out', help='file to write, .onnx')
     parser.add_argument(
@@ -60,9 +55,6 @@ def parse_args() -> argparse.Namespace:
         '--unchecked',
         action='store_true',
         help='compare on noise, where there are no images; the metadata of the file say so',
-    )
-    parser.add_argument(
-        '--cfg-options', nargs='+', action=DictAction, help='override the config: key=value ...'
     )
     args = parser.parse_args()
     if args.backbone and args.preprocessing:

@@ -3,19 +3,17 @@
 import argparse
 
 import torch
-from mmengine.config import DictAction
 
 from repa_mm.benchmark.complexity import count, input_channels
 from repa_mm.benchmark.timing import show
 from repa_mm.benchmark.variants import synthetic_batch
-from repa_mm.config import load_config
+from repa_mm.config import load_config, tool_parser
 from repa_mm.opening import open_model
 from repa_mm.reparam import has_training_form, reparameterize
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument('config', help="the model's config: a path, or mmdet::swin/….py")
+    parser = tool_parser(__doc__)
     parser.add_argument(
         '--part', choices=('model', 'backbone'), default='model', help='part to count (%(default)s)'
     )
@@ -26,9 +24,6 @@ def parse_args() -> argparse.Namespace:
         default=[224, 224],
         metavar=('HEIGHT', 'WIDTH'),
         help='size of the images (224 224)',
-    )
-    parser.add_argument(
-        '--cfg-options', nargs='+', action=DictAction, help='override the config: key=value ...'
     )
     return parser.parse_args()
 

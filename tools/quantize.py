@@ -6,18 +6,13 @@ The file is run beside PyTorch on other images, and written only if it finds the
 
 import argparse
 
-from mmengine.config import DictAction
-
-from repa_mm.config import load_config, readable_errors
+from repa_mm.config import load_config, readable_errors, tool_parser
 from repa_mm.export.int8 import TOLERANCE, images_to_quantize, quantize
 from repa_mm.opening import open_model
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument('config', help="the model's config: a path, or mmdet::swin/….py")
+    parser = tool_parser(__doc__)
     parser.add_argument('checkpoint', help='checkpoint in either form')
     parser.add_argument(
         'out',
@@ -44,9 +39,6 @@ def parse_args() -> argparse.Namespace:
         help='the size of images that the file is fixed to, which is faster (default: any)',
     )
     parser.add_argument('--batch', type=int, default=1, help='of a fixed shape (default: 1)')
-    parser.add_argument(
-        '--cfg-options', nargs='+', action=DictAction, help='override the config: key=value ...'
-    )
     args = parser.parse_args()
     if args.batch != 1 and not args.shape:
         parser.error('--batch needs --shape: a file for any size takes any number of images')

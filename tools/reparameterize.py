@@ -2,15 +2,12 @@
 
 import argparse
 
-from mmengine import DictAction
-
-from repa_mm.config import readable_errors
+from repa_mm.config import readable_errors, tool_parser
 from repa_mm.merge_checkpoint import reparameterize_checkpoint
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument('config', help='config of the training form')
+    parser = tool_parser(__doc__)
     parser.add_argument('checkpoint', help='checkpoint in the training form')
     parser.add_argument('out', help='file to write')
     parser.add_argument(
@@ -18,9 +15,6 @@ def parse_args() -> argparse.Namespace:
         type=float,
         default=1e-4,
         help='largest accepted relative difference of the features (default: %(default)s)',
-    )
-    parser.add_argument(
-        '--cfg-options', nargs='+', action=DictAction, help='override the config: key=value ...'
     )
     return parser.parse_args()
 

@@ -8,10 +8,8 @@ a second run with another target continues from there.
 import argparse
 import sys
 
-from mmengine import DictAction
-
 from repa_mm import speed_up
-from repa_mm.config import readable_errors
+from repa_mm.config import readable_errors, tool_parser
 
 EXAMPLES = """examples:
   %(prog)s CONFIG CHECKPOINT OUT_DIR                  the table
@@ -21,17 +19,14 @@ EXAMPLES = """examples:
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument('config', help="the model's config: a path, or mmdet::swin/….py")
+    parser = tool_parser(__doc__, epilog=EXAMPLES)
     parser.add_argument('checkpoint', help="the model's checkpoint: a path or a URL")
     parser.add_argument('out_dir', help='folder for the results')
     parser.add_argument(
         '--max-loss', type=float, metavar='POINTS', help='largest loss of the metric, in points'
     )
     parser.add_argument(
-        '--latency', type=float, metavar='SHARE', help="largest share of the original's time"
+        '--latency', type=float, metavar='RATIO', help="largest fraction of the original's time"
     )
     parser.add_argument(
         '--images',
@@ -46,7 +41,8 @@ def parse_args() -> argparse.Namespace:
         type=float,
         nargs='*',
         default=[0.6, 0.4, 0.25],
-        help="shares of the blocks' multiply-adds to try without a target (default: 0.6 0.4 0.25)",
+        help="fractions of the blocks' multiply-adds to try without a target "
+        '(default: 0.6 0.4 0.25)',
     )
     parser.add_argument('--fit-images', type=int, default=64, help='images to fit to (default: 64)')
     parser.add_argument('--repeats', type=int, default=20, help='turns of timing (default: 20)')
@@ -55,9 +51,6 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument(
         '--batch-size', type=int, default=1, help='images to time together (default: 1)'
-    )
-    parser.add_argument(
-        '--cfg-options', nargs='+', action=DictAction, help='override the config: key=value ...'
     )
     return parser.parse_args()
 

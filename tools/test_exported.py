@@ -2,15 +2,12 @@
 
 import argparse
 
-from mmengine.config import DictAction
-
-from repa_mm.config import load_config, readable_errors
+from repa_mm.config import load_config, readable_errors, tool_parser
 from repa_mm.export.runtime_model import runner_for_exported
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument('config', help='config of the exported model')
+    parser = tool_parser(__doc__)
     parser.add_argument(
         'file', help='exported model: .onnx (ONNX Runtime) or .xml (OpenVINO), on the CPU'
     )
@@ -19,9 +16,6 @@ def parse_args() -> argparse.Namespace:
         '--precision',
         choices=('f32', 'bf16'),
         help="data type of OpenVINO (default: OpenVINO's choice)",
-    )
-    parser.add_argument(
-        '--cfg-options', nargs='+', action=DictAction, help='override the config: key=value ...'
     )
     return parser.parse_args()
 

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,11 +13,10 @@ from mmpretrain.models import PoolFormer
 
 from repa_mm.benchmark.complexity import input_channels
 from repa_mm.benchmark.timing import change
-from repa_mm.export.runtime_model import ExportedModel
 from repa_mm.export.session import Session
 from repa_mm.faster import fuse_conv_bn_, swap_faster_attention_
 from repa_mm.opening import open_model
-from repa_mm.reparam import Form, outermost, reparameterize_
+from repa_mm.reparam import Form, outermost
 
 STOCK, OURS, DEPLOY, MODEL = 'stock', 'stock with our parts', 'deploy form', 'model'
 COLUMNS = 'model', 'ms', 'images/s', 'against {}', 'against our parts'
@@ -35,17 +35,13 @@ def variants(
 
     Returns:
         dict: The models by name: those that :func:`with_our_parts` returns for the stock model, and
-        the model of ``cfg``, in the deploy form if it is a RePaFormer.
+        the model of ``cfg``, in the deploy form if it is a RePaFormer. All except stock have fused
+        BatchNorms.
     """
     models = {} if baseline is None else with_our_parts(open_model(baseline))
-    model = deployed_(open_model(cfg, checkpoint))
+    model = fuse_conv_bn_(open_model(cfg, checkpoint, merge=True))
     models[DEPLOY if any(outermost(model, Form)) else MODEL] = model
     return models
-
-
-def deployed_(model: nn.Module) -> nn.Module:
-    """Take the deploy form of a RePaFormer in either form, with fused BatchNorms, in place."""
-    return fuse_conv_bn_(reparameterize_(model)) if any(outermost(model, Form)) else model
 
 
 def with_our_parts(stock: nn.Module) -> dict[str, nn.Module]:
@@ -70,17 +66,41 @@ def with_our_parts(stock: nn.Module) -> dict[str, nn.Module]:
     return models
 
 
-def compiled(models: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    """Return copies of models, by name, that :func:`compile_` compiles."""
-    return {f'{name}, compiled': compile_(copy.deepcopy(m)) for name, m in models.items()}
+def compile_(model: nn.Module, mode: str | None = None) -> nn.Module:
+    """Let ``torch.compile`` run the backbone, neck and heads of a model, in place.
 
-
-def compile_(model: nn.Module) -> nn.Module:
-    """Let ``torch.compile`` run the backbone, neck and heads of a model, in place."""
+    Args:
+        model (nn.Module): The model.
+        mode (str, optional): That of ``torch.compile``: 'reduce-overhead' takes CUDA graphs.
+    """
     for part in ('backbone', 'neck', 'bbox_head', 'rpn_head', 'decode_head'):
         if isinstance(getattr(model, part, None), nn.Module):
-            getattr(model, part).compile()
+            getattr(model, part).compile(mode=mode)
     return model
+
+
+def calls_on_noise(
+    models: dict[str, nn.Module], part: str, shape: tuple[int, int], batch_size: int
+) -> tuple[dict[str, Callable], Any]:
+    """Return what runs each model, by name, and the batch of noise to run it on.
+
+    Args:
+        models (dict): The models by name, on their device.
+        part (str): 'backbone', or else whole models with post-processing.
+        shape (tuple): Height and width of the images in pixels.
+        batch_size (int): Number of images.
+    """
+    first = next(iter(models.values()))
+    if part == 'backbone':
+        images = noise(shape, batch_size, input_channels(first))
+        images = images.to(next(first.parameters()).device)
+        return {name: model.backbone for name, model in models.items()}, images
+    batch = first.data_preprocessor(synthetic_batch(first, shape, batch_size))
+    return {name: partial(_predict, model) for name, model in models.items()}, batch
+
+
+def _predict(model: nn.Module, batch: dict) -> list:
+    return model(**batch, mode='predict')
 
 
 def noise(shape: tuple[int, int], batch_size: int, channels: int = 3) -> torch.Tensor:
@@ -160,17 +180,6 @@ def exported(name: str, shape: tuple[int, int], batch_size: int, channels: int =
     if session.takes_pixels:
         images = (64 * images + 128).clip(0, 255).transpose(0, 2, 3, 1).astype(np.uint8)
     return lambda _: session(images)
-
-
-def exported_model(name: str, preprocessor: nn.Module) -> ExportedModel:
-    """Open an exported whole model for batches of a data loader.
-
-    Args:
-        name (str): As for :func:`exported`.
-        preprocessor (nn.Module): The data preprocessor of the original model.
-    """
-    file, _, precision = name.partition(':')
-    return ExportedModel(file, preprocessor, precision)
 
 
 def latency_rows(times: dict[str, np.ndarray], batch_size: int) -> list[list[str]]:

@@ -37,7 +37,7 @@ def speed_up(
         max_loss (float, optional): Choose the fastest model that loses at most this many points of
             the metric. The whole 95 % interval of the difference must be above this floor.
         latency (float, optional): Choose the model that loses least of those that take at most this
-            share of the original's time, in (0, 1).
+            fraction of the original's time, in (0, 1).
         images (str, optional): A folder of images, without annotations, instead of the
             config's data. The metric is then the agreement with the original model, see
             :func:`~repa_mm.export.agreement.agreement`, in percent.
@@ -66,37 +66,26 @@ def speed_up(
         CheckpointError: If the checkpoint does not fit the config.
     """
     import torch
-    from mmengine.logging import MMLogger
 
     from repa_mm.search.judge import LEAST_IMAGES
-    from repa_mm.search.search import Search
+    from repa_mm.search.search import Search, quiet
 
-    if latency is not None and not 0 < latency < 1:
-        raise ValueError(f"latency is a share of the original's time in (0, 1), not {latency}")
-    if max_loss is not None and not 0 <= max_loss < 100:
-        raise ValueError(f'max_loss is in points, in [0, 100), not {max_loss}')
-    for budget in budgets:
-        if not 0 < budget <= 1:
-            raise ValueError(f'a budget is a share in (0, 1], not {budget}')
-    for name, value, least in (
-        ('fit_images', fit_images, 1), ('repeats', repeats, 3), ('batch_size', batch_size, 1),
+    for name, value, is_right, right in (
+        ('latency', latency, latency is None or 0 < latency < 1, 'in (0, 1)'),
+        ('max_loss', max_loss, max_loss is None or 0 <= max_loss < 100, 'in [0, 100)'),
+        ('budgets', budgets, all(0 < budget <= 1 for budget in budgets), 'in (0, 1]'),
+        ('fit_images', fit_images, fit_images > 0, 'at least 1'),
+        ('repeats', repeats, repeats > 2, 'at least 3'),
+        ('num_images', num_images, max_loss is None or num_images >= LEAST_IMAGES,
+         f'at least {LEAST_IMAGES}, for a floor (max_loss)'),
     ):  # fmt: skip
-        if value < least:
-            raise ValueError(f'{name} must be at least {least}, not {value}')
-    if max_loss is not None and num_images < LEAST_IMAGES:
-        raise ValueError(
-            f'a floor (max_loss) needs at least {LEAST_IMAGES} images to test on, not {num_images}'
-        )
+        if not is_right:
+            raise ValueError(f'{name} must be {right}, not {value}')
     device = device or ('cuda' if torch.cuda.is_available() else 'cpu')
     print(f'searching on {device}')
-    logger = MMLogger.get_current_instance()
-    level = logger.level
-    logger.setLevel('ERROR')  # hides where weights come from
-    try:
+    with quiet():
         search = Search(
             config, checkpoint, out_dir, images, num_images, fit_images, repeats, cfg_options,
             device, batch_size,
         )  # fmt: skip
-        return search.run(max_loss, latency, budgets)
-    finally:
-        logger.setLevel(level)
+    return search.run(max_loss, latency, budgets)

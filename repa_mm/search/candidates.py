@@ -1,7 +1,7 @@
 """Models to choose from: what a config and a checkpoint say of each."""
 
 import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch.nn as nn
 from mmengine.config import Config
@@ -18,15 +18,13 @@ class Candidate:
         name (str): Its name in the table.
         config (str): Path of its config.
         checkpoint (str): Path of its checkpoint.
-        budget (float): Share of the multiply-adds of its blocks that is left.
-        blocks (list[dict]): The fitted parts, each with ``name``, ``before`` and ``after``.
+        budget (float): Fraction of the multiply-adds of its blocks that is left.
     """
 
     name: str
     config: str
     checkpoint: str
     budget: float = 1.0
-    blocks: list[dict] = field(default_factory=list)
 
 
 def with_faster_parts(cfg: Config, stock: nn.Module) -> Config:

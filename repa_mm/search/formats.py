@@ -1,10 +1,8 @@
 """The formats that a model can run in, on a CPU or a GPU."""
 
 import copy
-import os
-import os.path as osp
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 
 import torch
@@ -13,7 +11,6 @@ import torch.nn.functional as F
 from mmengine.structures import BaseDataElement
 
 from repa_mm.benchmark.variants import compile_
-from repa_mm.faster import faster_on_gpu_
 
 
 @dataclass(frozen=True)
@@ -54,9 +51,15 @@ FORMATS = {
     INT8: Format('int8'),
     ORT_CUDA: Format('onnx', 'cuda'),
     TENSORRT: Format('onnx', 'tensorrt'),
-    **{f'{F32}, padded': Format('onnx', 'f32', padded=True)},
-    **{f'{BF16}, padded': Format('onnx', 'bf16', padded=True)},
-    **{f'{INT8}, padded': Format('int8', padded=True)},
+}
+for kind in F32, BF16, INT8:
+    FORMATS[f'{kind}, padded'] = replace(FORMATS[kind], exact=False, padded=True)
+#: Packages that the formats with a file on a CPU need.
+PACKAGES = {
+    ORT: ('onnx', 'onnxruntime'),
+    F32: ('onnx', 'onnxruntime', 'openvino'),
+    BF16: ('onnx', 'onnxruntime', 'openvino'),
+    INT8: ('onnx', 'onnxruntime', 'openvino', 'nncf'),
 }
 #: Number of sizes to pad images to, and the value of added pixels.
 MOST_SIZES, PIXEL = 4, 114
@@ -64,35 +67,32 @@ MOST_SIZES, PIXEL = 4, 114
 
 def installed_formats(device: str) -> tuple[list[str], list[str]]:
     """Return the formats that run on a device, and lines that say why others do not."""
-    has_onnx = find_spec('onnx') and find_spec('onnxruntime')
-    no_onnx = ['files are left out: onnx or onnxruntime is not installed'] * (not has_onnx)
     if torch.device(device).type == 'cuda':
-        found = [name for name, form in FORMATS.items() if not form.file]
-        if has_onnx:
-            import onnxruntime
+        found = [kind for kind, form in FORMATS.items() if not form.file]
+        if not all(map(find_spec, PACKAGES[ORT])):
+            return found, ['files are left out: onnx or onnxruntime is not installed']
+        import onnxruntime
 
-            providers = onnxruntime.get_available_providers()
-            for name, provider in ((ORT_CUDA, 'CUDA'), (TENSORRT, 'Tensorrt')):
-                found += [name] * (f'{provider}ExecutionProvider' in providers)
-        return found, no_onnx
-    found, reasons = [EAGER], no_onnx
-    if not has_onnx:
-        return found, reasons
-    found.append(ORT)
-    if not find_spec('openvino'):
-        return found, ['OpenVINO and int8 are left out: openvino is not installed']
+        providers = onnxruntime.get_available_providers()
+        for kind, provider in ((ORT_CUDA, 'CUDA'), (TENSORRT, 'Tensorrt')):
+            found += [kind] * (f'{provider}ExecutionProvider' in providers)
+        return found, []
+    found, reasons = [EAGER], []
+    for kind, packages in PACKAGES.items():
+        missing = [name for name in packages if not find_spec(name)]
+        if missing:
+            reasons.append(f'{kind} is left out: {missing[0]} is not installed')
+        elif kind == BF16 and not _has_bf16():
+            reasons.append(f'{kind} is left out: this processor does not have it')
+        else:
+            found.append(kind)
+    return found, reasons
+
+
+def _has_bf16() -> bool:
     import openvino
 
-    found.append(F32)
-    if 'BF16' in openvino.Core().get_property('CPU', 'OPTIMIZATION_CAPABILITIES'):
-        found.append(BF16)
-    else:
-        reasons.append('bf16 is left out: this processor does not have it')
-    if find_spec('nncf'):
-        found.append(INT8)
-    else:
-        reasons.append('int8 is left out: nncf is not installed')
-    return found, reasons
+    return 'BF16' in openvino.Core().get_property('CPU', 'OPTIMIZATION_CAPABILITIES')
 
 
 class InPrecision(nn.Module):
@@ -163,27 +163,8 @@ def divisor_for(sizes: Collection[tuple[int, int]]) -> int | None:
     return next(d for d in divisors if len({(-h // d, -w // d) for h, w in sizes}) <= MOST_SIZES)
 
 
-def in_format(model: nn.Module, form: Format, as_it_is: bool = False) -> nn.Module:
-    """Return a model in a format of PyTorch, with ``test_step``.
-
-    Args:
-        model (nn.Module): The model, on its device. It is not changed.
-        form (Format): The format.
-        as_it_is (bool): Do not prepare the model for the GPU by :func:`faster_on_gpu_`.
-    """
-    if form.compiled or (next(model.parameters()).is_cuda and not as_it_is):
-        model = copy.deepcopy(model)
-        if not as_it_is:
-            faster_on_gpu_(model)
-        if form.compiled:
-            compile_(model)
+def in_format(model: nn.Module, form: Format) -> nn.Module:
+    """Return a model in a format of PyTorch, with ``test_step``. The model is not changed."""
+    if form.compiled:
+        model = compile_(copy.deepcopy(model))
     return InPrecision(model, form.dtype) if form.dtype else model
-
-
-def megabytes(model: nn.Module, file: str | None) -> float:
-    """Return the size of a file with its weights, or of a model's parameters and buffers."""
-    if file is None:
-        tensors = model.state_dict().values()
-        return sum(x.numel() * x.element_size() for x in tensors if torch.is_tensor(x)) / 1e6
-    weights = f'{osp.splitext(file)[0]}.bin'
-    return sum(os.path.getsize(f) / 1e6 for f in {file, weights} if osp.exists(f))

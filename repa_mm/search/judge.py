@@ -2,12 +2,10 @@
 
 import copy
 import hashlib
-import io
 import json
 import os.path as osp
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import redirect_stdout
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,7 +18,7 @@ from mmengine.config import Config
 from mmengine.dataset import pseudo_collate
 from mmengine.evaluator import BaseMetric, Evaluator
 from mmengine.registry import DATASETS
-from scipy.stats import beta
+from scipy.stats import binomtest
 from torch.utils.data import Dataset
 
 from repa_mm.config import dataset_config
@@ -111,28 +109,22 @@ class Annotated(Judge):
         if isinstance(evaluator, dict) and 'metrics' in evaluator:
             several = evaluator.get('type', '').endswith('MultiDatasetsEvaluator')
             evaluator = evaluator.metrics[0] if several else evaluator.metrics
-        try:
-            with redirect_stdout(io.StringIO()):
-                dataset = DATASETS.build(loader.dataset)
-        except FileNotFoundError as error:
-            raise ValueError(
-                f"the config's validation data are not there ({error}): change the config, or give "
-                'a folder of images (--images), to compare with what the original model finds'
-            ) from error
+        dataset = DATASETS.build(loader.dataset)
         super().__init__(dataset, range(len(dataset)), num_images)
         if given.type != loader.dataset.type:
             self.note = f'tested on the first data set of a {given.type}'
+        evaluators = evaluator if isinstance(evaluator, list) else [evaluator]
         infos = [dataset.get_data_info(i) for i in self.indices]
-        self.mark = hashed(self.mark, infos, *_annotation_files(infos, evaluator))
-        with redirect_stdout(io.StringIO()):
-            evaluator = _of_these_images(infos, evaluator, subset)
-            self.evaluator = Evaluator(copy.deepcopy(evaluator))
+        paths = [e.get('ann_file') for e in evaluators] + [x.get('seg_map_path') for x in infos]
+        self.mark = hashed(self.mark, infos, *(content_of(path) for path in paths if path))
+        for one in evaluators:
+            if one['type'].endswith('CocoMetric') and one.get('ann_file'):
+                one.ann_file = _of_these_images(one.ann_file, infos, subset)
+        self.evaluator = Evaluator(copy.deepcopy(evaluators))
         self.evaluator.dataset_meta = dataset.metainfo
         if self.num_images < len(dataset):
             loader.dataset.indices = self.indices
-        self.config = dict(test_dataloader=loader, test_evaluator=evaluator)
-        self._metric: BaseMetric | None = None
-        self._ap: Callable = mean_ap
+        self.config = dict(test_dataloader=loader, test_evaluator=evaluators)
 
     def __call__(self, model: nn.Module) -> Score:
         """Test a model, which has ``test_step``."""
@@ -140,27 +132,27 @@ class Annotated(Judge):
             for data in self.batches():
                 self.evaluator.process(data_samples=model.test_step(data), data_batch=data)
         found = {}
-        with redirect_stdout(io.StringIO()):
-            for metric in self.evaluator.metrics:
-                results = list(metric.results)
-                for name, value in metric.evaluate(self.num_images).items():
-                    found[name] = value, metric, results
-            if self.name and self.name not in found:  # a model that finds nothing at all
-                return Score(0.0, None)
-            self.name = self.name or next((name for name in METRICS if name in found), '')
-            if not self.name:
-                raise ValueError(
-                    f"the config's evaluator gives {', '.join(found) or 'no metric'}, and none of "
-                    f'{", ".join(METRICS)}: give a folder of images (--images), to compare with '
-                    'what the original model finds'
-                )
-            value, self._metric, records = found[self.name]
-            if self.name.startswith('coco/'):
-                records = coco_records(self._metric, records, self.name[5:9])
-            elif self.name == 'pascal_voc/mAP':
-                records = voc_records(self._metric, records)
-                points = 11 if self._metric.eval_mode == '11points' else None
-                self._ap = partial(mean_ap, points=points)
+        for metric in self.evaluator.metrics:
+            results = list(metric.results)
+            for name, value in metric.evaluate(self.num_images).items():
+                found[name] = value, metric, results
+        if self.name and self.name not in found:  # a model that finds nothing at all
+            return Score(0.0, None)
+        self.name = self.name or next((name for name in METRICS if name in found), '')
+        if not self.name:
+            raise ValueError(
+                f"the config's evaluator gives {', '.join(found) or 'no metric'}, and none of "
+                f'{", ".join(METRICS)}: give a folder of images (--images), to compare with '
+                'what the original model finds'
+            )
+        value, metric, records = found[self.name]
+        self._points = partial(weighted, metric, self.name)
+        if self.name.startswith('coco/'):
+            self._points, records = mean_ap, coco_records(metric, records, self.name[5:9])
+        elif self.name == 'pascal_voc/mAP':
+            records = voc_records(metric, records)
+            points = 11 if metric.eval_mode == '11points' else None
+            self._points = partial(mean_ap, points=points)
         return Score(METRICS[self.name] * float(value), records)
 
     def difference(
@@ -176,22 +168,10 @@ class Annotated(Judge):
         if score.records is None:
             return (-stock.value,) * 3
         if self.name == 'accuracy/top1' and not same:
-            self.how = "Agresti and Min's interval for pairs"
-            return paired([[self._compute([one]) > 0 for one in x.records] for x in (score, stock)])
+            self.how, one = "Agresti and Min's interval for pairs", np.ones(1, int)
+            return paired([[self._points([x], one) > 0 for x in y.records] for y in (score, stock)])
         self.how = 'paired bootstrap over images'
-        ap = self.name.startswith('coco/') or self.name == 'pascal_voc/mAP'
-        metric = self._ap if ap else self._weighted
-        return bootstrap(metric, score.records, stock.records, self.num_images)
-
-    def _compute(self, results: list) -> float:
-        with redirect_stdout(io.StringIO()):
-            found = self._metric.compute_metrics(results)
-        # A metric gives its names without its prefix.
-        value = found.get(self.name, found.get(self.name.split('/')[-1]))
-        return METRICS[self.name] * float(value)
-
-    def _weighted(self, results: list, weights: np.ndarray) -> float:
-        return self._compute([r for r, w in zip(results, weights) for _ in range(int(w))])
+        return bootstrap(self._points, score.records, stock.records, self.num_images)
 
 
 class Agreement(Judge):
@@ -242,6 +222,14 @@ def files_of(dataset: Dataset, indices: Sequence[int]) -> list[tuple]:
     return [(path, osp.getsize(path) if osp.isfile(path) else 0) for path in paths]
 
 
+def content_of(path: str) -> bytes | str:
+    """Return the bytes of a file, or the path if it is none, such as a URL."""
+    if not osp.isfile(path):
+        return path
+    with open(path, 'rb') as file:
+        return file.read()
+
+
 def hashed(*values: Any) -> str:
     """Return a hash of values of which JSON can be made, or of the bytes among them."""
     found = hashlib.sha256()
@@ -256,28 +244,22 @@ def _plain(value: Any) -> Any:
     return value.tolist() if hasattr(value, 'tolist') else str(value)
 
 
-def _annotation_files(infos: Sequence[dict], evaluator: Any) -> Iterator[bytes]:
-    """Yield the content of files with annotations, of a metric's and of label maps."""
-    evaluators = evaluator if isinstance(evaluator, (list, tuple)) else [evaluator]
-    paths = [e.get('ann_file') for e in evaluators] + [info.get('seg_map_path') for info in infos]
-    for path in paths:
-        if path and osp.isfile(path):
-            with open(path, 'rb') as file:
-                yield file.read()
+def _of_these_images(ann_file: str, infos: Sequence[dict], subset: str) -> str:
+    """Return a file of COCO with the annotations of these images alone, which is written."""
+    ids, content = {info['img_id'] for info in infos}, mmengine.load(ann_file)
+    if ids == {image['id'] for image in content['images']}:
+        return ann_file
+    content['images'] = [image for image in content['images'] if image['id'] in ids]
+    content['annotations'] = [a for a in content['annotations'] if a['image_id'] in ids]
+    write_text(subset, json.dumps(content))
+    return osp.abspath(subset)
 
 
-def _of_these_images(infos: Sequence[dict], evaluator: Any, subset: str) -> Any:
-    """Let COCO's metric count the annotations of the tested images alone."""
-    for one in evaluator if isinstance(evaluator, (list, tuple)) else [evaluator]:
-        if not (one['type'].endswith('CocoMetric') and one.get('ann_file')):
-            continue
-        ids, content = {info['img_id'] for info in infos}, mmengine.load(one.ann_file)
-        if ids != {image['id'] for image in content['images']}:
-            content['images'] = [image for image in content['images'] if image['id'] in ids]
-            content['annotations'] = [a for a in content['annotations'] if a['image_id'] in ids]
-            one.ann_file = osp.abspath(subset)
-            write_text(subset, json.dumps(content))
-    return evaluator
+def weighted(metric: BaseMetric, name: str, results: list, weights: np.ndarray) -> float:
+    """Compute a metric in points from its results, with weights of the images (images, )."""
+    found = metric.compute_metrics([r for r, w in zip(results, weights) for _ in range(int(w))])
+    # A metric gives its names without its prefix.
+    return METRICS[name] * float(found.get(name, found.get(name.split('/')[-1])))
 
 
 def paired(hits: Sequence[Sequence[bool]]) -> tuple[float, float, float]:
@@ -304,9 +286,8 @@ def exact(changed: int, number: int) -> tuple[float, float, float]:
         changed (int): Number of images whose label changed.
         number (int): Number of images.
     """
-    low = beta.ppf(0.025, changed, number - changed + 1) if changed else 0.0
-    high = beta.ppf(0.975, changed + 1, number - changed) if changed < number else 1.0
-    return -100 * changed / number, -100 * float(high), -100 * float(low)
+    low, high = binomtest(changed, number).proportion_ci()
+    return -100 * changed / number, -100 * high, -100 * low
 
 
 def bootstrap(

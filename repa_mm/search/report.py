@@ -5,46 +5,33 @@ import copy
 import html
 import io
 import os.path as osp
-import platform
 from typing import Any
 
 import cv2
 import mmcv
-import numpy as np
 import torch
 import torch.nn as nn
 from matplotlib import rc_context, ticker
 from matplotlib.figure import Figure
-from matplotlib.transforms import Bbox
 from mmengine.config import Config
 from mmengine.registry import VISUALIZERS
-from mmengine.structures import PixelData
 
 from repa_mm.benchmark.timing import show
 from repa_mm.files import write_text
-from repa_mm.search.formats import BF16, EAGER, F32, FORMATS, INT8, ORT
+from repa_mm.search.formats import FORMATS
 
 COLUMNS = (
     'candidate', 'format', 'ms [quartiles]', '× stock [95 %]', '{}', 'difference [95 %]', 'MB', ''
 )  # fmt: skip
-COLORS = {
-    EAGER: '#b8500f', ORT: '#5b53b0', F32: '#1268a8', BF16: '#0f7d6c', INT8: '#b02a6b',
-}  # fmt: skip
 NUM_PICTURES = 4
-STYLE = """
-body { font: 16px/1.5 system-ui, sans-serif; color: #222; max-width: 60rem; margin: auto;
-  padding: 0 1rem 3rem; }
-h1 { font-size: 1.5rem } h2 { font-size: 1.15rem; margin-top: 2rem }
-.wide { overflow-x: auto } svg { width: 100%; max-width: 44rem; height: auto; display: block }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .875rem }
-th, td { padding: .25rem .6rem; border-bottom: 1px solid #ddd; text-align: right;
-  white-space: nowrap }
-th:first-child, td:first-child, th:nth-child(2), td:nth-child(2) { text-align: left }
-tr.chosen { background: #fdf3d0; font-weight: 600 }
-pre { background: #f4f4f4; padding: .75rem; overflow-x: auto }
-.pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(17rem, 1fr)); gap: .5rem;
-  margin-bottom: 1rem }
-figure { margin: 0 } img { width: 100% } figcaption { font-size: .875rem }
+PAGE = """<!doctype html>
+<html lang="en"><meta charset="utf-8"><title>Speed</title>
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<style>
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: auto; padding: 0 1rem }
+div { overflow-x: auto } svg { width: 100%; height: auto } img { width: 49% }
+th, td { padding: .25rem .6rem; text-align: right; white-space: nowrap }
+</style>
 """
 
 
@@ -65,18 +52,38 @@ def cells(rows: list[dict]) -> list[list[str]]:
     return lines
 
 
-def print_table(rows: list[dict], results: dict) -> None:
-    """Print the table.
+def header(results: dict) -> list[str]:
+    """Return the heads of the columns."""
+    return [column.format(results['metric'] or 'metric') for column in COLUMNS]
 
-    Args:
-        rows (list[dict]): From :func:`repa_mm.speed_up`.
-        results (dict): The content of ``results.json``.
-    """
-    name = results['metric'] or 'metric'
-    title = f'{results["config"]}, {results["timed"]} in turn, {results["images"]}'
-    show(title, [column.format(name) for column in COLUMNS], cells(rows))
-    if results.get('how'):
-        print(f'Differences: {results["how"]}. ≈: tested in another format of float32.')
+
+def title(results: dict) -> str:
+    """Return what the table is of."""
+    return (
+        f'{results["config"]}, {results["timed"]} in turn on {processor(results["device"])}, '
+        f'{results["images"]}'
+    )
+
+
+def notes(results: dict) -> list[str]:
+    """Return what a reader should know of the table, and what was left out."""
+    found = list(results['notes'])
+    if 'how' in results:
+        found.append(f'Differences: {results["how"]}. ≈: tested in another format of float32.')
+    if results['metric'] == 'agreement':
+        found.append('Agreement compares with what the original finds, which need not be true.')
+    if results['target'] and not any(row['chosen'] for row in results['rows']):
+        found.append(
+            f'Nothing {results["target"]}: nothing is chosen, and files of an earlier choice stay.'
+        )
+    return found
+
+
+def print_table(results: dict) -> None:
+    """Print the table of the content of ``results.json``."""
+    texts = title(results), header(results), cells(results['rows'])
+    show(*texts)
+    print('\n'.join(notes(results)))
 
 
 def scatter(rows: list[dict], name: str, timed: str = 'one image') -> str:
@@ -98,28 +105,21 @@ def scatter(rows: list[dict], name: str, timed: str = 'one image') -> str:
         for kind in FORMATS:
             found = [(row['ms'], row[key]) for row in rows[1:] if row['format'] == kind]
             if found:
-                axes.plot(*zip(*found), 'o', color=COLORS.get(kind), markersize=6, label=kind)
+                axes.plot(*zip(*found), 'o', markersize=6, label=kind)
         for row in rows:
             if row['chosen']:
                 ring = dict(fillstyle='none', color='#222', markersize=13)
                 axes.plot(row['ms'], row[key], 'o', label='chosen', **ring)
-        figure.legend(loc='outside upper left', ncols=3, frameon=False)
-        # One label for each candidate, at its fastest format of float32, where none is yet.
-        figure.draw_without_rendering()
-        placed: list[Bbox] = []
+        # One label for each candidate, at its fastest format of float32.
+        named = {rows[0]['candidate']}
         for row in sorted(rows[1:], key=lambda row: (not FORMATS[row['format']].exact, row['ms'])):
-            text = row['candidate']
-            if text in [other.get_text() for other in axes.texts]:
-                continue
-            for down in 9, -17, 22, -30:
-                label = axes.annotate(
-                    text, (row['ms'], row[key]), (0, down), textcoords='offset points', ha='center'
-                )
-                box = label.get_window_extent()
-                if box.count_overlaps(placed) == 0:
-                    placed.append(box)
-                    break
-                label.remove()
+            if row['candidate'] not in named:
+                named.add(row['candidate'])
+                axes.annotate(
+                    row['candidate'], (row['ms'], row[key]), (0, 9), ha='center',
+                    textcoords='offset points',
+                )  # fmt: skip
+        figure.legend(loc='outside upper left', ncols=3, frameon=False)
         text = io.StringIO()
         figure.savefig(text, format='svg', metadata={'Date': None})
     return text.getvalue()[text.getvalue().index('<svg') :]
@@ -138,37 +138,15 @@ def _pictures(cfg: Config, models: list[nn.Module], judge: Any) -> list[list[str
             with torch.no_grad():
                 (sample,) = model.test_step(copy.deepcopy(data))
             image = mmcv.imread(sample.img_path, channel_order='rgb')
-            image, sample = enlarged(image, sample.cpu())
             if hasattr(drawing, 'visualize_cls'):
                 drawing.visualize_cls(image, sample, meta.get('classes'), draw_gt=False)
             else:
-                drawing.add_datasample('image', image, sample, draw_gt=False)
+                drawing.add_datasample('image', image, sample.cpu(), draw_gt=False)
             picture = mmcv.imrescale(drawing.get_image()[..., ::-1], min(1, 960 / image.shape[1]))
             _, jpeg = cv2.imencode('.jpg', picture, [cv2.IMWRITE_JPEG_QUALITY, 88])
             uris.append(f'data:image/jpeg;base64,{base64.b64encode(jpeg).decode()}')
         found.append(uris)
     return found
-
-
-def enlarged(image: np.ndarray, sample: Any) -> tuple[np.ndarray, Any]:
-    """Enlarge a small image, and what a model finds in it: labels are drawn in fixed sizes."""
-    factor = -(-480 // image.shape[1])
-    if factor < 2:
-        return image, sample
-
-    def larger(maps: torch.Tensor) -> torch.Tensor:
-        return maps.repeat_interleave(factor, -2).repeat_interleave(factor, -1)
-
-    for name in ('pred_sem_seg', 'pred_panoptic_seg'):
-        if name in sample:
-            maps = {key: larger(value) for key, value in sample.get(name).items()}
-            setattr(sample, name, PixelData(**maps))
-    if 'pred_instances' in sample:
-        found = sample.pred_instances
-        found.bboxes = found.bboxes * factor
-        if 'masks' in found:
-            found.masks = larger(found.masks)
-    return mmcv.imrescale(image, factor), sample
 
 
 def commands(chosen: dict, judge: Any, out_dir: str) -> str:
@@ -189,25 +167,16 @@ def commands(chosen: dict, judge: Any, out_dir: str) -> str:
     return '\n'.join(lines)
 
 
-def _table(header: list[str], rows: list[list[str]], chosen: list[bool]) -> str:
-    def line(tag: str, values: list[str]) -> str:
-        return ''.join(f'<{tag}>{html.escape(str(value))}</{tag}>' for value in values)
-
-    body = ''.join(
-        f'<tr{" class=chosen" if mark else ""}>{line("td", row)}</tr>'
-        for row, mark in zip(rows, chosen)
-    )
-    return f'<div class="wide"><table><tr>{line("th", header)}</tr>{body}</table></div>'
+def _table(head: list[str], rows: list[list[str]]) -> str:
+    lines = [
+        ''.join(f'<{tag}>{html.escape(cell)}</{tag}>' for cell in line)
+        for tag, line in (('th', head), *(('td', row) for row in rows))
+    ]
+    return f'<div><table><tr>{"<tr>".join(lines)}</table></div>'
 
 
 def write_report(
-    path: str,
-    cfg: Config,
-    results: dict,
-    notes: list[str],
-    shown: dict,
-    models: list[nn.Module],
-    judge: Any,
+    path: str, cfg: Config, results: dict, shown: dict, models: list[nn.Module], judge: Any
 ) -> None:
     """Write everything into one HTML file that needs no other, and its picture beside it.
 
@@ -215,87 +184,30 @@ def write_report(
         path (str): The file, '….html'. The picture is '….svg'.
         cfg (Config): Config of the original model.
         results (dict): The content of ``results.json``.
-        notes (list[str]): What was left out, and why.
         shown (dict): The row whose predictions are drawn: the chosen one, or else the fastest.
         models (list[nn.Module]): Stock, and the model of this row.
-        judge: What the models were tested with.
+        judge (Judge): What the models were tested with.
     """
-    rows = results['rows']
-    chosen = next((row for row in rows if row['chosen']), None)
-    name = f'{shown["candidate"]}, {shown["format"]}'
-    summary = 'No target was given: nothing is chosen.'
-    if chosen:
-        summary = f'Chosen: {name}, which {results["target"]}. It runs in {chosen["ms"]:.1f} ms, '
-        summary += f'{chosen["speedup"]:.2f} times as fast as stock'
-        if chosen['metric'] is not None:
-            low, high = chosen['interval']
-            summary += (
-                f', with {results["metric"]} {chosen["metric"]:.2f}: {chosen["difference"]:+.2f} '
-            )
-            summary += f'points [{low:+.2f}, {high:+.2f}]'
-        summary += '.'
-    elif results['target']:
-        summary = f'Nothing {results["target"]}: nothing is chosen.'
-    tested = f'Tested on {results["images"]}; intervals: {results.get("how", "none")}.'
-    if rows[0]['metric'] is None:
-        tested = 'Nothing was tested.'
-    elif judge.name == 'agreement':
-        tested += ' There are no annotations: agreement compares with what the original finds.'
-    candidates = results['candidates'].values()
-    header = [column.format(results['metric'] or 'metric') for column in COLUMNS]
-    marks = [row['chosen'] for row in rows]
+    rows, name = results['rows'], f'{shown["candidate"]}, {shown["format"]}'
     picture = scatter(rows, results['metric'], results['timed'])
-    sections = [
+    page = [
         f'<h1>{html.escape(osp.basename(results["config"]))}: how much faster, at what cost</h1>',
-        f'<p>{html.escape(summary)}</p>', picture, '<h2>Table</h2>',
-        _table(header, cells(rows), marks),
-        f'<p>{html.escape(results["timed"].capitalize())} in turn, on '
-        f'{html.escape(processor(results["device"]))}. ≈: tested in another format of float32. '
-        f'{html.escape(tested)}</p>', *(f'<p>{html.escape(note)}</p>' for note in notes),
+        f'<p>Chosen: {name}, which {results["target"]}.' * shown['chosen'],
+        picture, f'<p>{html.escape(title(results))}', _table(header(results), cells(rows)),
+        *(f'<p>{html.escape(note)}' for note in notes(results)),
     ]  # fmt: skip
-    if candidates:
-        sizes: dict[str, dict[str, str]] = {}
-        for found in candidates:
-            for block in found['blocks']:
-                row = sizes.setdefault(block['name'], {'before': _size(block['before'])})
-                row[found['name']] = _size(block['after'])
-        columns = ['before', *(found['name'] for found in candidates)]
-        lines = [[part, *(row.get(c, '') for c in columns)] for part, row in sizes.items()]
-        sections.append('<h2>Widths</h2><p>Hidden channels of FFNs; dimensions of queries and '
-                        'keys + values in a head.</p>')  # fmt: skip
-        sections.append(_table(['part', *columns], lines, [False] * len(lines)))
-    sections.append(f'<h2>What stock (left) and {html.escape(name)} (right) find</h2>')
-    for first, second in _pictures(cfg, models, judge):
-        sections.append('<div class="pair">')
-        for uri, caption in ((first, 'stock'), (second, name)):
-            sections.append(
-                f'<figure><img src="{uri}" alt="{html.escape(caption)}"><figcaption>'
-                f'{html.escape(caption)}</figcaption></figure>'
-            )
-        sections.append('</div>')
-    if chosen:
-        use = html.escape(commands(chosen, judge, osp.dirname(path)))
-        sections.append(f'<h2>Commands</h2><pre>{use}</pre>')
-    page = (
-        '<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" '
-        f'content="width=device-width, initial-scale=1"><title>Speed</title><style>{STYLE}</style>'
-        f'{"".join(sections)}</html>'
-    )
+    if shown['chosen']:
+        use = html.escape(commands(shown, judge, osp.dirname(path)))
+        page.append(f'<h2>Commands</h2><pre>{use}</pre>')
+    page.append(f'<h2>What stock (left) and {name} (right) find</h2>')
+    for pair in _pictures(cfg, models, judge):
+        page += ['<p>', *(f'<img src="{uri}" alt="">' for uri in pair)]
     write_text(f'{osp.splitext(path)[0]}.svg', picture)
-    write_text(path, page)
-
-
-def _size(values: list[int]) -> str:
-    return ' + '.join(map(str, values))
+    write_text(path, PAGE + '\n'.join(page))
 
 
 def processor(device: str) -> str:
-    """Return the name of a device, with the number of threads of a CPU."""
+    """Return the name of a GPU, or the instructions and the number of threads of the CPU."""
     if torch.device(device).type == 'cuda':
         return torch.cuda.get_device_name(device)
-    try:
-        with open('/proc/cpuinfo', encoding='utf-8') as file:
-            name = next(line.split(':')[1].strip() for line in file if 'model name' in line)
-    except (OSError, StopIteration):
-        name = platform.processor() or platform.machine()
-    return f'{name}, {torch.get_num_threads()} threads'
+    return f'CPU ({torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads)'

@@ -1,6 +1,7 @@
 """Metrics over weighted images are those of the codebase on images that are there as often."""
 
 import json
+from functools import cache
 
 import numpy as np
 import pytest
@@ -239,10 +240,10 @@ def test_agreement_of_labels_is_not_certain_of_a_few_images():
     assert difference([], 33, same=True) == (0, 0, 0)
     change, low, high = difference([(1,), (2,)], 40)
     assert change == -5 and low == pytest.approx(-16.9, abs=0.1) and -1 < high < 0
-    rng = np.random.default_rng(0)
-    for number, share in ((33, 0.03), (100, 0.01)):
+    rng, exact = np.random.default_rng(0), cache(judging.exact)
+    for number, fraction in ((33, 0.03), (100, 0.01)):
         inside = 0
         for _ in range(500):
-            _, low, high = judging.exact(int(rng.binomial(number, share)), number)
-            inside += low <= -100 * share <= high
+            _, low, high = exact(int(rng.binomial(number, fraction)), number)
+            inside += low <= -100 * fraction <= high
         assert inside >= 475

@@ -2,7 +2,6 @@
 
 import copy
 import json
-import re
 import runpy
 import shutil
 import sys
@@ -93,8 +92,8 @@ def folder(learned, monkeypatch, tmp_path):
         assert per_turn and len(images) > 5
         for (name, kind), call in calls.items():
             assert call(images[0])
-            share = float(name.split()[0]) / 100 if '%' in name else 1
-            ms = (100 if name == 'stock' else 60) * (0.2 + 0.8 * share)
+            budget = float(name.split()[0]) / 100 if '%' in name else 1
+            ms = (100 if name == 'stock' else 60) * (0.2 + 0.8 * budget)
             found[name, kind] = np.full(5, {EAGER: ms, ORT: 0.6 * ms, F32: 0.5 * ms}[kind])
         return found
 
@@ -166,7 +165,6 @@ def test_the_table(folder, capsys):
     assert '≈' in out and 'bootstrap' in out and 'fit 50 % of the blocks to 3 images' in out
     page = Path('out/report.html').read_text()
     assert page.count('data:image/jpeg') == 8 and '<svg' in page and 'src="http' not in page
-    assert 'backbone.stages.0.blocks.0' in page
 
 
 def test_the_chosen_model_keeps_its_promise(folder):
@@ -182,25 +180,20 @@ def test_the_chosen_model_keeps_its_promise(folder):
     assert eager == row['metric']  # the same labels, as nothing is near a tie
 
 
-def test_a_floor_is_met_by_the_whole_interval(folder, monkeypatch, capsys):
+def test_a_floor_is_met_by_the_whole_interval(folder, monkeypatch):
     """By losses that the budget decides on: -2 points at 40 %, and ± 1."""
 
     def test(self, candidate, kind):
-        self.open(candidate, kind)
         change = -2 * (1 - candidate.budget) / 0.6
-        found = dict(metric=90 + change, difference=change, interval=[change - 1, change + 1])
-        if candidate.budget == 1:
-            found['interval'] = [0.0, 0.0]
-        self.tests[f'{candidate.name}|{kind}'] = found
-        return found
+        interval = [change - 1, change + 1] if candidate.budget < 1 else [0.0, 0.0]
+        return dict(metric=90 + change, difference=change, interval=interval, tested_in=kind)
 
-    monkeypatch.setattr(search.Search, 'test', test)
+    monkeypatch.setattr(search.Search, '_test', test)
     row = chosen_of(run(max_loss=2.5))
     # 1.5 points are lost at 55 %: bisection tries 40, 70, 55 and 47 %.
     assert row['candidate'] == '55 %'
-    names = json.loads(Path('out/results.json').read_text())['candidates']
+    names = json.loads(Path('out/results.json').read_text())['fits']
     assert list(names) == ['40 %', '70 %', '55 %', '48 %']
-    assert 'too few' in capsys.readouterr().out
     before = Path('out/model.pth').read_bytes()
     row = chosen_of(run(max_loss=0.5))  # none of the narrower ones
     assert row['candidate'] == 'faster parts' and Path('out/model.pth').read_bytes() != before
@@ -213,7 +206,7 @@ def test_int8_is_tested_in_what_floats_keep():
 
     def fit(budget):
         name = search.percent_name(budget)
-        found.candidates[name] = Candidate(name, '', '', budget, [dict(after=[budget])])
+        found.candidates[name] = Candidate(name, '', '', budget)
         return found.candidates[name]
 
     def test(candidate, kind):
@@ -222,7 +215,7 @@ def test_int8_is_tested_in_what_floats_keep():
         return dict(interval=[-loss, 0.0])
 
     found.fit, found.test, found.formats = fit, test, []
-    found.shares = lambda candidate, kinds: {INT8: 0.2, BF16: 0.3, F32: 0.4}
+    found.latency_ratios = lambda candidate, kinds: {INT8: 0.2, BF16: 0.3, F32: 0.4}
     found._search_floor(0.5)
     assert list(found.candidates) == ['40 %', '70 %', '55 %', '48 %']
     assert [name for name, kind in tested if kind == INT8] == ['faster parts', '55 %', '70 %']
@@ -242,22 +235,12 @@ def test_a_latency_is_met_by_the_second_fit(folder, monkeypatch):
     assert chosen_of(run(latency=0.4))['candidate'] == 'faster parts' and len(fits) == 2
 
 
-def test_budgets_below_the_least_are_one_candidate(folder, monkeypatch):
+def test_budgets_below_the_least_are_one_candidate(folder):
     """A candidate is named by what is left of it, not by what was asked for."""
-    fits = []
-    convert = search.convert_model
-
-    def recorded(*args, **kwargs):
-        result = convert(*args, **kwargs)
-        fits.append(result[1].fraction)
-        return result
-
-    monkeypatch.setattr(search, 'convert_model', recorded)
     rows = run(budgets=[0.02, 0.01])
-    (least,) = fits
-    narrow = {row['candidate'] for row in rows if row['candidate'].endswith('%')}
-    assert least > 0.03 and narrow == {f'{100 * least:.0f} %'}
-    assert {row['budget'] for row in rows if row['candidate'] in narrow} == {round(least, 2)}
+    (name,) = {row['candidate'] for row in rows if row['candidate'].endswith('%')}
+    (budget,) = {row['budget'] for row in rows if row['candidate'] == name}
+    assert budget > 0.03 and name == f'{100 * budget:.0f} %'
 
 
 LAZY = CONFIG.replace("default_scope = 'mmpretrain'\n", """
@@ -416,9 +399,7 @@ def test_a_target_that_nothing_meets(folder, monkeypatch, capsys):
         runpy.run_path(str(tool), run_name='__main__')
     assert error.value.code == 1
     out = capsys.readouterr().out
-    assert re.search(
-        r'nothing is chosen. The nearest is \d+ % in OpenVINO f32, \d+% of the time', out
-    )
+    assert "Nothing takes at most 1% of stock's time: nothing is chosen" in out
     assert not list(Path('out').glob('model.*'))
     assert not any(r['chosen'] for r in json.loads(Path('out/results.json').read_text())['rows'])
 
@@ -487,20 +468,14 @@ def test_errors_leave_the_folder_as_it_was(folder):
     Path('no_data.py').write_text(nowhere)
     with pytest.raises(FileNotFoundError, match='train data are not there.*--images'):
         repa_mm.speed_up('no_data.py', 'model.pth', 'out')
-    nowhere += (
-        "train_dataloader = dict(dataset=dict(val_dataloader['dataset'], data_root='images'))"
-    )
-    Path('no_data.py').write_text(nowhere)
-    with pytest.raises(ValueError, match='validation data are not there.*--images'):
-        repa_mm.speed_up('no_data.py', 'model.pth', 'out')
     Path('no_test.py').write_text(CONFIG.replace("dict(type='Accuracy', topk=(1,))", 'None'))
     with pytest.raises(ValueError, match='no validation data with an evaluator.*--images'):
         repa_mm.speed_up('no_test.py', 'model.pth', 'out')
     for wrong, text in (
         (dict(latency=40), r'in \(0, 1\), not 40'), (dict(latency=0), 'not 0'),
-        (dict(max_loss=-1), 'not -1'), (dict(budgets=[60]), 'not 60'),
+        (dict(max_loss=-1), 'not -1'), (dict(budgets=[60]), r'not \[60\]'),
         (dict(repeats=1), 'repeats must be at least 3'),
-        (dict(max_loss=1, num_images=0), 'at least 30 images'),
+        (dict(max_loss=1, num_images=0), 'at least 30'),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=text):
             run(**wrong)
@@ -508,9 +483,8 @@ def test_errors_leave_the_folder_as_it_was(folder):
     run(budgets=[])
     before = files('out')
     Path('another.py').write_text(CONFIG.replace('window_size=4', 'window_size=8'))
-    for config in ('another.py', 'no_data.py'):
-        with pytest.raises(ValueError, match='results of another model'):
-            repa_mm.speed_up(config, 'model.pth', 'out')
+    with pytest.raises(ValueError, match='results of another model'):
+        repa_mm.speed_up('another.py', 'model.pth', 'out')
     assert files('out') == before
     Path('mine').mkdir()
     Path('mine/model.pth').write_text('mine')
