@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from mmengine.config import Config
 
 ROOT = Path(__file__).parents[2]
 
@@ -48,10 +47,8 @@ def run_tool():
 
 
 @pytest.fixture
-def call(run_tool, monkeypatch):
+def call(run_tool):
     """Run a tool in this process: its status, and why it failed."""
-    # Formatting a config takes most of the time of setting up a run.
-    monkeypatch.setattr(Config, 'pretty_text', '# a config')
 
     def call(tool, *arguments):
         try:

@@ -12,6 +12,7 @@ import torch
 
 import repa_mm
 from repa_mm.config import codebase_tool
+from repa_mm.opening import open_model
 
 from .conftest import ROOT
 
@@ -51,17 +52,25 @@ def config_of(task):
     return repa_mm.config_path(f'demo/{task}_repa_swin_digits.py')
 
 
-SLOW = pytest.param('mask_rcnn', marks=pytest.mark.slow)
+TASKS = ['retinanet', pytest.param('mask_rcnn', marks=pytest.mark.slow), 'upernet']
 
 
-@pytest.fixture(scope='session', params=['retinanet', SLOW, 'upernet'])
-def trained(request, digits, tmp_path_factory, run_tool):
-    """A task and the checkpoint of a short training."""
-    task = request.param
-    pytest.importorskip(PACKAGE[task])
-    work_dir = tmp_path_factory.mktemp(task)
-    run_tool('train', config_of(task), *arguments(task, work_dir), cwd=digits)
-    return task, (work_dir / 'last_checkpoint').read_text()
+@pytest.fixture(scope='session')
+def trained(digits, tmp_path_factory, run_tool):
+    """A function: the checkpoints of a task's short training, and merged, made once."""
+    made = {}
+
+    def get(task):
+        pytest.importorskip(PACKAGE[task])
+        if task not in made:
+            folder = tmp_path_factory.mktemp(task)
+            run_tool('train', config_of(task), *arguments(task, folder), cwd=digits)
+            checkpoint, merged = (folder / 'last_checkpoint').read_text(), folder / 'merged.pth'
+            run_tool('reparameterize', config_of(task), checkpoint, merged, cwd=digits)
+            made[task] = checkpoint, str(merged)
+        return made[task]
+
+    return get
 
 
 def predictions_of(task, checkpoint, folder, run_tool, digits, **options):
@@ -75,14 +84,17 @@ def predictions_of(task, checkpoint, folder, run_tool, digits, **options):
     )
     if task == 'upernet':
         return [cv2.imread(str(path), cv2.IMREAD_UNCHANGED) for path in sorted(out.iterdir())]
-    with open(out, 'rb') as file:
+    return scores_in(out)
+
+
+def scores_in(path):
+    with open(path, 'rb') as file:
         return [p['pred_instances']['scores'].numpy() for p in pickle.load(file)]
 
 
-def test_both_forms_predict_the_same(trained, digits, tmp_path, run_tool):
-    task, checkpoint = trained
-    merged = str(tmp_path / 'merged.pth')
-    run_tool('reparameterize', config_of(task), checkpoint, merged, cwd=digits)
+@pytest.mark.parametrize('task', TASKS)
+def test_both_forms_predict_the_same(task, trained, digits, tmp_path, run_tool):
+    checkpoint, merged = trained(task)
     assert os.path.getsize(merged) < os.path.getsize(checkpoint)
     found = [
         predictions_of(task, file, tmp_path / name, run_tool, digits, **options)
@@ -101,12 +113,11 @@ def test_both_forms_predict_the_same(trained, digits, tmp_path, run_tool):
                 np.testing.assert_allclose(other, expected, atol=1e-5)
 
 
-def test_image_demo(trained, digits, tmp_path, run_tool):
-    task, checkpoint = trained
+@pytest.mark.parametrize('task', TASKS)
+def test_image_demo(task, trained, digits, tmp_path, run_tool):
     image = next((digits / 'data/demo/coco/val2017').iterdir())
-    merged, pictures = tmp_path / 'merged.pth', []
-    run_tool('reparameterize', config_of(task), checkpoint, merged, cwd=digits)
-    for file, out in ((checkpoint, tmp_path / 'training'), (merged, tmp_path / 'deploy')):
+    pictures = []
+    for file, out in zip(trained(task), (tmp_path / 'training', tmp_path / 'deploy')):
         run_tool(
             *('image_demo', image, config_of(task), file),
             *('--out-dir', out, '--score-thr', 0, '--device', 'cpu'),
@@ -120,6 +131,9 @@ def test_image_demo(trained, digits, tmp_path, run_tool):
 
 HOST = """
 import runpy, sys
+from yapf.yapflib import yapf_api
+
+yapf_api.FormatCode = lambda text, **_: (text, True)  # takes seconds for a config
 checkpoint, train, test = sys.argv[1], *(part.split('|') for part in sys.argv[2:])
 for arguments in (train, test[:2] + [checkpoint] + test[2:]):
     sys.argv = arguments
@@ -127,41 +141,31 @@ for arguments in (train, test[:2] + [checkpoint] + test[2:]):
 """
 
 
-def test_the_codebase_s_own_tools_do_the_same(digits, tmp_path, run_tool):
+def test_the_codebase_s_own_tools_do_the_same(trained, digits, tmp_path, run_tool):
     """In a process that imports repa_mm by the config alone."""
-    pytest.importorskip('mmdet')
-    config, commands = config_of('retinanet'), {}
-    for name in ('own', 'host'):
-        folder = tmp_path / name
-        commands[name] = [
-            ['train', config, *arguments('retinanet', folder)],
-            ['test', config, '--out', f'{folder}.pkl', *arguments('retinanet', folder / 'test')],
-        ]
-    train, test = commands['own']
-    run_tool(*train, cwd=digits)
-    run_tool(*test[:2], tmp_path / 'own/epoch_1.pth', *test[2:], cwd=digits)
-    train, test = (
-        '|'.join([codebase_tool([config], f'{tool}.py'), *map(str, rest)])
-        for tool, *rest in commands['host']
+    own, config = trained('retinanet')[0], config_of('retinanet')
+    host, out = tmp_path / 'host', tmp_path / 'host.pkl'
+    commands = (
+        ['train.py', config, *arguments('retinanet', host)],
+        ['test.py', config, '--out', str(out), *arguments('retinanet', host / 'test')],
     )
+    train, test = ('|'.join([codebase_tool([config], tool), *rest]) for tool, *rest in commands)
     done = subprocess.run(
-        [sys.executable, '-c', HOST, tmp_path / 'host/epoch_1.pth', train, test],
+        [sys.executable, '-c', HOST, host / 'epoch_1.pth', train, test],
         capture_output=True,
         text=True,
         cwd=digits,
         env=dict(os.environ, PYTHONPATH=str(ROOT), OMP_NUM_THREADS='1'),
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    own, host = tmp_path / 'own', tmp_path / 'host'
-    weights = [torch.load(f / 'epoch_1.pth', weights_only=False)['state_dict'] for f in (own, host)]
+    weights = [torch.load(f, weights_only=False)['state_dict'] for f in (own, host / 'epoch_1.pth')]
     torch.testing.assert_close(*weights, rtol=0, atol=0)
-    found = []
-    for folder in (own, host):
-        (log,) = (path.read_text() for path in folder.glob('test/*/*.log'))
+    expected = predictions_of('retinanet', own, tmp_path / 'own', run_tool, digits)
+    for a, b in zip(scores_in(out), expected, strict=True):
+        np.testing.assert_array_equal(a, b)
+    for folder in (host / 'test', tmp_path / 'own/work'):
+        (log,) = (path.read_text() for path in folder.glob('*/*.log'))
         assert 'Reparameterized 10 channel-idle FFNs' in log
-        with open(f'{folder}.pkl', 'rb') as file:
-            found.append([p['pred_instances']['scores'] for p in pickle.load(file)])
-    torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
 def test_a_dino_with_structures_in_backbone_and_encoder(digits, tmp_path, run_tool):
@@ -197,9 +201,7 @@ default_hooks = dict(reparameterize=dict(type='ReparameterizeHook'))
         with open(out, 'rb') as file:
             return [p['pred_instances']['scores'].sort().values for p in pickle.load(file)]
 
-    for path in (vanilla, config):
-        where = tmp_path / path.stem
-        run_tool('train', '--work-dir', where, path, *options, cwd=digits)
+    run_tool('train', '--work-dir', tmp_path / 'repa', config, *options, cwd=digits)
     checkpoint = tmp_path / 'repa/epoch_1.pth'
     by_hook = scores('by_hook', config, checkpoint)
     (log,) = (tmp_path / 'by_hook').glob('*/*.log')
@@ -211,11 +213,13 @@ default_hooks = dict(reparameterize=dict(type='ReparameterizeHook'))
     found = scores('merged', config, merged, 'custom_hooks=[]', 'model.deploy=True')
     torch.testing.assert_close(by_hook, found)
 
-    narrow, trained = tmp_path / 'narrow.pth', tmp_path / 'vanilla/epoch_1.pth'
-    few = '--budget', '1', '--num-images', '2', '--device', 'cpu'
-    run_tool('convert_pretrained', vanilla, trained, narrow, *few, cwd=digits)
-    expected = scores('vanilla_scores', vanilla, trained)
-    torch.testing.assert_close(scores('narrow', tmp_path / 'narrow.py', narrow), expected)
-    few = '--budget', '0.25', '--where', 'encoder', '--parts', 'ffn', *few[2:]
-    run_tool('convert_pretrained', vanilla, trained, narrow, *few, cwd=digits)
-    assert len(scores('narrower', tmp_path / 'narrow.py', narrow)) == len(expected)
+    # A vanilla one becomes narrower.
+    model, narrow = open_model(str(vanilla)), tmp_path / 'narrow.pth'
+    torch.save(dict(state_dict=model.state_dict()), tmp_path / 'vanilla.pth')
+    few = '--budget', 0.25, '--where', 'encoder', '--parts', 'ffn', '--num-images', 2
+    arguments = vanilla, tmp_path / 'vanilla.pth', narrow, *few, '--device', 'cpu'
+    run_tool('convert_pretrained', *arguments, cwd=digits)
+    weight = 'encoder.layers.0.ffn.layers.1.weight'
+    before, after = model.get_parameter(weight), torch.load(narrow)['state_dict'][weight]
+    assert after.shape[1] <= before.shape[1] / 4
+    assert len(scores('narrow', tmp_path / 'narrow.py', narrow)) == len(found)

@@ -1,4 +1,4 @@
-"""Every structure in the tools, by a thin config each."""
+"""A structure in the tools, by a thin config; projects test theirs with what is here."""
 
 import pytest
 import torch
@@ -7,25 +7,16 @@ import repa_mm
 from repa_mm.config import load_config
 from tests.conftest import random_model
 
-# On the tiny detector of the demo: its backbone, and how wide the maps are that it gives the neck.
-STRUCTURES = dict(
-    idle=(
-        "_delete_=True, type='RePaVisionTransformer', idle_ratio=0.5, "
-        'arch=dict(embed_dims=16, num_layers=3, num_heads=2, feedforward_channels=32), '
-        "img_size=96, patch_size=16, out_indices=[0, 1, 2], out_type='featmap'",
-        [16] * 3,
-        '',
-    )
-)
-
-
-@pytest.fixture(params=STRUCTURES)
-def config(request, tmp_path):
-    return write_config(tmp_path / f'{request.param}.py', *STRUCTURES[request.param])
-
 
 def write_config(path, backbone, widths, hooks, *imports):
-    """Write a config of the demo's detector with another backbone; projects test theirs with it."""
+    """Write a config of the demo's detector with another backbone.
+
+    Args:
+        backbone (str): What the config says of it.
+        widths (list): How wide the maps are that it gives the neck.
+        hooks (str): Further hooks.
+        imports (str): Modules to import.
+    """
     pytest.importorskip('mmdet')
     path.write_text(
         f'_base_ = {repa_mm.config_path("demo/retinanet_swin_digits.py")!r}\n'
@@ -41,31 +32,38 @@ def write_config(path, backbone, widths, hooks, *imports):
     return str(path)
 
 
-def test_trained_tested_and_merged(config, in_digits, call):
-    out, merged = in_digits / 'work', in_digits / 'merged.pth'
+def train_merge_and_test(config, folder, call):
+    """Run the tools in a folder; the merged checkpoint."""
+    trained, merged = folder / 'epoch_1.pth', folder / 'merged.pth'
+    for command in (
+        ('train', config, '--work-dir', folder),
+        ('reparameterize', config, trained, merged),
+        ('test', config, merged, '--work-dir', folder),
+    ):
+        assert call(*command) == (0, '')
+    return merged
 
-    def done(tool, *arguments):
-        status, said = call(tool, config, *arguments)
-        assert status == 0, said
 
-    done('train', '--work-dir', out)
-    done('test', out / 'epoch_1.pth', '--work-dir', out)
-    done('reparameterize', out / 'epoch_1.pth', merged)
-    done('test', merged, '--work-dir', out)
+def check_merging_before_the_end_is_refused(config, folder, call):
+    model = random_model(load_config(config))
+    for module in model.modules():
+        if hasattr(module, 'set_lam'):
+            module.set_lam(0.5)
+    torch.save(dict(meta={}, state_dict=model.state_dict()), folder / 'early.pth')
+    status, said = call('reparameterize', config, folder / 'early.pth', folder / 'no.pth')
+    assert status and 'lambda = 0.5' in said
+    assert not (folder / 'no.pth').exists()
+
+
+def test_trained_tested_and_merged(in_digits, call):
+    backbone = (
+        "_delete_=True, type='RePaVisionTransformer', idle_ratio=0.5, "
+        'arch=dict(embed_dims=16, num_layers=3, num_heads=2, feedforward_channels=32), '
+        "img_size=96, patch_size=16, out_indices=[0, 1, 2], out_type='featmap'"
+    )
+    config = write_config(in_digits / 'idle.py', backbone, [16] * 3, '')
+    merged = train_merge_and_test(config, in_digits, call)
     # A wrong form is refused.
     assert call('reparameterize', config, merged, in_digits / 'twice.pth')[0]
-    again = ('--work-dir', out / 'again', '--cfg-options', f'load_from={merged}')
+    again = ('--work-dir', in_digits / 'again', '--cfg-options', f'load_from={merged}')
     assert call('train', config, *again)[0]
-
-
-def test_merging_before_the_end_is_refused(config, tmp_path, call):
-    model = random_model(load_config(config))
-    scheduled = [module for module in model.modules() if hasattr(module, 'set_lam')]
-    if not scheduled:
-        pytest.skip('nothing is scheduled')
-    for module in scheduled:
-        module.set_lam(0.5)
-    torch.save(dict(meta={}, state_dict=model.state_dict()), tmp_path / 'early.pth')
-    status, said = call('reparameterize', config, tmp_path / 'early.pth', tmp_path / 'merged.pth')
-    assert status and 'lambda = 0.5' in said
-    assert not (tmp_path / 'merged.pth').exists()

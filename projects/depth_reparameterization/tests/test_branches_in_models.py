@@ -335,16 +335,13 @@ def test_pretraining_leads_to_the_classifier(tmp_path):
         assert torch.equal(loaded[key], model.backbone.state_dict()[key]), key
 
 
-@pytest.fixture(name='config')
-def config_for_tools(tmp_path):
+def test_in_the_tools(in_digits, call):  # noqa: F811
     backbone = (
         "type='ParallelSwinTransformer', num_branches=2, window_size=3, "
         'arch=dict(embed_dims=24, depths=[2, 2, 2, 2], num_heads=[1, 2, 2, 2])'
     )
     hook, project = "dict(type='ScheduleHook', warmup=1)", 'projects.depth_reparameterization'
-    path = tmp_path / 'parallel.py'
-    return structures_in_tools.write_config(path, backbone, [48, 96, 192], hook, project)
-
-
-test_trained_tested_and_merged = structures_in_tools.test_trained_tested_and_merged
-test_merging_before_the_end_is_refused = structures_in_tools.test_merging_before_the_end_is_refused
+    path = in_digits / 'parallel.py'
+    config = structures_in_tools.write_config(path, backbone, [48, 96, 192], hook, project)
+    structures_in_tools.check_merging_before_the_end_is_refused(config, in_digits, call)
+    structures_in_tools.train_merge_and_test(config, in_digits, call)

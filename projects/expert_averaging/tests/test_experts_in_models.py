@@ -87,4 +87,4 @@ def test_in_the_tools(in_digits, call):  # noqa: F811
     hook, project = "dict(type='AverageExpertsHook')", 'projects.expert_averaging'
     path = in_digits / 'experts.py'
     config = test_tools.write_config(path, backbone, [16] * 3, hook, project)
-    test_tools.test_trained_tested_and_merged(config, in_digits, call)
+    test_tools.train_merge_and_test(config, in_digits, call)

@@ -82,4 +82,4 @@ def test_in_the_tools(in_digits, call):  # noqa: F811
     )
     path = in_digits / 'mixers.py'
     config = test_tools.write_config(path, backbone, [16, 24, 32], '', 'projects.riformer')
-    test_tools.test_trained_tested_and_merged(config, in_digits, call)
+    test_tools.train_merge_and_test(config, in_digits, call)

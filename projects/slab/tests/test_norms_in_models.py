@@ -143,16 +143,13 @@ def test_the_schedule_is_that_of_the_paper(name):
     assert cfg.train_cfg.max_epochs == 300 and cfg.auto_scale_lr.base_batch_size == 1024
 
 
-@pytest.fixture(name='config')
-def config_for_tools(tmp_path):
+def test_in_the_tools(in_digits, call):  # noqa: F811
     backbone = (
         "_delete_=True, type='Restructured', model={{_base_.model.backbone}}, "
         f'structures={BOTH}'
     )
     hook, project = "dict(type='ScheduleHook', warmup=1)", 'projects.slab'
-    path = tmp_path / 'progressive.py'
-    return structures_in_tools.write_config(path, backbone, [96, 192, 384], hook, project)
-
-
-test_trained_tested_and_merged = structures_in_tools.test_trained_tested_and_merged
-test_merging_before_the_end_is_refused = structures_in_tools.test_merging_before_the_end_is_refused
+    path = in_digits / 'progressive.py'
+    config = structures_in_tools.write_config(path, backbone, [96, 192, 384], hook, project)
+    structures_in_tools.check_merging_before_the_end_is_refused(config, in_digits, call)
+    structures_in_tools.train_merge_and_test(config, in_digits, call)
