@@ -26,6 +26,20 @@ def idle(model, idle_ratio=0.75, norm_cfg=dict(type='BN'), where=None):
 
 VIT = dict(embed_dims=16, num_layers=2, num_heads=2, feedforward_channels=64)
 TIMM = dict(embed_dim=16, depth=2, num_heads=2)
+TIMM_VIT = dict(model_name='vit_tiny_patch16_224', **TIMM)
+TIMM_DINO = dict(model_name='vit_small_patch14_dinov2', init_values=0.3, patch_size=16, **TIMM)
+STAGES = dict(embed_dims=8, depths=[1, 1, 1, 1], num_heads=[1, 1, 2, 2])
+LAYERS = dict(embed_dims=8, num_layers=[1, 1, 1, 1], num_heads=[1, 1, 2, 2])
+SAM = dict(arch=dict(VIT, global_attn_indexes=[1]), window_size=3, out_channels=8, use_rel_pos=True)
+T2T = dict(token_dims=8, use_performer=False), dict(num_heads=2, feedforward_channels=32)
+T2T = dict(t2t_cfg=T2T[0], num_layers=2, embed_dims=16, layer_cfgs=T2T[1])
+TNT = dict(embed_dims_outer=16, embed_dims_inner=8, num_heads_outer=2, num_heads_inner=2)
+MIXER = dict(embed_dims=16, num_layers=2, tokens_mlp_dims=8, channels_mlp_dims=64)
+POOL = dict(arch=dict(layers=[1, 1, 1, 1], embed_dims=[4, 8, 12, 16]), frozen_stages=-1)
+SWIN_V2 = dict(arch=dict(STAGES, extra_norm_every_n_blocks=0), window_size=2)
+CONVNEXT = dict(arch=dict(depths=[1, 1, 1, 1], channels=[4, 8, 12, 16]))
+MMSEG_VIT = dict(img_size=64, embed_dims=16, num_layers=2, num_heads=2)
+MMSEG_TIMM = dict(TIMM_VIT, pretrained=False, img_size=64, out_indices=(0, 1))
 
 # Package, class, arguments, and the number of FFNs that become channel-idle.
 # docs/structures.md lists them.
@@ -38,210 +52,66 @@ CONVERTIBLE = {
     'BEiT without scale': ('mmpretrain', 'BEiTViT', dict(arch=VIT, layer_scale_init_value=0.0), 2),
     'MAE': ('mmpretrain', 'MAEViT', dict(arch=VIT), 2),
     'MoCo v3': ('mmpretrain', 'MoCoV3ViT', dict(arch=VIT, patch_size=16), 2),
-    'SAM': (
-        'mmpretrain',
-        'ViTSAM',
-        dict(
-            arch=dict(VIT, global_attn_indexes=[1]), window_size=3, out_channels=8, use_rel_pos=True
-        ),
-        2,
-    ),
-    'Swin': (
-        'mmpretrain',
-        'SwinTransformer',
-        dict(
-            arch=dict(embed_dims=8, depths=[1, 1, 1, 1], num_heads=[1, 1, 2, 2]), pad_small_map=True
-        ),
-        4,
-    ),
-    'T2T-ViT': (
-        'mmpretrain',
-        'T2T_ViT',
-        dict(
-            t2t_cfg=dict(token_dims=8, use_performer=False),
-            num_layers=2,
-            embed_dims=16,
-            layer_cfgs=dict(num_heads=2, feedforward_channels=32),
-        ),
-        4,
-    ),
-    'TNT': (
-        'mmpretrain',
-        'TNT',
-        dict(
-            arch=dict(
-                embed_dims_outer=16,
-                embed_dims_inner=8,
-                num_layers=2,
-                num_heads_outer=2,
-                num_heads_inner=2,
-            )
-        ),
-        4,
-    ),
-    'MixMIM': (
-        'mmpretrain',
-        'MixMIMTransformer',
-        dict(
-            arch=dict(embed_dims=8, depths=[1, 1, 1, 1], num_heads=[1, 1, 2, 2]),
-            window_size=[2, 2, 2, 2],
-        ),
-        4,
-    ),
-    'DaViT': (
-        'mmpretrain',
-        'DaViT',
-        dict(
-            arch=dict(embed_dims=8, depths=[1, 1, 1, 1], num_heads=[1, 1, 2, 2]), pad_small_map=True
-        ),
-        8,
-    ),
-    'MLP-Mixer': (
-        'mmpretrain',
-        'MlpMixer',
-        dict(arch=dict(embed_dims=16, num_layers=2, tokens_mlp_dims=8, channels_mlp_dims=64)),
-        2,
-    ),
-    'PoolFormer': (
-        'mmpretrain',
-        'PoolFormer',
-        dict(arch=dict(layers=[1, 1, 1, 1], embed_dims=[4, 8, 12, 16]), frozen_stages=-1),
-        4,
-    ),
-    'Swin V2': (
-        'mmpretrain',
-        'SwinTransformerV2',
-        dict(
-            arch=dict(
-                embed_dims=8,
-                depths=[1, 1, 1, 1],
-                num_heads=[1, 1, 2, 2],
-                extra_norm_every_n_blocks=0,
-            ),
-            window_size=2,
-        ),
-        4,
-    ),
-    'ConvNeXt': (
-        'mmpretrain',
-        'ConvNeXt',
-        dict(arch=dict(depths=[1, 1, 1, 1], channels=[4, 8, 12, 16])),
-        4,
-    ),
-    'timm ViT': ('mmpretrain', 'TIMMBackbone', dict(model_name='vit_tiny_patch16_224', **TIMM), 2),
-    'timm DINOv2': (
-        'mmpretrain',
-        'TIMMBackbone',
-        dict(model_name='vit_small_patch14_dinov2', init_values=0.3, patch_size=16, **TIMM),
-        2,
-    ),
+    'SAM': ('mmpretrain', 'ViTSAM', SAM, 2),
+    'Swin': ('mmpretrain', 'SwinTransformer', dict(arch=STAGES, pad_small_map=True), 4),
+    'T2T-ViT': ('mmpretrain', 'T2T_ViT', T2T, 4),
+    'TNT': ('mmpretrain', 'TNT', dict(arch=dict(TNT, num_layers=2)), 4),
+    'MixMIM': ('mmpretrain', 'MixMIMTransformer', dict(arch=STAGES, window_size=[2] * 4), 4),
+    'DaViT': ('mmpretrain', 'DaViT', dict(arch=STAGES, pad_small_map=True), 8),
+    'MLP-Mixer': ('mmpretrain', 'MlpMixer', dict(arch=MIXER), 2),
+    'PoolFormer': ('mmpretrain', 'PoolFormer', POOL, 4),
+    'Swin V2': ('mmpretrain', 'SwinTransformerV2', SWIN_V2, 4),
+    'ConvNeXt': ('mmpretrain', 'ConvNeXt', CONVNEXT, 4),
+    'timm ViT': ('mmpretrain', 'TIMMBackbone', TIMM_VIT, 2),
+    'timm DINOv2': ('mmpretrain', 'TIMMBackbone', TIMM_DINO, 2),
     'timm DINOv3': (
-        'mmpretrain',
-        'TIMMBackbone',
-        dict(model_name='vit_small_patch16_dinov3', init_values=0.3, **TIMM),
-        2,
+        *('mmpretrain', 'TIMMBackbone'),
+        *(dict(model_name='vit_small_patch16_dinov3', init_values=0.3, **TIMM), 2),
     ),
-    'MMDetection Swin': (
-        'mmdet',
-        'SwinTransformer',
-        dict(embed_dims=8, depths=(1, 1, 1, 1), num_heads=(1, 1, 2, 2)),
-        4,
-    ),
-    'MMSegmentation ViT': (
-        'mmseg',
-        'VisionTransformer',
-        dict(img_size=64, embed_dims=16, num_layers=2, num_heads=2),
-        2,
-    ),
-    'MMSegmentation Swin': (
-        'mmseg',
-        'SwinTransformer',
-        dict(embed_dims=8, depths=(1, 1, 1, 1), num_heads=(1, 1, 2, 2)),
-        4,
-    ),
-    'MMSegmentation timm': (
-        'mmseg',
-        'TIMMBackbone',
-        dict(
-            model_name='vit_tiny_patch16_224',
-            pretrained=False,
-            img_size=64,
-            out_indices=(0, 1),
-            **TIMM,
-        ),
-        2,
-    ),
+    'MMDetection Swin': ('mmdet', 'SwinTransformer', STAGES, 4),
+    'MMSegmentation ViT': ('mmseg', 'VisionTransformer', MMSEG_VIT, 2),
+    'MMSegmentation Swin': ('mmseg', 'SwinTransformer', STAGES, 4),
+    'MMSegmentation timm': ('mmseg', 'TIMMBackbone', MMSEG_TIMM, 2),
 }
 # FFNs that are narrowed, and in which idle channels would not merge.
 NARROWED = {
-    'SegFormer': (
-        'mmseg',
-        'MixVisionTransformer',
-        dict(embed_dims=8, num_layers=[1, 1, 1, 1], num_heads=[1, 1, 2, 2], sr_ratios=[4, 2, 2, 1]),
-        4,
-    ),
-    'PVT v2': (
-        'mmdet',
-        'PyramidVisionTransformerV2',
-        dict(embed_dims=8, num_layers=[1, 1, 1, 1], num_heads=[1, 1, 2, 2]),
-        4,
-    ),
+    'SegFormer': ('mmseg', 'MixVisionTransformer', dict(LAYERS, sr_ratios=[4, 2, 2, 1]), 4),
+    'PVT v2': ('mmdet', 'PyramidVisionTransformerV2', LAYERS, 4),
 }
 
+GRN = dict(CONVNEXT, use_grn=True, layer_scale_init_value=0.0)
 # What the error says, with the name of the block.
 REFUSED = {
     'ConvNeXt V2': (
-        'mmpretrain',
-        'ConvNeXt',
-        dict(arch=dict(depths=[1] * 4, channels=[4] * 4), use_grn=True, layer_scale_init_value=0.0),
-        r"'stages.0.0.pointwise_conv1', in a ConvNeXtBlock.*GRN",
+        *('mmpretrain', 'ConvNeXt', GRN),
+        "'stages.0.0.pointwise_conv1', in a ConvNeXtBlock.*GRN",
     ),
     'SwiGLU': (
-        'mmpretrain',
-        'VisionTransformer',
+        *('mmpretrain', 'VisionTransformer'),
         dict(arch=VIT, layer_cfgs=dict(ffn_type='swiglu_fused')),
-        r"'layers.0.ffn', in a TransformerEncoderLayer.*SwiGLUFFNFused",
+        "'layers.0.ffn', in a TransformerEncoderLayer.*SwiGLUFFNFused",
     ),
     'EVA-02': ('mmpretrain', 'ViTEVA02', dict(arch=VIT), 'no site'),
-    'three linear layers': (
-        'mmpretrain',
-        'VisionTransformer',
-        dict(arch=VIT, layer_cfgs=dict(num_fcs=3)),
-        r"'layers.0.ffn'.*3 linear layers, not two",
-    ),
     'RevViT': ('mmpretrain', 'RevVisionTransformer', dict(arch=VIT), 'no site'),
-    'XCiT': (
-        'mmpretrain',
-        'XCiT',
-        dict(embed_dims=8, depth=1, num_heads=2, patch_size=16),
-        'no site',
+    'three linear layers': (
+        *('mmpretrain', 'VisionTransformer', dict(arch=VIT, layer_cfgs=dict(num_fcs=3))),
+        "'layers.0.ffn'.*3 linear layers, not two",
     ),
-    'PCPVT': ('mmpretrain', 'PCPVT', dict(arch='small'), 'no site'),
-    'HiViT': ('mmpretrain', 'HiViT', dict(arch='tiny'), 'no site'),
     'PVT': (
-        'mmdet',
-        'PyramidVisionTransformer',
-        dict(embed_dims=8, num_layers=[1, 1, 1, 1], num_heads=[1, 1, 1, 1]),
-        r"'layers.0.1.1.ffn', in a PVTEncoderLayer.*not two linear layers around a depthwise",
+        *('mmdet', 'PyramidVisionTransformer', LAYERS),
+        "'layers.0.1.1.ffn', in a PVTEncoderLayer.*not two linear layers around a depthwise",
     ),
     'timm SwiGLU': (
-        'mmpretrain',
-        'TIMMBackbone',
-        dict(model_name='vit_small_plus_patch16_dinov3', **TIMM),
-        r"blocks.0.mlp', in a EvaBlock.*GluMlp|blocks.0.mlp', in a EvaBlock.*SwiGLU",
+        *('mmpretrain', 'TIMMBackbone', dict(model_name='vit_small_plus_patch16_dinov3', **TIMM)),
+        "blocks.0.mlp', in a EvaBlock.*GluMlp|blocks.0.mlp', in a EvaBlock.*SwiGLU",
     ),
     'timm norm in the MLP': (
-        'mmpretrain',
-        'TIMMBackbone',
-        dict(model_name='vit_tiny_patch16_224', scale_mlp_norm=True, **TIMM),
-        r"blocks.0.mlp', in a Block.*Mlp has a LayerNorm, too",
+        *('mmpretrain', 'TIMMBackbone', dict(TIMM_VIT, scale_mlp_norm=True)),
+        "blocks.0.mlp', in a Block.*Mlp has a LayerNorm, too",
     ),
     'MMSegmentation BEiT': (
-        'mmseg',
-        'BEiT',
-        dict(img_size=(64, 64), embed_dims=16, num_layers=2, num_heads=2),
-        r"'layers.0.ffn', in a BEiTTransformerEncoderLayer.*"
-        'shortcut',
+        *('mmseg', 'BEiT', dict(MMSEG_VIT, img_size=(64, 64))),
+        "'layers.0.ffn', in a BEiTTransformerEncoderLayer.*shortcut",
     ),
     **{case: (*row[:3], 'MixFFN has a depthwise convolution') for case, row in NARROWED.items()},
 }
@@ -252,7 +122,7 @@ def build(package, name, kwargs):
         kwargs = dict(dict(img_size=64), **kwargs)
     if name == 'ViTSAM':
         kwargs = dict(kwargs, img_size=64)
-    if name in ('PoolFormer', 'SwinTransformer', 'DaViT', 'PCPVT', 'ConvNeXt'):
+    if name in ('PoolFormer', 'SwinTransformer', 'DaViT', 'ConvNeXt'):
         kwargs.pop('img_size', None)
     pytest.importorskip('timm' if name == 'TIMMBackbone' else package)
     module = importlib.import_module(

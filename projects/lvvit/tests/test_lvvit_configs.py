@@ -23,7 +23,7 @@ def test_imagenet_training_is_that_of_table_7(config):
 
 
 @pytest.mark.parametrize('maps', [True, False])
-def test_imagenet_training_runs(maps, tmp_path, monkeypatch):
+def test_imagenet_training_runs(maps, tmp_path):
     cfg = load(S)
     for i in range(8 * maps):
         scores = torch.zeros(5, 6, 6) + torch.tensor([9.0, 1, 0, 0, 0]).view(5, 1, 1)
@@ -37,4 +37,4 @@ def test_imagenet_training_runs(maps, tmp_path, monkeypatch):
     cfg.model.head.in_channels = 16
     load_labels = cfg.train_dataloader.dataset.pipeline[1]
     load_labels.label_root = str(tmp_path / 'maps') if maps else None
-    train_on_images(cfg, tmp_path, monkeypatch)
+    train_on_images(cfg, tmp_path)
