@@ -19,12 +19,10 @@ Results are appended to a file with the columns of results.csv.
 """
 
 import argparse
-import copy
 import csv
 import datetime
 import sys
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -35,16 +33,15 @@ from mmengine.runner import Runner
 
 import repa_mm
 from benchmarks import dinov2
+from benchmarks.even import even_sizes
 from benchmarks.methods import METHODS, Weights, shared_widths, statistics
 from benchmarks.tables import COLUMNS, Row
 from repa_mm import convert_pretrained
 from repa_mm.benchmark.timing import measure
 from repa_mm.config import load_config
-from repa_mm.convert.budget import even_sizes
-from repa_mm.convert.conversion import MAX_TOKENS, convert, plan_conversion
+from repa_mm.convert import Conversion, fit_channel_idle
 from repa_mm.convert.lockstep import in_lockstep
 from repa_mm.convert.pretrained import split_images
-from repa_mm.convert.training_form import fit_channel_idle
 from repa_mm.opening import open_model, read_images
 
 COSTS = [0.9, 0.75, 0.5, 0.375, 0.25, 0.15]
@@ -74,41 +71,36 @@ def compressed(
     model: nn.Module, batches: list, forward: Callable, name: str, keep: float
 ) -> nn.Module:
     """A copy of a model with FFNs of a published method."""
-    model = copy.deepcopy(model)
-    model.eval()
-    plan = plan_conversion(model, ['ffn'])
-    widths = {name: width for name, (width,) in even_sizes(plan, keep).items()}
-    sites = plan.sites
-    number, run = -(-MAX_TOKENS // len(batches)), partial(forward, model)
-    plan.put()
+    conversion = Conversion(model, batches, ['ffn'], forward=forward)
+    widths = {name: width for name, (width,) in even_sizes(conversion, keep).items()}
 
-    def sample(site, tokens: list) -> list[torch.Tensor]:
-        return [torch.cat(columns) for columns in zip(*site.sample(tokens, number))]
+    def sample(part, tokens: list) -> list[torch.Tensor]:
+        return [torch.cat(columns) for columns in zip(*part.sample(tokens, conversion.max_tokens))]
 
     if name == 'VBP':  # ranks the channels of all FFNs together, on the original model
         scores, costs = [], []
 
-        def score(site, tokens: list) -> None:
-            u, _ = sample(site, tokens)
-            moments = statistics(Weights(*site.ffn.fold(), site.ffn.act), u).moments
+        def score(part, tokens: list) -> None:
+            u, _ = sample(part, tokens)
+            moments = statistics(Weights(*part.ffn.fold(), part.ffn.act), u).moments
             scores.append(moments.mean_and_covariance()[1].diagonal())
             costs.append(sum(inputs[0].numel() for inputs, _ in tokens))
 
-        in_lockstep(run, batches, score, students=False)
+        in_lockstep(conversion.run, batches, score, students=False)
         budget = sum(cost * width for cost, width in zip(costs, widths.values()))
         widths = dict(zip(widths, shared_widths(scores, costs, budget)))
     ends = {}
 
-    def meet(site, tokens: list) -> Callable:
-        weights = Weights(*site.ffn.fold(), site.ffn.act)
-        found = METHODS[name](weights, *sample(site, tokens), widths[site.name])
-        ends[site.name] = Fitted(site.ffn.norm1, site.ffn.act, found)
-        return ends[site.name]
+    def meet(part, tokens: list) -> Callable:
+        weights = Weights(*part.ffn.fold(), part.ffn.act)
+        found = METHODS[name](weights, *sample(part, tokens), widths[part.name])
+        ends[part.name] = Fitted(part.ffn.norm1, part.ffn.act, found)
+        return ends[part.name]
 
-    in_lockstep(run, batches, meet)
-    for block, site in sites.items():
-        setattr(site.block, site.path, ends[block])
-    return model
+    in_lockstep(conversion.run, batches, meet)
+    for block, part in conversion.parts.items():
+        setattr(part.site.block, part.site.path, ends[block])
+    return conversion.model
 
 
 @torch.no_grad()
@@ -124,8 +116,8 @@ def converted(
                     continue
                 cost = 0.125  # C^2 of 8 C^2, whatever is asked for
             if name == 'ours':
-                even = partial(even_sizes, ffn=keep)
-                found, _ = convert(model, batches, even, ['ffn'], forward=forward)
+                conversion = Conversion(model, batches, ['ffn'], forward=forward)
+                found, _ = conversion.fit(even_sizes(conversion, ffn=keep))
             elif name == 'ours, channel idle':  # where C of 4 C channels are one path of C / 2
                 found, _ = fit_channel_idle(model, batches, 1.125 - keep, forward=forward)
             else:

@@ -9,16 +9,14 @@ Results are appended to a file with the columns of results.csv.
 """
 
 import argparse
-from functools import partial
 from unittest.mock import patch
 
 import torch
 
 from benchmarks import dinov2
 from benchmarks.compare import append
-from repa_mm.convert import parts
-from repa_mm.convert.budget import even_sizes
-from repa_mm.convert.conversion import convert
+from benchmarks.even import even_sizes
+from repa_mm.convert import Conversion, parts
 from repa_mm.convert.heads import HeadMoments, HeadWeights, roots, trace
 
 
@@ -87,7 +85,8 @@ def main() -> None:
     for share in args.qk_keep:
         for name, method in METHODS.items():
             with patch.object(parts, 'HeadMoments', method):
-                found, _ = convert(vit, groups, partial(even_sizes, qk=share), ['heads'])
+                conversion = Conversion(vit, groups, ['heads'])
+                found, _ = conversion.fit(even_sizes(conversion, qk=share))
             found.eval()
             metrics = {
                 key: dinov2.cosine(dinov2.features(found, x), expected[key])

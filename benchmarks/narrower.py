@@ -23,15 +23,18 @@ import itertools
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 from mmengine.config import Config, DictAction
 from mmengine.runner import find_latest_checkpoint
 
-from benchmarks.compare import METRICS, append
+from benchmarks.compare import IMAGES, METRICS, append
+from benchmarks.even import even_sizes
 from demo.run import test, train
 from repa_mm import config_path
 from repa_mm.config import load_config
-from repa_mm.convert.budget import even_sizes
-from repa_mm.convert.pretrained import convert_checkpoint, with_structures
+from repa_mm.convert.conversion import PARTS
+from repa_mm.convert.pretrained import ModelConversion, save_model, split_images, with_structures
+from repa_mm.opening import open_model, read_images
 
 
 class Task(NamedTuple):
@@ -54,10 +57,8 @@ TASKS = {
     'upernet': Task('UperNet, digits', 'demo/upernet_swin_digits.py', 150, 2, 'digits'),
 }
 HEADS = {
-    'FFNs 0.375, heads half': dict(choose=functools.partial(even_sizes, ffn=0.375, qk=0.5, v=0.5)),
-    'FFNs 0.2, heads a quarter': dict(
-        choose=functools.partial(even_sizes, ffn=0.2, qk=0.25, v=0.25)
-    ),
+    'FFNs 0.375, heads half': dict(ffn=0.375, qk=0.5, v=0.5),
+    'FFNs 0.2, heads a quarter': dict(ffn=0.2, qk=0.25, v=0.25),
     'the same multiply-adds by one budget': dict(budget=0.22),
 }
 WAYS = {
@@ -122,14 +123,26 @@ class Run:
             cfg.load_from = Run(self.task.start, self.seed, self.args).original
         return train(cfg, str(folder))
 
-    def convert(self, name: str, **options) -> tuple[Config, str]:
-        """The config and the checkpoint of a conversion of the original."""
+    def convert(
+        self, name: str, budget: float = 1.0, idle_ratio: float | None = None, **fractions: float
+    ) -> tuple[Config, str]:
+        """The config and the checkpoint of a conversion of the original.
+
+        Args:
+            name (str): Of the files.
+            budget (float): As for ``convert_pretrained``. Defaults to 1.
+            idle_ratio (float, optional): As for ``fit_channel_idle``.
+            **fractions (float): As for :func:`even_sizes`, instead of a budget.
+        """
+        cfg = self.load()
+        model = open_model(cfg, self.original).to('cuda' if torch.cuda.is_available() else 'cpu')
+        images, _ = split_images(read_images(cfg, 'train', IMAGES + IMAGES // 8))
+        parts = ['ffn'] if list(fractions) == ['ffn'] else PARTS
+        conversion = ModelConversion(model, images, parts, idle_ratio=idle_ratio)
+        sizes = even_sizes(conversion, **fractions) if fractions else conversion.sizes(budget)
         out = self.folder / f'{name}.pth'
-        cfg_options = self.args.cfg_options
-        result = convert_checkpoint(
-            self.config, self.original, str(out), cfg_options=cfg_options, **options
-        )
-        return load_config(result['config']), str(out)
+        save_model(conversion.fit(sizes)[0], self.original, str(out))
+        return load_config(str(out.with_suffix('.py'))), str(out)
 
     def heads(self) -> None:
         what = 'channels and heads'
@@ -146,8 +159,7 @@ class Run:
             cfg.model.init_cfg = dict(type='Pretrained', checkpoint=self.original)
             checkpoint = None
         elif way == 'converted':
-            even = functools.partial(even_sizes, ffn=KEEP)
-            cfg, checkpoint = self.convert('converted', choose=even, parts=['ffn'])
+            cfg, checkpoint = self.convert('converted', ffn=KEEP)
         elif way == 'fitted':
             cfg, checkpoint = self.convert('fitted', idle_ratio=IDLE_RATIO)
         else:

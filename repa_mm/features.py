@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterable
 
 import torch
 import torch.nn as nn
-from mmpretrain.models.backbones.mlp_mixer import MixerBlock
 
 
 def head_inputs(model: nn.Module, data: dict):
@@ -67,33 +66,23 @@ def percent(values: Iterable[float]) -> str:
     return ', '.join(f'{100 * value:.{2 if value < 1 else 3}g} %' for value in values)
 
 
-def has_channels_first(model: nn.Module) -> bool:
-    """Return True if the model's backbone returns tokens as (B, C, N), as an MLP-Mixer does."""
-    return any(isinstance(module, MixerBlock) for module in model.modules())
-
-
-def channels_last(features: torch.Tensor, channels_first: bool) -> torch.Tensor:
-    """Move the channels of feature maps (B, C, H, W), tokens or vectors to the last dimension."""
-    moves = features.ndim == 4 or features.ndim == 3 and channels_first
-    return features.movedim(1, -1) if moves else features
-
-
-def differences(before: list, after: list, channels_first: bool = False) -> list[float]:
+def differences(before: list, after: list) -> list[float]:
     """Compute the mean square change of each output, relative to the variance of its channels.
+
+    Outputs are feature maps (B, C, H, W), or tokens or vectors with the channels last.
 
     If an output is a single vector over all batches, its change is relative to its mean square.
 
     Args:
         before (list): The original model's outputs for each batch.
         after (list): The converted model's outputs for each batch.
-        channels_first (bool): Whether tokens are (B, C, N). Defaults to False.
 
     Returns:
         list[float]: One ratio per output.
     """
 
     def rows(x: torch.Tensor) -> torch.Tensor:
-        x = channels_last(x, channels_first)
+        x = x.movedim(1, -1) if x.ndim == 4 else x
         return x.reshape(-1, x.shape[-1] if x.ndim else 1).double()
 
     result = []

@@ -10,7 +10,7 @@ import itertools
 
 from repa_mm.config import readable_errors, tool_parser
 from repa_mm.convert.conversion import PARTS
-from repa_mm.convert.pretrained import convert_checkpoint, result_text
+from repa_mm.convert.pretrained import convert_checkpoint
 
 
 def parse_args() -> argparse.Namespace:
@@ -56,7 +56,9 @@ def main() -> None:
 
     with readable_errors():
         result = convert_checkpoint(**args, progress=progress)
-    print(result_text(result, args['out']))
+    print(result['report'])
+    print(f'fitted on {result["images"]} images, {result["held_out"]} held out')
+    print(f'wrote {args["out"]} and {result["config"]}')
 
 
 if __name__ == '__main__':

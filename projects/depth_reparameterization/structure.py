@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn as nn
-from mmpretrain.models.utils.attention import WindowMSA
+from mmpretrain.models.utils.attention import MultiheadAttention, WindowMSA
 
 from projects.depth_reparameterization.branches import ParallelAttention, ParallelFFN
 from repa_mm.models import (
@@ -86,6 +86,8 @@ def parallel_attention(site: AttentionSite, num_branches: int) -> ParallelAttent
     if type(attention) is WindowMSA:  # around windows, ShiftWindowMSA drops paths
         own = dict(window_size=attention.window_size, qk_scale=attention.scale)
         own.update(attn_drop=attention.attn_drop.p)
+    elif type(attention) is not MultiheadAttention:
+        raise ValueError(f'its {type(attention).__name__} is not an attention of MMPretrain')
     else:
         drop_path = getattr(attention.out_drop, 'drop_prob', 0.0)
         own = dict(attn_drop=attention.attn_drop, drop_path=drop_path)

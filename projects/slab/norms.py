@@ -26,7 +26,6 @@ from repa_mm.reparam import (
     double,
     exact,
     is_batch_norm,
-    kept_statistics,
     rounded,
 )
 
@@ -60,8 +59,7 @@ class RepBN(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalized tokens of shape (..., C)."""
-        with kept_statistics(self.bn):
-            return self.bn(x.reshape(-1, x.shape[-1])).view(x.shape) + self.eta * x
+        return self.bn(x.reshape(-1, x.shape[-1])).view(x.shape) + self.eta * x
 
     def affine(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return s and t, each (C, ) in float64, of the map s x + t of eval mode.

@@ -7,7 +7,7 @@ alone. The sizes are those with the least sum of gain times error that the budge
 lower convex hulls of cost and error.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,19 +22,19 @@ class Axis:
     Attributes:
         sizes (Sequence[int]): The sizes.
         errors (Sequence[float]): The error of the part at each size, in any unit.
-        fitted (Callable): Returns the function of the part at one size, to measure the gain.
+        multiple (int): Chosen sizes are multiples of it, except for the present size.
         cost (float): Multiply-adds for one unit of the size.
         gain (float): Error of the model's outputs for one unit of the part's error.
     """
 
     sizes: Sequence[int]
     errors: Sequence[float]
-    fitted: Callable[[int], Callable]
+    multiple: int = 1
     cost: float = 0.0
     gain: float = 0.0
 
     def probe(self) -> int:
-        """Return the index of the largest size with a notable error."""
+        """Return the index of the largest size with a notable error, to measure the gain at."""
         least = 0.02 * self.errors[0]
         return max(i for i, error in enumerate(self.errors) if i == 0 or error >= least)
 
@@ -47,13 +47,12 @@ class _Step(NamedTuple):
     stop: int
 
 
-def spread(axes: Sequence[Axis], budget: float, multiples: Sequence[int]) -> list[int]:
+def spread(axes: Sequence[Axis], budget: float) -> list[int]:
     """Choose the sizes of all axes.
 
     Args:
         axes (Sequence[Axis]): The axes, with costs and gains.
         budget (float): Multiply-adds that all axes may take together.
-        multiples (Sequence[int]): The size of each axis is a multiple of its entry.
 
     Returns:
         list[int]: The sizes; the smallest of each axis if even these exceed the budget.
@@ -71,8 +70,8 @@ def spread(axes: Sequence[Axis], budget: float, multiples: Sequence[int]) -> lis
     return [
         axis.sizes[-1]
         if size > axis.sizes[-1] - 1e-6  # which need not be a multiple
-        else max(axis.sizes[0], int(size / multiple + 1e-6) * multiple)
-        for axis, size, multiple in zip(axes, sizes, multiples)
+        else max(axis.sizes[0], int(size / axis.multiple + 1e-6) * axis.multiple)
+        for axis, size in zip(axes, sizes)
     ]
 
 
@@ -92,26 +91,3 @@ def _steps(index: int, axis: Axis) -> list[_Step]:
         )
         i = j
     return found
-
-
-def even_sizes(
-    plan, ffn: float = 1.0, qk: float = 1.0, v: float = 1.0
-) -> dict[str, tuple[int, ...]]:
-    """Choose sizes that are the same fractions in all blocks.
-
-    Args:
-        plan (Plan): The parts, see :class:`~repa_mm.convert.conversion.Plan`.
-        ffn (float): Fraction of the channels of FFNs, in (0, 1]. Defaults to 1.
-        qk (float): Fraction of a head's dimensions of queries and keys, rounded to a multiple of 4.
-            Defaults to 1.
-        v (float): The same for values.
-    """
-    return {
-        name: (max(1, round(ffn * part.sizes[0])),)
-        if len(part.sizes) == 1
-        else tuple(
-            d if fraction == 1 else min(d, max(4, 4 * round(fraction * d / 4)))
-            for fraction, d in zip((qk, v), part.sizes)
-        )
-        for name, part in plan.parts.items()
-    }

@@ -20,15 +20,13 @@ from typing import NamedTuple
 import torch
 import torch.nn as nn
 
-from repa_mm.convert.regression import at_least_float32, least_ridge, ridged, solve
+from repa_mm.convert.regression import ALL, Moments, Problem, at_least_float32
 from repa_mm.faster.attention import FastShiftWindowMSA, split_heads
 from repa_mm.faster.windows import masks, partition
 from repa_mm.reparam import double
 
 #: Strength of the ridge of the projection, relative to the mean variance of a feature.
 RIDGE = 0.03
-#: Share of its size by which the output of a nearly constant head varies, at most.
-CONSTANT = 0.01
 
 
 class Tokens(NamedTuple):
@@ -160,7 +158,6 @@ class HeadMoments:
         qk (torch.Tensor): Share of the logits' energy for each dimension of a head, summed over
             heads, (d, ), decreasing: that of the last d - r is what r dimensions leave out.
         v (torch.Tensor): The same of the attention's output for the dimensions of values.
-        constant (int): Number of heads whose output is nearly constant.
     """
 
     def __init__(
@@ -181,7 +178,7 @@ class HeadMoments:
             q2, k2, o2 = q2 + q.mT @ q, k2 + k.mT @ k, o2 + o.mT @ o
             means2 = means2 + (means - self.biases[1][:, None]).square().sum((1, 2))
             o1, count = o1 + o.sum(1), count + o.shape[1]
-        self.count, mean = count, o1 / count
+        mean = o1 / count
         cov = o2 / count - mean[:, :, None] * mean[:, None]
         energy_q, energy_o = (trace(x) / count for x in (q2, o2))
         energy_k = (trace(k2) + means2) / count
@@ -189,27 +186,12 @@ class HeadMoments:
         self.root_q, self.inverse_q = roots(q2 / count, energy_q, noise)
         self.root_k, self.inverse_k = roots(k2 / count, energy_k, noise)
         self.root_o, self.inverse_o = roots(cov, energy_o, noise)
-        self.constant = int((trace(cov) <= CONSTANT**2 * energy_o).sum())
         _, self.sizes, self.right = torch.linalg.svd(self.root_q @ self.root_k)
         _, of_values, self.directions = torch.linalg.svd(self.out @ self.root_o, False)
         self.qk = self.sizes.square().sum(0)
         self.qk = self.qk / self.qk.sum().clamp(min=1e-300)
         self.v = of_values.square().sum(0)
         self.v = self.v / self.v.sum().clamp(min=1e-300)
-
-    @property
-    def warnings(self) -> list[str]:
-        """Warnings about the tokens: what they do not show, no fit can keep."""
-        found = []
-        dims = self.out.shape[-1]
-        if self.count <= dims:
-            found.append(f'{self.count} tokens for heads of {dims} dimensions: give more images')
-        if self.constant:
-            found.append(
-                f'the output of {self.constant} of {self.num_heads} heads is nearly constant (it '
-                f'varies by less than {CONSTANT:.0%} of its size): give other images'
-            )
-        return found
 
     def fit(self, qk_dims: int, v_dims: int) -> tuple[HeadWeights, float]:
         """Fit heads of ``qk_dims`` dimensions for q·k and ``v_dims`` for values.
@@ -239,24 +221,16 @@ class HeadMoments:
     def fit_projection(self, narrow: HeadWeights) -> tuple[HeadWeights, float]:
         """Fit the projection to the output of the pretrained heads, drawn to the given one."""
         args = self.num_heads, self.scale
-        size = narrow.w_out.shape[1]
-        sums = products = 0
+        moments = Moments(narrow.w_out.new_zeros(sum(narrow.w_out.shape)))
         for tokens in self.drawn:
             target = self.heads.outputs(tokens, *args)[2].transpose(0, 1).flatten(1)
             target = double(target) @ self.heads.w_out.t()
             found = double(narrow.outputs(tokens, *args)[2].transpose(0, 1).flatten(1))
-            rows = torch.cat([found, target], 1)
-            sums, products = sums + rows.sum(0), products + rows.t() @ rows
-        mean = sums / self.count
-        cov = products / self.count - mean[:, None] * mean
-        gram, with_t = cov[:size, :size], cov[size:, :size]
-        variance, out = cov[size:, size:].trace(), narrow.w_out
-        error = variance + ((out @ gram - 2 * with_t) * out).sum()
-        penalty = ridged(gram, RIDGE, least_ridge(error, out, mean[:size]))
-        out = out + solve(penalty, with_t - out @ gram)
-        bias = self.heads.b_out + mean[size:] - out @ mean[:size]
-        left = variance + ((out @ gram - 2 * with_t) * out).sum()
-        return narrow._replace(w_out=out, b_out=bias), float(left / variance.clamp(min=1e-300))
+            moments.add(torch.cat([found, target], 1))
+        problem = Problem(narrow.w_out, moments)
+        out = problem.solve(ALL, RIDGE)
+        fitted = narrow._replace(w_out=out, b_out=self.heads.b_out + problem.bias(ALL, out))
+        return fitted, problem.unexplained(ALL, out)
 
 
 def trace(matrices: torch.Tensor) -> torch.Tensor:

@@ -16,15 +16,13 @@ at every part::
 The model must keep no state between two parts of one pass.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.nn as nn
 from greenlet import getcurrent, greenlet
-
-from repa_mm.models.sites import Site
 
 
 class Pausing(nn.Module):
@@ -44,10 +42,6 @@ class Pausing(nn.Module):
     def original(self, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
         """Compute what the pretrained module computes for tokens (..., C)."""
         raise NotImplementedError
-
-    def put(self, site: Site, weights: tuple) -> None:
-        """Put fitted weights into a site with the ordinary modules, in place."""
-        site.set_weights(*weights)
 
     def forward(self, *args, **kwargs) -> torch.Tensor:
         current = getcurrent()
@@ -70,11 +64,9 @@ class _Pass(greenlet):
 
     Attributes:
         inputs (tuple): Positional arguments of the site, while the pass pauses there.
-        is_watched (bool): Whether :func:`watched` sees the outputs of this pass.
     """
 
     inputs = None
-    is_watched = False
 
     def __init__(self, forward: Callable, batch: Any, is_teacher: bool) -> None:
         super().__init__()
@@ -94,9 +86,7 @@ class _Pass(greenlet):
         return (site.original if self.is_teacher else fitted)(*args, **kwargs)
 
 
-def in_lockstep(
-    forward: Callable, batches: Sequence, meet: Callable, students: bool = True
-) -> None:
+def in_lockstep(forward: Callable, batches: Sequence, meet: Callable, students: bool = True):
     """Run batches as teachers and as students, which meet at each site.
 
     Args:
@@ -108,13 +98,17 @@ def in_lockstep(
         students (bool): Run students as well. Without students, ``meet`` gets the arguments of the
             teachers. Defaults to True.
 
+    Returns:
+        What ``forward`` returns for the first batch, in its teacher.
+
     Raises:
         ValueError: If a site runs more than once in a pass, or not in all passes.
         Exception: Any error of a pass. It ends all passes.
     """
     roles = (True, False) if students else (True,)
     passes = [_Pass(forward, batch, role) for batch in batches for role in roles]
-    passes[0].is_watched = True
+    outputs: list = []
+    passes[0].forward = lambda batch: outputs.append(forward(batch))
     met, fitted = [], None
     try:
         while True:
@@ -126,7 +120,7 @@ def in_lockstep(
                     f'batches, but at one point some are at {names}'
                 )
             if where[0] is None:
-                return
+                return outputs[0]
             if where[0] in met:
                 raise ValueError(
                     f'{where[0].name!r} runs more than once in a forward pass, but can '
@@ -141,27 +135,3 @@ def in_lockstep(
         for p in passes:
             if p:  # unfinished: throw() ends it
                 p.throw()
-
-
-@contextmanager
-def watched(blocks: dict[str, nn.Module], function: Callable) -> Iterator[None]:
-    """Call a function with the output of each block, in the first teacher or outside lockstep.
-
-    Args:
-        blocks (dict): The blocks by name.
-        function (Callable): Called with the name of a block and its (first) output.
-    """
-
-    def note(name: str, output: torch.Tensor | Iterable) -> None:
-        if getattr(getcurrent(), 'is_watched', True):
-            function(name, output if isinstance(output, torch.Tensor) else output[0])
-
-    handles = [
-        block.register_forward_hook(lambda m, args, output, name=name: note(name, output))
-        for name, block in blocks.items()
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -19,7 +19,7 @@ from repa_mm.convert.regression import (
     with_foreign_tokens,
 )
 from repa_mm.faster.attention import FastShiftWindowMSA
-from repa_mm.models.sites import AttentionSite, FFNSite
+from repa_mm.models.sites import AttentionSite, FFNSite, Site, set_heads_
 from repa_mm.models.structures import idle_ffn
 from repa_mm.reparam import ChannelIdleFFN
 
@@ -31,17 +31,13 @@ class FittedPart(NamedTuple):
 
     Attributes:
         function (Callable): Computes what the part computes, from the same arguments.
-        weights (tuple): Arguments of the site's ``set_weights``.
+        put (Callable): Puts the part into its site in another copy of the model.
         unexplained (float): Share of the targets' variance that the part does not explain.
-        ridge (float): Strength of the ridge.
-        warnings (list[str]): Warnings about the fit.
     """
 
     function: Callable
-    weights: tuple
+    put: Callable[[Site], object]
     unexplained: float
-    ridge: float
-    warnings: list[str]
 
 
 class PretrainedFFN(Pausing):
@@ -54,33 +50,27 @@ class PretrainedFFN(Pausing):
         ffn (ChannelIdleFFN): Norm, FFN and shortcut. A channel-idle FFN with idle ratio 0 computes
             the same as an ordinary FFN, and sites can fill it from any block.
         conv (nn.Conv2d | None): The depthwise convolution before the activation.
+        is_residual (bool): The fit makes up for what the input has lost.
+        sizes (tuple[int]): The number of hidden channels.
 
     Raises:
-        ValueError: If the FFN is of another kind, or its activation mixes channels, or treats them
-            differently.
+        ValueError: If the FFN is of another kind.
     """
 
     contains_norm = True
 
     def __init__(self, site: FFNSite) -> None:
         super().__init__(site.block_name)
-        parts = site.modules()
+        self.site, parts = site, site.modules()
         self.ffn: ChannelIdleFFN = idle_ffn(site, 0.0, dict(type='keep'), parts=parts)
         self.conv = copy.deepcopy(parts.conv)
-        # Then the input is where the shortcut starts, in the block if not in the FFN.
+        # The input is where the shortcut starts, in the block if not in the FFN.
         self.is_residual = self.ffn.shortcut or bool(site.family.norm)
         self.sizes = (self.ffn.feedforward_channels,)
-        hidden = torch.linspace(-3, 3, 32).to(self.ffn.fc1.weight).reshape(4, 8)
-        act = self.ffn.act
-        try:
-            same = torch.allclose(act(hidden)[:, ::3], act(hidden[:, ::3]), atol=1e-3)
-        except RuntimeError:
-            same = False
-        if not same:
-            raise ValueError(
-                f'its activation, a {type(act).__name__}, mixes channels, or treats them '
-                'differently'
-            )
+
+    def put(self, site: FFNSite) -> None:
+        """Take the place of the norm and FFN of a site."""
+        site.put(self)
 
     def original(self, x: torch.Tensor, *hw_shape, identity=None) -> torch.Tensor:
         """Compute the pretrained norm, FFN and shortcut for tokens (..., C)."""
@@ -144,7 +134,6 @@ class PretrainedFFN(Pausing):
         drawn = []
         per_token = isinstance(self.ffn.norm1, (nn.LayerNorm, nn.Identity)) and self.conv is None
         for (x, *hw_shape), (teacher, *_) in tokens:
-            _check_finite(self.name, x, teacher)
             number = x.shape[:-1].numel()
             chosen = torch.randperm(number, generator=generator)[:max_tokens].to(x.device)
             if per_token:  # then only the chosen ones are computed
@@ -152,7 +141,7 @@ class PretrainedFFN(Pausing):
                 chosen = slice(None)
             values = self.inputs(x, *hw_shape), x, teacher, self.original(teacher, *hw_shape)
             u, x, teacher, y = (v.flatten(0, -2)[chosen] for v in values)
-            _check_finite(self.name, u, y)
+            _check_finite(self.name, x, teacher, u, y)
             drawn.append((u, self.target(x, teacher, y)))
         number = min(_NUM_PARTS, len(drawn))
         ends = [i * len(drawn) // number for i in range(number + 1)]
@@ -167,63 +156,52 @@ class PretrainedFFN(Pausing):
         more = [with_foreign_tokens(ffn, *part) for part in parts]
         fit = fit_ffn(ffn, ffn_moments(ffn, more), width)
         fit = refine(fit, *(torch.cat(columns) for columns in zip(*more)))
-        u, t = (torch.cat(columns) for columns in zip(*parts))
-        fit, warnings = fit.measured(u, t), token_warnings(parts, width)
-        weights = tuple(fit.weights.values())
-        return FittedPart(self._with(fit), weights, fit.unexplained, fit.ridge, warnings)
+        fit = fit.measured(*(torch.cat(columns) for columns in zip(*parts)))
+        weights = fit.weights.values()
+        return FittedPart(self._with(fit), lambda site: site.set_weights(*weights), fit.unexplained)
 
-    def axes(self, parts: Sequence) -> list[Axis]:
-        """Return the hidden channels as an axis of a budget, from samples."""
+    def axes(self, parts: Sequence) -> list[tuple[Axis, Callable]]:
+        """Return the hidden channels as an axis of a budget, from samples.
+
+        Returns:
+            list: The axis, and what computes the part at :meth:`Axis.probe`.
+        """
         number = self.sizes[0]
-        widths = sorted({max(1, round(fraction * number)) for fraction in FRACTIONS}, reverse=True)
+        widths = sorted({max(1, round(fraction * number)) for fraction in FRACTIONS})
         ffn = FittedFFN.from_form(self.ffn, self.conv)
         more = [with_foreign_tokens(ffn, *part) for part in parts]
-        found = widths_of(ffn, ffn_moments(ffn, more), widths)
-        fits = dict(zip(widths, found))
-        widths = widths[::-1]
-        return [
-            Axis(widths, [fits[w][1] for w in widths], lambda width: self._with(fits[width][0]))
-        ]
+        fits = widths_of(ffn, ffn_moments(ffn, more), widths[::-1])[::-1]
+        axis = Axis(widths, [error for _, error in fits])
+        return [(axis, self._with(fits[axis.probe()][0]))]
 
     def _with(self, fit: FittedFFN) -> Callable:
         return lambda x, *args, identity=None: self.whole(x, fit(self.inputs(x, *args)))
 
 
-def token_warnings(parts: Sequence, number: int) -> list[str]:
-    """Return warnings about a fit of a number of channels to samples."""
-    u, warnings = torch.cat([u for u, _ in parts]), []
-    if len(u) <= number:
-        warnings.append(f'{len(u)} tokens for {number} channels: give more images')
-    if not u.var(0).any():
-        warnings.append('all tokens are the same: give other images')
-    return warnings
-
-
 class PretrainedAttention(Pausing):
     """The pretrained attention of a block, in whose place it is.
 
-    It has the attention under the name that the block has for it, so that a copy of it can stand
-    for the block where narrower heads are made.
-
     Args:
         site (AttentionSite): The site. Window attention must be a ``FastShiftWindowMSA``.
+
+    Attributes:
+        attention (nn.Module): The attention that the block calls.
+        sizes (tuple[int]): The dimensions of queries and keys, and of values, in a head.
 
     Raises:
         ValueError: If the attention is of another kind.
     """
 
+    is_residual = False
+
     def __init__(self, site: AttentionSite) -> None:
         super().__init__(site.name)
-        self.heads, self.path, self.family, self.caller = (
-            site.heads(), site.path, site.family, site.caller
-        )  # fmt: skip
-        setattr(self, site.caller, getattr(site.block, site.caller))
+        self.site, self.attention, self.heads = site, site.attention, site.parts()
         self.sizes = self.heads.dims
 
-    @property
-    def attention(self) -> nn.Module:
-        """The pretrained attention."""
-        return getattr(self, self.caller)
+    def put(self, site: AttentionSite) -> None:
+        """Take the place of the attention of a site."""
+        setattr(site.block, site.caller, self)
 
     def original(self, *args, **kwargs) -> torch.Tensor:
         return self.attention(*args, **kwargs)
@@ -246,25 +224,21 @@ class PretrainedAttention(Pausing):
 
     def fit(self, drawn: Sequence[Tokens], sizes: tuple[int, ...]) -> FittedPart:
         """Fit narrower heads to samples, see :mod:`repa_mm.convert.heads`."""
-        moments = self._moments(drawn)
-        weights, unexplained = moments.fit(*sizes)
-        return FittedPart(self._with(weights), weights, unexplained, 0.0, moments.warnings)
+        weights, unexplained = self._moments(drawn).fit(*sizes)
+        return FittedPart(self._with(weights), lambda site: site.set_weights(*weights), unexplained)
 
-    def axes(self, drawn: Sequence[Tokens]) -> list[Axis]:
-        """Return the dimensions of q·k and of values as axes of a budget, from samples."""
-        moments, (qk_dims, v_dims) = self._moments(drawn), self.sizes
-
-        def axis(energy: torch.Tensor, weights: Callable) -> Axis:
+    def axes(self, drawn: Sequence[Tokens]) -> list[tuple[Axis, Callable]]:
+        """Return the dimensions of q·k and of values as axes, as :meth:`PretrainedFFN.axes`."""
+        moments, found = self._moments(drawn), []
+        for i, energy in enumerate((moments.qk, moments.v)):
             sizes = [*range(4, len(energy), 4), len(energy)]
             # Not negative, by rounding, at the last one.
             left = (1 - energy.cumsum(0)).clamp(min=0)
-            errors = [float(left[size - 1]) for size in sizes]
-            return Axis(sizes, errors, lambda size: self._with(weights(size)[0]))
-
-        return [
-            axis(moments.qk, lambda size: moments.fit(size, v_dims)),
-            axis(moments.v, lambda size: moments.fit(qk_dims, size)),
-        ]
+            axis = Axis(sizes, [float(left[size - 1]) for size in sizes], multiple=4)
+            probe = [*self.sizes]
+            probe[i] = sizes[axis.probe()]
+            found.append((axis, self._with(moments.fit(*probe)[0])))
+        return found
 
     def _moments(self, drawn: Sequence[Tokens]) -> HeadMoments:
         heads = self.heads
@@ -272,10 +246,8 @@ class PretrainedAttention(Pausing):
         return HeadMoments(weights, heads.num_heads, heads.factor, drawn, heads.scale)
 
     def _with(self, weights: HeadWeights) -> Callable:
-        """Return what a copy of the attention with other weights computes."""
-        site = AttentionSite(self.name, copy.deepcopy(self), self.path, self.family)
-        site.set_weights(*weights)
-        return getattr(site.block, self.caller).__call__
+        """Return a copy of the attention with other weights."""
+        return set_heads_(copy.deepcopy(self.attention), self.site.inner, *weights)
 
 
 def _check_finite(name: str, *values: torch.Tensor) -> None:

@@ -1,10 +1,8 @@
 """Narrowing the FFNs and attention heads of a trained checkpoint, and of its config."""
 
 import copy
-import inspect
 import os.path as osp
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn as nn
@@ -14,23 +12,14 @@ from mmengine.runner.checkpoint import weights_to_cpu
 
 from repa_mm.checkpoints import load_checkpoint, save_checkpoint
 from repa_mm.config import load_config
-from repa_mm.convert.budget import even_sizes
-from repa_mm.convert.conversion import (
-    PARTS,
-    BlockReport,
-    ConversionReport,
-    Plan,
-    Sizes,
-    convert,
-    spread_budget,
-)
-from repa_mm.convert.training_form import fit_channel_idle, idle_sizes, idle_structure
+from repa_mm.convert.conversion import PARTS, Conversion
+from repa_mm.convert.conversion_report import BlockReport, ConversionReport, Sizes
+from repa_mm.convert.training_form import idle_structure
 from repa_mm.faster.tracing import swap_faster_attention_
 from repa_mm.features import head_inputs
 from repa_mm.files import write_text
 from repa_mm.images import cropped
-from repa_mm.models.sites import FFNSite, attention_sites, ffn_sites
-from repa_mm.models.structures import Widths
+from repa_mm.models.sites import attention_sites, ffn_sites
 from repa_mm.opening import deploy_, has_structures, open_model, read_images
 from repa_mm.reparam import has_deploy_form
 from repa_mm.version import __version__
@@ -44,17 +33,8 @@ def split_images(images: Sequence) -> tuple[list, list]:
     return to_fit, [images[i] for i in held_out]
 
 
-def convert_model(
-    model: nn.Module,
-    images: Sequence[dict],
-    held_out: Sequence[dict],
-    choose: Callable[[Plan], Sizes],
-    parts: Sequence[str] = PARTS,
-    where: str | None = None,
-    progress: Callable[[BlockReport, int], None] | None = None,
-    idle_ratio: float | None = None,
-) -> tuple[nn.Module, ConversionReport]:
-    """Narrow a whole model and its config, without labels.
+class ModelConversion(Conversion):
+    """The conversion of a whole model and its config.
 
     Args:
         model (nn.Module): A detector, segmentor or classifier with ordinary FFNs or in its deploy
@@ -62,52 +42,66 @@ def convert_model(
             attention becomes the faster one.
         images (Sequence[dict]): Images to fit to, from :func:`~repa_mm.opening.read_images`. They
             are cropped; multiply-adds are counted on the one of median size.
-        held_out (Sequence[dict]): Images to measure the change of the heads' inputs on.
-        choose (Callable): As for :func:`~repa_mm.convert.conversion.convert`.
         parts (Sequence[str]): As for :func:`~repa_mm.convert_pretrained`.
-        where (str, optional): As for :func:`~repa_mm.convert.conversion.convert`.
-        progress (Callable, optional): As for :func:`~repa_mm.convert.conversion.convert`.
-        idle_ratio (float, optional): Make the FFNs channel-idle instead, see
-            :func:`~repa_mm.convert.training_form.fit_channel_idle`. ``choose`` is then
-            :func:`~repa_mm.convert.training_form.idle_sizes`.
-
-    Returns:
-        tuple: The narrower model, with its config in ``cfg``, and the report.
+        where (str, optional): As for :class:`Conversion`.
+        idle_ratio (float, optional): As for :class:`Conversion`.
 
     Raises:
-        ValueError: As :func:`~repa_mm.convert.conversion.convert`.
+        ValueError: As :class:`Conversion`.
     """
-    cfg = copy.deepcopy(model.cfg)
-    if has_deploy_form(model):
-        deploy_(cfg.model)
-    swap_faster_attention_(model)
-    by_size = sorted(images, key=lambda data: data['inputs'][0].numel())
-    full_size = model.data_preprocessor(by_size[len(images) // 2], False)
-    to_fit, to_compare = (
-        [model.data_preprocessor(cropped(data), False) for data in some]
-        for some in (images, held_out)
-    )
 
-    def config(sizes: Sizes) -> Config:
-        if idle_ratio is None:
-            return converted_config(cfg, model, sizes, where)
-        return idle_config(cfg, model, sizes, idle_ratio, where)
+    def __init__(
+        self,
+        model: nn.Module,
+        images: Sequence[dict],
+        parts: Sequence[str] = PARTS,
+        where: str | None = None,
+        idle_ratio: float | None = None,
+    ) -> None:
+        swap_faster_attention_(model)
+        by_size = sorted(images, key=lambda data: data['inputs'][0].numel())
+        full_size = model.data_preprocessor(by_size[len(images) // 2], False)
+        super().__init__(
+            model,
+            [model.data_preprocessor(cropped(data), False) for data in images],
+            parts,
+            where=where,
+            forward=head_inputs,
+            full_size=[full_size],
+            idle_ratio=idle_ratio,
+        )
+        self.where = where
 
-    def checked(plan: Plan) -> Sizes:
-        # Errors in the config should show before the long fit.
-        MODELS.build(config(even_sizes(plan, 0.5, 0.5, 0.5)).model)
-        return choose(plan)
+    def fit(
+        self,
+        sizes: Sizes,
+        held_out: Sequence[dict] = (),
+        progress: Callable[[BlockReport, int], None] | None = None,
+    ) -> tuple[nn.Module, ConversionReport]:
+        """Fit all parts to sizes.
 
-    options = dict(
-        where=where, forward=head_inputs, held_out=to_compare, full_size=[full_size],
-        progress=progress,
-    )  # fmt: skip
-    if idle_ratio is None:
-        narrow, report = convert(model, to_fit, checked, parts, **options)
-    else:
-        narrow, report = fit_channel_idle(model, to_fit, idle_ratio, choose=checked, **options)
-    narrow.cfg = config(report.sizes)
-    return narrow, report
+        Args:
+            sizes (dict): As for :meth:`Conversion.fit`.
+            held_out (Sequence[dict]): Images to measure the change of the heads' inputs on.
+            progress (Callable, optional): As for :func:`~repa_mm.convert_pretrained`.
+
+        Returns:
+            tuple: The narrower model, with its config in ``cfg``, and the report.
+        """
+        MODELS.build(self._config(sizes).model)  # an error should show before the long fit
+        preprocess = self.original.data_preprocessor
+        batches = [preprocess(cropped(data), False) for data in held_out]
+        result, report = super().fit(sizes, batches, progress)
+        result.cfg = self._config(report.sizes)
+        return result, report
+
+    def _config(self, sizes: Sizes) -> Config:
+        cfg = copy.deepcopy(self.original.cfg)
+        if has_deploy_form(self.original):
+            deploy_(cfg.model)
+        if self.idle_ratio is None:
+            return converted_config(cfg, self.original, sizes, self.where)
+        return idle_config(cfg, self.original, sizes, self.idle_ratio, self.where)
 
 
 def convert_checkpoint(
@@ -121,15 +115,13 @@ def convert_checkpoint(
     images: str | None = None,
     device: str | None = None,
     cfg_options: dict | None = None,
-    choose: Callable[[Plan], Sizes] | None = None,
     idle_ratio: float | None = None,
     progress: Callable[[BlockReport, int], None] | None = None,
 ) -> dict:
     """Narrow FFNs of the backbone and encoder, and attention heads of the backbone, without labels.
 
     The neck and the detection heads stay as they are. Channel-idle FFNs merge first. A config is
-    written beside the checkpoint, so that both are ready for tests and training. MMPretrain loads
-    ViTs and Swins with narrower FFNs without this package.
+    written beside the checkpoint, so that both are ready for tests and training.
 
     Args:
         config (str): The model's config: a path, or the name of an installed config
@@ -146,16 +138,12 @@ def convert_checkpoint(
             images go through the test pipeline.
         device (str, optional): Device of the fit. Defaults to the GPU if there is one.
         cfg_options (dict, optional): Values to override in the config.
-        choose (Callable, optional): Chooses the sizes instead of the budget, as for
-            :func:`~repa_mm.convert.conversion.convert`.
         idle_ratio (float, optional): Make the FFNs channel-idle instead, in their training form,
-            see :func:`~repa_mm.convert.training_form.fit_channel_idle`. The config merges them
-            before a test.
-        progress (Callable, optional): Called with the report of each part once it is fitted, and
-            with the number of parts.
+            see :func:`~repa_mm.convert.fit_channel_idle`. The config merges them before a test.
+        progress (Callable, optional): As for :func:`~repa_mm.convert_pretrained`.
 
     Returns:
-        dict: ``report`` (a :class:`~repa_mm.convert.conversion.ConversionReport` with the
+        dict: ``report`` (a :class:`~repa_mm.convert.conversion_report.ConversionReport` with the
         differences of the heads' inputs), ``images`` and ``held_out`` (numbers of images), and
         ``config`` (path of the written config).
 
@@ -165,8 +153,7 @@ def convert_checkpoint(
         CheckpointError: If the checkpoint does not fit the config.
         FileNotFoundError: If a file or the data are not there.
     """
-    stem = osp.splitext(out)[0]
-    out_config = f'{stem}.py'
+    out_config = f'{osp.splitext(out)[0]}.py'
     if len({osp.realpath(path) for path in (config, checkpoint, out, out_config)}) < 4:
         raise ValueError(f'{out!r} or its config {out_config!r} would replace a file that is read')
     cfg = load_config(config, cfg_options)
@@ -174,22 +161,28 @@ def convert_checkpoint(
     number = num_images + max(1, num_images // 8)
     to_fit, held_out = split_images(read_images(cfg, 'train', number, images))
     model.to(device or ('cuda' if torch.cuda.is_available() else 'cpu'))
-    if choose is None:
-        choose = partial(spread_budget, budget=budget) if idle_ratio is None else idle_sizes
-    narrow, report = convert_model(
-        model, to_fit, held_out, choose, parts, where, progress, idle_ratio
-    )
+    conversion = ModelConversion(model, to_fit, parts, where, idle_ratio)
+    narrow, report = conversion.fit(conversion.sizes(budget), held_out, progress)
     # Training starts from the converted weights.
     narrow.cfg.load_from, narrow.cfg.resume = osp.abspath(out), False
-    layers = 'narrower layers' if idle_ratio is None else 'channel-idle FFNs'
-    text = f'# {osp.basename(config)} with {layers}.\n{narrow.cfg.pretty_text}'
-    # MMEngine's inferencers read the config from the checkpoint if they are given weights alone.
-    meta = load_checkpoint(checkpoint).get('meta') or {}
-    meta = dict(meta, repa_mm_version=__version__, cfg=text)
-    state_dict = weights_to_cpu(narrow.state_dict())
-    save_checkpoint(dict(meta=meta, state_dict=state_dict), out)
-    write_text(out_config, text)
+    save_model(narrow, checkpoint, out)
     return dict(report=report, images=len(to_fit), held_out=len(held_out), config=out_config)
+
+
+def save_model(model: nn.Module, original: str, out: str) -> None:
+    """Write a converted model and the config in its ``cfg``.
+
+    Args:
+        model (nn.Module): The model.
+        original (str): Checkpoint of the original model, whose ``meta`` stays.
+        out (str): The checkpoint to write, '….pth'. Its config becomes '….py'.
+    """
+    text = model.cfg.pretty_text
+    # MMEngine's inferencers read the config from the checkpoint if they are given weights alone.
+    meta = load_checkpoint(original).get('meta') or {}
+    meta = dict(meta, repa_mm_version=__version__, cfg=text)
+    save_checkpoint(dict(meta=meta, state_dict=weights_to_cpu(model.state_dict())), out)
+    write_text(f'{osp.splitext(out)[0]}.py', text)
 
 
 def converted_config(
@@ -205,18 +198,15 @@ def converted_config(
     """
     cfg = copy.deepcopy(cfg)
     _without_pretraining_(cfg.model)
-    given = cfg.model.get('backbone')  # None if the whole model is Restructured
-    start = 'backbone.' if given else '\0'
-    inside = {name[len(start) :]: x for name, x in sizes.items() if name.startswith(start)}
-    if inside:
-        cfg.model.backbone = backbone_config(cfg.model.backbone, model.backbone, inside)
-    others = {name: x for name, x in sizes.items() if not name.startswith(start)}
-    if others:
-        cfg.model = with_structures(cfg.model, widths_structure(model, others, where))
     cfg.pop('work_dir', None)  # has checkpoints of the original model
-    if 'Restructured' in (cfg.model.type, cfg.model.get('backbone', cfg.model).type):
-        with_import(cfg)
-    return cfg
+    if 'backbone' in cfg.model and all(name.startswith('backbone.') for name in sizes):
+        if sizes:
+            inside = {name.removeprefix('backbone.'): size for name, size in sizes.items()}
+            structure = widths_structure(model.backbone, inside)
+            cfg.model.backbone = with_structures(cfg.model.backbone, structure)
+    elif sizes:
+        cfg.model = with_structures(cfg.model, widths_structure(model, sizes, where))
+    return with_import(cfg)
 
 
 def _without_pretraining_(cfg: dict) -> None:
@@ -244,13 +234,13 @@ def idle_config(
         cfg (Config): Config of the original model.
         model (nn.Module): The original model.
         sizes (dict): New sizes of the channel-idle FFNs, by name of their blocks.
-        idle_ratio (float): As for :func:`~repa_mm.convert.training_form.fit_channel_idle`.
+        idle_ratio (float): As for :class:`Conversion`.
         where (str, optional): As for :func:`convert_checkpoint`.
     """
     cfg = converted_config(cfg, model, {})
     cfg.model = with_structures(cfg.model, idle_structure(model, sizes, idle_ratio, where))
     cfg.merge_from_dict({'default_hooks.reparameterize': dict(type='ReparameterizeHook')})
-    return with_import(cfg)
+    return cfg
 
 
 def widths_structure(model: nn.Module, sizes: Sizes, where: str | None = None) -> dict:
@@ -263,33 +253,6 @@ def widths_structure(model: nn.Module, sizes: Sizes, where: str | None = None) -
     if any(heads):
         structure['heads'] = heads
     return dict(structure, where=where) if where else structure
-
-
-def backbone_config(cfg: dict, backbone: nn.Module, sizes: Sizes) -> dict:
-    """Return the config of a backbone whose parts get new sizes.
-
-    It is a config of the codebase alone if the backbone's class has arguments for each block, as
-    MMPretrain's ViTs and Swins have for FFNs, else one of ``Restructured``.
-
-    Args:
-        cfg (dict): Config of the original backbone.
-        backbone (nn.Module): The backbone, of any sizes.
-        sizes (dict): The new sizes, by the names of the parts that change.
-    """
-    structure = widths_structure(backbone, sizes)
-    if 'heads' not in structure:
-        sites, widths = ffn_sites(backbone), structure['widths']
-        backbone = copy.deepcopy(backbone)
-        Widths(widths).put_(backbone)
-        shapes = {key: value.shape for key, value in backbone.state_dict().items()}
-        for candidate in _stock_configs(cfg, type(backbone), sites, widths):
-            try:
-                built = MODELS.build(copy.deepcopy(candidate))
-            except (TypeError, AssertionError):  # the blocks of this class have no such argument
-                continue
-            if {key: value.shape for key, value in built.state_dict().items()} == shapes:
-                return candidate
-    return with_structures(cfg, structure)
 
 
 def with_structures(cfg: dict, *structures: dict) -> ConfigDict:
@@ -306,27 +269,3 @@ def with_import(cfg: Config) -> Config:
     imports = [imports] if isinstance(imports, str) else list(imports)
     cfg.custom_imports = dict(given, imports=list(dict.fromkeys([*imports, 'repa_mm'])))
     return cfg
-
-
-def _stock_configs(
-    cfg: dict, kind: type, sites: Sequence[FFNSite], widths: Sequence[int | None]
-) -> Iterator[dict]:
-    """Yield configs of the codebase's backbone that may give its FFNs these widths."""
-    arguments = inspect.signature(kind).parameters
-    ffns = [{} if w is None else dict(feedforward_channels=w) for w in widths]
-    if 'layer_cfgs' in arguments and not cfg.get('layer_cfgs'):  # MMPretrain's ViTs
-        yield ConfigDict(cfg, layer_cfgs=ffns)
-    if 'stage_cfgs' in arguments and not cfg.get('stage_cfgs'):  # MMPretrain's Swins
-        stages: dict[str, list] = {}
-        for site, ffn in zip(sites, ffns):
-            stages.setdefault(site.name.split('.')[1], []).append(dict(ffn_cfgs=ffn))
-        yield ConfigDict(cfg, stage_cfgs=[dict(block_cfgs=blocks) for blocks in stages.values()])
-
-
-def result_text(result: dict, out: str) -> str:
-    """Format the result of :func:`convert_checkpoint` as a table and text."""
-    return (
-        f'{result["report"]}\n'
-        f'fitted on {result["images"]} images, {result["held_out"]} held out\n'
-        f'wrote {out} and {result["config"]}'
-    )

@@ -223,32 +223,6 @@ def at_least_float32(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def least_ridge(error: torch.Tensor, weights: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
-    """Return the least ridge of a fit that is drawn to given weights.
-
-    Args:
-        error (torch.Tensor): Mean square error of the weights (m, n), summed over outputs.
-        weights (torch.Tensor): The weights.
-        mean (torch.Tensor): Mean (n, ) of the features, whose rounding is no variance.
-    """
-    bound = LEAST * error.clamp(min=0) / weights.square().sum().clamp(min=1e-200)
-    return bound + 1e-12 * mean.square().mean()
-
-
-def ridged(gram: torch.Tensor, strength: float, least: float | torch.Tensor = 0.0) -> torch.Tensor:
-    """Add a multiple of its mean and the least ridge to a Gram matrix's diagonal, in a copy."""
-    amount = strength * gram.diagonal().mean() + least
-    gram = gram.clone()
-    # If no channel varies, any ridge keeps the pretrained weights.
-    gram.diagonal().add_(amount if amount > 0 else 1.0)
-    return gram
-
-
-def solve(gram: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Solve X gram = right for X, with a positive definite Gram matrix."""
-    return torch.cholesky_solve(right.t(), torch.linalg.cholesky(gram)).t()
-
-
 def eliminate(
     gram: torch.Tensor,
     weights: torch.Tensor,
@@ -294,29 +268,54 @@ def eliminate(
     return found
 
 
-class Problem:
-    """The regression of one FFN, from the moments of [a, t]."""
+ALL = slice(None)  # channels
 
-    def __init__(self, ffn: FittedFFN, moments: Moments) -> None:
+
+class Problem:
+    """The regression of outputs t on channels a, from the moments of [a, t].
+
+    Args:
+        out (torch.Tensor): The weights (C, n) of all channels that the fit is drawn to.
+        moments (Moments): The moments.
+    """
+
+    def __init__(self, out: torch.Tensor, moments: Moments) -> None:
         mean, cov = moments.mean_and_covariance()
-        hidden = ffn.w_out.shape[1]
+        hidden = out.shape[1]
         self.mean_a, self.mean_t = mean[:hidden], mean[hidden:]
         self.gram, self.with_t = cov[:hidden, :hidden], cov[hidden:, :hidden]
         self.var_t = cov[hidden:, hidden:].trace()
-        self.ffn, self.out = ffn, ffn.w_out
-        error = self.residual(torch.arange(hidden), self.out)
-        self.least = least_ridge(error, self.out, self.mean_a)
+        self.out = out
+        # Of the ridge: if no channel varies by more, the given weights stay nearly as they are.
+        bound = LEAST * self.residual(ALL, out).clamp(min=0)
+        bound = bound / out.square().sum().clamp(min=1e-200)
+        # The rounding of a mean is no variance.
+        self.least = bound + 1e-12 * self.mean_a.square().mean()
 
-    def solve(self, kept: torch.Tensor, ridge: float) -> torch.Tensor:
+    def ridged(self, ridge: float, kept: torch.Tensor | slice = ALL) -> torch.Tensor:
+        """Return the Gram matrix of channels, with a multiple of its mean on the diagonal."""
+        gram = self.gram[kept][:, kept].clone()
+        amount = ridge * gram.diagonal().mean() + self.least
+        # If no channel varies, any ridge keeps the pretrained weights.
+        gram.diagonal().add_(amount if amount > 0 else 1.0)
+        return gram
+
+    def solve(self, kept: torch.Tensor | slice, ridge: float) -> torch.Tensor:
         """Solve for the output weights of the kept channels, shrunk towards the pretrained ones."""
-        gram, out = self.gram[kept][:, kept], self.out[:, kept]
-        return out + solve(ridged(gram, ridge, self.least), self.with_t[:, kept] - out @ gram)
+        out, factor = self.out[:, kept], torch.linalg.cholesky(self.ridged(ridge, kept))
+        right = self.with_t[:, kept] - out @ self.gram[kept][:, kept]
+        return out + torch.cholesky_solve(right.t(), factor).t()
 
-    def bias(self, kept: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    def bias(self, kept: torch.Tensor | slice, weights: torch.Tensor) -> torch.Tensor:
+        """Return the best bias."""
         return self.mean_t - weights @ self.mean_a[kept]
 
+    def unexplained(self, kept: torch.Tensor | slice, weights: torch.Tensor) -> float:
+        """Return the share of the variance of t that weights of the kept channels leave."""
+        return float(self.residual(kept, weights) / self.var_t.clamp(min=1e-300))
+
     def residual(
-        self, kept: torch.Tensor, weights: torch.Tensor, bias: torch.Tensor | None = None
+        self, kept: torch.Tensor | slice, weights: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return the mean square error per token, with the best bias if none is given."""
         gram, with_t = self.gram[kept][:, kept], self.with_t[:, kept]
@@ -327,32 +326,28 @@ class Problem:
 
     def eliminate(self, *numbers: int, **options) -> list[torch.Tensor]:
         """Return the channels that :func:`eliminate` keeps for each number."""
-        everything = torch.arange(len(self.gram), device=self.gram.device)
-        weights = self.solve(everything, RIDGES[0])
-        gram = ridged(self.gram, RIDGES[0], self.least)
-        return eliminate(gram, weights, numbers, **options)
+        return eliminate(self.ridged(RIDGES[0]), self.solve(ALL, RIDGES[0]), numbers, **options)
 
-    def fit(self, kept: torch.Tensor, ridge: float) -> FittedFFN:
-        """Return the FFN of the kept channels."""
+    def fit(self, ffn: FittedFFN, kept: torch.Tensor, ridge: float) -> FittedFFN:
+        """Return an FFN with the kept channels alone."""
         weights = self.solve(kept, ridge)
-        var_t = self.var_t.clamp(min=torch.finfo(weights.dtype).tiny)
-        return self.ffn.only(
+        return ffn.only(
             kept,
             w_out=weights,
             b=self.bias(kept, weights),
             ridge=ridge,
-            unexplained=float(self.residual(kept, weights) / var_t),
+            unexplained=self.unexplained(kept, weights),
         )
 
 
-def cross_validated(ffn: FittedFFN, parts: Sequence[Moments], kept: torch.Tensor) -> float:
+def cross_validated(out: torch.Tensor, parts: Sequence[Moments], kept: torch.Tensor) -> float:
     """Return the ridge with the least error on each part of the images if fitted to the others."""
     if len(parts) < 2:
         return RIDGES[0]
     total = dict.fromkeys(RIDGES, 0.0)
     for part in parts:
-        others = Problem(ffn, Moments.pooled([p for p in parts if p is not part]))
-        left_out = Problem(ffn, part)
+        others = Problem(out, Moments.pooled([p for p in parts if p is not part]))
+        left_out = Problem(out, part)
         for ridge in RIDGES:
             weights = others.solve(kept, ridge)
             error = left_out.residual(kept, weights, others.bias(kept, weights))
@@ -370,17 +365,10 @@ def fit_ffn(ffn: FittedFFN, parts: Sequence[Moments], width: int) -> FittedFFN:
 
     Returns:
         FittedFFN: The narrower FFN, in float64.
-
-    Raises:
-        ValueError: If the moments are not finite.
     """
-    moments = Moments.pooled(parts)
-    if not (moments.total.isfinite().all() and moments.products.isfinite().all()):
-        raise ValueError('hidden channels or outputs of the FFN are not finite')
-    problem = Problem(ffn, moments)
+    problem = Problem(ffn.w_out, Moments.pooled(parts))
     (kept,) = problem.eliminate(width)
-    ridge = cross_validated(ffn, parts, kept)
-    return problem.fit(kept, ridge)
+    return problem.fit(ffn, kept, cross_validated(ffn.w_out, parts, kept))
 
 
 def widths_of(
@@ -391,8 +379,8 @@ def widths_of(
     Returns:
         list: For each width the FFN, and its mean square error per token.
     """
-    problem = Problem(ffn, Moments.pooled(parts))
-    fits = [problem.fit(kept, RIDGES[0]) for kept in problem.eliminate(*widths, step=0.06)]
+    problem = Problem(ffn.w_out, Moments.pooled(parts))
+    fits = [problem.fit(ffn, kept, RIDGES[0]) for kept in problem.eliminate(*widths, step=0.06)]
     return [(fit, fit.unexplained * float(problem.var_t)) for fit in fits]
 
 

@@ -8,14 +8,13 @@ ridge draws W to the pretrained FFN with linear idle channels, whichever channel
 elimination removes entries of r alone: W makes up for a part of what a channel does.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 import torch
 import torch.nn as nn
 
-from repa_mm.convert.conversion import ConversionReport, Plan, Sizes, convert
-from repa_mm.convert.parts import FittedPart, PretrainedFFN, token_warnings
+from repa_mm.convert.conversion_report import Sizes
+from repa_mm.convert.parts import FittedPart, PretrainedFFN
 from repa_mm.convert.regression import (
     FittedFFN,
     Moments,
@@ -27,7 +26,7 @@ from repa_mm.convert.regression import (
 )
 from repa_mm.models.sites import FFNSite, ffn_sites
 from repa_mm.models.structures import idle_ffn
-from repa_mm.reparam import check_state_dict, double
+from repa_mm.reparam import double
 
 NORM = dict(type='keep')
 # Least singular value of the idle input weights that counts, relative to the largest one.
@@ -62,7 +61,7 @@ def fit_idle(
     basis[:dims] /= scale
     parts = [part.mapped(basis) for part in parts]
     linear = scale * (ffn.w_out * slopes) @ w_in
-    pretrained = ffn._replace(w_out=torch.cat([linear, ffn.w_out], dim=1))
+    pretrained = torch.cat([linear, ffn.w_out], dim=1)
     problem = Problem(pretrained, Moments.pooled(parts))
     (kept,) = problem.eliminate(dims + num_active, protected=dims)
     ridge = cross_validated(pretrained, parts, kept)
@@ -109,11 +108,13 @@ def fit_training_form(
 class IdleFFN(PretrainedFFN):
     """A pretrained FFN whose fit is the training form of a channel-idle FFN.
 
-    Its sizes after the fit are A and C / 2, as W costs as much as C / 2 channels.
-
     Args:
         site (FFNSite): The site.
         idle_ratio (float): Share of hidden channels that skip the activation.
+
+    Attributes:
+        idle_sizes (tuple[int, int]): Its sizes after the fit, A and C / 2, as W costs as much as
+            C / 2 channels.
 
     Raises:
         ValueError: As :class:`~repa_mm.convert.parts.PretrainedFFN`; if the FFN has a convolution;
@@ -134,50 +135,12 @@ class IdleFFN(PretrainedFFN):
     def fit(self, parts: Sequence, sizes: tuple[int, ...]) -> FittedPart:
         """Fit the channel-idle FFN to samples."""
         fit, weights = fit_training_form(FittedFFN.from_form(self.ffn), parts, sizes[0])
-        warnings = token_warnings(parts, 2 * sizes[1] + sizes[0])
-        return FittedPart(self._with(fit), weights, fit.unexplained, fit.ridge, warnings)
 
-    def put(self, site: FFNSite, weights: tuple) -> None:
-        """Put the channel-idle FFN with fitted weights into a site with the ordinary FFN."""
-        super().put(site, weights)
-        site.put(idle_ffn(site, self.idle_ratio, NORM))
+        def put(site: FFNSite) -> None:
+            site.set_weights(*weights)
+            site.put(idle_ffn(site, self.idle_ratio, NORM))  # filled from the site
 
-
-def idle_sizes(plan: Plan) -> Sizes:
-    """Return the sizes that the FFNs of a plan have when they are channel-idle."""
-    return {name: part.idle_sizes for name, part in plan.parts.items()}
-
-
-def fit_channel_idle(
-    model: nn.Module,
-    batches: Iterable,
-    idle_ratio: float = 0.75,
-    choose: Callable[[Plan], Sizes] = idle_sizes,
-    **options,
-) -> tuple[nn.Module, ConversionReport]:
-    """Make the FFNs of a pretrained model channel-idle, fitted to what they computed.
-
-    The result is a training form that computes nearly what the model computes, and that trains and
-    merges as any other. FFNs keep the norms of their blocks.
-
-    Args:
-        model (nn.Module): As for :func:`~repa_mm.convert_pretrained`.
-        batches (Iterable): As for :func:`~repa_mm.convert.conversion.convert`.
-        idle_ratio (float): Share of hidden channels that skip the activation. Defaults to 0.75.
-        choose (Callable): Returns :func:`idle_sizes`, possibly after checks of the plan.
-        **options: Further arguments of :func:`~repa_mm.convert.conversion.convert`: ``where``,
-            ``forward``, ``held_out``, ``full_size`` and ``progress``.
-
-    Returns:
-        tuple: The copy of the model with :class:`~repa_mm.reparam.ChannelIdleFFN`, and the report.
-
-    Raises:
-        ValueError: As :func:`~repa_mm.convert.conversion.convert`.
-    """
-    ffn = partial(IdleFFN, idle_ratio=idle_ratio)
-    result, report = convert(model, batches, choose, 'ffn', ffn=ffn, **options)
-    result._register_load_state_dict_pre_hook(check_state_dict, with_module=True)
-    return result, report
+        return FittedPart(self._with(fit), put, fit.unexplained)
 
 
 def idle_structure(

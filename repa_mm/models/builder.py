@@ -3,7 +3,7 @@
 import copy
 import logging
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache, partial
 
 import torch
@@ -17,7 +17,6 @@ from repa_mm.faster.tracing import pad_any_size_, swap_faster_attention_
 from repa_mm.models.sites import attention_sites, ffn_sites
 from repa_mm.models.structures import STRUCTURES, Structure
 from repa_mm.reparam import (
-    CheckpointError,
     Form,
     TrainingForm,
     check_ordinary,
@@ -144,32 +143,37 @@ class WithStructures:
         # Only once, as in MMEngine's modules: weights may have been loaded or trained since.
         if self._is_init:
             return
-        cfgs = self.init_cfg if isinstance(self.init_cfg, (list, tuple)) else [self.init_cfg]
-        files = [cfg for cfg in cfgs if cfg and cfg['type'] == 'Pretrained']
-        others = [cfg for cfg in cfgs if cfg not in files] or None
-        weights, translated = pretrained_weights(self, files[0]) if files else ({}, False)
-        is_merged = has_deploy_form(self)
-        if is_merged or files and self._is_own(weights):
-            if not is_merged:  # a class may initialize modules that a merge has removed
-                self.init_cfg, given = others, self.init_cfg
-                super().init_weights()
-                self.init_cfg = given
-            for cfg in files:
-                load_pretrained_(self, cfg)
-        elif any(outermost(self, TrainingForm)) and any(map(_pretrained, self.modules())):
-            ordinary = self.build_ordinary()
-            # It may have changed since the model was built.
-            ordinary.init_cfg = others if translated else self.init_cfg
-            self._require_sites(ordinary)
-            ordinary.init_weights()
-            # Again where there is a backbone, as DETRs reset their encoder after loading.
-            if translated or files and hasattr(ordinary, 'backbone'):
-                load_pretrained_(ordinary, files[0])
-            self.fill(ordinary)
+        given, file = self.init_cfg, next(_pretrained(self), None)
+        weights, translated = pretrained_weights(self, file) if file else ({}, False)
+        if has_deploy_form(self):
+            if file:  # the class would initialize modules that the merge has removed
+                load_pretrained_(self, file)
+        elif file and self._is_own(weights):
+            # What the file lacks is initialized.
+            self.init_cfg = _without(given, file)
+            super().init_weights()
+            self.init_cfg = given
+            load_pretrained_(self, file)
+        elif any(outermost(self, TrainingForm)) and any(
+            any(_pretrained(module)) for module in self.modules()
+        ):
+            self.fill(self._load_ordinary(file, translated))
         else:
             super().init_weights()
         self._is_init = True
         self._warn_of_fresh_statistics()
+
+    def _load_ordinary(self, file: dict | None, translated: bool) -> nn.Module:
+        """Return the ordinary model with the pretrained weights of the file or of its parts."""
+        ordinary = self.build_ordinary()
+        # It may have changed since the model was built.
+        ordinary.init_cfg = _without(self.init_cfg, file) if translated else self.init_cfg
+        self._require_sites(ordinary)
+        ordinary.init_weights()
+        # Again where there is a backbone, as DETRs reset their encoder after loading.
+        if translated or file and hasattr(ordinary, 'backbone'):
+            load_pretrained_(ordinary, file)
+        return ordinary
 
     def _warn_of_fresh_statistics(self) -> None:
         norms = [m for m in self.modules() if isinstance(m, _BatchNorm)]
@@ -192,28 +196,11 @@ class WithStructures:
 
     def _require_sites(self, ordinary: nn.Module) -> None:
         """Make an ordinary model refuse checkpoints that lack a weight which fills a form."""
-        needed = {}
         for structure, placed in self.placed:
             sites = {site.name: site for site in structure.sites(ordinary)}
             for name in placed:
-                for site in (sites[source] for source in structure.sources(self, name)):
-                    needed.setdefault(site.block, (site.block_name, set()))[1].update(
-                        site.required()
-                    )
-
-        for block, (block_name, names) in needed.items():
-
-            def check(state_dict, prefix, *args, block_name=block_name, names=names):
-                lacking = sorted(name for name in names if f'{prefix}{name}' not in state_dict)
-                if lacking:
-                    raise CheckpointError(
-                        f'the pretrained weights lack {lacking[0]!r} of {block_name!r}: they are '
-                        f'neither those of this {type(self).__name__} in its training form, nor '
-                        'those of the ordinary model that fills it. A reparameterized checkpoint '
-                        'needs deploy=True'
-                    )
-
-            block._register_load_state_dict_pre_hook(check)
+                for source in structure.sources(self, name):
+                    sites[source].require(type(self).__name__)
 
     @torch.no_grad()
     def fill(self, ordinary: nn.Module) -> None:
@@ -264,10 +251,17 @@ def _ordinary_class(kind: type) -> type:
     return next(cls for cls in kind.__mro__ if not issubclass(cls, WithStructures))
 
 
-def _pretrained(module: nn.Module) -> bool:
+def _pretrained(module: nn.Module) -> Iterator[dict]:
+    """Return the entries of a module's ``init_cfg`` that name files of weights."""
     cfgs = getattr(module, 'init_cfg', None)
-    cfgs = cfgs if isinstance(cfgs, (list, tuple)) else [cfgs]
-    return any(isinstance(cfg, dict) and cfg.get('type') == 'Pretrained' for cfg in cfgs)
+    for cfg in cfgs if isinstance(cfgs, (list, tuple)) else [cfgs]:
+        if isinstance(cfg, dict) and cfg.get('type') == 'Pretrained':
+            yield cfg
+
+
+def _without(init_cfg: dict | Sequence[dict], file: dict) -> list[dict] | None:
+    cfgs = [init_cfg] if isinstance(init_cfg, dict) else init_cfg
+    return [cfg for cfg in cfgs if cfg is not file] or None
 
 
 def _new(kind: type) -> nn.Module:

@@ -11,17 +11,16 @@ import torch
 import torch.nn as nn
 from mmcv.cnn import Conv2d, Linear
 from mmcv.cnn.bricks.transformer import MultiheadAttention as MMCVAttention
-from mmpretrain.models.utils.attention import MultiheadAttention, WindowMSA
+from mmpretrain.models.utils.attention import MultiheadAttention
 
 from repa_mm.faster.attention import FastShiftWindowMSA, fast_class
 from repa_mm.faster.narrow_attention import (
     NarrowMultiheadAttention,
     NarrowSelfAttention,
     NarrowTimmAttention,
-    qkv_layer,
 )
 from repa_mm.models.families import FAMILIES, Family, full_name
-from repa_mm.reparam import AttentionParts, FFNParts, TrainingForm, double
+from repa_mm.reparam import AttentionParts, CheckpointError, FFNParts, TrainingForm, double
 from repa_mm.surgery import become_, is_plain
 
 
@@ -56,9 +55,9 @@ class Site:
         """The name of the block in the model."""
         return self.name[: -len(self.path) - 1]
 
-    def in_copy(self, copy: nn.Module) -> 'Site':
-        """Return the same site in a copy of the model."""
-        return type(self)(self.name, copy.get_submodule(self.block_name), self.path, self.family)
+    def at(self, block: nn.Module) -> 'Site':
+        """Return the same site in a copy of the block."""
+        return type(self)(self.name, block, self.path, self.family)
 
     def parts(self) -> NamedTuple:
         """Return the ordinary modules of the site, for :meth:`~repa_mm.reparam.TrainingForm.fill`.
@@ -95,6 +94,25 @@ class Site:
         ids = {id(p) for part in parts if isinstance(part, nn.Module) for p in part.parameters()}
         ids.update(id(part) for part in parts if isinstance(part, nn.Parameter))
         return {name for name, p in self.block.named_parameters() if id(p) in ids}
+
+    def require(self, model: str) -> None:
+        """Make the block refuse checkpoints that lack one of the :meth:`required` weights.
+
+        Args:
+            model (str): Class of the model with the form, for the message.
+        """
+        names = sorted(self.required())
+
+        def check(state_dict: dict, prefix: str, *args) -> None:
+            lacking = [name for name in names if f'{prefix}{name}' not in state_dict]
+            if lacking:
+                raise CheckpointError(
+                    f'the pretrained weights lack {lacking[0]!r} of {self.block_name!r}: they are '
+                    f'neither those of this {model} in its training form, nor those of the '
+                    'ordinary model that fills it. A reparameterized checkpoint needs deploy=True'
+                )
+
+        self.block._register_load_state_dict_pre_hook(check)
 
 
 def _check_unhooked(module: nn.Module, what: str) -> None:
@@ -244,20 +262,6 @@ def _set_matrix_(layer: nn.Module, weight: torch.Tensor, bias: torch.Tensor) -> 
     setattr(layer, f'in_{kind}', weight.shape[1] * getattr(layer, 'groups', 1))
 
 
-_ROTATED = (
-    'rotates queries and keys by their positions (RoPE), so that no closed form has the best ones '
-    'of fewer dimensions'
-)
-_REDUCED = 'may take keys and values from a smaller map than queries'
-# Why the heads of some attention stay as they are.
-_REASONS = dict(
-    EvaAttention=_ROTATED,
-    AttentionRope=_ROTATED,
-    EfficientMultiheadAttention=_REDUCED,
-    SpatialReductionAttention=_REDUCED,
-)
-
-
 def _is_timm(attention: nn.Module) -> bool:
     return full_name(type(attention)) == 'timm.layers.attention.Attention'
 
@@ -271,43 +275,19 @@ class AttentionSite(Site):
         return getattr(self.block, self.family.attn_norm)
 
     def parts(self) -> AttentionParts:
-        attention = self.module
-        if type(attention) is not WindowMSA and not (
-            type(attention) is MultiheadAttention and not attention.v_shortcut
-        ):
-            raise ValueError(f'its {type(attention).__name__} is not a known attention')
-        return AttentionParts(
-            self.norm,
-            attention.qkv,
-            attention.proj,
-            getattr(getattr(attention, 'gamma1', None), 'weight', None),
-            getattr(attention, 'relative_position_bias_table', None),
-        )
-
-    @property
-    def caller(self) -> str:
-        """The name in the block of the module that the block calls: a Swin's has the shift."""
-        return self.path.partition('.')[0]
-
-    def heads(self) -> AttentionParts:
-        """Return the layers and sizes of the attention's heads.
-
-        Raises:
-            ValueError: If the class of the attention is not known, or it has hooks.
-        """
-        outer, attention = getattr(self.block, self.caller), self.module
+        outer, attention = self.attention, self.module
         for module in (outer, attention):
             _check_unhooked(module, 'attention')
-        gamma, is_fast = None, type(outer) is FastShiftWindowMSA
-        is_windows = is_fast and type(attention).__name__ == 'WindowMSA'
-        if is_windows or fast_class(outer) is FastShiftWindowMSA:
+        gamma, table = None, getattr(attention, 'relative_position_bias_table', None)
+        is_fast = type(outer) is FastShiftWindowMSA and type(attention).__name__ == 'WindowMSA'
+        if is_fast or fast_class(outer) is FastShiftWindowMSA:
             factor = attention.scale
         elif type(attention) is MMCVAttention and attention.batch_first:
             inner = attention.attn
             if inner.in_proj_weight is None or inner.bias_k is not None or inner.add_zero_attn:
                 raise ValueError('its attention has other keys and values than those of its tokens')
-            qkv, proj, factor = qkv_layer(inner), inner.out_proj, inner.head_dim**-0.5
-            return AttentionParts(self.norm, qkv, proj, None, None, attention.num_heads, factor)
+            attention = NarrowSelfAttention(attention)  # has its parameters in layers
+            factor = attention.head_dims**-0.5
         elif type(attention) in (MultiheadAttention, NarrowMultiheadAttention, NarrowSelfAttention):
             if getattr(attention, 'v_shortcut', False):
                 raise ValueError('its attention adds the values to its output')
@@ -319,38 +299,69 @@ class AttentionSite(Site):
                     raise ValueError(f'its attention has a {name}, which heads of ViTs do not have')
             factor = attention.scale
         else:
-            kind = type(attention).__name__
-            raise ValueError(f'its {kind} {_REASONS.get(kind, "is not a known attention")}')
+            raise ValueError(
+                f'its {type(attention).__name__} is not an attention whose heads are known'
+            )
         for layer in (attention.qkv, attention.proj):
             _check_linear(layer, 'attention', Linear, nn.Linear)
         return AttentionParts(
-            self.norm, attention.qkv, attention.proj, gamma, None, attention.num_heads, factor
+            self.norm, attention.qkv, attention.proj, gamma, table, attention.num_heads, factor
         )
 
-    @torch.no_grad()
-    def set_weights(
-        self, w_qkv: torch.Tensor, b_qkv: torch.Tensor, w_out: torch.Tensor, b_out: torch.Tensor
-    ) -> None:
-        """Replace the weights of the attention by those of heads of other widths, in place.
+    @property
+    def caller(self) -> str:
+        """The name in the block of the module that the block calls: a Swin's has the shift."""
+        return self.path.partition('.')[0]
 
-        Args:
-            w_qkv (torch.Tensor): Rows of queries, keys and values, (h (2 r + s), C).
-            b_qkv (torch.Tensor): Their biases (h (2 r + s), ).
-            w_out (torch.Tensor): Projection (C, h s).
-            b_out (torch.Tensor): Bias (C, ) of the projection.
-        """
-        outer = getattr(self.block, self.caller)
-        if type(outer) is MMCVAttention:
-            narrow = NarrowSelfAttention(outer).train(outer.training)
-            setattr(self.block, self.path, narrow)
-        elif self.caller != self.path:
-            become_(outer, FastShiftWindowMSA)
-        elif type(outer) is MultiheadAttention:
-            become_(outer, NarrowMultiheadAttention)
-        elif _is_timm(outer):
-            become_(outer, NarrowTimmAttention)
-        _set_matrix_(self.module.qkv, w_qkv, b_qkv)
-        _set_matrix_(self.module.proj, w_out, b_out)
+    @property
+    def inner(self) -> str:
+        """The name in the called module of the one with the heads, empty if they are the same."""
+        return self.path.partition('.')[2]
+
+    @property
+    def attention(self) -> nn.Module:
+        """The module that the block calls."""
+        return getattr(self.block, self.caller)
+
+    def set_weights(self, *weights: torch.Tensor) -> None:
+        """Replace the weights of the attention by those of :func:`set_heads_`, in place."""
+        setattr(self.block, self.caller, set_heads_(self.attention, self.inner, *weights))
+
+
+@torch.no_grad()
+def set_heads_(
+    attention: nn.Module,
+    inner: str,
+    w_qkv: torch.Tensor,
+    b_qkv: torch.Tensor,
+    w_out: torch.Tensor,
+    b_out: torch.Tensor,
+) -> nn.Module:
+    """Replace the weights of attention by those of heads of other widths.
+
+    Args:
+        attention (nn.Module): The attention, changed in place unless it is mmcv's.
+        inner (str): As :attr:`AttentionSite.inner`.
+        w_qkv (torch.Tensor): Rows of queries, keys and values, (h (2 r + s), C).
+        b_qkv (torch.Tensor): Their biases (h (2 r + s), ).
+        w_out (torch.Tensor): Projection (C, h s).
+        b_out (torch.Tensor): Bias (C, ) of the projection.
+
+    Returns:
+        nn.Module: The attention with these heads.
+    """
+    if type(attention) is MMCVAttention:
+        attention = NarrowSelfAttention(attention).train(attention.training)
+    elif inner:
+        become_(attention, FastShiftWindowMSA)
+    elif type(attention) is MultiheadAttention:
+        become_(attention, NarrowMultiheadAttention)
+    elif _is_timm(attention):
+        become_(attention, NarrowTimmAttention)
+    module = attention.get_submodule(inner)
+    _set_matrix_(module.qkv, w_qkv, b_qkv)
+    _set_matrix_(module.proj, w_out, b_out)
+    return attention
 
 
 def known_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module, Family]]:

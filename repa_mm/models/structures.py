@@ -272,7 +272,7 @@ class Widths(Structure):
 
     @staticmethod
     def _heads(site: AttentionSite, qk_dims: int, v_dims: int) -> tuple:
-        parts = site.heads()
+        parts = site.parts()
         dims, values = parts.qkv.in_features, parts.num_heads * v_dims
         rows = 2 * parts.num_heads * qk_dims + values
         return (rows, dims), (rows,), (dims, values), (dims,)

@@ -1,6 +1,5 @@
 """Structural reparameterization in plain PyTorch."""
 
-from .autograd import kept_statistics
 from .deploy_form import (
     DropPath,
     FoldedFFN,
@@ -54,7 +53,7 @@ __all__ = [
     'build_activation', 'build_norm', 'check_dropouts', 'check_finite', 'check_ordinary',
     'check_state_dict', 'copy_affine_', 'copy_matrix_', 'double', 'exact', 'finish_schedules_',
     'fold', 'fold_norm', 'has_deploy_form', 'has_training_form', 'is_batch_norm',
-    'is_reparameterized', 'kept_statistics', 'match_form', 'matrix', 'num_active_channels',
+    'is_reparameterized', 'match_form', 'matrix', 'num_active_channels',
     'outermost', 'reparameterize', 'reparameterize_', 'rounded', 'schedules_have_ended',
     'set_shortcut_', 'set_training_path_',
 ]  # fmt: skip

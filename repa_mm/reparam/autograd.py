@@ -1,17 +1,14 @@
 """Queries of autograd, autocast and compiler state, and a guard for backward passes."""
 
-import contextlib
-import copy
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
-import torch.nn as nn
 
 if hasattr(torch.compiler, 'is_compiling'):
     is_compiling = torch.compiler.is_compiling
 else:  # PyTorch 2.1 and 2.2
-    from torch._dynamo import is_compiling
+    pass
 
 
 def first_order_only(instead: str) -> Callable:
@@ -43,17 +40,6 @@ def first_order_only(instead: str) -> Callable:
     return decorate
 
 
-def recomputing() -> bool:
-    """Return True if this forward pass repeats an earlier forward pass for its backward pass.
-
-    Activation checkpointing runs a block's forward pass a second time inside the backward pass, and
-    running statistics must not count the batch twice.
-    """
-    if torch.jit.is_tracing() or is_compiling():
-        return False
-    return torch._C._current_graph_task_id() != -1
-
-
 def autocast_dtype(device_type: str) -> torch.dtype | None:
     """Return the dtype of matrix products under autocast, None outside autocast."""
     if hasattr(torch, 'get_autocast_dtype'):  # PyTorch 2.4
@@ -65,26 +51,3 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
     elif torch.is_autocast_enabled():
         return torch.get_autocast_gpu_dtype()
     return None
-
-
-def kept_statistics(*norms: nn.Module) -> contextlib.AbstractContextManager:
-    """Keep the running statistics of norms while a forward pass is repeated for its backward pass.
-
-    Otherwise, activation checkpointing would count a batch twice, see :func:`recomputing`.
-
-    Args:
-        *norms (nn.Module): The norms, with or without statistics.
-    """
-    return _on_copies(norms) if recomputing() else contextlib.nullcontext()
-
-
-@contextlib.contextmanager
-def _on_copies(norms: tuple[nn.Module, ...]) -> Iterator[None]:
-    buffers = [dict(norm._buffers) for norm in norms]
-    try:
-        for norm in norms:
-            norm._buffers.update(copy.deepcopy(norm._buffers))
-        yield
-    finally:
-        for norm, own in zip(norms, buffers):
-            norm._buffers.update(own)

@@ -22,7 +22,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from repa_mm.surgery import is_plain
 
-from .autograd import autocast_dtype, first_order_only, is_compiling, recomputing
+from .autograd import autocast_dtype, first_order_only, is_compiling
 from .deploy_form import KEPT_NORMS, DropPath, fold
 
 _ACTIVATION_BACKWARD = {
@@ -292,9 +292,8 @@ def folded_forward(ffn: nn.Module, x: torch.Tensor) -> torch.Tensor:
             z, mean1, var1, mean2, var2 = _NormalizedBranch.apply(
                 tokens, *weights, *affine, *settings, group, count
             )
-            if not recomputing():
-                _track(ffn.norm1, mean1, var1, count)
-                _track(ffn.norm2, mean2, var2, count)
+            _track(ffn.norm1, mean1, var1, count)
+            _track(ffn.norm2, mean2, var2, count)
         else:
             w, b, w_in, b_in, w_out = fold(
                 *weights,

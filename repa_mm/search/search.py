@@ -25,8 +25,7 @@ from repa_mm.benchmark.timing import compare, measure
 from repa_mm.benchmark.variants import STOCK
 from repa_mm.checkpoints import save_checkpoint
 from repa_mm.config import dataset_config, load_config
-from repa_mm.convert.conversion import spread_budget
-from repa_mm.convert.pretrained import convert_model
+from repa_mm.convert.pretrained import ModelConversion
 from repa_mm.export.export import NUM_IMAGES, agreeing_onnx
 from repa_mm.export.int8 import quantize
 from repa_mm.export.runtime_model import ExportedModel
@@ -219,6 +218,11 @@ class Search:
 
     # Fit, export, test, time
 
+    @cached_property
+    def conversion(self) -> ModelConversion:
+        """What every budget needs: the parts, and what a loss of each costs."""
+        return ModelConversion(self.model(self.base), self.calibration())
+
     def fit(self, budget: float) -> Candidate | None:
         """Return the narrower model of a budget, or None if the fit fails.
 
@@ -235,8 +239,7 @@ class Search:
         return self._add_narrow(left)
 
     def _fit(self, budget: float) -> float:
-        choose = partial(spread_budget, budget=budget)
-        narrow, report = convert_model(self.model(self.base), self.calibration(), [], choose)
+        narrow, report = self.conversion.fit(self.conversion.sizes(budget))
         left = max(budget, round(report.fraction, 2))
         self._write(osp.join(self.folder, f'{100 * left:.0f}'), narrow, narrow.cfg)
         return left

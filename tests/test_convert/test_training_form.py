@@ -7,14 +7,9 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from repa_mm.convert import regression
+from repa_mm.convert import fit_channel_idle, regression
 from repa_mm.convert.regression import FittedFFN, ffn_moments
-from repa_mm.convert.training_form import (
-    fit_channel_idle,
-    fit_idle,
-    fit_training_form,
-    idle_structure,
-)
+from repa_mm.convert.training_form import fit_idle, fit_training_form, idle_structure
 from repa_mm.features import differences
 from repa_mm.models import add_structures_
 from repa_mm.models.sites import raised
@@ -193,7 +188,7 @@ def test_a_model_starts_nearer_than_one_that_is_filled(case, randomize):
     assert idle_structure(fitted, report.sizes, 0.75) == dict(structure, where=None)
     with torch.no_grad():
         expected = [outputs(model, x)]
-        starts = [differences(expected, [outputs(m, x)], True) for m in (fitted, filled)]
+        starts = [differences(expected, [outputs(m, x)]) for m in (fitted, filled)]
         merged = differences([outputs(fitted, x)], [outputs(reparameterize(fitted), x)])
     assert max(report.differences) == pytest.approx(max(starts[0]), rel=0.1)
     assert sum(starts[0]) < sum(starts[1]) / 3

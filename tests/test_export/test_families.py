@@ -5,16 +5,15 @@ from ast import literal_eval
 from pathlib import Path
 
 import pytest
-import torch
 
 from repa_mm.config import load_config
-from repa_mm.convert.conversion import block_outputs, plan_conversion
+from repa_mm.convert import Conversion
 from repa_mm.export import int8
 from repa_mm.export.agreement import agreement
 from repa_mm.export.export import agreeing_onnx, resized
 from repa_mm.export.runtime_model import ExportedModel
 from repa_mm.features import head_inputs
-from repa_mm.models import add_structures_, ffn_sites
+from repa_mm.models import add_structures_
 from repa_mm.reparam import ChannelIdleFFN, outermost
 from tests.conftest import random_model
 
@@ -170,14 +169,9 @@ def test_what_becomes_narrower(family, tmp_path, randomize):
     cfg = small_config(family, tmp_path, randomize)
     model = random_model(cfg)
     data = model.data_preprocessor(resized(small_images(cfg), [(224, 256)]), False)
-    with torch.no_grad():
-        blocks = {site.block_name: site.block for site in ffn_sites(model)}
-        reached = block_outputs(blocks, lambda batch: head_inputs(model, batch), data)
-    assert places(reached) == TABLE[family][CHANNELS_]
-    parts = plan_conversion(random_model(cfg)).parts
-    inside = [n for n in parts if any(f'{n}.'.startswith(f'{block}.') for block in reached)]
-    heads = [name for name in inside if len(parts[name].sizes) == 2]
-    assert places({*inside} - {*heads}) == TABLE[family][CHANNELS_]
+    parts = Conversion(model, [data], forward=head_inputs).parts
+    heads = [name for name, part in parts.items() if len(part.sizes) == 2]
+    assert places({*parts} - {*heads}) == TABLE[family][CHANNELS_]
     assert places(heads) == TABLE[family][HEADS_]
     try:
         add_structures_(model, [dict(type='ChannelIdle', idle_ratio=0.75)])

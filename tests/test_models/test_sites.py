@@ -255,7 +255,7 @@ def test_what_the_docs_say_of_each_backbone(case):
     if name == 'TIMMBackbone':
         package, name = 'timm', type(site.block).__name__
     found = []
-    for attempt in (lambda: idle_ffn(site), site.modules, lambda: heads[0].heads()):
+    for attempt in (lambda: idle_ffn(site), site.modules, lambda: heads[0].parts()):
         try:
             attempt()
             found.append('yes')

@@ -128,12 +128,11 @@ def test_what_is_not_finite_is_reported(value, inplace, weight, count):
     before = copy.deepcopy(state)
     with pytest.raises(ValueError) as error:
         (reparameterize_ if inplace else reparameterize)(broken)
-    values = f'{count} value{"s" * (count > 1)} '
-    assert str(error.value).startswith(f"cannot merge 'backbone.blocks.1.ffn': {name} has {values}")
-    assert 'not finite' in str(error.value) and '\n' not in str(error.value)
+    found = f'{name} has values that are not finite'
+    assert str(error.value) == f"cannot merge 'backbone.blocks.1.ffn': {found}"
     # None of it was merged.
     assert broken.state_dict().keys() == before.keys()
-    with pytest.raises(ValueError, match=f'^{name} has {values}'):
+    with pytest.raises(ValueError, match=f'^{found}'):
         broken.backbone.blocks[1].ffn.switch_to_deploy()
     assert isinstance(broken.backbone.blocks[1].ffn, ChannelIdleFFN)
 
@@ -144,15 +143,11 @@ def test_negative_variances_are_reported():
     with pytest.raises(
         ValueError,
         match=r"'backbone.blocks.2.ffn': norm2."
-        r'running_var has 2 values \(of 16\) that are negative',
+        r'running_var has negative values',
     ):
         reparameterize(broken)
     broken.backbone.blocks[2].ffn.fc1.weight.data[:] = float('nan')
-    with pytest.raises(
-        ValueError,
-        match=r'fc1.weight has 128 values.*'
-        r'and 1 more like it',
-    ):
+    with pytest.raises(ValueError, match='fc1.weight has values that are not finite'):
         reparameterize(broken)
 
 

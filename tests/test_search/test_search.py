@@ -17,7 +17,7 @@ from mmengine.runner import Runner
 
 import repa_mm
 from repa_mm.config import load_config
-from repa_mm.convert.pretrained import convert_model
+from repa_mm.convert.pretrained import ModelConversion
 from repa_mm.export.export import agreeing_onnx
 from repa_mm.faster.attention import FastShiftWindowMSA
 from repa_mm.opening import open_model, read_images
@@ -98,7 +98,7 @@ def folder(learned, monkeypatch, tmp_path):
         return found
 
     monkeypatch.setattr(search, 'measure', times)
-    monkeypatch.setattr(search, 'convert_model', fit_once)
+    monkeypatch.setattr(search, 'ModelConversion', FitOnce)
     monkeypatch.setattr(search, 'agreeing_onnx', export_once)
     return tmp_path
 
@@ -113,15 +113,23 @@ def weights(model):
     return float(sum(p.double().abs().sum() for p in model.parameters()))
 
 
-def fit_once(model, images, held_out, choose, **kwargs):
-    found = made(convert_model, weights(model), len(images), budget_of(choose))
-    if not found:
-        found += convert_model(model, images, held_out, choose, **kwargs)
-    return copy.deepcopy(found[0]), found[1]
+class FitOnce:
+    """A ModelConversion whose sizes are the budget itself, which it fits once for all tests."""
 
+    def __init__(self, model, images):
+        self.model, self.images, self.key = model, images, (weights(model), len(images))
 
-def budget_of(choose):
-    return choose.keywords['budget']
+    def sizes(self, budget):
+        return budget
+
+    def fit(self, budget, **kwargs):
+        found = made(FitOnce, *self.key, budget)
+        if not found:
+            conversion = made(ModelConversion, *self.key)
+            if not conversion:
+                conversion.append(ModelConversion(self.model, self.images))
+            found += conversion[0].fit(conversion[0].sizes(budget), **kwargs)
+        return copy.deepcopy(found[0]), found[1]
 
 
 def export_once(model, *args):
@@ -224,9 +232,9 @@ def test_int8_is_tested_in_what_floats_keep():
 
 def test_a_latency_is_met_by_the_second_fit(folder, monkeypatch):
     fits = []
-    convert = search.convert_model
+    fit = FitOnce.fit
     monkeypatch.setattr(
-        search, 'convert_model', lambda *a, **k: fits.append(budget_of(a[3])) or convert(*a, **k)
+        FitOnce, 'fit', lambda self, budget, **k: fits.append(budget) or fit(self, budget, **k)
     )
     # Stock takes 100, OpenVINO 30 (0.2 + 0.8 budget): 0.15 is met below 37.5 %.
     row = chosen_of(run(latency=0.15))
@@ -311,18 +319,18 @@ def test_other_data_are_tested_anew(folder, monkeypatch, what):
 
 def test_a_failing_fit_is_tried_again(folder, monkeypatch, capsys):
     monkeypatch.setattr(search, 'installed_formats', lambda _: ([EAGER], []))
-    convert = search.convert_model
+    fit = FitOnce.fit
 
-    def fails(*args, **kwargs):
-        if budget_of(args[3]) < 0.4:
+    def fails(self, budget, **kwargs):
+        if budget < 0.4:
             raise np.linalg.LinAlgError('of this budget')
-        return convert(*args, **kwargs)
+        return fit(self, budget, **kwargs)
 
-    monkeypatch.setattr(search, 'convert_model', fails)
+    monkeypatch.setattr(FitOnce, 'fit', fails)
     names = [row['candidate'] for row in run(budgets=[0.3, 0.5])]
     assert names == ['stock', 'faster parts', '50 %']
     assert '30 % of the blocks is left out: of this budget' in capsys.readouterr().out
-    monkeypatch.setattr(search, 'convert_model', convert)
+    monkeypatch.setattr(FitOnce, 'fit', fit)
     rows = run(budgets=[0.004])  # rounds to 0
     assert len(rows) == 4 and rows[-1]['budget'] < 0.3
 
@@ -361,15 +369,15 @@ def test_an_export_that_fails_leaves_the_other_formats(folder, monkeypatch, caps
 
 
 def test_an_interrupted_run_goes_on(folder, monkeypatch):
-    convert, fits = search.convert_model, []
+    fit, fits = FitOnce.fit, []
 
-    def interrupted(*args, **kwargs):
-        fits.append(budget_of(args[3]))
+    def interrupted(self, budget, **kwargs):
+        fits.append(budget)
         if len(fits) == 2:
             raise KeyboardInterrupt
-        return convert(*args, **kwargs)
+        return fit(self, budget, **kwargs)
 
-    monkeypatch.setattr(search, 'convert_model', interrupted)
+    monkeypatch.setattr(FitOnce, 'fit', interrupted)
     with pytest.raises(KeyboardInterrupt):
         run(budgets=[0.5, 0.3])
     rows = run(budgets=[0.5, 0.3])

@@ -87,17 +87,6 @@ def test_mmcvs_synchronized_norms_merge(scattered, relative_error):
     assert relative_error(form.merge()(x), form(x)) < 1e-6
 
 
-def test_statistics_are_counted_once_under_checkpointing(scattered):
-    for make in (FORMS['linear'],):
-        form = scattered(make()).train()
-        other = copy.deepcopy(form)
-        x = torch.randn(2, 9, 16, requires_grad=True)
-        form(x).sum().backward()
-        torch.utils.checkpoint.checkpoint(other, x, use_reentrant=True).sum().backward()
-        for (key, a), b in zip(form.named_buffers(), other.buffers()):
-            assert torch.equal(a, b), key
-
-
 def test_bad_input():
     norm = ProgressiveNorm(8)
     for lam in (-1, 2, float('nan')):

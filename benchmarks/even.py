@@ -1,0 +1,26 @@
+"""Sizes of narrower parts that are the same fractions in all blocks, as published methods have."""
+
+from repa_mm.convert.conversion import Conversion
+
+
+def even_sizes(
+    conversion: Conversion, ffn: float = 1.0, qk: float = 1.0, v: float = 1.0
+) -> dict[str, tuple[int, ...]]:
+    """Choose sizes that are the same fractions in all blocks.
+
+    Args:
+        conversion (Conversion): The conversion, which has the parts.
+        ffn (float): Fraction of the channels of FFNs, in (0, 1]. Defaults to 1.
+        qk (float): Fraction of a head's dimensions of queries and keys, rounded to a multiple of 4.
+            Defaults to 1.
+        v (float): The same for values.
+    """
+    return {
+        name: (max(1, round(ffn * part.sizes[0])),)
+        if len(part.sizes) == 1
+        else tuple(
+            d if fraction == 1 else min(d, max(4, 4 * round(fraction * d / 4)))
+            for fraction, d in zip((qk, v), part.sizes)
+        )
+        for name, part in conversion.parts.items()
+    }

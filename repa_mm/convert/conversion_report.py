@@ -1,0 +1,83 @@
+"""What a conversion reports of each block, as a table."""
+
+from dataclasses import dataclass, field
+
+from repa_mm.features import percent
+
+#: Sizes of parts, by name: the number of channels of an FFN, or the numbers of dimensions of the
+#: queries and keys and of the values in a head.
+Sizes = dict[str, tuple[int, ...]]
+
+
+@dataclass
+class BlockReport:
+    """The fit of one block's FFN or attention.
+
+    Attributes:
+        name (str): Name of the block, or of its attention.
+        before (tuple[int, ...]): Its sizes before the conversion.
+        after (tuple[int, ...]): Its sizes after the conversion.
+        cost (float): Multiply-adds of one channel or dimension for one image.
+        unexplained (float): Share of the targets' variance that the narrower part does not explain.
+        changed (bool): The part has new weights. Those before the first narrower part have not.
+    """
+
+    name: str
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+    cost: float
+    unexplained: float = 0.0
+    changed: bool = False
+
+    @property
+    def gmacs(self) -> float:
+        """1e9 multiply-adds of the part for one image before the conversion."""
+        return self.cost * sum(self.before) / 1e9
+
+    @property
+    def narrow_gmacs(self) -> float:
+        """1e9 multiply-adds of the part for one image after the conversion."""
+        return self.cost * sum(self.after) / 1e9
+
+
+@dataclass
+class ConversionReport:
+    """The report of a conversion, which prints as a table.
+
+    Attributes:
+        blocks (list[BlockReport]): The converted blocks, in the order of the forward pass.
+        skipped (dict[str, str]): Names of the blocks that stay as they are, with the reasons.
+        differences (list[float]): For each tensor that ``forward`` returns, its mean square change
+            on the held-out batches, relative to its variance.
+    """
+
+    blocks: list[BlockReport] = field(default_factory=list)
+    skipped: dict[str, str] = field(default_factory=dict)
+    differences: list[float] = field(default_factory=list)
+
+    @property
+    def sizes(self) -> Sizes:
+        """New sizes of the parts with new weights, by name: those that a config must have."""
+        return {block.name: block.after for block in self.blocks if block.changed}
+
+    @property
+    def fraction(self) -> float:
+        """Fraction of the multiply-adds of these blocks that is left."""
+        return sum(b.narrow_gmacs for b in self.blocks) / sum(b.gmacs for b in self.blocks)
+
+    def __str__(self) -> str:
+        rows = [('block', 'width', 'of', 'unexplained', 'GMACs', 'before')]
+        for b in self.blocks:
+            sizes = ('+'.join(map(str, x)) for x in (b.after, b.before))
+            rows.append(
+                (b.name, *sizes, f'{b.unexplained:.4f}', f'{b.narrow_gmacs:.3f}', f'{b.gmacs:.3f}')
+            )
+        total = (sum(b.narrow_gmacs for b in self.blocks), sum(b.gmacs for b in self.blocks))
+        rows.append(('all', *[''] * 3, *(f'{value:.3f}' for value in total)))
+        widths = [max(map(len, column)) for column in zip(*rows)]
+        lines = ['  '.join(cell.ljust(w) for cell, w in zip(row, widths)) for row in rows]
+        if self.differences:
+            shares = percent(self.differences)
+            lines.append(f'on held-out images the outputs differ by {shares} of their variance')
+        lines += [f'not converted: {name}: {why}' for name, why in self.skipped.items()]
+        return '\n'.join(line.rstrip() for line in lines)
