@@ -10,9 +10,9 @@ import torch.nn as nn
 def head_inputs(model: nn.Module, data: dict):
     """Compute the inputs of a model's heads.
 
-    For a DETR these are the encoder's memory, with zeros where images are padded; for a MaskFormer
-    or Mask2Former, the outputs of the pixel decoder; for other models, the feature maps of
-    ``extract_feat``.
+    For a DETR these are the encoder's memory, with zeros where images are padded; for a Co-DETR,
+    its feature maps; for a MaskFormer or Mask2Former, the outputs of the pixel decoder; for other
+    models, the feature maps of ``extract_feat``.
 
     Args:
         model (nn.Module): A detector, segmentor or classifier.
@@ -27,6 +27,8 @@ def head_inputs(model: nn.Module, data: dict):
         inputs, _ = model.pre_transformer(features, samples)
         memory, padded = model.forward_encoder(**inputs)['memory'], inputs['feat_mask']
         return memory if padded is None else memory.masked_fill(padded[..., None], 0)
+    if hasattr(model, 'query_head'):  # has the encoder of a Co-DETR, and returns its memory last
+        return model.query_head(features, [sample.metainfo for sample in samples])[-1]
     heads = (getattr(model, name, None) for name in ('panoptic_head', 'decode_head'))
     for decoder in (getattr(head, 'pixel_decoder', None) for head in heads):
         if decoder is not None:

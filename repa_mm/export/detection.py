@@ -78,18 +78,70 @@ def suppress(
     asked.pop('split_thr', None)  # which saves memory, and changes no result
     offset = asked.pop('offset', 0)
     iou_threshold = asked.pop('iou_threshold' if 'iou_threshold' in asked else 'iou_thr', None)
-    usual = dict(type='nms', class_agnostic=False, score_threshold=0, max_num=-1)
-    unknown = [f'{name}={value!r}' for name, value in asked.items() if usual.get(name) != value]
-    if unknown or iou_threshold is None:
-        raise ValueError(
-            'the export has no suppression of boxes with '
-            f'{", ".join(unknown) or "no iou_threshold"}'
-            f": change nms={nms} in the model's test_cfg"
-        )
+    if iou_threshold is None:
+        asked['iou_threshold'] = None
+    _check_known(nms, asked, dict(type='nms', score_threshold=0, max_num=-1))
     boxes = torch.cat([boxes[..., :2], boxes[..., 2:] + offset], -1) if offset else boxes
     args = float(iou_threshold), float(score_threshold), int(count)
     group, label, box = _NonMaxSuppression.apply(boxes, scores, *args).unbind(1)
     return torch.full_like(scores, NONE).index_put((group, label, box), scores[group, label, box])
+
+
+def _check_known(nms: dict, asked: dict, known: dict) -> None:
+    known = dict(known, class_agnostic=False)
+    unknown = [f'{name}={value!r}' for name, value in asked.items() if known.get(name, ()) != value]
+    if unknown:
+        raise ValueError(
+            f'the export has no suppression of boxes with {", ".join(unknown)}: change nms={nms} '
+            "in the model's test_cfg"
+        )
+
+
+def _lower(scores: torch.Tensor, factors: torch.Tensor, least: float) -> torch.Tensor:
+    """Take the best score of each row (B, N) in turn, and lower the others by its ``factors``."""
+    taken = torch.full_like(scores, -1.0)
+    columns = torch.arange(scores.shape[1])
+    for _ in range(scores.shape[1]):
+        score, index = scores.max(1, keepdim=True)
+        taken = torch.where(columns == index, torch.maximum(taken, score), taken)
+        factor = factors.gather(1, index[:, :, None].expand(-1, -1, factors.shape[2]))[:, 0]
+        scores = scores * factor
+        scores = torch.where(scores < least, torch.full_like(scores, -1.0), scores)
+    return taken
+
+
+def suppress_softly(
+    boxes: torch.Tensor, scores: torch.Tensor, labels: torch.Tensor, nms: dict
+) -> torch.Tensor:
+    """Lower the scores of boxes that overlap better boxes of their class, as mmcv's ``soft_nms``.
+
+    Args:
+        boxes (torch.Tensor): Boxes (B, N, 4).
+        scores (torch.Tensor): Scores (B, N), -1 for rows without a box.
+        labels (torch.Tensor): Classes (B, N).
+        nms (dict): Arguments of mmcv's ``batched_nms`` with the type 'soft_nms'.
+
+    Returns:
+        torch.Tensor: Scores (B, N), -1 for boxes that are removed.
+
+    Raises:
+        ValueError: If ``nms`` asks for another kind of suppression.
+    """
+    asked = dict(nms)
+    asked.pop('split_thr', None)
+    threshold, least = asked.pop('iou_threshold', 0.3), asked.pop('min_score', 1e-3)
+    _check_known(nms, asked, dict(type='soft_nms', method='linear', sigma=0.5, offset=0))
+    corners = [torch.maximum, torch.minimum]
+    low, high = (f(x[:, :, None], x[:, None]) for f, x in zip(corners, boxes.split(2, 2)))
+    both = (high - low).clamp(min=0).prod(3)
+    area = (boxes[..., 2:] - boxes[..., :2]).prod(2)
+    overlap = both / (area[:, :, None] + area[:, None] - both)
+    lowers = (overlap >= threshold) & (labels[:, :, None] == labels[:, None])
+    factors = torch.where(lowers, 1 - overlap, torch.ones_like(overlap))
+    row = torch.arange(scores.shape[1])
+    factors = factors * (row != row[:, None]).to(factors)  # what is taken does not come again
+    # Scripted, since a trace has no loops.
+    return torch.jit.script(_lower)(scores, factors, float(least))
 
 
 def best(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -9,7 +9,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from repa_mm.export.detection import NONE, best, finish
+from repa_mm.export.detection import NONE, best, finish, one_hot_scores, suppress, suppress_softly
 from repa_mm.surgery import become_
 
 
@@ -107,6 +107,47 @@ class _AnySizeEncoder:
         return torch.cat(points, 1)[:, :, None] * valid_ratios[:, None]
 
 
+class _PaddedCoTransformer(_PaddedLevels, _AnySizeEncoder):
+    """Mixin for the transformer in a Co-DETR's head, whose tokens are (N, B, C).
+
+    Its ``forward`` returns the queries after each layer (layers, N, B, C), and the reference points
+    (layers + 1, B, N, 4), where the first ones are those before the first layer.
+    """
+
+    # The names that a Deformable DETR has for them.
+    level_embed = property(lambda self: self.level_embeds)
+    memory_trans_fc = property(lambda self: self.enc_output)
+    memory_trans_norm = property(lambda self: self.enc_output_norm)
+
+    def forward(self, features, sizes, cls_branches, reg_branches):
+        encoder, decoder = self.pre_transformer(features, sizes)
+        mask = decoder.pop('memory_mask')
+        shapes, ratios = decoder['spatial_shapes'], decoder['valid_ratios']
+        memory = self.encoder(
+            query=encoder['feat'].transpose(0, 1),
+            key=None,
+            value=None,
+            query_pos=encoder['feat_pos'].transpose(0, 1),
+            query_key_padding_mask=mask,
+            reference_points=self.get_encoder_reference_points(shapes, ratios, None),
+            **decoder,
+        )
+        output, proposals = self.gen_encoder_output_proposals(memory.transpose(0, 1), mask, shapes)
+        last = self.decoder.num_layers
+        boxes = reg_branches[last](output) + proposals
+        index = cls_branches[last](output).amax(-1).topk(self.two_stage_num_proposals, 1)[1]
+        query = self.query_embed.weight[:, None].expand(-1, mask.shape[0], -1)
+        return self.decoder(
+            query=query,
+            key=None,
+            value=memory,
+            key_padding_mask=mask,
+            reference_points=boxes.gather(1, index[..., None].expand(-1, -1, 4)).sigmoid(),
+            reg_branches=reg_branches,
+            **decoder,
+        )
+
+
 class _PaddedMasks:
     """Mixin for a MaskFormer's head that takes image sizes as :class:`_Padded` does."""
 
@@ -174,10 +215,14 @@ class Queries(nn.Module):
         trace_transformer_(detector)
         self.detector, self.head = detector, detector.bbox_head
 
+    def decode(self, features, sizes):
+        """Return class logits (B, N, classes) and boxes (B, N, 4) of the last layer's queries."""
+        inputs = self.detector.forward_transformer(features, sizes)
+        return (x[-1] for x in self.head(**inputs))
+
     def forward(self, features, image_shape, size):
         """Return boxes (B, N, 4), scores (B, N) and labels (B, N)."""
-        inputs = self.detector.forward_transformer(features, (image_shape, size))
-        scores, boxes = (x[-1] for x in self.head(**inputs))
+        scores, boxes = self.decode(features, (image_shape, size))
         count = self.head.test_cfg.get('max_per_img', boxes.shape[1])
         if self.head.loss_cls.use_sigmoid:
             scores, index = best(scores.sigmoid().flatten(1), count)
@@ -192,6 +237,53 @@ class Queries(nn.Module):
         size = size.flip(1)[:, None].to(boxes)
         corners = [torch.minimum((centre + s * side) * size, size) for s in (-0.5, 0.5)]
         return torch.cat(corners, 2).clamp(min=0), scores, labels
+
+
+class CoQueries(Queries):
+    """Predict boxes from features, as a ``CoDETR`` with a ``CoDINOHead`` does.
+
+    Both are from MMDetection's ``projects/CO-DETR``.
+
+    Args:
+        detector (nn.Module): The ``CoDETR``.
+
+    Raises:
+        ValueError: If the model predicts by one of its other heads.
+    """
+
+    def __init__(self, detector: nn.Module) -> None:
+        nn.Module.__init__(self)
+        if detector.eval_module != 'detr':
+            raise ValueError(
+                f'the model predicts by its {detector.eval_module} head, and the export knows only '
+                "that of the queries: set model.eval_module='detr'"
+            )
+        self.head = head = detector.query_head
+        head.transformer.positional_encoding = head.positional_encoding
+        _mix_in(head.transformer, _PaddedCoTransformer)
+
+    def decode(self, features, sizes):
+        from mmdet.models.layers import inverse_sigmoid
+
+        head, branches = self.head, (self.head.cls_branches, self.head.reg_branches)
+        queries, references = head.transformer(features, sizes, *branches)
+        last, query = head.transformer.decoder.num_layers - 1, queries[-1].transpose(0, 1)
+        logits, boxes = (branch[last](query) for branch in branches)
+        return logits, (boxes + inverse_sigmoid(references[-2], eps=1e-3)).sigmoid()
+
+    def forward(self, features, image_shape, size):
+        boxes, scores, labels = super().forward(features, image_shape, size)
+        nms, count = self.head.test_cfg.get('nms'), scores.shape[1]
+        threshold = self.head.test_cfg.get('score_thr', 0)
+        scores = torch.where(scores > threshold, scores, torch.full_like(scores, NONE))
+        if nms and nms.get('type') == 'soft_nms':
+            scores = suppress_softly(boxes, scores, labels, nms)
+        elif nms:
+            by_class = one_hot_scores(scores, labels, self.head.num_classes)
+            scores = suppress(boxes, by_class, nms, 0, count).amax(1)
+        scores, order = best(scores, count)
+        boxes = boxes.gather(1, order[..., None].expand(-1, -1, 4))
+        return finish(boxes, scores, labels.gather(1, order))
 
 
 def trace_masks_(head: nn.Module) -> None:

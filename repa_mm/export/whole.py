@@ -8,7 +8,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from repa_mm.export.detection import SingleStage, TwoStage
-from repa_mm.export.transformers import Masks, Queries, class_logits, trace_masks_
+from repa_mm.export.transformers import CoQueries, Masks, Queries, class_logits, trace_masks_
 from repa_mm.faster.tracing import trace_any_size_
 from repa_mm.surgery import replace_
 
@@ -192,6 +192,12 @@ class WholeTransformer(WholeDetector):
         return self.predict(self.model.extract_feat(image), shape, size)
 
 
+class WholeCoDETR(WholeTransformer):
+    """A ``CoDETR`` of MMDetection's ``projects/CO-DETR``, see :class:`WholeDetector`."""
+
+    predictor = CoQueries
+
+
 class WholeSegmentor(WholeModel):
     """An ``EncoderDecoder`` that predicts label maps from images and ``output_size`` (2, ).
 
@@ -304,6 +310,7 @@ class WholeClassifier(WholeModel):
 
 WHOLE_MODELS = dict(
     forward_transformer=WholeTransformer,
+    query_head=WholeCoDETR,
     panoptic_fusion_head=WholeInstances,
     decode_head=WholeSegmentor,
     roi_head=WholeDetector,
@@ -316,8 +323,9 @@ def whole_model(model: nn.Module, preprocessing: bool = False) -> WholeModel:
     """Build a copy of a model to trace, which predicts as ``model.test_step`` for any image size.
 
     Supported are heads that predict as in RetinaNet, ATSS, FCOS, GFL, Faster R-CNN, Mask R-CNN,
-    Cascade R-CNN, DETRs, MaskFormer, Mask2Former, ``EncoderDecoder`` and ``ImageClassifier``.
-    :func:`~repa_mm.export.export.agreeing_onnx` compares predictions to detect other heads.
+    Cascade R-CNN, DETRs, Co-DETR, MaskFormer, Mask2Former, ``EncoderDecoder`` and
+    ``ImageClassifier``. :func:`~repa_mm.export.export.agreeing_onnx` compares predictions to detect
+    other heads.
 
     Args:
         model (nn.Module): A detector, segmentor or classifier in eval mode, on any device. It is

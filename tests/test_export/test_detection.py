@@ -7,7 +7,7 @@ import torch
 
 from repa_mm.config import load_config
 from repa_mm.export.agreement import agreement
-from repa_mm.export.detection import decode, suppress
+from repa_mm.export.detection import decode, suppress, suppress_softly
 from repa_mm.export.export import agreeing_onnx, noise, resized, to_onnx
 from repa_mm.export.runtime_model import ExportedModel
 from repa_mm.export.whole import whole_model
@@ -74,6 +74,47 @@ def test_suppression_is_that_of_mmcv(nms):
     assert torch.equal(kept.flatten(), expected) and 0 < len(keep) < 240
 
 
+class SuppressSoftly(torch.nn.Module):
+    def __init__(self, nms):
+        super().__init__()
+        self.nms = nms
+
+    def forward(self, boxes, scores, labels):
+        return suppress_softly(boxes, scores, labels, self.nms)
+
+
+def test_soft_suppression_is_that_of_mmcv():
+    import onnxruntime
+    from mmcv.ops import batched_nms
+
+    nms = dict(type='soft_nms', iou_threshold=0.3, min_score=0.2)
+    generator = torch.Generator().manual_seed(0)
+    boxes = torch.rand(2, 60, 4, generator=generator) * 20
+    boxes[..., 2:] += boxes[..., :2]
+    boxes[0, 7, 2:] = boxes[0, 7, :2]  # without an area
+    scores = torch.rand(2, 60, generator=generator)
+    scores[1, 50:] = -1
+    labels = torch.randint(0, 3, (2, 60), generator=generator)
+    inputs = dict(boxes=boxes, scores=scores, labels=labels)
+    content = to_onnx(SuppressSoftly(nms), (*inputs.values(),), input_names=list(inputs))
+    session = onnxruntime.InferenceSession(content)
+    (found,) = session.run(None, {name: x.numpy() for name, x in inputs.items()})
+    for i, number in enumerate((60, 50)):
+        kept, index = batched_nms(*(x[i, :number] for x in inputs.values()), nms)
+        expected = torch.full((60,), -1.0)
+        expected[index] = kept[:, 4]
+        torch.testing.assert_close(torch.from_numpy(found[i]), expected)
+        lower = (expected[:number] < scores[i, :number]) & (expected[:number] > 0)
+        assert lower.any() and len(index) < number
+
+
+@pytest.mark.parametrize('options', [dict(method='gaussian'), dict(class_agnostic=True)])
+def test_other_soft_suppressions_are_refused(options):
+    (name,), nms = options, dict(type='soft_nms', iou_threshold=0.5, **options)
+    with pytest.raises(ValueError, match=f'no suppression of boxes with {name}='):
+        suppress_softly(torch.rand(1, 2, 4), torch.rand(1, 2), torch.zeros(1, 2), nms)
+
+
 @pytest.mark.parametrize(
     'options',
     [
@@ -88,7 +129,7 @@ def test_other_suppressions_are_refused(options):
     (name,), nms = options, dict(iou_threshold=0.5, **options)
     with pytest.raises(ValueError, match=f'no suppression of boxes with {name}='):
         suppress(torch.rand(1, 2, 4), torch.rand(1, 3, 2), nms, 0, 9)
-    with pytest.raises(ValueError, match='no suppression of boxes with no iou_threshold'):
+    with pytest.raises(ValueError, match='no suppression of boxes with iou_threshold=None'):
         suppress(torch.rand(1, 2, 4), torch.rand(1, 3, 2), None, 0, 9)
 
 

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from mmengine.config import ConfigDict
 
 from repa_mm.config import load_config
 from repa_mm.export.export import TOLERANCES, agreeing_onnx, noise, resized
@@ -93,6 +94,49 @@ def test_detectors_agree_with_test_step(name, randomize):
             check_objects(a.pred_instances, b.pred_instances)
             spreads.append(b.pred_instances.bboxes.std(0).max())
     assert max(spreads) > 0.1  # ten times what boxes may differ by
+
+
+CO_BACKBONE = dict(BACKBONE, type='ResNet', out_indices=(1, 2, 3))
+
+
+def co_detector(randomize, **nms):
+    from tests.co_detr import co_detr
+
+    cfg = load_config(f'mmdet::{DETECTORS["dino"]}')
+    cfg.model = ConfigDict(co_detr(CO_BACKBONE, [16, 32, 64], nms))
+    model = spread(randomize(random_model(cfg)))
+    model.query_head.transformer.enc_output.bias.data.zero_()
+    return model, cfg
+
+
+@pytest.mark.parametrize('kind', ['soft_nms', pytest.param('nms', marks=pytest.mark.slow)])
+def test_a_co_detr_agrees_with_test_step(kind, randomize):
+    """A stand-in, see :mod:`tests.co_detr`, in standard operators."""
+    import onnx
+
+    model, cfg = co_detector(randomize, type=kind, iou_threshold=0.1)
+    images = small_images(cfg)
+    content, error = agreeing_onnx(model, images, (128, 160), True, 1, False)
+    assert error == 0
+    assert {node.domain for node in onnx.load_from_string(content).graph.node} == {''}
+    exported = ExportedModel(content, model.data_preprocessor)
+    model.query_head.test_cfg.nms = None
+    changes = []
+    for sizes in BATCHES:
+        data = resized(images, sizes)
+        with torch.no_grad():
+            plain = model.test_step(copy.deepcopy(data))
+        for a, b in zip(exported.test_step(data), plain, strict=True):
+            a, b = a.pred_instances.scores, b.pred_instances.scores
+            changes.append(len(a) < len(b) or (a - b).abs().max() > 0.01)
+    assert any(changes)  # by the suppression
+
+
+def test_other_heads_of_a_co_detr_are_refused(randomize):
+    model, cfg = co_detector(randomize, type='nms', iou_threshold=0.8)
+    model.eval_module = 'two-stage'
+    with pytest.raises(ValueError, match="set model.eval_module='detr'"):
+        agreeing_onnx(model, small_images(cfg))
 
 
 def test_detectors_in_standard_operators(randomize):

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 from mmcv.cnn.bricks.transformer import TransformerLayerSequence
-from mmengine.config import Config
-from mmengine.registry import MODELS
+from mmengine.config import Config, ConfigDict
+from mmengine.registry import MODELS, init_default_scope
 
 import repa_mm
 from repa_mm.config import load_config
@@ -43,6 +43,12 @@ CASES = {
 
 
 def model_config(case):
+    if case == 'Co-DETR':  # a stand-in
+        from tests.co_detr import co_detr
+
+        init_default_scope('mmdet')
+        backbone = dict(type='ResNet', depth=18, out_indices=(1, 2, 3))
+        return ConfigDict(co_detr(backbone, [128, 256, 512], None))
     cfg = load_config(CASES[case][0])
     model = cfg.model
     model.backbone.update(depth=18, init_cfg=None)
@@ -178,7 +184,7 @@ def test_both_training_paths_of_an_ffn_without_norms(randomize):
             torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize('case', ['DETR', 'DINO', 'MaskFormer', 'Mask2Former'])
+@pytest.mark.parametrize('case', ['DETR', 'DINO', 'Co-DETR', 'MaskFormer', 'Mask2Former'])
 def test_a_conversion_and_its_config(case, randomize):
     model = build(case, randomize)
     batches = [data(model), data(model, (128, 96))]
