@@ -8,7 +8,7 @@ import torch
 if hasattr(torch.compiler, 'is_compiling'):
     is_compiling = torch.compiler.is_compiling
 else:  # PyTorch 2.1 and 2.2
-    pass
+    from torch._dynamo import is_compiling  # noqa: F401
 
 
 def first_order_only(instead: str) -> Callable:
