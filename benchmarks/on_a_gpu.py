@@ -1,0 +1,223 @@
+r"""Measure on an NVIDIA GPU what docs/benchmarks.md says of one, in ten minutes.
+
+Latency of whole models and of a backbone, also compiled and with CUDA graphs, training steps, and
+`tools/speed_up.py` on the demo's scenes::
+
+    python -m benchmarks.on_a_gpu --out work_dirs/on_a_gpu.csv
+
+Each part is a process, in which its models run in turn with stock. A part that fails or takes too
+long is named, and the others go on. Except in the search, weights are random and images noise. Rows
+are appended to a file with the columns of results.csv. ``--device cpu --small`` takes the same way
+with small models.
+"""
+
+import argparse
+import copy
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+from mmengine.config import Config
+from mmengine.logging import MMLogger
+
+from benchmarks.compare import append
+from benchmarks.even import even_sizes
+from benchmarks.training import peak_memory, step, training_variants
+from demo.dataset import write_digit_scenes
+from demo.run import DATA, train
+from repa_mm import config_path, speed_up
+from repa_mm.benchmark.timing import measure, show_machine
+from repa_mm.benchmark.variants import (
+    DEPLOY,
+    MODEL,
+    STOCK,
+    autocasting,
+    calls_on_noise,
+    compile_,
+    synthetic_batch,
+    variants,
+)
+from repa_mm.config import load_config
+from repa_mm.convert.conversion import find_parts
+from repa_mm.convert.pretrained import converted_config
+from repa_mm.faster import faster_on_gpu_
+from repa_mm.opening import open_model
+
+NAME = 'benchmarks.on_a_gpu'
+DETECTOR, SMALL_IMAGE = (800, 1344), (160, 160)
+# Names in results.csv, configs, and those of small models.
+CONFIGS = {
+    'RetinaNet Swin-B': ('retinanet_{}swin_b', 'demo/retinanet_{}swin_digits'),
+    'Mask R-CNN Swin-B': ('mask_rcnn_{}swin_b', 'demo/mask_rcnn_{}swin_digits'),
+    'UperNet Swin-B': ('upernet_{}swin_b', 'demo/upernet_{}swin_digits'),
+    'Swin-B backbone': ('{}swin_b_in1k', '{}swin_t_in1k'),
+}
+MODES = {'compiled': None, 'CUDA graphs': 'reduce-overhead'}
+NARROW = 'FFNs 0.2, heads a quarter'
+DEMO = 'demo/retinanet_swin_digits'
+SHORT = {'train_cfg.max_epochs': 1, 'param_scheduler.1.end': 1}
+TINY = SHORT | {
+    'model.backbone.arch.depths': [1, 1, 1, 1], 'model.backbone.arch.embed_dims': 24,
+    'model.neck.in_channels': [48, 96, 192], 'model.test_cfg.score_thr': 0.0,
+    'train_dataloader.batch_size': 4,
+}  # fmt: skip
+
+
+def configs(args: argparse.Namespace, name: str) -> tuple[Config, Config]:
+    """Return the config of a RePa model, and that of its stock counterpart."""
+    path = CONFIGS[name][args.small]
+    repa, stock = (load_config(config_path(path.format(kind))) for kind in ('repa_', ''))
+    return repa, stock
+
+
+def dtype(args: argparse.Namespace) -> str | None:
+    """Return the type of autocast."""
+    return None if args.amp == 'float32' else args.amp
+
+
+def write(
+    args: argparse.Namespace, what: str, model: str, of: str, unit: str, values: dict
+) -> None:
+    """Append a row for each form of a model."""
+    cpu = 'CPU' if args.device == 'cpu' else torch.cuda.get_device_name(args.device)
+    row = dict(what=what, model=model, run=args.run, cpu=cpu, unit=unit)
+    for form, value in values.items():
+        append(args.out, dict(row, form=form, command=f'python -m {NAME}'), {of: float(value)})
+
+
+@torch.no_grad()
+def latency(
+    args: argparse.Namespace,
+    name: str,
+    batch_size: int,
+    shape: tuple[int, int] = DETECTOR,
+    part: str = 'predict',
+    kind: str | None = None,
+    narrow: bool = False,
+) -> None:
+    """Time a model beside stock, and stock with our parts.
+
+    Args:
+        args (argparse.Namespace): The options.
+        name (str): A key of :data:`CONFIGS`.
+        batch_size (int): Number of images.
+        shape (tuple): Their height and width.
+        part (str): 'predict' or 'backbone'.
+        kind (str, optional): Time compiled models, too: a key of :data:`MODES`.
+        narrow (bool): Narrow the FFNs and heads of the stock model, instead of a RePa model.
+    """
+    if args.small:
+        shape, batch_size = (shape if part == 'backbone' else SMALL_IMAGE), 1
+    cfg, stock = configs(args, name)
+    if narrow:  # to the sizes that a conversion may choose; weights do not matter
+        model = open_model(stock)
+        parts, _ = find_parts(model)
+        sizes = even_sizes(SimpleNamespace(parts=parts), 0.2, 0.25, 0.25)
+        cfg = converted_config(stock, model, sizes)
+    models = {form: model.to(args.device) for form, model in variants(cfg, None, stock).items()}
+    for form in models.keys() - {STOCK}:
+        faster_on_gpu_(models[form])
+    if narrow:
+        models[NARROW] = models.pop(MODEL)
+    if kind:
+        models = {form: models[form] for form in (STOCK, DEPLOY)}
+        for form in (STOCK, DEPLOY):
+            models[f'{form}, {kind}'] = compile_(copy.deepcopy(models[form]), MODES[kind])
+    calls, batch = calls_on_noise(models, part, shape, batch_size)
+    calls = {form: autocasting(call, dtype(args), args.device) for form, call in calls.items()}
+    times = measure(calls, batch, args.repeats)
+    what = 'GPU latency' + ' of a narrow model' * narrow + f', {kind}' * bool(kind)
+    title = f'{name}, {batch_size}×{shape[0]}×{shape[1]}'
+    write(args, what, title, args.amp, 'ms', {n: np.median(values) for n, values in times.items()})
+
+
+def training(args: argparse.Namespace, name: str, batch_size: int = 2) -> None:
+    """Time training steps by the literal and by the folded path beside stock, with their memory."""
+    shape = SMALL_IMAGE if args.small else DETECTOR
+    models = training_variants(*configs(args, name), ('literal', 'folded'))
+    models = {form: model.to(args.device) for form, model in models.items()}
+    batch = models[STOCK].data_preprocessor(synthetic_batch(models[STOCK], shape, batch_size), True)
+    steps = {form: step(model, dtype(args), args.device) for form, model in models.items()}
+    times = measure(steps, batch, args.repeats)
+    what, title = 'GPU training step', f'{name}, {batch_size}×{shape[0]}×{shape[1]}'
+    values = {form: np.median(values) for form, values in times.items()}
+    write(args, what, title, f'time, {args.amp}', 'ms', values)
+    if args.device != 'cpu':
+        memory = {form: peak_memory(call, batch) for form, call in steps.items()}
+        write(args, what, title, f'peak memory, {args.amp}', 'GiB', memory)
+
+
+def search(args: argparse.Namespace) -> None:
+    """Train a small detector on the demo's scenes for an epoch, and search on the device."""
+    options, sizes = (TINY, (8, 4)) if args.small else (SHORT, (1200, 200))
+    write_digit_scenes(DATA, *sizes)
+    config, folder = config_path(DEMO), str(Path(args.out).with_suffix(''))
+    checkpoint = train(load_config(config, options), f'{folder}/training')
+    few = dict(fit_images=2, num_images=2, repeats=3) if args.small else {}
+    rows = speed_up(
+        config, checkpoint, f'{folder}/search', budgets=[0.4], cfg_options=options,
+        device=args.device, **few,
+    )  # fmt: skip
+    for of, key, unit in (('time', 'ms', 'ms'), ('speedup', 'speedup', ''), ('AP', 'metric', '')):
+        values = {f'{row["candidate"]}, {row["format"]}': row[key] for row in rows}
+        write(args, 'GPU search', 'RetinaNet, digits', of, unit, values)
+
+
+# With the most seconds that each may take of ten minutes.
+PARTS: dict[str, tuple[Callable, int]] = {
+    'retinanet': (partial(latency, name='RetinaNet Swin-B', batch_size=8), 75),
+    'mask_rcnn': (partial(latency, name='Mask R-CNN Swin-B', batch_size=8), 75),
+    'upernet': (partial(latency, name='UperNet Swin-B', batch_size=8, shape=(512, 512)), 75),
+    'backbone': (
+        partial(latency, name='Swin-B backbone', batch_size=64, shape=(224, 224), part='backbone'),
+        75,
+    ),
+    'one_image': (partial(latency, name='RetinaNet Swin-B', batch_size=1), 75),
+    'narrow': (partial(latency, name='RetinaNet Swin-B', batch_size=8, narrow=True), 75),
+    'train_retinanet': (partial(training, name='RetinaNet Swin-B'), 75),
+    'train_mask_rcnn': (partial(training, name='Mask R-CNN Swin-B'), 75),
+    'compiled': (partial(latency, name='RetinaNet Swin-B', batch_size=1, kind='compiled'), 120),
+    'graphs': (partial(latency, name='RetinaNet Swin-B', batch_size=1, kind='CUDA graphs'), 120),
+    'search': (search, 300),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument('--parts', nargs='+', choices=PARTS, default=[*PARTS], help='all')
+    parser.add_argument('--out', default='work_dirs/on_a_gpu.csv', help='%(default)s')
+    parser.add_argument('--run', default='1', help='number of the run, in the rows')
+    parser.add_argument('--device', default='cuda', help='%(default)s')
+    parser.add_argument('--amp', default='float16', choices=('float16', 'bfloat16', 'float32'))
+    parser.add_argument('--repeats', type=int, default=10, help='number of turns (%(default)s)')
+    parser.add_argument('--minutes', type=float, default=10, help='for all parts (%(default)s)')
+    parser.add_argument('--small', action='store_true', help='small models and images')
+    args = parser.parse_args()
+    if len(args.parts) == 1:
+        MMLogger.get_current_instance().setLevel('WARNING')
+        return PARTS[args.parts[0]][0](args)
+    show_machine()
+    stop = time.monotonic() + 60 * args.minutes
+    for part in args.parts:
+        # The last --parts counts.
+        command = [sys.executable, '-m', NAME, *sys.argv[1:], '--parts', part]
+        begin, (_, limit) = time.monotonic(), PARTS[part]
+        try:
+            limit = min(limit * args.minutes / 10, stop - begin)
+            subprocess.run(command, check=True, timeout=limit)
+            how = 'ran'
+        except subprocess.SubprocessError as error:
+            how = f'is left out ({type(error).__name__})'
+        print(f'{part} {how} after {time.monotonic() - begin:.0f} s', flush=True)
+
+
+if __name__ == '__main__':
+    main()
