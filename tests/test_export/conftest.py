@@ -8,7 +8,7 @@ import repa_mm
 from repa_mm.config import load_config
 from repa_mm.files import write_bytes
 from repa_mm.opening import open_model
-from tests.conftest import random_model
+from tests.conftest import _randomize, random_model
 
 # Very small models on the demo's.
 HEADS = dict(
@@ -45,29 +45,41 @@ def write_config(task, folder, repa=True):
 
 
 @pytest.fixture(scope='session')
-def exported(tmp_path_factory):
-    """A function: config, checkpoint, model in its training form and file, made once."""
+def built(tmp_path_factory):
+    """A function: config, checkpoint and model in its training form, made once."""
+    folder, made = tmp_path_factory.mktemp('built'), {}
+
+    def get(task, repa=True):
+        if (task, repa) not in made:
+            config = write_config(task, folder, repa)
+            torch.manual_seed(0)
+            model = _randomize(random_model(load_config(config)))
+            checkpoint = str(folder / f'{task}_{repa}.pth')
+            torch.save(dict(state_dict=model.state_dict()), checkpoint)
+            made[task, repa] = config, checkpoint, model
+        return made[task, repa]
+
+    return get
+
+
+@pytest.fixture(scope='session')
+def exported(built, tmp_path_factory):
+    """A function: what `built` makes and the file of its deploy form, made once."""
     from repa_mm.export.export import agreeing_onnx, noise
-    from tests.conftest import _randomize
 
     folder, made = tmp_path_factory.mktemp('exported'), {}
 
     def get(task, repa=True, preprocessing=False):
         key = task, repa, preprocessing
         if key not in made:
-            config = write_config(task, folder, repa)
-            torch.manual_seed(0)
-            model = _randomize(random_model(load_config(config)))
-            name = '_'.join(map(str, key))
-            checkpoint, out = (str(folder / f'{name}.{suffix}') for suffix in ('pth', 'onnx'))
-            torch.save(dict(state_dict=model.state_dict()), checkpoint)
+            config, checkpoint, _ = built(task, repa)
             deployed = open_model(config, checkpoint, merge=True)
             options = dict(preprocessing=preprocessing)
             content, error = agreeing_onnx(deployed, noise(deployed.cfg), **options)
             assert error <= 0.02
-            write_bytes(out, content)
-            made[key] = config, checkpoint, model, out
-        return made[key]
+            made[key] = str(folder / ('_'.join(map(str, key)) + '.onnx'))
+            write_bytes(made[key], content)
+        return *built(task, repa), made[key]
 
     return get
 

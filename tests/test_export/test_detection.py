@@ -134,9 +134,9 @@ def test_other_suppressions_are_refused(options):
 
 
 @pytest.mark.parametrize('task', ['retinanet', 'mask_rcnn'])
-def test_all_candidates(task, exported):
+def test_all_candidates(task, built):
     """Without ``nms_pre``, or with -1, of which MMDetection's dense heads drop one a level."""
-    config, checkpoint, *_ = exported(task)
+    config, checkpoint, _ = built(task)
     cfg = load_config(config)
     model = open_model(cfg, checkpoint, merge=True)
     images = [resized([data], [(64, 64)]) for data in noise(cfg)]

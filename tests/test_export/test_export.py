@@ -66,19 +66,6 @@ def sizes_of(name):
     return SWIN_SIZES if 'Swin' in name else [(64, 64)] if 'Mixer' in name else SIZES
 
 
-def gray_model(task, folder, randomize):
-    """A model that takes images of one channel, and its config."""
-    cfg = load_config(write_config(task, folder))
-    cfg.model.backbone.in_channels = 1
-    swap = 'to_rgb' if task == 'classifier' else 'bgr_to_rgb'
-    cfg.model.data_preprocessor.update({'mean': [116.0], 'std': [57.0], swap: False})
-    return repa_mm.reparameterize(randomize(random_model(cfg))), cfg
-
-
-def gray(images):
-    return [dict(data, inputs=[data['inputs'][0][:1]]) for data in images]
-
-
 def shapes_of(sizes):
     """Batches of several sizes."""
     if len(sizes) == 1:
@@ -186,8 +173,8 @@ SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in UNKNOWN[1:3]]
 
 
 @pytest.mark.parametrize('task, options', [UNKNOWN[0], *SLOW, *UNKNOWN[3:]])
-def test_what_predicts_otherwise_is_refused(task, options, exported):
-    config, checkpoint, *_ = exported(task)
+def test_what_predicts_otherwise_is_refused(task, options, built):
+    config, checkpoint, _ = built(task)
     cfg = load_config(config, options)
     model = open_model(cfg, checkpoint, merge=True)
     with pytest.raises(ValueError, match='differs from PyTorch by .*nothing is written'):
@@ -195,8 +182,8 @@ def test_what_predicts_otherwise_is_refused(task, options, exported):
 
 
 @pytest.mark.parametrize('task', ['retinanet', pytest.param('mask_rcnn', marks=pytest.mark.slow)])
-def test_the_threshold_in_the_file_is_compared(task, exported, monkeypatch):
-    config, checkpoint, *_ = exported(task)
+def test_the_threshold_in_the_file_is_compared(task, built, monkeypatch):
+    config, checkpoint, _ = built(task)
     model = open_model(config, checkpoint, merge=True)
 
     def another_threshold(whole, *args):
@@ -208,9 +195,9 @@ def test_the_threshold_in_the_file_is_compared(task, exported, monkeypatch):
         agreeing_onnx(model, noise(model.cfg), (128, 160), False)
 
 
-def test_swapped_channels_are_refused(exported, monkeypatch):
+def test_swapped_channels_are_refused(built, monkeypatch):
     """In gray images, too, which do not tell."""
-    config, checkpoint, *_ = exported('upernet')
+    config, checkpoint, _ = built('upernet')
     cfg = load_config(config)
     model, images = open_model(cfg, checkpoint, merge=True), noise(cfg)
     for data in images:
@@ -229,9 +216,9 @@ def test_channels_are_swapped_by_any_codebase(name):
     assert found.flatten().tolist() == [2, 1, 0]
 
 
-def test_images_of_floats(exported, tmp_path):
+def test_images_of_floats(built):
     """Normalized in the pipeline: they are no bytes."""
-    config, checkpoint, *_ = exported('retinanet')
+    config, checkpoint, _ = built('retinanet')
     cfg = load_config(config)
     model = open_model(cfg, checkpoint, merge=True)
     model.data_preprocessor = MODELS.build(
@@ -247,20 +234,27 @@ def test_images_of_floats(exported, tmp_path):
         agreeing_onnx(model, images, (128, 160), preprocessing=True)
 
 
-@pytest.mark.parametrize('task', ['retinanet', 'classifier'])
-def test_images_of_one_channel(task, tmp_path, randomize):
-    model, cfg = gray_model(task, tmp_path, randomize)
-    images = gray(noise(cfg))
-    for preprocessing in (False, True):
-        shape = (128, 160) if task == 'retinanet' else (256, 288)
-        content, error = agreeing_onnx(model, images, shape, preprocessing=preprocessing)
-        assert error <= 0.02
-        data = resized(images, [shape])
-        with torch.no_grad():
-            expected = model.test_step(copy.deepcopy(data))[0]
-        found = ExportedModel(content, model.data_preprocessor).test_step(data)[0]
-        key = 'pred_instances' if task == 'retinanet' else 'pred_score'
-        assert len(found.get(key)) == len(expected.get(key)) > 5
+@pytest.mark.parametrize(
+    'task, key, shape, preprocessing',
+    [
+        ('retinanet', 'pred_instances', (128, 160), True),
+        ('classifier', 'pred_score', (256, 288), False),
+    ],
+)
+def test_images_of_one_channel(task, key, shape, preprocessing, tmp_path, randomize):
+    cfg = load_config(write_config(task, tmp_path))
+    cfg.model.backbone.in_channels = 1
+    swap = 'to_rgb' if task == 'classifier' else 'bgr_to_rgb'
+    cfg.model.data_preprocessor.update({'mean': [116.0], 'std': [57.0], swap: False})
+    model = repa_mm.reparameterize(randomize(random_model(cfg)))
+    images = [dict(data, inputs=[data['inputs'][0][:1]]) for data in noise(cfg)]
+    content, error = agreeing_onnx(model, images, shape, preprocessing=preprocessing)
+    assert error <= 0.02
+    data = resized(images, [shape])
+    with torch.no_grad():
+        expected = model.test_step(copy.deepcopy(data))[0]
+    found = ExportedModel(content, model.data_preprocessor).test_step(data)[0]
+    assert len(found.get(key)) == len(expected.get(key)) > 5
 
 
 @pytest.mark.parametrize('head', [dict(thr=0.5), dict(topk=2)])
@@ -291,9 +285,9 @@ def test_classifiers_with_several_labels(head, tmp_path, randomize):
     assert agreement(model, exported, images) < 0.9
 
 
-def test_trained_detectors_are_compared_too(exported):
+def test_trained_detectors_are_compared_too(built):
     """Even if no box is above the threshold of the scores; the file has the threshold."""
-    config, checkpoint, *_ = exported('mask_rcnn')
+    config, checkpoint, _ = built('mask_rcnn')
     cfg = load_config(config)
     model = open_model(cfg, checkpoint, merge=True)
     model.roi_head.test_cfg.score_thr = 0.999
@@ -308,8 +302,8 @@ def test_trained_detectors_are_compared_too(exported):
         agreeing_onnx(model, images, (128, 160))
 
 
-def test_backbones_are_an_option(exported, tmp_path, run_tool, capsys):
-    config, checkpoint, *_ = exported('retinanet')
+def test_backbones_are_an_option(built, tmp_path, run_tool, capsys):
+    config, checkpoint, _ = built('retinanet')
     out, arguments = str(tmp_path / 'model.onnx'), (config, checkpoint, tmp_path / 'model.onnx')
     run_tool('export.py', *arguments, '--unchecked', '--backbone', '--shape', 250, 320)
     assert 'RePaSwinTransformer, differs from PyTorch by' in capsys.readouterr().out
@@ -323,12 +317,12 @@ def test_backbones_are_an_option(exported, tmp_path, run_tool, capsys):
 
 
 def test_compared_on_the_configs_own_images_or_not_written(
-    exported, tmp_path, monkeypatch, run_tool, capsys
+    built, tmp_path, monkeypatch, run_tool, capsys
 ):
     from .test_runtime_model import write_scenes
 
     monkeypatch.chdir(tmp_path)
-    config, checkpoint, *_ = exported('retinanet')
+    config, checkpoint, _ = built('retinanet')
     out = tmp_path / 'model.onnx'
     with pytest.raises(SystemExit, match='data are not there .*folder of images'):
         run_tool('export.py', config, checkpoint, out)
