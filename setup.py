@@ -100,7 +100,7 @@ setup(
     # MMCV and MMEngine are not required here: the packages of OpenMMLab and of OneDL install the
     # same modules, so that naming one would overwrite the other. `import repa_mm` checks what is
     # installed.
-    install_requires=['greenlet', 'numpy', 'torch>=2.1'],
+    install_requires=['greenlet', 'numpy', 'scipy', 'torch>=2.1'],
     extras_require={
         'demo': ['scikit-image', 'scikit-learn'],
         'deploy': ['onnx', 'onnxruntime'],

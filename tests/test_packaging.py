@@ -109,7 +109,7 @@ def meta(wheel):
 
 def test_the_wheel_pulls_in_no_mm_package(meta):
     required = sorted(r for r in meta.get_all('Requires-Dist') if 'extra ==' not in r)
-    assert required == ['greenlet', 'numpy', 'torch>=2.1']
+    assert required == ['greenlet', 'numpy', 'scipy', 'torch>=2.1']
     assert meta['Requires-Python'] == '>=3.10'
 
 

@@ -254,6 +254,7 @@ class Conversion:
                 data = part.sample(tokens, self.max_tokens, len(report.blocks))
                 fit = fits[part.name] = part.fit(data, row.after)
                 function, row.unexplained = fit.function, fit.unexplained
+                row.constant_heads = fit.constant_heads
             report.blocks.append(row)
             if progress is not None:
                 progress(row, len(self.parts))

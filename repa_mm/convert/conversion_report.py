@@ -20,6 +20,7 @@ class BlockReport:
         cost (float): Multiply-adds of one channel or dimension for one image.
         unexplained (float): Share of the targets' variance that the narrower part does not explain.
         changed (bool): The part has new weights. Those before the first narrower part have not.
+        constant_heads (int): Number of heads whose output hardly varies on the images.
     """
 
     name: str
@@ -28,6 +29,7 @@ class BlockReport:
     cost: float
     unexplained: float = 0.0
     changed: bool = False
+    constant_heads: int = 0
 
     @property
     def gmacs(self) -> float:
@@ -79,5 +81,11 @@ class ConversionReport:
         if self.differences:
             shares = percent(self.differences)
             lines.append(f'on held-out images the outputs differ by {shares} of their variance')
+        lines += [
+            f'warning: {b.name}: the output of {b.constant_heads} heads is nearly constant on '
+            'these images: give others'
+            for b in self.blocks
+            if b.constant_heads
+        ]
         lines += [f'not converted: {name}: {why}' for name, why in self.skipped.items()]
         return '\n'.join(line.rstrip() for line in lines)

@@ -27,6 +27,8 @@ from repa_mm.reparam import double
 
 #: Strength of the ridge of the projection, relative to the mean variance of a feature.
 RIDGE = 0.03
+#: Share of its size by which the output of a nearly constant head varies, at most.
+CONSTANT = 0.01
 
 
 class Tokens(NamedTuple):
@@ -158,6 +160,7 @@ class HeadMoments:
         qk (torch.Tensor): Share of the logits' energy for each dimension of a head, summed over
             heads, (d, ), decreasing: that of the last d - r is what r dimensions leave out.
         v (torch.Tensor): The same of the attention's output for the dimensions of values.
+        constant (int): Number of heads whose output is nearly constant.
     """
 
     def __init__(
@@ -186,6 +189,7 @@ class HeadMoments:
         self.root_q, self.inverse_q = roots(q2 / count, energy_q, noise)
         self.root_k, self.inverse_k = roots(k2 / count, energy_k, noise)
         self.root_o, self.inverse_o = roots(cov, energy_o, noise)
+        self.constant = int((trace(cov) <= CONSTANT**2 * energy_o).sum())
         _, self.sizes, self.right = torch.linalg.svd(self.root_q @ self.root_k)
         _, of_values, self.directions = torch.linalg.svd(self.out @ self.root_o, False)
         self.qk = self.sizes.square().sum(0)

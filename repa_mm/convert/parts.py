@@ -33,11 +33,14 @@ class FittedPart(NamedTuple):
         function (Callable): Computes what the part computes, from the same arguments.
         put (Callable): Puts the part into its site in another copy of the model.
         unexplained (float): Share of the targets' variance that the part does not explain.
+        constant_heads (int): Number of heads whose output hardly varies in the samples: no fit can
+            know what they do elsewhere. Defaults to 0.
     """
 
     function: Callable
     put: Callable[[Site], object]
     unexplained: float
+    constant_heads: int = 0
 
 
 class PretrainedFFN(Pausing):
@@ -224,8 +227,14 @@ class PretrainedAttention(Pausing):
 
     def fit(self, drawn: Sequence[Tokens], sizes: tuple[int, ...]) -> FittedPart:
         """Fit narrower heads to samples, see :mod:`repa_mm.convert.heads`."""
-        weights, unexplained = self._moments(drawn).fit(*sizes)
-        return FittedPart(self._with(weights), lambda site: site.set_weights(*weights), unexplained)
+        moments = self._moments(drawn)
+        weights, unexplained = moments.fit(*sizes)
+        return FittedPart(
+            self._with(weights),
+            lambda site: site.set_weights(*weights),
+            unexplained,
+            moments.constant,
+        )
 
     def axes(self, drawn: Sequence[Tokens]) -> list[tuple[Axis, Callable]]:
         """Return the dimensions of q·k and of values as axes, as :meth:`PretrainedFFN.axes`."""

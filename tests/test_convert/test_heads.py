@@ -264,6 +264,8 @@ def test_nearly_constant_heads(kind, number, dtype):
     x = x.to(dtype)
     heads = nearly_constant(kind, x)
     moments = HeadMoments(heads, 2, 0.4, [Tokens(i, i) for i in x.split(10)])
+    if number > 1:
+        assert moments.constant == (kind in ('values', 'class token', 'zero'))
     other = torch.randn(30, 20, 10)
     other[..., 0] = 4
     expected = run(heads, other)
@@ -299,7 +301,8 @@ def test_a_trained_swin_whose_last_stage_is_nearly_constant(dtype, pretrained):
     model.to(dtype)
     images = [x.to(dtype) for x in images]
     large = torch.randn(2, 3, 144, 112).to(dtype)
-    narrow, _ = narrowed(model, images, qk=0.5, v=0.5)
+    narrow, report = narrowed(model, images, qk=0.5, v=0.5)
+    assert str(report).count('the output of 4 heads is nearly constant') == 2
     assert largest(narrow) < 2 * largest(model)
     model, narrow = model.float(), narrow.float()
     half = [copy.deepcopy(m).bfloat16() for m in (narrow, model)]
