@@ -44,11 +44,16 @@ def imports_of(path, root=PACKAGE.parent):
             yield from (f'{start}.{alias.name}' for alias in node.names)
 
 
+def arrows_of():
+    """The pairs of packages with an arrow in the docs."""
+    lines = re.findall(r'^ *(\w+) --> (.*)$', DOCS.read_text(), re.M)
+    return [(package, other) for package, others in lines for other in others.split(' & ')]
+
+
 @pytest.fixture(scope='module')
 def below():
     """For every package those that its arrows in the docs lead to, directly or not."""
-    lines = re.findall(r'^ *(\w+) --> (.*)$', DOCS.read_text(), re.M)
-    arrows = [(package, other) for package, others in lines for other in others.split(' & ')]
+    arrows = arrows_of()
 
     def reach(package, path=()):
         assert package not in path, f'the arrows of {package} lead back to it'
@@ -82,6 +87,16 @@ def test_imports_point_down(path, below):
         other = rest.partition('.')[0]
         if package == 'repa_mm' and room != '__init__' and other not in BOTTOM | {room}:
             assert other in below.get(room, ()), f'{room} imports {name}'
+
+
+def test_arrows_are_imports():
+    imports = {
+        (room_of(path), name.split('.')[1])
+        for path in SOURCES
+        for name in imports_of(path)
+        if name.startswith('repa_mm.')
+    }
+    assert {arrow for arrow in arrows_of() if arrow[0] != 'tools'} <= imports
 
 
 OF_TORCH = PACKAGE / 'surgery.py', *sorted((PACKAGE / 'reparam').rglob('*.py'))

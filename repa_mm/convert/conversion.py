@@ -37,7 +37,10 @@ def convert_pretrained(
     parts: Sequence[str] = PARTS,
     held_out: Iterable = (),
     progress: Callable[[BlockReport, int], None] | None = None,
-    **options,
+    *,
+    where: str | None = None,
+    forward: Callable | None = None,
+    full_size: Iterable = (),
 ) -> tuple[nn.Module, ConversionReport]:
     """Narrow the FFNs and the heads of a pretrained model, without labels (structured pruning).
 
@@ -55,8 +58,9 @@ def convert_pretrained(
         held_out (Iterable): Batches to measure the change of the outputs on. Defaults to none.
         progress (Callable, optional): Called with the report of each part once it is fitted, and
             with the number of parts.
-        **options: ``where``, ``forward`` and ``full_size`` of
-            :class:`~repa_mm.convert.Conversion`.
+        where (str, optional): As for :class:`~repa_mm.convert.Conversion`.
+        forward (Callable, optional): As for :class:`~repa_mm.convert.Conversion`.
+        full_size (Iterable): As for :class:`~repa_mm.convert.Conversion`.
 
     Returns:
         tuple: The converted copy of the model, and a :class:`ConversionReport`.
@@ -69,7 +73,9 @@ def convert_pretrained(
         >>> narrow, report = repa_mm.convert_pretrained(backbone, images, budget=0.5)
         >>> print(report)
     """
-    conversion = Conversion(model, batches, parts, **options)
+    conversion = Conversion(
+        model, batches, parts, where=where, forward=forward, full_size=full_size
+    )
     return conversion.fit(conversion.sizes(budget), held_out, progress)
 
 
@@ -79,7 +85,9 @@ def fit_channel_idle(
     idle_ratio: float = 0.75,
     held_out: Iterable = (),
     progress: Callable[[BlockReport, int], None] | None = None,
-    **options,
+    *,
+    where: str | None = None,
+    forward: Callable | None = None,
 ) -> tuple[nn.Module, ConversionReport]:
     """Make the FFNs of a pretrained model channel-idle, fitted to what they computed.
 
@@ -92,7 +100,8 @@ def fit_channel_idle(
         idle_ratio (float): Share of hidden channels that skip the activation. Defaults to 0.75.
         held_out (Iterable): As for :func:`~repa_mm.convert_pretrained`.
         progress (Callable, optional): As for :func:`~repa_mm.convert_pretrained`.
-        **options: As for :func:`~repa_mm.convert_pretrained`.
+        where (str, optional): As for :func:`~repa_mm.convert_pretrained`.
+        forward (Callable, optional): As for :func:`~repa_mm.convert_pretrained`.
 
     Returns:
         tuple: The copy of the model with :class:`~repa_mm.reparam.ChannelIdleFFN`, and the report.
@@ -100,7 +109,7 @@ def fit_channel_idle(
     Raises:
         ValueError: As :class:`~repa_mm.convert.Conversion`.
     """
-    conversion = Conversion(model, batches, idle_ratio=idle_ratio, **options)
+    conversion = Conversion(model, batches, where=where, forward=forward, idle_ratio=idle_ratio)
     return conversion.fit(conversion.sizes(), held_out, progress)
 
 
