@@ -127,7 +127,7 @@ def main() -> None:
     for name in args.exported:
         if args.dataset:
             file, _, precision = name.partition(':')
-            calls[name] = ExportedModel(file, first.data_preprocessor, precision).test_step
+            calls[name] = ExportedModel(file, first.data_preprocessor, precision or None).test_step
         else:
             calls[name] = exported(name, shape, args.batch_size, channels)
     times = measure(calls, argument, number, per_turn=bool(args.dataset))

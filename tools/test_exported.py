@@ -14,8 +14,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument('--work-dir', help='folder for the metrics')
     parser.add_argument(
         '--precision',
-        choices=('f32', 'bf16'),
-        help="data type of OpenVINO (default: OpenVINO's choice)",
+        choices=('f32', 'bf16', 'cuda', 'tensorrt'),
+        help="data type of OpenVINO (default: OpenVINO's choice), or what ONNX Runtime uses on a GPU",
     )
     return parser.parse_args()
 

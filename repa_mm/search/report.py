@@ -156,14 +156,17 @@ def commands(chosen: dict, judge: Any, out_dir: str) -> str:
     if not judge.config:
         height, width = judge.images(1)[0]['inputs'][0].shape[-2:]
         lines, config, size = [], f'{model}.py', f'--input-shape {height} {width}'
+    time, form = f'python tools/benchmark.py {config} {model}.pth {size}', FORMATS[chosen['format']]
     if chosen['file']:
         file = model + osp.splitext(chosen['file'])[1]
-        kind = FORMATS[chosen['format']].runtime
+        kind = form.runtime
         precision, suffix = (f' --precision {kind}', f':{kind}') if kind else ('', '')
         if lines:
             lines.append(f'python tools/test_exported.py {config} {file}{precision}')
-        time = f'python tools/benchmark.py {config} {model}.pth {size}'
-        lines.append(f'{time} --exported {file}{suffix}')
+        time += f' --exported {file}{suffix}'
+    elif form.dtype or form.compiled:
+        time += f' --amp {form.dtype}' * bool(form.dtype) + ' --compile' * form.compiled
+    lines.append(time)
     return '\n'.join(lines)
 
 

@@ -1,3 +1,5 @@
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -59,6 +61,8 @@ def test_a_model_without_window_attention_has_no_faster_counterpart():
 @pytest.mark.parametrize('pixels', [False, True])
 def test_exported_files(suffix, pixels, tmp_path, monkeypatch):
     onnx = pytest.importorskip('onnx')
+    # The other runtime cannot be imported.
+    monkeypatch.setitem(sys.modules, 'onnxruntime' if suffix else 'openvino', None)
     kind, shape = (
         (onnx.TensorProto.UINT8, (2, 8, 9, 3)) if pixels else (onnx.TensorProto.FLOAT, (2, 3, 8, 9))
     )

@@ -1,9 +1,18 @@
-"""The picture of the report."""
+"""The picture and the commands of the report."""
 
 import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from runpy import run_path
+from types import SimpleNamespace
+from unittest.mock import patch
 
+import pytest
+
+import repa_mm
 from repa_mm.search.formats import EAGER, F32, INT8
-from repa_mm.search.report import scatter
+from repa_mm.search.report import commands, scatter
+
+ROOT = Path(repa_mm.config_path('retinanet_repa_swin_b.py')).parents[1]
 
 
 def test_picture_has_every_row_and_each_name_once():
@@ -24,3 +33,23 @@ def test_picture_has_every_row_and_each_name_once():
     for row in rows:
         row['metric'] = None
     assert '>MB<' in scatter(rows, '')
+
+
+@pytest.mark.parametrize(
+    ('kind', 'file', 'expected'),
+    [
+        ('TensorRT f16', 'a.onnx', '--precision tensorrt\nFILE --exported out/model.onnx:tensorrt'),
+        ('ONNX Runtime', 'a.onnx', '\nFILE --exported out/model.onnx'),
+        ('PyTorch f16, compiled', None, 'FILE --amp float16 --compile'),
+        ('PyTorch', None, 'FILE'),
+    ],
+)
+def test_commands_run_the_chosen_format(kind, file, expected):
+    found = commands(dict(format=kind, file=file), SimpleNamespace(config='set'), 'out')
+    time = 'python tools/benchmark.py out/tested.py out/model.pth --dataset'
+    assert found.endswith(expected.replace('FILE', time))
+    for line in found.splitlines():  # the tools accept them
+        name, *args = line.split()[1:]
+        if not name.endswith('/test.py'):  # the codebase's own
+            with patch('sys.argv', [name, *args]):
+                run_path(str(ROOT / name))['parse_args']()
