@@ -339,6 +339,11 @@ class Conversion:
         (outputs,) = run_batches(self.run, self.batches[:1])
         for hook in hooks:
             hook.remove()
+        if not outputs:
+            raise ValueError(
+                'forward returns no tensor of floats, by whose change the parts would be compared: '
+                'let it return features, and not results'
+            )
         left = [name for name, part in self.parts.items() if part.site.block not in reached]
         self.skipped |= dict.fromkeys(left, 'the forward pass does not reach it')
         for name in left:

@@ -340,7 +340,7 @@ class FastShiftWindowMSA(ShiftWindowMSA):
     def _heads(self, x, padded):
         """Compute queries times the scale, keys and values (n, heads, N, width) of windows."""
         w_msa, layer, values = self.w_msa, self.w_msa.qkv, self.w_msa.proj.in_features
-        if type(layer) is not nn.Linear or type(self).qkv is not FastShiftWindowMSA.qkv:
+        if not is_plain(layer, nn.Linear) or type(self).qkv is not FastShiftWindowMSA.qkv:
             q, k, v = split_heads(self.qkv(x, padded), w_msa.num_heads, values)
             return q * w_msa.scale, k, v
         # Three products, since runtimes would copy parts of one. In files, slices and the scale

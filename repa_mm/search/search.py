@@ -228,6 +228,8 @@ class Search:
         """
         budget = max(0.01, round(budget, 2))
         name = percent_name(budget)
+        if name in self.candidates:  # or what is left of a smaller budget
+            return self.candidates[name]
         what = f'fit {name} of the blocks to {len(self.to_fit)} images'
         try:
             left = self._known(self.results['fits'], name, what, partial(self._fit, budget))
@@ -239,7 +241,8 @@ class Search:
     def _fit(self, budget: float) -> float:
         narrow, report = self.conversion.fit(self.conversion.sizes(budget))
         left = max(budget, round(report.fraction, 2))
-        self._write(osp.join(self.folder, f'{100 * left:.0f}'), narrow, narrow.cfg)
+        if percent_name(left) not in self.candidates:  # whose files and tests are of its own fit
+            self._write(osp.join(self.folder, f'{100 * left:.0f}'), narrow, narrow.cfg)
         return left
 
     def _export(self, candidate: Candidate, kind: str) -> dict:

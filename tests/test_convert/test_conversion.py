@@ -161,6 +161,7 @@ def test_what_cannot_be_done(randomize):
         (dict(budget=1.5), 'a share in .*1.5'),
         (dict(parts=['ffns']), "parts must be 'ffn', 'heads' or both.*ffns"),
         (dict(parts=[]), "parts must be 'ffn', 'heads' or both"),
+        (dict(forward=lambda model, x: [model(x)[0].argmax()]), 'no tensor of floats'),
         (dict(where='neck'), "VisionTransformer has no block in its 'neck' of a family"),
     ):
         with pytest.raises(ValueError, match=message):

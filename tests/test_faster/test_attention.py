@@ -208,6 +208,14 @@ def test_dropout_of_attention(relative_error):
         assert relative_error(fast.eval()(x, (14, 14)), stock.eval()(x, (14, 14))) < 1e-5
 
 
+def test_hooks_of_the_projection_run(relative_error):
+    stock, fast = _pair(3, torch.double, attn_drop=1e-12)
+    x = torch.randn(2, 14 * 14, 24).double()
+    for module in (stock, fast):
+        module.w_msa.qkv.register_forward_hook(lambda layer, args, y: 2 * y)
+    assert relative_error(fast(x, (14, 14)), stock(x, (14, 14))) < 1e-6
+
+
 def test_training_keeps_little():
     def kept(module):
         sizes = {}

@@ -250,6 +250,14 @@ def test_budgets_below_the_least_are_one_candidate(folder):
     (budget,) = {row['budget'] for row in rows if row['candidate'] == name}
     assert budget > 0.03 and name == f'{100 * budget:.0f} %'
 
+    def written(out, *budgets):
+        run(out, budgets=budgets, num_images=0)
+        return Path(out, 'candidates', f'{name[:-2]}.pth').stat().st_mtime_ns
+
+    # It stays what was exported and tested, whichever budget comes first.
+    assert written('out', 0.02) == written('out', budget)
+    assert written('other', budget) == written('other', 0.02)
+
 
 LAZY = CONFIG.replace("default_scope = 'mmpretrain'\n", """
 from mmpretrain.datasets import CustomDataset
