@@ -20,7 +20,7 @@ from repa_mm.reparam import finish_schedules_, has_training_form, reparameterize
 
 
 def open_model(
-    config: str | Config, checkpoint: str | None = None, merge: bool = False
+    config: str | Config, checkpoint: str | None = None, *, merge: bool = False
 ) -> nn.Module:
     """Build a model and load its weights: in eval mode, on the CPU.
 

@@ -15,7 +15,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         '--precision',
         choices=('f32', 'bf16', 'cuda', 'tensorrt'),
-        help="data type of OpenVINO (default: OpenVINO's choice), or what ONNX Runtime uses on a GPU",
+        help="OpenVINO's data type (default: its choice), or what ONNX Runtime uses on a GPU",
     )
     return parser.parse_args()
 
