@@ -346,16 +346,12 @@ class FastShiftWindowMSA(ShiftWindowMSA):
         # Three products, since runtimes would copy parts of one. In files, slices and the scale
         # become constants.
         queries = (layer.out_features - values) // 2
-        parts, start = [], 0
-        for size, scale in (queries, w_msa.scale), (queries, 1), (values, 1):
-            weight, bias = (
-                None if p is None else p[start : start + size] * scale
-                for p in (layer.weight, layer.bias)
-            )
-            part = F.linear(x, weight, bias)
-            part = part.view(*x.shape[:2], w_msa.num_heads, size // w_msa.num_heads)
+        sizes, scales, parts = [queries, queries, values], [w_msa.scale, 1, 1], []
+        biases = [None] * 3 if layer.bias is None else layer.bias.split(sizes)
+        for weight, bias, scale in zip(layer.weight.split(sizes), biases, scales):
+            part = F.linear(x, weight * scale, None if bias is None else bias * scale)
+            part = part.view(*x.shape[:2], w_msa.num_heads, -1)
             parts.append(part.transpose(1, 2))
-            start += size
         return parts
 
     def bias(self, shift: int, dtype: torch.dtype) -> torch.Tensor:
