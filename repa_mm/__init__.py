@@ -7,6 +7,8 @@ load, nothing is registered, and the method still works.
 
 import warnings
 from importlib.util import find_spec
+from os.path import dirname, join
+from runpy import run_path
 
 from repa_mm.paths import config_path
 from repa_mm.reparam import ChannelIdleFFN, MergedFFN, reparameterize, reparameterize_
@@ -21,11 +23,31 @@ _MM_NAMES = ('convert_pretrained', 'fast_window_attention_', 'speed_up')
 _reason, _error = 'MMEngine is not installed', None
 
 
+def _check_versions() -> None:
+    from mmengine.utils import digit_version
+
+    for name, low, high in (
+        ('mmengine', '0.10.0', '1.0.0'),
+        ('mmcv', '2.0.0', '3.0.0'),
+        ('mmpretrain', '1.0.0', '2.0.0'),
+        ('mmdet', '3.0.0', '4.0.0'),
+        ('mmseg', '1.0.0', '2.0.0'),
+    ):
+        spec = find_spec(name)
+        if spec is None:  # MMDetection and MMSegmentation need not be there
+            continue
+        # From its file, since importing MMSegmentation takes long.
+        found = run_path(join(dirname(spec.origin), 'version.py'))['__version__']
+        if not digit_version(low) <= digit_version(found) < digit_version(high):
+            raise ImportError(f'{name}=={found} is used but incompatible: install >={low}, <{high}')
+
+
 if find_spec('mmengine'):
     try:
+        _check_versions()
         from repa_mm import hooks, images  # noqa: F401
         from repa_mm.convert import convert_pretrained  # noqa: F401
-        from repa_mm.export import ExportedModel  # noqa: F401
+        from repa_mm.export import runtime_model  # noqa: F401
         from repa_mm.faster import fast_window_attention_  # noqa: F401
         from repa_mm.search import speed_up  # noqa: F401
     except Exception as error:  # imports fail in many ways, and the method needs none of them

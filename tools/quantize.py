@@ -1,4 +1,4 @@
-"""Write a whole detector, segmentor or classifier with layers in int8, for OpenVINO.
+"""Write a whole detector, segmentor or classifier with layers in int8.
 
 The ranges of activations are those on some images: of the config's training data, or of a folder.
 The file is run beside PyTorch on other images, and written only if it finds the same.
@@ -6,18 +6,18 @@ The file is run beside PyTorch on other images, and written only if it finds the
 
 import argparse
 
-from mmengine.config import Config
-
 from repa_mm.config import load_config, readable_errors, tool_parser
-from repa_mm.export import TOLERANCE, quantize
-from repa_mm.images import cropped
-from repa_mm.opening import open_model, read_images
+from repa_mm.export.int8 import TOLERANCE, images_to_quantize, quantize
+from repa_mm.opening import open_model
 
 
 def parse_args() -> argparse.Namespace:
     parser = tool_parser(__doc__)
     parser.add_argument('checkpoint', help='checkpoint in either form')
-    parser.add_argument('out', help='file to write for OpenVINO: .xml, with its weights in .bin')
+    parser.add_argument(
+        'out',
+        help='file to write: .xml for OpenVINO (its weights in .bin), or .onnx for ONNX Runtime',
+    )
     parser.add_argument('--num-images', type=int, default=64, help='to calibrate on (default: 64)')
     parser.add_argument('--images', help="folder of images (default: the config's training data)")
     parser.add_argument(
@@ -31,44 +31,36 @@ def parse_args() -> argparse.Namespace:
         action='store_true',
         help='images are of type uint8, (B, H, W, 3), as OpenCV reads them',
     )
-    return parser.parse_args()
-
-
-def images_to_quantize(
-    cfg: Config, number: int, folder: str | None
-) -> tuple[list[dict], list[dict]]:
-    """Return crops to calibrate on and half as many other images, as batches of one image.
-
-    Args:
-        cfg (Config): The config, whose training and test data are taken.
-        number (int): Number of crops.
-        folder (str, optional): A folder of images to take for both instead.
-    """
-    half = -(-number // 2)
-    if folder:
-        found = read_images(cfg, 'train', number + half, folder)
-        if len(found) < 2:
-            raise ValueError(f'{folder} needs two images: one to calibrate on, one to compare on')
-        seen, others = [data for i, data in enumerate(found) if i % 3], found[::3]
-    else:
-        seen, others = read_images(cfg, 'train', number), read_images(cfg, 'test', half)
-    return [cropped(data) for data in seen], others
+    parser.add_argument(
+        '--shape',
+        type=int,
+        nargs=2,
+        metavar=('HEIGHT', 'WIDTH'),
+        help='the size of images that the file is fixed to, which is faster (default: any)',
+    )
+    parser.add_argument('--batch', type=int, default=1, help='of a fixed shape (default: 1)')
+    args = parser.parse_args()
+    if args.batch != 1 and not args.shape:
+        parser.error('--batch needs --shape: a file for any size takes any number of images')
+    return args
 
 
 def main() -> None:
     args = parse_args()
     with readable_errors():
         cfg = load_config(args.config, args.cfg_options)
-        seen, others = images_to_quantize(cfg, args.num_images, args.images)
-        model = open_model(cfg, args.checkpoint, merge=True)
-        done = quantize(model, args.out, seen, others, args.tolerance, args.preprocessing)
-    layers = done['layers'].values()
-    if done['backbone_only']:
-        print('in int8 neck and heads do not agree; they stay in float')
+        images = images_to_quantize(cfg, args.num_images, args.images)
+        result = quantize(
+            open_model(cfg, args.checkpoint, merge=True), args.out, *images, args.tolerance,
+            args.preprocessing, args.shape, args.batch,
+        )  # fmt: skip
+    layers = result['layers'].values()
+    if result['in_float']:
+        print(f'in int8 these parts do not agree; in float: {", ".join(result["in_float"])}')
     print(
         f'wrote {args.out}: {sum(layers)} of {len(layers)} layers are in int8; agreement with '
-        f'PyTorch {done["agreement"]:.4f} on {len(others)} images that it was not calibrated on '
-        f'(1 is the same, less than {args.tolerance} is refused)'
+        f'PyTorch {result["agreement"]:.4f} on {result["images"]} images that it was not '
+        f'calibrated on (1 is the same, less than {result["tolerance"]} is refused)'
     )
 
 

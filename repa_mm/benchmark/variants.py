@@ -13,7 +13,7 @@ from mmpretrain.models import PoolFormer
 
 from repa_mm.benchmark.complexity import input_channels
 from repa_mm.benchmark.timing import change
-from repa_mm.export import Session
+from repa_mm.export.session import Session
 from repa_mm.faster import fuse_conv_bn_, swap_faster_attention_
 from repa_mm.opening import open_model
 from repa_mm.reparam import Form, outermost
@@ -175,7 +175,7 @@ def exported(name: str, shape: tuple[int, int], batch_size: int, channels: int =
         channels (int): Number of their channels. Defaults to 3.
     """
     file, _, precision = name.partition(':')
-    session = Session(file, precision or None)
+    session = Session(file, precision)
     images = noise(shape, batch_size, channels).numpy()
     if session.takes_pixels:
         images = (64 * images + 128).clip(0, 255).transpose(0, 2, 3, 1).astype(np.uint8)

@@ -10,10 +10,13 @@ from collections.abc import Iterable
 
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 from torchvision.ops import roi_align
 
 # The score of rows without an object.
 NONE = -1.0
+# More boxes than there are.
+ALL = 2**30
 
 
 class _NonMaxSuppression(torch.autograd.Function):
@@ -38,6 +41,18 @@ class _NonMaxSuppression(torch.autograd.Function):
         return g.op('NonMaxSuppression', boxes, scores, *options)
 
 
+class _Threshold(torch.autograd.Function):
+    """ONNX's ThresholdedRelu, for tracing: what is not larger than the threshold becomes 0."""
+
+    @staticmethod
+    def forward(ctx, x, threshold):
+        return x * (x > threshold)
+
+    @staticmethod
+    def symbolic(g, x, threshold):
+        return g.op('ThresholdedRelu', x, alpha_f=threshold).setType(x.type())
+
+
 def suppress(
     boxes: torch.Tensor, scores: torch.Tensor, nms: dict, score_threshold: float, count: int
 ) -> torch.Tensor:
@@ -47,7 +62,8 @@ def suppress(
         boxes (torch.Tensor): Boxes (G, N, 4) in G groups.
         scores (torch.Tensor): Scores (G, C, N) for C classes.
         nms (dict): Arguments of mmcv's ``batched_nms``. A box is removed if its IoU with a better
-            box is larger than the ``iou_threshold``.
+            box is larger than the ``iou_threshold``, or ``iou_thr``. With an ``offset`` of 1, boxes
+            are a pixel wider and higher.
         score_threshold (float): Boxes with scores up to this threshold are removed.
         count (int): Maximum number of boxes to keep in a group and class.
 
@@ -59,10 +75,13 @@ def suppress(
             reveal the difference, if few boxes overlap.
     """
     asked = dict(nms or {})
-    iou_threshold = asked.pop('iou_threshold', None)
+    asked.pop('split_thr', None)  # which saves memory, and changes no result
+    offset = asked.pop('offset', 0)
+    iou_threshold = asked.pop('iou_threshold' if 'iou_threshold' in asked else 'iou_thr', None)
     if iou_threshold is None:
         asked['iou_threshold'] = None
-    _check_known(nms, asked, dict(type='nms'))
+    _check_known(nms, asked, dict(type='nms', score_threshold=0, max_num=-1))
+    boxes = torch.cat([boxes[..., :2], boxes[..., 2:] + offset], -1) if offset else boxes
     args = float(iou_threshold), float(score_threshold), int(count)
     group, label, box = _NonMaxSuppression.apply(boxes, scores, *args).unbind(1)
     return torch.full_like(scores, NONE).index_put((group, label, box), scores[group, label, box])
@@ -161,38 +180,37 @@ def topk_boxes(
     """Return the best boxes of every level.
 
     Args:
-        head (nn.Module): A head that predicts as ``BaseDenseHead`` does, by sigmoids, with a
-            centerness or another factor of the scores (ATSS, FCOS) or without, or a ``GFLHead``.
+        head (nn.Module): A head that predicts as ``BaseDenseHead`` does, with a centerness or
+            another factor of the scores (ATSS, FCOS) or without, or a ``GFLHead``.
         cfg (dict): The head's ``test_cfg``. Scores that are not above its ``score_thr``, before
-            they are multiplied by a factor, become 0.
+            they are multiplied by a factor, become 0. Without ``nms_pre`` all boxes are returned.
         features (tuple): Feature maps of all levels.
         size (torch.Tensor): As for :func:`decode`.
 
     Returns:
         tuple: Boxes (B, N, 4), scores (B, N), classes (B, N) and levels (N, ).
-
-    Raises:
-        ValueError: If ``cfg`` does not limit the number of boxes, where MMDetection's heads differ.
     """
-    if cfg.get('nms_pre', -1) <= 0:
-        raise ValueError(
-            'the export needs a largest number of boxes of a level: set nms_pre in the '
-            "model's test_cfg"
-        )
     maps = head(features)
     sizes = [scores.shape[-2:] for scores in maps[0]]
     priors = head.prior_generator.grid_priors(sizes, device='cpu')
     found = []
     # A GFLHead predicts a distribution of each distance.
     width = 4 * (head.reg_max + 1) if hasattr(head, 'integral') else 4
-    num_classes = head.cls_out_channels
     for level, (anchors, scores, deltas, *factors) in enumerate(zip(priors, *maps)):
         batch = scores.shape[0]
-        scores, index = best(scores.permute(0, 2, 3, 1).flatten(1), cfg['nms_pre'])
-        scores = scores.sigmoid()  # after the selection, since a sigmoid keeps the order
+        scores = scores.permute(0, 2, 3, 1).reshape(batch, -1, head.cls_out_channels)
+        if not head.use_sigmoid_cls:
+            scores = scores.softmax(-1)[..., :-1]
+        num_classes = head.cls_out_channels - (not head.use_sigmoid_cls)
+        nms_pre = cfg.get('nms_pre', -1)
+        scores, index = best(scores.flatten(1), nms_pre if nms_pre >= 0 else ALL)
+        if head.use_sigmoid_cls:  # after the selection, since a sigmoid keeps the order
+            scores = scores.sigmoid()
         anchor = index if num_classes == 1 else index // num_classes
-        if cfg.get('score_thr'):
-            scores = scores * (scores > cfg['score_thr']).to(scores)
+        if 'score_thr' in cfg:
+            scores = _Threshold.apply(scores, float(cfg['score_thr']))
+        if nms_pre < 0:  # MMDetection takes the boxes before the last one, scores[:-1]
+            scores = scores * (F.pad(scores[:, 1:], (0, 1)) > 0).to(scores)
         for factor in factors:
             factor = factor.permute(0, 2, 3, 1).reshape(batch, -1).sigmoid()
             scores = scores * factor.gather(1, anchor)
@@ -262,8 +280,9 @@ class SingleStage(nn.Module):
 
     def forward(self, features, size):
         boxes, scores, labels, _ = topk_boxes(self.head, self.cfg, features, size)
+        classes = self.head.cls_out_channels - (not self.head.use_sigmoid_cls)
         count = self.cfg['max_per_img']
-        by_class = one_hot_scores(scores, labels, self.head.cls_out_channels)
+        by_class = one_hot_scores(scores, labels, classes)
         scores = suppress(boxes, by_class, self.cfg['nms'], 0, count)
         scores, index = best(scores.amax(1), count)
         return finish(_take(boxes, index), scores, labels.gather(1, index))
@@ -282,10 +301,13 @@ class TwoStage(nn.Module):
 
     def __init__(self, detector: nn.Module) -> None:
         super().__init__()
-        self.rpn, self.rpn_cfg = detector.rpn_head, detector.rpn_head.test_cfg
+        self.rpn, self.rpn_cfg = detector.rpn_head, dict(detector.rpn_head.test_cfg)
         if not any(kind.__name__ == 'RPNHead' for kind in type(self.rpn).__mro__):
             kind = type(self.rpn).__name__
             raise ValueError(f'a {kind} in the place of an RPNHead suppresses in another way')
+        self.rpn_cfg.pop('score_thr', None)  # which RPNHead ignores
+        if self.rpn_cfg.get('nms_pre', -1) <= 0:  # all of them, unlike other heads
+            self.rpn_cfg['nms_pre'] = ALL
         self.roi, self.cfg = detector.roi_head, detector.roi_head.test_cfg
         self.outputs = ('boxes', 'scores', 'labels', *['masks'] * self.roi.with_mask)
 

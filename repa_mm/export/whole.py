@@ -324,7 +324,7 @@ def whole_model(model: nn.Module, preprocessing: bool = False) -> WholeModel:
 
     Supported are heads that predict as in RetinaNet, ATSS, FCOS, GFL, Faster R-CNN, Mask R-CNN,
     Cascade R-CNN, DETRs, Co-DETR, MaskFormer, Mask2Former, ``EncoderDecoder`` and
-    ``ImageClassifier``. :func:`~repa_mm.export.agreeing_onnx` compares predictions to detect
+    ``ImageClassifier``. :func:`~repa_mm.export.export.agreeing_onnx` compares predictions to detect
     other heads.
 
     Args:
@@ -339,6 +339,7 @@ def whole_model(model: nn.Module, preprocessing: bool = False) -> WholeModel:
     kinds = [kind for name, kind in WHOLE_MODELS.items() if hasattr(model, name)]
     if not kinds:
         raise ValueError(f'a {type(model).__name__} has no head that is known')
-    model = trace_any_size_(copy.deepcopy(model).cpu())
+    model = copy.deepcopy(model).cpu()
+    trace_any_size_(model)
     replace_(model, _average_pool)
     return kinds[0](model, preprocessing)

@@ -72,20 +72,13 @@ def pad_any_size_(model: nn.Module) -> None:
     replace_(model, _padding_of_patches)
 
 
-def trace_any_size_(model: nn.Module) -> nn.Module:
+def trace_any_size_(model: nn.Module) -> None:
     """Make a model traceable for images of any size, in place.
 
     This replaces modules of MMPretrain, MMDetection and MMSegmentation that compute sizes in
     Python, which become constants of a trace: the attention and patch merging of Swin, the padding
     to whole patches, deformable attention, and the attention of SegFormer and PVT.
-
-    Args:
-        model (nn.Module): A model or a backbone.
-
-    Returns:
-        nn.Module: The same model.
     """
     swap_faster_attention_(model)
     pad_any_size_(model)
     replace_(model, _memory_attention)
-    return model

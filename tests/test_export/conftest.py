@@ -1,17 +1,13 @@
 import sys
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
-import cv2
-import numpy as np
 import pytest
 import torch
 
 import repa_mm
 from repa_mm.config import load_config
-from repa_mm.export import exporter
 from repa_mm.files import write_bytes
-from repa_mm.opening import open_model, read_images
+from repa_mm.opening import open_model
 from tests.conftest import _randomize, random_model
 
 # Very small models on the demo's.
@@ -48,27 +44,6 @@ def write_config(task, folder, repa=True):
     return str(path)
 
 
-def noise(cfg, number=3):
-    """Smooth random images after a config's test pipeline, as batches of one image."""
-    generator = np.random.default_rng(0)
-    with TemporaryDirectory() as folder:
-        for i in range(number):
-            coarse = generator.integers(0, 256, (9, 12, 3), np.uint8)
-            cv2.imwrite(f'{folder}/{i}.png', cv2.resize(coarse, (640, 480)))
-        return read_images(cfg, 'test', number, folder)
-
-
-@pytest.fixture(autouse=True)
-def small_examples(monkeypatch):
-    """Trace detectors and segmentors with smaller images, which takes less time."""
-    usual = exporter.example_shape
-
-    def shape(model):
-        return usual(model) if hasattr(model, 'head') else (128, 160)
-
-    monkeypatch.setattr(exporter, 'example_shape', shape)
-
-
 @pytest.fixture(scope='session')
 def built(tmp_path_factory):
     """A function: config, checkpoint and model in its training form, made once."""
@@ -90,6 +65,7 @@ def built(tmp_path_factory):
 @pytest.fixture(scope='session')
 def exported(built, tmp_path_factory):
     """A function: what `built` makes and the file of its deploy form, made once."""
+    from repa_mm.export.export import agreeing_onnx, noise
 
     folder, made = tmp_path_factory.mktemp('exported'), {}
 
@@ -98,8 +74,8 @@ def exported(built, tmp_path_factory):
         if key not in made:
             config, checkpoint, _ = built(task, repa)
             deployed = open_model(config, checkpoint, merge=True)
-            images = noise(deployed.cfg)
-            content, error = exporter.agreeing_onnx(deployed, images, preprocessing=preprocessing)
+            options = dict(preprocessing=preprocessing)
+            content, error = agreeing_onnx(deployed, noise(deployed.cfg), **options)
             assert error <= 0.02
             made[key] = str(folder / ('_'.join(map(str, key)) + '.onnx'))
             write_bytes(made[key], content)

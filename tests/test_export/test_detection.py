@@ -6,12 +6,13 @@ import pytest
 import torch
 
 from repa_mm.config import load_config
-from repa_mm.export import agreeing_onnx, whole_model
+from repa_mm.export.agreement import agreement
 from repa_mm.export.detection import decode, suppress, suppress_softly
-from repa_mm.export.exporter import to_onnx
+from repa_mm.export.export import agreeing_onnx, noise, resized, to_onnx
+from repa_mm.export.runtime_model import ExportedModel
+from repa_mm.export.whole import whole_model
+from repa_mm.opening import open_model
 from tests.conftest import random_model
-
-from .conftest import noise
 
 pytest.importorskip('onnxruntime')
 pytest.importorskip('mmdet')
@@ -46,7 +47,14 @@ class Suppress(torch.nn.Module):
         return suppress(boxes, scores, self.nms, 0.1, 80)
 
 
-@pytest.mark.parametrize('nms', [dict(type='nms', iou_threshold=0.5), dict(iou_threshold=0.3)])
+@pytest.mark.parametrize(
+    'nms',
+    [
+        dict(type='nms', iou_threshold=0.5),
+        dict(iou_threshold=0.5, offset=1),
+        dict(iou_thr=0.3, split_thr=10, max_num=-1),
+    ],
+)
 def test_suppression_is_that_of_mmcv(nms):
     import onnxruntime
     from mmcv.ops import batched_nms
@@ -114,7 +122,7 @@ def test_other_soft_suppressions_are_refused(options):
         dict(class_agnostic=True),
         dict(max_num=3),
         dict(score_threshold=0.2),
-        dict(offset=1),
+        dict(sigma=0.5),
     ],
 )
 def test_other_suppressions_are_refused(options):
@@ -126,13 +134,23 @@ def test_other_suppressions_are_refused(options):
 
 
 @pytest.mark.parametrize('task', ['retinanet', 'mask_rcnn'])
-def test_levels_without_a_limit_are_refused(task, built):
-    """MMDetection's dense heads drop a box of each level then, and its RPN does not."""
-    model = copy.deepcopy(built(task)[2])
-    head = model.rpn_head if task == 'mask_rcnn' else model.bbox_head
-    head.test_cfg['nms_pre'] = -1
-    with pytest.raises(ValueError, match='set nms_pre in'):
-        agreeing_onnx(model, noise(model.cfg))
+def test_all_candidates(task, built):
+    """Without ``nms_pre``, or with -1, of which MMDetection's dense heads drop one a level."""
+    config, checkpoint, _ = built(task)
+    cfg = load_config(config)
+    model = open_model(cfg, checkpoint, merge=True)
+    images = [resized([data], [(64, 64)]) for data in noise(cfg)]
+    if task == 'retinanet':
+        del model.bbox_head.test_cfg['nms_pre']
+        # Few candidates, so that the one counts.
+        scores = model.test_step(copy.deepcopy(images[0]))[0].pred_instances.scores
+        model.bbox_head.test_cfg['score_thr'] = float(scores[9:11].mean())
+        assert 2 < len(model.test_step(copy.deepcopy(images[0]))[0].pred_instances) < 10
+    else:
+        model.rpn_head.test_cfg['nms_pre'] = -1
+    content, _ = agreeing_onnx(model, images, (64, 64), False)
+    file = ExportedModel(content, model.data_preprocessor)
+    assert agreement(model, file, [resized(images, [(64, 64)])], exact=True) == 1
 
 
 @pytest.mark.parametrize(

@@ -9,23 +9,25 @@ from mmengine.registry import MODELS
 
 import repa_mm
 from repa_mm.config import load_config
-from repa_mm.export import (
-    ExportedModel,
-    Session,
+from repa_mm.export import whole
+from repa_mm.export.agreement import agreement
+from repa_mm.export.export import (
+    _Tensors,
     agreeing_onnx,
-    agreement,
-    exporter,
-    whole,
+    noise,
+    onnx_backbone,
+    resized,
+    to_onnx,
     whole_onnx,
 )
-from repa_mm.export.exporter import resized, to_onnx
-from repa_mm.faster import trace_any_size_
-from repa_mm.features import relative_error, tensors
+from repa_mm.export.runtime_model import ExportedModel
+from repa_mm.export.session import Session
+from repa_mm.features import relative_error
 from repa_mm.opening import open_model
 from repa_mm.reparam import finish_schedules_
 from tests.conftest import random_model
 
-from .conftest import noise, write_config
+from .conftest import write_config
 
 pytest.importorskip('onnx')
 pytest.importorskip('onnxruntime')
@@ -81,29 +83,15 @@ def read(content):
 def largest_error(model, exported, shapes):
     """The largest error of outputs on noise, relative to the largest output."""
     images = [torch.randn(s, generator=torch.Generator().manual_seed(0)) for s in shapes]
-    errors = [relative_error(tensors(exported(x)), tensors(model(x))) for x in images]
+    errors = [relative_error(exported(x), _Tensors(model)(x)) for x in images]
     return torch.tensor(errors).max()  # NaN if there is a NaN
 
 
-class Outputs(torch.nn.Module):
-    """A backbone whose outputs are a tuple, also if there is one."""
-
-    def __init__(self, backbone):
-        super().__init__()
-        self.backbone, self.training = backbone, False
-
-    def forward(self, image):
-        return tuple(tensors(self.backbone(image)))
-
-
-def check_backbone(model, sizes, tolerance=TOLERANCE):
-    """A file that is traced at the first of the sizes agrees at all."""
-    traced = trace_any_size_(copy.deepcopy(model))
-    axes = {0: 'batch', 2: 'height', 3: 'width'} if len(sizes) > 1 else {}
-    names = dict(input_names=['image'], dynamic_axes=dict(image=axes))
-    shapes = shapes_of(sizes)
-    content = to_onnx(Outputs(traced), (torch.randn(shapes[0]),), **names)
-    assert largest_error(model, read(content), shapes) < tolerance
+def check_backbone(model, sizes):
+    """Files that were traced at the first of the sizes agree at all."""
+    content, error = onnx_backbone(model, torch.randn(1, 3, *sizes[0]), len(sizes) > 1)
+    assert error < TOLERANCE
+    assert largest_error(model, read(content), shapes_of(sizes)) < TOLERANCE
 
 
 @pytest.mark.parametrize('name', BACKBONES)
@@ -132,14 +120,15 @@ def test_programs_and_compiled(name, randomize):
     model, sizes = deploy_form(name, randomize), sizes_of(name)[:3]
     torch._dynamo.reset()
     compiled = torch.compile(model, dynamic=True if len(sizes) > 1 else None)
-    assert largest_error(model, compiled, shapes_of(sizes)) < TOLERANCE
+    assert largest_error(model, _Tensors(compiled), shapes_of(sizes)) < TOLERANCE
     if not hasattr(getattr(torch.export, 'Dim', None), 'AUTO'):
         pytest.skip('torch.export of dynamic sizes came with torch 2.6')
     auto = torch.export.Dim.AUTO
     axes = {0: auto, 2: auto, 3: auto} if len(sizes) > 1 else {}
     image = torch.randn(shapes_of(sizes)[0])
     program = torch.export.export(model, (image,), dynamic_shapes=(axes,), strict=False)
-    assert largest_error(model, program.module(), shapes_of(sizes)) < TOLERANCE
+    program = _Tensors(program.module())
+    assert largest_error(model, program, shapes_of(sizes)) < TOLERANCE
 
 
 def test_the_exporter_of_tensors():
@@ -163,6 +152,13 @@ class Drifting(torch.nn.Module):
         return self.layer(x) + 0.1 * (self.calls < 0)
 
 
+def test_backbones_that_differ_are_refused(randomize):
+    model = deploy_form('RePaPoolFormer', randomize)
+    model.patch_embed = Drifting(model.patch_embed, 1)
+    with pytest.raises(ValueError, match='differs from PyTorch by .*nothing is written'):
+        onnx_backbone(model, torch.randn(1, 3, 64, 64))
+
+
 # What the exporter does not know predicts something else: MMDetection's own post-processing tells.
 UNKNOWN = [
     # Pixels of the image before its resizing.
@@ -182,7 +178,7 @@ def test_what_predicts_otherwise_is_refused(task, options, built):
     cfg = load_config(config, options)
     model = open_model(cfg, checkpoint, merge=True)
     with pytest.raises(ValueError, match='differs from PyTorch by .*nothing is written'):
-        agreeing_onnx(model, noise(cfg))
+        agreeing_onnx(model, noise(cfg), (128, 160))
 
 
 @pytest.mark.parametrize('task', ['retinanet', pytest.param('mask_rcnn', marks=pytest.mark.slow)])
@@ -194,21 +190,23 @@ def test_the_threshold_in_the_file_is_compared(task, built, monkeypatch):
         whole.predict.cfg['score_thr'] = 0.97
         return whole_onnx(whole, *args)
 
-    monkeypatch.setattr(exporter, 'whole_onnx', another_threshold)
-    monkeypatch.setattr(exporter, '_without_threshold', lambda model: [])
+    monkeypatch.setattr('repa_mm.export.export.whole_onnx', another_threshold)
     with pytest.raises(ValueError, match='differs from PyTorch by'):
-        agreeing_onnx(model, noise(model.cfg), (128, 160))
+        agreeing_onnx(model, noise(model.cfg), (128, 160), False)
 
 
 def test_swapped_channels_are_refused(built, monkeypatch):
+    """In gray images, too, which do not tell."""
     config, checkpoint, _ = built('upernet')
     cfg = load_config(config)
     model, images = open_model(cfg, checkpoint, merge=True), noise(cfg)
-    assert agreeing_onnx(model, images, preprocessing=True)[1] <= 1e-3
+    for data in images:
+        data['inputs'][0] = data['inputs'][0][:1].expand(3, -1, -1)
+    assert agreeing_onnx(model, images, (96, 128), preprocessing=True)[1] <= 1e-3
     convert = whole.Preprocessing.forward
     monkeypatch.setattr(whole.Preprocessing, 'forward', lambda self, x: convert(self, x.flip(3)))
     with pytest.raises(ValueError, match='differs from PyTorch by'):
-        agreeing_onnx(model, images, preprocessing=True)
+        agreeing_onnx(model, images, (96, 128), preprocessing=True)
 
 
 @pytest.mark.parametrize('name', ['_channel_conversion', 'channel_conversion', 'to_rgb'])
@@ -231,25 +229,28 @@ def test_images_of_floats(built):
         data['inputs'][0] = (data['inputs'][0].float() - 120) / 60
     small = resized(images, [(96, 96)])['inputs'][0]
     assert small.dtype == torch.float32 and small.min() < 0 and small.frac().any()
-    assert agreeing_onnx(model, images)[1] <= 0.02
-    with pytest.raises(Exception, match=r'float.*uint8'):  # of ONNX Runtime
-        agreeing_onnx(model, images, preprocessing=True)
+    assert agreeing_onnx(model, images, (128, 160))[1] <= 0.02
+    with pytest.raises(ValueError, match='takes images of bytes, and the .* gives torch.float32'):
+        agreeing_onnx(model, images, (128, 160), preprocessing=True)
 
 
 @pytest.mark.parametrize(
-    'task, key, preprocessing',
-    [('retinanet', 'pred_instances', True), ('classifier', 'pred_score', False)],
+    'task, key, shape, preprocessing',
+    [
+        ('retinanet', 'pred_instances', (128, 160), True),
+        ('classifier', 'pred_score', (256, 288), False),
+    ],
 )
-def test_images_of_one_channel(task, key, preprocessing, tmp_path, randomize):
+def test_images_of_one_channel(task, key, shape, preprocessing, tmp_path, randomize):
     cfg = load_config(write_config(task, tmp_path))
     cfg.model.backbone.in_channels = 1
     swap = 'to_rgb' if task == 'classifier' else 'bgr_to_rgb'
     cfg.model.data_preprocessor.update({'mean': [116.0], 'std': [57.0], swap: False})
     model = repa_mm.reparameterize(randomize(random_model(cfg)))
     images = [dict(data, inputs=[data['inputs'][0][:1]]) for data in noise(cfg)]
-    content, error = agreeing_onnx(model, images, preprocessing=preprocessing)
+    content, error = agreeing_onnx(model, images, shape, preprocessing=preprocessing)
     assert error <= 0.02
-    data = resized(images, [(256, 288)])
+    data = resized(images, [shape])
     with torch.no_grad():
         expected = model.test_step(copy.deepcopy(data))[0]
     found = ExportedModel(content, model.data_preprocessor).test_step(data)[0]
@@ -272,7 +273,7 @@ def test_classifiers_with_several_labels(head, tmp_path, randomize):
         scores = torch.stack([x.pred_score for x in predictions(model)])
         low, high = scores.aminmax(dim=0)
         model.head.thr = float(((low + high) / 2)[(high - low).argmax()])
-    content, error = agreeing_onnx(model, images)
+    content, error = agreeing_onnx(model, images, (256, 288))
     assert error <= 1e-4
     exported, expected = ExportedModel(content, model.data_preprocessor), predictions(model)
     assert len({tuple(x.pred_label.tolist()) for x in expected}) > 1 or 'topk' in head
@@ -291,17 +292,31 @@ def test_trained_detectors_are_compared_too(built):
     model = open_model(cfg, checkpoint, merge=True)
     model.roi_head.test_cfg.score_thr = 0.999
     images = noise(cfg)
-    content, error = agreeing_onnx(model, images)
+    content, error = agreeing_onnx(model, images, (128, 160))
     assert error <= 0.02
     found = Session(content)(torch.zeros(2, 3, 96, 130).numpy())
     assert (found['labels'] == -1).all() and not found['boxes'].any() and not found['masks'].any()
     head = model.roi_head.bbox_head
-    head.fc_reg = Drifting(head.fc_reg, 1)  # in the copies that are traced, and in the others
+    head.fc_reg = Drifting(head.fc_reg, 1)  # in the copy that is traced, and in the other
     with pytest.raises(ValueError, match='differs from PyTorch by'):
-        agreeing_onnx(model, images)
+        agreeing_onnx(model, images, (128, 160))
 
 
-def test_the_tool_compares_on_images_or_writes_nothing(
+def test_backbones_are_an_option(built, tmp_path, run_tool, capsys):
+    config, checkpoint, _ = built('retinanet')
+    out, arguments = str(tmp_path / 'model.onnx'), (config, checkpoint, tmp_path / 'model.onnx')
+    run_tool('export.py', *arguments, '--unchecked', '--backbone', '--shape', 250, 320)
+    assert 'RePaSwinTransformer, differs from PyTorch by' in capsys.readouterr().out
+    assert [x.shape[2:] for x in read(out)(torch.zeros(1, 3, 250, 320))][0] == (32, 40)
+    run_tool('export.py', *arguments, '--unchecked', '--no-dynamic', '--shape', 96, 160)
+    assert 'RetinaNet, differs from PyTorch by' in capsys.readouterr().out
+    session = Session(out)
+    assert session(torch.zeros(1, 3, 96, 160).numpy())['boxes'].shape[0] == 1
+    with pytest.raises(Exception, match='invalid dimensions'):
+        session(torch.zeros(1, 3, 128, 160).numpy())
+
+
+def test_compared_on_the_configs_own_images_or_not_written(
     built, tmp_path, monkeypatch, run_tool, capsys
 ):
     from .test_runtime_model import write_scenes
@@ -312,14 +327,10 @@ def test_the_tool_compares_on_images_or_writes_nothing(
     with pytest.raises(SystemExit, match='data are not there .*folder of images'):
         run_tool('export.py', config, checkpoint, out)
     assert not out.exists()
+    run_tool('export.py', config, checkpoint, out, '--unchecked')
+    assert ' of a score on noise' in capsys.readouterr().out
+    assert Session(str(out)).metadata['unchecked'] == '1'
     write_scenes(tmp_path)
     run_tool('export.py', config, checkpoint, out)
-    said = capsys.readouterr().out
-    assert 'RetinaNet, differs from PyTorch by' in said and ' of a score on 3 images' in said
-    # For images of one size.
-    run_tool('export.py', config, checkpoint, out, '--shape', 96, 160)
-    session = Session(str(out))
-    for number in (1, 3):
-        assert len(session(torch.zeros(number, 3, 96, 160).numpy())['boxes']) == number
-    with pytest.raises(Exception, match='invalid dimensions'):
-        session(torch.zeros(1, 3, 128, 160).numpy())
+    assert ' of a score on 3 images' in capsys.readouterr().out
+    assert 'unchecked' not in Session(str(out)).metadata

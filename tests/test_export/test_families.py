@@ -8,8 +8,11 @@ import pytest
 
 from repa_mm.config import load_config
 from repa_mm.convert import Conversion
-from repa_mm.export import ExportedModel, agreeing_onnx, agreement, int8, whole_model, whole_onnx
-from repa_mm.export.exporter import resized
+from repa_mm.export import int8
+from repa_mm.export.agreement import agreement
+from repa_mm.export.export import agreeing_onnx, resized, whole_onnx
+from repa_mm.export.runtime_model import ExportedModel
+from repa_mm.export.whole import whole_model
 from repa_mm.features import head_inputs
 from repa_mm.models import add_structures_
 from repa_mm.reparam import ChannelIdleFFN, outermost
@@ -221,13 +224,13 @@ def test_exports_that_no_other_test_compares(family, tmp_path, randomize):
     if not TABLE[family][EXPORT].startswith('yes'):
         # Whoever finds out first.
         with pytest.raises((AttributeError, RuntimeError, ValueError, Fail)):
-            agreeing_onnx(model, images)
+            agreeing_onnx(model, images, (128, 160), True, 1, False)
         return
     if hasattr(model, 'bbox_head'):
         # Of scores before they are multiplied by a centerness.
         threshold = float(found.pred_instances.scores.median())
         model.bbox_head.test_cfg.score_thr = threshold
-    content, error = agreeing_onnx(model, images)
+    content, error = agreeing_onnx(model, images, (128, 160), True, 1, False)
     assert error <= 1e-3
     if hasattr(model, 'bbox_head'):
         data = resized(images, [(128, 160), (96, 200)])

@@ -10,7 +10,9 @@ from mmengine.registry import MODELS
 from mmengine.structures import BaseDataElement, InstanceData, PixelData
 
 from repa_mm.config import load_config
-from repa_mm.export import ExportedModel, agreement, int8
+from repa_mm.export import int8
+from repa_mm.export.agreement import agreement
+from repa_mm.export.runtime_model import ExportedModel
 from repa_mm.opening import open_model
 from tests.conftest import random_model
 from tests.test_export.conftest import write_config
@@ -29,7 +31,11 @@ LEARN = dict(
 )
 QUICK = 'classifier', 'retinanet'
 WINDOWS = {'model.backbone.window_size': 4, 'model.backbone.pad_small_map': True}
-CASES = [pytest.param(task, marks=[] if task in QUICK else pytest.mark.slow) for task in LEARN]
+CASES = [
+    pytest.param(task, name, marks=[] if task in QUICK else pytest.mark.slow)
+    for name in ('model.xml', 'model.onnx')
+    for task in LEARN
+]
 
 
 @pytest.fixture(scope='session')
@@ -100,35 +106,25 @@ def rescale(model, factor):
     return model
 
 
-def layers_of(file):
-    import openvino
-
-    return int8.layers_in_int8(openvino.Core().read_model(file))
-
-
-@pytest.mark.parametrize('task', CASES)
-def test_the_file_finds_what_the_model_finds(task, learned, tmp_path):
+@pytest.mark.parametrize('task, name', CASES)
+def test_the_file_finds_what_the_model_finds(task, name, learned, tmp_path):
     model, seen, others = learned(task)[2], scenes(task), scenes(task, 2)
-    file, tolerance = str(tmp_path / 'model.xml'), LEARN[task][2] - SLACK
+    file, is_xml = str(tmp_path / name), name == 'model.xml'
+    tolerance = LEARN[task][2] - SLACK
     done = int8.quantize(copy.deepcopy(model), file, seen, others, tolerance)
-    assert {p.name for p in tmp_path.iterdir()} == {'model.xml', 'model.bin'}
-    assert done['agreement'] >= tolerance
+    assert {p.name for p in tmp_path.iterdir()} == {name, *['model.bin'] * is_xml}
+    assert done['images'] == len(others) and done['agreement'] >= tolerance
     # What is said is true of the file, on images that nothing has seen, too.
-    exported = ExportedModel(file, model.data_preprocessor, 'f32')
+    exported = ExportedModel(file, model.data_preprocessor, 'f32' if is_xml else None)
     assert agreement(model, exported, others) == pytest.approx(done['agreement'], abs=1e-6)
     assert agreement(model, exported, scenes(task, 3)) >= tolerance - 0.05
-    assert done['layers'] == layers_of(file) and len(done['layers']) > 15
+    assert done['layers'] == int8.layers_in_int8(file) and len(done['layers']) > 15
     if task != 'dino':  # whose attention takes the queries, which are constants, for weights
         assert all(done['layers'].values())
     # bf16 is what OpenVINO computes in on processors that have it, for float and 8 bits.
-    for precision in ('bf16', None):
+    for precision in ('bf16', None) if is_xml else ():
         rounded = ExportedModel(file, model.data_preprocessor, precision)
         assert agreement(model, rounded, others) >= tolerance - 0.05
-
-
-def test_other_files_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="a file .xml, not 'model.onnx'"):
-        int8.quantize(None, 'model.onnx', [], [])
 
 
 def test_outlier_channels(learned, tmp_path, monkeypatch):
@@ -144,7 +140,7 @@ def test_outlier_channels(learned, tmp_path, monkeypatch):
 
 
 def test_outliers_of_convolutions(tmp_path, monkeypatch):
-    """The second attempt protects them."""
+    """The second attempt protects them; the file may be fixed to several images."""
     backbone = dict(type='ResNet', depth=18, base_channels=8, stem_channels=8, out_indices=(3,))
     cfg = dict(
         type='mmpretrain.ImageClassifier',
@@ -163,11 +159,15 @@ def test_outliers_of_convolutions(tmp_path, monkeypatch):
             layer[0].conv2.weight[:, :2] /= 3000
     model.dataset_meta = {}
     file, others = str(tmp_path / 'model.xml'), scenes('classifier', 2)
-    done = int8.quantize(model, file, scenes('classifier'), others, 0.85)
-    assert done['agreement'] >= 0.85
+    kwargs = dict(tolerance=0.85, shape=(64, 64), batch=3)
+    done = int8.quantize(model, file, scenes('classifier'), others, **kwargs)
+    assert done['agreement'] >= 0.85 and done['images'] == 12
+    exported = ExportedModel(file, model.data_preprocessor, 'f32')
+    data = batch(np.random.default_rng(3), 'classifier', 3)
+    assert agreement(model, exported, [data]) >= 0.85
     monkeypatch.setattr(int8, 'ATTEMPTS', int8.ATTEMPTS[:1])
     with pytest.raises(ValueError, match='less than 0.85: nothing is written'):
-        int8.quantize(model, file, scenes('classifier'), others, 0.85)
+        int8.quantize(model, file, scenes('classifier'), others, **kwargs)
 
 
 def test_parts_in_float(learned, tmp_path, monkeypatch):
@@ -182,7 +182,7 @@ def test_parts_in_float(learned, tmp_path, monkeypatch):
         second.conv.weight[:, :4] /= 3000
     monkeypatch.setattr(int8, 'ATTEMPTS', [int8.ATTEMPTS[0], int8.ATTEMPTS[2]])
     done = int8.quantize(scaled, file, seen, others, tolerance)
-    assert done['agreement'] >= tolerance and done['backbone_only']
+    assert done['agreement'] >= tolerance and done['in_float'] == ['neck', 'bbox_head']
     assert done['layers'] == {n: '/backbone/' in n for n in done['layers']}
 
 
@@ -197,7 +197,7 @@ def test_the_tool(learned, tmp_path, run_tool, capsys):
         cv2.imwrite(str(photos / f'{i}.png'), cv2.resize(image, (256, 256)))
     out = tmp_path / 'model.xml'
     run_tool('quantize.py', config, checkpoint, out, '--images', photos, '--num-images', 6)
-    said, number = capsys.readouterr().out, len(layers_of(str(out)))
+    said, number = capsys.readouterr().out, len(int8.layers_in_int8(str(out)))
     assert f'{number} of {number} layers are in int8' in said
     assert 'on 3 images that it was not calibrated on' in said
     with pytest.raises(SystemExit, match='needs two images'):
@@ -206,15 +206,29 @@ def test_the_tool(learned, tmp_path, run_tool, capsys):
         run_tool('quantize.py', config, checkpoint, out, '--images', photos)
 
 
-def test_images_of_one_channel(tmp_path, monkeypatch):
+def test_shifted_windows(tmp_path, monkeypatch):
+    """Whose masks come from constants that NNCF must find in ONNX."""
+    config = write_config('classifier', tmp_path, repa=False)
+    options = {**WINDOWS, 'model.train_cfg': None, 'model.backbone.arch.depths': [1, 2, 1, 1]}
+    model = open_model(load_config(config, options), merge=True)
+    monkeypatch.setattr(int8, 'agreement', lambda *_, **__: 1.0)
+    seen = scenes('classifier', number=2)
+    eight = int8.quantize(model, str(tmp_path / 'model.onnx'), seen, seen)['layers'].values()
+    assert sum(eight) > 0.8 * len(eight)
+
+
+@pytest.mark.parametrize('name, preprocessing', [('model.xml', True), ('model.onnx', False)])
+def test_images_of_one_channel(name, preprocessing, tmp_path, monkeypatch):
+    """The number of channels is the model's, also where the shape of a file is fixed."""
     options = {**WINDOWS, 'model.train_cfg': None, 'model.backbone.in_channels': 1}
     options['model.data_preprocessor'] = dict(mean=[116.0], std=[57.0], to_rgb=False)
     model = open_model(load_config(write_config('classifier', tmp_path, repa=False), options))
     monkeypatch.setattr(int8, 'agreement', lambda *_, **__: 1.0)
     seen = [dict(x, inputs=[x['inputs'][0][:1]]) for x in scenes('classifier', number=2)]
-    file = str(tmp_path / 'model.xml')
-    int8.quantize(model, file, seen, seen, preprocessing=True)
-    found = ExportedModel(file, model.data_preprocessor).session(np.zeros((1, 64, 96, 1), 'u1'))
+    file = str(tmp_path / name)
+    int8.quantize(model, file, seen, seen, shape=(64, 96), preprocessing=preprocessing)
+    image = np.zeros((1, 64, 96, 1), 'u1') if preprocessing else np.zeros((1, 1, 64, 96), 'f4')
+    found = ExportedModel(file, model.data_preprocessor).session(image)
     assert found['scores'].shape == (1, 7)
 
 
@@ -307,6 +321,16 @@ def test_agreement_of_several_labels():
     )
     for a, b, expected in ((both, both, 1), (both, one, 2 / 3), (none, none, 1), (one, none, 0)):
         assert agreement(a, b, [None] * 3) == pytest.approx(expected)
+
+
+def test_a_comparison_without_hope_ends_early():
+    model, other = Answers([BOX], [1], [0.9]), Answers([FAR], [1], [0.9])
+    seen = []
+    model.test_step = lambda data: seen.append(data) or Answers.test_step(model, data)
+    for exported, hopeless, number in ((other, 0.5, 8), (other, 0, 20), (model, 0.5, 40)):
+        seen.clear()
+        agreement(model, exported, [None] * 20, hopeless=hopeless)
+        assert len(seen) == number
 
 
 class Maps(torch.nn.Module):

@@ -14,12 +14,13 @@ from mmengine.registry import MODELS
 from mmengine.runner import Runner, runner
 
 from repa_mm.config import load_config
-from repa_mm.export import ExportedModel, agreeing_onnx, runner_for_exported, runtime_model
-from repa_mm.export.exporter import resized
+from repa_mm.export import runtime_model
+from repa_mm.export.export import agreeing_onnx, noise, resized
+from repa_mm.export.runtime_model import ExportedModel, runner_for_exported
 from repa_mm.opening import open_model
 from tests.conftest import random_model
 
-from .conftest import noise, write_config
+from .conftest import write_config
 
 pytest.importorskip('onnxruntime')
 pytest.importorskip('mmdet')
@@ -146,7 +147,7 @@ def test_windows_of_one_size(built):
     """As ONNX Runtime gets them, whatever the size of the image."""
     config, checkpoint, _ = built('slide')
     model = open_model(config, checkpoint, merge=True)
-    content, error = agreeing_onnx(model, noise(model.cfg), (96, 96))
+    content, error = agreeing_onnx(model, None, dynamic=False)
     assert error <= 1e-3
     deployed = ExportedModel(content)
     assert deployed.session(np.zeros((1, 3, 96, 96), 'f'))['logits'].shape == (1, 11, 96, 96)
@@ -162,7 +163,7 @@ def test_foreground_and_background_by_one_score(randomize, tmp_path):
     images = [resized([data], [(96, 128)]) for data in noise(cfg)]
     logits = model.predict(model.data_preprocessor(images[0], False)['inputs'])
     model.decode_head.threshold = float(logits[0].seg_logits.data.sigmoid().median())
-    content, error = agreeing_onnx(model, images)
+    content, error = agreeing_onnx(model, images, (96, 128))
     assert error <= 1e-3
     (found,) = ExportedModel(content, model.data_preprocessor).test_step(images[0])
     (expected,) = model.test_step(images[0])

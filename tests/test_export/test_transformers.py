@@ -8,12 +8,11 @@ import torch.nn.functional as F
 from mmengine.config import ConfigDict
 
 from repa_mm.config import load_config
-from repa_mm.export import ExportedModel, agreeing_onnx
-from repa_mm.export.exporter import TOLERANCES, resized
+from repa_mm.export.export import TOLERANCES, agreeing_onnx, noise, resized
+from repa_mm.export.runtime_model import ExportedModel
 from repa_mm.export.transformers import _extent, padding_mask
 from tests.conftest import random_model
 
-from .conftest import noise
 from .test_runtime_model import check_objects
 
 pytest.importorskip('onnxruntime')
@@ -83,7 +82,7 @@ def spread(model):
 def test_detectors_agree_with_test_step(name, randomize):
     model, cfg = detector(name, randomize)
     images = small_images(cfg)
-    content, error = agreeing_onnx(model, images)
+    content, error = agreeing_onnx(model, images, (128, 160), True, 1, False)
     assert error == 0
     exported = ExportedModel(content, model.data_preprocessor)
     spreads = []
@@ -117,7 +116,7 @@ def test_a_co_detr_agrees_with_test_step(kind, randomize):
 
     model, cfg = co_detector(randomize, type=kind, iou_threshold=0.1)
     images = small_images(cfg)
-    content, error = agreeing_onnx(model, images)
+    content, error = agreeing_onnx(model, images, (128, 160), True, 1, False)
     assert error == 0
     assert {node.domain for node in onnx.load_from_string(content).graph.node} == {''}
     exported = ExportedModel(content, model.data_preprocessor)
@@ -147,7 +146,7 @@ def test_detectors_in_standard_operators(randomize):
     padding = dict(data_preprocessor=dict(pad_size_divisor=32))
     model, cfg = detector('dino', randomize, **padding)
     images = small_images(cfg)
-    content, error = agreeing_onnx(model, images, preprocessing=True)
+    content, error = agreeing_onnx(model, images, (128, 160), True, 1, True)
     assert error == 0
     proto = onnx.load_from_string(content)
     onnx.checker.check_model(proto, full_check=True)
@@ -273,7 +272,7 @@ def check_maps(actual, expected, largest=1e-3):
 def test_mask_models_agree_with_test_step(kind, preprocessing, randomize):
     model, cfg = mask_model(kind, randomize)
     images = small_images(cfg)
-    content, _ = agreeing_onnx(model, images, preprocessing=preprocessing)
+    content, _ = agreeing_onnx(model, images, (128, 160), True, 1, preprocessing)
     exported, seen = ExportedModel(content, model.data_preprocessor), set()
     for sizes in MASK_BATCHES:
         data = resized(images, sizes)
@@ -306,7 +305,7 @@ def test_low_scores_may_count_in_panoptic_maps(randomize):
         found = model.test_step(copy.deepcopy(data))[0].pred_panoptic_seg.sem_seg
         holes.append((found == 5).sum())
     assert holes[0] > holes[1]
-    content, error = agreeing_onnx(model, images, (128, 160))
+    content, error = agreeing_onnx(model, images, (128, 160), False, 1, False)
     assert error <= TOLERANCES['panoptic']
 
 
@@ -314,7 +313,7 @@ def test_masks_that_nobody_wants(randomize):
     model, cfg = mask_model('instances', randomize)
     model.panoptic_fusion_head.test_cfg = dict(panoptic_on=False)
     with pytest.raises(ValueError, match='neither instances nor panoptic maps'):
-        agreeing_onnx(model, small_images(cfg))
+        agreeing_onnx(model, small_images(cfg), (128, 160), True, 1, False)
 
 
 def test_boxes_around_masks():

@@ -9,13 +9,13 @@ import torch
 
 from repa_mm.config import load_config
 from repa_mm.convert.pretrained import convert_checkpoint
-from repa_mm.export.exporter import resized
+from repa_mm.export.export import noise, resized
 from repa_mm.faster.attention import FastShiftWindowMSA
 from repa_mm.faster.deformable import FastDeformableAttention
 from repa_mm.opening import open_model
 from repa_mm.search.candidates import with_faster_parts
 from tests.conftest import random_model
-from tests.test_export.conftest import noise, write_config
+from tests.test_export.conftest import write_config
 
 pytest.importorskip('mmdet')
 pytest.importorskip('mmseg')

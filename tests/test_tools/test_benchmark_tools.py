@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import repa_mm
-from repa_mm.export import agreeing_onnx
+from repa_mm.export.export import agreeing_onnx
 from repa_mm.files import write_bytes
 from repa_mm.opening import open_model
-from tests.test_export.conftest import noise, write_config
+from tests.test_export.conftest import write_config
 
 pytest.importorskip('mmdet')
 REPA, VANILLA = (
@@ -56,9 +56,17 @@ def test_tool(tool, arguments, expected, monkeypatch, capsys):
     assert tool == 'get_flops' or 'Threads: ' in out
 
 
-def test_an_option_that_would_be_ignored_is_refused(call, capsys):
-    assert call('benchmark', VANILLA, '--images', 'folder')[0] == 2
-    assert '--dataset' in capsys.readouterr().err.splitlines()[-1]
+@pytest.mark.parametrize(
+    'tool, arguments, named',
+    [
+        ('benchmark', (VANILLA, '--images', 'folder'), '--dataset'),
+        ('export', (VANILLA, 'in.pth', 'out.onnx', '--backbone', '--preprocessing'), '--backbone'),
+        ('quantize', (VANILLA, 'in.pth', 'out.xml', '--batch', 2), '--shape'),
+    ],
+)
+def test_an_option_that_would_be_ignored_is_refused(tool, arguments, named, call, capsys):
+    assert call(tool, *arguments)[0] == 2
+    assert named in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
@@ -88,7 +96,7 @@ def test_images_of_a_data_set(in_digits, call, capsys):
     torch.save(open_model(config).state_dict(), checkpoint)
     file = str(in_digits / 'model.onnx')
     deployed = open_model(config, checkpoint, merge=True)
-    write_bytes(file, agreeing_onnx(deployed, noise(deployed.cfg))[0])
+    write_bytes(file, agreeing_onnx(deployed, None)[0])
     arguments = 'benchmark', config, checkpoint, '--dataset'
     for options in (('--part', 'backbone'), ('--images', 'not there')):
         assert call(*arguments, *options)[0]
