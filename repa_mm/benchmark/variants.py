@@ -175,7 +175,7 @@ def exported(name: str, shape: tuple[int, int], batch_size: int, channels: int =
         channels (int): Number of their channels. Defaults to 3.
     """
     file, _, precision = name.partition(':')
-    session = Session(file, precision)
+    session = Session(file, precision or None)
     images = noise(shape, batch_size, channels).numpy()
     if session.takes_pixels:
         images = (64 * images + 128).clip(0, 255).transpose(0, 2, 3, 1).astype(np.uint8)

@@ -302,6 +302,8 @@ class FastShiftWindowMSA(ShiftWindowMSA):
             x = w_msa.proj(x).view(-1, channels)
             return gather(x, positions, rows, None, padded).view(query.shape)
 
+        if not len(query):  # an empty batch, with the usual dtype
+            return w_msa.proj(query.new_empty(*query.shape[:2], w_msa.proj.in_features))
         out = None
         for start, stop, mask in chunks:
             chunk = slice(start * num_tokens, stop * num_tokens)

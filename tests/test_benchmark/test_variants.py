@@ -58,7 +58,7 @@ def test_a_model_without_window_attention_has_no_faster_counterpart():
 
 @pytest.mark.parametrize('suffix', ['', ':f32'])
 @pytest.mark.parametrize('pixels', [False, True])
-def test_exported_files(suffix, pixels, tmp_path):
+def test_exported_files(suffix, pixels, tmp_path, monkeypatch):
     onnx = pytest.importorskip('onnx')
     # The other runtime cannot be imported.
     monkeypatch.setitem(sys.modules, 'onnxruntime' if suffix else 'openvino', None)
