@@ -342,7 +342,10 @@ class FastShiftWindowMSA(ShiftWindowMSA):
     def _heads(self, x, padded):
         """Compute queries times the scale, keys and values (n, heads, N, width) of windows."""
         w_msa, layer, values = self.w_msa, self.w_msa.qkv, self.w_msa.proj.in_features
-        if not is_plain(layer, nn.Linear) or type(self).qkv is not FastShiftWindowMSA.qkv:
+        # Without is_plain, which torch.compile of PyTorch 2.1 does not take.
+        has_hooks = len(layer._forward_hooks) + len(layer._forward_pre_hooks) > 0
+        is_plain_linear = type(layer) is nn.Linear and not has_hooks
+        if not is_plain_linear or type(self).qkv is not FastShiftWindowMSA.qkv:
             q, k, v = split_heads(self.qkv(x, padded), w_msa.num_heads, values)
             return q * w_msa.scale, k, v
         # Three products, since runtimes would copy parts of one. In files, slices and the scale
