@@ -1,14 +1,14 @@
-r"""Measure on an NVIDIA GPU what docs/benchmarks.md says of one, in ten minutes.
+r"""Measure on an NVIDIA GPU what docs/benchmarks.md says of one.
 
 Latency of whole models and of a backbone, also compiled and with CUDA graphs, training steps, and
 `tools/speed_up.py` on the demo's scenes::
 
     python -m benchmarks.on_a_gpu --out work_dirs/on_a_gpu.csv
 
-Each part is a process, in which its models run in turn with stock. A part that fails or takes too
-long is named, and the others go on. Except in the search, weights are random and images noise. Rows
-are appended to a file with the columns of results.csv. ``--device cpu --small`` takes the same way
-with small models.
+Each part is a process with a limit, ten minutes for all, in which its models run in turn with
+stock. A part that fails or takes too long is named, and the others go on. Except in the search,
+weights are random and images noise. Rows are appended to a file with the columns of results.csv.
+``--device cpu --small`` takes the same way with small models.
 """
 
 import argparse
