@@ -183,7 +183,11 @@ def main() -> None:
             [name, kind, f'{ms:.1f}', f'{ratio:.2f} [{least:.2f}, {most:.2f}]', f'{value:.2f}',
              f'{change:+.2f} [{low:+.2f}, {high:+.2f}]']
         )  # fmt: skip
-    show(f'{results["config"]}, {search.results["images"]}, {search.judge.name}', COLUMNS, rows)
+    show(
+        f'{results["config"]}, {search.record.content["images"]}, {search.judge.name}',
+        COLUMNS,
+        rows,
+    )
     loss = row['difference'] and -row['difference'] or 0
     ms = np.median(times[f'ours: {chosen[0]}', chosen[1]])
     better = [k[0] for k, t in tests.items() if -t[1] <= loss and np.median(times[k]) < 0.98 * ms]

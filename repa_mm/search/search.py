@@ -2,7 +2,6 @@
 
 import copy
 import io
-import json
 import os
 import os.path as osp
 import shutil
@@ -10,22 +9,19 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn as nn
-from mmengine.config import Config
 from mmengine.dataset import pseudo_collate
 from mmengine.logging import MMLogger
-from mmengine.runner.checkpoint import weights_to_cpu
 
 from repa_mm.benchmark.timing import compare, measure
 from repa_mm.benchmark.variants import STOCK
-from repa_mm.checkpoints import save_checkpoint
 from repa_mm.config import dataset_config, load_config
-from repa_mm.convert.pretrained import ModelConversion
+from repa_mm.convert.pretrained import ModelConversion, save_model
 from repa_mm.export.export import NUM_IMAGES, agreeing_onnx
 from repa_mm.export.int8 import quantize
 from repa_mm.export.runtime_model import ExportedModel
@@ -39,7 +35,6 @@ from repa_mm.search.formats import (
     EAGER,
     FORMATS,
     PIXEL,
-    Format,
     Padded,
     divisor_for,
     in_format,
@@ -54,6 +49,7 @@ from repa_mm.search.judge import (
     files_of,
     hashed,
 )
+from repa_mm.search.record import Record
 from repa_mm.search.report import print_table, write_report
 from repa_mm.version import __version__
 
@@ -66,6 +62,8 @@ STEPS = 4
 MARGIN, CLOSE = 0.97, 0.93
 #: Seconds after which a timing begins no more turns.
 MOST_SECONDS = 240
+#: Largest distance of the quartiles of a row's times, as a fraction of stock's, on a quiet machine.
+QUIET = 0.3
 
 
 class Search:
@@ -76,8 +74,8 @@ class Search:
             ``base``, which is narrowed, and the narrower ones.
         formats (list[str]): Keys of :data:`~repa_mm.search.formats.FORMATS` to try.
         judge (Judge): Tests models.
-        results (dict): The content of ``results.json``. Under ``fits``, ``files`` and ``tests`` it
-            has what a later call need not find again.
+        record (Record): What is known, fits, files and tests.
+        notes (list[str]): What the reader of the table should know.
     """
 
     def __init__(
@@ -101,23 +99,20 @@ class Search:
         # Of a folder, every third image is tested.
         pool = [i for i in range(len(self.train)) if i % 3 or not images]
         self.to_fit = [pool[i] for i in spread(fit_images, len(pool))]
-        self.results = self._resume(
-            hashed(
-                *(__version__, self.cfg.pretty_text, content_of(checkpoint)),
-                files_of(self.train, self.to_fit),
-            )
-        )
+        model_and_data = (
+            *(self.cfg.pretty_text, content_of(checkpoint)), files_of(self.train, self.to_fit)
+        )  # fmt: skip
+        self.record = Record(out_dir, hashed(__version__, *model_and_data))
         model = open_model(self.cfg, checkpoint, merge=True)
         if images:
             self.judge = Agreement(self.train, range(0, len(self.train), 3), num_images)
         else:
             subset = osp.join(out_dir, f'{max(num_images, 1)}_images.json')
             self.judge = Annotated(self.cfg, num_images, subset)
-        self.tests = self.results['tests'].setdefault(self.judge.mark, {})
         self.timed = self.judge.images(repeats, batch_size)
         sizes = {tuple(image.shape[-2:]) for data in self.timed for image in data['inputs']}
         several = f' of {len(sizes)} sizes' if len(sizes) > 1 else ''
-        self.results.update(
+        self.record.content.update(
             config=config, checkpoint=checkpoint, device=device,
             timed=('one image' if batch_size == 1 else f'{batch_size} images') + several,
             images=f'{self.judge.num_images} images of {osp.abspath(images) if images else "data"}',
@@ -130,228 +125,8 @@ class Search:
             self.formats += [kind for kind in padded if kind in FORMATS]
         self.opened: dict[tuple[str, str], nn.Module | None] = {}
         self._add_originals(model, checkpoint)
-        for budget in self.results['fits'].values():
+        for budget in self.record.content['fits'].values():
             self._add_narrow(budget)
-
-    # What is known
-
-    def _resume(self, fingerprint: str) -> dict:
-        path = osp.join(self.out_dir, 'results.json')
-        if osp.exists(path):
-            with open(path, encoding='utf-8') as file:
-                results = json.load(file)
-            if results['fingerprint'] != fingerprint:
-                raise ValueError(
-                    f'{self.out_dir!r} has the results of another model, of other data or of other '
-                    'options: give another folder'
-                )
-            return results
-        if any(osp.exists(osp.join(self.out_dir, name)) for name in ('model.py', 'model.pth')):
-            raise ValueError(
-                f'{self.out_dir!r} has a model.py or model.pth of something else: give another '
-                'folder'
-            )
-        return dict(fingerprint=fingerprint, fits={}, files={}, tests={}, rows=[], metric='')
-
-    def _save(self) -> None:
-        write_text(osp.join(self.out_dir, 'results.json'), json.dumps(self.results, indent=1))
-
-    def _note(self, text: str) -> None:
-        if text not in self.notes:
-            self.notes.append(text)
-
-    def _step(self, what: str, do: Callable[[], Any]) -> Any:
-        """Say what is done, and hide what others print meanwhile."""
-        self.steps += 1
-        print(f'[{self.steps}] {what}', flush=True)
-        with quiet(), torch.no_grad():
-            return do()
-
-    def _known(self, found: dict, key: str, what: str, find: Callable[[], Any]) -> Any:
-        """Return what was found under a key, or find it in a step, and keep it."""
-        if key not in found:
-            found[key] = self._step(what, find)
-            self._save()
-        return found[key]
-
-    # Candidates
-
-    def _add_originals(self, model: nn.Module, checkpoint: str) -> None:
-        """Add the original, which is merged if it is a RePaFormer, and the one to be narrowed."""
-        cfg, name, stem = copy.deepcopy(self.cfg), STOCK, osp.join(self.folder, 'stock')
-        self.meta = dict(dataset_meta=model.dataset_meta, repa_mm_version=__version__)
-        if any(outermost(model, Form)):  # nobody deploys the training form
-            deploy_(cfg.model)
-            self._write(stem, model, cfg)
-            name, checkpoint = 'merged', f'{stem}.pth'
-        write_text(f'{stem}.py', cfg.pretty_text)
-        self.stock = self.base = Candidate(name, f'{stem}.py', checkpoint)
-        self.models = {name: model.to(self.device)}
-        faster = with_faster_parts(cfg, model)
-        if faster is not cfg:
-            path = osp.join(self.folder, 'faster.py')
-            write_text(path, faster.pretty_text)
-            self.base = Candidate('faster parts', path, checkpoint)
-        self.candidates = {c.name: c for c in (self.stock, self.base)}
-
-    def _add_narrow(self, budget: float) -> Candidate:
-        stem = osp.join(self.folder, f'{100 * budget:.0f}')
-        found = Candidate(percent_name(budget), f'{stem}.py', f'{stem}.pth', budget)
-        return self.candidates.setdefault(found.name, found)
-
-    def _write(self, stem: str, model: nn.Module, cfg: Config) -> None:
-        """Write a model's checkpoint and config."""
-        text, weights = cfg.pretty_text, weights_to_cpu(model.state_dict())
-        save_checkpoint(dict(meta=dict(self.meta, cfg=text), state_dict=weights), f'{stem}.pth')
-        write_text(f'{stem}.py', text)
-
-    def model(self, candidate: Candidate) -> nn.Module:
-        """Return a candidate's model, on the device."""
-        if candidate.name not in self.models:
-            model = open_model(candidate.config, candidate.checkpoint)
-            self.models[candidate.name] = model.to(self.device)
-        return self.models[candidate.name]
-
-    def calibration(self) -> list[dict]:
-        """Return the images to fit to, and to calibrate int8 on."""
-        return [pseudo_collate([self.train[i]]) for i in self.to_fit]
-
-    # Fit, export, test, time
-
-    @cached_property
-    def conversion(self) -> ModelConversion:
-        """What every budget needs: the parts, and what a loss of each costs."""
-        return ModelConversion(self.model(self.base), self.calibration())
-
-    def fit(self, budget: float) -> Candidate | None:
-        """Return the narrower model of a budget, or None if the fit fails.
-
-        It is named by the budget that is left, since sizes have a least.
-        """
-        budget = max(0.01, round(budget, 2))
-        name = percent_name(budget)
-        if name in self.candidates:  # or what is left of a smaller budget
-            return self.candidates[name]
-        what = f'fit {name} of the blocks to {len(self.to_fit)} images'
-        try:
-            left = self._known(self.results['fits'], name, what, partial(self._fit, budget))
-        except (ValueError, ArithmeticError, RuntimeError) as error:  # others are tried still
-            self._note(f'{name} of the blocks is left out: {error}')
-            return None
-        return self._add_narrow(left)
-
-    def _fit(self, budget: float) -> float:
-        narrow, report = self.conversion.fit(self.conversion.sizes(budget))
-        left = max(budget, round(report.fraction, 2))
-        if percent_name(left) not in self.candidates:  # whose files and tests are of its own fit
-            self._write(osp.join(self.folder, f'{100 * left:.0f}'), narrow, narrow.cfg)
-        return left
-
-    def _export(self, candidate: Candidate, kind: str) -> dict:
-        """Write a file, 'onnx' or 'int8', and return its ``path``, or why it was ``refused``."""
-        path = osp.splitext(candidate.config)[0] + ('_int8.xml' if kind == 'int8' else '.onnx')
-        model = copy.deepcopy(self.model(candidate)).cpu()
-        try:
-            if kind == 'int8':
-                crops = [cropped(data) for data in self.calibration()]
-                quantize(model, path, crops, self.judge.images(-(-len(crops) // 2)))
-            else:
-                write_bytes(path, agreeing_onnx(model, self.judge.images(NUM_IMAGES))[0])
-        except OSError:
-            raise
-        except Exception as error:  # from any exporter: other formats are measured still
-            return dict(refused=str(error) if isinstance(error, ValueError) else repr(error))
-        return dict(path=path)
-
-    def open(self, candidate: Candidate, kind: str) -> nn.Module | None:
-        """Return a candidate in a format, or None and a note if it does not run."""
-        form, path = FORMATS[kind], None
-        if form.file:
-            name = f'{candidate.name} in {form.file}'
-            export = partial(self._export, candidate, form.file)
-            file = self._known(self.results['files'], name, f'write {name}', export)
-            if 'refused' in file:
-                self._note(f'{name} is left out: {file["refused"]}')
-                return None
-            path = file['path']
-        if (candidate.name, kind) not in self.opened:
-            try:
-                model = self._open(candidate, form, path)
-                with quiet(), torch.no_grad():  # compilers fail at the first image
-                    model.test_step(self.judge.images(1)[0])
-            except Exception as error:  # from any runtime
-                if kind == EAGER:
-                    raise
-                self._note(f'{candidate.name} in {kind} is left out: {error!r}')
-                model = None
-            self.opened[candidate.name, kind] = model
-        return self.opened[candidate.name, kind]
-
-    def _open(self, candidate: Candidate, form: Format, path: str | None) -> nn.Module:
-        if path:
-            preprocessor = self.model(self.stock).data_preprocessor
-            exported = ExportedModel(path, preprocessor, form.runtime)
-            return Padded(exported, self.divisor) if form.padded else exported
-        model = self.model(candidate)
-        if candidate is not self.stock and next(model.parameters()).is_cuda:
-            model = faster_on_gpu_(copy.deepcopy(model))
-        return in_format(model, form)
-
-    @cached_property
-    def stock_score(self) -> Score:
-        """What the judge says of stock."""
-        return self.judge(self.open(self.stock, EAGER))
-
-    def test(self, candidate: Candidate, kind: str) -> dict:
-        """Return ``metric``, ``difference`` and ``interval`` of a candidate in a format.
-
-        Formats of float32 share one test: ``tested_in`` is the format that it was.
-        """
-        if self.num_images and self.open(candidate, kind) is not None:
-            what = f'test {candidate.name}, {kind}'
-            self._known(
-                self.tests, shared(candidate.name, kind), what, partial(self._test, candidate, kind)
-            )
-        return self.tested(candidate.name, kind)
-
-    def tested(self, name: str, kind: str) -> dict:
-        """Return what is known of a test, or None for each of its values."""
-        untested = dict.fromkeys(('metric', 'difference', 'interval', 'tested_in'))
-        return self.tests.get(shared(name, kind), untested)
-
-    def _test(self, candidate: Candidate, kind: str) -> dict:
-        stock = self.stock_score
-        self.results['metric'] = self.judge.name
-        if candidate is self.stock and kind == EAGER:
-            return dict(metric=stock.value, difference=0.0, interval=[0.0, 0.0], tested_in=kind)
-        score = self.judge(self.open(candidate, kind))
-        same = candidate.budget == 1 and FORMATS[kind].exact
-        change, *interval = self.judge.difference(score, stock, same)
-        self.results['how'] = self.judge.how
-        return dict(metric=score.value, difference=change, interval=interval, tested_in=kind)
-
-    def keeps(self, candidate: Candidate, kind: str, max_loss: float) -> bool:
-        """Return True if a candidate in a format keeps the floor."""
-        return meets(self.test(candidate, kind), max_loss)
-
-    def time(self, models: dict, repeats: int, what: str) -> dict[tuple, np.ndarray]:
-        """Time models in turn with stock, each turn with other images, as they come."""
-        models = {(self.stock.name, EAGER): self.open(self.stock, EAGER), **models}
-        calls = {key: model.test_step for key, model in models.items()}
-        return self._step(
-            f'time {what}', lambda: measure(calls, self.timed, repeats, MOST_SECONDS, per_turn=True)
-        )
-
-    def latency_ratios(self, candidate: Candidate, kinds: Sequence[str]) -> dict[str, float]:
-        """Return the times of a candidate in formats, divided by stock's, shortest first."""
-        models = {(candidate.name, kind): self.open(candidate, kind) for kind in kinds}
-        models = {key: model for key, model in models.items() if model is not None}
-        latencies = self.time(models, 5, f'{candidate.name}, {", ".join(kinds)}')
-        stock = np.median(latencies[self.stock.name, EAGER])
-        found = {kind: float(np.median(latencies[name, kind]) / stock) for name, kind in models}
-        return dict(sorted(found.items(), key=lambda item: item[1]))
-
-    # Searches
 
     def run(
         self, max_loss: float | None, latency: float | None, budgets: Sequence[float]
@@ -362,7 +137,7 @@ class Search:
                 f'a floor (max_loss) needs {LEAST_IMAGES} images to test on, and there are '
                 f'{self.judge.num_images}'
             )
-        self._save()
+        self.record.save()
         targets = [f'loses at most {max_loss} points'] if max_loss is not None else []
         if latency is not None:
             targets.append(f"takes at most {latency:.0%} of stock's time")
@@ -374,10 +149,11 @@ class Search:
                 self.fit(budget)
         rows = self._rows(full=not targets)
         chosen = self._choose(rows, max_loss, latency) if targets else None
-        self.results.update(rows=rows, target=' and '.join(targets), notes=self.notes)
-        self._save()
+        self.record.content.update(rows=rows, target=' and '.join(targets), notes=self.notes)
+        self.record.save()
         if chosen:
             self._write_chosen(chosen)
+        print_table(self.record.content)
         self._report(rows, chosen)
         return rows
 
@@ -396,14 +172,16 @@ class Search:
             if candidate is None:
                 break
             if self.keeps(candidate, probe, max_loss):
-                kept.insert(0, candidate)  # the narrowest first
+                kept.insert(0, candidate)
                 high = budget
                 if candidate.budget > round(budget, 2):
                     break  # as narrow as it can be
             else:
                 low = budget
             budget = (low + high) / 2
-        next((c for c in kept if self.keeps(c, kind, max_loss)), None)
+        for candidate in kept:  # the narrowest first
+            if self.keeps(candidate, kind, max_loss):
+                break
 
     def _search_latency(self, latency: float) -> None:
         """Fit models until one takes as long as it may, in the format that is fastest."""
@@ -421,6 +199,196 @@ class Search:
             points.append((candidate.budget, ratio))
             budget = on_line(points, latency * MARGIN)
 
+    # Candidates
+
+    def _add_originals(self, model: nn.Module, checkpoint: str) -> None:
+        """Add the original, which is merged if it is a RePaFormer, and the one to be narrowed."""
+        name, stem, self.checkpoint = STOCK, osp.join(self.folder, 'stock'), checkpoint
+        if any(outermost(model, Form)):  # nobody deploys the training form
+            name, checkpoint = 'merged', f'{stem}.pth'
+            model.cfg = copy.deepcopy(self.cfg)
+            deploy_(model.cfg.model)
+            save_model(model, self.checkpoint, checkpoint)
+        write_text(f'{stem}.py', model.cfg.pretty_text)
+        self.stock = self.base = Candidate(name, f'{stem}.py', checkpoint)
+        self.models = {name: model.to(self.device)}
+        faster = with_faster_parts(model.cfg, model)
+        if faster is not model.cfg:
+            path = osp.join(self.folder, 'faster.py')
+            write_text(path, faster.pretty_text)
+            self.base = Candidate('faster parts', path, checkpoint)
+        self.candidates = {c.name: c for c in (self.stock, self.base)}
+
+    def _add_narrow(self, budget: float) -> Candidate:
+        stem = osp.join(self.folder, f'{100 * budget:.0f}')
+        found = Candidate(percent_name(budget), f'{stem}.py', f'{stem}.pth', budget)
+        return self.candidates.setdefault(found.name, found)
+
+    def model(self, candidate: Candidate) -> nn.Module:
+        """Return a candidate's model, on the device."""
+        if candidate.name not in self.models:
+            model = open_model(candidate.config, candidate.checkpoint)
+            self.models[candidate.name] = model.to(self.device)
+        return self.models[candidate.name]
+
+    def calibration(self) -> list[dict]:
+        """Return the images to fit to, and to calibrate int8 on."""
+        return [pseudo_collate([self.train[i]]) for i in self.to_fit]
+
+    # Fit, export, test, time
+
+    def _step(self, what: str, do: Callable, *args) -> Any:
+        """Say what is done, and hide what others print meanwhile."""
+        self.steps += 1
+        print(f'[{self.steps}] {what}', flush=True)
+        with quiet(), torch.no_grad():
+            return do(*args)
+
+    def _find(self, kind: str, name: str, what: str, do: Callable, *args) -> Any:
+        """Return what is known under a name, or find it in a step."""
+        return self.record.find(kind, name, lambda: self._step(what, do, *args))
+
+    def _note(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes.append(text)
+
+    @cached_property
+    def conversion(self) -> ModelConversion:
+        """What every budget needs: the parts, and what a loss of each costs."""
+        return ModelConversion(self.model(self.base), self.calibration())
+
+    def fit(self, budget: float) -> Candidate | None:
+        """Return the narrower model of a budget, or None if the fit fails.
+
+        It is named by the budget that is left, since sizes have a least.
+        """
+        budget = max(0.01, round(budget, 2))
+        name = percent_name(budget)
+        if name in self.candidates:  # or what is left of a smaller budget
+            return self.candidates[name]
+        what = f'fit {name} of the blocks to {len(self.to_fit)} images'
+        try:
+            left = self._find('fits', name, what, self._fit, budget)
+        except (ValueError, ArithmeticError, RuntimeError) as error:  # others are tried still
+            self._note(f'{name} of the blocks is left out: {error}')
+            return None
+        return self._add_narrow(left)
+
+    def _fit(self, budget: float) -> float:
+        narrow, report = self.conversion.fit(self.conversion.sizes(budget))
+        left = max(budget, round(report.fraction, 2))
+        if percent_name(left) not in self.candidates:  # whose files and tests are of its own fit
+            save_model(narrow, self.checkpoint, osp.join(self.folder, f'{100 * left:.0f}.pth'))
+        return left
+
+    def _export(self, candidate: Candidate, kind: str) -> dict:
+        """Write a file, 'onnx' or 'int8', and return its path, or why there is none."""
+        path = osp.splitext(candidate.config)[0] + ('_int8.xml' if kind == 'int8' else '.onnx')
+        model = copy.deepcopy(self.model(candidate)).cpu()
+        try:
+            if kind == 'int8':
+                crops = [cropped(data) for data in self.calibration()]
+                quantize(model, path, crops, self.judge.images(-(-len(crops) // 2)))
+            else:
+                write_bytes(path, agreeing_onnx(model, self.judge.images(NUM_IMAGES))[0])
+        except ValueError as error:
+            return dict(refused=str(error))
+        except Exception as error:  # from any exporter: other formats are measured still
+            return dict(failed=repr(error))
+        return dict(path=path)
+
+    def open(self, candidate: Candidate, kind: str) -> nn.Module | None:
+        """Return a candidate in a format, or None and a note if it does not run."""
+        form, path = FORMATS[kind], None
+        if form.file:
+            name = f'{candidate.name} in {form.file}'
+            file = self._find('files', name, f'write {name}', self._export, candidate, form.file)
+            if 'path' not in file:
+                self._note(f'{name} is left out: {file.get("refused") or file["failed"]}')
+                return None
+            path = file['path']
+        if (candidate.name, kind) not in self.opened:
+            try:
+                model = self._open(candidate, kind, path)
+                with quiet(), torch.no_grad():  # compilers fail at the first image
+                    model.test_step(self.judge.images(1)[0])
+            except Exception as error:  # from any runtime
+                if kind == EAGER:
+                    raise
+                self._note(f'{candidate.name} in {kind} is left out: {error!r}')
+                model = None
+            self.opened[candidate.name, kind] = model
+        return self.opened[candidate.name, kind]
+
+    def _open(self, candidate: Candidate, kind: str, path: str | None) -> nn.Module:
+        if path:
+            preprocessor = self.model(self.stock).data_preprocessor
+            exported = ExportedModel(path, preprocessor, FORMATS[kind].runtime)
+            return Padded(exported, self.divisor) if FORMATS[kind].padded else exported
+        model = self.model(candidate)
+        if candidate is not self.stock and next(model.parameters()).is_cuda:
+            model = faster_on_gpu_(copy.deepcopy(model))
+        return in_format(model, FORMATS[kind])
+
+    def keeps(self, candidate: Candidate, kind: str, max_loss: float) -> bool:
+        """Return True if a candidate in a format keeps the floor."""
+        return meets(self.test(candidate, kind), max_loss)
+
+    def test(self, candidate: Candidate, kind: str) -> dict:
+        """Return ``metric``, ``difference`` and ``interval`` of a candidate in a format.
+
+        Formats of float32 share one test: ``tested_in`` is the format that it was.
+        """
+        if self.num_images and self.open(candidate, kind) is not None:
+            name, what = self._test_name(candidate.name, kind), f'test {candidate.name}, {kind}'
+            self._find('tests', name, what, self._test, candidate, kind)
+        return self.tested(candidate.name, kind)
+
+    def tested(self, name: str, kind: str) -> dict:
+        """Return what is known of a test, or None for each of its values."""
+        untested = dict.fromkeys(('metric', 'difference', 'interval', 'tested_in'))
+        return self.record.content['tests'].get(self._test_name(name, kind), untested)
+
+    def _test_name(self, name: str, kind: str) -> str:
+        """Return the name of all that a test depends on."""
+        form = FORMATS[kind]
+        kind = 'float32' if form.exact else kind
+        kind += f' to multiples of {self.divisor}' if form.padded else ''
+        return f'{name} in {kind} on {self.judge.mark}'
+
+    @cached_property
+    def stock_score(self) -> Score:
+        """What the judge says of stock."""
+        return self.judge(self.open(self.stock, EAGER))
+
+    def _test(self, candidate: Candidate, kind: str) -> dict:
+        stock = self.stock_score
+        self.record.content['metric'] = self.judge.name
+        if candidate is self.stock and kind == EAGER:
+            return dict(metric=stock.value, difference=0.0, interval=[0.0, 0.0], tested_in=kind)
+        score = self.judge(self.open(candidate, kind))
+        same = candidate.budget == 1 and FORMATS[kind].exact
+        change, *interval = self.judge.difference(score, stock, same)
+        self.record.content['how'] = self.judge.how
+        return dict(metric=score.value, difference=change, interval=interval, tested_in=kind)
+
+    def latency_ratios(self, candidate: Candidate, kinds: Sequence[str]) -> dict[str, float]:
+        """Return the times of a candidate in formats, divided by stock's, shortest first."""
+        models = {(candidate.name, kind): self.open(candidate, kind) for kind in kinds}
+        models = {key: model for key, model in models.items() if model is not None}
+        latencies = self.time(models, 5, f'{candidate.name}, {", ".join(kinds)}')
+        stock = np.median(latencies[self.stock.name, EAGER])
+        found = {kind: float(np.median(latencies[name, kind]) / stock) for name, kind in models}
+        return dict(sorted(found.items(), key=lambda item: item[1]))
+
+    def time(self, models: dict, repeats: int, what: str) -> dict[tuple, np.ndarray]:
+        """Time models in turn with stock, each turn with other images, as they come."""
+        models = {(self.stock.name, EAGER): self.open(self.stock, EAGER), **models}
+        calls = {key: model.test_step for key, model in models.items()}
+        return self._step(
+            f'time {what}', lambda: measure(calls, self.timed, repeats, MOST_SECONDS, per_turn=True)
+        )
+
     # Results
 
     def _rows(self, full: bool) -> list[dict]:
@@ -437,24 +405,19 @@ class Search:
                 file = FORMATS[kind].file
                 if file and candidate is self.stock is not self.base:
                     continue  # the files are of the same model with faster parts
-                if full or not file or f'{candidate.name} in {file}' in self.results['files']:
+                known = f'{candidate.name} in {file}' in self.record.content['files']
+                if full or not file or known:
                     models[candidate.name, kind] = self.open(candidate, kind)
         models = {key: model for key, model in models.items() if model is not None}
         latencies = self.time(models, self.repeats, f'{len(models)} rows in turn')
-        stock, rows = latencies[self.stock.name, EAGER], []
-        for (name, kind), values in latencies.items():
-            candidate, form = self.candidates[name], FORMATS[kind]
-            speedup, *interval = compare(stock, values)
-            file = self.results['files'][f'{name} in {form.file}']['path'] if form.file else None
-            rows.append(
-                dict(
-                    candidate=name, format=kind, ms=float(np.median(values)),
-                    ms_interval=np.percentile(values, [25, 75]).tolist(), speedup=speedup,
-                    speedup_interval=interval, mb=megabytes(models[name, kind], file), file=file,
-                    config=candidate.config, checkpoint=candidate.checkpoint,
-                    budget=candidate.budget, chosen=False,
-                )
-            )  # fmt: skip
+        stock = latencies[self.stock.name, EAGER]
+        vary = max(np.ptp(np.percentile(v / stock, [25, 75])) for v in latencies.values())
+        if vary > QUIET:
+            self._note(
+                f"the machine was not quiet: a row's times vary by {vary:.0%} of stock's between "
+                'their quartiles. Run the command again: only times are taken anew'
+            )
+        rows = [self._row(*key, models[key], stock, v) for key, v in latencies.items()]
         for row in sorted(rows, key=lambda row: row['ms']):
             if full or row is rows[0]:
                 self.test(self.candidates[row['candidate']], row['format'])
@@ -462,32 +425,51 @@ class Search:
             row.update(self.tested(row['candidate'], row['format']))
         return rows
 
+    def _row(self, name: str, kind: str, model: nn.Module, stock, times: np.ndarray) -> dict:
+        candidate, form = self.candidates[name], FORMATS[kind]
+        speedup, *interval = compare(stock, times)
+        files = self.record.content['files']
+        file = files[f'{name} in {form.file}']['path'] if form.file else None
+        return dict(
+            candidate=name, format=kind, ms=float(np.median(times)),
+            ms_interval=np.percentile(times, [25, 75]).tolist(), speedup=speedup,
+            speedup_interval=interval, mb=megabytes(model, file), file=file,
+            config=candidate.config, checkpoint=candidate.checkpoint, budget=candidate.budget,
+            chosen=False,
+        )  # fmt: skip
+
     def _choose(self, rows, max_loss: float | None, latency: float | None) -> dict | None:
         """Return the row that meets the targets best: the fastest, or for a latency the best."""
         limit = 1 if latency is None else latency
-        found = [row for row in rows[1:] if row['ms'] / rows[0]['ms'] <= limit]
+        found = sorted(rows[1:], key=lambda row: row['ms'])
+        found = [row for row in found if row['ms'] / rows[0]['ms'] <= limit]
         if latency is not None:
             for row in found:
                 row.update(self.test(self.candidates[row['candidate']], row['format']))
-            found.sort(key=lambda row: (-(row['difference'] or 0), -row['budget'], row['ms']))
-        else:
-            found.sort(key=lambda row: row['ms'])
+            found.sort(key=lambda row: (-(row['difference'] or 0), -row['budget']))
+        unsure = []
         for row in found:
             if max_loss is None or meets(row, max_loss):
                 row['chosen'] = True
-                return row
-        return None
+                break
+            if row['interval'] and row['difference'] >= -max_loss:
+                unsure.append(f'{row["candidate"]} ({row["format"]})')
+        if unsure:
+            self._note(
+                f'{self.judge.num_images} images are too few to tell whether these lose more than '
+                f'{max_loss} points: {", ".join(unsure)}. Test on more images (--num-images)'
+            )
+        return next((row for row in found if row['chosen']), None)
 
     def _report(self, rows: list[dict], chosen: dict | None) -> None:
-        """Print the table, and write the page."""
-        print_table(self.results)
+        """Write the page, with what stock and the chosen model, or else the fastest, find."""
         shown = chosen or min(rows[1:], key=lambda row: row['ms'], default=rows[0])
         models = [
             self.open(self.candidates[row['candidate']], row['format']) for row in (rows[0], shown)
         ]
         path = osp.join(self.out_dir, 'report.html')
         with quiet():
-            write_report(path, self.cfg, self.results, shown, models, self.judge)
+            write_report(path, self.cfg, self.record.content, shown, models, self.judge)
         print(f'wrote {path} ({(time.monotonic() - self.started) / 60:.1f} min)')
 
     def _write_chosen(self, row: dict) -> None:
@@ -501,7 +483,9 @@ class Search:
             step = dict(type='Pad', size_divisor=self.divisor, pad_val=dict(img=PIXEL))
             for one in (cfg, tested):
                 dataset_config(one, 'test').pipeline.insert(-1, step)
-        self._write(stem, self.model(candidate), cfg)
+        model = copy.copy(self.model(candidate))
+        model.cfg = cfg
+        save_model(model, self.checkpoint, f'{stem}.pth')
         if self.judge.config:
             write_text(osp.join(self.out_dir, 'tested.py'), tested.pretty_text)
         source = osp.splitext(row['file'] or '')[0]
@@ -539,11 +523,6 @@ def megabytes(model: nn.Module, file: str | None) -> float:
 def percent_name(budget: float) -> str:
     """Return the name of the candidate of a budget."""
     return f'{100 * budget:.0f} %'
-
-
-def shared(name: str, kind: str) -> str:
-    """Return the key of a test, which is one for all formats of float32."""
-    return f'{name} in {"float32" if FORMATS[kind].exact else kind}'
 
 
 def meets(test: dict, max_loss: float) -> bool:
