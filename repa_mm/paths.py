@@ -1,7 +1,7 @@
 """Paths of the configs of this package and of installed codebases."""
 
 import os.path as osp
-from importlib import import_module
+from importlib.util import find_spec
 
 
 def config_root(package: str = 'repa_mm') -> str:
@@ -13,7 +13,10 @@ def config_root(package: str = 'repa_mm') -> str:
     Raises:
         ImportError: If the package is not installed.
     """
-    folder = osp.dirname(osp.abspath(import_module(package).__file__))
+    spec = find_spec(package)  # without an import: a codebase takes seconds
+    if spec is None:
+        raise ImportError(f'no package {package!r} is installed, whose configs are asked for')
+    folder = osp.dirname(osp.abspath(spec.origin))
     # In a checkout, configs/ and setup.py lie beside the package.
     checkout = osp.dirname(folder)
     is_checkout = osp.isfile(osp.join(checkout, 'setup.py'))
