@@ -5,9 +5,10 @@ import json
 import runpy
 import shutil
 import sys
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import cv2
 import numpy as np
@@ -79,6 +80,13 @@ def learned(tmp_path_factory):
     return folder
 
 
+def milliseconds(name, kind):
+    """The time of a model in a format."""
+    budget = float(name.split()[0]) / 100 if '%' in name else 1
+    formats = {ORT: 0.6, F32: 0.5, BF16: 0.4, INT8: 0.3, 'PyTorch bf16': 0.5}
+    return (100 if name == 'stock' else 60) * (0.2 + 0.8 * budget) * formats.get(kind, 1)
+
+
 @pytest.fixture
 def folder(learned, monkeypatch, tmp_path):
     """The same in an own folder. Times are those that the test gives, in float formats alone."""
@@ -92,9 +100,7 @@ def folder(learned, monkeypatch, tmp_path):
         assert per_turn and len(images) > 5
         for (name, kind), call in calls.items():
             assert call(images[0])
-            budget = float(name.split()[0]) / 100 if '%' in name else 1
-            ms = (100 if name == 'stock' else 60) * (0.2 + 0.8 * budget)
-            found[name, kind] = np.full(5, {EAGER: ms, ORT: 0.6 * ms, F32: 0.5 * ms}[kind])
+            found[name, kind] = np.full(5, milliseconds(name, kind))
         return found
 
     monkeypatch.setattr(search, 'measure', times)
@@ -153,8 +159,214 @@ def files(folder):
     return {p: p.read_bytes() for p in Path(folder).rglob('*') if p.is_file()}
 
 
-def test_the_table(folder, capsys):
-    rows = run(budgets=[0.5])
+class Given(search.Search):
+    """A search among models that are not there: budget and format decide on losses and times."""
+
+    def __init__(self, out_dir, formats=(EAGER, ORT, F32), loss=lambda c, k: 0.0, least=0.0):
+        self.record = search.Record(str(out_dir), 'a')
+        self.record.content.update(config='c', timed='one image', images='data', device='cpu')
+        self.judge = SimpleNamespace(mark='b', num_images=NUM, images=lambda number: [None])
+        self.out_dir, self.folder, self.num_images, self.repeats = str(out_dir), 'models', NUM, 5
+        self.steps, self.notes, self.to_fit, self.checkpoint = 0, [], [0], 'model.pth'
+        self.opened, self.divisor, self.formats, self.loss = {}, None, [*formats], loss
+        self.stock, self.base = (Candidate(name, 'c.py', '') for name in ('stock', 'faster parts'))
+        self.candidates = {c.name: c for c in (self.stock, self.base)}
+        self.fits, self.exports, self.written, self.slower = [], [], [], 1
+        self.conversion = SimpleNamespace(sizes=lambda budget: budget, fit=self.narrow)
+        self.least = least
+        for budget in self.record.content['fits'].values():
+            self._add_narrow(budget)
+
+    def narrow(self, budget):
+        self.fits.append(budget)
+        return None, SimpleNamespace(fraction=max(budget, self.least))
+
+    def model(self, candidate):
+        return Identity()
+
+    def _export(self, candidate, kind):
+        self.exports.append((candidate.name, kind))
+        return dict(path=f'{candidate.name}.{kind}')
+
+    def _open(self, candidate, kind, path):
+        return Identity()
+
+    def _test(self, candidate, kind):
+        loss = self.loss(candidate, kind)
+        known = candidate.budget == 1 and kind != INT8
+        interval = [-loss, -loss] if known else [-loss - 1, 1 - loss]
+        return dict(metric=90 - loss, difference=-loss, interval=interval, tested_in=kind)
+
+    def time(self, models, repeats, what):
+        models = {(self.stock.name, EAGER): None, **models}
+        return {
+            key: np.full(5, milliseconds(*key) * (1 if 'stock' in key else self.slower))
+            for key in models
+        }
+
+    def _write_chosen(self, row):
+        self.written.append(row['candidate'])
+
+    def _report(self, rows, chosen):
+        pass
+
+
+class Identity(torch.nn.Identity):
+    test_step = torch.nn.Identity.forward
+
+
+@pytest.fixture
+def saved(monkeypatch):
+    """The paths of the models that a search saves."""
+    found = []
+    monkeypatch.setattr(search, 'save_model', lambda model, original, path: found.append(path))
+    return found
+
+
+def test_a_floor_is_met_by_the_whole_interval(tmp_path, saved):
+    """By losses that the budget decides on: 2 points at 40 %, and ± 1."""
+    given = Given(tmp_path, loss=lambda candidate, _: 2 * (1 - candidate.budget) / 0.6)
+    # 1.5 points are lost at 55 %: bisection tries 40, 70, 55 and 47 %.
+    assert chosen_of(given.run(2.5, None, ()))['candidate'] == '55 %'
+    assert [*given.record.content['fits']] == ['40 %', '70 %', '55 %', '48 %']
+    assert any('too few to tell whether these lose more than 2.5' in x for x in given.notes)
+    assert any('48 % (OpenVINO f32)' in x for x in given.notes)
+    given.notes.clear()
+    assert chosen_of(given.run(0.5, None, ()))['candidate'] == 'faster parts'
+    assert given.written == ['55 %', 'faster parts'] and len(saved) == len({*saved})
+
+
+def test_what_is_slower_is_never_chosen(tmp_path, saved, capsys):
+    given = Given(tmp_path, [EAGER])
+    given.slower = 10
+    assert not any(row['chosen'] for row in given.run(90, None, ())) and not given.written
+    assert 'Nothing loses at most 90 points: nothing is chosen' in capsys.readouterr().out
+
+
+def test_int8_is_tested_in_what_floats_keep(tmp_path, saved):
+    def loss(candidate, kind):
+        return 100 * (1 - candidate.budget) + 15 * (kind == INT8)
+
+    given = Given(tmp_path, [INT8, BF16, F32], loss)
+    given._search_floor(50)
+    assert [*given.candidates][2:] == ['40 %', '70 %', '55 %', '48 %']
+    tested = [name.split(' on ')[0] for name in given.record.content['tests']]
+    assert [name for name in tested if INT8 in name] == [
+        f'{name} in {INT8}' for name in ('faster parts', '55 %', '70 %')
+    ]
+    assert not any('float32' in name for name in tested)
+
+
+def test_a_latency_is_met_by_the_second_fit(tmp_path, saved):
+    given = Given(tmp_path)
+    # Stock takes 100, OpenVINO 30 (0.2 + 0.8 budget): 0.15 is met below 37.5 %.
+    row = chosen_of(given.run(None, 0.15, ()))
+    assert row['format'] == F32 and row['ms'] <= 15 and 0.3 < row['budget'] <= 0.375
+    # The second is on the line through the first and all widths.
+    assert given.fits == [0.4, row['budget']]
+    assert chosen_of(given.run(None, 0.4, ()))['candidate'] == 'faster parts'
+    assert len(given.fits) == 2
+
+
+def test_budgets_below_the_least_are_one_candidate(tmp_path, saved):
+    """A candidate is named by what is left of it, not by what was asked for."""
+    given = Given(tmp_path / 'a', least=0.08)
+    rows = given.run(None, None, [0.02, 0.01])
+    assert {row['candidate'] for row in rows} == {'stock', 'faster parts', '8 %'}
+    assert {row['budget'] for row in rows if '%' in row['candidate']} == {0.08}
+    given.fit(0.08)
+    # It stays what was exported and tested, whichever budget comes first.
+    other = Given(tmp_path / 'b', least=0.08)
+    for budget in (0.08, 0.02):
+        assert other.fit(budget).checkpoint == 'models/8.pth'
+    assert saved == ['models/8.pth'] * 2
+
+
+def test_a_failing_fit_is_tried_again(tmp_path, saved, monkeypatch):
+    given, fit = Given(tmp_path, [EAGER]), Given.narrow
+
+    def fails(self, budget):
+        if budget < 0.4:
+            raise np.linalg.LinAlgError('of this budget')
+        return fit(self, budget)
+
+    monkeypatch.setattr(given.conversion, 'fit', partial(fails, given))
+    names = [row['candidate'] for row in given.run(None, None, [0.3, 0.5])]
+    assert names == ['stock', 'faster parts', '50 %']
+    assert '30 % of the blocks is left out: of this budget' in given.notes
+    rows = Given(tmp_path, [EAGER]).run(None, None, [0.3, 0.004])  # rounds to 0
+    assert [row['candidate'] for row in rows[2:]] == ['50 %', '30 %', '1 %']
+
+
+@pytest.mark.parametrize('error, tries', [(ValueError, 1), (RuntimeError, 2), (MemoryError, 2)])
+def test_only_a_refused_file_is_not_tried_again(tmp_path, monkeypatch, error, tries):
+    calls = []
+
+    def fail(*args):
+        calls.append(args)
+        raise error('an unknown operator')
+
+    monkeypatch.setattr(search, 'agreeing_onnx', fail)
+    monkeypatch.setattr(Given, '_export', search.Search._export)
+    for _ in range(2):
+        given = Given(tmp_path)
+        assert given.open(given.base, ORT) is given.open(given.base, F32) is None
+        (note,) = given.notes
+        assert 'faster parts in onnx is left out: ' in note and 'an unknown operator' in note
+        assert given.open(given.base, EAGER)
+    assert len(calls) == tries
+
+
+def test_every_precision_is_tested_in_itself(tmp_path, monkeypatch):
+    """Formats of a GPU, on a CPU; what does not run is left out, and says why."""
+    given = Given(tmp_path, [EAGER, 'PyTorch bf16', ORT_CUDA])
+    monkeypatch.setattr(given, '_open', lambda _, kind, path: 1 / (kind != ORT_CUDA) and Identity())
+    rows = given.run(None, None, ())
+    assert [(r['candidate'], r['format'], r['tested_in']) for r in rows] == [
+        (name, kind, kind) for name in ('stock', 'faster parts') for kind in given.formats[:2]
+    ]
+    assert any('parts in ONNX Runtime CUDA is left out: ZeroDivision' in x for x in given.notes)
+    assert not any('not quiet' in note for note in given.notes)
+
+
+def test_a_test_is_of_one_padding(tmp_path):
+    kind, given = f'{F32}, padded', Given(tmp_path)
+    given._test = lambda *_: dict(metric=given.divisor)
+    for given.divisor in (64, 96, 64):
+        assert given.test(given.base, kind)['metric'] == given.divisor
+    assert len(given.record.content['tests']) == 2
+
+
+def test_times_of_a_busy_machine_are_named(tmp_path):
+    given = Given(tmp_path, [EAGER])
+    times = np.array([[100.0] * 8, [30, 31, 90, 30, 95, 91, 30, 92]])
+    given.time = lambda models, *_: dict(zip(models, times))
+    rows = given.run(None, None, ())
+    assert len(rows) == 2
+    (note,) = given.notes
+    assert "was not quiet: a row's times vary by 61% of stock's" in note
+
+
+def test_an_interrupted_run_goes_on(tmp_path, saved):
+    given = Given(tmp_path)
+
+    def interrupted(budget):
+        if len(given.fits) == 1:
+            raise KeyboardInterrupt
+        return Given.narrow(given, budget)
+
+    given.conversion.fit = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        given.run(None, None, [0.5, 0.3])
+    rows = (given := Given(tmp_path)).run(None, None, [0.5, 0.3])
+    assert given.fits == [0.3] and len(given.exports) == 3 and len(rows) == 10
+    again = Given(tmp_path)
+    again._test = None
+    assert again.run(None, None, [0.5, 0.3]) == rows and not again.fits and not again.exports
+
+
+def test_the_table(folder, monkeypatch, capsys):
+    rows = run(budgets=[0.5], batch_size=4)
     assert [(row['candidate'], row['format']) for row in rows] == [
         ('stock', EAGER),
         *[('faster parts', kind) for kind in (EAGER, ORT, F32)],
@@ -170,14 +382,21 @@ def test_the_table(folder, capsys):
     assert kept['rows'] == rows
     assert not Path('out/model.py').exists()
     out = capsys.readouterr().out
+    assert 'searching on cpu' in out and '4 images in turn' in out
     assert '≈' in out and 'bootstrap' in out and 'fit 50 % of the blocks to 3 images' in out
     page = Path('out/report.html').read_text()
     assert page.count('data:image/jpeg') == 8 and '<svg' in page and 'src="http' not in page
+    # A second call finds everything but the times.
+    monkeypatch.setattr(search, 'agreeing_onnx', None)
+    monkeypatch.setattr(search.Annotated, '__call__', None)
+    monkeypatch.setattr(search, 'write_report', lambda *_: None)
+    assert run(budgets=[0.5], batch_size=4) == rows
 
 
-def test_the_chosen_model_keeps_its_promise(folder):
+def test_the_chosen_model_keeps_its_promise(folder, monkeypatch):
     from repa_mm.export.runtime_model import runner_for_exported
 
+    monkeypatch.setattr(search, 'STEPS', 1)
     row = chosen_of(run(max_loss=60))
     assert row['format'] == F32 and row['interval'][0] >= -60 and row['budget'] < 1
     runner = runner_for_exported(load_config('out/tested.py'), 'out/model.onnx', 'work', 'f32')
@@ -186,77 +405,15 @@ def test_the_chosen_model_keeps_its_promise(folder):
     cfg.work_dir, cfg.load_from = 'work2', 'out/model.pth'
     eager = Runner.from_cfg(cfg).test()['accuracy/top1']
     assert eager == row['metric']  # the same labels, as nothing is near a tie
-
-
-def test_a_floor_is_met_by_the_whole_interval(folder, monkeypatch):
-    """By losses that the budget decides on: -2 points at 40 %, and ± 1."""
-
-    def test(self, candidate, kind):
-        change = -2 * (1 - candidate.budget) / 0.6
-        interval = [change - 1, change + 1] if candidate.budget < 1 else [0.0, 0.0]
-        return dict(metric=90 + change, difference=change, interval=interval, tested_in=kind)
-
-    monkeypatch.setattr(search.Search, '_test', test)
-    row = chosen_of(run(max_loss=2.5))
-    # 1.5 points are lost at 55 %: bisection tries 40, 70, 55 and 47 %.
-    assert row['candidate'] == '55 %'
-    names = json.loads(Path('out/results.json').read_text())['fits']
-    assert list(names) == ['40 %', '70 %', '55 %', '48 %']
+    # Another choice takes its place. Without a runtime, it has no file.
     before = Path('out/model.pth').read_bytes()
-    row = chosen_of(run(max_loss=0.5))  # none of the narrower ones
-    assert row['candidate'] == 'faster parts' and Path('out/model.pth').read_bytes() != before
-
-
-def test_int8_is_tested_in_what_floats_keep():
-    found, tested = search.Search.__new__(search.Search), []
-    found.base = Candidate('faster parts', '', '')
-    found.candidates = {}
-
-    def fit(budget):
-        name = search.percent_name(budget)
-        found.candidates[name] = Candidate(name, '', '', budget)
-        return found.candidates[name]
-
-    def test(candidate, kind):
-        tested.append((candidate.name, kind))
-        loss = 1 - candidate.budget + 0.15 * (kind == INT8)
-        return dict(interval=[-loss, 0.0])
-
-    found.fit, found.test, found.formats = fit, test, []
-    found.latency_ratios = lambda candidate, kinds: {INT8: 0.2, BF16: 0.3, F32: 0.4}
-    found._search_floor(0.5)
-    assert list(found.candidates) == ['40 %', '70 %', '55 %', '48 %']
-    assert [name for name, kind in tested if kind == INT8] == ['faster parts', '55 %', '70 %']
-    assert not any(kind == F32 for _, kind in tested)
-
-
-def test_a_latency_is_met_by_the_second_fit(folder, monkeypatch):
-    fits = []
-    fit = FitOnce.fit
-    monkeypatch.setattr(
-        FitOnce, 'fit', lambda self, budget, **k: fits.append(budget) or fit(self, budget, **k)
-    )
-    # Stock takes 100, OpenVINO 30 (0.2 + 0.8 budget): 0.15 is met below 37.5 %.
-    row = chosen_of(run(latency=0.15))
-    assert row['format'] == F32 and row['ms'] <= 15 and 0.3 < row['budget'] <= 0.375
-    assert fits == [0.4, row['budget']]  # the second on the line through the first and all widths
-    assert chosen_of(run(latency=0.4))['candidate'] == 'faster parts' and len(fits) == 2
-
-
-def test_budgets_below_the_least_are_one_candidate(folder):
-    """A candidate is named by what is left of it, not by what was asked for."""
-    rows = run(budgets=[0.02, 0.01])
-    (name,) = {row['candidate'] for row in rows if row['candidate'].endswith('%')}
-    (budget,) = {row['budget'] for row in rows if row['candidate'] == name}
-    assert budget > 0.03 and name == f'{100 * budget:.0f} %'
-
-    def written(out, *budgets):
-        run(out, budgets=budgets, num_images=0)
-        return Path(out, 'candidates', f'{name[:-2]}.pth').stat().st_mtime_ns
-
-    # It stays what was exported and tested, whichever budget comes first.
-    assert written('out', 0.02) == written('out', budget)
-    assert written('other', budget) == written('other', 0.02)
+    monkeypatch.setattr(search, 'installed_formats', lambda _: ([EAGER], []))
+    row = chosen_of(run(latency=0.7))
+    assert row['candidate'] == 'faster parts' and row['format'] == EAGER
+    assert Path('out/model.pth').read_bytes() != before
+    assert sorted(p.name for p in Path('out').glob('model.*')) == ['model.pth', 'model.py']
+    model = open_model(load_config('out/model.py'), 'out/model.pth')
+    assert any(isinstance(module, FastShiftWindowMSA) for module in model.modules())
 
 
 LAZY = CONFIG.replace("default_scope = 'mmpretrain'\n", """
@@ -306,108 +463,43 @@ def test_a_repaformer_is_compared_with_its_merged_form(folder, monkeypatch):
 
 
 @pytest.mark.parametrize('what', ['labels', 'images'])
-def test_other_data_are_tested_anew(folder, monkeypatch, what):
-    monkeypatch.setattr(search, 'installed_formats', lambda _: ([EAGER], []))
+def test_other_data_are_tested_anew(folder, what):
     shutil.copytree(folder / 'images', 'own')
     images = sorted(Path('own').rglob('*.png'))
     lines = [f'{path.relative_to("own")} {path.parent.name}\n' for path in images]
     Path('labels.txt').write_text(''.join(lines))
     text = CONFIG.replace("data_root='images'", "data_prefix='own', ann_file='labels.txt'")
     Path('own.py').write_text(text)
-    before = run(config='own.py', budgets=[])[0]['metric']
-    assert run(config='own.py', budgets=[])[0]['metric'] == before
+
+    def metric(**kwargs):
+        given = dict(num_images=NUM, fit_images=3) | kwargs
+        found = search.Search('own.py', 'model.pth', 'out', **given)
+        return found.test(found.stock, EAGER)['metric']
+
+    before = metric()
     if what == 'labels':
         Path('labels.txt').write_text(''.join(f'{x[:-2]}{(int(x[-2]) + 1) % 3}\n' for x in lines))
-        assert run(config='own.py', budgets=[])[0]['metric'] < before - 20
+        assert metric() < before - 20
+        Path('labels.txt').write_text(''.join(lines))
+        search.Annotated.__call__, call = None, search.Annotated.__call__
+        try:
+            assert metric() == before
+            with pytest.raises(TypeError):
+                metric(num_images=12)
+        finally:
+            search.Annotated.__call__ = call
     else:  # names and sizes: what was fitted belongs to other images
+        kept = files('out')
         images[0].write_bytes(images[1].read_bytes())
-        with pytest.raises(ValueError, match='of other data'):
-            run(config='own.py', budgets=[])
-
-
-def test_a_failing_fit_is_tried_again(folder, monkeypatch, capsys):
-    monkeypatch.setattr(search, 'installed_formats', lambda _: ([EAGER], []))
-    fit = FitOnce.fit
-
-    def fails(self, budget, **kwargs):
-        if budget < 0.4:
-            raise np.linalg.LinAlgError('of this budget')
-        return fit(self, budget, **kwargs)
-
-    monkeypatch.setattr(FitOnce, 'fit', fails)
-    names = [row['candidate'] for row in run(budgets=[0.3, 0.5])]
-    assert names == ['stock', 'faster parts', '50 %']
-    assert '30 % of the blocks is left out: of this budget' in capsys.readouterr().out
-    monkeypatch.setattr(FitOnce, 'fit', fit)
-    rows = run(budgets=[0.004])  # rounds to 0
-    assert len(rows) == 4 and rows[-1]['budget'] < 0.3
-
-
-def test_every_precision_is_tested_in_itself(folder, monkeypatch, capsys):
-    """Formats of a GPU, on a CPU; what does not run is left out, and says why."""
-    kinds = [EAGER, 'PyTorch bf16', ORT_CUDA]
-    monkeypatch.setattr(search, 'installed_formats', lambda _: (kinds, []))
-    monkeypatch.setattr(search, 'ExportedModel', lambda *_: 1 / 0)
-    measured = search.measure
-
-    def times(calls, *args, **kwargs):
-        times = measured({(n, EAGER): call for (n, _), call in calls.items()}, *args, **kwargs)
-        return {(n, k): 2 * times[n, EAGER] if k == EAGER else times[n, EAGER] for n, k in calls}
-
-    monkeypatch.setattr(search, 'measure', times)
-    row = chosen_of(run(max_loss=90, batch_size=4))
-    assert row['format'] == 'PyTorch bf16' == row['tested_in'] and row['file'] is None
-    out = capsys.readouterr().out
-    assert 'faster parts in ONNX Runtime CUDA is left out: ZeroDivisionError' in out
-    assert 'searching on cpu' in out and '4 images in turn' in out
-    rows = run(budgets=[])
-    assert [(r['candidate'], r['format'], r['tested_in']) for r in rows[:4]] == [
-        (name, kind, kind) for name in ('stock', 'faster parts') for kind in kinds[:2]
-    ]
-
-
-def test_an_export_that_fails_leaves_the_other_formats(folder, monkeypatch, capsys):
-    def fail(*args, **kwargs):
-        raise RuntimeError('an unknown operator')
-
-    monkeypatch.setattr(search, 'agreeing_onnx', fail)
-    rows = run(budgets=[])
-    assert {row['format'] for row in rows} == {EAGER}
-    assert 'an unknown operator' in capsys.readouterr().out
-
-
-def test_an_interrupted_run_goes_on(folder, monkeypatch):
-    fit, fits = FitOnce.fit, []
-
-    def interrupted(self, budget, **kwargs):
-        fits.append(budget)
-        if len(fits) == 2:
-            raise KeyboardInterrupt
-        return fit(self, budget, **kwargs)
-
-    monkeypatch.setattr(FitOnce, 'fit', interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        run(budgets=[0.5, 0.3])
-    rows = run(budgets=[0.5, 0.3])
-    assert fits == [0.5, 0.3, 0.3]
-    monkeypatch.setattr(search, 'agreeing_onnx', None)
-    tested, judge = [], search.Annotated.__call__
-    monkeypatch.setattr(
-        search.Annotated, '__call__', lambda self, model: tested.append(model) or judge(self, model)
-    )
-    assert run(budgets=[0.5, 0.3]) == rows and not tested
-    # Other images are tested anew: stock, and each candidate.
-    run(budgets=[0.5, 0.3], num_images=12)
-    assert len(tested) == 4
-    # What was fitted to other images, or by other options, is another model.
-    before = files('out')
-    for other in dict(fit_images=4), dict(images='images'):
-        with pytest.raises(ValueError, match='of other data or of other options'):
-            run(**other)
-    assert files('out') == before
+        for other in (dict(), dict(fit_images=4), dict(images='images')):
+            with pytest.raises(ValueError, match='of other data or of other options'):
+                metric(**other)
+        assert files('out') == kept
 
 
 def test_a_target_that_nothing_meets(folder, monkeypatch, capsys):
+    monkeypatch.setattr(search, 'installed_formats', lambda _: ([EAGER], []))
+    monkeypatch.setattr(search, 'STEPS', 1)
     monkeypatch.setattr(sys, 'argv', ['speed_up.py', 'config.py', 'model.pth', 'out'])
     sys.argv += ['--latency', '0.01', '--num-images', '12', '--fit-images', '3']
     with pytest.raises(SystemExit) as error:
@@ -455,7 +547,7 @@ WRAPPERS = dict(
 
 
 @pytest.mark.parametrize('kind', WRAPPERS)
-def test_the_first_of_several_data_sets_is_tested(folder, kind, monkeypatch, capsys):
+def test_the_first_of_several_data_sets_is_tested(folder, kind):
     cfg = load_config('config.py')
     one = cfg.val_dataloader.dataset
     cfg.val_dataloader.dataset = WRAPPERS[kind](one, dict(one, data_root='nowhere'))
@@ -467,13 +559,11 @@ def test_the_first_of_several_data_sets_is_tested(folder, kind, monkeypatch, cap
         if not find_spec('mmdet'):
             pytest.skip('MMDetection is not installed')
     cfg.test_dataloader.dataset.data_root = 'nowhere'
-    cfg.dump('several.py')
-    monkeypatch.setattr(search, 'installed_formats', lambda _: ([EAGER], []))
-    row = chosen_of(run(config='several.py', max_loss=90))
-    assert f'tested on the first data set of a {kind}' in capsys.readouterr().out
-    cfg = load_config('out/tested.py')
-    cfg.work_dir, cfg.load_from = 'work', 'out/model.pth'
-    assert Runner.from_cfg(cfg).test()['accuracy/top1'] == row['metric']
+    judge = Annotated(cfg, NUM, 'subset.json')
+    assert judge.note == f'tested on the first data set of a {kind}'
+    value = judge(open_model(load_config('config.py'), 'model.pth')).value
+    cfg.update(judge.config, work_dir='work', load_from='model.pth')
+    assert 40 < value == Runner.from_cfg(cfg).test()['accuracy/top1']
 
 
 def test_errors_leave_the_folder_as_it_was(folder):
@@ -507,22 +597,3 @@ def test_errors_leave_the_folder_as_it_was(folder):
     with pytest.raises(ValueError, match='model.pth of something else'):
         run('mine')
     assert files('mine') == {Path('mine/model.pth'): b'mine'}
-
-
-def test_a_choice_in_pytorch_has_the_faster_parts(folder, monkeypatch):
-    """Without a runtime for files; and what is slower than the original is never chosen."""
-    monkeypatch.setattr(search, 'installed_formats', lambda _: ([EAGER], []))
-    row = chosen_of(run(max_loss=0))
-    assert row['format'] == EAGER
-    assert sorted(p.name for p in Path('out').glob('model.*')) == ['model.pth', 'model.py']
-    model = open_model(load_config('out/model.py'), 'out/model.pth')
-    assert any(isinstance(module, FastShiftWindowMSA) for module in model.modules())
-    slower = search.measure
-    monkeypatch.setattr(
-        search,
-        'measure',
-        lambda *args, **kwargs: {
-            k: v if 'stock' in k else 10 * v for k, v in slower(*args, **kwargs).items()
-        },
-    )
-    assert not any(row['chosen'] for row in run(max_loss=0))
