@@ -7,28 +7,11 @@ are random.
 """
 
 import argparse
-import copy
 
-import numpy as np
 import torch
-from mmengine.logging import MMLogger
 
-from repa_mm.benchmark.complexity import input_channels
-from repa_mm.benchmark.timing import measure, show, show_machine
-from repa_mm.benchmark.variants import (
-    COLUMNS,
-    STOCK,
-    autocasting,
-    calls_on_noise,
-    compile_,
-    exported,
-    latency_rows,
-    variants,
-)
-from repa_mm.config import load_config, readable_errors, tool_parser
-from repa_mm.export.runtime_model import ExportedModel
-from repa_mm.faster import faster_on_gpu_
-from repa_mm.opening import read_images
+from repa_mm.benchmark.latency import show_latency
+from repa_mm.config import readable_errors, tool_parser
 
 EXAMPLES = """examples:
   %(prog)s configs/retinanet_repa_swin_b.py --baseline configs/retinanet_swin_b.py
@@ -98,50 +81,10 @@ def parse_args() -> argparse.Namespace:
     return args
 
 
-@torch.no_grad()
 def main() -> None:
     args = parse_args()
-    show_machine()
-    # Hides where each weight is initialized from.
-    MMLogger.get_current_instance().setLevel('WARNING')
-    cfg, shape = load_config(args.config, args.cfg_options), tuple(args.input_shape)
-    baseline = load_config(args.baseline) if args.baseline else None
-    models = variants(cfg, args.checkpoint, baseline)
-    for name, model in models.items():
-        model.to(args.device)
-        if name != STOCK:
-            faster_on_gpu_(model)
-    if args.compile:
-        for name, model in list(models.items()):
-            models[f'{name}, compiled'] = compile_(copy.deepcopy(model))
-    first = next(iter(models.values()))
-    channels, number, how = input_channels(first), args.repeats, args.part
-    if args.dataset:
-        with readable_errors():
-            argument = read_images(cfg, 'test', args.dataset, args.images)
-        calls = {name: model.test_step for name, model in models.items()}
-        number, how = len(argument), f'{len(argument)} images of {args.images or "the test data"}'
-    else:
-        calls, argument = calls_on_noise(models, args.part, shape, args.batch_size)
-    calls = {name: autocasting(call, args.amp, args.device) for name, call in calls.items()}
-    for name in args.exported:
-        if args.dataset:
-            file, _, precision = name.partition(':')
-            calls[name] = ExportedModel(file, first.data_preprocessor, precision or None).test_step
-        else:
-            calls[name] = exported(name, shape, args.batch_size, channels)
-    times = measure(calls, argument, number, per_turn=bool(args.dataset))
-    rows = latency_rows(times, args.batch_size)
-    columns = [column.format(next(iter(calls))) for column in COLUMNS]
-    if args.dataset:  # images differ
-        columns.insert(2, 'quartiles')
-        for row, values in zip(rows, times.values()):
-            row[2] = f'{1e3 / values.mean():.2f}'
-            row.insert(2, '{:.1f} to {:.1f}'.format(*np.percentile(values, [25, 75])))
-    else:
-        how += f', {"x".join(map(str, (args.batch_size, channels, *shape)))}'
-    title = f'{args.config}, {how}, {args.amp or "float32"}, medians of {number} turns [95 %]'
-    show(title, columns, rows)
+    with readable_errors():
+        show_latency(**vars(args))
 
 
 if __name__ == '__main__':

@@ -4,10 +4,8 @@ import argparse
 
 from mmengine import DictAction
 
-from repa_mm import reparameterize_
 from repa_mm.config import load_config
-from repa_mm.opening import deploy_, open_model
-from repa_mm.reparam import has_deploy_form, has_training_form
+from repa_mm.opening import open_model
 
 
 def parse_args() -> argparse.Namespace:
@@ -31,24 +29,29 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     args = parse_args()
     cfg = load_config(args.config, args.cfg_options)
-    if has_deploy_form(open_model(cfg, args.checkpoint)):
-        deploy_(cfg.model)
+    model = open_model(cfg, args.checkpoint, merge=True)
+    if cfg.default_scope == 'mmpretrain':
+        from mmpretrain import ImageClassificationInferencer
+
+        model._config, model._dataset_meta = cfg, model.dataset_meta
+        inferencer = ImageClassificationInferencer(model, device=args.device)
+        inferencer(args.inputs, show_dir=args.out_dir)
+        return
     if cfg.default_scope == 'mmdet':
         from mmdet.apis import DetInferencer as Inferencer
 
-        options = dict(out_dir=args.out_dir, pred_score_thr=args.score_thr)
-    elif cfg.default_scope == 'mmseg':
+        options = dict(pred_score_thr=args.score_thr)
+    else:
         from mmseg.apis import MMSegInferencer as Inferencer
 
-        options = dict(out_dir=args.out_dir)
-    else:
-        from mmpretrain import ImageClassificationInferencer as Inferencer
+        options = {}
+        model.dataset_meta = {key: model.dataset_meta.get(key) for key in ('classes', 'palette')}
 
-        options = dict(show_dir=args.out_dir)
-    inferencer = Inferencer(cfg, args.checkpoint, device=args.device)
-    if has_training_form(inferencer.model):
-        reparameterize_(inferencer.model)
-    inferencer(args.inputs, **options)
+    class InferencerOfModel(Inferencer):
+        def _init_model(self, cfg, weights, device):
+            return model.to(device)
+
+    InferencerOfModel(cfg, device=args.device)(args.inputs, out_dir=args.out_dir, **options)
 
 
 if __name__ == '__main__':

@@ -14,7 +14,7 @@ from mmpretrain.models import PoolFormer
 from repa_mm.benchmark.complexity import input_channels
 from repa_mm.benchmark.timing import change
 from repa_mm.export.session import Session
-from repa_mm.faster import fuse_conv_bn_, swap_faster_attention_
+from repa_mm.faster import faster_parts_, fuse_conv_bn_
 from repa_mm.opening import open_model
 from repa_mm.reparam import Form, outermost
 
@@ -47,15 +47,10 @@ def variants(
 def with_our_parts(stock: nn.Module) -> dict[str, nn.Module]:
     """Return a stock model and a copy with the faster parts that a deploy form has.
 
-    These are everything except the merged FFNs: window and deformable attention, UperNet's head,
+    These are everything except the merged FFNs: those of :func:`~repa_mm.faster.faster_parts_`,
     fused BatchNorms, and a PoolFormer's memory format. The copy is left out if it has none of them.
     """
-    models, ours = {STOCK: stock}, copy.deepcopy(stock)
-    swap_faster_attention_(ours)
-    if hasattr(ours, 'decode_head'):
-        from repa_mm.faster.uper_head import fast_uper_head_
-
-        fast_uper_head_(ours)
+    models, ours = {STOCK: stock}, faster_parts_(copy.deepcopy(stock))
     types = {type(m) for m in stock.modules()}
     if PoolFormer in types:
         # In the deploy form, feature maps have this format after the first FFN on tokens.
@@ -163,7 +158,9 @@ def autocasting(call: Callable, dtype: str | None, device: str) -> Callable:
     return context(call)
 
 
-def exported(name: str, shape: tuple[int, int], batch_size: int, channels: int = 3) -> Callable:
+def exported_on_noise(
+    name: str, shape: tuple[int, int], batch_size: int, channels: int = 3
+) -> Callable:
     """Return a function that runs an exported model on noise, and ignores its argument.
 
     Args:

@@ -12,8 +12,9 @@ from repa_mm.faster.windows import is_traced, times, traceable_partition
 
 __all__ = [
     'FastShiftWindowMSA', 'build_fast_uper_head', 'fast_window_attention_', 'faster_on_gpu_',
-    'fuse_conv_bn_', 'is_traced', 'pad_any_size_', 'swap_attention_', 'swap_deformable_attention_',
-    'swap_faster_attention_', 'times', 'trace_any_size_', 'traceable_partition',
+    'faster_parts_', 'fuse_conv_bn_', 'is_traced', 'pad_any_size_', 'swap_attention_',
+    'swap_deformable_attention_', 'swap_faster_attention_', 'times', 'trace_any_size_',
+    'traceable_partition',
 ]  # fmt: skip
 
 
@@ -23,3 +24,21 @@ def build_fast_uper_head(**kwargs) -> nn.Module:
     from repa_mm.faster.uper_head import FastUPerHead
 
     return FastUPerHead(**kwargs)
+
+
+def faster_parts_(model: nn.Module) -> nn.Module:
+    """Use our window attention and UperNet's faster head, and on CPUs our deformable attention.
+
+    Args:
+        model (nn.Module): A detector, segmentor or classifier, which is changed in place.
+
+    Returns:
+        nn.Module: The same model, with the same weights.
+    """
+    swap_faster_attention_(model)
+    head = getattr(model, 'decode_head', None)
+    if type(head).__name__ == 'UPerHead':
+        from repa_mm.faster.uper_head import fast_uper_head_
+
+        fast_uper_head_(head)
+    return model

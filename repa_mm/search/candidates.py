@@ -7,7 +7,7 @@ import torch.nn as nn
 from mmengine.config import Config
 
 from repa_mm.convert.pretrained import with_import, with_structures
-from repa_mm.faster import swap_faster_attention_
+from repa_mm.faster import faster_parts_
 
 
 @dataclass
@@ -28,29 +28,24 @@ class Candidate:
 
 
 def with_faster_parts(cfg: Config, stock: nn.Module) -> Config:
-    """Return the config of a model with our attention and UperNet's faster head.
+    """Return the config of a model with :func:`~repa_mm.faster.faster_parts_`.
 
     Args:
         cfg (Config): Config of the original model. Without such parts, the same is returned.
         stock (nn.Module): The original model.
     """
-    ours = copy.deepcopy(stock)
-    swap_faster_attention_(ours)
-    pairs = zip(stock.named_modules(), ours.modules())
-    changed = [name for (name, module), other in pairs if type(module) is not type(other)]
-    model = copy.deepcopy(cfg.model)
-    if changed and all(name.startswith('backbone.') for name in changed):
-        model.backbone = with_structures(model.backbone)
-    elif changed:
-        model = with_structures(model)
-    if type(getattr(stock, 'decode_head', None)).__name__ == 'UPerHead':
-        from repa_mm.faster.uper_head import is_ordinary
-
-        if is_ordinary(stock.decode_head):
-            owner = model if 'decode_head' in model else model.model  # of a Restructured segmentor
-            owner.decode_head.type = 'FastUPerHead'
-    if model == cfg.model:
+    pairs = zip(stock.named_modules(), faster_parts_(copy.deepcopy(stock)).modules())
+    changed = {name for (name, module), other in pairs if type(module) is not type(other)}
+    if not changed:
         return cfg
     cfg = copy.deepcopy(cfg)
-    cfg.model = model
+    if 'decode_head' in changed:
+        # The model in a Restructured segmentor has the config of the head.
+        owner = cfg.model if 'decode_head' in cfg.model else cfg.model.model
+        owner.decode_head.type = 'FastUPerHead'
+    attention = changed - {'decode_head', 'decode_head.fpn_bottleneck'}
+    if attention and all(name.startswith('backbone.') for name in attention):
+        cfg.model.backbone = with_structures(cfg.model.backbone)
+    elif attention:
+        cfg.model = with_structures(cfg.model)
     return with_import(cfg)

@@ -7,7 +7,7 @@ import torch
 import repa_mm
 from repa_mm.benchmark.variants import (
     autocasting,
-    exported,
+    exported_on_noise,
     latency_rows,
     noise,
     synthetic_batch,
@@ -75,7 +75,7 @@ def test_exported_files(suffix, pixels, tmp_path, monkeypatch):
     if pixels:
         onnx.helper.set_model_props(model, dict(preprocessing='1', outputs='y'))
     onnx.save(model, path)
-    (found,) = exported(path + suffix, (8, 9), 2)(None).values()
+    (found,) = exported_on_noise(path + suffix, (8, 9), 2)(None).values()
     assert found.shape == shape
     if not pixels:
         assert np.allclose(found, noise((8, 9), 2))
