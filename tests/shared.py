@@ -1,10 +1,13 @@
 """The tests that each form and backbone passes, for those that the projects add."""
 
+import copy
 import inspect
 
 import pytest
 import torch
+import torch.nn as nn
 
+from repa_mm.reparam import finish_schedules_, reparameterize
 from tests.test_models import test_backbones
 from tests.test_reparam import test_forms
 
@@ -27,6 +30,23 @@ def run_test(test, request, **values) -> None:
     test(**values, **{name: request.getfixturevalue(name) for name in names})
 
 
+def merging_before_the_schedule_has_ended_is_refused(name):
+    """Of forms with a schedule, which only projects have."""
+    form = test_forms.FORMS[name][0]()
+    (scheduled,) = [m for m in form.modules() if hasattr(m, 'set_lam')]
+    start, end = 1 - scheduled.end, scheduled.end
+    with pytest.raises(ValueError, match=f'lambda = {start:g}, .* at lambda = {end:g} only'):
+        form.merge()
+    for lam, text in ((abs(end - 0.001), ''), (abs(end - 2**-24), '')):
+        scheduled.set_lam(lam)
+        with pytest.raises(ValueError, match=rf"cannot merge '0': .*lambda = {text}"):
+            reparameterize(nn.Sequential(form))
+    # Lambda is state: checkpoints have it, in half precision, too.
+    loaded = test_forms.FORMS[name][0]()
+    loaded.load_state_dict(finish_schedules_(form).state_dict())
+    assert loaded.bfloat16().merge() and copy.deepcopy(form).merge()
+
+
 def form_tests(forms, *others, small=1, hostile=()):
     """Tests of the rows of `test_forms.FORMS` in `forms`; `others` are names of further tests."""
 
@@ -38,7 +58,8 @@ def form_tests(forms, *others, small=1, hostile=()):
     @pytest.mark.parametrize('name', forms)
     @pytest.mark.parametrize('test', (*OF_FORMS, *others))
     def as_others(name, test, request):
-        run_test(getattr(test_forms, f'test_{test}'), request, name=name)
+        check = globals().get(test) or getattr(test_forms, f'test_{test}')
+        run_test(check, request, name=name)
 
     @pytest.mark.parametrize('name', forms)
     @pytest.mark.parametrize('seed', range(8 if len(hostile) > 1 else 4))

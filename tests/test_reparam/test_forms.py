@@ -111,23 +111,6 @@ def test_the_weights_of_the_other_form_are_refused(name, make):
             model.load_state_dict(other.state_dict(), strict=False)
 
 
-@pytest.mark.parametrize('name', [])  # of projects
-def test_merging_before_the_schedule_has_ended_is_refused(name, make):
-    form = FORMS[name][0]()
-    (scheduled,) = [m for m in form.modules() if hasattr(m, 'set_lam')]
-    start, end = 1 - scheduled.end, scheduled.end
-    with pytest.raises(ValueError, match=f'lambda = {start:g}, .* at lambda = {end:g} only'):
-        form.merge()
-    for lam, text in ((abs(end - 0.001), ''), (abs(end - 2**-24), '')):
-        scheduled.set_lam(lam)
-        with pytest.raises(ValueError, match=rf"cannot merge '0': .*lambda = {text}"):
-            reparameterize(nn.Sequential(form))
-    # Lambda is state: checkpoints have it, in half precision, too.
-    loaded = FORMS[name][0]()
-    loaded.load_state_dict(finish_schedules_(form).state_dict())
-    assert loaded.bfloat16().merge() and copy.deepcopy(form).merge()
-
-
 def ordinary(name):
     """Ordinary parts with random weights, and what the block computes of them."""
     norm = nn.LayerNorm(C)
