@@ -36,7 +36,9 @@ def scenes(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.mark.parametrize('task', ['retinanet', 'mask_rcnn', 'upernet'])
+@pytest.mark.parametrize(
+    'task', ['retinanet', 'mask_rcnn', pytest.param('upernet', marks=pytest.mark.slow)]
+)
 def test_demo(task, scenes, capsys):
     """A trained model, or one of random weights, is tested in its forms, measured and drawn."""
     checkpoint = None

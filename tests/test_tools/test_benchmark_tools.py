@@ -8,8 +8,7 @@ import pytest
 import torch
 
 import repa_mm
-from repa_mm.export.export import agreeing_onnx
-from repa_mm.files import write_bytes
+from repa_mm.benchmark import latency
 from repa_mm.opening import open_model
 from tests.test_export.conftest import write_config
 
@@ -90,24 +89,28 @@ def test_models_of_other_channels_and_whole_models(base, text, channels, tmp_pat
     assert '| deploy' in out
 
 
-def test_images_of_a_data_set(in_digits, call, capsys):
-    pytest.importorskip('onnxruntime')
+def test_images_of_a_data_set(in_digits, call, capsys, monkeypatch):
     config, checkpoint = write_config('retinanet', in_digits), str(in_digits / 'model.pth')
     torch.save(open_model(config).state_dict(), checkpoint)
-    file = str(in_digits / 'model.onnx')
-    deployed = open_model(config, checkpoint, merge=True)
-    write_bytes(file, agreeing_onnx(deployed, None)[0])
+    opened = []
+
+    def exported(file, preprocessor, precision):
+        opened.append((file, precision))
+        return open_model(config)
+
+    monkeypatch.setattr(latency, 'ExportedModel', exported)
     arguments = 'benchmark', config, checkpoint, '--dataset'
     for options in (('--part', 'backbone'), ('--images', 'not there')):
         assert call(*arguments, *options)[0]
     capsys.readouterr()
     baseline = '--baseline', write_config('retinanet', in_digits, repa=False)
-    assert call(*arguments, 3, *baseline, '--exported', file) == (0, '')
+    assert call(*arguments, 3, *baseline, '--exported', 'a.onnx', 'b.xml:f32') == (0, '')
+    assert opened == [('a.onnx', None), ('b.xml', 'f32')]
     out = capsys.readouterr().out
     assert '3 images of the test data, float32, medians of 3 turns' in out
     rows = [line.split('|')[1:] for line in out.splitlines() if line.startswith('| ')]
     assert [row[0].strip() for row in rows] == [
-        *('model', 'stock', 'stock with our parts', 'deploy form', file)
+        *('model', 'stock', 'stock with our parts', 'deploy form', 'a.onnx', 'b.xml:f32')
     ]
     for _, median, quartiles, per_second, *_ in rows[1:]:
         low, high = map(float, quartiles.split(' to '))
