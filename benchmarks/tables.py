@@ -219,7 +219,7 @@ def tables() -> dict[str, str]:
         ),
         'narrow-files': table(of('file in OpenVINO, '), 'form', 'of'),
         'ways': table(of('fine-tuned: '), 'model form', 'of', mean),
-        'fitted': table(of('one seed: '), 'model form', 'of', mean),
+        'fitted': table(of('fitted on digits: '), 'form', 'of', mean),
         'dinov2': table(of(fitted, model=vit, keep=('', '0.375')), 'method', 'of'),
         'exported': table(of('times as fast as stock PyTorch: '), 'model cpu', 'of', in_brackets),
         'bounds': table(of('worst relative error: '), 'form', 'of'),
