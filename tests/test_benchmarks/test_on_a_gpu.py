@@ -41,7 +41,7 @@ def run(tmp_path, monkeypatch):
 
 
 # They take the way of another part, with other arguments.
-LIKE_ANOTHER = 'one_image', 'graphs', 'train_retinanet'
+LIKE_ANOTHER = 'mask_rcnn', 'upernet', 'one_image', 'graphs', 'train_retinanet'
 
 
 @pytest.mark.parametrize(
