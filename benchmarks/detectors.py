@@ -38,9 +38,8 @@ from repa_mm.benchmark.timing import compare, measure, show
 from repa_mm.checkpoints import save_checkpoint
 from repa_mm.config import load_config
 from repa_mm.convert.pretrained import convert_checkpoint
-from repa_mm.export.export import example_shape, to_onnx, whole_onnx
-from repa_mm.export.runtime_model import ExportedModel
-from repa_mm.export.whole import whole_model
+from repa_mm.export import ExportedModel, example_shape, whole_model, whole_onnx
+from repa_mm.export.exporter import to_onnx
 from repa_mm.faster import fuse_conv_bn_
 from repa_mm.files import write_bytes
 from repa_mm.opening import open_model, read_images

@@ -32,9 +32,7 @@ from repa_mm.benchmark.variants import STOCK
 from repa_mm.checkpoints import save_checkpoint
 from repa_mm.config import load_config
 from repa_mm.convert.pretrained import converted_config
-from repa_mm.export.export import example_shape, whole_onnx
-from repa_mm.export.runtime_model import ExportedModel
-from repa_mm.export.whole import whole_model
+from repa_mm.export import ExportedModel, example_shape, whole_model, whole_onnx
 from repa_mm.models import ffn_sites
 from repa_mm.opening import open_model, read_images
 from repa_mm.search.candidates import Candidate

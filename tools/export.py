@@ -7,14 +7,8 @@ and outputs are in docs/deploy.md.
 import argparse
 
 from repa_mm.config import load_config, readable_errors, tool_parser
-from repa_mm.export.export import (
-    NUM_IMAGES,
-    agreeing_onnx,
-    example_shape,
-    noise,
-    normalized,
-    onnx_backbone,
-)
+from repa_mm.export import NUM_IMAGES, agreeing_onnx, example_shape, noise, onnx_backbone
+from repa_mm.export.exporter import normalized
 from repa_mm.files import write_bytes
 from repa_mm.opening import open_model, read_images
 

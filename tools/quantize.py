@@ -7,7 +7,8 @@ The file is run beside PyTorch on other images, and written only if it finds the
 import argparse
 
 from repa_mm.config import load_config, readable_errors, tool_parser
-from repa_mm.export.int8 import TOLERANCE, images_to_quantize, quantize
+from repa_mm.export import TOLERANCE, quantize
+from repa_mm.export.int8 import images_to_quantize
 from repa_mm.opening import open_model
 
 

@@ -3,7 +3,7 @@
 import argparse
 
 from repa_mm.config import load_config, readable_errors, tool_parser
-from repa_mm.export.runtime_model import runner_for_exported
+from repa_mm.export import runner_for_exported
 
 
 def parse_args() -> argparse.Namespace:

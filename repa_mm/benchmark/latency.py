@@ -20,7 +20,7 @@ from repa_mm.benchmark.variants import (
     variants,
 )
 from repa_mm.config import load_config
-from repa_mm.export.runtime_model import ExportedModel
+from repa_mm.export import ExportedModel
 from repa_mm.faster import faster_on_gpu_
 from repa_mm.opening import read_images
 

@@ -13,7 +13,7 @@ from mmpretrain.models import PoolFormer
 
 from repa_mm.benchmark.complexity import input_channels
 from repa_mm.benchmark.timing import change
-from repa_mm.export.session import Session
+from repa_mm.export import Session
 from repa_mm.faster import faster_parts_, fuse_conv_bn_
 from repa_mm.opening import open_model
 from repa_mm.reparam import Form, outermost

@@ -10,14 +10,14 @@ from collections.abc import Sequence
 import torch.nn as nn
 from mmengine.config import Config
 
-from repa_mm.export.agreement import agreement
-from repa_mm.export.export import agreeing_onnx, resized
+from repa_mm.export.comparison import agreement
+from repa_mm.export.exporter import agreeing_onnx, resized
 from repa_mm.export.runtime_model import ExportedModel
 from repa_mm.images import cropped
 from repa_mm.opening import read_images
 from repa_mm.reparam import set_shortcut_
 
-#: Smallest acceptable :func:`~repa_mm.export.agreement.agreement`.
+#: Smallest acceptable :func:`~repa_mm.export.comparison`.
 TOLERANCE = 0.98
 #: An attempt ends early if it is so far below.
 FAR = 0.1
@@ -80,7 +80,7 @@ def quantize(
         calibration (Sequence[dict]): Batches of one image, for the ranges of activations.
         held_out (Sequence[dict]): Batches of one image, to compare the file with the model.
         tolerance (float): Smallest acceptable agreement, see
-            :func:`~repa_mm.export.agreement.agreement`. Defaults to :data:`TOLERANCE`.
+            :func:`~repa_mm.export.comparison`. Defaults to :data:`TOLERANCE`.
         preprocessing (bool): Normalize images in the graph. Defaults to False.
         shape (Sequence[int], optional): Height and width that the file is fixed to, whatever the
             size of the images to calibrate on. Defaults to None: any.

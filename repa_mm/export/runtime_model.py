@@ -22,9 +22,9 @@ class ExportedModel(BaseModel):
     """Run an exported file instead of the original model in tests.
 
     Args:
-        file (str | bytes): The file, see :class:`~repa_mm.export.session.Session`.
+        file (str | bytes): The file, see :class:`~repa_mm.export.Session`.
         data_preprocessor (dict | nn.Module): The ``data_preprocessor`` of the original model.
-        precision (str, optional): See :class:`~repa_mm.export.session.Session`.
+        precision (str, optional): See :class:`~repa_mm.export.Session`.
 
     Examples:
         >>> model = dict(type='ExportedModel', file='model.onnx',

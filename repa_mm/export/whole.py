@@ -324,7 +324,7 @@ def whole_model(model: nn.Module, preprocessing: bool = False) -> WholeModel:
 
     Supported are heads that predict as in RetinaNet, ATSS, FCOS, GFL, Faster R-CNN, Mask R-CNN,
     Cascade R-CNN, DETRs, Co-DETR, MaskFormer, Mask2Former, ``EncoderDecoder`` and
-    ``ImageClassifier``. :func:`~repa_mm.export.export.agreeing_onnx` compares predictions to detect
+    ``ImageClassifier``. :func:`~repa_mm.export.agreeing_onnx` compares predictions to detect
     other heads.
 
     Args:

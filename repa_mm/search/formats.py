@@ -19,7 +19,7 @@ class Format:
 
     Attributes:
         file (str): The file that it runs, 'onnx' or 'int8', or '' for PyTorch.
-        runtime (str, optional): What runs the file, see :class:`~repa_mm.export.session.Session`.
+        runtime (str, optional): What runs the file, see :class:`~repa_mm.export.Session`.
         dtype (str, optional): The type of PyTorch's autocast.
         compiled (bool): ``torch.compile`` runs the backbone, neck and heads.
         exact (bool): It computes in float32, so that one test holds for all such formats.

@@ -22,7 +22,7 @@ from scipy.stats import binomtest
 from torch.utils.data import Dataset
 
 from repa_mm.config import dataset_config
-from repa_mm.export.agreement import dice, in_common
+from repa_mm.export import dice, in_common
 from repa_mm.files import write_text
 from repa_mm.opening import spread
 
@@ -178,7 +178,7 @@ class Agreement(Judge):
     """Compares models with what the original finds in images without annotations, in percent.
 
     Classifiers are compared by their labels, other models as in
-    :func:`~repa_mm.export.agreement.agreement`. The arguments are those of :class:`Judge`.
+    :func:`~repa_mm.export.comparison`. The arguments are those of :class:`Judge`.
     """
 
     name = 'agreement'

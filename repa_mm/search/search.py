@@ -22,9 +22,7 @@ from repa_mm.benchmark.timing import compare, measure
 from repa_mm.benchmark.variants import STOCK
 from repa_mm.config import dataset_config, load_config
 from repa_mm.convert.pretrained import ModelConversion, save_model
-from repa_mm.export.export import NUM_IMAGES, agreeing_onnx
-from repa_mm.export.int8 import quantize
-from repa_mm.export.runtime_model import ExportedModel
+from repa_mm.export import NUM_IMAGES, ExportedModel, agreeing_onnx, quantize
 from repa_mm.faster import faster_on_gpu_
 from repa_mm.files import replacing, write_bytes, write_text
 from repa_mm.images import cropped

@@ -65,7 +65,7 @@ def built(tmp_path_factory):
 @pytest.fixture(scope='session')
 def exported(built, tmp_path_factory):
     """A function: what `built` makes and the file of its deploy form, made once."""
-    from repa_mm.export.export import agreeing_onnx, noise
+    from repa_mm.export import agreeing_onnx, noise
 
     folder, made = tmp_path_factory.mktemp('exported'), {}
 

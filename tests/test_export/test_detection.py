@@ -6,11 +6,9 @@ import pytest
 import torch
 
 from repa_mm.config import load_config
-from repa_mm.export.agreement import agreement
+from repa_mm.export import ExportedModel, agreeing_onnx, agreement, noise, resized, whole_model
 from repa_mm.export.detection import decode, suppress, suppress_softly
-from repa_mm.export.export import agreeing_onnx, noise, resized, to_onnx
-from repa_mm.export.runtime_model import ExportedModel
-from repa_mm.export.whole import whole_model
+from repa_mm.export.exporter import to_onnx
 from repa_mm.opening import open_model
 from tests.conftest import random_model
 

@@ -9,19 +9,18 @@ from mmengine.registry import MODELS
 
 import repa_mm
 from repa_mm.config import load_config
-from repa_mm.export import whole
-from repa_mm.export.agreement import agreement
-from repa_mm.export.export import (
-    _Tensors,
+from repa_mm.export import (
+    ExportedModel,
+    Session,
     agreeing_onnx,
+    agreement,
     noise,
     onnx_backbone,
     resized,
-    to_onnx,
+    whole,
     whole_onnx,
 )
-from repa_mm.export.runtime_model import ExportedModel
-from repa_mm.export.session import Session
+from repa_mm.export.exporter import _Tensors, to_onnx
 from repa_mm.features import relative_error
 from repa_mm.opening import open_model
 from repa_mm.reparam import finish_schedules_
@@ -190,7 +189,7 @@ def test_the_threshold_in_the_file_is_compared(task, built, monkeypatch):
         whole.predict.cfg['score_thr'] = 0.97
         return whole_onnx(whole, *args)
 
-    monkeypatch.setattr('repa_mm.export.export.whole_onnx', another_threshold)
+    monkeypatch.setattr('repa_mm.export.exporter.whole_onnx', another_threshold)
     with pytest.raises(ValueError, match='differs from PyTorch by'):
         agreeing_onnx(model, noise(model.cfg), (128, 160), False)
 

@@ -8,11 +8,15 @@ import pytest
 
 from repa_mm.config import load_config
 from repa_mm.convert import Conversion
-from repa_mm.export import int8
-from repa_mm.export.agreement import agreement
-from repa_mm.export.export import agreeing_onnx, resized, whole_onnx
-from repa_mm.export.runtime_model import ExportedModel
-from repa_mm.export.whole import whole_model
+from repa_mm.export import (
+    ExportedModel,
+    agreeing_onnx,
+    agreement,
+    int8,
+    resized,
+    whole_model,
+    whole_onnx,
+)
 from repa_mm.features import head_inputs
 from repa_mm.models import add_structures_
 from repa_mm.reparam import ChannelIdleFFN, outermost

@@ -10,9 +10,7 @@ from mmengine.registry import MODELS
 from mmengine.structures import BaseDataElement, InstanceData, PixelData
 
 from repa_mm.config import load_config
-from repa_mm.export import int8
-from repa_mm.export.agreement import agreement
-from repa_mm.export.runtime_model import ExportedModel
+from repa_mm.export import ExportedModel, agreement, int8
 from repa_mm.opening import open_model
 from tests.conftest import random_model
 from tests.test_export.conftest import write_config

@@ -14,9 +14,14 @@ from mmengine.registry import MODELS
 from mmengine.runner import Runner, runner
 
 from repa_mm.config import load_config
-from repa_mm.export import runtime_model
-from repa_mm.export.export import agreeing_onnx, noise, resized
-from repa_mm.export.runtime_model import ExportedModel, runner_for_exported
+from repa_mm.export import (
+    ExportedModel,
+    agreeing_onnx,
+    noise,
+    resized,
+    runner_for_exported,
+    runtime_model,
+)
 from repa_mm.opening import open_model
 from tests.conftest import random_model
 

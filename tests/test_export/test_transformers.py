@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from mmengine.config import ConfigDict
 
 from repa_mm.config import load_config
-from repa_mm.export.export import TOLERANCES, agreeing_onnx, noise, resized
-from repa_mm.export.runtime_model import ExportedModel
+from repa_mm.export import ExportedModel, agreeing_onnx, noise, resized
+from repa_mm.export.exporter import TOLERANCES
 from repa_mm.export.transformers import _extent, padding_mask
 from tests.conftest import random_model
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from repa_mm.config import load_config
-from repa_mm.export.session import Session
+from repa_mm.export import Session
 from repa_mm.export.whole import AveragePool
 from repa_mm.opening import open_model
 

@@ -211,8 +211,8 @@ def _export(model):
 
 def _onnx(model):
     pytest.importorskip('onnxruntime')
-    from repa_mm.export.export import to_onnx
-    from repa_mm.export.session import Session
+    from repa_mm.export import Session
+    from repa_mm.export.exporter import to_onnx
 
     run = Session(to_onnx(model, (X,), input_names=['image']))
     return lambda x: torch.from_numpy(*run(x.numpy()).values())

@@ -8,7 +8,7 @@ from mmengine.registry import MODELS
 
 from repa_mm.config import load_config
 from repa_mm.convert.pretrained import converted_config
-from repa_mm.export.export import noise, resized
+from repa_mm.export import noise, resized
 from repa_mm.faster.attention import FastShiftWindowMSA
 from repa_mm.faster.deformable import FastDeformableAttention
 from repa_mm.models.sites import ffn_sites

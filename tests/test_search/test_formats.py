@@ -10,7 +10,7 @@ import torch.nn as nn
 from mmengine.dataset import pseudo_collate
 from mmengine.structures import BaseDataElement, InstanceData, PixelData
 
-from repa_mm.export.session import Session
+from repa_mm.export import Session
 from repa_mm.search import formats
 from repa_mm.search.formats import (
     EAGER,

@@ -19,7 +19,7 @@ from mmengine.runner import Runner
 import repa_mm
 from repa_mm.config import load_config
 from repa_mm.convert.pretrained import ModelConversion
-from repa_mm.export.export import agreeing_onnx
+from repa_mm.export import agreeing_onnx
 from repa_mm.faster.attention import FastShiftWindowMSA
 from repa_mm.opening import open_model, read_images
 from repa_mm.reparam import CheckpointError, has_deploy_form, has_training_form
@@ -394,7 +394,7 @@ def test_the_table(folder, monkeypatch, capsys):
 
 
 def test_the_chosen_model_keeps_its_promise(folder, monkeypatch):
-    from repa_mm.export.runtime_model import runner_for_exported
+    from repa_mm.export import runner_for_exported
 
     monkeypatch.setattr(search, 'STEPS', 1)
     row = chosen_of(run(max_loss=60))

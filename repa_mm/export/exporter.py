@@ -14,7 +14,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from mmengine.config import Config
 
-from repa_mm.export.agreement import agreement
+from repa_mm.export.comparison import agreement
 from repa_mm.export.runtime_model import ExportedModel
 from repa_mm.export.session import Session
 from repa_mm.export.whole import WholeModel, whole_model
@@ -72,7 +72,7 @@ def agreeing_onnx(
     Predictions of the file are compared with ``model.test_step``. For detectors, boxes below the
     score threshold are compared, too, in a copy without it: in a few images, trained detectors find
     few objects. Metadata in the file describes its inputs and outputs, see
-    :class:`~repa_mm.export.session.Session`.
+    :class:`~repa_mm.export.Session`.
 
     Args:
         model (nn.Module): A detector, segmentor or classifier in eval mode, on any device.
@@ -90,7 +90,7 @@ def agreeing_onnx(
 
     Returns:
         tuple: The content, and the largest difference from PyTorch in a batch: 1 minus the exact
-        :func:`~repa_mm.export.agreement.agreement`.
+        :func:`~repa_mm.export.comparison`.
 
     Raises:
         ValueError: If the file would not agree with the model.
@@ -175,7 +175,7 @@ def whole_onnx(
     """Return the content of an ONNX file.
 
     Args:
-        model (WholeModel): From :func:`~repa_mm.export.whole.whole_model`.
+        model (WholeModel): From :func:`~repa_mm.export.whole_model`.
         shape (Sequence[int]): Number of images, channels, height and width.
         dynamic (bool): Accept other sizes and numbers of images. Defaults to True.
         metadata (dict, optional): Metadata of the file beside the model's, as strings.

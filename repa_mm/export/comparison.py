@@ -38,7 +38,7 @@ def agreement(
 
     Args:
         model (nn.Module): The model, on any device.
-        exported (nn.Module): An :class:`~repa_mm.export.runtime_model.ExportedModel`.
+        exported (nn.Module): An :class:`~repa_mm.export.ExportedModel`.
         batches (Sequence[dict]): From a data loader.
         exact (bool): Let nothing differ by more than rounding. Paired are objects with scores
             within 1e-3, box coordinates within 0.1 pixels, and masks that differ in less than 2 %
