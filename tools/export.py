@@ -7,8 +7,7 @@ and outputs are in docs/deploy.md.
 import argparse
 
 from repa_mm.config import load_config, readable_errors, tool_parser
-from repa_mm.export import NUM_IMAGES, agreeing_onnx, example_shape, noise, onnx_backbone
-from repa_mm.export.exporter import normalized
+from repa_mm.export import NUM_IMAGES, agreeing_onnx, example_shape, noise, onnx_backbone, resized
 from repa_mm.files import write_bytes
 from repa_mm.opening import open_model, read_images
 
@@ -65,8 +64,9 @@ def main() -> None:
         what, unit = type(model).__name__, 'objects, of pixels, or of a score'
         dynamic = not args.backbone if args.dynamic is None else args.dynamic
         if args.backbone:
-            shape = args.shape or (example_shape(model) if dynamic else (224, 224))
-            example = normalized(model, images or noise(cfg), shape, args.batch)
+            height, width = args.shape or (example_shape(model) if dynamic else (224, 224))
+            data = resized(images or noise(cfg), [(height, width)] * args.batch)
+            example = model.data_preprocessor(data)['inputs'][..., :height, :width]  # not padded
             part = model if cfg.default_scope == 'mmpretrain' else model.backbone
             what, unit = type(part).__name__, 'the largest feature'
             content, error = onnx_backbone(part, example, dynamic)

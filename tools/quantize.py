@@ -6,10 +6,12 @@ The file is run beside PyTorch on other images, and written only if it finds the
 
 import argparse
 
+from mmengine.config import Config
+
 from repa_mm.config import load_config, readable_errors, tool_parser
 from repa_mm.export import TOLERANCE, quantize
-from repa_mm.export.int8 import images_to_quantize
-from repa_mm.opening import open_model
+from repa_mm.images import cropped
+from repa_mm.opening import open_model, read_images
 
 
 def parse_args() -> argparse.Namespace:
@@ -46,6 +48,31 @@ def parse_args() -> argparse.Namespace:
     return args
 
 
+def images_to_quantize(
+    cfg: Config, number: int, folder: str | None
+) -> tuple[list[dict], list[dict]]:
+    """Return crops to calibrate on and half as many other images, as batches of one image.
+
+    Args:
+        cfg (Config): The config, whose training and test data are taken.
+        number (int): Number of crops.
+        folder (str, optional): A folder of images to take for both instead.
+
+    Raises:
+        FileNotFoundError: If the data are not there.
+        ValueError: If the folder has a single image.
+    """
+    half = -(-number // 2)
+    if folder:
+        found = read_images(cfg, 'train', number + half, folder)
+        if len(found) < 2:
+            raise ValueError(f'{folder} needs two images: one to calibrate on, one to compare on')
+        seen, others = [data for i, data in enumerate(found) if i % 3], found[::3]
+    else:
+        seen, others = read_images(cfg, 'train', number), read_images(cfg, 'test', half)
+    return [cropped(data) for data in seen], others
+
+
 def main() -> None:
     args = parse_args()
     with readable_errors():
@@ -61,7 +88,7 @@ def main() -> None:
     print(
         f'wrote {args.out}: {sum(layers)} of {len(layers)} layers are in int8; agreement with '
         f'PyTorch {result["agreement"]:.4f} on {result["images"]} images that it was not '
-        f'calibrated on (1 is the same, less than {result["tolerance"]} is refused)'
+        f'calibrated on (1 is the same, less than {args.tolerance} is refused)'
     )
 
 

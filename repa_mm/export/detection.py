@@ -41,18 +41,6 @@ class _NonMaxSuppression(torch.autograd.Function):
         return g.op('NonMaxSuppression', boxes, scores, *options)
 
 
-class _Threshold(torch.autograd.Function):
-    """ONNX's ThresholdedRelu, for tracing: what is not larger than the threshold becomes 0."""
-
-    @staticmethod
-    def forward(ctx, x, threshold):
-        return x * (x > threshold)
-
-    @staticmethod
-    def symbolic(g, x, threshold):
-        return g.op('ThresholdedRelu', x, alpha_f=threshold).setType(x.type())
-
-
 def suppress(
     boxes: torch.Tensor, scores: torch.Tensor, nms: dict, score_threshold: float, count: int
 ) -> torch.Tensor:
@@ -149,13 +137,14 @@ def best(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     return scores.topk(torch.minimum(torch.tensor(count), torch._shape_as_tensor(scores)[1]), 1)
 
 
-def _take(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Return rows (B, k, 4) of x (B, N, 4)."""
-    return x.gather(1, index[..., None].expand(-1, -1, x.shape[2]))
+def take(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Return rows (B, k, …) of x (B, N, …) by their indices (B, k)."""
+    index = index[(..., *[None] * (x.ndim - 2))]
+    return x.gather(1, index.expand(-1, -1, *x.shape[2:]))
 
 
 def decode(
-    coder: nn.Module, boxes: torch.Tensor, deltas: torch.Tensor, size: torch.Tensor
+    coder: nn.Module, boxes: torch.Tensor, deltas: torch.Tensor, limits: torch.Tensor
 ) -> torch.Tensor:
     """Decode the boxes that a head predicts.
 
@@ -163,19 +152,19 @@ def decode(
         coder (nn.Module): A ``DeltaXYWHBBoxCoder`` or ``DistancePointBBoxCoder``.
         boxes (torch.Tensor): Anchors or proposals (B, N, 4), or points (B, N, 2).
         deltas (torch.Tensor): Predictions of the head for C classes, (B, N, C * 4).
-        size (torch.Tensor): Width, height, width and height of each image, (B, 1, 1, 4), to which
-            boxes are clipped.
+        limits (torch.Tensor): Width, height, width and height of each image, (B, 1, 1, 4), to
+            which boxes are clipped.
 
     Returns:
         torch.Tensor: Boxes (B, N, C, 4).
     """
     # Without max_shape, since in a graph the coder would clip by a function of MMDetection 2.
     decoded = coder.decode(boxes, deltas).reshape(*deltas.shape[:2], -1, 4)
-    return torch.minimum(decoded.clamp(min=0), size) if coder.clip_border else decoded
+    return torch.minimum(decoded.clamp(min=0), limits) if coder.clip_border else decoded
 
 
 def topk_boxes(
-    head: nn.Module, cfg: dict, features: tuple[torch.Tensor, ...], size: torch.Tensor
+    head: nn.Module, cfg: dict, features: tuple[torch.Tensor, ...], limits: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the best boxes of every level.
 
@@ -185,7 +174,7 @@ def topk_boxes(
         cfg (dict): The head's ``test_cfg``. Scores that are not above its ``score_thr``, before
             they are multiplied by a factor, become 0. Without ``nms_pre`` all boxes are returned.
         features (tuple): Feature maps of all levels.
-        size (torch.Tensor): As for :func:`decode`.
+        limits (torch.Tensor): As for :func:`decode`.
 
     Returns:
         tuple: Boxes (B, N, 4), scores (B, N), classes (B, N) and levels (N, ).
@@ -207,20 +196,20 @@ def topk_boxes(
         if head.use_sigmoid_cls:  # after the selection, since a sigmoid keeps the order
             scores = scores.sigmoid()
         anchor = index if num_classes == 1 else index // num_classes
-        if 'score_thr' in cfg:
-            scores = _Threshold.apply(scores, float(cfg['score_thr']))
+        if cfg.get('score_thr'):
+            scores = scores * (scores > cfg['score_thr']).to(scores)
         if nms_pre < 0:  # MMDetection takes the boxes before the last one, scores[:-1]
             scores = scores * (F.pad(scores[:, 1:], (0, 1)) > 0).to(scores)
         for factor in factors:
             factor = factor.permute(0, 2, 3, 1).reshape(batch, -1).sigmoid()
             scores = scores * factor.gather(1, anchor)
-        deltas = _take(deltas.permute(0, 2, 3, 1).reshape(batch, -1, width), anchor)
+        deltas = take(deltas.permute(0, 2, 3, 1).reshape(batch, -1, width), anchor)
         anchors = anchors[anchor]
         if width > 4:
             deltas = head.integral(deltas).reshape(batch, -1, 4)
             deltas = deltas * head.prior_generator.strides[level][0]
             anchors = head.anchor_center(anchors)
-        boxes = decode(head.bbox_coder, anchors, deltas, size)[:, :, 0]
+        boxes = decode(head.bbox_coder, anchors, deltas, limits)[:, :, 0]
         found.append(
             (boxes, scores, index - anchor * num_classes, torch.full_like(index[0], level))
         )
@@ -269,6 +258,11 @@ def to_rois(boxes: torch.Tensor, image: torch.Tensor) -> torch.Tensor:
     return torch.cat([image[:, None].to(boxes), boxes], 1)
 
 
+def limits_of(size: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return limits of boxes (B, 1, 1, 4) from the heights and widths of images (B, 2)."""
+    return size.flip(1).repeat(1, 2)[:, None, None].to(like)
+
+
 class SingleStage(nn.Module):
     """Predict boxes from features, as a ``SingleStageDetector`` does, see :func:`topk_boxes`."""
 
@@ -278,14 +272,15 @@ class SingleStage(nn.Module):
         super().__init__()
         self.head, self.cfg = detector.bbox_head, detector.bbox_head.test_cfg
 
-    def forward(self, features, size):
-        boxes, scores, labels, _ = topk_boxes(self.head, self.cfg, features, size)
+    def forward(self, features, image_shape, size):
+        limits = limits_of(size, features[0])
+        boxes, scores, labels, _ = topk_boxes(self.head, self.cfg, features, limits)
         classes = self.head.cls_out_channels - (not self.head.use_sigmoid_cls)
         count = self.cfg['max_per_img']
         by_class = one_hot_scores(scores, labels, classes)
         scores = suppress(boxes, by_class, self.cfg['nms'], 0, count)
         scores, index = best(scores.amax(1), count)
-        return finish(_take(boxes, index), scores, labels.gather(1, index))
+        return finish(take(boxes, index), scores, take(labels, index))
 
 
 def _stages(module: nn.Module) -> Iterable[nn.Module]:
@@ -311,24 +306,25 @@ class TwoStage(nn.Module):
         self.roi, self.cfg = detector.roi_head, detector.roi_head.test_cfg
         self.outputs = ('boxes', 'scores', 'labels', *['masks'] * self.roi.with_mask)
 
-    def forward(self, features, size):
-        proposals, is_proposal = self._proposals(features, size)
-        boxes, scores, labels = self._detect(features, proposals, is_proposal, size)
+    def forward(self, features, image_shape, size):
+        limits = limits_of(size, features[0])
+        proposals, is_proposal = self._proposals(features, limits)
+        boxes, scores, labels = self._detect(features, proposals, is_proposal, limits)
         results = finish(boxes, scores, labels)
         if self.roi.with_mask:
             results = (*results, self._masks(features, boxes, scores, labels))
         return results
 
-    def _proposals(self, features, size):
-        boxes, scores, _, levels = topk_boxes(self.rpn, self.rpn_cfg, features, size)
+    def _proposals(self, features, limits):
+        boxes, scores, _, levels = topk_boxes(self.rpn, self.rpn_cfg, features, limits)
         count = self.rpn_cfg['max_per_img']
         by_level = one_hot_scores(scores, levels[None], len(features))
         scores = suppress(boxes, by_level, self.rpn_cfg['nms'], NONE / 2, count)
         scores, index = best(scores.amax(1), count)
         is_proposal = scores > NONE / 2
-        return _take(boxes, index) * is_proposal[..., None].to(boxes), is_proposal
+        return take(boxes, index) * is_proposal[..., None].to(boxes), is_proposal
 
-    def _detect(self, features, proposals, is_proposal, size):
+    def _detect(self, features, proposals, is_proposal, limits):
         heads, logits = _stages(self.roi.bbox_head), []
         batch, num, classes = proposals.shape[0], proposals.shape[1], heads[-1].num_classes
         image = torch.arange(batch)[:, None].expand(-1, num)
@@ -336,7 +332,7 @@ class TwoStage(nn.Module):
             rois = to_rois(proposals.flatten(0, 1), image.flatten())
             found, deltas = head(pool(extractor, features, rois))
             logits.append(found)
-            boxes = decode(head.bbox_coder, proposals, deltas.reshape(batch, num, -1), size)
+            boxes = decode(head.bbox_coder, proposals, deltas.reshape(batch, num, -1), limits)
             if head is not heads[-1]:  # the next stage starts at the boxes of the best class
                 label = found[:, :-1].argmax(1).reshape(batch, num, 1, 1).expand(-1, -1, -1, 4)
                 proposals = boxes if head.reg_class_agnostic else boxes.gather(2, label)
@@ -352,7 +348,7 @@ class TwoStage(nn.Module):
         scores = scores.transpose(1, 2).reshape(batch * classes, 1, num)
         scores = suppress(boxes, scores, self.cfg['nms'], self.cfg['score_thr'], count)
         scores, index = best(scores.reshape(batch, classes * num), count)
-        boxes = _take(boxes.reshape(batch, classes * num, 4), index)
+        boxes = take(boxes.reshape(batch, classes * num, 4), index)
         return boxes, scores, index // num
 
     def _masks(self, features, boxes, scores, labels):

@@ -70,8 +70,8 @@ def agreeing_onnx(
     """Return the content of an ONNX file of a whole model, from images to predictions.
 
     Predictions of the file are compared with ``model.test_step``. For detectors, boxes below the
-    score threshold are compared, too, in a copy without it: in a few images, trained detectors find
-    few objects. Metadata in the file describes its inputs and outputs, see
+    score threshold are compared, too, in a second file without it: in a few images, trained
+    detectors find few objects. Metadata in the file describes its inputs and outputs, see
     :class:`~repa_mm.export.Session`.
 
     Args:
@@ -95,37 +95,30 @@ def agreeing_onnx(
     Raises:
         ValueError: If the file would not agree with the model.
     """
-    whole = whole_model(model, preprocessing)
-    unchecked = images is None
-    images = noise(model.cfg) if unchecked else images
-    if shape is None and dynamic:
-        shape = example_shape(model)
-    height, width = shape or (model.test_cfg.crop_size if whole.slides else (224, 224))
-    shape = height, width
+    noted = dict(unchecked='1') if images is None else {}
+    images = noise(model.cfg) if images is None else images
+    models = [model, *_without_threshold(model)]
+    wholes = [whole_model(m, preprocessing) for m in models]
+    task, slides = wholes[0].task, wholes[0].slides
+    fixed = model.test_cfg.crop_size if slides else (224, 224)
+    height, width = shape = tuple(shape or (example_shape(model) if dynamic else fixed))
     tinted = [_tinted(data) for data in images] if preprocessing else images
     if dynamic:
         batch = max(batch, 2)  # tracing fixes a dimension of size 1
         larger, other = (height + 64, width + 32), (width + 65, height)
-        mixed = [shape, larger if whole.task == 'detection' else shape]
+        mixed = [shape, larger if task == 'detection' else shape]
         batches = [images[0], *(resized(tinted, s) for s in (mixed, [larger], [other] * 3))]
     else:
-        scale = 1.5 if whole.slides else 1  # several windows
+        scale = 1.5 if slides else 1  # several windows
         batches = [resized(tinted, [(round(scale * height), round(scale * width))] * batch)]
-    channels = len(images[0]['inputs'][0])
-    noted = dict(unchecked='1') if unchecked else {}
-    content = whole_onnx(whole, (batch, channels, height, width), dynamic, noted)
-    differences = _differences(model, content, batches)
-    without = _without_threshold(content)
-    if without != content:
-        model = copy.deepcopy(model)
-        head = model.roi_head if hasattr(model, 'roi_head') else model.bbox_head
-        head.test_cfg['score_thr'] = 0.0
-        # NaN where no box is above the threshold, for either.
-        differences = differences.nan_to_num(), _differences(model, without, batches)
-        differences = torch.cat(differences)
+    example = batch, len(images[0]['inputs'][0]), height, width
+    contents = [whole_onnx(whole, example, dynamic, noted) for whole in wholes]
+    *limited, last = (_differences(*pair, batches) for pair in zip(models, contents))
+    # NaN where no box is above the threshold, for either.
+    differences = torch.cat([*(x.nan_to_num() for x in limited), last])
     error = differences.max().item()  # NaN if there is a NaN
-    _check(error, TOLERANCES[whole.task])
-    return content, error
+    _check(error, TOLERANCES[task])
+    return contents[0], error
 
 
 def _differences(model: nn.Module, content: bytes, batches: Sequence[dict]) -> torch.Tensor:
@@ -150,14 +143,6 @@ def resized(images: Sequence[dict], sizes: Sequence[tuple[int, int]]) -> dict:
             )
         )
     return dict(inputs=inputs, data_samples=samples)
-
-
-def normalized(
-    model: nn.Module, images: Sequence[dict], shape: Sequence[int], number: int
-) -> torch.Tensor:
-    """Return images of one size for the backbone of a model, (number, C, height, width)."""
-    data = model.data_preprocessor(resized(images, [shape] * number), False)
-    return data['inputs'][..., : shape[0], : shape[1]]  # without the padding
 
 
 def _tinted(data: dict) -> dict:
@@ -216,24 +201,15 @@ def to_onnx(model: nn.Module, inputs: tuple, **kwargs) -> bytes:
     return file.getvalue()
 
 
-def _without_threshold(content: bytes) -> bytes:
-    """Return the ONNX model with positive score thresholds replaced by 0."""
-    import onnx
-
-    proto = onnx.load_from_string(content)
-    for node in proto.graph.node:
-        if node.op_type == 'ThresholdedRelu':
-            node.attribute[0].f = 0
-    names = {n.input[4] for n in proto.graph.node if n.op_type == 'NonMaxSuppression'}
-    constants = [(t.name, t) for t in proto.graph.initializer]
-    constants += [
-        (n.output[0], n.attribute[0].t) for n in proto.graph.node if n.op_type == 'Constant'
-    ]
-    for name, tensor in constants:
-        if name in names:
-            value = np.minimum(onnx.numpy_helper.to_array(tensor), 0)
-            tensor.CopyFrom(onnx.numpy_helper.from_array(value, tensor.name))
-    return proto.SerializeToString()
+def _without_threshold(model: nn.Module) -> list[nn.Module]:
+    """Return a copy of a detector without its score threshold, if it has one."""
+    for name in ('roi_head', 'bbox_head'):
+        cfg = getattr(getattr(model, name, None), 'test_cfg', None) or {}
+        if cfg.get('score_thr'):
+            model = copy.deepcopy(model)
+            getattr(model, name).test_cfg['score_thr'] = 0.0
+            return [model]
+    return []
 
 
 def _check(error: float, tolerance: float) -> None:

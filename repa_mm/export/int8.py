@@ -2,19 +2,16 @@
 
 import copy
 import logging
-import os
 import os.path as osp
-import tempfile
 from collections.abc import Sequence
 
 import torch.nn as nn
-from mmengine.config import Config
 
 from repa_mm.export.comparison import agreement
 from repa_mm.export.exporter import agreeing_onnx, resized
 from repa_mm.export.runtime_model import ExportedModel
-from repa_mm.images import cropped
-from repa_mm.opening import read_images
+from repa_mm.export.session import openvino_model
+from repa_mm.files import replacing, write_bytes
 from repa_mm.reparam import set_shortcut_
 
 #: Smallest acceptable :func:`~repa_mm.export.comparison`.
@@ -28,31 +25,6 @@ ATTEMPTS = (
     (dict(matmul=0.95, convolution=0.95), False),
     (dict(matmul=0.95, convolution=0.95), True),
 )
-
-
-def images_to_quantize(
-    cfg: Config, number: int, folder: str | None = None
-) -> tuple[list[dict], list[dict]]:
-    """Return crops to calibrate on and half as many other images, as batches of one image.
-
-    Args:
-        cfg (Config): The config, whose training and test data are taken.
-        number (int): Number of crops.
-        folder (str, optional): A folder of images to take for both instead.
-
-    Raises:
-        FileNotFoundError: If the data are not there.
-        ValueError: If the folder has a single image.
-    """
-    half = -(-number // 2)
-    if folder:
-        found = read_images(cfg, 'train', number + half, folder)
-        if len(found) < 2:
-            raise ValueError(f'{folder} needs two images: one to calibrate on, one to compare on')
-        seen, others = [data for i, data in enumerate(found) if i % 3], found[::3]
-    else:
-        seen, others = read_images(cfg, 'train', number), read_images(cfg, 'test', half)
-    return [cropped(data) for data in seen], others
 
 
 def quantize(
@@ -87,9 +59,8 @@ def quantize(
         batch (int): Number of images that the file is fixed to, if there is a shape. Defaults to 1.
 
     Returns:
-        dict: ``agreement``, ``tolerance``, ``images`` (the number of those that were compared),
-        ``layers`` (see :func:`layers_in_int8`) and ``in_float``, the names of the parts that had to
-        stay in float.
+        dict: ``agreement``, ``images`` (the number of those that were compared), ``layers`` (see
+        :func:`layers_in_int8`) and ``in_float``, the names of the parts that had to stay in float.
 
     Raises:
         ValueError: If the file does not agree with the model, if the model in ONNX and float does
@@ -105,120 +76,118 @@ def quantize(
     model = set_shortcut_(copy.deepcopy(model).cpu(), 'outside')
     if shape is None:
         # Predictions in the size that the model sees: the file cannot resize a segmentor's scores.
+        size = None
         held_out = [resized([data], [data['inputs'][0].shape[1:]]) for data in held_out]
     else:
+        channels = len(calibration[0]['inputs'][0])
+        size = [batch, *shape, channels] if preprocessing else [batch, channels, *shape]
         parts = [held_out[i : i + batch] for i in range(0, len(held_out), batch)]
         held_out = [resized(part, [shape] * batch) for part in parts]
-    seen = calibration[:3]
-    content, _ = agreeing_onnx(model, seen, preprocessing=preprocessing)
-    nncf.set_log_level(logging.ERROR)
-    folder, name = osp.split(osp.abspath(out))
-    in_onnx = osp.splitext(name)[1] == '.onnx'
-    with tempfile.TemporaryDirectory(dir=folder) as temporary:
-        for i, (alphas, after) in enumerate(ATTEMPTS):
-            # In a folder of its own: the file of the attempt before may still be in use.
-            file = osp.join(temporary, str(i), name)
-            os.mkdir(osp.dirname(file))
-            quantized = nncf.quantize(
-                _read(content, in_onnx),
-                nncf.Dataset(calibration, feed),
-                subset_size=len(calibration),
-                model_type=nncf.ModelType.TRANSFORMER,
-                # In ONNX with zero points of 0, for TensorRT.
-                preset=nncf.QuantizationPreset.PERFORMANCE if in_onnx else None,
-                ignored_scope=nncf.IgnoredScope(patterns=['^(?!.*/backbone/).*'] if after else []),
-                advanced_parameters=nncf.AdvancedQuantizationParameters(
-                    smooth_quant_alphas=nncf.AdvancedSmoothQuantParameters(**alphas)
-                ),
-            )
-            size = None
-            if shape is not None:
-                channels = len(calibration[0]['inputs'][0])
-                size = [batch, *shape, channels] if preprocessing else [batch, channels, *shape]
-            _write(quantized, file, size)
-            # In float32, so that the figure does not depend on what else this processor rounds.
-            precision = None if in_onnx else 'f32'
-            exported = ExportedModel(file, model.data_preprocessor, precision)
-            found = agreement(model, exported, held_out, hopeless=tolerance - FAR)
-            if found >= tolerance:
-                break
-        else:
-            raise ValueError(
-                f'in int8 the model has an agreement of {found:.4f} with PyTorch, less than '
-                f'{tolerance}: nothing is written. Calibrate on more images, or test a file of '
-                'lower agreement (--tolerance)'
-            )
-        images = sum(len(data['inputs']) for data in held_out)
-        result = dict(agreement=found, tolerance=tolerance, images=images)
-        result['layers'] = layers_in_int8(file)
-        floats = [name.split('/') for name, is_int8 in result['layers'].items() if not is_int8]
-        children = [name for name, _ in model.named_children()] if after else []
-        result['in_float'] = [n for n in children if any(n in parts for parts in floats)]
-        # The weights first: a reader that finds the .xml finds its weights.
-        for name in sorted(os.listdir(osp.dirname(file))):
-            os.replace(osp.join(osp.dirname(file), name), osp.join(folder, name))
-    return result
-
-
-def _read(content: bytes, in_onnx: bool):
-    """Return the model of an ONNX file for NNCF, in ONNX or else for OpenVINO."""
-    if in_onnx:
-        import onnx
-
-        proto = onnx.load_from_string(content)
-        nodes = list(proto.graph.node)
-        del proto.graph.node[:]
-        for node in nodes:
-            if node.op_type == 'Constant' and node.attribute[0].name == 'value':
-                # NNCF does not find what a Gather takes from a constant that is a node.
-                node.attribute[0].t.name = node.output[0]
-                proto.graph.initializer.append(node.attribute[0].t)
-                continue
-            proto.graph.node.append(node)
-            # ONNX Runtime computes a product in int8 only if no float bias is part of it, and NNCF
-            # takes the other term of the sum for a bias, even one that depends on the image.
-            if node.op_type == 'Gemm' and len(node.input) > 2:
-                node, (output,), product = proto.graph.node[-1], node.output, f'{node.name}_product'
-                terms = [product, node.input.pop()]
-                node.output[0] = product
-                proto.graph.node.append(
-                    onnx.helper.make_node('Add', terms, [output], f'{node.name}_sum')
-                )
-        return proto
-    import openvino
-
-    return openvino.Core().read_model(content, b'')
-
-
-def _write(quantized, file: str, size: Sequence[int] | None) -> None:
-    """Write a model from :func:`_read`, for images of one size if there is one."""
-    if osp.splitext(file)[1] == '.onnx':
-        import onnx
-
-        dims = quantized.graph.input[0].type.tensor_type.shape.dim
-        for dim, length in zip(dims, size or ()):
-            dim.dim_value = length
-        onnx.helper.set_model_props(
-            quantized, {p.key: p.value for p in quantized.metadata_props} | {'precision': 'int8'}
+    content, _ = agreeing_onnx(model, calibration[:3], preprocessing=preprocessing)
+    in_onnx = osp.splitext(out)[1] == '.onnx'
+    for strengths, backbone_only in ATTEMPTS:
+        quantized = _in_int8(
+            content, in_onnx, size, strengths, backbone_only, nncf.Dataset(calibration, feed)
         )
-        onnx.save(quantized, file)
-        return
+        # In float32, so that the figure does not depend on what else this processor rounds.
+        exported = ExportedModel(quantized, model.data_preprocessor, None if in_onnx else 'f32')
+        found = agreement(model, exported, held_out, hopeless=tolerance - FAR)
+        if found >= tolerance:
+            break
+    else:
+        raise ValueError(
+            f'in int8 the model has an agreement of {found:.4f} with PyTorch, less than '
+            f'{tolerance}: nothing is written. Calibrate on more images, or test a file of '
+            'lower agreement (--tolerance)'
+        )
+    (write_bytes if in_onnx else _write_openvino)(out, quantized)
+    layers, in_float = layers_in_int8(quantized), []
+    if backbone_only:
+        names = [name.split('/') for name, is_int8 in layers.items() if not is_int8]
+        in_float = [n for n, _ in model.named_children() if any(n in parts for parts in names)]
+    images = sum(len(data['inputs']) for data in held_out)
+    return dict(agreement=found, images=images, layers=layers, in_float=in_float)
+
+
+def _in_int8(content, in_onnx, size, strengths, backbone_only, dataset):
+    """Return a model from the content of an ONNX file in int8, for images of one size if given.
+
+    Returns:
+        bytes | openvino.Model: The content of an ONNX file if ``in_onnx``, else an OpenVINO model.
+    """
+    import nncf
+    import onnx
+
+    nncf.set_log_level(logging.ERROR)
+    quantized = nncf.quantize(
+        _onnx_for_nncf(content) if in_onnx else openvino_model(content),
+        dataset,
+        subset_size=dataset.get_length(),
+        model_type=nncf.ModelType.TRANSFORMER,
+        # In ONNX with zero points of 0, for TensorRT.
+        preset=nncf.QuantizationPreset.PERFORMANCE if in_onnx else None,
+        ignored_scope=nncf.IgnoredScope(patterns=['^(?!.*/backbone/).*'] if backbone_only else []),
+        advanced_parameters=nncf.AdvancedQuantizationParameters(
+            smooth_quant_alphas=nncf.AdvancedSmoothQuantParameters(**strengths)
+        ),
+    )
+    if not in_onnx:
+        quantized.set_rt_info('int8', ['framework', 'precision'])
+        if size:
+            quantized.reshape(size)
+        return quantized
+    for dim, length in zip(quantized.graph.input[0].type.tensor_type.shape.dim, size or ()):
+        dim.dim_value = length
+    known = {p.key: p.value for p in quantized.metadata_props}
+    onnx.helper.set_model_props(quantized, known | {'precision': 'int8'})
+    return quantized.SerializeToString()
+
+
+def _onnx_for_nncf(content: bytes):
+    """Return an ONNX model that NNCF understands."""
+    import onnx
+
+    proto = onnx.load_from_string(content)
+    nodes = list(proto.graph.node)
+    del proto.graph.node[:]
+    for node in nodes:
+        if node.op_type == 'Constant' and node.attribute[0].name == 'value':
+            # NNCF does not find what a Gather takes from a constant that is a node.
+            node.attribute[0].t.name = node.output[0]
+            proto.graph.initializer.append(node.attribute[0].t)
+            continue
+        proto.graph.node.append(node)
+        # ONNX Runtime computes a product in int8 only if no float bias is part of it, and NNCF
+        # takes the other term of the sum for a bias, even one that depends on the image.
+        if node.op_type == 'Gemm' and len(node.input) > 2:
+            node, (output,), product = proto.graph.node[-1], node.output, f'{node.name}_product'
+            terms = [product, node.input.pop()]
+            node.output[0] = product
+            proto.graph.node.append(
+                onnx.helper.make_node('Add', terms, [output], f'{node.name}_sum')
+            )
+    return proto
+
+
+def _write_openvino(out: str, model) -> None:
     import openvino
 
-    quantized.set_rt_info('int8', ['framework', 'precision'])
-    if size:
-        quantized.reshape(size)
-    openvino.save_model(quantized, file, compress_to_fp16=False)
+    weights = osp.splitext(osp.realpath(out))[0] + '.bin'
+    # The weights come first: a reader that finds the .xml finds them.
+    with replacing(out) as temporary, replacing(weights):
+        openvino.save_model(model, temporary, compress_to_fp16=False)
 
 
-def layers_in_int8(file: str) -> dict[str, bool]:
-    """Return the layers with weights in a file, .xml or .onnx: by name, whether in int8.
+def layers_in_int8(file) -> dict[str, bool]:
+    """Return the layers with weights: by name, whether in int8.
 
     Products of two activations, such as those of queries and keys, are not among them.
-    """
-    import openvino
 
-    def stored(node: openvino.Node) -> set[str] | None:
+    Args:
+        file (str | bytes | openvino.Model): See :class:`~repa_mm.export.Session`.
+    """
+
+    def stored(node) -> set[str] | None:
         """The types that a constant is stored in; None if the node depends on the image."""
         if node.get_type_name() == 'Constant':
             return {node.get_element_type().get_type_name()}
@@ -228,7 +197,7 @@ def layers_in_int8(file: str) -> dict[str, bool]:
         return None if None in types else set().union(*types)
 
     found = {}
-    for op in openvino.Core().read_model(file).get_ops():
+    for op in openvino_model(file).get_ops():
         if op.get_type_name() in ('MatMul', 'Convolution', 'GroupConvolution'):
             types = [stored(x.get_node()) for x in op.input_values()]
             if any(types):

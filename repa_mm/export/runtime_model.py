@@ -12,7 +12,7 @@ from mmengine.config import Config
 from mmengine.model import BaseModel
 from mmengine.registry import MODELS
 from mmengine.runner import Runner
-from mmengine.structures import InstanceData, PixelData
+from mmengine.structures import BaseDataElement, InstanceData, PixelData
 
 from repa_mm.export.session import Session
 
@@ -22,7 +22,7 @@ class ExportedModel(BaseModel):
     """Run an exported file instead of the original model in tests.
 
     Args:
-        file (str | bytes): The file, see :class:`~repa_mm.export.Session`.
+        file (str | bytes | openvino.Model): The file, see :class:`~repa_mm.export.Session`.
         data_preprocessor (dict | nn.Module): The ``data_preprocessor`` of the original model.
         precision (str, optional): See :class:`~repa_mm.export.Session`.
 
@@ -32,10 +32,7 @@ class ExportedModel(BaseModel):
     """
 
     def __init__(
-        self,
-        file: str | bytes,
-        data_preprocessor: dict | nn.Module | None = None,
-        precision: str | None = None,
+        self, file, data_preprocessor: dict | nn.Module | None = None, precision: str | None = None
     ) -> None:
         session = Session(file, precision)
         if isinstance(data_preprocessor, nn.Module):
@@ -64,6 +61,7 @@ class ExportedModel(BaseModel):
         Raises:
             ValueError: If the file normalizes images, and these are not of bytes.
         """
+        metadata = self.session.metadata
         if self.session.takes_pixels:
             data = self.data_preprocessor.cast_data(data)
             kinds = {x.dtype for x in data['inputs']} - {torch.uint8}
@@ -72,12 +70,17 @@ class ExportedModel(BaseModel):
                     'a file that normalizes images takes images of bytes, and the test pipeline '
                     f'gives {kinds.pop()}: export the model without --preprocessing'
                 )
-            images = [x.permute(1, 2, 0).numpy() for x in data['inputs']]
+            images = [image.permute(1, 2, 0).numpy() for image in data['inputs']]
         else:
             data = self.data_preprocessor(data, False)
-            images = data['inputs'].numpy()
-        predict = getattr(self, f'_predict_{self.session.metadata["task"]}')
-        return predict(images, data['data_samples'])
+            images = list(data['inputs'].numpy())
+        samples = data['data_samples']
+        if 'window' in metadata:
+            return self._slide(np.stack(images), samples)
+        add = _ADD[metadata['task']]
+        for sample, outputs in zip(samples, self._run(images, samples)):
+            add(sample, {name: torch.as_tensor(x) for name, x in outputs.items()}, metadata)
+        return samples
 
     val_step = test_step
 
@@ -85,118 +88,108 @@ class ExportedModel(BaseModel):
         """Raise an error, since an exported model cannot be trained."""
         raise RuntimeError('an exported model is for tests only')
 
-    def _predict_detection(self, images, samples):
-        for result, sample in zip(self._run_padded(images, samples), samples):
-            result = _objects(result)
-            found = InstanceData(scores=result['scores'], labels=result['labels'])
-            scale = result['boxes'].new_tensor(sample.scale_factor).repeat(2)
-            found.bboxes = result['boxes'] / scale
-            if 'masks' in result:
-                threshold = float(self.session.metadata['mask_thr_binary'])
-                size = sample.ori_shape[:2]
-                found.masks = paste_masks(result['masks'], found.bboxes, *size, threshold)
-            sample.pred_instances = found
-        return samples
-
-    def _predict_instances(self, images, samples):
-        for result, sample in zip(self._run_own(images, samples), samples):
-            size = tuple(sample.ori_shape[:2])
-            if 'panoptic' in result:
-                maps = torch.from_numpy(result.pop('panoptic'))[None]
-                if maps.shape[1:] != size:  # a file without the option
-                    maps = nn.functional.interpolate(maps[None].double(), size)[0].int()
-                sample.pred_panoptic_seg = PixelData(sem_seg=maps)
-            if 'masks' not in result:
-                continue
-            result = _objects(result)
-            height, width = result['masks'].shape[1:]
-            if size != (height, width):
-                masks = result['masks'][None].float()
-                result['masks'] = nn.functional.interpolate(masks, size)[0].bool()
-                scale = size[1] / width, size[0] / height
-                result['boxes'] = result['boxes'] * torch.tensor(scale).repeat(2)
-            result['bboxes'] = result.pop('boxes')
-            sample.pred_instances = InstanceData(**result)
-        return samples
-
-    _predict_panoptic = _predict_instances
-
-    def _run_own(self, images, samples):
-        """Yield the outputs for each image, which are run together if their sizes are the same."""
-        if not self.session.takes_pixels:  # take the padding off
-            shapes = [sample.img_shape[:2] for sample in samples]
+    def _run(self, images: list[np.ndarray], samples: list) -> list[dict[str, np.ndarray]]:
+        """Return the outputs for each image, which are of one pass where sizes are equal."""
+        options, chosen, sizes = self.session.options, {}, []
+        if 'image_size' in options:
+            images = _padded(images) if self.session.takes_pixels else images
+            chosen['image_size'] = [sample.img_shape[:2] for sample in samples]
+        elif self.session.metadata['task'] != 'classification' and not self.session.takes_pixels:
+            shapes = (sample.img_shape[:2] for sample in samples)  # without padding
             images = [image[:, :height, :width] for image, (height, width) in zip(images, shapes)]
-        sizes = [tuple(sample.ori_shape[:2]) for sample in samples]
-        groups = [[i] for i in range(len(images))]
-        if len({(image.shape, size) for image, size in zip(images, sizes)}) == 1:
-            groups = [range(len(images))]
-        for group in groups:
-            options = {}
-            if 'output_size' in self.session.options:
-                options['output_size'] = sizes[group[0]]
-            outputs = self.session(np.stack([images[i] for i in group]), **options)
-            for i in range(len(group)):
-                yield {k: v[i] for k, v in outputs.items()}
+        if 'output_size' in options:
+            sizes = [tuple(sample.ori_shape[:2]) for sample in samples]
+            chosen['output_size'] = sizes[0]
+        if len({image.shape for image in images}) > 1 or len({*sizes}) > 1:
+            return [self._run([image], [s])[0] for image, s in zip(images, samples)]
+        outputs = self.session(np.stack(images), **chosen)
+        return [{name: x[i] for name, x in outputs.items()} for i in range(len(images))]
 
-    def _run_padded(self, images, samples):
-        """Yield the outputs for each image."""
-        sizes = [tuple(sample.img_shape[:2]) for sample in samples]
-        if 'image_size' not in self.session.options:
-            yield from self._run_own(images, samples)
-            return
-        if self.session.takes_pixels:  # not padded yet
-            channels = images[0].shape[2]
-            padded = np.zeros((len(images), *np.max(sizes, 0), channels), np.uint8)
-            for to, image in zip(padded, images):
-                to[: image.shape[0], : image.shape[1]] = image
-            images = padded
-        outputs = self.session(images, image_size=sizes)
-        for i in range(len(samples)):
-            yield {k: v[i] for k, v in outputs.items()}
-
-    def _predict_segmentation(self, images, samples):
-        if 'window' in self.session.metadata:
-            return self._slide(torch.from_numpy(np.stack(images)), samples)
-        for result, sample in zip(self._run_own(images, samples), samples):
-            size = tuple(sample.ori_shape[:2])
-            labels = torch.from_numpy(result['labels'])[None].long()
-            if labels.shape[1:] != size:
-                labels = nn.functional.interpolate(labels[None].float(), size).long()[0]
-            sample.pred_sem_seg = PixelData(data=labels)
-        return samples
-
-    def _slide(self, images, samples):
+    def _slide(self, images: np.ndarray, samples: list) -> list:
         """Run the file on windows of images; MMSegmentation slides and merges."""
         from mmseg.models import EncoderDecoder
 
-        window = json.loads(self.session.metadata['window'])
-        pixels = self.session.takes_pixels
+        def encode_decode(windows, metas):
+            if self.session.takes_pixels:
+                windows = windows.permute(0, 2, 3, 1).byte()
+            return torch.from_numpy(self.session(windows.numpy())['logits'])
 
-        def encode_decode(images, metas):
-            images = images.permute(0, 2, 3, 1).byte() if pixels else images
-            return torch.from_numpy(self.session(images.numpy())['logits'])
-
-        settings = SimpleNamespace(**window)
+        images = torch.from_numpy(images)
+        if self.session.takes_pixels:
+            images = images.permute(0, 3, 1, 2).float()
+        settings = SimpleNamespace(**json.loads(self.session.metadata['window']))
         host = SimpleNamespace(
-            **window, test_cfg=settings, decode_head=settings, encode_decode=encode_decode
+            **vars(settings), test_cfg=settings, decode_head=settings, encode_decode=encode_decode
         )
-        images = images.permute(0, 3, 1, 2).float() if pixels else images
         metas = [sample.metainfo for sample in samples]
         logits = EncoderDecoder.slide_inference(host, images, metas)
         return EncoderDecoder.postprocess_result(host, logits, samples)
 
-    def _predict_classification(self, images, samples):
-        outputs = self.session(np.stack(images))
-        for score, label, sample in zip(outputs['scores'], outputs['labels'], samples):
-            label = np.flatnonzero(label) if label.ndim else label[None]
-            sample.set_pred_score(torch.from_numpy(score))
-            sample.set_pred_label(torch.from_numpy(label).long())
-        return samples
+
+def _padded(images: list[np.ndarray]) -> list[np.ndarray]:
+    """Pad images (H, W, C) of pixels to one size, at the right and below."""
+    height, width = (max(image.shape[i] for image in images) for i in (0, 1))
+    return [np.pad(x, ((0, height - x.shape[0]), (0, width - x.shape[1]), (0, 0))) for x in images]
 
 
-def _objects(result: dict) -> dict[str, torch.Tensor]:
+def _objects(outputs: dict) -> dict[str, torch.Tensor]:
     """Return the rows of objects; other rows have the label -1."""
-    return {k: torch.from_numpy(v[result['labels'] >= 0]) for k, v in result.items()}
+    return {name: x[outputs['labels'] >= 0] for name, x in outputs.items()}
+
+
+def _resized(maps: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
+    """Resize maps (N, H, W) of a file that has no option for it, to the nearest pixels."""
+    if maps.shape[1:] == size:
+        return maps
+    return nn.functional.interpolate(maps[:, None].double(), size)[:, 0].to(maps.dtype)
+
+
+def _add_boxes(sample: BaseDataElement, outputs: dict, metadata: dict) -> None:
+    found = _objects(outputs)
+    boxes = found['boxes'] / found['boxes'].new_tensor(sample.scale_factor).repeat(2)
+    objects = InstanceData(bboxes=boxes, scores=found['scores'], labels=found['labels'])
+    if 'masks' in found:
+        threshold = float(metadata['mask_thr_binary'])
+        objects.masks = paste_masks(found['masks'], boxes, *sample.ori_shape[:2], threshold)
+    sample.pred_instances = objects
+
+
+def _add_masks(sample: BaseDataElement, outputs: dict, metadata: dict) -> None:
+    size = tuple(sample.ori_shape[:2])
+    if 'panoptic' in outputs:
+        maps = _resized(outputs.pop('panoptic')[None], size)
+        sample.pred_panoptic_seg = PixelData(sem_seg=maps)
+    if 'masks' in outputs:
+        found = _objects(outputs)
+        height, width = found['masks'].shape[1:]
+        scale = torch.tensor([size[1] / width, size[0] / height]).repeat(2)
+        sample.pred_instances = InstanceData(
+            bboxes=found['boxes'] * scale,
+            scores=found['scores'],
+            labels=found['labels'],
+            masks=_resized(found['masks'], size),
+        )
+
+
+def _add_label_map(sample: BaseDataElement, outputs: dict, metadata: dict) -> None:
+    labels = _resized(outputs['labels'][None], tuple(sample.ori_shape[:2]))
+    sample.pred_sem_seg = PixelData(data=labels.long())
+
+
+def _add_scores(sample: BaseDataElement, outputs: dict, metadata: dict) -> None:
+    label = outputs['labels'].long()
+    sample.set_pred_score(outputs['scores'])
+    sample.set_pred_label(label.nonzero()[:, 0] if label.ndim else label[None])
+
+
+#: Functions that add the outputs for one image to its data sample, by task.
+_ADD = dict(
+    detection=_add_boxes,
+    instances=_add_masks,
+    panoptic=_add_masks,
+    segmentation=_add_label_map,
+    classification=_add_scores,
+)
 
 
 def paste_masks(

@@ -15,11 +15,22 @@ PROVIDERS = {
 }
 
 
+def openvino_model(file):
+    """Return the OpenVINO model of a file, see :class:`Session`."""
+    import openvino
+
+    if isinstance(file, openvino.Model):
+        return file
+    weights = [b''] if isinstance(file, bytes) else []
+    return openvino.Core().read_model(file, *weights)
+
+
 class Session:
     """A model, as ``tools/export.py`` and ``tools/quantize.py`` write it, on the CPU.
 
     Args:
-        file (str | bytes): A file for OpenVINO (.xml) or ONNX, or the content of an ONNX file.
+        file (str | bytes | openvino.Model): A file for OpenVINO (.xml) or ONNX, the content of an
+            ONNX file, or OpenVINO's model.
         precision (str, optional): What OpenVINO computes in, 'f32' or 'bf16'; it runs ONNX, too.
             Defaults to OpenVINO's choice for its own files, which is bf16 on processors that have
             it, and to ONNX Runtime for ONNX. With 'cuda' in float32 or 'tensorrt' in float16, ONNX
@@ -31,7 +42,7 @@ class Session:
         options (list[str]): Names of the inputs that may be left out.
     """
 
-    def __init__(self, file: str | bytes, precision: str | None = None) -> None:
+    def __init__(self, file, precision: str | None = None) -> None:
         is_xml = isinstance(file, str) and osp.splitext(file)[1] == '.xml'
         if is_xml or precision not in PROVIDERS:
             self._open_openvino(file, precision)
@@ -54,18 +65,17 @@ class Session:
         self.outputs = [o.name for o in session.get_outputs()]
         self._run = lambda inputs: session.run(None, inputs)
 
-    def _open_openvino(self, file: str | bytes, precision: str | None) -> None:
+    def _open_openvino(self, file, precision: str | None) -> None:
         import openvino
 
-        core = openvino.Core()
-        model = core.read_model(file, b'') if isinstance(file, bytes) else core.read_model(file)
+        model = openvino_model(file)
         self.metadata, self.options = {}, []
         if model.has_rt_info(['framework']):  # the metadata of the ONNX file
             self.metadata = dict(model.get_rt_info(['framework']).value)
         config = {'INFERENCE_NUM_THREADS': torch.get_num_threads()}
         if precision:
             config['INFERENCE_PRECISION_HINT'] = precision
-        compiled = core.compile_model(model, 'CPU', config)
+        compiled = openvino.Core().compile_model(model, 'CPU', config)
         self.outputs = range(len(compiled.outputs))
         # In their order, since OpenVINO may rename them.
         self._run = lambda inputs: list(compiled(inputs).values())

@@ -9,7 +9,15 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from repa_mm.export.detection import NONE, best, finish, one_hot_scores, suppress, suppress_softly
+from repa_mm.export.detection import (
+    NONE,
+    best,
+    finish,
+    one_hot_scores,
+    suppress,
+    suppress_softly,
+    take,
+)
 from repa_mm.surgery import become_
 
 
@@ -142,7 +150,7 @@ class _PaddedCoTransformer(_PaddedLevels, _AnySizeEncoder):
             key=None,
             value=memory,
             key_padding_mask=mask,
-            reference_points=boxes.gather(1, index[..., None].expand(-1, -1, 4)).sigmoid(),
+            reference_points=take(boxes, index).sigmoid(),
             reg_branches=reg_branches,
             **decoder,
         )
@@ -190,21 +198,6 @@ def _mix_in(module: nn.Module, mixin: type) -> None:
     become_(module, type(type(module).__name__, (mixin, type(module)), {}))
 
 
-def trace_transformer_(model: nn.Module) -> None:
-    """Change a DETR in place, so that a graph traced from it accepts images of any size.
-
-    Afterwards, ``model.forward_transformer`` takes the height and width of the padded images (2, ),
-    and of each image without padding (B, 2), instead of data samples.
-
-    Args:
-        model (nn.Module): A ``DetectionTransformer`` of MMDetection.
-    """
-    has_levels = hasattr(model, 'gen_encoder_output_proposals')
-    _mix_in(model, _PaddedLevels if has_levels else _Padded)
-    if has_levels:
-        _mix_in(model.encoder, _AnySizeEncoder)
-
-
 class Queries(nn.Module):
     """Predict boxes from features, as a ``DetectionTransformer`` does."""
 
@@ -212,7 +205,10 @@ class Queries(nn.Module):
 
     def __init__(self, detector: nn.Module) -> None:
         super().__init__()
-        trace_transformer_(detector)
+        has_levels = hasattr(detector, 'gen_encoder_output_proposals')
+        _mix_in(detector, _PaddedLevels if has_levels else _Padded)
+        if has_levels:
+            _mix_in(detector.encoder, _AnySizeEncoder)
         self.detector, self.head = detector, detector.bbox_head
 
     def decode(self, features, sizes):
@@ -231,8 +227,8 @@ class Queries(nn.Module):
         else:
             scores, labels = scores.softmax(-1)[..., :-1].max(-1)
             scores, query = best(scores, count)
-            labels = labels.gather(1, query)
-        boxes = boxes.gather(1, query[..., None].expand(-1, -1, 4))
+            labels = take(labels, query)
+        boxes = take(boxes, query)
         centre, side = boxes.split(2, 2)
         size = size.flip(1)[:, None].to(boxes)
         corners = [torch.minimum((centre + s * side) * size, size) for s in (-0.5, 0.5)]
@@ -282,15 +278,14 @@ class CoQueries(Queries):
             by_class = one_hot_scores(scores, labels, self.head.num_classes)
             scores = suppress(boxes, by_class, nms, 0, count).amax(1)
         scores, order = best(scores, count)
-        boxes = boxes.gather(1, order[..., None].expand(-1, -1, 4))
-        return finish(boxes, scores, labels.gather(1, order))
+        return finish(take(boxes, order), scores, take(labels, order))
 
 
 def trace_masks_(head: nn.Module) -> None:
     """Change a head in place, so that a graph traced from it accepts images of any size.
 
     Afterwards, the ``forward`` of a ``MaskFormerHead`` takes sizes as a DETR does after
-    :func:`trace_transformer_`. A ``Mask2FormerHead`` ignores padding and stays as it is.
+    :class:`Queries`. A ``Mask2FormerHead`` ignores padding and stays as it is.
 
     Args:
         head (nn.Module): A ``MaskFormerHead`` or ``Mask2FormerHead``; other heads stay as they are.
@@ -387,15 +382,13 @@ class Masks(nn.Module):
         scores, index = best(classes[..., :-1].flatten(1), self.cfg.get('max_per_image', 100))
         query = index // self.fusion.num_classes
         labels = index - query * self.fusion.num_classes
-        masks = masks.gather(1, query[..., None, None].expand(-1, -1, *masks.shape[2:]))
-        masks = resize(masks)
+        masks = resize(take(masks, query))
         inside = (masks > 0).to(masks)
         scores = scores * (masks.sigmoid() * inside).sum((2, 3)) / (inside.sum((2, 3)) + 1e-6)
         is_thing = labels < self.fusion.num_things_classes
         scores = torch.where(is_thing, scores, torch.full_like(scores, NONE))
         scores, order = scores.sort(1, descending=True)
-        labels = labels.gather(1, order)
-        inside = inside.gather(1, order[..., None, None].expand(-1, -1, *inside.shape[2:]))
+        labels, inside = take(labels, order), take(inside, order)
         across, down = _extent(inside.amax(2)), _extent(inside.amax(3))
         boxes = torch.stack([across[0], down[0], across[1], down[1]], 2)
         return *finish(boxes, scores, labels), inside > 0

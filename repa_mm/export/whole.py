@@ -87,15 +87,16 @@ class Preprocessing(nn.Module):
         image = image.float()
         return (image - self.mean) / self.std if self.normalize else image
 
-    def pad(self, image: torch.Tensor, size: torch.Tensor) -> torch.Tensor:
+    def pad(self, image: torch.Tensor, size: torch.Tensor | None = None) -> torch.Tensor:
         """Pad images to a multiple of the divisor.
 
         Args:
             image (torch.Tensor): Images (B, C, H, W).
-            size (torch.Tensor): Height and width of each image without padding, (B, 2).
+            size (torch.Tensor, optional): Height and width of each image without padding, (B, 2).
+                Defaults to those of ``image``.
         """
         height, width = image.shape[2:]
-        if self.in_graph:
+        if self.in_graph and size is not None:
             rows, columns = torch.arange(height) < size[:, :1], torch.arange(width) < size[:, 1:]
             inside = rows[:, None, :, None] & columns[:, None, None]
             image = torch.where(inside, image, torch.full_like(image, self.pad_value))
@@ -143,6 +144,12 @@ class WholeModel(nn.Module):
         )
 
 
+#: What predicts objects from features, by the attribute that tells a detector.
+PREDICTORS = dict(
+    forward_transformer=Queries, query_head=CoQueries, roi_head=TwoStage, bbox_head=SingleStage
+)
+
+
 class WholeDetector(WholeModel):
     """A detector that predicts boxes from images (B, C, H, W) and ``image_size`` (B, 2) or (1, 2).
 
@@ -155,47 +162,23 @@ class WholeDetector(WholeModel):
 
     def __init__(self, model: nn.Module, preprocessing: bool) -> None:
         super().__init__(model, preprocessing)
-        self.predict = self.predictor(model)
+        kind = next(kind for name, kind in PREDICTORS.items() if hasattr(model, name))
+        self.predict = kind(model)
         self.outputs = self.predict.outputs
-
-    @staticmethod
-    def predictor(model: nn.Module) -> nn.Module:
-        """Return the module that predicts objects from features."""
-        return (TwoStage if hasattr(model, 'roi_head') else SingleStage)(model)
 
     def forward(self, image: torch.Tensor, image_size: torch.Tensor):
         image = self.preprocessing(image)
         own = torch._shape_as_tensor(image)[2:][None].to(image_size)
         size = torch.minimum(image_size, own).expand(image.shape[0], 2)
-        return self.detect(self.preprocessing.pad(image, size), size)
-
-    def detect(self, image: torch.Tensor, size: torch.Tensor):
-        """Predict boxes in padded images (B, C, H, W), of sizes (B, 2) without padding."""
-        features = self.model.extract_feat(image)
-        size = size.flip(1).repeat(1, 2)[:, None, None].to(features[0])
-        return self.predict(features, size)
+        image = self.preprocessing.pad(image, size)
+        shape = torch._shape_as_tensor(image)[2:]
+        return self.predict(self.model.extract_feat(image), shape, size)
 
     def metadata(self) -> dict[str, str]:
         found = super().metadata()
         if 'masks' in self.outputs:
             found['mask_thr_binary'] = str(self.predict.cfg['mask_thr_binary'])
         return found
-
-
-class WholeTransformer(WholeDetector):
-    """A ``DetectionTransformer`` (DETR, Deformable DETR, DINO), see :class:`WholeDetector`."""
-
-    predictor = Queries
-
-    def detect(self, image, size):
-        shape = torch._shape_as_tensor(image)[2:]
-        return self.predict(self.model.extract_feat(image), shape, size)
-
-
-class WholeCoDETR(WholeTransformer):
-    """A ``CoDETR`` of MMDetection's ``projects/CO-DETR``, see :class:`WholeDetector`."""
-
-    predictor = CoQueries
 
 
 class WholeSegmentor(WholeModel):
@@ -244,10 +227,7 @@ class WholeSegmentor(WholeModel):
             return self.logits(image)
         own = torch._shape_as_tensor(image)[2:].to(output_size)
         size = torch.where(output_size > 0, output_size, own).unbind()
-        padded = image
-        if self.preprocessing.divisor > 1:
-            padded = self.preprocessing.pad(image, own[None])
-        logits = self.logits(padded)
+        logits = self.logits(self.preprocessing.pad(image))
         logits = logits[..., : image.shape[2], : image.shape[3]]
         kwargs = dict(mode='bilinear', align_corners=self.model.align_corners)
         logits = F.interpolate(logits, size, **kwargs)
@@ -274,7 +254,7 @@ class WholeInstances(WholeModel):
     def forward(self, image: torch.Tensor, output_size: torch.Tensor):
         image = self.preprocessing(image)
         own = torch._shape_as_tensor(image)[2:].to(output_size)
-        padded = self.preprocessing.pad(image, own[None])
+        padded = self.preprocessing.pad(image)
         size = torch.where(output_size > 0, output_size, own)
         features = self.model.extract_feat(padded)
         return self.predict(features, padded, image, size)
@@ -296,10 +276,7 @@ class WholeClassifier(WholeModel):
         self.several = isinstance(model.head, MultiLabelClsHead)
 
     def forward(self, image: torch.Tensor):
-        image = self.preprocessing(image)
-        if self.preprocessing.divisor > 1:
-            image = self.preprocessing.pad(image, torch._shape_as_tensor(image)[2:][None])
-        logits = self.model(image)
+        logits = self.model(self.preprocessing.pad(self.preprocessing(image)))
         if not self.several:
             scores = logits.softmax(1)
             return scores, scores.argmax(1)
@@ -309,12 +286,9 @@ class WholeClassifier(WholeModel):
 
 
 WHOLE_MODELS = dict(
-    forward_transformer=WholeTransformer,
-    query_head=WholeCoDETR,
     panoptic_fusion_head=WholeInstances,
     decode_head=WholeSegmentor,
-    roi_head=WholeDetector,
-    bbox_head=WholeDetector,
+    **dict.fromkeys(PREDICTORS, WholeDetector),
     head=WholeClassifier,
 )
 

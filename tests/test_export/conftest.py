@@ -13,7 +13,7 @@ from tests.conftest import _randomize, random_model
 # Very small models on the demo's.
 HEADS = dict(
     retinanet='neck=dict(in_channels=[48, 96, 192], out_channels=32), '
-    'bbox_head=dict(in_channels=32, feat_channels=32)',
+    'bbox_head=dict(in_channels=32, feat_channels=32, stacked_convs=2)',
     mask_rcnn='neck=dict(in_channels=[24, 48, 96, 192], out_channels=32), '
     'rpn_head=dict(in_channels=32, feat_channels=32), '
     'roi_head=dict(bbox_roi_extractor=dict(out_channels=32), '

@@ -228,15 +228,15 @@ def test_images_of_floats(built):
         data['inputs'][0] = (data['inputs'][0].float() - 120) / 60
     small = resized(images, [(96, 96)])['inputs'][0]
     assert small.dtype == torch.float32 and small.min() < 0 and small.frac().any()
-    assert agreeing_onnx(model, images, (128, 160))[1] <= 0.02
+    assert agreeing_onnx(model, images, (64, 96))[1] <= 0.02
     with pytest.raises(ValueError, match='takes images of bytes, and the .* gives torch.float32'):
-        agreeing_onnx(model, images, (128, 160), preprocessing=True)
+        agreeing_onnx(model, images, (64, 96), preprocessing=True)
 
 
 @pytest.mark.parametrize(
     'task, key, shape, preprocessing',
     [
-        ('retinanet', 'pred_instances', (128, 160), True),
+        ('retinanet', 'pred_instances', (64, 96), True),
         ('classifier', 'pred_score', (256, 288), False),
     ],
 )
@@ -291,14 +291,14 @@ def test_trained_detectors_are_compared_too(built):
     model = open_model(cfg, checkpoint, merge=True)
     model.roi_head.test_cfg.score_thr = 0.999
     images = noise(cfg)
-    content, error = agreeing_onnx(model, images, (128, 160))
+    content, error = agreeing_onnx(model, images, (64, 96))
     assert error <= 0.02
     found = Session(content)(torch.zeros(2, 3, 96, 130).numpy())
     assert (found['labels'] == -1).all() and not found['boxes'].any() and not found['masks'].any()
     head = model.roi_head.bbox_head
     head.fc_reg = Drifting(head.fc_reg, 1)  # in the copy that is traced, and in the other
     with pytest.raises(ValueError, match='differs from PyTorch by'):
-        agreeing_onnx(model, images, (128, 160))
+        agreeing_onnx(model, images, (64, 96))
 
 
 def test_backbones_are_an_option(built, tmp_path, run_tool, capsys):
@@ -321,15 +321,16 @@ def test_compared_on_the_configs_own_images_or_not_written(
     from .test_runtime_model import write_scenes
 
     monkeypatch.chdir(tmp_path)
-    config, checkpoint, _ = built('retinanet')
+    config, checkpoint, _ = built('upernet')
     out = tmp_path / 'model.onnx'
     with pytest.raises(SystemExit, match='data are not there .*folder of images'):
         run_tool('export.py', config, checkpoint, out)
     assert not out.exists()
-    run_tool('export.py', config, checkpoint, out, '--unchecked')
+    size = '--shape', 64, 96
+    run_tool('export.py', config, checkpoint, out, *size, '--unchecked')
     assert ' of a score on noise' in capsys.readouterr().out
     assert Session(str(out)).metadata['unchecked'] == '1'
     write_scenes(tmp_path)
-    run_tool('export.py', config, checkpoint, out)
+    run_tool('export.py', config, checkpoint, out, *size)
     assert ' of a score on 3 images' in capsys.readouterr().out
     assert 'unchecked' not in Session(str(out)).metadata
