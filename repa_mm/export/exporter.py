@@ -90,7 +90,7 @@ def agreeing_onnx(
 
     Returns:
         tuple: The content, and the largest difference from PyTorch in a batch: 1 minus the exact
-        :func:`~repa_mm.export.comparison`.
+        :func:`~repa_mm.export.agreement`.
 
     Raises:
         ValueError: If the file would not agree with the model.

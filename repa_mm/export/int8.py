@@ -14,7 +14,7 @@ from repa_mm.export.session import openvino_model
 from repa_mm.files import replacing, write_bytes
 from repa_mm.reparam import set_shortcut_
 
-#: Smallest acceptable :func:`~repa_mm.export.comparison`.
+#: Smallest acceptable :func:`~repa_mm.export.agreement`.
 TOLERANCE = 0.98
 #: An attempt ends early if it is so far below.
 FAR = 0.1
@@ -52,7 +52,7 @@ def quantize(
         calibration (Sequence[dict]): Batches of one image, for the ranges of activations.
         held_out (Sequence[dict]): Batches of one image, to compare the file with the model.
         tolerance (float): Smallest acceptable agreement, see
-            :func:`~repa_mm.export.comparison`. Defaults to :data:`TOLERANCE`.
+            :func:`~repa_mm.export.agreement`. Defaults to :data:`TOLERANCE`.
         preprocessing (bool): Normalize images in the graph. Defaults to False.
         shape (Sequence[int], optional): Height and width that the file is fixed to, whatever the
             size of the images to calibrate on. Defaults to None: any.

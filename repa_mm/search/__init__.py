@@ -40,7 +40,7 @@ def speed_up(
             fraction of the original's time, in (0, 1).
         images (str, optional): A folder of images, without annotations, instead of the
             config's data. The metric is then the agreement with the original model, see
-            :func:`~repa_mm.export.comparison`, in percent.
+            :func:`~repa_mm.export.agreement`, in percent.
         num_images (int): Number of images to test on, spread over the config's validation data.
             Defaults to 100. With 0, nothing is tested. A floor needs 30.
         budgets (Sequence[float]): Budgets of the narrower models of a call without a target, as for

@@ -178,7 +178,7 @@ class Agreement(Judge):
     """Compares models with what the original finds in images without annotations, in percent.
 
     Classifiers are compared by their labels, other models as in
-    :func:`~repa_mm.export.comparison`. The arguments are those of :class:`Judge`.
+    :func:`~repa_mm.export.agreement`. The arguments are those of :class:`Judge`.
     """
 
     name = 'agreement'
