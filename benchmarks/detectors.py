@@ -83,7 +83,7 @@ def photographs(folder: str) -> str:
 
 def open_ours(name: str, form: str, args: argparse.Namespace) -> nn.Module:
     """Return a detector of OpenMMLab in a form."""
-    stock, *repa = (path if osp.exists(path) else config_path(path) for path in OURS[name])
+    stock, *repa = map(config_path, OURS[name])
     if form == 'stock':
         return open_model(stock)
     if form == 'merged':
@@ -285,9 +285,10 @@ def main() -> None:
         for form, kind, call in ways:
             print(f'{name}, {form}, {kind}: ready', flush=True)
             calls[name, form, kind] = call
-    first = next((OURS[name][0] for name in args.models if name in OURS), None)
-    if first:
-        (data,) = read_images(load_config(first), 'test', 1, args.images)
+    known = [name for name in args.models if name in OURS]
+    if known:
+        cfg = load_config(config_path(OURS[known[0]][0]))
+        (data,) = read_images(cfg, 'test', 1, args.images)
     with torch.no_grad():
         times = measure(calls, data, args.repeats)
     rows, out = [], args.out or osp.join(args.work_dir, 'results.csv')

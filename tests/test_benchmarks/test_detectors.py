@@ -6,7 +6,6 @@ import sys
 import pytest
 import torch
 
-import repa_mm
 from repa_mm.export.exporter import to_onnx
 from repa_mm.files import write_bytes
 from repa_mm.search.formats import EAGER, F32, ORT
@@ -30,8 +29,7 @@ def other(folder):
 
 @pytest.mark.slow
 def test_times_of_all_ways_and_published_aps(tmp_path, monkeypatch, capsys):
-    paths = [f'demo/retinanet_{name}_digits.py' for name in ('swin', 'repa_swin')]
-    configs = tuple(repa_mm.config_path(path) for path in paths)
+    configs = [f'demo/retinanet_{name}_digits.py' for name in ('swin', 'repa_swin')]
     monkeypatch.setattr(detectors, 'OURS', {'ours': configs})
     monkeypatch.setattr(detectors, 'RIVALS', {'other': other})
     monkeypatch.setattr(detectors, 'PUBLISHED', {'other': (12.3, 'themselves')})
