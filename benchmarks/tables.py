@@ -174,6 +174,9 @@ def tables() -> dict[str, str]:
         found = [row for row in published if row['model'].startswith(name)]
         return ' → '.join(row['value'] for row in found)
 
+    def of_authors(rows: list[Row]) -> str:
+        return listed(of('detectors: published', model=rows[0]['model']))
+
     def gained(rows: list[Row]) -> str:
         vanilla, repa = (grouped(rows, 'form')[form,] for form in ('vanilla', 'RePa'))
         return difference(repa, vanilla)
@@ -220,6 +223,13 @@ def tables() -> dict[str, str]:
         'narrow-files': table(of('file in OpenVINO, '), 'form', 'of'),
         'ways': table(of('fine-tuned: '), 'model form', 'of', mean),
         'fitted': table(of('fitted on digits: '), 'form', 'of', mean),
+        'detectors': table(
+            of('detectors: time'),
+            'model method',
+            'keep',
+            lambda rows: mean(rows, 0),
+            {'box AP, as published': of_authors},
+        ),
         'dinov2': table(of(fitted, model=vit, keep=('', '0.375')), 'method', 'of'),
         'exported': table(of('times as fast as stock PyTorch: '), 'model cpu', 'of', in_brackets),
         'bounds': table(of('worst relative error: '), 'form', 'of'),
