@@ -303,8 +303,9 @@ def main() -> None:
     for model in dict.fromkeys(row[0] for row in rows):
         if model in PUBLISHED:
             ap, source = PUBLISHED[model]
-            row = dict(what='detectors', model=model, form='', run='', cpu='', command='', unit='')
-            append(out, dict(row, version=source), {'published box AP': ap})
+            row = dict(what='detectors', model=model, form='stock', run='', cpu='', unit='')
+            row |= dict(command=source, version="the publisher's")
+            append(out, row, {'published box AP': ap})
     rows.sort(key=lambda row: float(row[3]))
     show("detectors, the fastest first; APs are their authors'", COLUMNS, rows)
 

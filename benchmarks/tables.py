@@ -175,7 +175,8 @@ def tables() -> dict[str, str]:
         return ' → '.join(row['value'] for row in found)
 
     def of_authors(rows: list[Row]) -> str:
-        return listed(of('detectors: published', model=rows[0]['model']))
+        found = of('detectors: published', model=rows[0]['model'])
+        return listed(found) if rows[0]['method'] == STOCK else ''
 
     def gained(rows: list[Row]) -> str:
         vanilla, repa = (grouped(rows, 'form')[form,] for form in ('vanilla', 'RePa'))

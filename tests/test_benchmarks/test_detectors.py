@@ -43,7 +43,7 @@ def test_times_of_all_ways_and_published_aps(tmp_path, monkeypatch, capsys):
     kinds = EAGER, ORT, F32
     assert times == {(m, f'{form}, {kind}') for m in forms for form in forms[m] for kind in kinds}
     assert all(float(row['value']) > 0 and row['unit'] == 'ms' for row in rows[:-1])
-    assert rows[-1]['version'] == 'themselves' and rows[-1]['value'] == '12.3'
+    assert rows[-1]['command'] == 'themselves' and rows[-1]['value'] == '12.3'
     assert 'other' in capsys.readouterr().out
     written = {path: path.stat().st_mtime_ns for path in tmp_path.glob('ours*')}
     monkeypatch.setattr(
