@@ -15,7 +15,8 @@ are given by their names::
     yolo export model=yolo26n.yaml format=onnx
     python -m benchmarks.detectors --models yolo26n.onnx 'RF-DETR Nano'
 
-Conversions and files stay in ``--work-dir`` for further calls. Published box APs, which trained
+Conversions and files stay in ``--work-dir`` for further calls. All models at once need more than 24
+GB: give one or two of OpenMMLab's at a time (``--models``). Published box APs, which trained
 models have by their authors' words, stand beside the times.
 """
 
