@@ -23,6 +23,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
+import torch.nn as nn
 from mmengine.config import Config
 from mmengine.logging import MMLogger
 
@@ -36,6 +37,7 @@ from repa_mm.benchmark.timing import measure, show_machine
 from repa_mm.benchmark.variants import (
     DEPLOY,
     MODEL,
+    OURS,
     STOCK,
     autocasting,
     calls_on_noise,
@@ -47,7 +49,9 @@ from repa_mm.config import load_config
 from repa_mm.convert.conversion import find_parts
 from repa_mm.convert.pretrained import converted_config
 from repa_mm.faster import faster_on_gpu_
+from repa_mm.faster.gpu import FastLayerNorm
 from repa_mm.opening import open_model
+from repa_mm.surgery import replace_
 
 NAME = 'benchmarks.on_a_gpu'
 DETECTOR, SMALL_IMAGE = (800, 1344), (160, 160)
@@ -60,6 +64,7 @@ CONFIGS = {
 }
 MODES = {'compiled': None, 'CUDA graphs': 'reduce-overhead'}
 NARROW = 'FFNs 0.2, heads a quarter'
+PLAIN_NORMS = f'{OURS}, stock LayerNorms'
 DEMO = 'demo/retinanet_swin_digits'
 SHORT = {'train_cfg.max_epochs': 1, 'param_scheduler.1.end': 1}
 TINY = SHORT | {
@@ -100,6 +105,7 @@ def latency(
     part: str = 'predict',
     kind: str | None = None,
     narrow: bool = False,
+    norms: bool = False,
 ) -> None:
     """Time a model beside stock, and stock with our parts.
 
@@ -111,6 +117,7 @@ def latency(
         part (str): 'predict' or 'backbone'.
         kind (str, optional): Time compiled models, too: a key of :data:`MODES`.
         narrow (bool): Narrow the FFNs and heads of the stock model, instead of a RePa model.
+        norms (bool): Time our parts with and without their LayerNorms, instead of all models.
     """
     if args.small:
         shape, batch_size = (shape if part == 'backbone' else SMALL_IMAGE), 1
@@ -129,18 +136,22 @@ def latency(
         models = {form: models[form] for form in (STOCK, DEPLOY)}
         for form in (STOCK, DEPLOY):
             models[f'{form}, {kind}'] = compile_(copy.deepcopy(models[form]), MODES[kind])
+    if norms:
+        models = {OURS: models[OURS], PLAIN_NORMS: copy.deepcopy(models[OURS])}
+        replace_(models[PLAIN_NORMS], lambda m: nn.LayerNorm if type(m) is FastLayerNorm else None)
     calls, batch = calls_on_noise(models, part, shape, batch_size)
     calls = {form: autocasting(call, dtype(args), args.device) for form, call in calls.items()}
     times = measure(calls, batch, args.repeats)
     what = 'GPU latency' + ' of a narrow model' * narrow + f', {kind}' * bool(kind)
+    what += ' by LayerNorms' * norms
     title = f'{name}, {batch_size}×{shape[0]}×{shape[1]}'
     write(args, what, title, args.amp, 'ms', {n: np.median(values) for n, values in times.items()})
 
 
 def training(args: argparse.Namespace, name: str, batch_size: int = 2) -> None:
-    """Time training steps by the literal and by the folded path beside stock, with their memory."""
+    """Time training steps by each training path beside stock, with their memory."""
     shape = SMALL_IMAGE if args.small else DETECTOR
-    models = training_variants(*configs(args, name), ('literal', 'folded'))
+    models = training_variants(*configs(args, name), ('literal', 'folded', 'auto'))
     models = {form: model.to(args.device) for form, model in models.items()}
     batch = models[STOCK].data_preprocessor(synthetic_batch(models[STOCK], shape, batch_size), True)
     steps = {form: step(model, dtype(args), args.device) for form, model in models.items()}
@@ -180,11 +191,12 @@ PARTS: dict[str, tuple[Callable, int]] = {
     ),
     'one_image': (partial(latency, name='RetinaNet Swin-B', batch_size=1), 75),
     'narrow': (partial(latency, name='RetinaNet Swin-B', batch_size=8, narrow=True), 75),
+    'norms': (partial(latency, name='RetinaNet Swin-B', batch_size=8, norms=True), 75),
     'train_retinanet': (partial(training, name='RetinaNet Swin-B'), 75),
     'train_mask_rcnn': (partial(training, name='Mask R-CNN Swin-B'), 75),
-    'compiled': (partial(latency, name='RetinaNet Swin-B', batch_size=1, kind='compiled'), 120),
-    'graphs': (partial(latency, name='RetinaNet Swin-B', batch_size=1, kind='CUDA graphs'), 120),
-    'search': (search, 300),
+    'compiled': (partial(latency, name='RetinaNet Swin-B', batch_size=1, kind='compiled'), 200),
+    'graphs': (partial(latency, name='RetinaNet Swin-B', batch_size=1, kind='CUDA graphs'), 200),
+    'search': (search, 400),
 }
 
 

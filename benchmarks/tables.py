@@ -202,7 +202,7 @@ def tables() -> dict[str, str]:
             lambda rows: mean(rows, 0),
             merge,
         ),
-        'gpu': table(of('GPU latency: ', model=tuple(on_gpu)), 'model', 'form', mean, merge),
+        'gpu': table(of('GPU latency: ', model=tuple(on_gpu)), 'model', 'form', listed, merge),
         'gpu-training': table(of('GPU training step: '), 'model form', 'of'),
         'paper': table(of("the paper's table 2: "), 'model', 'form'),
         'training': table(of('training step: '), 'model form', 'of'),

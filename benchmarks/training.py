@@ -86,8 +86,8 @@ def training_variants(
 
     Returns:
         dict: The stock counterpart; the model of ``cfg`` by the 'literal' training path, which
-        computes every hidden channel, and by 'auto', which a training takes. On a GPU, 'auto' is
-        'literal' in half precision, and the model is also measured by 'folded'.
+        computes every hidden channel, and by 'auto', which a training takes. On a GPU, the
+        model is also measured by 'folded'.
     """
     models = {} if baseline is None else {STOCK: open_model(baseline)}
     model = open_model(cfg)

@@ -25,6 +25,8 @@ from repa_mm.surgery import is_plain
 from .autograd import autocast_dtype, first_order_only, is_compiling
 from .deploy_form import KEPT_NORMS, DropPath, fold
 
+# Number of hidden activations, 100 MB in half precision, from which 'auto' folds on a GPU.
+_LARGE = 50_000_000
 _ACTIVATION_BACKWARD = {
     nn.GELU: lambda act, grad, h: torch.ops.aten.gelu_backward(
         grad, h, approximate=act.approximate
@@ -207,7 +209,8 @@ def choose_path(ffn: nn.Module, num_tokens: int) -> str:
     """Return the training path for a number of tokens, 'folded' or 'literal'.
 
     'auto' is the path with fewer multiply-adds, except in half precision on a GPU. There a step
-    waits for kernels to be launched, and 'literal' launches a third as many.
+    waits for kernels to be launched, and 'literal' launches a third as many: it is 'literal' except
+    for so many tokens that their hidden channels would be most of the memory.
 
     Raises:
         ValueError: If ``ffn.training_path`` is 'folded' and folded training does not support the
@@ -247,7 +250,8 @@ def choose_path(ffn: nn.Module, num_tokens: int) -> str:
     weight = ffn.fc1.weight
     dtype = autocast_dtype(weight.device.type) or weight.dtype
     if weight.is_cuda and dtype in (torch.float16, torch.bfloat16):
-        return 'literal'
+        large = num_tokens * ffn.feedforward_channels >= _LARGE
+        return 'folded' if large and is_alone else 'literal'
     if not is_alone:
         return 'folded'
     # Multiply-adds of forward and backward, divided by C.
@@ -372,9 +376,10 @@ def set_training_path_(model: nn.Module, path: str) -> nn.Module:
     Args:
         model (nn.Module): The model, changed in place.
         path (str): 'literal' (eq. 3 of the paper), 'folded' (without the idle channels), or 'auto':
-            'literal' in half precision on a GPU, otherwise the path with fewer multiply-adds. On an
-            H100 under AMP, a training step of RetinaNet with a RePa-Swin-B (2×800×1344) took 106 ms
-            and 6.3 GiB by 'literal', 132 ms and 3.4 GiB by 'folded'.
+            the path with fewer multiply-adds, but in half precision on a GPU 'folded' only for large
+            maps, see :func:`choose_path`. On an H100 under AMP, a training step of RetinaNet with a
+            RePa-Swin-B (2×800×1344) took 122 ms and 5.6 GiB by 'literal', 156 ms and 3.4 GiB by
+            'folded', 131 ms and 4.9 GiB by 'auto', and 160 ms and 6.9 GiB in the stock model.
 
     Returns:
         nn.Module: ``model``.

@@ -308,8 +308,12 @@ class Search:
         if (candidate.name, kind) not in self.opened:
             try:
                 model = self._open(candidate, kind, path)
-                with quiet(), torch.no_grad():  # compilers fail at the first image
-                    model.test_step(self.judge.images(1)[0])
+                first = self.judge.images(1)[0]  # at which compilers compile, or fail
+                if form.compiled:
+                    self._step(f'compile {candidate.name}, {kind}', model.test_step, first)
+                else:
+                    with quiet(), torch.no_grad():
+                        model.test_step(first)
             except Exception as error:  # from any runtime
                 if kind == EAGER:
                     raise

@@ -22,7 +22,8 @@ LATENCY = 'stock', 'stock with our parts', 'deploy form'
 FORMS = {
     **dict.fromkeys(('retinanet', 'mask_rcnn', 'upernet', 'backbone', 'one_image'), LATENCY),
     'narrow': (*LATENCY[:2], 'FFNs 0.2, heads a quarter'),
-    **dict.fromkeys(('train_retinanet', 'train_mask_rcnn'), ('stock', 'literal', 'folded')),
+    'norms': ('stock with our parts', 'stock with our parts, stock LayerNorms'),
+    **dict.fromkeys(('train_retinanet', 'train_mask_rcnn'), ('stock', 'literal', 'folded', 'auto')),
     'compiled': ('stock', 'deploy form', 'stock, compiled', 'deploy form, compiled'),
     'graphs': ('stock', 'deploy form', 'stock, CUDA graphs', 'deploy form, CUDA graphs'),
     'search': 3 * tuple(f'{name}, PyTorch' for name in ('stock', 'faster parts', '40 %')),

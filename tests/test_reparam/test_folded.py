@@ -373,6 +373,11 @@ def test_choice_of_the_path_on_a_gpu(autocast, monkeypatch):
         assert choose_path(ffn, 8192) == ('literal' if autocast else 'folded')
         ffn.fc1.weight = nn.Parameter(ffn.fc1.weight.bfloat16())  # a model in half precision
         assert choose_path(ffn, 8192) == 'literal'
+        # Two images of 800 x 1344 in the first stage of a Swin-B, and in the second.
+        for width, num_tokens, path in (128, 134400, 'folded'), (256, 33600, 'literal'):
+            one = ChannelIdleFFN(width, 4 * width).train()
+            one.fc1.weight = nn.Parameter(one.fc1.weight.bfloat16())
+            assert choose_path(one, num_tokens) == path
         assert choose_path(set_training_path_(ffn, 'folded'), 8192) == 'folded'
     # On a CPU there are other costs.
     assert choose_path(ChannelIdleFFN(64, 256).train().bfloat16(), 8192) == 'folded'
