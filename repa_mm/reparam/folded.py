@@ -375,11 +375,11 @@ def set_training_path_(model: nn.Module, path: str) -> nn.Module:
 
     Args:
         model (nn.Module): The model, changed in place.
-        path (str): 'literal' (eq. 3 of the paper), 'folded' (without the idle channels), or 'auto':
-            the path with fewer multiply-adds, but in half precision on a GPU 'folded' only for large
-            maps, see :func:`choose_path`. On an H100 under AMP, a training step of RetinaNet with a
-            RePa-Swin-B (2×800×1344) took 122 ms and 5.6 GiB by 'literal', 156 ms and 3.4 GiB by
-            'folded', 131 ms and 4.9 GiB by 'auto', and 160 ms and 6.9 GiB in the stock model.
+        path (str): 'literal' (eq. 3 of the paper), 'folded' (without the idle channels), or 'auto',
+            see :func:`choose_path`: the path with fewer multiply-adds, but in half precision on a
+            GPU 'folded' for large maps alone. On an H100 under AMP, a training step of RetinaNet
+            with a RePa-Swin-B (2×800×1344) took 122 ms and 5.6 GiB by 'literal', 156 ms and 3.4 GiB
+            by 'folded', 131 ms and 4.9 GiB by 'auto', and 160 ms and 6.9 GiB in the stock model.
 
     Returns:
         nn.Module: ``model``.
