@@ -33,7 +33,13 @@ from demo.run import test, train
 from repa_mm import config_path
 from repa_mm.config import load_config
 from repa_mm.convert.conversion import PARTS
-from repa_mm.convert.pretrained import ModelConversion, save_model, split_images, with_structures
+from repa_mm.convert.pretrained import (
+    IdleModelConversion,
+    ModelConversion,
+    save_model,
+    split_images,
+    with_structures,
+)
 from repa_mm.opening import open_model, read_images
 
 
@@ -137,9 +143,13 @@ class Run:
         cfg = self.load()
         model = open_model(cfg, self.original).to('cuda' if torch.cuda.is_available() else 'cpu')
         images, _ = split_images(read_images(cfg, 'train', IMAGES + IMAGES // 8))
-        parts = ['ffn'] if list(fractions) == ['ffn'] else PARTS
-        conversion = ModelConversion(model, images, parts, idle_ratio=idle_ratio)
-        sizes = even_sizes(conversion, **fractions) if fractions else conversion.sizes(budget)
+        if idle_ratio is not None:
+            conversion = IdleModelConversion(model, images, idle_ratio)
+            sizes = conversion.sizes()
+        else:
+            parts = ['ffn'] if list(fractions) == ['ffn'] else PARTS
+            conversion = ModelConversion(model, images, parts)
+            sizes = even_sizes(conversion, **fractions) if fractions else conversion.sizes(budget)
         out = self.folder / f'{name}.pth'
         save_model(conversion.fit(sizes)[0], self.original, str(out))
         return load_config(str(out.with_suffix('.py'))), str(out)

@@ -71,7 +71,7 @@ def percent(values: Iterable[float]) -> str:
 def differences(before: list, after: list) -> list[float]:
     """Compute the mean square change of each output, relative to the variance of its channels.
 
-    Outputs are feature maps (B, C, H, W), or tokens or vectors with the channels last.
+    Outputs are feature maps (B, C, H, W), tokens (B, N, C) or (B, C, N), or vectors (B, C).
 
     If an output is a single vector over all batches, its change is relative to its mean square.
 
@@ -84,11 +84,15 @@ def differences(before: list, after: list) -> list[float]:
     """
 
     def rows(x: torch.Tensor) -> torch.Tensor:
-        x = x.movedim(1, -1) if x.ndim == 4 else x
+        x = x.movedim(1, -1) if channels_first else x
         return x.reshape(-1, x.shape[-1] if x.ndim else 1).double()
 
     result = []
     for pairs in zip(*(zip(a, b) for a, b in zip(before, after))):
+        first = pairs[0][0]
+        channels_first = first.ndim == 4
+        if first.ndim == 3:  # channels differ more from each other than places
+            channels_first = first.mean((0, 2)).var() > first.mean((0, 1)).var()
         change = sum(float((rows(a) - rows(b)).square().sum()) for a, b in pairs)
         count = sum(len(rows(a)) for a, _ in pairs)
         mean = sum(rows(a).sum(0) for a, _ in pairs) / count

@@ -21,8 +21,9 @@ from repa_mm.models.sites import attention_sites, ffn_sites
 from repa_mm.reparam import Form, check_state_dict
 from repa_mm.surgery import unwrap
 
-#: Parts of a block that can be narrowed.
-PARTS = 'ffn', 'heads'
+# Parts of a block that can be narrowed, and what takes their places.
+KINDS = dict(ffn=PretrainedFFN, heads=PretrainedAttention)
+PARTS = tuple(KINDS)
 # Tokens that a part is fitted to, drawn at random from all images.
 MAX_TOKENS = 32768
 #: Number of batches from which a budget is spread, where the fits see all. Half of them measure the
@@ -109,7 +110,7 @@ def fit_channel_idle(
     Raises:
         ValueError: As :class:`~repa_mm.convert.Conversion`.
     """
-    conversion = Conversion(model, batches, where=where, forward=forward, idle_ratio=idle_ratio)
+    conversion = IdleConversion(model, batches, idle_ratio, where=where, forward=forward)
     return conversion.fit(conversion.sizes(), held_out, progress)
 
 
@@ -135,8 +136,6 @@ class Conversion:
             it that has the blocks. Defaults to calling the model with the batch.
         full_size (Iterable): Batches to count multiply-adds on, of the sizes at which the model
             will run, if ``batches`` are crops. Defaults to ``batches``.
-        idle_ratio (float, optional): Fit channel-idle FFNs instead, and nothing else, see
-            :func:`fit_channel_idle`.
 
     Attributes:
         model (nn.Module): A copy of the model, which computes with the parts.
@@ -151,6 +150,8 @@ class Conversion:
             not compute what its family says. The message names the block.
     """
 
+    kinds: dict[str, Callable] = KINDS
+
     @torch.inference_mode(False)
     @torch.no_grad()
     def __init__(
@@ -162,17 +163,14 @@ class Conversion:
         where: str | None = None,
         forward: Callable | None = None,
         full_size: Iterable = (),
-        idle_ratio: float | None = None,
     ) -> None:
         self.original, self.batches = unwrap(model), list(batches)
         if not self.batches:
             raise ValueError('batches is empty: there is no image to fit to')
         self.forward = forward or (lambda model, batch: model(batch))
-        self.idle_ratio = idle_ratio
         self.model = copy.deepcopy(self.original)
         self.model.eval()  # on its own line, since eval() of some backbones returns None
-        parts = parts if idle_ratio is None else ['ffn']
-        self.parts, self.skipped = find_parts(self.model, parts, where, idle_ratio)
+        self.parts, self.skipped = find_parts(self.model, parts, where, self.kinds)
         self.outputs = self._first_pass()
         for part in self.parts.values():
             part.put(part.site)
@@ -196,8 +194,6 @@ class Conversion:
         Raises:
             ValueError: If the budget is not in (0, 1].
         """
-        if self.idle_ratio is not None:
-            return {name: part.idle_sizes for name, part in self.parts.items()}
         if not 0 < budget <= 1:
             raise ValueError(f'budget must be a share in (0, 1], but got {budget!r}')
         every = [axis for axes in self.axes.values() for axis in axes]
@@ -274,7 +270,7 @@ class Conversion:
         for name, fit in fits.items():
             site = self.parts[name].site
             fit.put(site.at(result.get_submodule(site.block_name)))
-        if self.idle_ratio is not None:
+        if any(isinstance(module, Form) for module in result.modules()):
             result._register_load_state_dict_pre_hook(check_state_dict, with_module=True)
         held_out = list(held_out)
         modes = {module: module.training for module in result.modules()}
@@ -354,11 +350,27 @@ class Conversion:
         return outputs
 
 
+class IdleConversion(Conversion):
+    """Fits channel-idle FFNs to those of a pretrained model, see :func:`fit_channel_idle`.
+
+    The idle ratio says their sizes, so that there is no budget. Heads stay as they are.
+    """
+
+    def __init__(self, model: nn.Module, batches: Iterable, idle_ratio: float, **options) -> None:
+        self.idle_ratio = idle_ratio
+        self.kinds = dict(ffn=partial(IdleFFN, idle_ratio=idle_ratio))
+        super().__init__(model, batches, ['ffn'], **options)
+
+    def sizes(self) -> Sizes:
+        """Return the sizes of all parts."""
+        return {name: part.idle_sizes for name, part in self.parts.items()}
+
+
 def find_parts(
     model: nn.Module,
     parts: Sequence[str] = PARTS,
     where: str | None = None,
-    idle_ratio: float | None = None,
+    kinds: dict[str, Callable] = KINDS,
 ) -> tuple[dict[str, Pausing], dict[str, str]]:
     """Find the parts of a model to narrow, and the reasons why others stay as they are.
 
@@ -368,7 +380,7 @@ def find_parts(
         model (nn.Module): The model.
         parts (Sequence[str]): As for :func:`convert_pretrained`.
         where (str, optional): As for :class:`Conversion`.
-        idle_ratio (float, optional): As for :class:`Conversion`.
+        kinds (dict[str, Callable]): What takes the place of each part.
 
     Returns:
         tuple: The parts, and the reasons, by name.
@@ -383,10 +395,9 @@ def find_parts(
     if 'heads' in parts:
         swap_attention_(model)
         sites = attention_sites(model, where or '')
-        found += [(site.name, site, PretrainedAttention) for site in sites]
+        found += [(site.name, site, kinds['heads']) for site in sites]
     if 'ffn' in parts:
-        kind = PretrainedFFN if idle_ratio is None else partial(IdleFFN, idle_ratio=idle_ratio)
-        found += [(site.block_name, site, kind) for site in ffn_sites(model, where)]
+        found += [(site.block_name, site, kinds['ffn']) for site in ffn_sites(model, where)]
     if not found:
         inside = f' in its {where!r}' if where else ''
         raise ValueError(

@@ -12,7 +12,7 @@ from mmengine.runner.checkpoint import weights_to_cpu
 
 from repa_mm.checkpoints import load_checkpoint, save_checkpoint
 from repa_mm.config import load_config
-from repa_mm.convert.conversion import PARTS, Conversion
+from repa_mm.convert.conversion import PARTS, Conversion, IdleConversion
 from repa_mm.convert.conversion_report import BlockReport, ConversionReport, Sizes
 from repa_mm.convert.training_form import idle_structure
 from repa_mm.faster.tracing import swap_faster_attention_
@@ -42,21 +42,15 @@ class ModelConversion(Conversion):
             attention becomes the faster one.
         images (Sequence[dict]): Images to fit to, from :func:`~repa_mm.opening.read_images`. They
             are cropped; multiply-adds are counted on the one of median size.
-        parts (Sequence[str]): As for :func:`~repa_mm.convert_pretrained`.
+        *args: As for :class:`Conversion`.
         where (str, optional): As for :class:`Conversion`.
-        idle_ratio (float, optional): As for :class:`Conversion`.
 
     Raises:
         ValueError: As :class:`Conversion`.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        images: Sequence[dict],
-        parts: Sequence[str] = PARTS,
-        where: str | None = None,
-        idle_ratio: float | None = None,
+        self, model: nn.Module, images: Sequence[dict], *args, where: str | None = None
     ) -> None:
         swap_faster_attention_(model)
         by_size = sorted(images, key=lambda data: data['inputs'][0].numel())
@@ -64,11 +58,10 @@ class ModelConversion(Conversion):
         super().__init__(
             model,
             [model.data_preprocessor(cropped(data), False) for data in images],
-            parts,
+            *args,
             where=where,
             forward=head_inputs,
             full_size=[full_size],
-            idle_ratio=idle_ratio,
         )
         self.where = where
 
@@ -99,9 +92,18 @@ class ModelConversion(Conversion):
         cfg = copy.deepcopy(self.original.cfg)
         if has_deploy_form(self.original):
             deploy_(cfg.model)
-        if self.idle_ratio is None:
-            return converted_config(cfg, self.original, sizes, self.where)
-        return idle_config(cfg, self.original, sizes, self.idle_ratio, self.where)
+        return converted_config(cfg, self.original, sizes, self.where)
+
+
+class IdleModelConversion(ModelConversion, IdleConversion):
+    """The same with channel-idle FFNs, which the config merges before a test."""
+
+    def _config(self, sizes: Sizes) -> Config:
+        cfg, idle_ratio = super()._config({}), self.idle_ratio
+        structure = idle_structure(self.original, sizes, idle_ratio, self.where)
+        cfg.model = with_structures(cfg.model, structure)
+        cfg.merge_from_dict({'default_hooks.reparameterize': dict(type='ReparameterizeHook')})
+        return cfg
 
 
 def convert_checkpoint(
@@ -161,8 +163,13 @@ def convert_checkpoint(
     number = num_images + max(1, num_images // 8)
     to_fit, held_out = split_images(read_images(cfg, 'train', number, images))
     model.to(device or ('cuda' if torch.cuda.is_available() else 'cpu'))
-    conversion = ModelConversion(model, to_fit, parts, where, idle_ratio)
-    narrow, report = conversion.fit(conversion.sizes(budget), held_out, progress)
+    if idle_ratio is None:
+        conversion = ModelConversion(model, to_fit, parts, where=where)
+        sizes = conversion.sizes(budget)
+    else:
+        conversion = IdleModelConversion(model, to_fit, idle_ratio, where=where)
+        sizes = conversion.sizes()
+    narrow, report = conversion.fit(sizes, held_out, progress)
     # Training starts from the converted weights.
     narrow.cfg.load_from, narrow.cfg.resume = osp.abspath(out), False
     save_model(narrow, checkpoint, out)
@@ -223,24 +230,6 @@ def _without_pretraining_(cfg: dict) -> None:
         for part in value if isinstance(value, list) else [value]:
             if isinstance(part, dict):
                 _without_pretraining_(part)
-
-
-def idle_config(
-    cfg: Config, model: nn.Module, sizes: Sizes, idle_ratio: float, where: str | None
-) -> Config:
-    """Return the config of a model with fitted channel-idle FFNs, which merge before a test.
-
-    Args:
-        cfg (Config): Config of the original model.
-        model (nn.Module): The original model.
-        sizes (dict): New sizes of the channel-idle FFNs, by name of their blocks.
-        idle_ratio (float): As for :class:`Conversion`.
-        where (str, optional): As for :func:`convert_checkpoint`.
-    """
-    cfg = converted_config(cfg, model, {})
-    cfg.model = with_structures(cfg.model, idle_structure(model, sizes, idle_ratio, where))
-    cfg.merge_from_dict({'default_hooks.reparameterize': dict(type='ReparameterizeHook')})
-    return cfg
 
 
 def widths_structure(model: nn.Module, sizes: Sizes, where: str | None = None) -> dict:

@@ -36,8 +36,8 @@ NUM_IMAGES = 3
 def example_shape(model: nn.Module) -> tuple[int, int]:
     """Return the height and width of an example to trace a model with, for images of any size.
 
-    The size differs from the model's own, so that position embeddings are resized, and gives more
-    than one window in the last stage of a Swin.
+    The size differs from the model's own, so that position embeddings are resized. The last stage
+    of a Swin gets a whole window at least, as MMPretrain's refuses smaller maps.
     """
     side = 224
     for module in model.modules():

@@ -143,17 +143,20 @@ class WithStructures:
         # Only once, as in MMEngine's modules: weights may have been loaded or trained since.
         if self._is_init:
             return
-        given, file = self.init_cfg, next(_pretrained(self), None)
+        given, files = self.init_cfg, list(_pretrained(self))
+        file = files[0] if files else None
         weights, translated = pretrained_weights(self, file) if file else ({}, False)
         if has_deploy_form(self):
-            if file:  # the class would initialize modules that the merge has removed
+            # The class would initialize modules that the merge has removed.
+            for file in files:
                 load_pretrained_(self, file)
         elif file and self._is_own(weights):
             # What the file lacks is initialized.
             self.init_cfg = _without(given, file)
             super().init_weights()
             self.init_cfg = given
-            load_pretrained_(self, file)
+            for file in files:
+                load_pretrained_(self, file)
         elif any(outermost(self, TrainingForm)) and any(
             any(_pretrained(module)) for module in self.modules()
         ):

@@ -258,12 +258,12 @@ def test_the_report_says_what_the_narrow_ffn_leaves(randomize):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize('case', ['ViT', 'PoolFormer'])
+@pytest.mark.parametrize('case', ['ViT', 'PoolFormer', 'MLP-Mixer'])
 def test_differences_are_shares_of_the_variance_of_channels(case, randomize):
     model, _ = pretrained(case, randomize)
     held_out = torch.randn(5, 3, 96, 96) if case == 'PoolFormer' else torch.randn(5, 3, 64, 64)
     converted, report = narrowed(model, images(), 0.3, forward=outputs, held_out=[held_out])
-    axes = (0, 1) if case == 'ViT' else (0, 2, 3)
+    axes = {'ViT': (0, 1), 'PoolFormer': (0, 2, 3), 'MLP-Mixer': (0, 2)}[case]
     for a, b, found in zip(
         outputs(model, held_out), outputs(converted, held_out), report.differences
     ):

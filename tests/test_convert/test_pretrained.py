@@ -131,7 +131,7 @@ def test_the_files_of_a_channel_idle_model(folder):
 
 def test_a_channel_idle_config_is_built_before_the_fit(folder, monkeypatch):
     broken = Config(dict(model=dict(type='UnknownModel')))
-    monkeypatch.setattr(pretrained, 'idle_config', lambda *args: broken)
+    monkeypatch.setattr(pretrained.IdleModelConversion, '_config', lambda *args: broken)
     with pytest.raises(KeyError, match='UnknownModel'):
         converted(idle_ratio=0.75, progress=pytest.fail)
 

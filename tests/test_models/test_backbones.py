@@ -211,6 +211,22 @@ def test_own_weights_in_both_forms(name, scattered, tmp_path):
                 build(name, init_cfg=init_cfg).init_weights()
 
 
+@pytest.mark.parametrize('deploy', [False, True])
+def test_own_weights_in_two_files(deploy, scattered, tmp_path):
+    model = scattered(build('vit', deploy=deploy)).state_dict()
+    files = []
+    for share in (0, 1):  # the second one has the last word, as in MMEngine
+        path = str(tmp_path / f'{share}.pth')
+        torch.save(
+            {key: v * share if v.is_floating_point() else v for key, v in model.items()}, path
+        )
+        files.append(dict(type='Pretrained', checkpoint=path))
+    loaded = build('vit', deploy=deploy, init_cfg=files)
+    loaded.init_weights()
+    for key, value in loaded.state_dict().items():
+        assert torch.equal(value, model[key]), key
+
+
 def test_weights_are_initialized_once_from_what_init_cfg_says_then(scattered, tmp_path):
     ordinary = scattered(build_ordinary('vit', 'mmpretrain.VisionTransformer'))
     model = build('vit')
