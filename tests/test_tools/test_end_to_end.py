@@ -13,6 +13,7 @@ import torch
 import repa_mm
 from repa_mm.config import codebase_tool
 from repa_mm.opening import open_model
+from tests.test_export.conftest import write_config
 
 from .conftest import ROOT
 
@@ -48,15 +49,18 @@ def arguments(task, work_dir, **more):
     return ['--work-dir', str(work_dir), '--cfg-options', *options]
 
 
-def config_of(task):
-    return repa_mm.config_path(f'demo/{task}_repa_swin_digits.py')
+@pytest.fixture(scope='session')
+def config_of(tmp_path_factory):
+    """A function: the config of a very small model for a task."""
+    folder = tmp_path_factory.mktemp('configs')
+    return lambda task: write_config(task, folder)
 
 
 TASKS = ['retinanet', pytest.param('mask_rcnn', marks=pytest.mark.slow), 'upernet']
 
 
 @pytest.fixture(scope='session')
-def trained(digits, tmp_path_factory, run_tool):
+def trained(config_of, digits, tmp_path_factory, run_tool):
     """A function: the checkpoints of a task's short training, and merged, made once."""
     made = {}
 
@@ -73,12 +77,12 @@ def trained(digits, tmp_path_factory, run_tool):
     return get
 
 
-def predictions_of(task, checkpoint, folder, run_tool, digits, **options):
+def predictions_of(task, config, checkpoint, folder, run_tool, digits, **options):
     """Of each image the scores or the label map."""
     folder.mkdir()
     out = folder / ('labels' if task == 'upernet' else 'out.pkl')
     run_tool(
-        *('test', config_of(task), checkpoint, '--out', out),
+        *('test', config, checkpoint, '--out', out),
         *arguments(task, folder / 'work', **options),
         cwd=digits,
     )
@@ -93,25 +97,26 @@ def scores_in(path):
 
 
 @pytest.fixture(scope='session')
-def by_hook(trained, digits, tmp_path_factory, run_tool):
+def by_hook(config_of, trained, digits, tmp_path_factory, run_tool):
     """A function: what a task's trained model predicts, merged by the hook, and the folder."""
     made = {}
 
     def get(task):
         if task not in made:
             folder = tmp_path_factory.mktemp('by_hook') / task
-            made[task] = predictions_of(task, trained(task)[0], folder, run_tool, digits), folder
+            files = config_of(task), trained(task)[0]
+            made[task] = predictions_of(task, *files, folder, run_tool, digits), folder
         return made[task]
 
     return get
 
 
 @pytest.mark.parametrize('task', TASKS)
-def test_both_forms_predict_the_same(task, trained, by_hook, digits, tmp_path, run_tool):
+def test_both_forms_predict_the_same(task, config_of, trained, by_hook, digits, tmp_path, run_tool):
     checkpoint, merged = trained(task)
     assert os.path.getsize(merged) < os.path.getsize(checkpoint)
     found = [
-        predictions_of(task, file, tmp_path / name, run_tool, digits, **options)
+        predictions_of(task, config_of(task), file, tmp_path / name, run_tool, digits, **options)
         for name, file, options in (
             ('training form', checkpoint, {'default_hooks.reparameterize.when': 'val'}),
             ('merged file', merged, {'model.backbone.deploy': True}),
@@ -127,7 +132,7 @@ def test_both_forms_predict_the_same(task, trained, by_hook, digits, tmp_path, r
 
 
 @pytest.mark.parametrize('task', TASKS)
-def test_image_demo(task, trained, digits, tmp_path, run_tool):
+def test_image_demo(task, config_of, trained, digits, tmp_path, run_tool):
     image = next((digits / 'data/demo/coco/val2017').iterdir())
     pictures = []
     for file, out in zip(trained(task), (tmp_path / 'training', tmp_path / 'deploy')):
@@ -154,7 +159,7 @@ for arguments in (train, test[:2] + [checkpoint] + test[2:]):
 """
 
 
-def test_the_codebase_s_own_tools_do_the_same(trained, by_hook, digits, tmp_path):
+def test_the_codebase_s_own_tools_do_the_same(config_of, trained, by_hook, digits, tmp_path):
     """In a process that imports repa_mm by the config alone."""
     own, config = trained('retinanet')[0], config_of('retinanet')
     host, out = tmp_path / 'host', tmp_path / 'host.pkl'
@@ -178,7 +183,7 @@ def test_the_codebase_s_own_tools_do_the_same(trained, by_hook, digits, tmp_path
         np.testing.assert_array_equal(a, b)
     for work in (host / 'test', folder / 'work'):
         (log,) = (path.read_text() for path in work.glob('*/*.log'))
-        assert 'Reparameterized 10 channel-idle FFNs' in log
+        assert 'Reparameterized 4 channel-idle FFNs' in log
 
 
 def test_a_dino_with_structures_in_backbone_and_encoder(digits, tmp_path, run_tool):
@@ -187,9 +192,10 @@ def test_a_dino_with_structures_in_backbone_and_encoder(digits, tmp_path, run_to
     vanilla, config = tmp_path / 'vanilla.py', tmp_path / 'repa.py'
     vanilla.write_text(f"""
 _base_ = {repa_mm.config_path('demo/dino_detr_swin_digits.py')!r}
+layers = dict(num_layers=1, layer_cfg=dict(ffn_cfg=dict(feedforward_channels=512)))
 model = dict(
-    backbone=dict(arch=dict(depths=[1, 1, 1, 1])), encoder=dict(num_layers=1),
-    decoder=dict(num_layers=1),
+    backbone=dict(arch=dict(depths=[1, 1, 1, 1], embed_dims=24, num_heads=[1, 2, 4, 8])),
+    neck=dict(in_channels=[48, 96, 192]), encoder=layers, decoder=layers,
 )
 train_cfg = dict(max_epochs=1)
 """)
