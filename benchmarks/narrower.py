@@ -32,7 +32,7 @@ from benchmarks.even import even_sizes
 from demo.run import test, train
 from repa_mm import config_path
 from repa_mm.config import load_config
-from repa_mm.convert.conversion import PARTS
+from repa_mm.convert.conversion import DEFAULT_PARTS
 from repa_mm.convert.pretrained import (
     IdleModelConversion,
     ModelConversion,
@@ -147,7 +147,7 @@ class Run:
             conversion = IdleModelConversion(model, images, idle_ratio)
             sizes = conversion.sizes()
         else:
-            parts = ['ffn'] if list(fractions) == ['ffn'] else PARTS
+            parts = ['ffn'] if list(fractions) == ['ffn'] else DEFAULT_PARTS
             conversion = ModelConversion(model, images, parts)
             sizes = even_sizes(conversion, **fractions) if fractions else conversion.sizes(budget)
         out = self.folder / f'{name}.pth'

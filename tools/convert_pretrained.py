@@ -29,7 +29,7 @@ def parse_args() -> argparse.Namespace:
         choices=PARTS,
         nargs='+',
         default=argparse.SUPPRESS,
-        help='what is narrowed (default: both)',
+        help="what is narrowed (default: ffn heads); convs are those of an UperNet's head",
     )
     parser.add_argument(
         '--idle-ratio',

@@ -13,17 +13,20 @@ from repa_mm.convert.budget import Axis, spread
 from repa_mm.convert.check import check_block, tolerance
 from repa_mm.convert.conversion_report import BlockReport, ConversionReport, Sizes
 from repa_mm.convert.lockstep import Pausing, in_lockstep
+from repa_mm.convert.maps import PretrainedMaps
 from repa_mm.convert.parts import PretrainedAttention, PretrainedFFN
 from repa_mm.convert.training_form import IdleFFN
 from repa_mm.faster.attention import swap_attention_
 from repa_mm.features import differences, relative_error, run_batches, tensors
-from repa_mm.models.sites import attention_sites, ffn_sites
+from repa_mm.models.sites import attention_sites, ffn_sites, maps_sites
 from repa_mm.reparam import Form, check_state_dict
 from repa_mm.surgery import unwrap
 
-# Parts of a block that can be narrowed, and what takes their places.
-KINDS = dict(ffn=PretrainedFFN, heads=PretrainedAttention)
+# Parts of a model that can be narrowed, and what takes their places.
+KINDS = dict(ffn=PretrainedFFN, heads=PretrainedAttention, convs=PretrainedMaps)
 PARTS = tuple(KINDS)
+#: Those that are if nothing is said.
+DEFAULT_PARTS = PARTS[:2]
 # Tokens that a part is fitted to, drawn at random from all images.
 MAX_TOKENS = 32768
 #: Number of batches from which a budget is spread, where the fits see all. Half of them measure the
@@ -35,7 +38,7 @@ def convert_pretrained(
     model: nn.Module,
     batches: Iterable,
     budget: float = 0.5,
-    parts: Sequence[str] = PARTS,
+    parts: Sequence[str] = DEFAULT_PARTS,
     held_out: Iterable = (),
     progress: Callable[[BlockReport, int], None] | None = None,
     *,
@@ -55,7 +58,9 @@ def convert_pretrained(
         batches (Iterable): As for :class:`~repa_mm.convert.Conversion`.
         budget (float): Share of the multiply-adds of all parts that stays, in (0, 1]. If it is less
             than the least sizes take, the model gets these sizes, with a warning. Defaults to 0.5.
-        parts (Sequence[str]): What is narrowed: 'ffn', 'heads' or both. Defaults to both.
+        parts (Sequence[str]): What is narrowed: 'ffn', 'heads', and 'convs', the maps of an
+            UperNet's head, see :mod:`repa_mm.convert.maps`. For these, ``forward`` must run the
+            head. Defaults to FFNs and heads.
         held_out (Iterable): Batches to measure the change of the outputs on. Defaults to none.
         progress (Callable, optional): Called with the report of each part once it is fitted, and
             with the number of parts.
@@ -142,8 +147,8 @@ class Conversion:
         parts (dict[str, Pausing]): The pretrained parts, by the name of the block for an FFN, by
             that of the attention for heads.
         skipped (dict[str, str]): Names of the parts that stay as they are, with the reasons.
-        costs (dict[str, float]): Multiply-adds of one channel or dimension of each part, for one
-            image.
+        costs (dict[str, tuple[float, ...]]): Multiply-adds of one channel or dimension of each
+            part, for one image, for each of its sizes.
 
     Raises:
         ValueError: If there is no batch or no known block, no part can be narrowed, or a block does
@@ -158,7 +163,7 @@ class Conversion:
         self,
         model: nn.Module,
         batches: Iterable,
-        parts: Sequence[str] = PARTS,
+        parts: Sequence[str] = DEFAULT_PARTS,
         *,
         where: str | None = None,
         forward: Callable | None = None,
@@ -218,8 +223,8 @@ class Conversion:
         def meet(part: Pausing, tokens: list) -> None:
             found = part.axes(part.sample(tokens, self.max_tokens, len(axes)))
             axes[part.name] = [axis for axis, _ in found]
-            for axis, function in found:
-                axis.cost, error = self.costs[part.name], axis.errors[axis.probe()]
+            for (axis, function), axis.cost in zip(found, self.costs[part.name]):
+                error = axis.errors[axis.probe()]
                 with part.replaced(function):
                     changes = differences(expected, run_batches(self.run, few))
                 axis.gain = sum(changes) / error if error > 0 else 0.0  # nothing is ever lost
@@ -297,23 +302,23 @@ class Conversion:
                     'model that another block uses. Give another module in where'
                 )
 
-    def _count(self, batches: Sequence) -> dict[str, float]:
-        """Return the multiply-adds of each part for one image and one channel or dimension.
+    def _count(self, batches: Sequence) -> dict[str, tuple[float, ...]]:
+        """Return the multiply-adds of each part for one image and one channel of each of its sizes.
 
         Args:
             batches (Sequence): The batches. Multiply-adds are the mean over their images.
         """
-        costs: dict[str, float] = {}
+        costs: dict[str, list[float]] = {}
         rows: list[list[int]] = []
 
         def meet(part: Pausing, tokens: list) -> None:
             rows.append([len(x) for (x, *_), _ in tokens])
-            costs[part.name] = sum(part.macs(x) for (x, *_), _ in tokens)
+            costs[part.name] = [sum(macs) for macs in zip(*(part.macs(*x) for x, _ in tokens))]
 
         self._in_lockstep(batches, meet, students=False)
         # Rows are images, or their windows or patches.
         num_images = sum(map(min, zip(*rows)))
-        return {name: cost / num_images for name, cost in costs.items()}
+        return {name: tuple(c / num_images for c in values) for name, values in costs.items()}
 
     def _first_pass(self) -> list[torch.Tensor]:
         """Run the first batch, check the blocks that it reaches, and leave the parts of others.
@@ -368,7 +373,7 @@ class IdleConversion(Conversion):
 
 def find_parts(
     model: nn.Module,
-    parts: Sequence[str] = PARTS,
+    parts: Sequence[str] = DEFAULT_PARTS,
     where: str | None = None,
     kinds: dict[str, Callable] = KINDS,
 ) -> tuple[dict[str, Pausing], dict[str, str]]:
@@ -390,7 +395,7 @@ def find_parts(
     """
     parts = [parts] if isinstance(parts, str) else parts
     if not parts or set(parts) - set(PARTS):
-        raise ValueError(f"parts must be 'ffn', 'heads' or both, but got {parts!r}")
+        raise ValueError(f'parts must be some of {", ".join(map(repr, PARTS))}, but got {parts!r}')
     found = []
     if 'heads' in parts:
         swap_attention_(model)
@@ -398,6 +403,8 @@ def find_parts(
         found += [(site.name, site, kinds['heads']) for site in sites]
     if 'ffn' in parts:
         found += [(site.block_name, site, kinds['ffn']) for site in ffn_sites(model, where)]
+    if 'convs' in parts:
+        found += [(site.name, site, kinds['convs']) for site in maps_sites(model, where or '')]
     if not found:
         inside = f' in its {where!r}' if where else ''
         raise ValueError(

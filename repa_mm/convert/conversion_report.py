@@ -4,20 +4,21 @@ from dataclasses import dataclass, field
 
 from repa_mm.features import percent
 
-#: Sizes of parts, by name: the number of channels of an FFN, or the numbers of dimensions of the
-#: queries and keys and of the values in a head.
+#: Sizes of parts, by name: the number of channels of an FFN, the numbers of dimensions of the
+#: queries and keys and of the values in a head, or the numbers of channels of an UperNet's maps.
 Sizes = dict[str, tuple[int, ...]]
 
 
 @dataclass
 class BlockReport:
-    """The fit of one block's FFN or attention.
+    """The fit of one part.
 
     Attributes:
-        name (str): Name of the block, or of its attention.
+        name (str): Name of the block, of its attention, or of the convolution.
         before (tuple[int, ...]): Its sizes before the conversion.
         after (tuple[int, ...]): Its sizes after the conversion.
-        cost (float): Multiply-adds of one channel or dimension for one image.
+        costs (tuple[float, ...]): Multiply-adds of one channel or dimension for one image, for each
+            of its sizes.
         unexplained (float): Share of the targets' variance that the narrower part does not explain.
         changed (bool): The part has new weights. Those before the first narrower part have not.
         constant_heads (int): Number of heads whose output hardly varies on the images.
@@ -26,7 +27,7 @@ class BlockReport:
     name: str
     before: tuple[int, ...]
     after: tuple[int, ...]
-    cost: float
+    costs: tuple[float, ...]
     unexplained: float = 0.0
     changed: bool = False
     constant_heads: int = 0
@@ -34,12 +35,15 @@ class BlockReport:
     @property
     def gmacs(self) -> float:
         """1e9 multiply-adds of the part for one image before the conversion."""
-        return self.cost * sum(self.before) / 1e9
+        return self._gmacs(self.before)
 
     @property
     def narrow_gmacs(self) -> float:
         """1e9 multiply-adds of the part for one image after the conversion."""
-        return self.cost * sum(self.after) / 1e9
+        return self._gmacs(self.after)
+
+    def _gmacs(self, sizes: tuple[int, ...]) -> float:
+        return sum(cost * size for cost, size in zip(self.costs, sizes)) / 1e9
 
 
 @dataclass

@@ -110,10 +110,10 @@ class PretrainedFFN(Pausing):
             z = y.double() - x.double() + (0 if self.ffn.shortcut else teacher.double())
         return z.to(torch.promote_types(y.dtype, torch.float32))
 
-    def macs(self, x: torch.Tensor) -> float:
+    def macs(self, x: torch.Tensor, *_) -> tuple[float]:
         """Return the multiply-adds of one hidden channel for tokens x."""
         taps = 0 if self.conv is None else self.conv.weight[0].numel()
-        return float(x.shape[:-1].numel() * (2 * x.shape[-1] + taps))
+        return (float(x.shape[:-1].numel() * (2 * x.shape[-1] + taps)),)
 
     def sample(
         self, tokens: list, max_tokens: int, seed: int = 0
@@ -144,14 +144,9 @@ class PretrainedFFN(Pausing):
                 chosen = slice(None)
             values = self.inputs(x, *hw_shape), x, teacher, self.original(teacher, *hw_shape)
             u, x, teacher, y = (v.flatten(0, -2)[chosen] for v in values)
-            _check_finite(self.name, x, teacher, u, y)
+            check_finite(self.name, x, teacher, u, y)
             drawn.append((u, self.target(x, teacher, y)))
-        number = min(_NUM_PARTS, len(drawn))
-        ends = [i * len(drawn) // number for i in range(number + 1)]
-        return [
-            tuple(torch.cat(columns) for columns in zip(*drawn[start:end]))
-            for start, end in zip(ends, ends[1:])
-        ]
+        return [tuple(torch.cat(columns) for columns in zip(*part)) for part in in_parts(drawn)]
 
     def fit(self, parts: Sequence, sizes: tuple[int, ...]) -> FittedPart:
         """Fit a narrower FFN to samples, see :mod:`repa_mm.convert.regression`."""
@@ -209,12 +204,12 @@ class PretrainedAttention(Pausing):
     def original(self, *args, **kwargs) -> torch.Tensor:
         return self.attention(*args, **kwargs)
 
-    def macs(self, x: torch.Tensor) -> float:
-        """Return the multiply-adds of one dimension of all heads for tokens x."""
+    def macs(self, x: torch.Tensor, *_) -> tuple[float, float]:
+        """Return the multiply-adds of one dimension of all heads for tokens x, on each axis."""
         seen = x.shape[1]
         if isinstance(self.attention, FastShiftWindowMSA):
             seen = self.attention.window_size**2
-        return float(x.shape[:-1].numel() * self.heads.num_heads * (2 * x.shape[-1] + seen))
+        return 2 * (float(x.shape[:-1].numel() * self.heads.num_heads * (2 * x.shape[-1] + seen)),)
 
     def sample(self, tokens: list, max_tokens: int, seed: int = 0) -> list[Tokens]:
         """Draw random windows or queries from all batches, as :meth:`PretrainedFFN.sample`."""
@@ -222,7 +217,7 @@ class PretrainedAttention(Pausing):
         is_windows = isinstance(self.attention, FastShiftWindowMSA)
         draw = sample_windows if is_windows else sample_images
         for (x, *_), (teacher, *_) in tokens:
-            _check_finite(self.name, x, teacher)
+            check_finite(self.name, x, teacher)
         return [draw(self.attention, max_tokens, generator, *inputs) for inputs, _ in tokens]
 
     def fit(self, drawn: Sequence[Tokens], sizes: tuple[int, ...]) -> FittedPart:
@@ -259,7 +254,15 @@ class PretrainedAttention(Pausing):
         return set_heads_(copy.deepcopy(self.attention), self.site.inner, *weights)
 
 
-def _check_finite(name: str, *values: torch.Tensor) -> None:
+def in_parts(drawn: Sequence) -> list[Sequence]:
+    """Return what was drawn from each batch in a few parts for cross-validation."""
+    number = min(_NUM_PARTS, len(drawn))
+    ends = [i * len(drawn) // number for i in range(number + 1)]
+    return [drawn[start:end] for start, end in zip(ends, ends[1:])]
+
+
+def check_finite(name: str, *values: torch.Tensor) -> None:
+    """Raise a ``ValueError`` if the activations of a part are not finite."""
     if not all(x.isfinite().all() for x in values):
         raise ValueError(
             f'the activations of {name!r} are not finite: check the weights and the images'

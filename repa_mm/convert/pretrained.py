@@ -12,8 +12,9 @@ from mmengine.runner.checkpoint import weights_to_cpu
 
 from repa_mm.checkpoints import load_checkpoint, save_checkpoint
 from repa_mm.config import load_config
-from repa_mm.convert.conversion import PARTS, Conversion, IdleConversion
+from repa_mm.convert.conversion import DEFAULT_PARTS, Conversion, IdleConversion
 from repa_mm.convert.conversion_report import BlockReport, ConversionReport, Sizes
+from repa_mm.convert.maps import PretrainedMaps
 from repa_mm.convert.training_form import idle_structure
 from repa_mm.faster.tracing import swap_faster_attention_
 from repa_mm.features import head_inputs
@@ -60,7 +61,7 @@ class ModelConversion(Conversion):
             [model.data_preprocessor(cropped(data), False) for data in images],
             *args,
             where=where,
-            forward=head_inputs,
+            forward=self._run_model,
             full_size=[full_size],
         )
         self.where = where
@@ -88,6 +89,11 @@ class ModelConversion(Conversion):
         result.cfg = self._config(report.sizes)
         return result, report
 
+    def _run_model(self, model: nn.Module, data: dict):
+        if any(isinstance(part, PretrainedMaps) for part in self.parts.values()):
+            return model.decode_head(model.extract_feat(data['inputs']))
+        return head_inputs(model, data)
+
     def _config(self, sizes: Sizes) -> Config:
         cfg = copy.deepcopy(self.original.cfg)
         if has_deploy_form(self.original):
@@ -111,7 +117,7 @@ def convert_checkpoint(
     checkpoint: str,
     out: str,
     budget: float = 0.5,
-    parts: Sequence[str] = PARTS,
+    parts: Sequence[str] = DEFAULT_PARTS,
     where: str | None = None,
     num_images: int = 64,
     images: str | None = None,
@@ -206,6 +212,14 @@ def converted_config(
     cfg = copy.deepcopy(cfg)
     _without_pretraining_(cfg.model)
     cfg.pop('work_dir', None)  # has checkpoints of the original model
+    maps = {name: sizes[name] for name in sizes if name.endswith('decode_head.fpn_bottleneck')}
+    sizes = {name: size for name, size in sizes.items() if name not in maps}
+    if maps:
+        # The model in a Restructured segmentor has the config of the head.
+        owner = cfg.model if 'decode_head' in cfg.model else cfg.model.model
+        (map_channels,) = maps.values()
+        owner.decode_head.update(type='FastUPerHead', map_channels=[*map_channels])
+        cfg = with_import(cfg)
     if 'backbone' in cfg.model and all(name.startswith('backbone.') for name in sizes):
         if sizes:
             inside = {name.removeprefix('backbone.'): size for name, size in sizes.items()}

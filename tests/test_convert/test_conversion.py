@@ -159,8 +159,8 @@ def test_what_cannot_be_done(randomize):
     for kwargs, message in (
         (dict(batches=[]), 'no image'),
         (dict(budget=1.5), 'a share in .*1.5'),
-        (dict(parts=['ffns']), "parts must be 'ffn', 'heads' or both.*ffns"),
-        (dict(parts=[]), "parts must be 'ffn', 'heads' or both"),
+        (dict(parts=['ffns']), "parts must be some of 'ffn'.*ffns"),
+        (dict(parts=[]), "parts must be some of 'ffn'"),
         (dict(forward=lambda model, x: [model(x)[0].argmax()]), 'no tensor of floats'),
         (dict(where='neck'), "VisionTransformer has no block in its 'neck' of a family"),
     ):
