@@ -2,8 +2,9 @@ r"""Time detectors of OpenMMLab beside those that one would train today, on a CP
 
 All models run in turn in one process, on one photograph and with random weights. A time is that of
 the model and its post-processing, from an image of the model's own resolution to boxes. Detectors
-with Swins run as they are (stock), as a RePaFormer where there is a config, and narrowed to a share
-of their blocks (``--budget``), in PyTorch and in files for ONNX Runtime and OpenVINO. RF-DETR and
+with Swins run as they are (stock), as a RePaFormer where there is a config, and with a share of the
+channels and dimensions of all blocks (``--budget``), in PyTorch and in files for ONNX Runtime and
+OpenVINO. RF-DETR and
 D-FINE run in PyTorch, too, and in the files that their packages export::
 
     .venv/bin/uv pip install --target .venv-rivals --no-deps PACKAGES
@@ -15,9 +16,9 @@ are given by their names::
     yolo export model=yolo26n.yaml format=onnx
     python -m benchmarks.detectors --models yolo26n.onnx 'RF-DETR Nano'
 
-Conversions and files stay in ``--work-dir`` for further calls. All models at once need more than 24
-GB: give one or two of OpenMMLab's at a time (``--models``). Published box APs, which trained
-models have by their authors' words, stand beside the times.
+Files stay in ``--work-dir`` for further calls. All models at once need more than 24 GB: give one or
+two of OpenMMLab's at a time (``--models``), and a large one in two ways (``--ways``). Published box
+APs, which trained models have by their authors' words, stand beside the times.
 """
 
 import argparse
@@ -27,6 +28,7 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib import import_module
+from types import SimpleNamespace
 
 import cv2
 import numpy as np
@@ -34,14 +36,16 @@ import torch
 import torch.nn as nn
 
 from benchmarks.compare import append
+from benchmarks.even import even_sizes
 from demo.dataset import PHOTOGRAPHS
 from repa_mm.benchmark.timing import compare, measure, show
-from repa_mm.checkpoints import save_checkpoint
 from repa_mm.config import load_config
-from repa_mm.convert.pretrained import convert_checkpoint
+from repa_mm.convert.conversion import find_parts
+from repa_mm.convert.pretrained import converted_config
 from repa_mm.export import ExportedModel, example_shape, whole_model, whole_onnx
 from repa_mm.export.exporter import to_onnx
 from repa_mm.faster import fuse_conv_bn_
+from repa_mm.faster.tracing import swap_faster_attention_
 from repa_mm.files import write_bytes
 from repa_mm.opening import open_model, read_images
 from repa_mm.paths import config_path
@@ -89,13 +93,11 @@ def open_ours(name: str, form: str, args: argparse.Namespace) -> nn.Module:
         return open_model(stock)
     if form == 'merged':
         return fuse_conv_bn_(open_model(*repa, merge=True))
-    stem = osp.join(args.work_dir, f'{name}, {args.budget:g}')
-    if not osp.exists(f'{stem}.py'):
-        original = osp.join(args.work_dir, f'{name}.pth')
-        save_checkpoint(dict(state_dict=open_model(stock).state_dict()), original)
-        images = dict(images=args.images, num_images=len(PHOTOGRAPHS))
-        convert_checkpoint(stock, original, f'{stem}.pth', args.budget, device='cpu', **images)
-    return open_model(f'{stem}.py', f'{stem}.pth')
+    model = open_model(stock)
+    swap_faster_attention_(model)
+    parts, _ = find_parts(model)
+    sizes = even_sizes(SimpleNamespace(parts=parts), *3 * [args.budget])
+    return open_model(converted_config(model.cfg, model, sizes))
 
 
 def ours(name: str, args: argparse.Namespace) -> Iterator[tuple[str, str, Call]]:
@@ -106,8 +108,11 @@ def ours(name: str, args: argparse.Namespace) -> Iterator[tuple[str, str, Call]]
     for form in args.forms:
         if form == 'merged' and len(OURS[name]) == 1:
             continue
+        kinds = [k for k in args.formats if not args.ways or f'{form}, {k}' in args.ways]
+        if not kinds:
+            continue
         model = open_ours(name, form, args)
-        for kind in args.formats:
+        for kind in kinds:
             if kind == EAGER:
                 call = model.test_step
             else:
@@ -270,6 +275,7 @@ def main() -> None:
     )
     parser.add_argument('--forms', nargs='+', default=FORMS, choices=FORMS)
     parser.add_argument('--formats', nargs='+', default=KINDS[:4], choices=KINDS)
+    parser.add_argument('--ways', nargs='+', help="such as 'stock, PyTorch' (default: all)")
     parser.add_argument('--budget', type=float, default=0.25, help='of the narrow form')
     parser.add_argument('--repeats', type=int, default=10, help='turns of timing')
     parser.add_argument('--cpu', default='', help='the processor, in plain words')

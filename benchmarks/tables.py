@@ -223,7 +223,7 @@ def tables() -> dict[str, str]:
         ),
         'narrow-files': table(of('file in OpenVINO, '), 'form', 'of'),
         'ways': table(of('fine-tuned: '), 'model form', 'of', mean),
-        'fitted': table(of('fitted on digits: '), 'form', 'of', mean),
+        'fitted': table(of('fitted: '), 'model form', 'of', mean),
         'detectors': table(
             of('detectors: time'),
             'model method',

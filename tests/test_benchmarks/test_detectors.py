@@ -47,7 +47,10 @@ def test_times_of_all_ways_and_published_aps(tmp_path, monkeypatch, capsys):
     assert 'other' in capsys.readouterr().out
     written = {path: path.stat().st_mtime_ns for path in tmp_path.glob('ours*')}
     monkeypatch.setattr(
-        sys, 'argv', ['detectors', *options, '--models', 'ours', '--forms', 'narrow']
+        sys, 'argv', ['detectors', *options, '--models', 'ours', '--ways', f'narrow, {ORT}']
     )
+    capsys.readouterr()
     detectors.main()  # with what is there
+    said = capsys.readouterr().out
+    assert f'ours, narrow, {ORT}: ready' in said and said.count('ready') == 1
     assert written == {path: path.stat().st_mtime_ns for path in tmp_path.glob('ours*')}
