@@ -91,7 +91,8 @@ def differences(before: list, after: list) -> list[float]:
     for pairs in zip(*(zip(a, b) for a, b in zip(before, after))):
         first = pairs[0][0]
         channels_first = first.ndim == 4
-        if first.ndim == 3:  # channels differ more from each other than places
+        # An MLP-Mixer's maps: channels differ more from each other than places.
+        if first.ndim == 3 and len({a.shape[1] for a, _ in pairs}) == 1:
             channels_first = first.mean((0, 2)).var() > first.mean((0, 1)).var()
         change = sum(float((rows(a) - rows(b)).square().sum()) for a, b in pairs)
         count = sum(len(rows(a)) for a, _ in pairs)

@@ -47,11 +47,8 @@ def check_block(block: nn.Module, parts: Sequence[Pausing], args: tuple, kwargs:
     def output(block: nn.Module, shift: float = 0.0) -> torch.Tensor:
         # Copies, since a block may change tensors in place. The first tensor is the tokens.
         values = [x.clone() if torch.is_tensor(x) else x for x in (*args, *kwargs.values())]
-        if shift:
-            i = next(
-                i for i, x in enumerate(values) if torch.is_tensor(x) and x.is_floating_point()
-            )
-            values[i] = values[i] + shift * values[i].flip(-1)
+        i = next(i for i, x in enumerate(values) if torch.is_tensor(x) and x.is_floating_point())
+        values[i] = values[i] + shift * values[i].flip(-1)
         y = block.forward(*values[: len(args)], **dict(zip(kwargs, values[len(args) :])))
         return y if torch.is_tensor(y) else y[0]
 

@@ -327,16 +327,21 @@ class Conversion:
             list[torch.Tensor]: The outputs.
         """
         blocks: dict[nn.Module, list[Pausing]] = {}
+        reached, hooks = set(), []
         for part in self.parts.values():
-            blocks.setdefault(part.site.block, []).append(part)
-        reached = set()
+            if part.site.family:
+                blocks.setdefault(part.site.block, []).append(part)
+                continue
+            # Segmentors call a head's forward() itself, which runs no hooks of the head.
+            mark = partial(lambda block, *_: reached.add(block), part.site.block)
+            hooks.append(part.site.module.register_forward_pre_hook(mark))
 
         def check(block: nn.Module, args: tuple, kwargs: dict) -> None:
             if block in blocks and block not in reached:  # not a copy of a block
                 reached.add(block)
                 check_block(block, blocks[block], args, kwargs)
 
-        hooks = [block.register_forward_pre_hook(check, with_kwargs=True) for block in blocks]
+        hooks += [block.register_forward_pre_hook(check, with_kwargs=True) for block in blocks]
         (outputs,) = run_batches(self.run, self.batches[:1])
         for hook in hooks:
             hook.remove()

@@ -32,36 +32,33 @@ from repa_mm.reparam import double
 
 
 class Places(NamedTuple):
-    """Places of a batch, with the maps of all levels at the size of the largest, (B, n, H, W).
+    """Places of a batch, at the size of the largest map.
 
     Attributes:
-        student (torch.Tensor): The maps in the student.
-        teacher (torch.Tensor): The maps in the teacher.
-        chosen (torch.Tensor): Indices (N, ) of the places among B H W.
+        channels (torch.Tensor): The n channels of the student and those of the teacher, (N, 2 n).
+        patches (torch.Tensor): Neighbourhoods of the student's channels, (N, n, k^2).
+        targets (torch.Tensor): What the convolution computes in the teacher, (N, C').
     """
 
-    student: torch.Tensor
-    teacher: torch.Tensor
-    chosen: torch.Tensor
+    channels: torch.Tensor
+    patches: torch.Tensor
+    targets: torch.Tensor
 
-    def both(self) -> torch.Tensor:
-        """Return the channels of student and teacher, (N, 2 n)."""
-        maps = self.student, self.teacher
-        return torch.cat([x.movedim(1, -1).flatten(0, 2)[self.chosen] for x in maps], 1)
 
-    def patches(self, kept: torch.Tensor, kernel: Sequence[int]) -> torch.Tensor:
-        """Return the neighbourhoods (N, K k^2) of some of the student's channels."""
-        _, _, height, width = self.student.shape
-        image, place = self.chosen // (height * width), self.chosen % (height * width)
-        y, x = place // width, place % width
-        maps = F.pad(self.student[:, kept], [k // 2 for k in reversed(kernel) for _ in range(2)])
-        taps = [maps[image, :, y + i, x + j] for i in range(kernel[0]) for j in range(kernel[1])]
-        return torch.stack(taps, 2).flatten(1)
+def patches_of(x: torch.Tensor, chosen: torch.Tensor, kernel: Sequence[int]) -> torch.Tensor:
+    """Return the neighbourhoods (N, n, k^2) of places of maps, as a convolution sees them.
 
-    def targets(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return what the convolution computes of the teacher's channels, (N, C')."""
-        out = F.conv2d(self.teacher, weight.to(self.teacher), padding=weight.shape[-1] // 2)
-        return out.movedim(1, -1).flatten(0, 2)[self.chosen]
+    Args:
+        x (torch.Tensor): Maps (B, n, H, W).
+        chosen (torch.Tensor): Indices (N, ) of the places among B H W.
+        kernel (Sequence[int]): Height and width of the convolution's kernel, odd.
+    """
+    height, width = x.shape[2:]
+    image, place = chosen // (height * width), chosen % (height * width)
+    rows, columns = place // width, place % width
+    x = F.pad(x, [k // 2 for k in reversed(kernel) for _ in range(2)])
+    taps = [x[image, :, rows + i, columns + j] for i in range(kernel[0]) for j in range(kernel[1])]
+    return torch.stack(taps, 2)
 
 
 def moments_of_parts(drawn: Sequence[Places], rows: Callable) -> list[Moments]:
@@ -118,12 +115,17 @@ class PretrainedMaps(Pausing):
     def sample(self, tokens: list, max_tokens: int, seed: int = 0) -> list[Places]:
         """Draw random places of the largest map, as :meth:`PretrainedFFN.sample`."""
         generator, drawn = torch.Generator().manual_seed(seed), []
+        kernel, flat = self._scaled_kernel(), lambda x: x.movedim(1, -1).flatten(0, 2)
         for both in tokens:
             check_finite(self.name, *both[0], *both[1])
-            maps = [self._resized(maps) for maps in both]
-            number = maps[0][:, 0].numel()
-            chosen = torch.randperm(number, generator=generator)[:max_tokens].to(maps[0].device)
-            drawn.append(Places(*maps, chosen))
+            student, teacher = (self._resized(maps) for maps in both)
+            number = student[:, 0].numel()
+            chosen = torch.randperm(number, generator=generator)[:max_tokens].to(student.device)
+            channels = torch.cat([flat(x)[chosen] for x in (student, teacher)], 1)
+            patches = patches_of(student, chosen, kernel.shape[2:])
+            out = F.conv2d(teacher, kernel.to(teacher), padding=self.module.conv.padding)
+            # Few rows instead of the maps, which would take gigabytes.
+            drawn.append(Places(channels, patches, flat(out)[chosen]))
         return drawn
 
     def _resized(self, maps: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -144,9 +146,9 @@ class PretrainedMaps(Pausing):
         for level, size in enumerate(sizes):
             (kept,) = self._eliminate(problem, kept, level, [size])
         weight, _ = self._taps(problem, kept, basis)
-        shape, kernel = weight.shape, self._scaled_kernel()
+        shape = weight.shape
         parts = moments_of_parts(
-            drawn, lambda one: torch.cat([one.patches(kept, shape[2:]), one.targets(kernel)], dim=1)
+            drawn, lambda one: torch.cat([one.patches[:, kept].flatten(1), one.targets], dim=1)
         )
         ridge = cross_validated(weight.flatten(1), parts, ALL)
         problem = Problem(weight.flatten(1), Moments.pooled(parts))
@@ -176,19 +178,24 @@ class PretrainedMaps(Pausing):
     def _outputs(self, drawn: Sequence[Places]) -> tuple[torch.Tensor, torch.Tensor, list[Moments]]:
         """Return what the taps compute, in an orthonormal basis of all taps' outputs.
 
+        The basis makes C' k^2 outputs no more than n, with the same errors.
+
         Returns:
             tuple: Weights (r, n) of the n channels, the basis (C' k^2, r), and the moments of the
             student's channels and of the teacher's outputs in it.
         """
         basis, out = torch.linalg.qr(self._scaled_kernel().permute(0, 2, 3, 1).flatten(0, 2))
         mapping = torch.block_diag(torch.eye(out.shape[1]).to(out), out)
-        parts = moments_of_parts(drawn, Places.both)
+        parts = moments_of_parts(drawn, lambda one: one.channels)
         return out, basis, [part.mapped(mapping) for part in parts]
 
     def _taps(
         self, problem: Problem, kept: torch.Tensor, basis: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the kernel (C', K, k, k) and the bias (C', ) for some channels."""
+        """Return the kernel (C', K, k, k) and the bias (C', ) for some channels.
+
+        The bias is that inside the map, where all taps see a place.
+        """
         k = self.module.conv.weight.shape[2:]
         weights = problem.solve(kept, RIDGES[0])
         bias = (basis @ problem.bias(kept, weights)).unflatten(0, (-1, k.numel())).sum(1)

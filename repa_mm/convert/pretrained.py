@@ -14,7 +14,6 @@ from repa_mm.checkpoints import load_checkpoint, save_checkpoint
 from repa_mm.config import load_config
 from repa_mm.convert.conversion import DEFAULT_PARTS, Conversion, IdleConversion
 from repa_mm.convert.conversion_report import BlockReport, ConversionReport, Sizes
-from repa_mm.convert.maps import PretrainedMaps
 from repa_mm.convert.training_form import idle_structure
 from repa_mm.faster.tracing import swap_faster_attention_
 from repa_mm.features import head_inputs
@@ -24,6 +23,9 @@ from repa_mm.models.sites import attention_sites, ffn_sites
 from repa_mm.opening import deploy_, has_structures, open_model, read_images
 from repa_mm.reparam import has_deploy_form
 from repa_mm.version import __version__
+
+#: Name of the part of an UperNet's head in a segmentor.
+MAPS = 'decode_head.fpn_bottleneck'
 
 
 def split_images(images: Sequence) -> tuple[list, list]:
@@ -90,7 +92,7 @@ class ModelConversion(Conversion):
         return result, report
 
     def _run_model(self, model: nn.Module, data: dict):
-        if any(isinstance(part, PretrainedMaps) for part in self.parts.values()):
+        if MAPS in self.parts:
             return model.decode_head(model.extract_feat(data['inputs']))
         return head_inputs(model, data)
 
@@ -128,7 +130,7 @@ def convert_checkpoint(
 ) -> dict:
     """Narrow FFNs of the backbone and encoder, and attention heads of the backbone, without labels.
 
-    The neck and the detection heads stay as they are. Channel-idle FFNs merge first. A config is
+    Necks and the heads of detectors stay as they are. Channel-idle FFNs merge first. A config is
     written beside the checkpoint, so that both are ready for tests and training.
 
     Args:
@@ -152,8 +154,9 @@ def convert_checkpoint(
 
     Returns:
         dict: ``report`` (a :class:`~repa_mm.convert.conversion_report.ConversionReport` with the
-        differences of the heads' inputs), ``images`` and ``held_out`` (numbers of images), and
-        ``config`` (path of the written config).
+        differences of the heads' inputs, or of an UperNet's output if its head is narrowed),
+        ``images`` and ``held_out`` (numbers of images), and ``config`` (path of the written
+        config).
 
     Raises:
         ValueError: If the output would replace a file that is read, or for the reasons of
@@ -212,12 +215,11 @@ def converted_config(
     cfg = copy.deepcopy(cfg)
     _without_pretraining_(cfg.model)
     cfg.pop('work_dir', None)  # has checkpoints of the original model
-    maps = {name: sizes[name] for name in sizes if name.endswith('decode_head.fpn_bottleneck')}
-    sizes = {name: size for name, size in sizes.items() if name not in maps}
-    if maps:
+    map_channels = sizes.get(MAPS)
+    sizes = {name: size for name, size in sizes.items() if name != MAPS}
+    if map_channels:
         # The model in a Restructured segmentor has the config of the head.
         owner = cfg.model if 'decode_head' in cfg.model else cfg.model.model
-        (map_channels,) = maps.values()
         owner.decode_head.update(type='FastUPerHead', map_channels=[*map_channels])
         cfg = with_import(cfg)
     if 'backbone' in cfg.model and all(name.startswith('backbone.') for name in sizes):

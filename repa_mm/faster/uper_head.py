@@ -107,6 +107,11 @@ class FastUPerHead(UPerHead):
     def __init__(self, *args, map_channels: Sequence[int] | None = None, **kwargs) -> None:
         super().__init__(*args, **kwargs)
         if map_channels is not None:
+            if len(map_channels) != len(self.fpn_convs):
+                raise ValueError(
+                    f'map_channels needs a number for each of {len(self.fpn_convs)} maps, but got '
+                    f'{map_channels}'
+                )
             kind = dict(
                 conv_cfg=self.conv_cfg, norm_cfg=self.norm_cfg, act_cfg=self.act_cfg, padding=1
             )
@@ -150,6 +155,15 @@ def fast_uper_head_(model: nn.Module) -> nn.Module:
 
 
 def is_ordinary(head: UPerHead) -> bool:
-    """Return True if the convolution of resized maps is one of PyTorch, with zeros for padding."""
-    conv = head.fpn_bottleneck.conv
-    return is_plain(conv, Conv2d, nn.Conv2d) and conv.padding_mode == 'zeros'
+    """Return True if the convolution of resized maps is as MMSegmentation builds it."""
+    module = head.fpn_bottleneck
+    conv = module.conv
+    return (
+        is_plain(conv, Conv2d, nn.Conv2d)
+        and conv.padding_mode == 'zeros'
+        and not module.with_explicit_padding
+        and module.order == ('conv', 'norm', 'act')
+        and (conv.stride, conv.dilation, conv.groups) == ((1, 1), (1, 1), 1)
+        and conv.kernel_size == tuple(2 * p + 1 for p in conv.padding)
+        and conv.kernel_size[0] == conv.kernel_size[1]
+    )

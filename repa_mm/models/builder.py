@@ -160,22 +160,23 @@ class WithStructures:
         elif any(outermost(self, TrainingForm)) and any(
             any(_pretrained(module)) for module in self.modules()
         ):
-            self.fill(self._load_ordinary(file, translated))
+            self.fill(self._load_ordinary(files, translated))
         else:
             super().init_weights()
         self._is_init = True
         self._warn_of_fresh_statistics()
 
-    def _load_ordinary(self, file: dict | None, translated: bool) -> nn.Module:
-        """Return the ordinary model with the pretrained weights of the file or of its parts."""
+    def _load_ordinary(self, files: list[dict], translated: bool) -> nn.Module:
+        """Return the ordinary model with the pretrained weights of the files or of its parts."""
         ordinary = self.build_ordinary()
         # It may have changed since the model was built.
-        ordinary.init_cfg = _without(self.init_cfg, file) if translated else self.init_cfg
+        ordinary.init_cfg = _without(self.init_cfg, files[0]) if translated else self.init_cfg
         self._require_sites(ordinary)
         ordinary.init_weights()
         # Again where there is a backbone, as DETRs reset their encoder after loading.
-        if translated or file and hasattr(ordinary, 'backbone'):
-            load_pretrained_(ordinary, file)
+        if translated or len(files) > 1 or files and hasattr(ordinary, 'backbone'):
+            for file in files:
+                load_pretrained_(ordinary, file)
         return ordinary
 
     def _warn_of_fresh_statistics(self) -> None:

@@ -365,6 +365,8 @@ def set_heads_(
 
 
 UPER_HEADS = 'UPerHead', 'FastUPerHead'
+#: Activations that leave the channels apart.
+_PER_CHANNEL = nn.ReLU, nn.LeakyReLU, nn.GELU, nn.SiLU, nn.Hardswish, nn.Identity
 
 
 class MapsSite(Site):
@@ -374,13 +376,24 @@ class MapsSite(Site):
         """Return the convolution with its norm and activation.
 
         Raises:
-            ValueError: If the head has other norms than BatchNorms, or hooks.
+            ValueError: If the head has hooks, or other convolutions, norms or activations than its
+                channels can be chosen from.
         """
-        for module in (*self.block.fpn_convs, self.module):
-            _check_unhooked(module, 'head')
+        before = [*self.block.fpn_convs]
+        if not before or len({*before}) < len(before):
+            raise ValueError('its levels share a convolution, or there is only one level')
+        for module in (*before, self.module):
+            for one in (module, module.conv):
+                _check_unhooked(one, 'head')
             norm = module.norm if module.with_norm else None
             if not (norm is None or getattr(norm, 'running_var', None) is not None):
-                raise ValueError(f'its head has a {type(norm).__name__}, not a BatchNorm')
+                raise ValueError(
+                    f'its head has a {type(norm).__name__}, not a BatchNorm with statistics'
+                )
+            if not is_plain(module.conv, Conv2d, nn.Conv2d) or module.conv.groups > 1:
+                raise ValueError(f'its head has {module.conv}, not an ordinary convolution')
+            if module.with_activation and not is_plain(module.activate, *_PER_CHANNEL):
+                raise ValueError(f'its head has a {type(module.activate).__name__}')
         return self.module
 
     @property
@@ -417,7 +430,8 @@ class MapsSite(Site):
         scale, module = self.scale, self.module
         scale = torch.where(scale == 0, 1.0, scale)
         _set_kernel_(module.conv, weight / scale[:, None, None, None])
-        if module.with_norm:  # also right for the statistics of the next batch
+        module.in_channels = weight.shape[1]
+        if module.with_norm:  # batch statistics have the bias in their mean anyway
             module.norm.running_mean.sub_((bias / scale).to(module.norm.running_mean))
         else:
             module.conv.bias.add_(bias.to(module.conv.bias))
