@@ -227,6 +227,22 @@ def test_own_weights_in_two_files(deploy, scattered, tmp_path):
         assert torch.equal(value, model[key]), key
 
 
+def test_ordinary_weights_in_two_files(scattered, tmp_path):
+    """The second one has the last word in forms that they fill, too."""
+    ordinary, files = scattered(build_ordinary('vit', 'mmpretrain.VisionTransformer')), []
+    for i in range(2):
+        files.append(pretrained(ordinary, tmp_path / f'{i}.pth'))
+        for p in ordinary.parameters():
+            p.data.mul_(2)
+    models = [build('vit', init_cfg=given) for given in (files, files[1], files[0])]
+    for model in models:
+        model.init_weights()
+    both, last, first = (model.state_dict() for model in models)
+    names = [name for name, value in first.items() if not torch.equal(value, last[name])]
+    assert len(names) > 20
+    assert all(torch.equal(both[name], last[name]) for name in names)
+
+
 def test_weights_are_initialized_once_from_what_init_cfg_says_then(scattered, tmp_path):
     ordinary = scattered(build_ordinary('vit', 'mmpretrain.VisionTransformer'))
     model = build('vit')
