@@ -64,8 +64,8 @@ def with_our_parts(stock: nn.Module) -> dict[str, nn.Module]:
 def compile_(model: nn.Module, mode: str | None = None) -> nn.Module:
     """Let ``torch.compile`` run the backbone, neck and heads of a model, in place.
 
-    The encoder and decoder of a DETR stay eager, since deformable attention breaks their graphs at
-    every level, and so does a RoI head, since images differ in their numbers of objects.
+    The encoder and decoder of a DETR stay eager, since deformable attention breaks their graphs,
+    and so does a RoI head, whose ``predict`` does not call the module itself.
 
     Args:
         model (nn.Module): The model.

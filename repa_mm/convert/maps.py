@@ -221,10 +221,19 @@ class PretrainedMaps(Pausing):
     def _fitted(
         self, kept: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, unexplained: float
     ) -> FittedPart:
+        """Return the narrower part.
+
+        Args:
+            kept (torch.Tensor): Indices (K, ) of the channels among those of all levels.
+            weight (torch.Tensor): Kernel (C', K, k, k), with the BatchNorm's scale multiplied in.
+            bias (torch.Tensor): What is added (C', ), with the scale multiplied in.
+            unexplained (float): As in :class:`FittedPart`.
+        """
+        # Per level, counted from the level's first channel.
         levels = self._levels()
         starts = [int((levels < i).sum()) for i in range(len(self.sizes) + 1)]
         channels = [kept[levels[kept] == i] - start for i, start in enumerate(starts)]
-        fitted = copy.deepcopy(self.site.block)
+        fitted = copy.deepcopy(self.site.block)  # in which this part stands
         setattr(fitted, self.site.path, copy.deepcopy(self.module))
         site = self.site.at(fitted)
         site.set_weights(channels, weight, bias)
