@@ -440,15 +440,15 @@ class MapsSite(Site):
 def _keep_outputs_(module: nn.Module, kept: torch.Tensor) -> None:
     """Keep some output channels of a ``ConvModule``, in place."""
     _set_kernel_(module.conv, module.conv.weight[kept])
-    layers = [module.conv, module.norm] if module.with_norm else [module.conv]
-    for layer in layers:
-        for name, value in [*layer.named_parameters(), *layer.named_buffers()]:
-            if name != 'weight' or layer is not module.conv:
-                if value.ndim:
-                    value = value[kept]
-                    if name in layer._parameters:
-                        value = nn.Parameter(value, layer._parameters[name].requires_grad)
-                    setattr(layer, name, value)
+    owners = [(module.conv, 'bias')]
+    if module.with_norm:
+        owners += [(module.norm, n) for n in ('weight', 'bias', 'running_mean', 'running_var')]
+    for layer, name in owners:
+        value = getattr(layer, name)
+        if isinstance(value, nn.Parameter):
+            setattr(layer, name, nn.Parameter(value[kept], value.requires_grad))
+        elif value is not None:
+            setattr(layer, name, value[kept])
     module.out_channels = len(kept)
     if module.with_norm:
         module.norm.num_features = len(kept)
