@@ -3,7 +3,6 @@
 import copy
 import os
 from collections import OrderedDict
-from pathlib import Path
 
 import pytest
 import torch
@@ -197,41 +196,6 @@ def test_refusals(tmp_path):
     runner.model.backbone = torch.nn.Sequential(*runner.model.backbone[:3])
     with pytest.raises(ValueError, match='nothing to reparameterize'):
         runner.test()
-
-
-CONFIG = """
-custom_imports = dict(imports=['repa_mm', 'tests.toy'])
-model = dict(type='ToyClassifier')
-test_dataloader = dict(
-    batch_size=4,
-    dataset=dict(type='ToyData'),
-    sampler=dict(type='DefaultSampler', shuffle=False),
-    collate_fn=dict(type='pseudo_collate'),
-)
-test_cfg = dict()
-test_evaluator = dict(type='KeepLogits')
-default_hooks = dict(reparameterize=dict(type='ReparameterizeHook'))
-"""
-
-
-def test_merged_checkpoint_in_mmdetections_own_tool(
-    tmp_path, monkeypatch, randomize, relative_error
-):
-    mmdet = pytest.importorskip('mmdet')
-    import runpy
-
-    model = randomize(ToyClassifier())
-    torch.save(dict(state_dict=reparameterize(model).state_dict()), tmp_path / 'merged.pth')
-    (tmp_path / 'config.py').write_text(CONFIG)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr('sys.argv', ['test.py', 'config.py', 'merged.pth'])
-    runpy.run_path(
-        str(Path(mmdet.__file__).parent / '.mim' / 'tools' / 'test.py'), run_name='__main__'
-    )
-    images = make_runner(tmp_path).test_dataloader.dataset
-    with torch.no_grad():
-        expected = model.eval()([images[i]['inputs'] for i in range(8)], None)
-    assert relative_error(KeepLogits.logits, torch.stack(expected)) < 1e-5
 
 
 @pytest.mark.parametrize('path', ['literal', 'folded'])

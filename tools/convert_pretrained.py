@@ -20,7 +20,6 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         '--budget',
         type=float,
-        default=argparse.SUPPRESS,
         help='fraction of the multiply-adds of all parts that stays, spread over channels and '
         'heads by what they are worth (default: 0.5)',
     )
@@ -28,7 +27,6 @@ def parse_args() -> argparse.Namespace:
         '--parts',
         choices=PARTS,
         nargs='+',
-        default=argparse.SUPPRESS,
         help="what is narrowed (default: ffn heads); convs are those of an UperNet's head",
     )
     parser.add_argument(
@@ -41,10 +39,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument('--num-images', type=int, default=64, help='images to fit to (default: 64)')
     parser.add_argument('--images', help="folder of images (default: the config's training data)")
     parser.add_argument('--device', help='device of the fit (default: the GPU if there is one)')
-    args = parser.parse_args()
-    if args.idle_ratio is not None and ('budget' in args or 'parts' in args):
-        parser.error('--idle-ratio is instead of --budget and --parts: leave them out')
-    return args
+    return parser.parse_args()
 
 
 def main() -> None:

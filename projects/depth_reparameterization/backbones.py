@@ -1,6 +1,7 @@
 """ViTs, masked autoencoders and Swins with parallel branches."""
 
 from collections.abc import Sequence
+from functools import partial
 
 from mmengine.registry import MODELS
 from mmpretrain.models import SwinTransformer, VisionTransformer
@@ -48,7 +49,9 @@ class ParallelBackbone(WithStructures):
     ) -> None:
         shallow, deep, branches = self._share_out(arch, num_branches)
         structures = [dict(type='Branches', num_branches=branches)]
-        super().__init__(shallow, *args, structures=structures, ordinary=(deep, *args), **kwargs)
+        super().__init__(shallow, *args, structures=structures, **kwargs)
+        build = self.build_ordinary
+        self.build_ordinary = partial(build.func, deep, *args, **build.keywords)
         self.num_branches = num_branches
 
 

@@ -118,8 +118,8 @@ def convert_checkpoint(
     config: str,
     checkpoint: str,
     out: str,
-    budget: float = 0.5,
-    parts: Sequence[str] = DEFAULT_PARTS,
+    budget: float | None = None,
+    parts: Sequence[str] | None = None,
     where: str | None = None,
     num_images: int = 64,
     images: str | None = None,
@@ -138,8 +138,9 @@ def convert_checkpoint(
             ('mmdet::swin/….py').
         checkpoint (str): The model's checkpoint: a path or a URL.
         out (str): The checkpoint to write, '….pth'. Its config becomes '….py'.
-        budget (float): As for :func:`~repa_mm.convert_pretrained`. Defaults to 0.5.
-        parts (Sequence[str]): As for :func:`~repa_mm.convert_pretrained`. Defaults to both.
+        budget (float, optional): As for :func:`~repa_mm.convert_pretrained`. Defaults to 0.5.
+        parts (Sequence[str], optional): As for :func:`~repa_mm.convert_pretrained`. Defaults to
+            both.
         where (str, optional): Name of the module whose blocks are converted: 'backbone' or
             'encoder', see :func:`~repa_mm.models.sites.ffn_sites`. Defaults to both.
         num_images (int): Number of images to fit to. One more image for every eight is held out to
@@ -148,8 +149,9 @@ def convert_checkpoint(
             images go through the test pipeline.
         device (str, optional): Device of the fit. Defaults to the GPU if there is one.
         cfg_options (dict, optional): Values to override in the config.
-        idle_ratio (float, optional): Make the FFNs channel-idle instead, in their training form,
-            see :func:`~repa_mm.convert.fit_channel_idle`. The config merges them before a test.
+        idle_ratio (float, optional): Instead of ``budget`` and ``parts``: make the FFNs
+            channel-idle, in their training form, see :func:`~repa_mm.convert.fit_channel_idle`. The
+            config merges them before a test.
         progress (Callable, optional): As for :func:`~repa_mm.convert_pretrained`.
 
     Returns:
@@ -159,7 +161,8 @@ def convert_checkpoint(
         config).
 
     Raises:
-        ValueError: If the output would replace a file that is read, or for the reasons of
+        ValueError: If the output would replace a file that is read; if there is an ``idle_ratio``
+            beside ``budget`` or ``parts``; or for the reasons of
             :func:`~repa_mm.convert_pretrained`.
         CheckpointError: If the checkpoint does not fit the config.
         FileNotFoundError: If a file or the data are not there.
@@ -167,14 +170,16 @@ def convert_checkpoint(
     out_config = f'{osp.splitext(out)[0]}.py'
     if len({osp.realpath(path) for path in (config, checkpoint, out, out_config)}) < 4:
         raise ValueError(f'{out!r} or its config {out_config!r} would replace a file that is read')
+    if idle_ratio is not None and (budget, parts) != (None, None):
+        raise ValueError('an idle ratio is instead of a budget and parts: leave these out')
     cfg = load_config(config, cfg_options)
     model = open_model(cfg, checkpoint, merge=True)  # only the deploy form is worth narrowing
     number = num_images + max(1, num_images // 8)
     to_fit, held_out = split_images(read_images(cfg, 'train', number, images))
     model.to(device or ('cuda' if torch.cuda.is_available() else 'cpu'))
     if idle_ratio is None:
-        conversion = ModelConversion(model, to_fit, parts, where=where)
-        sizes = conversion.sizes(budget)
+        conversion = ModelConversion(model, to_fit, parts or DEFAULT_PARTS, where=where)
+        sizes = conversion.sizes(0.5 if budget is None else budget)
     else:
         conversion = IdleModelConversion(model, to_fit, idle_ratio, where=where)
         sizes = conversion.sizes()

@@ -7,7 +7,6 @@ from repa_mm.models.channel_idle import (
     RePaPoolFormer,
     RePaSwinTransformer,
     RePaVisionTransformer,
-    build_fast_swin,
 )
 from repa_mm.models.families import FAMILIES, Family, MLPs, register_family
 from repa_mm.models.sites import (
@@ -23,6 +22,6 @@ from repa_mm.models.structures import STRUCTURES, ChannelIdle, Structure, per_bl
 __all__ = [
     'AttentionSite', 'ChannelIdle', 'FAMILIES', 'FFNSite', 'Family', 'MLPs', 'RePaBackbone',
     'RePaMlpMixer', 'RePaPoolFormer', 'RePaSwinTransformer', 'RePaVisionTransformer', 'STRUCTURES',
-    'Site', 'Structure', 'WithStructures', 'add_structures_', 'attention_sites', 'build_fast_swin',
+    'Site', 'Structure', 'WithStructures', 'add_structures_', 'attention_sites',
     'build_with_structures', 'ffn_sites', 'known_blocks', 'per_block', 'register_family',
 ]  # fmt: skip

@@ -92,13 +92,12 @@ class WithStructures:
         fast_attention (bool): Use the faster attention of
             :func:`~repa_mm.faster.fast_window_attention_` in a Swin, and
             :class:`~repa_mm.faster.deformable.FastDeformableAttention` in a DETR. Defaults to True.
-        ordinary (Sequence, optional): Positional arguments of the model without structures, whose
-            weights fill the forms. Defaults to None, which means ``args``.
 
     Attributes:
         placed (list): Pairs of a structure and a dict from the names of its sites to the names of
             its forms.
-        build_ordinary (Callable): Builds the model without structures.
+        build_ordinary (Callable): Builds the model without structures, whose weights fill the
+            forms.
     """
 
     def __init__(
@@ -107,13 +106,11 @@ class WithStructures:
         structures: Sequence[dict],
         deploy: bool = False,
         fast_attention: bool = True,
-        ordinary: Sequence | None = None,
         **kwargs,
     ) -> None:
         kind = _ordinary_class(type(self))
-        given = args if ordinary is None else ordinary
         # Copied first, since detectors write into their configs.
-        build = partial(kind, *copy.deepcopy(given), **copy.deepcopy(kwargs))
+        build = partial(kind, *copy.deepcopy(args), **copy.deepcopy(kwargs))
         super().__init__(*args, **kwargs)
         self.build_ordinary = build
         if fast_attention:

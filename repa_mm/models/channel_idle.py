@@ -10,7 +10,6 @@ import torch.nn as nn
 from mmengine.registry import MODELS
 from mmpretrain.models import MlpMixer, PoolFormer, SwinTransformer, VisionTransformer
 
-from repa_mm.faster.attention import swap_attention_
 from repa_mm.models.builder import WithStructures
 
 #: Where the authors publish weights.
@@ -92,18 +91,6 @@ class RePaSwinTransformer(RePaBackbone, SwinTransformer):
         >>> features = model(torch.rand(1, 3, 224, 224))
         >>> deployed = repa_mm.reparameterize(model)
     """
-
-
-@MODELS.register_module(name='FastSwinTransformer')
-def build_fast_swin(*args, **kwargs) -> SwinTransformer:
-    """Build mmpretrain's Swin Transformer with a faster window attention.
-
-    This is the vanilla backbone to compare with :class:`RePaSwinTransformer`. Arguments, outputs
-    and state dict are those of mmpretrain's ``SwinTransformer``.
-    """
-    model = SwinTransformer(*args, **kwargs)
-    swap_attention_(model)
-    return model
 
 
 @MODELS.register_module()

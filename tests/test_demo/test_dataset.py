@@ -42,17 +42,6 @@ def decode(rle):
     return np.repeat(values, rle['counts']).reshape(width, height).T.astype(bool)
 
 
-def test_layout(root):
-    listing = {osp.relpath(folder, root): len(files) for folder, _, files in os.walk(root) if files}
-    ade = osp.join('ade', 'images'), osp.join('ade', 'annotations')
-    assert listing == {
-        osp.join('coco', 'annotations'): 2,
-        osp.join('coco', 'train2017'): 6,
-        osp.join('coco', 'val2017'): 6,
-        **{osp.join(a, split): 6 for a in ade for split in ('training', 'validation')},
-    }
-
-
 def test_same_arguments_same_bytes(root, tmp_path):
     write_digit_scenes(str(tmp_path), **SIX)  # is there: nothing is written
     assert not os.listdir(tmp_path)
@@ -126,31 +115,6 @@ def test_label_maps_agree_with_masks(root):
         coco = osp.join(root, 'coco', 'val2017', image['file_name'])
         with open(coco, 'rb') as a, open(folder.format('images') + '.jpg', 'rb') as b:
             assert a.read() == b.read()
-
-
-def test_mmdet_reads_it(root):
-    pytest.importorskip('mmdet')
-    from mmcv.transforms import LoadImageFromFile
-    from mmdet.datasets import CocoDataset
-    from mmdet.datasets.transforms import LoadAnnotations
-
-    data = CocoDataset(
-        data_root=osp.join(root, 'coco'),
-        ann_file='annotations/instances_train2017.json',
-        data_prefix=dict(img='train2017/'),
-        metainfo=dict(classes=DIGITS),
-        pipeline=[LoadImageFromFile(), LoadAnnotations(with_bbox=True, with_mask=True)],
-    )
-    content = annotations(root, 'train')
-    assert len(data) == 6
-    for i, image in enumerate(content['images']):
-        expected = [a for a in content['annotations'] if a['image_id'] == image['id']]
-        result = data[i]
-        assert result['img'].shape == (160, 160, 3)
-        assert result['gt_bboxes_labels'].tolist() == [a['category_id'] - 1 for a in expected]
-        assert not result['gt_ignore_flags'].any()
-        for mask, a in zip(result['gt_masks'].masks, expected):
-            assert (mask == decode(a['segmentation'])).all()
 
 
 def test_complete_or_absent(tmp_path, monkeypatch):

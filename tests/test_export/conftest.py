@@ -1,4 +1,5 @@
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,14 @@ HEADS = dict(
 HEADS['slide'] = (
     f"{HEADS['upernet']}, test_cfg=dict(mode='slide', crop_size=(96, 96), stride=(64, 64))"
 )
+
+
+def without_bias_correction(monkeypatch):
+    """Let NNCF leave out the step for which it compiles every layer apart."""
+    import nncf
+
+    parameters = partial(nncf.AdvancedQuantizationParameters, disable_bias_correction=True)
+    monkeypatch.setattr(nncf, 'AdvancedQuantizationParameters', parameters)
 
 
 def write_config(task, folder, repa=True):

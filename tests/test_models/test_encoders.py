@@ -229,13 +229,6 @@ def test_a_backbone_and_an_encoder_of_two_ratios(randomize):
         idle(build('DETR', randomize), where='neck')
 
 
-def test_an_ffn_with_another_shortcut_is_refused(randomize):
-    model = build('DETR', randomize)
-    model.encoder.layers[1].ffn.add_identity = False
-    with pytest.raises(ValueError, match="'encoder.layers.1.ffn'.*shortcut"):
-        idle(model)
-
-
 def test_ordinary_weights_of_a_whole_model_fill_the_forms(randomize, tmp_path):
     """MMDetection's DINO writes into the config that it is built from."""
     ordinary = build('DINO', randomize)

@@ -6,15 +6,12 @@ docs/train.md.
 
 import argparse
 
-from mmengine import DictAction
-
 from repa_mm.authors import translate_file
-from repa_mm.config import load_config
+from repa_mm.config import load_config, readable_errors, tool_parser
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument('config', help='config of the classifier to translate for')
+    parser = tool_parser(__doc__)
     parser.add_argument('src', help='checkpoint to translate')
     parser.add_argument('dst', help='file to write')
     parser.add_argument(
@@ -22,17 +19,15 @@ def parse_args() -> argparse.Namespace:
         action='store_true',
         help='take the EMA weights instead of the weights that the authors test',
     )
-    parser.add_argument(
-        '--cfg-options', nargs='+', action=DictAction, help='override the config: key=value ...'
-    )
     return parser.parse_args()
 
 
 def main() -> None:
     args = parse_args()
-    cfg = load_config(args.config, args.cfg_options)
     keys = ('model_ema', 'state_dict_ema') if args.ema else ('model', 'state_dict')
-    translate_file(args.src, args.dst, cfg.model.backbone, *keys)
+    with readable_errors():
+        cfg = load_config(args.config, args.cfg_options)
+        translate_file(args.src, args.dst, cfg.model.backbone, *keys)
     print(f'wrote {args.dst}')
 
 

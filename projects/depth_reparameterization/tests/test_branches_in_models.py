@@ -29,7 +29,7 @@ from tests.test_models import test_backbones, test_structures
 from tests.test_models.test_backbones import check_same, scattered  # noqa: F401
 from tests.test_models.test_structures import VIT, RestructuredViT, filled, vit_arch
 from tests.test_reparam.test_forms import C, H, make  # noqa: F401
-from tests.test_tools import test_structures as structures_in_tools
+from tests.test_tools import structures as structures_in_tools
 from tests.test_tools.conftest import call, digits, in_digits, run_tool  # noqa: F401
 
 FORMS = dict(
