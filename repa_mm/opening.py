@@ -3,6 +3,7 @@
 import copy
 import io
 import os.path as osp
+import warnings
 from contextlib import redirect_stdout
 
 import torch
@@ -90,7 +91,9 @@ def _initialize_(model: nn.Module) -> None:
     logger = MMLogger.get_current_instance()
     level = logger.level
     logger.setLevel('WARNING')  # hides where each weight is initialized from
-    model.init_weights()
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')  # of statistics that nothing has estimated
+        model.init_weights()
     logger.setLevel(level)
 
 

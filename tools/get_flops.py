@@ -7,7 +7,7 @@ import torch
 from repa_mm.benchmark.complexity import count, input_channels
 from repa_mm.benchmark.timing import show
 from repa_mm.benchmark.variants import synthetic_batch
-from repa_mm.config import load_config, tool_parser
+from repa_mm.config import load_config, readable_errors, tool_parser
 from repa_mm.opening import open_model
 from repa_mm.reparam import has_training_form, reparameterize
 
@@ -31,7 +31,8 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     args = parse_args()
     shape = tuple(args.input_shape)
-    model = open_model(load_config(args.config, args.cfg_options))
+    with readable_errors():
+        model = open_model(load_config(args.config, args.cfg_options))
     if args.part == 'backbone':
         model, inputs = model.backbone, torch.zeros(1, input_channels(model), *shape)
     else:

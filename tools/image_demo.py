@@ -4,7 +4,7 @@ import argparse
 
 from mmengine import DictAction
 
-from repa_mm.config import load_config
+from repa_mm.config import load_config, readable_errors
 from repa_mm.opening import open_model
 
 
@@ -28,8 +28,9 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
-    cfg = load_config(args.config, args.cfg_options)
-    model = open_model(cfg, args.checkpoint, merge=True)
+    with readable_errors():
+        cfg = load_config(args.config, args.cfg_options)
+        model = open_model(cfg, args.checkpoint, merge=True)
     if cfg.default_scope == 'mmpretrain':
         from mmpretrain import ImageClassificationInferencer
 

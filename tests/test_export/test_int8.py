@@ -167,9 +167,6 @@ def test_outliers_of_convolutions(tmp_path, monkeypatch):
     exported = ExportedModel(file, model.data_preprocessor, 'f32')
     data = batch(np.random.default_rng(3), 'classifier', 3)
     assert agreement(model, exported, [data]) >= 0.85
-    monkeypatch.setattr(int8, 'ATTEMPTS', [ATTEMPTS[0]])
-    with pytest.raises(ValueError, match='less than 0.85: nothing is written'):
-        int8.quantize(model, file, scenes('classifier'), others, **kwargs)
     monkeypatch.setattr(int8, 'ATTEMPTS', [ATTEMPTS[0], ATTEMPTS[2]])
     done = int8.quantize(model, file, scenes('classifier'), others, **kwargs)
     assert done['in_float'] == ['head']
