@@ -42,6 +42,7 @@ def measure(
     seconds: float = math.inf,
     settle: float = SETTLE,
     per_turn: bool = False,
+    least: int = 3,
 ) -> dict[str, np.ndarray]:
     """Time callables in turn, so that other load on the machine affects all of them alike.
 
@@ -52,12 +53,13 @@ def measure(
         calls (dict): Callables with one argument, by name.
         argument (Any): The argument. Each call gets a copy, which is made outside the timed part.
         repeats (int): Number of turns. An additional turn for warm-up is not counted.
-        seconds (float): After so many seconds no turn begins, except the first three. Defaults to
-            infinity.
+        seconds (float): After so many seconds no turn begins, except for the first ``least``.
+            Defaults to infinity.
         settle (float): Seconds of unmeasured calls. Defaults to :data:`SETTLE`.
         per_turn (bool): ``argument`` is a list that has an argument for each turn, and begins again
             at its end. Unmeasured calls have that of the turn before: a measured call may be the
             first with an image of this size, which some runtimes compile for. Defaults to False.
+        least (int): Number of turns however long they take. Defaults to 3.
 
     Returns:
         dict: The times of each callable in milliseconds, one for each turn.
@@ -67,7 +69,7 @@ def measure(
     stop = time.perf_counter() + seconds
     arguments = argument if per_turn else [argument]
     for turn in range(-1, repeats):
-        if turn >= 3 and time.perf_counter() > stop:
+        if turn >= least and time.perf_counter() > stop:
             break
         before, argument = (arguments[i % len(arguments)] for i in (turn - 1, turn))
         for name in order_of_turn(list(calls), turn):

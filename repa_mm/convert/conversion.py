@@ -32,6 +32,7 @@ MAX_TOKENS = 32768
 #: Number of batches from which a budget is spread, where the fits see all. Half of them measure the
 #: gains: with eight, their order hardly matters.
 FEW = 16
+GAINS = 8
 
 
 def convert_pretrained(
@@ -217,7 +218,7 @@ class Conversion:
     @torch.no_grad()
     def axes(self) -> dict[str, list[Axis]]:
         """The axes of each part with their errors, costs and gains, for any budget."""
-        few, axes = spread_out(self.batches, FEW // 2), {}
+        few, axes = spread_out(self.batches, GAINS), {}
         expected = run_batches(self.run, few)
 
         def meet(part: Pausing, tokens: list) -> None:

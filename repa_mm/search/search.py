@@ -32,6 +32,7 @@ from repa_mm.search.candidates import Candidate, with_faster_parts
 from repa_mm.search.formats import (
     EAGER,
     FORMATS,
+    INT8,
     PIXEL,
     Padded,
     divisor_for,
@@ -60,6 +61,10 @@ STEPS = 4
 MARGIN, CLOSE = 0.97, 0.93
 #: Seconds after which a timing begins no more turns.
 MOST_SECONDS = 240
+#: Seconds that an image takes in a large model. Runtimes give memory back after each of its images,
+#: since a search has many models open. It is not quantized, which would take most of an hour, and
+#: not padded: to compile for a size takes little beside that time.
+LARGE = 20
 #: Largest distance of the quartiles of a row's times, as a fraction of stock's, on a quiet machine.
 QUIET = 0.3
 
@@ -117,12 +122,22 @@ class Search:
         )  # fmt: skip
         self.formats, self.notes = installed_formats(device)
         self.notes += filter(None, [self.judge.note])
-        self.divisor = divisor_for(sizes) if self.cfg.default_scope == 'mmdet' else None
+        self.opened: dict[tuple[str, str], nn.Module | None] = {}
+        self._add_originals(model, checkpoint)
+        begin = time.monotonic()
+        self.open(self.stock, EAGER)
+        self.is_large = time.monotonic() - begin > LARGE
+        if self.is_large and INT8 in self.formats:
+            self.formats.remove(INT8)
+            self.notes.append(
+                f'{INT8} is left out, since an image takes more than {LARGE} s: tools/quantize.py '
+                'writes it'
+            )
+        can_pad = self.cfg.default_scope == 'mmdet' and not self.is_large
+        self.divisor = divisor_for(sizes) if can_pad else None
         if self.divisor:
             padded = (f'{kind}, padded' for kind in self.formats)
             self.formats += [kind for kind in padded if kind in FORMATS]
-        self.opened: dict[tuple[str, str], nn.Module | None] = {}
-        self._add_originals(model, checkpoint)
         for budget in self.record.content['fits'].values():
             self._add_narrow(budget)
 
@@ -326,6 +341,7 @@ class Search:
         if path:
             preprocessor = self.model(self.stock).data_preprocessor
             exported = ExportedModel(path, preprocessor, FORMATS[kind].runtime)
+            exported.session.keep_memory = not self.is_large
             return Padded(exported, self.divisor) if FORMATS[kind].padded else exported
         model = self.model(candidate)
         if candidate is not self.stock and next(model.parameters()).is_cuda:
@@ -378,17 +394,20 @@ class Search:
         """Return the times of a candidate in formats, divided by stock's, shortest first."""
         models = {(candidate.name, kind): self.open(candidate, kind) for kind in kinds}
         models = {key: model for key, model in models.items() if model is not None}
-        latencies = self.time(models, 5, f'{candidate.name}, {", ".join(kinds)}')
+        latencies = self.time(models, 5, f'{candidate.name}, {", ".join(kinds)}', least=1)
         stock = np.median(latencies[self.stock.name, EAGER])
         found = {kind: float(np.median(latencies[name, kind]) / stock) for name, kind in models}
         return dict(sorted(found.items(), key=lambda item: item[1]))
 
-    def time(self, models: dict, repeats: int, what: str) -> dict[tuple, np.ndarray]:
+    def time(
+        self, models: dict, repeats: int, what: str, least: int = 3
+    ) -> dict[tuple, np.ndarray]:
         """Time models in turn with stock, each turn with other images, as they come."""
         models = {(self.stock.name, EAGER): self.open(self.stock, EAGER), **models}
         calls = {key: model.test_step for key, model in models.items()}
         return self._step(
-            f'time {what}', lambda: measure(calls, self.timed, repeats, MOST_SECONDS, per_turn=True)
+            f'time {what}',
+            lambda: measure(calls, self.timed, repeats, MOST_SECONDS, per_turn=True, least=least),
         )
 
     # Results

@@ -95,7 +95,7 @@ def folder(learned, monkeypatch, tmp_path):
         Path(name).symlink_to(learned / name)
     monkeypatch.setattr(search, 'installed_formats', lambda _: ([EAGER, ORT, F32], []))
 
-    def times(calls, images, repeats, seconds, per_turn):
+    def times(calls, images, repeats, seconds, per_turn, least):
         found = {}
         assert per_turn and len(images) > 5
         for (name, kind), call in calls.items():
@@ -197,7 +197,7 @@ class Given(search.Search):
         interval = [-loss, -loss] if known else [-loss - 1, 1 - loss]
         return dict(metric=90 - loss, difference=-loss, interval=interval, tested_in=kind)
 
-    def time(self, models, repeats, what):
+    def time(self, models, repeats, what, least=3):
         models = {(self.stock.name, EAGER): None, **models}
         return {
             key: np.full(5, milliseconds(*key) * (1 if 'stock' in key else self.slower))
@@ -523,6 +523,16 @@ def test_images_without_annotations(folder):
     with pytest.raises(ValueError, match='needs 30 images to test on, and there are 12'):
         run('out3', images='images', max_loss=1)
     assert not Path('out3/results.json').exists()
+
+
+def test_runtimes_of_a_large_model_give_memory_back(folder, monkeypatch):
+    monkeypatch.setattr(search, 'installed_formats', lambda _: ([EAGER, ORT, INT8], []))
+    for seconds, is_large in ((20, False), (0, True)):
+        monkeypatch.setattr(search, 'LARGE', seconds)
+        found = search.Search('config.py', 'model.pth', 'out', 'images')
+        assert found.open(found.base, ORT).session.keep_memory is not is_large
+        assert (INT8 in found.formats) is not is_large
+        assert any('int8 is left out' in note for note in found.notes) is is_large
 
 
 def test_tested_images_are_no_single_class(folder):
