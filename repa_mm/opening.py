@@ -92,7 +92,7 @@ def _initialize_(model: nn.Module) -> None:
     level = logger.level
     logger.setLevel('WARNING')  # hides where each weight is initialized from
     with warnings.catch_warnings():
-        warnings.simplefilter('ignore')  # of statistics that nothing has estimated
+        warnings.filterwarnings('ignore', '.*never estimated')  # which a checkpoint is to have
         model.init_weights()
     logger.setLevel(level)
 

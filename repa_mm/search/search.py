@@ -62,8 +62,8 @@ MARGIN, CLOSE = 0.97, 0.93
 #: Seconds after which a timing begins no more turns.
 MOST_SECONDS = 240
 #: Seconds that an image takes in a large model. Runtimes give memory back after each of its images,
-#: since a search has many models open. It is not quantized, which would take most of an hour, and
-#: not padded: to compile for a size takes little beside that time.
+#: since a search has many models open. It is not quantized, which would take most of an hour. There
+#: are few turns, which are all of one image: to compile for its size counts in none of them.
 LARGE = 20
 #: Largest distance of the quartiles of a row's times, as a fraction of stock's, on a quiet machine.
 QUIET = 0.3
@@ -112,14 +112,6 @@ class Search:
         else:
             subset = osp.join(out_dir, f'{max(num_images, 1)}_images.json')
             self.judge = Annotated(self.cfg, num_images, subset)
-        self.timed = self.judge.images(repeats, batch_size)
-        sizes = {tuple(image.shape[-2:]) for data in self.timed for image in data['inputs']}
-        several = f' of {len(sizes)} sizes' if len(sizes) > 1 else ''
-        self.record.content.update(
-            config=config, checkpoint=checkpoint, device=device,
-            timed=('one image' if batch_size == 1 else f'{batch_size} images') + several,
-            images=f'{self.judge.num_images} images of {osp.abspath(images) if images else "data"}',
-        )  # fmt: skip
         self.formats, self.notes = installed_formats(device)
         self.notes += filter(None, [self.judge.note])
         self.opened: dict[tuple[str, str], nn.Module | None] = {}
@@ -127,17 +119,18 @@ class Search:
         begin = time.monotonic()
         self.open(self.stock, EAGER)
         self.is_large = time.monotonic() - begin > LARGE
-        if self.is_large and INT8 in self.formats:
-            self.formats.remove(INT8)
-            self.notes.append(
-                f'{INT8} is left out, since an image takes more than {LARGE} s: tools/quantize.py '
-                'writes it'
-            )
-        can_pad = self.cfg.default_scope == 'mmdet' and not self.is_large
-        self.divisor = divisor_for(sizes) if can_pad else None
-        if self.divisor:
-            padded = (f'{kind}, padded' for kind in self.formats)
-            self.formats += [kind for kind in padded if kind in FORMATS]
+        self.timed = self.judge.images(repeats, batch_size)
+        if self.is_large:
+            by_size = sorted(self.timed, key=lambda data: sum(x.numel() for x in data['inputs']))
+            self.timed = by_size[len(by_size) // 2 :][:1]
+        sizes = {tuple(image.shape[-2:]) for data in self.timed for image in data['inputs']}
+        self._adapt_formats(sizes)
+        several = f' of {len(sizes)} sizes' if len(sizes) > 1 else ''
+        self.record.content.update(
+            config=config, checkpoint=checkpoint, device=device,
+            timed=('one image' if batch_size == 1 else f'{batch_size} images') + several,
+            images=f'{self.judge.num_images} images of {osp.abspath(images) if images else "data"}',
+        )  # fmt: skip
         for budget in self.record.content['fits'].values():
             self._add_narrow(budget)
 
@@ -211,6 +204,17 @@ class Search:
                 return
             points.append((candidate.budget, ratio))
             budget = on_line(points, latency * MARGIN)
+
+    def _adapt_formats(self, sizes: set[tuple[int, int]]) -> None:
+        """Add padded formats if detectors see many sizes; leave out int8 of a large model."""
+        if self.is_large and INT8 in self.formats:
+            self.formats.remove(INT8)
+            why = f'an image takes more than {LARGE} s. tools/quantize.py writes it'
+            self._note(f'{INT8} is left out: {why}')
+        self.divisor = divisor_for(sizes) if self.cfg.default_scope == 'mmdet' else None
+        if self.divisor:
+            padded = (f'{kind}, padded' for kind in self.formats)
+            self.formats += [kind for kind in padded if kind in FORMATS]
 
     # Candidates
 

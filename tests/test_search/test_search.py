@@ -525,13 +525,14 @@ def test_images_without_annotations(folder):
     assert not Path('out3/results.json').exists()
 
 
-def test_runtimes_of_a_large_model_give_memory_back(folder, monkeypatch):
+def test_a_large_model_has_few_turns_of_one_image_and_gives_memory_back(folder, monkeypatch):
     monkeypatch.setattr(search, 'installed_formats', lambda _: ([EAGER, ORT, INT8], []))
     for seconds, is_large in ((20, False), (0, True)):
         monkeypatch.setattr(search, 'LARGE', seconds)
         found = search.Search('config.py', 'model.pth', 'out', 'images')
         assert found.open(found.base, ORT).session.keep_memory is not is_large
         assert (INT8 in found.formats) is not is_large
+        assert len(found.timed) == (1 if is_large else 12)
         assert any('int8 is left out' in note for note in found.notes) is is_large
 
 
