@@ -66,6 +66,9 @@ def random_model(cfg):
 
     init_default_scope(cfg.default_scope)
     model = finish_schedules_(MODELS.build(copy.deepcopy(cfg.model)))
+    for name, parameter in model.named_parameters():
+        if name.endswith('level_embed'):  # a DETR's is uninitialized memory
+            nn.init.normal_(parameter)
     metainfo = dataset_config(cfg, 'test').get('metainfo') if 'test_dataloader' in cfg else None
     model.cfg, model.dataset_meta = cfg, dict(metainfo or {})
     model.eval()
