@@ -30,7 +30,7 @@ DEFAULT_PARTS = PARTS[:2]
 # Tokens that a part is fitted to, drawn at random from all images.
 MAX_TOKENS = 32768
 #: Number of batches from which a budget is spread, where the fits see all, and of those on which
-#: gains are measured: with one or with eight, a narrow model changed by the same to 4 %.
+#: gains are measured: with one or with eight, a narrow RetinaNet changed by the same to 4 %.
 FEW, FOR_GAINS = 16, 4
 
 

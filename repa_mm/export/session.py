@@ -41,7 +41,7 @@ class Session:
             and others. Empty for a backbone.
         options (list[str]): Names of the inputs that may be left out.
         keep_memory (bool): On a CPU, keep the memory of a run for the next one. In large models it
-            is gigabytes; a run that allocates it anew takes up to a tenth longer. Defaults to True.
+            is gigabytes; a run that allocates it anew takes about a tenth longer. Defaults to True.
     """
 
     keep_memory = True

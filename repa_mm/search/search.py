@@ -62,8 +62,8 @@ MARGIN, CLOSE = 0.97, 0.93
 #: Seconds after which a timing begins no more turns.
 MOST_SECONDS = 240
 #: Seconds that an image takes in a large model. Runtimes give memory back after each of its images,
-#: since a search has many models open. It is not quantized, which would take most of an hour. There
-#: are few turns, which are all of one image: to compile for its size counts in none of them.
+#: since a search has many models open. It is not quantized, which took 16 GB and had no end in
+#: sight. There are few turns, all of one image: to compile for its size counts in none of them.
 LARGE = 20
 #: Largest distance of the quartiles of a row's times, as a fraction of stock's, on a quiet machine.
 QUIET = 0.3
@@ -77,6 +77,8 @@ class Search:
             ``base``, which is narrowed, and the narrower ones.
         formats (list[str]): Keys of :data:`~repa_mm.search.formats.FORMATS` to try.
         judge (Judge): Tests models.
+        is_large (bool): The original takes more than :data:`LARGE` seconds for an image.
+        timed (list[dict]): Batches to time: images as they come, or one image if ``is_large``.
         record (Record): What is known, fits, files and tests.
         notes (list[str]): What the reader of the table should know.
     """
@@ -122,7 +124,7 @@ class Search:
         self.timed = self.judge.images(repeats, batch_size)
         if self.is_large:
             by_size = sorted(self.timed, key=lambda data: sum(x.numel() for x in data['inputs']))
-            self.timed = by_size[len(by_size) // 2 :][:1]
+            self.timed = [by_size[len(by_size) // 2]]
         sizes = {tuple(image.shape[-2:]) for data in self.timed for image in data['inputs']}
         self._adapt_formats(sizes)
         several = f' of {len(sizes)} sizes' if len(sizes) > 1 else ''
@@ -406,7 +408,7 @@ class Search:
     def time(
         self, models: dict, repeats: int, what: str, least: int = 3
     ) -> dict[tuple, np.ndarray]:
-        """Time models in turn with stock, each turn with other images, as they come."""
+        """Time models in turn with stock, each turn with the next of ``timed``."""
         models = {(self.stock.name, EAGER): self.open(self.stock, EAGER), **models}
         calls = {key: model.test_step for key, model in models.items()}
         return self._step(
