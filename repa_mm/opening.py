@@ -16,8 +16,11 @@ from torch.utils.data import Dataset
 
 from repa_mm.checkpoints import load_checkpoint, load_weights
 from repa_mm.config import dataset_config, load_config
+from repa_mm.images import evenly
 from repa_mm.models.channel_idle import RePaBackbone
 from repa_mm.reparam import finish_schedules_, has_training_form, reparameterize_
+
+spread = evenly  # the name in repa_mm.search
 
 
 def open_model(
@@ -107,15 +110,6 @@ def _metainfo(cfg: Config) -> dict:
     return dataset.get('metainfo') or getattr(kind, 'METAINFO', {})
 
 
-def spread(number: int, total: int) -> list[int]:
-    """Return ``number`` indices spread evenly over ``total`` items, or all if there are fewer.
-
-    The first items would be no sample: a folder of classes begins with one class.
-    """
-    number = min(number, total)
-    return [i * total // number for i in range(number)]
-
-
 def build_images(cfg: Config, split: str, folder: str | None = None) -> Dataset:
     """Build a data set of images that go through the test pipeline.
 
@@ -150,7 +144,7 @@ def read_images(cfg: Config, split: str, number: int, folder: str | None = None)
 
     Args:
         cfg (Config): The config.
-        split (str): 'train', 'val' or 'test', whose images are taken, spread evenly.
+        split (str): 'train', 'val' or 'test', whose images are taken evenly.
         number (int): Number of images.
         folder (str, optional): A folder of images to take instead of the split.
 
@@ -161,4 +155,4 @@ def read_images(cfg: Config, split: str, number: int, folder: str | None = None)
         FileNotFoundError: If the data are not there.
     """
     dataset = build_images(cfg, split, folder)
-    return [pseudo_collate([dataset[i]]) for i in spread(number, len(dataset))]
+    return [pseudo_collate([dataset[i]]) for i in evenly(number, len(dataset))]

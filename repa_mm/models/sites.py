@@ -4,7 +4,7 @@
 form. :mod:`repa_mm.models.families` defines which blocks have sites.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -364,102 +364,6 @@ def set_heads_(
     return attention
 
 
-UPER_HEADS = 'UPerHead', 'FastUPerHead'
-#: Activations that leave the channels apart.
-_PER_CHANNEL = nn.ReLU, nn.LeakyReLU, nn.GELU, nn.SiLU, nn.Hardswish, nn.Identity
-
-
-class MapsSite(Site):
-    """The convolution of an UperNet's head that takes the maps of all levels."""
-
-    def checked(self) -> nn.Module:
-        """Return the convolution with its norm and activation.
-
-        Raises:
-            ValueError: If the head has hooks, or other convolutions, norms or activations than its
-                channels can be chosen from.
-        """
-        before = [*self.block.fpn_convs]
-        if not before or len({*before}) < len(before):
-            raise ValueError('its levels share a convolution, or there is only one level')
-        for module in (*before, self.module):
-            for one in (module, module.conv):
-                _check_unhooked(one, 'head')
-            norm = module.norm if module.with_norm else None
-            if not (norm is None or getattr(norm, 'running_var', None) is not None):
-                raise ValueError(
-                    f'its head has a {type(norm).__name__}, not a BatchNorm with statistics'
-                )
-            if not is_plain(module.conv, Conv2d, nn.Conv2d) or module.conv.groups > 1:
-                raise ValueError(f'its head has {module.conv}, not an ordinary convolution')
-            if module.with_activation and not is_plain(module.activate, *_PER_CHANNEL):
-                raise ValueError(f'its head has a {type(module.activate).__name__}')
-        return self.module
-
-    @property
-    def channels(self) -> tuple[int, ...]:
-        """The number of channels of each level except for the smallest map."""
-        return tuple(one.conv.out_channels for one in self.block.fpn_convs)
-
-    @property
-    def scale(self) -> torch.Tensor:
-        """The factor of the BatchNorm for each channel (C', ), in float64."""
-        weight, module = double(self.module.conv.weight[:, 0, 0, 0]), self.module
-        if not module.with_norm:
-            return torch.ones_like(weight)
-        scale = (double(module.norm.running_var) + module.norm.eps).rsqrt()
-        return scale * double(module.norm.weight) if module.norm.affine else scale
-
-    @torch.no_grad()
-    def set_weights(
-        self, channels: Sequence[torch.Tensor], weight: torch.Tensor, bias: torch.Tensor
-    ) -> None:
-        """Keep channels of each level, with weights of the convolution that takes them, in place.
-
-        Args:
-            channels (Sequence[torch.Tensor]): Indices of the channels of each level; all of the
-                smallest map.
-            weight (torch.Tensor): Weights (C', n, k, k), with the BatchNorm's scale multiplied in.
-            bias (torch.Tensor): What is added (C', ), with the scale multiplied in.
-        """
-        from repa_mm.faster.uper_head import fast_uper_head_
-
-        fast_uper_head_(self.block)
-        for module, kept in zip(self.block.fpn_convs, channels):
-            _keep_outputs_(module, kept)
-        scale, module = self.scale, self.module
-        scale = torch.where(scale == 0, 1.0, scale)
-        _set_kernel_(module.conv, weight / scale[:, None, None, None])
-        module.in_channels = weight.shape[1]
-        if module.with_norm:  # batch statistics have the bias in their mean anyway
-            module.norm.running_mean.sub_((bias / scale).to(module.norm.running_mean))
-        else:
-            module.conv.bias.add_(bias.to(module.conv.bias))
-
-
-def _keep_outputs_(module: nn.Module, kept: torch.Tensor) -> None:
-    """Keep some output channels of a ``ConvModule``, in place."""
-    _set_kernel_(module.conv, module.conv.weight[kept])
-    owners = [(module.conv, 'bias')]
-    if module.with_norm:
-        owners += [(module.norm, n) for n in ('weight', 'bias', 'running_mean', 'running_var')]
-    for layer, name in owners:
-        value = getattr(layer, name)
-        if isinstance(value, nn.Parameter):
-            setattr(layer, name, nn.Parameter(value[kept], value.requires_grad))
-        elif value is not None:
-            setattr(layer, name, value[kept])
-    module.out_channels = len(kept)
-    if module.with_norm:
-        module.norm.num_features = len(kept)
-
-
-def _set_kernel_(conv: nn.Module, weight: torch.Tensor) -> None:
-    """Give a convolution a weight (C', n, k, k) of any numbers of channels."""
-    conv.weight = nn.Parameter(weight.to(conv.weight).contiguous(), conv.weight.requires_grad)
-    conv.out_channels, conv.in_channels = weight.shape[:2]
-
-
 def known_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module, Family]]:
     """Yield the name prefix, block and family of each block of a known family in a model."""
     for name, block in model.named_modules():
@@ -506,25 +410,4 @@ def attention_sites(model: nn.Module, where: str = '') -> list[AttentionSite]:
         AttentionSite(f'{name}{family.attn}', block, family.attn, family)
         for name, block, family in known_blocks(model)
         if family.attn and hasattr(block, family.attn.partition('.')[0]) and inside in f'.{name}'
-    ]
-
-
-def maps_sites(model: nn.Module, where: str = '') -> list[MapsSite]:
-    """Return the sites of the heads of UperNets, which become faster heads, in place.
-
-    Args:
-        model (nn.Module): A segmentor.
-        where (str): As for :func:`ffn_sites`. Defaults to the whole model.
-    """
-    heads = [name for name, m in model.named_modules() if type(m).__name__ in UPER_HEADS]
-    if not heads:
-        return []
-    from repa_mm.faster.uper_head import FastUPerHead, fast_uper_head_
-
-    fast_uper_head_(model)
-    inside, path = f'.{where}.' if where else '', 'fpn_bottleneck'
-    return [
-        MapsSite(f'{name}.{path}' if name else path, model.get_submodule(name), path)
-        for name in heads
-        if inside in f'.{name}.' and type(model.get_submodule(name)) is FastUPerHead
     ]
