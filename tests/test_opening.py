@@ -9,7 +9,7 @@ import torch
 from mmengine.registry import DATASETS
 
 from repa_mm.config import load_config
-from repa_mm.opening import build_images, open_model, read_images, spread
+from repa_mm.opening import build_images, open_model, read_images
 from repa_mm.paths import config_path
 from repa_mm.reparam import CheckpointError, has_deploy_form, has_training_form
 from tests.test_config import CONFIG
@@ -92,14 +92,6 @@ def test_images_without_objects_count(tmp_path):
     dataset = build_images(cfg, 'train')
     assert [dataset.get_data_info(i)['img_id'] for i in range(len(dataset))] == [0, 1, 2]
     assert dataset.pipeline.transforms[-1].meta_keys == cfg.test_pipeline[-1].meta_keys
-
-
-@pytest.mark.parametrize(
-    'number, total, found',
-    [(3, 9, [0, 3, 6]), (4, 10, [0, 2, 5, 7]), (5, 3, [0, 1, 2]), (1, 7, [0])],
-)
-def test_indices_are_spread(number, total, found):
-    assert spread(number, total) == found
 
 
 def test_images_of_a_folder_of_classes_are_of_all_classes(tmp_path):

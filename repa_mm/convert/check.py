@@ -9,12 +9,12 @@ import torch.nn as nn
 from repa_mm.convert.lockstep import Pausing
 
 EQUAL = (
-    '{} does not use its FFN as the OpenMMLab block of this name does: its output changes by '
+    '{}, does not use its FFN as the OpenMMLab block of this name does: its output changes by '
     '{:.1%} when an equal FFN takes its place. Rename its class, or give another module in where'
 )
 SUM = (
-    '{} does not use x + ffn(norm(x)) alone, as its family says: its output changes by {:.1%} although '
-    'this sum stays the same. Register a matching Family'
+    '{}, does not use x + ffn(norm(x)) alone, as its family says: its output changes by {:.1%} '
+    'although this sum stays the same. Register a matching Family'
 )
 
 
@@ -28,8 +28,8 @@ def check_block(block: nn.Module, parts: Sequence[Pausing], args: tuple, kwargs:
     """Check that a block computes what its family says.
 
     With the pretrained parts in place, it must compute the same. And since an FFN is fitted to make
-    up for what its input has lost, the block must use their sum alone: if the FFN returns a constant
-    minus its input, the output must not depend on the tokens of the block.
+    up for what its input has lost, the block must use the sum of both alone: if the FFN returns a
+    constant minus its input, the output must not depend on the tokens of the block.
 
     Args:
         block (nn.Module): The block, without the parts.

@@ -420,7 +420,9 @@ def find_parts(
             if isinstance(site.module, Form):
                 raise ValueError(f'it has a {site.module.label} instead of an ordinary one')
             if uses[site.module] > 1:
-                raise ValueError('several blocks share it, and a fit is to the inputs of one of them')
+                raise ValueError(
+                    'several blocks share it, and a fit is to the inputs of one of them'
+                )
             pretrained[name] = kind(site)
         except ValueError as error:
             skipped[name] = str(error)

@@ -233,7 +233,9 @@ class HeadMoments:
             moments.add(torch.cat([found, target], 1))
         problem = Problem(narrow.w_out, moments)
         out = problem.solve(EVERY_CHANNEL, RIDGE)
-        fitted = narrow._replace(w_out=out, b_out=self.heads.b_out + problem.bias(EVERY_CHANNEL, out))
+        fitted = narrow._replace(
+            w_out=out, b_out=self.heads.b_out + problem.bias(EVERY_CHANNEL, out)
+        )
         return fitted, problem.unexplained(EVERY_CHANNEL, out)
 
 

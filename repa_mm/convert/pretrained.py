@@ -9,7 +9,9 @@ from mmengine.runner.checkpoint import weights_to_cpu
 
 from repa_mm.checkpoints import load_checkpoint, save_checkpoint
 from repa_mm.config import load_config
-from repa_mm.convert.changed_config import with_import, with_structures  # noqa: F401
+
+# Also for repa_mm.search.
+from repa_mm.convert.changed_config import converted_config, with_import, with_structures  # noqa: F401
 from repa_mm.convert.conversion import Conversion
 from repa_mm.convert.conversion_report import BlockReport
 from repa_mm.files import write_text
@@ -36,7 +38,14 @@ def cropped_batches(model: nn.Module, images: Sequence[dict]) -> list[dict]:
     return [model.data_preprocessor(cropped(data), False) for data in images]
 
 
-def conversion_of(model: nn.Module, images: Sequence[dict], *args, **options) -> Conversion:
+def conversion_of(
+    model: nn.Module,
+    images: Sequence[dict],
+    parts: Sequence[str] | None = None,
+    *,
+    idle_ratio: float | None = None,
+    where: str | None = None,
+) -> Conversion:
     """Return the conversion of a whole model, fitted to crops of images.
 
     Multiply-adds are counted on the whole image of median size.
@@ -45,15 +54,23 @@ def conversion_of(model: nn.Module, images: Sequence[dict], *args, **options) ->
         model (nn.Module): A detector, segmentor or classifier with ordinary FFNs or in its deploy
             form, from :func:`~repa_mm.opening.open_model`.
         images (Sequence[dict]): Images to fit to, from :func:`~repa_mm.opening.read_images`.
-        *args, **options: ``parts``, ``idle_ratio`` and ``where`` of :class:`Conversion`.
+        parts (Sequence[str], optional): As for :class:`Conversion`.
+        idle_ratio (float, optional): As for :class:`Conversion`.
+        where (str, optional): As for :class:`Conversion`.
 
     Raises:
         ValueError: As :class:`Conversion`.
     """
     by_size = sorted(images, key=lambda data: data['inputs'][0].numel())
-    full_size = [model.data_preprocessor(data, False) for data in by_size[len(images) // 2 :][:1]]
-    batches = cropped_batches(model, images)
-    return Conversion(model, batches, *args, **options, full_size=full_size)
+    middle = by_size[len(images) // 2 :][:1]
+    return Conversion(
+        model,
+        cropped_batches(model, images),
+        parts,
+        idle_ratio=idle_ratio,
+        where=where,
+        full_size=[model.data_preprocessor(data, False) for data in middle],
+    )
 
 
 ModelConversion = conversion_of  # the name in repa_mm.search

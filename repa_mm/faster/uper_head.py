@@ -95,8 +95,8 @@ class FastUPerHead(UPerHead):
 
     The last convolution of the head has half of the multiplications of a whole UperNet. It takes
     the feature maps of all levels, resized to the largest one. Here, each level is convolved before
-    it is resized, see :func:`add_conv_of_resized`. Arguments, parameters, state dict and outputs are
-    those of MMSegmentation's ``UPerHead``.
+    it is resized, see :func:`add_conv_of_resized`. Arguments, parameters, state dict and outputs
+    are those of MMSegmentation's ``UPerHead``.
 
     Raises:
         ValueError: If there are ``map_channels``, which conversions no longer write, or a

@@ -12,7 +12,7 @@ from mmengine.registry import MODELS, init_default_scope
 import repa_mm
 from repa_mm.config import load_config
 from repa_mm.convert import fit_channel_idle
-from repa_mm.convert.pretrained import converted_config
+from repa_mm.convert.changed_config import converted_config
 from repa_mm.features import head_inputs, tensors
 from repa_mm.models.sites import ffn_sites
 from repa_mm.reparam import ChannelIdleFFN, MergedFFN, set_training_path_
