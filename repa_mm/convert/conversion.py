@@ -92,13 +92,8 @@ def fit_channel_idle(
     merges as any other. FFNs keep the norms of their blocks. At least as many hidden channels must
     be idle as there are inputs; FFNs with fewer, or with a convolution inside, stay as they are.
 
-    Args:
-        model (nn.Module): As for :func:`~repa_mm.convert_pretrained`.
-        batches (Iterable): As for :class:`~repa_mm.convert.Conversion`.
-        idle_ratio (float): Share of hidden channels that skip the activation. Defaults to 0.75.
-        held_out (Iterable): As for :func:`~repa_mm.convert_pretrained`.
-        progress (Callable, optional): As for :func:`~repa_mm.convert_pretrained`.
-        **options: As for :func:`~repa_mm.convert_pretrained`.
+    ``idle_ratio`` is the share of hidden channels that skip the activation; the other arguments are
+    those of :func:`~repa_mm.convert_pretrained`.
 
     Returns:
         tuple: The copy of the model with :class:`~repa_mm.reparam.ChannelIdleFFN`, and the report,
@@ -249,15 +244,12 @@ class Conversion:
         held_out: Iterable = (),
         progress: Callable[[BlockReport, int], None] | None = None,
     ) -> tuple[nn.Module, ConversionReport]:
-        """Fit all parts to sizes.
+        """Fit all parts to sizes, as :func:`convert_pretrained`, which explains the rest.
 
         Args:
             sizes (dict): New sizes of all parts, by name.
-            held_out (Iterable): As for :func:`convert_pretrained`.
-            progress (Callable, optional): As for :func:`convert_pretrained`.
-
-        Returns:
-            tuple: The converted copy of the model, and a :class:`ConversionReport`.
+            held_out (Iterable): Batches to measure the change of the outputs on.
+            progress (Callable, optional): Called after each part.
 
         Raises:
             ValueError: If activations are not finite, or a forward pass depends on others.
@@ -383,16 +375,9 @@ def find_parts(
     where: str | None = None,
     idle_ratio: float | None = None,
 ) -> tuple[dict[str, Pausing], dict[str, str]]:
-    """Find the parts of a model to narrow, and the reasons why others stay as they are.
+    """Return the parts of a model to narrow, and the reasons why others stay, by name.
 
-    Args:
-        model (nn.Module): The model.
-        parts (Sequence[str]): As for :func:`convert_pretrained`.
-        where (str, optional): As for :class:`Conversion`.
-        idle_ratio (float, optional): As for :class:`Conversion`.
-
-    Returns:
-        tuple: The parts, and the reasons, by name.
+    The arguments are those of :class:`Conversion`.
 
     Raises:
         ValueError: If no part can be narrowed, or ``parts`` has an unknown name.
@@ -439,4 +424,5 @@ def some(batches: Sequence, number: int) -> list:
 
 def _run(model: nn.Module, batch):
     """Run a model on a batch, up to the heads if the batch is from a data preprocessor."""
-    return head_inputs(model, batch) if isinstance(batch, dict) else model(batch)
+    is_preprocessed = isinstance(batch, dict) and hasattr(model, 'extract_feat')
+    return head_inputs(model, batch) if is_preprocessed else model(batch)

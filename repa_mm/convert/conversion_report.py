@@ -68,15 +68,19 @@ class ConversionReport:
         return {block.name: block.after for block in self.blocks if block.changed}
 
     @property
-    def gmacs(self) -> tuple[float, float]:
-        """1e9 multiply-adds of all parts after and before the conversion, for one image."""
-        return sum(b.narrow_gmacs for b in self.blocks), sum(b.gmacs for b in self.blocks)
+    def gmacs(self) -> float:
+        """The sum of those of all blocks."""
+        return sum(block.gmacs for block in self.blocks)
+
+    @property
+    def narrow_gmacs(self) -> float:
+        """The sum of those of all blocks."""
+        return sum(block.narrow_gmacs for block in self.blocks)
 
     @property
     def fraction(self) -> float:
         """Fraction of the multiply-adds of these blocks that is left."""
-        after, before = self.gmacs
-        return after / before
+        return self.narrow_gmacs / self.gmacs
 
     def __str__(self) -> str:
         rows = [('block', 'width', 'of', 'unexplained', 'GMACs', 'before')]
@@ -84,7 +88,7 @@ class ConversionReport:
             after, before = ('+'.join(map(str, sizes)) for sizes in (b.after, b.before))
             numbers = f'{b.unexplained:.4f}', f'{b.narrow_gmacs:.3f}', f'{b.gmacs:.3f}'
             rows.append((b.name, after, before, *numbers))
-        rows.append(('all', '', '', '', *(f'{value:.3f}' for value in self.gmacs)))
+        rows.append(('all', '', '', '', f'{self.narrow_gmacs:.3f}', f'{self.gmacs:.3f}'))
         widths = [max(map(len, column)) for column in zip(*rows)]
         lines = ['  '.join(map(str.ljust, row, widths)).rstrip() for row in rows]
         if self.differences:

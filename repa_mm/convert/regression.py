@@ -26,8 +26,9 @@ _CHUNK = 4096  # tokens in float64 at a time
 # Strengths of the ridge, relative to the mean variance of a channel. The first strength is used to
 # choose the channels. Cross-validation over all of them sets the strength for the weights.
 RIDGES = (0.1, 0.01, 0.03, 0.3, 1.0, 3.0, 100.0)
-# Relative to the mean square error of the given weights divided by their squared norm. As a row of weights changes by e / (2 sqrt(ridge)) at most, with e the root mean square of its
-# error, this bounds changes to about three times the norm of the weights.
+# Relative to the mean square error of the given weights divided by their squared norm. As a row of
+# weights changes by e / (2 sqrt(ridge)) at most, with e the root mean square of its error, this
+# bounds changes to about three times the norm of the weights.
 MIN_RIDGE = 0.03
 
 

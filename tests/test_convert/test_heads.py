@@ -209,8 +209,6 @@ def test_every_attention(case, pretrained):
                 assert new.bias.abs().max() < 3 * largest(model)
         rows = [row for row in report.blocks if len(row.after) == 2]
         assert [row.after for row in rows] == sizes
-        for row in rows:
-            assert row.narrow_gmacs == pytest.approx(row.gmacs * sum(row.after) / (2 * d))
         # It is what a model of its config computes, trains, and is as it was in eval mode.
         config = converted_config(Config(dict(model=CASES[case])), model, report.sizes)
         again = MODELS.build(config.model)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from repa_mm.convert import fit_channel_idle, regression
+from repa_mm.convert import Conversion, fit_channel_idle, regression
 from repa_mm.convert.regression import FittedFFN, ffn_moments
 from repa_mm.convert.training_form import fit_idle, fit_training_form
 from repa_mm.features import differences
@@ -203,3 +203,7 @@ def test_what_cannot_be_fitted_is_named(randomize):
     model, _ = pretrained('Swin', randomize)
     with pytest.raises(ValueError, match='hidden channels would be idle.*a larger idle ratio'):
         fit_channel_idle(model, images(1), 0.2, forward=outputs)
+    with pytest.raises(ValueError, match='leave parts out'):
+        Conversion(model, images(1), ['ffn'], idle_ratio=0.75)
+    with pytest.raises(ValueError, match='leave the budget out'):
+        Conversion(model, images(1), idle_ratio=0.75, forward=outputs).sizes(0.5)
