@@ -26,7 +26,7 @@ from mmpretrain.models.backbones.poolformer import Mlp as ConvFFN
 from mmpretrain.models.backbones.poolformer import PoolFormerBlock
 
 from repa_mm.reparam import FFNParts, TrainingForm
-from repa_mm.surgery import become_, is_plain
+from repa_mm.surgery import become_, has_stock_forward
 
 
 @dataclass(frozen=True)
@@ -272,7 +272,7 @@ class MixFFNs(Family):
         ffn = block.get_submodule(self.ffn)
         layers = list(getattr(ffn, 'layers', ()))
         conv = layers[1] if type(ffn).__name__ == 'MixFFN' and len(layers) == 6 else None
-        if not (is_plain(conv, Conv2d, nn.Conv2d) and conv.groups == conv.out_channels):
+        if not (has_stock_forward(conv, Conv2d, nn.Conv2d) and conv.groups == conv.out_channels):
             raise ValueError(
                 f'its {type(ffn).__name__} is not two linear layers around a depthwise convolution '
                 'and an activation'
@@ -307,7 +307,7 @@ class MLPs(Family):
                 f'its {type(mlp).__name__} is not two linear layers around an activation'
             )
         for name, layer in mlp.named_children():
-            if name not in ('fc1', 'act', 'fc2') and not is_plain(layer, nn.Dropout, nn.Identity):
+            if name not in ('fc1', 'act', 'fc2') and not has_stock_forward(layer, nn.Dropout, nn.Identity):
                 raise ValueError(f'its {type(mlp).__name__} has a {type(layer).__name__}, too')
         drops = [layer for layer in mlp.children() if isinstance(layer, nn.Dropout)]
         scale = getattr(block, self.scale, None) if self.scale else None

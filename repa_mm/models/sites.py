@@ -21,7 +21,7 @@ from repa_mm.faster.narrow_attention import (
 )
 from repa_mm.models.families import FAMILIES, Family, full_name
 from repa_mm.reparam import AttentionParts, CheckpointError, FFNParts, TrainingForm, double
-from repa_mm.surgery import become_, is_plain
+from repa_mm.surgery import become_, has_stock_forward
 
 
 def trained(layer: nn.Module, name: str) -> bool:
@@ -124,7 +124,7 @@ def _check_unhooked(module: nn.Module, what: str) -> None:
 
 
 def _check_linear(layer: nn.Module, what: str, *kinds: type) -> None:
-    if not is_plain(layer, *kinds):
+    if not has_stock_forward(layer, *kinds):
         raise ValueError(
             f'a linear layer of its {what} is a {type(layer).__name__}, or has forward hooks: '
             'merge adapters into the layer, and remove hooks first'
@@ -148,7 +148,7 @@ class FFNSite(Site):
         modules = self.family.ffn_modules(self.block)
         _check_unhooked(self.module, 'FFN')
         for layer in filter(None, (modules.drop, modules.last)):
-            if not is_plain(layer, nn.Dropout, nn.Identity):
+            if not has_stock_forward(layer, nn.Dropout, nn.Identity):
                 raise ValueError(
                     f'a dropout of its FFN is a {type(layer).__name__}, or has forward hooks'
                 )
@@ -390,9 +390,9 @@ class MapsSite(Site):
                 raise ValueError(
                     f'its head has a {type(norm).__name__}, not a BatchNorm with statistics'
                 )
-            if not is_plain(module.conv, Conv2d, nn.Conv2d) or module.conv.groups > 1:
+            if not has_stock_forward(module.conv, Conv2d, nn.Conv2d) or module.conv.groups > 1:
                 raise ValueError(f'its head has {module.conv}, not an ordinary convolution')
-            if module.with_activation and not is_plain(module.activate, *_PER_CHANNEL):
+            if module.with_activation and not has_stock_forward(module.activate, *_PER_CHANNEL):
                 raise ValueError(f'its head has a {type(module.activate).__name__}')
         return self.module
 

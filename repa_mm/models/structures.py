@@ -14,7 +14,7 @@ from mmengine.registry import Registry
 
 from repa_mm.models.sites import AttentionSite, FFNSite, Site, attention_sites, ffn_sites, trained
 from repa_mm.reparam import ChannelIdleFFN, FFNParts, Form, TrainingForm
-from repa_mm.surgery import is_plain
+from repa_mm.surgery import has_stock_forward
 
 STRUCTURES = Registry('structure')
 
@@ -180,7 +180,7 @@ def idle_ffn(
     norm_cfg = norm_cfg if site.family.norm else None
     norm, kind = parts.norm, (norm_cfg or {}).get('type')
     if kind == 'keep':
-        if not is_plain(norm, nn.LayerNorm, nn.GroupNorm):
+        if not has_stock_forward(norm, nn.LayerNorm, nn.GroupNorm):
             raise ValueError(
                 f'its norm is a {type(norm).__name__}, and not a LayerNorm or GroupNorm that can '
                 'be kept'

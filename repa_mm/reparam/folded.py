@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from repa_mm.surgery import is_plain
+from repa_mm.surgery import has_stock_forward
 
 from .autograd import autocast_dtype, first_order_only, is_compiling
 from .deploy_form import KEPT_NORMS, DropPath, fold
@@ -223,11 +223,11 @@ def choose_path(ffn: nn.Module, num_tokens: int) -> str:
         # The backward pass computes the activation again.
         and not any(isinstance(m, (nn.RReLU, _DropoutNd)) for m in ffn.act.modules())
         # A subclass or a hook may compute something that folding does not know.
-        and all(is_plain(layer, nn.Linear) for layer in (ffn.fc1, ffn.fc2))
+        and all(has_stock_forward(layer, nn.Linear) for layer in (ffn.fc1, ffn.fc2))
         and not (ffn.fc1.bias is None or ffn.fc2.bias is None)
-        and all(is_plain(norm, *_NORMS) for norm in (ffn.norm1, ffn.norm2))
-        and is_plain(ffn.dropout_layer, DropPath)
-        and is_plain(ffn.drop, nn.Dropout)
+        and all(has_stock_forward(norm, *_NORMS) for norm in (ffn.norm1, ffn.norm2))
+        and has_stock_forward(ffn.dropout_layer, DropPath)
+        and has_stock_forward(ffn.drop, nn.Dropout)
         and ffn.drop.p == 0
         and not (ffn.act._forward_hooks or ffn.act._forward_pre_hooks)
     )
