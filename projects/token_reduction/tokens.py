@@ -15,7 +15,6 @@ Expedit (https://arxiv.org/abs/2210.01035: tokens are clustered, and restored be
 ToMe (https://arxiv.org/abs/2210.09461: a merged token weighs in the attention as many do).
 """
 
-import copy
 import math
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
@@ -37,7 +36,7 @@ from repa_mm.faster import (
     traceable_partition,
 )
 from repa_mm.reparam import TrainingForm
-from repa_mm.surgery import become_
+from repa_mm.surgery import become_, copied
 
 # Where the stock blocks are defined.
 _SWIN_BLOCKS = (
@@ -306,7 +305,7 @@ def reduce_tokens(model: nn.Module, keep: float | Sequence[float] = 0.7) -> nn.M
     Examples:
         >>> fast = reduce_tokens(repa_mm.reparameterize(model), keep=0.7)
     """
-    return reduce_tokens_(copy.deepcopy(model), keep)
+    return reduce_tokens_(copied(model), keep)
 
 
 def reduce_tokens_(model: nn.Module, keep: float | Sequence[float] = 0.7) -> nn.Module:

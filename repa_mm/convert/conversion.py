@@ -1,6 +1,5 @@
 """Narrowing the FFNs and attention heads of a pretrained model."""
 
-import copy
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -20,7 +19,7 @@ from repa_mm.faster.attention import swap_attention_
 from repa_mm.features import differences, relative_error, run_batches, tensors
 from repa_mm.models.sites import attention_sites, ffn_sites, maps_sites
 from repa_mm.reparam import Form, check_state_dict
-from repa_mm.surgery import unwrap
+from repa_mm.surgery import copied, unwrap
 
 # Parts of a model that can be narrowed, and what takes their places.
 KINDS = dict(ffn=PretrainedFFN, heads=PretrainedAttention, convs=PretrainedMaps)
@@ -173,7 +172,7 @@ class Conversion:
         if not self.batches:
             raise ValueError('batches is empty: there is no image to fit to')
         self.forward = forward or (lambda model, batch: model(batch))
-        self.model = copy.deepcopy(self.original)
+        self.model = copied(self.original)
         self.model.eval()  # on its own line, since eval() of some backbones returns None
         self.parts, self.skipped = find_parts(self.model, parts, where, self.kinds)
         self.outputs = self._first_pass()
@@ -271,7 +270,7 @@ class Conversion:
             return function
 
         self._in_lockstep(self.batches, meet)
-        result = copy.deepcopy(self.original)
+        result = copied(self.original)
         for name, fit in fits.items():
             site = self.parts[name].site
             fit.put(site.at(result.get_submodule(site.block_name)))
