@@ -115,19 +115,11 @@ class Site:
         self.block._register_load_state_dict_pre_hook(check)
 
 
-def _check_unhooked(module: nn.Module, what: str) -> None:
-    if not has_stock_forward(module):
+def _check_stock(module: nn.Module, what: str, *kinds: type) -> None:
+    if not has_stock_forward(module, *kinds):
         raise ValueError(
-            f'its {what} has a forward hook or a replaced forward(), which would be lost: remove '
-            'it first'
-        )
-
-
-def _check_linear(layer: nn.Module, what: str, *kinds: type) -> None:
-    if not has_stock_forward(layer, *kinds):
-        raise ValueError(
-            f'a linear layer of its {what} is a {type(layer).__name__}, or has forward hooks: '
-            'merge adapters into the layer, and remove hooks first'
+            f'{what}, a {type(module).__name__}, has a forward() of its own or forward hooks, '
+            'which would be lost: merge adapters into their layers, and remove hooks first'
         )
 
 
@@ -146,14 +138,11 @@ class FFNSite(Site):
             ValueError: As :meth:`parts`, except for a convolution inside the FFN.
         """
         modules = self.family.ffn_modules(self.block)
-        _check_unhooked(self.module, 'FFN')
+        _check_stock(self.module, 'its FFN')
         for layer in filter(None, (modules.drop, modules.last)):
-            if not has_stock_forward(layer, nn.Dropout, nn.Identity):
-                raise ValueError(
-                    f'a dropout of its FFN is a {type(layer).__name__}, or has forward hooks'
-                )
+            _check_stock(layer, 'a dropout of its FFN', nn.Dropout, nn.Identity)
         for layer in (modules.fc1, modules.fc2):
-            _check_linear(layer, 'FFN', Linear, nn.Linear, Conv2d, nn.Conv2d)
+            _check_stock(layer, 'a layer of its FFN', Linear, nn.Linear, Conv2d, nn.Conv2d)
         drop_path = modules.drop_path or nn.Identity()
         if not (isinstance(drop_path, nn.Identity) or hasattr(drop_path, 'drop_prob')):
             raise ValueError(
@@ -307,12 +296,12 @@ class AttentionSite(Site):
     def parts(self) -> AttentionParts:
         outer, attention = self.attention, self.module
         for module in (outer, attention):
-            _check_unhooked(module, 'attention')
+            _check_stock(module, 'its attention')
         narrower = _narrower(outer)
         if isinstance(narrower, nn.Module):  # which has the parameters in layers
             attention = narrower
         for layer in (attention.qkv, attention.proj):
-            _check_linear(layer, 'attention', Linear, nn.Linear)
+            _check_stock(layer, 'a layer of its attention', Linear, nn.Linear)
         return AttentionParts(
             self.norm,
             attention.qkv,
@@ -392,7 +381,7 @@ class MapsSite(Site):
             raise ValueError('its levels share a convolution, or there is only one level')
         for module in (*before, self.module):
             for one in (module, module.conv):
-                _check_unhooked(one, 'head')
+                _check_stock(one, 'a part of its head')
             norm = module.norm if module.with_norm else None
             if not (norm is None or getattr(norm, 'running_var', None) is not None):
                 raise ValueError(

@@ -83,7 +83,8 @@ def reparameterize(model: nn.Module) -> nn.Module:
     Raises:
         TypeError: If ``model`` is not a module.
         ValueError: If nothing in the model can be merged, or it is sharded; names the module that
-            cannot be merged, see :meth:`~repa_mm.reparam.TrainingForm.merge`.
+            cannot be merged or copied, see :meth:`~repa_mm.reparam.TrainingForm.merge` and
+            :func:`repa_mm.surgery.copied`.
 
     Examples:
         >>> deployed = repa_mm.reparameterize(model)

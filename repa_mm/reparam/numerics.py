@@ -83,8 +83,8 @@ def exact(layer: nn.Module, what: str) -> tuple[torch.Tensor, torch.Tensor]:
             f'{what} is a {type(layer).__name__}, and not an nn.Linear: an adapter is to be merged '
             'into the layer first'
         )
-    weight = double(layer.weight)
-    return weight, weight.new_zeros(len(weight)) if layer.bias is None else double(layer.bias)
+    weight, bias = matrix(layer)
+    return weight, weight.new_zeros(len(weight)) if bias is None else bias
 
 
 def check_dropouts(form: nn.Module) -> None:

@@ -362,7 +362,11 @@ def _dropout(block):
 
 @pytest.mark.parametrize(
     'change, message',
-    [(_adapter, 'is a Adapter'), (_hook, 'forward hooks'), (_dropout, 'ends with a Dropout')],
+    [
+        (_adapter, 'a Adapter, has a forward'),
+        (_hook, 'forward hooks'),
+        (_dropout, 'ends with a Dropout'),
+    ],
 )
 def test_an_ffn_that_computes_something_else_is_refused(change, message):
     model = build('mmpretrain', 'VisionTransformer', dict(arch=VIT))
