@@ -4,6 +4,7 @@ import copy
 import functools
 import weakref
 from collections.abc import Callable
+from types import FunctionType
 
 import torch.nn as nn
 from torch.nn.utils.parametrize import is_parametrized
@@ -91,9 +92,9 @@ def copied(model: nn.Module, memo: dict | None = None) -> nn.Module:
                 setattr(twin, key, functools.partial(method.func, *args, **method.keywords))
             elif hasattr(method, '_torchdynamo_orig_callable'):
                 setattr(twin, key, copy.deepcopy(method._torchdynamo_orig_callable, memo))
-            elif getattr(method, '__closure__', None) or getattr(method, '__defaults__', None):
+            elif isinstance(method, FunctionType) and (method.__closure__ or method.__defaults__):
                 raise ValueError(
-                    f'{key}() of {name!r} ({type(module).__name__}) is replaced by a function, '
+                    f'{key}() of {name!r} ({type(module).__name__}) was replaced by a function, '
                     'which would run the original in a copy of the model: remove the replacement '
                     f'first (del module.{key})'
                 )

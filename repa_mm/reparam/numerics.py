@@ -1,6 +1,5 @@
 """The ordinary modules that forms are filled from, merging in float64, and its checks."""
 
-import itertools
 from typing import NamedTuple
 
 import torch
@@ -120,15 +119,9 @@ def check_finite(module: nn.Module) -> None:
         ValueError: If a tensor has a dtype that torch cannot compute with, has values that are not
             finite, or is a variance with negative values; names the first such tensor.
     """
-    tensors = itertools.chain(
-        module.named_parameters(),
-        (
-            item
-            for item in module.named_buffers()
-            if item[0].endswith(('running_mean', 'running_var', 'layer_scale'))
-        ),
-    )
-    for name, tensor in tensors:
+    merged = 'running_mean', 'running_var', 'layer_scale'
+    buffers = (item for item in module.named_buffers() if item[0].endswith(merged))
+    for name, tensor in (*module.named_parameters(), *buffers):
         if not tensor.is_floating_point() or torch.finfo(tensor.dtype).bits < 16:
             raise ValueError(
                 f'{name} is of type {tensor.dtype}, in which torch does not compute: merge the '
