@@ -26,8 +26,8 @@ class Layer(nn.Module):
         return times * self.ffn(x)
 
 
-def _checkpointed(forward, reference, offload, x):
-    return forward(reference(), x)
+def _checkpointed(forward, reference, offload, *args, **kwargs):
+    return forward(reference(), *args, **kwargs)
 
 
 def as_fairscale_does(layer):
