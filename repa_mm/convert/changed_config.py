@@ -10,6 +10,7 @@ from repa_mm.convert.training_form import NORM
 from repa_mm.faster import faster_parts_
 from repa_mm.models.sites import attention_sites, ffn_sites
 from repa_mm.opening import has_structures
+from repa_mm.surgery import copied
 
 #: Modules of a segmentor that become faster by the type of its head.
 _HEAD = {'decode_head', 'decode_head.fpn_bottleneck'}
@@ -59,7 +60,7 @@ def converted_config(
 def _faster_modules(model: nn.Module) -> set[str]:
     """Return the names of the modules that :func:`~repa_mm.faster.faster_parts_` replaces."""
     weights = {id(x): x for x in (*model.parameters(), *model.buffers())}
-    faster = faster_parts_(copy.deepcopy(model, weights))  # shares the weights
+    faster = faster_parts_(copied(model, weights))  # shares the weights
     pairs = zip(model.named_modules(), faster.modules())
     return {name for (name, module), other in pairs if type(module) is not type(other)}
 

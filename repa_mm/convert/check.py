@@ -1,12 +1,12 @@
 """Checking that a block computes what its family says."""
 
-import copy
 from collections.abc import Sequence
 
 import torch
 import torch.nn as nn
 
 from repa_mm.convert.lockstep import Pausing
+from repa_mm.surgery import copied
 
 EQUAL = (
     '{}, does not use its FFN as the OpenMMLab block of this name does: its output changes by '
@@ -40,7 +40,7 @@ def check_block(block: nn.Module, parts: Sequence[Pausing], args: tuple, kwargs:
     Raises:
         ValueError: If it does not; names the block.
     """
-    changed = copy.deepcopy(block)
+    changed = copied(block)
     for part in parts:
         part.put(part.site.at(changed))
 

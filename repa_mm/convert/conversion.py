@@ -24,7 +24,7 @@ from repa_mm.images import evenly
 from repa_mm.models.sites import attention_sites, ffn_sites
 from repa_mm.opening import deploy_
 from repa_mm.reparam import Form, check_state_dict, has_deploy_form
-from repa_mm.surgery import unwrap
+from repa_mm.surgery import copied, unwrap
 
 #: Parts of a model that can be narrowed.
 PARTS = 'ffn', 'heads'
@@ -169,7 +169,7 @@ class Conversion:
         if not self.batches:
             raise ValueError('batches is empty: there is no image to fit to')
         self.forward, self.where, self.idle_ratio = forward or _run, where, idle_ratio
-        self.model = faster_parts_(copy.deepcopy(self.original))
+        self.model = faster_parts_(copied(self.original))
         self.model.eval()  # on its own line, since eval() of some backbones returns None
         if parts is None:
             parts = PARTS if idle_ratio is None else ['ffn']
@@ -275,7 +275,7 @@ class Conversion:
             return function
 
         self._in_lockstep(self.batches, meet)
-        result = copy.deepcopy(self.original)
+        result = copied(self.original)
         if cfg is not None:
             faster_parts_(result).cfg = self._config(report.sizes)
         for name, fit in fits.items():

@@ -31,7 +31,7 @@ from repa_mm.faster.windows import (
 )
 from repa_mm.reparam import TrainingForm
 from repa_mm.reparam.autograd import autocast_dtype, first_order_only
-from repa_mm.surgery import is_plain, replace_
+from repa_mm.surgery import has_stock_forward, replace_
 
 _is_exporting = getattr(torch.compiler, 'is_exporting', lambda: False)
 # Where the stock modules are defined.
@@ -260,7 +260,7 @@ class FastShiftWindowMSA(ShiftWindowMSA):
             and not (w_msa.training and w_msa.attn_drop.p)
             # The kernel computes what the layer makes of padding.
             and type(self).qkv is FastShiftWindowMSA.qkv
-            and is_plain(w_msa.qkv, nn.Linear)
+            and has_stock_forward(w_msa.qkv, nn.Linear)
         ):
             return False
         values = w_msa.proj.in_features
@@ -342,7 +342,7 @@ class FastShiftWindowMSA(ShiftWindowMSA):
     def _heads(self, x, padded):
         """Compute queries times the scale, keys and values (n, heads, N, width) of windows."""
         w_msa, layer, values = self.w_msa, self.w_msa.qkv, self.w_msa.proj.in_features
-        # Without is_plain, which torch.compile of PyTorch 2.1 does not take.
+        # Without has_stock_forward, which torch.compile of PyTorch 2.1 does not take.
         has_hooks = len(layer._forward_hooks) + len(layer._forward_pre_hooks) > 0
         is_plain_linear = type(layer) is nn.Linear and not has_hooks
         if not is_plain_linear or type(self).qkv is not FastShiftWindowMSA.qkv:

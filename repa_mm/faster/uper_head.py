@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from mmcv.cnn import Conv2d, ConvModule
 from mmseg.models import UPerHead
 
-from repa_mm.surgery import become_, is_plain
+from repa_mm.surgery import become_, has_stock_forward
 
 
 def _taps(
@@ -150,7 +150,7 @@ def is_ordinary(head: UPerHead) -> bool:
     module = head.fpn_bottleneck
     conv = module.conv
     return (
-        is_plain(conv, Conv2d, nn.Conv2d)
+        has_stock_forward(conv, Conv2d, nn.Conv2d)
         and conv.padding_mode == 'zeros'
         and not module.with_explicit_padding
         and module.order == ('conv', 'norm', 'act')
