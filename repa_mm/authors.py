@@ -128,7 +128,8 @@ class WeightsFile:
         given, own = self._given, model.state_dict()
         foreign = {'patch_embed.proj.weight', 'stem.proj.weight'} & given.keys() - own.keys()
         # The first convolution of a PoolFormer has this name in MMPretrain, too.
-        if foreign or 'norm.weight' in given and 'norm.weight' not in own and _is_poolformer(own):
+        is_poolformer = any(key.startswith('network.') for key in own)
+        if foreign or is_poolformer and 'norm.weight' in given.keys() - own.keys():
             return _translated(given, model, self._args)[0], True
         return _resized(self._inside, model), False
 
@@ -147,10 +148,6 @@ class WeightsFile:
             load_state_dict(model, weights, logger='current')
         else:
             raise CheckpointError(f'{self.path} has no weights behind the prefix of init_cfg')
-
-
-def _is_poolformer(weights: dict) -> bool:
-    return any(key.startswith('network.') for key in weights)
 
 
 def _of_backbone(state_dict: dict) -> dict:
@@ -198,7 +195,7 @@ def _translated(
     weights = {k: v for k, v in weights.items() if k in own or not _FREE.match(k)}
     for key, value in own.items():
         norm = norms and _OUTPUT_NORM.match(key)
-        # Constant buffers depend on the image size in the authors' code, on the window size in ours.
+        # Constant buffers depend on the image size there, on the window size here.
         if key.endswith(('relative_position_index', 'attn_mask')) or norm and norm[0] not in norms:
             weights[key] = value
     return _resized(weights, backbone), head
