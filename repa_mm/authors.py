@@ -138,8 +138,8 @@ class WeightsFile:
 
         Raises:
             CheckpointError: If the file has none behind the prefix, or translated weights are not
-                exactly those of the model. Only heads, norms of other outputs, and the class token
-                of a model without one may differ.
+                exactly those of the model. Heads and norms of other outputs may differ, and the
+                model may lack the class token.
         """
         weights, translated = self.weights_of(model)
         if translated:

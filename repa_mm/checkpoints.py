@@ -32,12 +32,12 @@ def save_checkpoint(checkpoint: dict, path: str) -> None:
         torch.save(checkpoint, temporary)
 
 
-def split_init_cfg(module: nn.Module) -> tuple[list[dict], list[dict]]:
-    """Return the entries of a module's ``init_cfg`` that name files of weights, and the others."""
+def split_init_cfg(module: nn.Module) -> tuple[list[dict], list[dict] | None]:
+    """Return what names files of weights in a module's ``init_cfg``, and what else there is."""
     cfgs = getattr(module, 'init_cfg', None) or []
     cfgs = [cfgs] if isinstance(cfgs, dict) else cfgs
     files = [cfg for cfg in cfgs if cfg.get('type') == 'Pretrained']
-    return files, [cfg for cfg in cfgs if cfg not in files]
+    return files, [cfg for cfg in cfgs if cfg not in files] or None
 
 
 # Counters, and the tables of Swin V2 that MMPretrain recomputes and does not load.

@@ -87,7 +87,7 @@ def _initialize_(model: nn.Module) -> None:
     for module in model.modules():
         files, others = split_init_cfg(module)
         if files:
-            module.init_cfg = others or None
+            module.init_cfg = others
     logger = MMLogger.get_current_instance()
     level = logger.level
     logger.setLevel('WARNING')  # hides where each weight is initialized from

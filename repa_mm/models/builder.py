@@ -144,7 +144,7 @@ class WithStructures:
         cfgs, others = split_init_cfg(self)
         files = [WeightsFile(cfg) for cfg in cfgs]
         if has_deploy_form(self) or files and self._is_own(files[0].weights_of(self)[0]):
-            self.init_cfg = others or None
+            self.init_cfg = others
             if not has_deploy_form(self):  # where modules that the class initializes are gone
                 super().init_weights()
             for file in files:
@@ -163,8 +163,11 @@ class WithStructures:
         ordinary = self.build_ordinary()
         translated = any(file.weights_of(ordinary)[1] for file in files)
         # That of this model may have changed since the model was built.
-        ordinary.init_cfg = (split_init_cfg(self)[1] or None) if translated else self.init_cfg
-        self._require_sites(ordinary)
+        ordinary.init_cfg = split_init_cfg(self)[1] if translated else self.init_cfg
+        for structure, placed in self.placed:
+            sites = {site.name: site for site in structure.sites(ordinary)}
+            for source in (one for name in placed for one in structure.sources(self, name)):
+                sites[source].require(type(self).__name__)
         ordinary.init_weights()
         # Again where there is a backbone, as DETRs reset their encoder after loading.
         if translated or len(files) > 1 or hasattr(ordinary, 'backbone'):
@@ -190,14 +193,6 @@ class WithStructures:
         start = f'{name}.'
         found = {key[len(start) :]: None for key in weights if key.startswith(start)}
         return form.names(found) == form.names(form.state_dict())
-
-    def _require_sites(self, ordinary: nn.Module) -> None:
-        """Make an ordinary model refuse checkpoints that lack a weight which fills a form."""
-        for structure, placed in self.placed:
-            sites = {site.name: site for site in structure.sites(ordinary)}
-            for name in placed:
-                for source in structure.sources(self, name):
-                    sites[source].require(type(self).__name__)
 
     @torch.no_grad()
     def fill(self, ordinary: nn.Module) -> None:
