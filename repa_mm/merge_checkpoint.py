@@ -71,6 +71,6 @@ def _features(model: nn.Module, data: dict) -> list[torch.Tensor]:
     A semi-supervised detector has two networks, and a self-supervised one has a second backbone.
     """
     networks = [m for m in model.modules() if isinstance(getattr(m, 'backbone', None), nn.Module)]
-    outputs = [network.backbone(data['inputs']) for network in networks]
-    whole = [network for network in networks if hasattr(network, 'extract_feat')]
-    return tensors([outputs, [head_inputs(network, data) for network in whole]])
+    outputs = [n.backbone(data['inputs']) for n in networks]
+    inputs = [head_inputs(n, data) for n in networks if hasattr(n, 'extract_feat')]
+    return tensors([outputs, inputs])
