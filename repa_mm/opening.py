@@ -14,7 +14,7 @@ from mmengine.logging import MMLogger
 from mmengine.registry import DATASETS, MODELS, init_default_scope
 from torch.utils.data import Dataset
 
-from repa_mm.checkpoints import load_checkpoint, load_weights
+from repa_mm.checkpoints import load_checkpoint, load_weights, split_init_cfg
 from repa_mm.config import dataset_config, load_config
 from repa_mm.images import evenly
 from repa_mm.models.channel_idle import RePaBackbone
@@ -88,9 +88,9 @@ def _initialize_(model: nn.Module) -> None:
     """
     finish_schedules_(model)
     for module in model.modules():
-        init_cfg = getattr(module, 'init_cfg', None)
-        if isinstance(init_cfg, dict) and init_cfg['type'] == 'Pretrained':
-            module.init_cfg = None
+        files, others = split_init_cfg(module)
+        if files:
+            module.init_cfg = others
     logger = MMLogger.get_current_instance()
     level = logger.level
     logger.setLevel('WARNING')  # hides where each weight is initialized from

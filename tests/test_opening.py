@@ -32,7 +32,8 @@ def test_a_model_in_the_form_of_its_weights_or_merged(config, tmp_path, randomiz
     path = save(model, tmp_path / 'training.pth', dataset_meta=dict(classes=('c', 'd')))
     opened, merged = open_model(config, path), open_model(load_config(config), path, merge=True)
     assert has_training_form(opened) and has_deploy_form(merged) and not has_training_form(merged)
-    again = open_model(config, save(merged, tmp_path / 'deploy.pth'))
+    # With the prefix of DistributedDataParallel.
+    again = open_model(config, save(torch.nn.DataParallel(merged), tmp_path / 'deploy.pth'))
     assert has_deploy_form(again) and again.dataset_meta == dict(classes=('a', 'b'))
     assert opened.dataset_meta == merged.dataset_meta == dict(classes=('c', 'd'))
     images = torch.randn(2, 3, 64, 64)
@@ -49,10 +50,12 @@ def test_a_model_in_the_form_of_its_weights_or_merged(config, tmp_path, randomiz
 def test_without_a_checkpoint_the_weights_are_initialized():
     pytest.importorskip('mmdet')
     config = config_path('demo/retinanet_swin_digits.py')
-    options = {'model.backbone.init_cfg': dict(type='Pretrained', checkpoint='not/there.pth')}
+    missing = dict(type='Pretrained', checkpoint='not/there.pth')
+    options = {'model.backbone.init_cfg': missing}
     torch.manual_seed(1)
     before = torch.get_rng_state()
-    model, other = (open_model(load_config(config, options)) for _ in range(2))
+    model = open_model(load_config(config, options))
+    other = open_model(load_config(config, {'model.backbone.init_cfg': [missing]}))
     assert torch.equal(before, torch.get_rng_state())
     for a, b in zip(model.parameters(), other.parameters()):
         assert torch.equal(a, b)
