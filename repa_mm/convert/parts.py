@@ -1,6 +1,7 @@
 """The parts of a block that are made narrower: its FFN, and the heads of its attention."""
 
 import math
+import copy
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -22,7 +23,6 @@ from repa_mm.faster.attention import FastShiftWindowMSA
 from repa_mm.models.sites import AttentionSite, FFNSite, Site, set_heads_
 from repa_mm.models.structures import idle_ffn
 from repa_mm.reparam import ChannelIdleFFN
-from repa_mm.surgery import copied
 
 _NUM_PARTS = 4  # parts of the images for cross-validation
 
@@ -67,7 +67,7 @@ class PretrainedFFN(Pausing):
         super().__init__(site.block_name)
         self.site, parts = site, site.modules()
         self.ffn: ChannelIdleFFN = idle_ffn(site, 0.0, dict(type='keep'), parts=parts)
-        self.conv = copied(parts.conv)
+        self.conv = copy.deepcopy(parts.conv)
         # The input is where the shortcut starts, in the block if not in the FFN.
         self.compensates = self.ffn.shortcut or bool(site.family.norm)
         self.sizes = (self.ffn.feedforward_channels,)
@@ -254,7 +254,7 @@ class PretrainedAttention(Pausing):
 
     def _with(self, weights: HeadWeights) -> Callable:
         """Return a copy of the attention with other weights."""
-        return set_heads_(copied(self.attention), self.site.inner, *weights)
+        return set_heads_(copy.deepcopy(self.attention), self.site.inner, *weights)
 
 
 def in_parts(drawn: Sequence) -> list[Sequence]:
