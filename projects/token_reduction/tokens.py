@@ -152,7 +152,9 @@ class ReducedSwinBlock(SwinBlock):
         rank, num_others = torch.cat([others, calm]).argsort(), others.shape[0]
         in_full = (rank < num_others).long()
         start = rank + in_full * symbolic_mul(rank, num_tokens - 1)
-        start = start + (1 - in_full) * symbolic_mul(torch.full_like(rank, num_tokens - 1), num_others)
+        start = start + (1 - in_full) * symbolic_mul(
+            torch.full_like(rank, num_tokens - 1), num_others
+        )
         start, in_full = (v.view(batch, -1)[:, layout.window] for v in (start, in_full))
         place = (start + in_full * layout.slot).flatten()
         updates = torch.cat([*updates, of_calm.flatten(0, 1)])

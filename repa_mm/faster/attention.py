@@ -10,7 +10,7 @@ MMSegmentation:
 """
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 
 import torch
@@ -74,6 +74,12 @@ def attend(
     padded = [F.pad(x, (0, width - x.shape[3])) if x.shape[3] < width else x for x in (q, k, v)]
     x = F.scaled_dot_product_attention(*padded, attn_mask=bias, dropout_p=dropout, scale=scale)
     return x[..., : v.shape[3]]
+
+
+def _split(groups: list[tuple[int, int, int]], size: int) -> Iterator[tuple[int, int, int]]:
+    for start, stop, mask in groups:
+        for i in range(start, stop, size):
+            yield i, min(i + size, stop), mask
 
 
 # The kernels are an operator for torch.compile, which PyTorch 2.6 has.
@@ -232,8 +238,7 @@ class FastShiftWindowMSA(ShiftWindowMSA):
         )
         x, bias, parts = query.reshape(-1, channels), self.bias(shift, query.dtype), []
         size = max(_CHUNK // num_tokens, 1)
-        chunks = ((i, min(i + size, stop), m) for a, stop, m in groups for i in range(a, stop, size))
-        for start, stop, mask in chunks:
+        for start, stop, mask in _split(groups, size):
             chunk = slice(start * num_tokens, stop * num_tokens)
             is_padded = None if padded is None else padded[chunk]
             windows = gather(x, rows[chunk], is_padded).view(-1, num_tokens, channels)
@@ -264,7 +269,7 @@ class FastShiftWindowMSA(ShiftWindowMSA):
         # One gather undoes the windows and puts the heads side by side.
         positions, head = positions[:, None], torch.arange(heads, device=x.device)
         rows = (positions // window**2 * heads + head) * window**2 + positions % window**2
-        x = x.reshape(batch, padded.shape[0] * heads, -1).index_select(1, rows.flatten())
+        x = x.reshape(batch, padded.shape[0] * heads, v.shape[-1]).index_select(1, rows.flatten())
         return w_msa.proj(x.view(query.shape[:2] + (w_msa.proj.in_features,)))
 
     def _heads(self, x, padded):
@@ -280,7 +285,7 @@ class FastShiftWindowMSA(ShiftWindowMSA):
         biases = [None] * 3 if layer.bias is None else layer.bias.split(sizes)
         for weight, bias, scale in zip(layer.weight.split(sizes), biases, scales):
             part = F.linear(x, weight * scale, None if bias is None else bias * scale)
-            part = part.view(*x.shape[:2], w_msa.num_heads, -1)
+            part = part.view(*x.shape[:2], w_msa.num_heads, len(weight) // w_msa.num_heads)
             parts.append(part.transpose(1, 2))
         return parts
 

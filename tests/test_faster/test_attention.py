@@ -51,8 +51,10 @@ def test_equals_the_parent(shift, chunk, relative_error, monkeypatch):
         for actual, expected in zip(_run(fast, x, size), _run(stock, x, size)):
             assert actual.shape == expected.shape
             assert relative_error(actual, expected) < 1e-10
+        assert fast(x[:0], size).shape == x[:0].shape
         with torch.no_grad():
             assert relative_error(fast(x, size), stock(x, size)) < 1e-10
+            assert fast(x[:0], size).shape == x[:0].shape
 
 
 @pytest.mark.parametrize('shift', [0, 3])
