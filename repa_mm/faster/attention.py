@@ -275,7 +275,7 @@ class FastShiftWindowMSA(ShiftWindowMSA):
     def _heads(self, x, padded):
         """Compute queries times the scale, keys and values (n, heads, N, width) of windows."""
         w_msa, layer, values = self.w_msa, self.w_msa.qkv, self.w_msa.proj.in_features
-        if not self._has_linear_qkv():
+        if not is_traced() or not self._has_linear_qkv():
             q, k, v = split_heads(self.qkv(x, padded), w_msa.num_heads, values)
             return q * w_msa.scale, k, v
         # Three products, since runtimes would copy parts of one. In files, slices and the scale
