@@ -40,12 +40,11 @@ from benchmarks.even import even_sizes
 from demo.dataset import PHOTOGRAPHS
 from repa_mm.benchmark.timing import compare, measure, show
 from repa_mm.config import load_config
+from repa_mm.convert.changed_config import converted_config
 from repa_mm.convert.conversion import find_parts
-from repa_mm.convert.pretrained import converted_config
 from repa_mm.export import ExportedModel, example_shape, whole_model, whole_onnx
 from repa_mm.export.exporter import to_onnx
 from repa_mm.faster import fuse_conv_bn_
-from repa_mm.faster.tracing import swap_faster_attention_
 from repa_mm.files import write_bytes
 from repa_mm.opening import open_model, read_images
 from repa_mm.paths import config_path
@@ -94,7 +93,6 @@ def open_ours(name: str, form: str, args: argparse.Namespace) -> nn.Module:
     if form == 'merged':
         return fuse_conv_bn_(open_model(*repa, merge=True))
     model = open_model(stock)
-    swap_faster_attention_(model)
     parts, _ = find_parts(model)
     sizes = even_sizes(SimpleNamespace(parts=parts), *3 * [args.budget])
     return open_model(converted_config(model.cfg, model, sizes))

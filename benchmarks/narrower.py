@@ -32,14 +32,8 @@ from benchmarks.even import even_sizes
 from demo.run import test, train
 from repa_mm import config_path
 from repa_mm.config import load_config
-from repa_mm.convert.conversion import DEFAULT_PARTS
-from repa_mm.convert.pretrained import (
-    IdleModelConversion,
-    ModelConversion,
-    save_model,
-    split_images,
-    with_structures,
-)
+from repa_mm.convert.changed_config import with_structures
+from repa_mm.convert.pretrained import conversion_of, save_model, split_images
 from repa_mm.opening import open_model, read_images
 
 
@@ -130,26 +124,26 @@ class Run:
         return train(cfg, str(folder))
 
     def convert(
-        self, name: str, budget: float = 1.0, idle_ratio: float | None = None, **fractions: float
+        self,
+        name: str,
+        budget: float | None = None,
+        idle_ratio: float | None = None,
+        **fractions: float,
     ) -> tuple[Config, str]:
         """The config and the checkpoint of a conversion of the original.
 
         Args:
             name (str): Of the files.
-            budget (float): As for ``convert_pretrained``. Defaults to 1.
+            budget (float, optional): As for ``convert_pretrained``. Defaults to 0.5.
             idle_ratio (float, optional): As for ``fit_channel_idle``.
             **fractions (float): As for :func:`even_sizes`, instead of a budget.
         """
         cfg = self.load()
         model = open_model(cfg, self.original).to('cuda' if torch.cuda.is_available() else 'cpu')
         images, _ = split_images(read_images(cfg, 'train', IMAGES + IMAGES // 8))
-        if idle_ratio is not None:
-            conversion = IdleModelConversion(model, images, idle_ratio)
-            sizes = conversion.sizes()
-        else:
-            parts = ['ffn'] if list(fractions) == ['ffn'] else DEFAULT_PARTS
-            conversion = ModelConversion(model, images, parts)
-            sizes = even_sizes(conversion, **fractions) if fractions else conversion.sizes(budget)
+        parts = ['ffn'] if list(fractions) == ['ffn'] else None
+        conversion = conversion_of(model, images, parts, idle_ratio=idle_ratio)
+        sizes = even_sizes(conversion, **fractions) if fractions else conversion.sizes(budget)
         out = self.folder / f'{name}.pth'
         save_model(conversion.fit(sizes)[0], self.original, str(out))
         return load_config(str(out.with_suffix('.py'))), str(out)

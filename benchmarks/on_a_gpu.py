@@ -46,8 +46,8 @@ from repa_mm.benchmark.variants import (
     variants,
 )
 from repa_mm.config import load_config
+from repa_mm.convert.changed_config import converted_config
 from repa_mm.convert.conversion import find_parts
-from repa_mm.convert.pretrained import converted_config
 from repa_mm.faster import faster_on_gpu_
 from repa_mm.faster.gpu import FastLayerNorm
 from repa_mm.opening import open_model

@@ -31,7 +31,7 @@ from repa_mm.benchmark.timing import compare, show
 from repa_mm.benchmark.variants import STOCK
 from repa_mm.checkpoints import save_checkpoint
 from repa_mm.config import load_config
-from repa_mm.convert.pretrained import converted_config
+from repa_mm.convert.changed_config import converted_config
 from repa_mm.export import ExportedModel, example_shape, whole_model, whole_onnx
 from repa_mm.models import ffn_sites
 from repa_mm.opening import open_model, read_images

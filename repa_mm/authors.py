@@ -12,6 +12,7 @@ Their models use timm's parameter names, ours OpenMMLab's. Other differences are
 - In timm's Swin the patch merging is part of the stage that follows it.
 """
 
+import copy
 import math
 import os.path as osp
 import re
@@ -19,8 +20,10 @@ from argparse import Namespace
 
 import torch
 import torch.nn as nn
-from mmengine.model import initialize
 from mmengine.registry import MODELS
+from mmengine.runner.checkpoint import load_state_dict
+from mmpretrain.models.backbones.base_backbone import BaseBackbone
+from mmpretrain.models.utils import resize_pos_embed
 
 from repa_mm.checkpoints import load_checkpoint, load_weights, save_checkpoint
 from repa_mm.reparam import CheckpointError
@@ -47,12 +50,12 @@ _VIT = {
 _FAMILIES = dict(
     relative_position_bias_table={
         **_TRANSFORMER,
-        r'^ln1': 'norm3',
+        r'^ln1': 'norm{}',
         r'^layers\b': 'stages',
         r'\battn\b': 'attn.w_msa',
         r'\bmlp\b': 'ffn',
     },
-    network={r'^norm\b': 'norm6', r'\bls$': 'layer_scale', r'^head\b': 'head.fc'},
+    network={r'^norm\b': 'norm{}', r'\bls$': 'layer_scale', r'^head\b': 'head.fc'},
     mlp_tokens={
         **_TRANSFORMER,
         r'^stem\.proj\b': 'patch_embed.projection',
@@ -67,6 +70,9 @@ _FAMILIES = dict(
         **{rf'\bbn{i + 1}\b': f'stem.{3 * i + 1}' for i in range(3)},
     },
 )
+_OUTPUT_NORM = re.compile(r'(norm|ln)\d+\.')
+# What a file may have more than a model: norms of other outputs, a class token, constant buffers.
+_FREE = re.compile(r'(norm|ln)\d+\.|cls_token$|.*\.(relative_position_index|attn_mask)$')
 
 
 def translate(state_dict: dict, cfg: dict, args: Namespace | None = None) -> dict:
@@ -86,67 +92,62 @@ def translate(state_dict: dict, cfg: dict, args: Namespace | None = None) -> dic
         head, with the prefix 'head.'.
 
     Raises:
-        CheckpointError: If the weights are not exactly those of the backbone. Merged LV-ViTs are
-            an example: the authors' merge adds a norm that the training form lacks.
+        CheckpointError: As :meth:`WeightsFile.load_`. Merged LV-ViTs are an example: the authors'
+            merge adds a norm that the training form lacks.
     """
     backbone = MODELS.build(cfg)
     weights, head = _translated(_of_backbone(state_dict), backbone, args)
-    load_weights(backbone, weights)
-    own = backbone.state_dict()
-    foreign = sorted(weights.keys() - own.keys())
-    if foreign:
-        raise CheckpointError(f'the checkpoint is of another model: it has {foreign[0]}')
-    return {**{f'backbone.{key}': value for key, value in own.items()}, **head}
+    load_weights(backbone, weights, strict=True)
+    return {**{f'backbone.{key}': value for key, value in backbone.state_dict().items()}, **head}
 
 
-def pretrained_weights(model: nn.Module, init_cfg: dict) -> tuple[dict, bool]:
-    """Read the weights that an ``init_cfg`` names, and translate them for a model if need be.
+class WeightsFile:
+    """The weights that an ``init_cfg`` names, in MMPretrain's layout or in another one.
 
     Args:
-        model (nn.Module): A backbone with MMPretrain's parameter names.
         init_cfg (dict): Config with ``checkpoint``, a file or URL, and optionally ``prefix``.
-
-    Returns:
-        tuple: The weights, and whether they were translated.
 
     Raises:
         CheckpointError: If the file has weights of several backbones, as of a student and its
             teacher, and the prefix does not choose one of them.
     """
-    checkpoint = load_checkpoint(init_cfg['checkpoint'])
-    state_dict = checkpoint['state_dict']
-    state_dict = state_dict.get('model', state_dict)
-    prefix = init_cfg.get('prefix') or ''
-    prefix = f'{prefix.rstrip(".")}.' if prefix else ''
-    inside = {k[len(prefix) :]: v for k, v in state_dict.items() if k.startswith(prefix)}
-    # Files of other layouts need no prefix, even if it is that of MMPretrain's files.
-    given, own = _of_backbone(inside or state_dict), model.state_dict()
-    foreign = {'patch_embed.proj.weight', 'stem.proj.weight'} & given.keys() - own.keys()
-    # The first convolution of a PoolFormer has this name in MMPretrain, too.
-    if foreign or 'norm.weight' in given and 'norm.weight' not in own and _is_poolformer(own):
-        return _translated(given, model, checkpoint['state_dict'].get('args'))[0], True
-    return inside, False
 
+    def __init__(self, init_cfg: dict) -> None:
+        self.path = init_cfg['checkpoint']
+        checkpoint = load_checkpoint(self.path)
+        self._args = checkpoint.get('args')
+        self._inside = weights = checkpoint.get('model', checkpoint['state_dict'])
+        if prefix := (init_cfg.get('prefix') or '').rstrip('.'):
+            start = len(f'{prefix}.')
+            self._inside = {k[start:]: v for k, v in weights.items() if k[:start] == f'{prefix}.'}
+        # Files of other layouts need no prefix, even if it is that of MMPretrain's files.
+        self._given = _of_backbone(self._inside or weights)
 
-def load_pretrained_(model: nn.Module, init_cfg: dict) -> None:
-    """Load the weights that an ``init_cfg`` names into a model, in any of these layouts.
+    def weights_of(self, model: nn.Module) -> tuple[dict, bool]:
+        """Return the weights under the names of a model, and whether they were translated."""
+        given, own = self._given, model.state_dict()
+        foreign = {'patch_embed.proj.weight', 'stem.proj.weight'} & given.keys() - own.keys()
+        # The first convolution of a PoolFormer has this name in MMPretrain, too.
+        is_poolformer = any(key.startswith('network.') for key in own)
+        if foreign or is_poolformer and 'norm.weight' in given.keys() - own.keys():
+            return _translated(given, model, self._args)[0], True
+        return _resized(self._inside, model), False
 
-    Args:
-        model (nn.Module): The model, changed in place.
-        init_cfg (dict): Config of type 'Pretrained'.
+    def load_(self, model: nn.Module) -> None:
+        """Load the weights into a model, in place.
 
-    Raises:
-        CheckpointError: If translated weights are not those of the model's layers.
-    """
-    weights, translated = pretrained_weights(model, init_cfg)
-    if translated:
-        load_weights(model, weights, init_cfg['checkpoint'], partly=True)
-    else:
-        initialize(model, init_cfg)
-
-
-def _is_poolformer(weights: dict) -> bool:
-    return any(key.startswith('network.') for key in weights)
+        Raises:
+            CheckpointError: If the file has none behind the prefix, or translated weights are not
+                exactly those of the model. Heads and norms of other outputs may differ, and the
+                model may lack the class token.
+        """
+        weights, translated = self.weights_of(model)
+        if translated:
+            load_weights(model, weights, self.path, strict=True)
+        elif weights:
+            load_state_dict(model, weights, logger='current')
+        else:
+            raise CheckpointError(f'{self.path} has no weights behind the prefix of init_cfg')
 
 
 def _of_backbone(state_dict: dict) -> dict:
@@ -169,7 +170,8 @@ def _translated(
     family = next((mark for mark in _FAMILIES if any(mark in key for key in given)), None)
     if family is None:
         raise CheckpointError(f'weights of no known architecture: {", ".join(list(given)[:3])}, …')
-    names = _FAMILIES[family]
+    names, stages = _FAMILIES[family], re.findall(r'(?:layers|network)\.(\d+)', ' '.join(given))
+    last = max(map(int, stages), default=0)
     if any('.ffn.layers.' in key for key in own):
         names = {**names, r'\bffn\.fc1\b': 'ffn.layers.0.0', r'\bffn\.fc2\b': 'ffn.layers.1'}
     scale, weights = getattr(backbone, 'residual_scale', 1), {}
@@ -178,7 +180,7 @@ def _translated(
         if '.downsample.' in key:
             key = re.sub(r'\d+', lambda stage: str(int(stage[0]) - first), key, count=1)
         for theirs, ours in names.items():
-            key = re.sub(theirs, ours, key)
+            key = re.sub(theirs, ours.format(last), key)
         weights[key] = _value(key, value, scale, own)
     for name in [key.removesuffix('fc1.weight') for key in weights if key.endswith('fc1.weight')]:
         hidden, channels = weights[f'{name}fc1.weight'].shape[:2]
@@ -188,11 +190,35 @@ def _translated(
             active = torch.tensor(_num_active(hidden, args.idle_ratio, family))
             weights[f'{name}num_active_channels'] = active
     head = {key: weights.pop(key) for key in list(weights) if key.startswith('head.')}
-    # Constant buffers depend on the image size in the authors' code, on the window size in ours.
-    fixed = ('relative_position_index', 'attn_mask')
-    weights = {key: value for key, value in weights.items() if not key.endswith(fixed)}
-    weights |= {key: value for key, value in own.items() if key.endswith(fixed)}
-    return weights, head
+    # A file has the norm of its last output, or one for each: the norms of other outputs are new.
+    norms = {norm[0] for norm in map(_OUTPUT_NORM.match, weights) if norm}
+    weights = {k: v for k, v in weights.items() if k in own or not _FREE.match(k)}
+    for key, value in own.items():
+        norm = norms and _OUTPUT_NORM.match(key)
+        # Constant buffers depend on the image size there, on the window size here.
+        if key.endswith(('relative_position_index', 'attn_mask')) or norm and norm[0] not in norms:
+            weights[key] = value
+    return _resized(weights, backbone), head
+
+
+def _resized(weights: dict, model: nn.Module) -> dict:
+    """Return weights with the position embeddings and bias tables in the sizes of a model.
+
+    MMDetection's and MMSegmentation's backbones do the same in ``init_weights``, where they read
+    the files of ordinary weights; those of MMPretrain do it while they load.
+    """
+    weights = copy.copy(weights)  # with its metadata
+    own = {} if isinstance(model, BaseBackbone) else model.state_dict()
+    for key in weights.keys() & own.keys():
+        value = weights[key]
+        if re.match(r'stages\..*\.relative_position_bias_table$', key):
+            sizes = [(math.isqrt(len(table)),) * 2 for table in (value, own[key])]
+            weights[key] = resize_pos_embed(value[None], *sizes, num_extra_tokens=0)[0]
+        elif key == 'pos_embed' and hasattr(model, 'interpolate_mode'):
+            known = (math.isqrt(value.shape[1] - 1),) * 2
+            size = tuple(side // model.patch_size for side in model.img_size)
+            weights[key] = resize_pos_embed(value, known, size, model.interpolate_mode)
+    return weights
 
 
 def _value(key: str, value: torch.Tensor, scale: float, own: dict) -> torch.Tensor:
@@ -241,7 +267,6 @@ def translate_file(src: str, dst: str, cfg: dict, *keys: str) -> None:
         CheckpointError: If the checkpoint has none of the keys, or its weights do not fit.
     """
     found = load_checkpoint(src)
-    found = {**found['state_dict'], **found}
     key = next((key for key in keys if key in found), None)
     if key is None:
         raise CheckpointError(f'{src} has no weights under {" or ".join(keys)}')

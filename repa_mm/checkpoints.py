@@ -17,16 +17,27 @@ def load_checkpoint(path: str) -> dict:
             either alone or under 'state_dict'.
 
     Returns:
-        dict: The checkpoint, with the state dict under 'state_dict'.
+        dict: The checkpoint, with the state dict under 'state_dict', without the prefix 'module.'.
     """
     checkpoint = CheckpointLoader.load_checkpoint(path, map_location='cpu')
-    return checkpoint if 'state_dict' in checkpoint else dict(state_dict=checkpoint)
+    weights = checkpoint.get('state_dict', checkpoint)
+    for key in [key for key in weights if key.startswith('module.')]:
+        weights[key.removeprefix('module.')] = weights.pop(key)
+    return {**checkpoint, 'state_dict': weights}
 
 
 def save_checkpoint(checkpoint: dict, path: str) -> None:
     """Write a checkpoint with ``torch.save``: the file is complete or not written at all."""
     with replacing(path) as temporary:
         torch.save(checkpoint, temporary)
+
+
+def split_init_cfg(module: nn.Module) -> tuple[list[dict], list[dict] | None]:
+    """Return what names files of weights in a module's ``init_cfg``, and what else there is."""
+    cfgs = getattr(module, 'init_cfg', None) or []
+    cfgs = [cfgs] if isinstance(cfgs, dict) else cfgs
+    files = [cfg for cfg in cfgs if cfg.get('type') == 'Pretrained']
+    return files, [cfg for cfg in cfgs if cfg not in files] or None
 
 
 # Counters, and the tables of Swin V2 that MMPretrain recomputes and does not load.
@@ -37,18 +48,18 @@ _OPTIONAL = (
 
 
 def load_weights(
-    model: nn.Module, state_dict: dict, path: str = 'the checkpoint', partly: bool = False
+    model: nn.Module, state_dict: dict, path: str = 'the checkpoint', strict: bool = False
 ) -> None:
     """Load weights into a model, which is reparameterized if the weights are in the deploy form.
 
-    Weights outside the model's lists of layers are ignored, such as those of a teacher, or of
-    another version of the codebase.
+    Foreign weights outside the model's lists of layers are ignored, such as those of a teacher, or
+    of another version of the codebase.
 
     Args:
         model (nn.Module): The model, wrapped or not.
         state_dict (dict): The weights.
         path (str): The file of the weights, for error messages.
-        partly (bool): Weights outside the lists of layers may be missing, too. Defaults to False.
+        strict (bool): Refuse all foreign weights. Defaults to False.
 
     Raises:
         CheckpointError: If weights are missing or have other shapes, or there are further layers,
@@ -63,9 +74,8 @@ def load_weights(
     lists = nn.ModuleList, nn.Sequential
     layers = tuple(f'{name}.' for name, m in model.named_modules() if name and isinstance(m, lists))
     missing, foreign = ([key for key in keys if not key.endswith(_OPTIONAL)] for keys in found)
-    if partly:
-        missing = [key for key in missing if key.startswith(layers)]
-    foreign = [key for key in foreign if key.startswith(layers)]
-    for kind, keys in (('lacks', missing), ('has', foreign)):
-        if keys:
-            raise CheckpointError(f'{path} is of another model: it {kind} {", ".join(keys[:3])} …')
+    foreign = [key for key in foreign if strict or key.startswith(layers)]
+    kinds = (('lacks', missing), ('has', foreign))
+    differences = [f'{kind} {", ".join(keys[:3])} …' for kind, keys in kinds if keys]
+    if differences:
+        raise CheckpointError(f'{path} is of another model: it {" and ".join(differences)}')

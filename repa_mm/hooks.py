@@ -62,7 +62,9 @@ class ReparameterizeHook(Hook):
         # In training, the training form refuses a merged checkpoint, which cannot be trained.
         if isinstance(runner._train_loop, BaseLoop):
             return
-        state_dict = checkpoint.get('state_dict', checkpoint)
+        # MMEngine strips the prefix of wrapped models after this.
+        weights = checkpoint.get('state_dict', checkpoint)
+        state_dict = {key.removeprefix('module.'): value for key, value in weights.items()}
         models = [runner.model]
         models += [hook.ema_model for hook in runner.hooks if isinstance(hook, EMAHook)]
         changed = [match_form(innermost(model), state_dict) for model in models]

@@ -1,4 +1,4 @@
-"""Images to fit, calibrate and compare on: those of a folder, and crops."""
+"""Images to fit, calibrate and compare on: those of a folder, some of them, and crops."""
 
 import os
 import os.path as osp
@@ -50,6 +50,15 @@ class ImageFolder(Dataset):
     def get_data_info(self, index: int) -> dict:
         """Return what the pipeline begins with, as MMEngine's data sets do."""
         return dict(img_path=self.paths[index], img_id=index, seg_fields=[])
+
+
+def evenly(number: int, total: int) -> list[int]:
+    """Return ``number`` indices from all over ``total`` items, or all if there are fewer.
+
+    The first items would be no sample: a folder of classes begins with one class.
+    """
+    number = min(number, total)
+    return [i * total // number for i in range(number)]
 
 
 def cropped(data: dict, size: int = MAX_SIZE) -> dict:

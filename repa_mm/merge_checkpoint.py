@@ -1,6 +1,7 @@
 """Reparameterizing checkpoints."""
 
 import torch
+import torch.nn as nn
 from mmengine.structures import BaseDataElement
 
 from repa_mm.benchmark.complexity import input_channels
@@ -17,7 +18,7 @@ def reparameterize_checkpoint(
 ) -> dict:
     """Reparameterize a checkpoint and write the result.
 
-    The outputs of the backbone and the inputs of the heads are compared in both forms on a random
+    The outputs of each backbone and the inputs of the heads are compared in both forms on a random
     image first.
 
     Args:
@@ -43,15 +44,12 @@ def reparameterize_checkpoint(
         raise CheckpointError(f'{checkpoint!r} is reparameterized already')
     deployed = reparameterize(model)
 
-    size = getattr(model.backbone, 'img_size', 224)
+    size = next((m.img_size for m in model.modules() if hasattr(m, 'img_size')), 224)
     size = (size, size) if isinstance(size, int) else tuple(size)
     image = torch.randn(1, input_channels(model), *size)
     sample = BaseDataElement(metainfo=dict(batch_input_shape=size, img_shape=size))
     data = dict(inputs=image, data_samples=[sample])
-    with torch.no_grad():
-        # Backbones, too: extract_feat of a self-supervised model may run its teacher instead.
-        features = [tensors([m.backbone(image), head_inputs(m, data)]) for m in (model, deployed)]
-    error = relative_error(features[1], features[0])
+    error = relative_error(_features(deployed, data), _features(model, data))
     if not error <= tolerance:
         raise CheckpointError(
             f'merging changes the features by {error:.1e}, more than {tolerance:.0e}: weights or '
@@ -64,3 +62,15 @@ def reparameterize_checkpoint(
     return dict(
         error=error, parameters=[sum(p.numel() for p in m.parameters()) for m in (model, deployed)]
     )
+
+
+@torch.no_grad()
+def _features(model: nn.Module, data: dict) -> list[torch.Tensor]:
+    """Return the outputs of each backbone, and the inputs of the heads behind it.
+
+    A semi-supervised detector has two networks, and a self-supervised one has a second backbone.
+    """
+    networks = [m for m in model.modules() if isinstance(getattr(m, 'backbone', None), nn.Module)]
+    outputs = [n.backbone(data['inputs']) for n in networks]
+    inputs = [head_inputs(n, data) for n in networks if hasattr(n, 'extract_feat')]
+    return tensors([outputs, inputs])

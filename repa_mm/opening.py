@@ -14,10 +14,13 @@ from mmengine.logging import MMLogger
 from mmengine.registry import DATASETS, MODELS, init_default_scope
 from torch.utils.data import Dataset
 
-from repa_mm.checkpoints import load_checkpoint, load_weights
+from repa_mm.checkpoints import load_checkpoint, load_weights, split_init_cfg
 from repa_mm.config import dataset_config, load_config
+from repa_mm.images import evenly
 from repa_mm.models.channel_idle import RePaBackbone
 from repa_mm.reparam import finish_schedules_, has_training_form, reparameterize_
+
+spread = evenly  # the name in repa_mm.search
 
 
 def open_model(
@@ -85,9 +88,9 @@ def _initialize_(model: nn.Module) -> None:
     """
     finish_schedules_(model)
     for module in model.modules():
-        init_cfg = getattr(module, 'init_cfg', None)
-        if isinstance(init_cfg, dict) and init_cfg['type'] == 'Pretrained':
-            module.init_cfg = None
+        files, others = split_init_cfg(module)
+        if files:
+            module.init_cfg = others
     logger = MMLogger.get_current_instance()
     level = logger.level
     logger.setLevel('WARNING')  # hides where each weight is initialized from
@@ -105,15 +108,6 @@ def _metainfo(cfg: Config) -> dict:
     with DATASETS.switch_scope_and_registry(cfg.default_scope) as registry:
         kind = registry.get(dataset.type)
     return dataset.get('metainfo') or getattr(kind, 'METAINFO', {})
-
-
-def spread(number: int, total: int) -> list[int]:
-    """Return ``number`` indices spread evenly over ``total`` items, or all if there are fewer.
-
-    The first items would be no sample: a folder of classes begins with one class.
-    """
-    number = min(number, total)
-    return [i * total // number for i in range(number)]
 
 
 def build_images(cfg: Config, split: str, folder: str | None = None) -> Dataset:
@@ -150,7 +144,7 @@ def read_images(cfg: Config, split: str, number: int, folder: str | None = None)
 
     Args:
         cfg (Config): The config.
-        split (str): 'train', 'val' or 'test', whose images are taken, spread evenly.
+        split (str): 'train', 'val' or 'test', whose images are taken evenly.
         number (int): Number of images.
         folder (str, optional): A folder of images to take instead of the split.
 
@@ -161,4 +155,4 @@ def read_images(cfg: Config, split: str, number: int, folder: str | None = None)
         FileNotFoundError: If the data are not there.
     """
     dataset = build_images(cfg, split, folder)
-    return [pseudo_collate([dataset[i]]) for i in spread(number, len(dataset))]
+    return [pseudo_collate([dataset[i]]) for i in evenly(number, len(dataset))]

@@ -1,8 +1,13 @@
 """Replacing and unwrapping modules of any model. This module needs PyTorch alone."""
 
+import copy
+import functools
+import weakref
 from collections.abc import Callable
+from types import FunctionType
 
 import torch.nn as nn
+from torch.nn.utils.parametrize import is_parametrized
 
 
 def become_(module: nn.Module, other: type | nn.Module) -> None:
@@ -44,16 +49,62 @@ def replace_(model: nn.Module, choose: Callable[[nn.Module], type | nn.Module | 
     return replaced
 
 
-def is_plain(module: nn.Module, *kinds: type) -> bool:
-    """Return True if a module runs the unmodified forward of one of ``kinds``, without hooks."""
-    kind = next((kind for kind in kinds if isinstance(module, kind)), None)
+def has_stock_forward(module: nn.Module, *kinds: type) -> bool:
+    """Return True if a module computes what one of ``kinds`` does, by its class's own forward.
+
+    Modules with hooks, a replaced ``forward`` or parametrized weights do not. Without ``kinds``,
+    the module's class may be any.
+    """
+    kind = next((kind for kind in kinds or (type(module),) if isinstance(module, kind)), None)
     return (
         kind is not None
         and type(module).forward is kind.forward
         and 'forward' not in module.__dict__
-        and not module._forward_hooks
-        and not module._forward_pre_hooks
+        and not (module._forward_hooks or module._forward_pre_hooks or is_parametrized(module))
     )
+
+
+def copied(model: nn.Module, memo: dict | None = None) -> nn.Module:
+    """Return a deep copy of a model whose replaced methods belong to the copy.
+
+    ``copy.deepcopy`` shares functions and weak references with the original. fairscale's
+    ``checkpoint_wrapper`` replaces ``forward`` by a partial function with a weak reference to the
+    module, which here refers to the copy. ``torch.compile`` replaces a method by a function, which
+    here is the method again.
+
+    Args:
+        model (nn.Module): Any model.
+        memo (dict, optional): As for ``copy.deepcopy``.
+
+    Raises:
+        ValueError: If a method was replaced by another function that may refer to the original;
+            names the module.
+    """
+    memo = {} if memo is None else memo
+    result = copy.deepcopy(model, memo)
+    for name, module in model.named_modules():
+        twin = memo.get(id(module))
+        for key, method in list(vars(twin).items()) if twin is not None else ():
+            if not callable(getattr(type(twin), key, None)):
+                continue
+            if isinstance(method, functools.partial):
+                args = (_turned(value, memo) for value in method.args)
+                setattr(twin, key, functools.partial(method.func, *args, **method.keywords))
+            elif hasattr(method, '_torchdynamo_orig_callable'):
+                setattr(twin, key, copy.deepcopy(method._torchdynamo_orig_callable, memo))
+            elif isinstance(method, FunctionType) and (method.__closure__ or method.__defaults__):
+                raise ValueError(
+                    f'{key}() of {name!r} ({type(module).__name__}) was replaced by a function, '
+                    'which would run the original in a copy of the model: remove the replacement '
+                    f'first (del module.{key})'
+                )
+    return result
+
+
+def _turned(value, memo: dict):
+    """Return a weak reference to the copy of what ``value`` refers to, or ``value``."""
+    is_own = isinstance(value, weakref.ref) and id(value()) in memo
+    return weakref.ref(memo[id(value())]) if is_own else value
 
 
 def unwrap(model: nn.Module) -> nn.Module:

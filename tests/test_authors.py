@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from mmengine.config import ConfigDict
 from mmengine.registry import MODELS
 
 import repa_mm
@@ -252,18 +253,17 @@ def logits(cfg, path, weights, x, prefix='backbone.'):
 @pytest.mark.parametrize('family', FAMILIES)
 def test_a_backbone_loads_the_file_as_it_is(family, form, tmp_path, relative_error):
     weights, x, expected = made(family, form)
-    args = argparse.Namespace(idle_ratio=0.75)
-    torch.save(dict(model=weights, args=args, epoch=3), tmp_path / 'model.pth')
-    cfg = config_of(family, deploy=form == 'deploy')
-    if family == 'swin':  # another map's norm is left as it is
-        cfg['out_indices'] = [2, 3]
-    found = logits(cfg, tmp_path / 'model.pth', weights, x)
-    assert relative_error(found, expected) < 1e-5
-    merged = run(translate(weights, config_of(family)), config_of(family), x, deploy=True)
-    assert relative_error(merged, expected) < 1e-5
-    wrong = config_of(family, idle_ratio=0.5, deploy=form == 'deploy')
-    with pytest.raises(CheckpointError):
-        logits(wrong, tmp_path / 'model.pth', weights, x)
+    args, path = argparse.Namespace(idle_ratio=0.75), tmp_path / 'model.pth'
+    # Another map's norm is left as it is.
+    kwargs = dict(out_indices=[2, 3]) if family == 'swin' else {}
+    merged = config_of(family, **kwargs)
+    assert relative_error(run(translate(weights, merged), merged, x, deploy=True), expected) < 1e-5
+    for key in ('model', 'state_dict'):
+        torch.save({key: weights, 'args': args, 'epoch': 3}, path)
+        cfg = config_of(family, deploy=form == 'deploy', **kwargs)
+        assert relative_error(logits(cfg, path, weights, x), expected) < 1e-5
+        with pytest.raises(CheckpointError):
+            logits(dict(cfg, idle_ratio=0.5), path, weights, x)
 
 
 # A RePaFormer that computes what the ordinary weights that fill it do.
@@ -414,6 +414,60 @@ def without(weights, key):
 def test_what_is_refused(family, weights, message):
     with pytest.raises(CheckpointError, match=f'(?s){message}'):
         translate(weights, config_of(family))
+
+
+@pytest.mark.parametrize(
+    'family, kwargs, change, message',
+    [
+        ('vit', {}, {'pos_embed': None}, 'lacks pos_embed'),
+        ('vit', dict(pre_norm=False), {}, 'lacks patch_embed.projection.bias.* has pre_norm.w'),
+        ('vit', {}, {'norm.bias': None}, 'lacks ln1.bias'),
+        ('swin', {}, {'patch_embed.norm.bias': None}, 'lacks patch_embed.norm.bias'),
+        ('swin', {}, {'norm_pre.weight': torch.ones(8)}, 'has pre_norm.weight'),
+        ('swin', {}, {'norm.weight': None, 'norm.bias': None}, 'lacks norm3.weight, norm3.bias'),
+        ('poolformer', {}, {'patch_embed.proj.bias': None}, 'lacks patch_embed.proj.bias'),
+        ('mixer', {}, {'stem.proj.bias': None}, 'lacks patch_embed.projection.bias'),
+    ],
+)
+def test_weights_outside_of_layers_fit_too(family, kwargs, change, message, tmp_path):
+    weights, x, _ = made(family, 'training')
+    weights = {k: v for k, v in {**weights, **change}.items() if v is not None}
+    torch.save(dict(model=weights), tmp_path / 'model.pth')
+    with pytest.raises(CheckpointError, match=message):
+        translate(weights, config_of(family, **kwargs))
+    with pytest.raises(CheckpointError, match=message):
+        logits(config_of(family, **kwargs), tmp_path / 'model.pth', weights, x)
+
+
+def test_a_model_without_a_class_token_or_of_fewer_stages():
+    weights, *_ = made('vit', 'training')
+    cfg = config_of('vit', with_cls_token=False, out_type='featmap', final_norm=False)
+    found = translate(weights, cfg)
+    assert torch.equal(found['backbone.pos_embed'], weights['pos_embed'][:, 1:])
+    assert not {'backbone.cls_token', 'backbone.ln1.weight'} & found.keys()
+    weights, *_ = made('swin', 'training')
+    weights = {k: v for k, v in weights.items() if not k.startswith(('layers.3', 'layers.2.downs'))}
+    weights.update({name: torch.rand(32) for name in ('norm.weight', 'norm.bias')})
+    arch = dict(SWIN, depths=SWIN['depths'][:3], num_heads=SWIN['num_heads'][:3])
+    found = translate(weights, config_of('swin', arch=arch, out_indices=[1, 2]))
+    assert torch.equal(found['backbone.norm2.weight'], weights['norm.weight'])
+
+
+def test_bias_tables_of_other_windows_are_resized_as_by_the_codebase(tmp_path):
+    pytest.importorskip('mmdet')
+    torch.save(dict(model=made('swin', 'vanilla')[0]), tmp_path / 'model.pth')
+    cfg = dict(SWIN, type='mmdet.SwinTransformer', window_size=3, out_indices=(3,))
+    cfg.update(convert_weights=True, init_cfg=ConfigDict(type='Pretrained'))
+    cfg['init_cfg'].checkpoint = str(tmp_path / 'model.pth')
+    structures = [dict(type='ChannelIdle')]
+    models = [
+        MODELS.build(c) for c in (cfg, dict(type='Restructured', model=cfg, structures=structures))
+    ]
+    for model in models:
+        model.init_weights()
+    stock, ours = (model.state_dict() for model in models)
+    tables = [key for key in stock if key.endswith('bias_table')]
+    assert tables and all(torch.equal(stock[key], ours[key]) for key in tables)
 
 
 def check_tool(path, names, prefix, option, monkeypatch):

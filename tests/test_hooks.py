@@ -175,6 +175,16 @@ def test_merged_checkpoint(deploy, ema, twice, tmp_path, randomize, relative_err
         trained.train()
 
 
+def test_merged_checkpoint_of_a_wrapped_model(tmp_path, randomize, relative_error):
+    model = randomize(ToyClassifier())
+    weights = {f'module.{k}': v for k, v in reparameterize(model).state_dict().items()}
+    path = str(tmp_path / 'merged.pth')
+    torch.save(dict(state_dict=OrderedDict(weights)), path)
+    runner = make_runner(tmp_path, [HOOK], load_from=path)
+    runner.test()
+    assert relative_error(KeepLogits.logits, logits_of(model, runner)) < 1e-5
+
+
 @once_and_twice
 def test_interrupted_test_does_not_cost_the_training_form(twice, tmp_path):
     runner = make_runner(tmp_path, [HOOK], **hooks_of(HOOK, twice))

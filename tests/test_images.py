@@ -6,7 +6,7 @@ import pytest
 import torch
 from mmengine.structures import BaseDataElement
 
-from repa_mm.images import ImageFolder, cropped
+from repa_mm.images import ImageFolder, cropped, evenly
 
 
 def test_images_of_a_folder_and_its_folders(tmp_path):
@@ -31,3 +31,11 @@ def test_large_images_are_cropped():
     )
     same = cropped(data, 9)
     assert torch.equal(same['inputs'][0], image) and data['data_samples'][0].img_shape == (9, 7)
+
+
+@pytest.mark.parametrize(
+    'number, total, found',
+    [(3, 9, [0, 3, 6]), (4, 10, [0, 2, 5, 7]), (5, 3, [0, 1, 2]), (1, 7, [0])],
+)
+def test_evenly(number, total, found):
+    assert evenly(number, total) == found

@@ -5,11 +5,12 @@ import numpy as np
 import pytest
 import torch
 
+from repa_mm import merge_checkpoint
 from repa_mm.config import load_config
 from repa_mm.merge_checkpoint import reparameterize_checkpoint
 from repa_mm.opening import open_model
 from repa_mm.paths import config_path
-from repa_mm.reparam import CheckpointError, has_deploy_form
+from repa_mm.reparam import CheckpointError, has_deploy_form, has_training_form, reparameterize
 from tests.conftest import random_model
 
 CONFIG = """
@@ -35,6 +36,17 @@ train_dataloader = dict(
 )
 """
 
+TEACHER = """
+_base_ = {base!r}
+custom_imports = dict(imports=['repa_mm'], allow_failed_imports=False)
+model = dict(
+    _delete_=True,
+    type='SemiBaseDetector',
+    detector={{{{_base_.model}}}},
+    semi_train_cfg=dict(freeze_teacher=True),
+    semi_test_cfg=dict(predict_on='teacher'),
+)
+"""
 ENCODER = """
 _base_ = {base!r}
 custom_imports = dict(imports=['repa_mm'], allow_failed_imports=False)
@@ -120,3 +132,26 @@ def test_what_an_encoder_returns_is_compared(tmp_path, randomize):
     assert 0 < reparameterize_checkpoint(str(config), checkpoint, out)['error'] < 1e-4
     merged = open_model(load_config(str(config)), out)
     assert [has_deploy_form(m) for m in (merged.encoder, merged.backbone)] == [True, False]
+
+
+def test_both_networks_of_a_semi_supervised_detector_are_compared(tmp_path, randomize, monkeypatch):
+    pytest.importorskip('mmdet')
+    config, checkpoint = str(tmp_path / 'semi.py'), str(tmp_path / 'semi.pth')
+    base = config_path('demo/retinanet_repa_swin_digits.py')
+    (tmp_path / 'semi.py').write_text(TEACHER.format(base=base))
+    model = random_model(load_config(config))
+    randomize(model.student)
+    randomize(model.teacher, 1)
+    torch.save(dict(state_dict=model.state_dict()), checkpoint)
+    out = str(tmp_path / 'merged.pth')
+    assert 0 < reparameterize_checkpoint(config, checkpoint, out)['error'] < 1e-4
+    assert not has_training_form(open_model(load_config(config), out))
+
+    def spoiled(model):
+        merged = reparameterize(model)
+        next(merged.student.parameters()).data.mul_(1.1)
+        return merged
+
+    monkeypatch.setattr(merge_checkpoint, 'reparameterize', spoiled)
+    with pytest.raises(CheckpointError, match='changes the features by'):
+        reparameterize_checkpoint(config, checkpoint, out)

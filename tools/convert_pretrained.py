@@ -20,23 +20,23 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         '--budget',
         type=float,
-        help='fraction of the multiply-adds of all parts that stays, spread over channels and '
-        'heads by what they are worth (default: 0.5)',
+        help='share of the multiply-adds of all parts that stays, counted at the full size of an '
+        'image (default: 0.5)',
     )
-    parser.add_argument(
-        '--parts',
-        choices=PARTS,
-        nargs='+',
-        help="what is narrowed (default: ffn heads); convs are those of an UperNet's head",
-    )
+    parser.add_argument('--parts', choices=PARTS, nargs='+', help='narrowed parts (default: all)')
     parser.add_argument(
         '--idle-ratio',
         type=float,
-        help='instead of a budget, make the FFNs channel-idle, in their training form: fraction of '
+        help='instead of a budget, make the FFNs channel-idle, in their training form: share of '
         'the hidden channels that skip the activation, such as 0.75',
     )
     parser.add_argument('--where', help='module to narrow: backbone or encoder (default: both)')
-    parser.add_argument('--num-images', type=int, default=64, help='images to fit to (default: 64)')
+    parser.add_argument(
+        '--num-images',
+        type=int,
+        default=64,
+        help='images to fit to (default: 64); one more for every eight is held out',
+    )
     parser.add_argument('--images', help="folder of images (default: the config's training data)")
     parser.add_argument('--device', help='device of the fit (default: the GPU if there is one)')
     return parser.parse_args()

@@ -1,6 +1,5 @@
 """DINO: self-supervised pretraining of a vision transformer."""
 
-import copy
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,6 +13,8 @@ from mmengine.utils.dl_utils.parrots_wrapper import _BatchNorm
 from mmpretrain.models import BaseSelfSupervisor
 from torch.nn.utils import remove_weight_norm
 from torch.nn.utils.parametrizations import weight_norm
+
+from repa_mm.surgery import copied
 
 
 @MODELS.register_module()
@@ -211,7 +212,7 @@ class DINO(BaseSelfSupervisor):
         )
         self.num_global_crops = num_global_crops
         self.teacher = nn.Sequential(
-            OrderedDict(backbone=copy.deepcopy(self.backbone), neck=copy.deepcopy(self.neck))
+            OrderedDict(backbone=copied(self.backbone), neck=copied(self.neck))
         )
         self.teacher.requires_grad_(False)
         for module in self.teacher.modules():

@@ -14,7 +14,7 @@ import torch
 import torch.nn as nn
 
 from repa_mm.reparam import DeployForm, TrainingForm, copy_affine_, double, rounded
-from repa_mm.surgery import is_plain
+from repa_mm.surgery import has_stock_forward
 
 
 class MixerParts(NamedTuple):
@@ -58,7 +58,7 @@ class NormedAffine(TrainingForm):
             ValueError: As :meth:`TrainingForm.merge`; or if a part is not what it was built as.
         """
         norm, affine = self.norm, self.affine
-        if not (is_plain(norm, nn.GroupNorm) and is_plain(affine, nn.Conv2d)):
+        if not (has_stock_forward(norm, nn.GroupNorm) and has_stock_forward(affine, nn.Conv2d)):
             raise ValueError(
                 f'its parts are a {type(norm).__name__} and a {type(affine).__name__}, and not a '
                 'GroupNorm and a convolution'

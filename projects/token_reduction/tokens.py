@@ -15,7 +15,6 @@ Expedit (https://arxiv.org/abs/2210.01035: tokens are clustered, and restored be
 ToMe (https://arxiv.org/abs/2210.09461: a merged token weighs in the attention as many do).
 """
 
-import copy
 import math
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
@@ -37,7 +36,7 @@ from repa_mm.faster import (
     traceable_partition,
 )
 from repa_mm.reparam import TrainingForm
-from repa_mm.surgery import become_
+from repa_mm.surgery import become_, copied
 
 # Where the stock blocks are defined.
 _SWIN_BLOCKS = (
@@ -308,7 +307,7 @@ def reduce_tokens(model: nn.Module, keep: float | Sequence[float] = 0.7) -> nn.M
     Examples:
         >>> fast = reduce_tokens(repa_mm.reparameterize(model), keep=0.7)
     """
-    return reduce_tokens_(copy.deepcopy(model), keep)
+    return reduce_tokens_(copied(model), keep)
 
 
 def reduce_tokens_(model: nn.Module, keep: float | Sequence[float] = 0.7) -> nn.Module:
@@ -375,8 +374,8 @@ def _reducible(model: nn.Module) -> list[list[tuple[nn.Module, type]]]:
         if kind == 'SwinBlock' and where in _SWIN_BLOCKS or type(block) is ReducedSwinBlock:
             w_msa = block.attn.w_msa
             # A norm inside of the attention would see what is padding behind the norm.
-            is_plain = not isinstance(w_msa, TrainingForm) and type(w_msa.qkv) is nn.Linear
-            if is_plain and type(block.attn) is FastShiftWindowMSA:
+            has_stock_forward = not isinstance(w_msa, TrainingForm) and type(w_msa.qkv) is nn.Linear
+            if has_stock_forward and type(block.attn) is FastShiftWindowMSA:
                 stages.setdefault(name.rpartition('.')[0], []).append((block, ReducedSwinBlock))
         elif isinstance(block, VisionTransformer):
             for layer in block.layers:

@@ -1,6 +1,5 @@
 """The table of latencies that `tools/benchmark.py` prints."""
 
-import copy
 from collections.abc import Sequence
 
 import numpy as np
@@ -23,6 +22,7 @@ from repa_mm.config import load_config
 from repa_mm.export import ExportedModel
 from repa_mm.faster import faster_on_gpu_
 from repa_mm.opening import read_images
+from repa_mm.surgery import copied
 
 
 @torch.no_grad()
@@ -71,7 +71,7 @@ def show_latency(
         if name != STOCK:
             faster_on_gpu_(model)
     if compile:
-        models |= {f'{n}, compiled': compile_(copy.deepcopy(m)) for n, m in models.items()}
+        models |= {f'{n}, compiled': compile_(copied(m)) for n, m in models.items()}
     if dataset:
         argument = read_images(cfg, 'test', dataset, images)
         number, how = len(argument), f'{len(argument)} images of {images or "the test data"}'

@@ -1,6 +1,5 @@
 """Models, inputs and table rows of `tools/benchmark.py`."""
 
-import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -17,6 +16,7 @@ from repa_mm.export import Session
 from repa_mm.faster import faster_parts_, fuse_conv_bn_
 from repa_mm.opening import open_model
 from repa_mm.reparam import Form, outermost
+from repa_mm.surgery import copied
 
 STOCK, OURS, DEPLOY, MODEL = 'stock', 'stock with our parts', 'deploy form', 'model'
 COLUMNS = 'model', 'ms', 'images/s', 'against {}', 'against our parts'
@@ -50,7 +50,7 @@ def with_our_parts(stock: nn.Module) -> dict[str, nn.Module]:
     These are everything except the merged FFNs: those of :func:`~repa_mm.faster.faster_parts_`,
     fused BatchNorms, and a PoolFormer's memory format. The copy is left out if it has none of them.
     """
-    models, ours = {STOCK: stock}, faster_parts_(copy.deepcopy(stock))
+    models, ours = {STOCK: stock}, faster_parts_(copied(stock))
     types = {type(m) for m in stock.modules()}
     if PoolFormer in types:
         # In the deploy form, feature maps have this format after the first FFN on tokens.

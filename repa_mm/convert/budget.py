@@ -47,7 +47,7 @@ class _Step(NamedTuple):
     stop: int
 
 
-def spread(axes: Sequence[Axis], budget: float) -> list[int]:
+def allocate(axes: Sequence[Axis], budget: float) -> list[int]:
     """Choose the sizes of all axes.
 
     Args:

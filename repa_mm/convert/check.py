@@ -1,20 +1,20 @@
 """Checking that a block computes what its family says."""
 
-import copy
 from collections.abc import Sequence
 
 import torch
 import torch.nn as nn
 
 from repa_mm.convert.lockstep import Pausing
+from repa_mm.surgery import copied
 
 EQUAL = (
-    'its FFN as the OpenMMLab block of this name does: its output changes by {:.1%} when an equal '
-    'FFN takes its place. Rename its class, or give another module in where'
+    '{}, does not use its FFN as the OpenMMLab block of this name does: its output changes by '
+    '{:.1%} when an equal FFN takes its place. Rename its class, or give another module in where'
 )
 SUM = (
-    'the sum of its FFN and of the input of its FFN alone, as its family says: its output changes '
-    'by {:.1%} although the sum stays the same. Register a family that says what the block computes'
+    '{}, does not use x + ffn(norm(x)) alone, as its family says: its output changes by {:.1%} '
+    'although this sum stays the same. Register a matching Family'
 )
 
 
@@ -27,9 +27,9 @@ def tolerance(output: torch.Tensor) -> float:
 def check_block(block: nn.Module, parts: Sequence[Pausing], args: tuple, kwargs: dict) -> None:
     """Check that a block computes what its family says.
 
-    With the pretrained parts in place it must compute the same. And since the target of an FFN
-    makes up for what its input has lost, the block must use the sum of both alone: if the FFN
-    returns a constant minus its input, the output must not depend on the tokens of the block.
+    With the pretrained parts in place, it must compute the same. And since an FFN is fitted to make
+    up for what its input has lost, the block must use the sum of both alone: if the FFN returns a
+    constant minus its input, the output must not depend on the tokens of the block.
 
     Args:
         block (nn.Module): The block, without the parts.
@@ -40,7 +40,7 @@ def check_block(block: nn.Module, parts: Sequence[Pausing], args: tuple, kwargs:
     Raises:
         ValueError: If it does not; names the block.
     """
-    changed = copy.deepcopy(block)
+    changed = copied(block)
     for part in parts:
         part.put(part.site.at(changed))
 
@@ -56,13 +56,13 @@ def check_block(block: nn.Module, parts: Sequence[Pausing], args: tuple, kwargs:
         change = float((found - known).double().norm() / known.double().norm().clamp(min=1e-300))
         if change > tolerance(known):
             name = f'{parts[0].site.block_name!r}, a {type(block).__name__}'
-            raise ValueError(f'{name}, does not use {message.format(change)}')
+            raise ValueError(message.format(name, change))
 
     known = output(block)
     compare(output(changed), known, EQUAL)
     size = known.abs().max()
     for part in parts:
-        if part.is_residual:
+        if part.compensates:
 
             def opposite(x: torch.Tensor, *args, part=part, **kwargs) -> torch.Tensor:
                 return part.whole(x, size * torch.linspace(-1, 1, x.shape[-1]).to(x) - x)

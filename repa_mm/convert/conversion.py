@@ -8,43 +8,41 @@ from functools import cached_property, partial
 
 import torch
 import torch.nn as nn
+from mmengine.config import Config
+from mmengine.registry import MODELS
 
-from repa_mm.convert.budget import Axis, spread
+from repa_mm.convert.budget import Axis, allocate
+from repa_mm.convert.changed_config import converted_config
 from repa_mm.convert.check import check_block, tolerance
 from repa_mm.convert.conversion_report import BlockReport, ConversionReport, Sizes
 from repa_mm.convert.lockstep import Pausing, in_lockstep
-from repa_mm.convert.maps import PretrainedMaps
 from repa_mm.convert.parts import PretrainedAttention, PretrainedFFN
 from repa_mm.convert.training_form import IdleFFN
-from repa_mm.faster.attention import swap_attention_
-from repa_mm.features import differences, relative_error, run_batches, tensors
-from repa_mm.models.sites import attention_sites, ffn_sites, maps_sites
-from repa_mm.reparam import Form, check_state_dict
-from repa_mm.surgery import unwrap
+from repa_mm.faster import faster_parts_
+from repa_mm.features import differences, head_inputs, relative_error, run_batches, tensors
+from repa_mm.images import evenly
+from repa_mm.models.sites import attention_sites, ffn_sites
+from repa_mm.opening import deploy_
+from repa_mm.reparam import Form, check_state_dict, has_deploy_form
+from repa_mm.surgery import copied, unwrap
 
-# Parts of a model that can be narrowed, and what takes their places.
-KINDS = dict(ffn=PretrainedFFN, heads=PretrainedAttention, convs=PretrainedMaps)
-PARTS = tuple(KINDS)
-#: Those that are if nothing is said.
-DEFAULT_PARTS = PARTS[:2]
+#: Parts of a model that can be narrowed.
+PARTS = 'ffn', 'heads'
 # Tokens that a part is fitted to, drawn at random from all images.
 MAX_TOKENS = 32768
-#: Number of batches from which a budget is spread, where the fits see all, and of those on which
-#: gains are measured: with one or with eight, a narrow RetinaNet changed by the same to 4 %.
-FEW, FOR_GAINS = 16, 4
+#: Numbers of batches from which a budget is spread, where the fits see all, and on which gains are
+#: measured: with one or with eight, a narrow RetinaNet changed by the same to 4 %.
+AXES_BATCHES, GAIN_BATCHES = 16, 4
 
 
 def convert_pretrained(
     model: nn.Module,
     batches: Iterable,
     budget: float = 0.5,
-    parts: Sequence[str] = DEFAULT_PARTS,
+    parts: Sequence[str] = PARTS,
     held_out: Iterable = (),
     progress: Callable[[BlockReport, int], None] | None = None,
-    *,
-    where: str | None = None,
-    forward: Callable | None = None,
-    full_size: Iterable = (),
+    **options,
 ) -> tuple[nn.Module, ConversionReport]:
     """Narrow the FFNs and the heads of a pretrained model, without labels (structured pruning).
 
@@ -58,15 +56,12 @@ def convert_pretrained(
         batches (Iterable): As for :class:`~repa_mm.convert.Conversion`.
         budget (float): Share of the multiply-adds of all parts that stays, in (0, 1]. If it is less
             than the least sizes take, the model gets these sizes, with a warning. Defaults to 0.5.
-        parts (Sequence[str]): What is narrowed: 'ffn', 'heads', and 'convs', the maps of an
-            UperNet's head, see :mod:`repa_mm.convert.maps`. For these, ``forward`` must run the
-            head. Defaults to FFNs and heads.
+        parts (Sequence[str]): What is narrowed: 'ffn', 'heads', or both. Defaults to both.
         held_out (Iterable): Batches to measure the change of the outputs on. Defaults to none.
         progress (Callable, optional): Called with the report of each part once it is fitted, and
             with the number of parts.
-        where (str, optional): As for :class:`~repa_mm.convert.Conversion`.
-        forward (Callable, optional): As for :class:`~repa_mm.convert.Conversion`.
-        full_size (Iterable): As for :class:`~repa_mm.convert.Conversion`.
+        **options: ``where``, ``forward`` and ``full_size`` of
+            :class:`~repa_mm.convert.Conversion`.
 
     Returns:
         tuple: The converted copy of the model, and a :class:`ConversionReport`.
@@ -79,9 +74,7 @@ def convert_pretrained(
         >>> narrow, report = repa_mm.convert_pretrained(backbone, images, budget=0.5)
         >>> print(report)
     """
-    conversion = Conversion(
-        model, batches, parts, where=where, forward=forward, full_size=full_size
-    )
+    conversion = Conversion(model, batches, parts, **options)
     return conversion.fit(conversion.sizes(budget), held_out, progress)
 
 
@@ -91,31 +84,25 @@ def fit_channel_idle(
     idle_ratio: float = 0.75,
     held_out: Iterable = (),
     progress: Callable[[BlockReport, int], None] | None = None,
-    *,
-    where: str | None = None,
-    forward: Callable | None = None,
+    **options,
 ) -> tuple[nn.Module, ConversionReport]:
     """Make the FFNs of a pretrained model channel-idle, fitted to what they computed.
 
     The result is a training form that computes nearly what the model computes, and that trains and
-    merges as any other. FFNs keep the norms of their blocks.
+    merges as any other. FFNs keep the norms of their blocks. At least as many hidden channels must
+    be idle as there are inputs; FFNs with fewer, or with a convolution inside, stay as they are.
 
-    Args:
-        model (nn.Module): As for :func:`~repa_mm.convert_pretrained`.
-        batches (Iterable): As for :class:`~repa_mm.convert.Conversion`.
-        idle_ratio (float): Share of hidden channels that skip the activation. Defaults to 0.75.
-        held_out (Iterable): As for :func:`~repa_mm.convert_pretrained`.
-        progress (Callable, optional): As for :func:`~repa_mm.convert_pretrained`.
-        where (str, optional): As for :func:`~repa_mm.convert_pretrained`.
-        forward (Callable, optional): As for :func:`~repa_mm.convert_pretrained`.
+    ``idle_ratio`` is the share of hidden channels that skip the activation; the other arguments are
+    those of :func:`~repa_mm.convert_pretrained`.
 
     Returns:
-        tuple: The copy of the model with :class:`~repa_mm.reparam.ChannelIdleFFN`, and the report.
+        tuple: The copy of the model with :class:`~repa_mm.reparam.ChannelIdleFFN`, and the report,
+        whose multiply-adds are those of the merged FFNs.
 
     Raises:
         ValueError: As :class:`~repa_mm.convert.Conversion`.
     """
-    conversion = IdleConversion(model, batches, idle_ratio, where=where, forward=forward)
+    conversion = Conversion(model, batches, idle_ratio=idle_ratio, **options)
     return conversion.fit(conversion.sizes(), held_out, progress)
 
 
@@ -128,17 +115,24 @@ class Conversion:
     ordinary model with narrower layers. All batches pass through the model together, see
     :mod:`repa_mm.convert.lockstep`, so the memory grows with the number of batches.
 
+    A model with its config in ``cfg``, such as one of :func:`~repa_mm.opening.open_model`, becomes
+    one with the config of the converted model there, and with our faster parts.
+
     Args:
         model (nn.Module): A backbone or a whole model, which stays as it is.
         batches (Iterable): Inputs of ``forward``, such as images (B, 3, H, W). With two batches or
             more, cross-validation leaves out whole batches: put images that share something, such
             as crops of one photograph, into one batch. Put images of different sizes into different
             batches, since the parts would be fitted to padding as well.
-        parts (Sequence[str]): As for :func:`convert_pretrained`.
+        parts (Sequence[str], optional): As for :func:`convert_pretrained`. Defaults to all, or to
+            FFNs with an ``idle_ratio``.
+        idle_ratio (float, optional): Make the FFNs channel-idle, as :func:`fit_channel_idle` does,
+            instead of narrower.
         where (str, optional): Name of the module whose blocks are converted, as for
             :func:`~repa_mm.models.sites.ffn_sites`. Defaults to all modules except decoder layers.
         forward (Callable, optional): Called with a model and a batch, runs the model or the part of
-            it that has the blocks. Defaults to calling the model with the batch.
+            it that has the blocks. Defaults to calling the model with the batch, or, for a batch of
+            a model's data preprocessor, to :func:`~repa_mm.features.head_inputs`.
         full_size (Iterable): Batches to count multiply-adds on, of the sizes at which the model
             will run, if ``batches`` are crops. Defaults to ``batches``.
 
@@ -147,15 +141,14 @@ class Conversion:
         parts (dict[str, Pausing]): The pretrained parts, by the name of the block for an FFN, by
             that of the attention for heads.
         skipped (dict[str, str]): Names of the parts that stay as they are, with the reasons.
-        costs (dict[str, tuple[float, ...]]): Multiply-adds of one channel or dimension of each
-            part, for one image, for each of its sizes.
+        costs (dict[str, tuple[float, ...]]): Multiply-adds of one unit of each size of each part,
+            for one image.
 
     Raises:
-        ValueError: If there is no batch or no known block, no part can be narrowed, or a block does
-            not compute what its family says. The message names the block.
+        ValueError: If there is no batch or no known block, no part can be narrowed, a block does
+            not compute what its family says, or there are ``parts`` and an ``idle_ratio``. The
+            message names the block.
     """
-
-    kinds: dict[str, Callable] = KINDS
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -163,23 +156,28 @@ class Conversion:
         self,
         model: nn.Module,
         batches: Iterable,
-        parts: Sequence[str] = DEFAULT_PARTS,
+        parts: Sequence[str] | None = None,
         *,
+        idle_ratio: float | None = None,
         where: str | None = None,
         forward: Callable | None = None,
         full_size: Iterable = (),
     ) -> None:
+        if parts is not None and idle_ratio is not None:
+            raise ValueError('an idle ratio is of all FFNs: leave parts out')
         self.original, self.batches = unwrap(model), list(batches)
         if not self.batches:
             raise ValueError('batches is empty: there is no image to fit to')
-        self.forward = forward or (lambda model, batch: model(batch))
-        self.model = copy.deepcopy(self.original)
+        self.forward, self.where, self.idle_ratio = forward or _run, where, idle_ratio
+        self.model = faster_parts_(copied(self.original))
         self.model.eval()  # on its own line, since eval() of some backbones returns None
-        self.parts, self.skipped = find_parts(self.model, parts, where, self.kinds)
+        if parts is None:
+            parts = PARTS if idle_ratio is None else ['ffn']
+        self.parts, self.skipped = find_parts(self.model, parts, where, idle_ratio)
         self.outputs = self._first_pass()
         for part in self.parts.values():
             part.put(part.site)
-        self.costs = self._count(list(full_size) or spread_out(self.batches))
+        self.costs = self._count(list(full_size) or some(self.batches, AXES_BATCHES))
 
     def run(self, batch):
         """Run the copy of the model on a batch."""
@@ -190,20 +188,26 @@ class Conversion:
         """Number of tokens to draw from a batch, at most."""
         return -(-MAX_TOKENS // len(self.batches))
 
-    def sizes(self, budget: float = 1.0) -> Sizes:
+    def sizes(self, budget: float | None = None) -> Sizes:
         """Choose the sizes of all parts, see :mod:`repa_mm.convert.budget`.
 
         Args:
-            budget (float): Share of the multiply-adds of all parts that stays. Defaults to 1.
+            budget (float, optional): Share of the multiply-adds of all parts that stays. Defaults
+                to 0.5, or to what an idle ratio leaves.
 
         Raises:
-            ValueError: If the budget is not in (0, 1].
+            ValueError: If the budget is not in (0, 1], or there is an idle ratio.
         """
+        if self.idle_ratio is not None:
+            if budget is not None:
+                raise ValueError('the idle ratio says all sizes: leave the budget out')
+            return {name: part.idle_sizes for name, part in self.parts.items()}
+        budget = 0.5 if budget is None else budget
         if not 0 < budget <= 1:
             raise ValueError(f'budget must be a share in (0, 1], but got {budget!r}')
         every = [axis for axes in self.axes.values() for axis in axes]
         total = sum(axis.cost * axis.sizes[-1] for axis in every)
-        found = spread(every, budget * total)
+        found = allocate(every, budget * total)
         left = sum(axis.cost * size for axis, size in zip(every, found)) / total
         if left > budget + 0.005:
             warnings.warn(
@@ -217,7 +221,7 @@ class Conversion:
     @torch.no_grad()
     def axes(self) -> dict[str, list[Axis]]:
         """The axes of each part with their errors, costs and gains, for any budget."""
-        few, axes = spread_out(self.batches, FOR_GAINS), {}
+        few, axes = some(self.batches, GAIN_BATCHES), {}
         expected = run_batches(self.run, few)
 
         def meet(part: Pausing, tokens: list) -> None:
@@ -229,7 +233,7 @@ class Conversion:
                     changes = differences(expected, run_batches(self.run, few))
                 axis.gain = sum(changes) / error if error > 0 else 0.0  # nothing is ever lost
 
-        self._in_lockstep(spread_out(self.batches), meet, students=False)
+        self._in_lockstep(some(self.batches, AXES_BATCHES), meet, students=False)
         return axes
 
     @torch.inference_mode(False)
@@ -240,19 +244,19 @@ class Conversion:
         held_out: Iterable = (),
         progress: Callable[[BlockReport, int], None] | None = None,
     ) -> tuple[nn.Module, ConversionReport]:
-        """Fit all parts to sizes.
+        """Fit all parts to sizes, as :func:`convert_pretrained`, which explains the rest.
 
         Args:
             sizes (dict): New sizes of all parts, by name.
-            held_out (Iterable): As for :func:`convert_pretrained`.
-            progress (Callable, optional): As for :func:`convert_pretrained`.
-
-        Returns:
-            tuple: The converted copy of the model, and a :class:`ConversionReport`.
+            held_out (Iterable): Batches to measure the change of the outputs on.
+            progress (Callable, optional): Called after each part.
 
         Raises:
             ValueError: If activations are not finite, or a forward pass depends on others.
         """
+        cfg = self._config(sizes)
+        if cfg is not None:
+            MODELS.build(cfg.model)  # an error should show before the long fit
         report, fits = ConversionReport(skipped=dict(self.skipped)), {}
 
         def meet(part: Pausing, tokens: list) -> Callable:
@@ -271,7 +275,9 @@ class Conversion:
             return function
 
         self._in_lockstep(self.batches, meet)
-        result = copy.deepcopy(self.original)
+        result = copied(self.original)
+        if cfg is not None:
+            faster_parts_(result).cfg = self._config(report.sizes)
         for name, fit in fits.items():
             site = self.parts[name].site
             fit.put(site.at(result.get_submodule(site.block_name)))
@@ -285,6 +291,15 @@ class Conversion:
         for module, mode in modes.items():
             module.training = mode
         return result, report
+
+    def _config(self, sizes: Sizes) -> Config | None:
+        """Return the config of the model with these sizes, or None if the original has none."""
+        cfg = copy.deepcopy(getattr(self.original, 'cfg', None))
+        if not isinstance(cfg, Config):
+            return None
+        if has_deploy_form(self.original):
+            deploy_(cfg.model)
+        return converted_config(cfg, self.original, sizes, self.where, self.idle_ratio)
 
     def _in_lockstep(self, batches: Sequence, meet: Callable, students: bool = True) -> None:
         """Call :func:`in_lockstep`, and check that the passes do not disturb each other.
@@ -303,22 +318,21 @@ class Conversion:
                 )
 
     def _count(self, batches: Sequence) -> dict[str, tuple[float, ...]]:
-        """Return the multiply-adds of each part for one image and one channel of each of its sizes.
+        """Return the multiply-adds of one unit of each size of each part, for one image.
 
         Args:
             batches (Sequence): The batches. Multiply-adds are the mean over their images.
         """
-        costs: dict[str, list[float]] = {}
-        rows: list[list[int]] = []
+        # By the batches, since the rows of a block may be windows, patches or tokens.
+        num_images = sum(len(next(iter(tensors(batch)), [batch])) for batch in batches)
+        costs = {}
 
         def meet(part: Pausing, tokens: list) -> None:
-            rows.append([len(x) for (x, *_), _ in tokens])
-            costs[part.name] = [sum(macs) for macs in zip(*(part.macs(*x) for x, _ in tokens))]
+            every = zip(*(part.macs(*x) for x, _ in tokens))
+            costs[part.name] = tuple(sum(macs) / num_images for macs in every)
 
         self._in_lockstep(batches, meet, students=False)
-        # Rows are images, or their windows or patches.
-        num_images = sum(map(min, zip(*rows)))
-        return {name: tuple(c / num_images for c in values) for name, values in costs.items()}
+        return costs
 
     def _first_pass(self) -> list[torch.Tensor]:
         """Run the first batch, check the blocks that it reaches, and leave the parts of others.
@@ -327,21 +341,16 @@ class Conversion:
             list[torch.Tensor]: The outputs.
         """
         blocks: dict[nn.Module, list[Pausing]] = {}
-        reached, hooks = set(), []
         for part in self.parts.values():
-            if part.site.family:
-                blocks.setdefault(part.site.block, []).append(part)
-                continue
-            # Segmentors call a head's forward() itself, which runs no hooks of the head.
-            mark = partial(lambda block, *_: reached.add(block), part.site.block)
-            hooks.append(part.site.module.register_forward_pre_hook(mark))
+            blocks.setdefault(part.site.block, []).append(part)
+        reached = set()
 
         def check(block: nn.Module, args: tuple, kwargs: dict) -> None:
             if block in blocks and block not in reached:  # not a copy of a block
                 reached.add(block)
                 check_block(block, blocks[block], args, kwargs)
 
-        hooks += [block.register_forward_pre_hook(check, with_kwargs=True) for block in blocks]
+        hooks = [block.register_forward_pre_hook(check, with_kwargs=True) for block in blocks]
         (outputs,) = run_batches(self.run, self.batches[:1])
         for hook in hooks:
             hook.remove()
@@ -360,40 +369,15 @@ class Conversion:
         return outputs
 
 
-class IdleConversion(Conversion):
-    """Fits channel-idle FFNs to those of a pretrained model, see :func:`fit_channel_idle`.
-
-    The idle ratio says their sizes, so that there is no budget. Heads stay as they are.
-    """
-
-    def __init__(self, model: nn.Module, batches: Iterable, idle_ratio: float, **options) -> None:
-        self.idle_ratio = idle_ratio
-        self.kinds = dict(ffn=partial(IdleFFN, idle_ratio=idle_ratio))
-        super().__init__(model, batches, ['ffn'], **options)
-
-    def sizes(self) -> Sizes:
-        """Return the sizes of all parts."""
-        return {name: part.idle_sizes for name, part in self.parts.items()}
-
-
 def find_parts(
     model: nn.Module,
-    parts: Sequence[str] = DEFAULT_PARTS,
+    parts: Sequence[str] = PARTS,
     where: str | None = None,
-    kinds: dict[str, Callable] = KINDS,
+    idle_ratio: float | None = None,
 ) -> tuple[dict[str, Pausing], dict[str, str]]:
-    """Find the parts of a model to narrow, and the reasons why others stay as they are.
+    """Return the parts of a model to narrow, and the reasons why others stay, by name.
 
-    Stock window attention in the model becomes the faster one, if heads are to be narrower.
-
-    Args:
-        model (nn.Module): The model.
-        parts (Sequence[str]): As for :func:`convert_pretrained`.
-        where (str, optional): As for :class:`Conversion`.
-        kinds (dict[str, Callable]): What takes the place of each part.
-
-    Returns:
-        tuple: The parts, and the reasons, by name.
+    The arguments are those of :class:`Conversion`.
 
     Raises:
         ValueError: If no part can be narrowed, or ``parts`` has an unknown name.
@@ -401,15 +385,13 @@ def find_parts(
     parts = [parts] if isinstance(parts, str) else parts
     if not parts or set(parts) - set(PARTS):
         raise ValueError(f'parts must be some of {", ".join(map(repr, PARTS))}, but got {parts!r}')
+    ffn = PretrainedFFN if idle_ratio is None else partial(IdleFFN, idle_ratio=idle_ratio)
     found = []
     if 'heads' in parts:
-        swap_attention_(model)
         sites = attention_sites(model, where or '')
-        found += [(site.name, site, kinds['heads']) for site in sites]
+        found += [(site.name, site, PretrainedAttention) for site in sites]
     if 'ffn' in parts:
-        found += [(site.block_name, site, kinds['ffn']) for site in ffn_sites(model, where)]
-    if 'convs' in parts:
-        found += [(site.name, site, kinds['convs']) for site in maps_sites(model, where or '')]
+        found += [(site.block_name, site, ffn) for site in ffn_sites(model, where)]
     if not found:
         inside = f' in its {where!r}' if where else ''
         raise ValueError(
@@ -423,7 +405,9 @@ def find_parts(
             if isinstance(site.module, Form):
                 raise ValueError(f'it has a {site.module.label} instead of an ordinary one')
             if uses[site.module] > 1:
-                raise ValueError('blocks share it, and a fit is to the inputs of one block')
+                raise ValueError(
+                    'several blocks share it, and a fit is to the inputs of one of them'
+                )
             pretrained[name] = kind(site)
         except ValueError as error:
             skipped[name] = str(error)
@@ -433,6 +417,12 @@ def find_parts(
     return pretrained, skipped
 
 
-def spread_out(batches: Sequence, number: int = FEW) -> list:
-    """Return some of the batches, the first included, at most ``number``."""
-    return list(batches[:: -(-len(batches) // number)])
+def some(batches: Sequence, number: int) -> list:
+    """Return at most ``number`` of the batches, from all over them."""
+    return [batches[i] for i in evenly(number, len(batches))]
+
+
+def _run(model: nn.Module, batch):
+    """Run a model on a batch, up to the heads if the batch is from a data preprocessor."""
+    is_preprocessed = isinstance(batch, dict) and hasattr(model, 'extract_feat')
+    return head_inputs(model, batch) if is_preprocessed else model(batch)

@@ -1,11 +1,13 @@
 """What a conversion reports of each block, as a table."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from repa_mm.features import percent
 
-#: Sizes of parts, by name: the number of channels of an FFN, the numbers of dimensions of the
-#: queries and keys and of the values in a head, or the numbers of channels of an UperNet's maps.
+#: Sizes of parts, by name: the number of channels of an FFN; of a channel-idle one the number of
+#: active channels and of rows of the matrix that the idle ones merge into; or the dimensions of
+#: queries and keys, and of values, in a head.
 Sizes = dict[str, tuple[int, ...]]
 
 
@@ -14,11 +16,10 @@ class BlockReport:
     """The fit of one part.
 
     Attributes:
-        name (str): Name of the block, of its attention, or of the convolution.
+        name (str): Name of the block, or of its attention.
         before (tuple[int, ...]): Its sizes before the conversion.
         after (tuple[int, ...]): Its sizes after the conversion.
-        costs (tuple[float, ...]): Multiply-adds of one channel or dimension for one image, for each
-            of its sizes.
+        costs (tuple[float, ...]): Multiply-adds for one unit of each of its sizes, for one image.
         unexplained (float): Share of the targets' variance that the narrower part does not explain.
         changed (bool): The part has new weights. Those before the first narrower part have not.
         constant_heads (int): Number of heads whose output hardly varies on the images.
@@ -39,11 +40,11 @@ class BlockReport:
 
     @property
     def narrow_gmacs(self) -> float:
-        """1e9 multiply-adds of the part for one image after the conversion."""
+        """1e9 multiply-adds of the part, merged if it has a training form, after the conversion."""
         return self._gmacs(self.after)
 
-    def _gmacs(self, sizes: tuple[int, ...]) -> float:
-        return sum(cost * size for cost, size in zip(self.costs, sizes)) / 1e9
+    def _gmacs(self, sizes: Sequence[int]) -> float:
+        return sum(cost * size for cost, size in zip(self.costs, sizes, strict=True)) / 1e9
 
 
 @dataclass
@@ -67,21 +68,29 @@ class ConversionReport:
         return {block.name: block.after for block in self.blocks if block.changed}
 
     @property
+    def gmacs(self) -> float:
+        """The sum of those of all blocks."""
+        return sum(block.gmacs for block in self.blocks)
+
+    @property
+    def narrow_gmacs(self) -> float:
+        """The sum of those of all blocks."""
+        return sum(block.narrow_gmacs for block in self.blocks)
+
+    @property
     def fraction(self) -> float:
         """Fraction of the multiply-adds of these blocks that is left."""
-        return sum(b.narrow_gmacs for b in self.blocks) / sum(b.gmacs for b in self.blocks)
+        return self.narrow_gmacs / self.gmacs
 
     def __str__(self) -> str:
         rows = [('block', 'width', 'of', 'unexplained', 'GMACs', 'before')]
         for b in self.blocks:
-            sizes = ('+'.join(map(str, x)) for x in (b.after, b.before))
-            rows.append(
-                (b.name, *sizes, f'{b.unexplained:.4f}', f'{b.narrow_gmacs:.3f}', f'{b.gmacs:.3f}')
-            )
-        total = (sum(b.narrow_gmacs for b in self.blocks), sum(b.gmacs for b in self.blocks))
-        rows.append(('all', *[''] * 3, *(f'{value:.3f}' for value in total)))
+            after, before = ('+'.join(map(str, sizes)) for sizes in (b.after, b.before))
+            numbers = f'{b.unexplained:.4f}', f'{b.narrow_gmacs:.3f}', f'{b.gmacs:.3f}'
+            rows.append((b.name, after, before, *numbers))
+        rows.append(('all', '', '', '', f'{self.narrow_gmacs:.3f}', f'{self.gmacs:.3f}'))
         widths = [max(map(len, column)) for column in zip(*rows)]
-        lines = ['  '.join(cell.ljust(w) for cell, w in zip(row, widths)) for row in rows]
+        lines = ['  '.join(map(str.ljust, row, widths)).rstrip() for row in rows]
         if self.differences:
             shares = percent(self.differences)
             lines.append(f'on held-out images the outputs differ by {shares} of their variance')
@@ -91,5 +100,4 @@ class ConversionReport:
             for b in self.blocks
             if b.constant_heads
         ]
-        lines += [f'not converted: {name}: {why}' for name, why in self.skipped.items()]
-        return '\n'.join(line.rstrip() for line in lines)
+        return '\n'.join(lines + [f'not converted: {k}: {why}' for k, why in self.skipped.items()])

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 import torch.nn as nn
 
-from repa_mm.convert.regression import ALL, Moments, Problem, at_least_float32
+from repa_mm.convert.regression import EVERY_CHANNEL, Moments, Problem, at_least_float32
 from repa_mm.faster.attention import FastShiftWindowMSA, split_heads
 from repa_mm.faster.windows import masks, partition
 from repa_mm.reparam import double
@@ -28,7 +28,7 @@ from repa_mm.reparam import double
 #: Strength of the ridge of the projection, relative to the mean variance of a feature.
 RIDGE = 0.03
 #: Share of its size by which the output of a nearly constant head varies, at most.
-CONSTANT = 0.01
+MAX_VARIATION = 0.01
 
 
 class Tokens(NamedTuple):
@@ -189,7 +189,7 @@ class HeadMoments:
         self.root_q, self.inverse_q = roots(q2 / count, energy_q, noise)
         self.root_k, self.inverse_k = roots(k2 / count, energy_k, noise)
         self.root_o, self.inverse_o = roots(cov, energy_o, noise)
-        self.constant = int((trace(cov) <= CONSTANT**2 * energy_o).sum())
+        self.constant = int((trace(cov) <= MAX_VARIATION**2 * energy_o).sum())
         _, self.sizes, self.right = torch.linalg.svd(self.root_q @ self.root_k)
         _, of_values, self.directions = torch.linalg.svd(self.out @ self.root_o, False)
         self.qk = self.sizes.square().sum(0)
@@ -232,9 +232,11 @@ class HeadMoments:
             found = double(narrow.outputs(tokens, *args)[2].transpose(0, 1).flatten(1))
             moments.add(torch.cat([found, target], 1))
         problem = Problem(narrow.w_out, moments)
-        out = problem.solve(ALL, RIDGE)
-        fitted = narrow._replace(w_out=out, b_out=self.heads.b_out + problem.bias(ALL, out))
-        return fitted, problem.unexplained(ALL, out)
+        out = problem.solve(EVERY_CHANNEL, RIDGE)
+        fitted = narrow._replace(
+            w_out=out, b_out=self.heads.b_out + problem.bias(EVERY_CHANNEL, out)
+        )
+        return fitted, problem.unexplained(EVERY_CHANNEL, out)
 
 
 def trace(matrices: torch.Tensor) -> torch.Tensor:

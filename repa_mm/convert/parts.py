@@ -1,6 +1,6 @@
 """The parts of a block that are made narrower: its FFN, and the heads of its attention."""
 
-import copy
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -22,6 +22,7 @@ from repa_mm.faster.attention import FastShiftWindowMSA
 from repa_mm.models.sites import AttentionSite, FFNSite, Site, set_heads_
 from repa_mm.models.structures import idle_ffn
 from repa_mm.reparam import ChannelIdleFFN
+from repa_mm.surgery import copied
 
 _NUM_PARTS = 4  # parts of the images for cross-validation
 
@@ -53,7 +54,7 @@ class PretrainedFFN(Pausing):
         ffn (ChannelIdleFFN): Norm, FFN and shortcut. A channel-idle FFN with idle ratio 0 computes
             the same as an ordinary FFN, and sites can fill it from any block.
         conv (nn.Conv2d | None): The depthwise convolution before the activation.
-        is_residual (bool): The fit makes up for what the input has lost.
+        compensates (bool): The fit makes up for what the input has lost.
         sizes (tuple[int]): The number of hidden channels.
 
     Raises:
@@ -66,9 +67,9 @@ class PretrainedFFN(Pausing):
         super().__init__(site.block_name)
         self.site, parts = site, site.modules()
         self.ffn: ChannelIdleFFN = idle_ffn(site, 0.0, dict(type='keep'), parts=parts)
-        self.conv = copy.deepcopy(parts.conv)
+        self.conv = copied(parts.conv)
         # The input is where the shortcut starts, in the block if not in the FFN.
-        self.is_residual = self.ffn.shortcut or bool(site.family.norm)
+        self.compensates = self.ffn.shortcut or bool(site.family.norm)
         self.sizes = (self.ffn.feedforward_channels,)
 
     def put(self, site: FFNSite) -> None:
@@ -106,7 +107,7 @@ class PretrainedFFN(Pausing):
             y (torch.Tensor): :meth:`original` of the teacher's tokens.
         """
         z = y
-        if self.is_residual:
+        if self.compensates:
             z = y.double() - x.double() + (0 if self.ffn.shortcut else teacher.double())
         return z.to(torch.promote_types(y.dtype, torch.float32))
 
@@ -184,13 +185,13 @@ class PretrainedAttention(Pausing):
 
     Attributes:
         attention (nn.Module): The attention that the block calls.
-        sizes (tuple[int]): The dimensions of queries and keys, and of values, in a head.
+        sizes (tuple[int, int]): The dimensions of queries and keys, and of values, in a head.
 
     Raises:
         ValueError: If the attention is of another kind.
     """
 
-    is_residual = False
+    compensates = False
 
     def __init__(self, site: AttentionSite) -> None:
         super().__init__(site.name)
@@ -204,12 +205,14 @@ class PretrainedAttention(Pausing):
     def original(self, *args, **kwargs) -> torch.Tensor:
         return self.attention(*args, **kwargs)
 
-    def macs(self, x: torch.Tensor, *_) -> tuple[float, float]:
+    def macs(self, x: torch.Tensor, *hw_shape) -> tuple[float, float]:
         """Return the multiply-adds of one dimension of all heads for tokens x, on each axis."""
-        seen = x.shape[1]
+        number = seen = x.shape[1]
         if isinstance(self.attention, FastShiftWindowMSA):
-            seen = self.attention.window_size**2
-        return 2 * (float(x.shape[:-1].numel() * self.heads.num_heads * (2 * x.shape[-1] + seen)),)
+            side = self.attention.window_size
+            seen = side**2
+            number = seen * math.prod(-(-size // side) for size in hw_shape[0])  # with padding
+        return 2 * (float(len(x) * number * self.heads.num_heads * (2 * x.shape[-1] + seen)),)
 
     def sample(self, tokens: list, max_tokens: int, seed: int = 0) -> list[Tokens]:
         """Draw random windows or queries from all batches, as :meth:`PretrainedFFN.sample`."""
@@ -251,7 +254,7 @@ class PretrainedAttention(Pausing):
 
     def _with(self, weights: HeadWeights) -> Callable:
         """Return a copy of the attention with other weights."""
-        return set_heads_(copy.deepcopy(self.attention), self.site.inner, *weights)
+        return set_heads_(copied(self.attention), self.site.inner, *weights)
 
 
 def in_parts(drawn: Sequence) -> list[Sequence]:

@@ -26,10 +26,10 @@ _CHUNK = 4096  # tokens in float64 at a time
 # Strengths of the ridge, relative to the mean variance of a channel. The first strength is used to
 # choose the channels. Cross-validation over all of them sets the strength for the weights.
 RIDGES = (0.1, 0.01, 0.03, 0.3, 1.0, 3.0, 100.0)
-# Least ridge, relative to the mean square error of the given weights divided by their squared norm.
-# As a row of weights changes by e / (2 sqrt(ridge)) at most, with e the root mean square of its
-# error, this bounds changes to about three times the norm of the weights.
-LEAST = 0.03
+# Relative to the mean square error of the given weights divided by their squared norm. As a row of
+# weights changes by e / (2 sqrt(ridge)) at most, with e the root mean square of its error, this
+# bounds changes to about three times the norm of the weights.
+MIN_RIDGE = 0.03
 
 
 class Moments:
@@ -268,7 +268,7 @@ def eliminate(
     return found
 
 
-ALL = slice(None)  # channels
+EVERY_CHANNEL = slice(None)
 
 
 class Problem:
@@ -287,12 +287,12 @@ class Problem:
         self.var_t = cov[hidden:, hidden:].trace()
         self.out = out
         # Of the ridge: if no channel varies by more, the given weights stay nearly as they are.
-        bound = LEAST * self.residual(ALL, out).clamp(min=0)
+        bound = MIN_RIDGE * self.residual(EVERY_CHANNEL, out).clamp(min=0)
         bound = bound / out.square().sum().clamp(min=1e-200)
         # The rounding of a mean is no variance.
         self.least = bound + 1e-12 * self.mean_a.square().mean()
 
-    def ridged(self, ridge: float, kept: torch.Tensor | slice = ALL) -> torch.Tensor:
+    def ridged(self, ridge: float, kept: torch.Tensor | slice = EVERY_CHANNEL) -> torch.Tensor:
         """Return the Gram matrix of channels, with a multiple of its mean on the diagonal."""
         gram = self.gram[kept][:, kept].clone()
         amount = ridge * gram.diagonal().mean() + self.least
@@ -326,7 +326,9 @@ class Problem:
 
     def eliminate(self, *numbers: int, **options) -> list[torch.Tensor]:
         """Return the channels that :func:`eliminate` keeps for each number."""
-        return eliminate(self.ridged(RIDGES[0]), self.solve(ALL, RIDGES[0]), numbers, **options)
+        return eliminate(
+            self.ridged(RIDGES[0]), self.solve(EVERY_CHANNEL, RIDGES[0]), numbers, **options
+        )
 
     def fit(self, ffn: FittedFFN, kept: torch.Tensor, ridge: float) -> FittedFFN:
         """Return an FFN with the kept channels alone."""

@@ -11,9 +11,7 @@ elimination removes entries of r alone: W makes up for a part of what a channel 
 from collections.abc import Sequence
 
 import torch
-import torch.nn as nn
 
-from repa_mm.convert.conversion_report import Sizes
 from repa_mm.convert.parts import FittedPart, PretrainedFFN
 from repa_mm.convert.regression import (
     FittedFFN,
@@ -24,7 +22,7 @@ from repa_mm.convert.regression import (
     refine,
     with_foreign_tokens,
 )
-from repa_mm.models.sites import FFNSite, ffn_sites
+from repa_mm.models.sites import FFNSite
 from repa_mm.models.structures import idle_ffn
 from repa_mm.reparam import double
 
@@ -113,8 +111,9 @@ class IdleFFN(PretrainedFFN):
         idle_ratio (float): Share of hidden channels that skip the activation.
 
     Attributes:
-        idle_sizes (tuple[int, int]): Its sizes after the fit, A and C / 2, as W costs as much as
-            C / 2 channels.
+        sizes (tuple[int, int]): The number of hidden channels, and 0.
+        idle_sizes (tuple[int, int]): Its sizes after the fit: the number A of active channels, and
+            the number C of rows of W.
 
     Raises:
         ValueError: As :class:`~repa_mm.convert.parts.PretrainedFFN`; if the FFN has a convolution;
@@ -130,7 +129,12 @@ class IdleFFN(PretrainedFFN):
                 f'idle, and the fit needs {form.embed_dims} at least, one for each input: give a '
                 'larger idle ratio'
             )
-        self.idle_ratio, self.idle_sizes = idle_ratio, (form.num_active, form.embed_dims // 2)
+        self.idle_ratio = idle_ratio
+        self.sizes, self.idle_sizes = (*self.sizes, 0), (form.num_active, form.embed_dims)
+
+    def macs(self, x: torch.Tensor, *_) -> tuple[float, float]:
+        """Return the multiply-adds of one hidden channel, and of one row of W, for tokens x."""
+        return *super().macs(x), float(x.numel())
 
     def fit(self, parts: Sequence, sizes: tuple[int, ...]) -> FittedPart:
         """Fit the channel-idle FFN to samples."""
@@ -141,12 +145,3 @@ class IdleFFN(PretrainedFFN):
             site.put(idle_ffn(site, self.idle_ratio, NORM))  # filled from the site
 
         return FittedPart(self._with(fit), put, fit.unexplained)
-
-
-def idle_structure(
-    model: nn.Module, sizes: Sizes, idle_ratio: float, where: str | None = None
-) -> dict:
-    """Return the config of the structure that makes the FFNs of the named blocks channel-idle."""
-    is_idle = [site.block_name in sizes for site in ffn_sites(model, where)]
-    ratio = idle_ratio if all(is_idle) else [idle_ratio if idle else None for idle in is_idle]
-    return dict(type='ChannelIdle', idle_ratio=ratio, norm_cfg=NORM, where=where)

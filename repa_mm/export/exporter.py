@@ -22,6 +22,7 @@ from repa_mm.faster.attention import FastShiftWindowMSA
 from repa_mm.faster.tracing import trace_any_size_
 from repa_mm.features import relative_error
 from repa_mm.opening import read_images
+from repa_mm.surgery import copied
 
 OPSET = 17
 # Largest share of differing objects or pixels, or difference of a score, to accept.
@@ -206,7 +207,7 @@ def _without_threshold(model: nn.Module) -> list[nn.Module]:
     for name in ('roi_head', 'bbox_head'):
         cfg = getattr(getattr(model, name, None), 'test_cfg', None) or {}
         if cfg.get('score_thr'):
-            model = copy.deepcopy(model)
+            model = copied(model)
             getattr(model, name).test_cfg['score_thr'] = 0.0
             return [model]
     return []
@@ -257,7 +258,7 @@ def onnx_backbone(
     Raises:
         ValueError: If the file would not agree with the model.
     """
-    model = _Tensors(copy.deepcopy(model))
+    model = _Tensors(copied(model))
     trace_any_size_(model)
     batches, axes = [images], {}
     if dynamic:

@@ -1,6 +1,5 @@
 """Whole models with layers in int8, for OpenVINO or in ONNX, by NNCF."""
 
-import copy
 import logging
 import os.path as osp
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ from repa_mm.export.runtime_model import ExportedModel
 from repa_mm.export.session import openvino_model
 from repa_mm.files import replacing, write_bytes
 from repa_mm.reparam import set_shortcut_
+from repa_mm.surgery import copied
 
 #: Smallest acceptable :func:`~repa_mm.export.agreement`.
 TOLERANCE = 0.98
@@ -73,7 +73,7 @@ def quantize(
             return {'image': data['inputs'][0].permute(1, 2, 0)[None].numpy()}
         return {'image': model.data_preprocessor(data, False)['inputs'].numpy()}
 
-    model = set_shortcut_(copy.deepcopy(model).cpu(), 'outside')
+    model = set_shortcut_(copied(model).cpu(), 'outside')
     if shape is None:
         # Predictions in the size that the model sees: the file cannot resize a segmentor's scores.
         size = None

@@ -15,6 +15,7 @@ from mmengine.runner import Runner
 from mmengine.structures import BaseDataElement, InstanceData, PixelData
 
 from repa_mm.export.session import Session
+from repa_mm.surgery import copied
 
 
 @MODELS.register_module()
@@ -36,7 +37,7 @@ class ExportedModel(BaseModel):
     ) -> None:
         session = Session(file, precision)
         if isinstance(data_preprocessor, nn.Module):
-            data_preprocessor = copy.deepcopy(data_preprocessor).cpu()
+            data_preprocessor = copied(data_preprocessor).cpu()
         elif data_preprocessor and session.metadata['task'] == 'classification':
             # The type that MMPretrain's classifiers add.
             data_preprocessor = {'type': 'mmpretrain.ClsDataPreprocessor', **data_preprocessor}

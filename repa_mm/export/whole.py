@@ -1,6 +1,5 @@
 """Whole models that can be traced from images to predictions."""
 
-import copy
 import json
 
 import torch
@@ -10,7 +9,7 @@ import torch.nn.functional as F
 from repa_mm.export.detection import SingleStage, TwoStage
 from repa_mm.export.transformers import CoQueries, Masks, Queries, class_logits, trace_masks_
 from repa_mm.faster.tracing import trace_any_size_
-from repa_mm.surgery import replace_
+from repa_mm.surgery import copied, replace_
 
 # Larger than any image: "the whole image" for the optional input image_size.
 WHOLE = 2**30
@@ -313,7 +312,7 @@ def whole_model(model: nn.Module, preprocessing: bool = False) -> WholeModel:
     kinds = [kind for name, kind in WHOLE_MODELS.items() if hasattr(model, name)]
     if not kinds:
         raise ValueError(f'a {type(model).__name__} has no head that is known')
-    model = copy.deepcopy(model).cpu()
+    model = copied(model).cpu()
     trace_any_size_(model)
     replace_(model, _average_pool)
     return kinds[0](model, preprocessing)

@@ -5,28 +5,50 @@ import collections
 import torch
 import torch.nn as nn
 from mmcv.cnn import ConvModule
+from torch.nn.utils.fusion import fuse_conv_bn_eval
 
-from repa_mm.reparam import batch_norm_affine, check_finite, double, rounded
-from repa_mm.surgery import is_plain
+from repa_mm.reparam import check_finite, rounded
+from repa_mm.surgery import become_, copied, has_stock_forward
+
+
+class Shift(nn.Module):
+    """What is left of a BatchNorm whose scale is in the convolution: it adds (C, ) to maps."""
+
+    def __init__(self, bias: nn.Parameter) -> None:
+        super().__init__()
+        self.bias = bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.bias[:, None, None]
+
+
+class FusedConvModule(ConvModule):
+    """A ``ConvModule`` whose convolution adds the :class:`Shift` that its norm is.
+
+    The shift is not in the convolution, since heads such as TOOD's convolve by its weight, and call
+    the norm themselves.
+    """
+
+    def forward(self, x: torch.Tensor, activate: bool = True) -> torch.Tensor:
+        for layer in self.order:
+            if layer == 'conv':
+                x = self.padding_layer(x) if self.with_explicit_padding else x
+                x = self.conv._conv_forward(x, self.conv.weight, self.norm.bias)
+            elif layer == 'act' and activate and self.with_activation:
+                x = self.activate(x)
+        return x
 
 
 def _can_fuse(module: nn.Module, owners: collections.Counter) -> bool:
-    if not (
-        isinstance(module, ConvModule)
-        and type(module).forward is ConvModule.forward
-        and 'forward' not in module.__dict__
-        and module.with_norm
-        and not hasattr(module.conv, 'parametrizations')
-    ):
+    if not (has_stock_forward(module, ConvModule) and module.with_norm):
         return False
     conv, norm, order = module.conv, module.norm, module.order
     return (
-        is_plain(conv, nn.Conv2d)
-        and is_plain(norm, nn.SyncBatchNorm, nn.BatchNorm2d)
+        has_stock_forward(conv, nn.Conv2d)
+        and has_stock_forward(norm, nn.SyncBatchNorm, nn.BatchNorm2d)
         and order.index('norm') == order.index('conv') + 1
         # Some heads share convolutions between levels, with a norm for each level.
         and owners[id(conv)] == 1
-        and norm.affine
         and norm.running_mean is not None
     )
 
@@ -37,8 +59,9 @@ def fuse_conv_bn_(model: nn.Module) -> nn.Module:
     """Fuse the BatchNorms of mmcv's ConvModules into their convolutions, in place.
 
     A ConvModule stays as it is if it has a hook, shares its convolution with another ConvModule, or
-    has a convolution or norm of another kind. The weights of the result do not load into a model
-    built from the config.
+    has a convolution or norm of another kind. Modules that call the norm of a ConvModule after its
+    convolution get the same result. The weights of the result do not load into a model built from
+    the config.
 
     Args:
         model (nn.Module): Any model.
@@ -57,14 +80,10 @@ def fuse_conv_bn_(model: nn.Module) -> nn.Module:
             continue
         check_finite(module)
         conv = module.conv
-        weight = double(conv.weight)
-        s, t = batch_norm_affine(module.norm, weight.new_empty(1, len(weight)))
-        bias = t if conv.bias is None else s * double(conv.bias) + t
-        weight, bias = (
-            rounded(weight * s[:, None, None, None], conv.weight),
-            rounded(bias, conv.weight),
-        )
-        conv.weight, conv.bias = weight, bias
-        setattr(module, module.norm_name, nn.Identity())
+        fused = fuse_conv_bn_eval(*(copied(m).cpu().double().eval() for m in (conv, module.norm)))
+        shift = Shift(rounded(fused.bias, conv.weight))
+        conv.weight, conv.bias = rounded(fused.weight, conv.weight), None
+        setattr(module, module.norm_name, shift)
+        become_(module, FusedConvModule)
     model.eval()
     return model

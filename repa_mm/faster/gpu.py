@@ -6,7 +6,7 @@ import torch.nn as nn
 from repa_mm.faster.attention import FastShiftWindowMSA, has_kernels
 from repa_mm.faster.windows import is_traced
 from repa_mm.reparam.autograd import autocast_dtype
-from repa_mm.surgery import is_plain, replace_
+from repa_mm.surgery import has_stock_forward, replace_
 
 
 class FastLayerNorm(nn.LayerNorm):
@@ -27,7 +27,7 @@ class FastLayerNorm(nn.LayerNorm):
 
 def _norm_class(module: nn.Module) -> type | None:
     fits = (
-        is_plain(module, nn.LayerNorm)
+        has_stock_forward(module, nn.LayerNorm)
         and len(module.normalized_shape) == 1
         and module.weight is not None
         and module.bias is not None

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from mmcv.cnn import Conv2d, ConvModule
 from mmseg.models import UPerHead
 
-from repa_mm.surgery import become_, is_plain
+from repa_mm.surgery import become_, has_stock_forward
 
 
 def _taps(
@@ -95,30 +95,21 @@ class FastUPerHead(UPerHead):
 
     The last convolution of the head has half of the multiplications of a whole UperNet. It takes
     the feature maps of all levels, resized to the largest one. Here, each level is convolved before
-    it is resized, see :func:`add_conv_of_resized`. Other arguments, parameters, state dict and
-    outputs are those of MMSegmentation's ``UPerHead``.
+    it is resized, see :func:`add_conv_of_resized`. Arguments, parameters, state dict and outputs
+    are those of MMSegmentation's ``UPerHead``.
 
-    Args:
-        map_channels (Sequence[int], optional): Number of channels of each map that the last
-            convolution takes, except for the smallest map, as in narrower heads. Defaults to
-            ``channels`` each.
+    Raises:
+        ValueError: If there are ``map_channels``, which conversions no longer write, or a
+            convolution is not as MMSegmentation builds it.
     """
 
-    def __init__(self, *args, map_channels: Sequence[int] | None = None, **kwargs) -> None:
-        super().__init__(*args, **kwargs)
-        if map_channels is not None:
-            if len(map_channels) != len(self.fpn_convs):
-                raise ValueError(
-                    f'map_channels needs a number for each of {len(self.fpn_convs)} maps, but got '
-                    f'{map_channels}'
-                )
-            kind = dict(
-                conv_cfg=self.conv_cfg, norm_cfg=self.norm_cfg, act_cfg=self.act_cfg, padding=1
+    def __init__(self, *args, **kwargs) -> None:
+        if 'map_channels' in kwargs:
+            raise ValueError(
+                'FastUPerHead has no map_channels any more, so narrowed maps do not load: convert '
+                "the original segmentor again, with parts 'ffn' and 'heads'"
             )
-            for i, number in enumerate(map_channels):
-                self.fpn_convs[i] = ConvModule(self.channels, number, 3, inplace=False, **kind)
-            total = sum(map_channels) + self.channels
-            self.fpn_bottleneck = ConvModule(total, self.channels, 3, **kind)
+        super().__init__(*args, **kwargs)
         if not is_ordinary(self):
             raise ValueError(
                 f'FastUPerHead needs ordinary convolutions, but got {self.fpn_bottleneck.conv}: '
@@ -159,7 +150,7 @@ def is_ordinary(head: UPerHead) -> bool:
     module = head.fpn_bottleneck
     conv = module.conv
     return (
-        is_plain(conv, Conv2d, nn.Conv2d)
+        has_stock_forward(conv, Conv2d, nn.Conv2d)
         and conv.padding_mode == 'zeros'
         and not module.with_explicit_padding
         and module.order == ('conv', 'norm', 'act')

@@ -3,7 +3,7 @@
 import copy
 import logging
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache, partial
 
 import torch
@@ -12,7 +12,8 @@ from mmengine.logging import print_log
 from mmengine.registry import MODELS
 from mmengine.utils.dl_utils.parrots_wrapper import _BatchNorm
 
-from repa_mm.authors import load_pretrained_, pretrained_weights
+from repa_mm.authors import WeightsFile
+from repa_mm.checkpoints import split_init_cfg
 from repa_mm.faster.tracing import pad_any_size_, swap_faster_attention_
 from repa_mm.models.sites import attention_sites, ffn_sites
 from repa_mm.models.structures import STRUCTURES, Structure
@@ -140,40 +141,38 @@ class WithStructures:
         # Only once, as in MMEngine's modules: weights may have been loaded or trained since.
         if self._is_init:
             return
-        given, files = self.init_cfg, list(_pretrained(self))
-        file = files[0] if files else None
-        weights, translated = pretrained_weights(self, file) if file else ({}, False)
-        if has_deploy_form(self):
-            # The class would initialize modules that the merge has removed.
+        cfgs, others = split_init_cfg(self)
+        files = [WeightsFile(cfg) for cfg in cfgs]
+        if has_deploy_form(self) or files and self._is_own(files[0].weights_of(self)[0]):
+            self.init_cfg = others
+            if not has_deploy_form(self):  # where modules that the class initializes are gone
+                super().init_weights()
             for file in files:
-                load_pretrained_(self, file)
-        elif file and self._is_own(weights):
-            # What the file lacks is initialized.
-            self.init_cfg = _without(given, file)
-            super().init_weights()
-            self.init_cfg = given
-            for file in files:
-                load_pretrained_(self, file)
+                file.load_(self)
         elif any(outermost(self, TrainingForm)) and any(
-            any(_pretrained(module)) for module in self.modules()
+            split_init_cfg(module)[0] for module in self.modules()
         ):
-            self.fill(self._load_ordinary(files, translated))
+            self.fill(self._load_ordinary(files))
         else:
             super().init_weights()
         self._is_init = True
         self._warn_of_fresh_statistics()
 
-    def _load_ordinary(self, files: list[dict], translated: bool) -> nn.Module:
+    def _load_ordinary(self, files: list[WeightsFile]) -> nn.Module:
         """Return the ordinary model with the pretrained weights of the files or of its parts."""
         ordinary = self.build_ordinary()
-        # It may have changed since the model was built.
-        ordinary.init_cfg = _without(self.init_cfg, files[0]) if translated else self.init_cfg
-        self._require_sites(ordinary)
+        translated = any(file.weights_of(ordinary)[1] for file in files)
+        # That of this model may have changed since the model was built.
+        ordinary.init_cfg = split_init_cfg(self)[1] if translated else self.init_cfg
+        for structure, placed in self.placed:
+            sites = {site.name: site for site in structure.sites(ordinary)}
+            for source in (one for name in placed for one in structure.sources(self, name)):
+                sites[source].require(type(self).__name__)
         ordinary.init_weights()
         # Again where there is a backbone, as DETRs reset their encoder after loading.
-        if translated or len(files) > 1 or files and hasattr(ordinary, 'backbone'):
+        if translated or len(files) > 1 or hasattr(ordinary, 'backbone'):
             for file in files:
-                load_pretrained_(ordinary, file)
+                file.load_(ordinary)
         return ordinary
 
     def _warn_of_fresh_statistics(self) -> None:
@@ -194,14 +193,6 @@ class WithStructures:
         start = f'{name}.'
         found = {key[len(start) :]: None for key in weights if key.startswith(start)}
         return form.names(found) == form.names(form.state_dict())
-
-    def _require_sites(self, ordinary: nn.Module) -> None:
-        """Make an ordinary model refuse checkpoints that lack a weight which fills a form."""
-        for structure, placed in self.placed:
-            sites = {site.name: site for site in structure.sites(ordinary)}
-            for name in placed:
-                for source in structure.sources(self, name):
-                    sites[source].require(type(self).__name__)
 
     @torch.no_grad()
     def fill(self, ordinary: nn.Module) -> None:
@@ -250,19 +241,6 @@ class WithStructures:
 
 def _ordinary_class(kind: type) -> type:
     return next(cls for cls in kind.__mro__ if not issubclass(cls, WithStructures))
-
-
-def _pretrained(module: nn.Module) -> Iterator[dict]:
-    """Return the entries of a module's ``init_cfg`` that name files of weights."""
-    cfgs = getattr(module, 'init_cfg', None)
-    for cfg in cfgs if isinstance(cfgs, (list, tuple)) else [cfgs]:
-        if isinstance(cfg, dict) and cfg.get('type') == 'Pretrained':
-            yield cfg
-
-
-def _without(init_cfg: dict | Sequence[dict], file: dict) -> list[dict] | None:
-    cfgs = [init_cfg] if isinstance(init_cfg, dict) else init_cfg
-    return [cfg for cfg in cfgs if cfg is not file] or None
 
 
 def _new(kind: type) -> nn.Module:

@@ -26,7 +26,7 @@ from mmpretrain.models.backbones.poolformer import Mlp as ConvFFN
 from mmpretrain.models.backbones.poolformer import PoolFormerBlock
 
 from repa_mm.reparam import FFNParts, TrainingForm
-from repa_mm.surgery import become_, is_plain
+from repa_mm.surgery import become_, has_stock_forward
 
 
 @dataclass(frozen=True)
@@ -226,7 +226,7 @@ class PoolFormer(Family):
             raise ValueError(f"its {type(ffn).__name__} is not a PoolFormer's FFN")
         scale, drop_path = block.layer_scale_2, block.drop_path
         return FFNParts(
-            self.norm_of(block), ffn.fc1, ffn.act, ffn.fc2, scale, ffn.drop, None, drop_path
+            self.norm_of(block), ffn.fc1, ffn.act, ffn.fc2, scale, ffn.drop, ffn.drop, drop_path
         )
 
 
@@ -272,7 +272,7 @@ class MixFFNs(Family):
         ffn = block.get_submodule(self.ffn)
         layers = list(getattr(ffn, 'layers', ()))
         conv = layers[1] if type(ffn).__name__ == 'MixFFN' and len(layers) == 6 else None
-        if not (is_plain(conv, Conv2d, nn.Conv2d) and conv.groups == conv.out_channels):
+        if not (has_stock_forward(conv, Conv2d, nn.Conv2d) and conv.groups == conv.out_channels):
             raise ValueError(
                 f'its {type(ffn).__name__} is not two linear layers around a depthwise convolution '
                 'and an activation'
@@ -306,14 +306,16 @@ class MLPs(Family):
             raise ValueError(
                 f'its {type(mlp).__name__} is not two linear layers around an activation'
             )
-        for name, layer in mlp.named_children():
-            if name not in ('fc1', 'act', 'fc2') and not is_plain(layer, nn.Dropout, nn.Identity):
+        others = [m for name, m in mlp.named_children() if name not in ('fc1', 'act', 'fc2')]
+        for layer in others:
+            if not has_stock_forward(layer, nn.Dropout, nn.Identity):
                 raise ValueError(f'its {type(mlp).__name__} has a {type(layer).__name__}, too')
-        drops = [layer for layer in mlp.children() if isinstance(layer, nn.Dropout)]
+        # One module may be both, after the activation and after fc2.
+        drops = [layer for layer in others if isinstance(layer, nn.Dropout)] or [None]
         scale = getattr(block, self.scale, None) if self.scale else None
         scale = getattr(scale, 'gamma', None) if isinstance(scale, nn.Module) else scale
-        drop = drops[0] if drops else None
-        return FFNParts(_plain_norm(self.norm_of(block)), mlp.fc1, mlp.act, mlp.fc2, scale, drop)
+        fc = mlp.fc1, mlp.act, mlp.fc2
+        return FFNParts(_plain_norm(self.norm_of(block)), *fc, scale, drops[0], drops[-1])
 
     def put_ffn(self, block: nn.Module, form: TrainingForm) -> None:
         if self.norm:

@@ -4,7 +4,7 @@
 form. :mod:`repa_mm.models.families` defines which blocks have sites.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -21,7 +21,7 @@ from repa_mm.faster.narrow_attention import (
 )
 from repa_mm.models.families import FAMILIES, Family, full_name
 from repa_mm.reparam import AttentionParts, CheckpointError, FFNParts, TrainingForm, double
-from repa_mm.surgery import become_, is_plain
+from repa_mm.surgery import become_, has_stock_forward
 
 
 def trained(layer: nn.Module, name: str) -> bool:
@@ -115,19 +115,11 @@ class Site:
         self.block._register_load_state_dict_pre_hook(check)
 
 
-def _check_unhooked(module: nn.Module, what: str) -> None:
-    if 'forward' in module.__dict__ or module._forward_hooks or module._forward_pre_hooks:
+def _check_stock(module: nn.Module, what: str, *kinds: type) -> None:
+    if not has_stock_forward(module, *kinds):
         raise ValueError(
-            f'its {what} has a forward hook or a replaced forward(), which would be lost: remove '
-            'it first'
-        )
-
-
-def _check_linear(layer: nn.Module, what: str, *kinds: type) -> None:
-    if not is_plain(layer, *kinds):
-        raise ValueError(
-            f'a linear layer of its {what} is a {type(layer).__name__}, or has forward hooks: '
-            'merge adapters into the layer, and remove hooks first'
+            f'{what}, a {type(module).__name__}, has a forward() of its own or forward hooks, '
+            'which would be lost: merge adapters into their layers, and remove hooks first'
         )
 
 
@@ -146,14 +138,11 @@ class FFNSite(Site):
             ValueError: As :meth:`parts`, except for a convolution inside the FFN.
         """
         modules = self.family.ffn_modules(self.block)
-        _check_unhooked(self.module, 'FFN')
+        _check_stock(self.module, 'its FFN')
         for layer in filter(None, (modules.drop, modules.last)):
-            if not is_plain(layer, nn.Dropout, nn.Identity):
-                raise ValueError(
-                    f'a dropout of its FFN is a {type(layer).__name__}, or has forward hooks'
-                )
+            _check_stock(layer, 'a dropout of its FFN', nn.Dropout, nn.Identity)
         for layer in (modules.fc1, modules.fc2):
-            _check_linear(layer, 'FFN', Linear, nn.Linear, Conv2d, nn.Conv2d)
+            _check_stock(layer, 'a layer of its FFN', Linear, nn.Linear, Conv2d, nn.Conv2d)
         drop_path = modules.drop_path or nn.Identity()
         if not (isinstance(drop_path, nn.Identity) or hasattr(drop_path, 'drop_prob')):
             raise ValueError(
@@ -262,8 +251,38 @@ def _set_matrix_(layer: nn.Module, weight: torch.Tensor, bias: torch.Tensor) -> 
     setattr(layer, f'in_{kind}', weight.shape[1] * getattr(layer, 'groups', 1))
 
 
-def _is_timm(attention: nn.Module) -> bool:
-    return full_name(type(attention)) == 'timm.layers.attention.Attention'
+#: What an attention becomes with heads of other widths, by the full name of its class. Window
+#: attention becomes a :class:`FastShiftWindowMSA`.
+_NARROWER = {
+    full_name(MMCVAttention): NarrowSelfAttention,
+    full_name(MultiheadAttention): NarrowMultiheadAttention,
+    'timm.layers.attention.Attention': NarrowTimmAttention,
+}
+_OURS = FastShiftWindowMSA, *_NARROWER.values()
+
+
+def _narrower(attention: nn.Module) -> type | nn.Module:
+    """Return the class or the module that an attention becomes with heads of other widths.
+
+    Raises:
+        ValueError: If its heads are not known.
+    """
+    kind = type(attention)
+    narrower = kind if kind in _OURS else _NARROWER.get(full_name(kind)) or fast_class(attention)
+    heads = getattr(attention, 'w_msa', attention)
+    if narrower is None or (heads is not attention and type(heads).__name__ != 'WindowMSA'):
+        raise ValueError(f'its {type(heads).__name__} is not an attention whose heads are known')
+    for name in ('v_shortcut', 'q_norm', 'k_norm', 'norm', 'gate'):
+        part = getattr(attention, name, None)
+        if part and not isinstance(part, nn.Identity):
+            raise ValueError(f'its attention has a {name}, which heads of ViTs do not have')
+    if kind is not MMCVAttention:
+        return narrower
+    inner = attention.attn
+    has_own_keys = inner.in_proj_weight is None or inner.bias_k is not None or inner.add_zero_attn
+    if has_own_keys or not attention.batch_first:
+        raise ValueError('its attention has other keys and values than those of its tokens')
+    return NarrowSelfAttention(attention).train(attention.training)
 
 
 class AttentionSite(Site):
@@ -277,35 +296,20 @@ class AttentionSite(Site):
     def parts(self) -> AttentionParts:
         outer, attention = self.attention, self.module
         for module in (outer, attention):
-            _check_unhooked(module, 'attention')
-        gamma, table = None, getattr(attention, 'relative_position_bias_table', None)
-        is_fast = type(outer) is FastShiftWindowMSA and type(attention).__name__ == 'WindowMSA'
-        if is_fast or fast_class(outer) is FastShiftWindowMSA:
-            factor = attention.scale
-        elif type(attention) is MMCVAttention and attention.batch_first:
-            inner = attention.attn
-            if inner.in_proj_weight is None or inner.bias_k is not None or inner.add_zero_attn:
-                raise ValueError('its attention has other keys and values than those of its tokens')
-            attention = NarrowSelfAttention(attention)  # has its parameters in layers
-            factor = attention.head_dims**-0.5
-        elif type(attention) in (MultiheadAttention, NarrowMultiheadAttention, NarrowSelfAttention):
-            if getattr(attention, 'v_shortcut', False):
-                raise ValueError('its attention adds the values to its output')
-            factor = attention.head_dims**-0.5
-            gamma = getattr(getattr(attention, 'gamma1', None), 'weight', None)
-        elif _is_timm(attention) or type(attention) is NarrowTimmAttention:
-            for name in ('q_norm', 'k_norm', 'norm', 'gate'):
-                if not isinstance(getattr(attention, name, None), (nn.Identity, type(None))):
-                    raise ValueError(f'its attention has a {name}, which heads of ViTs do not have')
-            factor = attention.scale
-        else:
-            raise ValueError(
-                f'its {type(attention).__name__} is not an attention whose heads are known'
-            )
+            _check_stock(module, 'its attention')
+        narrower = _narrower(outer)
+        if isinstance(narrower, nn.Module):  # which has the parameters in layers
+            attention = narrower
         for layer in (attention.qkv, attention.proj):
-            _check_linear(layer, 'attention', Linear, nn.Linear)
+            _check_stock(layer, 'a layer of its attention', Linear, nn.Linear)
         return AttentionParts(
-            self.norm, attention.qkv, attention.proj, gamma, table, attention.num_heads, factor
+            self.norm,
+            attention.qkv,
+            attention.proj,
+            getattr(getattr(attention, 'gamma1', None), 'weight', None),
+            getattr(attention, 'relative_position_bias_table', None),
+            attention.num_heads,
+            getattr(attention, 'scale', None) or attention.head_dims**-0.5,
         )
 
     @property
@@ -325,7 +329,7 @@ class AttentionSite(Site):
 
     def set_weights(self, *weights: torch.Tensor) -> None:
         """Replace the weights of the attention by those of :func:`set_heads_`, in place."""
-        setattr(self.block, self.caller, set_heads_(self.attention, self.inner, *weights))
+        set_heads_(self.attention, self.inner, *weights)
 
 
 @torch.no_grad()
@@ -337,10 +341,10 @@ def set_heads_(
     w_out: torch.Tensor,
     b_out: torch.Tensor,
 ) -> nn.Module:
-    """Replace the weights of attention by those of heads of other widths.
+    """Replace the weights of attention by those of heads of other widths, in place.
 
     Args:
-        attention (nn.Module): The attention, changed in place unless it is mmcv's.
+        attention (nn.Module): The attention.
         inner (str): As :attr:`AttentionSite.inner`.
         w_qkv (torch.Tensor): Rows of queries, keys and values, (h (2 r + s), C).
         b_qkv (torch.Tensor): Their biases (h (2 r + s), ).
@@ -348,116 +352,13 @@ def set_heads_(
         b_out (torch.Tensor): Bias (C, ) of the projection.
 
     Returns:
-        nn.Module: The attention with these heads.
+        nn.Module: The attention.
     """
-    if type(attention) is MMCVAttention:
-        attention = NarrowSelfAttention(attention).train(attention.training)
-    elif inner:
-        become_(attention, FastShiftWindowMSA)
-    elif type(attention) is MultiheadAttention:
-        become_(attention, NarrowMultiheadAttention)
-    elif _is_timm(attention):
-        become_(attention, NarrowTimmAttention)
+    become_(attention, _narrower(attention))
     module = attention.get_submodule(inner)
     _set_matrix_(module.qkv, w_qkv, b_qkv)
     _set_matrix_(module.proj, w_out, b_out)
     return attention
-
-
-UPER_HEADS = 'UPerHead', 'FastUPerHead'
-#: Activations that leave the channels apart.
-_PER_CHANNEL = nn.ReLU, nn.LeakyReLU, nn.GELU, nn.SiLU, nn.Hardswish, nn.Identity
-
-
-class MapsSite(Site):
-    """The convolution of an UperNet's head that takes the maps of all levels."""
-
-    def checked(self) -> nn.Module:
-        """Return the convolution with its norm and activation.
-
-        Raises:
-            ValueError: If the head has hooks, or other convolutions, norms or activations than its
-                channels can be chosen from.
-        """
-        before = [*self.block.fpn_convs]
-        if not before or len({*before}) < len(before):
-            raise ValueError('its levels share a convolution, or there is only one level')
-        for module in (*before, self.module):
-            for one in (module, module.conv):
-                _check_unhooked(one, 'head')
-            norm = module.norm if module.with_norm else None
-            if not (norm is None or getattr(norm, 'running_var', None) is not None):
-                raise ValueError(
-                    f'its head has a {type(norm).__name__}, not a BatchNorm with statistics'
-                )
-            if not is_plain(module.conv, Conv2d, nn.Conv2d) or module.conv.groups > 1:
-                raise ValueError(f'its head has {module.conv}, not an ordinary convolution')
-            if module.with_activation and not is_plain(module.activate, *_PER_CHANNEL):
-                raise ValueError(f'its head has a {type(module.activate).__name__}')
-        return self.module
-
-    @property
-    def channels(self) -> tuple[int, ...]:
-        """The number of channels of each level except for the smallest map."""
-        return tuple(one.conv.out_channels for one in self.block.fpn_convs)
-
-    @property
-    def scale(self) -> torch.Tensor:
-        """The factor of the BatchNorm for each channel (C', ), in float64."""
-        weight, module = double(self.module.conv.weight[:, 0, 0, 0]), self.module
-        if not module.with_norm:
-            return torch.ones_like(weight)
-        scale = (double(module.norm.running_var) + module.norm.eps).rsqrt()
-        return scale * double(module.norm.weight) if module.norm.affine else scale
-
-    @torch.no_grad()
-    def set_weights(
-        self, channels: Sequence[torch.Tensor], weight: torch.Tensor, bias: torch.Tensor
-    ) -> None:
-        """Keep channels of each level, with weights of the convolution that takes them, in place.
-
-        Args:
-            channels (Sequence[torch.Tensor]): Indices of the channels of each level; all of the
-                smallest map.
-            weight (torch.Tensor): Weights (C', n, k, k), with the BatchNorm's scale multiplied in.
-            bias (torch.Tensor): What is added (C', ), with the scale multiplied in.
-        """
-        from repa_mm.faster.uper_head import fast_uper_head_
-
-        fast_uper_head_(self.block)
-        for module, kept in zip(self.block.fpn_convs, channels):
-            _keep_outputs_(module, kept)
-        scale, module = self.scale, self.module
-        scale = torch.where(scale == 0, 1.0, scale)
-        _set_kernel_(module.conv, weight / scale[:, None, None, None])
-        module.in_channels = weight.shape[1]
-        if module.with_norm:  # batch statistics have the bias in their mean anyway
-            module.norm.running_mean.sub_((bias / scale).to(module.norm.running_mean))
-        else:
-            module.conv.bias.add_(bias.to(module.conv.bias))
-
-
-def _keep_outputs_(module: nn.Module, kept: torch.Tensor) -> None:
-    """Keep some output channels of a ``ConvModule``, in place."""
-    _set_kernel_(module.conv, module.conv.weight[kept])
-    owners = [(module.conv, 'bias')]
-    if module.with_norm:
-        owners += [(module.norm, n) for n in ('weight', 'bias', 'running_mean', 'running_var')]
-    for layer, name in owners:
-        value = getattr(layer, name)
-        if isinstance(value, nn.Parameter):
-            setattr(layer, name, nn.Parameter(value[kept], value.requires_grad))
-        elif value is not None:
-            setattr(layer, name, value[kept])
-    module.out_channels = len(kept)
-    if module.with_norm:
-        module.norm.num_features = len(kept)
-
-
-def _set_kernel_(conv: nn.Module, weight: torch.Tensor) -> None:
-    """Give a convolution a weight (C', n, k, k) of any numbers of channels."""
-    conv.weight = nn.Parameter(weight.to(conv.weight).contiguous(), conv.weight.requires_grad)
-    conv.out_channels, conv.in_channels = weight.shape[:2]
 
 
 def known_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module, Family]]:
@@ -506,25 +407,4 @@ def attention_sites(model: nn.Module, where: str = '') -> list[AttentionSite]:
         AttentionSite(f'{name}{family.attn}', block, family.attn, family)
         for name, block, family in known_blocks(model)
         if family.attn and hasattr(block, family.attn.partition('.')[0]) and inside in f'.{name}'
-    ]
-
-
-def maps_sites(model: nn.Module, where: str = '') -> list[MapsSite]:
-    """Return the sites of the heads of UperNets, which become faster heads, in place.
-
-    Args:
-        model (nn.Module): A segmentor.
-        where (str): As for :func:`ffn_sites`. Defaults to the whole model.
-    """
-    heads = [name for name, m in model.named_modules() if type(m).__name__ in UPER_HEADS]
-    if not heads:
-        return []
-    from repa_mm.faster.uper_head import FastUPerHead, fast_uper_head_
-
-    fast_uper_head_(model)
-    inside, path = f'.{where}.' if where else '', 'fpn_bottleneck'
-    return [
-        MapsSite(f'{name}.{path}' if name else path, model.get_submodule(name), path)
-        for name in heads
-        if inside in f'.{name}.' and type(model.get_submodule(name)) is FastUPerHead
     ]

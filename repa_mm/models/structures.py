@@ -5,7 +5,6 @@ model can have several structures if their sites differ. :mod:`repa_mm.models.bu
 structures into models.
 """
 
-import copy
 from collections.abc import Sequence
 
 import torch
@@ -14,7 +13,7 @@ from mmengine.registry import Registry
 
 from repa_mm.models.sites import AttentionSite, FFNSite, Site, attention_sites, ffn_sites, trained
 from repa_mm.reparam import ChannelIdleFFN, FFNParts, Form, TrainingForm
-from repa_mm.surgery import is_plain
+from repa_mm.surgery import copied, has_stock_forward
 
 STRUCTURES = Registry('structure')
 
@@ -180,7 +179,7 @@ def idle_ffn(
     norm_cfg = norm_cfg if site.family.norm else None
     norm, kind = parts.norm, (norm_cfg or {}).get('type')
     if kind == 'keep':
-        if not is_plain(norm, nn.LayerNorm, nn.GroupNorm):
+        if not has_stock_forward(norm, nn.LayerNorm, nn.GroupNorm):
             raise ValueError(
                 f'its norm is a {type(norm).__name__}, and not a LayerNorm or GroupNorm that can '
                 'be kept'
@@ -196,7 +195,7 @@ def idle_ffn(
         channels,
         hidden,
         idle_ratio,
-        act_cfg=copy.deepcopy(parts.act),
+        act_cfg=copied(parts.act),
         norm_cfg=norm_cfg and {**own, **norm_cfg, 'type': kind},
         drop_path=parts.drop_path_rate,
         drop_rate=parts.drop_rate,

@@ -18,9 +18,10 @@ over the tokens, and I the idle rows of the first linear map:
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
-from repa_mm.surgery import is_plain
+from repa_mm.surgery import has_stock_forward
 
 from .autograd import autocast_dtype, first_order_only, is_compiling
 from .deploy_form import KEPT_NORMS, DropPath, fold
@@ -174,21 +175,16 @@ class _NormalizedBranch(torch.autograd.Function):
         return dx, *weights, *[None] * 8
 
 
-_NORMS = *KEPT_NORMS, nn.Identity, nn.BatchNorm1d, nn.SyncBatchNorm
-
-
 def _statistics(norm: nn.Module) -> str | None:
     """Return the source of a norm's statistics: 'batch', 'running' or 'sample'.
 
     None means that folded training does not support the norm.
     """
-    if isinstance(norm, (*KEPT_NORMS, nn.Identity)):
+    if has_stock_forward(norm, nn.Identity, *KEPT_NORMS):
         return 'sample'
-    if not isinstance(norm, (nn.BatchNorm1d, nn.SyncBatchNorm)):
+    if not has_stock_forward(norm, nn.SyncBatchNorm, _BatchNorm):
         return None
-    if norm.training or norm.running_mean is None:
-        return 'batch'
-    return 'running'
+    return 'batch' if norm.training or norm.running_mean is None else 'running'
 
 
 def _group(norm: nn.Module):
@@ -205,61 +201,70 @@ def _group(norm: nn.Module):
     return None
 
 
-def choose_path(ffn: nn.Module, num_tokens: int) -> str:
-    """Return the training path for a number of tokens, 'folded' or 'literal'.
-
-    'auto' is the path with fewer multiply-adds, except in half precision on a GPU. There a step
-    waits for kernels to be launched, and 'literal' launches a third as many: it is 'literal' except
-    for so many tokens that their hidden channels would be most of the memory.
-
-    Raises:
-        ValueError: If ``ffn.training_path`` is 'folded' and folded training does not support the
-            FFN in its present state.
-    """
-    statistics = _statistics(ffn.norm1), _statistics(ffn.norm2)
-    foldable = (
-        statistics in (('batch', 'batch'), ('running', 'running'), ('sample', 'sample'))
-        and next(ffn.act.parameters(), None) is None
-        # The backward pass computes the activation again.
-        and not any(isinstance(m, (nn.RReLU, _DropoutNd)) for m in ffn.act.modules())
+def is_foldable(ffn: nn.Module) -> bool:
+    """Return True if folded training computes what the layers of an FFN in training mode do."""
+    statistics = {_statistics(ffn.norm1), _statistics(ffn.norm2)}
+    return (
+        len(statistics) == 1
+        and None not in statistics
         # A subclass or a hook may compute something that folding does not know.
-        and all(is_plain(layer, nn.Linear) for layer in (ffn.fc1, ffn.fc2))
+        and has_stock_forward(ffn.act)
+        and all(has_stock_forward(layer, nn.Linear) for layer in (ffn.fc1, ffn.fc2))
         and not (ffn.fc1.bias is None or ffn.fc2.bias is None)
-        and all(is_plain(norm, *_NORMS) for norm in (ffn.norm1, ffn.norm2))
-        and is_plain(ffn.dropout_layer, DropPath)
-        and is_plain(ffn.drop, nn.Dropout)
+        and has_stock_forward(ffn.dropout_layer, DropPath)
+        and has_stock_forward(ffn.drop, nn.Dropout)
         and ffn.drop.p == 0
-        and not (ffn.act._forward_hooks or ffn.act._forward_pre_hooks)
+        # The backward pass computes the activation again.
+        and next(ffn.act.parameters(), None) is None
+        and not any(isinstance(m, (nn.RReLU, _DropoutNd)) for m in ffn.act.modules())
     )
+
+
+def is_worth(ffn: nn.Module, num_tokens: int) -> bool:
+    """Return True if folded training of a foldable FFN takes less than the literal equation.
+
+    It does if it has fewer multiply-adds, except in half precision on a GPU. There a step waits for
+    kernels to be launched, of which the literal equation has a third as many: folding is worth it
+    if the hidden channels of so many tokens would be most of the memory.
+    """
+    # Autograd inside a backward pass cannot be compiled.
+    if is_compiling() and type(ffn.act) not in _ACTIVATION_BACKWARD:
+        return False
     # Ranks with other numbers of tokens must take the same path.
     is_alone = _group(ffn.norm1) is None
-    # A single token has no variance, and BatchNorm itself reports that well.
-    if ffn.training_path == 'literal' or (statistics[0] == 'batch' and num_tokens < 2 and is_alone):
-        return 'literal'
-    if ffn.training_path == 'folded':
-        if not foldable:
-            raise ValueError(
-                'folded training needs an activation without parameters, no dropout, linear layers '
-                '(with a bias) and norms of torch.nn without forward hooks, and both norms in the '
-                "same mode (train or eval): set training_path='auto'"
-            )
-        return 'folded'
-    # Autograd inside a backward pass cannot be compiled.
-    if not foldable or (is_compiling() and type(ffn.act) not in _ACTIVATION_BACKWARD):
-        return 'literal'
     weight = ffn.fc1.weight
     dtype = autocast_dtype(weight.device.type) or weight.dtype
     if weight.is_cuda and dtype in (torch.float16, torch.bfloat16):
-        large = num_tokens * ffn.feedforward_channels >= _LARGE
-        return 'folded' if large and is_alone else 'literal'
-    if not is_alone:
-        return 'folded'
+        return is_alone and num_tokens * ffn.feedforward_channels >= _LARGE
     # Multiply-adds of forward and backward, divided by C.
-    products = 3 + 2 * (statistics[0] == 'batch')
+    products = 3 + 2 * (_statistics(ffn.norm1) == 'batch')
     of_tokens = products * ffn.embed_dims + 6 * ffn.num_active
     of_weights = products * ffn.num_idle * ffn.embed_dims
     literal = 6 * num_tokens * ffn.feedforward_channels
-    return 'folded' if num_tokens * of_tokens + of_weights < literal else 'literal'
+    return not is_alone or num_tokens * of_tokens + of_weights < literal
+
+
+def choose_path(ffn: nn.Module, num_tokens: int) -> str:
+    """Return the training path for a number of tokens, 'folded' or 'literal'.
+
+    Raises:
+        ValueError: If ``ffn.training_path`` is 'folded' and the FFN is not foldable at present.
+    """
+    path = ffn.training_path
+    # A single token has no variance, and BatchNorm itself reports that well.
+    is_single = num_tokens < 2 and _statistics(ffn.norm1) == 'batch' and _group(ffn.norm1) is None
+    if path == 'literal' or is_single:
+        return 'literal'
+    foldable = is_foldable(ffn)
+    if path == 'auto':
+        return 'folded' if foldable and is_worth(ffn, num_tokens) else 'literal'
+    if not foldable:
+        raise ValueError(
+            'folded training needs an activation without parameters, no dropout, linear layers '
+            '(with a bias) and norms of torch.nn without forward hooks or parametrizations, and '
+            "both norms in the same mode (train or eval): set training_path='auto'"
+        )
+    return 'folded'
 
 
 def folded_forward(ffn: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -376,7 +381,7 @@ def set_training_path_(model: nn.Module, path: str) -> nn.Module:
     Args:
         model (nn.Module): The model, changed in place.
         path (str): 'literal' (eq. 3 of the paper), 'folded' (without the idle channels), or 'auto',
-            see :func:`choose_path`: the path with fewer multiply-adds, but in half precision on a
+            see :func:`is_worth`: the path with fewer multiply-adds, but in half precision on a
             GPU 'folded' for large maps alone. On an H100 under AMP, a training step of RetinaNet
             with a RePa-Swin-B (2×800×1344) took 122 ms and 5.6 GiB by 'literal', 156 ms and 3.4 GiB
             by 'folded', 131 ms and 4.9 GiB by 'auto', and 160 ms and 6.9 GiB in the stock model.

@@ -6,22 +6,16 @@ the hook, the tools and the exporters use nothing else of a structure: docs/arch
 one in two classes.
 """
 
-import copy
 import functools
 from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn as nn
-from torch.nn.utils.prune import BasePruningMethod
-from torch.nn.utils.spectral_norm import SpectralNorm
-from torch.nn.utils.weight_norm import WeightNorm
+from torch.nn.utils.parametrize import is_parametrized
 
-from repa_mm.surgery import become_
+from repa_mm.surgery import become_, copied
 
 from .numerics import check_finite
-
-# With these forward pre-hooks, torch computes a weight from other tensors before each forward.
-_RECOMPUTING = (BasePruningMethod, SpectralNorm, WeightNorm)
 
 
 class CheckpointError(RuntimeError):
@@ -182,7 +176,7 @@ class TrainingForm(Form):
         raise NotImplementedError
 
     def finish_schedule(self) -> None:
-        """Take what moves during training to its end, so that the form merges. Nothing moves."""
+        """Finish the schedule so that the form can merge. Does nothing by default."""
 
     def schedule_has_ended(self) -> bool:
         """Return True if the form merges now: what moves during training is at its end."""
@@ -266,19 +260,10 @@ def _checked(merge: Callable) -> Callable:
         # Parameters made in inference mode cannot be used outside inference mode.
         with torch.inference_mode(False), torch.no_grad():
             _check_whole(self)
-            _recompute_weights(self)
-            # In training mode, a parametrization may compute another weight or change its state.
-            modes = {module: module.training for module in self.modules()}
-            try:
-                for module in modes:
-                    module.training = False
-                check_finite(self)
-                merged = merge(self)
-                if _parts(merged) & _parts(self):  # training must not change the deploy form
-                    merged = copy.deepcopy(merged)
-            finally:
-                for module, mode in modes.items():
-                    module.training = mode
+            check_finite(self)
+            merged = merge(self)
+            if _parts(merged) & _parts(self):  # training must not change the deploy form
+                merged = copied(merged)
         return merged.train(self.training)
 
     return wrapped
@@ -313,23 +298,16 @@ def _check_whole(form: TrainingForm) -> None:
                 f'the forward() of {where} is replaced, which the merge does not know: remove '
                 'the replacement first'
             )
+        if is_parametrized(module):
+            raise ValueError(
+                f'{where} has parametrized weights, which would be lost in the merge: call '
+                'torch.nn.utils.parametrize.remove_parametrizations first'
+            )
         hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-        hooks = [hook for hook in hooks if not isinstance(hook, _RECOMPUTING)]
         if hooks:
             hook = getattr(hooks[0], '__qualname__', type(hooks[0]).__name__)
             raise ValueError(
                 f'{where} has a forward hook, {hook}, which would be lost in the merge: remove it '
-                'first (handle.remove()), or register it on a module that stays, such as the block'
+                'first (handle.remove(), remove_weight_norm, prune.remove), or register it on a '
+                'module that stays, such as the block'
             )
-
-
-def _recompute_weights(form: TrainingForm) -> None:
-    """Recompute weights that torch computes from other tensors before a forward pass."""
-    for module in form.modules():
-        for hook in module._forward_pre_hooks.values():
-            if isinstance(hook, _RECOMPUTING):
-                training, module.training = module.training, False
-                try:
-                    hook(module, ())
-                finally:
-                    module.training = training

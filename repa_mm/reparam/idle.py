@@ -9,6 +9,8 @@ C matrix.
 import torch
 import torch.nn as nn
 
+from repa_mm.surgery import has_stock_forward
+
 from .deploy_form import (
     KEPT_NORMS,
     DropPath,
@@ -34,10 +36,6 @@ from .numerics import (
     is_batch_norm,
     matrix,
 )
-
-
-def _computes_as(module: nn.Module, kinds: tuple) -> bool:
-    return any(type(module).forward is kind.forward for kind in kinds)
 
 
 class ChannelIdleFFN(TrainingForm):
@@ -183,7 +181,7 @@ class ChannelIdleFFN(TrainingForm):
         """
         for name, others in (('norm1', (nn.Identity, *KEPT_NORMS)), ('norm2', (nn.Identity,))):
             norm = getattr(self, name)
-            if not (is_batch_norm(norm) or _computes_as(norm, others)):
+            if not (is_batch_norm(norm) or has_stock_forward(norm, *others)):
                 raise ValueError(
                     f'its {name} is a {type(norm).__name__}, which is not a norm that merges'
                 )

@@ -1,11 +1,9 @@
 """Reparameterize whole models."""
 
-import copy
-
 import torch
 import torch.nn as nn
 
-from repa_mm.surgery import become_, unwrap
+from repa_mm.surgery import become_, copied, unwrap
 
 from .forms import DeployForm, TrainingForm, merge_whole, outermost
 
@@ -36,7 +34,7 @@ def is_reparameterized(model: nn.Module, state_dict: dict) -> bool:
             {k[len(start) :]: v for k, v in state_dict.items() if k.startswith(start)}
         )
         if names != form.names(form.state_dict()):
-            merged = merge_whole(finish_schedules_(copy.deepcopy(form)), name)
+            merged = merge_whole(finish_schedules_(copied(form)), name)
             return names == merged.names(merged.state_dict())
     return False
 
@@ -85,7 +83,8 @@ def reparameterize(model: nn.Module) -> nn.Module:
     Raises:
         TypeError: If ``model`` is not a module.
         ValueError: If nothing in the model can be merged, or it is sharded; names the module that
-            cannot be merged, see :meth:`~repa_mm.reparam.TrainingForm.merge`.
+            cannot be merged or copied, see :meth:`~repa_mm.reparam.TrainingForm.merge` and
+            :func:`repa_mm.surgery.copied`.
 
     Examples:
         >>> deployed = repa_mm.reparameterize(model)
@@ -93,7 +92,7 @@ def reparameterize(model: nn.Module) -> nn.Module:
     model, memo = _merged(model)
     # What is merged takes its place in the copy, instead of being copied.
     with torch.inference_mode(False):
-        model = copy.deepcopy(model, memo)
+        model = copied(model, memo)
     model.eval()  # on a line of its own: the eval() of some backbones returns None
     return model
 

@@ -1,10 +1,12 @@
 """The ordinary modules that forms are filled from, merging in float64, and its checks."""
 
-import itertools
 from typing import NamedTuple
 
 import torch
 import torch.nn as nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from repa_mm.surgery import has_stock_forward
 
 
 def double(tensor: torch.Tensor) -> torch.Tensor:
@@ -75,13 +77,13 @@ def exact(layer: nn.Module, what: str) -> tuple[torch.Tensor, torch.Tensor]:
     Raises:
         ValueError: If the layer is not an ``nn.Linear``.
     """
-    if not isinstance(layer, nn.Linear) or type(layer).forward is not nn.Linear.forward:
+    if not has_stock_forward(layer, nn.Linear):
         raise ValueError(
             f'{what} is a {type(layer).__name__}, and not an nn.Linear: an adapter is to be merged '
             'into the layer first'
         )
-    weight = double(layer.weight)
-    return weight, weight.new_zeros(len(weight)) if layer.bias is None else double(layer.bias)
+    weight, bias = matrix(layer)
+    return weight, weight.new_zeros(len(weight)) if bias is None else bias
 
 
 def check_dropouts(form: nn.Module) -> None:
@@ -103,10 +105,8 @@ def check_dropouts(form: nn.Module) -> None:
 def is_batch_norm(norm: nn.Module) -> bool:
     """Return True if a module computes a BatchNorm in eval mode."""
     # mmcv's SyncBatchNorm derives from nn.Module alone.
-    return type(norm).__module__.startswith('mmcv.ops.sync_bn') or type(norm).forward in (
-        nn.BatchNorm1d.forward,
-        nn.SyncBatchNorm.forward,
-    )
+    is_of_mmcv = type(norm).__module__.startswith('mmcv.ops.sync_bn')
+    return is_of_mmcv or has_stock_forward(norm, nn.SyncBatchNorm, _BatchNorm)
 
 
 def check_finite(module: nn.Module) -> None:
@@ -119,15 +119,9 @@ def check_finite(module: nn.Module) -> None:
         ValueError: If a tensor has a dtype that torch cannot compute with, has values that are not
             finite, or is a variance with negative values; names the first such tensor.
     """
-    tensors = itertools.chain(
-        module.named_parameters(),
-        (
-            item
-            for item in module.named_buffers()
-            if item[0].endswith(('running_mean', 'running_var', 'layer_scale'))
-        ),
-    )
-    for name, tensor in tensors:
+    merged = 'running_mean', 'running_var', 'layer_scale'
+    buffers = (item for item in module.named_buffers() if item[0].endswith(merged))
+    for name, tensor in (*module.named_parameters(), *buffers):
         if not tensor.is_floating_point() or torch.finfo(tensor.dtype).bits < 16:
             raise ValueError(
                 f'{name} is of type {tensor.dtype}, in which torch does not compute: merge the '
@@ -161,8 +155,18 @@ class FFNParts(NamedTuple):
 
     @property
     def drop_rate(self) -> float:
-        """The rate of the dropout of the hidden channels."""
-        return getattr(self.drop, 'p', 0.0)
+        """The rate of the dropouts of the hidden channels and of the output.
+
+        Raises:
+            ValueError: If the rates differ, since forms have one for both.
+        """
+        rates = [getattr(layer, 'p', 0.0) for layer in (self.drop, self.last)]
+        if rates[0] != rates[1]:
+            raise ValueError(
+                f'its dropouts have different rates, {rates[0]} for the hidden channels and '
+                f'{rates[1]} for the output: a form has one rate for both'
+            )
+        return rates[0]
 
     @property
     def drop_path_rate(self) -> float:

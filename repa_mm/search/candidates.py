@@ -8,6 +8,7 @@ from mmengine.config import Config
 
 from repa_mm.convert.pretrained import with_import, with_structures
 from repa_mm.faster import faster_parts_
+from repa_mm.surgery import copied
 
 
 @dataclass
@@ -34,7 +35,7 @@ def with_faster_parts(cfg: Config, stock: nn.Module) -> Config:
         cfg (Config): Config of the original model. Without such parts, the same is returned.
         stock (nn.Module): The original model.
     """
-    pairs = zip(stock.named_modules(), faster_parts_(copy.deepcopy(stock)).modules())
+    pairs = zip(stock.named_modules(), faster_parts_(copied(stock)).modules())
     changed = {name for (name, module), other in pairs if type(module) is not type(other)}
     if not changed:
         return cfg

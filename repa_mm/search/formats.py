@@ -1,6 +1,5 @@
 """The formats that a model can run in, on a CPU or a GPU."""
 
-import copy
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -11,6 +10,7 @@ import torch.nn.functional as F
 from mmengine.structures import BaseDataElement
 
 from repa_mm.benchmark.variants import compile_
+from repa_mm.surgery import copied
 
 
 @dataclass(frozen=True)
@@ -166,5 +166,5 @@ def divisor_for(sizes: Collection[tuple[int, int]]) -> int | None:
 def in_format(model: nn.Module, form: Format) -> nn.Module:
     """Return a model in a format of PyTorch, with ``test_step``. The model is not changed."""
     if form.compiled:
-        model = compile_(copy.deepcopy(model))
+        model = compile_(copied(model))
     return InPrecision(model, form.dtype) if form.dtype else model

@@ -50,6 +50,7 @@ from repa_mm.search.judge import (
 )
 from repa_mm.search.record import Record
 from repa_mm.search.report import print_table, write_report
+from repa_mm.surgery import copied
 from repa_mm.version import __version__
 
 #: Least budget to try, and the first one.
@@ -303,7 +304,7 @@ class Search:
     def _export(self, candidate: Candidate, kind: str) -> dict:
         """Write a file, 'onnx' or 'int8', and return its path, or why there is none."""
         path = osp.splitext(candidate.config)[0] + ('_int8.xml' if kind == 'int8' else '.onnx')
-        model = copy.deepcopy(self.model(candidate)).cpu()
+        model = copied(self.model(candidate)).cpu()
         try:
             if kind == 'int8':
                 crops = [cropped(data) for data in self.calibration()]
@@ -351,7 +352,7 @@ class Search:
             return Padded(exported, self.divisor) if FORMATS[kind].padded else exported
         model = self.model(candidate)
         if candidate is not self.stock and next(model.parameters()).is_cuda:
-            model = faster_on_gpu_(copy.deepcopy(model))
+            model = faster_on_gpu_(copied(model))
         return in_format(model, FORMATS[kind])
 
     def keeps(self, candidate: Candidate, kind: str, max_loss: float) -> bool:

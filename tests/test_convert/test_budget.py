@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from repa_mm.convert.budget import Axis, spread
+from repa_mm.convert.budget import Axis, allocate
 
 
 def axis(errors, cost, gain=1.0):
@@ -18,7 +18,7 @@ def test_the_least_error_that_the_budget_allows():
         axis([8, 6, 4, 2, 0], 4.0),
     ]
     for budget in range(7, 36):
-        sizes = spread(axes, budget)
+        sizes = allocate(axes, budget)
         spent = sum(a.cost * s for a, s in zip(axes, sizes))
         assert spent <= budget
         # Convex errors: no other sizes of the same cost are better.
@@ -30,12 +30,12 @@ def test_the_least_error_that_the_budget_allows():
 
 def test_bounds():
     axes = [axis([5, 3, 3, 0], 1.0), axis([0, 0, 0, 0], 1.0)]
-    assert spread(axes, 8) == [4, 4]
-    assert spread(axes, 1) == [1, 1]
-    assert spread(axes, 5) == [4, 1]  # the second one loses nothing at any size
+    assert allocate(axes, 8) == [4, 4]
+    assert allocate(axes, 1) == [1, 1]
+    assert allocate(axes, 5) == [4, 1]  # the second one loses nothing at any size
     eights = [Axis([4, 8, 12, 16], [3, 2, 1, 0], 4, 1.0, 1.0)]
-    assert spread(eights, 11) == [8]
+    assert allocate(eights, 11) == [8]
     sixes = [Axis([4, 6], [1, 0], 4, 1.0, 1.0)]  # the whole need not be a multiple
-    assert spread(sixes, 6) == [6] and spread(sixes, 5) == [4]
+    assert allocate(sixes, 6) == [6] and allocate(sixes, 5) == [4]
     assert axis([100, 50, 1.9, 0], 1).probe() == pytest.approx(1)
     assert axis([0.0, 0.0], 1).probe() == 1

@@ -10,9 +10,9 @@ from mmengine.registry import MODELS
 import repa_mm
 from benchmarks.even import even_sizes
 from repa_mm.convert import Conversion
+from repa_mm.convert.changed_config import converted_config
 from repa_mm.convert.conversion import find_parts
 from repa_mm.convert.heads import HeadMoments, HeadWeights, Tokens, sample_windows
-from repa_mm.convert.pretrained import widths_structure, with_structures
 from repa_mm.faster.attention import FastShiftWindowMSA, swap_attention_
 from repa_mm.features import tensors
 from repa_mm.models.sites import attention_sites
@@ -209,13 +209,9 @@ def test_every_attention(case, pretrained):
                 assert new.bias.abs().max() < 3 * largest(model)
         rows = [row for row in report.blocks if len(row.after) == 2]
         assert [row.after for row in rows] == sizes
-        for row in rows:
-            assert row.narrow_gmacs == pytest.approx(row.gmacs * sum(row.after) / (2 * d))
         # It is what a model of its config computes, trains, and is as it was in eval mode.
-        config = with_structures(
-            Config(CASES[case])._cfg_dict, widths_structure(model, report.sizes)
-        )
-        again = MODELS.build(config)
+        config = converted_config(Config(dict(model=CASES[case])), model, report.sizes)
+        again = MODELS.build(config.model)
         again.load_state_dict(narrow.state_dict())
         again.eval()
         after = outputs(narrow, images[0])
@@ -338,10 +334,8 @@ def test_parts_that_stay_are_not_in_the_config(case, last, pretrained):
     narrow, report = conversion.fit(sizes)
     given = report.sizes
     assert len(given) < len(report.blocks)
-    cfg = Config(dict(CASES[case], **NO_BIAS[case]))._cfg_dict
-    if given:
-        cfg = with_structures(cfg, widths_structure(model, given))
-    again = MODELS.build(cfg)
+    cfg = Config(dict(model=dict(CASES[case], **NO_BIAS[case])))
+    again = MODELS.build(converted_config(cfg, model, given).model)
     again.load_state_dict(narrow.state_dict())
     again.eval()
     for a, b in zip(outputs(again, images[0]), outputs(narrow, images[0])):

@@ -13,15 +13,15 @@ from mmengine.registry import MODELS
 
 import repa_mm
 from repa_mm.config import load_config
-from repa_mm.convert import pretrained
-from repa_mm.convert.pretrained import convert_checkpoint, converted_config, split_images
-from repa_mm.models.sites import attention_sites, ffn_sites
+from repa_mm.convert import Conversion
+from repa_mm.convert.pretrained import convert_checkpoint, split_images
+from repa_mm.faster import faster_parts_
+from repa_mm.models.sites import ffn_sites
 from repa_mm.opening import open_model, read_images
 from repa_mm.reparam import CheckpointError, TrainingForm, has_deploy_form, outermost
 from tests.conftest import random_model
 from tests.test_export.conftest import write_config
 
-RETINANET = repa_mm.config_path('demo/retinanet_swin_digits.py')
 CLASSIFIER = """
 default_scope = 'mmpretrain'
 data_preprocessor = dict(mean=[100, 110, 120], std=[50, 60, 70], to_rgb=True, num_classes=2)
@@ -131,47 +131,9 @@ def test_the_files_of_a_channel_idle_model(folder):
 
 def test_a_channel_idle_config_is_built_before_the_fit(folder, monkeypatch):
     broken = Config(dict(model=dict(type='UnknownModel')))
-    monkeypatch.setattr(pretrained.IdleModelConversion, '_config', lambda *args: broken)
+    monkeypatch.setattr(Conversion, '_config', lambda *args: broken)
     with pytest.raises(KeyError, match='UnknownModel'):
         converted(idle_ratio=0.75, parts=None, progress=pytest.fail)
-
-
-ARCH = dict(embed_dims=8, depths=(1, 2), num_heads=(1, 2))
-
-
-def test_a_converted_model_is_converted_once_more():
-    backbone = dict(type='mmpretrain.SwinTransformer', arch=ARCH, out_indices=(1,))
-    head = dict(type='mmpretrain.LinearClsHead', num_classes=2, in_channels=16)
-    model = dict(type='mmpretrain.ImageClassifier', backbone=backbone, head=head)
-    cfg, widths = Config(dict(model=model)), [32, 64, 64]
-    for number in (5, 3):
-        built = MODELS.build(cfg.model)
-        name = ffn_sites(built)[0].block_name
-        cfg = converted_config(cfg, built, {name: (number,)})
-        widths[0] = number
-        found = ffn_sites(MODELS.build(cfg.model))
-        assert [len(site.parts().fc1.bias) for site in found] == widths
-
-
-@pytest.mark.parametrize('whole', [False, True])
-def test_training_needs_no_weights_of_the_original(whole):
-    """Not even those that the config of a model inside of another names."""
-    missing = dict(type='Pretrained', checkpoint='none.pth')
-    backbone = dict(type='mmpretrain.SwinTransformer', arch=ARCH, out_indices=(1,))
-    backbone['init_cfg'] = [dict(type='TruncNormal', layer='Linear'), missing]
-    model = dict(
-        type='mmpretrain.ImageClassifier',
-        backbone=dict(type='Restructured', model=backbone, structures=[]),
-        head=dict(type='mmpretrain.LinearClsHead', num_classes=2, in_channels=16),
-        pretrained='none.pth',
-    )
-    if whole:
-        model = dict(type='Restructured', model=model, structures=[], init_cfg=missing)
-    built = MODELS.build(Config(dict(model=model)).model)
-    name = ffn_sites(built)[0].block_name
-    found = converted_config(Config(dict(model=model)), built, {name: (4,)}).model
-    MODELS.build(found).init_weights()
-    assert 'none.pth' not in str(found) and 'structures' in str(found)
 
 
 def test_a_detector_and_the_tool(folder, monkeypatch, capsys):
@@ -180,8 +142,9 @@ def test_a_detector_and_the_tool(folder, monkeypatch, capsys):
     spec = importlib.util.spec_from_file_location('tool', path)
     tool = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(tool)
-    save(RETINANET, 'vanilla.pth')
-    arguments = [RETINANET, 'vanilla.pth', 'narrow.pth', '--images', 'images', '--num-images', '1']
+    config = write_config('retinanet', folder, repa=False)
+    save(config, 'vanilla.pth')
+    arguments = [config, 'vanilla.pth', 'narrow.pth', '--images', 'images', '--num-images', '1']
     options = ['--cfg-options', 'model.bbox_head.loss_cls.gamma=1.5', '--device', 'cpu']
     options += ['--budget', '1', '--parts', 'ffn']
     monkeypatch.setattr(sys, 'argv', ['tool', *arguments, *options, '--idle-ratio', '0.75'])
@@ -197,7 +160,7 @@ def test_a_detector_and_the_tool(folder, monkeypatch, capsys):
     image = torch.randn(1, 3, 96, 96)
     own = torch.load('vanilla.pth')['state_dict']
     del own['neck.of_another_version']
-    original = random_model(load_config(RETINANET))
+    original = faster_parts_(random_model(load_config(config)))
     original.load_state_dict(own)
     with torch.no_grad():
         pairs = zip(open_model(cfg, 'narrow.pth')(image), original(image))
@@ -269,19 +232,3 @@ def test_heads_of_a_merged_repaformer(folder, randomize):
             found.append(narrow.backbone(x)[-1])
     assert torch.allclose(*found, atol=1e-4)
     assert 0 < (found[0] - expected).square().mean() < 0.3 * expected.var()
-
-
-def test_backbones_of_timm_download_no_weights():
-    pytest.importorskip('timm')
-    sizes = dict(img_size=32, embed_dim=16, depth=1, num_heads=2)
-    backbone = dict(type='mmseg.TIMMBackbone', model_name='vit_tiny_patch16_224', **sizes)
-    backbone.update(features_only=False, pretrained=False)
-    model = torch.nn.Module()
-    model.backbone = MODELS.build(dict(backbone))
-    cfg = Config(dict(model=dict(type='EncoderDecoder', backbone=dict(backbone, pretrained=True))))
-    given = {'backbone.timm_model.blocks.0': (8,), 'backbone.timm_model.blocks.0.attn': (4, 4)}
-    found = converted_config(cfg, model, given).model.backbone
-    assert found.model.pretrained is False
-    built = MODELS.build(found)
-    assert len(ffn_sites(built)[0].modules().fc1.weight) == 8
-    assert attention_sites(built)[0].parts().dims == (4, 4)

@@ -54,7 +54,7 @@ def test_it_is_the_regression_on_the_kept_channels(ffn, width, monkeypatch):
     x = tokens()
     y = ffn(x) + 0.1 * torch.randn_like(x)
     monkeypatch.setattr(regression, 'RIDGES', (1e-12,))
-    monkeypatch.setattr(regression, 'LEAST', 0.0)
+    monkeypatch.setattr(regression, 'MIN_RIDGE', 0.0)
     fit = fit_ffn(FittedFFN.from_form(ffn), moments(ffn, x, y), width)
     u = ffn.norm1(x)
     features = ffn.act(u @ fit.w_in.t() + fit.b_in)

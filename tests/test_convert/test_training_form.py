@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from repa_mm.convert import fit_channel_idle, regression
+from repa_mm.convert import Conversion, fit_channel_idle, regression
 from repa_mm.convert.regression import FittedFFN, ffn_moments
-from repa_mm.convert.training_form import fit_idle, fit_training_form, idle_structure
+from repa_mm.convert.training_form import fit_idle, fit_training_form
 from repa_mm.features import differences
 from repa_mm.models import add_structures_
 from repa_mm.models.sites import raised
@@ -74,7 +74,7 @@ def sample(ffn, n=2000, noise=0.0, number=4):
 @pytest.fixture
 def unridged(monkeypatch):
     monkeypatch.setattr(regression, 'RIDGES', (1e-12,))
-    monkeypatch.setattr(regression, 'LEAST', 0.0)
+    monkeypatch.setattr(regression, 'MIN_RIDGE', 0.0)
 
 
 def least_squares(u, a, t):
@@ -185,7 +185,6 @@ def test_a_model_starts_nearer_than_one_that_is_filled(case, randomize):
     fitted, report = fit_channel_idle(model, images(2), forward=outputs, held_out=[x])
     active = [form.num_active for _, form in outermost(fitted, TrainingForm)]
     assert len(active) == number and active == [row.after[0] for row in report.blocks]
-    assert idle_structure(fitted, report.sizes, 0.75) == dict(structure, where=None)
     with torch.no_grad():
         expected = [outputs(model, x)]
         starts = [differences(expected, [outputs(m, x)]) for m in (fitted, filled)]
@@ -204,3 +203,7 @@ def test_what_cannot_be_fitted_is_named(randomize):
     model, _ = pretrained('Swin', randomize)
     with pytest.raises(ValueError, match='hidden channels would be idle.*a larger idle ratio'):
         fit_channel_idle(model, images(1), 0.2, forward=outputs)
+    with pytest.raises(ValueError, match='leave parts out'):
+        Conversion(model, images(1), ['ffn'], idle_ratio=0.75)
+    with pytest.raises(ValueError, match='leave the budget out'):
+        Conversion(model, images(1), idle_ratio=0.75, forward=outputs).sizes(0.5)

@@ -8,6 +8,7 @@ import torch.nn as nn
 from mmcv.cnn import ConvModule
 
 from repa_mm.faster import fuse_conv_bn_
+from repa_mm.faster.fusing import Shift
 
 
 class Sum(ConvModule):
@@ -16,8 +17,7 @@ class Sum(ConvModule):
 
 
 def conv(kind=ConvModule, norm='BN', **kwargs):
-    options = dict(num_groups=2) if norm == 'GN' else {}
-    return kind(8, 8, 3, padding=1, norm_cfg=dict(type=norm, **options), **kwargs)
+    return kind(8, 8, 3, **{'padding': 1, 'norm_cfg': dict(type=norm), **kwargs})
 
 
 def shared():
@@ -25,6 +25,19 @@ def shared():
     first, second = conv(), conv()
     second.conv = first.conv
     return nn.Sequential(first, second)
+
+
+class ByParts(nn.Module):
+    """As in MMDetection's TOODHead: convolves by a weight, and calls the norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.module = conv()
+
+    def forward(self, x):
+        weight = 2 * self.module.conv.weight
+        y = self.module.activate(self.module.norm(nn.functional.conv2d(x, weight, padding=1)))
+        return y + self.module(x)
 
 
 def replaced():
@@ -41,7 +54,10 @@ def parametrized():
 
 MODULES = dict(
     ordinary=(conv, True), synchronized=(lambda: conv(norm='SyncBN'), True),
-    group_norm=(lambda: conv(norm='GN'), False),
+    group_norm=(lambda: conv(norm_cfg=dict(type='GN', num_groups=2)), False),
+    with_bias=(lambda: conv(bias=True, padding_mode='reflect'), True),
+    no_activation=(lambda: conv(act_cfg=None, norm_cfg=dict(type='BN', affine=False)), True),
+    read_by_parts=(ByParts, True),
     norm_first=(lambda: conv(order=('norm', 'conv', 'act')), False),
     shared=(shared, False), own_forward=(lambda: conv(Sum), False), replaced=(replaced, False),
     parametrized=(parametrized, False),
@@ -56,7 +72,7 @@ def test_what_is_fused_computes_the_same(name, randomize, relative_error):
     expected = model(x)
     fused = fuse_conv_bn_(model if name == 'replaced' else copy.deepcopy(model))
     assert relative_error(fused(x), expected) < 1e-5
-    assert any(type(m) is nn.Identity for m in fused.modules()) == is_fused
+    assert any(type(m) is Shift for m in fused.modules()) == is_fused
 
 
 def test_weights_that_are_no_numbers_or_too_narrow_are_refused():

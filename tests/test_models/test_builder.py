@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 import torch.nn as nn
+from mmengine.config import ConfigDict
 from mmengine.registry import MODELS
 from mmengine.runner.checkpoint import load_state_dict
 from mmpretrain.models import VisionTransformer
@@ -122,6 +123,45 @@ def test_weights_of_other_widths_are_refused_in_named_backbones_and_whole_models
 def test_tables_of_other_windows_are_left_to_the_codebase():
     model, other = (build(heads((4, 4), None), **dict(SWIN, window_size=n)) for n in (4, 2))
     load_state_dict(model, other.state_dict(), strict=False)
+
+
+@pytest.mark.parametrize(
+    'model, change, prefix',
+    [(VITS, dict(img_size=48), ''), (SWIN, dict(window_size=2), 'backbone.')],
+)
+def test_own_weights_of_other_sizes_are_resized_as_by_the_codebase(
+    model, change, prefix, tmp_path, randomize
+):
+    """And found behind a prefix, which MMSegmentation's ViT ignores, or without, unlike a Swin."""
+    path, resized = str(tmp_path / 'own.pth'), ('pos_embed', 'bias_table')
+    weights = randomize(build(idle(0.5), **model)).state_dict()
+    for key, value in weights.items():
+        if key.endswith(resized):
+            value.normal_()
+
+    def loaded(cfg, start):
+        # Without indices, which the codebase would not load into other windows.
+        torch.save({start + k: v for k, v in weights.items() if 'index' not in k}, path)
+        init_cfg = ConfigDict(type='Pretrained', checkpoint=path, prefix=start or None)
+        built = MODELS.build(dict(copy.deepcopy(cfg), init_cfg=init_cfg))
+        built.init_weights()
+        return built.state_dict()
+
+    model = dict(model, **change)
+    stock = loaded(model, prefix)
+    for start in ('', 'backbone.'):
+        own = loaded(dict(type='Restructured', model=model, structures=idle(0.5)), start)
+        for key, value in own.items():
+            expected = stock if key.endswith((*resized, 'index')) else weights
+            assert torch.equal(value, expected[key]), key
+
+
+def test_a_prefix_without_weights_is_refused(tmp_path):
+    model = build(widths(20, None))
+    torch.save(model.state_dict(), tmp_path / 'own.pth')
+    model.init_cfg = dict(type='Pretrained', checkpoint=str(tmp_path / 'own.pth'), prefix='neck.')
+    with pytest.raises(CheckpointError, match='own.pth has no weights behind the prefix'):
+        model.init_weights()
 
 
 def test_blocks_of_the_same_name_may_have_other_parts():

@@ -12,12 +12,14 @@ from mmengine.registry import MODELS, init_default_scope
 import repa_mm
 from repa_mm.config import load_config
 from repa_mm.convert import fit_channel_idle
-from repa_mm.convert.pretrained import converted_config
+from repa_mm.convert.changed_config import converted_config
 from repa_mm.features import head_inputs, tensors
 from repa_mm.models.sites import ffn_sites
 from repa_mm.reparam import ChannelIdleFFN, MergedFFN, set_training_path_
+from repa_mm.surgery import copied
 from tests.test_convert.even import narrowed
 from tests.test_models.test_sites import idle
+from tests.test_surgery import as_fairscale_does
 
 pytest.importorskip('mmdet')
 
@@ -284,9 +286,10 @@ def encode(model, x):
 @torch.no_grad()
 def test_layers_of_mmcv(randomize, relative_error):
     model, x = randomize(mmcv_encoder()).eval(), torch.randn(30, 2, 16)
-    merged = repa_mm.reparameterize(idle(copy.deepcopy(model), 0.5))
+    as_fairscale_does(model.layers[1])  # for checkpointing, as Co-DETR's configs have it
+    merged = repa_mm.reparameterize(idle(copied(model), 0.5))
     assert sum(isinstance(m, MergedFFN) for m in merged.modules()) == 2
-    same = repa_mm.reparameterize(idle(copy.deepcopy(model), 0.0))
+    same = repa_mm.reparameterize(idle(copied(model), 0.0))
     assert relative_error(encode(same, x), encode(model, x)) < 1e-5
     batches = [torch.randn(60, 2, 16) for _ in range(3)]
     narrow, report = narrowed(model, batches, 0.5, forward=encode, held_out=[x])

@@ -311,6 +311,14 @@ def test_blocks_of_vitdet(monkeypatch, randomize, relative_error):
     assert report.differences[0] < 0.1
     with pytest.raises(ValueError, match='LinearPlus adds the shortcut, which a Block adds itself'):
         add_structures_(model, [_Plus()])
+    model[1].mlp.drop2.p = 0.5
+    with pytest.raises(ValueError, match=r"'1.mlp'.* rates, 0.0 for the hidden.* 0.5 for the out"):
+        idle(model)
+    model[1].mlp.drop1.p = 0.5
+    assert [ffn.drop.p for ffn in idle(model).modules() if isinstance(ffn, ChannelIdleFFN)] == [
+        0,
+        0.5,
+    ]
 
 
 class LinearPlus(TrainingForm):
@@ -354,7 +362,11 @@ def _dropout(block):
 
 @pytest.mark.parametrize(
     'change, message',
-    [(_adapter, 'is a Adapter'), (_hook, 'forward hooks'), (_dropout, 'ends with a Dropout')],
+    [
+        (_adapter, 'a Adapter, has a forward'),
+        (_hook, 'forward hooks'),
+        (_dropout, 'ends with a Dropout'),
+    ],
 )
 def test_an_ffn_that_computes_something_else_is_refused(change, message):
     model = build('mmpretrain', 'VisionTransformer', dict(arch=VIT))

@@ -1,0 +1,102 @@
+"""Copies of models whose methods were replaced."""
+
+import functools
+import types
+import weakref
+
+import pytest
+import torch
+import torch.nn as nn
+
+from repa_mm.reparam import ChannelIdleFFN, reparameterize
+from repa_mm.surgery import copied, has_stock_forward
+
+X = torch.linspace(-2, 2, 2 * 5 * 8).sin().view(2, 5, 8)
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.ffn = ChannelIdleFFN(8, 32, norm_cfg=None)
+
+    def forward(self, x):
+        return self.ffn(x)
+
+    def twice(self, x, times=2):
+        return times * self.ffn(x)
+
+
+def _checkpointed(forward, reference, offload, *args, **kwargs):
+    return forward(reference(), *args, **kwargs)
+
+
+def as_fairscale_does(layer):
+    """Replace forward() as ``checkpoint_wrapper`` does."""
+    reference = weakref.ref(layer)
+    layer.forward = functools.partial(_checkpointed, type(layer).forward, reference, False)
+
+
+def by_another_module(layer):
+    layer.forward = functools.partial(lambda ffn, x: ffn()(x), weakref.ref(layer.ffn))
+
+
+def as_mmengine_compiles(layer):
+    layer.forward = torch.compile(layer.forward, backend='eager')
+
+
+def by_a_method(layer):
+    layer.forward = types.MethodType(Layer.twice, layer)
+
+
+def by_a_partial_method(layer):
+    layer.forward = functools.partial(layer.twice)
+
+
+REPLACED = [
+    as_fairscale_does, by_another_module, as_mmengine_compiles, by_a_method, by_a_partial_method,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize('copy', [copied, reparameterize, lambda model: copied(copied(model))])
+@pytest.mark.parametrize('replace', REPLACED)
+def test_a_copy_runs_its_own_modules(replace, copy, randomize, relative_error):
+    model = randomize(nn.Sequential(Layer())).eval()
+    replace(model[0])
+    with torch.no_grad():
+        expected = model(X)
+        other = copy(model)
+        for parameter in model.parameters():  # training goes on
+            parameter.zero_()
+        assert relative_error(other(X), expected) < 1e-5
+        assert not torch.equal(model(X), expected)
+
+
+def test_functions_of_the_original_are_refused_by_name():
+    model = nn.Sequential(Layer(), Layer())
+    model[1].forward = lambda x: x  # without a reference
+    assert torch.equal(copied(model)[1](X), X)
+    own = model[1].forward
+    for forward in (lambda x: own(x), lambda x, layer=model[1]: layer.twice(x)):
+        model[1].forward = forward
+        for copy in (copied, reparameterize):
+            with pytest.raises(ValueError, match=r"forward\(\) of '1' \(Layer\).*del module"):
+                copy(model)
+
+
+def test_stock_forwards():
+    class Doubled(nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    class Named(nn.Linear):
+        pass
+
+    assert has_stock_forward(Named(2, 2), nn.Identity, nn.Linear)
+    assert has_stock_forward(Doubled(2, 2))
+    changed = [nn.Linear(2, 2) for _ in range(4)]
+    changed[0].register_forward_hook(print)
+    changed[1].register_forward_pre_hook(print)
+    changed[2].forward = print
+    nn.utils.parametrizations.weight_norm(changed[3])
+    for layer in (Doubled(2, 2), nn.Identity(), *changed):
+        assert not has_stock_forward(layer, nn.Linear)
