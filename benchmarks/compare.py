@@ -12,7 +12,7 @@ The method 'ours, channel idle' is for a --keep of 0.125 to 0.875.
 
 A trained detector or segmentor, by the metrics of its own config::
 
-    python -m benchmarks.compare model configs/demo/retinanet_swin_digits.py epoch_5.pth \
+    python -m benchmarks.compare model configs/demo/retinanet_swin_digits.py epoch_3.pth \
         --name 'RetinaNet, digits'
 
 Results are appended to a file with the columns of results.csv.

@@ -33,8 +33,6 @@ SEMANTIC = {'mIoU': 'mIoU (%)', 'aAcc': 'aAcc (%)'}
 TASKS = {'retinanet': BOX, 'mask_rcnn': BOX | MASK, 'upernet': SEMANTIC}
 # Largest loss of the sped-up model, in points of box AP, on all validation scenes.
 MAX_LOSS, NUM_IMAGES = 0.5, 200
-# The model to speed up trains for three of its five epochs, which saves minutes.
-SHORTER = {'train_cfg.max_epochs': 3, 'train_cfg.val_interval': 3, 'param_scheduler.1.end': 3}
 
 
 def run_demo(
@@ -66,8 +64,7 @@ def run_demo(
     write_digit_scenes(DATA)
     model = 'retinanet_swin' if task == 'speed_up' else f'{task}_repa_swin'
     config = config_path(f'demo/{model}_digits.py')
-    shorter = SHORTER if task == 'speed_up' else {}
-    cfg = load_config(config, shorter | (cfg_options or {}))
+    cfg = load_config(config, cfg_options)
     checkpoint = checkpoint or train(cfg, work_dir)
     if task == 'speed_up':
         folder = osp.join(work_dir, 'speed_up')

@@ -6,8 +6,10 @@ import inspect
 import pytest
 import torch
 import torch.nn as nn
+from mmengine.optim import DefaultOptimWrapperConstructor
+from torch.nn.modules.batchnorm import _BatchNorm
 
-from repa_mm.reparam import finish_schedules_, reparameterize
+from repa_mm.reparam import TrainingForm, finish_schedules_, reparameterize
 from tests.test_models import test_backbones
 from tests.test_reparam import test_forms
 
@@ -28,6 +30,23 @@ def run_test(test, request, **values) -> None:
     """Run a test of the package on what a project adds; the other arguments are fixtures."""
     names = inspect.signature(test).parameters.keys() - values.keys()
     test(**values, **{name: request.getfixturevalue(name) for name in names})
+
+
+def check_norms_decay_alike(model, optim_wrapper) -> None:
+    """The norms in forms have the learning rate and decay of their block's other norms."""
+    how = optim_wrapper.copy()
+    constructor = DefaultOptimWrapperConstructor(how, how.pop('paramwise_cfg', None))
+    groups = []
+    constructor.add_params(groups, model)
+    options = {id(g['params'][0]): (g.get('lr'), g.get('weight_decay')) for g in groups}
+    forms = [name for name, m in model.named_modules() if isinstance(m, TrainingForm)]
+    for block in {name.rpartition('.')[0] for name in forms}:
+        norms = {
+            name: {options[id(p)] for p in m.parameters()}
+            for name, m in model.get_submodule(block).named_modules()
+            if isinstance(m, (nn.LayerNorm, nn.GroupNorm, _BatchNorm))
+        }
+        assert len(norms) > 1 and len(set.union(*norms.values())) == 1, (block, norms)
 
 
 def merging_before_the_schedule_has_ended_is_refused(name):

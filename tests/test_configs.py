@@ -20,6 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from repa_mm import config_path, reparameterize
 from repa_mm.features import head_inputs, tensors
 from repa_mm.reparam import TrainingForm, finish_schedules_
+from tests.shared import check_norms_decay_alike
 
 ROOT = Path(config_path('swin_t_in1k')).parent
 NAMES = sorted(
@@ -193,6 +194,16 @@ def check_weight_decay(model, optimizer, cfg):
             assert decay == cfg.optim_wrapper.optimizer.weight_decay, name
 
 
+@pytest.mark.parametrize('name', [n for n in NAMES if re.search('repa.*(_t|_s12|_b16)($|_)', n)])
+def test_norms_of_forms_decay_as_their_hosts(name, monkeypatch):
+    """In each schedule; DETRs and the recipes of the docs are checked where they are built."""
+    for init in ('trunc_normal_', 'normal_', 'kaiming_uniform_', 'uniform_', 'xavier_uniform_'):
+        monkeypatch.setattr(torch.nn.init, init, lambda tensor, *_, **__: tensor)  # quickly
+    cfg = load(name)
+    backbone = torch.nn.ModuleDict(dict(backbone=MODELS.build(cfg.model.backbone)))
+    check_norms_decay_alike(backbone, cfg.optim_wrapper)
+
+
 def learning_rates(cfg, lr, epoch_length, iters):
     """The learning rate of every iteration, as the runner's hook sets it."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
@@ -360,6 +371,7 @@ def test_a_config_elsewhere_changes_classes_data_and_idle_ratio(tmp_path):
     model = build(cfg)
     assert model.backbone.stages[0].blocks[0].ffn.num_active == 384 / 2
     assert model.bbox_head.num_classes == 2
+    check_norms_decay_alike(model, cfg.optim_wrapper)
 
 
 @pytest.mark.parametrize('swin', ['repa_swin_t', 'swin_t'])
@@ -418,6 +430,7 @@ def test_detrs_train_a_step_and_merge(name, relative_error):
     loss.backward()
     without = [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]
     assert not [n for n in without if any(n.startswith(form) for form in forms)]
+    check_norms_decay_alike(model, cfg.optim_wrapper)
     if 'swin' in name:
         check_weight_decay(model, build_optim_wrapper(model, cfg.optim_wrapper).optimizer, cfg)
     model.eval()

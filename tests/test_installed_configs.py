@@ -6,17 +6,19 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn as nn
 from mmengine.config import Config
 from mmengine.registry import MODELS, init_default_scope
 
 import repa_mm
 from repa_mm.reparam import ChannelIdleFFN
+from tests.shared import check_norms_decay_alike
 
 ROOT = Path(__file__).parents[1]
 DOCS = (ROOT / 'docs' / 'structures.md').read_text()
 README = (ROOT / 'README.md').read_text()
 # The smallest ones of Swin's own folders; the others are slow together.
-QUICK = re.compile('(swin|swin_transformer)/[^/]*swin-(t|tiny)')
+QUICK = re.compile('(swin|swin_transformer)/[^/]*swin-(t|tiny)|mask2former/.*swin-t.*(50e|ade20k)')
 
 
 def swin_configs():
@@ -41,8 +43,13 @@ def lines_of(page):
 
 def user_config(folder, base):
     """What docs/structures.md says, as a user writes it."""
-    path = folder / 'user.py'
-    path.write_text(re.sub("'mmdet::[^']*'", repr(str(base)), lines_of(DOCS)))
+    path, text = folder / 'user.py', lines_of(DOCS)
+    keys = Config.fromfile(base).get('optim_wrapper', {}).get('paramwise_cfg', {})
+    named = [v for k, v in keys.get('custom_keys', {}).items() if 'blocks.0.norm' in k]
+    if named:
+        (more,) = re.findall(r'<!-- norms -->\n```python\n(.*?)```', DOCS, re.DOTALL)
+        text += more.replace('dict(lr_mult=0.1, decay_mult=0.0)', repr(dict(named[0])))
+    path.write_text(re.sub("'mmdet::[^']*'", repr(str(base)), text))
     return Config.fromfile(path)
 
 
@@ -58,7 +65,7 @@ def test_lines_of_the_docs(path, tmp_path, quick_init):
     original, cfg = Config.fromfile(path), user_config(tmp_path, path)
     init_default_scope(cfg.default_scope)
     # Nothing else changes: the hooks and imports of the original stay.
-    for key in set(original) - {'model', 'default_hooks', 'custom_imports'}:
+    for key in set(original) - {'model', 'default_hooks', 'custom_imports', 'optim_wrapper'}:
         assert cfg[key] == original[key], key
     assert cfg.default_hooks.pop('reparameterize') == dict(type='ReparameterizeHook')
     assert cfg.default_hooks == original.default_hooks
@@ -67,6 +74,8 @@ def test_lines_of_the_docs(path, tmp_path, quick_init):
     vanilla, idle = MODELS.build(swin), MODELS.build(cfg.model.backbone)
     num_ffns = sum(isinstance(m, ChannelIdleFFN) for m in idle.modules())
     assert num_ffns == sum(len(stage.blocks) for stage in vanilla.stages)
+    if 'optim_wrapper' in cfg and 'constructor' not in cfg.optim_wrapper:
+        check_norms_decay_alike(nn.ModuleDict(dict(backbone=idle)), cfg.optim_wrapper)
     # MMPretrain's Swin takes no maps that are smaller than its windows.
     size = swin.get('img_size', 64)
     images = torch.zeros(1, swin.get('in_channels', 3), size, size)
@@ -90,6 +99,7 @@ def test_six_lines_of_readme(tmp_path, quick_init):
     assert cfg.model.backbone.init_cfg.checkpoint == ours.model.backbone.init_cfg.checkpoint
     model, expected = MODELS.build(cfg.model), MODELS.build(ours.model)
     assert model.backbone.norm_eval
+    check_norms_decay_alike(model, cfg.optim_wrapper)
     shapes, others = ({k: v.shape for k, v in m.state_dict().items()} for m in (model, expected))
     assert shapes == others
 
@@ -102,7 +112,7 @@ def test_whole_model(path, tmp_path, quick_init):
     if cfg.model.get('language_model'):
         pytest.skip('the language model is downloaded')
     model = repa_mm.reparameterize(MODELS.build(cfg.model).eval())
-    swin = cfg.model.backbone.backbone
+    swin = cfg.model.backbone.model
     size = swin.get('img_size', 64)
     with torch.no_grad():
         maps = model.extract_feat(torch.zeros(1, swin.get('in_channels', 3), size, size))

@@ -32,7 +32,7 @@ model = dict(
     ),
 )
 
-max_epochs = 5
+max_epochs = 3
 train_cfg = dict(max_epochs=max_epochs, val_interval=max_epochs)
 param_scheduler = [
     dict(type='LinearLR', start_factor=0.01, by_epoch=False, begin=0, end=50),

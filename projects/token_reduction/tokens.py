@@ -32,7 +32,7 @@ from repa_mm.faster import (
     FastShiftWindowMSA,
     is_traced,
     swap_attention_,
-    times,
+    symbolic_mul,
     traceable_partition,
 )
 from repa_mm.reparam import TrainingForm
@@ -117,7 +117,7 @@ class ReducedSwinBlock(SwinBlock):
         if eager and not num_calm:
             return super().forward(x, hw_shape)
         if not isinstance(shift, int):  # known when the graph runs
-            mask = times(mask, shift // attn.shift_size)
+            mask = symbolic_mul(mask, shift // attn.shift_size)
         if eager and not (hw_shape[0] % size or hw_shape[1] % size):
             padded = None
         batch, length, channels = x.shape
@@ -125,7 +125,7 @@ class ReducedSwinBlock(SwinBlock):
 
         means, change = self._look(x, rows, padded)
         order = change.argsort(1)
-        calm = (order[:, :num_calm] + times(images, num_windows)).flatten()
+        calm = (order[:, :num_calm] + symbolic_mul(images, num_windows)).flatten()
         means = means.flatten(0, 1).index_select(0, calm)[:, None]
         of_calm = self._in_full(means, None, None) - means
 
@@ -136,7 +136,7 @@ class ReducedSwinBlock(SwinBlock):
         if eager and shift:
             masks, by_mask = masks.sort()
             others, images = others[by_mask], images[by_mask]
-        where = rows.index_select(0, others) + times(images, length)[:, None]
+        where = rows.index_select(0, others) + symbolic_mul(images, length)[:, None]
         flat, updates = x.reshape(-1, channels), []
         table = attn.w_msa.relative_position_bias_table
         known = shift if isinstance(shift, int) else attn.shift_size
@@ -147,11 +147,13 @@ class ReducedSwinBlock(SwinBlock):
             updates.append((self._in_full(windows, is_padded, bias) - windows).flatten(0, 1))
 
         # Where the update of each token is.
-        others = others + times(images, num_windows)
+        others = others + symbolic_mul(images, num_windows)
         rank, num_others = torch.cat([others, calm]).argsort(), others.shape[0]
         in_full = (rank < num_others).long()
-        start = rank + in_full * times(rank, num_tokens - 1)
-        start = start + (1 - in_full) * times(torch.full_like(rank, num_tokens - 1), num_others)
+        start = rank + in_full * symbolic_mul(rank, num_tokens - 1)
+        start = start + (1 - in_full) * symbolic_mul(
+            torch.full_like(rank, num_tokens - 1), num_others
+        )
         start, in_full = (v.view(batch, -1)[:, layout.window] for v in (start, in_full))
         place = (start + in_full * layout.slot).flatten()
         updates = torch.cat([*updates, of_calm.flatten(0, 1)])
@@ -270,7 +272,7 @@ def merge_neighbours(
     units = F.normalize(groups, dim=-1)
     order = (units[:, :, 1:] - units[:, :, :1]).square().sum((2, 3)).argsort(1)
     images = torch.arange(batch, device=x.device)[:, None]
-    index, groups = order + times(images, num_groups), groups.flatten(0, 1)
+    index, groups = order + symbolic_mul(images, num_groups), groups.flatten(0, 1)
     merged = groups.index_select(0, index[:, :num_merged].flatten()).mean(1)
     others = groups.index_select(0, index[:, num_merged:].flatten())
     merged, others = (t.reshape(batch, -1, channels) for t in (merged, others))
@@ -295,7 +297,7 @@ def merge_neighbours(
 def restore(x: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
     """Return for each token what is at its place in x (B, n, C): (B, L, C)."""
     images = torch.arange(place.shape[0], device=place.device)
-    index = place + times(images, x.shape[1])[:, None]
+    index = place + symbolic_mul(images, x.shape[1])[:, None]
     return x.flatten(0, 1).index_select(0, index.flatten()).view(*place.shape, -1)
 
 

@@ -3,15 +3,14 @@
 The modules have the parameters and outputs of the stock modules of MMPretrain, MMDetection and
 MMSegmentation:
 
-- Tokens are gathered into windows once, in the order of the windows' masks, see :mod:`.windows`.
-  The sum of relative position bias and mask is broadcast over the windows.
 - On GPUs, attention is one Triton kernel each way, see :mod:`.kernels`.
-- On CPUs, the windows are processed in chunks that fit the caches, and training keeps only q, k and
-  v for the backward pass.
+- For inference on CPUs, tokens are gathered into windows once, in the order of the windows' masks,
+  see :mod:`.windows`. The windows are processed in chunks that fit the caches.
+- In graphs, and for training on CPUs, attention is a few of PyTorch's operators.
 """
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 
 import torch
@@ -21,17 +20,17 @@ from mmcv.cnn.bricks.transformer import PatchMerging
 from mmpretrain.models.utils.attention import ShiftWindowMSA
 
 from repa_mm.faster.windows import (
-    buffer,
     gather,
     is_traced,
     masks,
+    materialize,
     partition,
-    times,
+    symbolic_mul,
     traceable_partition,
 )
 from repa_mm.reparam import TrainingForm
-from repa_mm.reparam.autograd import autocast_dtype, first_order_only
-from repa_mm.surgery import has_stock_forward, replace_
+from repa_mm.reparam.autograd import autocast_dtype, is_compiling
+from repa_mm.surgery import replace_
 
 _is_exporting = getattr(torch.compiler, 'is_exporting', lambda: False)
 # Where the stock modules are defined.
@@ -77,60 +76,10 @@ def attend(
     return x[..., : v.shape[3]]
 
 
-def _attend(
-    qkv: torch.Tensor, bias: torch.Tensor, num_heads: int, v_dims: int, scale: float
-) -> torch.Tensor:
-    """Compute attention from qkv of windows that share one bias (heads, N, N)."""
-    x = attend(*split_heads(qkv, num_heads, v_dims), scale, bias[None])
-    return x.transpose(1, 2).flatten(2)
-
-
-def _chunks(groups: Sequence[tuple[int, int, int]], size: int) -> Iterator[tuple[int, int, int]]:
+def _split(groups: list[tuple[int, int, int]], size: int) -> Iterator[tuple[int, int, int]]:
     for start, stop, mask in groups:
         for i in range(start, stop, size):
             yield i, min(i + size, stop), mask
-
-
-class _Attention(torch.autograd.Function):
-    """Attention in chunks that keeps only its inputs for the backward pass."""
-
-    @staticmethod
-    def forward(ctx, qkv, bias, chunks, *how):
-        ctx.save_for_backward(qkv, bias)
-        ctx.chunks, ctx.how = chunks, how
-        x = qkv.new_empty(*qkv.shape[:2], how[1])
-        for start, stop, mask in chunks:
-            x[start:stop] = _attend(qkv[start:stop], bias[mask], *how)
-        return x
-
-    @staticmethod
-    @first_order_only(
-        'RePaSwinTransformer(fast_attention=False), or a Swin without fast_window_attention_()'
-    )
-    def backward(ctx, grad):
-        qkv, bias = ctx.saved_tensors
-        num_heads, v_dims, scale = ctx.how
-        grad_qkv = torch.empty_like(qkv)
-        # In float32 at least, since gradients are summed over many windows.
-        grad_bias = torch.zeros_like(bias, dtype=torch.promote_types(bias.dtype, torch.float32))
-        for start, stop, mask in ctx.chunks:
-            heads = split_heads(qkv[start:stop], num_heads, v_dims)
-            q, k, v = (x.flatten(0, 1) for x in heads)
-            grad_x = grad[start:stop].unflatten(2, (num_heads, -1)).transpose(1, 2).flatten(0, 1)
-            scores = bias[mask].expand(stop - start, -1, -1, -1).flatten(0, 1)
-            p = scores.baddbmm(q, k.transpose(1, 2), alpha=scale).softmax(-1)
-            grad_p = torch.bmm(grad_x, v.transpose(1, 2))
-            grad_scores = torch._softmax_backward_data(grad_p, p, -1, p.dtype)
-            sums = grad_scores.view(-1, *bias.shape[1:]).sum(0, dtype=grad_bias.dtype)
-            grad_bias[mask] += sums
-            grads = (
-                torch.bmm(grad_scores, k).mul_(scale),
-                torch.bmm(grad_scores.transpose(1, 2), q).mul_(scale),
-                torch.bmm(p.transpose(1, 2), grad_x),
-            )
-            for to, part in zip(split_heads(grad_qkv[start:stop], num_heads, v_dims), grads):
-                to.copy_(part.view(to.shape))
-        return grad_qkv, grad_bias.to(bias), *[None] * 4
 
 
 # The kernels are an operator for torch.compile, which PyTorch 2.6 has.
@@ -189,16 +138,8 @@ class FastShiftWindowMSA(ShiftWindowMSA):
         w_msa = self.w_msa
         if isinstance(w_msa, TrainingForm):  # a form has its own forward pass
             return super().forward(query, hw_shape)
-        height, width = hw_shape
-        shift = self.shift_of(query, hw_shape)
-        # docs/benchmarks.md has what the kernel gains on GPUs, and the chunks on CPUs. A graph for
-        # images of any size cannot have a number of chunks that depends on the image.
-        if self._fits_kernel(query):
-            x = self._forward_kernel(query, height, width, shift)
-        elif self._fits_chunks(query):
-            x = self._forward_chunks(query, height, width, shift)
-        else:
-            x = self._forward_plain(query, height, width, shift)
+        compute = self._choose(query)
+        x = compute(query, *hw_shape, self.shift_of(query, hw_shape))
         return self.drop(w_msa.proj_drop(x))
 
     def shift_of(self, query: torch.Tensor, hw_shape: Sequence[int]):
@@ -215,24 +156,23 @@ class FastShiftWindowMSA(ShiftWindowMSA):
         # The parent's error type, raised explicitly since `python -OO` removes assertions.
         if query.shape[1] != height * width:
             raise AssertionError(
-                f"The query length {query.shape[1]} doesn't match the input shape "
-                f'({height}, {width}).'
+                f"The query length {query.shape[1]} doesn't match the input shape {hw_shape}."
             )
-        shift = self.shift_size
         if not self.pad_small_map and min(height, width) < self.window_size:
             raise AssertionError(
-                f'The input shape ({height}, {width}) is smaller than the window size '
-                f'({self.window_size}). Please set `pad_small_map=True`, or decrease the '
-                '`window_size`.'
+                f'The input shape {hw_shape} is smaller than the window size ({self.window_size}). '
+                'Please set `pad_small_map=True`, or decrease the `window_size`.'
             )
-        if shift and not self.pad_small_map:
-            if torch.is_tensor(height):  # traced: known when the graph runs
-                shift = shift * (torch.minimum(height, width) > self.window_size)
-            elif _is_exporting():  # also known when the graph runs
-                shift = shift * torch.sym_min(torch.sym_min(height, width) - self.window_size, 1)
-            elif min(height, width) == self.window_size:
-                shift = 0
-        return shift
+        shift = self.shift_size
+        if self.pad_small_map or not shift:
+            return shift
+        # A map of one window is not shifted, which a graph decides when it runs.
+        if torch.is_tensor(height):
+            return shift * (torch.minimum(height, width) > self.window_size)
+        if _is_exporting():
+            excess = torch.sym_min(height, width) - self.window_size
+            return shift * torch.sym_min(excess, 1)
+        return shift if min(height, width) > self.window_size else 0
 
     def qkv(self, windows: torch.Tensor, padded: torch.Tensor | None) -> torch.Tensor:
         """Compute queries, keys and values of windows. Subclasses may override this method.
@@ -247,33 +187,37 @@ class FastShiftWindowMSA(ShiftWindowMSA):
         """
         return self.w_msa.qkv(windows)
 
+    def _choose(self, query: torch.Tensor) -> Callable[..., torch.Tensor]:
+        """Return the forward pass that is fastest here, see docs/benchmarks.md."""
+        is_graph = type(query) is not torch.Tensor or torch.jit.is_tracing() or _is_exporting()
+        # Compiled code takes operators that it can differentiate, or that it computes faster.
+        is_compiled, has_gradients = is_compiling(), torch.is_grad_enabled()
+        is_dropping = self.w_msa.training and self.w_msa.attn_drop.p
+        if is_graph or is_dropping or is_compiled and has_gradients:
+            return self._forward_plain
+        if _HAS_OPERATORS and has_kernels(query.device):
+            return self._forward_kernel if self._fits_kernel(query) else self._forward_plain
+        # A graph for images of any size cannot have a number of chunks that depends on the image.
+        fits_chunks = query.device.type == 'cpu' and len(query) and not is_compiled
+        return self._forward_chunks if fits_chunks and not has_gradients else self._forward_plain
+
     def _fits_kernel(self, query: torch.Tensor) -> bool:
-        """Return True if the Triton kernel computes this module's attention of these tokens."""
+        """Return True if scores and tokens of a window fit into registers and shared memory."""
         w_msa = self.w_msa
-        if not (
-            _HAS_OPERATORS
-            and has_kernels(query.device)
-            and type(query) is torch.Tensor
-            and not (torch.jit.is_tracing() or _is_exporting())
-            # With gradients, compiled code takes operations that it can differentiate.
-            and not (torch.is_grad_enabled() and is_traced())
-            and not (w_msa.training and w_msa.attn_drop.p)
-            # The kernel computes what the layer makes of padding.
-            and type(self).qkv is FastShiftWindowMSA.qkv
-            and has_stock_forward(w_msa.qkv, nn.Linear)
-        ):
+        if self.window_size > 8 or not self._has_linear_qkv():
             return False
         values = w_msa.proj.in_features
         width = max(w_msa.qkv.out_features - values, 2 * values) // 2 // w_msa.num_heads
         dtype = autocast_dtype(query.device.type) or query.dtype
-        # Scores and tokens of a window fit into registers and shared memory.
-        return self.window_size <= 8 and width <= _WIDEST_HEADS.get(dtype, 0)
+        return width <= _WIDEST_HEADS.get(dtype, 0)
 
-    def _fits_chunks(self, query: torch.Tensor) -> bool:
-        """Return True if chunks of windows are faster: on CPUs, without dropout of attention."""
-        is_dropping = self.w_msa.training and self.w_msa.attn_drop.p
-        is_tensor = type(query) is torch.Tensor and query.device.type == 'cpu'
-        return is_tensor and not is_dropping and not is_traced()
+    def _has_linear_qkv(self) -> bool:
+        """Return True if queries, keys and values are those of a linear layer, also of padding."""
+        # Without surgery's function, which torch.compile of PyTorch 2.1 does not take.
+        layer = self.w_msa.qkv
+        has_hooks = len(layer._forward_hooks) + len(layer._forward_pre_hooks) > 0
+        is_linear = type(layer) is nn.Linear and not has_hooks
+        return is_linear and type(self).qkv is FastShiftWindowMSA.qkv
 
     def _forward_kernel(self, query, height, width, shift):
         from repa_mm.faster.kernels import window_attention
@@ -292,29 +236,18 @@ class FastShiftWindowMSA(ShiftWindowMSA):
         rows, positions, padded, groups = partition(
             len(query), height, width, self.window_size, shift, query.device
         )
-        x, how = query.reshape(-1, channels), (w_msa.num_heads, w_msa.proj.in_features, w_msa.scale)
-        chunks = list(_chunks(groups, max(_CHUNK // num_tokens, 1)))
-
-        if torch.is_grad_enabled():
-            windows = gather(x, rows, positions, padded)
-            qkv = self.qkv(windows.view(-1, num_tokens, channels), padded)
-            x = _Attention.apply(qkv, self.bias(shift, qkv.dtype), chunks, *how)
-            x = w_msa.proj(x).view(-1, channels)
-            return gather(x, positions, rows, None, padded).view(query.shape)
-
-        if not len(query):  # an empty batch, with the usual dtype
-            return w_msa.proj(query.new_empty(*query.shape[:2], w_msa.proj.in_features))
-        out = None
-        for start, stop, mask in chunks:
+        x, bias, parts = query.reshape(-1, channels), self.bias(shift, query.dtype), []
+        size = max(_CHUNK // num_tokens, 1)
+        for start, stop, mask in _split(groups, size):
             chunk = slice(start * num_tokens, stop * num_tokens)
             is_padded = None if padded is None else padded[chunk]
-            windows = gather(x, rows[chunk], positions, is_padded)
-            qkv = self.qkv(windows.view(-1, num_tokens, channels), is_padded)
-            if out is None:
-                bias = self.bias(shift, qkv.dtype)
-                out = qkv.new_empty(len(rows), channels)
-            out[chunk] = w_msa.proj(_attend(qkv, bias[mask], *how)).flatten(0, 1)
-        return out.index_select(0, positions).view(query.shape)
+            windows = gather(x, rows[chunk], is_padded).view(-1, num_tokens, channels)
+            q, k, v = split_heads(
+                self.qkv(windows, is_padded), w_msa.num_heads, w_msa.proj.in_features
+            )
+            heads = attend(q, k, v, w_msa.scale, bias[mask, None].to(q.dtype))
+            parts.append(w_msa.proj(heads.transpose(1, 2).flatten(2)).flatten(0, 1))
+        return torch.cat(parts).index_select(0, positions).view(query.shape)
 
     def _forward_plain(self, query, height, width, shift):
         w_msa, window, heads = self.w_msa, self.window_size, self.w_msa.num_heads
@@ -322,30 +255,27 @@ class FastShiftWindowMSA(ShiftWindowMSA):
         rows, positions, padded, mask = traceable_partition(
             height, width, window, shift, query.device
         )
-        x = gather(query, rows, positions, padded).view(-1, window**2, channels)
-        q, k, v = self._heads(x, padded)
+        q, k, v = self._heads(gather(query, rows, padded).view(-1, window**2, channels), padded)
         # In four dimensions, which OpenVINO fuses into one operation. The mask is apart from the
         # bias, since a sum of both would be computed for each window and head.
-        scores = q @ k.transpose(2, 3) + buffer(self.bias(0, q.dtype).contiguous())
-        if not isinstance(shift, int):  # known when the graph runs
-            mask = times(mask, shift // self.shift_size)
-        if not isinstance(shift, int) or shift:
-            of_windows = masks(window, self.shift_size, x.device)[mask.repeat(batch)]
-            scores = scores + buffer(of_windows.to(q.dtype))
+        scores = q @ k.transpose(2, 3) + materialize(self.bias(0, q.dtype).contiguous())
+        is_known = isinstance(shift, int)
+        if not is_known:
+            mask = symbolic_mul(mask, shift // self.shift_size)
+        if not is_known or shift:
+            of_windows = masks(window, self.shift_size, query.device)[mask.repeat(batch)]
+            scores = scores + materialize(of_windows.to(q.dtype))
         x = w_msa.attn_drop(scores.softmax(-1)) @ v
         # One gather undoes the windows and puts the heads side by side.
         positions, head = positions[:, None], torch.arange(heads, device=x.device)
         rows = (positions // window**2 * heads + head) * window**2 + positions % window**2
-        x = x.reshape(batch, -1, v.shape[-1]).index_select(1, rows.flatten())
-        return w_msa.proj(x.view(batch, -1, w_msa.proj.in_features))
+        x = x.reshape(batch, padded.shape[0] * heads, v.shape[-1]).index_select(1, rows.flatten())
+        return w_msa.proj(x.view(query.shape[:2] + (w_msa.proj.in_features,)))
 
     def _heads(self, x, padded):
         """Compute queries times the scale, keys and values (n, heads, N, width) of windows."""
         w_msa, layer, values = self.w_msa, self.w_msa.qkv, self.w_msa.proj.in_features
-        # Without has_stock_forward, which torch.compile of PyTorch 2.1 does not take.
-        has_hooks = len(layer._forward_hooks) + len(layer._forward_pre_hooks) > 0
-        is_plain_linear = type(layer) is nn.Linear and not has_hooks
-        if not is_plain_linear or type(self).qkv is not FastShiftWindowMSA.qkv:
+        if not is_traced() or not self._has_linear_qkv():
             q, k, v = split_heads(self.qkv(x, padded), w_msa.num_heads, values)
             return q * w_msa.scale, k, v
         # Three products, since runtimes would copy parts of one. In files, slices and the scale
@@ -355,7 +285,7 @@ class FastShiftWindowMSA(ShiftWindowMSA):
         biases = [None] * 3 if layer.bias is None else layer.bias.split(sizes)
         for weight, bias, scale in zip(layer.weight.split(sizes), biases, scales):
             part = F.linear(x, weight * scale, None if bias is None else bias * scale)
-            part = part.view(*x.shape[:2], w_msa.num_heads, -1)
+            part = part.view(*x.shape[:2], w_msa.num_heads, len(weight) // w_msa.num_heads)
             parts.append(part.transpose(1, 2))
         return parts
 

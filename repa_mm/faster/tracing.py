@@ -22,33 +22,21 @@ class PatchPadding(AdaptivePadding):
         return F.pad(x, (left, w - left, top, h - top))
 
 
-class MemoryAttention(nn.MultiheadAttention):
+class TraceableCrossAttention(nn.MultiheadAttention):
     """PyTorch's attention, traceable for any number of keys where keys and values are one tensor.
 
     As in SegFormer and PVT, whose keys and values are from a smaller map. PyTorch projects both at
-    once, and the number of keys becomes a constant of the trace. Queries are (L, B, C), keys and
-    values (S, B, C); the weights are not returned.
+    once where they are the same object, and the number of keys becomes a constant of the trace.
     """
 
     def forward(self, query, key, value, **kwargs):
-        if not is_traced() or kwargs or key is not value or self.batch_first or self.training:
-            return super().forward(query, key, value, **kwargs)
-        weights, biases = self.in_proj_weight.chunk(3), (None,) * 3
-        if self.in_proj_bias is not None:
-            biases = self.in_proj_bias.chunk(3)
-
-        def heads(x: torch.Tensor, i: int) -> torch.Tensor:
-            x = F.linear(x, weights[i], biases[i]).unflatten(-1, (self.num_heads, self.head_dim))
-            return x.permute(1, 2, 0, 3)  # (L, B, heads, d) to (B, heads, L, d)
-
-        q, k, v = (heads(x, i) for i, x in enumerate((query, key, value)))
-        out = F.scaled_dot_product_attention(q, k, v)
-        return self.out_proj(out.permute(2, 0, 1, 3).flatten(2)), None
+        if is_traced() and key is value:
+            value = value.view_as(value)
+        return super().forward(query, key, value, **kwargs)
 
 
-def _memory_attention(module: nn.Module) -> type | None:
-    fits = type(module) is nn.MultiheadAttention and module.in_proj_weight is not None
-    return MemoryAttention if fits and module.bias_k is None and not module.add_zero_attn else None
+def _cross_attention(module: nn.Module) -> type | None:
+    return TraceableCrossAttention if type(module) is nn.MultiheadAttention else None
 
 
 def _padding_of_patches(module: nn.Module) -> type | None:
@@ -81,4 +69,4 @@ def trace_any_size_(model: nn.Module) -> None:
     """
     swap_faster_attention_(model)
     pad_any_size_(model)
-    replace_(model, _memory_attention)
+    replace_(model, _cross_attention)

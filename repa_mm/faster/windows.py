@@ -6,10 +6,10 @@ masks (inner, right, bottom, corner) for any size. The windows are gathered in t
 """
 
 from functools import lru_cache
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 
 from repa_mm.reparam.autograd import is_compiling
 
@@ -44,30 +44,20 @@ def partition(
     """Return the window partition of a batch of feature maps, as one list of B * H * W tokens."""
     # Tensors that are cached in inference mode could not be used for training later.
     with torch.inference_mode(False), torch.no_grad():
-        rows = torch.arange(batch * height * width, device=device).view(batch, height, width)
-        rows = F.pad(rows, (0, -width % window, 0, -height % window), value=-1)
-        rows = torch.roll(rows, (-shift, -shift), (1, 2))
-        num_h, num_w = rows.shape[1] // window, rows.shape[2] // window
-        rows = rows.view(batch, num_h, window, num_w, window).transpose(2, 3)
-        parts = [rows]
-        if shift:
-            halves = rows.tensor_split([num_h - 1], 1)
-            parts = [part for half in halves for part in half.tensor_split([num_w - 1], 2)]
-        parts = [part.reshape(-1, window**2) for part in parts]
-        rows = torch.cat(parts).flatten()
-        padded = rows < 0
-        total = batch * height * width
-        index = torch.arange(len(rows), device=device)
-        # Padding goes to one place more. A selection of the others would make the CPU wait.
-        positions = index.new_empty(total + 1)
-        positions = positions.scatter_(0, rows.masked_fill(padded, total), index)[:total]
-    groups, start = [], 0
-    for mask, part in enumerate(parts):
-        if len(part):
-            groups.append((start, start + len(part), mask))
-            start += len(part)
-    is_padded = bool(height % window or width % window)
-    return Windows(rows.clamp_(min=0), positions, padded[:, None] if is_padded else None, groups)
+        parts = traceable_partition(height, width, window, shift, device)
+        rows, positions, padded, mask = parts
+        mask = (mask if shift else torch.zeros_like(mask)).repeat(batch)
+        order, size = mask.argsort(stable=True), window**2
+        images = torch.arange(batch, device=device)[:, None]
+        rows = (rows + images * height * width).view(-1, size)[order].flatten()
+        positions = (positions + images * len(padded)).flatten()
+        positions = order.argsort()[positions // size] * size + positions % size
+        is_padded = bool(height % window or width % window)
+        padded = padded.view(-1, size).repeat(batch, 1)[order].view(-1, 1) if is_padded else None
+        counts = torch.bincount(mask, minlength=4).tolist()
+    stops = accumulate(counts)
+    groups = [(j - n, j, i) for i, (n, j) in enumerate(zip(counts, stops)) if n]
+    return Windows(rows, positions, padded, groups)
 
 
 def traceable_partition(
@@ -87,15 +77,15 @@ def traceable_partition(
     num_h, num_w = last_h.shape[0], last_w.shape[0]
     h, w = h[:, None, :, None], w[:, None]
     padded = ((h >= height) | (w >= width)).view(-1, 1)
-    rows = times(h.clamp(max=height - 1), width) + w.clamp(max=width - 1)
-    rows = buffer(rows.flatten())
+    rows = symbolic_mul(h.clamp(max=height - 1), width) + w.clamp(max=width - 1)
+    rows = materialize(rows.flatten())
     h = torch.arange(height, device=device)[:, None]
     w = torch.arange(width, device=device)
     h = _wrap(h + num_h * window - shift, num_h * window)
     w = _wrap(w + num_w * window - shift, num_w * window)
-    positions = (times(h // window, num_w) + w // window) * window + h % window
-    positions = buffer((positions * window + w % window).flatten())
-    return rows, positions, buffer(padded), (2 * last_h[:, None] + last_w).flatten()
+    positions = (symbolic_mul(h // window, num_w) + w // window) * window + h % window
+    positions = materialize((positions * window + w % window).flatten())
+    return rows, positions, materialize(padded), (2 * last_h[:, None] + last_w).flatten()
 
 
 def _axis(size: int, window: int, shift: int, device: torch.device):
@@ -110,17 +100,17 @@ def _axis(size: int, window: int, shift: int, device: torch.device):
     return _wrap(positions, n * window), (starts == n - 1).long()
 
 
-def times(x: torch.Tensor, size: int) -> torch.Tensor:
+def symbolic_mul(x: torch.Tensor, size: int) -> torch.Tensor:
     """Return x * size in a form that exports to ONNX if the size is not a constant."""
     return x * x.new_full((), size)
 
 
 def _wrap(x: torch.Tensor, size: int) -> torch.Tensor:
     """Return x % size for x below 2 * size, in a form that exports to ONNX."""
-    return x - times((x >= size).long(), size)
+    return x - symbolic_mul((x >= size).long(), size)
 
 
-def buffer(x: torch.Tensor) -> torch.Tensor:
+def materialize(x: torch.Tensor) -> torch.Tensor:
     """Store x in compiled code, since Inductor would recompute its elements at each use."""
     if not is_compiling() or x.requires_grad and torch.is_grad_enabled():
         return x
@@ -138,39 +128,8 @@ def masks(window: int, shift: int, device: torch.device) -> torch.Tensor:
     return -100.0 * torch.stack([inner, right, down, down | right])[:, None]
 
 
-class _Gather(torch.autograd.Function):
-    """:func:`gather` with a backward pass that gathers, where autograd would scatter and add."""
-
-    @staticmethod
-    def forward(ctx, x, rows, inverse, padded, padded_inverse):
-        ctx.save_for_backward(inverse, padded_inverse)
-        return _select(x, rows, padded)
-
-    @staticmethod
-    def backward(ctx, grad):
-        inverse, padded_inverse = ctx.saved_tensors
-        return _select(grad, inverse, padded_inverse), None, None, None, None
-
-
-def _select(x: torch.Tensor, rows: torch.Tensor, padded: torch.Tensor | None) -> torch.Tensor:
+def gather(x: torch.Tensor, rows: torch.Tensor, padded: torch.Tensor | None) -> torch.Tensor:
+    """Gather rows of x (..., n, C), with zeros where ``padded`` is True."""
     x = x.index_select(-2, rows)
-    if padded is None:
-        return x
     # Inductor of torch 2.1 fails on selections with a condition that it can compute.
-    return x * ~padded if is_traced() else x.masked_fill_(padded, 0)
-
-
-def gather(
-    x: torch.Tensor,
-    rows: torch.Tensor,
-    inverse: torch.Tensor,
-    padded: torch.Tensor | None = None,
-    padded_inverse: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Gather rows of x (..., n, C), with zeros where ``padded`` is True.
-
-    ``inverse`` and ``padded_inverse`` gather the result back to x, for the backward pass.
-    """
-    if torch.is_grad_enabled() and not torch.jit.is_tracing():
-        return _Gather.apply(x, rows, inverse, padded, padded_inverse)
-    return _select(x, rows, padded)
+    return x if padded is None else x * ~padded

@@ -8,7 +8,7 @@ from mmcv.cnn.bricks.transformer import PatchMerging
 from mmpretrain.models.utils.attention import ShiftWindowMSA
 
 import repa_mm
-from repa_mm.faster import attention, fast_window_attention_, windows
+from repa_mm.faster import attention, fast_window_attention_
 from repa_mm.faster.attention import FastPatchMerging, FastShiftWindowMSA
 from repa_mm.models import RePaSwinTransformer
 
@@ -51,8 +51,10 @@ def test_equals_the_parent(shift, chunk, relative_error, monkeypatch):
         for actual, expected in zip(_run(fast, x, size), _run(stock, x, size)):
             assert actual.shape == expected.shape
             assert relative_error(actual, expected) < 1e-10
+        assert fast(x[:0], size).shape == x[:0].shape
         with torch.no_grad():
             assert relative_error(fast(x, size), stock(x, size)) < 1e-10
+            assert fast(x[:0], size).shape == x[:0].shape
 
 
 @pytest.mark.parametrize('shift', [0, 3])
@@ -155,22 +157,14 @@ def test_memory_is_bounded():
 
 
 def test_second_derivatives(relative_error):
-    """Those of gathering rows are right, those of the attention are refused."""
-    x = torch.randn(1, 12, 3, dtype=torch.double, requires_grad=True)
-    rows = torch.randperm(12)
-    inverse = rows.argsort()
-    padded = (torch.arange(12) < 3)[:, None]
-    args = rows, inverse, padded, padded[inverse]
-    gather = windows.gather
-    assert torch.autograd.gradcheck(lambda x: gather(x, *args).tanh(), x)
-    assert torch.autograd.gradgradcheck(lambda x: gather(x, *args).tanh(), x)
-
-    stock, fast = _pair(3)
-    x = torch.randn(1, 49, 24, requires_grad=True)
-    with pytest.raises(RuntimeError, match='fast_attention=False.*fast_window_attention_'):
-        torch.autograd.grad(fast(x, (7, 7)).square().sum(), x, create_graph=True)
-    (grad,) = torch.autograd.grad(stock(x, (7, 7)).square().sum(), x, create_graph=True)
-    assert grad.requires_grad
+    """PyTorch differentiates attention on CPUs; the kernels of GPUs refuse."""
+    x, found = torch.randn(1, 8 * 9, 24).double().requires_grad_(), []
+    for module in _pair(3, torch.double):
+        loss = module(x, (8, 9)).square().sum()
+        (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+        found.append(torch.autograd.grad(grad.square().sum(), [x, *module.parameters()]))
+    for stock, fast in zip(*found):
+        assert relative_error(fast, stock) < 1e-10
 
 
 @pytest.mark.parametrize('grad', [False, True])
@@ -212,26 +206,6 @@ def test_hooks_of_the_projection_run(relative_error):
     for module in (stock, fast):
         module.w_msa.qkv.register_forward_hook(lambda layer, args, y: 2 * y)
     assert relative_error(fast(x, (14, 14)), stock(x, (14, 14))) < 1e-6
-
-
-def test_training_keeps_little():
-    def kept(module):
-        sizes = {}
-
-        def pack(x):
-            sizes[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
-            return x
-
-        x = torch.randn(2, 28 * 28, 24, requires_grad=True)
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-            y = module(x, (28, 28))
-        parameters = sum(p.numel() for p in module.parameters()) * 4
-        return (sum(sizes.values()) - parameters) / (y.numel() * 4)
-
-    stock, fast = _pair(3)
-    # The windows (1), q, k and v (3), what is projected (1); biases, indices.
-    assert kept(fast) < 6.5
-    assert kept(stock) > 10
 
 
 @pytest.mark.parametrize('shift', [0, 3])
