@@ -1,7 +1,7 @@
 """The parts of a block that are made narrower: its FFN, and the heads of its attention."""
 
-import math
 import copy
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
