@@ -21,15 +21,9 @@ from mmengine.logging import MMLogger
 from mmengine.model import revert_sync_batchnorm
 
 from benchmarks.shares import add_arguments
+from repa_mm.benchmark.latency import latency_rows
 from repa_mm.benchmark.timing import compare, measure, show, show_machine
-from repa_mm.benchmark.variants import (
-    DEPLOY,
-    STOCK,
-    autocasting,
-    latency_rows,
-    noise,
-    synthetic_batch,
-)
+from repa_mm.benchmark.variants import DEPLOY, STOCK, autocasting, synthetic_batch
 from repa_mm.config import load_config
 from repa_mm.opening import open_model
 from repa_mm.reparam import ChannelIdleFFN, reparameterize, set_training_path_
@@ -197,11 +191,11 @@ def main() -> None:
         batch = synthetic_batch(model, tuple(args.input_shape), args.batch_size)
         batch = model.data_preprocessor(batch, True)
     else:
-        batch = noise(args.input_shape, args.batch_size).to(DEVICE)
+        batch = torch.randn(args.batch_size, 3, *args.input_shape, device=DEVICE)
         models = {name: model.backbone for name, model in models.items()}
     steps = {name: step(model, args.amp) for name, model in models.items()}
     times = measure(steps, batch, args.repeats)
-    rows = [row[:4] for row in latency_rows(times, args.batch_size)]
+    rows = [[*row.values()][:4] for row in latency_rows(times, args.batch_size)]
     columns = ['training step', 'ms', 'images/s', 'against stock']
     if DEVICE == 'cuda':
         columns.append('peak, GiB')

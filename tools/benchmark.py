@@ -12,8 +12,8 @@ import copy
 import torch
 from mmengine.logging import MMLogger
 
-from repa_mm.benchmark.latency import latency_rows
-from repa_mm.benchmark.timing import show, show_machine
+from repa_mm.benchmark.latency import Counting, latency_rows
+from repa_mm.benchmark.timing import measure, show, show_machine
 from repa_mm.benchmark.variants import STOCK, autocasting, calls_on_noise, compile_, variants
 from repa_mm.config import load_config, readable_errors, tool_parser
 from repa_mm.export import ExportedModel
@@ -124,7 +124,10 @@ def main() -> None:
             file, _, precision = name.partition(':')
             preprocessor = next(iter(models.values())).data_preprocessor
             calls[name] = ExportedModel(file, preprocessor, precision or None).test_step
-        rows = latency_rows(calls, batches, args.batch_size, repeats)
+        calls = {name: Counting(call) for name, call in calls.items()}
+        times = measure(calls, batches, repeats, per_turn=True)
+    objects = {name: call.objects for name, call in calls.items()}
+    rows = latency_rows(times, args.batch_size, bool(args.dataset), objects)
     title = f'{args.config}, {on}, {args.amp or "float32"}, medians of {repeats} turns [95 %]'
     show(title, [*rows[0]], [[*row.values()] for row in rows])
     if any(row.get('objects') == 'next to none' for row in rows):

@@ -1,10 +1,10 @@
 """The table of latencies that `tools/benchmark.py` prints."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 
-from repa_mm.benchmark.timing import change, measure
+from repa_mm.benchmark.timing import change
 from repa_mm.benchmark.variants import DEPLOY, MODEL, OURS
 
 
@@ -22,35 +22,35 @@ class Counting:
 
 
 def latency_rows(
-    calls: dict[str, Callable], batches: Sequence, batch_size: int, repeats: int
+    times: dict[str, np.ndarray],
+    batch_size: int,
+    varied: bool = False,
+    objects: dict[str, list] | None = None,
 ) -> list[dict[str, str]]:
-    """Time calls in turn, and return the rows of a table, as dicts with its columns.
+    """Return the rows of a table, as dicts with its columns.
 
     The column 'against …' compares each model with the first one. The column 'against our parts'
     compares the model of the config with the stock model with our parts: it has what the merge
-    gains, or narrower parts. Detectors have the number of objects that they find in an image.
+    gains, or narrower parts.
 
     Args:
-        calls (dict): What runs each model, by name.
-        batches (Sequence): What to run them on, in each turn another one.
+        times (dict): Times of each model in milliseconds, by name.
         batch_size (int): Number of images in a batch.
-        repeats (int): Number of turns.
+        varied (bool): Images differ. Defaults to False.
+        objects (dict, optional): The numbers of objects that detectors found in images.
     """
-    calls = {name: Counting(call) for name, call in calls.items()}
-    times = measure(calls, batches, repeats, per_turn=True)
     first, rows = next(iter(times)), []
     for name, values in times.items():
+        middle = values.mean() if varied else np.median(values)
         row = dict(model=name, ms=f'{np.median(values):.1f}')
-        middle = np.median(values)
-        if len(batches) > 1:  # images differ
-            middle = values.mean()
+        if varied:
             row['quartiles'] = '{:.1f} to {:.1f}'.format(*np.percentile(values, [25, 75]))
         row['images/s'] = f'{1e3 * batch_size / middle:.2f}'
         row[f'against {first}'] = '' if name == first else change(values, times[first])
         compared = name in (DEPLOY, MODEL) and OURS in times
         row['against our parts'] = change(values, times[OURS]) if compared else ''
-        if calls[name].objects:
-            objects = np.mean(calls[name].objects)
-            row['objects'] = f'{objects:.1f}' if objects >= 1 else 'next to none'
+        if objects and objects[name]:
+            number = np.mean(objects[name])
+            row['objects'] = f'{number:.1f}' if number >= 1 else 'next to none'
         rows.append(row)
     return rows
