@@ -45,7 +45,7 @@ def parse_args() -> argparse.Namespace:
         '--part',
         choices=('predict', 'backbone'),
         default='predict',
-        help='the whole model, from preprocessing to post-processing, or its backbone (%(default)s)',
+        help='the whole model with pre- and post-processing, or its backbone (%(default)s)',
     )
     parser.add_argument(
         '--exported',

@@ -82,7 +82,7 @@ def overlap(found: BaseDataElement, expected: BaseDataElement, strict: bool = Fa
 
 
 def agreement_of(found: Sequence[Overlap]) -> float:
-    """Compute the agreement from the overlaps of images: 0 if nothing is found, NaN if not finite."""
+    """Compute the agreement from the overlaps of images; 0 if nothing is found."""
     coefficients = []
     for name in found[0]:
         both, first, second = torch.stack([x[name] for x in found]).sum(0)

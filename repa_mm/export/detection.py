@@ -327,7 +327,8 @@ def _check_roi_head(roi: nn.Module) -> None:
     methods = 'predict', 'predict_bbox', 'predict_mask', '_bbox_forward', '_mask_forward'
     require(roi, [StandardRoIHead, CascadeRoIHead], methods)
     if roi.with_shared_head:
-        raise ValueError(f'the export does not know a shared_head, here a {type(roi.shared_head).__name__}')
+        name = type(roi.shared_head).__name__
+        raise ValueError(f'the export does not know a shared_head, here a {name}')
     parts = [(BBoxHead, roi.bbox_head, roi.bbox_roi_extractor)]
     if roi.with_mask:
         parts.append((FCNMaskHead, roi.mask_head, roi.mask_roi_extractor))

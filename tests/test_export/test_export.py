@@ -88,7 +88,8 @@ def check_backbone(model, sizes):
     """Files that were traced at the first of the sizes agree at all."""
     axes = dict(image={0: 'batch', 2: 'height', 3: 'width'}) if len(sizes) > 1 else {}
     image = torch.randn(shapes_of(sizes)[0])
-    traced = trace_any_size_(copy.deepcopy(model))
+    traced = copy.deepcopy(model)
+    trace_any_size_(traced)
     content = to_onnx(traced, (image,), input_names=['image'], dynamic_axes=axes)
     assert largest_error(model, read(content), shapes_of(sizes)) < TOLERANCE
 

@@ -91,7 +91,9 @@ def test_a_file_of_a_segmentor_slides_as_the_model_does(tmp_path, call, capsys, 
     pytest.importorskip('onnxruntime')
     config, out = write_config('slide', tmp_path), tmp_path / 'model.onnx'
     torch.save(open_model(config).state_dict(), tmp_path / 'model.pth')
-    assert call('export', config, tmp_path / 'model.pth', out, '--unchecked', '--no-dynamic')[0] == 0
+    assert (
+        call('export', config, tmp_path / 'model.pth', out, '--unchecked', '--no-dynamic')[0] == 0
+    )
     shapes, run = [], Session.__call__
     monkeypatch.setattr(
         Session, '__call__', lambda self, x, **kw: shapes.append(x.shape) or run(self, x, **kw)
