@@ -1,16 +1,16 @@
 """Models to compare, and images of noise to run them on."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn as nn
 from mmengine.config import Config
 from mmpretrain.models import PoolFormer
 
 from repa_mm.benchmark.complexity import input_channels
+from repa_mm.export import noise, resized
 from repa_mm.faster import faster_parts_, fuse_conv_bn_
 from repa_mm.opening import open_model
 from repa_mm.reparam import Form, outermost
@@ -85,62 +85,30 @@ def compile_(model: nn.Module, mode: str | None = None) -> nn.Module:
 
 
 def calls_on_noise(
-    models: dict[str, nn.Module], part: str, shape: tuple[int, int], batch_size: int
+    models: dict[str, nn.Module], part: str, shape: Sequence[int], batch_size: int
 ) -> tuple[dict[str, Callable], Any]:
     """Return what runs each model, by name, and the batch of noise to run it on.
 
     Args:
         models (dict): The models by name, on their device.
         part (str): 'backbone', or else whole models, from preprocessing to post-processing.
-        shape (tuple): Height and width of the images in pixels.
+        shape (Sequence[int]): Height and width of the images in pixels.
         batch_size (int): Number of images.
     """
     first = next(iter(models.values()))
-    batch = synthetic_batch(first, shape, batch_size)
+    batch = noise_for(first, shape, batch_size)
     if part == 'backbone':
-        images = first.data_preprocessor(batch)['inputs']
+        images = first.data_preprocessor(batch)['inputs'][..., : shape[0], : shape[1]]  # not padded
         return {name: model.backbone for name, model in models.items()}, images
     return {name: model.test_step for name, model in models.items()}, batch
 
 
-def synthetic_batch(model: nn.Module, shape: tuple[int, int], batch_size: int) -> dict[str, Any]:
-    """Return images of noise with targets, as input of a data preprocessor.
-
-    An image has ten objects, a label map or a class.
-
-    Args:
-        model (nn.Module): A detector, segmentor or classifier with its config in ``cfg``.
-        shape (tuple): Height and width of the images in pixels.
-        batch_size (int): Number of images.
-
-    Returns:
-        dict: ``inputs``, images (C, H, W) of type uint8 in a list or stacked, and ``data_samples``.
-    """
-    scope, size = model.cfg.default_scope, (input_channels(model), *shape)
-    if scope == 'mmdet':
-        from mmdet.testing import demo_mm_inputs
-
-        with_mask = bool(getattr(getattr(model, 'roi_head', None), 'with_mask', False))
-        return demo_mm_inputs(batch_size, size, [10] * batch_size, with_mask=with_mask)
-    rng = np.random.default_rng(0)
-    images = [
-        torch.from_numpy(image) for image in rng.integers(0, 256, (batch_size, *size), np.uint8)
-    ]
-    if scope == 'mmseg':
-        from mmengine.structures import PixelData
-        from mmseg.structures import SegDataSample
-
-        meta = dict(img_shape=shape, ori_shape=shape, pad_shape=shape)
-        samples = [SegDataSample(metainfo=meta) for _ in images]
-        for sample in samples:
-            labels = rng.integers(0, model.decode_head.num_classes, (1, *shape))
-            sample.gt_sem_seg = PixelData(data=torch.from_numpy(labels))
-        return dict(inputs=images, data_samples=samples)
-    from mmpretrain.structures import DataSample
-
-    labels = rng.integers(0, model.head.num_classes, batch_size)
-    samples = [DataSample().set_gt_label(int(label)) for label in labels]
-    return dict(inputs=torch.stack(images), data_samples=samples)
+def noise_for(model: nn.Module, shape: Sequence[int], batch_size: int) -> dict:
+    """Return a batch of images of noise of one height and width, as from a data loader."""
+    data, channels = resized(noise(model.cfg), [shape] * batch_size), input_channels(model)
+    if len(data['inputs'][0]) != channels:  # the pipeline is of other data
+        data['inputs'] = [image[:1].expand(channels, -1, -1) for image in data['inputs']]
+    return data
 
 
 def autocasting(call: Callable, dtype: str | None, device: str) -> Callable:

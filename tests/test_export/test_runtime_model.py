@@ -184,8 +184,9 @@ def test_programs_without_openmmlab(exported, tmp_path):
     assert program.count('\n') <= 22
     image = np.random.default_rng(0).integers(0, 255, (180, 240, 3), np.uint8)
     cv2.imwrite(str(tmp_path / 'image.jpg'), image)
-    # OpenVINO normalizes the same image.
-    program += program_of('normalized') + (
+    # OpenVINO normalizes the same image, and computes in float32 as ONNX Runtime does.
+    precise = "'CPU', {'INFERENCE_PRECISION_HINT': 'f32'})"
+    program += program_of('normalized').replace("'CPU')", precise) + (
         "found = compiled({'image': resized[None]})\n"
         "assert np.allclose(found['scores'][0], scores, atol=1e-3) and scores.max() > 0\n"
         "wrong = compiled({'image': resized[None, ..., ::-1]})\n"
