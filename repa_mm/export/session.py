@@ -30,11 +30,7 @@ class Session:
         metadata (dict): What the export of a whole model noted: 'task', 'classes', 'mean', 'std',
             'channels' and others, as strings. Empty for other files.
         options (list[str]): Names of the inputs that may be left out.
-        keep_memory (bool): Keep the memory of a run for the next one. In large models it
-            is gigabytes; a run that allocates it anew takes about a tenth longer. Defaults to True.
     """
-
-    keep_memory = True
 
     def __init__(self, file, precision: str | None = None) -> None:
         is_xml = isinstance(file, str) and osp.splitext(file)[1] == '.xml'
@@ -55,9 +51,7 @@ class Session:
         self.metadata = session.get_modelmeta().custom_metadata_map
         self.options = [i.name for i in session.get_overridable_initializers()]
         self.outputs = [o.name for o in session.get_outputs()]
-        frees = onnxruntime.RunOptions()
-        frees.add_run_config_entry('memory.enable_memory_arena_shrinkage', 'cpu:0')
-        self._run = lambda inputs: session.run(None, inputs, None if self.keep_memory else frees)
+        self._run = lambda inputs: session.run(None, inputs)
 
     def _open_openvino(self, file, precision: str | None) -> None:
         import openvino
@@ -72,14 +66,7 @@ class Session:
         compiled = openvino.Core().compile_model(model, 'CPU', config)
         self.outputs = range(len(compiled.outputs))
         # In their order, since OpenVINO may rename them.
-
-        def run(inputs: dict) -> list[np.ndarray]:
-            outputs = list(compiled(inputs).values())
-            if not self.keep_memory:
-                compiled.release_memory()
-            return outputs
-
-        self._run = run
+        self._run = lambda inputs: [*compiled(inputs).values()]
 
     def __call__(self, image: np.ndarray, **options) -> dict[str, np.ndarray]:
         """Run images.
