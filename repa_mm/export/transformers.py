@@ -248,30 +248,17 @@ class CoQueries(Queries):
         return finish(take(boxes, order), scores, take(labels, order))
 
 
-def queries_and_masks(
-    head: nn.Module, features: tuple[torch.Tensor, ...]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the logits of N queries: classes (B, N, classes) and masks (B, N, h, w).
-
-    Args:
-        head (nn.Module): A ``Mask2FormerHead``, which ignores padding.
-        features (tuple): Feature maps of all levels.
-    """
-    classes, masks = head(features, None)
-    return classes[-1], masks[-1]
-
-
 def class_logits(
     head: nn.Module, features: tuple[torch.Tensor, ...], image: torch.Tensor
 ) -> torch.Tensor:
     """Return class scores of all pixels, (B, classes, H, W), as MMSegmentation's heads do.
 
     Args:
-        head (nn.Module): A ``Mask2FormerHead``.
+        head (nn.Module): A ``Mask2FormerHead``, which ignores padding.
         features (tuple): Feature maps of all levels.
         image (torch.Tensor): Images (B, 3, H, W).
     """
-    classes, masks = queries_and_masks(head, features)
+    classes, masks = (x[-1] for x in head(features, None))
     masks = F.interpolate(masks, image.shape[2:], mode='bilinear', align_corners=False).sigmoid()
     return torch.einsum('bqc,bqhw->bchw', classes.softmax(-1)[..., :-1], masks)
 
@@ -322,7 +309,7 @@ class Masks(nn.Module):
             masks = masks[..., : image.shape[2], : image.shape[3]]
             return F.interpolate(masks, tuple(size.unbind()), **kwargs)
 
-        classes, masks = queries_and_masks(self.head, features)
+        classes, masks = (x[-1] for x in self.head(features, None))
         classes, found = classes.softmax(-1), ()
         if 'masks' in self.outputs:
             found = self._instances(classes, masks, resize)
