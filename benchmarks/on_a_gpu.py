@@ -29,7 +29,7 @@ from mmengine.logging import MMLogger
 
 from benchmarks.compare import append
 from benchmarks.even import even_sizes
-from benchmarks.training import peak_memory, step, training_variants
+from benchmarks.training import peak_memory, step, synthetic_batch, training_variants
 from demo.dataset import write_digit_scenes
 from demo.run import DATA, train
 from repa_mm import config_path, speed_up
@@ -42,7 +42,6 @@ from repa_mm.benchmark.variants import (
     autocasting,
     calls_on_noise,
     compile_,
-    synthetic_batch,
     variants,
 )
 from repa_mm.config import load_config

@@ -25,7 +25,7 @@ from mmengine.logging import MMLogger
 from benchmarks.shares import ffn_modules, measure_shares
 from repa_mm.benchmark.complexity import count
 from repa_mm.benchmark.timing import change, measure, show, show_machine
-from repa_mm.benchmark.variants import OURS, STOCK, noise, with_our_parts
+from repa_mm.benchmark.variants import OURS, STOCK, with_our_parts
 from repa_mm.config import load_config
 from repa_mm.faster import fuse_conv_bn_
 from repa_mm.opening import open_model
@@ -126,7 +126,7 @@ def main() -> None:
     args = parser.parse_args()
     show_machine()
     MMLogger.get_current_instance().setLevel('WARNING')
-    images = noise(args.input_shape, args.batch_size)
+    images = torch.randn(args.batch_size, 3, *args.input_shape)
     images = images.cuda() if torch.cuda.is_available() else images
     rows = []
     for config in args.configs:

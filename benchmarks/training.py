@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn as nn
 from mmcv.cnn.bricks.transformer import FFN
@@ -21,15 +22,10 @@ from mmengine.logging import MMLogger
 from mmengine.model import revert_sync_batchnorm
 
 from benchmarks.shares import add_arguments
+from repa_mm.benchmark.complexity import input_channels
+from repa_mm.benchmark.latency import latency_rows
 from repa_mm.benchmark.timing import compare, measure, show, show_machine
-from repa_mm.benchmark.variants import (
-    DEPLOY,
-    STOCK,
-    autocasting,
-    latency_rows,
-    noise,
-    synthetic_batch,
-)
+from repa_mm.benchmark.variants import DEPLOY, STOCK, autocasting
 from repa_mm.config import load_config
 from repa_mm.opening import open_model
 from repa_mm.reparam import ChannelIdleFFN, reparameterize, set_training_path_
@@ -176,6 +172,46 @@ def show_ffns(repeats: int, dtype: str | None = None) -> None:
     show(f'Time of one FFN, {dtype or "float32"}, ratio to an ordinary one', columns, rows)
 
 
+def synthetic_batch(model: nn.Module, shape: tuple[int, int], batch_size: int) -> dict[str, Any]:
+    """Return images of noise with targets, as input of a data preprocessor.
+
+    An image has ten objects, a label map or a class.
+
+    Args:
+        model (nn.Module): A detector, segmentor or classifier with its config in ``cfg``.
+        shape (tuple): Height and width of the images in pixels.
+        batch_size (int): Number of images.
+
+    Returns:
+        dict: ``inputs``, images (C, H, W) of type uint8 in a list or stacked, and ``data_samples``.
+    """
+    scope, size = model.cfg.default_scope, (input_channels(model), *shape)
+    if scope == 'mmdet':
+        from mmdet.testing import demo_mm_inputs
+
+        with_mask = bool(getattr(getattr(model, 'roi_head', None), 'with_mask', False))
+        return demo_mm_inputs(batch_size, size, [10] * batch_size, with_mask=with_mask)
+    rng = np.random.default_rng(0)
+    images = [
+        torch.from_numpy(image) for image in rng.integers(0, 256, (batch_size, *size), np.uint8)
+    ]
+    if scope == 'mmseg':
+        from mmengine.structures import PixelData
+        from mmseg.structures import SegDataSample
+
+        meta = dict(img_shape=shape, ori_shape=shape, pad_shape=shape)
+        samples = [SegDataSample(metainfo=meta) for _ in images]
+        for sample in samples:
+            labels = rng.integers(0, model.decode_head.num_classes, (1, *shape))
+            sample.gt_sem_seg = PixelData(data=torch.from_numpy(labels))
+        return dict(inputs=images, data_samples=samples)
+    from mmpretrain.structures import DataSample
+
+    labels = rng.integers(0, model.head.num_classes, batch_size)
+    samples = [DataSample().set_gt_label(int(label)) for label in labels]
+    return dict(inputs=torch.stack(images), data_samples=samples)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -197,11 +233,11 @@ def main() -> None:
         batch = synthetic_batch(model, tuple(args.input_shape), args.batch_size)
         batch = model.data_preprocessor(batch, True)
     else:
-        batch = noise(args.input_shape, args.batch_size).to(DEVICE)
+        batch = torch.randn(args.batch_size, 3, *args.input_shape, device=DEVICE)
         models = {name: model.backbone for name, model in models.items()}
     steps = {name: step(model, args.amp) for name, model in models.items()}
     times = measure(steps, batch, args.repeats)
-    rows = [row[:4] for row in latency_rows(times, args.batch_size)]
+    rows = [[*row.values()][:4] for row in latency_rows(times, args.batch_size)]
     columns = ['training step', 'ms', 'images/s', 'against stock']
     if DEVICE == 'cuda':
         columns.append('peak, GiB')

@@ -2,24 +2,31 @@
 
 A RePa model is reparameterized first. With --baseline, the stock model runs as it is and with our
 attention and heads, so that the table shows how much of the gain is due to these parts. Images are
-noise of one size, or with --dataset those of the config's test data. Without a checkpoint, weights
+noise of one size, or with --dataset those of the config's test data. Without checkpoints, weights
 are random.
 """
 
 import argparse
 
 import torch
+from mmengine.logging import MMLogger
 
-from repa_mm.benchmark.latency import show_latency
-from repa_mm.config import readable_errors, tool_parser
+from repa_mm.benchmark.latency import Counting, latency_rows
+from repa_mm.benchmark.timing import measure, show, show_machine
+from repa_mm.benchmark.variants import STOCK, autocasting, calls_on_noise, compile_, variants
+from repa_mm.config import load_config, readable_errors, tool_parser
+from repa_mm.export import ExportedModel
+from repa_mm.faster import faster_on_gpu_
+from repa_mm.opening import read_images
+from repa_mm.surgery import copied
 
 EXAMPLES = """examples:
   %(prog)s configs/retinanet_repa_swin_b.py --baseline configs/retinanet_swin_b.py
   %(prog)s configs/repa_swin_b_in1k.py --baseline configs/swin_b_in1k.py \\
       --part backbone --input-shape 224 224 --batch-size 8
   %(prog)s configs/upernet_repa_swin_b.py --baseline configs/upernet_swin_b.py --amp float16
-  %(prog)s configs/mask_rcnn_repa_swin_t.py CHECKPOINT --baseline configs/mask_rcnn_swin_t.py \\
-      --dataset 100
+  %(prog)s configs/mask_rcnn_repa_swin_t.py CHECKPOINT \\
+      --baseline configs/mask_rcnn_swin_t.py --baseline-checkpoint CHECKPOINT --dataset 100
   %(prog)s narrow.py narrow.pth --exported narrow.onnx narrow_int8.xml narrow.onnx:bf16
 """
 
@@ -27,14 +34,18 @@ EXAMPLES = """examples:
 def parse_args() -> argparse.Namespace:
     parser = tool_parser(__doc__, epilog=EXAMPLES)
     parser.add_argument('checkpoint', nargs='?', help='checkpoint of the model, in either form')
+    parser.add_argument('--baseline', metavar='CONFIG', help='config of the stock model')
     parser.add_argument(
-        '--baseline', metavar='CONFIG', help='config of the stock model, with random weights'
+        '--baseline-checkpoint',
+        metavar='FILE',
+        help='its checkpoint: with random weights, a detector finds next to nothing, and skips '
+        'suppression and masks',
     )
     parser.add_argument(
         '--part',
         choices=('predict', 'backbone'),
         default='predict',
-        help='the whole model with post-processing, or its backbone (%(default)s)',
+        help='the whole model with pre- and post-processing, or its backbone (%(default)s)',
     )
     parser.add_argument(
         '--exported',
@@ -78,13 +89,52 @@ def parse_args() -> argparse.Namespace:
         parser.error('--dataset runs whole models on one image at a time')
     if args.images and not args.dataset:
         parser.error('--images is a folder for --dataset: give both')
+    if args.baseline_checkpoint and not args.baseline:
+        parser.error('--baseline-checkpoint is for the model of --baseline: give both')
+    if args.exported and args.part != 'predict':
+        parser.error('--exported runs whole models: leave out --part backbone')
     return args
 
 
+@torch.no_grad()
 def main() -> None:
     args = parse_args()
+    show_machine()
+    MMLogger.get_current_instance().setLevel('WARNING')  # hides where weights come from
     with readable_errors():
-        show_latency(**vars(args))
+        cfg = load_config(args.config, args.cfg_options)
+        baseline = load_config(args.baseline) if args.baseline else None
+        models = variants(cfg, args.checkpoint, baseline, args.baseline_checkpoint)
+        for name, model in models.items():
+            model.to(args.device)
+            if name != STOCK:
+                faster_on_gpu_(model)
+        if args.compile:
+            models |= {f'{n}, compiled': compile_(copied(m)) for n, m in models.items()}
+        calls, batch = calls_on_noise(models, args.part, args.input_shape, args.batch_size)
+        images = batch if args.part == 'backbone' else batch['inputs']
+        sizes = len(images), *images[0].shape
+        batches, repeats, on = [batch], args.repeats, f'{args.part}, {"x".join(map(str, sizes))}'
+        if args.dataset:
+            batches = read_images(cfg, 'test', args.dataset, args.images)
+            repeats = len(batches)
+            on = f'{repeats} images of {args.images or "the test data"}'
+        calls = {name: autocasting(call, args.amp, args.device) for name, call in calls.items()}
+        for name in args.exported:
+            file, _, precision = name.partition(':')
+            preprocessor = next(iter(models.values())).data_preprocessor
+            calls[name] = ExportedModel(file, preprocessor, precision or None).test_step
+        calls = {name: Counting(call) for name, call in calls.items()}
+        times = measure(calls, batches, repeats, per_turn=True)
+    objects = {name: call.objects for name, call in calls.items()}
+    rows = latency_rows(times, args.batch_size, bool(args.dataset), objects)
+    title = f'{args.config}, {on}, {args.amp or "float32"}, medians of {repeats} turns [95 %]'
+    show(title, [*rows[0]], [[*row.values()] for row in rows])
+    if any(row.get('objects') == 'next to none' for row in rows):
+        print(
+            'A detector that finds next to nothing skips suppression and masks: give checkpoints, '
+            'and images with objects (--dataset)'
+        )
 
 
 if __name__ == '__main__':

@@ -2,11 +2,9 @@
 
 import argparse
 
-import torch
-
-from repa_mm.benchmark.complexity import count, input_channels
+from repa_mm.benchmark.complexity import count
 from repa_mm.benchmark.timing import show
-from repa_mm.benchmark.variants import synthetic_batch
+from repa_mm.benchmark.variants import noise_for
 from repa_mm.config import load_config, readable_errors, tool_parser
 from repa_mm.opening import open_model
 from repa_mm.reparam import has_training_form, reparameterize
@@ -33,11 +31,9 @@ def main() -> None:
     shape = tuple(args.input_shape)
     with readable_errors():
         model = open_model(load_config(args.config, args.cfg_options))
+    inputs = dict(model.data_preprocessor(noise_for(model, shape, 1)), mode='tensor')
     if args.part == 'backbone':
-        model, inputs = model.backbone, torch.zeros(1, input_channels(model), *shape)
-    else:
-        batch = model.data_preprocessor(synthetic_batch(model, shape, 1))
-        inputs = dict(batch, mode='tensor')
+        model, inputs = model.backbone, inputs['inputs'][..., : shape[0], : shape[1]]  # not padded
     forms = {'training' if has_training_form(model) else 'as it is': model}
     if has_training_form(model):
         forms['deploy'] = reparameterize(model)

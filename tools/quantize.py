@@ -9,7 +9,7 @@ import argparse
 from mmengine.config import Config
 
 from repa_mm.config import load_config, readable_errors, tool_parser
-from repa_mm.export import TOLERANCE, quantize
+from repa_mm.export import MIN_AGREEMENT, quantize
 from repa_mm.images import cropped
 from repa_mm.opening import open_model, read_images
 
@@ -17,22 +17,14 @@ from repa_mm.opening import open_model, read_images
 def parse_args() -> argparse.Namespace:
     parser = tool_parser(__doc__)
     parser.add_argument('checkpoint', help='checkpoint in either form')
-    parser.add_argument(
-        'out',
-        help='file to write: .xml for OpenVINO (its weights in .bin), or .onnx for ONNX Runtime',
-    )
+    parser.add_argument('out', help='file for OpenVINO to write, .xml; its weights are in .bin')
     parser.add_argument('--num-images', type=int, default=64, help='to calibrate on (default: 64)')
     parser.add_argument('--images', help="folder of images (default: the config's training data)")
     parser.add_argument(
         '--tolerance',
         type=float,
-        default=TOLERANCE,
-        help=f'smallest acceptable agreement, from 0 to 1 (default: {TOLERANCE})',
-    )
-    parser.add_argument(
-        '--preprocessing',
-        action='store_true',
-        help='images are of type uint8, (B, H, W, 3), as OpenCV reads them',
+        default=MIN_AGREEMENT,
+        help=f'smallest acceptable agreement, from 0 to 1 (default: {MIN_AGREEMENT})',
     )
     parser.add_argument(
         '--shape',
@@ -80,7 +72,7 @@ def main() -> None:
         images = images_to_quantize(cfg, args.num_images, args.images)
         result = quantize(
             open_model(cfg, args.checkpoint, merge=True), args.out, *images, args.tolerance,
-            args.preprocessing, args.shape, args.batch,
+            args.shape, args.batch,
         )  # fmt: skip
     layers = result['layers'].values()
     if result['in_float']:

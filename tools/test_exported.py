@@ -14,8 +14,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument('--work-dir', help='folder for the metrics')
     parser.add_argument(
         '--precision',
-        choices=('f32', 'bf16', 'cuda', 'tensorrt'),
-        help="OpenVINO's data type (default: its choice), or what ONNX Runtime uses on a GPU",
+        choices=('f32', 'bf16'),
+        help="OpenVINO's data type, for either file (default: its choice for an .xml)",
     )
     return parser.parse_args()
 

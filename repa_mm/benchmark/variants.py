@@ -1,29 +1,28 @@
-"""Models, inputs and table rows of `tools/benchmark.py`."""
+"""Models to compare, and images of noise to run them on."""
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn as nn
 from mmengine.config import Config
 from mmpretrain.models import PoolFormer
 
 from repa_mm.benchmark.complexity import input_channels
-from repa_mm.benchmark.timing import change
-from repa_mm.export import Session
+from repa_mm.export import noise, resized
 from repa_mm.faster import faster_parts_, fuse_conv_bn_
 from repa_mm.opening import open_model
 from repa_mm.reparam import Form, outermost
 from repa_mm.surgery import copied
 
 STOCK, OURS, DEPLOY, MODEL = 'stock', 'stock with our parts', 'deploy form', 'model'
-COLUMNS = 'model', 'ms', 'images/s', 'against {}', 'against our parts'
 
 
 def variants(
-    cfg: Config, checkpoint: str | None = None, baseline: Config | None = None
+    cfg: Config,
+    checkpoint: str | None = None,
+    baseline: Config | None = None,
+    baseline_checkpoint: str | None = None,
 ) -> dict[str, nn.Module]:
     """Build the models to compare, in eval mode.
 
@@ -32,13 +31,17 @@ def variants(
         checkpoint (str, optional): Weights of the model, in either form. Defaults to random
             weights.
         baseline (Config, optional): Config of the stock model to compare with.
+        baseline_checkpoint (str, optional): Its weights. Defaults to random weights, with which a
+            detector finds next to nothing, and skips suppression and masks.
 
     Returns:
         dict: The models by name: those that :func:`with_our_parts` returns for the stock model, and
         the model of ``cfg``, in the deploy form if it is a RePaFormer. All except stock have fused
         BatchNorms.
     """
-    models = {} if baseline is None else with_our_parts(open_model(baseline))
+    models = {}
+    if baseline is not None:
+        models = with_our_parts(open_model(baseline, baseline_checkpoint))
     model = fuse_conv_bn_(open_model(cfg, checkpoint, merge=True))
     models[DEPLOY if any(outermost(model, Form)) else MODEL] = model
     return models
@@ -82,73 +85,30 @@ def compile_(model: nn.Module, mode: str | None = None) -> nn.Module:
 
 
 def calls_on_noise(
-    models: dict[str, nn.Module], part: str, shape: tuple[int, int], batch_size: int
+    models: dict[str, nn.Module], part: str, shape: Sequence[int], batch_size: int
 ) -> tuple[dict[str, Callable], Any]:
     """Return what runs each model, by name, and the batch of noise to run it on.
 
     Args:
         models (dict): The models by name, on their device.
-        part (str): 'backbone', or else whole models with post-processing.
-        shape (tuple): Height and width of the images in pixels.
+        part (str): 'backbone', or else whole models, from preprocessing to post-processing.
+        shape (Sequence[int]): Height and width of the images in pixels.
         batch_size (int): Number of images.
     """
     first = next(iter(models.values()))
+    batch = noise_for(first, shape, batch_size)
     if part == 'backbone':
-        images = noise(shape, batch_size, input_channels(first))
-        images = images.to(next(first.parameters()).device)
+        images = first.data_preprocessor(batch)['inputs'][..., : shape[0], : shape[1]]  # not padded
         return {name: model.backbone for name, model in models.items()}, images
-    batch = first.data_preprocessor(synthetic_batch(first, shape, batch_size))
-    return {name: partial(_predict, model) for name, model in models.items()}, batch
+    return {name: model.test_step for name, model in models.items()}, batch
 
 
-def _predict(model: nn.Module, batch: dict) -> list:
-    return model(**batch, mode='predict')
-
-
-def noise(shape: tuple[int, int], batch_size: int, channels: int = 3) -> torch.Tensor:
-    """Return normalized images of noise, (B, C, H, W)."""
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(batch_size, channels, *shape, generator=generator)
-
-
-def synthetic_batch(model: nn.Module, shape: tuple[int, int], batch_size: int) -> dict[str, Any]:
-    """Return images of noise with targets, as input of a data preprocessor.
-
-    An image has ten objects, a label map or a class.
-
-    Args:
-        model (nn.Module): A detector, segmentor or classifier with its config in ``cfg``.
-        shape (tuple): Height and width of the images in pixels.
-        batch_size (int): Number of images.
-
-    Returns:
-        dict: ``inputs``, images (C, H, W) of type uint8 in a list or stacked, and ``data_samples``.
-    """
-    scope, size = model.cfg.default_scope, (input_channels(model), *shape)
-    if scope == 'mmdet':
-        from mmdet.testing import demo_mm_inputs
-
-        with_mask = bool(getattr(getattr(model, 'roi_head', None), 'with_mask', False))
-        return demo_mm_inputs(batch_size, size, [10] * batch_size, with_mask=with_mask)
-    rng = np.random.default_rng(0)
-    images = [
-        torch.from_numpy(image) for image in rng.integers(0, 256, (batch_size, *size), np.uint8)
-    ]
-    if scope == 'mmseg':
-        from mmengine.structures import PixelData
-        from mmseg.structures import SegDataSample
-
-        meta = dict(img_shape=shape, ori_shape=shape, pad_shape=shape)
-        samples = [SegDataSample(metainfo=meta) for _ in images]
-        for sample in samples:
-            labels = rng.integers(0, model.decode_head.num_classes, (1, *shape))
-            sample.gt_sem_seg = PixelData(data=torch.from_numpy(labels))
-        return dict(inputs=images, data_samples=samples)
-    from mmpretrain.structures import DataSample
-
-    labels = rng.integers(0, model.head.num_classes, batch_size)
-    samples = [DataSample().set_gt_label(int(label)) for label in labels]
-    return dict(inputs=torch.stack(images), data_samples=samples)
+def noise_for(model: nn.Module, shape: Sequence[int], batch_size: int) -> dict:
+    """Return a batch of images of noise of one height and width, as from a data loader."""
+    data, channels = resized(noise(model.cfg), [shape] * batch_size), input_channels(model)
+    if len(data['inputs'][0]) != channels:  # the pipeline is of other data
+        data['inputs'] = [image[:1].expand(channels, -1, -1) for image in data['inputs']]
+    return data
 
 
 def autocasting(call: Callable, dtype: str | None, device: str) -> Callable:
@@ -163,43 +123,3 @@ def autocasting(call: Callable, dtype: str | None, device: str) -> Callable:
         return call
     context = torch.autocast(torch.device(device).type, getattr(torch, dtype))
     return context(call)
-
-
-def exported_on_noise(
-    name: str, shape: tuple[int, int], batch_size: int, channels: int = 3
-) -> Callable:
-    """Return a function that runs an exported model on noise, and ignores its argument.
-
-    Args:
-        name (str): Path of an .onnx file, which ONNX Runtime runs, or of an .xml file, which
-            OpenVINO runs. With the suffix ':f32' or ':bf16', OpenVINO runs either file in this
-            type.
-        shape (tuple): Height and width of the images in pixels.
-        batch_size (int): Number of images.
-        channels (int): Number of their channels. Defaults to 3.
-    """
-    file, _, precision = name.partition(':')
-    session = Session(file, precision or None)
-    images = noise(shape, batch_size, channels).numpy()
-    if session.takes_pixels:
-        images = (64 * images + 128).clip(0, 255).transpose(0, 2, 3, 1).astype(np.uint8)
-    return lambda _: session(images)
-
-
-def latency_rows(times: dict[str, np.ndarray], batch_size: int) -> list[list[str]]:
-    """Return table rows with the columns :data:`COLUMNS`.
-
-    The column 'against {}' compares each model with the first one, whose name belongs there. The
-    column 'against our parts' compares the model of the config with the stock model with our parts:
-    it has what the merge gains, or narrower parts.
-    """
-    rows = []
-    first = next(iter(times))
-    for name, values in times.items():
-        median = np.median(values)
-        row = [name, f'{median:.1f}', f'{1e3 * batch_size / median:.2f}']
-        row.append(change(values, times[first]) if name != first else '')
-        compared = name in (DEPLOY, MODEL) and OURS in times
-        row.append(change(values, times[OURS]) if compared else '')
-        rows.append(row)
-    return rows

@@ -6,7 +6,7 @@ fixed number of rows. Rows without an object have the score -1 internally, and t
 outputs. The modules are for tracing only, since boxes are suppressed by ONNX's operator.
 """
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import torch
 import torch.nn as nn
@@ -16,7 +16,32 @@ from torchvision.ops import roi_align
 # The score of rows without an object.
 NONE = -1.0
 # More boxes than there are.
-ALL = 2**30
+NO_LIMIT = 2**30
+# Methods by which a dense head predicts.
+DENSE = 'predict', 'predict_by_feat', '_predict_by_feat_single', '_bbox_post_process'
+
+
+def require(module: nn.Module, kinds: Sequence[type], methods: Sequence[str]) -> None:
+    """Refuse a module that predicts in another way than the classes that the export knows.
+
+    Args:
+        module (nn.Module): The module.
+        kinds (Sequence[type]): The classes. An instance of a subclass will do, if it has
+        methods (Sequence[str]): these methods from the class.
+
+    Raises:
+        ValueError: If the module has others.
+    """
+    own = type(module)
+    for kind in kinds:
+        changed = [m for m in methods if getattr(own, m, None) is not getattr(kind, m, None)]
+        if issubclass(own, kind) and not changed:
+            return
+    known = ' or '.join(kind.__name__ for kind in kinds)
+    raise ValueError(
+        f'the export does not know how a {own.__name__} predicts: it knows {known}'
+        + f' with {", ".join(methods)} of this class' * bool(methods)
+    )
 
 
 class _NonMaxSuppression(torch.autograd.Function):
@@ -192,7 +217,7 @@ def topk_boxes(
             scores = scores.softmax(-1)[..., :-1]
         num_classes = head.cls_out_channels - (not head.use_sigmoid_cls)
         nms_pre = cfg.get('nms_pre', -1)
-        scores, index = best(scores.flatten(1), nms_pre if nms_pre >= 0 else ALL)
+        scores, index = best(scores.flatten(1), nms_pre if nms_pre >= 0 else NO_LIMIT)
         if head.use_sigmoid_cls:  # after the selection, since a sigmoid keeps the order
             scores = scores.sigmoid()
         anchor = index if num_classes == 1 else index // num_classes
@@ -269,8 +294,12 @@ class SingleStage(nn.Module):
     outputs = ('boxes', 'scores', 'labels')
 
     def __init__(self, detector: nn.Module) -> None:
+        from mmdet.models.dense_heads import GFLHead
+        from mmdet.models.dense_heads.base_dense_head import BaseDenseHead
+
         super().__init__()
         self.head, self.cfg = detector.bbox_head, detector.bbox_head.test_cfg
+        require(self.head, [BaseDenseHead, GFLHead], DENSE)
 
     def forward(self, features, image_shape, size):
         limits = limits_of(size, features[0])
@@ -283,9 +312,33 @@ class SingleStage(nn.Module):
         return finish(take(boxes, index), scores, take(labels, index))
 
 
-def _stages(module: nn.Module) -> Iterable[nn.Module]:
+def _stages(module: nn.Module) -> Sequence[nn.Module]:
     """Return the modules of all stages: a cascade has a list of them, other detectors have one."""
     return module if isinstance(module, nn.ModuleList) else [module]
+
+
+def _check_roi_head(roi: nn.Module) -> None:
+    """Refuse a RoI head that predicts in a way that the export does not know, by its name."""
+    from mmcv.ops import RoIAlign
+    from mmdet.models.losses import CrossEntropyLoss
+    from mmdet.models.roi_heads import BBoxHead, CascadeRoIHead, FCNMaskHead, StandardRoIHead
+    from mmdet.models.roi_heads.roi_extractors import SingleRoIExtractor
+
+    methods = 'predict', 'predict_bbox', 'predict_mask', '_bbox_forward', '_mask_forward'
+    require(roi, [StandardRoIHead, CascadeRoIHead], methods)
+    if roi.with_shared_head:
+        name = type(roi.shared_head).__name__
+        raise ValueError(f'the export does not know a shared_head, here a {name}')
+    parts = [(BBoxHead, roi.bbox_head, roi.bbox_roi_extractor)]
+    if roi.with_mask:
+        parts.append((FCNMaskHead, roi.mask_head, roi.mask_roi_extractor))
+    for kind, heads, extractors in parts:
+        for head, extractor in zip(_stages(heads), _stages(extractors)):
+            require(head, [kind], ['predict_by_feat', '_predict_by_feat_single'])
+            require(extractor, [SingleRoIExtractor], ['forward', 'map_roi_levels'])
+            require(extractor.roi_layers[0], [RoIAlign], ['forward'])
+            if getattr(head, 'custom_activation', False):
+                require(head.loss_cls, [CrossEntropyLoss], ())
 
 
 class TwoStage(nn.Module):
@@ -295,14 +348,15 @@ class TwoStage(nn.Module):
     """
 
     def __init__(self, detector: nn.Module) -> None:
+        from mmdet.models.dense_heads import RPNHead
+
         super().__init__()
+        require(detector.rpn_head, [RPNHead], DENSE)
+        _check_roi_head(detector.roi_head)
         self.rpn, self.rpn_cfg = detector.rpn_head, dict(detector.rpn_head.test_cfg)
-        if not any(kind.__name__ == 'RPNHead' for kind in type(self.rpn).__mro__):
-            kind = type(self.rpn).__name__
-            raise ValueError(f'a {kind} in the place of an RPNHead suppresses in another way')
         self.rpn_cfg.pop('score_thr', None)  # which RPNHead ignores
         if self.rpn_cfg.get('nms_pre', -1) <= 0:  # all of them, unlike other heads
-            self.rpn_cfg['nms_pre'] = ALL
+            self.rpn_cfg['nms_pre'] = NO_LIMIT
         self.roi, self.cfg = detector.roi_head, detector.roi_head.test_cfg
         self.outputs = ('boxes', 'scores', 'labels', *['masks'] * self.roi.with_mask)
 

@@ -5,7 +5,7 @@ import io
 import os.path as osp
 import tempfile
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import cv2
 import numpy as np
@@ -14,23 +14,19 @@ import torch.nn as nn
 import torch.nn.functional as F
 from mmengine.config import Config
 
-from repa_mm.export.comparison import agreement
+from repa_mm.export.comparison import agreement_of, num_found, overlaps
 from repa_mm.export.runtime_model import ExportedModel
-from repa_mm.export.session import Session
 from repa_mm.export.whole import WholeModel, whole_model
 from repa_mm.faster.attention import FastShiftWindowMSA
-from repa_mm.faster.tracing import trace_any_size_
-from repa_mm.features import relative_error
 from repa_mm.opening import read_images
 from repa_mm.surgery import copied
 
 OPSET = 17
-# Largest share of differing objects or pixels, or difference of a score, to accept.
-TOLERANCES = dict(
+#: Largest share of differing objects or pixels, or difference of a score, by task.
+MAX_ERROR = dict(
     detection=0.02, instances=0.02, panoptic=5e-3, segmentation=1e-3, classification=1e-4
 )
-# Largest error of a backbone's features to accept, relative to the largest feature.
-TOLERANCE = 1e-4
+#: Number of images to compare on.
 NUM_IMAGES = 3
 
 
@@ -66,9 +62,8 @@ def agreeing_onnx(
     shape: Sequence[int] | None = None,
     dynamic: bool = True,
     batch: int = 1,
-    preprocessing: bool = False,
 ) -> tuple[bytes, float]:
-    """Return the content of an ONNX file of a whole model, from images to predictions.
+    """Return the content of an ONNX file of a whole model, from normalized images to predictions.
 
     Predictions of the file are compared with ``model.test_step``. For detectors, boxes below the
     score threshold are compared, too, in a second file without it: in a few images, trained
@@ -86,46 +81,61 @@ def agreeing_onnx(
         dynamic (bool): Accept other sizes and numbers of images. Some are compared, too. Defaults
             to True.
         batch (int): Number of images, or of the example if ``dynamic``. Defaults to 1.
-        preprocessing (bool): Take uint8 images (B, H, W, C) as OpenCV reads them, and normalize
-            them in the graph. Defaults to False, which takes normalized images (B, C, H, W).
 
     Returns:
-        tuple: The content, and the largest difference from PyTorch in a batch: 1 minus the exact
+        tuple: The content, and the largest difference from PyTorch in a batch: 1 minus the strict
         :func:`~repa_mm.export.agreement`.
 
     Raises:
-        ValueError: If the file would not agree with the model.
+        ValueError: If the model predicts in a way that the export does not know, or if the file
+            would not agree with the model.
     """
     noted = dict(unchecked='1') if images is None else {}
     images = noise(model.cfg) if images is None else images
     models = [model, *_without_threshold(model)]
-    wholes = [whole_model(m, preprocessing) for m in models]
-    task, slides = wholes[0].task, wholes[0].slides
-    fixed = model.test_cfg.crop_size if slides else (224, 224)
-    height, width = shape = tuple(shape or (example_shape(model) if dynamic else fixed))
-    tinted = [_tinted(data) for data in images] if preprocessing else images
-    if dynamic:
-        batch = max(batch, 2)  # tracing fixes a dimension of size 1
-        larger, other = (height + 64, width + 32), (width + 65, height)
-        mixed = [shape, larger if task == 'detection' else shape]
-        batches = [images[0], *(resized(tinted, s) for s in (mixed, [larger], [other] * 3))]
-    else:
-        scale = 1.5 if slides else 1  # several windows
-        batches = [resized(tinted, [(round(scale * height), round(scale * width))] * batch)]
-    example = batch, len(images[0]['inputs'][0]), height, width
-    contents = [whole_onnx(whole, example, dynamic, noted) for whole in wholes]
-    *limited, last = (_differences(*pair, batches) for pair in zip(models, contents))
-    # NaN where no box is above the threshold, for either.
-    differences = torch.cat([*(x.nan_to_num() for x in limited), last])
-    error = differences.max().item()  # NaN if there is a NaN
-    _check(error, TOLERANCES[task])
+    wholes = [whole_model(one) for one in models]
+    fixed = model.test_cfg.crop_size if wholes[0].slides else (224, 224)
+    shape = tuple(shape or (example_shape(model) if dynamic else fixed))
+    batch = max(batch, 2) if dynamic else batch  # tracing fixes a dimension of size 1
+    batches, errors, contents = [*cases(wholes[0], images, shape, dynamic, batch)], [], []
+    for one, whole in zip(models, wholes):
+        example = batch, len(images[0]['inputs'][0]), *shape
+        contents.append(whole_onnx(whole, example, dynamic, noted))
+        exported = ExportedModel(contents[-1], model.data_preprocessor)
+        for data in batches:
+            found = overlaps(one, exported, [data], strict=True)
+            if num_found(found):
+                errors.append(1 - agreement_of(found))
+            elif one is models[-1]:
+                raise ValueError(
+                    'the model finds nothing in the images to compare on: give others (--images)'
+                )
+    error, largest = torch.tensor(errors).max().item(), MAX_ERROR[wholes[0].task]
+    if not error <= largest:  # or NaN
+        raise ValueError(
+            f'the exported model differs from PyTorch by {error:.1e}, more than {largest:.0e}: '
+            'nothing is written'
+        )
     return contents[0], error
 
 
-def _differences(model: nn.Module, content: bytes, batches: Sequence[dict]) -> torch.Tensor:
-    """Return the difference of an ONNX file's content from PyTorch on each batch."""
-    exported = ExportedModel(content, model.data_preprocessor)
-    return torch.tensor([1 - agreement(model, exported, [data], exact=True) for data in batches])
+def cases(
+    whole: WholeModel, images: Sequence[dict], shape: tuple[int, int], dynamic: bool, batch: int
+) -> Iterator[dict]:
+    """Yield batches to compare a file on, which was traced with a batch of images of one shape.
+
+    If ``dynamic``, these are a batch as it comes, and others of other sizes and numbers of images.
+    """
+    height, width = shape
+    if not dynamic:
+        scale = 1.5 if whole.slides else 1  # several windows
+        yield resized(images, [(round(scale * height), round(scale * width))] * batch)
+        return
+    larger = height + 64, width + 32
+    yield images[0]
+    yield resized(images, [shape, larger if whole.task == 'detection' else shape])
+    yield resized(images, [larger])
+    yield resized(images, [(width + 65, height)] * 3)
 
 
 def resized(images: Sequence[dict], sizes: Sequence[tuple[int, int]]) -> dict:
@@ -137,22 +147,9 @@ def resized(images: Sequence[dict], sizes: Sequence[tuple[int, int]]) -> dict:
         pixels = F.interpolate(image[None].float(), tuple(size), mode='bilinear')
         inputs.append(pixels[0].to(image.dtype))
         samples.append(copy.deepcopy(data['data_samples'][0]))
-        samples[-1].set_metainfo(
-            dict(
-                dict.fromkeys(('img_shape', 'pad_shape', 'ori_shape'), tuple(size)),
-                scale_factor=(1.0, 1.0),
-            )
-        )
+        shapes = dict.fromkeys(('img_shape', 'pad_shape', 'ori_shape'), tuple(size))
+        samples[-1].set_metainfo(dict(shapes, scale_factor=(1.0, 1.0)))
     return dict(inputs=inputs, data_samples=samples)
-
-
-def _tinted(data: dict) -> dict:
-    """Return a batch of one image in colour, since gray ones do not tell swapped channels."""
-    (image,) = data['inputs']
-    if (image == image[:1]).all():
-        tint = torch.linspace(1, 0.5, len(image))[:, None, None]
-        image = (image * tint).to(image.dtype)
-    return dict(data, inputs=[image])
 
 
 def whole_onnx(
@@ -168,11 +165,10 @@ def whole_onnx(
     """
     import onnx
 
-    inputs, names = [model.example(*shape)], ['image']
-    batch, (height, width) = 'batch', (1, 2) if model.preprocessing.in_graph else (2, 3)
-    axes = dict(image={0: batch, height: 'height', width: 'width'}) if dynamic else {}
+    inputs, names = [torch.randn(*shape)], ['image']
+    axes = dict(image={0: 'batch', 2: 'height', 3: 'width'}) if dynamic else {}
     if dynamic:
-        axes.update((name, {0: batch}) for name in model.outputs)
+        axes.update((name, {0: 'batch'}) for name in model.outputs)
     if model.option:
         name, value = model.option
         inputs.append(torch.tensor(value))
@@ -211,70 +207,3 @@ def _without_threshold(model: nn.Module) -> list[nn.Module]:
             getattr(model, name).test_cfg['score_thr'] = 0.0
             return [model]
     return []
-
-
-def _check(error: float, tolerance: float) -> None:
-    if not error <= tolerance:
-        raise ValueError(
-            f'the exported model differs from PyTorch by {error:.1e}, more than {tolerance:.0e}: '
-            'nothing is written'
-        )
-
-
-class _Tensors(nn.Module):
-    """A model whose output is a flat tuple of tensors."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-        # Exporters restore the mode of the outermost module.
-        self.training = model.training
-
-    def forward(self, image: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        out = self.model(image)
-        return (out,) if torch.is_tensor(out) else tuple(out)
-
-
-@torch.no_grad()
-def onnx_backbone(
-    model: nn.Module, images: torch.Tensor, dynamic: bool = False
-) -> tuple[bytes, float]:
-    """Return the content of an ONNX file of a backbone, or of a classifier up to the logits.
-
-    Outputs of the file are compared with the model's on the images, and if ``dynamic`` also on
-    other numbers and sizes of images.
-
-    Args:
-        model (nn.Module): A model in eval mode on the CPU, usually in its deploy form, that maps
-            normalized images to a tensor or a tuple of tensors.
-        images (torch.Tensor): Normalized images (B, C, H, W).
-        dynamic (bool): Accept other sizes and numbers of images. The size of the images must then
-            differ from the model's own, so that position embeddings are resized, and give a Swin
-            more than one window in the last stage (above 224). Defaults to False.
-
-    Returns:
-        tuple: The content, and the largest error, relative to the largest output.
-
-    Raises:
-        ValueError: If the file would not agree with the model.
-    """
-    model = _Tensors(copied(model))
-    trace_any_size_(model)
-    batches, axes = [images], {}
-    if dynamic:
-        height, width = images.shape[2:]
-        larger, other = (height + 64, width + 32), (width + 65, height)
-        twice = torch.cat([images, images])  # tracing fixes a dimension of size 1
-        more = torch.cat([twice, images])
-        batches = [twice, F.interpolate(images[:1], larger), F.interpolate(more, other)]
-        axes = {0: 'batch', 2: 'height', 3: 'width'}
-    names = dict(input_names=['image'], dynamic_axes=dict(image=axes))
-    content = to_onnx(model, (batches[0],), **names)
-    session = Session(content)
-    errors = []
-    for batch in batches:
-        found = [torch.from_numpy(x) for x in session(batch.numpy()).values()]
-        errors.append(relative_error(found, model(batch)))
-    error = torch.tensor(errors).max().item()  # NaN if there is a NaN
-    _check(error, TOLERANCE)
-    return content, error

@@ -1,4 +1,4 @@
-"""Whole models with layers in int8, for OpenVINO or in ONNX, by NNCF."""
+"""Whole models with layers in int8, for OpenVINO, by NNCF."""
 
 import logging
 import os.path as osp
@@ -7,17 +7,15 @@ from collections.abc import Sequence
 import torch.nn as nn
 
 from repa_mm.export.comparison import agreement
-from repa_mm.export.exporter import agreeing_onnx, resized
+from repa_mm.export.exporter import NUM_IMAGES, agreeing_onnx, resized
 from repa_mm.export.runtime_model import ExportedModel
 from repa_mm.export.session import openvino_model
-from repa_mm.files import replacing, write_bytes
+from repa_mm.files import replacing
 from repa_mm.reparam import set_shortcut_
 from repa_mm.surgery import copied
 
 #: Smallest acceptable :func:`~repa_mm.export.agreement`.
-TOLERANCE = 0.98
-#: An attempt ends early if it is so far below.
-FAR = 0.1
+MIN_AGREEMENT = 0.98
 #: What is tried in turn: strengths of SmoothQuant (NNCF's default, then with the inputs of
 #: convolutions), and whether all that follows the backbone stays in float.
 ATTEMPTS = (
@@ -32,8 +30,7 @@ def quantize(
     out: str,
     calibration: Sequence[dict],
     held_out: Sequence[dict],
-    tolerance: float = TOLERANCE,
-    preprocessing: bool = False,
+    tolerance: float = MIN_AGREEMENT,
     shape: Sequence[int] | None = None,
     batch: int = 1,
 ) -> dict:
@@ -47,13 +44,11 @@ def quantize(
 
     Args:
         model (nn.Module): A detector, segmentor or classifier in eval mode, on any device.
-        out (str): The file to write: '.xml' for OpenVINO, with its weights in '.bin', or '.onnx',
-            with QuantizeLinear and DequantizeLinear around the products, for ONNX Runtime.
+        out (str): The file for OpenVINO to write, '.xml'; its weights are in '.bin' beside it.
         calibration (Sequence[dict]): Batches of one image, for the ranges of activations.
         held_out (Sequence[dict]): Batches of one image, to compare the file with the model.
         tolerance (float): Smallest acceptable agreement, see
-            :func:`~repa_mm.export.agreement`. Defaults to :data:`TOLERANCE`.
-        preprocessing (bool): Normalize images in the graph. Defaults to False.
+            :func:`~repa_mm.export.agreement`. Defaults to :data:`MIN_AGREEMENT`.
         shape (Sequence[int], optional): Height and width that the file is fixed to, whatever the
             size of the images to calibrate on. Defaults to None: any.
         batch (int): Number of images that the file is fixed to, if there is a shape. Defaults to 1.
@@ -64,34 +59,31 @@ def quantize(
 
     Raises:
         ValueError: If the file does not agree with the model, if the model in ONNX and float does
-            not, or if there is nothing to compare.
+            not, if there is nothing to compare, or if ``out`` is no '.xml'.
     """
     import nncf
 
+    if osp.splitext(out)[1] != '.xml':
+        raise ValueError(f'files in int8 are for OpenVINO: name an .xml instead of {out!r}')
+
     def feed(data: dict) -> dict:
-        if preprocessing:
-            return {'image': data['inputs'][0].permute(1, 2, 0)[None].numpy()}
         return {'image': model.data_preprocessor(data, False)['inputs'].numpy()}
 
     model = set_shortcut_(copied(model).cpu(), 'outside')
     if shape is None:
         # Predictions in the size that the model sees: the file cannot resize a segmentor's scores.
-        size = None
         held_out = [resized([data], [data['inputs'][0].shape[1:]]) for data in held_out]
     else:
-        channels = len(calibration[0]['inputs'][0])
-        size = [batch, *shape, channels] if preprocessing else [batch, channels, *shape]
         parts = [held_out[i : i + batch] for i in range(0, len(held_out), batch)]
         held_out = [resized(part, [shape] * batch) for part in parts]
-    content, _ = agreeing_onnx(model, calibration[:3], preprocessing=preprocessing)
-    in_onnx = osp.splitext(out)[1] == '.onnx'
+    content, _ = agreeing_onnx(model, calibration[:NUM_IMAGES])
     for strengths, backbone_only in ATTEMPTS:
-        quantized = _in_int8(
-            content, in_onnx, size, strengths, backbone_only, nncf.Dataset(calibration, feed)
-        )
+        quantized = _in_int8(content, strengths, backbone_only, nncf.Dataset(calibration, feed))
+        if shape is not None:
+            quantized.reshape([batch, len(calibration[0]['inputs'][0]), *shape])
         # In float32, so that the figure does not depend on what else this processor rounds.
-        exported = ExportedModel(quantized, model.data_preprocessor, None if in_onnx else 'f32')
-        found = agreement(model, exported, held_out, hopeless=tolerance - FAR)
+        exported = ExportedModel(quantized, model.data_preprocessor, 'f32')
+        found = agreement(model, exported, held_out)
         if found >= tolerance:
             break
     else:
@@ -100,7 +92,7 @@ def quantize(
             f'{tolerance}: nothing is written. Calibrate on more images, or test a file of '
             'lower agreement (--tolerance)'
         )
-    (write_bytes if in_onnx else _write_openvino)(out, quantized)
+    _write_openvino(out, quantized)
     layers, in_float = layers_in_int8(quantized), []
     if backbone_only:
         names = [name.split('/') for name, is_int8 in layers.items() if not is_int8]
@@ -109,64 +101,23 @@ def quantize(
     return dict(agreement=found, images=images, layers=layers, in_float=in_float)
 
 
-def _in_int8(content, in_onnx, size, strengths, backbone_only, dataset):
-    """Return a model from the content of an ONNX file in int8, for images of one size if given.
-
-    Returns:
-        bytes | openvino.Model: The content of an ONNX file if ``in_onnx``, else an OpenVINO model.
-    """
+def _in_int8(content: bytes, strengths: dict, backbone_only: bool, dataset):
+    """Return an OpenVINO model in int8 from the content of an ONNX file."""
     import nncf
-    import onnx
 
     nncf.set_log_level(logging.ERROR)
     quantized = nncf.quantize(
-        _onnx_for_nncf(content) if in_onnx else openvino_model(content),
+        openvino_model(content),
         dataset,
         subset_size=dataset.get_length(),
         model_type=nncf.ModelType.TRANSFORMER,
-        # In ONNX with zero points of 0, for TensorRT.
-        preset=nncf.QuantizationPreset.PERFORMANCE if in_onnx else None,
         ignored_scope=nncf.IgnoredScope(patterns=['^(?!.*/backbone/).*'] if backbone_only else []),
         advanced_parameters=nncf.AdvancedQuantizationParameters(
             smooth_quant_alphas=nncf.AdvancedSmoothQuantParameters(**strengths)
         ),
     )
-    if not in_onnx:
-        quantized.set_rt_info('int8', ['framework', 'precision'])
-        if size:
-            quantized.reshape(size)
-        return quantized
-    for dim, length in zip(quantized.graph.input[0].type.tensor_type.shape.dim, size or ()):
-        dim.dim_value = length
-    known = {p.key: p.value for p in quantized.metadata_props}
-    onnx.helper.set_model_props(quantized, known | {'precision': 'int8'})
-    return quantized.SerializeToString()
-
-
-def _onnx_for_nncf(content: bytes):
-    """Return an ONNX model that NNCF understands."""
-    import onnx
-
-    proto = onnx.load_from_string(content)
-    nodes = list(proto.graph.node)
-    del proto.graph.node[:]
-    for node in nodes:
-        if node.op_type == 'Constant' and node.attribute[0].name == 'value':
-            # NNCF does not find what a Gather takes from a constant that is a node.
-            node.attribute[0].t.name = node.output[0]
-            proto.graph.initializer.append(node.attribute[0].t)
-            continue
-        proto.graph.node.append(node)
-        # ONNX Runtime computes a product in int8 only if no float bias is part of it, and NNCF
-        # takes the other term of the sum for a bias, even one that depends on the image.
-        if node.op_type == 'Gemm' and len(node.input) > 2:
-            node, (output,), product = proto.graph.node[-1], node.output, f'{node.name}_product'
-            terms = [product, node.input.pop()]
-            node.output[0] = product
-            proto.graph.node.append(
-                onnx.helper.make_node('Add', terms, [output], f'{node.name}_sum')
-            )
-    return proto
+    quantized.set_rt_info('int8', ['framework', 'precision'])
+    return quantized
 
 
 def _write_openvino(out: str, model) -> None:

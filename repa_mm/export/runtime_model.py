@@ -58,28 +58,13 @@ class ExportedModel(BaseModel):
 
         Returns:
             list: Data samples with predictions, as from the original model.
-
-        Raises:
-            ValueError: If the file normalizes images, and these are not of bytes.
         """
-        metadata = self.session.metadata
-        if self.session.takes_pixels:
-            data = self.data_preprocessor.cast_data(data)
-            kinds = {x.dtype for x in data['inputs']} - {torch.uint8}
-            if kinds:
-                raise ValueError(
-                    'a file that normalizes images takes images of bytes, and the test pipeline '
-                    f'gives {kinds.pop()}: export the model without --preprocessing'
-                )
-            images = [image.permute(1, 2, 0).numpy() for image in data['inputs']]
-        else:
-            data = self.data_preprocessor(data, False)
-            images = list(data['inputs'].numpy())
-        samples = data['data_samples']
+        metadata, data = self.session.metadata, self.data_preprocessor(data, False)
+        images, samples = data['inputs'], data['data_samples']
         if 'window' in metadata:
-            return self._slide(np.stack(images), samples)
+            return self._slide(images, samples)
         add = _ADD[metadata['task']]
-        for sample, outputs in zip(samples, self._run(images, samples)):
+        for sample, outputs in zip(samples, self._run(list(images.numpy()), samples)):
             add(sample, {name: torch.as_tensor(x) for name, x in outputs.items()}, metadata)
         return samples
 
@@ -93,9 +78,8 @@ class ExportedModel(BaseModel):
         """Return the outputs for each image, which are of one pass where sizes are equal."""
         options, chosen, sizes = self.session.options, {}, []
         if 'image_size' in options:
-            images = _padded(images) if self.session.takes_pixels else images
             chosen['image_size'] = [sample.img_shape[:2] for sample in samples]
-        elif self.session.metadata['task'] != 'classification' and not self.session.takes_pixels:
+        elif self.session.metadata['task'] != 'classification':
             shapes = (sample.img_shape[:2] for sample in samples)  # without padding
             images = [image[:, :height, :width] for image, (height, width) in zip(images, shapes)]
         if 'output_size' in options:
@@ -106,18 +90,13 @@ class ExportedModel(BaseModel):
         outputs = self.session(np.stack(images), **chosen)
         return [{name: x[i] for name, x in outputs.items()} for i in range(len(images))]
 
-    def _slide(self, images: np.ndarray, samples: list) -> list:
+    def _slide(self, images: torch.Tensor, samples: list) -> list:
         """Run the file on windows of images; MMSegmentation slides and merges."""
         from mmseg.models import EncoderDecoder
 
         def encode_decode(windows, metas):
-            if self.session.takes_pixels:
-                windows = windows.permute(0, 2, 3, 1).byte()
             return torch.from_numpy(self.session(windows.numpy())['logits'])
 
-        images = torch.from_numpy(images)
-        if self.session.takes_pixels:
-            images = images.permute(0, 3, 1, 2).float()
         settings = SimpleNamespace(**json.loads(self.session.metadata['window']))
         host = SimpleNamespace(
             **vars(settings), test_cfg=settings, decode_head=settings, encode_decode=encode_decode
@@ -125,12 +104,6 @@ class ExportedModel(BaseModel):
         metas = [sample.metainfo for sample in samples]
         logits = EncoderDecoder.slide_inference(host, images, metas)
         return EncoderDecoder.postprocess_result(host, logits, samples)
-
-
-def _padded(images: list[np.ndarray]) -> list[np.ndarray]:
-    """Pad images (H, W, C) of pixels to one size, at the right and below."""
-    height, width = (max(image.shape[i] for image in images) for i in (0, 1))
-    return [np.pad(x, ((0, height - x.shape[0]), (0, width - x.shape[1]), (0, 0))) for x in images]
 
 
 def _objects(outputs: dict) -> dict[str, torch.Tensor]:

@@ -5,15 +5,6 @@ import os.path as osp
 import numpy as np
 import torch
 
-#: Providers of ONNX Runtime by name, in the order in which they take operators.
-CPU = 'CPUExecutionProvider'
-CUDA = 'CUDAExecutionProvider', dict(use_tf32='0')
-PROVIDERS = {
-    None: [CPU],
-    'cuda': [CUDA, CPU],
-    'tensorrt': [('TensorrtExecutionProvider', dict(trt_fp16_enable='1')), CUDA, CPU],
-}
-
 
 def openvino_model(file):
     """Return the OpenVINO model of a file, see :class:`Session`."""
@@ -33,43 +24,34 @@ class Session:
             ONNX file, or OpenVINO's model.
         precision (str, optional): What OpenVINO computes in, 'f32' or 'bf16'; it runs ONNX, too.
             Defaults to OpenVINO's choice for its own files, which is bf16 on processors that have
-            it, and to ONNX Runtime for ONNX. With 'cuda' in float32 or 'tensorrt' in float16, ONNX
-            Runtime runs ONNX on a GPU.
+            it, and to ONNX Runtime for ONNX.
 
     Attributes:
-        metadata (dict): What the export of a whole model noted: 'task', 'classes', 'preprocessing'
-            and others. Empty for a backbone.
+        metadata (dict): What the export of a whole model noted: 'task', 'classes', 'mean', 'std',
+            'channels' and others, as strings. Empty for other files.
         options (list[str]): Names of the inputs that may be left out.
-        keep_memory (bool): On a CPU, keep the memory of a run for the next one. In large models it
-            is gigabytes; a run that allocates it anew takes about a tenth longer. Defaults to True.
     """
-
-    keep_memory = True
 
     def __init__(self, file, precision: str | None = None) -> None:
         is_xml = isinstance(file, str) and osp.splitext(file)[1] == '.xml'
-        if is_xml or precision not in PROVIDERS:
+        if is_xml or precision or not isinstance(file, (str, bytes)):
             self._open_openvino(file, precision)
         else:
-            self._open_onnx(file, PROVIDERS[precision])
+            self._open_onnx(file)
         if 'outputs' in self.metadata:
             self.outputs = self.metadata['outputs'].split(',')
 
-    def _open_onnx(self, file: str | bytes, providers: list) -> None:
+    def _open_onnx(self, file: str | bytes) -> None:
         import onnxruntime
 
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 3
         options.intra_op_num_threads = torch.get_num_threads()
-        session = onnxruntime.InferenceSession(file, options, providers=providers)
-        if len(session.get_providers()) < len(providers):  # it goes on without them
-            raise RuntimeError(f'ONNX Runtime could not load {providers[0][0]}')
+        session = onnxruntime.InferenceSession(file, options, ['CPUExecutionProvider'])
         self.metadata = session.get_modelmeta().custom_metadata_map
         self.options = [i.name for i in session.get_overridable_initializers()]
         self.outputs = [o.name for o in session.get_outputs()]
-        frees = onnxruntime.RunOptions()
-        frees.add_run_config_entry('memory.enable_memory_arena_shrinkage', 'cpu:0')
-        self._run = lambda inputs: session.run(None, inputs, None if self.keep_memory else frees)
+        self._run = lambda inputs: session.run(None, inputs)
 
     def _open_openvino(self, file, precision: str | None) -> None:
         import openvino
@@ -84,26 +66,13 @@ class Session:
         compiled = openvino.Core().compile_model(model, 'CPU', config)
         self.outputs = range(len(compiled.outputs))
         # In their order, since OpenVINO may rename them.
-
-        def run(inputs: dict) -> list[np.ndarray]:
-            outputs = list(compiled(inputs).values())
-            if not self.keep_memory:
-                compiled.release_memory()
-            return outputs
-
-        self._run = run
-
-    @property
-    def takes_pixels(self) -> bool:
-        """Whether images are of type uint8, (B, H, W, C), and normalized in the graph."""
-        return self.metadata.get('preprocessing') == '1'
+        self._run = lambda inputs: [*compiled(inputs).values()]
 
     def __call__(self, image: np.ndarray, **options) -> dict[str, np.ndarray]:
         """Run images.
 
         Args:
-            image (np.ndarray): Images as the export says: normalized (B, C, H, W), or of type
-                uint8 (B, H, W, C).
+            image (np.ndarray): Normalized images (B, C, H, W).
             **options: The optional inputs, ``image_size`` of detectors and ``output_size`` of
                 segmentors.
 

@@ -14,6 +14,7 @@ from repa_mm.export.detection import (
     best,
     finish,
     one_hot_scores,
+    require,
     suppress,
     suppress_softly,
     take,
@@ -156,44 +157,6 @@ class _PaddedCoTransformer(_PaddedLevels, _AnySizeEncoder):
         )
 
 
-class _PaddedMasks:
-    """Mixin for a MaskFormer's head that takes image sizes as :class:`_Padded` does."""
-
-    def forward(self, features, sizes):
-        mask = padding_mask(features[-1], *sizes)
-        mask_features, memory = self.pixel_decoder(features, sizes)
-        memory = _tokens(self.decoder_input_proj(memory))
-        query = self.query_embed.weight.expand(mask.shape[0], -1, -1)
-        out = self.transformer_decoder(
-            query=torch.zeros_like(query),
-            key=memory,
-            value=memory,
-            query_pos=query,
-            key_pos=_tokens(self.decoder_pe(mask)),
-            key_padding_mask=mask.flatten(1),
-        )
-        masks = torch.einsum('lbqc,bchw->lbqhw', self.mask_embed(out), mask_features)
-        return self.cls_embed(out), masks
-
-
-class _PaddedPixels:
-    """Mixin for a pixel decoder with an encoder that takes image sizes as ``batch_img_metas``."""
-
-    def forward(self, features, sizes):
-        from mmdet.models.layers import PixelDecoder
-
-        mask = padding_mask(features[-1], *sizes)
-        last = self.encoder_in_proj(features[-1])
-        memory = self.encoder(
-            query=_tokens(last),
-            query_pos=_tokens(self.positional_encoding(mask)),
-            key_padding_mask=mask.flatten(1),
-        )
-        memory = memory.transpose(1, 2).reshape(last.shape)
-        # The pixel decoder without an encoder treats the other levels in the same way.
-        return PixelDecoder.forward(self, [*features[:-1], memory], None)
-
-
 def _mix_in(module: nn.Module, mixin: type) -> None:
     become_(module, type(type(module).__name__, (mixin, type(module)), {}))
 
@@ -204,7 +167,11 @@ class Queries(nn.Module):
     outputs = ('boxes', 'scores', 'labels')
 
     def __init__(self, detector: nn.Module) -> None:
+        from mmdet.models.dense_heads import DeformableDETRHead, DETRHead
+
         super().__init__()
+        methods = 'predict_by_feat', '_predict_by_feat_single'
+        require(detector.bbox_head, [DETRHead, DeformableDETRHead], methods)
         has_levels = hasattr(detector, 'gen_encoder_output_proposals')
         _mix_in(detector, _PaddedLevels if has_levels else _Padded)
         if has_levels:
@@ -281,68 +248,41 @@ class CoQueries(Queries):
         return finish(take(boxes, order), scores, take(labels, order))
 
 
-def trace_masks_(head: nn.Module) -> None:
-    """Change a head in place, so that a graph traced from it accepts images of any size.
-
-    Afterwards, the ``forward`` of a ``MaskFormerHead`` takes sizes as a DETR does after
-    :class:`Queries`. A ``Mask2FormerHead`` ignores padding and stays as it is.
-
-    Args:
-        head (nn.Module): A ``MaskFormerHead`` or ``Mask2FormerHead``; other heads stay as they are.
-    """
-    if hasattr(head, 'decoder_pe'):
-        _mix_in(head, _PaddedMasks)
-        if hasattr(head.pixel_decoder, 'encoder_in_proj'):
-            _mix_in(head.pixel_decoder, _PaddedPixels)
-            head.pixel_decoder.last_feat_conv = head.pixel_decoder.encoder_out_proj
-
-
-def queries_and_masks(
-    head: nn.Module, features: tuple[torch.Tensor, ...], padded: torch.Tensor, image: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the logits of N queries: classes (B, N, classes) and masks (B, N, h, w).
-
-    Args:
-        head (nn.Module): The head, after :func:`trace_masks_`.
-        features (tuple): Feature maps of all levels.
-        padded (torch.Tensor): Padded images (B, 3, H, W), from which the features were computed.
-        image (torch.Tensor): The images without padding.
-    """
-    shape, own = (torch._shape_as_tensor(x)[2:] for x in (padded, image))
-    classes, masks = head(features, (shape, own.expand(image.shape[0], 2)))
-    return classes[-1], masks[-1]
-
-
 def class_logits(
     head: nn.Module, features: tuple[torch.Tensor, ...], image: torch.Tensor
 ) -> torch.Tensor:
     """Return class scores of all pixels, (B, classes, H, W), as MMSegmentation's heads do.
 
     Args:
-        head (nn.Module): A ``Mask2FormerHead`` or ``MaskFormerHead``, after :func:`trace_masks_`.
+        head (nn.Module): A ``Mask2FormerHead``, which ignores padding.
         features (tuple): Feature maps of all levels.
-        image (torch.Tensor): Images (B, 3, H, W), none of whose pixels the head treats as padding.
+        image (torch.Tensor): Images (B, 3, H, W).
     """
-    classes, masks = queries_and_masks(head, features, image, image)
+    classes, masks = (x[-1] for x in head(features, None))
     masks = F.interpolate(masks, image.shape[2:], mode='bilinear', align_corners=False).sigmoid()
     return torch.einsum('bqc,bqhw->bchw', classes.softmax(-1)[..., :-1], masks)
 
 
 class Masks(nn.Module):
-    """Predict masks from features, as a ``MaskFormer`` with a ``MaskFormerFusionHead`` does.
+    """Predict masks from features, as a ``Mask2Former`` with a ``MaskFormerFusionHead`` does.
 
     Outputs are the boxes, scores, labels and masks of instances if the model's
     ``test_cfg.instance_on`` is True, and panoptic maps if its ``test_cfg.panoptic_on`` is.
 
     Args:
-        detector (nn.Module): A ``MaskFormer`` or ``Mask2Former``.
+        detector (nn.Module): The ``Mask2Former``.
 
     Raises:
-        ValueError: If the model predicts neither.
+        ValueError: If the model predicts neither, or is another model.
     """
 
     def __init__(self, detector: nn.Module) -> None:
+        from mmdet.models.dense_heads import Mask2FormerHead
+        from mmdet.models.seg_heads import MaskFormerFusionHead
+
         super().__init__()
+        require(getattr(detector, 'panoptic_head', detector), [Mask2FormerHead], ['predict'])
+        require(detector.panoptic_fusion_head, [MaskFormerFusionHead], ['predict'])
         self.head, self.fusion = detector.panoptic_head, detector.panoptic_fusion_head
         self.cfg = self.fusion.test_cfg
         self.outputs = ()
@@ -355,7 +295,6 @@ class Masks(nn.Module):
                 'the model predicts neither instances nor panoptic maps: set '
                 'model.test_cfg.instance_on=True or model.test_cfg.panoptic_on=True'
             )
-        trace_masks_(self.head)
 
     def forward(self, features, padded, image, size):
         """Return boxes (B, N, 4), scores (B, N), labels (B, N) and masks (B, N, height, width).
@@ -370,7 +309,7 @@ class Masks(nn.Module):
             masks = masks[..., : image.shape[2], : image.shape[3]]
             return F.interpolate(masks, tuple(size.unbind()), **kwargs)
 
-        classes, masks = queries_and_masks(self.head, features, padded, image)
+        classes, masks = (x[-1] for x in self.head(features, None))
         classes, found = classes.softmax(-1), ()
         if 'masks' in self.outputs:
             found = self._instances(classes, masks, resize)

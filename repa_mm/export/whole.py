@@ -6,8 +6,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from repa_mm.export.detection import SingleStage, TwoStage
-from repa_mm.export.transformers import CoQueries, Masks, Queries, class_logits, trace_masks_
+from repa_mm.export.detection import SingleStage, TwoStage, require
+from repa_mm.export.transformers import CoQueries, Masks, Queries, class_logits
 from repa_mm.faster.tracing import trace_any_size_
 from repa_mm.surgery import copied, replace_
 
@@ -51,58 +51,29 @@ def _average_pool(module: nn.Module) -> AveragePool | None:
     return None
 
 
-class Preprocessing(nn.Module):
-    """Normalization and padding of images, as the ``data_preprocessor`` of a model does.
+class Padding:
+    """Pads images as the ``data_preprocessor`` of a model does in tests.
 
     Args:
         config (nn.Module): The model's ``data_preprocessor``.
-        in_graph (bool): If True, take uint8 images (B, H, W, C) in BGR order, as
-            ``LoadImageFromFile`` returns, and normalize them. If False, take normalized images
-            (B, C, H, W).
     """
 
-    def __init__(self, config: nn.Module, in_graph: bool) -> None:
-        super().__init__()
-        self.in_graph = in_graph
-        # MMEngine's name, and those of MMSegmentation 1.2 and MMPretrain.
-        names = '_channel_conversion', 'channel_conversion', 'to_rgb'
-        self.flip = any(getattr(config, name, False) for name in names)
-        self.normalize = config._enable_normalize
-        if self.normalize:
-            self.register_buffer('mean', config.mean.clone())
-            self.register_buffer('std', config.std.clone())
-        # MMSegmentation has another divisor for tests, and another name for the pad value.
-        divisor = (getattr(config, 'test_cfg', None) or {}).get('size_divisor')
-        self.divisor = divisor or getattr(config, 'pad_size_divisor', 1) or 1
-        self.pad_value = float(getattr(config, 'pad_value', getattr(config, 'pad_val', 0)))
+    def __init__(self, config: nn.Module) -> None:
+        # MMSegmentation has its own settings for tests, and another name for the value.
+        test_cfg = getattr(config, 'test_cfg', None) or {}
+        divisor = test_cfg.get('size_divisor') or getattr(config, 'pad_size_divisor', 1)
+        self.divisor, self.least = divisor or 1, test_cfg.get('size')
+        self.value = float(getattr(config, 'pad_value', getattr(config, 'pad_val', 0)))
 
-    def forward(self, image: torch.Tensor) -> torch.Tensor:
-        """Return normalized images (B, C, H, W)."""
-        if not self.in_graph:
+    def __call__(self, image: torch.Tensor) -> torch.Tensor:
+        """Pad images (B, C, H, W) at the right and below."""
+        below, right = (-size % self.divisor for size in image.shape[2:])
+        if self.least:
+            size = torch._shape_as_tensor(image)[2:]
+            below, right = (torch.tensor(self.least) - size).clamp(min=0).unbind()
+        elif self.divisor == 1:
             return image
-        image = image.permute(0, 3, 1, 2)
-        if self.flip:
-            image = image.flip(1)
-        image = image.float()
-        return (image - self.mean) / self.std if self.normalize else image
-
-    def pad(self, image: torch.Tensor, size: torch.Tensor | None = None) -> torch.Tensor:
-        """Pad images to a multiple of the divisor.
-
-        Args:
-            image (torch.Tensor): Images (B, C, H, W).
-            size (torch.Tensor, optional): Height and width of each image without padding, (B, 2).
-                Defaults to those of ``image``.
-        """
-        height, width = image.shape[2:]
-        if self.in_graph and size is not None:
-            rows, columns = torch.arange(height) < size[:, :1], torch.arange(width) < size[:, 1:]
-            inside = rows[:, None, :, None] & columns[:, None, None]
-            image = torch.where(inside, image, torch.full_like(image, self.pad_value))
-        if self.divisor > 1:
-            right, below = -width % self.divisor, -height % self.divisor
-            image = F.pad(image, (0, right, 0, below), value=self.pad_value)
-        return image
+        return F.pad(image, (0, right, 0, below), value=self.value)
 
 
 class WholeModel(nn.Module):
@@ -120,26 +91,32 @@ class WholeModel(nn.Module):
     option: tuple[str, list] | None = None
     slides = False
 
-    def __init__(self, model: nn.Module, preprocessing: bool) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.model = model
-        self.preprocessing = Preprocessing(model.data_preprocessor, preprocessing)
+        self.model, self.pad = model, Padding(model.data_preprocessor)
         self.training = model.training
 
-    def example(self, batch: int, channels: int, height: int, width: int) -> torch.Tensor:
-        """Return images to trace the model with."""
-        if self.preprocessing.in_graph:
-            return torch.full((batch, height, width, channels), 128, dtype=torch.uint8)
-        return torch.randn(batch, channels, height, width)
-
     def metadata(self) -> dict[str, str]:
-        """Return the metadata of the file: task, preprocessing, classes and outputs, as strings."""
+        """Return the metadata of the file as strings.
+
+        These are the task, the names of classes and outputs, and how images are normalized: the
+        order of their channels, 'RGB' or 'BGR', and 'mean' and 'std' of the channels in this order.
+        """
         classes = (getattr(self.model, 'dataset_meta', None) or {}).get('classes') or ()
+        config = self.model.data_preprocessor
+        mean, std = ([0.0], [1.0])
+        if config._enable_normalize:
+            mean, std = (x.flatten().tolist() for x in (config.mean, config.std))
+        # MMEngine's name, and those of MMSegmentation 1.2 and MMPretrain.
+        names = '_channel_conversion', 'channel_conversion', 'to_rgb'
+        swapped = any(getattr(config, name, False) for name in names)
         return dict(
             task=self.task,
-            preprocessing=str(int(self.preprocessing.in_graph)),
             classes=json.dumps(list(classes)),
             outputs=','.join(self.outputs),
+            channels='RGB' if swapped else 'BGR',
+            mean=json.dumps(mean),
+            std=json.dumps(std),
         )
 
 
@@ -159,17 +136,16 @@ class WholeDetector(WholeModel):
     task = 'detection'
     option = 'image_size', [[WHOLE, WHOLE]]
 
-    def __init__(self, model: nn.Module, preprocessing: bool) -> None:
-        super().__init__(model, preprocessing)
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
         kind = next(kind for name, kind in PREDICTORS.items() if hasattr(model, name))
         self.predict = kind(model)
         self.outputs = self.predict.outputs
 
     def forward(self, image: torch.Tensor, image_size: torch.Tensor):
-        image = self.preprocessing(image)
         own = torch._shape_as_tensor(image)[2:][None].to(image_size)
         size = torch.minimum(image_size, own).expand(image.shape[0], 2)
-        image = self.preprocessing.pad(image, size)
+        image = self.pad(image)
         shape = torch._shape_as_tensor(image)[2:]
         return self.predict(self.model.extract_feat(image), shape, size)
 
@@ -194,10 +170,17 @@ class WholeSegmentor(WholeModel):
     outputs = ('labels',)
     option = 'output_size', [0, 0]
 
-    def __init__(self, model: nn.Module, preprocessing: bool) -> None:
-        super().__init__(model, preprocessing)
-        self.has_masks = hasattr(model.decode_head, 'mask_embed')
-        trace_masks_(model.decode_head)
+    def __init__(self, model: nn.Module) -> None:
+        from mmseg.models import EncoderDecoder
+        from mmseg.models.decode_heads import Mask2FormerHead
+        from mmseg.models.decode_heads.decode_head import BaseDecodeHead
+
+        super().__init__(model)
+        methods = 'predict', 'encode_decode', 'whole_inference', 'postprocess_result'
+        require(model, [EncoderDecoder], methods)
+        heads = [BaseDecodeHead, Mask2FormerHead]
+        require(model.decode_head, heads, ['predict', 'predict_by_feat'])
+        self.has_masks = isinstance(model.decode_head, Mask2FormerHead)
         self.slides = model.test_cfg.get('mode', 'whole') == 'slide'
         if self.slides:
             self.outputs, self.option = ('logits',), None
@@ -221,12 +204,11 @@ class WholeSegmentor(WholeModel):
         return F.interpolate(self.model.decode_head(features), image.shape[2:], **kwargs)
 
     def forward(self, image: torch.Tensor, output_size: torch.Tensor | None = None):
-        image = self.preprocessing(image)
         if self.slides:
             return self.logits(image)
         own = torch._shape_as_tensor(image)[2:].to(output_size)
         size = torch.where(output_size > 0, output_size, own).unbind()
-        logits = self.logits(self.preprocessing.pad(image))
+        logits = self.logits(self.pad(image))
         logits = logits[..., : image.shape[2], : image.shape[3]]
         kwargs = dict(mode='bilinear', align_corners=self.model.align_corners)
         logits = F.interpolate(logits, size, **kwargs)
@@ -236,7 +218,7 @@ class WholeSegmentor(WholeModel):
 
 
 class WholeInstances(WholeModel):
-    """A Mask2Former or MaskFormer that predicts masks from images and ``output_size`` (2, ).
+    """A Mask2Former that predicts masks from images and ``output_size`` (2, ).
 
     Inputs are as for :class:`WholeSegmentor`. Outputs are those of
     :class:`~repa_mm.export.transformers.Masks`; a model without instances has the task 'panoptic'.
@@ -244,16 +226,15 @@ class WholeInstances(WholeModel):
 
     option = 'output_size', [0, 0]
 
-    def __init__(self, model: nn.Module, preprocessing: bool) -> None:
-        super().__init__(model, preprocessing)
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
         self.predict = Masks(model)
         self.outputs = self.predict.outputs
         self.task = 'instances' if 'masks' in self.outputs else 'panoptic'
 
     def forward(self, image: torch.Tensor, output_size: torch.Tensor):
-        image = self.preprocessing(image)
         own = torch._shape_as_tensor(image)[2:].to(output_size)
-        padded = self.preprocessing.pad(image)
+        padded = self.pad(image)
         size = torch.where(output_size > 0, output_size, own)
         features = self.model.extract_feat(padded)
         return self.predict(features, padded, image, size)
@@ -268,14 +249,15 @@ class WholeClassifier(WholeModel):
     task = 'classification'
     outputs = ('scores', 'labels')
 
-    def __init__(self, model: nn.Module, preprocessing: bool) -> None:
-        super().__init__(model, preprocessing)
-        from mmpretrain.models.heads import MultiLabelClsHead
+    def __init__(self, model: nn.Module) -> None:
+        from mmpretrain.models.heads import ClsHead, MultiLabelClsHead
 
+        super().__init__(model)
+        require(model.head, [ClsHead, MultiLabelClsHead], ['predict', '_get_predictions'])
         self.several = isinstance(model.head, MultiLabelClsHead)
 
     def forward(self, image: torch.Tensor):
-        logits = self.model(self.preprocessing.pad(self.preprocessing(image)))
+        logits = self.model(self.pad(image))
         if not self.several:
             scores = logits.softmax(1)
             return scores, scores.argmax(1)
@@ -292,22 +274,18 @@ WHOLE_MODELS = dict(
 )
 
 
-def whole_model(model: nn.Module, preprocessing: bool = False) -> WholeModel:
+def whole_model(model: nn.Module) -> WholeModel:
     """Build a copy of a model to trace, which predicts as ``model.test_step`` for any image size.
 
     Supported are heads that predict as in RetinaNet, ATSS, FCOS, GFL, Faster R-CNN, Mask R-CNN,
-    Cascade R-CNN, DETRs, Co-DETR, MaskFormer, Mask2Former, ``EncoderDecoder`` and
-    ``ImageClassifier``. :func:`~repa_mm.export.agreeing_onnx` compares predictions to detect
-    other heads.
+    Cascade R-CNN, DETRs, Co-DETR, Mask2Former, ``EncoderDecoder`` and ``ImageClassifier``.
 
     Args:
         model (nn.Module): A detector, segmentor or classifier in eval mode, on any device. It is
             not changed.
-        preprocessing (bool): Take uint8 images (B, H, W, C) as OpenCV reads them, and normalize
-            them. Defaults to False, which takes normalized images (B, C, H, W).
 
     Raises:
-        ValueError: If the model is neither a detector, nor a segmentor, nor a classifier.
+        ValueError: If the model predicts in another way. The message names the module.
     """
     kinds = [kind for name, kind in WHOLE_MODELS.items() if hasattr(model, name)]
     if not kinds:
@@ -315,4 +293,4 @@ def whole_model(model: nn.Module, preprocessing: bool = False) -> WholeModel:
     model = copied(model).cpu()
     trace_any_size_(model)
     replace_(model, _average_pool)
-    return kinds[0](model, preprocessing)
+    return kinds[0](model)

@@ -22,7 +22,7 @@ from scipy.stats import binomtest
 from torch.utils.data import Dataset
 
 from repa_mm.config import dataset_config
-from repa_mm.export import dice, in_common
+from repa_mm.export import agreement_of, num_found, overlap
 from repa_mm.files import write_text
 from repa_mm.opening import spread
 
@@ -189,8 +189,8 @@ class Agreement(Judge):
         with torch.no_grad():
             found = [model.test_step(batch)[0].cpu() for batch in self.batches()]
         self.expected = self.expected or found
-        records = torch.stack([in_common(*pair) for pair in zip(found, self.expected)])
-        if records[:, 2].sum() < 1:
+        records = [overlap(*pair) for pair in zip(found, self.expected)]
+        if num_found(records) < 2:
             raise ValueError(
                 f'the model finds next to nothing in the {self.num_images} images of the folder: '
                 'give images with something to find'
@@ -201,19 +201,18 @@ class Agreement(Judge):
         self, score: Score, stock: Score, same: bool = False
     ) -> tuple[float, float, float]:
         """Return the difference in points, and its 95 % interval, see :class:`Annotated`."""
-        if not same and not score.records[0, 3, 0].isnan():
+        if not same and 'pred_label' in score.records[0]:
             self.how = "Clopper and Pearson's interval"
-            return exact(int((score.records[:, 3, 0] < 1).sum()), len(score.records))
+            return exact(sum(x['pred_label'][0].item() < 1 for x in score.records), self.num_images)
         self.how = 'bootstrap over images'
         return bootstrap(self._weighted, score.records, stock.records, self.num_images)
 
     @staticmethod
-    def _weighted(records: torch.Tensor, weights: np.ndarray) -> float:
-        records = records[np.repeat(np.arange(len(records)), weights)]
-        labels = records[:, 3, 0]
-        return 100 * (
-            dice(records) if labels.isnan().any() else float((labels == 1).double().mean())
-        )
+    def _weighted(records: list, weights: np.ndarray) -> float:
+        records = [records[i] for i in np.repeat(np.arange(len(records)), weights)]
+        if 'pred_label' in records[0]:
+            return 100 * float(np.mean([x['pred_label'][0].item() == 1 for x in records]))
+        return 100 * agreement_of(records)
 
 
 def files_of(dataset: Dataset, indices: Sequence[int]) -> list[tuple]:

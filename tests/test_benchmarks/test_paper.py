@@ -8,7 +8,7 @@ from torch.overrides import TorchFunctionMode
 import repa_mm
 from benchmarks.paper import COLUMNS, counterpart_, measure_pairs, paper_rows
 from repa_mm.benchmark.complexity import count
-from repa_mm.benchmark.variants import noise, with_our_parts
+from repa_mm.benchmark.variants import with_our_parts
 from repa_mm.config import load_config
 from repa_mm.opening import open_model
 
@@ -55,7 +55,7 @@ def test_poolformers_differ_in_the_memory_format_too():
     )  # fmt: skip
     cfg.model.head.in_channels = 16
     models, formats = with_our_parts(counterpart_(open_model(cfg))), []
-    x = noise((64, 64), 1)
+    x = torch.randn(1, 3, 64, 64)
     with torch.no_grad():
         torch.testing.assert_close(*(model(x) for model in models.values()))
     for model in models.values():
@@ -72,7 +72,7 @@ def config(name):
 
 
 def test_each_idle_ratio_beside_the_stock_counterpart():
-    rows = measure_pairs(config('repa_swin'), [0.25, 1], noise((64, 96), 2), repeats=2)
+    rows = measure_pairs(config('repa_swin'), [0.25, 1], torch.randn(2, 3, 64, 96), repeats=2)
     vanilla = sum(p.numel() for p in open_model(config('swin')).parameters()) / 1e6
     found = []
     for row in rows:
@@ -91,5 +91,5 @@ def test_a_model_without_an_idle_ratio():
     cfg = config('swin')
     structures = [dict(type='ChannelIdle')]
     cfg.model.backbone = dict(type='Restructured', model=cfg.model.backbone, structures=structures)
-    (row,) = measure_pairs(cfg, [], noise((64, 64), 1), repeats=1)
+    (row,) = measure_pairs(cfg, [], torch.randn(1, 3, 64, 64), repeats=1)
     assert row[1] == ''

@@ -53,6 +53,12 @@ def write_config(task, folder, repa=True):
     return str(path)
 
 
+def program_of(name):
+    """A program of docs/deploy.md, by the comment above it."""
+    docs = (Path(__file__).parents[2] / 'docs' / 'deploy.md').read_text()
+    return docs.split(f'<!-- {name} -->')[1].split('```python\n')[1].split('```')[0]
+
+
 @pytest.fixture(scope='session')
 def built(tmp_path_factory):
     """A function: config, checkpoint and model in its training form, made once."""
@@ -78,17 +84,15 @@ def exported(built, tmp_path_factory):
 
     folder, made = tmp_path_factory.mktemp('exported'), {}
 
-    def get(task, repa=True, preprocessing=False):
-        key = task, repa, preprocessing
-        if key not in made:
+    def get(task, repa=True):
+        if (task, repa) not in made:
             config, checkpoint, _ = built(task, repa)
             deployed = open_model(config, checkpoint, merge=True)
-            options = dict(preprocessing=preprocessing)
-            content, error = agreeing_onnx(deployed, noise(deployed.cfg), **options)
+            content, error = agreeing_onnx(deployed, noise(deployed.cfg))
             assert error <= 0.02
-            made[key] = str(folder / ('_'.join(map(str, key)) + '.onnx'))
-            write_bytes(made[key], content)
-        return *built(task, repa), made[key]
+            made[task, repa] = str(folder / f'{task}_{repa}.onnx')
+            write_bytes(made[task, repa], content)
+        return *built(task, repa), made[task, repa]
 
     return get
 

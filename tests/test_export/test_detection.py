@@ -148,17 +148,47 @@ def test_all_candidates(task, built):
         model.rpn_head.test_cfg['nms_pre'] = -1
     content, _ = agreeing_onnx(model, images, (64, 64), False)
     file = ExportedModel(content, model.data_preprocessor)
-    assert agreement(model, file, [resized(images, [(64, 64)])], exact=True) == 1
+    assert agreement(model, file, [resized(images, [(64, 64)])], strict=True) == 1
+
+
+REFUSED = {
+    'guided_anchoring/ga-faster-rcnn_r50_fpn_1x_coco.py': 'GARPNHead .* it knows RPNHead',
+    'cascade_rpn/cascade-rpn_faster-rcnn_r50-caffe_fpn_1x_coco.py': 'CascadeRPNHead .* RPNHead',
+    'seesaw_loss/mask-rcnn_r50_fpn_seesaw-loss_random-ms-2x_lvis-v1.py': 'SeesawLoss',
+    'groie/faste-rcnn_r50_fpn_groie_1x_coco.py': 'GenericRoIExtractor',
+    'point_rend/point-rend_r50-caffe_fpn_ms-1x_coco.py': 'PointRendRoIHead',
+    'double_heads/dh-faster-rcnn_r50_fpn_1x_coco.py': 'DoubleHeadRoIHead',
+    'ms_rcnn/ms-rcnn_r50-caffe_fpn_1x_coco.py': 'MaskScoringRoIHead',
+    'htc/htc-without-semantic_r50_fpn_1x_coco.py': 'HybridTaskCascadeRoIHead',
+    'faster_rcnn/faster-rcnn_r50-caffe_c4-1x_coco.py': 'shared_head, here a ResLayer',
+    'panoptic_fpn/panoptic-fpn_r50_fpn_1x_coco.py': 'PanopticFPN .* it knows Mask2FormerHead',
+    'maskformer/maskformer_r50_ms-16xb1-75e_coco.py': 'MaskFormerHead .* it knows Mask2FormerHead',
+    'paa/paa_r50_fpn_1x_coco.py': 'PAAHead',
+    'tood/tood_r50_fpn_1x_coco.py': 'TOODHead',
+    'yolox/yolox_tiny_8xb8-300e_coco.py': 'YOLOXHead',
+    'ddq/ddq-detr-4scale_r50_8xb2-12e_coco.py': 'DDQDETRHead',
+}
+
+
+@pytest.mark.parametrize('config', REFUSED)
+def test_what_predicts_in_another_way_is_refused_by_its_name(config):
+    cfg = load_config(f'mmdet::{config}')
+    cfg.model.backbone = dict(type='ResNet', depth=18, base_channels=8)  # which runs for none
+    with pytest.raises(ValueError, match=f'the export .* know.* {REFUSED[config]}'):
+        whole_model(random_model(cfg))
 
 
 @pytest.mark.parametrize(
-    'config',
+    'config, name',
     [
-        'guided_anchoring/ga-faster-rcnn_r50_fpn_1x_coco.py',
-        'cascade_rpn/cascade-rpn_faster-rcnn_r50-caffe_fpn_1x_coco.py',
+        ('point_rend/pointrend_r101_4xb2-80k_cityscapes-512x1024.py', 'CascadeEncoderDecoder'),
+        ('maskformer/maskformer_r50-d32_8xb2-160k_ade20k-512x512.py', 'MaskFormerHead'),
     ],
 )
-def test_other_proposals_are_refused(config):
-    model = random_model(load_config(f'mmdet::{config}'))
-    with pytest.raises(ValueError, match='RPNHead'):
-        whole_model(model)
+def test_other_segmentors_are_refused_by_their_names(config, name):
+    pytest.importorskip('mmseg')
+    cfg = load_config(f'mmseg::{config}')
+    cfg.model.update(pretrained=None)
+    cfg.model.backbone.update(depth=18, base_channels=8, init_cfg=None)
+    with pytest.raises(ValueError, match=f'does not know how a {name} predicts'):
+        whole_model(random_model(cfg))

@@ -9,7 +9,7 @@ from mmengine.config import ConfigDict
 
 from repa_mm.config import load_config
 from repa_mm.export import ExportedModel, agreeing_onnx, noise, resized
-from repa_mm.export.exporter import TOLERANCES
+from repa_mm.export.exporter import MAX_ERROR
 from repa_mm.export.transformers import _extent, padding_mask
 from tests.conftest import random_model
 
@@ -82,7 +82,7 @@ def spread(model):
 def test_detectors_agree_with_test_step(name, randomize):
     model, cfg = detector(name, randomize)
     images = small_images(cfg)
-    content, error = agreeing_onnx(model, images, (128, 160), True, 1, False)
+    content, error = agreeing_onnx(model, images, (128, 160))
     assert error == 0
     exported = ExportedModel(content, model.data_preprocessor)
     spreads = []
@@ -116,7 +116,7 @@ def test_a_co_detr_agrees_with_test_step(kind, randomize):
 
     model, cfg = co_detector(randomize, type=kind, iou_threshold=0.1)
     images = small_images(cfg)
-    content, error = agreeing_onnx(model, images, (128, 160), True, 1, False)
+    content, error = agreeing_onnx(model, images, (128, 160))
     assert error == 0
     assert {node.domain for node in onnx.load_from_string(content).graph.node} == {''}
     exported = ExportedModel(content, model.data_preprocessor)
@@ -140,13 +140,13 @@ def test_other_heads_of_a_co_detr_are_refused(randomize):
 
 
 def test_detectors_in_standard_operators(randomize):
-    """With pixels in, padding to a divisor in the graph, and one size for all images."""
+    """With padding to a divisor in the graph, and one size for all images."""
     import onnx
 
     padding = dict(data_preprocessor=dict(pad_size_divisor=32))
     model, cfg = detector('dino', randomize, **padding)
     images = small_images(cfg)
-    content, error = agreeing_onnx(model, images, (128, 160), True, 1, True)
+    content, error = agreeing_onnx(model, images, (128, 160))
     assert error == 0
     proto = onnx.load_from_string(content)
     onnx.checker.check_model(proto, full_check=True)
@@ -180,14 +180,11 @@ MASK_MODELS = dict(
     instances='mmdet::mask2former/mask2former_r50_8xb2-lsj-50e_coco.py',
     semantic='mmseg::mask2former/mask2former_r50_8xb2-160k_ade20k-512x512.py',
     panoptic='mmdet::mask2former/mask2former_r50_8xb2-lsj-50e_coco-panoptic.py',
-    maskformer='mmdet::maskformer/maskformer_r50_ms-16xb1-75e_coco.py',
-    maskformer_panoptic='mmdet::maskformer/maskformer_r50_ms-16xb1-75e_coco.py',
-    maskformer_semantic='mmseg::maskformer/maskformer_r50-d32_8xb2-160k_ade20k-512x512.py',
 )
 
 
 def mask_model(kind, randomize):
-    """A very small Mask2Former or MaskFormer for instances or label maps, and its config."""
+    """A very small Mask2Former for instances, panoptic maps or label maps, and its config."""
     attention = dict(embed_dims=32, num_heads=4)
     ffn = dict(ffn_cfg=dict(embed_dims=32, feedforward_channels=48))
     encoder = dict(
@@ -200,29 +197,23 @@ def mask_model(kind, randomize):
         out_channels=32,
         num_queries=15,
         positional_encoding=dict(num_feats=16),
-        pixel_decoder=dict(norm_cfg=dict(num_groups=4)),
+        pixel_decoder=dict(encoder, norm_cfg=dict(num_groups=4)),
         transformer_decoder=dict(
             num_layers=3, layer_cfg=dict(ffn, self_attn_cfg=attention, cross_attn_cfg=attention)
         ),
         loss_cls=dict(class_weight=[1.0] * 6),
     )
-    if kind != 'maskformer_semantic':  # which has a pixel decoder without an encoder
-        head['pixel_decoder'].update(encoder)
-    if 'semantic' not in kind:
-        is_panoptic = 'panoptic' in kind
+    if kind != 'semantic':
+        is_panoptic = kind == 'panoptic'
         classes = dict(num_things_classes=5 - 2 * is_panoptic, num_stuff_classes=2 * is_panoptic)
         options = dict(
             panoptic_head=dict(head, **classes),
             panoptic_fusion_head=classes,
-            test_cfg=dict(
-                max_per_image=20, panoptic_on=is_panoptic, instance_on=kind != 'maskformer_panoptic'
-            ),
+            test_cfg=dict(max_per_image=20, panoptic_on=is_panoptic, instance_on=True),
+            data_preprocessor=dict(pad_size_divisor=96 if is_panoptic else 32),
         )
         if is_panoptic:  # some queries, and most of their masks, are kept
             options['test_cfg'].update(object_mask_thr=0.2, iou_thr=0.1)
-        if 'maskformer' in kind:
-            # Several rows and columns of padding in the last level's map.
-            options['data_preprocessor'] = dict(pad_size_divisor=96)
     else:
         options = dict(decode_head=dict(head, num_classes=5))
         options['backbone'] = dict(norm_cfg=dict(type='BN'))
@@ -230,8 +221,6 @@ def mask_model(kind, randomize):
     cfg = load_config(MASK_MODELS[kind], dict(model=options))
     model = spread(randomize(random_model(cfg)))
     head = getattr(model, 'panoptic_head', None) or model.decode_head
-    if 'maskformer' in kind:  # whose queries meet nothing but attention
-        head.query_embed.weight.data *= 20
     data = model.data_preprocessor(resized(small_images(cfg), [(128, 160)]), False)
     # Of random weights, all queries are nearly the same.
     with torch.no_grad():
@@ -254,25 +243,11 @@ def check_maps(actual, expected, largest=1e-3):
     assert (actual != expected).float().mean() <= largest
 
 
-@pytest.mark.parametrize(
-    'kind, preprocessing',
-    [
-        ('instances', False),
-        ('semantic', False),
-        ('panoptic', False),
-        ('maskformer', False),
-        ('maskformer_panoptic', False),
-        ('maskformer_semantic', False),
-        pytest.param('instances', True, marks=pytest.mark.slow),
-        pytest.param('semantic', True, marks=pytest.mark.slow),
-        pytest.param('maskformer', True, marks=pytest.mark.slow),
-        pytest.param('maskformer_semantic', True, marks=pytest.mark.slow),
-    ],
-)
-def test_mask_models_agree_with_test_step(kind, preprocessing, randomize):
+@pytest.mark.parametrize('kind', MASK_MODELS)
+def test_mask_models_agree_with_test_step(kind, randomize):
     model, cfg = mask_model(kind, randomize)
     images = small_images(cfg)
-    content, _ = agreeing_onnx(model, images, (128, 160), True, 1, preprocessing)
+    content, _ = agreeing_onnx(model, images, (128, 160))
     exported, seen = ExportedModel(content, model.data_preprocessor), set()
     for sizes in MASK_BATCHES:
         data = resized(images, sizes)
@@ -281,17 +256,17 @@ def test_mask_models_agree_with_test_step(kind, preprocessing, randomize):
         with torch.no_grad():
             expected = model.test_step(copy.deepcopy(data))
         for a, b in zip(exported.test_step(data), expected, strict=True):
-            assert ('pred_instances' in b) == (kind in ('instances', 'panoptic', 'maskformer'))
+            assert ('pred_instances' in b) == (kind != 'semantic')
             if 'pred_instances' in b:
                 check_objects(a.pred_instances, b.pred_instances)
             if 'pred_panoptic_seg' in b:
                 seen |= set(b.pred_panoptic_seg.sem_seg.unique().tolist())
                 # Two queries are nearly equal along the edges, and their masks are random.
                 maps = (x.pred_panoptic_seg.sem_seg for x in (a, b))
-                check_maps(*maps, TOLERANCES['panoptic'])
+                check_maps(*maps, MAX_ERROR['panoptic'])
             if 'pred_sem_seg' in b:
                 check_maps(a.pred_sem_seg.data, b.pred_sem_seg.data)
-    if 'panoptic' in kind:  # two objects of one map, classes without objects, and nothing
+    if kind == 'panoptic':  # two objects of one map, classes without objects, and nothing
         assert max(seen) >= 2000 and seen & {3, 4} and 5 in seen
 
 
@@ -305,15 +280,15 @@ def test_low_scores_may_count_in_panoptic_maps(randomize):
         found = model.test_step(copy.deepcopy(data))[0].pred_panoptic_seg.sem_seg
         holes.append((found == 5).sum())
     assert holes[0] > holes[1]
-    content, error = agreeing_onnx(model, images, (128, 160), False, 1, False)
-    assert error <= TOLERANCES['panoptic']
+    content, error = agreeing_onnx(model, images, (128, 160), False)
+    assert error <= MAX_ERROR['panoptic']
 
 
 def test_masks_that_nobody_wants(randomize):
     model, cfg = mask_model('instances', randomize)
     model.panoptic_fusion_head.test_cfg = dict(panoptic_on=False)
     with pytest.raises(ValueError, match='neither instances nor panoptic maps'):
-        agreeing_onnx(model, small_images(cfg), (128, 160), True, 1, False)
+        agreeing_onnx(model, small_images(cfg), (128, 160))
 
 
 def test_boxes_around_masks():

@@ -23,7 +23,7 @@ def test_average_pool_is_the_adaptive_one():
 def test_only_standard_operators(exported):
     import onnx
 
-    proto = onnx.load(exported('mask_rcnn', preprocessing=True)[3])
+    proto = onnx.load(exported('mask_rcnn')[3])
     onnx.checker.check_model(proto, full_check=True)
     kinds = {node.op_type for node in proto.graph.node}
     assert {'NonMaxSuppression', 'RoiAlign'} <= kinds

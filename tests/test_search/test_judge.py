@@ -204,11 +204,11 @@ def test_agreement_of_resampled_images():
         sample.pred_sem_seg = PixelData(data=torch.full((1, 4, 4), value))
         return sample
 
-    parts = [judging.in_common(labels(i % 2), labels(1)) for i in range(20)]
-    same = [judging.in_common(labels(1), labels(1)) for i in range(20)]
+    parts = [judging.overlap(labels(i % 2), labels(1)) for i in range(20)]
+    same = [judging.overlap(labels(1), labels(1)) for i in range(20)]
     judge = judging.Agreement.__new__(judging.Agreement)
     judge.num_images = 20
-    scores = [Score(100 * judging.dice(torch.stack(p)), torch.stack(p)) for p in (parts, same)]
+    scores = [Score(100 * judging.agreement_of(p), p) for p in (parts, same)]
     change, low, high = judge.difference(*scores)
     assert scores[1].value == 100 and low < change < high < 0
 
@@ -228,7 +228,7 @@ def test_agreement_of_labels_is_not_certain_of_a_few_images():
     def difference(changes, number, same=False):
         judge.num_images = number
         records = [
-            torch.stack([judging.in_common(labelled(*(c or (0,))), labelled(0)) for c in found])
+            [judging.overlap(labelled(*(c or (0,))), labelled(0)) for c in found]
             for found in ([*changes, *[()] * (number - len(changes))], [()] * number)
         ]
         weights = np.ones(number, int)

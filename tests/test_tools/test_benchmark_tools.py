@@ -4,8 +4,10 @@ import pytest
 import torch
 
 import repa_mm
-from repa_mm.benchmark import latency
+from repa_mm.config import load_config
+from repa_mm.export import Session
 from repa_mm.opening import open_model
+from tests.conftest import random_model
 from tests.test_export.conftest import write_config
 
 pytest.importorskip('mmdet')
@@ -52,7 +54,8 @@ def test_tool(tool, arguments, expected, call, capsys):
     'tool, arguments, named',
     [
         ('benchmark', (VANILLA, '--images', 'folder'), '--dataset'),
-        ('export', (VANILLA, 'in.pth', 'out.onnx', '--backbone', '--preprocessing'), '--backbone'),
+        ('benchmark', (VANILLA, '--baseline-checkpoint', 'a.pth'), '--baseline: give both'),
+        ('benchmark', (VANILLA, '--part', 'backbone', '--exported', 'a.onnx'), '--part backbone'),
         ('quantize', (VANILLA, 'in.pth', 'out.xml', '--batch', 2), '--shape'),
     ],
 )
@@ -82,6 +85,25 @@ def test_models_of_other_channels_and_whole_models(base, text, channels, tmp_pat
     assert '| deploy' in out
 
 
+def test_a_file_of_a_segmentor_slides_as_the_model_does(tmp_path, call, capsys, monkeypatch):
+    """On noise, too: two windows of 96 in each direction."""
+    pytest.importorskip('mmseg')
+    pytest.importorskip('onnxruntime')
+    config, out = write_config('slide', tmp_path), tmp_path / 'model.onnx'
+    torch.save(open_model(config).state_dict(), tmp_path / 'model.pth')
+    assert (
+        call('export', config, tmp_path / 'model.pth', out, '--unchecked', '--no-dynamic')[0] == 0
+    )
+    shapes, run = [], Session.__call__
+    monkeypatch.setattr(
+        Session, '__call__', lambda self, x, **kw: shapes.append(x.shape) or run(self, x, **kw)
+    )
+    small = '--input-shape', 160, 160, '--repeats', 1
+    assert call('benchmark', config, '--exported', out, *small) == (0, '')
+    assert '| model.onnx' in capsys.readouterr().out.replace(str(tmp_path) + '/', '')
+    assert len(shapes) % 4 == 0 and {*shapes} == {(1, 3, 96, 96)}
+
+
 def test_images_of_a_data_set(in_digits, call, capsys, monkeypatch):
     config, checkpoint = write_config('retinanet', in_digits), str(in_digits / 'model.pth')
     torch.save(open_model(config).state_dict(), checkpoint)
@@ -91,12 +113,15 @@ def test_images_of_a_data_set(in_digits, call, capsys, monkeypatch):
         opened.append((file, precision))
         return open_model(config)
 
-    monkeypatch.setattr(latency, 'ExportedModel', exported)
+    monkeypatch.setattr('repa_mm.export.ExportedModel', exported)
     arguments = 'benchmark', config, checkpoint, '--dataset'
     for options in (('--part', 'backbone'), ('--images', 'not there')):
         assert call(*arguments, *options)[0]
     capsys.readouterr()
-    baseline = '--baseline', write_config('retinanet', in_digits, repa=False)
+    vanilla = write_config('retinanet', in_digits, repa=False)
+    found = random_model(load_config(vanilla))  # an object at every anchor
+    torch.save(found.state_dict(), in_digits / 'vanilla.pth')
+    baseline = '--baseline', vanilla, '--baseline-checkpoint', in_digits / 'vanilla.pth'
     assert call(*arguments, 3, *baseline, '--exported', 'a.onnx', 'b.xml:f32') == (0, '')
     assert opened == [('a.onnx', None), ('b.xml', 'f32')]
     out = capsys.readouterr().out
@@ -108,5 +133,8 @@ def test_images_of_a_data_set(in_digits, call, capsys, monkeypatch):
     for _, median, quartiles, per_second, *_ in rows[1:]:
         low, high = map(float, quartiles.split(' to '))
         assert 0 < low <= float(median) <= high and float(per_second) > 0
+    objects = [row[-2].strip() for row in rows[1:]]
+    assert min(map(float, objects[:2])) > 5 and objects[2:] == ['next to none'] * 3
+    assert 'skips suppression and masks: give checkpoints' in out
     assert call(*arguments, '--images', 'data/demo/coco/val2017') == (0, '')
     assert '4 images of data/demo/coco/val2017' in capsys.readouterr().out  # there are no more

@@ -13,7 +13,7 @@ import torch
 import repa_mm
 from repa_mm.config import codebase_tool
 from repa_mm.opening import open_model
-from tests.test_export.conftest import write_config
+from tests.test_export.conftest import program_of, write_config
 
 from .conftest import ROOT
 
@@ -131,20 +131,16 @@ def test_both_forms_predict_the_same(task, config_of, trained, by_hook, digits, 
                 np.testing.assert_allclose(other, expected, atol=1e-5)
 
 
-@pytest.mark.parametrize('task', TASKS)
-def test_image_demo(task, config_of, trained, digits, tmp_path, run_tool):
+def test_the_inferencer_of_the_docs_draws_a_merged_checkpoint(
+    config_of, trained, digits, tmp_path, monkeypatch
+):
     image = next((digits / 'data/demo/coco/val2017').iterdir())
-    pictures = []
-    for file, out in zip(trained(task), (tmp_path / 'training', tmp_path / 'deploy')):
-        run_tool(
-            *('image_demo', image, config_of(task), file),
-            *('--out-dir', out, '--score-thr', 0, '--device', 'cpu'),
-            cwd=digits,
-        )
-        pictures.append(cv2.imread(str(out / 'vis' / image.name)))
-    picture, pixels = pictures[0], cv2.imread(str(image))
+    config, merged = config_of('retinanet'), trained('retinanet')[1]
+    program = program_of('inferencer').replace("'IMAGES'", repr(str(image)))
+    monkeypatch.chdir(tmp_path)
+    exec(program.replace('CONFIG', config).replace('merged.pth', merged), {})
+    picture, pixels = cv2.imread(str(tmp_path / 'outputs/vis' / image.name)), cv2.imread(str(image))
     assert picture.shape == pixels.shape and (picture != pixels).any()
-    assert task == 'mask_rcnn' or (pictures[1] != picture).mean() < 0.01
 
 
 HOST = """
