@@ -1,13 +1,18 @@
 """Models to choose from: what a config and a checkpoint say of each."""
 
 import copy
+import os.path as osp
 from dataclasses import dataclass
 
 import torch.nn as nn
 from mmengine.config import Config
 
-from repa_mm.convert.pretrained import with_import, with_structures
+from repa_mm.benchmark.variants import STOCK
+from repa_mm.convert.pretrained import save_model, with_import, with_structures
 from repa_mm.faster import faster_parts_
+from repa_mm.files import write_text
+from repa_mm.opening import deploy_
+from repa_mm.reparam import has_deploy_form
 
 
 @dataclass
@@ -25,6 +30,45 @@ class Candidate:
     config: str
     checkpoint: str
     budget: float = 1.0
+
+
+def original_candidates(
+    model: nn.Module, checkpoint: str, folder: str
+) -> tuple[Candidate, Candidate]:
+    """Write configs of the original, and of the same with faster parts, which is to be narrowed.
+
+    Args:
+        model (nn.Module): The original, from ``open_model(…, merge=True)``.
+        checkpoint (str): Its checkpoint. That of a merged model is written.
+        folder (str): The folder to write to.
+
+    Returns:
+        tuple: Both; the same twice if there are no such parts.
+    """
+    name, stem, given = STOCK, osp.join(folder, 'stock'), checkpoint
+    if has_deploy_form(model):  # nobody deploys the training form
+        name, checkpoint = 'merged', f'{stem}.pth'
+        model.cfg = copy.deepcopy(model.cfg)
+        deploy_(model.cfg.model)
+        save_model(model, given, checkpoint)
+    write_text(f'{stem}.py', model.cfg.pretty_text)
+    stock = Candidate(name, f'{stem}.py', checkpoint)
+    faster = with_faster_parts(model.cfg, model)
+    if faster is model.cfg:
+        return stock, stock
+    path = osp.join(folder, 'faster.py')
+    write_text(path, faster.pretty_text)
+    return stock, Candidate('faster parts', path, checkpoint)
+
+
+def percent(budget: float) -> str:
+    """Return the name of the candidate of a budget."""
+    return f'{100 * budget:.0f} %'
+
+
+def narrow_candidate(checkpoint: str, budget: float) -> Candidate:
+    """Return the candidate of a checkpoint with its config beside it."""
+    return Candidate(percent(budget), f'{osp.splitext(checkpoint)[0]}.py', checkpoint, budget)
 
 
 def with_faster_parts(cfg: Config, stock: nn.Module) -> Config:
