@@ -193,7 +193,9 @@ class Bench:
             return model
 
         if path:  # a runtime's own code is no part of a model's memory
-            import_module('onnxruntime' if form.file == '.onnx' and not form.runtime else 'openvino')
+            import_module(
+                'onnxruntime' if form.file == '.onnx' and not form.runtime else 'openvino'
+            )
         return peak_memory(opened, self.device)
 
     def rows(self, candidate: Candidate, int8: bool, floor: float | None) -> list[dict]:

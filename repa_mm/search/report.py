@@ -105,7 +105,9 @@ def scatter(rows: list[dict], name: str, timed: str = 'one image') -> str:
                 axes.plot(row['ms'], row[key], 'o', label='chosen', **ring)
         # One label for each candidate, at its fastest format of float32.
         named = {rows[0]['candidate']}
-        for row in sorted(rows[1:], key=lambda row: (not FORMATS[row['format']].is_float32, row['ms'])):
+        for row in sorted(
+            rows[1:], key=lambda row: (not FORMATS[row['format']].is_float32, row['ms'])
+        ):
             if row['candidate'] not in named:
                 named.add(row['candidate'])
                 axes.annotate(

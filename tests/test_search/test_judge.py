@@ -311,7 +311,9 @@ def test_a_metric_of_ones_own_class(tmp_path):
         score = judge(Truth())
         assert score.value == 100 and judge.difference(score, score)[:3] == (0, 0, 0)
         ProductMetric.factor = 0.5
-        with pytest.raises(ValueError, match='ProductMetric computes another coco/bbox_mAP.*--imag'):
+        with pytest.raises(
+            ValueError, match='ProductMetric computes another coco/bbox_mAP.*--imag'
+        ):
             judge(Truth())
 
 

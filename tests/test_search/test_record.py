@@ -57,7 +57,11 @@ def test_an_export_that_failed_is_tried_again_and_a_refused_one_is_not(folder):
     record = Record(str(folder), 'a')
     for name in ('failed', 'refused'):
         record.find('files', name, lambda: {name: 'why'})  # noqa: B023
-    assert {*Record(str(folder), 'a').content['files']} == {'40 % in onnx', '18 % in onnx', 'refused'}
+    assert {*Record(str(folder), 'a').content['files']} == {
+        '40 % in onnx',
+        '18 % in onnx',
+        'refused',
+    }
 
 
 def test_the_folder_of_something_else_is_refused(folder):
