@@ -94,11 +94,7 @@ def speed_up(
         ('latency', latency, latency is None or 0 < latency < 1, 'in (0, 1)'),
         ('max_loss', max_loss, max_loss is None or 0 <= max_loss < 100, 'in [0, 100)'),
         ('budgets', budgets, all(0 < budget <= 1 for budget in budgets), 'in (0, 1]'),
-        ('fit_images', fit_images, fit_images > 0, 'at least 1'),
-        ('repeats', repeats, repeats > 2, 'at least 3'),
-        ('num_images', num_images, max_loss is None or num_images >= LEAST_IMAGES,
-         f'at least {LEAST_IMAGES}, for a floor (max_loss)'),
-    ):  # fmt: skip
+    ):
         if not is_right:
             raise ValueError(f'{name} must be {right}, not {value}')
     started, device = time.monotonic(), device or ('cuda' if torch.cuda.is_available() else 'cpu')
@@ -118,11 +114,9 @@ def speed_up(
             judge = Agreement(train, [folder[i] for i in spread(number, len(folder))])
         else:
             judge = Annotated(cfg, number, osp.join(out_dir, f'{number}_images.json'))
-    if max_loss is not None and judge.num_images < LEAST_IMAGES:
-        raise ValueError(
-            f'a floor (max_loss) needs {LEAST_IMAGES} images to test on, and there are '
-            f'{judge.num_images}'
-        )
+    tested = min(num_images, judge.num_images)
+    if max_loss is not None and tested < LEAST_IMAGES:
+        raise ValueError(f'max_loss needs {LEAST_IMAGES} images to test on, not {tested}')
     originals = original_candidates(model, checkpoint, osp.join(out_dir, 'candidates'))
     del model
     bench = Bench(
@@ -133,10 +127,10 @@ def speed_up(
     targets += [f"takes at most {latency:.0%} of stock's time"] if latency is not None else []
     timed = 'one image' if batch_size == 1 else f'{batch_size} images'
     timed += f' of {len(bench.sizes)} sizes' if len(bench.sizes) > 1 else ''
-    tested = f'{judge.num_images} images of {osp.abspath(images) if images else "data"}'
+    data = f'{tested} images of {osp.abspath(images) if images else "data"}'
     record.content.update(
         config=config, checkpoint=checkpoint, device=device, target=' and '.join(targets),
-        timed=timed, images=tested if num_images else 'not tested',
+        timed=timed, images=data if tested else 'not tested',
     )  # fmt: skip
     record.save()
     rows = walk(bench, budgets, max_loss, latency)
@@ -145,7 +139,7 @@ def speed_up(
         if chosen:
             chosen['chosen'] = True
             write_chosen(bench, chosen)
-    bench.notes += unsure(rows, chosen, max_loss, judge.num_images)
+    bench.notes += unsure(rows, chosen, max_loss, tested)
     stored = [{key: record.inside(value) for key, value in row.items()} for row in rows]
     record.content.update(rows=stored, notes=bench.notes)
     record.save()

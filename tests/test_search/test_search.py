@@ -479,7 +479,7 @@ def test_images_without_annotations(folder):
     assert rows[0]['metric'] == 100 and rows[3]['metric'] == pytest.approx(100, abs=0.01)
     assert 'what the original finds' in Path('out/report.html').read_text()
     assert stored()['images'].startswith('12 images of /')  # a third; the others are fitted to
-    with pytest.raises(ValueError, match='needs 30 images to test on, and there are 12'):
+    with pytest.raises(ValueError, match='needs 30 images to test on, not 12'):
         run('out3', images='images', max_loss=1)
     assert not Path('out3/results.json').exists()
 
@@ -520,7 +520,7 @@ def test_errors_leave_the_folder_as_it_was(folder):
     for wrong, text in (
         (dict(latency=40), r'in \(0, 1\), not 40'), (dict(latency=0), 'not 0'),
         (dict(max_loss=-1), 'not -1'), (dict(budgets=[60]), r'not \[60\]'),
-        (dict(max_loss=1, num_images=0), 'at least 30'),
+        (dict(max_loss=1, num_images=0), 'needs 30 images'),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=text):
             run(**wrong)
