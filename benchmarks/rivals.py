@@ -38,7 +38,7 @@ from repa_mm.models import ffn_sites
 from repa_mm.opening import open_model, read_images
 from repa_mm.search.bench import export, quiet
 from repa_mm.search.candidates import Candidate
-from repa_mm.search.formats import EAGER, FORMATS, INT8, in_format_, open_file
+from repa_mm.search.formats import EAGER, FORMATS, INT8, in_format_
 from repa_mm.search.judge import Annotated
 
 #: Criteria that need neither labels nor gradients.
@@ -120,7 +120,7 @@ class Given:
         if not osp.exists(path):
             with quiet():
                 export(model, path, lambda: read_images(self.cfg, 'train', 64), self.judge)
-        return open_file(path, self.preprocessor, form, None)
+        return ExportedModel(path, self.preprocessor, form.runtime)
 
     def time(self, models: dict, repeats: int) -> dict:
         """Return the times of models in turn."""

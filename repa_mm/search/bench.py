@@ -20,21 +20,21 @@ from mmengine.logging import MMLogger
 from repa_mm.benchmark.memory import peak_memory
 from repa_mm.benchmark.timing import compare, measure
 from repa_mm.convert.pretrained import ModelConversion, save_model
-from repa_mm.export import NUM_IMAGES, agreeing_onnx, quantize
+from repa_mm.export import NUM_IMAGES, ExportedModel, agreeing_onnx, quantize
 from repa_mm.faster import faster_on_gpu_
 from repa_mm.files import write_bytes
 from repa_mm.images import cropped
 from repa_mm.opening import open_model
-from repa_mm.search.candidates import Candidate, narrow_candidate, percent
+from repa_mm.search.candidates import Candidate, percent
 from repa_mm.search.choice import meets
 from repa_mm.search.formats import (
     EAGER,
     FORMATS,
     INT8,
+    Padded,
     divisor_for,
     in_format_,
     installed_formats,
-    open_file,
 )
 from repa_mm.search.judge import Judge, Score
 from repa_mm.search.record import Record
@@ -125,7 +125,9 @@ class Bench:
             except (ValueError, ArithmeticError, RuntimeError) as error:  # others are tried still
                 self._note(f'{name} is left out: {error}')
                 continue
-            narrow = narrow_candidate(osp.join(self.record.out_dir, fit['file']), fit['budget'])
+            path = osp.join(self.record.out_dir, fit['file'])
+            config, left = f'{osp.splitext(path)[0]}.py', fit['budget']
+            narrow = Candidate(percent(left), config, path, left)
             if narrow.name not in self.candidates:  # sizes have a least
                 yield self.candidates.setdefault(narrow.name, narrow)
 
@@ -182,8 +184,8 @@ class Bench:
 
         def opened() -> nn.Module:
             if path:
-                preprocessor = self.original.data_preprocessor
-                model = open_file(path, preprocessor, form, self.divisor)
+                model = ExportedModel(path, self.original.data_preprocessor, form.runtime)
+                model = Padded(model, self.divisor) if form.padded else model
             else:
                 model = open_model(candidate.config, candidate.checkpoint).to(self.device)
                 if candidate is not self.stock and next(model.parameters()).is_cuda:
@@ -228,19 +230,20 @@ class Bench:
         return found
 
     def _row(self, candidate: Candidate, kind: str, path: str) -> dict:
-        calls = dict(stock=self.original.test_step, model=self.open(candidate, kind).test_step)
-        times = self._time(calls)
+        model = self.open(candidate, kind)
+        times = self._time(stock=self.original, model=model)
         self.stock_times.append(times['stock'])
-        model, memory = self._last[1:]
+        memory = self._last[2]
         return row_of(candidate, kind, model, path, memory, times['model'], times['stock'])
 
-    def _time(self, calls: dict[str, Callable]) -> dict[str, np.ndarray]:
+    def _time(self, **models: nn.Module) -> dict[str, np.ndarray]:
+        calls = {name: model.test_step for name, model in models.items()}
         return measure(calls, self.timed, self.repeats, MOST_SECONDS, per_turn=True)
 
     def stock_row(self) -> dict:
         """Return the row of the original, from all its turns beside others."""
         if not self.stock_times:
-            self.stock_times += self._time(dict(stock=self.original.test_step)).values()
+            self.stock_times += self._time(stock=self.original).values()
         times = np.concatenate(self.stock_times)
         row = row_of(self.stock, EAGER, self.original, '', self.memory, times, times)
         return row | self._tested(self.stock, EAGER)

@@ -66,11 +66,6 @@ def percent(budget: float) -> str:
     return f'{100 * budget:.0f} %'
 
 
-def narrow_candidate(checkpoint: str, budget: float) -> Candidate:
-    """Return the candidate of a checkpoint with its config beside it."""
-    return Candidate(percent(budget), f'{osp.splitext(checkpoint)[0]}.py', checkpoint, budget)
-
-
 def with_faster_parts(cfg: Config, stock: nn.Module) -> Config:
     """Return the config of a model with :func:`~repa_mm.faster.faster_parts_`.
 

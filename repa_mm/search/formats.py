@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from mmengine.structures import BaseDataElement
 
 from repa_mm.benchmark.variants import compile_
-from repa_mm.export import ExportedModel
 
 
 @dataclass(frozen=True)
@@ -89,26 +88,8 @@ def in_format_(model: nn.Module, form: Format) -> nn.Module:
     return InPrecision(model, form.dtype) if form.dtype else model
 
 
-def open_file(path: str, preprocessor: nn.Module, form: Format, divisor: int | None) -> nn.Module:
-    """Return a model that runs a file.
-
-    Args:
-        path (str): The file.
-        preprocessor (nn.Module): The ``data_preprocessor`` of the original model.
-        form (Format): A format with a file.
-        divisor (int, optional): What a padded format pads to.
-    """
-    model = ExportedModel(path, preprocessor, form.runtime)
-    return Padded(model, divisor) if form.padded else model
-
-
 class InPrecision(nn.Module):
-    """A model whose tests run under autocast, as MMEngine's ``TestLoop(fp16=True)``.
-
-    Args:
-        model (nn.Module): The model.
-        dtype (str): 'float16' or 'bfloat16'.
-    """
+    """A model whose tests run under autocast, as MMEngine's ``TestLoop(fp16=True)``."""
 
     def __init__(self, model: nn.Module, dtype: str) -> None:
         super().__init__()

@@ -89,16 +89,7 @@ class Judge:
 
 
 class Annotated(Judge):
-    """Tests models by the config's own evaluator on images of its validation data.
-
-    Args:
-        cfg (Config): The config.
-        num_images (int): Number of images, spread over the data.
-        ann_file (str): The file of annotations that :func:`subset` may write.
-
-    Raises:
-        ValueError: As :func:`subset`.
-    """
+    """Tests models by the config's own evaluator on images of its data, see :func:`subset`."""
 
     def __init__(self, cfg: Config, num_images: int, ann_file: str) -> None:
         loader, evaluators, dataset, indices = subset(cfg, num_images, ann_file)
@@ -145,13 +136,7 @@ class Annotated(Judge):
         return Score(float(value), records)
 
     def difference(self, score: Score, stock: Score, same: bool = False) -> Difference:
-        """Return the difference of a model from the original.
-
-        Args:
-            score (Score): Of the model.
-            stock (Score): Of the original.
-            same (bool): Both compute the same, except for rounding. Defaults to False.
-        """
+        """Return the difference from the original; ``same``: both are equal except for rounding."""
         if score.records is None:
             return Difference(*(-stock.value,) * 3, 'none, since it finds nothing at all')
         if self.name == 'accuracy/top1' and not same:
@@ -165,8 +150,7 @@ class Annotated(Judge):
 class Agreement(Judge):
     """Compares models with what the original finds in images without annotations, in percent.
 
-    Classifiers are compared by their labels, other models as in
-    :func:`~repa_mm.export.agreement`. The arguments are those of :class:`Judge`.
+    Classifiers are compared by their labels, other models as in :func:`~repa_mm.export.agreement`.
     """
 
     name = 'agreement'
@@ -306,12 +290,7 @@ def paired(hits: Sequence[Sequence[bool]]) -> tuple[float, float, float]:
 
 
 def clopper_pearson(changed: int, number: int) -> tuple[float, float, float]:
-    """Compute the loss by images with another label, and its exact 95 % interval, in points.
-
-    Args:
-        changed (int): Number of images whose label changed.
-        number (int): Number of images.
-    """
+    """Compute the loss by images whose label changed, and its exact 95 % interval, in points."""
     low, high = binomtest(changed, number).proportion_ci()
     return -100 * changed / number, -100 * high, -100 * low
 
@@ -323,9 +302,7 @@ def bootstrap(
 
     Args:
         metric (Callable): Maps records and the weights of images (num_images, ) to points.
-        records: Those of the model.
-        stock: Those of the model to compare with.
-        num_images (int): Number of images.
+        records: Those of the model, and of the original in ``stock``.
     """
     rng, ones = np.random.default_rng(0), np.ones(num_images, int)
     weights = rng.multinomial(num_images, ones / num_images, RESAMPLES)

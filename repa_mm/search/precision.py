@@ -9,12 +9,7 @@ from mmengine.evaluator import BaseMetric
 
 
 def coco_records(metric: BaseMetric, results: list, iou_type: str) -> list[tuple]:
-    """Match the detections of a tested model with COCO's annotations, once.
-
-    Args:
-        metric (BaseMetric): MMDetection's ``CocoMetric`` after an evaluation.
-        results (list): Its results, one for each image.
-        iou_type (str): 'bbox' or 'segm'.
+    """Match the results of MMDetection's ``CocoMetric`` after an evaluation with the annotations.
 
     Returns:
         list[tuple]: For each category, of D detections in descending order of their scores: the

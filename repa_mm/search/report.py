@@ -99,21 +99,16 @@ def scatter(rows: list[dict], name: str, timed: str = 'one image') -> str:
             found = [(row['ms'], row[key]) for row in rows[1:] if row['format'] == kind]
             if found:
                 axes.plot(*zip(*found), 'o', markersize=6, label=kind)
-        for row in rows:
-            if row['chosen']:
-                ring = dict(fillstyle='none', color='#222', markersize=13)
-                axes.plot(row['ms'], row[key], 'o', label='chosen', **ring)
         # One label for each candidate, at its fastest format of float32.
-        named = {rows[0]['candidate']}
-        for row in sorted(
-            rows[1:], key=lambda row: (not FORMATS[row['format']].is_float32, row['ms'])
-        ):
-            if row['candidate'] not in named:
-                named.add(row['candidate'])
-                axes.annotate(
-                    row['candidate'], (row['ms'], row[key]), (0, 9), ha='center',
-                    textcoords='offset points',
-                )  # fmt: skip
+        is_float32 = {row['format']: FORMATS[row['format']].is_float32 for row in rows}
+        ordered = sorted(rows[1:], key=lambda row: (is_float32[row['format']], -row['ms']))
+        for row in {row['candidate']: row for row in ordered}.values():
+            if row['candidate'] != rows[0]['candidate']:
+                options = dict(ha='center', textcoords='offset points')
+                axes.annotate(row['candidate'], (row['ms'], row[key]), (0, 9), **options)
+        for row in (row for row in rows if row['chosen']):
+            ring = dict(fillstyle='none', color='#222', markersize=13)
+            axes.plot(row['ms'], row[key], 'o', label='chosen', **ring)
         figure.legend(loc='outside upper left', ncols=3, frameon=False)
         text = io.StringIO()
         figure.savefig(text, format='svg', metadata={'Date': None})
