@@ -300,9 +300,7 @@ def bootstrap(
 ) -> tuple[float, float, float]:
     """Compute a difference and its 95 % interval by a paired bootstrap over images.
 
-    Args:
-        metric (Callable): Maps records and the weights of images (num_images, ) to points.
-        records: Those of the model, and of the original in ``stock``.
+    ``metric`` maps records and the weights of images (num_images, ) to points.
     """
     rng, ones = np.random.default_rng(0), np.ones(num_images, int)
     weights = rng.multinomial(num_images, ones / num_images, RESAMPLES)
