@@ -221,7 +221,7 @@ class Bench:
                 if kind == EAGER:
                     raise
                 self._note(f'{candidate.name} in {kind} is left out: {error!r}')
-        for row in sorted(found, key=lambda row: row['ms']):
+        for row in sorted(found, key=lambda row: -row['speedup']):
             row.update(self.test(candidate, row['format']))
             if floor is not None and meets(row, floor):
                 break
