@@ -43,9 +43,9 @@ def to_csv(results: dict, model: str, cpu: str, options: str = '') -> Iterator[d
         date=f'{datetime.date.today():%Y-%m}',
     )  # fmt: skip
     fastest: dict[str, dict] = {}
-    for row in sorted(results['rows'][1:], key=lambda row: row['ms']):
+    for row in sorted(results['rows'][1:], key=lambda row: -row['speedup']):
         fastest.setdefault(row['candidate'], row)
-    for row in (results['rows'][0], *sorted(fastest.values(), key=lambda row: -row['ms'])):
+    for row in (results['rows'][0], *sorted(fastest.values(), key=lambda row: row['speedup'])):
         values = {'time': (f'{row["ms"]:.1f}', 'ms'), 'speedup': (f'{row["speedup"]:.2f}', '')}
         if row['metric'] is not None:
             values[name] = f'{row["metric"]:.1f}', ''

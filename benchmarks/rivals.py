@@ -20,6 +20,7 @@ import copy
 import json
 import os.path as osp
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 import numpy as np
 import torch
@@ -27,7 +28,7 @@ import torch.nn as nn
 import torch_pruning
 
 from repa_mm.benchmark.complexity import input_channels
-from repa_mm.benchmark.timing import compare, show
+from repa_mm.benchmark.timing import compare, measure, show
 from repa_mm.benchmark.variants import STOCK
 from repa_mm.checkpoints import save_checkpoint
 from repa_mm.config import load_config
@@ -35,9 +36,10 @@ from repa_mm.convert.changed_config import converted_config
 from repa_mm.export import ExportedModel, example_shape, whole_model, whole_onnx
 from repa_mm.models import ffn_sites
 from repa_mm.opening import open_model, read_images
+from repa_mm.search.bench import export, quiet
 from repa_mm.search.candidates import Candidate
-from repa_mm.search.formats import EAGER, INT8
-from repa_mm.search.search import Search, quiet
+from repa_mm.search.formats import EAGER, FORMATS, INT8, in_format_
+from repa_mm.search.judge import Annotated
 
 #: Criteria that need neither labels nor gradients.
 CRITERIA = {
@@ -85,26 +87,62 @@ def prune(config: str, checkpoint: str, stem: str, ratio: float, criterion: str)
     return Candidate(f'Torch-Pruning, {criterion}', f'{stem}.py', f'{stem}.pth')
 
 
-def at_latency(search: Search, chosen: tuple, criterion: str, folder: str) -> tuple[Candidate, str]:
+class Given:
+    """A run of `tools/speed_up.py` whose chosen model is compared.
+
+    Args:
+        out_dir (str): Its folder.
+        num_images (int): Number of images to test on.
+        repeats (int): Number of turns of timing.
+    """
+
+    def __init__(self, out_dir: str, num_images: int, repeats: int) -> None:
+        with open(osp.join(out_dir, 'results.json'), encoding='utf-8') as file:
+            self.results = json.load(file)
+        self.row = next(row for row in self.results['rows'] if row['chosen'])
+        self.kind, self.folder = self.row['format'], osp.join(out_dir, 'candidates')
+        self.stock = Candidate(STOCK, osp.join(self.folder, 'stock.py'), self.results['checkpoint'])
+        chosen = osp.join(out_dir, 'model')
+        self.chosen = Candidate(self.row['candidate'], f'{chosen}.py', f'{chosen}.pth')
+        self.cfg = load_config(self.results['config'])
+        subset = osp.join(out_dir, f'{num_images}_images.json')
+        with quiet():
+            self.judge = Annotated(self.cfg, num_images, subset)
+        self.timed, self.repeats = self.judge.images(repeats), repeats
+        self.preprocessor = self.open(self.stock, EAGER).data_preprocessor
+
+    def open(self, candidate: Candidate, kind: str) -> nn.Module:
+        """Return a model in a format. Its file is written if it is not there."""
+        form, model = FORMATS[kind], open_model(candidate.config, candidate.checkpoint)
+        if not form.file:
+            return in_format_(model, form)
+        path = osp.splitext(candidate.config)[0] + form.file.replace('_int8', '')  # as model.xml
+        if not osp.exists(path):
+            with quiet():
+                export(model, path, lambda: read_images(self.cfg, 'train', 64), self.judge)
+        return ExportedModel(path, self.preprocessor, form.runtime)
+
+    def time(self, models: dict, repeats: int) -> dict:
+        """Return the times of models in turn."""
+        calls = {key: model.test_step for key, model in models.items()}
+        with quiet(), torch.no_grad():
+            return measure(calls, self.timed, repeats, per_turn=True)
+
+
+def at_latency(given: Given, criterion: str) -> tuple[Candidate, str]:
     """Prune until a model takes as long as the chosen one, in its format.
 
     Returns:
         tuple: The candidate, and the fraction of channels that it lost.
     """
     low, high, found = 0.0, LARGEST, None
+    ours = given.open(given.chosen, given.kind)
     for step in range(STEPS):
         ratio = LARGEST if step == 0 else (low + high) / 2
-        stem = osp.join(folder, f'pruned_{criterion}_{100 * ratio:.1f}')
-        stock = search.candidates[STOCK]
-        candidate = prune(stock.config, stock.checkpoint, stem, ratio, criterion)
-        candidate.name = osp.basename(stem)
-        kind = chosen[1]
-        model = search.open(candidate, kind)
-        if model is None:
-            break
-        ours = search.open(search.candidates[chosen[0]], kind)
-        times = search.time({chosen: ours, 'rival': model}, 5, candidate.name)
-        slower = np.median(times['rival']) > np.median(times[chosen])
+        stem = osp.join(given.folder, f'pruned_{criterion}_{100 * ratio:.1f}')
+        candidate = prune(given.stock.config, given.stock.checkpoint, stem, ratio, criterion)
+        times = given.time(dict(ours=ours, rival=given.open(candidate, given.kind)), 5)
+        slower = np.median(times['rival']) > np.median(times['ours'])
         low, high = (ratio, high) if slower else (low, ratio)
         if not slower or step == 0:
             found = candidate, f'{ratio:.0%} of the channels'
@@ -113,44 +151,41 @@ def at_latency(search: Search, chosen: tuple, criterion: str, folder: str) -> tu
     return found
 
 
-def compiled(search: Search) -> nn.Module:
+def compiled(given: Given) -> nn.Module:
     """Return the stock model with a compiled ``forward``, as MMEngine's `compile` does it."""
-    stock = search.candidates[STOCK]
-    model = open_model(stock.config, stock.checkpoint)
+    model = open_model(given.stock.config, given.stock.checkpoint)
     model.forward = torch.compile(model.forward)
     return model
 
 
-def plain_int8(search: Search, file: str) -> nn.Module:
+def plain_int8(given: Given, file: str) -> nn.Module:
     """Return the stock model in 8 bits, as NNCF quantizes it by its defaults."""
     import nncf
     import openvino
 
-    stock = search.candidates[STOCK]
-    cfg = load_config(stock.config)
-    model = open_model(cfg, stock.checkpoint, merge=True)
+    model = open_model(given.stock.config, given.stock.checkpoint)
 
     def feed(data: dict) -> dict:
         return {'image': model.data_preprocessor(data, False)['inputs'].numpy()}
 
     content = whole_onnx(whole_model(model), (2, input_channels(model), *example_shape(model)))
-    data = nncf.Dataset(read_images(cfg, 'train', len(search.to_fit)), feed)
+    data = nncf.Dataset(read_images(given.cfg, 'train', 64), feed)
     quantized = nncf.quantize(openvino.Core().read_model(content, b''), data)
     openvino.save_model(quantized, file, compress_to_fp16=False)
     return ExportedModel(file, model.data_preprocessor)
 
 
-def models(search: Search, chosen: tuple, folder: str) -> Iterator[tuple[str, str, nn.Module]]:
+def models(given: Given) -> Iterator[tuple[str, str, nn.Module]]:
     """Yield the name, format and model of each row."""
-    yield STOCK, EAGER, search.open(search.candidates[STOCK], EAGER)
-    name, kind = chosen
-    yield f'ours: {name}', kind, search.open(search.candidates[name], kind)
+    yield STOCK, EAGER, given.open(given.stock, EAGER)
+    yield f'ours: {given.chosen.name}', given.kind, given.open(given.chosen, given.kind)
     for criterion in CRITERIA:
-        candidate, lost = at_latency(search, chosen, criterion, folder)
-        yield f'Torch-Pruning, {criterion}, without {lost}', kind, search.open(candidate, kind)
-    if INT8 in search.formats:
-        yield 'stock, NNCF', INT8, plain_int8(search, osp.join(folder, 'plain_int8.xml'))
-    yield 'stock, torch.compile', EAGER, compiled(search)
+        candidate, lost = at_latency(given, criterion)
+        name = f'Torch-Pruning, {criterion}, without {lost}'
+        yield name, given.kind, given.open(candidate, given.kind)
+    if find_spec('nncf'):
+        yield 'stock, NNCF', INT8, plain_int8(given, osp.join(given.folder, 'plain_int8.xml'))
+    yield 'stock, torch.compile', EAGER, compiled(given)
 
 
 def main() -> None:
@@ -160,20 +195,15 @@ def main() -> None:
     parser.add_argument('--num-images', type=int, default=100, help='images to test on')
     parser.add_argument('--repeats', type=int, default=20, help='turns of timing')
     args = parser.parse_args()
-    with open(osp.join(args.out_dir, 'results.json'), encoding='utf-8') as file:
-        results = json.load(file)
-    row = next(row for row in results['rows'] if row['chosen'])
-    chosen = row['candidate'], row['format']
-    arguments = results['config'], results['checkpoint'], args.out_dir
-    search = Search(*arguments, num_images=args.num_images, repeats=args.repeats)
-    found = {(n, k): m for n, k, m in models(search, chosen, search.folder)}
-    stock = search.judge(found[STOCK, EAGER])
-    rows, tests = [], {}
+    given = Given(args.out_dir, args.num_images, args.repeats)
+    found = {(n, k): m for n, k, m in models(given)}
+    rows, tests, stock = [], {}, None
     for key, model in found.items():
         with quiet():
-            score = search.judge(model)
-            tests[key] = score.value, *search.judge.difference(score, stock)
-    times = search.time(found, args.repeats, 'all in turn')
+            score = given.judge(model)
+            stock = stock or score  # the first
+            tests[key] = score.value, *given.judge.difference(score, stock)[:3]
+    times = given.time(found, args.repeats)
     for (name, kind), (value, change, low, high) in tests.items():
         ratio, least, most = compare(times[STOCK, EAGER], times[name, kind])
         ms = float(np.median(times[name, kind]))
@@ -182,12 +212,12 @@ def main() -> None:
              f'{change:+.2f} [{low:+.2f}, {high:+.2f}]']
         )  # fmt: skip
     show(
-        f'{results["config"]}, {search.record.content["images"]}, {search.judge.name}',
+        f'{given.results["config"]}, {given.judge.num_images} images, {given.judge.name}',
         COLUMNS,
         rows,
     )
-    loss = row['difference'] and -row['difference'] or 0
-    ms = np.median(times[f'ours: {chosen[0]}', chosen[1]])
+    loss = -(given.row['difference'] or 0)
+    ms = np.median(times[f'ours: {given.chosen.name}', given.kind])
     better = [k[0] for k, t in tests.items() if -t[1] <= loss and np.median(times[k]) < 0.98 * ms]
     print('wins:', ', '.join(better) or 'ours: no other is faster at this loss')
 

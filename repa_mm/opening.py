@@ -20,8 +20,6 @@ from repa_mm.images import evenly
 from repa_mm.models.channel_idle import RePaBackbone
 from repa_mm.reparam import finish_schedules_, has_training_form, reparameterize_
 
-spread = evenly  # the name in repa_mm.search
-
 
 def open_model(
     config: str | Config, checkpoint: str | None = None, *, merge: bool = False

@@ -1,8 +1,8 @@
 """Make a trained model faster on this machine, and measure what it costs.
 
-Prints a table of candidates and formats with times and metrics, and writes it as report.html. With
-a target, the chosen model is written, too. What is fitted and measured is kept in OUT_DIR, so that
-a second run with another target continues from there.
+Prints a table of candidates and formats with times, memory and metrics, and writes it as
+report.html. With a target, the chosen model is written, too. What is fitted and measured is kept in
+OUT_DIR, so that a second run with another target continues from there.
 """
 
 import argparse
@@ -40,9 +40,8 @@ def parse_args() -> argparse.Namespace:
         '--budgets',
         type=float,
         nargs='*',
-        default=[0.6, 0.4, 0.25],
-        help="fractions of the blocks' multiply-adds to try without a target "
-        '(default: 0.6 0.4 0.25)',
+        default=[0.6, 0.4, 0.25, 0.15],
+        help="fractions of the blocks' multiply-adds to try (default: 0.6 0.4 0.25 0.15)",
     )
     parser.add_argument('--fit-images', type=int, default=64, help='images to fit to (default: 64)')
     parser.add_argument('--repeats', type=int, default=20, help='turns of timing (default: 20)')

@@ -73,9 +73,6 @@ def conversion_of(
     )
 
 
-ModelConversion = conversion_of  # the name in repa_mm.search
-
-
 def convert_checkpoint(
     config: str,
     checkpoint: str,

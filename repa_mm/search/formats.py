@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from mmengine.structures import BaseDataElement
 
 from repa_mm.benchmark.variants import compile_
-from repa_mm.surgery import copied
 
 
 @dataclass(frozen=True)
@@ -18,11 +17,11 @@ class Format:
     """A way to run a model.
 
     Attributes:
-        file (str): The file that it runs, 'onnx' or 'int8', or '' for PyTorch.
+        file (str): Suffix of the file that it runs, '.onnx' or '_int8.xml', or '' for PyTorch.
         runtime (str, optional): What runs the file, see :class:`~repa_mm.export.Session`.
         dtype (str, optional): The type of PyTorch's autocast.
         compiled (bool): ``torch.compile`` runs the backbone, neck and heads.
-        exact (bool): It computes in float32, so that one test holds for all such formats.
+        is_float32 (bool): It computes in float32, so that one test holds for all such formats.
         padded (bool): Images are padded to a few sizes, see :class:`Padded`.
     """
 
@@ -30,31 +29,26 @@ class Format:
     runtime: str | None = None
     dtype: str | None = None
     compiled: bool = False
-    exact: bool = False
+    is_float32: bool = False
     padded: bool = False
 
 
 EAGER, ORT, F32, BF16, INT8 = (
     'PyTorch', 'ONNX Runtime', 'OpenVINO f32', 'OpenVINO bf16', 'OpenVINO int8'
 )  # fmt: skip
-ORT_CUDA, TENSORRT = 'ONNX Runtime CUDA', 'TensorRT f16'
 FORMATS = {
-    EAGER: Format(exact=True),
+    EAGER: Format(is_float32=True),
     'PyTorch f16': Format(dtype='float16'),
     'PyTorch bf16': Format(dtype='bfloat16'),
-    'PyTorch, compiled': Format(compiled=True, exact=True),
     'PyTorch f16, compiled': Format(dtype='float16', compiled=True),
-    'PyTorch bf16, compiled': Format(dtype='bfloat16', compiled=True),
-    ORT: Format('onnx', exact=True),
-    F32: Format('onnx', 'f32', exact=True),
-    BF16: Format('onnx', 'bf16'),
-    INT8: Format('int8'),
-    ORT_CUDA: Format('onnx', 'cuda'),
-    TENSORRT: Format('onnx', 'tensorrt'),
+    ORT: Format('.onnx', is_float32=True),
+    F32: Format('.onnx', 'f32', is_float32=True),
+    BF16: Format('.onnx', 'bf16'),
+    INT8: Format('_int8.xml'),
 }
 for kind in F32, BF16, INT8:
-    FORMATS[f'{kind}, padded'] = replace(FORMATS[kind], exact=False, padded=True)
-#: Packages that the formats with a file on a CPU need.
+    FORMATS[f'{kind}, padded'] = replace(FORMATS[kind], is_float32=False, padded=True)
+#: Packages that the formats with a file need.
 PACKAGES = {
     ORT: ('onnx', 'onnxruntime'),
     F32: ('onnx', 'onnxruntime', 'openvino'),
@@ -68,15 +62,7 @@ MOST_SIZES, PIXEL = 4, 114
 def installed_formats(device: str) -> tuple[list[str], list[str]]:
     """Return the formats that run on a device, and lines that say why others do not."""
     if torch.device(device).type == 'cuda':
-        found = [kind for kind, form in FORMATS.items() if not form.file]
-        if not all(map(find_spec, PACKAGES[ORT])):
-            return found, ['files are left out: onnx or onnxruntime is not installed']
-        import onnxruntime
-
-        providers = onnxruntime.get_available_providers()
-        for kind, provider in ((ORT_CUDA, 'CUDA'), (TENSORRT, 'Tensorrt')):
-            found += [kind] * (f'{provider}ExecutionProvider' in providers)
-        return found, []
+        return [kind for kind, form in FORMATS.items() if not form.file], []
     found, reasons = [EAGER], []
     for kind, packages in PACKAGES.items():
         missing = [name for name in packages if not find_spec(name)]
@@ -95,13 +81,15 @@ def _has_bf16() -> bool:
     return 'BF16' in openvino.Core().get_property('CPU', 'OPTIMIZATION_CAPABILITIES')
 
 
-class InPrecision(nn.Module):
-    """A model whose tests run under autocast, as MMEngine's ``TestLoop(fp16=True)``.
+def in_format_(model: nn.Module, form: Format) -> nn.Module:
+    """Return a model in a format of PyTorch, with ``test_step``."""
+    if form.compiled:
+        compile_(model)
+    return InPrecision(model, form.dtype) if form.dtype else model
 
-    Args:
-        model (nn.Module): The model.
-        dtype (str): 'float16' or 'bfloat16'.
-    """
+
+class InPrecision(nn.Module):
+    """A model whose tests run under autocast, as MMEngine's ``TestLoop(fp16=True)``."""
 
     def __init__(self, model: nn.Module, dtype: str) -> None:
         super().__init__()
@@ -161,10 +149,3 @@ def divisor_for(sizes: Collection[tuple[int, int]]) -> int | None:
         return None
     divisors = range(32, max(map(max, sizes)) + 32, 32)
     return next(d for d in divisors if len({(-h // d, -w // d) for h, w in sizes}) <= MOST_SIZES)
-
-
-def in_format(model: nn.Module, form: Format) -> nn.Module:
-    """Return a model in a format of PyTorch, with ``test_step``. The model is not changed."""
-    if form.compiled:
-        model = compile_(copied(model))
-    return InPrecision(model, form.dtype) if form.dtype else model

@@ -5,7 +5,7 @@ import copy
 import html
 import io
 import os.path as osp
-from typing import Any
+import shlex
 
 import cv2
 import mmcv
@@ -16,12 +16,13 @@ from matplotlib.figure import Figure
 from mmengine.config import Config
 from mmengine.registry import VISUALIZERS
 
-from repa_mm.benchmark.timing import show
 from repa_mm.files import write_text
 from repa_mm.search.formats import FORMATS
+from repa_mm.search.judge import Judge
 
 COLUMNS = (
-    'candidate', 'format', 'ms [quartiles]', '× stock [95 %]', '{}', 'difference [95 %]', 'MB', ''
+    'candidate', 'format', 'ms', '95th percentile', '× stock [95 %]', '{}', 'difference [95 %]',
+    'memory, MB', 'size, MB', '',
 )  # fmt: skip
 NUM_PICTURES = 4
 PAGE = """<!doctype html>
@@ -35,41 +36,40 @@ th, td { padding: .25rem .6rem; text-align: right; white-space: nowrap }
 """
 
 
-def cells(rows: list[dict]) -> list[list[str]]:
-    """Format the rows of the table. '≈' precedes a test of another format of float32."""
+def table(results: dict) -> tuple[list[str], list[list[str]]]:
+    """Return the head and the formatted rows. '≈' precedes a test of another format of float32."""
     lines = []
-    for row in rows:
-        (low, high), (least, most) = row['ms_interval'], row['speedup_interval']
-        line = [row['candidate'], row['format'], f'{row["ms"]:.1f} [{low:.1f}, {high:.1f}]']
-        line.append(f'{row["speedup"]:.2f} [{least:.2f}, {most:.2f}]')
-        if row['metric'] is None:
-            line += ['', '']
-        else:
+    for row in results['rows']:
+        least, most = row['speedup_interval']
+        line = [row['candidate'], row['format'], f'{row["ms"]:.1f}', f'{row["ms_p95"]:.1f}']
+        line += [f'{row["speedup"]:.2f} [{least:.2f}, {most:.2f}]', '', '']
+        if row['metric'] is not None:
             about = '' if row['tested_in'] == row['format'] else '≈ '
             bounds = ', '.join(f'{x:+.2f}' for x in row['interval'])
-            line += [f'{about}{row["metric"]:.2f}', f'{about}{row["difference"]:+.2f} [{bounds}]']
-        lines.append([*line, f'{row["mb"]:.1f}', 'chosen' if row['chosen'] else ''])
-    return lines
-
-
-def header(results: dict) -> list[str]:
-    """Return the heads of the columns."""
-    return [column.format(results['metric'] or 'metric') for column in COLUMNS]
+            line[-2:] = f'{about}{row["metric"]:.2f}', f'{about}{row["difference"]:+.2f} [{bounds}]'
+        memory = '' if row['memory_mb'] is None else f'{row["memory_mb"]:.0f}'
+        lines.append([*line, memory, f'{row["mb"]:.1f}', 'chosen' if row['chosen'] else ''])
+    return [column.format(results['metric'] or 'metric') for column in COLUMNS], lines
 
 
 def title(results: dict) -> str:
     """Return what the table is of."""
-    return (
-        f'{results["config"]}, {results["timed"]} in turn on {processor(results["device"])}, '
-        f'{results["images"]}'
-    )
+    device = torch.device(results['device'])
+    where = f'CPU ({torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads)'
+    if device.type == 'cuda':
+        where = torch.cuda.get_device_name(device)
+    return f'{results["config"]}, {results["timed"]} in turn on {where}, {results["images"]}'
 
 
 def notes(results: dict) -> list[str]:
     """Return what a reader should know of the table, and what was left out."""
-    found = list(results['notes'])
-    if 'how' in results:
-        found.append(f'Differences: {results["how"]}. ≈: tested in another format of float32.')
+    found, rows = list(results['notes']), [row for row in results['rows'][1:] if row['method']]
+    for method in dict.fromkeys(row['method'] for row in rows):
+        of = [f'{r["candidate"]} ({r["format"]})' for r in rows if r['method'] == method]
+        which = '' if len(of) == len(rows) else f' of {", ".join(of)}'
+        found.append(f'Intervals{which}: {method}.')
+    if any(row['tested_in'] != row['format'] for row in rows):
+        found.append('≈: tested in another format of float32.')
     if results['metric'] == 'agreement':
         found.append('Agreement compares with what the original finds, which need not be true.')
     if results['target'] and not any(row['chosen'] for row in results['rows']):
@@ -77,13 +77,6 @@ def notes(results: dict) -> list[str]:
             f'Nothing {results["target"]}: nothing is chosen, and files of an earlier choice stay.'
         )
     return found
-
-
-def print_table(results: dict) -> None:
-    """Print the table of the content of ``results.json``."""
-    texts = title(results), header(results), cells(results['rows'])
-    show(*texts)
-    print('\n'.join(notes(results)))
 
 
 def scatter(rows: list[dict], name: str, timed: str = 'one image') -> str:
@@ -106,26 +99,23 @@ def scatter(rows: list[dict], name: str, timed: str = 'one image') -> str:
             found = [(row['ms'], row[key]) for row in rows[1:] if row['format'] == kind]
             if found:
                 axes.plot(*zip(*found), 'o', markersize=6, label=kind)
-        for row in rows:
-            if row['chosen']:
-                ring = dict(fillstyle='none', color='#222', markersize=13)
-                axes.plot(row['ms'], row[key], 'o', label='chosen', **ring)
         # One label for each candidate, at its fastest format of float32.
-        named = {rows[0]['candidate']}
-        for row in sorted(rows[1:], key=lambda row: (not FORMATS[row['format']].exact, row['ms'])):
-            if row['candidate'] not in named:
-                named.add(row['candidate'])
-                axes.annotate(
-                    row['candidate'], (row['ms'], row[key]), (0, 9), ha='center',
-                    textcoords='offset points',
-                )  # fmt: skip
+        is_float32 = {row['format']: FORMATS[row['format']].is_float32 for row in rows}
+        ordered = sorted(rows[1:], key=lambda row: (is_float32[row['format']], -row['ms']))
+        for row in {row['candidate']: row for row in ordered}.values():
+            if row['candidate'] != rows[0]['candidate']:
+                options = dict(ha='center', textcoords='offset points')
+                axes.annotate(row['candidate'], (row['ms'], row[key]), (0, 9), **options)
+        for row in (row for row in rows if row['chosen']):
+            ring = dict(fillstyle='none', color='#222', markersize=13)
+            axes.plot(row['ms'], row[key], 'o', label='chosen', **ring)
         figure.legend(loc='outside upper left', ncols=3, frameon=False)
         text = io.StringIO()
         figure.savefig(text, format='svg', metadata={'Date': None})
     return text.getvalue()[text.getvalue().index('<svg') :]
 
 
-def _pictures(cfg: Config, models: list[nn.Module], judge: Any) -> list[list[str]]:
+def _pictures(cfg: Config, models: list[nn.Module], judge: Judge) -> list[list[str]]:
     """Draw what models find in images, with the codebase's visualizer, as data URIs."""
     meta = getattr(judge.dataset, 'metainfo', None) or models[0].dataset_meta
     visualizer = dict(cfg.visualizer, vis_backends=None, name=f'speed_up_{id(models)}')
@@ -149,37 +139,29 @@ def _pictures(cfg: Config, models: list[nn.Module], judge: Any) -> list[list[str
     return found
 
 
-def commands(chosen: dict, judge: Any, out_dir: str) -> str:
-    """Return the commands that use the chosen model."""
-    model, config = osp.join(out_dir, 'model'), osp.join(out_dir, 'tested.py')
-    lines, size = [f'python tools/test.py {config} {model}.pth'], '--dataset'
+def commands(chosen: dict, judge: Judge, out_dir: str) -> str:
+    """Return the commands that use the chosen model, for a shell."""
+    model, form = osp.join(out_dir, 'model'), FORMATS[chosen['format']]
+    given = [osp.join(out_dir, 'tested.py'), f'{model}.pth']
+    lines, size = [['python', 'tools/test.py', *given]], ['--dataset']
     if not judge.config:
         height, width = judge.images(1)[0]['inputs'][0].shape[-2:]
-        lines, config, size = [], f'{model}.py', f'--input-shape {height} {width}'
-    time, form = f'python tools/benchmark.py {config} {model}.pth {size}', FORMATS[chosen['format']]
+        lines, given, size = [], [f'{model}.py', given[1]], ['--input-shape', height, width]
+    time = ['python', 'tools/benchmark.py', *given, *size]
     if chosen['file']:
         file = model + osp.splitext(chosen['file'])[1]
         kind = form.runtime
-        precision, suffix = (f' --precision {kind}', f':{kind}') if kind else ('', '')
         if lines:
-            lines.append(f'python tools/test_exported.py {config} {file}{precision}')
-        time += f' --exported {file}{suffix}'
-    elif form.dtype or form.compiled:
-        time += f' --amp {form.dtype}' * bool(form.dtype) + ' --compile' * form.compiled
-    lines.append(time)
-    return '\n'.join(lines)
-
-
-def _table(head: list[str], rows: list[list[str]]) -> str:
-    lines = [
-        ''.join(f'<{tag}>{html.escape(cell)}</{tag}>' for cell in line)
-        for tag, line in (('th', head), *(('td', row) for row in rows))
-    ]
-    return f'<div><table><tr>{"<tr>".join(lines)}</table></div>'
+            precision = ['--precision', kind] if kind else []
+            lines.append(['python', 'tools/test_exported.py', given[0], file, *precision])
+        time += ['--exported', f'{file}:{kind}' if kind else file]
+    else:
+        time += ['--amp', form.dtype] * bool(form.dtype) + ['--compile'] * form.compiled
+    return '\n'.join(shlex.join(map(str, line)) for line in [*lines, time])
 
 
 def write_report(
-    path: str, cfg: Config, results: dict, shown: dict, models: list[nn.Module], judge: Any
+    path: str, cfg: Config, results: dict, shown: dict, models: list[nn.Module], judge: Judge
 ) -> None:
     """Write everything into one HTML file that needs no other, and its picture beside it.
 
@@ -191,13 +173,16 @@ def write_report(
         models (list[nn.Module]): Stock, and the model of this row.
         judge (Judge): What the models were tested with.
     """
-    rows, name = results['rows'], f'{shown["candidate"]}, {shown["format"]}'
-    picture = scatter(rows, results['metric'], results['timed'])
+    name = html.escape(f'{shown["candidate"]}, {shown["format"]}')
+    picture = scatter(results['rows'], results['metric'], results['timed'])
+    head, rows = table(results)
+    lines = (('th', head), *(('td', row) for row in rows))
+    cells = [[f'<{tag}>{html.escape(x)}</{tag}>' for x in line] for tag, line in lines]
     page = [
         f'<h1>{html.escape(osp.basename(results["config"]))}: how much faster, at what cost</h1>',
-        f'<p>Chosen: {name}, which {results["target"]}.' * shown['chosen'],
-        picture, f'<p>{html.escape(title(results))}', _table(header(results), cells(rows)),
-        *(f'<p>{html.escape(note)}' for note in notes(results)),
+        f'<p>Chosen: {name}, which {results["target"]}.' * shown['chosen'], picture,
+        *(f'<p>{html.escape(text)}' for text in (title(results), *notes(results))),
+        f'<div><table><tr>{"<tr>".join(map("".join, cells))}</table></div>',
     ]  # fmt: skip
     if shown['chosen']:
         use = html.escape(commands(shown, judge, osp.dirname(path)))
@@ -207,10 +192,3 @@ def write_report(
         page += ['<p>', *(f'<img src="{uri}" alt="">' for uri in pair)]
     write_text(f'{osp.splitext(path)[0]}.svg', picture)
     write_text(path, PAGE + '\n'.join(page))
-
-
-def processor(device: str) -> str:
-    """Return the name of a GPU, or the instructions and the number of threads of the CPU."""
-    if torch.device(device).type == 'cuda':
-        return torch.cuda.get_device_name(device)
-    return f'CPU ({torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads)'

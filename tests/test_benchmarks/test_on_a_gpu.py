@@ -11,7 +11,7 @@ import torch.nn as nn
 from benchmarks import on_a_gpu, tables
 from repa_mm.convert import parts
 from repa_mm.opening import open_model
-from repa_mm.search import search
+from repa_mm.search import bench
 from repa_mm.search.formats import EAGER
 
 pytest.importorskip('mmdet')
@@ -63,7 +63,7 @@ def test_part(part, run, monkeypatch):
     monkeypatch.setattr(on_a_gpu, 'train', train)
     monkeypatch.setattr(parts, 'refine', lambda fit, *_: fit)
     monkeypatch.setattr(nn.Module, 'compile', lambda _, mode: modes.append(mode))
-    monkeypatch.setattr(search, 'installed_formats', lambda _: ([EAGER], []))
+    monkeypatch.setattr(bench, 'installed_formats', lambda _: ([EAGER], []))
     run(part)
     rows = tables.read('out.csv')
     assert tuple(row['form'] for row in rows) == FORMS[part]

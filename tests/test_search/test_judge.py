@@ -1,16 +1,21 @@
 """Metrics over weighted images are those of the codebase on images that are there as often."""
 
 import json
+from contextlib import contextmanager
 from functools import cache
 
+import cv2
 import numpy as np
 import pytest
 import torch
+from mmengine.config import Config
 from mmengine.evaluator import Evaluator
-from mmengine.structures import BaseDataElement, PixelData
+from mmengine.registry import DATASETS, METRICS, init_default_scope
+from mmengine.structures import BaseDataElement, InstanceData, PixelData
 
 from repa_mm.search import judge as judging
-from repa_mm.search.judge import Annotated, Score, bootstrap, coco_records, mean_ap, voc_records
+from repa_mm.search.judge import Annotated, Judge, Score, bootstrap, subset
+from repa_mm.search.precision import coco_records, mean_ap, voc_records
 
 NUM = 6
 
@@ -150,7 +155,7 @@ class Model:
 
 def annotated(name, number):
     judge = Annotated.__new__(Annotated)
-    judge.name = judge.how = ''
+    judge.name = ''
     judge.num_images, judge.indices = number, range(number)
     judge.dataset = [dict(inputs=torch.ones(1))] * number
     judge.evaluator = Evaluator([Mean()])
@@ -165,10 +170,10 @@ def test_differences_are_in_points(name, points):
     stock = rng.normal(50, 5, 40) / points
     less = stock - rng.normal(1, 1, 40) / points
     scores = [judge(Model(values)) for values in (less, stock)]
-    change, low, high = judge.difference(*scores)
+    change, low, high, _ = judge.difference(*scores)
     assert change == pytest.approx(scores[0].value - scores[1].value)
     assert low < change < high and 0.3 < high - low < 1.2
-    assert judge.difference(scores[1], scores[1]) == (0, 0, 0)
+    assert judge.difference(scores[1], scores[1])[:3] == (0, 0, 0)
 
 
 @pytest.mark.parametrize('name', ['l1_distance', 'aAcc', 'val/bbox_mAP', 'coco/bbox_mAP_50'])
@@ -181,10 +186,11 @@ def test_accuracy_is_not_certain_of_a_few_images():
     judge = annotated('accuracy/top1', 100)
     stock = [100] * 90 + [0] * 10
     same, worse = judge(Model(stock)), judge(Model([0] * 4 + stock[4:]))
-    change, low, high = judge.difference(same, same)
+    change, low, high, method = judge.difference(same, same)
+    assert method.startswith('Agresti')
     assert change == 0 and -2.5 < low < -1.5 and 1.5 < high < 2.5  # about two images
-    assert judge.difference(same, same, same=True) == (0, 0, 0)
-    change, low, high = judge.difference(worse, same)
+    assert judge.difference(same, same, same=True)[:3] == (0, 0, 0)
+    change, low, high, _ = judge.difference(worse, same)
     assert change == -4 and low < -7 and -0.5 < high < 0.5
     # In many trials it has the true difference in it.
     rng, inside = np.random.default_rng(0), 0
@@ -209,7 +215,7 @@ def test_agreement_of_resampled_images():
     judge = judging.Agreement.__new__(judging.Agreement)
     judge.num_images = 20
     scores = [Score(100 * judging.agreement_of(p), p) for p in (parts, same)]
-    change, low, high = judge.difference(*scores)
+    change, low, high, _ = judge.difference(*scores)
     assert scores[1].value == 100 and low < change < high < 0
 
 
@@ -232,7 +238,7 @@ def test_agreement_of_labels_is_not_certain_of_a_few_images():
             for found in ([*changes, *[()] * (number - len(changes))], [()] * number)
         ]
         weights = np.ones(number, int)
-        return judge.difference(*(Score(judge._weighted(r, weights), r) for r in records), same)
+        return judge.difference(*(Score(judge._points(r, weights), r) for r in records), same)[:3]
 
     assert difference([], 1) == pytest.approx((0, -97.5, 0))
     change, low, high = difference([], 33)
@@ -240,10 +246,115 @@ def test_agreement_of_labels_is_not_certain_of_a_few_images():
     assert difference([], 33, same=True) == (0, 0, 0)
     change, low, high = difference([(1,), (2,)], 40)
     assert change == -5 and low == pytest.approx(-16.9, abs=0.1) and -1 < high < 0
-    rng, exact = np.random.default_rng(0), cache(judging.exact)
+    rng, exact = np.random.default_rng(0), cache(judging.clopper_pearson)
     for number, fraction in ((33, 0.03), (100, 0.01)):
         inside = 0
         for _ in range(500):
             _, low, high = exact(int(rng.binomial(number, fraction)), number)
             inside += low <= -100 * fraction <= high
         assert inside >= 475
+
+
+class Truth:
+    """A model that finds what is annotated."""
+
+    def test_step(self, data):
+        (sample,) = data['data_samples']
+        truth = sample.gt_instances
+        boxes = getattr(truth.bboxes, 'tensor', truth.bboxes)
+        found = dict(bboxes=boxes, scores=torch.ones(len(boxes)), labels=truth.labels)
+        sample.pred_instances = InstanceData(**found)
+        return [sample]
+
+
+def detection(folder, number=12, **dataset):
+    """A config of a detector's validation data: images with one object each."""
+    content = dict(images=[], annotations=[], categories=[dict(id=1, name='a')])
+    for i in range(number):
+        cv2.imwrite(str(folder / f'{i}.png'), np.zeros((20, 20, 3), np.uint8))
+        content['images'].append(dict(id=i, file_name=f'{i}.png', width=20, height=20))
+        box = dict(bbox=[1, 2, 5 + i % 9, 8], area=8 * (5 + i % 9), iscrowd=0)
+        content['annotations'].append(dict(box, id=i + 1, image_id=i, category_id=1))
+    file = folder / 'all.json'
+    file.write_text(json.dumps(content))
+    steps = dict(type='LoadImageFromFile'), dict(type='LoadAnnotations', with_bbox=True)
+    dataset = dict(
+        type='CocoDataset', ann_file=str(file), data_prefix=dict(img=str(folder)), test_mode=True,
+        metainfo=dict(classes=('a',)), pipeline=[*steps, dict(type='PackDetInputs')], **dataset,
+    )  # fmt: skip
+    sampler = dict(type='DefaultSampler', shuffle=False)
+    loader = dict(batch_size=1, num_workers=0, sampler=sampler, dataset=dataset)
+    init_default_scope('mmdet')
+    return Config(
+        dict(
+            default_scope='mmdet', val_dataloader=loader,
+            val_evaluator=dict(type='CocoMetric', ann_file=str(file), metric='bbox'),
+        )
+    )  # fmt: skip
+
+
+def test_a_metric_of_ones_own_class(tmp_path):
+    """Its class tells what it is, and what it computes is compared with what we compute."""
+    CocoMetric = pytest.importorskip('mmdet.evaluation').CocoMetric  # noqa: N806
+
+    class ProductMetric(CocoMetric):
+        factor = 1
+
+        def compute_metrics(self, results):
+            found = super().compute_metrics(results)
+            return {name: self.factor * value for name, value in found.items()}
+
+    with registered(METRICS, ProductMetric):
+        cfg = detection(tmp_path)
+        cfg.val_evaluator.type = 'ProductMetric'
+        judge = Annotated(cfg, 5, str(tmp_path / 'five.json'))
+        score = judge(Truth())
+        assert score.value == 100 and judge.difference(score, score)[:3] == (0, 0, 0)
+        ProductMetric.factor = 0.5
+        with pytest.raises(
+            ValueError, match='ProductMetric computes another coco/bbox_mAP.*--imag'
+        ):
+            judge(Truth())
+
+
+@contextmanager
+def registered(registry, kind):
+    registry.register_module(module=kind)
+    yield
+    del registry.module_dict[kind.__name__]
+
+
+@pytest.mark.parametrize(
+    'given, expected',
+    [
+        (None, [0, 4, 8]), (6, [0, 2, 4]), (-6, [6, 8, 10]), ([11, 3, 7, 1], [11, 3, 7]),
+        ([2, 9], [2, 9]), (-40, [0, 4, 8]),
+    ],
+)  # fmt: skip
+def test_images_are_those_that_the_written_config_tests(tmp_path, given, expected):
+    pytest.importorskip('mmdet')
+    cfg = detection(tmp_path, **({} if given is None else dict(indices=given)))
+    loader, evaluators, dataset, indices = subset(cfg, 3, str(tmp_path / 'few.json'))
+    seen = [data['data_samples'][0].img_id for data in Judge(dataset, indices).images(3)]
+    assert [dataset[i]['data_samples'].img_id for i in indices] == expected == seen
+    tested = DATASETS.build(loader.dataset)
+    assert [tested[i]['data_samples'].img_id for i in range(len(tested))] == expected
+    with open(evaluators[0].ann_file) as file:
+        assert sorted(expected) == [image['id'] for image in json.load(file)['images']]
+
+
+@pytest.mark.parametrize('what', ['loader', 'evaluator'])
+def test_several_data_sets_are_refused(tmp_path, what):
+    pytest.importorskip('mmdet')
+    cfg = detection(tmp_path)
+    one, evaluator = cfg.val_dataloader.dataset, cfg.val_evaluator
+    if what == 'loader':
+        cfg.val_dataloader.dataset = dict(type='ConcatDataset', datasets=[one, one])
+    else:
+        several = dict(type='MultiDatasetsEvaluator', metrics=[evaluator], dataset_prefixes=['a'])
+        cfg.val_evaluator = several
+    with pytest.raises(ValueError, match='ConcatDat|MultiDatasetsEv.*--images'):
+        subset(cfg, 3, str(tmp_path / 'few.json'))
+    cfg.val_dataloader.dataset = one
+    cfg.val_evaluator = dict(type='Evaluator', metrics=[evaluator])
+    assert len(subset(cfg, 3, str(tmp_path / 'few.json'))[1]) == 1

@@ -1,5 +1,6 @@
 """The picture and the commands of the report."""
 
+import shlex
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from runpy import run_path
@@ -38,18 +39,21 @@ def test_picture_has_every_row_and_each_name_once():
 @pytest.mark.parametrize(
     ('kind', 'file', 'expected'),
     [
-        ('TensorRT f16', 'a.onnx', '--precision tensorrt\nFILE --exported out/model.onnx:tensorrt'),
-        ('ONNX Runtime', 'a.onnx', '\nFILE --exported out/model.onnx'),
-        ('PyTorch f16, compiled', None, 'FILE --amp float16 --compile'),
-        ('PyTorch', None, 'FILE'),
+        (F32, 'a.onnx', ['--exported', 'DIR/model.onnx:f32']),
+        ('ONNX Runtime', 'a.onnx', ['--exported', 'DIR/model.onnx']),
+        ('PyTorch f16, compiled', None, ['--amp', 'float16', '--compile']),
+        (EAGER, None, []),
     ],
 )
 def test_commands_run_the_chosen_format(kind, file, expected):
-    found = commands(dict(format=kind, file=file), SimpleNamespace(config='set'), 'out')
-    time = 'python tools/benchmark.py out/tested.py out/model.pth --dataset'
-    assert found.endswith(expected.replace('FILE', time))
-    for line in found.splitlines():  # the tools accept them
-        name, *args = line.split()[1:]
+    """In a shell, for a folder with a space and an apostrophe."""
+    folder = "it's mine"
+    lines = commands(dict(format=kind, file=file), SimpleNamespace(config='set'), folder)
+    lines = [shlex.split(line) for line in lines.splitlines()]
+    time = ['tools/benchmark.py', 'DIR/tested.py', 'DIR/model.pth', '--dataset', *expected]
+    assert lines[-1] == ['python', *(word.replace('DIR', folder) for word in time)]
+    assert len(lines) == (3 if file else 2) and ('--precision' in lines[1]) == (kind == F32)
+    for _, name, *args in lines:  # the tools accept them
         if not name.endswith('/test.py'):  # the codebase's own
             with patch('sys.argv', [name, *args]):
                 run_path(str(ROOT / name))['parse_args']()

@@ -5,8 +5,7 @@ import json
 import runpy
 import shutil
 import sys
-from functools import cache, partial
-from importlib.util import find_spec
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,15 +17,15 @@ from mmengine.runner import Runner
 
 import repa_mm
 from repa_mm.config import load_config
-from repa_mm.convert.pretrained import ModelConversion
-from repa_mm.export import agreeing_onnx
+from repa_mm.convert.pretrained import conversion_of
+from repa_mm.export import ExportedModel, agreeing_onnx, runner_for_exported
 from repa_mm.faster.attention import FastShiftWindowMSA
 from repa_mm.opening import open_model, read_images
 from repa_mm.reparam import CheckpointError, has_deploy_form, has_training_form
-from repa_mm.search import search
-from repa_mm.search.candidates import Candidate
-from repa_mm.search.formats import BF16, EAGER, F32, INT8, ORT, ORT_CUDA
-from repa_mm.search.judge import Annotated
+from repa_mm.search import bench
+from repa_mm.search.candidates import Candidate, percent
+from repa_mm.search.formats import EAGER, F32, ORT
+from repa_mm.search.search import walk
 from tests.conftest import random_model
 from tests.test_export.rectangles import scene, train
 
@@ -80,33 +79,30 @@ def learned(tmp_path_factory):
     return folder
 
 
-def milliseconds(name, kind):
-    """The time of a model in a format."""
-    budget = float(name.split()[0]) / 100 if '%' in name else 1
-    formats = {ORT: 0.6, F32: 0.5, BF16: 0.4, INT8: 0.3, 'PyTorch bf16': 0.5}
-    return (100 if name == 'stock' else 60) * (0.2 + 0.8 * budget) * formats.get(kind, 1)
-
-
 @pytest.fixture
 def folder(learned, monkeypatch, tmp_path):
-    """The same in an own folder. Times are those that the test gives, in float formats alone."""
+    """The same in an own folder, with formats of float32. Each row is faster than those before."""
     monkeypatch.chdir(tmp_path)
     for name in ('images', 'config.py', 'model.pth'):
         Path(name).symlink_to(learned / name)
-    monkeypatch.setattr(search, 'installed_formats', lambda _: ([EAGER, ORT, F32], []))
+    formats(monkeypatch, EAGER, ORT, F32)
+    rows = []
 
-    def times(calls, images, repeats, seconds, per_turn, least):
-        found = {}
-        assert per_turn and len(images) > 5
-        for (name, kind), call in calls.items():
-            assert call(images[0])
-            found[name, kind] = np.full(5, milliseconds(name, kind))
-        return found
+    def times(calls, images, repeats, seconds, per_turn):
+        assert per_turn and all(call(copy.deepcopy(images[0])) for call in calls.values())
+        rows.append(calls)
+        model = calls.get('model', calls['stock']).__self__
+        ms = 40 if isinstance(model, ExportedModel) else 60
+        return dict(zip(calls, (np.full(5, 100.0), np.full(5, ms * 0.99 ** len(rows)))))
 
-    monkeypatch.setattr(search, 'measure', times)
-    monkeypatch.setattr(search, 'ModelConversion', FitOnce)
-    monkeypatch.setattr(search, 'agreeing_onnx', export_once)
+    monkeypatch.setattr(bench, 'measure', times)
+    monkeypatch.setattr(bench, 'conversion_of', FitOnce)
+    monkeypatch.setattr(bench, 'agreeing_onnx', export_once)
     return tmp_path
+
+
+def formats(monkeypatch, *kinds):
+    monkeypatch.setattr(bench, 'installed_formats', lambda _: ([*kinds], []))
 
 
 @cache
@@ -120,7 +116,7 @@ def weights(model):
 
 
 class FitOnce:
-    """A ModelConversion whose sizes are the budget itself, which it fits once for all tests."""
+    """A conversion whose sizes are the budget itself, which it fits once for all tests."""
 
     def __init__(self, model, images):
         self.model, self.images, self.key = model, images, (weights(model), len(images))
@@ -131,9 +127,9 @@ class FitOnce:
     def fit(self, budget, **kwargs):
         found = made(FitOnce, *self.key, budget)
         if not found:
-            conversion = made(ModelConversion, *self.key)
+            conversion = made(conversion_of, *self.key)
             if not conversion:
-                conversion.append(ModelConversion(self.model, self.images))
+                conversion.append(conversion_of(self.model, self.images))
             found += conversion[0].fit(conversion[0].sizes(budget), **kwargs)
         return copy.deepcopy(found[0]), found[1]
 
@@ -145,9 +141,75 @@ def export_once(model, *args):
     return found
 
 
-def run(out='out', config='config.py', **kwargs):
-    kwargs = dict(num_images=NUM, fit_images=3, device='cpu') | kwargs
-    return repa_mm.speed_up(config, 'model.pth', out, **kwargs)
+class Rows:
+    """What `walk` sees of a bench: losses and speedups are given by the budget and the format."""
+
+    def __init__(self, speed, loss, budgets=(0.6, 0.4, 0.25, 0.15), floats=('f32', 'bf16')):
+        self.speed, self.loss, self.floats, self.seen = speed, loss, floats, []
+        self.stock = Candidate('stock', '', '')
+        found = [
+            self.stock,
+            Candidate('base', '', ''),
+            *(Candidate(percent(b), '', '', b) for b in budgets),
+        ]
+        self.candidates = {one.name: one for one in found}
+        self.stock_row = lambda: self.row(self.stock, 'f32')
+
+    def wide_to_narrow(self, budgets):
+        for candidate in self.candidates.values():
+            self.seen.append(candidate.name)
+            yield candidate
+
+    def test(self, candidate, kind):
+        assert candidate is self.stock
+
+    def row(self, candidate, kind):
+        loss = self.loss(candidate.budget, kind)
+        speedup = self.speed(candidate.budget, kind)
+        return dict(
+            candidate=candidate.name, format=kind, speedup=speedup, ms=100 / speedup,
+            interval=[-loss, -loss], difference=-loss, budget=candidate.budget,
+        )  # fmt: skip
+
+    def rows(self, candidate, int8, floor):
+        if candidate is self.stock:
+            return []
+        self.seen += [f'int8 of {candidate.name}'] * int8
+        return [self.row(candidate, kind) for kind in (['int8'] if int8 else self.floats)]
+
+
+def times_of(budget, kind):
+    return 1 / ((0.2 + 0.8 * budget) * dict(f32=0.8, bf16=0.5, int8=0.4)[kind])
+
+
+WIDE = ['stock', 'base', '60 %', '40 %']
+NARROW_FIRST = '15 %', '25 %', '40 %', '60 %', 'base'
+
+
+@pytest.mark.parametrize(
+    'max_loss, latency, seen',
+    [
+        (None, None, [*WIDE, '25 %', '15 %', *(f'int8 of {n}' for n in NARROW_FIRST)]),
+        # 40 % lose 6 points; int8 loses 2 more.
+        (5, None, [*WIDE, 'int8 of 60 %', 'int8 of base']),
+        (6.5, None, [*WIDE, '25 %', 'int8 of 40 %', 'int8 of 60 %']),
+        # 0.26 of the time is that of 40 % in bf16.
+        (None, 0.27, [*WIDE, 'int8 of 40 %', 'int8 of 60 %', 'int8 of base']),
+        (5, 0.27, [*WIDE, 'int8 of 60 %', 'int8 of base']),
+        (None, 0.51, ['stock', 'base', 'int8 of base']),
+    ],
+)  # fmt: skip
+def test_the_walk_ends_where_a_target_does(max_loss, latency, seen):
+    given = Rows(times_of, lambda budget, kind: 10 * (1 - budget) + 2 * (kind == 'int8'))
+    rows = walk(given, (), max_loss, latency)
+    assert given.seen == seen
+    order = [row['candidate'] for row in rows]
+    assert order == sorted(order, key=[*given.candidates].index) and order[0] == 'stock'
+
+
+def run(out='out', config='config.py', checkpoint='model.pth', **kwargs):
+    kwargs = dict(num_images=NUM, fit_images=3, device='cpu', budgets=[]) | kwargs
+    return repa_mm.speed_up(config, checkpoint, out, **kwargs)
 
 
 def chosen_of(rows):
@@ -159,210 +221,15 @@ def files(folder):
     return {p: p.read_bytes() for p in Path(folder).rglob('*') if p.is_file()}
 
 
-class Given(search.Search):
-    """A search among models that are not there: budget and format decide on losses and times."""
-
-    def __init__(self, out_dir, formats=(EAGER, ORT, F32), loss=lambda c, k: 0.0, least=0.0):
-        self.record = search.Record(str(out_dir), 'a')
-        self.record.content.update(config='c', timed='one image', images='data', device='cpu')
-        self.judge = SimpleNamespace(mark='b', num_images=NUM, images=lambda number: [None])
-        self.out_dir, self.folder, self.num_images, self.repeats = str(out_dir), 'models', NUM, 5
-        self.steps, self.notes, self.to_fit, self.checkpoint = 0, [], [0], 'model.pth'
-        self.opened, self.divisor, self.formats, self.loss = {}, None, [*formats], loss
-        self.stock, self.base = (Candidate(name, 'c.py', '') for name in ('stock', 'faster parts'))
-        self.candidates = {c.name: c for c in (self.stock, self.base)}
-        self.fits, self.exports, self.written, self.slower = [], [], [], 1
-        self.conversion = SimpleNamespace(sizes=lambda budget: budget, fit=self.narrow)
-        self.least = least
-        for budget in self.record.content['fits'].values():
-            self._add_narrow(budget)
-
-    def narrow(self, budget):
-        self.fits.append(budget)
-        return None, SimpleNamespace(fraction=max(budget, self.least))
-
-    def model(self, candidate):
-        return Identity()
-
-    def _export(self, candidate, kind):
-        self.exports.append((candidate.name, kind))
-        return dict(path=f'{candidate.name}.{kind}')
-
-    def _open(self, candidate, kind, path):
-        return Identity()
-
-    def _test(self, candidate, kind):
-        loss = self.loss(candidate, kind)
-        known = candidate.budget == 1 and kind != INT8
-        interval = [-loss, -loss] if known else [-loss - 1, 1 - loss]
-        return dict(metric=90 - loss, difference=-loss, interval=interval, tested_in=kind)
-
-    def time(self, models, repeats, what, least=3):
-        models = {(self.stock.name, EAGER): None, **models}
-        return {
-            key: np.full(5, milliseconds(*key) * (1 if 'stock' in key else self.slower))
-            for key in models
-        }
-
-    def _write_chosen(self, row):
-        self.written.append(row['candidate'])
-
-    def _report(self, rows, chosen):
-        pass
+def stored(out='out'):
+    return json.loads(Path(out, 'results.json').read_text())
 
 
-class Identity(torch.nn.Identity):
-    test_step = torch.nn.Identity.forward
-
-
-@pytest.fixture
-def saved(monkeypatch):
-    """The paths of the models that a search saves."""
-    found = []
-    monkeypatch.setattr(search, 'save_model', lambda model, original, path: found.append(path))
-    return found
-
-
-def test_a_floor_is_met_by_the_whole_interval(tmp_path, saved):
-    """By losses that the budget decides on: 2 points at 40 %, and ± 1."""
-    given = Given(tmp_path, loss=lambda candidate, _: 2 * (1 - candidate.budget) / 0.6)
-    # 1.5 points are lost at 55 %: bisection tries 40, 70, 55 and 47 %.
-    assert chosen_of(given.run(2.5, None, ()))['candidate'] == '55 %'
-    assert [*given.record.content['fits']] == ['40 %', '70 %', '55 %', '48 %']
-    assert any('too few to tell whether these lose more than 2.5' in x for x in given.notes)
-    assert any('48 % (OpenVINO f32)' in x for x in given.notes)
-    given.notes.clear()
-    assert chosen_of(given.run(0.5, None, ()))['candidate'] == 'faster parts'
-    assert given.written == ['55 %', 'faster parts'] and len(saved) == len({*saved})
-
-
-def test_what_is_slower_is_never_chosen(tmp_path, saved, capsys):
-    given = Given(tmp_path, [EAGER])
-    given.slower = 10
-    assert not any(row['chosen'] for row in given.run(90, None, ())) and not given.written
-    assert 'Nothing loses at most 90 points: nothing is chosen' in capsys.readouterr().out
-
-
-def test_int8_is_tested_in_what_floats_keep(tmp_path, saved):
-    def loss(candidate, kind):
-        return 100 * (1 - candidate.budget) + 15 * (kind == INT8)
-
-    given = Given(tmp_path, [INT8, BF16, F32], loss)
-    given._search_floor(50)
-    assert [*given.candidates][2:] == ['40 %', '70 %', '55 %', '48 %']
-    tested = [name.split(' on ')[0] for name in given.record.content['tests']]
-    assert [name for name in tested if INT8 in name] == [
-        f'{name} in {INT8}' for name in ('faster parts', '55 %', '70 %')
-    ]
-    assert not any('float32' in name for name in tested)
-
-
-def test_a_latency_is_met_by_the_second_fit(tmp_path, saved):
-    given = Given(tmp_path)
-    # Stock takes 100, OpenVINO 30 (0.2 + 0.8 budget): 0.15 is met below 37.5 %.
-    row = chosen_of(given.run(None, 0.15, ()))
-    assert row['format'] == F32 and row['ms'] <= 15 and 0.3 < row['budget'] <= 0.375
-    # The second is on the line through the first and all widths.
-    assert given.fits == [0.4, row['budget']]
-    assert chosen_of(given.run(None, 0.4, ()))['candidate'] == 'faster parts'
-    assert len(given.fits) == 2
-
-
-def test_budgets_below_the_least_are_one_candidate(tmp_path, saved):
-    """A candidate is named by what is left of it, not by what was asked for."""
-    given = Given(tmp_path / 'a', least=0.08)
-    rows = given.run(None, None, [0.02, 0.01])
-    assert {row['candidate'] for row in rows} == {'stock', 'faster parts', '8 %'}
-    assert {row['budget'] for row in rows if '%' in row['candidate']} == {0.08}
-    given.fit(0.08)
-    # It stays what was exported and tested, whichever budget comes first.
-    other = Given(tmp_path / 'b', least=0.08)
-    for budget in (0.08, 0.02):
-        assert other.fit(budget).checkpoint == 'models/8.pth'
-    assert saved == ['models/8.pth'] * 2
-
-
-def test_a_failing_fit_is_tried_again(tmp_path, saved, monkeypatch):
-    given, fit = Given(tmp_path, [EAGER]), Given.narrow
-
-    def fails(self, budget):
-        if budget < 0.4:
-            raise np.linalg.LinAlgError('of this budget')
-        return fit(self, budget)
-
-    monkeypatch.setattr(given.conversion, 'fit', partial(fails, given))
-    names = [row['candidate'] for row in given.run(None, None, [0.3, 0.5])]
-    assert names == ['stock', 'faster parts', '50 %']
-    assert '30 % of the blocks is left out: of this budget' in given.notes
-    rows = Given(tmp_path, [EAGER]).run(None, None, [0.3, 0.004])  # rounds to 0
-    assert [row['candidate'] for row in rows[2:]] == ['50 %', '30 %', '1 %']
-
-
-@pytest.mark.parametrize('error, tries', [(ValueError, 1), (RuntimeError, 2), (MemoryError, 2)])
-def test_only_a_refused_file_is_not_tried_again(tmp_path, monkeypatch, error, tries):
-    calls = []
-
-    def fail(*args):
-        calls.append(args)
-        raise error('an unknown operator')
-
-    monkeypatch.setattr(search, 'agreeing_onnx', fail)
-    monkeypatch.setattr(Given, '_export', search.Search._export)
-    for _ in range(2):
-        given = Given(tmp_path)
-        assert given.open(given.base, ORT) is given.open(given.base, F32) is None
-        (note,) = given.notes
-        assert 'faster parts in onnx is left out: ' in note and 'an unknown operator' in note
-        assert given.open(given.base, EAGER)
-    assert len(calls) == tries
-
-
-def test_every_precision_is_tested_in_itself(tmp_path, monkeypatch):
-    """Formats of a GPU, on a CPU; what does not run is left out, and says why."""
-    given = Given(tmp_path, [EAGER, 'PyTorch bf16', ORT_CUDA])
-    monkeypatch.setattr(given, '_open', lambda _, kind, path: 1 / (kind != ORT_CUDA) and Identity())
-    rows = given.run(None, None, ())
-    assert [(r['candidate'], r['format'], r['tested_in']) for r in rows] == [
-        (name, kind, kind) for name in ('stock', 'faster parts') for kind in given.formats[:2]
-    ]
-    assert any('parts in ONNX Runtime CUDA is left out: ZeroDivision' in x for x in given.notes)
-    assert not any('not quiet' in note for note in given.notes)
-
-
-def test_a_test_is_of_one_padding(tmp_path):
-    kind, given = f'{F32}, padded', Given(tmp_path)
-    given._test = lambda *_: dict(metric=given.divisor)
-    for given.divisor in (64, 96, 64):
-        assert given.test(given.base, kind)['metric'] == given.divisor
-    assert len(given.record.content['tests']) == 2
-
-
-def test_times_of_a_busy_machine_are_named(tmp_path):
-    given = Given(tmp_path, [EAGER])
-    times = np.array([[100.0] * 8, [30, 31, 90, 30, 95, 91, 30, 92]])
-    given.time = lambda models, *_: dict(zip(models, times))
-    rows = given.run(None, None, ())
-    assert len(rows) == 2
-    (note,) = given.notes
-    assert "was not quiet: a row's times vary by 61% of stock's" in note
-
-
-def test_an_interrupted_run_goes_on(tmp_path, saved):
-    given = Given(tmp_path)
-
-    def interrupted(budget):
-        if len(given.fits) == 1:
-            raise KeyboardInterrupt
-        return Given.narrow(given, budget)
-
-    given.conversion.fit = interrupted
-    with pytest.raises(KeyboardInterrupt):
-        given.run(None, None, [0.5, 0.3])
-    rows = (given := Given(tmp_path)).run(None, None, [0.5, 0.3])
-    assert given.fits == [0.3] and len(given.exports) == 3 and len(rows) == 10
-    again = Given(tmp_path)
-    again._test = None
-    assert again.run(None, None, [0.5, 0.3]) == rows and not again.fits and not again.exports
+def no_more(monkeypatch):
+    """Whatever is fitted, exported or tested from now on is an error."""
+    for name in ('conversion_of', 'agreeing_onnx'):
+        monkeypatch.setattr(bench, name, None)
+    monkeypatch.setattr(bench.Bench, '_test', None)
 
 
 def test_the_table(folder, monkeypatch, capsys):
@@ -373,47 +240,147 @@ def test_the_table(folder, monkeypatch, capsys):
         *[('50 %', kind) for kind in (EAGER, ORT, F32)],
     ]
     stock = rows[0]
-    assert 40 < stock['metric'] < 100 and stock['difference'] == 0
-    assert [row['speedup'] for row in rows[1:4]] == pytest.approx([100 / 60, 100 / 36, 100 / 30])
+    assert 40 < stock['metric'] < 100 and stock['difference'] == 0 and stock['speedup'] == 1
+    assert rows[3]['speedup'] == pytest.approx(100 / rows[3]['ms']) and rows[3]['ms_p95'] < 40
+    assert all(row['memory_mb'] >= 0 for row in rows)
     # The fastest format of floats is tested, and the others point to it.
     assert {row['tested_in'] for row in rows[1:]} == {F32}
     assert rows[6]['mb'] < rows[3]['mb'] and not any(row['chosen'] for row in rows)
-    kept = json.loads(Path('out/results.json').read_text())
-    assert kept['rows'] == rows
+    assert all(Path(row[key]).is_file() for row in rows[1:] for key in ('config', 'checkpoint'))
     assert not Path('out/model.py').exists()
     out = capsys.readouterr().out
-    assert 'searching on cpu' in out and '4 images in turn' in out
-    assert '≈' in out and 'bootstrap' in out and 'fit 50 % of the blocks to 3 images' in out
+    assert (
+        'searching on cpu' in out and '4 images in turn' in out and 'fit 50 % of the blocks' in out
+    )
+    assert '≈' in out and 'Intervals of faster parts (PyTorch), faster' in out
+    assert 'Intervals of 50 % (PyTorch), 50 % (ONNX Runtime), 50 % (OpenVINO f32): Agresti' in out
     page = Path('out/report.html').read_text()
     assert page.count('data:image/jpeg') == 8 and '<svg' in page and 'src="http' not in page
-    # A second call finds everything but the times.
-    monkeypatch.setattr(search, 'agreeing_onnx', None)
-    monkeypatch.setattr(search.Annotated, '__call__', None)
-    monkeypatch.setattr(search, 'write_report', lambda *_: None)
-    assert run(budgets=[0.5], batch_size=4) == rows
+
+
+def test_a_folder_that_moves_keeps_its_own_files(folder, monkeypatch):
+    """Under its old name there are another model's."""
+    rows = run('old', budgets=[0.5])
+    shutil.move('old', 'new')
+    loaded = torch.load('model.pth', weights_only=True)
+    torch.save(dict(state_dict={k: v + 0.01 for k, v in loaded['state_dict'].items()}), 'b.pth')
+    run('old', checkpoint='b.pth', budgets=[0.5])
+    no_more(monkeypatch)
+    again = run('new', budgets=[0.5], max_loss=99)
+    keys = 'candidate', 'format', 'metric', 'interval', 'method', 'tested_in'
+    assert [[row[k] for k in keys] for row in again] == [[row[k] for k in keys] for row in rows]
+    row = chosen_of(again)
+    assert row['candidate'] == '50 %' and row['file'] == 'new/candidates/50.onnx'
+    assert stored('new')['rows'][6]['file'] == 'candidates/50.onnx'
+    content = Path('new/model.onnx').read_bytes()
+    assert content == Path(row['file']).read_bytes() != Path('old/candidates/50.onnx').read_bytes()
+    # A file that was replaced is not taken for what it was.
+    monkeypatch.undo()
+    monkeypatch.chdir(folder)
+    formats(monkeypatch, EAGER, ORT)
+    shutil.copy('old/candidates/faster.onnx', 'new/candidates/faster.onnx')
+    run('new', repeats=3)
+    assert (
+        Path('new/candidates/faster.onnx').read_bytes()
+        != Path('old/candidates/faster.onnx').read_bytes()
+    )
 
 
 def test_the_chosen_model_keeps_its_promise(folder, monkeypatch):
-    from repa_mm.export import runner_for_exported
-
-    monkeypatch.setattr(search, 'STEPS', 1)
-    row = chosen_of(run(max_loss=60))
-    assert row['format'] == F32 and row['interval'][0] >= -60 and row['budget'] < 1
-    runner = runner_for_exported(load_config('out/tested.py'), 'out/model.onnx', 'work', 'f32')
-    assert runner.test()['accuracy/top1'] == row['metric']
-    cfg = load_config('out/tested.py')
-    cfg.work_dir, cfg.load_from = 'work2', 'out/model.pth'
+    text = CONFIG + "val_dataloader['dataset']['indices'] = list(range(35, 4, -1))\n"
+    Path('some.py').write_text(text)
+    row = chosen_of(run(config='some.py', max_loss=60, budgets=[0.4]))
+    assert row['format'] == F32 and row['interval'][0] >= -60 and row['budget'] == 0.4
+    shutil.move('out', "it's moved")
+    out = "it's moved"
+    cfg = load_config(f'{out}/tested.py')
+    assert (
+        cfg.load_from
+        == load_config(f'{out}/model.py').load_from
+        == f'{Path(out).resolve()}/model.pth'
+    )
+    runner = runner_for_exported(cfg, f'{out}/model.onnx', 'work', 'f32')
+    assert runner.test()['accuracy/top1'] == pytest.approx(row['metric'])
+    cfg.work_dir = 'work2'
     eager = Runner.from_cfg(cfg).test()['accuracy/top1']
-    assert eager == row['metric']  # the same labels, as nothing is near a tie
+    assert eager == pytest.approx(row['metric'])  # the same labels, as nothing is near a tie
     # Another choice takes its place. Without a runtime, it has no file.
-    before = Path('out/model.pth').read_bytes()
-    monkeypatch.setattr(search, 'installed_formats', lambda _: ([EAGER], []))
-    row = chosen_of(run(latency=0.7))
+    before = Path(out, 'model.pth').read_bytes()
+    formats(monkeypatch, EAGER)
+    row = chosen_of(run(out, config='some.py', latency=0.7, budgets=[0.4]))
     assert row['candidate'] == 'faster parts' and row['format'] == EAGER
-    assert Path('out/model.pth').read_bytes() != before
-    assert sorted(p.name for p in Path('out').glob('model.*')) == ['model.pth', 'model.py']
-    model = open_model(load_config('out/model.py'), 'out/model.pth')
+    assert '40 %' not in [row['candidate'] for row in stored(out)['rows']]  # wide enough
+    assert Path(out, 'model.pth').read_bytes() != before
+    assert sorted(p.name for p in Path(out).glob('model.*')) == ['model.pth', 'model.py']
+    model = open_model(load_config(f'{out}/model.py'), f'{out}/model.pth')
     assert any(isinstance(module, FastShiftWindowMSA) for module in model.modules())
+
+
+def test_budgets_below_the_least_are_one_candidate(folder, monkeypatch):
+    """A candidate is named by what is left of it, and a fit that fails is tried again."""
+    formats(monkeypatch, EAGER)
+    fit, error = FitOnce.fit, []
+
+    def least(self, budget):
+        if error:
+            raise np.linalg.LinAlgError(error[0])
+        model, _ = fit(self, 0.5)
+        return model, SimpleNamespace(fraction=max(budget, 0.18))
+
+    monkeypatch.setattr(FitOnce, 'fit', least)
+    rows = run(budgets=[0.02, 0.3, 0.01], num_images=0)
+    assert [(r['candidate'], r['budget']) for r in rows[2:]] == [('30 %', 0.3), ('18 %', 0.18)]
+    assert {p.name for p in Path('out/candidates').glob('*.pth')} == {'30.pth', '18.pth'}
+    assert rows[0]['metric'] is None and rows[0]['tested_in'] is None
+    error.append('of this budget')
+    assert [r['candidate'] for r in run(budgets=[0.3, 0.2], num_images=0)[2:]] == ['30 %']
+    assert '20 % of the blocks is left out: of this budget' in stored()['notes']
+    error.clear()
+    assert [r['candidate'] for r in run(budgets=[0.2], num_images=0)[2:]] == ['20 %']
+
+
+@pytest.mark.parametrize('error, tries', [(ValueError, 1), (RuntimeError, 2)])
+def test_only_a_refused_file_is_not_tried_again(folder, monkeypatch, error, tries):
+    calls = []
+
+    def fail(*args):
+        calls.append(args)
+        raise error('an unknown operator')
+
+    monkeypatch.setattr(bench, 'agreeing_onnx', fail)
+    for _ in range(2):
+        assert [row['format'] for row in run(num_images=0)] == [EAGER, EAGER]
+        (note,) = stored()['notes']
+        assert 'faster parts in onnx is left out: ' in note and 'an unknown operator' in note
+    assert len(calls) == tries
+
+
+def test_every_precision_is_tested_in_itself(folder, monkeypatch):
+    """A format that does not run is left out, and says why."""
+    formats(monkeypatch, EAGER, 'PyTorch bf16', 'PyTorch f16, compiled')
+    monkeypatch.setattr('repa_mm.search.formats.compile_', lambda model: 1 / 0)
+    rows = run()
+    assert [(r['candidate'], r['format'], r['tested_in']) for r in rows] == [
+        (name, kind, kind) for name in ('stock', 'faster parts') for kind in (EAGER, 'PyTorch bf16')
+    ]
+    assert any(
+        'stock in PyTorch f16, compiled is left out: ZeroDivision' in x for x in stored()['notes']
+    )
+
+
+def test_an_interrupted_run_goes_on(folder, monkeypatch):
+    fit = FitOnce.fit
+
+    def interrupted(self, budget):
+        if budget < 0.5:
+            raise KeyboardInterrupt
+        return fit(self, budget)
+
+    monkeypatch.setattr(FitOnce, 'fit', interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(budgets=[0.5, 0.4])
+    no_more(monkeypatch)
+    assert len(run(budgets=[0.5])) == 7
 
 
 LAZY = CONFIG.replace("default_scope = 'mmpretrain'\n", """
@@ -447,7 +414,7 @@ def test_other_configs(folder, text):
 
 def test_a_repaformer_is_compared_with_its_merged_form(folder, monkeypatch):
     """Nobody deploys the training form."""
-    monkeypatch.setattr(search, 'installed_formats', lambda _: ([EAGER], []))
+    formats(monkeypatch, EAGER)
     text = CONFIG.replace("'SwinTransformer'", "'RePaSwinTransformer'")
     Path('repa.py').write_text(f"custom_imports = dict(imports=['repa_mm'])\n{text}")
     model = random_model(load_config('repa.py'))
@@ -463,7 +430,8 @@ def test_a_repaformer_is_compared_with_its_merged_form(folder, monkeypatch):
 
 
 @pytest.mark.parametrize('what', ['labels', 'images'])
-def test_other_data_are_tested_anew(folder, what):
+def test_other_data_are_tested_anew(folder, monkeypatch, what):
+    formats(monkeypatch, EAGER)
     shutil.copytree(folder / 'images', 'own')
     images = sorted(Path('own').rglob('*.png'))
     lines = [f'{path.relative_to("own")} {path.parent.name}\n' for path in images]
@@ -472,22 +440,17 @@ def test_other_data_are_tested_anew(folder, what):
     Path('own.py').write_text(text)
 
     def metric(**kwargs):
-        given = dict(num_images=NUM, fit_images=3) | kwargs
-        found = search.Search('own.py', 'model.pth', 'out', **given)
-        return found.test(found.stock, EAGER)['metric']
+        return run(config='own.py', **kwargs)[0]['metric']
 
     before = metric()
     if what == 'labels':
         Path('labels.txt').write_text(''.join(f'{x[:-2]}{(int(x[-2]) + 1) % 3}\n' for x in lines))
         assert metric() < before - 20
         Path('labels.txt').write_text(''.join(lines))
-        search.Annotated.__call__, call = None, search.Annotated.__call__
-        try:
-            assert metric() == before
-            with pytest.raises(TypeError):
-                metric(num_images=12)
-        finally:
-            search.Annotated.__call__ = call
+        no_more(monkeypatch)
+        assert metric() == before
+        with pytest.raises(TypeError):
+            metric(num_images=12)
     else:  # names and sizes: what was fitted belongs to other images
         kept = files('out')
         images[0].write_bytes(images[1].read_bytes())
@@ -498,9 +461,8 @@ def test_other_data_are_tested_anew(folder, what):
 
 
 def test_a_target_that_nothing_meets(folder, monkeypatch, capsys):
-    monkeypatch.setattr(search, 'installed_formats', lambda _: ([EAGER], []))
-    monkeypatch.setattr(search, 'STEPS', 1)
-    monkeypatch.setattr(sys, 'argv', ['speed_up.py', 'config.py', 'model.pth', 'out'])
+    formats(monkeypatch, EAGER)
+    monkeypatch.setattr(sys, 'argv', ['speed_up.py', 'config.py', 'model.pth', 'out', '--budgets'])
     sys.argv += ['--latency', '0.01', '--num-images', '12', '--fit-images', '3']
     with pytest.raises(SystemExit) as error:
         tool = Path(repa_mm.__file__).parents[1] / 'tools' / 'speed_up.py'
@@ -509,72 +471,39 @@ def test_a_target_that_nothing_meets(folder, monkeypatch, capsys):
     out = capsys.readouterr().out
     assert "Nothing takes at most 1% of stock's time: nothing is chosen" in out
     assert not list(Path('out').glob('model.*'))
-    assert not any(r['chosen'] for r in json.loads(Path('out/results.json').read_text())['rows'])
+    assert not any(row['chosen'] for row in stored()['rows'])
 
 
 def test_images_without_annotations(folder):
-    rows = run(images='images', budgets=[])
+    rows = run(images='images', num_images=100, fit_images=24)
     assert rows[0]['metric'] == 100 and rows[3]['metric'] == pytest.approx(100, abs=0.01)
     assert 'what the original finds' in Path('out/report.html').read_text()
-    # What is tested is not fitted to.
-    found = search.Search('config.py', 'model.pth', 'out2', 'images', fit_images=24)
-    tested = found.judge.indices
-    assert len(tested) == 12 and len(found.to_fit) == 24 and not {*tested} & {*found.to_fit}
-    with pytest.raises(ValueError, match='needs 30 images to test on, and there are 12'):
+    assert stored()['images'].startswith('12 images of /')  # a third; the others are fitted to
+    with pytest.raises(ValueError, match='needs 30 images to test on, not 12'):
         run('out3', images='images', max_loss=1)
     assert not Path('out3/results.json').exists()
 
 
-def test_a_large_model_has_few_turns_of_one_image_and_gives_memory_back(folder, monkeypatch):
-    monkeypatch.setattr(search, 'installed_formats', lambda _: ([EAGER, ORT, INT8], []))
-    for seconds, is_large in ((20, False), (0, True)):
-        monkeypatch.setattr(search, 'LARGE', seconds)
-        found = search.Search('config.py', 'model.pth', 'out', 'images')
-        assert found.open(found.base, ORT).session.keep_memory is not is_large
-        assert (INT8 in found.formats) is not is_large
-        assert len(found.timed) == (1 if is_large else 12)
-        assert any('int8 is left out' in note for note in found.notes) is is_large
+@pytest.mark.parametrize('seconds, is_large', [(20, False), (0, True)])
+def test_a_large_model_has_few_turns_of_one_image(folder, monkeypatch, seconds, is_large):
+    formats(monkeypatch, EAGER, bench.INT8)
+    monkeypatch.setattr(bench, 'SLOW_SECONDS', seconds)
+    monkeypatch.setattr(bench, 'quantize', lambda *_: 1 / 0)
+    times, timed = bench.measure, []
 
+    def measure(calls, images, *args, **kwargs):
+        timed.append(images)
+        return times(calls, images, *args, **kwargs)
 
-def test_tested_images_are_no_single_class(folder):
-    """Of a folder for each class, the first images are of the first class."""
-    judge = Annotated(load_config('config.py'), 12, 'subset.json')
-    labels = [judge.dataset.get_data_info(i)['gt_label'] for i in judge.indices]
-    all_labels = [judge.dataset.get_data_info(i)['gt_label'] for i in range(36)]
-    assert len(labels) == 12
-    assert np.abs(3 * np.bincount(labels) - np.bincount(all_labels)).max() <= 3
-    labels = [int(data['data_samples'][0].gt_label) for data in judge.images(6)]
-    assert len({*labels}) == 3
-    assert judge.config['test_dataloader'].dataset.indices == judge.indices
-
-
-WRAPPERS = dict(
-    ConcatDataset=lambda one, other: dict(type='ConcatDataset', datasets=[one, other]),
-    RepeatDataset=lambda one, _: dict(type='RepeatDataset', times=2, dataset=one),
-    ClassBalancedDataset=lambda one, _: dict(
-        type='ClassBalancedDataset', oversample_thr=0.1, dataset=one
-    ),
-)
-
-
-@pytest.mark.parametrize('kind', WRAPPERS)
-def test_the_first_of_several_data_sets_is_tested(folder, kind):
-    cfg = load_config('config.py')
-    one = cfg.val_dataloader.dataset
-    cfg.val_dataloader.dataset = WRAPPERS[kind](one, dict(one, data_root='nowhere'))
-    if kind == 'ConcatDataset':
-        cfg.val_evaluator = dict(
-            type='mmdet.MultiDatasetsEvaluator', metrics=[cfg.val_evaluator, dict(type='Broken')],
-            dataset_prefixes=['a', 'b'],
-        )  # fmt: skip
-        if not find_spec('mmdet'):
-            pytest.skip('MMDetection is not installed')
-    cfg.test_dataloader.dataset.data_root = 'nowhere'
-    judge = Annotated(cfg, NUM, 'subset.json')
-    assert judge.note == f'tested on the first data set of a {kind}'
-    value = judge(open_model(load_config('config.py'), 'model.pth')).value
-    cfg.update(judge.config, work_dir='work', load_from='model.pth')
-    assert 40 < value == Runner.from_cfg(cfg).test()['accuracy/top1']
+    monkeypatch.setattr(bench, 'measure', measure)
+    run(images='images', num_images=0)
+    assert {len(images) for images in timed} == {1 if is_large else 12}
+    (note,) = stored()['notes']
+    assert (
+        'int8 is left out: an image takes' in note
+        if is_large
+        else 'int8.xml' in note or 'xml' in note
+    )
 
 
 def test_errors_leave_the_folder_as_it_was(folder):
@@ -591,13 +520,12 @@ def test_errors_leave_the_folder_as_it_was(folder):
     for wrong, text in (
         (dict(latency=40), r'in \(0, 1\), not 40'), (dict(latency=0), 'not 0'),
         (dict(max_loss=-1), 'not -1'), (dict(budgets=[60]), r'not \[60\]'),
-        (dict(repeats=1), 'repeats must be at least 3'),
-        (dict(max_loss=1, num_images=0), 'at least 30'),
+        (dict(max_loss=1, num_images=0), 'needs 30 images'),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=text):
             run(**wrong)
     assert not Path('out').exists()
-    run(budgets=[])
+    run()
     before = files('out')
     Path('another.py').write_text(CONFIG.replace('window_size=4', 'window_size=8'))
     with pytest.raises(ValueError, match='results of another model'):

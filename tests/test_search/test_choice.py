@@ -1,0 +1,63 @@
+"""Rows decide alone on what is chosen."""
+
+import pytest
+
+from repa_mm.search.choice import choose, unsure
+
+
+def row(name, speedup, loss=None, budget=1.0, half=0.5):
+    """A row that loses `loss` points, give or take `half`."""
+    interval = loss if loss is None else [-loss - half, half - loss]
+    difference = loss if loss is None else -loss
+    return dict(
+        candidate=name, format='f', speedup=speedup, budget=budget, difference=difference,
+        interval=interval,
+    )  # fmt: skip
+
+
+STOCK = row('stock', 1, 0, half=0)
+ROWS = [
+    STOCK,
+    row('slower', 0.9, 0),
+    row('faster parts', 1.5, 0, half=0),
+    row('60 %', 1.8, 0.2, 0.6),
+    row('40 %', 2.2, 0.8, 0.4),
+    row('untested', 3, None, 0.4),
+    row('25 %', 2.6, 3, 0.25),
+]
+
+
+@pytest.mark.parametrize(
+    'max_loss, latency, expected',
+    [
+        (0, None, 'faster parts'),
+        (0.69, None, 'faster parts'),  # the whole interval counts
+        (0.7, None, '60 %'),
+        (99, None, '25 %'),  # without a test, nothing is known of the loss
+        (None, 0.99, 'faster parts'),
+        (None, 0.5, 'untested'),
+        (None, 0.34, 'untested'),
+        (None, 0.3, None),
+        (0.7, 0.6, '60 %'),
+        (0.7, 0.5, None),
+    ],
+)
+def test_the_choice(max_loss, latency, expected):
+    found = choose(ROWS, max_loss, latency)
+    assert (found and found['candidate']) == expected
+    assert choose(ROWS[:2], 99, latency) is choose(ROWS[:2], None, 0.99) is None
+
+
+def test_a_latency_without_tests_keeps_what_it_can():
+    """The widest model that is fast enough, in its fastest format."""
+    rows = [STOCK, *(row(f'{b}', s, budget=b) for b, s in ((1, 1.5), (1, 2), (1, 2.1), (0.4, 3)))]
+    assert choose(rows, latency=0.5) is rows[3]
+    assert choose(rows, latency=0.4) is rows[4]
+
+
+def test_rows_that_too_few_images_leave_open_are_named():
+    chosen = choose(ROWS, 0.8)
+    assert chosen['candidate'] == '60 %'
+    (line,) = unsure(ROWS, chosen, 0.8, 30)
+    assert '30 images are too few' in line and 'more than 0.8 points: 40 % (f). Test' in line
+    assert not unsure(ROWS, choose(ROWS, 2), 2, 30) and not unsure(ROWS, None, None, 30)
