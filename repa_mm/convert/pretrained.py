@@ -11,7 +11,6 @@ from repa_mm.checkpoints import load_checkpoint, save_checkpoint
 from repa_mm.config import load_config
 
 # Also for repa_mm.search.
-from repa_mm.convert.changed_config import converted_config, with_import, with_structures  # noqa: F401
 from repa_mm.convert.conversion import Conversion
 from repa_mm.convert.conversion_report import BlockReport
 from repa_mm.files import write_text
