@@ -23,7 +23,7 @@ from benchmarks.tables import Row, difference, grouped, listed, read, table
 from demo.dataset import write_digit_scenes
 from demo.run import test, train
 from repa_mm import config_path
-from repa_mm.config import load_config
+from repa_mm.io.configs import load_config
 
 EPOCH = 150  # iterations: 1200 scenes in batches of 8
 # For each task its name in results.csv, and the keys of its metrics.

@@ -33,6 +33,7 @@ from benchmarks.training import peak_memory, step, synthetic_batch, training_var
 from demo.dataset import write_digit_scenes
 from demo.run import DATA, train
 from repa_mm import config_path, speed_up
+from repa_mm.apis.models import open_model
 from repa_mm.benchmark.timing import measure, show_machine
 from repa_mm.benchmark.variants import (
     DEPLOY,
@@ -44,12 +45,11 @@ from repa_mm.benchmark.variants import (
     compile_,
     variants,
 )
-from repa_mm.config import load_config
 from repa_mm.convert.changed_config import converted_config
 from repa_mm.convert.conversion import find_parts
 from repa_mm.faster import faster_on_gpu_
 from repa_mm.faster.gpu import FastLayerNorm
-from repa_mm.opening import open_model
+from repa_mm.io.configs import load_config
 from repa_mm.surgery import replace_
 
 NAME = 'benchmarks.on_a_gpu'

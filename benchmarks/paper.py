@@ -23,13 +23,13 @@ from mmengine.config import Config
 from mmengine.logging import MMLogger
 
 from benchmarks.shares import ffn_modules, measure_shares
+from repa_mm.apis.models import open_model
 from repa_mm.benchmark.complexity import count
 from repa_mm.benchmark.timing import change, measure, show, show_machine
 from repa_mm.benchmark.variants import OURS, STOCK, with_our_parts
-from repa_mm.config import load_config
 from repa_mm.faster import fuse_conv_bn_
-from repa_mm.opening import open_model
-from repa_mm.paths import config_path
+from repa_mm.io.configs import load_config
+from repa_mm.io.paths import config_path
 from repa_mm.reparam import reparameterize_
 
 PART = 'FFNs'  # whose share is measured

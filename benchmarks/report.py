@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks import tables
-from repa_mm.files import replacing
+from repa_mm.io.files import replacing
 from repa_mm.version import __version__
 
 WHAT, CHOSEN = 'speed-up: ', 'chosen: '

@@ -27,15 +27,15 @@ import torch
 import torch.nn as nn
 import torch_pruning
 
+from repa_mm.apis.models import open_model, read_images
 from repa_mm.benchmark.complexity import input_channels
 from repa_mm.benchmark.timing import compare, measure, show
 from repa_mm.benchmark.variants import STOCK
-from repa_mm.checkpoints import save_checkpoint
-from repa_mm.config import load_config
 from repa_mm.convert.changed_config import converted_config
 from repa_mm.export import ExportedModel, example_shape, whole_model, whole_onnx
+from repa_mm.io.checkpoints import save_checkpoint
+from repa_mm.io.configs import load_config
 from repa_mm.models import ffn_sites
-from repa_mm.opening import open_model, read_images
 from repa_mm.search.bench import export, quiet
 from repa_mm.search.candidates import Candidate
 from repa_mm.search.formats import EAGER, FORMATS, INT8, in_format_

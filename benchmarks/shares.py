@@ -20,7 +20,7 @@ from mmengine.logging import MMLogger
 
 from repa_mm.benchmark.timing import measure, show, show_machine, synchronize
 from repa_mm.benchmark.variants import calls_on_noise, variants
-from repa_mm.config import load_config
+from repa_mm.io.configs import load_config
 
 # Names in a block of a MetaFormer: the token mixer; the FFN and the norm before it.
 TOKEN_MIXERS = {'attn', 'token_mixer', 'token_mix'}

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from os.path import dirname, join
 from runpy import run_path
 
-from repa_mm.paths import config_path
+from repa_mm.io.paths import config_path
 from repa_mm.reparam import ChannelIdleFFN, MergedFFN, reparameterize, reparameterize_
 from repa_mm.version import __version__
 

@@ -61,7 +61,7 @@ def random_model(cfg):
 
     Detectors find objects by them, unlike by those that `open_model` initializes.
     """
-    from repa_mm.config import dataset_config
+    from repa_mm.io.configs import dataset_config
     from repa_mm.reparam import finish_schedules_
 
     init_default_scope(cfg.default_scope)

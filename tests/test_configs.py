@@ -18,7 +18,7 @@ from mmengine.runner import Runner
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from repa_mm import config_path, reparameterize
-from repa_mm.features import head_inputs, tensors
+from repa_mm.apis.features import head_inputs, tensors
 from repa_mm.reparam import TrainingForm, finish_schedules_
 from tests.shared import check_norms_decay_alike
 

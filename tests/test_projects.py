@@ -43,7 +43,7 @@ def test_other_imports_are_found(tmp_path):
     lines = [
         'from repa_mm.reparam.numerics import check_finite',
         'from repa_mm.models import sites',
-        'from repa_mm.paths import _hidden',
+        'from repa_mm.io.paths import _hidden',
         'from repa_mm.models import STRUCTURES, _hidden',
         'import repa_mm.models.structures',
         'from projects.lvvit import LVViT',

@@ -8,9 +8,9 @@ The tool writes a checkpoint and its config.
 import argparse
 import itertools
 
-from repa_mm.config import readable_errors, tool_parser
 from repa_mm.convert.conversion import PARTS
 from repa_mm.convert.pretrained import convert_checkpoint
+from repa_mm.io.configs import readable_errors, tool_parser
 
 
 def parse_args() -> argparse.Namespace:

@@ -6,10 +6,10 @@ and outputs are in docs/deploy.md.
 
 import argparse
 
-from repa_mm.config import load_config, readable_errors, tool_parser
+from repa_mm.apis.models import open_model, read_images
 from repa_mm.export import NUM_IMAGES, agreeing_onnx
-from repa_mm.files import write_bytes
-from repa_mm.opening import open_model, read_images
+from repa_mm.io.configs import load_config, readable_errors, tool_parser
+from repa_mm.io.files import write_bytes
 
 
 def parse_args() -> argparse.Namespace:

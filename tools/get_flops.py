@@ -2,11 +2,11 @@
 
 import argparse
 
+from repa_mm.apis.models import open_model
 from repa_mm.benchmark.complexity import count
 from repa_mm.benchmark.timing import show
 from repa_mm.benchmark.variants import noise_for
-from repa_mm.config import load_config, readable_errors, tool_parser
-from repa_mm.opening import open_model
+from repa_mm.io.configs import load_config, readable_errors, tool_parser
 from repa_mm.reparam import has_training_form, reparameterize
 
 

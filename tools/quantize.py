@@ -8,10 +8,10 @@ import argparse
 
 from mmengine.config import Config
 
-from repa_mm.config import load_config, readable_errors, tool_parser
+from repa_mm.apis.images import cropped
+from repa_mm.apis.models import open_model, read_images
 from repa_mm.export import MIN_AGREEMENT, quantize
-from repa_mm.images import cropped
-from repa_mm.opening import open_model, read_images
+from repa_mm.io.configs import load_config, readable_errors, tool_parser
 
 
 def parse_args() -> argparse.Namespace:

@@ -2,8 +2,8 @@
 
 import argparse
 
-from repa_mm.config import readable_errors, tool_parser
-from repa_mm.merge_checkpoint import reparameterize_checkpoint
+from repa_mm.apis.merge_checkpoint import reparameterize_checkpoint
+from repa_mm.io.configs import readable_errors, tool_parser
 
 
 def parse_args() -> argparse.Namespace:

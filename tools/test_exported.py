@@ -2,8 +2,8 @@
 
 import argparse
 
-from repa_mm.config import load_config, readable_errors, tool_parser
 from repa_mm.export import runner_for_exported
+from repa_mm.io.configs import load_config, readable_errors, tool_parser
 
 
 def parse_args() -> argparse.Namespace:

@@ -8,8 +8,8 @@ import argparse
 
 from mmengine import DictAction
 
-from repa_mm.authors import translate_file
-from repa_mm.config import load_config
+from repa_mm.io.configs import load_config
+from repa_mm.io.layouts import translate_file
 
 
 def main() -> None:

@@ -5,11 +5,11 @@ import copy
 import torch.nn as nn
 from mmengine.config import Config, ConfigDict
 
+from repa_mm.apis.models import has_structures
 from repa_mm.convert.conversion_report import Sizes
 from repa_mm.convert.training_form import NORM
 from repa_mm.faster import faster_parts_
 from repa_mm.models.sites import attention_sites, ffn_sites
-from repa_mm.opening import has_structures
 from repa_mm.surgery import copied
 
 #: Modules of a segmentor that become faster by the type of its head.

@@ -11,6 +11,9 @@ import torch.nn as nn
 from mmengine.config import Config
 from mmengine.registry import MODELS
 
+from repa_mm.apis.features import differences, head_inputs, relative_error, run_batches, tensors
+from repa_mm.apis.images import evenly
+from repa_mm.apis.models import deploy_
 from repa_mm.convert.budget import Axis, allocate
 from repa_mm.convert.changed_config import converted_config
 from repa_mm.convert.check import check_block, tolerance
@@ -19,10 +22,7 @@ from repa_mm.convert.lockstep import Pausing, in_lockstep
 from repa_mm.convert.parts import PretrainedAttention, PretrainedFFN
 from repa_mm.convert.training_form import IdleFFN
 from repa_mm.faster import faster_parts_
-from repa_mm.features import differences, head_inputs, relative_error, run_batches, tensors
-from repa_mm.images import evenly
 from repa_mm.models.sites import attention_sites, ffn_sites
-from repa_mm.opening import deploy_
 from repa_mm.reparam import Form, check_state_dict, has_deploy_form
 from repa_mm.surgery import copied, unwrap
 
@@ -115,7 +115,7 @@ class Conversion:
     ordinary model with narrower layers. All batches pass through the model together, see
     :mod:`repa_mm.convert.lockstep`, so the memory grows with the number of batches.
 
-    A model with its config in ``cfg``, such as one of :func:`~repa_mm.opening.open_model`, becomes
+    A model with its config in ``cfg``, such as one of :func:`~repa_mm.apis.models.open_model`, becomes
     one with the config of the converted model there, and with our faster parts.
 
     Args:
@@ -132,7 +132,7 @@ class Conversion:
             :func:`~repa_mm.models.sites.ffn_sites`. Defaults to all modules except decoder layers.
         forward (Callable, optional): Called with a model and a batch, runs the model or the part of
             it that has the blocks. Defaults to calling the model with the batch, or, for a batch of
-            a model's data preprocessor, to :func:`~repa_mm.features.head_inputs`.
+            a model's data preprocessor, to :func:`~repa_mm.apis.features.head_inputs`.
         full_size (Iterable): Batches to count multiply-adds on, of the sizes at which the model
             will run, if ``batches`` are crops. Defaults to ``batches``.
 

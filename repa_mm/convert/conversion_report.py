@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from repa_mm.features import percent
+from repa_mm.apis.features import percent
 
 #: Sizes of parts, by name: the number of channels of an FFN; of a channel-idle one the number of
 #: active channels and of rows of the matrix that the idle ones merge into; or the dimensions of

@@ -10,7 +10,7 @@ from repa_mm.export.comparison import agreement
 from repa_mm.export.exporter import NUM_IMAGES, agreeing_onnx, resized
 from repa_mm.export.runtime_model import ExportedModel
 from repa_mm.export.session import openvino_model
-from repa_mm.files import replacing
+from repa_mm.io.files import replacing
 from repa_mm.reparam import set_shortcut_
 from repa_mm.surgery import copied
 

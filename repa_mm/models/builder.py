@@ -12,9 +12,9 @@ from mmengine.logging import print_log
 from mmengine.registry import MODELS
 from mmengine.utils.dl_utils.parrots_wrapper import _BatchNorm
 
-from repa_mm.authors import WeightsFile
-from repa_mm.checkpoints import split_init_cfg
 from repa_mm.faster.tracing import pad_any_size_, swap_faster_attention_
+from repa_mm.io.checkpoints import split_init_cfg
+from repa_mm.io.layouts import WeightsFile
 from repa_mm.models.sites import attention_sites, ffn_sites
 from repa_mm.models.structures import STRUCTURES, Structure
 from repa_mm.reparam import (

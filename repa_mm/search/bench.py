@@ -17,15 +17,15 @@ import torch
 import torch.nn as nn
 from mmengine.logging import MMLogger
 
+from repa_mm.apis.images import cropped
+from repa_mm.apis.models import open_model
 from repa_mm.benchmark.memory import peak_memory
 from repa_mm.benchmark.timing import compare, measure
 from repa_mm.convert import Conversion
 from repa_mm.convert.pretrained import conversion_of, save_model
 from repa_mm.export import NUM_IMAGES, ExportedModel, agreeing_onnx, quantize
 from repa_mm.faster import faster_on_gpu_
-from repa_mm.files import write_bytes
-from repa_mm.images import cropped
-from repa_mm.opening import open_model
+from repa_mm.io.files import write_bytes
 from repa_mm.search.candidates import Candidate, percent
 from repa_mm.search.choice import meets
 from repa_mm.search.formats import (

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import torch.nn as nn
 
+from repa_mm.apis.models import deploy_
 from repa_mm.benchmark.variants import STOCK
 from repa_mm.convert.changed_config import converted_config
 from repa_mm.convert.pretrained import save_model
-from repa_mm.files import write_text
-from repa_mm.opening import deploy_
+from repa_mm.io.files import write_text
 from repa_mm.reparam import has_deploy_form
 
 

@@ -20,9 +20,9 @@ from mmengine.registry import METRICS as REGISTRY
 from scipy.stats import binomtest
 from torch.utils.data import Dataset
 
+from repa_mm.apis.images import evenly
 from repa_mm.export import agreement_of, num_found, overlap
-from repa_mm.files import write_text
-from repa_mm.images import evenly
+from repa_mm.io.files import write_text
 from repa_mm.search.precision import coco_records, mean_ap, voc_records
 from repa_mm.search.record import content_of, hashed
 

@@ -7,7 +7,7 @@ import os.path as osp
 from collections.abc import Callable
 from typing import Any
 
-from repa_mm.files import write_text
+from repa_mm.io.files import write_text
 
 #: Files that belong to a file of the same stem.
 BESIDE = {'.pth': '.py', '.xml': '.bin'}

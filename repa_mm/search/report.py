@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from mmengine.config import Config
 from mmengine.registry import VISUALIZERS
 
-from repa_mm.files import write_text
+from repa_mm.io.files import write_text
 from repa_mm.search.formats import FORMATS
 from repa_mm.search.judge import Judge
 

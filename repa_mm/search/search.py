@@ -10,12 +10,12 @@ from collections.abc import Sequence
 import torch
 from mmengine.dataset import pseudo_collate
 
+from repa_mm.apis.images import evenly
+from repa_mm.apis.models import build_images, open_model
 from repa_mm.benchmark.timing import show
-from repa_mm.config import dataset_config, load_config
 from repa_mm.convert.pretrained import save_model
-from repa_mm.files import replacing, write_text
-from repa_mm.images import evenly
-from repa_mm.opening import build_images, open_model
+from repa_mm.io.configs import dataset_config, load_config
+from repa_mm.io.files import replacing, write_text
 from repa_mm.search.bench import Bench, quiet
 from repa_mm.search.candidates import original_candidates
 from repa_mm.search.choice import choose, is_fast, meets, unsure

@@ -2,9 +2,9 @@ import pytest
 import torch
 
 import repa_mm
+from repa_mm.apis.models import open_model
 from repa_mm.benchmark.variants import autocasting, noise_for, variants
-from repa_mm.config import load_config
-from repa_mm.opening import open_model
+from repa_mm.io.configs import load_config
 from repa_mm.reparam import has_deploy_form, has_training_form
 
 PACKAGE = dict(retinanet='mmdet', mask_rcnn='mmdet', upernet='mmseg')

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from repa_mm.export.exporter import to_onnx
-from repa_mm.files import write_bytes
+from repa_mm.io.files import write_bytes
 from repa_mm.search.formats import EAGER, F32, ORT
 
 pytest.importorskip('mmdet')

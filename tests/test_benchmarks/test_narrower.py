@@ -12,8 +12,8 @@ pytest.importorskip('sklearn')
 
 from benchmarks import narrower, tables  # noqa: E402
 from demo.dataset import write_digit_scenes  # noqa: E402
+from repa_mm.apis.models import open_model  # noqa: E402
 from repa_mm.convert import parts, training_form  # noqa: E402
-from repa_mm.opening import open_model  # noqa: E402
 
 SMALL = (
     'model.backbone.arch.depths=[1,1,1,1]',

@@ -7,7 +7,7 @@ import torch.nn as nn
 
 import repa_mm
 from benchmarks.shares import detector_parts, ffn_modules, measure_shares, share_rows
-from repa_mm.config import load_config
+from repa_mm.io.configs import load_config
 from tests.conftest import random_model
 
 

@@ -7,7 +7,7 @@ import torch.nn as nn
 import repa_mm
 from benchmarks import training
 from benchmarks.training import StockFFN, loss, step, synthetic_batch, training_variants
-from repa_mm.config import load_config
+from repa_mm.io.configs import load_config
 
 PACKAGE = dict(retinanet='mmdet', mask_rcnn='mmdet', upernet='mmseg')
 

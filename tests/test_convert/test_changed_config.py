@@ -7,13 +7,13 @@ import torch
 from mmengine.config import Config
 from mmengine.registry import MODELS
 
-from repa_mm.config import load_config
+from repa_mm.apis.models import open_model
 from repa_mm.convert.changed_config import converted_config
 from repa_mm.export import noise, resized
 from repa_mm.faster.attention import FastShiftWindowMSA
 from repa_mm.faster.deformable import FastDeformableAttention
+from repa_mm.io.configs import load_config
 from repa_mm.models.sites import attention_sites, ffn_sites
-from repa_mm.opening import open_model
 from tests.conftest import random_model
 from tests.test_export.conftest import write_config
 

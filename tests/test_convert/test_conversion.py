@@ -10,11 +10,11 @@ from mmengine.registry import MODELS
 from torch.utils.flop_counter import FlopCounterMode
 
 import repa_mm
+from repa_mm.apis.features import differences, tensors
 from repa_mm.convert import fit_channel_idle
 from repa_mm.convert.conversion import find_parts
 from repa_mm.convert.parts import PretrainedFFN
 from repa_mm.convert.regression import FittedFFN
-from repa_mm.features import differences, tensors
 from repa_mm.models import FAMILIES, MLPs, add_structures_
 from repa_mm.models.sites import ffn_sites
 from repa_mm.models.structures import Widths

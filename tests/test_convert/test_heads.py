@@ -9,12 +9,12 @@ from mmengine.registry import MODELS
 
 import repa_mm
 from benchmarks.even import even_sizes
+from repa_mm.apis.features import tensors
 from repa_mm.convert import Conversion
 from repa_mm.convert.changed_config import converted_config
 from repa_mm.convert.conversion import find_parts
 from repa_mm.convert.heads import HeadMoments, HeadWeights, Tokens, sample_windows
 from repa_mm.faster.attention import FastShiftWindowMSA, swap_attention_
-from repa_mm.features import tensors
 from repa_mm.models.sites import attention_sites
 from tests.test_convert.even import narrowed
 

@@ -12,12 +12,12 @@ from mmengine.config import Config
 from mmengine.registry import MODELS
 
 import repa_mm
-from repa_mm.config import load_config
+from repa_mm.apis.models import open_model, read_images
 from repa_mm.convert import Conversion
 from repa_mm.convert.pretrained import convert_checkpoint, split_images
 from repa_mm.faster import faster_parts_
+from repa_mm.io.configs import load_config
 from repa_mm.models.sites import ffn_sites
-from repa_mm.opening import open_model, read_images
 from repa_mm.reparam import CheckpointError, TrainingForm, has_deploy_form, outermost
 from tests.conftest import random_model
 from tests.test_export.conftest import write_config

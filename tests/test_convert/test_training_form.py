@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from repa_mm.apis.features import differences
 from repa_mm.convert import Conversion, fit_channel_idle, regression
 from repa_mm.convert.regression import FittedFFN, ffn_moments
 from repa_mm.convert.training_form import fit_idle, fit_training_form
-from repa_mm.features import differences
 from repa_mm.models import add_structures_
 from repa_mm.models.sites import raised
 from repa_mm.reparam import (

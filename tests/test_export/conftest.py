@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import repa_mm
-from repa_mm.config import load_config
-from repa_mm.files import write_bytes
-from repa_mm.opening import open_model
+from repa_mm.apis.models import open_model
+from repa_mm.io.configs import load_config
+from repa_mm.io.files import write_bytes
 from tests.conftest import _randomize, random_model
 
 # Very small models on the demo's.

@@ -5,11 +5,11 @@ import copy
 import pytest
 import torch
 
-from repa_mm.config import load_config
+from repa_mm.apis.models import open_model
 from repa_mm.export import ExportedModel, agreeing_onnx, agreement, noise, resized, whole_model
 from repa_mm.export.detection import decode, suppress, suppress_softly
 from repa_mm.export.exporter import to_onnx
-from repa_mm.opening import open_model
+from repa_mm.io.configs import load_config
 from tests.conftest import random_model
 
 pytest.importorskip('onnxruntime')

@@ -7,7 +7,8 @@ import torch
 from mmengine.registry import MODELS
 
 import repa_mm
-from repa_mm.config import load_config
+from repa_mm.apis.features import relative_error, tensors
+from repa_mm.apis.models import open_model
 from repa_mm.export import (
     ExportedModel,
     Session,
@@ -19,8 +20,7 @@ from repa_mm.export import (
 )
 from repa_mm.export.exporter import to_onnx
 from repa_mm.faster import trace_any_size_
-from repa_mm.features import relative_error, tensors
-from repa_mm.opening import open_model
+from repa_mm.io.configs import load_config
 from repa_mm.reparam import finish_schedules_
 from tests.conftest import random_model
 

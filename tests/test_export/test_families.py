@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from repa_mm.config import load_config
+from repa_mm.apis.features import head_inputs
 from repa_mm.convert import Conversion
 from repa_mm.export import (
     ExportedModel,
@@ -17,7 +17,7 @@ from repa_mm.export import (
     whole_model,
     whole_onnx,
 )
-from repa_mm.features import head_inputs
+from repa_mm.io.configs import load_config
 from repa_mm.models import add_structures_
 from repa_mm.reparam import ChannelIdleFFN, outermost
 from tests.conftest import random_model

@@ -9,9 +9,9 @@ import torch
 from mmengine.registry import MODELS
 from mmengine.structures import BaseDataElement, InstanceData, PixelData
 
-from repa_mm.config import load_config
+from repa_mm.apis.models import open_model
 from repa_mm.export import ExportedModel, agreement, int8
-from repa_mm.opening import open_model
+from repa_mm.io.configs import load_config
 from tests.conftest import random_model
 from tests.test_export.conftest import without_bias_correction, write_config
 from tests.test_export.rectangles import batch, train

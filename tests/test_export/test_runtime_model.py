@@ -13,7 +13,7 @@ from mmengine.config import Config
 from mmengine.registry import MODELS
 from mmengine.runner import Runner, runner
 
-from repa_mm.config import load_config
+from repa_mm.apis.models import open_model
 from repa_mm.export import (
     ExportedModel,
     agreeing_onnx,
@@ -23,7 +23,7 @@ from repa_mm.export import (
     runner_for_exported,
     runtime_model,
 )
-from repa_mm.opening import open_model
+from repa_mm.io.configs import load_config
 from tests.conftest import random_model
 
 from .conftest import program_of, write_config

@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from mmengine.config import ConfigDict
 
-from repa_mm.config import load_config
 from repa_mm.export import ExportedModel, agreeing_onnx, noise, resized
 from repa_mm.export.exporter import MAX_ERROR
 from repa_mm.export.transformers import _extent, padding_mask
+from repa_mm.io.configs import load_config
 from tests.conftest import random_model
 
 from .test_runtime_model import check_objects

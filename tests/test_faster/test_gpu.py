@@ -7,11 +7,11 @@ import torch
 import torch.nn as nn
 
 from repa_mm import config_path
+from repa_mm.apis.models import open_model
 from repa_mm.benchmark.variants import with_our_parts
-from repa_mm.config import load_config
 from repa_mm.faster import attention, faster_on_gpu_, gpu
 from repa_mm.faster.gpu import FastLayerNorm
-from repa_mm.opening import open_model
+from repa_mm.io.configs import load_config
 
 needs_operators = pytest.mark.skipif(not attention._HAS_OPERATORS, reason='needs PyTorch 2.6')
 PACKAGE = dict(retinanet='mmdet', mask_rcnn='mmdet', upernet='mmseg')

@@ -10,10 +10,10 @@ from mmengine.config import Config, ConfigDict
 from mmengine.registry import MODELS, init_default_scope
 
 import repa_mm
-from repa_mm.config import load_config
+from repa_mm.apis.features import head_inputs, tensors
 from repa_mm.convert import fit_channel_idle
 from repa_mm.convert.changed_config import converted_config
-from repa_mm.features import head_inputs, tensors
+from repa_mm.io.configs import load_config
 from repa_mm.models.sites import ffn_sites
 from repa_mm.reparam import ChannelIdleFFN, MergedFFN, set_training_path_
 from repa_mm.surgery import copied

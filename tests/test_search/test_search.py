@@ -16,11 +16,11 @@ import torch
 from mmengine.runner import Runner
 
 import repa_mm
-from repa_mm.config import load_config
+from repa_mm.apis.models import open_model, read_images
 from repa_mm.convert.pretrained import conversion_of
 from repa_mm.export import ExportedModel, agreeing_onnx, runner_for_exported
 from repa_mm.faster.attention import FastShiftWindowMSA
-from repa_mm.opening import open_model, read_images
+from repa_mm.io.configs import load_config
 from repa_mm.reparam import CheckpointError, has_deploy_form, has_training_form
 from repa_mm.search import bench
 from repa_mm.search.candidates import Candidate, percent

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import repa_mm
-from repa_mm.config import load_config
+from repa_mm.io.configs import load_config
 from tests.conftest import random_model
 
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import repa_mm
-from repa_mm.config import load_config
+from repa_mm.apis.models import open_model
 from repa_mm.export import Session
-from repa_mm.opening import open_model
+from repa_mm.io.configs import load_config
 from tests.conftest import random_model
 from tests.test_export.conftest import write_config
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import repa_mm
-from repa_mm.config import codebase_tool
-from repa_mm.opening import open_model
+from repa_mm.apis.models import open_model
+from repa_mm.io.configs import codebase_tool
 from tests.test_export.conftest import program_of, write_config
 
 from .conftest import ROOT

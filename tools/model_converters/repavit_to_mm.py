@@ -6,8 +6,8 @@ docs/train.md.
 
 import argparse
 
-from repa_mm.authors import translate_file
-from repa_mm.config import load_config, readable_errors, tool_parser
+from repa_mm.io.configs import load_config, readable_errors, tool_parser
+from repa_mm.io.layouts import translate_file
 
 
 def parse_args() -> argparse.Namespace:

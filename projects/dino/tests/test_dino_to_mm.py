@@ -1,7 +1,7 @@
 """Checkpoints of the code of DINO's authors."""
 
 from projects.dino import dino_to_mm
-from tests.test_authors import check_tool
+from tests.test_io.test_layouts import check_tool
 
 
 def test_dino_to_mm(tmp_path, monkeypatch):

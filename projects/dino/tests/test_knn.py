@@ -11,7 +11,7 @@ from mmengine.registry import MODELS
 from sklearn.neighbors import KNeighborsClassifier
 
 from projects.dino.knn import image_features, knn_evaluate, knn_predict
-from repa_mm.config import load_config
+from repa_mm.io.configs import load_config
 from tests.conftest import random_model
 
 BACKBONE = dict(

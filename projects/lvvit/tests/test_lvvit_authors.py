@@ -8,11 +8,11 @@ from mmengine.registry import MODELS
 
 from projects.lvvit import TokenLabelHead
 from repa_mm import reparameterize
-from repa_mm.authors import translate
-from repa_mm.checkpoints import load_weights
-from repa_mm.config import load_config
+from repa_mm.io.checkpoints import load_weights
+from repa_mm.io.configs import load_config
+from repa_mm.io.layouts import translate
 from repa_mm.reparam import CheckpointError
-from tests.test_authors import Net
+from tests.test_io.test_layouts import Net
 
 CONFIG = Path(__file__).parents[1] / 'configs' / 'repa_lvvit_s_in1k.py'
 

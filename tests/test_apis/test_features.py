@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from repa_mm.features import relative_error
+from repa_mm.apis.features import relative_error
 
 
 def test_the_largest_error_is_found_and_nan_is_not_lost():

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from repa_mm import merge_checkpoint
-from repa_mm.config import load_config
-from repa_mm.merge_checkpoint import reparameterize_checkpoint
-from repa_mm.opening import open_model
-from repa_mm.paths import config_path
+from repa_mm.apis.merge_checkpoint import reparameterize_checkpoint
+from repa_mm.apis.models import open_model
+from repa_mm.io.configs import load_config
+from repa_mm.io.paths import config_path
 from repa_mm.reparam import CheckpointError, has_deploy_form, has_training_form, reparameterize
 from tests.conftest import random_model
 

@@ -4,7 +4,7 @@ import torch
 import torch.nn as nn
 from mmengine.runner.checkpoint import CheckpointLoader
 
-from repa_mm.files import replacing
+from repa_mm.io.files import replacing
 from repa_mm.reparam import CheckpointError, match_form
 from repa_mm.surgery import innermost
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from repa_mm.files import replacing
+from repa_mm.io.files import replacing
 
 
 def test_a_file_is_whole_or_as_it_was(tmp_path):

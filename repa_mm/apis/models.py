@@ -14,9 +14,9 @@ from mmengine.logging import MMLogger
 from mmengine.registry import DATASETS, MODELS, init_default_scope
 from torch.utils.data import Dataset
 
-from repa_mm.checkpoints import load_checkpoint, load_weights, split_init_cfg
-from repa_mm.config import dataset_config, load_config
-from repa_mm.images import evenly
+from repa_mm.apis.images import evenly
+from repa_mm.io.checkpoints import load_checkpoint, load_weights, split_init_cfg
+from repa_mm.io.configs import dataset_config, load_config
 from repa_mm.models.channel_idle import RePaBackbone
 from repa_mm.reparam import finish_schedules_, has_training_form, reparameterize_
 
@@ -27,7 +27,7 @@ def open_model(
     """Build a model and load its weights: in eval mode, on the CPU.
 
     Args:
-        config (str | Config): The model's config: from :func:`~repa_mm.config.load_config`, which
+        config (str | Config): The model's config: from :func:`~repa_mm.io.configs.load_config`, which
             takes options, a path, or the name of an installed config ('mmdet::swin/….py').
         checkpoint (str, optional): A file, a URL or another address that MMEngine knows. The model
             gets the form of the checkpoint's weights. Defaults to None: initialized weights, the

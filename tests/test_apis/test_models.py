@@ -8,11 +8,11 @@ import pytest
 import torch
 from mmengine.registry import DATASETS
 
-from repa_mm.config import load_config
-from repa_mm.opening import build_images, open_model, read_images
-from repa_mm.paths import config_path
+from repa_mm.apis.models import build_images, open_model, read_images
+from repa_mm.io.configs import load_config
+from repa_mm.io.paths import config_path
 from repa_mm.reparam import CheckpointError, has_deploy_form, has_training_form
-from tests.test_config import CONFIG
+from tests.test_io.test_configs import CONFIG
 
 
 @pytest.fixture

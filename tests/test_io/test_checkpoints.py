@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn as nn
 
-from repa_mm.checkpoints import load_checkpoint, load_weights, match_form, save_checkpoint
+from repa_mm.io.checkpoints import load_checkpoint, load_weights, match_form, save_checkpoint
 from repa_mm.reparam import ChannelIdleFFN, CheckpointError, MergedFFN, reparameterize
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from mmengine.config import Config, ConfigDict, DictAction
 from mmengine.registry import MODELS, Registry, init_default_scope, root
 
-from repa_mm.paths import config_path, config_root
+from repa_mm.io.paths import config_path, config_root
 from repa_mm.reparam import CheckpointError
 
 CODEBASES = 'mmdet', 'mmseg', 'mmpretrain'

@@ -25,7 +25,7 @@ from mmengine.runner.checkpoint import load_state_dict
 from mmpretrain.models.backbones.base_backbone import BaseBackbone
 from mmpretrain.models.utils import resize_pos_embed
 
-from repa_mm.checkpoints import load_checkpoint, load_weights, save_checkpoint
+from repa_mm.io.checkpoints import load_checkpoint, load_weights, save_checkpoint
 from repa_mm.reparam import CheckpointError
 from repa_mm.reparam.deploy_form import FoldedFFN, stack
 from repa_mm.version import __version__

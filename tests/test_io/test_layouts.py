@@ -12,9 +12,9 @@ from mmengine.config import ConfigDict
 from mmengine.registry import MODELS
 
 import repa_mm
-from repa_mm.authors import translate
-from repa_mm.checkpoints import load_checkpoint, load_weights
-from repa_mm.config import load_config
+from repa_mm.io.checkpoints import load_checkpoint, load_weights
+from repa_mm.io.configs import load_config
+from repa_mm.io.layouts import translate
 from repa_mm.reparam import CheckpointError, reparameterize_
 
 ROOT = Path(repa_mm.__file__).resolve().parents[1]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from mmengine.structures import BaseDataElement
 
-from repa_mm.images import ImageFolder, cropped, evenly
+from repa_mm.apis.images import ImageFolder, cropped, evenly
 
 
 def test_images_of_a_folder_and_its_folders(tmp_path):

@@ -1,0 +1,1 @@
+"""Opening models and images, features of models, and merged checkpoints."""

@@ -1,0 +1,1 @@
+"""Files, paths, configs, and checkpoints in any layout."""
