@@ -37,7 +37,7 @@ from benchmarks.even import even_sizes
 from benchmarks.methods import METHODS, Weights, shared_widths, statistics
 from benchmarks.tables import COLUMNS, Row
 from repa_mm import convert_pretrained
-from repa_mm.apis.models import open_model, read_images
+from repa_mm.apis import open_model, read_images
 from repa_mm.benchmark.timing import measure
 from repa_mm.convert import Conversion, fit_channel_idle
 from repa_mm.convert.lockstep import in_lockstep

@@ -38,7 +38,7 @@ import torch.nn as nn
 from benchmarks.compare import append
 from benchmarks.even import even_sizes
 from demo.dataset import PHOTOGRAPHS
-from repa_mm.apis.models import open_model, read_images
+from repa_mm.apis import open_model, read_images
 from repa_mm.benchmark.timing import compare, measure, show
 from repa_mm.convert.changed_config import converted_config
 from repa_mm.convert.conversion import find_parts

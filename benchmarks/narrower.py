@@ -31,7 +31,7 @@ from benchmarks.compare import IMAGES, METRICS, append
 from benchmarks.even import even_sizes
 from demo.run import test, train
 from repa_mm import config_path
-from repa_mm.apis.models import open_model, read_images
+from repa_mm.apis import open_model, read_images
 from repa_mm.convert.changed_config import with_structures
 from repa_mm.convert.pretrained import conversion_of, save_model, split_images
 from repa_mm.io.configs import load_config

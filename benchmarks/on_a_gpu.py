@@ -33,7 +33,7 @@ from benchmarks.training import peak_memory, step, synthetic_batch, training_var
 from demo.dataset import write_digit_scenes
 from demo.run import DATA, train
 from repa_mm import config_path, speed_up
-from repa_mm.apis.models import open_model
+from repa_mm.apis import open_model
 from repa_mm.benchmark.timing import measure, show_machine
 from repa_mm.benchmark.variants import (
     DEPLOY,

@@ -23,7 +23,7 @@ from mmengine.config import Config
 from mmengine.logging import MMLogger
 
 from benchmarks.shares import ffn_modules, measure_shares
-from repa_mm.apis.models import open_model
+from repa_mm.apis import open_model
 from repa_mm.benchmark.complexity import count
 from repa_mm.benchmark.timing import change, measure, show, show_machine
 from repa_mm.benchmark.variants import OURS, STOCK, with_our_parts

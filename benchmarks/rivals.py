@@ -27,8 +27,8 @@ import torch
 import torch.nn as nn
 import torch_pruning
 
-from repa_mm.apis.models import open_model, read_images
-from repa_mm.benchmark.complexity import input_channels
+from repa_mm.apis import open_model, read_images
+from repa_mm.apis.images import input_channels
 from repa_mm.benchmark.timing import compare, measure, show
 from repa_mm.benchmark.variants import STOCK
 from repa_mm.convert.changed_config import converted_config

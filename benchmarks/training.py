@@ -22,8 +22,8 @@ from mmengine.logging import MMLogger
 from mmengine.model import revert_sync_batchnorm
 
 from benchmarks.shares import add_arguments
-from repa_mm.apis.models import open_model
-from repa_mm.benchmark.complexity import input_channels
+from repa_mm.apis import open_model
+from repa_mm.apis.images import input_channels
 from repa_mm.benchmark.latency import latency_rows
 from repa_mm.benchmark.timing import compare, measure, show, show_machine
 from repa_mm.benchmark.variants import DEPLOY, STOCK, autocasting

@@ -1,11 +1,12 @@
 """RePaFormers for OpenMMLab: faster transformer detectors and segmentors.
 
-``import repa_mm`` registers models, hooks and data sets. The method itself,
-:mod:`repa_mm.reparam`, needs only PyTorch: where MMEngine, MMCV or MMPretrain are missing or do not
-load, nothing is registered, and the method still works.
+``import repa_mm`` registers models and hooks; conversion, export and search are imported on first
+use. The method itself, :mod:`repa_mm.reparam`, needs only PyTorch: where MMEngine, MMCV or
+MMPretrain are missing or do not load, nothing is registered, and the method still works.
 """
 
 import warnings
+from importlib import import_module
 from importlib.util import find_spec
 from os.path import dirname, join
 from runpy import run_path
@@ -19,7 +20,12 @@ __all__ = [
     'reparameterize_',
 ]  # fmt: skip
 
-_MM_NAMES = ('convert_pretrained', 'fast_window_attention_', 'speed_up')
+#: Public names that need MMEngine, MMCV and MMPretrain, and the packages that have them.
+_ON_FIRST_USE = dict(
+    convert_pretrained='repa_mm.convert',
+    fast_window_attention_='repa_mm.faster',
+    speed_up='repa_mm.search',
+)
 _reason, _error = 'MMEngine is not installed', None
 
 
@@ -42,26 +48,35 @@ def _check_versions() -> None:
             raise ImportError(f'{name}=={found} is used but incompatible: install >={low}, <{high}')
 
 
+def _exported_model(**kwargs):
+    """Build a :class:`~repa_mm.export.ExportedModel` from a config."""
+    from repa_mm.export import ExportedModel
+
+    return ExportedModel(**kwargs)
+
+
 if find_spec('mmengine'):
     try:
         _check_versions()
-        from repa_mm import hooks, images  # noqa: F401
-        from repa_mm.convert import convert_pretrained  # noqa: F401
-        from repa_mm.export import runtime_model  # noqa: F401
-        from repa_mm.faster import fast_window_attention_  # noqa: F401
-        from repa_mm.search import speed_up  # noqa: F401
+        from mmengine.registry import MODELS
+
+        from repa_mm import hooks, models  # noqa: F401
     except Exception as error:  # imports fail in many ways, and the method needs none of them
         _reason, _error = f'{type(error).__name__}: {error}', error
         warnings.warn(
             f'repa_mm cannot register its models and hooks ({_reason}): see docs/install.md'
         )
     else:
-        __all__ += _MM_NAMES
+        _reason = ''
+        MODELS.register_module('ExportedModel', module=_exported_model)
+        __all__ += _ON_FIRST_USE
 
 
 def __getattr__(name: str):
-    if name not in _MM_NAMES:
+    if name not in _ON_FIRST_USE:
         raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
-    raise ImportError(
-        f'repa_mm.{name} needs MMEngine, MMCV and MMPretrain ({_reason}): see docs/install.md'
-    ) from _error
+    if _reason:
+        raise ImportError(
+            f'repa_mm.{name} needs MMEngine, MMCV and MMPretrain ({_reason}): see docs/install.md'
+        ) from _error
+    return getattr(import_module(_ON_FIRST_USE[name]), name)

@@ -17,8 +17,8 @@ from repa_mm import reparam
 PACKAGE = Path(repa_mm.__file__).resolve().parent
 SOURCES = sorted(path for path in PACKAGE.rglob('*.py') if '.mim' not in path.parts)
 DOCS = PACKAGE.parent / 'docs' / 'architecture.md'
-# Modules that every package may import.
-BOTTOM = {'version', 'files', 'paths'}
+# What every package may import.
+BOTTOM = {'version'}
 
 pytestmark = pytest.mark.skipif(not DOCS.is_file(), reason='needs the repository')
 

@@ -71,20 +71,23 @@ except ImportError as error:
 else:
     assert False
 """
-# As a config does, with mmcv as `pip install mmcv` without a compiler leaves it.
+# As a config does, with mmcv as `pip install mmcv` without a compiler leaves it, and without what
+# only conversion, export and search need.
 WITHOUT_OPERATORS = """
+for name in ('greenlet', 'nncf', 'onnx', 'onnxruntime', 'openvino'):
+    sys.modules[name] = None
 sys.meta_path.insert(0, Broken(mmcv__ext=ModuleNotFoundError("No module named 'mmcv._ext'")))
 check_the_method()
-from mmengine.registry import DATASETS, HOOKS, MODELS
+from mmengine.registry import HOOKS, MODELS
 from mmengine.utils import import_modules_from_strings
 import_modules_from_strings(imports=['repa_mm'], allow_failed_imports=False)
 import repa_mm
 for registry, name in (
     (MODELS, 'Restructured'), (MODELS, 'RePaSwinTransformer'), (MODELS, 'FastUPerHead'),
-    (HOOKS, 'ReparameterizeHook'), (DATASETS, 'ImageFolder')
+    (MODELS, 'ExportedModel'), (HOOKS, 'ReparameterizeHook')
 ):
     assert registry.get(name), name
-assert repa_mm.convert_pretrained and 'convert_pretrained' in repa_mm.__all__
+assert 'convert_pretrained' in repa_mm.__all__
 # MMPretrain itself imports MMDetection.
 assert 'mmseg' not in sys.modules
 

@@ -11,7 +11,7 @@ import argparse
 import torch
 from mmengine.logging import MMLogger
 
-from repa_mm.apis.models import read_images
+from repa_mm.apis import read_images
 from repa_mm.benchmark.latency import Counting, latency_rows
 from repa_mm.benchmark.timing import measure, show, show_machine
 from repa_mm.benchmark.variants import STOCK, autocasting, calls_on_noise, compile_, variants

@@ -6,7 +6,7 @@ and outputs are in docs/deploy.md.
 
 import argparse
 
-from repa_mm.apis.models import open_model, read_images
+from repa_mm.apis import open_model, read_images
 from repa_mm.export import NUM_IMAGES, agreeing_onnx
 from repa_mm.io.configs import load_config, readable_errors, tool_parser
 from repa_mm.io.files import write_bytes

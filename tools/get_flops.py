@@ -2,7 +2,7 @@
 
 import argparse
 
-from repa_mm.apis.models import open_model
+from repa_mm.apis import open_model
 from repa_mm.benchmark.complexity import count
 from repa_mm.benchmark.timing import show
 from repa_mm.benchmark.variants import noise_for

@@ -8,8 +8,8 @@ import argparse
 
 from mmengine.config import Config
 
+from repa_mm.apis import open_model, read_images
 from repa_mm.apis.images import cropped
-from repa_mm.apis.models import open_model, read_images
 from repa_mm.export import MIN_AGREEMENT, quantize
 from repa_mm.io.configs import load_config, readable_errors, tool_parser
 

@@ -14,7 +14,7 @@ from mmengine.runner import Runner
 from mmengine.utils import track_iter_progress
 from torch.utils.data import DataLoader
 
-from repa_mm.apis.models import open_model
+from repa_mm.apis import open_model
 from repa_mm.io.configs import dataset_config, load_config
 from repa_mm.reparam import has_training_form, reparameterize_
 

@@ -1,13 +1,19 @@
-"""Images to fit, calibrate and compare on: those of a folder, some of them, and crops."""
+"""Images to fit, calibrate and compare on: those of a config or of a folder, and crops."""
 
+import io
 import os
 import os.path as osp
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 
 import torch
-from mmengine.dataset import Compose
+import torch.nn as nn
+from mmengine.config import Config
+from mmengine.dataset import Compose, pseudo_collate
 from mmengine.registry import DATASETS
 from torch.utils.data import Dataset
+
+from repa_mm.io.configs import dataset_config
 
 #: Images are cropped to this height and width, since the memory grows with their pixels. A fit
 #: draws a few hundred tokens of each image.
@@ -16,7 +22,6 @@ MAX_SIZE = 416
 SUFFIXES = ('.jpg', '.jpeg', '.png', '.bmp', '.tif', '.tiff', '.webp')
 
 
-@DATASETS.register_module()
 class ImageFolder(Dataset):
     """The images of a folder and its subfolders, sorted by path.
 
@@ -76,3 +81,62 @@ def cropped(data: dict, size: int = MAX_SIZE) -> dict:
     sample = sample.clone()
     sample.set_metainfo(dict(img_shape=tuple(image.shape[1:])))
     return dict(data, inputs=[image], data_samples=[sample])
+
+
+def build_images(cfg: Config, split: str, folder: str | None = None) -> Dataset:
+    """Build a data set of images that go through the test pipeline.
+
+    Args:
+        cfg (Config): The config.
+        split (str): 'train', 'val' or 'test'. Images without objects are included.
+        folder (str, optional): A folder of images to use instead of the split.
+
+    Raises:
+        FileNotFoundError: If the data are not there.
+    """
+    if folder:
+        source = dict(type=ImageFolder, data_root=osp.abspath(folder))
+    else:
+        source = dict(dataset_config(cfg, split))
+        source.pop('filter_cfg', None)
+    source['pipeline'] = dataset_config(cfg, 'test').pipeline
+    try:
+        with redirect_stdout(io.StringIO()):  # COCO prints
+            return DATASETS.build(source)
+    except FileNotFoundError as error:
+        if folder:
+            raise
+        raise FileNotFoundError(
+            f"the config's {split} data are not there ({error}): run where its paths lead to them, "
+            'change the config, or give a folder of images (--images)'
+        ) from error
+
+
+def read_images(cfg: Config, split: str, number: int, folder: str | None = None) -> list[dict]:
+    """Read images through the test pipeline.
+
+    Args:
+        cfg (Config): The config.
+        split (str): 'train', 'val' or 'test', whose images are taken evenly.
+        number (int): Number of images.
+        folder (str, optional): A folder of images to take instead of the split.
+
+    Returns:
+        list[dict]: Batches of one image, as from a data loader: ``inputs`` and ``data_samples``.
+
+    Raises:
+        FileNotFoundError: If the data are not there.
+    """
+    dataset = build_images(cfg, split, folder)
+    return [pseudo_collate([dataset[i]]) for i in evenly(number, len(dataset))]
+
+
+def input_channels(model: nn.Module) -> int:
+    """Return the number of channels of a model's images: those of its first convolution."""
+    groups = 1
+    for module in model.modules():
+        if type(module).__name__ == 'Focus':  # YOLOX's stem takes squares of four pixels as one
+            groups = 4
+        if isinstance(module, nn.Conv2d):
+            return module.in_channels // groups
+    return 3

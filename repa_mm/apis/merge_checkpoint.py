@@ -5,8 +5,8 @@ import torch.nn as nn
 from mmengine.structures import BaseDataElement
 
 from repa_mm.apis.features import head_inputs, relative_error, tensors
+from repa_mm.apis.images import input_channels
 from repa_mm.apis.models import open_model
-from repa_mm.benchmark.complexity import input_channels
 from repa_mm.io.checkpoints import load_checkpoint, save_checkpoint
 from repa_mm.io.configs import load_config
 from repa_mm.reparam import CheckpointError, has_deploy_form, reparameterize

@@ -1,20 +1,14 @@
-"""Opening models and images: from paths and configs to modules and batches."""
+"""Opening models: from a config and a checkpoint to a module."""
 
 import copy
-import io
-import os.path as osp
 import warnings
-from contextlib import redirect_stdout
 
 import torch
 import torch.nn as nn
 from mmengine.config import Config
-from mmengine.dataset import pseudo_collate
 from mmengine.logging import MMLogger
 from mmengine.registry import DATASETS, MODELS, init_default_scope
-from torch.utils.data import Dataset
 
-from repa_mm.apis.images import evenly
 from repa_mm.io.checkpoints import load_checkpoint, load_weights, split_init_cfg
 from repa_mm.io.configs import dataset_config, load_config
 from repa_mm.models.channel_idle import RePaBackbone
@@ -27,8 +21,8 @@ def open_model(
     """Build a model and load its weights: in eval mode, on the CPU.
 
     Args:
-        config (str | Config): The model's config: from :func:`~repa_mm.io.configs.load_config`, which
-            takes options, a path, or the name of an installed config ('mmdet::swin/….py').
+        config (str | Config): The model's config: from :func:`~repa_mm.io.configs.load_config`,
+            which takes options, a path, or the name of an installed config ('mmdet::swin/….py').
         checkpoint (str, optional): A file, a URL or another address that MMEngine knows. The model
             gets the form of the checkpoint's weights. Defaults to None: initialized weights, the
             same each time, without those of pretraining, and with all schedules finished.
@@ -106,51 +100,3 @@ def _metainfo(cfg: Config) -> dict:
     with DATASETS.switch_scope_and_registry(cfg.default_scope) as registry:
         kind = registry.get(dataset.type)
     return dataset.get('metainfo') or getattr(kind, 'METAINFO', {})
-
-
-def build_images(cfg: Config, split: str, folder: str | None = None) -> Dataset:
-    """Build a data set of images that go through the test pipeline.
-
-    Args:
-        cfg (Config): The config.
-        split (str): 'train', 'val' or 'test'. Images without objects are included.
-        folder (str, optional): A folder of images to use instead of the split.
-
-    Raises:
-        FileNotFoundError: If the data are not there.
-    """
-    if folder:
-        source = dict(type='ImageFolder', data_root=osp.abspath(folder))
-    else:
-        source = dict(dataset_config(cfg, split))
-        source.pop('filter_cfg', None)
-    source['pipeline'] = dataset_config(cfg, 'test').pipeline
-    try:
-        with redirect_stdout(io.StringIO()):  # COCO prints
-            return DATASETS.build(source)
-    except FileNotFoundError as error:
-        if folder:
-            raise
-        raise FileNotFoundError(
-            f"the config's {split} data are not there ({error}): run where its paths lead to them, "
-            'change the config, or give a folder of images (--images)'
-        ) from error
-
-
-def read_images(cfg: Config, split: str, number: int, folder: str | None = None) -> list[dict]:
-    """Read images through the test pipeline.
-
-    Args:
-        cfg (Config): The config.
-        split (str): 'train', 'val' or 'test', whose images are taken evenly.
-        number (int): Number of images.
-        folder (str, optional): A folder of images to take instead of the split.
-
-    Returns:
-        list[dict]: Batches of one image, as from a data loader: ``inputs`` and ``data_samples``.
-
-    Raises:
-        FileNotFoundError: If the data are not there.
-    """
-    dataset = build_images(cfg, split, folder)
-    return [pseudo_collate([dataset[i]]) for i in evenly(number, len(dataset))]

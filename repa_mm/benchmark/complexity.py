@@ -1,4 +1,4 @@
-"""Input channels, parameters and multiply-adds of a model."""
+"""Parameters and multiply-adds of a model."""
 
 from typing import Any
 
@@ -11,17 +11,6 @@ _aten = torch.ops.aten
 # leave out.
 _PRODUCTS = _aten.mm, _aten.addmm, _aten.convolution
 _BATCHED = _aten.bmm, _aten.baddbmm
-
-
-def input_channels(model: nn.Module) -> int:
-    """Return the number of channels of a model's images: those of its first convolution."""
-    groups = 1
-    for module in model.modules():
-        if type(module).__name__ == 'Focus':  # YOLOX's stem takes squares of four pixels as one
-            groups = 4
-        if isinstance(module, nn.Conv2d):
-            return module.in_channels // groups
-    return 3
 
 
 @torch.no_grad()

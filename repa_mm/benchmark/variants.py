@@ -8,8 +8,8 @@ import torch.nn as nn
 from mmengine.config import Config
 from mmpretrain.models import PoolFormer
 
-from repa_mm.apis.models import open_model
-from repa_mm.benchmark.complexity import input_channels
+from repa_mm.apis import open_model
+from repa_mm.apis.images import input_channels
 from repa_mm.export import noise, resized
 from repa_mm.faster import faster_parts_, fuse_conv_bn_
 from repa_mm.reparam import Form, outermost

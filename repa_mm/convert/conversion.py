@@ -115,7 +115,7 @@ class Conversion:
     ordinary model with narrower layers. All batches pass through the model together, see
     :mod:`repa_mm.convert.lockstep`, so the memory grows with the number of batches.
 
-    A model with its config in ``cfg``, such as one of :func:`~repa_mm.apis.models.open_model`, becomes
+    A model with its config in ``cfg``, such as one of :func:`~repa_mm.apis.open_model`, becomes
     one with the config of the converted model there, and with our faster parts.
 
     Args:

@@ -7,8 +7,8 @@ import torch
 import torch.nn as nn
 from mmengine.runner.checkpoint import weights_to_cpu
 
+from repa_mm.apis import open_model, read_images
 from repa_mm.apis.images import cropped, evenly
-from repa_mm.apis.models import open_model, read_images
 
 # Also for repa_mm.search.
 from repa_mm.convert.conversion import Conversion
@@ -32,7 +32,7 @@ def cropped_batches(model: nn.Module, images: Sequence[dict]) -> list[dict]:
 
     Args:
         model (nn.Module): A detector, segmentor or classifier.
-        images (Sequence[dict]): Images from :func:`~repa_mm.apis.models.read_images`.
+        images (Sequence[dict]): Images from :func:`~repa_mm.apis.read_images`.
     """
     return [model.data_preprocessor(cropped(data), False) for data in images]
 
@@ -51,8 +51,8 @@ def conversion_of(
 
     Args:
         model (nn.Module): A detector, segmentor or classifier with ordinary FFNs or in its deploy
-            form, from :func:`~repa_mm.apis.models.open_model`.
-        images (Sequence[dict]): Images to fit to, from :func:`~repa_mm.apis.models.read_images`.
+            form, from :func:`~repa_mm.apis.open_model`.
+        images (Sequence[dict]): Images to fit to, from :func:`~repa_mm.apis.read_images`.
         parts (Sequence[str], optional): As for :class:`Conversion`.
         idle_ratio (float, optional): As for :class:`Conversion`.
         where (str, optional): As for :class:`Conversion`.

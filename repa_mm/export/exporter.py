@@ -14,7 +14,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from mmengine.config import Config
 
-from repa_mm.apis.models import read_images
+from repa_mm.apis import read_images
 from repa_mm.export.comparison import agreement_of, num_found, overlaps
 from repa_mm.export.runtime_model import ExportedModel
 from repa_mm.export.whole import WholeModel, whole_model

@@ -10,7 +10,6 @@ import torch
 import torch.nn as nn
 from mmengine.config import Config
 from mmengine.model import BaseModel
-from mmengine.registry import MODELS
 from mmengine.runner import Runner
 from mmengine.structures import BaseDataElement, InstanceData, PixelData
 
@@ -18,9 +17,10 @@ from repa_mm.export.session import Session
 from repa_mm.surgery import copied
 
 
-@MODELS.register_module()
 class ExportedModel(BaseModel):
     """Run an exported file instead of the original model in tests.
+
+    ``import repa_mm`` registers it in MMEngine.
 
     Args:
         file (str | bytes | openvino.Model): The file, see :class:`~repa_mm.export.Session`.

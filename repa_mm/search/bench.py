@@ -17,8 +17,8 @@ import torch
 import torch.nn as nn
 from mmengine.logging import MMLogger
 
+from repa_mm.apis import open_model
 from repa_mm.apis.images import cropped
-from repa_mm.apis.models import open_model
 from repa_mm.benchmark.memory import peak_memory
 from repa_mm.benchmark.timing import compare, measure
 from repa_mm.convert import Conversion

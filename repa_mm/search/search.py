@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import torch
 from mmengine.dataset import pseudo_collate
 
-from repa_mm.apis.images import evenly
-from repa_mm.apis.models import build_images, open_model
+from repa_mm.apis import open_model
+from repa_mm.apis.images import build_images, evenly
 from repa_mm.benchmark.timing import show
 from repa_mm.convert.pretrained import save_model
 from repa_mm.io.configs import dataset_config, load_config

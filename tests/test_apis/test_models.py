@@ -8,7 +8,8 @@ import pytest
 import torch
 from mmengine.registry import DATASETS
 
-from repa_mm.apis.models import build_images, open_model, read_images
+from repa_mm.apis import open_model, read_images
+from repa_mm.apis.images import build_images
 from repa_mm.io.configs import load_config
 from repa_mm.io.paths import config_path
 from repa_mm.reparam import CheckpointError, has_deploy_form, has_training_form

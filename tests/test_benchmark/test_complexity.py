@@ -3,7 +3,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from repa_mm.benchmark.complexity import count, input_channels
+from repa_mm.apis.images import input_channels
+from repa_mm.benchmark.complexity import count
 
 
 class Call(nn.Module):

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 import repa_mm
-from repa_mm.apis.models import open_model
+from repa_mm.apis import open_model
 from repa_mm.benchmark.variants import autocasting, noise_for, variants
 from repa_mm.io.configs import load_config
 from repa_mm.reparam import has_deploy_form, has_training_form

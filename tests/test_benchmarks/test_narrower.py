@@ -12,7 +12,7 @@ pytest.importorskip('sklearn')
 
 from benchmarks import narrower, tables  # noqa: E402
 from demo.dataset import write_digit_scenes  # noqa: E402
-from repa_mm.apis.models import open_model  # noqa: E402
+from repa_mm.apis import open_model  # noqa: E402
 from repa_mm.convert import parts, training_form  # noqa: E402
 
 SMALL = (

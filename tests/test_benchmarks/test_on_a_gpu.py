@@ -9,7 +9,7 @@ import torch
 import torch.nn as nn
 
 from benchmarks import on_a_gpu, tables
-from repa_mm.apis.models import open_model
+from repa_mm.apis import open_model
 from repa_mm.convert import parts
 from repa_mm.search import bench
 from repa_mm.search.formats import EAGER

@@ -7,7 +7,7 @@ from torch.overrides import TorchFunctionMode
 
 import repa_mm
 from benchmarks.paper import COLUMNS, counterpart_, measure_pairs, paper_rows
-from repa_mm.apis.models import open_model
+from repa_mm.apis import open_model
 from repa_mm.benchmark.complexity import count
 from repa_mm.benchmark.variants import with_our_parts
 from repa_mm.io.configs import load_config

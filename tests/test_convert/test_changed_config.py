@@ -7,7 +7,7 @@ import torch
 from mmengine.config import Config
 from mmengine.registry import MODELS
 
-from repa_mm.apis.models import open_model
+from repa_mm.apis import open_model
 from repa_mm.convert.changed_config import converted_config
 from repa_mm.export import noise, resized
 from repa_mm.faster.attention import FastShiftWindowMSA

@@ -12,7 +12,7 @@ from mmengine.config import Config
 from mmengine.registry import MODELS
 
 import repa_mm
-from repa_mm.apis.models import open_model, read_images
+from repa_mm.apis import open_model, read_images
 from repa_mm.convert import Conversion
 from repa_mm.convert.pretrained import convert_checkpoint, split_images
 from repa_mm.faster import faster_parts_

@@ -13,7 +13,7 @@ pytest.importorskip('skimage')
 from demo import run  # noqa: E402
 from demo.dataset import write_digit_scenes  # noqa: E402
 from repa_mm import config_path  # noqa: E402
-from repa_mm.apis.models import open_model  # noqa: E402
+from repa_mm.apis import open_model  # noqa: E402
 from repa_mm.io.configs import load_config  # noqa: E402
 from tests.conftest import random_model  # noqa: E402
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import repa_mm
-from repa_mm.apis.models import open_model
+from repa_mm.apis import open_model
 from repa_mm.io.configs import load_config
 from repa_mm.io.files import write_bytes
 from tests.conftest import _randomize, random_model

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from repa_mm.apis.models import open_model
+from repa_mm.apis import open_model
 from repa_mm.export import ExportedModel, agreeing_onnx, agreement, noise, resized, whole_model
 from repa_mm.export.detection import decode, suppress, suppress_softly
 from repa_mm.export.exporter import to_onnx

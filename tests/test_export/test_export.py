@@ -7,8 +7,8 @@ import torch
 from mmengine.registry import MODELS
 
 import repa_mm
+from repa_mm.apis import open_model
 from repa_mm.apis.features import relative_error, tensors
-from repa_mm.apis.models import open_model
 from repa_mm.export import (
     ExportedModel,
     Session,

@@ -9,7 +9,7 @@ import torch
 from mmengine.registry import MODELS
 from mmengine.structures import BaseDataElement, InstanceData, PixelData
 
-from repa_mm.apis.models import open_model
+from repa_mm.apis import open_model
 from repa_mm.export import ExportedModel, agreement, int8
 from repa_mm.io.configs import load_config
 from tests.conftest import random_model

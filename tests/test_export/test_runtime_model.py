@@ -13,7 +13,7 @@ from mmengine.config import Config
 from mmengine.registry import MODELS
 from mmengine.runner import Runner, runner
 
-from repa_mm.apis.models import open_model
+from repa_mm.apis import open_model
 from repa_mm.export import (
     ExportedModel,
     agreeing_onnx,

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from repa_mm.apis.models import open_model
+from repa_mm.apis import open_model
 from repa_mm.export import Session
 from repa_mm.export.whole import AveragePool
 from repa_mm.io.configs import load_config

@@ -7,7 +7,7 @@ import torch
 import torch.nn as nn
 
 from repa_mm import config_path
-from repa_mm.apis.models import open_model
+from repa_mm.apis import open_model
 from repa_mm.benchmark.variants import with_our_parts
 from repa_mm.faster import attention, faster_on_gpu_, gpu
 from repa_mm.faster.gpu import FastLayerNorm

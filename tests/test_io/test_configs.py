@@ -5,7 +5,7 @@ import sys
 import pytest
 from mmengine.config import Config
 
-from repa_mm.apis.models import open_model
+from repa_mm.apis import open_model
 from repa_mm.io.configs import codebase_tool, dataset_config, load_config
 from repa_mm.io.paths import config_path, config_root
 

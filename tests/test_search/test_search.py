@@ -16,7 +16,7 @@ import torch
 from mmengine.runner import Runner
 
 import repa_mm
-from repa_mm.apis.models import open_model, read_images
+from repa_mm.apis import open_model, read_images
 from repa_mm.convert.pretrained import conversion_of
 from repa_mm.export import ExportedModel, agreeing_onnx, runner_for_exported
 from repa_mm.faster.attention import FastShiftWindowMSA

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import repa_mm
-from repa_mm.apis.models import open_model
+from repa_mm.apis import open_model
 from repa_mm.export import Session
 from repa_mm.io.configs import load_config
 from tests.conftest import random_model
