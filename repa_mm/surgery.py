@@ -13,12 +13,8 @@ from torch.nn.utils.parametrize import is_parametrized
 def become_(module: nn.Module, other: type | nn.Module) -> None:
     """Turn a module into another module, in place.
 
-    The module stays the same object, since others than its parent may refer to it.
-
-    Args:
-        module (nn.Module): The module.
-        other (type | nn.Module): A class for the module's own parameters, or a module that gives
-            its class, parameters, buffers and hooks.
+    The module stays the same object, since others than its parent may refer to it. ``other`` is a
+    class for the module's own parameters, or a module that gives its class, parameters and hooks.
     """
     if isinstance(other, nn.Module):
         module.__class__, module.__dict__ = type(other), other.__dict__
@@ -27,15 +23,9 @@ def become_(module: nn.Module, other: type | nn.Module) -> None:
 
 
 def replace_(model: nn.Module, choose: Callable[[nn.Module], type | nn.Module | None]) -> list[str]:
-    """Replace modules of a model in place, with :func:`become_`.
+    """Replace modules of a model in place, and return their names.
 
-    Args:
-        model (nn.Module): Any model.
-        choose (Callable): Called with each module of the model, returns its replacement: a class
-            that computes with the module's parameters, another module, or None to keep the module.
-
-    Returns:
-        list[str]: Names of the replaced modules.
+    ``choose`` returns a module's replacement, see :func:`become_`, or None to keep the module.
 
     Examples:
         >>> replace_(model, lambda m: FastGELU if type(m) is nn.GELU else None)
@@ -65,20 +55,12 @@ def has_stock_forward(module: nn.Module, *kinds: type) -> bool:
 
 
 def copied(model: nn.Module, memo: dict | None = None) -> nn.Module:
-    """Return a deep copy of a model whose replaced methods belong to the copy.
+    """Return a deep copy of a model whose replaced methods belong to the copy, or raise.
 
     ``copy.deepcopy`` shares functions and weak references with the original. fairscale's
     ``checkpoint_wrapper`` replaces ``forward`` by a partial function with a weak reference to the
     module, which here refers to the copy. ``torch.compile`` replaces a method by a function, which
     here is the method again.
-
-    Args:
-        model (nn.Module): Any model.
-        memo (dict, optional): As for ``copy.deepcopy``.
-
-    Raises:
-        ValueError: If a method was replaced by another function that may refer to the original;
-            names the module.
     """
     memo = {} if memo is None else memo
     result = copy.deepcopy(model, memo)

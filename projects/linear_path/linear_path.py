@@ -12,11 +12,11 @@ from repa_mm.reparam import (
     copy_affine_,
     copy_matrix_,
     double,
-    exact,
     fold,
     fold_norm,
     matrix,
     num_active_channels,
+    weights64,
 )
 
 
@@ -87,7 +87,7 @@ class LinearPathFFN(ChannelIdleFFN):
 
     def fold(self) -> FoldedFFN:
         folded = super().fold()
-        w, b = exact(self.linear, 'its linear path')
+        w, b = weights64(self.linear, 'its linear path')
         s, t = batch_norm_affine(self.norm1, w)
         w, b = w * s, b + w @ t
         if self.layer_scale is not None:

@@ -24,9 +24,9 @@ from repa_mm.reparam import (
     copy_affine_,
     copy_matrix_,
     double,
-    exact,
     is_batch_norm,
     rounded,
+    weights64,
 )
 
 
@@ -189,7 +189,7 @@ class NormedLinear(TrainingForm):
                 ``nn.Linear``.
         """
         linear = self.linear
-        weight, own = exact(linear, 'its linear layer')
+        weight, own = weights64(linear, 'its linear layer')
         s, t = self.norm.affine()
         with torch.device('meta'):
             merged = MergedLinear(linear.in_features, linear.out_features)

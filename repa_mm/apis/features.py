@@ -8,19 +8,10 @@ import torch.nn as nn
 
 
 def head_inputs(model: nn.Module, data: dict):
-    """Compute the inputs of a model's heads.
+    """Return the inputs of a model's heads for preprocessed ``data``, nested tensors.
 
-    For a DETR these are the encoder's memory, with zeros where images are padded; for a Co-DETR,
-    its feature maps; for a MaskFormer or Mask2Former, the outputs of the pixel decoder; for other
-    models, the feature maps of ``extract_feat``.
-
-    Args:
-        model (nn.Module): A detector, segmentor or classifier.
-        data (dict): The output of the model's data preprocessor: ``inputs``, normalized images
-            (B, 3, H, W), and ``data_samples``.
-
-    Returns:
-        Tensors in nested tuples and lists.
+    They are the encoder's memory of a DETR, with zeros where images are padded; the feature maps of
+    a Co-DETR; the pixel decoder's outputs of a Mask2Former; and else the maps of ``extract_feat``.
     """
     features, samples = model.extract_feat(data['inputs']), data.get('data_samples')
     if hasattr(model, 'forward_encoder'):
@@ -55,10 +46,7 @@ def tensors(value) -> list[torch.Tensor]:
 
 
 def relative_error(found: Iterable, expected: Iterable) -> float:
-    """Return the largest error of tensors, each relative to its largest expected value.
-
-    NaN if there is a NaN in any tensor.
-    """
+    """Return the largest error of tensors, each relative to its largest expected value, or NaN."""
     pairs = zip(found, expected, strict=True)
     return torch.stack([(a - b).abs().max() / b.abs().max() for a, b in pairs]).max().item()
 
@@ -69,18 +57,10 @@ def percent(values: Iterable[float]) -> str:
 
 
 def differences(before: list, after: list) -> list[float]:
-    """Compute the mean square change of each output, relative to the variance of its channels.
+    """Return the mean square change of each output, relative to the variance of its channels.
 
-    Outputs are feature maps (B, C, H, W), tokens (B, N, C) or (B, C, N), or vectors (B, C).
-
-    If an output is a single vector over all batches, its change is relative to its mean square.
-
-    Args:
-        before (list): The original model's outputs for each batch.
-        after (list): The converted model's outputs for each batch.
-
-    Returns:
-        list[float]: One ratio per output.
+    Both lists have the outputs for each batch: maps (B, C, H, W), tokens (B, N, C) or (B, C, N), or
+    vectors (B, C). The change of a single vector over all batches is relative to its mean square.
     """
 
     def rows(x: torch.Tensor) -> torch.Tensor:

@@ -23,16 +23,7 @@ SUFFIXES = ('.jpg', '.jpeg', '.png', '.bmp', '.tif', '.tiff', '.webp')
 
 
 class ImageFolder(Dataset):
-    """The images of a folder and its subfolders, sorted by path.
-
-    Args:
-        data_root (str): The folder.
-        pipeline (Sequence[dict]): The pipeline of any data set. Steps that load annotations are
-            left out.
-
-    Raises:
-        FileNotFoundError: If the folder has no image.
-    """
+    """The images of a folder and its subfolders, sorted by path, without their annotations."""
 
     def __init__(self, data_root: str, pipeline: Sequence[dict]) -> None:
         paths = {
@@ -67,12 +58,7 @@ def evenly(number: int, total: int) -> list[int]:
 
 
 def cropped(data: dict, size: int = MAX_SIZE) -> dict:
-    """Crop the image of a batch of one at random, if it is larger.
-
-    Args:
-        data (dict): From a data loader, with one image (3, H, W).
-        size (int): Largest height and width. Defaults to :data:`MAX_SIZE`.
-    """
+    """Crop the image of a batch of one at random to at most ``size`` in height and width."""
     (image,), (sample,) = data['inputs'], data['data_samples']
     generator = torch.Generator().manual_seed(int(image.sum()))
     for dim in (1, 2):
@@ -84,15 +70,9 @@ def cropped(data: dict, size: int = MAX_SIZE) -> dict:
 
 
 def build_images(cfg: Config, split: str, folder: str | None = None) -> Dataset:
-    """Build a data set of images that go through the test pipeline.
+    """Build a data set of a config's or a folder's images, also of those without objects.
 
-    Args:
-        cfg (Config): The config.
-        split (str): 'train', 'val' or 'test'. Images without objects are included.
-        folder (str, optional): A folder of images to use instead of the split.
-
-    Raises:
-        FileNotFoundError: If the data are not there.
+    The images go through the test pipeline. See :func:`read_images` for the arguments.
     """
     if folder:
         source = dict(type=ImageFolder, data_root=osp.abspath(folder))

@@ -16,26 +16,16 @@ from repa_mm.version import __version__
 def reparameterize_checkpoint(
     config: str, checkpoint: str, out: str, tolerance: float = 1e-4, cfg_options: dict | None = None
 ) -> dict:
-    """Reparameterize a checkpoint and write the result.
+    """Reparameterize a checkpoint and write the result, if ``tolerance`` allows.
 
     The outputs of each backbone and the inputs of the heads are compared in both forms on a random
     image first.
 
-    Args:
-        config (str): Path of the training form's config.
-        checkpoint (str): The checkpoint, in the training form.
-        out (str): The file to write. An existing file is replaced only by a complete one.
-        tolerance (float): Largest accepted difference, relative to the largest feature. Defaults to
-            1e-4.
-        cfg_options (dict, optional): Values to override in the config.
-
     Returns:
-        dict: ``error`` (the relative difference) and ``parameters`` (the numbers of parameters of
-        the training form and the deploy form).
+        dict: ``error``, the largest difference relative to the largest feature, and ``parameters``,
+        the numbers of parameters of the training form and the deploy form.
 
     Raises:
-        ValueError: If nothing can be merged, or weights are not finite. The message names the
-            module.
         CheckpointError: If the checkpoint does not fit the model or is in the deploy form, or the
             difference exceeds the tolerance.
     """

@@ -56,11 +56,7 @@ def open_model(
 
 
 def deploy_(cfg: dict) -> None:
-    """Set ``deploy=True`` in the configs of the models with structures, in place.
-
-    Args:
-        cfg (dict): Config of a model, ``cfg.model``.
-    """
+    """Set ``deploy=True`` in the configs of models with structures in ``cfg.model``, in place."""
     for part in (cfg, cfg.get('backbone') or {}):
         if part.get('type') == 'Restructured' or has_structures(part):
             part['deploy'] = True
@@ -75,8 +71,7 @@ def has_structures(cfg: dict) -> bool:
 def _initialize_(model: nn.Module) -> None:
     """Initialize weights as for training from scratch, in place.
 
-    Without it, a detector would find an object at every anchor, which takes time in
-    post-processing. With initialized weights it finds next to nothing.
+    Without it, a detector finds an object at every anchor, and its post-processing takes long.
     """
     finish_schedules_(model)
     for module in model.modules():

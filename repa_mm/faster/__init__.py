@@ -27,14 +27,7 @@ def build_fast_uper_head(**kwargs) -> nn.Module:
 
 
 def faster_parts_(model: nn.Module) -> nn.Module:
-    """Use our window attention and UperNet's faster head, and on CPUs our deformable attention.
-
-    Args:
-        model (nn.Module): A detector, segmentor or classifier, which is changed in place.
-
-    Returns:
-        nn.Module: The same model, with the same weights.
-    """
+    """Put our window and deformable attention and UperNet's faster head into a model, in place."""
     swap_faster_attention_(model)
     head = getattr(model, 'decode_head', None)
     if type(head).__name__ == 'UPerHead':

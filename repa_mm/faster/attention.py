@@ -51,10 +51,7 @@ _CHUNK = 2048
 def split_heads(
     qkv: torch.Tensor, num_heads: int, v_dims: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Split qkv (n, N, D + D + v_dims) of all heads into q, k (n, heads, N, r), v (n, heads, N, s).
-
-    Heads of one width, r = s, are those of stock attention.
-    """
+    """Split qkv (n, N, h (2 r + s)) of h heads into q, k (n, h, N, r) and v (n, h, N, s)."""
     dims = (qkv.shape[2] - v_dims) // 2
     parts = qkv.split([dims, dims, v_dims], 2)
     return tuple(part.unflatten(2, (num_heads, -1)).transpose(1, 2) for part in parts)
@@ -116,25 +113,15 @@ def _runs_kernels(device: torch.device) -> bool:
 class FastShiftWindowMSA(ShiftWindowMSA):
     """A ``ShiftWindowMSA`` with the same outputs in less time and memory.
 
-    Arguments, parameters and the state dict are those of ``ShiftWindowMSA``. Any ``ShiftWindowMSA``
-    whose ``w_msa`` is a plain ``WindowMSA`` can become one, see :func:`fast_window_attention_`. The
-    widths of the heads are those of the weights, which a conversion may have made narrower.
-    A training form may take the place of ``w_msa``.
+    Arguments, parameters and the state dict are those of ``ShiftWindowMSA``. The weights decide the
+    widths of the heads. A training form may take the place of ``w_msa``.
     """
 
     # The modules of MMDetection and MMSegmentation lack this argument, and always pad.
     pad_small_map = True
 
     def forward(self, query: torch.Tensor, hw_shape: Sequence[int]) -> torch.Tensor:
-        """Compute attention in (shifted) windows.
-
-        Args:
-            query (torch.Tensor): Tokens of shape (B, H * W, C).
-            hw_shape (Sequence[int]): Height H and width W of the map.
-
-        Returns:
-            torch.Tensor: Tokens of shape (B, H * W, C).
-        """
+        """Compute attention of tokens (B, H * W, C), with H and W in ``hw_shape``, in windows."""
         w_msa = self.w_msa
         if isinstance(w_msa, TrainingForm):  # a form has its own forward pass
             return super().forward(query, hw_shape)
@@ -143,15 +130,7 @@ class FastShiftWindowMSA(ShiftWindowMSA):
         return self.drop(w_msa.proj_drop(x))
 
     def shift_of(self, query: torch.Tensor, hw_shape: Sequence[int]):
-        """Return the shift of the windows, a tensor or a symbol if it depends on a graph's input.
-
-        Args:
-            query (torch.Tensor): As for :meth:`forward`.
-            hw_shape (Sequence[int]): As for :meth:`forward`.
-
-        Raises:
-            AssertionError: If there are not H * W tokens, or the map is too small.
-        """
+        """Return the windows' shift, a tensor or a symbol if it depends on a graph's input."""
         height, width = hw_shape
         # The parent's error type, raised explicitly since `python -OO` removes assertions.
         if query.shape[1] != height * width:
@@ -175,15 +154,10 @@ class FastShiftWindowMSA(ShiftWindowMSA):
         return shift if min(height, width) > self.window_size else 0
 
     def qkv(self, windows: torch.Tensor, padded: torch.Tensor | None) -> torch.Tensor:
-        """Compute queries, keys and values of windows. Subclasses may override this method.
+        """Compute queries, keys and values (n, N, 3 C) of windows (n, N, C).
 
-        Args:
-            windows (torch.Tensor): Tokens (n, N, C), zero where they are padding.
-            padded (torch.Tensor, optional): True for padding tokens, (P, 1), repeated for every P
-                tokens of the windows. None without padding.
-
-        Returns:
-            torch.Tensor: Queries, keys and values (n, N, 3 C).
+        Subclasses may override this method. ``padded`` (P, 1) is True for padding tokens, and
+        repeats for every P tokens of the windows.
         """
         return self.w_msa.qkv(windows)
 
@@ -292,13 +266,8 @@ class FastShiftWindowMSA(ShiftWindowMSA):
     def bias(self, shift: int, dtype: torch.dtype) -> torch.Tensor:
         """Return the sum of relative position bias and mask for each kind of window.
 
-        Args:
-            shift (int): Shift of the windows in tokens.
-            dtype (torch.dtype): Dtype of the result.
-
-        Returns:
-            torch.Tensor: Biases (4, heads, N, N) of inner, right, bottom and corner windows, or
-            (1, heads, N, N) without a shift.
+        The kinds are inner, right, bottom and corner windows, (4, heads, N, N), or one without a
+        shift.
         """
         table = self.w_msa.relative_position_bias_table
         bias = F.embedding(self.w_msa.relative_position_index, table).permute(2, 0, 1)[None]
@@ -314,18 +283,7 @@ class FastPatchMerging(PatchMerging):
     """
 
     def forward(self, x: torch.Tensor, input_size: Sequence[int]):
-        """Concatenate each patch's tokens, normalize and project them.
-
-        Args:
-            x (torch.Tensor): Tokens of shape (B, H * W, C).
-            input_size (Sequence[int]): Height H and width W of the map.
-
-        Returns:
-            tuple: Tokens of the merged map, and the height and width of that map.
-
-        Raises:
-            AssertionError: If there are not H * W tokens, as the parent.
-        """
+        """Return the merged tokens of (B, H * W, C), and height and width of their map."""
         batch, length, channels = x.shape
         height, width = input_size
         if length != height * width:

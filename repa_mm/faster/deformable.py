@@ -20,16 +20,13 @@ except ImportError:  # without mmcv's compiled operators, no model has this modu
 def deformable_attention(
     value: torch.Tensor, spatial_shapes: torch.Tensor, grid: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
-    """Compute the weighted sum of samples of the feature maps of all levels.
+    """Return the weighted sums (B, queries, C) of samples of the feature maps of all levels.
 
     Args:
         value (torch.Tensor): Feature maps of all levels, flattened and concatenated, (B, N, C).
         spatial_shapes (torch.Tensor): Heights and widths of the feature maps, (levels, 2).
         grid (torch.Tensor): Sampling points from -1 to 1, (levels, B, heads, points, queries, 2).
         weights (torch.Tensor): Weights of the samples, (levels, B, heads, points, queries).
-
-    Returns:
-        torch.Tensor: The sums, (B, queries, C).
     """
     _, batch, num_heads, _, num_queries, _ = grid.shape
     # One copy for all levels: the feature maps are views of the copy.

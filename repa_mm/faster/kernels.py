@@ -230,23 +230,11 @@ def window_attention(
     v_dims: int,
     scale: float,
 ) -> torch.Tensor:
-    """Compute attention in (shifted) windows.
+    """Return the outputs (B, H W, h s) of attention with h heads in (shifted) windows of N tokens.
 
-    Args:
-        qkv (torch.Tensor): Queries, keys and values of the tokens of feature maps, contiguous,
-            (B, H W, h (2 r + s)) with h heads.
-        bias (torch.Tensor): Bias of the linear layer that computed them, (h (2 r + s), ).
-        table (torch.Tensor): Relative position biases, ((2 window - 1)^2, h).
-        index (torch.Tensor): Entry of the table for each query and key, (N, N).
-        height (int): Height H of the maps in tokens.
-        width (int): Width W of the maps in tokens.
-        window (int): Height and width of a window in tokens.
-        shift (int): Shift of the windows in tokens.
-        v_dims (int): Width h s of the values.
-        scale (float): Factor of the logits.
-
-    Returns:
-        torch.Tensor: Outputs of the heads, (B, H W, h s).
+    ``qkv`` (B, H W, h (2 r + s)) are queries, keys and values, contiguous, and ``bias`` the bias of
+    the linear layer that computed them, which padding has. ``table`` ((2 window - 1)^2, h) has the
+    relative position biases, and ``index`` (N, N) their rows. ``v_dims`` is h s.
     """
     how = height, width, window, shift, v_dims, scale
     if is_compiling():
@@ -276,10 +264,7 @@ def _layer_norm(
 def layer_norm(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Compute LayerNorm over the last dimension of tokens (..., C) as ``dtype``.
-
-    There is no gradient.
-    """
+    """Compute LayerNorm over the last dimension of tokens as ``dtype``, without gradients."""
     channels = x.shape[-1]
     tokens = x.reshape(-1, channels)
     if tokens.stride(1) != 1:

@@ -63,9 +63,9 @@ def pad_any_size_(model: nn.Module) -> None:
 def trace_any_size_(model: nn.Module) -> None:
     """Make a model traceable for images of any size, in place.
 
-    This replaces modules of MMPretrain, MMDetection and MMSegmentation that compute sizes in
-    Python, which become constants of a trace: the attention and patch merging of Swin, the padding
-    to whole patches, deformable attention, and the attention of SegFormer and PVT.
+    This replaces modules that compute sizes in Python, which become constants of a trace: the
+    attention and patch merging of Swin, padding to whole patches, deformable attention, and the
+    attention of SegFormer and PVT.
     """
     swap_faster_attention_(model)
     pad_any_size_(model)

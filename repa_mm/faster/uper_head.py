@@ -37,21 +37,13 @@ def _taps(
 def add_conv_of_resized(
     out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, align_corners: bool
 ) -> torch.Tensor:
-    """Compute out += conv(resize(x)), with the convolution's products before the resizing.
+    """Compute out += conv(resize(x)) in place, with the convolution's products before the resizing.
 
     Each tap of a convolution mixes channels and bilinear resizing mixes positions, so the two
-    commute. Before the resizing, the products are fewer by the square of the scale. The resizing
-    adds two small products.
+    commute. Before the resizing, the products are fewer by the square of the scale.
 
-    Args:
-        out (torch.Tensor): Feature map (B, C', H, W), contiguous; modified in place.
-        x (torch.Tensor): Feature map (B, C, h, w).
-        weight (torch.Tensor): Weights (C', C, k, k) of a convolution with odd k, stride 1 and zero
-            padding of k // 2.
-        align_corners (bool): As in :func:`torch.nn.functional.interpolate`.
-
-    Returns:
-        torch.Tensor: ``out``.
+    ``out`` (B, C', H, W) is contiguous, x is (B, C, h, w), and ``weight`` (C', C, k, k) that of a
+    convolution with odd k, stride 1 and zero padding of k // 2.
     """
     batch, _, height, width = x.shape
     channels, k = weight.shape[0], weight.shape[-1]
@@ -91,16 +83,11 @@ class ConvModuleOfResized(ConvModule):
 
 
 class FastUPerHead(UPerHead):
-    """A faster ``UPerHead``.
+    """A faster ``UPerHead`` with the same arguments, parameters, state dict and outputs.
 
     The last convolution of the head has half of the multiplications of a whole UperNet. It takes
     the feature maps of all levels, resized to the largest one. Here, each level is convolved before
-    it is resized, see :func:`add_conv_of_resized`. Arguments, parameters, state dict and outputs
-    are those of MMSegmentation's ``UPerHead``.
-
-    Raises:
-        ValueError: If there are ``map_channels``, which conversions no longer write, or a
-            convolution is not as MMSegmentation builds it.
+    it is resized, see :func:`add_conv_of_resized`.
     """
 
     def __init__(self, *args, **kwargs) -> None:
@@ -130,14 +117,7 @@ class FastUPerHead(UPerHead):
 
 
 def fast_uper_head_(model: nn.Module) -> nn.Module:
-    """Replace every ``UPerHead`` of a model by a :class:`FastUPerHead`, in place.
-
-    Args:
-        model (nn.Module): A segmentor, or any model.
-
-    Returns:
-        nn.Module: The same model.
-    """
+    """Replace every ``UPerHead`` of a model by a :class:`FastUPerHead`, in place."""
     for module in model.modules():
         if type(module) is UPerHead and is_ordinary(module):
             become_(module, FastUPerHead)

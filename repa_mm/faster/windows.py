@@ -22,13 +22,10 @@ def is_traced() -> bool:
 class Windows(NamedTuple):
     """The window partition of a batch of feature maps, with N tokens per window.
 
-    Attributes:
-        rows (torch.Tensor): Index of the token at each place of the windows, (num_windows * N, ).
-        positions (torch.Tensor): Place of each token in the windows, (B * H * W, ), the inverse
-            of ``rows``.
-        padded (torch.Tensor | None): True for places that are padding, (num_windows * N, 1). None
-            without padding.
-        groups (list): First window, last window + 1 and index of the mask, for each mask in use.
+    ``rows`` (num_windows * N, ) has the index of the token at each place of the windows, and
+    ``positions`` (B * H * W, ), its inverse, the place of each token. ``padded`` (num_windows * N,
+    1) is True for padding, None without padding. ``groups`` has first window, last window + 1 and
+    index of the mask, for each mask in use.
     """
 
     rows: torch.Tensor
@@ -63,13 +60,10 @@ def partition(
 def traceable_partition(
     height: int, width: int, window: int, shift: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the window partition of one feature map, by arithmetic traceable for any size.
+    """Return ``rows``, ``positions`` and ``padded`` of one map, and each window's mask index.
 
-    Symbolic pads and rolls of the feature map would take minutes to compile.
-
-    Returns:
-        tuple: ``rows``, ``positions`` and ``padded`` as in :class:`Windows`, with the windows in
-        the order of the feature map, and the index of the mask for each window.
+    The arithmetic is traceable for any size. Symbolic pads and rolls would take minutes to compile.
+    The windows are in the order of the feature map.
     """
     h, last_h = _axis(height, window, shift, device)
     w, last_w = _axis(width, window, shift, device)
@@ -89,10 +83,9 @@ def traceable_partition(
 
 
 def _axis(size: int, window: int, shift: int, device: torch.device):
-    """Return positions (n, window) of n windows along an axis, and which is the last one (n, ).
+    """Return positions (n, window) of n windows along an axis, and 1 for the last window, else 0.
 
-    The second tensor is 1 for the last window and 0 otherwise. Positions from ``size`` on are
-    padding.
+    Positions from ``size`` on are padding.
     """
     n = (size + window - 1) // window
     starts = torch.arange(n, device=device)

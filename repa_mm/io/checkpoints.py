@@ -10,14 +10,9 @@ from repa_mm.surgery import innermost
 
 
 def load_checkpoint(path: str) -> dict:
-    """Read a checkpoint onto the CPU, as MMEngine does.
+    """Read a checkpoint onto the CPU, as MMEngine does, from a file, a URL or another address.
 
-    Args:
-        path (str): A file, a URL or another address that MMEngine knows. The file has a state dict,
-            either alone or under 'state_dict'.
-
-    Returns:
-        dict: The checkpoint, with the state dict under 'state_dict', without the prefix 'module.'.
+    The state dict is under 'state_dict' then, without the prefix 'module.'.
     """
     checkpoint = CheckpointLoader.load_checkpoint(path, map_location='cpu')
     weights = checkpoint.get('state_dict', checkpoint)
@@ -52,14 +47,8 @@ def load_weights(
 ) -> None:
     """Load weights into a model, which is reparameterized if the weights are in the deploy form.
 
-    Foreign weights outside the model's lists of layers are ignored, such as those of a teacher, or
-    of another version of the codebase.
-
-    Args:
-        model (nn.Module): The model, wrapped or not.
-        state_dict (dict): The weights.
-        path (str): The file of the weights, for error messages.
-        strict (bool): Refuse all foreign weights. Defaults to False.
+    Foreign weights outside the model's lists of layers are ignored if not ``strict``, such as those
+    of a teacher, or of another version of the codebase. ``path`` names the weights in messages.
 
     Raises:
         CheckpointError: If weights are missing or have other shapes, or there are further layers,

@@ -93,12 +93,7 @@ def _name(kind: Callable, scope: str) -> str:
 
 
 def dataset_config(cfg: Config, split: str) -> ConfigDict:
-    """Return the config of a data loader's (first) data set, without wrappers.
-
-    Args:
-        cfg (Config): The config.
-        split (str): 'train', 'val' or 'test'.
-    """
+    """Return the config of the (first) data set of a split, 'train', 'val' or 'test', unwrapped."""
     dataset = cfg[f'{split}_dataloader'].dataset
     while True:
         inner = dataset.get('datasets') or dataset.get('dataset')
@@ -129,15 +124,10 @@ def readable_errors() -> Iterator[None]:
 
 
 def codebase_tool(arguments: Sequence[str], name: str) -> str | None:
-    """Return the path of a tool in the codebase of a config.
+    """Return the path of a codebase's tool, 'train.py' or 'test.py', None without a config.
 
-    Args:
-        arguments (Sequence[str]): The tool's command-line arguments. The first argument that ends
-            with '.py' is the config: options with values may stand before it.
-        name (str): File name of the tool: 'train.py' or 'test.py'.
-
-    Returns:
-        str | None: The path, or None if no argument is a config.
+    The first of the command-line arguments that ends with '.py' is the config; options may precede
+    it.
     """
     for argument in arguments:
         if argument.endswith('.py') and not argument.startswith('-'):

@@ -76,14 +76,12 @@ _FREE = re.compile(r'(norm|ln)\d+\.|cls_token$|.*\.(relative_position_index|attn
 
 
 def translate(state_dict: dict, cfg: dict, args: Namespace | None = None) -> dict:
-    """Translate the weights of a classifier, or of a network trained with DINO.
+    """Translate the weights of a RePaFormer in either form, or of an ordinary ViT or Swin.
 
     Args:
-        state_dict (dict): The weights of a RePaFormer in either form, or of an ordinary ViT or
-            Swin.
-        cfg (dict): Config of the backbone to translate for: a RePaFormer's for RePaFormer weights,
-            an ordinary backbone's for ordinary weights. It gives the idle ratio, which cannot be
-            read from weights in the training form.
+        state_dict (dict): The weights of a classifier, or of a network trained with DINO.
+        cfg (dict): Config of the backbone to translate for. It gives the idle ratio, which cannot
+            be read from weights in the training form.
         args (Namespace, optional): The command-line arguments of the authors' code. If they give
             the number of active channels, the config must agree.
 
@@ -104,12 +102,7 @@ def translate(state_dict: dict, cfg: dict, args: Namespace | None = None) -> dic
 class WeightsFile:
     """The weights that an ``init_cfg`` names, in MMPretrain's layout or in another one.
 
-    Args:
-        init_cfg (dict): Config with ``checkpoint``, a file or URL, and optionally ``prefix``.
-
-    Raises:
-        CheckpointError: If the file has weights of several backbones, as of a student and its
-            teacher, and the prefix does not choose one of them.
+    A ``prefix`` must choose one of several backbones, as of a student and its teacher.
     """
 
     def __init__(self, init_cfg: dict) -> None:
@@ -138,8 +131,7 @@ class WeightsFile:
 
         Raises:
             CheckpointError: If the file has none behind the prefix, or translated weights are not
-                exactly those of the model. Heads and norms of other outputs may differ, and the
-                model may lack the class token.
+                the model's. Heads, norms of other outputs and the class token may differ.
         """
         weights, translated = self.weights_of(model)
         if translated:
@@ -204,8 +196,8 @@ def _translated(
 def _resized(weights: dict, model: nn.Module) -> dict:
     """Return weights with the position embeddings and bias tables in the sizes of a model.
 
-    MMDetection's and MMSegmentation's backbones do the same in ``init_weights``, where they read
-    the files of ordinary weights; those of MMPretrain do it while they load.
+    Backbones of MMDetection and MMSegmentation do so in ``init_weights``, MMPretrain's while
+    loading.
     """
     weights = copy.copy(weights)  # with its metadata
     own = {} if isinstance(model, BaseBackbone) else model.state_dict()
@@ -255,16 +247,9 @@ def _num_active(hidden: int, ratio: float, family: str) -> int:
 
 
 def translate_file(src: str, dst: str, cfg: dict, *keys: str) -> None:
-    """Translate a checkpoint file.
+    """Translate the authors' checkpoint ``src`` for the backbone config ``cfg``, and write ``dst``.
 
-    Args:
-        src (str): The authors' checkpoint.
-        dst (str): The file to write, with the state dict of :func:`translate`.
-        cfg (dict): Config of the backbone.
-        *keys (str): Keys that the weights may have in the checkpoint. The first key found is used.
-
-    Raises:
-        CheckpointError: If the checkpoint has none of the keys, or its weights do not fit.
+    The weights are under the first of the ``keys`` that the checkpoint has.
     """
     found = load_checkpoint(src)
     key = next((key for key in keys if key in found), None)

@@ -5,14 +5,7 @@ from importlib.util import find_spec
 
 
 def config_root(package: str = 'repa_mm') -> str:
-    """Return the folder of a package's configs.
-
-    Args:
-        package (str): 'repa_mm', 'mmdet', 'mmseg' or 'mmpretrain'. Defaults to 'repa_mm'.
-
-    Raises:
-        ImportError: If the package is not installed.
-    """
+    """Return the folder of the configs of 'repa_mm', 'mmdet', 'mmseg' or 'mmpretrain'."""
     spec = find_spec(package)  # without an import: a codebase takes seconds
     if spec is None:
         raise ImportError(f'no package {package!r} is installed, whose configs are asked for')

@@ -196,11 +196,7 @@ class WithStructures:
 
     @torch.no_grad()
     def fill(self, ordinary: nn.Module) -> None:
-        """Copy the weights of an ordinary model, in place, and fill the forms with them.
-
-        Args:
-            ordinary (nn.Module): The model without structures.
-        """
+        """Copy the weights of an ordinary model, in place, and fill the forms with them."""
         inside = tuple(f'{form}.' for _, placed in self.placed for form in placed.values())
         theirs = {**dict(ordinary.named_parameters()), **dict(ordinary.named_buffers())}
         for name, value in (*self.named_parameters(), *self.named_buffers()):

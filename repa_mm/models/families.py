@@ -57,21 +57,13 @@ class Family:
     absorbed: ClassVar[tuple[str, ...]] = ()
 
     def ffn_modules(self, block: nn.Module) -> FFNParts:
-        """Return the modules of a block's norm and FFN.
-
-        Raises:
-            ValueError: If the FFN is of another kind.
-        """
+        """Return the modules of a block's norm and FFN, or raise a ``ValueError``."""
         return FFNParts(
             self.norm_of(block), *_mmcv_ffn(block.get_submodule(self.ffn), self.shortcut)
         )
 
     def norm_of(self, block: nn.Module) -> nn.Module:
-        """Return the norm before a block's FFN, ``nn.Identity()`` if the family has none.
-
-        Raises:
-            ValueError: If the block has no such norm.
-        """
+        """Return the norm before a block's FFN, ``nn.Identity()`` if the family has none."""
         if not self.norm:
             return nn.Identity()
         if not hasattr(block, self.norm):
@@ -262,10 +254,9 @@ class MMCVLayers(Family):
 
 @dataclass(frozen=True)
 class MixFFNs(Family):
-    """Blocks whose FFNs have a depthwise convolution: SegFormer's and PVT v2's.
+    """SegFormer's and PVT v2's blocks, whose FFNs have a depthwise convolution between the layers.
 
-    Their FFNs are narrowed. Idle channels would not merge, because the convolution is between the
-    linear layers.
+    Their FFNs can be narrowed; idle channels would not merge.
     """
 
     def ffn_modules(self, block: nn.Module) -> FFNParts:
@@ -287,11 +278,8 @@ class MLPs(Family):
     """Blocks that compute x + drop_path(scale * mlp(norm(x))), where ``mlp`` has fc1, act and fc2.
 
     Shortcut and drop path stay in the block, so that it needs no other class for a form. Blocks of
-    timm and of ViTDet are of this family.
-
-    Args:
-        scale (str): Name of the layer scale, a parameter of the block or a module with a parameter
-            ``gamma``. Empty if there is none.
+    timm and of ViTDet are of this family. ``scale`` names the layer scale, a parameter or a module
+    with a parameter ``gamma``, if there is one.
     """
 
     shortcut: bool = False

@@ -33,11 +33,7 @@ def trained(layer: nn.Module, name: str) -> bool:
 class Site:
     """A place in a model where a form can replace ordinary modules.
 
-    Args:
-        name (str): Name of the site's module in the model.
-        block (nn.Module): Block that contains the module.
-        path (str): Name of the module in the block.
-        family (Family, optional): Family of the block.
+    ``name`` is the name of the site's module in the model, ``path`` its name in the ``block``.
     """
 
     def __init__(
@@ -63,17 +59,12 @@ class Site:
         """Return the ordinary modules of the site, for :meth:`~repa_mm.reparam.TrainingForm.fill`.
 
         Raises:
-            ValueError: If the site has a form, if the class of a module is not known, or if hooks
-                or replaced layers make a module compute something else.
+            ValueError: If the site has a form, or a module may compute something else.
         """
         raise NotImplementedError
 
     def check(self, form: TrainingForm) -> None:
-        """Check that a form suits the site, before the model is changed.
-
-        Raises:
-            ValueError: If the form does not.
-        """
+        """Raise a ``ValueError`` if a form does not suit the site, before the model is changed."""
 
     def put(self, form: TrainingForm) -> str:
         """Put a form into the site, and return the form's name in the model."""
@@ -96,11 +87,7 @@ class Site:
         return {name for name, p in self.block.named_parameters() if id(p) in ids}
 
     def require(self, model: str) -> None:
-        """Make the block refuse checkpoints that lack one of the :meth:`required` weights.
-
-        Args:
-            model (str): Class of the model with the form, for the message.
-        """
+        """Make the block refuse checkpoints that lack one of the :meth:`required` weights."""
         names = sorted(self.required())
 
         def check(state_dict: dict, prefix: str, *args) -> None:
@@ -132,11 +119,7 @@ class FFNSite(Site):
         return self.family.norm_of(self.block)
 
     def modules(self) -> FFNParts:
-        """Return the norm and the modules of the ordinary FFN.
-
-        Raises:
-            ValueError: As :meth:`parts`, except for a convolution inside the FFN.
-        """
+        """Return the norm and the modules of the ordinary FFN, also those with a convolution."""
         modules = self.family.ffn_modules(self.block)
         _check_stock(self.module, 'its FFN')
         for layer in filter(None, (modules.drop, modules.last)):
@@ -173,10 +156,9 @@ class FFNSite(Site):
     def put(self, form: TrainingForm) -> str:
         """Put a form into the site, and return the form's name in the model.
 
-        Args:
-            form (TrainingForm): Takes tokens (B, L, C) or (B, H, W, C), and returns the tokens plus
-                its output. The tokens are normalized only if ``form.contains_norm`` is False. Most
-                blocks also pass the tokens before the norm as ``identity``, as to mmcv's ``FFN``.
+        The form takes tokens (B, L, C) or (B, H, W, C), normalized if ``form.contains_norm`` is
+        False, and returns the tokens plus its output. Most blocks also pass the tokens before the
+        norm as ``identity``, as to mmcv's ``FFN``.
         """
         modules = self.family.ffn_modules(self.block)
         layers = [modules.fc1, modules.fc2, *([modules.norm] if form.contains_norm else [])]
@@ -196,15 +178,10 @@ class FFNSite(Site):
         conv: torch.Tensor | None = None,
         b_conv: torch.Tensor | None = None,
     ) -> None:
-        """Replace the weights of the ordinary FFN by weights of hidden width A, in place.
+        """Give the ordinary FFN weights of hidden width A, in place.
 
-        Args:
-            w_in (torch.Tensor): Input weights (A, C).
-            b_in (torch.Tensor): Input bias (A, ).
-            w_out (torch.Tensor): Output weights (C, A), with the layer scale multiplied in.
-            b_out (torch.Tensor): Output bias (C, ), with the layer scale multiplied in.
-            conv (torch.Tensor, optional): Filters (A, k^2) of the depthwise convolution inside.
-            b_conv (torch.Tensor, optional): Biases (A, ) of the depthwise convolution.
+        They are (A, C), (A, ), (C, A) and (C, ), with the layer scale multiplied into the output's,
+        and filters (A, k^2) and biases (A, ) of a depthwise convolution.
         """
         parts = self.modules()
         if parts.scale is not None:
@@ -221,14 +198,9 @@ class FFNSite(Site):
 
 
 def raised(scale: torch.Tensor, known: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return a layer scale (C, ) in float64 that new weights can be divided by.
+    """Return a layer scale (C, ) in float64 that a new weight (C, m) can be divided by.
 
-    Small scales are raised, so that no weight exceeds three times the largest one so far.
-
-    Args:
-        scale (torch.Tensor): The layer scale so far.
-        known (torch.Tensor): The weights (C, n) so far.
-        weight (torch.Tensor): The new weights (C, m), with the layer scale multiplied in.
+    Small scales are raised, so that no weight exceeds three times the largest of ``known`` (C, n).
     """
     scale = double(scale)
     floor = double(weight).abs().amax(1) / (3 * double(known).abs().max().clamp(min=1e-30))
@@ -238,10 +210,7 @@ def raised(scale: torch.Tensor, known: torch.Tensor, weight: torch.Tensor) -> to
 
 
 def _set_matrix_(layer: nn.Module, weight: torch.Tensor, bias: torch.Tensor) -> None:
-    """Give a linear layer or a convolution a weight of any sizes, and a bias (out, ).
-
-    The weight is (out, in), or (out, k^2) for a depthwise convolution.
-    """
+    """Give a linear layer a weight (out, in), or a depthwise convolution (out, k^2), and a bias."""
     weight = weight.reshape(len(weight), -1, *layer.weight.shape[2:])
     for name, value in (('weight', weight), ('bias', bias)):
         trains = trained(layer, name)
@@ -262,11 +231,7 @@ _OURS = FastShiftWindowMSA, *_NARROWER.values()
 
 
 def _narrower(attention: nn.Module) -> type | nn.Module:
-    """Return the class or the module that an attention becomes with heads of other widths.
-
-    Raises:
-        ValueError: If its heads are not known.
-    """
+    """Return the class or the module that an attention becomes with heads of other widths."""
     kind = type(attention)
     narrower = kind if kind in _OURS else _NARROWER.get(full_name(kind)) or fast_class(attention)
     heads = getattr(attention, 'w_msa', attention)
@@ -341,18 +306,10 @@ def set_heads_(
     w_out: torch.Tensor,
     b_out: torch.Tensor,
 ) -> nn.Module:
-    """Replace the weights of attention by those of heads of other widths, in place.
+    """Give an attention the weights of heads of other widths, in place, and return the attention.
 
-    Args:
-        attention (nn.Module): The attention.
-        inner (str): As :attr:`AttentionSite.inner`.
-        w_qkv (torch.Tensor): Rows of queries, keys and values, (h (2 r + s), C).
-        b_qkv (torch.Tensor): Their biases (h (2 r + s), ).
-        w_out (torch.Tensor): Projection (C, h s).
-        b_out (torch.Tensor): Bias (C, ) of the projection.
-
-    Returns:
-        nn.Module: The attention.
+    The weights are (h (2 r + s), C) and (C, h s), the biases (h (2 r + s), ) and (C, ), of queries,
+    keys and values, and of the projection. ``inner`` is that of :class:`AttentionSite`.
     """
     become_(attention, _narrower(attention))
     module = attention.get_submodule(inner)
@@ -379,12 +336,9 @@ def _has(block: nn.Module, path: str) -> bool:
 def ffn_sites(model: nn.Module, where: str | None = None) -> list[FFNSite]:
     """Return the sites of a model's FFNs, whether they have forms or ordinary modules.
 
-    Args:
-        model (nn.Module): A backbone or a whole model.
-        where (str, optional): Module of the model in which to search, by its name or the end of its
-            name: 'backbone', 'encoder' (also the encoder of a pixel decoder) or 'decoder'; '' for
-            the whole model. Defaults to the whole model without decoder layers, which process a few
-            hundred queries.
+    ``where`` is a module's name or the end of its name: 'backbone', 'encoder' (also the encoder of
+    a pixel decoder) or 'decoder'; '' for the whole model. None means the whole model without
+    decoder layers, which process a few hundred queries.
     """
     inside = f'.{where}.' if where else ''
     return [
@@ -396,12 +350,7 @@ def ffn_sites(model: nn.Module, where: str | None = None) -> list[FFNSite]:
 
 
 def attention_sites(model: nn.Module, where: str = '') -> list[AttentionSite]:
-    """Return the sites of a model's attention, whether they have forms or ordinary modules.
-
-    Args:
-        model (nn.Module): A backbone or a whole model.
-        where (str): As for :func:`ffn_sites`. Defaults to the whole model.
-    """
+    """Return the sites of a model's attention, as :func:`ffn_sites`, with decoder layers."""
     inside = f'.{where}.' if where else ''
     return [
         AttentionSite(f'{name}{family.attn}', block, family.attn, family)

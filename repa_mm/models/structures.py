@@ -22,11 +22,7 @@ class Structure:
     """Base class of structures. A structure holds config data, and no reference to a model.
 
     A subclass implements :meth:`form`, and :meth:`sites` if its forms replace other modules than
-    FFNs.
-
-    Attributes:
-        where (str, optional): Module of the model in which to search for sites, see
-            :func:`~repa_mm.models.sites.ffn_sites`.
+    FFNs. ``where`` is as for :class:`ChannelIdle`.
     """
 
     where: str | None = None
@@ -36,11 +32,7 @@ class Structure:
         return ffn_sites(model, self.where)
 
     def options(self, sites: Sequence[Site]) -> list[dict]:
-        """Return the keyword arguments of :meth:`form` for each site, by default none.
-
-        Raises:
-            ValueError: If the structure has arguments for another number of blocks.
-        """
+        """Return the keyword arguments of :meth:`form` for each site, by default none."""
         return [{}] * len(sites)
 
     def form(self, site: Site, **options) -> TrainingForm | None:
@@ -52,10 +44,7 @@ class Structure:
         raise NotImplementedError
 
     def put_(self, model: nn.Module) -> dict[str, str]:
-        """Put the forms into a model, in place.
-
-        Returns:
-            dict: From the name of each site to the name of its form.
+        """Put the forms into a model, in place, and return their names by those of their sites.
 
         Raises:
             ValueError: If the model has no site for the structure, or a form does not suit a site.
@@ -91,13 +80,7 @@ class Structure:
         return [name]
 
     def fill_(self, model: nn.Module, placed: dict[str, str], ordinary: nn.Module) -> None:
-        """Fill the forms from an ordinary model, in place.
-
-        Args:
-            model (nn.Module): Model with the forms.
-            placed (dict): Return value of :meth:`put_`.
-            ordinary (nn.Module): Model without structures, whose weights fill the forms.
-        """
+        """Fill the forms that :meth:`put_` has placed from a model without structures, in place."""
         found = {site.name: site for site in self.sites(ordinary)}
         for name, form in placed.items():
             parts = (found[source].parts() for source in self.sources(model, name))
@@ -162,18 +145,10 @@ def idle_ffn(
     form: type[ChannelIdleFFN] = ChannelIdleFFN,
     parts: FFNParts | None = None,
 ) -> ChannelIdleFFN:
-    """Build a channel-idle FFN with the weights of a site's norm and FFN.
+    """Build a channel-idle FFN of class ``form`` with the weights of a site's norm and FFN.
 
-    Args:
-        site (FFNSite): The site, with ordinary modules.
-        idle_ratio (float): Share of hidden channels that skip the activation. Defaults to 0.75.
-        norm_cfg (dict, optional): As for :class:`ChannelIdle`. None means no norm.
-        form (type): Class of the FFN. Defaults to :class:`~repa_mm.reparam.ChannelIdleFFN`.
-        parts (FFNParts, optional): Norm and FFN to take the weights from. Defaults to the site's.
-
-    Raises:
-        ValueError: As :meth:`FFNSite.parts`; if the idle ratio is not in [0, 1]; or if the norm
-            cannot be kept.
+    ``norm_cfg`` is as for :class:`ChannelIdle`; None means no norm. ``parts`` are the norm and FFN
+    to take the weights from, by default the site's.
     """
     parts = parts or site.parts()
     norm_cfg = norm_cfg if site.family.norm else None

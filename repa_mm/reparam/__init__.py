@@ -40,20 +40,19 @@ from .numerics import (
     copy_affine_,
     copy_matrix_,
     double,
-    exact,
     fold_norm,
     is_batch_norm,
     matrix,
     rounded,
+    weights64,
 )
 
 __all__ = [
     'AttentionParts', 'ChannelIdleFFN', 'CheckpointError', 'DeployForm', 'DropPath', 'FFNParts',
-    'FoldedFFN', 'Form', 'MergedFFN', 'TrainingForm', 'batch_norm_affine',
-    'build_activation', 'build_norm', 'check_dropouts', 'check_finite', 'check_ordinary',
-    'check_state_dict', 'copy_affine_', 'copy_matrix_', 'double', 'exact', 'finish_schedules_',
-    'fold', 'fold_norm', 'has_deploy_form', 'has_training_form', 'is_batch_norm',
-    'is_reparameterized', 'match_form', 'matrix', 'num_active_channels',
-    'outermost', 'reparameterize', 'reparameterize_', 'rounded', 'schedules_have_ended',
-    'set_shortcut_', 'set_training_path_',
+    'FoldedFFN', 'Form', 'MergedFFN', 'TrainingForm', 'batch_norm_affine', 'build_activation',
+    'build_norm', 'check_dropouts', 'check_finite', 'check_ordinary', 'check_state_dict',
+    'copy_affine_', 'copy_matrix_', 'double', 'finish_schedules_', 'fold', 'fold_norm',
+    'has_deploy_form', 'has_training_form', 'is_batch_norm', 'is_reparameterized', 'match_form',
+    'matrix', 'num_active_channels', 'outermost', 'reparameterize', 'reparameterize_', 'rounded',
+    'schedules_have_ended', 'set_shortcut_', 'set_training_path_', 'weights64',
 ]  # fmt: skip

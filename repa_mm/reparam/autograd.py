@@ -14,12 +14,9 @@ else:  # PyTorch 2.1 and 2.2
 def first_order_only(instead: str) -> Callable:
     """Decorate the backward pass of an ``autograd.Function`` that has no second derivative.
 
-    The decorated backward pass runs without autocast and raises with ``create_graph=True``:
-    autograd would differentiate the backward pass as if its saved tensors did not depend on the
-    inputs.
-
-    Args:
-        instead (str): The alternative with second derivatives, for the message.
+    The backward pass runs without autocast, and raises with ``create_graph=True``: autograd would
+    differentiate it as if its saved tensors did not depend on the inputs. ``instead`` names the
+    alternative with second derivatives.
     """
 
     def decorate(backward):

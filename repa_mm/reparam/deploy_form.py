@@ -38,15 +38,7 @@ _NORMS = {
 
 
 def num_active_channels(feedforward_channels: int, idle_ratio: float) -> int:
-    """Return the number of hidden channels that pass the activation, ceil(H (1 - theta)).
-
-    Args:
-        feedforward_channels (int): Hidden width H.
-        idle_ratio (float): Idle ratio theta in [0, 1].
-
-    Raises:
-        ValueError: If the idle ratio is not a number in [0, 1].
-    """
+    """Return the number of hidden channels that pass the activation, ceil(H (1 - theta))."""
     if not 0 <= idle_ratio <= 1:
         raise ValueError(
             'idle_ratio must be a number from 0 (every channel is activated) to 1 (none is), but '
@@ -59,12 +51,7 @@ def num_active_channels(feedforward_channels: int, idle_ratio: float) -> int:
 def build_activation(act_cfg: dict | nn.Module) -> nn.Module:
     """Build an activation that is never in place.
 
-    Args:
-        act_cfg (dict | nn.Module): ``type``, the name of an activation in ``torch.nn`` or a module
-            class, and its arguments; or a module, which is returned.
-
-    Raises:
-        ValueError: If ``type`` is neither a name in ``torch.nn`` nor a module class.
+    ``type`` is a name in ``torch.nn`` or a module class. A module is changed and returned.
     """
     act = act_cfg
     if not isinstance(act, nn.Module):
@@ -87,13 +74,8 @@ def build_activation(act_cfg: dict | nn.Module) -> nn.Module:
 def build_norm(norm_cfg: dict | None, num_features: int) -> nn.Module:
     """Build a normalization layer, or ``nn.Identity`` for None.
 
-    Args:
-        norm_cfg (dict, optional): ``type`` ('BN', 'BN1d', 'SyncBN', 'LN' or 'TokenGN'),
-            ``requires_grad`` of its parameters (True by default), and arguments of the layer.
-        num_features (int): Number of channels.
-
-    Raises:
-        ValueError: If ``type`` is something else.
+    ``norm_cfg`` has ``type``, 'BN', 'BN1d', 'SyncBN', 'LN' or 'TokenGN', ``requires_grad`` of the
+    parameters (True by default), and arguments of the layer.
     """
     if norm_cfg is None:
         return nn.Identity()
@@ -109,11 +91,7 @@ def build_norm(norm_cfg: dict | None, num_features: int) -> nn.Module:
 
 
 class DropPath(nn.Module):
-    """Drop the whole residual branch of a sample at random (stochastic depth).
-
-    Args:
-        drop_prob (float): Probability of dropping. Defaults to 0.
-    """
+    """Drop the whole residual branch of a sample at random (stochastic depth)."""
 
     def __init__(self, drop_prob: float = 0.0) -> None:
         super().__init__()
@@ -131,16 +109,7 @@ class DropPath(nn.Module):
 
 
 def check_input(ffn: nn.Module, x: torch.Tensor, identity: torch.Tensor | None) -> None:
-    """Check the arguments of an FFN's ``forward``.
-
-    Args:
-        ffn (nn.Module): The FFN, with C as the attribute ``embed_dims``.
-        x (torch.Tensor): The tokens, of shape (..., C).
-        identity (torch.Tensor, optional): The shortcut's input, as in MMCV's FFN.
-
-    Raises:
-        ValueError: If the tokens have another number of channels, or ``identity`` is not ``x``.
-    """
+    """Check that tokens x are (..., C), and that ``identity``, if any, is x itself."""
     if x.shape[-1] != ffn.embed_dims:
         raise ValueError(f'expected x of shape (..., {ffn.embed_dims}), but got {tuple(x.shape)}')
     if identity is not None and identity is not x:
@@ -176,20 +145,10 @@ def fold(
 ) -> FoldedFFN:
     """Fold norms and layer scale into an FFN, and its idle channels into one matrix (eq. 4-6).
 
-    The operations are differentiable, and keep the dtype of the arguments.
-
-    Args:
-        w_in (torch.Tensor): First linear layer, (H, C), with the active channels first.
-        b_in (torch.Tensor): Bias of the first layer, (H, ).
-        w_out (torch.Tensor): Second linear layer, (C, H).
-        b_out (torch.Tensor): Bias of the second layer, (C, ).
-        num_active (int): Number of active channels A.
-        affine1 (tuple, optional): s and t, each (C, ), of a norm s x + t before the first layer.
-        affine2 (tuple, optional): s and t, each (H, ), of a norm before the second layer.
-        layer_scale (torch.Tensor, optional): Scale g (C, ) of the output.
-
-    Returns:
-        FoldedFFN: The folded weights.
+    The first layer has ``w_in`` (H, C), with the active channels first, and ``b_in`` (H, ), the
+    second ``w_out`` (C, H) and ``b_out`` (C, ). ``affine1`` and ``affine2`` are s and t, each (C, )
+    and (H, ), of norms s x + t before the layers, and ``layer_scale`` (C, ) is g. The operations
+    are differentiable, and keep the dtype of the arguments.
     """
     if affine1 is not None:
         s, t = affine1
@@ -210,12 +169,9 @@ def fold(
 
 
 def stack(folded: FoldedFFN, idle: bool = True) -> dict[str, torch.Tensor]:
-    """Return the state dict of a :class:`MergedFFN` with these weights.
+    """Return the state dict of a :class:`MergedFFN` with these weights, with the shortcut in W.
 
-    Args:
-        folded (FoldedFFN): The folded weights, with the shortcut in W.
-        idle (bool): Whether there are idle channels. Without idle channels, W is only the shortcut,
-            and is left out. Defaults to True.
+    Without idle channels, W is only the shortcut, and is left out.
     """
     w, b, w_in, b_in, w_out = folded
     if idle:
@@ -280,18 +236,9 @@ class MergedFFN(DeployForm):
         idle: bool = True,
         shortcut: bool = True,
     ) -> 'MergedFFN':
-        """Build the deploy form from folded weights, rounded once.
+        """Build the deploy form from float64 weights without the shortcut, rounded once.
 
-        Args:
-            folded (FoldedFFN): The weights in float64, without the shortcut.
-            act (nn.Module): The activation, which is copied.
-            like (torch.Tensor): A tensor with the deploy form's device and dtype.
-            norm (nn.Module, optional): See the class; the norm is copied.
-            idle (bool): See the class.
-            shortcut (bool): See the class.
-
-        Raises:
-            ValueError: If the weights exceed the range of the dtype.
+        Activation and norm are copied; ``like`` has the deploy form's device and dtype.
         """
         with torch.device('meta'):
             width, active = len(folded.w), len(folded.b_in)
@@ -305,19 +252,10 @@ class MergedFFN(DeployForm):
 
     @torch.no_grad()
     def set_shortcut(self, where: str) -> None:
-        """Put the shortcut into W, or take it out and add it at run time.
+        """Put the shortcut into W ('inside'), or take it out and add it at run time ('outside').
 
-        A shortcut inside W costs nothing. With the shortcut outside, W keeps all its digits in half
-        precision (bfloat16 resolves 2^-8 next to the 1 on the diagonal), and autocast adds the
-        shortcut in float32. Call this method before a cast. State dicts always have the shortcut
-        inside W, except with ``state_dict(keep_vars=True)``, which returns the parameters as they
-        are.
-
-        Args:
-            where (str): 'inside' or 'outside'.
-
-        Raises:
-            ValueError: If ``where`` is something else.
+        See :func:`set_shortcut_`. State dicts always have the shortcut inside W, except with
+        ``state_dict(keep_vars=True)``, which returns the parameters as they are.
         """
         if where not in ('inside', 'outside'):
             raise ValueError(f"the shortcut is 'inside' or 'outside', but got {where!r}")
@@ -367,7 +305,11 @@ class MergedFFN(DeployForm):
 
 
 def set_shortcut_(model: nn.Module, where: str) -> nn.Module:
-    """Call :meth:`MergedFFN.set_shortcut` for every FFN of a model.
+    """Put the shortcut of every :class:`MergedFFN` of a model into W, or add it at run time.
+
+    A shortcut inside W costs nothing. With the shortcut outside, W keeps all its digits in half
+    precision (bfloat16 resolves 2^-8 next to the 1 on the diagonal), and autocast adds the shortcut
+    in float32. Call this function before a cast.
 
     Args:
         model (nn.Module): The model, changed in place.

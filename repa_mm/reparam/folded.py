@@ -27,7 +27,7 @@ from .autograd import autocast_dtype, first_order_only, is_compiling
 from .deploy_form import KEPT_NORMS, DropPath, fold
 
 # Number of hidden activations, 100 MB in half precision, from which 'auto' folds on a GPU.
-_LARGE = 50_000_000
+_MIN_ACTIVATIONS = 50_000_000
 _ACTIVATION_BACKWARD = {
     nn.GELU: lambda act, grad, h: torch.ops.aten.gelu_backward(
         grad, h, approximate=act.approximate
@@ -176,10 +176,7 @@ class _NormalizedBranch(torch.autograd.Function):
 
 
 def _statistics(norm: nn.Module) -> str | None:
-    """Return the source of a norm's statistics: 'batch', 'running' or 'sample'.
-
-    None means that folded training does not support the norm.
-    """
+    """Return the source of a norm's statistics, 'batch', 'running' or 'sample', else None."""
     if has_stock_forward(norm, nn.Identity, *KEPT_NORMS):
         return 'sample'
     if not has_stock_forward(norm, nn.SyncBatchNorm, _BatchNorm):
@@ -235,7 +232,7 @@ def is_worth(ffn: nn.Module, num_tokens: int) -> bool:
     weight = ffn.fc1.weight
     dtype = autocast_dtype(weight.device.type) or weight.dtype
     if weight.is_cuda and dtype in (torch.float16, torch.bfloat16):
-        return is_alone and num_tokens * ffn.feedforward_channels >= _LARGE
+        return is_alone and num_tokens * ffn.feedforward_channels >= _MIN_ACTIVATIONS
     # Multiply-adds of forward and backward, divided by C.
     products = 3 + 2 * (_statistics(ffn.norm1) == 'batch')
     of_tokens = products * ffn.embed_dims + 6 * ffn.num_active
@@ -245,11 +242,7 @@ def is_worth(ffn: nn.Module, num_tokens: int) -> bool:
 
 
 def choose_path(ffn: nn.Module, num_tokens: int) -> str:
-    """Return the training path for a number of tokens, 'folded' or 'literal'.
-
-    Raises:
-        ValueError: If ``ffn.training_path`` is 'folded' and the FFN is not foldable at present.
-    """
+    """Return the training path for a number of tokens, 'folded' or 'literal'."""
     path = ffn.training_path
     # A single token has no variance, and BatchNorm itself reports that well.
     is_single = num_tokens < 2 and _statistics(ffn.norm1) == 'batch' and _group(ffn.norm1) is None
@@ -268,16 +261,7 @@ def choose_path(ffn: nn.Module, num_tokens: int) -> str:
 
 
 def folded_forward(ffn: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """Compute :meth:`ChannelIdleFFN.forward_literal` by folded training.
-
-    Args:
-        ffn (ChannelIdleFFN): An FFN in training mode for which :func:`choose_path` returns
-            'folded'.
-        x (torch.Tensor): Tokens of shape (B, L, C).
-
-    Returns:
-        torch.Tensor: The output, of shape (B, L, C).
-    """
+    """Compute :meth:`ChannelIdleFFN.forward_literal` of tokens (B, L, C) by folded training."""
     dtype = autocast_dtype(x.device.type) or x.dtype
     # Statistics and weights are computed in float32 or wider, products with the tokens in the dtype
     # of autocast.
@@ -353,8 +337,8 @@ def _track(norm: nn.Module, mean: torch.Tensor, var: torch.Tensor, count) -> Non
 def _centre(x: torch.Tensor, acc: torch.dtype, count, group):
     """Return the column means of x in two parts, and x minus both parts, all in ``acc``.
 
-    The second part is the mean of x minus the first part. It corrects the rounding error of the
-    first part, which matters where a mean is large compared with the standard deviation.
+    The second part is the rounding error of the first, which matters where a mean is large compared
+    with the standard deviation.
     """
     mean = _mean(x, acc, count, group)
     xc = x - mean

@@ -25,11 +25,8 @@ class CheckpointError(RuntimeError):
 class Form(nn.Module):
     """Base class of training and deploy forms, which load only the weights of their own form.
 
-    The two forms of a structure must have different weight names.
-
-    Attributes:
-        label (str): Name of the structure in messages.
-        optional (tuple[str]): Suffixes of names that may be missing from a checkpoint.
+    The two forms of a structure must have different weight names. ``label`` is the structure's name
+    in messages, and ``optional`` has suffixes of names that may be missing from a checkpoint.
     """
 
     label = 'mergeable module'
@@ -40,14 +37,9 @@ class Form(nn.Module):
         return frozenset(key for key in weights if not key.endswith(self.optional))
 
     def check_weights(self, weights: dict, name: str) -> None:
-        """Check that weights belong to this module in its present form.
+        """Raise a :class:`CheckpointError` if weights are of the other form or another module.
 
-        Args:
-            weights (dict): The module's weights in a checkpoint, with names relative to the module.
-            name (str): The module's name in the model, for messages.
-
-        Raises:
-            CheckpointError: If the weights belong to the other form or to another module.
+        The names in ``weights`` are relative to the module; ``name`` is the module's in the model.
         """
         own = self.state_dict()
         lacking = sorted(self.names(own) - self.names(weights))
@@ -82,13 +74,10 @@ class Form(nn.Module):
 
 
 def check_state_dict(model: nn.Module, state_dict: dict, prefix: str = '', *args) -> None:
-    """Check that a state dict has weights for every form of a model.
+    """Raise a :class:`CheckpointError` if a form of the model has no weights in a state dict.
 
     The signature fits a ``load_state_dict`` pre-hook. A state dict without any weight of the model
     passes; :meth:`Form.check_weights` checks the weights of each form.
-
-    Raises:
-        CheckpointError: If a form has no weights in the state dict; names the form.
     """
     if not any(key.startswith(prefix) for key in state_dict):
         return
@@ -102,14 +91,10 @@ def check_state_dict(model: nn.Module, state_dict: dict, prefix: str = '', *args
 
 
 def check_ordinary(module: nn.Module, state_dict: dict, prefix: str, *args) -> None:
-    """Check that a state dict has only an ordinary module's weights at the module's place.
+    """Raise a :class:`CheckpointError` if weights are not those of an ordinary module.
 
     The signature fits a ``load_state_dict`` pre-hook. Non-strict loading would ignore the weights
     of a form and weights of other widths, and keep the module's own.
-
-    Raises:
-        CheckpointError: If the state dict has another weight there, or a weight of another shape;
-            names the weight.
     """
     own = module.state_dict()
     for key, value in state_dict.items():
@@ -179,7 +164,7 @@ class TrainingForm(Form):
         """Finish the schedule so that the form can merge. Does nothing by default."""
 
     def schedule_has_ended(self) -> bool:
-        """Return True if the form merges now: what moves during training is at its end."""
+        """Return True if the form merges now, since its schedule, if any, has ended."""
         return True
 
     def batch_norms(self) -> list[nn.Module]:
@@ -220,10 +205,7 @@ class DeployForm(Form):
 
 
 def outermost(model: nn.Module, kind: type = Form) -> Iterator[tuple[str, Form]]:
-    """Return the forms of a model, by name, that are not inside of another form.
-
-    Forms inside another form are left to the outer form's merge.
-    """
+    """Yield the names and forms of a model that are not inside another form, which merges those."""
     inside = None
     for name, module in model.named_modules():
         if inside is not None and name.startswith(inside):
@@ -234,15 +216,7 @@ def outermost(model: nn.Module, kind: type = Form) -> Iterator[tuple[str, Form]]
 
 
 def merge_whole(form: TrainingForm, name: str) -> DeployForm:
-    """Merge a form and all forms inside it.
-
-    Args:
-        form (TrainingForm): The form, which does not change.
-        name (str): The form's name in the model, for messages.
-
-    Raises:
-        ValueError: See :meth:`TrainingForm.merge`; the message has the name.
-    """
+    """Merge a form, which does not change, and all forms inside it; ``name`` is for messages."""
     try:
         merged = form.merge()
     except ValueError as error:
@@ -275,11 +249,7 @@ def _parts(module: nn.Module) -> set[int]:
 
 
 def _check_whole(form: TrainingForm) -> None:
-    """Check that the merge covers everything that the form computes.
-
-    Raises:
-        ValueError: If it does not; names the subclass, or the module with a hook.
-    """
+    """Raise a ``ValueError`` if the merge does not cover everything that the form computes."""
     for name, module in form.named_modules():
         where = f'{name!r} ({type(module).__name__})' if name else type(form).__name__
         methods = module.computes if isinstance(module, TrainingForm) else ('forward',)

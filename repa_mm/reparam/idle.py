@@ -31,10 +31,10 @@ from .numerics import (
     copy_affine_,
     copy_matrix_,
     double,
-    exact,
     fold_norm,
     is_batch_norm,
     matrix,
+    weights64,
 )
 
 
@@ -128,15 +128,9 @@ class ChannelIdleFFN(TrainingForm):
         return self.feedforward_channels - self.num_active
 
     def forward(self, x: torch.Tensor, identity: torch.Tensor | None = None) -> torch.Tensor:
-        """Compute eq. 3 of the paper.
+        """Compute eq. 3 of the paper for tokens x (B, L, C), not normalized.
 
-        Args:
-            x (torch.Tensor): Tokens of shape (B, L, C), not normalized.
-            identity (torch.Tensor, optional): The shortcut's input, as in mmcv's ``FFN``. Only x
-                itself is supported.
-
-        Returns:
-            torch.Tensor: The output, of shape (B, L, C).
+        ``identity`` is the shortcut's input, as in mmcv's ``FFN``: x itself, or None.
         """
         check_input(self, x, identity)
         is_own = type(self).forward_literal is ChannelIdleFFN.forward_literal
@@ -145,14 +139,7 @@ class ChannelIdleFFN(TrainingForm):
         return self.forward_literal(x)
 
     def forward_literal(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute eq. 3 of the paper literally, as the reference for every other path.
-
-        Args:
-            x (torch.Tensor): Tokens of shape (B, L, C).
-
-        Returns:
-            torch.Tensor: The output, of shape (B, L, C).
-        """
+        """Compute eq. 3 of the paper literally, as the reference for every other path."""
         u = self.norm1(x if self.keeps_norm else x.reshape(-1, self.embed_dims))
         a = self._hidden(u.reshape(-1, self.embed_dims))
         z = self.drop(self.fc2(self.drop(self.norm2(a)))).view(x.shape)
@@ -171,13 +158,7 @@ class ChannelIdleFFN(TrainingForm):
     def fold(self) -> FoldedFFN:
         """Fold norms, layer scale and idle channels in float64 (paper eq. 4-6).
 
-        A norm that depends on the sample is not folded.
-
-        Returns:
-            FoldedFFN: z = x W^T + b + act(x W_in^T + b_in) W_out^T, without the shortcut.
-
-        Raises:
-            ValueError: If a layer was replaced, or a BatchNorm has no running statistics.
+        The shortcut is not in the result. A norm that depends on the sample is not folded.
         """
         for name, others in (('norm1', (nn.Identity, *KEPT_NORMS)), ('norm2', (nn.Identity,))):
             norm = getattr(self, name)
@@ -186,8 +167,8 @@ class ChannelIdleFFN(TrainingForm):
                     f'its {name} is a {type(norm).__name__}, which is not a norm that merges'
                 )
         check_dropouts(self)
-        w_in, b_in = exact(self.fc1, 'its fc1')
-        w_out, b_out = exact(self.fc2, 'its fc2')
+        w_in, b_in = weights64(self.fc1, 'its fc1')
+        w_out, b_out = weights64(self.fc2, 'its fc2')
         return fold(
             w_in,
             b_in,

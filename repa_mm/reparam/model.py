@@ -23,10 +23,6 @@ def is_reparameterized(model: nn.Module, state_dict: dict) -> bool:
 
     The first form whose weights do not have the names of the training form decides: the state dict
     is merged if the weights have the names of the deploy form.
-
-    Args:
-        model (nn.Module): The model in its training form.
-        state_dict (dict): The state dict, with the model's names.
     """
     for name, form in outermost(model, TrainingForm):
         start = f'{name}.' if name else ''
@@ -42,14 +38,8 @@ def is_reparameterized(model: nn.Module, state_dict: dict) -> bool:
 def finish_schedules_(model: nn.Module) -> nn.Module:
     """Take every schedule of a model to its end, in place, so that the model merges.
 
-    Use it for a model that gets its weights afterwards or is only timed. It changes the output of a
-    model whose schedule has not ended.
-
-    Args:
-        model (nn.Module): The model, changed in place.
-
-    Returns:
-        nn.Module: ``model``.
+    This changes the output of a model whose schedule has not ended: use it for a model that gets
+    its weights afterwards or is only timed.
     """
     for form in _training_forms(model):
         form.finish_schedule()
@@ -133,15 +123,7 @@ def _merged(model: nn.Module) -> tuple[nn.Module, dict[int, DeployForm]]:
 
 
 def match_form(model: nn.Module, state_dict: dict) -> bool:
-    """Reparameterize a model in place if its weights are in the deploy form.
-
-    Args:
-        model (nn.Module): The model. A model in the deploy form stays as it is.
-        state_dict (dict): The weights, in either form.
-
-    Returns:
-        bool: Whether the model has changed.
-    """
+    """Reparameterize a model in place if the weights are in the deploy form; return True if so."""
     if has_deploy_form(model) or not is_reparameterized(model, state_dict):
         return False
     # The weights are loaded afterwards, so that finishing the schedules loses nothing.

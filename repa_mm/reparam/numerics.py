@@ -22,11 +22,7 @@ def any_of(mask: torch.Tensor) -> bool:
 
 
 def rounded(value: torch.Tensor, like: torch.Tensor) -> nn.Parameter:
-    """Round a float64 tensor to a parameter with the dtype and device of ``like``.
-
-    Raises:
-        ValueError: If a value exceeds the range of the dtype.
-    """
+    """Round a float64 tensor to a parameter of the dtype and device of ``like``, or raise."""
     # A copy, so that training cannot change the deploy form.
     result = value.to(like, copy=True)
     if any_of(~result.isfinite()):
@@ -38,17 +34,9 @@ def rounded(value: torch.Tensor, like: torch.Tensor) -> nn.Parameter:
 
 
 def batch_norm_affine(norm: nn.Module, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return s and t of the affine map s x + t that a BatchNorm computes in eval mode.
+    """Return s and t, each (in, ), of the map s x + t that a BatchNorm computes in eval mode.
 
-    Args:
-        norm (nn.Module): A BatchNorm, or an identity module.
-        like (torch.Tensor): The next layer's weight in float64, of shape (out, in).
-
-    Returns:
-        tuple: s and t, float64 vectors of shape (in, ).
-
-    Raises:
-        ValueError: If the BatchNorm has no running statistics, or a variance is 0 with eps = 0.
+    Another module counts as an identity. ``like`` (out, in) is the next layer's weight in float64.
     """
     s = like.new_ones(like.shape[1])
     t = torch.zeros_like(s)
@@ -67,16 +55,8 @@ def batch_norm_affine(norm: nn.Module, like: torch.Tensor) -> tuple[torch.Tensor
     return s, t - s * double(norm.running_mean)
 
 
-def exact(layer: nn.Module, what: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return weight and bias of a linear layer in float64, with zeros for a missing bias.
-
-    Args:
-        layer (nn.Module): The layer.
-        what (str): Name of the layer in messages.
-
-    Raises:
-        ValueError: If the layer is not an ``nn.Linear``.
-    """
+def weights64(layer: nn.Module, what: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return weight and bias of an ``nn.Linear`` in float64, with zeros for a missing bias."""
     if not has_stock_forward(layer, nn.Linear):
         raise ValueError(
             f'{what} is a {type(layer).__name__}, and not an nn.Linear: an adapter is to be merged '
@@ -87,11 +67,7 @@ def exact(layer: nn.Module, what: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def check_dropouts(form: nn.Module) -> None:
-    """Check that ``drop`` and ``dropout_layer`` of a form, which a merge leaves out, are dropouts.
-
-    Raises:
-        ValueError: If one of the two modules is not a dropout.
-    """
+    """Check that ``drop`` and ``dropout_layer``, which a merge leaves out, are dropouts."""
     for name in ('drop', 'dropout_layer'):
         module = getattr(form, name)
         # By name: mmcv and timm have a DropPath each.
@@ -110,15 +86,7 @@ def is_batch_norm(norm: nn.Module) -> bool:
 
 
 def check_finite(module: nn.Module) -> None:
-    """Check that the parameters and BatchNorm statistics of a module can be merged.
-
-    Args:
-        module (nn.Module): A module or model.
-
-    Raises:
-        ValueError: If a tensor has a dtype that torch cannot compute with, has values that are not
-            finite, or is a variance with negative values; names the first such tensor.
-    """
+    """Check that the parameters and BatchNorm statistics of a module can be merged."""
     merged = 'running_mean', 'running_var', 'layer_scale'
     buffers = (item for item in module.named_buffers() if item[0].endswith(merged))
     for name, tensor in (*module.named_parameters(), *buffers):
@@ -155,11 +123,7 @@ class FFNParts(NamedTuple):
 
     @property
     def drop_rate(self) -> float:
-        """The rate of the dropouts of the hidden channels and of the output.
-
-        Raises:
-            ValueError: If the rates differ, since forms have one for both.
-        """
+        """The one rate of the dropouts of the hidden channels and of the output."""
         rates = [getattr(layer, 'p', 0.0) for layer in (self.drop, self.last)]
         if rates[0] != rates[1]:
             raise ValueError(
@@ -204,14 +168,7 @@ def matrix(layer: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]:
 
 
 def fold_norm(norm: nn.Module, layer: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Fold scale and shift of a norm into the layer after the norm, in float64.
-
-    Returns:
-        tuple: Weight and bias of the layer.
-
-    Raises:
-        ValueError: If the norm has a shift and the layer has no bias.
-    """
+    """Return weight and bias of a layer with scale and shift of the norm before it, in float64."""
     weight, bias = matrix(layer)
     if getattr(norm, 'weight', None) is None:
         return weight, bias

@@ -5,8 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from repa_mm.apis import merge_checkpoint
-from repa_mm.apis import open_model
+from repa_mm.apis import merge_checkpoint, open_model
 from repa_mm.apis.merge_checkpoint import reparameterize_checkpoint
 from repa_mm.io.configs import load_config
 from repa_mm.io.paths import config_path
