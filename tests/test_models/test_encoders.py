@@ -15,7 +15,7 @@ from repa_mm.convert import fit_channel_idle
 from repa_mm.convert.changed_config import converted_config
 from repa_mm.io.configs import load_config
 from repa_mm.models.sites import ffn_sites
-from repa_mm.reparam import ChannelIdleFFN, MergedFFN, set_training_path_
+from repa_mm.reparam import ChannelIdleFFN, MergedFFN
 from repa_mm.surgery import copied
 from tests.test_convert.even import narrowed
 from tests.test_models.test_sites import idle
@@ -166,24 +166,6 @@ def test_a_segmentor(randomize, relative_error):
         assert sum(isinstance(m, MergedFFN) for m in merged.modules()) == 6
         pairs = zip(tensors(head_inputs(merged, batch)), tensors(head_inputs(model, batch)))
         assert all(relative_error(a, b) < 1e-5 for a, b in pairs)
-
-
-def test_both_training_paths_of_an_ffn_without_norms(randomize):
-    """Against the literal equation, gradients too."""
-    model = build('DINO', randomize)
-    ffn = idle(model, 0.75).encoder.layers[1].ffn.double().train()
-    x = torch.randn(2, 400, 256, dtype=torch.float64, requires_grad=True)
-    h = x @ ffn.fc1.weight.t() + ffn.fc1.bias
-    h = torch.cat([h[..., : ffn.num_active].relu(), h[..., ffn.num_active :]], -1)
-    literal = x + h @ ffn.fc2.weight.t() + ffn.fc2.bias
-    weight, params = torch.randn_like(x), [x, *ffn.parameters()]
-    expected = torch.autograd.grad((literal * weight).sum(), params)
-    for path in ('literal', 'folded'):
-        y = set_training_path_(ffn, path)(x)
-        torch.testing.assert_close(y, literal)
-        found = torch.autograd.grad((y * weight).sum(), params)
-        for a, b in zip(found, expected):
-            torch.testing.assert_close(a, b)
 
 
 @pytest.mark.parametrize('case', ['DETR', 'DINO', 'Co-DETR', 'MaskFormer', 'Mask2Former'])

@@ -52,14 +52,14 @@ def worst(actual, expected):
 
 
 @pytest.mark.parametrize('idle_ratio', [0, 2 / 3, 1])
-@pytest.mark.parametrize('norm', ['BN', 'SyncBN', 'reverted', 'LN', 'frozen'])
+@pytest.mark.parametrize('norm', ['BN', 'SyncBN', 'reverted', 'LN', 'frozen', None])
 @pytest.mark.parametrize('drop_path, layer_scale', [(0, 0), (0.4, 0.5)])
 def test_equals_equation_3(idle_ratio, norm, drop_path, layer_scale, randomize):
     ffn = ChannelIdleFFN(
         24,
         72,
         idle_ratio,
-        norm_cfg=dict(type=dict(frozen='BN', reverted='SyncBN').get(norm, norm)),
+        norm_cfg=norm and dict(type=dict(frozen='BN', reverted='SyncBN').get(norm, norm)),
         drop_path=drop_path,
         layer_scale_init_value=layer_scale,
     )
@@ -74,36 +74,25 @@ def test_equals_equation_3(idle_ratio, norm, drop_path, layer_scale, randomize):
 
 
 @pytest.mark.parametrize(
-    'act',
+    'act, norm',
     [
-        dict(type='ReLU', inplace=True),
-        nn.Sequential(nn.ReLU(inplace=True)),
-        dict(type='SiLU'),
-        dict(type='GELU', approximate='tanh'),
-        dict(type='Hardswish'),
-        dict(type='Identity'),
+        (dict(type='ReLU', inplace=True), {}),
+        (nn.Sequential(nn.ReLU(inplace=True)), {}),
+        (dict(type='SiLU'), {}),
+        (dict(type='GELU', approximate='tanh'), {}),
+        (dict(type='Hardswish'), {}),
+        (dict(type='Identity'), {}),
+        (dict(type='GELU'), dict(affine=False)),
+        (dict(type='GELU'), dict(momentum=None)),
+        (dict(type='GELU'), dict(momentum=0.3, eps=1e-2)),
+        (dict(type='GELU'), dict(track_running_stats=False)),
+        (dict(type='GELU'), dict(requires_grad=False)),
     ],
 )
-def test_activations(act, randomize):
-    ffn = randomize(ChannelIdleFFN(16, 64, act_cfg=act)).double().train()
-    x = torch.randn(2, 40, 16).double()
-    assert worst(step(ffn, x, 'folded'), step(ffn, x, 'literal')) < 1e-10
-
-
-@pytest.mark.parametrize(
-    'kwargs',
-    [
-        dict(affine=False),
-        dict(momentum=None),
-        dict(momentum=0.3, eps=1e-2),
-        dict(track_running_stats=False),
-        dict(requires_grad=False),
-    ],
-)
-def test_norm_options(kwargs, randomize):
-    ffn = ChannelIdleFFN(16, 64, norm_cfg=dict(type='BN', **kwargs))
+def test_activations_and_options_of_norms(act, norm, randomize):
+    ffn = ChannelIdleFFN(16, 64, act_cfg=act, norm_cfg=dict(type='BN', **norm))
     randomize(ffn).double().train()
-    ffn.fc1.weight.requires_grad_('requires_grad' not in kwargs)
+    ffn.fc1.weight.requires_grad_('requires_grad' not in norm)
     x = torch.randn(2, 40, 16).double()
     assert worst(step(ffn, x, 'folded'), step(ffn, x, 'literal')) < 1e-10
 
@@ -260,41 +249,16 @@ class Adapter(nn.Module):
         return self.layer(x) + x @ self.update.t()
 
 
-class Tripled(nn.Linear):
-    def forward(self, x):
-        return 3 * super().forward(x)
-
-
-def _adapt(ffn):
-    ffn.fc1 = Adapter(ffn.fc1)
-
-
-def _subclass(ffn):
-    ffn.fc2.__class__ = Tripled
-
-
-def _parametrize(ffn):
-    nn.utils.parametrizations.weight_norm(ffn.fc1)
-
-
-def _prune(ffn):
-    nn.utils.prune.random_unstructured(ffn.fc1, 'weight', 0.5)
-
-
-def _hook(ffn):
-    ffn.act.register_forward_hook(lambda module, args, y: 2 * y)
-
-
-def _norm_hook(ffn):
-    ffn.norm2.register_forward_pre_hook(lambda module, args: (2 * args[0],))
-
-
-def _other_drop_path(ffn):
-    ffn.dropout_layer = nn.Identity()
-
-
 @pytest.mark.parametrize(
-    'change', [_adapt, _subclass, _parametrize, _prune, _hook, _norm_hook, _other_drop_path]
+    'change',
+    [
+        lambda ffn: setattr(ffn, 'fc1', Adapter(ffn.fc1)),
+        lambda ffn: nn.utils.parametrizations.weight_norm(ffn.fc1),
+        lambda ffn: nn.utils.prune.random_unstructured(ffn.fc1, 'weight', 0.5),
+        lambda ffn: ffn.act.register_forward_hook(lambda module, args, y: 2 * y),
+        lambda ffn: ffn.norm2.register_forward_pre_hook(lambda module, args: (2 * args[0],)),
+        lambda ffn: setattr(ffn, 'dropout_layer', nn.Identity()),
+    ],
 )
 @pytest.mark.filterwarnings('ignore')
 def test_only_what_is_known_is_folded(change, randomize):

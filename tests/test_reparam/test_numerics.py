@@ -8,7 +8,6 @@ import torch.nn as nn
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from repa_mm.faster import fast_window_attention_
 from repa_mm.reparam import (
     ChannelIdleFFN,
     check_finite,
@@ -76,25 +75,6 @@ def test_processes_with_few_tokens_take_the_path_of_the_others(monkeypatch):
         assert choose_path(ffn, num_tokens) == 'folded'
 
 
-@pytest.mark.parametrize('grad', [False, True])
-@pytest.mark.parametrize('shift', [0, 3])
-def test_window_attention_without_images(grad, shift):
-    fast = fast_window_attention_(_stock_attention(shift))
-    x = torch.randn(0, 63, 8, requires_grad=True)
-    with torch.set_grad_enabled(grad):
-        y = fast(x, (7, 9))
-    assert y.shape == x.shape
-    if grad:
-        y.sum().backward()
-        assert x.grad.shape == x.shape
-
-
-def _stock_attention(shift):
-    from mmpretrain.models.utils.attention import ShiftWindowMSA
-
-    return ShiftWindowMSA(8, 2, 7, shift, pad_small_map=True)
-
-
 def model(**kwargs):
     """With a FFN at 'backbone.blocks.1.ffn'."""
     blocks = nn.ModuleList(
@@ -140,11 +120,8 @@ def test_what_is_not_finite_is_reported(value, inplace, weight, count):
 def test_negative_variances_are_reported():
     broken = model()
     broken.backbone.blocks[2].ffn.norm2.running_var[3:5] = -1e-9
-    with pytest.raises(
-        ValueError,
-        match=r"'backbone.blocks.2.ffn': norm2."
-        r'running_var has negative values',
-    ):
+    message = r"'backbone.blocks.2.ffn': norm2.running_var has negative values"
+    with pytest.raises(ValueError, match=message):
         reparameterize(broken)
     broken.backbone.blocks[2].ffn.fc1.weight.data[:] = float('nan')
     with pytest.raises(ValueError, match='fc1.weight has values that are not finite'):
@@ -166,10 +143,8 @@ def test_overflow_of_the_merged_weights_is_reported(dtype, factor):
     ffn.fc2.weight.data.mul_(factor)
     broken.to(dtype)
     check_finite(broken)
-    with pytest.raises(
-        ValueError,
-        match=f"'backbone.blocks.0.ffn': the merged weights, up to .*, exceed the range of {dtype}",
-    ):
+    message = f"'backbone.blocks.0.ffn': the merged weights, .*, exceed the range of {dtype}"
+    with pytest.raises(ValueError, match=message):
         reparameterize(broken)
     # In float64 it does fit.
     assert reparameterize(broken.double())

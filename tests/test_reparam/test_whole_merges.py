@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn as nn
-from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
+from torch.nn.utils import parametrizations, prune, weight_norm
 
 from repa_mm.reparam import (
     ChannelIdleFFN,
@@ -30,98 +30,45 @@ class Literal(ChannelIdleFFN):
         return super().forward_literal(x) + 1
 
 
-class Adapted(nn.Linear):
-    def forward(self, x):
-        return super().forward(x) + 0.3 * x.sum(-1, keepdim=True)
+def _double(module):
+    own = module.forward
+    module.forward = lambda *args: 2 * own(*args)
 
 
-def _subclass(ffn):
-    ffn.__class__ = Doubled
+def _hook(module):
+    module.register_forward_hook(lambda module, args, y: 2 * y)
 
 
-def _literal(ffn):
-    ffn.__class__ = Literal
+def _pre_hook(module):
+    module.register_forward_pre_hook(lambda module, args: (2 * args[0],))
 
 
-def _replaced(ffn):
-    own = ffn.forward
-    ffn.forward = lambda x, identity=None: 2 * own(x)
-
-
-def _replaced_inside(ffn):
-    own = ffn.fc1.forward
-    ffn.fc1.forward = lambda x: 2 * own(x)
-
-
-def _hook(ffn):
-    ffn.register_forward_hook(lambda module, args, y: 2 * y)
-
-
-def _pre_hook(ffn):
-    ffn.register_forward_pre_hook(lambda module, args: (2 * args[0],))
-
-
-def _hook_inside(ffn):
-    ffn.fc1.register_forward_hook(lambda module, args, y: 2 * y)
-
-
-def _hook_of_the_activation(ffn):
-    ffn.act.register_forward_hook(lambda module, args, y: 2 * y)
-
-
-def _adapter(ffn):
-    layer = Adapted(8, 32)
-    layer.load_state_dict(ffn.fc1.state_dict())
-    ffn.fc1 = layer
-
-
-def _norm(ffn):
-    ffn.norm1 = nn.InstanceNorm1d(8, affine=True)
-
-
-def _second_norm(ffn):
-    ffn.norm2 = nn.LayerNorm(32)
-
-
-def _drop_path(ffn):
-    ffn.dropout_layer = nn.Tanh()
-
-
-def _weight_norm(ffn):
-    weight_norm(ffn.fc1)
-
-
-def _spectral_norm(ffn):
-    spectral_norm(ffn.fc1)
-
-
-def _prune(ffn):
-    prune.random_unstructured(ffn.fc2, 'weight', 0.4)
-
-
-def _parametrization(ffn):
-    parametrizations.spectral_norm(ffn.fc1)
+def to(name, value):
+    return lambda ffn: setattr(ffn, name, value)
 
 
 @pytest.mark.parametrize(
     'change, message',
     [
-        (_subclass, r'Doubled has its own forward\(\)'),
-        (_literal, r'Literal has its own forward_literal\(\)'),
-        (_replaced, r'forward\(\) of ChannelIdleFFN is replaced'),
-        (_replaced_inside, r"forward\(\) of 'fc1' \(Linear\) is replaced"),
+        (to('__class__', Doubled), r'Doubled has its own forward\(\)'),
+        (to('__class__', Literal), r'Literal has its own forward_literal\(\)'),
+        (_double, r'forward\(\) of ChannelIdleFFN is replaced'),
+        (lambda ffn: _double(ffn.fc1), r"forward\(\) of 'fc1' \(Linear\) is replaced"),
         (_hook, r'ChannelIdleFFN has a forward hook.*handle.remove'),
         (_pre_hook, r'ChannelIdleFFN has a forward hook.*handle.remove'),
-        (_hook_inside, r"'fc1' \(Linear\) has a forward hook.*handle.remove"),
-        (_hook_of_the_activation, r"'act' \(GELU\) has a forward hook"),
-        (_adapter, 'its fc1 is a Adapted'),
-        (_norm, 'its norm1 is a InstanceNorm1d'),
-        (_second_norm, 'its norm2 is a LayerNorm'),
-        (_drop_path, 'its dropout_layer is a Tanh'),
-        (_weight_norm, r"'fc1' \(Linear\) has a forward hook, WeightNorm.*remove_weight_norm"),
-        (_spectral_norm, r"'fc1' \(Linear\) has a forward hook, SpectralNorm"),
-        (_prune, r"'fc2' \(Linear\) has a forward hook, RandomUnstructured.*prune.remove"),
-        (_parametrization, r"'fc1' \(ParametrizedLinear\) has parametrized.*remove_parametriz"),
+        (lambda ffn: _hook(ffn.act), r"'act' \(GELU\) has a forward hook"),
+        (to('norm1', nn.InstanceNorm1d(8, affine=True)), 'its norm1 is a InstanceNorm1d'),
+        (to('norm2', nn.LayerNorm(32)), 'its norm2 is a LayerNorm'),
+        (to('dropout_layer', nn.Tanh()), 'its dropout_layer is a Tanh'),
+        (lambda ffn: weight_norm(ffn.fc1), r"'fc1' .* hook, WeightNorm.*remove_weight_norm"),
+        (
+            lambda ffn: prune.random_unstructured(ffn.fc2, 'weight', 0.4),
+            r"'fc2' \(Linear\) has a forward hook, RandomUnstructured.*prune.remove",
+        ),
+        (
+            lambda ffn: parametrizations.spectral_norm(ffn.fc1),
+            r"'fc1' \(ParametrizedLinear\) has parametrized.*remove_parametriz",
+        ),
     ],
 )
 @pytest.mark.filterwarnings('ignore')  # of the old norms, which are deprecated
