@@ -244,10 +244,6 @@ def test_traces(calls):
     assert not calls
 
 
-def _runs(device='cuda'):
-    return attention._runs_kernels.__wrapped__(torch.device(device))
-
-
 @pytest.fixture
 def gpu(monkeypatch):
     """As if there were a GPU on which a small kernel runs."""
@@ -256,24 +252,23 @@ def gpu(monkeypatch):
     monkeypatch.setattr(torch, 'ones', lambda *shape, device: torch.zeros(*shape, device=DEVICE))
 
 
-def test_which_devices_have_kernels(gpu, monkeypatch):
-    assert _runs()
-    monkeypatch.setattr(torch.cuda, 'get_device_capability', lambda device: (7, 5))
-    assert not _runs()
+def test_where_the_kernels_run(gpu, monkeypatch):
+    def runs():
+        return attention._runs_kernels.__wrapped__(torch.device('cuda'))
 
-
-def test_without_triton(gpu, monkeypatch):
-    monkeypatch.setitem(sys.modules, 'repa_mm.faster.kernels', None)
-    assert not _runs()
-
-
-def test_without_a_compiler(gpu, monkeypatch):
     def fails(*args):
         raise RuntimeError('Failed to find C compiler')
 
+    assert runs()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, 'get_device_capability', lambda device: (7, 5))
+        assert not runs()
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, 'repa_mm.faster.kernels', None)
+        assert not runs()
     monkeypatch.setattr(kernels, 'layer_norm', fails)
     with pytest.warns(UserWarning, match='slower .* RuntimeError: Failed to find C compiler'):
-        assert not _runs()
+        assert not runs()
 
 
 @pytest.mark.parametrize('dtype', [torch.float32, torch.float16, torch.bfloat16])

@@ -39,10 +39,8 @@ def build(structures, deploy=False, **model):
 # The structures of a model that leave a block ordinary, those of the weights, and the block.
 CASES = [
     (idle([0.75, None]), idle(0.75), 'layers.1.ffn'),
-    (idle([None, 0.75]), idle(0.75), 'layers.0.ffn'),
     (idle([None, None]), idle(0.75), 'layers.0.ffn'),
     ([dict(type='Widths', widths=[20, None])], idle(0.75), 'layers.0.ffn'),
-    ([dict(type='Widths', widths=[None, None])], idle(0.75), 'layers.0.ffn'),
 ]
 
 

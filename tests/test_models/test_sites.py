@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn as nn
-from mmengine.registry import MODELS
 
 import repa_mm
 from repa_mm.models import Structure, add_structures_
@@ -161,8 +160,8 @@ def test_convert_train_merge_compare(case, randomize, relative_error):
     x = torch.randn(2, 3, 64, 64)
     model.train()
     sum(y.square().mean() for y in outputs(model, x)).backward()
-    for ffn in ffns:
-        for key, param in ffn.named_parameters():
+    for block in {site.block for site in ffn_sites(model)}:  # nothing is left over in it
+        for key, param in block.named_parameters():
             assert param.grad is not None and param.grad.isfinite().all(), key
 
     randomize(model).eval()
@@ -200,7 +199,7 @@ def test_without_idle_channels_and_with_its_norm_a_model_is_the_same(case, rando
                 assert torch.allclose(actual, y, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize('case', ['ViT', 'Swin', 'DeiT III', 'PoolFormer', 'MLP-Mixer'])
+@pytest.mark.parametrize('case', ['ViT', 'PoolFormer'])
 def test_the_affine_parameters_of_the_norm_stay(case, randomize):
     package, name, kwargs, _ = CONVERTIBLE[case]
     model = randomize(build(package, name, kwargs))
@@ -348,39 +347,21 @@ class Adapter(nn.Linear):
         return super().forward(x) * 2
 
 
-def _adapter(block):
-    block.ffn.layers[1] = Adapter(64, 16)
-
-
-def _hook(block):
-    block.ffn.layers[0][0].register_forward_hook(lambda module, args, y: y * 2)
-
-
-def _dropout(block):
-    block.ffn.dropout_layer = nn.Dropout(0.5)
-
-
 @pytest.mark.parametrize(
     'change, message',
     [
-        (_adapter, 'a Adapter, has a forward'),
-        (_hook, 'forward hooks'),
-        (_dropout, 'ends with a Dropout'),
+        (lambda block: setattr(block.ffn.layers, '1', Adapter(64, 16)), 'a Adapter, has a forward'),
+        (lambda block: block.ffn.layers[0][0].register_forward_hook(print), 'forward hooks'),
+        (lambda block: setattr(block.ffn, 'dropout_layer', nn.Dropout(0.5)), 'ends with a Dropout'),
+        (lambda block: setattr(block, 'ln2', type('RMSNorm', (nn.Module,), {})()), 'a RMSNorm'),
     ],
 )
 def test_an_ffn_that_computes_something_else_is_refused(change, message):
     model = build('mmpretrain', 'VisionTransformer', dict(arch=VIT))
     change(model.layers[1])
     with pytest.raises(ValueError, match=f"'layers.1.ffn'.*{message}"):
-        idle(model)
-    assert not any(isinstance(m, ChannelIdleFFN) for m in model.modules())
-
-
-def test_a_norm_that_cannot_be_kept_is_named():
-    model = build('mmpretrain', 'VisionTransformer', dict(arch=VIT))
-    model.layers[0].ln2 = type('RMSNorm', (nn.Module,), {})()
-    with pytest.raises(ValueError, match="'layers.0.ffn'.* RMSNorm"):
         idle(model, norm_cfg=dict(type='keep'))
+    assert not any(isinstance(m, ChannelIdleFFN) for m in model.modules())
 
 
 # What of an ordinary FFN is frozen, and what of its channel-idle FFN is frozen then.
@@ -426,13 +407,6 @@ def test_weights_of_another_width_train_as_those_before():
     assert [p.requires_grad for p in parameters] == [False, True, True, False]
 
 
-def test_twice():
-    model = build('mmpretrain', 'VisionTransformer', dict(arch=VIT))
-    idle(model)
-    with pytest.raises(ValueError, match="'layers.0.ffn'.* already"):
-        idle(model)
-
-
 def test_layer_scale_drop_path_activation_dtype_are_kept():
     from mmpretrain.models import VisionTransformer
 
@@ -451,30 +425,3 @@ def test_layer_scale_drop_path_activation_dtype_are_kept():
     assert ffn.drop.p == 0.1
     assert isinstance(ffn.act, nn.ReLU)
     assert ffn.norm1.weight.dtype == torch.float64
-
-
-def test_blocks_that_had_to_be_rewritten(randomize):
-    """They are their own equations, with the channel-idle FFN at the end."""
-    x = torch.randn(2, 17, 16)
-
-    beit = build('mmpretrain', 'BEiTViT', dict(arch=VIT))
-    scale = beit.layers[1].gamma_2.clone()
-    layer = idle(beit).layers[1]
-    assert torch.equal(layer.ffn.layer_scale, scale)
-    assert 'gamma_2' not in dict(layer.named_parameters())
-    randomize(beit).eval()
-    y = x + layer.gamma_1 * layer.attn(layer.ln1(x), rel_pos_bias=None)
-    assert torch.equal(layer(x, None), layer.ffn(y))
-
-    deit = build('mmpretrain', 'DeiT3', dict(arch=VIT))
-    layer = randomize(idle(deit)).layers[1].eval()
-    assert torch.equal(layer(x), layer.ffn(x + layer.attn(layer.ln1(x))))
-
-    pool = MODELS.build(dict(type='mmpretrain.PoolFormer'))
-    layer = randomize(idle(pool)).network[2][1].eval()
-    layer.layer_scale_1.data.uniform_()
-    x = torch.randn(2, 128, 5, 7)
-    pooled = nn.functional.avg_pool2d(layer.norm1(x), 3, 1, 1, count_include_pad=False)
-    y = x + layer.layer_scale_1.view(-1, 1, 1) * (pooled - layer.norm1(x))
-    y = layer.mlp(y.flatten(2).transpose(1, 2))
-    assert torch.allclose(layer(x).flatten(2).transpose(1, 2), y, atol=1e-5)
