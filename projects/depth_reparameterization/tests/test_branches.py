@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from hypothesis import HealthCheck, settings
 from mmengine.model import ExponentialMovingAverage
 
 from projects.depth_reparameterization import ParallelAttention, ParallelFFN, join_branches
@@ -17,12 +16,6 @@ FORMS = dict(
     windows=lambda b: ParallelAttention(16, 4, b, window_size=(3, 4), qk_scale=0.3),
     ffn=lambda b: ParallelFFN(16, 40, b, layer_scale_init_value=0.5),
 )
-
-
-def many(n):
-    return settings(
-        max_examples=n, deadline=None, database=None, suppress_health_check=list(HealthCheck)
-    )
 
 
 def general(form):

@@ -5,11 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 from mmengine.registry import MODELS
-from mmpretrain.models import PoolFormer, VisionTransformer
+from mmpretrain.models import VisionTransformer
 
 from projects.expert_averaging import ExpertsFFN, ExpertsVisionTransformer, MergedExperts
-from repa_mm.models import add_structures_
-from repa_mm.reparam import CheckpointError, Form, reparameterize
+from repa_mm.reparam import CheckpointError, reparameterize
 from tests import test_configs
 from tests.shared import backbone_tests, export_test, form_tests
 from tests.test_models import test_structures
@@ -50,20 +49,6 @@ def test_a_site_takes_one_form(first, second, monkeypatch):
     test_structures.test_a_site_takes_one_form(first, second)
 
 
-def test_a_block_that_calls_its_ffn_in_another_way_is_refused_before_anything_changes():
-    vit, pool = VisionTransformer(vit_arch(1), **VIT_ARGS), PoolFormer('s12')
-    blocks = torch.nn.Sequential(vit.layers[0], pool.network[0][0])
-    with pytest.raises(ValueError, match='PoolFormerBlock does not call its FFN as'):
-        add_structures_(blocks, [dict(type='Experts')])
-    assert not any(isinstance(m, Form) for m in blocks.modules())
-
-
-def test_a_frozen_stage_freezes_its_experts():
-    for stages, trains in ((-1, True), (1, False)):
-        model = ExpertsVisionTransformer(vit_arch(1), frozen_stages=stages, **VIT_ARGS)
-        assert all(p.requires_grad is trains for p in model.layers[0].ffn.parameters())
-
-
 def test_weights_without_the_layer_scale_do_not_fill(tmp_path):
     """As those of merged experts, whose matrices have it."""
     kwargs = dict(num_experts=2, layer_scale_init_value=1e-5, **VIT_ARGS)
@@ -78,6 +63,7 @@ def test_the_config_trains_a_step_and_merges(relative_error):
     assert hooks == [dict(type='AverageExpertsHook', rate=1e-3)]
 
 
+@pytest.mark.slow
 def test_in_the_tools(in_digits, call):  # noqa: F811
     backbone = (
         "_delete_=True, type='ExpertsVisionTransformer', num_experts=2, "

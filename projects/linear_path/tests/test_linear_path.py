@@ -62,14 +62,6 @@ def test_it_merges_into_what_channel_idle_merges_into():
     merged[1].load_state_dict(merged[0].state_dict())
 
 
-def test_checkpoints_without_the_number_of_active_channels_load(make):  # noqa: F811
-    state = make('path').state_dict()
-    del state['num_active_channels']
-    form = FORMS['path'][0]()
-    form.load_state_dict(state)
-    assert form.num_active_channels == 10
-
-
 def test_linear_paths_that_cannot_be():
     with pytest.raises(ValueError, match='no channel would be active'):
         LinearPathFFN(C, H, idle_ratio=1)

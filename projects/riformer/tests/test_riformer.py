@@ -75,6 +75,7 @@ def test_the_config_trains_a_step_and_merges(relative_error):
     assert hook.type == 'ImitateMixersHook' and hook.teacher.type == 'mmpretrain.PoolFormer'
 
 
+@pytest.mark.slow
 def test_in_the_tools(in_digits, call):  # noqa: F811
     backbone = (
         "_delete_=True, type='AffineRIFormer', out_indices=[2, 4, 6], "

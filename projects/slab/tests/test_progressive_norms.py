@@ -1,7 +1,5 @@
 """Progressive norms against their equations, and merged."""
 
-import copy
-
 import pytest
 import torch
 import torch.nn as nn
@@ -10,12 +8,6 @@ import torch.nn.functional as F
 from projects.schedules import set_lam_
 from projects.slab import NormedLinear, ProgressiveNorm
 from repa_mm.reparam import finish_schedules_
-
-FORMS = dict(
-    norm=lambda: ProgressiveNorm(16),
-    linear=lambda: NormedLinear(ProgressiveNorm(16), nn.Linear(16, 24)),
-    without_bias=lambda: NormedLinear(ProgressiveNorm(16), nn.Linear(16, 24, bias=False)),
-)
 
 
 @pytest.fixture
@@ -66,25 +58,6 @@ def test_merges_with_other_batch_norms(kwargs, scattered, relative_error):
     form.norm.rep.bn.eps = 0
     with pytest.raises(ValueError, match='eps=0 and channels of variance 0'):
         form.merge()
-
-
-def test_mmcvs_synchronized_norms_merge(scattered, relative_error):
-    """They do not derive from torch's."""
-
-    class SyncBatchNorm(nn.Module):
-        __module__ = 'mmcv.ops.sync_bn'
-
-        def __init__(self, bn):
-            super().__init__()
-            self.__dict__.update(copy.deepcopy(bn).__dict__)
-
-        def forward(self, x):
-            return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias)
-
-    form = finish_schedules_(scattered(FORMS['linear']())).eval()
-    form.norm.rep.bn = SyncBatchNorm(form.norm.rep.bn)
-    x = torch.randn(2, 9, 16)
-    assert relative_error(form.merge()(x), form(x)) < 1e-6
 
 
 def test_bad_input():
