@@ -10,6 +10,7 @@ from mmengine.registry import DATASETS
 
 from repa_mm.apis import open_model, read_images
 from repa_mm.apis.images import build_images
+from repa_mm.apis.models import _metainfo
 from repa_mm.io.configs import load_config
 from repa_mm.io.paths import config_path
 from repa_mm.reparam import CheckpointError, has_deploy_form, has_training_form
@@ -64,23 +65,6 @@ def test_without_a_checkpoint_the_weights_are_initialized():
     assert len(model.dataset_meta['classes']) == 10
 
 
-def test_a_vanilla_checkpoint_may_have_more_outside_of_its_layers(tmp_path):
-    config = str(tmp_path / 'config.py')
-    (tmp_path / 'config.py').write_text(
-        f'_base_ = {config_path("swin_t_in1k.py")!r}\n'
-        'arch = dict(embed_dims=8, depths=[1, 1, 1, 1], num_heads=[1, 1, 1, 1], _delete_=True)\n'
-        'model = dict(backbone=dict(arch=arch), head=dict(in_channels=64))'
-    )
-    model = open_model(config)
-    assert len(model.dataset_meta['classes']) == 1000  # of the data set's class
-    model.teacher = torch.nn.Linear(2, 2)
-    path = save(model, tmp_path / 'more.pth')
-    assert not hasattr(open_model(config, path), 'teacher')
-    model.backbone.stages[0].more = torch.nn.Linear(2, 2)
-    with pytest.raises(CheckpointError, match='more'):
-        open_model(config, save(model, tmp_path / 'other.pth'))
-
-
 def test_images_without_objects_count(tmp_path):
     pytest.importorskip('mmdet')
     images = [dict(id=i, file_name=f'{i}.png', height=64, width=64) for i in range(3)]
@@ -104,6 +88,7 @@ def test_images_of_a_folder_of_classes_are_of_all_classes(tmp_path):
         for i in range(4):
             cv2.imwrite(str(tmp_path / name / f'{i}.png'), np.zeros((30, 40, 3), np.uint8))
     cfg = load_config(config_path('swin_t_in1k.py'))
+    assert len(_metainfo(cfg)['classes']) == 1000  # of the data set's class
     batches = read_images(cfg, 'test', 3, str(tmp_path))
     paths = [batch['data_samples'][0].img_path for batch in batches]
     assert [path.rsplit('/', 2)[1] for path in paths] == ['cat', 'dog', 'owl']

@@ -60,9 +60,3 @@ def test_ffns(dtype, monkeypatch, capsys):
     assert [name for name, _ in rows[1:]] == ['64, 16', '32, 16 (DETR)']
     assert all(len(cells.split('|')) == 4 for _, cells in rows)
     assert all(float(cell) >= 0 for _, cells in rows[1:] for cell in cells.split('|'))
-
-
-def test_ordinary_ffn():
-    ffn, x = StockFFN(4, 16), torch.randn(3, 4)
-    norm, fc1, act, fc2 = ffn.layers
-    torch.testing.assert_close(ffn(x), x + fc2(act(fc1(norm(x)))))

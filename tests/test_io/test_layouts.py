@@ -51,10 +51,8 @@ class Net:
     def norm(self, x, name, eps=1e-5, batch=False):
         """LayerNorm, or BatchNorm with its running statistics."""
         c = x.shape[-1]
-        scale, shift = (
-            self.draw(f'{name}.weight', c, low=0.3, high=1.5),
-            self.draw(f'{name}.bias', c),
-        )
+        scale = self.draw(f'{name}.weight', c, low=0.3, high=1.5)
+        shift = self.draw(f'{name}.bias', c)
         mean, var = x.mean(-1, keepdim=True), x.var(-1, keepdim=True, unbiased=False)
         if batch:
             mean = self.draw(f'{name}.running_mean', c, low=-1, high=1)
@@ -321,26 +319,12 @@ def timm_model(family):
     small = dict(patch_size=4, num_classes=5, embed_dim=16)
     if family == 'swin':
         arch = dict(depths=SWIN_DEPTHS, num_heads=(1, 2, 4, 8), window_size=2)
-        cfg = dict(SWIN, embed_dims=16)
-        return (
-            models.SwinTransformer(img_size=64, **small, **arch),
-            64,
-            dict(type='RePaSwinTransformer', arch=cfg, window_size=2, **SAME),
-        )
+        cfg = dict(type='RePaSwinTransformer', arch=dict(SWIN, embed_dims=16), window_size=2)
+        return models.SwinTransformer(img_size=64, **small, **arch), 64, dict(cfg, **SAME)
     model = models.VisionTransformer(img_size=16, depth=2, num_heads=4, **small)
     eps = dict(norm_cfg=dict(type='LN', eps=1e-6))
-    return (
-        model,
-        16,
-        dict(
-            type='RePaVisionTransformer',
-            arch=VIT,
-            img_size=16,
-            patch_size=4,
-            layer_cfgs=eps,
-            **SAME,
-        ),
-    )
+    cfg = dict(type='RePaVisionTransformer', arch=VIT, img_size=16, patch_size=4, layer_cfgs=eps)
+    return model, 16, dict(cfg, **SAME)
 
 
 @pytest.mark.parametrize('family', ['swin', 'vit'])

@@ -178,19 +178,6 @@ def test_weights_and_copies(kind, randomize):
     assert copies[-1] is model
 
 
-@pytest.mark.parametrize('kind', KINDS)
-def test_half_precision(kind, randomize, relative_error):
-    model = reduce_tokens(repa_mm.reparameterize(build(kind, randomize)), 0.5)
-    x = images(1, 3, 160, 128)
-    with torch.no_grad():
-        expected = model(x)
-        with torch.autocast('cpu', torch.bfloat16):
-            actual = model(x)
-    # Some other windows or patches are chosen than in float32.
-    for a, b in zip(actual, expected):
-        assert (a.float() - b).norm() < 0.2 * b.norm()
-
-
 def test_fewer_multiply_adds(randomize):
     for kind, less in (('swin', 0.8), ('vit', 0.9)):
         model = repa_mm.reparameterize(build(kind, randomize))
