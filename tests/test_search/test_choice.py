@@ -2,7 +2,7 @@
 
 import pytest
 
-from repa_mm.search.choice import choose, unsure
+from repa_mm.search.search import choose, unsure
 
 
 def row(name, speedup, loss=None, budget=1.0, half=0.5):

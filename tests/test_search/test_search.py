@@ -23,8 +23,8 @@ from repa_mm.faster.attention import FastShiftWindowMSA
 from repa_mm.io.configs import load_config
 from repa_mm.reparam import CheckpointError, has_deploy_form, has_training_form
 from repa_mm.search import bench
-from repa_mm.search.candidates import Candidate, percent
 from repa_mm.search.formats import EAGER, F32, ORT
+from repa_mm.search.bench import Candidate
 from repa_mm.search.search import walk
 from tests.conftest import random_model
 from tests.test_export.rectangles import scene, train
