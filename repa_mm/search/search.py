@@ -5,7 +5,8 @@ import os
 import os.path as osp
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import torch
 from mmengine.dataset import pseudo_collate
@@ -131,7 +132,10 @@ def speed_up(
         timed=timed, images=data if tested else 'not tested',
     )  # fmt: skip
     record.save()
-    rows = walk(bench, budgets, max_loss, latency)
+    bench.test(stock, EAGER, bench.original)  # before the fits: it may be refused
+    rows_of = partial(bench.rows, floor=max_loss if latency is None else None)
+    rows = walk(bench.candidates(budgets), rows_of, max_loss, latency)
+    rows.insert(0, bench.stock_row())
     chosen = choose(rows, max_loss, latency) if targets else None
     with quiet():
         if chosen:
@@ -153,31 +157,29 @@ def speed_up(
 
 
 def walk(
-    bench: Bench, budgets: Sequence[float], max_loss: float | None, latency: float | None
-) -> list[dict]:
-    """Return the rows of the original, with faster parts, and of narrower models.
+    candidates: Iterable[Candidate], rows_of: Callable, max_loss: float | None = None,
+    latency: float | None = None,
+) -> list[dict]:  # fmt: skip
+    """Return the rows of candidates, given those of one in formats of floats, or in int8.
 
     With a floor, the walk from wide to narrow ends at the first model that falls short in all its
     formats of floats. Quantizing takes minutes: int8 begins with the narrowest model that did not,
     and, if the loss alone counts, ends at the first that keeps the floor.
     """
-    floor = max_loss if latency is None else None
-    bench.test(
-        bench.stock, EAGER, bench.original
-    )  # an evaluator that is not known shows before fits
     rows, kept = [], []
-    for candidate in bench.candidates(budgets):
-        rows += (new := bench.rows(candidate, False, floor))
+
+    for candidate in candidates:
+        rows += (new := rows_of(candidate, False))
         falls_short = max_loss is not None and not any(meets(row, max_loss) for row in new)
         if candidate.budget < 1 and falls_short:
             break
         kept.insert(0, candidate)
     for candidate in kept:
-        rows += (new := bench.rows(candidate, True, floor))
-        if floor is not None and any(meets(row, floor) for row in new):
+        rows += (new := rows_of(candidate, True))
+        if max_loss is not None and latency is None and any(meets(row, max_loss) for row in new):
             break
     names = list(dict.fromkeys(row['candidate'] for row in rows))
-    return [bench.stock_row(), *sorted(rows, key=lambda row: names.index(row['candidate']))]
+    return sorted(rows, key=lambda row: names.index(row['candidate']))
 
 
 def choose(
