@@ -105,7 +105,7 @@ def speed_up(
         pool = [i for i in range(len(train)) if i % 3 or not images]
         to_fit = [pool[i] for i in evenly(fit_images, len(pool))]
         model_and_data = cfg.pretty_text, content_of(checkpoint), files_of(train, to_fit)
-        record = Record(out_dir, hashed(__version__, 'names inside the folder', *model_and_data))
+        record = Record(out_dir, hashed(__version__, 'values by steps', *model_and_data))
         model = open_model(cfg, checkpoint, merge=True)
         number = num_images or LEAST_IMAGES  # which are timed, if not tested
         if images:
