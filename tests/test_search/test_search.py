@@ -95,6 +95,7 @@ def folder(learned, monkeypatch, tmp_path):
     for name in ('images', 'config.py', 'model.pth'):
         Path(name).symlink_to(learned / name)
     formats(monkeypatch, EAGER, ORT, F32)
+    monkeypatch.setattr('gc.collect', lambda: 0)  # slow in a process of many tests
     rows = []
 
     def times(calls, images, repeats, seconds, per_turn):
