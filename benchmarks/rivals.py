@@ -36,8 +36,7 @@ from repa_mm.export import ExportedModel, example_shape, whole_model, whole_onnx
 from repa_mm.io.checkpoints import save_checkpoint
 from repa_mm.io.configs import load_config
 from repa_mm.models import ffn_sites
-from repa_mm.search.bench import export, quiet
-from repa_mm.search.candidates import Candidate
+from repa_mm.search.bench import Candidate, export, quiet
 from repa_mm.search.formats import EAGER, FORMATS, INT8, in_format_
 from repa_mm.search.judge import Annotated
 

@@ -1,5 +1,6 @@
-"""What is found of each candidate: its fit, its files, and for each format a time and a test."""
+"""Models to choose from, and what is found of each: a fit, files, times and tests."""
 
+import copy
 import io
 import os
 import os.path as osp
@@ -19,15 +20,17 @@ from mmengine.logging import MMLogger
 
 from repa_mm.apis import open_model
 from repa_mm.apis.images import cropped
+from repa_mm.apis.models import deploy_
 from repa_mm.benchmark.memory import peak_memory
 from repa_mm.benchmark.timing import compare, measure
+from repa_mm.benchmark.variants import STOCK
 from repa_mm.convert import Conversion
+from repa_mm.convert.changed_config import converted_config
 from repa_mm.convert.pretrained import conversion_of, save_model
 from repa_mm.export import NUM_IMAGES, ExportedModel, agreeing_onnx, quantize
 from repa_mm.faster import faster_on_gpu_
-from repa_mm.io.files import write_bytes
-from repa_mm.search.candidates import Candidate, percent
-from repa_mm.search.choice import meets
+from repa_mm.io.files import write_bytes, write_text
+from repa_mm.reparam import has_deploy_form
 from repa_mm.search.formats import (
     EAGER,
     FORMATS,
@@ -50,6 +53,58 @@ FOUND = 'metric', 'difference', 'interval', 'method', 'tested_in'
 
 
 @dataclass
+class Candidate:
+    """A model to choose from, which keeps a fraction ``budget`` of its blocks' multiply-adds."""
+
+    name: str
+    config: str
+    checkpoint: str
+    budget: float = 1.0
+
+
+def originals(model: nn.Module, checkpoint: str, folder: str) -> tuple[Candidate, Candidate]:
+    """Write configs of the original, and of the same with faster parts (or the same twice).
+
+    ``model`` is from ``open_model(…, merge=True)``. The checkpoint of a merged one is written.
+    """
+    name, stem, given = STOCK, osp.join(folder, 'stock'), checkpoint
+    if has_deploy_form(model):  # nobody deploys the training form
+        name, checkpoint = 'merged', f'{stem}.pth'
+        model.cfg = copy.deepcopy(model.cfg)
+        deploy_(model.cfg.model)
+        save_model(model, given, checkpoint)
+    write_text(f'{stem}.py', model.cfg.pretty_text)
+    stock = Candidate(name, f'{stem}.py', checkpoint)
+    faster = converted_config(model.cfg, model)
+    if faster is model.cfg:
+        return stock, stock
+    path = osp.join(folder, 'faster.py')
+    write_text(path, faster.pretty_text)
+    return stock, Candidate('faster parts', path, checkpoint)
+
+
+def export(model: nn.Module, path: str, calibration: Callable, judge: Judge) -> None:
+    """Write a model to a file for ONNX Runtime, or in int8 for OpenVINO if its suffix is '.xml'."""
+    if path.endswith('.xml'):
+        crops = [cropped(data) for data in calibration()]
+        quantize(model, path, crops, judge.images(-(-len(crops) // 2)))
+    else:
+        write_bytes(path, agreeing_onnx(model, judge.images(NUM_IMAGES))[0])
+
+
+def meets(row: dict, max_loss: float) -> bool:
+    """Return True if the whole interval of a row's difference is above the floor."""
+    return bool(row['interval']) and row['interval'][0] >= -max_loss
+
+
+def step(what: str, do: Callable, *args) -> Any:
+    """Say what is done, and hide what others print meanwhile."""
+    print(f'- {what}', flush=True)
+    with quiet(), torch.no_grad():
+        return do(*args)
+
+
+@dataclass
 class Bench:
     """Opens candidates one at a time beside the original, and finds what is not known of them.
 
@@ -64,7 +119,6 @@ class Bench:
         repeats (int): Number of turns of the timing.
         batch_size (int): Number of images that are timed together.
         calibration (Callable): Returns the images to fit to, and to calibrate int8 on.
-        candidates (dict[str, Candidate]): Those of the rows, by name.
         notes (list[str]): What the reader of the table should know.
     """
 
@@ -80,57 +134,43 @@ class Bench:
     calibration: Callable[[], list[dict]]
 
     def __post_init__(self) -> None:
-        self.candidates, self.steps, self.divisor = {self.stock.name: self.stock}, 0, None
-        self.stock_times, self._last = [], (None, None, None)
-        self.formats, self.notes = installed_formats(self.device)
+        self.divisor, self.stock_times = None, []
+        self.kinds, self.notes = installed_formats(self.device)
         self.timed = self.judge.images(self.repeats, self.batch_size)
         begin = time.monotonic()
         with quiet(), torch.no_grad():
-            self.original, self.memory = self._open(self.stock, EAGER, '')
+            self.original, self.memory = self.open(self.stock, EAGER)
         if time.monotonic() - begin > SLOW_SECONDS:
             by_size = sorted(self.timed, key=lambda data: sum(x.numel() for x in data['inputs']))
             self.timed = [by_size[len(by_size) // 2]]
-            if INT8 in self.formats:
-                self.formats.remove(INT8)
-                self._note(f'{INT8} is left out: an image takes more than {SLOW_SECONDS} s')
+            if INT8 in self.kinds:
+                self.kinds.remove(INT8)
+                self.notes.append(f'{INT8} is left out: an image takes more than {SLOW_SECONDS} s')
         self.sizes = {tuple(image.shape[-2:]) for data in self.timed for image in data['inputs']}
         if self.original.cfg.default_scope == 'mmdet':
             self.divisor = divisor_for(self.sizes)
-        padded = [f'{kind}, padded' for kind in self.formats if self.divisor]
-        self.formats += [kind for kind in padded if kind in FORMATS]
+        padded = [f'{kind}, padded' for kind in self.kinds if self.divisor]
+        self.kinds += [kind for kind in padded if kind in FORMATS]
 
-    def _step(self, what: str, do: Callable, *args) -> Any:
-        """Say what is done, and hide what others print meanwhile."""
-        self.steps += 1
-        print(f'[{self.steps}] {what}', flush=True)
-        with quiet(), torch.no_grad():
-            return do(*args)
-
-    def _find(self, kind: str, name: str, what: str, do: Callable, *args) -> dict:
-        """Return what is known under a name, or find it in a step."""
-        return self.record.find(kind, name, lambda: self._step(what, do, *args))
-
-    def _note(self, text: str) -> None:
-        if text not in self.notes:
-            self.notes.append(text)
-
-    def wide_to_narrow(self, budgets: Sequence[float]) -> Iterator[Candidate]:
-        """Yield the originals and the narrower models. A fit that fails is left out."""
-        yield self.stock
-        if self.base is not self.stock:
-            yield self.candidates.setdefault(self.base.name, self.base)
-        for budget in sorted({max(0.01, round(b, 2)) for b in budgets}, reverse=True):
-            name = f'{percent(budget)} of the blocks'
+    def candidates(self, budgets: Sequence[float]) -> Iterator[Candidate]:
+        """Yield the originals, and narrower models from wide to narrow, unless their fit fails."""
+        yield from [self.stock, self.base][: 1 + (self.base is not self.stock)]
+        known = set()
+        for percent in sorted({max(1, round(100 * budget)) for budget in budgets}, reverse=True):
+            what = f'{percent} % of the blocks'
             try:
-                fit = self._find('fits', name, f'fit {name}', self._fit, budget)
+                fit = self._find(f'fit {what}', self._fit, percent)
             except (ValueError, ArithmeticError, RuntimeError) as error:  # others are tried still
-                self._note(f'{name} is left out: {error}')
+                self.notes.append(f'{what} is left out: {error}')
                 continue
-            path = osp.join(self.record.out_dir, fit['file'])
-            config, left = f'{osp.splitext(path)[0]}.py', fit['budget']
-            narrow = Candidate(percent(left), config, path, left)
-            if narrow.name not in self.candidates:  # sizes have a least
-                yield self.candidates.setdefault(narrow.name, narrow)
+            checkpoint, config = (osp.join(self.record.out_dir, name) for name in fit['files'])
+            narrow = Candidate(f'{100 * fit["budget"]:.0f} %', config, checkpoint, fit['budget'])
+            if narrow.name not in known:  # sizes have a least
+                known.add(narrow.name)
+                yield narrow
+
+    def _find(self, what: str, do: Callable, *args) -> dict:
+        return self.record.find(what, lambda: step(what, do, *args))
 
     @cached_property
     def _conversion(self) -> Conversion:
@@ -138,24 +178,48 @@ class Bench:
         model = open_model(self.base.config, self.base.checkpoint).to(self.device)
         return conversion_of(model, self.calibration())
 
-    def _fit(self, budget: float) -> dict:
-        narrow, report = self._conversion.fit(self._conversion.sizes(budget))
-        left = max(budget, round(report.fraction, 2))
-        file = f'candidates/{100 * left:.0f}.pth'
-        if not any(fit['file'] == file for fit in self.record.content['fits'].values()):
-            save_model(narrow, self.checkpoint, osp.join(self.record.out_dir, file))
-        return dict(budget=left, file=file, candidate=percent(left))
+    def _fit(self, percent: int) -> dict:
+        narrow, report = self._conversion.fit(self._conversion.sizes(percent / 100))
+        files = [f'candidates/{percent}.pth', f'candidates/{percent}.py']
+        save_model(narrow, self.checkpoint, osp.join(self.record.out_dir, files[0]))
+        return dict(budget=max(percent / 100, round(report.fraction, 2)), files=files)
 
-    def _file(self, candidate: Candidate, kind: str) -> str | None:
-        """Return the path of the file of a format; '' if it needs none, None if there is none."""
-        suffix = FORMATS[kind].file
+    def rows(self, candidate: Candidate, int8: bool, floor: float | None) -> list[dict]:
+        """Return the rows of a candidate in its formats of floats, or in int8.
+
+        With a floor, no format is tested that is slower than one that keeps it.
+        """
+        kinds = [kind for kind in self.kinds if ('int8' in FORMATS[kind].file) == int8]
+        if candidate is self.stock:  # files are of the same model with faster parts
+            has_files = self.base is self.stock
+            kinds = [k for k in kinds if k != EAGER and (has_files or not FORMATS[k].file)]
+        rows, enough = [], 0.0
+        for kind in reversed(kinds):  # the fastest comes first, mostly
+            file = self._file(candidate, FORMATS[kind].file)
+            if file is None:
+                continue
+            try:
+                row = self._row(candidate, kind, file, enough)
+            except Exception as error:  # from any runtime
+                if kind == EAGER:
+                    raise
+                self.notes.append(f'{candidate.name} in {kind} is left out: {error!r}')
+                continue
+            rows.insert(0, row)
+            if floor is not None and meets(row, floor):
+                enough = max(enough, row['speedup'])
+        return rows
+
+    def _file(self, candidate: Candidate, suffix: str) -> str | None:
+        """Return the path of a candidate's file, '' if it needs none, None if there is none."""
         if not suffix:
             return ''
         name = f'{candidate.name} in {suffix.split(".")[-1]}'
-        found = self._find('files', name, f'write {name}', self._export, candidate, suffix)
-        if 'file' in found:
-            return osp.join(self.record.out_dir, found['file'])
-        self._note(f'{name} is left out: {found.get("refused") or found["failed"]}')
+        found = self._find(f'write {name}', self._export, candidate, suffix)
+        if 'files' in found:
+            return osp.join(self.record.out_dir, found['files'][0])
+        note = f'{name} is left out: {found["error"]}'
+        self.notes += [note] * (note not in self.notes)
         return None
 
     def _export(self, candidate: Candidate, suffix: str) -> dict:
@@ -163,29 +227,42 @@ class Bench:
         try:
             model = open_model(candidate.config, candidate.checkpoint)
             export(model, path, self.calibration, self.judge)
-        except ValueError as error:
-            return dict(refused=str(error))
         except Exception as error:  # from any exporter: other formats are measured still
-            return dict(failed=repr(error))
-        return dict(file=self.record.inside(path), candidate=candidate.name)
+            # Too little memory, or the like, may not come again.
+            return dict(error=repr(error), again=not isinstance(error, ValueError))
+        files = [path, *[path.replace('.xml', '.bin')] * path.endswith('.xml')]
+        return dict(files=[self.record.inside(file) for file in files])
 
-    def open(self, candidate: Candidate, kind: str) -> nn.Module:
-        """Return a candidate in a format. The one before, except the original, is closed."""
-        if candidate is self.stock and kind == EAGER:
-            return self.original
-        if self._last[0] != (candidate.name, kind):
-            self._last, path = (None, None, None), self._file(candidate, kind)
-            with quiet(), torch.no_grad():
-                self._last = (candidate.name, kind), *self._open(candidate, kind, path)
-        return self._last[1]
+    def _row(self, candidate: Candidate, kind: str, file: str, enough: float) -> dict:
+        def timed() -> tuple:
+            model, memory = self.open(candidate, kind, file)
+            return model, memory, self._times(stock=self.original, model=model)
 
-    def _open(self, candidate: Candidate, kind: str, path: str) -> tuple[nn.Module, float | None]:
+        model, memory, times = step(f'time {candidate.name}, {kind}', timed)
+        self.stock_times.append(times['stock'])
+        row = row_of(candidate, kind, model, file, memory, times['model'], times['stock'])
+        return row | self.test(candidate, kind, model, row['speedup'] > enough)
+
+    def stock_row(self) -> dict:
+        """Return the row of the original, from all its turns beside others."""
+        times = self.stock_times or [*self._times(stock=self.original).values()]
+        times = np.concatenate(times)
+        row = row_of(self.stock, EAGER, self.original, '', self.memory, times, times)
+        return row | self.test(self.stock, EAGER, self.original)
+
+    def _times(self, **models: nn.Module) -> dict[str, np.ndarray]:
+        calls = {name: model.test_step for name, model in models.items()}
+        return measure(calls, self.timed, self.repeats, MOST_SECONDS, per_turn=True)
+
+    def open(self, candidate: Candidate, kind: str, file: str = '') -> tuple:
         """Return a model that has run one image, at which compilers compile, and its memory."""
         form, first = FORMATS[kind], self.judge.images(1)[0]
+        if file:  # a runtime's own code is no part of a model's memory
+            import_module('openvino' if form.runtime or file.endswith('.xml') else 'onnxruntime')
 
         def opened() -> nn.Module:
-            if path:
-                model = ExportedModel(path, self.original.data_preprocessor, form.runtime)
+            if file:
+                model = ExportedModel(file, self.original.data_preprocessor, form.runtime)
                 model = Padded(model, self.divisor) if form.padded else model
             else:
                 model = open_model(candidate.config, candidate.checkpoint).to(self.device)
@@ -195,111 +272,42 @@ class Bench:
             model.test_step(first)
             return model
 
-        if path:  # a runtime's own code is no part of a model's memory
-            import_module(
-                'onnxruntime' if form.file == '.onnx' and not form.runtime else 'openvino'
-            )
         return peak_memory(opened, self.device)
 
-    def rows(self, candidate: Candidate, int8: bool, floor: float | None) -> list[dict]:
-        """Return the rows of a candidate in its formats of floats, or in int8.
+    def test(
+        self, candidate: Candidate, kind: str, model: nn.Module, is_needed: bool = True
+    ) -> dict:
+        """Return what is known of a test, or what a test finds if it is needed.
 
-        With a floor, the tests end with that of the fastest format that keeps it.
+        Formats of float32 share one test.
         """
-        kinds = [kind for kind in self.formats if ('int8' in FORMATS[kind].file) == int8]
-        if candidate is self.stock:  # files are of the same model with faster parts
-            has_files = self.base is self.stock
-            kinds = [k for k in kinds if k != EAGER and (has_files or not FORMATS[k].file)]
-        found = []
-        for kind in kinds:
-            path = self._file(candidate, kind)
-            if path is None:
-                continue
-            try:
-                what = f'time {candidate.name}, {kind}'
-                found.append(self._step(what, self._row, candidate, kind, path))
-            except Exception as error:  # from any runtime
-                if kind == EAGER:
-                    raise
-                self._note(f'{candidate.name} in {kind} is left out: {error!r}')
-        for row in sorted(found, key=lambda row: -row['speedup']):
-            row.update(self.test(candidate, row['format']))
-            if floor is not None and meets(row, floor):
-                break
-        for row in found:  # the formats of float32 share one test
-            row.update(self._tested(candidate, row['format']))
-        return found
-
-    def _row(self, candidate: Candidate, kind: str, path: str) -> dict:
-        model = self.open(candidate, kind)
-        times = self._time(stock=self.original, model=model)
-        self.stock_times.append(times['stock'])
-        memory = self._last[2]
-        return row_of(candidate, kind, model, path, memory, times['model'], times['stock'])
-
-    def _time(self, **models: nn.Module) -> dict[str, np.ndarray]:
-        calls = {name: model.test_step for name, model in models.items()}
-        return measure(calls, self.timed, self.repeats, MOST_SECONDS, per_turn=True)
-
-    def stock_row(self) -> dict:
-        """Return the row of the original, from all its turns beside others."""
-        if not self.stock_times:
-            self.stock_times += self._time(stock=self.original).values()
-        times = np.concatenate(self.stock_times)
-        row = row_of(self.stock, EAGER, self.original, '', self.memory, times, times)
-        return row | self._tested(self.stock, EAGER)
-
-    def test(self, candidate: Candidate, kind: str) -> dict:
-        """Return what is known of a test, after a test if need be; None for each value if not."""
-        if self.is_tested:
-            name, what = self._test_name(candidate, kind), f'test {candidate.name}, {kind}'
-            self._find('tests', name, what, self._test, candidate, kind)
-        return self._tested(candidate, kind)
-
-    def _tested(self, candidate: Candidate, kind: str) -> dict:
-        known = self.record.content['tests'] if self.is_tested else {}
-        return known.get(self._test_name(candidate, kind), dict.fromkeys(FOUND))
-
-    def _test_name(self, candidate: Candidate, kind: str) -> str:
-        """Return the name of all that a test depends on: formats of float32 share one."""
-        form = FORMATS[kind]
-        kind = 'float32' if form.is_float32 else kind
-        kind += f' to multiples of {self.divisor}' if form.padded else ''
-        return f'{candidate.name} in {kind} on {self.judge.mark}'
+        form, what = FORMATS[kind], f'test {candidate.name}, {kind}'
+        name = f'{candidate.name} in {"float32" if form.is_float32 else kind}'
+        name += f' to multiples of {self.divisor}' if form.padded else ''
+        name = f'test {name} on {self.judge.mark}'
+        if not self.is_tested or not (is_needed or name in self.record.known):
+            return {}
+        return self.record.find(name, lambda: step(what, self._test, candidate, kind, model))
 
     @cached_property
     def _stock_score(self) -> Score:
         return self.judge(self.original)
 
-    def _test(self, candidate: Candidate, kind: str) -> dict:
+    def _test(self, candidate: Candidate, kind: str, model: nn.Module) -> dict:
         stock = self._stock_score
         self.record.content['metric'] = self.judge.name
-        if candidate is self.stock and kind == EAGER:
+        if model is self.original:
             return dict(zip(FOUND, (stock.value, 0.0, [0.0, 0.0], '', kind)))
-        score = self.judge(self.open(candidate, kind))
+        score = self.judge(model)
         same = candidate.budget == 1 and FORMATS[kind].is_float32
         change, *interval, method = self.judge.difference(score, stock, same)
         return dict(zip(FOUND, (score.value, change, interval, method, kind)))
 
 
-def export(model: nn.Module, path: str, calibration: Callable, judge: Judge) -> None:
-    """Write a model to a file for ONNX Runtime, or in int8 for OpenVINO if its suffix is '.xml'."""
-    if path.endswith('.xml'):
-        crops = [cropped(data) for data in calibration()]
-        quantize(model, path, crops, judge.images(-(-len(crops) // 2)))
-    else:
-        write_bytes(path, agreeing_onnx(model, judge.images(NUM_IMAGES))[0])
-
-
 def row_of(
-    candidate: Candidate,
-    kind: str,
-    model: nn.Module,
-    file: str,
-    memory: float | None,
-    times: np.ndarray,
-    stock: np.ndarray,
-) -> dict:
+    candidate: Candidate, kind: str, model: nn.Module, file: str, memory: float | None,
+    times: np.ndarray, stock: np.ndarray,
+) -> dict:  # fmt: skip
     """Return a row of the table, without what a test finds."""
     speedup, *interval = compare(stock, times)
     low, ms, high, p95 = np.percentile(times, [25, 50, 75, 95]).tolist()
@@ -307,7 +315,7 @@ def row_of(
         candidate=candidate.name, format=kind, ms=ms, ms_interval=[low, high], ms_p95=p95,
         speedup=speedup, speedup_interval=interval, memory_mb=memory, mb=megabytes(model, file),
         file=file or None, config=candidate.config, checkpoint=candidate.checkpoint,
-        budget=candidate.budget, chosen=False,
+        budget=candidate.budget, chosen=False, **dict.fromkeys(FOUND),
     )  # fmt: skip
 
 

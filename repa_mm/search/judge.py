@@ -45,17 +45,12 @@ class Score(NamedTuple):
     records: Any
 
 
-class Difference(NamedTuple):
-    """A difference in points, its 95 % interval over images, and how that was computed."""
-
-    value: float
-    low: float
-    high: float
-    method: str
-
-
 class Judge:
     """Images to test on.
+
+    Its kinds are called with a model, for a :class:`Score`. ``difference(score, stock, same)``
+    returns the difference of two in points, the bounds of its 95 % interval over images, and the
+    method of the interval. ``same`` says that both models are equal except for rounding.
 
     Args:
         dataset (Dataset): The data set.
@@ -109,7 +104,7 @@ class Annotated(Judge):
         for metric in self.evaluator.metrics:
             results = list(metric.results)
             for name, value in metric.evaluate(self.num_images).items():
-                found[name] = value, metric, results
+                found[name] = METRICS.get(name, 1) * float(value), metric, results
         if self.name and self.name not in found:  # a model that finds nothing at all
             return Score(0.0, None)
         self.name = self.name or next((name for name in METRICS if name in found), '')
@@ -118,33 +113,24 @@ class Annotated(Judge):
                 f"the config's evaluator gives {', '.join(found) or 'no metric'}, and none of "
                 f'{", ".join(METRICS)}: {INSTEAD}'
             )
-        value, metric, records = found[self.name]
-        self._points = partial(weighted, metric, self.name)
-        value *= METRICS[self.name]
-        if is_of_mmdet(type(metric), 'CocoMetric'):
-            iou_type = self.name.split('/')[-1].split('_')[0]
-            self._points, records = mean_ap, coco_records(metric, records, iou_type)
-        elif is_of_mmdet(type(metric), 'VOCMetric'):
-            points = 11 if metric.eval_mode == '11points' else None
-            self._points, records = partial(mean_ap, points=points), voc_records(metric, records)
-        else:
-            return Score(float(value), records)
+        value, metric, results = found[self.name]
+        self._points, records = resampled(metric, self.name, results)
         if abs(self._points(records, np.ones(self.num_images, int)) - value) > 0.1:
             raise ValueError(
                 f'{type(metric).__name__} computes another {self.name} than MMDetection: {INSTEAD}'
             )
-        return Score(float(value), records)
+        return Score(value, records)
 
-    def difference(self, score: Score, stock: Score, same: bool = False) -> Difference:
-        """Return the difference from the original; ``same``: both are equal except for rounding."""
+    def difference(self, score: Score, stock: Score, same: bool = False) -> tuple:
+        """Return the difference from the original, see :class:`Judge`."""
         if score.records is None:
-            return Difference(*(-stock.value,) * 3, 'none, since it finds nothing at all')
+            return *[-stock.value] * 3, 'none, since it finds nothing at all'
         if self.name == 'accuracy/top1' and not same:
             one = np.ones(1, int)
             hits = [[self._points([x], one) > 0 for x in y.records] for y in (score, stock)]
-            return Difference(*paired(hits), "Agresti and Min's interval for pairs")
+            return *paired(hits), "Agresti and Min's interval for pairs"
         found = bootstrap(self._points, score.records, stock.records, self.num_images)
-        return Difference(*found, 'paired bootstrap over images')
+        return *found, 'paired bootstrap over images'
 
 
 class Agreement(Judge):
@@ -168,14 +154,14 @@ class Agreement(Judge):
             )
         return Score(self._points(records, np.ones(len(records), int)), records)
 
-    def difference(self, score: Score, stock: Score, same: bool = False) -> Difference:
-        """Return the difference of a model from the original, see :class:`Annotated`."""
+    def difference(self, score: Score, stock: Score, same: bool = False) -> tuple:
+        """Return the difference from the original, see :class:`Judge`."""
         if not same and 'pred_label' in score.records[0]:
             changed = sum(x['pred_label'][0].item() < 1 for x in score.records)
             found = clopper_pearson(changed, len(score.records))
-            return Difference(*found, "Clopper and Pearson's interval")
+            return *found, "Clopper and Pearson's interval"
         found = bootstrap(self._points, score.records, stock.records, self.num_images)
-        return Difference(*found, 'bootstrap over images')
+        return *found, 'bootstrap over images'
 
     @staticmethod
     def _points(records: list, weights: np.ndarray) -> float:
@@ -188,28 +174,17 @@ class Agreement(Judge):
 def subset(
     cfg: Config, num_images: int, ann_file: str
 ) -> tuple[ConfigDict, list[ConfigDict], Dataset, list[int]]:
-    """Choose images of a config's validation data, or of its test data if it has no others.
+    """Choose images all over a config's validation data, or its test data if it has no others.
 
-    Args:
-        cfg (Config): The config.
-        num_images (int): Number of images, spread over the data.
-        ann_file (str): File to write the annotations of these images to, if the metric is of COCO
-            and needs a file with them alone.
-
-    Returns:
-        tuple: Configs of a data loader and of the metrics that test on these images, the data set
-        with all images, and the indices of these.
-
-    Raises:
-        ValueError: If there are no such data, or several data sets.
+    ``ann_file`` is a file to write the annotations of these images to, which the metric of COCO
+    needs. The loader and metrics that are returned test on these images, the indices of which in
+    the whole data set are the last result. Several data sets raise ``ValueError``.
     """
     is_val = cfg.get('val_dataloader') and cfg.get('val_evaluator')
-    split = 'val' if is_val else 'test'
-    if not (cfg.get(f'{split}_dataloader') and cfg.get(f'{split}_evaluator')):
+    names = [f'{"val" if is_val else "test"}_{name}' for name in ('dataloader', 'evaluator')]
+    if not all(cfg.get(name) for name in names):
         raise ValueError(f'the config has no validation data with an evaluator: {INSTEAD}')
-    loader, evaluator = (
-        copy.deepcopy(cfg[f'{split}_{name}']) for name in ('dataloader', 'evaluator')
-    )
+    loader, evaluator = (copy.deepcopy(cfg[name]) for name in names)
     kinds = [loader.dataset.type] * ('datasets' in loader.dataset or 'dataset' in loader.dataset)
     if isinstance(evaluator, dict) and 'metrics' in evaluator:
         if _class_of(evaluator.get('type', 'Evaluator'), EVALUATOR, cfg) is not Evaluator:
@@ -220,12 +195,12 @@ def subset(
     evaluators = evaluator if isinstance(evaluator, list) else [evaluator]
     given = loader.dataset.pop('indices', None)
     dataset = DATASETS.build(loader.dataset)
-    pool = np.arange(len(dataset))
+    pool = range(len(dataset))
     if isinstance(given, int):  # the first, or the last, as MMEngine has it
         pool = pool[:given] if given >= 0 else pool[given:]
     elif given is not None:
-        pool = pool[list(given)]
-    indices = [int(pool[i]) for i in evenly(num_images, len(pool))]
+        pool = [pool[i] for i in given]
+    indices = [pool[i] for i in evenly(num_images, len(pool))]
     if len(indices) < len(dataset):
         loader.dataset.indices = indices
     for one in evaluators:
@@ -264,11 +239,20 @@ def _of_these_images(given: str, infos: Sequence[dict], ann_file: str) -> str:
     return osp.abspath(ann_file)
 
 
-def weighted(metric: BaseMetric, name: str, results: list, weights: np.ndarray) -> float:
-    """Compute a metric in points from its results, with weights of the images (images, )."""
-    found = metric.compute_metrics([r for r, w in zip(results, weights) for _ in range(int(w))])
-    # A metric gives its names without its prefix.
-    return METRICS[name] * float(found.get(name, found.get(name.split('/')[-1])))
+def resampled(metric: BaseMetric, name: str, results: list) -> tuple[Callable, Any]:
+    """Return a function of records and weights of images (images, ) to points, and the records."""
+    if is_of_mmdet(type(metric), 'CocoMetric'):
+        return mean_ap, coco_records(metric, results, name.split('/')[-1].split('_')[0])
+    if is_of_mmdet(type(metric), 'VOCMetric'):
+        points = 11 if metric.eval_mode == '11points' else None
+        return partial(mean_ap, points=points), voc_records(metric, results)
+
+    def weighted(results: list, weights: np.ndarray) -> float:
+        found = metric.compute_metrics([r for r, w in zip(results, weights) for _ in range(w)])
+        # A metric gives its names without its prefix.
+        return METRICS[name] * float(found.get(name, found.get(name.split('/')[-1])))
+
+    return weighted, results
 
 
 def paired(hits: Sequence[Sequence[bool]]) -> tuple[float, float, float]:

@@ -2,6 +2,7 @@
 
 import os.path as osp
 import tempfile
+from collections.abc import Sequence
 
 import mmengine
 import numpy as np
@@ -30,23 +31,18 @@ def coco_records(metric: BaseMetric, results: list, iou_type: str) -> list[tuple
     ev.params.maxDets, ev.params.iouThrs = [100], metric.iou_thrs
     ev.params.areaRng, ev.params.areaRngLbl = ev.params.areaRng[:1], ['all']
     ev.evaluate()
-    order = {image: i for i, image in enumerate(gt['img_id'] for gt, _ in results)}
-    records, number = [], len(order)
-    for k in range(len(metric.cat_ids)):
-        rows = [row for row in ev.evalImgs[k * number : (k + 1) * number] if row]
-        objects = np.zeros(number, int)
-        for row in rows:
-            objects[order[row['image_id']]] = np.sum(~np.asarray(row['gtIgnore'], bool))
-        none = [np.zeros((len(metric.iou_thrs), 0), bool)]
-        scores = np.concatenate([[], *(row['dtScores'] for row in rows)])
-        images = np.concatenate(
-            [np.zeros(0, int), *(np.full(len(r['dtScores']), order[r['image_id']]) for r in rows)]
+    none = np.zeros((len(metric.iou_thrs), 0))
+    nothing = dict(dtScores=[], dtMatches=none, dtIgnore=none, gtIgnore=[])
+    images = [row or nothing for row in ev.evalImgs]  # of each category, in order of their ids
+    return [
+        _record(
+            [row['dtScores'] for row in rows],
+            [np.asarray(row['dtMatches']) > 0 for row in rows],
+            [np.asarray(row['dtIgnore']) > 0 for row in rows],
+            [np.sum(np.equal(row['gtIgnore'], 0)) for row in rows],
         )
-        hits = np.concatenate(none + [np.asarray(r['dtMatches']) > 0 for r in rows], 1)
-        ignored = np.concatenate(none + [np.asarray(r['dtIgnore'], bool) for r in rows], 1)
-        by = np.argsort(-scores, kind='stable')
-        records.append((images[by], hits[:, by], ignored[:, by], objects))
-    return records
+        for rows in (images[i : i + len(results)] for i in range(0, len(images), len(results)))
+    ]
 
 
 def voc_records(metric: BaseMetric, results: list) -> list[tuple]:
@@ -59,23 +55,26 @@ def voc_records(metric: BaseMetric, results: list) -> list[tuple]:
     truth, found = zip(*results)
     records = []
     for k in range(len(found[0])):
-        boxes, objects, ignored = get_cls_results(found, truth, k)
-        matches = [
-            [
-                tpfp_default(*one, iou_thr=thr, use_legacy_coordinate=True)
-                for one in zip(boxes, objects, ignored)
+        images, true, ignored = list(zip(*get_cls_results(found, truth, k))), [], []
+        for image in images:
+            matches = [
+                tpfp_default(*image, iou_thr=thr, use_legacy_coordinate=True)
+                for thr in metric.iou_thrs
             ]
-            for thr in metric.iou_thrs
-        ]
-        true, false = (
-            np.stack([np.concatenate([m[i][0] for m in row]) > 0 for row in matches])
-            for i in (0, 1)
-        )
-        images = np.repeat(np.arange(len(boxes)), [len(x) for x in boxes])
-        by = np.argsort(-np.concatenate(boxes)[:, -1], kind='stable')
-        number = np.array([len(x) for x in objects])
-        records.append((images[by], true[:, by], ~(true | false)[:, by], number))
+            hits, misses = (np.concatenate(x) > 0 for x in zip(*matches))
+            true.append(hits)
+            ignored.append(~(hits | misses))
+        scores, objects = [boxes[:, -1] for boxes, *_ in images], [len(x[1]) for x in images]
+        records.append(_record(scores, true, ignored, objects))
     return records
+
+
+def _record(scores: Sequence, hits: Sequence, ignored: Sequence, objects: Sequence) -> tuple:
+    """Put together what images have: scores (D, ), hits and ignored (T, D), number of objects."""
+    images = np.repeat(np.arange(len(scores)), [len(x) for x in scores])
+    by = np.argsort(-np.concatenate(scores), kind='stable')
+    hits, ignored = (np.concatenate(x, 1)[:, by] for x in (hits, ignored))
+    return images[by], hits, ignored, np.array(objects)
 
 
 def mean_ap(records: list[tuple], weights: np.ndarray, points: int | None = 101) -> float:

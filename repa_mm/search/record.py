@@ -2,15 +2,11 @@
 
 import hashlib
 import json
-import os
 import os.path as osp
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from repa_mm.io.files import write_text
-
-#: Files that belong to a file of the same stem.
-BESIDE = {'.pth': '.py', '.xml': '.bin'}
 
 
 def content_of(path: str) -> bytes | str:
@@ -36,22 +32,15 @@ def _plain(value: Any) -> Any:
 
 
 class Record:
-    """The content of ``results.json``.
+    """The content of ``results.json``: the last table, and by their names all ``known`` values.
 
-    A value is kept under the name of all that it depends on, besides the fingerprint: 'CANDIDATE'
-    or 'CANDIDATE in …'. A value with a ``file``, by its name inside the folder, counts as long as
-    the file is what was written; otherwise all of this candidate is found anew. A file may have
-    been ``refused``. An export that ``failed`` for a reason that is not ours, such as too little
-    memory, is tried again by the next call.
+    A value with ``files``, by their names inside the folder, has their hash. If any file is not
+    what was written, nothing counts as known. A value that is to be found ``again`` counts for
+    this call alone.
 
     Args:
         out_dir (str): The folder.
-        fingerprint (str): Hash of what every value depends on: the version, the model, and the
-            images to fit to.
-
-    Attributes:
-        content (dict): ``fits``, ``files`` and ``tests``, by name; and of the last call the
-            ``rows`` of its table, and what the table says of itself.
+        fingerprint (str): Hash of what every value depends on.
 
     Raises:
         ValueError: If the folder has the results of something else.
@@ -59,65 +48,41 @@ class Record:
 
     def __init__(self, out_dir: str, fingerprint: str) -> None:
         self.out_dir, self.path = out_dir, osp.join(out_dir, 'results.json')
-        self.content = dict(fingerprint=fingerprint, fits={}, files={}, tests={}, metric='')
+        self.content = dict(fingerprint=fingerprint, known={}, metric='')
         if osp.exists(self.path):
             with open(self.path, encoding='utf-8') as file:
-                self.content = json.load(file)
-            if self.content['fingerprint'] != fingerprint:
+                content = json.load(file)
+            if content['fingerprint'] != fingerprint:
                 raise ValueError(
                     f'{out_dir!r} has the results of another model, of other data or of other '
                     'options: give another folder'
                 )
-            self._forget_changed()
+            known = {k: v for k, v in content['known'].items() if not v.get('again')}
+            if all(v['hash'] == self._hash(v['files']) for v in known.values() if 'files' in v):
+                self.content = dict(content, known=known)
         elif any(osp.exists(osp.join(out_dir, name)) for name in ('model.py', 'model.pth')):
             raise ValueError(
                 f'{out_dir!r} has a model.py or model.pth of something else: give another folder'
             )
+        self.known = self.content['known']
 
-    def _forget_changed(self) -> None:
-        known = [self.content[kind] for kind in ('fits', 'files', 'tests')]
-        for name, value in [found for part in known[:2] for found in part.items()]:
-            if 'failed' in value:
-                self.content['files'].pop(name, None)
-            elif 'file' in value and value['hash'] != self._hash(value['file']):
-                candidate = value['candidate']
-                for part in known:
-                    of = [n for n, v in part.items() if v.get('candidate') == candidate]
-                    for other in [*of, *(n for n in part if n.startswith(f'{candidate} in '))]:
-                        part.pop(other, None)
+    def _hash(self, files: Sequence[str]) -> str:
+        return hashed(*(content_of(osp.join(self.out_dir, name)) for name in files))
 
-    def _hash(self, name: str) -> str:
-        stem, suffix = osp.splitext(osp.join(self.out_dir, name))
-        return hashed(*(content_of(stem + s) for s in (suffix, BESIDE.get(suffix)) if s))
-
-    def find(self, kind: str, name: str, find: Callable[[], Any]) -> Any:
-        """Return what is known under a name, or else find it and keep it, unless that raises.
-
-        Args:
-            kind (str): 'fits', 'files' or 'tests'.
-            name (str): The name.
-            find (Callable): Returns a dict of which JSON can be made.
-        """
-        known = self.content[kind]
-        if name not in known:
-            known[name] = find()
-            if 'file' in known[name]:
-                known[name]['hash'] = self._hash(known[name]['file'])
+    def find(self, name: str, find: Callable[[], dict]) -> dict:
+        """Return what is known under a name, or else find it and keep it, unless that raises."""
+        if name not in self.known:
+            value = find()
+            if 'files' in value:
+                value['hash'] = self._hash(value['files'])
+            self.known[name] = value
             self.save()
-        return known[name]
+        return self.known[name]
 
     def inside(self, value: Any) -> Any:
         """Return the name inside the folder of a path in it, and any other value as it is."""
         folder = osp.join(self.out_dir, '')
-        is_path = isinstance(value, str) and value.startswith(folder)
-        return value[len(folder) :] if is_path else value
-
-    def movable(self, text: str) -> str:
-        """Return the text of a config in the folder that finds files beside it by its own path."""
-        folder = osp.join(osp.abspath(self.out_dir), '')
-        for name in os.listdir(folder):
-            text = text.replace(repr(folder + name), f'"{{{{ fileDirname }}}}/{name}"')
-        return text
+        return value.removeprefix(folder) if isinstance(value, str) else value
 
     def save(self) -> None:
         """Write ``results.json``."""

@@ -63,16 +63,15 @@ def title(results: dict) -> str:
 
 def notes(results: dict) -> list[str]:
     """Return what a reader should know of the table, and what was left out."""
-    found, rows = list(results['notes']), [row for row in results['rows'][1:] if row['method']]
-    for method in dict.fromkeys(row['method'] for row in rows):
-        of = [f'{r["candidate"]} ({r["format"]})' for r in rows if r['method'] == method]
-        which = '' if len(of) == len(rows) else f' of {", ".join(of)}'
-        found.append(f'Intervals{which}: {method}.')
-    if any(row['tested_in'] != row['format'] for row in rows):
+    found, rows = list(results['notes']), results['rows'][1:]
+    methods = dict.fromkeys(row['method'] for row in rows if row['method'])
+    if methods:
+        found.append(f'Intervals: {", ".join(methods)}.')
+    if any(row['tested_in'] != row['format'] for row in rows if row['method']):
         found.append('≈: tested in another format of float32.')
     if results['metric'] == 'agreement':
         found.append('Agreement compares with what the original finds, which need not be true.')
-    if results['target'] and not any(row['chosen'] for row in results['rows']):
+    if results['target'] and not any(row['chosen'] for row in rows):
         found.append(
             f'Nothing {results["target"]}: nothing is chosen, and files of an earlier choice stay.'
         )
@@ -87,25 +86,22 @@ def scatter(rows: list[dict], name: str, timed: str = 'one image') -> str:
         figure = Figure(figsize=(6.6, 4.6), layout='constrained')
         axes = figure.subplots()
         ylabel = name if key == 'metric' else 'MB'
-        axes.set(xscale='log', xlabel=f'ms for {timed}', ylabel=ylabel)
+        axes.set(xscale='log', xlabel=f'ms for {timed}', ylabel=ylabel, axisbelow=True)
         axes.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
         axes.xaxis.set(major_formatter='{x:g}', minor_locator=ticker.NullLocator())
         axes.grid(color='#e4e4e4')
-        axes.set_axisbelow(True)
-        axes.spines[['top', 'right']].set_visible(False)
         axes.margins(0.1)
         axes.plot(rows[0]['ms'], rows[0][key], 's', color='#222', markersize=8, label='stock')
         for kind in FORMATS:
             found = [(row['ms'], row[key]) for row in rows[1:] if row['format'] == kind]
             if found:
-                axes.plot(*zip(*found), 'o', markersize=6, label=kind)
-        # One label for each candidate, at its fastest format of float32.
-        is_float32 = {row['format']: FORMATS[row['format']].is_float32 for row in rows}
-        ordered = sorted(rows[1:], key=lambda row: (is_float32[row['format']], -row['ms']))
-        for row in {row['candidate']: row for row in ordered}.values():
-            if row['candidate'] != rows[0]['candidate']:
+                axes.plot(*zip(*found), 'o', label=kind)
+        # One label for each candidate, at its fastest row.
+        ordered = sorted(rows[1:], key=lambda row: -row['ms'])
+        for candidate, row in {row['candidate']: row for row in ordered}.items():
+            if candidate != rows[0]['candidate']:
                 options = dict(ha='center', textcoords='offset points')
-                axes.annotate(row['candidate'], (row['ms'], row[key]), (0, 9), **options)
+                axes.annotate(candidate, (row['ms'], row[key]), (0, 9), **options)
         for row in (row for row in rows if row['chosen']):
             ring = dict(fillstyle='none', color='#222', markersize=13)
             axes.plot(row['ms'], row[key], 'o', label='chosen', **ring)
@@ -115,18 +111,14 @@ def scatter(rows: list[dict], name: str, timed: str = 'one image') -> str:
     return text.getvalue()[text.getvalue().index('<svg') :]
 
 
-def _pictures(cfg: Config, models: list[nn.Module], judge: Judge) -> list[list[str]]:
+def _pictures(cfg: Config, models: list[nn.Module], judge: Judge) -> list[str]:
     """Draw what models find in images, with the codebase's visualizer, as data URIs."""
     meta = getattr(judge.dataset, 'metainfo', None) or models[0].dataset_meta
-    visualizer = dict(cfg.visualizer, vis_backends=None, name=f'speed_up_{id(models)}')
-    drawing = VISUALIZERS.build(visualizer)
-    drawing.dataset_meta = meta
-    found = []
+    drawing = VISUALIZERS.build(dict(cfg.visualizer, vis_backends=None, name=f'{id(models)}'))
+    drawing.dataset_meta, found = meta, []
     for data in judge.images(NUM_PICTURES):
-        uris = []
         for model in models:
-            with torch.no_grad():
-                (sample,) = model.test_step(copy.deepcopy(data))
+            (sample,) = model.test_step(copy.deepcopy(data))
             image = mmcv.imread(sample.img_path, channel_order='rgb')
             if hasattr(drawing, 'visualize_cls'):
                 drawing.visualize_cls(image, sample, meta.get('classes'), draw_gt=False)
@@ -134,44 +126,35 @@ def _pictures(cfg: Config, models: list[nn.Module], judge: Judge) -> list[list[s
                 drawing.add_datasample('image', image, sample.cpu(), draw_gt=False)
             picture = mmcv.imrescale(drawing.get_image()[..., ::-1], min(1, 960 / image.shape[1]))
             _, jpeg = cv2.imencode('.jpg', picture, [cv2.IMWRITE_JPEG_QUALITY, 88])
-            uris.append(f'data:image/jpeg;base64,{base64.b64encode(jpeg).decode()}')
-        found.append(uris)
+            found.append(f'data:image/jpeg;base64,{base64.b64encode(jpeg).decode()}')
     return found
 
 
 def commands(chosen: dict, judge: Judge, out_dir: str) -> str:
-    """Return the commands that use the chosen model, for a shell."""
-    model, form = osp.join(out_dir, 'model'), FORMATS[chosen['format']]
-    given = [osp.join(out_dir, 'tested.py'), f'{model}.pth']
-    lines, size = [['python', 'tools/test.py', *given]], ['--dataset']
+    """Return the commands that test and time the chosen model, for a shell."""
+    form, names = FORMATS[chosen['format']], ('tested.py', 'model.py', 'model.pth')
+    tested, config, weights = (osp.join(out_dir, name) for name in names)
+    lines, size = [['python', 'tools/test.py', tested, weights]], ['--dataset']
     if not judge.config:
         height, width = judge.images(1)[0]['inputs'][0].shape[-2:]
-        lines, given, size = [], [f'{model}.py', given[1]], ['--input-shape', height, width]
-    time = ['python', 'tools/benchmark.py', *given, *size]
+        lines, tested, size = [], config, ['--input-shape', height, width]
+    time = ['python', 'tools/benchmark.py', tested, weights, *size]
     if chosen['file']:
-        file = model + osp.splitext(chosen['file'])[1]
-        kind = form.runtime
-        if lines:
-            precision = ['--precision', kind] if kind else []
-            lines.append(['python', 'tools/test_exported.py', given[0], file, *precision])
+        kind, file = form.runtime, osp.splitext(config)[0] + osp.splitext(chosen['file'])[1]
+        precision = ['--precision', kind] if kind else []
+        lines += [['python', 'tools/test_exported.py', tested, file, *precision]] * len(lines)
         time += ['--exported', f'{file}:{kind}' if kind else file]
-    else:
-        time += ['--amp', form.dtype] * bool(form.dtype) + ['--compile'] * form.compiled
+    time += ['--amp', form.dtype] * bool(form.dtype) + ['--compile'] * form.compiled
     return '\n'.join(shlex.join(map(str, line)) for line in [*lines, time])
 
 
 def write_report(
     path: str, cfg: Config, results: dict, shown: dict, models: list[nn.Module], judge: Judge
 ) -> None:
-    """Write everything into one HTML file that needs no other, and its picture beside it.
+    """Write everything into one HTML file '….html' that needs no other, and its picture, '….svg'.
 
-    Args:
-        path (str): The file, '….html'. The picture is '….svg'.
-        cfg (Config): Config of the original model.
-        results (dict): The content of ``results.json``.
-        shown (dict): The row whose predictions are drawn: the chosen one, or else the fastest.
-        models (list[nn.Module]): Stock, and the model of this row.
-        judge (Judge): What the models were tested with.
+    ``cfg`` is that of the original, ``results`` the content of ``results.json``. What ``models``
+    find is drawn: the original, and the model of the row ``shown``.
     """
     name = html.escape(f'{shown["candidate"]}, {shown["format"]}')
     picture = scatter(results['rows'], results['metric'], results['timed'])
@@ -188,7 +171,6 @@ def write_report(
         use = html.escape(commands(shown, judge, osp.dirname(path)))
         page.append(f'<h2>Commands</h2><pre>{use}</pre>')
     page.append(f'<h2>What stock (left) and {name} (right) find</h2>')
-    for pair in _pictures(cfg, models, judge):
-        page += ['<p>', *(f'<img src="{uri}" alt="">' for uri in pair)]
+    page += [f'<img src="{uri}" alt="">' for uri in _pictures(cfg, models, judge)]
     write_text(f'{osp.splitext(path)[0]}.svg', picture)
     write_text(path, PAGE + '\n'.join(page))

@@ -5,7 +5,8 @@ import os
 import os.path as osp
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import torch
 from mmengine.dataset import pseudo_collate
@@ -16,9 +17,7 @@ from repa_mm.benchmark.timing import show
 from repa_mm.convert.pretrained import save_model
 from repa_mm.io.configs import dataset_config, load_config
 from repa_mm.io.files import replacing, write_text
-from repa_mm.search.bench import Bench, quiet
-from repa_mm.search.candidates import original_candidates
-from repa_mm.search.choice import choose, is_fast, meets, unsure
+from repa_mm.search.bench import Bench, Candidate, meets, originals, quiet
 from repa_mm.search.formats import EAGER, FORMATS, PIXEL
 from repa_mm.search.judge import LEAST_IMAGES, Agreement, Annotated, files_of
 from repa_mm.search.record import Record, content_of, hashed
@@ -59,8 +58,7 @@ def speed_up(
             the metric. The whole 95 % interval of the difference must be above this floor. No
             model is fitted that is narrower than the first that loses more.
         latency (float, optional): Choose the model that loses least of those that take at most this
-            fraction of the original's time, in (0, 1). No model is fitted that is narrower than the
-            first that is as fast.
+            fraction of the original's time, in (0, 1).
         images (str, optional): A folder of images, without annotations, instead of the
             config's data. The metric is then the agreement with the original model, see
             :func:`~repa_mm.export.agreement`, in percent.
@@ -107,7 +105,7 @@ def speed_up(
         pool = [i for i in range(len(train)) if i % 3 or not images]
         to_fit = [pool[i] for i in evenly(fit_images, len(pool))]
         model_and_data = cfg.pretty_text, content_of(checkpoint), files_of(train, to_fit)
-        record = Record(out_dir, hashed(__version__, 'names inside the folder', *model_and_data))
+        record = Record(out_dir, hashed(__version__, 'values by steps', *model_and_data))
         model = open_model(cfg, checkpoint, merge=True)
         number = num_images or LEAST_IMAGES  # which are timed, if not tested
         if images:
@@ -118,10 +116,10 @@ def speed_up(
     tested = min(num_images, judge.num_images)
     if max_loss is not None and tested < LEAST_IMAGES:
         raise ValueError(f'max_loss needs {LEAST_IMAGES} images to test on, not {tested}')
-    originals = original_candidates(model, checkpoint, osp.join(out_dir, 'candidates'))
+    stock, base = originals(model, checkpoint, osp.join(out_dir, 'candidates'))
     del model
     bench = Bench(
-        *originals, checkpoint, record, judge, device, num_images > 0, repeats, batch_size,
+        stock, base, checkpoint, record, judge, device, num_images > 0, repeats, batch_size,
         calibration=lambda: [pseudo_collate([train[i]]) for i in to_fit],
     )  # fmt: skip
     targets = [f'loses at most {max_loss} points'] if max_loss is not None else []
@@ -134,7 +132,10 @@ def speed_up(
         timed=timed, images=data if tested else 'not tested',
     )  # fmt: skip
     record.save()
-    rows = walk(bench, budgets, max_loss, latency)
+    bench.test(stock, EAGER, bench.original)  # before the fits: it may be refused
+    rows_of = partial(bench.rows, floor=max_loss if latency is None else None)
+    rows = walk(bench.candidates(budgets), rows_of, max_loss, latency)
+    rows.insert(0, bench.stock_row())
     chosen = choose(rows, max_loss, latency) if targets else None
     with quiet():
         if chosen:
@@ -147,39 +148,80 @@ def speed_up(
     show(title(record.content), *table(record.content))
     print('\n'.join(notes(record.content)))
     path, shown = osp.join(out_dir, 'report.html'), chosen or max(rows, key=lambda r: r['speedup'])
-    models = bench.original, bench.open(bench.candidates[shown['candidate']], shown['format'])
-    with quiet():
-        write_report(path, cfg, record.content, shown, models, judge)
+    with quiet(), torch.no_grad():
+        candidate = Candidate(*(shown[k] for k in ('candidate', 'config', 'checkpoint', 'budget')))
+        model, _ = bench.open(candidate, shown['format'], shown['file'] or '')
+        write_report(path, cfg, record.content, shown, [bench.original, model], judge)
     print(f'wrote {path} ({(time.monotonic() - started) / 60:.1f} min)')
     return rows
 
 
 def walk(
-    bench: Bench, budgets: Sequence[float], max_loss: float | None, latency: float | None
-) -> list[dict]:
-    """Return the rows of the original, with faster parts, and of narrower models.
+    candidates: Iterable[Candidate], rows_of: Callable, max_loss: float | None = None,
+    latency: float | None = None,
+) -> list[dict]:  # fmt: skip
+    """Return the rows of candidates, given those of one in formats of floats, or in int8.
 
-    With a target, the walk from wide to narrow ends at the first model that loses too much in its
-    formats of floats, or that is fast enough in one of them. Quantizing takes minutes: if the loss
-    alone counts, it begins with the narrowest model, and ends at the first that keeps it.
+    With a floor, the walk from wide to narrow ends at the first model that falls short in all its
+    formats of floats. Quantizing takes minutes: int8 begins with the narrowest model that did not,
+    and, if the loss alone counts, ends at the first that keeps the floor.
     """
-    floor = max_loss if latency is None else None
-    bench.test(bench.stock, EAGER)
-    rows, walked = [], []
-    for candidate in bench.wide_to_narrow(budgets):
-        rows += (new := bench.rows(candidate, False, floor))
+    rows, kept = [], []
+
+    for candidate in candidates:
+        rows += (new := rows_of(candidate, False))
         falls_short = max_loss is not None and not any(meets(row, max_loss) for row in new)
         if candidate.budget < 1 and falls_short:
             break
-        walked.insert(0, candidate)
-        if latency is not None and any(is_fast(row, latency) for row in new):
+        kept.insert(0, candidate)
+    for candidate in kept:
+        rows += (new := rows_of(candidate, True))
+        if max_loss is not None and latency is None and any(meets(row, max_loss) for row in new):
             break
-    for candidate in walked:
-        rows += (new := bench.rows(candidate, True, floor))
-        if floor is not None and any(meets(row, floor) for row in new):
-            break
-    order = [*bench.candidates]
-    return [bench.stock_row(), *sorted(rows, key=lambda row: order.index(row['candidate']))]
+    names = list(dict.fromkeys(row['candidate'] for row in rows))
+    return sorted(rows, key=lambda row: names.index(row['candidate']))
+
+
+def choose(
+    rows: Sequence[dict], max_loss: float | None = None, latency: float | None = None
+) -> dict | None:
+    """Return the fastest row that loses at most so much, or the one that loses least in its time.
+
+    Args:
+        rows (Sequence[dict]): The rows. The first is never chosen, and nothing slower than it.
+        max_loss (float, optional): The largest loss in points, of the whole interval.
+        latency (float, optional): The largest fraction of the original's time. Of rows that lose
+            the same, or were not tested, it is the fastest of the widest models.
+
+    Returns:
+        dict | None: The row, or None if no row meets both.
+    """
+    found = [row for row in rows[1:] if row['speedup'] * (latency or 1) >= 1]
+    if max_loss is not None:
+        found = [row for row in found if meets(row, max_loss)]
+
+    def rank(row: dict) -> tuple:
+        loss = () if latency is None else (row['difference'] or 0, row['budget'])
+        return *loss, row['speedup']
+
+    return max(found, key=rank, default=None)
+
+
+def unsure(
+    rows: Sequence[dict], chosen: dict | None, max_loss: float | None, num_images: int
+) -> list[str]:
+    """Return a line that names faster rows for which the images were too few to tell, or none."""
+    least = chosen['speedup'] if chosen else 1
+    found = [
+        f'{row["candidate"]} ({row["format"]})'
+        for row in rows[1:]
+        if max_loss is not None and row['interval'] and row['speedup'] > least
+        and row['difference'] >= -max_loss > row['interval'][0]
+    ]  # fmt: skip
+    return found and [
+        f'{num_images} images are too few to tell whether these lose more than {max_loss} points: '
+        f'{", ".join(found)}. Test on more images (--num-images)'
+    ]
 
 
 def write_chosen(bench: Bench, row: dict) -> None:
@@ -197,8 +239,9 @@ def write_chosen(bench: Bench, row: dict) -> None:
         for cfg in configs.values():
             dataset_config(cfg, 'test').pipeline.insert(-1, step)
     save_model(model, bench.checkpoint, f'{stem}.pth')
-    for path, cfg in configs.items():
-        write_text(path, bench.record.movable(cfg.pretty_text))
+    for path, cfg in configs.items():  # the folder may move
+        inside = osp.join(osp.abspath(folder), '')
+        write_text(path, cfg.pretty_text.replace(f"'{inside}", "'{{ fileDirname }}/"))
     source = osp.splitext(row['file'] or '')[0]
     for suffix in ('.bin', '.xml', '.onnx'):  # weights first
         if source and osp.exists(source + suffix):

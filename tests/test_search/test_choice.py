@@ -2,7 +2,8 @@
 
 import pytest
 
-from repa_mm.search.choice import choose, unsure
+from repa_mm.search.bench import Candidate
+from repa_mm.search.search import choose, unsure, walk
 
 
 def row(name, speedup, loss=None, budget=1.0, half=0.5):
@@ -61,3 +62,34 @@ def test_rows_that_too_few_images_leave_open_are_named():
     (line,) = unsure(ROWS, chosen, 0.8, 30)
     assert '30 images are too few' in line and 'more than 0.8 points: 40 % (f). Test' in line
     assert not unsure(ROWS, choose(ROWS, 2), 2, 30) and not unsure(ROWS, None, None, 30)
+
+
+WIDE = ['stock', 'base', '60 %', '40 %']
+NARROW_FIRST = '15 %', '25 %', '40 %', '60 %', 'base', 'stock'
+
+
+@pytest.mark.parametrize(
+    'max_loss, latency, seen, int8',
+    [
+        (None, None, [*WIDE, '25 %', '15 %'], NARROW_FIRST),
+        (None, 0.6, [*WIDE, '25 %', '15 %'], NARROW_FIRST),
+        # 40 % lose 6 points; int8 loses 2 more.
+        (5, None, WIDE, ['60 %', 'base']),
+        (6.5, None, [*WIDE, '25 %'], ['40 %', '60 %']),
+        (5, 0.6, WIDE, ['60 %', 'base', 'stock']),
+    ],
+)
+def test_the_walk_ends_where_a_floor_does(max_loss, latency, seen, int8):
+    budgets = dict(zip(NARROW_FIRST[::-1], (1, 1, 0.6, 0.4, 0.25, 0.15)))
+    asked = []
+
+    def rows_of(candidate, is_int8):
+        asked.append((candidate.name, is_int8))
+        loss = 10 * (1 - candidate.budget) + 2 * is_int8
+        return [row(candidate.name, 1, loss, half=0)] * (candidate.name != 'stock')
+
+    given = (Candidate(name, '', '', budget) for name, budget in budgets.items())
+    rows = walk(given, rows_of, max_loss, latency)
+    assert asked == [*((name, False) for name in seen), *((name, True) for name in int8)]
+    order = [row['candidate'] for row in rows]
+    assert order == sorted(order, key=[*budgets].index) and len(rows) >= len(seen) - 1
