@@ -48,14 +48,9 @@ class _Step(NamedTuple):
 
 
 def allocate(axes: Sequence[Axis], budget: float) -> list[int]:
-    """Choose the sizes of all axes.
+    """Choose the sizes of all axes, which take at most ``budget`` multiply-adds together.
 
-    Args:
-        axes (Sequence[Axis]): The axes, with costs and gains.
-        budget (float): Multiply-adds that all axes may take together.
-
-    Returns:
-        list[int]: The sizes; the smallest of each axis if even these exceed the budget.
+    If even the smallest sizes take more, these are chosen.
     """
     sizes = [float(axis.sizes[0]) for axis in axes]
     left = budget - sum(axis.cost * size for axis, size in zip(axes, sizes))
@@ -80,14 +75,13 @@ def _steps(index: int, axis: Axis) -> list[_Step]:
     found, i = [], 0
     errors = [axis.gain * error for error in axis.errors]
     while i < len(errors) - 1:
-        slopes = [
-            (errors[i] - errors[j]) / (axis.sizes[j] - axis.sizes[i])
+        slopes = {
+            j: (errors[i] - errors[j]) / (axis.sizes[j] - axis.sizes[i])
             for j in range(i + 1, len(errors))
-        ]
-        j = i + 1 + max(range(len(slopes)), key=slopes.__getitem__)
-        cost = axis.cost * (axis.sizes[j] - axis.sizes[i])
-        found.append(
-            _Step((errors[i] - errors[j]) / cost, index, cost, axis.sizes[i], axis.sizes[j])
-        )
+        }
+        j = max(slopes, key=slopes.get)
+        start, stop = axis.sizes[i], axis.sizes[j]
+        cost = axis.cost * (stop - start)
+        found.append(_Step((errors[i] - errors[j]) / cost, index, cost, start, stop))
         i = j
     return found

@@ -25,14 +25,9 @@ def converted_config(
 ) -> Config:
     """Return the config of a model with parts of other sizes and with faster parts.
 
-    The latter are those of :func:`~repa_mm.faster.faster_parts_`.
-
-    Args:
-        cfg (Config): Config of the original model. If nothing changes, this config is returned.
-        model (nn.Module): The original model.
-        sizes (dict, optional): New sizes of the converted parts, by name. Defaults to none.
-        where (str, optional): As for :class:`Conversion`.
-        idle_ratio (float, optional): As for :class:`Conversion`.
+    The latter are those of :func:`~repa_mm.faster.faster_parts_`. If nothing changes, ``cfg``
+    itself is returned. ``model`` is the original model, ``where`` and ``idle_ratio`` are as for
+    :class:`~repa_mm.convert.Conversion`.
     """
     sizes, faster = sizes or {}, _faster_modules(model)
     if not sizes and not faster:
@@ -45,13 +40,12 @@ def converted_config(
         owner = cfg.model if 'decode_head' in cfg.model else cfg.model.model
         owner.decode_head.type = 'FastUPerHead'
     names = sizes.keys() | (faster - _HEAD)
-    if 'backbone' in cfg.model and all(name.startswith('backbone.') for name in names):
-        if names:
-            inside = {name.removeprefix('backbone.'): size for name, size in sizes.items()}
-            structures = _structures(model.backbone, inside, None, idle_ratio)
-            cfg.model.backbone = with_structures(cfg.model.backbone, *structures)
-    else:
+    if 'backbone' not in cfg.model or not all(name.startswith('backbone.') for name in names):
         cfg.model = with_structures(cfg.model, *_structures(model, sizes, where, idle_ratio))
+    elif names:
+        inside = {name.removeprefix('backbone.'): size for name, size in sizes.items()}
+        structures = _structures(model.backbone, inside, None, idle_ratio)
+        cfg.model.backbone = with_structures(cfg.model.backbone, *structures)
     if idle_ratio is not None:  # to test the deploy form
         cfg.merge_from_dict({'default_hooks.reparameterize': dict(type='ReparameterizeHook')})
     return with_import(cfg)
@@ -94,11 +88,8 @@ def _structures(
         ratio = ratios if None in ratios else idle_ratio
         return [dict(structure, type='ChannelIdle', idle_ratio=ratio, norm_cfg=NORM)]
     heads = [sizes.get(site.name) for site in attention_sites(model, where or '')]
-    if any(widths):
-        structure['widths'] = widths
-    if any(heads):
-        structure['heads'] = heads
-    return [structure]
+    given = dict(widths=widths, heads=heads)
+    return [structure | {key: value for key, value in given.items() if any(value)}]
 
 
 def with_structures(cfg: dict, *structures: dict) -> ConfigDict:

@@ -29,13 +29,8 @@ def check_block(block: nn.Module, parts: Sequence[Pausing], args: tuple, kwargs:
 
     With the pretrained parts in place, it must compute the same. And since an FFN is fitted to make
     up for what its input has lost, the block must use the sum of both alone: if the FFN returns a
-    constant minus its input, the output must not depend on the tokens of the block.
-
-    Args:
-        block (nn.Module): The block, without the parts.
-        parts (Sequence[Pausing]): Its parts.
-        args (tuple): Positional arguments of the block.
-        kwargs (dict): Keyword arguments of the block.
+    constant minus its input, the output must not depend on the tokens of the block. The block does
+    not have the parts in it, and ``args`` and ``kwargs`` are what the model calls it with.
 
     Raises:
         ValueError: If it does not; names the block.

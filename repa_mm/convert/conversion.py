@@ -60,15 +60,13 @@ def convert_pretrained(
         held_out (Iterable): Batches to measure the change of the outputs on. Defaults to none.
         progress (Callable, optional): Called with the report of each part once it is fitted, and
             with the number of parts.
-        **options: ``where``, ``forward`` and ``full_size`` of
-            :class:`~repa_mm.convert.Conversion`.
+        **options: Others of :class:`~repa_mm.convert.Conversion`.
 
     Returns:
         tuple: The converted copy of the model, and a :class:`ConversionReport`.
 
     Raises:
-        ValueError: As :class:`~repa_mm.convert.Conversion`, or if the budget is not in
-            (0, 1].
+        ValueError: As :class:`~repa_mm.convert.Conversion`, or if the budget is not in (0, 1].
 
     Examples:
         >>> narrow, report = repa_mm.convert_pretrained(backbone, images, budget=0.5)
@@ -137,7 +135,6 @@ class Conversion:
             will run, if ``batches`` are crops. Defaults to ``batches``.
 
     Attributes:
-        model (nn.Module): A copy of the model, which computes with the parts.
         parts (dict[str, Pausing]): The pretrained parts, by the name of the block for an FFN, by
             that of the attention for heads.
         skipped (dict[str, str]): Names of the parts that stay as they are, with the reasons.
@@ -174,6 +171,8 @@ class Conversion:
         if parts is None:
             parts = PARTS if idle_ratio is None else ['ffn']
         self.parts, self.skipped = find_parts(self.model, parts, where, idle_ratio)
+        # Tokens to draw from a batch, at most.
+        self.max_tokens = -(-MAX_TOKENS // len(self.batches))
         self.outputs = self._first_pass()
         for part in self.parts.values():
             part.put(part.site)
@@ -182,11 +181,6 @@ class Conversion:
     def run(self, batch):
         """Run the copy of the model on a batch."""
         return self.forward(self.model, batch)
-
-    @property
-    def max_tokens(self) -> int:
-        """Number of tokens to draw from a batch, at most."""
-        return -(-MAX_TOKENS // len(self.batches))
 
     def sizes(self, budget: float | None = None) -> Sizes:
         """Choose the sizes of all parts, see :mod:`repa_mm.convert.budget`.
@@ -244,12 +238,7 @@ class Conversion:
         held_out: Iterable = (),
         progress: Callable[[BlockReport, int], None] | None = None,
     ) -> tuple[nn.Module, ConversionReport]:
-        """Fit all parts to sizes, as :func:`convert_pretrained`, which explains the rest.
-
-        Args:
-            sizes (dict): New sizes of all parts, by name.
-            held_out (Iterable): Batches to measure the change of the outputs on.
-            progress (Callable, optional): Called after each part.
+        """Fit all parts to sizes, by name, as :func:`convert_pretrained`, which explains the rest.
 
         Raises:
             ValueError: If activations are not finite, or a forward pass depends on others.
@@ -283,13 +272,10 @@ class Conversion:
             fit.put(site.at(result.get_submodule(site.block_name)))
         if any(isinstance(module, Form) for module in result.modules()):
             result._register_load_state_dict_pre_hook(check_state_dict, with_module=True)
-        held_out = list(held_out)
-        modes = {module: module.training for module in result.modules()}
-        result.eval()
-        after = run_batches(partial(self.forward, result), held_out)
+        held_out, tested = list(held_out), copied(result)
+        tested.eval()
+        after = run_batches(partial(self.forward, tested), held_out)
         report.differences = differences(run_batches(self.run, held_out), after)
-        for module, mode in modes.items():
-            module.training = mode
         return result, report
 
     def _config(self, sizes: Sizes) -> Config | None:
@@ -318,11 +304,7 @@ class Conversion:
                 )
 
     def _count(self, batches: Sequence) -> dict[str, tuple[float, ...]]:
-        """Return the multiply-adds of one unit of each size of each part, for one image.
-
-        Args:
-            batches (Sequence): The batches. Multiply-adds are the mean over their images.
-        """
+        """Return ``costs``, the mean over the images of the batches."""
         # By the batches, since the rows of a block may be windows, patches or tokens.
         num_images = sum(len(next(iter(tensors(batch)), [batch])) for batch in batches)
         costs = {}
@@ -335,11 +317,7 @@ class Conversion:
         return costs
 
     def _first_pass(self) -> list[torch.Tensor]:
-        """Run the first batch, check the blocks that it reaches, and leave the parts of others.
-
-        Returns:
-            list[torch.Tensor]: The outputs.
-        """
+        """Return the outputs of the first batch; check the blocks it reaches, skip the others."""
         blocks: dict[nn.Module, list[Pausing]] = {}
         for part in self.parts.values():
             blocks.setdefault(part.site.block, []).append(part)
@@ -359,10 +337,10 @@ class Conversion:
                 'forward returns no tensor of floats, by whose change the parts would be compared: '
                 'let it return features, and not results'
             )
-        left = [name for name, part in self.parts.items() if part.site.block not in reached]
-        self.skipped |= dict.fromkeys(left, 'the forward pass does not reach it')
-        for name in left:
-            del self.parts[name]
+        for name, part in list(self.parts.items()):
+            if part.site.block not in reached:
+                self.skipped[name] = 'the forward pass does not reach it'
+                del self.parts[name]
         if not self.parts:
             known = ', '.join(map(repr, self.skipped))
             raise ValueError(f'the forward pass reaches none of the blocks: {known}')
@@ -401,16 +379,15 @@ def find_parts(
     uses = Counter(site.module for _, site, _ in found)
     pretrained, skipped = {}, {}
     for name, site, kind in found:
-        try:
-            if isinstance(site.module, Form):
-                raise ValueError(f'it has a {site.module.label} instead of an ordinary one')
-            if uses[site.module] > 1:
-                raise ValueError(
-                    'several blocks share it, and a fit is to the inputs of one of them'
-                )
-            pretrained[name] = kind(site)
-        except ValueError as error:
-            skipped[name] = str(error)
+        if isinstance(site.module, Form):
+            skipped[name] = f'it has a {site.module.label} instead of an ordinary one'
+        elif uses[site.module] > 1:
+            skipped[name] = 'several blocks share it, and a fit is to the inputs of one of them'
+        else:
+            try:
+                pretrained[name] = kind(site)
+            except ValueError as error:
+                skipped[name] = str(error)
     if not pretrained:
         name, why = next(iter(skipped.items()))
         raise ValueError(f'nothing of {type(model).__name__} can be narrowed: {name!r}: {why}')

@@ -1,6 +1,5 @@
 """What a conversion reports of each block, as a table."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from repa_mm.apis.features import percent
@@ -34,17 +33,12 @@ class BlockReport:
     constant_heads: int = 0
 
     @property
-    def gmacs(self) -> float:
-        """1e9 multiply-adds of the part for one image before the conversion."""
-        return self._gmacs(self.before)
-
-    @property
-    def narrow_gmacs(self) -> float:
-        """1e9 multiply-adds of the part, merged if it has a training form, after the conversion."""
-        return self._gmacs(self.after)
-
-    def _gmacs(self, sizes: Sequence[int]) -> float:
-        return sum(cost * size for cost, size in zip(self.costs, sizes, strict=True)) / 1e9
+    def gmacs(self) -> tuple[float, float]:
+        """1e9 multiply-adds of the (merged) part for one image, after and before the conversion."""
+        return tuple(
+            sum(cost * size for cost, size in zip(self.costs, sizes, strict=True)) / 1e9
+            for sizes in (self.after, self.before)
+        )
 
 
 @dataclass
@@ -68,27 +62,23 @@ class ConversionReport:
         return {block.name: block.after for block in self.blocks if block.changed}
 
     @property
-    def gmacs(self) -> float:
-        """The sum of those of all blocks."""
-        return sum(block.gmacs for block in self.blocks)
-
-    @property
-    def narrow_gmacs(self) -> float:
-        """The sum of those of all blocks."""
-        return sum(block.narrow_gmacs for block in self.blocks)
+    def gmacs(self) -> tuple[float, float]:
+        """Those of all blocks together."""
+        after, before = zip(*(block.gmacs for block in self.blocks))
+        return sum(after), sum(before)
 
     @property
     def fraction(self) -> float:
         """Fraction of the multiply-adds of these blocks that is left."""
-        return self.narrow_gmacs / self.gmacs
+        after, before = self.gmacs
+        return after / before
 
     def __str__(self) -> str:
         rows = [('block', 'width', 'of', 'unexplained', 'GMACs', 'before')]
         for b in self.blocks:
-            after, before = ('+'.join(map(str, sizes)) for sizes in (b.after, b.before))
-            numbers = f'{b.unexplained:.4f}', f'{b.narrow_gmacs:.3f}', f'{b.gmacs:.3f}'
-            rows.append((b.name, after, before, *numbers))
-        rows.append(('all', '', '', '', f'{self.narrow_gmacs:.3f}', f'{self.gmacs:.3f}'))
+            sizes = ('+'.join(map(str, sizes)) for sizes in (b.after, b.before))
+            rows.append((b.name, *sizes, f'{b.unexplained:.4f}', *(f'{x:.3f}' for x in b.gmacs)))
+        rows.append(('all', '', '', '', *(f'{x:.3f}' for x in self.gmacs)))
         widths = [max(map(len, column)) for column in zip(*rows)]
         lines = ['  '.join(map(str.ljust, row, widths)).rstrip() for row in rows]
         if self.differences:

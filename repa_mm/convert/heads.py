@@ -20,7 +20,13 @@ from typing import NamedTuple
 import torch
 import torch.nn as nn
 
-from repa_mm.convert.regression import EVERY_CHANNEL, Moments, Problem, at_least_float32
+from repa_mm.convert.regression import (
+    EVERY_CHANNEL,
+    Moments,
+    Problem,
+    at_least_float32,
+    weight_and_bias,
+)
 from repa_mm.faster.attention import FastShiftWindowMSA, split_heads
 from repa_mm.faster.windows import masks, partition
 from repa_mm.reparam import double
@@ -101,12 +107,7 @@ class HeadWeights(NamedTuple):
     @classmethod
     def from_layers(cls, qkv: nn.Linear, proj: nn.Linear) -> 'HeadWeights':
         """Return the weights of attention, in float64."""
-        return cls(
-            double(qkv.weight),
-            double(qkv.weight.new_zeros(len(qkv.weight)) if qkv.bias is None else qkv.bias),
-            double(proj.weight),
-            double(proj.weight.new_zeros(len(proj.weight)) if proj.bias is None else proj.bias),
-        )
+        return cls(*weight_and_bias(qkv), *weight_and_bias(proj))
 
     def split(self, num_heads: int) -> tuple[list, list]:
         """Return weights (h, r, C) and biases (h, r) of queries, keys and values."""
@@ -122,15 +123,12 @@ class HeadWeights(NamedTuple):
 
         They are (h, n, r), (h, n, r), (h, n, s) and (h, n, r), in float32 at least.
         """
-        keys, queries = at_least_float32(tokens.keys), at_least_float32(tokens.queries)
-        w_qkv, b_qkv = self.w_qkv.to(keys), self.b_qkv.to(keys)
-        values = self.w_out.shape[1]
-        of_keys = nn.functional.linear(keys, w_qkv, b_qkv)
-        of_queries = of_keys
+        keys = at_least_float32(tokens.keys)
+        weights, values = (self.w_qkv.to(keys), self.b_qkv.to(keys)), self.w_out.shape[1]
+        q, k, v = split_heads(nn.functional.linear(keys, *weights), num_heads, values)
         if tokens.queries is not tokens.keys:
-            of_queries = nn.functional.linear(queries, w_qkv, b_qkv)
-        q = split_heads(of_queries, num_heads, values)[0]
-        _, k, v = split_heads(of_keys, num_heads, values)
+            queries = nn.functional.linear(at_least_float32(tokens.queries), *weights)
+            q = split_heads(queries, num_heads, values)[0]
         logits = scale * q @ k.transpose(2, 3)
         if tokens.bias is not None:
             logits = logits + tokens.bias
@@ -149,12 +147,7 @@ class HeadWeights(NamedTuple):
 class HeadMoments:
     """What the fit of one attention's heads needs of some tokens.
 
-    Args:
-        heads (HeadWeights): The pretrained weights.
-        num_heads (int): Number of heads h.
-        scale (float): Factor of the logits.
-        drawn (Sequence[Tokens]): The tokens.
-        gamma (torch.Tensor, optional): Layer scale (C, ) behind the projection.
+    ``scale`` is the factor of the logits, ``gamma`` the layer scale (C, ) behind the projection.
 
     Attributes:
         qk (torch.Tensor): Share of the logits' energy for each dimension of a head, summed over
@@ -192,51 +185,45 @@ class HeadMoments:
         self.constant = int((trace(cov) <= MAX_VARIATION**2 * energy_o).sum())
         _, self.sizes, self.right = torch.linalg.svd(self.root_q @ self.root_k)
         _, of_values, self.directions = torch.linalg.svd(self.out @ self.root_o, False)
-        self.qk = self.sizes.square().sum(0)
-        self.qk = self.qk / self.qk.sum().clamp(min=1e-300)
-        self.v = of_values.square().sum(0)
-        self.v = self.v / self.v.sum().clamp(min=1e-300)
+        energies = (x.square().sum(0) for x in (self.sizes, of_values))
+        self.qk, self.v = (x / x.sum().clamp(min=1e-300) for x in energies)
 
     def fit(self, qk_dims: int, v_dims: int) -> tuple[HeadWeights, float]:
         """Fit heads of ``qk_dims`` dimensions for q·k and ``v_dims`` for values.
 
-        Returns:
-            tuple: The weights, and the share of the variance of the attention's output that they
-            do not explain on the tokens.
+        Returns the weights, and the share of the variance of the attention's output that they do
+        not explain on the tokens.
         """
         w, b = [list(x) for x in (self.weights, self.biases)]
-        dims = self.out.shape[-1]
         if qk_dims < w[0].shape[1]:
             p, size, q = oblique(self.root_k, self.right[:, :qk_dims], self.inverse_k)
             p, q = p * size.sqrt(), q * size.sqrt()
             w[0], w[1] = p.mT @ w[0], q.mT @ w[1]
             b[0], b[1] = (p.mT @ b[0][..., None])[..., 0], b[0].new_zeros(len(b[0]), qk_dims)
-        out, bias = self.heads.w_out, self.heads.b_out
-        if v_dims < dims:
+        out = self.heads.w_out
+        if v_dims < self.out.shape[-1]:
             back, size, into = oblique(self.root_o, self.directions[:, :v_dims], self.inverse_o)
             w[2], b[2] = into.mT @ w[2], (into.mT @ b[2][..., None])[..., 0]
             heads = out.unflatten(1, (self.num_heads, -1)).transpose(0, 1)
             out = (heads @ (back * size)).transpose(0, 1).flatten(1)
-        narrow = HeadWeights(
-            torch.cat([x.flatten(0, 1) for x in w]), torch.cat([x.flatten() for x in b]), out, bias
-        )
-        return self.fit_projection(narrow)
+        rows = torch.cat([x.flatten(0, 1) for x in w]), torch.cat([x.flatten() for x in b])
+        return self.fit_projection(HeadWeights(*rows, out, self.heads.b_out))
 
     def fit_projection(self, narrow: HeadWeights) -> tuple[HeadWeights, float]:
         """Fit the projection to the output of the pretrained heads, drawn to the given one."""
-        args = self.num_heads, self.scale
         moments = Moments(narrow.w_out.new_zeros(sum(narrow.w_out.shape)))
         for tokens in self.drawn:
-            target = self.heads.outputs(tokens, *args)[2].transpose(0, 1).flatten(1)
-            target = double(target) @ self.heads.w_out.t()
-            found = double(narrow.outputs(tokens, *args)[2].transpose(0, 1).flatten(1))
-            moments.add(torch.cat([found, target], 1))
+            found, target = (
+                double(x.outputs(tokens, self.num_heads, self.scale)[2].transpose(0, 1).flatten(1))
+                for x in (narrow, self.heads)
+            )
+            moments.add(torch.cat([found, target @ self.heads.w_out.t()], 1))
         problem = Problem(narrow.w_out, moments)
         out = problem.solve(EVERY_CHANNEL, RIDGE)
-        fitted = narrow._replace(
-            w_out=out, b_out=self.heads.b_out + problem.bias(EVERY_CHANNEL, out)
-        )
-        return fitted, problem.unexplained(EVERY_CHANNEL, out)
+        bias = self.heads.b_out + problem.bias(EVERY_CHANNEL, out)
+        fitted = narrow._replace(w_out=out, b_out=bias)
+        left = problem.residual(EVERY_CHANNEL, out) / problem.var_t.clamp(min=1e-300)
+        return fitted, float(left)
 
 
 def trace(matrices: torch.Tensor) -> torch.Tensor:
@@ -249,11 +236,10 @@ def roots(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return square roots of positive semidefinite matrices with a floor, and the inverse roots.
 
-    Args:
-        matrices (torch.Tensor): Second moments (h, d, d) of features without their mean.
-        energy (torch.Tensor): Mean squared norm (h, ) of the features with their mean.
-        noise (float): Rounding error of a feature, relative to its size. Directions that vary less
-            count as if they varied by that much, so that no rounding noise is scaled up.
+    ``matrices`` are second moments (h, d, d) of features without their mean, ``energy`` (h, ) is
+    the mean squared norm of the features with it, and ``noise`` the rounding error of a feature,
+    relative to its size. Directions that vary less count as if they varied by that much, so that no
+    rounding noise is scaled up.
     """
     floor = noise**2 * energy / matrices.shape[-1]
     floor = torch.where(floor > 0, floor, 1.0)  # all features are zero
@@ -265,16 +251,10 @@ def roots(
 def oblique(
     root: torch.Tensor, directions: torch.Tensor, inverse: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Decompose the projection onto whitened directions into orthonormal bases.
+    """Decompose the projection onto whitened directions (h, r, d) into orthonormal bases.
 
-    Args:
-        root (torch.Tensor): Square root (h, d, d) of the features' second moments.
-        directions (torch.Tensor): Orthonormal directions (h, r, d) of whitened features.
-        inverse (torch.Tensor): The inverse root (h, d, d).
-
-    Returns:
-        tuple: Bases U (h, d, r), sizes s (h, 1, r) and bases V (h, d, r): the projection is
-        U diag(s) V^T. The sizes are inverse cosines between both bases, so 1 at least.
+    Returns bases U (h, d, r), sizes s (h, 1, r) and bases V (h, d, r): the projection is
+    U diag(s) V^T. The sizes are inverse cosines between both bases, so 1 at least.
     """
     left, size, right = torch.linalg.svd(root @ directions.mT @ directions @ inverse)
     rank = directions.shape[1]

@@ -28,10 +28,7 @@ from greenlet import getcurrent, greenlet
 class Pausing(nn.Module):
     """A module in which the passes of :func:`in_lockstep` pause.
 
-    Subclasses implement :meth:`original`.
-
-    Args:
-        name (str): Name of the block.
+    ``name`` is that of the block. Subclasses implement :meth:`original`.
     """
 
     def __init__(self, name: str) -> None:
@@ -60,13 +57,9 @@ class Pausing(nn.Module):
 
 
 class _Pass(greenlet):
-    """A forward pass on a batch; ``switch()`` runs it up to the next site and returns the site.
+    """A forward pass on a batch; ``switch()`` runs it up to the next site and returns the site."""
 
-    Attributes:
-        inputs (tuple): Positional arguments of the site, while the pass pauses there.
-    """
-
-    inputs = None
+    inputs = None  # positional arguments of the site, while the pass pauses there
 
     def __init__(self, forward: Callable, batch: Any, is_teacher: bool) -> None:
         super().__init__()
@@ -95,8 +88,7 @@ def in_lockstep(forward: Callable, batches: Sequence, meet: Callable, students: 
         meet (Callable): Called with the :class:`Pausing` that all passes have reached, and a list
             with, for each batch, the positional arguments of the student and of the teacher there.
             Returns the function that computes the students' outputs from their arguments.
-        students (bool): Run students as well. Without students, ``meet`` gets the arguments of the
-            teachers. Defaults to True.
+        students (bool): Run students as well. Without them, both arguments are the teacher's.
 
     Returns:
         What ``forward`` returns for the first batch, in its teacher.
@@ -128,9 +120,8 @@ def in_lockstep(forward: Callable, batches: Sequence, meet: Callable, students: 
                 )
             met.append(where[0])
             pairs = zip(passes[:: len(roles)], passes[len(roles) - 1 :: len(roles)])
-            fitted = meet(
-                where[0], [(student.inputs, teacher.inputs) for teacher, student in pairs]
-            )
+            tokens = [(student.inputs, teacher.inputs) for teacher, student in pairs]
+            fitted = meet(where[0], tokens)
     finally:
         for p in passes:
             if p:  # unfinished: throw() ends it

@@ -13,8 +13,11 @@ from repa_mm.convert.heads import HeadMoments, HeadWeights, Tokens, sample_image
 from repa_mm.convert.lockstep import Pausing
 from repa_mm.convert.regression import (
     FittedFFN,
+    Pairs,
+    at_least_float32,
     ffn_moments,
     fit_ffn,
+    joined,
     refine,
     widths_of,
     with_foreign_tokens,
@@ -35,7 +38,7 @@ class FittedPart(NamedTuple):
         put (Callable): Puts the part into its site in another copy of the model.
         unexplained (float): Share of the targets' variance that the part does not explain.
         constant_heads (int): Number of heads whose output hardly varies in the samples: no fit can
-            know what they do elsewhere. Defaults to 0.
+            know what they do elsewhere.
     """
 
     function: Callable
@@ -46,9 +49,6 @@ class FittedPart(NamedTuple):
 
 class PretrainedFFN(Pausing):
     """A pretrained FFN that replaces the norm and FFN of a block.
-
-    Args:
-        site (FFNSite): The site.
 
     Attributes:
         ffn (ChannelIdleFFN): Norm, FFN and shortcut. A channel-idle FFN with idle ratio 0 computes
@@ -77,7 +77,6 @@ class PretrainedFFN(Pausing):
         site.put(self)
 
     def original(self, x: torch.Tensor, *hw_shape, identity=None) -> torch.Tensor:
-        """Compute the pretrained norm, FFN and shortcut for tokens (..., C)."""
         hidden = self.ffn.fc1(self.ffn.norm1(x))
         if self.conv is not None:
             maps = hidden.transpose(1, 2).unflatten(2, hw_shape[0])
@@ -98,41 +97,23 @@ class PretrainedFFN(Pausing):
         """Return the output for tokens x, given the FFN's output z without shortcut."""
         return x + z if self.ffn.shortcut else z
 
-    def target(self, x: torch.Tensor, teacher: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """Return what the FFN should add to tokens x, in float32 at least.
-
-        Args:
-            x (torch.Tensor): Tokens of the student.
-            teacher (torch.Tensor): Tokens of the teacher.
-            y (torch.Tensor): :meth:`original` of the teacher's tokens.
-        """
-        z = y
-        if self.compensates:
-            z = y.double() - x.double() + (0 if self.ffn.shortcut else teacher.double())
-        return z.to(torch.promote_types(y.dtype, torch.float32))
-
     def macs(self, x: torch.Tensor, *_) -> tuple[float]:
         """Return the multiply-adds of one hidden channel for tokens x."""
         taps = 0 if self.conv is None else self.conv.weight[0].numel()
         return (float(x.shape[:-1].numel() * (2 * x.shape[-1] + taps)),)
 
-    def sample(
-        self, tokens: list, max_tokens: int, seed: int = 0
-    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Draw random tokens from all batches.
+    def sample(self, tokens: list, max_tokens: int, seed: int = 0) -> list[Pairs]:
+        """Draw at most ``max_tokens`` random tokens of every batch.
 
         Args:
             tokens (list): The arguments of the site in the student and in the teacher, for each
                 batch, from :func:`~repa_mm.convert.lockstep.in_lockstep`.
             max_tokens (int): Number of tokens to draw from a batch, at most.
-            seed (int): Seed of the random numbers. Defaults to 0.
+            seed (int): Seed of the random numbers.
 
         Returns:
             list: For each part of the batches the :meth:`inputs` (N, C) of tokens, and the targets
             (N, C) of the FFN without shortcut.
-
-        Raises:
-            ValueError: If tokens are not finite.
         """
         generator = torch.Generator().manual_seed(seed)
         drawn = []
@@ -146,25 +127,24 @@ class PretrainedFFN(Pausing):
             values = self.inputs(x, *hw_shape), x, teacher, self.original(teacher, *hw_shape)
             u, x, teacher, y = (v.flatten(0, -2)[chosen] for v in values)
             check_finite(self.name, x, teacher, u, y)
-            drawn.append((u, self.target(x, teacher, y)))
-        return [tuple(torch.cat(columns) for columns in zip(*part)) for part in in_parts(drawn)]
+            t = y
+            if self.compensates:
+                t = y.double() - x.double() + (0 if self.ffn.shortcut else teacher.double())
+            drawn.append((u, t.to(at_least_float32(y).dtype)))
+        number = min(_NUM_PARTS, len(drawn))
+        ends = [i * len(drawn) // number for i in range(number + 1)]
+        return [joined(drawn[start:end]) for start, end in zip(ends, ends[1:])]
 
-    def fit(self, parts: Sequence, sizes: tuple[int, ...]) -> FittedPart:
+    def fit(self, parts: Sequence[Pairs], sizes: tuple[int, ...]) -> FittedPart:
         """Fit a narrower FFN to samples, see :mod:`repa_mm.convert.regression`."""
         ffn, (width,) = FittedFFN.from_form(self.ffn, self.conv), sizes
         more = [with_foreign_tokens(ffn, *part) for part in parts]
-        fit = fit_ffn(ffn, ffn_moments(ffn, more), width)
-        fit = refine(fit, *(torch.cat(columns) for columns in zip(*more)))
-        fit = fit.measured(*(torch.cat(columns) for columns in zip(*parts)))
-        weights = fit.weights.values()
-        return FittedPart(self._with(fit), lambda site: site.set_weights(*weights), fit.unexplained)
+        fit = refine(fit_ffn(ffn, ffn_moments(ffn, more), width), *joined(more))
+        weights, unexplained = fit.weights.values(), fit.unexplained(*joined(parts))
+        return FittedPart(self._with(fit), lambda site: site.set_weights(*weights), unexplained)
 
-    def axes(self, parts: Sequence) -> list[tuple[Axis, Callable]]:
-        """Return the hidden channels as an axis of a budget, from samples.
-
-        Returns:
-            list: The axis, and what computes the part at :meth:`Axis.probe`.
-        """
+    def axes(self, parts: Sequence[Pairs]) -> list[tuple[Axis, Callable]]:
+        """Return the axes of a budget, and for each what computes the part at its probe."""
         number = self.sizes[0]
         widths = sorted({max(1, round(fraction * number)) for fraction in FRACTIONS})
         ffn = FittedFFN.from_form(self.ffn, self.conv)
@@ -180,8 +160,7 @@ class PretrainedFFN(Pausing):
 class PretrainedAttention(Pausing):
     """The pretrained attention of a block, in whose place it is.
 
-    Args:
-        site (AttentionSite): The site. Window attention must be a ``FastShiftWindowMSA``.
+    Window attention must be a ``FastShiftWindowMSA``.
 
     Attributes:
         attention (nn.Module): The attention that the block calls.
@@ -217,10 +196,10 @@ class PretrainedAttention(Pausing):
     def sample(self, tokens: list, max_tokens: int, seed: int = 0) -> list[Tokens]:
         """Draw random windows or queries from all batches, as :meth:`PretrainedFFN.sample`."""
         generator = torch.Generator().manual_seed(seed)
-        is_windows = isinstance(self.attention, FastShiftWindowMSA)
-        draw = sample_windows if is_windows else sample_images
         for (x, *_), (teacher, *_) in tokens:
             check_finite(self.name, x, teacher)
+        is_windows = isinstance(self.attention, FastShiftWindowMSA)
+        draw = sample_windows if is_windows else sample_images
         return [draw(self.attention, max_tokens, generator, *inputs) for inputs, _ in tokens]
 
     def fit(self, drawn: Sequence[Tokens], sizes: tuple[int, ...]) -> FittedPart:
@@ -255,13 +234,6 @@ class PretrainedAttention(Pausing):
     def _with(self, weights: HeadWeights) -> Callable:
         """Return a copy of the attention with other weights."""
         return set_heads_(copy.deepcopy(self.attention), self.site.inner, *weights)
-
-
-def in_parts(drawn: Sequence) -> list[Sequence]:
-    """Return what was drawn from each batch in a few parts for cross-validation."""
-    number = min(_NUM_PARTS, len(drawn))
-    ends = [i * len(drawn) // number for i in range(number + 1)]
-    return [drawn[start:end] for start, end in zip(ends, ends[1:])]
 
 
 def check_finite(name: str, *values: torch.Tensor) -> None:

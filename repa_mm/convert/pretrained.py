@@ -28,48 +28,23 @@ def split_images(images: Sequence) -> tuple[list, list]:
 
 
 def cropped_batches(model: nn.Module, images: Sequence[dict]) -> list[dict]:
-    """Return what a model's data preprocessor makes of crops of images.
-
-    Args:
-        model (nn.Module): A detector, segmentor or classifier.
-        images (Sequence[dict]): Images from :func:`~repa_mm.apis.read_images`.
-    """
+    """Return what a model's data preprocessor makes of crops of images."""
     return [model.data_preprocessor(cropped(data), False) for data in images]
 
 
 def conversion_of(
-    model: nn.Module,
-    images: Sequence[dict],
-    parts: Sequence[str] | None = None,
-    *,
-    idle_ratio: float | None = None,
-    where: str | None = None,
+    model: nn.Module, images: Sequence[dict], parts: Sequence[str] | None = None, **options
 ) -> Conversion:
     """Return the conversion of a whole model, fitted to crops of images.
 
-    Multiply-adds are counted on the whole image of median size.
-
-    Args:
-        model (nn.Module): A detector, segmentor or classifier with ordinary FFNs or in its deploy
-            form, from :func:`~repa_mm.apis.open_model`.
-        images (Sequence[dict]): Images to fit to, from :func:`~repa_mm.apis.read_images`.
-        parts (Sequence[str], optional): As for :class:`Conversion`.
-        idle_ratio (float, optional): As for :class:`Conversion`.
-        where (str, optional): As for :class:`Conversion`.
-
-    Raises:
-        ValueError: As :class:`Conversion`.
+    Multiply-adds are counted on the whole image of median size. The model, a detector, segmentor or
+    classifier with ordinary FFNs or in its deploy form, is from :func:`~repa_mm.apis.open_model`,
+    the images are from :func:`~repa_mm.apis.read_images`. The rest is as for :class:`Conversion`.
     """
     by_size = sorted(images, key=lambda data: data['inputs'][0].numel())
     middle = by_size[len(images) // 2 :][:1]
-    return Conversion(
-        model,
-        cropped_batches(model, images),
-        parts,
-        idle_ratio=idle_ratio,
-        where=where,
-        full_size=[model.data_preprocessor(data, False) for data in middle],
-    )
+    full_size = [model.data_preprocessor(data, False) for data in middle]
+    return Conversion(model, cropped_batches(model, images), parts, full_size=full_size, **options)
 
 
 def convert_checkpoint(
@@ -123,12 +98,9 @@ def convert_checkpoint(
 
 
 def save_model(model: nn.Module, original: str, out: str) -> None:
-    """Write a converted model and the config in its ``cfg``.
+    """Write a converted model to '….pth', and the config in its ``cfg`` to '….py'.
 
-    Args:
-        model (nn.Module): The model.
-        original (str): Checkpoint of the original model, whose ``meta`` stays.
-        out (str): The checkpoint to write, '….pth'. Its config becomes '….py'.
+    The ``meta`` of ``original``, the checkpoint of the original model, stays.
     """
     text = model.cfg.pretty_text
     # MMEngine's inferencers read the config from the checkpoint if they are given weights alone.

@@ -20,7 +20,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from repa_mm.reparam import ChannelIdleFFN, double
+from repa_mm.reparam import ChannelIdleFFN, double, matrix
 
 _CHUNK = 4096  # tokens in float64 at a time
 # Strengths of the ridge, relative to the mean variance of a channel. The first strength is used to
@@ -30,6 +30,27 @@ RIDGES = (0.1, 0.01, 0.03, 0.3, 1.0, 3.0, 100.0)
 # weights changes by e / (2 sqrt(ridge)) at most, with e the root mean square of its error, this
 # bounds changes to about three times the norm of the weights.
 MIN_RIDGE = 0.03
+STEPS = 200  # of gradient descent
+EVERY_CHANNEL = slice(None)
+
+#: Normalized tokens u (N, C), or patches, and target outputs t (N, C) without shortcut.
+Pairs = tuple[torch.Tensor, torch.Tensor]
+
+
+def joined(parts: Sequence[Pairs]) -> Pairs:
+    """Return the tokens of all parts of the images, and their targets."""
+    return tuple(torch.cat(columns) for columns in zip(*parts))
+
+
+def at_least_float32(x: torch.Tensor) -> torch.Tensor:
+    """Return a tensor in float32, or in float64 if it is."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def weight_and_bias(layer: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return weight (out, n) and bias (out, ) of a layer in float64; a missing bias is 0."""
+    weight, bias = matrix(layer)
+    return weight, weight.new_zeros(len(weight)) if bias is None else bias
 
 
 class Moments:
@@ -38,9 +59,6 @@ class Moments:
     Args:
         shift (torch.Tensor): A point (n, ) near the rows, which is subtracted: products of values
             far from zero would hide a small variance.
-
-    Attributes:
-        count (int): Number of rows.
     """
 
     def __init__(self, shift: torch.Tensor) -> None:
@@ -80,7 +98,7 @@ class Moments:
 
 
 class FittedFFN(NamedTuple):
-    """An FFN, z = act(u W_in^T + b_in) W_out^T + b, and the quality of its fit.
+    """An FFN, z = act(u W_in^T + b_in) W_out^T + b.
 
     With a depthwise convolution before the activation, the tokens are patches: the k^2 neighbours
     of a token, each with a 1 appended, which is 0 in the padding. Convolution and input weights are
@@ -95,8 +113,6 @@ class FittedFFN(NamedTuple):
         conv (torch.Tensor, optional): Filters (A, k^2) of the depthwise convolution.
         b_conv (torch.Tensor, optional): Biases (A, ) of the depthwise convolution.
         linear (torch.Tensor, optional): Linear path W (C, C) beside the channels: z gets u W^T.
-        ridge (float): Strength of the ridge.
-        unexplained (float): Share of the targets' variance that the FFN does not explain.
     """
 
     w_in: torch.Tensor
@@ -107,29 +123,18 @@ class FittedFFN(NamedTuple):
     conv: torch.Tensor | None = None
     b_conv: torch.Tensor | None = None
     linear: torch.Tensor | None = None
-    ridge: float = 0.0
-    unexplained: float = 0.0
 
     @classmethod
     def from_form(cls, ffn: ChannelIdleFFN, conv: nn.Conv2d | None = None) -> 'FittedFFN':
-        """Return a pretrained FFN in float64, with all its channels.
-
-        Args:
-            ffn (ChannelIdleFFN): The FFN, with idle ratio 0.
-            conv (nn.Conv2d, optional): The depthwise convolution before the activation.
-        """
+        """Return a pretrained FFN of idle ratio 0, with its convolution, in float64."""
         folded = ffn.fold()
         weights = double(ffn.fc1.weight), double(ffn.fc1.bias), folded.w_out, folded.b
-        if conv is None:
-            return cls(*weights, ffn.act)
-        bias = conv.weight.new_zeros(len(conv.weight)) if conv.bias is None else conv.bias
-        return cls(*weights, ffn.act, double(conv.weight).flatten(1), double(bias))
+        return cls(*weights, ffn.act, *(weight_and_bias(conv) if conv is not None else ()))
 
     @property
     def weights(self) -> dict[str, torch.Tensor]:
         """The weights by name."""
-        names = 'w_in', 'b_in', 'w_out', 'b', 'conv', 'b_conv', 'linear'
-        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        return {name: w for name, w in self._asdict().items() if isinstance(w, torch.Tensor)}
 
     def features(self, u: torch.Tensor) -> torch.Tensor:
         """Compute the activated channels (..., A) of normalized tokens (..., C) or patches.
@@ -156,30 +161,20 @@ class FittedFFN(NamedTuple):
         rows = {name: w[kept] for name, w in self.weights.items() if name not in ('w_out', 'b')}
         return self._replace(w_out=self.w_out[:, kept], **rows)._replace(**changes)
 
-    def measured(self, u: torch.Tensor, t: torch.Tensor) -> 'FittedFFN':
-        """Return a copy with ``unexplained`` for tokens u and targets t, both (N, C)."""
+    def unexplained(self, u: torch.Tensor, t: torch.Tensor) -> float:
+        """Return the share of the variance of targets t (N, C) that z of tokens u leaves."""
         pairs = zip(u.split(_CHUNK), t.split(_CHUNK))
         left = sum(float((self(a) - b).square().sum()) for a, b in pairs)
         total = float((t - t.mean(0)).square().sum())
-        return self._replace(unexplained=left / total if total else 0.0)
+        return left / total if total else 0.0
 
 
-def with_foreign_tokens(
-    ffn: FittedFFN, u: torch.Tensor, t: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def with_foreign_tokens(ffn: FittedFFN, u: torch.Tensor, t: torch.Tensor) -> Pairs:
     """Add half as many synthetic tokens, so that a fit also holds on images unlike the given ones.
 
     A synthetic token is a token plus a share of the difference of two other tokens,
     u' = u_i + r (u_j - u_k), r from 0 to 1/2. Its target follows from the pretrained FFN f,
-    t' = t_i + f(u') - f(u_i).
-
-    Args:
-        ffn (FittedFFN): The pretrained FFN.
-        u (torch.Tensor): Normalized tokens (N, C), or patches.
-        t (torch.Tensor): Target outputs without shortcut, (N, C).
-
-    Returns:
-        tuple: u and t of all tokens, the given tokens first.
+    t' = t_i + f(u') - f(u_i). The given tokens come first.
     """
     u = at_least_float32(u)
     generator = torch.Generator().manual_seed(0)
@@ -193,19 +188,10 @@ def with_foreign_tokens(
     return torch.cat([u, moved]), torch.cat([t, *targets])
 
 
-def ffn_moments(
-    ffn: FittedFFN, parts: Sequence[tuple[torch.Tensor, torch.Tensor]], linear: bool = False
-) -> list[Moments]:
-    """Compute the moments of [a, t] for :func:`fit_ffn`.
+def ffn_moments(ffn: FittedFFN, parts: Sequence[Pairs], linear: bool = False) -> list[Moments]:
+    """Return the moments of [a, t] for each part of the images; those of [u, a, t] if ``linear``.
 
-    Args:
-        ffn (FittedFFN): The pretrained FFN.
-        parts (Sequence): For each part of the images, normalized tokens u (N, C), or patches, and
-            target outputs t (N, C) without shortcut.
-        linear (bool): Compute the moments of [u, a, t] instead. Defaults to False.
-
-    Returns:
-        list[Moments]: The moments of each part.
+    ``ffn`` is the pretrained FFN, whose channels are a.
     """
     result: list[Moments] = []
     for u, t in parts:
@@ -218,61 +204,10 @@ def ffn_moments(
     return result
 
 
-def at_least_float32(x: torch.Tensor) -> torch.Tensor:
-    """Return a tensor in float32, or in float64 if it is."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-def eliminate(
-    gram: torch.Tensor,
-    weights: torch.Tensor,
-    numbers: Sequence[int],
-    step: float = 0.02,
-    protected: int = 0,
-) -> list[torch.Tensor]:
-    """Choose the features of a least-squares solution by backward elimination.
-
-    Removing the features K and refitting the others costs tr(W_K (P_KK)^-1 W_K^T), where P is the
-    inverse Gram matrix (Optimal Brain Surgeon, Hassibi and Stork 1993). The features whose removal
-    alone costs least go first, several at a time. After each removal, P and the weights are
-    downdated; the rank of the downdate is the number of removed features.
-
-    Args:
-        gram (torch.Tensor): Gram matrix (n, n) of the features, ridge included.
-        weights (torch.Tensor): The least-squares solution (m, n) with all features.
-        numbers (Sequence[int]): Numbers of features to keep, decreasing.
-        step (float): Share of the remaining features to remove at a time, at least one feature.
-            Defaults to 0.02.
-        protected (int): Number of first features that are never removed. Defaults to 0.
-
-    Returns:
-        list[torch.Tensor]: For each number, the indices of the kept features in increasing order.
-    """
-    found = []
-    kept = torch.arange(len(gram), device=gram.device)
-    inverse = torch.cholesky_inverse(torch.linalg.cholesky(gram))
-    for num_kept in numbers:
-        while len(kept) > num_kept:
-            costs = weights.square().sum(0) / inverse.diagonal()
-            costs[:protected] = torch.inf
-            number = min(max(1, int(step * (len(kept) - protected))), len(kept) - num_kept)
-            order = costs.argsort()
-            gone, left = order[:number], order[number:].sort().values
-            factor = torch.linalg.cholesky(inverse[gone][:, gone])
-            lost = weights[:, gone]
-            follow = torch.cholesky_solve(inverse[gone][:, left], factor)
-            weights = weights[:, left] - lost @ follow
-            inverse = inverse[left][:, left] - inverse[left][:, gone] @ follow
-            kept = kept[left]
-        found.append(kept)
-    return found
-
-
-EVERY_CHANNEL = slice(None)
-
-
 class Problem:
     """The regression of outputs t on channels a, from the moments of [a, t].
+
+    Below, ``kept`` are the indices of channels, and ``weights`` are the output weights of these.
 
     Args:
         out (torch.Tensor): The weights (C, n) of all channels that the fit is drawn to.
@@ -292,7 +227,7 @@ class Problem:
         # The rounding of a mean is no variance.
         self.least = bound + 1e-12 * self.mean_a.square().mean()
 
-    def ridged(self, ridge: float, kept: torch.Tensor | slice = EVERY_CHANNEL) -> torch.Tensor:
+    def ridged(self, ridge: float, kept: torch.Tensor | slice) -> torch.Tensor:
         """Return the Gram matrix of channels, with a multiple of its mean on the diagonal."""
         gram = self.gram[kept][:, kept].clone()
         amount = ridge * gram.diagonal().mean() + self.least
@@ -310,10 +245,6 @@ class Problem:
         """Return the best bias."""
         return self.mean_t - weights @ self.mean_a[kept]
 
-    def unexplained(self, kept: torch.Tensor | slice, weights: torch.Tensor) -> float:
-        """Return the share of the variance of t that weights of the kept channels leave."""
-        return float(self.residual(kept, weights) / self.var_t.clamp(min=1e-300))
-
     def residual(
         self, kept: torch.Tensor | slice, weights: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
@@ -324,22 +255,46 @@ class Problem:
             left = left + (self.bias(kept, weights) - bias).square().sum()
         return left
 
-    def eliminate(self, *numbers: int, **options) -> list[torch.Tensor]:
-        """Return the channels that :func:`eliminate` keeps for each number."""
-        return eliminate(
-            self.ridged(RIDGES[0]), self.solve(EVERY_CHANNEL, RIDGES[0]), numbers, **options
-        )
+    def eliminate(
+        self, *numbers: int, step: float = 0.02, protected: int = 0
+    ) -> list[torch.Tensor]:
+        """Choose channels by backward elimination.
+
+        Removing the channels K and refitting the others costs tr(W_K (P_KK)^-1 W_K^T), where P is
+        the inverse Gram matrix (Optimal Brain Surgeon, Hassibi and Stork 1993). The channels whose
+        removal alone costs least go first, several at a time. After each removal, P and the weights
+        are downdated; the rank of the downdate is the number of removed channels.
+
+        Args:
+            *numbers (int): Numbers of channels to keep, decreasing.
+            step (float): Share of the remaining channels to remove at a time, at least one channel.
+            protected (int): Number of first channels that are never removed.
+
+        Returns:
+            list[torch.Tensor]: For each number, the kept channels in increasing order.
+        """
+        gram, weights = self.ridged(RIDGES[0], EVERY_CHANNEL), self.solve(EVERY_CHANNEL, RIDGES[0])
+        inverse = torch.cholesky_inverse(torch.linalg.cholesky(gram))
+        kept, found = torch.arange(len(gram), device=gram.device), []
+        for num_kept in numbers:
+            while len(kept) > num_kept:
+                costs = weights.square().sum(0) / inverse.diagonal()
+                costs[:protected] = torch.inf
+                number = min(max(1, int(step * (len(kept) - protected))), len(kept) - num_kept)
+                order = costs.argsort()
+                gone, left = order[:number], order[number:].sort().values
+                factor = torch.linalg.cholesky(inverse[gone][:, gone])
+                follow = torch.cholesky_solve(inverse[gone][:, left], factor)
+                weights = weights[:, left] - weights[:, gone] @ follow
+                inverse = inverse[left][:, left] - inverse[left][:, gone] @ follow
+                kept = kept[left]
+            found.append(kept)
+        return found
 
     def fit(self, ffn: FittedFFN, kept: torch.Tensor, ridge: float) -> FittedFFN:
         """Return an FFN with the kept channels alone."""
-        weights = self.solve(kept, ridge)
-        return ffn.only(
-            kept,
-            w_out=weights,
-            b=self.bias(kept, weights),
-            ridge=ridge,
-            unexplained=self.unexplained(kept, weights),
-        )
+        out = self.solve(kept, ridge)
+        return ffn.only(kept, w_out=out, b=self.bias(kept, out))
 
 
 def cross_validated(out: torch.Tensor, parts: Sequence[Moments], kept: torch.Tensor) -> float:
@@ -360,13 +315,7 @@ def cross_validated(out: torch.Tensor, parts: Sequence[Moments], kept: torch.Ten
 def fit_ffn(ffn: FittedFFN, parts: Sequence[Moments], width: int) -> FittedFFN:
     """Choose the channels of a narrower FFN, and fit its output weights in closed form.
 
-    Args:
-        ffn (FittedFFN): The pretrained FFN.
-        parts (Sequence[Moments]): The moments of parts of the images, from :func:`ffn_moments`.
-        width (int): Number of channels to keep.
-
-    Returns:
-        FittedFFN: The narrower FFN, in float64.
+    ``parts`` are the moments from :func:`ffn_moments`. The result is in float64.
     """
     problem = Problem(ffn.w_out, Moments.pooled(parts))
     (kept,) = problem.eliminate(width)
@@ -378,26 +327,16 @@ def widths_of(
 ) -> list[tuple[FittedFFN, float]]:
     """Fit narrower FFNs of several widths, decreasing, from one elimination in coarse steps.
 
-    Returns:
-        list: For each width the FFN, and its mean square error per token.
+    The second of each pair is the mean square error per token.
     """
     problem = Problem(ffn.w_out, Moments.pooled(parts))
-    fits = [problem.fit(ffn, kept, RIDGES[0]) for kept in problem.eliminate(*widths, step=0.06)]
-    return [(fit, fit.unexplained * float(problem.var_t)) for fit in fits]
+    every = problem.eliminate(*widths, step=0.06)
+    fits = [problem.fit(ffn, kept, RIDGES[0]) for kept in every]
+    return [(fit, float(problem.residual(kept, fit.w_out))) for kept, fit in zip(every, fits)]
 
 
-def refine(fit: FittedFFN, u: torch.Tensor, t: torch.Tensor, steps: int = 200) -> FittedFFN:
-    """Train all weights of a fitted FFN with Adam on random tokens.
-
-    Args:
-        fit (FittedFFN): A fit of :func:`fit_ffn`.
-        u (torch.Tensor): Normalized tokens (N, C), or patches.
-        t (torch.Tensor): Target outputs without shortcut, (N, C).
-        steps (int): Number of steps with 2048 tokens each. Defaults to 200.
-
-    Returns:
-        FittedFFN: The trained FFN, in float64.
-    """
+def refine(fit: FittedFFN, u: torch.Tensor, t: torch.Tensor) -> FittedFFN:
+    """Train all weights of a fitted FFN with Adam on random tokens; the result is in float64."""
     u, t = u.float(), t.float()
     variance = t.var(0).sum()
     if not variance > 0:  # all tokens are the same
@@ -413,23 +352,21 @@ def refine(fit: FittedFFN, u: torch.Tensor, t: torch.Tensor, steps: int = 200) -
     }
     weights = {name: (w.float() / sizes[name]).requires_grad_() for name, w in fit.weights.items()}
 
-    def scaled() -> dict[str, torch.Tensor]:
-        return {name: w * sizes[name] for name, w in weights.items()}
+    def scaled() -> FittedFFN:
+        return fit._replace(**{name: w * sizes[name] for name, w in weights.items()})
 
     optimizer = torch.optim.Adam(weights.values(), lr=1e-2, betas=(0.9, 0.99))
     schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda k: min(1, (k + 1) / 10) * (1 + math.cos(math.pi * k / steps)) / 2
+        optimizer, lambda k: min(1, (k + 1) / 10) * (1 + math.cos(math.pi * k / STEPS)) / 2
     )
     generator = torch.Generator().manual_seed(0)
-    for _ in range(steps):
+    for _ in range(STEPS):
         index = torch.randint(len(u), (2048,), generator=generator).to(u.device)
         with torch.enable_grad():
-            moved = fit._replace(**scaled())
-            loss = (moved(u[index]) - t[index]).square().sum(1).mean() / variance
+            loss = (scaled()(u[index]) - t[index]).square().sum(1).mean() / variance
             gradients = torch.autograd.grad(loss, list(weights.values()))
         for weight, gradient in zip(weights.values(), gradients):
             weight.grad = gradient
         optimizer.step()
         schedule.step()
-    moved = {name: double(w.detach()) for name, w in scaled().items()}
-    return fit._replace(**moved).measured(u, t)
+    return fit._replace(**{name: double(w) for name, w in scaled().weights.items()})

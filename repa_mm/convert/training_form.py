@@ -16,9 +16,11 @@ from repa_mm.convert.parts import FittedPart, PretrainedFFN
 from repa_mm.convert.regression import (
     FittedFFN,
     Moments,
+    Pairs,
     Problem,
     cross_validated,
     ffn_moments,
+    joined,
     refine,
     with_foreign_tokens,
 )
@@ -34,16 +36,10 @@ RTOL = 1e-3
 def fit_idle(
     ffn: FittedFFN, parts: Sequence[Moments], num_active: int
 ) -> tuple[FittedFFN, torch.Tensor, torch.Tensor]:
-    """Choose the active channels, and fit their output weights and W in closed form.
+    """Choose A active channels, and fit their output weights and W in closed form.
 
-    Args:
-        ffn (FittedFFN): The pretrained FFN.
-        parts (Sequence[Moments]): The moments of [u, a, t] of parts of the images.
-        num_active (int): Number A of active channels.
-
-    Returns:
-        tuple: The active channels with the linear path W, in float64; their indices (A, ); and the
-        slopes (H, ) of all channels.
+    ``parts`` are the moments of [u, a, t] of parts of the images. Returns the active channels with
+    the linear path W, in float64; their indices (A, ); and the slopes (H, ) of all channels.
     """
     w_in, dims, hidden = ffn.w_in, ffn.w_in.shape[1], len(ffn.w_in)
     _, cov = Moments.pooled(parts).mean_and_covariance()
@@ -64,51 +60,38 @@ def fit_idle(
     (kept,) = problem.eliminate(dims + num_active, protected=dims)
     ridge = cross_validated(pretrained, parts, kept)
     weights, active = problem.solve(kept, ridge), kept[dims:] - dims
-    out = weights[:, dims:]
+    out, b = weights[:, dims:], problem.bias(kept, weights)
     linear = weights[:, :dims] / scale - (out * slopes[active]) @ w_in[active]
-    b = problem.bias(kept, weights)
-    return ffn.only(active, w_out=out, linear=linear, b=b, ridge=ridge), active, slopes
+    return ffn.only(active, w_out=out, linear=linear, b=b), active, slopes
 
 
 def fit_training_form(
-    ffn: FittedFFN, parts: Sequence[tuple[torch.Tensor, torch.Tensor]], num_active: int
+    ffn: FittedFFN, parts: Sequence[Pairs], num_active: int
 ) -> tuple[FittedFFN, tuple[torch.Tensor, ...]]:
-    """Fit a channel-idle FFN to a pretrained FFN.
+    """Fit a channel-idle FFN with A active channels to a pretrained FFN.
 
     Idle rows of the first layer keep their pretrained weights. Idle columns of the second solve
     W_out,I W_in,I = W; of all solutions they are nearest to the pretrained ones times the slopes.
 
-    Args:
-        ffn (FittedFFN): The pretrained FFN.
-        parts (Sequence): For each part of the images, normalized tokens u (N, C) and target outputs
-            t (N, C) without shortcut.
-        num_active (int): Number A of active channels.
-
-    Returns:
-        tuple: What the channel-idle FFN computes after its merge; and its weights, active channels
-        first: w_in (H, C), b_in (H, ), and w_out (C, H) and b_out (C, ) with the layer scale
-        multiplied in.
+    Returns what the channel-idle FFN computes after its merge; and its weights, active channels
+    first: w_in (H, C), b_in (H, ), and w_out (C, H) and b_out (C, ) with the layer scale multiplied
+    in.
     """
     more = [with_foreign_tokens(ffn, *part) for part in parts]
     fit, active, slopes = fit_idle(ffn, ffn_moments(ffn, more, linear=True), num_active)
-    fit = refine(fit, *(torch.cat(columns) for columns in zip(*more)))
-    u, t = (torch.cat(columns) for columns in zip(*parts))
+    fit = refine(fit, *joined(more))
     idle = torch.ones_like(slopes, dtype=torch.bool).index_fill(0, active, False)
     w_idle, b_idle, out = ffn.w_in[idle], ffn.b_in[idle], (ffn.w_out * slopes)[:, idle]
     out = out + (fit.linear - out @ w_idle) @ torch.linalg.pinv(w_idle, rtol=RTOL)
     linear = out @ w_idle  # fit.linear, unless the idle rows do not span all inputs
-    b = fit.b + (fit.linear - linear) @ double(u.mean(0))
+    b = fit.b + (fit.linear - linear) @ double(joined(parts)[0].mean(0))
     w_in, b_in = torch.cat([fit.w_in, w_idle]), torch.cat([fit.b_in, b_idle])
     weights = w_in, b_in, torch.cat([fit.w_out, out], 1), b - out @ b_idle
-    return fit._replace(linear=linear, b=b).measured(u, t), weights
+    return fit._replace(linear=linear, b=b), weights
 
 
 class IdleFFN(PretrainedFFN):
     """A pretrained FFN whose fit is the training form of a channel-idle FFN.
-
-    Args:
-        site (FFNSite): The site.
-        idle_ratio (float): Share of hidden channels that skip the activation.
 
     Attributes:
         sizes (tuple[int, int]): The number of hidden channels, and 0.
@@ -136,7 +119,7 @@ class IdleFFN(PretrainedFFN):
         """Return the multiply-adds of one hidden channel, and of one row of W, for tokens x."""
         return *super().macs(x), float(x.numel())
 
-    def fit(self, parts: Sequence, sizes: tuple[int, ...]) -> FittedPart:
+    def fit(self, parts: Sequence[Pairs], sizes: tuple[int, ...]) -> FittedPart:
         """Fit the channel-idle FFN to samples."""
         fit, weights = fit_training_form(FittedFFN.from_form(self.ffn), parts, sizes[0])
 
@@ -144,4 +127,4 @@ class IdleFFN(PretrainedFFN):
             site.set_weights(*weights)
             site.put(idle_ffn(site, self.idle_ratio, NORM))  # filled from the site
 
-        return FittedPart(self._with(fit), put, fit.unexplained)
+        return FittedPart(self._with(fit), put, fit.unexplained(*joined(parts)))

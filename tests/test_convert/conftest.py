@@ -1,10 +1,15 @@
 import pytest
 
-from repa_mm.convert.regression import refine
+from repa_mm.convert import regression
 
 
 @pytest.fixture(autouse=True)
-def _few_steps(request, monkeypatch):
+def _few_steps(monkeypatch):
     """Most of a test's time would be steps of Adam, which only some tests are about."""
-    if request.path.stem not in ('test_regression', 'test_training_form'):
-        monkeypatch.setattr(refine, '__defaults__', (10,))
+    monkeypatch.setattr(regression, 'STEPS', 10)
+
+
+@pytest.fixture
+def unridged(monkeypatch):
+    monkeypatch.setattr(regression, 'RIDGES', (1e-12,))
+    monkeypatch.setattr(regression, 'MIN_RIDGE', 0.0)

@@ -15,7 +15,6 @@ import repa_mm
 from repa_mm.apis import open_model, read_images
 from repa_mm.convert import Conversion
 from repa_mm.convert.pretrained import convert_checkpoint, split_images
-from repa_mm.faster import faster_parts_
 from repa_mm.io.configs import load_config
 from repa_mm.models.sites import ffn_sites
 from repa_mm.reparam import CheckpointError, TrainingForm, has_deploy_form, outermost
@@ -82,6 +81,14 @@ def save(config, checkpoint):
     return checkpoint
 
 
+def original():
+    model = random_model(load_config('classifier.py'))
+    state = torch.load('classifier.pth')['state_dict']
+    del state['neck.of_another_version']
+    model.load_state_dict(state)
+    return model
+
+
 def converted(**kwargs):
     """Narrow the FFNs of the classifier."""
     kwargs = dict(num_images=3, device='cpu', parts=['ffn']) | kwargs
@@ -136,36 +143,28 @@ def test_a_channel_idle_config_is_built_before_the_fit(folder, monkeypatch):
         converted(idle_ratio=0.75, parts=None, progress=pytest.fail)
 
 
-def test_a_detector_and_the_tool(folder, monkeypatch, capsys):
-    pytest.importorskip('mmdet')
+def test_the_tool(folder, monkeypatch, capsys):
     path = Path(__file__).parents[2] / 'tools' / 'convert_pretrained.py'
     spec = importlib.util.spec_from_file_location('tool', path)
     tool = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(tool)
-    config = write_config('retinanet', folder, repa=False)
-    save(config, 'vanilla.pth')
-    arguments = [config, 'vanilla.pth', 'narrow.pth', '--images', 'images', '--num-images', '1']
-    options = ['--cfg-options', 'model.bbox_head.loss_cls.gamma=1.5', '--device', 'cpu']
-    options += ['--budget', '1', '--parts', 'ffn']
-    monkeypatch.setattr(sys, 'argv', ['tool', *arguments, *options, '--idle-ratio', '0.75'])
+    command = ['tool', 'classifier.py', 'classifier.pth', 'narrow.pth', '--images', 'images']
+    command += ['--num-images', '1', '--cfg-options', 'optim_wrapper.optimizer.lr=5']
+    command += ['--device', 'cpu', '--budget', '1', '--parts', 'ffn']
+    monkeypatch.setattr(sys, 'argv', [*command, '--idle-ratio', '0.75'])
     with pytest.raises(SystemExit, match='idle ratio is instead of a budget and parts'):
         tool.main()
-    monkeypatch.setattr(sys, 'argv', ['tool', *arguments, *options])
+    monkeypatch.setattr(sys, 'argv', command)
     tool.main()
     said = capsys.readouterr().out
     assert 'fitted on 1 images, 1 held out' in said and 'wrote narrow.pth and narrow.py' in said
     # With all channels it is the same model.
     cfg = load_config('narrow.py')
-    assert cfg.model.bbox_head.loss_cls.gamma == 1.5
-    image = torch.randn(1, 3, 96, 96)
-    own = torch.load('vanilla.pth')['state_dict']
-    del own['neck.of_another_version']
-    original = faster_parts_(random_model(load_config(config)))
-    original.load_state_dict(own)
+    assert cfg.optim_wrapper.optimizer.lr == 5
+    found, image = open_model(cfg, 'narrow.pth'), torch.randn(1, 3, 96, 96)
     with torch.no_grad():
-        pairs = zip(open_model(cfg, 'narrow.pth')(image), original(image))
-        for a, b in (pair for group in pairs for pair in zip(*group)):
-            assert (a - b).abs().max() < 1e-4 * b.abs().max()
+        for a, b in zip(found.extract_feat(image), original().extract_feat(image)):
+            assert torch.allclose(a, b, atol=1e-4 * float(b.abs().max()))
 
 
 def test_held_out_images_are_not_fitted_to(folder):
@@ -176,13 +175,9 @@ def test_held_out_images_are_not_fitted_to(folder):
     # By hand, with the tool's own images.
     _, (held_out,) = split_images(read_images(cfg, 'train', 4))
     model = open_model(load_config(found['config']), 'out/narrow.pth')
-    own = torch.load('classifier.pth')['state_dict']
-    del own['neck.of_another_version']
-    original = random_model(cfg)
-    original.load_state_dict(own)
     image = model.data_preprocessor(held_out, False)['inputs']
     with torch.no_grad():
-        (a,), (b,) = model.extract_feat(image), original.extract_feat(image)
+        (a,), (b,) = model.extract_feat(image), original().extract_feat(image)
     share = (a - b).square().sum() / b.square().sum()  # of one vector
     assert found['report'].differences[0] == pytest.approx(share.item(), rel=1e-3)
 
@@ -216,19 +211,16 @@ def test_heads_of_a_merged_repaformer(folder, randomize):
     torch.save(dict(state_dict=model.state_dict()), 'training.pth')
     deployed = repa_mm.reparameterize(model)
     torch.save(dict(state_dict=deployed.state_dict()), 'deploy.pth')
-    kwargs = dict(num_images=8, images='images', device='cpu')
+    kwargs = dict(num_images=2, images='images', device='cpu')
     with pytest.raises(ValueError, match='nothing .* can be narrowed.*it has a channel-idle FFN'):
         convert_checkpoint(config, 'deploy.pth', 'out/heads.pth', parts=['ffn'], **kwargs)
+    result = convert_checkpoint(config, 'training.pth', 'out/heads.pth', budget=0.5, **kwargs)
+    rows = result['report'].blocks
+    assert rows and all(row.name.endswith('.attn.w_msa') for row in rows)
+    assert 0.3 < result['report'].fraction <= 0.5
+    narrow = open_model(load_config(result['config']), 'out/heads.pth').eval()
+    assert has_deploy_form(narrow) and not list(outermost(narrow, TrainingForm))
     x = torch.randn(1, 3, 224, 224)
-    expected, found = deployed.backbone.eval()(x)[-1], []
-    for checkpoint in ('training.pth', 'deploy.pth'):
-        result = convert_checkpoint(config, checkpoint, 'out/heads.pth', budget=0.5, **kwargs)
-        rows = result['report'].blocks
-        assert rows and all(row.name.endswith('.attn.w_msa') for row in rows)
-        assert 0.3 < result['report'].fraction <= 0.5
-        narrow = open_model(load_config(result['config']), 'out/heads.pth').eval()
-        assert has_deploy_form(narrow) and not list(outermost(narrow, TrainingForm))
-        with torch.no_grad():
-            found.append(narrow.backbone(x)[-1])
-    assert torch.allclose(*found, atol=1e-4)
-    assert 0 < (found[0] - expected).square().mean() < 0.3 * expected.var()
+    with torch.no_grad():
+        found, expected = (model.backbone(x)[-1] for model in (narrow, deployed.eval()))
+    assert 0 < (found - expected).square().mean() < 0.3 * expected.var()
