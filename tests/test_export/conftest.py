@@ -29,6 +29,14 @@ HEADS = dict(
 HEADS['slide'] = (
     f"{HEADS['upernet']}, test_cfg=dict(mode='slide', crop_size=(96, 96), stride=(64, 64))"
 )
+# With a ResNet instead, whose graph has few nodes.
+RESNET = dict(type='ResNet', depth=18, base_channels=8, stem_channels=8)
+PLAIN = dict(
+    retinanet={'neck.in_channels': [16, 32, 64]},
+    mask_rcnn={'neck.in_channels': [8, 16, 32, 64]},
+    upernet={'decode_head.in_channels': [8, 16, 32, 64], 'auxiliary_head': None},
+    classifier={'head.in_channels': 64, 'train_cfg': None},
+)
 
 
 def without_bias_correction(monkeypatch):
@@ -51,6 +59,20 @@ def write_config(task, folder, repa=True):
         f'num_heads=[1, 2, 2, 2])), {HEADS[task]})\n'
     )
     return str(path)
+
+
+@pytest.fixture
+def plain(tmp_path):
+    """A function: a very small stock model without a transformer."""
+
+    def build(task, **options):
+        cfg = load_config(write_config(task, tmp_path, repa=False))
+        cfg.model.backbone = dict(RESNET, out_indices=cfg.model.backbone.get('out_indices', (3,)))
+        for changes in (PLAIN[task], options):
+            cfg.merge_from_dict({f'model.{key}': x for key, x in changes.items()})
+        return _randomize(random_model(cfg))
+
+    return build
 
 
 def program_of(name):

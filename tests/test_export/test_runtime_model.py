@@ -13,7 +13,6 @@ from mmengine.config import Config
 from mmengine.registry import MODELS
 from mmengine.runner import Runner, runner
 
-from repa_mm.apis import open_model
 from repa_mm.export import (
     ExportedModel,
     agreeing_onnx,
@@ -24,9 +23,8 @@ from repa_mm.export import (
     runtime_model,
 )
 from repa_mm.io.configs import load_config
-from tests.conftest import random_model
 
-from .conftest import program_of, write_config
+from .conftest import program_of
 
 pytest.importorskip('onnxruntime')
 pytest.importorskip('mmdet')
@@ -147,24 +145,10 @@ def test_the_preprocessor_of_a_whole_model_with_structures(exported, monkeypatch
     assert torch.equal(found.mean, model.data_preprocessor.mean)
 
 
-def test_windows_of_one_size(built):
-    """As ONNX Runtime gets them, whatever the size of the image."""
-    config, checkpoint, _ = built('slide')
-    model = open_model(config, checkpoint, merge=True)
-    content, error = agreeing_onnx(model, None, dynamic=False)
-    assert error <= 1e-3
-    deployed = ExportedModel(content)
-    assert deployed.session(np.zeros((1, 3, 96, 96), 'f'))['logits'].shape == (1, 11, 96, 96)
-    with pytest.raises(Exception, match='invalid dimensions'):
-        deployed.session(np.zeros((1, 3, 64, 96), 'f'))
-
-
-def test_foreground_and_background_by_one_score(randomize, tmp_path):
+def test_foreground_and_background_by_one_score(plain):
     options = dict(num_classes=2, out_channels=1, loss_decode=dict(use_sigmoid=True))
-    cfg = load_config(write_config('upernet', tmp_path, repa=False))
-    cfg.merge_from_dict({'model.decode_head': options, 'model.auxiliary_head': None})
-    model = randomize(random_model(cfg))
-    images = [resized([data], [(96, 128)]) for data in noise(cfg)]
+    model = plain('upernet', decode_head=options)
+    images = [resized([data], [(96, 128)]) for data in noise(model.cfg)]
     logits = model.predict(model.data_preprocessor(images[0], False)['inputs'])
     model.decode_head.threshold = float(logits[0].seg_logits.data.sigmoid().median())
     content, error = agreeing_onnx(model, images, (96, 128))
