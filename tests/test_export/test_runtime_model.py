@@ -23,8 +23,9 @@ from repa_mm.export import (
     runtime_model,
 )
 from repa_mm.io.configs import load_config
+from tests.conftest import random_model
 
-from .conftest import program_of
+from .conftest import program_of, write_config
 
 pytest.importorskip('onnxruntime')
 pytest.importorskip('mmdet')
@@ -145,10 +146,12 @@ def test_the_preprocessor_of_a_whole_model_with_structures(exported, monkeypatch
     assert torch.equal(found.mean, model.data_preprocessor.mean)
 
 
-def test_foreground_and_background_by_one_score(plain):
+def test_foreground_and_background_by_one_score(randomize, tmp_path):
     options = dict(num_classes=2, out_channels=1, loss_decode=dict(use_sigmoid=True))
-    model = plain('upernet', decode_head=options)
-    images = [resized([data], [(96, 128)]) for data in noise(model.cfg)]
+    cfg = load_config(write_config('upernet', tmp_path, repa=False))
+    cfg.merge_from_dict({'model.decode_head': options, 'model.auxiliary_head': None})
+    model = randomize(random_model(cfg))
+    images = [resized([data], [(96, 128)]) for data in noise(cfg)]
     logits = model.predict(model.data_preprocessor(images[0], False)['inputs'])
     model.decode_head.threshold = float(logits[0].seg_logits.data.sigmoid().median())
     content, error = agreeing_onnx(model, images, (96, 128))
