@@ -35,55 +35,28 @@ def parse_args() -> argparse.Namespace:
     parser = tool_parser(__doc__, epilog=EXAMPLES)
     parser.add_argument('checkpoint', nargs='?', help='checkpoint of the model, in either form')
     parser.add_argument('--baseline', metavar='CONFIG', help='config of the stock model')
+    parser.add_argument('--baseline-checkpoint', metavar='FILE', help='its checkpoint')
     parser.add_argument(
-        '--baseline-checkpoint',
-        metavar='FILE',
-        help='its checkpoint: with random weights, a detector finds next to nothing, and skips '
-        'suppression and masks',
+        '--part', choices=('predict', 'backbone'), default='predict', help='(%(default)s)'
     )
     parser.add_argument(
-        '--part',
-        choices=('predict', 'backbone'),
-        default='predict',
-        help='the whole model with pre- and post-processing, or its backbone (%(default)s)',
-    )
+        '--exported', nargs='+', default=[], metavar='FILE[:TYPE]', help='also run .onnx with ONNX '
+        'Runtime, .xml with OpenVINO, either with OpenVINO in :f32 or :bf16',
+    )  # fmt: skip
     parser.add_argument(
-        '--exported',
-        nargs='+',
-        default=[],
-        metavar='FILE[:TYPE]',
-        help='also run exported files: .onnx with ONNX Runtime, .xml with OpenVINO; with :f32 or '
-        ':bf16, OpenVINO runs either file in this type',
-    )
-    parser.add_argument(
-        '--dataset',
-        type=int,
-        nargs='?',
-        const=50,
-        metavar='N',
-        help="run N images (%(const)s) spread over the config's test data, each once and at its "
-        'own size, with preprocessing and post-processing',
-    )
+        '--dataset', type=int, nargs='?', const=50, metavar='N', help='run N images (50) spread '
+        'over the test data, each once and at its own size',
+    )  # fmt: skip
     parser.add_argument('--images', help='with --dataset: a folder of images instead')
     parser.add_argument(
-        '--input-shape',
-        type=int,
-        nargs=2,
-        default=[800, 1344],
-        metavar=('HEIGHT', 'WIDTH'),
+        '--input-shape', type=int, nargs=2, default=[800, 1344], metavar=('HEIGHT', 'WIDTH'),
         help='size of the images (800 1344)',
-    )
+    )  # fmt: skip
     parser.add_argument('--batch-size', type=int, default=1)
     parser.add_argument('--repeats', type=int, default=10, help='number of turns (%(default)s)')
     parser.add_argument('--device', default='cuda' if torch.cuda.is_available() else 'cpu')
-    parser.add_argument(
-        '--amp',
-        choices=('float16', 'bfloat16'),
-        help='run PyTorch under autocast to this type, as a test with `test_cfg.fp16=True` does',
-    )
-    parser.add_argument(
-        '--compile', action='store_true', help='also run each model with torch.compile'
-    )
+    parser.add_argument('--amp', choices=('float16', 'bfloat16'), help='type of autocast')
+    parser.add_argument('--compile', action='store_true', help='also run torch.compile')
     args = parser.parse_args()
     if args.dataset and (args.part != 'predict' or args.batch_size != 1):
         parser.error('--dataset runs whole models on one image at a time')
@@ -131,10 +104,7 @@ def main() -> None:
     title = f'{args.config}, {on}, {args.amp or "float32"}, medians of {repeats} turns [95 %]'
     show(title, [*rows[0]], [[*row.values()] for row in rows])
     if any(row.get('objects') == 'next to none' for row in rows):
-        print(
-            'A detector that finds next to nothing skips suppression and masks: give checkpoints, '
-            'and images with objects (--dataset)'
-        )
+        print('A detector that finds next to nothing skips suppression and masks: give checkpoints')
 
 
 if __name__ == '__main__':

@@ -17,25 +17,14 @@ def parse_args() -> argparse.Namespace:
     parser = tool_parser(__doc__)
     parser.add_argument('checkpoint', help="the model's checkpoint: a path or a URL")
     parser.add_argument('out', help='checkpoint to write, ….pth; its config becomes ….py')
-    parser.add_argument(
-        '--budget',
-        type=float,
-        help='share of the multiply-adds of all parts that stays, counted at the full size of an '
-        'image (default: 0.5)',
-    )
+    parser.add_argument('--budget', type=float, help='share of multiply-adds that stays (0.5)')
     parser.add_argument('--parts', choices=PARTS, nargs='+', help='narrowed parts (default: all)')
     parser.add_argument(
-        '--idle-ratio',
-        type=float,
-        help='instead of a budget, make the FFNs channel-idle, in their training form: share of '
-        'the hidden channels that skip the activation, such as 0.75',
+        '--idle-ratio', type=float, help='instead of a budget: make FFNs channel-idle by this share'
     )
     parser.add_argument('--where', help='module to narrow: backbone or encoder (default: both)')
     parser.add_argument(
-        '--num-images',
-        type=int,
-        default=64,
-        help='images to fit to (default: 64); one more for every eight is held out',
+        '--num-images', type=int, default=64, help='to fit to (64); for every eight one is held out'
     )
     parser.add_argument('--images', help="folder of images (default: the config's training data)")
     parser.add_argument('--device', help='device of the fit (default: the GPU if there is one)')

@@ -17,28 +17,15 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument('checkpoint', help='checkpoint in either form')
     parser.add_argument('out', help='file to write, .onnx')
     parser.add_argument(
-        '--shape',
-        type=int,
-        nargs=2,
-        metavar=('HEIGHT', 'WIDTH'),
-        help='size of the example (default: a size that suits the model); with --no-dynamic, size '
-        'of the images (default: 224 224)',
-    )
+        '--shape', type=int, nargs=2, metavar=('HEIGHT', 'WIDTH'), help='size of the example, or '
+        'with --no-dynamic of the images (224 224)',
+    )  # fmt: skip
     parser.add_argument(
-        '--dynamic',
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help='take any number of images of any size (default)',
+        '--dynamic', action=argparse.BooleanOptionalAction, default=True, help='any size and number'
     )
     parser.add_argument('--batch', type=int, default=1, help='number of images (default: 1)')
-    parser.add_argument(
-        '--images', help="folder of images to compare on (default: the config's test data)"
-    )
-    parser.add_argument(
-        '--unchecked',
-        action='store_true',
-        help='compare on noise, where there are no images; the metadata of the file say so',
-    )
+    parser.add_argument('--images', help='folder to compare on (default: the test data)')
+    parser.add_argument('--unchecked', action='store_true', help='compare on noise, and note it')
     return parser.parse_args()
 
 

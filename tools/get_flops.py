@@ -12,17 +12,11 @@ from repa_mm.reparam import has_training_form, reparameterize
 
 def parse_args() -> argparse.Namespace:
     parser = tool_parser(__doc__)
+    parser.add_argument('--part', choices=('model', 'backbone'), default='model')
     parser.add_argument(
-        '--part', choices=('model', 'backbone'), default='model', help='part to count (%(default)s)'
-    )
-    parser.add_argument(
-        '--input-shape',
-        type=int,
-        nargs=2,
-        default=[224, 224],
-        metavar=('HEIGHT', 'WIDTH'),
+        '--input-shape', type=int, nargs=2, default=[224, 224], metavar=('HEIGHT', 'WIDTH'),
         help='size of the images (224 224)',
-    )
+    )  # fmt: skip
     return parser.parse_args()
 
 

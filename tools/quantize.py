@@ -21,17 +21,10 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument('--num-images', type=int, default=64, help='to calibrate on (default: 64)')
     parser.add_argument('--images', help="folder of images (default: the config's training data)")
     parser.add_argument(
-        '--tolerance',
-        type=float,
-        default=MIN_AGREEMENT,
-        help=f'smallest acceptable agreement, from 0 to 1 (default: {MIN_AGREEMENT})',
+        '--tolerance', type=float, default=MIN_AGREEMENT, help='smallest agreement (%(default)s)'
     )
     parser.add_argument(
-        '--shape',
-        type=int,
-        nargs=2,
-        metavar=('HEIGHT', 'WIDTH'),
-        help='the size of images that the file is fixed to, which is faster (default: any)',
+        '--shape', type=int, nargs=2, metavar=('HEIGHT', 'WIDTH'), help='fix the size of images'
     )
     parser.add_argument('--batch', type=int, default=1, help='of a fixed shape (default: 1)')
     args = parser.parse_args()

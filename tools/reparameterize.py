@@ -11,10 +11,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument('checkpoint', help='checkpoint in the training form')
     parser.add_argument('out', help='file to write')
     parser.add_argument(
-        '--tolerance',
-        type=float,
-        default=1e-4,
-        help='largest accepted relative difference of the features (default: %(default)s)',
+        '--tolerance', type=float, default=1e-4, help='relative, of the features (%(default)s)'
     )
     return parser.parse_args()
 

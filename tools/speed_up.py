@@ -22,35 +22,20 @@ def parse_args() -> argparse.Namespace:
     parser = tool_parser(__doc__, epilog=EXAMPLES)
     parser.add_argument('checkpoint', help="the model's checkpoint: a path or a URL")
     parser.add_argument('out_dir', help='folder for the results')
-    parser.add_argument(
-        '--max-loss', type=float, metavar='POINTS', help='largest loss of the metric, in points'
-    )
+    parser.add_argument('--max-loss', type=float, metavar='POINTS', help='largest loss')
     parser.add_argument(
         '--latency', type=float, metavar='RATIO', help="largest fraction of the original's time"
     )
+    parser.add_argument('--images', metavar='FOLDER', help='images without annotations')
+    parser.add_argument('--num-images', type=int, default=100, help='to test on; 0: no test (100)')
     parser.add_argument(
-        '--images',
-        metavar='FOLDER',
-        help='images without annotations: what the original model finds counts as the truth',
-    )
-    parser.add_argument(
-        '--num-images', type=int, default=100, help='images to test on; 0: no test (default: 100)'
-    )
-    parser.add_argument(
-        '--budgets',
-        type=float,
-        nargs='*',
-        default=[0.6, 0.4, 0.25, 0.15],
-        help="fractions of the blocks' multiply-adds to try (default: 0.6 0.4 0.25 0.15)",
-    )
-    parser.add_argument('--fit-images', type=int, default=64, help='images to fit to (default: 64)')
-    parser.add_argument('--repeats', type=int, default=20, help='turns of timing (default: 20)')
-    parser.add_argument(
-        '--device', help='cpu, or a GPU such as cuda (default: the GPU if there is one)'
-    )
-    parser.add_argument(
-        '--batch-size', type=int, default=1, help='images to time together (default: 1)'
-    )
+        '--budgets', type=float, nargs='*', default=[0.6, 0.4, 0.25, 0.15],
+        help="fractions of the blocks' multiply-adds to try (%(default)s)",
+    )  # fmt: skip
+    parser.add_argument('--fit-images', type=int, default=64, help='images to fit to (64)')
+    parser.add_argument('--repeats', type=int, default=20, help='turns of timing (20)')
+    parser.add_argument('--device', help='cpu, or a GPU such as cuda (default: a GPU if present)')
+    parser.add_argument('--batch-size', type=int, default=1, help='images to time together (1)')
     return parser.parse_args()
 
 

@@ -8,15 +8,9 @@ from repa_mm.io.configs import load_config, readable_errors, tool_parser
 
 def parse_args() -> argparse.Namespace:
     parser = tool_parser(__doc__)
-    parser.add_argument(
-        'file', help='exported model: .onnx (ONNX Runtime) or .xml (OpenVINO), on the CPU'
-    )
+    parser.add_argument('file', help='.onnx (for ONNX Runtime) or .xml (for OpenVINO), on the CPU')
     parser.add_argument('--work-dir', help='folder for the metrics')
-    parser.add_argument(
-        '--precision',
-        choices=('f32', 'bf16'),
-        help="OpenVINO's data type, for either file (default: its choice for an .xml)",
-    )
+    parser.add_argument('--precision', choices=('f32', 'bf16'), help='of OpenVINO, for either file')
     return parser.parse_args()
 
 

@@ -14,8 +14,8 @@ MIN_IOU = 0.75
 #: Labels of pixels are smaller.
 MAX_CLASSES = 1000
 
-#: What two models have in one image, by the name of the field in its data sample: what both have,
-#: what the first has and what the second has, a tensor (3, n) for n classes.
+#: By the name of a field of the data sample: what both models have in an image, what the first has
+#: and what the second has, a tensor (3, n) for n classes.
 Overlap = dict[str, torch.Tensor]
 
 
@@ -25,24 +25,21 @@ def agreement(
     """Measure whether an exported model finds what the model finds.
 
     Detections are compared by the Dice coefficient 2 Σ ab / (Σ a² + Σ b²) over all images, where a
-    and b are the scores of one object. Objects are paired one to one if their labels are equal and
-    the intersection over union of their boxes, and of their masks, is at least :data:`MIN_IOU`; the
-    counterpart of an object without a pair has the score 0. Segments of panoptic maps are objects
-    with a score of 1. Label maps are compared by the Dice coefficient of the pixels of each class,
-    on average over the classes that either has; scores of classifiers by that of all scores, and
-    their labels by that of the sets of labels. Where a model has several of these results, the
-    least coefficient counts.
+    and b are the scores of one object, or 0. Objects are paired one to one if their labels are
+    equal and their boxes and masks have an intersection over union of 0.75 at least. Segments of
+    panoptic maps are objects with a score of 1. Label maps are compared by the Dice coefficient of
+    each class's pixels, on average over the classes; classifiers by that of all scores, and that
+    of the sets of labels. The least counts where a model has several of these results.
 
     Args:
         model (nn.Module): The model, on any device.
         exported (nn.Module): An :class:`~repa_mm.export.ExportedModel`.
         batches (Sequence[dict]): From a data loader.
-        strict (bool): Let nothing differ by more than rounding. Paired are objects with scores
-            within 1e-3, box coordinates within 0.1 pixels, and masks that differ in less than 2 %
-            of the box's area plus 4 pixels, and each counts as 1: the agreement is the share of
-            objects with a counterpart. For label maps and panoptic maps it is the share of equal
-            pixels, for scores of classifiers 1 minus the largest difference, on average over the
-            images. Defaults to False.
+        strict (bool): Accept rounding only. The agreement is then the share of objects that have a
+            counterpart, with a score within 1e-3, a box within 0.1 pixels, and a mask that differs
+            in less than 2 % of the box's area plus 4 pixels. For label maps and panoptic maps it is
+            the share of equal pixels, for classifiers 1 minus the largest difference of a score, on
+            average over the images. Defaults to False.
 
     Returns:
         float: 1 if both find the same, 0 if they have nothing in common.

@@ -22,16 +22,7 @@ DENSE = 'predict', 'predict_by_feat', '_predict_by_feat_single', '_bbox_post_pro
 
 
 def require(module: nn.Module, kinds: Sequence[type], methods: Sequence[str]) -> None:
-    """Refuse a module that predicts in another way than the classes that the export knows.
-
-    Args:
-        module (nn.Module): The module.
-        kinds (Sequence[type]): The classes. An instance of a subclass will do, if it has
-        methods (Sequence[str]): these methods from the class.
-
-    Raises:
-        ValueError: If the module has others.
-    """
+    """Refuse a module by its name that is of none of these classes, or has other ``methods``."""
     own = type(module)
     for kind in kinds:
         changed = [m for m in methods if getattr(own, m, None) is not getattr(kind, m, None)]
@@ -69,26 +60,14 @@ class _NonMaxSuppression(torch.autograd.Function):
 def suppress(
     boxes: torch.Tensor, scores: torch.Tensor, nms: dict, score_threshold: float, count: int
 ) -> torch.Tensor:
-    """Suppress boxes that overlap better boxes, greedily, within each group and class.
+    """Suppress boxes that overlap better boxes, as mmcv's ``batched_nms`` within group and class.
 
-    Args:
-        boxes (torch.Tensor): Boxes (G, N, 4) in G groups.
-        scores (torch.Tensor): Scores (G, C, N) for C classes.
-        nms (dict): Arguments of mmcv's ``batched_nms``. A box is removed if its IoU with a better
-            box is larger than the ``iou_threshold``, or ``iou_thr``. With an ``offset`` of 1, boxes
-            are a pixel wider and higher.
-        score_threshold (float): Boxes with scores up to this threshold are removed.
-        count (int): Maximum number of boxes to keep in a group and class.
-
-    Returns:
-        torch.Tensor: Scores (G, C, N), -1 for boxes that are removed.
-
-    Raises:
-        ValueError: If ``nms`` asks for another kind of suppression. Comparing predictions may not
-            reveal the difference, if few boxes overlap.
+    Boxes (G, N, 4) in G groups have scores (G, C, N) for C classes. Scores of boxes that are
+    removed, by ``nms`` or up to the threshold, are returned as -1. At most ``count`` boxes stay in
+    a group and class. Raises a ValueError if ``nms`` asks for another kind of suppression:
+    comparing predictions may not reveal the difference, if few boxes overlap.
     """
     asked = dict(nms or {})
-    asked.pop('split_thr', None)  # which saves memory, and changes no result
     offset = asked.pop('offset', 0)
     iou_threshold = asked.pop('iou_threshold' if 'iou_threshold' in asked else 'iou_thr', None)
     if iou_threshold is None:
@@ -101,6 +80,7 @@ def suppress(
 
 
 def _check_known(nms: dict, asked: dict, known: dict) -> None:
+    asked.pop('split_thr', None)  # which saves memory, and changes no result
     known = dict(known, class_agnostic=False)
     unknown = [f'{name}={value!r}' for name, value in asked.items() if known.get(name, ()) != value]
     if unknown:
@@ -128,20 +108,10 @@ def suppress_softly(
 ) -> torch.Tensor:
     """Lower the scores of boxes that overlap better boxes of their class, as mmcv's ``soft_nms``.
 
-    Args:
-        boxes (torch.Tensor): Boxes (B, N, 4).
-        scores (torch.Tensor): Scores (B, N), -1 for rows without a box.
-        labels (torch.Tensor): Classes (B, N).
-        nms (dict): Arguments of mmcv's ``batched_nms`` with the type 'soft_nms'.
-
-    Returns:
-        torch.Tensor: Scores (B, N), -1 for boxes that are removed.
-
-    Raises:
-        ValueError: If ``nms`` asks for another kind of suppression.
+    Boxes (B, N, 4) have scores and labels (B, N). Scores are -1 for rows without a box, and for
+    boxes that are removed. Raises a ValueError if ``nms`` asks for another kind of suppression.
     """
     asked = dict(nms)
-    asked.pop('split_thr', None)
     threshold, least = asked.pop('iou_threshold', 0.3), asked.pop('min_score', 1e-3)
     _check_known(nms, asked, dict(type='soft_nms', method='linear', sigma=0.5, offset=0))
     corners = [torch.maximum, torch.minimum]
@@ -171,17 +141,9 @@ def take(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 def decode(
     coder: nn.Module, boxes: torch.Tensor, deltas: torch.Tensor, limits: torch.Tensor
 ) -> torch.Tensor:
-    """Decode the boxes that a head predicts.
+    """Decode a head's predictions (B, N, C * 4) for C classes to boxes (B, N, C, 4).
 
-    Args:
-        coder (nn.Module): A ``DeltaXYWHBBoxCoder`` or ``DistancePointBBoxCoder``.
-        boxes (torch.Tensor): Anchors or proposals (B, N, 4), or points (B, N, 2).
-        deltas (torch.Tensor): Predictions of the head for C classes, (B, N, C * 4).
-        limits (torch.Tensor): Width, height, width and height of each image, (B, 1, 1, 4), to
-            which boxes are clipped.
-
-    Returns:
-        torch.Tensor: Boxes (B, N, C, 4).
+    They start at boxes (B, N, 4) or points (B, N, 2), and are clipped to :func:`limits_of` images.
     """
     # Without max_shape, since in a graph the coder would clip by a function of MMDetection 2.
     decoded = coder.decode(boxes, deltas).reshape(*deltas.shape[:2], -1, 4)
@@ -191,18 +153,11 @@ def decode(
 def topk_boxes(
     head: nn.Module, cfg: dict, features: tuple[torch.Tensor, ...], limits: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the best boxes of every level.
+    """Return the best boxes of all levels: (B, N, 4), scores and classes (B, N), and levels (N, ).
 
-    Args:
-        head (nn.Module): A head that predicts as ``BaseDenseHead`` does, with a centerness or
-            another factor of the scores (ATSS, FCOS) or without, or a ``GFLHead``.
-        cfg (dict): The head's ``test_cfg``. Scores that are not above its ``score_thr``, before
-            they are multiplied by a factor, become 0. Without ``nms_pre`` all boxes are returned.
-        features (tuple): Feature maps of all levels.
-        limits (torch.Tensor): As for :func:`decode`.
-
-    Returns:
-        tuple: Boxes (B, N, 4), scores (B, N), classes (B, N) and levels (N, ).
+    The head predicts as ``BaseDenseHead`` does, with a centerness or another factor of the scores
+    (ATSS, FCOS) or without, or is a ``GFLHead``. Scores up to the ``score_thr``, before they are
+    multiplied by a factor, become 0. Without ``nms_pre`` all boxes are returned.
     """
     maps = head(features)
     sizes = [scores.shape[-2:] for scores in maps[0]]
@@ -257,16 +212,7 @@ def one_hot_scores(scores: torch.Tensor, labels: torch.Tensor, num_classes: int)
 def pool(
     extractor: nn.Module, features: tuple[torch.Tensor, ...], rois: torch.Tensor
 ) -> torch.Tensor:
-    """Pool the features of regions, as a ``SingleRoIExtractor`` does.
-
-    Args:
-        extractor (nn.Module): The ``SingleRoIExtractor``.
-        features (tuple): Feature maps of all levels.
-        rois (torch.Tensor): Regions (n, 5): the index of the image, and the box.
-
-    Returns:
-        torch.Tensor: Features (n, C, height, width).
-    """
+    """Pool the features of regions (n, 5) to (n, C, h, w), as a ``SingleRoIExtractor`` does."""
     features = features[: extractor.num_inputs]
     levels = extractor.map_roi_levels(rois, len(features))
     layers = extractor.roi_layers
@@ -284,7 +230,7 @@ def to_rois(boxes: torch.Tensor, image: torch.Tensor) -> torch.Tensor:
 
 
 def limits_of(size: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return limits of boxes (B, 1, 1, 4) from the heights and widths of images (B, 2)."""
+    """Return limits (B, 1, 1, 4) of x, y, x and y from the heights and widths of images (B, 2)."""
     return size.flip(1).repeat(1, 2)[:, None, None].to(like)
 
 
@@ -336,7 +282,10 @@ def _check_roi_head(roi: nn.Module) -> None:
         for head, extractor in zip(_stages(heads), _stages(extractors)):
             require(head, [kind], ['predict_by_feat', '_predict_by_feat_single'])
             require(extractor, [SingleRoIExtractor], ['forward', 'map_roi_levels'])
-            require(extractor.roi_layers[0], [RoIAlign], ['forward'])
+            layer = extractor.roi_layers[0]
+            require(layer, [RoIAlign], ['forward'])
+            if layer.pool_mode != 'avg':
+                raise ValueError(f'the export does not know a RoIAlign of {layer.pool_mode!r} mode')
             if getattr(head, 'custom_activation', False):
                 require(head.loss_cls, [CrossEntropyLoss], ())
 

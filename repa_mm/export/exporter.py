@@ -33,8 +33,8 @@ NUM_IMAGES = 3
 def example_shape(model: nn.Module) -> tuple[int, int]:
     """Return the height and width of an example to trace a model with, for images of any size.
 
-    The size differs from the model's own, so that position embeddings are resized. The last stage
-    of a Swin gets a whole window at least, as MMPretrain's refuses smaller maps.
+    It differs from the model's own size, so that position embeddings are resized, and gives the
+    last stage of a Swin a whole window, as MMPretrain's refuses smaller maps.
     """
     side = 224
     for module in model.modules():
@@ -65,21 +65,17 @@ def agreeing_onnx(
 ) -> tuple[bytes, float]:
     """Return the content of an ONNX file of a whole model, from normalized images to predictions.
 
-    Predictions of the file are compared with ``model.test_step``. For detectors, boxes below the
-    score threshold are compared, too, in a second file without it: in a few images, trained
-    detectors find few objects. Metadata in the file describes its inputs and outputs, see
-    :class:`~repa_mm.export.Session`.
+    The file is compared with ``model.test_step``; that of a detector also without its score
+    threshold, since trained detectors find few objects in a few images.
 
     Args:
         model (nn.Module): A detector, segmentor or classifier in eval mode, on any device.
-        images (Sequence[dict], optional): Batches of one image, as from a data loader, on which to
-            compare. None: noise through the pipeline of ``model.cfg``, in which a trained detector
-            finds no objects. The metadata call such a file 'unchecked'.
+        images (Sequence[dict], optional): Batches of one image, as from a data loader, to compare
+            on. None: noise through the pipeline of ``model.cfg``, in which a trained detector finds
+            no objects; the metadata call such a file 'unchecked'.
         shape (Sequence[int], optional): Height and width of images, or of the example if
-            ``dynamic``. Defaults to an example that suits the model; if not ``dynamic``, to the
-            windows of a model that slides, or to 224 by 224.
-        dynamic (bool): Accept other sizes and numbers of images. Some are compared, too. Defaults
-            to True.
+            ``dynamic``. Defaults to a size that suits the model.
+        dynamic (bool): Accept other sizes and numbers of images. Defaults to True.
         batch (int): Number of images, or of the example if ``dynamic``. Defaults to 1.
 
     Returns:
@@ -122,10 +118,7 @@ def agreeing_onnx(
 def cases(
     whole: WholeModel, images: Sequence[dict], shape: tuple[int, int], dynamic: bool, batch: int
 ) -> Iterator[dict]:
-    """Yield batches to compare a file on, which was traced with a batch of images of one shape.
-
-    If ``dynamic``, these are a batch as it comes, and others of other sizes and numbers of images.
-    """
+    """Yield batches to compare a file on, of several sizes and numbers if ``dynamic``."""
     height, width = shape
     if not dynamic:
         scale = 1.5 if whole.slides else 1  # several windows
@@ -155,14 +148,7 @@ def resized(images: Sequence[dict], sizes: Sequence[tuple[int, int]]) -> dict:
 def whole_onnx(
     model: WholeModel, shape: Sequence[int], dynamic: bool = True, metadata: dict | None = None
 ) -> bytes:
-    """Return the content of an ONNX file.
-
-    Args:
-        model (WholeModel): From :func:`~repa_mm.export.whole_model`.
-        shape (Sequence[int]): Number of images, channels, height and width.
-        dynamic (bool): Accept other sizes and numbers of images. Defaults to True.
-        metadata (dict, optional): Metadata of the file beside the model's, as strings.
-    """
+    """Return the content of an ONNX file, traced with images of a shape (B, C, H, W)."""
     import onnx
 
     inputs, names = [torch.randn(*shape)], ['image']

@@ -36,30 +36,29 @@ def quantize(
 ) -> dict:
     """Write a whole model with layers in int8, if the file finds what the model finds.
 
-    Weights have a scale for each output channel and activations one for the tensor, after
-    SmoothQuant (arXiv 2211.10438) has moved large input channels of a product into its weights: in
-    matrix products, and in convolutions if the file does not agree otherwise. If it still does not,
-    the parts after the backbone (neck and heads) stay in float. Merged FFNs keep their shortcut
-    outside of the matrix: a 1 on its diagonal takes most of the range of 8 bits.
+    Weights have a scale for each output channel, activations one for the tensor. SmoothQuant (arXiv
+    2211.10438) first moves large input channels into the weights of matrix products and, if the
+    file does not agree otherwise, of convolutions. If it still does not, neck and heads stay in
+    float. Merged FFNs keep their shortcut outside the matrix: a 1 on its diagonal takes most of the
+    range of 8 bits.
 
     Args:
         model (nn.Module): A detector, segmentor or classifier in eval mode, on any device.
         out (str): The file for OpenVINO to write, '.xml'; its weights are in '.bin' beside it.
         calibration (Sequence[dict]): Batches of one image, for the ranges of activations.
         held_out (Sequence[dict]): Batches of one image, to compare the file with the model.
-        tolerance (float): Smallest acceptable agreement, see
-            :func:`~repa_mm.export.agreement`. Defaults to :data:`MIN_AGREEMENT`.
-        shape (Sequence[int], optional): Height and width that the file is fixed to, whatever the
-            size of the images to calibrate on. Defaults to None: any.
+        tolerance (float): Smallest acceptable :func:`~repa_mm.export.agreement`. Defaults to 0.98.
+        shape (Sequence[int], optional): Height and width that the file is fixed to. Defaults to
+            None: any.
         batch (int): Number of images that the file is fixed to, if there is a shape. Defaults to 1.
 
     Returns:
-        dict: ``agreement``, ``images`` (the number of those that were compared), ``layers`` (see
-        :func:`layers_in_int8`) and ``in_float``, the names of the parts that had to stay in float.
+        dict: ``agreement``, ``images`` (the number of those that were compared), ``layers`` (by
+        name, whether in int8) and ``in_float``, the names of the parts that had to stay in float.
 
     Raises:
-        ValueError: If the file does not agree with the model, if the model in ONNX and float does
-            not, if there is nothing to compare, or if ``out`` is no '.xml'.
+        ValueError: If the file does not agree with the model, nor does the model in ONNX and float,
+            if there is nothing to compare, or if ``out`` is no '.xml'.
     """
     import nncf
 
@@ -130,13 +129,7 @@ def _write_openvino(out: str, model) -> None:
 
 
 def layers_in_int8(file) -> dict[str, bool]:
-    """Return the layers with weights: by name, whether in int8.
-
-    Products of two activations, such as those of queries and keys, are not among them.
-
-    Args:
-        file (str | bytes | openvino.Model): See :class:`~repa_mm.export.Session`.
-    """
+    """Return the layers with weights, without products of two activations: by name, if in int8."""
 
     def stored(node) -> set[str] | None:
         """The types that a constant is stored in; None if the node depends on the image."""

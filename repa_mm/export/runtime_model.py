@@ -51,14 +51,7 @@ class ExportedModel(BaseModel):
     cuda = to
 
     def test_step(self, data: dict) -> list:
-        """Predict a batch from a data loader.
-
-        Args:
-            data (dict): Batch with ``inputs`` and ``data_samples``.
-
-        Returns:
-            list: Data samples with predictions, as from the original model.
-        """
+        """Return the data samples of a data loader's batch with predictions."""
         metadata, data = self.session.metadata, self.data_preprocessor(data, False)
         images, samples = data['inputs'], data['data_samples']
         if 'window' in metadata:
@@ -169,17 +162,9 @@ _ADD = dict(
 def paste_masks(
     masks: torch.Tensor, boxes: torch.Tensor, height: int, width: int, threshold: float
 ) -> torch.Tensor:
-    """Paste masks within boxes into masks of the whole image, as MMDetection does.
+    """Paste probabilities (N, h, w) within boxes (N, 4) into masks (N, H, W), as MMDetection does.
 
-    Args:
-        masks (torch.Tensor): Probabilities (N, h, w).
-        boxes (torch.Tensor): Boxes (N, 4), in pixels of the whole image.
-        height (int): Height of the whole image.
-        width (int): Width of the whole image.
-        threshold (float): Smallest probability of a pixel in the mask.
-
-    Returns:
-        torch.Tensor: Bool masks (N, height, width).
+    Pixels with at least the threshold are in the mask.
     """
     from mmdet.models.roi_heads.mask_heads.fcn_mask_head import _do_paste_mask
 
@@ -193,14 +178,9 @@ def paste_masks(
 def runner_for_exported(
     cfg: Config, file: str, work_dir: str | None = None, precision: str | None = None
 ) -> Runner:
-    """Build a runner whose ``test()`` evaluates an exported model.
+    """Build a runner whose ``test()`` evaluates the exported file of a config's model.
 
-    Args:
-        cfg (Config): The config of the original model.
-        file (str): The exported model.
-        work_dir (str, optional): Directory for metrics. Defaults to the config's ``work_dir``,
-            or ``work_dirs/<name of the config>``.
-        precision (str, optional): Precision of OpenVINO, 'f32' or 'bf16'.
+    The metrics are written to ``work_dir``, the config's, or ``work_dirs/<name of the config>``.
     """
     cfg = copy.deepcopy(cfg)
     name = osp.splitext(osp.basename(cfg.filename))[0]

@@ -19,17 +19,15 @@ def openvino_model(file):
 class Session:
     """A model, as ``tools/export.py`` and ``tools/quantize.py`` write it, on the CPU.
 
+    ``metadata`` is what the export noted, as strings ('task', 'classes', 'mean', …), and
+    ``options`` are the names of the inputs that may be left out.
+
     Args:
         file (str | bytes | openvino.Model): A file for OpenVINO (.xml) or ONNX, the content of an
             ONNX file, or OpenVINO's model.
         precision (str, optional): What OpenVINO computes in, 'f32' or 'bf16'; it runs ONNX, too.
             Defaults to OpenVINO's choice for its own files, which is bf16 on processors that have
             it, and to ONNX Runtime for ONNX.
-
-    Attributes:
-        metadata (dict): What the export of a whole model noted: 'task', 'classes', 'mean', 'std',
-            'channels' and others, as strings. Empty for other files.
-        options (list[str]): Names of the inputs that may be left out.
     """
 
     def __init__(self, file, precision: str | None = None) -> None:
@@ -69,15 +67,9 @@ class Session:
         self._run = lambda inputs: [*compiled(inputs).values()]
 
     def __call__(self, image: np.ndarray, **options) -> dict[str, np.ndarray]:
-        """Run images.
+        """Run normalized images (B, C, H, W), and return the outputs by name, or else number.
 
-        Args:
-            image (np.ndarray): Normalized images (B, C, H, W).
-            **options: The optional inputs, ``image_size`` of detectors and ``output_size`` of
-                segmentors.
-
-        Returns:
-            dict: Outputs by name, or by number if the names are not known.
+        Options are the ``image_size`` of detectors and the ``output_size`` of segmentors.
         """
         options = {name: np.asarray(value, np.int64) for name, value in options.items()}
         return dict(zip(self.outputs, self._run(dict(image=image, **options))))

@@ -25,14 +25,9 @@ from repa_mm.surgery import become_
 def padding_mask(
     feature: torch.Tensor, image_shape: torch.Tensor, size: torch.Tensor
 ) -> torch.Tensor:
-    """Return a mask (B, h, w), True for the cells of a feature map that are padding.
+    """Return a mask (B, h, w), True for cells of a feature map whose nearest pixel is padding.
 
-    A cell is padding if the nearest pixel of the image is.
-
-    Args:
-        feature (torch.Tensor): Feature map (B, C, h, w).
-        image_shape (torch.Tensor): Height and width of the padded images, (2, ).
-        size (torch.Tensor): Height and width of each image without padding, (B, 2).
+    ``image_shape`` (2, ) is the height and width of the padded images, ``size`` (B, 2) without.
     """
     # In floats, as F.interpolate computes nearest pixels.
     scale = image_shape.float() / torch._shape_as_tensor(feature)[2:].float()
@@ -54,11 +49,7 @@ def _tokens(x: torch.Tensor) -> torch.Tensor:
 
 
 class _Padded:
-    """Mixin for a DETR that takes image sizes instead of ``batch_data_samples``.
-
-    ``sizes`` are the height and width of the padded images (2, ), and of each image without padding
-    (B, 2).
-    """
+    """Mixin for a DETR that takes the sizes of :func:`padding_mask` for ``batch_data_samples``."""
 
     def pre_transformer(self, features, sizes):
         mask = padding_mask(features[-1], *sizes)
@@ -69,7 +60,7 @@ class _Padded:
 
 
 class _PaddedLevels:
-    """Mixin for a Deformable DETR that takes image sizes as :class:`_Padded` does."""
+    """As :class:`_Padded`, for a Deformable DETR."""
 
     def pre_transformer(self, features, sizes):
         masks = [padding_mask(x, *sizes) for x in features]
@@ -203,16 +194,7 @@ class Queries(nn.Module):
 
 
 class CoQueries(Queries):
-    """Predict boxes from features, as a ``CoDETR`` with a ``CoDINOHead`` does.
-
-    Both are from MMDetection's ``projects/CO-DETR``.
-
-    Args:
-        detector (nn.Module): The ``CoDETR``.
-
-    Raises:
-        ValueError: If the model predicts by one of its other heads.
-    """
+    """As a ``CoDETR`` with a ``CoDINOHead`` of MMDetection's ``projects/CO-DETR``."""
 
     def __init__(self, detector: nn.Module) -> None:
         nn.Module.__init__(self)
@@ -251,13 +233,7 @@ class CoQueries(Queries):
 def class_logits(
     head: nn.Module, features: tuple[torch.Tensor, ...], image: torch.Tensor
 ) -> torch.Tensor:
-    """Return class scores of all pixels, (B, classes, H, W), as MMSegmentation's heads do.
-
-    Args:
-        head (nn.Module): A ``Mask2FormerHead``, which ignores padding.
-        features (tuple): Feature maps of all levels.
-        image (torch.Tensor): Images (B, 3, H, W).
-    """
+    """Return class scores (B, classes, H, W) of a ``Mask2FormerHead``, which ignores padding."""
     classes, masks = (x[-1] for x in head(features, None))
     masks = F.interpolate(masks, image.shape[2:], mode='bilinear', align_corners=False).sigmoid()
     return torch.einsum('bqc,bqhw->bchw', classes.softmax(-1)[..., :-1], masks)
@@ -266,14 +242,9 @@ def class_logits(
 class Masks(nn.Module):
     """Predict masks from features, as a ``Mask2Former`` with a ``MaskFormerFusionHead`` does.
 
-    Outputs are the boxes, scores, labels and masks of instances if the model's
-    ``test_cfg.instance_on`` is True, and panoptic maps if its ``test_cfg.panoptic_on`` is.
-
-    Args:
-        detector (nn.Module): The ``Mask2Former``.
-
-    Raises:
-        ValueError: If the model predicts neither, or is another model.
+    Outputs are boxes (B, N, 4), scores (B, N), labels (B, N) and masks (B, N, height, width) of
+    instances if the model's ``test_cfg.instance_on`` is True, and panoptic maps (B, height, width)
+    if its ``test_cfg.panoptic_on`` is. Boxes enclose the masks, whose size is ``size`` (2, ).
     """
 
     def __init__(self, detector: nn.Module) -> None:
@@ -297,12 +268,6 @@ class Masks(nn.Module):
             )
 
     def forward(self, features, padded, image, size):
-        """Return boxes (B, N, 4), scores (B, N), labels (B, N) and masks (B, N, height, width).
-
-        The height and width of the masks are ``size`` (2, ). The boxes enclose the masks. Panoptic
-        maps (B, height, width) follow, or are alone, see :attr:`outputs`.
-        """
-
         def resize(masks):
             kwargs = dict(mode='bilinear', align_corners=False)
             masks = F.interpolate(masks, padded.shape[2:], **kwargs)

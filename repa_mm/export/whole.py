@@ -16,11 +16,7 @@ WHOLE = 2**30
 
 
 class AveragePool(nn.Module):
-    """``nn.AdaptiveAvgPool2d`` as two matrix products, for export to ONNX with any input size.
-
-    Args:
-        output_size (tuple[int, int]): Height and width of the output.
-    """
+    """``nn.AdaptiveAvgPool2d`` as two matrix products, for export to ONNX with any input size."""
 
     def __init__(self, output_size: tuple[int, int]) -> None:
         super().__init__()
@@ -52,11 +48,7 @@ def _average_pool(module: nn.Module) -> AveragePool | None:
 
 
 class Padding:
-    """Pads images as the ``data_preprocessor`` of a model does in tests.
-
-    Args:
-        config (nn.Module): The model's ``data_preprocessor``.
-    """
+    """Pads images (B, C, H, W) at the right and below, as a ``data_preprocessor`` does in tests."""
 
     def __init__(self, config: nn.Module) -> None:
         # MMSegmentation has its own settings for tests, and another name for the value.
@@ -66,7 +58,6 @@ class Padding:
         self.value = float(getattr(config, 'pad_value', getattr(config, 'pad_val', 0)))
 
     def __call__(self, image: torch.Tensor) -> torch.Tensor:
-        """Pad images (B, C, H, W) at the right and below."""
         below, right = (-size % self.divisor for size in image.shape[2:])
         if self.least:
             size = torch._shape_as_tensor(image)[2:]
@@ -77,19 +68,12 @@ class Padding:
 
 
 class WholeModel(nn.Module):
-    """Base class of models that predict from images in one graph.
+    """Base class of models that predict from images in one graph."""
 
-    Attributes:
-        task (str): 'detection', 'instances', 'panoptic', 'segmentation' or 'classification'.
-        outputs (tuple[str]): Names of the outputs.
-        option (tuple, optional): Name and default value of an optional second input.
-        slides (bool): Whether images are windows of larger images.
-    """
-
-    task: str
+    task: str  # 'detection', 'instances', 'panoptic', 'segmentation' or 'classification'
     outputs: tuple[str, ...]
-    option: tuple[str, list] | None = None
-    slides = False
+    option: tuple[str, list] | None = None  # name and default value of an optional second input
+    slides = False  # True if images are windows of larger images
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -97,11 +81,7 @@ class WholeModel(nn.Module):
         self.training = model.training
 
     def metadata(self) -> dict[str, str]:
-        """Return the metadata of the file as strings.
-
-        These are the task, the names of classes and outputs, and how images are normalized: the
-        order of their channels, 'RGB' or 'BGR', and 'mean' and 'std' of the channels in this order.
-        """
+        """Return the metadata of the file; 'mean' and 'std' are in the order 'channels'."""
         classes = (getattr(self.model, 'dataset_meta', None) or {}).get('classes') or ()
         config = self.model.data_preprocessor
         mean, std = ([0.0], [1.0])
@@ -220,8 +200,8 @@ class WholeSegmentor(WholeModel):
 class WholeInstances(WholeModel):
     """A Mask2Former that predicts masks from images and ``output_size`` (2, ).
 
-    Inputs are as for :class:`WholeSegmentor`. Outputs are those of
-    :class:`~repa_mm.export.transformers.Masks`; a model without instances has the task 'panoptic'.
+    Inputs are those of :class:`WholeSegmentor`, outputs those of
+    :class:`~repa_mm.export.transformers.Masks`.
     """
 
     option = 'output_size', [0, 0]
@@ -277,15 +257,7 @@ WHOLE_MODELS = dict(
 def whole_model(model: nn.Module) -> WholeModel:
     """Build a copy of a model to trace, which predicts as ``model.test_step`` for any image size.
 
-    Supported are heads that predict as in RetinaNet, ATSS, FCOS, GFL, Faster R-CNN, Mask R-CNN,
-    Cascade R-CNN, DETRs, Co-DETR, Mask2Former, ``EncoderDecoder`` and ``ImageClassifier``.
-
-    Args:
-        model (nn.Module): A detector, segmentor or classifier in eval mode, on any device. It is
-            not changed.
-
-    Raises:
-        ValueError: If the model predicts in another way. The message names the module.
+    A ValueError names the module that predicts in a way that the export does not know.
     """
     kinds = [kind for name, kind in WHOLE_MODELS.items() if hasattr(model, name)]
     if not kinds:

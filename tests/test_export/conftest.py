@@ -29,6 +29,14 @@ HEADS = dict(
 HEADS['slide'] = (
     f"{HEADS['upernet']}, test_cfg=dict(mode='slide', crop_size=(96, 96), stride=(64, 64))"
 )
+# With a ResNet instead, whose graph has few nodes.
+RESNET = dict(type='ResNet', depth=18, base_channels=8, stem_channels=8)
+PLAIN = dict(
+    retinanet={'neck.in_channels': [16, 32, 64]},
+    mask_rcnn={'neck.in_channels': [8, 16, 32, 64]},
+    upernet={'decode_head.in_channels': [8, 16, 32, 64], 'auxiliary_head': None},
+    classifier={'head.in_channels': 64, 'train_cfg': None},
+)
 
 
 def without_bias_correction(monkeypatch):
@@ -51,6 +59,31 @@ def write_config(task, folder, repa=True):
         f'num_heads=[1, 2, 2, 2])), {HEADS[task]})\n'
     )
     return str(path)
+
+
+@pytest.fixture
+def plain(tmp_path):
+    """A function: a very small stock model without a transformer."""
+
+    def build(task, **options):
+        cfg = load_config(write_config(task, tmp_path, repa=False))
+        cfg.model.backbone = dict(RESNET, out_indices=cfg.model.backbone.get('out_indices', (3,)))
+        for changes in (PLAIN[task], options):
+            cfg.merge_from_dict({f'model.{key}': x for key, x in changes.items()})
+        model = _randomize(random_model(cfg))
+        # With random statistics, features of a deep ResNet hardly depend on the image.
+        parts = [model.backbone, *[model.decode_head] * hasattr(model, 'decode_head')]
+        for norm in (m for part in parts for m in part.modules() if hasattr(m, 'running_mean')):
+            norm.train().momentum = 1.0
+        coarse = torch.randn(4, model.backbone.conv1.in_channels, 12, 16)
+        with torch.no_grad():
+            found = coarse.repeat_interleave(8, 2).repeat_interleave(8, 3)
+            for part in parts:
+                found = part(found)
+        model.eval()
+        return model
+
+    return build
 
 
 def program_of(name):

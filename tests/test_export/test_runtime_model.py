@@ -13,7 +13,6 @@ from mmengine.config import Config
 from mmengine.registry import MODELS
 from mmengine.runner import Runner, runner
 
-from repa_mm.apis import open_model
 from repa_mm.export import (
     ExportedModel,
     agreeing_onnx,
@@ -145,18 +144,6 @@ def test_the_preprocessor_of_a_whole_model_with_structures(exported, monkeypatch
     monkeypatch.setattr(runtime_model, 'Runner', SimpleNamespace(from_cfg=lambda cfg: cfg.model))
     found = MODELS.build(runner_for_exported(cfg, file)).data_preprocessor
     assert torch.equal(found.mean, model.data_preprocessor.mean)
-
-
-def test_windows_of_one_size(built):
-    """As ONNX Runtime gets them, whatever the size of the image."""
-    config, checkpoint, _ = built('slide')
-    model = open_model(config, checkpoint, merge=True)
-    content, error = agreeing_onnx(model, None, dynamic=False)
-    assert error <= 1e-3
-    deployed = ExportedModel(content)
-    assert deployed.session(np.zeros((1, 3, 96, 96), 'f'))['logits'].shape == (1, 11, 96, 96)
-    with pytest.raises(Exception, match='invalid dimensions'):
-        deployed.session(np.zeros((1, 3, 64, 96), 'f'))
 
 
 def test_foreground_and_background_by_one_score(randomize, tmp_path):

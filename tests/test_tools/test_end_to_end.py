@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import repa_mm
-from repa_mm.apis import open_model
 from repa_mm.io.configs import codebase_tool
 from tests.test_export.conftest import program_of, write_config
 
@@ -183,7 +182,7 @@ def test_the_codebase_s_own_tools_do_the_same(config_of, trained, by_hook, digit
 
 
 def test_a_dino_with_structures_in_backbone_and_encoder(digits, tmp_path, run_tool):
-    """Trained under EMA, tested in both forms, and a vanilla one converted."""
+    """Trained under EMA and tested in both forms."""
     pytest.importorskip('mmdet')
     vanilla, config = tmp_path / 'vanilla.py', tmp_path / 'repa.py'
     vanilla.write_text(f"""
@@ -227,14 +226,3 @@ default_hooks = dict(reparameterize=dict(type='ReparameterizeHook'))
     run_tool('reparameterize', config, checkpoint, merged, cwd=digits)
     found = scores('merged', config, merged, 'custom_hooks=[]', 'model.deploy=True')
     torch.testing.assert_close(by_hook, found)
-
-    # A vanilla one becomes narrower.
-    model, narrow = open_model(str(vanilla)), tmp_path / 'narrow.pth'
-    torch.save(dict(state_dict=model.state_dict()), tmp_path / 'vanilla.pth')
-    few = '--budget', 0.25, '--where', 'encoder', '--parts', 'ffn', '--num-images', 2
-    arguments = vanilla, tmp_path / 'vanilla.pth', narrow, *few, '--device', 'cpu'
-    run_tool('convert_pretrained', *arguments, cwd=digits)
-    weight = 'encoder.layers.0.ffn.layers.1.weight'
-    before, after = model.get_parameter(weight), torch.load(narrow)['state_dict'][weight]
-    assert after.shape[1] <= before.shape[1] / 4
-    assert len(scores('narrow', tmp_path / 'narrow.py', narrow)) == len(found)

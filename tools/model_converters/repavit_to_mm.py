@@ -14,11 +14,7 @@ def parse_args() -> argparse.Namespace:
     parser = tool_parser(__doc__)
     parser.add_argument('src', help='checkpoint to translate')
     parser.add_argument('dst', help='file to write')
-    parser.add_argument(
-        '--ema',
-        action='store_true',
-        help='take the EMA weights instead of the weights that the authors test',
-    )
+    parser.add_argument('--ema', action='store_true', help='take the EMA weights')
     return parser.parse_args()
 
 
