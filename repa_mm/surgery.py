@@ -4,7 +4,7 @@ import copy
 import functools
 import weakref
 from collections.abc import Callable
-from types import FunctionType
+from types import FunctionType, MethodType
 
 import torch.nn as nn
 from torch.nn.utils.parametrize import is_parametrized
@@ -69,18 +69,31 @@ def copied(model: nn.Module, memo: dict | None = None) -> nn.Module:
         for key, method in list(vars(twin).items()) if twin is not None else ():
             if not callable(getattr(type(twin), key, None)):
                 continue
-            if isinstance(method, functools.partial):
-                args = (_turned(value, memo) for value in method.args)
-                setattr(twin, key, functools.partial(method.func, *args, **method.keywords))
-            elif hasattr(method, '_torchdynamo_orig_callable'):
+            if hasattr(method, '_torchdynamo_orig_callable'):
                 setattr(twin, key, copy.deepcopy(method._torchdynamo_orig_callable, memo))
-            elif isinstance(method, FunctionType) and (method.__closure__ or method.__defaults__):
+                continue
+            if _holds_objects(method):
                 raise ValueError(
                     f'{key}() of {name!r} ({type(module).__name__}) was replaced by a function, '
                     'which would run the original in a copy of the model: remove the replacement '
                     f'first (del module.{key})'
                 )
+            if isinstance(method, functools.partial):
+                args = (_turned(value, memo) for value in method.args)
+                keywords = {k: _turned(value, memo) for k, value in method.keywords.items()}
+                setattr(twin, key, functools.partial(method.func, *args, **keywords))
     return result
+
+
+def _holds_objects(method: Callable) -> bool:
+    """Return True if the function of a method or partial has other values than constants."""
+    while isinstance(method, (functools.partial, MethodType)):
+        method = method.func if isinstance(method, functools.partial) else method.__func__
+    if not isinstance(method, FunctionType):
+        return False
+    values = [cell.cell_contents for cell in method.__closure__ or ()]
+    values += method.__defaults__ or ()
+    return any(not isinstance(value, (str, int, float, type, type(None))) for value in values)
 
 
 def _turned(value, memo: dict):

@@ -30,6 +30,10 @@ def _checkpointed(forward, reference, offload, *args, **kwargs):
     return forward(reference(), *args, **kwargs)
 
 
+def _referred(x, ref):
+    return ref().twice(x)
+
+
 def as_fairscale_does(layer):
     """Replace forward() as ``checkpoint_wrapper`` does."""
     reference = weakref.ref(layer)
@@ -42,6 +46,7 @@ def as_fairscale_does(layer):
     [
         lambda layer: as_fairscale_does(layer) or layer.forward,
         lambda layer: functools.partial(lambda ffn, x: ffn()(x), weakref.ref(layer.ffn)),
+        lambda layer: functools.partial(_referred, ref=weakref.ref(layer)),
         lambda layer: torch.compile(layer.forward, backend='eager'),  # as MMEngine
         lambda layer: types.MethodType(Layer.twice, layer),
         lambda layer: functools.partial(layer.twice),
@@ -64,7 +69,12 @@ def test_functions_of_the_original_are_refused_by_name():
     model[1].forward = lambda x: x  # without a reference
     assert torch.equal(copied(model)[1](X), X)
     own = model[1].forward
-    for forward in (lambda x: own(x), lambda x, layer=model[1]: layer.twice(x)):
+    for forward in (
+        lambda x: own(x),
+        lambda x, layer=model[1]: layer.twice(x),
+        types.MethodType(lambda self, x: own(x), model[1]),
+        functools.partial(lambda x, times: times * own(x), times=2),
+    ):
         model[1].forward = forward
         for copy in (copied, reparameterize):
             with pytest.raises(ValueError, match=r"forward\(\) of '1' \(Layer\).*del module"):
