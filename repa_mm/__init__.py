@@ -22,6 +22,7 @@ __all__ = [
 
 #: Public names that need MMEngine, MMCV and MMPretrain, and the packages that have them.
 _ON_FIRST_USE = dict(
+    ExportedModel='repa_mm.export',
     convert_pretrained='repa_mm.convert',
     fast_window_attention_='repa_mm.faster',
     speed_up='repa_mm.search',

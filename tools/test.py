@@ -14,5 +14,6 @@ from repa_mm.io.configs import codebase_tool
 if __name__ == '__main__':
     tool = codebase_tool(sys.argv[1:], 'test.py')
     if tool is None:
-        sys.exit(__doc__)
+        print(__doc__)
+        sys.exit(0 if {'-h', '--help'} & {*sys.argv} else 2)
     runpy.run_path(tool, run_name='__main__')

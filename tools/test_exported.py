@@ -18,7 +18,7 @@ def main() -> None:
     args = parse_args()
     with readable_errors():
         cfg = load_config(args.config, args.cfg_options)
-    runner_for_exported(cfg, args.file, args.work_dir, args.precision).test()
+        runner_for_exported(cfg, args.file, args.work_dir, args.precision).test()
 
 
 if __name__ == '__main__':

@@ -255,6 +255,9 @@ def translate_file(src: str, dst: str, cfg: dict, *keys: str) -> None:
     key = next((key for key in keys if key in found), None)
     if key is None:
         raise CheckpointError(f'{src} has no weights under {" or ".join(keys)}')
-    state_dict = translate(found[key], cfg, found.get('args'))
+    try:
+        state_dict = translate(found[key], cfg, found.get('args'))
+    except CheckpointError as error:
+        raise CheckpointError(f'{src}: {error}') from error
     meta = dict(translated_from=osp.basename(src), repa_mm_version=__version__)
     save_checkpoint(dict(meta=meta, state_dict=state_dict), dst)

@@ -35,8 +35,8 @@ class Record:
     """The content of ``results.json``: the last table, and by their names all ``known`` values.
 
     A value with ``files``, by their names inside the folder, has their hash. If any file is not
-    what was written, nothing counts as known. A value that is to be found ``again`` counts for
-    this call alone.
+    what was written, nothing counts as known. An ``error`` counts for one call alone: other images
+    or more memory may help.
 
     Args:
         out_dir (str): The folder.
@@ -57,7 +57,7 @@ class Record:
                     f'{out_dir!r} has the results of another model, of other data or of other '
                     'options: give another folder'
                 )
-            known = {k: v for k, v in content['known'].items() if not v.get('again')}
+            known = {k: v for k, v in content['known'].items() if 'error' not in v}
             if all(v['hash'] == self._hash(v['files']) for v in known.values() if 'files' in v):
                 self.content = dict(content, known=known)
         elif any(osp.exists(osp.join(out_dir, name)) for name in ('model.py', 'model.pth')):

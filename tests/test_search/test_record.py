@@ -20,16 +20,15 @@ def folder(tmp_path):
             (folder / file).write_text(file)
         record.find(name, lambda: dict(files=files))  # noqa: B023
     record.find('test a', lambda: dict(metric=1))
-    record.find('refused', lambda: dict(error='why', again=False))
-    record.find('failed', lambda: dict(error='why', again=True))
-    assert record.find('failed', dict) == dict(error='why', again=True)
+    record.find('refused', lambda: dict(error='why'))
+    assert record.find('refused', dict) == dict(error='why')
     return folder
 
 
 def test_a_folder_that_has_moved_has_all(folder):
     moved = shutil.move(folder, folder.parent / 'other')
     known = Record(str(moved), 'print').known
-    assert [*known] == [*FILES, 'test a', 'refused'] and folder.name not in str(known)
+    assert [*known] == [*FILES, 'test a'] and folder.name not in str(known)
 
 
 @pytest.mark.parametrize('name', ['a.py', 'a.onnx'])

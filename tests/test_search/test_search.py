@@ -246,8 +246,8 @@ def test_fits_of_several_budgets(folder, monkeypatch):
     assert fitted == [0.3, 0.02, 0.01, 0.2]
 
 
-@pytest.mark.parametrize('error, tries', [(ValueError, 1), (RuntimeError, 2)])
-def test_only_a_refused_file_is_not_tried_again(folder, monkeypatch, error, tries):
+@pytest.mark.parametrize('error', [ValueError, RuntimeError])
+def test_a_file_that_fails_is_tried_again_by_the_next_call(folder, monkeypatch, error):
     calls = []
 
     def fail(*args):
@@ -259,7 +259,7 @@ def test_only_a_refused_file_is_not_tried_again(folder, monkeypatch, error, trie
         assert [row['format'] for row in run(num_images=0)] == [EAGER, EAGER]
         (note,) = stored()['notes']
         assert 'faster parts in onnx is left out: ' in note and 'an unknown operator' in note
-    assert len(calls) == tries
+    assert len(calls) == 2  # ONNX Runtime and OpenVINO share a file
 
 
 def test_every_precision_is_tested_in_itself(folder, monkeypatch):
