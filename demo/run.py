@@ -204,7 +204,7 @@ def main() -> None:
     )
     parser.add_argument('--work-dir', help='default: work_dirs/demo/TASK')
     parser.add_argument(
-        *('--checkpoint', '--vanilla'),
+        '--checkpoint',
         help='checkpoint of a trained model to take, instead of training one',
     )
     parser.add_argument(

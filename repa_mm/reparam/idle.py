@@ -69,7 +69,7 @@ class ChannelIdleFFN(TrainingForm):
     In training mode, the FFN skips the idle channels where that is faster, with the same outputs,
     gradients and running statistics; see :mod:`repa_mm.reparam.folded`. The attribute
     ``training_path`` ('auto', 'literal' or 'folded') chooses the path, see
-    :func:`set_training_path_`.
+    :func:`~repa_mm.reparam.set_training_path_`.
 
     Raises:
         ValueError: If the idle ratio is not in [0, 1], or the activation or the norm is unknown.

@@ -88,7 +88,7 @@ def test_command_line(monkeypatch):
     calls = []
     monkeypatch.setattr(run, 'run_demo', lambda *args: calls.append(args))
     monkeypatch.setattr(run, 'write_digit_scenes', calls.append)
-    command = ['demo.py', '--task', 'speed_up', '--vanilla', 'v.pth', '--cfg-options', 'a.b=3']
+    command = ['demo.py', '--task', 'speed_up', '--checkpoint', 'v.pth', '--cfg-options', 'a.b=3']
     for argv in (command, ['demo.py', '--work-dir', 'x'], ['demo.py', '--task', 'data']):
         monkeypatch.setattr('sys.argv', argv)
         run.main()
