@@ -204,8 +204,7 @@ def main() -> None:
     )
     parser.add_argument('--work-dir', help='default: work_dirs/demo/TASK')
     parser.add_argument(
-        '--checkpoint',
-        help='checkpoint of a trained model to take, instead of training one',
+        '--checkpoint', help='checkpoint of a trained model to take, instead of training one'
     )
     parser.add_argument(
         '--cfg-options', nargs='+', action=DictAction, help='override the config: key=value ...'

@@ -9,7 +9,6 @@ from mmengine.runner.checkpoint import weights_to_cpu
 
 from repa_mm.apis import open_model, read_images
 from repa_mm.apis.images import cropped, evenly
-
 from repa_mm.convert.conversion import Conversion
 from repa_mm.convert.conversion_report import BlockReport
 from repa_mm.io.checkpoints import load_checkpoint, save_checkpoint
