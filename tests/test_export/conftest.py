@@ -72,7 +72,7 @@ def plain(tmp_path):
             cfg.merge_from_dict({f'model.{key}': x for key, x in changes.items()})
         model = _randomize(random_model(cfg))
         # With random statistics, features of a deep ResNet hardly depend on the image.
-        parts = [model.backbone, *[model.decode_head] * hasattr(model, 'decode_head')]
+        parts = [*filter(None, (model.backbone, getattr(model, 'decode_head', None)))]
         for norm in (m for part in parts for m in part.modules() if hasattr(m, 'running_mean')):
             norm.train().momentum = 1.0
         coarse = torch.randn(4, model.backbone.conv1.in_channels, 12, 16)
