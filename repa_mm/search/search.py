@@ -24,6 +24,9 @@ from repa_mm.search.record import Record, content_of, hashed
 from repa_mm.search.report import notes, table, title, write_report
 from repa_mm.version import __version__
 
+#: Widest interval of × stock on a quiet machine, as a fraction of it.
+MAX_WIDTH = 0.3
+
 
 def speed_up(
     config: str,
@@ -141,7 +144,7 @@ def speed_up(
         if chosen:
             chosen['chosen'] = True
             write_chosen(bench, chosen)
-    bench.notes += unsure(rows, chosen, max_loss, tested)
+    bench.notes += [*unsure(rows, chosen, max_loss, tested), *noisy(rows)]
     stored = [{key: record.inside(value) for key, value in row.items()} for row in rows]
     record.content.update(rows=stored, notes=bench.notes)
     record.save()
@@ -221,6 +224,19 @@ def unsure(
     return found and [
         f'{num_images} images are too few to tell whether these lose more than {max_loss} points: '
         f'{", ".join(found)}. Test on more images (--num-images)'
+    ]
+
+
+def noisy(rows: Sequence[dict]) -> list[str]:
+    """Return a line that names rows whose times vary too much to compare them, or none."""
+    found = [
+        f'{row["candidate"]} ({row["format"]})'
+        for row in rows[1:]
+        if row['speedup_interval'][1] - row['speedup_interval'][0] > MAX_WIDTH * row['speedup']
+    ]
+    return found and [
+        f'The machine was not quiet while these were timed: {", ".join(found)}. Run the command '
+        'again: only times are taken anew'
     ]
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from repa_mm.search.bench import Candidate
-from repa_mm.search.search import choose, unsure, walk
+from repa_mm.search.search import choose, noisy, unsure, walk
 
 
 def row(name, speedup, loss=None, budget=1.0, half=0.5):
@@ -93,3 +93,12 @@ def test_the_walk_ends_where_a_floor_does(max_loss, latency, seen, int8):
     assert asked == [*((name, False) for name in seen), *((name, True) for name in int8)]
     order = [row['candidate'] for row in rows]
     assert order == sorted(order, key=[*budgets].index) and len(rows) >= len(seen) - 1
+
+
+def test_rows_of_a_machine_that_is_not_quiet_are_named():
+    rows = [
+        dict(row(name, 2.0), speedup_interval=[1.9, high]) for name, high in (('a', 2.1), ('b', 3))
+    ]
+    (line,) = noisy([dict(STOCK, speedup_interval=[0, 9]), *rows])
+    assert 'b (f)' in line and 'a (f)' not in line
+    assert not noisy([dict(STOCK, speedup_interval=[0, 9]), rows[0]])
