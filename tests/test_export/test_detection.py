@@ -152,6 +152,10 @@ REFUSED = {
     'panoptic_fpn/panoptic-fpn_r50_fpn_1x_coco.py': 'PanopticFPN .* it knows Mask2FormerHead',
     'maskformer/maskformer_r50_ms-16xb1-75e_coco.py': 'MaskFormerHead .* it knows Mask2FormerHead',
     'paa/paa_r50_fpn_1x_coco.py': 'PAAHead',
+    'cascade_rpn/cascade-rpn_faster-rcnn_r50-caffe_fpn_1x_coco.py': 'CascadeRPNHead .* RPNHead',
+    'htc/htc-without-semantic_r50_fpn_1x_coco.py': 'HybridTaskCascadeRoIHead',
+    'tood/tood_r50_fpn_1x_coco.py': 'TOODHead',
+    'yolox/yolox_tiny_8xb8-300e_coco.py': 'YOLOXHead',
     'ddq/ddq-detr-4scale_r50_8xb2-12e_coco.py': 'DDQDETRHead',
 }
 
