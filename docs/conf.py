@@ -30,8 +30,8 @@ CONTENTS = {
         'docs/deploy', 'docs/structures', 'docs/alternatives',
     ],
     'Reference': [
-        'docs/api', 'docs/architecture', 'docs/reliability', 'docs/benchmarks',
-        'benchmarks/README', 'CHANGELOG', 'CONTRIBUTING',
+        'docs/models', 'docs/api', 'docs/architecture', 'docs/reliability', 'docs/benchmarks',
+        'docs/conversions', 'benchmarks/README', 'CHANGELOG', 'CONTRIBUTING',
     ],
     'Projects': ['projects/README'],
     '中文': ['README_zh-CN'],

@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 from repa_mm.export.detection import SingleStage, TwoStage, require
 from repa_mm.export.transformers import CoQueries, Masks, Queries, class_logits
 from repa_mm.faster.tracing import trace_any_size_
+from repa_mm.io.configs import dataset_config
 from repa_mm.surgery import copied, replace_
 
 # Larger than any image: "the whole image" for the optional input image_size.
@@ -81,7 +83,11 @@ class WholeModel(nn.Module):
         self.training = model.training
 
     def metadata(self) -> dict[str, str]:
-        """Return the metadata of the file; 'mean' and 'std' are in the order 'channels'."""
+        """Return the metadata of the file.
+
+        'mean' and 'std' are in the order 'channels'. 'size' is the largest size, in either
+        orientation, that the test pipeline scales images to, if it keeps their ratio.
+        """
         classes = (getattr(self.model, 'dataset_meta', None) or {}).get('classes') or ()
         config = self.model.data_preprocessor
         mean, std = ([0.0], [1.0])
@@ -90,7 +96,11 @@ class WholeModel(nn.Module):
         # MMEngine's name, and those of MMSegmentation 1.2 and MMPretrain.
         names = '_channel_conversion', 'channel_conversion', 'to_rgb'
         swapped = any(getattr(config, name, False) for name in names)
+        cfg = getattr(self.model, 'cfg', None) or {}
+        steps = dataset_config(cfg, 'test').pipeline if cfg.get('test_dataloader') else []
+        sizes = [step['scale'] for step in steps if step.get('keep_ratio') and step.get('scale')]
         return dict(
+            [('size', json.dumps(np.broadcast_to(size, 2).tolist())) for size in sizes],
             task=self.task,
             classes=json.dumps(list(classes)),
             outputs=','.join(self.outputs),

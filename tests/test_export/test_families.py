@@ -1,4 +1,4 @@
-"""What docs/deploy.md says of each family of models is what the code does."""
+"""What docs/models.md says of each family of models is what the code does."""
 
 import re
 from ast import literal_eval
@@ -120,7 +120,7 @@ OTHERS = {
 
 def table():
     """Rows of the docs: what is said of channels, heads, channel idle, export and int8."""
-    text = (Path(__file__).parents[2] / 'docs' / 'deploy.md').read_text()
+    text = (Path(__file__).parents[2] / 'docs' / 'models.md').read_text()
     _, text = re.split(r'\n\| family \|.*\n\| --- .*\n', text)
     rows = text[: text.index('\n\n')].splitlines()
     cells = ([x.strip() for x in row[1:-1].split('|')] for row in rows)

@@ -10,9 +10,13 @@ import numpy as np
 import pytest
 import torch
 from mmengine.config import Config
+from mmengine.dataset import pseudo_collate
 from mmengine.registry import MODELS
 from mmengine.runner import Runner, runner
+from mmengine.structures import InstanceData
 
+from repa_mm.apis.images import build_images
+from repa_mm.apis.merge_checkpoint import reparameterize_checkpoint
 from repa_mm.export import (
     ExportedModel,
     agreeing_onnx,
@@ -111,13 +115,8 @@ def test_metrics_are_those_of_the_model(task, exported, monkeypatch, tmp_path):
     assert expected.keys() == actual.keys()
     for key, value in expected.items():
         assert abs(actual[key] - value) <= (1e-3 if 'coco' in key else 0.5), key
-    (tmp_path / 'exported.py').write_text(
-        f'_base_ = {config!r}\n'
-        "custom_imports = dict(imports=['repa_mm'])\n"
-        f"model = dict(_delete_=True, type='ExportedModel', file={file!r},\n"
-        '             data_preprocessor={{_base_.model.data_preprocessor}})\n'
-        'default_hooks = dict(_delete_=True)\n'
-    )
+    program = program_of('tested').replace('CONFIG', config).replace('model.onnx', file)
+    (tmp_path / 'exported.py').write_text(program)
     cfg = Config.fromfile(tmp_path / 'exported.py')
     cfg.work_dir, cfg.load_from = str(tmp_path / 'work'), checkpoint  # which the host loads
     monkeypatch.setattr(runner, 'get_device', lambda: 'meta')  # stands in for a GPU
@@ -164,34 +163,79 @@ def test_foreground_and_background_by_one_score(randomize, tmp_path):
     assert agreement(model, exported, images) < 0.7
 
 
+REFUSE = """
+import sys
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.split('.')[0] in ('torch', 'repa_mm') or name.startswith('mm'):
+            raise ImportError(name)
+sys.meta_path.insert(0, Refuse())
+"""
+# After each program of the docs; OpenVINO computes in float32 as ONNX Runtime does.
+AFTER = dict(
+    served='found = dict(bboxes=boxes / scale, scores=scores, labels=labels)\n',
+    pasted='found["masks"] = [paste(*x) for x in zip(masks[0], found["bboxes"])]\n',
+    openvino='assert np.allclose(scores, found["scores"], atol=1e-3) and known["mean"]\n'
+    'assert np.allclose(boxes / scale, found["bboxes"], atol=1e-2)\n',
+    normalized='for x, right in ((pixels, True), (resized, False)):\n'
+    '    scores = compiled({"image": x[None]})["scores"][0]\n'
+    '    assert np.allclose(scores, found["scores"], atol=1e-3) == right\n'
+    'np.savez("found.npz", **found)\n',
+)
+
+
 def test_programs_without_openmmlab(exported, tmp_path):
     """Those of docs/deploy.md, in a process that cannot import mm* or torch, find the same."""
+    from mmdet.apis import inference_detector
+
     pytest.importorskip('openvino')
-    program = program_of('served')
-    assert program.count('\n') <= 22
+    _, _, model, file = exported('mask_rcnn')
+    program = REFUSE + ''.join(program_of(name) + after for name, after in AFTER.items())
+    program = program.replace("'CPU')", "'CPU', {'INFERENCE_PRECISION_HINT': 'f32'})")
     image = np.random.default_rng(0).integers(0, 255, (180, 240, 3), np.uint8)
-    cv2.imwrite(str(tmp_path / 'image.jpg'), image)
-    # OpenVINO normalizes the same image, and computes in float32 as ONNX Runtime does.
-    precise = "'CPU', {'INFERENCE_PRECISION_HINT': 'f32'})"
-    program += program_of('normalized').replace("'CPU')", precise) + (
-        "found = compiled({'image': pixels[None]})\n"
-        "assert np.allclose(found['scores'][0], scores, atol=1e-3) and scores.max() > 0\n"
-        "wrong = compiled({'image': resized[None]})\n"
-        "assert not np.allclose(wrong['scores'][0], scores, atol=1e-3)\n"
-    )
-    program = program.replace("'model.onnx'", repr(exported('mask_rcnn')[3]))
-    program = program.replace('1333', '266').replace('800', '160')  # which is quicker
-    refuse = (
-        'import sys\n'
-        'class Refuse:\n'
-        '    def find_spec(self, name, path=None, target=None):\n'
-        "        if name.split('.')[0] in ('torch', 'repa_mm') or name.startswith('mm'):\n"
-        '            raise ImportError(name)\n'
-        'sys.meta_path.insert(0, Refuse())\n'
-    )
+    cv2.imwrite(str(tmp_path / 'image.png'), image)
+    program = program.replace("'model.onnx'", repr(file)).replace('image.jpg', 'image.png')
     result = subprocess.run(
-        [sys.executable, '-I', '-c', refuse + program], cwd=tmp_path, text=True,
+        [sys.executable, '-I', '-c', program], cwd=tmp_path, text=True,
         capture_output=True, check=False,
     )  # fmt: skip
     assert not result.returncode, result.stderr
-    assert result.stdout.strip()
+    expected = inference_detector(model, str(tmp_path / 'image.png')).pred_instances
+    found = {name: torch.tensor(x) for name, x in np.load(tmp_path / 'found.npz').items()}
+    number = int((found['labels'] >= 0).sum())
+    assert result.stdout.count('\n') == number
+    check_objects(InstanceData(**{name: x[:number] for name, x in found.items()}), expected)
+
+
+@pytest.mark.parametrize(
+    'name, task, folder',
+    [
+        ('detector', 'retinanet', 'vis'),
+        ('segmentor', 'upernet', 'vis'),
+        ('classifier', 'classifier', ''),
+    ],
+)
+def test_inferencers_of_the_docs(name, task, folder, built, tmp_path, monkeypatch):
+    """On a merged checkpoint they predict what the training form does, and draw it."""
+    config, checkpoint, model = built(task)
+    reparameterize_checkpoint(config, checkpoint, str(tmp_path / 'merged.pth'))
+    image = np.random.default_rng(0).integers(0, 255, (160, 224, 3), np.uint8)
+    cv2.imwrite(str(tmp_path / 'image.png'), image)
+    monkeypatch.chdir(tmp_path)
+    program, names = program_of('merged') + program_of(name), {}
+    exec(program.replace('image.jpg', 'image.png').replace('CONFIG', config), names)
+    found = names['found']
+    data = build_images(load_config(config), 'test', str(tmp_path))[0]
+    with torch.no_grad():
+        (expected,) = model.test_step(pseudo_collate([data]))
+    if name == 'detector':
+        expected = expected.pred_instances
+        torch.testing.assert_close(torch.tensor(found['scores']), expected.scores)
+        boxes = torch.tensor(found['bboxes'])
+        torch.testing.assert_close(boxes, expected.bboxes, rtol=0, atol=1e-2)
+    elif name == 'segmentor':
+        assert len(np.unique(found)) > 1
+        assert (found != expected.pred_sem_seg.data[0].numpy()).mean() < 1e-3
+    else:
+        np.testing.assert_allclose(found['pred_scores'], expected.pred_score, atol=1e-5)
+    assert cv2.imread(str(tmp_path / 'outputs' / folder / 'image.png')).any()

@@ -41,7 +41,7 @@ MMSEG_VIT = dict(img_size=64, embed_dims=16, num_layers=2, num_heads=2)
 MMSEG_TIMM = dict(TIMM_VIT, pretrained=False, img_size=64, out_indices=(0, 1))
 
 # Package, class, arguments, and the number of FFNs that become channel-idle.
-# docs/structures.md lists them.
+# docs/models.md lists them.
 CONVERTIBLE = {
     'ViT': ('mmpretrain', 'VisionTransformer', dict(arch=VIT), 2),
     'DINOv2': ('mmpretrain', 'VisionTransformer', dict(arch=VIT, layer_scale_init_value=0.3), 2),
@@ -237,8 +237,8 @@ def test_what_cannot_be_converted_is_named(case):
 
 
 def table():
-    """Rows of docs/structures.md: the package, the classes in it, and three times yes or no."""
-    text = (Path(__file__).parents[2] / 'docs' / 'structures.md').read_text()
+    """Rows of docs/models.md: the package, the classes in it, and three times yes or no."""
+    text = (Path(__file__).parents[2] / 'docs' / 'models.md').read_text()
     rows = text.split('<!-- backbones -->')[1].split('\n\n')[0].splitlines()[3:]
     for row in rows:
         package, backbones, *said = (cell.strip() for cell in row[1:-1].split('|'))

@@ -12,7 +12,7 @@ import torch
 
 import repa_mm
 from repa_mm.io.configs import codebase_tool
-from tests.test_export.conftest import program_of, write_config
+from tests.test_export.conftest import write_config
 
 from .conftest import ROOT
 
@@ -128,18 +128,6 @@ def test_both_forms_predict_the_same(task, config_of, trained, by_hook, digits, 
                 assert (other != expected).mean() < 1e-3
             else:
                 np.testing.assert_allclose(other, expected, atol=1e-5)
-
-
-def test_the_inferencer_of_the_docs_draws_a_merged_checkpoint(
-    config_of, trained, digits, tmp_path, monkeypatch
-):
-    image = next((digits / 'data/demo/coco/val2017').iterdir())
-    config, merged = config_of('retinanet'), trained('retinanet')[1]
-    program = program_of('inferencer').replace("'IMAGES'", repr(str(image)))
-    monkeypatch.chdir(tmp_path)
-    exec(program.replace('CONFIG', config).replace('merged.pth', merged), {})
-    picture, pixels = cv2.imread(str(tmp_path / 'outputs/vis' / image.name)), cv2.imread(str(image))
-    assert picture.shape == pixels.shape and (picture != pixels).any()
 
 
 HOST = """
