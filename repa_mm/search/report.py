@@ -90,21 +90,28 @@ def scatter(rows: list[dict], name: str, timed: str = 'one image') -> str:
         axes.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
         axes.xaxis.set(major_formatter='{x:g}', minor_locator=ticker.NullLocator())
         axes.grid(color='#e4e4e4')
-        axes.margins(0.1)
-        axes.plot(rows[0]['ms'], rows[0][key], 's', color='#222', markersize=8, label='stock')
+        axes.margins(0.15, 0.3)
         for kind in FORMATS:
             found = [(row['ms'], row[key]) for row in rows[1:] if row['format'] == kind]
             if found:
-                axes.plot(*zip(*found), 'o', label=kind)
-        # One label for each candidate, at its fastest row.
+                axes.plot(*zip(*found), 'o', label=kind, markersize=5)
+        # The model itself and the chosen one stand out; other candidates are named once each.
+        shown = [row for i, row in enumerate(rows) if row['chosen'] or not i]
+        for row in shown:
+            point, texts = (row['ms'], row[key]), [row['candidate'], f'{row["ms"]:.3g} ms']
+            marker = dict(fillstyle='none', markersize=13) if row['chosen'] else dict(markersize=9)
+            axes.plot(*point, 'o' if row['chosen'] else 's', color='#222', **marker)
+            texts = '\n'.join(['chosen'] * row['chosen'] + texts)
+            at = dict(xytext=(0, -11), textcoords='offset points', ha='center', va='top')
+            axes.annotate(texts, point, weight='bold', **at)
+        for row in shown[1:]:
+            start, arrow = (shown[0]['ms'], shown[0][key]), dict(arrowstyle='->', color='#999')
+            axes.annotate('', (row['ms'], row[key]), start, arrowprops=dict(arrow, shrinkB=9))
         ordered = sorted(rows[1:], key=lambda row: -row['ms'])
         for candidate, row in {row['candidate']: row for row in ordered}.items():
-            if candidate != rows[0]['candidate']:
-                options = dict(ha='center', textcoords='offset points')
-                axes.annotate(candidate, (row['ms'], row[key]), (0, 9), **options)
-        for row in (row for row in rows if row['chosen']):
-            ring = dict(fillstyle='none', color='#222', markersize=13)
-            axes.plot(row['ms'], row[key], 'o', label='chosen', **ring)
+            if candidate not in [row['candidate'] for row in shown]:
+                at = dict(xytext=(1, 4), textcoords='offset points', rotation=35)
+                axes.annotate(candidate, (row['ms'], row[key]), fontsize=9, **at)
         figure.legend(loc='outside upper left', ncols=3, frameon=False)
         text = io.StringIO()
         figure.savefig(text, format='svg', metadata={'Date': None})
