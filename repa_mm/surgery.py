@@ -74,9 +74,9 @@ def copied(model: nn.Module, memo: dict | None = None) -> nn.Module:
                 continue
             if _holds_objects(method):
                 raise ValueError(
-                    f'{key}() of {name!r} ({type(module).__name__}) was replaced by a function, '
-                    'which would run the original in a copy of the model: remove the replacement '
-                    f'first (del module.{key})'
+                    f'a function replaces {key}() of {name!r} ({type(module).__name__}), and would '
+                    'run the original in a copy of the model: remove the replacement first '
+                    f'(del module.{key})'
                 )
             if isinstance(method, functools.partial):
                 args = (_turned(value, memo) for value in method.args)

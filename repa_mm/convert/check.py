@@ -13,8 +13,8 @@ EQUAL = (
     '{:.1%} when an equal FFN takes its place. Rename its class, or give another module in where'
 )
 SUM = (
-    '{}, does not use x + ffn(norm(x)) alone, as its family says: its output changes by {:.1%} '
-    'although this sum stays the same. Register a matching Family'
+    '{}, is not x + ffn(norm(x)): its output changes by {:.1%} although this sum stays the same. '
+    'Register a matching Family'
 )
 
 

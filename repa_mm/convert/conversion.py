@@ -161,7 +161,7 @@ class Conversion:
         full_size: Iterable = (),
     ) -> None:
         if parts is not None and idle_ratio is not None:
-            raise ValueError('an idle ratio is of all FFNs: leave parts out')
+            raise ValueError('idle_ratio applies to all FFNs: leave parts out')
         self.original, self.batches = unwrap(model), list(batches)
         if not self.batches:
             raise ValueError('batches is empty: there is no image to fit to')
@@ -194,7 +194,7 @@ class Conversion:
         """
         if self.idle_ratio is not None:
             if budget is not None:
-                raise ValueError('the idle ratio says all sizes: leave the budget out')
+                raise ValueError('idle_ratio sets all sizes: leave budget out')
             return {name: part.idle_sizes for name, part in self.parts.items()}
         budget = 0.5 if budget is None else budget
         if not 0 < budget <= 1:
@@ -205,7 +205,7 @@ class Conversion:
         left = sum(axis.cost * size for axis, size in zip(every, found)) / total
         if left > budget + 0.005:
             warnings.warn(
-                f'the budget is {budget:g}, and {left:.3f} is the least that these blocks allow'
+                f'the least sizes take {left:.3f} of the multiply-adds, the budget is {budget:g}'
             )
         sizes = iter(found)
         return {name: tuple(next(sizes) for _ in axes) for name, axes in self.axes.items()}
@@ -334,8 +334,8 @@ class Conversion:
             hook.remove()
         if not outputs:
             raise ValueError(
-                'forward returns no tensor of floats, by whose change the parts would be compared: '
-                'let it return features, and not results'
+                'forward returns no tensor of floats, and the parts are compared by the change of '
+                'these: let it return features instead of results'
             )
         for name, part in list(self.parts.items()):
             if part.site.block not in reached:
@@ -382,7 +382,7 @@ def find_parts(
         if isinstance(site.module, Form):
             skipped[name] = f'it has a {site.module.label} instead of an ordinary one'
         elif uses[site.module] > 1:
-            skipped[name] = 'several blocks share it, and a fit is to the inputs of one of them'
+            skipped[name] = 'several blocks share it; only a module with one caller can be fitted'
         else:
             try:
                 pretrained[name] = kind(site)

@@ -86,7 +86,7 @@ class ConversionReport:
             lines.append(f'on held-out images the outputs differ by {shares} of their variance')
         lines += [
             f'warning: {b.name}: the output of {b.constant_heads} heads is nearly constant on '
-            'these images: give others'
+            'these images: give other images'
             for b in self.blocks
             if b.constant_heads
         ]

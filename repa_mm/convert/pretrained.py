@@ -80,7 +80,7 @@ def convert_checkpoint(
     if len({osp.realpath(path) for path in (config, checkpoint, out, out_config)}) < 4:
         raise ValueError(f'{out!r} or its config {out_config!r} would replace a file that is read')
     if idle_ratio is not None and (budget, parts) != (None, None):
-        raise ValueError('an idle ratio is instead of a budget and parts: leave these out')
+        raise ValueError('give an idle ratio, or a budget and parts, but not both')
     cfg = load_config(config, cfg_options)
     model = open_model(cfg, checkpoint, merge=True)  # only the deploy form is worth narrowing
     number = num_images + max(1, num_images // 8)

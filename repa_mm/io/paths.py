@@ -8,7 +8,7 @@ def config_root(package: str = 'repa_mm') -> str:
     """Return the folder of the configs of 'repa_mm', 'mmdet', 'mmseg' or 'mmpretrain'."""
     spec = find_spec(package)  # without an import: a codebase takes seconds
     if spec is None:
-        raise ImportError(f'no package {package!r} is installed, whose configs are asked for')
+        raise ImportError(f'no configs of {package!r}: the package is not installed')
     folder = osp.dirname(osp.abspath(spec.origin))
     # In a checkout, configs/ and setup.py lie beside the package.
     checkout = osp.dirname(folder)

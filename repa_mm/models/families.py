@@ -68,8 +68,8 @@ class Family:
             return nn.Identity()
         if not hasattr(block, self.norm):
             raise ValueError(
-                f'it has no norm {self.norm!r} before its FFN, as blocks of this name in '
-                'OpenMMLab have'
+                f'it has no norm {self.norm!r} before its FFN, unlike blocks of this name in '
+                'OpenMMLab'
             )
         return getattr(block, self.norm)
 
@@ -140,8 +140,8 @@ def _mmcv_ffn(ffn: nn.Module, add_identity: bool) -> tuple:
         raise ValueError(f'its FFN has {ffn.num_fcs} linear layers, not two')
     if ffn.add_identity != add_identity:
         raise ValueError(
-            f'its FFN has add_identity={ffn.add_identity}, so that the shortcut is not where such '
-            'blocks have it'
+            f'its FFN has add_identity={ffn.add_identity}: the shortcut is not where other blocks '
+            'of this name have it'
         )
     (fc1, act, drop), fc2, last = ffn.layers
     return fc1, act, fc2, getattr(ffn.gamma2, 'weight', None), drop, last, ffn.dropout_layer

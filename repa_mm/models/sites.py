@@ -106,7 +106,7 @@ def _check_stock(module: nn.Module, what: str, *kinds: type) -> None:
     if not has_stock_forward(module, *kinds):
         raise ValueError(
             f'{what}, a {type(module).__name__}, has a forward() of its own or forward hooks, '
-            'which would be lost: merge adapters into their layers, and remove hooks first'
+            'and would lose them: merge adapters into their layers, and remove hooks first'
         )
 
 
@@ -138,15 +138,15 @@ class FFNSite(Site):
         if parts.conv is not None:
             raise ValueError(
                 f'its {type(self.module).__name__} has a depthwise convolution between the linear '
-                'layers, which do not merge into one matrix then'
+                'layers, so these do not merge into one matrix'
             )
         return parts
 
     def check(self, form: TrainingForm) -> None:
         if not self.family.shortcut and form.shortcut:
             raise ValueError(
-                f'a {type(form).__name__} adds the shortcut, which a {type(self.block).__name__} '
-                'adds itself'
+                f'a {type(form).__name__} adds the shortcut, and a {type(self.block).__name__} '
+                'adds it, too'
             )
         if not form.contains_norm and not self.family.calls_with_norm(self.block):
             raise ValueError(
@@ -240,13 +240,13 @@ def _narrower(attention: nn.Module) -> type | nn.Module:
     for name in ('v_shortcut', 'q_norm', 'k_norm', 'norm', 'gate'):
         part = getattr(attention, name, None)
         if part and not isinstance(part, nn.Identity):
-            raise ValueError(f'its attention has a {name}, which heads of ViTs do not have')
+            raise ValueError(f'its attention has a {name}, unlike that of a ViT')
     if kind is not MMCVAttention:
         return narrower
     inner = attention.attn
     has_own_keys = inner.in_proj_weight is None or inner.bias_k is not None or inner.add_zero_attn
     if has_own_keys or not attention.batch_first:
-        raise ValueError('its attention has other keys and values than those of its tokens')
+        raise ValueError('it is no self-attention: keys and values are not those of its tokens')
     return NarrowSelfAttention(attention).train(attention.training)
 
 

@@ -24,8 +24,8 @@ def first_order_only(instead: str) -> Callable:
         def wrapped(ctx, grad, *args):
             if torch.is_grad_enabled():
                 raise RuntimeError(
-                    'there are no second derivatives here (create_graph=True), as the fast path '
-                    f'does not compute the literal equation: use {instead}'
+                    'the fast path has no second derivatives (create_graph=True), as it does not '
+                    f'compute the literal equation: use {instead}'
                 )
             if grad is None:  # nothing depends on the output, and ctx does not materialize zeros
                 return (None,) * len(ctx.needs_input_grad)

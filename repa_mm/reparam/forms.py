@@ -260,24 +260,24 @@ def _check_whole(form: TrainingForm) -> None:
                 own = [method for method in methods if method in cls.__dict__]
                 if own:
                     raise ValueError(
-                        f'{cls.__name__} has its own {own[0]}(), which the merge() that it '
-                        'inherits does not know: give it a merge() of its own'
+                        f'{cls.__name__} overrides {own[0]}(), but inherits merge(), which would '
+                        'ignore the change: override merge(), too'
                     )
         if any(method in module.__dict__ for method in methods):
             raise ValueError(
-                f'the forward() of {where} is replaced, which the merge does not know: remove '
+                f'the forward() of {where} is replaced, and the merge would ignore it: remove '
                 'the replacement first'
             )
         if is_parametrized(module):
             raise ValueError(
-                f'{where} has parametrized weights, which would be lost in the merge: call '
+                f'{where} has parametrized weights, and the merge would lose them: call '
                 'torch.nn.utils.parametrize.remove_parametrizations first'
             )
         hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
         if hooks:
             hook = getattr(hooks[0], '__qualname__', type(hooks[0]).__name__)
             raise ValueError(
-                f'{where} has a forward hook, {hook}, which would be lost in the merge: remove it '
+                f'{where} has a forward hook, {hook}, and the merge would lose it: remove it '
                 'first (handle.remove(), remove_weight_norm, prune.remove), or register it on a '
                 'module that stays, such as the block'
             )

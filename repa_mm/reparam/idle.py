@@ -164,7 +164,7 @@ class ChannelIdleFFN(TrainingForm):
             norm = getattr(self, name)
             if not (is_batch_norm(norm) or has_stock_forward(norm, *others)):
                 raise ValueError(
-                    f'its {name} is a {type(norm).__name__}, which is not a norm that merges'
+                    f'its {name} is a {type(norm).__name__}, and not a norm that merges'
                 )
         check_dropouts(self)
         w_in, b_in = weights64(self.fc1, 'its fc1')

@@ -59,8 +59,8 @@ def weights64(layer: nn.Module, what: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Return weight and bias of an ``nn.Linear`` in float64, with zeros for a missing bias."""
     if not has_stock_forward(layer, nn.Linear):
         raise ValueError(
-            f'{what} is a {type(layer).__name__}, and not an nn.Linear: an adapter is to be merged '
-            'into the layer first'
+            f'{what} is a {type(layer).__name__}, and not an nn.Linear: merge an adapter into its '
+            'layer first'
         )
     weight, bias = matrix(layer)
     return weight, weight.new_zeros(len(weight)) if bias is None else bias
@@ -73,8 +73,7 @@ def check_dropouts(form: nn.Module) -> None:
         # By name: mmcv and timm have a DropPath each.
         if type(module).__name__ not in ('Dropout', 'DropPath', 'Identity'):
             raise ValueError(
-                f'its {name} is a {type(module).__name__}, and not a dropout, which the merge '
-                'leaves out'
+                f'its {name} is a {type(module).__name__}: the merge leaves out dropouts only'
             )
 
 
@@ -175,7 +174,7 @@ def fold_norm(norm: nn.Module, layer: nn.Module) -> tuple[torch.Tensor, torch.Te
     shift = weight @ double(norm.bias)
     if bias is None and shift.any():
         raise ValueError(
-            'the norm of a pretrained layer shifts its output, and the linear layer behind the '
+            'the norm of a pretrained layer shifts its output, and the linear layer after the '
             'norm has no bias for the shift'
         )
     return weight * double(norm.weight), None if bias is None else bias + shift

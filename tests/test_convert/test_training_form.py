@@ -198,5 +198,5 @@ def test_what_cannot_be_fitted_is_named(randomize):
         fit_channel_idle(model, images(1), 0.2, forward=outputs)
     with pytest.raises(ValueError, match='leave parts out'):
         Conversion(model, images(1), ['ffn'], idle_ratio=0.75)
-    with pytest.raises(ValueError, match='leave the budget out'):
+    with pytest.raises(ValueError, match='leave budget out'):
         Conversion(model, images(1), idle_ratio=0.75, forward=outputs).sizes(0.5)
