@@ -1,6 +1,6 @@
 r"""Put a run of tools/speed_up.py into results.csv.
 
-Its chosen model becomes a row of the table in docs/speed_up.md. With ``--readme`` the whole run
+Its chosen model becomes a row of the table in docs/benchmarks.md. With ``--readme`` the whole run
 takes the place of README's, and its picture that of docs/speed_up.svg::
 
     python tools/speed_up.py CONFIG CHECKPOINT OUT_DIR --max-loss 0.5
