@@ -75,7 +75,7 @@ def write_digit_scenes(
     """
     scans, labels = _load_scans()
     photographs = [
-        (osp.basename(file), license_id, _load_photograph(package, file))
+        (osp.basename(file), license_id, load_photograph(package, file))
         for package, file, license_id in PHOTOGRAPHS
     ]
     splits = _split_scans(labels)
@@ -116,7 +116,7 @@ def write_scenes(
     os.replace(unfinished, root)
 
 
-def _load_photograph(package: str, file: str) -> np.ndarray:
+def load_photograph(package: str, file: str) -> np.ndarray:
     """Read a photograph from a package, as BGR pixels (height, width, 3).
 
     Args:

@@ -265,12 +265,12 @@ class Bench:
         def opened() -> nn.Module:
             if file:
                 model = ExportedModel(file, self.original.data_preprocessor, form.runtime)
-                model = Padded(model, self.divisor) if form.padded else model
             else:
                 model = open_model(candidate.config, candidate.checkpoint).to(self.device)
                 if candidate is not self.stock and next(model.parameters()).is_cuda:
                     model = faster_on_gpu_(model)
                 model = in_format_(model, form)
+            model = Padded(model, self.divisor) if form.padded else model
             model.test_step(first)
             return model
 
