@@ -44,10 +44,10 @@ class Captured:
         if weights != self.weights:
             self.weights, self.graphs = weights, {}
             self.pool = torch.cuda.graph_pool_handle()
-        key = str(form), autocast_dtype('cuda'), *map(_described, leaves)
-        if key not in self.graphs:
-            self.graphs[key] = self._capture(leaves, form)
-        graph, inputs, outputs = self.graphs[key]
+        key = autocast_dtype('cuda'), *map(_described, leaves)
+        if key not in self.graphs or self.graphs[key][0] != form:
+            self.graphs[key] = form, *self._capture(leaves, form)
+        _, graph, inputs, outputs = self.graphs[key]
         for static, leaf in zip(inputs, leaves):
             if torch.is_tensor(leaf):
                 static.copy_(leaf)
@@ -67,24 +67,14 @@ class Captured:
             and not torch.cuda.is_current_stream_capturing()
         )
 
-    def _weights(self) -> list[tuple]:
-        """Return where the weights are, and how often they were changed in place."""
-        return [
-            (tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version)
-            for store in self.stores
-            for tensor in store.values()
-            if tensor is not None
-        ]
+    def _weights(self) -> list[int]:
+        """Return where the weights are. A graph reads them there, with changes in place."""
+        tensors = (tensor for store in self.stores for tensor in store.values())
+        return [tensor.data_ptr() for tensor in tensors if tensor is not None]
 
     def _capture(self, leaves: list, form: Any) -> tuple:
-        # Tensors of inference mode could not be written to outside of it. Autocast's cache would
-        # free the weights that it has cast.
-        dtype = autocast_dtype('cuda')
-        with (
-            torch.inference_mode(False),
-            torch.no_grad(),
-            torch.autocast('cuda', dtype or torch.half, dtype is not None, cache_enabled=False),
-        ):
+        # Tensors of inference mode could not be written to outside of it.
+        with torch.inference_mode(False), torch.no_grad():
             inputs = [x.clone() if torch.is_tensor(x) else x for x in leaves]
             args, kwargs = tree_unflatten(inputs, form)
             stream = torch.cuda.Stream()
@@ -94,8 +84,12 @@ class Captured:
                     self.forward(*args, **kwargs)
             torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, self.pool, capture_error_mode='thread_local'):
-                outputs = self.forward(*args, **kwargs)
+            torch.clear_autocast_cache()  # each replay casts the weights
+            try:
+                with torch.cuda.graph(graph, self.pool, capture_error_mode='thread_local'):
+                    outputs = self.forward(*args, **kwargs)
+            finally:
+                torch.clear_autocast_cache()  # of memory of the graph
         return graph, inputs, outputs
 
 
