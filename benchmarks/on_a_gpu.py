@@ -1,7 +1,7 @@
 r"""Measure on an NVIDIA GPU what docs/benchmarks.md says of one.
 
-Latency of whole models and of a backbone, also compiled and with CUDA graphs, training steps, and
-`tools/speed_up.py` on the demo's scenes::
+Latency of whole models and of a backbone, also with CUDA graphs, training steps, and
+`tools/speed_up.py` on the demo's scenes and for a RetinaNet with Swin-B::
 
     python -m benchmarks.on_a_gpu --out work_dirs/on_a_gpu.csv
 
@@ -12,15 +12,15 @@ weights are random and images noise. Rows are appended to a file with the column
 """
 
 import argparse
-import copy
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import cv2
 import numpy as np
 import torch
 import torch.nn as nn
@@ -30,27 +30,18 @@ from mmengine.logging import MMLogger
 from benchmarks.compare import append
 from benchmarks.even import even_sizes
 from benchmarks.training import peak_memory, step, synthetic_batch, training_variants
-from demo.dataset import write_digit_scenes
+from demo.dataset import PHOTOGRAPHS, load_photograph, write_digit_scenes
 from demo.run import DATA, train
 from repa_mm import config_path, speed_up
 from repa_mm.apis import open_model
 from repa_mm.benchmark.timing import measure, show_machine
-from repa_mm.benchmark.variants import (
-    DEPLOY,
-    MODEL,
-    OURS,
-    STOCK,
-    autocasting,
-    calls_on_noise,
-    compile_,
-    variants,
-)
+from repa_mm.benchmark.variants import MODEL, OURS, STOCK, autocasting, calls_on_noise, variants
 from repa_mm.convert.changed_config import converted_config
 from repa_mm.convert.conversion import find_parts
-from repa_mm.faster import faster_on_gpu_
+from repa_mm.faster import cuda_graphs_, faster_on_gpu_
 from repa_mm.faster.gpu import FastLayerNorm
 from repa_mm.io.configs import load_config
-from repa_mm.surgery import replace_
+from repa_mm.surgery import copied, replace_
 
 NAME = 'benchmarks.on_a_gpu'
 DETECTOR, SMALL_IMAGE = (800, 1344), (160, 160)
@@ -61,9 +52,10 @@ CONFIGS = {
     'UperNet Swin-B': ('upernet_{}swin_b', 'demo/upernet_{}swin_digits'),
     'Swin-B backbone': ('{}swin_b_in1k', '{}swin_t_in1k'),
 }
-MODES = {'compiled': None, 'CUDA graphs': 'reduce-overhead'}
-NARROW = 'FFNs 0.2, heads a quarter'
+# Shares of FFNs and of heads that stay.
+NARROW = {'FFNs 0.2, heads a quarter': (0.2, 0.25, 0.25), 'a quarter of each block': (0.25,) * 3}
 PLAIN_NORMS = f'{OURS}, stock LayerNorms'
+GRAPHS = 'CUDA graphs'
 DEMO = 'demo/retinanet_swin_digits'
 SHORT = {'train_cfg.max_epochs': 1, 'param_scheduler.1.end': 1}
 TINY = SHORT | {
@@ -95,6 +87,14 @@ def write(
         append(args.out, dict(row, form=form, command=f'python -m {NAME}'), {of: float(value)})
 
 
+def narrowed(stock: Config, form: str) -> nn.Module:
+    """Return a stock model of sizes that a conversion may choose; weights do not matter."""
+    model = open_model(stock)
+    parts, _ = find_parts(model)
+    sizes = even_sizes(SimpleNamespace(parts=parts), *NARROW[form])
+    return variants(converted_config(stock, model, sizes))[MODEL]
+
+
 @torch.no_grad()
 def latency(
     args: argparse.Namespace,
@@ -102,9 +102,8 @@ def latency(
     batch_size: int,
     shape: tuple[int, int] = DETECTOR,
     part: str = 'predict',
-    kind: str | None = None,
-    narrow: bool = False,
-    norms: bool = False,
+    forms: Sequence[str] = (),
+    graphs: bool = False,
 ) -> None:
     """Time a model beside stock, and stock with our parts.
 
@@ -114,37 +113,31 @@ def latency(
         batch_size (int): Number of images.
         shape (tuple): Their height and width.
         part (str): 'predict' or 'backbone'.
-        kind (str, optional): Time compiled models, too: a key of :data:`MODES`.
-        narrow (bool): Narrow the FFNs and heads of the stock model, instead of a RePa model.
-        norms (bool): Time our parts with and without their LayerNorms, instead of all models.
+        forms (Sequence[str]): What else to time: keys of :data:`NARROW`, or :data:`PLAIN_NORMS`.
+        graphs (bool): Time all of them with CUDA graphs, too.
     """
     if args.small:
         shape, batch_size = (shape if part == 'backbone' else SMALL_IMAGE), 1
     cfg, stock = configs(args, name)
-    if narrow:  # to the sizes that a conversion may choose; weights do not matter
-        model = open_model(stock)
-        parts, _ = find_parts(model)
-        sizes = even_sizes(SimpleNamespace(parts=parts), 0.2, 0.25, 0.25)
-        cfg = converted_config(stock, model, sizes)
-    models = {form: model.to(args.device) for form, model in variants(cfg, None, stock).items()}
-    for form in models.keys() - {STOCK}:
-        faster_on_gpu_(models[form])
-    if narrow:
-        models[NARROW] = models.pop(MODEL)
-    if kind:
-        models = {form: models[form] for form in (STOCK, DEPLOY)}
-        for form in (STOCK, DEPLOY):
-            models[f'{form}, {kind}'] = compile_(copy.deepcopy(models[form]), MODES[kind])
-    if norms:
-        models = {OURS: models[OURS], PLAIN_NORMS: copy.deepcopy(models[OURS])}
+    models = variants(cfg, None, stock)
+    models |= {form: narrowed(stock, form) for form in forms if form in NARROW}
+    for form, model in models.items():
+        model.to(args.device)
+        if form != STOCK:
+            faster_on_gpu_(model)
+    if PLAIN_NORMS in forms:
+        models[PLAIN_NORMS] = copied(models[OURS])
         replace_(models[PLAIN_NORMS], lambda m: nn.LayerNorm if type(m) is FastLayerNorm else None)
+    if graphs:
+        models |= {f'{form}, {GRAPHS}': cuda_graphs_(copied(m)) for form, m in models.items()}
     calls, batch = calls_on_noise(models, part, shape, batch_size)
     calls = {form: autocasting(call, dtype(args), args.device) for form, call in calls.items()}
     times = measure(calls, batch, args.repeats)
-    what = 'GPU latency' + ' of a narrow model' * narrow + f', {kind}' * bool(kind)
-    what += ' by LayerNorms' * norms
     title = f'{name}, {batch_size}×{shape[0]}×{shape[1]}'
-    write(args, what, title, args.amp, 'ms', {n: np.median(values) for n, values in times.items()})
+    values = {form: np.median(found) for form, found in times.items()}
+    what = 'GPU latency' + ' by LayerNorms' * (PLAIN_NORMS in forms)
+    what += f' with {GRAPHS}' * graphs or ' of a narrow model' * any(f in NARROW for f in forms)
+    write(args, what, title, args.amp, 'ms', values)
 
 
 def training(args: argparse.Namespace, name: str, batch_size: int = 2) -> None:
@@ -163,22 +156,49 @@ def training(args: argparse.Namespace, name: str, batch_size: int = 2) -> None:
         write(args, what, title, f'peak memory, {args.amp}', 'GiB', memory)
 
 
-def search(args: argparse.Namespace) -> None:
-    """Train a small detector on the demo's scenes for an epoch, and search on the device."""
-    options, sizes = (TINY, (8, 4)) if args.small else (SHORT, (1200, 200))
-    write_digit_scenes(DATA, *sizes)
-    config, folder = config_path(DEMO), str(Path(args.out).with_suffix(''))
-    checkpoint = train(load_config(config, options), f'{folder}/training')
-    few = dict(fit_images=2, num_images=2, repeats=3) if args.small else {}
+def search(args: argparse.Namespace, name: str) -> None:
+    """Search on the device for a detector that was trained for an epoch, or has random weights.
+
+    The small one is of the demo's scenes, on which it is trained and tested.
+    """
+    few = dict(budgets=[0.4], fit_images=2, num_images=2, repeats=3) if args.small else {}
+    folder, options = f'{Path(args.out).with_suffix("")}/{name}', None
+    if name == DEMO:
+        options, sizes = (TINY, (8, 4)) if args.small else (SHORT, (1200, 200))
+        write_digit_scenes(DATA, *sizes)
+        config = config_path(DEMO)
+        checkpoint = train(load_config(config, options), f'{folder}/training')
+        few = few or dict(max_loss=0.5)
+    else:  # photographs to fit to
+        images, config = f'{folder}/images', config_path(CONFIGS[name][args.small].format(''))
+        write_photographs(images, SMALL_IMAGE if args.small else DETECTOR)
+        checkpoint = f'{folder}/random.pth'
+        torch.save(open_model(load_config(config)).state_dict(), checkpoint)
+        few = dict(few, num_images=0, images=images)
+    begin = time.monotonic()
     rows = speed_up(
-        config, checkpoint, f'{folder}/search', budgets=[0.4], cfg_options=options,
-        device=args.device, **few,
-    )  # fmt: skip
+        config, checkpoint, f'{folder}/search', cfg_options=options, device=args.device, **few
+    )
+    write(args, 'GPU search', name, 'all', 's', {'': time.monotonic() - begin})
     for of, key, unit in (('time', 'ms', 'ms'), ('speedup', 'speedup', ''), ('AP', 'metric', '')):
-        values = {f'{row["candidate"]}, {row["format"]}': row[key] for row in rows}
-        write(args, 'GPU search', 'RetinaNet, digits', of, unit, values)
+        found = {f'{row["candidate"]}, {row["format"]}': row[key] for row in rows}
+        found = {form: value for form, value in found.items() if value is not None}
+        write(args, 'GPU search', name, of, unit, found)
 
 
+def write_photographs(folder: str, shape: tuple[int, int], number: int = 96) -> None:
+    """Write parts of the demo's photographs, of one size."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    rng = np.random.default_rng(0)
+    images = [load_photograph(package, file) for package, file, _ in PHOTOGRAPHS]
+    for i in range(number):
+        image = images[i % len(images)]
+        height, width = (int(size * rng.uniform(0.3, 1)) for size in image.shape[:2])
+        part = cv2.resize(image[-height:, -width:], shape[::-1])
+        cv2.imwrite(f'{folder}/{i}.jpg', part)
+
+
+graphs_of = partial(latency, forms=['a quarter of each block'], graphs=True)
 # With the most seconds that each may take of ten minutes.
 PARTS: dict[str, tuple[Callable, int]] = {
     'retinanet': (partial(latency, name='RetinaNet Swin-B', batch_size=8), 75),
@@ -189,13 +209,24 @@ PARTS: dict[str, tuple[Callable, int]] = {
         75,
     ),
     'one_image': (partial(latency, name='RetinaNet Swin-B', batch_size=1), 75),
-    'narrow': (partial(latency, name='RetinaNet Swin-B', batch_size=8, narrow=True), 75),
-    'norms': (partial(latency, name='RetinaNet Swin-B', batch_size=8, norms=True), 75),
+    'narrow': (
+        partial(
+            latency, name='RetinaNet Swin-B', batch_size=8, forms=['FFNs 0.2, heads a quarter']
+        ),
+        75,
+    ),
+    'norms': (partial(latency, name='RetinaNet Swin-B', batch_size=8, forms=[PLAIN_NORMS]), 75),
     'train_retinanet': (partial(training, name='RetinaNet Swin-B'), 75),
     'train_mask_rcnn': (partial(training, name='Mask R-CNN Swin-B'), 75),
-    'compiled': (partial(latency, name='RetinaNet Swin-B', batch_size=1, kind='compiled'), 200),
-    'graphs': (partial(latency, name='RetinaNet Swin-B', batch_size=1, kind='CUDA graphs'), 200),
-    'search': (search, 400),
+    'graphs_1': (partial(graphs_of, name='RetinaNet Swin-B', batch_size=1), 90),
+    'graphs_8': (partial(graphs_of, name='RetinaNet Swin-B', batch_size=8), 90),
+    'graphs_mask_rcnn': (partial(graphs_of, name='Mask R-CNN Swin-B', batch_size=1), 90),
+    'graphs_upernet': (
+        partial(graphs_of, name='UperNet Swin-B', batch_size=1, shape=(512, 512)),
+        90,
+    ),
+    'search': (partial(search, name=DEMO), 300),
+    'search_swin_b': (partial(search, name='RetinaNet Swin-B'), 900),
 }
 
 

@@ -174,6 +174,11 @@ def tables() -> dict[str, str]:
         found = [row for row in published if row['model'].startswith(name)]
         return ' → '.join(row['value'] for row in found)
 
+    graphs = []
+    for row in of('GPU latency with CUDA graphs: '):
+        form, _, ways = row['form'].partition(', ')
+        graphs.append(dict(row, form=form, launched='from ' + ('a graph' if ways else 'Python')))
+
     def of_authors(rows: list[Row]) -> str:
         found = of('detectors: published', model=rows[0]['model'])
         return listed(found) if rows[0]['method'] == STOCK else ''
@@ -203,6 +208,7 @@ def tables() -> dict[str, str]:
             merge,
         ),
         'gpu': table(of('GPU latency: ', model=tuple(on_gpu)), 'model', 'form', listed, merge),
+        'gpu-graphs': table(graphs, 'model launched', 'form', listed, merge),
         'gpu-training': table(of('GPU training step: '), 'model form', 'of'),
         'paper': table(of("the paper's table 2: "), 'model', 'form'),
         'training': table(of('training step: '), 'model form', 'of'),

@@ -16,7 +16,7 @@ from repa_mm.benchmark.latency import Counting, latency_rows
 from repa_mm.benchmark.timing import measure, show, show_machine
 from repa_mm.benchmark.variants import STOCK, autocasting, calls_on_noise, compile_, variants
 from repa_mm.export import ExportedModel
-from repa_mm.faster import faster_on_gpu_
+from repa_mm.faster import cuda_graphs_, faster_on_gpu_
 from repa_mm.io.configs import load_config, readable_errors, tool_parser
 from repa_mm.surgery import copied
 
@@ -56,7 +56,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument('--repeats', type=int, default=10, help='number of turns (%(default)s)')
     parser.add_argument('--device', default='cuda' if torch.cuda.is_available() else 'cpu')
     parser.add_argument('--amp', choices=('float16', 'bfloat16'), help='type of autocast')
-    parser.add_argument('--compile', action='store_true', help='also run torch.compile')
+    parser.add_argument('--compile', action='store_true', help='also with torch.compile')
+    parser.add_argument('--cuda-graphs', action='store_true', help='also with CUDA graphs')
     args = parser.parse_args()
     if args.dataset and (args.part != 'predict' or args.batch_size != 1):
         parser.error('--dataset runs whole models on one image at a time')
@@ -82,8 +83,9 @@ def main() -> None:
             model.to(args.device)
             if name != STOCK:
                 faster_on_gpu_(model)
-        if args.compile:
-            models |= {f'{n}, compiled': compile_(copied(m)) for n, m in models.items()}
+        ways = {'compiled': compile_} if args.compile else {}
+        ways |= {'CUDA graphs': cuda_graphs_} if args.cuda_graphs else {}
+        models |= {f'{n}, {way}': ways[way](copied(m)) for way in ways for n, m in models.items()}
         calls, batch = calls_on_noise(models, args.part, args.input_shape, args.batch_size)
         images = batch if args.part == 'backbone' else batch['inputs']
         sizes = len(images), *images[0].shape

@@ -15,8 +15,9 @@ from rich.console import Console
 from rich.table import Table
 from scipy.stats import bootstrap
 
-#: Seconds before a measured call in which the same callable runs unmeasured. Threads of the runtime
-#: before it wait actively for a while: without a pause, calls of 30 ms seemed to take up to 70.
+#: Seconds before a measured call in which the same callable runs unmeasured. On a CPU, threads of
+#: the runtime before it wait actively for a while: without a pause, calls of 30 ms seemed to take
+#: up to 70.
 SETTLE = 0.1
 
 

@@ -64,7 +64,7 @@ def with_our_parts(stock: nn.Module) -> dict[str, nn.Module]:
     return models
 
 
-def compile_(model: nn.Module, mode: str | None = None) -> nn.Module:
+def compile_(model: nn.Module) -> nn.Module:
     """Let ``torch.compile`` run the backbone, neck and heads of a model, in place.
 
     The encoder and decoder of a DETR stay eager, since deformable attention breaks their graphs,
@@ -72,15 +72,10 @@ def compile_(model: nn.Module, mode: str | None = None) -> nn.Module:
 
     Args:
         model (nn.Module): The model.
-        mode (str, optional): That of ``torch.compile``: 'reduce-overhead' takes CUDA graphs.
     """
     for part in ('backbone', 'neck', 'bbox_head', 'rpn_head', 'decode_head'):
         if isinstance(getattr(model, part, None), nn.Module):
-            getattr(model, part).compile(mode=mode)
-    if mode == 'reduce-overhead':
-        # The outputs of the call before are done with: graphs may overwrite them.
-        step = torch.compiler.cudagraph_mark_step_begin
-        model.register_forward_pre_hook(lambda *_: step())
+            getattr(model, part).compile()
     return model
 
 

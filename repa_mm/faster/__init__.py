@@ -4,6 +4,7 @@ import torch.nn as nn
 from mmengine.registry import MODELS
 
 from repa_mm.faster.attention import FastShiftWindowMSA, fast_window_attention_, swap_attention_
+from repa_mm.faster.cuda_graphs import cuda_graphs_
 from repa_mm.faster.deformable import swap_deformable_attention_
 from repa_mm.faster.fusing import fuse_conv_bn_
 from repa_mm.faster.gpu import faster_on_gpu_
@@ -11,10 +12,10 @@ from repa_mm.faster.tracing import pad_any_size_, swap_faster_attention_, trace_
 from repa_mm.faster.windows import is_traced, symbolic_mul, traceable_partition
 
 __all__ = [
-    'FastShiftWindowMSA', 'build_fast_uper_head', 'fast_window_attention_', 'faster_on_gpu_',
-    'faster_parts_', 'fuse_conv_bn_', 'is_traced', 'pad_any_size_', 'swap_attention_',
-    'swap_deformable_attention_', 'swap_faster_attention_', 'symbolic_mul', 'trace_any_size_',
-    'traceable_partition',
+    'FastShiftWindowMSA', 'build_fast_uper_head', 'cuda_graphs_', 'fast_window_attention_',
+    'faster_on_gpu_', 'faster_parts_', 'fuse_conv_bn_', 'is_traced', 'pad_any_size_',
+    'swap_attention_', 'swap_deformable_attention_', 'swap_faster_attention_', 'symbolic_mul',
+    'trace_any_size_', 'traceable_partition',
 ]  # fmt: skip
 
 

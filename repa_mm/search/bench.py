@@ -22,7 +22,7 @@ from repa_mm.apis import open_model
 from repa_mm.apis.images import cropped
 from repa_mm.apis.models import deploy_
 from repa_mm.benchmark.memory import peak_memory
-from repa_mm.benchmark.timing import compare, measure
+from repa_mm.benchmark.timing import SETTLE, compare, measure
 from repa_mm.benchmark.variants import STOCK
 from repa_mm.convert import Conversion
 from repa_mm.convert.changed_config import converted_config
@@ -254,7 +254,8 @@ class Bench:
 
     def _times(self, **models: nn.Module) -> dict[str, np.ndarray]:
         calls = {name: model.test_step for name, model in models.items()}
-        return measure(calls, self.timed, self.repeats, MOST_SECONDS, per_turn=True)
+        settle = 0 if torch.device(self.device).type == 'cuda' else SETTLE
+        return measure(calls, self.timed, self.repeats, MOST_SECONDS, settle, per_turn=True)
 
     def open(self, candidate: Candidate, kind: str, file: str = '') -> tuple:
         """Return a model that has run one image, at which compilers compile, and its memory."""
@@ -265,12 +266,12 @@ class Bench:
         def opened() -> nn.Module:
             if file:
                 model = ExportedModel(file, self.original.data_preprocessor, form.runtime)
-                model = Padded(model, self.divisor) if form.padded else model
             else:
                 model = open_model(candidate.config, candidate.checkpoint).to(self.device)
                 if candidate is not self.stock and next(model.parameters()).is_cuda:
                     model = faster_on_gpu_(model)
                 model = in_format_(model, form)
+            model = Padded(model, self.divisor) if form.padded else model
             model.test_step(first)
             return model
 

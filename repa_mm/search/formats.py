@@ -9,7 +9,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from mmengine.structures import BaseDataElement
 
-from repa_mm.benchmark.variants import compile_
+from repa_mm.faster import cuda_graphs_
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Format:
         file (str): Suffix of the file that it runs, '.onnx' or '_int8.xml', or '' for PyTorch.
         runtime (str, optional): What runs the file, see :class:`~repa_mm.export.Session`.
         dtype (str, optional): The type of PyTorch's autocast.
-        compiled (bool): ``torch.compile`` runs the backbone, neck and heads.
+        captured (bool): CUDA graphs run the backbone, neck and heads.
         is_float32 (bool): It computes in float32, so that one test holds for all such formats.
         padded (bool): Images are padded to a few sizes, see :class:`Padded`.
     """
@@ -28,25 +28,24 @@ class Format:
     file: str = ''
     runtime: str | None = None
     dtype: str | None = None
-    compiled: bool = False
+    captured: bool = False
     is_float32: bool = False
     padded: bool = False
 
 
-EAGER, ORT, F32, BF16, INT8 = (
-    'PyTorch', 'ONNX Runtime', 'OpenVINO f32', 'OpenVINO bf16', 'OpenVINO int8'
-)  # fmt: skip
+EAGER, GRAPHS = 'PyTorch', 'PyTorch f16, CUDA graphs'
+ORT, F32, BF16, INT8 = 'ONNX Runtime', 'OpenVINO f32', 'OpenVINO bf16', 'OpenVINO int8'
 FORMATS = {
     EAGER: Format(is_float32=True),
     'PyTorch f16': Format(dtype='float16'),
     'PyTorch bf16': Format(dtype='bfloat16'),
-    'PyTorch f16, compiled': Format(dtype='float16', compiled=True),
+    GRAPHS: Format(dtype='float16', captured=True),
     ORT: Format('.onnx', is_float32=True),
     F32: Format('.onnx', 'f32', is_float32=True),
     BF16: Format('.onnx', 'bf16'),
     INT8: Format('_int8.xml'),
 }
-for kind in F32, BF16, INT8:
+for kind in GRAPHS, F32, BF16, INT8:
     FORMATS[f'{kind}, padded'] = replace(FORMATS[kind], is_float32=False, padded=True)
 #: Packages that the formats with a file need.
 PACKAGES = {
@@ -62,7 +61,7 @@ MOST_SIZES, PIXEL = 4, 114
 def installed_formats(device: str) -> tuple[list[str], list[str]]:
     """Return the formats that run on a device, and lines that say why others do not."""
     if torch.device(device).type == 'cuda':
-        return [kind for kind, form in FORMATS.items() if not form.file], []
+        return [kind for kind, form in FORMATS.items() if not form.file and not form.padded], []
     found, reasons = [EAGER], []
     for kind, packages in PACKAGES.items():
         missing = [name for name in packages if not find_spec(name)]
@@ -83,8 +82,8 @@ def _has_bf16() -> bool:
 
 def in_format_(model: nn.Module, form: Format) -> nn.Module:
     """Return a model in a format of PyTorch, with ``test_step``."""
-    if form.compiled:
-        compile_(model)
+    if form.captured:
+        cuda_graphs_(model)
     return InPrecision(model, form.dtype) if form.dtype else model
 
 
@@ -115,9 +114,9 @@ def _to_float_(element: BaseDataElement) -> None:
 
 
 class Padded(nn.Module):
-    """A detector's file that is given padded images, as by a step ``Pad`` of the test pipeline.
+    """A detector that is given padded images, as by a step ``Pad`` of the test pipeline.
 
-    OpenVINO compiles for each size of an image that it has not seen.
+    OpenVINO compiles, and CUDA graphs are captured, for each size that they have not seen.
 
     Args:
         model (nn.Module): The model.

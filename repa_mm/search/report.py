@@ -151,7 +151,7 @@ def commands(chosen: dict, judge: Judge, out_dir: str) -> str:
         precision = ['--precision', kind] if kind else []
         lines += [['python', 'tools/test_exported.py', tested, file, *precision]] * len(lines)
         time += ['--exported', f'{file}:{kind}' if kind else file]
-    time += ['--amp', form.dtype] * bool(form.dtype) + ['--compile'] * form.compiled
+    time += ['--amp', form.dtype] * bool(form.dtype) + ['--cuda-graphs'] * form.captured
     return '\n'.join(shlex.join(map(str, line)) for line in [*lines, time])
 
 

@@ -37,7 +37,7 @@ def test_clothes(clothes_folder):
     clothes, photographs = read_clothes(folder), read_photographs(folder)
     contents = []
     for root in (folder / 'a', folder / 'b'):
-        write_clothes(str(root), clothes, photographs, dict(train=12, val=6), size=96)
+        write_clothes(str(root), clothes, photographs, dict(train=12, val=6), [96])
         paths = sorted(path for path in root.rglob('*') if path.is_file())
         contents.append({path.relative_to(root): path.read_bytes() for path in paths})
     assert contents[0] == contents[1]

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn as nn
 
 from benchmarks import on_a_gpu, tables
 from repa_mm.apis import open_model
 from repa_mm.convert import parts
+from repa_mm.faster.cuda_graphs import Captured
 from repa_mm.search import bench
 from repa_mm.search.formats import EAGER
 
@@ -20,14 +20,17 @@ pytest.importorskip('sklearn')
 pytest.importorskip('skimage')
 OPTIONS = '--small', '--device', 'cpu', '--amp', 'float32', '--repeats', '1', '--out', 'out.csv'
 LATENCY = 'stock', 'stock with our parts', 'deploy form'
+ALL = *LATENCY, 'a quarter of each block'
+ALL += tuple(f'{form}, CUDA graphs' for form in ALL)
+SEARCHED = tuple(f'{name}, PyTorch' for name in ('stock', 'faster parts', '40 %'))
 FORMS = {
     **dict.fromkeys(('retinanet', 'mask_rcnn', 'upernet', 'backbone', 'one_image'), LATENCY),
-    'narrow': (*LATENCY[:2], 'FFNs 0.2, heads a quarter'),
-    'norms': ('stock with our parts', 'stock with our parts, stock LayerNorms'),
+    'narrow': (*LATENCY, 'FFNs 0.2, heads a quarter'),
+    'norms': (*LATENCY, 'stock with our parts, stock LayerNorms'),
     **dict.fromkeys(('train_retinanet', 'train_mask_rcnn'), ('stock', 'literal', 'folded', 'auto')),
-    'compiled': ('stock', 'deploy form', 'stock, compiled', 'deploy form, compiled'),
-    'graphs': ('stock', 'deploy form', 'stock, CUDA graphs', 'deploy form, CUDA graphs'),
-    'search': 3 * tuple(f'{name}, PyTorch' for name in ('stock', 'faster parts', '40 %')),
+    **dict.fromkeys(('graphs_1', 'graphs_8', 'graphs_mask_rcnn', 'graphs_upernet'), ALL),
+    'search': ('', *3 * SEARCHED),
+    'search_swin_b': ('', *2 * SEARCHED),
 }
 
 
@@ -43,7 +46,8 @@ def run(tmp_path, monkeypatch):
 
 
 # They take the way of another part, with other arguments.
-LIKE_ANOTHER = 'mask_rcnn', 'upernet', 'one_image', 'graphs', 'train_retinanet'
+LIKE_ANOTHER = 'mask_rcnn', 'upernet', 'one_image', 'graphs_8', 'graphs_mask_rcnn', 'graphs_upernet'
+LIKE_ANOTHER += ('train_retinanet',)
 
 
 @pytest.mark.parametrize(
@@ -59,10 +63,9 @@ def test_part(part, run, monkeypatch):
         torch.save(dict(state_dict=open_model(cfg).state_dict()), f'{folder}/weights.pth')
         return f'{folder}/weights.pth'
 
-    modes = []
     monkeypatch.setattr(on_a_gpu, 'train', train)
     monkeypatch.setattr(parts, 'refine', lambda fit, *_: fit)
-    monkeypatch.setattr(nn.Module, 'compile', lambda _, mode: modes.append(mode))
+    monkeypatch.setattr(Captured, 'device_type', 'cpu')
     monkeypatch.setattr(bench, 'installed_formats', lambda _: ([EAGER], []))
     run(part)
     rows = tables.read('out.csv')
@@ -70,8 +73,6 @@ def test_part(part, run, monkeypatch):
     assert all(float(row['value']) > 0 for row in rows if row['unit'])
     assert {row['command'] for row in rows} == {'python -m benchmarks.on_a_gpu'}
     assert {row['cpu'] for row in rows} == {'CPU'}
-    mode = {'compiled': None, 'graphs': 'reduce-overhead'}
-    assert set(modes) == ({mode[part]} if part in mode else set())
 
 
 def test_a_part_that_fails_or_hangs_does_not_stop_the_rest(run, monkeypatch, capsys):
@@ -87,10 +88,10 @@ def test_a_part_that_fails_or_hangs_does_not_stop_the_rest(run, monkeypatch, cap
 
     monkeypatch.setattr(on_a_gpu, 'show_machine', lambda: None)
     monkeypatch.setattr(subprocess, 'run', one)
-    run('retinanet', 'upernet', 'graphs')
+    run('retinanet', 'upernet', 'graphs_1')
     assert [command[-2:] for command in commands] == [
-        ['--parts', name] for name in ('retinanet', 'upernet', 'graphs')
+        ['--parts', name] for name in ('retinanet', 'upernet', 'graphs_1')
     ]
     out = capsys.readouterr().out
-    assert 'retinanet is left out (TimeoutExpired)' in out and 'graphs ran' in out
+    assert 'retinanet is left out (TimeoutExpired)' in out and 'graphs_1 ran' in out
     assert 'upernet is left out (CalledProcessError)' in out

@@ -9,10 +9,10 @@ import torch.nn as nn
 from mmengine.dataset import pseudo_collate
 from mmengine.structures import BaseDataElement, InstanceData, PixelData
 
-from repa_mm.search import formats
 from repa_mm.search.formats import (
     EAGER,
     FORMATS,
+    GRAPHS,
     PIXEL,
     Padded,
     divisor_for,
@@ -23,7 +23,7 @@ from repa_mm.search.formats import (
 
 def test_formats_of_a_gpu():
     found, reasons = installed_formats('cuda:0')
-    assert found == [EAGER, 'PyTorch f16', 'PyTorch bf16', 'PyTorch f16, compiled'] and not reasons
+    assert found == [EAGER, 'PyTorch f16', 'PyTorch bf16', GRAPHS] and not reasons
 
 
 class Detector(nn.Module):
@@ -52,14 +52,6 @@ def test_a_model_under_autocast():
         assert a.dtype == torch.float32 and torch.equal(a, a.bfloat16().float())
         assert 0 < (a - b).abs().max() < 0.05
     assert found.pred_instances.labels.dtype == torch.int64
-
-
-def test_a_compiled_model(monkeypatch):
-    compiled = []
-    monkeypatch.setattr(formats, 'compile_', compiled.append)
-    model = Detector()
-    assert in_format_(model, FORMATS['PyTorch f16, compiled']).model is model
-    assert compiled == [model]
 
 
 def test_padding_is_that_of_the_test_pipeline():

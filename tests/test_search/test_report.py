@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 
 import repa_mm
-from repa_mm.search.formats import EAGER, F32, INT8
+from repa_mm.search.formats import EAGER, F32, GRAPHS, INT8
 from repa_mm.search.report import commands, scatter
 
 ROOT = Path(repa_mm.config_path('retinanet_repa_swin_b.py')).parents[1]
@@ -41,7 +41,7 @@ def test_picture_has_every_row_and_each_name_once():
     [
         (F32, 'a.onnx', ['--exported', 'DIR/model.onnx:f32']),
         ('ONNX Runtime', 'a.onnx', ['--exported', 'DIR/model.onnx']),
-        ('PyTorch f16, compiled', None, ['--amp', 'float16', '--compile']),
+        (GRAPHS, None, ['--amp', 'float16', '--cuda-graphs']),
         (EAGER, None, []),
     ],
 )

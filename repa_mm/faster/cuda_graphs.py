@@ -1,0 +1,127 @@
+"""CUDA graphs of backbone, neck and heads: a few launches in place of a thousand."""
+
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from repa_mm.reparam.autograd import autocast_dtype
+
+PARTS = 'backbone', 'neck', 'bbox_head', 'rpn_head', 'decode_head', 'head'
+#: Types of arguments other than tensors for which a graph is captured.
+_CONSTANTS = int, float, bool, str, torch.Size, type(None)
+
+
+class Captured:
+    """The forward pass of a module, which replays a CUDA graph for inputs of a known size.
+
+    There is a graph for each shape, memory format and type of the inputs and type of autocast.
+    Weights that change give a new one. With gradients, in training mode, on another device than a
+    GPU, and with arguments such as data samples, the module's own forward pass runs.
+
+    Args:
+        module (nn.Module): The module, whose forward pass must not wait for the GPU.
+    """
+
+    device_type = 'cuda'
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self.forward = module, module.forward
+        # Going through all modules would take a millisecond of each call.
+        stores = [store for m in module.modules() for store in (m._parameters, m._buffers)]
+        self.stores = [store for store in stores if store]
+        self.weights, self.graphs, self.pool = [], {}, None
+
+    def __getstate__(self) -> dict:  # of a copy, which has tensors of its own
+        return dict(self.__dict__, weights=[], graphs={}, pool=None)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        leaves, form = tree_flatten((args, kwargs))
+        if not self._fits(leaves):
+            return self.forward(*args, **kwargs)
+        weights = self._weights()
+        if weights != self.weights:
+            self.weights, self.graphs = weights, {}
+            self.pool = torch.cuda.graph_pool_handle()
+        key = autocast_dtype('cuda'), *map(_described, leaves)
+        if key not in self.graphs or self.graphs[key][0] != form:
+            self.graphs[key] = form, *self._capture(leaves, form)
+        _, graph, inputs, outputs = self.graphs[key]
+        for static, leaf in zip(inputs, leaves):
+            if torch.is_tensor(leaf):
+                static.copy_(leaf)
+        graph.replay()
+        # The next replay, of any graph here, writes to this memory.
+        return tree_map(lambda x: x.clone() if torch.is_tensor(x) else x, outputs)
+
+    def _fits(self, leaves: list) -> bool:
+        tensors = [leaf for leaf in leaves if torch.is_tensor(leaf)]
+        others = [leaf for leaf in leaves if not torch.is_tensor(leaf)]
+        return (
+            len(tensors) > 0
+            and all(tensor.device.type == self.device_type for tensor in tensors)
+            and all(isinstance(other, _CONSTANTS) for other in others)
+            and not torch.is_grad_enabled()
+            and not self.module.training
+            and not torch.cuda.is_current_stream_capturing()
+        )
+
+    def _weights(self) -> list[int]:
+        """Return where the weights are. A graph reads them there, with changes in place."""
+        tensors = (tensor for store in self.stores for tensor in store.values())
+        return [tensor.data_ptr() for tensor in tensors if tensor is not None]
+
+    def _capture(self, leaves: list, form: Any) -> tuple:
+        # Tensors of inference mode could not be written to outside of it.
+        with torch.inference_mode(False), torch.no_grad():
+            inputs = [x.clone() if torch.is_tensor(x) else x for x in leaves]
+            args, kwargs = tree_unflatten(inputs, form)
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):  # libraries choose and compile their kernels
+                for _ in range(2):
+                    self.forward(*args, **kwargs)
+            torch.cuda.current_stream().wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            torch.clear_autocast_cache()  # each replay casts the weights
+            try:
+                with torch.cuda.graph(graph, self.pool, capture_error_mode='thread_local'):
+                    outputs = self.forward(*args, **kwargs)
+            finally:
+                torch.clear_autocast_cache()  # of memory of the graph
+        return graph, inputs, outputs
+
+
+def _described(leaf: Any) -> Any:
+    if torch.is_tensor(leaf):
+        return leaf.shape, leaf.stride(), leaf.dtype, leaf.device
+    return leaf
+
+
+def cuda_graphs_(model: nn.Module) -> nn.Module:
+    """Let CUDA graphs run the backbone, neck and dense heads of a model, in place.
+
+    The first batch of a size captures them, in about the time of three batches; later ones replay
+    them. A GPU then does not wait for Python to launch its kernels, which takes most of the time of
+    one image. Post-processing, RoI heads, and the encoder and decoder of a DETR run as before. For
+    inference only; each size keeps memory for its inputs and outputs, so images of many sizes
+    should be padded to a few.
+
+    Args:
+        model (nn.Module): The model in eval mode, on a GPU, after all that replaces its modules.
+
+    Returns:
+        nn.Module: The same model. Its outputs stay valid after the next batch.
+
+    Raises:
+        ValueError: If the model is not on an NVIDIA GPU.
+    """
+    device = next(model.parameters()).device
+    if device.type != Captured.device_type:
+        raise ValueError(f'CUDA graphs are for a model on an NVIDIA GPU, not on {device}')
+    for name in PARTS:
+        part = getattr(model, name, None)
+        if isinstance(part, nn.Module) and not isinstance(part.forward, Captured):
+            part.forward = Captured(part)
+    return model
