@@ -39,7 +39,7 @@ from repa_mm import config_path
 from repa_mm.apis import open_model, read_images
 from repa_mm.benchmark.complexity import count
 from repa_mm.benchmark.timing import measure
-from repa_mm.convert.pretrained import conversion_of
+from repa_mm.convert import Conversion
 from repa_mm.export import ExportedModel, agreeing_onnx
 from repa_mm.io.checkpoints import save_checkpoint
 from repa_mm.io.configs import load_config
@@ -58,6 +58,7 @@ RANGE = 96, 176  # of sides in a training at several sizes
 # Channels of a Swin's first stage, which has 48: 0.58, 0.41 and 0.27 of the blocks' multiply-adds.
 WIDTHS = 30, 24, 36
 BUDGETS = 0.4, 0.6, 0.25
+BATCHES = 16  # of images to fit to
 BOTH = 0.4, 144  # narrow blocks and smaller images
 Task = tuple[str, str, int]
 
@@ -153,7 +154,13 @@ def run(args: argparse.Namespace, model: str, form: str, seed: int) -> None:
         return
     opened = open_model(cfg)
     opened.load_state_dict(trained.state_dict())
-    conversion = conversion_of(opened.to(DEVICE), read_images(cfg, 'train', args.images))
+    opened.to(DEVICE)
+    images = read_images(cfg, 'train', args.images)
+    # In batches, whose kernels keep a GPU busier.
+    groups = [images[i::BATCHES] for i in range(min(BATCHES, len(images)))]
+    groups = [{key: [data[key][0] for data in group] for key in group[0]} for group in groups]
+    batches = [opened.data_preprocessor(group, False) for group in (*groups, images[0])]
+    conversion = Conversion(opened, batches[:-1], full_size=batches[-1:])
     for budget in BUDGETS:
         narrow, _ = conversion.fit(conversion.sizes(budget))
         name = f'{NARROW} {budget}'
