@@ -1,4 +1,4 @@
-r"""Train README's example on a GPU, in minutes: a RetinaNet with Swin-T on clothes of several sizes.
+r"""Train README's example, a RetinaNet with Swin-T on clothes of several sizes, on a GPU.
 
 ::
 
@@ -34,9 +34,10 @@ def train(args: argparse.Namespace) -> None:
     cfg = load_config(config_path(CONFIG), args.cfg_options)
     cfg.work_dir, cfg.visualizer, cfg.param_scheduler = f'{args.folder}/log', None, []
     cfg.model.bbox_head.type = 'BatchedRetinaHead'
-    cfg.train_cfg.update(max_epochs=10**6, val_begin=10**6)
+    cfg.train_cfg = dict(type='IterBasedTrainLoop', max_iters=10**6, val_interval=10**6)
+    cfg.train_dataloader.sampler = dict(type='InfiniteSampler')  # another pauses at each epoch
     cfg.custom_hooks = [dict(type='Deadline', seconds=args.seconds)]
-    cfg.default_hooks.checkpoint = None
+    cfg.default_hooks.checkpoint, cfg.log_processor.by_epoch = None, False
     cfg.test_dataloader.update(batch_size=16, num_workers=4)
     cfg.env_cfg.resource_limit = 1 << 16  # each tensor that a worker returns is an open file
     if torch.cuda.is_available():
