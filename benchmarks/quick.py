@@ -1,16 +1,11 @@
-"""Parts of quick trainings on a GPU, which small kernels and images of a batch one by one hold up.
+"""A head for quick trainings on a GPU, which images of a batch one by one hold up.
 
-Importing this module registers them.
+Importing this module registers it.
 """
-
-import math
-import time
 
 import torch
 from mmdet.models import RetinaHead
-from mmdet.registry import HOOKS, MODELS
-from mmengine.hooks import Hook
-from mmengine.runner import Runner
+from mmdet.registry import MODELS
 from torch.nn.utils.rnn import pad_sequence
 
 
@@ -54,32 +49,3 @@ class BatchedRetinaHead(RetinaHead):
             inside.float(),
         )
         return *(x.split(levels, 1) for x in targets), positive.sum(1).clamp(min=1).sum()
-
-
-@HOOKS.register_module()
-class Deadline(Hook):
-    """End a training after some seconds, with learning rates that rise, and fall as a cosine.
-
-    Args:
-        seconds (float): Seconds of the training.
-        warmup (float): Share of them in which the learning rates rise.
-    """
-
-    def __init__(self, seconds: float, warmup: float = 0.05) -> None:
-        self.seconds, self.warmup = seconds, warmup
-
-    def before_train(self, runner: Runner) -> None:
-        self.begin = time.monotonic()
-        self.rates = [group['lr'] for group in runner.optim_wrapper.param_groups]
-
-    def _share(self) -> float:
-        return min(1.0, (time.monotonic() - self.begin) / self.seconds)
-
-    def before_train_iter(self, runner: Runner, batch_idx: int, data_batch=None) -> None:
-        share = self._share()
-        factor = min(1.0, share / self.warmup) * (1 + math.cos(math.pi * share)) / 2
-        for group, rate in zip(runner.optim_wrapper.param_groups, self.rates):
-            group['lr'] = factor * rate
-
-    def after_train_iter(self, runner: Runner, batch_idx: int, data_batch=None, outputs=None):
-        runner.train_loop.stop_training = self._share() == 1

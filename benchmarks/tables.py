@@ -183,6 +183,26 @@ def tables() -> dict[str, str]:
         found = of('detectors: published', model=rows[0]['model'])
         return listed(found) if rows[0]['method'] == STOCK else ''
 
+    smaller = of('smaller: ')
+    originals_160 = [row for row in smaller if row['form'] == 'original, 160']
+
+    def named(row: Row) -> Row:
+        how, side = row['method'], row['keep']
+        how = re.sub(r'^width (\d+)$', r'\1 channels instead of 48, from scratch', how)
+        size = f'images of {side}' if side != '160' else ''
+        return dict(row, name=', '.join(text for text in (how, size) if text))
+
+    def share(what: str) -> Callable[[list[Row]], str]:
+        """A cost of a form, as a share of that of the original, in the model of most rows."""
+
+        def text(rows: list[Row]) -> str:
+            model, form = rows[0]['model'], rows[0]['form'].replace('several sizes', 'original')
+            found = of(f'smaller: {what}', model=model, form=form)
+            base = of(f'smaller: {what}', model=model, form='original, 160')
+            return f'{float(found[-1]["value"]) / float(base[-1]["value"]):.2f}' if found else ''
+
+        return text
+
     def gained(rows: list[Row]) -> str:
         vanilla, repa = (grouped(rows, 'form')[form,] for form in ('vanilla', 'RePa'))
         return difference(repa, vanilla)
@@ -224,6 +244,17 @@ def tables() -> dict[str, str]:
         ),
         'dense-prediction': table(of("AP or mIoU, the paper's"), 'model', 'form'),
         'conversion': table(lines, 'model of keep', 'method', against(originals)),
+        'smaller': table(
+            [named(row) for row in smaller if row['of'] in ('box AP', 'mIoU')],
+            'name',
+            'model',
+            against(originals_160),
+            {
+                'multiply-adds': share('multiply-adds'),
+                'OpenVINO f32': share('time, OpenVINO f32'),
+                'PyTorch': share('time, PyTorch'),
+            },
+        ),
         'heads': table(
             heads, 'model of', 'form', against([r for r in heads if r['form'] == 'original'])
         ),
