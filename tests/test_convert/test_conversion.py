@@ -307,5 +307,5 @@ def test_blocks_that_use_their_ffn_otherwise_are_refused(end, monkeypatch, rando
         _, report = narrowed(model, x[:3], 0.8, held_out=x[3:])
         assert report.differences[0] < 0.1
     else:
-        with pytest.raises(ValueError, match="'0', a AnyBlock, does not use x \\+ ffn"):
+        with pytest.raises(ValueError, match="'0', a AnyBlock, is not x \\+ ffn"):
             narrowed(model, x, 0.8)

@@ -308,7 +308,7 @@ def test_blocks_of_vitdet(monkeypatch, randomize, relative_error):
     narrow, report = narrowed(model, [x, torch.randn(4, 9, 7, 8)], 0.5, held_out=held_out)
     assert [site.modules().fc1.out_features for site in ffn_sites(narrow)] == [16, 16]
     assert report.differences[0] < 0.1
-    with pytest.raises(ValueError, match='LinearPlus adds the shortcut, which a Block adds itself'):
+    with pytest.raises(ValueError, match='LinearPlus adds the shortcut, and a Block'):
         add_structures_(model, [_Plus()])
     model[1].mlp.drop2.p = 0.5
     with pytest.raises(ValueError, match=r"'1.mlp'.* rates, 0.0 for the hidden.* 0.5 for the out"):

@@ -50,8 +50,8 @@ def to(name, value):
 @pytest.mark.parametrize(
     'change, message',
     [
-        (to('__class__', Doubled), r'Doubled has its own forward\(\)'),
-        (to('__class__', Literal), r'Literal has its own forward_literal\(\)'),
+        (to('__class__', Doubled), r'Doubled overrides forward\(\)'),
+        (to('__class__', Literal), r'Literal overrides forward_literal\(\)'),
         (_double, r'forward\(\) of ChannelIdleFFN is replaced'),
         (lambda ffn: _double(ffn.fc1), r"forward\(\) of 'fc1' \(Linear\) is replaced"),
         (_hook, r'ChannelIdleFFN has a forward hook.*handle.remove'),
