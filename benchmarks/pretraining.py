@@ -260,7 +260,7 @@ def start(task: str, seed: int, args: argparse.Namespace) -> None:
 def show(path: str) -> None:
     """Print a table: means, values by seed, and differences to channel idle pretrained as such."""
     rows = read(path)
-    base = grouped(rows, 'model', 'form', 'run')
+    base, forms = grouped(rows, 'model', 'form', 'run'), [form for form, *_ in WAYS.values()]
 
     def minus(rows: list[Row]) -> str:
         others = [base.get((row['model'], WAYS['repa'][0], row['run']), []) for row in rows]
@@ -268,7 +268,8 @@ def show(path: str) -> None:
         return difference(*map(list, zip(*pairs))) if pairs else ''
 
     extra = {'mean': mean, 'by seed': listed, 'minus pretrained as such': minus}
-    print(table(sorted(rows, key=lambda row: row['run']), 'model of form', extra=extra))
+    rows.sort(key=lambda row: (row['model'], forms.index(row['form']), row['run']))
+    print(table(rows, 'model of form', extra=extra))
 
 
 def main() -> None:
