@@ -64,10 +64,10 @@ class Scale(NamedTuple):
 
     scenes: int = 1200
     val: int = 200
-    classify: int = 400
+    classify: int = 300
     crops: int = 64  # in a batch of the classification
     fit: int = 1024  # crops that channel-idle FFNs are fitted to
-    iterations: int = 300
+    iterations: int = 250
     batch: int = 16
 
 
