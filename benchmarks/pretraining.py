@@ -35,7 +35,7 @@ from mmengine.registry import DATASETS, MODELS, init_default_scope
 from benchmarks import objects
 from benchmarks.compare import METRICS, append
 from benchmarks.narrower import IDLE_RATIO, schedule
-from benchmarks.tables import COLUMNS, Row, difference, grouped, listed, mean, read, table
+from benchmarks.tables import COLUMNS, listed, mean, read, table
 from demo import dataset
 from demo.run import test, train
 from repa_mm import config_path
@@ -257,21 +257,6 @@ def start(task: str, seed: int, args: argparse.Namespace) -> None:
     print(f'{task}, seed {seed}: status {code}', '\n' + log.read_text()[-1500:] if code else '')
 
 
-def show(path: str) -> None:
-    """Print a table: means, values by seed, and differences to channel idle pretrained as such."""
-    rows = read(path)
-    base, forms = grouped(rows, 'model', 'form', 'run'), [form for form, *_ in WAYS.values()]
-
-    def minus(rows: list[Row]) -> str:
-        others = [base.get((row['model'], WAYS['repa'][0], row['run']), []) for row in rows]
-        pairs = [(row, other[0]) for row, other in zip(rows, others) if other]
-        return difference(*map(list, zip(*pairs))) if pairs else ''
-
-    extra = {'mean': mean, 'by seed': listed, 'minus pretrained as such': minus}
-    rows.sort(key=lambda row: (row['model'], forms.index(row['form']), row['run']))
-    print(table(rows, 'model of form', extra=extra))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -303,7 +288,11 @@ def main() -> None:
                 run = Run(task, seed, args)
                 for way in WAYS:
                     run.way(way)
-    show(args.out)
+    forms = [form for form, *_ in WAYS.values()]
+    rows = sorted(
+        read(args.out), key=lambda row: (row['model'], forms.index(row['form']), row['run'])
+    )
+    print(table(rows, 'model of form', extra={'mean': mean, 'by seed': listed}))
 
 
 if __name__ == '__main__':

@@ -67,4 +67,4 @@ def test_pretraining(tmp_path, monkeypatch, capsys):
         if way != 'vanilla':
             kind = torch.nn.LayerNorm if way == 'fitted' else torch.nn.BatchNorm1d
             assert isinstance(block.ffn.norm1, kind) and block.ffn.num_active == 48
-    assert '| +10.0 |' in capsys.readouterr().out
+    assert '| channel idle, fitted | 20.0 | 20 |' in capsys.readouterr().out
