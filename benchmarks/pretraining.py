@@ -211,7 +211,7 @@ class Run:
             backbone.eval()
             chosen = torch.randperm(len(self.crops))[: self.scale.fit]
             batches = [self.normalized(part) for part in self.crops[chosen].chunk(4)]
-            backbone, report = fit_channel_idle(backbone, batches, IDLE_RATIO, batches[:1])
+            backbone, report = fit_channel_idle(backbone, batches, IDLE_RATIO)
             print(report, flush=True)
         else:
             backbone = self.classifier(name)
