@@ -7,14 +7,12 @@ in each of the :data:`WAYS`, for equally long, and is tested, RePaFormers in the
     python -m benchmarks.pretraining --clothes data/debian/usr/share/datasets/fashion-mnist \
         --photographs data/debian/usr/share/backgrounds --jobs 9
 
-The two folders are those of :mod:`benchmarks.objects`. Each task and seed is a process, and
-``--jobs`` of them run at once. Each appends its rows to a file with the columns of results.csv as
-they come. A table of the rows comes at the end. ``--small`` takes the same way with little of
-everything.
+The two folders are those of :mod:`benchmarks.objects`. With ``--jobs``, each task and seed is a
+process. Rows are appended as they come to a file with the columns of results.csv, and a table of
+them comes at the end. ``--small`` takes the same way with little of everything.
 """
 
 import argparse
-import functools
 import json
 import multiprocessing
 import os
@@ -31,36 +29,28 @@ import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from mmengine.config import Config
+from mmengine.config import Config, DictAction
 from mmengine.registry import DATASETS, MODELS, init_default_scope
 
-import demo.dataset
 from benchmarks import objects
 from benchmarks.compare import METRICS, append
 from benchmarks.narrower import IDLE_RATIO, schedule
-from benchmarks.tables import COLUMNS, Row, difference, grouped, listed, mean, read, table
+from benchmarks.tables import COLUMNS, listed, mean, read, table
+from demo import dataset
 from demo.run import test, train
 from repa_mm import config_path
 from repa_mm.convert import fit_channel_idle
 from repa_mm.convert.training_form import NORM
 from repa_mm.io.configs import load_config
 
-
-class Task(NamedTuple):
-    """A model: its name in results.csv, config, and kind of objects."""
-
-    name: str
-    config: str
-    objects: str
-
-
+# Name in results.csv, config, kind of objects, and folder of its layout.
 TASKS = {
-    'clothes': Task('RetinaNet, clothes', 'demo/retinanet_swin_clothes.py', 'clothes'),
-    'digits': Task('RetinaNet, digits', 'demo/retinanet_swin_digits.py', 'digits'),
-    'upernet': Task('UperNet, digits', 'demo/upernet_swin_digits.py', 'digits'),
+    'clothes': ('RetinaNet, clothes', 'demo/retinanet_swin_clothes.py', 'clothes', 'coco'),
+    'digits': ('RetinaNet, digits', 'demo/retinanet_swin_digits.py', 'digits', 'coco'),
+    'upernet': ('UperNet, digits', 'demo/upernet_swin_digits.py', 'digits', 'ade'),
 }
 REPA = dict(type='RePaSwinTransformer', idle_ratio=IDLE_RATIO)
-# The form in results.csv, the weights, and what changes in the backbone.
+# Form in results.csv, weights, and what changes in the backbone; those that matter most come first.
 WAYS = {
     'repa': ('channel idle, pretrained as such', 'repa', REPA),
     'fitted': ('channel idle, fitted', 'fitted', dict(REPA, ffn_norm_cfg=NORM)),
@@ -70,64 +60,43 @@ WAYS = {
 
 
 class Scale(NamedTuple):
-    """Numbers of scenes (for each kind of training, and for tests), iterations and images."""
+    """Numbers of scenes (for each of both trainings, for tests), iterations and images."""
 
     scenes: int = 1200
     val: int = 200
+    classify: int = 300
     crops: int = 64  # in a batch of the classification
-    classify: int = 500
-    batch: int = 16
-    iterations: int = 400
     fit: int = 1024  # crops that channel-idle FFNs are fitted to
+    iterations: int = 250
+    batch: int = 16
 
 
-SMALL = Scale(scenes=16, val=4, crops=8, classify=2, batch=4, iterations=2, fit=64)
+SMALL = dict(scenes=16, val=4, classify=2, crops=8, fit=64, iterations=2, batch=4)
 SIZE = 80  # of a crop in pixels
+MEAN, STD = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)  # as in the configs
+COMMAND = 'python -m benchmarks.pretraining'
+COMPOSE: list[Callable] = []  # in a process that composes scenes
 
 
 @DATASETS.register_module()
 class InMemory(torch.utils.data.Dataset):
     """A data set whose pipeline is not random, read once."""
 
+    read: dict[str, tuple] = {}
+
     def __init__(self, dataset: dict) -> None:
-        self.dataset = DATASETS.build(dataset)
-        self.metainfo, self.get_data_info = self.dataset.metainfo, self.dataset.get_data_info
-        self.items = [self.dataset[i] for i in range(len(self.dataset))]
+        key = str(dataset)
+        if key not in self.read:
+            found = DATASETS.build(dataset)
+            items = [found[i] for i in range(len(found))]
+            self.read[key] = found.metainfo, found.get_data_info, items
+        self.metainfo, self.get_data_info, self.items = self.read[key]
 
     def __len__(self) -> int:
         return len(self.items)
 
     def __getitem__(self, index: int) -> dict:
-        item = self.items[index]
-        return dict(item, data_samples=item['data_samples'].clone())
-
-
-def write_scenes(args: argparse.Namespace, kind: str) -> None:
-    """Write the scenes of all trainings of one kind of objects, with all cores."""
-    root, scale = f'{args.data}/{kind}', args.scale
-    write, counts = demo.dataset.write_scenes, dict(train=2 * scale.scenes, val=scale.val)
-
-    def in_parallel(root: str, counts: dict, compose: Callable, description: dict) -> None:
-        fork = multiprocessing.get_context('fork')
-        with fork.Pool(initializer=COMPOSE.append, initargs=(compose,)) as pool:
-            indices = [(split, i) for split, number in counts.items() for i in range(number)]
-            scenes = pool.imap(compose_one, indices, 8)
-            write(root, counts, lambda *_: next(scenes), description)
-
-    if os.path.isdir(root):
-        return
-    cv2.setNumThreads(0)  # its threads do not survive a fork
-    if kind == 'digits':
-        with mock.patch.object(demo.dataset, 'write_scenes', in_parallel):
-            demo.dataset.write_digit_scenes(root, *counts.values())
-    else:
-        clothes = objects.read_clothes(args.clothes)
-        photographs = objects.read_photographs(args.photographs)
-        with mock.patch.object(objects, 'write_scenes', in_parallel):
-            objects.write_clothes(root, clothes, photographs, counts)
-
-
-COMPOSE: list[Callable] = []  # in a process that composes scenes
+        return self.items[index]
 
 
 def compose_one(index: tuple[str, int]) -> dict[str, Any]:
@@ -135,154 +104,157 @@ def compose_one(index: tuple[str, int]) -> dict[str, Any]:
     return COMPOSE[-1](np.random.default_rng([0, int(split == 'val'), i]), split)
 
 
-def crops(root: str, split: str, skip: int, repeats: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
+def write_scenes(args: argparse.Namespace, kind: str) -> None:
+    """Write the scenes of all trainings with one kind of objects, with all cores."""
+    root, write = f'{args.data}/{kind}', dataset.write_scenes
+    counts = dict(train=2 * args.scale.scenes, val=args.scale.val)
+
+    def in_parallel(root: str, counts: dict, compose: Callable, description: dict) -> None:
+        indices = [(split, i) for split, number in counts.items() for i in range(number)]
+        cv2.setNumThreads(0)  # its threads do not survive a fork
+        fork = multiprocessing.get_context('fork')
+        with fork.Pool(initializer=COMPOSE.append, initargs=(compose,)) as pool:
+            scenes = pool.imap(compose_one, indices, 8)
+            write(root, counts, lambda *_: next(scenes), description)
+
+    if not os.path.isdir(root):
+        patches = (mock.patch.object(m, 'write_scenes', in_parallel) for m in (dataset, objects))
+        with next(patches), next(patches):
+            if kind == 'digits':
+                dataset.write_digit_scenes(root, *counts.values())
+            else:
+                photographs = objects.read_photographs(args.photographs)
+                objects.write_clothes(root, objects.read_clothes(args.clothes), photographs, counts)
+
+
+def read_crops(
+    root: str, split: str, skip: int = 0, repeats: int = 1
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Squares around the objects of scenes, uint8 (N, 3, 80, 80) in RGB, and labels (N, )."""
     found = json.loads(Path(root, f'coco/annotations/instances_{split}2017.json').read_text())
-    folder = Path(root, f'coco/{split}2017')
-    files = {image['id']: str(folder / image['file_name']) for image in found['images'][skip:]}
-    scenes = {i: cv2.imread(file)[..., ::-1] for i, file in files.items()}
-    rng, pixels, labels = np.random.default_rng(0), [], []
-    for thing in repeats * [one for one in found['annotations'] if one['image_id'] in scenes]:
-        x, y, *sides = thing['bbox']
-        zoom = SIZE / (max(sides) * rng.uniform(1.1, 2))
-        centre = np.array([x, y]) + sides * rng.uniform(0.3, 0.7, 2)
+    names = {image['id']: image['file_name'] for image in found['images'][skip:]}
+    scenes = {i: cv2.imread(f'{root}/coco/{split}2017/{name}') for i, name in names.items()}
+    things = [thing for thing in found['annotations'] if thing['image_id'] in scenes]
+    rng, crops = np.random.default_rng(0), []
+    for thing in repeats * things:
+        sides = np.array(thing['bbox'][2:])
+        zoom = SIZE / (sides.max() * rng.uniform(1.1, 2))
+        centre = thing['bbox'][:2] + sides * rng.uniform(0.3, 0.7, 2)
         matrix = np.column_stack([zoom * np.eye(2), SIZE / 2 - zoom * centre])
-        image = np.ascontiguousarray(scenes[thing['image_id']])
-        square = cv2.warpAffine(image, matrix, (SIZE, SIZE), borderMode=cv2.BORDER_REFLECT)
-        pixels.append(square.transpose(2, 0, 1))
-        labels.append(thing['category_id'] - 1)
-    return torch.from_numpy(np.stack(pixels)), torch.tensor(labels)
+        scene = scenes[thing['image_id']]
+        crop = cv2.warpAffine(scene, matrix, (SIZE, SIZE), borderMode=cv2.BORDER_REFLECT)
+        crops.append(crop[..., ::-1].transpose(2, 0, 1))
+    labels = repeats * [thing['category_id'] - 1 for thing in things]
+    return torch.from_numpy(np.stack(crops)), torch.tensor(labels)
 
 
 class Run:
     """The trainings of one task and seed."""
 
     def __init__(self, task: str, seed: int, args: argparse.Namespace) -> None:
-        self.task, self.seed, self.args, self.scale = TASKS[task], seed, args, args.scale
-        self.root = f'{args.data}/{self.task.objects}'
-        self.folder = Path(args.work_dir) / f'{task}_{seed}'
+        self.name, self.config, kind, self.layout = TASKS[task]
+        self.seed, self.args, self.scale = seed, args, args.scale
+        self.root, self.folder = f'{args.data}/{kind}', Path(args.work_dir, f'{task}_{seed}')
         self.folder.mkdir(parents=True, exist_ok=True)
         init_default_scope('mmdet')
+        # Not of the scenes that the detector trains with.
+        self.crops, self.labels = read_crops(self.root, 'train', args.scale.scenes, repeats=3)
 
     def load(self) -> Config:
-        return load_config(config_path(self.task.config), self.args.cfg_options)
+        options = {'model.backbone.arch.depths': [1, 1, 1, 1]} if self.args.small else {}
+        return load_config(config_path(self.config), options)
 
-    @functools.cached_property
-    def images(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The crops to train with, which are not of the scenes that the detector trains with."""
-        return crops(self.root, 'train', self.scale.scenes)
-
-    def normalized(self, images: torch.Tensor) -> torch.Tensor:
-        norm = self.load().model.data_preprocessor
-        mean, std = (torch.tensor(x).view(3, 1, 1) for x in (norm.mean, norm.std))
-        return ((images - mean) / std).to(self.args.device)
+    def normalized(self, crops: torch.Tensor) -> torch.Tensor:
+        crops = crops.to(self.args.device).float()
+        mean, std = (crops.new_tensor(x).view(3, 1, 1) for x in (MEAN, STD))
+        return (crops - mean) / std
 
     def classifier(self, name: str) -> nn.Module:
-        """Train a backbone to classify crops, and save its weights."""
+        """Train a backbone to classify crops."""
         torch.manual_seed(self.seed)
         cfg = self.load().model.backbone
-        cfg.update(REPA if name == 'repa' else {}, out_indices=(3,))
-        backbone = MODELS.build(cfg)
+        cfg.update(WAYS[name][2], out_indices=(3,))
+        backbone, head = MODELS.build(cfg), nn.Linear(8 * cfg.arch.embed_dims, 10)
         backbone.init_weights()
-        head = nn.Linear(8 * cfg.arch.embed_dims, 10)
         model = nn.ModuleList([backbone, head]).to(self.args.device)
 
-        def logits(images: torch.Tensor) -> torch.Tensor:
-            return head(backbone(self.normalized(images))[-1].mean((2, 3)))
+        def logits(crops: torch.Tensor) -> torch.Tensor:
+            return head(backbone(self.normalized(crops))[-1].mean((2, 3)))
 
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.05)
         rate = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-3, self.scale.classify)
-        images, labels = self.images
         for _ in range(self.scale.classify):
-            index = torch.randint(len(labels), (self.scale.crops,))
-            target = labels[index].to(self.args.device)
-            loss = F.cross_entropy(logits(images[index]), target, label_smoothing=0.1)
+            index = torch.randint(len(self.labels), (self.scale.crops,))
+            target = self.labels[index].to(self.args.device)
+            loss = F.cross_entropy(logits(self.crops[index]), target, label_smoothing=0.1)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
             rate.step()
         model.eval()
-        images, labels = crops(self.root, 'val', 0, repeats=1)
+        crops, labels = read_crops(self.root, 'val')
         with torch.no_grad():
-            found = torch.cat([logits(part).argmax(1).cpu() for part in images.split(64)])
+            found = torch.cat([logits(part).argmax(1).cpu() for part in crops.split(64)])
         print(f'{name}: {100 * (found == labels).float().mean():.1f} % of the crops', flush=True)
-        self.save(name, backbone)
         return backbone
 
-    def save(self, name: str, backbone: nn.Module) -> None:
-        torch.save(dict(state_dict=backbone.state_dict()), self.folder / f'{name}.pth')
-
-    def pretrain(self, name: str) -> None:
-        """Write the weights of a name in :data:`WAYS`, unless they are there."""
-        if (self.folder / f'{name}.pth').exists():
-            return
-        if name != 'fitted':
-            self.classifier(name)
-            return
-        backbone = self.classifier('vanilla')
-        images = self.images[0][torch.randperm(len(self.images[0]))[: self.scale.fit]]
-        batches = [self.normalized(part) for part in images.split(64)]
-        found, report = fit_channel_idle(backbone, batches, IDLE_RATIO, held_out=batches[:1])
-        print(report)
-        self.save('fitted', found)
+    def pretrained(self, name: str) -> str:
+        """Path of the weights of a name in :data:`WAYS`, which are made unless they are there."""
+        path = self.folder / f'{name}.pth'
+        if path.exists():
+            return str(path)
+        if name == 'fitted':
+            start = self.load().model.backbone
+            start.update(out_indices=(3,))
+            backbone = MODELS.build(start).to(self.args.device)
+            backbone.load_state_dict(torch.load(self.pretrained('vanilla'))['state_dict'])
+            backbone.eval()
+            chosen = torch.randperm(len(self.crops))[: self.scale.fit]
+            batches = [self.normalized(part) for part in self.crops[chosen].chunk(4)]
+            backbone, report = fit_channel_idle(backbone, batches, IDLE_RATIO)
+            print(report, flush=True)
+        else:
+            backbone = self.classifier(name)
+        torch.save(dict(state_dict=backbone.state_dict()), path)
+        return str(path)
 
     def way(self, name: str) -> None:
         """Train and test in one way."""
         form, weights, changes = WAYS[name]
-        self.pretrain(weights)
-        cfg, scale = schedule(self.load(), self.scale.iterations, self.seed), self.scale
-        checkpoint = str(self.folder / f'{weights}.pth')
-        cfg.model.backbone.update(changes, init_cfg=dict(type='Pretrained', checkpoint=checkpoint))
-        root = f'{self.root}/{"ade" if "decode_head" in cfg.model else "coco"}/'
-        data = dict(cfg.train_dataloader.dataset, data_root=root, indices=scale.scenes)
+        cfg = schedule(self.load(), self.scale.iterations, self.seed)
+        init_cfg = dict(type='Pretrained', checkpoint=self.pretrained(weights))
+        cfg.model.backbone.update(changes, init_cfg=init_cfg)
+        root = f'{self.root}/{self.layout}/'
+        data = dict(cfg.train_dataloader.dataset, data_root=root, indices=self.scale.scenes)
         cfg.train_dataloader.dataset = dict(type='InMemory', dataset=data)
-        cfg.train_dataloader.batch_size = scale.batch
-        cfg.test_dataloader.batch_size = min(50, scale.val)
+        cfg.train_dataloader.batch_size = self.scale.batch
+        cfg.test_dataloader.batch_size = min(50, self.scale.val)
         cfg.test_dataloader.dataset.data_root = root
-        if 'ann_file' in cfg.test_evaluator:
+        if self.layout == 'coco':
             cfg.test_evaluator.ann_file = f'{root}annotations/instances_val2017.json'
         cfg.val_dataloader = cfg.val_evaluator = cfg.val_cfg = None
+        gpu = self.args.device != 'cpu'
+        if gpu:  # weights without decay are groups of their own, with a launch each
+            cfg.optim_wrapper.optimizer.fused = True
         trained = train(cfg, str(self.folder / name))
         found, _ = test(cfg, trained, bool(changes), str(self.folder / 'test' / name))
         # A detector that finds nothing has no metric.
         keys = [key for key in METRICS if key in found] or ['coco/bbox_mAP']
         metrics = {METRICS[key][0]: METRICS[key][1] * float(found.get(key, 0)) for key in keys}
-        device = self.args.device
-        row = dict(
-            what='after pretraining',
-            model=self.task.name,
-            form=form,
-            run=f'seed {self.seed}',
-            cpu='' if device == 'cpu' else torch.cuda.get_device_name(device),
-            command='python -m benchmarks.pretraining',
-        )
-        append(self.args.out, row, metrics)
+        row = dict(what='after pretraining', model=self.name, form=form, run=f'seed {self.seed}')
+        cpu = torch.cuda.get_device_name() if gpu else ''
+        append(self.args.out, dict(row, cpu=cpu, command=COMMAND), metrics)
 
 
 def start(task: str, seed: int, args: argparse.Namespace) -> None:
-    """Run a task and seed in a process of its own, with a log file."""
-    options = ['--tasks', task, '--seeds', str(seed), '--jobs', '1']
-    log = Path(args.work_dir) / f'{task}_{seed}.log'
-    with open(log, 'w') as file:
-        command = [sys.executable, '-m', 'benchmarks.pretraining', *sys.argv[1:], *options]
+    """Run a task and seed in a process, with a log file in the work folder."""
+    command = [sys.executable, *COMMAND.split()[1:], *sys.argv[1:], '--tasks', task]
+    command += ['--seeds', str(seed), '--jobs', '1']
+    log = Path(args.work_dir, f'{task}_{seed}.log')
+    with log.open('w') as file:
         env = dict(os.environ, OMP_NUM_THREADS='1')
         code = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, env=env).returncode
-    end = '' if not code else '\n' + log.read_text()[-2000:]
-    print(f'{task}, seed {seed}: exit status {code}{end}', flush=True)
-
-
-def show(path: str) -> None:
-    rows = read(path)
-    base = grouped(rows, 'model', 'form')
-
-    def minus(rows: list[Row]) -> str:
-        reference = base.get((rows[0]['model'], WAYS['repa'][0]), [])
-        seeds = {row['run'] for row in reference}
-        both = [row for row in rows if row['run'] in seeds]
-        return difference(both, reference) if both else ''
-
-    extra = {'mean': mean, 'by seed': listed, 'minus pretrained as such': minus}
-    print(table(rows, 'model of form', extra=extra))
+    print(f'{task}, seed {seed}: status {code}', '\n' + log.read_text()[-1500:] if code else '')
 
 
 def main() -> None:
@@ -292,33 +264,35 @@ def main() -> None:
     parser.add_argument('--clothes', default='/usr/share/datasets/fashion-mnist')
     parser.add_argument('--photographs', default='/usr/share/backgrounds')
     parser.add_argument('--tasks', nargs='+', choices=TASKS, default=[*TASKS])
-    parser.add_argument('--seeds', type=int, nargs='+', default=[0, 1, 2])
-    parser.add_argument('--ways', nargs='+', choices=WAYS, default=[*WAYS])
+    parser.add_argument('--seeds', type=int, nargs='*', default=[0, 1, 2], help='none: the table')
     parser.add_argument('--jobs', type=int, default=1, help='processes at once')
     parser.add_argument('--device', default='cuda' if torch.cuda.is_available() else 'cpu')
     parser.add_argument('--small', action='store_true')
+    parser.add_argument('--scale', nargs='+', action=DictAction, default={}, help='iterations=…')
     parser.add_argument('--data', default='data/pretraining')
     parser.add_argument('--work-dir', default='work_dirs/pretraining')
     parser.add_argument('--out', default='work_dirs/pretraining.csv')
     args = parser.parse_args()
-    args.scale = SMALL if args.small else Scale()
-    args.cfg_options = {'model.backbone.arch.depths': [1, 1, 1, 1]} if args.small else {}
-    Path(args.work_dir).mkdir(parents=True, exist_ok=True)
-    Path(args.out).parent.mkdir(parents=True, exist_ok=True)
-    if not Path(args.out).exists():  # several processes would write it
+    args.scale = Scale(**(SMALL if args.small else {}) | args.scale)
+    for folder in (args.work_dir, Path(args.out).parent):
+        os.makedirs(folder, exist_ok=True)
+    if not os.path.exists(args.out):  # or several processes would write the header
         Path(args.out).write_text(','.join(COLUMNS) + '\n')
     with ThreadPoolExecutor(args.jobs) as pool:
-        for task in args.tasks:
-            write_scenes(args, TASKS[task].objects)
+        for task in args.tasks if args.seeds else ():
+            write_scenes(args, TASKS[task][2])
             for seed in args.seeds:
                 if args.jobs > 1:
                     pool.submit(start, task, seed, args)
                     continue
                 run = Run(task, seed, args)
-                for way in args.ways:
+                for way in WAYS:
                     run.way(way)
-    if args.jobs > 1:
-        show(args.out)
+    forms = [form for form, *_ in WAYS.values()]
+    rows = sorted(
+        read(args.out), key=lambda row: (row['model'], forms.index(row['form']), row['run'])
+    )
+    print(table(rows, 'model of form', extra={'mean': mean, 'by seed': listed}))
 
 
 if __name__ == '__main__':
