@@ -24,9 +24,6 @@ from repa_mm.search.record import Record, content_of, hashed
 from repa_mm.search.report import notes, table, title, write_report
 from repa_mm.version import __version__
 
-#: Widest interval of × stock on a quiet machine, as a fraction of it.
-MAX_WIDTH = 0.3
-
 
 def speed_up(
     config: str,
@@ -49,7 +46,8 @@ def speed_up(
     PyTorch and in files for the installed runtimes. A RePaFormer is merged first. On a GPU, the
     formats are PyTorch in float32, float16 and bfloat16 (autocast), and compiled in float16. Each
     is timed in turn with the original model, in this process, on images as the data set has them;
-    all are tested on the same images. The files, and what was measured on the way to them, stay in
+    all are tested on the same images. With a target, those that may be the best are timed again,
+    in turn with each other. The files, and what was measured on the way to them, stay in
     ``out_dir``: a second call continues from there, also after the folder has moved.
 
     Args:
@@ -139,12 +137,12 @@ def speed_up(
     rows_of = partial(bench.rows, floor=max_loss if latency is None else None)
     rows = walk(bench.candidates(budgets), rows_of, max_loss, latency)
     rows.insert(0, bench.stock_row())
-    chosen = choose(rows, max_loss, latency) if targets else None
+    chosen = settle(rows, bench.time_together, max_loss, latency) if targets else None
     with quiet():
         if chosen:
             chosen['chosen'] = True
             write_chosen(bench, chosen)
-    bench.notes += [*unsure(rows, chosen, max_loss, tested), *noisy(rows)]
+    bench.notes += unsure(rows, chosen, max_loss, tested)
     stored = [{key: record.inside(value) for key, value in row.items()} for row in rows]
     record.content.update(rows=stored, notes=bench.notes)
     record.save()
@@ -152,9 +150,8 @@ def speed_up(
     print('\n'.join(notes(record.content)))
     path, shown = osp.join(out_dir, 'report.html'), chosen or max(rows, key=lambda r: r['speedup'])
     with quiet(), torch.no_grad():
-        candidate = Candidate(*(shown[k] for k in ('candidate', 'config', 'checkpoint', 'budget')))
-        model, _ = bench.open(candidate, shown['format'], shown['file'] or '')
-        write_report(path, cfg, record.content, shown, [bench.original, model], judge)
+        models = [bench.original, bench.reopen(shown)]
+        write_report(path, cfg, record.content, shown, models, judge)
     print(f'wrote {path} ({(time.monotonic() - started) / 60:.1f} min)')
     return rows
 
@@ -185,6 +182,32 @@ def walk(
     return sorted(rows, key=lambda row: names.index(row['candidate']))
 
 
+def settle(
+    rows: Sequence[dict], time_together: Callable, max_loss: float | None = None,
+    latency: float | None = None,
+) -> dict | None:  # fmt: skip
+    """Choose a row by times that were taken anew, in turn with those of its rivals.
+
+    A row was timed in turn with the original alone, in a minute that may have been a busy one.
+    Rivals of the chosen row are all that would be chosen within the intervals of their speedups.
+
+    Args:
+        rows (Sequence[dict]): The rows, as for :func:`choose`, whose times change.
+        time_together (Callable): Times the first of some rows anew, and returns these.
+        max_loss (float, optional): As for :func:`choose`.
+        latency (float, optional): As for :func:`choose`.
+    """
+    timed: list[dict] = []
+    while True:
+        chosen = choose(rows, max_loss, latency)
+        least = _rank(chosen, latency, 0) if chosen else ()
+        rivals = [r for r in _eligible(rows, max_loss, latency, 1) if _rank(r, latency, 1) >= least]
+        rivals.sort(key=lambda row: (row is chosen, _rank(row, latency, 1)), reverse=True)
+        if not rivals or rivals[0] in timed:
+            return chosen
+        timed += time_together(rivals)
+
+
 def choose(
     rows: Sequence[dict], max_loss: float | None = None, latency: float | None = None
 ) -> dict | None:
@@ -199,15 +222,25 @@ def choose(
     Returns:
         dict | None: The row, or None if no row meets both.
     """
-    found = [row for row in rows[1:] if row['speedup'] * (latency or 1) >= 1]
-    if max_loss is not None:
-        found = [row for row in found if meets(row, max_loss)]
+    found = _eligible(rows, max_loss, latency)
+    return max(found, key=lambda row: _rank(row, latency), default=None)
 
-    def rank(row: dict) -> tuple:
-        loss = () if latency is None else (row['difference'] or 0, row['budget'])
-        return *loss, row['speedup']
 
-    return max(found, key=rank, default=None)
+def _eligible(
+    rows: Sequence[dict], max_loss: float | None, latency: float | None, bound: int | None = None
+) -> list[dict]:
+    """Return the rows that meet the targets by their speedup, or by a bound of its interval."""
+    found = [row for row in rows[1:] if _speedup(row, bound) * (latency or 1) >= 1]
+    return [row for row in found if max_loss is None or meets(row, max_loss)]
+
+
+def _rank(row: dict, latency: float | None, bound: int | None = None) -> tuple:
+    loss = () if latency is None else (row['difference'] or 0, row['budget'])
+    return *loss, _speedup(row, bound)
+
+
+def _speedup(row: dict, bound: int | None) -> float:
+    return row['speedup'] if bound is None else row['speedup_interval'][bound]
 
 
 def unsure(
@@ -224,19 +257,6 @@ def unsure(
     return found and [
         f'{num_images} images are too few to tell whether these lose more than {max_loss} points: '
         f'{", ".join(found)}. Test on more images (--num-images)'
-    ]
-
-
-def noisy(rows: Sequence[dict]) -> list[str]:
-    """Return a line that names rows whose times vary too much to compare them, or none."""
-    found = [
-        f'{row["candidate"]} ({row["format"]})'
-        for row in rows[1:]
-        if row['speedup_interval'][1] - row['speedup_interval'][0] > MAX_WIDTH * row['speedup']
-    ]
-    return found and [
-        f'The machine was not quiet while these were timed: {", ".join(found)}. Run the command '
-        'again: only times are taken anew'
     ]
 
 
