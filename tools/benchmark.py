@@ -17,7 +17,8 @@ from repa_mm.benchmark.timing import measure, show, show_machine
 from repa_mm.benchmark.variants import STOCK, autocasting, calls_on_noise, compile_, variants
 from repa_mm.export import ExportedModel
 from repa_mm.faster import faster_on_gpu_
-from repa_mm.io.configs import load_config, readable_errors, tool_parser
+from repa_mm.io.command_line import readable_errors, tool_parser
+from repa_mm.io.configs import load_config
 from repa_mm.surgery import copied
 
 EXAMPLES = """examples:

@@ -8,7 +8,8 @@ import argparse
 
 from repa_mm.apis import open_model, read_images
 from repa_mm.export import NUM_IMAGES, agreeing_onnx
-from repa_mm.io.configs import load_config, readable_errors, tool_parser
+from repa_mm.io.command_line import readable_errors, tool_parser
+from repa_mm.io.configs import load_config
 from repa_mm.io.files import write_bytes
 
 

@@ -6,7 +6,8 @@ from repa_mm.apis import open_model
 from repa_mm.benchmark.complexity import count
 from repa_mm.benchmark.timing import show
 from repa_mm.benchmark.variants import noise_for
-from repa_mm.io.configs import load_config, readable_errors, tool_parser
+from repa_mm.io.command_line import readable_errors, tool_parser
+from repa_mm.io.configs import load_config
 from repa_mm.reparam import has_training_form, reparameterize
 
 
