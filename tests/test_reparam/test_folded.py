@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn as nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 from repa_mm.reparam import ChannelIdleFFN, folded, set_training_path_
@@ -254,7 +255,7 @@ class Adapter(nn.Module):
     [
         lambda ffn: setattr(ffn, 'fc1', Adapter(ffn.fc1)),
         lambda ffn: nn.utils.parametrizations.weight_norm(ffn.fc1),
-        lambda ffn: nn.utils.prune.random_unstructured(ffn.fc1, 'weight', 0.5),
+        lambda ffn: prune.random_unstructured(ffn.fc1, 'weight', 0.5),
         lambda ffn: ffn.act.register_forward_hook(lambda module, args, y: 2 * y),
         lambda ffn: ffn.norm2.register_forward_pre_hook(lambda module, args: (2 * args[0],)),
         lambda ffn: setattr(ffn, 'dropout_layer', nn.Identity()),
