@@ -25,24 +25,19 @@ model = dict(
 )
 """
 
-TEACHER = """
+BASE = """
 _base_ = {base!r}
 custom_imports = dict(imports=['repa_mm'], allow_failed_imports=False)
+"""
+TEACHER = BASE + """
 model = dict(
-    _delete_=True,
-    type='SemiBaseDetector',
-    detector={{{{_base_.model}}}},
-    semi_train_cfg=dict(freeze_teacher=True),
-    semi_test_cfg=dict(predict_on='teacher'),
+    _delete_=True, type='SemiBaseDetector', detector={{{{_base_.model}}}},
+    semi_train_cfg=dict(freeze_teacher=True), semi_test_cfg=dict(predict_on='teacher'),
 )
 """
-ENCODER = """
-_base_ = {base!r}
-custom_imports = dict(imports=['repa_mm'], allow_failed_imports=False)
+ENCODER = BASE + """
 model = dict(
-    _delete_=True,
-    type='Restructured',
-    model={{{{_base_.model}}}},
+    _delete_=True, type='Restructured', model={{{{_base_.model}}}},
     structures=[dict(type='ChannelIdle', where='encoder')],
 )
 """

@@ -421,8 +421,3 @@ def test_errors_leave_the_folder_as_it_was(folder, monkeypatch):
     with pytest.raises(ValueError, match='results of another model'):
         repa_mm.speed_up('another.py', 'model.pth', 'out')
     assert files('out') == before
-    Path('mine').mkdir()
-    Path('mine/model.pth').write_text('mine')
-    with pytest.raises(ValueError, match='model.pth of something else'):
-        run('mine')
-    assert files('mine') == {Path('mine/model.pth'): b'mine'}
