@@ -200,12 +200,19 @@ def settle(
     timed: list[dict] = []
     while True:
         chosen = choose(rows, max_loss, latency)
-        least = _rank(chosen, latency, 0) if chosen else ()
-        rivals = [r for r in _eligible(rows, max_loss, latency, 1) if _rank(r, latency, 1) >= least]
-        rivals.sort(key=lambda row: (row is chosen, _rank(row, latency, 1)), reverse=True)
+        rivals = [chosen] if chosen else []
+        least = [_at_bound(chosen, 0)] if chosen else []
+        for row in sorted(rows[1:], key=lambda row: -row['speedup_interval'][1]):
+            most = _at_bound(row, 1)
+            if row is not chosen and choose([rows[0], *least, most], max_loss, latency) is most:
+                rivals.append(row)
         if not rivals or rivals[0] in timed:
             return chosen
         timed += time_together(rivals)
+
+
+def _at_bound(row: dict, bound: int) -> dict:
+    return dict(row, speedup=row['speedup_interval'][bound])
 
 
 def choose(
@@ -222,25 +229,15 @@ def choose(
     Returns:
         dict | None: The row, or None if no row meets both.
     """
-    found = _eligible(rows, max_loss, latency)
-    return max(found, key=lambda row: _rank(row, latency), default=None)
+    found = [row for row in rows[1:] if row['speedup'] * (latency or 1) >= 1]
+    if max_loss is not None:
+        found = [row for row in found if meets(row, max_loss)]
 
+    def rank(row: dict) -> tuple:
+        loss = () if latency is None else (row['difference'] or 0, row['budget'])
+        return *loss, row['speedup']
 
-def _eligible(
-    rows: Sequence[dict], max_loss: float | None, latency: float | None, bound: int | None = None
-) -> list[dict]:
-    """Return the rows that meet the targets by their speedup, or by a bound of its interval."""
-    found = [row for row in rows[1:] if _speedup(row, bound) * (latency or 1) >= 1]
-    return [row for row in found if max_loss is None or meets(row, max_loss)]
-
-
-def _rank(row: dict, latency: float | None, bound: int | None = None) -> tuple:
-    loss = () if latency is None else (row['difference'] or 0, row['budget'])
-    return *loss, _speedup(row, bound)
-
-
-def _speedup(row: dict, bound: int | None) -> float:
-    return row['speedup'] if bound is None else row['speedup_interval'][bound]
+    return max(found, key=rank, default=None)
 
 
 def unsure(
