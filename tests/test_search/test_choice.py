@@ -108,7 +108,7 @@ def disturbed(name, low, speedup, high, true, loss=0.0, budget=1.0):
         (0, None, 2, 'b', ['a b']),
         (0, None, 1, 'c', ['a', 'c']),  # until the choice is one that was timed anew
         (9, None, 4, 'narrow', ['narrow']),  # which nothing reaches
-        (None, 0.5, 4, 'narrow', ['a b c', 'narrow']),  # which loses more, and is what is left
+        (None, 0.5, 4, 'narrow', ['a b c narrow']),  # which loses more, and is what is left
         (None, 0.9, 4, 'b', ['a b c']),
         (0, 0.4, 4, None, ['a b']),  # of which nothing takes so little time
         (0, 0.2, 4, None, []),
