@@ -191,11 +191,8 @@ def settle(
     A row was timed in turn with the original alone, in a minute that may have been a busy one.
     Rivals of the chosen row are all that would be chosen within the intervals of their speedups.
 
-    Args:
-        rows (Sequence[dict]): The rows, as for :func:`choose`, whose times change.
-        time_together (Callable): Times the first of some rows anew, and returns these.
-        max_loss (float, optional): As for :func:`choose`.
-        latency (float, optional): As for :func:`choose`.
+    ``time_together`` times the first of some rows anew, in place, and returns these. The other
+    arguments are those of :func:`choose`.
     """
     timed: list[dict] = []
     while True:
