@@ -10,7 +10,7 @@ import itertools
 
 from repa_mm.convert.conversion import PARTS
 from repa_mm.convert.pretrained import convert_checkpoint
-from repa_mm.io.configs import readable_errors, tool_parser
+from repa_mm.io.command_line import readable_errors, tool_parser
 
 
 def parse_args() -> argparse.Namespace:

@@ -20,7 +20,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from repa_mm.reparam import ChannelIdleFFN, double, matrix
+from repa_mm.reparam import ChannelIdleFFN, double, weight_and_bias
 
 _CHUNK = 4096  # tokens in float64 at a time
 # Strengths of the ridge, relative to the mean variance of a channel. The first strength is used to
@@ -45,12 +45,6 @@ def joined(parts: Sequence[Pairs]) -> Pairs:
 def at_least_float32(x: torch.Tensor) -> torch.Tensor:
     """Return a tensor in float32, or in float64 if it is."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-def weight_and_bias(layer: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return weight (out, n) and bias (out, ) of a layer in float64; a missing bias is 0."""
-    weight, bias = matrix(layer)
-    return weight, weight.new_zeros(len(weight)) if bias is None else bias
 
 
 class Moments:

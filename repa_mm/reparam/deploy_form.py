@@ -56,14 +56,8 @@ def build_activation(act_cfg: dict | nn.Module) -> nn.Module:
     act = act_cfg
     if not isinstance(act, nn.Module):
         kwargs = dict(act_cfg)
-        name = kwargs.pop('type')
-        layer = getattr(nn, name, None) if isinstance(name, str) else name
-        if not (isinstance(layer, type) and issubclass(layer, nn.Module)):
-            raise ValueError(
-                f'act_cfg type {name!r} is neither the name of an '
-                'activation in torch.nn nor a module class'
-            )
-        act = layer(**kwargs)
+        layer = kwargs.pop('type')
+        act = (getattr(nn, layer) if isinstance(layer, str) else layer)(**kwargs)
     # The input is a slice of the hidden channels that the backward pass needs.
     for module in act.modules():
         if getattr(module, 'inplace', False):

@@ -152,7 +152,7 @@ def test_the_tool(folder, monkeypatch, capsys):
     command += ['--num-images', '1', '--cfg-options', 'optim_wrapper.optimizer.lr=5']
     command += ['--device', 'cpu', '--budget', '1', '--parts', 'ffn']
     monkeypatch.setattr(sys, 'argv', [*command, '--idle-ratio', '0.75'])
-    with pytest.raises(SystemExit, match='idle ratio is instead of a budget and parts'):
+    with pytest.raises(SystemExit, match='idle ratio is of all FFNs: leave parts out'):
         tool.main()
     monkeypatch.setattr(sys, 'argv', command)
     tool.main()
