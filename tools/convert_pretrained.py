@@ -34,9 +34,10 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     args, steps = vars(parse_args()), itertools.count(1)
 
-    def progress(part, number: int) -> None:
+    def progress(part, number: int, seconds: float) -> None:
         what = f'{part.unexplained:.2%} of the variance is unexplained'
-        print(f'{next(steps)}/{number} {part.name}: {what}', flush=True)
+        left = f'about {seconds / 60:.0f} min left'
+        print(f'{next(steps)}/{number} {part.name}: {what}, {left}', flush=True)
 
     with readable_errors():
         result = convert_checkpoint(**args, progress=progress)

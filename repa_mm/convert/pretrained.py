@@ -57,7 +57,7 @@ def convert_checkpoint(
     device: str | None = None,
     cfg_options: dict | None = None,
     idle_ratio: float | None = None,
-    progress: Callable[[BlockReport, int], None] | None = None,
+    progress: Callable[[BlockReport, int, float], None] | None = None,
 ) -> dict:
     """Convert a trained checkpoint, as ``tools/convert_pretrained.py`` does, which has the options.
 

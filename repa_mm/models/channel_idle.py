@@ -54,7 +54,9 @@ class RePaBackbone(WithStructures):
             raise FileNotFoundError(
                 f'{error} Download the weights of a {type(self).__name__} {arch} with the same '
                 f'idle ratio, not reparameterized, from {WEIGHTS}, and save the file under this '
-                'name. It is translated as it is loaded'
+                'name. It is translated as it is loaded. Or make this file from ordinary weights: '
+                f'python tools/convert_pretrained.py CONFIG CHECKPOINT THIS_FILE --idle-ratio '
+                f'{self.placed[0][0].idle_ratio} --images FOLDER'
             ) from error
 
 
