@@ -101,7 +101,7 @@ def latency(
     name: str,
     batch_size: int,
     shape: tuple[int, int] = DETECTOR,
-    part: str = 'predict',
+    part: str = 'model',
     forms: Sequence[str] = (),
     graphs: bool = False,
 ) -> None:
@@ -112,7 +112,7 @@ def latency(
         name (str): A key of :data:`CONFIGS`.
         batch_size (int): Number of images.
         shape (tuple): Their height and width.
-        part (str): 'predict' or 'backbone'.
+        part (str): 'model' or 'backbone'.
         forms (Sequence[str]): What else to time: keys of :data:`NARROW`, or :data:`PLAIN_NORMS`.
         graphs (bool): Time all of them with CUDA graphs, too.
     """

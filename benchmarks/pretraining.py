@@ -14,15 +14,12 @@ them comes at the end. ``--small`` takes the same way with little of everything.
 
 import argparse
 import json
-import multiprocessing
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
-from unittest import mock
+from typing import NamedTuple
 
 import cv2
 import numpy as np
@@ -32,11 +29,11 @@ import torch.nn.functional as F
 from mmengine.config import Config, DictAction
 from mmengine.registry import DATASETS, MODELS, init_default_scope
 
-from benchmarks import objects
 from benchmarks.compare import METRICS, append
 from benchmarks.narrower import IDLE_RATIO, schedule
+from benchmarks.objects import read_clothes, read_photographs, write_clothes
 from benchmarks.tables import COLUMNS, listed, mean, read, table
-from demo import dataset
+from demo.dataset import write_digit_scenes
 from demo.run import test, train
 from repa_mm import config_path
 from repa_mm.convert import fit_channel_idle
@@ -75,7 +72,6 @@ SMALL = dict(scenes=16, val=4, classify=2, crops=8, fit=64, iterations=2, batch=
 SIZE = 80  # of a crop in pixels
 MEAN, STD = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)  # as in the configs
 COMMAND = 'python -m benchmarks.pretraining'
-COMPOSE: list[Callable] = []  # in a process that composes scenes
 
 
 @DATASETS.register_module()
@@ -99,32 +95,15 @@ class InMemory(torch.utils.data.Dataset):
         return self.items[index]
 
 
-def compose_one(index: tuple[str, int]) -> dict[str, Any]:
-    split, i = index
-    return COMPOSE[-1](np.random.default_rng([0, int(split == 'val'), i]), split)
-
-
 def write_scenes(args: argparse.Namespace, kind: str) -> None:
-    """Write the scenes of all trainings with one kind of objects, with all cores."""
-    root, write = f'{args.data}/{kind}', dataset.write_scenes
-    counts = dict(train=2 * args.scale.scenes, val=args.scale.val)
-
-    def in_parallel(root: str, counts: dict, compose: Callable, description: dict) -> None:
-        indices = [(split, i) for split, number in counts.items() for i in range(number)]
+    """Write the scenes of all trainings with one kind of objects."""
+    root, counts = f'{args.data}/{kind}', dict(train=2 * args.scale.scenes, val=args.scale.val)
+    if kind == 'digits':
+        write_digit_scenes(root, *counts.values())
+    elif not os.path.isdir(root):
         cv2.setNumThreads(0)  # its threads do not survive a fork
-        fork = multiprocessing.get_context('fork')
-        with fork.Pool(initializer=COMPOSE.append, initargs=(compose,)) as pool:
-            scenes = pool.imap(compose_one, indices, 8)
-            write(root, counts, lambda *_: next(scenes), description)
-
-    if not os.path.isdir(root):
-        patches = (mock.patch.object(m, 'write_scenes', in_parallel) for m in (dataset, objects))
-        with next(patches), next(patches):
-            if kind == 'digits':
-                dataset.write_digit_scenes(root, *counts.values())
-            else:
-                photographs = objects.read_photographs(args.photographs)
-                objects.write_clothes(root, objects.read_clothes(args.clothes), photographs, counts)
+        clothes, photographs = read_clothes(args.clothes), read_photographs(args.photographs)
+        write_clothes(root, clothes, photographs, counts, workers=os.cpu_count())
 
 
 def read_crops(

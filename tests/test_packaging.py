@@ -113,14 +113,6 @@ def test_the_wheel_pulls_in_no_mm_package(meta):
     assert meta['Requires-Python'] == '>=3.10'
 
 
-def test_project_urls_are_those_of_the_docs(meta):
-    docs = ''.join(path.read_text() for path in [ROOT / 'README.md', *ROOT.glob('docs/*.md')])
-    urls = [url.split(', ')[-1] for url in meta.get_all('Project-URL')]
-    assert urls
-    for url in urls:
-        assert f'({url})' in docs, url
-
-
 def test_configs_inherit_from_the_installed_wheel(installed, tmp_path):
     """Parsed by MMEngine alone, as MIM and other projects' tools do."""
     base = "__import__('repa_mm').config_path('retinanet_repa_swin_b.py')"
@@ -175,13 +167,6 @@ def test_config_path_in_a_checkout():
     assert Path(repa_mm.config_path('demo/retinanet_swin_digits')).parent == ROOT / 'configs/demo'
     with pytest.raises(FileNotFoundError, match="repa_mm has no config 'swin'"):
         repa_mm.config_path('swin')
-
-
-def test_ruff_is_pinned_once():
-    (pin,) = re.findall(r'^ruff==([\d.]+)', (ROOT / 'requirements/onedl.txt').read_text(), re.M)
-    (hook,) = yaml.safe_load((ROOT / '.pre-commit-config.yaml').read_text())['repos']
-    assert hook['repo'].endswith('/ruff-pre-commit')
-    assert hook['rev'] == f'v{pin}'
 
 
 def test_the_workflow_runs_targets_of_the_makefile():

@@ -17,7 +17,8 @@ from repa_mm.benchmark.timing import measure, show, show_machine
 from repa_mm.benchmark.variants import STOCK, autocasting, calls_on_noise, compile_, variants
 from repa_mm.export import ExportedModel
 from repa_mm.faster import cuda_graphs_, faster_on_gpu_
-from repa_mm.io.configs import load_config, readable_errors, tool_parser
+from repa_mm.io.command_line import readable_errors, tool_parser
+from repa_mm.io.configs import load_config
 from repa_mm.surgery import copied
 
 EXAMPLES = """examples:
@@ -37,7 +38,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument('--baseline', metavar='CONFIG', help='config of the stock model')
     parser.add_argument('--baseline-checkpoint', metavar='FILE', help='its checkpoint')
     parser.add_argument(
-        '--part', choices=('predict', 'backbone'), default='predict', help='(%(default)s)'
+        '--part', choices=('model', 'backbone'), default='model', help='(%(default)s)'
     )
     parser.add_argument(
         '--exported', nargs='+', default=[], metavar='FILE[:TYPE]', help='also run .onnx with ONNX '
@@ -59,13 +60,13 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument('--compile', action='store_true', help='also with torch.compile')
     parser.add_argument('--cuda-graphs', action='store_true', help='also with CUDA graphs')
     args = parser.parse_args()
-    if args.dataset and (args.part != 'predict' or args.batch_size != 1):
+    if args.dataset and (args.part == 'backbone' or args.batch_size != 1):
         parser.error('--dataset runs whole models on one image at a time')
     if args.images and not args.dataset:
         parser.error('--images is a folder for --dataset: give both')
     if args.baseline_checkpoint and not args.baseline:
         parser.error('--baseline-checkpoint is for the model of --baseline: give both')
-    if args.exported and args.part != 'predict':
+    if args.exported and args.part == 'backbone':
         parser.error('--exported runs whole models: leave out --part backbone')
     return args
 
@@ -103,7 +104,8 @@ def main() -> None:
         times = measure(calls, batches, repeats, per_turn=True)
     objects = {name: call.objects for name, call in calls.items()}
     rows = latency_rows(times, args.batch_size, bool(args.dataset), objects)
-    title = f'{args.config}, {on}, {args.amp or "float32"}, medians of {repeats} turns [95 %]'
+    turns = f'medians of {repeats} turns [95 %]' if repeats > 1 else 'one turn'
+    title = f'{args.config}, {on}, {args.amp or "float32"}, {turns}'
     show(title, [*rows[0]], [[*row.values()] for row in rows])
     if any(row.get('objects') == 'next to none' for row in rows):
         print('A detector that finds next to nothing skips suppression and masks: give checkpoints')

@@ -10,7 +10,7 @@ import itertools
 
 from repa_mm.convert.conversion import PARTS
 from repa_mm.convert.pretrained import convert_checkpoint
-from repa_mm.io.configs import readable_errors, tool_parser
+from repa_mm.io.command_line import readable_errors, tool_parser
 
 
 def parse_args() -> argparse.Namespace:
@@ -34,9 +34,10 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     args, steps = vars(parse_args()), itertools.count(1)
 
-    def progress(part, number: int) -> None:
+    def progress(part, number: int, seconds: float) -> None:
         what = f'{part.unexplained:.2%} of the variance is unexplained'
-        print(f'{next(steps)}/{number} {part.name}: {what}', flush=True)
+        left = f'about {seconds / 60:.0f} min left'
+        print(f'{next(steps)}/{number} {part.name}: {what}, {left}', flush=True)
 
     with readable_errors():
         result = convert_checkpoint(**args, progress=progress)

@@ -7,8 +7,10 @@ and outputs are in docs/deploy.md.
 import argparse
 
 from repa_mm.apis import open_model, read_images
-from repa_mm.export import NUM_IMAGES, agreeing_onnx
-from repa_mm.io.configs import load_config, readable_errors, tool_parser
+from repa_mm.export import NUM_IMAGES, Session, agreeing_onnx
+from repa_mm.export.exporter import ERROR_OF
+from repa_mm.io.command_line import readable_errors, tool_parser
+from repa_mm.io.configs import load_config
 from repa_mm.io.files import write_bytes
 
 
@@ -26,10 +28,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument('--batch', type=int, default=1, help='number of images (default: 1)')
     parser.add_argument('--images', help='folder to compare on (default: the test data)')
     parser.add_argument('--unchecked', action='store_true', help='compare on noise, and note it')
-    args = parser.parse_args()
-    if not args.out.endswith('.onnx'):
-        parser.error(f'{args.out}: the file is .onnx')
-    return args
+    return parser.parse_args()
 
 
 def main() -> None:
@@ -41,10 +40,8 @@ def main() -> None:
         content, error = agreeing_onnx(model, images, args.shape, args.dynamic, args.batch)
         write_bytes(args.out, content)
     on = 'noise' if args.unchecked else f'{len(images)} images'
-    print(
-        f'wrote {args.out}: {type(model).__name__}, differs from PyTorch by {error:.1e} of '
-        f'objects, of pixels, or of a score on {on}'
-    )
+    difference = f'{error:.1e} {ERROR_OF[Session(content).metadata["task"]]}, on {on}'
+    print(f'wrote {args.out}: {type(model).__name__}, differs from PyTorch by {difference}')
 
 
 if __name__ == '__main__':

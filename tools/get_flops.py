@@ -5,8 +5,9 @@ import argparse
 from repa_mm.apis import open_model
 from repa_mm.benchmark.complexity import count
 from repa_mm.benchmark.timing import show
-from repa_mm.benchmark.variants import noise_for
-from repa_mm.io.configs import load_config, readable_errors, tool_parser
+from repa_mm.benchmark.variants import noise_of_size
+from repa_mm.io.command_line import readable_errors, tool_parser
+from repa_mm.io.configs import load_config
 from repa_mm.reparam import has_training_form, reparameterize
 
 
@@ -25,7 +26,7 @@ def main() -> None:
     shape = tuple(args.input_shape)
     with readable_errors():
         model = open_model(load_config(args.config, args.cfg_options))
-    inputs = dict(model.data_preprocessor(noise_for(model, shape, 1)), mode='tensor')
+    inputs = dict(model.data_preprocessor(noise_of_size(model, shape, 1)), mode='tensor')
     if args.part == 'backbone':
         model, inputs = model.backbone, inputs['inputs'][..., : shape[0], : shape[1]]  # not padded
     forms = {'training' if has_training_form(model) else 'as it is': model}

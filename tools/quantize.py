@@ -11,7 +11,8 @@ from mmengine.config import Config
 from repa_mm.apis import open_model, read_images
 from repa_mm.apis.images import cropped
 from repa_mm.export import MIN_AGREEMENT, quantize
-from repa_mm.io.configs import load_config, readable_errors, tool_parser
+from repa_mm.io.command_line import readable_errors, tool_parser
+from repa_mm.io.configs import load_config
 
 
 def parse_args() -> argparse.Namespace:

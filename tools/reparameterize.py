@@ -3,7 +3,7 @@
 import argparse
 
 from repa_mm.apis.merge_checkpoint import reparameterize_checkpoint
-from repa_mm.io.configs import readable_errors, tool_parser
+from repa_mm.io.command_line import readable_errors, tool_parser
 
 
 def parse_args() -> argparse.Namespace:

@@ -9,7 +9,7 @@ import argparse
 import sys
 
 from repa_mm import speed_up
-from repa_mm.io.configs import readable_errors, tool_parser
+from repa_mm.io.command_line import readable_errors, tool_parser
 
 EXAMPLES = """examples:
   %(prog)s CONFIG CHECKPOINT OUT_DIR                  the table

@@ -9,7 +9,7 @@ importing repa_mm. `python tools/test.py CONFIG --help` lists the options.
 import runpy
 import sys
 
-from repa_mm.io.configs import codebase_tool
+from repa_mm.io.command_line import codebase_tool
 
 if __name__ == '__main__':
     tool = codebase_tool(sys.argv[1:], 'test.py')

@@ -3,7 +3,8 @@
 import argparse
 
 from repa_mm.export import runner_for_exported
-from repa_mm.io.configs import load_config, readable_errors, tool_parser
+from repa_mm.io.command_line import readable_errors, tool_parser
+from repa_mm.io.configs import load_config
 
 
 def parse_args() -> argparse.Namespace:

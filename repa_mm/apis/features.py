@@ -51,11 +51,6 @@ def relative_error(found: Iterable, expected: Iterable) -> float:
     return torch.stack([(a - b).abs().max() / b.abs().max() for a, b in pairs]).max().item()
 
 
-def percent(values: Iterable[float]) -> str:
-    """Format shares in percent, with two significant digits each."""
-    return ', '.join(f'{100 * value:.{2 if value < 1 else 3}g} %' for value in values)
-
-
 def differences(before: list, after: list) -> list[float]:
     """Return the mean square change of each output, relative to the variance of its channels.
 

@@ -91,14 +91,14 @@ def calls_on_noise(
         batch_size (int): Number of images.
     """
     first = next(iter(models.values()))
-    batch = noise_for(first, shape, batch_size)
+    batch = noise_of_size(first, shape, batch_size)
     if part == 'backbone':
         images = first.data_preprocessor(batch)['inputs'][..., : shape[0], : shape[1]]  # not padded
         return {name: model.backbone for name, model in models.items()}, images
     return {name: model.test_step for name, model in models.items()}, batch
 
 
-def noise_for(model: nn.Module, shape: Sequence[int], batch_size: int) -> dict:
+def noise_of_size(model: nn.Module, shape: Sequence[int], batch_size: int) -> dict:
     """Return a batch of images of noise of one height and width, as from a data loader."""
     data, channels = resized(noise(model.cfg), [shape] * batch_size), input_channels(model)
     if len(data['inputs'][0]) != channels:  # the pipeline is of other data

@@ -1,6 +1,7 @@
 """Narrowing the FFNs and attention heads of a pretrained model."""
 
 import copy
+import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -41,7 +42,7 @@ def convert_pretrained(
     budget: float = 0.5,
     parts: Sequence[str] = PARTS,
     held_out: Iterable = (),
-    progress: Callable[[BlockReport, int], None] | None = None,
+    progress: Callable[[BlockReport, int, float], None] | None = None,
     **options,
 ) -> tuple[nn.Module, ConversionReport]:
     """Narrow the FFNs and the heads of a pretrained model, without labels (structured pruning).
@@ -58,8 +59,8 @@ def convert_pretrained(
             than the least sizes take, the model gets these sizes, with a warning. Defaults to 0.5.
         parts (Sequence[str]): What is narrowed: 'ffn', 'heads', or both. Defaults to both.
         held_out (Iterable): Batches to measure the change of the outputs on. Defaults to none.
-        progress (Callable, optional): Called with the report of each part once it is fitted, and
-            with the number of parts.
+        progress (Callable, optional): Called with the report of each part once it is fitted, the
+            number of parts, and about how many seconds are left.
         **options: Others of :class:`~repa_mm.convert.Conversion`.
 
     Returns:
@@ -81,7 +82,7 @@ def fit_channel_idle(
     batches: Iterable,
     idle_ratio: float = 0.75,
     held_out: Iterable = (),
-    progress: Callable[[BlockReport, int], None] | None = None,
+    progress: Callable[[BlockReport, int, float], None] | None = None,
     **options,
 ) -> tuple[nn.Module, ConversionReport]:
     """Make the FFNs of a pretrained model channel-idle, fitted to what they computed.
@@ -236,7 +237,7 @@ class Conversion:
         self,
         sizes: Sizes,
         held_out: Iterable = (),
-        progress: Callable[[BlockReport, int], None] | None = None,
+        progress: Callable[[BlockReport, int, float], None] | None = None,
     ) -> tuple[nn.Module, ConversionReport]:
         """Fit all parts to sizes, by name, as :func:`convert_pretrained`, which explains the rest.
 
@@ -247,6 +248,10 @@ class Conversion:
         if cfg is not None:
             MODELS.build(cfg.model)  # an error should show before the long fit
         report, fits = ConversionReport(skipped=dict(self.skipped)), {}
+        # Time goes with the parameters of a part, and to passes from one part to the next.
+        numbers = [sum(p.numel() for p in part.parameters()) for part in self.parts.values()]
+        passes, start = sum(numbers) / len(numbers) / 2, time.monotonic()
+        work = {name: size + passes for name, size in zip(self.parts, numbers)}
 
         def meet(part: Pausing, tokens: list) -> Callable:
             row = BlockReport(part.name, part.sizes, sizes[part.name], self.costs[part.name])
@@ -260,7 +265,9 @@ class Conversion:
                 row.constant_heads = fit.constant_heads
             report.blocks.append(row)
             if progress is not None:
-                progress(row, len(self.parts))
+                share = sum(work[block.name] for block in report.blocks) / sum(work.values())
+                seconds = (time.monotonic() - start) * (1 / share - 1)
+                progress(row, len(self.parts), seconds)
             return function
 
         self._in_lockstep(self.batches, meet)

@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass, field
 
-from repa_mm.apis.features import percent
-
 #: Sizes of parts, by name: the number of channels of an FFN; of a channel-idle one the number of
 #: active channels and of rows of the matrix that the idle ones merge into; or the dimensions of
 #: queries and keys, and of values, in a head.
@@ -82,7 +80,7 @@ class ConversionReport:
         widths = [max(map(len, column)) for column in zip(*rows)]
         lines = ['  '.join(map(str.ljust, row, widths)).rstrip() for row in rows]
         if self.differences:
-            shares = percent(self.differences)
+            shares = ', '.join(f'{100 * x:.{2 if x < 1 else 3}g} %' for x in self.differences)
             lines.append(f'on held-out images the outputs differ by {shares} of their variance')
         lines += [
             f'warning: {b.name}: the output of {b.constant_heads} heads is nearly constant on '

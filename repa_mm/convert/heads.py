@@ -20,16 +20,10 @@ from typing import NamedTuple
 import torch
 import torch.nn as nn
 
-from repa_mm.convert.regression import (
-    EVERY_CHANNEL,
-    Moments,
-    Problem,
-    at_least_float32,
-    weight_and_bias,
-)
+from repa_mm.convert.regression import EVERY_CHANNEL, Moments, Problem, at_least_float32
 from repa_mm.faster.attention import FastShiftWindowMSA, split_heads
 from repa_mm.faster.windows import masks, partition
-from repa_mm.reparam import double
+from repa_mm.reparam import double, weight_and_bias
 
 #: Strength of the ridge of the projection, relative to the mean variance of a feature.
 RIDGE = 0.03

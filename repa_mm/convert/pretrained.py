@@ -57,7 +57,7 @@ def convert_checkpoint(
     device: str | None = None,
     cfg_options: dict | None = None,
     idle_ratio: float | None = None,
-    progress: Callable[[BlockReport, int], None] | None = None,
+    progress: Callable[[BlockReport, int, float], None] | None = None,
 ) -> dict:
     """Convert a trained checkpoint, as ``tools/convert_pretrained.py`` does, which has the options.
 
@@ -70,17 +70,14 @@ def convert_checkpoint(
         ``config`` (path of the written config).
 
     Raises:
-        ValueError: If the output would replace a file that is read; if there is an ``idle_ratio``
-            beside ``budget`` or ``parts``; or for the reasons of
-            :func:`~repa_mm.convert_pretrained`.
+        ValueError: If the output would replace a file that is read, or for the reasons of
+            :class:`~repa_mm.convert.Conversion`.
         CheckpointError: If the checkpoint does not fit the config.
         FileNotFoundError: If a file or the data are not there.
     """
     out_config = f'{osp.splitext(out)[0]}.py'
     if len({osp.realpath(path) for path in (config, checkpoint, out, out_config)}) < 4:
         raise ValueError(f'{out!r} or its config {out_config!r} would replace a file that is read')
-    if idle_ratio is not None and (budget, parts) != (None, None):
-        raise ValueError('give an idle ratio, or a budget and parts, but not both')
     cfg = load_config(config, cfg_options)
     model = open_model(cfg, checkpoint, merge=True)  # only the deploy form is worth narrowing
     number = num_images + max(1, num_images // 8)

@@ -20,9 +20,10 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from repa_mm.reparam import ChannelIdleFFN, double, matrix
+from repa_mm.reparam import ChannelIdleFFN, double, weight_and_bias
 
 _CHUNK = 4096  # tokens in float64 at a time
+_BLOCK = 512  # rows of a symmetric product at a time
 # Strengths of the ridge, relative to the mean variance of a channel. The first strength is used to
 # choose the channels. Cross-validation over all of them sets the strength for the weights.
 RIDGES = (0.1, 0.01, 0.03, 0.3, 1.0, 3.0, 100.0)
@@ -47,12 +48,6 @@ def at_least_float32(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def weight_and_bias(layer: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return weight (out, n) and bias (out, ) of a layer in float64; a missing bias is 0."""
-    weight, bias = matrix(layer)
-    return weight, weight.new_zeros(len(weight)) if bias is None else bias
-
-
 class Moments:
     """Mean and covariance of rows that are added in parts, summed in float64.
 
@@ -72,7 +67,10 @@ class Moments:
         rows = double(rows) - self.shift
         self.count += len(rows)
         self.total += rows.sum(0)
-        self.products.addmm_(rows.t(), rows)
+        for start in range(0, len(self.shift), _BLOCK):  # half of them, as they are symmetric
+            end = start + _BLOCK
+            half = self.products[start:end, start:].addmm_(rows[:, start:end].t(), rows[:, start:])
+            self.products[end:, start:end] = half[:, _BLOCK:].t()
 
     @classmethod
     def pooled(cls, parts: Sequence['Moments']) -> 'Moments':
@@ -84,12 +82,12 @@ class Moments:
             result.products += part.products
         return result
 
-    def mapped(self, basis: torch.Tensor) -> 'Moments':
-        """Return the moments of the rows times the transposed basis (n, n)."""
-        result = Moments(basis @ self.shift)
-        result.count, result.total = self.count, basis @ self.total
-        result.products = basis @ self.products @ basis.t()
-        return result
+    def combine_(self, scale: torch.Tensor, weight: torch.Tensor) -> None:
+        """Divide the first k entries u of all rows, and add weight (m, k) u to the next m."""
+        (m, k), self.shift = weight.shape, self.shift.clone()  # other moments have it, too
+        for x in (self.shift, self.total, self.products, self.products.t()):
+            x[:k] /= scale
+            x[k : k + m] += weight @ x[:k]
 
     def mean_and_covariance(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the mean (n, ) and the covariance (n, n) of all rows."""
@@ -275,12 +273,12 @@ class Problem:
         """
         gram, weights = self.ridged(RIDGES[0], EVERY_CHANNEL), self.solve(EVERY_CHANNEL, RIDGES[0])
         inverse = torch.cholesky_inverse(torch.linalg.cholesky(gram))
-        kept, found = torch.arange(len(gram), device=gram.device), []
+        always, kept = torch.arange(len(gram), device=gram.device).tensor_split([protected])
+        weights, inverse, found = weights[:, protected:], inverse[protected:, protected:], []
         for num_kept in numbers:
-            while len(kept) > num_kept:
+            while protected + len(kept) > num_kept:
                 costs = weights.square().sum(0) / inverse.diagonal()
-                costs[:protected] = torch.inf
-                number = min(max(1, int(step * (len(kept) - protected))), len(kept) - num_kept)
+                number = min(max(1, int(step * len(kept))), protected + len(kept) - num_kept)
                 order = costs.argsort()
                 gone, left = order[:number], order[number:].sort().values
                 factor = torch.linalg.cholesky(inverse[gone][:, gone])
@@ -288,7 +286,7 @@ class Problem:
                 weights = weights[:, left] - weights[:, gone] @ follow
                 inverse = inverse[left][:, left] - inverse[left][:, gone] @ follow
                 kept = kept[left]
-            found.append(kept)
+            found.append(torch.cat([always, kept]))
         return found
 
     def fit(self, ffn: FittedFFN, kept: torch.Tensor, ridge: float) -> FittedFFN:

@@ -34,31 +34,32 @@ RTOL = 1e-3
 
 
 def fit_idle(
-    ffn: FittedFFN, parts: Sequence[Moments], num_active: int
+    ffn: FittedFFN, parts: Sequence[Pairs], num_active: int
 ) -> tuple[FittedFFN, torch.Tensor, torch.Tensor]:
     """Choose A active channels, and fit their output weights and W in closed form.
 
-    ``parts`` are the moments of [u, a, t] of parts of the images. Returns the active channels with
-    the linear path W, in float64; their indices (A, ); and the slopes (H, ) of all channels.
+    Returns the active channels with the linear path W, in float64; their indices (A, ); and the
+    slopes (H, ) of all channels.
     """
     w_in, dims, hidden = ffn.w_in, ffn.w_in.shape[1], len(ffn.w_in)
-    _, cov = Moments.pooled(parts).mean_and_covariance()
+    moments = ffn_moments(ffn, parts, linear=True)
+    _, cov = Moments.pooled(moments).mean_and_covariance()
     variance = ((w_in @ cov[:dims, :dims]) * w_in).sum(1)
     slopes = (cov[dims : dims + hidden, :dims] * w_in).sum(1) / variance.clamp(min=1e-300)
     slopes[variance <= 1e-12 * variance.max()] = 0
     # From [u, a, t] to [u / scale, r, t], where the scale lets one ridge suit u and r.
-    basis = torch.eye(len(cov)).to(cov)
-    basis[dims : dims + hidden, :dims] = -slopes[:, None] * w_in
-    varies = ((basis @ cov) * basis).sum(1)
-    scale = (varies[:dims].mean() / varies[dims : dims + hidden].mean().clamp(min=1e-300)).sqrt()
+    varies = cov.diagonal()[: dims + hidden].clone()
+    varies[dims:] -= slopes.square() * variance
+    scale = (varies[:dims].mean() / varies[dims:].mean().clamp(min=1e-300)).sqrt()
     scale = scale.clamp(1e-3, 1e3)
-    basis[:dims] /= scale
-    parts = [part.mapped(basis) for part in parts]
+    del cov  # as large as what follows
+    for part in moments:
+        part.combine_(scale, -scale * slopes[:, None] * w_in)
     linear = scale * (ffn.w_out * slopes) @ w_in
     pretrained = torch.cat([linear, ffn.w_out], dim=1)
-    problem = Problem(pretrained, Moments.pooled(parts))
+    problem = Problem(pretrained, Moments.pooled(moments))
     (kept,) = problem.eliminate(dims + num_active, protected=dims)
-    ridge = cross_validated(pretrained, parts, kept)
+    ridge = cross_validated(pretrained, moments, kept)
     weights, active = problem.solve(kept, ridge), kept[dims:] - dims
     out, b = weights[:, dims:], problem.bias(kept, weights)
     linear = weights[:, :dims] / scale - (out * slopes[active]) @ w_in[active]
@@ -78,11 +79,12 @@ def fit_training_form(
     in.
     """
     more = [with_foreign_tokens(ffn, *part) for part in parts]
-    fit, active, slopes = fit_idle(ffn, ffn_moments(ffn, more, linear=True), num_active)
+    fit, active, slopes = fit_idle(ffn, more, num_active)
     fit = refine(fit, *joined(more))
     idle = torch.ones_like(slopes, dtype=torch.bool).index_fill(0, active, False)
     w_idle, b_idle, out = ffn.w_in[idle], ffn.b_in[idle], (ffn.w_out * slopes)[:, idle]
-    out = out + (fit.linear - out @ w_idle) @ torch.linalg.pinv(w_idle, rtol=RTOL)
+    inverse = torch.linalg.pinv(w_idle.t() @ w_idle, rtol=RTOL**2, hermitian=True)
+    out = out + (fit.linear - out @ w_idle) @ inverse @ w_idle.t()
     linear = out @ w_idle  # fit.linear, unless the idle rows do not span all inputs
     b = fit.b + (fit.linear - linear) @ double(joined(parts)[0].mean(0))
     w_in, b_in = torch.cat([fit.w_in, w_idle]), torch.cat([fit.b_in, b_idle])

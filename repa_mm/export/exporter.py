@@ -26,6 +26,11 @@ OPSET = 17
 MAX_ERROR = dict(
     detection=0.02, instances=0.02, panoptic=5e-3, segmentation=1e-3, classification=1e-4
 )
+#: What an error is a share of, by task.
+ERROR_OF = dict(
+    detection='of the objects', instances='of the objects', panoptic='of the pixels',
+    segmentation='of the pixels', classification='of a score',
+)  # fmt: skip
 #: Number of images to compare on.
 NUM_IMAGES = 3
 
@@ -106,11 +111,12 @@ def agreeing_onnx(
                 raise ValueError(
                     'the model finds nothing in the images to compare on: give others (--images)'
                 )
-    error, largest = torch.tensor(errors).max().item(), MAX_ERROR[wholes[0].task]
+    task = wholes[0].task
+    error, largest = torch.tensor(errors).max().item(), MAX_ERROR[task]
     if not error <= largest:  # or NaN
         raise ValueError(
-            f'the exported model differs from PyTorch by {error:.1e}, more than {largest:.0e}: '
-            'nothing is written'
+            f'the exported model differs from PyTorch by {error:.1e} {ERROR_OF[task]}, more than '
+            f'{largest:.0e}: nothing is written'
         )
     return contents[0], error
 

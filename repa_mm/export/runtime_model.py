@@ -104,7 +104,7 @@ def _objects(outputs: dict) -> dict[str, torch.Tensor]:
     return {name: x[outputs['labels'] >= 0] for name, x in outputs.items()}
 
 
-def _resized(maps: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
+def _at_size(maps: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
     """Resize maps (N, H, W) of a file that has no option for it, to the nearest pixels."""
     if maps.shape[1:] == size:
         return maps
@@ -124,7 +124,7 @@ def _add_boxes(sample: BaseDataElement, outputs: dict, metadata: dict) -> None:
 def _add_masks(sample: BaseDataElement, outputs: dict, metadata: dict) -> None:
     size = tuple(sample.ori_shape[:2])
     if 'panoptic' in outputs:
-        maps = _resized(outputs.pop('panoptic')[None], size)
+        maps = _at_size(outputs.pop('panoptic')[None], size)
         sample.pred_panoptic_seg = PixelData(sem_seg=maps)
     if 'masks' in outputs:
         found = _objects(outputs)
@@ -134,12 +134,12 @@ def _add_masks(sample: BaseDataElement, outputs: dict, metadata: dict) -> None:
             bboxes=found['boxes'] * scale,
             scores=found['scores'],
             labels=found['labels'],
-            masks=_resized(found['masks'], size),
+            masks=_at_size(found['masks'], size),
         )
 
 
 def _add_label_map(sample: BaseDataElement, outputs: dict, metadata: dict) -> None:
-    labels = _resized(outputs['labels'][None], tuple(sample.ori_shape[:2]))
+    labels = _at_size(outputs['labels'][None], tuple(sample.ori_shape[:2]))
     sample.pred_sem_seg = PixelData(data=labels.long())
 
 

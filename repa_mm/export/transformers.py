@@ -2,7 +2,11 @@
 
 MMDetection fills padding masks image by image, and skips them in export. Here padding masks are
 computed from the sizes of the images. Other values that MMDetection computes in Python would be
-constants for one image size in the graph, and are replaced in the copy of the model to be traced.
+constants for one image size in the graph.
+
+A detector, its encoder or its transformer calls these methods itself. So the classes whose names
+begin with an underscore have other methods of the same names, and :func:`_override_` puts such a
+class before the own class of a module, which may be any subclass of MMDetection's.
 """
 
 import torch
@@ -148,7 +152,8 @@ class _PaddedCoTransformer(_PaddedLevels, _AnySizeEncoder):
         )
 
 
-def _mix_in(module: nn.Module, mixin: type) -> None:
+def _override_(module: nn.Module, mixin: type) -> None:
+    """Let a module, of a copy of the model, have the methods of a mixin instead of its own."""
     become_(module, type(type(module).__name__, (mixin, type(module)), {}))
 
 
@@ -164,9 +169,9 @@ class Queries(nn.Module):
         methods = 'predict_by_feat', '_predict_by_feat_single'
         require(detector.bbox_head, [DETRHead, DeformableDETRHead], methods)
         has_levels = hasattr(detector, 'gen_encoder_output_proposals')
-        _mix_in(detector, _PaddedLevels if has_levels else _Padded)
+        _override_(detector, _PaddedLevels if has_levels else _Padded)
         if has_levels:
-            _mix_in(detector.encoder, _AnySizeEncoder)
+            _override_(detector.encoder, _AnySizeEncoder)
         self.detector, self.head = detector, detector.bbox_head
 
     def decode(self, features, sizes):
@@ -205,7 +210,7 @@ class CoQueries(Queries):
             )
         self.head = head = detector.query_head
         head.transformer.positional_encoding = head.positional_encoding
-        _mix_in(head.transformer, _PaddedCoTransformer)
+        _override_(head.transformer, _PaddedCoTransformer)
 
     def decode(self, features, sizes):
         from mmdet.models.layers import inverse_sigmoid

@@ -7,7 +7,7 @@ import torch.nn as nn
 from mmcv.cnn import ConvModule
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
-from repa_mm.reparam import check_finite, rounded
+from repa_mm.reparam import CheckpointError, check_finite, rounded
 from repa_mm.surgery import become_, copied, has_stock_forward
 
 
@@ -20,6 +20,15 @@ class Shift(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.bias[:, None, None]
+
+    def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
+        # Loading that is not strict would take the convolution and the bias of both for fused ones.
+        if f'{prefix}running_mean' in state_dict:
+            raise CheckpointError(
+                f'{prefix[:-1]!r} is fused into its convolution, and the checkpoint has a '
+                'BatchNorm there: load it first, and fuse afterwards'
+            )
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
 
 class FusedConvModule(ConvModule):

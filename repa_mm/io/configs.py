@@ -1,19 +1,15 @@
 """Reading configs."""
 
-import argparse
 import copy
 import os
-import os.path as osp
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
-from mmengine.config import Config, ConfigDict, DictAction
+from mmengine.config import Config, ConfigDict
 from mmengine.registry import MODELS, Registry, init_default_scope, root
 
-from repa_mm.io.paths import config_path, config_root
-from repa_mm.reparam import CheckpointError
+from repa_mm.io.paths import config_path
 
 CODEBASES = 'mmdet', 'mmseg', 'mmpretrain'
 
@@ -31,7 +27,12 @@ def load_config(path: str, cfg_options: dict | None = None) -> Config:
         pure Python config (``with read_base():``), classes are replaced by the names under which
         they are registered, and ``default_scope`` is the codebase of the model's class.
     """
-    cfg = _read(config_path(path) if '::' in path else path)
+    if os.getcwd() not in sys.path:  # a config may import from there, as under ``python -m``
+        sys.path.append(os.getcwd())
+    cfg = Config.fromfile(config_path(path) if '::' in path else path)
+    scope = cfg.get('default_scope') or _codebase(cfg.get('model') or {})
+    named = {key: _with_names(cfg[key], scope) for key in cfg.to_dict()}  # which skips imports
+    cfg = Config(dict(named, default_scope=scope), cfg.text, cfg.filename, cfg.env_variables)
     if cfg_options:
         cfg.merge_from_dict(cfg_options)
     # As MMEngine's Runner does: models that are built without a Runner need the normalization, too.
@@ -39,16 +40,6 @@ def load_config(path: str, cfg_options: dict | None = None) -> Config:
         cfg.model.setdefault('data_preprocessor', copy.deepcopy(cfg.data_preprocessor))
     init_default_scope(cfg.default_scope)
     return cfg
-
-
-def _read(path: str) -> Config:
-    """Read a config, which may import from the working directory, as under ``python -m``."""
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # for projects/
-    cfg = Config.fromfile(path)
-    scope = cfg.get('default_scope') or _codebase(cfg.get('model') or {})
-    named = {key: _with_names(cfg[key], scope) for key in cfg.to_dict()}  # which skips imports
-    return Config(dict(named, default_scope=scope), cfg.text, cfg.filename, cfg.env_variables)
 
 
 def _codebase(model: dict) -> str:
@@ -100,37 +91,3 @@ def dataset_config(cfg: Config, split: str) -> ConfigDict:
         if not inner:
             return dataset
         dataset = inner[0] if isinstance(inner, (list, tuple)) else inner
-
-
-def tool_parser(description: str, **options) -> argparse.ArgumentParser:
-    """Return the parser of a tool, with the arguments ``config`` and ``--cfg-options``."""
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter, **options
-    )
-    parser.add_argument('config', help="the model's config: a path, or mmdet::swin/….py")
-    parser.add_argument(
-        '--cfg-options', nargs='+', action=DictAction, help='override the config: key=value ...'
-    )
-    return parser
-
-
-@contextmanager
-def readable_errors() -> Iterator[None]:
-    """End a tool with a message instead of a traceback if a file or a value is wrong."""
-    try:
-        yield
-    except (ValueError, OSError, CheckpointError) as error:
-        sys.exit(f'error: {error}')
-
-
-def codebase_tool(arguments: Sequence[str], name: str) -> str | None:
-    """Return the path of a codebase's tool, 'train.py' or 'test.py', None without a config.
-
-    The first of the command-line arguments that ends with '.py' is the config; options may precede
-    it.
-    """
-    for argument in arguments:
-        if argument.endswith('.py') and not argument.startswith('-'):
-            scope = _read(argument).default_scope
-            return osp.join(osp.dirname(config_root(scope)), 'tools', name)
-    return None

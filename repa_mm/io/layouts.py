@@ -124,7 +124,7 @@ class WeightsFile:
         is_poolformer = any(key.startswith('network.') for key in own)
         if foreign or is_poolformer and 'norm.weight' in given.keys() - own.keys():
             return _translated(given, model, self._args)[0], True
-        return _resized(self._inside, model), False
+        return _in_sizes_of(model, self._inside), False
 
     def load_(self, model: nn.Module) -> None:
         """Load the weights into a model, in place.
@@ -162,18 +162,36 @@ def _translated(
     family = next((mark for mark in _FAMILIES if any(mark in key for key in given)), None)
     if family is None:
         raise CheckpointError(f'weights of no known architecture: {", ".join(list(given)[:3])}, …')
-    names, stages = _FAMILIES[family], re.findall(r'(?:layers|network)\.(\d+)', ' '.join(given))
+    scale = getattr(backbone, 'residual_scale', 1)
+    names = _names(given, own, _FAMILIES[family])
+    weights = {name: _value(name, given[key], scale, own) for key, name in names.items()}
+    _to_our_ffns_(weights, family, args)
+    head = {key: weights.pop(key) for key in list(weights) if key.startswith('head.')}
+    _without_differences_(weights, own)
+    return _in_sizes_of(backbone, weights), head
+
+
+def _names(given: dict, own: dict, patterns: dict[str, str]) -> dict[str, str]:
+    """Return our names by those of the given weights, see ``_FAMILIES``."""
+    stages = re.findall(r'(?:layers|network)\.(\d+)', ' '.join(given))
     last = max(map(int, stages), default=0)
     if any('.ffn.layers.' in key for key in own):
-        names = {**names, r'\bffn\.fc1\b': 'ffn.layers.0.0', r'\bffn\.fc2\b': 'ffn.layers.1'}
-    scale, weights = getattr(backbone, 'residual_scale', 1), {}
-    first = 0 if any(key.startswith('layers.0.downsample.') for key in given) else 1
-    for key, value in given.items():
-        if '.downsample.' in key:
-            key = re.sub(r'\d+', lambda stage: str(int(stage[0]) - first), key, count=1)
-        for theirs, ours in names.items():
-            key = re.sub(theirs, ours.format(last), key)
-        weights[key] = _value(key, value, scale, own)
+        patterns = {**patterns, r'\bffn\.fc1\b': 'ffn.layers.0.0', r'\bffn\.fc2\b': 'ffn.layers.1'}
+    # In timm a patch merging is part of the next stage: the first stage has none.
+    is_timm = not any(key.startswith('layers.0.downsample.') for key in given)
+    found = {}
+    for key in given:
+        name = key
+        if '.downsample.' in key and is_timm:
+            name = re.sub(r'\d+', lambda stage: str(int(stage[0]) - 1), key, count=1)
+        for theirs, ours in patterns.items():
+            name = re.sub(theirs, ours.format(last), name)
+        found[key] = name
+    return found
+
+
+def _to_our_ffns_(weights: dict, family: str, args: Namespace | None) -> None:
+    """Give merged FFNs two layers, and others their number of active channels, in place."""
     for name in [key.removesuffix('fc1.weight') for key in weights if key.endswith('fc1.weight')]:
         hidden, channels = weights[f'{name}fc1.weight'].shape[:2]
         if f'{name}norm1.weight' not in weights and hidden == channels:
@@ -181,19 +199,24 @@ def _translated(
         elif hasattr(args, 'idle_ratio') and getattr(args, 'heuristic', 'static') == 'static':
             active = torch.tensor(_num_active(hidden, args.idle_ratio, family))
             weights[f'{name}num_active_channels'] = active
-    head = {key: weights.pop(key) for key in list(weights) if key.startswith('head.')}
-    # A file has the norm of its last output, or one for each: the norms of other outputs are new.
+
+
+def _without_differences_(weights: dict, own: dict) -> None:
+    """Drop and add what a file may have more or less than a model, in place.
+
+    Constant buffers depend on the image size there, on the window size here. A file has the norm of
+    its last output, or one for each output: norms of other outputs stay as they are.
+    """
     norms = {norm[0] for norm in map(_OUTPUT_NORM.match, weights) if norm}
-    weights = {k: v for k, v in weights.items() if k in own or not _FREE.match(k)}
+    for key in [key for key in weights if key not in own and _FREE.match(key)]:
+        del weights[key]
     for key, value in own.items():
         norm = norms and _OUTPUT_NORM.match(key)
-        # Constant buffers depend on the image size there, on the window size here.
         if key.endswith(('relative_position_index', 'attn_mask')) or norm and norm[0] not in norms:
             weights[key] = value
-    return _resized(weights, backbone), head
 
 
-def _resized(weights: dict, model: nn.Module) -> dict:
+def _in_sizes_of(model: nn.Module, weights: dict) -> dict:
     """Return weights with the position embeddings and bias tables in the sizes of a model.
 
     Backbones of MMDetection and MMSegmentation do so in ``init_weights``, MMPretrain's while

@@ -191,8 +191,7 @@ class WithStructures:
         if form is None:  # ordinary FFNs of other widths
             return True
         start = f'{name}.'
-        found = {key[len(start) :]: None for key in weights if key.startswith(start)}
-        return form.names(found) == form.names(form.state_dict())
+        return form.owns({k[len(start) :]: None for k in weights if k.startswith(start)})
 
     @torch.no_grad()
     def fill(self, ordinary: nn.Module) -> None:

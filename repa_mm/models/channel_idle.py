@@ -54,7 +54,9 @@ class RePaBackbone(WithStructures):
             raise FileNotFoundError(
                 f'{error} Download the weights of a {type(self).__name__} {arch} with the same '
                 f'idle ratio, not reparameterized, from {WEIGHTS}, and save the file under this '
-                'name. It is translated as it is loaded'
+                'name. It is translated as it is loaded. Or make this file from ordinary weights: '
+                f'python tools/convert_pretrained.py CONFIG CHECKPOINT THIS_FILE --idle-ratio '
+                f'{self.placed[0][0].idle_ratio} --images FOLDER'
             ) from error
 
 
@@ -69,11 +71,6 @@ class RePaVisionTransformer(RePaBackbone, VisionTransformer):
 
     Args:
         *args, **kwargs: Arguments of mmpretrain's ``VisionTransformer`` and :class:`RePaBackbone`.
-
-    Examples:
-        >>> model = RePaVisionTransformer('deit-base', out_type='featmap')
-        >>> features = model(torch.rand(1, 3, 224, 224))
-        >>> deployed = repa_mm.reparameterize(model)
     """
 
 
@@ -104,11 +101,6 @@ class RePaPoolFormer(RePaBackbone, PoolFormer):
         *args, **kwargs: Arguments of mmpretrain's ``PoolFormer`` and :class:`RePaBackbone`.
         frozen_stages (int): Number of parts of ``network`` to freeze, together with the patch
             embedding. 0 freezes the patch embedding alone. Defaults to -1, which freezes nothing.
-
-    Examples:
-        >>> model = RePaPoolFormer('s12', out_indices=(0, 2, 4, 6))
-        >>> features = model(torch.rand(1, 3, 224, 224))
-        >>> deployed = repa_mm.reparameterize(model)
     """
 
     def __init__(self, *args, frozen_stages: int = -1, **kwargs) -> None:
@@ -134,11 +126,6 @@ class RePaMlpMixer(RePaBackbone, MlpMixer):
         token_norm (bool): Normalize over the tokens of each channel before a token-mixing FFN, as
             RePaFormer's released code does, instead of over the channels of each token. Defaults
             to False.
-
-    Examples:
-        >>> model = RePaMlpMixer('base')
-        >>> features = model(torch.rand(1, 3, 224, 224))
-        >>> deployed = repa_mm.reparameterize(model)
     """
 
     def __init__(self, *args, token_norm: bool = False, **kwargs) -> None:

@@ -44,6 +44,7 @@ from .numerics import (
     is_batch_norm,
     matrix,
     rounded,
+    weight_and_bias,
     weights64,
 )
 
@@ -54,5 +55,5 @@ __all__ = [
     'copy_affine_', 'copy_matrix_', 'double', 'finish_schedules_', 'fold', 'fold_norm',
     'has_deploy_form', 'has_training_form', 'is_batch_norm', 'is_reparameterized', 'match_form',
     'matrix', 'num_active_channels', 'outermost', 'reparameterize', 'reparameterize_', 'rounded',
-    'schedules_have_ended', 'set_shortcut_', 'set_training_path_', 'weights64',
+    'schedules_have_ended', 'set_shortcut_', 'set_training_path_', 'weight_and_bias', 'weights64',
 ]  # fmt: skip

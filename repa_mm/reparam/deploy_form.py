@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 import torch.nn as nn
 
-from .forms import DeployForm
+from .forms import CheckpointError, DeployForm
 from .numerics import rounded
 
 
@@ -56,14 +56,8 @@ def build_activation(act_cfg: dict | nn.Module) -> nn.Module:
     act = act_cfg
     if not isinstance(act, nn.Module):
         kwargs = dict(act_cfg)
-        name = kwargs.pop('type')
-        layer = getattr(nn, name, None) if isinstance(name, str) else name
-        if not (isinstance(layer, type) and issubclass(layer, nn.Module)):
-            raise ValueError(
-                f'act_cfg type {name!r} is neither the name of an '
-                'activation in torch.nn nor a module class'
-            )
-        act = layer(**kwargs)
+        layer = kwargs.pop('type')
+        act = (getattr(nn, layer) if isinstance(layer, str) else layer)(**kwargs)
     # The input is a slice of the hidden channels that the backward pass needs.
     for module in act.modules():
         if getattr(module, 'inplace', False):
@@ -116,6 +110,17 @@ def check_input(ffn: nn.Module, x: torch.Tensor, identity: torch.Tensor | None) 
         raise ValueError(
             'a channel-idle FFN contains its own norm and shortcut: identity '
             'must be x itself (replace the norm before it by nn.Identity)'
+        )
+
+
+def check_norm(kept: bool, found: bool, name: str) -> None:
+    """Raise a :class:`CheckpointError` if one of the model and the checkpoint keeps the norm."""
+    if kept != found:
+        kinds = ('BN', 'has BatchNorms'), ('keep', "keeps its block's norm")
+        raise CheckpointError(
+            f'the channel-idle FFN {name!r} {kinds[found][1]} in the checkpoint, and '
+            f'{kinds[kept][1]} in the model: build the model with ffn_norm_cfg=dict(type='
+            f'{kinds[found][0]!r}), or with this norm_cfg in ChannelIdle'
         )
 
 
@@ -267,6 +272,15 @@ class MergedFFN(DeployForm):
         weight = weight.detach().clone()
         weight[self.num_active :].diagonal().add_(times)
         return weight
+
+    def owns(self, weights: dict) -> bool:
+        own = (self.names(w) for w in (weights, self.state_dict()))
+        return len({names - {'norm.weight', 'norm.bias'} for names in own}) == 1
+
+    def check_weights(self, weights: dict, name: str) -> None:
+        if self.owns(weights):
+            check_norm(isinstance(self.norm, KEPT_NORMS), 'norm.weight' in weights, name)
+        super().check_weights(weights, name)
 
     @staticmethod
     def _save_inside(self, state_dict, prefix, local_metadata) -> None:

@@ -122,6 +122,21 @@ class _NormalizedBranch(torch.autograd.Function):
     @staticmethod
     @first_order_only("repa_mm.reparam.set_training_path_(model, 'literal')")
     def backward(ctx, dz, *_):
+        """Compute gradients; dX is that of X, o the elementwise product, 1^T sums the tokens.
+
+        With W' = W_in diag(s1), of which B = W'_I, the bias b1 = b_in + W_in beta1,
+        h = xc W'_A^T + b1_A, ac = act(h) - mean, V = W_out diag(s2) and L = V_I B:
+
+            dV = [dz^T ac, dL B^T], dL = dz^T xc,      ds = 1^T (dV o W_out), dgamma2 = ds o r2,
+            dvar2 = -(gamma2 o r2^3 o ds) / 2          (``dvar`` is -2 dvar2, likewise ``dcov``),
+            da = dz V_A + 2/N ac diag(dvar2_A), without its mean,  dh = act'(h) o da,
+            dW' = [dh^T xc, V_I^T dL + 2 diag(dvar2_I) B S],       dgamma1 = 1^T (dW' o W_in) o r1,
+            dS = B^T diag(dvar2_I) B - diag(s1 o r1 o dgamma1) / 2,
+            dx = dz L + dh W'_A + 2/N xc dS, without its mean, except for that of the shortcut,
+            dW_in = dW' diag(s1) + [1^T dh, 0]^T beta1^T, dW_out = dV diag(s2) + (1^T dz)^T beta2^T.
+
+        The idle biases have no gradient: the second norm subtracts them again.
+        """
         xc, h, b_cov, r1, mean_a, rest, r2, linear, *weights = ctx.saved_tensors
         w_in, w_out, gamma1, beta1, gamma2, beta2 = weights
         count, num_active, act, group = ctx.count, ctx.num_active, ctx.act, ctx.group

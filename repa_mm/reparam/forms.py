@@ -36,6 +36,10 @@ class Form(nn.Module):
         """Return the names among ``weights``, relative to this module, that identify the form."""
         return frozenset(key for key in weights if not key.endswith(self.optional))
 
+    def owns(self, weights: dict) -> bool:
+        """Return True if weights, by their names, are of this form, perhaps with other options."""
+        return self.names(weights) == self.names(self.state_dict())
+
     def check_weights(self, weights: dict, name: str) -> None:
         """Raise a :class:`CheckpointError` if weights are of the other form or another module.
 

@@ -19,6 +19,7 @@ from .deploy_form import (
     build_activation,
     build_norm,
     check_input,
+    check_norm,
     fold,
     num_active_channels,
 )
@@ -219,7 +220,12 @@ class ChannelIdleFFN(TrainingForm):
         idle = self.num_idle > 0
         return MergedFFN.of(folded, self.act, self.fc1.weight, norm, idle, self.shortcut)
 
+    def owns(self, weights: dict) -> bool:
+        return 'norm1.weight' in weights or super().owns(weights)
+
     def check_weights(self, weights: dict, name: str) -> None:
+        if self.norm_cfg and 'norm1.weight' in weights:
+            check_norm(self.keeps_norm, 'norm1.running_mean' not in weights, name)
         super().check_weights(weights, name)
         number = weights.get('num_active_channels')
         if number is not None and not number.is_meta and int(number) != self.num_active:

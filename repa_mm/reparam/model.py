@@ -26,12 +26,9 @@ def is_reparameterized(model: nn.Module, state_dict: dict) -> bool:
     """
     for name, form in outermost(model, TrainingForm):
         start = f'{name}.' if name else ''
-        names = form.names(
-            {k[len(start) :]: v for k, v in state_dict.items() if k.startswith(start)}
-        )
-        if names != form.names(form.state_dict()):
-            merged = merge_whole(finish_schedules_(copied(form)), name)
-            return names == merged.names(merged.state_dict())
+        found = {k[len(start) :]: v for k, v in state_dict.items() if k.startswith(start)}
+        if not form.owns(found):
+            return merge_whole(finish_schedules_(copied(form)), name).owns(found)
     return False
 
 

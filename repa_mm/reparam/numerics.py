@@ -62,8 +62,7 @@ def weights64(layer: nn.Module, what: str) -> tuple[torch.Tensor, torch.Tensor]:
             f'{what} is a {type(layer).__name__}, and not an nn.Linear: merge an adapter into its '
             'layer first'
         )
-    weight, bias = matrix(layer)
-    return weight, weight.new_zeros(len(weight)) if bias is None else bias
+    return weight_and_bias(layer)
 
 
 def check_dropouts(form: nn.Module) -> None:
@@ -164,6 +163,12 @@ class AttentionParts(NamedTuple):
 def matrix(layer: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return weight (out, in) and bias of a linear layer or a 1 x 1 convolution, in float64."""
     return double(layer.weight).flatten(1), None if layer.bias is None else double(layer.bias)
+
+
+def weight_and_bias(layer: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return weight (out, in) and bias (out, ) as :func:`matrix`, with zeros for a missing bias."""
+    weight, bias = matrix(layer)
+    return weight, weight.new_zeros(len(weight)) if bias is None else bias
 
 
 def fold_norm(norm: nn.Module, layer: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -43,11 +43,12 @@ from repa_mm.search.formats import (
 from repa_mm.search.judge import Judge, Score
 from repa_mm.search.record import Record
 
-#: Seconds after which the timing of a row begins no more turns.
-MOST_SECONDS = 40
+#: Seconds for each timed model, after which no more turns begin.
+MOST_SECONDS = 20
 #: An image of a large model takes as many seconds. Its few turns are of one image, to compile for
-#: a size in none of them, and quantizing it needed 16 GB and did not finish.
-SLOW_SECONDS = 20
+#: a size in none of them, quantizing it needed 16 GB and did not finish, and no more than two of
+#: its rows are open at a time, beside the original. Of others, more are.
+SLOW_SECONDS, MOST_OPEN = 20, 4
 #: What a test finds.
 FOUND = 'metric', 'difference', 'interval', 'method', 'tested_in'
 
@@ -134,7 +135,7 @@ class Bench:
     calibration: Callable[[], list[dict]]
 
     def __post_init__(self) -> None:
-        self.divisor, self.stock_times = None, []
+        self.divisor, self.stock_times, self.most_open = None, [], MOST_OPEN
         self.kinds, self.notes = installed_formats(self.device)
         self.timed = self.judge.images(self.repeats, self.batch_size)
         with quiet(), torch.no_grad():
@@ -143,7 +144,7 @@ class Bench:
             self.original.test_step(self.judge.images(1)[0])
         if time.monotonic() - begin > SLOW_SECONDS:
             by_size = sorted(self.timed, key=lambda data: sum(x.numel() for x in data['inputs']))
-            self.timed = [by_size[len(by_size) // 2]]
+            self.timed, self.most_open = [by_size[len(by_size) // 2]], 2
             if INT8 in self.kinds:
                 self.kinds.remove(INT8)
                 self.notes.append(f'{INT8} is left out: an image takes more than {SLOW_SECONDS} s')
@@ -190,7 +191,7 @@ class Bench:
     def rows(self, candidate: Candidate, int8: bool, floor: float | None) -> list[dict]:
         """Return the rows of a candidate in its formats of floats, or in int8.
 
-        With a floor, no format is tested that is slower than one that keeps it.
+        With a floor, no format is tested that is surely slower than one that keeps it.
         """
         kinds = [kind for kind in self.kinds if ('int8' in FORMATS[kind].file) == int8]
         if candidate is self.stock:  # files are of the same model with faster parts
@@ -210,7 +211,7 @@ class Bench:
                 continue
             rows.insert(0, row)
             if floor is not None and meets(row, floor):
-                enough = max(enough, row['speedup'])
+                enough = max(enough, row['speedup_interval'][0])
         return rows
 
     def _file(self, candidate: Candidate, suffix: str) -> str | None:
@@ -243,7 +244,21 @@ class Bench:
         model, memory, times = step(f'time {candidate.name}, {kind}', timed)
         self.stock_times.append(times['stock'])
         row = row_of(candidate, kind, model, file, memory, times['model'], times['stock'])
-        return row | self.test(candidate, kind, model, row['speedup'] > enough)
+        return row | self.test(candidate, kind, model, row['speedup_interval'][1] > enough)
+
+    def time_together(self, rows: Sequence[dict]) -> list[dict]:
+        """Time the first few rows anew, in turn with each other, and return them."""
+        rows = rows[: self.most_open]
+
+        def timed() -> dict:
+            models = {str(i): self.reopen(row) for i, row in enumerate(rows)}
+            return self._times(stock=self.original, **models)
+
+        names = ' | '.join(f'{row["candidate"]}, {row["format"]}' for row in rows)
+        times = step(f'time together: {names}', timed)
+        for i, row in enumerate(rows):
+            row.update(columns_of(times[str(i)], times['stock']))
+        return rows
 
     def stock_row(self) -> dict:
         """Return the row of the original, from all its turns beside others."""
@@ -254,8 +269,14 @@ class Bench:
 
     def _times(self, **models: nn.Module) -> dict[str, np.ndarray]:
         calls = {name: model.test_step for name, model in models.items()}
+        seconds = MOST_SECONDS * len(calls)
         settle = 0 if torch.device(self.device).type == 'cuda' else SETTLE
-        return measure(calls, self.timed, self.repeats, MOST_SECONDS, settle, per_turn=True)
+        return measure(calls, self.timed, self.repeats, seconds, settle, per_turn=True)
+
+    def reopen(self, row: dict) -> nn.Module:
+        """Return the model of a row, see :meth:`open`."""
+        candidate = Candidate(*(row[k] for k in ('candidate', 'config', 'checkpoint', 'budget')))
+        return self.open(candidate, row['format'], row['file'] or '')[0]
 
     def open(self, candidate: Candidate, kind: str, file: str = '') -> tuple:
         """Return a model that has run one image, at which compilers compile, and its memory."""
@@ -268,7 +289,7 @@ class Bench:
                 model = ExportedModel(file, self.original.data_preprocessor, form.runtime)
             else:
                 model = open_model(candidate.config, candidate.checkpoint).to(self.device)
-                if candidate is not self.stock and next(model.parameters()).is_cuda:
+                if candidate != self.stock and next(model.parameters()).is_cuda:
                     model = faster_on_gpu_(model)
                 model = in_format_(model, form)
             model = Padded(model, self.divisor) if form.padded else model
@@ -312,14 +333,21 @@ def row_of(
     times: np.ndarray, stock: np.ndarray,
 ) -> dict:  # fmt: skip
     """Return a row of the table, without what a test finds."""
+    return dict(
+        candidate=candidate.name, format=kind, **columns_of(times, stock), memory_mb=memory,
+        mb=megabytes(model, file), file=file or None, config=candidate.config,
+        checkpoint=candidate.checkpoint, budget=candidate.budget, chosen=False,
+        **dict.fromkeys(FOUND),
+    )  # fmt: skip
+
+
+def columns_of(times: np.ndarray, stock: np.ndarray) -> dict:
+    """Return the columns of a row that tell its times, given those of both in the same turns."""
     speedup, *interval = compare(stock, times)
     low, ms, high, p95 = np.percentile(times, [25, 50, 75, 95]).tolist()
     return dict(
-        candidate=candidate.name, format=kind, ms=ms, ms_interval=[low, high], ms_p95=p95,
-        speedup=speedup, speedup_interval=interval, memory_mb=memory, mb=megabytes(model, file),
-        file=file or None, config=candidate.config, checkpoint=candidate.checkpoint,
-        budget=candidate.budget, chosen=False, **dict.fromkeys(FOUND),
-    )  # fmt: skip
+        ms=ms, ms_interval=[low, high], ms_p95=p95, speedup=speedup, speedup_interval=interval
+    )
 
 
 def megabytes(model: nn.Module, file: str) -> float:

@@ -98,28 +98,35 @@ class Annotated(Judge):
 
     def __call__(self, model: nn.Module) -> Score:
         """Test a model."""
-        for data, samples in self.predictions(model):
-            self.evaluator.process(data_samples=samples, data_batch=data)
-        found = {}
-        for metric in self.evaluator.metrics:
-            results = list(metric.results)
-            for name, value in metric.evaluate(self.num_images).items():
-                found[name] = METRICS.get(name, 1) * float(value), metric, results
-        if self.name and self.name not in found:  # a model that finds nothing at all
-            return Score(0.0, None)
-        self.name = self.name or next((name for name in METRICS if name in found), '')
+        found = self._evaluate(model)
         if not self.name:
-            raise ValueError(
-                f"the config's evaluator gives {', '.join(found) or 'no metric'}, and none of "
-                f'{", ".join(METRICS)}: {INSTEAD}'
-            )
+            self.name = next((name for name in METRICS if name in found), '')
+            if not self.name:
+                raise ValueError(
+                    f"the config's evaluator gives {', '.join(found) or 'no metric'}, and none of "
+                    f'{", ".join(METRICS)}: {INSTEAD}'
+                )
+        if self.name not in found:  # a model that finds nothing at all
+            return Score(0.0, None)
         value, metric, results = found[self.name]
         self._points, records = resampled(metric, self.name, results)
+        # A metric of one's own class may compute something else than what is resampled.
         if abs(self._points(records, np.ones(self.num_images, int)) - value) > 0.1:
             raise ValueError(
                 f'{type(metric).__name__} computes another {self.name} than MMDetection: {INSTEAD}'
             )
         return Score(value, records)
+
+    def _evaluate(self, model: nn.Module) -> dict[str, tuple[float, BaseMetric, list]]:
+        """Return, by the names of the values, points, the metric, and its results for images."""
+        for data, samples in self.predictions(model):
+            self.evaluator.process(data_samples=samples, data_batch=data)
+        found = {}
+        for metric in self.evaluator.metrics:
+            results = list(metric.results)  # which the metric forgets
+            for name, value in metric.evaluate(self.num_images).items():
+                found[name] = METRICS.get(name, 1) * float(value), metric, results
+        return found
 
     def difference(self, score: Score, stock: Score, same: bool = False) -> tuple:
         """Return the difference from the original, see :class:`Judge`."""

@@ -24,9 +24,6 @@ from repa_mm.search.record import Record, content_of, hashed
 from repa_mm.search.report import notes, table, title, write_report
 from repa_mm.version import __version__
 
-#: Widest interval of × stock on a quiet machine, as a fraction of it.
-MAX_WIDTH = 0.3
-
 
 def speed_up(
     config: str,
@@ -49,7 +46,8 @@ def speed_up(
     PyTorch and in files for the installed runtimes. A RePaFormer is merged first. On a GPU, the
     formats are PyTorch in float32, float16 and bfloat16 (autocast), and compiled in float16. Each
     is timed in turn with the original model, in this process, on images as the data set has them;
-    all are tested on the same images. The files, and what was measured on the way to them, stay in
+    all are tested on the same images. With a target, those that may be the best are timed again,
+    in turn with each other. The files, and what was measured on the way to them, stay in
     ``out_dir``: a second call continues from there, also after the folder has moved.
 
     Args:
@@ -139,12 +137,12 @@ def speed_up(
     rows_of = partial(bench.rows, floor=max_loss if latency is None else None)
     rows = walk(bench.candidates(budgets), rows_of, max_loss, latency)
     rows.insert(0, bench.stock_row())
-    chosen = choose(rows, max_loss, latency) if targets else None
+    chosen = settle(rows, bench.time_together, max_loss, latency) if targets else None
     with quiet():
         if chosen:
             chosen['chosen'] = True
             write_chosen(bench, chosen)
-    bench.notes += [*unsure(rows, chosen, max_loss, tested), *noisy(rows)]
+    bench.notes += unsure(rows, chosen, max_loss, tested)
     stored = [{key: record.inside(value) for key, value in row.items()} for row in rows]
     record.content.update(rows=stored, notes=bench.notes)
     record.save()
@@ -152,9 +150,8 @@ def speed_up(
     print('\n'.join(notes(record.content)))
     path, shown = osp.join(out_dir, 'report.html'), chosen or max(rows, key=lambda r: r['speedup'])
     with quiet(), torch.no_grad():
-        candidate = Candidate(*(shown[k] for k in ('candidate', 'config', 'checkpoint', 'budget')))
-        model, _ = bench.open(candidate, shown['format'], shown['file'] or '')
-        write_report(path, cfg, record.content, shown, [bench.original, model], judge)
+        models = [bench.original, bench.reopen(shown)]
+        write_report(path, cfg, record.content, shown, models, judge)
     print(f'wrote {path} ({(time.monotonic() - started) / 60:.1f} min)')
     return rows
 
@@ -183,6 +180,36 @@ def walk(
             break
     names = list(dict.fromkeys(row['candidate'] for row in rows))
     return sorted(rows, key=lambda row: names.index(row['candidate']))
+
+
+def settle(
+    rows: Sequence[dict], time_together: Callable, max_loss: float | None = None,
+    latency: float | None = None,
+) -> dict | None:  # fmt: skip
+    """Choose a row by times that were taken anew, in turn with those of its rivals.
+
+    A row was timed in turn with the original alone, in a minute that may have been a busy one.
+    Rivals of the chosen row are all that would be chosen within the intervals of their speedups.
+
+    ``time_together`` times the first of some rows anew, in place, and returns these. The other
+    arguments are those of :func:`choose`.
+    """
+    timed: list[dict] = []
+    while True:
+        chosen = choose(rows, max_loss, latency)
+        rivals = [chosen] if chosen else []
+        least = [_at_bound(chosen, 0)] if chosen else []
+        for row in sorted(rows[1:], key=lambda row: -row['speedup_interval'][1]):
+            most = _at_bound(row, 1)
+            if row is not chosen and choose([rows[0], *least, most], max_loss, latency) is most:
+                rivals.append(row)
+        if not rivals or rivals[0] in timed:
+            return chosen
+        timed += time_together(rivals)
+
+
+def _at_bound(row: dict, bound: int) -> dict:
+    return dict(row, speedup=row['speedup_interval'][bound])
 
 
 def choose(
@@ -224,19 +251,6 @@ def unsure(
     return found and [
         f'{num_images} images are too few to tell whether these lose more than {max_loss} points: '
         f'{", ".join(found)}. Test on more images (--num-images)'
-    ]
-
-
-def noisy(rows: Sequence[dict]) -> list[str]:
-    """Return a line that names rows whose times vary too much to compare them, or none."""
-    found = [
-        f'{row["candidate"]} ({row["format"]})'
-        for row in rows[1:]
-        if row['speedup_interval'][1] - row['speedup_interval'][0] > MAX_WIDTH * row['speedup']
-    ]
-    return found and [
-        f'The machine was not quiet while these were timed: {", ".join(found)}. Run the command '
-        'again: only times are taken anew'
     ]
 
 

@@ -25,27 +25,14 @@ model = dict(
 )
 """
 
-TEACHER = """
-_base_ = {base!r}
+WHOLE = """
+_base_ = {!r}
 custom_imports = dict(imports=['repa_mm'], allow_failed_imports=False)
-model = dict(
-    _delete_=True,
-    type='SemiBaseDetector',
-    detector={{{{_base_.model}}}},
-    semi_train_cfg=dict(freeze_teacher=True),
-    semi_test_cfg=dict(predict_on='teacher'),
-)
+model = dict(_delete_=True, {}={{{{_base_.model}}}}, {})
 """
-ENCODER = """
-_base_ = {base!r}
-custom_imports = dict(imports=['repa_mm'], allow_failed_imports=False)
-model = dict(
-    _delete_=True,
-    type='Restructured',
-    model={{{{_base_.model}}}},
-    structures=[dict(type='ChannelIdle', where='encoder')],
-)
-"""
+ENCODER = "type='Restructured', structures=[dict(type='ChannelIdle', where='encoder')]"
+TEACHER = "type='SemiBaseDetector', semi_train_cfg=dict(freeze_teacher=True)"
+TEACHER += ", semi_test_cfg=dict(predict_on='teacher')"
 
 
 @pytest.fixture
@@ -110,7 +97,7 @@ def test_a_wrong_merge_is_not_written(arguments, change, message, config, checkp
 def test_what_an_encoder_returns_is_compared(tmp_path, randomize):
     pytest.importorskip('mmdet')
     config, checkpoint = tmp_path / 'detr.py', str(tmp_path / 'detr.pth')
-    config.write_text(ENCODER.format(base=config_path('demo/dino_detr_swin_digits.py')))
+    config.write_text(WHOLE.format(config_path('demo/dino_detr_swin_digits.py'), 'model', ENCODER))
     model = randomize(random_model(load_config(str(config))))
     torch.save(dict(state_dict=model.state_dict()), checkpoint)
     out = str(tmp_path / 'merged.pth')
@@ -123,7 +110,7 @@ def test_both_networks_of_a_semi_supervised_detector_are_compared(tmp_path, rand
     pytest.importorskip('mmdet')
     config, checkpoint = str(tmp_path / 'semi.py'), str(tmp_path / 'semi.pth')
     base = config_path('demo/retinanet_repa_swin_digits.py')
-    (tmp_path / 'semi.py').write_text(TEACHER.format(base=base))
+    (tmp_path / 'semi.py').write_text(WHOLE.format(base, 'detector', TEACHER))
     model = random_model(load_config(config))
     randomize(model.student)
     randomize(model.teacher, 1)

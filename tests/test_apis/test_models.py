@@ -17,19 +17,14 @@ from repa_mm.reparam import CheckpointError, has_deploy_form, has_training_form
 from tests.test_io.test_configs import CONFIG
 
 
-@pytest.fixture
-def config(tmp_path):
-    path = tmp_path / 'config.py'
-    path.write_text(CONFIG)
-    return str(path)
-
-
 def save(model, path, **meta):
     torch.save(dict(meta=meta, state_dict=model.state_dict()), path)
     return str(path)
 
 
-def test_a_model_in_the_form_of_its_weights_or_merged(config, tmp_path, randomize):
+def test_a_model_in_the_form_of_its_weights_or_merged(tmp_path, randomize):
+    (tmp_path / 'config.py').write_text(CONFIG)
+    config = str(tmp_path / 'config.py')
     model = randomize(open_model(config))
     path = save(model, tmp_path / 'training.pth', dataset_meta=dict(classes=('c', 'd')))
     opened, merged = open_model(config, path), open_model(load_config(config), path, merge=True)

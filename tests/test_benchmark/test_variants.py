@@ -3,7 +3,7 @@ import torch
 
 import repa_mm
 from repa_mm.apis import open_model
-from repa_mm.benchmark.variants import autocasting, noise_for, variants
+from repa_mm.benchmark.variants import autocasting, noise_of_size, variants
 from repa_mm.io.configs import load_config
 from repa_mm.reparam import has_deploy_form, has_training_form
 
@@ -23,7 +23,7 @@ def test_variants(task):
     stock, ours, deploy = models.values()
     assert has_deploy_form(deploy) and not has_training_form(deploy)
     assert not any(model.training for model in models.values())
-    data = stock.data_preprocessor(noise_for(stock, (160, 160), 1))
+    data = stock.data_preprocessor(noise_of_size(stock, (160, 160), 1))
     for a, b in zip(*(model.backbone(data['inputs']) for model in (ours, stock))):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
     for model in models.values():

@@ -64,11 +64,6 @@ def test_ffns_of_every_block(prefix):
     assert sorted(found) == ['ffn'] * 10 + ['norm2'] * 10
 
 
-def test_models_without_blocks():
-    with pytest.raises(ValueError, match='Sequential has no blocks'):
-        ffn_modules(nn.Sequential(nn.Linear(2, 2)))
-
-
 def test_rows():
     times = {'stock': np.full(3, 100.0), 'deploy form': np.full(3, 60.0)}
     spent = {name: {'FFNs': values / 4} for name, values in times.items()}

@@ -93,10 +93,12 @@ def test_every_block(case, randomize):
 
 def test_what_the_report_says(randomize):
     model, _ = pretrained(VIT, randomize)
-    x, rows = images(), []
+    x, told = images(), []
     _, report = narrowed(
-        model, iter(x), 0.375, held_out=x[:1], progress=lambda row, number: rows.append(row)
+        model, iter(x), 0.375, held_out=x[:1], progress=lambda *row: told.append(row)
     )
+    rows, numbers, seconds = map(list, zip(*told))
+    assert numbers == [2, 2] and seconds[0] > 0 == seconds[1]
     assert rows == report.blocks and [row.name for row in rows] == ['layers.0', 'layers.1']
     assert 0 < report.differences[0] < 0.15
     lines = [line.split() for line in str(report).splitlines()]

@@ -1,5 +1,6 @@
 """A trained model becomes one with narrower FFNs, by the tool and its files."""
 
+import copy
 import importlib.util
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from mmengine.config import Config
+from mmengine.hooks import Hook
 from mmengine.registry import MODELS
 
 import repa_mm
@@ -19,7 +21,9 @@ from repa_mm.io.configs import load_config
 from repa_mm.models.sites import ffn_sites
 from repa_mm.reparam import CheckpointError, TrainingForm, has_deploy_form, outermost
 from tests.conftest import random_model
+from tests.test_configs import batch_of
 from tests.test_export.conftest import write_config
+from tests.toy import make_runner
 
 CLASSIFIER = """
 default_scope = 'mmpretrain'
@@ -136,6 +140,104 @@ def test_the_files_of_a_channel_idle_model(folder):
         assert torch.equal(value, model.state_dict()[key]), key
 
 
+@pytest.fixture(scope='module')
+def fitted(tmp_path_factory):
+    """The file of a classifier whose channel-idle FFNs are fitted, and its backbone."""
+    folder = tmp_path_factory.mktemp('fitted')
+    for i in range(2):
+        noise = np.random.default_rng(i).integers(0, 256, (64, 64, 3), np.uint8)
+        cv2.imwrite(str(folder / f'{i}.png'), noise)
+    config, out = write_config('classifier', folder, repa=False), str(folder / 'fitted.pth')
+    checkpoint = str(save(config, folder / 'ordinary.pth'))
+    kwargs = dict(num_images=1, images=str(folder), device='cpu', idle_ratio=0.75)
+    result = convert_checkpoint(config, checkpoint, out, **kwargs)
+    return out, open_model(load_config(result['config']), out).backbone
+
+
+KEEP, START = dict(type='keep'), dict(type='Pretrained', prefix='backbone.')
+# The rate of the second stage is half of the others' in the backbone.
+KEYS = dict(custom_keys={'backbone': dict(lr_mult=0.5), 'backbone.stages.1': dict(lr_mult=0.25)})
+DECAY = dict(layer_decay_rate=0.5)
+OWN_SWIN = dict(
+    type='SwinTransformer',
+    embed_dims=24,
+    depths=(1, 1, 1, 1),
+    num_heads=(1, 2, 2, 2),
+    out_indices=(1, 2, 3),
+    frozen_stages=1,
+)
+STARTS = dict(
+    mmdet=('retinanet', KEYS, 0.25),
+    mmdet_swin=('retinanet', KEYS, 0.25),
+    mmseg=('upernet', KEYS, 0.25),
+    mmpretrain=('classifier', DECAY, 0.125),
+)
+
+
+@pytest.mark.parametrize('name', STARTS)
+def test_a_training_starts_from_a_fitted_file(name, fitted, tmp_path, recwarn, relative_error):
+    """In a Runner, with a frozen stage, ``norm_eval`` and rates that depend on the layer."""
+    pytest.importorskip(name.partition('_')[0])
+    (path, expected), (task, paramwise, rate) = fitted, STARTS[name]
+    cfg = load_config(write_config(task, tmp_path))
+    cfg.model.backbone.update(ffn_norm_cfg=KEEP, frozen_stages=0, window_size=7)
+    if name == 'mmdet_swin':
+        idle = dict(type='ChannelIdle', norm_cfg=KEEP)
+        cfg.model.backbone = dict(type='Restructured', model=OWN_SWIN, structures=[idle])
+    cfg.model.backbone.update(norm_eval=True, init_cfg=dict(START, checkpoint=path))
+    cfg.model.update(train_cfg=cfg.model.get('train_cfg') if task != 'classifier' else None)
+    if task == 'upernet':
+        cfg.model.data_preprocessor.size = (64, 64)
+    samples = batch_of(cfg, 224 if task == 'classifier' else 64)
+    optimizer = dict(type='SGD', lr=1.0, weight_decay=0.1)
+    optimizer = dict(optimizer=optimizer, paramwise_cfg=paramwise)
+    if paramwise is DECAY:
+        optimizer.update(constructor='LearningRateDecayOptimWrapperConstructor')
+    started = []
+
+    class Start(Hook):
+        def before_train(self, runner):
+            started.append(copy.deepcopy(runner.model.backbone).eval())
+
+    loops = {f'{s}_{what}': None for s in ('val', 'test') for what in ('dataloader', 'cfg')}
+    runner = make_runner(
+        tmp_path / 'work',
+        [Start()],
+        cfg.model,
+        default_scope=cfg.default_scope,
+        train_dataloader=dict(
+            batch_size=2,
+            dataset=[dict(inputs=x, data_samples=y) for x, y in zip(*samples.values())],
+            sampler=dict(type='DefaultSampler', shuffle=False),
+            collate_fn=dict(type='pseudo_collate'),
+        ),
+        train_cfg=dict(by_epoch=False, max_iters=1),
+        optim_wrapper=optimizer,
+        default_hooks=dict(checkpoint=None),
+        **loops,
+        val_evaluator=None,
+        test_evaluator=None,
+    )
+    runner.train()
+    (start,), x = started, torch.randn(1, 3, 224, 224)
+    with torch.no_grad():
+        assert relative_error(start(x)[-1], expected(x)[-1]) < 1e-5
+    backbone, rates = runner.model.backbone, {}
+    for group in runner.optim_wrapper.param_groups:
+        rates.update((id(p), group['lr']) for p in group['params'] if p.requires_grad)
+    for key, value in backbone.named_parameters():
+        is_frozen = key.startswith(('patch_embed', 'stages.0.', 'norm0.'))
+        assert torch.equal(value, start.get_parameter(key)) == is_frozen, key
+        assert (id(value) in rates) != is_frozen
+        if key.startswith('stages.1.blocks'):
+            assert rates[id(value)] == rate
+        elif key.startswith('stages.3.blocks'):
+            assert rates[id(value)] == 0.5
+    forms = [form for _, form in outermost(backbone, TrainingForm)]
+    assert [form.training for form in forms] == [False, True, True, True]
+    assert backbone.norm_eval and not any('never estimated' in str(w.message) for w in recwarn)
+
+
 def test_a_channel_idle_config_is_built_before_the_fit(folder, monkeypatch):
     broken = Config(dict(model=dict(type='UnknownModel')))
     monkeypatch.setattr(Conversion, '_config', lambda *args: broken)
@@ -152,11 +254,12 @@ def test_the_tool(folder, monkeypatch, capsys):
     command += ['--num-images', '1', '--cfg-options', 'optim_wrapper.optimizer.lr=5']
     command += ['--device', 'cpu', '--budget', '1', '--parts', 'ffn']
     monkeypatch.setattr(sys, 'argv', [*command, '--idle-ratio', '0.75'])
-    with pytest.raises(SystemExit, match='idle ratio, or a budget and parts'):
+    with pytest.raises(SystemExit, match='leave parts out'):
         tool.main()
     monkeypatch.setattr(sys, 'argv', command)
     tool.main()
     said = capsys.readouterr().out
+    assert '2/2 backbone.stages.1.blocks.0: ' in said and 'about 0 min left' in said
     assert 'fitted on 1 images, 1 held out' in said and 'wrote narrow.pth and narrow.py' in said
     # With all channels it is the same model.
     cfg = load_config('narrow.py')

@@ -9,7 +9,7 @@ from torch.testing import assert_close
 
 from repa_mm.apis.features import differences
 from repa_mm.convert import Conversion, fit_channel_idle, regression
-from repa_mm.convert.regression import FittedFFN, ffn_moments, joined
+from repa_mm.convert.regression import FittedFFN, joined
 from repa_mm.convert.training_form import fit_idle, fit_training_form
 from repa_mm.models import add_structures_
 from repa_mm.models.sites import raised
@@ -84,7 +84,7 @@ def test_it_is_the_regression_with_the_tokens_themselves(randomize, unridged, nu
     ffn = ordinary(randomize).double()
     _, parts = sample(ffn, noise=0.1)
     narrow = FittedFFN.from_form(ffn)
-    fit, active, _ = fit_idle(narrow, ffn_moments(narrow, parts, linear=True), num_active)
+    fit, active, _ = fit_idle(narrow, parts, num_active)
     u, t = (torch.cat(columns) for columns in zip(*parts))
     _, expected = least_squares(u, narrow.features(u)[:, active], t)
     assert len(active) == num_active
@@ -102,7 +102,7 @@ def test_elimination_is_that_of_refitting_from_scratch(randomize, unridged):
         others = [[j for j in left if j != gone] for gone in left]
         left = min(others, key=lambda kept: least_squares(u, a[:, kept], t)[0])
         if number in (18, 5):
-            found = fit_idle(narrow, ffn_moments(narrow, parts, linear=True), number)[1]
+            found = fit_idle(narrow, parts, number)[1]
             assert found.tolist() == left
 
 
@@ -112,7 +112,7 @@ def test_ridge_draws_to_linear_idle_channels(randomize, monkeypatch):
     ffn = ordinary(randomize).double()
     _, parts = sample(ffn)
     narrow = FittedFFN.from_form(ffn)
-    fit, active, slopes = fit_idle(narrow, ffn_moments(narrow, parts, linear=True), 6)
+    fit, active, slopes = fit_idle(narrow, parts, 6)
     idle = [j for j in range(HIDDEN) if j not in active]
     assert_close(fit.w_out, narrow.w_out[:, active])
     expected = (narrow.w_out * slopes)[:, idle] @ narrow.w_in[idle]

@@ -269,11 +269,12 @@ def test_compared_on_the_configs_own_images_or_not_written(
     assert not (tmp_path / out).exists()
     size = '--no-dynamic', '--shape', 64, 96
     run_tool('export.py', config, checkpoint, out, *size, '--unchecked')
-    assert ' of a score on noise' in capsys.readouterr().out
+    assert ' of the pixels, on noise' in capsys.readouterr().out
     assert Session(out).metadata['unchecked'] == '1'
     write_scenes(tmp_path)
     run_tool('export.py', config, checkpoint, out, *size)
-    assert 'EncoderDecoder, differs from PyTorch by ' in capsys.readouterr().out
+    out_text = capsys.readouterr().out
+    assert 'EncoderDecoder, differs from PyTorch by ' in out_text and ' pixels, on 3' in out_text
     session = Session(out)
     assert 'unchecked' not in session.metadata
     with pytest.raises(Exception, match='invalid dimensions'):

@@ -9,6 +9,7 @@ from mmcv.cnn import ConvModule
 
 from repa_mm.faster import fuse_conv_bn_
 from repa_mm.faster.fusing import Shift
+from repa_mm.reparam import CheckpointError
 
 
 class Sum(ConvModule):
@@ -73,6 +74,15 @@ def test_what_is_fused_computes_the_same(name, randomize, relative_error):
     fused = fuse_conv_bn_(model if name == 'replaced' else copy.deepcopy(model))
     assert relative_error(fused(x), expected) < 1e-5
     assert any(type(m) is Shift for m in fused.modules()) == is_fused
+
+
+def test_weights_that_are_not_fused_are_refused(randomize):
+    """A copy of the convolution and of the shift alone would be another model."""
+    model = nn.Sequential(randomize(conv())).eval()
+    weights, fused = copy.deepcopy(model.state_dict()), fuse_conv_bn_(model)
+    with pytest.raises(CheckpointError, match=r"'0.bn' is fused .*: load it first"):
+        fused.load_state_dict(weights, strict=False)
+    fused.load_state_dict(fused.state_dict())
 
 
 def test_weights_that_are_no_numbers_or_too_narrow_are_refused():

@@ -6,7 +6,8 @@ import pytest
 from mmengine.config import Config
 
 from repa_mm.apis import open_model
-from repa_mm.io.configs import codebase_tool, dataset_config, load_config
+from repa_mm.io.command_line import codebase_tool
+from repa_mm.io.configs import dataset_config, load_config
 from repa_mm.io.paths import config_path, config_root
 
 BACKBONE = dict(
@@ -68,15 +69,14 @@ def test_configs_and_tools_of_installed_codebases(tmp_path):
     assert codebase_tool(['--help'], 'train.py') is None
 
 
-@pytest.mark.parametrize('read', [load_config, lambda path: codebase_tool([path], 'train.py')])
-def test_configs_import_what_lies_in_the_working_directory(read, config, tmp_path, monkeypatch):
+def test_configs_import_what_lies_in_the_working_directory(config, tmp_path, monkeypatch):
     """Python alone looks beside the script, in tools/."""
     monkeypatch.setattr(sys, 'path', list(sys.path))
     monkeypatch.chdir(tmp_path)
     (tmp_path / 'lying_here.py').touch()
     with open(config, 'a') as file:
         file.write("custom_imports = dict(imports=['lying_here'], allow_failed_imports=False)")
-    read(config)
+    load_config(config)
     assert sys.modules.pop('lying_here').__file__ == str(tmp_path / 'lying_here.py')
 
 

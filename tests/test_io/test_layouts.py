@@ -343,6 +343,7 @@ def test_a_missing_file_of_a_repaformer():
     cfg = load_config(repa_mm.config_path('retinanet_repa_swin_b.py')).model.backbone
     cfg.init_cfg.checkpoint = 'not/there.pth'
     said = r'(?s)not/there.pth.*RePaSwinTransformer base.*huggingface.co/Ackesnal/RePaViT'
+    said += r'.*tools/convert_pretrained.py .* --idle-ratio 0.75'
     with pytest.raises(FileNotFoundError, match=said):
         MODELS.build(cfg).init_weights()
 

@@ -10,6 +10,7 @@ from mmengine.registry import MODELS
 from mmengine.runner.checkpoint import load_state_dict
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from repa_mm.io.checkpoints import load_weights
 from repa_mm.models import RePaPoolFormer
 from repa_mm.reparam import (
     ChannelIdleFFN,
@@ -209,6 +210,23 @@ def test_own_weights_in_both_forms(name, scattered, tmp_path):
         if deploy:  # which is no start for training
             with pytest.raises(CheckpointError, match='needs deploy=True'):
                 build(name, init_cfg=init_cfg).init_weights()
+
+
+@pytest.mark.parametrize('deploy', [False, True])
+@pytest.mark.parametrize('kind, other', [('keep', 'BN'), ('BN', 'keep')])
+def test_the_refusal_of_other_norms_says_how_to_build_the_model(kind, other, deploy, tmp_path):
+    def built(kind, **kwargs):
+        return build('swin', ffn_norm_cfg=dict(type=kind), **kwargs)
+
+    model, said = built(kind, deploy=deploy), rf"model with ffn_norm_cfg=dict\(type='{kind}'\)"
+    init_cfg = pretrained(model, tmp_path / 'file.pth')
+    for load in (load_state_dict, nn.Module.load_state_dict):
+        with pytest.raises(CheckpointError, match=said):
+            load(built(other, deploy=deploy), model.state_dict(), strict=False)
+    with pytest.raises(CheckpointError, match=said):  # which takes the form of the weights
+        load_weights(built(other), model.state_dict())
+    with pytest.raises(CheckpointError, match=said):
+        built(other, deploy=deploy, init_cfg=init_cfg).init_weights()
 
 
 @pytest.mark.parametrize('deploy', [False, True])

@@ -40,21 +40,21 @@ class Pair(TrainingForm):
         scale = norm.weight.double() * (norm.running_var.double() + norm.eps).rsqrt()
         weight = scale[:, None] * (self.a.weight.double() + self.b.weight.double())
         bias = self.a.bias.double() + self.b.bias.double() - norm.running_mean.double()
-        merged = MergedPair(len(bias)).to(self.a.weight)
-        merged.fc.weight.copy_(weight)
-        merged.fc.bias.copy_(scale * bias + norm.bias.double())
+        merged = MergedPair(nn.Linear(*weight.shape)).to(self.a.weight)
+        merged.layers[0].weight.copy_(weight)
+        merged.layers[0].bias.copy_(scale * bias + norm.bias.double())
         return merged
 
 
 class MergedPair(DeployForm):
-    label = 'pair of linear layers'
+    """Layers, or forms, one after the other."""
 
-    def __init__(self, dims):
+    def __init__(self, *layers):
         super().__init__()
-        self.fc = nn.Linear(dims, dims)
+        self.layers = nn.Sequential(*layers)
 
     def inference(self, x):
-        return self.fc(x)
+        return self.layers(x)
 
 
 class Twice(TrainingForm):
@@ -71,18 +71,7 @@ class Twice(TrainingForm):
 
     def merge(self):
         # The first is left as it is, for who walks over the model.
-        return MergedTwice(self.first, self.second.merge())
-
-
-class MergedTwice(DeployForm):
-    label = 'two forms'
-
-    def __init__(self, first, second):
-        super().__init__()
-        self.first, self.second = first, second
-
-    def inference(self, x):
-        return self.second(self.first(x))
+        return MergedPair(self.first, self.second.merge())
 
 
 def test_switch_to_deploy_and_the_guards_of_every_form(randomize, relative_error):

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 import torch
 from mmengine.config import Config
-from mmengine.evaluator import Evaluator
+from mmengine.evaluator import BaseMetric
 from mmengine.registry import DATASETS, METRICS, init_default_scope
 from mmengine.structures import BaseDataElement, InstanceData, PixelData
+from torch.utils.data import Dataset
 
 from repa_mm.search import judge as judging
-from repa_mm.search.judge import Annotated, Judge, Score, bootstrap, subset
+from repa_mm.search.judge import Agreement, Annotated, Judge, bootstrap, subset
 from repa_mm.search.precision import coco_records, mean_ap, voc_records
 
 NUM = 6
@@ -124,23 +125,36 @@ def test_the_bootstrap_is_paired():
     assert 3 < high - low < 5
 
 
-class Mean:
-    """A metric of the mean of images."""
+@METRICS.register_module()
+class Mean(BaseMetric):
+    """The mean of images under any name."""
 
-    name = 'mIoU'
-
-    def __init__(self):
-        self.results = []
+    def __init__(self, name):
+        prefix, _, self.key = name.rpartition('/')
+        super().__init__(prefix=prefix or None)
 
     def process(self, data_batch, data_samples):
         self.results += data_samples
 
     def compute_metrics(self, results):
-        return {self.name.split('/')[-1]: sum(results) / len(results)}
+        return {self.key: sum(results) / len(results)}
 
-    def evaluate(self, size):
-        (value,), self.results = self.compute_metrics(self.results).values(), []
-        return {self.name: value}
+
+@DATASETS.register_module()
+class Images(Dataset):
+    metainfo = {}
+
+    def __init__(self, number):
+        self.number = number
+
+    def __len__(self):
+        return self.number
+
+    def __getitem__(self, index):
+        return dict(inputs=torch.ones(1))
+
+    def get_data_info(self, index):
+        return {}
 
 
 class Model:
@@ -154,13 +168,10 @@ class Model:
 
 
 def annotated(name, number):
-    judge = Annotated.__new__(Annotated)
-    judge.name = ''
-    judge.num_images, judge.indices = number, range(number)
-    judge.dataset = [dict(inputs=torch.ones(1))] * number
-    judge.evaluator = Evaluator([Mean()])
-    judge.evaluator.metrics[0].name = name
-    return judge
+    loader = dict(dataset=dict(type='Images', number=number))
+    evaluator = dict(type='Mean', name=name)
+    cfg = dict(default_scope='mmengine', val_dataloader=loader, val_evaluator=evaluator)
+    return Annotated(Config(cfg), number, '')
 
 
 @pytest.mark.parametrize('name, points', [('mIoU', 1), ('mDice', 1), ('multi-label/mAP', 1)])
@@ -210,13 +221,10 @@ def test_agreement_of_resampled_images():
         sample.pred_sem_seg = PixelData(data=torch.full((1, 4, 4), value))
         return sample
 
-    parts = [judging.overlap(labels(i % 2), labels(1)) for i in range(20)]
-    same = [judging.overlap(labels(1), labels(1)) for i in range(20)]
-    judge = judging.Agreement.__new__(judging.Agreement)
-    judge.num_images = 20
-    scores = [Score(100 * judging.agreement_of(p), p) for p in (parts, same)]
-    change, low, high, _ = judge.difference(*scores)
-    assert scores[1].value == 100 and low < change < high < 0
+    judge = Agreement(Images(20), range(20))
+    stock = judge(Model([labels(1)] * 20))
+    change, low, high, _ = judge.difference(judge(Model([labels(i % 2) for i in range(20)])), stock)
+    assert stock.value == 100 and low < change < high < 0
 
 
 def labelled(*labels):
@@ -229,16 +237,11 @@ def labelled(*labels):
 
 
 def test_agreement_of_labels_is_not_certain_of_a_few_images():
-    judge = judging.Agreement.__new__(judging.Agreement)
-
     def difference(changes, number, same=False):
-        judge.num_images = number
-        records = [
-            [judging.overlap(labelled(*(c or (0,))), labelled(0)) for c in found]
-            for found in ([*changes, *[()] * (number - len(changes))], [()] * number)
-        ]
-        weights = np.ones(number, int)
-        return judge.difference(*(Score(judge._points(r, weights), r) for r in records), same)[:3]
+        judge = Agreement(Images(number), range(number))
+        stock = judge(Model([labelled(0)] * number))
+        found = [labelled(*labels) for labels in changes] + [labelled(0)] * (number - len(changes))
+        return judge.difference(judge(Model(found)), stock, same)[:3]
 
     assert difference([], 1) == pytest.approx((0, -97.5, 0))
     change, low, high = difference([], 33)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import repa_mm
-from repa_mm.io.configs import codebase_tool
+from repa_mm.io.command_line import codebase_tool
 from tests.test_export.conftest import write_config
 
 from .conftest import ROOT

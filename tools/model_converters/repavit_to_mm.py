@@ -6,7 +6,8 @@ docs/train.md.
 
 import argparse
 
-from repa_mm.io.configs import load_config, readable_errors, tool_parser
+from repa_mm.io.command_line import readable_errors, tool_parser
+from repa_mm.io.configs import load_config
 from repa_mm.io.layouts import translate_file
 
 

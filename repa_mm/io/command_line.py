@@ -1,0 +1,47 @@
+"""What the command lines of ``tools/`` share."""
+
+import argparse
+import os.path as osp
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from mmengine.config import DictAction
+
+from repa_mm.io.configs import load_config
+from repa_mm.io.paths import config_root
+from repa_mm.reparam import CheckpointError
+
+
+def tool_parser(description: str, **options) -> argparse.ArgumentParser:
+    """Return the parser of a tool, with the arguments ``config`` and ``--cfg-options``."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter, **options
+    )
+    parser.add_argument('config', help="the model's config: a path, or mmdet::swin/….py")
+    parser.add_argument(
+        '--cfg-options', nargs='+', action=DictAction, help='override the config: key=value ...'
+    )
+    return parser
+
+
+@contextmanager
+def readable_errors() -> Iterator[None]:
+    """End a tool with a message instead of a traceback if a file or a value is wrong."""
+    try:
+        yield
+    except (ValueError, OSError, CheckpointError) as error:
+        sys.exit(f'error: {error}')
+
+
+def codebase_tool(arguments: Sequence[str], name: str) -> str | None:
+    """Return the path of a codebase's tool, 'train.py' or 'test.py', None without a config.
+
+    The first of the command-line arguments that ends with '.py' is the config; options may precede
+    it.
+    """
+    for argument in arguments:
+        if argument.endswith('.py') and not argument.startswith('-'):
+            scope = load_config(argument).default_scope
+            return osp.join(osp.dirname(config_root(scope)), 'tools', name)
+    return None
