@@ -74,6 +74,8 @@ def parse_args() -> argparse.Namespace:
 @torch.no_grad()
 def main() -> None:
     args = parse_args()
+    if torch.device(args.device).type == 'cuda':
+        torch.cuda.set_device(args.device)  # which is waited for when models are timed
     show_machine()
     MMLogger.get_current_instance().setLevel('WARNING')  # hides where weights come from
     with readable_errors():

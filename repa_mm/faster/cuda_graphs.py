@@ -1,5 +1,7 @@
 """CUDA graphs of backbone, neck and heads: a few launches in place of a thousand."""
 
+from contextlib import AbstractContextManager, nullcontext
+from threading import Lock
 from typing import Any
 
 import torch
@@ -9,7 +11,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from repa_mm.reparam.autograd import autocast_dtype
 
 PARTS = 'backbone', 'neck', 'bbox_head', 'rpn_head', 'decode_head', 'head'
-#: Types of arguments other than tensors for which a graph is captured.
+#: Types of arguments and outputs other than tensors with which a graph is captured.
 _CONSTANTS = int, float, bool, str, torch.Size, type(None)
 
 
@@ -17,29 +19,35 @@ class Captured:
     """The forward pass of a module, which replays a CUDA graph for inputs of a known size.
 
     There is a graph for each shape, memory format and type of the inputs and type of autocast.
-    Weights that change give a new one. With gradients, in training mode, on another device than a
-    GPU, and with arguments such as data samples, the module's own forward pass runs.
+    Weights that are replaced give a new one. With gradients, in training mode, on another device
+    than a GPU, and with arguments such as data samples, the module's own forward pass runs.
 
     Args:
-        module (nn.Module): The module, whose forward pass must not wait for the GPU.
+        module (nn.Module): The module, whose forward pass must not wait for the GPU, nor leave
+            anything on the module.
     """
 
     device_type = 'cuda'
 
     def __init__(self, module: nn.Module) -> None:
-        self.module, self.forward = module, module.forward
-        # Going through all modules would take a millisecond of each call.
-        stores = [store for m in module.modules() for store in (m._parameters, m._buffers)]
-        self.stores = [store for store in stores if store]
-        self.weights, self.graphs, self.pool = [], {}, None
+        self.__setstate__(dict(module=module, forward=module.forward))
 
     def __getstate__(self) -> dict:  # of a copy, which has tensors of its own
-        return dict(self.__dict__, weights=[], graphs={}, pool=None)
+        return dict(module=self.module, forward=self.forward)
+
+    def __setstate__(self, state: dict) -> None:
+        self.module, self.forward = state['module'], state['forward']
+        self.stores, self.weights, self.graphs, self.pool = None, [], {}, None
+        self.lock = Lock()  # of what a graph reads and writes
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leaves, form = tree_flatten((args, kwargs))
         if not self._fits(leaves):
             return self.forward(*args, **kwargs)
+        with self.lock:
+            return self._replay(leaves, form)
+
+    def _replay(self, leaves: list, form: Any) -> Any:
         weights = self._weights()
         if weights != self.weights:
             self.weights, self.graphs = weights, {}
@@ -57,11 +65,10 @@ class Captured:
 
     def _fits(self, leaves: list) -> bool:
         tensors = [leaf for leaf in leaves if torch.is_tensor(leaf)]
-        others = [leaf for leaf in leaves if not torch.is_tensor(leaf)]
         return (
-            len(tensors) > 0
-            and all(tensor.device.type == self.device_type for tensor in tensors)
-            and all(isinstance(other, _CONSTANTS) for other in others)
+            len({tensor.device for tensor in tensors}) == 1
+            and tensors[0].device.type == self.device_type
+            and _are_plain(leaves)
             and not torch.is_grad_enabled()
             and not self.module.training
             and not torch.cuda.is_current_stream_capturing()
@@ -69,34 +76,52 @@ class Captured:
 
     def _weights(self) -> list[int]:
         """Return where the weights are. A graph reads them there, with changes in place."""
+        if self.stores is None:  # going through all modules takes a millisecond
+            modules = [*self.module.modules()]
+            self.stores = [store for m in modules for store in (m._parameters, m._buffers)]
         tensors = (tensor for store in self.stores for tensor in store.values())
         return [tensor.data_ptr() for tensor in tensors if tensor is not None]
 
     def _capture(self, leaves: list, form: Any) -> tuple:
-        # Tensors of inference mode could not be written to outside of it.
-        with torch.inference_mode(False), torch.no_grad():
+        device = next(leaf.device for leaf in leaves if torch.is_tensor(leaf))
+        # Tensors of inference mode could not be written to outside of it. A stream of another
+        # device would capture nothing.
+        with torch.inference_mode(False), torch.no_grad(), _current(device):
             inputs = [x.clone() if torch.is_tensor(x) else x for x in leaves]
             args, kwargs = tree_unflatten(inputs, form)
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):  # libraries choose and compile their kernels
                 for _ in range(2):
-                    self.forward(*args, **kwargs)
+                    outputs = self.forward(*args, **kwargs)
             torch.cuda.current_stream().wait_stream(stream)
+            if not _are_plain(tree_flatten(outputs)[0]):
+                raise TypeError(
+                    f'{type(self.module).__name__} returns {type(outputs).__name__}: for CUDA '
+                    'graphs, it must return tensors, in tuples, lists or dicts'
+                )
             graph = torch.cuda.CUDAGraph()
             torch.clear_autocast_cache()  # each replay casts the weights
             try:
-                with torch.cuda.graph(graph, self.pool, capture_error_mode='thread_local'):
+                with torch.cuda.graph(graph, self.pool, stream, capture_error_mode='thread_local'):
                     outputs = self.forward(*args, **kwargs)
             finally:
                 torch.clear_autocast_cache()  # of memory of the graph
         return graph, inputs, outputs
 
 
+def _current(device: torch.device) -> AbstractContextManager:
+    return torch.cuda.device(device) if device.type == 'cuda' else nullcontext()
+
+
+def _are_plain(leaves: list) -> bool:
+    return all(torch.is_tensor(leaf) or isinstance(leaf, _CONSTANTS) for leaf in leaves)
+
+
 def _described(leaf: Any) -> Any:
     if torch.is_tensor(leaf):
         return leaf.shape, leaf.stride(), leaf.dtype, leaf.device
-    return leaf
+    return type(leaf), leaf
 
 
 def cuda_graphs_(model: nn.Module) -> nn.Module:
@@ -106,7 +131,7 @@ def cuda_graphs_(model: nn.Module) -> nn.Module:
     them. A GPU then does not wait for Python to launch its kernels, which takes most of the time of
     one image. Post-processing, RoI heads, and the encoder and decoder of a DETR run as before. For
     inference only; each size keeps memory for its inputs and outputs, so images of many sizes
-    should be padded to a few.
+    should be padded to a few. A part whose ``forward`` was replaced runs as before.
 
     Args:
         model (nn.Module): The model in eval mode, on a GPU, after all that replaces its modules.
@@ -122,6 +147,6 @@ def cuda_graphs_(model: nn.Module) -> nn.Module:
         raise ValueError(f'CUDA graphs are for a model on an NVIDIA GPU, not on {device}')
     for name in PARTS:
         part = getattr(model, name, None)
-        if isinstance(part, nn.Module) and not isinstance(part.forward, Captured):
+        if isinstance(part, nn.Module) and 'forward' not in vars(part):
             part.forward = Captured(part)
     return model

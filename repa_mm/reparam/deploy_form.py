@@ -266,7 +266,9 @@ class MergedFFN(DeployForm):
             raise ValueError(f"the shortcut is 'inside' or 'outside', but got {where!r}")
         if self._movable and self.shortcut != (where == 'outside'):
             self.shortcut = not self.shortcut
-            self.fc1.weight.copy_(self._with_identity(self.fc1.weight, -1 if self.shortcut else 1))
+            # At another address, since a CUDA graph may have been captured with the old form.
+            times = -1 if self.shortcut else 1
+            self.fc1.weight.data = self._with_identity(self.fc1.weight, times)
 
     def _with_identity(self, weight: torch.Tensor, times: int) -> torch.Tensor:
         weight = weight.detach().clone()
@@ -279,7 +281,7 @@ class MergedFFN(DeployForm):
 
     def check_weights(self, weights: dict, name: str) -> None:
         if self.owns(weights):
-            check_norm(isinstance(self.norm, KEPT_NORMS), 'norm.weight' in weights, name)
+            check_norm('norm.weight' in self.state_dict(), 'norm.weight' in weights, name)
         super().check_weights(weights, name)
 
     @staticmethod

@@ -255,7 +255,11 @@ class Bench:
             return self._times(stock=self.original, **models)
 
         names = ' | '.join(f'{row["candidate"]}, {row["format"]}' for row in rows)
-        times = step(f'time together: {names}', timed)
+        try:
+            times = step(f'time together: {names}', timed)
+        except Exception as error:  # of memory, mostly
+            self.notes.append(f'These could not be timed together: {names}: {error!r}')
+            return rows
         for i, row in enumerate(rows):
             row.update(columns_of(times[str(i)], times['stock']))
         return rows
@@ -293,7 +297,9 @@ class Bench:
                     model = faster_on_gpu_(model)
                 model = in_format_(model, form)
             model = Padded(model, self.divisor) if form.padded else model
-            model.test_step(first)
+            # A graph is captured for each size.
+            for data in (first, *self.timed) if form.captured else (first,):
+                model.test_step(copy.deepcopy(data))
             return model
 
         return peak_memory(opened, self.device)

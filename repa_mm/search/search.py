@@ -44,7 +44,7 @@ def speed_up(
 
     Candidates are the model with faster parts, and narrower models of several budgets, each in
     PyTorch and in files for the installed runtimes. A RePaFormer is merged first. On a GPU, the
-    formats are PyTorch in float32, float16 and bfloat16 (autocast), and compiled in float16. Each
+    formats are PyTorch in float32, float16, bfloat16 (autocast), and float16 with CUDA graphs. Each
     is timed in turn with the original model, in this process, on images as the data set has them;
     all are tested on the same images. With a target, those that may be the best are timed again,
     in turn with each other. The files, and what was measured on the way to them, stay in
@@ -98,6 +98,8 @@ def speed_up(
         if not is_right:
             raise ValueError(f'{name} must be {right}, not {value}')
     started, device = time.monotonic(), device or ('cuda' if torch.cuda.is_available() else 'cpu')
+    if torch.device(device).type == 'cuda':
+        torch.cuda.set_device(device)  # which is waited for when models are timed
     print(f'searching on {device}')
     with quiet():
         cfg = load_config(config, cfg_options)

@@ -1,5 +1,6 @@
 """CUDA graphs, on a GPU, or on a CPU by what a graph is: operators on tensors at fixed places."""
 
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -14,6 +15,7 @@ from repa_mm.apis import open_model
 from repa_mm.faster import cuda_graphs_, faster_on_gpu_
 from repa_mm.faster.cuda_graphs import Captured
 from repa_mm.io.configs import load_config
+from repa_mm.reparam import ChannelIdleFFN, reparameterize, set_shortcut_
 from repa_mm.surgery import copied
 
 
@@ -31,7 +33,7 @@ class Graph:
 
 
 class Capture(TorchDispatchMode):
-    def __init__(self, graph, pool, capture_error_mode):
+    def __init__(self, graph, pool, stream, capture_error_mode):
         super().__init__()
         self.graph = graph
 
@@ -130,6 +132,43 @@ def test_what_is_not_captured(pair, device):
         captured.eval()
         captured.backbone.forward.forward = lambda x, sample: sample
         assert captured.backbone(x, sample := object()) is sample and not graphs(captured)
+
+
+@torch.no_grad()
+def test_the_shortcut_of_a_merged_ffn_moves(device, randomize):
+    """Into W, or out of it, after a capture."""
+    model = Model()
+    ffn = ChannelIdleFFN(embed_dims=8, feedforward_channels=32, idle_ratio=0.75)
+    model.backbone = reparameterize(randomize(ffn).eval())
+    model.to(device)
+    x, captured = torch.randn(1, 4, 8, device=device), cuda_graphs_(copied(model))
+    for where in 'inside', 'outside', 'inside':
+        set_shortcut_(captured, where)
+        assert torch.allclose(captured(x), model(x), atol=1e-5) and graphs(captured) == 1
+
+
+@torch.no_grad()
+def test_one_model_in_two_threads(pair, device):
+    model, captured = pair
+    batches = [torch.randn(1, 3, 8, 8, device=device) for _ in range(200)]
+    expected = [model(x) for x in batches]
+
+    def call(x):
+        with torch.no_grad():  # which is of a thread
+            return captured(x)
+
+    with ThreadPoolExecutor(2) as pool:
+        found = [*pool.map(call, batches)]
+    assert all(torch.allclose(x, y, atol=1e-6) for x, y in zip(found, expected))
+
+
+@torch.no_grad()
+def test_outputs_of_unknown_kinds_are_refused(pair, device):
+    """Their tensors would be written to by the next call."""
+    _, captured = pair
+    captured.backbone.forward.forward = lambda x: SimpleNamespace(maps=x)
+    with pytest.raises(TypeError, match='Sequential returns SimpleNamespace'):
+        captured(torch.randn(1, 3, 8, 8, device=device))
 
 
 def test_inference_mode(pair, device):
