@@ -156,6 +156,17 @@ def test_weights_of_another_idle_ratio():
     assert torch.equal(ffn.state_dict()['0.norm1.weight'], others['0.norm1.weight'])
 
 
+@pytest.mark.parametrize(
+    'norm_cfg', [dict(type='BN'), dict(type='LN'), dict(type='LN', elementwise_affine=False)]
+)
+def test_a_merged_ffn_loads_its_own_weights(norm_cfg, randomize):
+    ffns = [ChannelIdleFFN(8, 32, norm_cfg=norm_cfg) for _ in range(2)]
+    x, (one, other) = torch.randn(2, 3, 8), [randomize(f, i).eval() for i, f in enumerate(ffns)]
+    one, other = one.merge(), other.merge()
+    other.load_state_dict(one.state_dict())
+    assert torch.equal(one(x), other(x))
+
+
 @pytest.mark.parametrize('idle_ratio', [0, 0.5, 0.75, 1])
 def test_shortcut_outside(idle_ratio, randomize, relative_error):
     ffn = randomize(ChannelIdleFFN(16, 64, idle_ratio)).eval()
