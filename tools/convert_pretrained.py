@@ -20,11 +20,17 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument('--budget', type=float, help='share of multiply-adds that stays (0.5)')
     parser.add_argument('--parts', choices=PARTS, nargs='+', help='narrowed parts (default: all)')
     parser.add_argument(
-        '--idle-ratio', type=float, help='instead of a budget: make FFNs channel-idle by this share'
+        '--idle-ratio',
+        type=float,
+        help='instead of a budget: make FFNs channel-idle; the share of '
+        'channels that skip the activation, such as 0.75',
     )
     parser.add_argument('--where', help='module to narrow: backbone or encoder (default: both)')
     parser.add_argument(
-        '--num-images', type=int, default=64, help='to fit to (64); for every eight one is held out'
+        '--num-images',
+        type=int,
+        default=64,
+        help='images to fit to (64), and one more for every eight to test on',
     )
     parser.add_argument('--images', help="folder of images (default: the config's training data)")
     parser.add_argument('--device', help='device of the fit (default: the GPU if there is one)')

@@ -22,11 +22,17 @@ def parse_args() -> argparse.Namespace:
     parser = tool_parser(__doc__, epilog=EXAMPLES)
     parser.add_argument('checkpoint', help="the model's checkpoint: a path or a URL")
     parser.add_argument('out_dir', help='folder for the results')
-    parser.add_argument('--max-loss', type=float, metavar='POINTS', help='largest loss')
+    parser.add_argument(
+        '--max-loss', type=float, metavar='POINTS', help='largest loss of the metric'
+    )
     parser.add_argument(
         '--latency', type=float, metavar='RATIO', help="largest fraction of the original's time"
     )
-    parser.add_argument('--images', metavar='FOLDER', help='images without annotations')
+    parser.add_argument(
+        '--images',
+        metavar='FOLDER',
+        help='images without annotations: tests agreement with the original',
+    )
     parser.add_argument('--num-images', type=int, default=100, help='to test on; 0: no test (100)')
     parser.add_argument(
         '--budgets', type=float, nargs='*', default=[0.6, 0.4, 0.25, 0.15],
