@@ -98,7 +98,7 @@ def folder(learned, monkeypatch, tmp_path):
     monkeypatch.setattr('gc.collect', lambda: 0)  # slow in a process of many tests
     rows = []
 
-    def times(calls, images, repeats, seconds, per_turn):
+    def times(calls, images, repeats, seconds, settle, per_turn):
         assert per_turn and all(call(copy.deepcopy(images[0])) for call in calls.values())
         candidate, slower = divmod(len(rows), len(bench.installed_formats('cpu')[0]))
         rows.append(calls)
