@@ -101,9 +101,8 @@ def write_scenes(args: argparse.Namespace, kind: str) -> None:
     if kind == 'digits':
         write_digit_scenes(root, *counts.values())
     elif not os.path.isdir(root):
-        cv2.setNumThreads(0)  # its threads do not survive a fork
         clothes, photographs = read_clothes(args.clothes), read_photographs(args.photographs)
-        write_clothes(root, clothes, photographs, counts, workers=os.cpu_count())
+        write_clothes(root, clothes, photographs, counts)
 
 
 def read_crops(

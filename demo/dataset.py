@@ -9,13 +9,12 @@ import json
 import os
 import os.path as osp
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib import import_module
 from typing import Any
 
 import cv2
 import numpy as np
-from torch.utils.data import DataLoader, Dataset
 
 DIGITS = ('zero', 'one', 'two', 'three', 'four', 'five', 'six', 'seven', 'eight', 'nine')
 
@@ -52,7 +51,6 @@ DESCRIPTION = dict(
 TRAIN_SHARE = 0.7  # left part of each photograph; the rest is for validation
 VAL_SCANS = 0.2  # share of each digit's scans that only validation scenes use
 UPSAMPLE = 8  # an object is interpolated to 8 times its size before it is placed
-BACKGROUND = 0.8, 1.6  # shares of the size: sides of the squares that become backgrounds
 INK = 0.5  # an object is where the opacity is larger
 Rng = np.random.Generator
 LUMA = np.array([0.114, 0.587, 0.299], np.float32)  # brightness of a BGR colour
@@ -95,7 +93,6 @@ def write_scenes(
     counts: dict[str, int],
     compose: Callable[[Rng, str], dict[str, Any]],
     description: dict[str, Any],
-    workers: int = 0,
 ) -> None:
     """Write scenes in the layouts of COCO and ADE20K, unless ``root`` exists.
 
@@ -105,8 +102,6 @@ def write_scenes(
         compose (Callable): Called with a random number generator for the scene and the name of the
             split, returns a scene as from :func:`compose_scene`.
         description (dict): ``info``, ``licenses`` and ``categories`` of the annotation files.
-        workers (int): Number of processes beside this one that compose and write scenes. The bytes
-            do not depend on it. Defaults to 0: this process does.
     """
     if osp.isdir(root):
         return
@@ -114,7 +109,9 @@ def write_scenes(
     shutil.rmtree(unfinished, ignore_errors=True)
     first_id = 1
     for split, count in counts.items():
-        _write_split(unfinished, split, compose, count, first_id, description, workers)
+        rngs = (np.random.default_rng([0, int(split == 'val'), i]) for i in range(count))
+        scenes = (compose(rng, split) for rng in rngs)
+        _write_split(unfinished, split, scenes, first_id, description)
         first_id += count
     os.replace(unfinished, root)
 
@@ -216,8 +213,7 @@ def _side(photograph: np.ndarray, split: str) -> np.ndarray:
 
 def _background(rng: Rng, photograph: np.ndarray, size: int) -> np.ndarray:
     """Return a random square of a photograph, (size, size, 3) in float32."""
-    least, most = (round(share * size) for share in BACKGROUND)
-    side = min(int(rng.integers(least, most + 1)), *photograph.shape[:2])
+    side = min(int(rng.integers(128, 257)), *photograph.shape[:2])
     top = rng.integers(photograph.shape[0] - side + 1)
     left = rng.integers(photograph.shape[1] - side + 1)
     crop = photograph[top : top + side, left : left + side]
@@ -293,13 +289,7 @@ def _ink_colour(rng: Rng, under: np.ndarray, saturation: float) -> np.ndarray:
 
 
 def _write_split(
-    root: str,
-    split: str,
-    compose: Callable[[Rng, str], dict[str, Any]],
-    count: int,
-    first_id: int,
-    description: dict[str, Any],
-    workers: int,
+    root: str, split: str, scenes: Iterable[dict], first_id: int, description: dict[str, Any]
 ) -> None:
     """Write the scenes of one split in both layouts."""
     ade_split = dict(train='training', val='validation')[split]
@@ -312,18 +302,13 @@ def _write_split(
     for folder in folders:
         os.makedirs(folder, exist_ok=True)
 
-    class Scenes(Dataset):
-        """Writes the images of a scene, and returns what the annotation file says of it."""
-
-        def __len__(self) -> int:
-            return count
-
-        def __getitem__(self, index: int) -> tuple[dict, list[dict]]:
-            scene = compose(np.random.default_rng([0, int(split == 'val'), index]), split)
-            image_id = first_id + index
-            height, width = scene['image'].shape[:2]
-            file_name = f'{image_id:012d}.jpg'
-            image = dict(
+    images, annotations = [], []
+    for number, scene in enumerate(scenes, 1):
+        image_id = first_id + number - 1
+        height, width = scene['image'].shape[:2]
+        file_name = f'{image_id:012d}.jpg'
+        images.append(
+            dict(
                 license=scene['license'],
                 file_name=file_name,
                 height=height,
@@ -332,32 +317,28 @@ def _write_split(
                 id=image_id,
                 photograph=scene['photograph'],
             )
-            annotations = []
-            label_map = np.ones((height, width), np.uint8)
-            for n, thing in enumerate(scene['objects']):
-                mask = thing['mask']
-                annotations.append(
-                    dict(
-                        segmentation=_encode(mask),
-                        area=int(mask.sum()),
-                        iscrowd=0,
-                        image_id=image_id,
-                        bbox=list(cv2.boundingRect(mask.astype(np.uint8))),
-                        category_id=thing['category'] + 1,
-                        id=10 * image_id + n,
-                        scan=thing['scan'],
-                    )
+        )
+        label_map = np.ones((height, width), np.uint8)
+        for n, thing in enumerate(scene['objects']):
+            mask = thing['mask']
+            annotations.append(
+                dict(
+                    segmentation=_encode(mask),
+                    area=int(mask.sum()),
+                    iscrowd=0,
+                    image_id=image_id,
+                    bbox=list(cv2.boundingRect(mask.astype(np.uint8))),
+                    category_id=thing['category'] + 1,
+                    id=10 * image_id + n,
+                    scan=thing['scan'],
                 )
-                label_map[mask] = thing['category'] + 2
-            name = f'ADE_{split}_{index + 1:08d}'
-            for path in (osp.join(coco, file_name), osp.join(ade_images, f'{name}.jpg')):
-                cv2.imwrite(path, scene['image'], [cv2.IMWRITE_JPEG_QUALITY, 95])
-            cv2.imwrite(osp.join(ade_labels, f'{name}.png'), label_map)
-            return image, annotations
+            )
+            label_map[mask] = thing['category'] + 2
+        name = f'ADE_{split}_{number:08d}'
+        for path in (osp.join(coco, file_name), osp.join(ade_images, f'{name}.jpg')):
+            cv2.imwrite(path, scene['image'], [cv2.IMWRITE_JPEG_QUALITY, 95])
+        cv2.imwrite(osp.join(ade_labels, f'{name}.png'), label_map)
 
-    written = DataLoader(Scenes(), None, num_workers=workers, collate_fn=lambda scene: scene)
-    images, annotations = zip(*written) if count else ((), ())
-    annotations = [annotation for each in annotations for annotation in each]
     content = dict(description, images=images, annotations=annotations)
     with open(osp.join(coco_annotations, f'instances_{split}2017.json'), 'w') as file:
         json.dump(content, file)

@@ -36,8 +36,8 @@ def test_clothes(clothes_folder):
     folder = clothes_folder
     clothes, photographs = read_clothes(folder), read_photographs(folder)
     contents = []
-    for root, workers in ((folder / 'a', 0), (folder / 'b', 2)):
-        write_clothes(str(root), clothes, photographs, dict(train=12, val=6), [96], workers)
+    for root in (folder / 'a', folder / 'b'):
+        write_clothes(str(root), clothes, photographs, dict(train=12, val=6), size=96)
         paths = sorted(path for path in root.rglob('*') if path.is_file())
         contents.append({path.relative_to(root): path.read_bytes() for path in paths})
     assert contents[0] == contents[1]
@@ -60,23 +60,3 @@ def test_clothes(clothes_folder):
     assert used == dict(train={'1.jpg', '2.jpg', '3.jpg', '4.jpg'}, val={'0.jpg'})
     classes = Config.fromfile(config_path('demo/retinanet_swin_clothes.py')).classes
     assert classes == CLOTHES
-
-
-def test_several_sizes(clothes_folder):
-    photographs = read_photographs(clothes_folder, 128)
-    assert {p.shape[1] for _, _, p in photographs['train']} == {384}
-    counts = dict(train=8, val=2)
-    root = clothes_folder / 'several'
-    write_clothes(str(root), read_clothes(clothes_folder), photographs, counts, [96, 128])
-    content = json.loads((root / 'coco/annotations/instances_train2017.json').read_text())
-    assert {(image['height'], image['width']) for image in content['images']} == {
-        (96, 96),
-        (128, 128),
-    }
-    for image in content['images']:
-        assert (
-            cv2.imread(str(root / 'coco/train2017' / image['file_name'])).shape[0]
-            == image['height']
-        )
-        sides = [max(a['bbox'][2:]) for a in content['annotations'] if a['image_id'] == image['id']]
-        assert sides and all(image['height'] / 8.5 < s < image['height'] / 2 for s in sides)
