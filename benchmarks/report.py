@@ -16,6 +16,7 @@ import json
 import os.path as osp
 import shutil
 from collections.abc import Iterator
+from itertools import groupby
 from pathlib import Path
 
 from benchmarks import tables
@@ -32,7 +33,8 @@ NAMES = {
 def to_csv(results: dict, model: str, cpu: str, options: str = '') -> Iterator[dict[str, str]]:
     """Yield rows for results.csv from the content of a run's ``results.json``.
 
-    Each candidate has those of its fastest format, and the chosen model has some by itself.
+    Each candidate has those of its fastest format, unless a wider one is faster, and the chosen
+    model has some by itself.
     """
     name = NAMES.get(results['metric'], results['metric'])
     config, checkpoint = (osp.basename(results[key]) for key in ('config', 'checkpoint'))
@@ -42,10 +44,14 @@ def to_csv(results: dict, model: str, cpu: str, options: str = '') -> Iterator[d
         version=__version__,
         date=f'{datetime.date.today():%Y-%m}',
     )  # fmt: skip
-    fastest: dict[str, dict] = {}
-    for row in sorted(results['rows'][1:], key=lambda row: -row['speedup']):
-        fastest.setdefault(row['candidate'], row)
-    for row in (results['rows'][0], *sorted(fastest.values(), key=lambda row: row['speedup'])):
+    shown = results['rows'][:1]
+    for _, rows in groupby(
+        results['rows'][1:], lambda row: row['candidate']
+    ):  # from wide to narrow
+        row = max(rows, key=lambda row: row['speedup'])
+        if row['speedup'] > shown[-1]['speedup']:
+            shown.append(row)
+    for row in shown:
         values = {'time': (f'{row["ms"]:.1f}', 'ms'), 'speedup': (f'{row["speedup"]:.2f}', '')}
         if row['metric'] is not None:
             values[name] = f'{row["metric"]:.1f}', ''
