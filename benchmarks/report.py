@@ -52,7 +52,7 @@ def to_csv(results: dict, model: str, cpu: str, options: str = '') -> Iterator[d
         if row['speedup'] > shown[-1]['speedup']:
             shown.append(row)
     for row in shown:
-        values = {'time': (f'{row["ms"]:.1f}', 'ms'), 'speedup': (f'{row["speedup"]:.2f}', '')}
+        values = {'speedup': (f'{row["speedup"]:.2f}', '')}  # times of other turns do not compare
         if row['metric'] is not None:
             values[name] = f'{row["metric"]:.1f}', ''
         if row['interval'] is not None and any(row['interval']):
