@@ -127,11 +127,11 @@ def _described(leaf: Any) -> Any:
 def cuda_graphs_(model: nn.Module) -> nn.Module:
     """Let CUDA graphs run the backbone, neck and dense heads of a model, in place.
 
-    The first batch of a size captures them, in about the time of three batches; later ones replay
-    them. A GPU then does not wait for Python to launch its kernels, which takes most of the time of
-    one image. Post-processing, RoI heads, and the encoder and decoder of a DETR run as before. For
-    inference only; each size keeps memory for its inputs and outputs, so images of many sizes
-    should be padded to a few. A part whose ``forward`` was replaced runs as before.
+    The first batch of a size runs three times, to capture them; later ones replay them. A GPU then
+    does not wait for Python to launch its kernels, which takes most of the time of one image.
+    Post-processing, RoI heads, and the encoder and decoder of a DETR run as before, and so does a
+    part whose ``forward`` was replaced. For inference only; each size keeps memory for its inputs
+    and outputs, so images of many sizes should be padded to a few.
 
     Args:
         model (nn.Module): The model in eval mode, on a GPU, after all that replaces its modules.
