@@ -2,8 +2,8 @@ r"""What everyone tries first, beside narrower blocks: smaller images, and a sma
 
 Small detectors and segmentors are trained as their configs say: the original; RetinaNet also at
 several sizes of images; and models with fewer channels, which have about the multiply-adds that
-budgets of 0.6, 0.4 and 0.25 leave of the blocks. The original is tested on smaller images and after
-conversions, too. On a GPU with many CPU cores, after the scenes are written::
+budgets of 0.6, 0.4 and 0.25 leave of the blocks. The first two are tested on smaller images and
+after conversions, too. On a GPU with many CPU cores, after the scenes are written::
 
     python -m benchmarks.smaller train OUT_DIR --jobs 8 --minutes 5
 
@@ -60,7 +60,7 @@ RANGE = 96, 176  # of sides in a training at several sizes
 WIDTHS = 30, 24, 36
 BUDGETS = 0.4, 0.6, 0.25
 BATCHES = 16  # of images to fit to
-BOTH = 0.4, 144  # narrow blocks and smaller images
+BOTH = 0.4, 144, 128  # narrow blocks and smaller images
 Task = tuple[str, str, int]
 
 
@@ -151,8 +151,6 @@ def run(args: argparse.Namespace, model: str, form: str, seed: int) -> None:
         return
     for side in SIDES:
         write(trained, form, side)
-    if form == SEVERAL:
-        return
     opened = open_model(cfg)
     opened.load_state_dict(trained.state_dict())
     opened.to(DEVICE)
@@ -162,12 +160,12 @@ def run(args: argparse.Namespace, model: str, form: str, seed: int) -> None:
     groups = [{key: [data[key][0] for data in group] for key in group[0]} for group in groups]
     batches = [opened.data_preprocessor(group, False) for group in (*groups, images[0])]
     conversion = Conversion(opened, batches[:-1], full_size=batches[-1:])
+    prefix = '' if form == ORIGINAL else f'{form} and '
     for budget in BUDGETS:
         narrow, _ = conversion.fit(conversion.sizes(budget))
-        name = f'{NARROW} {budget}'
-        write(narrow, name, SIDE)
-        if budget == BOTH[0]:
-            write(narrow, name, BOTH[1])
+        name = prefix + f'{NARROW} {budget}'
+        for side in (SIDE, *BOTH[1:]) if budget == BOTH[0] else (SIDE,):
+            write(narrow, name, side)
         if seed == 0:
             save(narrow, narrow.cfg, stem_of(args.folder, model, name))
 
@@ -213,7 +211,7 @@ def measured(args: argparse.Namespace) -> None:
     """Count the multiply-adds of whole models, and time them in turn."""
     torch.set_num_threads(args.threads)
     forms = [ORIGINAL, *(f'width {w}' for w in WIDTHS), *(f'{NARROW} {b}' for b in BUDGETS)]
-    sides = {ORIGINAL: [SIDE, *SIDES], f'{NARROW} {BOTH[0]}': [SIDE, BOTH[1]]}
+    sides = {ORIGINAL: [SIDE, *SIDES], f'{NARROW} {BOTH[0]}': [SIDE, *BOTH[1:]]}
     for model in args.models:
         calls = {}
         for form in forms:

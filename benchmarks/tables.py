@@ -196,7 +196,8 @@ def tables() -> dict[str, str]:
         """A cost of a form, as a share of that of the original, in the model of most rows."""
 
         def text(rows: list[Row]) -> str:
-            model, form = rows[0]['model'], rows[0]['form'].replace('several sizes', 'original')
+            model, form = rows[0]['model'], rows[0]['form']
+            form = form.removeprefix('several sizes and ').replace('several sizes', 'original')
             found = of(f'smaller: {what}', model=model, form=form)
             base = of(f'smaller: {what}', model=model, form='original, 160')
             return f'{float(found[-1]["value"]) / float(base[-1]["value"]):.2f}' if found else ''
