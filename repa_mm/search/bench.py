@@ -33,8 +33,6 @@ MOST_SECONDS = 20
 #: An image of a large model takes as many seconds. Its few turns are of one image, to compile for
 #: a size in none of them, and quantizing it needed 16 GB and did not finish.
 SLOW_SECONDS = 20
-#: What a test finds.
-FOUND = 'metric', 'difference', 'interval', 'tested_in'
 
 
 def candidate(name: str, config: str, checkpoint: str, budget: float = 1.0) -> dict:
@@ -43,8 +41,11 @@ def candidate(name: str, config: str, checkpoint: str, budget: float = 1.0) -> d
 
 
 def row_of(model: dict, kind: str, file: str | None = None) -> dict:
-    """Return a row of a candidate without what is measured."""
-    return dict(model, format=kind, file=file, chosen=False, **dict.fromkeys(FOUND))
+    """Return a row of a candidate that is not tested, without what is measured."""
+    return dict(
+        model, format=kind, file=file, chosen=False,
+        metric=None, difference=None, interval=None, tested_in=None,
+    )  # fmt: skip
 
 
 def originals(model: nn.Module, checkpoint: str, folder: str) -> tuple[dict, dict]:
@@ -256,12 +257,11 @@ class Bench:
     def _test(self, row: dict, model: nn.Module) -> dict:
         stock, kind = self._score, row['format']
         self.record.content['metric'] = self.judge.name
-        if row is self.stock:
-            return dict(zip(FOUND, (stock.value, 0.0, [0.0, 0.0], kind)))
-        score = self.judge(model)
-        is_same = row['budget'] == 1 and kind in FLOAT32
-        change, *interval = self.judge.difference(score, stock, is_same)
-        return dict(zip(FOUND, (score.value, change, interval, kind)))
+        score, change, interval = stock, 0.0, [0.0, 0.0]
+        if row is not self.stock:
+            score, is_same = self.judge(model), row['budget'] == 1 and kind in FLOAT32
+            change, *interval = self.judge.difference(score, stock, is_same)
+        return dict(metric=score.value, difference=change, interval=interval, tested_in=kind)
 
 
 def columns_of(times: np.ndarray, stock: np.ndarray) -> dict:
