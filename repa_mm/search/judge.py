@@ -108,31 +108,31 @@ class Annotated(Judge):
         infos = [dataset.get_data_info(i) for i in indices]
         paths = [e.get('ann_file') for e in evaluators] + [x.get('seg_map_path') for x in infos]
         self.mark = hashed(self.mark, infos, *(hash_of_file(path) for path in paths if path))
-        self.evaluator = Evaluator(copy.deepcopy(evaluators))
-        self.evaluator.dataset_meta = dataset.metainfo
 
     def __call__(self, model: nn.Module) -> Score:
         """Test a model."""
+        # Another one each time: metrics keep the results of a test that fails.
+        evaluator, found = Evaluator(copy.deepcopy(self.config['test_evaluator'])), {}
+        evaluator.dataset_meta = self.dataset.metainfo
         for data, samples in self.predictions(model):
-            self.evaluator.process(data_samples=samples, data_batch=data)
-        found = {}
-        for metric in self.evaluator.metrics:
+            evaluator.process(data_samples=samples, data_batch=data)
+        for metric in evaluator.metrics:
             results = list(metric.results)  # which the metric forgets
             for name, value in metric.evaluate(self.num_images).items():
                 found[name] = float(value), metric, results
-        self.name = next((name for name in METRICS if name in found), '')
-        if not self.name:
+        name = next((name for name in METRICS if name in found), None)
+        if name is None:
             raise ValueError(
                 f"the config's evaluator gives {', '.join(found) or 'no metric'}, and none of "
                 f'{", ".join(METRICS)}: {INSTEAD}'
             )
-        value, metric, results = found[self.name]
-        value *= METRICS[self.name]
-        points, records = resampled(metric, self.name, results)
+        self.name, (value, metric, results) = name, found[name]
+        value *= METRICS[name]
+        points, records = resampled(metric, name, results)
         # A metric of one's own class may compute something else than what is resampled.
         if abs(points(records, np.ones(self.num_images, int)) - value) > 0.1:
             raise ValueError(
-                f'{type(metric).__name__} computes another {self.name} than MMDetection: {INSTEAD}'
+                f'{type(metric).__name__} computes another {name} than MMDetection: {INSTEAD}'
             )
         return Score(value, points, records)
 

@@ -14,7 +14,7 @@ from mmengine.registry import DATASETS, METRICS, init_default_scope
 from mmengine.structures import BaseDataElement, InstanceData, PixelData
 from torch.utils.data import Dataset
 
-from repa_mm.search.judge import Agreement, Annotated, Judge, bootstrap, subset
+from repa_mm.search.judge import Agreement, Annotated, Judge, subset
 from repa_mm.search.precision import coco_records, mean_ap, voc_records
 
 NUM = 6
@@ -33,26 +33,32 @@ def scenes(seed=0):
         yield boxes, labels, found, guesses, rng.uniform(0, 1, n + 2)
 
 
+def write_coco(file, images, size):
+    """Write the boxes (N, 4) and labels of images as annotations of COCO."""
+    content = dict(images=[], annotations=[], categories=[dict(id=i, name=str(i)) for i in (0, 1)])
+    for i, (boxes, labels) in enumerate(images):
+        content['images'].append(dict(id=i, file_name=f'{i}.png', width=size, height=size))
+        for (left, top, right, bottom), label in zip(boxes, labels):
+            box = [left, top, right - left, bottom - top]
+            one = dict(id=len(content['annotations']) + 1, image_id=i, category_id=int(label))
+            content['annotations'].append(dict(one, bbox=box, area=box[2] * box[3], iscrowd=0))
+    file.write_text(json.dumps(content, default=int))
+
+
+def tensors(**arrays):
+    return {key: torch.tensor(value) for key, value in arrays.items()}
+
+
 def coco_metric(images, folder):
     """MMDetection's metric of COCO and its results for images."""
     from mmdet.evaluation import CocoMetric
 
-    content = dict(images=[], annotations=[], categories=[dict(id=i, name=str(i)) for i in (0, 1)])
-    samples = []
-    for i, (boxes, labels, found, guesses, scores) in enumerate(images):
-        content['images'].append(dict(id=i, width=100, height=100))
-        for box, label in zip(boxes.tolist(), labels.tolist()):
-            width, height = box[2] - box[0], box[3] - box[1]
-            number = len(content['annotations']) + 1
-            one = dict(id=number, image_id=i, category_id=label, iscrowd=0, area=width * height)
-            content['annotations'].append(dict(one, bbox=[box[0], box[1], width, height]))
-        found = dict(bboxes=found, labels=guesses, scores=scores)
-        found = {key: torch.tensor(value) for key, value in found.items()}
-        samples.append(dict(img_id=i, ori_shape=(100, 100), pred_instances=found))
-    (folder / 'all.json').write_text(json.dumps(content))
+    write_coco(folder / 'all.json', [image[:2] for image in images], 100)
     metric = CocoMetric(ann_file=str(folder / 'all.json'))
     metric.dataset_meta = dict(classes=('0', '1'))
-    metric.process({}, samples)
+    for i, (_, _, found, guesses, scores) in enumerate(images):
+        found = tensors(bboxes=found, labels=guesses, scores=scores)
+        metric.process({}, [dict(img_id=i, ori_shape=(100, 100), pred_instances=found)])
     return metric, list(metric.results)
 
 
@@ -64,12 +70,11 @@ def voc_metric(images, mode):
     metric.dataset_meta = dict(classes=('0', '1'))
     for boxes, labels, found, guesses, scores in images:
         end = len(boxes) - (len(boxes) > 2)
-        whole = dict(bboxes=torch.tensor(boxes).float(), labels=torch.tensor(labels))
-        found = dict(bboxes=found, labels=guesses, scores=scores)
+        whole = tensors(bboxes=boxes.astype(np.float32), labels=labels)
         sample = dict(
             gt_instances={key: value[:end] for key, value in whole.items()},
             ignored_instances={key: value[end:] for key, value in whole.items()},
-            pred_instances={key: torch.tensor(value) for key, value in found.items()},
+            pred_instances=tensors(bboxes=found, labels=guesses, scores=scores),
         )
         metric.process({}, [sample])
     return metric, list(metric.results)
@@ -96,19 +101,6 @@ def test_precision_of_weighted_images(kind, points, tmp_path):
         tolerance = 5.1e-4 if kind == 'coco' else 1e-6  # which rounds
         assert mean_ap(records, counts, points) / 100 == pytest.approx(values[-1], abs=tolerance)
     assert 0.1 < values[0] < 0.9 and abs(values[0] - values[1]) > 5e-3
-
-
-def test_the_bootstrap_is_paired():
-    def mean(values, weights):
-        return float(values @ weights / weights.sum())
-
-    rng = np.random.default_rng(0)
-    stock = rng.normal(50, 20, 400)
-    low, high = bootstrap(mean, stock - 1 + rng.normal(0, 0.1, 400), stock, 400)
-    # By itself each mean is known to 2 points.
-    assert -1.05 < low < -1 < high < -0.95 and high - low < 0.05
-    low, high = bootstrap(mean, stock + rng.normal(0, 20, 400), stock, 400)
-    assert 3 < high - low < 5
 
 
 @METRICS.register_module()
@@ -166,7 +158,10 @@ def test_differences_are_in_points(name, points):
     rng = np.random.default_rng(0)
     stock = rng.normal(50, 5, 40) / points
     less = stock - rng.normal(1, 1, 40) / points
+    with pytest.raises(RuntimeError):
+        judge(Model(less[:7]))  # which leaves nothing behind
     scores = [judge(Model(values)) for values in (less, stock)]
+    assert scores[1].value == pytest.approx(points * stock.mean())
     change, low, high = judge.difference(*scores)
     assert change == pytest.approx(scores[0].value - scores[1].value)
     assert low < change < high and 0.3 < high - low < 1.2
@@ -257,18 +252,14 @@ class Truth:
 
 def detection(folder, number=12, **dataset):
     """A config of a detector's validation data: images with one object each."""
-    content = dict(images=[], annotations=[], categories=[dict(id=1, name='a')])
     for i in range(number):
         cv2.imwrite(str(folder / f'{i}.png'), np.zeros((20, 20, 3), np.uint8))
-        content['images'].append(dict(id=i, file_name=f'{i}.png', width=20, height=20))
-        box = dict(bbox=[1, 2, 5 + i % 9, 8], area=8 * (5 + i % 9), iscrowd=0)
-        content['annotations'].append(dict(box, id=i + 1, image_id=i, category_id=1))
     file = folder / 'all.json'
-    file.write_text(json.dumps(content))
+    write_coco(file, [([[1, 2, 6 + i % 9, 10]], [0]) for i in range(number)], 20)
     steps = dict(type='LoadImageFromFile'), dict(type='LoadAnnotations', with_bbox=True)
     dataset = dict(
         type='CocoDataset', ann_file=str(file), data_prefix=dict(img=str(folder)), test_mode=True,
-        metainfo=dict(classes=('a',)), pipeline=[*steps, dict(type='PackDetInputs')], **dataset,
+        metainfo=dict(classes=('0',)), pipeline=[*steps, dict(type='PackDetInputs')], **dataset,
     )  # fmt: skip
     sampler = dict(type='DefaultSampler', shuffle=False)
     loader = dict(batch_size=1, num_workers=0, sampler=sampler, dataset=dataset)

@@ -178,11 +178,6 @@ def test_a_folder_that_moves_keeps_its_own_files(folder, monkeypatch):
     assert row['candidate'] == '50 %' and row['file'] == 'new/candidates/50.onnx'
     assert stored('new')['rows'][4]['file'] == 'candidates/50.onnx'
     assert Path('new/model.onnx').read_bytes() == Path(row['file']).read_bytes()
-    # A file that was replaced is not taken for what it was.
-    name = 'candidates/faster.onnx'
-    shutil.copy(f'old/{name}', f'new/{name}')
-    run('new')
-    assert Path('new', name).read_bytes() != Path('old', name).read_bytes()
 
 
 def test_the_chosen_model_keeps_its_promise(folder, monkeypatch):
