@@ -22,6 +22,7 @@ import json
 import os.path as osp
 from collections.abc import Iterator
 from importlib.util import find_spec
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -37,15 +38,24 @@ from repa_mm.export import ExportedModel, example_shape, whole_model, whole_onnx
 from repa_mm.io.checkpoints import save_checkpoint
 from repa_mm.io.configs import load_config
 from repa_mm.models import ffn_sites
-from repa_mm.search.bench import Candidate, export, quiet
+from repa_mm.search.bench import export
 from repa_mm.search.formats import EAGER, FORMATS, INT8, in_format_
 from repa_mm.search.judge import Annotated
+from repa_mm.search.record import quiet
 
 #: Criteria that need neither labels nor gradients.
 CRITERIA = {'magnitude': 'GroupMagnitude', 'LAMP': 'LAMP', 'FPGM': 'FPGM'}
 STEPS, LARGEST = 5, 0.95
 SCALES = 0.85, 0.7  # of smaller images
 COLUMNS = 'model', 'format', 'ms', '× stock [95 %]', 'metric', 'difference [95 %]'
+
+
+class Candidate(NamedTuple):
+    """A model that is compared."""
+
+    name: str
+    config: str
+    checkpoint: str
 
 
 def prune(config: str, checkpoint: str, stem: str, ratio: float, criterion: str) -> Candidate:
@@ -228,7 +238,7 @@ def main() -> None:
         with quiet():
             score = given.judge(model)
             stock = stock or score  # the first
-            tests[key] = score.value, *given.judge.difference(score, stock)[:3]
+            tests[key] = score.value, *given.judge.difference(score, stock)
     times = given.time(found, args.repeats)
     for (name, kind), (value, change, low, high) in tests.items():
         ratio, least, most = compare(times[STOCK, EAGER], times[name, kind])

@@ -3,8 +3,7 @@
 import copy
 import json
 import os.path as osp
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,16 +14,14 @@ import torch.nn as nn
 from mmengine.config import Config, ConfigDict
 from mmengine.dataset import pseudo_collate
 from mmengine.evaluator import BaseMetric, Evaluator
-from mmengine.registry import DATASETS, EVALUATOR, Registry
-from mmengine.registry import METRICS as REGISTRY
-from scipy.stats import binomtest
+from mmengine.registry import DATASETS
 from torch.utils.data import Dataset
 
 from repa_mm.apis.images import evenly
 from repa_mm.export import agreement_of, num_found, overlap
 from repa_mm.io.files import write_text
 from repa_mm.search.precision import coco_records, mean_ap, voc_records
-from repa_mm.search.record import content_of, hashed
+from repa_mm.search.record import hash_of_file, hashed
 
 #: Metrics to judge by, the first that an evaluator has, with the points of a 1 in them. In others
 #: less may be better, or images cannot be resampled.
@@ -39,18 +36,21 @@ INSTEAD = 'give a folder of images (--images), to compare with what the original
 
 
 class Score(NamedTuple):
-    """The metric of a model in points, and what each image contributes to it."""
+    """The metric of a model in points, and how it follows from images.
+
+    ``points`` maps records of the images and their weights (images, ) to the metric. The records
+    of a classifier are an array that tells in which images its label is right.
+    """
 
     value: float
+    points: Callable
     records: Any
 
 
 class Judge:
     """Images to test on.
 
-    Its kinds are called with a model, for a :class:`Score`. ``difference(score, stock, same)``
-    returns the difference of two in points, the bounds of its 95 % interval over images, and the
-    method of the interval. ``same`` says that both models are equal except for rounding.
+    Its kinds are called with a model, for a :class:`Score`.
 
     Args:
         dataset (Dataset): The data set.
@@ -75,12 +75,27 @@ class Judge:
         starts = range(0, len(chosen) - batch_size + 1, batch_size) or [0]
         return [pseudo_collate([self.dataset[i] for i in chosen[s:][:batch_size]]) for s in starts]
 
-    def predictions(self, model: nn.Module):
+    def predictions(self, model: nn.Module) -> Iterator[tuple]:
         """Yield each image, as a batch, and what a model with ``test_step`` finds in it."""
         with torch.no_grad():
             for i in self.indices:
                 data = pseudo_collate([self.dataset[i]])
                 yield data, model.test_step(data)
+
+    def difference(self, score: Score, stock: Score, same: bool = False) -> tuple:
+        """Return the difference of two scores in points, and the bounds of its 95 % interval.
+
+        The interval is from a paired bootstrap over images. ``same`` says that both models are
+        equal except for rounding.
+        """
+        number, records, resamples = self.num_images, [score.records, stock.records], RESAMPLES
+        after, before = (score.points(x, np.ones(number, int)) for x in records)
+        if isinstance(score.records, np.ndarray) and not same:
+            # A bootstrap would be certain if no label changes in these images. There are two more,
+            # one for the better and one for the worse.
+            records = [np.append(*pair) for pair in zip(records, ([0, 1], [1, 0]))]
+            number, resamples = number + 2, 5 * RESAMPLES
+        return after - before, *bootstrap(score.points, *records, number, resamples)
 
 
 class Annotated(Judge):
@@ -92,52 +107,34 @@ class Annotated(Judge):
         self.config = dict(test_dataloader=loader, test_evaluator=evaluators)
         infos = [dataset.get_data_info(i) for i in indices]
         paths = [e.get('ann_file') for e in evaluators] + [x.get('seg_map_path') for x in infos]
-        self.mark = hashed(self.mark, infos, *(content_of(path) for path in paths if path))
-        self.evaluator = Evaluator(copy.deepcopy(evaluators))
-        self.evaluator.dataset_meta = dataset.metainfo
+        self.mark = hashed(self.mark, infos, *(hash_of_file(path) for path in paths if path))
 
     def __call__(self, model: nn.Module) -> Score:
         """Test a model."""
-        found = self._evaluate(model)
-        if not self.name:
-            self.name = next((name for name in METRICS if name in found), '')
-            if not self.name:
-                raise ValueError(
-                    f"the config's evaluator gives {', '.join(found) or 'no metric'}, and none of "
-                    f'{", ".join(METRICS)}: {INSTEAD}'
-                )
-        if self.name not in found:  # a model that finds nothing at all
-            return Score(0.0, None)
-        value, metric, results = found[self.name]
-        self._points, records = resampled(metric, self.name, results)
-        # A metric of one's own class may compute something else than what is resampled.
-        if abs(self._points(records, np.ones(self.num_images, int)) - value) > 0.1:
-            raise ValueError(
-                f'{type(metric).__name__} computes another {self.name} than MMDetection: {INSTEAD}'
-            )
-        return Score(value, records)
-
-    def _evaluate(self, model: nn.Module) -> dict[str, tuple[float, BaseMetric, list]]:
-        """Return, by the names of the values, points, the metric, and its results for images."""
+        # Another one each time: metrics keep the results of a test that fails.
+        evaluator, found = Evaluator(copy.deepcopy(self.config['test_evaluator'])), {}
+        evaluator.dataset_meta = self.dataset.metainfo
         for data, samples in self.predictions(model):
-            self.evaluator.process(data_samples=samples, data_batch=data)
-        found = {}
-        for metric in self.evaluator.metrics:
+            evaluator.process(data_samples=samples, data_batch=data)
+        for metric in evaluator.metrics:
             results = list(metric.results)  # which the metric forgets
             for name, value in metric.evaluate(self.num_images).items():
-                found[name] = METRICS.get(name, 1) * float(value), metric, results
-        return found
-
-    def difference(self, score: Score, stock: Score, same: bool = False) -> tuple:
-        """Return the difference from the original, see :class:`Judge`."""
-        if score.records is None:
-            return *[-stock.value] * 3, 'none, since it finds nothing at all'
-        if self.name == 'accuracy/top1' and not same:
-            one = np.ones(1, int)
-            hits = [[self._points([x], one) > 0 for x in y.records] for y in (score, stock)]
-            return *paired(hits), "Agresti and Min's interval for pairs"
-        found = bootstrap(self._points, score.records, stock.records, self.num_images)
-        return *found, 'paired bootstrap over images'
+                found[name] = float(value), metric, results
+        name = next((name for name in METRICS if name in found), None)
+        if name is None:
+            raise ValueError(
+                f"the config's evaluator gives {', '.join(found) or 'no metric'}, and none of "
+                f'{", ".join(METRICS)}: {INSTEAD}'
+            )
+        self.name, (value, metric, results) = name, found[name]
+        value *= METRICS[name]
+        points, records = resampled(metric, name, results)
+        # A metric of one's own class may compute something else than what is resampled.
+        if abs(points(records, np.ones(self.num_images, int)) - value) > 0.1:
+            raise ValueError(
+                f'{type(metric).__name__} computes another {name} than MMDetection: {INSTEAD}'
+            )
+        return Score(value, points, records)
 
 
 class Agreement(Judge):
@@ -159,23 +156,19 @@ class Agreement(Judge):
                 f'the model finds next to nothing in the {self.num_images} images of the folder: '
                 'give images with something to find'
             )
-        return Score(self._points(records, np.ones(len(records), int)), records)
-
-    def difference(self, score: Score, stock: Score, same: bool = False) -> tuple:
-        """Return the difference from the original, see :class:`Judge`."""
-        if not same and 'pred_label' in score.records[0]:
-            changed = sum(x['pred_label'][0].item() < 1 for x in score.records)
-            found = clopper_pearson(changed, len(score.records))
-            return *found, "Clopper and Pearson's interval"
-        found = bootstrap(self._points, score.records, stock.records, self.num_images)
-        return *found, 'bootstrap over images'
-
-    @staticmethod
-    def _points(records: list, weights: np.ndarray) -> float:
-        records = [records[i] for i in np.repeat(np.arange(len(records)), weights)]
+        points = _mean_agreement
         if 'pred_label' in records[0]:
-            return 100 * float(np.mean([x['pred_label'][0].item() == 1 for x in records]))
-        return 100 * agreement_of(records)
+            points, records = share, np.array([x['pred_label'][0].item() == 1 for x in records])
+        return Score(points(records, np.ones(len(records), int)), points, records)
+
+
+def _mean_agreement(records: list, weights: np.ndarray) -> float:
+    return 100 * agreement_of([x for x, weight in zip(records, weights) for _ in range(weight)])
+
+
+def share(hits: np.ndarray, weights: np.ndarray) -> float:
+    """Return the percentage of images with a hit."""
+    return 100 * float(hits @ weights / weights.sum())
 
 
 def subset(
@@ -192,13 +185,11 @@ def subset(
     if not all(cfg.get(name) for name in names):
         raise ValueError(f'the config has no validation data with an evaluator: {INSTEAD}')
     loader, evaluator = (copy.deepcopy(cfg[name]) for name in names)
-    kinds = [loader.dataset.type] * ('datasets' in loader.dataset or 'dataset' in loader.dataset)
-    if isinstance(evaluator, dict) and 'metrics' in evaluator:
-        if _class_of(evaluator.get('type', 'Evaluator'), EVALUATOR, cfg) is not Evaluator:
-            kinds.append(evaluator.type)
+    if 'datasets' in loader.dataset or 'dataset' in loader.dataset:
+        kind = loader.dataset.type
+        raise ValueError(f'{kind} of validation data: not supported, {INSTEAD}')
+    if 'metrics' in evaluator:  # of an Evaluator
         evaluator = evaluator.metrics
-    if kinds:
-        raise ValueError(f'{" and ".join(kinds)} of validation data: not supported, {INSTEAD}')
     evaluators = evaluator if isinstance(evaluator, list) else [evaluator]
     given = loader.dataset.pop('indices', None)
     dataset = DATASETS.build(loader.dataset)
@@ -210,23 +201,11 @@ def subset(
     indices = [pool[i] for i in evenly(num_images, len(pool))]
     if len(indices) < len(dataset):
         loader.dataset.indices = indices
-    for one in evaluators:
-        kind = _class_of(one['type'], REGISTRY, cfg)
-        if one.get('ann_file') and is_of_mmdet(kind, 'CocoMetric'):
-            infos = [dataset.get_data_info(i) for i in indices]
-            one.ann_file = _of_these_images(one.ann_file, infos, ann_file)
+        ids = {dataset.get_data_info(i).get('img_id') for i in indices}
+        for one in evaluators:
+            if str(one.get('ann_file')).endswith('.json'):
+                one.ann_file = _of_images(ids, one.ann_file, ann_file)
     return loader, evaluators, dataset, indices
-
-
-def _class_of(name: str, registry: Registry, cfg: Config) -> type:
-    with registry.switch_scope_and_registry(cfg.default_scope) as own:
-        return own.get(name)
-
-
-def is_of_mmdet(kind: type, name: str) -> bool:
-    """Return True for a class of MMDetection's metrics, or a subclass of it."""
-    module = sys.modules.get('mmdet.evaluation')
-    return module is not None and issubclass(kind, getattr(module, name))
 
 
 def files_of(dataset: Dataset, indices: Sequence[int]) -> list[tuple]:
@@ -235,11 +214,9 @@ def files_of(dataset: Dataset, indices: Sequence[int]) -> list[tuple]:
     return [(path, osp.getsize(path) if osp.isfile(path) else 0) for path in paths]
 
 
-def _of_these_images(given: str, infos: Sequence[dict], ann_file: str) -> str:
-    """Return a file of COCO with the annotations of these images alone, which is written."""
-    ids, content = {info['img_id'] for info in infos}, mmengine.load(given)
-    if ids == {image['id'] for image in content['images']}:
-        return given
+def _of_images(ids: set, given: str, ann_file: str) -> str:
+    """Return a file of COCO with the annotations of some images alone, which is written."""
+    content = mmengine.load(given)
     content['images'] = [image for image in content['images'] if image['id'] in ids]
     content['annotations'] = [a for a in content['annotations'] if a['image_id'] in ids]
     write_text(ann_file, json.dumps(content))
@@ -248,52 +225,33 @@ def _of_these_images(given: str, infos: Sequence[dict], ann_file: str) -> str:
 
 def resampled(metric: BaseMetric, name: str, results: list) -> tuple[Callable, Any]:
     """Return a function of records and weights of images (images, ) to points, and the records."""
-    if is_of_mmdet(type(metric), 'CocoMetric'):
+    kinds = [kind.__name__ for kind in type(metric).__mro__]
+    if 'CocoMetric' in kinds:
         return mean_ap, coco_records(metric, results, name.split('/')[-1].split('_')[0])
-    if is_of_mmdet(type(metric), 'VOCMetric'):
+    if 'VOCMetric' in kinds:
         points = 11 if metric.eval_mode == '11points' else None
         return partial(mean_ap, points=points), voc_records(metric, results)
 
-    def weighted(results: list, weights: np.ndarray) -> float:
+    def weighted(results: list, weights: Sequence[int]) -> float:
         found = metric.compute_metrics([r for r, w in zip(results, weights) for _ in range(w)])
         # A metric gives its names without its prefix.
         return METRICS[name] * float(found.get(name, found.get(name.split('/')[-1])))
 
+    if name == 'accuracy/top1':
+        return share, np.array([weighted([result], [1]) > 0 for result in results])
     return weighted, results
 
 
-def paired(hits: Sequence[Sequence[bool]]) -> tuple[float, float, float]:
-    """Compute the difference of two accuracies on the same images and its 95 % interval, in points.
-
-    A bootstrap would be certain of images that no model has changed. Half an image is added to each
-    of the four cases (Agresti and Min, Statistics in Medicine 24, 2005).
-
-    Args:
-        hits (Sequence): For each image whether the model is right, and whether the original is.
-    """
-    number = len(hits[0])
-    change = sum(hits[0]) - sum(hits[1])
-    unequal = sum(a != b for a, b in zip(*hits)) + 1
-    middle = change / (number + 2)
-    half = 1.96 * (unequal - change**2 / (number + 2)) ** 0.5 / (number + 2)
-    return 100 * change / number, 100 * (middle - half), 100 * (middle + half)
-
-
-def clopper_pearson(changed: int, number: int) -> tuple[float, float, float]:
-    """Compute the loss by images whose label changed, and its exact 95 % interval, in points."""
-    low, high = binomtest(changed, number).proportion_ci()
-    return -100 * changed / number, -100 * high, -100 * low
-
-
 def bootstrap(
-    metric: Callable, records: Any, stock: Any, num_images: int
-) -> tuple[float, float, float]:
-    """Compute a difference and its 95 % interval by a paired bootstrap over images.
+    points: Callable, records: Any, stock: Any, number: int, resamples: int = RESAMPLES
+) -> tuple[float, float]:
+    """Compute the 95 % interval of a difference by a paired bootstrap over images.
 
-    ``metric`` maps records and the weights of images (num_images, ) to points.
+    ``points`` maps records and the weights of images (number, ) to points.
     """
-    rng, ones = np.random.default_rng(0), np.ones(num_images, int)
-    weights = rng.multinomial(num_images, ones / num_images, RESAMPLES)
-    changes = [metric(records, w) - metric(stock, w) for w in weights]
+    rng, changes = np.random.default_rng(0), []
+    for _ in range(resamples):
+        weights = rng.multinomial(number, np.full(number, 1 / number))
+        changes.append(points(records, weights) - points(stock, weights))
     low, high = np.nanpercentile(changes, [2.5, 97.5])
-    return metric(records, ones) - metric(stock, ones), float(low), float(high)
+    return float(low), float(high)

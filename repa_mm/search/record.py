@@ -1,53 +1,72 @@
 """What a search knows, so that a later call need not find it again."""
 
 import hashlib
+import io
 import json
 import os.path as osp
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
 from typing import Any
+
+import torch
+from mmengine.logging import MMLogger
 
 from repa_mm.io.files import write_text
 
 
-def content_of(path: str) -> bytes | str:
-    """Return the bytes of a file, or the path if it is none, such as a URL."""
+def hashed(*values: Any) -> str:
+    """Return a hash of what values look like."""
+    return hashlib.sha256(repr(values).encode()).hexdigest()
+
+
+def hash_of_file(path: str) -> str:
+    """Return a hash of a file's content, or the path if it is no file, such as a URL."""
     if not osp.isfile(path):
         return path
     with open(path, 'rb') as file:
-        return file.read()
+        return hashlib.sha256(file.read()).hexdigest()
 
 
-def hashed(*values: Any) -> str:
-    """Return a hash of values of which JSON can be made, or of the bytes among them."""
-    found = hashlib.sha256()
-    for value in values:
-        if not isinstance(value, bytes):
-            value = json.dumps(value, sort_keys=True, default=_plain).encode()
-        found.update(value)
-    return found.hexdigest()
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Hide what the codebases, COCO and NNCF print, and where weights come from."""
+    logger = MMLogger.get_current_instance()
+    level = logger.level
+    logger.setLevel('ERROR')
+    try:
+        with redirect_stdout(io.StringIO()), warnings.catch_warnings():
+            warnings.simplefilter('ignore')
+            yield
+    finally:
+        logger.setLevel(level)
 
 
-def _plain(value: Any) -> Any:
-    return value.tolist() if hasattr(value, 'tolist') else str(value)
+def step(what: str, do: Callable, *args) -> Any:
+    """Say what is done, and hide what others print meanwhile."""
+    print(f'- {what}', flush=True)
+    with quiet(), torch.no_grad():
+        return do(*args)
 
 
 class Record:
     """The content of ``results.json``: the last table, and by their names all ``known`` values.
 
-    A value with ``files``, by their names inside the folder, has their hash. If any file is not
-    what was written, nothing counts as known. An ``error`` counts for one call alone: other images
-    or more memory may help.
+    If any of the files that values name is not what was written, nothing counts as known.
 
     Args:
         out_dir (str): The folder.
         fingerprint (str): Hash of what every value depends on.
+
+    Attributes:
+        notes (list[str]): What the reader of the table should know.
 
     Raises:
         ValueError: If the folder has the results of something else.
     """
 
     def __init__(self, out_dir: str, fingerprint: str) -> None:
-        self.out_dir, self.path = out_dir, osp.join(out_dir, 'results.json')
+        self.out_dir, self.path, self.notes = out_dir, osp.join(out_dir, 'results.json'), []
         self.content = dict(fingerprint=fingerprint, known={}, metric='')
         if osp.exists(self.path):
             with open(self.path, encoding='utf-8') as file:
@@ -57,32 +76,36 @@ class Record:
                     f'{out_dir!r} has the results of another model, of other data or of other '
                     'options: give another folder'
                 )
-            known = {k: v for k, v in content['known'].items() if 'error' not in v}
-            if all(v['hash'] == self._hash(v['files']) for v in known.values() if 'files' in v):
-                self.content = dict(content, known=known)
+            files = [value.get('files', {}) for value in content['known'].values()]
+            if all(found == self.hashes(found) for found in files):
+                self.content = content
         elif any(osp.exists(osp.join(out_dir, name)) for name in ('model.py', 'model.pth')):
             raise ValueError(
                 f'{out_dir!r} has a model.py or model.pth of something else: give another folder'
             )
-        self.known = self.content['known']
 
-    def _hash(self, files: Sequence[str]) -> str:
-        return hashed(*(content_of(osp.join(self.out_dir, name)) for name in files))
+    def hashes(self, names: Sequence[str]) -> dict[str, str]:
+        """Return by their names inside the folder the hashes of files."""
+        return {name: hash_of_file(osp.join(self.out_dir, name)) for name in names}
 
-    def find(self, name: str, find: Callable[[], dict]) -> dict:
-        """Return what is known under a name, or else find it and keep it, unless that raises."""
-        if name not in self.known:
-            value = find()
-            if 'files' in value:
-                value['hash'] = self._hash(value['files'])
-            self.known[name] = value
+    def find(self, what: str, do: Callable[..., dict], *args, mark: str = '') -> dict:
+        """Return what is known, or else find it by :func:`step` and keep it, unless that raises.
+
+        ``mark`` is a part of the value's name that nobody need read.
+        """
+        known, name = self.content['known'], what + mark
+        if name not in known:
+            known[name] = step(what, do, *args)
             self.save()
-        return self.known[name]
+        return known[name]
 
-    def inside(self, value: Any) -> Any:
-        """Return the name inside the folder of a path in it, and any other value as it is."""
-        folder = osp.join(self.out_dir, '')
-        return value.removeprefix(folder) if isinstance(value, str) else value
+    @contextmanager
+    def optional(self, what: str) -> Iterator[None]:
+        """Go on if something fails, and note it: the next call tries it again."""
+        try:
+            yield
+        except Exception as error:  # from any runtime
+            self.notes.append(f'{what} is left out: {error!r}')
 
     def save(self) -> None:
         """Write ``results.json``."""

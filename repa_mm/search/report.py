@@ -5,7 +5,6 @@ import copy
 import html
 import io
 import os.path as osp
-import shlex
 
 import cv2
 import mmcv
@@ -64,10 +63,7 @@ def title(results: dict) -> str:
 def notes(results: dict) -> list[str]:
     """Return what a reader should know of the table, and what was left out."""
     found, rows = list(results['notes']), results['rows'][1:]
-    methods = dict.fromkeys(row['method'] for row in rows if row['method'])
-    if methods:
-        found.append(f'Intervals: {", ".join(methods)}.')
-    if any(row['tested_in'] != row['format'] for row in rows if row['method']):
+    if any(row['tested_in'] != row['format'] for row in rows if row['tested_in']):
         found.append('≈: tested in another format of float32.')
     if results['metric'] == 'agreement':
         found.append('Agreement compares with what the original finds, which need not be true.')
@@ -137,24 +133,6 @@ def _pictures(cfg: Config, models: list[nn.Module], judge: Judge) -> list[str]:
     return found
 
 
-def commands(chosen: dict, judge: Judge, out_dir: str) -> str:
-    """Return the commands that test and time the chosen model, for a shell."""
-    form, names = FORMATS[chosen['format']], ('tested.py', 'model.py', 'model.pth')
-    tested, config, weights = (osp.join(out_dir, name) for name in names)
-    lines, size = [['python', 'tools/test.py', tested, weights]], ['--dataset']
-    if not judge.config:
-        height, width = judge.images(1)[0]['inputs'][0].shape[-2:]
-        lines, tested, size = [], config, ['--input-shape', height, width]
-    time = ['python', 'tools/benchmark.py', tested, weights, *size]
-    if chosen['file']:
-        kind, file = form.runtime, osp.splitext(config)[0] + osp.splitext(chosen['file'])[1]
-        precision = ['--precision', kind] if kind else []
-        lines += [['python', 'tools/test_exported.py', tested, file, *precision]] * len(lines)
-        time += ['--exported', f'{file}:{kind}' if kind else file]
-    time += ['--amp', form.dtype] * bool(form.dtype) + ['--cuda-graphs'] * form.captured
-    return '\n'.join(shlex.join(map(str, line)) for line in [*lines, time])
-
-
 def write_report(
     path: str, cfg: Config, results: dict, shown: dict, models: list[nn.Module], judge: Judge
 ) -> None:
@@ -173,11 +151,8 @@ def write_report(
         f'<p>Chosen: {name}, which {results["target"]}.' * shown['chosen'], picture,
         *(f'<p>{html.escape(text)}' for text in (title(results), *notes(results))),
         f'<div><table><tr>{"<tr>".join(map("".join, cells))}</table></div>',
+        f'<h2>What stock (left) and {name} (right) find</h2>',
     ]  # fmt: skip
-    if shown['chosen']:
-        use = html.escape(commands(shown, judge, osp.dirname(path)))
-        page.append(f'<h2>Commands</h2><pre>{use}</pre>')
-    page.append(f'<h2>What stock (left) and {name} (right) find</h2>')
     page += [f'<img src="{uri}" alt="">' for uri in _pictures(cfg, models, judge)]
     write_text(f'{osp.splitext(path)[0]}.svg', picture)
     write_text(path, PAGE + '\n'.join(page))

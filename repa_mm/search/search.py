@@ -1,6 +1,5 @@
 """The one command: how much faster a model can be on this machine, and what it costs."""
 
-import copy
 import os
 import os.path as osp
 import shutil
@@ -15,12 +14,11 @@ from repa_mm.apis import open_model
 from repa_mm.apis.images import build_images, evenly
 from repa_mm.benchmark.timing import show
 from repa_mm.convert.pretrained import save_model
-from repa_mm.io.configs import dataset_config, load_config
+from repa_mm.io.configs import load_config
 from repa_mm.io.files import replacing, write_text
-from repa_mm.search.bench import Bench, Candidate, meets, originals, quiet
-from repa_mm.search.formats import EAGER, FORMATS, PIXEL
+from repa_mm.search.bench import Bench, meets, originals
 from repa_mm.search.judge import LEAST_IMAGES, Agreement, Annotated, files_of
-from repa_mm.search.record import Record, content_of, hashed
+from repa_mm.search.record import Record, hash_of_file, hashed, quiet
 from repa_mm.search.report import notes, table, title, write_report
 from repa_mm.version import __version__
 
@@ -45,10 +43,9 @@ def speed_up(
     Candidates are the model with faster parts, and narrower models of several budgets, each in
     PyTorch and in files for the installed runtimes. A RePaFormer is merged first. On a GPU, the
     formats are PyTorch in float32, float16, bfloat16 (autocast), and float16 with CUDA graphs. Each
-    is timed in turn with the original model, in this process, on images as the data set has them;
-    all are tested on the same images. With a target, those that may be the best are timed again,
-    in turn with each other. The files, and what was measured on the way to them, stay in
-    ``out_dir``: a second call continues from there, also after the folder has moved.
+    is timed in turn with the original model, in this process; all are tested on the same images.
+    With a target, those that may be the best are timed again, two at a time. What is fitted and
+    measured stays in ``out_dir``: a second call continues from there, also after it has moved.
 
     Args:
         config (str): The model's config: a path, or the name of an installed config.
@@ -60,9 +57,9 @@ def speed_up(
             model is fitted that is narrower than the first that loses more.
         latency (float, optional): Choose the model that loses least of those that take at most this
             fraction of the original's time, in (0, 1).
-        images (str, optional): A folder of images, without annotations, instead of the
-            config's data. The metric is then the agreement with the original model, see
-            :func:`~repa_mm.export.agreement`, in percent.
+        images (str, optional): A folder of images without annotations, instead of the config's
+            data. The metric is then :func:`~repa_mm.export.agreement` with the original model, in
+            percent.
         num_images (int): Number of images to test on, spread over the config's validation data.
             Defaults to 100. With 0, nothing is tested. A floor needs 30.
         budgets (Sequence[float]): Budgets of the narrower models, as for
@@ -78,8 +75,8 @@ def speed_up(
         list[dict]: A row for each candidate and format, the original first: ``candidate``,
         ``format``, ``ms`` with ``ms_interval`` (quartiles) and ``ms_p95`` (95th percentile),
         ``speedup`` (stock's time in the same turns divided by this one) and ``speedup_interval``
-        (95 %), ``metric``, ``difference`` from stock and ``interval`` (95 %) in points, ``method``
-        of the interval, ``tested_in`` (the format whose test it is: the float32 formats of a
+        (95 %), ``metric``, ``difference`` from stock and ``interval`` (95 %, paired bootstrap over
+        images) in points, ``tested_in`` (the format whose test it is: the float32 formats of a
         candidate share one), ``memory_mb`` (by which the memory of the process, or of the GPU,
         rises while the model is opened and runs one image; None where the system does not tell),
         ``mb`` (size of the file, or of the weights), ``config``, ``checkpoint``, ``file``,
@@ -107,13 +104,13 @@ def speed_up(
         # Of a folder, every third image is tested.
         pool = [i for i in range(len(train)) if i % 3 or not images]
         to_fit = [pool[i] for i in evenly(fit_images, len(pool))]
-        model_and_data = cfg.pretty_text, content_of(checkpoint), files_of(train, to_fit)
-        record = Record(out_dir, hashed(__version__, 'values by steps', *model_and_data))
+        model_and_data = cfg.pretty_text, hash_of_file(checkpoint), files_of(train, to_fit)
+        record = Record(out_dir, hashed(__version__, *model_and_data))
         model = open_model(cfg, checkpoint, merge=True)
         number = num_images or LEAST_IMAGES  # which are timed, if not tested
         if images:
-            folder = range(0, len(train), 3)
-            judge = Agreement(train, [folder[i] for i in evenly(number, len(folder))])
+            thirds = range(0, len(train), 3)
+            judge = Agreement(train, [thirds[i] for i in evenly(number, len(thirds))])
         else:
             judge = Annotated(cfg, number, osp.join(out_dir, f'{number}_images.json'))
     tested = min(num_images, judge.num_images)
@@ -122,7 +119,7 @@ def speed_up(
     stock, base = originals(model, checkpoint, osp.join(out_dir, 'candidates'))
     del model
     bench = Bench(
-        stock, base, checkpoint, record, judge, device, num_images > 0, repeats, batch_size,
+        stock, base, checkpoint, record, judge, tested, device, repeats, batch_size,
         calibration=lambda: [pseudo_collate([train[i]]) for i in to_fit],
     )  # fmt: skip
     targets = [f'loses at most {max_loss} points'] if max_loss is not None else []
@@ -135,31 +132,36 @@ def speed_up(
         timed=timed, images=data if tested else 'not tested',
     )  # fmt: skip
     record.save()
-    bench.test(stock, EAGER, bench.original)  # before the fits: it may be refused
-    rows_of = partial(bench.rows, floor=max_loss if latency is None else None)
-    rows = walk(bench.candidates(budgets), rows_of, max_loss, latency)
+    bench.test(bench.stock, bench.original)  # before the fits: it may be refused
+    floor = max_loss if latency is None else None
+    rows = walk(bench.candidates(budgets), partial(bench.rows, floor=floor), max_loss, latency)
     rows.insert(0, bench.stock_row())
-    chosen = settle(rows, bench.time_together, max_loss, latency) if targets else None
-    with quiet():
-        if chosen:
-            chosen['chosen'] = True
+    chosen = settle(rows, bench.time_again, max_loss, latency) if targets else None
+    if chosen:
+        chosen['chosen'] = True
+        with quiet():
             write_chosen(bench, chosen)
-    bench.notes += unsure(rows, chosen, max_loss, tested)
-    stored = [{key: record.inside(value) for key, value in row.items()} for row in rows]
-    record.content.update(rows=stored, notes=bench.notes)
+    if max_loss is not None:
+        record.notes += unsure(rows, chosen, max_loss, latency)
+    folder = osp.join(out_dir, '')  # which may move
+    stored = [
+        {key: x.removeprefix(folder) if isinstance(x, str) else x for key, x in row.items()}
+        for row in rows
+    ]
+    record.content.update(rows=stored, notes=record.notes)
     record.save()
     show(title(record.content), *table(record.content))
     print('\n'.join(notes(record.content)))
     path, shown = osp.join(out_dir, 'report.html'), chosen or max(rows, key=lambda r: r['speedup'])
     with quiet(), torch.no_grad():
-        models = [bench.original, bench.reopen(shown)]
+        models = [bench.original, bench.open(shown)]
         write_report(path, cfg, record.content, shown, models, judge)
     print(f'wrote {path} ({(time.monotonic() - started) / 60:.1f} min)')
     return rows
 
 
 def walk(
-    candidates: Iterable[Candidate], rows_of: Callable, max_loss: float | None = None,
+    candidates: Iterable[dict], rows_of: Callable, max_loss: float | None = None,
     latency: float | None = None,
 ) -> list[dict]:  # fmt: skip
     """Return the rows of candidates, given those of one in formats of floats, or in int8.
@@ -173,7 +175,7 @@ def walk(
     for candidate in candidates:
         rows += (new := rows_of(candidate, False))
         falls_short = max_loss is not None and not any(meets(row, max_loss) for row in new)
-        if candidate.budget < 1 and falls_short:
+        if candidate['budget'] < 1 and falls_short:
             break
         kept.insert(0, candidate)
     for candidate in kept:
@@ -185,7 +187,7 @@ def walk(
 
 
 def settle(
-    rows: Sequence[dict], time_together: Callable, max_loss: float | None = None,
+    rows: Sequence[dict], time_again: Callable, max_loss: float | None = None,
     latency: float | None = None,
 ) -> dict | None:  # fmt: skip
     """Choose a row by times that were taken anew, in turn with those of its rivals.
@@ -193,21 +195,23 @@ def settle(
     A row was timed in turn with the original alone, in a minute that may have been a busy one.
     Rivals of the chosen row are all that would be chosen within the intervals of their speedups.
 
-    ``time_together`` times the first of some rows anew, in place, and returns these. The other
-    arguments are those of :func:`choose`.
+    ``time_again`` times one or two rows anew, in place: a large model is open three times then. The
+    other arguments are those of :func:`choose`.
     """
     timed: list[dict] = []
     while True:
         chosen = choose(rows, max_loss, latency)
-        rivals = [chosen] if chosen else []
-        least = [_at_bound(chosen, 0)] if chosen else []
-        for row in sorted(rows[1:], key=lambda row: -row['speedup_interval'][1]):
+        pair = [chosen] if chosen else []
+        least = [_at_bound(row, 0) for row in pair]
+        for row in sorted(rows[1:], key=lambda row: (row in timed, -row['speedup_interval'][1])):
             most = _at_bound(row, 1)
             if row is not chosen and choose([rows[0], *least, most], max_loss, latency) is most:
-                rivals.append(row)
-        if not rivals or rivals[0] in timed:
+                pair.append(row)
+        pair = pair[:2]
+        if all(row in timed for row in pair):
             return chosen
-        timed += time_together(rivals)
+        time_again(pair)
+        timed += pair
 
 
 def _at_bound(row: dict, bound: int) -> dict:
@@ -240,41 +244,32 @@ def choose(
 
 
 def unsure(
-    rows: Sequence[dict], chosen: dict | None, max_loss: float | None, num_images: int
+    rows: Sequence[dict], chosen: dict | None, max_loss: float, latency: float | None
 ) -> list[str]:
-    """Return a line that names faster rows for which the images were too few to tell, or none."""
-    least = chosen['speedup'] if chosen else 1
-    found = [
-        f'{row["candidate"]} ({row["format"]})'
-        for row in rows[1:]
-        if max_loss is not None and row['interval'] and row['speedup'] > least
-        and row['difference'] >= -max_loss > row['interval'][0]
-    ]  # fmt: skip
-    return found and [
-        f'{num_images} images are too few to tell whether these lose more than {max_loss} points: '
-        f'{", ".join(found)}. Test on more images (--num-images)'
+    """Return a line that names the row to choose if its difference were certain, or none."""
+    certain = [dict(row, interval=row['interval'] and [row['difference']]) for row in rows]
+    found = choose(certain, max_loss, latency)
+    if not found or chosen and found['speedup'] <= chosen['speedup']:
+        return []
+    return [
+        f'The images are too few to tell whether {found["candidate"]} ({found["format"]}) loses '
+        f'more than {max_loss} points: test on more (--num-images)'
     ]
 
 
 def write_chosen(bench: Bench, row: dict) -> None:
     """Write the chosen model, and a config that tests it on the images it was chosen on."""
-    folder = bench.record.out_dir
-    stem, tested = osp.join(folder, 'model'), osp.join(folder, 'tested.py')
+    folder = osp.join(osp.abspath(bench.record.out_dir), '')
+    stem, source = f'{folder}model', osp.splitext(row['file'] or '')[0]
     model = open_model(row['config'], row['checkpoint'])
-    model.cfg.load_from, model.cfg.resume = osp.abspath(f'{stem}.pth'), False
-    configs = {f'{stem}.py': model.cfg}
-    if bench.judge.config:
-        configs[tested] = copy.deepcopy(model.cfg)
-        configs[tested].update(bench.judge.config)
-    if FORMATS[row['format']].padded:
-        step = dict(type='Pad', size_divisor=bench.divisor, pad_val=dict(img=PIXEL))
-        for cfg in configs.values():
-            dataset_config(cfg, 'test').pipeline.insert(-1, step)
+    model.cfg.load_from, model.cfg.resume = f'{stem}.pth', False
     save_model(model, bench.checkpoint, f'{stem}.pth')
-    for path, cfg in configs.items():  # the folder may move
-        inside = osp.join(osp.abspath(folder), '')
-        write_text(path, cfg.pretty_text.replace(f"'{inside}", "'{{ fileDirname }}/"))
-    source = osp.splitext(row['file'] or '')[0]
+    texts = {f'{stem}.py': model.cfg.pretty_text}
+    if bench.judge.config:
+        model.cfg.update(bench.judge.config)
+        texts[f'{folder}tested.py'] = model.cfg.pretty_text
+    for path, text in texts.items():  # the folder may move
+        write_text(path, text.replace(f"'{folder}", "'{{ fileDirname }}/"))
     for suffix in ('.bin', '.xml', '.onnx'):  # weights first
         if source and osp.exists(source + suffix):
             with replacing(stem + suffix) as temporary:

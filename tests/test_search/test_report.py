@@ -1,19 +1,9 @@
-"""The picture and the commands of the report."""
+"""The picture of the report."""
 
-import shlex
 import xml.etree.ElementTree as ElementTree
-from pathlib import Path
-from runpy import run_path
-from types import SimpleNamespace
-from unittest.mock import patch
 
-import pytest
-
-import repa_mm
-from repa_mm.search.formats import EAGER, F32, GRAPHS, INT8
-from repa_mm.search.report import commands, scatter
-
-ROOT = Path(repa_mm.config_path('retinanet_repa_swin_b.py')).parents[1]
+from repa_mm.search.formats import EAGER, F32, INT8
+from repa_mm.search.report import scatter
 
 
 def test_picture_has_every_row_and_each_name_once():
@@ -34,26 +24,3 @@ def test_picture_has_every_row_and_each_name_once():
     for row in rows:
         row['metric'] = None
     assert '>MB<' in scatter(rows, '')
-
-
-@pytest.mark.parametrize(
-    ('kind', 'file', 'expected'),
-    [
-        (F32, 'a.onnx', ['--exported', 'DIR/model.onnx:f32']),
-        ('ONNX Runtime', 'a.onnx', ['--exported', 'DIR/model.onnx']),
-        (GRAPHS, None, ['--amp', 'float16', '--cuda-graphs']),
-        (EAGER, None, []),
-    ],
-)
-def test_commands_run_the_chosen_format(kind, file, expected):
-    """In a shell, for a folder with a space and an apostrophe."""
-    folder = "it's mine"
-    lines = commands(dict(format=kind, file=file), SimpleNamespace(config='set'), folder)
-    lines = [shlex.split(line) for line in lines.splitlines()]
-    time = ['tools/benchmark.py', 'DIR/tested.py', 'DIR/model.pth', '--dataset', *expected]
-    assert lines[-1] == ['python', *(word.replace('DIR', folder) for word in time)]
-    assert len(lines) == (3 if file else 2) and ('--precision' in lines[1]) == (kind == F32)
-    for _, name, *args in lines:  # the tools accept them
-        if not name.endswith('/test.py'):  # the codebase's own
-            with patch('sys.argv', [name, *args]):
-                run_path(str(ROOT / name))['parse_args']()

@@ -22,7 +22,7 @@ from repa_mm.faster.attention import FastShiftWindowMSA
 from repa_mm.io.configs import load_config
 from repa_mm.reparam import CheckpointError, has_deploy_form, has_training_form
 from repa_mm.search import bench
-from repa_mm.search.formats import EAGER, F32, GRAPHS, ORT
+from repa_mm.search.formats import EAGER, F32, GRAPHS, INT8, ORT
 from repa_mm.search.judge import Annotated
 from tests.conftest import random_model
 from tests.test_export.rectangles import scene, train
@@ -103,7 +103,7 @@ def folder(learned, monkeypatch, tmp_path):
         candidate, slower = divmod(len(rows), len(bench.installed_formats('cpu')[0]))
         rows.append(calls)
         found = np.full(5, 60 * 0.95**candidate + slower)
-        return {name: np.full(5, 100.0) if name == 'stock' else found for name in calls}
+        return {name: np.full(5, 100.0) if name == '0' else found for name in calls}
 
     monkeypatch.setattr(bench, 'measure', times)
     for name in ('conversion_of', 'agreeing_onnx'):
@@ -155,13 +155,7 @@ def test_the_table(folder, capsys):
     assert all(Path(row[key]).is_file() for row in rows[1:] for key in ('config', 'checkpoint'))
     assert not Path('out/model.py').exists()
     out = capsys.readouterr().out
-    for text in (
-        'searching on cpu',
-        'fit 50 % of the blocks',
-        '4 images in turn',
-        '≈',
-        'Intervals: ',
-    ):
+    for text in 'searching on cpu', 'fit 50 % of the blocks', '4 images in turn', '≈':
         assert text in out
     page = Path('out/report.html').read_text()
     assert page.count('data:image/jpeg') == 8 and '<svg' in page and 'src="http' not in page
@@ -178,17 +172,12 @@ def test_a_folder_that_moves_keeps_its_own_files(folder, monkeypatch):
     with monkeypatch.context() as patch:
         no_more(patch)
         again = run('new', budgets=[0.5], max_loss=99)
-    keys = 'candidate', 'format', 'metric', 'interval', 'method', 'tested_in'
+    keys = 'candidate', 'format', 'metric', 'interval', 'tested_in'
     assert [[row[k] for k in keys] for row in again] == [[row[k] for k in keys] for row in rows]
     row = chosen_of(again)
     assert row['candidate'] == '50 %' and row['file'] == 'new/candidates/50.onnx'
     assert stored('new')['rows'][4]['file'] == 'candidates/50.onnx'
     assert Path('new/model.onnx').read_bytes() == Path(row['file']).read_bytes()
-    # A file that was replaced is not taken for what it was.
-    name = 'candidates/faster.onnx'
-    shutil.copy(f'old/{name}', f'new/{name}')
-    run('new')
-    assert Path('new', name).read_bytes() != Path('old', name).read_bytes()
 
 
 def test_the_chosen_model_keeps_its_promise(folder, monkeypatch):
@@ -238,7 +227,7 @@ def test_fits_of_several_budgets(folder, monkeypatch):
     assert stored()['rows'][0]['metric'] is stored()['rows'][0]['tested_in'] is None
     error.append(np.linalg.LinAlgError('of this budget'))
     assert narrow(0.3, 0.2) == [('30 %', 0.3)]
-    assert '20 % of the blocks is left out: of this budget' in stored()['notes']
+    assert "20 % of the blocks is left out: LinAlgError('of this budget')" in stored()['notes']
     error[0] = KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
         narrow(0.3, 0.2)
@@ -247,13 +236,12 @@ def test_fits_of_several_budgets(folder, monkeypatch):
     assert fitted == [0.3, 0.02, 0.01, 0.2]
 
 
-@pytest.mark.parametrize('error', [ValueError, RuntimeError])
-def test_a_file_that_fails_is_tried_again_by_the_next_call(folder, monkeypatch, error):
+def test_a_file_that_fails_is_tried_again_by_the_next_call(folder, monkeypatch):
     calls = []
 
     def fail(*args):
         calls.append(args)
-        raise error('an unknown operator')
+        raise RuntimeError('an unknown operator')
 
     monkeypatch.setattr(bench, 'agreeing_onnx', fail)
     for _ in range(2):
@@ -264,12 +252,14 @@ def test_a_file_that_fails_is_tried_again_by_the_next_call(folder, monkeypatch, 
 
 
 def test_every_precision_is_tested_in_itself(folder, monkeypatch):
-    """A format that does not run is left out, and says why."""
+    """A format that does not run is left out, and says why. What cannot be chosen is not tested."""
     formats(monkeypatch, EAGER, 'PyTorch bf16', GRAPHS)
+    assert [row['tested_in'] for row in run(max_loss=99)] == [EAGER, None, 'PyTorch bf16']
     assert [(r['candidate'], r['format'], r['tested_in']) for r in run()] == [
-        (name, kind, kind) for name in ('stock', 'faster parts') for kind in (EAGER, 'PyTorch bf16')
+        ('stock', EAGER, EAGER),
+        *(('faster parts', kind, kind) for kind in (EAGER, 'PyTorch bf16')),
     ]
-    note = f'stock in {GRAPHS} is left out: ValueError'  # on a CPU
+    note = f'faster parts in {GRAPHS} is left out: ValueError'  # on a CPU
     assert any(note in text for text in stored()['notes'])
 
 
@@ -370,25 +360,25 @@ def test_images_without_annotations(folder, monkeypatch):
 
 @pytest.mark.parametrize('seconds, is_large', [(20, False), (0, True)])
 def test_a_large_model_has_few_turns_of_one_image(folder, monkeypatch, seconds, is_large):
-    """Rows that a busy minute made fast are timed again together, two large ones at a time."""
-    formats(monkeypatch, EAGER, ORT, F32, bench.INT8)
+    """Rows that a busy minute made fast are timed again, two at a time."""
+    formats(monkeypatch, EAGER, ORT, F32, INT8)
     monkeypatch.setattr(bench, 'SLOW_SECONDS', seconds)
     monkeypatch.setattr(bench, 'quantize', lambda *_: 1 / 0)
     timed, together = [], []
 
     def measure(calls, images, *_, **__):
         timed.append(images)
-        if len(calls) == 2:
-            return dict(stock=np.full(5, 100.0), model=np.array([25, 25, 25, 20, 125.0]))
+        if len(timed) <= 3:  # each row for the first time
+            return {'0': np.full(5, 100.0), '1': np.array([25, 25, 25, 20, 125.0])}
         assert all(call(copy.deepcopy(images[0])) for call in calls.values())
         together.append(len(calls))
-        return {name: np.full(5, 100.0 if name == 'stock' else 50 - int(name)) for name in calls}
+        return {name: np.full(5, 100.0 - 50 * bool(int(name)) - int(name)) for name in calls}
 
     monkeypatch.setattr(bench, 'measure', measure)
     rows = run(images='images', num_images=0, latency=0.9)
     assert {len(images) for images in timed} == {1 if is_large else 12}
-    assert together == ([3, 3] if is_large else [4])
-    assert sorted(row['ms'] for row in rows[1:]) == [48 + is_large, 49 + is_large, 50]
+    assert together == [3, 3]  # of three rivals
+    assert sorted(row['ms'] for row in rows[1:]) == [48, 49, 49]
     assert chosen_of(rows)['ms_p95'] == min(row['ms'] for row in rows)
     notes = [note for note in stored()['notes'] if 'int8 is left out: an image takes' in note]
     assert len(notes) == is_large

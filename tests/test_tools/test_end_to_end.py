@@ -10,29 +10,20 @@ import numpy as np
 import pytest
 import torch
 
-import repa_mm
 from repa_mm.io.command_line import codebase_tool
 from tests.test_export.conftest import write_config
 
 from .conftest import ROOT
 
+EPOCH = {'train_cfg.max_epochs': 1, 'train_cfg.val_interval': 1}
 SHORT = {
-    'retinanet': {
-        'train_cfg.max_epochs': 1,
-        'train_cfg.val_interval': 1,
-        'model.test_cfg.score_thr': 0.0,
-    },
-    'mask_rcnn': {
-        'train_cfg.max_epochs': 1,
-        'train_cfg.val_interval': 1,
-        'model.test_cfg.rcnn.score_thr': 0.0,
-    },
+    'retinanet': {**EPOCH, 'model.test_cfg.score_thr': 0.0},
+    'mask_rcnn': {**EPOCH, 'model.test_cfg.rcnn.score_thr': 0.0},
     'upernet': {
-        'train_cfg.max_iters': 2,
-        'train_cfg.val_interval': 2,
+        'train_cfg.max_iters': 2, 'train_cfg.val_interval': 2,
         'default_hooks.checkpoint.interval': 2,
     },
-}
+}  # fmt: skip
 PACKAGE = dict(retinanet='mmdet', mask_rcnn='mmdet', upernet='mmseg')
 
 
@@ -167,50 +158,3 @@ def test_the_codebase_s_own_tools_do_the_same(config_of, trained, by_hook, digit
     for work in (host / 'test', folder / 'work'):
         (log,) = (path.read_text() for path in work.glob('*/*.log'))
         assert 'Reparameterized 4 channel-idle FFNs' in log
-
-
-def test_a_dino_with_structures_in_backbone_and_encoder(digits, tmp_path, run_tool):
-    """Trained under EMA and tested in both forms."""
-    pytest.importorskip('mmdet')
-    vanilla, config = tmp_path / 'vanilla.py', tmp_path / 'repa.py'
-    vanilla.write_text(f"""
-_base_ = {repa_mm.config_path('demo/dino_detr_swin_digits.py')!r}
-layers = dict(num_layers=1, layer_cfg=dict(ffn_cfg=dict(feedforward_channels=512)))
-model = dict(
-    backbone=dict(arch=dict(depths=[1, 1, 1, 1], embed_dims=24, num_heads=[1, 2, 4, 8])),
-    neck=dict(in_channels=[48, 96, 192]), encoder=layers, decoder=layers,
-)
-train_cfg = dict(max_epochs=1)
-""")
-    config.write_text("""
-_base_ = 'vanilla.py'
-model = dict(
-    _delete_=True, type='Restructured', model={{_base_.model}},
-    structures=[
-        dict(type='ChannelIdle', where='backbone'),
-        dict(type='ChannelIdle', where='encoder', idle_ratio=0.875),
-    ],
-)
-custom_hooks = [dict(type='EMAHook', momentum=0.5, update_buffers=True)]
-default_hooks = dict(reparameterize=dict(type='ReparameterizeHook'))
-""")
-    options = ['--cfg-options', 'train_dataloader.batch_size=2', 'randomness.seed=0']
-
-    def scores(name, path, checkpoint, *more):
-        out = tmp_path / f'{name}.pkl'
-        where = '--work-dir', tmp_path / name
-        run_tool('test', '--out', out, *where, path, checkpoint, *options, *more, cwd=digits)
-        with open(out, 'rb') as file:
-            return [p['pred_instances']['scores'].sort().values for p in pickle.load(file)]
-
-    run_tool('train', '--work-dir', tmp_path / 'repa', config, *options, cwd=digits)
-    checkpoint = tmp_path / 'repa/epoch_1.pth'
-    by_hook = scores('by_hook', config, checkpoint)
-    (log,) = (tmp_path / 'by_hook').glob('*/*.log')
-    assert 'Reparameterized 5 channel-idle FFNs' in log.read_text()
-    training_form = scores('trained', config, checkpoint, 'default_hooks.reparameterize.when=val')
-    torch.testing.assert_close(by_hook, training_form)
-    merged = tmp_path / 'merged.pth'
-    run_tool('reparameterize', config, checkpoint, merged, cwd=digits)
-    found = scores('merged', config, merged, 'custom_hooks=[]', 'model.deploy=True')
-    torch.testing.assert_close(by_hook, found)
