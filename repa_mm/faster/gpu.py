@@ -2,44 +2,40 @@
 
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 
-from repa_mm.faster.attention import FastShiftWindowMSA, has_kernels
+from repa_mm.faster.attention import FastShiftWindowMSA
 from repa_mm.faster.windows import is_traced
 from repa_mm.reparam.autograd import autocast_dtype
 from repa_mm.surgery import has_stock_forward, replace_
 
 
 class FastLayerNorm(nn.LayerNorm):
-    """A ``LayerNorm`` whose output under autocast has the type of the linear layer after it.
+    """A ``LayerNorm`` that keeps the half precision of tokens under autocast.
 
-    PyTorch's has float32 there, and converts twice. Elsewhere, with gradients and in graphs, both
-    are the same.
+    PyTorch's converts tokens to float32 before it, and again for the linear layer after it. With
+    gradients and in graphs, both are the same.
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        dtype = autocast_dtype(x.device.type)
-        if dtype is None or torch.is_grad_enabled() or is_traced() or not has_kernels(x.device):
+        is_half = x.dtype == autocast_dtype(x.device.type)
+        if not is_half or torch.is_grad_enabled() or is_traced():
             return super().forward(x)
-        from repa_mm.faster.kernels import layer_norm
-
-        return layer_norm(x, self.weight, self.bias, self.eps, dtype)
+        weight, bias = self.weight.to(x.dtype), self.bias.to(x.dtype)
+        with torch.autocast(x.device.type, enabled=False):
+            return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
 
 
 def _norm_class(module: nn.Module) -> type | None:
-    fits = (
-        has_stock_forward(module, nn.LayerNorm)
-        and len(module.normalized_shape) == 1
-        and module.weight is not None
-        and module.bias is not None
-    )
+    fits = has_stock_forward(module, nn.LayerNorm) and module.bias is not None
     return FastLayerNorm if fits else None
 
 
 def _swap_norms_(model: nn.Module) -> None:
     for swin in model.modules():
-        if hasattr(swin, 'patch_embed'):
-            if any(isinstance(m, FastShiftWindowMSA) for m in swin.modules()):
-                replace_(swin, _norm_class)
+        is_fast = any(isinstance(m, FastShiftWindowMSA) for m in swin.modules())
+        if is_fast and hasattr(swin, 'patch_embed'):
+            replace_(swin, _norm_class)
 
 
 def _has_custom_operators(module: nn.Module) -> bool:
@@ -75,6 +71,5 @@ def faster_on_gpu_(model: nn.Module) -> nn.Module:
     device = next((p.device for p in model.parameters()), torch.device('cpu'))
     if device.type == 'cuda':
         _channels_last_(model)
-        if has_kernels(device):
-            _swap_norms_(model)
+        _swap_norms_(model)
     return model

@@ -5,7 +5,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from mmcv.cnn.bricks.transformer import AdaptivePadding
 
-from repa_mm.faster.attention import swap_attention_
+from repa_mm.faster.attention import fast_class
 from repa_mm.faster.deformable import swap_deformable_attention_
 from repa_mm.faster.windows import is_traced
 from repa_mm.surgery import replace_
@@ -51,7 +51,7 @@ def _padding_of_patches(module: nn.Module) -> type | None:
 
 def swap_faster_attention_(model: nn.Module) -> None:
     """Use our window attention and, on CPUs, our deformable attention, in place."""
-    swap_attention_(model)
+    replace_(model, fast_class)
     swap_deformable_attention_(model)
 
 

@@ -256,23 +256,14 @@ def is_worth(ffn: nn.Module, num_tokens: int) -> bool:
     return not is_alone or num_tokens * of_tokens + of_weights < literal
 
 
-def choose_path(ffn: nn.Module, num_tokens: int) -> str:
-    """Return the training path for a number of tokens, 'folded' or 'literal'."""
+def folds(ffn: nn.Module, num_tokens: int) -> bool:
+    """Return True if an FFN in training mode computes so many tokens by folded training."""
     path = ffn.training_path
-    # A single token has no variance, and BatchNorm itself reports that well.
-    is_single = num_tokens < 2 and _statistics(ffn.norm1) == 'batch' and _group(ffn.norm1) is None
-    if path == 'literal' or is_single:
-        return 'literal'
-    foldable = is_foldable(ffn)
-    if path == 'auto':
-        return 'folded' if foldable and is_worth(ffn, num_tokens) else 'literal'
-    if not foldable:
-        raise ValueError(
-            'folded training needs an activation without parameters, no dropout, linear layers '
-            '(with a bias) and norms of torch.nn without forward hooks or parametrizations, and '
-            "both norms in the same mode (train or eval): set training_path='auto'"
-        )
-    return 'folded'
+    if path == 'literal' or not is_foldable(ffn):
+        return False
+    if num_tokens < 2 and _statistics(ffn.norm1) == 'batch' and _group(ffn.norm1) is None:
+        return False  # a single token has no variance, and BatchNorm itself reports that well
+    return path == 'folded' or is_worth(ffn, num_tokens)
 
 
 def folded_forward(ffn: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -379,11 +370,12 @@ def set_training_path_(model: nn.Module, path: str) -> nn.Module:
 
     Args:
         model (nn.Module): The model, changed in place.
-        path (str): 'literal' (eq. 3 of the paper), 'folded' (without the idle channels), or 'auto',
-            see :func:`is_worth`: the path with fewer multiply-adds, but in half precision on a
-            GPU 'folded' for large maps alone. On an H100 under AMP, a training step of RetinaNet
-            with a RePa-Swin-B (2×800×1344) took 122 ms and 5.6 GiB by 'literal', 156 ms and 3.4 GiB
-            by 'folded', 131 ms and 4.9 GiB by 'auto', and 160 ms and 6.9 GiB in the stock model.
+        path (str): 'literal' (eq. 3 of the paper), 'folded' (without the idle channels, where
+            :func:`is_foldable`), or 'auto', see :func:`is_worth`: the path with fewer
+            multiply-adds, but in half precision on a GPU 'folded' for large maps alone. On an H100
+            under AMP, a training step of RetinaNet with a RePa-Swin-B (2×800×1344) took 122 ms and
+            5.6 GiB by 'literal', 156 ms and 3.4 GiB by 'folded', 131 ms and 4.9 GiB by 'auto', and
+            160 ms and 6.9 GiB in the stock model.
             In float16, gradients of 'folded' need smaller loss scales where tokens are large;
             ``AmpOptimWrapper`` finds them.
 

@@ -27,9 +27,6 @@ def _kernels(monkeypatch):
     """As if there were a GPU, with few programs, so that each takes several windows."""
     monkeypatch.setattr(attention, 'has_kernels', lambda device: True)
     monkeypatch.setattr(kernels, '_PROGRAMS', 6)
-    kernels._launch.cache_clear()
-    yield
-    kernels._launch.cache_clear()
 
 
 @pytest.fixture
@@ -80,9 +77,9 @@ def _inputs(size, dims=(8, 8), window=7, batch=1, dtype=torch.float32):
     return [torch.randn(shape).to(DEVICE, dtype) for shape in shapes], index.to(DEVICE)
 
 
-def _with_gradients(function, inputs, index, *how):
+def _with_gradients(function, inputs, *args):
     inputs = [x.detach().clone().requires_grad_() for x in inputs]
-    out = function(*inputs, index, *how)
+    out = function(*inputs, *args)
     generator = torch.Generator().manual_seed(1)
     noise = torch.rand(out.shape, generator=generator, dtype=torch.double)
     out.backward(noise.to(out))
@@ -151,10 +148,7 @@ def _module(shift=3, window=7, channels=16, **kwargs):
 
 def _gradients(module, x, size):
     module.zero_grad()
-    x = x.clone().requires_grad_()
-    y = module(x, size)
-    y.backward(torch.linspace(0, 1, y.numel(), device=y.device).view(y.shape).to(y.dtype))
-    return [y.detach(), x.grad, *(p.grad for p in module.parameters())]
+    return [*_with_gradients(module, [x], size), *(p.grad for p in module.parameters())]
 
 
 @pytest.mark.parametrize('shift, bias', [(0, True), (3, True), (3, False)])
@@ -244,51 +238,23 @@ def test_traces(calls):
     assert not calls
 
 
-@pytest.fixture
-def gpu(monkeypatch):
+def test_where_the_kernels_run(monkeypatch):
     """As if there were a GPU on which a small kernel runs."""
+    zeros = torch.zeros
     monkeypatch.setattr(torch.version, 'cuda', '13.0')
-    monkeypatch.setattr(torch.cuda, 'get_device_capability', lambda device: (8, 0))
-    monkeypatch.setattr(torch, 'ones', lambda *shape, device: torch.zeros(*shape, device=DEVICE))
+    monkeypatch.setattr(torch, 'zeros', lambda *shape, device: zeros(*shape, device=DEVICE))
 
-
-def test_where_the_kernels_run(gpu, monkeypatch):
-    def runs():
+    def runs(capability=(8, 0)):
+        monkeypatch.setattr(torch.cuda, 'get_device_capability', lambda device: capability)
         return attention._runs_kernels.__wrapped__(torch.device('cuda'))
 
     def fails(*args):
         raise RuntimeError('Failed to find C compiler')
 
-    assert runs()
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.cuda, 'get_device_capability', lambda device: (7, 5))
-        assert not runs()
-    with monkeypatch.context() as patch:
-        patch.setitem(sys.modules, 'repa_mm.faster.kernels', None)
-        assert not runs()
-    monkeypatch.setattr(kernels, 'layer_norm', fails)
+    assert runs() and not runs((7, 5))
+    monkeypatch.setattr(kernels, 'window_attention', fails)
     with pytest.warns(UserWarning, match='slower .* RuntimeError: Failed to find C compiler'):
         assert not runs()
-
-
-@pytest.mark.parametrize('dtype', [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize('channels, scale, mean', [(24, 1, 0), (16, 1e-4, 3), (7, 0, 5)])
-def test_layer_norm(dtype, channels, scale, mean, relative_error):
-    """Also of tokens that hardly vary, and of tokens that are not contiguous."""
-    x = (mean + scale * torch.randn(2, channels, 9)).to(DEVICE, dtype).transpose(1, 2)
-    weight, bias = torch.randn(2, channels, device=DEVICE)
-    args = (channels,), weight.double(), bias.double(), 1e-6
-    expected = F.layer_norm(x.double(), *args)
-    for tokens in x, x.contiguous()[:, ::2], torch.cat([x, x], 2)[..., :channels]:
-        expected = F.layer_norm(tokens.double(), *args)
-        actual = kernels.layer_norm(tokens, weight, bias, 1e-6, torch.float32)
-        other = F.layer_norm(tokens.float(), args[0], weight, bias, 1e-6)
-        assert actual.dtype == torch.float32
-        assert (actual - expected).abs().max() <= 2 * (other - expected).abs().max() + 1e-6
-    for half in torch.float16, torch.bfloat16:
-        rounded = kernels.layer_norm(tokens, weight, bias, 1e-6, half)
-        assert rounded.dtype == half
-        assert relative_error(rounded, actual) < 2 * torch.finfo(half).eps
 
 
 @pytest.mark.parametrize('step', ['compile', pytest.param('trace', marks=pytest.mark.slow)])

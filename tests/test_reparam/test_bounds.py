@@ -73,7 +73,7 @@ class Draw:
             channels * self.pick(1, 2, 4),
             self.pick(0, 0.1, 1 / 3, 0.75, 1),
             act_cfg=dict(type=self.pick('GELU', 'ReLU', 'SiLU')),
-            norm_cfg=dict(type=self.pick('BN', 'BN', 'LN')),
+            norm_cfg=dict(type=self.pick('BN', 'SyncBN', 'LN')),
             layer_scale_init_value=self.pick(0, 1e-5, 30),
             **kwargs,
         ).double()

@@ -10,22 +10,22 @@ from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 from repa_mm.reparam import ChannelIdleFFN, folded, set_training_path_
-from repa_mm.reparam.folded import choose_path
+from repa_mm.reparam.folded import folds, is_foldable
 from tests.toy import run_in_two_processes
 
 
 def step(ffn, x, path, seed=1):
     """Everything that one step of training yields."""
     ffn = set_training_path_(copy.deepcopy(ffn), path)
+    assert path == 'literal' or is_foldable(ffn)
     x = x.clone().requires_grad_()
     torch.manual_seed(seed)
-    y = ffn(x)
-    target = torch.arange(y.numel()).double().sin().to(y).view_as(y)
-    (y * target + y**2).sum().backward()
-    return results(ffn, y, x)
+    return results(ffn, ffn(x), x)
 
 
 def results(ffn, y, x):
+    target = torch.arange(y.numel()).double().sin().to(y).view_as(y)
+    (y * target + y**2).sum().backward()
     found = {'y': y, 'x.grad': x.grad}
     found.update(
         (f'{name}.grad', p.grad) for name, p in ffn.named_parameters() if p.grad is not None
@@ -117,19 +117,16 @@ def test_no_gradient(path):
     assert all(p.grad is None or not p.grad.any() for p in ffn.parameters())
 
 
-@pytest.mark.parametrize('path', ['folded', 'literal'])
 @pytest.mark.parametrize('reentrant', [True, False])
-def test_checkpointing(path, reentrant, randomize):
+def test_checkpointing(reentrant, randomize):
     """Outputs and gradients stay; statistics count a batch twice, as those of torch's norms do."""
     ffn = randomize(ChannelIdleFFN(16, 64, drop_path=0.5)).double().train()
     x = torch.randn(4, 40, 16).double()
-    expected = step(ffn, x, path)
-    model = set_training_path_(copy.deepcopy(ffn), path)
+    expected = step(ffn, x, 'folded')
+    model = set_training_path_(copy.deepcopy(ffn), 'folded')
     x = x.clone().requires_grad_()
     torch.manual_seed(1)
     y = checkpoint(model, x, use_reentrant=reentrant)
-    target = torch.arange(y.numel()).double().sin().to(y).view_as(y)
-    (y * target + y**2).sum().backward()
     found, buffers = results(model, y, x), dict(ffn.named_buffers())
     stay = [{k: v for k, v in each.items() if k not in buffers} for each in (found, expected)]
     assert worst(*stay) < 1e-12
@@ -180,10 +177,7 @@ def test_compiles_in_one_graph(randomize):
         model.load_state_dict(ffn.state_dict())
         model.zero_grad()
         x.requires_grad_()
-        y = compiled(x)
-        target = torch.arange(y.numel()).double().sin().to(y).view_as(y)
-        (y * target + y**2).sum().backward()
-        assert worst(results(model, y, x), expected) < 1e-5
+        assert worst(results(model, compiled(x), x), expected) < 1e-5
 
 
 # folded: x and the active channels, as many as there are channels. literal: x, the norm's output,
@@ -223,83 +217,42 @@ def test_second_derivatives_are_refused_folded_and_right_literally(norm, randomi
     assert worst(folded, literal) < 1e-10
 
 
-class Adapter(nn.Module):
-    """A low-rank update beside a linear layer."""
-
-    def __init__(self, layer):
-        super().__init__()
-        self.layer = layer
-        self.update = nn.Parameter(torch.randn(layer.out_features, layer.in_features))
-        self.weight, self.bias = layer.weight, layer.bias
-
+class Adapter(nn.Linear):
     def forward(self, x):
-        return self.layer(x) + x @ self.update.t()
+        return 2 * super().forward(x)
 
 
 @pytest.mark.parametrize(
     'change',
     [
-        lambda ffn: setattr(ffn, 'fc1', Adapter(ffn.fc1)),
+        lambda ffn: setattr(ffn.fc1, '__class__', Adapter),
+        lambda ffn: setattr(ffn.fc2, 'bias', None),
         lambda ffn: nn.utils.parametrizations.weight_norm(ffn.fc1),
         lambda ffn: prune.random_unstructured(ffn.fc1, 'weight', 0.5),
         lambda ffn: ffn.act.register_forward_hook(lambda module, args, y: 2 * y),
         lambda ffn: ffn.norm2.register_forward_pre_hook(lambda module, args: (2 * args[0],)),
+        lambda ffn: ffn.norm1.eval(),
         lambda ffn: setattr(ffn, 'dropout_layer', nn.Identity()),
+        lambda ffn: setattr(ffn.drop, 'p', 0.1),
+        lambda ffn: setattr(ffn, 'act', nn.PReLU()),
+        # Folded training would draw other numbers in its backward pass.
+        lambda ffn: setattr(ffn, 'act', nn.RReLU()),
     ],
 )
 @pytest.mark.filterwarnings('ignore')
-def test_only_what_is_known_is_folded(change, randomize):
-    def make(path):  # pruned layers cannot be copied
-        torch.manual_seed(3)
-        ffn = randomize(ChannelIdleFFN(16, 64)).train()
-        change(ffn)
-        return set_training_path_(ffn.double(), path)
-
-    x = torch.randn(4, 100, 16).double()
-    results = []
-    for path in ('auto', 'literal'):
-        model = make(path)
-        for _ in range(2):  # prune failed in the second step
-            y = model(x)
-            model.zero_grad()
-            y.square().sum().backward()
-        results.append([y, *(p.grad for p in model.parameters() if p.grad is not None)])
-        assert len(results[-1]) == len(results[0]) > 8
-    for actual, expected in zip(*results):
-        assert torch.allclose(actual, expected, rtol=1e-9)
-    with pytest.raises(ValueError, match="training_path='auto'"):
-        make('folded')(x)
+def test_only_what_is_known_is_folded(change):
+    ffn = set_training_path_(ChannelIdleFFN(16, 64).train(), 'folded')
+    assert folds(ffn, 200)
+    change(ffn)
+    assert not folds(ffn, 200)
+    assert ffn(torch.randn(2, 100, 16)).isfinite().all()
 
 
-def test_random_activations_are_not_computed_twice(randomize):
-    """The folded backward pass would draw other numbers than the forward pass."""
-    ffn = ChannelIdleFFN(8, 32, act_cfg=dict(type='RReLU', lower=0.0, upper=1.0))
-    randomize(ffn).double().train()
-    x, direction = torch.randn(2, 2, 64, 8, dtype=torch.double)
-
-    def loss(x):
-        torch.manual_seed(1)
-        return ffn(x).square().sum()
-
-    x.requires_grad_()
-    slope = (torch.autograd.grad(loss(x), x)[0] * direction).sum()
-    with torch.no_grad():
-        difference = (loss(x + 1e-6 * direction) - loss(x - 1e-6 * direction)) / 2e-6
-    assert float(slope) == pytest.approx(float(difference), rel=1e-5)
-
-
-def test_choice_of_the_path(randomize):
+def test_choice_of_the_path():
     ffn = ChannelIdleFFN(64, 256).train()
-    assert choose_path(ffn, 8192) == 'folded'
-    assert choose_path(ffn, 50) == 'literal'
-    assert choose_path(ChannelIdleFFN(64, 256, 0).train(), 8192) == 'literal'
-    # What only eq. 3 describes.
-    assert choose_path(ChannelIdleFFN(64, 256, act_cfg=dict(type='PReLU')), 8192) == 'literal'
-    ffn.norm1.eval()
-    assert choose_path(ffn, 8192) == 'literal'
-    ffn.training_path = 'folded'
-    with pytest.raises(ValueError, match="training_path='auto'"):
-        ffn(torch.randn(1, 8192, 64))
+    assert folds(ffn, 8192) and not folds(ffn, 50)
+    assert folds(ffn.bfloat16(), 8192)
+    assert not folds(ChannelIdleFFN(64, 256, idle_ratio=0).train(), 8192)
     with pytest.raises(ValueError, match="'fold'"):
         set_training_path_(ffn, 'fold')
 
@@ -309,26 +262,13 @@ def test_choice_of_the_path(randomize):
 def test_choice_of_the_path_on_a_gpu(autocast, monkeypatch):
     monkeypatch.setattr(folded, 'autocast_dtype', dict(cuda=autocast).get)
     with FakeTensorMode(), torch.device('cuda'):
-        ffn = ChannelIdleFFN(64, 256).train()
-        assert choose_path(ffn, 8192) == ('literal' if autocast else 'folded')
-        ffn.fc1.weight = nn.Parameter(ffn.fc1.weight.bfloat16())  # a model in half precision
-        assert choose_path(ffn, 8192) == 'literal'
-        # Two images of 800 x 1344 in the first stage of a Swin-B, and in the second.
-        for width, num_tokens, path in (128, 134400, 'folded'), (256, 33600, 'literal'):
-            one = ChannelIdleFFN(width, 4 * width).train()
-            one.fc1.weight = nn.Parameter(one.fc1.weight.bfloat16())
-            assert choose_path(one, num_tokens) == path
-        assert choose_path(set_training_path_(ffn, 'folded'), 8192) == 'folded'
-    # On a CPU there are other costs.
-    assert choose_path(ChannelIdleFFN(64, 256).train().bfloat16(), 8192) == 'folded'
-
-
-def test_training_and_evaluation_differ_only_in_the_statistics(randomize):
-    """In eval mode the path makes no difference."""
-    ffn = randomize(ChannelIdleFFN(8, 32)).eval()
-    x = torch.randn(1, 500, 8)
-    expected = ffn(x)
-    assert torch.equal(set_training_path_(ffn, 'folded')(x), expected)
+        assert folds(ChannelIdleFFN(64, 256).train(), 8192) == (not autocast)
+        # In half precision: two images of 800 x 1344 in the first two stages of a Swin-B.
+        for width, num_tokens, is_folded in (128, 134400, True), (256, 33600, False):
+            ffn = ChannelIdleFFN(width, 4 * width).train()
+            ffn.fc1.weight = nn.Parameter(ffn.fc1.weight.bfloat16())
+            assert folds(ffn, num_tokens) == is_folded
+        assert folds(set_training_path_(ffn, 'folded'), num_tokens)
 
 
 GRADIENTS = """

@@ -5,7 +5,14 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from repa_mm.reparam import ChannelIdleFFN, CheckpointError, MergedFFN, num_active_channels
+from repa_mm.reparam import (
+    ChannelIdleFFN,
+    CheckpointError,
+    FFNParts,
+    MergedFFN,
+    num_active_channels,
+    reparameterize,
+)
 
 
 def literal(ffn, x, act):
@@ -80,16 +87,6 @@ def test_switch_to_deploy_changes_every_reference(randomize, relative_error):
     assert before.keys() == ffn.state_dict().keys()
 
 
-def test_merge_leaves_the_training_form_and_the_random_state(randomize):
-    ffn = randomize(ChannelIdleFFN(8, 32))
-    before = copy.deepcopy(ffn.state_dict())
-    state = torch.get_rng_state()
-    ffn.merge()
-    assert torch.equal(state, torch.get_rng_state())
-    for key, value in ffn.state_dict().items():
-        assert torch.equal(value, before[key])
-
-
 def test_drop_path_drops_whole_samples():
     ffn = ChannelIdleFFN(8, 32, drop_path=0.5)
     x = torch.randn(64, 3, 8)
@@ -113,9 +110,6 @@ def test_dropout_before_and_after_the_second_linear_layer(randomize, relative_er
     z = F.dropout(ffn.fc2(F.dropout(v, 0.25)), 0.25)
     torch.manual_seed(1)
     assert relative_error(ffn(x), x + z.view(x.shape)) < 1e-5
-    ffn.training_path = 'folded'
-    with pytest.raises(ValueError, match='no dropout'):
-        ffn(x)
     ffn.eval()
     assert torch.equal(ffn(x), ffn(x))
     assert relative_error(ffn.merge()(x), ffn(x)) < 1e-5
@@ -157,14 +151,39 @@ def test_weights_of_another_idle_ratio():
 
 
 @pytest.mark.parametrize(
-    'norm_cfg', [dict(type='BN'), dict(type='LN'), dict(type='LN', elementwise_affine=False)]
+    'norm_cfg',
+    [
+        dict(type='BN'),
+        dict(type='SyncBN'),
+        dict(type='LN'),
+        dict(type='LN', elementwise_affine=False),
+        dict(type='TokenGN'),
+        None,
+    ],
 )
-def test_a_merged_ffn_loads_its_own_weights(norm_cfg, randomize):
-    ffns = [ChannelIdleFFN(8, 32, norm_cfg=norm_cfg) for _ in range(2)]
-    x, (one, other) = torch.randn(2, 3, 8), [randomize(f, i).eval() for i, f in enumerate(ffns)]
-    one, other = one.merge(), other.merge()
-    other.load_state_dict(one.state_dict())
-    assert torch.equal(one(x), other(x))
+@pytest.mark.parametrize('idle_ratio', [0, 0.75])
+def test_each_form_loads_its_own_weights(norm_cfg, idle_ratio, randomize, relative_error):
+    ffns = [ChannelIdleFFN(8, 32, idle_ratio, norm_cfg=norm_cfg) for _ in range(2)]
+    one, other = (nn.Sequential(randomize(f, i)).eval() for i, f in enumerate(ffns))
+    x, deployed = torch.randn(2, 3, 8), reparameterize(one)
+    assert relative_error(deployed(x), one(x)) < 1e-5
+    for model, into, form in (one, other, 'training'), (deployed, reparameterize(other), 'deploy'):
+        into.load_state_dict(model.state_dict())
+        assert torch.equal(model(x), into(x))
+        with pytest.raises(CheckpointError, match=f"in its {form} form at '0'"):
+            into.load_state_dict((deployed if model is one else one).state_dict(), strict=False)
+
+
+@pytest.mark.parametrize('scale', [0.5, 0.0])
+def test_it_is_filled_from_an_ordinary_ffn(scale, randomize, relative_error):
+    """With the norm kept and no idle channel it computes what the ordinary FFN does."""
+    cfg = dict(norm_cfg=dict(type='LN'), idle_ratio=0, layer_scale_init_value=scale)
+    form, norm = ChannelIdleFFN(8, 32, **cfg).eval(), randomize(nn.LayerNorm(8))
+    parts = FFNParts(norm, nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8), torch.rand(8) + 0.5)
+    form.fill(parts)
+    x = torch.randn(2, 9, 8)
+    expected = x + parts.fc2(F.gelu(parts.fc1(norm(x)))) * parts.scale
+    assert relative_error(form(x), expected) < 1e-5
 
 
 @pytest.mark.parametrize('idle_ratio', [0, 0.5, 0.75, 1])
