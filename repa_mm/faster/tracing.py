@@ -35,10 +35,6 @@ class TraceableCrossAttention(nn.MultiheadAttention):
         return super().forward(query, key, value, **kwargs)
 
 
-def _cross_attention(module: nn.Module) -> type | None:
-    return TraceableCrossAttention if type(module) is nn.MultiheadAttention else None
-
-
 def _padding_of_patches(module: nn.Module) -> type | None:
     # By class name, since MMDetection and MMSegmentation have copies of mmcv's class.
     is_of_patches = (
@@ -69,4 +65,5 @@ def trace_any_size_(model: nn.Module) -> None:
     """
     swap_faster_attention_(model)
     pad_any_size_(model)
-    replace_(model, _cross_attention)
+    cross = TraceableCrossAttention
+    replace_(model, lambda m: cross if type(m) is nn.MultiheadAttention else None)

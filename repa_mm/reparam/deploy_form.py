@@ -78,10 +78,7 @@ def build_norm(norm_cfg: dict | None, num_features: int) -> nn.Module:
     if name not in _NORMS:
         raise ValueError(f'norm_cfg type must be one of {sorted(_NORMS)}, but got {name!r}')
     requires_grad = kwargs.pop('requires_grad', True)
-    norm = _NORMS[name](num_features, **kwargs)
-    for param in norm.parameters():
-        param.requires_grad = requires_grad
-    return norm
+    return _NORMS[name](num_features, **kwargs).requires_grad_(requires_grad)
 
 
 class DropPath(nn.Module):
@@ -207,6 +204,7 @@ class MergedFFN(DeployForm):
     """
 
     label = 'channel-idle FFN'
+    optional = (*DeployForm.optional, 'norm.weight', 'norm.bias')
 
     def __init__(
         self,
@@ -274,10 +272,6 @@ class MergedFFN(DeployForm):
         weight = weight.detach().clone()
         weight[self.num_active :].diagonal().add_(times)
         return weight
-
-    def owns(self, weights: dict) -> bool:
-        own = (self.names(w) for w in (weights, self.state_dict()))
-        return len({names - {'norm.weight', 'norm.bias'} for names in own}) == 1
 
     def check_weights(self, weights: dict, name: str) -> None:
         if self.owns(weights):
