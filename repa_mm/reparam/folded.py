@@ -198,8 +198,9 @@ def _statistics(norm: nn.Module) -> str | None:
 def _is_shared(norm: nn.Module) -> bool:
     """Return True if several processes share a norm's batch statistics."""
     is_synchronized = isinstance(norm, nn.SyncBatchNorm) and norm.training
-    is_distributed = dist.is_available() and dist.is_initialized()
-    return is_synchronized and is_distributed and dist.get_world_size(norm.process_group) > 1
+    if not is_synchronized or not dist.is_available() or not dist.is_initialized():
+        return False
+    return dist.get_world_size(norm.process_group) > 1
 
 
 def is_foldable(ffn: nn.Module) -> bool:

@@ -17,6 +17,7 @@ from mmpretrain.models.utils.attention import ShiftWindowMSA
 from repa_mm.faster import FastShiftWindowMSA, fast_window_attention_
 from repa_mm.reparam import ChannelIdleFFN, set_training_path_
 from repa_mm.surgery import become_
+from tests.toy import step
 
 DOCS = Path(__file__).parents[2] / 'docs' / 'reliability.md'
 BOUNDS = {
@@ -86,17 +87,6 @@ class Draw:
             elif key.startswith('fc'):
                 value.copy_(self.normal(*value.shape) / value.shape[-1] ** 0.5)
         return ffn.eval()
-
-
-def step(module, x, **kwargs):
-    """Output, gradients and statistics of a step of training, by name."""
-    module, x = copy.deepcopy(module), x.detach().requires_grad_()
-    y = module(x, **kwargs)
-    y.backward(torch.arange(y.numel(), dtype=torch.float64).sin().to(y).view(y.shape))
-    found = {'y': y.detach(), 'x': x.grad}
-    found.update((k, p.grad) for k, p in module.named_parameters() if p.grad is not None)
-    found.update((name, b) for name, b in module.named_buffers() if b.is_floating_point())
-    return found
 
 
 def check(name, hostile, found, literal, exact):
@@ -169,10 +159,10 @@ def test_window_attention(hostile, seed, traced):
     size = draw.pick(1, 6, 7, 15), draw.pick(3, 7, 14)
     x = draw.tokens(draw.pick(1, 3), size[0] * size[1], heads * channels)
     x = (x / x.abs().max().clamp(min=1e-30)).float()
-    exact = step(stock.double(), x.double(), hw_shape=size)
-    literal = step(stock.float(), x, hw_shape=size)
+    exact = step(stock.double(), x.double(), size)
+    literal = step(stock.float(), x, size)
     fast = fast_window_attention_(stock)
     if traced:  # what compilers see, run eagerly
         become_(fast, Traced)
-    found = step(fast, x, hw_shape=size)
+    found = step(fast, x, size)
     check('window attention, float32', hostile, found, literal, exact)

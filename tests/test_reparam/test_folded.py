@@ -11,34 +11,25 @@ from torch.utils.checkpoint import checkpoint
 
 from repa_mm.reparam import ChannelIdleFFN, folded, set_training_path_
 from repa_mm.reparam.folded import folds, is_foldable
-from tests.toy import run_in_two_processes
+from tests import toy
 
 
-def step(ffn, x, path, seed=1):
+def step(ffn, x, path):
     """Everything that one step of training yields."""
     ffn = set_training_path_(copy.deepcopy(ffn), path)
     assert path == 'literal' or is_foldable(ffn)
-    x = x.clone().requires_grad_()
-    torch.manual_seed(seed)
-    return results(ffn, ffn(x), x)
+    return comparable(ffn, toy.step(ffn, x))
 
 
-def results(ffn, y, x):
-    target = torch.arange(y.numel()).double().sin().to(y).view_as(y)
-    (y * target + y**2).sum().backward()
-    found = {'y': y, 'x.grad': x.grad}
-    found.update(
-        (f'{name}.grad', p.grad) for name, p in ffn.named_parameters() if p.grad is not None
-    )
-    found.update(ffn.named_buffers())
+def comparable(ffn, found):
     # A BatchNorm takes off whatever the idle biases add, and at idle ratio 1
     # what beta1 does (all is linear): zero, but for rounding.
-    found['fc1.bias.grad'] = found['fc1.bias.grad'][: ffn.num_active]
+    found['fc1.bias'] = found['fc1.bias'][: ffn.num_active]
     if isinstance(ffn.act, nn.Identity):
-        del found['fc1.bias.grad']
+        del found['fc1.bias']
     is_linear = ffn.num_active == 0 or isinstance(ffn.act, nn.Identity)
     if is_linear and ffn.norm1.training:
-        found.pop('norm1.bias.grad', None)
+        found.pop('norm1.bias', None)
     return {name: value.detach().double() for name, value in found.items() if value.numel()}
 
 
@@ -127,7 +118,7 @@ def test_checkpointing(reentrant, randomize):
     x = x.clone().requires_grad_()
     torch.manual_seed(1)
     y = checkpoint(model, x, use_reentrant=reentrant)
-    found, buffers = results(model, y, x), dict(ffn.named_buffers())
+    found, buffers = comparable(model, toy.results(model, y, x)), dict(ffn.named_buffers())
     stay = [{k: v for k, v in each.items() if k not in buffers} for each in (found, expected)]
     assert worst(*stay) < 1e-12
 
@@ -177,7 +168,8 @@ def test_compiles_in_one_graph(randomize):
         model.load_state_dict(ffn.state_dict())
         model.zero_grad()
         x.requires_grad_()
-        assert worst(results(model, compiled(x), x), expected) < 1e-5
+        found = comparable(model, toy.results(model, compiled(x), x))
+        assert worst(found, expected) < 1e-5
 
 
 # folded: x and the active channels, as many as there are channels. literal: x, the norm's output,
@@ -327,4 +319,4 @@ for path, norm, frozen in itertools.product(('literal', 'folded'), ('BN', 'LN'),
 
 def test_two_processes_on_parts_of_the_batch(tmp_path):
     """Gradients of both paths under DDP."""
-    run_in_two_processes(GRADIENTS, tmp_path)
+    toy.run_in_two_processes(GRADIENTS, tmp_path)
