@@ -9,7 +9,6 @@ from repa_mm.reparam import (
     ChannelIdleFFN,
     CheckpointError,
     FFNParts,
-    MergedFFN,
     num_active_channels,
     reparameterize,
 )
