@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from mmpretrain.models.utils.attention import ShiftWindowMSA
 
 from repa_mm.faster import FastShiftWindowMSA, fast_window_attention_
-from repa_mm.reparam import ChannelIdleFFN, set_training_path_
+from repa_mm.reparam import ChannelIdleFFN, set_shortcut_, set_training_path_
 from repa_mm.surgery import become_
 from tests.toy import step
 
@@ -117,7 +117,7 @@ def test_merge(hostile, dtype, seed, channels):
     except ValueError as error:
         assume('exceed the range' not in str(error))
         raise
-    merged.set_shortcut(draw.pick('inside', 'outside'))
+    set_shortcut_(merged, draw.pick('inside', 'outside'))
     found = merged(x).detach()
     check(f'merge, {dtype}', hostile, dict(y=found), dict(y=literal), dict(y=exact))
 
