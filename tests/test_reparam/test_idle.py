@@ -5,14 +5,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from repa_mm.reparam import (
-    ChannelIdleFFN,
-    CheckpointError,
-    FFNParts,
-    num_active_channels,
-    reparameterize,
-    set_shortcut_,
-)
+from repa_mm.reparam import ChannelIdleFFN, CheckpointError, num_active_channels, set_shortcut_
 
 
 def literal(ffn, x, act):
@@ -138,38 +131,16 @@ def test_weights_of_another_idle_ratio():
 
 
 @pytest.mark.parametrize(
-    'norm_cfg, idle_ratio',
-    [
-        (dict(type='BN'), 0),
-        (dict(type='SyncBN'), 1),
-        (dict(type='LN'), 0),
-        (dict(type='LN', elementwise_affine=False), 0.75),
-        (dict(type='TokenGN'), 0.75),
-        (None, 0.75),
-    ],
+    'norm_cfg', [dict(type='BN'), dict(type='LN'), dict(type='LN', elementwise_affine=False)]
 )
+@pytest.mark.parametrize('idle_ratio', [0, 0.75])
 def test_each_form_loads_its_own_weights(norm_cfg, idle_ratio, randomize, relative_error):
     ffns = [ChannelIdleFFN(8, 32, idle_ratio, norm_cfg=norm_cfg) for _ in range(2)]
-    one, other = (nn.Sequential(randomize(f, i)).eval() for i, f in enumerate(ffns))
-    x, deployed = torch.randn(2, 3, 8), reparameterize(one)
-    assert relative_error(deployed(x), one(x)) < 1e-5
-    for model, into, form in (one, other, 'training'), (deployed, reparameterize(other), 'deploy'):
-        into.load_state_dict(model.state_dict())
-        assert torch.equal(model(x), into(x))
-        with pytest.raises(CheckpointError, match=f"in its {form} form at '0'"):
-            into.load_state_dict((deployed if model is one else one).state_dict(), strict=False)
-
-
-@pytest.mark.parametrize('scale', [0.5, 0.0])
-def test_it_is_filled_from_an_ordinary_ffn(scale, randomize, relative_error):
-    """With the norm kept and no idle channel it computes what the ordinary FFN does."""
-    cfg = dict(norm_cfg=dict(type='LN'), idle_ratio=0, layer_scale_init_value=scale)
-    form, norm = ChannelIdleFFN(8, 32, **cfg).eval(), randomize(nn.LayerNorm(8))
-    parts = FFNParts(norm, nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8), torch.rand(8) + 0.5)
-    form.fill(parts)
-    x = torch.randn(2, 9, 8)
-    expected = x + parts.fc2(F.gelu(parts.fc1(norm(x)))) * parts.scale
-    assert relative_error(form(x), expected) < 1e-5
+    x, (one, other) = torch.randn(2, 3, 8), [randomize(f, i).eval() for i, f in enumerate(ffns)]
+    for source, into in (one.merge(), other.merge()), (one, other):
+        into.load_state_dict(source.state_dict())
+        assert torch.equal(source(x), into(x))
+    assert relative_error(one.merge()(x), one(x)) < 1e-5
 
 
 @pytest.mark.parametrize('idle_ratio', [0, 0.5, 0.75, 1])

@@ -28,11 +28,6 @@ class Literal(ChannelIdleFFN):
         return super().forward_literal(x) + 1
 
 
-class Adapter(nn.Linear):
-    def forward(self, x):
-        return 2 * super().forward(x)
-
-
 def _double(module):
     own = module.forward
     module.forward = lambda *args: 2 * own(*args)
@@ -62,9 +57,7 @@ def to(name, value):
         (lambda ffn: _hook(ffn.act), r"'act' \(GELU\) has a forward hook"),
         (to('norm1', nn.InstanceNorm1d(8, affine=True)), 'its norm1 is a InstanceNorm1d'),
         (to('norm2', nn.LayerNorm(32)), 'its norm2 is a LayerNorm'),
-        (to('drop', nn.Tanh()), 'its drop is a Tanh'),
         (to('dropout_layer', nn.Tanh()), 'its dropout_layer is a Tanh'),
-        (to('fc1', Adapter(8, 32)), 'its fc1 is a Adapter, and not an nn.Linear'),
         (lambda ffn: weight_norm(ffn.fc1), r"'fc1' .* hook, WeightNorm.*remove_weight_norm"),
         (
             lambda ffn: prune.random_unstructured(ffn.fc2, 'weight', 0.4),

@@ -1,0 +1,129 @@
+"""What each form has from its base class, forms inside of forms among it."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn as nn
+
+from repa_mm.reparam import (
+    ChannelIdleFFN,
+    CheckpointError,
+    DeployForm,
+    TrainingForm,
+    is_reparameterized,
+    reparameterize,
+    reparameterize_,
+)
+
+
+def count(model, kind):
+    return sum(isinstance(m, kind) for m in model.modules())
+
+
+class Pair(TrainingForm):
+    """Two linear layers before a BatchNorm, as in RepVGG: a form without a site."""
+
+    label = 'pair of linear layers'
+
+    def __init__(self, dims):
+        super().__init__()
+        self.a, self.b = nn.Linear(dims, dims), nn.Linear(dims, dims)
+        self.norm = nn.BatchNorm1d(dims)
+
+    def forward(self, x):
+        y = self.a(x) + self.b(x)
+        return self.norm(y.flatten(0, -2)).view(y.shape)
+
+    def merge(self):
+        norm = self.norm
+        scale = norm.weight.double() * (norm.running_var.double() + norm.eps).rsqrt()
+        weight = scale[:, None] * (self.a.weight.double() + self.b.weight.double())
+        bias = self.a.bias.double() + self.b.bias.double() - norm.running_mean.double()
+        merged = MergedPair(nn.Linear(*weight.shape)).to(self.a.weight)
+        merged.layers[0].weight.copy_(weight)
+        merged.layers[0].bias.copy_(scale * bias + norm.bias.double())
+        return merged
+
+
+class MergedPair(DeployForm):
+    """Layers, or forms, one after the other."""
+
+    def __init__(self, *layers):
+        super().__init__()
+        self.layers = nn.Sequential(*layers)
+
+    def inference(self, x):
+        return self.layers(x)
+
+
+class Twice(TrainingForm):
+    """Two forms, one after the other, as one form around them."""
+
+    label = 'two forms'
+
+    def __init__(self, first, second):
+        super().__init__()
+        self.first, self.second = first, second
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+    def merge(self):
+        # The first is left as it is, for who walks over the model.
+        return MergedPair(self.first, self.second.merge())
+
+
+def test_switch_to_deploy_and_the_guards_of_every_form(randomize, relative_error):
+    pair = randomize(Pair(8)).eval()
+    x = torch.randn(2, 5, 8)
+    expected = pair(x)
+    handle = pair.a.register_forward_hook(lambda module, args, y: 2 * y)
+    with pytest.raises(ValueError, match=r"'a' \(Linear\) has a forward hook"):
+        pair.merge()
+    handle.remove()
+    broken = copy.deepcopy(pair)
+    broken.b.weight.data[0, 0] = float('nan')
+    with pytest.raises(ValueError, match='b.weight has values that are not finite'):
+        reparameterize(nn.Sequential(broken))
+    with torch.inference_mode():
+        pair.switch_to_deploy()
+        pair.switch_to_deploy()  # once more changes nothing
+    assert relative_error(pair(x), expected) < 1e-5
+    with pytest.raises(RuntimeError, match='MergedPair is in its deploy form'):
+        pair.train()(x)
+
+
+@pytest.mark.parametrize('inplace', [False, True])
+@pytest.mark.parametrize(
+    'build',
+    [
+        lambda: Twice(Pair(8), Pair(8)),
+        lambda: Twice(ChannelIdleFFN(8, 32), ChannelIdleFFN(8, 32)),
+        lambda: Twice(Twice(ChannelIdleFFN(8, 32), Pair(8)), Twice(Pair(8), Pair(8))),
+        lambda: Twice(nn.LayerNorm(8), Pair(8)),  # the deploy form gets the norm as it is
+    ],
+)
+def test_forms_inside_of_forms(build, inplace, randomize, relative_error):
+    model = nn.Sequential(randomize(build()), randomize(Pair(8))).eval()
+    x = torch.randn(2, 5, 8)
+    expected = model(x).detach()
+    original = copy.deepcopy(model)
+    deployed = (reparameterize_ if inplace else reparameterize)(model)
+    assert not count(deployed, TrainingForm)
+    assert relative_error(deployed(x), expected) < 1e-5
+    assert is_reparameterized(original, deployed.state_dict())
+    assert not is_reparameterized(original, original.state_dict())
+    with pytest.raises(CheckpointError, match='in its training form'):
+        original.load_state_dict(deployed.state_dict(), strict=False)
+    for parameter in model.parameters() if not inplace else ():  # training goes on
+        parameter.data.zero_()
+    assert relative_error(deployed(x), expected) < 1e-5
+
+
+def test_an_error_inside_of_a_form_is_named():
+    model = nn.Sequential(Pair(8), Twice(ChannelIdleFFN(8, 32), Pair(8)))
+    model[1].first.fc1.register_forward_hook(lambda module, args, y: y)
+    with pytest.raises(ValueError, match=r"cannot merge '1': 'first.fc1' \(Linear\) has"):
+        reparameterize_(model)
+    assert count(model, Pair) == 2
