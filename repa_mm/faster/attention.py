@@ -87,8 +87,7 @@ def has_kernels(device: torch.device) -> bool:
 
 @cache
 def _runs_kernels(device: torch.device) -> bool:
-    is_nvidia = torch.version.cuda and torch.cuda.get_device_capability(device) >= (8, 0)
-    if not _HAS_OPERATORS or not is_nvidia:
+    if not torch.version.cuda or torch.cuda.get_device_capability(device) < (8, 0):
         return False
     try:
         from repa_mm.faster.kernels import window_attention
@@ -156,7 +155,7 @@ class FastShiftWindowMSA(ShiftWindowMSA):
         is_dropping = self.w_msa.training and self.w_msa.attn_drop.p
         if is_graph or is_dropping or is_compiled and has_gradients:
             return self._forward_plain
-        if has_kernels(query.device) and self._fits_kernel(query):
+        if _HAS_OPERATORS and has_kernels(query.device) and self._fits_kernel(query):
             return self._forward_kernel
         # A graph for images of any size cannot have a number of chunks that depends on the image.
         if query.device.type == 'cpu' and len(query) and not is_compiled and not has_gradients:
