@@ -2,40 +2,44 @@
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 
-from repa_mm.faster.attention import FastShiftWindowMSA
+from repa_mm.faster.attention import FastShiftWindowMSA, has_kernels
 from repa_mm.faster.windows import is_traced
 from repa_mm.reparam.autograd import autocast_dtype
 from repa_mm.surgery import has_stock_forward, replace_
 
 
 class FastLayerNorm(nn.LayerNorm):
-    """A ``LayerNorm`` that keeps the half precision of tokens under autocast.
+    """A ``LayerNorm`` whose output under autocast has the type of the linear layer after it.
 
-    PyTorch's converts tokens to float32 before it, and again for the linear layer after it. With
-    gradients and in graphs, both are the same.
+    PyTorch's has float32 there, and converts twice. Elsewhere, with gradients and in graphs, both
+    are the same.
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        is_half = x.dtype == autocast_dtype(x.device.type)
-        if not is_half or torch.is_grad_enabled() or is_traced():
+        dtype = autocast_dtype(x.device.type)
+        if dtype is None or torch.is_grad_enabled() or is_traced() or not has_kernels(x.device):
             return super().forward(x)
-        weight, bias = self.weight.to(x.dtype), self.bias.to(x.dtype)
-        with torch.autocast(x.device.type, enabled=False):
-            return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
+        from repa_mm.faster.kernels import layer_norm
+
+        return layer_norm(x, self.weight, self.bias, self.eps, dtype)
 
 
 def _norm_class(module: nn.Module) -> type | None:
-    fits = has_stock_forward(module, nn.LayerNorm) and module.bias is not None
+    fits = (
+        has_stock_forward(module, nn.LayerNorm)
+        and len(module.normalized_shape) == 1
+        and module.weight is not None
+        and module.bias is not None
+    )
     return FastLayerNorm if fits else None
 
 
 def _swap_norms_(model: nn.Module) -> None:
     for swin in model.modules():
-        is_fast = any(isinstance(m, FastShiftWindowMSA) for m in swin.modules())
-        if is_fast and hasattr(swin, 'patch_embed'):
-            replace_(swin, _norm_class)
+        if hasattr(swin, 'patch_embed'):
+            if any(isinstance(m, FastShiftWindowMSA) for m in swin.modules()):
+                replace_(swin, _norm_class)
 
 
 def _has_custom_operators(module: nn.Module) -> bool:
@@ -44,12 +48,14 @@ def _has_custom_operators(module: nn.Module) -> bool:
 
 
 def _channels_last_(model: nn.Module) -> None:
-    for path, part in model.named_modules():
-        name = path.rpartition('.')[2]
-        readers = model if name == 'neck' else part  # all heads read a neck's maps
-        if name in ('neck', 'bbox_head', 'rpn_head', 'mask_head', 'decode_head'):
-            if not _has_custom_operators(readers):
-                part.to(memory_format=torch.channels_last)
+    is_custom = _has_custom_operators(model)
+    for owner in model.modules():
+        for name in ('neck', 'bbox_head', 'rpn_head', 'mask_head', 'decode_head'):
+            part = getattr(owner, name, None)
+            if isinstance(part, nn.Module) and not _has_custom_operators(part):
+                # A neck's maps go to all heads.
+                if name != 'neck' or not is_custom:
+                    part.to(memory_format=torch.channels_last)
 
 
 def faster_on_gpu_(model: nn.Module) -> nn.Module:
@@ -69,5 +75,6 @@ def faster_on_gpu_(model: nn.Module) -> nn.Module:
     device = next((p.device for p in model.parameters()), torch.device('cpu'))
     if device.type == 'cuda':
         _channels_last_(model)
-        _swap_norms_(model)
+        if has_kernels(device):
+            _swap_norms_(model)
     return model

@@ -1,4 +1,4 @@
-"""Triton kernels of Swin's window attention for GPUs.
+"""Triton kernels for GPUs: Swin's window attention, and LayerNorm under autocast.
 
 The (shifted, padded) window attention is one kernel each way. Queries, keys and values come from
 one linear layer on all tokens, in the order of the feature map. A program attends within one head
@@ -8,7 +8,13 @@ map that were not neighbours. So there is no gather, roll, partition or mask.
 
 N is the number of tokens per window, r the width of a head's queries and keys, s that of its
 values.
+
+Under autocast, PyTorch computes LayerNorm in float32: half-precision tokens are converted before
+it, and its output after it, for the linear layer that follows. The kernel here reads and writes
+tokens in their own types, and has the statistics in float32.
 """
+
+from functools import lru_cache
 
 import torch
 import triton
@@ -135,17 +141,17 @@ def _backward(
     tl.store(grad_bias + first * at + to_v + dv, sum_v, mask=dv < DV)
 
 
-def _launch(qkv, table, height, width, window, shift, v_dims, scale):
+@lru_cache(maxsize=256)
+def _launch(shape, dtype, tf32, heads, height, width, window, shift, v_dims, scale):
     """Return the grid, the sizes and the constants of a launch."""
-    heads = table.shape[1]
-    dims = (qkv.shape[2] - v_dims) // 2 // heads, v_dims // heads
+    dims = (shape[-1] - v_dims) // 2 // heads, v_dims // heads
     num_h, num_w = -(-height // window), -(-width // window)
-    windows = qkv.shape[0] * num_h * num_w
+    windows = shape[0] * num_h * num_w
     programs = -(-_PROGRAMS // heads)
-    is_exact = qkv.dtype == torch.float32 and not torch.backends.cuda.matmul.allow_tf32
     constants = dict(
         DQ=dims[0], DV=dims[1], BQ=_padded(dims[0]), BV=_padded(dims[1]), WS=window,
-        NP=_padded(window**2), num_warps=4, PRECISION='ieee' if is_exact else 'tf32',
+        NP=_padded(window**2), num_warps=4,
+        PRECISION='ieee' if dtype == torch.float32 and not tf32 else 'tf32',
     )  # fmt: skip
     sizes = windows, height, width, num_h, num_w, shift, heads, scale
     return (min(windows, programs), heads), sizes, constants
@@ -155,9 +161,15 @@ def _padded(size: int) -> int:
     return max(16, triton.next_power_of_2(size))
 
 
+def _launch_for(qkv, table, how):
+    tf32 = torch.backends.cuda.matmul.allow_tf32
+    launch = _launch.__wrapped__ if is_compiling() else _launch  # with symbols for sizes
+    return launch(qkv.shape, qkv.dtype, tf32, table.shape[1], *how)
+
+
 def _attend(qkv, bias, table, index, *how, wrap=lambda kernel: kernel):
     out = qkv.new_empty(*qkv.shape[:2], how[4])
-    grid, sizes, constants = _launch(qkv, table, *how)
+    grid, sizes, constants = _launch_for(qkv, table, how)
     # The windows after the next one are loaded early where that fits into the shared memory.
     fits = qkv.dtype != torch.float32 and max(constants['BQ'], constants['BV']) <= 64
     stages = 3 if fits else 1
@@ -180,7 +192,7 @@ class _WindowAttention(torch.autograd.Function):
     )
     def backward(ctx, grad):
         qkv, bias, table, index = ctx.saved_tensors
-        grid, sizes, constants = _launch(qkv, table, *ctx.how)
+        grid, sizes, constants = _launch_for(qkv, table, ctx.how)
         programs, heads = grid
         size = constants['NP']
         grad_qkv = torch.empty_like(qkv)
@@ -232,3 +244,37 @@ def window_attention(
         if torch.is_grad_enabled():
             return _WindowAttention.apply(qkv, bias, table, index, *how)
         return _attend(qkv, bias, table, index, *how)
+
+
+@triton.jit(do_not_specialize=['rows'])
+def _layer_norm(
+    x, weight, bias, out, rows, at, eps, C: tl.constexpr, B: tl.constexpr, R: tl.constexpr
+):
+    row = (tl.program_id(0) * R + tl.arange(0, R))[:, None].to(tl.int64)
+    column = tl.arange(0, B)[None, :]
+    own = (row < rows) & (column < C)
+    value = tl.load(x + row * at + column, mask=own, other=0.0).to(tl.float32)
+    centred = tl.where(own, value - (tl.sum(value, 1) / C)[:, None], 0.0)
+    scale = tl.rsqrt(tl.sum(centred * centred, 1) / C + eps)[:, None]
+    y = centred * scale * tl.load(weight + column, mask=column < C, other=0.0)
+    y += tl.load(bias + column, mask=column < C, other=0.0)
+    tl.store(out + row * C + column, y.to(out.dtype.element_ty), mask=own)
+
+
+def layer_norm(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float, dtype: torch.dtype
+) -> torch.Tensor:
+    """Compute LayerNorm over the last dimension of tokens as ``dtype``, without gradients."""
+    channels = x.shape[-1]
+    tokens = x.reshape(-1, channels)
+    if tokens.stride(1) != 1:
+        tokens = tokens.contiguous()
+    out = torch.empty(x.shape, dtype=dtype, device=x.device)
+    width = triton.next_power_of_2(channels)
+    block = max(1, 4096 // width)
+    with torch.cuda.device_of(x):
+        _layer_norm[(triton.cdiv(len(tokens), block),)](
+            tokens, weight, bias, out, len(tokens), tokens.stride(0), eps,
+            C=channels, B=width, R=block, num_warps=8,
+        )  # fmt: skip
+    return out

@@ -14,8 +14,9 @@ POINTERS = dict(table='*fp32', index='*i64', grad_bias='*fp32', grad_scores='*fp
 
 
 def compile_kernel(kernels, kernel, kind, dims, stages):
-    qkv, table = torch.empty(1, 1, 2 * dims[0] + dims[1]).half(), torch.empty(169, 1)
-    _, _, constants = kernels._launch(qkv, table, 7, 7, 7, 3, dims[1], 1.0)
+    channels = 2 * dims[0] + dims[1]
+    how = 1, 7, 7, 7, 3, dims[1], 1.0
+    _, _, constants = kernels._launch((1, 1, channels), torch.float16, False, *how)
     constants.pop('num_warps')
     types = {name: POINTERS.get(name, f'*{kind}') for name in kernel.arg_names}
     types |= dict.fromkeys(kernels._SIZES, 'i32') | dict(scale='fp32')

@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from mmpretrain.models.utils.attention import ShiftWindowMSA
 
 from repa_mm.faster import attention, fast_window_attention_
-from tests.toy import step
 
 if not attention._HAS_OPERATORS:
     pytest.skip('needs PyTorch 2.6', allow_module_level=True)
@@ -28,6 +27,9 @@ def _kernels(monkeypatch):
     """As if there were a GPU, with few programs, so that each takes several windows."""
     monkeypatch.setattr(attention, 'has_kernels', lambda device: True)
     monkeypatch.setattr(kernels, '_PROGRAMS', 6)
+    kernels._launch.cache_clear()
+    yield
+    kernels._launch.cache_clear()
 
 
 @pytest.fixture
@@ -78,9 +80,9 @@ def _inputs(size, dims=(8, 8), window=7, batch=1, dtype=torch.float32):
     return [torch.randn(shape).to(DEVICE, dtype) for shape in shapes], index.to(DEVICE)
 
 
-def _with_gradients(function, inputs, *args):
+def _with_gradients(function, inputs, index, *how):
     inputs = [x.detach().clone().requires_grad_() for x in inputs]
-    out = function(*inputs, *args)
+    out = function(*inputs, index, *how)
     generator = torch.Generator().manual_seed(1)
     noise = torch.rand(out.shape, generator=generator, dtype=torch.double)
     out.backward(noise.to(out))
@@ -147,13 +149,21 @@ def _module(shift=3, window=7, channels=16, **kwargs):
     return stock, fast_window_attention_(copy.deepcopy(stock))
 
 
+def _gradients(module, x, size):
+    module.zero_grad()
+    x = x.clone().requires_grad_()
+    y = module(x, size)
+    y.backward(torch.linspace(0, 1, y.numel(), device=y.device).view(y.shape).to(y.dtype))
+    return [y.detach(), x.grad, *(p.grad for p in module.parameters())]
+
+
 @pytest.mark.parametrize('shift, bias', [(0, True), (3, True), (3, False)])
 def test_module_equals_the_stock_one(shift, bias, calls):
     stock, fast = _module(shift, qkv_bias=bias)
     for size in [(6, 8), (2, 5)]:
         x = torch.randn(1, 16, size[0] * size[1], device=DEVICE).transpose(1, 2)
-        expected = step(stock.double(), x.double(), size).values()
-        _assert_close(step(fast, x, size).values(), expected, 1e-5)
+        expected = _gradients(stock.double(), x.double(), size)
+        _assert_close(_gradients(fast, x, size), expected, 1e-5)
         with torch.no_grad():
             _assert_close([fast(x, size)], [stock(x.double(), size)], 1e-5)
     assert len(calls) == 4
@@ -165,10 +175,10 @@ def test_narrow_heads(calls, monkeypatch):
     fast.w_msa.qkv = nn.Linear(16, 2 * (3 + 3 + 5)).to(DEVICE)
     fast.w_msa.proj = nn.Linear(2 * 5, 16).to(DEVICE)
     x = torch.randn(2, 48, 16, device=DEVICE)
-    actual = step(fast, x, (6, 8)).values()
+    actual = _gradients(fast, x, (6, 8))
     assert calls
     monkeypatch.setattr(attention, 'has_kernels', lambda device: False)
-    _assert_close(actual, step(fast.double(), x.double(), (6, 8)).values(), 1e-5)
+    _assert_close(actual, _gradients(fast.double(), x.double(), (6, 8)), 1e-5)
 
 
 @pytest.mark.parametrize('dtype', HALF)
@@ -234,23 +244,51 @@ def test_traces(calls):
     assert not calls
 
 
-def test_where_the_kernels_run(monkeypatch):
+@pytest.fixture
+def gpu(monkeypatch):
     """As if there were a GPU on which a small kernel runs."""
-    zeros = torch.zeros
     monkeypatch.setattr(torch.version, 'cuda', '13.0')
-    monkeypatch.setattr(torch, 'zeros', lambda *shape, device: zeros(*shape, device=DEVICE))
+    monkeypatch.setattr(torch.cuda, 'get_device_capability', lambda device: (8, 0))
+    monkeypatch.setattr(torch, 'ones', lambda *shape, device: torch.zeros(*shape, device=DEVICE))
 
-    def runs(capability=(8, 0)):
-        monkeypatch.setattr(torch.cuda, 'get_device_capability', lambda device: capability)
+
+def test_where_the_kernels_run(gpu, monkeypatch):
+    def runs():
         return attention._runs_kernels.__wrapped__(torch.device('cuda'))
 
     def fails(*args):
         raise RuntimeError('Failed to find C compiler')
 
-    assert runs() and not runs((7, 5))
-    monkeypatch.setattr(kernels, 'window_attention', fails)
+    assert runs()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, 'get_device_capability', lambda device: (7, 5))
+        assert not runs()
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, 'repa_mm.faster.kernels', None)
+        assert not runs()
+    monkeypatch.setattr(kernels, 'layer_norm', fails)
     with pytest.warns(UserWarning, match='slower .* RuntimeError: Failed to find C compiler'):
         assert not runs()
+
+
+@pytest.mark.parametrize('dtype', [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize('channels, scale, mean', [(24, 1, 0), (16, 1e-4, 3), (7, 0, 5)])
+def test_layer_norm(dtype, channels, scale, mean, relative_error):
+    """Also of tokens that hardly vary, and of tokens that are not contiguous."""
+    x = (mean + scale * torch.randn(2, channels, 9)).to(DEVICE, dtype).transpose(1, 2)
+    weight, bias = torch.randn(2, channels, device=DEVICE)
+    args = (channels,), weight.double(), bias.double(), 1e-6
+    expected = F.layer_norm(x.double(), *args)
+    for tokens in x, x.contiguous()[:, ::2], torch.cat([x, x], 2)[..., :channels]:
+        expected = F.layer_norm(tokens.double(), *args)
+        actual = kernels.layer_norm(tokens, weight, bias, 1e-6, torch.float32)
+        other = F.layer_norm(tokens.float(), args[0], weight, bias, 1e-6)
+        assert actual.dtype == torch.float32
+        assert (actual - expected).abs().max() <= 2 * (other - expected).abs().max() + 1e-6
+    for half in torch.float16, torch.bfloat16:
+        rounded = kernels.layer_norm(tokens, weight, bias, 1e-6, half)
+        assert rounded.dtype == half
+        assert relative_error(rounded, actual) < 2 * torch.finfo(half).eps
 
 
 @pytest.mark.parametrize('step', ['compile', pytest.param('trace', marks=pytest.mark.slow)])

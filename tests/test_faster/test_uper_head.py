@@ -102,5 +102,6 @@ def test_other_convolutions_stay():
     with pytest.raises(ValueError, match='needs ordinary convolutions, but got ConvWS2d'):
         FastUPerHead(**kwargs)
     # Of a conversion that narrowed the maps.
-    with pytest.raises(TypeError, match='map_channels'):
-        FastUPerHead(**KWARGS, map_channels=[4, 4, 4])
+    cfg = dict(KWARGS, type='FastUPerHead', map_channels=[4, 4, 4])
+    with pytest.raises(ValueError, match='no map_channels any more.*convert the original'):
+        MODELS.build(cfg)
