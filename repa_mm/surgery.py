@@ -8,6 +8,7 @@ from types import FunctionType, MethodType
 
 import torch.nn as nn
 from torch.nn.utils.parametrize import is_parametrized
+from torch.utils._pytree import tree_map
 
 
 def become_(module: nn.Module, other: type | nn.Module) -> None:
@@ -64,24 +65,26 @@ def copied(model: nn.Module, memo: dict | None = None) -> nn.Module:
     """
     memo = {} if memo is None else memo
     result = copy.deepcopy(model, memo)
+
+    def turned(value):
+        is_own = isinstance(value, weakref.ref) and id(value()) in memo
+        return weakref.ref(memo[id(value())]) if is_own else value
+
     for name, module in model.named_modules():
-        twin = memo.get(id(module))
-        for key, method in list(vars(twin).items()) if twin is not None else ():
-            if not callable(getattr(type(twin), key, None)):
-                continue
+        own = vars(memo[id(module)]) if id(module) in memo else {}
+        for key in [key for key in own if callable(getattr(type(module), key, None))]:
+            method = own[key]
             if hasattr(method, '_torchdynamo_orig_callable'):
-                setattr(twin, key, copy.deepcopy(method._torchdynamo_orig_callable, memo))
-                continue
-            if _holds_objects(method):
+                own[key] = copy.deepcopy(method._torchdynamo_orig_callable, memo)
+            elif _holds_objects(method):
                 raise ValueError(
                     f'a function replaces {key}() of {name!r} ({type(module).__name__}), and would '
                     'run the original in a copy of the model: remove the replacement first '
                     f'(del module.{key})'
                 )
-            if isinstance(method, functools.partial):
-                args = (_turned(value, memo) for value in method.args)
-                keywords = {k: _turned(value, memo) for k, value in method.keywords.items()}
-                setattr(twin, key, functools.partial(method.func, *args, **keywords))
+            elif isinstance(method, functools.partial):
+                args, keywords = tree_map(turned, (method.args, method.keywords))
+                own[key] = functools.partial(method.func, *args, **keywords)
     return result
 
 
@@ -94,12 +97,6 @@ def _holds_objects(method: Callable) -> bool:
     values = [cell.cell_contents for cell in method.__closure__ or ()]
     values += method.__defaults__ or ()
     return any(not isinstance(value, (str, int, float, type, type(None))) for value in values)
-
-
-def _turned(value, memo: dict):
-    """Return a weak reference to the copy of what ``value`` refers to, or ``value``."""
-    is_own = isinstance(value, weakref.ref) and id(value()) in memo
-    return weakref.ref(memo[id(value())]) if is_own else value
 
 
 def unwrap(model: nn.Module) -> nn.Module:

@@ -1,5 +1,6 @@
 """A small model and data for tests through the real Runner."""
 
+import copy
 import os
 import socket
 import subprocess
@@ -16,6 +17,22 @@ from mmengine.runner import Runner
 from torch.utils.data import Dataset
 
 from repa_mm.reparam import ChannelIdleFFN, MergedFFN
+
+
+def step(module, x, *args):
+    """Output, gradients and buffers of a step of training of a copy of a module, by name."""
+    module, x = copy.deepcopy(module), x.detach().clone().requires_grad_()
+    torch.manual_seed(1)
+    return results(module, module(x, *args), x)
+
+
+def results(module, y, x):
+    """What :func:`step` returns."""
+    y = y[0] if isinstance(y, tuple) else y
+    y.backward(torch.arange(y.numel(), dtype=torch.float64).sin().to(y).view(y.shape))
+    found = {'y': y.detach(), 'x': x.grad}
+    found.update((k, p.grad) for k, p in module.named_parameters() if p.grad is not None)
+    return {**found, **dict(module.named_buffers())}
 
 
 @MODELS.register_module()

@@ -34,8 +34,8 @@ from repa_mm.reparam import (
     copy_matrix_,
     double,
     fold_norm,
-    matrix,
     rounded,
+    weight_and_bias,
     weights64,
 )
 
@@ -91,7 +91,7 @@ class JoinedLinear(Scheduled, nn.Linear):
             return weight, None
         return weight, torch.stack([branch.bias for branch in self.branches]).mean(0)
 
-    def fill(self, *layers: tuple[torch.Tensor, torch.Tensor | None]) -> None:
+    def fill(self, *layers: tuple[torch.Tensor, torch.Tensor]) -> None:
         """Give each branch the weight and bias of one layer."""
         for branch, (weight, bias) in zip(self.branches, layers, strict=True):
             copy_matrix_(branch, weight, bias)
@@ -167,7 +167,7 @@ class _Parallel(TrainingForm):
         """
         layers = [[getattr(p, name) for p in parts] for name in self.sources]
         getattr(self, self.entry).fill(*map(fold_norm, [p.norm for p in parts], layers[0]))
-        weights, biases = zip(*map(matrix, layers[1]))
+        weights, biases = zip(*map(weight_and_bias, layers[1]))
         scales = [torch.ones_like(biases[0]) if p.scale is None else double(p.scale) for p in parts]
         if self.layer_scale is not None:
             common = torch.stack(scales).abs().amax(0)

@@ -18,7 +18,7 @@ from repa_mm.models import (
     ffn_sites,
     per_block,
 )
-from repa_mm.reparam import TrainingForm, copy_affine_
+from repa_mm.reparam import TrainingForm
 
 
 @STRUCTURES.register_module()
@@ -77,7 +77,7 @@ class Branches(Structure):
                 # Scales and shifts are in the matrices of the branches.
                 for norm in site.norm.modules():  # a form, perhaps, with a LayerNorm in it
                     if isinstance(norm, nn.LayerNorm):
-                        copy_affine_(norm)
+                        norm.reset_parameters()
 
 
 def parallel_attention(site: AttentionSite, num_branches: int) -> ParallelAttention:

@@ -23,8 +23,8 @@ from repa_mm.reparam import (
     check_dropouts,
     copy_matrix_,
     double,
-    matrix,
     rounded,
+    weight_and_bias,
     weights64,
 )
 
@@ -87,7 +87,7 @@ class ExpertLinear(nn.Linear):
         x = torch.cat([expert(part) for expert, part in zip(self.experts, parts)])
         return x[self.restores.indices.argsort()] if self.restores else x
 
-    def fill(self, *layers: tuple[torch.Tensor, torch.Tensor | None]) -> None:
+    def fill(self, *layers: tuple[torch.Tensor, torch.Tensor]) -> None:
         """Give every expert the weight and bias of a layer: of its own, or of the same one."""
         for e, expert in enumerate(self.experts):
             copy_matrix_(expert, *layers[e % len(layers)])
@@ -177,13 +177,13 @@ class ExpertsFFN(TrainingForm):
 
         A layer scale that this FFN does not have, or one of each expert, goes into the weights.
         """
-        self.fc1.fill(*(matrix(part.fc1) for part in ffns))
+        self.fc1.fill(*(weight_and_bias(part.fc1) for part in ffns))
         if self.layer_scale is not None:
             scale = ffns[0].scale if len(ffns) == 1 else None
             self.layer_scale.copy_(torch.ones_like(self.layer_scale) if scale is None else scale)
         outs = []
         for part in ffns:
-            weight, bias = matrix(part.fc2)
+            weight, bias = weight_and_bias(part.fc2)
             if part.scale is not None and (self.layer_scale is None or len(ffns) > 1):
                 weight, bias = double(part.scale)[:, None] * weight, double(part.scale) * bias
             outs.append((weight, bias))

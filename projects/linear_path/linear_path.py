@@ -14,8 +14,8 @@ from repa_mm.reparam import (
     double,
     fold,
     fold_norm,
-    matrix,
     num_active_channels,
+    weight_and_bias,
     weights64,
 )
 
@@ -69,10 +69,8 @@ class LinearPathFFN(ChannelIdleFFN):
         whose statistics stay as they are, or into the matrices if there is none.
         """
         has_norm = not isinstance(self.norm1, nn.Identity)
-        w_in, b_in = matrix(ffn.fc1) if has_norm else fold_norm(ffn.norm, ffn.fc1)
-        w_out, b_out = matrix(ffn.fc2)
-        b_in = w_in.new_zeros(len(w_in)) if b_in is None else b_in
-        b_out = w_out.new_zeros(len(w_out)) if b_out is None else b_out
+        w_in, b_in = weight_and_bias(ffn.fc1) if has_norm else fold_norm(ffn.norm, ffn.fc1)
+        w_out, b_out = weight_and_bias(ffn.fc2)
         scale = ffn.scale
         if isinstance(self.layer_scale, nn.Parameter):
             self.layer_scale.copy_(torch.ones_like(self.layer_scale) if scale is None else scale)
@@ -83,7 +81,7 @@ class LinearPathFFN(ChannelIdleFFN):
         copy_affine_(self.norm1, ffn.norm)
         copy_matrix_(self.linear, w, b)
         copy_matrix_(self.fc1, w_in, b_in)
-        copy_matrix_(self.fc2, w_out, None)
+        copy_matrix_(self.fc2, w_out, torch.zeros_like(b))
 
     def fold(self) -> FoldedFFN:
         folded = super().fold()

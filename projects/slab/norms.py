@@ -26,6 +26,7 @@ from repa_mm.reparam import (
     double,
     is_batch_norm,
     rounded,
+    weight_and_bias,
     weights64,
 )
 
@@ -179,7 +180,7 @@ class NormedLinear(TrainingForm):
     def fill(self, parts: NormParts) -> None:
         """Take the weights of a LayerNorm and of the linear layer behind it."""
         self.norm.fill(parts)
-        copy_matrix_(self.linear, parts.linear.weight, parts.linear.bias)
+        copy_matrix_(self.linear, *weight_and_bias(parts.linear))
 
     def merge(self) -> 'MergedLinear':
         """Compute the linear layer that both are at lambda = 0, in float64.

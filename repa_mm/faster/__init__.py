@@ -3,7 +3,7 @@
 import torch.nn as nn
 from mmengine.registry import MODELS
 
-from repa_mm.faster.attention import FastShiftWindowMSA, fast_window_attention_, swap_attention_
+from repa_mm.faster.attention import FastShiftWindowMSA, fast_window_attention_
 from repa_mm.faster.cuda_graphs import cuda_graphs_
 from repa_mm.faster.deformable import swap_deformable_attention_
 from repa_mm.faster.fusing import fuse_conv_bn_
@@ -14,8 +14,8 @@ from repa_mm.faster.windows import is_traced, symbolic_mul, traceable_partition
 __all__ = [
     'FastShiftWindowMSA', 'build_fast_uper_head', 'cuda_graphs_', 'fast_window_attention_',
     'faster_on_gpu_', 'faster_parts_', 'fuse_conv_bn_', 'is_traced', 'pad_any_size_',
-    'swap_attention_', 'swap_deformable_attention_', 'swap_faster_attention_', 'symbolic_mul',
-    'trace_any_size_', 'traceable_partition',
+    'swap_deformable_attention_', 'swap_faster_attention_', 'symbolic_mul', 'trace_any_size_',
+    'traceable_partition',
 ]  # fmt: skip
 
 
@@ -30,9 +30,8 @@ def build_fast_uper_head(**kwargs) -> nn.Module:
 def faster_parts_(model: nn.Module) -> nn.Module:
     """Put our window and deformable attention and UperNet's faster head into a model, in place."""
     swap_faster_attention_(model)
-    head = getattr(model, 'decode_head', None)
-    if type(head).__name__ == 'UPerHead':
+    if type(getattr(model, 'decode_head', None)).__name__ == 'UPerHead':
         from repa_mm.faster.uper_head import fast_uper_head_
 
-        fast_uper_head_(head)
+        fast_uper_head_(model)
     return model

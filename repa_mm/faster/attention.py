@@ -10,7 +10,7 @@ MMSegmentation:
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import torch
@@ -73,12 +73,6 @@ def attend(
     return x[..., : v.shape[3]]
 
 
-def _split(groups: list[tuple[int, int, int]], size: int) -> Iterator[tuple[int, int, int]]:
-    for start, stop, mask in groups:
-        for i in range(start, stop, size):
-            yield i, min(i + size, stop), mask
-
-
 # The kernels are an operator for torch.compile, which PyTorch 2.6 has.
 _HAS_OPERATORS = hasattr(torch.library, 'triton_op')
 # Dimensions of a head that the Triton kernel can take.
@@ -122,26 +116,21 @@ class FastShiftWindowMSA(ShiftWindowMSA):
 
     def forward(self, query: torch.Tensor, hw_shape: Sequence[int]) -> torch.Tensor:
         """Compute attention of tokens (B, H * W, C), with H and W in ``hw_shape``, in windows."""
-        w_msa = self.w_msa
-        if isinstance(w_msa, TrainingForm):  # a form has its own forward pass
+        if isinstance(self.w_msa, TrainingForm):  # a form has its own forward pass
             return super().forward(query, hw_shape)
         compute = self._choose(query)
         x = compute(query, *hw_shape, self.shift_of(query, hw_shape))
-        return self.drop(w_msa.proj_drop(x))
+        return self.drop(self.w_msa.proj_drop(x))
 
     def shift_of(self, query: torch.Tensor, hw_shape: Sequence[int]):
         """Return the windows' shift, a tensor or a symbol if it depends on a graph's input."""
         height, width = hw_shape
-        # The parent's error type, raised explicitly since `python -OO` removes assertions.
-        if query.shape[1] != height * width:
-            raise AssertionError(
-                f"The query length {query.shape[1]} doesn't match the input shape {hw_shape}."
-            )
-        if not self.pad_small_map and min(height, width) < self.window_size:
-            raise AssertionError(
-                f'The input shape {hw_shape} is smaller than the window size ({self.window_size}). '
-                'Please set `pad_small_map=True`, or decrease the `window_size`.'
-            )
+        # As the parent.
+        assert query.shape[1] == height * width, f"{query.shape[1]} tokens don't match {hw_shape}"
+        assert self.pad_small_map or min(height, width) >= self.window_size, (
+            f'{hw_shape} is smaller than the window size {self.window_size}: set '
+            'pad_small_map=True, or decrease window_size'
+        )
         shift = self.shift_size
         if self.pad_small_map or not shift:
             return shift
@@ -169,11 +158,12 @@ class FastShiftWindowMSA(ShiftWindowMSA):
         is_dropping = self.w_msa.training and self.w_msa.attn_drop.p
         if is_graph or is_dropping or is_compiled and has_gradients:
             return self._forward_plain
-        if _HAS_OPERATORS and has_kernels(query.device):
-            return self._forward_kernel if self._fits_kernel(query) else self._forward_plain
+        if _HAS_OPERATORS and has_kernels(query.device) and self._fits_kernel(query):
+            return self._forward_kernel
         # A graph for images of any size cannot have a number of chunks that depends on the image.
-        fits_chunks = query.device.type == 'cpu' and len(query) and not is_compiled
-        return self._forward_chunks if fits_chunks and not has_gradients else self._forward_plain
+        if query.device.type == 'cpu' and len(query) and not is_compiled and not has_gradients:
+            return self._forward_chunks
+        return self._forward_plain
 
     def _fits_kernel(self, query: torch.Tensor) -> bool:
         """Return True if scores and tokens of a window fit into registers and shared memory."""
@@ -212,15 +202,15 @@ class FastShiftWindowMSA(ShiftWindowMSA):
         )
         x, bias, parts = query.reshape(-1, channels), self.bias(shift, query.dtype), []
         size = max(_CHUNK // num_tokens, 1)
-        for start, stop, mask in _split(groups, size):
-            chunk = slice(start * num_tokens, stop * num_tokens)
-            is_padded = None if padded is None else padded[chunk]
-            windows = gather(x, rows[chunk], is_padded).view(-1, num_tokens, channels)
-            q, k, v = split_heads(
-                self.qkv(windows, is_padded), w_msa.num_heads, w_msa.proj.in_features
-            )
-            heads = attend(q, k, v, w_msa.scale, bias[mask, None].to(q.dtype))
-            parts.append(w_msa.proj(heads.transpose(1, 2).flatten(2)).flatten(0, 1))
+        for first, last, mask in groups:
+            for start in range(first, last, size):
+                chunk = slice(start * num_tokens, min(start + size, last) * num_tokens)
+                is_padded = None if padded is None else padded[chunk]
+                windows = gather(x, rows[chunk], is_padded).view(-1, num_tokens, channels)
+                qkv = self.qkv(windows, is_padded)
+                q, k, v = split_heads(qkv, w_msa.num_heads, w_msa.proj.in_features)
+                heads = attend(q, k, v, w_msa.scale, bias[mask, None].to(q.dtype))
+                parts.append(w_msa.proj(heads.transpose(1, 2).flatten(2)).flatten(0, 1))
         return torch.cat(parts).index_select(0, positions).view(query.shape)
 
     def _forward_plain(self, query, height, width, shift):
@@ -284,10 +274,8 @@ class FastPatchMerging(PatchMerging):
 
     def forward(self, x: torch.Tensor, input_size: Sequence[int]):
         """Return the merged tokens of (B, H * W, C), and height and width of their map."""
-        batch, length, channels = x.shape
+        batch, _, channels = x.shape
         height, width = input_size
-        if length != height * width:
-            raise AssertionError('input feature has wrong size')
         kernel_h, kernel_w = self.sampler.kernel_size
         x = x.view(batch, height, width, channels)
         out_h = (height + kernel_h - 1) // kernel_h
@@ -295,9 +283,8 @@ class FastPatchMerging(PatchMerging):
         pad_h, pad_w = out_h * kernel_h - height, out_w * kernel_w - width
         # A traced graph always pads, to accept odd and even sizes.
         if is_traced() or pad_h or pad_w:
-            top, left = 0, 0
-            if _padding(self).padding == 'same':
-                top, left = pad_h // 2, pad_w // 2
+            is_centred = _padding(self).padding == 'same'
+            top, left = (pad_h // 2, pad_w // 2) if is_centred else (0, 0)
             x = F.pad(x, (0, 0, left, pad_w - left, top, pad_h - top))
         x = x.view(batch, out_h, kernel_h, out_w, kernel_w, channels)
         # In Unfold's order, where the position in the patch changes fastest.
@@ -328,11 +315,6 @@ def fast_class(module: nn.Module) -> type | None:
     return FastPatchMerging if fits else None
 
 
-def swap_attention_(model: nn.Module) -> None:
-    """Replace modules as :func:`fast_window_attention_`, without an error if there are none."""
-    replace_(model, fast_class)
-
-
 def fast_window_attention_(model: nn.Module) -> nn.Module:
     """Make the window attention of a Swin faster, in place.
 
@@ -348,7 +330,7 @@ def fast_window_attention_(model: nn.Module) -> nn.Module:
     Raises:
         ValueError: If the model has no stock window attention.
     """
-    swap_attention_(model)
+    replace_(model, fast_class)
     if not any(isinstance(m, FastShiftWindowMSA) for m in model.modules()):
         raise ValueError(
             f'nothing to make faster: {type(model).__name__} has no window attention of a stock '

@@ -1,6 +1,5 @@
 """CUDA graphs of backbone, neck and heads: a few launches in place of a thousand."""
 
-from contextlib import AbstractContextManager, nullcontext
 from threading import Lock
 from typing import Any
 
@@ -83,10 +82,10 @@ class Captured:
         return [tensor.data_ptr() for tensor in tensors if tensor is not None]
 
     def _capture(self, leaves: list, form: Any) -> tuple:
-        device = next(leaf.device for leaf in leaves if torch.is_tensor(leaf))
+        tensor = next(filter(torch.is_tensor, leaves))
         # Tensors of inference mode could not be written to outside of it. A stream of another
         # device would capture nothing.
-        with torch.inference_mode(False), torch.no_grad(), _current(device):
+        with torch.inference_mode(False), torch.no_grad(), torch.cuda.device_of(tensor):
             inputs = [x.clone() if torch.is_tensor(x) else x for x in leaves]
             args, kwargs = tree_unflatten(inputs, form)
             stream = torch.cuda.Stream()
@@ -108,10 +107,6 @@ class Captured:
             finally:
                 torch.clear_autocast_cache()  # of memory of the graph
         return graph, inputs, outputs
-
-
-def _current(device: torch.device) -> AbstractContextManager:
-    return torch.cuda.device(device) if device.type == 'cuda' else nullcontext()
 
 
 def _are_plain(leaves: list) -> bool:

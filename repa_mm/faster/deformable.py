@@ -99,10 +99,6 @@ class FastDeformableAttention(MultiScaleDeformableAttention or nn.Module):
         return self.dropout(out) + identity
 
 
-def _fast_class(module: nn.Module) -> type | None:
-    return FastDeformableAttention if type(module) is MultiScaleDeformableAttention else None
-
-
 def swap_deformable_attention_(model: nn.Module) -> list[str]:
     """Make the deformable attention of a DETR faster on CPUs, in place.
 
@@ -115,4 +111,5 @@ def swap_deformable_attention_(model: nn.Module) -> list[str]:
     Returns:
         list[str]: Names of the replaced modules.
     """
-    return replace_(model, _fast_class)
+    stock, fast = MultiScaleDeformableAttention, FastDeformableAttention
+    return replace_(model, lambda module: fast if type(module) is stock else None)

@@ -79,8 +79,8 @@ def fuse_conv_bn_(model: nn.Module) -> nn.Module:
         nn.Module: The same model, in eval mode.
 
     Raises:
-        ValueError: If weights or statistics are not finite or have fewer than 16 bits, or the fused
-            weights exceed the range of their dtype.
+        ValueError: If weights or statistics are not finite, or the fused weights exceed the range
+            of their dtype.
     """
     modules = list(model.modules())
     owners = collections.Counter(id(child) for module in modules for child in module.children())

@@ -51,7 +51,11 @@ class NarrowSelfAttention(nn.Module):
         super().__init__()
         self.num_heads, inner = attention.num_heads, attention.attn
         self.head_dims, self.attn_drop = inner.head_dim, inner.dropout
-        self.qkv, self.proj = qkv_layer(inner), inner.out_proj
+        # The projection to queries, keys and values as a layer with the same parameters.
+        rows, channels = inner.in_proj_weight.shape
+        self.qkv = nn.Linear(channels, rows, bias=inner.in_proj_bias is not None, device='meta')
+        self.qkv.weight, self.qkv.bias = inner.in_proj_weight, inner.in_proj_bias
+        self.proj = inner.out_proj
         self.proj_drop, self.out_drop = attention.proj_drop, attention.dropout_layer
 
     def forward(self, query: torch.Tensor, identity: torch.Tensor | None = None) -> torch.Tensor:
@@ -70,11 +74,3 @@ class NarrowTimmAttention(nn.Module):
         if is_causal:
             raise ValueError('narrower heads have no causal mask: give attn_mask instead')
         return self.proj_drop(self_attention(self, x, self.scale, self.attn_drop.p, attn_mask))
-
-
-def qkv_layer(inner: nn.MultiheadAttention) -> nn.Linear:
-    """Return the projection to queries, keys and values as a layer with the same parameters."""
-    rows, channels = inner.in_proj_weight.shape
-    layer = nn.Linear(channels, rows, bias=inner.in_proj_bias is not None, device='meta')
-    layer.weight, layer.bias = inner.in_proj_weight, inner.in_proj_bias
-    return layer

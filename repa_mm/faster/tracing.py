@@ -5,7 +5,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from mmcv.cnn.bricks.transformer import AdaptivePadding
 
-from repa_mm.faster.attention import swap_attention_
+from repa_mm.faster.attention import fast_class
 from repa_mm.faster.deformable import swap_deformable_attention_
 from repa_mm.faster.windows import is_traced
 from repa_mm.surgery import replace_
@@ -35,10 +35,6 @@ class TraceableCrossAttention(nn.MultiheadAttention):
         return super().forward(query, key, value, **kwargs)
 
 
-def _cross_attention(module: nn.Module) -> type | None:
-    return TraceableCrossAttention if type(module) is nn.MultiheadAttention else None
-
-
 def _padding_of_patches(module: nn.Module) -> type | None:
     # By class name, since MMDetection and MMSegmentation have copies of mmcv's class.
     is_of_patches = (
@@ -51,7 +47,7 @@ def _padding_of_patches(module: nn.Module) -> type | None:
 
 def swap_faster_attention_(model: nn.Module) -> None:
     """Use our window attention and, on CPUs, our deformable attention, in place."""
-    swap_attention_(model)
+    replace_(model, fast_class)
     swap_deformable_attention_(model)
 
 
@@ -69,4 +65,5 @@ def trace_any_size_(model: nn.Module) -> None:
     """
     swap_faster_attention_(model)
     pad_any_size_(model)
-    replace_(model, _cross_attention)
+    cross = TraceableCrossAttention
+    replace_(model, lambda m: cross if type(m) is nn.MultiheadAttention else None)

@@ -42,7 +42,6 @@ from .numerics import (
     double,
     fold_norm,
     is_batch_norm,
-    matrix,
     rounded,
     weight_and_bias,
     weights64,
@@ -54,6 +53,6 @@ __all__ = [
     'build_norm', 'check_dropouts', 'check_finite', 'check_ordinary', 'check_state_dict',
     'copy_affine_', 'copy_matrix_', 'double', 'finish_schedules_', 'fold', 'fold_norm',
     'has_deploy_form', 'has_training_form', 'is_batch_norm', 'is_reparameterized', 'match_form',
-    'matrix', 'num_active_channels', 'outermost', 'reparameterize', 'reparameterize_', 'rounded',
+    'num_active_channels', 'outermost', 'reparameterize', 'reparameterize_', 'rounded',
     'schedules_have_ended', 'set_shortcut_', 'set_training_path_', 'weight_and_bias', 'weights64',
 ]  # fmt: skip

@@ -78,10 +78,7 @@ def build_norm(norm_cfg: dict | None, num_features: int) -> nn.Module:
     if name not in _NORMS:
         raise ValueError(f'norm_cfg type must be one of {sorted(_NORMS)}, but got {name!r}')
     requires_grad = kwargs.pop('requires_grad', True)
-    norm = _NORMS[name](num_features, **kwargs)
-    for param in norm.parameters():
-        param.requires_grad = requires_grad
-    return norm
+    return _NORMS[name](num_features, **kwargs).requires_grad_(requires_grad)
 
 
 class DropPath(nn.Module):
@@ -207,6 +204,7 @@ class MergedFFN(DeployForm):
     """
 
     label = 'channel-idle FFN'
+    optional = (*DeployForm.optional, 'norm.weight', 'norm.bias')
 
     def __init__(
         self,
@@ -223,7 +221,7 @@ class MergedFFN(DeployForm):
         self.idle = idle
         # True if the shortcut is added at run time, and not in W.
         self.shortcut = shortcut and (norm is not None or not idle)
-        self._movable = shortcut and not self.shortcut
+        self.movable = shortcut and not self.shortcut
         self.norm = nn.Identity() if norm is None else norm
         self.fc1 = nn.Linear(embed_dims, num_active + idle * embed_dims)
         self.act = build_activation(act_cfg)
@@ -255,29 +253,11 @@ class MergedFFN(DeployForm):
             setattr(getattr(merged, layer), name, rounded(value, like))
         return merged
 
-    @torch.no_grad()
-    def set_shortcut(self, where: str) -> None:
-        """Put the shortcut into W ('inside'), or take it out and add it at run time ('outside').
-
-        See :func:`set_shortcut_`. State dicts always have the shortcut inside W, except with
-        ``state_dict(keep_vars=True)``, which returns the parameters as they are.
-        """
-        if where not in ('inside', 'outside'):
-            raise ValueError(f"the shortcut is 'inside' or 'outside', but got {where!r}")
-        if self._movable and self.shortcut != (where == 'outside'):
-            self.shortcut = not self.shortcut
-            # At another address, since a CUDA graph may have been captured with the old form.
-            times = -1 if self.shortcut else 1
-            self.fc1.weight.data = self._with_identity(self.fc1.weight, times)
-
-    def _with_identity(self, weight: torch.Tensor, times: int) -> torch.Tensor:
+    def with_identity(self, weight: torch.Tensor, times: int) -> torch.Tensor:
+        """Return the weight of ``fc1`` with the shortcut added to W so many times."""
         weight = weight.detach().clone()
         weight[self.num_active :].diagonal().add_(times)
         return weight
-
-    def owns(self, weights: dict) -> bool:
-        own = (self.names(w) for w in (weights, self.state_dict()))
-        return len({names - {'norm.weight', 'norm.bias'} for names in own}) == 1
 
     def check_weights(self, weights: dict, name: str) -> None:
         if self.owns(weights):
@@ -288,13 +268,13 @@ class MergedFFN(DeployForm):
     def _save_inside(self, state_dict, prefix, local_metadata) -> None:
         key = f'{prefix}fc1.weight'
         # Tracers look for the parameter itself (keep_vars=True).
-        if self._movable and self.shortcut and state_dict[key] is not self.fc1.weight:
-            state_dict[key] = self._with_identity(state_dict[key], 1)
+        if self.movable and self.shortcut and state_dict[key] is not self.fc1.weight:
+            state_dict[key] = self.with_identity(state_dict[key], 1)
 
     def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs):
         key = f'{prefix}fc1.weight'
-        if self._movable and self.shortcut and key in state_dict:
-            state_dict[key] = self._with_identity(state_dict[key], -1)
+        if self.movable and self.shortcut and key in state_dict:
+            state_dict[key] = self.with_identity(state_dict[key], -1)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def inference(self, x: torch.Tensor, identity: torch.Tensor | None = None) -> torch.Tensor:
@@ -320,12 +300,14 @@ class MergedFFN(DeployForm):
         return f'num_active={self.num_active}, idle={self.idle}, shortcut={self.shortcut}'
 
 
+@torch.no_grad()
 def set_shortcut_(model: nn.Module, where: str) -> nn.Module:
     """Put the shortcut of every :class:`MergedFFN` of a model into W, or add it at run time.
 
     A shortcut inside W costs nothing. With the shortcut outside, W keeps all its digits in half
     precision (bfloat16 resolves 2^-8 next to the 1 on the diagonal), and autocast adds the shortcut
-    in float32. Call this function before a cast.
+    in float32. Call this function before a cast. State dicts always have the shortcut inside W,
+    except with ``state_dict(keep_vars=True)``, which returns the parameters as they are.
 
     Args:
         model (nn.Module): The model, changed in place.
@@ -337,7 +319,12 @@ def set_shortcut_(model: nn.Module, where: str) -> nn.Module:
     Raises:
         ValueError: If ``where`` is something else.
     """
-    for module in model.modules():
-        if isinstance(module, MergedFFN):
-            module.set_shortcut(where)
+    if where not in ('inside', 'outside'):
+        raise ValueError(f"the shortcut is 'inside' or 'outside', but got {where!r}")
+    is_outside = where == 'outside'
+    for ffn in model.modules():
+        if isinstance(ffn, MergedFFN) and ffn.movable and ffn.shortcut != is_outside:
+            ffn.shortcut = is_outside
+            # At another address, since a CUDA graph may have been captured with the old form.
+            ffn.fc1.weight.data = ffn.with_identity(ffn.fc1.weight, -1 if is_outside else 1)
     return model

@@ -77,18 +77,18 @@ class _NormalizedBranch(torch.autograd.Function):
     """Compute z with both norms in training mode; see the module's docstring.
 
     The outputs are z (x + z with ``shortcut``), and the mean and biased variance of each norm's
-    input, over the ``count`` tokens of a group.
+    input.
     """
 
     @staticmethod
     def forward(ctx, x, *args):
         w_in, b_in, w_out, b_out, gamma1, beta1, gamma2, beta2 = args[:8]
-        num_active, act, eps1, eps2, shortcut, dtype, group, count = args[8:]
+        num_active, act, eps1, eps2, shortcut, dtype = args[8:]
         acc = w_in.dtype
 
-        mean1, rest, xc = _centre(x, acc, count, group)
+        mean1, rest, xc = _centre(x, acc)
         mean1 = mean1 + rest
-        cov = _total(xc.t() @ xc, group) / count
+        cov = xc.t() @ xc / len(x)
         var1 = cov.diagonal()
         r1 = (var1 + eps1).rsqrt()
         w_a, b = (w_in * (gamma1 * r1)).tensor_split([num_active])
@@ -96,9 +96,9 @@ class _NormalizedBranch(torch.autograd.Function):
 
         xc = xc.to(dtype)
         h = torch.addmm(b1[:num_active].to(dtype), xc, w_a.t().to(dtype))
-        mean_a, rest, a = _centre(act(h), acc, count, group)
+        mean_a, rest, a = _centre(act(h), acc)
         b_cov = b @ cov
-        var2 = torch.cat([_mean(a * a, acc, count, group), (b_cov * b).sum(1).clamp_min_(0)])
+        var2 = torch.cat([(a * a).mean(0, dtype=acc), (b_cov * b).sum(1).clamp_min_(0)])
         r2 = (var2 + eps2).rsqrt()
         v_a, v_i = (w_out * (gamma2 * r2)).tensor_split([num_active], dim=1)
         linear = v_i @ b
@@ -113,8 +113,7 @@ class _NormalizedBranch(torch.autograd.Function):
         mean2 = torch.cat([mean_a + rest, b1[num_active:]])
         found = xc, h, b_cov, r1, mean_a, rest, r2, linear
         ctx.save_for_backward(*found, w_in, w_out, gamma1, beta1, gamma2, beta2)
-        ctx.count, ctx.num_active, ctx.act = count, num_active, act
-        ctx.shortcut, ctx.group = shortcut, group
+        ctx.num_active, ctx.act, ctx.shortcut = num_active, act, shortcut
         ctx.mark_non_differentiable(mean1, var1, mean2, var2)
         ctx.set_materialize_grads(False)
         return z, mean1, var1, mean2, var2
@@ -139,7 +138,7 @@ class _NormalizedBranch(torch.autograd.Function):
         """
         xc, h, b_cov, r1, mean_a, rest, r2, linear, *weights = ctx.saved_tensors
         w_in, w_out, gamma1, beta1, gamma2, beta2 = weights
-        count, num_active, act, group = ctx.count, ctx.num_active, ctx.act, ctx.group
+        count, num_active, act = len(xc), ctx.num_active, ctx.act
         dtype, acc = xc.dtype, w_in.dtype
         s1, s2 = gamma1 * r1, gamma2 * r2
         w_a, b = (w_in * s1).tensor_split([num_active])
@@ -156,10 +155,7 @@ class _NormalizedBranch(torch.autograd.Function):
         # The gradient of the variance, times -2.
         dvar_a, dvar_i = (dgamma2 * s2 * r2).tensor_split([num_active])
         dh = dz @ v_a.to(dtype)
-        # Gradients through the batch statistics are summed over the tokens of all processes;
-        # gradients of the parameters are those of this process alone.
-        mean, dvar = _total(torch.stack([dh.sum(0, dtype=acc), dvar_a]), group) / count
-        dh = (dh - mean).addcmul_(a, dvar, value=-1)
+        dh = (dh - dh.mean(0, dtype=acc)).addcmul_(a, dvar_a / count, value=-1)
         del a
         dh = _activation_backward(act, dh.to(dtype), h)
 
@@ -173,13 +169,13 @@ class _NormalizedBranch(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             dcov = b.t() @ (b * dvar_i[:, None])  # times -2, like the next line
             dcov.diagonal().addcmul_(dgamma1, s1 * r1)
-            dcov = _total(dcov, group) / -count
+            dcov = dcov / -count
             dx = dz @ linear.to(dtype)
             dx.addmm_(dh, w_a.to(dtype)).addmm_(xc, dcov.to(dtype))
             mean = dx.sum(0, dtype=acc)
             if ctx.shortcut:  # the shortcut is not centred
                 mean = mean - db2
-            dx = dx - _total(mean, group) / count
+            dx = dx - mean / count
 
         dw_in = dw * s1
         dw_in[:num_active].addr_(db1, beta1)
@@ -187,7 +183,7 @@ class _NormalizedBranch(torch.autograd.Function):
         dw_out = torch.addr(dv * s2, db2, beta2)
         dbeta1, dbeta2 = db1 @ w_in[:num_active], db2 @ w_out
         weights = dw_in, db_in, dw_out, db2, dgamma1, dbeta1, dgamma2, dbeta2
-        return dx, *weights, *[None] * 8
+        return dx, *weights, *[None] * 6
 
 
 def _statistics(norm: nn.Module) -> str | None:
@@ -199,18 +195,12 @@ def _statistics(norm: nn.Module) -> str | None:
     return 'batch' if norm.training or norm.running_mean is None else 'running'
 
 
-def _group(norm: nn.Module):
-    """Return the process group that shares a norm's batch statistics, None for one process."""
-    if (
-        isinstance(norm, nn.SyncBatchNorm)
-        and norm.training
-        and dist.is_available()
-        and dist.is_initialized()
-    ):
-        group = norm.process_group or dist.group.WORLD
-        if dist.get_world_size(group) > 1:
-            return group
-    return None
+def _is_shared(norm: nn.Module) -> bool:
+    """Return True if several processes share a norm's batch statistics."""
+    is_synchronized = isinstance(norm, nn.SyncBatchNorm) and norm.training
+    if not is_synchronized or not dist.is_available() or not dist.is_initialized():
+        return False
+    return dist.get_world_size(norm.process_group) > 1
 
 
 def is_foldable(ffn: nn.Module) -> bool:
@@ -219,6 +209,7 @@ def is_foldable(ffn: nn.Module) -> bool:
     return (
         len(statistics) == 1
         and None not in statistics
+        and not _is_shared(ffn.norm1)
         # A subclass or a hook may compute something that folding does not know.
         and has_stock_forward(ffn.act)
         and all(has_stock_forward(layer, nn.Linear) for layer in (ffn.fc1, ffn.fc2))
@@ -242,37 +233,26 @@ def is_worth(ffn: nn.Module, num_tokens: int) -> bool:
     # Autograd inside a backward pass cannot be compiled.
     if is_compiling() and type(ffn.act) not in _ACTIVATION_BACKWARD:
         return False
-    # Ranks with other numbers of tokens must take the same path.
-    is_alone = _group(ffn.norm1) is None
     weight = ffn.fc1.weight
     dtype = autocast_dtype(weight.device.type) or weight.dtype
     if weight.is_cuda and dtype in (torch.float16, torch.bfloat16):
-        return is_alone and num_tokens * ffn.feedforward_channels >= _MIN_ACTIVATIONS
+        return num_tokens * ffn.feedforward_channels >= _MIN_ACTIVATIONS
     # Multiply-adds of forward and backward, divided by C.
     products = 3 + 2 * (_statistics(ffn.norm1) == 'batch')
     of_tokens = products * ffn.embed_dims + 6 * ffn.num_active
     of_weights = products * ffn.num_idle * ffn.embed_dims
     literal = 6 * num_tokens * ffn.feedforward_channels
-    return not is_alone or num_tokens * of_tokens + of_weights < literal
+    return num_tokens * of_tokens + of_weights < literal
 
 
-def choose_path(ffn: nn.Module, num_tokens: int) -> str:
-    """Return the training path for a number of tokens, 'folded' or 'literal'."""
+def folds(ffn: nn.Module, num_tokens: int) -> bool:
+    """Return True if an FFN in training mode computes so many tokens by folded training."""
     path = ffn.training_path
-    # A single token has no variance, and BatchNorm itself reports that well.
-    is_single = num_tokens < 2 and _statistics(ffn.norm1) == 'batch' and _group(ffn.norm1) is None
-    if path == 'literal' or is_single:
-        return 'literal'
-    foldable = is_foldable(ffn)
-    if path == 'auto':
-        return 'folded' if foldable and is_worth(ffn, num_tokens) else 'literal'
-    if not foldable:
-        raise ValueError(
-            'folded training needs an activation without parameters, no dropout, linear layers '
-            '(with a bias) and norms of torch.nn without forward hooks or parametrizations, and '
-            "both norms in the same mode (train or eval): set training_path='auto'"
-        )
-    return 'folded'
+    if path == 'literal' or not is_foldable(ffn):
+        return False
+    if num_tokens < 2 and _statistics(ffn.norm1) == 'batch':
+        return False  # a single token has no variance, and BatchNorm itself reports that well
+    return path == 'folded' or is_worth(ffn, num_tokens)
 
 
 def folded_forward(ffn: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -293,15 +273,12 @@ def folded_forward(ffn: nn.Module, x: torch.Tensor) -> torch.Tensor:
         weights = (ffn.fc1.weight.to(acc), ffn.fc1.bias.to(acc), w_out, b_out)
         if _statistics(ffn.norm1) == 'batch':
             affine = *_affine(ffn.norm1, weights[0]), *_affine(ffn.norm2, w_out)
-            group, count = _group(ffn.norm1), len(tokens)
-            if group is not None:
-                count = _total(weights[0].new_full((1,), count), group)
             settings = ffn.num_active, ffn.act, ffn.norm1.eps, ffn.norm2.eps, shortcut, dtype
             z, mean1, var1, mean2, var2 = _NormalizedBranch.apply(
-                tokens, *weights, *affine, *settings, group, count
+                tokens, *weights, *affine, *settings
             )
-            _track(ffn.norm1, mean1, var1, count)
-            _track(ffn.norm2, mean2, var2, count)
+            _track(ffn.norm1, mean1, var1, len(tokens))
+            _track(ffn.norm2, mean2, var2, len(tokens))
         else:
             w, b, w_in, b_in, w_out = fold(
                 *weights,
@@ -336,7 +313,7 @@ def _scale_and_shift(norm: nn.Module, like: torch.Tensor):
 
 
 @torch.no_grad()
-def _track(norm: nn.Module, mean: torch.Tensor, var: torch.Tensor, count) -> None:
+def _track(norm: nn.Module, mean: torch.Tensor, var: torch.Tensor, count: int) -> None:
     """Update the running statistics like ``nn.BatchNorm1d``."""
     if not (norm.training and norm.track_running_stats):
         return
@@ -349,29 +326,16 @@ def _track(norm: nn.Module, mean: torch.Tensor, var: torch.Tensor, count) -> Non
     norm.running_var.lerp_(var.to(norm.running_var), momentum)
 
 
-def _centre(x: torch.Tensor, acc: torch.dtype, count, group):
+def _centre(x: torch.Tensor, acc: torch.dtype):
     """Return the column means of x in two parts, and x minus both parts, all in ``acc``.
 
     The second part is the rounding error of the first, which matters where a mean is large compared
     with the standard deviation.
     """
-    mean = _mean(x, acc, count, group)
+    mean = x.mean(0, dtype=acc)
     xc = x - mean
-    rest = _mean(xc, acc, count, group)
+    rest = xc.mean(0, dtype=acc)
     return mean, rest, xc.sub_(rest)
-
-
-def _mean(x: torch.Tensor, acc: torch.dtype, count, group) -> torch.Tensor:
-    """Return the column means over the ``count`` tokens of a group, computed in ``acc``."""
-    return x.mean(0, dtype=acc) if group is None else _total(x.sum(0, dtype=acc), group) / count
-
-
-def _total(tensor: torch.Tensor, group) -> torch.Tensor:
-    """Sum a tensor over the processes of a group."""
-    if group is not None:
-        tensor = tensor.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(tensor, group=group)
-    return tensor
 
 
 def set_training_path_(model: nn.Module, path: str) -> nn.Module:
@@ -379,13 +343,11 @@ def set_training_path_(model: nn.Module, path: str) -> nn.Module:
 
     Args:
         model (nn.Module): The model, changed in place.
-        path (str): 'literal' (eq. 3 of the paper), 'folded' (without the idle channels), or 'auto',
-            see :func:`is_worth`: the path with fewer multiply-adds, but in half precision on a
-            GPU 'folded' for large maps alone. On an H100 under AMP, a training step of RetinaNet
-            with a RePa-Swin-B (2×800×1344) took 122 ms and 5.6 GiB by 'literal', 156 ms and 3.4 GiB
-            by 'folded', 131 ms and 4.9 GiB by 'auto', and 160 ms and 6.9 GiB in the stock model.
-            In float16, gradients of 'folded' need smaller loss scales where tokens are large;
-            ``AmpOptimWrapper`` finds them.
+        path (str): 'literal' (eq. 3 of the paper), 'folded' (without the idle channels, where
+            :func:`is_foldable`), or 'auto', see :func:`is_worth`: the path with fewer
+            multiply-adds, but in half precision on a GPU 'folded' for large maps alone.
+            docs/benchmarks.md has times and memory. In float16, gradients of 'folded' need smaller
+            loss scales where tokens are large; ``AmpOptimWrapper`` finds them.
 
     Returns:
         nn.Module: ``model``.

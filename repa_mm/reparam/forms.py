@@ -160,7 +160,7 @@ class TrainingForm(Form):
         Raises:
             ValueError: If the merge does not cover what the module computes (a subclass with its
                 own forward, a forward hook, a replaced layer), or if weights or statistics are not
-                finite or have fewer than 16 bits.
+                finite.
         """
         raise NotImplementedError
 

@@ -23,7 +23,7 @@ from .deploy_form import (
     fold,
     num_active_channels,
 )
-from .folded import choose_path, folded_forward
+from .folded import folded_forward, folds
 from .forms import CheckpointError, TrainingForm
 from .numerics import (
     FFNParts,
@@ -34,7 +34,7 @@ from .numerics import (
     double,
     fold_norm,
     is_batch_norm,
-    matrix,
+    weight_and_bias,
     weights64,
 )
 
@@ -135,7 +135,7 @@ class ChannelIdleFFN(TrainingForm):
         """
         check_input(self, x, identity)
         is_own = type(self).forward_literal is ChannelIdleFFN.forward_literal
-        if self.training and is_own and choose_path(self, x.numel() // self.embed_dims) == 'folded':
+        if self.training and is_own and folds(self, x.numel() // self.embed_dims):
             return folded_forward(self, x)
         return self.forward_literal(x)
 
@@ -198,10 +198,11 @@ class ChannelIdleFFN(TrainingForm):
             scale = scale / double(self.layer_scale)
         copy_affine_(self.norm1, ffn.norm)
         has_norm = not isinstance(self.norm1, nn.Identity)
-        copy_matrix_(self.fc1, *(matrix(ffn.fc1) if has_norm else fold_norm(ffn.norm, ffn.fc1)))
-        weight, bias = matrix(ffn.fc2)
+        norm = nn.Identity() if has_norm else ffn.norm
+        copy_matrix_(self.fc1, *fold_norm(norm, ffn.fc1))
+        weight, bias = weight_and_bias(ffn.fc2)
         if scale is not None:
-            weight, bias = scale[:, None] * weight, None if bias is None else scale * bias
+            weight, bias = scale[:, None] * weight, scale * bias
         copy_matrix_(self.fc2, weight, bias)
 
     def merge(self) -> MergedFFN:

@@ -68,7 +68,6 @@ def reparameterize(model: nn.Module) -> nn.Module:
         nn.Module: The reparameterized copy, in eval mode.
 
     Raises:
-        TypeError: If ``model`` is not a module.
         ValueError: If nothing in the model can be merged, or it is sharded; names the module that
             cannot be merged or copied, see :meth:`~repa_mm.reparam.TrainingForm.merge` and
             :func:`repa_mm.surgery.copied`.
@@ -94,7 +93,7 @@ def reparameterize_(model: nn.Module) -> nn.Module:
         nn.Module: The same model without the wrappers that are removed, in eval mode.
 
     Raises:
-        TypeError, ValueError: As :func:`reparameterize`; the model is then as it was.
+        ValueError: As :func:`reparameterize`; the model is then as it was.
     """
     model, memo = _merged(model)
     for form in dict(outermost(model, TrainingForm)).values():
@@ -106,8 +105,6 @@ def reparameterize_(model: nn.Module) -> nn.Module:
 @torch.inference_mode(False)
 def _merged(model: nn.Module) -> tuple[nn.Module, dict[int, DeployForm]]:
     """Return the model inside its wrappers, and the deploy forms by the ids of its forms."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f'reparameterize takes a torch.nn.Module, but got {model!r}')
     model = unwrap(model)
     if next(outermost(model), None) is None:
         raise ValueError(

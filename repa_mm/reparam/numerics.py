@@ -40,7 +40,6 @@ def batch_norm_affine(norm: nn.Module, like: torch.Tensor) -> tuple[torch.Tensor
     """
     s = like.new_ones(like.shape[1])
     t = torch.zeros_like(s)
-    # By attribute, since mmcv's SyncBatchNorm does not derive from torch's.
     if not hasattr(norm, 'running_mean'):
         return s, t
     if norm.running_mean is None:
@@ -78,9 +77,7 @@ def check_dropouts(form: nn.Module) -> None:
 
 def is_batch_norm(norm: nn.Module) -> bool:
     """Return True if a module computes a BatchNorm in eval mode."""
-    # mmcv's SyncBatchNorm derives from nn.Module alone.
-    is_of_mmcv = type(norm).__module__.startswith('mmcv.ops.sync_bn')
-    return is_of_mmcv or has_stock_forward(norm, nn.SyncBatchNorm, _BatchNorm)
+    return has_stock_forward(norm, nn.SyncBatchNorm, _BatchNorm)
 
 
 def check_finite(module: nn.Module) -> None:
@@ -88,11 +85,6 @@ def check_finite(module: nn.Module) -> None:
     merged = 'running_mean', 'running_var', 'layer_scale'
     buffers = (item for item in module.named_buffers() if item[0].endswith(merged))
     for name, tensor in (*module.named_parameters(), *buffers):
-        if not tensor.is_floating_point() or torch.finfo(tensor.dtype).bits < 16:
-            raise ValueError(
-                f'{name} is of type {tensor.dtype}, in which torch does not compute: merge the '
-                'model in float32, bfloat16 or float16, and cast it afterwards'
-            )
         if any_of(~tensor.isfinite()):
             raise ValueError(f'{name} has values that are not finite')
         if name.endswith('running_var') and any_of(tensor < 0):
@@ -160,45 +152,40 @@ class AttentionParts(NamedTuple):
         return keys // self.num_heads, values // self.num_heads
 
 
-def matrix(layer: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return weight (out, in) and bias of a linear layer or a 1 x 1 convolution, in float64."""
-    return double(layer.weight).flatten(1), None if layer.bias is None else double(layer.bias)
-
-
 def weight_and_bias(layer: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return weight (out, in) and bias (out, ) as :func:`matrix`, with zeros for a missing bias."""
-    weight, bias = matrix(layer)
-    return weight, weight.new_zeros(len(weight)) if bias is None else bias
+    """Return weight (out, in) and bias (out, ) of a linear layer or 1 x 1 convolution, in float64.
+
+    A missing bias is zero.
+    """
+    weight = double(layer.weight).flatten(1)
+    return weight, weight.new_zeros(len(weight)) if layer.bias is None else double(layer.bias)
 
 
-def fold_norm(norm: nn.Module, layer: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]:
+def fold_norm(norm: nn.Module, layer: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
     """Return weight and bias of a layer with scale and shift of the norm before it, in float64."""
-    weight, bias = matrix(layer)
+    weight, bias = weight_and_bias(layer)
     if getattr(norm, 'weight', None) is None:
         return weight, bias
-    shift = weight @ double(norm.bias)
-    if bias is None and shift.any():
-        raise ValueError(
-            'the norm of a pretrained layer shifts its output, and the linear layer after the '
-            'norm has no bias for the shift'
-        )
-    return weight * double(norm.weight), None if bias is None else bias + shift
+    return weight * double(norm.weight), bias + weight @ double(norm.bias)
 
 
 @torch.no_grad()
-def copy_affine_(into: nn.Module, norm: nn.Module | None = None) -> None:
-    """Copy scale and shift of ``norm`` into another norm; without ``norm``, set 1 and 0."""
-    for name, value in (('weight', 1.0), ('bias', 0.0)):
+def copy_affine_(into: nn.Module, norm: nn.Module) -> None:
+    """Copy scale and shift of a norm into another norm, where both have them."""
+    for name in ('weight', 'bias'):
         own, other = getattr(into, name, None), getattr(norm, name, None)
-        if own is not None and norm is None:
-            own.fill_(value)
-        elif own is not None and other is not None:
+        if own is not None and other is not None:
             own.copy_(other)
 
 
 @torch.no_grad()
-def copy_matrix_(into: nn.Linear, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-    """Copy a weight and a bias into a linear layer; None means a bias of 0."""
+def copy_matrix_(into: nn.Linear, weight: torch.Tensor, bias: torch.Tensor) -> None:
+    """Copy a weight and a bias into a linear layer, or raise if it cannot have the bias."""
     into.weight.copy_(weight)
     if into.bias is not None:
-        into.bias.copy_(torch.zeros_like(into.bias) if bias is None else bias)
+        into.bias.copy_(bias)
+    elif any_of(bias != 0):
+        raise ValueError(
+            'the norm of a pretrained layer shifts its output, and the linear layer after the '
+            'norm has no bias for the shift'
+        )

@@ -11,12 +11,14 @@ from repa_mm.faster.deformable import FastDeformableAttention, swap_deformable_a
 SHAPES = [[7, 9], [4, 5], [2, 1]]
 
 
-def attention(dtype=torch.float64, **options):
+def pair(dtype=torch.float64, **options):
     torch.manual_seed(0)
     stock = MultiScaleDeformableAttention(32, 4, 3, 2, dropout=0.0, **options).to(dtype)
     for parameter in stock.parameters():
         parameter.data.normal_(0, 0.5)
-    return stock
+    fast = copy.deepcopy(stock)
+    assert swap_deformable_attention_(fast) == ['']
+    return stock, fast
 
 
 def inputs_of(num_coordinates, dtype=torch.float64, shapes=SHAPES):
@@ -37,9 +39,7 @@ def inputs_of(num_coordinates, dtype=torch.float64, shapes=SHAPES):
 @pytest.mark.parametrize('num_coordinates', [2, 4])
 @pytest.mark.parametrize('ratio', [1.0, 0.5])
 def test_outputs_and_gradients(num_coordinates, ratio):
-    stock = attention(batch_first=True, value_proj_ratio=ratio)
-    fast = copy.deepcopy(stock)
-    assert swap_deformable_attention_(fast) == ['']
+    stock, fast = pair(batch_first=True, value_proj_ratio=ratio)
     tensors, others = inputs_of(num_coordinates)
     found = []
     for module in (fast, stock):
@@ -55,9 +55,7 @@ def test_outputs_and_gradients(num_coordinates, ratio):
 
 def test_defaults_of_the_arguments():
     """Self-attention without positions and padding, and tokens before images."""
-    stock = attention()
-    fast = copy.deepcopy(stock)
-    swap_deformable_attention_(fast)
+    stock, fast = pair()
     tensors, others = inputs_of(2)
     inputs = dict(
         query=tensors['value'].transpose(0, 1),
@@ -68,9 +66,7 @@ def test_defaults_of_the_arguments():
 
 
 def test_half_precision_by_autocast():
-    stock = attention(torch.float32, batch_first=True)
-    fast = copy.deepcopy(stock)
-    swap_deformable_attention_(fast)
+    stock, fast = pair(torch.float32, batch_first=True)
     tensors, others = inputs_of(4, torch.float32)
     expected = stock(**tensors, **others)
     with torch.autocast('cpu', torch.bfloat16):
@@ -79,8 +75,7 @@ def test_half_precision_by_autocast():
 
 
 def test_traced_for_other_sizes():
-    fast = attention(torch.float32, batch_first=True)
-    swap_deformable_attention_(fast)
+    _, fast = pair(torch.float32, batch_first=True)
 
     class Attend(torch.nn.Module):
         def forward(self, query, value, points, shapes):

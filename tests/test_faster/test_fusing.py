@@ -85,11 +85,8 @@ def test_weights_that_are_not_fused_are_refused(randomize):
     fused.load_state_dict(fused.state_dict())
 
 
-def test_weights_that_are_no_numbers_or_too_narrow_are_refused():
-    broken, narrow = conv(), conv()
+def test_weights_that_are_no_numbers_are_refused():
+    broken = conv()
     broken.norm.running_var[0] = float('nan')
     with pytest.raises(ValueError, match='bn.running_var has values'):
         fuse_conv_bn_(broken)
-    narrow.conv.weight.data = narrow.conv.weight.data.to(torch.float8_e5m2)
-    with pytest.raises(ValueError, match='conv.weight .*float8_e5m2'):
-        fuse_conv_bn_(narrow)

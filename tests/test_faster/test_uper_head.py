@@ -10,6 +10,7 @@ from mmengine.registry import MODELS, init_default_scope  # noqa: E402
 from mmseg.models import UPerHead  # noqa: E402
 
 from repa_mm.faster.uper_head import FastUPerHead, add_conv_of_resized, fast_uper_head_  # noqa: E402
+from tests.conftest import _randomize  # noqa: E402
 
 CHANNELS = [4, 6, 8, 10]
 KWARGS = dict(in_channels=CHANNELS, in_index=[0, 1, 2, 3], channels=5, num_classes=3)
@@ -17,13 +18,7 @@ KWARGS = dict(in_channels=CHANNELS, in_index=[0, 1, 2, 3], channels=5, num_class
 
 def _heads(align_corners=False):
     options = dict(norm_cfg=dict(type='BN'), dropout_ratio=0, align_corners=align_corners)
-    head = UPerHead(**KWARGS, **options)
-    for module in head.modules():
-        if isinstance(module, torch.nn.BatchNorm2d):
-            torch.nn.init.uniform_(module.running_mean, -1, 1)
-            torch.nn.init.uniform_(module.running_var, 0.5, 2)
-            torch.nn.init.uniform_(module.weight, 0.5, 2)
-            torch.nn.init.uniform_(module.bias, -1, 1)
+    head = _randomize(UPerHead(**KWARGS, **options))
     fast = fast_uper_head_(copy.deepcopy(head))
     assert type(fast) is FastUPerHead
     return head.double(), fast.double()

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from mmpretrain.models.utils.attention import ShiftWindowMSA
 
 from repa_mm.faster import FastShiftWindowMSA, fast_window_attention_
-from repa_mm.reparam import ChannelIdleFFN, set_training_path_
+from repa_mm.reparam import ChannelIdleFFN, set_shortcut_, set_training_path_
 from repa_mm.surgery import become_
+from tests.toy import step
 
 DOCS = Path(__file__).parents[2] / 'docs' / 'reliability.md'
 BOUNDS = {
@@ -73,7 +74,7 @@ class Draw:
             channels * self.pick(1, 2, 4),
             self.pick(0, 0.1, 1 / 3, 0.75, 1),
             act_cfg=dict(type=self.pick('GELU', 'ReLU', 'SiLU')),
-            norm_cfg=dict(type=self.pick('BN', 'BN', 'LN')),
+            norm_cfg=dict(type=self.pick('BN', 'SyncBN', 'LN')),
             layer_scale_init_value=self.pick(0, 1e-5, 30),
             **kwargs,
         ).double()
@@ -86,17 +87,6 @@ class Draw:
             elif key.startswith('fc'):
                 value.copy_(self.normal(*value.shape) / value.shape[-1] ** 0.5)
         return ffn.eval()
-
-
-def step(module, x, **kwargs):
-    """Output, gradients and statistics of a step of training, by name."""
-    module, x = copy.deepcopy(module), x.detach().requires_grad_()
-    y = module(x, **kwargs)
-    y.backward(torch.arange(y.numel(), dtype=torch.float64).sin().to(y).view(y.shape))
-    found = {'y': y.detach(), 'x': x.grad}
-    found.update((k, p.grad) for k, p in module.named_parameters() if p.grad is not None)
-    found.update((name, b) for name, b in module.named_buffers() if b.is_floating_point())
-    return found
 
 
 def check(name, hostile, found, literal, exact):
@@ -127,7 +117,7 @@ def test_merge(hostile, dtype, seed, channels):
     except ValueError as error:
         assume('exceed the range' not in str(error))
         raise
-    merged.set_shortcut(draw.pick('inside', 'outside'))
+    set_shortcut_(merged, draw.pick('inside', 'outside'))
     found = merged(x).detach()
     check(f'merge, {dtype}', hostile, dict(y=found), dict(y=literal), dict(y=exact))
 
@@ -169,10 +159,10 @@ def test_window_attention(hostile, seed, traced):
     size = draw.pick(1, 6, 7, 15), draw.pick(3, 7, 14)
     x = draw.tokens(draw.pick(1, 3), size[0] * size[1], heads * channels)
     x = (x / x.abs().max().clamp(min=1e-30)).float()
-    exact = step(stock.double(), x.double(), hw_shape=size)
-    literal = step(stock.float(), x, hw_shape=size)
+    exact = step(stock.double(), x.double(), size)
+    literal = step(stock.float(), x, size)
     fast = fast_window_attention_(stock)
     if traced:  # what compilers see, run eagerly
         become_(fast, Traced)
-    found = step(fast, x, hw_shape=size)
+    found = step(fast, x, size)
     check('window attention, float32', hostile, found, literal, exact)

@@ -10,35 +10,26 @@ from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 from repa_mm.reparam import ChannelIdleFFN, folded, set_training_path_
-from repa_mm.reparam.folded import choose_path
-from tests.toy import run_in_two_processes
+from repa_mm.reparam.folded import folds, is_foldable
+from tests import toy
 
 
-def step(ffn, x, path, seed=1):
+def step(ffn, x, path):
     """Everything that one step of training yields."""
     ffn = set_training_path_(copy.deepcopy(ffn), path)
-    x = x.clone().requires_grad_()
-    torch.manual_seed(seed)
-    y = ffn(x)
-    target = torch.arange(y.numel()).double().sin().to(y).view_as(y)
-    (y * target + y**2).sum().backward()
-    return results(ffn, y, x)
+    assert path == 'literal' or is_foldable(ffn)
+    return comparable(ffn, toy.step(ffn, x))
 
 
-def results(ffn, y, x):
-    found = {'y': y, 'x.grad': x.grad}
-    found.update(
-        (f'{name}.grad', p.grad) for name, p in ffn.named_parameters() if p.grad is not None
-    )
-    found.update(ffn.named_buffers())
+def comparable(ffn, found):
     # A BatchNorm takes off whatever the idle biases add, and at idle ratio 1
     # what beta1 does (all is linear): zero, but for rounding.
-    found['fc1.bias.grad'] = found['fc1.bias.grad'][: ffn.num_active]
+    found['fc1.bias'] = found['fc1.bias'][: ffn.num_active]
     if isinstance(ffn.act, nn.Identity):
-        del found['fc1.bias.grad']
+        del found['fc1.bias']
     is_linear = ffn.num_active == 0 or isinstance(ffn.act, nn.Identity)
     if is_linear and ffn.norm1.training:
-        found.pop('norm1.bias.grad', None)
+        found.pop('norm1.bias', None)
     return {name: value.detach().double() for name, value in found.items() if value.numel()}
 
 
@@ -117,20 +108,17 @@ def test_no_gradient(path):
     assert all(p.grad is None or not p.grad.any() for p in ffn.parameters())
 
 
-@pytest.mark.parametrize('path', ['folded', 'literal'])
 @pytest.mark.parametrize('reentrant', [True, False])
-def test_checkpointing(path, reentrant, randomize):
+def test_checkpointing(reentrant, randomize):
     """Outputs and gradients stay; statistics count a batch twice, as those of torch's norms do."""
     ffn = randomize(ChannelIdleFFN(16, 64, drop_path=0.5)).double().train()
     x = torch.randn(4, 40, 16).double()
-    expected = step(ffn, x, path)
-    model = set_training_path_(copy.deepcopy(ffn), path)
+    expected = step(ffn, x, 'folded')
+    model = set_training_path_(copy.deepcopy(ffn), 'folded')
     x = x.clone().requires_grad_()
     torch.manual_seed(1)
     y = checkpoint(model, x, use_reentrant=reentrant)
-    target = torch.arange(y.numel()).double().sin().to(y).view_as(y)
-    (y * target + y**2).sum().backward()
-    found, buffers = results(model, y, x), dict(ffn.named_buffers())
+    found, buffers = comparable(model, toy.results(model, y, x)), dict(ffn.named_buffers())
     stay = [{k: v for k, v in each.items() if k not in buffers} for each in (found, expected)]
     assert worst(*stay) < 1e-12
 
@@ -148,22 +136,16 @@ def test_mixed_precision(dtype, tolerance, norm, randomize):
     x = torch.randn(4, 200, 64) * 2 + 1
     exact = step(copy.deepcopy(ffn).double(), x.double(), 'literal')
     with torch.autocast('cpu', dtype=dtype):
-        folded = step(ffn, x, 'folded')
-        literal = step(ffn, x, 'literal')
-    assert folded['y'].dtype == literal['y'].dtype
-    error = worst(folded, exact)
-    assert error < max(tolerance, 1.5 * worst(literal, exact))
+        folded, literal = (step(ffn, x, path) for path in ('folded', 'literal'))
+    assert worst(folded, exact) < max(tolerance, 1.5 * worst(literal, exact))
     if norm == 'BN':
         for name in ('norm1.running_mean', 'norm1.running_var', 'norm2.running_var'):
             assert (folded[name] - exact[name]).norm() < (1e-4 * exact[name].norm())
-
-
-def test_model_in_half_precision(randomize):
-    ffn = randomize(ChannelIdleFFN(32, 128)).bfloat16().train()
-    x = torch.randn(2, 100, 32).bfloat16()
+    # A model in half precision.
+    x, ffn = x.to(dtype), ffn.to(dtype)
     exact = step(copy.deepcopy(ffn).double(), x.double(), 'literal')
-    literal = worst(step(ffn, x, 'literal'), exact)
-    assert worst(step(ffn, x, 'folded'), exact) < 1.5 * literal
+    folded, literal = (step(ffn, x, path) for path in ('folded', 'literal'))
+    assert worst(folded, exact) < max(tolerance, 1.5 * worst(literal, exact))
 
 
 @pytest.mark.skipif(
@@ -180,10 +162,8 @@ def test_compiles_in_one_graph(randomize):
         model.load_state_dict(ffn.state_dict())
         model.zero_grad()
         x.requires_grad_()
-        y = compiled(x)
-        target = torch.arange(y.numel()).double().sin().to(y).view_as(y)
-        (y * target + y**2).sum().backward()
-        assert worst(results(model, y, x), expected) < 1e-5
+        found = comparable(model, toy.results(model, compiled(x), x))
+        assert worst(found, expected) < 1e-5
 
 
 # folded: x and the active channels, as many as there are channels. literal: x, the norm's output,
@@ -223,85 +203,49 @@ def test_second_derivatives_are_refused_folded_and_right_literally(norm, randomi
     assert worst(folded, literal) < 1e-10
 
 
-class Adapter(nn.Module):
-    """A low-rank update beside a linear layer."""
-
-    def __init__(self, layer):
-        super().__init__()
-        self.layer = layer
-        self.update = nn.Parameter(torch.randn(layer.out_features, layer.in_features))
-        self.weight, self.bias = layer.weight, layer.bias
-
+class Adapter(nn.Linear):
     def forward(self, x):
-        return self.layer(x) + x @ self.update.t()
+        return 2 * super().forward(x)
 
 
 @pytest.mark.parametrize(
     'change',
     [
-        lambda ffn: setattr(ffn, 'fc1', Adapter(ffn.fc1)),
+        lambda ffn: setattr(ffn.fc1, '__class__', Adapter),
+        lambda ffn: setattr(ffn.fc2, 'bias', None),
         lambda ffn: nn.utils.parametrizations.weight_norm(ffn.fc1),
         lambda ffn: prune.random_unstructured(ffn.fc1, 'weight', 0.5),
         lambda ffn: ffn.act.register_forward_hook(lambda module, args, y: 2 * y),
         lambda ffn: ffn.norm2.register_forward_pre_hook(lambda module, args: (2 * args[0],)),
+        lambda ffn: ffn.norm1.eval(),
         lambda ffn: setattr(ffn, 'dropout_layer', nn.Identity()),
+        lambda ffn: setattr(ffn.drop, 'p', 0.1),
+        lambda ffn: setattr(ffn, 'act', nn.PReLU()),
+        # Folded training would draw other numbers in its backward pass.
+        lambda ffn: setattr(ffn, 'act', nn.RReLU()),
     ],
 )
 @pytest.mark.filterwarnings('ignore')
-def test_only_what_is_known_is_folded(change, randomize):
-    def make(path):  # pruned layers cannot be copied
-        torch.manual_seed(3)
-        ffn = randomize(ChannelIdleFFN(16, 64)).train()
-        change(ffn)
-        return set_training_path_(ffn.double(), path)
-
-    x = torch.randn(4, 100, 16).double()
-    results = []
-    for path in ('auto', 'literal'):
-        model = make(path)
-        for _ in range(2):  # prune failed in the second step
-            y = model(x)
-            model.zero_grad()
-            y.square().sum().backward()
-        results.append([y, *(p.grad for p in model.parameters() if p.grad is not None)])
-        assert len(results[-1]) == len(results[0]) > 8
-    for actual, expected in zip(*results):
-        assert torch.allclose(actual, expected, rtol=1e-9)
-    with pytest.raises(ValueError, match="training_path='auto'"):
-        make('folded')(x)
+def test_only_what_is_known_is_folded(change):
+    ffn = set_training_path_(ChannelIdleFFN(16, 64).train(), 'folded')
+    assert folds(ffn, 200)
+    change(ffn)
+    assert not folds(ffn, 200)
+    assert ffn(torch.randn(2, 100, 16)).isfinite().all()
 
 
-def test_random_activations_are_not_computed_twice(randomize):
-    """The folded backward pass would draw other numbers than the forward pass."""
-    ffn = ChannelIdleFFN(8, 32, act_cfg=dict(type='RReLU', lower=0.0, upper=1.0))
-    randomize(ffn).double().train()
-    x, direction = torch.randn(2, 2, 64, 8, dtype=torch.double)
-
-    def loss(x):
-        torch.manual_seed(1)
-        return ffn(x).square().sum()
-
-    x.requires_grad_()
-    slope = (torch.autograd.grad(loss(x), x)[0] * direction).sum()
-    with torch.no_grad():
-        difference = (loss(x + 1e-6 * direction) - loss(x - 1e-6 * direction)) / 2e-6
-    assert float(slope) == pytest.approx(float(difference), rel=1e-5)
-
-
-def test_choice_of_the_path(randomize):
+def test_choice_of_the_path(monkeypatch):
     ffn = ChannelIdleFFN(64, 256).train()
-    assert choose_path(ffn, 8192) == 'folded'
-    assert choose_path(ffn, 50) == 'literal'
-    assert choose_path(ChannelIdleFFN(64, 256, 0).train(), 8192) == 'literal'
-    # What only eq. 3 describes.
-    assert choose_path(ChannelIdleFFN(64, 256, act_cfg=dict(type='PReLU')), 8192) == 'literal'
-    ffn.norm1.eval()
-    assert choose_path(ffn, 8192) == 'literal'
-    ffn.training_path = 'folded'
-    with pytest.raises(ValueError, match="training_path='auto'"):
-        ffn(torch.randn(1, 8192, 64))
+    assert folds(ffn, 8192) and not folds(ffn, 50)
+    assert folds(ffn.bfloat16(), 8192)
+    assert not folds(ChannelIdleFFN(64, 256, idle_ratio=0).train(), 8192)
     with pytest.raises(ValueError, match="'fold'"):
         set_training_path_(ffn, 'fold')
+    synchronized = ChannelIdleFFN(64, 256, norm_cfg=dict(type='SyncBN')).train()
+    monkeypatch.setattr(torch.distributed, 'is_initialized', lambda: True)
+    for size in (1, 2):
+        monkeypatch.setattr(torch.distributed, 'get_world_size', lambda group, size=size: size)
+        assert folds(synchronized, 8192) == (size == 1)
 
 
 @pytest.mark.skipif(torch.__version__ < '2.2', reason='fake tensors on a GPU need one')
@@ -309,93 +253,10 @@ def test_choice_of_the_path(randomize):
 def test_choice_of_the_path_on_a_gpu(autocast, monkeypatch):
     monkeypatch.setattr(folded, 'autocast_dtype', dict(cuda=autocast).get)
     with FakeTensorMode(), torch.device('cuda'):
-        ffn = ChannelIdleFFN(64, 256).train()
-        assert choose_path(ffn, 8192) == ('literal' if autocast else 'folded')
-        ffn.fc1.weight = nn.Parameter(ffn.fc1.weight.bfloat16())  # a model in half precision
-        assert choose_path(ffn, 8192) == 'literal'
-        # Two images of 800 x 1344 in the first stage of a Swin-B, and in the second.
-        for width, num_tokens, path in (128, 134400, 'folded'), (256, 33600, 'literal'):
-            one = ChannelIdleFFN(width, 4 * width).train()
-            one.fc1.weight = nn.Parameter(one.fc1.weight.bfloat16())
-            assert choose_path(one, num_tokens) == path
-        assert choose_path(set_training_path_(ffn, 'folded'), 8192) == 'folded'
-    # On a CPU there are other costs.
-    assert choose_path(ChannelIdleFFN(64, 256).train().bfloat16(), 8192) == 'folded'
-
-
-def test_training_and_evaluation_differ_only_in_the_statistics(randomize):
-    """In eval mode the path makes no difference."""
-    ffn = randomize(ChannelIdleFFN(8, 32)).eval()
-    x = torch.randn(1, 500, 8)
-    expected = ffn(x)
-    assert torch.equal(set_training_path_(ffn, 'folded')(x), expected)
-
-
-GRADIENTS = """
-import copy, itertools
-sys.modules['mmengine'] = None  # whose import takes longer than all that follows
-import torch.nn as nn
-from repa_mm.reparam import ChannelIdleFFN, set_training_path_
-
-
-def scattered(module):
-    for value in module.state_dict().values():
-        if value.is_floating_point():
-            value.add_(torch.rand_like(value) - 0.5)
-    return module.double().train()
-
-
-def step(model, x):
-    # A loss that is a mean over images, as the gradients of DDP are.
-    model(x).pow(3).mean().backward()
-    return {n.removeprefix('module.'): p.grad.clone() for n, p in model.named_parameters()}
-
-
-def check(actual, expected):
-    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-10)
-
-
-torch.manual_seed(0)
-x = torch.randn(4, 30, 8).double() * 2 + 1
-x[2:] += 3
-for path, norm, frozen in itertools.product(('literal', 'folded'), ('BN', 'LN'), (False, True)):
-    ffns = [ChannelIdleFFN(8, 32, ratio, norm_cfg=dict(type=norm)) for ratio in (0.75, 0.5)]
-    model = scattered(nn.Sequential(*ffns))
-    for module in model.modules():
-        if frozen and isinstance(module, nn.BatchNorm1d):
-            module.eval()
-    literal = [set_training_path_(copy.deepcopy(model), 'literal') for _ in range(3)]
-    set_training_path_(model, path)
-    ddp = nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
-    found = step(ddp, x.chunk(2)[rank])
-    if norm == 'LN' or frozen:
-        expected, same = step(literal[2], x), literal[2]
-    else:
-        # Plain statistics are those of each process: the gradients are the mean of two that know
-        # nothing of each other.
-        grads, same = [step(m, part) for m, part in zip(literal, x.chunk(2))], literal[rank]
-        expected = {n: (grads[0][n] + grads[1][n]) / 2 for n in grads[0]}
-    check(found, expected)
-    check(list(model.buffers()), list(same.buffers()))
-
-# Synchronized statistics, by hand: DistributedDataParallel takes SyncBatchNorm on GPUs only.
-ffn, whole = (ChannelIdleFFN(8, 32, norm_cfg=dict(type=norm)) for norm in ('SyncBN', 'BN'))
-whole.load_state_dict(scattered(ffn).state_dict())
-set_training_path_(whole.double().train(), 'literal')
-sizes = 10, 20  # of tokens, not as many in each process
-inputs = x.split(sizes, 1)[rank].clone().requires_grad_(), x.clone().requires_grad_()
-outputs = ffn(inputs[0]), whole(inputs[1])
-for y in outputs:
-    y.pow(3).sum().backward()
-for p in ffn.parameters():
-    torch.distributed.all_reduce(p.grad)
-check(outputs[0], outputs[1].split(sizes, 1)[rank])
-check(inputs[0].grad, inputs[1].grad.split(sizes, 1)[rank])
-check([p.grad for p in ffn.parameters()], [p.grad for p in whole.parameters()])
-check(list(ffn.buffers()), list(whole.buffers()))
-"""
-
-
-def test_two_processes_on_parts_of_the_batch(tmp_path):
-    """Gradients of both paths under DDP, and statistics that are synchronized."""
-    run_in_two_processes(GRADIENTS, tmp_path)
+        assert folds(ChannelIdleFFN(64, 256).train(), 8192) == (not autocast)
+        # In half precision: two images of 800 x 1344 in the first two stages of a Swin-B.
+        for width, num_tokens, is_folded in (128, 134400, True), (256, 33600, False):
+            ffn = ChannelIdleFFN(width, 4 * width).train()
+            ffn.fc1.weight = nn.Parameter(ffn.fc1.weight.bfloat16())
+            assert folds(ffn, num_tokens) == is_folded
+        assert folds(set_training_path_(ffn, 'folded'), num_tokens)
