@@ -10,6 +10,7 @@ import torch
 import torch.nn as nn
 
 import repa_mm
+from repa_mm.apis.features import tensors
 from repa_mm.models import Structure, add_structures_
 from repa_mm.models.sites import attention_sites, ffn_sites
 from repa_mm.models.structures import idle_ffn
@@ -117,12 +118,9 @@ REFUSED = {
 
 
 def build(package, name, kwargs):
-    if package == 'mmpretrain' and name not in ('ViTSAM',):
-        kwargs = dict(dict(img_size=64), **kwargs)
-    if name == 'ViTSAM':
-        kwargs = dict(kwargs, img_size=64)
-    if name in ('PoolFormer', 'SwinTransformer', 'DaViT', 'ConvNeXt'):
-        kwargs.pop('img_size', None)
+    of_any_size = 'PoolFormer', 'SwinTransformer', 'DaViT', 'ConvNeXt'
+    if package == 'mmpretrain' and name not in of_any_size:
+        kwargs = dict(img_size=64, **kwargs)
     pytest.importorskip('timm' if name == 'TIMMBackbone' else package)
     module = importlib.import_module(
         f'{package}.models' if package == 'mmpretrain' else f'{package}.models.backbones'
@@ -132,15 +130,8 @@ def build(package, name, kwargs):
 
 
 def outputs(model, x):
-    if type(model).__name__ in ('MAEViT', 'BEiTPretrainViT'):
-        out = model(x, mask=None)
-    else:
-        out = model(x)
-    out = out if isinstance(out, (tuple, list)) else [out]
-    flat = []
-    for item in out:
-        flat += list(item) if isinstance(item, (tuple, list)) else [item]
-    return flat
+    masked = type(model).__name__ in ('MAEViT', 'BEiTPretrainViT')
+    return tensors(model(x, mask=None) if masked else model(x))
 
 
 @pytest.mark.parametrize('case', CONVERTIBLE)
@@ -178,51 +169,37 @@ def test_without_idle_channels_and_with_its_norm_a_model_is_the_same(case, rando
     package, name, kwargs, number = CONVERTIBLE[case]
     model = randomize(build(package, name, kwargs)).double()
     model.eval()  # which returns None
-    for module in model.modules():  # layer scales that count
-        for key in ('gamma', 'gamma_1', 'gamma_2', 'layer_scale_1', 'layer_scale_2'):
-            if isinstance(getattr(module, key, None), nn.Parameter):
-                getattr(module, key).data.uniform_(0.5, 1.5)
-        if type(module).__name__ == 'LayerScale' and hasattr(module, 'weight'):
-            module.weight.data.uniform_(0.5, 1.5)
+    for key, value in model.named_parameters():  # layer scales that count
+        if re.search(r'gamma\w*(\.weight)?$|layer_scale_.$', key):
+            value.data.uniform_(0.5, 1.5)
     x = torch.randn(2, 3, 64, 64).double()
     with torch.no_grad():
         expected = outputs(model, x)
         kept = idle(copy.deepcopy(model), 0, norm_cfg=dict(type='keep'))
         assert sum(isinstance(m, ChannelIdleFFN) for m in kept.modules()) == number
         named = dict(type='TokenGN' if case == 'PoolFormer' else 'LN')
-        for other in (
-            kept,
-            repa_mm.reparameterize(kept),
-            idle(copy.deepcopy(model), 0, norm_cfg=named),
-        ):
+        named = idle(copy.deepcopy(model), 0, norm_cfg=named)
+        for other in (kept, repa_mm.reparameterize(kept), named):
             for actual, y in zip(outputs(other, x), expected):
                 assert torch.allclose(actual, y, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize('case', ['ViT', 'PoolFormer'])
-def test_the_affine_parameters_of_the_norm_stay(case, randomize):
-    package, name, kwargs, _ = CONVERTIBLE[case]
-    model = randomize(build(package, name, kwargs))
+def test_what_of_a_norm_stays(case, randomize):
+    """Its scale and shift, and its epsilon unless another is given."""
+    model = randomize(build(*CONVERTIBLE[case][:3]))
     norms = [site.parts().norm for site in ffn_sites(model)]
-    for norm_cfg in (dict(type='BN'), dict(type='LN'), dict(type='TokenGN')):
+    for norm_cfg in (dict(type='BN'), dict(type='LN', eps=0.1), dict(type='TokenGN', eps=0.1)):
         converted = idle(copy.deepcopy(model), norm_cfg=norm_cfg)
         ffns = [m for m in converted.modules() if isinstance(m, ChannelIdleFFN)]
-        for ffn, norm in zip(ffns, norms):
+        for ffn, norm in zip(ffns, norms, strict=True):
             assert torch.equal(ffn.norm1.weight, norm.weight)
             assert torch.equal(ffn.norm1.bias, norm.bias)
-
-
-def test_the_epsilon_of_the_norm_stays_unless_another_is_given():
-    model = build('mmpretrain', 'VisionTransformer', dict(arch=VIT))
-    eps = model.layers[0].ln2.eps
-    assert eps != nn.LayerNorm(1).eps
-    for norm_cfg, expected in (
-        (dict(type='LN'), eps),
-        (dict(type='keep'), eps),
-        (dict(type='LN', eps=0.1), 0.1),
-    ):
-        ffn = idle(copy.deepcopy(model), norm_cfg=norm_cfg).layers[0].ffn
-        assert ffn.norm1.eps == expected
+            assert ffn.norm1.eps == norm_cfg.get('eps', 1e-5)
+    block = next(iter(ffn_sites(model))).block
+    setattr(block, 'ln2' if case == 'ViT' else 'norm2', type('RMSNorm', (nn.Module,), {})())
+    with pytest.raises(ValueError, match='its norm is a RMSNorm'):
+        idle(model, norm_cfg=dict(type='keep'))
 
 
 @pytest.mark.parametrize('case', REFUSED)
@@ -314,10 +291,8 @@ def test_blocks_of_vitdet(monkeypatch, randomize, relative_error):
     with pytest.raises(ValueError, match=r"'1.mlp'.* rates, 0.0 for the hidden.* 0.5 for the out"):
         idle(model)
     model[1].mlp.drop1.p = 0.5
-    assert [ffn.drop.p for ffn in idle(model).modules() if isinstance(ffn, ChannelIdleFFN)] == [
-        0,
-        0.5,
-    ]
+    ffns = [m for m in idle(model).modules() if isinstance(m, ChannelIdleFFN)]
+    assert [ffn.drop.p for ffn in ffns] == [0, 0.5]
 
 
 class LinearPlus(TrainingForm):
@@ -329,19 +304,6 @@ class _Plus(Structure):
         return LinearPlus()
 
 
-def test_an_error_in_a_later_block_leaves_the_first_as_it_is():
-    from mmpretrain.models import VisionTransformer
-
-    model = VisionTransformer(VIT)
-    model.layers[1].ffn.add_identity = False
-    with pytest.raises(ValueError, match="'layers.1.ffn'.*shortcut"):
-        idle(model)
-    assert not any(isinstance(m, ChannelIdleFFN) for m in model.modules())
-    with pytest.raises(ValueError, match='shortcut'):
-        add_structures_(model, [dict(type='Widths', widths=8)])
-    assert len(model.layers[0].ffn.layers[1].weight.t()) == 64
-
-
 class Adapter(nn.Linear):
     def forward(self, x):
         return super().forward(x) * 2
@@ -350,18 +312,21 @@ class Adapter(nn.Linear):
 @pytest.mark.parametrize(
     'change, message',
     [
-        (lambda block: setattr(block.ffn.layers, '1', Adapter(64, 16)), 'a Adapter, has a forward'),
-        (lambda block: block.ffn.layers[0][0].register_forward_hook(print), 'forward hooks'),
-        (lambda block: setattr(block.ffn, 'dropout_layer', nn.Dropout(0.5)), 'ends with a Dropout'),
-        (lambda block: setattr(block, 'ln2', type('RMSNorm', (nn.Module,), {})()), 'a RMSNorm'),
+        (lambda ffn: setattr(ffn.layers, '1', Adapter(64, 16)), 'a Adapter, has a forward'),
+        (lambda ffn: ffn.layers[0][0].register_forward_hook(print), 'forward hooks'),
+        (lambda ffn: setattr(ffn, 'dropout_layer', nn.Dropout(0.5)), 'ends with a Dropout'),
+        (lambda ffn: setattr(ffn, 'add_identity', False), 'the shortcut is not where'),
     ],
 )
 def test_an_ffn_that_computes_something_else_is_refused(change, message):
+    """And the blocks before it are as they were."""
     model = build('mmpretrain', 'VisionTransformer', dict(arch=VIT))
-    change(model.layers[1])
-    with pytest.raises(ValueError, match=f"'layers.1.ffn'.*{message}"):
-        idle(model, norm_cfg=dict(type='keep'))
-    assert not any(isinstance(m, ChannelIdleFFN) for m in model.modules())
+    change(model.layers[1].ffn)
+    widths = dict(type='Widths', widths=8)
+    for structure, named in ((dict(type='ChannelIdle'), "'layers.1.ffn'.*"), (widths, '')):
+        with pytest.raises(ValueError, match=f'{named}{message}'):
+            add_structures_(model, [structure])
+        assert model.layers[0].ffn.layers[1].in_features == 64
 
 
 # What of an ordinary FFN is frozen, and what of its channel-idle FFN is frozen then.
@@ -390,9 +355,8 @@ def test_what_is_frozen_stays_frozen(case, frozen, expected):
     names = {key for key, p in first.named_parameters() if not p.requires_grad}
     assert names == ({key for key, _ in first.named_parameters()} if expected is None else expected)
     assert all(p.requires_grad for ffn in others for p in ffn.parameters())
-    sum(
-        y.square().mean() for y in outputs(model.train() or model, torch.rand(2, 3, 64, 64))
-    ).backward()
+    model.train()  # which returns None
+    sum(y.square().mean() for y in outputs(model, torch.rand(2, 3, 64, 64))).backward()
     assert {key for key, p in first.named_parameters() if p.grad is None} == names
 
 
@@ -408,20 +372,12 @@ def test_weights_of_another_width_train_as_those_before():
 
 
 def test_layer_scale_drop_path_activation_dtype_are_kept():
-    from mmpretrain.models import VisionTransformer
-
-    model = VisionTransformer(
-        VIT,
-        layer_scale_init_value=0.3,
-        drop_path_rate=0.2,
-        drop_rate=0.1,
-        layer_cfgs=dict(act_cfg=dict(type='ReLU')),
-    ).double()
-    model.layers[1].ffn.gamma2.weight.data.uniform_()
-    scale = model.layers[1].ffn.gamma2.weight.clone()
+    rates = dict(layer_scale_init_value=0.3, drop_path_rate=0.2, drop_rate=0.1)
+    kwargs = dict(arch=VIT, layer_cfgs=dict(act_cfg=dict(type='ReLU')), **rates)
+    model = build('mmpretrain', 'VisionTransformer', kwargs).double()
+    scale = model.layers[1].ffn.gamma2.weight.data.uniform_().clone()
     ffn = idle(model).layers[1].ffn
     assert torch.equal(ffn.layer_scale, scale)
-    assert ffn.dropout_layer.drop_prob == 0.2
-    assert ffn.drop.p == 0.1
+    assert (ffn.dropout_layer.drop_prob, ffn.drop.p) == (0.2, 0.1)
     assert isinstance(ffn.act, nn.ReLU)
     assert ffn.norm1.weight.dtype == torch.float64
