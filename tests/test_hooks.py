@@ -18,6 +18,7 @@ once_and_twice = pytest.mark.parametrize('twice', [False, True])
 
 
 def hooks_of(hook, twice):
+    """Options of a Runner."""
     return dict(default_hooks=dict(reparameterize=hook)) if twice else {}
 
 
@@ -47,11 +48,21 @@ def averaged_model(runner):
     return averaged
 
 
-@once_and_twice
-@pytest.mark.parametrize('when', ['test', 'val', ('val', 'test')])
-def test_train_test_resume_training(when, twice, tmp_path, relative_error):
-    spy, messages, hook = Spy(), [], dict(HOOK, when=when)
-    runner = make_runner(tmp_path, [hook, spy], **hooks_of(hook, twice))
+# What two hooks, or one, are for.
+PAIRS = [
+    *(('test', []), ('val', []), (('val', 'test'), [])),
+    *(('test', 'test'), ('test', 'val'), ('val', 'test'), ('val', ['val', 'test'])),
+]
+
+
+@pytest.mark.parametrize('first, second', PAIRS)
+def test_train_test_resume_training(first, second, tmp_path, relative_error):
+    spy, messages = Spy(), []
+    # The best checkpoint is saved in the middle of validation.
+    hooks = dict(checkpoint=dict(type='CheckpointHook', save_best='mean', rule='greater'))
+    if second:
+        hooks['reparameterize'] = dict(HOOK, when=second)
+    runner = make_runner(tmp_path, [dict(HOOK, when=first), spy], default_hooks=hooks)
     runner.logger.info = messages.append
     runner.train()
     model, state = runner.model, snapshot(runner.model)
@@ -65,46 +76,17 @@ def test_train_test_resume_training(when, twice, tmp_path, relative_error):
     assert not torch.equal(state['head.weight'], model.head.weight)
     forms = {name: {form for at, form in spy.forms if at == name} for name, _ in spy.forms}
     assert forms['train'] == forms['save'] == {'training'}
-    for loop in ('val', 'test'):
-        assert forms[loop] == {'deploy' if loop in when else 'training'}
+    (best,) = [f for f in os.listdir(tmp_path) if f.startswith('best')]
+    ToyClassifier().load_state_dict(torch.load(tmp_path / best, weights_only=False)['state_dict'])
+    when = {loop: loop in first or loop in second for loop in ('val', 'test')}
+    for loop, merges in when.items():
+        assert forms[loop] == {'deploy' if merges else 'training'}
     count = sum(p.numel() for p in reparameterize(model).parameters()) / 1e6
     texts = [m for m in messages if 'Reparameterized' in m]
-    assert len(texts) == ('test' in when) + 3 * ('val' in when)
+    assert len(texts) == when['test'] + 3 * when['val']
     for text in texts:
         assert '2 channel-idle FFNs: 0.0 M -> ' in text
         assert text.endswith(f'{count:.1f} M parameters')
-
-
-@pytest.mark.parametrize(
-    'first, second', [('test', 'val'), ('val', 'test'), ('val', ['val', 'test'])]
-)
-def test_two_hooks_for_different_loops(first, second, tmp_path, relative_error):
-    spy = Spy()
-    runner = make_runner(
-        tmp_path, [dict(HOOK, when=first), spy], **hooks_of(dict(HOOK, when=second), True)
-    )
-    runner.train()
-    model, state = runner.model, snapshot(runner.model)
-    runner.test()
-    assert runner.model is model
-    assert_same(state, model)
-    assert relative_error(KeepLogits.logits, logits_of(model, runner)) < 1e-5
-    forms = {('train', 'training'), ('save', 'training'), ('val', 'deploy'), ('test', 'deploy')}
-    assert set(spy.forms) == forms
-
-
-def test_best_checkpoint_is_of_the_training_form(tmp_path):
-    """CheckpointHook may save in the middle of validation."""
-    spy = Spy()
-    checkpoint = dict(type='CheckpointHook', interval=1, save_best='mean', rule='greater')
-    runner = make_runner(
-        tmp_path, [dict(HOOK, when=['val', 'test']), spy], default_hooks=dict(checkpoint=checkpoint)
-    )
-    runner.train()
-    assert ('save', 'training') in spy.forms
-    assert ('save', 'deploy') not in spy.forms
-    (best,) = [f for f in os.listdir(tmp_path) if f.startswith('best')]
-    ToyClassifier().load_state_dict(torch.load(tmp_path / best, weights_only=False)['state_dict'])
 
 
 @once_and_twice
@@ -157,14 +139,20 @@ def test_with_mmpretrains_ema_that_evaluates_both(loop, twice, tmp_path):
     assert [metrics['mean'], origin] == pytest.approx(means, abs=1e-5)
 
 
+EMA = [dict(type='EMAHook')]
+
+
 @once_and_twice
-@pytest.mark.parametrize('ema', [[], [dict(type='EMAHook')]])
-@pytest.mark.parametrize('deploy', [False, True])
-def test_merged_checkpoint(deploy, ema, twice, tmp_path, randomize, relative_error):
-    """Is tested as it is, and also by a config of the training form."""
+@pytest.mark.parametrize(
+    'deploy, prefix, ema',
+    [(False, '', []), (True, '', []), (False, '', EMA), (True, '', EMA), (False, 'module.', [])],
+)
+def test_merged_checkpoint(deploy, prefix, ema, twice, tmp_path, randomize, relative_error):
+    """Is tested as it is, and also by a config of the training form, and from a wrapped model."""
     model = randomize(ToyClassifier())
+    weights = {f'{prefix}{k}': v for k, v in reparameterize(model).state_dict().items()}
     path = str(tmp_path / 'merged.pth')
-    torch.save(dict(state_dict=OrderedDict(reparameterize(model).state_dict())), path)
+    torch.save(dict(state_dict=OrderedDict(weights)), path)
     cfg = dict(type='ToyClassifier', deploy=deploy)
     runner = make_runner(tmp_path, [HOOK, *ema], load_from=path, model=cfg, **hooks_of(HOOK, twice))
     for _ in range(2):
@@ -173,16 +161,6 @@ def test_merged_checkpoint(deploy, ema, twice, tmp_path, randomize, relative_err
     trained = make_runner(tmp_path, [HOOK, *ema], load_from=path)
     with pytest.raises(CheckpointError, match='cannot be trained'):
         trained.train()
-
-
-def test_merged_checkpoint_of_a_wrapped_model(tmp_path, randomize, relative_error):
-    model = randomize(ToyClassifier())
-    weights = {f'module.{k}': v for k, v in reparameterize(model).state_dict().items()}
-    path = str(tmp_path / 'merged.pth')
-    torch.save(dict(state_dict=OrderedDict(weights)), path)
-    runner = make_runner(tmp_path, [HOOK], load_from=path)
-    runner.test()
-    assert relative_error(KeepLogits.logits, logits_of(model, runner)) < 1e-5
 
 
 @once_and_twice

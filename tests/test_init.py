@@ -56,21 +56,6 @@ except ImportError as error:
 else:
     assert False
 """
-WITH_AN_OLD_MMDET = """
-import pathlib, tempfile
-folder = pathlib.Path(tempfile.mkdtemp())
-(folder / 'mmdet').mkdir()
-(folder / 'mmdet/__init__.py').touch()
-(folder / 'mmdet/version.py').write_text("__version__ = '2.28.2'")
-sys.path.insert(0, str(folder))
-repa_mm = check_the_method()
-try:
-    repa_mm.fast_window_attention_
-except ImportError as error:
-    assert 'mmdet==2.28.2 is used but incompatible: install >=' in str(error), error
-else:
-    assert False
-"""
 # As a config does, with mmcv as `pip install mmcv` without a compiler leaves it, and without what
 # only conversion, export and search need.
 WITHOUT_OPERATORS = """

@@ -42,7 +42,7 @@ def lines_of(page):
 
 
 def user_config(folder, base):
-    """What docs/structures.md says, as a user writes it."""
+    """What docs/structures.md says, as a user writes it, with the codebase as the default scope."""
     path, text = folder / 'user.py', lines_of(DOCS)
     keys = Config.fromfile(base).get('optim_wrapper', {}).get('paramwise_cfg', {})
     named = [v for k, v in keys.get('custom_keys', {}).items() if 'blocks.0.norm' in k]
@@ -50,7 +50,15 @@ def user_config(folder, base):
         (more,) = re.findall(r'<!-- norms -->\n```python\n(.*?)```', DOCS, re.DOTALL)
         text += more.replace('dict(lr_mult=0.1, decay_mult=0.0)', repr(dict(named[0])))
     path.write_text(re.sub("'mmdet::[^']*'", repr(str(base)), text))
-    return Config.fromfile(path)
+    cfg = Config.fromfile(path)
+    init_default_scope(cfg.default_scope)
+    return cfg
+
+
+def image_for(swin):
+    """MMPretrain's Swin takes no maps that are smaller than its windows."""
+    size = swin.get('img_size', 64)
+    return torch.zeros(1, swin.get('in_channels', 3), size, size)
 
 
 @pytest.fixture
@@ -63,7 +71,6 @@ def quick_init(monkeypatch):
 @pytest.mark.parametrize('path', list(swin_configs()))
 def test_lines_of_the_docs(path, tmp_path, quick_init):
     original, cfg = Config.fromfile(path), user_config(tmp_path, path)
-    init_default_scope(cfg.default_scope)
     # Nothing else changes: the hooks and imports of the original stay.
     for key in set(original) - {'model', 'default_hooks', 'custom_imports', 'optim_wrapper'}:
         assert cfg[key] == original[key], key
@@ -76,9 +83,7 @@ def test_lines_of_the_docs(path, tmp_path, quick_init):
     assert num_ffns == sum(len(stage.blocks) for stage in vanilla.stages)
     if 'optim_wrapper' in cfg and 'constructor' not in cfg.optim_wrapper:
         check_norms_decay_alike(nn.ModuleDict(dict(backbone=idle)), cfg.optim_wrapper)
-    # MMPretrain's Swin takes no maps that are smaller than its windows.
-    size = swin.get('img_size', 64)
-    images = torch.zeros(1, swin.get('in_channels', 3), size, size)
+    images = image_for(swin)
     vanilla.eval(), idle.eval()  # the codebases' own return None
     with torch.no_grad():
         expected, found = vanilla(images), idle(images)
@@ -90,10 +95,8 @@ def test_lines_of_the_docs(path, tmp_path, quick_init):
 def test_six_lines_of_readme(tmp_path, quick_init):
     assert len(lines_of(README).strip().splitlines()) == 6
     (tmp_path / 'user.py').write_text(lines_of(README))
-    cfg, ours = (
-        Config.fromfile(path)
-        for path in (tmp_path / 'user.py', ROOT / 'configs/mask_rcnn_repa_swin_t.py')
-    )
+    paths = tmp_path / 'user.py', ROOT / 'configs/mask_rcnn_repa_swin_t.py'
+    cfg, ours = map(Config.fromfile, paths)
     init_default_scope(cfg.default_scope)
     assert cfg.default_hooks.reparameterize.type == 'ReparameterizeHook'
     assert cfg.model.backbone.init_cfg.checkpoint == ours.model.backbone.init_cfg.checkpoint
@@ -108,12 +111,9 @@ def test_six_lines_of_readme(tmp_path, quick_init):
 @pytest.mark.parametrize('path', list(swin_configs()))
 def test_whole_model(path, tmp_path, quick_init):
     cfg = user_config(tmp_path, path)
-    init_default_scope(cfg.default_scope)
     if cfg.model.get('language_model'):
         pytest.skip('the language model is downloaded')
     model = repa_mm.reparameterize(MODELS.build(cfg.model).eval())
-    swin = cfg.model.backbone.model
-    size = swin.get('img_size', 64)
     with torch.no_grad():
-        maps = model.extract_feat(torch.zeros(1, swin.get('in_channels', 3), size, size))
+        maps = model.extract_feat(image_for(cfg.model.backbone.model))
     assert all(torch.is_tensor(x) for x in maps)

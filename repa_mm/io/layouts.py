@@ -100,10 +100,7 @@ def translate(state_dict: dict, cfg: dict, args: Namespace | None = None) -> dic
 
 
 class WeightsFile:
-    """The weights that an ``init_cfg`` names, in MMPretrain's layout or in another one.
-
-    A ``prefix`` must choose one of several backbones, as of a student and its teacher.
-    """
+    """The weights that an ``init_cfg`` names, in MMPretrain's layout or in another one."""
 
     def __init__(self, init_cfg: dict) -> None:
         self.path = init_cfg['checkpoint']
@@ -131,7 +128,7 @@ class WeightsFile:
 
         Raises:
             CheckpointError: If the file has none behind the prefix, or translated weights are not
-                the model's. Heads, norms of other outputs and the class token may differ.
+                the model's, except heads, norms of other outputs and a class token.
         """
         weights, translated = self.weights_of(model)
         if translated:

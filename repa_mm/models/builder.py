@@ -200,8 +200,8 @@ class WithStructures:
     def fill(self, ordinary: nn.Module) -> None:
         """Copy the weights of an ordinary model, in place, and fill the forms with them."""
         inside = tuple(f'{form}.' for _, placed in self.placed for form in placed.values())
-        theirs = {**dict(ordinary.named_parameters()), **dict(ordinary.named_buffers())}
-        for name, value in (*self.named_parameters(), *self.named_buffers()):
+        theirs = ordinary.state_dict()
+        for name, value in self.state_dict().items():
             other = theirs.get(name)
             if not name.startswith(inside) and other is not None and other.shape == value.shape:
                 value.copy_(other)

@@ -149,16 +149,13 @@ class BEiTBlock(BEiTTransformerEncoderLayer):
 
 @dataclass(frozen=True)
 class BEiT(Family):
-    """BEiT's blocks, which contain the layer scale, drop path and shortcut of their FFN.
-
-    MMSegmentation's BEiT is refused: its block has the same name, and another forward pass.
-    """
+    """BEiT's blocks, which contain the layer scale, drop path and shortcut of their FFN."""
 
     counterpart = BEiTBlock
     absorbed = ('gamma_2',)
 
     def ffn_modules(self, block: nn.Module) -> FFNParts:
-        if type(block) is not BEiTTransformerEncoderLayer:
+        if type(block) is not BEiTTransformerEncoderLayer:  # MMSegmentation's, which is refused
             return super().ffn_modules(block)
         modules = self._of_mmcv(block, shortcut=False)
         return modules._replace(scale=block.gamma_2, drop_path=block.drop_path)
@@ -182,15 +179,12 @@ class DeiT3(Family):
 
 
 class PoolFormerTokenBlock(PoolFormerBlock):
-    """A PoolFormer block whose FFN works on tokens.
-
-    After the first block the feature map has the channels-last memory format, so that its tokens
-    are a view.
-    """
+    """A PoolFormer block whose FFN works on tokens."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         mixed = self.token_mixer(self.norm1(x))
         x = x + self.drop_path(self.layer_scale_1[:, None, None] * mixed)
+        # The result has the channels-last memory format: the next block's tokens are a view.
         return self.mlp(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
 
 
@@ -243,10 +237,7 @@ class MMCVLayers(Family):
 
 @dataclass(frozen=True)
 class MixFFNs(Family):
-    """SegFormer's and PVT v2's blocks, whose FFNs have a depthwise convolution between the layers.
-
-    Their FFNs can be narrowed; idle channels would not merge.
-    """
+    """SegFormer's and PVT v2's blocks, with a depthwise convolution inside of the FFN."""
 
     def ffn_modules(self, block: nn.Module) -> FFNParts:
         ffn = block.get_submodule(self.ffn)
