@@ -3,6 +3,7 @@
 import copy
 import os
 from collections import OrderedDict
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -22,14 +23,16 @@ def hooks_of(hook, twice):
     return dict(default_hooks=dict(reparameterize=hook)) if twice else {}
 
 
-def snapshot(model):
-    return {k: v.clone() for k, v in model.state_dict().items()}
-
-
-def assert_same(state, model):
-    assert state.keys() == model.state_dict().keys()
-    for key, value in model.state_dict().items():
-        assert torch.equal(value, state[key]), key
+@contextmanager
+def unchanged(runner):
+    """The runner's model and the averaged one are the same afterwards."""
+    models = [runner.model, *(hook.ema_model for hook in runner.hooks if isinstance(hook, EMAHook))]
+    states = [copy.deepcopy(model.state_dict()) for model in models]
+    yield
+    assert runner.model is models[0]
+    for model, state in zip(models, states):
+        assert state.keys() == model.state_dict().keys()
+        assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
 
 
 def logits_of(model, runner):
@@ -65,15 +68,14 @@ def test_train_test_resume_training(first, second, tmp_path, relative_error):
     runner = make_runner(tmp_path, [dict(HOOK, when=first), spy], default_hooks=hooks)
     runner.logger.info = messages.append
     runner.train()
-    model, state = runner.model, snapshot(runner.model)
-    expected = logits_of(model, runner)
-    runner.test()
-    assert runner.model is model
-    assert_same(state, model)
+    model = runner.model
+    expected, before = logits_of(model, runner), model.head.weight.clone()
+    with unchanged(runner):
+        runner.test()
     assert relative_error(KeepLogits.logits, expected) < 1e-5
     runner.train_loop._max_epochs = 3
     runner.train_loop.run()
-    assert not torch.equal(state['head.weight'], model.head.weight)
+    assert not torch.equal(before, model.head.weight)
     forms = {name: {form for at, form in spy.forms if at == name} for name, _ in spy.forms}
     assert forms['train'] == forms['save'] == {'training'}
     (best,) = [f for f in os.listdir(tmp_path) if f.startswith('best')]
@@ -96,15 +98,11 @@ def test_with_ema(update_buffers, twice, tmp_path, relative_error):
     hook = dict(HOOK, when=('val', 'test'))
     runner = make_runner(tmp_path, [hook, ema, Spy()], **hooks_of(hook, twice))
     runner.train()
-    ema = next(h for h in runner.hooks if isinstance(h, EMAHook))
     expected = logits_of(averaged_model(runner), runner)
-    source_state, ema_state = snapshot(runner.model), snapshot(ema.ema_model)
-    # runner.test() would start EMA anew: only its epoch is run.
-    runner.test_loop.run()
+    with unchanged(runner):
+        runner.test_loop.run()  # runner.test() would start EMA anew
     assert relative_error(KeepLogits.logits, expected) < 1e-5
     assert relative_error(logits_of(runner.model, runner), KeepLogits.logits) > 1e-3
-    assert_same(source_state, runner.model)
-    assert_same(ema_state, ema.ema_model)
 
 
 def test_with_ema_in_a_distributed_training(distributed, tmp_path, relative_error):  # noqa: F811
@@ -112,13 +110,11 @@ def test_with_ema_in_a_distributed_training(distributed, tmp_path, relative_erro
     runner = make_runner(tmp_path, [HOOK, ema, spy], **distributed)
     runner.train()
     assert type(runner.model).__name__ == 'MMDistributedDataParallel'
-    expected, model = logits_of(averaged_model(runner), runner), runner.model
-    state = snapshot(model)
-    runner.test_loop.run()
+    expected = logits_of(averaged_model(runner), runner)
+    with unchanged(runner):
+        runner.test_loop.run()
     assert relative_error(KeepLogits.logits, expected) < 1e-5
     assert {form for at, form in spy.forms if at == 'test'} == {'deploy'}
-    assert runner.model is model
-    assert_same(state, model)
 
 
 @once_and_twice
@@ -166,15 +162,13 @@ def test_merged_checkpoint(deploy, prefix, ema, twice, tmp_path, randomize, rela
 @once_and_twice
 def test_interrupted_test_does_not_cost_the_training_form(twice, tmp_path):
     runner = make_runner(tmp_path, [HOOK], **hooks_of(HOOK, twice))
-    model, state = runner.model, snapshot(runner.model)
-    step = model.head.forward
-    model.head.forward = lambda x: 1 / 0
-    with pytest.raises(ZeroDivisionError):
+    head, step = runner.model.head, runner.model.head.forward
+    with unchanged(runner):
+        head.forward = lambda x: 1 / 0
+        with pytest.raises(ZeroDivisionError):
+            runner.test()
+        head.forward = step
         runner.test()
-    model.head.forward = step
-    runner.test()
-    assert runner.model is model
-    assert_same(state, model)
 
 
 def test_refusals(tmp_path):
@@ -201,15 +195,11 @@ def test_precise_statistics(path, tmp_path, relative_error):
     ffn = runner.model.backbone[3].train()
     set_training_path_(ffn, 'literal')
     seen = {ffn.norm1: [], ffn.norm2: []}
-    handles = [
+    for norm in seen:
         norm.register_forward_hook(lambda norm, args, _: seen[norm].append(args[0].detach()))
-        for norm in seen
-    ]
     found = [(norm.running_mean.clone(), norm.running_var.clone()) for norm in seen]
     for batch in runner.train_dataloader:
         runner.model(**runner.model.data_preprocessor(batch))
-    for handle in handles:
-        handle.remove()
     for (mean, var), batches in zip(found, seen.values()):
         assert relative_error(mean, torch.stack([x.mean(0) for x in batches]).mean(0)) < 1e-5
         assert relative_error(var, torch.stack([x.var(0) for x in batches]).mean(0)) < 1e-5

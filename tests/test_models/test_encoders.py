@@ -249,9 +249,6 @@ def test_layers_of_mmcv(randomize, relative_error):
     same = repa_mm.reparameterize(idle(copied(model), 0.0))
     assert relative_error(encode(same, x), encode(model, x)) < 1e-5
     batches = [torch.randn(60, 2, 16) for _ in range(3)]
-    narrow, report = narrowed(model, batches, 0.5, forward=encode, held_out=[x])
-    assert [site.modules().fc1.out_features for site in ffn_sites(narrow)] == [32, 32]
-    assert report.differences[0] < 0.1
     fitted, report = fit_channel_idle(model, batches, forward=encode, held_out=[x])
     assert report.differences[0] < 0.1
     assert relative_error(encode(repa_mm.reparameterize(fitted), x), encode(fitted, x)) < 1e-5

@@ -15,7 +15,6 @@ from repa_mm.models import Structure, add_structures_
 from repa_mm.models.sites import attention_sites, ffn_sites
 from repa_mm.models.structures import idle_ffn
 from repa_mm.reparam import ChannelIdleFFN, MergedFFN, TrainingForm
-from tests.test_convert.even import narrowed
 
 
 def idle(model, idle_ratio=0.75, norm_cfg=dict(type='BN'), where=None):
@@ -255,44 +254,28 @@ class Mlp(nn.Module):
         self.fc1, self.act, self.fc2 = nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)
         self.drop1, self.drop2 = nn.Dropout(0.0), nn.Dropout(0.0)
 
-    def forward(self, x):
-        return self.drop2(self.fc2(self.drop1(self.act(self.fc1(x)))))
-
 
 class Block(nn.Module):
-    """Of maps (B, H, W, C), and of what ViTDet's block calls its modules."""
+    """Modules under the names of ViTDet's block."""
 
     def __init__(self):
         super().__init__()
-        self.norm1, self.attn, self.drop_path = nn.LayerNorm(8), nn.Linear(8, 8), nn.Identity()
         self.norm2, self.mlp = nn.LayerNorm(8), Mlp()
 
-    def forward(self, x):
-        x = x + self.drop_path(self.attn(self.norm1(x)))
-        return x + self.drop_path(self.mlp(self.norm2(x)))
 
-
-@torch.no_grad()
-def test_blocks_of_vitdet(monkeypatch, randomize, relative_error):
+def test_blocks_of_vitdet(monkeypatch):
     """They are known by their full name, other classes of that name are not."""
-    model, x = randomize(nn.Sequential(Block(), Block())).eval(), torch.randn(4, 9, 7, 8)
+    model = nn.Sequential(Block(), Block())
     assert not ffn_sites(model)
     monkeypatch.setattr(Block, '__module__', 'projects.ViTDet.vitdet.vit')
     assert len(ffn_sites(model)) == 2 and not attention_sites(model)
-    merged = repa_mm.reparameterize(idle(copy.deepcopy(model), 0, dict(type='keep')))
-    assert relative_error(merged(x), model(x)) < 1e-5
-    held_out = [torch.randn(4, 9, 7, 8)]
-    narrow, report = narrowed(model, [x, torch.randn(4, 9, 7, 8)], 0.5, held_out=held_out)
-    assert [site.modules().fc1.out_features for site in ffn_sites(narrow)] == [16, 16]
-    assert report.differences[0] < 0.1
     with pytest.raises(ValueError, match='LinearPlus adds the shortcut, and a Block'):
         add_structures_(model, [_Plus()])
     model[1].mlp.drop2.p = 0.5
     with pytest.raises(ValueError, match=r"'1.mlp'.* rates, 0.0 for the hidden.* 0.5 for the out"):
         idle(model)
     model[1].mlp.drop1.p = 0.5
-    ffns = [m for m in idle(model).modules() if isinstance(m, ChannelIdleFFN)]
-    assert [ffn.drop.p for ffn in ffns] == [0, 0.5]
+    assert [block.mlp.drop.p for block in idle(model)] == [0, 0.5]
 
 
 class LinearPlus(TrainingForm):
