@@ -194,10 +194,8 @@ def check_weight_decay(model, optimizer, cfg):
 
 
 @pytest.mark.parametrize('name', [n for n in NAMES if re.search('repa.*(_t|_s12|_b16)($|_)', n)])
-def test_norms_of_forms_decay_as_their_hosts(name, monkeypatch):
+def test_norms_of_forms_decay_as_their_hosts(name, quick_init):
     """In each schedule; DETRs and the recipes of the docs are checked where they are built."""
-    for init in ('trunc_normal_', 'normal_', 'kaiming_uniform_', 'uniform_', 'xavier_uniform_'):
-        monkeypatch.setattr(torch.nn.init, init, lambda tensor, *_, **__: tensor)  # quickly
     cfg = load(name)
     backbone = torch.nn.ModuleDict(dict(backbone=MODELS.build(cfg.model.backbone)))
     check_norms_decay_alike(backbone, cfg.optim_wrapper)
@@ -206,17 +204,8 @@ def test_norms_of_forms_decay_as_their_hosts(name, monkeypatch):
 def learning_rates(cfg, lr, epoch_length, iters):
     """The learning rate of every iteration, as the runner's hook sets it."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
-    schedulers = []
-    for scheduler in cfg.param_scheduler:
-        scheduler = scheduler.copy()
-        scheduler.pop('_scope_', None)
-        convert = scheduler.pop('convert_to_iter_based', False)
-        cls = PARAM_SCHEDULERS.get(scheduler.pop('type'))
-        if convert:
-            scheduler['epoch_length'] = epoch_length
-            cls = cls.build_iter_from_epoch
-        schedulers.append(cls(optimizer, **scheduler))
-    rates = []
+    how, rates = dict(optimizer=optimizer, epoch_length=epoch_length), []
+    schedulers = [PARAM_SCHEDULERS.build(s, default_args=how) for s in cfg.param_scheduler]
     for i in range(iters):
         rates.append(optimizer.param_groups[0]['lr'])
         optimizer.step()

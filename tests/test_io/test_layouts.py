@@ -12,10 +12,10 @@ from mmengine.config import ConfigDict
 from mmengine.registry import MODELS
 
 import repa_mm
-from repa_mm.io.checkpoints import load_checkpoint, load_weights
+from repa_mm.io.checkpoints import load_checkpoint
 from repa_mm.io.configs import load_config
 from repa_mm.io.layouts import translate
-from repa_mm.reparam import CheckpointError, reparameterize_
+from repa_mm.reparam import CheckpointError
 
 ROOT = Path(repa_mm.__file__).resolve().parents[1]
 
@@ -201,19 +201,6 @@ def config_of(family, **kwargs):
     return {**cfg, **small, **kwargs}
 
 
-def run(weights, cfg, x, deploy=False):
-    """Logits of translated weights."""
-    backbone = MODELS.build(cfg)
-    backbone.eval()  # which returns None in mmpretrain
-    load_weights(backbone, {k[9:]: v for k, v in weights.items() if k.startswith('backbone.')})
-    if deploy:
-        reparameterize_(backbone)
-    with torch.no_grad():
-        out = backbone(x)[-1]
-    out = out if out.ndim == 2 else out.flatten(2).mean(2)
-    return F.linear(out, weights['head.fc.weight'], weights['head.fc.bias'])
-
-
 def logits(cfg, path, weights, x, prefix='backbone.'):
     """Logits of a backbone that loads the file by its `init_cfg`, with the head of the weights."""
     init_cfg = dict(type='Pretrained', checkpoint=str(path), prefix=prefix)
@@ -228,16 +215,16 @@ def logits(cfg, path, weights, x, prefix='backbone.'):
 
 @pytest.mark.parametrize('form', ['training', 'deploy'])
 @pytest.mark.parametrize('family', FAMILIES)
-def test_a_backbone_loads_the_file_as_it_is(family, form, tmp_path, relative_error):
+def test_a_backbone_loads_the_file_and_its_translation(family, form, tmp_path, relative_error):
     weights, x, expected = made(family, form)
-    args, path = argparse.Namespace(idle_ratio=0.75), tmp_path / 'model.pth'
+    more, path = dict(args=argparse.Namespace(idle_ratio=0.75), epoch=3), tmp_path / 'model.pth'
     # Another map's norm is left as it is.
-    kwargs = dict(out_indices=[2, 3]) if family == 'swin' else {}
-    merged = config_of(family, **kwargs)
-    assert relative_error(run(translate(weights, merged), merged, x, deploy=True), expected) < 1e-5
-    for key in ('model', 'state_dict'):
-        torch.save({key: weights, 'args': args, 'epoch': 3}, path)
-        cfg = config_of(family, deploy=form == 'deploy', **kwargs)
+    cfg = config_of(family, **dict(out_indices=[2, 3]) if family == 'swin' else {})
+    translated = translate(weights, cfg)
+    cfg.update(deploy=form == 'deploy')
+    files = dict(more, model=weights), dict(more, state_dict=weights), dict(state_dict=translated)
+    for content in files:
+        torch.save(content, path)
         assert relative_error(logits(cfg, path, weights, x), expected) < 1e-5
         with pytest.raises(CheckpointError):
             logits(dict(cfg, idle_ratio=0.5), path, weights, x)
@@ -323,9 +310,11 @@ def test_a_missing_file_of_a_repaformer():
 
 
 @pytest.mark.parametrize('ratio', [0.0, 1.0])
-def test_extreme_idle_ratios_in_the_deploy_form(ratio, relative_error):
-    (weights, x, expected), cfg = made('vit', 'deploy', ratio), config_of('vit', idle_ratio=ratio)
-    assert relative_error(run(translate(weights, cfg), cfg, x), expected) < 1e-5
+def test_extreme_idle_ratios_in_the_deploy_form(ratio, tmp_path, relative_error):
+    weights, x, expected = made('vit', 'deploy', ratio)
+    torch.save(weights, tmp_path / 'model.pth')
+    cfg = config_of('vit', idle_ratio=ratio, deploy=True)
+    assert relative_error(logits(cfg, tmp_path / 'model.pth', weights, x), expected) < 1e-5
 
 
 @pytest.mark.parametrize(
