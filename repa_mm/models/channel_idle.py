@@ -12,9 +12,6 @@ from mmpretrain.models import MlpMixer, PoolFormer, SwinTransformer, VisionTrans
 
 from repa_mm.models.builder import WithStructures
 
-#: Where the authors publish weights.
-WEIGHTS = 'https://huggingface.co/Ackesnal/RePaViT'
-
 
 class RePaBackbone(WithStructures):
     """Mixin that makes the FFNs of an mmpretrain backbone channel-idle.
@@ -48,10 +45,10 @@ class RePaBackbone(WithStructures):
             arch = self.build_ordinary.keywords.get('arch', 'of this size')
             raise FileNotFoundError(
                 f'{error} Download the weights of a {type(self).__name__} {arch} with the same '
-                f'idle ratio, not reparameterized, from {WEIGHTS}, and save the file under this '
-                'name. It is translated as it is loaded. Or make this file from ordinary weights: '
-                f'python tools/convert_pretrained.py CONFIG CHECKPOINT THIS_FILE --idle-ratio '
-                f'{self.placed[0][0].idle_ratio} --images FOLDER'
+                'idle ratio, not reparameterized, from https://huggingface.co/Ackesnal/RePaViT, '
+                'and save the file under this name. It is translated as it is loaded. Or make '
+                'this file from ordinary weights: python tools/convert_pretrained.py CONFIG '
+                f'CHECKPOINT THIS_FILE --idle-ratio {self.placed[0][0].idle_ratio} --images FOLDER'
             ) from error
 
 

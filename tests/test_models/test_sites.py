@@ -27,6 +27,7 @@ VIT = dict(embed_dims=16, num_layers=2, num_heads=2, feedforward_channels=64)
 TIMM = dict(embed_dim=16, depth=2, num_heads=2)
 TIMM_VIT = dict(model_name='vit_tiny_patch16_224', **TIMM)
 TIMM_DINO = dict(model_name='vit_small_patch14_dinov2', init_values=0.3, patch_size=16, **TIMM)
+TIMM_DINO3 = dict(model_name='vit_small_patch16_dinov3', init_values=0.3, **TIMM)
 STAGES = dict(embed_dims=8, depths=[1, 1, 1, 1], num_heads=[1, 1, 2, 2])
 LAYERS = dict(embed_dims=8, num_layers=[1, 1, 1, 1], num_heads=[1, 1, 2, 2])
 SAM = dict(arch=dict(VIT, global_attn_indexes=[1]), window_size=3, out_channels=8, use_rel_pos=True)
@@ -63,10 +64,7 @@ CONVERTIBLE = {
     'ConvNeXt': ('mmpretrain', 'ConvNeXt', CONVNEXT, 4),
     'timm ViT': ('mmpretrain', 'TIMMBackbone', TIMM_VIT, 2),
     'timm DINOv2': ('mmpretrain', 'TIMMBackbone', TIMM_DINO, 2),
-    'timm DINOv3': (
-        *('mmpretrain', 'TIMMBackbone'),
-        *(dict(model_name='vit_small_patch16_dinov3', init_values=0.3, **TIMM), 2),
-    ),
+    'timm DINOv3': ('mmpretrain', 'TIMMBackbone', TIMM_DINO3, 2),
     'MMDetection Swin': ('mmdet', 'SwinTransformer', STAGES, 4),
     'MMSegmentation ViT': ('mmseg', 'VisionTransformer', MMSEG_VIT, 2),
     'MMSegmentation Swin': ('mmseg', 'SwinTransformer', STAGES, 4),
@@ -79,39 +77,22 @@ NARROWED = {
 }
 
 GRN = dict(CONVNEXT, use_grn=True, layer_scale_init_value=0.0)
-# What the error says, with the name of the block.
+SWIGLU = dict(arch=VIT, layer_cfgs=dict(ffn_type='swiglu_fused'))
+THREE = dict(arch=VIT, layer_cfgs=dict(num_fcs=3))
+TIMM_SWIGLU = dict(TIMM, model_name='vit_small_plus_patch16_dinov3')
+TIMM_NORM = dict(TIMM_VIT, scale_mlp_norm=True)
+MMSEG_BEIT = dict(MMSEG_VIT, img_size=(64, 64))
+# What the error says: the name of the FFN in its block, the block, and why.
 REFUSED = {
-    'ConvNeXt V2': (
-        *('mmpretrain', 'ConvNeXt', GRN),
-        "'stages.0.0.pointwise_conv1', in a ConvNeXtBlock.*GRN",
-    ),
-    'SwiGLU': (
-        *('mmpretrain', 'VisionTransformer'),
-        dict(arch=VIT, layer_cfgs=dict(ffn_type='swiglu_fused')),
-        "'layers.0.ffn', in a TransformerEncoderLayer.*SwiGLUFFNFused",
-    ),
+    'ConvNeXt V2': ('mmpretrain', 'ConvNeXt', GRN, "pointwise_conv1', in a ConvNeXtBlock.*GRN"),
+    'SwiGLU': ('mmpretrain', 'VisionTransformer', SWIGLU, "layers.0.ffn'.*SwiGLUFFNFused"),
     'EVA-02': ('mmpretrain', 'ViTEVA02', dict(arch=VIT), 'no site'),
     'RevViT': ('mmpretrain', 'RevVisionTransformer', dict(arch=VIT), 'no site'),
-    'three linear layers': (
-        *('mmpretrain', 'VisionTransformer', dict(arch=VIT, layer_cfgs=dict(num_fcs=3))),
-        "'layers.0.ffn'.*3 linear layers, not two",
-    ),
-    'PVT': (
-        *('mmdet', 'PyramidVisionTransformer', LAYERS),
-        "'layers.0.1.1.ffn', in a PVTEncoderLayer.*not two linear layers around a depthwise",
-    ),
-    'timm SwiGLU': (
-        *('mmpretrain', 'TIMMBackbone', dict(model_name='vit_small_plus_patch16_dinov3', **TIMM)),
-        "blocks.0.mlp', in a EvaBlock.*GluMlp|blocks.0.mlp', in a EvaBlock.*SwiGLU",
-    ),
-    'timm norm in the MLP': (
-        *('mmpretrain', 'TIMMBackbone', dict(TIMM_VIT, scale_mlp_norm=True)),
-        "blocks.0.mlp', in a Block.*Mlp has a LayerNorm, too",
-    ),
-    'MMSegmentation BEiT': (
-        *('mmseg', 'BEiT', dict(MMSEG_VIT, img_size=(64, 64))),
-        "'layers.0.ffn', in a BEiTTransformerEncoderLayer.*shortcut",
-    ),
+    'three layers': ('mmpretrain', 'VisionTransformer', THREE, '3 linear layers, not two'),
+    'PVT': ('mmdet', 'PyramidVisionTransformer', LAYERS, "1.ffn'.*around a depthwise"),
+    'timm SwiGLU': ('mmpretrain', 'TIMMBackbone', TIMM_SWIGLU, 'in a EvaBlock.*(GluMlp|SwiGLU)'),
+    'timm norm': ('mmpretrain', 'TIMMBackbone', TIMM_NORM, 'Mlp has a LayerNorm, too'),
+    'MMSegmentation BEiT': ('mmseg', 'BEiT', MMSEG_BEIT, 'in a BEiTTransformerEn.*shortcut'),
     **{case: (*row[:3], 'MixFFN has a depthwise convolution') for case, row in NARROWED.items()},
 }
 
