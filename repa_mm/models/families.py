@@ -81,16 +81,8 @@ class Family:
             )
         return getattr(block, self.norm)
 
-    def calls_with_norm(self, block: nn.Module) -> bool:
-        """Return True if a block calls its FFN as ``ffn(norm(x), identity=x)``."""
-        is_usual = bool(self.norm) and self.counterpart is None
-        return is_usual and isinstance(block.get_submodule(self.ffn), FFN)
-
     def put_ffn(self, block: nn.Module, form: TrainingForm) -> None:
-        """Replace a block's FFN, and the norm before the FFN, by a form.
-
-        The norm stays if ``form.contains_norm`` is False, which needs :meth:`calls_with_norm`.
-        """
+        """Replace a block's FFN, and the norm before it if the form contains one, by a form."""
         if self.norm and form.contains_norm:
             norm = getattr(block, self.norm)
             # The attribute may be a property: ``norm2`` looks up ``ln2``.

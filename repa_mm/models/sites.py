@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 import torch.nn as nn
 from mmcv.cnn import Conv2d, Linear
+from mmcv.cnn.bricks.transformer import FFN
 from mmcv.cnn.bricks.transformer import MultiheadAttention as MMCVAttention
 from mmpretrain.models.utils.attention import MultiheadAttention
 
@@ -148,7 +149,8 @@ class FFNSite(Site):
                 f'a {type(form).__name__} adds the shortcut, and a {type(self.block).__name__} '
                 'adds it, too'
             )
-        if not form.contains_norm and not self.family.calls_with_norm(self.block):
+        calls_with_norm = self.family.norm and not self.family.counterpart
+        if not (form.contains_norm or calls_with_norm and isinstance(self.module, FFN)):
             raise ValueError(
                 f'a {type(self.block).__name__} does not call its FFN as ffn(norm(x), identity=x)'
             )
