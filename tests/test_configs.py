@@ -70,38 +70,20 @@ def batch_of(cfg, size):
 
         samples = [DataSample().set_gt_label(i) for i in range(2)]
         return dict(inputs=torch.stack(images), data_samples=samples)
-    meta = dict(img_shape=(size, size), ori_shape=(size, size), scale_factor=(1.0, 1.0))
-    sample_of = segmentation if cfg.default_scope == 'mmseg' else detection
-    return dict(inputs=images, data_samples=[sample_of(meta, size) for _ in images])
+    if cfg.default_scope == 'mmdet':
+        from mmdet.testing import demo_mm_inputs
 
-
-def segmentation(meta, size):
+        kwargs = dict(num_items=[3, 3], num_classes=5, with_mask=True, use_box_type=True)
+        return demo_mm_inputs(2, (3, size, size), **kwargs)
     from mmengine.structures import PixelData
     from mmseg.structures import SegDataSample
 
-    sample = SegDataSample(metainfo=meta)
-    sample.gt_sem_seg = PixelData(data=torch.randint(0, 10, (1, size, size)))
-    return sample
-
-
-def detection(meta, size):
-    from mmdet.structures import DetDataSample
-    from mmdet.structures.bbox import HorizontalBoxes
-    from mmdet.structures.mask import BitmapMasks
-    from mmengine.structures import InstanceData
-
-    masks, box = np.zeros((1, size, size), np.uint8), [8.0, 8.0, 40.0, 40.0]
-    masks[:, 8:40, 8:40] = 1
-    sample, nothing = DetDataSample(metainfo=meta), torch.zeros(0, 4)
-    sample.gt_instances = InstanceData(
-        bboxes=HorizontalBoxes(torch.tensor([box])),
-        labels=torch.tensor([3]),
-        masks=BitmapMasks(masks, size, size),
-    )
-    sample.ignored_instances = InstanceData(
-        bboxes=HorizontalBoxes(nothing), labels=torch.zeros(0, dtype=torch.long)
-    )
-    return sample
+    samples, meta = [], dict(img_shape=(size, size), ori_shape=(size, size))
+    for _ in images:
+        sample = SegDataSample(metainfo=meta)
+        sample.gt_sem_seg = PixelData(data=torch.randint(0, 10, (1, size, size)))
+        samples.append(sample)
+    return dict(inputs=images, data_samples=samples)
 
 
 def without_gradient(model, cfg, size):

@@ -273,9 +273,9 @@ def build_with_structures(
         structures (Sequence[dict]): As for :func:`add_structures_`.
         init_cfg (dict, optional): Replaces the model's ``init_cfg``. The weights may be those of
             the model with structures or of the ordinary model. Defaults to None.
-        **kwargs: ``deploy``, ``fast_attention`` and ``norm_eval`` of :class:`WithStructures`, and
-            arguments that a whole model passes to its backbone, or a Runner to a whole model.
-            Values in ``model`` take precedence.
+        **kwargs: ``deploy``, ``fast_attention`` and ``norm_eval`` of :class:`WithStructures`; and
+            arguments that a whole model passes to its backbone, or a Runner to a whole model, over
+            which values in ``model`` take precedence.
 
     Returns:
         nn.Module: The model. Its class derives from the class that the config names.
@@ -285,7 +285,8 @@ def build_with_structures(
             as :func:`add_structures_`.
     """
     args = dict(copy.deepcopy(model))
-    args.update((k, v) for k, v in kwargs.items() if args.get(k) is None)
+    ours = 'deploy', 'fast_attention', 'norm_eval'
+    args.update((k, v) for k, v in kwargs.items() if k in ours or args.get(k) is None)
     if init_cfg is not None:
         args['init_cfg'] = init_cfg
     kind = args.pop('type')

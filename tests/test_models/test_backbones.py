@@ -318,6 +318,11 @@ def test_statistics_that_stay(name):
         model.init_weights()
 
 
+def test_the_builder_s_norm_eval_precedes_the_backbone_s():
+    swin = dict(type='mmpretrain.SwinTransformer', norm_eval=False, **SWIN)
+    assert MODELS.build(dict(IDLE, model=swin, norm_eval=True)).norm_eval
+
+
 def test_whole_models_take_structures(scattered, check_same):
     """A builder for any model; MMEngine's Runner passes it the preprocessor beside a model."""
     preprocessor = dict(mean=[1.0] * 3, std=[2.0] * 3)
