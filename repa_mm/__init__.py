@@ -8,8 +8,6 @@ MMPretrain are missing or do not load, nothing is registered, and the method sti
 import warnings
 from importlib import import_module
 from importlib.util import find_spec
-from os.path import dirname, join
-from runpy import run_path
 
 from repa_mm.io.paths import config_path
 from repa_mm.reparam import ChannelIdleFFN, MergedFFN, reparameterize, reparameterize_
@@ -30,25 +28,6 @@ _ON_FIRST_USE = dict(
 _reason, _error = 'MMEngine is not installed', None
 
 
-def _check_versions() -> None:
-    from mmengine.utils import digit_version
-
-    for name, low, high in (
-        ('mmengine', '0.10.0', '1.0.0'),
-        ('mmcv', '2.0.0', '3.0.0'),
-        ('mmpretrain', '1.0.0', '2.0.0'),
-        ('mmdet', '3.0.0', '4.0.0'),
-        ('mmseg', '1.0.0', '2.0.0'),
-    ):
-        spec = find_spec(name)
-        if spec is None:  # MMDetection and MMSegmentation need not be there
-            continue
-        # From its file, since importing MMSegmentation takes long.
-        found = run_path(join(dirname(spec.origin), 'version.py'))['__version__']
-        if not digit_version(low) <= digit_version(found) < digit_version(high):
-            raise ImportError(f'{name}=={found} is used but incompatible: install >={low}, <{high}')
-
-
 def _exported_model(**kwargs):
     """Build a :class:`~repa_mm.export.ExportedModel` from a config."""
     from repa_mm.export import ExportedModel
@@ -58,7 +37,6 @@ def _exported_model(**kwargs):
 
 if find_spec('mmengine'):
     try:
-        _check_versions()
         from mmengine.registry import MODELS
 
         from repa_mm import hooks, models  # noqa: F401

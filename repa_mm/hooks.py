@@ -59,8 +59,7 @@ class ReparameterizeHook(Hook):
         self._restore(runner)  # an earlier test may have been interrupted
 
     def after_load_checkpoint(self, runner, checkpoint: dict) -> None:
-        # In training, the training form refuses a merged checkpoint, which cannot be trained.
-        if isinstance(runner._train_loop, BaseLoop):
+        if isinstance(runner._train_loop, BaseLoop):  # which a merged checkpoint is no start for
             return
         # MMEngine strips the prefix of wrapped models after this.
         weights = checkpoint.get('state_dict', checkpoint)
@@ -83,7 +82,7 @@ class ReparameterizeHook(Hook):
         if self._is_due:
             self._is_due = False
             if has_training_form(runner.model) or not has_deploy_form(runner.model):
-                self._merge(runner)
+                self._merge(runner)  # which refuses a model without forms
 
     def after_test_epoch(self, runner, metrics=None) -> None:
         self._restore(runner)
@@ -91,17 +90,12 @@ class ReparameterizeHook(Hook):
     before_val_iter, after_val_epoch = before_test_iter, after_test_epoch
 
     def _merge(self, runner) -> None:
-        deployed = faster_on_gpu_(fuse_conv_bn_(reparameterize(runner.model)))
-        self._training_form, runner.model = runner.model, deployed
-        merged = Counter(f.label for _, f in outermost(self._training_form, TrainingForm))
+        models = runner.model, faster_on_gpu_(fuse_conv_bn_(reparameterize(runner.model)))
+        self._training_form, runner.model = models
+        merged = Counter(form.label for _, form in outermost(models[0], TrainingForm))
         what = ', '.join(f'{count} {label}s' for label, count in merged.items())
-        before, after = (
-            sum(parameter.numel() for parameter in model.parameters()) / 1e6
-            for model in (self._training_form, runner.model)
-        )
-        runner.logger.info(
-            f'Reparameterized {what or "0 modules"}: {before:.1f} M -> {after:.1f} M parameters'
-        )
+        before, after = (sum(p.numel() for p in model.parameters()) / 1e6 for model in models)
+        runner.logger.info(f'Reparameterized {what}: {before:.1f} M -> {after:.1f} M parameters')
 
     def _restore(self, runner) -> None:
         if self._training_form is not None:

@@ -142,22 +142,13 @@ class CoDINOHead(DINOHead):
 
 @MODELS.register_module()
 class CoDETR(BaseDetector):
-    def __init__(
-        self,
-        backbone,
-        neck,
-        query_head,
-        test_cfg,
-        train_cfg=None,
-        eval_module='detr',
-        data_preprocessor=None,
-        init_cfg=None,
-    ):
-        super().__init__(data_preprocessor, init_cfg)
+    eval_module = 'detr'
+
+    def __init__(self, backbone, neck, query_head, test_cfg, train_cfg=None, **kwargs):
+        super().__init__(**kwargs)
         self.backbone, self.neck = MODELS.build(backbone), MODELS.build(neck)
         self.query_head = MODELS.build(dict(query_head, test_cfg=test_cfg[0]))
         self.roi_head, self.bbox_head = nn.ModuleList(), nn.ModuleList()
-        self.eval_module = eval_module
 
     def extract_feat(self, batch_inputs):
         return self.neck(self.backbone(batch_inputs))
@@ -176,51 +167,39 @@ class CoDETR(BaseDetector):
 
 def co_detr(backbone, channels, nms, levels=3):
     """The config of a small Co-DETR, with the names of the project's configs."""
-    attention = dict(type='MultiScaleDeformableAttention', embed_dims=256, num_levels=levels)
-    layer = dict(
-        type='BaseTransformerLayer',
-        attn_cfgs=dict(attention, dropout=0.0),
-        ffn_cfgs=dict(type='FFN', embed_dims=256, feedforward_channels=48, ffn_drop=0.0),
-        operation_order=('self_attn', 'norm', 'ffn', 'norm'),
-    )
     heads = dict(embed_dims=256, num_heads=8, dropout=0.0)
     cross = dict(embed_dims=256, num_levels=levels, dropout=0.0)
     ffn = dict(embed_dims=256, feedforward_channels=48, ffn_drop=0.0)
-    decoder = dict(self_attn_cfg=heads, cross_attn_cfg=cross, ffn_cfg=ffn)
+    layer = dict(
+        type='BaseTransformerLayer',
+        attn_cfgs=dict(cross, type='MultiScaleDeformableAttention'),
+        ffn_cfgs=dict(ffn, type='FFN'),
+        operation_order=('self_attn', 'norm', 'ffn', 'norm'),
+    )
+    decoder = dict(
+        num_layers=2,
+        layer_cfg=dict(self_attn_cfg=heads, cross_attn_cfg=cross, ffn_cfg=ffn),
+        post_norm_cfg=None,
+        return_intermediate=True,
+    )
+    transformer = dict(type='CoDinoTransformer', num_feature_levels=levels, decoder=decoder)
+    transformer.update(encoder=dict(transformerlayers=layer, num_layers=2))
+    places = dict(type='SinePositionalEncoding', num_feats=128, temperature=20, normalize=True)
+    norm = dict(type='GN', num_groups=32)
+    neck = dict(type='ChannelMapper', in_channels=channels, kernel_size=1, out_channels=256)
+    mean, std = [123.675, 116.28, 103.53], [58.395, 57.12, 57.375]
     return dict(
         type='CoDETR',
-        data_preprocessor=dict(
-            type='DetDataPreprocessor',
-            mean=[123.675, 116.28, 103.53],
-            std=[58.395, 57.12, 57.375],
-            bgr_to_rgb=True,
-        ),
+        data_preprocessor=dict(type='DetDataPreprocessor', mean=mean, std=std, bgr_to_rgb=True),
         backbone=backbone,
-        neck=dict(
-            type='ChannelMapper',
-            in_channels=channels,
-            kernel_size=1,
-            out_channels=256,
-            act_cfg=None,
-            norm_cfg=dict(type='GN', num_groups=32),
-            num_outs=levels,
-        ),
+        neck=dict(neck, act_cfg=None, norm_cfg=norm, num_outs=levels),
         query_head=dict(
             type='CoDINOHead',
             num_query=25,
             num_classes=5,
             loss_cls=dict(type='QualityFocalLoss', use_sigmoid=True),
-            transformer=dict(
-                type='CoDinoTransformer',
-                num_feature_levels=levels,
-                encoder=dict(transformerlayers=layer, num_layers=2),
-                decoder=dict(
-                    num_layers=2, layer_cfg=decoder, post_norm_cfg=None, return_intermediate=True
-                ),
-            ),
-            positional_encoding=dict(
-                type='SinePositionalEncoding', num_feats=128, temperature=20, normalize=True
-            ),
+            transformer=transformer,
+            positional_encoding=places,
         ),
         test_cfg=[dict(max_per_img=20, nms=nms)],
     )

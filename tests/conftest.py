@@ -32,22 +32,21 @@ def _randomize(module: nn.Module, seed: int = 0) -> nn.Module:
     """
     generator = torch.Generator().manual_seed(seed)
 
-    def uniform(tensor, low, high):
-        noise = torch.rand(tensor.shape, generator=generator)
-        tensor.data.copy_(noise * (high - low) + low)
+    def uniform(m, name, low, high):
+        tensor = getattr(m, name, None)
+        if tensor is not None:
+            noise = torch.rand(tensor.shape, generator=generator)
+            tensor.data.copy_(noise * (high - low) + low)
 
     for m in module.modules():
-        if getattr(m, 'running_mean', None) is not None:
-            uniform(m.running_mean, -1, 1)
-            uniform(m.running_var, 0.1, 3)
+        uniform(m, 'running_mean', -1, 1)
+        uniform(m, 'running_var', 0.1, 3)
         if hasattr(m, 'running_mean') or isinstance(m, nn.LayerNorm):
-            if m.weight is not None:
-                uniform(m.weight, 0.3, 1.5)
-                uniform(m.bias, -0.5, 0.5)
-        elif isinstance(m, nn.Linear) and m.bias is not None:
-            uniform(m.bias, -0.5, 0.5)
+            uniform(m, 'weight', 0.3, 1.5)
+        if hasattr(m, 'running_mean') or isinstance(m, (nn.LayerNorm, nn.Linear)):
+            uniform(m, 'bias', -0.5, 0.5)
         if isinstance(getattr(m, 'layer_scale', None), nn.Parameter):
-            uniform(m.layer_scale, -1, 1)
+            uniform(m, 'layer_scale', -1, 1)
     return module
 
 
@@ -83,6 +82,13 @@ def randomize():
 @pytest.fixture
 def relative_error():
     return _relative_error
+
+
+@pytest.fixture
+def quick_init(monkeypatch):
+    """Weights whose values do not matter, but are finite."""
+    for name in ('kaiming_uniform_', 'uniform_', 'xavier_uniform_', 'trunc_normal_', 'normal_'):
+        monkeypatch.setattr(torch.nn.init, name, lambda tensor, *_, **__: tensor.data.zero_())
 
 
 @pytest.fixture(autouse=True, scope='session')

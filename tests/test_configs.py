@@ -8,7 +8,7 @@ import cv2
 import numpy as np
 import pytest
 import torch
-from mmengine.config import Config
+from mmengine.config import Config, ConfigDict
 from mmengine.fileio import dump
 from mmengine.fileio import load as load_file
 from mmengine.model.utils import revert_sync_batchnorm
@@ -23,11 +23,10 @@ from repa_mm.reparam import TrainingForm, finish_schedules_
 from tests.shared import check_norms_decay_alike
 
 ROOT = Path(config_path('swin_t_in1k')).parent
-NAMES = sorted(
-    path.relative_to(ROOT).with_suffix('').as_posix() for path in ROOT.glob('[!_]*/*.py')
-)
-NAMES = [name for name in NAMES if not name.startswith('_base_')]
-NAMES += sorted(path.stem for path in ROOT.glob('*.py'))
+NAMES = [
+    path.relative_to(ROOT).with_suffix('').as_posix()
+    for path in [*sorted(ROOT.glob('[!_]*/*.py')), *sorted(ROOT.glob('*.py'))]
+]
 DETRS = [name for name in NAMES if name.startswith('detr/')]
 NAMES = [name for name in NAMES if name not in DETRS]
 
@@ -71,34 +70,30 @@ def batch_of(cfg, size):
 
         samples = [DataSample().set_gt_label(i) for i in range(2)]
         return dict(inputs=torch.stack(images), data_samples=samples)
-    from mmengine.structures import InstanceData, PixelData
+    if cfg.default_scope == 'mmdet':
+        from mmdet.testing import demo_mm_inputs
 
-    meta = dict(img_shape=(size, size), ori_shape=(size, size), scale_factor=(1.0, 1.0))
-    samples = []
+        kwargs = dict(num_items=[3, 3], num_classes=5, with_mask=True, use_box_type=True)
+        return demo_mm_inputs(2, (3, size, size), **kwargs)
+    from mmengine.structures import PixelData
+    from mmseg.structures import SegDataSample
+
+    samples, meta = [], dict(img_shape=(size, size), ori_shape=(size, size))
     for _ in images:
-        if cfg.default_scope == 'mmseg':
-            from mmseg.structures import SegDataSample
-
-            sample = SegDataSample(metainfo=meta)
-            sample.gt_sem_seg = PixelData(data=torch.randint(0, 10, (1, size, size)))
-        else:
-            from mmdet.structures import DetDataSample
-            from mmdet.structures.bbox import HorizontalBoxes
-            from mmdet.structures.mask import BitmapMasks
-
-            masks = np.zeros((1, size, size), np.uint8)
-            masks[:, 8:40, 8:40] = 1
-            sample = DetDataSample(metainfo=meta)
-            sample.gt_instances = InstanceData(
-                bboxes=HorizontalBoxes(torch.tensor([[8.0, 8.0, 40.0, 40.0]])),
-                labels=torch.tensor([3]),
-                masks=BitmapMasks(masks, size, size),
-            )
-            sample.ignored_instances = InstanceData(
-                bboxes=HorizontalBoxes(torch.zeros(0, 4)), labels=torch.zeros(0, dtype=torch.long)
-            )
+        sample = SegDataSample(metainfo=meta)
+        sample.gt_sem_seg = PixelData(data=torch.randint(0, 10, (1, size, size)))
         samples.append(sample)
     return dict(inputs=images, data_samples=samples)
+
+
+def without_gradient(model, cfg, size):
+    """Names of the parameters that a training step's loss has no gradient for."""
+    model.train()
+    data = model.data_preprocessor(batch_of(cfg, size), training=True)
+    loss, _ = model.parse_losses(model(**data, mode='loss'))
+    assert torch.isfinite(loss)
+    loss.backward()
+    return [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]
 
 
 @pytest.mark.parametrize('name', NAMES)
@@ -134,19 +129,12 @@ def test_model_trains_a_step_and_merges(name, relative_error):
     if 'mask_rcnn' in name:
         cfg.model.train_cfg.rpn_proposal.max_per_img = 20
         cfg.model.train_cfg.rcnn.sampler.num = 16
-    model = build(cfg)
-    model.train()
+    model, size = build(cfg), 224 if 'in1k' in name else 64
     optim_wrapper = build_optim_wrapper(model, cfg.optim_wrapper)
     if 'constructor' not in cfg.optim_wrapper:
         check_weight_decay(model, optim_wrapper.optimizer, cfg)
-    size = 224 if 'in1k' in name else 64
-    data = model.data_preprocessor(batch_of(cfg, size), training=True)
-    loss, _ = model.parse_losses(model(**data, mode='loss'))
-    assert torch.isfinite(loss)
-    optim_wrapper.backward(loss)
-    without = [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]
-    assert not without, 'distributed training needs a gradient everywhere'
-    optim_wrapper.step()
+    assert not without_gradient(model, cfg, size), 'which distributed training needs everywhere'
+    optim_wrapper.optimizer.step()
     # Schedules and their hooks come together, one hook for each name of a lambda, or for all.
     scalars = {m.scalar for m in model.modules() if hasattr(m, 'set_lam')}
     hooks = [h for h in cfg.get('custom_hooks') or [] if h['type'] == 'ScheduleHook']
@@ -175,30 +163,21 @@ def check_weight_decay(model, optimizer, cfg):
         for p in group['params']
     }
     assert set(decays) == set(names.values())
-    norms = {
-        f'backbone.{name}.{key}'
-        for name, m in model.backbone.named_modules()
-        if isinstance(m, (torch.nn.LayerNorm, _BatchNorm))
-        for key, _ in m.named_parameters()
-    }
+    kinds = torch.nn.LayerNorm, _BatchNorm
+    norms = tuple(f'{n}.' for n, m in model.named_modules() if isinstance(m, kinds))
     tables = ('position_bias_table', 'pos_embed', 'cls_token', 'layer_scale_1', 'layer_scale')
     biases = ('bias',) if cfg.default_scope == 'mmpretrain' else ()
     for name, decay in decays.items():
-        if name in norms or name.endswith(tables + biases):
+        is_of_backbone = name.startswith('backbone')
+        if name.endswith(tables + biases) or is_of_backbone and name.startswith(norms):
             assert decay == 0, name
-        elif (
-            name.startswith('backbone')
-            and name.endswith('weight')
-            and model.get_parameter(name).ndim > 1
-        ):
+        elif is_of_backbone and name.endswith('weight') and model.get_parameter(name).ndim > 1:
             assert decay == cfg.optim_wrapper.optimizer.weight_decay, name
 
 
 @pytest.mark.parametrize('name', [n for n in NAMES if re.search('repa.*(_t|_s12|_b16)($|_)', n)])
-def test_norms_of_forms_decay_as_their_hosts(name, monkeypatch):
+def test_norms_of_forms_decay_as_their_hosts(name, quick_init):
     """In each schedule; DETRs and the recipes of the docs are checked where they are built."""
-    for init in ('trunc_normal_', 'normal_', 'kaiming_uniform_', 'uniform_', 'xavier_uniform_'):
-        monkeypatch.setattr(torch.nn.init, init, lambda tensor, *_, **__: tensor)  # quickly
     cfg = load(name)
     backbone = torch.nn.ModuleDict(dict(backbone=MODELS.build(cfg.model.backbone)))
     check_norms_decay_alike(backbone, cfg.optim_wrapper)
@@ -207,17 +186,8 @@ def test_norms_of_forms_decay_as_their_hosts(name, monkeypatch):
 def learning_rates(cfg, lr, epoch_length, iters):
     """The learning rate of every iteration, as the runner's hook sets it."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
-    schedulers = []
-    for scheduler in cfg.param_scheduler:
-        scheduler = scheduler.copy()
-        scheduler.pop('_scope_', None)
-        convert = scheduler.pop('convert_to_iter_based', False)
-        cls = PARAM_SCHEDULERS.get(scheduler.pop('type'))
-        if convert:
-            scheduler['epoch_length'] = epoch_length
-            cls = cls.build_iter_from_epoch
-        schedulers.append(cls(optimizer, **scheduler))
-    rates = []
+    how, rates = dict(optimizer=optimizer, epoch_length=epoch_length), []
+    schedulers = [PARAM_SCHEDULERS.build(s, default_args=how) for s in cfg.param_scheduler]
     for i in range(iters):
         rates.append(optimizer.param_groups[0]['lr'])
         optimizer.step()
@@ -250,24 +220,30 @@ def check_imagenet_training(cfg, row, gpus, batch_size, sampler):
 
 
 @pytest.mark.parametrize(
-    ('name', 'original'),
+    ('task', 'original'),
     [
-        ('mask_rcnn_swin_t', 'mmdet::swin/mask-rcnn_swin-t-p4-w7_fpn_1x_coco'),
+        ('retinanet', 'mmdet::swin/retinanet_swin-t-p4-w7_fpn_1x_coco'),
+        ('mask_rcnn', 'mmdet::swin/mask-rcnn_swin-t-p4-w7_fpn_1x_coco'),
         (
-            'upernet_swin_t',
+            'upernet',
             'mmseg::swin/swin-tiny-patch4-window7-in1k-pre_upernet_8xb2-160k_ade20k-512x512',
         ),
-        ('swin_t_in1k', 'mmpretrain::swin_transformer/swin-tiny_16xb64_in1k'),
+        ('', 'mmpretrain::swin_transformer/swin-tiny_16xb64_in1k'),
     ],
 )
-def test_vanilla_training_is_that_of_the_codebase(name, original):
-    """What the codebase's config of the same model says, ours says, too."""
-    ours, theirs = load(name), Config.fromfile(config_path(original))
-    ours.model.backbone = theirs.model.backbone = None
+def test_vanilla_training_is_that_of_the_codebase(task, original):
+    """What the codebase's config of the same model says, ours says, too, for each size."""
+    theirs = Config.fromfile(config_path(original))
+    theirs.model.backbone = None
     keys = ['model', 'optim_wrapper', 'param_scheduler', 'train_cfg', 'auto_scale_lr']
     keys += [f'{s}_{k}' for s in ('train', 'val', 'test') for k in ('dataloader', 'evaluator')]
-    for key in set(keys) & set(theirs):
-        check_inherited(theirs[key], ours[key], key)
+    for name in [f'{task}_swin_t', f'{task}_swin_b'] if task else ['swin_t_in1k']:
+        ours = load(name)
+        ours.model.backbone = None
+        if name.endswith('_b'):  # a wider backbone
+            keys.remove('model')
+        for key in set(keys) & set(theirs):
+            check_inherited(theirs[key], ours[key], key)
 
 
 def check_inherited(theirs, ours, where):
@@ -282,25 +258,10 @@ def check_inherited(theirs, ours, where):
         assert ours == theirs, where
 
 
-def test_dense_schedules_are_those_of_the_codebases():
-    for name, optimizer, lr in (('retinanet', 'SGD', 0.01), ('mask_rcnn', 'AdamW', 1e-4)):
-        cfg = load(f'{name}_repa_swin_b')
-        assert (cfg.optim_wrapper.optimizer.type, cfg.train_cfg.max_epochs) == (optimizer, 12)
-        rates = learning_rates(cfg, lr, epoch_length=1000, iters=12000)
-        assert rates[::1000][1:] == pytest.approx([lr] * 7 + [lr / 10] * 3 + [lr / 100])
-    cfg = load('upernet_repa_swin_b')
-    assert cfg.optim_wrapper.optimizer.lr == 6e-5 and cfg.train_cfg.max_iters == 160000
-    cfg.param_scheduler[0]['end'] = cfg.param_scheduler[1]['begin'] = 15
-    cfg.param_scheduler[1]['end'] = 1600
-    rates = learning_rates(cfg, 6e-5, epoch_length=1, iters=1600)
-    assert rates[15] == max(rates) == pytest.approx(6e-5) and rates[-1] < 1e-7
-
-
 def test_imagenet_training_runs(tmp_path):
     cfg = load('repa_deit_t_in1k')
-    cfg.model.backbone.arch = dict(
-        embed_dims=16, num_layers=2, num_heads=2, feedforward_channels=64
-    )
+    arch = dict(embed_dims=16, num_layers=2, num_heads=2, feedforward_channels=64)
+    cfg.model.backbone.arch = arch
     cfg.model.head.in_channels = 16
     cfg.train_dataloader.sampler = dict(type='DefaultSampler', shuffle=True)  # for few images
     train_on_images(cfg, tmp_path)
@@ -317,14 +278,9 @@ def train_on_images(cfg, folder):
     for split in ('train', 'val', 'test'):
         loader = cfg[f'{split}_dataloader']
         loader.update(num_workers=0, persistent_workers=False, batch_size=4)
-        loader.dataset = Config(
-            dict(
-                type='CustomDataset',
-                data_root=str(folder),
-                data_prefix='train' if split == 'train' else 'val',
-                pipeline=loader.dataset.pipeline,
-            )
-        )._cfg_dict
+        prefix = 'train' if split == 'train' else 'val'
+        dataset = dict(type='CustomDataset', data_root=str(folder), data_prefix=prefix)
+        loader.dataset = ConfigDict(dataset, pipeline=loader.dataset.pipeline)
     cfg.work_dir = str(folder / 'work')
     cfg.train_cfg.max_epochs = 1
     cfg.vis_backends = []
@@ -354,10 +310,8 @@ def test_a_config_elsewhere_changes_classes_data_and_idle_ratio(tmp_path):
     docs = (ROOT.parent / 'docs' / 'train.md').read_text()
     (text,) = re.findall(r'<!-- data -->\n```python\n(.*?)```', docs, re.DOTALL)
     config = tmp_path / 'mine.py'
-    text = text.replace('/path/to/repa-mm/configs', str(ROOT)).replace(
-        '/data/animals', str(data_root)
-    )
-    config.write_text(text)
+    text = text.replace('/path/to/repa-mm/configs', str(ROOT))
+    config.write_text(text.replace('/data/animals', str(data_root)))
     cfg = load(str(config))
     for split in ('train', 'val', 'test'):
         dataset = cfg[f'{split}_dataloader'].dataset
@@ -421,15 +375,10 @@ def test_detrs_train_a_step_and_merge(name, relative_error):
         cfg.model.model.num_queries = 30  # of the tokens of small images
     model = MODELS.build(cfg.model)
     model.init_weights()
-    model.train()
     forms = [n for n, m in model.named_modules() if isinstance(m, TrainingForm)]
     assert sum('encoder.layers' in n for n in forms) == 6
     assert sum(n.startswith('backbone') for n in forms) == (12 if 'swin' in name else 0)
-    data = model.data_preprocessor(batch_of(cfg, 64), training=True)
-    loss, _ = model.parse_losses(model(**data, mode='loss'))
-    loss.backward()
-    without = [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]
-    assert not [n for n in without if any(n.startswith(form) for form in forms)]
+    assert not [n for n in without_gradient(model, cfg, 64) if n.startswith(tuple(forms))]
     check_norms_decay_alike(model, cfg.optim_wrapper)
     if 'swin' in name:
         check_weight_decay(model, build_optim_wrapper(model, cfg.optim_wrapper).optimizer, cfg)

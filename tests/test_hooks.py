@@ -3,6 +3,7 @@
 import copy
 import os
 from collections import OrderedDict
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -18,17 +19,20 @@ once_and_twice = pytest.mark.parametrize('twice', [False, True])
 
 
 def hooks_of(hook, twice):
+    """Options of a Runner."""
     return dict(default_hooks=dict(reparameterize=hook)) if twice else {}
 
 
-def snapshot(model):
-    return {k: v.clone() for k, v in model.state_dict().items()}
-
-
-def assert_same(state, model):
-    assert state.keys() == model.state_dict().keys()
-    for key, value in model.state_dict().items():
-        assert torch.equal(value, state[key]), key
+@contextmanager
+def unchanged(runner):
+    """The runner's model and the averaged one are the same afterwards."""
+    models = [runner.model, *(hook.ema_model for hook in runner.hooks if isinstance(hook, EMAHook))]
+    states = [copy.deepcopy(model.state_dict()) for model in models]
+    yield
+    assert runner.model is models[0]
+    for model, state in zip(models, states):
+        assert state.keys() == model.state_dict().keys()
+        assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
 
 
 def logits_of(model, runner):
@@ -47,64 +51,44 @@ def averaged_model(runner):
     return averaged
 
 
-@once_and_twice
-@pytest.mark.parametrize('when', ['test', 'val', ('val', 'test')])
-def test_train_test_resume_training(when, twice, tmp_path, relative_error):
-    spy, messages, hook = Spy(), [], dict(HOOK, when=when)
-    runner = make_runner(tmp_path, [hook, spy], **hooks_of(hook, twice))
+# What two hooks, or one, are for.
+PAIRS = [
+    *(('test', []), ('val', []), (('val', 'test'), [])),
+    *(('test', 'test'), ('test', 'val'), ('val', 'test'), ('val', ['val', 'test'])),
+]
+
+
+@pytest.mark.parametrize('first, second', PAIRS)
+def test_train_test_resume_training(first, second, tmp_path, relative_error):
+    spy, messages = Spy(), []
+    # The best checkpoint is saved in the middle of validation.
+    hooks = dict(checkpoint=dict(type='CheckpointHook', save_best='mean', rule='greater'))
+    if second:
+        hooks['reparameterize'] = dict(HOOK, when=second)
+    runner = make_runner(tmp_path, [dict(HOOK, when=first), spy], default_hooks=hooks)
     runner.logger.info = messages.append
     runner.train()
-    model, state = runner.model, snapshot(runner.model)
-    expected = logits_of(model, runner)
-    runner.test()
-    assert runner.model is model
-    assert_same(state, model)
+    model = runner.model
+    expected, before = logits_of(model, runner), model.head.weight.clone()
+    with unchanged(runner):
+        runner.test()
     assert relative_error(KeepLogits.logits, expected) < 1e-5
     runner.train_loop._max_epochs = 3
     runner.train_loop.run()
-    assert not torch.equal(state['head.weight'], model.head.weight)
+    assert not torch.equal(before, model.head.weight)
     forms = {name: {form for at, form in spy.forms if at == name} for name, _ in spy.forms}
     assert forms['train'] == forms['save'] == {'training'}
-    for loop in ('val', 'test'):
-        assert forms[loop] == {'deploy' if loop in when else 'training'}
+    (best,) = [f for f in os.listdir(tmp_path) if f.startswith('best')]
+    ToyClassifier().load_state_dict(torch.load(tmp_path / best, weights_only=False)['state_dict'])
+    when = {loop: loop in first or loop in second for loop in ('val', 'test')}
+    for loop, merges in when.items():
+        assert forms[loop] == {'deploy' if merges else 'training'}
     count = sum(p.numel() for p in reparameterize(model).parameters()) / 1e6
     texts = [m for m in messages if 'Reparameterized' in m]
-    assert len(texts) == ('test' in when) + 3 * ('val' in when)
+    assert len(texts) == when['test'] + 3 * when['val']
     for text in texts:
         assert '2 channel-idle FFNs: 0.0 M -> ' in text
         assert text.endswith(f'{count:.1f} M parameters')
-
-
-@pytest.mark.parametrize(
-    'first, second', [('test', 'val'), ('val', 'test'), ('val', ['val', 'test'])]
-)
-def test_two_hooks_for_different_loops(first, second, tmp_path, relative_error):
-    spy = Spy()
-    runner = make_runner(
-        tmp_path, [dict(HOOK, when=first), spy], **hooks_of(dict(HOOK, when=second), True)
-    )
-    runner.train()
-    model, state = runner.model, snapshot(runner.model)
-    runner.test()
-    assert runner.model is model
-    assert_same(state, model)
-    assert relative_error(KeepLogits.logits, logits_of(model, runner)) < 1e-5
-    forms = {('train', 'training'), ('save', 'training'), ('val', 'deploy'), ('test', 'deploy')}
-    assert set(spy.forms) == forms
-
-
-def test_best_checkpoint_is_of_the_training_form(tmp_path):
-    """CheckpointHook may save in the middle of validation."""
-    spy = Spy()
-    checkpoint = dict(type='CheckpointHook', interval=1, save_best='mean', rule='greater')
-    runner = make_runner(
-        tmp_path, [dict(HOOK, when=['val', 'test']), spy], default_hooks=dict(checkpoint=checkpoint)
-    )
-    runner.train()
-    assert ('save', 'training') in spy.forms
-    assert ('save', 'deploy') not in spy.forms
-    (best,) = [f for f in os.listdir(tmp_path) if f.startswith('best')]
-    ToyClassifier().load_state_dict(torch.load(tmp_path / best, weights_only=False)['state_dict'])
 
 
 @once_and_twice
@@ -114,15 +98,11 @@ def test_with_ema(update_buffers, twice, tmp_path, relative_error):
     hook = dict(HOOK, when=('val', 'test'))
     runner = make_runner(tmp_path, [hook, ema, Spy()], **hooks_of(hook, twice))
     runner.train()
-    ema = next(h for h in runner.hooks if isinstance(h, EMAHook))
     expected = logits_of(averaged_model(runner), runner)
-    source_state, ema_state = snapshot(runner.model), snapshot(ema.ema_model)
-    # runner.test() would start EMA anew: only its epoch is run.
-    runner.test_loop.run()
+    with unchanged(runner):
+        runner.test_loop.run()  # runner.test() would start EMA anew
     assert relative_error(KeepLogits.logits, expected) < 1e-5
     assert relative_error(logits_of(runner.model, runner), KeepLogits.logits) > 1e-3
-    assert_same(source_state, runner.model)
-    assert_same(ema_state, ema.ema_model)
 
 
 def test_with_ema_in_a_distributed_training(distributed, tmp_path, relative_error):  # noqa: F811
@@ -130,13 +110,11 @@ def test_with_ema_in_a_distributed_training(distributed, tmp_path, relative_erro
     runner = make_runner(tmp_path, [HOOK, ema, spy], **distributed)
     runner.train()
     assert type(runner.model).__name__ == 'MMDistributedDataParallel'
-    expected, model = logits_of(averaged_model(runner), runner), runner.model
-    state = snapshot(model)
-    runner.test_loop.run()
+    expected = logits_of(averaged_model(runner), runner)
+    with unchanged(runner):
+        runner.test_loop.run()
     assert relative_error(KeepLogits.logits, expected) < 1e-5
     assert {form for at, form in spy.forms if at == 'test'} == {'deploy'}
-    assert runner.model is model
-    assert_same(state, model)
 
 
 @once_and_twice
@@ -157,14 +135,20 @@ def test_with_mmpretrains_ema_that_evaluates_both(loop, twice, tmp_path):
     assert [metrics['mean'], origin] == pytest.approx(means, abs=1e-5)
 
 
+EMA = [dict(type='EMAHook')]
+
+
 @once_and_twice
-@pytest.mark.parametrize('ema', [[], [dict(type='EMAHook')]])
-@pytest.mark.parametrize('deploy', [False, True])
-def test_merged_checkpoint(deploy, ema, twice, tmp_path, randomize, relative_error):
-    """Is tested as it is, and also by a config of the training form."""
+@pytest.mark.parametrize(
+    'deploy, prefix, ema',
+    [(False, '', []), (True, '', []), (False, '', EMA), (True, '', EMA), (False, 'module.', [])],
+)
+def test_merged_checkpoint(deploy, prefix, ema, twice, tmp_path, randomize, relative_error):
+    """Is tested as it is, and also by a config of the training form, and from a wrapped model."""
     model = randomize(ToyClassifier())
+    weights = {f'{prefix}{k}': v for k, v in reparameterize(model).state_dict().items()}
     path = str(tmp_path / 'merged.pth')
-    torch.save(dict(state_dict=OrderedDict(reparameterize(model).state_dict())), path)
+    torch.save(dict(state_dict=OrderedDict(weights)), path)
     cfg = dict(type='ToyClassifier', deploy=deploy)
     runner = make_runner(tmp_path, [HOOK, *ema], load_from=path, model=cfg, **hooks_of(HOOK, twice))
     for _ in range(2):
@@ -175,28 +159,16 @@ def test_merged_checkpoint(deploy, ema, twice, tmp_path, randomize, relative_err
         trained.train()
 
 
-def test_merged_checkpoint_of_a_wrapped_model(tmp_path, randomize, relative_error):
-    model = randomize(ToyClassifier())
-    weights = {f'module.{k}': v for k, v in reparameterize(model).state_dict().items()}
-    path = str(tmp_path / 'merged.pth')
-    torch.save(dict(state_dict=OrderedDict(weights)), path)
-    runner = make_runner(tmp_path, [HOOK], load_from=path)
-    runner.test()
-    assert relative_error(KeepLogits.logits, logits_of(model, runner)) < 1e-5
-
-
 @once_and_twice
 def test_interrupted_test_does_not_cost_the_training_form(twice, tmp_path):
     runner = make_runner(tmp_path, [HOOK], **hooks_of(HOOK, twice))
-    model, state = runner.model, snapshot(runner.model)
-    step = model.head.forward
-    model.head.forward = lambda x: 1 / 0
-    with pytest.raises(ZeroDivisionError):
+    head, step = runner.model.head, runner.model.head.forward
+    with unchanged(runner):
+        head.forward = lambda x: 1 / 0
+        with pytest.raises(ZeroDivisionError):
+            runner.test()
+        head.forward = step
         runner.test()
-    model.head.forward = step
-    runner.test()
-    assert runner.model is model
-    assert_same(state, model)
 
 
 def test_refusals(tmp_path):
@@ -223,15 +195,11 @@ def test_precise_statistics(path, tmp_path, relative_error):
     ffn = runner.model.backbone[3].train()
     set_training_path_(ffn, 'literal')
     seen = {ffn.norm1: [], ffn.norm2: []}
-    handles = [
+    for norm in seen:
         norm.register_forward_hook(lambda norm, args, _: seen[norm].append(args[0].detach()))
-        for norm in seen
-    ]
     found = [(norm.running_mean.clone(), norm.running_var.clone()) for norm in seen]
     for batch in runner.train_dataloader:
         runner.model(**runner.model.data_preprocessor(batch))
-    for handle in handles:
-        handle.remove()
     for (mean, var), batches in zip(found, seen.values()):
         assert relative_error(mean, torch.stack([x.mean(0) for x in batches]).mean(0)) < 1e-5
         assert relative_error(var, torch.stack([x.var(0) for x in batches]).mean(0)) < 1e-5

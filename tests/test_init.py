@@ -28,6 +28,14 @@ def check_the_method():
     x = torch.randn(2, 5, 8)
     torch.testing.assert_close(repa_mm.reparameterize(ffn)(x), ffn(x))
     return repa_mm
+
+def check_raises(function, message):
+    try:
+        function()
+    except ImportError as error:
+        assert message in str(error), error
+    else:
+        assert False
 """
 WITHOUT_MMENGINE = """
 sys.modules['mmengine'] = None
@@ -35,12 +43,7 @@ with warnings.catch_warnings():
     warnings.simplefilter('error')
     repa_mm = check_the_method()
 assert not hasattr(repa_mm, 'another_name')
-try:
-    from repa_mm import convert_pretrained
-except ImportError as error:
-    assert 'convert_pretrained needs MMEngine' in str(error), error
-else:
-    assert False
+check_raises(lambda: repa_mm.convert_pretrained, 'convert_pretrained needs MMEngine')
 """
 WITH_A_BROKEN_MMCV = """
 message = 'operator torchvision::nms does not exist'
@@ -49,27 +52,7 @@ with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter('always')
     repa_mm = check_the_method()
 assert [message in str(w.message) for w in caught if 'repa_mm cannot' in str(w.message)] == [True]
-try:
-    repa_mm.convert_pretrained
-except ImportError as error:
-    assert f'(RuntimeError: {message})' in str(error), error
-else:
-    assert False
-"""
-WITH_AN_OLD_MMDET = """
-import pathlib, tempfile
-folder = pathlib.Path(tempfile.mkdtemp())
-(folder / 'mmdet').mkdir()
-(folder / 'mmdet/__init__.py').touch()
-(folder / 'mmdet/version.py').write_text("__version__ = '2.28.2'")
-sys.path.insert(0, str(folder))
-repa_mm = check_the_method()
-try:
-    repa_mm.fast_window_attention_
-except ImportError as error:
-    assert 'mmdet==2.28.2 is used but incompatible: install >=' in str(error), error
-else:
-    assert False
+check_raises(lambda: repa_mm.convert_pretrained, f'(RuntimeError: {message})')
 """
 # As a config does, with mmcv as `pip install mmcv` without a compiler leaves it, and without what
 # only conversion, export and search need.
@@ -104,12 +87,9 @@ try:
     import mmdet
 except ImportError:
     sys.exit()
-try:
-    MODELS.build(dict(type='mmdet.RetinaNet'))
-except ImportError as error:  # docs/install.md has this message
-    assert "No module named 'mmcv._ext'" in str(error), error
-else:
-    assert False
+# docs/install.md has this message.
+message = "No module named 'mmcv._ext'"
+check_raises(lambda: MODELS.build(dict(type='mmdet.RetinaNet')), message)
 """
 
 

@@ -233,7 +233,7 @@ class PretrainedAttention(Pausing):
 
     def _with(self, weights: HeadWeights) -> Callable:
         """Return a copy of the attention with other weights."""
-        return set_heads_(copy.deepcopy(self.attention), self.site.inner, *weights)
+        return set_heads_(copy.deepcopy(self.attention), *weights)
 
 
 def check_finite(name: str, *values: torch.Tensor) -> None:

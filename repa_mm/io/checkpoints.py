@@ -36,10 +36,8 @@ def split_init_cfg(module: nn.Module) -> tuple[list[dict], list[dict] | None]:
 
 
 # Counters, and the tables of Swin V2 that MMPretrain recomputes and does not load.
-_OPTIONAL = (
-    *('num_batches_tracked', 'num_active_channels'),
-    *('relative_coords_table', 'relative_position_index'),
-)
+_COUNTERS = 'num_batches_tracked', 'num_active_channels'
+_OPTIONAL = *_COUNTERS, 'relative_coords_table', 'relative_position_index'
 
 
 def load_weights(
@@ -63,8 +61,7 @@ def load_weights(
     lists = nn.ModuleList, nn.Sequential
     layers = tuple(f'{name}.' for name, m in model.named_modules() if name and isinstance(m, lists))
     missing, foreign = ([key for key in keys if not key.endswith(_OPTIONAL)] for keys in found)
-    foreign = [key for key in foreign if strict or key.startswith(layers)]
-    kinds = (('lacks', missing), ('has', foreign))
-    differences = [f'{kind} {", ".join(keys[:3])} …' for kind, keys in kinds if keys]
+    kinds = dict(lacks=missing, has=[key for key in foreign if strict or key.startswith(layers)])
+    differences = [f'{kind} {", ".join(keys[:3])} …' for kind, keys in kinds.items() if keys]
     if differences:
         raise CheckpointError(f'{path} is of another model: it {" and ".join(differences)}')

@@ -80,8 +80,8 @@ def translate(state_dict: dict, cfg: dict, args: Namespace | None = None) -> dic
 
     Args:
         state_dict (dict): The weights of a classifier, or of a network trained with DINO.
-        cfg (dict): Config of the backbone to translate for. It gives the idle ratio, which cannot
-            be read from weights in the training form.
+        cfg (dict): Config of the backbone. It gives the idle ratio, which weights in the training
+            form do not tell.
         args (Namespace, optional): The command-line arguments of the authors' code. If they give
             the number of active channels, the config must agree.
 
@@ -90,8 +90,8 @@ def translate(state_dict: dict, cfg: dict, args: Namespace | None = None) -> dic
         head, with the prefix 'head.'.
 
     Raises:
-        CheckpointError: As :meth:`WeightsFile.load_`. Merged LV-ViTs are an example: the authors'
-            merge adds a norm that the training form lacks.
+        CheckpointError: As :meth:`WeightsFile.load_`, such as for a merged LV-ViT, to which the
+            authors' merge adds a norm.
     """
     backbone = MODELS.build(cfg)
     weights, head = _translated(_of_backbone(state_dict), backbone, args)
@@ -100,10 +100,7 @@ def translate(state_dict: dict, cfg: dict, args: Namespace | None = None) -> dic
 
 
 class WeightsFile:
-    """The weights that an ``init_cfg`` names, in MMPretrain's layout or in another one.
-
-    A ``prefix`` must choose one of several backbones, as of a student and its teacher.
-    """
+    """The weights that an ``init_cfg`` names, in MMPretrain's layout or in another one."""
 
     def __init__(self, init_cfg: dict) -> None:
         self.path = init_cfg['checkpoint']
@@ -131,7 +128,7 @@ class WeightsFile:
 
         Raises:
             CheckpointError: If the file has none behind the prefix, or translated weights are not
-                the model's. Heads, norms of other outputs and the class token may differ.
+                the model's, except heads, norms of other outputs and a class token.
         """
         weights, translated = self.weights_of(model)
         if translated:

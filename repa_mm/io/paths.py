@@ -10,8 +10,7 @@ def config_root(package: str = 'repa_mm') -> str:
     if spec is None:
         raise ImportError(f'no configs of {package!r}: the package is not installed')
     folder = osp.dirname(osp.abspath(spec.origin))
-    # In a checkout, configs/ and setup.py lie beside the package.
-    checkout = osp.dirname(folder)
+    checkout = osp.dirname(folder)  # where configs/ and setup.py lie beside the package
     is_checkout = osp.isfile(osp.join(checkout, 'setup.py'))
     return osp.join(checkout if is_checkout else osp.join(folder, '.mim'), 'configs')
 
@@ -19,12 +18,9 @@ def config_root(package: str = 'repa_mm') -> str:
 def config_path(name: str) -> str:
     """Return the path of a config of this package or of an installed codebase.
 
-    Any config can inherit from it::
+    Any config can inherit from it, with every tool, since MMEngine evaluates the expression::
 
         _base_ = __import__('repa_mm').config_path('retinanet_repa_swin_b.py')
-
-    MMEngine evaluates that expression while it parses the config, so it works with every tool,
-    ``mim train`` among them.
 
     Args:
         name (str): Path relative to ``configs/``, with or without '.py': 'retinanet_repa_swin_b',

@@ -67,7 +67,7 @@ def add_structures_(model: nn.Module, structures: Sequence[dict | Structure]) ->
 def _put_all(
     model: nn.Module, structures: Sequence[dict | Structure]
 ) -> list[tuple[Structure, dict[str, str]]]:
-    """Put structures into a model, and return each with the names of its sites and forms."""
+    """Put structures into a model, and return each with what :meth:`Structure.put_` returns."""
     built = [_structure(**s) if isinstance(s, dict) else s for s in structures]
     model._register_load_state_dict_pre_hook(check_state_dict, with_module=True)
     # All sites of the model, since other parts of it may have structures already. Listed before
@@ -93,6 +93,8 @@ class WithStructures:
         fast_attention (bool): Use the faster attention of
             :func:`~repa_mm.faster.fast_window_attention_` in a Swin, and
             :class:`~repa_mm.faster.deformable.FastDeformableAttention` in a DETR. Defaults to True.
+        norm_eval (bool, optional): Keep the BatchNorms of the forms in eval mode, with the
+            statistics that were loaded. Defaults to what the model's class does.
 
     Attributes:
         placed (list): Pairs of a structure and a dict from the names of its sites to the names of
@@ -107,6 +109,7 @@ class WithStructures:
         structures: Sequence[dict],
         deploy: bool = False,
         fast_attention: bool = True,
+        norm_eval: bool | None = None,
         **kwargs,
     ) -> None:
         kind = _ordinary_class(type(self))
@@ -114,6 +117,8 @@ class WithStructures:
         build = partial(kind, *copy.deepcopy(args), **copy.deepcopy(kwargs))
         super().__init__(*args, **kwargs)
         self.build_ordinary = build
+        if norm_eval is not None:
+            self.norm_eval = norm_eval
         if fast_attention:
             swap_faster_attention_(self)
         self.placed = _put_all(self, structures)
@@ -143,20 +148,26 @@ class WithStructures:
             return
         cfgs, others = split_init_cfg(self)
         files = [WeightsFile(cfg) for cfg in cfgs]
-        if has_deploy_form(self) or files and self._is_own(files[0].weights_of(self)[0]):
+        if self._takes_ordinary(files):
+            self.fill(self._load_ordinary(files))
+        else:
             self.init_cfg = others
             if not has_deploy_form(self):  # where modules that the class initializes are gone
                 super().init_weights()
             for file in files:
                 file.load_(self)
-        elif any(outermost(self, TrainingForm)) and any(
-            split_init_cfg(module)[0] for module in self.modules()
-        ):
-            self.fill(self._load_ordinary(files))
-        else:
-            super().init_weights()
         self._is_init = True
         self._warn_of_fresh_statistics()
+
+    def _takes_ordinary(self, files: list[WeightsFile]) -> bool:
+        """Return True if pretrained weights, in files or of a part, are the ordinary model's."""
+        name, form = next(outermost(self, TrainingForm), ('', None))
+        if form is None or has_deploy_form(self):  # None: ordinary FFNs of other widths
+            return False
+        if not files:
+            return any(split_init_cfg(module)[0] for module in self.modules())
+        start, weights = f'{name}.', files[0].weights_of(self)[0]
+        return not form.owns({k[len(start) :]: None for k in weights if k.startswith(start)})
 
     def _load_ordinary(self, files: list[WeightsFile]) -> nn.Module:
         """Return the ordinary model with the pretrained weights of the files or of its parts."""
@@ -185,20 +196,12 @@ class WithStructures:
                 'norm_eval=False.'
             )
 
-    def _is_own(self, weights: dict) -> bool:
-        """Return True if weights have the names of this model's forms."""
-        name, form = next(outermost(self, TrainingForm), ('', None))
-        if form is None:  # ordinary FFNs of other widths
-            return True
-        start = f'{name}.'
-        return form.owns({k[len(start) :]: None for k in weights if k.startswith(start)})
-
     @torch.no_grad()
     def fill(self, ordinary: nn.Module) -> None:
         """Copy the weights of an ordinary model, in place, and fill the forms with them."""
         inside = tuple(f'{form}.' for _, placed in self.placed for form in placed.values())
-        theirs = {**dict(ordinary.named_parameters()), **dict(ordinary.named_buffers())}
-        for name, value in (*self.named_parameters(), *self.named_buffers()):
+        theirs = ordinary.state_dict()
+        for name, value in self.state_dict().items():
             other = theirs.get(name)
             if not name.startswith(inside) and other is not None and other.shape == value.shape:
                 value.copy_(other)
@@ -254,13 +257,7 @@ def _class_with_structures(kind: type) -> type:
 
 @MODELS.register_module(name='Restructured')
 def build_with_structures(
-    model: dict,
-    structures: Sequence[dict],
-    deploy: bool = False,
-    fast_attention: bool = True,
-    norm_eval: bool = False,
-    init_cfg: dict | None = None,
-    **kwargs,
+    model: dict, structures: Sequence[dict], init_cfg: dict | None = None, **kwargs
 ) -> nn.Module:
     """Build a backbone or a whole model from its config, and put structures into it.
 
@@ -274,14 +271,11 @@ def build_with_structures(
     Args:
         model (dict): Config of a backbone, detector, segmentor or classifier.
         structures (Sequence[dict]): As for :func:`add_structures_`.
-        deploy (bool): As for :class:`WithStructures`.
-        fast_attention (bool): As for :class:`WithStructures`.
-        norm_eval (bool): Keep the BatchNorms of the forms in eval mode, with the statistics that
-            were loaded. Defaults to False.
         init_cfg (dict, optional): Replaces the model's ``init_cfg``. The weights may be those of
             the model with structures or of the ordinary model. Defaults to None.
-        **kwargs: Arguments that a whole model passes to its backbone, or a Runner to a whole model.
-            Values in ``model`` take precedence.
+        **kwargs: ``deploy``, ``fast_attention`` and ``norm_eval`` of :class:`WithStructures`; and
+            arguments that a whole model passes to its backbone, or a Runner to a whole model, over
+            which values in ``model`` take precedence.
 
     Returns:
         nn.Module: The model. Its class derives from the class that the config names.
@@ -291,7 +285,8 @@ def build_with_structures(
             as :func:`add_structures_`.
     """
     args = dict(copy.deepcopy(model))
-    args.update((k, v) for k, v in kwargs.items() if args.get(k) is None)
+    ours = 'deploy', 'fast_attention', 'norm_eval'
+    args.update((k, v) for k, v in kwargs.items() if k in ours or args.get(k) is None)
     if init_cfg is not None:
         args['init_cfg'] = init_cfg
     kind = args.pop('type')
@@ -301,8 +296,4 @@ def build_with_structures(
             raise ValueError(f'Restructured takes the config of a model, and {name!r} is no class')
         if issubclass(kind, WithStructures):
             raise ValueError(f'a {kind.__name__} has structures already: use it as it is')
-        built = _class_with_structures(kind)(
-            **args, structures=structures, deploy=deploy, fast_attention=fast_attention
-        )
-    built.norm_eval = norm_eval or getattr(built, 'norm_eval', False)
-    return built.train(built.training)
+        return _class_with_structures(kind)(**args, structures=structures)

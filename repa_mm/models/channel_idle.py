@@ -12,9 +12,6 @@ from mmpretrain.models import MlpMixer, PoolFormer, SwinTransformer, VisionTrans
 
 from repa_mm.models.builder import WithStructures
 
-#: Where the authors publish weights.
-WEIGHTS = 'https://huggingface.co/Ackesnal/RePaViT'
-
 
 class RePaBackbone(WithStructures):
     """Mixin that makes the FFNs of an mmpretrain backbone channel-idle.
@@ -26,10 +23,8 @@ class RePaBackbone(WithStructures):
         ffn_norm_cfg (dict): Norm of the FFNs: 'BN', 'SyncBN', 'LN' or 'keep', see
             :class:`~repa_mm.models.structures.ChannelIdle`. Defaults to ``dict(type='BN')``.
         structures (Sequence[dict]): Further structures, put in after the FFNs. Defaults to none.
-        norm_eval (bool): Keep the BatchNorms in eval mode, with the statistics that were loaded.
-            Defaults to False.
-        **kwargs: Keyword arguments of the mmpretrain backbone, and ``deploy`` and
-            ``fast_attention`` of :class:`~repa_mm.models.builder.WithStructures`.
+        **kwargs: Keyword arguments of the mmpretrain backbone, and ``deploy``, ``fast_attention``
+            and ``norm_eval`` of :class:`~repa_mm.models.builder.WithStructures`.
     """
 
     def __init__(
@@ -38,13 +33,10 @@ class RePaBackbone(WithStructures):
         idle_ratio: float | Sequence[float] = 0.75,
         ffn_norm_cfg: dict = dict(type='BN'),
         structures: Sequence[dict] = (),
-        norm_eval: bool = False,
         **kwargs,
     ) -> None:
         structure = dict(type='ChannelIdle', idle_ratio=idle_ratio, norm_cfg=ffn_norm_cfg)
         super().__init__(*args, structures=[structure, *structures], **kwargs)
-        self.norm_eval = norm_eval
-        self.train(self.training)
 
     def init_weights(self) -> None:
         try:
@@ -53,32 +45,29 @@ class RePaBackbone(WithStructures):
             arch = self.build_ordinary.keywords.get('arch', 'of this size')
             raise FileNotFoundError(
                 f'{error} Download the weights of a {type(self).__name__} {arch} with the same '
-                f'idle ratio, not reparameterized, from {WEIGHTS}, and save the file under this '
-                'name. It is translated as it is loaded. Or make this file from ordinary weights: '
-                f'python tools/convert_pretrained.py CONFIG CHECKPOINT THIS_FILE --idle-ratio '
-                f'{self.placed[0][0].idle_ratio} --images FOLDER'
+                'idle ratio, not reparameterized, from https://huggingface.co/Ackesnal/RePaViT, '
+                'and save the file under this name. It is translated as it is loaded. Or make '
+                'this file from ordinary weights: python tools/convert_pretrained.py CONFIG '
+                f'CHECKPOINT THIS_FILE --idle-ratio {self.placed[0][0].idle_ratio} --images FOLDER'
             ) from error
 
 
 @MODELS.register_module()
 class RePaVisionTransformer(RePaBackbone, VisionTransformer):
-    """Vision Transformer with channel-idle FFNs.
+    """`DeiT <https://arxiv.org/abs/2012.12877>`_ and ViT with channel-idle FFNs.
 
-    RePaFormer applied to `DeiT <https://arxiv.org/abs/2012.12877>`_ ('deit-tiny', 'deit-small',
-    'deit-base') and `ViT <https://arxiv.org/abs/2010.11929>`_ ('large', 'huge'). The released
-    weights have ``pre_norm=True`` and a larger epsilon in the blocks, see
+    The released weights have ``pre_norm=True`` and a larger epsilon in the blocks, see
     ``configs/_base_/models/vit_classifier.py``.
 
     Args:
-        *args, **kwargs: Arguments of mmpretrain's ``VisionTransformer`` and :class:`RePaBackbone`.
+        *args, **kwargs: Arguments of mmpretrain's ``VisionTransformer``, such as the ``arch``
+            'deit-tiny', 'deit-small', 'deit-base', 'large' or 'huge', and of :class:`RePaBackbone`.
     """
 
 
 @MODELS.register_module()
 class RePaSwinTransformer(RePaBackbone, SwinTransformer):
-    """Swin Transformer with channel-idle FFNs.
-
-    RePaFormer applied to `Swin <https://arxiv.org/abs/2103.14030>`_.
+    """`Swin Transformer <https://arxiv.org/abs/2103.14030>`_ with channel-idle FFNs.
 
     Args:
         *args, **kwargs: Arguments of mmpretrain's ``SwinTransformer`` and :class:`RePaBackbone`.
@@ -92,10 +81,10 @@ class RePaSwinTransformer(RePaBackbone, SwinTransformer):
 
 @MODELS.register_module()
 class RePaPoolFormer(RePaBackbone, PoolFormer):
-    """PoolFormer with channel-idle FFNs.
+    """`PoolFormer <https://arxiv.org/abs/2111.11418>`_ with channel-idle FFNs.
 
-    RePaFormer applied to `PoolFormer <https://arxiv.org/abs/2111.11418>`_. The released weights
-    have ``pool_size=7``, see ``configs/_base_/models/poolformer_classifier.py``.
+    The released weights have ``pool_size=7``, see
+    ``configs/_base_/models/poolformer_classifier.py``.
 
     Args:
         *args, **kwargs: Arguments of mmpretrain's ``PoolFormer`` and :class:`RePaBackbone`.
@@ -116,10 +105,9 @@ class TokenNorm(nn.LayerNorm):
 
 @MODELS.register_module()
 class RePaMlpMixer(RePaBackbone, MlpMixer):
-    """MLP-Mixer whose channel-mixing FFNs are channel-idle.
+    """`MLP-Mixer <https://arxiv.org/abs/2105.01601>`_ with channel-idle channel-mixing FFNs.
 
-    RePaFormer applied to `MLP-Mixer <https://arxiv.org/abs/2105.01601>`_. The token-mixing FFNs
-    stay ordinary, so the image size stays fixed.
+    The token-mixing FFNs stay ordinary, so the image size stays fixed.
 
     Args:
         *args, **kwargs: Arguments of mmpretrain's ``MlpMixer`` and :class:`RePaBackbone`.

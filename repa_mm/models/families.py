@@ -1,16 +1,6 @@
 """Families of blocks: the names of a block's norms, FFN and attention.
 
-:data:`FAMILIES` maps the class names of blocks to their families, and :func:`register_family` adds
-a family::
-
-    from repa_mm.models import Family, register_family
-
-    register_family('MyBlock', Family(norm='norm2', ffn='ffn'))
-
-This family suits a block whose forward pass ends with ``x = ffn(norm2(x), identity=x)``, where
-``ffn`` is mmcv's ``FFN``. :class:`MLPs` suits ``x = x + mlp(norm2(x))``, where ``mlp`` has ``fc1``,
-``act`` and ``fc2``. Other blocks need a subclass of :class:`Family`: ``ffn_modules`` returns the
-modules of another kind of FFN, and ``counterpart`` is the class of a block that calls a form.
+docs/architecture.md shows how to add a family.
 """
 
 from dataclasses import dataclass
@@ -18,7 +8,6 @@ from typing import ClassVar
 
 import torch
 import torch.nn as nn
-from mmcv.cnn import Conv2d
 from mmcv.cnn.bricks.transformer import FFN
 from mmpretrain.models.backbones.beit import BEiTTransformerEncoderLayer
 from mmpretrain.models.backbones.deit3 import DeiT3FFN, DeiT3TransformerEncoderLayer
@@ -26,12 +15,14 @@ from mmpretrain.models.backbones.poolformer import Mlp as ConvFFN
 from mmpretrain.models.backbones.poolformer import PoolFormerBlock
 
 from repa_mm.reparam import FFNParts, TrainingForm
-from repa_mm.surgery import become_, has_stock_forward
+from repa_mm.surgery import become_
 
 
 @dataclass(frozen=True)
 class Family:
-    """Names of the modules in blocks of one kind.
+    """Names of the modules in blocks that end with ``x = ffn(norm(x), identity=x)``.
+
+    ``ffn`` is mmcv's ``FFN``. A family of other blocks is a subclass.
 
     Args:
         norm (str): Name of the norm before the FFN. Empty if the norm follows the FFN and stays.
@@ -58,9 +49,26 @@ class Family:
 
     def ffn_modules(self, block: nn.Module) -> FFNParts:
         """Return the modules of a block's norm and FFN, or raise a ``ValueError``."""
-        return FFNParts(
-            self.norm_of(block), *_mmcv_ffn(block.get_submodule(self.ffn), self.shortcut)
-        )
+        return self._of_mmcv(block, self.shortcut)
+
+    def _of_mmcv(self, block: nn.Module, shortcut: bool) -> FFNParts:
+        """Return the modules of mmcv's ``FFN`` or MMPretrain's ``DeiT3FFN``."""
+        ffn = block.get_submodule(self.ffn)
+        # By exact type: a subclass may compute something else.
+        if type(ffn) not in (FFN, DeiT3FFN):
+            raise ValueError(
+                f'its {type(ffn).__name__} is not an FFN of two linear layers around an activation'
+            )
+        if ffn.num_fcs != 2:
+            raise ValueError(f'its FFN has {ffn.num_fcs} linear layers, not two')
+        if ffn.add_identity != shortcut:
+            raise ValueError(
+                f'its FFN has add_identity={ffn.add_identity}: the shortcut is not where other '
+                'blocks of this name have it'
+            )
+        (fc1, act, drop), fc2, last = ffn.layers
+        scale, drop_path = getattr(ffn.gamma2, 'weight', None), ffn.dropout_layer
+        return FFNParts(self.norm_of(block), fc1, act, fc2, scale, drop, last, drop_path)
 
     def norm_of(self, block: nn.Module) -> nn.Module:
         """Return the norm before a block's FFN, ``nn.Identity()`` if the family has none."""
@@ -73,16 +81,8 @@ class Family:
             )
         return getattr(block, self.norm)
 
-    def calls_with_norm(self, block: nn.Module) -> bool:
-        """Return True if a block calls its FFN as ``ffn(norm(x), identity=x)``."""
-        is_usual = self.norm and self.counterpart is None
-        return bool(is_usual) and isinstance(block.get_submodule(self.ffn), FFN)
-
     def put_ffn(self, block: nn.Module, form: TrainingForm) -> None:
-        """Replace a block's FFN, and the norm before the FFN, by a form.
-
-        The norm stays if ``form.contains_norm`` is False, which needs :meth:`calls_with_norm`.
-        """
+        """Replace a block's FFN, and the norm before it if the form contains one, by a form."""
         if self.norm and form.contains_norm:
             norm = getattr(block, self.norm)
             # The attribute may be a property: ``norm2`` looks up ``ln2``.
@@ -99,7 +99,7 @@ class Family:
 
 #: Families by the name of the block's class, since MMDetection and MMSegmentation have copies of
 #: the classes, or by its full name, 'package.module.Class', which precedes the name alone. Names of
-#: attributes would not suffice: post-norm blocks have the same attributes.
+#: attributes would not suffice: post-norm blocks have the same.
 FAMILIES: dict[str, Family] = {}
 
 
@@ -129,24 +129,6 @@ def full_name(kind: type) -> str:
     return f'{kind.__module__}.{kind.__qualname__}'
 
 
-def _mmcv_ffn(ffn: nn.Module, add_identity: bool) -> tuple:
-    """Return the modules of mmcv's ``FFN`` or MMPretrain's ``DeiT3FFN``, from fc1 on."""
-    # By exact type: a subclass may compute something else.
-    if type(ffn) not in (FFN, DeiT3FFN):
-        raise ValueError(
-            f'its {type(ffn).__name__} is not an FFN of two linear layers around an activation'
-        )
-    if ffn.num_fcs != 2:
-        raise ValueError(f'its FFN has {ffn.num_fcs} linear layers, not two')
-    if ffn.add_identity != add_identity:
-        raise ValueError(
-            f'its FFN has add_identity={ffn.add_identity}: the shortcut is not where other blocks '
-            'of this name have it'
-        )
-    (fc1, act, drop), fc2, last = ffn.layers
-    return fc1, act, fc2, getattr(ffn.gamma2, 'weight', None), drop, last, ffn.dropout_layer
-
-
 class BEiTBlock(BEiTTransformerEncoderLayer):
     """A BEiT block whose FFN contains the shortcut, the layer scale and the drop path."""
 
@@ -159,19 +141,15 @@ class BEiTBlock(BEiTTransformerEncoderLayer):
 
 @dataclass(frozen=True)
 class BEiT(Family):
-    """BEiT's blocks, which contain the layer scale, drop path and shortcut of their FFN.
-
-    MMSegmentation's BEiT is refused: its block has the same name, and another forward pass.
-    """
+    """BEiT's blocks, which contain the layer scale, drop path and shortcut of their FFN."""
 
     counterpart = BEiTBlock
     absorbed = ('gamma_2',)
 
     def ffn_modules(self, block: nn.Module) -> FFNParts:
-        if type(block) is not BEiTTransformerEncoderLayer:
+        if type(block) is not BEiTTransformerEncoderLayer:  # MMSegmentation's, which is refused
             return super().ffn_modules(block)
-        found = _mmcv_ffn(block.get_submodule(self.ffn), add_identity=False)
-        modules = FFNParts(self.norm_of(block), *found)
+        modules = self._of_mmcv(block, shortcut=False)
         return modules._replace(scale=block.gamma_2, drop_path=block.drop_path)
 
 
@@ -193,15 +171,12 @@ class DeiT3(Family):
 
 
 class PoolFormerTokenBlock(PoolFormerBlock):
-    """A PoolFormer block whose FFN works on tokens.
-
-    After the first block the feature map has the channels-last memory format, so that its tokens
-    are a view.
-    """
+    """A PoolFormer block whose FFN works on tokens."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         mixed = self.token_mixer(self.norm1(x))
         x = x + self.drop_path(self.layer_scale_1[:, None, None] * mixed)
+        # The result has the channels-last memory format: the next block's tokens are a view.
         return self.mlp(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
 
 
@@ -254,16 +229,13 @@ class MMCVLayers(Family):
 
 @dataclass(frozen=True)
 class MixFFNs(Family):
-    """SegFormer's and PVT v2's blocks, whose FFNs have a depthwise convolution between the layers.
-
-    Their FFNs can be narrowed; idle channels would not merge.
-    """
+    """SegFormer's and PVT v2's blocks, with a depthwise convolution inside of the FFN."""
 
     def ffn_modules(self, block: nn.Module) -> FFNParts:
         ffn = block.get_submodule(self.ffn)
         layers = list(getattr(ffn, 'layers', ()))
         conv = layers[1] if type(ffn).__name__ == 'MixFFN' and len(layers) == 6 else None
-        if not (has_stock_forward(conv, Conv2d, nn.Conv2d) and conv.groups == conv.out_channels):
+        if not (isinstance(conv, nn.Conv2d) and conv.groups == conv.out_channels):
             raise ValueError(
                 f'its {type(ffn).__name__} is not two linear layers around a depthwise convolution '
                 'and an activation'
@@ -287,23 +259,21 @@ class MLPs(Family):
 
     def ffn_modules(self, block: nn.Module) -> FFNParts:
         mlp = block.get_submodule(self.ffn)
-        if (
-            not all(hasattr(mlp, name) for name in ('fc1', 'act', 'fc2'))
-            or len(mlp.fc1.weight) != mlp.fc2.weight.shape[1]
-        ):
+        others = dict(mlp.named_children())
+        fc1, act, fc2 = layers = [others.pop(name, None) for name in ('fc1', 'act', 'fc2')]
+        if None in layers or len(fc1.weight) != fc2.weight.shape[1]:
             raise ValueError(
                 f'its {type(mlp).__name__} is not two linear layers around an activation'
             )
-        others = [m for name, m in mlp.named_children() if name not in ('fc1', 'act', 'fc2')]
-        for layer in others:
-            if not has_stock_forward(layer, nn.Dropout, nn.Identity):
+        for layer in others.values():
+            if not isinstance(layer, (nn.Dropout, nn.Identity)):
                 raise ValueError(f'its {type(mlp).__name__} has a {type(layer).__name__}, too')
         # One module may be both, after the activation and after fc2.
-        drops = [layer for layer in others if isinstance(layer, nn.Dropout)] or [None]
+        drops = [layer for layer in others.values() if isinstance(layer, nn.Dropout)] or [None]
         scale = getattr(block, self.scale, None) if self.scale else None
         scale = getattr(scale, 'gamma', None) if isinstance(scale, nn.Module) else scale
-        fc = mlp.fc1, mlp.act, mlp.fc2
-        return FFNParts(_plain_norm(self.norm_of(block)), *fc, scale, drops[0], drops[-1])
+        norm = _plain_norm(self.norm_of(block))
+        return FFNParts(norm, fc1, act, fc2, scale, drops[0], drops[-1])
 
     def put_ffn(self, block: nn.Module, form: TrainingForm) -> None:
         if self.norm:
@@ -323,14 +293,12 @@ def _plain_norm(norm: nn.Module) -> nn.Module:
     return plain
 
 
-_PRE_NORM = Family(norm='norm2', ffn='ffn')
-_LN2 = Family(norm='ln2', ffn='ffn')
 # ViT, SAM and MMSegmentation's ViT.
 register_family('TransformerEncoderLayer', Family('norm2', 'ffn', 'norm1', 'attn'))
 register_family('SwinBlock', Family('norm2', 'ffn', 'norm1', 'attn.w_msa'))
 register_family('SwinBlockV2', Family(ffn='ffn', shortcut=False))
-register_family('ChannelBlock SpatialBlock', _PRE_NORM)  # DaViT
-register_family('MixMIMBlock T2TTransformerLayer', _LN2)
+register_family('ChannelBlock SpatialBlock', Family(norm='norm2', ffn='ffn'))  # DaViT
+register_family('MixMIMBlock T2TTransformerLayer', Family(norm='ln2', ffn='ffn'))
 register_family('TransformerBlock', Family(norm='norm_ffn', ffn='ffn'))  # TNT
 register_family('MixerBlock', Family(norm='norm2', ffn='channel_mix'))
 register_family('BEiTTransformerEncoderLayer BEiTBlock', BEiT(norm='ln2', ffn='ffn'))

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 import torch.nn as nn
 from mmcv.cnn import Conv2d, Linear
+from mmcv.cnn.bricks.transformer import FFN
 from mmcv.cnn.bricks.transformer import MultiheadAttention as MMCVAttention
 from mmpretrain.models.utils.attention import MultiheadAttention
 
@@ -81,9 +82,9 @@ class Site:
 
     def required(self) -> set[str]:
         """Return the names in the block of the weights that a checkpoint needs to fill a form."""
-        parts = self.parts()
-        ids = {id(p) for part in parts if isinstance(part, nn.Module) for p in part.parameters()}
-        ids.update(id(part) for part in parts if isinstance(part, nn.Parameter))
+        ids = set()
+        for part in self.parts():
+            ids.update(map(id, part.parameters() if isinstance(part, nn.Module) else [part]))
         return {name for name, p in self.block.named_parameters() if id(p) in ids}
 
     def require(self, model: str) -> None:
@@ -124,7 +125,7 @@ class FFNSite(Site):
         _check_stock(self.module, 'its FFN')
         for layer in filter(None, (modules.drop, modules.last)):
             _check_stock(layer, 'a dropout of its FFN', nn.Dropout, nn.Identity)
-        for layer in (modules.fc1, modules.fc2):
+        for layer in filter(None, (modules.fc1, modules.conv, modules.fc2)):
             _check_stock(layer, 'a layer of its FFN', Linear, nn.Linear, Conv2d, nn.Conv2d)
         drop_path = modules.drop_path or nn.Identity()
         if not (isinstance(drop_path, nn.Identity) or hasattr(drop_path, 'drop_prob')):
@@ -148,7 +149,8 @@ class FFNSite(Site):
                 f'a {type(form).__name__} adds the shortcut, and a {type(self.block).__name__} '
                 'adds it, too'
             )
-        if not form.contains_norm and not self.family.calls_with_norm(self.block):
+        calls_with_norm = self.family.norm and not self.family.counterpart
+        if not (form.contains_norm or calls_with_norm and isinstance(self.module, FFN)):
             raise ValueError(
                 f'a {type(self.block).__name__} does not call its FFN as ffn(norm(x), identity=x)'
             )
@@ -163,8 +165,7 @@ class FFNSite(Site):
         modules = self.family.ffn_modules(self.block)
         layers = [modules.fc1, modules.fc2, *([modules.norm] if form.contains_norm else [])]
         ordinary = [p for layer in layers for p in layer.parameters()]
-        ordinary += [modules.scale] if modules.scale is not None else []
-        self.adapt(form, ordinary)
+        self.adapt(form, ordinary if modules.scale is None else [*ordinary, modules.scale])
         self.family.put_ffn(self.block, form)
         return self.name
 
@@ -230,11 +231,15 @@ _NARROWER = {
 _OURS = FastShiftWindowMSA, *_NARROWER.values()
 
 
+def _heads(attention: nn.Module) -> nn.Module:
+    """Return the module with the heads: in window attention, the one inside that of the shift."""
+    return getattr(attention, 'w_msa', attention)
+
+
 def _narrower(attention: nn.Module) -> type | nn.Module:
     """Return the class or the module that an attention becomes with heads of other widths."""
-    kind = type(attention)
+    kind, heads = type(attention), _heads(attention)
     narrower = kind if kind in _OURS else _NARROWER.get(full_name(kind)) or fast_class(attention)
-    heads = getattr(attention, 'w_msa', attention)
     if narrower is None or (heads is not attention and type(heads).__name__ != 'WindowMSA'):
         raise ValueError(f'its {type(heads).__name__} is not an attention whose heads are known')
     for name in ('v_shortcut', 'q_norm', 'k_norm', 'norm', 'gate'):
@@ -259,22 +264,21 @@ class AttentionSite(Site):
         return getattr(self.block, self.family.attn_norm)
 
     def parts(self) -> AttentionParts:
-        outer, attention = self.attention, self.module
-        for module in (outer, attention):
+        for module in (self.attention, self.module):
             _check_stock(module, 'its attention')
-        narrower = _narrower(outer)
-        if isinstance(narrower, nn.Module):  # which has the parameters in layers
-            attention = narrower
-        for layer in (attention.qkv, attention.proj):
+        narrower = _narrower(self.attention)
+        # A new module has in layers what PyTorch's attention has in parameters.
+        heads = narrower if isinstance(narrower, nn.Module) else self.module
+        for layer in (heads.qkv, heads.proj):
             _check_stock(layer, 'a layer of its attention', Linear, nn.Linear)
         return AttentionParts(
             self.norm,
-            attention.qkv,
-            attention.proj,
-            getattr(getattr(attention, 'gamma1', None), 'weight', None),
-            getattr(attention, 'relative_position_bias_table', None),
-            attention.num_heads,
-            getattr(attention, 'scale', None) or attention.head_dims**-0.5,
+            heads.qkv,
+            heads.proj,
+            getattr(getattr(heads, 'gamma1', None), 'weight', None),
+            getattr(heads, 'relative_position_bias_table', None),
+            heads.num_heads,
+            getattr(heads, 'scale', None) or heads.head_dims**-0.5,
         )
 
     @property
@@ -283,24 +287,18 @@ class AttentionSite(Site):
         return self.path.partition('.')[0]
 
     @property
-    def inner(self) -> str:
-        """The name in the called module of the one with the heads, empty if they are the same."""
-        return self.path.partition('.')[2]
-
-    @property
     def attention(self) -> nn.Module:
         """The module that the block calls."""
         return getattr(self.block, self.caller)
 
     def set_weights(self, *weights: torch.Tensor) -> None:
         """Replace the weights of the attention by those of :func:`set_heads_`, in place."""
-        set_heads_(self.attention, self.inner, *weights)
+        set_heads_(self.attention, *weights)
 
 
 @torch.no_grad()
 def set_heads_(
     attention: nn.Module,
-    inner: str,
     w_qkv: torch.Tensor,
     b_qkv: torch.Tensor,
     w_out: torch.Tensor,
@@ -309,12 +307,12 @@ def set_heads_(
     """Give an attention the weights of heads of other widths, in place, and return the attention.
 
     The weights are (h (2 r + s), C) and (C, h s), the biases (h (2 r + s), ) and (C, ), of queries,
-    keys and values, and of the projection. ``inner`` is that of :class:`AttentionSite`.
+    keys and values, and of the projection.
     """
     become_(attention, _narrower(attention))
-    module = attention.get_submodule(inner)
-    _set_matrix_(module.qkv, w_qkv, b_qkv)
-    _set_matrix_(module.proj, w_out, b_out)
+    heads = _heads(attention)
+    _set_matrix_(heads.qkv, w_qkv, b_qkv)
+    _set_matrix_(heads.proj, w_out, b_out)
     return attention
 
 
@@ -340,20 +338,19 @@ def ffn_sites(model: nn.Module, where: str | None = None) -> list[FFNSite]:
     a pixel decoder) or 'decoder'; '' for the whole model. None means the whole model without
     decoder layers, which process a few hundred queries.
     """
+    return _sites(model, where, FFNSite, 'ffn')
+
+
+def attention_sites(model: nn.Module, where: str | None = None) -> list[AttentionSite]:
+    """Return the sites of a model's attention, as :func:`ffn_sites`."""
+    return _sites(model, where, AttentionSite, 'attn')
+
+
+def _sites(model: nn.Module, where: str | None, kind: type[Site], attribute: str) -> list[Site]:
     inside = f'.{where}.' if where else ''
     return [
-        FFNSite(f'{name}{family.ffn}', block, family.ffn, family)
+        kind(f'{name}{path}', block, path, family)
         for name, block, family in known_blocks(model)
-        if family.ffn and _has(block, family.ffn)
+        if (path := getattr(family, attribute)) and _has(block, path)
         if (not family.decoder if where is None else inside in f'.{name}')
-    ]
-
-
-def attention_sites(model: nn.Module, where: str = '') -> list[AttentionSite]:
-    """Return the sites of a model's attention, as :func:`ffn_sites`, with decoder layers."""
-    inside = f'.{where}.' if where else ''
-    return [
-        AttentionSite(f'{name}{family.attn}', block, family.attn, family)
-        for name, block, family in known_blocks(model)
-        if family.attn and hasattr(block, family.attn.partition('.')[0]) and inside in f'.{name}'
     ]

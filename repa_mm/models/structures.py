@@ -1,7 +1,6 @@
 """Structures: the forms to put into the sites of a model, and their arguments.
 
-A structure is built from config data, such as ``dict(type='ChannelIdle', idle_ratio=0.75)``. A
-model can have several structures if their sites differ. :mod:`repa_mm.models.builder` puts
+A model can have several structures if their sites differ. :mod:`repa_mm.models.builder` puts
 structures into models.
 """
 
@@ -138,6 +137,10 @@ class ChannelIdle(Structure):
         return idle_ffn(site, idle_ratio, self.norm_cfg, self.ffn)
 
 
+#: Norms that a form can keep: the class in blocks, and what a form's norm takes over from it.
+_KEPT = dict(LN=(nn.LayerNorm, ('eps',)), TokenGN=(nn.GroupNorm, ('eps', 'num_groups')))
+
+
 def idle_ffn(
     site: FFNSite,
     idle_ratio: float = 0.75,
@@ -154,17 +157,14 @@ def idle_ffn(
     norm_cfg = norm_cfg if site.family.norm else None
     norm, kind = parts.norm, (norm_cfg or {}).get('type')
     if kind == 'keep':
-        if not has_stock_forward(norm, nn.LayerNorm, nn.GroupNorm):
+        kind = next((kind for kind, row in _KEPT.items() if has_stock_forward(norm, row[0])), None)
+        if kind is None:
             raise ValueError(
                 f'its norm is a {type(norm).__name__}, and not a LayerNorm or GroupNorm that can '
                 'be kept'
             )
-        kind = 'LN' if isinstance(norm, nn.LayerNorm) else 'TokenGN'
-    own = {}
-    if kind == 'LN' and isinstance(norm, nn.LayerNorm):
-        own = dict(eps=norm.eps)
-    if kind == 'TokenGN' and isinstance(norm, nn.GroupNorm):
-        own = dict(eps=norm.eps, num_groups=norm.num_groups)
+    stock, names = _KEPT.get(kind, ((), ()))
+    own = {name: getattr(norm, name) for name in names if isinstance(norm, stock)}
     hidden, channels = parts.fc1.weight.shape[:2]
     ffn = form(
         channels,
@@ -220,16 +220,13 @@ class Widths(Structure):
 
     def put_(self, model: nn.Module) -> dict[str, str]:
         changes = []
-        if self.widths is not None:
-            sites = self.sites(model)
-            for site, width in zip(sites, per_block(self.widths, sites, 'widths')):
-                if width is not None:
-                    changes.append((site, self._ffn(site, width)))
-        if self.heads is not None:
-            sites = attention_sites(model, self.where or '')
-            for site, dims in zip(sites, per_block(self.heads, sites, 'heads')):
-                if dims is not None:
-                    changes.append((site, self._heads(site, *dims)))
+        for what, sites, shapes in (
+            ('widths', self.sites(model), self._ffn),
+            ('heads', attention_sites(model, self.where), self._heads),
+        ):
+            for site, sizes in zip(sites, per_block(getattr(self, what), sites, what)):
+                if sizes is not None:
+                    changes.append((site, shapes(site, sizes)))
         # Only now, since all sites must be known ones before the first one is changed.
         for site, shapes in changes:
             like = next(site.module.parameters())
@@ -245,8 +242,8 @@ class Widths(Structure):
         return (width, dims), (width,), (dims, width), (dims,), *shapes
 
     @staticmethod
-    def _heads(site: AttentionSite, qk_dims: int, v_dims: int) -> tuple:
+    def _heads(site: AttentionSite, sizes: Sequence[int]) -> tuple:
         parts = site.parts()
-        dims, values = parts.qkv.in_features, parts.num_heads * v_dims
-        rows = 2 * parts.num_heads * qk_dims + values
+        dims, (keys, values) = parts.qkv.in_features, (parts.num_heads * size for size in sizes)
+        rows = 2 * keys + values
         return (rows, dims), (rows,), (dims, values), (dims,)

@@ -12,10 +12,10 @@ from mmengine.config import ConfigDict
 from mmengine.registry import MODELS
 
 import repa_mm
-from repa_mm.io.checkpoints import load_checkpoint, load_weights
+from repa_mm.io.checkpoints import load_checkpoint
 from repa_mm.io.configs import load_config
 from repa_mm.io.layouts import translate
-from repa_mm.reparam import CheckpointError, reparameterize_
+from repa_mm.reparam import CheckpointError
 
 ROOT = Path(repa_mm.__file__).resolve().parents[1]
 
@@ -201,40 +201,6 @@ def config_of(family, **kwargs):
     return {**cfg, **small, **kwargs}
 
 
-def run(weights, cfg, x, deploy=False):
-    """Logits of translated weights."""
-    backbone = MODELS.build(cfg)
-    backbone.eval()  # which returns None in mmpretrain
-    load_weights(backbone, {k[9:]: v for k, v in weights.items() if k.startswith('backbone.')})
-    if deploy:
-        reparameterize_(backbone)
-    with torch.no_grad():
-        out = backbone(x)[-1]
-    out = out if out.ndim == 2 else out.flatten(2).mean(2)
-    return F.linear(out, weights['head.fc.weight'], weights['head.fc.bias'])
-
-
-@pytest.mark.parametrize(
-    'family, kind, layout',
-    [('vit', 'VisionTransformer', 'dino'), ('swin', 'SwinTransformer', 'original')],
-)
-def test_ordinary_models(family, kind, layout, relative_error):
-    weights, x, expected = made(family, 'vanilla')
-    given = weights
-    eps = dict(layer_cfgs=dict(norm_cfg=dict(type='LN', eps=1e-5))) if family == 'vit' else {}
-    if layout == 'dino':
-        given = {k: v for k, v in weights.items() if not k.startswith('head')}
-        given = {f'module.backbone.{k}': v for k, v in given.items()}
-        given['module.head.mlp.0.weight'] = torch.ones(2, 16)
-    cfg = dict(type=f'mmpretrain.{kind}', **FAMILIES[family][-1], **eps)
-    cfg |= dict(pad_small_map=True) if family == 'swin' else {}
-    done = translate(given, cfg)
-    if layout == 'dino':
-        assert all(k.startswith('backbone.') for k in done)
-        done.update({f'head.fc.{k}': weights[f'head.{k}'] for k in ('weight', 'bias')})
-    assert relative_error(run(done, cfg, x), expected) < 1e-5
-
-
 def logits(cfg, path, weights, x, prefix='backbone.'):
     """Logits of a backbone that loads the file by its `init_cfg`, with the head of the weights."""
     init_cfg = dict(type='Pretrained', checkpoint=str(path), prefix=prefix)
@@ -249,16 +215,16 @@ def logits(cfg, path, weights, x, prefix='backbone.'):
 
 @pytest.mark.parametrize('form', ['training', 'deploy'])
 @pytest.mark.parametrize('family', FAMILIES)
-def test_a_backbone_loads_the_file_as_it_is(family, form, tmp_path, relative_error):
+def test_a_backbone_loads_the_file_and_its_translation(family, form, tmp_path, relative_error):
     weights, x, expected = made(family, form)
-    args, path = argparse.Namespace(idle_ratio=0.75), tmp_path / 'model.pth'
+    more, path = dict(args=argparse.Namespace(idle_ratio=0.75), epoch=3), tmp_path / 'model.pth'
     # Another map's norm is left as it is.
-    kwargs = dict(out_indices=[2, 3]) if family == 'swin' else {}
-    merged = config_of(family, **kwargs)
-    assert relative_error(run(translate(weights, merged), merged, x, deploy=True), expected) < 1e-5
-    for key in ('model', 'state_dict'):
-        torch.save({key: weights, 'args': args, 'epoch': 3}, path)
-        cfg = config_of(family, deploy=form == 'deploy', **kwargs)
+    cfg = config_of(family, **dict(out_indices=[2, 3]) if family == 'swin' else {})
+    translated = translate(weights, cfg)
+    cfg.update(deploy=form == 'deploy')
+    files = dict(more, model=weights), dict(more, state_dict=weights), dict(state_dict=translated)
+    for content in files:
+        torch.save(content, path)
         assert relative_error(logits(cfg, path, weights, x), expected) < 1e-5
         with pytest.raises(CheckpointError):
             logits(dict(cfg, idle_ratio=0.5), path, weights, x)
@@ -301,42 +267,37 @@ def test_the_prefix_chooses_one_of_several_backbones(order, tmp_path, relative_e
         logits(*args, 'backbone.')
 
 
-def test_weights_of_the_official_poolformer_fill(tmp_path, randomize, relative_error):
-    ordinary = MODELS.build(dict(type='mmpretrain.PoolFormer', arch=POOL))
-    randomize(ordinary).eval()
-    x = torch.randn(2, 3, 64, 64)
-    given = {k.replace('norm6.', 'norm.'): v for k, v in ordinary.state_dict().items()}
-    torch.save(given, tmp_path / 'model.pth')
-    head = dict(weight=torch.eye(32), bias=torch.zeros(32))
-    cfg = dict(type='RePaPoolFormer', arch=POOL, **SAME)
-    with torch.no_grad():
-        expected = ordinary(x)[-1].mean((2, 3))
-    assert relative_error(logits(cfg, tmp_path / 'model.pth', head, x), expected) < 1e-5
-
-
-def timm_model(family):
+def others(family):
+    """A model of timm, or a PoolFormer with its official names, and the config of a RePaFormer."""
+    if family == 'poolformer':
+        model = MODELS.build(dict(type='mmpretrain.PoolFormer', arch=POOL))
+        return model, 64, dict(type='RePaPoolFormer', arch=POOL)
     models = pytest.importorskip('timm.models')
     small = dict(patch_size=4, num_classes=5, embed_dim=16)
     if family == 'swin':
         arch = dict(depths=SWIN_DEPTHS, num_heads=(1, 2, 4, 8), window_size=2)
         cfg = dict(type='RePaSwinTransformer', arch=dict(SWIN, embed_dims=16), window_size=2)
-        return models.SwinTransformer(img_size=64, **small, **arch), 64, dict(cfg, **SAME)
+        return models.SwinTransformer(img_size=64, **small, **arch), 64, cfg
     model = models.VisionTransformer(img_size=16, depth=2, num_heads=4, **small)
-    eps = dict(norm_cfg=dict(type='LN', eps=1e-6))
-    cfg = dict(type='RePaVisionTransformer', arch=VIT, img_size=16, patch_size=4, layer_cfgs=eps)
-    return model, 16, dict(cfg, **SAME)
+    cfg = dict(type='RePaVisionTransformer', arch=VIT, img_size=16, patch_size=4)
+    return model, 16, dict(cfg, layer_cfgs=dict(norm_cfg=dict(type='LN', eps=1e-6)))
 
 
-@pytest.mark.parametrize('family', ['swin', 'vit'])
-def test_weights_of_timm_fill(family, tmp_path, randomize, relative_error):
-    model, size, cfg = timm_model(family)
+@pytest.mark.parametrize('family', ['swin', 'vit', 'poolformer'])
+def test_weights_of_timm_and_of_poolformer_fill(family, tmp_path, randomize, relative_error):
+    model, size, cfg = others(family)
     randomize(model).eval()
-    torch.save(model.state_dict(), tmp_path / 'timm.pth')
+    weights = {k.replace('norm6.', 'norm.'): v for k, v in model.state_dict().items()}
+    torch.save(weights, tmp_path / 'model.pth')
     x = torch.randn(2, 3, size, size)
-    head = {k: v for k, v in model.state_dict().items() if k.startswith('head')}
+    head = {k: v for k, v in weights.items() if k.startswith('head')}
     with torch.no_grad():
         expected = model(x)
-    assert relative_error(logits(cfg, tmp_path / 'timm.pth', head, x), expected) < 1e-5
+    if family == 'poolformer':
+        head = dict(weight=torch.eye(32), bias=torch.zeros(32))
+        expected = expected[-1].mean((2, 3))
+    found = logits(dict(cfg, **SAME), tmp_path / 'model.pth', head, x)
+    assert relative_error(found, expected) < 1e-5
 
 
 def test_a_missing_file_of_a_repaformer():
@@ -349,79 +310,72 @@ def test_a_missing_file_of_a_repaformer():
 
 
 @pytest.mark.parametrize('ratio', [0.0, 1.0])
-def test_extreme_idle_ratios_in_the_deploy_form(ratio, relative_error):
-    (weights, x, expected), cfg = made('vit', 'deploy', ratio), config_of('vit', idle_ratio=ratio)
-    assert relative_error(run(translate(weights, cfg), cfg, x), expected) < 1e-5
+def test_extreme_idle_ratios_in_the_deploy_form(ratio, tmp_path, relative_error):
+    weights, x, expected = made('vit', 'deploy', ratio)
+    torch.save(weights, tmp_path / 'model.pth')
+    cfg = config_of('vit', idle_ratio=ratio, deploy=True)
+    assert relative_error(logits(cfg, tmp_path / 'model.pth', weights, x), expected) < 1e-5
 
 
 @pytest.mark.parametrize(
-    'family, idle_ratio, active',
+    'family, active, hidden',
     [
-        ('vit', 0.3, 45),  # of 64: rounded up
-        ('poolformer', 0.3, [22, 44, 44, 67, 89]),  # of 32, 64, ...: rounded down
-        ('mixer', 0.3, 16),  # always a quarter
+        ('vit', [45] * 2, [64] * 2),  # rounded up
+        ('poolformer', [22, 44, 44, 67, 89], [32, 64, 64, 96, 128]),  # rounded down
+        ('mixer', [16] * 2, [64] * 2),  # always a quarter
     ],
 )
-def test_idle_ratio_of_the_arguments(family, idle_ratio, active):
+def test_idle_ratio_of_the_arguments(family, active, hidden):
     """It is rounded as in the authors' code, and that of the config has to agree."""
     weights = made(family, 'training')[0]
-    args = argparse.Namespace(idle_ratio=idle_ratio, heuristic='static')
+    args = argparse.Namespace(idle_ratio=0.3, heuristic='static')
     with pytest.raises(CheckpointError, match='channels active'):
         translate(weights, config_of(family, idle_ratio=0.5), args)
-    hidden = [32, 64, 64, 96, 128] if family == 'poolformer' else [64]
-    active = active if isinstance(active, list) else [active]
     ratios = [1 - a / h for a, h in zip(active, hidden)]
-    ratios = ratios if family == 'poolformer' else ratios[0]
     done = translate(weights, config_of(family, idle_ratio=ratios), args)
-    found = [int(v) for k, v in done.items() if k.endswith('num_active_channels')]
-    assert found == active * (1 if family == 'poolformer' else 2)
+    assert [int(v) for k, v in done.items() if k.endswith('num_active_channels')] == active
     # Blocks differ: the config alone says by how much.
     args.heuristic = 'linear'
     translate(weights, config_of(family, idle_ratio=0.5), args)
 
 
-def without(weights, key):
-    return {k: v for k, v in weights.items() if k != key}
-
-
 @pytest.mark.parametrize(
-    'family, weights, message',
+    'family, form, kwargs, change, message',
     [
-        ('vit', dict(a=torch.ones(1)), 'no known architecture'),
-        ('vit', without(made('vit', 'training')[0], 'blocks.1.mlp.fc2.weight'), 'layers.1.ffn'),
-        ('vit', without(made('vit', 'training')[0], 'norm_pre.bias'), 'lacks pre_norm.bias'),
-        ('vit', {**made('vit', 'training')[0], 'gate.weight': torch.ones(1)}, 'has gate'),
-        ('vit', made('vit', 'deploy', 0.5)[0], 'idle.ratio'),
-        ('vit', made('vit', 'vanilla')[0], 'layers.0.ffn'),
-        ('swin', made('vit', 'training')[0], 'stages.0'),
+        ('vit', 'training', {}, {'blocks.1.mlp.fc2.weight': None}, 'layers.1.ffn'),
+        ('vit', 'training', {}, {'gate.weight': torch.ones(1)}, 'has gate'),
+        ('vit', 'deploy', dict(idle_ratio=0.5), {}, 'idle.ratio'),
+        ('vit', 'training', {}, {'pos_embed': None}, 'lacks pos_embed'),
+        ('vit', 'training', dict(pre_norm=False), {}, 'lacks patch_embed.pr.* has pre_norm.w'),
+        ('vit', 'training', {}, {'norm.bias': None}, 'lacks ln1.bias'),
+        ('swin', 'training', {}, {'patch_embed.norm.bias': None}, 'lacks patch_embed.norm.bias'),
+        ('swin', 'training', {}, {'norm.weight': None, 'norm.bias': None}, 'lacks norm3.weight, n'),
+        ('poolformer', 'training', {}, {'patch_embed.proj.bias': None}, 'lacks patch_embed.proj'),
+        ('mixer', 'training', {}, {'stem.proj.bias': None}, 'lacks patch_embed.projection.bias'),
     ],
 )
-def test_what_is_refused(family, weights, message):
-    with pytest.raises(CheckpointError, match=f'(?s){message}'):
-        translate(weights, config_of(family))
-
-
-@pytest.mark.parametrize(
-    'family, kwargs, change, message',
-    [
-        ('vit', {}, {'pos_embed': None}, 'lacks pos_embed'),
-        ('vit', dict(pre_norm=False), {}, 'lacks patch_embed.projection.bias.* has pre_norm.w'),
-        ('vit', {}, {'norm.bias': None}, 'lacks ln1.bias'),
-        ('swin', {}, {'patch_embed.norm.bias': None}, 'lacks patch_embed.norm.bias'),
-        ('swin', {}, {'norm_pre.weight': torch.ones(8)}, 'has pre_norm.weight'),
-        ('swin', {}, {'norm.weight': None, 'norm.bias': None}, 'lacks norm3.weight, norm3.bias'),
-        ('poolformer', {}, {'patch_embed.proj.bias': None}, 'lacks patch_embed.proj.bias'),
-        ('mixer', {}, {'stem.proj.bias': None}, 'lacks patch_embed.projection.bias'),
-    ],
-)
-def test_weights_outside_of_layers_fit_too(family, kwargs, change, message, tmp_path):
-    weights, x, _ = made(family, 'training')
+def test_what_is_refused(family, form, kwargs, change, message, tmp_path):
+    weights, x, _ = made(family, form)
     weights = {k: v for k, v in {**weights, **change}.items() if v is not None}
     torch.save(dict(model=weights), tmp_path / 'model.pth')
-    with pytest.raises(CheckpointError, match=message):
-        translate(weights, config_of(family, **kwargs))
-    with pytest.raises(CheckpointError, match=message):
-        logits(config_of(family, **kwargs), tmp_path / 'model.pth', weights, x)
+    cfg = config_of(family, **kwargs)
+    with pytest.raises(CheckpointError, match=f'(?s){message}'):
+        translate(weights, cfg)
+    with pytest.raises(CheckpointError, match=f'(?s){message}'):
+        logits(dict(cfg, deploy=form == 'deploy'), tmp_path / 'model.pth', weights, x)
+
+
+@pytest.mark.parametrize(
+    'weights, message',
+    [
+        (dict(a=torch.ones(1)), 'no known architecture'),
+        (made('vit', 'vanilla')[0], 'layers.0.ffn'),
+        (made('swin', 'training')[0], 'layers.0.'),
+    ],
+)
+def test_weights_of_other_models_are_refused(weights, message):
+    with pytest.raises(CheckpointError, match=f'(?s){message}'):
+        translate(weights, config_of('vit'))
 
 
 def test_a_model_without_a_class_token_or_of_fewer_stages():
@@ -440,14 +394,12 @@ def test_a_model_without_a_class_token_or_of_fewer_stages():
 
 def test_bias_tables_of_other_windows_are_resized_as_by_the_codebase(tmp_path):
     pytest.importorskip('mmdet')
-    torch.save(dict(model=made('swin', 'vanilla')[0]), tmp_path / 'model.pth')
+    path = str(tmp_path / 'model.pth')
+    torch.save(dict(model=made('swin', 'vanilla')[0]), path)
     cfg = dict(SWIN, type='mmdet.SwinTransformer', window_size=3, out_indices=(3,))
-    cfg.update(convert_weights=True, init_cfg=ConfigDict(type='Pretrained'))
-    cfg['init_cfg'].checkpoint = str(tmp_path / 'model.pth')
-    structures = [dict(type='ChannelIdle')]
-    models = [
-        MODELS.build(c) for c in (cfg, dict(type='Restructured', model=cfg, structures=structures))
-    ]
+    cfg.update(convert_weights=True, init_cfg=ConfigDict(type='Pretrained', checkpoint=path))
+    idle = dict(type='Restructured', model=cfg, structures=[dict(type='ChannelIdle')])
+    models = [MODELS.build(each) for each in (cfg, idle)]
     for model in models:
         model.init_weights()
     stock, ours = (model.state_dict() for model in models)

@@ -218,41 +218,31 @@ def test_the_refusal_of_other_norms_says_how_to_build_the_model(kind, other, dep
     def built(kind, **kwargs):
         return build('swin', ffn_norm_cfg=dict(type=kind), **kwargs)
 
-    model, said = built(kind, deploy=deploy), rf"model with ffn_norm_cfg=dict\(type='{kind}'\)"
+    model = built(kind, deploy=deploy)
     init_cfg = pretrained(model, tmp_path / 'file.pth')
-    for load in (load_state_dict, nn.Module.load_state_dict):
-        with pytest.raises(CheckpointError, match=said):
-            load(built(other, deploy=deploy), model.state_dict(), strict=False)
-    with pytest.raises(CheckpointError, match=said):  # which takes the form of the weights
-        load_weights(built(other), model.state_dict())
-    with pytest.raises(CheckpointError, match=said):
-        built(other, deploy=deploy, init_cfg=init_cfg).init_weights()
+    weights, same = model.state_dict(), dict(deploy=deploy)
+    for load in (
+        lambda: load_state_dict(built(other, **same), weights, strict=False),
+        lambda: load_weights(built(other), weights),  # which takes the form of the weights
+        lambda: built(other, init_cfg=init_cfg, **same).init_weights(),
+    ):
+        with pytest.raises(CheckpointError, match=rf"with ffn_norm_cfg=dict\(type='{kind}'\)"):
+            load()
 
 
-@pytest.mark.parametrize('deploy', [False, True])
-def test_own_weights_in_two_files(deploy, scattered, tmp_path):
-    model = scattered(build('vit', deploy=deploy)).state_dict()
-    files = []
-    for share in (0, 1):  # the second one has the last word, as in MMEngine
-        path = str(tmp_path / f'{share}.pth')
-        torch.save(
-            {key: v * share if v.is_floating_point() else v for key, v in model.items()}, path
-        )
-        files.append(dict(type='Pretrained', checkpoint=path))
-    loaded = build('vit', deploy=deploy, init_cfg=files)
-    loaded.init_weights()
-    for key, value in loaded.state_dict().items():
-        assert torch.equal(value, model[key]), key
-
-
-def test_ordinary_weights_in_two_files(scattered, tmp_path):
-    """The second one has the last word in forms that they fill, too."""
-    ordinary, files = scattered(build_ordinary('vit', 'mmpretrain.VisionTransformer')), []
+@pytest.mark.parametrize('source', ['training', 'deploy', 'ordinary'])
+def test_the_second_of_two_files_has_the_last_word(source, scattered, tmp_path):
+    """As in MMEngine."""
+    form, files = dict(deploy=source == 'deploy'), []
+    model = build('vit', **form)
+    if source == 'ordinary':
+        model = model.build_ordinary()
+    scattered(model)
     for i in range(2):
-        files.append(pretrained(ordinary, tmp_path / f'{i}.pth'))
-        for p in ordinary.parameters():
+        files.append(pretrained(model, tmp_path / f'{i}.pth'))
+        for p in model.parameters():
             p.data.mul_(2)
-    models = [build('vit', init_cfg=given) for given in (files, files[1], files[0])]
+    models = [build('vit', init_cfg=given, **form) for given in (files, files[1], files[0])]
     for model in models:
         model.init_weights()
     both, last, first = (model.state_dict() for model in models)
@@ -293,13 +283,18 @@ def test_every_registry_builds_them(package):
         assert type(registry.build(cfg)).__name__ == BACKBONES[name][0]['type']
 
 
+CLASSIFIER = dict(
+    type='mmpretrain.ImageClassifier',
+    backbone=dict(type='mmpretrain.VisionTransformer', **dict(VIT, out_type='cls_token')),
+    head=dict(type='mmpretrain.LinearClsHead', num_classes=3, in_channels=32),
+)
+
+
 @pytest.mark.parametrize('name', ['swin', 'vit', 'poolformer', 'whole'])
 def test_frozen_stages_keep_their_statistics(name):
     if name == 'whole':  # a model whose backbone freezes stages
-        backbone = dict(type='mmpretrain.VisionTransformer', frozen_stages=1, **VIT)
-        model = dict(type='mmpretrain.ImageClassifier', backbone=backbone)
-        structures = [dict(type='ChannelIdle')]
-        model = MODELS.build(dict(type='Restructured', model=model, structures=structures)).train()
+        backbone = dict(CLASSIFIER['backbone'], frozen_stages=1)
+        model = MODELS.build(dict(IDLE, model=dict(CLASSIFIER, backbone=backbone))).train()
     else:
         model = build(name, frozen_stages=1).train()
     first, *_, last = [m for m in model.modules() if isinstance(m, ChannelIdleFFN)]
@@ -307,37 +302,31 @@ def test_frozen_stages_keep_their_statistics(name):
     assert all(p.requires_grad for p in last.parameters())
     norms = [m for m in model.modules() if isinstance(m, _BatchNorm)]
     before = [m.running_var.clone() for m in norms]
-    finish_schedules_(model)(images(name))
+    model(images(name, odd=name != 'whole'))
     changed = {id(m) for m, b in zip(norms, before) if not torch.equal(m.running_var, b)}
-    assert id(first.norm1) not in changed and id(first.norm2) not in changed
-    assert id(last.norm1) in changed and id(last.norm2) in changed
+    assert not {id(first.norm1), id(first.norm2)} & changed
+    assert {id(last.norm1), id(last.norm2)} <= changed
 
 
-def test_statistics_that_stay():
-    model = build('mmdet', norm_eval=True).train()
-    ffn = model.stages[0].blocks[0].ffn
-    assert model.training and ffn.training and not ffn.norm1.training
-    assert build('mmdet').train().stages[0].blocks[0].ffn.norm1.training
-    for name in ('swin', 'vit', 'poolformer', 'mixer'):
-        model = build(name, norm_eval=True).train()
+@pytest.mark.parametrize('name', ['swin', 'vit', 'poolformer', 'mixer', 'mmdet'])
+def test_statistics_that_stay(name):
+    for norm_eval in (False, True):
+        model = build(name, norm_eval=norm_eval).train()
         norms = [m for m in model.modules() if isinstance(m, _BatchNorm)]
-        assert model.training and norms and not any(norm.training for norm in norms)
-        # Fresh statistics would be frozen.
-        with pytest.warns(UserWarning, match='never estimated'):
-            model.init_weights()
+        assert model.training and norms and all(m.training != norm_eval for m in norms)
+    with pytest.warns(UserWarning, match='never estimated'):  # fresh ones would be frozen
+        model.init_weights()
 
 
-def test_whole_models_take_structures(scattered, relative_error):
-    """A builder for any model, with structures in a list."""
-    classifier = dict(
-        type='mmpretrain.ImageClassifier',
-        backbone=dict(type='mmpretrain.VisionTransformer', **dict(VIT, out_type='cls_token')),
-        head=dict(type='mmpretrain.LinearClsHead', num_classes=3, in_channels=32),
-    )
-    structures = [dict(type='ChannelIdle', idle_ratio=0.5)]
-    cfg = dict(type='Restructured', model=classifier, structures=structures)
-    # MMEngine's Runner hands the preprocessor beside a model on to it.
-    model = MODELS.build(dict(cfg, data_preprocessor=dict(mean=[1.0] * 3, std=[2.0] * 3)))
+def test_the_builder_s_norm_eval_precedes_the_backbone_s():
+    swin = dict(type='mmpretrain.SwinTransformer', norm_eval=False, **SWIN)
+    assert MODELS.build(dict(IDLE, model=swin, norm_eval=True)).norm_eval
+
+
+def test_whole_models_take_structures(scattered, check_same):
+    """A builder for any model; MMEngine's Runner passes it the preprocessor beside a model."""
+    preprocessor = dict(mean=[1.0] * 3, std=[2.0] * 3)
+    model = MODELS.build(dict(IDLE, model=CLASSIFIER, data_preprocessor=preprocessor))
     assert model.data_preprocessor.mean.flatten().tolist() == [1.0] * 3
     assert isinstance(model, MODELS.get('mmpretrain.ImageClassifier'))
     scattered(model)
@@ -345,8 +334,7 @@ def test_whole_models_take_structures(scattered, relative_error):
     with torch.no_grad():
         deployed = reparameterize(model)
         assert not any(isinstance(m, TrainingForm) for m in deployed.modules())
-        actual, expected = (m.head(m.extract_feat(x)) for m in (deployed, model))
-        assert relative_error(actual, expected) < 1e-5
+        check_same(*([m.head(m.extract_feat(x))] for m in (deployed, model)))
 
 
 def test_what_cannot_be_built_is_named():
@@ -355,13 +343,12 @@ def test_what_cannot_be_built_is_named():
         (dict(IDLE, model=BACKBONES['vit'][0]), 'has structures already'),
         (dict(IDLE, model=dict(type='mmdet.ResNet', depth=18)), 'no site'),
         (
-            dict(type='Restructured', model=dict(type='mmpretrain.VisionTransformer', **VIT),
-                 structures=[dict(type='Channels')]),
+            dict(IDLE, model=CLASSIFIER, structures=[dict(type='Channels')]),
             "unknown structure 'Channels'; known are .*ChannelIdle",
         ),
         (dict(BACKBONES['vit'][0], idle_ratio=[0.5]), '1 entries, but the model has 2 blocks'),
         (dict(BACKBONES['vit'][0], idle_ratio=1.5), 'idle_ratio must be a number'),
-    ):  # fmt: skip
+    ):
         with pytest.raises(ValueError, match=message):
             MODELS.build(copy.deepcopy(cfg))
 

@@ -15,7 +15,7 @@ from mmpretrain.models import VisionTransformer
 
 import repa_mm
 from repa_mm.models import add_structures_
-from repa_mm.reparam import CheckpointError, Form, finish_schedules_
+from repa_mm.reparam import CheckpointError, finish_schedules_, has_training_form
 
 ARCH = dict(embed_dims=16, num_layers=2, num_heads=2, feedforward_channels=40)
 VIT = dict(arch=ARCH, img_size=32, patch_size=8, out_type='featmap')
@@ -30,50 +30,14 @@ def idle(ratio, **kwargs):
     return [dict(type='ChannelIdle', idle_ratio=ratio, **kwargs)]
 
 
-def build(structures, deploy=False, **model):
+def build(structures, **model):
     model = model or dict(type='mmpretrain.VisionTransformer', **VIT)
-    cfg = dict(type='Restructured', model=model, structures=structures, deploy=deploy)
+    cfg = dict(type='Restructured', model=model, structures=structures)
     return MODELS.build(copy.deepcopy(cfg))
 
 
-# The structures of a model that leave a block ordinary, those of the weights, and the block.
-CASES = [
-    (idle([0.75, None]), idle(0.75), 'layers.1.ffn'),
-    (idle([None, None]), idle(0.75), 'layers.0.ffn'),
-    ([dict(type='Widths', widths=[20, None])], idle(0.75), 'layers.0.ffn'),
-]
-
-
-@pytest.mark.parametrize(
-    'deploy, own, others, name', [(deploy, *case) for case in CASES for deploy in (0, 1)]
-)
-def test_weights_of_forms_are_refused_where_a_block_is_ordinary(deploy, own, others, name):
-    weights = build(others, deploy).state_dict()
-    own = build(own, deploy and any(isinstance(m, Form) for m in build(own).modules()))
-    model = copy.deepcopy(own)
-    for load in (load_state_dict, nn.Module.load_state_dict):
-        with pytest.raises(CheckpointError, match=f"ordinary .* at '{name}'.*it has "):
-            load(model, weights, strict=False)
-        load(model, own.state_dict(), strict=True)
-    for loaded in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        with pytest.raises(CheckpointError, match=f"ordinary .* at '{name}'"):
-            loaded.load_state_dict(weights, strict=False)
-
-
-def test_weights_of_forms_are_refused_in_parts_that_no_structure_is_for():
-    def parts(*where):
-        parts = {name: VisionTransformer(**VIT) for name in ('backbone', 'encoder')}
-        model = nn.ModuleDict(parts)
-        add_structures_(model, [dict(type='ChannelIdle', where=name) for name in where])
-        return model
-
-    weights = parts('backbone', 'encoder').state_dict()
-    with pytest.raises(CheckpointError, match="ordinary FFN at 'backbone.layers.0.ffn'"):
-        parts('encoder').load_state_dict(weights, strict=False)
-
-
-def widths(*values):
-    return [dict(type='Widths', widths=list(values))]
+def widths(*values, **kwargs):
+    return [dict(type='Widths', widths=list(values), **kwargs)]
 
 
 def heads(*values):
@@ -83,39 +47,51 @@ def heads(*values):
 SWIN = dict(type='mmdet.SwinTransformer', embed_dims=16, depths=(2,), num_heads=(2,), strides=(4,))
 SWIN.update(out_indices=(0,), window_size=4)
 VITS = dict(type='mmseg.VisionTransformer', img_size=32, embed_dims=16, num_layers=2, num_heads=2)
-OF_OTHER_WIDTHS = [
-    ({}, widths(20, None), [], 'layers.0.ffn'),
-    ({}, widths(20, 20), widths(20, 24), 'layers.1.ffn'),
-    ({}, widths(20, None), widths(20, 24), 'layers.1.ffn'),  # ordinary, of the original width
-    ({}, heads((4, 8), None), [], 'layers.0.attn'),
-    ({}, heads((4, 4), None), heads((8, 4), None), 'layers.0.attn'),
-    (SWIN, heads((4, 4), None), [], 'stages.0.blocks.0.attn.w_msa'),
-    (SWIN, widths(20, 30), [], 'stages.0.blocks.0.ffn'),
-    (VITS, heads((4, 4), (4, 4)), heads((4, 8), (4, 4)), 'layers.0.attn'),
+CLASSIFIER = dict(
+    type='mmpretrain.ImageClassifier',
+    backbone=dict(type='mmpretrain.VisionTransformer', **dict(VIT, out_type='cls_token')),
+    head=dict(type='mmpretrain.LinearClsHead', num_classes=3, in_channels=16),
+)
+# A model, its structures, those of the weights, and the site where these are of something else.
+FORM, WIDTH = 'it has ', 'is .*, and not '
+REFUSED = [
+    ({}, idle([0.75, None]), idle(0.75), 'layers.1.ffn', FORM),
+    ({}, idle([None, None]), idle(0.75), 'layers.0.ffn', FORM),
+    ({}, widths(20, None), idle(0.75), 'layers.0.ffn', FORM),
+    ({}, widths(20, None), [], 'layers.0.ffn', WIDTH),
+    ({}, widths(20, 20), widths(20, 24), 'layers.1.ffn', WIDTH),
+    ({}, widths(20, None), widths(20, 24), 'layers.1.ffn', WIDTH),  # of the original width
+    ({}, heads((4, 8), None), [], 'layers.0.attn', WIDTH),
+    ({}, heads((4, 4), None), heads((8, 4), None), 'layers.0.attn', WIDTH),
+    (SWIN, heads((4, 4), None), [], 'stages.0.blocks.0.attn.w_msa', WIDTH),
+    (SWIN, widths(20, 30), [], 'stages.0.blocks.0.ffn', WIDTH),
+    (VITS, heads((4, 4), (4, 4)), heads((4, 8), (4, 4)), 'layers.0.attn', WIDTH),
+    (CLASSIFIER, widths(20, 20, where='backbone'), [], 'backbone.layers.0.ffn', WIDTH),
 ]
 
 
-@pytest.mark.parametrize('model, own, others, name', OF_OTHER_WIDTHS)
-def test_weights_of_other_widths_are_refused(model, own, others, name):
-    weights = build(others, **model).state_dict()
-    model = build(own, **model)
-    for load in (load_state_dict, nn.Module.load_state_dict):
-        with pytest.raises(CheckpointError, match=f"ordinary .* at '{name}'.* is .*, and not "):
-            load(model, weights, strict=False)
-        load(model, model.state_dict(), strict=True)
+@pytest.mark.parametrize('deploy', [False, True])
+@pytest.mark.parametrize('model, own, others, name, found', REFUSED)
+def test_weights_of_something_else_are_refused(model, own, others, name, found, deploy):
+    own, weights = (build(structures, **model) for structures in (own, others))
+    for each in (own, weights) if deploy else ():
+        if has_training_form(each):
+            each.switch_to_deploy()
+    for loaded in (own, copy.deepcopy(own), pickle.loads(pickle.dumps(own))):
+        for load in (load_state_dict, nn.Module.load_state_dict):
+            with pytest.raises(CheckpointError, match=f"ordinary .* at '{name}'.*{found}"):
+                load(loaded, weights.state_dict(), strict=False)
+            load(loaded, own.state_dict(), strict=True)
 
 
-def test_weights_of_other_widths_are_refused_in_named_backbones_and_whole_models():
-    swin = dict(arch=dict(embed_dims=16, depths=[2], num_heads=[2]), window_size=4)
-    named = dict(type='RePaSwinTransformer', **swin, out_indices=(0,), deploy=True)
-    weights = MODELS.build(named).state_dict()
-    narrow = MODELS.build(dict(named, structures=heads((4, 4), (4, 8))))
-    with pytest.raises(CheckpointError, match="at 'stages.0.blocks.0.attn.w_msa'"):
-        load_state_dict(narrow, weights, strict=False)
-    weights = build([], **CLASSIFIER).state_dict()
-    narrow = build([dict(type='Widths', widths=20, where='backbone')], **CLASSIFIER)
-    with pytest.raises(CheckpointError, match="at 'backbone.layers.0.ffn'"):
-        load_state_dict(narrow, weights, strict=False)
+def test_weights_of_forms_are_refused_in_parts_that_no_structure_is_for():
+    def parts(*where):
+        model = nn.ModuleDict({name: VisionTransformer(**VIT) for name in ('backbone', 'encoder')})
+        return add_structures_(model, [dict(type='ChannelIdle', where=name) for name in where])
+
+    weights = parts('backbone', 'encoder').state_dict()
+    with pytest.raises(CheckpointError, match="ordinary FFN at 'backbone.layers.0.ffn'"):
+        parts('encoder').load_state_dict(weights, strict=False)
 
 
 def test_tables_of_other_windows_are_left_to_the_codebase():
@@ -178,16 +154,10 @@ def test_other_weights_may_lack_and_have_what_torch_lets_them():
     found = model.load_state_dict(weights, strict=False)
     assert found.missing_keys == ['cls_token', 'layers.1.ffn.layers.1.bias']
     assert found.unexpected_keys == ['head.weight']
-    assert torch.equal(
-        model.layers[1].ffn.layers[1].weight, weights['layers.1.ffn.layers.1.weight']
-    )
+    name = 'layers.1.ffn.layers.1.weight'
+    assert torch.equal(model.get_parameter(name), weights[name])
 
 
-CLASSIFIER = dict(
-    type='mmpretrain.ImageClassifier',
-    backbone=dict(type='mmpretrain.VisionTransformer', **dict(VIT, out_type='cls_token')),
-    head=dict(type='mmpretrain.LinearClsHead', num_classes=3, in_channels=16),
-)
 MODELS_TO_SAVE = dict(
     restructured=lambda: build(idle([0.5, None])),
     poolformer=lambda: build(idle(0.75), type='mmpretrain.PoolFormer', **POOL),
@@ -233,6 +203,6 @@ def test_a_pickled_model_is_of_the_same_class_and_goes_on(protocol, randomize, r
         expected = finish_schedules_(other)(x)[0]
         other.switch_to_deploy()
         assert relative_error(other(x)[0], expected) < 1e-5
-    assert any(isinstance(m, Form) for m in model.modules())
+    assert has_training_form(model)
     # What it was built from is there as well.
     assert [*other.build_ordinary().state_dict()] == [*VisionTransformer(**VIT).state_dict()]

@@ -1,7 +1,6 @@
 """FFNs behind which a norm comes, in encoders and pixel decoders of whole models."""
 
 import copy
-from pathlib import Path
 
 import pytest
 import torch
@@ -25,23 +24,19 @@ pytest.importorskip('mmdet')
 
 IDLE = dict(type='Restructured', structures=[dict(type='ChannelIdle')])
 
-# An installed config, and the name of its decoder.
+# An installed config; its decoder is `transformer_decoder` if it predicts masks.
 CASES = {
-    'DETR': ('mmdet::detr/detr_r50_8xb2-150e_coco.py', 'decoder'),
-    'Conditional DETR': (
-        'mmdet::conditional_detr/conditional-detr_r50_8xb2-50e_coco.py',
-        'decoder',
-    ),
-    'DAB-DETR': ('mmdet::dab_detr/dab-detr_r50_8xb2-50e_coco.py', 'decoder'),
-    'Deformable DETR': ('mmdet::deformable_detr/deformable-detr_r50_16xb2-50e_coco.py', 'decoder'),
-    'DINO': ('mmdet::dino/dino-4scale_r50_8xb2-12e_coco.py', 'decoder'),
-    'DDQ': ('mmdet::ddq/ddq-detr-4scale_r50_8xb2-12e_coco.py', 'decoder'),
-    'MaskFormer': ('mmdet::maskformer/maskformer_r50_ms-16xb1-75e_coco.py', 'transformer_decoder'),
-    'Mask2Former': (
-        'mmdet::mask2former/mask2former_r50_8xb2-lsj-50e_coco.py',
-        'transformer_decoder',
-    ),
+    'DETR': 'detr/detr_r50_8xb2-150e_coco.py',
+    'Conditional DETR': 'conditional_detr/conditional-detr_r50_8xb2-50e_coco.py',
+    'DAB-DETR': 'dab_detr/dab-detr_r50_8xb2-50e_coco.py',
+    'Deformable DETR': 'deformable_detr/deformable-detr_r50_16xb2-50e_coco.py',
+    'DINO': 'dino/dino-4scale_r50_8xb2-12e_coco.py',
+    'DDQ': 'ddq/ddq-detr-4scale_r50_8xb2-12e_coco.py',
+    'MaskFormer': 'maskformer/maskformer_r50_ms-16xb1-75e_coco.py',
+    'Mask2Former': 'mask2former/mask2former_r50_8xb2-lsj-50e_coco.py',
 }
+SWIN = dict(type='mmdet.SwinTransformer', embed_dims=8, depths=(1, 1, 1, 1))
+SWIN.update(num_heads=(1, 1, 2, 2), out_indices=(1, 2, 3))
 
 
 def model_config(case):
@@ -51,7 +46,7 @@ def model_config(case):
         init_default_scope('mmdet')
         backbone = dict(type='ResNet', depth=18, out_indices=(1, 2, 3))
         return ConfigDict(co_detr(backbone, [128, 256, 512], None))
-    cfg = load_config(CASES[case][0])
+    cfg = load_config(f'mmdet::{CASES[case]}')
     model = cfg.model
     model.backbone.update(depth=18, init_cfg=None)
     channels = [64, 128, 256, 512]
@@ -100,7 +95,8 @@ def outputs(model, batch):
 
 @pytest.mark.parametrize('case', CASES)
 def test_the_merged_model_computes_what_was_trained(case, randomize, relative_error):
-    model, decoder = build(case, randomize), CASES[case][1]
+    model = build(case, randomize)
+    decoder = 'transformer_decoder' if 'Former' in case else 'decoder'
     assert len(ffn_sites(model)) == len(ffn_sites(model, 'encoder')) == 2
     assert len(ffn_sites(model, decoder)) == 2
     idle(model, 0.875)
@@ -135,25 +131,14 @@ def test_what_is_padded_is_no_input_of_a_head(case, randomize):
     torch.testing.assert_close(memory[:1], alone, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize('case', ['DETR', 'DINO', 'Mask2Former'])
-def test_without_idle_channels_the_model_is_the_same(case, randomize, relative_error):
-    model = build(case, randomize)
-    batch, same = data(model), idle(copy.deepcopy(model), 0)
-    with torch.no_grad():
-        for other in (same, repa_mm.reparameterize(same)):
-            for a, b in zip(tensors(head_inputs(other, batch)), tensors(head_inputs(model, batch))):
-                assert relative_error(a, b) < 1e-5
-
-
 def test_a_segmentor(randomize, relative_error):
     mmseg = pytest.importorskip('mmseg')
-    configs = Path(mmseg.__file__).parent / '.mim/configs'
-    if not configs.is_dir():
+    name = 'mmseg::mask2former/mask2former_r50_8xb2-160k_ade20k-512x512.py'
+    try:
+        model = load_config(name).model
+    except FileNotFoundError:
         pytest.skip('MMSegmentation has been installed without its configs')
-    name = 'mask2former/mask2former_r50_8xb2-160k_ade20k-512x512.py'
-    model = load_config(str(configs / name)).model
-    model.backbone.update(depth=18, init_cfg=None)
-    model.backbone.pop('pretrained', None)
+    model.backbone = dict(type='mmdet.ResNet', depth=18)
     model.decode_head.in_channels = [64, 128, 256, 512]
     model.pretrained = None
     model = randomize(MODELS.build(model))
@@ -168,7 +153,7 @@ def test_a_segmentor(randomize, relative_error):
         assert all(relative_error(a, b) < 1e-5 for a, b in pairs)
 
 
-@pytest.mark.parametrize('case', ['DETR', 'DINO', 'Co-DETR', 'MaskFormer', 'Mask2Former'])
+@pytest.mark.parametrize('case', ['DETR', 'DINO', 'Co-DETR', 'Mask2Former'])
 def test_a_conversion_and_its_config(case, randomize):
     model = build(case, randomize)
     batches = [data(model), data(model, (128, 96))]
@@ -193,24 +178,22 @@ def test_a_conversion_and_its_config(case, randomize):
 
 
 def test_a_backbone_and_an_encoder_of_two_ratios(randomize):
-    swin = dict(type='mmdet.SwinTransformer', embed_dims=8, depths=(1, 1, 1, 1))
-    swin.update(num_heads=(1, 1, 2, 2), out_indices=(1, 2, 3))
     cfg = model_config('Deformable DETR')
-    cfg.backbone, cfg.neck.in_channels = swin, [16, 32, 64]
+    cfg.backbone, cfg.neck.in_channels = SWIN, [16, 32, 64]
     structures = [
         dict(type='ChannelIdle', where='backbone', idle_ratio=0.75),
         dict(type='ChannelIdle', where='encoder', idle_ratio=[0.5, 0.875]),
     ]
     model = MODELS.build(dict(type='Restructured', model=cfg, structures=structures))
-    shares = [site.module.num_idle / site.module.feedforward_channels for site in ffn_sites(model)]
+    ffns = [site.module for site in ffn_sites(model)]
+    shares = [ffn.num_idle / ffn.feedforward_channels for ffn in ffns]
     assert shares == pytest.approx([0.75] * 4 + [0.5, 0.875], abs=1e-3)
     batch = data(model)
     model.train()
-    losses = tensors(head_inputs(model, batch))
-    sum(loss.square().mean() for loss in losses).backward()
-    assert all(p.grad is not None for site in ffn_sites(model) for p in site.module.parameters())
+    sum(loss.square().mean() for loss in tensors(head_inputs(model, batch))).backward()
+    assert all(p.grad is not None for ffn in ffns for p in ffn.parameters())
     with pytest.raises(ValueError, match="no site for ChannelIdle in 'neck'"):
-        idle(build('DETR', randomize), where='neck')
+        idle(model, where='neck')
 
 
 def test_ordinary_weights_of_a_whole_model_fill_the_forms(randomize, tmp_path):
@@ -218,14 +201,9 @@ def test_ordinary_weights_of_a_whole_model_fill_the_forms(randomize, tmp_path):
     ordinary = build('DINO', randomize)
     path = str(tmp_path / 'dino.pth')
     torch.save(dict(state_dict=ordinary.state_dict()), path)
-    model = MODELS.build(
-        dict(
-            type='Restructured',
-            model=model_config('DINO'),
-            structures=[dict(type='ChannelIdle', where='encoder', idle_ratio=0)],
-            init_cfg=dict(type='Pretrained', checkpoint=path),
-        )
-    )
+    structures = [dict(type='ChannelIdle', where='encoder', idle_ratio=0)]
+    cfg = dict(type='Restructured', model=model_config('DINO'), structures=structures)
+    model = MODELS.build(dict(cfg, init_cfg=dict(type='Pretrained', checkpoint=path)))
     model.init_weights()
     model.eval()
     batch = data(ordinary)
@@ -235,14 +213,12 @@ def test_ordinary_weights_of_a_whole_model_fill_the_forms(randomize, tmp_path):
 
 def test_forms_of_a_backbone_inside_of_another_structure(randomize, tmp_path):
     """They are filled with the weights that the backbone's own config names."""
-    swin = dict(type='mmdet.SwinTransformer', embed_dims=8, depths=(1, 1, 1, 1))
-    swin.update(num_heads=(1, 1, 2, 2), out_indices=(1, 2, 3))
     path = str(tmp_path / 'swin.pth')
-    weights = randomize(MODELS.build(dict(IDLE, model=swin))).state_dict()
+    weights = randomize(MODELS.build(dict(IDLE, model=SWIN))).state_dict()
     torch.save(dict(state_dict=weights), path)
     cfg = model_config('DINO')
     init_cfg = dict(type='Pretrained', checkpoint=path)
-    cfg.backbone = dict(IDLE, model=swin, init_cfg=init_cfg)
+    cfg.backbone = dict(IDLE, model=SWIN, init_cfg=init_cfg)
     cfg.neck.in_channels = [16, 32, 64]
     structures = [dict(type='ChannelIdle', where='encoder')]
     model = MODELS.build(dict(type='Restructured', model=cfg, structures=structures))
@@ -255,9 +231,8 @@ def mmcv_encoder(order=('self_attn', 'norm', 'ffn', 'norm')):
     """As of Co-DETR: tokens (N, B, C), and layers of mmcv."""
     attention = dict(type='MultiheadAttention', embed_dims=16, num_heads=2)
     ffn = dict(type='FFN', feedforward_channels=64, ffn_drop=0.0)
-    layer = dict(
-        type='BaseTransformerLayer', attn_cfgs=attention, ffn_cfgs=ffn, operation_order=order
-    )
+    layer = dict(type='BaseTransformerLayer', attn_cfgs=attention, ffn_cfgs=ffn)
+    layer.update(operation_order=order)
     return TransformerLayerSequence(layer, num_layers=2)
 
 
@@ -274,9 +249,6 @@ def test_layers_of_mmcv(randomize, relative_error):
     same = repa_mm.reparameterize(idle(copied(model), 0.0))
     assert relative_error(encode(same, x), encode(model, x)) < 1e-5
     batches = [torch.randn(60, 2, 16) for _ in range(3)]
-    narrow, report = narrowed(model, batches, 0.5, forward=encode, held_out=[x])
-    assert [site.modules().fc1.out_features for site in ffn_sites(narrow)] == [32, 32]
-    assert report.differences[0] < 0.1
     fitted, report = fit_channel_idle(model, batches, forward=encode, held_out=[x])
     assert report.differences[0] < 0.1
     assert relative_error(encode(repa_mm.reparameterize(fitted), x), encode(fitted, x)) < 1e-5
