@@ -10,6 +10,7 @@ import torch.nn as nn
 from mmengine.config import Config
 from mmengine.registry import MODELS, init_default_scope
 
+import repa_mm
 from repa_mm.reparam import ChannelIdleFFN
 from tests.shared import check_norms_decay_alike
 
@@ -93,3 +94,17 @@ def test_six_lines_of_readme(tmp_path, quick_init):
     check_norms_decay_alike(model, cfg.optim_wrapper)
     shapes, others = ({k: v.shape for k, v in m.state_dict().items()} for m in (model, expected))
     assert shapes == others
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('path', list(swin_configs()))
+def test_whole_model(path, tmp_path, quick_init):
+    cfg = user_config(tmp_path, path)
+    if cfg.model.get('language_model'):
+        pytest.skip('the language model is downloaded')
+    model = repa_mm.reparameterize(MODELS.build(cfg.model).eval())
+    swin = cfg.model.backbone.model
+    size = swin.get('img_size', 64)
+    with torch.no_grad():
+        maps = model.extract_feat(torch.zeros(1, swin.get('in_channels', 3), size, size))
+    assert all(torch.is_tensor(x) for x in maps)
