@@ -63,17 +63,17 @@ def main() -> None:
     args = parse_args()
     with readable_errors():
         cfg = load_config(args.config, args.cfg_options)
-        images = images_to_quantize(cfg, args.num_images, args.images)
+        images, others = images_to_quantize(cfg, args.num_images, args.images)
         result = quantize(
-            open_model(cfg, args.checkpoint, merge=True), args.out, *images, args.tolerance,
-            args.shape, args.batch,
+            open_model(cfg, args.checkpoint, merge=True), args.out, images, others,
+            args.tolerance, args.shape, args.batch,
         )  # fmt: skip
     layers = result['layers'].values()
     if result['in_float']:
         print(f'in int8 these parts do not agree; in float: {", ".join(result["in_float"])}')
     print(
         f'wrote {args.out}: {sum(layers)} of {len(layers)} layers are in int8; agreement with '
-        f'PyTorch {result["agreement"]:.4f} on {result["images"]} images that it was not '
+        f'PyTorch {result["agreement"]:.4f} on {len(others)} images that it was not '
         f'calibrated on (1 is the same, less than {args.tolerance} is refused)'
     )
 

@@ -8,15 +8,7 @@ from mmengine.registry import MODELS
 
 import repa_mm
 from repa_mm.apis.features import relative_error, tensors
-from repa_mm.export import (
-    ExportedModel,
-    Session,
-    agreeing_onnx,
-    agreement,
-    noise,
-    resized,
-    whole_onnx,
-)
+from repa_mm.export import ExportedModel, Session, agreeing_onnx, noise, resized, whole_onnx
 from repa_mm.export.exporter import to_onnx
 from repa_mm.faster import trace_any_size_
 from repa_mm.reparam import finish_schedules_
@@ -154,7 +146,7 @@ def test_backbones_as_the_docs_export_them(built, tmp_path, monkeypatch):
 UNKNOWN = [
     # Pixels of the image before its resizing.
     ('retinanet', {'test_cfg.min_bbox_size': 20}, 'differs from PyTorch by .*nothing is written'),
-    ('mask_rcnn', {'roi_head.bbox_roi_extractor.roi_layer.pool_mode': 'max'}, "RoIAlign of 'max'"),
+    ('mask_rcnn', {'roi_head.bbox_roi_extractor.roi_layer.pool_mode': 'max'}, 'differs'),
 ]
 
 
@@ -213,32 +205,6 @@ def test_images_of_one_channel(task, key, swap, plain):
         expected = model.test_step(copy.deepcopy(data))[0]
     found = ExportedModel(content, model.data_preprocessor).test_step(data)[0]
     assert len(found.get(key)) == len(expected.get(key)) > 5
-
-
-@pytest.mark.parametrize('head', [dict(thr=0.5), dict(topk=2)])
-@torch.no_grad()
-def test_classifiers_with_several_labels(head, plain):
-    head = dict(head, type='MultiLabelLinearClsHead', num_classes=7, in_channels=64, _delete_=True)
-    model = plain('classifier', head=head)
-    images = noise(model.cfg)
-
-    def predictions(model):
-        return [model.test_step(copy.deepcopy(data))[0] for data in images]
-
-    if 'thr' in head:  # between the scores of two images
-        scores = torch.stack([x.pred_score for x in predictions(model)])
-        low, high = scores.aminmax(dim=0)
-        model.head.thr = float(((low + high) / 2)[(high - low).argmax()])
-    content, error = agreeing_onnx(model, images, (64, 96))
-    assert error <= 1e-4
-    exported, expected = ExportedModel(content, model.data_preprocessor), predictions(model)
-    assert len({tuple(x.pred_label.tolist()) for x in expected}) > 1 or 'topk' in head
-    for a, b in zip(predictions(exported), expected):
-        torch.testing.assert_close(a.pred_score, b.pred_score, atol=1e-5, rtol=0)
-        assert {*a.pred_label.tolist()} == {*b.pred_label.tolist()}
-    assert agreement(model, exported, images) > 0.999
-    model.head.thr = 2.0  # the file has its own
-    assert agreement(model, exported, images) < 0.9
 
 
 def test_trained_detectors_are_compared_too(plain):
