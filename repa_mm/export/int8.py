@@ -52,8 +52,8 @@ def quantize(
         batch (int): Number of images that the file is fixed to, if there is a shape. Defaults to 1.
 
     Returns:
-        dict: ``agreement``, ``layers`` (by name, whether in int8) and ``in_float``, the names of
-        the parts that had to stay in float.
+        dict: ``agreement``, ``layers`` (by name, whether in int8) and ``backbone_only``, True if
+        neck and heads had to stay in float.
 
     Raises:
         ValueError: If the file does not agree with the model, nor does the model in ONNX and float,
@@ -89,11 +89,8 @@ def quantize(
             'lower agreement (--tolerance)'
         )
     _write_openvino(out, quantized)
-    layers, in_float = layers_in_int8(quantized), []
-    if backbone_only:
-        names = [name.split('/') for name, is_int8 in layers.items() if not is_int8]
-        in_float = [n for n, _ in model.named_children() if any(n in parts for parts in names)]
-    return dict(agreement=found, layers=layers, in_float=in_float)
+    layers = layers_in_int8(quantized)
+    return dict(agreement=found, layers=layers, backbone_only=backbone_only)
 
 
 def _in_int8(content: bytes, strengths: dict, backbone_only: bool, dataset):

@@ -36,7 +36,7 @@ pytest.importorskip('mmseg')
 
 
 def test_every_row_is_tested():
-    assert {*TABLE} == {*TASKS, *DETRS, *MASK_MODELS, *OTHERS} - {'two stages', 'instances'}
+    assert {*TABLE} == {*TASKS, *DETRS, *MASK_MODELS, *OTHERS}
     assert all(re.match('yes|no', cell) for row in TABLE.values() for cell in row[EXPORT:])
     assert all((row[INT8] == 'yes') == row[EXPORT].startswith('yes') for row in TABLE.values())
 
@@ -97,8 +97,7 @@ def test_products_in_8_bits(family, tmp_path, monkeypatch):
 
 # Each is like another: a Cascade Mask R-CNN has what the first two have, RetinaNet, FCOS and GFL
 # what the next two have.
-LIKE_OTHERS = 'Faster R-CNN', 'Cascade R-CNN', 'ATSS', 'RTMDet', 'two stages'
-LIKE_OTHERS += 'Conditional DETR', 'DAB-DETR'
+LIKE_OTHERS = 'Faster R-CNN', 'Cascade R-CNN', 'ATSS', 'RTMDet', 'Conditional DETR', 'DAB-DETR'
 # Those in TASKS are compared in test_runtime_model.
 COMPARED = [
     pytest.param(family, marks=pytest.mark.slow if family in LIKE_OTHERS else [])
@@ -118,7 +117,7 @@ def test_exports(family, tmp_path):
     if family == 'DINO':
         cfg.model.data_preprocessor.pad_size_divisor = 32
     model, images = small_model(cfg), small_images(cfg)
-    if family in TABLE and not TABLE[family][EXPORT].startswith('yes'):
+    if not TABLE[family][EXPORT].startswith('yes'):
         with pytest.raises(ValueError, match='does not know how a'):
             agreeing_onnx(model, images, (128, 160))
         return
@@ -136,6 +135,7 @@ def test_exports(family, tmp_path):
     proto = onnx.load_from_string(content)
     onnx.checker.check_model(proto, full_check=True)
     assert {node.domain for node in proto.graph.node} == {''}
+    assert proto.opset_import[0].version == 17
     has_levels = hasattr(model, 'gen_encoder_output_proposals') or family in MASK_MODELS
     assert has_levels == ('GridSample' in {node.op_type for node in proto.graph.node})
     of_several_sizes = hasattr(model, 'bbox_head') or hasattr(model, 'roi_head')

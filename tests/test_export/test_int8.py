@@ -65,25 +65,6 @@ def learned(tmp_path_factory):
     return get
 
 
-@pytest.fixture(scope='session')
-def floats():
-    """What models are in ONNX, by their weights."""
-    return {}
-
-
-@pytest.fixture(autouse=True)
-def _exported_once(floats, monkeypatch):
-    export = int8.agreeing_onnx
-
-    def once(model, images):
-        key = tuple(float(p.detach().double().abs().sum()) for p in model.parameters())
-        if key not in floats:
-            floats[key] = export(model, images)
-        return floats[key]
-
-    monkeypatch.setattr(int8, 'agreeing_onnx', once)
-
-
 def scenes(task, seed=1, number=12):
     rng = np.random.default_rng(seed)
     return [batch(rng, task) for _ in range(number)]
@@ -170,7 +151,7 @@ def test_outliers_of_convolutions(tmp_path, monkeypatch):
     assert agreement(model, exported, [data]) >= 0.85
     monkeypatch.setattr(int8, 'ATTEMPTS', [ATTEMPTS[0], ATTEMPTS[2]])
     done = int8.quantize(model, file, scenes('classifier'), others, **kwargs)
-    assert done['in_float'] == ['head']
+    assert done['backbone_only']
     assert done['layers'] == {n: '/backbone/' in n for n in done['layers']}
 
 

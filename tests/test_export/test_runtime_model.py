@@ -43,16 +43,11 @@ BATCHES = dict(
     classification=[[(256, 224)], [(230, 300)] * 3],
 )
 TASKS = ('retinanet', 'mask_rcnn', 'upernet', 'slide', 'classifier')
-CASES = [
-    pytest.param(task, repa, marks=[] if repa else pytest.mark.slow)
-    for task in TASKS
-    for repa in (True, False)
-]
 
 
-@pytest.mark.parametrize('task, repa', CASES)
-def test_agrees_with_test_step(task, repa, exported):
-    config, _, model, file = exported(task, repa)
+@pytest.mark.parametrize('task', TASKS)
+def test_agrees_with_test_step(task, exported):
+    config, _, model, file = exported(task)
     deployed, images = ExportedModel(file, model.data_preprocessor), noise(load_config(config))
     for sizes in BATCHES[deployed.session.metadata['task']]:
         check_file(model, deployed, images, sizes)

@@ -53,7 +53,7 @@ def test_a_co_detr_agrees_with_test_step(kind):
 
 def test_what_no_graph_predicts_is_refused():
     """Other heads of a Co-DETR, and a Mask2Former that predicts nothing."""
-    detector, mask_model = co_detector()[0], random_model(mask_config('instances'))
+    detector, mask_model = co_detector()[0], random_model(mask_config('Mask2Former'))
     detector.eval_module = 'two-stage'
     mask_model.panoptic_fusion_head.test_cfg = dict(panoptic_on=False)
     for model, said in (

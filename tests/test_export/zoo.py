@@ -28,11 +28,9 @@ DETRS = {
     'Conditional DETR': 'conditional_detr/conditional-detr_r50_8xb2-50e_coco.py',
     'DAB-DETR': 'dab_detr/dab-detr_r50_8xb2-50e_coco.py',
     'Deformable DETR': 'deformable_detr/deformable-detr_r50_16xb2-50e_coco.py',
-    'two stages': 'deformable_detr/deformable-detr-refine-twostage_r50_16xb2-50e_coco.py',
     'DINO': 'dino/dino-4scale_r50_8xb2-12e_coco.py',
 }
 MASK_MODELS = {
-    'instances': 'mmdet::mask2former/mask2former_r50_8xb2-lsj-50e_coco.py',
     'Mask2Former': 'mmdet::mask2former/mask2former_r50_8xb2-lsj-50e_coco-panoptic.py',
     'Mask2Former of MMSegmentation': 'mmseg::mask2former/mask2former_r50_8xb2-160k_'
     'ade20k-512x512.py',
@@ -123,9 +121,9 @@ CHANNELS_, HEADS_, IDLE, EXPORT, INT8 = range(5)
 
 
 def detr_config(family, **options):
-    deformable = family in ('DINO', 'Deformable DETR', 'two stages')
+    deformable = family in ('DINO', 'Deformable DETR')
     # Fixed in MMDetection, that of DINO in 3.3.
-    dims = 256 if family in ('DINO', 'two stages', 'Conditional DETR') else 32
+    dims = 256 if family in ('DINO', 'Conditional DETR') else 32
     attention = dict(embed_dims=dims, num_heads=4)
     cross = dict(attention, num_points=2) if deformable else attention
     layer = dict(self_attn_cfg=attention, ffn_cfg=dict(embed_dims=dims, feedforward_channels=48))
@@ -145,7 +143,7 @@ def detr_config(family, **options):
 
 
 def mask_config(family):
-    """Of a Mask2Former for instances, panoptic maps and instances, or label maps."""
+    """Of a Mask2Former for panoptic maps and instances, or for label maps."""
     attention = dict(embed_dims=32, num_heads=4)
     ffn = dict(ffn_cfg=dict(embed_dims=32, feedforward_channels=48))
     encoder = dict(
@@ -168,17 +166,15 @@ def mask_config(family):
         backbone = dict(RESNET, norm_cfg=dict(type='BN'))
         options = dict(backbone=backbone, decode_head=dict(head, num_classes=5))
         return load_config(MASK_MODELS[family], dict(model=options))
-    panoptic = family == 'Mask2Former'
-    classes = dict(num_things_classes=5 - 2 * panoptic, num_stuff_classes=2 * panoptic)
+    classes = dict(num_things_classes=3, num_stuff_classes=2)
     options = dict(
         backbone=RESNET,
         panoptic_head=dict(head, **classes),
         panoptic_fusion_head=classes,
-        test_cfg=dict(max_per_image=20, panoptic_on=panoptic, instance_on=True),
-        data_preprocessor=dict(pad_size_divisor=96 if panoptic else 32),
+        # Some queries, and most of their masks, are kept.
+        test_cfg=dict(max_per_image=20, instance_on=True, object_mask_thr=0.2, iou_thr=0.1),
+        data_preprocessor=dict(pad_size_divisor=96),
     )
-    if panoptic:  # some queries, and most of their masks, are kept
-        options['test_cfg'].update(object_mask_thr=0.2, iou_thr=0.1)
     return load_config(MASK_MODELS[family], dict(model=options))
 
 
@@ -193,7 +189,7 @@ def small_config(family, folder):
     else:
         cfg = detr_config(family) if family in DETRS else mask_config(family)
     # An option that the docs name.
-    for key, value in re.findall(r'`([\w.]+)=([^`]+)`', TABLE.get(family, [''] * 5)[EXPORT]):
+    for key, value in re.findall(r'`([\w.]+)=([^`]+)`', TABLE[family][EXPORT]):
         cfg.merge_from_dict({f'model.{key}': literal_eval(value)})
     cfg.model.pop('pretrained', None)
     cfg.model.pop('init_cfg', None)
