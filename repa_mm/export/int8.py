@@ -31,8 +31,6 @@ def quantize(
     calibration: Sequence[dict],
     held_out: Sequence[dict],
     tolerance: float = MIN_AGREEMENT,
-    shape: Sequence[int] | None = None,
-    batch: int = 1,
 ) -> dict:
     """Write a whole model with layers in int8, if the file finds what the model finds.
 
@@ -47,9 +45,6 @@ def quantize(
         calibration (Sequence[dict]): Batches of one image, for the ranges of activations.
         held_out (Sequence[dict]): Batches of one image, to compare the file with the model.
         tolerance (float): Smallest acceptable :func:`~repa_mm.export.agreement`. Defaults to 0.98.
-        shape (Sequence[int], optional): Height and width that the file is fixed to. Defaults to
-            None: any.
-        batch (int): Number of images that the file is fixed to, if there is a shape. Defaults to 1.
 
     Returns:
         dict: ``agreement``, ``layers`` (by name, whether in int8) and ``backbone_only``, True if
@@ -68,15 +63,11 @@ def quantize(
         return {'image': model.data_preprocessor(data, False)['inputs'].numpy()}
 
     model = set_shortcut_(copied(model).cpu(), 'outside')
-    number = batch if shape else 1
-    parts = [held_out[i : i + number] for i in range(0, len(held_out), number)]
     # Predictions in the size that the model sees: the file cannot resize a segmentor's scores.
-    held_out = [resized(x, [shape or x[0]['inputs'][0].shape[1:]] * number) for x in parts]
+    held_out = [resized([data], [data['inputs'][0].shape[1:]]) for data in held_out]
     content, _ = agreeing_onnx(model, calibration[:NUM_IMAGES])
     for strengths, backbone_only in ATTEMPTS:
         quantized = _in_int8(content, strengths, backbone_only, nncf.Dataset(calibration, feed))
-        if shape:
-            quantized.reshape([batch, len(calibration[0]['inputs'][0]), *shape])
         # In float32, so that the figure does not depend on what else this processor rounds.
         exported = ExportedModel(quantized, model.data_preprocessor, 'f32')
         found = agreement(model, exported, held_out)
