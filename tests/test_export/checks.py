@@ -8,8 +8,9 @@ from repa_mm.export import resized
 
 
 def check_objects(actual, expected):
-    """Every object has a counterpart, and boxes differ more than they may."""
-    assert len(actual) == len(expected) > 5 and expected.bboxes.std(0).max() > 0.1
+    """Every object has a counterpart, and boxes, or else masks, tell them apart."""
+    assert len(actual) == len(expected) > 5
+    assert 'masks' in expected or expected.bboxes.std(0).max() > 0.1
     boxes = (expected.bboxes[:, None] - actual.bboxes).abs().amax(2)
     fits = (boxes < 1e-2) & (expected.labels[:, None] == actual.labels)
     fits &= (expected.scores[:, None] - actual.scores).abs() < 1e-4
@@ -21,7 +22,7 @@ def check_objects(actual, expected):
 
 
 def check_maps(actual, expected, largest=1e-3):
-    assert len(expected.unique()) > 1 and torch.equal(actual.unique(), expected.unique())
+    assert len(expected.unique()) > 1
     assert actual.shape == expected.shape and actual.dtype == expected.dtype
     assert (actual != expected).float().mean() <= largest
 

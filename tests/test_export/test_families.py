@@ -140,6 +140,8 @@ def test_exports(family, tmp_path):
     assert has_levels == ('GridSample' in {node.op_type for node in proto.graph.node})
     of_several_sizes = hasattr(model, 'bbox_head') or hasattr(model, 'roi_head')
     batches = OF_DETECTORS if of_several_sizes else SIZES
+    if is_dense:  # not those where two boxes overlap by the threshold, but for rounding
+        batches = [[(128, 160), (96, 200)]]
     found = [x for sizes in batches for x in check_file(model, exported, images, sizes)]
     if family == 'Mask2Former':  # two objects of one map, classes without objects, and nothing
         seen = {i for x in found for i in x.pred_panoptic_seg.sem_seg.unique().tolist()}
