@@ -14,7 +14,7 @@ from repa_mm.io.configs import load_config
 from tests.conftest import random_model
 from tests.test_export.conftest import without_bias_correction, write_config
 from tests.test_export.rectangles import batch, train
-from tests.test_export.zoo import detr_config, small_model
+from tests.test_export.zoo import detr_config, spread
 
 # Iterations, learning rate, and the agreement of very small models that have trained for seconds.
 # Without 8-bit products (VNNI) a processor's sums of pairs saturate, and files agree less.
@@ -44,7 +44,7 @@ def learned(tmp_path_factory):
         if task not in made:
             torch.manual_seed(0)
             if task == 'dino':
-                model = small_model(detr_config('DINO'))
+                model = spread(random_model(detr_config('DINO')))
                 train(model, task, *LEARN[task][:2])
                 made[task] = None, None, model
                 return made[task]

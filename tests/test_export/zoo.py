@@ -203,8 +203,16 @@ def small_images(cfg):
 
 
 def small_model(cfg):
-    """Weights tell queries, levels, points and classes apart, as training does."""
-    model, generator = _randomize(random_model(cfg)), torch.Generator().manual_seed(1)
+    model = spread(_randomize(random_model(cfg)))
+    head = getattr(model, 'panoptic_head', None) or getattr(model, 'decode_head', None)
+    if hasattr(head, 'mask_embed'):
+        _tell_queries_apart(model, head)
+    return model
+
+
+def spread(model):
+    """Weights that tell queries, levels, points and classes apart, as training does."""
+    generator = torch.Generator().manual_seed(1)
     for name, parameter in model.named_parameters():
         if not name.startswith('backbone') and parameter.ndim > 1:
             is_code = any(part in name for part in ('query_embed', 'query_feat', 'level_'))
@@ -213,9 +221,6 @@ def small_model(cfg):
             parameter.data.normal_(0, scale, generator=generator)
         elif name.startswith('memory_trans') and name.endswith('bias'):
             parameter.data.zero_()  # so that what is no proposal is not among the best
-    head = getattr(model, 'panoptic_head', None) or getattr(model, 'decode_head', None)
-    if hasattr(head, 'mask_embed'):
-        _tell_queries_apart(model, head)
     return model
 
 
