@@ -138,8 +138,9 @@ def _add_label_map(sample: BaseDataElement, outputs: dict, metadata: dict) -> No
 
 
 def _add_scores(sample: BaseDataElement, outputs: dict, metadata: dict) -> None:
+    label = outputs['labels'].long()
     sample.set_pred_score(outputs['scores'])
-    sample.set_pred_label(outputs['labels'].long()[None])
+    sample.set_pred_label(label.nonzero()[:, 0] if label.ndim else label[None])
 
 
 #: Functions that add the outputs for one image to its data sample, by task.

@@ -221,20 +221,29 @@ class WholeInstances(WholeModel):
 
 
 class WholeClassifier(WholeModel):
-    """An ``ImageClassifier`` that predicts scores (B, classes) and labels (B, ) from images."""
+    """An ``ImageClassifier`` that predicts scores (B, classes) and labels (B, ) from images.
+
+    If images have several labels, the labels are (B, classes), True for each label of the image.
+    """
 
     task = 'classification'
     outputs = ('scores', 'labels')
 
     def __init__(self, model: nn.Module) -> None:
-        from mmpretrain.models.heads import ClsHead
+        from mmpretrain.models.heads import ClsHead, MultiLabelClsHead
 
         super().__init__(model)
-        require(model.head, [ClsHead], ['predict', '_get_predictions'])
+        require(model.head, [ClsHead, MultiLabelClsHead], ['predict', '_get_predictions'])
+        self.several = isinstance(model.head, MultiLabelClsHead)
 
     def forward(self, image: torch.Tensor):
-        scores = self.model(self.pad(image)).softmax(1)
-        return scores, scores.argmax(1)
+        logits = self.model(self.pad(image))
+        if not self.several:
+            scores = logits.softmax(1)
+            return scores, scores.argmax(1)
+        head, scores = self.model.head, logits.sigmoid()
+        least = head.thr if head.thr is not None else scores.topk(head.topk, 1)[0][:, -1:]
+        return scores, scores >= least
 
 
 WHOLE_MODELS = dict(

@@ -137,7 +137,6 @@ REFUSED = {
     'mmdet::ddq/ddq-detr-4scale_r50_8xb2-12e_coco.py': 'DDQDETRHead',
     'mmseg::point_rend/pointrend_r101_4xb2-80k_cityscapes-512x1024.py': 'CascadeEncoderDecoder',
     'mmseg::maskformer/maskformer_r50-d32_8xb2-160k_ade20k-512x512.py': 'MaskFormerHead',
-    'mmpretrain::vgg/vgg16_8xb16_voc.py': 'MultiLabelClsHead .* it knows ClsHead',
 }
 
 
