@@ -8,7 +8,15 @@ from mmengine.registry import MODELS
 
 import repa_mm
 from repa_mm.apis.features import relative_error, tensors
-from repa_mm.export import ExportedModel, Session, agreeing_onnx, noise, resized, whole_onnx
+from repa_mm.export import (
+    ExportedModel,
+    Session,
+    agreeing_onnx,
+    agreement,
+    noise,
+    resized,
+    whole_onnx,
+)
 from repa_mm.export.exporter import to_onnx
 from repa_mm.faster import trace_any_size_
 from repa_mm.reparam import finish_schedules_
@@ -184,6 +192,24 @@ def test_images_of_one_channel(task, key, swap, plain):
         expected = model.test_step(copy.deepcopy(data))[0]
     found = ExportedModel(content, model.data_preprocessor).test_step(data)[0]
     assert len(found.get(key)) == len(expected.get(key)) > 5
+
+
+@pytest.mark.parametrize('head', [dict(thr=0.5), dict(topk=2)])
+@torch.no_grad()
+def test_classifiers_with_several_labels(head, plain):
+    head = dict(head, type='MultiLabelLinearClsHead', num_classes=7, in_channels=64, _delete_=True)
+    model = plain('classifier', head=head)
+    images = noise(model.cfg)
+    if 'thr' in head:  # between the scores of two images
+        scores = [model.test_step(copy.deepcopy(data))[0].pred_score for data in images]
+        low, high = torch.stack(scores).aminmax(dim=0)
+        model.head.thr = float(((low + high) / 2)[(high - low).argmax()])
+    content, error = agreeing_onnx(model, images, (64, 96))
+    assert error <= 1e-4
+    exported = ExportedModel(content, model.data_preprocessor)
+    assert agreement(model, exported, images) > 0.999
+    model.head.thr = 2.0  # the file has its own
+    assert agreement(model, exported, images) < 0.9
 
 
 def test_thresholds_are_compared_and_what_is_below_them(plain, monkeypatch):
