@@ -109,8 +109,8 @@ def _at_size(maps: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
 def _objects(outputs: dict, scale: Sequence[float]) -> InstanceData:
     """Return the objects, with boxes divided by (x, y); other rows have the label -1."""
     found = {name: x[outputs['labels'] >= 0] for name, x in outputs.items()}
-    found['bboxes'] = found.pop('boxes') / torch.tensor(scale).repeat(2)
-    return InstanceData(**found)
+    boxes = found.pop('boxes')
+    return InstanceData(bboxes=boxes / boxes.new_tensor(scale).repeat(2), **found)
 
 
 def _add_boxes(sample: BaseDataElement, outputs: dict, metadata: dict) -> None:
