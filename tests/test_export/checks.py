@@ -22,7 +22,7 @@ def check_objects(actual, expected):
 
 
 def check_maps(actual, expected, largest=1e-3):
-    assert len(expected.unique()) > 1
+    assert len(expected.unique()) > 1 and torch.equal(actual.unique(), expected.unique())
     assert actual.shape == expected.shape and actual.dtype == expected.dtype
     assert (actual != expected).float().mean() <= largest
 
