@@ -77,37 +77,21 @@ def installed(wheel, tmp_path_factory):
     return target
 
 
-def test_the_wheel_holds_the_package_and_nothing_beside_it(wheel):
+def test_what_the_wheel_holds(wheel):
+    """The package with what MIM looks for, and no requirement of an mm* package."""
     assert wheel.name == f'repa_mm-{repa_mm.__version__}-py3-none-any.whl'
-    names = zipfile.ZipFile(str(wheel)).namelist()
-    info = f'repa_mm-{repa_mm.__version__}.dist-info'
+    archive = zipfile.ZipFile(wheel)
+    names, info = archive.namelist(), f'repa_mm-{repa_mm.__version__}.dist-info'
     assert {name.split('/')[0] for name in names} == {'repa_mm', info}
     sources = {
         path.relative_to(ROOT).as_posix()
         for path in (ROOT / 'repa_mm').rglob('*')
         if path.suffix in ('.py', '.typed') and '.mim' not in path.parts
     }
-    packed = {name for name in names if name.startswith('repa_mm/') and '/.mim/' not in name}
-    assert sources == packed
-    assert 'repa_mm/py.typed' in packed
-
-
-def test_the_wheel_has_what_mim_looks_for(wheel):
-    names = zipfile.ZipFile(str(wheel)).namelist()
-    start = 'repa_mm/.mim/'
-    packed = {name[len(start) :] for name in names if name.startswith(start)}
-    assert packed == shipped(ROOT) - {'tools/demo.py'}  # without demo/ it could not run
-    assert {'tools/train.py', 'tools/test.py'} <= packed
-
-
-@pytest.fixture(scope='session')
-def meta(wheel):
-    archive = zipfile.ZipFile(str(wheel))
-    (name,) = (n for n in archive.namelist() if n.endswith('.dist-info/METADATA'))
-    return email.message_from_bytes(archive.read(name))
-
-
-def test_the_wheel_pulls_in_no_mm_package(meta):
+    for_mim = {f'repa_mm/.mim/{name}' for name in shipped(ROOT)}
+    for_mim.remove('repa_mm/.mim/tools/demo.py')  # without demo/ it could not run
+    assert {name for name in names if name.startswith('repa_mm/')} == sources | for_mim
+    meta = email.message_from_bytes(archive.read(f'{info}/METADATA'))
     required = sorted(r for r in meta.get_all('Requires-Dist') if 'extra ==' not in r)
     assert required == ['greenlet', 'numpy', 'scipy', 'torch>=2.1']
     assert meta['Requires-Python'] == '>=3.10'
@@ -125,29 +109,20 @@ def test_configs_inherit_from_the_installed_wheel(installed, tmp_path):
         'sys.modules["mmcv"] = None  # whose import takes longer than all that follows\n'
         'from mmengine import Config\n'
         'assert "repa_mm" not in sys.modules\n'
-        'configs = [Config.fromfile(f"{n}.py")\n'
-        '           for n in ("single", "listed")]\n'
+        'configs = [Config.fromfile(f"{n}.py") for n in ("single", "listed")]\n'
         'import repa_mm\n'
-        'others = [Config.fromfile(repa_mm.config_path(n))\n'
-        '          for n in ("upernet_repa_swin_b", "repa_vit_l_in1k")]\n'
-        'print(json.dumps(dict(file=repa_mm.__file__,\n'
-        '    path=repa_mm.config_path("retinanet_repa_swin_b"),\n'
-        '    classes=[c.model.bbox_head.num_classes for c in configs],\n'
-        '    backbones=[c.model.backbone.type for c in configs],\n'
-        '    batch_sizes=[c.train_dataloader.batch_size for c in others],\n'
-        '    mine=configs[1].mine)))\n'
+        'path = repa_mm.config_path("retinanet_repa_swin_b")\n'
+        'other = Config.fromfile(repa_mm.config_path("repa_vit_l_in1k"))\n'
+        'heads = [c.model.bbox_head.num_classes for c in configs]\n'
+        'backbones = [c.model.backbone.type for c in configs]\n'
+        'size = other.train_dataloader.batch_size\n'
+        'print(json.dumps([repa_mm.__file__, path, heads, backbones, size, configs[1].mine]))\n'
     )
-    result = json.loads(
-        run([sys.executable, '-c', script], tmp_path, PYTHONPATH=str(installed)).splitlines()[-1]
-    )
-    assert Path(result['file']).parent == installed / 'repa_mm'
-    assert Path(result['path']) == (
-        installed / 'repa_mm' / '.mim' / 'configs' / 'retinanet_repa_swin_b.py'
-    )
-    assert result['classes'] == [3, 3]
-    assert result['backbones'] == ['RePaSwinTransformer'] * 2
-    assert result['batch_sizes'] == [2, 128]
-    assert result['mine'] == 1
+    printed = run([sys.executable, '-c', script], tmp_path, PYTHONPATH=str(installed))
+    file, path, *found = json.loads(printed.splitlines()[-1])
+    assert Path(file).parent == installed / 'repa_mm'
+    assert Path(path) == installed / 'repa_mm/.mim/configs/retinanet_repa_swin_b.py'
+    assert found == [[3, 3], ['RePaSwinTransformer'] * 2, 128, 1]
 
 
 def test_an_editable_install_links_what_mim_looks_for(tmp_path):

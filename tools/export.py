@@ -8,7 +8,7 @@ import argparse
 
 from repa_mm.apis import open_model, read_images
 from repa_mm.export import NUM_IMAGES, Session, agreeing_onnx
-from repa_mm.export.exporter import ERROR_OF
+from repa_mm.export.exporter import MAX_ERROR
 from repa_mm.io.command_line import readable_errors, tool_parser
 from repa_mm.io.configs import load_config
 from repa_mm.io.files import write_bytes
@@ -43,7 +43,7 @@ def main() -> None:
         content, error = agreeing_onnx(model, images, args.shape, args.dynamic, args.batch)
         write_bytes(args.out, content)
     on = 'noise' if args.unchecked else f'{len(images)} images'
-    difference = f'{error:.1e} {ERROR_OF[Session(content).metadata["task"]]}, on {on}'
+    difference = f'{error:.1e} {MAX_ERROR[Session(content).metadata["task"]][1]}, on {on}'
     print(f'wrote {args.out}: {type(model).__name__}, differs from PyTorch by {difference}')
 
 

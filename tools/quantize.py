@@ -24,14 +24,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         '--tolerance', type=float, default=MIN_AGREEMENT, help='smallest agreement (%(default)s)'
     )
-    parser.add_argument(
-        '--shape', type=int, nargs=2, metavar=('HEIGHT', 'WIDTH'), help='fix the size of images'
-    )
-    parser.add_argument('--batch', type=int, default=1, help='of a fixed shape (default: 1)')
-    args = parser.parse_args()
-    if args.batch != 1 and not args.shape:
-        parser.error('--batch needs --shape: a file for any size takes any number of images')
-    return args
+    return parser.parse_args()
 
 
 def images_to_quantize(
@@ -63,17 +56,15 @@ def main() -> None:
     args = parse_args()
     with readable_errors():
         cfg = load_config(args.config, args.cfg_options)
-        images = images_to_quantize(cfg, args.num_images, args.images)
-        result = quantize(
-            open_model(cfg, args.checkpoint, merge=True), args.out, *images, args.tolerance,
-            args.shape, args.batch,
-        )  # fmt: skip
+        images, others = images_to_quantize(cfg, args.num_images, args.images)
+        model = open_model(cfg, args.checkpoint, merge=True)
+        result = quantize(model, args.out, images, others, args.tolerance)
     layers = result['layers'].values()
-    if result['in_float']:
-        print(f'in int8 these parts do not agree; in float: {", ".join(result["in_float"])}')
+    if result['backbone_only']:
+        print('in int8 neck and heads do not agree: they stay in float')
     print(
         f'wrote {args.out}: {sum(layers)} of {len(layers)} layers are in int8; agreement with '
-        f'PyTorch {result["agreement"]:.4f} on {result["images"]} images that it was not '
+        f'PyTorch {result["agreement"]:.4f} on {len(others)} images that it was not '
         f'calibrated on (1 is the same, less than {args.tolerance} is refused)'
     )
 

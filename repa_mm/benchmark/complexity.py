@@ -36,27 +36,18 @@ def count(model: nn.Module, inputs: Any) -> tuple[int, int]:
         found = counter.get_flop_counts().get('Global', {})
         return sum(found.get(operator, 0) for operator in operators)
 
-    batched = 0
-
-    def add_batched(sign: int) -> None:
-        nonlocal batched
-        batched += sign * flops(_BATCHED)
-
-    handles = []
+    batched, handles = [], []
     for module in model.modules():
         if hasattr(module, 'weight_operators'):
-            handles += [
-                module.register_forward_pre_hook(lambda *_: add_batched(-1)),
-                module.register_forward_hook(lambda *_: add_batched(1)),
-            ]
-    try:
-        with counter:
-            if isinstance(inputs, dict):
-                model(**inputs)
-            else:
-                model(*(inputs if isinstance(inputs, tuple) else (inputs,)))
-    finally:
-        for handle in handles:
-            handle.remove()
+            before = module.register_forward_pre_hook(lambda *_: batched.append(-flops(_BATCHED)))
+            after = module.register_forward_hook(lambda *_: batched.append(flops(_BATCHED)))
+            handles += [before, after]
+    with counter:
+        if isinstance(inputs, dict):
+            model(**inputs)
+        else:
+            model(*(inputs if isinstance(inputs, tuple) else (inputs,)))
+    for handle in handles:
+        handle.remove()
     parameters = sum(p.numel() for p in model.parameters())
-    return parameters, (flops(_PRODUCTS) + batched) // 2
+    return parameters, (flops(_PRODUCTS) + sum(batched)) // 2

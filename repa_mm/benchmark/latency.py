@@ -36,7 +36,7 @@ def latency_rows(
     Args:
         times (dict): Times of each model in milliseconds, by name.
         batch_size (int): Number of images in a batch.
-        varied (bool): Images differ. Defaults to False.
+        varied (bool): Images differ: rates are those of means, and quartiles are shown.
         objects (dict, optional): The numbers of objects that detectors found in images.
     """
     first, rows = next(iter(times)), []

@@ -106,8 +106,8 @@ def compare(values: np.ndarray, reference: np.ndarray) -> tuple[float, float, fl
         reference (np.ndarray): Times to divide by, (n, ).
 
     Returns:
-        tuple: The ratio, and the lower and upper bound of the interval. With fewer than six
-        pairs, the bounds are the least and the largest ratio of a pair.
+        tuple: The ratio, and the bounds of the interval: with fewer than six pairs, the least and
+        the largest ratio of a pair.
     """
     ratio = float(np.median(values) / np.median(reference))
     if len(values) < 6:

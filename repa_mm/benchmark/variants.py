@@ -24,20 +24,12 @@ def variants(
     baseline: Config | None = None,
     baseline_checkpoint: str | None = None,
 ) -> dict[str, nn.Module]:
-    """Build the models to compare, in eval mode.
+    """Build the models to compare, in eval mode, by name.
 
-    Args:
-        cfg (Config): Config of a RePa model or any other model.
-        checkpoint (str, optional): Weights of the model, in either form. Defaults to random
-            weights.
-        baseline (Config, optional): Config of the stock model to compare with.
-        baseline_checkpoint (str, optional): Its weights. Defaults to random weights, with which a
-            detector finds next to nothing, and skips suppression and masks.
-
-    Returns:
-        dict: The models by name: those that :func:`with_our_parts` returns for the stock model, and
-        the model of ``cfg``, in the deploy form if it is a RePaFormer. All except stock have fused
-        BatchNorms.
+    They are those that :func:`with_our_parts` returns for the stock model ``baseline``, if there is
+    one, and the model of ``cfg``, in the deploy form if it is a RePaFormer, with fused BatchNorms.
+    Without a checkpoint, weights are random, and a detector finds next to nothing, and skips
+    suppression and masks.
     """
     models = {}
     if baseline is not None:
@@ -69,9 +61,6 @@ def compile_(model: nn.Module) -> nn.Module:
 
     The encoder and decoder of a DETR stay eager, since deformable attention breaks their graphs,
     and so does a RoI head, whose ``predict`` does not call the module itself.
-
-    Args:
-        model (nn.Module): The model.
     """
     for part in ('backbone', 'neck', 'bbox_head', 'rpn_head', 'decode_head'):
         if isinstance(getattr(model, part, None), nn.Module):
@@ -84,11 +73,8 @@ def calls_on_noise(
 ) -> tuple[dict[str, Callable], Any]:
     """Return what runs each model, by name, and the batch of noise to run it on.
 
-    Args:
-        models (dict): The models by name, on their device.
-        part (str): 'backbone', or else whole models, from preprocessing to post-processing.
-        shape (Sequence[int]): Height and width of the images in pixels.
-        batch_size (int): Number of images.
+    ``part`` is 'backbone', or else whole models run, from preprocessing to post-processing.
+    ``shape`` is the height and width of the images in pixels.
     """
     first = next(iter(models.values()))
     batch = noise_of_size(first, shape, batch_size)
@@ -107,14 +93,7 @@ def noise_of_size(model: nn.Module, shape: Sequence[int], batch_size: int) -> di
 
 
 def autocasting(call: Callable, dtype: str | None, device: str) -> Callable:
-    """Return a function of one argument that runs under autocast, as a test or training with AMP.
-
-    Args:
-        call (Callable): The function to run.
-        dtype (str, optional): 'float16' or 'bfloat16'. None: the function itself is returned.
-        device (str): Device of the models, such as 'cuda' or 'cuda:0'.
-    """
+    """Return a function that runs under autocast to 'float16' or 'bfloat16', if not None."""
     if dtype is None:
         return call
-    context = torch.autocast(torch.device(device).type, getattr(torch, dtype))
-    return context(call)
+    return torch.autocast(torch.device(device).type, getattr(torch, dtype))(call)

@@ -72,10 +72,15 @@ def overlaps(
 def overlap(found: BaseDataElement, expected: BaseDataElement, strict: bool = False) -> Overlap:
     """Return what the predictions for one image have in common, and what each has."""
     return {
-        name: torch.stack(compare(found.get(name), expected.get(name), strict)).double()
+        name: _rows(*compare(found.get(name), expected.get(name), strict))
         for name, compare in COMPARED.items()
         if name in expected
     }
+
+
+def _rows(*values) -> torch.Tensor:
+    """Stack three tensors (n, ), or numbers, to (3, n)."""
+    return torch.stack([torch.as_tensor(x).double().reshape(-1) for x in values])
 
 
 def agreement_of(found: Sequence[Overlap]) -> float:
@@ -108,20 +113,19 @@ def _panoptic_maps(a: PixelData, b: PixelData, strict: bool) -> tuple:
 
 def _scores(a: torch.Tensor, b: torch.Tensor, strict: bool) -> tuple:
     if strict:
-        return 1 - (a - b).abs().max()[None], torch.ones(1), torch.ones(1)
-    return tuple(x.sum()[None] for x in (a * b, a * a, b * b))
+        return 1 - (a - b).abs().max(), 1, 1
+    return (a * b).sum(), (a * a).sum(), (b * b).sum()
 
 
 def _labels(a: torch.Tensor, b: torch.Tensor, strict: bool) -> tuple:
     """Compare sets of labels, which are one or any number of labels; each image counts alike."""
     a, b = ({*x.flatten().tolist()} for x in (a, b))
-    equal = 2 * len(a & b) / (len(a) + len(b)) if a or b else 1.0
-    return torch.tensor([equal]), torch.ones(1), torch.ones(1)
+    equal = 2 * len(a & b) / (len(a) + len(b)) if a or b else 1
+    return equal, 1, 1
 
 
 def _equal(a: torch.Tensor, b: torch.Tensor) -> tuple:
-    number = torch.tensor([a.numel()])
-    return (a == b).sum()[None], number, number
+    return (a == b).sum(), a.numel(), a.numel()
 
 
 def _segments(panoptic: torch.Tensor) -> InstanceData:
@@ -159,7 +163,7 @@ def _objects(a: InstanceData, b: InstanceData, strict: bool) -> tuple:
         fits &= overlaps >= MIN_IOU
     products = (fits * one[:, None] * other).nan_to_num()
     pairs = linear_sum_assignment(products.numpy(), maximize=True)
-    return tuple(x.sum()[None] for x in (products[pairs], one**2, other**2))
+    return products[pairs].sum(), (one**2).sum(), (other**2).sum()
 
 
 #: How the fields of a data sample are compared.

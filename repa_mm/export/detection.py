@@ -13,10 +13,13 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torchvision.ops import roi_align
 
+Tensors = tuple[torch.Tensor, ...]
 # The score of rows without an object.
 NONE = -1.0
 # More boxes than there are.
 NO_LIMIT = 2**30
+# Options of a suppression whose value is free. `split_thr` saves memory, and changes no result.
+ANY_VALUE = 'iou_threshold', 'iou_thr', 'offset', 'min_score', 'split_thr'
 # Methods by which a dense head predicts.
 DENSE = 'predict', 'predict_by_feat', '_predict_by_feat_single', '_bbox_post_process'
 
@@ -64,25 +67,36 @@ def suppress(
 
     Boxes (G, N, 4) in G groups have scores (G, C, N) for C classes. Scores of boxes that are
     removed, by ``nms`` or up to the threshold, are returned as -1. At most ``count`` boxes stay in
-    a group and class. Raises a ValueError if ``nms`` asks for another kind of suppression:
-    comparing predictions may not reveal the difference, if few boxes overlap.
+    a group and class. Raises a ValueError if ``nms`` asks for another kind of suppression.
     """
-    asked = dict(nms or {})
-    offset = asked.pop('offset', 0)
-    iou_threshold = asked.pop('iou_threshold' if 'iou_threshold' in asked else 'iou_thr', None)
-    if iou_threshold is None:
-        asked['iou_threshold'] = None
-    _check_known(nms, asked, dict(type='nms', score_threshold=0, max_num=-1))
+    _check_known(nms, dict(type='nms', score_threshold=0, max_num=-1))
+    offset = nms.get('offset', 0)
     boxes = torch.cat([boxes[..., :2], boxes[..., 2:] + offset], -1) if offset else boxes
+    iou_threshold = nms.get('iou_threshold', nms.get('iou_thr'))
     args = float(iou_threshold), float(score_threshold), int(count)
     group, label, box = _NonMaxSuppression.apply(boxes, scores, *args).unbind(1)
     return torch.full_like(scores, NONE).index_put((group, label, box), scores[group, label, box])
 
 
-def _check_known(nms: dict, asked: dict, known: dict) -> None:
-    asked.pop('split_thr', None)  # which saves memory, and changes no result
-    known = dict(known, class_agnostic=False)
-    unknown = [f'{name}={value!r}' for name, value in asked.items() if known.get(name, ()) != value]
+def suppress_by_label(
+    boxes: torch.Tensor, scores: torch.Tensor, labels: torch.Tensor, num_labels: int, *args
+) -> torch.Tensor:
+    """As :func:`suppress` with ``args``, for boxes with one of the labels each (B, N)."""
+    others = labels[:, None] != torch.arange(num_labels)[:, None]
+    return suppress(boxes, scores[:, None].masked_fill(others, NONE), *args).amax(1)
+
+
+def _check_known(nms: dict | None, known: dict) -> None:
+    """Refuse a suppression whose options differ from the known ones.
+
+    A comparison of predictions may not reveal the difference, if few boxes overlap.
+    """
+    nms, known = nms or dict(iou_threshold=None), dict(known, class_agnostic=False)
+    unknown = [
+        f'{name}={value!r}'
+        for name, value in nms.items()
+        if value is None or known.get(name, value if name in ANY_VALUE else ()) != value
+    ]
     if unknown:
         raise ValueError(
             f'the export has no suppression of boxes with {", ".join(unknown)}: change nms={nms} '
@@ -97,9 +111,8 @@ def _lower(scores: torch.Tensor, factors: torch.Tensor, least: float) -> torch.T
     for _ in range(scores.shape[1]):
         score, index = scores.max(1, keepdim=True)
         taken = torch.where(columns == index, torch.maximum(taken, score), taken)
-        factor = factors.gather(1, index[:, :, None].expand(-1, -1, factors.shape[2]))[:, 0]
-        scores = scores * factor
-        scores = torch.where(scores < least, torch.full_like(scores, -1.0), scores)
+        scores = scores * factors.gather(1, index[:, :, None].expand_as(factors[:, :1]))[:, 0]
+        scores = scores.masked_fill(scores < least, -1.0)
     return taken
 
 
@@ -111,25 +124,32 @@ def suppress_softly(
     Boxes (B, N, 4) have scores and labels (B, N). Scores are -1 for rows without a box, and for
     boxes that are removed. Raises a ValueError if ``nms`` asks for another kind of suppression.
     """
-    asked = dict(nms)
-    threshold, least = asked.pop('iou_threshold', 0.3), asked.pop('min_score', 1e-3)
-    _check_known(nms, asked, dict(type='soft_nms', method='linear', sigma=0.5, offset=0))
-    corners = [torch.maximum, torch.minimum]
-    low, high = (f(x[:, :, None], x[:, None]) for f, x in zip(corners, boxes.split(2, 2)))
+    _check_known(nms, dict(type='soft_nms', method='linear', sigma=0.5, offset=0))
+    low, high = boxes.split(2, 2)
+    area = (high - low).prod(2)
+    low = torch.maximum(low[:, :, None], low[:, None])
+    high = torch.minimum(high[:, :, None], high[:, None])
     both = (high - low).clamp(min=0).prod(3)
-    area = (boxes[..., 2:] - boxes[..., :2]).prod(2)
     overlap = both / (area[:, :, None] + area[:, None] - both)
-    lowers = (overlap >= threshold) & (labels[:, :, None] == labels[:, None])
+    lowers = overlap >= nms.get('iou_threshold', 0.3)
+    lowers = lowers & (labels[:, :, None] == labels[:, None])
     factors = torch.where(lowers, 1 - overlap, torch.ones_like(overlap))
     row = torch.arange(scores.shape[1])
-    factors = factors * (row != row[:, None]).to(factors)  # what is taken does not come again
+    factors = factors.masked_fill(row == row[:, None], 0)  # what is taken does not come again
     # Scripted, since a trace has no loops.
-    return torch.jit.script(_lower)(scores, factors, float(least))
+    return torch.jit.script(_lower)(scores, factors, float(nms.get('min_score', 1e-3)))
 
 
-def best(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+def best(scores: torch.Tensor, count: int) -> Tensors:
     """Return the ``count`` best scores of each row (B, N), or all N if fewer, and their indices."""
     return scores.topk(torch.minimum(torch.tensor(count), torch._shape_as_tensor(scores)[1]), 1)
+
+
+def best_labels(scores: torch.Tensor, num_labels: int, count: int) -> Tensors:
+    """Return the ``count`` best of scores (B, N, num_labels), and their rows and labels."""
+    scores, index = best(scores.flatten(1), count)
+    row = index // num_labels
+    return scores, row, index - row * num_labels
 
 
 def take(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -150,9 +170,7 @@ def decode(
     return torch.minimum(decoded.clamp(min=0), limits) if coder.clip_border else decoded
 
 
-def topk_boxes(
-    head: nn.Module, cfg: dict, features: tuple[torch.Tensor, ...], limits: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def topk_boxes(head: nn.Module, cfg: dict, features: Tensors, limits: torch.Tensor) -> Tensors:
     """Return the best boxes of all levels: (B, N, 4), scores and classes (B, N), and levels (N, ).
 
     The head predicts as ``BaseDenseHead`` does, with a centerness or another factor of the scores
@@ -162,71 +180,57 @@ def topk_boxes(
     maps = head(features)
     sizes = [scores.shape[-2:] for scores in maps[0]]
     priors = head.prior_generator.grid_priors(sizes, device='cpu')
+    nms_pre = cfg.get('nms_pre', -1)
+    is_gfl = hasattr(head, 'integral')  # which predicts a distribution of each distance
     found = []
-    # A GFLHead predicts a distribution of each distance.
-    width = 4 * (head.reg_max + 1) if hasattr(head, 'integral') else 4
     for level, (anchors, scores, deltas, *factors) in enumerate(zip(priors, *maps)):
-        batch = scores.shape[0]
-        scores = scores.permute(0, 2, 3, 1).reshape(batch, -1, head.cls_out_channels)
+        scores = _rows(scores, head.cls_out_channels)
         if not head.use_sigmoid_cls:
             scores = scores.softmax(-1)[..., :-1]
-        num_classes = head.cls_out_channels - (not head.use_sigmoid_cls)
-        nms_pre = cfg.get('nms_pre', -1)
-        scores, index = best(scores.flatten(1), nms_pre if nms_pre >= 0 else NO_LIMIT)
+        count = nms_pre if nms_pre >= 0 else NO_LIMIT
+        scores, anchor, labels = best_labels(scores, head.num_classes, count)
         if head.use_sigmoid_cls:  # after the selection, since a sigmoid keeps the order
             scores = scores.sigmoid()
-        anchor = index if num_classes == 1 else index // num_classes
         if cfg.get('score_thr'):
-            scores = scores * (scores > cfg['score_thr']).to(scores)
+            scores = scores.masked_fill(scores <= cfg['score_thr'], 0)
         if nms_pre < 0:  # MMDetection takes the boxes before the last one, scores[:-1]
-            scores = scores * (F.pad(scores[:, 1:], (0, 1)) > 0).to(scores)
+            scores = scores.masked_fill(F.pad(scores[:, 1:], (0, 1)) <= 0, 0)
         for factor in factors:
-            factor = factor.permute(0, 2, 3, 1).reshape(batch, -1).sigmoid()
-            scores = scores * factor.gather(1, anchor)
-        deltas = take(deltas.permute(0, 2, 3, 1).reshape(batch, -1, width), anchor)
+            scores = scores * _rows(factor, 1)[..., 0].sigmoid().gather(1, anchor)
+        deltas = take(_rows(deltas, 4 * (head.reg_max + 1) if is_gfl else 4), anchor)
         anchors = anchors[anchor]
-        if width > 4:
-            deltas = head.integral(deltas).reshape(batch, -1, 4)
+        if is_gfl:
+            deltas = head.integral(deltas).reshape(*anchor.shape, 4)
             deltas = deltas * head.prior_generator.strides[level][0]
             anchors = head.anchor_center(anchors)
         boxes = decode(head.bbox_coder, anchors, deltas, limits)[:, :, 0]
-        found.append(
-            (boxes, scores, index - anchor * num_classes, torch.full_like(index[0], level))
-        )
-    boxes, scores, labels, levels = zip(*found)
-    scores = torch.cat(scores, 1)
-    boxes = torch.cat(boxes, 1)
-    if cfg.get('min_bbox_size', -1) >= 0:
-        is_large = (boxes[..., 2:] - boxes[..., :2] > cfg['min_bbox_size']).all(-1)
-        scores = torch.where(is_large, scores, torch.full_like(scores, NONE))
-    return boxes, scores, torch.cat(labels, 1), torch.cat(levels)
+        if cfg.get('min_bbox_size', -1) >= 0:
+            is_large = (boxes[..., 2:] - boxes[..., :2] > cfg['min_bbox_size']).all(-1)
+            scores = scores.masked_fill(~is_large, NONE)
+        found.append((boxes, scores, labels, torch.full_like(labels[:1], level)))
+    boxes, scores, labels, levels = (torch.cat(x, 1) for x in zip(*found))
+    return boxes, scores, labels, levels[0]
 
 
-def one_hot_scores(scores: torch.Tensor, labels: torch.Tensor, num_classes: int) -> torch.Tensor:
-    """Expand scores (B, N) of boxes with one class each to (B, C, N), -1 for other classes."""
-    classes = torch.arange(num_classes)[:, None]
-    scores = scores[:, None]
-    return torch.where(labels[:, None] == classes, scores, torch.full_like(scores, NONE))
+def _rows(x: torch.Tensor, channels: int) -> torch.Tensor:
+    """Turn maps (B, A * C, H, W) of A anchors a cell into rows (B, N, C) for C channels."""
+    return x.permute(0, 2, 3, 1).reshape(x.shape[0], -1, channels)
 
 
 def pool(
-    extractor: nn.Module, features: tuple[torch.Tensor, ...], rois: torch.Tensor
+    extractor: nn.Module, features: Tensors, boxes: torch.Tensor, image: torch.Tensor
 ) -> torch.Tensor:
-    """Pool the features of regions (n, 5) to (n, C, h, w), as a ``SingleRoIExtractor`` does."""
+    """Pool boxes (n, 4) of images (n, ) to (n, C, h, w), as a ``SingleRoIExtractor`` does."""
     features = features[: extractor.num_inputs]
+    rois = torch.cat([image[:, None].to(boxes), boxes], 1)
     levels = extractor.map_roi_levels(rois, len(features))
     layers = extractor.roi_layers
-    out = rois.new_zeros(rois.shape[0], extractor.out_channels, *layers[0].output_size)
+    out = boxes.new_zeros(boxes.shape[0], extractor.out_channels, *layers[0].output_size)
     for level, (x, layer) in enumerate(zip(features, layers)):
         index = (levels == level).nonzero()[:, 0]
         how = layer.output_size, layer.spatial_scale, layer.sampling_ratio, layer.aligned
         out = out.index_put((index,), roi_align(x, rois[index], *how))
     return out
-
-
-def to_rois(boxes: torch.Tensor, image: torch.Tensor) -> torch.Tensor:
-    """Concatenate the indices of images (n, ) and boxes (n, 4) to regions (n, 5)."""
-    return torch.cat([image[:, None].to(boxes), boxes], 1)
 
 
 def limits_of(size: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -250,11 +254,9 @@ class SingleStage(nn.Module):
     def forward(self, features, image_shape, size):
         limits = limits_of(size, features[0])
         boxes, scores, labels, _ = topk_boxes(self.head, self.cfg, features, limits)
-        classes = self.head.cls_out_channels - (not self.head.use_sigmoid_cls)
         count = self.cfg['max_per_img']
-        by_class = one_hot_scores(scores, labels, classes)
-        scores = suppress(boxes, by_class, self.cfg['nms'], 0, count)
-        scores, index = best(scores.amax(1), count)
+        known = self.head.num_classes, self.cfg['nms'], 0, count
+        scores, index = best(suppress_by_label(boxes, scores, labels, *known), count)
         return finish(take(boxes, index), scores, take(labels, index))
 
 
@@ -279,15 +281,13 @@ def _check_roi_head(roi: nn.Module) -> None:
     if roi.with_mask:
         parts.append((FCNMaskHead, roi.mask_head, roi.mask_roi_extractor))
     for kind, heads, extractors in parts:
-        for head, extractor in zip(_stages(heads), _stages(extractors)):
+        for head in _stages(heads):
             require(head, [kind], ['predict_by_feat', '_predict_by_feat_single'])
-            require(extractor, [SingleRoIExtractor], ['forward', 'map_roi_levels'])
-            layer = extractor.roi_layers[0]
-            require(layer, [RoIAlign], ['forward'])
-            if layer.pool_mode != 'avg':
-                raise ValueError(f'the export does not know a RoIAlign of {layer.pool_mode!r} mode')
             if getattr(head, 'custom_activation', False):
                 require(head.loss_cls, [CrossEntropyLoss], ())
+        for extractor in _stages(extractors):
+            require(extractor, [SingleRoIExtractor], ['forward', 'map_roi_levels'])
+            require(extractor.roi_layers[0], [RoIAlign], ['forward'])
 
 
 class TwoStage(nn.Module):
@@ -321,19 +321,19 @@ class TwoStage(nn.Module):
     def _proposals(self, features, limits):
         boxes, scores, _, levels = topk_boxes(self.rpn, self.rpn_cfg, features, limits)
         count = self.rpn_cfg['max_per_img']
-        by_level = one_hot_scores(scores, levels[None], len(features))
-        scores = suppress(boxes, by_level, self.rpn_cfg['nms'], NONE / 2, count)
-        scores, index = best(scores.amax(1), count)
+        known = len(features), self.rpn_cfg['nms'], NONE / 2, count
+        scores, index = best(suppress_by_label(boxes, scores, levels[None], *known), count)
         is_proposal = scores > NONE / 2
-        return take(boxes, index) * is_proposal[..., None].to(boxes), is_proposal
+        return take(boxes, index).masked_fill(~is_proposal[..., None], 0), is_proposal
 
     def _detect(self, features, proposals, is_proposal, limits):
         heads, logits = _stages(self.roi.bbox_head), []
         batch, num, classes = proposals.shape[0], proposals.shape[1], heads[-1].num_classes
         image = torch.arange(batch)[:, None].expand(-1, num)
         for head, extractor in zip(heads, _stages(self.roi.bbox_roi_extractor)):
-            rois = to_rois(proposals.flatten(0, 1), image.flatten())
-            found, deltas = head(pool(extractor, features, rois))
+            found, deltas = head(
+                pool(extractor, features, proposals.flatten(0, 1), image.flatten())
+            )
             logits.append(found)
             boxes = decode(head.bbox_coder, proposals, deltas.reshape(batch, num, -1), limits)
             if head is not heads[-1]:  # the next stage starts at the boxes of the best class
@@ -341,7 +341,7 @@ class TwoStage(nn.Module):
                 proposals = boxes if head.reg_class_agnostic else boxes.gather(2, label)
                 proposals = proposals[:, :, 0]
         scores = torch.stack(logits).mean(0).softmax(-1)[:, :-1].reshape(batch, num, classes)
-        scores = torch.where(is_proposal[..., None], scores, torch.full_like(scores, NONE))
+        scores = scores.masked_fill(~is_proposal[..., None], NONE)
         boxes = boxes.transpose(1, 2)
         # Each class has its own boxes, so each image and class is a group.
         boxes = boxes.expand(-1, classes, -1, -1).reshape(batch * classes, num, 4)
@@ -359,26 +359,19 @@ class TwoStage(nn.Module):
         is_object = scores > NONE / 2
         first = torch.arange(scores.shape[1])[None] == 0
         image, row = (is_object | first).nonzero().unbind(1)
-        rois = to_rois(boxes[image, row], image)
         heads = _stages(self.roi.mask_head)
         stages = zip(heads, _stages(self.roi.mask_roi_extractor))
-        masks = [head(pool(extractor, features, rois)).sigmoid() for head, extractor in stages]
+        args = features, boxes[image, row], image
+        masks = [head(pool(extractor, *args)).sigmoid() for head, extractor in stages]
         masks = torch.stack(masks).mean(0)
         if not heads[-1].class_agnostic:
-            index = labels[image, row].clamp(min=0)[:, None, None, None]
-            index = index.expand(-1, 1, masks.shape[2], masks.shape[3])
-            masks = masks.gather(1, index)
-        masks = masks[:, 0] * is_object[image, row][:, None, None].to(masks)
+            masks = take(masks, labels[image, row].clamp(min=0)[:, None])
+        masks = masks[:, 0].masked_fill(~is_object[image, row][:, None, None], 0)
         return masks.new_zeros(*scores.shape, *masks.shape[1:]).index_put((image, row), masks)
 
 
-def finish(
-    boxes: torch.Tensor, scores: torch.Tensor, labels: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def finish(boxes: torch.Tensor, scores: torch.Tensor, labels: torch.Tensor) -> Tensors:
     """Set the box and score of rows without an object (score -1) to 0, and the label to -1."""
-    is_object = scores > NONE / 2
-    return (
-        boxes * is_object[..., None].to(boxes),
-        scores * is_object.to(scores),
-        torch.where(is_object, labels, torch.full_like(labels, -1)),
-    )
+    is_none = scores <= NONE / 2
+    boxes = boxes.masked_fill(is_none[..., None], 0)
+    return boxes, scores.masked_fill(is_none, 0), labels.masked_fill(is_none, -1)

@@ -31,16 +31,13 @@ def quantize(
     calibration: Sequence[dict],
     held_out: Sequence[dict],
     tolerance: float = MIN_AGREEMENT,
-    shape: Sequence[int] | None = None,
-    batch: int = 1,
 ) -> dict:
     """Write a whole model with layers in int8, if the file finds what the model finds.
 
     Weights have a scale for each output channel, activations one for the tensor. SmoothQuant (arXiv
-    2211.10438) first moves large input channels into the weights of matrix products and, if the
-    file does not agree otherwise, of convolutions. If it still does not, neck and heads stay in
-    float. Merged FFNs keep their shortcut outside the matrix: a 1 on its diagonal takes most of the
-    range of 8 bits.
+    2211.10438) first moves large input channels into the weights. If the file does not agree
+    otherwise, neck and heads stay in float. Merged FFNs keep their shortcut outside the matrix: a 1
+    on its diagonal takes most of the range of 8 bits.
 
     Args:
         model (nn.Module): A detector, segmentor or classifier in eval mode, on any device.
@@ -48,13 +45,10 @@ def quantize(
         calibration (Sequence[dict]): Batches of one image, for the ranges of activations.
         held_out (Sequence[dict]): Batches of one image, to compare the file with the model.
         tolerance (float): Smallest acceptable :func:`~repa_mm.export.agreement`. Defaults to 0.98.
-        shape (Sequence[int], optional): Height and width that the file is fixed to. Defaults to
-            None: any.
-        batch (int): Number of images that the file is fixed to, if there is a shape. Defaults to 1.
 
     Returns:
-        dict: ``agreement``, ``images`` (the number of those that were compared), ``layers`` (by
-        name, whether in int8) and ``in_float``, the names of the parts that had to stay in float.
+        dict: ``agreement``, ``layers`` (by name, whether in int8) and ``backbone_only``, True if
+        neck and heads had to stay in float.
 
     Raises:
         ValueError: If the file does not agree with the model, nor does the model in ONNX and float,
@@ -69,17 +63,11 @@ def quantize(
         return {'image': model.data_preprocessor(data, False)['inputs'].numpy()}
 
     model = set_shortcut_(copied(model).cpu(), 'outside')
-    if shape is None:
-        # Predictions in the size that the model sees: the file cannot resize a segmentor's scores.
-        held_out = [resized([data], [data['inputs'][0].shape[1:]]) for data in held_out]
-    else:
-        parts = [held_out[i : i + batch] for i in range(0, len(held_out), batch)]
-        held_out = [resized(part, [shape] * batch) for part in parts]
+    # Predictions in the size that the model sees: the file cannot resize a segmentor's scores.
+    held_out = [resized([data], [data['inputs'][0].shape[1:]]) for data in held_out]
     content, _ = agreeing_onnx(model, calibration[:NUM_IMAGES])
     for strengths, backbone_only in ATTEMPTS:
         quantized = _in_int8(content, strengths, backbone_only, nncf.Dataset(calibration, feed))
-        if shape is not None:
-            quantized.reshape([batch, len(calibration[0]['inputs'][0]), *shape])
         # In float32, so that the figure does not depend on what else this processor rounds.
         exported = ExportedModel(quantized, model.data_preprocessor, 'f32')
         found = agreement(model, exported, held_out)
@@ -92,12 +80,8 @@ def quantize(
             'lower agreement (--tolerance)'
         )
     _write_openvino(out, quantized)
-    layers, in_float = layers_in_int8(quantized), []
-    if backbone_only:
-        names = [name.split('/') for name, is_int8 in layers.items() if not is_int8]
-        in_float = [n for n, _ in model.named_children() if any(n in parts for parts in names)]
-    images = sum(len(data['inputs']) for data in held_out)
-    return dict(agreement=found, images=images, layers=layers, in_float=in_float)
+    layers = layers_in_int8(quantized)
+    return dict(agreement=found, layers=layers, backbone_only=backbone_only)
 
 
 def _in_int8(content: bytes, strengths: dict, backbone_only: bool, dataset):

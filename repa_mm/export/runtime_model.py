@@ -3,6 +3,7 @@
 import copy
 import json
 import os.path as osp
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import numpy as np
@@ -23,9 +24,8 @@ class ExportedModel(BaseModel):
     ``import repa_mm`` registers it in MMEngine.
 
     Args:
-        file (str | bytes | openvino.Model): The file, see :class:`~repa_mm.export.Session`.
+        file, precision: See :class:`~repa_mm.export.Session`.
         data_preprocessor (dict | nn.Module): The ``data_preprocessor`` of the original model.
-        precision (str, optional): See :class:`~repa_mm.export.Session`.
 
     Examples:
         >>> model = dict(type='ExportedModel', file='model.onnx',
@@ -99,11 +99,6 @@ class ExportedModel(BaseModel):
         return EncoderDecoder.postprocess_result(host, logits, samples)
 
 
-def _objects(outputs: dict) -> dict[str, torch.Tensor]:
-    """Return the rows of objects; other rows have the label -1."""
-    return {name: x[outputs['labels'] >= 0] for name, x in outputs.items()}
-
-
 def _at_size(maps: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
     """Resize maps (N, H, W) of a file that has no option for it, to the nearest pixels."""
     if maps.shape[1:] == size:
@@ -111,31 +106,30 @@ def _at_size(maps: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
     return nn.functional.interpolate(maps[:, None].double(), size)[:, 0].to(maps.dtype)
 
 
+def _objects(outputs: dict, scale: Sequence[float]) -> InstanceData:
+    """Return the objects, with boxes divided by (x, y); other rows have the label -1."""
+    found = {name: x[outputs['labels'] >= 0] for name, x in outputs.items()}
+    boxes = found.pop('boxes')
+    return InstanceData(bboxes=boxes / boxes.new_tensor(scale).repeat(2), **found)
+
+
 def _add_boxes(sample: BaseDataElement, outputs: dict, metadata: dict) -> None:
-    found = _objects(outputs)
-    boxes = found['boxes'] / found['boxes'].new_tensor(sample.scale_factor).repeat(2)
-    objects = InstanceData(bboxes=boxes, scores=found['scores'], labels=found['labels'])
+    found = _objects(outputs, sample.scale_factor)
     if 'masks' in found:
-        threshold = float(metadata['mask_thr_binary'])
-        objects.masks = paste_masks(found['masks'], boxes, *sample.ori_shape[:2], threshold)
-    sample.pred_instances = objects
+        args = *sample.ori_shape[:2], float(metadata['mask_thr_binary'])
+        found.masks = paste_masks(found.masks, found.bboxes, *args)
+    sample.pred_instances = found
 
 
 def _add_masks(sample: BaseDataElement, outputs: dict, metadata: dict) -> None:
-    size = tuple(sample.ori_shape[:2])
+    height, width = size = tuple(sample.ori_shape[:2])
     if 'panoptic' in outputs:
         maps = _at_size(outputs.pop('panoptic')[None], size)
         sample.pred_panoptic_seg = PixelData(sem_seg=maps)
     if 'masks' in outputs:
-        found = _objects(outputs)
-        height, width = found['masks'].shape[1:]
-        scale = torch.tensor([size[1] / width, size[0] / height]).repeat(2)
-        sample.pred_instances = InstanceData(
-            bboxes=found['boxes'] * scale,
-            scores=found['scores'],
-            labels=found['labels'],
-            masks=_at_size(found['masks'], size),
-        )
+        masks = _at_size(outputs['masks'], size)
+        scale = outputs['masks'].shape[2] / width, outputs['masks'].shape[1] / height
+        sample.pred_instances = _objects(dict(outputs, masks=masks), scale)
 
 
 def _add_label_map(sample: BaseDataElement, outputs: dict, metadata: dict) -> None:

@@ -9,17 +9,20 @@ begin with an underscore have other methods of the same names, and :func:`_overr
 class before the own class of a module, which may be any subclass of MMDetection's.
 """
 
+from collections.abc import Callable, Sequence
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
 from repa_mm.export.detection import (
     NONE,
+    Tensors,
     best,
+    best_labels,
     finish,
-    one_hot_scores,
     require,
-    suppress,
+    suppress_by_label,
     suppress_softly,
     take,
 )
@@ -184,9 +187,7 @@ class Queries(nn.Module):
         scores, boxes = self.decode(features, (image_shape, size))
         count = self.head.test_cfg.get('max_per_img', boxes.shape[1])
         if self.head.loss_cls.use_sigmoid:
-            scores, index = best(scores.sigmoid().flatten(1), count)
-            query = index // self.head.num_classes
-            labels = index - query * self.head.num_classes
+            scores, query, labels = best_labels(scores.sigmoid(), self.head.num_classes, count)
         else:
             scores, labels = scores.softmax(-1)[..., :-1].max(-1)
             scores, query = best(scores, count)
@@ -223,24 +224,26 @@ class CoQueries(Queries):
 
     def forward(self, features, image_shape, size):
         boxes, scores, labels = super().forward(features, image_shape, size)
-        nms, count = self.head.test_cfg.get('nms'), scores.shape[1]
-        threshold = self.head.test_cfg.get('score_thr', 0)
-        scores = torch.where(scores > threshold, scores, torch.full_like(scores, NONE))
+        nms, threshold = self.head.test_cfg.get('nms'), self.head.test_cfg.get('score_thr', 0)
+        scores = scores.masked_fill(scores <= threshold, NONE)
         if nms and nms.get('type') == 'soft_nms':
             scores = suppress_softly(boxes, scores, labels, nms)
         elif nms:
-            by_class = one_hot_scores(scores, labels, self.head.num_classes)
-            scores = suppress(boxes, by_class, nms, 0, count).amax(1)
-        scores, order = best(scores, count)
+            known = self.head.num_classes, nms, 0, scores.shape[1]
+            scores = suppress_by_label(boxes, scores, labels, *known)
+        scores, order = scores.sort(1, descending=True)
         return finish(take(boxes, order), scores, take(labels, order))
 
 
-def class_logits(
-    head: nn.Module, features: tuple[torch.Tensor, ...], image: torch.Tensor
-) -> torch.Tensor:
+def bilinear(x: torch.Tensor, size: Sequence[int], align_corners: bool = False) -> torch.Tensor:
+    """Resize maps (B, C, H, W) to a height and width."""
+    return F.interpolate(x, size, mode='bilinear', align_corners=align_corners)
+
+
+def class_logits(head: nn.Module, features: Tensors, image: torch.Tensor) -> torch.Tensor:
     """Return class scores (B, classes, H, W) of a ``Mask2FormerHead``, which ignores padding."""
     classes, masks = (x[-1] for x in head(features, None))
-    masks = F.interpolate(masks, image.shape[2:], mode='bilinear', align_corners=False).sigmoid()
+    masks = bilinear(masks, image.shape[2:]).sigmoid()
     return torch.einsum('bqc,bqhw->bchw', classes.softmax(-1)[..., :-1], masks)
 
 
@@ -272,13 +275,8 @@ class Masks(nn.Module):
                 'model.test_cfg.instance_on=True or model.test_cfg.panoptic_on=True'
             )
 
-    def forward(self, features, padded, image, size):
-        def resize(masks):
-            kwargs = dict(mode='bilinear', align_corners=False)
-            masks = F.interpolate(masks, padded.shape[2:], **kwargs)
-            masks = masks[..., : image.shape[2], : image.shape[3]]
-            return F.interpolate(masks, tuple(size.unbind()), **kwargs)
-
+    def forward(self, features: Tensors, resize: Callable):
+        """``resize`` brings masks (B, N, h, w) to the height and width of the outputs."""
         classes, masks = (x[-1] for x in self.head(features, None))
         classes, found = classes.softmax(-1), ()
         if 'masks' in self.outputs:
@@ -288,14 +286,12 @@ class Masks(nn.Module):
         return found
 
     def _instances(self, classes, masks, resize):
-        scores, index = best(classes[..., :-1].flatten(1), self.cfg.get('max_per_image', 100))
-        query = index // self.fusion.num_classes
-        labels = index - query * self.fusion.num_classes
+        count = self.cfg.get('max_per_image', 100)
+        scores, query, labels = best_labels(classes[..., :-1], self.fusion.num_classes, count)
         masks = resize(take(masks, query))
         inside = (masks > 0).to(masks)
         scores = scores * (masks.sigmoid() * inside).sum((2, 3)) / (inside.sum((2, 3)) + 1e-6)
-        is_thing = labels < self.fusion.num_things_classes
-        scores = torch.where(is_thing, scores, torch.full_like(scores, NONE))
+        scores = scores.masked_fill(labels >= self.fusion.num_things_classes, NONE)
         scores, order = scores.sort(1, descending=True)
         labels, inside = take(labels, order), take(inside, order)
         across, down = _extent(inside.amax(2)), _extent(inside.amax(3))
@@ -307,25 +303,21 @@ class Masks(nn.Module):
         from mmdet.evaluation import INSTANCE_OFFSET
 
         scores, labels = classes.max(-1)
-        nothing = torch.full_like(labels, self.fusion.num_classes)
+        nothing = self.fusion.num_classes
         known = (labels < nothing) & (scores > self.cfg.get('object_mask_thr', 0.8))
         # Each pixel is of the best query, whose mask is dropped if others cover most of it.
-        best_masks = torch.where(
-            known[..., None, None], scores[..., None, None] * masks, masks.new_tensor(NONE)
-        )
-        query = best_masks.argmax(1)
+        weighted = scores[..., None, None] * masks
+        query = weighted.masked_fill(~known[..., None, None], NONE).argmax(1)
         is_query = query[:, None] == torch.arange(masks.shape[1])[:, None, None]
         left, whole = (x.to(masks).sum((2, 3)) for x in (is_query, masks >= 0.5))
         known = known & (left > 0) & (whole > 0)
         known = known & (left >= whole * self.cfg.get('iou_thr', 0.8))
-        is_thing = labels < self.fusion.num_things_classes
-        number = (known & is_thing).long().cumsum(1)
-        segments = labels + number * is_thing.long() * INSTANCE_OFFSET
-        segments = torch.where(known, segments, nothing)
+        is_thing = (known & (labels < self.fusion.num_things_classes)).long()
+        segments = labels + is_thing.cumsum(1) * is_thing * INSTANCE_OFFSET
+        segments = segments.masked_fill(~known, nothing)
         maps = segments.gather(1, query.flatten(1)).reshape(query.shape)
         if self.cfg.get('filter_low_score', False):
-            inside = masks.gather(1, query[:, None])[:, 0] >= 0.5
-            maps = torch.where(inside, maps, nothing[:1, :1, None])
+            maps = maps.masked_fill(masks.gather(1, query[:, None])[:, 0] < 0.5, nothing)
         return maps.int()
 
 

@@ -1,6 +1,7 @@
 """Whole models that can be traced from images to predictions."""
 
 import json
+from functools import partial
 
 import numpy as np
 import torch
@@ -8,7 +9,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from repa_mm.export.detection import SingleStage, TwoStage, require
-from repa_mm.export.transformers import CoQueries, Masks, Queries, class_logits
+from repa_mm.export.transformers import CoQueries, Masks, Queries, bilinear, class_logits
 from repa_mm.faster.tracing import trace_any_size_
 from repa_mm.io.configs import dataset_config
 from repa_mm.surgery import copied, replace_
@@ -49,24 +50,20 @@ def _average_pool(module: nn.Module) -> AveragePool | None:
     return None
 
 
-class Padding:
-    """Pads images (B, C, H, W) at the right and below, as a ``data_preprocessor`` does in tests."""
-
-    def __init__(self, config: nn.Module) -> None:
-        # MMSegmentation has its own settings for tests, and another name for the value.
-        test_cfg = getattr(config, 'test_cfg', None) or {}
-        divisor = test_cfg.get('size_divisor') or getattr(config, 'pad_size_divisor', 1)
-        self.divisor, self.least = divisor or 1, test_cfg.get('size')
-        self.value = float(getattr(config, 'pad_value', getattr(config, 'pad_val', 0)))
-
-    def __call__(self, image: torch.Tensor) -> torch.Tensor:
-        below, right = (-size % self.divisor for size in image.shape[2:])
-        if self.least:
-            size = torch._shape_as_tensor(image)[2:]
-            below, right = (torch.tensor(self.least) - size).clamp(min=0).unbind()
-        elif self.divisor == 1:
-            return image
-        return F.pad(image, (0, right, 0, below), value=self.value)
+def pad(image: torch.Tensor, config: nn.Module) -> torch.Tensor:
+    """Pad images (B, C, H, W) at the right and below, as a ``data_preprocessor`` does in tests."""
+    # MMSegmentation has its own settings for tests, and another name for the value.
+    test_cfg = getattr(config, 'test_cfg', None) or {}
+    divisor = test_cfg.get('size_divisor') or getattr(config, 'pad_size_divisor', 1) or 1
+    value = float(getattr(config, 'pad_value', getattr(config, 'pad_val', 0)))
+    if test_cfg.get('size'):
+        size = torch._shape_as_tensor(image)[2:]
+        below, right = (torch.tensor(test_cfg['size']) - size).clamp(min=0).unbind()
+    elif divisor > 1:
+        below, right = (-size % divisor for size in image.shape[2:])
+    else:
+        return image
+    return F.pad(image, (0, right, 0, below), value=value)
 
 
 class WholeModel(nn.Module):
@@ -79,8 +76,16 @@ class WholeModel(nn.Module):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.model, self.pad = model, Padding(model.data_preprocessor)
-        self.training = model.training
+        self.model, self.training = model, model.training
+        self.pad = partial(pad, config=model.data_preprocessor)
+        self.noted: dict[str, str] = {}  # further metadata
+
+    def resize(self, maps: torch.Tensor, image: torch.Tensor, output_size: torch.Tensor):
+        """Crop maps of padded images, and resize them to a size; (0, 0) is that of the images."""
+        own = torch._shape_as_tensor(image)[2:].to(output_size)
+        size = torch.where(output_size > 0, output_size, own).unbind()
+        maps = maps[..., : image.shape[2], : image.shape[3]]
+        return bilinear(maps, size, getattr(self.model, 'align_corners', False))
 
     def metadata(self) -> dict[str, str]:
         """Return the metadata of the file.
@@ -107,6 +112,7 @@ class WholeModel(nn.Module):
             channels='RGB' if swapped else 'BGR',
             mean=json.dumps(mean),
             std=json.dumps(std),
+            **self.noted,
         )
 
 
@@ -131,6 +137,8 @@ class WholeDetector(WholeModel):
         kind = next(kind for name, kind in PREDICTORS.items() if hasattr(model, name))
         self.predict = kind(model)
         self.outputs = self.predict.outputs
+        if 'masks' in self.outputs:
+            self.noted['mask_thr_binary'] = str(self.predict.cfg['mask_thr_binary'])
 
     def forward(self, image: torch.Tensor, image_size: torch.Tensor):
         own = torch._shape_as_tensor(image)[2:][None].to(image_size)
@@ -138,12 +146,6 @@ class WholeDetector(WholeModel):
         image = self.pad(image)
         shape = torch._shape_as_tensor(image)[2:]
         return self.predict(self.model.extract_feat(image), shape, size)
-
-    def metadata(self) -> dict[str, str]:
-        found = super().metadata()
-        if 'masks' in self.outputs:
-            found['mask_thr_binary'] = str(self.predict.cfg['mask_thr_binary'])
-        return found
 
 
 class WholeSegmentor(WholeModel):
@@ -174,36 +176,23 @@ class WholeSegmentor(WholeModel):
         self.slides = model.test_cfg.get('mode', 'whole') == 'slide'
         if self.slides:
             self.outputs, self.option = ('logits',), None
-
-    def metadata(self) -> dict[str, str]:
-        found = super().metadata()
-        if self.slides:
-            model = self.model
             window = {name: tuple(model.test_cfg[name]) for name in ('crop_size', 'stride')}
             window.update(out_channels=model.out_channels, align_corners=model.align_corners)
             window['threshold'] = getattr(model.decode_head, 'threshold', None)
-            found['window'] = json.dumps(window)
-        return found
-
-    def logits(self, image: torch.Tensor) -> torch.Tensor:
-        """Return class scores (B, classes, H, W) of normalized images (B, C, H, W)."""
-        features = self.model.extract_feat(image)
-        if self.has_masks:
-            return class_logits(self.model.decode_head, features, image)
-        kwargs = dict(mode='bilinear', align_corners=self.model.align_corners)
-        return F.interpolate(self.model.decode_head(features), image.shape[2:], **kwargs)
+            self.noted['window'] = json.dumps(window)
 
     def forward(self, image: torch.Tensor, output_size: torch.Tensor | None = None):
+        padded, head = image if self.slides else self.pad(image), self.model.decode_head
+        features = self.model.extract_feat(padded)
+        if self.has_masks:
+            logits = class_logits(head, features, padded)
+        else:
+            logits = bilinear(head(features), padded.shape[2:], self.model.align_corners)
         if self.slides:
-            return self.logits(image)
-        own = torch._shape_as_tensor(image)[2:].to(output_size)
-        size = torch.where(output_size > 0, output_size, own).unbind()
-        logits = self.logits(self.pad(image))
-        logits = logits[..., : image.shape[2], : image.shape[3]]
-        kwargs = dict(mode='bilinear', align_corners=self.model.align_corners)
-        logits = F.interpolate(logits, size, **kwargs)
+            return logits
+        logits = self.resize(logits, image, output_size)
         if logits.shape[1] == 1:  # foreground and background by one score
-            return (logits[:, 0].sigmoid() > self.model.decode_head.threshold).int()
+            return (logits[:, 0].sigmoid() > head.threshold).int()
         return logits.argmax(1).int()
 
 
@@ -223,11 +212,12 @@ class WholeInstances(WholeModel):
         self.task = 'instances' if 'masks' in self.outputs else 'panoptic'
 
     def forward(self, image: torch.Tensor, output_size: torch.Tensor):
-        own = torch._shape_as_tensor(image)[2:].to(output_size)
         padded = self.pad(image)
-        size = torch.where(output_size > 0, output_size, own)
-        features = self.model.extract_feat(padded)
-        return self.predict(features, padded, image, size)
+
+        def resize(masks):
+            return self.resize(bilinear(masks, padded.shape[2:]), image, output_size)
+
+        return self.predict(self.model.extract_feat(padded), resize)
 
 
 class WholeClassifier(WholeModel):

@@ -2,7 +2,6 @@ import pytest
 import torch
 
 import repa_mm
-from repa_mm.apis import open_model
 from repa_mm.benchmark.variants import autocasting, noise_of_size, variants
 from repa_mm.io.configs import load_config
 from repa_mm.reparam import has_deploy_form, has_training_form
@@ -32,14 +31,6 @@ def test_variants(task):
         assert task != 'retinanet' or len(found.pred_instances) < 100
 
 
-def test_a_merged_checkpoint_is_timed_as_one_in_the_training_form(tmp_path, randomize):
-    cfg = config('upernet')
-    path = str(tmp_path / 'merged.pth')
-    torch.save(repa_mm.reparameterize(randomize(open_model(cfg))).state_dict(), path)
-    (model,), (other,) = variants(cfg).values(), variants(cfg, path).values()
-    assert [type(m) for m in model.modules()] == [type(m) for m in other.modules()]
-
-
 def test_a_model_without_window_attention_has_no_faster_counterpart():
     cfg = load_config(repa_mm.config_path('repa_deit_t_in1k.py'))
     assert list(variants(cfg)) == ['deploy form']
@@ -47,13 +38,8 @@ def test_a_model_without_window_attention_has_no_faster_counterpart():
 
 
 def test_calls_under_autocast():
-    linear = torch.nn.Linear(2, 3)
-    x = torch.randn(4, 2)
+    linear, x = torch.nn.Linear(2, 3), torch.randn(4, 2)
     assert autocasting(linear, None, 'cpu') is linear
     call = autocasting(linear, 'bfloat16', 'cpu')
-    for _ in range(2):  # a context can be entered again
-        y = call(x)
-        assert y.dtype == torch.bfloat16 and linear.weight.dtype == torch.float32
-    after = linear(x)
-    assert after.dtype == torch.float32  # the context is left
-    assert torch.allclose(y.float(), after, atol=0.05)
+    dtypes = [f(x).dtype for f in (call, call, linear)]  # it is entered again, and left
+    assert dtypes == [torch.bfloat16, torch.bfloat16, torch.float32]

@@ -21,7 +21,6 @@ BOTH = REPA, '--baseline', VANILLA, *SMALL
         ('shares', BOTH, ['| deploy form, backbone ', '| deploy form, head ']),
         ('shares', (*BOTH, '--part', 'backbone'), ['| stock with our parts, FFNs ', '%']),
         ('training', BOTH, ['| stock ', '| literal ', '| auto ']),
-        ('training', (*BOTH, '--part', 'backbone'), ['| literal ', '| auto ']),
         ('paper', (REPA, '--idle-ratios', 0.5, *SMALL), ['by the merge', ' 0.5 |', 'digits']),
     ],
 )

@@ -85,11 +85,3 @@ def test_each_idle_ratio_beside_the_stock_counterpart():
         assert deploy < before == training
         found.append((cells['idle ratio'], deploy))
     assert [name for name, _ in found] == ['0.25', '1'] and found[0][1] > found[1][1]
-
-
-def test_a_model_without_an_idle_ratio():
-    cfg = config('swin')
-    structures = [dict(type='ChannelIdle')]
-    cfg.model.backbone = dict(type='Restructured', model=cfg.model.backbone, structures=structures)
-    (row,) = measure_pairs(cfg, [], torch.randn(1, 3, 64, 64), repeats=1)
-    assert row[1] == ''

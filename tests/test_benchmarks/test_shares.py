@@ -1,12 +1,11 @@
 import time
 
-import numpy as np
 import pytest
 import torch
 import torch.nn as nn
 
 import repa_mm
-from benchmarks.shares import detector_parts, ffn_modules, measure_shares, share_rows
+from benchmarks.shares import detector_parts, ffn_modules, measure_shares
 from repa_mm.io.configs import load_config
 from tests.conftest import random_model
 
@@ -62,12 +61,3 @@ def test_ffns_of_every_block(prefix):
     names = {id(m): n.rpartition('.')[2] for n, m in backbone.named_modules()}
     found = [names[id(module)] for module in ffn_modules(backbone)]
     assert sorted(found) == ['ffn'] * 10 + ['norm2'] * 10
-
-
-def test_rows():
-    times = {'stock': np.full(3, 100.0), 'deploy form': np.full(3, 60.0)}
-    spent = {name: {'FFNs': values / 4} for name, values in times.items()}
-    assert share_rows(times, spent)[2:] == [
-        ['deploy form, all', '60.0', '100.0%'],
-        ['deploy form, FFNs', '15.0', '25.0%'],
-    ]

@@ -34,9 +34,10 @@ def test_the_config_is_of_the_same_model(task, tmp_path, monkeypatch, randomize)
     from repa_mm.faster.uper_head import FastUPerHead
 
     if task == 'dino':
-        from tests.test_export.test_transformers import detector
+        from tests.test_export.zoo import detr_config, small_model
 
-        stock, cfg = detector(task, randomize)
+        cfg = detr_config('DINO')
+        stock = small_model(cfg)
     else:
         cfg = load_config(write_config(task, tmp_path, repa=False))
         stock = randomize(random_model(cfg))

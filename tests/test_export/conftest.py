@@ -1,5 +1,5 @@
 import sys
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -95,17 +95,16 @@ def program_of(name):
 @pytest.fixture(scope='session')
 def built(tmp_path_factory):
     """A function: config, checkpoint and model in its training form, made once."""
-    folder, made = tmp_path_factory.mktemp('built'), {}
+    folder = tmp_path_factory.mktemp('built')
 
-    def get(task, repa=True):
-        if (task, repa) not in made:
-            config = write_config(task, folder, repa)
-            torch.manual_seed(0)
-            model = _randomize(random_model(load_config(config)))
-            checkpoint = str(folder / f'{task}_{repa}.pth')
-            torch.save(dict(state_dict=model.state_dict()), checkpoint)
-            made[task, repa] = config, checkpoint, model
-        return made[task, repa]
+    @cache
+    def get(task):
+        config = write_config(task, folder)
+        torch.manual_seed(0)
+        model = _randomize(random_model(load_config(config)))
+        checkpoint = str(folder / f'{task}.pth')
+        torch.save(dict(state_dict=model.state_dict()), checkpoint)
+        return config, checkpoint, model
 
     return get
 
@@ -115,17 +114,16 @@ def exported(built, tmp_path_factory):
     """A function: what `built` makes and the file of its deploy form, made once."""
     from repa_mm.export import agreeing_onnx, noise
 
-    folder, made = tmp_path_factory.mktemp('exported'), {}
+    folder = tmp_path_factory.mktemp('exported')
 
-    def get(task, repa=True):
-        if (task, repa) not in made:
-            config, checkpoint, _ = built(task, repa)
-            deployed = open_model(config, checkpoint, merge=True)
-            content, error = agreeing_onnx(deployed, noise(deployed.cfg))
-            assert error <= 0.02
-            made[task, repa] = str(folder / f'{task}_{repa}.onnx')
-            write_bytes(made[task, repa], content)
-        return *built(task, repa), made[task, repa]
+    @cache
+    def get(task):
+        config, checkpoint, model = built(task)
+        deployed, file = open_model(config, checkpoint, merge=True), str(folder / f'{task}.onnx')
+        content, error = agreeing_onnx(deployed, noise(deployed.cfg))
+        assert error <= 0.02
+        write_bytes(file, content)
+        return config, checkpoint, model, file
 
     return get
 

@@ -29,6 +29,7 @@ from repa_mm.export import (
 from repa_mm.io.configs import load_config
 from tests.conftest import random_model
 
+from .checks import check_file, check_objects
 from .conftest import program_of, write_config
 
 pytest.importorskip('onnxruntime')
@@ -41,52 +42,15 @@ BATCHES = dict(
     segmentation=[[(150, 200)], [(97, 133)] * 3],
     classification=[[(256, 224)], [(230, 300)] * 3],
 )
-
-
-def check_objects(actual, expected):
-    """Every object has a counterpart."""
-    assert len(actual) == len(expected) > 5
-    boxes = (expected.bboxes[:, None] - actual.bboxes).abs().amax(2)
-    fits = (boxes < 1e-2) & (expected.labels[:, None] == actual.labels)
-    fits &= (expected.scores[:, None] - actual.scores).abs() < 1e-4
-    assert fits.any(1).all() and fits.any(0).all()
-    if 'masks' in expected:
-        actual_masks = actual.masks[fits.int().argmax(1)]
-        assert expected.masks.any()
-        assert (actual_masks != expected.masks).float().mean() < 1e-3
-
-
 TASKS = ('retinanet', 'mask_rcnn', 'upernet', 'slide', 'classifier')
-CASES = [
-    pytest.param(task, repa, marks=[] if repa else pytest.mark.slow)
-    for task in TASKS
-    for repa in (True, False)
-]
 
 
-@pytest.mark.parametrize('task, repa', CASES)
-def test_agrees_with_test_step(task, repa, exported):
-    config, _, model, file = exported(task, repa)
-    deployed = ExportedModel(file, model.data_preprocessor)
-    images = noise(load_config(config))
-    kind = deployed.session.metadata['task']
-    for sizes in BATCHES[kind]:
-        data = resized(images, sizes)
-        for sample, (height, width) in zip(data['data_samples'], sizes):
-            ori_shape = round(height / 0.8), round(width / 0.8)
-            sample.set_metainfo(dict(ori_shape=ori_shape, scale_factor=(0.8, 0.8)))
-        with torch.no_grad():
-            expected = model.test_step(copy.deepcopy(data))
-        for a, b in zip(deployed.test_step(data), expected, strict=True):
-            if kind == 'detection':
-                check_objects(a.pred_instances, b.pred_instances)
-            elif kind == 'segmentation':
-                a, b = a.pred_sem_seg.data, b.pred_sem_seg.data
-                assert len(b.unique()) > 1
-                assert a.shape == b.shape and (a != b).float().mean() <= 1e-3
-            else:
-                assert torch.allclose(a.pred_score, b.pred_score, atol=1e-5)
-                assert a.pred_label == b.pred_label
+@pytest.mark.parametrize('task', TASKS)
+def test_agrees_with_test_step(task, exported):
+    config, _, model, file = exported(task)
+    deployed, images = ExportedModel(file, model.data_preprocessor), noise(load_config(config))
+    for sizes in BATCHES[deployed.session.metadata['task']]:
+        check_file(model, deployed, images, sizes)
 
 
 def write_scenes(folder):

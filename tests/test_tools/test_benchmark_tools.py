@@ -56,7 +56,6 @@ def test_tool(tool, arguments, expected, call, capsys):
         ('benchmark', (VANILLA, '--images', 'folder'), '--dataset'),
         ('benchmark', (VANILLA, '--baseline-checkpoint', 'a.pth'), '--baseline: give both'),
         ('benchmark', (VANILLA, '--part', 'backbone', '--exported', 'a.onnx'), '--part backbone'),
-        ('quantize', (VANILLA, 'in.pth', 'out.xml', '--batch', 2), '--shape'),
     ],
 )
 def test_an_option_that_would_be_ignored_is_refused(tool, arguments, named, call, capsys):
