@@ -135,7 +135,7 @@ class Run:
         Args:
             name (str): Of the files.
             budget (float, optional): As for ``convert_pretrained``. Defaults to 0.5.
-            idle_ratio (float, optional): As for ``fit_channel_idle``.
+            idle_ratio (float, optional): As for ``Conversion``.
             **fractions (float): As for :func:`even_sizes`, instead of a budget.
         """
         cfg = self.load()

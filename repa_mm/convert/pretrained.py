@@ -65,9 +65,8 @@ def convert_checkpoint(
     written beside the checkpoint, so that both are ready for tests and training.
 
     Returns:
-        dict: ``report`` (a :class:`~repa_mm.convert.conversion_report.ConversionReport` with the
-        differences of the heads' inputs), ``images`` and ``held_out`` (numbers of images), and
-        ``config`` (path of the written config).
+        dict: ``report`` (with the differences of the heads' inputs), ``images`` and ``held_out``
+        (numbers of images), and ``config`` (path of the written config).
 
     Raises:
         ValueError: If the output would replace a file that is read, or for the reasons of

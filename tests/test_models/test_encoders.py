@@ -11,7 +11,6 @@ from mmengine.registry import MODELS, init_default_scope
 
 import repa_mm
 from repa_mm.apis.features import head_inputs, tensors
-from repa_mm.convert import fit_channel_idle
 from repa_mm.convert.changed_config import converted_config
 from repa_mm.io.configs import load_config
 from repa_mm.models.sites import ffn_sites
@@ -277,7 +276,9 @@ def test_layers_of_mmcv(randomize, relative_error):
     narrow, report = narrowed(model, batches, 0.5, forward=encode, held_out=[x])
     assert [site.modules().fc1.out_features for site in ffn_sites(narrow)] == [32, 32]
     assert report.differences[0] < 0.1
-    fitted, report = fit_channel_idle(model, batches, forward=encode, held_out=[x])
+    fitted, report = repa_mm.convert_pretrained(
+        model, batches, idle_ratio=0.75, forward=encode, held_out=[x]
+    )
     assert report.differences[0] < 0.1
     assert relative_error(encode(repa_mm.reparameterize(fitted), x), encode(fitted, x)) < 1e-5
     with pytest.raises(ValueError, match='not those of an encoder layer'):
