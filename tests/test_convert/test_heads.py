@@ -65,6 +65,17 @@ def largest(model):
     return max(float(p.detach().abs().max()) for p in model.parameters())
 
 
+def from_config(given, model, narrow, report, x):
+    """A model of the converted config, which computes what the narrow model does."""
+    config = converted_config(Config(dict(model=given)), model, report.sizes)
+    built = MODELS.build(config.model)
+    built.load_state_dict(narrow.state_dict())
+    built.eval()
+    for a, b in zip(outputs(built, x), outputs(narrow, x)):
+        assert torch.allclose(a, b, atol=1e-5)
+    return built
+
+
 def weights(num_heads=2, dims=6, channels=10):
     rows = num_heads * dims
     sizes = (3 * rows, channels), (3 * rows,), (channels, rows), (channels,)
@@ -188,15 +199,9 @@ def test_every_attention(case, v, pretrained):
             assert new.bias.abs().max() < 3 * largest(model)
     assert [row.after for row in report.blocks] == sizes
     # It is what a model of its config computes, trains, and is as it was in eval mode.
-    config = converted_config(Config(dict(model=CASES[case])), model, report.sizes)
-    again = MODELS.build(config.model)
-    again.load_state_dict(narrow.state_dict())
-    again.eval()
-    after = outputs(narrow, images[0])
-    for a, b in zip(outputs(again, images[0]), after):
-        assert torch.allclose(a, b, atol=1e-5)
+    again = from_config(CASES[case], model, narrow, report, images[0])
     with_gradients = tensors(again(images[0]))
-    for a, b in zip(with_gradients, after):
+    for a, b in zip(with_gradients, outputs(narrow, images[0])):
         assert torch.allclose(a, b, atol=1e-4 * float(b.abs().max()))
     sum(x.square().sum() for x in with_gradients).backward()
     grads = [site.parts().qkv.weight.grad for site in attention_sites(again)]
@@ -297,12 +302,7 @@ def test_parts_that_stay_are_not_in_the_config(case, last, pretrained):
         sizes[name] = (sizes[name][0] // 2,)
     narrow, report = conversion.fit(sizes)
     assert len(report.sizes) < len(report.blocks)
-    cfg = Config(dict(model=dict(CASES[case], **NO_BIAS[case])))
-    again = MODELS.build(converted_config(cfg, model, report.sizes).model)
-    again.load_state_dict(narrow.state_dict())
-    again.eval()
-    for a, b in zip(outputs(again, images[0]), outputs(narrow, images[0])):
-        assert torch.allclose(a, b, atol=1e-5)
+    from_config(dict(CASES[case], **NO_BIAS[case]), model, narrow, report, images[0])
 
 
 def test_budget(pretrained):

@@ -47,8 +47,7 @@ def usual(layer, x):
 
 
 def in_place_afterwards(layer, x):
-    x = x + layer.attn(layer.ln1(x))
-    x = layer.ffn(layer.ln2(x), identity=x)
+    x = usual(layer, x)
     x += 0.5 * layer.attn(layer.ln1(x))
     return x
 
@@ -81,7 +80,6 @@ def test_nothing_is_assumed_of_what_lies_between(vit):
         return model.layers[2](first + 0.3 * second.flip(1))
 
     x = [*images(2), torch.randn(4, 3, 24, 24), torch.randn(4, 3, 16, 32)]
-
     conversion = Conversion(vit, x, ['ffn'], forward=forward)
     sizes = dict(even_sizes(conversion, ffn=0.4), **{'layers.0': (64,)})
     converted, report = conversion.fit(sizes)
