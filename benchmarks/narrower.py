@@ -142,7 +142,7 @@ class Run:
         model = open_model(cfg, self.original).to('cuda' if torch.cuda.is_available() else 'cpu')
         images, _ = split_images(read_images(cfg, 'train', IMAGES + IMAGES // 8))
         parts = ['ffn'] if list(fractions) == ['ffn'] else None
-        conversion = conversion_of(model, images, parts, idle_ratio=idle_ratio)
+        conversion = conversion_of(model, images, parts=parts, idle_ratio=idle_ratio)
         sizes = even_sizes(conversion, **fractions) if fractions else conversion.sizes(budget)
         out = self.folder / f'{name}.pth'
         save_model(conversion.fit(sizes)[0], self.original, str(out))
