@@ -197,14 +197,14 @@ class PretrainedAttention(Pausing):
         moments = self._moments(drawn)
         weights, unexplained = moments.fit(*sizes)
         function, constant = self._with(weights), moments.constant
-        return FittedPart(function, lambda x: x.set_weights(*weights), unexplained, constant)
+        return FittedPart(function, lambda site: site.set_weights(*weights), unexplained, constant)
 
     def axes(self, drawn: Sequence[Tokens]) -> list[tuple[Axis, Callable]]:
         """Return the dimensions of q·k and of values as axes, as :meth:`PretrainedFFN.axes`."""
         moments, found = self._moments(drawn), []
         for i, energy in enumerate((moments.qk, moments.v)):
             sizes = [*range(4, len(energy), 4), len(energy)]
-            left = (1 - energy.cumsum(0)).clamp(min=0)  # of rounding
+            left = (1 - energy.cumsum(0)).clamp(min=0)  # rounding may go below
             axis = Axis(sizes, [float(left[size - 1]) for size in sizes], multiple=4)
             probe = [*self.sizes]
             probe[i] = sizes[axis.probe()]

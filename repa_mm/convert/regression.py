@@ -300,7 +300,7 @@ def cross_validated(out: torch.Tensor, parts: Sequence[Moments], kept: torch.Ten
 
 
 def fit_ffn(ffn: FittedFFN, parts: Sequence[Moments], width: int) -> FittedFFN:
-    """Choose the channels of a narrower FFN, and fit its output weights in closed form, float64."""
+    """Choose channels, and fit their output weights in closed form; the result is in float64."""
     problem = Problem(ffn.w_out, Moments.pooled(parts))
     (kept,) = problem.eliminate(width)
     return problem.fit(ffn, kept, cross_validated(ffn.w_out, parts, kept))
