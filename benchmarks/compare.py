@@ -39,7 +39,7 @@ from benchmarks.tables import COLUMNS, Row
 from repa_mm import convert_pretrained
 from repa_mm.apis import open_model, read_images
 from repa_mm.benchmark.timing import measure
-from repa_mm.convert import Conversion, fit_channel_idle
+from repa_mm.convert import Conversion
 from repa_mm.convert.lockstep import in_lockstep
 from repa_mm.convert.pretrained import split_images
 from repa_mm.io.configs import load_config
@@ -119,7 +119,8 @@ def converted(
                 conversion = Conversion(model, batches, ['ffn'], forward=forward)
                 found, _ = conversion.fit(even_sizes(conversion, ffn=keep))
             elif name == 'ours, channel idle':  # where C of 4 C channels are one path of C / 2
-                found, _ = fit_channel_idle(model, batches, 1.125 - keep, forward=forward)
+                idle = dict(idle_ratio=1.125 - keep, forward=forward)
+                found, _ = convert_pretrained(model, batches, **idle)
             else:
                 found = compressed(model, batches, forward, name, keep)
             found.eval()

@@ -135,14 +135,14 @@ class Run:
         Args:
             name (str): Of the files.
             budget (float, optional): As for ``convert_pretrained``. Defaults to 0.5.
-            idle_ratio (float, optional): As for ``fit_channel_idle``.
+            idle_ratio (float, optional): As for ``Conversion``.
             **fractions (float): As for :func:`even_sizes`, instead of a budget.
         """
         cfg = self.load()
         model = open_model(cfg, self.original).to('cuda' if torch.cuda.is_available() else 'cpu')
         images, _ = split_images(read_images(cfg, 'train', IMAGES + IMAGES // 8))
         parts = ['ffn'] if list(fractions) == ['ffn'] else None
-        conversion = conversion_of(model, images, parts, idle_ratio=idle_ratio)
+        conversion = conversion_of(model, images, parts=parts, idle_ratio=idle_ratio)
         sizes = even_sizes(conversion, **fractions) if fractions else conversion.sizes(budget)
         out = self.folder / f'{name}.pth'
         save_model(conversion.fit(sizes)[0], self.original, str(out))

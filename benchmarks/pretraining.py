@@ -35,8 +35,7 @@ from benchmarks.objects import read_clothes, read_photographs, write_clothes
 from benchmarks.tables import COLUMNS, listed, mean, read, table
 from demo.dataset import write_digit_scenes
 from demo.run import test, train
-from repa_mm import config_path
-from repa_mm.convert import fit_channel_idle
+from repa_mm import config_path, convert_pretrained
 from repa_mm.convert.training_form import NORM
 from repa_mm.io.configs import load_config
 
@@ -189,7 +188,7 @@ class Run:
             backbone.eval()
             chosen = torch.randperm(len(self.crops))[: self.scale.fit]
             batches = [self.normalized(part) for part in self.crops[chosen].chunk(4)]
-            backbone, report = fit_channel_idle(backbone, batches, IDLE_RATIO)
+            backbone, report = convert_pretrained(backbone, batches, idle_ratio=IDLE_RATIO)
             print(report, flush=True)
         else:
             backbone = self.classifier(name)

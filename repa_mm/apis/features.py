@@ -57,22 +57,17 @@ def differences(before: list, after: list) -> list[float]:
     Both lists have the outputs for each batch: maps (B, C, H, W), tokens (B, N, C) or (B, C, N), or
     vectors (B, C). The change of a single vector over all batches is relative to its mean square.
     """
-
-    def rows(x: torch.Tensor) -> torch.Tensor:
-        x = x.movedim(1, -1) if channels_first else x
-        return x.reshape(-1, x.shape[-1] if x.ndim else 1).double()
-
     result = []
-    for pairs in zip(*(zip(a, b) for a, b in zip(before, after))):
-        first = pairs[0][0]
-        channels_first = first.ndim == 4
+    for values in zip(zip(*before), zip(*after)):
+        first = values[0][0]
+        dim = 1 if first.ndim == 4 else -1  # of the channels
         # An MLP-Mixer's maps: channels differ more from each other than places.
-        if first.ndim == 3 and len({a.shape[1] for a, _ in pairs}) == 1:
-            channels_first = first.mean((0, 2)).var() > first.mean((0, 1)).var()
-        change = sum(float((rows(a) - rows(b)).square().sum()) for a, b in pairs)
-        count = sum(len(rows(a)) for a, _ in pairs)
-        mean = sum(rows(a).sum(0) for a, _ in pairs) / count
-        variance = sum(float((rows(a) - mean).square().sum()) for a, _ in pairs)
-        variance = variance or sum(float(rows(a).square().sum()) for a, _ in pairs)
-        result.append(change / max(variance, 1e-300))
+        if first.ndim == 3 and len({x.shape[1] for x in values[0]}) == 1:
+            dim = 1 if first.mean((0, 2)).var() > first.mean((0, 1)).var() else -1
+        a, b = (
+            torch.cat([torch.atleast_2d(x).movedim(dim, -1).flatten(0, -2) for x in xs]).double()
+            for xs in values
+        )
+        variance = float((a - a.mean(0)).square().sum()) or float(a.square().sum())
+        result.append(float((a - b).square().sum()) / max(variance, 1e-300))
     return result

@@ -1,15 +1,14 @@
 """Images to fit, calibrate and compare on: those of a config or of a folder, and crops."""
 
 import io
-import os
 import os.path as osp
-from collections.abc import Sequence
 from contextlib import redirect_stdout
+from pathlib import Path
 
 import torch
 import torch.nn as nn
 from mmengine.config import Config
-from mmengine.dataset import Compose, pseudo_collate
+from mmengine.dataset import BaseDataset, pseudo_collate
 from mmengine.registry import DATASETS
 from torch.utils.data import Dataset
 
@@ -22,30 +21,16 @@ MAX_SIZE = 416
 SUFFIXES = ('.jpg', '.jpeg', '.png', '.bmp', '.tif', '.tiff', '.webp')
 
 
-class ImageFolder(Dataset):
+class ImageFolder(BaseDataset):
     """The images of a folder and its subfolders, sorted by path, without their annotations."""
 
-    def __init__(self, data_root: str, pipeline: Sequence[dict]) -> None:
-        paths = {
-            osp.abspath(osp.join(root, name))
-            for root, _, names in os.walk(data_root)
-            for name in names
-            if name.lower().endswith(SUFFIXES)
-        }
-        self.paths = sorted(paths)
-        if not self.paths:
-            raise FileNotFoundError(f'no image in the folder {data_root!r} ({", ".join(SUFFIXES)})')
-        self.pipeline = Compose([step for step in pipeline if 'Annotations' not in step['type']])
-
-    def __len__(self) -> int:
-        return len(self.paths)
-
-    def __getitem__(self, index: int) -> dict:
-        return self.pipeline(self.get_data_info(index))
-
-    def get_data_info(self, index: int) -> dict:
-        """Return what the pipeline begins with, as MMEngine's data sets do."""
-        return dict(img_path=self.paths[index], img_id=index, seg_fields=[])
+    def load_data_list(self) -> list[dict]:
+        files = (str(p) for p in Path(self.data_root).rglob('*') if p.suffix.lower() in SUFFIXES)
+        infos = [dict(img_path=p, img_id=i, seg_fields=[]) for i, p in enumerate(sorted(files))]
+        if not infos:
+            suffixes = ', '.join(SUFFIXES)
+            raise FileNotFoundError(f'no image in the folder {self.data_root!r} ({suffixes})')
+        return infos
 
 
 def evenly(number: int, total: int) -> list[int]:
@@ -74,12 +59,14 @@ def build_images(cfg: Config, split: str, folder: str | None = None) -> Dataset:
 
     The images go through the test pipeline. See :func:`read_images` for the arguments.
     """
+    pipeline = dataset_config(cfg, 'test').pipeline
     if folder:
+        pipeline = [step for step in pipeline if 'Annotations' not in step['type']]
         source = dict(type=ImageFolder, data_root=osp.abspath(folder))
     else:
         source = dict(dataset_config(cfg, split))
         source.pop('filter_cfg', None)
-    source['pipeline'] = dataset_config(cfg, 'test').pipeline
+    source['pipeline'] = pipeline
     try:
         with redirect_stdout(io.StringIO()):  # COCO prints
             return DATASETS.build(source)

@@ -1,5 +1,5 @@
 """Narrowing the FFNs and heads of pretrained models."""
 
-from repa_mm.convert.conversion import Conversion, convert_pretrained, fit_channel_idle
+from repa_mm.convert.conversion import Conversion, convert_pretrained
 
-__all__ = ['Conversion', 'convert_pretrained', 'fit_channel_idle']
+__all__ = ['Conversion', 'convert_pretrained']

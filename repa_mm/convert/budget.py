@@ -43,8 +43,7 @@ class _Step(NamedTuple):
     benefit: float
     axis: int
     cost: float
-    start: int
-    stop: int
+    size: int
 
 
 def allocate(axes: Sequence[Axis], budget: float) -> list[int]:
@@ -60,7 +59,7 @@ def allocate(axes: Sequence[Axis], budget: float) -> list[int]:
         if left <= 0:
             break
         fraction = min(1.0, left / step.cost)
-        sizes[step.axis] += fraction * (step.stop - step.start)
+        sizes[step.axis] += fraction * step.size
         left -= fraction * step.cost
     return [
         axis.sizes[-1]
@@ -80,8 +79,7 @@ def _steps(index: int, axis: Axis) -> list[_Step]:
             for j in range(i + 1, len(errors))
         }
         j = max(slopes, key=slopes.get)
-        start, stop = axis.sizes[i], axis.sizes[j]
-        cost = axis.cost * (stop - start)
-        found.append(_Step((errors[i] - errors[j]) / cost, index, cost, start, stop))
+        size = axis.sizes[j] - axis.sizes[i]
+        found.append(_Step(slopes[j] / axis.cost, index, axis.cost * size, size))
         i = j
     return found

@@ -25,15 +25,12 @@ def tolerance(output: torch.Tensor) -> float:
 
 @torch.no_grad()
 def check_block(block: nn.Module, parts: Sequence[Pausing], args: tuple, kwargs: dict) -> None:
-    """Check that a block computes what its family says.
+    """Raise a ``ValueError`` if a block does not compute what its family says.
 
     With the pretrained parts in place, it must compute the same. And since an FFN is fitted to make
     up for what its input has lost, the block must use the sum of both alone: if the FFN returns a
     constant minus its input, the output must not depend on the tokens of the block. The block does
     not have the parts in it, and ``args`` and ``kwargs`` are what the model calls it with.
-
-    Raises:
-        ValueError: If it does not; names the block.
     """
     changed = copied(block)
     for part in parts:

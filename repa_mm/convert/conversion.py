@@ -23,7 +23,7 @@ from repa_mm.convert.lockstep import Pausing, in_lockstep
 from repa_mm.convert.parts import PretrainedAttention, PretrainedFFN
 from repa_mm.convert.training_form import IdleFFN
 from repa_mm.faster import faster_parts_
-from repa_mm.models.sites import attention_sites, ffn_sites
+from repa_mm.models.sites import FFNSite, attention_sites, ffn_sites
 from repa_mm.reparam import Form, check_state_dict, has_deploy_form
 from repa_mm.surgery import copied, unwrap
 
@@ -39,8 +39,8 @@ AXES_BATCHES, GAIN_BATCHES = 16, 4
 def convert_pretrained(
     model: nn.Module,
     batches: Iterable,
-    budget: float = 0.5,
-    parts: Sequence[str] = PARTS,
+    budget: float | None = None,
+    parts: Sequence[str] | None = None,
     held_out: Iterable = (),
     progress: Callable[[BlockReport, int, float], None] | None = None,
     **options,
@@ -51,17 +51,22 @@ def convert_pretrained(
     :mod:`repa_mm.convert.budget`. FFNs keep at least 3 % of their channels, heads at least 4
     dimensions. Parts that cannot be narrowed stay as they are; the report names them.
 
+    With an ``idle_ratio``, the FFNs become channel-idle instead. The result is a training form that
+    computes nearly what the model computes, and that trains and merges as any other.
+
     Args:
         model (nn.Module): A backbone or a whole model, with blocks of a family in
             :data:`repa_mm.models.FAMILIES`.
         batches (Iterable): As for :class:`~repa_mm.convert.Conversion`.
-        budget (float): Share of the multiply-adds of all parts that stays, in (0, 1]. If it is less
-            than the least sizes take, the model gets these sizes, with a warning. Defaults to 0.5.
-        parts (Sequence[str]): What is narrowed: 'ffn', 'heads', or both. Defaults to both.
+        budget (float, optional): Share of the multiply-adds of all parts that stays, in (0, 1]. If
+            it is less than the least sizes take, the model gets these sizes, with a warning.
+            Defaults to 0.5.
+        parts (Sequence[str], optional): What is narrowed: 'ffn', 'heads', or both. Defaults to
+            both.
         held_out (Iterable): Batches to measure the change of the outputs on. Defaults to none.
         progress (Callable, optional): Called with the report of each part once it is fitted, the
             number of parts, and about how many seconds are left.
-        **options: Others of :class:`~repa_mm.convert.Conversion`.
+        **options: ``idle_ratio`` and others of :class:`~repa_mm.convert.Conversion`.
 
     Returns:
         tuple: The converted copy of the model, and a :class:`ConversionReport`.
@@ -77,41 +82,13 @@ def convert_pretrained(
     return conversion.fit(conversion.sizes(budget), held_out, progress)
 
 
-def fit_channel_idle(
-    model: nn.Module,
-    batches: Iterable,
-    idle_ratio: float = 0.75,
-    held_out: Iterable = (),
-    progress: Callable[[BlockReport, int, float], None] | None = None,
-    **options,
-) -> tuple[nn.Module, ConversionReport]:
-    """Make the FFNs of a pretrained model channel-idle, fitted to what they computed.
-
-    The result is a training form that computes nearly what the model computes, and that trains and
-    merges as any other. FFNs keep the norms of their blocks. At least as many hidden channels must
-    be idle as there are inputs; FFNs with fewer, or with a convolution inside, stay as they are.
-
-    ``idle_ratio`` is the share of hidden channels that skip the activation; the other arguments are
-    those of :func:`~repa_mm.convert_pretrained`.
-
-    Returns:
-        tuple: The copy of the model with :class:`~repa_mm.reparam.ChannelIdleFFN`, and the report,
-        whose multiply-adds are those of the merged FFNs.
-
-    Raises:
-        ValueError: As :class:`~repa_mm.convert.Conversion`.
-    """
-    conversion = Conversion(model, batches, idle_ratio=idle_ratio, **options)
-    return conversion.fit(conversion.sizes(), held_out, progress)
-
-
 class Conversion:
-    """Fits narrower parts to those of a pretrained model, of one budget or of several.
+    """Fits narrower parts to those of a pretrained model, for one budget or for several.
 
-    The parts are converted one after the other, in the order of the forward pass. They are fitted
-    to the outputs of the pretrained block, given inputs from the blocks that are converted already,
-    see :mod:`repa_mm.convert.regression` and :mod:`repa_mm.convert.heads`. The result is an
-    ordinary model with narrower layers. All batches pass through the model together, see
+    The parts are converted in the order of the forward pass. Each is fitted to the outputs of the
+    pretrained one, given inputs from the parts that are converted already, see
+    :mod:`repa_mm.convert.regression` and :mod:`repa_mm.convert.heads`. The result is an ordinary
+    model with narrower layers. All batches pass through the model together, see
     :mod:`repa_mm.convert.lockstep`, so the memory grows with the number of batches.
 
     A model with its config in ``cfg``, such as one of :func:`~repa_mm.apis.open_model`, becomes
@@ -125,8 +102,10 @@ class Conversion:
             batches, since the parts would be fitted to padding as well.
         parts (Sequence[str], optional): As for :func:`convert_pretrained`. Defaults to all, or to
             FFNs with an ``idle_ratio``.
-        idle_ratio (float, optional): Make the FFNs channel-idle, as :func:`fit_channel_idle` does,
-            instead of narrower.
+        idle_ratio (float, optional): Instead of narrower parts, fit channel-idle FFNs: the share of
+            hidden channels that skip the activation, at least as many as an FFN has inputs. FFNs
+            keep the norms of their blocks. Those with fewer channels, or with a convolution inside,
+            stay as they are. The report counts the multiply-adds of merged FFNs.
         where (str, optional): Name of the module whose blocks are converted, as for
             :func:`~repa_mm.models.sites.ffn_sites`. Defaults to all modules except decoder layers.
         forward (Callable, optional): Called with a model and a batch, runs the model or the part of
@@ -169,8 +148,6 @@ class Conversion:
         self.forward, self.where, self.idle_ratio = forward or _run, where, idle_ratio
         self.model = faster_parts_(copied(self.original))
         self.model.eval()  # on its own line, since eval() of some backbones returns None
-        if parts is None:
-            parts = PARTS if idle_ratio is None else ['ffn']
         self.parts, self.skipped = find_parts(self.model, parts, where, idle_ratio)
         # Tokens to draw from a batch, at most.
         self.max_tokens = -(-MAX_TOKENS // len(self.batches))
@@ -186,12 +163,10 @@ class Conversion:
     def sizes(self, budget: float | None = None) -> Sizes:
         """Choose the sizes of all parts, see :mod:`repa_mm.convert.budget`.
 
-        Args:
-            budget (float, optional): Share of the multiply-adds of all parts that stays. Defaults
-                to 0.5, or to what an idle ratio leaves.
+        ``budget`` is as for :func:`convert_pretrained`; an idle ratio leaves no choice.
 
         Raises:
-            ValueError: If the budget is not in (0, 1], or there is an idle ratio.
+            ValueError: If the budget is not in (0, 1], or there is an idle ratio, too.
         """
         if self.idle_ratio is not None:
             if budget is not None:
@@ -239,7 +214,7 @@ class Conversion:
         held_out: Iterable = (),
         progress: Callable[[BlockReport, int, float], None] | None = None,
     ) -> tuple[nn.Module, ConversionReport]:
-        """Fit all parts to sizes, by name, as :func:`convert_pretrained`, which explains the rest.
+        """Fit all parts to sizes, by name; :func:`convert_pretrained` explains the rest.
 
         Raises:
             ValueError: If activations are not finite, or a forward pass depends on others.
@@ -249,9 +224,8 @@ class Conversion:
             MODELS.build(cfg.model)  # an error should show before the long fit
         report, fits = ConversionReport(skipped=dict(self.skipped)), {}
         # Time goes with the parameters of a part, and to passes from one part to the next.
-        numbers = [sum(p.numel() for p in part.parameters()) for part in self.parts.values()]
-        passes, start = sum(numbers) / len(numbers) / 2, time.monotonic()
-        work = {name: size + passes for name, size in zip(self.parts, numbers)}
+        numbers = {n: sum(p.numel() for p in part.parameters()) for n, part in self.parts.items()}
+        whole, start = sum(numbers.values()), time.monotonic()
 
         def meet(part: Pausing, tokens: list) -> Callable:
             row = BlockReport(part.name, part.sizes, sizes[part.name], self.costs[part.name])
@@ -265,9 +239,9 @@ class Conversion:
                 row.constant_heads = fit.constant_heads
             report.blocks.append(row)
             if progress is not None:
-                share = sum(work[block.name] for block in report.blocks) / sum(work.values())
-                seconds = (time.monotonic() - start) * (1 / share - 1)
-                progress(row, len(self.parts), seconds)
+                done = sum(numbers[block.name] for block in report.blocks) / whole
+                done = (2 * done + len(report.blocks) / len(self.parts)) / 3
+                progress(row, len(self.parts), (time.monotonic() - start) * (1 / done - 1))
             return function
 
         self._in_lockstep(self.batches, meet)
@@ -349,14 +323,15 @@ class Conversion:
                 self.skipped[name] = 'the forward pass does not reach it'
                 del self.parts[name]
         if not self.parts:
-            known = ', '.join(map(repr, self.skipped))
-            raise ValueError(f'the forward pass reaches none of the blocks: {known}')
+            name, why = next(iter(self.skipped.items()))
+            kind = type(self.original).__name__
+            raise ValueError(f'nothing of {kind} can be narrowed: {name!r}: {why}')
         return outputs
 
 
 def find_parts(
     model: nn.Module,
-    parts: Sequence[str] = PARTS,
+    parts: Sequence[str] | None = None,
     where: str | None = None,
     idle_ratio: float | None = None,
 ) -> tuple[dict[str, Pausing], dict[str, str]]:
@@ -365,27 +340,27 @@ def find_parts(
     The arguments are those of :class:`Conversion`.
 
     Raises:
-        ValueError: If no part can be narrowed, or ``parts`` has an unknown name.
+        ValueError: If there is no known block, or ``parts`` has an unknown name.
     """
+    if parts is None:
+        parts = PARTS if idle_ratio is None else ['ffn']
     parts = [parts] if isinstance(parts, str) else parts
     if not parts or set(parts) - set(PARTS):
         raise ValueError(f'parts must be some of {", ".join(map(repr, PARTS))}, but got {parts!r}')
-    ffn = PretrainedFFN if idle_ratio is None else partial(IdleFFN, idle_ratio=idle_ratio)
-    found = []
-    if 'heads' in parts:
-        sites = attention_sites(model, where or '')
-        found += [(site.name, site, PretrainedAttention) for site in sites]
-    if 'ffn' in parts:
-        found += [(site.block_name, site, ffn) for site in ffn_sites(model, where)]
-    if not found:
+    sites = attention_sites(model, where or '') if 'heads' in parts else []
+    sites += ffn_sites(model, where) if 'ffn' in parts else []
+    if not sites:
         inside = f' in its {where!r}' if where else ''
         raise ValueError(
             f'{type(model).__name__} has no block{inside} of a family with {" or ".join(parts)} in '
             'repa_mm.models.FAMILIES: add one with repa_mm.models.register_family'
         )
-    uses = Counter(site.module for _, site, _ in found)
+    ffn = PretrainedFFN if idle_ratio is None else partial(IdleFFN, idle_ratio=idle_ratio)
+    uses = Counter(site.module for site in sites)
     pretrained, skipped = {}, {}
-    for name, site, kind in found:
+    for site in sites:
+        is_ffn = isinstance(site, FFNSite)
+        name, kind = (site.block_name, ffn) if is_ffn else (site.name, PretrainedAttention)
         if isinstance(site.module, Form):
             skipped[name] = f'it has a {site.module.label} instead of an ordinary one'
         elif uses[site.module] > 1:
@@ -395,9 +370,6 @@ def find_parts(
                 pretrained[name] = kind(site)
             except ValueError as error:
                 skipped[name] = str(error)
-    if not pretrained:
-        name, why = next(iter(skipped.items()))
-        raise ValueError(f'nothing of {type(model).__name__} can be narrowed: {name!r}: {why}')
     return pretrained, skipped
 
 

@@ -19,7 +19,8 @@ class BlockReport:
         costs (tuple[float, ...]): Multiply-adds for one unit of each of its sizes, for one image.
         unexplained (float): Share of the targets' variance that the narrower part does not explain.
         changed (bool): The part has new weights. Those before the first narrower part have not.
-        constant_heads (int): Number of heads whose output hardly varies on the images.
+        constant_heads (int): Number of heads whose output hardly varies on the images: no fit can
+            know what they do elsewhere.
     """
 
     name: str

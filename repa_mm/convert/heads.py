@@ -23,7 +23,7 @@ import torch.nn as nn
 from repa_mm.convert.regression import EVERY_CHANNEL, Moments, Problem, at_least_float32
 from repa_mm.faster.attention import FastShiftWindowMSA, split_heads
 from repa_mm.faster.windows import masks, partition
-from repa_mm.reparam import double, weight_and_bias
+from repa_mm.reparam import double
 
 #: Strength of the ridge of the projection, relative to the mean variance of a feature.
 RIDGE = 0.03
@@ -34,20 +34,15 @@ MAX_VARIATION = 0.01
 class Tokens(NamedTuple):
     """Some tokens that attention was called with, in n windows or images.
 
-    Attributes:
-        queries (torch.Tensor): Tokens (n, M, C) whose outputs count.
-        keys (torch.Tensor): Tokens (n, N, C) that the queries see.
-        bias (torch.Tensor | None): Added to the logits, (n, heads, M, N).
-        visible (torch.Tensor | None): For each key, the keys that are seen together with it, as 1
-            and 0 (n, N, N). None if a query sees all keys.
-        valid (torch.Tensor | None): True for queries that are not padding, (n, M).
+    ``visible`` has, for each key, a 1 for the keys that are seen together with it, and 0 for the
+    others. Without it, a query sees all keys. ``valid`` is False for padding.
     """
 
-    queries: torch.Tensor
-    keys: torch.Tensor
-    bias: torch.Tensor | None = None
-    visible: torch.Tensor | None = None
-    valid: torch.Tensor | None = None
+    queries: torch.Tensor  # (n, M, C), whose outputs count
+    keys: torch.Tensor  # (n, N, C)
+    bias: torch.Tensor | None = None  # of the logits, (n, heads, M, N)
+    visible: torch.Tensor | None = None  # (n, N, N)
+    valid: torch.Tensor | None = None  # (n, M)
 
 
 def sample_windows(
@@ -84,24 +79,12 @@ def sample_images(
 
 
 class HeadWeights(NamedTuple):
-    """Weights of attention with h heads, of r dimensions for q·k and s dimensions for values.
+    """Weights of attention with h heads, of r dimensions for q·k and s dimensions for values."""
 
-    Attributes:
-        w_qkv (torch.Tensor): (h (2 r + s), C), the rows of all queries first, then keys, values.
-        b_qkv (torch.Tensor): (h (2 r + s), ).
-        w_out (torch.Tensor): Projection (C, h s).
-        b_out (torch.Tensor): Bias (C, ) of the projection.
-    """
-
-    w_qkv: torch.Tensor
-    b_qkv: torch.Tensor
-    w_out: torch.Tensor
-    b_out: torch.Tensor
-
-    @classmethod
-    def from_layers(cls, qkv: nn.Linear, proj: nn.Linear) -> 'HeadWeights':
-        """Return the weights of attention, in float64."""
-        return cls(*weight_and_bias(qkv), *weight_and_bias(proj))
+    w_qkv: torch.Tensor  # (h (2 r + s), C), the rows of all queries first, then keys, values
+    b_qkv: torch.Tensor  # (h (2 r + s), )
+    w_out: torch.Tensor  # (C, h s), the projection
+    b_out: torch.Tensor  # (C, )
 
     def split(self, num_heads: int) -> tuple[list, list]:
         """Return weights (h, r, C) and biases (h, r) of queries, keys and values."""
@@ -228,12 +211,11 @@ def trace(matrices: torch.Tensor) -> torch.Tensor:
 def roots(
     matrices: torch.Tensor, energy: torch.Tensor, noise: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return square roots of positive semidefinite matrices with a floor, and the inverse roots.
+    """Return square roots of second moments (h, d, d) of centred features, and the inverse roots.
 
-    ``matrices`` are second moments (h, d, d) of features without their mean, ``energy`` (h, ) is
-    the mean squared norm of the features with it, and ``noise`` the rounding error of a feature,
-    relative to its size. Directions that vary less count as if they varied by that much, so that no
-    rounding noise is scaled up.
+    ``energy`` (h, ) is the mean squared norm of the features with their mean, and ``noise`` the
+    rounding error of a feature, relative to its size. Directions that vary less count as if they
+    varied by that much, so that no rounding noise is scaled up.
     """
     floor = noise**2 * energy / matrices.shape[-1]
     floor = torch.where(floor > 0, floor, 1.0)  # all features are zero

@@ -26,10 +26,7 @@ from greenlet import getcurrent, greenlet
 
 
 class Pausing(nn.Module):
-    """A module in which the passes of :func:`in_lockstep` pause.
-
-    ``name`` is that of the block. Subclasses implement :meth:`original`.
-    """
+    """A module of the block ``name`` in which the passes of :func:`in_lockstep` pause."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -84,7 +81,7 @@ def in_lockstep(forward: Callable, batches: Sequence, meet: Callable, students: 
 
     Args:
         forward (Callable): Runs a model that has a :class:`Pausing` module at each site on a batch.
-        batches (Sequence): The batches.
+        batches (Sequence): What ``forward`` is called with.
         meet (Callable): Called with the :class:`Pausing` that all passes have reached, and a list
             with, for each batch, the positional arguments of the student and of the teacher there.
             Returns the function that computes the students' outputs from their arguments.
@@ -95,11 +92,10 @@ def in_lockstep(forward: Callable, batches: Sequence, meet: Callable, students: 
 
     Raises:
         ValueError: If a site runs more than once in a pass, or not in all passes.
-        Exception: Any error of a pass. It ends all passes.
     """
-    roles = (True, False) if students else (True,)
-    passes = [_Pass(forward, batch, role) for batch in batches for role in roles]
-    outputs: list = []
+    teachers = [_Pass(forward, batch, True) for batch in batches]
+    others = [_Pass(forward, batch, False) for batch in batches] if students else []
+    passes, outputs = teachers + others, []
     passes[0].forward = lambda batch: outputs.append(forward(batch))
     met, fitted = [], None
     try:
@@ -119,8 +115,8 @@ def in_lockstep(forward: Callable, batches: Sequence, meet: Callable, students: 
                     'be fitted to one of its inputs only: give another module in where'
                 )
             met.append(where[0])
-            pairs = zip(passes[:: len(roles)], passes[len(roles) - 1 :: len(roles)])
-            tokens = [(student.inputs, teacher.inputs) for teacher, student in pairs]
+            pairs = zip(others or teachers, teachers)
+            tokens = [(student.inputs, teacher.inputs) for student, teacher in pairs]
             fitted = meet(where[0], tokens)
     finally:
         for p in passes:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 import torch.nn as nn
 
+from repa_mm.apis.images import evenly
 from repa_mm.convert.budget import FRACTIONS, Axis
 from repa_mm.convert.heads import HeadMoments, HeadWeights, Tokens, sample_images, sample_windows
 from repa_mm.convert.lockstep import Pausing
@@ -25,20 +26,16 @@ from repa_mm.convert.regression import (
 from repa_mm.faster.attention import FastShiftWindowMSA
 from repa_mm.models.sites import AttentionSite, FFNSite, Site, set_heads_
 from repa_mm.models.structures import idle_ffn
-from repa_mm.reparam import ChannelIdleFFN
+from repa_mm.reparam import ChannelIdleFFN, weight_and_bias
 
 _NUM_PARTS = 4  # parts of the images for cross-validation
 
 
 class FittedPart(NamedTuple):
-    """A narrower part.
+    """A narrower part, and what :class:`~repa_mm.convert.conversion_report.BlockReport` says of it.
 
-    Attributes:
-        function (Callable): Computes what the part computes, from the same arguments.
-        put (Callable): Puts the part into its site in another copy of the model.
-        unexplained (float): Share of the targets' variance that the part does not explain.
-        constant_heads (int): Number of heads whose output hardly varies in the samples: no fit can
-            know what they do elsewhere.
+    ``function`` computes what the part computes, from the same arguments. ``put`` puts the part
+    into its site in another copy of the model.
     """
 
     function: Callable
@@ -105,15 +102,9 @@ class PretrainedFFN(Pausing):
     def sample(self, tokens: list, max_tokens: int, seed: int = 0) -> list[Pairs]:
         """Draw at most ``max_tokens`` random tokens of every batch.
 
-        Args:
-            tokens (list): The arguments of the site in the student and in the teacher, for each
-                batch, from :func:`~repa_mm.convert.lockstep.in_lockstep`.
-            max_tokens (int): Number of tokens to draw from a batch, at most.
-            seed (int): Seed of the random numbers.
-
-        Returns:
-            list: For each part of the batches the :meth:`inputs` (N, C) of tokens, and the targets
-            (N, C) of the FFN without shortcut.
+        ``tokens`` are from :func:`~repa_mm.convert.lockstep.in_lockstep`. Returns, for each part of
+        the batches, the :meth:`inputs` (N, C) of the drawn tokens, and the targets (N, C) of the
+        FFN without shortcut.
         """
         generator = torch.Generator().manual_seed(seed)
         drawn = []
@@ -131,8 +122,7 @@ class PretrainedFFN(Pausing):
             if self.compensates:
                 t = y.double() - x.double() + (0 if self.ffn.shortcut else teacher.double())
             drawn.append((u, t.to(at_least_float32(y).dtype)))
-        number = min(_NUM_PARTS, len(drawn))
-        ends = [i * len(drawn) // number for i in range(number + 1)]
+        ends = [*evenly(_NUM_PARTS, len(drawn)), len(drawn)]
         return [joined(drawn[start:end]) for start, end in zip(ends, ends[1:])]
 
     def fit(self, parts: Sequence[Pairs], sizes: tuple[int, ...]) -> FittedPart:
@@ -206,20 +196,15 @@ class PretrainedAttention(Pausing):
         """Fit narrower heads to samples, see :mod:`repa_mm.convert.heads`."""
         moments = self._moments(drawn)
         weights, unexplained = moments.fit(*sizes)
-        return FittedPart(
-            self._with(weights),
-            lambda site: site.set_weights(*weights),
-            unexplained,
-            moments.constant,
-        )
+        function, constant = self._with(weights), moments.constant
+        return FittedPart(function, lambda site: site.set_weights(*weights), unexplained, constant)
 
     def axes(self, drawn: Sequence[Tokens]) -> list[tuple[Axis, Callable]]:
         """Return the dimensions of q·k and of values as axes, as :meth:`PretrainedFFN.axes`."""
         moments, found = self._moments(drawn), []
         for i, energy in enumerate((moments.qk, moments.v)):
             sizes = [*range(4, len(energy), 4), len(energy)]
-            # Not negative, by rounding, at the last one.
-            left = (1 - energy.cumsum(0)).clamp(min=0)
+            left = (1 - energy.cumsum(0)).clamp(min=0)  # rounding may go below
             axis = Axis(sizes, [float(left[size - 1]) for size in sizes], multiple=4)
             probe = [*self.sizes]
             probe[i] = sizes[axis.probe()]
@@ -228,7 +213,7 @@ class PretrainedAttention(Pausing):
 
     def _moments(self, drawn: Sequence[Tokens]) -> HeadMoments:
         heads = self.heads
-        weights = HeadWeights.from_layers(heads.qkv, heads.proj)
+        weights = HeadWeights(*weight_and_bias(heads.qkv), *weight_and_bias(heads.proj))
         return HeadMoments(weights, heads.num_heads, heads.factor, drawn, heads.scale)
 
     def _with(self, weights: HeadWeights) -> Callable:

@@ -30,19 +30,17 @@ def cropped_batches(model: nn.Module, images: Sequence[dict]) -> list[dict]:
     return [model.data_preprocessor(cropped(data), False) for data in images]
 
 
-def conversion_of(
-    model: nn.Module, images: Sequence[dict], parts: Sequence[str] | None = None, **options
-) -> Conversion:
+def conversion_of(model: nn.Module, images: Sequence[dict], **options) -> Conversion:
     """Return the conversion of a whole model, fitted to crops of images.
 
     Multiply-adds are counted on the whole image of median size. The model, a detector, segmentor or
     classifier with ordinary FFNs or in its deploy form, is from :func:`~repa_mm.apis.open_model`,
-    the images are from :func:`~repa_mm.apis.read_images`. The rest is as for :class:`Conversion`.
+    the images are from :func:`~repa_mm.apis.read_images`. Options are as for :class:`Conversion`.
     """
     by_size = sorted(images, key=lambda data: data['inputs'][0].numel())
     middle = by_size[len(images) // 2 :][:1]
     full_size = [model.data_preprocessor(data, False) for data in middle]
-    return Conversion(model, cropped_batches(model, images), parts, full_size=full_size, **options)
+    return Conversion(model, cropped_batches(model, images), full_size=full_size, **options)
 
 
 def convert_checkpoint(
@@ -50,24 +48,21 @@ def convert_checkpoint(
     checkpoint: str,
     out: str,
     budget: float | None = None,
-    parts: Sequence[str] | None = None,
-    where: str | None = None,
     num_images: int = 64,
     images: str | None = None,
     device: str | None = None,
     cfg_options: dict | None = None,
-    idle_ratio: float | None = None,
     progress: Callable[[BlockReport, int, float], None] | None = None,
+    **options,
 ) -> dict:
-    """Convert a trained checkpoint, as ``tools/convert_pretrained.py`` does, which has the options.
+    """Convert a trained checkpoint; ``tools/convert_pretrained.py --help`` explains the options.
 
     Necks and the heads of detectors stay as they are. Channel-idle FFNs merge first. A config is
     written beside the checkpoint, so that both are ready for tests and training.
 
     Returns:
-        dict: ``report`` (a :class:`~repa_mm.convert.conversion_report.ConversionReport` with the
-        differences of the heads' inputs), ``images`` and ``held_out`` (numbers of images), and
-        ``config`` (path of the written config).
+        dict: ``report`` (with the differences of the heads' inputs), ``images`` and ``held_out``
+        (numbers of images), and ``config`` (path of the written config).
 
     Raises:
         ValueError: If the output would replace a file that is read, or for the reasons of
@@ -83,7 +78,7 @@ def convert_checkpoint(
     number = num_images + max(1, num_images // 8)
     to_fit, held_out = split_images(read_images(cfg, 'train', number, images))
     model.to(device or ('cuda' if torch.cuda.is_available() else 'cpu'))
-    conversion = conversion_of(model, to_fit, parts, idle_ratio=idle_ratio, where=where)
+    conversion = conversion_of(model, to_fit, **options)
     held_out = cropped_batches(model, held_out)
     narrow, report = conversion.fit(conversion.sizes(budget), held_out, progress)
     # Training starts from the converted weights.

@@ -96,31 +96,21 @@ class Moments:
 
 
 class FittedFFN(NamedTuple):
-    """An FFN, z = act(u W_in^T + b_in) W_out^T + b.
+    """An FFN of A channels, z = act(u W_in^T + b_in) W_out^T + b + u W^T.
 
     With a depthwise convolution before the activation, the tokens are patches: the k^2 neighbours
     of a token, each with a 1 appended, which is 0 in the padding. Convolution and input weights are
-    one linear layer of such a patch.
-
-    Attributes:
-        w_in (torch.Tensor): Input weights (A, C) of the A channels.
-        b_in (torch.Tensor): Input biases (A, ).
-        w_out (torch.Tensor): Output weights (C, A), with the layer scale multiplied in.
-        b (torch.Tensor): Output bias (C, ), with the layer scale multiplied in.
-        act (nn.Module): The activation.
-        conv (torch.Tensor, optional): Filters (A, k^2) of the depthwise convolution.
-        b_conv (torch.Tensor, optional): Biases (A, ) of the depthwise convolution.
-        linear (torch.Tensor, optional): Linear path W (C, C) beside the channels: z gets u W^T.
+    one linear layer of such a patch. The layer scale is multiplied into W_out and b.
     """
 
-    w_in: torch.Tensor
-    b_in: torch.Tensor
-    w_out: torch.Tensor
-    b: torch.Tensor
+    w_in: torch.Tensor  # (A, C)
+    b_in: torch.Tensor  # (A, )
+    w_out: torch.Tensor  # (C, A)
+    b: torch.Tensor  # (C, )
     act: nn.Module
-    conv: torch.Tensor | None = None
-    b_conv: torch.Tensor | None = None
-    linear: torch.Tensor | None = None
+    conv: torch.Tensor | None = None  # filters (A, k^2)
+    b_conv: torch.Tensor | None = None  # (A, )
+    linear: torch.Tensor | None = None  # W (C, C), a linear path beside the channels
 
     @classmethod
     def from_form(cls, ffn: ChannelIdleFFN, conv: nn.Conv2d | None = None) -> 'FittedFFN':
@@ -263,13 +253,12 @@ class Problem:
         removal alone costs least go first, several at a time. After each removal, P and the weights
         are downdated; the rank of the downdate is the number of removed channels.
 
-        Args:
-            *numbers (int): Numbers of channels to keep, decreasing.
-            step (float): Share of the remaining channels to remove at a time, at least one channel.
-            protected (int): Number of first channels that are never removed.
+        At a time, a share ``step`` of the remaining channels is removed, at least one. The first
+        ``protected`` channels always stay.
 
         Returns:
-            list[torch.Tensor]: For each number, the kept channels in increasing order.
+            list[torch.Tensor]: For each of the decreasing ``numbers`` of channels to keep, the kept
+            channels in increasing order.
         """
         gram, weights = self.ridged(RIDGES[0], EVERY_CHANNEL), self.solve(EVERY_CHANNEL, RIDGES[0])
         inverse = torch.cholesky_inverse(torch.linalg.cholesky(gram))
@@ -311,10 +300,7 @@ def cross_validated(out: torch.Tensor, parts: Sequence[Moments], kept: torch.Ten
 
 
 def fit_ffn(ffn: FittedFFN, parts: Sequence[Moments], width: int) -> FittedFFN:
-    """Choose the channels of a narrower FFN, and fit its output weights in closed form.
-
-    ``parts`` are the moments from :func:`ffn_moments`. The result is in float64.
-    """
+    """Choose channels, and fit their output weights in closed form; the result is in float64."""
     problem = Problem(ffn.w_out, Moments.pooled(parts))
     (kept,) = problem.eliminate(width)
     return problem.fit(ffn, kept, cross_validated(ffn.w_out, parts, kept))
@@ -340,14 +326,11 @@ def refine(fit: FittedFFN, u: torch.Tensor, t: torch.Tensor) -> FittedFFN:
     if not variance > 0:  # all tokens are the same
         return fit
     # Weights are scaled to size 1 for a common learning rate: small layer scales make small rows.
-    rows = 'w_out', 'linear'
-    sizes = {
-        name: (w.square().mean(1, keepdim=True) if name in rows else w.square().mean())
-        .sqrt()
-        .clamp(min=1e-30)
-        .float()
+    squares = {
+        name: w.square().mean(1 if name in ('w_out', 'linear') else None, keepdim=True)
         for name, w in fit.weights.items()
     }
+    sizes = {name: x.sqrt().clamp(min=1e-30).float() for name, x in squares.items()}
     weights = {name: (w.float() / sizes[name]).requires_grad_() for name, w in fit.weights.items()}
 
     def scaled() -> FittedFFN:
@@ -362,9 +345,8 @@ def refine(fit: FittedFFN, u: torch.Tensor, t: torch.Tensor) -> FittedFFN:
         index = torch.randint(len(u), (2048,), generator=generator).to(u.device)
         with torch.enable_grad():
             loss = (scaled()(u[index]) - t[index]).square().sum(1).mean() / variance
-            gradients = torch.autograd.grad(loss, list(weights.values()))
-        for weight, gradient in zip(weights.values(), gradients):
-            weight.grad = gradient
+        optimizer.zero_grad()
+        loss.backward(inputs=list(weights.values()))
         optimizer.step()
         schedule.step()
     return fit._replace(**{name: double(w) for name, w in scaled().weights.items()})

@@ -74,9 +74,8 @@ def fit_training_form(
     Idle rows of the first layer keep their pretrained weights. Idle columns of the second solve
     W_out,I W_in,I = W; of all solutions they are nearest to the pretrained ones times the slopes.
 
-    Returns what the channel-idle FFN computes after its merge; and its weights, active channels
-    first: w_in (H, C), b_in (H, ), and w_out (C, H) and b_out (C, ) with the layer scale multiplied
-    in.
+    Returns what the FFN computes after its merge, and its weights, active channels first:
+    w_in (H, C), b_in (H, ), and w_out (C, H) and b_out (C, ) with the layer scale multiplied in.
     """
     more = [with_foreign_tokens(ffn, *part) for part in parts]
     fit, active, slopes = fit_idle(ffn, more, num_active)

@@ -4,20 +4,27 @@ import mmcv
 import numpy as np
 import pytest
 import torch
+from mmengine.config import Config
+from mmengine.registry import init_default_scope
 from mmengine.structures import BaseDataElement
 
-from repa_mm.apis.images import ImageFolder, cropped, evenly
+from repa_mm.apis import read_images
+from repa_mm.apis.images import cropped, evenly
 
 
 def test_images_of_a_folder_and_its_folders(tmp_path):
-    for number, name in enumerate(('b.png', 'a/c.JPG', 'a/d.png')):
+    """From all over them, so of all classes, and without their annotations."""
+    for number, name in enumerate(('d.png', 'a/b.png', 'a/c.JPG', 'e/f.png', 'e/a/f.png')):
         mmcv.imwrite(np.full((4, 4, 3), 10 * number, np.uint8), str(tmp_path / name))
     (tmp_path / 'a' / 'notes.txt').touch()
-    steps = [dict(type='LoadImageFromFile'), dict(type='LoadAnnotations')]
-    images = ImageFolder(str(tmp_path), steps)
-    assert [item['img'][0, 0, 0] for item in map(images.__getitem__, range(3))] == [10, 20, 0]
+    steps = [dict(type=name) for name in ('LoadImageFromFile', 'LoadAnnotations', 'PackInputs')]
+    cfg = Config(dict(test_dataloader=dict(dataset=dict(pipeline=steps))))
+    init_default_scope('mmpretrain')
+    for number, expected in ((9, [10, 20, 0, 40, 30]), (2, [10, 0])):
+        images = [batch['inputs'][0] for batch in read_images(cfg, 'val', number, str(tmp_path))]
+        assert [int(image[0, 0, 0]) for image in images] == expected
     with pytest.raises(FileNotFoundError, match='no image'):
-        ImageFolder(str(tmp_path / 'none'), steps)
+        read_images(cfg, 'val', 1, str(tmp_path / 'none'))
 
 
 def test_large_images_are_cropped():

@@ -9,21 +9,7 @@ from repa_mm.io.configs import load_config
 from repa_mm.io.paths import config_path
 from repa_mm.reparam import CheckpointError, has_deploy_form, has_training_form, reparameterize
 from tests.conftest import random_model
-
-CONFIG = """
-default_scope = 'mmpretrain'
-custom_imports = dict(imports=['repa_mm'])
-model = dict(
-    type='ImageClassifier',
-    data_preprocessor=dict(num_classes=2),
-    backbone=dict(
-        type='RePaVisionTransformer',
-        arch=dict(embed_dims=16, num_layers=2, num_heads=2, feedforward_channels=64),
-        img_size=32, patch_size=8,
-    ),
-    head=dict(type='LinearClsHead', num_classes=2, in_channels=16),
-)
-"""
+from tests.test_io.test_configs import CONFIG
 
 WHOLE = """
 _base_ = {!r}
@@ -59,7 +45,7 @@ def test_a_merged_checkpoint(config, checkpoint, tmp_path, relative_error):
     models = [open_model(load_config(config), path) for path in (checkpoint, out)]
     assert [has_deploy_form(m) for m in models] == [False, True]
     with torch.no_grad():
-        expected, found = (m(torch.ones(1, 3, 32, 32)) for m in models)
+        expected, found = (m(torch.ones(1, 3, 64, 64)) for m in models)
     assert relative_error(found, expected) < 1e-5
     with pytest.raises(CheckpointError, match='is reparameterized already'):
         reparameterize_checkpoint(config, out, str(tmp_path / 'twice.pth'))
@@ -76,7 +62,7 @@ def test_images_of_one_channel(config, tmp_path, randomize):
     'arguments, change, message',
     [
         (dict(tolerance=1e-12), {}, 'changes the features by'),
-        ({}, {'backbone.layers.0.ffn.fc1.weight': float('nan')}, 'not finite'),
+        ({}, {'backbone.stages.0.blocks.0.ffn.fc1.weight': float('nan')}, 'not finite'),
         (dict(cfg_options={'model.backbone.idle_ratio': 0.5}), {}, 'differ in .* idle ratio'),
     ],
 )

@@ -69,20 +69,6 @@ def test_the_config_is_of_the_same_model(task, tmp_path, monkeypatch, randomize)
 ARCH = dict(embed_dims=8, depths=(1, 2), num_heads=(1, 2))
 
 
-def test_a_converted_model_is_converted_once_more():
-    backbone = dict(type='mmpretrain.SwinTransformer', arch=ARCH, out_indices=(1,))
-    head = dict(type='mmpretrain.LinearClsHead', num_classes=2, in_channels=16)
-    model = dict(type='mmpretrain.ImageClassifier', backbone=backbone, head=head)
-    cfg, widths = Config(dict(model=model)), [32, 64, 64]
-    for number in (5, 3):
-        built = MODELS.build(cfg.model)
-        name = ffn_sites(built)[0].block_name
-        cfg = converted_config(cfg, built, {name: (number,)})
-        widths[0] = number
-        found = ffn_sites(MODELS.build(cfg.model))
-        assert [len(site.parts().fc1.bias) for site in found] == widths
-
-
 @pytest.mark.parametrize('whole', [False, True])
 def test_training_needs_no_weights_of_the_original(whole):
     """Not even those that the config of a model inside of another names."""

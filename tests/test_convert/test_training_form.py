@@ -8,7 +8,7 @@ import torch
 from torch.testing import assert_close
 
 from repa_mm.apis.features import differences
-from repa_mm.convert import Conversion, fit_channel_idle, regression
+from repa_mm.convert import convert_pretrained, regression
 from repa_mm.convert.regression import FittedFFN, joined
 from repa_mm.convert.training_form import fit_idle, fit_training_form
 from repa_mm.models import add_structures_
@@ -71,13 +71,6 @@ def sample(ffn, n=2000, noise=0.0, number=4):
     return x, list(zip(u.tensor_split(number), t.tensor_split(number)))
 
 
-def least_squares(u, a, t):
-    """Sum of squares that [1, u, a] leave of t, and the predictions."""
-    features = torch.cat([torch.ones(len(u), 1).to(u), u, a], 1).numpy()
-    expected = features @ np.linalg.lstsq(features, t.numpy(), rcond=1e-12)[0]
-    return float(((t.numpy() - expected) ** 2).sum()), expected
-
-
 @torch.no_grad()
 @pytest.mark.parametrize('num_active', [0, 6])
 def test_it_is_the_regression_with_the_tokens_themselves(randomize, unridged, num_active):
@@ -86,24 +79,11 @@ def test_it_is_the_regression_with_the_tokens_themselves(randomize, unridged, nu
     narrow = FittedFFN.from_form(ffn)
     fit, active, _ = fit_idle(narrow, parts, num_active)
     u, t = (torch.cat(columns) for columns in zip(*parts))
-    _, expected = least_squares(u, narrow.features(u)[:, active], t)
+    features = [torch.ones(len(u), 1).to(u), u, narrow.features(u)[:, active]]
+    features = torch.cat(features, 1).numpy()
+    expected = features @ np.linalg.lstsq(features, t.numpy(), rcond=1e-12)[0]
     assert len(active) == num_active
     np.testing.assert_allclose(fit(u).numpy(), expected, rtol=0, atol=1e-6)
-
-
-@torch.no_grad()
-def test_elimination_is_that_of_refitting_from_scratch(randomize, unridged):
-    ffn = ordinary(randomize).double()
-    _, parts = sample(ffn, 500, noise=0.1)
-    narrow = FittedFFN.from_form(ffn)
-    u, t = (torch.cat(columns) for columns in zip(*parts))
-    a, left = narrow.features(u), list(range(HIDDEN))
-    for number in range(HIDDEN - 1, 4, -1):
-        others = [[j for j in left if j != gone] for gone in left]
-        left = min(others, key=lambda kept: least_squares(u, a[:, kept], t)[0])
-        if number in (18, 5):
-            found = fit_idle(narrow, parts, number)[1]
-            assert found.tolist() == left
 
 
 @torch.no_grad()
@@ -175,7 +155,8 @@ def test_a_model_starts_nearer_than_one_that_is_filled(case, randomize):
     x = torch.randn(1, 3, 64, 64)
     structure = dict(type='ChannelIdle', idle_ratio=0.75, norm_cfg=dict(type='keep'))
     filled = add_structures_(copy.deepcopy(model), [structure])
-    fitted, report = fit_channel_idle(model, images(2), forward=outputs, held_out=[x])
+    kwargs = dict(idle_ratio=0.75, forward=outputs, held_out=[x])
+    fitted, report = convert_pretrained(model, images(2), **kwargs)
     active = [form.num_active for _, form in outermost(fitted, TrainingForm)]
     assert len(active) == number and active == [row.after[0] for row in report.blocks]
     with torch.no_grad():
@@ -187,16 +168,3 @@ def test_a_model_starts_nearer_than_one_that_is_filled(case, randomize):
     assert max(merged) < 1e-6
     with pytest.raises(CheckpointError):  # not those of its forms
         fitted.load_state_dict(model.state_dict(), strict=False)
-
-
-def test_what_cannot_be_fitted_is_named(randomize):
-    model, _ = pretrained('SegFormer', randomize)
-    with pytest.raises(ValueError, match="'layers.0.1.0': .*depthwise convolution"):
-        fit_channel_idle(model, images(1), forward=outputs)
-    model, _ = pretrained('Swin', randomize)
-    with pytest.raises(ValueError, match='hidden channels would be idle.*a larger idle ratio'):
-        fit_channel_idle(model, images(1), 0.2, forward=outputs)
-    with pytest.raises(ValueError, match='leave parts out'):
-        Conversion(model, images(1), ['ffn'], idle_ratio=0.75)
-    with pytest.raises(ValueError, match='leave budget out'):
-        Conversion(model, images(1), idle_ratio=0.75, forward=outputs).sizes(0.5)

@@ -10,7 +10,6 @@ from mmengine.registry import MODELS, init_default_scope
 
 import repa_mm
 from repa_mm.apis.features import head_inputs, tensors
-from repa_mm.convert import fit_channel_idle
 from repa_mm.convert.changed_config import converted_config
 from repa_mm.io.configs import load_config
 from repa_mm.models.sites import ffn_sites
@@ -249,7 +248,9 @@ def test_layers_of_mmcv(randomize, relative_error):
     same = repa_mm.reparameterize(idle(copied(model), 0.0))
     assert relative_error(encode(same, x), encode(model, x)) < 1e-5
     batches = [torch.randn(60, 2, 16) for _ in range(3)]
-    fitted, report = fit_channel_idle(model, batches, forward=encode, held_out=[x])
+    fitted, report = repa_mm.convert_pretrained(
+        model, batches, idle_ratio=0.75, forward=encode, held_out=[x]
+    )
     assert report.differences[0] < 0.1
     assert relative_error(encode(repa_mm.reparameterize(fitted), x), encode(fitted, x)) < 1e-5
     with pytest.raises(ValueError, match='not those of an encoder layer'):
