@@ -183,24 +183,25 @@ def tables() -> dict[str, str]:
         found = of('detectors: published', model=rows[0]['model'])
         return listed(found) if rows[0]['method'] == STOCK else ''
 
-    smaller = of('smaller: ')
-    originals_160 = [row for row in smaller if row['form'] == 'original, 160']
-
-    def named(row: Row) -> Row:
-        how, side = row['method'], row['keep']
+    # Detectors trained at several sizes are a column of their own, with their own original.
+    smaller, several = [], 'several sizes'
+    for row in of('smaller: '):
+        form = row['form'].removeprefix(f'{several} and ').replace(several, 'original')
+        how, side = form.split(', ')
         how = re.sub(r'^width (\d+)$', r'\1 channels instead of 48, from scratch', how)
-        size = f'images of {side}' if side != '160' else ''
-        return dict(row, name=', '.join(text for text in (how, size) if text))
+        name = how if side == '160' else f'{how}, images of {side}'
+        trained = '160×160' if form == row['form'] else several
+        smaller.append(dict(row, name=name, trained=trained))
+    tested = [row for row in smaller if row['of'] in ('box AP', 'mIoU')]
+    base = grouped([row for row in tested if row['name'] == 'original'], 'trained')
 
     def share(what: str) -> Callable[[list[Row]], str]:
-        """A cost of a form, as a share of that of the original, in the model of most rows."""
+        """A cost of a form, as a share of that of the original."""
+        costs = {row['name']: float(row['value']) for row in smaller if row['of'] == what}
 
         def text(rows: list[Row]) -> str:
-            model, form = rows[0]['model'], rows[0]['form']
-            form = form.removeprefix('several sizes and ').replace('several sizes', 'original')
-            found = of(f'smaller: {what}', model=model, form=form)
-            base = of(f'smaller: {what}', model=model, form='original, 160')
-            return f'{float(found[-1]["value"]) / float(base[-1]["value"]):.2f}' if found else ''
+            cost = costs.get(rows[0]['name'])
+            return f'{cost / costs["original"]:.2f}' if cost else ''
 
         return text
 
@@ -246,10 +247,10 @@ def tables() -> dict[str, str]:
         'dense-prediction': table(of("AP or mIoU, the paper's"), 'model', 'form'),
         'conversion': table(lines, 'model of keep', 'method', against(originals)),
         'smaller': table(
-            [named(row) for row in smaller if row['of'] in ('box AP', 'mIoU')],
+            tested,
             'name',
-            'model',
-            against(originals_160),
+            'trained',
+            lambda rows: difference(rows, base[rows[0]['trained'],]) or mean(rows),
             {
                 'multiply-adds': share('multiply-adds'),
                 'OpenVINO f32': share('time, OpenVINO f32'),
