@@ -1,3 +1,10 @@
 """What the tests of all projects share with those of the package."""
 
-from tests.conftest import _instances, _seed, _unformatted_configs, randomize, relative_error  # noqa: F401
+from tests.conftest import (  # noqa: F401
+    _instances,
+    _seed,
+    _unformatted_configs,
+    randomize,
+    relative_error,
+    run_tool,
+)

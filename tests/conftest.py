@@ -1,6 +1,9 @@
 import copy
 import os
+import runpy
 import signal
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -113,3 +116,22 @@ def _instances():
     """
     for kind in (DefaultScope, MMLogger, Visualizer, *Visualizer.__subclasses__()):
         kind._instance_dict.clear()
+
+
+@pytest.fixture(scope='session')
+def run_tool():
+    """Run a tool in this process, from another folder."""
+
+    def run(tool, *arguments, cwd='.'):
+        path = str(Path(__file__).parents[1] / f'tools/{tool}.py')
+        before, threads = (os.getcwd(), sys.argv), torch.get_num_threads()
+        os.chdir(cwd)
+        sys.argv = [path, *map(str, arguments)]
+        try:
+            runpy.run_path(path, run_name='__main__')
+        finally:
+            os.chdir(before[0])
+            sys.argv = before[1]
+            torch.set_num_threads(threads)
+
+    return run

@@ -3,7 +3,6 @@
 import ast
 import re
 import sys
-from collections import Counter
 from importlib import import_module
 from pathlib import Path
 
@@ -74,11 +73,6 @@ def test_no_public_name_hides_a_package():
         assert getattr(repa_mm, room) is module
 
 
-def test_no_file_name_is_there_twice():
-    names = Counter(path.name for path in SOURCES if path.name != '__init__.py')
-    assert not [name for name, count in names.items() if count > 1]
-
-
 @pytest.mark.parametrize('path', SOURCES, ids=name_of)
 def test_imports_point_down(path, below):
     room = room_of(path)
@@ -107,30 +101,6 @@ def test_the_method_needs_pytorch_only(path):
     names = list(imports_of(path))
     assert {n.split('.')[0] for n in names} <= {'torch', 'repa_mm', *sys.stdlib_module_names}
     assert {n.split('.')[1] for n in names if n.startswith('repa_mm.')} <= {'reparam', 'surgery'}
-
-
-def code_of(path):
-    """Names and strings in the code of a file, but for docstrings, imports and base classes."""
-    nodes = list(ast.walk(ast.parse(path.read_text())))
-    skipped = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
-    skipped |= {id(base) for node in nodes if isinstance(node, ast.ClassDef) for base in node.bases}
-    for node in nodes:
-        if id(node) not in skipped:
-            text = getattr(node, 'id', getattr(node, 'attr', getattr(node, 'value', None)))
-            if isinstance(text, str):
-                yield text
-
-
-# They are channel-idle FFNs, put them into models, or fit them.
-NAME_CHANNEL_IDLE = ('__init__.py', 'reparam/', 'models/', 'convert/')
-
-
-@pytest.mark.parametrize('path', SOURCES, ids=name_of)
-def test_forms_are_asked_and_not_named(path):
-    if not name_of(path).startswith(NAME_CHANNEL_IDLE):
-        for text in code_of(path):
-            for word in ('ChannelIdleFFN', 'MergedFFN', '.fc1.weight'):
-                assert word not in text, f'{name_of(path)} names {word}: ask the form'
 
 
 def test_the_example_of_a_structure():

@@ -39,13 +39,6 @@ def test_links_lead_somewhere(page):
     assert [link for link in links if not is_there(page, link)] == []
 
 
-def test_dead_links_are_found(tmp_path):
-    page = tmp_path / 'page.md'
-    page.write_text('# A head\n```\n# no head\n```\n')
-    links = {'page.md#a-head': True, '#a-head': True, 'page.md#no-head': False, 'none.md': False}
-    assert {link: is_there(page, link) for link in links} == links
-
-
 def parts(name):
     """What a README and its translation have in common."""
     text = (ROOT / name).read_text(encoding='utf-8')

@@ -38,11 +38,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument('--baseline', metavar='CONFIG', help='config of the stock model')
     parser.add_argument('--baseline-checkpoint', metavar='FILE', help='its checkpoint')
     parser.add_argument(
-        '--part',
-        choices=('model', 'backbone'),
-        default='model',
+        '--part', choices=('model', 'backbone'), default='model',
         help='the whole model or its backbone (%(default)s)',
-    )
+    )  # fmt: skip
     parser.add_argument(
         '--exported', nargs='+', default=[], metavar='FILE[:TYPE]', help='also run .onnx with ONNX '
         'Runtime, .xml with OpenVINO, either with OpenVINO in :f32 or :bf16',

@@ -20,18 +20,14 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument('--budget', type=float, help='share of multiply-adds that stays (0.5)')
     parser.add_argument('--parts', choices=PARTS, nargs='+', help='narrowed parts (default: all)')
     parser.add_argument(
-        '--idle-ratio',
-        type=float,
-        help='instead of a budget: make FFNs channel-idle; the share of '
-        'channels that skip the activation, such as 0.75',
-    )
+        '--idle-ratio', type=float, help='instead of a budget: make FFNs channel-idle; the share '
+        'of channels that skip the activation, such as 0.75',
+    )  # fmt: skip
     parser.add_argument('--where', help='module to narrow: backbone or encoder (default: both)')
     parser.add_argument(
-        '--num-images',
-        type=int,
-        default=64,
+        '--num-images', type=int, default=64,
         help='images to fit to (64), and one more for every eight to test on',
-    )
+    )  # fmt: skip
     parser.add_argument('--images', help="folder of images (default: the config's training data)")
     parser.add_argument('--device', help='device of the fit (default: the GPU if there is one)')
     return parser.parse_args()

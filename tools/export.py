@@ -23,11 +23,9 @@ def parse_args() -> argparse.Namespace:
         'with --no-dynamic of the images (224 224)',
     )  # fmt: skip
     parser.add_argument(
-        '--dynamic',
-        action=argparse.BooleanOptionalAction,
-        default=True,
+        '--dynamic', action=argparse.BooleanOptionalAction, default=True,
         help='accept images of any size and number (default), or not',
-    )
+    )  # fmt: skip
     parser.add_argument('--batch', type=int, default=1, help='number of images (default: 1)')
     parser.add_argument('--images', help='folder to compare on (default: the test data)')
     parser.add_argument('--unchecked', action='store_true', help='compare on noise, and note it')

@@ -30,17 +30,7 @@ def parse_args() -> argparse.Namespace:
 def images_to_quantize(
     cfg: Config, number: int, folder: str | None
 ) -> tuple[list[dict], list[dict]]:
-    """Return crops to calibrate on and half as many other images, as batches of one image.
-
-    Args:
-        cfg (Config): The config, whose training and test data are taken.
-        number (int): Number of crops.
-        folder (str, optional): A folder of images to take for both instead.
-
-    Raises:
-        FileNotFoundError: If the data are not there.
-        ValueError: If the folder has a single image.
-    """
+    """Return crops to calibrate on and half as many other images, as batches of one image."""
     half = -(-number // 2)
     if folder:
         found = read_images(cfg, 'train', number + half, folder)

@@ -29,9 +29,7 @@ def parse_args() -> argparse.Namespace:
         '--latency', type=float, metavar='RATIO', help="largest fraction of the original's time"
     )
     parser.add_argument(
-        '--images',
-        metavar='FOLDER',
-        help='images without annotations: tests agreement with the original',
+        '--images', metavar='FOLDER', help='without annotations: tests agreement with the original'
     )
     parser.add_argument('--num-images', type=int, default=100, help='to test on; 0: no test (100)')
     parser.add_argument(
@@ -49,10 +47,8 @@ def main() -> None:
     args = parse_args()
     with readable_errors():
         rows = speed_up(**vars(args))
-    if (args.max_loss is not None or args.latency is not None) and not any(
-        row['chosen'] for row in rows
-    ):
-        sys.exit(1)
+    has_target = args.max_loss is not None or args.latency is not None
+    sys.exit(has_target and not any(row['chosen'] for row in rows))
 
 
 if __name__ == '__main__':

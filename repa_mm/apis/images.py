@@ -100,10 +100,4 @@ def read_images(cfg: Config, split: str, number: int, folder: str | None = None)
 
 def input_channels(model: nn.Module) -> int:
     """Return the number of channels of a model's images: those of its first convolution."""
-    groups = 1
-    for module in model.modules():
-        if type(module).__name__ == 'Focus':  # YOLOX's stem takes squares of four pixels as one
-            groups = 4
-        if isinstance(module, nn.Conv2d):
-            return module.in_channels // groups
-    return 3
+    return next((m.in_channels for m in model.modules() if isinstance(m, nn.Conv2d)), 3)

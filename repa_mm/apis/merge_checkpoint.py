@@ -19,15 +19,9 @@ def reparameterize_checkpoint(
     """Reparameterize a checkpoint and write the result, if ``tolerance`` allows.
 
     The outputs of each backbone and the inputs of the heads are compared in both forms on a random
-    image first.
-
-    Returns:
-        dict: ``error``, the largest difference relative to the largest feature, and ``parameters``,
-        the numbers of parameters of the training form and the deploy form.
-
-    Raises:
-        CheckpointError: If the checkpoint does not fit the model or is in the deploy form, or the
-            difference exceeds the tolerance.
+    image first. Returns the ``error``, the largest difference relative to the largest feature, and
+    the numbers of ``parameters`` of both forms. Raises a :class:`CheckpointError` if the checkpoint
+    does not fit the model or is in the deploy form, or if the difference exceeds the tolerance.
     """
     model = open_model(load_config(config, cfg_options), checkpoint)
     if has_deploy_form(model):

@@ -31,13 +31,8 @@ def latency_rows(
 
     The column 'against …' compares each model with the first one. The column 'against our parts'
     compares the model of the config with the stock model with our parts: it has what the merge
-    gains, or narrower parts.
-
-    Args:
-        times (dict): Times of each model in milliseconds, by name.
-        batch_size (int): Number of images in a batch.
-        varied (bool): Images differ: rates are those of means, and quartiles are shown.
-        objects (dict, optional): The numbers of objects that detectors found in images.
+    gains, or narrower parts. ``times`` are in milliseconds. If images are ``varied``, rates are
+    those of means, and quartiles are shown. ``objects`` are the numbers that detectors found.
     """
     first, rows = next(iter(times)), []
     for name, values in times.items():

@@ -9,15 +9,10 @@ import torch
 
 
 def peak_memory(call: Callable[[], Any], device: str = 'cpu') -> tuple[Any, float | None]:
-    """Call a function, and measure how far the memory of the process rises meanwhile.
+    """Return what a function returns, and how many MB the memory of the process rises meanwhile.
 
-    Args:
-        call (Callable): The function.
-        device (str): On a GPU it is the memory of PyTorch's tensors there. Defaults to 'cpu'.
-
-    Returns:
-        tuple: What the function returns, and megabytes, or None where the system does not tell:
-        Linux has a peak of resident memory that can be reset.
+    On a GPU, it is the memory of PyTorch's tensors there. None stands for a system that does not
+    tell: Linux has a peak of resident memory that can be reset.
     """
     gc.collect()
     if torch.device(device).type == 'cuda':

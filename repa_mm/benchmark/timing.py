@@ -44,7 +44,6 @@ def measure(
     seconds: float = math.inf,
     settle: float = SETTLE,
     per_turn: bool = False,
-    least: int = 3,
 ) -> dict[str, np.ndarray]:
     """Time callables in turn, so that other load on the machine affects all of them alike.
 
@@ -55,13 +54,12 @@ def measure(
         calls (dict): Callables with one argument, by name.
         argument (Any): The argument. Each call gets a copy, which is made outside the timed part.
         repeats (int): Number of turns. An additional turn for warm-up is not counted.
-        seconds (float): After so many seconds no turn begins, except for the first ``least``.
-            Defaults to infinity.
+        seconds (float): After so many seconds no turn begins, except for the first three. Defaults
+            to infinity.
         settle (float): Seconds of unmeasured calls. Defaults to :data:`SETTLE`.
         per_turn (bool): ``argument`` is a list that has an argument for each turn, and begins again
             at its end. Unmeasured calls have that of the turn before: a measured call may be the
             first with an image of this size, which some runtimes compile for. Defaults to False.
-        least (int): Number of turns however long they take. Defaults to 3.
 
     Returns:
         dict: The times of each callable in milliseconds, one for each turn.
@@ -71,7 +69,7 @@ def measure(
     stop = time.perf_counter() + seconds
     arguments = argument if per_turn else [argument]
     for turn in range(-1, repeats):
-        if turn >= least and time.perf_counter() > stop:
+        if turn >= 3 and time.perf_counter() > stop:
             break
         before, argument = (arguments[i % len(arguments)] for i in (turn - 1, turn))
         for name in order_of_turn(list(calls), turn):
@@ -97,17 +95,9 @@ def measure(
 def compare(values: np.ndarray, reference: np.ndarray) -> tuple[float, float, float]:
     """Compute the ratio of two medians and its 95 % confidence interval.
 
-    The interval is from a percentile bootstrap over *pairs*, since the i-th times of ``values`` and
-    ``reference`` were measured in the same turn. The ratio in another process may well lie outside
-    the interval.
-
-    Args:
-        values (np.ndarray): Times, (n, ).
-        reference (np.ndarray): Times to divide by, (n, ).
-
-    Returns:
-        tuple: The ratio, and the bounds of the interval: with fewer than six pairs, the least and
-        the largest ratio of a pair.
+    The interval is from a percentile bootstrap over *pairs*, since the i-th of the times (n, ) were
+    measured in the same turn. With fewer than six pairs it is the least and the largest ratio of a
+    pair. The ratio in another process may well lie outside the interval.
     """
     ratio = float(np.median(values) / np.median(reference))
     if len(values) < 6:

@@ -31,8 +31,8 @@ from repa_mm.surgery import copied, unwrap
 PARTS = 'ffn', 'heads'
 # Tokens that a part is fitted to, drawn at random from all images.
 MAX_TOKENS = 32768
-#: Numbers of batches from which a budget is spread, where the fits see all, and on which gains are
-#: measured: with one or with eight, a narrow RetinaNet changed by the same to 4 %.
+#: Numbers of batches for the errors of a budget (fits see all batches) and for the gains: with one
+#: or eight for the gains, the outputs of a narrow RetinaNet changed by the same, within 4 %.
 AXES_BATCHES, GAIN_BATCHES = 16, 4
 
 
@@ -335,13 +335,7 @@ def find_parts(
     where: str | None = None,
     idle_ratio: float | None = None,
 ) -> tuple[dict[str, Pausing], dict[str, str]]:
-    """Return the parts of a model to narrow, and the reasons why others stay, by name.
-
-    The arguments are those of :class:`Conversion`.
-
-    Raises:
-        ValueError: If there is no known block, or ``parts`` has an unknown name.
-    """
+    """Return the parts of a model to narrow, and the reasons why others stay, by name."""
     if parts is None:
         parts = PARTS if idle_ratio is None else ['ffn']
     parts = [parts] if isinstance(parts, str) else parts

@@ -63,12 +63,6 @@ def convert_checkpoint(
     Returns:
         dict: ``report`` (with the differences of the heads' inputs), ``images`` and ``held_out``
         (numbers of images), and ``config`` (path of the written config).
-
-    Raises:
-        ValueError: If the output would replace a file that is read, or for the reasons of
-            :class:`~repa_mm.convert.Conversion`.
-        CheckpointError: If the checkpoint does not fit the config.
-        FileNotFoundError: If a file or the data are not there.
     """
     out_config = f'{osp.splitext(out)[0]}.py'
     if len({osp.realpath(path) for path in (config, checkpoint, out, out_config)}) < 4:

@@ -2,6 +2,7 @@
 
 import argparse
 import os.path as osp
+import runpy
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -45,3 +46,12 @@ def codebase_tool(arguments: Sequence[str], name: str) -> str | None:
             scope = load_config(argument).default_scope
             return osp.join(osp.dirname(config_root(scope)), 'tools', name)
     return None
+
+
+def run_codebase_tool(name: str, usage: str) -> None:
+    """Run a codebase's tool as this command, or print the usage if no config is given."""
+    tool = codebase_tool(sys.argv[1:], name)
+    if tool is None:
+        print(usage)
+        sys.exit(0 if {'-h', '--help'} & {*sys.argv} else 2)
+    runpy.run_path(tool, run_name='__main__')

@@ -78,20 +78,11 @@ _FREE = re.compile(r'(norm|ln)\d+\.|cls_token$|.*\.(relative_position_index|attn
 def translate(state_dict: dict, cfg: dict, args: Namespace | None = None) -> dict:
     """Translate the weights of a RePaFormer in either form, or of an ordinary ViT or Swin.
 
-    Args:
-        state_dict (dict): The weights of a classifier, or of a network trained with DINO.
-        cfg (dict): Config of the backbone. It gives the idle ratio, which weights in the training
-            form do not tell.
-        args (Namespace, optional): The command-line arguments of the authors' code. If they give
-            the number of active channels, the config must agree.
-
-    Returns:
-        dict: The weights of the backbone, with the prefix 'backbone.', and those of a classifier's
-        head, with the prefix 'head.'.
-
-    Raises:
-        CheckpointError: As :meth:`WeightsFile.load_`, such as for a merged LV-ViT, to which the
-            authors' merge adds a norm.
+    They are a classifier's, or those of a network trained with DINO. ``cfg`` is the backbone's
+    config, with the idle ratio, which weights in the training form do not tell. The active channels
+    of ``args``, the command-line arguments of the authors' code, must agree with it. The results
+    have the prefixes 'backbone.' and 'head.'. Raises as :meth:`WeightsFile.load_`, such as for a
+    merged LV-ViT, to which the authors' merge adds a norm.
     """
     backbone = MODELS.build(cfg)
     weights, head = _translated(_of_backbone(state_dict), backbone, args)

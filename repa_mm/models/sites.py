@@ -324,13 +324,6 @@ def known_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module, Family]]:
             yield f'{name}.' if name else '', block, family
 
 
-def _has(block: nn.Module, path: str) -> bool:
-    try:
-        return block.get_submodule(path) is not None
-    except AttributeError:
-        return False
-
-
 def ffn_sites(model: nn.Module, where: str | None = None) -> list[FFNSite]:
     """Return the sites of a model's FFNs, whether they have forms or ordinary modules.
 
@@ -351,6 +344,7 @@ def _sites(model: nn.Module, where: str | None, kind: type[Site], attribute: str
     return [
         kind(f'{name}{path}', block, path, family)
         for name, block, family in known_blocks(model)
-        if (path := getattr(family, attribute)) and _has(block, path)
+        if (path := getattr(family, attribute)) in dict(block.named_modules(remove_duplicate=False))
+        if path  # '' is the block itself
         if (not family.decoder if where is None else inside in f'.{name}')
     ]

@@ -30,8 +30,8 @@ from repa_mm.search.record import Record, quiet, step
 
 #: Seconds for each timed model, after which no more turns begin.
 MOST_SECONDS = 20
-#: An image of a large model takes as many seconds. Its few turns are of one image, to compile for
-#: a size in none of them, and quantizing it needed 16 GB and did not finish.
+#: A model that takes longer for an image is large. All its turns are of one image, so that none of
+#: them compiles for a new size, and int8 is left out: quantizing took 16 GB and did not finish.
 SLOW_SECONDS = 20
 
 
@@ -49,9 +49,10 @@ def row_of(model: dict, kind: str, file: str | None = None) -> dict:
 
 
 def originals(model: nn.Module, checkpoint: str, folder: str) -> tuple[dict, dict]:
-    """Write configs of the original, and of the same with faster parts (or the same twice).
+    """Return two candidates, the original and the same with faster parts, and write their configs.
 
-    ``model`` is from ``open_model(…, merge=True)``. The checkpoint of a merged one is written.
+    Where no part becomes faster, both are the original. ``model`` is from ``open_model(…,
+    merge=True)``; if that has merged it, its checkpoint is written, too.
     """
     name, stem, given = STOCK, osp.join(folder, 'stock'), checkpoint
     if has_deploy_form(model):  # nobody deploys the training form
@@ -178,6 +179,7 @@ class Bench:
         return dict(files=self.record.hashes([f'candidates/{osp.basename(x)}' for x in names]))
 
     def _measured(self, row: dict, enough: float) -> dict:
+        # A method, since its return frees the model before the next one is opened.
         (model,) = self.time([row])
         self.test(row, model, row['speedup_interval'][1] > enough)
         return row

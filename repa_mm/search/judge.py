@@ -48,9 +48,7 @@ class Score(NamedTuple):
 
 
 class Judge:
-    """Images to test on.
-
-    Its kinds are called with a model, for a :class:`Score`.
+    """Images to test on. A subclass is called with a model, and returns its :class:`Score`.
 
     Args:
         dataset (Dataset): The data set.
@@ -95,7 +93,12 @@ class Judge:
             # one for the better and one for the worse.
             records = [np.append(*pair) for pair in zip(records, ([0, 1], [1, 0]))]
             number, resamples = number + 2, 5 * RESAMPLES
-        return after - before, *bootstrap(score.points, *records, number, resamples)
+        rng, changes = np.random.default_rng(0), []
+        for _ in range(resamples):
+            weights = rng.multinomial(number, np.full(number, 1 / number))
+            changed, original = (score.points(x, weights) for x in records)
+            changes.append(changed - original)
+        return after - before, *np.nanpercentile(changes, [2.5, 97.5]).tolist()
 
 
 class Annotated(Judge):
@@ -240,18 +243,3 @@ def resampled(metric: BaseMetric, name: str, results: list) -> tuple[Callable, A
     if name == 'accuracy/top1':
         return share, np.array([weighted([result], [1]) > 0 for result in results])
     return weighted, results
-
-
-def bootstrap(
-    points: Callable, records: Any, stock: Any, number: int, resamples: int = RESAMPLES
-) -> tuple[float, float]:
-    """Compute the 95 % interval of a difference by a paired bootstrap over images.
-
-    ``points`` maps records and the weights of images (number, ) to points.
-    """
-    rng, changes = np.random.default_rng(0), []
-    for _ in range(resamples):
-        weights = rng.multinomial(number, np.full(number, 1 / number))
-        changes.append(points(records, weights) - points(stock, weights))
-    low, high = np.nanpercentile(changes, [2.5, 97.5])
-    return float(low), float(high)

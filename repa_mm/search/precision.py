@@ -1,4 +1,4 @@
-"""Average precision over images that are there any number of times."""
+"""Average precision of bootstrap samples, which have an image several times or not at all."""
 
 import os.path as osp
 import tempfile
@@ -78,13 +78,10 @@ def _record(scores: Sequence, hits: Sequence, ignored: Sequence, objects: Sequen
 
 
 def mean_ap(records: list[tuple], weights: np.ndarray, points: int | None = 101) -> float:
-    """Compute a mean average precision in points, with weights of the images (images, ).
+    """Compute a mean average precision in points, if each image is there ``weights`` (n, ) times.
 
-    Args:
-        records (list[tuple]): From :func:`coco_records` or :func:`voc_records`.
-        weights (np.ndarray): How often each image is there.
-        points (int, optional): Number of recalls to average the precision over: 101 for COCO, 11
-            for VOC; None takes the area below the curve.
+    ``points`` is the number of recalls to average the precision over: 101 for COCO, 11 for VOC, or
+    None for the area below the curve.
     """
     values = []
     for images, hits, ignored, objects in records:

@@ -91,7 +91,7 @@ class Record:
     def find(self, what: str, do: Callable[..., dict], *args, mark: str = '') -> dict:
         """Return what is known, or else find it by :func:`step` and keep it, unless that raises.
 
-        ``mark`` is a part of the value's name that nobody need read.
+        ``mark`` is a part of the value's name that is not printed.
         """
         known, name = self.content['known'], what + mark
         if name not in known:

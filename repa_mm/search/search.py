@@ -43,7 +43,8 @@ def speed_up(
     Candidates are the model with faster parts, and narrower models of several budgets, each in
     PyTorch and in files for the installed runtimes. A RePaFormer is merged first. On a GPU, the
     formats are PyTorch in float32, float16, bfloat16 (autocast), and float16 with CUDA graphs. Each
-    is timed in turn with the original model, in this process; all are tested on the same images.
+    is timed in turn with the original model, in this process. All that may be chosen are tested, on
+    the same images.
     With a target, those that may be the best are timed again, two at a time. What is fitted and
     measured stays in ``out_dir``: a second call continues from there, also after it has moved.
 
@@ -75,12 +76,13 @@ def speed_up(
         list[dict]: A row for each candidate and format, the original first: ``candidate``,
         ``format``, ``ms`` with ``ms_interval`` (quartiles) and ``ms_p95`` (95th percentile),
         ``speedup`` (stock's time in the same turns divided by this one) and ``speedup_interval``
-        (95 %), ``metric``, ``difference`` from stock and ``interval`` (95 %, paired bootstrap over
-        images) in points, ``tested_in`` (the format whose test it is: the float32 formats of a
-        candidate share one), ``memory_mb`` (by which the memory of the process, or of the GPU,
-        rises while the model is opened and runs one image; None where the system does not tell),
-        ``mb`` (size of the file, or of the weights), ``config``, ``checkpoint``, ``file``,
-        ``budget`` and ``chosen``. With a target that nothing meets, no row is chosen.
+        (95 %), ``metric`` (None without a test), ``difference`` from stock and ``interval`` (95 %,
+        paired bootstrap over images) in points, ``tested_in`` (the format whose test it is: the
+        float32 formats of a candidate share one), ``memory_mb`` (by which the memory of the
+        process, or of the GPU, rises while the model is opened and runs one image; None where the
+        system does not tell), ``mb`` (size of the file, or of the weights), ``config``,
+        ``checkpoint``, ``file``, ``budget`` and ``chosen``. With a target that nothing meets, no
+        row is chosen.
 
     Raises:
         ValueError: If there are no data to test on, a target is out of range, or ``out_dir``
@@ -109,8 +111,7 @@ def speed_up(
         model = open_model(cfg, checkpoint, merge=True)
         number = num_images or LEAST_IMAGES  # which are timed, if not tested
         if images:
-            thirds = range(0, len(train), 3)
-            judge = Agreement(train, [thirds[i] for i in evenly(number, len(thirds))])
+            judge = Agreement(train, [3 * i for i in evenly(number, -(-len(train) // 3))])
         else:
             judge = Annotated(cfg, number, osp.join(out_dir, f'{number}_images.json'))
     tested = min(num_images, judge.num_images)
@@ -167,8 +168,8 @@ def walk(
     """Return the rows of candidates, given those of one in formats of floats, or in int8.
 
     With a floor, the walk from wide to narrow ends at the first model that falls short in all its
-    formats of floats. Quantizing takes minutes: int8 begins with the narrowest model that did not,
-    and, if the loss alone counts, ends at the first that keeps the floor.
+    formats of floats. Quantizing takes minutes, so int8 goes from narrow to wide over the models
+    before that one, and, if the loss alone counts, ends at the first that keeps the floor.
     """
     rows, kept = [], []
 
@@ -192,19 +193,20 @@ def settle(
 ) -> dict | None:  # fmt: skip
     """Choose a row by times that were taken anew, in turn with those of its rivals.
 
-    A row was timed in turn with the original alone, in a minute that may have been a busy one.
-    Rivals of the chosen row are all that would be chosen within the intervals of their speedups.
+    A row was timed in turn with the original alone, in a minute that may have been a busy one. A
+    rival of the chosen row would be chosen with a speedup at the upper end of its interval, if the
+    chosen row's were at the lower end.
 
-    ``time_again`` times one or two rows anew, in place: a large model is open three times then. The
-    other arguments are those of :func:`choose`.
+    ``time_again`` times one or two rows anew, in place. More at a time would take too much memory,
+    as the original is open beside them. The other arguments are those of :func:`choose`.
     """
     timed: list[dict] = []
     while True:
         chosen = choose(rows, max_loss, latency)
         pair = [chosen] if chosen else []
-        least = [_at_bound(row, 0) for row in pair]
+        least = [dict(row, speedup=row['speedup_interval'][0]) for row in pair]
         for row in sorted(rows[1:], key=lambda row: (row in timed, -row['speedup_interval'][1])):
-            most = _at_bound(row, 1)
+            most = dict(row, speedup=row['speedup_interval'][1])
             if row is not chosen and choose([rows[0], *least, most], max_loss, latency) is most:
                 pair.append(row)
         pair = pair[:2]
@@ -214,23 +216,14 @@ def settle(
         timed += pair
 
 
-def _at_bound(row: dict, bound: int) -> dict:
-    return dict(row, speedup=row['speedup_interval'][bound])
-
-
 def choose(
     rows: Sequence[dict], max_loss: float | None = None, latency: float | None = None
 ) -> dict | None:
     """Return the fastest row that loses at most so much, or the one that loses least in its time.
 
-    Args:
-        rows (Sequence[dict]): The rows. The first is never chosen, and nothing slower than it.
-        max_loss (float, optional): The largest loss in points, of the whole interval.
-        latency (float, optional): The largest fraction of the original's time. Of rows that lose
-            the same, or were not tested, it is the fastest of the widest models.
-
-    Returns:
-        dict | None: The row, or None if no row meets both.
+    The first row is never chosen, nor what is slower. ``max_loss`` is of the whole interval, in
+    points. ``latency`` is a fraction of the original's time: of rows that lose the same, or are not
+    tested, it chooses the fastest of the widest models.
     """
     found = [row for row in rows[1:] if row['speedup'] * (latency or 1) >= 1]
     if max_loss is not None:

@@ -23,14 +23,9 @@ from repa_mm.reparam import (
     reparameterize,
 )
 from tests.test_convert.test_conversion import VIT, images, outputs, pretrained
+from tests.test_convert.test_regression import DIMS, HIDDEN, tokens
 
-DIMS, HIDDEN = 6, 24
 LN = dict(type='LN')
-
-
-def tokens(n=2000):
-    mixing = torch.randn(DIMS, DIMS, dtype=torch.float64)
-    return torch.randn(n, DIMS, dtype=torch.float64) @ mixing + 0.5
 
 
 def ordinary(randomize, **kwargs):

@@ -1,4 +1,3 @@
-import sys
 from functools import cache, partial
 from pathlib import Path
 
@@ -126,14 +125,3 @@ def exported(built, tmp_path_factory):
         return config, checkpoint, model, file
 
     return get
-
-
-@pytest.fixture
-def run_tool(monkeypatch):
-    import runpy
-
-    def run(tool, *args):
-        monkeypatch.setattr(sys, 'argv', [tool, *map(str, args)])
-        runpy.run_path(str(Path(__file__).parents[2] / 'tools' / tool), run_name='__main__')
-
-    return run

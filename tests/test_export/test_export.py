@@ -244,14 +244,14 @@ def test_compared_on_the_configs_own_images_or_not_written(
     model.cfg.dump(config)
     torch.save(model.state_dict(), checkpoint)
     with pytest.raises(SystemExit, match='data are not there .*folder of images'):
-        run_tool('export.py', config, checkpoint, out)
+        run_tool('export', config, checkpoint, out)
     assert not (tmp_path / out).exists()
     size = '--no-dynamic', '--shape', 64, 96
-    run_tool('export.py', config, checkpoint, out, *size, '--unchecked')
+    run_tool('export', config, checkpoint, out, *size, '--unchecked')
     assert ' of the pixels, on noise' in capsys.readouterr().out
     assert Session(out).metadata['unchecked'] == '1'
     write_scenes(tmp_path)
-    run_tool('export.py', config, checkpoint, out, *size)
+    run_tool('export', config, checkpoint, out, *size)
     out_text = capsys.readouterr().out
     assert 'EncoderDecoder, differs from PyTorch by ' in out_text and ' pixels, on 3' in out_text
     session = Session(out)

@@ -169,13 +169,13 @@ def test_the_tool(learned, tmp_path, run_tool, capsys, monkeypatch):
         image = data['inputs'][0].permute(1, 2, 0).numpy()
         cv2.imwrite(str(photos / f'{i}.png'), cv2.resize(image, (256, 256)))
     out = tmp_path / 'model.xml'
-    run_tool('quantize.py', config, checkpoint, out, '--images', photos, '--num-images', 6)
+    run_tool('quantize', config, checkpoint, out, '--images', photos, '--num-images', 6)
     said, number = capsys.readouterr().out, len(int8.layers_in_int8(str(out)))
     assert f'{number} of {number} layers are in int8' in said
     assert 'on 3 images that it was not calibrated on' in said
     with pytest.raises(SystemExit, match="name an .xml instead of 'model.onnx'"):
-        run_tool('quantize.py', config, checkpoint, 'model.onnx', '--images', photos)
+        run_tool('quantize', config, checkpoint, 'model.onnx', '--images', photos)
     with pytest.raises(SystemExit, match='needs two images'):
         for path in list(photos.iterdir())[1:]:
             path.unlink()
-        run_tool('quantize.py', config, checkpoint, out, '--images', photos)
+        run_tool('quantize', config, checkpoint, out, '--images', photos)

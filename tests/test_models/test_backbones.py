@@ -353,18 +353,6 @@ def test_what_cannot_be_built_is_named():
             MODELS.build(copy.deepcopy(cfg))
 
 
-def test_switch_to_deploy_under_foreign_walks(scattered, check_same):
-    """MMYOLO's hook calls it on everything while walking over the model."""
-    model = scattered(build('swin'))
-    x = images('swin')
-    with torch.no_grad():
-        expected = model(x)
-        for layer in model.modules():
-            if hasattr(layer, 'switch_to_deploy'):
-                layer.switch_to_deploy()
-        check_same(model(x), expected)
-
-
 def test_poolformer_trains_its_patch_embedding_and_sees_views():
     """Its parent freezes it by default; tokens are views of channels-last maps."""
     model = build('poolformer').eval()

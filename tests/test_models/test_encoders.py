@@ -16,6 +16,7 @@ from repa_mm.models.sites import ffn_sites
 from repa_mm.reparam import ChannelIdleFFN, MergedFFN
 from repa_mm.surgery import copied
 from tests.test_convert.even import narrowed
+from tests.test_export.zoo import DETRS
 from tests.test_models.test_sites import idle
 from tests.test_surgery import as_fairscale_does
 
@@ -25,11 +26,7 @@ IDLE = dict(type='Restructured', structures=[dict(type='ChannelIdle')])
 
 # An installed config; its decoder is `transformer_decoder` if it predicts masks.
 CASES = {
-    'DETR': 'detr/detr_r50_8xb2-150e_coco.py',
-    'Conditional DETR': 'conditional_detr/conditional-detr_r50_8xb2-50e_coco.py',
-    'DAB-DETR': 'dab_detr/dab-detr_r50_8xb2-50e_coco.py',
-    'Deformable DETR': 'deformable_detr/deformable-detr_r50_16xb2-50e_coco.py',
-    'DINO': 'dino/dino-4scale_r50_8xb2-12e_coco.py',
+    **DETRS,
     'DDQ': 'ddq/ddq-detr-4scale_r50_8xb2-12e_coco.py',
     'MaskFormer': 'maskformer/maskformer_r50_ms-16xb1-75e_coco.py',
     'Mask2Former': 'mask2former/mask2former_r50_8xb2-lsj-50e_coco.py',

@@ -1,10 +1,6 @@
-import os
-import runpy
-import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 ROOT = Path(__file__).parents[2]
 
@@ -25,25 +21,6 @@ def digits(tmp_path_factory):
 def in_digits(digits, monkeypatch, tmp_path):
     monkeypatch.chdir(digits)
     return tmp_path
-
-
-@pytest.fixture(scope='session')
-def run_tool():
-    """Run a tool in this process, from another folder."""
-
-    def run(tool, *arguments, cwd='.'):
-        path = str(ROOT / f'tools/{tool}.py')
-        before, threads = (os.getcwd(), sys.argv), torch.get_num_threads()
-        os.chdir(cwd)
-        sys.argv = [path, *map(str, arguments)]
-        try:
-            runpy.run_path(path, run_name='__main__')
-        finally:
-            os.chdir(before[0])
-            sys.argv = before[1]
-            torch.set_num_threads(threads)
-
-    return run
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ from tests.test_models.test_backbones import check_same, scattered  # noqa: F401
 from tests.test_models.test_structures import VIT, RestructuredViT, filled, vit_arch
 from tests.test_reparam.test_forms import C, H, make  # noqa: F401
 from tests.test_tools import structures as structures_in_tools
-from tests.test_tools.conftest import call, digits, in_digits, run_tool  # noqa: F401
+from tests.test_tools.conftest import call, digits, in_digits  # noqa: F401
 
 FORMS = dict(
     branches=(lambda: ParallelFFN(C, H, 3, layer_scale_init_value=0.5), OrdinaryFFN, 3),

@@ -16,7 +16,7 @@ from tests.test_models.test_backbones import VIT, check_same, scattered  # noqa:
 from tests.test_models.test_structures import filled, vit_arch
 from tests.test_reparam.test_forms import C, H, make  # noqa: F401
 from tests.test_tools import structures as test_tools
-from tests.test_tools.conftest import call, digits, in_digits, run_tool  # noqa: F401
+from tests.test_tools.conftest import call, digits, in_digits  # noqa: F401
 
 CONFIG = str(Path(__file__).parents[1] / 'configs' / 'experts_deit_t_in1k.py')
 CFG = dict(type='ExpertsVisionTransformer', num_experts=3, **VIT)

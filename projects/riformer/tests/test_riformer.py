@@ -16,7 +16,7 @@ from tests.test_models.test_backbones import POOL, check_same, images, pretraine
 from tests.test_reparam import test_forms
 from tests.test_reparam.test_forms import C, make  # noqa: F401
 from tests.test_tools import structures as test_tools
-from tests.test_tools.conftest import call, digits, in_digits, run_tool  # noqa: F401
+from tests.test_tools.conftest import call, digits, in_digits  # noqa: F401
 
 CONFIG = str(Path(__file__).parents[1] / 'configs' / 'riformer_s12_in1k.py')
 CFG = dict(type='AffineRIFormer', **POOL)

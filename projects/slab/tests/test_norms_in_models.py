@@ -24,7 +24,7 @@ from tests.test_models.test_backbones import SWIN, VIT, build, check_same, scatt
 from tests.test_models.test_structures import vit_arch
 from tests.test_reparam.test_forms import C, make  # noqa: F401
 from tests.test_tools import structures as structures_in_tools
-from tests.test_tools.conftest import call, digits, in_digits, run_tool  # noqa: F401
+from tests.test_tools.conftest import call, digits, in_digits  # noqa: F401
 
 FORMS = dict(
     norm=(lambda: ProgressiveNorm(C), AffineMap),
