@@ -62,7 +62,7 @@ def build_images(cfg: Config, split: str, folder: str | None = None) -> Dataset:
     pipeline = dataset_config(cfg, 'test').pipeline
     if folder:
         pipeline = [step for step in pipeline if 'Annotations' not in step['type']]
-        source = dict(type=ImageFolder, data_root=osp.abspath(folder))
+        source = dict(type=ImageFolder, data_root=osp.abspath(folder), test_mode=True)
     else:
         source = dict(dataset_config(cfg, split))
         source.pop('filter_cfg', None)

@@ -131,7 +131,7 @@ def suppress_softly(
     high = torch.minimum(high[:, :, None], high[:, None])
     both = (high - low).clamp(min=0).prod(3)
     overlap = both / (area[:, :, None] + area[:, None] - both)
-    lowers = overlap >= nms.get('iou_threshold', 0.3)
+    lowers = overlap >= nms.get('iou_threshold', nms.get('iou_thr', 0.3))
     lowers = lowers & (labels[:, :, None] == labels[:, None])
     factors = torch.where(lowers, 1 - overlap, torch.ones_like(overlap))
     row = torch.arange(scores.shape[1])

@@ -72,7 +72,7 @@ def _put_all(
     model._register_load_state_dict_pre_hook(check_state_dict, with_module=True)
     # All sites of the model, since other parts of it may have structures already. Listed before
     # the structures are put in, since a structure may change the class of a block.
-    sites = [*ffn_sites(model, where=''), *attention_sites(model)]
+    sites = [*ffn_sites(model, where=''), *attention_sites(model, where='')]
     placed = [(structure, structure.put_(model)) for structure in built]
     sites += [site for structure in built for site in structure.sites(model)]
     for module in {site.module: None for site in sites}:

@@ -15,7 +15,7 @@ from mmpretrain.models.backbones.poolformer import Mlp as ConvFFN
 from mmpretrain.models.backbones.poolformer import PoolFormerBlock
 
 from repa_mm.reparam import FFNParts, TrainingForm
-from repa_mm.surgery import become_
+from repa_mm.surgery import become_, has_stock_forward
 
 
 @dataclass(frozen=True)
@@ -266,7 +266,7 @@ class MLPs(Family):
                 f'its {type(mlp).__name__} is not two linear layers around an activation'
             )
         for layer in others.values():
-            if not isinstance(layer, (nn.Dropout, nn.Identity)):
+            if not has_stock_forward(layer, nn.Dropout, nn.Identity):
                 raise ValueError(f'its {type(mlp).__name__} has a {type(layer).__name__}, too')
         # One module may be both, after the activation and after fc2.
         drops = [layer for layer in others.values() if isinstance(layer, nn.Dropout)] or [None]

@@ -222,7 +222,7 @@ class Widths(Structure):
         changes = []
         for what, sites, shapes in (
             ('widths', self.sites(model), self._ffn),
-            ('heads', attention_sites(model, self.where), self._heads),
+            ('heads', attention_sites(model, self.where or ''), self._heads),
         ):
             for site, sizes in zip(sites, per_block(getattr(self, what), sites, what)):
                 if sizes is not None:

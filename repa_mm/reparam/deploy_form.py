@@ -261,7 +261,8 @@ class MergedFFN(DeployForm):
 
     def check_weights(self, weights: dict, name: str) -> None:
         if self.owns(weights):
-            check_norm('norm.weight' in self.state_dict(), 'norm.weight' in weights, name)
+            for key in ('norm.weight', 'norm.bias'):
+                check_norm(key in self.state_dict(), key in weights, name)
         super().check_weights(weights, name)
 
     @staticmethod

@@ -161,8 +161,9 @@ class Bench:
         for suffix in {FORMATS[kind].file for kind in kinds} - {''}:
             what = f'{name} in {suffix.split(".")[-1]}'
             with self.record.optional(what):
-                self.record.find(f'write {what}', self._export, model, f'{stem}{suffix}')
                 files[suffix] = f'{stem}{suffix}'
+                mark = f' as {osp.basename(files[suffix])}'  # fits of two budgets may have one name
+                self.record.find(f'write {what}', self._export, model, files[suffix], mark=mark)
         for kind in reversed(kinds):  # the fastest comes first, mostly
             if FORMATS[kind].file in files:
                 kept = [row for row in rows if floor is not None and meets(row, floor)]
@@ -248,7 +249,8 @@ class Bench:
         Formats of float32 share one test.
         """
         precision = 'float32' if row['format'] in FLOAT32 else row['format']
-        what, mark = f'test {row["candidate"]}, {precision}', f' on {self.judge.mark}'
+        what = f'test {row["candidate"]}, {precision}'
+        mark = f' of {osp.basename(row["config"])} on {self.judge.mark}'
         if self.tested and (is_needed or what + mark in self.record.content['known']):
             row.update(self.record.find(what, self._test, row, model, mark=mark))
 

@@ -61,6 +61,8 @@ class Judge:
     """
 
     name = ''
+    #: Of two more images, whether a model is right, and whether the original is: better and worse.
+    added = [0, 1], [1, 0]
 
     def __init__(self, dataset: Dataset, indices: Sequence[int]) -> None:
         self.dataset, self.indices, self.config = dataset, indices, {}
@@ -89,9 +91,8 @@ class Judge:
         number, records, resamples = self.num_images, [score.records, stock.records], RESAMPLES
         after, before = (score.points(x, np.ones(number, int)) for x in records)
         if isinstance(score.records, np.ndarray) and not same:
-            # A bootstrap would be certain if no label changes in these images. There are two more,
-            # one for the better and one for the worse.
-            records = [np.append(*pair) for pair in zip(records, ([0, 1], [1, 0]))]
+            # A bootstrap would be certain if no label changes in these images: there are two more.
+            records = [np.append(*pair) for pair in zip(records, self.added)]
             number, resamples = number + 2, 5 * RESAMPLES
         rng, changes = np.random.default_rng(0), []
         for _ in range(resamples):
@@ -148,6 +149,7 @@ class Agreement(Judge):
 
     name = 'agreement'
     expected: list | None = None
+    added = [0, 0], [1, 1]  # nothing is better
 
     def __call__(self, model: nn.Module) -> Score:
         """Compare a model with the first model that was given."""

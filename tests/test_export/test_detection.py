@@ -53,11 +53,12 @@ def test_suppression_is_that_of_mmcv(nms):
     assert torch.equal(kept.flatten(), expected) and 0 < len(keep) < 240
 
 
-def test_soft_suppression_is_that_of_mmcv():
+@pytest.mark.parametrize('name', ['iou_threshold', 'iou_thr'])
+def test_soft_suppression_is_that_of_mmcv(name):
     import onnxruntime
     from mmcv.ops import batched_nms
 
-    nms = dict(type='soft_nms', iou_threshold=0.3, min_score=0.2)
+    nms = {'type': 'soft_nms', name: 0.2, 'min_score': 0.2}
     generator = torch.Generator().manual_seed(0)
     boxes = torch.rand(2, 60, 4, generator=generator) * 20
     boxes[..., 2:] += boxes[..., :2]

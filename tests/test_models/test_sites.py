@@ -293,6 +293,18 @@ def test_an_ffn_that_computes_something_else_is_refused(change, message):
         assert model.layers[0].ffn.layers[1].in_features == 64
 
 
+class Twice(nn.Identity):
+    def forward(self, x):
+        return 2 * x
+
+
+def test_an_identity_that_computes_something_is_refused():
+    model = build('mmpretrain', 'TIMMBackbone', TIMM_VIT)
+    model.timm_model.blocks[1].mlp.norm = Twice()
+    with pytest.raises(ValueError, match='Mlp has a Twice, too'):
+        add_structures_(model, [dict(type='ChannelIdle')])
+
+
 # What of an ordinary FFN is frozen, and what of its channel-idle FFN is frozen then.
 FC1, FC2 = {'fc1.weight', 'fc1.bias'}, {'fc2.weight', 'fc2.bias'}
 FROZEN = [

@@ -199,10 +199,13 @@ def test_labels_are_not_certain_of_a_few_images(score_of):
         judge = Agreement(Images(100), range(100))
     stock = score_of(judge, [1] * 100)
     change, low, high = judge.difference(stock, stock)
-    assert change == 0 and -4 < low < -2 and 2 < high < 4  # about three images
+    if score_of is labels_in:  # which can only lose
+        assert change == 0 and -6 < low < -4 and high == 0
+    else:
+        assert change == 0 and -4 < low < -2 and 2 < high < 4  # about three images
     assert judge.difference(stock, stock, same=True) == (0, 0, 0)
     change, low, high = judge.difference(score_of(judge, [0] * 4 + [1] * 96), stock)
-    assert change == -4 and -10 < low < -7 and -1 < high < 1
+    assert change == -4 and -12 < low < -7 and -2 < high < 1
 
 
 @pytest.mark.parametrize(

@@ -234,6 +234,9 @@ def test_fits_of_several_budgets(folder, monkeypatch):
     error.clear()
     assert narrow(0.3, 0.2) == [('30 %', 0.3), ('20 %', 0.2)]
     assert fitted == [0.3, 0.02, 0.01, 0.2]
+    formats(monkeypatch, EAGER, ORT)
+    for least in (0.02, 0.01):  # two fits of one name have a file each
+        assert [row['format'] for row in run(budgets=[least], num_images=0)[3:]] == [EAGER, ORT]
 
 
 def test_a_file_that_fails_is_tried_again_by_the_next_call(folder, monkeypatch):
