@@ -263,6 +263,9 @@ def tables() -> dict[str, str]:
         'narrow-files': table(of('file in OpenVINO, '), 'form', 'of'),
         'ways': table(of('fine-tuned: '), 'model form', 'of', mean),
         'fitted': table(of('fitted: '), 'model form', 'of', mean),
+        'pretraining': table(
+            of('after pretraining: '), 'form', extra={'mean': mean, 'by seed': listed}
+        ),
         'detectors': table(
             of('detectors: time'),
             'model method',

@@ -161,9 +161,10 @@ class Bench:
         for suffix in {FORMATS[kind].file for kind in kinds} - {''}:
             what = f'{name} in {suffix.split(".")[-1]}'
             with self.record.optional(what):
-                files[suffix] = f'{stem}{suffix}'
-                mark = f' as {osp.basename(files[suffix])}'  # fits of two budgets may have one name
-                self.record.find(f'write {what}', self._export, model, files[suffix], mark=mark)
+                path = f'{stem}{suffix}'
+                mark = f' as {osp.basename(path)}'  # fits of two budgets may have one name
+                self.record.find(f'write {what}', self._export, model, path, mark=mark)
+                files[suffix] = path
         for kind in reversed(kinds):  # the fastest comes first, mostly
             if FORMATS[kind].file in files:
                 kept = [row for row in rows if floor is not None and meets(row, floor)]
