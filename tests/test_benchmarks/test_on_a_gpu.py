@@ -45,7 +45,7 @@ def run(tmp_path, monkeypatch):
 
 # They take the way of another part, with other arguments.
 LIKE_ANOTHER = 'mask_rcnn', 'upernet', 'one_image', 'graphs_8', 'graphs_mask_rcnn', 'graphs_upernet'
-LIKE_ANOTHER += ('train_retinanet',)
+LIKE_ANOTHER += ('train_retinanet', 'search_swin_b')
 
 
 @pytest.mark.parametrize(
