@@ -143,6 +143,14 @@ def test_each_form_loads_its_own_weights(norm_cfg, idle_ratio, randomize, relati
     assert relative_error(one.merge()(x), one(x)) < 1e-5
 
 
+def test_a_kept_norm_needs_its_bias():
+    merged = ChannelIdleFFN(8, 32, norm_cfg=dict(type='LN')).eval().merge()
+    weights = merged.state_dict()
+    del weights['norm.bias']
+    with pytest.raises(CheckpointError, match='BatchNorms in the checkpoint'):
+        merged.load_state_dict(weights, strict=False)
+
+
 @pytest.mark.parametrize('idle_ratio', [0, 0.5, 0.75, 1])
 def test_shortcut_outside(idle_ratio, randomize, relative_error):
     ffn = randomize(ChannelIdleFFN(16, 64, idle_ratio)).eval()
