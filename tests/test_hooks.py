@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from mmengine.hooks import EMAHook
+from mmengine.model import BaseModel
 
 from repa_mm.hooks import ReparameterizeHook
 from repa_mm.reparam import CheckpointError, reparameterize, set_training_path_
@@ -133,6 +134,29 @@ def test_with_mmpretrains_ema_that_evaluates_both(loop, twice, tmp_path):
     metrics = getattr(runner, f'{loop}_loop').run()
     origin = runner.message_hub.get_scalar(f'{loop}/mean_origin').current()
     assert [metrics['mean'], origin] == pytest.approx(means, abs=1e-5)
+
+
+class Pair(BaseModel):
+    """Two networks, as in a semi-supervised detector."""
+
+    def __init__(self):
+        super().__init__()
+        self.teacher, self.student = ToyClassifier(), ToyClassifier()
+        self.semi_test_cfg = dict(predict_on='student')
+
+    def forward(self, *args, **kwargs):
+        return getattr(self, self.semi_test_cfg['predict_on'])(*args, **kwargs)
+
+
+@once_and_twice
+def test_both_networks_of_a_semi_supervised_detector(twice, tmp_path, relative_error):
+    pytest.importorskip('mmdet.engine')
+    hook, loop = dict(HOOK, when='val'), dict(type='mmdet.TeacherStudentValLoop')
+    runner = make_runner(tmp_path, [hook], Pair(), val_cfg=loop, **hooks_of(hook, twice))
+    with unchanged(runner):
+        runner.val()
+    # The student comes last.
+    assert relative_error(KeepLogits.logits, logits_of(runner.model, runner)) < 1e-5
 
 
 EMA = [dict(type='EMAHook')]
