@@ -10,7 +10,6 @@ import torch
 import torch.nn as nn
 from mmengine.logging import print_log
 from mmengine.registry import MODELS
-from mmengine.utils.dl_utils.parrots_wrapper import _BatchNorm
 
 from repa_mm.faster.tracing import pad_any_size_, swap_faster_attention_
 from repa_mm.io.checkpoints import split_init_cfg
@@ -187,8 +186,8 @@ class WithStructures:
         return ordinary
 
     def _warn_of_fresh_statistics(self) -> None:
-        norms = [m for m in self.modules() if isinstance(m, _BatchNorm)]
-        fresh = norms and all(m.num_batches_tracked == 0 for m in norms)
+        forms = (form for _, form in outermost(self, TrainingForm))
+        fresh = any(norm.num_batches_tracked == 0 for form in forms for norm in form.batch_norms())
         if getattr(self, 'norm_eval', False) and fresh:
             warnings.warn(
                 f'{type(self).__name__}: norm_eval=True freezes BatchNorm statistics that were '

@@ -11,7 +11,7 @@ import torch.nn as nn
 from mmengine.registry import Registry
 
 from repa_mm.models.sites import AttentionSite, FFNSite, Site, attention_sites, ffn_sites, trained
-from repa_mm.reparam import ChannelIdleFFN, FFNParts, Form, TrainingForm
+from repa_mm.reparam import ChannelIdleFFN, CheckpointError, FFNParts, Form, TrainingForm
 from repa_mm.surgery import copied, has_stock_forward
 
 STRUCTURES = Registry('structure')
@@ -232,6 +232,12 @@ class Widths(Structure):
             like = next(site.module.parameters())
             site.set_weights(*(0.02 * torch.randn(shape).to(like) for shape in shapes))
         return {}
+
+    def fill_(self, *args) -> None:
+        raise CheckpointError(
+            'ordinary weights have other widths than Widths gives: init_cfg must name weights of '
+            'this model, as load_from does in the config of a conversion'
+        )
 
     @staticmethod
     def _ffn(site: FFNSite, width: int) -> tuple:

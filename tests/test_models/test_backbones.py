@@ -314,6 +314,8 @@ def test_statistics_that_stay(name):
         model = build(name, norm_eval=norm_eval).train()
         norms = [m for m in model.modules() if isinstance(m, _BatchNorm)]
         assert model.training and norms and all(m.training != norm_eval for m in norms)
+    model.trained = nn.BatchNorm1d(2)  # as of a head
+    model.trained.num_batches_tracked += 1
     with pytest.warns(UserWarning, match='never estimated'):  # fresh ones would be frozen
         model.init_weights()
 

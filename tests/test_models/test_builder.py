@@ -130,11 +130,20 @@ def test_own_weights_of_other_sizes_are_resized_as_by_the_codebase(
             assert torch.equal(value, expected[key]), key
 
 
-def test_a_prefix_without_weights_is_refused(tmp_path):
-    model = build(widths(20, None))
-    torch.save(model.state_dict(), tmp_path / 'own.pth')
-    model.init_cfg = dict(type='Pretrained', checkpoint=str(tmp_path / 'own.pth'), prefix='neck.')
-    with pytest.raises(CheckpointError, match='own.pth has no weights behind the prefix'):
+@pytest.mark.parametrize(
+    'structures, prefix, message',
+    [
+        (widths(20, None), 'neck.', 'file.pth has no weights behind the prefix'),
+        # Narrower parts would keep random weights beside the forms.
+        (widths(20, None) + idle([None, 0.75]), None, 'other widths'),
+        (heads((4, 4), None) + idle(0.75), None, 'other widths'),
+    ],
+)
+def test_ordinary_weights_that_do_not_fit_are_refused(structures, prefix, message, tmp_path):
+    torch.save(build([]).state_dict(), tmp_path / 'file.pth')
+    model = build(structures)
+    model.init_cfg = dict(type='Pretrained', checkpoint=str(tmp_path / 'file.pth'), prefix=prefix)
+    with pytest.raises(CheckpointError, match=message):
         model.init_weights()
 
 
