@@ -234,7 +234,7 @@ class ChannelIdleFFN(TrainingForm):
             raise CheckpointError(
                 f'the checkpoint has {int(number)} of {hidden} hidden channels active at {name!r}, '
                 f'and the model {self.num_active}: build the model with idle_ratio='
-                f'{1 - int(number) / hidden:g} there, as in the config of the checkpoint'
+                f'{1 - int(number) / hidden:.12g} there, as in the config of the checkpoint'
             )
 
     def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs) -> None:

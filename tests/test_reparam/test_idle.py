@@ -130,6 +130,14 @@ def test_weights_of_another_idle_ratio():
     assert torch.equal(ffn.state_dict()['0.norm1.weight'], others['0.norm1.weight'])
 
 
+def test_the_idle_ratio_that_is_named_fits():
+    weights = ChannelIdleFFN(12, 36, 1 / 3).state_dict()
+    with pytest.raises(CheckpointError) as error:
+        ChannelIdleFFN(12, 36).load_state_dict(weights)
+    ratio = float(str(error.value).partition('idle_ratio=')[2].partition(' ')[0])
+    ChannelIdleFFN(12, 36, ratio).load_state_dict(weights)
+
+
 @pytest.mark.parametrize(
     'norm_cfg', [dict(type='BN'), dict(type='LN'), dict(type='LN', elementwise_affine=False)]
 )
