@@ -80,7 +80,7 @@ class ChannelIdleFFN(TrainingForm):
     # The authors' checkpoints do not store the number of active channels.
     optional = (*TrainingForm.optional, 'num_active_channels')
     training_path = 'auto'
-    computes = ('forward', 'forward_literal', '_hidden')
+    computes = ('forward', 'forward_literal')
 
     def __init__(
         self,
@@ -142,19 +142,17 @@ class ChannelIdleFFN(TrainingForm):
     def forward_literal(self, x: torch.Tensor) -> torch.Tensor:
         """Compute eq. 3 of the paper literally, as the reference for every other path."""
         u = self.norm1(x if self.keeps_norm else x.reshape(-1, self.embed_dims))
-        a = self._hidden(u.reshape(-1, self.embed_dims))
+        sizes = self.num_active, self.num_idle
+        # The backward pass of a split is one copy. That of an activation would keep, with a part of
+        # the first layer's output, all of it.
+        active, idle = self.fc1(u.reshape(-1, self.embed_dims)).split(sizes, dim=1)
+        a = torch.cat([self.act(active.clone()), idle], dim=1)
+        del active, idle  # frees the output of the first layer
         z = self.drop(self.fc2(self.drop(self.norm2(a)))).view(x.shape)
         if self.layer_scale is not None:
             z = z * self.layer_scale
         z = self.dropout_layer(z)
         return x + z if self.shortcut else z
-
-    def _hidden(self, u: torch.Tensor) -> torch.Tensor:
-        """Return the hidden channels (N, H) of normalized tokens (N, C), after the activation."""
-        # The backward pass of a split is one copy. That of an activation would keep, with a part of
-        # the first layer's output, all of it.
-        active, idle = self.fc1(u).split((self.num_active, self.num_idle), dim=1)
-        return torch.cat([self.act(active.clone()), idle], dim=1)
 
     def fold(self) -> FoldedFFN:
         """Fold norms, layer scale and idle channels in float64 (paper eq. 4-6).
