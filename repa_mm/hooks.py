@@ -81,14 +81,14 @@ class ReparameterizeHook(Hook):
     def before_test_iter(self, runner, batch_idx, data_batch=None) -> None:
         # MMDetection's loop for semi-supervised detectors passes over the data twice in an epoch,
         # and sets in between what the model that it began with predicts.
-        if self._is_due and batch_idx == 0:
+        if self._is_due or batch_idx == 0 and self._training_form is not None:
+            self._is_due = False
             self._restore(runner)
             if has_training_form(runner.model) or not has_deploy_form(runner.model):
                 self._merge(runner)  # which refuses a model without forms
 
     def after_test_epoch(self, runner, metrics=None) -> None:
         self._restore(runner)
-        self._is_due = False
 
     before_val_iter, after_val_epoch = before_test_iter, after_test_epoch
 
