@@ -234,10 +234,8 @@ class Widths(Structure):
         return {}
 
     def fill_(self, *args) -> None:
-        raise CheckpointError(
-            'ordinary weights have other widths than Widths gives: init_cfg must name weights of '
-            'this model, as load_from does in the config of a conversion'
-        )
+        # The narrower parts would keep random weights.
+        raise CheckpointError('init_cfg must name weights of this model: ordinary ones are wider')
 
     @staticmethod
     def _ffn(site: FFNSite, width: int) -> tuple:

@@ -95,9 +95,6 @@ class DropPath(nn.Module):
         shape = (x.shape[0],) + (1,) * (x.ndim - 1)
         return x * x.new_empty(shape).bernoulli_(keep_prob).div_(keep_prob)
 
-    def extra_repr(self) -> str:
-        return f'drop_prob={self.drop_prob}'
-
 
 def check_input(ffn: nn.Module, x: torch.Tensor, identity: torch.Tensor | None) -> None:
     """Check that tokens x are (..., C), and that ``identity``, if any, is x itself."""

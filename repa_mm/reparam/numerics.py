@@ -47,8 +47,6 @@ def batch_norm_affine(norm: nn.Module, like: torch.Tensor) -> tuple[torch.Tensor
             'a BatchNorm without running statistics (track_running_stats=False) cannot be merged'
         )
     s = (double(norm.running_var) + norm.eps).rsqrt()
-    if any_of(s.isinf()):
-        raise ValueError('a BatchNorm with eps=0 and channels of variance 0 cannot be merged')
     if norm.affine:
         s, t = s * double(norm.weight), double(norm.bias)
     return s, t - s * double(norm.running_mean)
@@ -87,8 +85,6 @@ def check_finite(module: nn.Module) -> None:
     for name, tensor in (*module.named_parameters(), *buffers):
         if any_of(~tensor.isfinite()):
             raise ValueError(f'{name} has values that are not finite')
-        if name.endswith('running_var') and any_of(tensor < 0):
-            raise ValueError(f'{name} has negative values')
 
 
 class FFNParts(NamedTuple):

@@ -134,9 +134,8 @@ def test_own_weights_of_other_sizes_are_resized_as_by_the_codebase(
     'structures, prefix, message',
     [
         (widths(20, None), 'neck.', 'file.pth has no weights behind the prefix'),
-        # Narrower parts would keep random weights beside the forms.
-        (widths(20, None) + idle([None, 0.75]), None, 'other widths'),
-        (heads((4, 4), None) + idle(0.75), None, 'other widths'),
+        (widths(20, None) + idle([None, 0.75]), None, 'ordinary ones are wider'),
+        (heads((4, 4), None) + idle(0.75), None, 'ordinary ones are wider'),
     ],
 )
 def test_ordinary_weights_that_do_not_fit_are_refused(structures, prefix, message, tmp_path):

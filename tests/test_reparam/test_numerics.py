@@ -62,37 +62,27 @@ def model(**kwargs):
 
 
 @pytest.mark.parametrize(
-    'name, value, found',
+    'name, value',
     [
-        ('fc1.weight', float('nan'), 'not finite'),
-        ('fc2.bias', float('inf'), 'not finite'),
-        ('norm1.weight', -float('inf'), 'not finite'),
-        ('norm1.running_mean', float('nan'), 'not finite'),
-        ('norm2.running_var', float('inf'), 'not finite'),
-        ('norm2.running_var', -1e-9, 'negative values'),
-        ('layer_scale', float('nan'), 'not finite'),
+        ('fc1.weight', float('nan')),
+        ('fc2.bias', float('inf')),
+        ('norm1.weight', -float('inf')),
+        ('norm1.running_mean', float('nan')),
+        ('norm2.running_var', float('inf')),
+        ('layer_scale', float('nan')),
     ],
 )
-def test_values_that_are_none_are_reported(name, value, found):
+def test_values_that_are_none_are_reported(name, value):
     broken = model(layer_scale_init_value=1)
     ffn = broken.backbone.blocks[1].ffn
     ffn.state_dict()[name].view(-1)[3:5] = value
     for merge in (reparameterize, reparameterize_):
-        with pytest.raises(
-            ValueError, match=f"merge 'backbone.blocks.1.ffn': {name} has .*{found}"
-        ):
+        with pytest.raises(ValueError, match=f"merge 'backbone.blocks.1.ffn': {name} has .*finite"):
             merge(broken)
-    with pytest.raises(ValueError, match=f'^{name} has .*{found}'):
+    with pytest.raises(ValueError, match=f'^{name} has values that are not finite'):
         ffn.switch_to_deploy()
     # None of it was merged.
     assert all(isinstance(block.ffn, ChannelIdleFFN) for block in broken.backbone.blocks)
-
-
-def test_no_variance_and_no_epsilon():
-    ffn = ChannelIdleFFN(8, 16, norm_cfg=dict(type='BN', eps=0.0))
-    ffn.norm1.running_var[0] = 0
-    with pytest.raises(ValueError, match='eps=0 and channels of variance 0'):
-        ffn.merge()
 
 
 @pytest.mark.parametrize('dtype, factor', [(torch.float32, 1e30), (torch.float16, 1e3)])
