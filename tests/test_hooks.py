@@ -137,7 +137,7 @@ def test_with_mmpretrains_ema_that_evaluates_both(loop, twice, tmp_path):
 
 
 class Pair(BaseModel):
-    """Two networks, as in a semi-supervised detector."""
+    """Two networks, as in a semi-supervised detector. The student is tested last."""
 
     def __init__(self):
         super().__init__()
@@ -155,7 +155,6 @@ def test_both_networks_of_a_semi_supervised_detector(twice, tmp_path, relative_e
     runner = make_runner(tmp_path, [hook], Pair(), val_cfg=loop, **hooks_of(hook, twice))
     with unchanged(runner):
         runner.val()
-    # The student comes last.
     assert relative_error(KeepLogits.logits, logits_of(runner.model, runner)) < 1e-5
 
 

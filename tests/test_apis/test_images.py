@@ -9,7 +9,7 @@ from mmengine.registry import init_default_scope
 from mmengine.structures import BaseDataElement
 
 from repa_mm.apis import read_images
-from repa_mm.apis.images import cropped, evenly
+from repa_mm.apis.images import cropped
 
 
 def test_images_of_a_folder_and_its_folders(tmp_path):
@@ -38,11 +38,3 @@ def test_large_images_are_cropped():
     )
     same = cropped(data, 9)
     assert torch.equal(same['inputs'][0], image) and data['data_samples'][0].img_shape == (9, 7)
-
-
-@pytest.mark.parametrize(
-    'number, total, found',
-    [(3, 9, [0, 3, 6]), (4, 10, [0, 2, 5, 7]), (5, 3, [0, 1, 2]), (1, 7, [0])],
-)
-def test_evenly(number, total, found):
-    assert evenly(number, total) == found

@@ -158,6 +158,7 @@ def test_blocks_that_a_pass_does_not_reach(vit):
     narrow, report = narrowed(vit, images(), 0.375, forward=shorter)
     assert [block.name for block in report.blocks] == ['layers.0', 'layers.2']
     assert report.skipped == {'layers.1': 'the forward pass does not reach it'}
+    assert str(report).endswith('not converted: layers.1: the forward pass does not reach it')
     assert [layer.ffn.feedforward_channels for layer in narrow.layers] == [24, 64, 24]
     with pytest.raises(ValueError, match="narrowed: 'layers.0': the forward pass does not reach"):
         narrowed(vit, images(), 0.375, forward=tokens_of)
