@@ -55,7 +55,6 @@ OTHER_SWIN = dict(embed_dims=8, depths=(1, 1, 2, 1), num_heads=(1, 1, 2, 2), win
 BACKBONES = dict(
     swin=(dict(type='RePaSwinTransformer', **SWIN), 'mmpretrain.SwinTransformer', False),
     vit=(dict(type='RePaVisionTransformer', **VIT), 'mmpretrain.VisionTransformer', False),
-    vit_ln=(dict(type='RePaVisionTransformer', ffn_norm_cfg=dict(type='LN'), **VIT), '', False),
     vit_keep=(
         dict(type='RePaVisionTransformer', idle_ratio=0.0, ffn_norm_cfg=dict(type='keep'), **VIT),
         'mmpretrain.VisionTransformer',
