@@ -26,7 +26,6 @@ import os.path as osp
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from types import SimpleNamespace
 
 import cv2
 import numpy as np
@@ -34,12 +33,10 @@ import torch
 import torch.nn as nn
 
 from benchmarks.compare import append
-from benchmarks.even import even_sizes
+from benchmarks.even import even_config
 from demo.dataset import PHOTOGRAPHS, load_photograph
 from repa_mm.apis import open_model, read_images
 from repa_mm.benchmark.timing import compare, measure, show
-from repa_mm.convert.changed_config import converted_config
-from repa_mm.convert.conversion import find_parts
 from repa_mm.export import ExportedModel, example_shape, whole_model, whole_onnx
 from repa_mm.export.exporter import to_onnx
 from repa_mm.faster import fuse_conv_bn_
@@ -88,10 +85,7 @@ def open_ours(name: str, form: str, args: argparse.Namespace) -> nn.Module:
         return open_model(stock)
     if form == 'merged':
         return fuse_conv_bn_(open_model(*repa, merge=True))
-    model = open_model(stock)
-    parts, _ = find_parts(model)
-    sizes = even_sizes(SimpleNamespace(parts=parts), *3 * [args.budget])
-    return open_model(converted_config(model.cfg, model, sizes))
+    return open_model(even_config(load_config(stock), *3 * [args.budget]))
 
 
 def ours(name: str, args: argparse.Namespace) -> Iterator[tuple[str, str, Call]]:

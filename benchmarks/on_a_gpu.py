@@ -18,17 +18,15 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import cv2
 import numpy as np
 import torch
-import torch.nn as nn
 from mmengine.config import Config
 from mmengine.logging import MMLogger
 
 from benchmarks.compare import append
-from benchmarks.even import even_sizes
+from benchmarks.even import even_config
 from benchmarks.training import peak_memory, step, synthetic_batch, training_variants
 from demo.dataset import PHOTOGRAPHS, load_photograph, write_digit_scenes
 from demo.run import DATA, train
@@ -36,8 +34,6 @@ from repa_mm import config_path, speed_up
 from repa_mm.apis import open_model
 from repa_mm.benchmark.timing import measure, show_machine
 from repa_mm.benchmark.variants import MODEL, STOCK, autocasting, calls_on_noise, variants
-from repa_mm.convert.changed_config import converted_config
-from repa_mm.convert.conversion import find_parts
 from repa_mm.faster import cuda_graphs_, faster_on_gpu_
 from repa_mm.io.configs import load_config
 from repa_mm.surgery import copied
@@ -85,14 +81,6 @@ def write(
         append(args.out, dict(row, form=form, command=f'python -m {NAME}'), {of: float(value)})
 
 
-def narrowed(stock: Config, form: str) -> nn.Module:
-    """Return a stock model of sizes that a conversion may choose; weights do not matter."""
-    model = open_model(stock)
-    parts, _ = find_parts(model)
-    sizes = even_sizes(SimpleNamespace(parts=parts), *NARROW[form])
-    return variants(converted_config(stock, model, sizes))[MODEL]
-
-
 @torch.no_grad()
 def latency(
     args: argparse.Namespace,
@@ -118,7 +106,7 @@ def latency(
         shape, batch_size = (shape if part == 'backbone' else SMALL_IMAGE), 1
     cfg, stock = configs(args, name)
     models = variants(cfg, None, stock)
-    models |= {form: narrowed(stock, form) for form in forms}
+    models |= {form: variants(even_config(stock, *NARROW[form]))[MODEL] for form in forms}
     for form, model in models.items():
         model.to(args.device)
         if form != STOCK:
