@@ -14,7 +14,7 @@ PYTEST := -m pytest tests projects --numprocesses auto --maxprocesses 4 --dist w
 .PHONY: help env env-openmmlab demo docs lint format test test-all test-openmmlab clean distclean
 
 help:
-	@echo 'make demo             train, test, reparameterize and test again on real images'
+	@echo 'make demo             train and test a small model, and the same reparameterized'
 	@echo '                      (TASK=retinanet, the default, mask_rcnn, upernet or speed_up)'
 	@echo 'make test             run the tests (ARGS="-k ffn" goes to pytest)'
 	@echo 'make test-all         the tests that take minutes too, and random cases anew'

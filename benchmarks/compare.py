@@ -50,6 +50,14 @@ IMAGES = 64  # that a detector or segmentor is fitted to
 METRICS = {'coco/bbox_mAP': ('box AP', 100), 'coco/segm_mAP': ('mask AP', 100), 'mIoU': ('mIoU', 1)}
 
 
+def percent(found: dict) -> dict[str, float]:
+    """The metrics of a test, by their names in results.csv."""
+    known = {
+        name: scale * float(found[key]) for key, (name, scale) in METRICS.items() if key in found
+    }
+    return known or {'box AP': 0.0}  # of a detector that finds nothing
+
+
 class Fitted(nn.Module):
     """A block's end with the weights of a method, x + w u + act(u W_in^T + b_in) W_out^T + b."""
 
@@ -163,14 +171,10 @@ def write(args: argparse.Namespace, form: str, metrics: dict[str, float]) -> Non
 def on_dinov2(args: argparse.Namespace) -> None:
     """Cosine of patches to the original's features, k-NN and linear probe of digits."""
     vit = dinov2.load(args.model)
-    own = [name for name in dinov2.PHOTOGRAPHS if name not in dinov2.FOREIGN]
     more = dinov2.photographs(args.photographs)
     # Crops of one photograph are one batch: they share too much for cross-validation.
-    groups = [dinov2.stacked([name], 0, args.crops) for name in own]
-    tests = {
-        'cosine, other crops of the 14': dinov2.stacked(own, 20, 2),
-        'cosine, three other photographs': dinov2.stacked(dinov2.FOREIGN, 20, 8),
-    }
+    groups = [dinov2.stacked([name], 0, args.crops) for name in dinov2.OWN]
+    tests = dinov2.tests()
     if more:
         tests[f'cosine, {len(more)} others'] = dinov2.stacked(more, 4, 1)
     digits = [dinov2.digits(0, 300), dinov2.digits(300, 300)]
@@ -209,12 +213,7 @@ def on_model(args: argparse.Namespace) -> None:
 
     def evaluate(backbone: nn.Module) -> dict[str, float]:
         runner.model.backbone = backbone
-        found = runner.test()
-        return {
-            name: scale * float(found[key])
-            for key, (name, scale) in METRICS.items()
-            if key in found
-        }
+        return percent(runner.test())
 
     write(args, 'original', evaluate(model.backbone))
     for form, backbone in converted(model.backbone, batches, lambda m, x: m(x), args):

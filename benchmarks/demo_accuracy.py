@@ -18,7 +18,7 @@ from pathlib import Path
 from mmengine.config import Config, DictAction
 
 import projects.linear_path  # noqa: F401
-from benchmarks.compare import METRICS, append
+from benchmarks.compare import append, percent
 from benchmarks.tables import Row, difference, grouped, listed, read, table
 from demo.dataset import write_digit_scenes
 from demo.run import test, train
@@ -26,11 +26,11 @@ from repa_mm import config_path
 from repa_mm.io.configs import load_config
 
 EPOCH = 150  # iterations: 1200 scenes in batches of 8
-# For each task its name in results.csv, and the keys of its metrics.
+# Tasks, and their names in results.csv.
 TASKS = {
-    'retinanet': ('RetinaNet, digits', ['coco/bbox_mAP']),
-    'mask_rcnn': ('Mask R-CNN, digits', ['coco/bbox_mAP', 'coco/segm_mAP']),
-    'upernet': ('UperNet, digits', ['mIoU']),
+    'retinanet': 'RetinaNet, digits',
+    'mask_rcnn': 'Mask R-CNN, digits',
+    'upernet': 'UperNet, digits',
 }
 # Channel idle, and what it deploys, trained as it is: the ablation of table 5 of the ICML paper.
 STRUCTURES = {
@@ -86,11 +86,9 @@ def run(args: argparse.Namespace, seed: int, folder: Path) -> None:
     def tested(name: str, config: str, checkpoint: str, deploy: bool = True) -> None:
         cfg = load(name, config)
         metrics, _ = test(cfg, checkpoint, deploy, str(folder / 'test' / name))
-        # A detector that finds nothing has no metric.
-        model, keys = TASKS[args.task]
-        known = {METRICS[key][0]: METRICS[key][1] * float(metrics.get(key, 0)) for key in keys}
         what = f'after {args.epochs or "all"} epochs' + ', by structure' * args.structures
-        append(args.out, dict(what=what, model=model, form=name, run=f'seed {seed}'), known)
+        row = dict(what=what, model=TASKS[args.task], form=name, run=f'seed {seed}')
+        append(args.out, row, percent(metrics))
 
     tested('vanilla', vanilla, trained('vanilla', vanilla), False)
     for name in STRUCTURES if args.structures else ['RePa']:

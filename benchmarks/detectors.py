@@ -4,8 +4,7 @@ All models run in turn in one process, on one photograph and with random weights
 the model and its post-processing, from an image of the model's own resolution to boxes. Detectors
 with Swins run as they are (stock), as a RePaFormer where there is a config, and with a share of the
 channels and dimensions of all blocks (``--budget``), in PyTorch and in files for ONNX Runtime and
-OpenVINO. RF-DETR and
-D-FINE run in PyTorch, too, and in the files that their packages export::
+OpenVINO. RF-DETR and D-FINE run in PyTorch, too, and in the files that their packages export::
 
     .venv/bin/uv pip install --target .venv-rivals --no-deps PACKAGES
     python -m benchmarks.detectors --packages .venv-rivals --cpu 'Intel Xeon, 2 cores'
@@ -27,8 +26,6 @@ import os.path as osp
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from importlib import import_module
-from types import SimpleNamespace
 
 import cv2
 import numpy as np
@@ -36,19 +33,17 @@ import torch
 import torch.nn as nn
 
 from benchmarks.compare import append
-from benchmarks.even import even_sizes
-from demo.dataset import PHOTOGRAPHS
+from benchmarks.even import even_config
+from demo.dataset import PHOTOGRAPHS, load_photograph
 from repa_mm.apis import open_model, read_images
 from repa_mm.benchmark.timing import compare, measure, show
-from repa_mm.convert.changed_config import converted_config
-from repa_mm.convert.conversion import find_parts
 from repa_mm.export import ExportedModel, example_shape, whole_model, whole_onnx
 from repa_mm.export.exporter import to_onnx
 from repa_mm.faster import fuse_conv_bn_
 from repa_mm.io.configs import load_config
 from repa_mm.io.files import write_bytes
 from repa_mm.io.paths import config_path
-from repa_mm.search.formats import BF16, EAGER, F32, FORMATS, INT8, ORT
+from repa_mm.search.formats import BF16, EAGER, F32, FORMATS, ORT
 
 #: Configs: stock, and as a RePaFormer if there is one.
 OURS = {
@@ -69,19 +64,17 @@ PUBLISHED = {
     'yolo26s': (48.6, "Ultralytics' docs"),
 }
 MEAN, STD = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)
-FORMS, KINDS = ('stock', 'merged', 'narrow'), (EAGER, ORT, F32, BF16, INT8)
+FORMS, KINDS = ('stock', 'merged', 'narrow'), (EAGER, ORT, F32, BF16)
 COLUMNS = 'model', 'form', 'format', 'ms', '× PyTorch [95 %]', 'published AP'
 Call = Callable[[dict], object]
 
 
-def photographs(folder: str) -> str:
-    """Return a folder with the photographs of scikit-learn's and scikit-image's wheels."""
+def photograph(folder: str) -> str:
+    """Return a folder with one photograph, of the size that COCO's images are scaled to."""
     folder = osp.join(folder, 'photographs')
     os.makedirs(folder, exist_ok=True)
-    for i, (package, file, _) in enumerate(PHOTOGRAPHS):
-        path = osp.join(osp.dirname(import_module(package).__file__), file)
-        image = cv2.resize(cv2.imread(path), (1333, 800))
-        cv2.imwrite(osp.join(folder, f'{i}.png'), image)
+    image = cv2.resize(load_photograph(*PHOTOGRAPHS[0][:2]), (1333, 800))
+    cv2.imwrite(osp.join(folder, '0.png'), image)
     return folder
 
 
@@ -92,10 +85,7 @@ def open_ours(name: str, form: str, args: argparse.Namespace) -> nn.Module:
         return open_model(stock)
     if form == 'merged':
         return fuse_conv_bn_(open_model(*repa, merge=True))
-    model = open_model(stock)
-    parts, _ = find_parts(model)
-    sizes = even_sizes(SimpleNamespace(parts=parts), *3 * [args.budget])
-    return open_model(converted_config(model.cfg, model, sizes))
+    return open_model(even_config(load_config(stock), *3 * [args.budget]))
 
 
 def ours(name: str, args: argparse.Namespace) -> Iterator[tuple[str, str, Call]]:
@@ -119,29 +109,8 @@ def ours(name: str, args: argparse.Namespace) -> Iterator[tuple[str, str, Call]]
                 if not osp.exists(file):
                     shape = 2, 3, *example_shape(model)
                     write_bytes(file, whole_onnx(whole_model(model), shape))
-                if kind == INT8:
-                    file = in_int8(file, model, args)
                 call = ExportedModel(file, model.data_preprocessor, FORMATS[kind].runtime).test_step
             yield form, kind, call
-
-
-def in_int8(file: str, model: nn.Module, args: argparse.Namespace) -> str:
-    """Return an ONNX file's counterpart in int8 for OpenVINO, by NNCF."""
-    import nncf
-    import openvino
-
-    out = f'{osp.splitext(file)[0]}, int8.xml'
-    if not osp.exists(out):
-        images = read_images(model.cfg, 'test', len(PHOTOGRAPHS), args.images)
-        inputs = [model.data_preprocessor(data, False)['inputs'].numpy() for data in images]
-        quantized = nncf.quantize(
-            openvino.Core().read_model(file),
-            nncf.Dataset(inputs, lambda x: {'image': x}),
-            subset_size=len(inputs),
-            model_type=nncf.ModelType.TRANSFORMER,
-        )
-        openvino.save_model(quantized, out, compress_to_fp16=False)
-    return out
 
 
 class Named(nn.Module):
@@ -247,12 +216,11 @@ def rival(name: str, args: argparse.Namespace) -> Iterator[tuple[str, str, Call]
     """Yield the form, the format and the call of each way to run another detector, or a file."""
     if name in RIVALS:
         model, decode, file, side = RIVALS[name](args.work_dir)
-        kinds = [kind for kind in args.formats if kind != INT8]
+        kinds = args.formats
     else:  # of YOLO26, which suppresses nothing: rows of box, score and class, the best first
         model, decode, file, side = None, lambda x, *_: x[0][x[0, :, 4] > 0.25], name, 640
         in_onnx = osp.splitext(file)[1] == '.onnx'
-        kinds = [kind for kind in (ORT, F32, BF16) if in_onnx or kind != ORT]
-        kinds = [INT8] if 'int8' in file else [kind for kind in kinds if kind in args.formats]
+        kinds = [kind for kind in KINDS[1:] if kind in args.formats and (in_onnx or kind != ORT)]
     image = cv2.imread(osp.join(args.images, '0.png'))[..., ::-1]
     pixels = torch.from_numpy(cv2.resize(image, (side, side)).astype(np.float32))
     pixels = ((pixels - torch.tensor(MEAN)) / torch.tensor(STD)).permute(2, 0, 1)[None]
@@ -272,7 +240,7 @@ def main() -> None:
         '--models', nargs='+', default=names, help=f'of {names}, or files of YOLO26'
     )
     parser.add_argument('--forms', nargs='+', default=FORMS, choices=FORMS)
-    parser.add_argument('--formats', nargs='+', default=KINDS[:4], choices=KINDS)
+    parser.add_argument('--formats', nargs='+', default=KINDS, choices=KINDS)
     parser.add_argument('--ways', nargs='+', help="such as 'stock, PyTorch' (default: all)")
     parser.add_argument('--budget', type=float, default=0.25, help='of the narrow form')
     parser.add_argument('--repeats', type=int, default=10, help='turns of timing')
@@ -283,7 +251,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.packages:  # only now: MMPretrain does not import beside transformers 5
         sys.path.append(args.packages)
-    args.images = photographs(args.work_dir)
+    args.images = photograph(args.work_dir)
     calls, data = {}, None
     for name in args.models:
         ways = ours(name, args) if name in OURS else rival(name, args)

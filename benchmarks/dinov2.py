@@ -43,6 +43,7 @@ PHOTOGRAPHS = {
     'rocket': 'skimage/data/rocket.jpg',
 }
 FOREIGN = ('chelsea', 'china', 'coffee')
+OWN = [name for name in PHOTOGRAPHS if name not in FOREIGN]
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 CONFIG = dict(
     type='VisionTransformer',
@@ -182,6 +183,14 @@ def photographs(folder: str | None) -> list[str]:
 
 def stacked(names, first: int, number: int) -> torch.Tensor:
     return torch.stack([crop for name in names for crop in crops(name, first, number)])
+
+
+def tests() -> dict[str, torch.Tensor]:
+    """Images to compare features on, by their names in results.csv."""
+    return {
+        'cosine, other crops of the 14': stacked(OWN, 20, 2),
+        'cosine, three other photographs': stacked(FOREIGN, 20, 8),
+    }
 
 
 def neighbours(train: torch.Tensor, test: torch.Tensor, labels: list) -> float:

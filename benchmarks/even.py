@@ -1,6 +1,12 @@
 """Sizes of narrower parts that are the same fractions in all blocks, as published methods have."""
 
-from repa_mm.convert.conversion import Conversion
+from types import SimpleNamespace
+
+from mmengine.config import Config
+
+from repa_mm.apis import open_model
+from repa_mm.convert.changed_config import converted_config
+from repa_mm.convert.conversion import Conversion, find_parts
 
 
 def even_sizes(
@@ -24,3 +30,10 @@ def even_sizes(
         )
         for name, part in conversion.parts.items()
     }
+
+
+def even_config(cfg: Config, *fractions: float) -> Config:
+    """Return the config of a narrower model, see :func:`even_sizes`; weights do not matter."""
+    model = open_model(cfg)
+    parts, _ = find_parts(model)
+    return converted_config(cfg, model, even_sizes(SimpleNamespace(parts=parts), *fractions))

@@ -75,12 +75,8 @@ def main() -> None:
     parser.add_argument('--out', default='work_dirs/heads.csv')
     args = parser.parse_args()
     vit = dinov2.load(args.model)
-    own = [name for name in dinov2.PHOTOGRAPHS if name not in dinov2.FOREIGN]
-    groups = [dinov2.stacked([name], 0, args.crops) for name in own]
-    tests = {
-        'cosine, other crops of the 14': dinov2.stacked(own, 20, 2),
-        'cosine, three other photographs': dinov2.stacked(dinov2.FOREIGN, 20, 8),
-    }
+    groups = [dinov2.stacked([name], 0, args.crops) for name in dinov2.OWN]
+    tests = dinov2.tests()
     expected = {name: dinov2.features(vit, x) for name, x in tests.items()}
     for share in args.qk_keep:
         for name, method in METHODS.items():

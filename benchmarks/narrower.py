@@ -27,7 +27,7 @@ import torch
 from mmengine.config import Config, DictAction
 from mmengine.runner import find_latest_checkpoint
 
-from benchmarks.compare import IMAGES, METRICS, append
+from benchmarks.compare import IMAGES, append, percent
 from benchmarks.even import even_sizes
 from demo.run import test, train
 from repa_mm import config_path
@@ -104,10 +104,7 @@ class Run:
         self, name: str, cfg: Config, checkpoint: str, deploy: bool = False
     ) -> dict[str, float]:
         """The metrics of a model, in percent."""
-        found, _ = test(cfg, checkpoint, deploy, str(self.folder / 'test' / name))
-        # A detector that finds nothing has no metric.
-        keys = [key for key in METRICS if key in found] or ['coco/bbox_mAP']
-        return {METRICS[key][0]: METRICS[key][1] * float(found.get(key, 0)) for key in keys}
+        return percent(test(cfg, checkpoint, deploy, str(self.folder / 'test' / name))[0])
 
     def load(self) -> Config:
         return load_config(self.config, self.args.cfg_options)

@@ -18,30 +18,25 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import cv2
 import numpy as np
 import torch
-import torch.nn as nn
 from mmengine.config import Config
 from mmengine.logging import MMLogger
 
 from benchmarks.compare import append
-from benchmarks.even import even_sizes
+from benchmarks.even import even_config
 from benchmarks.training import peak_memory, step, synthetic_batch, training_variants
 from demo.dataset import PHOTOGRAPHS, load_photograph, write_digit_scenes
 from demo.run import DATA, train
 from repa_mm import config_path, speed_up
 from repa_mm.apis import open_model
 from repa_mm.benchmark.timing import measure, show_machine
-from repa_mm.benchmark.variants import MODEL, OURS, STOCK, autocasting, calls_on_noise, variants
-from repa_mm.convert.changed_config import converted_config
-from repa_mm.convert.conversion import find_parts
+from repa_mm.benchmark.variants import MODEL, STOCK, autocasting, calls_on_noise, variants
 from repa_mm.faster import cuda_graphs_, faster_on_gpu_
-from repa_mm.faster.gpu import FastLayerNorm
 from repa_mm.io.configs import load_config
-from repa_mm.surgery import copied, replace_
+from repa_mm.surgery import copied
 
 NAME = 'benchmarks.on_a_gpu'
 DETECTOR, SMALL_IMAGE = (800, 1344), (160, 160)
@@ -54,7 +49,6 @@ CONFIGS = {
 }
 # Shares of FFNs and of heads that stay.
 NARROW = {'FFNs 0.2, heads a quarter': (0.2, 0.25, 0.25), 'a quarter of each block': (0.25,) * 3}
-PLAIN_NORMS = f'{OURS}, stock LayerNorms'
 GRAPHS = 'CUDA graphs'
 DEMO = 'demo/retinanet_swin_digits'
 SHORT = {'train_cfg.max_epochs': 1, 'param_scheduler.1.end': 1}
@@ -87,14 +81,6 @@ def write(
         append(args.out, dict(row, form=form, command=f'python -m {NAME}'), {of: float(value)})
 
 
-def narrowed(stock: Config, form: str) -> nn.Module:
-    """Return a stock model of sizes that a conversion may choose; weights do not matter."""
-    model = open_model(stock)
-    parts, _ = find_parts(model)
-    sizes = even_sizes(SimpleNamespace(parts=parts), *NARROW[form])
-    return variants(converted_config(stock, model, sizes))[MODEL]
-
-
 @torch.no_grad()
 def latency(
     args: argparse.Namespace,
@@ -113,21 +99,18 @@ def latency(
         batch_size (int): Number of images.
         shape (tuple): Their height and width.
         part (str): 'model' or 'backbone'.
-        forms (Sequence[str]): What else to time: keys of :data:`NARROW`, or :data:`PLAIN_NORMS`.
+        forms (Sequence[str]): What else to time: keys of :data:`NARROW`.
         graphs (bool): Time all of them with CUDA graphs, too.
     """
     if args.small:
         shape, batch_size = (shape if part == 'backbone' else SMALL_IMAGE), 1
     cfg, stock = configs(args, name)
     models = variants(cfg, None, stock)
-    models |= {form: narrowed(stock, form) for form in forms if form in NARROW}
+    models |= {form: variants(even_config(stock, *NARROW[form]))[MODEL] for form in forms}
     for form, model in models.items():
         model.to(args.device)
         if form != STOCK:
             faster_on_gpu_(model)
-    if PLAIN_NORMS in forms:
-        models[PLAIN_NORMS] = copied(models[OURS])
-        replace_(models[PLAIN_NORMS], lambda m: nn.LayerNorm if type(m) is FastLayerNorm else None)
     if graphs:
         models |= {f'{form}, {GRAPHS}': cuda_graphs_(copied(m)) for form, m in models.items()}
     calls, batch = calls_on_noise(models, part, shape, batch_size)
@@ -135,8 +118,7 @@ def latency(
     times = measure(calls, batch, args.repeats)
     title = f'{name}, {batch_size}×{shape[0]}×{shape[1]}'
     values = {form: np.median(found) for form, found in times.items()}
-    what = 'GPU latency' + ' by LayerNorms' * (PLAIN_NORMS in forms)
-    what += f' with {GRAPHS}' * graphs or ' of a narrow model' * any(f in NARROW for f in forms)
+    what = 'GPU latency' + (f' with {GRAPHS}' * graphs or ' of a narrow model' * bool(forms))
     write(args, what, title, args.amp, 'ms', values)
 
 
@@ -215,7 +197,6 @@ PARTS: dict[str, tuple[Callable, int]] = {
         ),
         75,
     ),
-    'norms': (partial(latency, name='RetinaNet Swin-B', batch_size=8, forms=[PLAIN_NORMS]), 75),
     'train_retinanet': (partial(training, name='RetinaNet Swin-B'), 75),
     'train_mask_rcnn': (partial(training, name='Mask R-CNN Swin-B'), 75),
     'graphs_1': (partial(graphs_of, name='RetinaNet Swin-B', batch_size=1), 90),

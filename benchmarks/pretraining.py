@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from mmengine.config import Config, DictAction
 from mmengine.registry import DATASETS, MODELS, init_default_scope
 
-from benchmarks.compare import METRICS, append
+from benchmarks.compare import append, percent
 from benchmarks.narrower import IDLE_RATIO, schedule
 from benchmarks.objects import read_clothes, read_photographs, write_clothes
 from benchmarks.tables import COLUMNS, listed, mean, read, table
@@ -215,12 +215,9 @@ class Run:
             cfg.optim_wrapper.optimizer.fused = True
         trained = train(cfg, str(self.folder / name))
         found, _ = test(cfg, trained, bool(changes), str(self.folder / 'test' / name))
-        # A detector that finds nothing has no metric.
-        keys = [key for key in METRICS if key in found] or ['coco/bbox_mAP']
-        metrics = {METRICS[key][0]: METRICS[key][1] * float(found.get(key, 0)) for key in keys}
         row = dict(what='after pretraining', model=self.name, form=form, run=f'seed {self.seed}')
         cpu = torch.cuda.get_device_name() if gpu else ''
-        append(self.args.out, dict(row, cpu=cpu, command=COMMAND), metrics)
+        append(self.args.out, dict(row, cpu=cpu, command=COMMAND), percent(found))
 
 
 def start(task: str, seed: int, args: argparse.Namespace) -> None:

@@ -7,7 +7,6 @@ In one process and on the same images:
   long as the chosen one in the chosen format. The pruned models get our faster parts and our
   export, so that the table compares what is removed.
 - NNCF with its defaults puts the stock model into 8 bits.
-- The stock model in the chosen format runs on smaller images.
 - ``torch.compile`` compiles the stock model.
 
 ::
@@ -27,7 +26,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 
 from repa_mm.apis import open_model, read_images
 from repa_mm.apis.images import input_channels
@@ -46,7 +44,6 @@ from repa_mm.search.record import quiet
 #: Criteria that need neither labels nor gradients.
 CRITERIA = {'magnitude': 'GroupMagnitude', 'LAMP': 'LAMP', 'FPGM': 'FPGM'}
 STEPS, LARGEST = 5, 0.95
-SCALES = 0.85, 0.7  # of smaller images
 COLUMNS = 'model', 'format', 'ms', '× stock [95 %]', 'metric', 'difference [95 %]'
 
 
@@ -113,9 +110,6 @@ class Given:
         self.stock = Candidate(STOCK, osp.join(self.folder, 'stock.py'), self.results['checkpoint'])
         chosen = osp.join(out_dir, 'model')
         self.chosen = Candidate(self.row['candidate'], f'{chosen}.py', f'{chosen}.pth')
-        faster = osp.join(self.folder, 'faster.py')
-        faster = faster if osp.exists(faster) else self.stock.config
-        self.faster = Candidate(STOCK, faster, self.stock.checkpoint)
         self.cfg = load_config(self.results['config'])
         subset = osp.join(out_dir, f'{num_images}_images.json')
         with quiet():
@@ -164,26 +158,6 @@ def at_latency(given: Given, criterion: str) -> tuple[Candidate, str]:
     return found
 
 
-class OnSmaller(nn.Module):
-    """A model that gets smaller images, as by another step ``Resize`` of the test pipeline."""
-
-    def __init__(self, model: nn.Module, scale: float) -> None:
-        super().__init__()
-        self.model, self.scale = model, scale
-
-    def test_step(self, data: dict) -> list:
-        inputs = []
-        for image, sample in zip(data['inputs'], data['data_samples']):
-            height, width = image.shape[1:]
-            shape = round(self.scale * height), round(self.scale * width)
-            resized = F.interpolate(image[None].float(), shape, mode='bilinear', antialias=True)
-            inputs.append(resized[0].round().to(image))
-            w, h = getattr(sample, 'scale_factor', (1.0, 1.0))
-            factors = w * shape[1] / width, h * shape[0] / height
-            sample.set_metainfo(dict(img_shape=shape, pad_shape=shape, scale_factor=factors))
-        return self.model.test_step(dict(data, inputs=inputs))
-
-
 def compiled(given: Given) -> nn.Module:
     """Return the stock model with a compiled ``forward``, as MMEngine's `compile` does it."""
     model = open_model(given.stock.config, given.stock.checkpoint)
@@ -212,9 +186,6 @@ def models(given: Given) -> Iterator[tuple[str, str, nn.Module]]:
     """Yield the name, format and model of each row."""
     yield STOCK, EAGER, given.open(given.stock, EAGER)
     yield f'ours: {given.chosen.name}', given.kind, given.open(given.chosen, given.kind)
-    for scale in SCALES:
-        model = OnSmaller(given.open(given.faster, given.kind), scale)
-        yield f'stock, images × {scale}', given.kind, model
     for criterion in CRITERIA if find_spec('torch_pruning') else ():
         candidate, lost = at_latency(given, criterion)
         name = f'Torch-Pruning, {criterion}, without {lost}'

@@ -34,7 +34,7 @@ from mmengine.evaluator import Evaluator
 from mmengine.runner import Runner
 
 import benchmarks.quick  # noqa: F401
-from benchmarks.compare import METRICS, append
+from benchmarks.compare import append, percent
 from repa_mm import config_path
 from repa_mm.apis import open_model, read_images
 from repa_mm.benchmark.complexity import count
@@ -105,9 +105,7 @@ def test(cfg: Config, model: nn.Module) -> dict[str, float]:
     with torch.no_grad():
         for data in loader:
             evaluator.process(model.test_step(data), data)
-    found = evaluator.evaluate(len(loader.dataset))
-    known = {name: scale * float(found[k]) for k, (name, scale) in METRICS.items() if k in found}
-    return known or {'box AP': 0.0}  # of a detector that finds nothing
+    return percent(evaluator.evaluate(len(loader.dataset)))
 
 
 def save(model: nn.Module, cfg: Config, stem: str) -> None:

@@ -54,7 +54,7 @@ def parse_args() -> argparse.Namespace:
         '--input-shape', type=int, nargs=2, default=[800, 1344], metavar=('HEIGHT', 'WIDTH'),
         help='size of the images (800 1344)',
     )  # fmt: skip
-    parser.add_argument('--batch-size', type=int, default=1)
+    parser.add_argument('--batch-size', type=int, default=1, help='images at a time (%(default)s)')
     parser.add_argument('--repeats', type=int, default=10, help='number of turns (%(default)s)')
     parser.add_argument('--device', default='cuda' if torch.cuda.is_available() else 'cpu')
     parser.add_argument('--amp', choices=('float16', 'bfloat16'), help='type of autocast')

@@ -1,4 +1,4 @@
-"""Reparameterize a checkpoint. The result is written only if both forms agree."""
+"""Reparameterize a checkpoint, and write the result only if both forms agree."""
 
 import argparse
 

@@ -1,7 +1,7 @@
 """Make a trained model faster on this machine, and measure what it costs.
 
-Prints a table of candidates and formats with times, memory and metrics, and writes it as
-report.html. With a target, the chosen model is written, too. What is fitted and measured is kept in
+The tool prints a table of candidates and formats with times, memory and metrics, and writes it as
+report.html. With a target, it writes the chosen model, too. It keeps what it fits and measures in
 OUT_DIR, so that a second run with another target continues from there.
 """
 
@@ -31,10 +31,10 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         '--images', metavar='FOLDER', help='without annotations: tests agreement with the original'
     )
-    parser.add_argument('--num-images', type=int, default=100, help='to test on; 0: no test (100)')
+    parser.add_argument('--num-images', type=int, default=100, help='to test on (100); 0: no test')
     parser.add_argument(
         '--budgets', type=float, nargs='*', default=[0.6, 0.4, 0.25, 0.15],
-        help="fractions of the blocks' multiply-adds to try (%(default)s)",
+        help="fractions of the blocks' multiply-adds to try (0.6 0.4 0.25 0.15)",
     )  # fmt: skip
     parser.add_argument('--fit-images', type=int, default=64, help='images to fit to (64)')
     parser.add_argument('--repeats', type=int, default=20, help='turns of timing (20)')

@@ -24,7 +24,6 @@ SEARCHED = tuple(f'{name}, PyTorch' for name in ('stock', 'faster parts', '40 %'
 FORMS = {
     **dict.fromkeys(('retinanet', 'mask_rcnn', 'upernet', 'backbone', 'one_image'), LATENCY),
     'narrow': (*LATENCY, 'FFNs 0.2, heads a quarter'),
-    'norms': (*LATENCY, 'stock with our parts, stock LayerNorms'),
     **dict.fromkeys(('train_retinanet', 'train_mask_rcnn'), ('stock', 'literal', 'folded', 'auto')),
     **dict.fromkeys(('graphs_1', 'graphs_8', 'graphs_mask_rcnn', 'graphs_upernet'), ALL),
     'search': ('', *3 * SEARCHED),

@@ -1,5 +1,3 @@
-import re
-
 import pytest
 import torch
 import torch.nn as nn
@@ -44,12 +42,3 @@ def test_training_paths_have_one_loss(task):
     assert len(losses) == (2 if training.DEVICE == 'cpu' else 3)
     if task != 'mask_rcnn':  # which samples proposals at random
         assert losses == pytest.approx(losses[:1] * len(losses), rel=1e-3)
-
-
-def test_ffns(monkeypatch, capsys):
-    monkeypatch.setattr(training, 'FFN_SHAPES', [(64, 16)])
-    monkeypatch.setattr(training, 'ENCODER_SHAPE', (32, 16))
-    training.show_ffns(1, 'bfloat16')
-    rows = re.findall(r'^\| (.*?) +\| +(.*) \|$', capsys.readouterr().out, re.M)
-    assert [name for name, _ in rows[1:]] == ['64, 16', '32, 16 (DETR)']
-    assert all(float(cell) >= 0 for _, cells in rows[1:] for cell in cells.split('|'))
