@@ -205,6 +205,9 @@ def tables() -> dict[str, str]:
 
         return text
 
+    pretraining = of(('after pretraining: ', 'time after pretraining: '))
+    pretraining = [dict(row, name=f'{row["model"]}, {row["of"]}') for row in pretraining]
+
     def gained(rows: list[Row]) -> str:
         vanilla, repa = (grouped(rows, 'form')[form,] for form in ('vanilla', 'RePa'))
         return difference(repa, vanilla)
@@ -264,7 +267,10 @@ def tables() -> dict[str, str]:
         'ways': table(of('fine-tuned: '), 'model form', 'of', mean),
         'fitted': table(of('fitted: '), 'model form', 'of', mean),
         'pretraining': table(
-            of('after pretraining: '), 'form', extra={'mean': mean, 'by seed': listed}
+            pretraining,
+            'form',
+            'name',
+            lambda rows: f'{mean(rows)} ({listed(rows)})' if len(rows) > 1 else listed(rows),
         ),
         'detectors': table(
             of('detectors: time'),

@@ -74,40 +74,40 @@ def notes(results: dict) -> list[str]:
     return found
 
 
-def scatter(rows: list[dict], name: str, timed: str = 'one image') -> str:
-    """Draw latency against the metric as SVG. Without tests, the metric's axis is the size."""
+def scatter(rows: list[dict], name: str) -> str:
+    """Draw relative time against the metric as SVG. Without tests, the metric's axis is the size."""
     key = 'metric' if any(row['metric'] is not None for row in rows) else 'mb'
-    rows = [row for row in rows if row[key] is not None]
+    # Of the same turns, as in the table: the machine may have been slower in those of other rows.
+    rows = [dict(row, at=(1 / row['speedup'], row[key])) for row in rows if row[key] is not None]
     with rc_context({'svg.fonttype': 'none', 'font.size': 11, 'font.family': 'sans-serif'}):
         figure = Figure(figsize=(6.6, 4.6), layout='constrained')
         axes = figure.subplots()
-        ylabel = name if key == 'metric' else 'MB'
-        axes.set(xscale='log', xlabel=f'ms for {timed}', ylabel=ylabel, axisbelow=True)
-        axes.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
+        xlabel, ylabel = 'time / time of stock', name if key == 'metric' else 'MB'
+        axes.set(xscale='log', xlabel=xlabel, ylabel=ylabel, axisbelow=True)
+        axes.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 1.5, 2, 3, 4, 5, 7)))
         axes.xaxis.set(major_formatter='{x:g}', minor_locator=ticker.NullLocator())
         axes.grid(color='#e4e4e4')
         axes.margins(0.15, 0.3)
         for kind in FORMATS:
-            found = [(row['ms'], row[key]) for row in rows[1:] if row['format'] == kind]
+            found = [row['at'] for row in rows[1:] if row['format'] == kind]
             if found:
                 axes.plot(*zip(*found), 'o', label=kind, markersize=5)
         # The model itself and the chosen one stand out; other candidates are named once each.
         shown = [row for i, row in enumerate(rows) if row['chosen'] or not i]
         for row in shown:
-            point, texts = (row['ms'], row[key]), [row['candidate'], f'{row["ms"]:.3g} ms']
             marker = dict(fillstyle='none', markersize=13) if row['chosen'] else dict(markersize=9)
-            axes.plot(*point, 'o' if row['chosen'] else 's', color='#222', **marker)
-            texts = '\n'.join(['chosen'] * row['chosen'] + texts)
+            axes.plot(*row['at'], 'o' if row['chosen'] else 's', color='#222', **marker)
+            texts = ['chosen'] * row['chosen'] + [row['candidate'], f'{row["speedup"]:.2f} ×']
             at = dict(xytext=(0, -11), textcoords='offset points', ha='center', va='top')
-            axes.annotate(texts, point, weight='bold', **at)
+            axes.annotate('\n'.join(texts), row['at'], weight='bold', **at)
         for row in shown[1:]:
-            start, arrow = (shown[0]['ms'], shown[0][key]), dict(arrowstyle='->', color='#999')
-            axes.annotate('', (row['ms'], row[key]), start, arrowprops=dict(arrow, shrinkB=9))
-        ordered = sorted(rows[1:], key=lambda row: -row['ms'])
+            arrow = dict(arrowstyle='->', color='#999', shrinkB=9)
+            axes.annotate('', row['at'], shown[0]['at'], arrowprops=arrow)
+        ordered = sorted(rows[1:], key=lambda row: row['speedup'])
         for candidate, row in {row['candidate']: row for row in ordered}.items():
             if candidate not in [row['candidate'] for row in shown]:
                 at = dict(xytext=(1, 4), textcoords='offset points', rotation=35)
-                axes.annotate(candidate, (row['ms'], row[key]), fontsize=9, **at)
+                axes.annotate(candidate, row['at'], fontsize=9, **at)
         figure.legend(loc='outside upper left', ncols=3, frameon=False)
         text = io.StringIO()
         figure.savefig(text, format='svg', metadata={'Date': None})
@@ -142,7 +142,7 @@ def write_report(
     find is drawn: the original, and the model of the row ``shown``.
     """
     name = html.escape(f'{shown["candidate"]}, {shown["format"]}')
-    picture = scatter(results['rows'], results['metric'], results['timed'])
+    picture = scatter(results['rows'], results['metric'])
     head, rows = table(results)
     lines = (('th', head), *(('td', row) for row in rows))
     cells = [[f'<{tag}>{html.escape(x)}</{tag}>' for x in line] for tag, line in lines]
