@@ -118,6 +118,10 @@ def test_all_candidates(task, plain):
     content, _ = agreeing_onnx(model, images, (64, 64), False)
     file = ExportedModel(content, model.data_preprocessor)
     assert agreement(model, file, [resized(images, [(64, 64)])], strict=True) == 1
+    if task == 'retinanet':  # images that were not resized would not tell
+        model.bbox_head.test_cfg['min_bbox_size'] = 1
+        with pytest.raises(ValueError, match='does not know min_bbox_size in pixels'):
+            whole_model(model)
 
 
 REFUSED = {
