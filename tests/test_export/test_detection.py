@@ -27,11 +27,7 @@ class Suppress(torch.nn.Module):
 
 
 @pytest.mark.parametrize(
-    'nms',
-    [
-        dict(type='nms', iou_threshold=0.5),
-        dict(iou_thr=0.3, split_thr=10, max_num=-1),
-    ],
+    'nms', [dict(type='nms', iou_threshold=0.5), dict(iou_thr=0.3, split_thr=10, max_num=-1)]
 )
 def test_suppression_is_that_of_mmcv(nms):
     import onnxruntime
