@@ -181,18 +181,16 @@ class FastShiftWindowMSA(ShiftWindowMSA):
         dtype = autocast_dtype(query.device.type) or query.dtype
         return width <= _WIDEST_HEADS.get(dtype, 0)
 
-    def _has_own_qkv(self) -> bool:
-        return type(self).qkv is not FastShiftWindowMSA.qkv
-
     def _has_hooks(self) -> bool:
-        w_msa = self.w_msa
+        """Return True if there are hooks that no path but the parent's calls."""
+        w_msa, is_own = self.w_msa, type(self).qkv is not FastShiftWindowMSA.qkv
         softmax = getattr(w_msa, 'softmax', w_msa)  # a deploy form has none
-        return not self._has_own_qkv() and _are_hooked(w_msa, softmax, w_msa.attn_drop)
+        return not is_own and _are_hooked(w_msa, softmax, w_msa.attn_drop)
 
     def _has_linear_qkv(self) -> bool:
         """Return True if queries, keys and values are those of a linear layer, also of padding."""
-        layer = self.w_msa.qkv
-        return type(layer) is nn.Linear and not (_are_hooked(layer) or self._has_own_qkv())
+        is_linear = type(self.w_msa.qkv) is nn.Linear and not _are_hooked(self.w_msa.qkv)
+        return is_linear and type(self).qkv is FastShiftWindowMSA.qkv
 
     def _forward_kernel(self, query, height, width, shift):
         from repa_mm.faster.kernels import window_attention
