@@ -42,6 +42,11 @@ def count(model: nn.Module, inputs: Any) -> tuple[int, int]:
             before = module.register_forward_pre_hook(lambda *_: batched.append(-flops(_BATCHED)))
             after = module.register_forward_hook(lambda *_: batched.append(flops(_BATCHED)))
             handles += [before, after]
+        if 'DeformConv2d' in type(module).__name__:  # of mmcv, whose operator PyTorch cannot count
+            after = module.register_forward_hook(
+                lambda m, _, y: batched.append(2 * y.numel() * m.weight[0].numel())
+            )
+            handles.append(after)
     with counter:
         if isinstance(inputs, dict):
             model(**inputs)

@@ -19,7 +19,7 @@ NONE = -1.0
 # More boxes than there are.
 NO_LIMIT = 2**30
 # Options of a suppression whose value is free. `split_thr` saves memory, and changes no result.
-ANY_VALUE = 'iou_threshold', 'iou_thr', 'offset', 'min_score', 'split_thr'
+ANY_VALUE = 'iou_threshold', 'iou_thr', 'min_score', 'split_thr'
 # Methods by which a dense head predicts.
 DENSE = 'predict', 'predict_by_feat', '_predict_by_feat_single', '_bbox_post_process'
 
@@ -69,9 +69,7 @@ def suppress(
     removed, by ``nms`` or up to the threshold, are returned as -1. At most ``count`` boxes stay in
     a group and class. Raises a ValueError if ``nms`` asks for another kind of suppression.
     """
-    _check_known(nms, dict(type='nms', score_threshold=0, max_num=-1))
-    offset = nms.get('offset', 0)
-    boxes = torch.cat([boxes[..., :2], boxes[..., 2:] + offset], -1) if offset else boxes
+    _check_known(nms, dict(type='nms', score_threshold=0, max_num=-1, offset=0))
     iou_threshold = nms.get('iou_threshold', nms.get('iou_thr'))
     args = float(iou_threshold), float(score_threshold), int(count)
     group, label, box = _NonMaxSuppression.apply(boxes, scores, *args).unbind(1)
@@ -89,7 +87,8 @@ def suppress_by_label(
 def _check_known(nms: dict | None, known: dict) -> None:
     """Refuse a suppression whose options differ from the known ones.
 
-    A comparison of predictions may not reveal the difference, if few boxes overlap.
+    A comparison of predictions may not reveal the difference, if few boxes overlap. An offset of 1
+    is a pixel of the image before its resizing, for most heads.
     """
     nms, known = nms or dict(iou_threshold=None), dict(known, class_agnostic=False)
     unknown = [
@@ -250,6 +249,11 @@ class SingleStage(nn.Module):
         super().__init__()
         self.head, self.cfg = detector.bbox_head, detector.bbox_head.test_cfg
         require(self.head, [BaseDenseHead, GFLHead], DENSE)
+        if self.cfg.get('min_bbox_size', -1) > 0:
+            raise ValueError(
+                'the export does not know min_bbox_size in pixels of images before their resizing: '
+                "set it to 0 in the model's test_cfg"
+            )
 
     def forward(self, features, image_shape, size):
         limits = limits_of(size, features[0])

@@ -269,11 +269,6 @@ class Masks(nn.Module):
             self.outputs = 'boxes', 'scores', 'labels', 'masks'
         if self.cfg.get('panoptic_on', True):
             self.outputs = (*self.outputs, 'panoptic')
-        if not self.outputs:
-            raise ValueError(
-                'the model predicts neither instances nor panoptic maps: set '
-                'model.test_cfg.instance_on=True or model.test_cfg.panoptic_on=True'
-            )
 
     def forward(self, features: Tensors, resize: Callable):
         """``resize`` brings masks (B, N, h, w) to the height and width of the outputs."""

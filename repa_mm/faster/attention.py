@@ -104,6 +104,11 @@ def _runs_kernels(device: torch.device) -> bool:
     return True
 
 
+def _are_hooked(*modules: nn.Module) -> bool:
+    # Without surgery's function, which torch.compile of PyTorch 2.1 does not take.
+    return any(len(m._forward_hooks) + len(m._forward_pre_hooks) > 0 for m in modules)
+
+
 class FastShiftWindowMSA(ShiftWindowMSA):
     """A ``ShiftWindowMSA`` with the same outputs in less time and memory.
 
@@ -116,7 +121,8 @@ class FastShiftWindowMSA(ShiftWindowMSA):
 
     def forward(self, query: torch.Tensor, hw_shape: Sequence[int]) -> torch.Tensor:
         """Compute attention of tokens (B, H * W, C), with H and W in ``hw_shape``, in windows."""
-        if isinstance(self.w_msa, TrainingForm):  # a form has its own forward pass
+        # A form has its own forward pass, and hooks are on modules that the parent calls.
+        if isinstance(self.w_msa, TrainingForm) or self._has_hooks():
             return super().forward(query, hw_shape)
         compute = self._choose(query)
         x = compute(query, *hw_shape, self.shift_of(query, hw_shape))
@@ -155,7 +161,7 @@ class FastShiftWindowMSA(ShiftWindowMSA):
         is_graph = type(query) is not torch.Tensor or torch.jit.is_tracing() or _is_exporting()
         # Compiled code takes operators that it can differentiate, or that it computes faster.
         is_compiled, has_gradients = is_compiling(), torch.is_grad_enabled()
-        is_dropping = self.w_msa.training and self.w_msa.attn_drop.p
+        is_dropping = self.w_msa.attn_drop.training and self.w_msa.attn_drop.p
         if is_graph or is_dropping or is_compiled and has_gradients:
             return self._forward_plain
         if _HAS_OPERATORS and has_kernels(query.device) and self._fits_kernel(query):
@@ -175,12 +181,15 @@ class FastShiftWindowMSA(ShiftWindowMSA):
         dtype = autocast_dtype(query.device.type) or query.dtype
         return width <= _WIDEST_HEADS.get(dtype, 0)
 
+    def _has_hooks(self) -> bool:
+        """Return True if there are hooks that no path but the parent's calls."""
+        w_msa, is_own = self.w_msa, type(self).qkv is not FastShiftWindowMSA.qkv
+        softmax = getattr(w_msa, 'softmax', w_msa)  # a deploy form has none
+        return not is_own and _are_hooked(w_msa, softmax, w_msa.attn_drop)
+
     def _has_linear_qkv(self) -> bool:
         """Return True if queries, keys and values are those of a linear layer, also of padding."""
-        # Without surgery's function, which torch.compile of PyTorch 2.1 does not take.
-        layer = self.w_msa.qkv
-        has_hooks = len(layer._forward_hooks) + len(layer._forward_pre_hooks) > 0
-        is_linear = type(layer) is nn.Linear and not has_hooks
+        is_linear = type(self.w_msa.qkv) is nn.Linear and not _are_hooked(self.w_msa.qkv)
         return is_linear and type(self).qkv is FastShiftWindowMSA.qkv
 
     def _forward_kernel(self, query, height, width, shift):

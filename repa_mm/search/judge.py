@@ -72,7 +72,8 @@ class Judge:
     def images(self, number: int, batch_size: int = 1) -> list[dict]:
         """Return batches of images, spread over those to test on."""
         chosen = [self.indices[i] for i in evenly(number * batch_size, self.num_images)]
-        starts = range(0, len(chosen) - batch_size + 1, batch_size) or [0]
+        chosen *= -(-batch_size // len(chosen))  # of fewer images than a batch, some come again
+        starts = range(0, len(chosen) - batch_size + 1, batch_size)
         return [pseudo_collate([self.dataset[i] for i in chosen[s:][:batch_size]]) for s in starts]
 
     def predictions(self, model: nn.Module) -> Iterator[tuple]:

@@ -242,7 +242,7 @@ def unsure(
     """Return a line that names the row to choose if its difference were certain, or none."""
     certain = [dict(row, interval=row['interval'] and [row['difference']]) for row in rows]
     found = choose(certain, max_loss, latency)
-    if not found or chosen and found['speedup'] <= chosen['speedup']:
+    if not found or chosen and all(found[key] == chosen[key] for key in ('candidate', 'format')):
         return []
     return [
         f'The images are too few to tell whether {found["candidate"]} ({found["format"]}) loses '

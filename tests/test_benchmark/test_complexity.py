@@ -2,6 +2,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from mmcv.ops import DeformConv2dPack, ModulatedDeformConv2dPack
 
 from repa_mm.apis.images import input_channels
 from repa_mm.benchmark.complexity import count
@@ -22,6 +23,9 @@ X = torch.zeros(2, 3, 8, 8)
         (nn.Conv2d(3, 5, 3, padding=1), 2 * 64 * 5 * 27),
         (nn.Conv2d(3, 3, 3, padding=1, groups=3), 2 * 64 * 27),
         (nn.ConvTranspose2d(3, 5, 2, 2), 2 * 64 * 3 * 5 * 4),
+        # With the convolution that computes offsets, and 9 masks.
+        (DeformConv2dPack(3, 3, 3, padding=1), 2 * 64 * (3 + 18) * 27),
+        (ModulatedDeformConv2dPack(3, 3, 3, padding=1), 2 * 64 * (3 + 27) * 27),
         (nn.Linear(8, 4, bias=False), 2 * 24 * 32),
         (Call(lambda x: nn.Linear(8, 4)(x.transpose(2, 3))), 2 * 24 * 32),
         (Call(lambda x: torch.addmm(x[0, 0], x[0, 1], x[0, 2])), 512),

@@ -142,16 +142,9 @@ def test_backbones_as_the_docs_export_them(built, tmp_path, monkeypatch):
     assert largest_error(model, read('backbone.onnx'), shapes_of(SWIN_SIZES)) < TOLERANCE
 
 
-@pytest.mark.parametrize(
-    'task, options',
-    [
-        ('retinanet', {'test_cfg.min_bbox_size': 20}),  # pixels of the image before its resizing
-        ('mask_rcnn', {'roi_head.bbox_roi_extractor.roi_layer.pool_mode': 'max'}),
-    ],
-)
-def test_what_the_exporter_does_not_know_is_refused(task, options, plain):
+def test_what_the_exporter_does_not_know_is_refused(plain):
     """MMDetection's own post-processing tells."""
-    model = plain(task, **options)
+    model = plain('mask_rcnn', **{'roi_head.bbox_roi_extractor.roi_layer.pool_mode': 'max'})
     with pytest.raises(ValueError, match='differs from PyTorch by .*nothing is written'):
         agreeing_onnx(model, noise(model.cfg), (128, 160))
 

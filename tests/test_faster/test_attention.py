@@ -1,8 +1,10 @@
 import copy
+import itertools
 import sys
 
 import pytest
 import torch
+import torch.nn as nn
 from mmcv.cnn.bricks.transformer import PatchMerging
 from mmpretrain.models.utils.attention import ShiftWindowMSA
 from torch.testing import assert_close
@@ -94,15 +96,24 @@ def test_reduced_precision(grad, relative_error):
 
 
 def test_dropout_and_hooks(relative_error):
-    """Hooks in the place of dropouts show where the stock module has them."""
-    stock, fast = _pair(3, torch.double, attn_drop=0.5, proj_drop=0.25)
+    """Both are where the stock module has them, also where a dropout alone is in training mode."""
+    stock, fast = (m.eval() for m in _pair(3, torch.double, attn_drop=0.5, proj_drop=0.25))
     x = torch.randn(2, 14 * 14, 24).double()
-    assert relative_error(fast.eval()(x, (14, 14)), stock.eval()(x, (14, 14))) < 1e-10
-    for module in (stock.train(), fast.train()):
-        module.w_msa.attn_drop.register_forward_hook(lambda layer, args, y: args[0] ** 2)
-        module.w_msa.proj_drop.register_forward_hook(lambda layer, args, y: 1 + args[0])
-        module.w_msa.qkv.register_forward_hook(lambda layer, args, y: 2 * y)
     assert relative_error(fast(x, (14, 14)), stock(x, (14, 14))) < 1e-10
+    fast.w_msa.attn_drop.train()
+    with torch.no_grad():
+        assert not torch.equal(fast(x, (14, 14)), fast(x, (14, 14)))
+    for names in ([''], ['softmax'], ['qkv', 'attn_drop', 'proj_drop']):
+        pair = [copy.deepcopy(module) for module in (stock, fast)]
+        for module, name in itertools.product(pair, names):
+            # In the place of a dropout.
+            module.w_msa.get_submodule(name).register_forward_hook(
+                lambda layer, args, y: 1 + (args[0] if isinstance(layer, nn.Dropout) else y) ** 2
+            )
+        for mode in (False, len(names) > 1):
+            with torch.set_grad_enabled(mode):
+                a, b = (module.train(mode)(x, (14, 14)) for module in pair)
+            assert relative_error(a, b) < 1e-10
 
 
 def test_compiles_once_for_all_sizes(relative_error):
@@ -152,7 +163,7 @@ def test_whole_swins(package, randomize, relative_error):
         arch = dict(arch=SMALL, out_indices=(0, 1, 2, 3), pad_small_map=True)
     stock = sys.modules[f'{package}.models.backbones'].SwinTransformer(**arch)
     randomize(stock).eval()
-    model = torch.nn.ModuleDict(dict(backbone=copy.deepcopy(stock)))
+    model = nn.ModuleDict(dict(backbone=copy.deepcopy(stock)))
     assert fast_window_attention_(model) is model
     fast = model.backbone
     assert sum(isinstance(m, FastShiftWindowMSA) for m in fast.modules()) == 8
@@ -187,7 +198,7 @@ class Other(ShiftWindowMSA):
 @pytest.mark.parametrize(
     'module',
     [
-        torch.nn.Linear(2, 2),
+        nn.Linear(2, 2),
         Other(24, 3, 7),
         PatchMerging(8, 16, kernel_size=3, stride=2),
         PatchMerging(8, 16, dilation=2),

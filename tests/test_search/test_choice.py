@@ -61,6 +61,8 @@ def test_the_row_that_too_few_images_leave_open_is_named():
     (line,) = unsure(ROWS, chosen, 0.8, None)
     assert 'too few to tell whether 40 % (f) loses more than 0.8 points' in line
     assert not unsure(ROWS, choose(ROWS, 2), 2, None) and not unsure(ROWS, None, 0.8, 0.3)
+    rows = [STOCK, row('sure', 3, 0.6, half=0.1), row('slower, but better', 2, 0.2, half=0.9)]
+    assert 'whether slower, but better (f)' in unsure(rows, rows[1], 0.8, 0.9)[0]
 
 
 WIDE = ['base', '60 %', '40 %']

@@ -314,6 +314,7 @@ def test_images_are_those_that_the_written_config_tests(tmp_path, given, expecte
     loader, evaluators, dataset, indices = subset(cfg, 3, str(tmp_path / 'few.json'))
     seen = [data['data_samples'][0].img_id for data in Judge(dataset, indices).images(3)]
     assert [dataset[i]['data_samples'].img_id for i in indices] == expected == seen
+    assert [len(data['inputs']) for data in Judge(dataset, indices).images(2, 4)] == [4]  # of three
     tested = DATASETS.build(loader.dataset)
     assert [tested[i]['data_samples'].img_id for i in range(len(tested))] == expected
     with open(evaluators[0].ann_file) as file:
