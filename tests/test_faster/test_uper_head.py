@@ -101,3 +101,7 @@ def test_other_convolutions_stay():
     assert type(fast_uper_head_(UPerHead(**kwargs))) is UPerHead
     with pytest.raises(ValueError, match='needs ordinary convolutions, but got ConvWS2d'):
         FastUPerHead(**kwargs)
+    # Of a conversion that narrowed the maps.
+    cfg = dict(KWARGS, type='FastUPerHead', map_channels=[4, 4, 4])
+    with pytest.raises(ValueError, match='no map_channels any more.*convert the original'):
+        MODELS.build(cfg)
