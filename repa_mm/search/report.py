@@ -75,7 +75,7 @@ def notes(results: dict) -> list[str]:
 
 
 def scatter(rows: list[dict], name: str) -> str:
-    """Draw relative time against the metric as SVG. Without tests, the metric's axis is the size."""
+    """Draw times against the metric as SVG. Without tests, the axis of the metric is the size."""
     key = 'metric' if any(row['metric'] is not None for row in rows) else 'mb'
     # Of the same turns, as in the table: the machine may have been slower in those of other rows.
     rows = [dict(row, at=(1 / row['speedup'], row[key])) for row in rows if row[key] is not None]
