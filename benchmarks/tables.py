@@ -131,6 +131,20 @@ def table(
     return re.sub(r'(?<![\w.-])-(?=\d)', '−', text.replace('|  |', '| |').replace('|  |', '| |'))
 
 
+def smaller_rows(rows: list[Row]) -> list[Row]:
+    """The rows of benchmarks/smaller.py, with what the model is as 'name', and 'trained' how."""
+    found, several = [], 'several sizes'
+    for row in rows:
+        if row['what'].startswith('smaller: '):
+            form = row['form'].removeprefix(f'{several} and ').replace(several, 'original')
+            how, side = form.split(', ')
+            how = re.sub(r'^width (\d+)$', r'\1 channels instead of 48, from scratch', how)
+            name = how if side == '160' else f'{how}, images of {side}'
+            trained = '160×160' if form == row['form'] else several
+            found.append(dict(row, name=name, trained=trained))
+    return found
+
+
 def tables() -> dict[str, str]:
     """Return the Markdown of all tables, by name."""
     every = read()
@@ -183,25 +197,18 @@ def tables() -> dict[str, str]:
         found = of('detectors: published', model=rows[0]['model'])
         return listed(found) if rows[0]['method'] == STOCK else ''
 
-    # Detectors trained at several sizes are a column of their own, with their own original.
-    smaller, several = [], 'several sizes'
-    for row in of('smaller: '):
-        form = row['form'].removeprefix(f'{several} and ').replace(several, 'original')
-        how, side = form.split(', ')
-        how = re.sub(r'^width (\d+)$', r'\1 channels instead of 48, from scratch', how)
-        name = how if side == '160' else f'{how}, images of {side}'
-        trained = '160×160' if form == row['form'] else several
-        smaller.append(dict(row, name=name, trained=trained))
+    smaller = smaller_rows(every)
     tested = [row for row in smaller if row['of'] in ('box AP', 'mIoU')]
-    base = grouped([row for row in tested if row['name'] == 'original'], 'trained')
+    base = grouped([row for row in tested if row['name'] == 'original'], 'model', 'trained')
+    costs = {(r['model'], r['name'], r['of']): float(r['value']) for r in smaller}
 
     def share(what: str) -> Callable[[list[Row]], str]:
         """A cost of a form, as a share of that of the original."""
-        costs = {row['name']: float(row['value']) for row in smaller if row['of'] == what}
 
         def text(rows: list[Row]) -> str:
-            cost = costs.get(rows[0]['name'])
-            return f'{cost / costs["original"]:.2f}' if cost else ''
+            model, name = rows[0]['model'], rows[0]['name']
+            cost = costs.get((model, name, what))
+            return f'{cost / costs[model, "original", what]:.2f}' if cost else ''
 
         return text
 
@@ -251,9 +258,9 @@ def tables() -> dict[str, str]:
         'conversion': table(lines, 'model of keep', 'method', against(originals)),
         'smaller': table(
             tested,
-            'name',
+            'model name',
             'trained',
-            lambda rows: difference(rows, base[rows[0]['trained'],]) or mean(rows),
+            lambda rows: difference(rows, base[rows[0]['model'], rows[0]['trained']]) or mean(rows),
             {
                 'multiply-adds': share('multiply-adds'),
                 'OpenVINO f32': share('time, OpenVINO f32'),
