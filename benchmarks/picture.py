@@ -84,7 +84,7 @@ def draw_smaller(path: Path) -> None:
             if len(points) > 1:
                 axis.plot(*zip(*sorted(points)), style, label=label)
         axis.set(title=model, xlabel='multiply-adds of the model', ylabel=f'change of {metric}')
-        axis.set_ylim(-12, 1)
+        axis.set_ylim(-12, 4)
         axis.grid(color='#e4e4e4')
     lines = axes[0][0].get_legend_handles_labels()
     figure.legend(*lines, loc='outside lower center', ncols=2, frameon=False)
