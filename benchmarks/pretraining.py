@@ -6,7 +6,6 @@ in each of the :data:`WAYS`, for equally long, and is tested, RePaFormers in the
 
     python -m benchmarks.pretraining --clothes data/debian/usr/share/datasets/fashion-mnist \
         --photographs data/debian/usr/share/backgrounds --jobs 9
-    python -m benchmarks.pretraining --times NAME_OF_CPU    # of training and testing in each way
 
 The two folders are those of :mod:`benchmarks.objects`. With ``--jobs``, each task and seed is a
 process. Rows are appended as they come to a file with the columns of results.csv, and a table of
@@ -34,12 +33,9 @@ from benchmarks.compare import append, percent
 from benchmarks.narrower import IDLE_RATIO, schedule
 from benchmarks.objects import read_clothes, read_photographs, write_clothes
 from benchmarks.tables import COLUMNS, listed, mean, read, table
-from benchmarks.training import step, synthetic_batch
 from demo.dataset import write_digit_scenes
 from demo.run import test, train
-from repa_mm import config_path, convert_pretrained, reparameterize
-from repa_mm.apis import open_model
-from repa_mm.benchmark.timing import compare, measure
+from repa_mm import config_path, convert_pretrained
 from repa_mm.convert.training_form import NORM
 from repa_mm.io.configs import load_config
 
@@ -235,30 +231,6 @@ def start(task: str, seed: int, args: argparse.Namespace) -> None:
     print(f'{task}, seed {seed}: status {code}', '\n' + log.read_text()[-1500:] if code else '')
 
 
-def time_ways(task: str, args: argparse.Namespace) -> None:
-    """Time a training step without that of the optimizer, and one image in the deploy form.
-
-    Ratios to vanilla are appended to the rows. Weights are random, images and targets synthetic.
-    """
-    name, config, *_ = TASKS[task]
-    models = {}
-    for form, _, changes in WAYS.values():
-        cfg = load_config(config_path(config))
-        cfg.model.backbone.update(changes, init_cfg=None)
-        models[form] = open_model(cfg).to(args.device)
-    calls = {form: step(model.train(), device=args.device) for form, model in models.items()}
-    any_model = models['vanilla']
-    batch = synthetic_batch(any_model, (160, 160), args.scale.batch)
-    found = {'training step': measure(calls, any_model.data_preprocessor(batch, True), 10)}
-    calls = {form: reparameterize(model.eval()).test_step for form, model in models.items()}
-    with torch.no_grad():
-        found['one image'] = measure(calls, synthetic_batch(any_model, (160, 160), 1), 60)
-    for of, times in found.items():
-        for form, values in times.items():
-            row = dict(what='time after pretraining', model=name, form=form, run='', cpu=args.times)
-            append(args.out, dict(row, command=COMMAND), {of: compare(values, times['vanilla'])[0]})
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -269,7 +241,6 @@ def main() -> None:
     parser.add_argument('--seeds', type=int, nargs='*', default=[0, 1, 2], help='none: the table')
     parser.add_argument('--jobs', type=int, default=1, help='processes at once')
     parser.add_argument('--device', default='cuda' if torch.cuda.is_available() else 'cpu')
-    parser.add_argument('--times', metavar='CPU', help='only time all ways on this CPU')
     parser.add_argument('--small', action='store_true')
     parser.add_argument('--scale', nargs='+', action=DictAction, default={}, help='iterations=…')
     parser.add_argument('--data', default='data/pretraining')
@@ -281,10 +252,6 @@ def main() -> None:
         os.makedirs(folder, exist_ok=True)
     if not os.path.exists(args.out):  # or several processes would write the header
         Path(args.out).write_text(','.join(COLUMNS) + '\n')
-    for task in args.tasks if args.times else ():
-        time_ways(task, args)
-    if args.times:
-        return
     with ThreadPoolExecutor(args.jobs) as pool:
         for task in args.tasks if args.seeds else ():
             write_scenes(args, TASKS[task][2])

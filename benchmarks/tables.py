@@ -212,7 +212,7 @@ def tables() -> dict[str, str]:
 
         return text
 
-    pretraining = of(('after pretraining: ', 'time after pretraining: '))
+    pretraining = of('after pretraining: ')
     pretraining = [dict(row, name=f'{row["model"]}, {row["of"]}') for row in pretraining]
 
     def gained(rows: list[Row]) -> str:
