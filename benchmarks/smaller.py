@@ -3,12 +3,12 @@ r"""What everyone tries first, beside narrower blocks: smaller images, and a sma
 Small detectors and segmentors are trained as their configs say: the original; RetinaNet also at
 several sizes of images; and models with fewer channels, which have about the multiply-adds that
 budgets of 0.6, 0.4 and 0.25 leave of the blocks. The first two are tested on smaller images and
-after conversions, too. On a GPU with many CPU cores, after the scenes are written::
+after conversions, too. After the scenes are written, once for each core::
 
-    python -m benchmarks.smaller train OUT_DIR --jobs 8 --minutes 5
+    OMP_NUM_THREADS=1 python -m benchmarks.smaller train OUT_DIR
 
-It begins with what is worth most, and ends in time. Several such commands share the work. On the
-CPU of interest, with the configs in OUT_DIR and weights that do not matter::
+It begins with what is worth most; several such commands share the work. On the CPU of interest,
+with the configs in OUT_DIR and weights that do not matter::
 
     python -m benchmarks.smaller time OUT_DIR --cpu NAME
 
@@ -18,8 +18,6 @@ Results are appended to files with the columns of results.csv.
 import argparse
 import copy
 import gc
-import subprocess
-import sys
 import time
 import traceback
 from collections.abc import Iterator
@@ -33,7 +31,6 @@ from mmengine.config import Config, DictAction
 from mmengine.evaluator import Evaluator
 from mmengine.runner import Runner
 
-import benchmarks.quick  # noqa: F401
 from benchmarks.compare import append, percent
 from repa_mm import config_path
 from repa_mm.apis import open_model, read_images
@@ -128,8 +125,6 @@ def run(args: argparse.Namespace, model: str, form: str, seed: int) -> None:
     cfg.default_hooks.logger.interval = 10**9
     cfg.train_dataloader.update(num_workers=1, persistent_workers=True)
     training = copy.deepcopy(cfg)
-    if model in RETINANETS:
-        training.model.bbox_head.type = 'BatchedRetinaHead'
     if form == SEVERAL:
         resize = dict(type='BatchSyncRandomResize', random_size_range=RANGE, size_divisor=16)
         training.model.data_preprocessor.batch_augments = [dict(resize, interval=1)]
@@ -168,7 +163,7 @@ def run(args: argparse.Namespace, model: str, form: str, seed: int) -> None:
             save(narrow, narrow.cfg, stem_of(args.folder, model, name))
 
 
-def work(args: argparse.Namespace) -> None:
+def train(args: argparse.Namespace) -> None:
     """Run what nobody has begun."""
     for model, form, seed in tasks(args.models):
         claim = Path(stem_of(args.folder, model, f'{form}-{seed}.claim'))
@@ -186,22 +181,6 @@ def work(args: argparse.Namespace) -> None:
         gc.collect()  # the loaders' processes
         seconds = time.monotonic() - begin
         print(f'{model}, {form}, seed {seed} {how} after {seconds:.0f} s', flush=True)
-
-
-def train(args: argparse.Namespace) -> None:
-    """Start workers, and end them in time."""
-    if args.jobs == 0:
-        torch.set_num_threads(1)
-        return work(args)
-    stop = time.monotonic() + 60 * args.minutes
-    # The last --jobs counts.
-    command = [sys.executable, '-m', 'benchmarks.smaller', *sys.argv[1:], '--jobs', '0']
-    workers = [subprocess.Popen(command) for _ in range(args.jobs)]
-    for worker in workers:
-        try:
-            worker.wait(max(0, stop - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            worker.kill()
 
 
 @torch.no_grad()
@@ -247,8 +226,6 @@ def main() -> None:
     commands = parser.add_subparsers(required=True)
     command = commands.add_parser('train')
     command.add_argument('folder')
-    command.add_argument('--jobs', type=int, default=8, help='number of processes (%(default)s)')
-    command.add_argument('--minutes', type=float, default=5, help='for all (%(default)s)')
     command.add_argument('--models', nargs='+', choices=MODELS, default=[*MODELS])
     command.add_argument('--images', type=int, default=64, help='to fit to (%(default)s)')
     command.add_argument('--cfg-options', nargs='+', action=DictAction, default={})
