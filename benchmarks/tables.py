@@ -198,19 +198,23 @@ def tables() -> dict[str, str]:
         return listed(found) if rows[0]['method'] == STOCK else ''
 
     smaller = smaller_rows(every)
-    tested = [row for row in smaller if row['of'] in ('box AP', 'mIoU')]
-    base = grouped([row for row in tested if row['name'] == 'original'], 'model', 'trained')
+    base = grouped([row for row in smaller if row['name'] == 'original'], 'model', 'trained', 'of')
     costs = {(r['model'], r['name'], r['of']): float(r['value']) for r in smaller}
+    for row in smaller:
+        how = '' if row['trained'] == '160×160' else f', {row["trained"]}'
+        row['column'] = f'{row["model"]}, {row["of"].removeprefix("time, ")}{how}'
+    timed = [row for row in smaller if row['of'].startswith('time, ')]
+    tested = [row for row in smaller if row not in timed and row['of'] != 'multiply-adds']
 
-    def share(what: str) -> Callable[[list[Row]], str]:
+    def share(row: Row, what: str) -> str:
         """A cost of a form, as a share of that of the original."""
+        cost, whole = (costs[row['model'], name, what] for name in (row['name'], 'original'))
+        return f'{cost / whole:.2f}'
 
-        def text(rows: list[Row]) -> str:
-            model, name = rows[0]['model'], rows[0]['name']
-            cost = costs.get((model, name, what))
-            return f'{cost / costs[model, "original", what]:.2f}' if cost else ''
-
-        return text
+    def lost(rows: list[Row]) -> str:
+        row = rows[0]
+        change = difference(rows, base[row['model'], row['trained'], row['of']]) or mean(rows)
+        return f'{change} ({share(row, "multiply-adds")})'
 
     pretraining = of('after pretraining: ')
     pretraining = [dict(row, name=f'{row["model"]}, {row["of"]}') for row in pretraining]
@@ -256,17 +260,8 @@ def tables() -> dict[str, str]:
         ),
         'dense-prediction': table(of("AP or mIoU, the paper's"), 'model', 'form'),
         'conversion': table(lines, 'model of keep', 'method', against(originals)),
-        'smaller': table(
-            tested,
-            'model name',
-            'trained',
-            lambda rows: difference(rows, base[rows[0]['model'], rows[0]['trained']]) or mean(rows),
-            {
-                'multiply-adds': share('multiply-adds'),
-                'OpenVINO f32': share('time, OpenVINO f32'),
-                'PyTorch': share('time, PyTorch'),
-            },
-        ),
+        'smaller': table(tested, 'name', 'column', lost),
+        'smaller-times': table(timed, 'name', 'column', lambda rows: share(rows[0], rows[0]['of'])),
         'heads': table(
             heads, 'model of', 'form', against([r for r in heads if r['form'] == 'original'])
         ),
