@@ -1,7 +1,8 @@
 r"""Put a run of tools/speed_up.py into results.csv.
 
 Its chosen model becomes a row of the table in docs/benchmarks.md. With ``--readme`` the whole run
-takes the place of README's, and its picture that of docs/speed_up.svg::
+takes the place of README's, and its picture, with what `benchmarks/rivals.py` found there, that of
+docs/speed_up.svg::
 
     python tools/speed_up.py CONFIG CHECKPOINT OUT_DIR --max-loss 0.5
     python -m benchmarks.report OUT_DIR --model 'RetinaNet, digits' --cpu 'Intel Xeon, 2 cores' \
@@ -14,13 +15,13 @@ import csv
 import datetime
 import json
 import os.path as osp
-import shutil
 from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 
 from benchmarks import tables
-from repa_mm.io.files import replacing
+from repa_mm.io.files import replacing, write_text
+from repa_mm.search.report import scatter
 from repa_mm.version import __version__
 
 WHAT, CHOSEN = 'speed-up: ', 'chosen: '
@@ -103,8 +104,10 @@ def main() -> None:
     results = json.loads((Path(args.out_dir) / 'results.json').read_text(encoding='utf-8'))
     write(list(to_csv(results, args.model, args.cpu, args.options)), tables.RESULTS, args.readme)
     if args.readme:
-        picture = Path(args.out_dir) / 'report.svg'
-        shutil.copyfile(picture, tables.ROOT / 'docs' / 'speed_up.svg')
+        others = Path(args.out_dir) / 'rivals.json'
+        others = json.loads(others.read_text(encoding='utf-8')) if others.exists() else []
+        picture = scatter(results['rows'], results['metric'], others)
+        write_text(str(tables.ROOT / 'docs' / 'speed_up.svg'), picture)
 
 
 if __name__ == '__main__':

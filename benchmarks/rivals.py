@@ -1,6 +1,8 @@
-"""Put other packages beside the model that `tools/speed_up.py` chose, at its latency.
+"""Put what others do beside the model that `tools/speed_up.py` chose.
 
 In one process and on the same images:
+
+- The model with faster parts, in its fastest format, runs on smaller images.
 
 - Torch-Pruning (https://github.com/VainF/Torch-Pruning, ``pip install torch-pruning``) removes
   hidden channels of FFNs by its own importance criteria, without training, until the model takes as
@@ -13,6 +15,8 @@ In one process and on the same images:
 
     python tools/speed_up.py CONFIG CHECKPOINT OUT_DIR --max-loss 0.5
     python -m benchmarks.rivals OUT_DIR
+
+The table is also written to OUT_DIR/rivals.json, for the picture of `benchmarks/report.py`.
 """
 
 import argparse
@@ -26,6 +30,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 
 from repa_mm.apis import open_model, read_images
 from repa_mm.apis.images import input_channels
@@ -35,6 +40,7 @@ from repa_mm.convert.changed_config import converted_config
 from repa_mm.export import ExportedModel, example_shape, whole_model, whole_onnx
 from repa_mm.io.checkpoints import save_checkpoint
 from repa_mm.io.configs import load_config
+from repa_mm.io.files import write_text
 from repa_mm.models import ffn_sites
 from repa_mm.search.bench import export
 from repa_mm.search.formats import EAGER, FORMATS, INT8, in_format_
@@ -44,6 +50,7 @@ from repa_mm.search.record import quiet
 #: Criteria that need neither labels nor gradients.
 CRITERIA = {'magnitude': 'GroupMagnitude', 'LAMP': 'LAMP', 'FPGM': 'FPGM'}
 STEPS, LARGEST = 5, 0.95
+SHARES = 0.9, 0.8, 0.7  # of the height and width of images
 COLUMNS = 'model', 'format', 'ms', '× stock [95 %]', 'metric', 'difference [95 %]'
 
 
@@ -103,6 +110,7 @@ class Given:
     """
 
     def __init__(self, out_dir: str, num_images: int, repeats: int) -> None:
+        self.out_dir = out_dir
         with open(osp.join(out_dir, 'results.json'), encoding='utf-8') as file:
             self.results = json.load(file)
         self.row = next(row for row in self.results['rows'] if row['chosen'])
@@ -182,10 +190,42 @@ def plain_int8(given: Given, file: str) -> nn.Module:
     return ExportedModel(file, model.data_preprocessor)
 
 
+class Smaller(nn.Module):
+    """A detector that sees smaller images.
+
+    Args:
+        model (nn.Module): What predicts.
+        share (float): Of an image's height and width, rounded to what needs no padding.
+    """
+
+    def __init__(self, model: nn.Module, share: float) -> None:
+        super().__init__()
+        self.model, self.share = model, share
+        self.divisor = model.data_preprocessor.pad_size_divisor
+
+    def test_step(self, data: dict) -> list:
+        images, samples = [], copy.deepcopy(data['data_samples'])
+        for image, sample in zip(data['inputs'], samples):
+            sides = torch.tensor(image.shape[1:])
+            size = ((self.share * sides / self.divisor).round() * self.divisor).long()
+            small = F.interpolate(image[None], size.tolist(), mode='bilinear', antialias=True)
+            images.append(small[0])
+            scale = (size / sides).flip(0).tolist()  # of width and height
+            scale = tuple(np.multiply(scale, sample.scale_factor))
+            sample.set_metainfo(dict(img_shape=tuple(size.tolist()), scale_factor=scale))
+        return self.model.test_step(dict(inputs=images, data_samples=samples))
+
+
 def models(given: Given) -> Iterator[tuple[str, str, nn.Module]]:
     """Yield the name, format and model of each row."""
     yield STOCK, EAGER, given.open(given.stock, EAGER)
     yield f'ours: {given.chosen.name}', given.kind, given.open(given.chosen, given.kind)
+    wide = [row for row in given.results['rows'][1:] if row['budget'] == 1]
+    wide = max(wide, key=lambda row: row['speedup'])
+    paths = (osp.join(given.out_dir, wide[key]) for key in ('config', 'checkpoint'))
+    model = given.open(Candidate(wide['candidate'], *paths), wide['format'])
+    for share in SHARES:
+        yield f'{wide["candidate"]}, images of {share:.0%}', wide['format'], Smaller(model, share)
     for criterion in CRITERIA if find_spec('torch_pruning') else ():
         candidate, lost = at_latency(given, criterion)
         name = f'Torch-Pruning, {criterion}, without {lost}'
@@ -204,7 +244,7 @@ def main() -> None:
     args = parser.parse_args()
     given = Given(args.out_dir, args.num_images, args.repeats)
     found = {(n, k): m for n, k, m in models(given)}
-    rows, tests, stock = [], {}, None
+    rows, others, tests, stock = [], [], {}, None
     for key, model in found.items():
         with quiet():
             score = given.judge(model)
@@ -214,6 +254,7 @@ def main() -> None:
     for (name, kind), (value, change, low, high) in tests.items():
         ratio, least, most = compare(times[STOCK, EAGER], times[name, kind])
         ms = float(np.median(times[name, kind]))
+        others.append(dict(candidate=name, format=kind, speedup=ratio, metric=value))
         rows.append(
             [name, kind, f'{ms:.1f}', f'{ratio:.2f} [{least:.2f}, {most:.2f}]', f'{value:.2f}',
              f'{change:+.2f} [{low:+.2f}, {high:+.2f}]']
@@ -223,6 +264,7 @@ def main() -> None:
         COLUMNS,
         rows,
     )
+    write_text(osp.join(args.out_dir, 'rivals.json'), json.dumps(others[2:], indent=1))
     loss = -(given.row['difference'] or 0)
     ms = np.median(times[f'ours: {given.chosen.name}', given.kind])
     better = [k[0] for k, t in tests.items() if -t[1] <= loss and np.median(times[k]) < 0.98 * ms]

@@ -5,6 +5,7 @@ import copy
 import html
 import io
 import os.path as osp
+from collections.abc import Sequence
 
 import cv2
 import mmcv
@@ -74,8 +75,11 @@ def notes(results: dict) -> list[str]:
     return found
 
 
-def scatter(rows: list[dict], name: str) -> str:
-    """Draw times against the metric as SVG. Without tests, the axis of the metric is the size."""
+def scatter(rows: list[dict], name: str, others: Sequence[dict] = ()) -> str:
+    """Draw times against the metric as SVG. Without tests, the axis of the metric is the size.
+
+    ``others`` are rows of what the search does not try, in grey.
+    """
     key = 'metric' if any(row['metric'] is not None for row in rows) else 'mb'
     # Of the same turns, as in the table: the machine may have been slower in those of other rows.
     rows = [dict(row, at=(1 / row['speedup'], row[key])) for row in rows if row[key] is not None]
@@ -108,6 +112,11 @@ def scatter(rows: list[dict], name: str) -> str:
             if candidate not in [row['candidate'] for row in shown]:
                 at = dict(xytext=(1, 4), textcoords='offset points', rotation=35)
                 axes.annotate(candidate, row['at'], fontsize=9, **at)
+        for row in others:
+            at = 1 / row['speedup'], row['metric']
+            axes.plot(*at, 'x', color='#888')
+            beside = dict(xytext=(6, 0), textcoords='offset points', va='center')
+            axes.annotate(row['candidate'], at, fontsize=8, color='#888', **beside)
         figure.legend(loc='outside upper left', ncols=3, frameon=False)
         text = io.StringIO()
         figure.savefig(text, format='svg', metadata={'Date': None})
