@@ -11,12 +11,15 @@ from packages of Debian 12::
         --photographs data/debian/usr/share/backgrounds
     python tools/train.py configs/demo/retinanet_swin_clothes.py
 
-Training and validation share neither a picture nor a photograph.
+With ``--sizes 320 384 448 --out data/clothes_sizes`` each scene has one of these sizes, for
+configs/demo/retinanet_swin_t_clothes.py. Training and validation share neither a picture nor a
+photograph.
 """
 
 import argparse
 import gzip
 import os.path as osp
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +43,7 @@ DESCRIPTION = dict(
 NOT_BACKGROUND = 32  # pixels of at least this grey value, of 255, are opaque
 DARKEST = 0.3  # brightness of black cloth, as a share of that of white cloth
 VAL_PHOTOGRAPHS = 0.2  # share of the photographs that only validation scenes use
-WIDTH = 480  # of a photograph in pixels, before squares of 128 to 256 are cut from it
+WIDTH = 3  # of a photograph, in sizes of the largest scene, before squares are cut from it
 
 
 def read_clothes(folder: str) -> dict[str, tuple[np.ndarray, np.ndarray]]:
@@ -59,13 +62,14 @@ def read_clothes(folder: str) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     }
 
 
-def read_photographs(folder: str) -> dict[str, list[tuple[str, int, np.ndarray]]]:
-    """The JPEG files of 'train' and 'val': name, id of the licence, BGR pixels."""
+def read_photographs(folder: str, size: int = 160) -> dict[str, list[tuple[str, int, np.ndarray]]]:
+    """The JPEG files of 'train' and 'val', for scenes of a size: name, licence, BGR pixels."""
     found = []
     for path in sorted(Path(folder).rglob('*.jpg')):
         pixels = cv2.imread(str(path))
-        height = round(pixels.shape[0] * WIDTH / pixels.shape[1])
-        pixels = cv2.resize(pixels, (WIDTH, height), interpolation=cv2.INTER_AREA)
+        width = WIDTH * size
+        height = round(pixels.shape[0] * width / pixels.shape[1])
+        pixels = cv2.resize(pixels, (width, height), interpolation=cv2.INTER_AREA)
         found.append((path.relative_to(folder).as_posix(), 1, pixels))
     # The first ones and not every fifth: one photograph in two sizes has names that are neighbours.
     num_val = round(len(found) * VAL_PHOTOGRAPHS)
@@ -77,9 +81,12 @@ def write_clothes(
     clothes: dict[str, tuple[np.ndarray, np.ndarray]],
     photographs: dict[str, list[tuple[str, int, np.ndarray]]],
     counts: dict[str, int],
-    size: int = 160,
+    sizes: Sequence[int] = (160,),
 ) -> None:
-    """Write scenes, unless ``root`` exists; the arguments are what the readers return."""
+    """Write scenes, each of one of the sizes, unless ``root`` exists.
+
+    ``clothes`` and ``photographs`` are what the readers return.
+    """
     indices = {
         split: [np.flatnonzero(labels == label) for label in range(len(CLOTHES))]
         for split, (_, labels) in clothes.items()
@@ -92,6 +99,7 @@ def write_clothes(
             opacity = upsample((grey / NOT_BACKGROUND).clip(0, 1))
             return opacity, DARKEST + (1 - DARKEST) * upsample(grey / 255)
 
+        size = sizes[rng.integers(len(sizes))]  # one size draws nothing
         return compose_scene(rng, load, indices[split], photographs[split], size, saturation=255)
 
     write_scenes(root, counts, compose, DESCRIPTION)
@@ -106,12 +114,14 @@ def main() -> None:
     parser.add_argument('--out', default='data/clothes')
     parser.add_argument('--train', type=int, default=4000, help='number of scenes')
     parser.add_argument('--val', type=int, default=500, help='number of scenes')
+    parser.add_argument('--sizes', type=int, nargs='+', default=[160], help='of scenes in pixels')
     args = parser.parse_args()
     write_clothes(
         args.out,
         read_clothes(args.clothes),
-        read_photographs(args.photographs),
+        read_photographs(args.photographs, max(args.sizes)),
         dict(train=args.train, val=args.val),
+        args.sizes,
     )
 
 

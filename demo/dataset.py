@@ -51,6 +51,7 @@ DESCRIPTION = dict(
 TRAIN_SHARE = 0.7  # left part of each photograph; the rest is for validation
 VAL_SCANS = 0.2  # share of each digit's scans that only validation scenes use
 UPSAMPLE = 8  # an object is interpolated to 8 times its size before it is placed
+BACKGROUND = 0.8, 1.6  # shares of the size: sides of the squares that become backgrounds
 INK = 0.5  # an object is where the opacity is larger
 Rng = np.random.Generator
 LUMA = np.array([0.114, 0.587, 0.299], np.float32)  # brightness of a BGR colour
@@ -213,7 +214,8 @@ def _side(photograph: np.ndarray, split: str) -> np.ndarray:
 
 def _background(rng: Rng, photograph: np.ndarray, size: int) -> np.ndarray:
     """Return a random square of a photograph, (size, size, 3) in float32."""
-    side = min(int(rng.integers(128, 257)), *photograph.shape[:2])
+    least, most = (round(share * size) for share in BACKGROUND)
+    side = min(int(rng.integers(least, most + 1)), *photograph.shape[:2])
     top = rng.integers(photograph.shape[0] - side + 1)
     left = rng.integers(photograph.shape[1] - side + 1)
     crop = photograph[top : top + side, left : left + side]
