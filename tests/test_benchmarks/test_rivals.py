@@ -2,10 +2,13 @@
 
 from types import SimpleNamespace
 
+import pytest
 import torch
-from mmdet.structures import DetDataSample
 
-from benchmarks.rivals import Smaller
+pytest.importorskip('mmdet')
+from mmdet.structures import DetDataSample  # noqa: E402
+
+from benchmarks.rivals import Smaller  # noqa: E402
 
 
 class Bright(torch.nn.Module):
