@@ -4,6 +4,7 @@ import base64
 import copy
 import html
 import io
+import math
 import os.path as osp
 from collections.abc import Sequence
 
@@ -108,15 +109,21 @@ def scatter(rows: list[dict], name: str, others: Sequence[dict] = ()) -> str:
             arrow = dict(arrowstyle='->', color='#999', shrinkB=9)
             axes.annotate('', row['at'], shown[0]['at'], arrowprops=arrow)
         ordered = sorted(rows[1:], key=lambda row: row['speedup'])
-        for candidate, row in {row['candidate']: row for row in ordered}.items():
-            if candidate not in [row['candidate'] for row in shown]:
-                at = dict(xytext=(1, 4), textcoords='offset points', rotation=35)
-                axes.annotate(candidate, row['at'], fontsize=9, **at)
+        named = {row['candidate']: row['at'] for row in ordered}  # where each is fastest
+        for row in shown:
+            named.pop(row['candidate'], None)
+        groups = {}  # names of what lies too close for a name each
+        for name, (x, y) in named.items():
+            place = round(8 * math.log(x)), y
+            groups.setdefault(place, ((x, y), []))[1].append(name)
+        for at, names in groups.values():
+            beside = dict(xytext=(1, 4), textcoords='offset points', rotation=35)
+            axes.annotate(', '.join(names), at, fontsize=9, **beside)
         for row in others:
             at = 1 / row['speedup'], row['metric']
             axes.plot(*at, 'x', color='#888')
-            beside = dict(xytext=(6, 0), textcoords='offset points', va='center')
-            axes.annotate(row['candidate'], at, fontsize=8, color='#888', **beside)
+            above = dict(xytext=(0, 5), textcoords='offset points', ha='center')
+            axes.annotate(row['candidate'], at, fontsize=8, color='#777', **above)
         figure.legend(loc='outside upper left', ncols=3, frameon=False)
         text = io.StringIO()
         figure.savefig(text, format='svg', metadata={'Date': None})
