@@ -1,5 +1,6 @@
 """A run of tools/speed_up.py becomes rows of results.csv, which replace those of another run."""
 
+import json
 import shutil
 
 from benchmarks import report, tables
@@ -45,3 +46,22 @@ def test_a_run_becomes_a_table(tmp_path, monkeypatch):
         f'| another | a CPU | {form} | 5.00 | 50.0 | −0.40 | −0.82 to 0.04 |',
     ]
     assert len(tables.read()) == before + 17
+
+
+def test_the_picture_has_what_others_do(tmp_path, monkeypatch):
+    (tmp_path / 'docs').mkdir()
+    (tmp_path / 'results.json').write_text(json.dumps(RESULTS))
+    criteria = ('LAMP', 40), ('magnitude', 45), ('FPGM', 42)
+    others = [(f'Torch-Pruning by {name}', metric) for name, metric in criteria]
+    others = [dict(candidate=n, metric=m, speedup=3) for n, m in [*others, ('NNCF', 44)]]
+    (tmp_path / 'rivals.json').write_text(json.dumps(others))
+    monkeypatch.setattr(tables, 'RESULTS', shutil.copy(tables.RESULTS, tmp_path / 'results.csv'))
+    monkeypatch.setattr(tables, 'ROOT', tmp_path)
+    drawn = []
+    monkeypatch.setattr(report, 'scatter', lambda *args: drawn.extend(args) or '<svg>')
+    monkeypatch.setattr('sys.argv', ['', f'{tmp_path}', '--model=a', '--cpu=b', '--readme'])
+    report.main()
+    rows, name, found = drawn
+    assert rows == RESULTS['rows'] and name == 'box AP'
+    found = {row['candidate']: row['metric'] for row in found}
+    assert found == {'NNCF': 44, 'Torch-Pruning': 45}  # by the best of its criteria
