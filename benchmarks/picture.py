@@ -69,9 +69,10 @@ def draw_smaller(path: Path) -> None:
     rows = smaller_rows(read())
     macs = [row for row in rows if row['of'] == 'multiply-adds']
     macs = {(row['model'], row['name']): float(row['value']) for row in macs}
-    panels = grouped([row for row in rows if row['of'] in ('box AP', 'mIoU')], 'model', 'of')
-    options = dict(figsize=(5 * len(panels), 4.4), squeeze=False, layout='constrained')
-    figure, axes = plt.subplots(1, len(panels), **options)
+    panels = grouped(
+        [row for row in rows if row['of'] in ('box AP', 'mask AP', 'mIoU')], 'model', 'of'
+    )
+    figure, axes = plt.subplots(2, len(panels) // 2, figsize=(11, 8.4), layout='constrained')
     for axis, ((model, metric), found) in zip(axes.flat, panels.items()):
         by_name = grouped(found, 'trained', 'name')
         for label, (style, trained, names) in SMALLER.items():

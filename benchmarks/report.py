@@ -1,8 +1,8 @@
 r"""Put a run of tools/speed_up.py into results.csv.
 
 Its chosen model becomes a row of the table in docs/benchmarks.md. With ``--readme`` the whole run
-takes the place of README's, and its picture, with what `benchmarks/rivals.py` found there, that of
-docs/speed_up.svg::
+takes the place of README's, and its picture that of docs/speed_up.svg. Both have what
+`benchmarks/rivals.py` found there, which is also the table in docs/alternatives.md::
 
     python tools/speed_up.py CONFIG CHECKPOINT OUT_DIR --max-loss 0.5
     python -m benchmarks.report OUT_DIR --model 'RetinaNet, digits' --cpu 'Intel Xeon, 2 cores' \
@@ -24,18 +24,20 @@ from repa_mm.io.files import replacing, write_text
 from repa_mm.search.report import scatter
 from repa_mm.version import __version__
 
-WHAT, CHOSEN = 'speed-up: ', 'chosen: '
+WHAT, CHOSEN, BESIDE = 'speed-up: ', 'chosen: ', 'beside others: '
 NAMES = {
     'coco/bbox_mAP': 'box AP', 'coco/segm_mAP': 'mask AP', 'mIoU': 'mIoU',
     'accuracy/top1': 'top-1',
 }  # fmt: skip
 
 
-def to_csv(results: dict, model: str, cpu: str, options: str = '') -> Iterator[dict[str, str]]:
+def to_csv(
+    results: dict, model: str, cpu: str, options: str = '', others: list[dict] | None = None
+) -> Iterator[dict[str, str]]:
     """Yield rows for results.csv from the content of a run's ``results.json``.
 
     Each candidate has those of its fastest format, unless a wider one is faster, and the chosen
-    model has some by itself.
+    model has some by itself. ``others`` is the content of ``rivals.json``.
     """
     name = NAMES.get(results['metric'], results['metric'])
     config, checkpoint = (osp.basename(results[key]) for key in ('config', 'checkpoint'))
@@ -52,18 +54,22 @@ def to_csv(results: dict, model: str, cpu: str, options: str = '') -> Iterator[d
         row = max(rows, key=lambda row: row['speedup'])
         if row['speedup'] > shown[-1]['speedup']:
             shown.append(row)
-    for row in shown:
-        values = {'speedup': (f'{row["speedup"]:.2f}', '')}  # times of other turns do not compare
+    command = f'python -m benchmarks.rivals OUT_DIR --num-images {fixed["run"].split()[0]}'
+    rivals = [dict(row, what=BESIDE, command=command) for row in others or ()]
+    for row in [dict(row, what=WHAT) for row in shown] + rivals:
+        values = {'speedup': f'{row["speedup"]:.2f}'}  # times of other turns do not compare
         if row['metric'] is not None:
-            values[name] = f'{row["metric"]:.1f}', ''
+            values[name] = f'{row["metric"]:.1f}'
         if row['interval'] is not None and any(row['interval']):
             low, high = (round(x, 2) + 0.0 for x in row['interval'])  # without a negative zero
-            values['difference, 95 %'] = f'{low:.2f} to {high:.2f}', ''
-        for what, (value, unit) in values.items():
+            values['difference, 95 %'] = f'{low:.2f} to {high:.2f}'
+        for what, value in values.items():
             form = f'{row["candidate"]}, {row["format"]}'
-            yield dict(fixed, what=WHAT + what, form=form, value=value, unit=unit)
+            command = row.get('command', fixed['command'])
+            fields = dict(what=row['what'] + what, form=form, command=command, value=value, unit='')
+            yield {**fixed, **fields}
     stock, row = results['rows'][0], next((r for r in results['rows'] if r['chosen']), None)
-    if row:
+    if row and row['interval']:
         low, high = (round(x, 2) + 0.0 for x in row['interval'])
         values = {
             'speedup': f'{row["speedup"]:.2f}',
@@ -83,12 +89,25 @@ def write(rows: list[dict[str, str]], path: Path, readme: bool = False) -> None:
     kept = [
         row for row in tables.read(path)
         if not (row['what'].startswith(CHOSEN) and (row['model'], row['cpu']) in models)
-        and not (row['what'].startswith(WHAT) and readme)
+        and not (row['what'].startswith((WHAT, BESIDE)) and readme)
     ]  # fmt: skip
     with replacing(str(path)) as temporary, open(temporary, 'w', encoding='utf-8') as file:
         writer = csv.DictWriter(file, tables.COLUMNS, extrasaction='ignore', lineterminator='\n')
         writer.writeheader()
         writer.writerows([*kept, *rows])
+
+
+def points(rows: list[dict], others: list[dict]) -> dict[str, list[tuple[float, float]]]:
+    """Return the points of each tool of ``rivals.json`` in the picture.
+
+    Times are relative to that of the chosen model, which both runs have.
+    """
+    found: dict[str, list[tuple[float, float]]] = {}
+    for row in others[2:]:
+        scale = next(row['speedup'] for row in rows if row['chosen']) / others[1]['speedup']
+        tool = row['candidate'].partition(':')[0]
+        found.setdefault(tool, []).append((1 / (scale * row['speedup']), row['metric']))
+    return found
 
 
 def main() -> None:
@@ -102,16 +121,13 @@ def main() -> None:
     parser.add_argument('--readme', action='store_true', help="let it be README's run")
     args = parser.parse_args()
     results = json.loads((Path(args.out_dir) / 'results.json').read_text(encoding='utf-8'))
-    write(list(to_csv(results, args.model, args.cpu, args.options)), tables.RESULTS, args.readme)
+    path = Path(args.out_dir) / 'rivals.json'
+    others = json.loads(path.read_text(encoding='utf-8')) if args.readme and path.exists() else []
+    rows = list(to_csv(results, args.model, args.cpu, args.options, others))
+    write(rows, tables.RESULTS, args.readme)
     if args.readme:
-        others = Path(args.out_dir) / 'rivals.json'
-        others = json.loads(others.read_text(encoding='utf-8')) if others.exists() else []
-        best = {}  # of several criteria of one tool
-        for row in sorted(others, key=lambda row: row['metric']):
-            name = row['candidate'].split(' by ')[0]
-            best[name] = dict(row, candidate=name)
         name = NAMES.get(results['metric'], results['metric'])
-        picture = scatter(results['rows'], name, [*best.values()])
+        picture = scatter(results['rows'], name, points(results['rows'], others))
         write_text(str(tables.ROOT / 'docs' / 'speed_up.svg'), picture)
 
 

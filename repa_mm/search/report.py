@@ -6,7 +6,6 @@ import html
 import io
 import math
 import os.path as osp
-from collections.abc import Sequence
 
 import cv2
 import mmcv
@@ -76,10 +75,10 @@ def notes(results: dict) -> list[str]:
     return found
 
 
-def scatter(rows: list[dict], name: str, others: Sequence[dict] = ()) -> str:
+def scatter(rows: list[dict], name: str, others: dict | None = None) -> str:
     """Draw times against the metric as SVG. Without tests, the axis of the metric is the size.
 
-    ``others`` are rows of what the search does not try, in grey.
+    ``others`` has points of what the search does not try, by its name.
     """
     key = 'metric' if any(row['metric'] is not None for row in rows) else 'mb'
     # Of the same turns, as in the table: the machine may have been slower in those of other rows.
@@ -113,17 +112,14 @@ def scatter(rows: list[dict], name: str, others: Sequence[dict] = ()) -> str:
         for row in shown:
             named.pop(row['candidate'], None)
         groups = {}  # names of what lies too close for a name each
-        for name, (x, y) in named.items():
+        for candidate, (x, y) in named.items():
             place = round(8 * math.log(x)), y
-            groups.setdefault(place, ((x, y), []))[1].append(name)
+            groups.setdefault(place, ((x, y), []))[1].append(candidate)
         for at, names in groups.values():
             beside = dict(xytext=(1, 4), textcoords='offset points', rotation=35)
             axes.annotate(', '.join(names), at, fontsize=9, **beside)
-        for row in others:
-            at = 1 / row['speedup'], row['metric']
-            axes.plot(*at, 'x', color='#888')
-            above = dict(xytext=(0, 5), textcoords='offset points', ha='center')
-            axes.annotate(row['candidate'], at, fontsize=8, color='#777', **above)
+        for marker, (tool, found) in zip('x+*d', (others or {}).items()):
+            axes.plot(*zip(*found), marker, color='#777', label=tool)
         figure.legend(loc='outside upper left', ncols=3, frameon=False)
         text = io.StringIO()
         figure.savefig(text, format='svg', metadata={'Date': None})
