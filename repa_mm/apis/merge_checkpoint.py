@@ -3,6 +3,7 @@
 import torch
 import torch.nn as nn
 from mmengine.structures import BaseDataElement
+from mmpretrain.models.utils.attention import ShiftWindowMSA
 
 from repa_mm.apis.features import head_inputs, relative_error, tensors
 from repa_mm.apis.images import input_channels
@@ -28,7 +29,10 @@ def reparameterize_checkpoint(
         raise CheckpointError(f'{checkpoint!r} is reparameterized already')
     deployed = reparameterize(model)
 
-    size = next((m.img_size for m in model.modules() if hasattr(m, 'img_size')), 224)
+    # The last stage of MMPretrain's Swin needs a whole window.
+    windows = [32 * m.window_size for m in model.modules() if isinstance(m, ShiftWindowMSA)]
+    size = max([224, *windows])
+    size = next((m.img_size for m in model.modules() if hasattr(m, 'img_size')), size)
     size = (size, size) if isinstance(size, int) else tuple(size)
     image = torch.randn(1, input_channels(model), *size)
     sample = BaseDataElement(metainfo=dict(batch_input_shape=size, img_shape=size))

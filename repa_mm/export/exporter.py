@@ -13,12 +13,12 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from mmengine.config import Config
+from mmpretrain.models.utils.attention import ShiftWindowMSA
 
 from repa_mm.apis import read_images
 from repa_mm.export.comparison import agreement_of, num_found, overlaps
 from repa_mm.export.runtime_model import ExportedModel
 from repa_mm.export.whole import WholeModel, whole_model
-from repa_mm.faster.attention import FastShiftWindowMSA
 from repa_mm.surgery import copied
 
 OPSET = 17
@@ -42,7 +42,7 @@ def example_shape(model: nn.Module) -> tuple[int, int]:
     """
     side = 224
     for module in model.modules():
-        if isinstance(module, FastShiftWindowMSA):
+        if isinstance(module, ShiftWindowMSA):
             side = max(side, 32 * module.window_size)
     made_for = getattr(getattr(model, 'backbone', None), 'img_size', None)
     if isinstance(made_for, (list, tuple)):

@@ -51,37 +51,23 @@ def test_a_merged_checkpoint(config, checkpoint, tmp_path, relative_error):
         reparameterize_checkpoint(config, out, str(tmp_path / 'twice.pth'))
 
 
-def test_images_of_one_channel(config, tmp_path, randomize):
-    options, path = {'model.backbone.in_channels': 1}, str(tmp_path / 'gray.pth')
+@pytest.mark.parametrize('name, value', [('in_channels', 1), ('window_size', 12)])
+def test_other_images(name, value, config, tmp_path, randomize):
+    """Of one channel, and for windows that are larger than the last map of 224 pixels."""
+    options, path = {f'model.backbone.{name}': value}, str(tmp_path / 'model.pth')
     torch.save(randomize(random_model(load_config(config, options))).state_dict(), path)
     out = str(tmp_path / 'merged.pth')
     assert reparameterize_checkpoint(config, path, out, cfg_options=options)['error'] < 1e-5
 
 
-@pytest.mark.parametrize(
-    'arguments, change, message',
-    [
-        (dict(tolerance=1e-12), {}, 'changes the features by'),
-        ({}, {'backbone.stages.0.blocks.0.ffn.fc1.weight': float('nan')}, 'not finite'),
-        (dict(cfg_options={'model.backbone.idle_ratio': 0.5}), {}, 'differ in .* idle ratio'),
-    ],
-)
-def test_a_wrong_merge_is_not_written(arguments, change, message, config, checkpoint, tmp_path):
-    saved = torch.load(checkpoint)
-    for key, value in change.items():
-        saved['state_dict'][key][0] = value
-    torch.save(saved, checkpoint)
+def test_a_wrong_merge_is_not_written(config, checkpoint, tmp_path):
     out = tmp_path / 'merged.pth'
-    if 'cfg_options' in arguments:  # the training form of another idle ratio has the same weights
-        reparameterize_checkpoint(config, checkpoint, str(out))
-        checkpoint, out = str(out), tmp_path / 'other.pth'
-    with pytest.raises((CheckpointError, ValueError), match=message):
-        reparameterize_checkpoint(config, checkpoint, str(out), **arguments)
+    with pytest.raises(CheckpointError, match='changes the features by'):
+        reparameterize_checkpoint(config, checkpoint, str(out), tolerance=1e-12)
     assert not out.exists()
 
 
 def test_what_an_encoder_returns_is_compared(tmp_path, randomize):
-    pytest.importorskip('mmdet')
     config, checkpoint = tmp_path / 'detr.py', str(tmp_path / 'detr.pth')
     config.write_text(WHOLE.format(config_path('demo/dino_detr_swin_digits.py'), 'model', ENCODER))
     model = randomize(random_model(load_config(str(config))))
@@ -93,7 +79,6 @@ def test_what_an_encoder_returns_is_compared(tmp_path, randomize):
 
 
 def test_both_networks_of_a_semi_supervised_detector_are_compared(tmp_path, randomize, monkeypatch):
-    pytest.importorskip('mmdet')
     config, checkpoint = str(tmp_path / 'semi.py'), str(tmp_path / 'semi.pth')
     base = config_path('demo/retinanet_repa_swin_digits.py')
     (tmp_path / 'semi.py').write_text(WHOLE.format(base, 'detector', TEACHER))

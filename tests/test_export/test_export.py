@@ -13,6 +13,7 @@ from repa_mm.export import (
     Session,
     agreeing_onnx,
     agreement,
+    example_shape,
     noise,
     resized,
     whole_onnx,
@@ -22,9 +23,6 @@ from repa_mm.faster import trace_any_size_
 from repa_mm.reparam import finish_schedules_
 
 from .conftest import program_of
-
-pytest.importorskip('onnx')
-pytest.importorskip('onnxruntime')
 
 TOLERANCE = 1e-5
 # Of which the first is traced; ViTs are made for 64x64 here, and the last stages of the Swins have
@@ -108,6 +106,12 @@ def test_swins_of_any_size(options, randomize):
     """Maps of one window are not shifted, whatever was traced; stock attention is replaced."""
     model = deploy_form('RePaSwinTransformer', randomize, **options)
     check_backbone(model, [(256, 320), (224, 224), (224, 288), (448, 224), (256, 256)])
+
+
+def test_the_example_of_a_stock_swin_has_whole_windows():
+    arch = dict(embed_dims=8, depths=[1] * 4, num_heads=[1] * 4)
+    model = MODELS.build(dict(type='mmpretrain.SwinTransformer', arch=arch, window_size=12))
+    assert example_shape(model) == (12 * 32 + 32, 12 * 32 + 64)
 
 
 @pytest.mark.slow
