@@ -23,21 +23,14 @@ def become_(module: nn.Module, other: type | nn.Module) -> None:
         module.__class__ = other
 
 
-def replace_(model: nn.Module, choose: Callable[[nn.Module], type | nn.Module | None]) -> list[str]:
-    """Replace modules of a model in place, and return their names.
+def replace_(model: nn.Module, choose: Callable[[nn.Module], type | nn.Module | None]) -> None:
+    """Replace modules of a model in place.
 
     ``choose`` returns a module's replacement, see :func:`become_`, or None to keep the module.
-
-    Examples:
-        >>> replace_(model, lambda m: FastGELU if type(m) is nn.GELU else None)
     """
-    replaced = []
-    for name, module in list(model.named_modules()):
-        other = choose(module)
-        if other is not None:
+    for module in list(model.modules()):
+        if (other := choose(module)) is not None:
             become_(module, other)
-            replaced.append(name)
-    return replaced
 
 
 def has_stock_forward(module: nn.Module, *kinds: type) -> bool:

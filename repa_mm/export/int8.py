@@ -55,6 +55,7 @@ def quantize(
             if there is nothing to compare, or if ``out`` is no '.xml'.
     """
     import nncf
+    import openvino
 
     if osp.splitext(out)[1] != '.xml':
         raise ValueError(f'files in int8 are for OpenVINO: name an .xml instead of {out!r}')
@@ -79,7 +80,10 @@ def quantize(
             f'{tolerance}: nothing is written. Calibrate on more images, or test a file of '
             'lower agreement (--tolerance)'
         )
-    _write_openvino(out, quantized)
+    weights = osp.splitext(osp.realpath(out))[0] + '.bin'
+    # The weights come first: a reader that finds the .xml finds them.
+    with replacing(out) as temporary, replacing(weights):
+        openvino.save_model(quantized, temporary, compress_to_fp16=False)
     layers = layers_in_int8(quantized)
     return dict(agreement=found, layers=layers, backbone_only=backbone_only)
 
@@ -101,15 +105,6 @@ def _in_int8(content: bytes, strengths: dict, backbone_only: bool, dataset):
     )
     quantized.set_rt_info('int8', ['framework', 'precision'])
     return quantized
-
-
-def _write_openvino(out: str, model) -> None:
-    import openvino
-
-    weights = osp.splitext(osp.realpath(out))[0] + '.bin'
-    # The weights come first: a reader that finds the .xml finds them.
-    with replacing(out) as temporary, replacing(weights):
-        openvino.save_model(model, temporary, compress_to_fp16=False)
 
 
 def layers_in_int8(file) -> dict[str, bool]:

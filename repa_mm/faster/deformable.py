@@ -52,18 +52,9 @@ class FastDeformableAttention(MultiScaleDeformableAttention or nn.Module):
     """
 
     def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor | None = None,
-        value: torch.Tensor | None = None,
-        identity: torch.Tensor | None = None,
-        query_pos: torch.Tensor | None = None,
-        key_padding_mask: torch.Tensor | None = None,
-        reference_points: torch.Tensor | None = None,
-        spatial_shapes: torch.Tensor | None = None,
-        level_start_index: torch.Tensor | None = None,
-        **kwargs,
-    ) -> torch.Tensor:
+        self, query, key=None, value=None, identity=None, query_pos=None, key_padding_mask=None,
+        reference_points=None, spatial_shapes=None, level_start_index=None, **kwargs,
+    ) -> torch.Tensor:  # fmt: skip
         """Attend to some points of each level's feature map; the arguments are the parent's."""
         if query.device.type != 'cpu':
             return super().forward(
@@ -99,17 +90,11 @@ class FastDeformableAttention(MultiScaleDeformableAttention or nn.Module):
         return self.dropout(out) + identity
 
 
-def swap_deformable_attention_(model: nn.Module) -> list[str]:
+def swap_deformable_attention_(model: nn.Module) -> None:
     """Make the deformable attention of a DETR faster on CPUs, in place.
 
     Every ``MultiScaleDeformableAttention`` of mmcv becomes a :class:`FastDeformableAttention`.
     Outputs, gradients and the state dict stay the same.
-
-    Args:
-        model (nn.Module): Any model.
-
-    Returns:
-        list[str]: Names of the replaced modules.
     """
     stock, fast = MultiScaleDeformableAttention, FastDeformableAttention
-    return replace_(model, lambda module: fast if type(module) is stock else None)
+    replace_(model, lambda module: fast if type(module) is stock else None)

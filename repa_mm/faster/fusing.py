@@ -70,13 +70,7 @@ def fuse_conv_bn_(model: nn.Module) -> nn.Module:
     A ConvModule stays as it is if it has a hook, shares its convolution with another ConvModule, or
     has a convolution or norm of another kind. Modules that call the norm of a ConvModule after its
     convolution get the same result. The weights of the result do not load into a model built from
-    the config.
-
-    Args:
-        model (nn.Module): Any model.
-
-    Returns:
-        nn.Module: The same model, in eval mode.
+    the config. The model is in eval mode afterwards.
 
     Raises:
         ValueError: If weights or statistics are not finite, or the fused weights exceed the range

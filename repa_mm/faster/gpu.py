@@ -68,9 +68,6 @@ def faster_on_gpu_(model: nn.Module) -> nn.Module:
 
     Args:
         model (nn.Module): The model, in eval mode; wrapped (DDP) or not.
-
-    Returns:
-        nn.Module: The same model.
     """
     device = next((p.device for p in model.parameters()), torch.device('cpu'))
     if device.type == 'cuda':

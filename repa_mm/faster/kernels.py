@@ -219,24 +219,15 @@ def _operator(
 
 
 def window_attention(
-    qkv: torch.Tensor,
-    bias: torch.Tensor,
-    table: torch.Tensor,
-    index: torch.Tensor,
-    height: int,
-    width: int,
-    window: int,
-    shift: int,
-    v_dims: int,
-    scale: float,
+    qkv: torch.Tensor, bias: torch.Tensor, table: torch.Tensor, index: torch.Tensor, *how
 ) -> torch.Tensor:
     """Return the outputs (B, H W, h s) of attention with h heads in (shifted) windows of N tokens.
 
     ``qkv`` (B, H W, h (2 r + s)) are queries, keys and values, contiguous, and ``bias`` the bias of
     the linear layer that computed them, which padding has. ``table`` ((2 window - 1)^2, h) has the
-    relative position biases, and ``index`` (N, N) their rows. ``v_dims`` is h s.
+    relative position biases, and ``index`` (N, N) their rows. ``how`` are height and width of the
+    maps, the window's side, the shift, h s, and the scale of the logits.
     """
-    how = height, width, window, shift, v_dims, scale
     if is_compiling():
         return _operator(qkv, bias, table, index, *how)
     # Without the cost of an operator's dispatch, which is that of a small kernel.

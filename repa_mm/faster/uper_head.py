@@ -91,11 +91,6 @@ class FastUPerHead(UPerHead):
     """
 
     def __init__(self, *args, **kwargs) -> None:
-        if 'map_channels' in kwargs:
-            raise ValueError(
-                'FastUPerHead has no map_channels any more, so narrowed maps do not load: convert '
-                "the original segmentor again, with parts 'ffn' and 'heads'"
-            )
         super().__init__(*args, **kwargs)
         if not is_ordinary(self):
             raise ValueError(

@@ -6,7 +6,6 @@ from mmengine.runner.checkpoint import CheckpointLoader
 
 from repa_mm.io.files import replacing
 from repa_mm.reparam import CheckpointError, match_form
-from repa_mm.surgery import innermost
 
 
 def load_checkpoint(path: str) -> dict:
@@ -52,7 +51,6 @@ def load_weights(
         CheckpointError: If weights are missing or have other shapes, or there are further layers,
             or further weights in a layer.
     """
-    model = innermost(model)
     match_form(model, state_dict)
     try:
         found = model.load_state_dict(state_dict, strict=False)

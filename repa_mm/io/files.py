@@ -25,8 +25,7 @@ def replacing(path: str) -> Iterator[str]:
 
 def write_text(path: str, text: str) -> None:
     """Write a text file, see :func:`replacing`."""
-    with replacing(path) as temporary, open(temporary, 'w', encoding='utf-8') as file:
-        file.write(text)
+    write_bytes(path, text.encode())
 
 
 def write_bytes(path: str, content: bytes) -> None:

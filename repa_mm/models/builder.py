@@ -49,15 +49,9 @@ def add_structures_(model: nn.Module, structures: Sequence[dict | Structure]) ->
         structures (Sequence[dict | Structure]): Configs, such as ``dict(type='ChannelIdle',
             idle_ratio=0.75)``, see :mod:`repa_mm.models.structures`.
 
-    Returns:
-        nn.Module: The same model.
-
     Raises:
         ValueError: If the model has no site for a structure, or a form does not suit a site. The
             structures before that one are in the model then.
-
-    Examples:
-        >>> add_structures_(backbone, [dict(type='ChannelIdle', idle_ratio=0.75)])
     """
     _put_all(model, structures)
     return model

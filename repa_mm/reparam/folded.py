@@ -18,13 +18,13 @@ over the tokens, and I the idle rows of the first linear map:
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from repa_mm.surgery import has_stock_forward
 
 from .autograd import autocast_dtype, first_order_only, is_compiling
 from .deploy_form import KEPT_NORMS, DropPath, fold
+from .numerics import batch_norm_affine, is_batch_norm
 
 # Number of hidden activations, 100 MB in half precision, from which 'auto' folds on a GPU.
 _MIN_ACTIVATIONS = 50_000_000
@@ -190,7 +190,7 @@ def _statistics(norm: nn.Module) -> str | None:
     """Return the source of a norm's statistics, 'batch', 'running' or 'sample', else None."""
     if has_stock_forward(norm, nn.Identity, *KEPT_NORMS):
         return 'sample'
-    if not has_stock_forward(norm, nn.SyncBatchNorm, _BatchNorm):
+    if not is_batch_norm(norm):
         return None
     return 'batch' if norm.training or norm.running_mean is None else 'running'
 
@@ -283,8 +283,8 @@ def folded_forward(ffn: nn.Module, x: torch.Tensor) -> torch.Tensor:
             w, b, w_in, b_in, w_out = fold(
                 *weights,
                 ffn.num_active,
-                _scale_and_shift(ffn.norm1, weights[0]),
-                _scale_and_shift(ffn.norm2, w_out),
+                batch_norm_affine(ffn.norm1, weights[0]),
+                batch_norm_affine(ffn.norm2, w_out),
             )
             if shortcut:
                 w = w + torch.eye(len(w), dtype=w.dtype, device=w.device)
@@ -301,15 +301,6 @@ def _affine(norm: nn.Module, like: torch.Tensor):
     if norm.affine:
         return norm.weight.to(like), norm.bias.to(like)
     return like.new_ones(like.shape[1]), like.new_zeros(like.shape[1])
-
-
-def _scale_and_shift(norm: nn.Module, like: torch.Tensor):
-    """Return the differentiable s and t of a BatchNorm in eval mode, None for another norm."""
-    if _statistics(norm) != 'running':
-        return None
-    gamma, beta = _affine(norm, like)
-    s = gamma * (norm.running_var.to(like) + norm.eps).rsqrt()
-    return s, beta - s * norm.running_mean.to(like)
 
 
 @torch.no_grad()
@@ -348,12 +339,6 @@ def set_training_path_(model: nn.Module, path: str) -> nn.Module:
             multiply-adds, but in half precision on a GPU 'folded' for large maps alone.
             docs/benchmarks.md has times and memory. In float16, gradients of 'folded' need smaller
             loss scales where tokens are large; ``AmpOptimWrapper`` finds them.
-
-    Returns:
-        nn.Module: ``model``.
-
-    Raises:
-        ValueError: If ``path`` is something else.
     """
     if path not in ('auto', 'literal', 'folded'):
         raise ValueError(f"the path must be 'auto', 'literal' or 'folded', but is {path!r}")

@@ -166,18 +166,10 @@ class ChannelIdleFFN(TrainingForm):
                     f'its {name} is a {type(norm).__name__}, and not a norm that merges'
                 )
         check_dropouts(self)
-        w_in, b_in = weights64(self.fc1, 'its fc1')
-        w_out, b_out = weights64(self.fc2, 'its fc2')
-        return fold(
-            w_in,
-            b_in,
-            w_out,
-            b_out,
-            self.num_active,
-            batch_norm_affine(self.norm1, w_in),
-            batch_norm_affine(self.norm2, w_out),
-            None if self.layer_scale is None else double(self.layer_scale),
-        )
+        weights = *weights64(self.fc1, 'its fc1'), *weights64(self.fc2, 'its fc2')
+        affine = (batch_norm_affine(n, w) for n, w in zip((self.norm1, self.norm2), weights[::2]))
+        scale = None if self.layer_scale is None else double(self.layer_scale)
+        return fold(*weights, self.num_active, *affine, scale)
 
     def fill(self, ffn: FFNParts) -> None:
         """Copy the weights of an ordinary FFN, whose first hidden channels become active.

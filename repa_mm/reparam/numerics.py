@@ -36,7 +36,8 @@ def rounded(value: torch.Tensor, like: torch.Tensor) -> nn.Parameter:
 def batch_norm_affine(norm: nn.Module, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return s and t, each (in, ), of the map s x + t that a BatchNorm computes in eval mode.
 
-    Another module counts as an identity. ``like`` (out, in) is the next layer's weight in float64.
+    Another module counts as an identity. ``like`` (out, in) is the next layer's weight, whose dtype
+    and device s and t have; they are differentiable.
     """
     s = like.new_ones(like.shape[1])
     t = torch.zeros_like(s)
@@ -46,10 +47,10 @@ def batch_norm_affine(norm: nn.Module, like: torch.Tensor) -> tuple[torch.Tensor
         raise ValueError(
             'a BatchNorm without running statistics (track_running_stats=False) cannot be merged'
         )
-    s = (double(norm.running_var) + norm.eps).rsqrt()
+    s = (norm.running_var.to(like) + norm.eps).rsqrt()
     if norm.affine:
-        s, t = s * double(norm.weight), double(norm.bias)
-    return s, t - s * double(norm.running_mean)
+        s, t = s * norm.weight.to(like), norm.bias.to(like)
+    return s, t - s * norm.running_mean.to(like)
 
 
 def weights64(layer: nn.Module, what: str) -> tuple[torch.Tensor, torch.Tensor]:

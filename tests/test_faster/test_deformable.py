@@ -17,7 +17,8 @@ def pair(dtype=torch.float64, **options):
     for parameter in stock.parameters():
         parameter.data.normal_(0, 0.5)
     fast = copy.deepcopy(stock)
-    assert swap_deformable_attention_(fast) == ['']
+    swap_deformable_attention_(fast)
+    assert type(fast) is FastDeformableAttention
     return stock, fast
 
 
@@ -97,5 +98,5 @@ def test_only_the_stock_module_is_replaced():
         pass
 
     model = torch.nn.ModuleList([Other(32, 4), MultiScaleDeformableAttention(32, 4)])
-    assert swap_deformable_attention_(model) == ['1']
+    swap_deformable_attention_(model)
     assert type(model[1]) is FastDeformableAttention and type(model[0]) is Other
