@@ -5,9 +5,11 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import cv2
+import modelindex
 import numpy as np
 import pytest
 import torch
+from mmdet.testing import demo_mm_inputs
 from mmengine.config import Config, ConfigDict
 from mmengine.fileio import dump
 from mmengine.fileio import load as load_file
@@ -15,6 +17,9 @@ from mmengine.model.utils import revert_sync_batchnorm
 from mmengine.optim import build_optim_wrapper
 from mmengine.registry import DATASETS, METRICS, MODELS, PARAM_SCHEDULERS, init_default_scope
 from mmengine.runner import Runner
+from mmengine.structures import PixelData
+from mmpretrain.structures import DataSample
+from mmseg.structures import SegDataSample
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from repa_mm import config_path, reparameterize
@@ -52,7 +57,6 @@ TABLE_7 = dict(
 def load(name):
     """A config, ready to build from; skips without its codebase."""
     cfg = Config.fromfile(config_path(name) if not str(name).startswith('/') else name)
-    pytest.importorskip(cfg.default_scope)
     init_default_scope(cfg.default_scope)
     return cfg
 
@@ -66,18 +70,11 @@ def batch_of(cfg, size):
     """Two random images with what the task's loss needs."""
     images = [torch.randint(256, (3, size, size), dtype=torch.uint8) for _ in range(2)]
     if cfg.default_scope == 'mmpretrain':
-        from mmpretrain.structures import DataSample
-
         samples = [DataSample().set_gt_label(i) for i in range(2)]
         return dict(inputs=torch.stack(images), data_samples=samples)
     if cfg.default_scope == 'mmdet':
-        from mmdet.testing import demo_mm_inputs
-
         kwargs = dict(num_items=[3, 3], num_classes=5, with_mask=True, use_box_type=True)
         return demo_mm_inputs(2, (3, size, size), **kwargs)
-    from mmengine.structures import PixelData
-    from mmseg.structures import SegDataSample
-
     samples, meta = [], dict(img_shape=(size, size), ori_shape=(size, size))
     for _ in images:
         sample = SegDataSample(metainfo=meta)
@@ -356,7 +353,6 @@ def test_vanilla_configs_name_weights_of_mmpretrain(task, size):
 
 
 def test_the_metafile_lists_the_configs():
-    modelindex = pytest.importorskip('modelindex')
     index = modelindex.load(str(ROOT.parent / 'model-index.yml'))
     assert not index.check(silent=True)
     configs = {model.name: model.config for model in index.models}

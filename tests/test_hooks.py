@@ -9,19 +9,13 @@ import pytest
 import torch
 from mmengine.hooks import EMAHook
 from mmengine.model import BaseModel
+from mmpretrain.engine import EMAHook as BothHook
 
 from repa_mm.hooks import ReparameterizeHook
 from repa_mm.reparam import CheckpointError, reparameterize, set_training_path_
 from tests.toy import KeepLogits, Spy, ToyClassifier, distributed, make_runner  # noqa: F401
 
 HOOK = dict(type='ReparameterizeHook')
-# A config may inherit the hook in one place, and have it in the other.
-once_and_twice = pytest.mark.parametrize('twice', [False, True])
-
-
-def hooks_of(hook, twice):
-    """Options of a Runner."""
-    return dict(default_hooks=dict(reparameterize=hook)) if twice else {}
 
 
 @contextmanager
@@ -52,7 +46,7 @@ def averaged_model(runner):
     return averaged
 
 
-# What two hooks, or one, are for.
+# What one hook is for, or two: a config may inherit one, and have another.
 PAIRS = [
     *(('test', []), ('val', []), (('val', 'test'), [])),
     *(('test', 'test'), ('test', 'val'), ('val', 'test'), ('val', ['val', 'test'])),
@@ -92,12 +86,11 @@ def test_train_test_resume_training(first, second, tmp_path, relative_error):
         assert text.endswith(f'{count:.1f} M parameters')
 
 
-@once_and_twice
 @pytest.mark.parametrize('update_buffers', [False, True])
-def test_with_ema(update_buffers, twice, tmp_path, relative_error):
+def test_with_ema(update_buffers, tmp_path, relative_error):
     ema = dict(type='EMAHook', momentum=0.5, update_buffers=update_buffers)
     hook = dict(HOOK, when=('val', 'test'))
-    runner = make_runner(tmp_path, [hook, ema, Spy()], **hooks_of(hook, twice))
+    runner = make_runner(tmp_path, [hook, ema, Spy()])
     runner.train()
     expected = logits_of(averaged_model(runner), runner)
     with unchanged(runner):
@@ -118,15 +111,12 @@ def test_with_ema_in_a_distributed_training(distributed, tmp_path, relative_erro
     assert {form for at, form in spy.forms if at == 'test'} == {'deploy'}
 
 
-@once_and_twice
 @pytest.mark.parametrize('loop', ['test', 'val'])
-def test_with_mmpretrains_ema_that_evaluates_both(loop, twice, tmp_path):
+def test_with_mmpretrains_ema_that_evaluates_both(loop, tmp_path):
     """What it calls origin are the weights that are not averaged, not the merged average."""
-    from mmpretrain.engine import EMAHook as BothHook
-
     hook = dict(HOOK, when=('val', 'test'))
     hooks = [BothHook(momentum=0.3, evaluate_on_origin=True), hook]
-    runner = make_runner(tmp_path, hooks, **hooks_of(hook, twice))
+    runner = make_runner(tmp_path, hooks)
     runner.train()
     models = averaged_model(runner), runner.model
     means = [logits_of(model, runner).mean().item() for model in models]
@@ -148,11 +138,9 @@ class Pair(BaseModel):
         return getattr(self, self.semi_test_cfg['predict_on'])(*args, **kwargs)
 
 
-@once_and_twice
-def test_both_networks_of_a_semi_supervised_detector(twice, tmp_path, relative_error):
-    pytest.importorskip('mmdet.engine')
+def test_both_networks_of_a_semi_supervised_detector(tmp_path, relative_error):
     hook, loop = dict(HOOK, when='val'), dict(type='mmdet.TeacherStudentValLoop')
-    runner = make_runner(tmp_path, [hook], Pair(), val_cfg=loop, **hooks_of(hook, twice))
+    runner = make_runner(tmp_path, [hook], Pair(), val_cfg=loop)
     with unchanged(runner):
         runner.val()
     assert relative_error(KeepLogits.logits, logits_of(runner.model, runner)) < 1e-5
@@ -161,19 +149,18 @@ def test_both_networks_of_a_semi_supervised_detector(twice, tmp_path, relative_e
 EMA = [dict(type='EMAHook')]
 
 
-@once_and_twice
 @pytest.mark.parametrize(
     'deploy, prefix, ema',
     [(False, '', []), (True, '', []), (False, '', EMA), (True, '', EMA), (False, 'module.', [])],
 )
-def test_merged_checkpoint(deploy, prefix, ema, twice, tmp_path, randomize, relative_error):
+def test_merged_checkpoint(deploy, prefix, ema, tmp_path, randomize, relative_error):
     """Is tested as it is, and also by a config of the training form, and from a wrapped model."""
     model = randomize(ToyClassifier())
     weights = {f'{prefix}{k}': v for k, v in reparameterize(model).state_dict().items()}
     path = str(tmp_path / 'merged.pth')
     torch.save(dict(state_dict=OrderedDict(weights)), path)
     cfg = dict(type='ToyClassifier', deploy=deploy)
-    runner = make_runner(tmp_path, [HOOK, *ema], load_from=path, model=cfg, **hooks_of(HOOK, twice))
+    runner = make_runner(tmp_path, [HOOK, *ema], load_from=path, model=cfg)
     for _ in range(2):
         runner.test()
         assert relative_error(KeepLogits.logits, logits_of(model, runner)) < 1e-5
@@ -182,9 +169,8 @@ def test_merged_checkpoint(deploy, prefix, ema, twice, tmp_path, randomize, rela
         trained.train()
 
 
-@once_and_twice
-def test_interrupted_test_does_not_cost_the_training_form(twice, tmp_path):
-    runner = make_runner(tmp_path, [HOOK], **hooks_of(HOOK, twice))
+def test_interrupted_test_does_not_cost_the_training_form(tmp_path):
+    runner = make_runner(tmp_path, [HOOK])
     head, step = runner.model.head, runner.model.head.forward
     with unchanged(runner):
         head.forward = lambda x: 1 / 0

@@ -1,7 +1,6 @@
 """The docs' lines on every config of the three codebases that has a Swin backbone, as it is."""
 
 import re
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ from mmengine.config import Config
 from mmengine.registry import MODELS, init_default_scope
 
 import repa_mm
+from repa_mm.io.paths import config_root
 from repa_mm.reparam import ChannelIdleFFN
 from tests.shared import check_norms_decay_alike
 
@@ -24,15 +24,14 @@ QUICK = re.compile('(swin|swin_transformer)/[^/]*swin-(t|tiny)|mask2former/.*swi
 def swin_configs():
     """Names of the installed configs, as `mmdet::folder/file.py`."""
     for package in ('mmdet', 'mmseg', 'mmpretrain'):
-        if find_spec(package):
-            root = Path(find_spec(package).origin).parent / '.mim' / 'configs'
-            for path in sorted(root.rglob('*.py')):
-                name = path.relative_to(root).as_posix()
-                swin = 'swin' in name or 'SwinTransformer' in path.read_text()
-                # Swin V2 normalizes after its FFNs, and SimMIM's pretraining gives it masks.
-                if swin and not re.search('_base_|swin_transformer_v2|^simmim/simmim', name):
-                    marks = () if QUICK.match(name) else pytest.mark.slow
-                    yield pytest.param(path, id=f'{package}::{name}', marks=marks)
+        root = Path(config_root(package))
+        for path in sorted(root.rglob('*.py')):
+            name = path.relative_to(root).as_posix()
+            swin = 'swin' in name or 'SwinTransformer' in path.read_text()
+            # Swin V2 normalizes after its FFNs, and SimMIM's pretraining gives it masks.
+            if swin and not re.search('_base_|swin_transformer_v2|^simmim/simmim', name):
+                marks = () if QUICK.match(name) else pytest.mark.slow
+                yield pytest.param(path, id=f'{package}::{name}', marks=marks)
 
 
 def lines_of(page):

@@ -9,7 +9,7 @@ import torch
 import torch.nn as nn
 
 from repa_mm.reparam import ChannelIdleFFN, reparameterize
-from repa_mm.surgery import copied, has_stock_forward
+from repa_mm.surgery import copied
 
 X = torch.linspace(-2, 2, 2 * 5 * 8).sin().view(2, 5, 8)
 
@@ -79,22 +79,3 @@ def test_functions_of_the_original_are_refused_by_name():
         for copy in (copied, reparameterize):
             with pytest.raises(ValueError, match=r"forward\(\) of '1' \(Layer\).*del module"):
                 copy(model)
-
-
-def test_stock_forwards():
-    class Doubled(nn.Linear):
-        def forward(self, x):
-            return 2 * super().forward(x)
-
-    class Named(nn.Linear):
-        pass
-
-    assert has_stock_forward(Named(2, 2), nn.Identity, nn.Linear)
-    assert has_stock_forward(Doubled(2, 2))
-    changed = [nn.Linear(2, 2) for _ in range(4)]
-    changed[0].register_forward_hook(print)
-    changed[1].register_forward_pre_hook(print)
-    changed[2].forward = print
-    nn.utils.parametrizations.weight_norm(changed[3])
-    for layer in (Doubled(2, 2), nn.Identity(), *changed):
-        assert not has_stock_forward(layer, nn.Linear)

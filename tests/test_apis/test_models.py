@@ -43,7 +43,6 @@ def test_a_model_in_the_form_of_its_weights_or_merged(tmp_path, randomize):
 
 
 def test_without_a_checkpoint_the_weights_are_initialized():
-    pytest.importorskip('mmdet')
     config = config_path('demo/retinanet_swin_digits.py')
     missing = dict(type='Pretrained', checkpoint='not/there.pth')
     options = {'model.backbone.init_cfg': missing}
@@ -60,7 +59,6 @@ def test_without_a_checkpoint_the_weights_are_initialized():
 
 
 def test_images_without_objects_count(tmp_path):
-    pytest.importorskip('mmdet')
     images = [dict(id=i, file_name=f'{i}.png', height=64, width=64) for i in range(3)]
     box = dict(id=1, image_id=1, category_id=1, bbox=[2, 2, 40, 40], area=1600, iscrowd=0)
     categories = [dict(id=1, name='zero')]

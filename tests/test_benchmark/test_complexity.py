@@ -4,8 +4,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from mmcv.ops import DeformConv2dPack, ModulatedDeformConv2dPack
 
-from repa_mm.apis.images import input_channels
 from repa_mm.benchmark.complexity import count
+from repa_mm.faster.uper_head import ConvModuleOfResized
 
 
 class Call(nn.Module):
@@ -38,15 +38,7 @@ def test_products_with_weights(model, macs):
     assert count(model, X) == (sum(p.numel() for p in model.parameters()), macs)
 
 
-def test_channels_of_images():
-    assert input_channels(nn.Sequential(nn.ReLU(), nn.Conv2d(4, 8, 1), nn.Conv2d(8, 5, 1))) == 4
-    assert input_channels(nn.Linear(8, 4)) == 3
-
-
 def test_batched_products_with_weights():
-    pytest.importorskip('mmseg')
-    from repa_mm.faster.uper_head import ConvModuleOfResized
-
     maps = X, X[:, :, :4, :4]
     conv = ConvModuleOfResized(6, 5, 3, padding=1)
     # The convolution of the first map; for the second nine products at its own size.

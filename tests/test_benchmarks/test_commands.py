@@ -7,7 +7,6 @@ import pytest
 
 import repa_mm
 
-pytest.importorskip('mmdet')
 REPA, VANILLA = (
     repa_mm.config_path(f'demo/retinanet_{name}_digits.py') for name in ('repa_swin', 'swin')
 )

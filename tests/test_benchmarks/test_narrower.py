@@ -7,13 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip('mmdet')
-pytest.importorskip('sklearn')
-
-from benchmarks import narrower, tables  # noqa: E402
-from demo.dataset import write_digit_scenes  # noqa: E402
-from repa_mm.apis import open_model  # noqa: E402
-from repa_mm.convert import parts, training_form  # noqa: E402
+from benchmarks import narrower, tables
+from demo.dataset import write_digit_scenes
+from repa_mm.apis import open_model
+from repa_mm.convert import parts, training_form
 
 SMALL = (
     'model.backbone.arch.depths=[1,1,1,1]',

@@ -7,12 +7,10 @@ import cv2
 import numpy as np
 import pytest
 from mmengine.config import Config
+from pycocotools import mask as masks
 
-pytest.importorskip('skimage')
-masks = pytest.importorskip('pycocotools.mask')
-
-from benchmarks.objects import CLOTHES, read_clothes, read_photographs, write_clothes  # noqa: E402
-from repa_mm import config_path  # noqa: E402
+from benchmarks.objects import CLOTHES, read_clothes, read_photographs, write_clothes
+from repa_mm import config_path
 
 
 @pytest.fixture

@@ -12,10 +12,6 @@ from repa_mm.convert import parts
 from repa_mm.search import bench
 from repa_mm.search.formats import EAGER
 
-pytest.importorskip('mmdet')
-pytest.importorskip('mmseg')
-pytest.importorskip('sklearn')
-pytest.importorskip('skimage')
 OPTIONS = '--small', '--device', 'cpu', '--amp', 'float32', '--repeats', '1', '--out', 'out.csv'
 LATENCY = 'stock', 'stock with our parts', 'deploy form'
 ALL = *LATENCY, 'a quarter of each block'

@@ -67,7 +67,6 @@ def test_poolformers_differ_in_the_memory_format_too():
 
 
 def config(name):
-    pytest.importorskip('mmdet')
     return load_config(repa_mm.config_path(f'demo/retinanet_{name}_digits.py'))
 
 

@@ -3,17 +3,11 @@
 import sys
 from pathlib import Path
 
-import pytest
 import torch
+from mmengine.registry import DATASETS, MODELS
 
-pytest.importorskip('mmdet')
-pytest.importorskip('sklearn')
-pytest.importorskip('skimage')
-
-from mmengine.registry import DATASETS, MODELS  # noqa: E402
-
-from benchmarks import pretraining, tables  # noqa: E402
-from repa_mm.convert import training_form  # noqa: E402
+from benchmarks import pretraining, tables
+from repa_mm.convert import training_form
 
 # Name of the first layer of an ordinary FFN, and of a channel-idle one.
 ORDINARY, IDLE = 'ffn.layers.0.0.weight', 'ffn.fc1.weight'

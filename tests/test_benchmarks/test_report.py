@@ -25,7 +25,8 @@ def test_a_run_becomes_a_table(tmp_path, monkeypatch):
     path = tmp_path / 'results.csv'
     shutil.copy(tables.RESULTS, path)
     monkeypatch.setattr(tables, 'RESULTS', path)
-    before = len([row for row in tables.read() if not row['what'].startswith((report.WHAT, report.BESIDE))])
+    readme = report.WHAT, report.BESIDE
+    before = len([row for row in tables.read() if not row['what'].startswith(readme)])
     for model in ('another', 'a model', 'a model'):  # README's run is replaced, and a second run
         report.write(list(report.to_csv(RESULTS, model, 'a CPU')), path, readme=True)
     rows = tables.read()

@@ -2,13 +2,10 @@
 
 from types import SimpleNamespace
 
-import pytest
 import torch
+from mmdet.structures import DetDataSample
 
-pytest.importorskip('mmdet')
-from mmdet.structures import DetDataSample  # noqa: E402
-
-from benchmarks.rivals import Smaller  # noqa: E402
+from benchmarks.rivals import Smaller
 
 
 class Bright(torch.nn.Module):

@@ -12,13 +12,14 @@ from repa_mm.convert.changed_config import converted_config
 from repa_mm.export import noise, resized
 from repa_mm.faster.attention import FastShiftWindowMSA
 from repa_mm.faster.deformable import FastDeformableAttention
+from repa_mm.faster.uper_head import FastUPerHead
 from repa_mm.io.configs import load_config
 from repa_mm.models.sites import attention_sites, ffn_sites
 from tests.conftest import random_model
 from tests.test_export.conftest import write_config
 
 CASES = dict(
-    retinanet=(FastShiftWindowMSA,), upernet=('FastUPerHead', FastShiftWindowMSA),
+    retinanet=(FastShiftWindowMSA,), upernet=(FastUPerHead, FastShiftWindowMSA),
     dino=(FastDeformableAttention,),
 )  # fmt: skip
 
@@ -29,10 +30,6 @@ def kinds(model):
 
 @pytest.mark.parametrize('task', CASES)
 def test_the_config_is_of_the_same_model(task, tmp_path, monkeypatch, randomize):
-    pytest.importorskip('mmdet')
-    pytest.importorskip('mmseg')
-    from repa_mm.faster.uper_head import FastUPerHead
-
     if task == 'dino':
         from tests.test_export.zoo import detr_config, small_model
 
@@ -48,7 +45,7 @@ def test_the_config_is_of_the_same_model(task, tmp_path, monkeypatch, randomize)
     assert cfg.model == before
     data = resized(noise(cfg), [(128, 160)])
     faster = open_model(load_config('faster.py'), 'stock.pth')
-    expected = {FastUPerHead if kind == 'FastUPerHead' else kind for kind in CASES[task]}
+    expected = {*CASES[task]}
     assert expected <= kinds(faster) and not expected & kinds(stock)
     found, wanted = (model.test_step(copy.deepcopy(data))[0] for model in (faster, stock))
     if task == 'upernet':
@@ -91,7 +88,6 @@ def test_training_needs_no_weights_of_the_original(whole):
 
 
 def test_backbones_of_timm_download_no_weights():
-    pytest.importorskip('timm')
     sizes = dict(img_size=32, embed_dim=16, depth=1, num_heads=2)
     backbone = dict(type='mmseg.TIMMBackbone', model_name='vit_tiny_patch16_224', **sizes)
     backbone.update(features_only=False, pretrained=False)

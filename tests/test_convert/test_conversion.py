@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn as nn
+from mmpretrain.models import VisionTransformer
 from torch.utils.flop_counter import FlopCounterMode
 
 import repa_mm
@@ -145,8 +146,6 @@ def test_multiply_adds_are_those_of_the_models(case, heads, multiply_adds, rando
 
 
 def test_drop_path_scale_and_mode_are_kept(randomize):
-    from mmpretrain.models import VisionTransformer
-
     model = randomize(VisionTransformer(ARCH, 64, drop_path_rate=0.2, layer_scale_init_value=0.5))
     with torch.no_grad():
         model.layers[1].ffn.gamma2.weight[0] = 0  # no output weight gives this channel anything

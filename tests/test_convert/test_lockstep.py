@@ -5,6 +5,7 @@ import weakref
 
 import pytest
 import torch
+from mmpretrain.models import VisionTransformer
 
 import repa_mm
 from benchmarks.even import even_sizes
@@ -17,8 +18,7 @@ VIT = dict(embed_dims=16, num_layers=3, num_heads=2, feedforward_channels=64)
 
 @pytest.fixture
 def vit(randomize):
-    models = pytest.importorskip('mmpretrain.models')
-    model = randomize(models.VisionTransformer(VIT, img_size=32, patch_size=8))
+    model = randomize(VisionTransformer(VIT, img_size=32, patch_size=8))
     model.eval()
     return model
 

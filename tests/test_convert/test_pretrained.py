@@ -60,7 +60,6 @@ optim_wrapper = dict(optimizer=dict(type='AdamW', lr=1e-3, betas=(0.8, 0.9)))
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """A folder with nine images of noise and a classifier's config and checkpoint, to work in."""
-    pytest.importorskip('mmpretrain')
     monkeypatch.chdir(tmp_path)
     Path('images').mkdir()
     for i in range(9):
@@ -184,7 +183,6 @@ STARTS = dict(
 @pytest.mark.parametrize('name', STARTS)
 def test_a_training_starts_from_a_fitted_file(name, fitted, tmp_path, recwarn, relative_error):
     """In a Runner, with a frozen stage, ``norm_eval`` and rates that depend on the layer."""
-    pytest.importorskip(name.partition('_')[0])
     (path, expected), (task, paramwise, rate) = fitted, STARTS[name]
     cfg = load_config(write_config(task, tmp_path))
     cfg.model.backbone.update(ffn_norm_cfg=KEEP, frozen_stages=0, window_size=7)

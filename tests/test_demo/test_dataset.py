@@ -9,11 +9,8 @@ import cv2
 import numpy as np
 import pytest
 
-pytest.importorskip('sklearn')
-pytest.importorskip('skimage')
-
-from demo import dataset  # noqa: E402
-from demo.dataset import DIGITS, write_digit_scenes  # noqa: E402
+from demo import dataset
+from demo.dataset import DIGITS, write_digit_scenes
 
 SIX = dict(num_train=6, num_val=6)
 

@@ -6,16 +6,12 @@ import cv2
 import pytest
 import torch
 
-pytest.importorskip('mmdet')
-pytest.importorskip('sklearn')
-pytest.importorskip('skimage')
-
-from demo import run  # noqa: E402
-from demo.dataset import write_digit_scenes  # noqa: E402
-from repa_mm import config_path  # noqa: E402
-from repa_mm.apis import open_model  # noqa: E402
-from repa_mm.io.configs import load_config  # noqa: E402
-from tests.conftest import random_model  # noqa: E402
+from demo import run
+from demo.dataset import write_digit_scenes
+from repa_mm import config_path
+from repa_mm.apis import open_model
+from repa_mm.io.configs import load_config
+from tests.conftest import random_model
 
 # One block for each stage.
 SMALL = {'model.backbone.arch.depths': [1, 1, 1, 1]}
@@ -43,8 +39,6 @@ def test_demo(task, scenes, capsys):
     """A trained model, or one of random weights, is tested in its forms, measured and drawn."""
     checkpoint = None
     options = RETINANET if task == 'retinanet' else SMALL
-    if task == 'upernet':
-        pytest.importorskip('mmseg')
     if task != 'retinanet':
         config = config_path(f'demo/{task}_repa_swin_digits.py')
         model = random_model(load_config(config, options))

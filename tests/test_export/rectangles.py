@@ -3,7 +3,11 @@
 import cv2
 import numpy as np
 import torch
+from mmdet.structures import DetDataSample
+from mmdet.structures.mask import BitmapMasks
 from mmengine.structures import InstanceData, PixelData
+from mmpretrain.structures import DataSample
+from mmseg.structures import SegDataSample
 
 COLOURS = np.array([(60, 60, 230), (60, 230, 60), (230, 60, 60)], np.uint8)
 
@@ -24,18 +28,11 @@ def scene(rng, task, size=64):
     keys = 'img_shape', 'ori_shape', 'batch_input_shape', 'pad_shape'
     meta = dict(dict.fromkeys(keys, (size, size)), scale_factor=(1.0, 1.0), img_id=0, flip=False)
     if task == 'classifier':
-        from mmpretrain.structures import DataSample
-
         sample = DataSample(metainfo=meta).set_gt_label(labels[0])
     elif task == 'upernet':
-        from mmseg.structures import SegDataSample
-
         sample = SegDataSample(metainfo=meta)
         sample.gt_sem_seg = PixelData(data=torch.from_numpy(label_map)[None])
     else:
-        from mmdet.structures import DetDataSample
-        from mmdet.structures.mask import BitmapMasks
-
         sample = DetDataSample(metainfo=meta)
         sample.gt_instances = InstanceData(
             bboxes=torch.tensor(boxes, dtype=torch.float32),

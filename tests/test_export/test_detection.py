@@ -2,17 +2,16 @@
 
 import copy
 
+import onnxruntime
 import pytest
 import torch
+from mmcv.ops import batched_nms
 
 from repa_mm.export import ExportedModel, agreeing_onnx, agreement, noise, resized, whole_model
 from repa_mm.export.detection import suppress, suppress_softly
 from repa_mm.export.exporter import to_onnx
 from repa_mm.io.configs import load_config
 from tests.conftest import random_model
-
-pytest.importorskip('onnxruntime')
-pytest.importorskip('mmdet')
 
 
 class Suppress(torch.nn.Module):
@@ -30,9 +29,6 @@ class Suppress(torch.nn.Module):
     'nms', [dict(type='nms', iou_threshold=0.5), dict(iou_thr=0.3, split_thr=10, max_num=-1)]
 )
 def test_suppression_is_that_of_mmcv(nms):
-    import onnxruntime
-    from mmcv.ops import batched_nms
-
     generator = torch.Generator().manual_seed(0)
     boxes = torch.rand(1, 80, 4, generator=generator) * 20
     boxes[..., 2:] += boxes[..., :2]
@@ -50,9 +46,6 @@ def test_suppression_is_that_of_mmcv(nms):
 
 @pytest.mark.parametrize('name', ['iou_threshold', 'iou_thr'])
 def test_soft_suppression_is_that_of_mmcv(name):
-    import onnxruntime
-    from mmcv.ops import batched_nms
-
     nms = {'type': 'soft_nms', name: 0.2, 'min_score': 0.2}
     generator = torch.Generator().manual_seed(0)
     boxes = torch.rand(2, 60, 4, generator=generator) * 20
@@ -143,7 +136,6 @@ REFUSED = {
 
 @pytest.mark.parametrize('config', REFUSED)
 def test_what_predicts_in_another_way_is_refused_by_its_name(config):
-    pytest.importorskip('mmseg')
     cfg = load_config(config)
     cfg.model.pop('pretrained', None)
     cfg.model.backbone = dict(type='ResNet', depth=18, base_channels=8)  # which runs for none

@@ -2,6 +2,7 @@
 
 import re
 
+import onnx
 import pytest
 
 from repa_mm.apis.features import head_inputs
@@ -30,10 +31,6 @@ from .zoo import (
     small_images,
     small_model,
 )
-
-pytest.importorskip('onnxruntime')
-pytest.importorskip('mmdet')
-pytest.importorskip('mmseg')
 
 
 def test_every_row_is_tested():
@@ -75,7 +72,6 @@ IN_8_BITS = [
 @pytest.mark.parametrize('family', IN_8_BITS)
 def test_products_in_8_bits(family, tmp_path, monkeypatch):
     """Weights are random, so that the file need not agree; other tests compare files."""
-    pytest.importorskip('nncf')
     cfg = small_config(family, tmp_path)
     masks = cfg.model.get('panoptic_head')
     if masks:
@@ -112,8 +108,6 @@ OF_DETECTORS = [[(150, 200)], [(128, 96), (101, 160), (160, 130)], [(57, 250)], 
 
 @pytest.mark.parametrize('family', COMPARED)
 def test_exports(family, tmp_path):
-    import onnx
-
     # A Mask2Former on the small maps of a ResNet, on which its queries differ.
     cfg = mask_config(family) if family in MASK_MODELS else small_config(family, tmp_path)
     if family == 'DINO':

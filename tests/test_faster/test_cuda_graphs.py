@@ -84,7 +84,6 @@ def graphs(model):
 @pytest.mark.parametrize('config', ['demo/retinanet_repa_swin_digits', 'demo/upernet_swin_digits'])
 def test_models_of_several_sizes(config, dtype, device, randomize):
     """Each size has a graph, which is taken again, and a result outlives the next batch."""
-    pytest.importorskip('mmseg' if 'upernet' in config else 'mmdet')
     if dtype and device == 'cpu':
         pytest.skip('a CPU has no autocast of a GPU')
     model = open_model(load_config(config_path(f'{config}.py')), merge=True)

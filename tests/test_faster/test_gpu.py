@@ -14,12 +14,10 @@ from repa_mm.faster.gpu import FastLayerNorm
 from repa_mm.io.configs import load_config
 
 needs_operators = pytest.mark.skipif(not attention._HAS_OPERATORS, reason='needs PyTorch 2.6')
-PACKAGE = dict(retinanet='mmdet', mask_rcnn='mmdet', upernet='mmseg')
 SMALL = {'model.backbone.arch.depths': [2, 1, 1, 1]}
 
 
 def _model(task, repa='', **kwargs):
-    pytest.importorskip(PACKAGE[task])
     cfg = load_config(config_path(f'demo/{task}_{repa}swin_digits.py'), SMALL)
     return open_model(cfg, **kwargs)
 
@@ -36,7 +34,7 @@ def _formats(module):
 
 
 @needs_operators
-@pytest.mark.parametrize('task', PACKAGE)
+@pytest.mark.parametrize('task', ['retinanet', 'mask_rcnn', 'upernet'])
 @torch.no_grad()
 def test_prepared_models_compute_the_same(task, monkeypatch, relative_error):
     stock, model = with_our_parts(_model(task)).values()

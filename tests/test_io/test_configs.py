@@ -53,7 +53,6 @@ def test_data_sets_inside_of_wrappers(config):
 
 
 def test_configs_and_tools_of_installed_codebases(tmp_path):
-    pytest.importorskip('mmdet')
     assert load_config('mmdet::retinanet/retinanet_r50_fpn_1x_coco.py').model.type == 'RetinaNet'
     config = config_path('retinanet_repa_swin_b')
     for arguments in (
@@ -110,7 +109,6 @@ optim_wrapper = dict(constructor=DefaultOptimWrapperConstructor)
 
 
 def test_classes_of_a_pure_python_config_become_names(tmp_path):
-    pytest.importorskip('mmdet')
     path = str(tmp_path / 'lazy.py')
     (tmp_path / 'base.py').write_text('default_scope = None\n')
     (tmp_path / 'lazy.py').write_text(LAZY)
@@ -131,7 +129,6 @@ def test_classes_of_a_pure_python_config_become_names(tmp_path):
 
 
 def test_the_scope_of_a_restructured_model(tmp_path):
-    pytest.importorskip('mmseg')
     (tmp_path / 'lazy.py').write_text(
         'from mmseg.models import EncoderDecoder\n'
         "model = dict(type='Restructured', model=dict(type=EncoderDecoder), structures=[])\n"

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import timm
 import torch
 import torch.nn.functional as F
 from mmengine.config import ConfigDict
@@ -272,13 +273,12 @@ def others(family):
     if family == 'poolformer':
         model = MODELS.build(dict(type='mmpretrain.PoolFormer', arch=POOL))
         return model, 64, dict(type='RePaPoolFormer', arch=POOL)
-    models = pytest.importorskip('timm.models')
     small = dict(patch_size=4, num_classes=5, embed_dim=16)
     if family == 'swin':
         arch = dict(depths=SWIN_DEPTHS, num_heads=(1, 2, 4, 8), window_size=2)
         cfg = dict(type='RePaSwinTransformer', arch=dict(SWIN, embed_dims=16), window_size=2)
-        return models.SwinTransformer(img_size=64, **small, **arch), 64, cfg
-    model = models.VisionTransformer(img_size=16, depth=2, num_heads=4, **small)
+        return timm.models.SwinTransformer(img_size=64, **small, **arch), 64, cfg
+    model = timm.models.VisionTransformer(img_size=16, depth=2, num_heads=4, **small)
     cfg = dict(type='RePaVisionTransformer', arch=VIT, img_size=16, patch_size=4)
     return model, 16, dict(cfg, layer_cfgs=dict(norm_cfg=dict(type='LN', eps=1e-6)))
 
@@ -393,7 +393,6 @@ def test_a_model_without_a_class_token_or_of_fewer_stages():
 
 
 def test_bias_tables_of_other_windows_are_resized_as_by_the_codebase(tmp_path):
-    pytest.importorskip('mmdet')
     path = str(tmp_path / 'model.pth')
     torch.save(dict(model=made('swin', 'vanilla')[0]), path)
     cfg = dict(SWIN, type='mmdet.SwinTransformer', window_size=3, out_indices=(3,))

@@ -5,8 +5,10 @@ import copy
 import pytest
 import torch
 from mmcv.cnn.bricks.transformer import TransformerLayerSequence
+from mmdet.structures import DetDataSample
 from mmengine.config import Config, ConfigDict
 from mmengine.registry import MODELS, init_default_scope
+from mmseg.structures import SegDataSample
 
 import repa_mm
 from repa_mm.apis.features import head_inputs, tensors
@@ -15,12 +17,11 @@ from repa_mm.io.configs import load_config
 from repa_mm.models.sites import ffn_sites
 from repa_mm.reparam import ChannelIdleFFN, MergedFFN
 from repa_mm.surgery import copied
+from tests.co_detr import co_detr
 from tests.test_convert.even import narrowed
 from tests.test_export.zoo import DETRS
 from tests.test_models.test_sites import idle
 from tests.test_surgery import as_fairscale_does
-
-pytest.importorskip('mmdet')
 
 IDLE = dict(type='Restructured', structures=[dict(type='ChannelIdle')])
 
@@ -37,8 +38,6 @@ SWIN.update(num_heads=(1, 1, 2, 2), out_indices=(1, 2, 3))
 
 def model_config(case):
     if case == 'Co-DETR':  # a stand-in
-        from tests.co_detr import co_detr
-
         init_default_scope('mmdet')
         backbone = dict(type='ResNet', depth=18, out_indices=(1, 2, 3))
         return ConfigDict(co_detr(backbone, [128, 256, 512], None))
@@ -71,8 +70,6 @@ def build(case, randomize):
 
 def data(model, *sizes):
     """Images of several sizes, padded to one batch."""
-    from mmdet.structures import DetDataSample
-
     images, samples = [], []
     for height, width in sizes or [(96, 128), (80, 100)]:
         images.append(torch.randint(0, 256, (3, height, width), dtype=torch.uint8))
@@ -128,18 +125,14 @@ def test_what_is_padded_is_no_input_of_a_head(case, randomize):
 
 
 def test_a_segmentor(randomize, relative_error):
-    mmseg = pytest.importorskip('mmseg')
     name = 'mmseg::mask2former/mask2former_r50_8xb2-160k_ade20k-512x512.py'
-    try:
-        model = load_config(name).model
-    except FileNotFoundError:
-        pytest.skip('MMSegmentation has been installed without its configs')
+    model = load_config(name).model
     model.backbone = dict(type='mmdet.ResNet', depth=18)
     model.decode_head.in_channels = [64, 128, 256, 512]
     model.pretrained = None
     model = randomize(MODELS.build(model))
     model.eval()
-    sample = mmseg.structures.SegDataSample(metainfo=dict(img_shape=(96, 128)))
+    sample = SegDataSample(metainfo=dict(img_shape=(96, 128)))
     batch = dict(inputs=torch.randn(2, 3, 96, 128), data_samples=[sample] * 2)
     idle(model)
     with torch.no_grad():

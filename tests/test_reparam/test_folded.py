@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn as nn
+from mmengine.model import revert_sync_batchnorm
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
@@ -12,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from repa_mm.reparam import ChannelIdleFFN, folded, set_training_path_
 from repa_mm.reparam.folded import folds, is_foldable
 from tests import toy
+from tests.toy import Adapter
 
 
 def step(ffn, x, path):
@@ -56,7 +58,7 @@ def test_equals_equation_3(idle_ratio, norm, drop_path, layer_scale, randomize):
         layer_scale_init_value=layer_scale,
     )
     if norm == 'reverted':  # as MMEngine leaves SyncBN on one device
-        ffn = pytest.importorskip('mmengine.model').revert_sync_batchnorm(ffn)
+        ffn = revert_sync_batchnorm(ffn)
         assert not isinstance(ffn.norm1, (nn.BatchNorm1d, nn.SyncBatchNorm))
     randomize(ffn).double().train()
     if norm == 'frozen':
@@ -148,10 +150,7 @@ def test_mixed_precision(dtype, tolerance, norm, randomize):
     assert worst(folded, exact) < max(tolerance, 1.5 * worst(literal, exact))
 
 
-@pytest.mark.skipif(
-    not hasattr(torch, 'compiler') or torch.__version__ < '2.2',
-    reason='autograd functions compile since torch 2.2',
-)
+@pytest.mark.skipif(torch.__version__ < '2.2', reason='autograd functions compile since then')
 def test_compiles_in_one_graph(randomize):
     ffn = randomize(ChannelIdleFFN(16, 64)).train()
     model = set_training_path_(copy.deepcopy(ffn), 'folded')
@@ -201,11 +200,6 @@ def test_second_derivatives_are_refused_folded_and_right_literally(norm, randomi
     # First derivatives are right after that, too.
     folded, literal = (step(ffn, x.detach(), path) for path in ('folded', 'literal'))
     assert worst(folded, literal) < 1e-10
-
-
-class Adapter(nn.Linear):
-    def forward(self, x):
-        return 2 * super().forward(x)
 
 
 @pytest.mark.parametrize(

@@ -145,8 +145,3 @@ def test_wrapped_and_shared_ffns(randomize, relative_error):
         assert relative_error(deployed(X), (ffn if wrapped is ffn else model)(X)) < 1e-5
     assert count(model, ChannelIdleFFN) == 1
     assert torch.equal(state, torch.get_rng_state())
-
-
-def test_nothing_to_merge():
-    with pytest.raises(ValueError, match='Linear has no channel-idle FFN'):
-        reparameterize(nn.Linear(2, 2))

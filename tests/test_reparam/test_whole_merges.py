@@ -151,14 +151,6 @@ def test_the_shortcut_outside_in_an_exported_program(randomize, relative_error):
             assert torch.allclose(state_dict[key], value, atol=1e-5), key
 
 
-def test_reverted_synchronized_norms_merge(randomize, relative_error):
-    """As MMEngine leaves them on one device: not of PyTorch's classes."""
-    revert = pytest.importorskip('mmengine.model').revert_sync_batchnorm
-    ffn = randomize(revert(ChannelIdleFFN(8, 32, norm_cfg=dict(type='SyncBN')))).eval()
-    assert not isinstance(ffn.norm1, (nn.BatchNorm1d, nn.SyncBatchNorm))
-    assert relative_error(ffn.merge()(X), ffn(X)) < 1e-5
-
-
 def test_linear_layers_without_a_bias(randomize, relative_error):
     ffn = randomize(ChannelIdleFFN(8, 32))
     ffn.fc1.bias = ffn.fc2.bias = None

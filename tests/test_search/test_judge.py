@@ -8,10 +8,12 @@ import cv2
 import numpy as np
 import pytest
 import torch
+from mmdet.evaluation import CocoMetric, VOCMetric
 from mmengine.config import Config
 from mmengine.evaluator import BaseMetric
 from mmengine.registry import DATASETS, METRICS, init_default_scope
 from mmengine.structures import BaseDataElement, InstanceData, PixelData
+from mmpretrain.structures import DataSample
 from torch.utils.data import Dataset
 
 from repa_mm.search.judge import Agreement, Annotated, Judge, subset
@@ -51,8 +53,6 @@ def tensors(**arrays):
 
 def coco_metric(images, folder):
     """MMDetection's metric of COCO and its results for images."""
-    from mmdet.evaluation import CocoMetric
-
     write_coco(folder / 'all.json', [image[:2] for image in images], 100)
     metric = CocoMetric(ann_file=str(folder / 'all.json'))
     metric.dataset_meta = dict(classes=('0', '1'))
@@ -64,8 +64,6 @@ def coco_metric(images, folder):
 
 def voc_metric(images, mode):
     """MMDetection's metric of VOC and its results for images, some with an ignored object."""
-    from mmdet.evaluation import VOCMetric
-
     metric = VOCMetric(iou_thrs=[0.5, 0.8], eval_mode=mode)
     metric.dataset_meta = dict(classes=('0', '1'))
     for boxes, labels, found, guesses, scores in images:
@@ -83,7 +81,6 @@ def voc_metric(images, mode):
 @pytest.mark.parametrize('kind, points', [('coco', 101), ('11points', 11), ('area', None)])
 def test_precision_of_weighted_images(kind, points, tmp_path):
     """In a second instead of minutes: MMDetection would match the boxes anew 800 times."""
-    pytest.importorskip('mmdet')
 
     def metric_of(images):
         return coco_metric(images, tmp_path) if kind == 'coco' else voc_metric(images, kind)
@@ -181,9 +178,8 @@ def hits_in(judge, hits):
 
 def labels_in(judge, hits):
     """The score of a model with another label than the original where no `hits` are."""
-    structures = pytest.importorskip('mmpretrain.structures')
     no, yes = (
-        structures.DataSample().set_pred_score(torch.eye(2)[i]).set_pred_label(torch.tensor([i]))
+        DataSample().set_pred_score(torch.eye(2)[i]).set_pred_label(torch.tensor([i]))
         for i in (0, 1)
     )
     if judge.expected is None:
@@ -277,7 +273,6 @@ def detection(folder, number=12, **dataset):
 
 def test_a_metric_of_ones_own_class(tmp_path):
     """Its class tells what it is, and what it computes is compared with what we compute."""
-    CocoMetric = pytest.importorskip('mmdet.evaluation').CocoMetric  # noqa: N806
 
     class ProductMetric(CocoMetric):
         factor = 1
@@ -309,7 +304,6 @@ def registered(registry, kind):
     [(None, [0, 4, 8]), (6, [0, 2, 4]), (-6, [6, 8, 10]), ([11, 3, 7, 1], [11, 3, 7])],
 )
 def test_images_are_those_that_the_written_config_tests(tmp_path, given, expected):
-    pytest.importorskip('mmdet')
     cfg = detection(tmp_path, **({} if given is None else dict(indices=given)))
     loader, evaluators, dataset, indices = subset(cfg, 3, str(tmp_path / 'few.json'))
     seen = [data['data_samples'][0].img_id for data in Judge(dataset, indices).images(3)]
@@ -322,7 +316,6 @@ def test_images_are_those_that_the_written_config_tests(tmp_path, given, expecte
 
 
 def test_several_data_sets_are_refused(tmp_path):
-    pytest.importorskip('mmdet')
     cfg = detection(tmp_path)
     one, evaluator = cfg.val_dataloader.dataset, cfg.val_evaluator
     cfg.val_dataloader.dataset = dict(type='ConcatDataset', datasets=[one, one])

@@ -27,9 +27,6 @@ from repa_mm.search.judge import Annotated
 from tests.conftest import random_model
 from tests.test_export.rectangles import scene, train
 
-pytest.importorskip('onnxruntime')
-pytest.importorskip('mmpretrain')
-
 CONFIG = """
 default_scope = 'mmpretrain'
 data_preprocessor = dict(mean=[100, 110, 120], std=[50, 60, 70], num_classes=3)

@@ -2,16 +2,14 @@ from pathlib import Path
 
 import pytest
 
+from demo.dataset import write_digit_scenes
+
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope='session')
 def digits(tmp_path_factory):
     """A folder with a few scenes of digits where the demo configs look."""
-    pytest.importorskip('sklearn')
-    pytest.importorskip('skimage')
-    from demo.dataset import write_digit_scenes
-
     folder = tmp_path_factory.mktemp('user')
     write_digit_scenes(str(folder / 'data/demo'), num_train=8, num_val=4, size=96)
     return folder

@@ -1,6 +1,5 @@
 """What projects test their structures in the tools with, by a thin config."""
 
-import pytest
 import torch
 
 import repa_mm
@@ -17,7 +16,6 @@ def write_config(path, backbone, widths, hooks, *imports):
         hooks (str): Further hooks.
         imports (str): Modules to import.
     """
-    pytest.importorskip('mmdet')
     path.write_text(
         f'_base_ = {repa_mm.config_path("demo/retinanet_swin_digits.py")!r}\n'
         f'model = dict(backbone=dict({backbone}),\n'

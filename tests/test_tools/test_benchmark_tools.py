@@ -10,7 +10,6 @@ from repa_mm.io.configs import load_config
 from tests.conftest import random_model
 from tests.test_export.conftest import write_config
 
-pytest.importorskip('mmdet')
 REPA, VANILLA = (
     repa_mm.config_path(f'demo/retinanet_{name}_digits.py') for name in ('repa_swin', 'swin')
 )
@@ -86,8 +85,6 @@ def test_models_of_other_channels_and_whole_models(base, text, channels, tmp_pat
 
 def test_a_file_of_a_segmentor_slides_as_the_model_does(tmp_path, call, capsys, monkeypatch):
     """On noise, too: two windows of 96 in each direction."""
-    pytest.importorskip('mmseg')
-    pytest.importorskip('onnxruntime')
     config, out = write_config('slide', tmp_path), tmp_path / 'model.onnx'
     torch.save(open_model(config).state_dict(), tmp_path / 'model.pth')
     assert (

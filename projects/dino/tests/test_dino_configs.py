@@ -15,7 +15,6 @@ from repa_mm import reparameterize
 from tests import test_configs
 from tests.test_configs import batch_of
 
-pytest.importorskip('mmpretrain')
 pytest.importorskip('lightly')
 CONFIGS = Path(__file__).parents[1] / 'configs'
 PRETRAINING = ['repa_vit_s_dino', 'vit_s_dino', 'repa_vit_b_dino', 'vit_b_dino']
@@ -110,7 +109,6 @@ def test_linear_evaluation_trains_the_classifier_alone(name, randomize):
 
 @pytest.mark.parametrize('task', ['segmentor', 'detector'])
 def test_dense_models_start_from_the_teacher(task, tmp_path, randomize, relative_error):
-    pytest.importorskip('mmseg')
     cfg = load('repa_vit_s_dino')
     cfg.model.backbone.update(arch=ARCH, img_size=48)
     cfg.model.neck.update(in_channels=24, hidden_channels=8, out_channels=8)

@@ -307,8 +307,6 @@ def test_models_without_such_blocks():
 @pytest.mark.parametrize('kind', KINDS)
 def test_exported(kind, randomize):
     """Of any size and batch."""
-    pytest.importorskip('onnx')
-    pytest.importorskip('onnxruntime')
     from tests.test_export.test_export import check_backbone
 
     model = reduce_tokens(repa_mm.reparameterize(build(kind, randomize)), 0.6)
