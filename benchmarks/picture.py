@@ -72,7 +72,7 @@ def draw_smaller(path: Path) -> None:
     panels = grouped(
         [row for row in rows if row['of'] in ('box AP', 'mask AP', 'mIoU')], 'model', 'of'
     )
-    figure, axes = plt.subplots(2, len(panels) // 2, figsize=(11, 8.4), layout='constrained')
+    figure, axes = plt.subplots(2, (len(panels) + 1) // 2, figsize=(11, 8.4), layout='constrained')
     for axis, ((model, metric), found) in zip(axes.flat, panels.items()):
         by_name = grouped(found, 'trained', 'name')
         for label, (style, trained, names) in SMALLER.items():

@@ -1,8 +1,8 @@
 r"""Put a run of tools/speed_up.py into results.csv.
 
 Its chosen model becomes a row of the table in docs/benchmarks.md. With ``--readme`` the whole run
-takes the place of README's, and its picture that of docs/speed_up.svg. Both have what
-`benchmarks/rivals.py` found there, which is also the table in docs/alternatives.md::
+takes the place of README's, and its picture that of docs/speed_up.svg. What `benchmarks/rivals.py`
+found there is in the picture, too, and in the table of docs/alternatives.md::
 
     python tools/speed_up.py CONFIG CHECKPOINT OUT_DIR --max-loss 0.5
     python -m benchmarks.report OUT_DIR --model 'RetinaNet, digits' --cpu 'Intel Xeon, 2 cores' \
@@ -103,8 +103,9 @@ def points(rows: list[dict], others: list[dict]) -> dict[str, list[tuple[float, 
     Times are relative to that of the chosen model, which both runs have.
     """
     found: dict[str, list[tuple[float, float]]] = {}
-    for row in others[2:]:
-        scale = next(row['speedup'] for row in rows if row['chosen']) / others[1]['speedup']
+    chosen = next((row['speedup'] for row in rows if row['chosen']), None)
+    for row in others[2:]:  # after the original and the chosen model
+        scale = chosen / others[1]['speedup']
         tool = row['candidate'].partition(':')[0]
         found.setdefault(tool, []).append((1 / (scale * row['speedup']), row['metric']))
     return found

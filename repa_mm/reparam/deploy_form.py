@@ -30,6 +30,7 @@ KEPT_NORMS = nn.LayerNorm, TokenGroupNorm
 
 _NORMS = {
     'BN': nn.BatchNorm1d,
+    'BN1d': nn.BatchNorm1d,
     'SyncBN': nn.SyncBatchNorm,
     'LN': nn.LayerNorm,
     'TokenGN': TokenGroupNorm,
@@ -67,7 +68,7 @@ def build_activation(act_cfg: dict | nn.Module) -> nn.Module:
 def build_norm(norm_cfg: dict | None, num_features: int) -> nn.Module:
     """Build a normalization layer, or ``nn.Identity`` for None.
 
-    ``norm_cfg`` has ``type``, 'BN', 'SyncBN', 'LN' or 'TokenGN', ``requires_grad`` of the
+    ``norm_cfg`` has ``type``, 'BN', 'BN1d', 'SyncBN', 'LN' or 'TokenGN', ``requires_grad`` of the
     parameters (True by default), and arguments of the layer.
     """
     if norm_cfg is None:
@@ -309,6 +310,9 @@ def set_shortcut_(model: nn.Module, where: str) -> nn.Module:
     Args:
         model (nn.Module): The model, changed in place.
         where (str): 'inside' or 'outside'.
+
+    Raises:
+        ValueError: If ``where`` is something else.
     """
     if where not in ('inside', 'outside'):
         raise ValueError(f"the shortcut is 'inside' or 'outside', but got {where!r}")

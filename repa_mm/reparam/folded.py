@@ -339,6 +339,9 @@ def set_training_path_(model: nn.Module, path: str) -> nn.Module:
             multiply-adds, but in half precision on a GPU 'folded' for large maps alone.
             docs/benchmarks.md has times and memory. In float16, gradients of 'folded' need smaller
             loss scales where tokens are large; ``AmpOptimWrapper`` finds them.
+
+    Raises:
+        ValueError: If ``path`` is something else.
     """
     if path not in ('auto', 'literal', 'folded'):
         raise ValueError(f"the path must be 'auto', 'literal' or 'folded', but is {path!r}")
