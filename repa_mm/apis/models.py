@@ -81,10 +81,12 @@ def _initialize_(model: nn.Module) -> None:
     logger = MMLogger.get_current_instance()
     level = logger.level
     logger.setLevel('WARNING')  # hides where each weight is initialized from
-    with warnings.catch_warnings():
-        warnings.filterwarnings('ignore', '.*never estimated')  # which a checkpoint is to have
-        model.init_weights()
-    logger.setLevel(level)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings('ignore', '.*never estimated')  # which a checkpoint is to have
+            model.init_weights()
+    finally:
+        logger.setLevel(level)
 
 
 def _metainfo(cfg: Config) -> dict:
