@@ -54,7 +54,7 @@ def to_csv(
         row = max(rows, key=lambda row: row['speedup'])
         if row['speedup'] > shown[-1]['speedup']:
             shown.append(row)
-    command = f'python -m benchmarks.rivals OUT_DIR --num-images {fixed["run"].split()[0]}'
+    command = 'python -m benchmarks.rivals OUT_DIR'
     rivals = [dict(row, what=BESIDE, command=command) for row in others or ()]
     for row in [dict(row, what=WHAT) for row in shown] + rivals:
         values = {'speedup': f'{row["speedup"]:.2f}'}  # times of other turns do not compare
@@ -100,12 +100,16 @@ def write(rows: list[dict[str, str]], path: Path, readme: bool = False) -> None:
 def points(rows: list[dict], others: list[dict]) -> dict[str, list[tuple[float, float]]]:
     """Return the points of each tool of ``rivals.json`` in the picture.
 
-    Times are relative to that of the chosen model, which both runs have.
+    Times are relative to that of the chosen model, which both runs have. If they chose another one
+    since, a ``ValueError`` is raised.
     """
     found: dict[str, list[tuple[float, float]]] = {}
-    chosen = next((row['speedup'] for row in rows if row['chosen']), None)
+    chosen = next((row for row in rows if row['chosen']), None)
     for row in others[2:]:  # after the original and the chosen model
-        scale = chosen / others[1]['speedup']
+        ours = others[1]['candidate'].removeprefix('ours: '), others[1]['format']
+        if chosen is None or ours != (chosen['candidate'], chosen['format']):
+            raise ValueError(f'rivals.json is beside {", ".join(ours)}: run benchmarks.rivals anew')
+        scale = chosen['speedup'] / others[1]['speedup']
         tool = row['candidate'].partition(':')[0]
         found.setdefault(tool, []).append((1 / (scale * row['speedup']), row['metric']))
     return found

@@ -104,20 +104,25 @@ class Given:
 
     Args:
         out_dir (str): Its folder.
-        num_images (int): Number of images to test on.
         repeats (int): Number of turns of timing.
+
+    Raises:
+        ValueError: If the run did not test on annotated images.
     """
 
-    def __init__(self, out_dir: str, num_images: int, repeats: int) -> None:
+    def __init__(self, out_dir: str, repeats: int) -> None:
         self.out_dir = out_dir
         with open(osp.join(out_dir, 'results.json'), encoding='utf-8') as file:
             self.results = json.load(file)
+        if self.results['metric'] in ('', 'agreement'):
+            raise ValueError(f'{out_dir} has no metric of annotated images to compare in')
         self.row = next(row for row in self.results['rows'] if row['chosen'])
         self.kind, self.folder = self.row['format'], osp.join(out_dir, 'candidates')
         self.stock = Candidate(STOCK, osp.join(self.folder, 'stock.py'), self.results['checkpoint'])
         chosen = osp.join(out_dir, 'model')
         self.chosen = Candidate(self.row['candidate'], f'{chosen}.py', f'{chosen}.pth')
-        self.cfg = load_config(self.results['config'])
+        self.cfg = load_config(self.stock.config)  # which has the options of the run
+        num_images = int(self.results['images'].split()[0])
         subset = osp.join(out_dir, f'{num_images}_images.json')
         with quiet():
             self.judge = Annotated(self.cfg, num_images, subset)
@@ -217,10 +222,9 @@ def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.split('\n\n')[0])
     parser.add_argument('out_dir', help='folder of tools/speed_up.py with a chosen model')
-    parser.add_argument('--num-images', type=int, default=100, help='images to test on')
     parser.add_argument('--repeats', type=int, default=20, help='turns of timing')
     args = parser.parse_args()
-    given = Given(args.out_dir, args.num_images, args.repeats)
+    given = Given(args.out_dir, args.repeats)
     found = {(n, k): m for n, k, m in models(given)}
     rows, others, tests, stock = [], [], {}, None
     for key, model in found.items():

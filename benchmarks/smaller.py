@@ -8,7 +8,7 @@ after conversions, too. After the scenes are written, once for each core::
     OMP_NUM_THREADS=1 python -m benchmarks.smaller train OUT_DIR
 
 It begins with what is worth most; several such commands share the work. On the CPU of interest,
-with the configs in OUT_DIR and weights that do not matter::
+with the configs in OUT_DIR, random weights, and as many objects in each image::
 
     python -m benchmarks.smaller time OUT_DIR --cpu NAME
 
@@ -39,7 +39,6 @@ from repa_mm.benchmark.timing import measure
 from repa_mm.convert import Conversion
 from repa_mm.convert.changed_config import converted_config
 from repa_mm.export import ExportedModel, agreeing_onnx
-from repa_mm.io.checkpoints import save_checkpoint
 from repa_mm.io.configs import load_config
 
 DEVICE = 'cuda' if torch.cuda.is_available() else 'cpu'
@@ -58,6 +57,7 @@ WIDTHS = 30, 24, 36
 BUDGETS = 0.4, 0.6, 0.25
 BATCHES = 16  # of images to fit to
 BOTH = 0.4, 144, 128  # narrow blocks and smaller images
+OBJECTS = 20  # found in each image while costs are measured: a mask head runs for each
 Task = tuple[str, str, int]
 
 
@@ -105,13 +105,6 @@ def test(cfg: Config, model: nn.Module) -> dict[str, float]:
     return percent(evaluator.evaluate(len(loader.dataset)))
 
 
-def save(model: nn.Module, cfg: Config, stem: str) -> None:
-    """Write a model's config, and its weights in float16."""
-    Path(f'{stem}.py').write_text(cfg.pretty_text)
-    state = {k: x.half() if x.is_floating_point() else x for k, x in model.state_dict().items()}
-    save_checkpoint(dict(meta={}, state_dict={k: x.cpu() for k, x in state.items()}), f'{stem}.pth')
-
-
 def stem_of(folder: str, model: str, form: str) -> str:
     (Path(folder) / 'models').mkdir(parents=True, exist_ok=True)
     return f'{folder}/models/' + f'{model}-{form}'.replace(', ', '_').replace(' ', '_')
@@ -138,8 +131,6 @@ def run(args: argparse.Namespace, model: str, form: str, seed: int) -> None:
         append(f'{args.folder}/smaller.csv', row, metrics)
 
     write(trained, form, SIDE)
-    if seed == 0:
-        save(trained, cfg, stem_of(args.folder, model, form))
     if 'width' in form:
         return
     for side in SIDES:
@@ -160,7 +151,7 @@ def run(args: argparse.Namespace, model: str, form: str, seed: int) -> None:
         for side in (SIDE, *BOTH[1:]) if budget == BOTH[0] else (SIDE,):
             write(narrow, name, side)
         if seed == 0:
-            save(narrow, narrow.cfg, stem_of(args.folder, model, name))
+            Path(f'{stem_of(args.folder, model, name)}.py').write_text(narrow.cfg.pretty_text)
 
 
 def train(args: argparse.Namespace) -> None:
@@ -183,6 +174,13 @@ def train(args: argparse.Namespace) -> None:
         print(f'{model}, {form}, seed {seed} {how} after {seconds:.0f} s', flush=True)
 
 
+def with_objects_(model: nn.Module) -> None:
+    """Let a detector find OBJECTS in every image, whatever its weights and the size, in place."""
+    for name in ('roi_head', 'bbox_head'):
+        if cfg := getattr(getattr(model, name, None), 'test_cfg', None):
+            cfg.update(score_thr=0.0, nms_pre=5 * OBJECTS, max_per_img=OBJECTS)
+
+
 @torch.no_grad()
 def measured(args: argparse.Namespace) -> None:
     """Count the multiply-adds of whole models, and time them in turn."""
@@ -193,11 +191,10 @@ def measured(args: argparse.Namespace) -> None:
         calls = {}
         for form in forms:
             stem = stem_of(args.folder, model, form)
-            if NARROW in form and not Path(f'{stem}.py').exists():
-                continue
             cfg = load_config(f'{stem}.py') if NARROW in form else config_of(model, form)
             cfg = converted_config(cfg, open_model(cfg))  # all have the faster parts of narrow ones
-            opened = open_model(cfg, f'{stem}.pth' if Path(f'{stem}.pth').exists() else None)
+            opened = open_model(cfg)
+            with_objects_(opened)
             content, _ = agreeing_onnx(opened, read_images(cfg, 'val', 8))
             Path(f'{stem}.onnx').write_bytes(content)
             exported = ExportedModel(f'{stem}.onnx', opened.data_preprocessor, 'f32')

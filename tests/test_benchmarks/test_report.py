@@ -3,6 +3,8 @@
 import json
 import shutil
 
+import pytest
+
 from benchmarks import report, tables
 
 RESULTS = dict(
@@ -67,5 +69,8 @@ def test_the_picture_has_what_others_do(tmp_path, monkeypatch):
     assert rows == RESULTS['rows'] and name == 'box AP'
     # At a time relative to that of ours, which is 5 here and 4 there.
     assert found == {'NNCF': [(0.4, 44)], 'Torch-Pruning': [(0.5, 45), (0.25, 40)]}
+    others[1]['candidate'] = 'ours: 20 %'  # another one was chosen then
+    with pytest.raises(ValueError, match='beside 20 %, OpenVINO f32'):
+        report.points(rows, others)
     line = '| NNCF: defaults, OpenVINO f32 | 2.00 | 44.0 | −1.00 to 1.00 |\n'
     assert line in tables.tables()['rivals']

@@ -2,10 +2,11 @@
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 from mmdet.structures import DetDataSample
 
-from benchmarks.rivals import Smaller
+from benchmarks.rivals import Given, Smaller
 
 
 class Bright(torch.nn.Module):
@@ -29,3 +30,9 @@ def test_smaller_images():
     assert shape == (256, 160)  # 153.6 is rounded
     torch.testing.assert_close(box, torch.tensor([96.0, 320, 288, 960]).double(), atol=4, rtol=0)
     assert data['data_samples'][0].scale_factor == (0.5, 0.25)
+
+
+def test_a_run_without_annotations_has_no_rivals(tmp_path):
+    (tmp_path / 'results.json').write_text('{"metric": "agreement"}')
+    with pytest.raises(ValueError, match='no metric of annotated images'):
+        Given(str(tmp_path), repeats=1)
