@@ -52,8 +52,8 @@ RETINANETS = [*MODELS][:2]
 ORIGINAL, SEVERAL, NARROW = 'original', 'several sizes', 'budget'
 SIDE, SIDES = 160, (152, 144, 128, 112, 96)
 RANGE = 96, 176  # of sides in a training at several sizes
-# Channels of a Swin's first stage, which has 48: 0.41, 0.27 and 0.58 of the blocks' multiply-adds.
-WIDTHS = 30, 24, 36
+# Channels of a Swin's first stage, which has 48: 0.58, 0.41 and 0.27 of the blocks' multiply-adds.
+WIDTHS = 36, 30, 24
 BUDGETS = 0.4, 0.6, 0.25
 BATCHES = 16  # of images to fit to
 BOTH = 0.4, 144, 128  # narrow blocks and smaller images
