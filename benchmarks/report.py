@@ -54,8 +54,8 @@ def to_csv(
         row = max(rows, key=lambda row: row['speedup'])
         if row['speedup'] > shown[-1]['speedup']:
             shown.append(row)
-    command = 'python -m benchmarks.rivals OUT_DIR'
-    rivals = [dict(row, what=BESIDE, command=command) for row in others or ()]
+    beside = dict(what=BESIDE, command='python -m benchmarks.rivals OUT_DIR')
+    rivals = [dict(row, **beside) for row in others or ()]
     for row in [dict(row, what=WHAT) for row in shown] + rivals:
         values = {'speedup': f'{row["speedup"]:.2f}'}  # times of other turns do not compare
         if row['metric'] is not None:
@@ -100,16 +100,23 @@ def write(rows: list[dict[str, str]], path: Path, readme: bool = False) -> None:
 def points(rows: list[dict], others: list[dict]) -> dict[str, list[tuple[float, float]]]:
     """Return the points of each tool of ``rivals.json`` in the picture.
 
-    Times are relative to that of the chosen model, which both runs have. If they chose another one
-    since, a ``ValueError`` is raised.
+    Times are relative to that of the chosen model, which both runs have.
+
+    Raises:
+        ValueError: If the run has chosen another model since.
     """
     found: dict[str, list[tuple[float, float]]] = {}
-    chosen = next((row for row in rows if row['chosen']), None)
+    if not others:
+        return found
+    ours, chosen = others[1], next((row for row in rows if row['chosen']), None)
+    name = ours['candidate'].removeprefix('ours: ')
+    if chosen is None or (name, ours['format']) != (chosen['candidate'], chosen['format']):
+        raise ValueError(
+            f'rivals.json is beside {name}, {ours["format"]}, which is not chosen any more: '
+            'run benchmarks.rivals anew'
+        )
     for row in others[2:]:  # after the original and the chosen model
-        ours = others[1]['candidate'].removeprefix('ours: '), others[1]['format']
-        if chosen is None or ours != (chosen['candidate'], chosen['format']):
-            raise ValueError(f'rivals.json is beside {", ".join(ours)}: run benchmarks.rivals anew')
-        scale = chosen['speedup'] / others[1]['speedup']
+        scale = chosen['speedup'] / ours['speedup']
         tool = row['candidate'].partition(':')[0]
         found.setdefault(tool, []).append((1 / (scale * row['speedup']), row['metric']))
     return found

@@ -1,6 +1,6 @@
 """Put what others do beside the model that `tools/speed_up.py` chose.
 
-In one process and on the same images:
+In one process, and on the images that the command tested on:
 
 - The model with faster parts, in its fastest format, runs on smaller images.
 
