@@ -7,7 +7,6 @@ from collections.abc import Callable
 from types import FunctionType, MethodType
 
 import torch.nn as nn
-from torch.nn.utils.parametrize import is_parametrized
 from torch.utils._pytree import tree_map
 
 
@@ -33,19 +32,39 @@ def replace_(model: nn.Module, choose: Callable[[nn.Module], type | nn.Module | 
             become_(module, other)
 
 
-def has_stock_forward(module: nn.Module, *kinds: type) -> bool:
+def hooks_of(module: nn.Module) -> dict:
+    """Return the hooks of a module by their ids, of the first kind that it has."""
+    # By name, since these are asked for in every forward pass.
+    own = vars(module)
+    return (
+        own['_forward_hooks']
+        or own['_forward_pre_hooks']
+        or own['_backward_hooks']
+        or own['_backward_pre_hooks']
+    )
+
+
+def has_stock_forward(module: nn.Module, *kinds: type, **children: tuple[type, ...]) -> bool:
     """Return True if a module computes what one of ``kinds`` does, by its class's own forward.
 
     Modules with hooks, a replaced ``forward`` or parametrized weights do not. Without ``kinds``,
-    the module's class may be any.
+    the module's class may be any. ``children`` has the kinds of the module's children that the
+    caller does not call either, by name. torch.compile takes this function in methods with the
+    decorator ``assume_constant_result``.
     """
-    kind = next((kind for kind in kinds or (type(module),) if isinstance(module, kind)), None)
-    return (
-        kind is not None
-        and type(module).forward is kind.forward
-        and 'forward' not in module.__dict__
-        and not (module._forward_hooks or module._forward_pre_hooks or is_parametrized(module))
-    )
+    for kind in kinds or (type(module),):
+        if isinstance(module, kind):
+            own = vars(module)
+            return (
+                type(module).forward is kind.forward
+                and 'forward' not in own
+                and not (hooks_of(module) or 'parametrizations' in own['_modules'])
+                and all(
+                    has_stock_forward(getattr(module, name, None), *kinds)
+                    for name, kinds in children.items()
+                )
+            )
+    return False
 
 
 def copied(model: nn.Module, memo: dict | None = None) -> nn.Module:
