@@ -305,7 +305,7 @@ class FastPatchMerging(PatchMerging):
         x = x.view(batch, height, width, channels)
         out_h = (height + kernel_h - 1) // kernel_h
         out_w = (width + kernel_w - 1) // kernel_w
-        if not self._is_ordinary():  # there are hooks, say
+        if not self.is_ordinary():  # there are hooks, say
             x = self.sampler(_padding(self)(x.permute(0, 3, 1, 2))).transpose(1, 2)
         else:
             pad_h, pad_w = out_h * kernel_h - height, out_w * kernel_w - width
@@ -322,31 +322,27 @@ class FastPatchMerging(PatchMerging):
         return self.reduction(x), (out_h, out_w)
 
     @torch.compiler.assume_constant_result
-    def _is_ordinary(self) -> bool:
-        return _merges_patches(self)
+    def is_ordinary(self) -> bool:
+        """Return True if this pads to whole patches, as a stock module, which do not overlap."""
+        padding, sampler = _padding(self), self.sampler
+        return (
+            type(padding).__name__ in ('AdaptivePadding', 'PatchPadding')
+            and has_stock_forward(padding)
+            and has_stock_forward(sampler, nn.Unfold)
+            and sampler.kernel_size == sampler.stride
+            and sampler.dilation == (1, 1)
+        )
 
 
 def _padding(merging: nn.Module) -> nn.Module | None:
     return getattr(merging, 'adaptive_padding', None) or getattr(merging, 'adap_padding', None)
 
 
-def _merges_patches(merging: nn.Module) -> bool:
-    """Return True if a ``PatchMerging`` pads to whole patches, which do not overlap."""
-    padding, sampler = _padding(merging), merging.sampler
-    return (
-        type(padding).__name__ in ('AdaptivePadding', 'PatchPadding')
-        and has_stock_forward(padding)
-        and has_stock_forward(sampler, nn.Unfold)
-        and sampler.kernel_size == sampler.stride
-        and sampler.dilation == (1, 1)
-    )
-
-
 def fast_class(module: nn.Module) -> type | None:
     """Return the fast class of a stock module, or None."""
     if is_stock(module, 'ShiftWindowMSA', _ATTENTION):
         return FastShiftWindowMSA if is_window_attention(module.w_msa) else None
-    is_merging = is_stock(module, 'PatchMerging', MERGING) and _merges_patches(module)
+    is_merging = is_stock(module, 'PatchMerging', MERGING) and FastPatchMerging.is_ordinary(module)
     return FastPatchMerging if is_merging else None
 
 

@@ -106,7 +106,7 @@ class Site:
 def _check_stock(module: nn.Module, what: str, *kinds: type) -> None:
     if not has_stock_forward(module, *kinds):
         raise ValueError(
-            f'{what}, a {type(module).__name__}, has a forward() of its own or forward hooks, '
+            f'{what}, a {type(module).__name__}, has a forward() of its own or hooks, '
             'and would lose them: merge adapters into their layers, and remove hooks first'
         )
 

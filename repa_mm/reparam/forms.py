@@ -13,7 +13,7 @@ import torch
 import torch.nn as nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from repa_mm.surgery import become_, copied
+from repa_mm.surgery import become_, copied, hooks_of
 
 from .numerics import check_finite
 
@@ -159,7 +159,7 @@ class TrainingForm(Form):
 
         Raises:
             ValueError: If the merge does not cover what the module computes (a subclass with its
-                own forward, a forward hook, a replaced layer), or if weights or statistics are not
+                own forward, a hook, a replaced layer), or if weights or statistics are not
                 finite.
         """
         raise NotImplementedError
@@ -277,11 +277,11 @@ def _check_whole(form: TrainingForm) -> None:
                 f'{where} has parametrized weights, and the merge would lose them: call '
                 'torch.nn.utils.parametrize.remove_parametrizations first'
             )
-        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-        if hooks:
-            hook = getattr(hooks[0], '__qualname__', type(hooks[0]).__name__)
+        if hooks := hooks_of(module):
+            hook = next(iter(hooks.values()))
+            hook = getattr(hook, '__qualname__', type(hook).__name__)
             raise ValueError(
-                f'{where} has a forward hook, {hook}, and the merge would lose it: remove it '
+                f'{where} has a hook, {hook}, and the merge would lose it: remove it '
                 'first (handle.remove(), remove_weight_norm, prune.remove), or register it on a '
                 'module that stays, such as the block'
             )

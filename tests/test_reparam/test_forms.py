@@ -153,5 +153,5 @@ def test_what_the_merge_does_not_know_is_refused(name, make):
             form.merge()
         form = make(name)
         form.get_submodule(key).register_forward_hook(lambda module, args, y: y)
-        with pytest.raises(ValueError, match='has a forward hook'):
+        with pytest.raises(ValueError, match='has a hook'):
             form.merge()
