@@ -2,12 +2,14 @@
 
 import copy
 import functools
+import operator
 import weakref
 from collections.abc import Callable
-from types import FunctionType, MethodType
+from types import CellType, FunctionType, MethodType
+from typing import Any
 
 import torch.nn as nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_map
 
 
 def become_(module: nn.Module, other: type | nn.Module) -> None:
@@ -70,45 +72,57 @@ def has_stock_forward(module: nn.Module, *kinds: type, **children: tuple[type, .
 def copied(model: nn.Module, memo: dict | None = None) -> nn.Module:
     """Return a deep copy of a model whose replaced methods belong to the copy, or raise.
 
-    ``copy.deepcopy`` shares functions and weak references with the original. fairscale's
-    ``checkpoint_wrapper`` replaces ``forward`` by a partial function with a weak reference to the
-    module, which here refers to the copy. ``torch.compile`` replaces a method by a function, which
-    here is the method again.
+    ``copy.deepcopy`` shares functions and weak references with the original. Here, a function that
+    replaces a method refers to the copy, wherever its closure or its arguments refer to the
+    original: MMEngine's ``activation_checkpointing`` and fairscale's ``checkpoint_wrapper``, say.
+    ``torch.compile`` replaces a method by a function, which here is the method again. What a
+    function finds in global variables stays shared.
     """
     memo = {} if memo is None else memo
     result = copy.deepcopy(model, memo)
-
-    def turned(value):
-        is_own = isinstance(value, weakref.ref) and id(value()) in memo
-        return weakref.ref(memo[id(value())]) if is_own else value
-
     for name, module in model.named_modules():
         own = vars(memo[id(module)]) if id(module) in memo else {}
-        for key in [key for key in own if callable(getattr(type(module), key, None))]:
-            method = own[key]
-            if hasattr(method, '_torchdynamo_orig_callable'):
-                own[key] = copy.deepcopy(method._torchdynamo_orig_callable, memo)
-            elif _holds_objects(method):
+        for key in [k for k in own if k in vars(module) and callable(getattr(type(module), k, 0))]:
+            try:
+                own[key] = _rebound(vars(module)[key], memo)
+            except TypeError as error:
                 raise ValueError(
-                    f'a function replaces {key}() of {name!r} ({type(module).__name__}), and would '
-                    'run the original in a copy of the model: remove the replacement first '
-                    f'(del module.{key})'
-                )
-            elif isinstance(method, functools.partial):
-                args, keywords = tree_map(turned, (method.args, method.keywords))
-                own[key] = functools.partial(method.func, *args, **keywords)
+                    f'the function that replaces {key}() of {name!r} ({type(module).__name__}) '
+                    f'cannot be copied ({error}): remove it first (del module.{key})'
+                ) from error
     return result
 
 
-def _holds_objects(method: Callable) -> bool:
-    """Return True if the function of a method or partial has other values than constants."""
-    while isinstance(method, (functools.partial, MethodType)):
-        method = method.func if isinstance(method, functools.partial) else method.__func__
-    if not isinstance(method, FunctionType):
-        return False
-    values = [cell.cell_contents for cell in method.__closure__ or ()]
-    values += method.__defaults__ or ()
-    return any(not isinstance(value, (str, int, float, type, type(None))) for value in values)
+def _rebound(value: Any, memo: dict) -> Any:
+    """Return a deep copy of a value, including functions and weak references inside it."""
+    value = getattr(value, '_torchdynamo_orig_callable', value)
+    turned = functools.partial(tree_map, functools.partial(_rebound, memo=memo))
+    if isinstance(value, weakref.ref):
+        return weakref.ref(memo[id(value())]) if id(value()) in memo else value
+    if isinstance(value, functools.partial):
+        return functools.partial(*turned([value.func, *value.args]), **turned(value.keywords))
+    if isinstance(value, MethodType):
+        return MethodType(*turned([value.__func__, value.__self__]))
+    if not isinstance(value, FunctionType):
+        return copy.deepcopy(value, memo)
+    if id(value) not in memo:
+        held = value.__closure__ or ()
+        cells, code = tuple(CellType() for _ in held), value.__code__
+        other = FunctionType(code, value.__globals__, value.__name__, None, cells)
+        memo[id(value)] = other  # first, since a function may refer to itself
+        old = (
+            [cell.cell_contents for cell in held],
+            value.__defaults__,
+            value.__kwdefaults__,
+            vars(value),
+        )
+        new = turned(old)
+        if all(map(operator.is_, tree_flatten(old)[0], tree_flatten(new)[0])):
+            memo[id(value)] = value  # which pickle finds by its name
+        for cell, content in zip(cells, new[0]):
+            cell.cell_contents = content
+        other.__defaults__, other.__kwdefaults__, other.__dict__ = new[1:]
+    return memo[id(value)]
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -118,9 +132,10 @@ def unwrap(model: nn.Module) -> nn.Module:
         ValueError: If the model's parameters are sharded (FSDP).
     """
     while True:
-        if type(model).__name__.endswith('FullyShardedDataParallel'):
+        is_sharded = any(type(parameter).__name__ == 'DTensor' for parameter in model.parameters())
+        if is_sharded or type(model).__name__.endswith('FullyShardedDataParallel'):
             raise ValueError(
-                'the parameters of a FullyShardedDataParallel model are spread over processes: '
+                f'the parameters of this {type(model).__name__} are spread over processes (FSDP): '
                 'gather them into an ordinary model first'
             )
         if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):

@@ -208,6 +208,9 @@ class DeployForm(Form):
         return self.inference(*args, **kwargs)
 
 
+_CHECKPOINTED = '_checkpoint_wrapped_module'
+
+
 def outermost(model: nn.Module, kind: type = Form) -> Iterator[tuple[str, Form]]:
     """Yield the names and forms of a model that are not inside another form, which merges those."""
     inside = None
@@ -216,7 +219,8 @@ def outermost(model: nn.Module, kind: type = Form) -> Iterator[tuple[str, Form]]
             continue
         if isinstance(module, kind):
             inside = f'{name}.' if name else ''
-            yield name, module
+            # As in a state dict, in which PyTorch's apply_activation_checkpointing is not seen.
+            yield '.'.join(part for part in name.split('.') if part != _CHECKPOINTED), module
 
 
 def merge_whole(form: TrainingForm, name: str) -> DeployForm:
