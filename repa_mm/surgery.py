@@ -35,15 +35,10 @@ def replace_(model: nn.Module, choose: Callable[[nn.Module], type | nn.Module | 
 
 
 def hooks_of(module: nn.Module) -> dict:
-    """Return the hooks of a module by their ids, of the first kind that it has."""
-    # By name, since these are asked for in every forward pass.
+    """Return the hooks of a module of the first kind that it has, on either pass, by their ids."""
     own = vars(module)
-    return (
-        own['_forward_hooks']
-        or own['_forward_pre_hooks']
-        or own['_backward_hooks']
-        or own['_backward_pre_hooks']
-    )
+    forward = own['_forward_hooks'] or own['_forward_pre_hooks']
+    return forward or own['_backward_hooks'] or own['_backward_pre_hooks']
 
 
 def has_stock_forward(module: nn.Module, *kinds: type, **children: tuple[type, ...]) -> bool:
@@ -70,7 +65,7 @@ def has_stock_forward(module: nn.Module, *kinds: type, **children: tuple[type, .
 
 
 def copied(model: nn.Module, memo: dict | None = None) -> nn.Module:
-    """Return a deep copy of a model whose replaced methods belong to the copy, or raise.
+    """Return a deep copy of a model whose replaced methods belong to the copy.
 
     ``copy.deepcopy`` shares functions and weak references with the original. Here, a function that
     replaces a method refers to the copy, wherever its closure or its arguments refer to the
@@ -80,16 +75,11 @@ def copied(model: nn.Module, memo: dict | None = None) -> nn.Module:
     """
     memo = {} if memo is None else memo
     result = copy.deepcopy(model, memo)
-    for name, module in model.named_modules():
+    for module in model.modules():
         own = vars(memo[id(module)]) if id(module) in memo else {}
-        for key in [k for k in own if k in vars(module) and callable(getattr(type(module), k, 0))]:
-            try:
+        for key in own.keys() & vars(module).keys():
+            if callable(getattr(type(module), key, None)):
                 own[key] = _rebound(vars(module)[key], memo)
-            except TypeError as error:
-                raise ValueError(
-                    f'the function that replaces {key}() of {name!r} ({type(module).__name__}) '
-                    f'cannot be copied ({error}): remove it first (del module.{key})'
-                ) from error
     return result
 
 
@@ -106,16 +96,11 @@ def _rebound(value: Any, memo: dict) -> Any:
     if not isinstance(value, FunctionType):
         return copy.deepcopy(value, memo)
     if id(value) not in memo:
-        held = value.__closure__ or ()
-        cells, code = tuple(CellType() for _ in held), value.__code__
-        other = FunctionType(code, value.__globals__, value.__name__, None, cells)
+        cells = [CellType() for _ in value.__closure__ or ()]
+        other = FunctionType(value.__code__, value.__globals__, closure=tuple(cells))
         memo[id(value)] = other  # first, since a function may refer to itself
-        old = (
-            [cell.cell_contents for cell in held],
-            value.__defaults__,
-            value.__kwdefaults__,
-            vars(value),
-        )
+        held = [cell.cell_contents for cell in value.__closure__ or ()]
+        old = held, value.__defaults__, value.__kwdefaults__, vars(value)
         new = turned(old)
         if all(map(operator.is_, tree_flatten(old)[0], tree_flatten(new)[0])):
             memo[id(value)] = value  # which pickle finds by its name

@@ -271,21 +271,13 @@ def _check_whole(form: TrainingForm) -> None:
                         f'{cls.__name__} overrides {own[0]}(), but inherits merge(), which would '
                         'ignore the change: override merge(), too'
                     )
-        if any(method in module.__dict__ for method in methods):
+        lost = [f'a replaced {method}()' for method in methods if method in vars(module)]
+        lost += ['parametrized weights'] * is_parametrized(module)
+        for hook in hooks_of(module).values():
+            lost.append(f'a hook, {getattr(hook, "__qualname__", type(hook).__name__)}')
+        if lost:
             raise ValueError(
-                f'the forward() of {where} is replaced, and the merge would ignore it: remove '
-                'the replacement first'
-            )
-        if is_parametrized(module):
-            raise ValueError(
-                f'{where} has parametrized weights, and the merge would lose them: call '
-                'torch.nn.utils.parametrize.remove_parametrizations first'
-            )
-        if hooks := hooks_of(module):
-            hook = next(iter(hooks.values()))
-            hook = getattr(hook, '__qualname__', type(hook).__name__)
-            raise ValueError(
-                f'{where} has a hook, {hook}, and the merge would lose it: remove it '
-                'first (handle.remove(), remove_weight_norm, prune.remove), or register it on a '
-                'module that stays, such as the block'
+                f'{where} has {lost[0]}, and the merge would lose that: remove it first (del '
+                'module.forward, handle.remove(), remove_weight_norm, prune.remove, '
+                'remove_parametrizations), or put it on a module that stays, such as the block'
             )

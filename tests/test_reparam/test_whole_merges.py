@@ -50,8 +50,8 @@ def to(name, value):
     [
         (to('__class__', Doubled), r'Doubled overrides forward\(\)'),
         (to('__class__', Literal), r'Literal overrides forward_literal\(\)'),
-        (_double, r'forward\(\) of ChannelIdleFFN is replaced'),
-        (lambda ffn: _double(ffn.fc1), r"forward\(\) of 'fc1' \(Linear\) is replaced"),
+        (_double, r'ChannelIdleFFN has a replaced forward\(\)'),
+        (lambda ffn: _double(ffn.fc1), r"'fc1' \(Linear\) has a replaced forward\(\)"),
         (_hook, r'ChannelIdleFFN has a hook.*handle.remove'),
         (_pre_hook, r'ChannelIdleFFN has a hook.*handle.remove'),
         (lambda ffn: _hook(ffn.act), r"'act' \(GELU\) has a hook"),
