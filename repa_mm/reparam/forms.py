@@ -56,8 +56,8 @@ class Form(nn.Module):
                 f'the model has a {self.label} in its {form} form at {name!r}, and the checkpoint '
                 f'is of something else there: it {" and ".join(differences)}. {hint}'
             )
-        for key, value in own.items():
-            if key in weights and weights[key].shape != value.shape:
+        for key, value in own.items():  # in int8, some are types
+            if torch.is_tensor(value) and weights.get(key, value).shape != value.shape:
                 raise CheckpointError(
                     f'{name}.{key} has shape {tuple(weights[key].shape)} in the checkpoint and '
                     f'{tuple(value.shape)} in the model: they differ in architecture or idle ratio'

@@ -16,6 +16,7 @@ from repa_mm.reparam import (
     FFNParts,
     MergedFFN,
     finish_schedules_,
+    fold_norm,
     is_reparameterized,
     reparameterize,
 )
@@ -135,6 +136,16 @@ def test_a_channel_idle_ffn_is_filled(scale, relative_error):
     x = tokens('ffn')
     assert relative_error(form(x) - x, function(x)) < 1e-5
     assert relative_error(reparameterize(form)(x), form(x)) < 1e-5
+
+
+@pytest.mark.parametrize('missing', [(), ('bias',), ('weight',), ('weight', 'bias')])
+def test_a_norm_folds_without_scale_or_shift(missing, relative_error):
+    (norm, layer, *_), _ = ordinary('ffn')
+    for name in missing:
+        setattr(norm, name, None)
+    x = tokens('ffn')
+    folded = F.linear(F.layer_norm(x, [C]).double(), *fold_norm(norm, layer))
+    assert relative_error(folded, layer(norm(x)).double()) < 1e-5
 
 
 @every

@@ -55,6 +55,7 @@ def to(name, value):
         (_hook, r'ChannelIdleFFN has a hook.*handle.remove'),
         (_pre_hook, r'ChannelIdleFFN has a hook.*handle.remove'),
         (lambda ffn: _hook(ffn.act), r"'act' \(GELU\) has a hook"),
+        (lambda ffn: ffn.register_full_backward_hook(print), 'ChannelIdleFFN has a hook, print'),
         (to('norm1', nn.InstanceNorm1d(8, affine=True)), 'its norm1 is a InstanceNorm1d'),
         (to('norm2', nn.LayerNorm(32)), 'its norm2 is a LayerNorm'),
         (to('dropout_layer', nn.Tanh()), 'its dropout_layer is a Tanh'),
