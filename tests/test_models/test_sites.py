@@ -11,6 +11,7 @@ import torch.nn as nn
 
 import repa_mm
 from repa_mm.apis.features import tensors
+from repa_mm.faster import swap_faster_attention_
 from repa_mm.models import Structure, add_structures_
 from repa_mm.models.sites import attention_sites, ffn_sites
 from repa_mm.models.structures import idle_ffn
@@ -286,6 +287,28 @@ def test_an_ffn_that_computes_something_else_is_refused(change, message):
         with pytest.raises(ValueError, match=f'{named}{message}'):
             add_structures_(model, [structure])
         assert model.layers[0].ffn.layers[1].in_features == 64
+
+
+@pytest.mark.parametrize(
+    'case, path',
+    [
+        ('Swin', 'w_msa.softmax'),
+        ('MMDetection Swin', 'w_msa.attn_drop'),
+        ('timm ViT', 'attn_drop'),
+        ('MMSegmentation ViT', 'attn'),
+    ],
+)
+@pytest.mark.parametrize('fast', [False, True])
+def test_parts_of_an_attention_that_narrower_heads_do_not_call(case, path, fast):
+    model = build(*CONVERTIBLE[case][:3])
+    if fast:
+        swap_faster_attention_(model)
+    site = attention_sites(model)[0]
+    assert site.parts()
+    part = site.attention.get_submodule(path)
+    part.register_forward_hook(lambda module, args, y: 2 * y)
+    with pytest.raises(ValueError, match='heads are known|own or hooks'):
+        site.parts()
 
 
 # What of an ordinary FFN is frozen, and what of its channel-idle FFN is frozen then.
