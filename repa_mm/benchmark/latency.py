@@ -1,6 +1,6 @@
 """The table of latencies that `tools/benchmark.py` prints."""
 
-from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -8,17 +8,10 @@ from repa_mm.benchmark.timing import change
 from repa_mm.benchmark.variants import DEPLOY, MODEL, OURS
 
 
-class Counting:
-    """A call that notes the numbers of objects that a detector finds in images, in ``objects``."""
-
-    def __init__(self, call: Callable) -> None:
-        self.call, self.objects = call, []
-
-    def __call__(self, data):
-        found = self.call(data)
-        if isinstance(found, list):  # of data samples
-            self.objects += [len(x.pred_instances) for x in found if 'pred_instances' in x]
-        return found
+def numbers_of_objects(found: Any) -> list[int]:
+    """Return how many objects a detector found in images; [] for what is no list of samples."""
+    samples = found if isinstance(found, list) else []
+    return [len(x.pred_instances) for x in samples if 'pred_instances' in x]
 
 
 def latency_rows(

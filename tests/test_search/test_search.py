@@ -146,7 +146,6 @@ def test_the_table(folder, capsys):
     stock = rows[0]
     assert 40 < stock['metric'] < 100 and stock['difference'] == 0 and stock['speedup'] == 1
     assert rows[3]['speedup'] == pytest.approx(100 / rows[3]['ms']) and rows[3]['ms_p95'] == 60
-    assert all(row['memory_mb'] >= 0 for row in rows)
     assert {row['tested_in'] for row in rows[1:]} == {F32}  # the others point to it
     assert rows[6]['mb'] < rows[3]['mb'] and not any(row['chosen'] for row in rows)
     assert all(Path(row[key]).is_file() for row in rows[1:] for key in ('config', 'checkpoint'))
