@@ -89,9 +89,7 @@ class Record:
 
     def __init__(self, out_dir: str, fingerprint: str, environment: dict[str, str]) -> None:
         self.out_dir, self.path, self.notes = out_dir, osp.join(out_dir, 'results.json'), []
-        self.content = dict(
-            fingerprint=fingerprint, environment=environment, known={}, metric=''
-        )
+        self.content = dict(fingerprint=fingerprint, environment=environment, known={}, metric='')
         if osp.exists(self.path):
             with open(self.path, encoding='utf-8') as file:
                 content = json.load(file)

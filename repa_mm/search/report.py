@@ -59,7 +59,6 @@ def title(results: dict) -> str:
 def notes(results: dict) -> list[str]:
     """Return what a reader should know of the table, and what was left out."""
     found, rows = list(results['notes']), results['rows'][1:]
-    found.append(', '.join(f'{name} {x}' for name, x in results['environment'].items()) + '.')
     if any(row['tested_in'] != row['format'] for row in rows if row['tested_in']):
         found.append('≈: tested in another format, which finds the same in an image.')
     if results['metric'] == 'agreement':
@@ -153,11 +152,12 @@ def write_report(
     picture = scatter(results['rows'], results['metric'])
     head, rows = table(results)
     lines = (('th', head), *(('td', row) for row in rows))
+    versions = ', '.join(f'{name} {x}' for name, x in results['environment'].items())
     cells = [[f'<{tag}>{html.escape(x)}</{tag}>' for x in line] for tag, line in lines]
     page = [
         f'<h1>{html.escape(osp.basename(results["config"]))}: how much faster, at what cost</h1>',
         f'<p>Chosen: {name}, which {results["target"]}.' * shown['chosen'], picture,
-        *(f'<p>{html.escape(text)}' for text in (title(results), *notes(results))),
+        *(f'<p>{html.escape(text)}' for text in (title(results), *notes(results), versions)),
         f'<div><table><tr>{"<tr>".join(map("".join, cells))}</table></div>',
         f'<h2>What stock (left) and {name} (right) find</h2>',
     ]  # fmt: skip

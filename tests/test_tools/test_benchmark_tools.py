@@ -117,7 +117,7 @@ def test_images_of_a_data_set(in_digits, call, capsys, monkeypatch):
     opened = []
 
     def exported(file, preprocessor, precision):
-        opened.append((file, precision, *preprocessor.mean.flatten().tolist()))
+        opened.append((file, precision, preprocessor.mean.flatten().tolist()))
         return open_model(config)
 
     monkeypatch.setattr('repa_mm.export.ExportedModel', exported)
@@ -132,8 +132,8 @@ def test_images_of_a_data_set(in_digits, call, capsys, monkeypatch):
     torch.save(found.state_dict(), in_digits / 'vanilla.pth')
     baseline = '--baseline', vanilla, '--baseline-checkpoint', in_digits / 'vanilla.pth'
     assert call(*arguments, 3, *baseline, '--exported', 'a.onnx', 'b.xml:f32') == (0, '')
-    mean = load_config(config).model.data_preprocessor.mean  # the baseline's is another
-    assert opened == [('a.onnx', None, *mean), ('b.xml', 'f32', *mean)]
+    mean = pytest.approx(load_config(config).model.data_preprocessor.mean)  # not the baseline's
+    assert opened == [('a.onnx', None, mean), ('b.xml', 'f32', mean)]
     out = capsys.readouterr().out
     assert '3 images of the test data, float32, medians of 3 turns' in out
     rows = [line.split('|')[1:] for line in out.splitlines() if line.startswith('| ')]
