@@ -1,7 +1,6 @@
 """Reparameterizing checkpoints."""
 
 import torch
-import torch.nn as nn
 from mmengine.structures import BaseDataElement
 from mmpretrain.models.utils.attention import ShiftWindowMSA
 
