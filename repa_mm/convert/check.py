@@ -46,7 +46,7 @@ def check_block(block: nn.Module, parts: Sequence[Pausing], args: tuple, kwargs:
 
     def compare(found: torch.Tensor, known: torch.Tensor, message: str) -> None:
         change = float((found - known).double().norm() / known.double().norm().clamp(min=1e-300))
-        if change > tolerance(known):
+        if not change <= tolerance(known):
             name = f'{parts[0].site.block_name!r}, a {type(block).__name__}'
             raise ValueError(message.format(name, change))
 
