@@ -86,7 +86,7 @@ def originals(model: nn.Module, checkpoint: str, folder: str, data: dict) -> tup
         found.append(candidate('faster parts', path, checkpoint))
     for one in found:
         opened = open_model(one['config'], checkpoint)
-        check_same(opened, model, data, f'{one["candidate"]} ({one["config"]})')
+        check_same(opened, model, cropped(data), f'{one["candidate"]} ({one["config"]})')
     return found[0], found[-1]
 
 

@@ -12,7 +12,7 @@ from mmengine.dataset import pseudo_collate
 
 from repa_mm.apis import open_model
 from repa_mm.apis.features import check_same
-from repa_mm.apis.images import build_images, evenly
+from repa_mm.apis.images import build_images, cropped, evenly
 from repa_mm.benchmark.timing import show
 from repa_mm.convert.pretrained import save_model
 from repa_mm.io.configs import load_config
@@ -267,7 +267,8 @@ def write_chosen(bench: Bench, row: dict) -> None:
         texts[f'{folder}tested.py'] = model.cfg.pretty_text
     for path, text in texts.items():  # the folder may move
         write_text(path, text.replace(f"'{folder}", "'{{ fileDirname }}/"))
-    check_same(open_model(f'{stem}.py', f'{stem}.pth'), model, bench.image, f'{stem}.py')
+    written = open_model(f'{stem}.py', f'{stem}.pth')
+    check_same(written, model, cropped(bench.image), f'{stem}.py')
     for suffix in ('.bin', '.xml', '.onnx'):  # weights first
         if source and osp.exists(source + suffix):
             with replacing(stem + suffix) as temporary:
