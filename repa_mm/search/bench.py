@@ -21,15 +21,8 @@ from repa_mm.benchmark.variants import STOCK
 from repa_mm.convert import Conversion
 from repa_mm.convert.changed_config import converted_config
 from repa_mm.convert.pretrained import conversion_of, save_model
-from repa_mm.export import (
-    NUM_IMAGES,
-    ExportedModel,
-    agreeing_onnx,
-    agreement_of,
-    num_found,
-    overlap,
-    quantize,
-)
+from repa_mm.export import NUM_IMAGES, ExportedModel, agreeing_onnx, quantize
+from repa_mm.export.comparison import agreement_of, num_found, overlap
 from repa_mm.export.exporter import MAX_ERROR
 from repa_mm.faster import faster_on_gpu_
 from repa_mm.io.files import write_bytes, write_text
@@ -45,10 +38,9 @@ MOST_SECONDS = 20
 SLOW_SECONDS = 20
 #: Columns of a row that tell its test.
 TESTED = 'metric', 'difference', 'interval', 'tested_in'
-#: By what is found in an image, the task.
+#: By what is found in an image, the task. Others are classification.
 TASKS = dict(
-    pred_instances='detection', pred_panoptic_seg='panoptic', pred_sem_seg='segmentation',
-    pred_score='classification', pred_label='classification',
+    pred_instances='detection', pred_panoptic_seg='panoptic', pred_sem_seg='segmentation'
 )  # fmt: skip
 
 
@@ -102,7 +94,7 @@ def export(model: nn.Module, path: str, calibration: Callable, judge: Judge) -> 
 def same(found: BaseDataElement, expected: BaseDataElement) -> bool:
     """Return True if models find the same in an image, as far as a file must that is exported."""
     both = overlap(found, expected, strict=True)
-    largest = min((MAX_ERROR[TASKS[name]][0] for name in both), default=0)
+    largest = min((MAX_ERROR[TASKS.get(name, 'classification')][0] for name in both), default=0)
     return num_found([both]) > 0 and 1 - agreement_of([both]) <= largest
 
 

@@ -17,10 +17,6 @@ from mmengine.logging import MMLogger
 
 from repa_mm.io.files import write_text
 
-PACKAGES = re.compile(
-    '(onedl-)?mm(engine|cv|det|seg|pretrain).*|torch(vision)?|onnx(runtime.*)?|openvino|nncf'
-)
-
 
 def hashed(*values: Any) -> str:
     """Return a hash of what values look like."""
@@ -44,7 +40,8 @@ def environment(device: str) -> dict[str, str]:
     if torch.device(device).type == 'cuda':
         found['GPU'] = torch.cuda.get_device_name(device)
     versions = {str(x.name): x.version for x in metadata.distributions()}
-    versions = {name: versions[name] for name in sorted(versions) if PACKAGES.fullmatch(name)}
+    names = '(onedl-)?mm(engine|cv|det|seg|pre).*|torch(vision)?|onnx(runtime.*)?|openvino|nncf'
+    versions = {name: versions[name] for name in sorted(versions) if re.fullmatch(names, name)}
     return found | dict(Python=platform.python_version()) | versions
 
 

@@ -107,8 +107,7 @@ def speed_up(
         pool = [i for i in range(len(train)) if i % 3 or not images]
         to_fit = [pool[i] for i in evenly(fit_images, len(pool))]
         model_and_data = cfg.pretty_text, hash_of_file(checkpoint), files_of(train, to_fit)
-        fingerprint = hashed(__version__, *model_and_data)
-    record = Record(out_dir, fingerprint, environment(device))
+    record = Record(out_dir, hashed(__version__, *model_and_data), environment(device))
     with quiet():
         model = open_model(cfg, checkpoint, merge=True)
         number = num_images or LEAST_IMAGES  # which are timed, if not tested
@@ -116,11 +115,12 @@ def speed_up(
             judge = Agreement(train, [3 * i for i in evenly(number, -(-len(train) // 3))])
         else:
             judge = Annotated(cfg, number, osp.join(out_dir, f'{number}_images.json'))
-    tested, data = min(num_images, judge.num_images), judge.images(1)[0]
+    tested = min(num_images, judge.num_images)
     if max_loss is not None and tested < LEAST_IMAGES:
         raise ValueError(f'max_loss needs {LEAST_IMAGES} images to test on, not {tested}')
     with quiet():
-        stock, base = originals(model, checkpoint, osp.join(out_dir, 'candidates'), data)
+        image, folder = judge.images(1)[0], osp.join(out_dir, 'candidates')
+        stock, base = originals(model, checkpoint, folder, image)
     del model
     bench = Bench(
         stock, base, checkpoint, record, judge, tested, device, repeats, batch_size,
@@ -130,10 +130,10 @@ def speed_up(
     targets += [f"takes at most {latency:.0%} of stock's time"] if latency is not None else []
     timed = 'one image' if batch_size == 1 else f'{batch_size} images'
     timed += f' of {len(bench.sizes)} sizes' if len(bench.sizes) > 1 else ''
-    tested_on = f'{tested} images of {osp.abspath(images) if images else "data"}'
+    data = f'{tested} images of {osp.abspath(images) if images else "data"}'
     record.content.update(
         config=config, checkpoint=checkpoint, device=device, target=' and '.join(targets),
-        timed=timed, images=tested_on if tested else 'not tested',
+        timed=timed, images=data if tested else 'not tested',
     )  # fmt: skip
     record.save()
     bench.test(bench.stock, bench.original)  # before the fits: it may be refused
