@@ -242,15 +242,15 @@ def tables() -> dict[str, str]:
     return {
         # A run of tools/speed_up.py: four of the rows in README's picture.
         'speed_up': table(
-            [r for r in of('speed-up: ') if not r['form'].startswith(('60 %', '25 %'))], 'form', 'of'
+            [row for row in of('speed-up: ') if row['form'][:4] not in ('60 %', '25 %')],
+            'form',
+            'of',
         ),
         'rivals': table(of('beside others: '), 'form', 'of'),
         'chosen': table(
             sorted(of('chosen: '), key=lambda row: row['model']), 'model cpu form', 'of'
         ),
-        'gains': table(
-            both, 'model', 'keep', of_stock, {"the paper's accuracy": of_paper}
-        ),
+        'gains': table(both, 'model', 'keep', of_stock, {"the paper's accuracy": of_paper}),
         'latency': table(
             of('latency', of='latency', model=(*swins, 'DINO-4scale ResNet-50, 800×1344')),
             'model cpu',
