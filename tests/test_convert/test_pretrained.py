@@ -297,6 +297,25 @@ def test_what_is_refused_leaves_nothing(folder):
     assert {path.name: path.stat().st_mtime_ns for path in folder.rglob('*')} == before
 
 
+LORA = """
+base = dict(type='Pretrained', checkpoint='classifier.pth', prefix='backbone.')
+model['backbone'] = dict(
+    type='LoRAModel', module=dict(model['backbone'], init_cfg=base), alpha=4, rank=4,
+    targets=[dict(type='qkv')],
+)
+"""
+
+
+def test_a_file_that_would_open_as_another_model_is_not_written(folder):
+    """The state dict of a LoRA model hides all other weights."""
+    Path('lora.py').write_text(CLASSIFIER + LORA)
+    save('lora.py', 'lora.pth')
+    kwargs = dict(num_images=3, device='cpu', parts=['ffn'])
+    with pytest.raises(ValueError, match='out/narrow.pth would .* first in'):
+        convert_checkpoint('lora.py', 'lora.pth', 'out/narrow.pth', **kwargs)
+    assert not list(Path('out').iterdir())
+
+
 def test_heads_of_a_merged_repaformer(folder, randomize):
     """From a checkpoint in either form; the config says that the result is merged."""
     config = write_config('classifier', folder)
