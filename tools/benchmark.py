@@ -13,7 +13,7 @@ from mmengine.logging import MMLogger
 
 from repa_mm.apis import read_images
 from repa_mm.apis.features import check_same
-from repa_mm.benchmark.latency import latency_rows, numbers_of_objects
+from repa_mm.benchmark.latency import latency_rows
 from repa_mm.benchmark.timing import measure, show, show_machine
 from repa_mm.benchmark.variants import (
     OURS,
@@ -118,7 +118,8 @@ def main() -> None:
         objects = {name: [] for name in calls}
 
         def note(name: str, found) -> None:
-            objects[name] += numbers_of_objects(found)
+            samples = found if isinstance(found, list) else []  # a backbone has none
+            objects[name] += [len(x.pred_instances) for x in samples if 'pred_instances' in x]
 
         times = measure(calls, batches, repeats, per_turn=True, note=note)
     rows = latency_rows(times, args.batch_size, bool(args.dataset), objects)

@@ -1,17 +1,9 @@
 """The table of latencies that `tools/benchmark.py` prints."""
 
-from typing import Any
-
 import numpy as np
 
 from repa_mm.benchmark.timing import change
 from repa_mm.benchmark.variants import DEPLOY, MODEL, OURS
-
-
-def numbers_of_objects(found: Any) -> list[int]:
-    """Return how many objects a detector found in images; [] for what is no list of samples."""
-    samples = found if isinstance(found, list) else []
-    return [len(x.pred_instances) for x in samples if 'pred_instances' in x]
 
 
 def latency_rows(

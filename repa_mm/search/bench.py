@@ -164,8 +164,7 @@ class Bench:
     def _fit(self, percent: int) -> dict:
         narrow, report = self._conversion.fit(self._conversion.sizes(percent / 100))
         stem = f'candidates/{percent}'
-        path = osp.join(self.record.out_dir, f'{stem}.pth')
-        save_model(narrow, self.checkpoint, path, self.image)
+        save_model(narrow, self.checkpoint, f'{self.record.out_dir}/{stem}.pth', self.image)
         files = self.record.hashes([f'{stem}.pth', f'{stem}.py'])
         return dict(budget=max(percent / 100, round(report.fraction, 2)), files=files)
 
