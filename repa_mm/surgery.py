@@ -2,13 +2,14 @@
 
 import copy
 import functools
+import operator
 import weakref
 from collections.abc import Callable
-from types import FunctionType, MethodType
+from types import CellType, FunctionType, MethodType
+from typing import Any
 
 import torch.nn as nn
-from torch.nn.utils.parametrize import is_parametrized
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_map
 
 
 def become_(module: nn.Module, other: type | nn.Module) -> None:
@@ -33,63 +34,80 @@ def replace_(model: nn.Module, choose: Callable[[nn.Module], type | nn.Module | 
             become_(module, other)
 
 
-def has_stock_forward(module: nn.Module, *kinds: type) -> bool:
+def hooks_of(module: nn.Module) -> dict:
+    """Return the hooks of a module of the first kind that it has, on either pass, by their ids."""
+    own = vars(module)
+    forward = own['_forward_hooks'] or own['_forward_pre_hooks']
+    return forward or own['_backward_hooks'] or own['_backward_pre_hooks']
+
+
+def has_stock_forward(module: nn.Module, *kinds: type, **children: tuple[type, ...]) -> bool:
     """Return True if a module computes what one of ``kinds`` does, by its class's own forward.
 
     Modules with hooks, a replaced ``forward`` or parametrized weights do not. Without ``kinds``,
-    the module's class may be any.
+    the module's class may be any. ``children`` has the kinds of the module's children that the
+    caller does not call either, by name. torch.compile takes this function in methods with the
+    decorator ``assume_constant_result``.
     """
-    kind = next((kind for kind in kinds or (type(module),) if isinstance(module, kind)), None)
-    return (
-        kind is not None
-        and type(module).forward is kind.forward
-        and 'forward' not in module.__dict__
-        and not (module._forward_hooks or module._forward_pre_hooks or is_parametrized(module))
-    )
+    for kind in kinds or (type(module),):
+        if isinstance(module, kind):
+            own = vars(module)
+            return (
+                type(module).forward is kind.forward
+                and 'forward' not in own
+                and not (hooks_of(module) or 'parametrizations' in own['_modules'])
+                and all(
+                    has_stock_forward(getattr(module, name, None), *kinds)
+                    for name, kinds in children.items()
+                )
+            )
+    return False
 
 
 def copied(model: nn.Module, memo: dict | None = None) -> nn.Module:
-    """Return a deep copy of a model whose replaced methods belong to the copy, or raise.
+    """Return a deep copy of a model whose replaced methods belong to the copy.
 
-    ``copy.deepcopy`` shares functions and weak references with the original. fairscale's
-    ``checkpoint_wrapper`` replaces ``forward`` by a partial function with a weak reference to the
-    module, which here refers to the copy. ``torch.compile`` replaces a method by a function, which
-    here is the method again.
+    ``copy.deepcopy`` shares functions and weak references with the original. Here, a function that
+    replaces a method refers to the copy, wherever its closure or its arguments refer to the
+    original: MMEngine's ``activation_checkpointing`` and fairscale's ``checkpoint_wrapper``, say.
+    ``torch.compile`` replaces a method by a function, which here is the method again. What a
+    function finds in global variables stays shared.
     """
     memo = {} if memo is None else memo
     result = copy.deepcopy(model, memo)
-
-    def turned(value):
-        is_own = isinstance(value, weakref.ref) and id(value()) in memo
-        return weakref.ref(memo[id(value())]) if is_own else value
-
-    for name, module in model.named_modules():
+    for module in model.modules():
         own = vars(memo[id(module)]) if id(module) in memo else {}
-        for key in [key for key in own if callable(getattr(type(module), key, None))]:
-            method = own[key]
-            if hasattr(method, '_torchdynamo_orig_callable'):
-                own[key] = copy.deepcopy(method._torchdynamo_orig_callable, memo)
-            elif _holds_objects(method):
-                raise ValueError(
-                    f'a function replaces {key}() of {name!r} ({type(module).__name__}), and would '
-                    'run the original in a copy of the model: remove the replacement first '
-                    f'(del module.{key})'
-                )
-            elif isinstance(method, functools.partial):
-                args, keywords = tree_map(turned, (method.args, method.keywords))
-                own[key] = functools.partial(method.func, *args, **keywords)
+        for key in own.keys() & vars(module).keys():
+            if callable(getattr(type(module), key, None)):
+                own[key] = _rebound(vars(module)[key], memo)
     return result
 
 
-def _holds_objects(method: Callable) -> bool:
-    """Return True if the function of a method or partial has other values than constants."""
-    while isinstance(method, (functools.partial, MethodType)):
-        method = method.func if isinstance(method, functools.partial) else method.__func__
-    if not isinstance(method, FunctionType):
-        return False
-    values = [cell.cell_contents for cell in method.__closure__ or ()]
-    values += method.__defaults__ or ()
-    return any(not isinstance(value, (str, int, float, type, type(None))) for value in values)
+def _rebound(value: Any, memo: dict) -> Any:
+    """Return a deep copy of a value, including functions and weak references inside it."""
+    value = getattr(value, '_torchdynamo_orig_callable', value)
+    turned = functools.partial(tree_map, functools.partial(_rebound, memo=memo))
+    if isinstance(value, weakref.ref):
+        return weakref.ref(memo[id(value())]) if id(value()) in memo else value
+    if isinstance(value, functools.partial):
+        return functools.partial(*turned([value.func, *value.args]), **turned(value.keywords))
+    if isinstance(value, MethodType):
+        return MethodType(*turned([value.__func__, value.__self__]))
+    if not isinstance(value, FunctionType):
+        return copy.deepcopy(value, memo)
+    if id(value) not in memo:
+        cells = [CellType() for _ in value.__closure__ or ()]
+        other = FunctionType(value.__code__, value.__globals__, closure=tuple(cells))
+        memo[id(value)] = other  # first, since a function may refer to itself
+        held = [cell.cell_contents for cell in value.__closure__ or ()]
+        old = held, value.__defaults__, value.__kwdefaults__, vars(value)
+        new = turned(old)
+        if all(map(operator.is_, tree_flatten(old)[0], tree_flatten(new)[0])):
+            memo[id(value)] = value  # which pickle finds by its name
+        for cell, content in zip(cells, new[0]):
+            cell.cell_contents = content
+        other.__defaults__, other.__kwdefaults__, other.__dict__ = new[1:]
+    return memo[id(value)]
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -99,9 +117,10 @@ def unwrap(model: nn.Module) -> nn.Module:
         ValueError: If the model's parameters are sharded (FSDP).
     """
     while True:
-        if type(model).__name__.endswith('FullyShardedDataParallel'):
+        is_sharded = any(type(parameter).__name__ == 'DTensor' for parameter in model.parameters())
+        if is_sharded or type(model).__name__.endswith('FullyShardedDataParallel'):
             raise ValueError(
-                'the parameters of a FullyShardedDataParallel model are spread over processes: '
+                f'the parameters of this {type(model).__name__} are spread over processes (FSDP): '
                 'gather them into an ordinary model first'
             )
         if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):

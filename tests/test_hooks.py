@@ -180,6 +180,20 @@ def test_interrupted_test_does_not_cost_the_training_form(tmp_path):
         runner.test()
 
 
+@pytest.mark.filterwarnings('ignore')  # of checkpointing, about the images
+def test_activation_checkpointing(tmp_path, relative_error):
+    """MMEngine replaces forward() by a function that calls the original's."""
+    runner = make_runner(
+        tmp_path, [HOOK, spy := Spy()], cfg=dict(activation_checkpointing='backbone')
+    )
+    runner.train()
+    assert 'forward' in vars(runner.model.backbone)
+    with unchanged(runner):
+        runner.test()
+    assert ('test', 'deploy') in spy.forms
+    assert relative_error(KeepLogits.logits, logits_of(runner.model, runner)) < 1e-5
+
+
 def test_refusals(tmp_path):
     with pytest.raises(ValueError, match="'train'"):
         ReparameterizeHook(when='train')

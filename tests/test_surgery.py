@@ -1,4 +1,4 @@
-"""Copies of models whose methods were replaced."""
+"""Modules that are what their class builds, and copies of those whose methods were replaced."""
 
 import functools
 import types
@@ -7,9 +7,10 @@ import weakref
 import pytest
 import torch
 import torch.nn as nn
+from mmengine.runner.activation_checkpointing import wrap_forward
 
 from repa_mm.reparam import ChannelIdleFFN, reparameterize
-from repa_mm.surgery import copied
+from repa_mm.surgery import copied, has_stock_forward
 
 X = torch.linspace(-2, 2, 2 * 5 * 8).sin().view(2, 5, 8)
 
@@ -50,6 +51,11 @@ def as_fairscale_does(layer):
         lambda layer: torch.compile(layer.forward, backend='eager'),  # as MMEngine
         lambda layer: types.MethodType(Layer.twice, layer),
         lambda layer: functools.partial(layer.twice),
+        lambda layer: wrap_forward(layer.forward),  # as MMEngine's activation checkpointing
+        lambda layer: lambda x, other=[layer]: other[0].twice(x),
+        lambda layer: lambda x, *, other=layer: other.twice(x),
+        lambda layer: types.MethodType(lambda self, x: self.twice(x) + layer.ffn(x), layer),
+        lambda layer: functools.partial(lambda x, times: layer.twice(x, times), times=3),
     ],
 )
 def test_a_copy_runs_its_own_modules(forward, copy, randomize, relative_error):
@@ -64,18 +70,35 @@ def test_a_copy_runs_its_own_modules(forward, copy, randomize, relative_error):
         assert not torch.equal(model(X), expected)
 
 
-def test_functions_of_the_original_are_refused_by_name():
-    model = nn.Sequential(Layer(), Layer())
-    model[1].forward = lambda x: x  # without a reference
-    assert torch.equal(copied(model)[1](X), X)
-    own = model[1].forward
-    for forward in (
-        lambda x: own(x),
-        lambda x, layer=model[1]: layer.twice(x),
-        types.MethodType(lambda self, x: own(x), model[1]),
-        functools.partial(lambda x, times: times * own(x), times=2),
+def test_a_function_of_no_module_stays_the_same():
+    model = nn.Sequential(Layer())
+    for forward in (as_fairscale_does, lambda x, times=2: times * x, functools.partial(_referred)):
+        model[0].forward = forward
+        own = copied(model)[0].forward
+        assert getattr(own, 'func', own) is getattr(forward, 'func', forward)
+
+
+def test_has_stock_forward():
+    class Other(nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    def holds(change=None, name='layer', **children):
+        model = nn.Module()
+        model.layer, model.act = nn.Linear(2, 2), nn.GELU()
+        if change:
+            change(model.get_submodule(name))
+        return has_stock_forward(model, **children)
+
+    children = dict(layer=(nn.Conv2d, nn.Linear), act=(nn.GELU,))
+    assert holds(**children) and not holds(layer=(nn.Conv2d,)) and not holds(none=(nn.Linear,))
+    hooks = 'forward_hook', 'forward_pre_hook', 'full_backward_hook', 'full_backward_pre_hook'
+    changes = [lambda m, k=kind: getattr(m, f'register_{k}')(lambda *_: None) for kind in hooks]
+    changes.append(lambda m: setattr(m, 'forward', m.forward))
+    for change in changes:
+        assert not holds(change, '') and not holds(change, **children) and holds(change)
+    for change in (
+        lambda layer: nn.utils.parametrizations.weight_norm(layer),
+        lambda layer: setattr(layer, '__class__', Other),
     ):
-        model[1].forward = forward
-        for copy in (copied, reparameterize):
-            with pytest.raises(ValueError, match=r"forward\(\) of '1' \(Layer\).*del module"):
-                copy(model)
+        assert not holds(change, **children) and holds(change)

@@ -332,8 +332,8 @@ class OrdinaryAttention(DeployForm):
         self.scale = scale or (embed_dims // num_heads) ** -0.5
         self.qkv = nn.Linear(embed_dims, 3 * embed_dims, qkv_bias)
         _add_position_bias(self, num_heads)
-        # Window attention asks for both.
-        self.attn_drop = nn.Dropout(0.0)
+        # Window attention asks for all of them.
+        self.softmax, self.attn_drop = nn.Softmax(dim=-1), nn.Dropout(0.0)
         self.proj = nn.Linear(embed_dims, embed_dims)
         self.proj_drop = nn.Dropout(0.0)
 

@@ -28,9 +28,9 @@ from repa_mm.faster.windows import (
     symbolic_mul,
     traceable_partition,
 )
-from repa_mm.reparam import TrainingForm
+from repa_mm.reparam import DeployForm, TrainingForm
 from repa_mm.reparam.autograd import autocast_dtype, is_compiling
-from repa_mm.surgery import replace_
+from repa_mm.surgery import has_stock_forward, replace_
 
 _is_exporting = getattr(torch.compiler, 'is_exporting', lambda: False)
 # Where the stock modules are defined.
@@ -39,7 +39,7 @@ _ATTENTION = (
     'mmdet.models.backbones.swin',
     'mmseg.models.backbones.swin',
 )
-_MERGING = (
+MERGING = (
     'mmcv.cnn.bricks.transformer',
     'mmdet.models.layers.transformer.utils',
     'mmseg.models.utils.embed',
@@ -104,9 +104,24 @@ def _runs_kernels(device: torch.device) -> bool:
     return True
 
 
-def _are_hooked(*modules: nn.Module) -> bool:
-    # Without surgery's function, which torch.compile of PyTorch 2.1 does not take.
-    return any(len(m._forward_hooks) + len(m._forward_pre_hooks) > 0 for m in modules)
+def is_stock(module: nn.Module, name: str, where: Sequence[str]) -> bool:
+    """Return True if a module's class is one of a stock package, by its name."""
+    # By class name, since MMDetection and MMSegmentation have copies of the classes. Subclasses do
+    # not count, since they may compute something else.
+    return type(module).__name__ == name and type(module).__module__ in where
+
+
+def is_window_attention(w_msa: nn.Module) -> bool:
+    """Return True if a module computes what a stock ``WindowMSA`` with its weights does.
+
+    Deploy forms with all of the children of a ``WindowMSA`` do, too.
+    """
+    return (
+        (isinstance(w_msa, DeployForm) or is_stock(w_msa, 'WindowMSA', _ATTENTION))
+        and has_stock_forward(w_msa, softmax=(nn.Softmax,), attn_drop=(nn.Dropout,))
+        and w_msa.softmax.dim == -1
+        and hasattr(w_msa.proj, 'in_features')  # adapters have none
+    )
 
 
 class FastShiftWindowMSA(ShiftWindowMSA):
@@ -121,8 +136,8 @@ class FastShiftWindowMSA(ShiftWindowMSA):
 
     def forward(self, query: torch.Tensor, hw_shape: Sequence[int]) -> torch.Tensor:
         """Compute attention of tokens (B, H * W, C), with H and W in ``hw_shape``, in windows."""
-        # A form has its own forward pass, and hooks are on modules that the parent calls.
-        if isinstance(self.w_msa, TrainingForm) or self._has_hooks():
+        # The parent calls all that was put there: forms, hooks, and modules of other kinds.
+        if isinstance(self.w_msa, TrainingForm) or not self._is_ordinary():
             return super().forward(query, hw_shape)
         compute = self._choose(query)
         x = compute(query, *hw_shape, self.shift_of(query, hw_shape))
@@ -181,15 +196,16 @@ class FastShiftWindowMSA(ShiftWindowMSA):
         dtype = autocast_dtype(query.device.type) or query.dtype
         return width <= _WIDEST_HEADS.get(dtype, 0)
 
-    def _has_hooks(self) -> bool:
-        """Return True if there are hooks that no path but the parent's calls."""
-        w_msa, is_own = self.w_msa, type(self).qkv is not FastShiftWindowMSA.qkv
-        softmax = getattr(w_msa, 'softmax', w_msa)  # a deploy form has none
-        return not is_own and _are_hooked(w_msa, softmax, w_msa.attn_drop)
+    @torch.compiler.assume_constant_result
+    def _is_ordinary(self) -> bool:
+        """Return True if the parent computes the same, or does not know of the queries."""
+        is_own = type(self).qkv is not FastShiftWindowMSA.qkv
+        return is_own or is_window_attention(self.w_msa)
 
+    @torch.compiler.assume_constant_result
     def _has_linear_qkv(self) -> bool:
         """Return True if queries, keys and values are those of a linear layer, also of padding."""
-        is_linear = type(self.w_msa.qkv) is nn.Linear and not _are_hooked(self.w_msa.qkv)
+        is_linear = has_stock_forward(self.w_msa.qkv, nn.Linear)
         return is_linear and type(self).qkv is FastShiftWindowMSA.qkv
 
     def _forward_kernel(self, query, height, width, shift):
@@ -289,18 +305,33 @@ class FastPatchMerging(PatchMerging):
         x = x.view(batch, height, width, channels)
         out_h = (height + kernel_h - 1) // kernel_h
         out_w = (width + kernel_w - 1) // kernel_w
-        pad_h, pad_w = out_h * kernel_h - height, out_w * kernel_w - width
-        # A traced graph always pads, to accept odd and even sizes.
-        if is_traced() or pad_h or pad_w:
-            is_centred = _padding(self).padding == 'same'
-            top, left = (pad_h // 2, pad_w // 2) if is_centred else (0, 0)
-            x = F.pad(x, (0, 0, left, pad_w - left, top, pad_h - top))
-        x = x.view(batch, out_h, kernel_h, out_w, kernel_w, channels)
-        # In Unfold's order, where the position in the patch changes fastest.
-        x = x.permute(0, 1, 3, 5, 2, 4).reshape(batch, out_h * out_w, -1)
+        if not self.is_ordinary():  # there are hooks, say
+            x = self.sampler(_padding(self)(x.permute(0, 3, 1, 2))).transpose(1, 2)
+        else:
+            pad_h, pad_w = out_h * kernel_h - height, out_w * kernel_w - width
+            # A traced graph always pads, to accept odd and even sizes.
+            if is_traced() or pad_h or pad_w:
+                is_centred = _padding(self).padding == 'same'
+                top, left = (pad_h // 2, pad_w // 2) if is_centred else (0, 0)
+                x = F.pad(x, (0, 0, left, pad_w - left, top, pad_h - top))
+            x = x.view(batch, out_h, kernel_h, out_w, kernel_w, channels)
+            # In Unfold's order, where the position in the patch changes fastest.
+            x = x.permute(0, 1, 3, 5, 2, 4).reshape(batch, out_h * out_w, -1)
         if self.norm is not None:
             x = self.norm(x)
         return self.reduction(x), (out_h, out_w)
+
+    @torch.compiler.assume_constant_result
+    def is_ordinary(self) -> bool:
+        """Return True if this pads to whole patches, as a stock module, which do not overlap."""
+        padding, sampler = _padding(self), self.sampler
+        return (
+            type(padding).__name__ in ('AdaptivePadding', 'PatchPadding')
+            and has_stock_forward(padding)
+            and has_stock_forward(sampler, nn.Unfold)
+            and sampler.kernel_size == sampler.stride
+            and sampler.dilation == (1, 1)
+        )
 
 
 def _padding(merging: nn.Module) -> nn.Module | None:
@@ -309,19 +340,10 @@ def _padding(merging: nn.Module) -> nn.Module | None:
 
 def fast_class(module: nn.Module) -> type | None:
     """Return the fast class of a stock module, or None."""
-
-    # By class name, since MMDetection and MMSegmentation have copies of the classes. Subclasses do
-    # not count, since they may compute something else.
-    def is_stock(part, name, where):
-        return type(part).__name__ == name and type(part).__module__ in where
-
     if is_stock(module, 'ShiftWindowMSA', _ATTENTION):
-        return FastShiftWindowMSA if is_stock(module.w_msa, 'WindowMSA', _ATTENTION) else None
-    if not is_stock(module, 'PatchMerging', _MERGING) or not _padding(module):
-        return None
-    sampler = module.sampler
-    fits = sampler.kernel_size == sampler.stride and sampler.dilation == (1, 1)
-    return FastPatchMerging if fits else None
+        return FastShiftWindowMSA if is_window_attention(module.w_msa) else None
+    is_merging = is_stock(module, 'PatchMerging', MERGING) and FastPatchMerging.is_ordinary(module)
+    return FastPatchMerging if is_merging else None
 
 
 def fast_window_attention_(model: nn.Module) -> nn.Module:

@@ -8,6 +8,7 @@ import torch.nn as nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from repa_mm.reparam.autograd import autocast_dtype
+from repa_mm.surgery import hooks_of
 
 PARTS = 'backbone', 'neck', 'bbox_head', 'rpn_head', 'decode_head', 'head'
 #: Types of arguments and outputs other than tensors with which a graph is captured.
@@ -125,7 +126,8 @@ def cuda_graphs_(model: nn.Module) -> nn.Module:
     The first batch of a size runs three times, to capture them; later ones replay them. A GPU then
     does not wait for Python to launch its kernels, which takes most of the time of one image.
     Post-processing, RoI heads, and the encoder and decoder of a DETR run as before, and so does a
-    part whose ``forward`` was replaced. For inference only; each size keeps memory for its inputs
+    part whose ``forward`` was replaced, or that has hooks inside; later hooks do not run. For
+    inference only; each size keeps memory for its inputs
     and outputs, so images of many sizes should be padded to a few.
 
     Args:
@@ -143,5 +145,6 @@ def cuda_graphs_(model: nn.Module) -> nn.Module:
     for name in PARTS:
         part = getattr(model, name, None)
         if isinstance(part, nn.Module) and 'forward' not in vars(part):
-            part.forward = Captured(part)
+            if not any(map(hooks_of, part.modules())):
+                part.forward = Captured(part)
     return model

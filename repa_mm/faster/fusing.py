@@ -42,10 +42,18 @@ class FusedConvModule(ConvModule):
         for layer in self.order:
             if layer == 'conv':
                 x = self.padding_layer(x) if self.with_explicit_padding else x
-                x = self.conv._conv_forward(x, self.conv.weight, self.norm.bias)
+                if self._is_ordinary():
+                    x = self.conv._conv_forward(x, self.conv.weight, self.norm.bias)
+                else:  # there are hooks, say
+                    x = self.norm(self.conv(x))
             elif layer == 'act' and activate and self.with_activation:
                 x = self.activate(x)
         return x
+
+    @torch.compiler.assume_constant_result
+    def _is_ordinary(self) -> bool:
+        conv, norm = self.conv, self.norm
+        return has_stock_forward(conv, nn.Conv2d) and has_stock_forward(norm, Shift)
 
 
 def _can_fuse(module: nn.Module, owners: collections.Counter) -> bool:

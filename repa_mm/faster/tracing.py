@@ -5,7 +5,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from mmcv.cnn.bricks.transformer import AdaptivePadding
 
-from repa_mm.faster.attention import fast_class
+from repa_mm.faster.attention import MERGING, fast_class, is_stock
 from repa_mm.faster.deformable import swap_deformable_attention_
 from repa_mm.faster.windows import is_traced
 from repa_mm.surgery import replace_
@@ -36,9 +36,8 @@ class TraceableCrossAttention(nn.MultiheadAttention):
 
 
 def _padding_of_patches(module: nn.Module) -> type | None:
-    # By class name, since MMDetection and MMSegmentation have copies of mmcv's class.
     is_of_patches = (
-        type(module).__name__ == 'AdaptivePadding'
+        is_stock(module, 'AdaptivePadding', MERGING)
         and module.kernel_size == module.stride
         and module.dilation == (1, 1)
     )

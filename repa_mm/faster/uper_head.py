@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from mmcv.cnn import Conv2d, ConvModule
 from mmseg.models import UPerHead
 
-from repa_mm.surgery import become_, has_stock_forward
+from repa_mm.faster.fusing import FusedConvModule
+from repa_mm.surgery import has_stock_forward, replace_
 
 
 def _taps(
@@ -64,42 +65,42 @@ def add_conv_of_resized(
     return z.view(out.shape)
 
 
-class ConvModuleOfResized(ConvModule):
-    """A ``ConvModule`` on feature maps that are resized to the first one and concatenated."""
-
-    #: Operators besides convolutions that multiply by weights.
-    weight_operators = ('bmm',)
-
-    def forward(self, maps: Sequence[torch.Tensor], align_corners: bool) -> torch.Tensor:
-        """Compute a feature map (B, C', H, W) from feature maps (B, C, H, W), (B, C, h, w), ..."""
-        conv = self.conv
-        weights = conv.weight.split([x.shape[1] for x in maps], dim=1)
-        out = F.conv2d(maps[0], weights[0], conv.bias, padding=conv.padding)
-        for x, weight in zip(maps[1:], weights[1:]):
-            out = add_conv_of_resized(out, x, weight, align_corners)
-        if self.with_norm:
-            out = self.norm(out)
-        return self.activate(out) if self.with_activation else out
-
-
 class FastUPerHead(UPerHead):
     """A faster ``UPerHead`` with the same arguments, parameters, state dict and outputs.
 
     The last convolution of the head has half of the multiplications of a whole UperNet. It takes
     the feature maps of all levels, resized to the largest one. Here, each level is convolved before
-    it is resized, see :func:`add_conv_of_resized`.
+    it is resized, see :func:`add_conv_of_resized`. With a hook on this convolution or another
+    module in its place, the parent's code runs.
     """
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
-        if not is_ordinary(self):
+        if not self.is_ordinary():
             raise ValueError(
                 f'FastUPerHead needs ordinary convolutions, but got {self.fpn_bottleneck.conv}: '
                 "use type='UPerHead'"
             )
-        become_(self.fpn_bottleneck, ConvModuleOfResized)
+
+    @torch.compiler.assume_constant_result
+    def is_ordinary(self) -> bool:
+        """Return True if the convolution of resized maps is as MMSegmentation builds it."""
+        module = self.fpn_bottleneck
+        if not has_stock_forward(module, FusedConvModule, ConvModule, conv=(Conv2d, nn.Conv2d)):
+            return False
+        conv = module.conv
+        return (
+            conv.padding_mode == 'zeros'
+            and not module.with_explicit_padding
+            and module.order == ('conv', 'norm', 'act')
+            and (conv.stride, conv.dilation, conv.groups) == ((1, 1), (1, 1), 1)
+            and conv.kernel_size == tuple(2 * p + 1 for p in conv.padding)
+            and conv.kernel_size[0] == conv.kernel_size[1]
+        )
 
     def _forward_feature(self, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+        if not self.is_ordinary():
+            return super()._forward_feature(inputs)
         inputs = self._transform_inputs(inputs)
         laterals = [conv(x) for conv, x in zip(self.lateral_convs, inputs)]
         laterals.append(self.psp_forward(inputs))
@@ -108,28 +109,17 @@ class FastUPerHead(UPerHead):
             larger = laterals[i - 1]
             laterals[i - 1] = larger + F.interpolate(laterals[i], larger.shape[2:], **how)
         maps = [conv(x) for conv, x in zip(self.fpn_convs, laterals)] + laterals[-1:]
-        return self.fpn_bottleneck(maps, self.align_corners)
+        module, conv = self.fpn_bottleneck, self.fpn_bottleneck.conv
+        weights = conv.weight.split([x.shape[1] for x in maps], dim=1)
+        out = F.conv2d(maps[0], weights[0], conv.bias, padding=conv.padding)
+        for x, weight in zip(maps[1:], weights[1:]):
+            out = add_conv_of_resized(out, x, weight, self.align_corners)
+        out = module.norm(out) if module.with_norm else out
+        return module.activate(out) if module.with_activation else out
 
 
 def fast_uper_head_(model: nn.Module) -> nn.Module:
     """Replace every ``UPerHead`` of a model by a :class:`FastUPerHead`, in place."""
-    for module in model.modules():
-        if type(module) is UPerHead and is_ordinary(module):
-            become_(module, FastUPerHead)
-            become_(module.fpn_bottleneck, ConvModuleOfResized)
+    fast, stock = FastUPerHead, UPerHead
+    replace_(model, lambda m: fast if type(m) is stock and fast.is_ordinary(m) else None)
     return model
-
-
-def is_ordinary(head: UPerHead) -> bool:
-    """Return True if the convolution of resized maps is as MMSegmentation builds it."""
-    module = head.fpn_bottleneck
-    conv = module.conv
-    return (
-        has_stock_forward(conv, Conv2d, nn.Conv2d)
-        and conv.padding_mode == 'zeros'
-        and not module.with_explicit_padding
-        and module.order == ('conv', 'norm', 'act')
-        and (conv.stride, conv.dilation, conv.groups) == ((1, 1), (1, 1), 1)
-        and conv.kernel_size == tuple(2 * p + 1 for p in conv.padding)
-        and conv.kernel_size[0] == conv.kernel_size[1]
-    )

@@ -14,7 +14,7 @@ from mmcv.cnn.bricks.transformer import FFN
 from mmcv.cnn.bricks.transformer import MultiheadAttention as MMCVAttention
 from mmpretrain.models.utils.attention import MultiheadAttention
 
-from repa_mm.faster.attention import FastShiftWindowMSA, fast_class
+from repa_mm.faster.attention import FastShiftWindowMSA, fast_class, is_window_attention
 from repa_mm.faster.narrow_attention import (
     NarrowMultiheadAttention,
     NarrowSelfAttention,
@@ -106,7 +106,7 @@ class Site:
 def _check_stock(module: nn.Module, what: str, *kinds: type) -> None:
     if not has_stock_forward(module, *kinds):
         raise ValueError(
-            f'{what}, a {type(module).__name__}, has a forward() of its own or forward hooks, '
+            f'{what}, a {type(module).__name__}, has a forward() of its own or hooks, '
             'and would lose them: merge adapters into their layers, and remove hooks first'
         )
 
@@ -240,12 +240,17 @@ def _narrower(attention: nn.Module) -> type | nn.Module:
     """Return the class or the module that an attention becomes with heads of other widths."""
     kind, heads = type(attention), _heads(attention)
     narrower = kind if kind in _OURS else _NARROWER.get(full_name(kind)) or fast_class(attention)
-    if narrower is None or (heads is not attention and type(heads).__name__ != 'WindowMSA'):
+    is_known = type(heads).__name__ == 'WindowMSA' and is_window_attention(heads)
+    if narrower is None or (heads is not attention and not is_known):
         raise ValueError(f'its {type(heads).__name__} is not an attention whose heads are known')
     for name in ('v_shortcut', 'q_norm', 'k_norm', 'norm', 'gate'):
         part = getattr(attention, name, None)
         if part and not isinstance(part, nn.Identity):
             raise ValueError(f'its attention has a {name}, unlike that of a ViT')
+    # The narrower modules read these, and do not call them.
+    for name, kinds in dict(attn_drop=(nn.Dropout,), attn=(nn.MultiheadAttention,)).items():
+        if isinstance(part := getattr(attention, name, None), nn.Module):
+            _check_stock(part, f'the {name} of its attention', *kinds)
     if kind is not MMCVAttention:
         return narrower
     inner = attention.attn

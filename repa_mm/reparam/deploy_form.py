@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 import torch.nn as nn
 
+from repa_mm.surgery import has_stock_forward
+
 from .forms import CheckpointError, DeployForm
 from .numerics import rounded
 
@@ -266,7 +268,8 @@ class MergedFFN(DeployForm):
     def _save_inside(self, state_dict, prefix, local_metadata) -> None:
         key = f'{prefix}fc1.weight'
         # Tracers look for the parameter itself (keep_vars=True).
-        if self.movable and self.shortcut and state_dict[key] is not self.fc1.weight:
+        is_moved = self.movable and self.shortcut and key in state_dict  # not in int8
+        if is_moved and state_dict[key] is not self.fc1.weight:
             state_dict[key] = self.with_identity(state_dict[key], 1)
 
     def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs):
@@ -285,14 +288,20 @@ class MergedFFN(DeployForm):
             y = h
         else:
             a, linear = self.act(h[:, : self.num_active]), h[:, self.num_active :]
-            weight = self.fc2.weight.t()
+            if not self.accumulates():
+                y = linear + self.fc2(a)
             # In place, a GPU need not copy the linear half first. Autocast leaves this to us.
-            if h.is_cuda and not torch.is_grad_enabled():
-                y = linear.addmm_(a.to(h.dtype), weight.to(h.dtype))
+            elif h.is_cuda and not torch.is_grad_enabled():
+                y = linear.addmm_(a.to(h.dtype), self.fc2.weight.t().to(h.dtype))
             else:
-                y = torch.addmm(linear, a, weight)
+                y = torch.addmm(linear, a, self.fc2.weight.t())
         y = y.view(x.shape)
         return x + y if self.shortcut else y
+
+    @torch.compiler.assume_constant_result
+    def accumulates(self) -> bool:
+        """Return True if a product with the weight of ``fc2`` is all that ``fc2`` computes."""
+        return has_stock_forward(self.fc2, nn.Linear)
 
     def extra_repr(self) -> str:
         return f'num_active={self.num_active}, idle={self.idle}, shortcut={self.shortcut}'

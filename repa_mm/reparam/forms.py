@@ -13,7 +13,7 @@ import torch
 import torch.nn as nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from repa_mm.surgery import become_, copied
+from repa_mm.surgery import become_, copied, hooks_of
 
 from .numerics import check_finite
 
@@ -56,8 +56,8 @@ class Form(nn.Module):
                 f'the model has a {self.label} in its {form} form at {name!r}, and the checkpoint '
                 f'is of something else there: it {" and ".join(differences)}. {hint}'
             )
-        for key, value in own.items():
-            if key in weights and weights[key].shape != value.shape:
+        for key, value in own.items():  # in int8, some are types
+            if torch.is_tensor(value) and weights.get(key, value).shape != value.shape:
                 raise CheckpointError(
                     f'{name}.{key} has shape {tuple(weights[key].shape)} in the checkpoint and '
                     f'{tuple(value.shape)} in the model: they differ in architecture or idle ratio'
@@ -159,7 +159,7 @@ class TrainingForm(Form):
 
         Raises:
             ValueError: If the merge does not cover what the module computes (a subclass with its
-                own forward, a forward hook, a replaced layer), or if weights or statistics are not
+                own forward, a hook, a replaced layer), or if weights or statistics are not
                 finite.
         """
         raise NotImplementedError
@@ -208,6 +208,9 @@ class DeployForm(Form):
         return self.inference(*args, **kwargs)
 
 
+_CHECKPOINTED = '_checkpoint_wrapped_module'
+
+
 def outermost(model: nn.Module, kind: type = Form) -> Iterator[tuple[str, Form]]:
     """Yield the names and forms of a model that are not inside another form, which merges those."""
     inside = None
@@ -216,7 +219,8 @@ def outermost(model: nn.Module, kind: type = Form) -> Iterator[tuple[str, Form]]
             continue
         if isinstance(module, kind):
             inside = f'{name}.' if name else ''
-            yield name, module
+            # As in a state dict, in which PyTorch's apply_activation_checkpointing is not seen.
+            yield '.'.join(part for part in name.split('.') if part != _CHECKPOINTED), module
 
 
 def merge_whole(form: TrainingForm, name: str) -> DeployForm:
@@ -267,21 +271,13 @@ def _check_whole(form: TrainingForm) -> None:
                         f'{cls.__name__} overrides {own[0]}(), but inherits merge(), which would '
                         'ignore the change: override merge(), too'
                     )
-        if any(method in module.__dict__ for method in methods):
+        lost = [f'a replaced {method}()' for method in methods if method in vars(module)]
+        lost += ['parametrized weights'] * is_parametrized(module)
+        for hook in hooks_of(module).values():
+            lost.append(f'a hook, {getattr(hook, "__qualname__", type(hook).__name__)}')
+        if lost:
             raise ValueError(
-                f'the forward() of {where} is replaced, and the merge would ignore it: remove '
-                'the replacement first'
-            )
-        if is_parametrized(module):
-            raise ValueError(
-                f'{where} has parametrized weights, and the merge would lose them: call '
-                'torch.nn.utils.parametrize.remove_parametrizations first'
-            )
-        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-        if hooks:
-            hook = getattr(hooks[0], '__qualname__', type(hooks[0]).__name__)
-            raise ValueError(
-                f'{where} has a forward hook, {hook}, and the merge would lose it: remove it '
-                'first (handle.remove(), remove_weight_norm, prune.remove), or register it on a '
-                'module that stays, such as the block'
+                f'{where} has {lost[0]}, and the merge would lose that: remove it first (del '
+                'module.forward, handle.remove(), remove_weight_norm, prune.remove, '
+                'remove_parametrizations), or put it on a module that stays, such as the block'
             )

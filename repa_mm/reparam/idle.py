@@ -67,7 +67,8 @@ class ChannelIdleFFN(TrainingForm):
         drop_rate (float): Dropout rate; a rate above 0 rules out folded training. Defaults to 0.
         shortcut (bool): Whether the FFN adds its input to its output. Defaults to True.
 
-    In training mode, the FFN skips the idle channels where that is faster, with the same outputs,
+    In training mode, the FFN skips the idle channels where that takes fewer multiply-adds (on a GPU
+    in half precision: where it saves much memory, though not always time), with the same outputs,
     gradients and running statistics; see :mod:`repa_mm.reparam.folded`. The attribute
     ``training_path`` ('auto', 'literal' or 'folded') chooses the path, see
     :func:`~repa_mm.reparam.set_training_path_`.

@@ -69,8 +69,7 @@ def reparameterize(model: nn.Module) -> nn.Module:
 
     Raises:
         ValueError: If nothing in the model can be merged, or it is sharded; names the module that
-            cannot be merged or copied, see :meth:`~repa_mm.reparam.TrainingForm.merge` and
-            :func:`repa_mm.surgery.copied`.
+            cannot be merged, see :meth:`~repa_mm.reparam.TrainingForm.merge`.
 
     Examples:
         >>> deployed = repa_mm.reparameterize(model)

@@ -58,7 +58,7 @@ def weights64(layer: nn.Module, what: str) -> tuple[torch.Tensor, torch.Tensor]:
     if not has_stock_forward(layer, nn.Linear):
         raise ValueError(
             f'{what} is a {type(layer).__name__}, and not an nn.Linear: merge an adapter into its '
-            'layer first'
+            'layer first, or remove what wraps the layer'
         )
     return weight_and_bias(layer)
 
@@ -161,9 +161,11 @@ def weight_and_bias(layer: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
 def fold_norm(norm: nn.Module, layer: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
     """Return weight and bias of a layer with scale and shift of the norm before it, in float64."""
     weight, bias = weight_and_bias(layer)
-    if getattr(norm, 'weight', None) is None:
-        return weight, bias
-    return weight * double(norm.weight), bias + weight @ double(norm.bias)
+    if getattr(norm, 'bias', None) is not None:
+        bias = bias + weight @ double(norm.bias)
+    if getattr(norm, 'weight', None) is not None:
+        weight = weight * double(norm.weight)
+    return weight, bias
 
 
 @torch.no_grad()

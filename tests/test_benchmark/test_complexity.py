@@ -1,11 +1,16 @@
+import copy
+
 import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from mmcv.ops import DeformConv2dPack, ModulatedDeformConv2dPack
+from mmseg.models import UPerHead
 
 from repa_mm.benchmark.complexity import count
-from repa_mm.faster.uper_head import ConvModuleOfResized
+from repa_mm.faster import fuse_conv_bn_
+from repa_mm.faster.uper_head import fast_uper_head_
+from repa_mm.surgery import hooks_of
 
 
 class Call(nn.Module):
@@ -38,12 +43,18 @@ def test_products_with_weights(model, macs):
     assert count(model, X) == (sum(p.numel() for p in model.parameters()), macs)
 
 
-def test_batched_products_with_weights():
-    maps = X, X[:, :, :4, :4]
-    conv = ConvModuleOfResized(6, 5, 3, padding=1)
-    # The convolution of the first map; for the second nine products at its own size.
-    least = 2 * (64 + 16) * 5 * 27
-    macs = count(conv, (maps, False))[1]
-    assert least < macs < 2 * least
-    assert count(conv, dict(maps=maps, align_corners=False))[1] == macs
-    assert not conv._forward_hooks and not conv._forward_pre_hooks
+@pytest.mark.parametrize('norm', [None, dict(type='BN')])
+def test_a_faster_head_counts_as_the_stock_head(norm):
+    options = dict(in_channels=[3, 4], in_index=[0, 1], channels=5, num_classes=7, norm_cfg=norm)
+    stock = UPerHead(pool_scales=(1, 2), **options).eval()
+    fast = fast_uper_head_(copy.deepcopy(stock))
+    maps = [torch.zeros(2, 3, 8, 8), torch.zeros(2, 4, 4, 4)]
+    # Pyramid pooling of the second map, lateral and output convolution of the first, the
+    # convolution of both maps at the size of the first, and the classes.
+    macs = 4 * 5 * (1 + 4) + 16 * 9 * (4 + 2 * 5) * 5
+    macs += 64 * (3 * 5 + 9 * 5 * 5 + 9 * 2 * 5 * 5 + 5 * 7)
+    parameters = sum(p.numel() for p in stock.parameters())
+    for head in (stock, fast, fuse_conv_bn_(copy.deepcopy(fast))):
+        assert count(head, dict(inputs=maps))[1] == count(head, (maps,))[1] == 2 * macs
+        assert not hooks_of(head.fpn_bottleneck)
+    assert count(fast, (maps,))[0] == parameters

@@ -6,10 +6,15 @@ import pytest
 import torch
 import torch.nn as nn
 from mmcv.cnn.bricks.transformer import PatchMerging
-from mmpretrain.models.utils.attention import ShiftWindowMSA
+from mmpretrain.models.utils.attention import ShiftWindowMSA, WindowMSA
 from torch.testing import assert_close
 
-from repa_mm.faster import attention, fast_window_attention_, swap_faster_attention_
+from repa_mm.faster import (
+    attention,
+    fast_window_attention_,
+    swap_faster_attention_,
+    trace_any_size_,
+)
 from repa_mm.faster.attention import FastPatchMerging, FastShiftWindowMSA
 from repa_mm.models import RePaSwinTransformer
 from tests.toy import step
@@ -116,6 +121,52 @@ def test_dropout_and_hooks(relative_error):
             assert relative_error(a, b) < 1e-10
 
 
+class Half(nn.Dropout):
+    def forward(self, x):
+        return x / 2
+
+
+CHANGES = dict(
+    softmax=lambda w: setattr(w, 'softmax', nn.Sequential(nn.Hardtanh(), nn.Softmax(-1))),
+    other_axis=lambda w: setattr(w, 'softmax', nn.Softmax(-2)),
+    acting_dropout=lambda w: setattr(w, 'attn_drop', Half()),
+    forward=lambda w: setattr(w, 'forward', lambda x, mask, own=w.forward: 3 * own(x, mask)),
+    adapter=lambda w: setattr(w, 'proj', nn.Sequential(w.proj, nn.Tanh())),
+    subclass=lambda w: setattr(w, '__class__', Tripled),
+)
+
+
+class Tripled(WindowMSA):
+    def forward(self, x, mask=None):
+        return 3 * super().forward(x, mask)
+
+
+@pytest.mark.parametrize('name', CHANGES)
+def test_what_takes_the_place_of_a_part_is_run(name, relative_error):
+    """A module with such a part stays as it is; a part that comes later is run."""
+    (stock, fast), size = _pair(3, torch.double), (9, 15)
+    x = torch.randn(2, 9 * 15, 24).double()
+    before = stock(x, size)
+    for module in (stock, fast):
+        CHANGES[name](module.w_msa.eval())
+    expected = stock(x, size)
+    assert relative_error(expected, before) > 1e-2
+    for compute in (fast, torch.compile(fast, backend='eager')):
+        with torch.set_grad_enabled(compute is fast):
+            assert relative_error(compute(x, size), expected) < 1e-10
+    swap_faster_attention_(stock)
+    assert type(stock) is ShiftWindowMSA
+
+
+def test_backward_hooks():
+    calls, x = [], torch.randn(2, 9 * 15, 24, requires_grad=True)
+    for module in _pair(3):
+        for part in (module.w_msa, module.w_msa.softmax, module.w_msa.attn_drop, module.drop):
+            part.register_full_backward_hook(lambda m, *_: calls.append(type(m)))
+        module(x, (9, 15)).sum().backward()
+    assert len(calls) == 8 and calls[:4] == calls[4:]
+
+
 def test_compiles_once_for_all_sizes(relative_error):
     from torch._dynamo.testing import CompileCounter
 
@@ -153,6 +204,12 @@ def test_patch_merging(kernel_size, padding, randomize):
         x = torch.randn(2, size[0] * size[1], 8).double()
         assert fast(x, size)[1] == stock(x, size)[1]
         assert_close(step(fast, x, size), step(stock, x, size))
+    for name in ('adaptive_padding', 'sampler'):
+        for module in (stock, fast):
+            module.get_submodule(name).register_forward_hook(lambda layer, args, y: y.sin() + 1)
+        assert_close(step(fast, x, size), step(stock, x, size))
+    swap_faster_attention_(stock)
+    assert type(stock) is PatchMerging
 
 
 @pytest.mark.parametrize('package', ['mmpretrain', 'mmdet', 'mmseg'])
@@ -194,11 +251,19 @@ class Other(ShiftWindowMSA):
     pass
 
 
+class AdaptivePadding(nn.Identity):
+    """Has the name and the attributes of mmcv's."""
+
+    kernel_size = stride = 2, 2
+    dilation = 1, 1
+
+
 @pytest.mark.parametrize(
     'module',
     [
         nn.Linear(2, 2),
         Other(24, 3, 7),
+        AdaptivePadding(),
         PatchMerging(8, 16, kernel_size=3, stride=2),
         PatchMerging(8, 16, dilation=2),
         PatchMerging(8, 16, padding=0),
@@ -208,4 +273,5 @@ def test_nothing_to_make_faster(module):
     kind = type(module)
     with pytest.raises(ValueError, match=f'nothing to make faster: {kind.__name__}'):
         fast_window_attention_(module)
+    trace_any_size_(module)
     assert type(module) is kind

@@ -121,10 +121,13 @@ def test_changed_weights(pair, device):
 
 
 def test_what_is_not_captured(pair, device):
-    """Gradients, training, and arguments that are no tensors."""
+    """Gradients, training, arguments that are no tensors, and parts with hooks inside."""
     model, captured = pair
     x = torch.randn(2, 3, 8, 8, device=device)
     assert captured(x).requires_grad and not graphs(captured)
+    hooked = copied(model)
+    hooked.backbone[1].register_forward_hook(lambda *_: None)
+    assert type(cuda_graphs_(hooked).backbone.forward) is not Captured
     with torch.no_grad():
         captured.train()
         assert (captured(x) == 0).any() and not graphs(captured)  # dropout

@@ -76,6 +76,15 @@ def test_what_is_fused_computes_the_same(name, randomize, relative_error):
     assert any(type(m) is Shift for m in fused.modules()) == is_fused
 
 
+def test_later_hooks_run(randomize, relative_error):
+    stock = nn.Sequential(randomize(conv(bias=True))).eval()
+    fused = fuse_conv_bn_(copy.deepcopy(stock))
+    calls, x = [], torch.randn(2, 8, 6, 6)
+    for name in ('conv', 'bn', 'activate'):
+        fused[0].get_submodule(name).register_forward_hook(lambda *_: calls.append(1))
+    assert relative_error(fused(x), stock(x)) < 1e-5 and len(calls) == 3
+
+
 def test_weights_that_are_not_fused_are_refused(randomize):
     """A copy of the convolution and of the shift alone would be another model."""
     model = nn.Sequential(randomize(conv())).eval()

@@ -1,10 +1,13 @@
 import copy
+import itertools
 
 import pytest
 import torch
 from mmcv.cnn import fuse_conv_bn
 from mmseg.models import UPerHead
 
+from repa_mm.faster import fuse_conv_bn_
+from repa_mm.faster.fusing import FusedConvModule
 from repa_mm.faster.uper_head import FastUPerHead, fast_uper_head_
 from tests.conftest import _randomize
 
@@ -71,6 +74,42 @@ def test_half_precision(relative_error):
     with torch.no_grad(), torch.autocast('cpu', torch.bfloat16):
         errors = [relative_error(m(maps).float(), expected) for m in (stock, fast)]
     assert errors[1] < max(2 * errors[0], 2e-2)
+
+
+@pytest.mark.filterwarnings('ignore:When align_corners')
+def test_what_takes_the_place_of_a_part_is_run(relative_error):
+    maps = _maps(*SIZES[1])
+
+    def of(head, name, change):
+        head.fpn_bottleneck.activate.inplace = False  # which PyTorch refuses after a hook
+        change(head.fpn_bottleneck.get_submodule(name) if name else head.fpn_bottleneck)
+        return head
+
+    def hooks(module):
+        module.register_forward_hook(lambda layer, args, y: y.sin() + 1)
+        module.register_full_backward_hook(lambda *_: calls.append(1))
+
+    def twice(module):
+        module.forward = lambda x, own=module.forward: 2 * own(x)
+
+    for name, change in itertools.product(('', 'conv', 'bn', 'activate'), (hooks, twice)):
+        stock, fast = (of(head.eval(), name, change) for head in _heads())
+        calls, expected = [], stock(maps)
+        assert relative_error(fast(maps), expected) < 1e-12
+        for head in (stock, fast):
+            calls.clear()
+            head(maps).sum().backward()
+            assert len(calls) == (change is hooks)
+        is_read = name in ('', 'conv')
+        assert type(fast_uper_head_(stock)) is (UPerHead if is_read else FastUPerHead)
+
+
+def test_fused(relative_error):
+    stock, fast = (m.eval() for m in _heads())
+    maps = _maps(*SIZES[1])
+    fused = fuse_conv_bn_(copy.deepcopy(fast))
+    assert type(fused.fpn_bottleneck) is FusedConvModule and fused.is_ordinary()
+    assert relative_error(fused(maps), stock(maps)) < 1e-12
 
 
 def test_other_convolutions_stay():

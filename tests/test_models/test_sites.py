@@ -272,7 +272,7 @@ class _Plus(Structure):
     'change, message',
     [
         (lambda ffn: setattr(ffn.layers, '1', Adapter(64, 16)), 'a Adapter, has a forward'),
-        (lambda ffn: ffn.layers[0][0].register_forward_hook(print), 'forward hooks'),
+        (lambda ffn: ffn.layers[0][0].register_forward_hook(print), 'of its own or hooks'),
         (lambda ffn: setattr(ffn, 'dropout_layer', nn.Dropout(0.5)), 'ends with a Dropout'),
         (lambda ffn: setattr(ffn, 'add_identity', False), 'the shortcut is not where'),
     ],

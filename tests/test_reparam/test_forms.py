@@ -16,6 +16,7 @@ from repa_mm.reparam import (
     FFNParts,
     MergedFFN,
     finish_schedules_,
+    fold_norm,
     is_reparameterized,
     reparameterize,
 )
@@ -137,6 +138,16 @@ def test_a_channel_idle_ffn_is_filled(scale, relative_error):
     assert relative_error(reparameterize(form)(x), form(x)) < 1e-5
 
 
+@pytest.mark.parametrize('missing', [(), ('bias',), ('weight',), ('weight', 'bias')])
+def test_a_norm_folds_without_scale_or_shift(missing, relative_error):
+    (norm, layer, *_), _ = ordinary('ffn')
+    for name in missing:
+        setattr(norm, name, None)
+    x = tokens('ffn')
+    folded = F.linear(F.layer_norm(x, [C]).double(), *fold_norm(norm, layer))
+    assert relative_error(folded, layer(norm(x)).double()) < 1e-5
+
+
 @every
 def test_what_the_merge_does_not_know_is_refused(name, make):
     kinds = nn.Linear, nn.GroupNorm, nn.Dropout
@@ -153,5 +164,5 @@ def test_what_the_merge_does_not_know_is_refused(name, make):
             form.merge()
         form = make(name)
         form.get_submodule(key).register_forward_hook(lambda module, args, y: y)
-        with pytest.raises(ValueError, match='has a forward hook'):
+        with pytest.raises(ValueError, match='has a hook'):
             form.merge()

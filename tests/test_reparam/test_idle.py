@@ -176,6 +176,30 @@ def test_shortcut_outside(idle_ratio, randomize, relative_error):
         set_shortcut_(outside, 'out')
 
 
+@pytest.mark.parametrize('shortcut', ['inside', 'outside'])
+@pytest.mark.filterwarnings('ignore')  # of PyTorch's int8, which is deprecated
+def test_what_takes_the_place_of_a_layer_is_called(shortcut, randomize, relative_error):
+    """Hooks, such as those that count operations, and layers in int8."""
+    ffn = set_shortcut_(randomize(ChannelIdleFFN(16, 64)).eval().merge(), shortcut)
+    x, calls = torch.randn(2, 9, 16), []
+    expected, plain = ffn(x), copy.deepcopy(ffn)
+    quantized = torch.ao.quantization.quantize_dynamic(ffn, {nn.Linear}, dtype=torch.qint8)
+    assert type(quantized.fc1) is type(quantized.fc2) is not nn.Linear
+    assert 0 < relative_error(quantized(x), expected) < 0.05
+    quantized.load_state_dict(quantized.state_dict())
+    for layer in (ffn.fc1, ffn.fc2):
+        layer.register_forward_hook(lambda layer, args, y: calls.append(layer) or 2 * y)
+    for compute in (ffn, torch.compile(ffn, backend='eager')):
+        calls.clear()
+        assert relative_error(compute(x), expected) > 0.1
+        assert [*map(id, calls)] == [id(ffn.fc1), id(ffn.fc2)]
+    torch._dynamo.reset()  # or PyTorch 2.1 cannot export another one
+    plain.fc1.weight.data *= 2
+    plain.fc1.bias.data *= 2
+    plain.fc2.weight.data *= 2
+    assert relative_error(plain(x), ffn(x)) < 1e-5
+
+
 def test_shortcut_outside_keeps_the_digits_of_small_weights(randomize):
     ffn = randomize(ChannelIdleFFN(64, 256)).eval()
     with torch.no_grad():

@@ -5,6 +5,10 @@ import copy
 import pytest
 import torch
 import torch.nn as nn
+from torch.distributed import fsdp
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+)
 
 from repa_mm.reparam import (
     ChannelIdleFFN,
@@ -12,10 +16,12 @@ from repa_mm.reparam import (
     DeployForm,
     MergedFFN,
     TrainingForm,
+    check_state_dict,
     is_reparameterized,
     reparameterize,
     reparameterize_,
 )
+from tests.toy import distributed  # noqa: F401
 
 X = torch.linspace(-2, 2, 2 * 5 * 8).sin().view(2, 5, 8)
 
@@ -112,7 +118,7 @@ def test_switch_to_deploy_and_the_guards_of_every_form(randomize, relative_error
     pair = randomize(Pair(8)).eval()
     expected = pair(X)
     handle = pair.a.register_forward_hook(lambda module, args, y: 2 * y)
-    with pytest.raises(ValueError, match=r"'a' \(Linear\) has a forward hook"):
+    with pytest.raises(ValueError, match=r"'a' \(Linear\) has a hook"):
         pair.merge()
     handle.remove()
     broken = copy.deepcopy(pair)
@@ -145,3 +151,29 @@ def test_wrapped_and_shared_ffns(randomize, relative_error):
         assert relative_error(deployed(X), (ffn if wrapped is ffn else model)(X)) < 1e-5
     assert count(model, ChannelIdleFFN) == 1
     assert torch.equal(state, torch.get_rng_state())
+
+
+@pytest.mark.parametrize('kind', [ChannelIdleFFN, nn.Sequential])
+def test_checkpointed_modules(kind, randomize, relative_error):
+    """PyTorch wraps them in modules that state dicts do not show."""
+    model = nn.Sequential(nn.Sequential(randomize(ChannelIdleFFN(8, 32))), nn.Linear(8, 8)).eval()
+    model._register_load_state_dict_pre_hook(check_state_dict, with_module=True)
+    weights, expected = copy.deepcopy(model.state_dict()), model(X)
+    apply_activation_checkpointing(model, check_fn=lambda module: type(module) is kind)
+    assert any('wrapped' in name for name, _ in model.named_modules())
+    model.load_state_dict(weights)
+    deployed = reparameterize(model)
+    assert relative_error(deployed(X), expected) < 1e-5
+    assert is_reparameterized(model, deployed.state_dict())
+    for wrong in (deployed.state_dict(), {'1.bias': weights['1.bias']}):
+        with pytest.raises(CheckpointError, match='has a channel-idle FFN'):
+            model.load_state_dict(wrong, strict=False)
+
+
+@pytest.mark.skipif(not hasattr(fsdp, 'fully_shard'), reason='needs PyTorch 2.6')
+def test_sharded_parameters_are_refused(distributed):  # noqa: F811
+    model = nn.Sequential(ChannelIdleFFN(8, 32))
+    mesh = torch.distributed.device_mesh.init_device_mesh('cpu', (1,))
+    fsdp.fully_shard(model, mesh=mesh)
+    with pytest.raises(ValueError, match='of this FSDPSequential are spread over processes'):
+        reparameterize(model)
