@@ -40,10 +40,10 @@ def split_init_cfg(module: nn.Module) -> tuple[list[dict], list[dict] | None]:
 #: Weights that may be missing, foreign or of another size: what is counted or computed, and masks.
 _FREE = (
     r'(num_batches_tracked|num_active_channels|relative_coords_table|relative_position_index'
-    r'|attn_mask|position_ids|mask_token)$'
+    r'|attn_mask|position_ids|mask_token)$|\bdata_preprocessor\.'
 )
 #: And in a file to start from: heads, and norms of other outputs than the file's.
-_HEAD, _NORM = r'|(^|\.)\w*head\.', re.compile(r'(norm|ln)\d+(\.|$)')
+_HEAD, _NORM = r'|(^|\.)\w*head\.', re.compile(r'(backbone\.)?(norm|ln)\d+(\.|$)')
 
 
 def load_weights(
@@ -80,8 +80,8 @@ def load_weights(
             owner, _, name = owner.rpartition('.')  # the first part that the model lacks
         if name.endswith('head') or not owner and (not start or 'backbone' in modules):
             return False
-        is_free = start and owner in ('', 'backbone') and (name == 'cls_token' or _NORM.match(name))
-        return not is_free
+        of_backbone = start and owner in ('', 'backbone')
+        return not (of_backbone and (name == 'cls_token' or _NORM.match(name)))
 
     kinds = dict(lacks=missing, has=filter(is_foreign, foreign))
     kinds = {kind: [key for key in keys if not free(key)] for kind, keys in kinds.items()}

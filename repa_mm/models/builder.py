@@ -135,7 +135,8 @@ class WithStructures:
         the layout of the authors' code, of timm, or of the official Swin, too.
 
         Raises:
-            CheckpointError: If the weights belong to neither model, or are reparameterized.
+            CheckpointError: If the weights belong to neither model, or are reparameterized; see
+                :func:`~repa_mm.io.checkpoints.load_weights`.
         """
         # Only once, as in MMEngine's modules: weights may have been loaded or trained since.
         if self._is_init:
