@@ -42,8 +42,8 @@ _FREE = (
     r'(num_batches_tracked|num_active_channels|relative_coords_table|relative_position_index'
     r'|attn_mask|position_ids|mask_token)$|\bdata_preprocessor\.'
 )
-#: And in a file to start from: heads, and norms of other outputs than the file's.
-_HEAD, _NORM = r'|(^|\.)\w*head\.', re.compile(r'(backbone\.)?(norm|ln)\d+(\.|$)')
+#: In a file to start from also heads. And it has the norm of its last output, or one for each.
+_HEAD, _NORM = r'|(^|\.)\w*head\.', re.compile(r'(backbone\.)?(norm|ln)\d+\.')
 
 
 def load_weights(
@@ -71,19 +71,18 @@ def load_weights(
         raise CheckpointError(f'{path}: {error}') from error
     if any('.lora_' in key for key in own):  # MMPretrain's LoRAModel hides what is missing
         missing = [key for key in own if key not in weights]
-    # A file has the norm of its last output, or one for each.
-    if start and (norms := tuple({norm[0] for norm in map(_NORM.match, weights) if norm})):
-        missing = [key for key in missing if key.startswith(norms) or not _NORM.match(key)]
+    if start:
+        foreign = [k for k in foreign if not (_NORM.match(k) or k.endswith('cls_token'))]
+        norms = tuple(norm[0] for norm in map(_NORM.match, weights) if norm)
+        missing = [k for k in missing if not norms or k.startswith(norms) or not _NORM.match(k)]
 
-    def is_foreign(owner: str) -> bool:
-        while owner not in modules:
-            owner, _, name = owner.rpartition('.')  # the first part that the model lacks
-        if name.endswith('head') or not owner and (not start or 'backbone' in modules):
-            return False
-        of_backbone = start and owner in ('', 'backbone')
-        return not (of_backbone and (name == 'cls_token' or _NORM.match(name)))
+    def beside(name: str) -> bool:
+        while (owner := name.rpartition('.')[0]) not in modules:
+            name = owner
+        is_head = name.endswith('head')  # the first part that the model lacks
+        return is_head or not owner and (not start or 'backbone' in modules)
 
-    kinds = dict(lacks=missing, has=filter(is_foreign, foreign))
+    kinds = dict(lacks=missing, has=[key for key in foreign if not beside(key)])
     kinds = {kind: [key for key in keys if not free(key)] for kind, keys in kinds.items()}
     differences = [f'{kind} {", ".join(keys[:3])} …' for kind, keys in kinds.items() if keys]
     if differences:

@@ -72,7 +72,9 @@ _FAMILIES = dict(
 )
 
 
-def translate(state_dict: dict, cfg: dict, args: Namespace | dict | None = None) -> dict:
+def translate(
+    state_dict: dict, cfg: dict, args: Namespace | dict | None = None, path: str = 'the checkpoint'
+) -> dict:
     """Translate the weights of a RePaFormer in either form, or of an ordinary ViT or Swin.
 
     They are a classifier's, or those of a network trained with DINO. ``cfg`` is the backbone's
@@ -83,32 +85,25 @@ def translate(state_dict: dict, cfg: dict, args: Namespace | dict | None = None)
     """
     backbone = MODELS.build(cfg)
     given = {key.removeprefix('module.'): value for key, value in state_dict.items()}
-    weights, head = _translated(_inside(given)[0], backbone, args)
-    load_weights(backbone, weights, start=True)
+    weights, head = _translated(_inside(given, path)[0], backbone, args)
+    load_weights(backbone, weights, path, start=True)
     return {**{f'backbone.{key}': value for key, value in backbone.state_dict().items()}, **head}
 
 
 class WeightsFile:
     """The weights that an ``init_cfg`` names, in MMPretrain's layout or in another one.
 
-    Attributes:
-        init_cfg (ConfigDict): The ``init_cfg`` with the prefix that the file has. A backbone's may
-            be 'backbone.' or none, whatever is given.
-
-    Raises:
-        CheckpointError: If the file has no weights behind the prefix, or those of several
-            backbones.
+    ``init_cfg`` is the one given, with the prefix that the file has: where it is to have that of a
+    backbone, it may have none, and the other way round. A :class:`CheckpointError` is raised if the
+    file has nothing behind another prefix, or several backbones.
     """
 
     def __init__(self, init_cfg: dict, whole: bool = False) -> None:
         self.path = init_cfg['checkpoint']
         checkpoint = load_checkpoint(self.path)
-        self._args = checkpoint.get('args')
-        try:
-            given = _inside(checkpoint['state_dict'], init_cfg.get('prefix'), whole)
-        except CheckpointError as error:
-            raise CheckpointError(f'{self.path} {error}') from error
-        self._given, self.init_cfg = given[0], ConfigDict(init_cfg, prefix=given[1])
+        self._args, weights = checkpoint.get('args'), checkpoint['state_dict']
+        self._given, prefix = _inside(weights, self.path, init_cfg.get('prefix'), whole)
+        self.init_cfg = ConfigDict(init_cfg, prefix=prefix)
 
     def weights_of(self, model: nn.Module) -> tuple[dict, bool]:
         """Return the weights under the names of a model, and whether they were translated."""
@@ -121,24 +116,26 @@ class WeightsFile:
         return _in_sizes_of(model, self._given), False
 
 
-def _inside(weights: dict, prefix: str | None = None, whole: bool = False) -> tuple[dict, str]:
+def _inside(
+    weights: dict, path: str, prefix: str | None = None, whole: bool = False
+) -> tuple[dict, str | None]:
     """Return the weights behind a prefix, for a backbone or a whole model, and their prefix."""
     prefix = f'{prefix.rstrip(".")}.' if prefix else ''
     known = any(key.startswith(prefix) for key in weights)
-    start = prefix if known else ''
-    names = [] if whole else [key[len(start) :] for key in weights if key.startswith(start)]
-    owners = sorted({name[: name.rindex('backbone.') + 9] for name in names if 'backbone.' in name})
-    if len(owners) > 1:
-        raise CheckpointError(
-            f'has weights of several backbones, {", ".join(owners)}: choose one of them by the '
-            'prefix of init_cfg'
-        )
-    if not known and (owners or not prefix.endswith('backbone.') or whole):
-        raise CheckpointError(f'has no weights behind the prefix {prefix!r} of init_cfg')
-    start += ''.join(owners)
-    if start:
-        weights = {k[len(start) :]: v for k, v in weights.items() if k.startswith(start)}
-    return weights, start or None
+    if not whole and not (prefix and known):
+        owners = sorted({k[: k.rindex('backbone.') + 9] for k in weights if 'backbone.' in k})
+        if len(owners) > 1:
+            raise CheckpointError(
+                f'{path} has weights of several backbones, {", ".join(owners)}: choose one of them '
+                'by the prefix of init_cfg'
+            )
+        if not prefix or prefix.endswith('backbone.') and not owners:
+            prefix, known = ''.join(owners), True
+    if not known:
+        raise CheckpointError(f'{path} has no weights behind the prefix {prefix!r} of init_cfg')
+    if prefix:
+        weights = {k[len(prefix) :]: v for k, v in weights.items() if k.startswith(prefix)}
+    return weights, prefix or None
 
 
 def _translated(
@@ -148,10 +145,8 @@ def _translated(
     own = backbone.state_dict()
     args = args if isinstance(args, dict) else getattr(args, '__dict__', {})
     family = next((mark for mark in _FAMILIES if any(mark in key for key in given)), None)
-    if family is None:
-        raise CheckpointError(f'weights of no known architecture: {", ".join(list(given)[:3])}, …')
     scale = getattr(backbone, 'residual_scale', 1)
-    names = _names(given, own, _FAMILIES[family])
+    names = _names(given, own, _FAMILIES.get(family, {}))
     weights = {name: _value(name, given[key], scale, own) for key, name in names.items()}
     _to_our_ffns_(weights, family, args)
     head = {key: weights.pop(key) for key in list(weights) if key.startswith('head.')}
@@ -252,9 +247,6 @@ def translate_file(src: str, dst: str, cfg: dict, *keys: str) -> None:
     key = next((key for key in keys if key in found), None)
     if key is None:
         raise CheckpointError(f'{src} has no weights under {" or ".join(keys)}')
-    try:
-        state_dict = translate(found[key], cfg, found.get('args'))
-    except CheckpointError as error:
-        raise CheckpointError(f'{src}: {error}') from error
+    state_dict = translate(found[key], cfg, found.get('args'), src)
     meta = dict(translated_from=osp.basename(src), repa_mm_version=__version__)
     save_checkpoint(dict(meta=meta, state_dict=state_dict), dst)
