@@ -33,8 +33,8 @@ def open_model(
         names of the checkpoint, else of the test data, in ``dataset_meta``.
 
     Raises:
-        CheckpointError: If the checkpoint does not fit the model. It may have weights that belong
-            to no layer of the model, such as those of a teacher.
+        CheckpointError: If the checkpoint does not fit the model. It may have weights beside those
+            of the model's modules, such as a teacher's, and heads that the model lacks.
     """
     cfg = load_config(config) if isinstance(config, str) else config
     init_default_scope(cfg.default_scope)
