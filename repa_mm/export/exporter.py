@@ -18,6 +18,7 @@ from mmpretrain.models.utils.attention import ShiftWindowMSA
 from repa_mm.apis import read_images
 from repa_mm.export.comparison import agreement_of, num_found, overlaps
 from repa_mm.export.runtime_model import ExportedModel
+from repa_mm.export.session import OPTIONS
 from repa_mm.export.whole import WholeModel, whole_model
 from repa_mm.surgery import copied
 
@@ -160,18 +161,17 @@ def whole_onnx(
     if dynamic:
         axes.update((name, {0: 'batch'}) for name in model.outputs)
     if model.option:
-        name, value = model.option
-        inputs.append(torch.tensor(value))
-        names.append(name)
+        inputs.append(torch.tensor(OPTIONS[model.option]))
+        names.append(model.option)
         if model.task == 'detection':  # one size for all images, or one size each
-            axes[name] = {0: 'sizes'}
+            axes[model.option] = {0: 'sizes'}
     content = to_onnx(
         model, tuple(inputs), input_names=names, output_names=list(model.outputs), dynamic_axes=axes
     )
     proto = onnx.load_from_string(content)
     if model.option:  # an input with an initial value can be left out
-        value = np.array(model.option[1], np.int64)
-        proto.graph.initializer.append(onnx.numpy_helper.from_array(value, model.option[0]))
+        value = np.array(OPTIONS[model.option], np.int64)
+        proto.graph.initializer.append(onnx.numpy_helper.from_array(value, model.option))
     onnx.helper.set_model_props(proto, model.metadata() | (metadata or {}))
     return proto.SerializeToString()
 

@@ -14,9 +14,6 @@ from repa_mm.faster.tracing import trace_any_size_
 from repa_mm.io.configs import dataset_config
 from repa_mm.surgery import copied, replace_
 
-# Larger than any image: "the whole image" for the optional input image_size.
-WHOLE = 2**30
-
 
 class AveragePool(nn.Module):
     """``nn.AdaptiveAvgPool2d`` as two matrix products, for export to ONNX with any input size."""
@@ -71,7 +68,7 @@ class WholeModel(nn.Module):
 
     task: str  # 'detection', 'instances', 'panoptic', 'segmentation' or 'classification'
     outputs: tuple[str, ...]
-    option: tuple[str, list] | None = None  # name and default value of an optional second input
+    option: str | None = None  # name of an optional second input, in :data:`session.OPTIONS`
     slides = False  # True if images are windows of larger images
 
     def __init__(self, model: nn.Module) -> None:
@@ -130,7 +127,7 @@ class WholeDetector(WholeModel):
     """
 
     task = 'detection'
-    option = 'image_size', [[WHOLE, WHOLE]]
+    option = 'image_size'
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
@@ -160,7 +157,7 @@ class WholeSegmentor(WholeModel):
 
     task = 'segmentation'
     outputs = ('labels',)
-    option = 'output_size', [0, 0]
+    option = 'output_size'
 
     def __init__(self, model: nn.Module) -> None:
         from mmseg.models import EncoderDecoder
@@ -203,7 +200,7 @@ class WholeInstances(WholeModel):
     :class:`~repa_mm.export.transformers.Masks`.
     """
 
-    option = 'output_size', [0, 0]
+    option = 'output_size'
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
