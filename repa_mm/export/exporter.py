@@ -6,6 +6,7 @@ import os.path as osp
 import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 
 import cv2
 import numpy as np
@@ -99,6 +100,7 @@ def agreeing_onnx(
     shape = tuple(shape or (example_shape(model) if dynamic else fixed))
     batch = max(batch, 2) if dynamic else batch  # tracing fixes a dimension of size 1
     batches, errors = [*cases(wholes[0], images, shape, dynamic, batch)], []
+    largest, share = MAX_ERROR[wholes[0].task]
     example = batch, len(images[0]['inputs'][0]), *shape
     contents = [whole_onnx(whole, example, dynamic, noted) for whole in wholes]
     for one, content in zip(models, contents):
@@ -107,11 +109,13 @@ def agreeing_onnx(
             found = overlaps(one, exported, [data], strict=True)
             if num_found(found):
                 errors.append(1 - agreement_of(found))
+                if errors[-1] > largest:
+                    errors[-1] = max(errors[-1] - rounding(one, data), 0.0)
             elif one is models[-1]:
                 raise ValueError(
                     'the model finds nothing in the images to compare on: give others (--images)'
                 )
-    error, (largest, share) = torch.tensor(errors).max().item(), MAX_ERROR[wholes[0].task]
+    error = torch.tensor(errors).max().item()
     if not error <= largest:  # or NaN
         raise ValueError(
             f'the exported model differs from PyTorch by {error:.1e} {share}, more than '
@@ -134,6 +138,22 @@ def cases(
     yield resized(images, [shape, larger if whole.task == 'detection' else shape])
     yield resized(images, [larger])
     yield resized(images, [(width + 65, height)] * 3)
+
+
+def rounding(model: nn.Module, data: dict) -> float:
+    """Return how far a model differs from itself if images change by as much as rounding does.
+
+    In an image of one colour, scores are equal, and rounding decides which boxes are suppressed.
+    It is the sum over four changes, since each one changes the order of some of these boxes only.
+    """
+    generator, own = torch.Generator().manual_seed(0), 0.0
+    for _ in range(4):
+        noise = (torch.randn(x.shape, generator=generator) for x in data['inputs'])
+        levels = (1e-6 if x.is_floating_point() else 1e-4 for x in data['inputs'])
+        inputs = [x + level * y for x, y, level in zip(data['inputs'], noise, levels)]
+        other = SimpleNamespace(test_step=lambda x, y=inputs: model.test_step(dict(x, inputs=y)))
+        own += 1 - agreement_of(overlaps(model, other, [data], strict=True))
+    return own
 
 
 def resized(images: Sequence[dict], sizes: Sequence[tuple[int, int]]) -> dict:

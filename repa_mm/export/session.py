@@ -5,7 +5,6 @@ import os.path as osp
 import numpy as np
 import torch
 
-
 #: Inputs that may be left out, with the values that stand for the size of the images themselves.
 OPTIONS = dict(image_size=[[2**30, 2**30]], output_size=[0, 0])
 
@@ -73,7 +72,8 @@ class Session:
         import openvino
 
         model = openvino_model(file)
-        self.metadata, self.options = {}, [x.any_name for x in model.inputs if 'image' not in x.names]
+        self.metadata = {}
+        self.options = [x.any_name for x in model.inputs if 'image' not in x.names]
         if model.has_rt_info(['framework']):  # the metadata of the ONNX file
             self.metadata = dict(model.get_rt_info(['framework']).value)
         config = {'INFERENCE_NUM_THREADS': torch.get_num_threads()}
@@ -81,7 +81,6 @@ class Session:
             config['INFERENCE_PRECISION_HINT'] = precision
         compiled = openvino.Core().compile_model(model, 'CPU', config)
         self.outputs = range(len(compiled.outputs))
-
 
         def run(inputs):  # each call has its own request, which threads must not share
             found = compiled.create_infer_request().infer(inputs, share_inputs=True)

@@ -3,7 +3,6 @@
 import json
 from functools import partial
 
-import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -87,8 +86,8 @@ class WholeModel(nn.Module):
     def metadata(self) -> dict[str, str]:
         """Return the metadata of the file.
 
-        'mean' and 'std' are in the order 'channels'. 'size' is the largest size, in either
-        orientation, that the test pipeline scales images to, if it keeps their ratio.
+        'mean' and 'std' are in the order 'channels'. 'pipeline' has the steps of the test pipeline
+        between loading and packing, as the config has them.
         """
         classes = (getattr(self.model, 'dataset_meta', None) or {}).get('classes') or ()
         config = self.model.data_preprocessor
@@ -99,17 +98,21 @@ class WholeModel(nn.Module):
         names = '_channel_conversion', 'channel_conversion', 'to_rgb'
         swapped = any(getattr(config, name, False) for name in names)
         cfg = getattr(self.model, 'cfg', None) or {}
-        steps = dataset_config(cfg, 'test').pipeline if cfg.get('test_dataloader') else []
-        sizes = [step['scale'] for step in steps if step.get('keep_ratio') and step.get('scale')]
+        noted = dict(self.noted)
+        if cfg.get('test_dataloader'):
+            steps = (
+                (x['type'].rpartition('.')[2], x) for x in dataset_config(cfg, 'test').pipeline
+            )
+            steps = [dict(x, type=kind) for kind, x in steps if kind[:4] not in ('Load', 'Pack')]
+            noted['pipeline'] = json.dumps(steps, default=str)
         return dict(
-            [('size', json.dumps(np.broadcast_to(size, 2).tolist())) for size in sizes],
             task=self.task,
             classes=json.dumps(list(classes)),
             outputs=','.join(self.outputs),
             channels='RGB' if swapped else 'BGR',
             mean=json.dumps(mean),
             std=json.dumps(std),
-            **self.noted,
+            **noted,
         )
 
 
