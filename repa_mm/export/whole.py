@@ -90,6 +90,7 @@ class WholeModel(nn.Module):
         between loading and packing, as the config has them.
         """
         classes = (getattr(self.model, 'dataset_meta', None) or {}).get('classes') or ()
+        classes = () if isinstance(classes, str) else classes  # a file that is not there
         config = self.model.data_preprocessor
         mean, std = ([0.0], [1.0])
         if config._enable_normalize:
