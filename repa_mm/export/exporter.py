@@ -107,21 +107,23 @@ def agreeing_onnx(
         exported = ExportedModel(content, model.data_preprocessor)
         for data in batches:
             found = overlaps(one, exported, [data], strict=True)
-            if num_found(found):
-                errors.append(1 - agreement_of(found))
-                if errors[-1] > largest:
-                    errors[-1] = max(errors[-1] - rounding(one, data), 0.0)
-            elif one is models[-1]:
+            if not num_found(found):
+                if one is models[-1]:
+                    raise ValueError(
+                        'the model finds nothing in the images to compare on: give others '
+                        '(--images)'
+                    )
+                continue
+            error = 1 - agreement_of(found)
+            if error > largest:
+                error = max(error - rounding(one, data), 0.0)
+            if not error <= largest:  # or NaN
                 raise ValueError(
-                    'the model finds nothing in the images to compare on: give others (--images)'
+                    f'the exported model differs from PyTorch by {error:.1e} {share}, more than '
+                    f'{largest:.0e}: nothing is written'
                 )
-    error = torch.tensor(errors).max().item()
-    if not error <= largest:  # or NaN
-        raise ValueError(
-            f'the exported model differs from PyTorch by {error:.1e} {share}, more than '
-            f'{largest:.0e}: nothing is written'
-        )
-    return contents[0], error
+            errors.append(error)
+    return contents[0], max(errors)
 
 
 def cases(

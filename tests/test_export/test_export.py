@@ -152,7 +152,7 @@ def test_backbones_as_the_docs_export_them(built, tmp_path, monkeypatch):
 
 
 def test_a_wrong_file_of_a_backbone_is_not_written(tmp_path, monkeypatch, randomize):
-    arch = dict(embed_dims=8, depths=[1, 1, 2, 2], num_heads=[1, 2, 2, 4])
+    arch = dict(SWIN['arch'], extra_norm_every_n_blocks=0)
     swin = dict(type='mmpretrain.SwinTransformerV2', arch=arch, window_size=8, pad_small_map=True)
     model = SimpleNamespace(backbone=randomize(MODELS.build(swin)))
     model.backbone.eval()
