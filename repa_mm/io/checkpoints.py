@@ -7,7 +7,6 @@ import torch
 import torch.nn as nn
 from mmengine.runner.checkpoint import CheckpointLoader
 
-from repa_mm.io.files import replacing
 from repa_mm.reparam import CheckpointError, match_form
 
 
@@ -21,12 +20,6 @@ def load_checkpoint(path: str) -> dict:
     for key in [key for key in weights if key.startswith('module.')]:
         weights[key.removeprefix('module.')] = weights.pop(key)
     return {**checkpoint, 'state_dict': weights}
-
-
-def save_checkpoint(checkpoint: dict, path: str) -> None:
-    """Write a checkpoint with ``torch.save``: the file is complete or not written at all."""
-    with replacing(path) as temporary:
-        torch.save(checkpoint, temporary)
 
 
 def split_init_cfg(module: nn.Module) -> tuple[list[dict], list[dict] | None]:

@@ -25,7 +25,8 @@ from mmengine.registry import MODELS
 from mmpretrain.models.backbones.base_backbone import BaseBackbone
 from mmpretrain.models.utils import resize_pos_embed
 
-from repa_mm.io.checkpoints import load_checkpoint, load_weights, save_checkpoint
+from repa_mm.io.checkpoints import load_checkpoint, load_weights
+from repa_mm.io.files import replacing
 from repa_mm.reparam import CheckpointError
 from repa_mm.reparam.deploy_form import FoldedFFN, stack
 from repa_mm.version import __version__
@@ -241,7 +242,8 @@ def _num_active(hidden: int, ratio: float, family: str) -> int:
 def translate_file(src: str, dst: str, cfg: dict, *keys: str) -> None:
     """Translate the authors' checkpoint ``src`` for the backbone config ``cfg``, and write ``dst``.
 
-    The weights are under the first of the ``keys`` that the checkpoint has.
+    The weights are under the first of the ``keys`` that the checkpoint has. The file is opened
+    again first, as an ``init_cfg``, and must give the backbone these weights.
     """
     found = load_checkpoint(src)
     key = next((key for key in keys if key in found), None)
@@ -249,4 +251,12 @@ def translate_file(src: str, dst: str, cfg: dict, *keys: str) -> None:
         raise CheckpointError(f'{src} has no weights under {" or ".join(keys)}')
     state_dict = translate(found[key], cfg, found.get('args'), src)
     meta = dict(translated_from=osp.basename(src), repa_mm_version=__version__)
-    save_checkpoint(dict(meta=meta, state_dict=state_dict), dst)
+    with replacing(dst) as temporary:
+        torch.save(dict(meta=meta, state_dict=state_dict), temporary)
+        init_cfg = ConfigDict(type='Pretrained', checkpoint=temporary, prefix='backbone.')
+        written = MODELS.build(dict(cfg, init_cfg=init_cfg))
+        written.init_weights()
+        for key, value in written.state_dict().items():
+            own = state_dict.get(f'backbone.{key}')
+            if own is None or not torch.equal(value, own):
+                raise CheckpointError(f'{dst} would not give the backbone its {key}')
