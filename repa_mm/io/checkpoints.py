@@ -3,7 +3,6 @@
 import copy
 import re
 
-import torch
 import torch.nn as nn
 from mmengine.runner.checkpoint import CheckpointLoader
 
