@@ -107,22 +107,20 @@ def agreeing_onnx(
         exported = ExportedModel(content, model.data_preprocessor)
         for data in batches:
             found = overlaps(one, exported, [data], strict=True)
-            if not num_found(found):
-                if one is models[-1]:
+            if num_found(found):
+                error = 1 - agreement_of(found)
+                if error > largest:
+                    error = max(error - rounding(one, data), 0.0)
+                if not error <= largest:  # or NaN
                     raise ValueError(
-                        'the model finds nothing in the images to compare on: give others '
-                        '(--images)'
+                        f'the exported model differs from PyTorch by {error:.1e} {share}, more '
+                        f'than {largest:.0e}: nothing is written'
                     )
-                continue
-            error = 1 - agreement_of(found)
-            if error > largest:
-                error = max(error - rounding(one, data), 0.0)
-            if not error <= largest:  # or NaN
+                errors.append(error)
+            elif one is models[-1]:
                 raise ValueError(
-                    f'the exported model differs from PyTorch by {error:.1e} {share}, more than '
-                    f'{largest:.0e}: nothing is written'
+                    'the model finds nothing in the images to compare on: give others (--images)'
                 )
-            errors.append(error)
     return contents[0], max(errors)
 
 

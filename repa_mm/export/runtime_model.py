@@ -71,10 +71,9 @@ class ExportedModel(BaseModel):
         options, chosen, sizes = self.session.options, {}, []
         if 'image_size' in options:
             chosen['image_size'] = [sample.img_shape[:2] for sample in samples]
-        elif self.session.metadata['task'] != 'classification':
+        if 'output_size' in options:
             shapes = (sample.img_shape[:2] for sample in samples)  # without padding
             images = [image[:, :height, :width] for image, (height, width) in zip(images, shapes)]
-        if 'output_size' in options:
             sizes = [tuple(sample.ori_shape[:2]) for sample in samples]
             chosen['output_size'] = sizes[0]
         if len({image.shape for image in images}) > 1 or len({*sizes}) > 1:

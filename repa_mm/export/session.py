@@ -16,20 +16,15 @@ def openvino_model(file):
     """
     import openvino
 
-    if isinstance(file, openvino.Model):
-        model = file.clone()
-    else:
-        model = openvino.Core().read_model(file, *[b''] * isinstance(file, bytes))
+    is_model, weights = isinstance(file, openvino.Model), [b''] * isinstance(file, bytes)
+    model = file.clone() if is_model else openvino.Core().read_model(file, *weights)
     for op in model.get_ops():
-        name = op.get_friendly_name()
-        if name in OPTIONS and op.get_type_name() == 'Constant':
+        if (name := op.get_friendly_name()) in OPTIONS and op.get_type_name() == 'Constant':
             shape = [-1, 2] if name == 'image_size' else [2]
             option = openvino.op.Parameter(openvino.Type.i64, openvino.PartialShape(shape))
-            option.set_friendly_name(name)
             option.output(0).set_names({name})
             op.output(0).replace(option.output(0))
             model.add_parameters([option])
-    model.validate_nodes_and_infer_types()
     return model
 
 
@@ -93,6 +88,5 @@ class Session:
 
         Options are the ``image_size`` of detectors and the ``output_size`` of segmentors.
         """
-        options = {name: options.get(name, OPTIONS[name]) for name in self.options}
-        options = {name: np.asarray(value, np.int64) for name, value in options.items()}
+        options = {x: np.asarray(options.get(x, OPTIONS[x]), np.int64) for x in self.options}
         return dict(zip(self.outputs, self._run(dict(image=image, **options))))
