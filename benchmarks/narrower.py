@@ -137,12 +137,12 @@ class Run:
         """
         cfg = self.load()
         model = open_model(cfg, self.original).to('cuda' if torch.cuda.is_available() else 'cpu')
-        images, _ = split_images(read_images(cfg, 'train', IMAGES + IMAGES // 8))
+        images, held_out = split_images(read_images(cfg, 'train', IMAGES + IMAGES // 8))
         parts = ['ffn'] if list(fractions) == ['ffn'] else None
         conversion = conversion_of(model, images, parts=parts, idle_ratio=idle_ratio)
         sizes = even_sizes(conversion, **fractions) if fractions else conversion.sizes(budget)
         out = self.folder / f'{name}.pth'
-        save_model(conversion.fit(sizes)[0], self.original, str(out))
+        save_model(conversion.fit(sizes)[0], self.original, str(out), held_out[0])
         return load_config(str(out.with_suffix('.py'))), str(out)
 
     def heads(self) -> None:

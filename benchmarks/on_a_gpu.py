@@ -33,7 +33,7 @@ from demo.run import DATA, train
 from repa_mm import config_path, speed_up
 from repa_mm.apis import open_model
 from repa_mm.benchmark.timing import measure, show_machine
-from repa_mm.benchmark.variants import MODEL, STOCK, autocasting, calls_on_noise, variants
+from repa_mm.benchmark.variants import MODEL, STOCK, autocasting, calls_on, noise_of_size, variants
 from repa_mm.faster import cuda_graphs_, faster_on_gpu_
 from repa_mm.io.configs import load_config
 from repa_mm.surgery import copied
@@ -113,7 +113,7 @@ def latency(
             faster_on_gpu_(model)
     if graphs:
         models |= {f'{form}, {GRAPHS}': cuda_graphs_(copied(m)) for form, m in models.items()}
-    calls, batch = calls_on_noise(models, part, shape, batch_size)
+    calls, batch = calls_on(models, part, noise_of_size(models[STOCK], shape, batch_size))
     calls = {form: autocasting(call, dtype(args), args.device) for form, call in calls.items()}
     times = measure(calls, batch, args.repeats)
     title = f'{name}, {batch_size}×{shape[0]}×{shape[1]}'

@@ -37,7 +37,6 @@ from repa_mm.benchmark.timing import compare, measure, show
 from repa_mm.benchmark.variants import STOCK
 from repa_mm.convert.changed_config import converted_config
 from repa_mm.export import ExportedModel, example_shape, whole_model, whole_onnx
-from repa_mm.io.checkpoints import save_checkpoint
 from repa_mm.io.configs import load_config
 from repa_mm.io.files import write_text
 from repa_mm.models import ffn_sites
@@ -95,7 +94,7 @@ def prune(config: str, checkpoint: str, stem: str, ratio: float, criterion: str)
     text = converted_config(cfg, original, sizes).pretty_text
     with open(f'{stem}.py', 'w', encoding='utf-8') as file:
         file.write(text)
-    save_checkpoint(dict(meta={}, state_dict=model.state_dict()), f'{stem}.pth')
+    torch.save(dict(meta={}, state_dict=model.state_dict()), f'{stem}.pth')
     return Candidate(f'Torch-Pruning, {criterion}', f'{stem}.py', f'{stem}.pth')
 
 

@@ -54,3 +54,7 @@ def test_the_chinese_readme_has_the_same_code_figures_and_links():
     assert parts('README_zh-CN.md') == parts('README.md')
     for page, other in (('README.md', 'README_zh-CN.md'), ('README_zh-CN.md', 'README.md')):
         assert f']({other})' in (ROOT / page).read_text(encoding='utf-8')
+
+
+def test_readme_is_short():
+    assert len((ROOT / 'README.md').read_text(encoding='utf-8').split()) <= 650

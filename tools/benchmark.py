@@ -12,9 +12,18 @@ import torch
 from mmengine.logging import MMLogger
 
 from repa_mm.apis import read_images
-from repa_mm.benchmark.latency import Counting, latency_rows
+from repa_mm.apis.features import check_same
+from repa_mm.benchmark.latency import latency_rows
 from repa_mm.benchmark.timing import measure, show, show_machine
-from repa_mm.benchmark.variants import STOCK, autocasting, calls_on_noise, compile_, variants
+from repa_mm.benchmark.variants import (
+    OURS,
+    STOCK,
+    autocasting,
+    calls_on,
+    compile_,
+    noise_of_size,
+    variants,
+)
 from repa_mm.export import ExportedModel
 from repa_mm.faster import cuda_graphs_, faster_on_gpu_
 from repa_mm.io.command_line import readable_errors, tool_parser
@@ -83,6 +92,17 @@ def main() -> None:
         cfg = load_config(args.config, args.cfg_options)
         baseline = load_config(args.baseline) if args.baseline else None
         models = variants(cfg, args.checkpoint, baseline, args.baseline_checkpoint)
+        *_, own = models.values()  # of the config, which files are of
+        if args.dataset:
+            batches = read_images(cfg, 'test', args.dataset, args.images)
+            repeats, on = len(batches), f'{len(batches)} images of {args.images or "the test data"}'
+        else:
+            batches = [noise_of_size(own, args.input_shape, args.batch_size)]
+            repeats, sizes = args.repeats, (args.batch_size, *batches[0]['inputs'][0].shape)
+            on = f'{args.part}, {"x".join(map(str, sizes))}'
+        if OURS in models:
+            image = {key: values[:1] for key, values in batches[0].items()}
+            check_same(models[OURS], models[STOCK], image, OURS)
         for name, model in models.items():
             model.to(args.device)
             if name != STOCK:
@@ -90,22 +110,18 @@ def main() -> None:
         ways = {'compiled': compile_} if args.compile else {}
         ways |= {'CUDA graphs': cuda_graphs_} if args.cuda_graphs else {}
         models |= {f'{n}, {way}': ways[way](copied(m)) for way in ways for n, m in models.items()}
-        calls, batch = calls_on_noise(models, args.part, args.input_shape, args.batch_size)
-        images = batch if args.part == 'backbone' else batch['inputs']
-        sizes = len(images), *images[0].shape
-        batches, repeats, on = [batch], args.repeats, f'{args.part}, {"x".join(map(str, sizes))}'
-        if args.dataset:
-            batches = read_images(cfg, 'test', args.dataset, args.images)
-            repeats = len(batches)
-            on = f'{repeats} images of {args.images or "the test data"}'
+        calls, batches[0] = calls_on(models, args.part, batches[0])
         calls = {name: autocasting(call, args.amp, args.device) for name, call in calls.items()}
         for name in args.exported:
             file, _, precision = name.partition(':')
-            preprocessor = next(iter(models.values())).data_preprocessor
-            calls[name] = ExportedModel(file, preprocessor, precision or None).test_step
-        calls = {name: Counting(call) for name, call in calls.items()}
-        times = measure(calls, batches, repeats, per_turn=True)
-    objects = {name: call.objects for name, call in calls.items()}
+            calls[name] = ExportedModel(file, own.data_preprocessor, precision or None).test_step
+        objects = {name: [] for name in calls}
+
+        def note(name: str, found) -> None:
+            samples = found if isinstance(found, list) else []  # a backbone has none
+            objects[name] += [len(x.pred_instances) for x in samples if 'pred_instances' in x]
+
+        times = measure(calls, batches, repeats, per_turn=True, note=note)
     rows = latency_rows(times, args.batch_size, bool(args.dataset), objects)
     turns = f'medians of {repeats} turns [95 %]' if repeats > 1 else 'one turn'
     title = f'{args.config}, {on}, {args.amp or "float32"}, {turns}'

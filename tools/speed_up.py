@@ -1,6 +1,6 @@
 """Make a trained model faster on this machine, and measure what it costs.
 
-The tool prints a table of candidates and formats with times, memory and metrics, and writes it as
+The tool prints a table of candidates and formats with times and metrics, and writes it as
 report.html. With a target, it writes the chosen model, too. It keeps what it fits and measures in
 OUT_DIR, so that a second run with another target continues from there.
 """

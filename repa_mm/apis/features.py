@@ -1,10 +1,114 @@
-"""Inputs of a model's heads, and the difference between those of two models."""
+"""What models compute for an image, up to their heads' choices, and how far two models differ."""
 
+import copy
 import inspect
+import math
 from collections.abc import Callable, Iterable
 
 import torch
 import torch.nn as nn
+from torch.nn.modules.module import register_module_forward_hook
+
+# Heads, by the attributes of models; which of them take the feature maps alone is seen below.
+_HEADS = 'rpn_head', 'bbox_head', 'decode_head', 'head'
+
+
+def outputs(model: nn.Module, data: dict) -> list:
+    """Return what the parts of a model compute for preprocessed ``data``, nested tensors.
+
+    They are the maps of each backbone, the inputs of the heads, and the outputs of heads that take
+    feature maps alone. Others choose first, and rounding may change what they choose. A
+    semi-supervised detector has two networks, and a self-supervised one has a second backbone.
+    """
+    networks = [m for m in model.modules() if isinstance(getattr(m, 'backbone', None), nn.Module)]
+    found = [network.backbone(data['inputs']) for network in networks]
+    for network in networks:
+        if hasattr(network, 'extract_feat'):
+            inputs = head_inputs(network, data)
+            found += [inputs, *(head(inputs) for head in _dense_heads(network))]
+    return found or model(data['inputs'])
+
+
+def _dense_heads(network: nn.Module) -> list[nn.Module]:
+    """Return the heads that take the inputs of :func:`head_inputs` and nothing else."""
+    if hasattr(network, 'forward_encoder') or hasattr(network, 'query_head'):
+        return []  # of a DETR: they take queries
+    found = []
+    for head in (getattr(network, name, None) for name in _HEADS):
+        needed = inspect.signature(head.forward).parameters.values() if head is not None else ()
+        kinds = [p.kind for p in needed if p.default is p.empty]
+        if kinds == [inspect.Parameter.POSITIONAL_OR_KEYWORD]:
+            found.append(head)
+    return found
+
+
+def outputs_for(model: nn.Module, data: dict) -> list:
+    """Return the :func:`outputs` for a batch from a data loader."""
+    return outputs(model, model.data_preprocessor(copy.deepcopy(data), False))
+
+
+@torch.no_grad()
+def check_same(
+    found: nn.Module,
+    expected: nn.Module,
+    data,
+    what: str,
+    tolerance: float = 1e-3,
+    forward: Callable = outputs_for,
+) -> float:
+    """Check that a model computes the same as another model.
+
+    Args:
+        found (nn.Module): The model, in eval mode.
+        expected (nn.Module): The other model, in eval mode.
+        data (Any): What ``forward`` takes: by default a batch from a data loader.
+        what (str): Names the model in the message.
+        tolerance (float): The largest error, see :func:`relative_error`. Defaults to 1e-3.
+        forward (Callable): Called with a model and ``data``, returns nested tensors. Defaults to
+            :func:`outputs_for`.
+
+    Returns:
+        float: The error.
+
+    Raises:
+        ValueError: If the error exceeds the tolerance, or there are NaNs. The message names the
+            module that differs first.
+    """
+    error = relative_error(*(tensors(forward(model, data)) for model in (found, expected)))
+    if error <= tolerance:
+        return error
+    calls = [_calls(model, forward, data) for model in (found, expected)]
+    name = next((n for n, own in calls[0].items() if _differs(own, calls[1].get(n, []))), '')
+    kinds = [type(model.get_submodule(name)).__name__ for model in (found, expected)]
+    where = f', first in {name!r}, a {kinds[0]} and before a {kinds[1]}' if name else ''
+    raise ValueError(
+        f'{what} would compute something else: on an image, features change by {error:.1e} of the '
+        f'largest{where}'
+    )
+
+
+def _calls(model: nn.Module, forward: Callable, data) -> dict[str, list]:
+    """Return the inputs and outputs of each call of each module, in the order of their ends."""
+    names, calls = {id(module): name for name, module in model.named_modules()}, {}
+
+    def note(module: nn.Module, args: tuple, output) -> None:
+        if id(module) in names:
+            values = [[x.cpu().clone() for x in tensors(value)] for value in (args, output)]
+            calls.setdefault(names[id(module)], []).append(values)
+
+    # A hook on a module would change what runs: our attention leaves a hooked one to its parent.
+    handle = register_module_forward_hook(note)
+    try:
+        forward(model, data)
+    finally:
+        handle.remove()
+    return calls
+
+
+def _differs(calls: list, others: list, tolerance: float = 1e-3) -> bool:
+    """Return True if the outputs of a module differ in a call whose inputs do not."""
+    errors = ([relative_error(*x) for x in zip(*pair)] for pair in zip(calls, others))
+    return any(before <= tolerance < after for before, after in errors)
 
 
 def head_inputs(model: nn.Module, data: dict):
@@ -46,9 +150,22 @@ def tensors(value) -> list[torch.Tensor]:
 
 
 def relative_error(found: Iterable, expected: Iterable) -> float:
-    """Return the largest error of tensors, each relative to its largest expected value, or NaN."""
-    pairs = zip(found, expected, strict=True)
-    return torch.stack([(a - b).abs().max() / b.abs().max() for a, b in pairs]).max().item()
+    """Return the largest error of tensors, each relative to its largest expected value.
+
+    It is infinite for NaN, for tensors of other shapes or another number, and without any.
+    """
+    found, expected = [*found], [*expected]
+    if [x.shape for x in found] != [x.shape for x in expected]:
+        return math.inf
+    errors = [_relative(a.cpu().double(), b.cpu().double()) for a, b in zip(found, expected)]
+    return max((math.inf if math.isnan(error) else error for error in errors), default=math.inf)
+
+
+def _relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    if a.equal(b):
+        return 0.0  # also where all are zero
+    size = float(b.abs().max())
+    return float((a - b).abs().max()) / size if size else math.inf
 
 
 def differences(before: list, after: list) -> list[float]:

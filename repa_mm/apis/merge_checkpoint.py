@@ -1,15 +1,15 @@
 """Reparameterizing checkpoints."""
 
 import torch
-import torch.nn as nn
 from mmengine.structures import BaseDataElement
 from mmpretrain.models.utils.attention import ShiftWindowMSA
 
-from repa_mm.apis.features import head_inputs, relative_error, tensors
+from repa_mm.apis.features import check_same, outputs
 from repa_mm.apis.images import input_channels
 from repa_mm.apis.models import open_model
-from repa_mm.io.checkpoints import load_checkpoint, save_checkpoint
+from repa_mm.io.checkpoints import load_checkpoint
 from repa_mm.io.configs import load_config
+from repa_mm.io.files import replacing
 from repa_mm.reparam import CheckpointError, has_deploy_form, reparameterize
 from repa_mm.version import __version__
 
@@ -19,10 +19,11 @@ def reparameterize_checkpoint(
 ) -> dict:
     """Reparameterize a checkpoint and write the result, if ``tolerance`` allows.
 
-    The outputs of each backbone and the inputs of the heads are compared in both forms on a random
-    image first. Returns the ``error``, the largest difference relative to the largest feature, and
-    the numbers of ``parameters`` of both forms. Raises a :class:`CheckpointError` if the checkpoint
-    does not fit the model or is in the deploy form, or if the difference exceeds the tolerance.
+    The file is opened again first, and compared with the checkpoint on a random image, see
+    :func:`~repa_mm.apis.features.outputs`. Returns the ``error``, the largest difference relative
+    to the largest feature, and the numbers of ``parameters`` of both forms. Raises a
+    :class:`CheckpointError` if the checkpoint does not fit the model or is in the deploy form, or
+    if the difference exceeds the tolerance.
     """
     model = open_model(load_config(config, cfg_options), checkpoint)
     if has_deploy_form(model):
@@ -37,28 +38,19 @@ def reparameterize_checkpoint(
     image = torch.randn(1, input_channels(model), *size)
     sample = BaseDataElement(metainfo=dict(batch_input_shape=size, img_shape=size))
     data = dict(inputs=image, data_samples=[sample])
-    error = relative_error(_features(deployed, data), _features(model, data))
-    if not error <= tolerance:
-        raise CheckpointError(
-            f'merging changes the features by {error:.1e}, more than {tolerance:.0e}: weights or '
-            'BatchNorm statistics of the checkpoint are too extreme. Nothing was written. '
-            'Raise the tolerance to accept this difference'
-        )
     meta = load_checkpoint(checkpoint).get('meta') or {}
     meta = dict(meta, repa_mm_version=__version__)
-    save_checkpoint(dict(meta=meta, state_dict=deployed.state_dict()), out)
+    with replacing(out) as temporary:
+        torch.save(dict(meta=meta, state_dict=deployed.state_dict()), temporary)
+        deployed = open_model(model.cfg, temporary)
+        try:
+            error = check_same(deployed, model, data, out, tolerance, outputs)
+        except ValueError as err:
+            raise CheckpointError(
+                f'merging changes the features by more than {tolerance:.0e}: weights or BatchNorm '
+                'statistics of the checkpoint are too extreme. Nothing was written. Raise the '
+                f'tolerance to accept this difference ({err})'
+            ) from err
     return dict(
         error=error, parameters=[sum(p.numel() for p in m.parameters()) for m in (model, deployed)]
     )
-
-
-@torch.no_grad()
-def _features(model: nn.Module, data: dict) -> list[torch.Tensor]:
-    """Return the outputs of each backbone, and the inputs of the heads behind it.
-
-    A semi-supervised detector has two networks, and a self-supervised one has a second backbone.
-    """
-    networks = [m for m in model.modules() if isinstance(getattr(m, 'backbone', None), nn.Module)]
-    outputs = [n.backbone(data['inputs']) for n in networks]
-    inputs = [head_inputs(n, data) for n in networks if hasattr(n, 'extract_feat')]
-    return tensors([outputs, inputs])

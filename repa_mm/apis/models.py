@@ -33,8 +33,8 @@ def open_model(
         names of the checkpoint, else of the test data, in ``dataset_meta``.
 
     Raises:
-        CheckpointError: If the checkpoint does not fit the model. It may have weights that belong
-            to no layer of the model, such as those of a teacher.
+        CheckpointError: If the checkpoint does not fit the model. It may have weights beside those
+            of the model's modules, such as a teacher's, and heads that the model lacks.
     """
     cfg = load_config(config) if isinstance(config, str) else config
     init_default_scope(cfg.default_scope)
@@ -47,8 +47,10 @@ def open_model(
     if checkpoint:
         loaded = load_checkpoint(checkpoint)
         load_weights(model, loaded['state_dict'], checkpoint)
-        meta = (loaded.get('meta') or {}).get('dataset_meta')
-    model.cfg, model.dataset_meta = cfg, dict(meta or _metainfo(cfg))
+        meta = loaded.get('meta') or {}
+        meta = meta.get('dataset_meta') or {k: meta[k] for k in ('CLASSES', 'PALETTE') if k in meta}
+        meta = {key.lower(): value for key, value in meta.items()}  # older ones are in capitals
+    model.cfg, model.dataset_meta = cfg, dict(meta if 'classes' in meta else _metainfo(cfg))
     if merge and has_training_form(model):
         model = reparameterize_(model)
     model.eval()  # on a line of its own: the eval() of some backbones returns None
@@ -90,10 +92,8 @@ def _initialize_(model: nn.Module) -> None:
 
 
 def _metainfo(cfg: Config) -> dict:
-    """Return the class names of a config's test data."""
+    """Return what a config's test data set says of itself, such as the names of its classes."""
     if not cfg.get('test_dataloader'):
         return {}
-    dataset = dataset_config(cfg, 'test')
-    with DATASETS.switch_scope_and_registry(cfg.default_scope) as registry:
-        kind = registry.get(dataset.type)
-    return dataset.get('metainfo') or getattr(kind, 'METAINFO', {})
+    dataset = dict(dataset_config(cfg, 'test'), pipeline=[], lazy_init=True)  # reads no annotations
+    return DATASETS.build(dataset).metainfo

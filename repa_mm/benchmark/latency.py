@@ -1,24 +1,9 @@
 """The table of latencies that `tools/benchmark.py` prints."""
 
-from collections.abc import Callable
-
 import numpy as np
 
 from repa_mm.benchmark.timing import change
 from repa_mm.benchmark.variants import DEPLOY, MODEL, OURS
-
-
-class Counting:
-    """A call that notes the numbers of objects that a detector finds in images, in ``objects``."""
-
-    def __init__(self, call: Callable) -> None:
-        self.call, self.objects = call, []
-
-    def __call__(self, data):
-        found = self.call(data)
-        if isinstance(found, list):  # of data samples
-            self.objects += [len(x.pred_instances) for x in found if 'pred_instances' in x]
-        return found
 
 
 def latency_rows(

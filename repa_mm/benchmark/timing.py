@@ -44,6 +44,7 @@ def measure(
     seconds: float = math.inf,
     settle: float = SETTLE,
     per_turn: bool = False,
+    note: Callable[[str, Any], None] | None = None,
 ) -> dict[str, np.ndarray]:
     """Time callables in turn, so that other load on the machine affects all of them alike.
 
@@ -60,6 +61,7 @@ def measure(
         per_turn (bool): ``argument`` is a list that has an argument for each turn, and begins again
             at its end. Unmeasured calls have that of the turn before: a measured call may be the
             first with an image of this size, which some runtimes compile for. Defaults to False.
+        note (Callable, optional): Gets the name and the result of each measured call.
 
     Returns:
         dict: The times of each callable in milliseconds, one for each turn.
@@ -82,11 +84,13 @@ def measure(
             synchronize()
             begin = time.perf_counter()
             try:
-                calls[name](own)
+                result = calls[name](own)
                 synchronize()
                 took[name] = time.perf_counter() - begin
                 if turn >= 0:
                     times[name].append(1e3 * took[name])
+                    if note:
+                        note(name, result)
             finally:
                 gc.enable()
     return {name: np.array(values) for name, values in times.items()}

@@ -68,18 +68,17 @@ def compile_(model: nn.Module) -> nn.Module:
     return model
 
 
-def calls_on_noise(
-    models: dict[str, nn.Module], part: str, shape: Sequence[int], batch_size: int
+def calls_on(
+    models: dict[str, nn.Module], part: str, batch: dict
 ) -> tuple[dict[str, Callable], Any]:
-    """Return what runs each model, by name, and the batch of noise to run it on.
+    """Return what runs each model, by name, and what to run it on: a batch of one size, or images.
 
     ``part`` is 'backbone', or else whole models run, from preprocessing to post-processing.
-    ``shape`` is the height and width of the images in pixels.
     """
-    first = next(iter(models.values()))
-    batch = noise_of_size(first, shape, batch_size)
     if part == 'backbone':
-        images = first.data_preprocessor(batch)['inputs'][..., : shape[0], : shape[1]]  # not padded
+        height, width = batch['inputs'][0].shape[1:]
+        images = next(iter(models.values())).data_preprocessor(batch)['inputs']
+        images = images[..., :height, :width]  # not padded
         return {name: model.backbone for name, model in models.items()}, images
     return {name: model.test_step for name, model in models.items()}, batch
 

@@ -6,6 +6,7 @@ import torch
 import torch.nn as nn
 
 from repa_mm.convert.lockstep import Pausing
+from repa_mm.convert.parts import check_finite
 from repa_mm.surgery import copied
 
 EQUAL = (
@@ -46,11 +47,12 @@ def check_block(block: nn.Module, parts: Sequence[Pausing], args: tuple, kwargs:
 
     def compare(found: torch.Tensor, known: torch.Tensor, message: str) -> None:
         change = float((found - known).double().norm() / known.double().norm().clamp(min=1e-300))
-        if change > tolerance(known):
+        if not change <= tolerance(known):
             name = f'{parts[0].site.block_name!r}, a {type(block).__name__}'
             raise ValueError(message.format(name, change))
 
     known = output(block)
+    check_finite(parts[0].site.block_name, known)
     compare(output(changed), known, EQUAL)
     size = known.abs().max()
     for part in parts:

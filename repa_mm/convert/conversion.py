@@ -12,7 +12,14 @@ import torch.nn as nn
 from mmengine.config import Config
 from mmengine.registry import MODELS
 
-from repa_mm.apis.features import differences, head_inputs, relative_error, run_batches, tensors
+from repa_mm.apis.features import (
+    check_same,
+    differences,
+    head_inputs,
+    relative_error,
+    run_batches,
+    tensors,
+)
 from repa_mm.apis.images import evenly
 from repa_mm.apis.models import deploy_
 from repa_mm.convert.budget import Axis, allocate
@@ -146,12 +153,15 @@ class Conversion:
         if not self.batches:
             raise ValueError('batches is empty: there is no image to fit to')
         self.forward, self.where, self.idle_ratio = forward or _run, where, idle_ratio
-        self.model = faster_parts_(copied(self.original))
-        self.model.eval()  # on its own line, since eval() of some backbones returns None
+        weights = {id(x): x for x in (*self.original.parameters(), *self.original.buffers())}
+        stock, self.model = copied(self.original, weights), copied(self.original)
+        for model in (stock, faster_parts_(self.model)):
+            model.eval()  # on its own line, since eval() of some backbones returns None
         self.parts, self.skipped = find_parts(self.model, parts, where, idle_ratio)
         # Tokens to draw from a batch, at most.
         self.max_tokens = -(-MAX_TOKENS // len(self.batches))
         self.outputs = self._first_pass()
+        check_same(self.model, stock, self.batches[0], 'a faster model', forward=self.forward)
         for part in self.parts.values():
             part.put(part.site)
         self.costs = self._count(list(full_size) or some(self.batches, AXES_BATCHES))
@@ -277,7 +287,7 @@ class Conversion:
         found = tensors(in_lockstep(self.run, batches, meet, students))
         if batches[0] is self.batches[0] and found:
             change = relative_error((x.cpu() for x in found), self.outputs)
-            if change > tolerance(found[0]):
+            if not change <= tolerance(found[0]):
                 raise ValueError(
                     f'the outputs of the first batch change by {change:.1%} if other batches run '
                     'at the same time: the forward pass is random, or leaves something in the '

@@ -2,18 +2,20 @@
 
 import os.path as osp
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 import torch.nn as nn
 from mmengine.runner.checkpoint import weights_to_cpu
 
 from repa_mm.apis import open_model, read_images
+from repa_mm.apis.features import check_same
 from repa_mm.apis.images import cropped, evenly
 from repa_mm.convert.conversion import Conversion
 from repa_mm.convert.conversion_report import BlockReport
-from repa_mm.io.checkpoints import load_checkpoint, save_checkpoint
+from repa_mm.io.checkpoints import load_checkpoint
 from repa_mm.io.configs import load_config
-from repa_mm.io.files import write_text
+from repa_mm.io.files import replacing
 from repa_mm.version import __version__
 
 
@@ -73,22 +75,29 @@ def convert_checkpoint(
     to_fit, held_out = split_images(read_images(cfg, 'train', number, images))
     model.to(device or ('cuda' if torch.cuda.is_available() else 'cpu'))
     conversion = conversion_of(model, to_fit, **options)
-    held_out = cropped_batches(model, held_out)
-    narrow, report = conversion.fit(conversion.sizes(budget), held_out, progress)
+    batches = cropped_batches(model, held_out)
+    narrow, report = conversion.fit(conversion.sizes(budget), batches, progress)
     # Training starts from the converted weights.
     narrow.cfg.load_from, narrow.cfg.resume = osp.abspath(out), False
-    save_model(narrow, checkpoint, out)
+    save_model(narrow, checkpoint, out, held_out[0])
     return dict(report=report, images=len(to_fit), held_out=len(held_out), config=out_config)
 
 
-def save_model(model: nn.Module, original: str, out: str) -> None:
+def save_model(model: nn.Module, original: str, out: str, data: dict) -> None:
     """Write a converted model to '….pth', and the config in its ``cfg`` to '….py'.
 
-    The ``meta`` of ``original``, the checkpoint of the original model, stays.
+    The ``meta`` of ``original``, the checkpoint of the original model, stays. Both files are opened
+    again first, and compared with the model on ``data``, a batch of one image from a data loader.
+
+    Raises:
+        ValueError: If the files have another model; they are not written then.
     """
     text = model.cfg.pretty_text
     # MMEngine's inferencers read the config from the checkpoint if they are given weights alone.
     meta = load_checkpoint(original).get('meta') or {}
     meta = dict(meta, repa_mm_version=__version__, cfg=text)
-    save_checkpoint(dict(meta=meta, state_dict=weights_to_cpu(model.state_dict())), out)
-    write_text(f'{osp.splitext(out)[0]}.py', text)
+    with replacing(out) as weights, replacing(f'{osp.splitext(out)[0]}.py') as config:
+        torch.save(dict(meta=meta, state_dict=weights_to_cpu(model.state_dict())), weights)
+        Path(config).write_text(text, encoding='utf-8')
+        written = open_model(config, weights).to(next(model.parameters()).device)
+        check_same(written, model, cropped(data), out)

@@ -11,11 +11,11 @@ from repa_mm.export.exporter import (
 )
 from repa_mm.export.int8 import MIN_AGREEMENT, quantize
 from repa_mm.export.runtime_model import ExportedModel, runner_for_exported
-from repa_mm.export.session import Session
+from repa_mm.export.session import Session, openvino_model
 from repa_mm.export.whole import whole_model
 
 __all__ = [
     'MIN_AGREEMENT', 'NUM_IMAGES', 'ExportedModel', 'Session', 'agreeing_onnx', 'agreement',
-    'agreement_of', 'example_shape', 'noise', 'num_found', 'overlap', 'quantize', 'resized',
-    'runner_for_exported', 'whole_model', 'whole_onnx',
+    'agreement_of', 'example_shape', 'noise', 'num_found', 'openvino_model', 'overlap', 'quantize',
+    'resized', 'runner_for_exported', 'whole_model', 'whole_onnx',
 ]  # fmt: skip

@@ -7,12 +7,11 @@ import torch
 import torch.nn as nn
 from mmengine.structures import BaseDataElement, InstanceData, PixelData
 from scipy.optimize import linear_sum_assignment
+from torch.nn.utils.rnn import pad_sequence
 from torchvision.ops import box_iou
 
 #: Two objects are the same one from this intersection over union on.
 MIN_IOU = 0.75
-#: Labels of pixels are smaller.
-MAX_CLASSES = 1000
 
 #: By the name of a field of the data sample: what both models have in an image, what the first has
 #: and what the second has, a tensor (3, n) for n classes.
@@ -87,7 +86,8 @@ def agreement_of(found: Sequence[Overlap]) -> float:
     """Compute the agreement from the overlaps of images; 0 if nothing is found."""
     coefficients = []
     for name in found[0]:
-        both, first, second = torch.stack([x[name] for x in found]).sum(0)
+        # Label maps of some images have fewer classes.
+        both, first, second = pad_sequence([x[name].T for x in found]).sum(1).T
         has = first + second != 0
         if has.any():
             coefficients.append((2 * both / (first + second))[has].mean())
@@ -103,7 +103,8 @@ def _label_maps(a: PixelData, b: PixelData, strict: bool) -> tuple:
     a, b = a.data.long(), b.data.long()  # those of binary segmentors are floats
     if strict:
         return _equal(a, b)
-    return tuple(x.flatten().bincount(minlength=MAX_CLASSES) for x in (a[a == b], a, b))
+    number = int(max(a.max(), b.max())) + 1
+    return tuple(x.flatten().bincount(minlength=number) for x in (a[a == b], a, b))
 
 
 def _panoptic_maps(a: PixelData, b: PixelData, strict: bool) -> tuple:
@@ -145,8 +146,9 @@ def _segments(panoptic: torch.Tensor) -> InstanceData:
 def _objects(a: InstanceData, b: InstanceData, strict: bool) -> tuple:
     fits, one, other = a.labels[:, None] == b.labels, a.scores, b.scores
     if 'masks' in b:
-        x, y = a.masks.flatten(1).float(), b.masks.flatten(1).float()
-        both, either = x @ y.T, x.sum(1)[:, None] + y.sum(1)
+        # Soft masks are bytes.
+        x, y = (z.masks.flatten(1) / (1 if z.masks.dtype == torch.bool else 255) for z in (a, b))
+        both, either = x @ y.T, x.square().sum(1)[:, None] + y.square().sum(1)
     if strict:
         fits &= (a.bboxes[:, None] - b.bboxes).abs().amax(-1) < 0.1
         fits &= (one[:, None] - other).abs() < 1e-3
@@ -157,7 +159,7 @@ def _objects(a: InstanceData, b: InstanceData, strict: bool) -> tuple:
     else:
         overlaps = box_iou(a.bboxes, b.bboxes)
         if 'masks' in b:
-            of_masks = both / (either - both).clamp(min=1)
+            of_masks = torch.where(either > 0, both / (either - both), 1.0)  # or both are empty
             # Segments have no boxes.
             overlaps = torch.minimum(overlaps, of_masks) if b.bboxes.any() else of_masks
         fits &= overlaps >= MIN_IOU

@@ -269,31 +269,6 @@ def _stages(module: nn.Module) -> Sequence[nn.Module]:
     return module if isinstance(module, nn.ModuleList) else [module]
 
 
-def _check_roi_head(roi: nn.Module) -> None:
-    """Refuse a RoI head that predicts in a way that the export does not know, by its name."""
-    from mmcv.ops import RoIAlign
-    from mmdet.models.losses import CrossEntropyLoss
-    from mmdet.models.roi_heads import BBoxHead, CascadeRoIHead, FCNMaskHead, StandardRoIHead
-    from mmdet.models.roi_heads.roi_extractors import SingleRoIExtractor
-
-    methods = 'predict', 'predict_bbox', 'predict_mask', '_bbox_forward', '_mask_forward'
-    require(roi, [StandardRoIHead, CascadeRoIHead], methods)
-    if roi.with_shared_head:
-        name = type(roi.shared_head).__name__
-        raise ValueError(f'the export does not know a shared_head, here a {name}')
-    parts = [(BBoxHead, roi.bbox_head, roi.bbox_roi_extractor)]
-    if roi.with_mask:
-        parts.append((FCNMaskHead, roi.mask_head, roi.mask_roi_extractor))
-    for kind, heads, extractors in parts:
-        for head in _stages(heads):
-            require(head, [kind], ['predict_by_feat', '_predict_by_feat_single'])
-            if getattr(head, 'custom_activation', False):
-                require(head.loss_cls, [CrossEntropyLoss], ())
-        for extractor in _stages(extractors):
-            require(extractor, [SingleRoIExtractor], ['forward', 'map_roi_levels'])
-            require(extractor.roi_layers[0], [RoIAlign], ['forward'])
-
-
 class TwoStage(nn.Module):
     """Predict boxes and masks from features, as a ``TwoStageDetector`` or a cascade does.
 
@@ -302,10 +277,15 @@ class TwoStage(nn.Module):
 
     def __init__(self, detector: nn.Module) -> None:
         from mmdet.models.dense_heads import RPNHead
+        from mmdet.models.roi_heads import CascadeRoIHead, StandardRoIHead
 
         super().__init__()
         require(detector.rpn_head, [RPNHead], DENSE)
-        _check_roi_head(detector.roi_head)
+        methods = 'predict', 'predict_bbox', 'predict_mask', '_bbox_forward', '_mask_forward'
+        require(detector.roi_head, [StandardRoIHead, CascadeRoIHead], methods)
+        if detector.roi_head.with_shared_head:
+            name = type(detector.roi_head.shared_head).__name__
+            raise ValueError(f'the export does not know a shared_head, here a {name}')
         self.rpn, self.rpn_cfg = detector.rpn_head, dict(detector.rpn_head.test_cfg)
         self.rpn_cfg.pop('score_thr', None)  # which RPNHead ignores
         if self.rpn_cfg.get('nms_pre', -1) <= 0:  # all of them, unlike other heads

@@ -6,6 +6,7 @@ import os.path as osp
 import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 
 import cv2
 import numpy as np
@@ -18,6 +19,7 @@ from mmpretrain.models.utils.attention import ShiftWindowMSA
 from repa_mm.apis import read_images
 from repa_mm.export.comparison import agreement_of, num_found, overlaps
 from repa_mm.export.runtime_model import ExportedModel
+from repa_mm.export.session import OPTIONS
 from repa_mm.export.whole import WholeModel, whole_model
 from repa_mm.surgery import copied
 
@@ -98,6 +100,7 @@ def agreeing_onnx(
     shape = tuple(shape or (example_shape(model) if dynamic else fixed))
     batch = max(batch, 2) if dynamic else batch  # tracing fixes a dimension of size 1
     batches, errors = [*cases(wholes[0], images, shape, dynamic, batch)], []
+    largest, share = MAX_ERROR[wholes[0].task]
     example = batch, len(images[0]['inputs'][0]), *shape
     contents = [whole_onnx(whole, example, dynamic, noted) for whole in wholes]
     for one, content in zip(models, contents):
@@ -105,18 +108,20 @@ def agreeing_onnx(
         for data in batches:
             found = overlaps(one, exported, [data], strict=True)
             if num_found(found):
-                errors.append(1 - agreement_of(found))
+                error = 1 - agreement_of(found)
+                if error > largest:
+                    error = max(error - rounding(one, data), 0.0)
+                if not error <= largest:  # or NaN
+                    raise ValueError(
+                        f'the exported model differs from PyTorch by {error:.1e} {share}, more '
+                        f'than {largest:.0e}: nothing is written'
+                    )
+                errors.append(error)
             elif one is models[-1]:
                 raise ValueError(
                     'the model finds nothing in the images to compare on: give others (--images)'
                 )
-    error, (largest, share) = torch.tensor(errors).max().item(), MAX_ERROR[wholes[0].task]
-    if not error <= largest:  # or NaN
-        raise ValueError(
-            f'the exported model differs from PyTorch by {error:.1e} {share}, more than '
-            f'{largest:.0e}: nothing is written'
-        )
-    return contents[0], error
+    return contents[0], max(errors)
 
 
 def cases(
@@ -133,6 +138,22 @@ def cases(
     yield resized(images, [shape, larger if whole.task == 'detection' else shape])
     yield resized(images, [larger])
     yield resized(images, [(width + 65, height)] * 3)
+
+
+def rounding(model: nn.Module, data: dict) -> float:
+    """Return how far a model differs from itself if images change by as much as rounding does.
+
+    In an image of one colour, scores are equal, and rounding decides which boxes are suppressed.
+    It is the sum over four changes, since each one changes the order of some of these boxes only.
+    """
+    generator, own = torch.Generator().manual_seed(0), 0.0
+    for _ in range(4):
+        noise = (torch.randn(x.shape, generator=generator) for x in data['inputs'])
+        levels = (1e-6 if x.is_floating_point() else 1e-4 for x in data['inputs'])
+        inputs = [x + level * y for x, y, level in zip(data['inputs'], noise, levels)]
+        other = SimpleNamespace(test_step=lambda x, y=inputs: model.test_step(dict(x, inputs=y)))
+        own += 1 - agreement_of(overlaps(model, other, [data], strict=True))
+    return own
 
 
 def resized(images: Sequence[dict], sizes: Sequence[tuple[int, int]]) -> dict:
@@ -160,18 +181,17 @@ def whole_onnx(
     if dynamic:
         axes.update((name, {0: 'batch'}) for name in model.outputs)
     if model.option:
-        name, value = model.option
-        inputs.append(torch.tensor(value))
-        names.append(name)
+        inputs.append(torch.tensor(OPTIONS[model.option]))
+        names.append(model.option)
         if model.task == 'detection':  # one size for all images, or one size each
-            axes[name] = {0: 'sizes'}
+            axes[model.option] = {0: 'sizes'}
     content = to_onnx(
         model, tuple(inputs), input_names=names, output_names=list(model.outputs), dynamic_axes=axes
     )
     proto = onnx.load_from_string(content)
     if model.option:  # an input with an initial value can be left out
-        value = np.array(model.option[1], np.int64)
-        proto.graph.initializer.append(onnx.numpy_helper.from_array(value, model.option[0]))
+        value = np.array(OPTIONS[model.option], np.int64)
+        proto.graph.initializer.append(onnx.numpy_helper.from_array(value, model.option))
     onnx.helper.set_model_props(proto, model.metadata() | (metadata or {}))
     return proto.SerializeToString()
 

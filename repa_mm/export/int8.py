@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch.nn as nn
 
 from repa_mm.export.comparison import agreement
-from repa_mm.export.exporter import NUM_IMAGES, agreeing_onnx, resized
+from repa_mm.export.exporter import NUM_IMAGES, agreeing_onnx
 from repa_mm.export.runtime_model import ExportedModel
 from repa_mm.export.session import openvino_model
 from repa_mm.io.files import replacing
@@ -64,8 +64,6 @@ def quantize(
         return {'image': model.data_preprocessor(data, False)['inputs'].numpy()}
 
     model = set_shortcut_(copied(model).cpu(), 'outside')
-    # Predictions in the size that the model sees: the file cannot resize a segmentor's scores.
-    held_out = [resized([data], [data['inputs'][0].shape[1:]]) for data in held_out]
     content, _ = agreeing_onnx(model, calibration[:NUM_IMAGES])
     for strengths, backbone_only in ATTEMPTS:
         quantized = _in_int8(content, strengths, backbone_only, nncf.Dataset(calibration, feed))
@@ -91,10 +89,11 @@ def quantize(
 def _in_int8(content: bytes, strengths: dict, backbone_only: bool, dataset):
     """Return an OpenVINO model in int8 from the content of an ONNX file."""
     import nncf
+    import openvino
 
     nncf.set_log_level(logging.ERROR)
     quantized = nncf.quantize(
-        openvino_model(content),
+        openvino.Core().read_model(content, b''),
         dataset,
         subset_size=dataset.get_length(),
         model_type=nncf.ModelType.TRANSFORMER,

@@ -3,7 +3,6 @@
 import copy
 import json
 import os.path as osp
-from collections.abc import Sequence
 from types import SimpleNamespace
 
 import numpy as np
@@ -72,10 +71,9 @@ class ExportedModel(BaseModel):
         options, chosen, sizes = self.session.options, {}, []
         if 'image_size' in options:
             chosen['image_size'] = [sample.img_shape[:2] for sample in samples]
-        elif self.session.metadata['task'] != 'classification':
+        if 'output_size' in options:
             shapes = (sample.img_shape[:2] for sample in samples)  # without padding
             images = [image[:, :height, :width] for image, (height, width) in zip(images, shapes)]
-        if 'output_size' in options:
             sizes = [tuple(sample.ori_shape[:2]) for sample in samples]
             chosen['output_size'] = sizes[0]
         if len({image.shape for image in images}) > 1 or len({*sizes}) > 1:
@@ -99,22 +97,15 @@ class ExportedModel(BaseModel):
         return EncoderDecoder.postprocess_result(host, logits, samples)
 
 
-def _at_size(maps: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
-    """Resize maps (N, H, W) of a file that has no option for it, to the nearest pixels."""
-    if maps.shape[1:] == size:
-        return maps
-    return nn.functional.interpolate(maps[:, None].double(), size)[:, 0].to(maps.dtype)
-
-
-def _objects(outputs: dict, scale: Sequence[float]) -> InstanceData:
-    """Return the objects, with boxes divided by (x, y); other rows have the label -1."""
+def _objects(outputs: dict) -> InstanceData:
+    """Return the objects; other rows have the label -1."""
     found = {name: x[outputs['labels'] >= 0] for name, x in outputs.items()}
-    boxes = found.pop('boxes')
-    return InstanceData(bboxes=boxes / boxes.new_tensor(scale).repeat(2), **found)
+    return InstanceData(bboxes=found.pop('boxes'), **found)
 
 
 def _add_boxes(sample: BaseDataElement, outputs: dict, metadata: dict) -> None:
-    found = _objects(outputs, sample.scale_factor)
+    found = _objects(outputs)
+    found.bboxes = found.bboxes / found.bboxes.new_tensor(sample.scale_factor).repeat(2)
     if 'masks' in found:
         args = *sample.ori_shape[:2], float(metadata['mask_thr_binary'])
         found.masks = paste_masks(found.masks, found.bboxes, *args)
@@ -122,19 +113,14 @@ def _add_boxes(sample: BaseDataElement, outputs: dict, metadata: dict) -> None:
 
 
 def _add_masks(sample: BaseDataElement, outputs: dict, metadata: dict) -> None:
-    height, width = size = tuple(sample.ori_shape[:2])
     if 'panoptic' in outputs:
-        maps = _at_size(outputs.pop('panoptic')[None], size)
-        sample.pred_panoptic_seg = PixelData(sem_seg=maps)
+        sample.pred_panoptic_seg = PixelData(sem_seg=outputs.pop('panoptic')[None])
     if 'masks' in outputs:
-        masks = _at_size(outputs['masks'], size)
-        scale = outputs['masks'].shape[2] / width, outputs['masks'].shape[1] / height
-        sample.pred_instances = _objects(dict(outputs, masks=masks), scale)
+        sample.pred_instances = _objects(outputs)
 
 
 def _add_label_map(sample: BaseDataElement, outputs: dict, metadata: dict) -> None:
-    labels = _at_size(outputs['labels'][None], tuple(sample.ori_shape[:2]))
-    sample.pred_sem_seg = PixelData(data=labels.long())
+    sample.pred_sem_seg = PixelData(data=outputs['labels'][None].long())
 
 
 def _add_scores(sample: BaseDataElement, outputs: dict, metadata: dict) -> None:
@@ -158,14 +144,16 @@ def paste_masks(
 ) -> torch.Tensor:
     """Paste probabilities (N, h, w) within boxes (N, 4) into masks (N, H, W), as MMDetection does.
 
-    Pixels with at least the threshold are in the mask.
+    Pixels with at least the threshold are in the mask. With a threshold below 0, masks are
+    probabilities from 0 to 255.
     """
     from mmdet.models.roi_heads.mask_heads.fcn_mask_head import _do_paste_mask
 
-    out = torch.zeros(len(masks), height, width, dtype=torch.bool)
+    kind = torch.bool if threshold >= 0 else torch.uint8
+    out = torch.zeros(len(masks), height, width, dtype=kind)
     for mask, box, whole in zip(masks, boxes, out):
         pasted, place = _do_paste_mask(mask[None, None], box[None], height, width)
-        whole[place] = pasted[0] >= threshold
+        whole[place] = pasted[0] >= threshold if threshold >= 0 else pasted[0] * 255
     return out
 
 

@@ -5,22 +5,34 @@ import os.path as osp
 import numpy as np
 import torch
 
+#: Inputs that may be left out, with the values that stand for the size of the images themselves.
+OPTIONS = dict(image_size=[[2**30, 2**30]], output_size=[0, 0])
+
 
 def openvino_model(file):
-    """Return the OpenVINO model of a file, see :class:`Session`."""
+    """Return the OpenVINO model of a file, see :class:`Session`, with the options as inputs.
+
+    OpenVINO's own reader makes constants of inputs that may be left out.
+    """
     import openvino
 
-    if isinstance(file, openvino.Model):
-        return file
-    weights = [b''] if isinstance(file, bytes) else []
-    return openvino.Core().read_model(file, *weights)
+    is_model, weights = isinstance(file, openvino.Model), [b''] * isinstance(file, bytes)
+    model = file.clone() if is_model else openvino.Core().read_model(file, *weights)
+    for op in model.get_ops():
+        if (name := op.get_friendly_name()) in OPTIONS and op.get_type_name() == 'Constant':
+            shape = [-1, 2] if name == 'image_size' else [2]
+            option = openvino.op.Parameter(openvino.Type.i64, openvino.PartialShape(shape))
+            option.output(0).set_names({name})
+            op.output(0).replace(option.output(0))
+            model.add_parameters([option])
+    return model
 
 
 class Session:
     """A model, as ``tools/export.py`` and ``tools/quantize.py`` write it, on the CPU.
 
     ``metadata`` is what the export noted, as strings ('task', 'classes', 'mean', …), and
-    ``options`` are the names of the inputs that may be left out.
+    ``options`` are the names of the inputs that may be left out. Threads may share a session.
 
     Args:
         file (str | bytes | openvino.Model): A file for OpenVINO (.xml) or ONNX, the content of an
@@ -55,7 +67,8 @@ class Session:
         import openvino
 
         model = openvino_model(file)
-        self.metadata, self.options = {}, []
+        self.metadata = {}
+        self.options = [x.any_name for x in model.inputs if 'image' not in x.names]
         if model.has_rt_info(['framework']):  # the metadata of the ONNX file
             self.metadata = dict(model.get_rt_info(['framework']).value)
         config = {'INFERENCE_NUM_THREADS': torch.get_num_threads()}
@@ -63,13 +76,17 @@ class Session:
             config['INFERENCE_PRECISION_HINT'] = precision
         compiled = openvino.Core().compile_model(model, 'CPU', config)
         self.outputs = range(len(compiled.outputs))
-        # In their order, since OpenVINO may rename them.
-        self._run = lambda inputs: [*compiled(inputs).values()]
+
+        def run(inputs):  # each call has its own request, which threads must not share
+            found = compiled.create_infer_request().infer(inputs, share_inputs=True)
+            return [*found.values()]  # in their order, since OpenVINO may rename them
+
+        self._run = run
 
     def __call__(self, image: np.ndarray, **options) -> dict[str, np.ndarray]:
         """Run normalized images (B, C, H, W), and return the outputs by name, or else number.
 
         Options are the ``image_size`` of detectors and the ``output_size`` of segmentors.
         """
-        options = {name: np.asarray(value, np.int64) for name, value in options.items()}
+        options = {x: np.asarray(options.get(x, OPTIONS[x]), np.int64) for x in self.options}
         return dict(zip(self.outputs, self._run(dict(image=image, **options))))

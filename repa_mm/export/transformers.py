@@ -204,11 +204,6 @@ class CoQueries(Queries):
 
     def __init__(self, detector: nn.Module) -> None:
         nn.Module.__init__(self)
-        if detector.eval_module != 'detr':
-            raise ValueError(
-                f'the model predicts by its {detector.eval_module} head, and the export knows only '
-                "that of the queries: set model.eval_module='detr'"
-            )
         self.head = head = detector.query_head
         head.transformer.positional_encoding = head.positional_encoding
         _override_(head.transformer, _PaddedCoTransformer)

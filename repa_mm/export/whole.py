@@ -3,7 +3,6 @@
 import json
 from functools import partial
 
-import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -13,9 +12,6 @@ from repa_mm.export.transformers import CoQueries, Masks, Queries, bilinear, cla
 from repa_mm.faster.tracing import trace_any_size_
 from repa_mm.io.configs import dataset_config
 from repa_mm.surgery import copied, replace_
-
-# Larger than any image: "the whole image" for the optional input image_size.
-WHOLE = 2**30
 
 
 class AveragePool(nn.Module):
@@ -71,7 +67,7 @@ class WholeModel(nn.Module):
 
     task: str  # 'detection', 'instances', 'panoptic', 'segmentation' or 'classification'
     outputs: tuple[str, ...]
-    option: tuple[str, list] | None = None  # name and default value of an optional second input
+    option: str | None = None  # name of an optional second input, in :data:`session.OPTIONS`
     slides = False  # True if images are windows of larger images
 
     def __init__(self, model: nn.Module) -> None:
@@ -90,10 +86,11 @@ class WholeModel(nn.Module):
     def metadata(self) -> dict[str, str]:
         """Return the metadata of the file.
 
-        'mean' and 'std' are in the order 'channels'. 'size' is the largest size, in either
-        orientation, that the test pipeline scales images to, if it keeps their ratio.
+        'mean' and 'std' are in the order 'channels'. 'pipeline' has the steps of the test pipeline
+        between loading and packing, as the config has them.
         """
         classes = (getattr(self.model, 'dataset_meta', None) or {}).get('classes') or ()
+        classes = () if isinstance(classes, str) else classes  # a file that is not there
         config = self.model.data_preprocessor
         mean, std = ([0.0], [1.0])
         if config._enable_normalize:
@@ -102,17 +99,21 @@ class WholeModel(nn.Module):
         names = '_channel_conversion', 'channel_conversion', 'to_rgb'
         swapped = any(getattr(config, name, False) for name in names)
         cfg = getattr(self.model, 'cfg', None) or {}
-        steps = dataset_config(cfg, 'test').pipeline if cfg.get('test_dataloader') else []
-        sizes = [step['scale'] for step in steps if step.get('keep_ratio') and step.get('scale')]
+        noted = dict(self.noted)
+        if cfg.get('test_dataloader'):
+            steps = (
+                (x['type'].rpartition('.')[2], x) for x in dataset_config(cfg, 'test').pipeline
+            )
+            steps = [dict(x, type=kind) for kind, x in steps if kind[:4] not in ('Load', 'Pack')]
+            noted['pipeline'] = json.dumps(steps, default=str)
         return dict(
-            [('size', json.dumps(np.broadcast_to(size, 2).tolist())) for size in sizes],
             task=self.task,
             classes=json.dumps(list(classes)),
             outputs=','.join(self.outputs),
             channels='RGB' if swapped else 'BGR',
             mean=json.dumps(mean),
             std=json.dumps(std),
-            **self.noted,
+            **noted,
         )
 
 
@@ -130,7 +131,7 @@ class WholeDetector(WholeModel):
     """
 
     task = 'detection'
-    option = 'image_size', [[WHOLE, WHOLE]]
+    option = 'image_size'
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
@@ -160,7 +161,7 @@ class WholeSegmentor(WholeModel):
 
     task = 'segmentation'
     outputs = ('labels',)
-    option = 'output_size', [0, 0]
+    option = 'output_size'
 
     def __init__(self, model: nn.Module) -> None:
         from mmseg.models import EncoderDecoder
@@ -203,7 +204,7 @@ class WholeInstances(WholeModel):
     :class:`~repa_mm.export.transformers.Masks`.
     """
 
-    option = 'output_size', [0, 0]
+    option = 'output_size'
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)

@@ -1,4 +1,4 @@
-"""Triton kernels for GPUs: Swin's window attention, and LayerNorm under autocast.
+"""Triton kernels for GPUs: Swin's window attention.
 
 The (shifted, padded) window attention is one kernel each way. Queries, keys and values come from
 one linear layer on all tokens, in the order of the feature map. A program attends within one head
@@ -8,10 +8,6 @@ map that were not neighbours. So there is no gather, roll, partition or mask.
 
 N is the number of tokens per window, r the width of a head's queries and keys, s that of its
 values.
-
-Under autocast, PyTorch computes LayerNorm in float32: half-precision tokens are converted before
-it, and its output after it, for the linear layer that follows. The kernel here reads and writes
-tokens in their own types, and has the statistics in float32.
 """
 
 from functools import lru_cache
@@ -235,37 +231,3 @@ def window_attention(
         if torch.is_grad_enabled():
             return _WindowAttention.apply(qkv, bias, table, index, *how)
         return _attend(qkv, bias, table, index, *how)
-
-
-@triton.jit(do_not_specialize=['rows'])
-def _layer_norm(
-    x, weight, bias, out, rows, at, eps, C: tl.constexpr, B: tl.constexpr, R: tl.constexpr
-):
-    row = (tl.program_id(0) * R + tl.arange(0, R))[:, None].to(tl.int64)
-    column = tl.arange(0, B)[None, :]
-    own = (row < rows) & (column < C)
-    value = tl.load(x + row * at + column, mask=own, other=0.0).to(tl.float32)
-    centred = tl.where(own, value - (tl.sum(value, 1) / C)[:, None], 0.0)
-    scale = tl.rsqrt(tl.sum(centred * centred, 1) / C + eps)[:, None]
-    y = centred * scale * tl.load(weight + column, mask=column < C, other=0.0)
-    y += tl.load(bias + column, mask=column < C, other=0.0)
-    tl.store(out + row * C + column, y.to(out.dtype.element_ty), mask=own)
-
-
-def layer_norm(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float, dtype: torch.dtype
-) -> torch.Tensor:
-    """Compute LayerNorm over the last dimension of tokens as ``dtype``, without gradients."""
-    channels = x.shape[-1]
-    tokens = x.reshape(-1, channels)
-    if tokens.stride(1) != 1:
-        tokens = tokens.contiguous()
-    out = torch.empty(x.shape, dtype=dtype, device=x.device)
-    width = triton.next_power_of_2(channels)
-    block = max(1, 4096 // width)
-    with torch.cuda.device_of(x):
-        _layer_norm[(triton.cdiv(len(tokens), block),)](
-            tokens, weight, bias, out, len(tokens), tokens.stride(0), eps,
-            C=channels, B=width, R=block, num_warps=8,
-        )  # fmt: skip
-    return out

@@ -1,10 +1,11 @@
 """Reading, loading and writing checkpoints."""
 
-import torch
+import copy
+import re
+
 import torch.nn as nn
 from mmengine.runner.checkpoint import CheckpointLoader
 
-from repa_mm.io.files import replacing
 from repa_mm.reparam import CheckpointError, match_form
 
 
@@ -14,16 +15,10 @@ def load_checkpoint(path: str) -> dict:
     The state dict is under 'state_dict' then, without the prefix 'module.'.
     """
     checkpoint = CheckpointLoader.load_checkpoint(path, map_location='cpu')
-    weights = checkpoint.get('state_dict', checkpoint)
+    weights = checkpoint.get('state_dict', checkpoint.get('model', checkpoint))
     for key in [key for key in weights if key.startswith('module.')]:
         weights[key.removeprefix('module.')] = weights.pop(key)
     return {**checkpoint, 'state_dict': weights}
-
-
-def save_checkpoint(checkpoint: dict, path: str) -> None:
-    """Write a checkpoint with ``torch.save``: the file is complete or not written at all."""
-    with replacing(path) as temporary:
-        torch.save(checkpoint, temporary)
 
 
 def split_init_cfg(module: nn.Module) -> tuple[list[dict], list[dict] | None]:
@@ -34,32 +29,53 @@ def split_init_cfg(module: nn.Module) -> tuple[list[dict], list[dict] | None]:
     return files, [cfg for cfg in cfgs if cfg not in files] or None
 
 
-# Counters, and the tables of Swin V2 that MMPretrain recomputes and does not load.
-_COUNTERS = 'num_batches_tracked', 'num_active_channels'
-_OPTIONAL = *_COUNTERS, 'relative_coords_table', 'relative_position_index'
+#: Weights that may be missing, foreign or of another size: what is counted or computed, and masks.
+_FREE = (
+    r'(num_batches_tracked|num_active_channels|relative_coords_table|relative_position_index'
+    r'|attn_mask|position_ids|mask_token)$|\bdata_preprocessor\.'
+)
+#: In a file to start from also heads. And it has the norm of its last output, or one for each.
+_HEAD, _NORM = r'|(^|\.)\w*head\.', re.compile(r'(backbone\.)?(norm|ln)\d+\.')
 
 
 def load_weights(
-    model: nn.Module, state_dict: dict, path: str = 'the checkpoint', strict: bool = False
+    model: nn.Module, state_dict: dict, path: str = 'the checkpoint', start: bool = False
 ) -> None:
     """Load weights into a model, which is reparameterized if the weights are in the deploy form.
 
-    Foreign weights outside the model's lists of layers are ignored if not ``strict``, such as those
-    of a teacher, or of another version of the codebase. ``path`` names the weights in messages.
+    The weights must be all of the model's, and no others inside its modules; what lies beside its
+    modules, such as a teacher, and heads that the model lacks are ignored. ``start`` is for a file
+    to start training from: its heads, norms of other outputs, and a class token that the model
+    lacks are free, and nothing lies beside a backbone. ``path`` names the weights in messages.
 
     Raises:
-        CheckpointError: If weights are missing or have other shapes, or there are further layers,
-            or further weights in a layer.
+        CheckpointError: If weights are missing, have other shapes, or are foreign.
     """
     match_form(model, state_dict)
+    own, weights = model.state_dict(), copy.copy(state_dict)  # with its metadata
+    free, modules = re.compile(_FREE + _HEAD * start).search, dict(model.named_modules())
+    for key in own.keys() & weights.keys():
+        if free(key) and own[key].shape != weights[key].shape:
+            del weights[key]
     try:
-        found = model.load_state_dict(state_dict, strict=False)
+        missing, foreign = model.load_state_dict(weights, strict=False)
     except RuntimeError as error:  # of other shapes
         raise CheckpointError(f'{path}: {error}') from error
-    lists = nn.ModuleList, nn.Sequential
-    layers = tuple(f'{name}.' for name, m in model.named_modules() if name and isinstance(m, lists))
-    missing, foreign = ([key for key in keys if not key.endswith(_OPTIONAL)] for keys in found)
-    kinds = dict(lacks=missing, has=[key for key in foreign if strict or key.startswith(layers)])
+    if any('.lora_' in key for key in own):  # MMPretrain's LoRAModel hides what is missing
+        missing = [key for key in own if key not in weights]
+    if start:
+        foreign = [k for k in foreign if not (_NORM.match(k) or k.endswith('cls_token'))]
+        norms = tuple(norm[0] for norm in map(_NORM.match, weights) if norm)
+        missing = [k for k in missing if not norms or k.startswith(norms) or not _NORM.match(k)]
+
+    def beside(name: str) -> bool:
+        while (owner := name.rpartition('.')[0]) not in modules:
+            name = owner
+        is_head = name.endswith('head')  # the first part that the model lacks
+        return is_head or not owner and (not start or 'backbone' in modules)
+
+    kinds = dict(lacks=missing, has=[key for key in foreign if not beside(key)])
+    kinds = {kind: [key for key in keys if not free(key)] for kind, keys in kinds.items()}
     differences = [f'{kind} {", ".join(keys[:3])} …' for kind, keys in kinds.items() if keys]
     if differences:
         raise CheckpointError(f'{path} is of another model: it {" and ".join(differences)}')

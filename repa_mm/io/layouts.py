@@ -20,12 +20,13 @@ from argparse import Namespace
 
 import torch
 import torch.nn as nn
+from mmengine.config import ConfigDict
 from mmengine.registry import MODELS
-from mmengine.runner.checkpoint import load_state_dict
 from mmpretrain.models.backbones.base_backbone import BaseBackbone
 from mmpretrain.models.utils import resize_pos_embed
 
-from repa_mm.io.checkpoints import load_checkpoint, load_weights, save_checkpoint
+from repa_mm.io.checkpoints import load_checkpoint, load_weights
+from repa_mm.io.files import replacing
 from repa_mm.reparam import CheckpointError
 from repa_mm.reparam.deploy_form import FoldedFFN, stack
 from repa_mm.version import __version__
@@ -70,92 +71,86 @@ _FAMILIES = dict(
         **{rf'\bbn{i + 1}\b': f'stem.{3 * i + 1}' for i in range(3)},
     },
 )
-_OUTPUT_NORM = re.compile(r'(norm|ln)\d+\.')
-# What a file may have more than a model: norms of other outputs, a class token, constant buffers.
-_FREE = re.compile(r'(norm|ln)\d+\.|cls_token$|.*\.(relative_position_index|attn_mask)$')
 
 
-def translate(state_dict: dict, cfg: dict, args: Namespace | None = None) -> dict:
+def translate(
+    state_dict: dict, cfg: dict, args: Namespace | dict | None = None, path: str = 'the checkpoint'
+) -> dict:
     """Translate the weights of a RePaFormer in either form, or of an ordinary ViT or Swin.
 
     They are a classifier's, or those of a network trained with DINO. ``cfg`` is the backbone's
     config, with the idle ratio, which weights in the training form do not tell. The active channels
     of ``args``, the command-line arguments of the authors' code, must agree with it. The results
-    have the prefixes 'backbone.' and 'head.'. Raises as :meth:`WeightsFile.load_`, such as for a
+    have the prefixes 'backbone.' and 'head.'. Raises as :func:`load_weights`, such as for a
     merged LV-ViT, to which the authors' merge adds a norm.
     """
     backbone = MODELS.build(cfg)
-    weights, head = _translated(_of_backbone(state_dict), backbone, args)
-    load_weights(backbone, weights, strict=True)
+    given = {key.removeprefix('module.'): value for key, value in state_dict.items()}
+    weights, head = _translated(_inside(given, path)[0], backbone, args)
+    load_weights(backbone, weights, path, start=True)
     return {**{f'backbone.{key}': value for key, value in backbone.state_dict().items()}, **head}
 
 
 class WeightsFile:
-    """The weights that an ``init_cfg`` names, in MMPretrain's layout or in another one."""
+    """The weights that an ``init_cfg`` names, in MMPretrain's layout or in another one.
 
-    def __init__(self, init_cfg: dict) -> None:
+    ``init_cfg`` is the one given, with the prefix that the file has: where it is to have that of a
+    backbone, it may have none, and the other way round. A :class:`CheckpointError` is raised if the
+    file has nothing behind another prefix, or several backbones.
+    """
+
+    def __init__(self, init_cfg: dict, whole: bool = False) -> None:
         self.path = init_cfg['checkpoint']
         checkpoint = load_checkpoint(self.path)
-        self._args = checkpoint.get('args')
-        self._inside = weights = checkpoint.get('model', checkpoint['state_dict'])
-        if prefix := (init_cfg.get('prefix') or '').rstrip('.'):
-            start = len(f'{prefix}.')
-            self._inside = {k[start:]: v for k, v in weights.items() if k[:start] == f'{prefix}.'}
-        # Files of other layouts need no prefix, even if it is that of MMPretrain's files.
-        self._given = _of_backbone(self._inside or weights)
+        self._args, weights = checkpoint.get('args'), checkpoint['state_dict']
+        self._given, prefix = _inside(weights, self.path, init_cfg.get('prefix'), whole)
+        self.init_cfg = ConfigDict(init_cfg, prefix=prefix)
 
     def weights_of(self, model: nn.Module) -> tuple[dict, bool]:
         """Return the weights under the names of a model, and whether they were translated."""
-        given, own = self._given, model.state_dict()
-        foreign = {'patch_embed.proj.weight', 'stem.proj.weight'} & given.keys() - own.keys()
+        own = model.state_dict().keys()
+        foreign = {'patch_embed.proj.weight', 'stem.proj.weight'} & self._given.keys() - own
         # The first convolution of a PoolFormer has this name in MMPretrain, too.
         is_poolformer = any(key.startswith('network.') for key in own)
-        if foreign or is_poolformer and 'norm.weight' in given.keys() - own.keys():
-            return _translated(given, model, self._args)[0], True
-        return _in_sizes_of(model, self._inside), False
-
-    def load_(self, model: nn.Module) -> None:
-        """Load the weights into a model, in place.
-
-        Raises:
-            CheckpointError: If the file has none behind the prefix, or translated weights are not
-                the model's, except heads, norms of other outputs and a class token.
-        """
-        weights, translated = self.weights_of(model)
-        if translated:
-            load_weights(model, weights, self.path, strict=True)
-        elif weights:
-            load_state_dict(model, weights, logger='current')
-        else:
-            raise CheckpointError(f'{self.path} has no weights behind the prefix of init_cfg')
+        if foreign or is_poolformer and 'norm.weight' in self._given.keys() - own:
+            return _translated(self._given, model, self._args)[0], True
+        return _in_sizes_of(model, self._given), False
 
 
-def _of_backbone(state_dict: dict) -> dict:
-    """Return the weights of a backbone, or all, without the prefixes of a wrapper."""
-    names = [key.rpartition('backbone.') for key in state_dict if 'backbone.' in key]
-    owners = sorted({''.join(name[:2]) for name in names})
-    if len({name[2] for name in names}) < len(names):
-        raise CheckpointError(
-            f'weights of several backbones, {", ".join(owners)}: choose one of them by the prefix'
-        )
-    given = {k.rpartition('backbone.')[2]: v for k, v in state_dict.items() if 'backbone.' in k}
-    return {key.removeprefix('module.'): v for key, v in (given or state_dict).items()}
+def _inside(
+    weights: dict, path: str, prefix: str | None = None, whole: bool = False
+) -> tuple[dict, str | None]:
+    """Return the weights behind a prefix, for a backbone or a whole model, and their prefix."""
+    prefix = f'{prefix.rstrip(".")}.' if prefix else ''
+    known = any(key.startswith(prefix) for key in weights)
+    if not whole and not (prefix and known):
+        owners = sorted({k[: k.rindex('backbone.') + 9] for k in weights if 'backbone.' in k})
+        if len(owners) > 1:
+            raise CheckpointError(
+                f'{path} has weights of several backbones, {", ".join(owners)}: choose one of them '
+                'by the prefix of init_cfg'
+            )
+        if not prefix or prefix.endswith('backbone.') and not owners:
+            prefix, known = ''.join(owners), True
+    if not known:
+        raise CheckpointError(f'{path} has no weights behind the prefix {prefix!r} of init_cfg')
+    if prefix:
+        weights = {k[len(prefix) :]: v for k, v in weights.items() if k.startswith(prefix)}
+    return weights, prefix or None
 
 
 def _translated(
-    given: dict, backbone: nn.Module, args: Namespace | None
+    given: dict, backbone: nn.Module, args: Namespace | dict | None
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Return weights under the names of a backbone, and those of a classifier's head."""
     own = backbone.state_dict()
+    args = args if isinstance(args, dict) else getattr(args, '__dict__', {})
     family = next((mark for mark in _FAMILIES if any(mark in key for key in given)), None)
-    if family is None:
-        raise CheckpointError(f'weights of no known architecture: {", ".join(list(given)[:3])}, …')
     scale = getattr(backbone, 'residual_scale', 1)
-    names = _names(given, own, _FAMILIES[family])
+    names = _names(given, own, _FAMILIES.get(family, {}))
     weights = {name: _value(name, given[key], scale, own) for key, name in names.items()}
     _to_our_ffns_(weights, family, args)
     head = {key: weights.pop(key) for key in list(weights) if key.startswith('head.')}
-    _without_differences_(weights, own)
     return _in_sizes_of(backbone, weights), head
 
 
@@ -178,30 +173,15 @@ def _names(given: dict, own: dict, patterns: dict[str, str]) -> dict[str, str]:
     return found
 
 
-def _to_our_ffns_(weights: dict, family: str, args: Namespace | None) -> None:
+def _to_our_ffns_(weights: dict, family: str, args: dict) -> None:
     """Give merged FFNs two layers, and others their number of active channels, in place."""
     for name in [key.removesuffix('fc1.weight') for key in weights if key.endswith('fc1.weight')]:
         hidden, channels = weights[f'{name}fc1.weight'].shape[:2]
         if f'{name}norm1.weight' not in weights and hidden == channels:
             _stack(weights, name)
-        elif hasattr(args, 'idle_ratio') and getattr(args, 'heuristic', 'static') == 'static':
-            active = torch.tensor(_num_active(hidden, args.idle_ratio, family))
+        elif 'idle_ratio' in args and args.get('heuristic', 'static') == 'static':
+            active = torch.tensor(_num_active(hidden, args['idle_ratio'], family))
             weights[f'{name}num_active_channels'] = active
-
-
-def _without_differences_(weights: dict, own: dict) -> None:
-    """Drop and add what a file may have more or less than a model, in place.
-
-    Constant buffers depend on the image size there, on the window size here. A file has the norm of
-    its last output, or one for each output: norms of other outputs stay as they are.
-    """
-    norms = {norm[0] for norm in map(_OUTPUT_NORM.match, weights) if norm}
-    for key in [key for key in weights if key not in own and _FREE.match(key)]:
-        del weights[key]
-    for key, value in own.items():
-        norm = norms and _OUTPUT_NORM.match(key)
-        if key.endswith(('relative_position_index', 'attn_mask')) or norm and norm[0] not in norms:
-            weights[key] = value
 
 
 def _in_sizes_of(model: nn.Module, weights: dict) -> dict:
@@ -214,6 +194,8 @@ def _in_sizes_of(model: nn.Module, weights: dict) -> dict:
     own = {} if isinstance(model, BaseBackbone) else model.state_dict()
     for key in weights.keys() & own.keys():
         value = weights[key]
+        if value.shape == own[key].shape:
+            continue
         if re.match(r'stages\..*\.relative_position_bias_table$', key):
             sizes = [(math.isqrt(len(table)),) * 2 for table in (value, own[key])]
             weights[key] = resize_pos_embed(value[None], *sizes, num_extra_tokens=0)[0]
@@ -260,15 +242,21 @@ def _num_active(hidden: int, ratio: float, family: str) -> int:
 def translate_file(src: str, dst: str, cfg: dict, *keys: str) -> None:
     """Translate the authors' checkpoint ``src`` for the backbone config ``cfg``, and write ``dst``.
 
-    The weights are under the first of the ``keys`` that the checkpoint has.
+    The weights are under the first of the ``keys`` that the checkpoint has. The file is opened
+    again first, as an ``init_cfg``, and must give the backbone these weights.
     """
     found = load_checkpoint(src)
     key = next((key for key in keys if key in found), None)
     if key is None:
         raise CheckpointError(f'{src} has no weights under {" or ".join(keys)}')
-    try:
-        state_dict = translate(found[key], cfg, found.get('args'))
-    except CheckpointError as error:
-        raise CheckpointError(f'{src}: {error}') from error
+    state_dict = translate(found[key], cfg, found.get('args'), src)
     meta = dict(translated_from=osp.basename(src), repa_mm_version=__version__)
-    save_checkpoint(dict(meta=meta, state_dict=state_dict), dst)
+    with replacing(dst) as temporary:
+        torch.save(dict(meta=meta, state_dict=state_dict), temporary)
+        init_cfg = ConfigDict(type='Pretrained', checkpoint=temporary, prefix='backbone.')
+        written = MODELS.build(dict(cfg, init_cfg=init_cfg))
+        written.init_weights()
+        for key, value in written.state_dict().items():
+            own = state_dict.get(f'backbone.{key}')
+            if own is None or not torch.equal(value, own):
+                raise CheckpointError(f'{dst} would not give the backbone its {key}')

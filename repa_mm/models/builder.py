@@ -10,9 +10,10 @@ import torch
 import torch.nn as nn
 from mmengine.logging import print_log
 from mmengine.registry import MODELS
+from mmengine.runner.checkpoint import load_state_dict
 
 from repa_mm.faster.tracing import pad_any_size_, swap_faster_attention_
-from repa_mm.io.checkpoints import split_init_cfg
+from repa_mm.io.checkpoints import load_weights, split_init_cfg
 from repa_mm.io.layouts import WeightsFile
 from repa_mm.models.sites import attention_sites, ffn_sites
 from repa_mm.models.structures import STRUCTURES, Structure
@@ -134,49 +135,55 @@ class WithStructures:
         the layout of the authors' code, of timm, or of the official Swin, too.
 
         Raises:
-            CheckpointError: If the weights belong to neither model, or are reparameterized.
+            CheckpointError: If the weights belong to neither model, or are reparameterized; see
+                :func:`~repa_mm.io.checkpoints.load_weights`.
         """
         # Only once, as in MMEngine's modules: weights may have been loaded or trained since.
         if self._is_init:
             return
         cfgs, others = split_init_cfg(self)
-        files = [WeightsFile(cfg) for cfg in cfgs]
-        if self._takes_ordinary(files):
-            self.fill(self._load_ordinary(files))
+        files = [WeightsFile(cfg, hasattr(self, 'backbone')) for cfg in cfgs]
+        found = [file.weights_of(self)[0] for file in files]
+        if self._takes_ordinary(found):
+            self.fill(self._load_ordinary(files, others))
         else:
             self.init_cfg = others
             if not has_deploy_form(self):  # where modules that the class initializes are gone
                 super().init_weights()
-            for file in files:
-                file.load_(self)
+            for file, weights in zip(files, found):
+                load_weights(self, weights, file.path, start=True)
         self._is_init = True
         self._warn_of_fresh_statistics()
 
-    def _takes_ordinary(self, files: list[WeightsFile]) -> bool:
+    def _takes_ordinary(self, found: list[dict]) -> bool:
         """Return True if pretrained weights, in files or of a part, are the ordinary model's."""
         name, form = next(outermost(self, TrainingForm), ('', None))
         if form is None or has_deploy_form(self):  # None: ordinary FFNs of other widths
             return False
-        if not files:
+        if not found:
             return any(split_init_cfg(module)[0] for module in self.modules())
-        start, weights = f'{name}.', files[0].weights_of(self)[0]
+        start, weights = f'{name}.', found[0]
         return not form.owns({k[len(start) :]: None for k in weights if k.startswith(start)})
 
-    def _load_ordinary(self, files: list[WeightsFile]) -> nn.Module:
+    def _load_ordinary(self, files: list[WeightsFile], others: list[dict] | None) -> nn.Module:
         """Return the ordinary model with the pretrained weights of the files or of its parts."""
         ordinary = self.build_ordinary()
-        translated = any(file.weights_of(ordinary)[1] for file in files)
-        # That of this model may have changed since the model was built.
-        ordinary.init_cfg = split_init_cfg(self)[1] if translated else self.init_cfg
+        found = [file.weights_of(ordinary) for file in files]
+        translated = any(is_translated for _, is_translated in found)
         for structure, placed in self.placed:
             sites = {site.name: site for site in structure.sites(ordinary)}
             for source in (one for name in placed for one in structure.sources(self, name)):
                 sites[source].require(type(self).__name__)
+        # That of this model may have changed since the model was built. Some classes take a dict.
+        cfgs = [*(others or []), *([] if translated else (file.init_cfg for file in files))]
+        ordinary.init_cfg = cfgs[0] if len(cfgs) == 1 else cfgs or None
         ordinary.init_weights()
-        # Again where there is a backbone, as DETRs reset their encoder after loading.
-        if translated or len(files) > 1 or hasattr(ordinary, 'backbone'):
-            for file in files:
-                file.load_(ordinary)
+        for file, (weights, _) in zip(files, found):
+            if translated:
+                load_weights(ordinary, weights, file.path, start=True)
+            # Again where there is a backbone, as DETRs reset their encoder after loading.
+            elif len(files) > 1 or hasattr(ordinary, 'backbone'):
+                load_state_dict(ordinary, weights, logger='current')
         return ordinary
 
     def _warn_of_fresh_statistics(self) -> None:

@@ -80,10 +80,10 @@ class Form(nn.Module):
 def check_state_dict(model: nn.Module, state_dict: dict, prefix: str = '', *args) -> None:
     """Raise a :class:`CheckpointError` if a form of the model has no weights in a state dict.
 
-    The signature fits a ``load_state_dict`` pre-hook. A state dict without any weight of the model
-    passes; :meth:`Form.check_weights` checks the weights of each form.
+    The signature fits a ``load_state_dict`` pre-hook. A state dict without any weight of the model,
+    but perhaps with those of LoRA, passes; :meth:`Form.check_weights` checks those of each form.
     """
-    if not any(key.startswith(prefix) for key in state_dict):
+    if not any(key.startswith(prefix) and '.lora_' not in key for key in state_dict):
         return
     for name, form in outermost(model):
         start = f'{prefix}{name}.'

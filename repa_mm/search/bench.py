@@ -1,26 +1,29 @@
 """Rows of the table: candidates in each format, opened one at a time beside the original."""
 
 import copy
+import gc
 import os.path as osp
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
-from importlib import import_module
 
 import numpy as np
 import torch
 import torch.nn as nn
+from mmengine.structures import BaseDataElement
 
 from repa_mm.apis import open_model
+from repa_mm.apis.features import check_same
 from repa_mm.apis.images import cropped
 from repa_mm.apis.models import deploy_
-from repa_mm.benchmark.memory import peak_memory
 from repa_mm.benchmark.timing import SETTLE, compare, measure
 from repa_mm.benchmark.variants import STOCK
 from repa_mm.convert import Conversion
 from repa_mm.convert.changed_config import converted_config
 from repa_mm.convert.pretrained import conversion_of, save_model
 from repa_mm.export import NUM_IMAGES, ExportedModel, agreeing_onnx, quantize
+from repa_mm.export.comparison import agreement_of, num_found, overlap
+from repa_mm.export.exporter import MAX_ERROR
 from repa_mm.faster import faster_on_gpu_
 from repa_mm.io.files import write_bytes, write_text
 from repa_mm.reparam import has_deploy_form
@@ -33,6 +36,12 @@ MOST_SECONDS = 20
 #: A model that takes longer for an image is large. All its turns are of one image, so that none of
 #: them compiles for a new size, and int8 is left out: quantizing took 16 GB and did not finish.
 SLOW_SECONDS = 20
+#: Columns of a row that tell its test.
+TESTED = 'metric', 'difference', 'interval', 'tested_in'
+#: By what is found in an image, the task. Others are classification.
+TASKS = dict(
+    pred_instances='detection', pred_panoptic_seg='panoptic', pred_sem_seg='segmentation'
+)  # fmt: skip
 
 
 def candidate(name: str, config: str, checkpoint: str, budget: float = 1.0) -> dict:
@@ -44,39 +53,49 @@ def row_of(model: dict, kind: str, file: str | None = None) -> dict:
     """Return a row of a candidate that is not tested, without what is measured."""
     return dict(
         model, format=kind, file=file, chosen=False,
-        metric=None, difference=None, interval=None, tested_in=None,
+        **dict.fromkeys(TESTED),
     )  # fmt: skip
 
 
-def originals(model: nn.Module, checkpoint: str, folder: str) -> tuple[dict, dict]:
+def originals(model: nn.Module, checkpoint: str, folder: str, data: dict) -> tuple[dict, dict]:
     """Return two candidates, the original and the same with faster parts, and write their configs.
 
     Where no part becomes faster, both are the original. ``model`` is from ``open_model(…,
-    merge=True)``; if that has merged it, its checkpoint is written, too.
+    merge=True)``; if that has merged it, its checkpoint is written, too. What is written is opened
+    again, and must compute what the model computes on ``data``, a batch of one image.
     """
     name, stem, given = STOCK, osp.join(folder, 'stock'), checkpoint
     if has_deploy_form(model):  # nobody deploys the training form
         name, checkpoint = 'merged', f'{stem}.pth'
         model.cfg = copy.deepcopy(model.cfg)
         deploy_(model.cfg.model)
-        save_model(model, given, checkpoint)
+        save_model(model, given, checkpoint, data)
     write_text(f'{stem}.py', model.cfg.pretty_text)
-    stock = candidate(name, f'{stem}.py', checkpoint)
-    faster = converted_config(model.cfg, model)
-    if faster is model.cfg:
-        return stock, stock
-    path = osp.join(folder, 'faster.py')
-    write_text(path, faster.pretty_text)
-    return stock, candidate('faster parts', path, checkpoint)
+    found, faster = [candidate(name, f'{stem}.py', checkpoint)], converted_config(model.cfg, model)
+    if faster is not model.cfg:
+        path = osp.join(folder, 'faster.py')
+        write_text(path, faster.pretty_text)
+        found.append(candidate('faster parts', path, checkpoint))
+    for one in found:
+        opened = open_model(one['config'], checkpoint)
+        check_same(opened, model, cropped(data), f'{one["candidate"]} ({one["config"]})')
+    return found[0], found[-1]
 
 
 def export(model: nn.Module, path: str, calibration: Callable, judge: Judge) -> None:
     """Write a model to a file for ONNX Runtime, or in int8 for OpenVINO if its suffix is '.xml'."""
     if path.endswith('.xml'):
-        crops = [cropped(data) for data in calibration()]
-        quantize(model, path, crops, judge.images(-(-len(crops) // 2)))
+        found = calibration()  # the test's images would favour the attempt that fits these best
+        quantize(model, path, [cropped(x) for i, x in enumerate(found) if i % 3], found[::3])
     else:
         write_bytes(path, agreeing_onnx(model, judge.images(NUM_IMAGES))[0])
+
+
+def same(found: BaseDataElement, expected: BaseDataElement) -> bool:
+    """Return True if models find the same in an image, as far as a file must that is exported."""
+    both = overlap(found, expected, strict=True)
+    largest = min((MAX_ERROR[TASKS.get(name, 'classification')][0] for name in both), default=0)
+    return num_found([both]) > 0 and 1 - agreement_of([both]) <= largest
 
 
 def meets(row: dict, max_loss: float) -> bool:
@@ -106,12 +125,13 @@ class Bench:
         self.tested, self.device, self.repeats = tested, device, repeats
         self.calibration = calibration
         self.timed, self.stock_times = judge.images(repeats, batch_size), []
+        self.image, self.tests = judge.images(1)[0], []
         self.kinds, reasons = installed_formats(device)
         self.stock = row_of(stock, EAGER)
         with quiet(), torch.no_grad():
             self.original = self.open(self.stock)
             begin = time.monotonic()
-            self.original.test_step(judge.images(1)[0])
+            self.original.test_step(copy.deepcopy(self.image))
         if time.monotonic() - begin > SLOW_SECONDS:
             by_size = sorted(self.timed, key=lambda data: sum(x.numel() for x in data['inputs']))
             self.timed = [by_size[len(by_size) // 2]]
@@ -144,7 +164,7 @@ class Bench:
     def _fit(self, percent: int) -> dict:
         narrow, report = self._conversion.fit(self._conversion.sizes(percent / 100))
         stem = f'candidates/{percent}'
-        save_model(narrow, self.checkpoint, osp.join(self.record.out_dir, f'{stem}.pth'))
+        save_model(narrow, self.checkpoint, f'{self.record.out_dir}/{stem}.pth', self.image)
         files = self.record.hashes([f'{stem}.pth', f'{stem}.py'])
         return dict(budget=max(percent / 100, round(report.fraction, 2)), files=files)
 
@@ -189,25 +209,18 @@ class Bench:
     def open(self, row: dict) -> nn.Module:
         """Return the model of a row, which has run one image, at which compilers compile."""
         form, file = FORMATS[row['format']], row['file']
-        if file:  # a runtime's own code is no part of a model's memory
-            import_module('openvino' if form.runtime or file.endswith('.xml') else 'onnxruntime')
-
-        def opened() -> nn.Module:
-            if file:
-                model = ExportedModel(file, self.original.data_preprocessor, form.runtime)
-            else:
-                model = open_model(row['config'], row['checkpoint']).to(self.device)
-                is_stock = row['candidate'] == self.stock['candidate']
-                if not is_stock and next(model.parameters()).is_cuda:
-                    model = faster_on_gpu_(model)
-                model = in_format_(model, form)
-            first = self.judge.images(1)
-            for data in first + self.timed if form.captured else first:  # a graph for each size
-                model.test_step(copy.deepcopy(data))
-            return model
-
-        model, memory = peak_memory(opened, self.device)
-        row.setdefault('memory_mb', memory)
+        gc.collect()  # of the model before
+        if file:
+            model = ExportedModel(file, self.original.data_preprocessor, form.runtime)
+        else:
+            model = open_model(row['config'], row['checkpoint']).to(self.device)
+            is_stock = row['candidate'] == self.stock['candidate']
+            if not is_stock and next(model.parameters()).is_cuda:
+                model = faster_on_gpu_(model)
+            model = in_format_(model, form)
+        # A graph for each size.
+        for data in [self.image, *(self.timed if form.captured else ())]:
+            model.test_step(copy.deepcopy(data))
         row.setdefault('mb', megabytes(model, file))
         return model
 
@@ -247,25 +260,35 @@ class Bench:
     def test(self, row: dict, model: nn.Module, is_needed: bool = True) -> None:
         """Add what is known of a test, or if it is needed what it finds.
 
-        Formats of float32 share one test.
+        A format of float32 shares the test of another one that finds the same in an image.
         """
-        precision = 'float32' if row['format'] in FLOAT32 else row['format']
-        what = f'test {row["candidate"]}, {precision}'
+        if not self.tested:
+            return
+        found, what = None, f'test {row["candidate"]}, {row["format"]}'
         mark = f' of {osp.basename(row["config"])} on {self.judge.mark}'
-        if self.tested and (is_needed or what + mark in self.record.content['known']):
-            row.update(self.record.find(what, self._test, row, model, mark=mark))
+        if row['format'] in FLOAT32:
+            with quiet(), torch.no_grad():
+                found = model.test_step(copy.deepcopy(self.image))[0].cpu()
+            for other, expected in self.tests:
+                if other['config'] == row['config'] and same(found, expected):
+                    row.update({key: other[key] for key in TESTED})
+                    return
+        if is_needed or what + mark in self.record.content['known']:
+            row.update(self.record.find(what, self._test, row, model, found, mark=mark))
+            self.tests += [(row, found)] if found else []
 
     @cached_property
     def _score(self) -> Score:
         return self.judge(self.original)
 
-    def _test(self, row: dict, model: nn.Module) -> dict:
+    def _test(self, row: dict, model: nn.Module, found: BaseDataElement | None) -> dict:
         stock, kind = self._score, row['format']
         self.record.content['metric'] = self.judge.name
         score, change, interval = stock, 0.0, [0.0, 0.0]
         if row is not self.stock:
-            score, is_same = self.judge(model), row['budget'] == 1 and kind in FLOAT32
-            change, *interval = self.judge.difference(score, stock, is_same)
+            score, is_equal = self.judge(model), row['budget'] == 1 and found is not None
+            is_equal = is_equal and same(found, self.tests[0][1])
+            change, *interval = self.judge.difference(score, stock, is_equal)
         return dict(metric=score.value, difference=change, interval=interval, tested_in=kind)
 
 

@@ -41,7 +41,7 @@ FORMATS = {
     BF16: Format('.onnx', 'onnx onnxruntime openvino', 'bf16'),
     INT8: Format('_int8.xml', 'onnx onnxruntime openvino nncf'),
 }
-#: They compute the same, so that one test holds for all.
+#: They are to compute the same; what does shares one test.
 FLOAT32 = EAGER, ORT, F32
 
 

@@ -182,9 +182,10 @@ def subset(
 ) -> tuple[ConfigDict, list[ConfigDict], Dataset, list[int]]:
     """Choose images all over a config's validation data, or its test data if it has no others.
 
-    ``ann_file`` is a file to write the annotations of these images to, which the metric of COCO
-    needs. The loader and metrics that are returned test on these images, the indices of which in
-    the whole data set are the last result. Several data sets raise ``ValueError``.
+    ``ann_file`` is a file to write the annotations of these images to, which the metrics of COCO
+    need: it gets the number of the metric before its suffix. The loader and metrics that are
+    returned test on these images, the indices of which in the whole data set are the last result.
+    Several data sets raise ``ValueError``.
     """
     is_val = cfg.get('val_dataloader') and cfg.get('val_evaluator')
     names = [f'{"val" if is_val else "test"}_{name}' for name in ('dataloader', 'evaluator')]
@@ -208,9 +209,10 @@ def subset(
     if len(indices) < len(dataset):
         loader.dataset.indices = indices
         ids = {dataset.get_data_info(i).get('img_id') for i in indices}
-        for one in evaluators:
+        for i, one in enumerate(evaluators):
             if str(one.get('ann_file')).endswith('.json'):
-                one.ann_file = _of_images(ids, one.ann_file, ann_file)
+                own = f'{osp.splitext(ann_file)[0]}_{i}.json'
+                one.ann_file = _of_images(ids, one.ann_file, own)
     return loader, evaluators, dataset, indices
 
 

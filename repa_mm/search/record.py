@@ -4,9 +4,12 @@ import hashlib
 import io
 import json
 import os.path as osp
+import platform
+import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
+from importlib import metadata
 from typing import Any
 
 import torch
@@ -26,6 +29,20 @@ def hash_of_file(path: str) -> str:
         return path
     with open(path, 'rb') as file:
         return hashlib.sha256(file.read()).hexdigest()
+
+
+def environment(device: str) -> dict[str, str]:
+    """Return what times and metrics depend on beside the model: processors and versions."""
+    cpu, threads = platform.processor(), torch.get_num_threads()
+    with suppress(OSError), open('/proc/cpuinfo', encoding='utf-8') as file:
+        cpu = next((x.split(': ')[1].strip() for x in file if x.startswith('model name')), cpu)
+    found = dict(CPU=f'{cpu} ({torch.backends.cpu.get_cpu_capability()}, {threads} threads)')
+    if torch.device(device).type == 'cuda':
+        found['GPU'] = torch.cuda.get_device_name(device)
+    versions = {str(x.name): x.version for x in metadata.distributions()}
+    names = '(onedl-)?mm(engine|cv|det|seg|pre).*|torch(vision)?|onnx(runtime.*)?|openvino|nncf'
+    versions = {name: versions[name] for name in sorted(versions) if re.fullmatch(names, name)}
+    return found | dict(Python=platform.python_version()) | versions
 
 
 @contextmanager
@@ -52,11 +69,13 @@ def step(what: str, do: Callable, *args) -> Any:
 class Record:
     """The content of ``results.json``: the last table, and by their names all ``known`` values.
 
-    If any of the files that values name is not what was written, nothing counts as known.
+    If any of the files that values name is not what was written, or in another environment,
+    nothing counts as known.
 
     Args:
         out_dir (str): The folder.
         fingerprint (str): Hash of what every value depends on.
+        environment (dict): That of :func:`environment`.
 
     Attributes:
         notes (list[str]): What the reader of the table should know.
@@ -65,9 +84,9 @@ class Record:
         ValueError: If the folder has the results of something else.
     """
 
-    def __init__(self, out_dir: str, fingerprint: str) -> None:
+    def __init__(self, out_dir: str, fingerprint: str, environment: dict[str, str]) -> None:
         self.out_dir, self.path, self.notes = out_dir, osp.join(out_dir, 'results.json'), []
-        self.content = dict(fingerprint=fingerprint, known={}, metric='')
+        self.content = dict(fingerprint=fingerprint, environment=environment, known={}, metric='')
         if osp.exists(self.path):
             with open(self.path, encoding='utf-8') as file:
                 content = json.load(file)
@@ -76,8 +95,13 @@ class Record:
                     f'{out_dir!r} has the results of another model, of other data or of other '
                     'options: give another folder'
                 )
-            files = [value.get('files', {}) for value in content['known'].values()]
-            if all(found == self.hashes(found) for found in files):
+            before, files = content.get('environment', {}), content['known'].values()
+            changed = [x for x in before | environment if before.get(x) != environment.get(x)]
+            files = [value.get('files', {}) for value in files]
+            if changed:
+                pairs = (f'{x} {environment.get(x)} instead of {before.get(x)}' for x in changed)
+                print(f'starting anew in {out_dir}: {", ".join(pairs)}')
+            elif all(found == self.hashes(found) for found in files):
                 self.content = content
         elif any(osp.exists(osp.join(out_dir, name)) for name in ('model.py', 'model.pth')):
             raise ValueError(

@@ -9,7 +9,6 @@ import os.path as osp
 
 import cv2
 import mmcv
-import torch
 import torch.nn as nn
 from matplotlib import rc_context, ticker
 from matplotlib.figure import Figure
@@ -22,7 +21,7 @@ from repa_mm.search.judge import Judge
 
 COLUMNS = (
     'candidate', 'format', 'ms', '95th percentile', '× stock [95 %]', '{}', 'difference [95 %]',
-    'memory, MB', 'size, MB', '',
+    'size, MB', '',
 )  # fmt: skip
 NUM_PICTURES = 4
 PAGE = """<!doctype html>
@@ -37,7 +36,7 @@ th, td { padding: .25rem .6rem; text-align: right; white-space: nowrap }
 
 
 def table(results: dict) -> tuple[list[str], list[list[str]]]:
-    """Return the head and the formatted rows. '≈' precedes a test of another format of float32."""
+    """Return the head and the formatted rows. '≈' precedes a test of another format."""
     lines = []
     for row in results['rows']:
         least, most = row['speedup_interval']
@@ -47,17 +46,13 @@ def table(results: dict) -> tuple[list[str], list[list[str]]]:
             about = '' if row['tested_in'] == row['format'] else '≈ '
             bounds = ', '.join(f'{x:+.2f}' for x in row['interval'])
             line[-2:] = f'{about}{row["metric"]:.2f}', f'{about}{row["difference"]:+.2f} [{bounds}]'
-        memory = '' if row['memory_mb'] is None else f'{row["memory_mb"]:.0f}'
-        lines.append([*line, memory, f'{row["mb"]:.1f}', 'chosen' if row['chosen'] else ''])
+        lines.append([*line, f'{row["mb"]:.1f}', 'chosen' if row['chosen'] else ''])
     return [column.format(results['metric'] or 'metric') for column in COLUMNS], lines
 
 
 def title(results: dict) -> str:
     """Return what the table is of."""
-    device = torch.device(results['device'])
-    where = f'CPU ({torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads)'
-    if device.type == 'cuda':
-        where = torch.cuda.get_device_name(device)
+    where = results['environment'].get('GPU', results['environment']['CPU'])
     return f'{results["config"]}, {results["timed"]} in turn on {where}, {results["images"]}'
 
 
@@ -65,7 +60,7 @@ def notes(results: dict) -> list[str]:
     """Return what a reader should know of the table, and what was left out."""
     found, rows = list(results['notes']), results['rows'][1:]
     if any(row['tested_in'] != row['format'] for row in rows if row['tested_in']):
-        found.append('≈: tested in another format of float32.')
+        found.append('≈: tested in another format, which finds the same in an image.')
     if results['metric'] == 'agreement':
         found.append('Agreement compares with what the original finds, which need not be true.')
     if results['target'] and not any(row['chosen'] for row in rows):
@@ -157,11 +152,12 @@ def write_report(
     picture = scatter(results['rows'], results['metric'])
     head, rows = table(results)
     lines = (('th', head), *(('td', row) for row in rows))
+    versions = ', '.join(f'{name} {x}' for name, x in results['environment'].items())
     cells = [[f'<{tag}>{html.escape(x)}</{tag}>' for x in line] for tag, line in lines]
     page = [
         f'<h1>{html.escape(osp.basename(results["config"]))}: how much faster, at what cost</h1>',
         f'<p>Chosen: {name}, which {results["target"]}.' * shown['chosen'], picture,
-        *(f'<p>{html.escape(text)}' for text in (title(results), *notes(results))),
+        *(f'<p>{html.escape(text)}' for text in (title(results), *notes(results), versions)),
         f'<div><table><tr>{"<tr>".join(map("".join, cells))}</table></div>',
         f'<h2>What stock (left) and {name} (right) find</h2>',
     ]  # fmt: skip

@@ -11,14 +11,15 @@ import torch
 from mmengine.dataset import pseudo_collate
 
 from repa_mm.apis import open_model
-from repa_mm.apis.images import build_images, evenly
+from repa_mm.apis.features import check_same
+from repa_mm.apis.images import build_images, cropped, evenly
 from repa_mm.benchmark.timing import show
 from repa_mm.convert.pretrained import save_model
 from repa_mm.io.configs import load_config
 from repa_mm.io.files import replacing, write_text
 from repa_mm.search.bench import Bench, meets, originals
 from repa_mm.search.judge import LEAST_IMAGES, Agreement, Annotated, files_of
-from repa_mm.search.record import Record, hash_of_file, hashed, quiet
+from repa_mm.search.record import Record, environment, hash_of_file, hashed, quiet
 from repa_mm.search.report import notes, table, title, write_report
 from repa_mm.version import __version__
 
@@ -65,7 +66,8 @@ def speed_up(
             Defaults to 100. With 0, nothing is tested. A floor needs 30.
         budgets (Sequence[float]): Budgets of the narrower models, as for
             :func:`~repa_mm.convert_pretrained`. Defaults to 0.6, 0.4, 0.25 and 0.15.
-        fit_images (int): Number of images to fit to, and to calibrate int8 on. Defaults to 64.
+        fit_images (int): Number of images to fit to. Two thirds of them calibrate int8, which is
+            accepted on the others. Defaults to 64.
         repeats (int): Number of turns of the timing. Defaults to 20.
         cfg_options (dict, optional): Values to override in the config, such as paths of the data.
         device (str, optional): Where models are fitted, timed and tested: 'cpu', or a GPU such as
@@ -77,16 +79,14 @@ def speed_up(
         ``format``, ``ms`` with ``ms_interval`` (quartiles) and ``ms_p95`` (95th percentile),
         ``speedup`` (stock's time in the same turns divided by this one) and ``speedup_interval``
         (95 %), ``metric`` (None without a test), ``difference`` from stock and ``interval`` (95 %,
-        paired bootstrap over images) in points, ``tested_in`` (the format whose test it is: the
-        float32 formats of a candidate share one), ``memory_mb`` (by which the memory of the
-        process, or of the GPU, rises while the model is opened and runs one image; None where the
-        system does not tell), ``mb`` (size of the file, or of the weights), ``config``,
-        ``checkpoint``, ``file``, ``budget`` and ``chosen``. With a target that nothing meets, no
-        row is chosen.
+        paired bootstrap over images) in points, ``tested_in`` (the format whose test it is:
+        float32 formats of a candidate that find the same in an image share one), ``mb`` (size of
+        the file, or of the weights), ``config``, ``checkpoint``, ``file``, ``budget`` and
+        ``chosen``. With a target that nothing meets, no row is chosen.
 
     Raises:
-        ValueError: If there are no data to test on, a target is out of range, or ``out_dir``
-            belongs to another model.
+        ValueError: If there are no data to test on, a target is out of range, ``out_dir`` belongs
+            to another model, or the model with faster parts does not compute what the model does.
         CheckpointError: If the checkpoint does not fit the config.
     """
     for name, value, is_right, right in (
@@ -107,7 +107,8 @@ def speed_up(
         pool = [i for i in range(len(train)) if i % 3 or not images]
         to_fit = [pool[i] for i in evenly(fit_images, len(pool))]
         model_and_data = cfg.pretty_text, hash_of_file(checkpoint), files_of(train, to_fit)
-        record = Record(out_dir, hashed(__version__, *model_and_data))
+    record = Record(out_dir, hashed(__version__, *model_and_data), environment(device))
+    with quiet():
         model = open_model(cfg, checkpoint, merge=True)
         number = num_images or LEAST_IMAGES  # which are timed, if not tested
         if images:
@@ -117,7 +118,9 @@ def speed_up(
     tested = min(num_images, judge.num_images)
     if max_loss is not None and tested < LEAST_IMAGES:
         raise ValueError(f'max_loss needs {LEAST_IMAGES} images to test on, not {tested}')
-    stock, base = originals(model, checkpoint, osp.join(out_dir, 'candidates'))
+    with quiet():
+        image, folder = judge.images(1)[0], osp.join(out_dir, 'candidates')
+        stock, base = originals(model, checkpoint, folder, image)
     del model
     bench = Bench(
         stock, base, checkpoint, record, judge, tested, device, repeats, batch_size,
@@ -167,15 +170,16 @@ def walk(
 ) -> list[dict]:  # fmt: skip
     """Return the rows of candidates, given those of one in formats of floats, or in int8.
 
-    With a floor, the walk from wide to narrow ends at the first model that falls short in all its
-    formats of floats. Quantizing takes minutes, so int8 goes from narrow to wide over the models
-    before that one, and, if the loss alone counts, ends at the first that keeps the floor.
+    With a floor, the walk from wide to narrow ends at the first model that falls short in all
+    formats of floats that it has: a failure is not a loss. Quantizing takes minutes, so int8 goes
+    from narrow to wide over the models before that one, and, if the loss alone counts, ends at the
+    first that keeps the floor.
     """
     rows, kept = [], []
 
     for candidate in candidates:
         rows += (new := rows_of(candidate, False))
-        falls_short = max_loss is not None and not any(meets(row, max_loss) for row in new)
+        falls_short = new and max_loss is not None and not any(meets(x, max_loss) for x in new)
         if candidate['budget'] < 1 and falls_short:
             break
         kept.insert(0, candidate)
@@ -256,13 +260,15 @@ def write_chosen(bench: Bench, row: dict) -> None:
     stem, source = f'{folder}model', osp.splitext(row['file'] or '')[0]
     model = open_model(row['config'], row['checkpoint'])
     model.cfg.load_from, model.cfg.resume = f'{stem}.pth', False
-    save_model(model, bench.checkpoint, f'{stem}.pth')
+    save_model(model, bench.checkpoint, f'{stem}.pth', bench.image)
     texts = {f'{stem}.py': model.cfg.pretty_text}
     if bench.judge.config:
         model.cfg.update(bench.judge.config)
         texts[f'{folder}tested.py'] = model.cfg.pretty_text
     for path, text in texts.items():  # the folder may move
         write_text(path, text.replace(f"'{folder}", "'{{ fileDirname }}/"))
+    written = open_model(f'{stem}.py', f'{stem}.pth')
+    check_same(written, model, cropped(bench.image), f'{stem}.py')
     for suffix in ('.bin', '.xml', '.onnx'):  # weights first
         if source and osp.exists(source + suffix):
             with replacing(stem + suffix) as temporary:

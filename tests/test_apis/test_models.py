@@ -5,11 +5,12 @@ import json
 import pytest
 import torch
 from mmengine.registry import DATASETS
+from mmpretrain.datasets import ImageNet
 
 from repa_mm.apis import open_model
 from repa_mm.apis.images import build_images
 from repa_mm.apis.models import _metainfo
-from repa_mm.io.configs import load_config
+from repa_mm.io.configs import dataset_config, load_config
 from repa_mm.io.paths import config_path
 from repa_mm.reparam import CheckpointError, has_deploy_form, has_training_form
 from tests.test_io.test_configs import CONFIG
@@ -56,6 +57,32 @@ def test_without_a_checkpoint_the_weights_are_initialized():
     assert float(model.bbox_head.retina_cls.bias.detach().max()) < -4  # hardly any object
     assert len(model.dataset_meta['classes']) == 10
     assert len(_metainfo(load_config(config_path('swin_t_in1k.py')))['classes']) == 1000
+
+
+@pytest.mark.parametrize(
+    'meta, metainfo, expected',
+    [
+        (dict(dataset_meta=dict(CLASSES='ef', PALETTE=None)), None, 'ef'),  # early releases
+        (dict(CLASSES='ef', epoch=3), None, 'ef'),  # the release before
+        (dict(dataset_meta=dict(palette=None)), None, 'ab'),
+        (dict(), dict(classes='classes.txt'), 'cd'),
+        (dict(), dict(palette=[(1, 2, 3)]), None),  # those of the class, if it has them
+    ],
+)
+def test_names_of_classes_are_those_that_the_codebase_finds(
+    meta, metainfo, expected, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / 'classes.txt').write_text('c\nd')
+    (tmp_path / 'config.py').write_text(CONFIG)
+    cfg = load_config('config.py')
+    path = save(open_model(cfg), tmp_path / 'model.pth', **meta)
+    dataset = dataset_config(cfg, 'test')
+    if metainfo:
+        dataset.metainfo = metainfo
+    if expected is None:
+        dataset.type, expected = 'ImageNet', ImageNet.METAINFO['classes']
+    assert list(open_model(cfg, path).dataset_meta['classes']) == list(expected)
 
 
 def test_images_without_objects_count(tmp_path):

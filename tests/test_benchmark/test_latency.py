@@ -1,9 +1,8 @@
 """Rows of the table of latencies."""
 
 import numpy as np
-from mmengine.structures import BaseDataElement, InstanceData
 
-from repa_mm.benchmark.latency import Counting, latency_rows
+from repa_mm.benchmark.latency import latency_rows
 
 TIMES = {
     'stock': np.full(3, 100.0),
@@ -24,11 +23,3 @@ def test_rows():
     *_, last = latency_rows(TIMES, 1, varied=True, objects=dict.fromkeys(TIMES, []))
     assert last['quartiles'] == '55.0 to 65.0' and last['images/s'] == '16.67'
     assert 'objects' not in last  # of a backbone or a segmentor
-
-
-def test_objects_are_counted():
-    sample = BaseDataElement()
-    sample.pred_instances = InstanceData(scores=np.zeros(5))
-    call = Counting(lambda data: [sample] * data)
-    assert call(2) == [sample] * 2 and call.objects == [5, 5]
-    assert Counting(lambda data: (data,))(1) == (1,)

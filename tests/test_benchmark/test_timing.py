@@ -48,9 +48,13 @@ def test_short_calls_run_unmeasured_first_and_long_ones_do_not():
         count[name] += 1
         time.sleep(seconds)
 
+        return seconds
+
     calls = dict(short=lambda _: call('short', 0.01), long=lambda _: call('long', 0.11))
-    measure(calls, None, repeats=3)
+    noted = []
+    measure(calls, None, repeats=3, note=lambda *found: noted.append(found))
     assert count['long'] == 4 and count['short'] > 2 * 3 + 4
+    assert sorted(noted) == [('long', 0.11)] * 3 + [('short', 0.01)] * 3  # of measured calls
 
 
 def test_no_turn_begins_after_the_time():

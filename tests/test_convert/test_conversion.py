@@ -15,6 +15,7 @@ from repa_mm.convert import Conversion
 from repa_mm.convert.conversion import find_parts
 from repa_mm.convert.parts import PretrainedFFN
 from repa_mm.convert.regression import FittedFFN
+from repa_mm.faster import faster_parts_
 from repa_mm.models import FAMILIES, MLPs, add_structures_
 from repa_mm.models.sites import ffn_sites
 from repa_mm.models.structures import Widths
@@ -89,6 +90,17 @@ def test_every_block(case, randomize):
     assert not found.unexpected_keys and all('.relative_' in key for key in found.missing_keys)
     again.eval()
     assert all(map(torch.equal, outputs(again, x), outputs(narrow, x)))
+
+
+def test_faster_parts_that_compute_something_else_are_refused(randomize, monkeypatch):
+    def spoiled(model):
+        faster_parts_(model).stages[1].blocks[0].attn.w_msa.scale *= 2
+        return model
+
+    monkeypatch.setattr('repa_mm.convert.conversion.faster_parts_', spoiled)
+    message = "a faster model would compute .* first in 'stages.1.blocks.0.attn', a Fast"
+    with pytest.raises(ValueError, match=message):
+        Conversion(pretrained('MMDetection Swin', randomize)[0], images(1), forward=outputs)
 
 
 def test_what_the_report_says(randomize):

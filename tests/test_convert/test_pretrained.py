@@ -17,12 +17,15 @@ import repa_mm
 from repa_mm.apis import open_model, read_images
 from repa_mm.convert import Conversion
 from repa_mm.convert.pretrained import convert_checkpoint, split_images
+from repa_mm.io.checkpoints import load_checkpoint
 from repa_mm.io.configs import load_config
+from repa_mm.io.layouts import translate_file
 from repa_mm.models.sites import ffn_sites
 from repa_mm.reparam import CheckpointError, TrainingForm, has_deploy_form, outermost
 from tests.conftest import random_model
 from tests.test_configs import batch_of
 from tests.test_export.conftest import write_config
+from tests.test_io import test_layouts as authors
 from tests.toy import make_runner
 
 CLASSIFIER = """
@@ -79,7 +82,7 @@ def save(config, checkpoint):
             value.nan_to_num_(0).add_(0.05 * torch.rand_like(value))
         if 'ffn' in key and value.ndim == 2:
             value.mul_(8)  # far from linear
-    state['neck.of_another_version'] = torch.ones(1)
+    state['data_preprocessor.mean'] = torch.ones(3, 1, 1)  # of older versions
     torch.save(dict(state_dict=state, meta=dict(epoch=3)), checkpoint)
     return checkpoint
 
@@ -87,7 +90,7 @@ def save(config, checkpoint):
 def original():
     model = random_model(load_config('classifier.py'))
     state = torch.load('classifier.pth')['state_dict']
-    del state['neck.of_another_version']
+    del state['data_preprocessor.mean']
     model.load_state_dict(state)
     return model
 
@@ -242,6 +245,41 @@ def test_a_training_starts_from_a_fitted_file(name, fitted, tmp_path, recwarn, r
     assert backbone.norm_eval and not any('never estimated' in str(w.message) for w in recwarn)
 
 
+@pytest.mark.parametrize('tool', ['convert_pretrained', 'repavit_to_mm'])
+def test_readmes_config_starts_from_the_files_of_the_tools(tool, fitted, tmp_path, relative_error):
+    """In both forms, with the prefix 'backbone.' or without, in the config and in the file."""
+    readme = (Path(__file__).parents[2] / 'README.md').read_text()
+    exec(readme.split('```python\n')[1].split('```')[0], lines := {})
+    swin = dict(lines['model']['backbone'])
+    del swin['_delete_'], swin['init_cfg']
+    if tool == 'repavit_to_mm':
+        weights, x, expected = authors.made('swin', 'training')
+        torch.save(dict(model=weights), tmp_path / 'authors.pth')
+        swin.update(arch=authors.SWIN, window_size=2)
+        path = str(tmp_path / 'translated.pth')
+        classifier = dict(swin, out_indices=(3,))  # whose other outputs have no norms
+        translate_file(str(tmp_path / 'authors.pth'), path, classifier, 'model')
+    else:
+        path, backbone = fitted
+        arch = dict(embed_dims=24, depths=[1] * 4, num_heads=[1, 2, 2, 2])
+        swin.update(arch=arch, ffn_norm_cfg=KEEP)
+        weights = {'head.weight': torch.eye(192), 'head.bias': torch.zeros(192)}
+        x = torch.randn(1, 3, 224, 224)
+        with torch.no_grad():
+            expected = backbone(x)[-1].mean((2, 3))
+    model = MODELS.build(dict(swin, init_cfg=dict(START, checkpoint=path)))
+    model.init_weights()
+    merged = {f'backbone.{k}': v for k, v in repa_mm.reparameterize(model).state_dict().items()}
+    for deploy, state in ((False, load_checkpoint(path)['state_dict']), (True, merged)):
+        bare = {key.removeprefix('backbone.'): value for key, value in state.items()}
+        for given in (state, bare):
+            torch.save(dict(state_dict=given), tmp_path / 'weights.pth')
+            for prefix in (None, 'backbone.'):
+                cfg = dict(swin, deploy=deploy)
+                found = authors.logits(cfg, tmp_path / 'weights.pth', weights, x, prefix)
+                assert relative_error(found, expected) < 1e-4
+
+
 def test_a_channel_idle_config_is_built_before_the_fit(folder, monkeypatch):
     broken = Config(dict(model=dict(type='UnknownModel')))
     monkeypatch.setattr(Conversion, '_config', lambda *args: broken)
@@ -295,6 +333,25 @@ def test_what_is_refused_leaves_nothing(folder):
         with pytest.raises(error):
             convert_checkpoint(config, checkpoint, out, progress=pytest.fail, device='cpu')
     assert {path.name: path.stat().st_mtime_ns for path in folder.rglob('*')} == before
+
+
+LORA = """
+base = dict(type='Pretrained', checkpoint='classifier.pth', prefix='backbone.')
+model['backbone'] = dict(
+    type='LoRAModel', module=dict(model['backbone'], init_cfg=base), alpha=4, rank=4,
+    targets=[dict(type='qkv')],
+)
+"""
+
+
+def test_a_file_that_would_open_as_another_model_is_not_written(folder):
+    """The state dict of a LoRA model hides all other weights."""
+    Path('lora.py').write_text(CLASSIFIER + LORA)
+    save('lora.py', 'lora.pth')
+    kwargs = dict(num_images=3, device='cpu', parts=['ffn'])
+    with pytest.raises(ValueError, match='out/narrow.pth would .* first in'):
+        convert_checkpoint('lora.py', 'lora.pth', 'out/narrow.pth', **kwargs)
+    assert not list(Path('out').iterdir())
 
 
 def test_heads_of_a_merged_repaformer(folder, randomize):

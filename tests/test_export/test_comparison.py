@@ -5,7 +5,7 @@ import pytest
 import torch
 from mmengine.structures import BaseDataElement, InstanceData, PixelData
 
-from repa_mm.export import agreement
+from repa_mm.export import agreement, agreement_of, overlap
 
 
 class Answers(torch.nn.Module):
@@ -47,6 +47,8 @@ def objects(bboxes=(BOX, FAR), labels=(1, 2), scores=(0.9, 0.4), missing=None):
         ),
         (dict(bboxes=[], labels=[], scores=[]), 0),
         (dict(scores=[0.9, np.nan]), np.nan),
+        (dict(scores=[0.9, np.inf]), 0),
+        (dict(bboxes=[BOX, [50, np.nan, 60, 60]]), 0.81 / (0.81 + 0.16)),
     ],
 )
 def test_agreement_of_objects(changes, expected):
@@ -73,6 +75,14 @@ def test_strict_agreement_is_the_share_of_objects_with_a_counterpart(changes, ex
     assert agreement(objects(missing=0), found, [None], strict=True) == pytest.approx(expected)
 
 
+def soft(probability):
+    """With the same masks of bytes."""
+    model = objects(missing=0)
+    found = model.sample.pred_instances
+    found.masks = (found.masks * 255 * probability).to(torch.uint8)
+    return model
+
+
 def label_map(**classes):
     """Zeros with rows of other classes."""
     data = torch.zeros(1, 20, 20, dtype=torch.long)
@@ -96,6 +106,11 @@ NOTHING = segments(first=5, second=5)
 SCORES = [0.9, 0.8, 0.2]
 
 
+def test_images_with_other_classes():
+    found = [overlap(m.sample, m.sample) for m in (label_map(_2999=(0, 2)), label_map())]
+    assert agreement_of(found) == 1
+
+
 @pytest.mark.parametrize(
     'model, other, strict, expected',
     [
@@ -103,6 +118,7 @@ SCORES = [0.9, 0.8, 0.2]
         # Small classes count, too.
         (label_map(_3=(0, 2)), label_map(_3=(0, 2)), False, 1),
         (label_map(_3=(0, 2)), label_map(), False, 18 / 38),
+        (label_map(_2999=(0, 5)), label_map(), False, 15 / 35),
         # Of panoptic maps it is that of segments, whatever the number of an object.
         (segments(), segments(first=2001), False, 1),
         (segments(), segments(second=5), False, 4 / 5),
@@ -114,6 +130,12 @@ SCORES = [0.9, 0.8, 0.2]
         # The least counts: that of labels beside scores, and of boxes beside masks.
         (classes([0.55, 0.45], 0), classes([0.45, 0.55], 1), False, 0),
         (objects(missing=0), objects([FAR, BOX], missing=0), False, 0),
+        # Masks of nothing are equal; soft ones, which are bytes, differ from others.
+        (objects(missing=20), objects(missing=20), False, 1),
+        (soft(0.6), soft(0.6), False, 1),
+        (soft(0.6), soft(0.2), False, 0),
+        (soft(0.6), soft(0.6), True, 1),
+        (soft(0.6), soft(1), True, 0),
         # The Dice coefficient of the sets of labels; 1 where neither has one.
         (classes(SCORES, 0, 1), classes(SCORES, 0, 1), False, 1),
         (classes(SCORES, 0, 1), classes(SCORES, 1), False, 2 / 3),

@@ -115,8 +115,6 @@ def test_all_candidates(task, plain):
 
 REFUSED = {
     'mmdet::guided_anchoring/ga-faster-rcnn_r50_fpn_1x_coco.py': 'GARPNHead .* it knows RPNHead',
-    'mmdet::seesaw_loss/mask-rcnn_r50_fpn_seesaw-loss_random-ms-2x_lvis-v1.py': 'SeesawLoss',
-    'mmdet::groie/faste-rcnn_r50_fpn_groie_1x_coco.py': 'GenericRoIExtractor',
     'mmdet::point_rend/point-rend_r50-caffe_fpn_ms-1x_coco.py': 'PointRendRoIHead',
     'mmdet::double_heads/dh-faster-rcnn_r50_fpn_1x_coco.py': 'DoubleHeadRoIHead',
     'mmdet::ms_rcnn/ms-rcnn_r50-caffe_fpn_1x_coco.py': 'MaskScoringRoIHead',

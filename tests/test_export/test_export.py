@@ -1,6 +1,7 @@
 """Files agree with PyTorch, or are not written."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -135,15 +136,31 @@ class Drifting(torch.nn.Module):
         return self.layer(x) + 0.1 * (self.calls < 0)
 
 
-def test_backbones_as_the_docs_export_them(built, tmp_path, monkeypatch):
-    config, checkpoint, model = built('retinanet')
-    program = program_of('backbone').replace('CONFIG', config).replace('CHECKPOINT', checkpoint)
+def backbone_program():
+    program = program_of('backbone')
     if 'dynamo' not in torch.onnx.export.__code__.co_varnames:  # before PyTorch 2.5
         program = program.replace(', dynamo=False', '')
+    return program
+
+
+def test_backbones_as_the_docs_export_them(built, tmp_path, monkeypatch):
+    config, checkpoint, model = built('retinanet')
     monkeypatch.chdir(tmp_path)
-    exec(program, {})
+    exec(backbone_program().replace('CONFIG', config).replace('CHECKPOINT', checkpoint), {})
     model = repa_mm.reparameterize(model.backbone)
     assert largest_error(model, read('backbone.onnx'), shapes_of(SWIN_SIZES)) < TOLERANCE
+
+
+def test_a_wrong_file_of_a_backbone_is_not_written(tmp_path, monkeypatch, randomize):
+    arch = dict(SWIN['arch'], extra_norm_every_n_blocks=0)
+    swin = dict(type='mmpretrain.SwinTransformerV2', arch=arch, window_size=8, pad_small_map=True)
+    model = SimpleNamespace(backbone=randomize(MODELS.build(swin)))
+    model.backbone.eval()
+    monkeypatch.setattr('repa_mm.apis.open_model', lambda *args, **kwargs: model)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(AssertionError, match='not close'):
+        exec(backbone_program(), {})
+    assert not (tmp_path / 'backbone.onnx').exists()
 
 
 def test_what_the_exporter_does_not_know_is_refused(plain):
@@ -229,6 +246,24 @@ def test_thresholds_are_compared_and_what_is_below_them(plain, monkeypatch):
     head.retina_reg = Drifting(head.retina_reg, levels)  # in the copy that is traced, and the other
     with pytest.raises(ValueError, match='differs from PyTorch by'):
         agreeing_onnx(model, images, (64, 96))
+
+
+def test_images_of_one_colour(plain, monkeypatch):
+    """Have equal scores, so that rounding chooses among boxes: a right file is written."""
+    torch.manual_seed(1)
+    model = plain('retinanet', **{'bbox_head.num_classes': 3, 'bbox_head.stacked_convs': 1})
+    images = noise(model.cfg)
+    for data, value in zip(images, (0, 255, 100)):
+        data['inputs'][0].fill_(value)
+    assert agreeing_onnx(model, images, (512, 512), False, 3)[1] <= 0.02
+
+    def another_threshold(whole, *args):
+        whole.predict.cfg['nms']['iou_threshold'] = 0.2
+        return whole_onnx(whole, *args)
+
+    monkeypatch.setattr('repa_mm.export.exporter.whole_onnx', another_threshold)
+    with pytest.raises(ValueError, match='differs from PyTorch by'):
+        agreeing_onnx(model, images, (512, 512), False, 3)
 
 
 def test_compared_on_the_configs_own_images_or_not_written(

@@ -3,6 +3,7 @@
 import copy
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import cv2
@@ -21,14 +22,16 @@ from repa_mm.apis.images import build_images
 from repa_mm.apis.merge_checkpoint import reparameterize_checkpoint
 from repa_mm.export import (
     ExportedModel,
+    Session,
     agreeing_onnx,
     agreement,
     noise,
     resized,
     runner_for_exported,
     runtime_model,
+    whole_model,
 )
-from repa_mm.io.configs import load_config
+from repa_mm.io.configs import dataset_config, load_config
 from tests.conftest import random_model
 
 from .checks import check_file, check_objects
@@ -43,13 +46,60 @@ BATCHES = dict(
 TASKS = ('retinanet', 'mask_rcnn', 'upernet', 'slide', 'classifier')
 
 
+@pytest.mark.parametrize('precision', [None, 'f32'], ids=['onnxruntime', 'openvino'])
 @pytest.mark.parametrize('task', TASKS)
-def test_agrees_with_test_step(task, exported):
+def test_agrees_with_test_step(task, precision, exported):
     config, _, model, file = exported(task)
-    deployed, images = ExportedModel(file, model.data_preprocessor), noise(load_config(config))
+    deployed = ExportedModel(file, model.data_preprocessor, precision)
+    images = noise(load_config(config))
     assert task == 'classifier' or '"zero"' in deployed.session.metadata['classes']
     for sizes in BATCHES[deployed.session.metadata['task']]:
         check_file(model, deployed, images, sizes)
+
+
+def test_options_in_openvino(exported, tmp_path, monkeypatch):
+    """Are inputs, also of files that have them as constants, and of what the docs write."""
+    import openvino
+
+    monkeypatch.chdir(tmp_path)
+    *_, file = exported('upernet')
+    openvino.save_model(openvino.Core().read_model(file), 'model.xml')
+    exec(program_of('sized').replace('model.onnx', file), {})
+    image = np.random.default_rng(0).normal(size=(2, 3, 96, 128)).astype('f')
+    expected = Session(file)(image, output_size=(120, 100))['labels']
+    for path in ('model.xml', 'sized.xml'):
+        session = Session(path, 'f32')
+        assert session.options == ['output_size']
+        assert session(image)['labels'].shape == (2, 96, 128)
+        found = session(image, output_size=(120, 100))['labels']
+        assert found.shape == (2, 120, 100) and (found == expected).mean() > 0.99
+
+
+@pytest.mark.parametrize('precision', [None, 'f32'], ids=['onnxruntime', 'openvino'])
+def test_threads_share_a_session(precision, exported):
+    session = Session(exported('classifier')[3], precision)
+    images = np.random.default_rng(0).normal(size=(4, 2, 3, 224, 224)).astype('f')
+    expected = [session(x)['scores'] for x in images]
+    with ThreadPoolExecutor(4) as pool:
+        found = [*pool.map(lambda i: session(images[i % 4])['scores'], range(80))]
+    for i, scores in enumerate(found):
+        np.testing.assert_allclose(scores, expected[i % 4], atol=1e-5)
+
+
+def test_soft_masks(exported):
+    """With a threshold below 0, masks are bytes, as MMDetection's."""
+    config, _, model, file = exported('mask_rcnn')
+    deployed = ExportedModel(file, model.data_preprocessor)
+    deployed.session.metadata['mask_thr_binary'] = '-1'
+    model = copy.deepcopy(model)
+    model.roi_head.test_cfg.mask_thr_binary = -1
+    data = resized(noise(load_config(config)), [(128, 160)])
+    with torch.no_grad():
+        expected, found = (m.test_step(copy.deepcopy(data))[0] for m in (model, deployed))
+    expected, found = expected.pred_instances.masks, found.pred_instances.masks
+    assert found.dtype == expected.dtype == torch.uint8 and len(expected.unique()) > 9
+    difference = (found.sum(0).float() - expected.sum(0)).abs()  # whatever the order
+    assert difference.mean() < 1 and agreement(model, deployed, [data], strict=True) > 0.98
 
 
 def write_scenes(folder):
@@ -132,15 +182,74 @@ sys.meta_path.insert(0, Refuse())
 """
 # After each program of the docs; OpenVINO computes in float32 as ONNX Runtime does.
 AFTER = dict(
-    served='found = dict(bboxes=boxes / scale, scores=scores, labels=labels)\n',
+    steps='',
+    served='found = dict(bboxes=boxes, scores=scores, labels=labels)\n',
     pasted='found["masks"] = [paste(*x) for x in zip(masks[0], found["bboxes"])]\n',
     openvino='assert np.allclose(scores, found["scores"], atol=1e-3) and known["mean"]\n'
-    'assert np.allclose(boxes / scale, found["bboxes"], atol=1e-2)\n',
+    'assert np.allclose(boxes / np.tile(scale, 2), found["bboxes"], atol=1e-2)\n',
     normalized='for x, right in ((pixels, True), (resized, False)):\n'
     '    scores = compiled({"image": x[None]})["scores"][0]\n'
     '    assert np.allclose(scores, found["scores"], atol=1e-3) == right\n'
     'np.savez("found.npz", **found)\n',
 )
+
+
+PAD = dict(type='Pad', pad_val=dict(img=(114, 110, 90)))
+FIX = dict(type='FixShapeResize', width=250, height=130)
+
+
+@pytest.mark.parametrize(
+    'steps, error',
+    [
+        ([dict(type='mmdet.Resize', scale=(160, 120), keep_ratio=True)], None),
+        ([dict(type='Resize', scale=(161, 123), keep_ratio=False)], None),
+        (
+            [dict(type='Resize', scale=(161, 123), keep_ratio=True), dict(PAD, size=(200, 180))],
+            None,
+        ),
+        ([dict(type='Resize', scale_factor=0.7, keep_ratio=True), dict(PAD, size=(9, 180))], None),
+        ([dict(type='Resize', scale_factor=(0.7, 0.6)), dict(type='Pad', size=(200, 180))], None),
+        ([dict(FIX, keep_ratio=True, pad_val=7)], None),
+        ([FIX], None),
+        ([dict(PAD, pad_to_square=True)], 'pad_to_square'),
+        ([dict(type='CenterCrop', crop_size=9)], 'CenterCrop'),
+        ([dict(type='Resize', scale=(9, 9), interpolation='bicubic')], 'interpolation'),
+    ],
+)
+def test_the_program_of_the_docs_does_what_the_test_pipeline_does(
+    steps, error, built, tmp_path, monkeypatch
+):
+    """Or an error names what it does not know."""
+    config, _, model = built('retinanet')
+    image = np.random.default_rng(0).integers(0, 255, (175, 118, 3), np.uint8)
+    cv2.imwrite(str(tmp_path / 'image.png'), image)
+    cfg = load_config(config)
+    load, *_, pack = dataset_config(cfg, 'test').pipeline
+    dataset_config(cfg, 'test').pipeline = [load, *steps, pack]
+    monkeypatch.setattr(model, 'cfg', cfg)
+    known, batches = whole_model(model).metadata(), []
+
+    def run(_, inputs):
+        batches.append(inputs['image'])
+        return [np.ones((1, 2, 4)), np.zeros((1, 2)), np.zeros((1, 2))]
+
+    metadata = SimpleNamespace(custom_metadata_map=known)
+    session = SimpleNamespace(get_modelmeta=lambda: metadata, run=run)
+    monkeypatch.setattr('onnxruntime.InferenceSession', lambda file: session)
+    program = program_of('steps') + program_of('served')
+    program, names = program.replace('image.jpg', str(tmp_path / 'image.png')), {}
+    if error:
+        with pytest.raises((KeyError, TypeError), match=error):
+            exec(program, names)
+        return
+    exec(program, names)
+    data = pseudo_collate([build_images(cfg, 'test', str(tmp_path))[0]])
+    expected = model.data_preprocessor(copy.deepcopy(data), False)['inputs'].numpy()
+    height, width = data['inputs'][0].shape[1:]
+    assert batches[0].shape == (1, 3, height, width)
+    np.testing.assert_allclose(batches[0], expected[..., :height, :width], atol=1e-5)
+    np.testing.assert_allclose(names['scale'], data['data_samples'][0].scale_factor, 1e-6)
+    np.testing.assert_allclose(names['boxes'][0] * np.tile(names['scale'], 2), 1, 1e-6)
 
 
 def test_programs_without_openmmlab(exported, tmp_path):

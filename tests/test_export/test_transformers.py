@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from mmengine.config import ConfigDict
 
-from repa_mm.export import ExportedModel, agreeing_onnx, resized, whole_model
+from repa_mm.export import ExportedModel, agreeing_onnx, resized
 from repa_mm.export.exporter import MAX_ERROR
 from repa_mm.export.transformers import _extent, padding_mask
 
@@ -48,13 +48,6 @@ def test_a_co_detr_agrees_with_test_step(kind):
             a, b = a.pred_instances.scores, b.pred_instances.scores
             changes.append(len(a) < len(b) or (a - b).abs().max() > 0.01)
     assert any(changes)  # by the suppression
-
-
-def test_other_heads_of_a_co_detr_are_refused():
-    detector, _ = co_detector()
-    detector.eval_module = 'two-stage'
-    with pytest.raises(ValueError, match="set model.eval_module='detr'"):
-        whole_model(detector)
 
 
 def test_masks_of_padding_are_those_of_interpolation():

@@ -10,7 +10,6 @@ from repa_mm import config_path
 from repa_mm.apis import open_model
 from repa_mm.benchmark.variants import with_our_parts
 from repa_mm.faster import attention, faster_on_gpu_, gpu
-from repa_mm.faster.gpu import FastLayerNorm
 from repa_mm.io.configs import load_config
 
 needs_operators = pytest.mark.skipif(not attention._HAS_OPERATORS, reason='needs PyTorch 2.6')
@@ -40,10 +39,7 @@ def test_prepared_models_compute_the_same(task, monkeypatch, relative_error):
     stock, model = with_our_parts(_model(task)).values()
     prepared = copy.deepcopy(model)
     gpu._channels_last_(prepared)
-    gpu._swap_norms_(prepared)
     assert list(prepared.state_dict()) == list(model.state_dict())
-    norms = [m for m in prepared.backbone.modules() if isinstance(m, nn.LayerNorm)]
-    assert norms and {type(norm) for norm in norms} == {FastLayerNorm}
     # RoIAlign reads the neck's maps.
     assert task == 'upernet' or _formats(prepared.neck) == {task == 'retinanet'}
     head = dict(retinanet='bbox_head', mask_rcnn='rpn_head', upernet='decode_head')[task]
@@ -54,24 +50,10 @@ def test_prepared_models_compute_the_same(task, monkeypatch, relative_error):
     with torch.autocast('cpu', torch.float16):
         of_stock = _features(stock, x)
         monkeypatch.setattr(attention, 'has_kernels', lambda device: True)
-        monkeypatch.setattr(gpu, 'has_kernels', lambda device: True)
         found = _features(prepared, x)
     for a, b, exact in zip(found, of_stock, expected, strict=True):
         assert a.dtype == b.dtype
         assert relative_error(a, exact) < 2 * relative_error(b, exact) + 1e-3
-
-
-@needs_operators
-def test_norms_of_tokens_have_the_type_of_the_layer_after_them(monkeypatch):
-    monkeypatch.setattr(gpu, 'has_kernels', lambda device: True)
-    norm, x = FastLayerNorm(8), torch.randn(2, 5, 8)
-    with torch.autocast('cpu', torch.float16):
-        assert norm(x).dtype == torch.float32  # with gradients
-        with torch.no_grad():
-            assert norm(x).dtype == torch.float16
-            assert 'aten::layer_norm' in str(torch.jit.trace(norm, x, check_trace=False).graph)
-    with torch.no_grad():
-        assert torch.equal(norm(x), nn.LayerNorm(8)(x))
 
 
 def test_on_a_cpu_nothing_changes():

@@ -266,28 +266,9 @@ def test_where_the_kernels_run(gpu, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, 'repa_mm.faster.kernels', None)
         assert not runs()
-    monkeypatch.setattr(kernels, 'layer_norm', fails)
+    monkeypatch.setattr(kernels, 'window_attention', fails)
     with pytest.warns(UserWarning, match='slower .* RuntimeError: Failed to find C compiler'):
         assert not runs()
-
-
-@pytest.mark.parametrize('dtype', [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize('channels, scale, mean', [(24, 1, 0), (16, 1e-4, 3), (7, 0, 5)])
-def test_layer_norm(dtype, channels, scale, mean, relative_error):
-    """Also of tokens that hardly vary, and of tokens that are not contiguous."""
-    x = (mean + scale * torch.randn(2, channels, 9)).to(DEVICE, dtype).transpose(1, 2)
-    weight, bias = torch.randn(2, channels, device=DEVICE)
-    args = (channels,), weight.double(), bias.double(), 1e-6
-    for tokens in x, x.contiguous()[:, ::2], torch.cat([x, x], 2)[..., :channels]:
-        expected = F.layer_norm(tokens.double(), *args)
-        actual = kernels.layer_norm(tokens, weight, bias, 1e-6, torch.float32)
-        other = F.layer_norm(tokens.float(), args[0], weight, bias, 1e-6)
-        assert actual.dtype == torch.float32
-        assert (actual - expected).abs().max() <= 2 * (other - expected).abs().max() + 1e-6
-    for half in torch.float16, torch.bfloat16:
-        rounded = kernels.layer_norm(tokens, weight, bias, 1e-6, half)
-        assert rounded.dtype == half
-        assert relative_error(rounded, actual) < 2 * torch.finfo(half).eps
 
 
 @pytest.mark.parametrize('step', ['compile', pytest.param('trace', marks=pytest.mark.slow)])

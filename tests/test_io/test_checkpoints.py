@@ -1,8 +1,12 @@
 """Reading checkpoints, fitting them to models, and writing them."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn as nn
+from mmengine.registry import MODELS
+from mmengine.runner.checkpoint import load_state_dict
 from mmpretrain.models import SwinTransformerV2, VisionTransformer
 
 from repa_mm.io.checkpoints import load_weights
@@ -43,6 +47,67 @@ def test_more_layers_than_the_model_has_are_refused():
     scaled = VisionTransformer(dict(arch, num_layers=2), img_size=32, layer_scale_init_value=0.1)
     with pytest.raises(CheckpointError, match='it has layers.0.attn.gamma1.weight'):
         load_weights(two, scaled.state_dict(), 'vit.pth')
+
+
+@pytest.mark.parametrize(
+    'key, fits',
+    [
+        ('data_preprocessor.mean', True),  # of older versions
+        ('ema_backbone_cls_token', True),
+        ('teacher.backbone.ln1.weight', True),
+        ('auxiliary_head.conv_seg.weight', True),
+        ('roi_head.mask_head.upsample.weight', True),
+        ('text.embeddings.position_ids', True),  # a buffer of older versions of transformers
+        ('backbone.mask_token', True),
+        ('backbone.layers.0.attn.attn_mask', True),
+        ('backbone.pre_norm.weight', False),
+        ('backbone.ln2.weight', False),
+        ('backbone.dist_token', False),
+        ('backbone.layers.0.attn.gamma1.weight', False),
+        ('backbone.layers.1.ln1.weight', False),
+        ('roi_head.bbox_head.norm.weight', False),
+    ],
+)
+def test_what_a_file_may_have_beside_a_model(key, fits):
+    """And what it may not have inside: the config forgot it."""
+    arch = dict(embed_dims=8, num_layers=1, num_heads=1, feedforward_channels=16)
+    parts = dict(backbone=VisionTransformer(arch, img_size=32), text=nn.ModuleDict())
+    parts['text']['embeddings'] = nn.Embedding(2, 2)
+    parts['roi_head'] = nn.ModuleDict(dict(bbox_head=nn.Linear(2, 2)))
+    model = nn.ModuleDict(parts)
+    weights = {**model.state_dict(), key: torch.ones(1)}
+    if fits:
+        return load_weights(model, weights)
+    with pytest.raises(CheckpointError, match=f'is of another model: it has {key}'):
+        load_weights(model, weights)
+
+
+@pytest.mark.parametrize('kind', ['mmpretrain.VisionTransformer', 'RePaVisionTransformer'])
+def test_checkpoints_with_the_weights_of_lora_alone(kind, randomize, tmp_path):
+    """As MMPretrain's LoRAModel writes them. Its base starts from a file of its own."""
+    arch = dict(embed_dims=8, num_layers=2, num_heads=1, feedforward_channels=16)
+    base, path = dict(type=kind, arch=arch, img_size=32), str(tmp_path / 'base.pth')
+    torch.save(randomize(MODELS.build(base)).state_dict(), path)
+    base['init_cfg'] = dict(type='Pretrained', checkpoint=path)
+    lora = dict(type='mmpretrain.LoRAModel', module=base, rank=2, targets=[dict(type='qkv')])
+
+    def build():
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            return nn.Sequential(MODELS.build(copy.deepcopy(lora)), nn.Identity()).eval()
+
+    model, x = build(), torch.randn(1, 3, 32, 32)
+    for name, parameter in model.named_parameters():
+        if '.lora_up.' in name:
+            nn.init.normal_(parameter)
+    weights, expected = model.state_dict(), model(x)
+    assert all('.lora_' in key for key in weights)
+    for load in (load_weights, load_state_dict):
+        load(found := build(), weights)
+        assert torch.equal(found(x)[0], expected[0])
+    del weights['0.module.layers.1.attn.qkv.lora_up.weight']
+    with pytest.raises(CheckpointError, match='it lacks 0.module.layers.1.attn.qkv.lora_up'):
+        load_weights(build(), weights)
 
 
 def test_tables_that_a_swin_v2_computes_may_be_missing(randomize):

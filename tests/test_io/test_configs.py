@@ -24,7 +24,7 @@ model = dict(
     neck=dict(type='GlobalAveragePooling'),
     head=dict(type='LinearClsHead', num_classes=2, in_channels=64),
 )
-dataset = dict(type='CustomDataset', metainfo=dict(classes=('a', 'b')))
+dataset = dict(type='CustomDataset', data_root='data', metainfo=dict(classes=('a', 'b')))
 test_dataloader = dict(dataset=dict(type='RepeatDataset', times=2, dataset=dataset))
 train_dataloader = dict(dataset=dict(type='ConcatDataset', datasets=[dataset, dict(type='Other')]))
 """

@@ -261,12 +261,12 @@ def test_weights_are_initialized_once_from_what_init_cfg_says_then(scattered, tm
 
 
 def test_own_weights_beside_other_ways_to_initialize(scattered, tmp_path):
-    source = scattered(build('vit')).state_dict()
-    key = 'patch_embed.projection.bias'
-    del source[key]
+    source = scattered(build('swin')).state_dict()
+    del source['norm0.weight'], source['norm0.bias']  # of another output than the file's
     torch.save(source, tmp_path / 'own.pth')
     own = dict(type='Pretrained', checkpoint=str(tmp_path / 'own.pth'))
-    model = build('vit', init_cfg=[own, dict(type='Constant', layer='Conv2d', val=0.0, bias=7.0)])
+    others = dict(type='Constant', layer='LayerNorm', val=7.0, bias=7.0)
+    model = build('swin', init_cfg=[own, others])
     model.init_weights()
     for name, value in model.state_dict().items():
         assert torch.equal(value, source.get(name, torch.full_like(value, 7))), name

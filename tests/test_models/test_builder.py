@@ -130,6 +130,62 @@ def test_own_weights_of_other_sizes_are_resized_as_by_the_codebase(
             assert torch.equal(value, expected[key]), key
 
 
+def test_own_weights_of_the_same_size_are_not_resized(tmp_path, randomize):
+    """Also where the grid is not square, while its area is that of a square one."""
+    model = dict(VITS, img_size=(32, 128))
+    own, path = build(idle(0.5), **model), str(tmp_path / 'own.pth')
+    nn.init.normal_(own.pos_embed)
+    torch.save(own.state_dict(), path)
+    loaded = build(idle(0.5), **model, init_cfg=ConfigDict(type='Pretrained', checkpoint=path))
+    loaded.init_weights()
+    assert torch.equal(loaded.pos_embed, own.pos_embed)
+
+
+@pytest.mark.parametrize('prefix', [None, 'backbone.'])
+@pytest.mark.parametrize('start', ['', 'backbone.'])
+@pytest.mark.parametrize(
+    'change, message',
+    [
+        ({'pos_embed': None}, 'lacks pos_embed'),
+        ({'layers.1.attn.qkv.bias': None}, 'lacks layers.1.attn.qkv.bias'),
+        ({'ln1.weight': None, 'ln1.bias': None}, 'lacks ln1.weight, ln1.bias'),
+        ({'gate.weight': torch.ones(1)}, 'has gate.weight'),
+        ({'ln2.weight': torch.ones(16), 'head.fc.bias': torch.ones(5)}, None),
+        ({'mask_token': torch.ones(16), 'layers.0.attn_mask': torch.ones(4)}, None),
+    ],
+)
+def test_own_weights_must_fit(change, message, start, prefix, tmp_path, randomize):
+    """In files of a backbone or of a model, with any prefix, as those of other layouts."""
+    source, model, path = build(idle(0.5)), build(idle(0.5)), str(tmp_path / 'own.pth')
+    weights = {**randomize(source).state_dict(), **change}
+    weights = {f'{start}{k}': v for k, v in weights.items() if v is not None}
+    torch.save(dict(state_dict={**weights, **({'neck.weight': 0} if start else {})}), path)
+    model.init_cfg = dict(type='Pretrained', checkpoint=path, prefix=prefix)
+    if message:
+        with pytest.raises(CheckpointError, match=f'own.pth is of another model: it {message}'):
+            model.init_weights()
+        return
+    model.init_weights()
+    for key, value in source.state_dict().items():
+        assert torch.equal(model.state_dict()[key], value), key
+
+
+def test_own_weights_of_a_whole_model_may_have_another_head(tmp_path, randomize):
+    weights, path = randomize(build(idle(0.5), **CLASSIFIER)).state_dict(), str(tmp_path / 'm.pth')
+    weights.update({'head.fc.weight': torch.ones(5, 16), 'teacher.ln1.bias': torch.ones(1)})
+    for lost in (None, 'backbone.ln1.bias'):
+        torch.save({key: value for key, value in weights.items() if key != lost}, path)
+        model = build(idle(0.5), **CLASSIFIER)
+        model.init_cfg = dict(type='Pretrained', checkpoint=path)
+        if lost:
+            with pytest.raises(CheckpointError, match=f'm.pth is of another .* lacks {lost}'):
+                model.init_weights()
+            continue
+        model.init_weights()
+        for key, value in model.state_dict().items():
+            assert key == 'head.fc.weight' or torch.equal(value, weights[key]), key
+
+
 @pytest.mark.parametrize(
     'structures, prefix, message',
     [

@@ -96,6 +96,19 @@ def test_the_walk_ends_where_a_floor_does(max_loss, latency, seen, int8):
     assert order == sorted(order, key=[*budgets].index) and len(rows) == len(asked)
 
 
+def test_a_failure_is_not_a_loss():
+    """All formats of one budget raise, and one of another."""
+    of = {'60 %': [], '40 %': [row('40 %', 2, 1, 0.4)], '25 %': [row('25 %', 2.5, 9, 0.25)]}
+    given, asked = (row(name, 1, budget=int(name[:2]) / 100) for name in (*of, '15 %')), []
+
+    def rows_of(candidate, is_int8):
+        asked.append(candidate['candidate'])
+        return [] if is_int8 else of[asked[-1]]
+
+    assert walk(given, rows_of, max_loss=2) == of['40 %'] + of['25 %']
+    assert asked == ['60 %', '40 %', '25 %', '40 %', '60 %']
+
+
 def disturbed(name, low, speedup, high, true, loss=0.0, budget=1.0):
     """A row that was timed in a busy minute, and its true speedup."""
     return dict(row(name, speedup, loss, budget, 0), speedup_interval=[low, high], true=true)

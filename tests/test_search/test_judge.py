@@ -3,6 +3,7 @@
 import json
 from contextlib import contextmanager
 from functools import cache
+from pathlib import Path
 
 import cv2
 import numpy as np
@@ -297,6 +298,18 @@ def registered(registry, kind):
     registry.register_module(module=kind)
     yield
     del registry.module_dict[kind.__name__]
+
+
+def test_each_metric_keeps_its_own_annotations(tmp_path):
+    cfg = detection(tmp_path)
+    write_coco(tmp_path / 'two.json', [([[3, 3, 9, 9]], [0])] * 12, 20)
+    second = dict(cfg.val_evaluator, ann_file=str(tmp_path / 'two.json'), prefix='second')
+    cfg.val_evaluator = [cfg.val_evaluator, second]
+    found = []
+    for one in subset(cfg, 3, str(tmp_path / 'few.json'))[1]:
+        content = json.loads(Path(one.ann_file).read_text())
+        found.append([a['bbox'] for a in content['annotations']])
+    assert found == [[[1, 2, 5 + i % 9, 8] for i in (0, 4, 8)], [[3, 3, 6, 6]] * 3]
 
 
 @pytest.mark.parametrize(

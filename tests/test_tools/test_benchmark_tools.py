@@ -6,6 +6,7 @@ import torch
 import repa_mm
 from repa_mm.apis import open_model
 from repa_mm.export import Session
+from repa_mm.faster import faster_parts_
 from repa_mm.io.configs import load_config
 from tests.conftest import random_model
 from tests.test_export.conftest import write_config
@@ -62,6 +63,16 @@ def test_an_option_that_would_be_ignored_is_refused(tool, arguments, named, call
     assert named in capsys.readouterr().err.splitlines()[-1]
 
 
+def test_parts_of_ours_that_compute_something_else_are_refused(call, monkeypatch):
+    def broken(model):
+        torch.nn.init.ones_(next(model.backbone.parameters()))
+        return faster_parts_(model)
+
+    monkeypatch.setattr('repa_mm.benchmark.variants.faster_parts_', broken)
+    status, error = call('benchmark', *BOTH)
+    assert status and 'stock with our parts' in error
+
+
 @pytest.mark.parametrize(
     'base, text, channels',
     [
@@ -106,7 +117,7 @@ def test_images_of_a_data_set(in_digits, call, capsys, monkeypatch):
     opened = []
 
     def exported(file, preprocessor, precision):
-        opened.append((file, precision))
+        opened.append((file, precision, preprocessor.mean.flatten().tolist()))
         return open_model(config)
 
     monkeypatch.setattr('repa_mm.export.ExportedModel', exported)
@@ -115,11 +126,14 @@ def test_images_of_a_data_set(in_digits, call, capsys, monkeypatch):
         assert call(*arguments, *options)[0]
     capsys.readouterr()
     vanilla = write_config('retinanet', in_digits, repa=False)
+    with open(vanilla, 'a') as file:
+        file.write("model['data_preprocessor'] = dict(mean=[1.0, 2.0, 3.0])\n")
     found = random_model(load_config(vanilla))  # an object at every anchor
     torch.save(found.state_dict(), in_digits / 'vanilla.pth')
     baseline = '--baseline', vanilla, '--baseline-checkpoint', in_digits / 'vanilla.pth'
     assert call(*arguments, 3, *baseline, '--exported', 'a.onnx', 'b.xml:f32') == (0, '')
-    assert opened == [('a.onnx', None), ('b.xml', 'f32')]
+    mean = pytest.approx(load_config(config).model.data_preprocessor.mean)  # not the baseline's
+    assert opened == [('a.onnx', None, mean), ('b.xml', 'f32', mean)]
     out = capsys.readouterr().out
     assert '3 images of the test data, float32, medians of 3 turns' in out
     rows = [line.split('|')[1:] for line in out.splitlines() if line.startswith('| ')]
