@@ -41,6 +41,7 @@ def as_fairscale_does(layer):
     layer.forward = functools.partial(_checkpointed, type(layer).forward, reference, False)
 
 
+@pytest.mark.filterwarnings('ignore:None of the inputs')  # of checkpointing
 @pytest.mark.parametrize('copy', [reparameterize, lambda model: copied(copied(model))])
 @pytest.mark.parametrize(
     'forward',

@@ -208,9 +208,6 @@ class DeployForm(Form):
         return self.inference(*args, **kwargs)
 
 
-_CHECKPOINTED = '_checkpoint_wrapped_module'
-
-
 def outermost(model: nn.Module, kind: type = Form) -> Iterator[tuple[str, Form]]:
     """Yield the names and forms of a model that are not inside another form, which merges those."""
     inside = None
@@ -219,8 +216,8 @@ def outermost(model: nn.Module, kind: type = Form) -> Iterator[tuple[str, Form]]
             continue
         if isinstance(module, kind):
             inside = f'{name}.' if name else ''
-            # As in a state dict, in which PyTorch's apply_activation_checkpointing is not seen.
-            yield '.'.join(part for part in name.split('.') if part != _CHECKPOINTED), module
+            # As in a state dict, which does not show PyTorch's apply_activation_checkpointing.
+            yield f'.{name}'.replace('._checkpoint_wrapped_module', '')[1:], module
 
 
 def merge_whole(form: TrainingForm, name: str) -> DeployForm:
