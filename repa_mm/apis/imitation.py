@@ -14,17 +14,12 @@ from repa_mm.surgery import become_
 
 
 class Teacher:
-    """The backbone of a trained model. It is no module of the student, and no copy has it.
-
-    Args:
-        config (str): As for :func:`~repa_mm.apis.open_model`.
-        checkpoint (str): The trained model's weights, in either form.
-    """
+    """The backbone of a trained model: no module of the student, and opened anew in its copies."""
 
     def __init__(self, config: str, checkpoint: str) -> None:
         self.config, self.checkpoint, self.opened = config, checkpoint, None
 
-    def __getstate__(self) -> dict:  # of copies and pickles, which open it anew
+    def __getstate__(self) -> dict:  # of copies and pickles
         return dict(vars(self), opened=None)
 
     @torch.no_grad()
@@ -35,6 +30,7 @@ class Teacher:
             self.opened = place, faster_on_gpu_(self._open(student).to(images))
         return tensors(self.opened[1](images, *args, **kwargs))
 
+    @torch.compiler.disable
     def _open(self, student: nn.Module) -> nn.Module:
         scope = DefaultScope.get_current_instance()
         with DefaultScope.overwrite_default_scope(scope and scope.scope_name):
@@ -55,13 +51,14 @@ class Teacher:
 
 def _normalization(model: nn.Module) -> dict:
     """Return what a data preprocessor does with the values of an image."""
-    preprocessor = model.data_preprocessor
-    # The first name is MMEngine's and MMDetection's, the others MMSegmentation's and MMPretrain's.
+
+    def value(name: str, default):
+        return getattr(model.data_preprocessor, name, default)
+
+    # In MMDetection, MMSegmentation and MMPretrain.
     names = '_channel_conversion', 'channel_conversion', 'to_rgb'
-    flips = any(getattr(preprocessor, name, False) for name in names)
-    values = {name: getattr(preprocessor, name, None) for name in ('mean', 'std')}
-    values = {k: None if v is None else v.flatten().tolist() for k, v in values.items()}
-    return dict(values, flips_channels=flips)
+    values = {k: torch.as_tensor(value(k, ())).flatten().tolist() for k in ('mean', 'std')}
+    return dict(values, flips_channels=any(value(name, False) for name in names))
 
 
 def _distance(own: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
@@ -78,22 +75,12 @@ def _distance(own: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
 
 
 class Imitates:
-    """Mixin that adds the distance of a backbone's maps to those of a teacher to the losses.
-
-    The mixin precedes the model's class in the list of bases.
-
-    Attributes:
-        imitated (Teacher): The teacher.
-        imitation_weight (float): Weight of the loss.
-    """
+    """Mixin that adds the distance of a backbone's maps to those of a teacher to the losses."""
 
     _prefix = 'Imitating'
 
     def loss(self, *args, **kwargs) -> dict:
-        """Return the losses of the model, and ``loss_imitation``.
-
-        Each call of the backbone within is compared with the teacher's backbone on the same inputs.
-        """
+        """Return the losses of the model, and ``loss_imitation``, the mean over all maps."""
         terms = []
 
         def compare(backbone, inputs, options, outputs) -> None:
@@ -101,8 +88,8 @@ class Imitates:
             theirs, ours = ([tuple(x.shape) for x in maps] for maps in (given, own))
             if theirs != ours:
                 raise ValueError(
-                    f'the maps of the teacher have the shapes {theirs}, and those of the '
-                    f'{type(self).__name__} {ours}: they can only be compared if these are the same'
+                    f'the maps of the teacher have the shapes {theirs}, and those of the model '
+                    f'{ours}: they can only be compared if these are the same'
                 )
             terms.extend(map(_distance, own, given))
 
@@ -112,7 +99,7 @@ class Imitates:
         finally:
             hook.remove()
         if not terms:
-            raise ValueError(f'the loss of a {type(self).__name__} does not call its backbone')
+            raise ValueError(f'the loss of an {type(self).__name__} does not call its backbone')
         losses['loss_imitation'] = self.imitation_weight * sum(terms) / len(terms)
         return losses
 
@@ -126,8 +113,8 @@ def build_imitating(model: dict, teacher: dict, weight: float = 1.0, **kwargs) -
                      teacher=dict(config='…', checkpoint='…'))
 
     The losses get ``loss_imitation``: the mean squared error of each of the backbone's maps,
-    relative to the variance of the teacher's channels, and then the mean over maps. The teacher
-    belongs to no state dict: the plain config tests and exports a checkpoint.
+    relative to the variance of the teacher's channels, and then the mean over the maps of all calls
+    of the backbone. The teacher belongs to no state dict: the plain config tests a checkpoint.
 
     Args:
         model (dict): Config of a detector, segmentor or classifier.
