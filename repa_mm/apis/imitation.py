@@ -109,7 +109,7 @@ def build_imitating(model: dict, teacher: dict, weight: float = 1.0, **kwargs) -
 
     A config that inherits from another config uses this function as follows::
 
-        model = dict(type='Imitation', model={{_base_.model}},
+        model = dict(type='Imitation', _delete_=True, model={{_base_.model}},
                      teacher=dict(config='…', checkpoint='…'))
 
     The losses get ``loss_imitation``: the mean squared error of each of the backbone's maps,
