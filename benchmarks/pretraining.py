@@ -10,15 +10,24 @@ in each of the :data:`WAYS`, for equally long, and is tested, RePaFormers in the
 The two folders are those of :mod:`benchmarks.objects`. With ``--jobs``, each task and seed is a
 process. Rows are appended as they come to a file with the columns of results.csv, and a table of
 them comes at the end. ``--small`` takes the same way with little of everything.
+
+``--ways`` also takes the names in :data:`BESIDE`: training beside the vanilla model of the seed,
+whose maps the backbone imitates with a ``--weight``, and its rivals. Each training prints the time
+of a step: ``--scale longer=…`` is the quotient of those with and without a teacher::
+
+    python -m benchmarks.pretraining --tasks upernet --ways vanilla repa repa+ repa-long --jobs 3
 """
 
 import argparse
+import copy
 import json
 import os
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from statistics import median
 from typing import NamedTuple
 
 import cv2
@@ -28,6 +37,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from mmengine.config import Config, DictAction
 from mmengine.registry import DATASETS, MODELS, init_default_scope
+from mmengine.runner import find_latest_checkpoint
 
 from benchmarks.compare import append, percent
 from benchmarks.narrower import IDLE_RATIO, schedule
@@ -44,6 +54,7 @@ TASKS = {
     'clothes': ('RetinaNet, clothes', 'demo/retinanet_swin_clothes.py', 'clothes', 'coco'),
     'digits': ('RetinaNet, digits', 'demo/retinanet_swin_digits.py', 'digits', 'coco'),
     'upernet': ('UperNet, digits', 'demo/upernet_swin_digits.py', 'digits', 'ade'),
+    'mask_rcnn': ('Mask R-CNN, digits', 'demo/mask_rcnn_swin_digits.py', 'digits', 'coco'),
 }
 REPA = dict(type='RePaSwinTransformer', idle_ratio=IDLE_RATIO)
 # Form in results.csv, weights, and what changes in the backbone; those that matter most come first.
@@ -53,6 +64,11 @@ WAYS = {
     'vanilla': ('vanilla', 'vanilla', {}),
     'filled': ('channel idle, filled', 'vanilla', REPA),
 }
+# Beside the trained vanilla model ('+'), and for as long without it; and that model, trained on.
+BESIDE = (
+    *(f'{way}{end}' for way in ('repa', 'fitted', 'filled') for end in ('+', '-long')),
+    'vanilla-on',
+)
 
 
 class Scale(NamedTuple):
@@ -65,6 +81,7 @@ class Scale(NamedTuple):
     fit: int = 1024  # crops that channel-idle FFNs are fitted to
     iterations: int = 250
     batch: int = 16
+    longer: float = 1.3  # times as many iterations, which take as long as those beside a teacher
 
 
 SMALL = dict(scenes=16, val=4, classify=2, crops=8, fit=64, iterations=2, batch=4)
@@ -195,10 +212,31 @@ class Run:
         torch.save(dict(state_dict=backbone.state_dict()), path)
         return str(path)
 
+    def beside(self, cfg: Config, end: str) -> Config:
+        """The config that trains with the vanilla model as a teacher ('+'), or from it ('-on')."""
+        if end not in ('+', '-on'):
+            return cfg
+        cfg, vanilla, path = copy.deepcopy(cfg), self.folder / 'vanilla', self.folder / 'vanilla.py'
+        if not (vanilla / 'last_checkpoint').exists():
+            self.way('vanilla')
+        checkpoint = find_latest_checkpoint(str(vanilla))
+        if end == '-on':
+            cfg.load_from = checkpoint
+            return cfg
+        self.load().dump(path)
+        teacher = dict(config=str(path), checkpoint=checkpoint)
+        cfg.model = dict(
+            type='Imitation', model=cfg.model, teacher=teacher, weight=self.args.weight
+        )
+        return cfg
+
     def way(self, name: str) -> None:
         """Train and test in one way."""
-        form, weights, changes = WAYS[name]
-        cfg = schedule(self.load(), self.scale.iterations, self.seed)
+        way, end = re.fullmatch(r'(\w+)(.*)', name).groups()
+        form, (_, weights, changes) = form_of(name, self.args), WAYS[way]
+        steps = round(self.scale.iterations * (self.scale.longer if end == '-long' else 1))
+        cfg = schedule(self.load(), steps, self.seed)
+        cfg.default_hooks.logger.interval = min(10, steps)
         init_cfg = dict(type='Pretrained', checkpoint=self.pretrained(weights))
         cfg.model.backbone.update(changes, init_cfg=init_cfg)
         root = f'{self.root}/{self.layout}/'
@@ -213,11 +251,30 @@ class Run:
         gpu = self.args.device != 'cpu'
         if gpu:  # weights without decay are groups of their own, with a launch each
             cfg.optim_wrapper.optimizer.fused = True
-        trained = train(cfg, str(self.folder / name))
-        found, _ = test(cfg, trained, bool(changes), str(self.folder / 'test' / name))
-        row = dict(what='after pretraining', model=self.name, form=form, run=f'seed {self.seed}')
+        folder = self.folder / (f'{name}{self.args.weight:g}' if end == '+' else name)
+        trained = train(self.beside(cfg, end), str(folder))
+        logs = sorted(folder.glob('*/vis_data/scalars.json'))[-1:]
+        lines = [json.loads(line) for log in logs for line in log.read_text().splitlines()]
+        for key in ('time', 'memory'):  # seconds, and MB of a GPU
+            values = [line[key] for line in lines if key in line]
+            print(f'{name}: {key} {median(values):.3g}' if values else '', flush=True)
+        found, _ = test(cfg, trained, bool(changes), str(self.folder / 'test' / folder.name))
+        what = 'beside a teacher' if end else 'after pretraining'
+        row = dict(what=what, model=self.name, form=form, run=f'seed {self.seed}')
         cpu = torch.cuda.get_device_name() if gpu else ''
         append(self.args.out, dict(row, cpu=cpu, command=COMMAND), percent(found))
+
+
+def form_of(name: str, args: argparse.Namespace) -> str:
+    """What results.csv calls a way."""
+    way, end = re.fullmatch(r'(\w+)(.*)', name).groups()
+    ends = {
+        '': '',
+        '+': f', imitating ({args.weight:g})',
+        '-long': f', {args.scale.longer:g} times as many steps',
+        '-on': ', trained on',
+    }
+    return WAYS[way][0] + ends[end]
 
 
 def start(task: str, seed: int, args: argparse.Namespace) -> None:
@@ -239,6 +296,8 @@ def main() -> None:
     parser.add_argument('--photographs', default='/usr/share/backgrounds')
     parser.add_argument('--tasks', nargs='+', choices=TASKS, default=[*TASKS])
     parser.add_argument('--seeds', type=int, nargs='*', default=[0, 1, 2], help='none: the table')
+    parser.add_argument('--ways', nargs='+', choices=[*WAYS, *BESIDE], default=[*WAYS])
+    parser.add_argument('--weight', type=float, default=1.0, help='of the loss of imitation')
     parser.add_argument('--jobs', type=int, default=1, help='processes at once')
     parser.add_argument('--device', default='cuda' if torch.cuda.is_available() else 'cpu')
     parser.add_argument('--small', action='store_true')
@@ -260,12 +319,14 @@ def main() -> None:
                     pool.submit(start, task, seed, args)
                     continue
                 run = Run(task, seed, args)
-                for way in WAYS:
+                for way in args.ways:
                     run.way(way)
-    forms = [form for form, *_ in WAYS.values()]
-    rows = sorted(
-        read(args.out), key=lambda row: (row['model'], forms.index(row['form']), row['run'])
-    )
+    forms = [form_of(way, args) for way in (*WAYS, *BESIDE)]
+
+    def order(row: dict) -> tuple:  # forms of another weight come last
+        return row['model'], forms.index(row['form']) if row['form'] in forms else 99, row['run']
+
+    rows = sorted(read(args.out), key=order)
     print(table(rows, 'model of form', extra={'mean': mean, 'by seed': listed}))
 
 
