@@ -10,6 +10,7 @@ import torch.nn as nn
 from mmengine.config import Config
 from mmengine.dataset import BaseDataset, pseudo_collate
 from mmengine.registry import DATASETS
+from mmpretrain.models.utils.attention import ShiftWindowMSA
 from torch.utils.data import Dataset
 
 from repa_mm.io.configs import dataset_config
@@ -101,3 +102,14 @@ def read_images(cfg: Config, split: str, number: int, folder: str | None = None)
 def input_channels(model: nn.Module) -> int:
     """Return the number of channels of a model's images: those of its first convolution."""
     return next((m.in_channels for m in model.modules() if isinstance(m, nn.Conv2d)), 3)
+
+
+def input_size(model: nn.Module) -> tuple[int, int]:
+    """Return the height and width of images that a model is made for, or else that it takes.
+
+    The last stage of a Swin gets a whole window, as MMPretrain's refuses smaller maps.
+    """
+    windows = [32 * m.window_size for m in model.modules() if isinstance(m, ShiftWindowMSA)]
+    made_for = (m.img_size for m in model.modules() if getattr(m, 'img_size', None))
+    size = next(made_for, max([224, *windows]))
+    return (size, size) if isinstance(size, int) else tuple(size)
