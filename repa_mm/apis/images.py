@@ -81,16 +81,10 @@ def build_images(cfg: Config, split: str, folder: str | None = None) -> Dataset:
 
 
 def read_images(cfg: Config, split: str, number: int, folder: str | None = None) -> list[dict]:
-    """Read images through the test pipeline.
+    """Read a number of images of a split, 'train', 'val' or 'test', through the test pipeline.
 
-    Args:
-        cfg (Config): The config.
-        split (str): 'train', 'val' or 'test', whose images are taken evenly.
-        number (int): Number of images.
-        folder (str, optional): A folder of images to take instead of the split.
-
-    Returns:
-        list[dict]: Batches of one image, as from a data loader: ``inputs`` and ``data_samples``.
+    They are taken evenly; with a ``folder``, from there instead. Returns batches of one image, as
+    from a data loader: ``inputs`` and ``data_samples``.
 
     Raises:
         FileNotFoundError: If the data are not there.

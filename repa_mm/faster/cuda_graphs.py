@@ -127,14 +127,11 @@ def cuda_graphs_(model: nn.Module) -> nn.Module:
     does not wait for Python to launch its kernels, which takes most of the time of one image.
     Post-processing, RoI heads, and the encoder and decoder of a DETR run as before, and so does a
     part whose ``forward`` was replaced, or that has hooks inside; later hooks do not run. For
-    inference only; each size keeps memory for its inputs
-    and outputs, so images of many sizes should be padded to a few.
+    inference only; each size keeps memory for its inputs and outputs, so images of many sizes
+    should be padded to a few. Outputs stay valid after the next batch.
 
     Args:
         model (nn.Module): The model in eval mode, on a GPU, after all that replaces its modules.
-
-    Returns:
-        nn.Module: The same model. Its outputs stay valid after the next batch.
 
     Raises:
         ValueError: If the model is not on an NVIDIA GPU.

@@ -69,8 +69,7 @@ class RePaVisionTransformer(RePaBackbone, VisionTransformer):
 class RePaSwinTransformer(RePaBackbone, SwinTransformer):
     """`Swin Transformer <https://arxiv.org/abs/2103.14030>`_ with channel-idle FFNs.
 
-    Args:
-        *args, **kwargs: Arguments of mmpretrain's ``SwinTransformer`` and :class:`RePaBackbone`.
+    Arguments are those of mmpretrain's ``SwinTransformer`` and of :class:`RePaBackbone`.
 
     Examples:
         >>> model = RePaSwinTransformer('base', out_indices=(0, 1, 2, 3))

@@ -173,13 +173,10 @@ class ChannelIdleFFN(TrainingForm):
         return fold(*weights, self.num_active, *affine, scale)
 
     def fill(self, ffn: FFNParts) -> None:
-        """Copy the weights of an ordinary FFN, whose first hidden channels become active.
+        """Copy the weights of a norm and an FFN, whose first hidden channels become active.
 
         BatchNorm statistics do not change. With a kept norm and no idle channels, the form computes
         the same as the ordinary FFN; otherwise the weights are an initialization for training.
-
-        Args:
-            ffn (FFNParts): The FFN and the norm before it.
         """
         scale = None if ffn.scale is None else double(ffn.scale)
         if isinstance(self.layer_scale, nn.Parameter):
@@ -197,10 +194,7 @@ class ChannelIdleFFN(TrainingForm):
         copy_matrix_(self.fc2, weight, bias)
 
     def merge(self) -> MergedFFN:
-        """Compute the deploy form (paper eq. 4-7) in float64.
-
-        Returns:
-            MergedFFN: The deploy form, with the device and dtype of ``fc1.weight``.
+        """Compute the deploy form (paper eq. 4-7) in float64, then in the dtype of ``fc1.weight``.
 
         Raises:
             ValueError: See :meth:`TrainingForm.merge` and :meth:`fold`; also if the merged weights

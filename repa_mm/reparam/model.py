@@ -85,14 +85,8 @@ def reparameterize(model: nn.Module) -> nn.Module:
 def reparameterize_(model: nn.Module) -> nn.Module:
     """Merge every module of a model that is in its training form, in place.
 
-    Args:
-        model (nn.Module): As for :func:`reparameterize`.
-
-    Returns:
-        nn.Module: The same model without the wrappers that are removed, in eval mode.
-
-    Raises:
-        ValueError: As :func:`reparameterize`; the model is then as it was.
+    Returns the same model without the wrappers that :func:`reparameterize` removes, in eval mode.
+    Raises a ``ValueError`` as that function; the model is then as it was.
     """
     model, memo = _merged(model)
     for form in dict(outermost(model, TrainingForm)).values():
