@@ -2,6 +2,7 @@
 
 import io
 import os.path as osp
+from collections.abc import Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 
@@ -34,13 +35,13 @@ class ImageFolder(BaseDataset):
         return infos
 
 
-def evenly(number: int, total: int) -> list[int]:
-    """Return ``number`` indices from all over ``total`` items, or all if there are fewer.
+def evenly(number: int, items: Sequence) -> list:
+    """Return ``number`` of the items, from all over them, or all if there are fewer.
 
     The first items would be no sample: a folder of classes begins with one class.
     """
-    number = min(number, total)
-    return [i * total // number for i in range(number)]
+    number = min(number, len(items))
+    return [items[i * len(items) // number] for i in range(number)]
 
 
 def cropped(data: dict, size: int = MAX_SIZE) -> dict:
@@ -90,7 +91,7 @@ def read_images(cfg: Config, split: str, number: int, folder: str | None = None)
         FileNotFoundError: If the data are not there.
     """
     dataset = build_images(cfg, split, folder)
-    return [pseudo_collate([dataset[i]]) for i in evenly(number, len(dataset))]
+    return [pseudo_collate([dataset[i]]) for i in evenly(number, range(len(dataset)))]
 
 
 def input_channels(model: nn.Module) -> int:

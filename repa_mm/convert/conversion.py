@@ -164,7 +164,7 @@ class Conversion:
         check_same(self.model, stock, self.batches[0], 'a faster model', forward=self.forward)
         for part in self.parts.values():
             part.put(part.site)
-        self.costs = self._count(list(full_size) or some(self.batches, AXES_BATCHES))
+        self.costs = self._count(list(full_size) or evenly(AXES_BATCHES, self.batches))
 
     def run(self, batch):
         """Run the copy of the model on a batch."""
@@ -201,7 +201,7 @@ class Conversion:
     @torch.no_grad()
     def axes(self) -> dict[str, list[Axis]]:
         """The axes of each part with their errors, costs and gains, for any budget."""
-        few, axes = some(self.batches, GAIN_BATCHES), {}
+        few, axes = evenly(GAIN_BATCHES, self.batches), {}
         expected = run_batches(self.run, few)
 
         def meet(part: Pausing, tokens: list) -> None:
@@ -213,7 +213,7 @@ class Conversion:
                     changes = differences(expected, run_batches(self.run, few))
                 axis.gain = sum(changes) / error if error > 0 else 0.0  # nothing is ever lost
 
-        self._in_lockstep(some(self.batches, AXES_BATCHES), meet, students=False)
+        self._in_lockstep(evenly(AXES_BATCHES, self.batches), meet, students=False)
         return axes
 
     @torch.inference_mode(False)
@@ -375,11 +375,6 @@ def find_parts(
             except ValueError as error:
                 skipped[name] = str(error)
     return pretrained, skipped
-
-
-def some(batches: Sequence, number: int) -> list:
-    """Return at most ``number`` of the batches, from all over them."""
-    return [batches[i] for i in evenly(number, len(batches))]
 
 
 def _run(model: nn.Module, batch):
