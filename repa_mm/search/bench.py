@@ -51,10 +51,7 @@ def candidate(name: str, config: str, checkpoint: str, budget: float = 1.0) -> d
 
 def row_of(model: dict, kind: str, file: str | None = None) -> dict:
     """Return a row of a candidate that is not tested, without what is measured."""
-    return dict(
-        model, format=kind, file=file, chosen=False,
-        **dict.fromkeys(TESTED),
-    )  # fmt: skip
+    return dict(model, format=kind, file=file, chosen=False, **dict.fromkeys(TESTED))
 
 
 def originals(model: nn.Module, checkpoint: str, folder: str, data: dict) -> tuple[dict, dict]:

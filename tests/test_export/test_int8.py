@@ -113,7 +113,7 @@ def test_outlier_channels(learned, tmp_path, monkeypatch):
     scaled, file = rescale(copy.deepcopy(model), 300), str(tmp_path / 'model.xml')
     assert int8.quantize(scaled, file, seen, others, 0.93)['agreement'] >= 0.93
     before = (tmp_path / 'model.bin').read_bytes()
-    monkeypatch.setattr(int8, 'ATTEMPTS', [(dict(matmul=-1, convolution=-1), False)])
+    monkeypatch.setattr(int8, 'ATTEMPTS', [(dict(matmul=-1, convolution=-1), [])])
     with pytest.raises(ValueError, match='in int8 .* less than 0.93: nothing is written'):
         int8.quantize(scaled, file, seen, others, 0.93)
     assert (tmp_path / 'model.bin').read_bytes() == before
