@@ -1,10 +1,4 @@
-"""The training form of the channel-idle FFN.
-
-`RePaFormer <https://arxiv.org/abs/2505.21847>`_ (RePaViT, ICML 2025) lets only the first A of an
-FFN's H hidden channels pass the activation. The other H - A *idle* channels are linear from input
-to output. After training, the idle channels, both BatchNorms and the shortcut collapse into one C x
-C matrix.
-"""
+"""The training form of the channel-idle FFN of RePaFormer (RePaViT, ICML 2025)."""
 
 import torch
 import torch.nn as nn
@@ -42,7 +36,8 @@ from .numerics import (
 class ChannelIdleFFN(TrainingForm):
     """Training form of an FFN in which most hidden channels skip the activation.
 
-    With u = BN1(x), h = u W_in^T + b_in and a = [act(h_A), h_I] (active and idle channels), it
+    These *idle* channels, both BatchNorms and the shortcut collapse into one C x C matrix after
+    training. With u = BN1(x), h = u W_in^T + b_in and a = [act(h_A), h_I] (active and idle), it
     returns x + DropPath(g * (BN2(a) W_out^T + b_out)): eq. 3 of the `paper
     <https://arxiv.org/abs/2505.21847>`_, with the biases that the paper omits, stochastic depth and
     the layer scale g. Dropout, if any, comes before and after the second linear layer.

@@ -54,7 +54,7 @@ def _training_forms(model: nn.Module) -> list[TrainingForm]:
 
 
 def reparameterize(model: nn.Module) -> nn.Module:
-    """Return a copy of a model in which every module in a training form is merged.
+    """Return a copy of a model, in eval mode, with every module in a training form merged.
 
     The copy equals the model in eval mode, up to rounding. A training form inside another training
     form is left to the outer form's merge; inner forms that remain in their training form are
@@ -63,9 +63,6 @@ def reparameterize(model: nn.Module) -> nn.Module:
     Args:
         model (nn.Module): The model. DataParallel, DistributedDataParallel and torch.compile
             wrappers are removed; an averaged model (EMA) keeps its wrapper.
-
-    Returns:
-        nn.Module: The reparameterized copy, in eval mode.
 
     Raises:
         ValueError: If nothing in the model can be merged, or it is sharded; names the module that

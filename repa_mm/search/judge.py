@@ -48,11 +48,7 @@ class Score(NamedTuple):
 
 
 class Judge:
-    """Images to test on. A subclass is called with a model, and returns its :class:`Score`.
-
-    Args:
-        dataset (Dataset): The data set.
-        indices (Sequence[int]): Indices of the images.
+    """Images of a data set to test on. A subclass is called with a model, and returns its score.
 
     Attributes:
         name (str): Name of the metric, '' before the first test.
