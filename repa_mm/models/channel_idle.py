@@ -1,7 +1,4 @@
-"""RePa backbones: DeiT, ViT, Swin, PoolFormer and MLP-Mixer with channel-idle FFNs.
-
-`RePaFormer <https://arxiv.org/abs/2505.21847>`_ applied to the backbones of MMPretrain.
-"""
+"""RePa backbones: MMPretrain's DeiT, ViT, Swin, PoolFormer and MLP-Mixer with channel-idle FFNs."""
 
 from collections.abc import Sequence
 
