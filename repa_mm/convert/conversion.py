@@ -59,7 +59,8 @@ def convert_pretrained(
     dimensions. Parts that cannot be narrowed stay as they are; the report names them.
 
     With an ``idle_ratio``, the FFNs become channel-idle instead. The result is a training form that
-    computes nearly what the model computes, and that trains and merges as any other.
+    computes nearly what the model computes, and that trains and merges as any other. Either is a
+    copy, and comes with a :class:`ConversionReport`.
 
     Args:
         model (nn.Module): A backbone or a whole model, with blocks of a family in
@@ -74,9 +75,6 @@ def convert_pretrained(
         progress (Callable, optional): Called with the report of each part once it is fitted, the
             number of parts, and about how many seconds are left.
         **options: ``idle_ratio`` and others of :class:`~repa_mm.convert.Conversion`.
-
-    Returns:
-        tuple: The converted copy of the model, and a :class:`ConversionReport`.
 
     Raises:
         ValueError: As :class:`~repa_mm.convert.Conversion`, or if the budget is not in (0, 1].

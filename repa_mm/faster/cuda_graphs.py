@@ -20,11 +20,8 @@ class Captured:
 
     There is a graph for each shape, memory format and type of the inputs and type of autocast.
     Weights that are replaced give a new one. With gradients, in training mode, on another device
-    than a GPU, and with arguments such as data samples, the module's own forward pass runs.
-
-    Args:
-        module (nn.Module): The module, whose forward pass must not wait for the GPU, nor leave
-            anything on the module.
+    than a GPU, and with arguments such as data samples, the module's own forward pass runs. That
+    pass must not wait for the GPU, nor leave anything on the module.
     """
 
     device_type = 'cuda'

@@ -176,7 +176,6 @@ def walk(
     first that keeps the floor.
     """
     rows, kept = [], []
-
     for candidate in candidates:
         rows += (new := rows_of(candidate, False))
         falls_short = new and max_loss is not None and not any(meets(x, max_loss) for x in new)
