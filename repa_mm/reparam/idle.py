@@ -100,9 +100,7 @@ class ChannelIdleFFN(TrainingForm):
         self.norm1 = build_norm(norm_cfg, embed_dims)
         self.fc1 = nn.Linear(embed_dims, feedforward_channels)
         self.act = build_activation(act_cfg)
-        self.norm2 = (
-            nn.Identity() if self.keeps_norm else build_norm(norm_cfg, feedforward_channels)
-        )
+        self.norm2 = build_norm(None if self.keeps_norm else norm_cfg, feedforward_channels)
         self.fc2 = nn.Linear(feedforward_channels, embed_dims)
         self.layer_scale = (
             nn.Parameter(torch.ones(embed_dims) * layer_scale_init_value)
