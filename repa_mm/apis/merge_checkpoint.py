@@ -44,6 +44,5 @@ def reparameterize_checkpoint(
                 'statistics of the checkpoint are too extreme. Nothing was written. Raise the '
                 f'tolerance to accept this difference ({err})'
             ) from err
-    return dict(
-        error=error, parameters=[sum(p.numel() for p in m.parameters()) for m in (model, deployed)]
-    )
+    numbers = [sum(p.numel() for p in m.parameters()) for m in (model, deployed)]
+    return dict(error=error, parameters=numbers)
