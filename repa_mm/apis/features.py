@@ -56,19 +56,11 @@ def check_same(
     tolerance: float = 1e-3,
     forward: Callable = outputs_for,
 ) -> float:
-    """Check that a model computes the same as another model.
+    """Check that a model computes the same as another one, both in eval mode, and return the error.
 
-    Args:
-        found (nn.Module): The model, in eval mode.
-        expected (nn.Module): The other model, in eval mode.
-        data (Any): What ``forward`` takes: by default a batch from a data loader.
-        what (str): Names the model in the message.
-        tolerance (float): The largest error, see :func:`relative_error`. Defaults to 1e-3.
-        forward (Callable): Called with a model and ``data``, returns nested tensors. Defaults to
-            :func:`outputs_for`.
-
-    Returns:
-        float: The error.
+    ``what`` names the model in the message. ``forward`` is called with a model and ``data``, and
+    returns nested tensors; by default, ``data`` are a batch from a data loader. The error is that
+    of :func:`relative_error`.
 
     Raises:
         ValueError: If the error exceeds the tolerance, or there are NaNs. The message names the

@@ -2,6 +2,7 @@
 
 import io
 import os.path as osp
+from collections.abc import Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch.nn as nn
 from mmengine.config import Config
 from mmengine.dataset import BaseDataset, pseudo_collate
 from mmengine.registry import DATASETS
+from mmpretrain.models.utils.attention import ShiftWindowMSA
 from torch.utils.data import Dataset
 
 from repa_mm.io.configs import dataset_config
@@ -33,13 +35,13 @@ class ImageFolder(BaseDataset):
         return infos
 
 
-def evenly(number: int, total: int) -> list[int]:
-    """Return ``number`` indices from all over ``total`` items, or all if there are fewer.
+def evenly(number: int, items: Sequence) -> list:
+    """Return ``number`` of the items, from all over them, or all if there are fewer.
 
     The first items would be no sample: a folder of classes begins with one class.
     """
-    number = min(number, total)
-    return [i * total // number for i in range(number)]
+    number = min(number, len(items))
+    return [items[i * len(items) // number] for i in range(number)]
 
 
 def cropped(data: dict, size: int = MAX_SIZE) -> dict:
@@ -80,24 +82,29 @@ def build_images(cfg: Config, split: str, folder: str | None = None) -> Dataset:
 
 
 def read_images(cfg: Config, split: str, number: int, folder: str | None = None) -> list[dict]:
-    """Read images through the test pipeline.
+    """Read a number of images of a split, 'train', 'val' or 'test', through the test pipeline.
 
-    Args:
-        cfg (Config): The config.
-        split (str): 'train', 'val' or 'test', whose images are taken evenly.
-        number (int): Number of images.
-        folder (str, optional): A folder of images to take instead of the split.
-
-    Returns:
-        list[dict]: Batches of one image, as from a data loader: ``inputs`` and ``data_samples``.
+    They are taken evenly; with a ``folder``, from there instead. Returns batches of one image, as
+    from a data loader: ``inputs`` and ``data_samples``.
 
     Raises:
         FileNotFoundError: If the data are not there.
     """
     dataset = build_images(cfg, split, folder)
-    return [pseudo_collate([dataset[i]]) for i in evenly(number, len(dataset))]
+    return [pseudo_collate([dataset[i]]) for i in evenly(number, range(len(dataset)))]
 
 
 def input_channels(model: nn.Module) -> int:
     """Return the number of channels of a model's images: those of its first convolution."""
     return next((m.in_channels for m in model.modules() if isinstance(m, nn.Conv2d)), 3)
+
+
+def input_size(model: nn.Module) -> tuple[int, int]:
+    """Return the height and width of images that a model is made for, or else that it takes.
+
+    The last stage of a Swin gets a whole window, as MMPretrain's refuses smaller maps.
+    """
+    windows = [32 * m.window_size for m in model.modules() if isinstance(m, ShiftWindowMSA)]
+    made_for = (m.img_size for m in model.modules() if getattr(m, 'img_size', None))
+    size = next(made_for, max([224, *windows]))
+    return (size, size) if isinstance(size, int) else tuple(size)

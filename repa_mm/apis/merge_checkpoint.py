@@ -2,10 +2,9 @@
 
 import torch
 from mmengine.structures import BaseDataElement
-from mmpretrain.models.utils.attention import ShiftWindowMSA
 
 from repa_mm.apis.features import check_same, outputs
-from repa_mm.apis.images import input_channels
+from repa_mm.apis.images import input_channels, input_size
 from repa_mm.apis.models import open_model
 from repa_mm.io.checkpoints import load_checkpoint
 from repa_mm.io.configs import load_config
@@ -28,13 +27,7 @@ def reparameterize_checkpoint(
     model = open_model(load_config(config, cfg_options), checkpoint)
     if has_deploy_form(model):
         raise CheckpointError(f'{checkpoint!r} is reparameterized already')
-    deployed = reparameterize(model)
-
-    # The last stage of MMPretrain's Swin needs a whole window.
-    windows = [32 * m.window_size for m in model.modules() if isinstance(m, ShiftWindowMSA)]
-    size = max([224, *windows])
-    size = next((m.img_size for m in model.modules() if hasattr(m, 'img_size')), size)
-    size = (size, size) if isinstance(size, int) else tuple(size)
+    deployed, size = reparameterize(model), input_size(model)
     image = torch.randn(1, input_channels(model), *size)
     sample = BaseDataElement(metainfo=dict(batch_input_shape=size, img_shape=size))
     data = dict(inputs=image, data_samples=[sample])
@@ -51,6 +44,5 @@ def reparameterize_checkpoint(
                 'statistics of the checkpoint are too extreme. Nothing was written. Raise the '
                 f'tolerance to accept this difference ({err})'
             ) from err
-    return dict(
-        error=error, parameters=[sum(p.numel() for p in m.parameters()) for m in (model, deployed)]
-    )
+    numbers = [sum(p.numel() for p in m.parameters()) for m in (model, deployed)]
+    return dict(error=error, parameters=numbers)

@@ -17,18 +17,12 @@ _PRODUCTS = _aten.mm, _aten.addmm, _aten.convolution
 def count(model: nn.Module, inputs: Any) -> tuple[int, int]:
     """Count the parameters of a model, and the multiply-adds of its linear layers and convolutions.
 
+    The model is in eval mode, on any device ('meta' included). Its ``inputs`` are one tensor, or a
+    tuple or a dict of arguments. The multiply-adds are those of the whole batch.
+
     Products of attention, norms and activations are not counted, which comes closest to the tables
     of `RePaFormer <https://arxiv.org/abs/2505.21847>`_. A convolution counts as such, whichever way
     it is computed: a ``FastUPerHead`` has the count of MMSegmentation's ``UPerHead``.
-
-    Args:
-        model (nn.Module): The model in eval mode, on any device ('meta' included).
-        inputs (Tensor | tuple | dict): The model's inputs: one tensor, positional arguments or
-            keyword arguments.
-
-    Returns:
-        tuple: Number of parameters (without buffers), and number of multiply-adds for the whole
-        batch.
     """
     others = []
     with ExitStack() as stack:

@@ -17,21 +17,13 @@ FRACTIONS = (0.03, 0.06, 0.1, 0.15, 0.2, 0.25, 0.3, 0.375, 0.45, 0.55, 0.65, 0.7
 
 @dataclass
 class Axis:
-    """Sizes of one axis of a part, increasing up to the present one.
-
-    Attributes:
-        sizes (Sequence[int]): The sizes.
-        errors (Sequence[float]): The error of the part at each size, in any unit.
-        multiple (int): Chosen sizes are multiples of it, except for the present size.
-        cost (float): Multiply-adds for one unit of the size.
-        gain (float): Error of the model's outputs for one unit of the part's error.
-    """
+    """Sizes of one axis of a part, increasing up to the present one."""
 
     sizes: Sequence[int]
-    errors: Sequence[float]
-    multiple: int = 1
-    cost: float = 0.0
-    gain: float = 0.0
+    errors: Sequence[float]  # of the part at each size, in any unit
+    multiple: int = 1  # chosen sizes are multiples of it, except for the present size
+    cost: float = 0.0  # multiply-adds for one unit of the size
+    gain: float = 0.0  # error of the model's outputs for one unit of the part's error
 
     def probe(self) -> int:
         """Return the index of the largest size with a notable error, to measure the gain at."""

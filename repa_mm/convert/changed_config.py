@@ -8,12 +8,8 @@ from mmengine.config import Config, ConfigDict
 from repa_mm.apis.models import has_structures
 from repa_mm.convert.conversion_report import Sizes
 from repa_mm.convert.training_form import NORM
-from repa_mm.faster import faster_parts_
+from repa_mm.faster import faster_part
 from repa_mm.models.sites import attention_sites, ffn_sites
-from repa_mm.surgery import copied
-
-#: Modules of a segmentor that become faster by the type of its head.
-_HEAD = {'decode_head', 'decode_head.fpn_bottleneck'}
 
 
 def converted_config(
@@ -29,7 +25,8 @@ def converted_config(
     itself is returned. ``model`` is the original model, ``where`` and ``idle_ratio`` are as for
     :class:`~repa_mm.convert.Conversion`.
     """
-    sizes, faster = sizes or {}, _faster_modules(model)
+    sizes = sizes or {}
+    faster = {name for name, module in model.named_modules() if faster_part(module)}
     if not sizes and not faster:
         return cfg
     cfg = copy.deepcopy(cfg)
@@ -39,7 +36,7 @@ def converted_config(
         # The model in a Restructured segmentor has the config of the head.
         owner = cfg.model if 'decode_head' in cfg.model else cfg.model.model
         owner.decode_head.type = 'FastUPerHead'
-    names = sizes.keys() | (faster - _HEAD)
+    names = sizes.keys() | (faster - {'decode_head'})
     if 'backbone' not in cfg.model or not all(name.startswith('backbone.') for name in names):
         cfg.model = with_structures(cfg.model, *_structures(model, sizes, where, idle_ratio))
     elif names:
@@ -48,15 +45,11 @@ def converted_config(
         cfg.model.backbone = with_structures(cfg.model.backbone, *structures)
     if idle_ratio is not None:  # to test the deploy form
         cfg.merge_from_dict({'default_hooks.reparameterize': dict(type='ReparameterizeHook')})
-    return with_import(cfg)
-
-
-def _faster_modules(model: nn.Module) -> set[str]:
-    """Return the names of the modules that :func:`~repa_mm.faster.faster_parts_` replaces."""
-    weights = {id(x): x for x in (*model.parameters(), *model.buffers())}
-    faster = faster_parts_(copied(model, weights))  # shares the weights
-    pairs = zip(model.named_modules(), faster.modules())
-    return {name for (name, module), other in pairs if type(module) is not type(other)}
+    given = cfg.get('custom_imports') or {}
+    imports = given.get('imports') or []
+    imports = [imports] if isinstance(imports, str) else imports
+    cfg.custom_imports = dict(given, imports=list(dict.fromkeys([*imports, 'repa_mm'])))
+    return cfg
 
 
 def _without_pretraining_(cfg: dict) -> None:
@@ -97,12 +90,3 @@ def with_structures(cfg: dict, *structures: dict) -> ConfigDict:
     if cfg['type'] == 'Restructured' or has_structures(cfg):
         return ConfigDict(cfg, structures=[*cfg.get('structures', []), *structures])
     return ConfigDict(type='Restructured', model=cfg, structures=[*structures])
-
-
-def with_import(cfg: Config) -> Config:
-    """Let a config import this package, in place, and return the config."""
-    given = cfg.get('custom_imports') or {}
-    imports = given.get('imports') or []
-    imports = [imports] if isinstance(imports, str) else list(imports)
-    cfg.custom_imports = dict(given, imports=list(dict.fromkeys([*imports, 'repa_mm'])))
-    return cfg

@@ -59,7 +59,8 @@ def convert_pretrained(
     dimensions. Parts that cannot be narrowed stay as they are; the report names them.
 
     With an ``idle_ratio``, the FFNs become channel-idle instead. The result is a training form that
-    computes nearly what the model computes, and that trains and merges as any other.
+    computes nearly what the model computes, and that trains and merges as any other. Either is a
+    copy, and comes with a :class:`ConversionReport`.
 
     Args:
         model (nn.Module): A backbone or a whole model, with blocks of a family in
@@ -74,9 +75,6 @@ def convert_pretrained(
         progress (Callable, optional): Called with the report of each part once it is fitted, the
             number of parts, and about how many seconds are left.
         **options: ``idle_ratio`` and others of :class:`~repa_mm.convert.Conversion`.
-
-    Returns:
-        tuple: The converted copy of the model, and a :class:`ConversionReport`.
 
     Raises:
         ValueError: As :class:`~repa_mm.convert.Conversion`, or if the budget is not in (0, 1].
@@ -164,7 +162,7 @@ class Conversion:
         check_same(self.model, stock, self.batches[0], 'a faster model', forward=self.forward)
         for part in self.parts.values():
             part.put(part.site)
-        self.costs = self._count(list(full_size) or some(self.batches, AXES_BATCHES))
+        self.costs = self._count(list(full_size) or evenly(AXES_BATCHES, self.batches))
 
     def run(self, batch):
         """Run the copy of the model on a batch."""
@@ -201,7 +199,7 @@ class Conversion:
     @torch.no_grad()
     def axes(self) -> dict[str, list[Axis]]:
         """The axes of each part with their errors, costs and gains, for any budget."""
-        few, axes = some(self.batches, GAIN_BATCHES), {}
+        few, axes = evenly(GAIN_BATCHES, self.batches), {}
         expected = run_batches(self.run, few)
 
         def meet(part: Pausing, tokens: list) -> None:
@@ -213,7 +211,7 @@ class Conversion:
                     changes = differences(expected, run_batches(self.run, few))
                 axis.gain = sum(changes) / error if error > 0 else 0.0  # nothing is ever lost
 
-        self._in_lockstep(some(self.batches, AXES_BATCHES), meet, students=False)
+        self._in_lockstep(evenly(AXES_BATCHES, self.batches), meet, students=False)
         return axes
 
     @torch.inference_mode(False)
@@ -375,11 +373,6 @@ def find_parts(
             except ValueError as error:
                 skipped[name] = str(error)
     return pretrained, skipped
-
-
-def some(batches: Sequence, number: int) -> list:
-    """Return at most ``number`` of the batches, from all over them."""
-    return [batches[i] for i in evenly(number, len(batches))]
 
 
 def _run(model: nn.Module, batch):

@@ -10,25 +10,16 @@ Sizes = dict[str, tuple[int, ...]]
 
 @dataclass
 class BlockReport:
-    """The fit of one part.
+    """The fit of one part."""
 
-    Attributes:
-        name (str): Name of the block, or of its attention.
-        before (tuple[int, ...]): Its sizes before the conversion.
-        after (tuple[int, ...]): Its sizes after the conversion.
-        costs (tuple[float, ...]): Multiply-adds for one unit of each of its sizes, for one image.
-        unexplained (float): Share of the targets' variance that the narrower part does not explain.
-        changed (bool): The part has new weights. Those before the first narrower part have not.
-        constant_heads (int): Number of heads whose output hardly varies on the images: no fit can
-            know what they do elsewhere.
-    """
-
-    name: str
-    before: tuple[int, ...]
+    name: str  # of the block, or of its attention
+    before: tuple[int, ...]  # its sizes before the conversion
     after: tuple[int, ...]
-    costs: tuple[float, ...]
-    unexplained: float = 0.0
-    changed: bool = False
+    costs: tuple[float, ...]  # multiply-adds for one unit of each of its sizes, for one image
+    unexplained: float = 0.0  # share of the targets' variance that the narrower part leaves
+    changed: bool = False  # it has new weights: those before the first narrower part have not
+    # Number of heads whose output hardly varies on the images: no fit can know what they do
+    # elsewhere.
     constant_heads: int = 0
 
     @property
@@ -42,17 +33,13 @@ class BlockReport:
 
 @dataclass
 class ConversionReport:
-    """The report of a conversion, which prints as a table.
+    """The report of a conversion, which prints as a table."""
 
-    Attributes:
-        blocks (list[BlockReport]): The converted blocks, in the order of the forward pass.
-        skipped (dict[str, str]): Names of the blocks that stay as they are, with the reasons.
-        differences (list[float]): For each tensor that ``forward`` returns, its mean square change
-            on the held-out batches, relative to its variance.
-    """
-
-    blocks: list[BlockReport] = field(default_factory=list)
+    blocks: list[BlockReport] = field(default_factory=list)  # in the order of the forward pass
+    #: Names of the blocks that stay as they are, with the reasons.
     skipped: dict[str, str] = field(default_factory=dict)
+    #: For each tensor that ``forward`` returns, its mean square change on the held-out batches,
+    #: relative to its variance.
     differences: list[float] = field(default_factory=list)
 
     @property

@@ -79,6 +79,8 @@ class _Pass(greenlet):
 def in_lockstep(forward: Callable, batches: Sequence, meet: Callable, students: bool = True):
     """Run batches as teachers and as students, which meet at each site.
 
+    Returns what ``forward`` returns for the first batch, in its teacher.
+
     Args:
         forward (Callable): Runs a model that has a :class:`Pausing` module at each site on a batch.
         batches (Sequence): What ``forward`` is called with.
@@ -86,9 +88,6 @@ def in_lockstep(forward: Callable, batches: Sequence, meet: Callable, students: 
             with, for each batch, the positional arguments of the student and of the teacher there.
             Returns the function that computes the students' outputs from their arguments.
         students (bool): Run students as well. Without them, both arguments are the teacher's.
-
-    Returns:
-        What ``forward`` returns for the first batch, in its teacher.
 
     Raises:
         ValueError: If a site runs more than once in a pass, or not in all passes.

@@ -122,7 +122,7 @@ class PretrainedFFN(Pausing):
             if self.compensates:
                 t = y.double() - x.double() + (0 if self.ffn.shortcut else teacher.double())
             drawn.append((u, t.to(at_least_float32(y).dtype)))
-        ends = [*evenly(_NUM_PARTS, len(drawn)), len(drawn)]
+        ends = [*evenly(_NUM_PARTS, range(len(drawn))), len(drawn)]
         return [joined(drawn[start:end]) for start, end in zip(ends, ends[1:])]
 
     def fit(self, parts: Sequence[Pairs], sizes: tuple[int, ...]) -> FittedPart:

@@ -22,7 +22,7 @@ from repa_mm.version import __version__
 def split_images(images: Sequence) -> tuple[list, list]:
     """Split images into those to fit to, and one in nine, from all over them, to hold out."""
     number = min(max(1, len(images) // 9), len(images) - 1)
-    held_out = evenly(2 * number, len(images))[1::2]
+    held_out = evenly(2 * number, range(len(images)))[1::2]
     to_fit = [image for i, image in enumerate(images) if i not in held_out]
     return to_fit, [images[i] for i in held_out]
 

@@ -195,11 +195,8 @@ def ffn_moments(ffn: FittedFFN, parts: Sequence[Pairs], linear: bool = False) ->
 class Problem:
     """The regression of outputs t on channels a, from the moments of [a, t].
 
-    Below, ``kept`` are the indices of channels, and ``weights`` are the output weights of these.
-
-    Args:
-        out (torch.Tensor): The weights (C, n) of all channels that the fit is drawn to.
-        moments (Moments): The moments.
+    ``out`` (C, n) are the weights of all channels that the fit is drawn to. Below, ``kept`` are the
+    indices of channels, and ``weights`` are the output weights of these.
     """
 
     def __init__(self, out: torch.Tensor, moments: Moments) -> None:
@@ -254,11 +251,8 @@ class Problem:
         are downdated; the rank of the downdate is the number of removed channels.
 
         At a time, a share ``step`` of the remaining channels is removed, at least one. The first
-        ``protected`` channels always stay.
-
-        Returns:
-            list[torch.Tensor]: For each of the decreasing ``numbers`` of channels to keep, the kept
-            channels in increasing order.
+        ``protected`` channels always stay. Returns, for each of the decreasing ``numbers`` of
+        channels to keep, the kept channels in increasing order.
         """
         gram, weights = self.ridged(RIDGES[0], EVERY_CHANNEL), self.solve(EVERY_CHANNEL, RIDGES[0])
         inverse = torch.cholesky_inverse(torch.linalg.cholesky(gram))

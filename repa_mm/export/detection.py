@@ -315,9 +315,8 @@ class TwoStage(nn.Module):
         batch, num, classes = proposals.shape[0], proposals.shape[1], heads[-1].num_classes
         image = torch.arange(batch)[:, None].expand(-1, num)
         for head, extractor in zip(heads, _stages(self.roi.bbox_roi_extractor)):
-            found, deltas = head(
-                pool(extractor, features, proposals.flatten(0, 1), image.flatten())
-            )
+            pooled = pool(extractor, features, proposals.flatten(0, 1), image.flatten())
+            found, deltas = head(pooled)
             logits.append(found)
             boxes = decode(head.bbox_coder, proposals, deltas.reshape(batch, num, -1), limits)
             if head is not heads[-1]:  # the next stage starts at the boxes of the best class

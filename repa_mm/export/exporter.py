@@ -14,9 +14,9 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from mmengine.config import Config
-from mmpretrain.models.utils.attention import ShiftWindowMSA
 
 from repa_mm.apis import read_images
+from repa_mm.apis.images import input_size
 from repa_mm.export.comparison import agreement_of, num_found, overlaps
 from repa_mm.export.runtime_model import ExportedModel
 from repa_mm.export.session import OPTIONS
@@ -39,16 +39,9 @@ NUM_IMAGES = 3
 def example_shape(model: nn.Module) -> tuple[int, int]:
     """Return the height and width of an example to trace a model with, for images of any size.
 
-    It differs from the model's own size, so that position embeddings are resized, and gives the
-    last stage of a Swin a whole window, as MMPretrain's refuses smaller maps.
+    It differs from the model's own size, so that position embeddings are resized.
     """
-    side = 224
-    for module in model.modules():
-        if isinstance(module, ShiftWindowMSA):
-            side = max(side, 32 * module.window_size)
-    made_for = getattr(getattr(model, 'backbone', None), 'img_size', None)
-    if isinstance(made_for, (list, tuple)):
-        side = max(side, *made_for)
+    side = max(224, *input_size(model))
     return side + 32, side + 64
 
 

@@ -17,11 +17,11 @@ from repa_mm.surgery import copied
 #: Smallest acceptable :func:`~repa_mm.export.agreement`.
 MIN_AGREEMENT = 0.98
 #: What is tried in turn: strengths of SmoothQuant (NNCF's default, then with the inputs of
-#: convolutions), and whether all that follows the backbone stays in float.
+#: convolutions), and names of layers that stay in float: in the end all that follow the backbone.
 ATTEMPTS = (
-    (dict(matmul=0.95), False),
-    (dict(matmul=0.95, convolution=0.95), False),
-    (dict(matmul=0.95, convolution=0.95), True),
+    (dict(matmul=0.95), []),
+    (dict(matmul=0.95, convolution=0.95), []),
+    (dict(matmul=0.95, convolution=0.95), ['^(?!.*/backbone/).*']),
 )
 
 
@@ -65,8 +65,19 @@ def quantize(
 
     model = set_shortcut_(copied(model).cpu(), 'outside')
     content, _ = agreeing_onnx(model, calibration[:NUM_IMAGES])
-    for strengths, backbone_only in ATTEMPTS:
-        quantized = _in_int8(content, strengths, backbone_only, nncf.Dataset(calibration, feed))
+    nncf.set_log_level(logging.ERROR)
+    for strengths, in_float in ATTEMPTS:
+        quantized = nncf.quantize(
+            openvino.Core().read_model(content, b''),
+            nncf.Dataset(calibration, feed),
+            subset_size=len(calibration),
+            model_type=nncf.ModelType.TRANSFORMER,
+            ignored_scope=nncf.IgnoredScope(patterns=in_float),
+            advanced_parameters=nncf.AdvancedQuantizationParameters(
+                smooth_quant_alphas=nncf.AdvancedSmoothQuantParameters(**strengths)
+            ),
+        )
+        quantized.set_rt_info('int8', ['framework', 'precision'])
         # In float32, so that the figure does not depend on what else this processor rounds.
         exported = ExportedModel(quantized, model.data_preprocessor, 'f32')
         found = agreement(model, exported, held_out)
@@ -83,27 +94,7 @@ def quantize(
     with replacing(out) as temporary, replacing(weights):
         openvino.save_model(quantized, temporary, compress_to_fp16=False)
     layers = layers_in_int8(quantized)
-    return dict(agreement=found, layers=layers, backbone_only=backbone_only)
-
-
-def _in_int8(content: bytes, strengths: dict, backbone_only: bool, dataset):
-    """Return an OpenVINO model in int8 from the content of an ONNX file."""
-    import nncf
-    import openvino
-
-    nncf.set_log_level(logging.ERROR)
-    quantized = nncf.quantize(
-        openvino.Core().read_model(content, b''),
-        dataset,
-        subset_size=dataset.get_length(),
-        model_type=nncf.ModelType.TRANSFORMER,
-        ignored_scope=nncf.IgnoredScope(patterns=['^(?!.*/backbone/).*'] if backbone_only else []),
-        advanced_parameters=nncf.AdvancedQuantizationParameters(
-            smooth_quant_alphas=nncf.AdvancedSmoothQuantParameters(**strengths)
-        ),
-    )
-    quantized.set_rt_info('int8', ['framework', 'precision'])
-    return quantized
+    return dict(agreement=found, layers=layers, backbone_only=bool(in_float))
 
 
 def layers_in_int8(file) -> dict[str, bool]:

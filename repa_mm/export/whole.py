@@ -101,9 +101,8 @@ class WholeModel(nn.Module):
         cfg = getattr(self.model, 'cfg', None) or {}
         noted = dict(self.noted)
         if cfg.get('test_dataloader'):
-            steps = (
-                (x['type'].rpartition('.')[2], x) for x in dataset_config(cfg, 'test').pipeline
-            )
+            pipeline = dataset_config(cfg, 'test').pipeline
+            steps = ((x['type'].rpartition('.')[2], x) for x in pipeline)
             steps = [dict(x, type=kind) for kind, x in steps if kind[:4] not in ('Load', 'Pack')]
             noted['pipeline'] = json.dumps(steps, default=str)
         return dict(

@@ -348,16 +348,11 @@ def fast_class(module: nn.Module) -> type | None:
 
 
 def fast_window_attention_(model: nn.Module) -> nn.Module:
-    """Make the window attention of a Swin faster, in place.
+    """Make the window attention of a Swin faster, in place, and return the model.
 
-    Every ``ShiftWindowMSA`` becomes a :class:`FastShiftWindowMSA`, and every ``PatchMerging`` a
-    :class:`FastPatchMerging`. Outputs, gradients and the state dict stay the same.
-
-    Args:
-        model (nn.Module): A model with a Swin of MMPretrain, MMDetection or MMSegmentation.
-
-    Returns:
-        nn.Module: The same model.
+    Every ``ShiftWindowMSA`` of MMPretrain, MMDetection or MMSegmentation becomes a
+    :class:`FastShiftWindowMSA`, and every ``PatchMerging`` a :class:`FastPatchMerging`. Outputs,
+    gradients and the state dict stay the same.
 
     Raises:
         ValueError: If the model has no stock window attention.

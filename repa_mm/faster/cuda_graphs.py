@@ -20,11 +20,8 @@ class Captured:
 
     There is a graph for each shape, memory format and type of the inputs and type of autocast.
     Weights that are replaced give a new one. With gradients, in training mode, on another device
-    than a GPU, and with arguments such as data samples, the module's own forward pass runs.
-
-    Args:
-        module (nn.Module): The module, whose forward pass must not wait for the GPU, nor leave
-            anything on the module.
+    than a GPU, and with arguments such as data samples, the module's own forward pass runs. That
+    pass must not wait for the GPU, nor leave anything on the module.
     """
 
     device_type = 'cuda'
@@ -127,14 +124,11 @@ def cuda_graphs_(model: nn.Module) -> nn.Module:
     does not wait for Python to launch its kernels, which takes most of the time of one image.
     Post-processing, RoI heads, and the encoder and decoder of a DETR run as before, and so does a
     part whose ``forward`` was replaced, or that has hooks inside; later hooks do not run. For
-    inference only; each size keeps memory for its inputs
-    and outputs, so images of many sizes should be padded to a few.
+    inference only; each size keeps memory for its inputs and outputs, so images of many sizes
+    should be padded to a few. Outputs stay valid after the next batch.
 
     Args:
         model (nn.Module): The model in eval mode, on a GPU, after all that replaces its modules.
-
-    Returns:
-        nn.Module: The same model. Its outputs stay valid after the next batch.
 
     Raises:
         ValueError: If the model is not on an NVIDIA GPU.

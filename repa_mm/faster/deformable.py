@@ -90,11 +90,15 @@ class FastDeformableAttention(MultiScaleDeformableAttention or nn.Module):
         return self.dropout(out) + identity
 
 
+def fast_deformable_class(module: nn.Module) -> type | None:
+    """Return the fast class of mmcv's deformable attention, or None."""
+    return FastDeformableAttention if type(module) is MultiScaleDeformableAttention else None
+
+
 def swap_deformable_attention_(model: nn.Module) -> None:
     """Make the deformable attention of a DETR faster on CPUs, in place.
 
     Every ``MultiScaleDeformableAttention`` of mmcv becomes a :class:`FastDeformableAttention`.
     Outputs, gradients and the state dict stay the same.
     """
-    stock, fast = MultiScaleDeformableAttention, FastDeformableAttention
-    replace_(model, lambda module: fast if type(module) is stock else None)
+    replace_(model, fast_deformable_class)

@@ -25,10 +25,7 @@ def faster_on_gpu_(model: nn.Module) -> nn.Module:
 
     The convolutions of necks and heads get the memory format ``channels_last``, which matrix units
     need, except where operators of mmcv such as RoIAlign read the maps. Weights and the state dict
-    stay the same. On another device, nothing changes.
-
-    Args:
-        model (nn.Module): The model, in eval mode; wrapped (DDP) or not.
+    stay the same. On another device, nothing changes. The model may be wrapped (DDP).
     """
     device = next((p.device for p in model.parameters()), torch.device('cpu'))
     if device.type == 'cuda':

@@ -41,11 +41,7 @@ class NarrowMultiheadAttention(MultiheadAttention):
 
 
 class NarrowSelfAttention(nn.Module):
-    """mmcv's ``MultiheadAttention`` as MMSegmentation's ViT calls it, with heads of any widths.
-
-    Args:
-        attention (nn.Module): The module to replace.
-    """
+    """mmcv's ``MultiheadAttention`` as MMSegmentation's ViT calls it, with heads of any widths."""
 
     def __init__(self, attention: MMCVAttention) -> None:
         super().__init__()

@@ -9,7 +9,7 @@ from mmcv.cnn import Conv2d, ConvModule
 from mmseg.models import UPerHead
 
 from repa_mm.faster.fusing import FusedConvModule
-from repa_mm.surgery import has_stock_forward, replace_
+from repa_mm.surgery import has_stock_forward
 
 
 def _taps(
@@ -118,8 +118,6 @@ class FastUPerHead(UPerHead):
         return module.activate(out) if module.with_activation else out
 
 
-def fast_uper_head_(model: nn.Module) -> nn.Module:
-    """Replace every ``UPerHead`` of a model by a :class:`FastUPerHead`, in place."""
-    fast, stock = FastUPerHead, UPerHead
-    replace_(model, lambda m: fast if type(m) is stock and fast.is_ordinary(m) else None)
-    return model
+def fast_head_class(head: nn.Module) -> type | None:
+    """Return the fast class of a ``UPerHead`` with ordinary convolutions, or None."""
+    return FastUPerHead if type(head) is UPerHead and FastUPerHead.is_ordinary(head) else None

@@ -41,8 +41,7 @@ def partition(
     """Return the window partition of a batch of feature maps, as one list of B * H * W tokens."""
     # Tensors that are cached in inference mode could not be used for training later.
     with torch.inference_mode(False), torch.no_grad():
-        parts = traceable_partition(height, width, window, shift, device)
-        rows, positions, padded, mask = parts
+        rows, positions, padded, mask = traceable_partition(height, width, window, shift, device)
         mask = (mask if shift else torch.zeros_like(mask)).repeat(batch)
         order, size = mask.argsort(stable=True), window**2
         images = torch.arange(batch, device=device)[:, None]

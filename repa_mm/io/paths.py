@@ -16,7 +16,7 @@ def config_root(package: str = 'repa_mm') -> str:
 
 
 def config_path(name: str) -> str:
-    """Return the path of a config of this package or of an installed codebase.
+    """Return the absolute path of a config of this package or of an installed codebase.
 
     Any config can inherit from it, with every tool, since MMEngine evaluates the expression::
 
@@ -26,9 +26,6 @@ def config_path(name: str) -> str:
         name (str): Path relative to ``configs/``, with or without '.py': 'retinanet_repa_swin_b',
             'demo/retinanet_repa_swin_digits.py'. For another package, its name and '::' come first:
             'mmdet::swin/mask-rcnn_swin-t-p4-w7_fpn_1x_coco.py'.
-
-    Returns:
-        str: The absolute path.
 
     Raises:
         FileNotFoundError: If there is no such config.

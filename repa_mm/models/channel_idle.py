@@ -1,7 +1,4 @@
-"""RePa backbones: DeiT, ViT, Swin, PoolFormer and MLP-Mixer with channel-idle FFNs.
-
-`RePaFormer <https://arxiv.org/abs/2505.21847>`_ applied to the backbones of MMPretrain.
-"""
+"""RePa backbones: MMPretrain's DeiT, ViT, Swin, PoolFormer and MLP-Mixer with channel-idle FFNs."""
 
 from collections.abc import Sequence
 
@@ -69,8 +66,7 @@ class RePaVisionTransformer(RePaBackbone, VisionTransformer):
 class RePaSwinTransformer(RePaBackbone, SwinTransformer):
     """`Swin Transformer <https://arxiv.org/abs/2103.14030>`_ with channel-idle FFNs.
 
-    Args:
-        *args, **kwargs: Arguments of mmpretrain's ``SwinTransformer`` and :class:`RePaBackbone`.
+    Arguments are those of mmpretrain's ``SwinTransformer`` and of :class:`RePaBackbone`.
 
     Examples:
         >>> model = RePaSwinTransformer('base', out_indices=(0, 1, 2, 3))

@@ -3,7 +3,7 @@
 docs/architecture.md shows how to add a family.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -22,7 +22,7 @@ from repa_mm.surgery import become_, has_stock_forward
 class Family:
     """Names of the modules in blocks that end with ``x = ffn(norm(x), identity=x)``.
 
-    ``ffn`` is mmcv's ``FFN``. A family of other blocks is a subclass.
+    ``ffn`` is mmcv's ``FFN`` or MMPretrain's ``DeiT3FFN``. A family of other blocks is a subclass.
 
     Args:
         norm (str): Name of the norm before the FFN. Empty if the norm follows the FFN and stays.
@@ -49,10 +49,6 @@ class Family:
 
     def ffn_modules(self, block: nn.Module) -> FFNParts:
         """Return the modules of a block's norm and FFN, or raise a ``ValueError``."""
-        return self._of_mmcv(block, self.shortcut)
-
-    def _of_mmcv(self, block: nn.Module, shortcut: bool) -> FFNParts:
-        """Return the modules of mmcv's ``FFN`` or MMPretrain's ``DeiT3FFN``."""
         ffn = block.get_submodule(self.ffn)
         # By exact type: a subclass may compute something else.
         if type(ffn) not in (FFN, DeiT3FFN):
@@ -61,7 +57,7 @@ class Family:
             )
         if ffn.num_fcs != 2:
             raise ValueError(f'its FFN has {ffn.num_fcs} linear layers, not two')
-        if ffn.add_identity != shortcut:
+        if ffn.add_identity != self.shortcut:
             raise ValueError(
                 f'its FFN has add_identity={ffn.add_identity}: the shortcut is not where other '
                 'blocks of this name have it'
@@ -149,7 +145,7 @@ class BEiT(Family):
     def ffn_modules(self, block: nn.Module) -> FFNParts:
         if type(block) is not BEiTTransformerEncoderLayer:  # MMSegmentation's, which is refused
             return super().ffn_modules(block)
-        modules = self._of_mmcv(block, shortcut=False)
+        modules = Family.ffn_modules(replace(self, shortcut=False), block)
         return modules._replace(scale=block.gamma_2, drop_path=block.drop_path)
 
 

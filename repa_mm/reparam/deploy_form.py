@@ -316,12 +316,8 @@ def set_shortcut_(model: nn.Module, where: str) -> nn.Module:
     in float32. Call this function before a cast. State dicts always have the shortcut inside W,
     except with ``state_dict(keep_vars=True)``, which returns the parameters as they are.
 
-    Args:
-        model (nn.Module): The model, changed in place.
-        where (str): 'inside' or 'outside'.
-
     Raises:
-        ValueError: If ``where`` is something else.
+        ValueError: If ``where`` is neither 'inside' nor 'outside'.
     """
     if where not in ('inside', 'outside'):
         raise ValueError(f"the shortcut is 'inside' or 'outside', but got {where!r}")

@@ -330,15 +330,13 @@ def _centre(x: torch.Tensor, acc: torch.dtype):
 
 
 def set_training_path_(model: nn.Module, path: str) -> nn.Module:
-    """Choose how the channel-idle FFNs of a model compute in training mode.
+    """Choose how the channel-idle FFNs of a model compute in training mode, in place.
 
-    Args:
-        model (nn.Module): The model, changed in place.
-        path (str): 'literal' (eq. 3 of the paper), 'folded' (without the idle channels, where
-            :func:`is_foldable`), or 'auto', see :func:`is_worth`: the path with fewer
-            multiply-adds, but in half precision on a GPU 'folded' for large maps alone.
-            docs/benchmarks.md has times and memory. In float16, gradients of 'folded' need smaller
-            loss scales where tokens are large; ``AmpOptimWrapper`` finds them.
+    The path is 'literal' (eq. 3 of the paper), 'folded' (without the idle channels, where
+    :func:`is_foldable`), or 'auto', see :func:`is_worth`: the path with fewer multiply-adds, but in
+    half precision on a GPU 'folded' for large maps alone. docs/benchmarks.md has times and memory.
+    In float16, gradients of 'folded' need smaller loss scales where tokens are large;
+    ``AmpOptimWrapper`` finds them.
 
     Raises:
         ValueError: If ``path`` is something else.

@@ -145,10 +145,8 @@ class TrainingForm(Form):
         """Copy the weights of ordinary modules into this form.
 
         Parameters change in place: MMEngine builds the optimizer before it initializes weights.
-
-        Args:
-            *parts: One or several groups of ordinary modules at the site, such as
-                :class:`~repa_mm.reparam.FFNParts`.
+        ``parts`` are one or several groups of ordinary modules at the site, such as
+        :class:`~repa_mm.reparam.FFNParts`.
         """
         raise NotImplementedError(f'{type(self).__name__} cannot be filled from ordinary weights')
 

@@ -1,10 +1,4 @@
-"""The training form of the channel-idle FFN.
-
-`RePaFormer <https://arxiv.org/abs/2505.21847>`_ (RePaViT, ICML 2025) lets only the first A of an
-FFN's H hidden channels pass the activation. The other H - A *idle* channels are linear from input
-to output. After training, the idle channels, both BatchNorms and the shortcut collapse into one C x
-C matrix.
-"""
+"""The training form of the channel-idle FFN of RePaFormer (RePaViT, ICML 2025)."""
 
 import torch
 import torch.nn as nn
@@ -42,7 +36,8 @@ from .numerics import (
 class ChannelIdleFFN(TrainingForm):
     """Training form of an FFN in which most hidden channels skip the activation.
 
-    With u = BN1(x), h = u W_in^T + b_in and a = [act(h_A), h_I] (active and idle channels), it
+    These *idle* channels, both BatchNorms and the shortcut collapse into one C x C matrix after
+    training. With u = BN1(x), h = u W_in^T + b_in and a = [act(h_A), h_I] (active and idle), it
     returns x + DropPath(g * (BN2(a) W_out^T + b_out)): eq. 3 of the `paper
     <https://arxiv.org/abs/2505.21847>`_, with the biases that the paper omits, stochastic depth and
     the layer scale g. Dropout, if any, comes before and after the second linear layer.
@@ -105,15 +100,10 @@ class ChannelIdleFFN(TrainingForm):
         self.norm1 = build_norm(norm_cfg, embed_dims)
         self.fc1 = nn.Linear(embed_dims, feedforward_channels)
         self.act = build_activation(act_cfg)
-        self.norm2 = (
-            nn.Identity() if self.keeps_norm else build_norm(norm_cfg, feedforward_channels)
-        )
+        self.norm2 = build_norm(None if self.keeps_norm else norm_cfg, feedforward_channels)
         self.fc2 = nn.Linear(feedforward_channels, embed_dims)
-        self.layer_scale = (
-            nn.Parameter(torch.ones(embed_dims) * layer_scale_init_value)
-            if layer_scale_init_value
-            else None
-        )
+        scale = torch.ones(embed_dims) * layer_scale_init_value
+        self.layer_scale = nn.Parameter(scale) if layer_scale_init_value else None
         # After the second norm, so that dropout does not change the norm's statistics.
         self.drop = nn.Dropout(drop_rate)
         # Named as in mmcv's FFN.
@@ -173,13 +163,10 @@ class ChannelIdleFFN(TrainingForm):
         return fold(*weights, self.num_active, *affine, scale)
 
     def fill(self, ffn: FFNParts) -> None:
-        """Copy the weights of an ordinary FFN, whose first hidden channels become active.
+        """Copy the weights of a norm and an FFN, whose first hidden channels become active.
 
         BatchNorm statistics do not change. With a kept norm and no idle channels, the form computes
         the same as the ordinary FFN; otherwise the weights are an initialization for training.
-
-        Args:
-            ffn (FFNParts): The FFN and the norm before it.
         """
         scale = None if ffn.scale is None else double(ffn.scale)
         if isinstance(self.layer_scale, nn.Parameter):
@@ -197,10 +184,7 @@ class ChannelIdleFFN(TrainingForm):
         copy_matrix_(self.fc2, weight, bias)
 
     def merge(self) -> MergedFFN:
-        """Compute the deploy form (paper eq. 4-7) in float64.
-
-        Returns:
-            MergedFFN: The deploy form, with the device and dtype of ``fc1.weight``.
+        """Compute the deploy form (paper eq. 4-7) in float64, then in the dtype of ``fc1.weight``.
 
         Raises:
             ValueError: See :meth:`TrainingForm.merge` and :meth:`fold`; also if the merged weights

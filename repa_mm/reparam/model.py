@@ -54,7 +54,7 @@ def _training_forms(model: nn.Module) -> list[TrainingForm]:
 
 
 def reparameterize(model: nn.Module) -> nn.Module:
-    """Return a copy of a model in which every module in a training form is merged.
+    """Return a copy of a model, in eval mode, with every module in a training form merged.
 
     The copy equals the model in eval mode, up to rounding. A training form inside another training
     form is left to the outer form's merge; inner forms that remain in their training form are
@@ -63,9 +63,6 @@ def reparameterize(model: nn.Module) -> nn.Module:
     Args:
         model (nn.Module): The model. DataParallel, DistributedDataParallel and torch.compile
             wrappers are removed; an averaged model (EMA) keeps its wrapper.
-
-    Returns:
-        nn.Module: The reparameterized copy, in eval mode.
 
     Raises:
         ValueError: If nothing in the model can be merged, or it is sharded; names the module that
@@ -85,14 +82,8 @@ def reparameterize(model: nn.Module) -> nn.Module:
 def reparameterize_(model: nn.Module) -> nn.Module:
     """Merge every module of a model that is in its training form, in place.
 
-    Args:
-        model (nn.Module): As for :func:`reparameterize`.
-
-    Returns:
-        nn.Module: The same model without the wrappers that are removed, in eval mode.
-
-    Raises:
-        ValueError: As :func:`reparameterize`; the model is then as it was.
+    Returns the same model without the wrappers that :func:`reparameterize` removes, in eval mode.
+    Raises a ``ValueError`` as that function; the model is then as it was.
     """
     model, memo = _merged(model)
     for form in dict(outermost(model, TrainingForm)).values():

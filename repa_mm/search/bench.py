@@ -51,10 +51,7 @@ def candidate(name: str, config: str, checkpoint: str, budget: float = 1.0) -> d
 
 def row_of(model: dict, kind: str, file: str | None = None) -> dict:
     """Return a row of a candidate that is not tested, without what is measured."""
-    return dict(
-        model, format=kind, file=file, chosen=False,
-        **dict.fromkeys(TESTED),
-    )  # fmt: skip
+    return dict(model, format=kind, file=file, chosen=False, **dict.fromkeys(TESTED))
 
 
 def originals(model: nn.Module, checkpoint: str, folder: str, data: dict) -> tuple[dict, dict]:
@@ -106,15 +103,9 @@ def meets(row: dict, max_loss: float) -> bool:
 class Bench:
     """Finds what is not known of candidates: fits, files, times and tests.
 
-    Args:
-        stock (dict): The original, a candidate.
-        base (dict): The same with faster parts, if there are any, which is narrowed.
-        record (Record): What is known.
-        judge (Judge): Has the images, and tests models.
-        tested (int): Number of images to test on.
-        calibration (Callable): Returns the images to fit to, and to calibrate int8 on.
-
-    The other arguments are those of :func:`~repa_mm.speed_up`.
+    ``stock`` and ``base`` are the candidates of :func:`originals`, of which the second is narrowed.
+    ``tested`` is the number of images to test on, ``calibration`` returns those to fit to, and to
+    calibrate int8 on. The other arguments are those of :func:`~repa_mm.speed_up`.
     """
 
     def __init__(

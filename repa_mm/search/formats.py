@@ -12,21 +12,13 @@ from repa_mm.faster import cuda_graphs_
 
 @dataclass(frozen=True)
 class Format:
-    """A way to run a model.
+    """A way to run a model."""
 
-    Attributes:
-        file (str): Suffix of the file that it runs, '.onnx' or '_int8.xml', or '' for PyTorch.
-        packages (str): Packages that the file needs.
-        runtime (str, optional): What runs the file, see :class:`~repa_mm.export.Session`.
-        dtype (str, optional): The type of PyTorch's autocast.
-        captured (bool): CUDA graphs run the backbone, neck and heads.
-    """
-
-    file: str = ''
-    packages: str = ''
-    runtime: str | None = None
-    dtype: str | None = None
-    captured: bool = False
+    file: str = ''  # suffix of the file that it runs, '.onnx' or '_int8.xml', or '' for PyTorch
+    packages: str = ''  # that the file needs
+    runtime: str | None = None  # what runs the file, see :class:`~repa_mm.export.Session`
+    dtype: str | None = None  # of PyTorch's autocast
+    captured: bool = False  # CUDA graphs run the backbone, neck and heads
 
 
 EAGER, GRAPHS = 'PyTorch', 'PyTorch f16, CUDA graphs'

@@ -48,11 +48,7 @@ class Score(NamedTuple):
 
 
 class Judge:
-    """Images to test on. A subclass is called with a model, and returns its :class:`Score`.
-
-    Args:
-        dataset (Dataset): The data set.
-        indices (Sequence[int]): Indices of the images.
+    """Images of a data set to test on. A subclass is called with a model, and returns its score.
 
     Attributes:
         name (str): Name of the metric, '' before the first test.
@@ -71,7 +67,7 @@ class Judge:
 
     def images(self, number: int, batch_size: int = 1) -> list[dict]:
         """Return batches of images, spread over those to test on."""
-        chosen = [self.indices[i] for i in evenly(number * batch_size, self.num_images)]
+        chosen = evenly(number * batch_size, self.indices)
         chosen *= -(-batch_size // len(chosen))  # of fewer images than a batch, some come again
         starts = range(0, len(chosen) - batch_size + 1, batch_size)
         return [pseudo_collate([self.dataset[i] for i in chosen[s:][:batch_size]]) for s in starts]
@@ -205,7 +201,7 @@ def subset(
         pool = pool[:given] if given >= 0 else pool[given:]
     elif given is not None:
         pool = [pool[i] for i in given]
-    indices = [pool[i] for i in evenly(num_images, len(pool))]
+    indices = evenly(num_images, pool)
     if len(indices) < len(dataset):
         loader.dataset.indices = indices
         ids = {dataset.get_data_info(i).get('img_id') for i in indices}

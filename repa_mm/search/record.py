@@ -69,13 +69,9 @@ def step(what: str, do: Callable, *args) -> Any:
 class Record:
     """The content of ``results.json``: the last table, and by their names all ``known`` values.
 
-    If any of the files that values name is not what was written, or in another environment,
-    nothing counts as known.
-
-    Args:
-        out_dir (str): The folder.
-        fingerprint (str): Hash of what every value depends on.
-        environment (dict): That of :func:`environment`.
+    If any of the files that values name is not what was written, or in another
+    :func:`environment`, nothing counts as known. ``fingerprint`` is a hash of what every value
+    depends on.
 
     Attributes:
         notes (list[str]): What the reader of the table should know.

@@ -105,14 +105,14 @@ def speed_up(
         train = build_images(cfg, 'train', images)
         # Of a folder, every third image is tested.
         pool = [i for i in range(len(train)) if i % 3 or not images]
-        to_fit = [pool[i] for i in evenly(fit_images, len(pool))]
+        to_fit = evenly(fit_images, pool)
         model_and_data = cfg.pretty_text, hash_of_file(checkpoint), files_of(train, to_fit)
     record = Record(out_dir, hashed(__version__, *model_and_data), environment(device))
     with quiet():
         model = open_model(cfg, checkpoint, merge=True)
         number = num_images or LEAST_IMAGES  # which are timed, if not tested
         if images:
-            judge = Agreement(train, [3 * i for i in evenly(number, -(-len(train) // 3))])
+            judge = Agreement(train, evenly(number, range(0, len(train), 3)))
         else:
             judge = Annotated(cfg, number, osp.join(out_dir, f'{number}_images.json'))
     tested = min(num_images, judge.num_images)
@@ -176,7 +176,6 @@ def walk(
     first that keeps the floor.
     """
     rows, kept = [], []
-
     for candidate in candidates:
         rows += (new := rows_of(candidate, False))
         falls_short = new and max_loss is not None and not any(meets(x, max_loss) for x in new)

@@ -8,8 +8,7 @@ from mmcv.ops import DeformConv2dPack, ModulatedDeformConv2dPack
 from mmseg.models import UPerHead
 
 from repa_mm.benchmark.complexity import count
-from repa_mm.faster import fuse_conv_bn_
-from repa_mm.faster.uper_head import fast_uper_head_
+from repa_mm.faster import faster_parts_, fuse_conv_bn_
 from repa_mm.surgery import hooks_of
 
 
@@ -47,14 +46,13 @@ def test_products_with_weights(model, macs):
 def test_a_faster_head_counts_as_the_stock_head(norm):
     options = dict(in_channels=[3, 4], in_index=[0, 1], channels=5, num_classes=7, norm_cfg=norm)
     stock = UPerHead(pool_scales=(1, 2), **options).eval()
-    fast = fast_uper_head_(copy.deepcopy(stock))
+    fast = faster_parts_(copy.deepcopy(stock))
     maps = [torch.zeros(2, 3, 8, 8), torch.zeros(2, 4, 4, 4)]
     # Pyramid pooling of the second map, lateral and output convolution of the first, the
     # convolution of both maps at the size of the first, and the classes.
     macs = 4 * 5 * (1 + 4) + 16 * 9 * (4 + 2 * 5) * 5
     macs += 64 * (3 * 5 + 9 * 5 * 5 + 9 * 2 * 5 * 5 + 5 * 7)
-    parameters = sum(p.numel() for p in stock.parameters())
     for head in (stock, fast, fuse_conv_bn_(copy.deepcopy(fast))):
         assert count(head, dict(inputs=maps))[1] == count(head, (maps,))[1] == 2 * macs
         assert not hooks_of(head.fpn_bottleneck)
-    assert count(fast, (maps,))[0] == parameters
+    assert count(fast, (maps,))[0] == sum(p.numel() for p in stock.parameters())

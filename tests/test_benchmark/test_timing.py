@@ -47,7 +47,6 @@ def test_short_calls_run_unmeasured_first_and_long_ones_do_not():
     def call(name, seconds):
         count[name] += 1
         time.sleep(seconds)
-
         return seconds
 
     calls = dict(short=lambda _: call('short', 0.01), long=lambda _: call('long', 0.11))

@@ -14,9 +14,6 @@ from repa_mm.export.transformers import _extent, padding_mask
 from .test_families import OF_DETECTORS
 from .zoo import RESNET, detr_config, mask_config, small_images, small_model
 
-pytest.importorskip('onnxruntime')
-pytest.importorskip('mmdet')
-
 
 def co_detector(**nms):
     from tests.co_detr import co_detr

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from mmpretrain.models.utils.attention import ShiftWindowMSA
 
 from repa_mm.faster import attention, fast_window_attention_
+from tests.toy import step
 
 if not attention._HAS_OPERATORS:
     pytest.skip('needs PyTorch 2.6', allow_module_level=True)
@@ -149,21 +150,13 @@ def _module(shift=3, window=7, channels=16, **kwargs):
     return stock, fast_window_attention_(copy.deepcopy(stock))
 
 
-def _gradients(module, x, size):
-    module.zero_grad()
-    x = x.clone().requires_grad_()
-    y = module(x, size)
-    y.backward(torch.linspace(0, 1, y.numel(), device=y.device).view(y.shape).to(y.dtype))
-    return [y.detach(), x.grad, *(p.grad for p in module.parameters())]
-
-
 @pytest.mark.parametrize('shift, bias', [(0, True), (3, True), (3, False)])
 def test_module_equals_the_stock_one(shift, bias, calls):
     stock, fast = _module(shift, qkv_bias=bias)
     for size in [(6, 8), (2, 5)]:
         x = torch.randn(1, 16, size[0] * size[1], device=DEVICE).transpose(1, 2)
-        expected = _gradients(stock.double(), x.double(), size)
-        _assert_close(_gradients(fast, x, size), expected, 1e-5)
+        expected = step(stock.double(), x.double(), size)
+        _assert_close(step(fast, x, size).values(), expected.values(), 1e-5)
         with torch.no_grad():
             _assert_close([fast(x, size)], [stock(x.double(), size)], 1e-5)
     assert len(calls) == 4
@@ -175,10 +168,11 @@ def test_narrow_heads(calls, monkeypatch):
     fast.w_msa.qkv = nn.Linear(16, 2 * (3 + 3 + 5)).to(DEVICE)
     fast.w_msa.proj = nn.Linear(2 * 5, 16).to(DEVICE)
     x = torch.randn(2, 48, 16, device=DEVICE)
-    actual = _gradients(fast, x, (6, 8))
+    actual = step(fast, x, (6, 8))
     assert calls
     monkeypatch.setattr(attention, 'has_kernels', lambda device: False)
-    _assert_close(actual, _gradients(fast.double(), x.double(), (6, 8)), 1e-5)
+    expected = step(fast.double(), x.double(), (6, 8))
+    _assert_close(actual.values(), expected.values(), 1e-5)
 
 
 @pytest.mark.parametrize('dtype', HALF)

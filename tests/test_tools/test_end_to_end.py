@@ -4,6 +4,7 @@ import os
 import pickle
 import subprocess
 import sys
+from functools import cache
 
 import cv2
 import numpy as np
@@ -51,16 +52,14 @@ TASKS = ['retinanet', pytest.param('mask_rcnn', marks=pytest.mark.slow), 'uperne
 @pytest.fixture(scope='session')
 def trained(config_of, digits, tmp_path_factory, run_tool):
     """A function: the checkpoints of a task's short training, and merged, made once."""
-    made = {}
 
+    @cache
     def get(task):
-        if task not in made:
-            folder = tmp_path_factory.mktemp(task)
-            run_tool('train', config_of(task), *arguments(task, folder), cwd=digits)
-            checkpoint, merged = (folder / 'last_checkpoint').read_text(), folder / 'merged.pth'
-            run_tool('reparameterize', config_of(task), checkpoint, merged, cwd=digits)
-            made[task] = checkpoint, str(merged)
-        return made[task]
+        folder = tmp_path_factory.mktemp(task)
+        run_tool('train', config_of(task), *arguments(task, folder), cwd=digits)
+        checkpoint, merged = (folder / 'last_checkpoint').read_text(), folder / 'merged.pth'
+        run_tool('reparameterize', config_of(task), checkpoint, merged, cwd=digits)
+        return checkpoint, str(merged)
 
     return get
 
@@ -87,14 +86,12 @@ def scores_in(path):
 @pytest.fixture(scope='session')
 def by_hook(config_of, trained, digits, tmp_path_factory, run_tool):
     """A function: what a task's trained model predicts, merged by the hook, and the folder."""
-    made = {}
 
+    @cache
     def get(task):
-        if task not in made:
-            folder = tmp_path_factory.mktemp('by_hook') / task
-            files = config_of(task), trained(task)[0]
-            made[task] = predictions_of(task, *files, folder, run_tool, digits), folder
-        return made[task]
+        folder = tmp_path_factory.mktemp('by_hook') / task
+        files = config_of(task), trained(task)[0]
+        return predictions_of(task, *files, folder, run_tool, digits), folder
 
     return get
 
