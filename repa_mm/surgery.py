@@ -35,7 +35,7 @@ def replace_(model: nn.Module, choose: Callable[[nn.Module], type | nn.Module | 
 
 
 def hooks_of(module: nn.Module) -> dict:
-    """Return the hooks of a module of the first kind that it has, on either pass, by their ids."""
+    """Return a module's forward hooks, or else its pre-hooks or backward hooks, by their ids."""
     own = vars(module)
     forward = own['_forward_hooks'] or own['_forward_pre_hooks']
     return forward or own['_backward_hooks'] or own['_backward_pre_hooks']
@@ -57,8 +57,8 @@ def has_stock_forward(module: nn.Module, *kinds: type, **children: tuple[type, .
                 and 'forward' not in own
                 and not (hooks_of(module) or 'parametrizations' in own['_modules'])
                 and all(
-                    has_stock_forward(getattr(module, name, None), *kinds)
-                    for name, kinds in children.items()
+                    has_stock_forward(getattr(module, name, None), *of_child)
+                    for name, of_child in children.items()
                 )
             )
     return False

@@ -18,7 +18,8 @@ def outputs(model: nn.Module, data: dict) -> list:
 
     They are the maps of each backbone, the inputs of the heads, and the outputs of heads that take
     feature maps alone. Others choose first, and rounding may change what they choose. A
-    semi-supervised detector has two networks, and a self-supervised one has a second backbone.
+    semi-supervised detector has two networks, and a self-supervised one has a second backbone. A
+    model without a backbone is called.
     """
     networks = [m for m in model.modules() if isinstance(getattr(m, 'backbone', None), nn.Module)]
     found = [network.backbone(data['inputs']) for network in networks]
@@ -72,10 +73,10 @@ def check_same(
     calls = [_calls(model, forward, data) for model in (found, expected)]
     name = next((n for n, own in calls[0].items() if _differs(own, calls[1].get(n, []))), '')
     kinds = [type(model.get_submodule(name)).__name__ for model in (found, expected)]
-    where = f', first in {name!r}, a {kinds[0]} and before a {kinds[1]}' if name else ''
+    where = f'; {name!r} differs first ({kinds[0]}, expected is {kinds[1]})' if name else ''
     raise ValueError(
-        f'{what} would compute something else: on an image, features change by {error:.1e} of the '
-        f'largest{where}'
+        f'{what} computes something else: on an image, outputs differ by {error:.1e} of the '
+        f'largest value{where}'
     )
 
 
@@ -100,7 +101,7 @@ def _calls(model: nn.Module, forward: Callable, data) -> dict[str, list]:
 def _differs(calls: list, others: list, tolerance: float = 1e-3) -> bool:
     """Return True if the outputs of a module differ in a call whose inputs do not."""
     errors = ([relative_error(*x) for x in zip(*pair)] for pair in zip(calls, others))
-    return any(before <= tolerance < after for before, after in errors)
+    return any(of_inputs <= tolerance < of_outputs for of_inputs, of_outputs in errors)
 
 
 def head_inputs(model: nn.Module, data: dict):

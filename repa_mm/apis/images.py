@@ -100,7 +100,7 @@ def input_channels(model: nn.Module) -> int:
 
 
 def input_size(model: nn.Module) -> tuple[int, int]:
-    """Return the height and width of images that a model is made for, or else that it takes.
+    """Return the height and width in pixels that a model is made for, or else that it accepts.
 
     The last stage of a Swin gets a whole window, as MMPretrain's refuses smaller maps.
     """

@@ -24,7 +24,7 @@ class Teacher:
 
     @torch.no_grad()
     def maps(self, student: nn.Module, images: torch.Tensor, *args, **kwargs) -> list[torch.Tensor]:
-        """Return the maps of the images that the student's backbone got."""
+        """Return the teacher's maps of the images (B, C, H, W) that the student's backbone got."""
         place = images.device, images.dtype
         if self.opened is None or self.opened[0] != place:
             self.opened = place, faster_on_gpu_(self._open(student).to(images))
@@ -129,16 +129,16 @@ def build_imitating(model: dict, teacher: dict, weight: float = 1.0, **kwargs) -
         nn.Module: The model. Its class derives from the class that the config names.
 
     Raises:
-        ValueError: If ``teacher`` lacks one of both, an argument differs from that in ``model``, or
-            the model has no ``loss`` or no ``backbone``; in the first step, if the teacher's files
-            are missing, its data preprocessor differs, or its maps have other shapes.
+        ValueError: If ``teacher`` lacks either of them, an argument differs from that in ``model``,
+            or the model has no ``loss`` or no ``backbone``; in the first step, if the teacher's
+            files are missing, its data preprocessor differs, or its maps have other shapes.
     """
     if {key for key, value in teacher.items() if value} != {'config', 'checkpoint'}:
         raise ValueError(f"teacher needs a 'config' and a 'checkpoint', but is {teacher}")
     cfg = dict(copy.deepcopy(model))
-    is_inherited = kwargs.keys() - {'data_preprocessor'}  # which a Runner gives to every model
+    inherited = kwargs.keys() - {'data_preprocessor'}  # a Runner gives that to every model
     for key, value in kwargs.items():
-        if cfg.setdefault(key, value) != value and is_inherited:
+        if cfg.setdefault(key, value) != value and inherited:
             raise ValueError(
                 f'model.{key} and model.model.{key} differ: change the second, and set '
                 '_delete_=True beside model'

@@ -95,5 +95,10 @@ def _metainfo(cfg: Config) -> dict:
     """Return what a config's test data set says of itself, such as the names of its classes."""
     if not cfg.get('test_dataloader'):
         return {}
-    dataset = dict(dataset_config(cfg, 'test'), pipeline=[], lazy_init=True)  # reads no annotations
-    return DATASETS.build(dataset).metainfo
+    dataset = dataset_config(cfg, 'test')
+    try:
+        return DATASETS.build(dict(dataset, pipeline=[], lazy_init=True)).metainfo
+    except (AssertionError, OSError, TypeError):  # it needs its files, or is no BaseDataset
+        with DATASETS.switch_scope_and_registry(cfg.default_scope) as registry:
+            kind = registry.get(dataset.type)
+        return dataset.get('metainfo') or getattr(kind, 'METAINFO', {})

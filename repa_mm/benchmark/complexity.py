@@ -27,7 +27,7 @@ def count(model: nn.Module, inputs: Any) -> tuple[int, int]:
     others = []
     with ExitStack() as stack:
         for module in model.modules():
-            if hasattr(module, 'fpn_bottleneck'):  # a FastUPerHead calls a convolution with a hook
+            if hasattr(module, 'fpn_bottleneck'):  # with a hook, FastUPerHead runs it as it is
                 hook = module.fpn_bottleneck.register_forward_hook(lambda *_: None)
                 stack.enter_context(hook)
             if 'DeformConv2d' in type(module).__name__:  # of mmcv, which PyTorch cannot count

@@ -71,9 +71,10 @@ def compile_(model: nn.Module) -> nn.Module:
 def calls_on(
     models: dict[str, nn.Module], part: str, batch: dict
 ) -> tuple[dict[str, Callable], Any]:
-    """Return what runs each model, by name, and what to run it on: a batch of one size, or images.
+    """Return the call of each model, by name, and its argument.
 
-    ``part`` is 'backbone', or else whole models run, from preprocessing to post-processing.
+    ``part`` is 'backbone', whose argument are the preprocessed images (B, C, H, W), of one size; or
+    else whole models run, from preprocessing to post-processing, on the ``batch``.
     """
     if part == 'backbone':
         height, width = batch['inputs'][0].shape[1:]

@@ -90,7 +90,7 @@ def save_model(model: nn.Module, original: str, out: str, data: dict) -> None:
     again first, and compared with the model on ``data``, a batch of one image from a data loader.
 
     Raises:
-        ValueError: If the files have another model; they are not written then.
+        ValueError: If the files, opened again, compute something else. Nothing is written then.
     """
     text = model.cfg.pretty_text
     # MMEngine's inferencers read the config from the checkpoint if they are given weights alone.

@@ -79,7 +79,8 @@ def agreeing_onnx(
 
     Returns:
         tuple: The content, and the largest difference from PyTorch in a batch: 1 minus the strict
-        :func:`~repa_mm.export.agreement`.
+        :func:`~repa_mm.export.agreement`. From a difference above the limit, what the model itself
+        changes by :func:`rounding` is subtracted.
 
     Raises:
         ValueError: If the model predicts in a way that the export does not know, or if the file
@@ -139,14 +140,14 @@ def rounding(model: nn.Module, data: dict) -> float:
     In an image of one colour, scores are equal, and rounding decides which boxes are suppressed.
     It is the sum over four changes, since each one changes the order of some of these boxes only.
     """
-    generator, own = torch.Generator().manual_seed(0), 0.0
+    generator, total = torch.Generator().manual_seed(0), 0.0
     for _ in range(4):
         noise = (torch.randn(x.shape, generator=generator) for x in data['inputs'])
         levels = (1e-6 if x.is_floating_point() else 1e-4 for x in data['inputs'])
         inputs = [x + level * y for x, y, level in zip(data['inputs'], noise, levels)]
         other = SimpleNamespace(test_step=lambda x, y=inputs: model.test_step(dict(x, inputs=y)))
-        own += 1 - agreement_of(overlaps(model, other, [data], strict=True))
-    return own
+        total += 1 - agreement_of(overlaps(model, other, [data], strict=True))
+    return total
 
 
 def resized(images: Sequence[dict], sizes: Sequence[tuple[int, int]]) -> dict:

@@ -102,8 +102,8 @@ class WholeModel(nn.Module):
         noted = dict(self.noted)
         if cfg.get('test_dataloader'):
             pipeline = dataset_config(cfg, 'test').pipeline
-            steps = ((x['type'].rpartition('.')[2], x) for x in pipeline)
-            steps = [dict(x, type=kind) for kind, x in steps if kind[:4] not in ('Load', 'Pack')]
+            steps = [dict(step, type=step['type'].rpartition('.')[2]) for step in pipeline]
+            steps = [step for step in steps if not step['type'].startswith(('Load', 'Pack'))]
             noted['pipeline'] = json.dumps(steps, default=str)
         return dict(
             task=self.task,

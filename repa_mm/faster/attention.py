@@ -199,9 +199,9 @@ class FastShiftWindowMSA(ShiftWindowMSA):
 
     @torch.compiler.assume_constant_result
     def _is_ordinary(self) -> bool:
-        """Return True if the parent computes the same, or does not know of the queries."""
-        is_own = type(self).qkv is not FastShiftWindowMSA.qkv
-        return is_own or is_window_attention(self.w_msa)
+        """Return True if the paths here compute what the parent does, or have own queries."""
+        has_own = type(self).qkv is not FastShiftWindowMSA.qkv
+        return has_own or is_window_attention(self.w_msa)
 
     @torch.compiler.assume_constant_result
     def _has_linear_qkv(self) -> bool:
@@ -324,7 +324,7 @@ class FastPatchMerging(PatchMerging):
 
     @torch.compiler.assume_constant_result
     def is_ordinary(self) -> bool:
-        """Return True if this pads to whole patches, as a stock module, which do not overlap."""
+        """Return True if patches do not overlap, and stock modules pad and gather them."""
         padding, sampler = _padding(self), self.sampler
         return (
             type(padding).__name__ in ('AdaptivePadding', 'PatchPadding')

@@ -29,12 +29,12 @@ def split_init_cfg(module: nn.Module) -> tuple[list[dict], list[dict] | None]:
     return files, [cfg for cfg in cfgs if cfg not in files] or None
 
 
-#: Weights that may be missing, foreign or of another size: what is counted or computed, and masks.
+#: Names of weights that are never required or checked: counters, computed tables and masks.
 _FREE = (
     r'(num_batches_tracked|num_active_channels|relative_coords_table|relative_position_index'
     r'|attn_mask|position_ids|mask_token)$|\bdata_preprocessor\.'
 )
-#: In a file to start from also heads. And it has the norm of its last output, or one for each.
+#: In pretrained weights, heads too. They have the norm of the last output alone, or one for each.
 _HEAD, _NORM = r'|(^|\.)\w*head\.', re.compile(r'(backbone\.)?(norm|ln)\d+\.')
 
 
@@ -53,7 +53,7 @@ def load_weights(
     """
     match_form(model, state_dict)
     own, weights = model.state_dict(), copy.copy(state_dict)  # with its metadata
-    free, modules = re.compile(_FREE + _HEAD * start).search, dict(model.named_modules())
+    free, modules = re.compile(_FREE + (_HEAD if start else '')).search, dict(model.named_modules())
     for key in own.keys() & weights.keys():
         if free(key) and own[key].shape != weights[key].shape:
             del weights[key]

@@ -94,9 +94,12 @@ def translate(
 class WeightsFile:
     """The weights that an ``init_cfg`` names, in MMPretrain's layout or in another one.
 
-    ``init_cfg`` is the one given, with the prefix that the file has: where it is to have that of a
-    backbone, it may have none, and the other way round. A :class:`CheckpointError` is raised if the
-    file has nothing behind another prefix, or several backbones.
+    They are for a backbone, or for a ``whole`` model. For a backbone, the prefix of its weights is
+    found if ``init_cfg`` has none, and a prefix 'backbone.' that the file lacks is ignored. The
+    attribute ``init_cfg`` has the prefix that the file has.
+
+    Raises:
+        CheckpointError: If no weight has the prefix, or there are several backbones to choose from.
     """
 
     def __init__(self, init_cfg: dict, whole: bool = False) -> None:
@@ -122,8 +125,8 @@ def _inside(
 ) -> tuple[dict, str | None]:
     """Return the weights behind a prefix, for a backbone or a whole model, and their prefix."""
     prefix = f'{prefix.rstrip(".")}.' if prefix else ''
-    known = any(key.startswith(prefix) for key in weights)
-    if not whole and not (prefix and known):
+    is_found = any(key.startswith(prefix) for key in weights)
+    if not whole and not (prefix and is_found):
         owners = sorted({k[: k.rindex('backbone.') + 9] for k in weights if 'backbone.' in k})
         if len(owners) > 1:
             raise CheckpointError(
@@ -131,8 +134,8 @@ def _inside(
                 'by the prefix of init_cfg'
             )
         if not prefix or prefix.endswith('backbone.') and not owners:
-            prefix, known = ''.join(owners), True
-    if not known:
+            prefix, is_found = ''.join(owners), True
+    if not is_found:
         raise CheckpointError(f'{path} has no weights behind the prefix {prefix!r} of init_cfg')
     if prefix:
         weights = {k[len(prefix) :]: v for k, v in weights.items() if k.startswith(prefix)}

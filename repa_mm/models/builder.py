@@ -244,8 +244,11 @@ def derived(mixin: type, kind: type) -> type:
 
 
 def _reduce_derived(self, protocol) -> tuple:
-    # Pickle looks up classes by name and would not find this one, so unpickling derives it again.
-    return _new_derived, type(self).made_of, *object.__reduce_ex__(self, protocol)[2:]
+    reduced = object.__reduce_ex__(self, protocol)
+    if 'made_of' not in vars(type(self)):  # of a subclass, which pickle finds by its name
+        return reduced
+    # Pickle would not find a derived class by its name, so unpickling derives it again.
+    return _new_derived, type(self).made_of, *reduced[2:]
 
 
 def _new_derived(*made_of: type) -> nn.Module:

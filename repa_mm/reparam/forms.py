@@ -207,14 +207,14 @@ class DeployForm(Form):
 
 
 def outermost(model: nn.Module, kind: type = Form) -> Iterator[tuple[str, Form]]:
-    """Yield the names and forms of a model that are not inside another form, which merges those."""
+    """Yield the forms, with their names in a state dict, that no other form has inside."""
     inside = None
     for name, module in model.named_modules():
         if inside is not None and name.startswith(inside):
             continue
         if isinstance(module, kind):
             inside = f'{name}.' if name else ''
-            # As in a state dict, which does not show PyTorch's apply_activation_checkpointing.
+            # PyTorch's apply_activation_checkpointing adds a level that state dicts do not have.
             yield f'.{name}'.replace('._checkpoint_wrapped_module', '')[1:], module
 
 

@@ -102,7 +102,7 @@ class ChannelIdleFFN(TrainingForm):
         self.act = build_activation(act_cfg)
         self.norm2 = build_norm(None if self.keeps_norm else norm_cfg, feedforward_channels)
         self.fc2 = nn.Linear(feedforward_channels, embed_dims)
-        scale = torch.ones(embed_dims) * layer_scale_init_value
+        scale = torch.full((embed_dims,), float(layer_scale_init_value or 0))
         self.layer_scale = nn.Parameter(scale) if layer_scale_init_value else None
         # After the second norm, so that dropout does not change the norm's statistics.
         self.drop = nn.Dropout(drop_rate)

@@ -82,7 +82,8 @@ def originals(model: nn.Module, checkpoint: str, folder: str, data: dict) -> tup
 def export(model: nn.Module, path: str, calibration: Callable, judge: Judge) -> None:
     """Write a model to a file for ONNX Runtime, or in int8 for OpenVINO if its suffix is '.xml'."""
     if path.endswith('.xml'):
-        found = calibration()  # the test's images would favour the attempt that fits these best
+        # Not the test's images, which would favour the attempt that fits these best.
+        found = calibration()
         quantize(model, path, [cropped(x) for i, x in enumerate(found) if i % 3], found[::3])
     else:
         write_bytes(path, agreeing_onnx(model, judge.images(NUM_IMAGES))[0])
@@ -116,13 +117,14 @@ class Bench:
         self.tested, self.device, self.repeats = tested, device, repeats
         self.calibration = calibration
         self.timed, self.stock_times = judge.images(repeats, batch_size), []
+        # Rows of float32 that were tested, with what they find in the image.
         self.image, self.tests = judge.images(1)[0], []
         self.kinds, reasons = installed_formats(device)
         self.stock = row_of(stock, EAGER)
         with quiet(), torch.no_grad():
             self.original = self.open(self.stock)
             begin = time.monotonic()
-            self.original.test_step(copy.deepcopy(self.image))
+            self.expected = self.original.test_step(copy.deepcopy(self.image))[0].cpu()
         if time.monotonic() - begin > SLOW_SECONDS:
             by_size = sorted(self.timed, key=lambda data: sum(x.numel() for x in data['inputs']))
             self.timed = [by_size[len(by_size) // 2]]
@@ -266,7 +268,8 @@ class Bench:
                     return
         if is_needed or what + mark in self.record.content['known']:
             row.update(self.record.find(what, self._test, row, model, found, mark=mark))
-            self.tests += [(row, found)] if found else []
+            if found is not None:
+                self.tests.append((row, found))
 
     @cached_property
     def _score(self) -> Score:
@@ -278,7 +281,7 @@ class Bench:
         score, change, interval = stock, 0.0, [0.0, 0.0]
         if row is not self.stock:
             score, is_equal = self.judge(model), row['budget'] == 1 and found is not None
-            is_equal = is_equal and same(found, self.tests[0][1])
+            is_equal = is_equal and same(found, self.expected)
             change, *interval = self.judge.difference(score, stock, is_equal)
         return dict(metric=score.value, difference=change, interval=interval, tested_in=kind)
 

@@ -70,8 +70,8 @@ class Record:
     """The content of ``results.json``: the last table, and by their names all ``known`` values.
 
     If any of the files that values name is not what was written, or in another
-    :func:`environment`, nothing counts as known. ``fingerprint`` is a hash of what every value
-    depends on.
+    :func:`environment` than ``here``, nothing counts as known. ``fingerprint`` is a hash of what
+    every value depends on.
 
     Attributes:
         notes (list[str]): What the reader of the table should know.
@@ -80,9 +80,9 @@ class Record:
         ValueError: If the folder has the results of something else.
     """
 
-    def __init__(self, out_dir: str, fingerprint: str, environment: dict[str, str]) -> None:
+    def __init__(self, out_dir: str, fingerprint: str, here: dict[str, str]) -> None:
         self.out_dir, self.path, self.notes = out_dir, osp.join(out_dir, 'results.json'), []
-        self.content = dict(fingerprint=fingerprint, environment=environment, known={}, metric='')
+        self.content = dict(fingerprint=fingerprint, environment=here, known={}, metric='')
         if osp.exists(self.path):
             with open(self.path, encoding='utf-8') as file:
                 content = json.load(file)
@@ -92,10 +92,10 @@ class Record:
                     'options: give another folder'
                 )
             before, files = content.get('environment', {}), content['known'].values()
-            changed = [x for x in before | environment if before.get(x) != environment.get(x)]
+            changed = [name for name in before | here if before.get(name) != here.get(name)]
             files = [value.get('files', {}) for value in files]
             if changed:
-                pairs = (f'{x} {environment.get(x)} instead of {before.get(x)}' for x in changed)
+                pairs = (f'{x} {here.get(x)} instead of {before.get(x)}' for x in changed)
                 print(f'starting anew in {out_dir}: {", ".join(pairs)}')
             elif all(found == self.hashes(found) for found in files):
                 self.content = content

@@ -349,7 +349,7 @@ def test_a_file_that_would_open_as_another_model_is_not_written(folder):
     Path('lora.py').write_text(CLASSIFIER + LORA)
     save('lora.py', 'lora.pth')
     kwargs = dict(num_images=3, device='cpu', parts=['ffn'])
-    with pytest.raises(ValueError, match='out/narrow.pth would .* first in'):
+    with pytest.raises(ValueError, match='out/narrow.pth computes .* differs first'):
         convert_checkpoint('lora.py', 'lora.pth', 'out/narrow.pth', **kwargs)
     assert not list(Path('out').iterdir())
 
