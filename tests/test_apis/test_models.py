@@ -83,6 +83,12 @@ def test_names_of_classes_are_those_that_the_codebase_finds(
     assert list(open_model(cfg, path).dataset_meta['classes']) == list(expected)
 
 
+def test_a_model_opens_without_the_files_that_a_data_set_wants_at_once():
+    cfg = load_config(config_path('demo/upernet_repa_swin_digits.py'))
+    cfg.test_dataloader.dataset = dict(type='PascalVOCDataset', ann_file='none.txt', pipeline=[])
+    assert open_model(cfg).dataset_meta['classes'][1] == 'aeroplane'
+
+
 def test_images_without_objects_count(tmp_path):
     images = [dict(id=i, file_name=f'{i}.png', height=64, width=64) for i in range(3)]
     box = dict(id=1, image_id=1, category_id=1, bbox=[2, 2, 40, 40], area=1600, iscrowd=0)

@@ -254,6 +254,12 @@ def test_models_are_saved_whole_and_loaded_in_another_process(randomize, tmp_pat
     assert done.stdout.endswith(f'{list(models)}\n')
 
 
+def test_a_subclass_of_a_model_with_structures_is_copied_as_such():
+    model = build(idle(0.75))
+    model.__class__ = type('Own', (type(model),), {})
+    assert type(copy.deepcopy(model)) is type(model)
+
+
 @pytest.mark.parametrize('protocol', [0, pickle.HIGHEST_PROTOCOL])
 def test_a_pickled_model_is_of_the_same_class_and_goes_on(protocol, randomize, relative_error):
     model = randomize(MODELS_TO_SAVE['restructured']())
