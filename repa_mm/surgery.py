@@ -41,6 +41,11 @@ def hooks_of(module: nn.Module) -> dict:
     return forward or own['_backward_hooks'] or own['_backward_pre_hooks']
 
 
+def replaced_methods(module: nn.Module) -> list[str]:
+    """Return the names of a module's methods that were replaced in this module alone."""
+    return [name for name in vars(module) if callable(getattr(type(module), name, None))]
+
+
 def has_stock_forward(module: nn.Module, *kinds: type, **children: tuple[type, ...]) -> bool:
     """Return True if a module computes what one of ``kinds`` does, by its class's own forward.
 
@@ -54,7 +59,7 @@ def has_stock_forward(module: nn.Module, *kinds: type, **children: tuple[type, .
             own = vars(module)
             return (
                 type(module).forward is kind.forward
-                and 'forward' not in own
+                and not replaced_methods(module)
                 and not (hooks_of(module) or 'parametrizations' in own['_modules'])
                 and all(
                     has_stock_forward(getattr(module, name, None), *of_child)
@@ -77,9 +82,8 @@ def copied(model: nn.Module, memo: dict | None = None) -> nn.Module:
     result = copy.deepcopy(model, memo)
     for module in model.modules():
         own = vars(memo[id(module)]) if id(module) in memo else {}
-        for key in own.keys() & vars(module).keys():
-            if callable(getattr(type(module), key, None)):
-                own[key] = _rebound(vars(module)[key], memo)
+        for key in own.keys() & {*replaced_methods(module)}:
+            own[key] = _rebound(vars(module)[key], memo)
     return result
 
 
@@ -94,7 +98,10 @@ def _rebound(value: Any, memo: dict) -> Any:
     if isinstance(value, MethodType):
         return MethodType(*turned([value.__func__, value.__self__]))
     if not isinstance(value, FunctionType):
-        return copy.deepcopy(value, memo)
+        try:
+            return copy.deepcopy(value, memo)
+        except TypeError:  # a module or a lock, say
+            return value
     if id(value) not in memo:
         cells = [CellType() for _ in value.__closure__ or ()]
         other = FunctionType(value.__code__, value.__globals__, closure=tuple(cells))

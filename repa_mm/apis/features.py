@@ -16,8 +16,9 @@ _HEADS = 'rpn_head', 'bbox_head', 'decode_head', 'head'
 def outputs(model: nn.Module, data: dict) -> list:
     """Return what the parts of a model compute for preprocessed ``data``, nested tensors.
 
-    They are the maps of each backbone, the inputs of the heads, and the outputs of heads that take
-    feature maps alone. Others choose first, and rounding may change what they choose. A
+    They are the maps of each backbone, the inputs of the heads, the outputs of heads that take
+    feature maps alone, and those of a DETR's decoder. Other heads and decoders choose first, and
+    rounding may change what they choose. A
     semi-supervised detector has two networks, and a self-supervised one has a second backbone. A
     model without a backbone is called.
     """
@@ -27,6 +28,9 @@ def outputs(model: nn.Module, data: dict) -> list:
         if hasattr(network, 'extract_feat'):
             inputs = head_inputs(network, data)
             found += [inputs, *(head(inputs) for head in _dense_heads(network))]
+        if hasattr(network, 'forward_transformer') and not getattr(network, 'as_two_stage', False):
+            features = network.extract_feat(data['inputs'])
+            found.append(network.forward_transformer(features, data['data_samples']))
     return found or model(data['inputs'])
 
 

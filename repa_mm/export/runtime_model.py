@@ -69,6 +69,11 @@ class ExportedModel(BaseModel):
     def _run(self, images: list[np.ndarray], samples: list) -> list[dict[str, np.ndarray]]:
         """Return the outputs for each image, which are of one pass where sizes are equal."""
         options, chosen, sizes = self.session.options, {}, []
+        if not options and self.session.metadata['task'] != 'classification':
+            raise ValueError(
+                'the file lacks its input image_size or output_size: open the ONNX file itself, or '
+                "save what openvino's read_model returns, and not convert_model"
+            )
         if 'image_size' in options:
             chosen['image_size'] = [sample.img_shape[:2] for sample in samples]
         if 'output_size' in options:

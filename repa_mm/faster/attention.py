@@ -30,7 +30,7 @@ from repa_mm.faster.windows import (
 )
 from repa_mm.reparam import DeployForm, TrainingForm
 from repa_mm.reparam.autograd import autocast_dtype, is_compiling
-from repa_mm.surgery import has_stock_forward, replace_
+from repa_mm.surgery import has_stock_forward, replace_, replaced_methods
 
 _is_exporting = getattr(torch.compiler, 'is_exporting', lambda: False)
 # Where the stock modules are defined.
@@ -201,7 +201,7 @@ class FastShiftWindowMSA(ShiftWindowMSA):
     def _is_ordinary(self) -> bool:
         """Return True if the paths here compute what the parent does, or have own queries."""
         has_own = type(self).qkv is not FastShiftWindowMSA.qkv
-        return has_own or is_window_attention(self.w_msa)
+        return has_own or not replaced_methods(self) and is_window_attention(self.w_msa)
 
     @torch.compiler.assume_constant_result
     def _has_linear_qkv(self) -> bool:
@@ -342,7 +342,8 @@ def _padding(merging: nn.Module) -> nn.Module | None:
 def fast_class(module: nn.Module) -> type | None:
     """Return the fast class of a stock module, or None."""
     if is_stock(module, 'ShiftWindowMSA', _ATTENTION):
-        return FastShiftWindowMSA if is_window_attention(module.w_msa) else None
+        is_ordinary = not replaced_methods(module) and is_window_attention(module.w_msa)
+        return FastShiftWindowMSA if is_ordinary else None
     is_merging = is_stock(module, 'PatchMerging', MERGING) and FastPatchMerging.is_ordinary(module)
     return FastPatchMerging if is_merging else None
 

@@ -271,12 +271,19 @@ class MergedFFN(DeployForm):
         is_moved = self.movable and self.shortcut and key in state_dict  # not in int8
         if is_moved and state_dict[key] is not self.fc1.weight:
             state_dict[key] = self.with_identity(state_dict[key], 1)
+        local_metadata['has_shortcut_outside'] = self.shortcut and key not in state_dict
 
-    def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs):
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, *args, **kwargs):
         key = f'{prefix}fc1.weight'
         if self.movable and self.shortcut and key in state_dict:
             state_dict[key] = self.with_identity(state_dict[key], -1)
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        elif local_metadata.get('has_shortcut_outside', self.shortcut) != self.shortcut:
+            where = 'inside' if self.shortcut else 'outside'
+            raise CheckpointError(
+                f'the int8 weights of {prefix[:-1]!r} have the shortcut {where}: call '
+                f'set_shortcut_(model, {where!r}) before the model is quantized'
+            )
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **kwargs)
 
     def inference(self, x: torch.Tensor, identity: torch.Tensor | None = None) -> torch.Tensor:
         """Compute :meth:`ChannelIdleFFN.forward` for x of shape (B, L, C)."""
