@@ -1,6 +1,8 @@
 """Modules that are what their class builds, and copies of those whose methods were replaced."""
 
 import functools
+import math
+import threading
 import types
 import weakref
 
@@ -57,6 +59,7 @@ def as_fairscale_does(layer):
         lambda layer: lambda x, *, other=layer: other.twice(x),
         lambda layer: types.MethodType(lambda self, x: self.twice(x) + layer.ffn(x), layer),
         lambda layer: functools.partial(lambda x, times: layer.twice(x, times), times=3),
+        lambda layer: lambda x, held=(math, threading.Lock()): layer.twice(x) * held[0].pi,
     ],
 )
 def test_a_copy_runs_its_own_modules(forward, copy, randomize, relative_error):

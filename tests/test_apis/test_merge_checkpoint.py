@@ -9,6 +9,7 @@ from repa_mm.io.configs import load_config
 from repa_mm.io.paths import config_path
 from repa_mm.reparam import CheckpointError, has_deploy_form, has_training_form, reparameterize
 from tests.conftest import random_model
+from tests.test_export.zoo import detr_config
 from tests.test_io.test_configs import CONFIG
 
 WHOLE = """
@@ -76,6 +77,20 @@ def test_what_an_encoder_returns_is_compared(tmp_path, randomize):
     assert 0 < reparameterize_checkpoint(str(config), checkpoint, out)['error'] < 1e-4
     merged = open_model(load_config(str(config)), out)
     assert [has_deploy_form(m) for m in (merged.encoder, merged.backbone)] == [True, False]
+
+
+def test_what_a_decoder_returns_is_compared(tmp_path, randomize):
+    config, checkpoint = str(tmp_path / 'detr.py'), str(tmp_path / 'detr.pth')
+    cfg = detr_config('DETR')
+    idle = dict(type='ChannelIdle', where='decoder')
+    cfg.model = dict(type='Restructured', model=cfg.model, structures=[idle])
+    cfg.dump(config)
+    torch.save(
+        dict(state_dict=randomize(random_model(load_config(config))).state_dict()), checkpoint
+    )
+    assert (
+        0 < reparameterize_checkpoint(config, checkpoint, str(tmp_path / 'o.pth'))['error'] < 1e-4
+    )
 
 
 def test_both_networks_of_a_semi_supervised_detector_are_compared(tmp_path, randomize, monkeypatch):

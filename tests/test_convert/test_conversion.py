@@ -214,6 +214,8 @@ def test_wrapped_models_and_other_types(randomize):
         assert torch.equal(converted.state_dict()[key], value)
     converted, rows = narrowed(copy.deepcopy(model).bfloat16(), [v.bfloat16() for v in x], 0.375)
     assert {p.dtype for p in converted.parameters()} == {torch.bfloat16}
+    swin = pretrained('Swin', randomize)[0].bfloat16()
+    assert narrowed(swin, [v.bfloat16() for v in x], 0.375)[1].fraction < 0.5
     for row, known in zip(rows.blocks, report.blocks):
         assert row.unexplained == pytest.approx(known.unexplained, rel=0.3, abs=0.02)
 

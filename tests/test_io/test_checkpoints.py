@@ -46,6 +46,7 @@ def test_what_does_not_fit_is_named(change, message, randomize):
         ('text.embeddings.position_ids', True),  # a buffer of older versions of transformers
         ('backbone.mask_token', True),
         ('backbone.layers.0.attn.attn_mask', True),
+        ('neck.convs.0.weight', False),
         ('backbone.pre_norm.weight', False),
         ('backbone.ln2.weight', False),
         ('backbone.dist_token', False),

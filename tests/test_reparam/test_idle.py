@@ -188,6 +188,11 @@ def test_what_takes_the_place_of_a_layer_is_called(shortcut, randomize, relative
     assert type(quantized.fc1) is type(quantized.fc2) is not nn.Linear
     assert 0 < relative_error(quantized(x), expected) < 0.05
     quantized.load_state_dict(quantized.state_dict())
+    other = dict(inside='outside', outside='inside')[shortcut]
+    other = set_shortcut_(copy.deepcopy(plain), other)
+    other = torch.ao.quantization.quantize_dynamic(other, {nn.Linear}, dtype=torch.qint8)
+    with pytest.raises(CheckpointError, match=f"have the shortcut {shortcut}: .*'{shortcut}'"):
+        nn.Sequential(other).load_state_dict(nn.Sequential(quantized).state_dict())
     for layer in (ffn.fc1, ffn.fc2):
         layer.register_forward_hook(lambda layer, args, y: calls.append(layer) or 1 * y)
     assert relative_error(ffn(x), expected) < 1e-5
