@@ -17,6 +17,9 @@ from repa_mm.surgery import copied, has_stock_forward
 X = torch.linspace(-2, 2, 2 * 5 * 8).sin().view(2, 5, 8)
 
 
+LOCK = threading.Lock()
+
+
 class Layer(nn.Module):
     def __init__(self):
         super().__init__()
@@ -59,7 +62,7 @@ def as_fairscale_does(layer):
         lambda layer: lambda x, *, other=layer: other.twice(x),
         lambda layer: types.MethodType(lambda self, x: self.twice(x) + layer.ffn(x), layer),
         lambda layer: functools.partial(lambda x, times: layer.twice(x, times), times=3),
-        lambda layer: lambda x, held=(math, threading.Lock()): layer.twice(x) * held[0].pi,
+        lambda layer: lambda x, held=(math, LOCK): layer.twice(x) * held[0].pi,
     ],
 )
 def test_a_copy_runs_its_own_modules(forward, copy, randomize, relative_error):

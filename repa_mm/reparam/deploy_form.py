@@ -271,7 +271,8 @@ class MergedFFN(DeployForm):
         is_moved = self.movable and self.shortcut and key in state_dict  # not in int8
         if is_moved and state_dict[key] is not self.fc1.weight:
             state_dict[key] = self.with_identity(state_dict[key], 1)
-        local_metadata['has_shortcut_outside'] = self.shortcut and key not in state_dict
+        if key not in state_dict:  # in int8, where W cannot be changed
+            local_metadata['has_shortcut_outside'] = self.shortcut
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, *args, **kwargs):
         key = f'{prefix}fc1.weight'
