@@ -9,7 +9,7 @@ import torch
 import torch.nn as nn
 from torch.nn.modules.module import register_module_forward_hook
 
-# Heads, by the attributes of models; which of them take the feature maps alone is seen below.
+# By the attributes of models.
 _HEADS = 'rpn_head', 'bbox_head', 'decode_head', 'head'
 
 

@@ -10,14 +10,12 @@ def _has_custom_operators(module: nn.Module) -> bool:
 
 
 def _channels_last_(model: nn.Module) -> None:
-    is_custom = _has_custom_operators(model)
     for owner in model.modules():
         for name in ('neck', 'bbox_head', 'rpn_head', 'mask_head', 'decode_head'):
             part = getattr(owner, name, None)
-            if isinstance(part, nn.Module) and not _has_custom_operators(part):
-                # A neck's maps go to all heads.
-                if name != 'neck' or not is_custom:
-                    part.to(memory_format=torch.channels_last)
+            readers = model if name == 'neck' else part  # a neck's maps go to all heads
+            if isinstance(part, nn.Module) and not _has_custom_operators(readers):
+                part.to(memory_format=torch.channels_last)
 
 
 def faster_on_gpu_(model: nn.Module) -> nn.Module:
