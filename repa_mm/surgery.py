@@ -75,8 +75,7 @@ def copied(model: nn.Module, memo: dict | None = None) -> nn.Module:
     ``copy.deepcopy`` shares functions and weak references with the original. Here, a function that
     replaces a method refers to the copy, wherever its closure or its arguments refer to the
     original: MMEngine's ``activation_checkpointing`` and fairscale's ``checkpoint_wrapper``, say.
-    ``torch.compile`` replaces a method by a function, which here is the method again. What a
-    function finds in global variables stays shared.
+    What a function finds in global variables stays shared.
     """
     memo = {} if memo is None else memo
     result = copy.deepcopy(model, memo)

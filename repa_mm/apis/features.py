@@ -9,7 +9,6 @@ import torch
 import torch.nn as nn
 from torch.nn.modules.module import register_module_forward_hook
 
-# By the attributes of models.
 _HEADS = 'rpn_head', 'bbox_head', 'decode_head', 'head'
 
 

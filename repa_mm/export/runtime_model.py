@@ -71,8 +71,7 @@ class ExportedModel(BaseModel):
         options, chosen, sizes = self.session.options, {}, []
         if not options and self.session.metadata['task'] != 'classification':
             raise ValueError(
-                'the file lacks its input image_size or output_size: open the ONNX file itself, or '
-                "save what openvino's read_model returns, and not convert_model"
+                "the file lacks image_size or output_size: save what openvino's read_model returns"
             )
         if 'image_size' in options:
             chosen['image_size'] = [sample.img_shape[:2] for sample in samples]

@@ -107,8 +107,7 @@ def _runs_kernels(device: torch.device) -> bool:
 
 def is_stock(module: nn.Module, name: str, where: Sequence[str]) -> bool:
     """Return True if a module's class is one of a stock package, by its name."""
-    # By class name, since MMDetection and MMSegmentation have copies of the classes. Subclasses do
-    # not count, since they may compute something else.
+    # By name, since codebases have copies of the classes; subclasses may compute something else.
     return type(module).__name__ == name and type(module).__module__ in where
 
 

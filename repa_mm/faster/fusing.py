@@ -52,8 +52,7 @@ class FusedConvModule(ConvModule):
 
     @torch.compiler.assume_constant_result
     def _is_ordinary(self) -> bool:
-        conv, norm = self.conv, self.norm
-        return has_stock_forward(conv, nn.Conv2d) and has_stock_forward(norm, Shift)
+        return has_stock_forward(self.conv, nn.Conv2d) and has_stock_forward(self.norm, Shift)
 
 
 def _can_fuse(module: nn.Module, owners: collections.Counter) -> bool:

@@ -80,11 +80,15 @@ class Site:
         if not any(p.requires_grad for p in ordinary):
             form.requires_grad_(False)
 
-    def require(self, model: str) -> None:
-        """Make the block refuse checkpoints that lack one of the weights that fill a form."""
+    def required(self) -> set[str]:
+        """Return the names in the block of the weights that a checkpoint needs to fill a form."""
         parts = [p.parameters() if isinstance(p, nn.Module) else [p] for p in self.parts()]
         ids = {id(parameter) for part in parts for parameter in part}
-        names = sorted(name for name, p in self.block.named_parameters() if id(p) in ids)
+        return {name for name, p in self.block.named_parameters() if id(p) in ids}
+
+    def require(self, model: str) -> None:
+        """Make the block refuse checkpoints that lack one of the :meth:`required` weights."""
+        names = sorted(self.required())
 
         def check(state_dict: dict, prefix: str, *args) -> None:
             lacking = [name for name in names if f'{prefix}{name}' not in state_dict]

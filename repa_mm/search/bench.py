@@ -117,8 +117,7 @@ class Bench:
         self.tested, self.device, self.repeats = tested, device, repeats
         self.calibration = calibration
         self.timed, self.stock_times = judge.images(repeats, batch_size), []
-        # Rows of float32 that were tested, with what they find in the image.
-        self.image, self.tests = judge.images(1)[0], []
+        self.image, self.tests = judge.images(1)[0], []  # tested rows of float32 and their finds
         self.kinds, reasons = installed_formats(device)
         self.stock = row_of(stock, EAGER)
         with quiet(), torch.no_grad():
