@@ -290,7 +290,7 @@ def train_on_images(cfg, folder):
     assert 0 <= runner.test()['accuracy/top1'] <= 100
 
 
-def test_a_config_elsewhere_changes_classes_data_and_idle_ratio(tmp_path):
+def test_a_config_elsewhere_changes_classes_and_data(tmp_path):
     """What docs/train.md says."""
     data_root = tmp_path / 'animals'
     for split in ('train2017', 'val2017'):
@@ -320,7 +320,7 @@ def test_a_config_elsewhere_changes_classes_data_and_idle_ratio(tmp_path):
         assert tuple(item['inputs'].shape[1:]) == (800, 1067)
     assert METRICS.build(cfg.test_evaluator)._coco_api.get_cat_ids() == [7, 9]
     model = build(cfg)
-    assert model.backbone.stages[0].blocks[0].ffn.num_active == 384 / 2
+    assert model.backbone.stages[0].blocks[0].ffn.num_active == 384 / 4
     assert model.bbox_head.num_classes == 2
     check_norms_decay_alike(model, cfg.optim_wrapper)
 
