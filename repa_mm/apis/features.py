@@ -17,9 +17,8 @@ def outputs(model: nn.Module, data: dict) -> list:
 
     They are the maps of each backbone, the inputs of the heads, the outputs of heads that take
     feature maps alone, and those of a DETR's decoder. Other heads and decoders choose first, and
-    rounding may change what they choose. A
-    semi-supervised detector has two networks, and a self-supervised one has a second backbone. A
-    model without a backbone is called.
+    rounding may change what they choose: they are left out. A semi-supervised detector has two
+    networks, and a self-supervised one has a second backbone. A model without one is called.
     """
     networks = [m for m in model.modules() if isinstance(getattr(m, 'backbone', None), nn.Module)]
     found = [network.backbone(data['inputs']) for network in networks]

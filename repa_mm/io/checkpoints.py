@@ -45,9 +45,9 @@ def load_weights(
     """Load weights into a model, which is reparameterized if the weights are in the deploy form.
 
     The weights must be all of the model's, and no others inside its modules; what lies beside its
-    modules, such as a teacher, and heads that the model lacks are ignored. ``start`` is for a file
-    to start training from: its heads, norms of other outputs, and a class token that the model
-    lacks are free, and nothing lies beside a backbone. ``path`` names the weights in messages.
+    modules, such as a teacher, and heads that the model lacks are ignored. ``start`` is for
+    pretrained weights: heads and norms of other outputs may be missing or left over, a class token
+    left over, and a backbone ignores nothing else. ``path`` names the weights in messages.
 
     Raises:
         CheckpointError: If weights are missing, have other shapes, or are foreign.
