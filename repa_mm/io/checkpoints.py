@@ -36,7 +36,6 @@ _FREE = (
 )
 #: In pretrained weights, heads too. They have the norm of the last output alone, or one for each.
 _HEAD, _NORM = r'|(^|\.)\w*head\.', re.compile(r'(backbone\.)?(norm|ln)\d+\.')
-_OUTPUT = re.compile(r'(backbone\.)?norm\d+\.')  # a ViT has one output, with the norm 'ln1'
 
 
 def load_weights(
@@ -66,8 +65,8 @@ def load_weights(
         missing = [key for key in own if key not in weights]
     if start:
         foreign = [k for k in foreign if not (_NORM.match(k) or k.endswith('cls_token'))]
-        norms = tuple(norm[0] for norm in map(_OUTPUT.match, weights) if norm)
-        missing = [k for k in missing if not norms or k.startswith(norms) or not _OUTPUT.match(k)]
+        norms = tuple(norm[0] for norm in map(_NORM.match, weights) if norm)
+        missing = [k for k in missing if not norms or k.startswith(norms) or not _NORM.match(k)]
 
     def beside(name: str) -> bool:
         while (owner := name.rpartition('.')[0]) not in modules:
