@@ -35,6 +35,8 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     args = parse_args()
     with readable_errors():
+        if not args.out.endswith('.onnx'):
+            raise ValueError(f'{args.out!r} must end with .onnx')
         cfg = load_config(args.config, args.cfg_options)
         images = None if args.unchecked else read_images(cfg, 'test', NUM_IMAGES, args.images)
         model = open_model(cfg, args.checkpoint, merge=True)

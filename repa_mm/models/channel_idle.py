@@ -66,13 +66,22 @@ class RePaVisionTransformer(RePaBackbone, VisionTransformer):
 class RePaSwinTransformer(RePaBackbone, SwinTransformer):
     """`Swin Transformer <https://arxiv.org/abs/2103.14030>`_ with channel-idle FFNs.
 
-    Arguments are those of mmpretrain's ``SwinTransformer`` and of :class:`RePaBackbone`.
+    Args:
+        *args, **kwargs: Arguments of mmpretrain's ``SwinTransformer`` and :class:`RePaBackbone`.
+        pad_small_map (bool, optional): Pad and shift feature maps that are no larger than a window,
+            as MMDetection and MMSegmentation do. Defaults to True with several outputs, else to
+            mmpretrain's False.
 
     Examples:
         >>> model = RePaSwinTransformer('base', out_indices=(0, 1, 2, 3))
         >>> features = model(torch.rand(1, 3, 224, 224))
         >>> deployed = repa_mm.reparameterize(model)
     """
+
+    def __init__(self, *args, pad_small_map: bool | None = None, **kwargs) -> None:
+        if pad_small_map is None:
+            pad_small_map = len(kwargs.get('out_indices', ())) > 1
+        super().__init__(*args, pad_small_map=pad_small_map, **kwargs)
 
 
 @MODELS.register_module()

@@ -278,6 +278,8 @@ def test_compared_on_the_configs_own_images_or_not_written(
     with pytest.raises(SystemExit, match='data are not there .*folder of images'):
         run_tool('export', config, checkpoint, out)
     assert not (tmp_path / out).exists()
+    with pytest.raises(SystemExit, match="'model.txt' must end with .onnx"):
+        run_tool('export', config, checkpoint, 'model.txt', '--unchecked')
     size = '--no-dynamic', '--shape', 64, 96
     run_tool('export', config, checkpoint, out, *size, '--unchecked')
     assert ' of the pixels, on noise' in capsys.readouterr().out

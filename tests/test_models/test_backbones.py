@@ -367,3 +367,15 @@ def test_activation_checkpointing_gives_the_same_gradients(check_same):
         sum(out.square().sum() for out in each(x)).backward()
         grads.append([p.grad for p in each.parameters()])
     check_same(*grads, bound=1e-9)
+
+
+def test_a_dense_swin_takes_every_size_that_mmdetections_takes(randomize):
+    cfg = {key: value for key, value in SWIN.items() if key != 'pad_small_map'}
+    dense, asked = (MODELS.build(dict(type='RePaSwinTransformer', **a)) for a in (cfg, SWIN))
+    asked.load_state_dict(randomize(dense).eval().state_dict())
+    for size in (40, 24), (128, 128):  # the last maps are smaller than a window, and one window
+        maps = zip(dense(x := torch.rand(1, 3, *size)), asked.eval()(x))
+        assert all(torch.equal(*both) for both in maps)
+    alone = MODELS.build(dict(type='RePaSwinTransformer', **dict(cfg, out_indices=(3,))))
+    with pytest.raises(AssertionError, match='pad_small_map=True'):
+        alone(torch.rand(1, 3, 40, 24))
